@@ -84,6 +84,12 @@ DEVICE void tma_add(const TensorMap& map, u32 from, int x, int y, int z) {
                  "r"(from), "r"(x), "r"(y), "r"(z)
                  : "memory");
 }
+// Consecutive bytes, a multiple of 16 from a multiple of 16.
+DEVICE void bulk_load(u32 to, const void* from, u32 bytes, u32 bar) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(bar)
+                 : "memory");
+}
 // Boxes of a 4-D tensor.
 DEVICE void tma_load(u32 to, const TensorMap& map, u32 bar, int x, int y, int z, int w) {
     asm volatile(
@@ -106,6 +112,15 @@ DEVICE void tma_load_im2col(u32 to, const TensorMap& map, u32 bar, int c, int w,
         "l"(&map), "r"(bar), "r"(c), "r"(w), "r"(h), "r"(image), "h"(dx), "h"(dy)
         : "memory");
 }
+// The same pixels to the same place in every CTA of `mask`; completes on each one's barrier.
+DEVICE void tma_load_im2col_multicast(u32 to, const TensorMap& map, u32 bar, int c, int w, int h, int image,
+                                      u16 dx, u16 dy, u16 mask) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes"
+        ".multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], {%7, %8}, %9;" ::"r"(to),
+        "l"(&map), "r"(bar), "r"(c), "r"(w), "r"(h), "r"(image), "h"(dx), "h"(dy), "h"(mask)
+        : "memory");
+}
 DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Wait until at most N stores still read their shared memory.
 template <int N> DEVICE void tma_store_wait_read() {
@@ -121,6 +136,12 @@ DEVICE void stmatrix_x4(u32 address, u32 a, u32 b, u32 c, u32 d) {
 }
 DEVICE void ldmatrix_x4(u32 (&r)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+DEVICE void ldmatrix_x4_trans(u32 (&r)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(address)
                  : "memory");

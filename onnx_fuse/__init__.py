@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from onnx_fuse.ops.opdef import OpDef as OpDef
     from onnx_fuse.plugins import register_kernel as register_kernel
     from onnx_fuse.plugins import register_op as register_op
+    from onnx_fuse.replicas import Replicas as Replicas
     from onnx_fuse.session import InferenceSession as InferenceSession
     from onnx_fuse.training import callbacks as callbacks
     from onnx_fuse.training import metrics as metrics
@@ -55,6 +56,7 @@ _NAMES = {
     "ModelError": "errors",
     "OpDef": "ops.opdef",
     "OnnxFuseError": "errors",
+    "Replicas": "replicas",
     "Trainer": "training.trainer",
     "UsageError": "errors",
     "capture": "nn.graphs",

@@ -16,6 +16,7 @@ import onnx_ir
 
 from onnx_fuse import passes, progress
 from onnx_fuse import profile as profiling
+from onnx_fuse.errors import UsageError
 from onnx_fuse.kernels import Site, site
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.shapes import fix_shapes
@@ -23,6 +24,7 @@ from onnx_fuse.passes.precision import in_precision
 from onnx_fuse.profile import Profile
 from onnx_fuse.program.call import NeedsValues, Program
 from onnx_fuse.program.problem import Hardware
+from onnx_fuse.replicas import Replicas
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import InferenceSession
 from onnx_fuse.validation.arrays import Array
@@ -198,11 +200,15 @@ def run_once(
     precision: str = "fp32",
     profile: bool = False,
     compiled: Path | None = None,
+    gpus: int = 1,
 ) -> RunResult:
     """Run the fusion of `graph`; `profile` adds the Profile of a run.
 
+    With several `gpus` each takes its part of the batch, and there is no profile.
     `compiled` is a file of `deploy.compile` that has the graph and runs in its place.
     """
+    if gpus > 1:
+        return _run_on(gpus, compiled or graph, feeds, device, precision)
     session = InferenceSession(compiled or graph, device=device, precision=precision)
     feeds = feeds or generate(graph, lambda f: session.run(None, f), single=True)[0][0]
     started = time.perf_counter()
@@ -218,6 +224,22 @@ def run_once(
         else:
             result.profile = profiling.of_onnxruntime(session.model, feeds)
     return result
+
+
+def _run_on(
+    gpus: int, model: onnx_ir.Model | Path, feeds: Feeds | None, device: str, precision: str
+) -> RunResult:
+    """A batch over several devices; the first run makes each one's program."""
+    if not feeds:
+        raise UsageError("--gpus splits a batch: give it by --inputs FILE.npz")
+    devices = [device if device == "cpu" else f"{device}:{i}" for i in range(gpus)]
+    with Replicas(model, devices, precision=precision) as replicas:
+        replicas.run(None, feeds)
+        started = time.perf_counter()
+        outputs = replicas.run(None, feeds)
+        milliseconds = (time.perf_counter() - started) * 1e3
+        names = [v.name for v in replicas.get_outputs()]
+    return RunResult(dict(feeds), dict(zip(names, outputs, strict=True)), milliseconds)
 
 
 def program(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,11 +29,13 @@ from onnx_fuse.ops.update import expand_standard_updates
 from onnx_fuse.passes.precision import in_precision
 from onnx_fuse.program.call import Call, NeedsValues, Program
 from onnx_fuse.program.formula import Guards
-from onnx_fuse.program.problem import CHIPS, Hardware, Launch
+from onnx_fuse.program.problem import CHIPS, PRECISIONS, Hardware, Launch
 from onnx_fuse.program.size import Trace
 from onnx_fuse.runtime.encoding import FORMAT, encode, template
 from onnx_fuse.runtime.plan import OpenProgram, PlannedProgram
 from onnx_fuse.runtime.specialize import Specializer, Symbols
+from onnx_fuse.runtime.states import graph_digest
+from onnx_fuse.training.trainer import Trainer
 
 __all__ = ["CHIPS", "Compiled", "Hardware", "compile"]
 
@@ -92,14 +95,80 @@ def compile(
     graph = session.load(model)
     passes.optimize(graph, level=level, own_kernels=True)
     graph, math = in_precision(graph, precision)
+    return _compiled(graph, path, targets, shapes, ranges or {}, precision, math)
+
+
+def compile_training(
+    trainer: Trainer,
+    folder: str | os.PathLike[str],
+    *,
+    shapes: Sequence[Shapes] = ({},),
+    ranges: Mapping[str, tuple[int, int]] | None = None,
+) -> dict[str, Compiled]:
+    """Compile the step and the evaluation of a run into a folder, which `Trainer(compiled=)` takes.
+
+    Args:
+        trainer: A Trainer made with the `hardware` that will run the steps.
+        folder: The folder to write; it is made if need be. Each graph is a file in it.
+        shapes: As in `compile`; the labels are inputs, too.
+        ranges: As in `compile`.
+
+    Returns:
+        A summary of each file, by the name of what it runs: "update", "evaluate", "accumulate"
+        where gradients are accumulated, and "average" where there are running averages.
+
+    Raises:
+        UsageError: The shape of an input stays free, or the trainer has no `hardware`.
+        ModelError: An operator has no kernel, or sizes depend on data.
+        DeviceError: NVRTC is missing.
+    """
+    graphs, hw = trainer.graphs(), trainer.hardware
+    assert hw is not None
+    place = Path(folder)
+    place.mkdir(parents=True, exist_ok=True)
+    found = {}
+    precision = trainer.precision
+    for mode, (graph, state) in graphs.items():
+        more = {"graph": graph_digest(graph)}
+        # an evaluation takes fewer inputs than the update
+        names = {v.name for v in graph.graph.inputs}
+        given = [{k: v for k, v in s.items() if k in names or mode == "update"} for s in shapes]
+        found[str(mode)] = _compiled(
+            graph,
+            place / f"{mode}.fused",
+            {hw.name: hw},
+            given,
+            ranges or {},
+            precision,
+            PRECISIONS[precision][1],
+            state,
+            more,
+        )
+    return found
+
+
+def _compiled(
+    graph: ir.Model,
+    path: str | os.PathLike[str],
+    targets: Mapping[str, Hardware],
+    shapes: Sequence[Shapes],
+    ranges: Mapping[str, tuple[int, int]],
+    precision: str,
+    math: str,
+    state: Mapping[str, str] | None = None,
+    more: Mapping[str, str] | None = None,
+) -> Compiled:
+    """Write the file of a graph in which everything is fused, with `more` in its manifest."""
     expand_standard_updates(graph)
-    free = _free(graph, ranges or {})
+    free = _free(graph, ranges)
     wanted = [_closed(graph, given, free) for given in shapes]
     wanted = [s for i, s in enumerate(wanted) if s not in wanted[:i]]
     with cublaslt.left_out():
         made = []
         for target, hw in targets.items():
-            programs = Specializer(graph, hw, math=math)  # what a session has for a shape
+            programs = Specializer(
+                graph, hw, math=math, state=state
+            )  # what a session has for a shape
             for i, closed in enumerate(wanted):
                 progress.report(f"lowering for {target}", i, len(wanted))
                 if free:
@@ -112,7 +181,7 @@ def compile(
     tensors: dict[str, np.ndarray[Any, Any]] = {}
 
     def store(array: np.ndarray[Any, Any]) -> str:
-        dense = np.ascontiguousarray(array)
+        dense = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         name = f"constant {digest_of([repr((array.dtype.name, array.shape)).encode(), dense])}"
         tensors.setdefault(name, array)
         return name
@@ -149,6 +218,7 @@ def compile(
         "targets": {name: {k: getattr(hw, k) for k in limits} for name, hw in targets.items()},
         "modules": table,
         "programs": entries,
+        **(more or {}),
     }
     with written(path) as draft:
         write(draft, manifest, members, tensors)

@@ -48,7 +48,7 @@ class InferenceSession:
             ["CUDAExecutionProvider"] means "cuda", and
             [("CUDAExecutionProvider", {"device_id": 1})] the second GPU.
         device: "cpu" (the default) runs the fused graph on onnxruntime, "cuda" runs it on this
-            package's own kernels.
+            package's own kernels, and "cuda:1" on the second GPU.
         optimize: False runs the graph as it is.
         level: Level of the fusions, 0 to 3, as in `optimize`.
         precision: What "cuda" computes in. "fp32" has IEEE products, "tf32" rounds the operands of
@@ -75,13 +75,12 @@ class InferenceSession:
         precision: str = "fp32",
         recompile: bool = False,
     ) -> None:
-        self.device = _device(device, providers)
+        self.device, gpu = _device(device, providers)
         if precision not in (PRECISIONS if self.device == "cuda" else ("fp32",)):
             raise UsageError(
                 f"there is no precision '{precision}' on device '{self.device}': "
                 f"device 'cuda' has {', '.join(PRECISIONS)}, device 'cpu' fp32"
             )
-        gpu = _gpu(providers)
         if self.device == "cuda":
             _begin(gpu)
         self._source, self._options = model, sess_options
@@ -398,20 +397,18 @@ def argument(value: onnx_ir.Value) -> Argument:
     return Argument(value.name or "", f"tensor({name})", shape)
 
 
-def _device(device: str | None, providers: Sequence[Any] | None) -> str:
+def _device(device: str | None, providers: Sequence[Any] | None) -> tuple[str, int]:
+    """The kind of device, and the number of the GPU: 1 for "cuda:1"."""
     if device is None and providers:
         first = providers[0] if isinstance(providers[0], str) else providers[0][0]
         device = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}.get(first, first)
-    device = device or "cpu"
-    if device not in DEVICES:
-        raise UsageError(f"unknown device '{device}': choose one of {', '.join(DEVICES)}")
-    return device
-
-
-def _gpu(providers: Sequence[Any] | None) -> int:
-    """The number of the GPU: the first provider's "device_id", or 0."""
-    named = not providers or isinstance(providers[0], str)
-    return 0 if named else int(providers[0][1].get("device_id", 0))  # type: ignore[index]
+    kind, colon, number = (device or "cpu").partition(":")
+    if kind not in DEVICES or (colon and not (kind == "cuda" and number.isdecimal())):
+        raise UsageError(f"unknown device '{device}': choose one of {', '.join(DEVICES)}, cuda:1")
+    if colon:
+        return kind, int(number)
+    options = providers[0][1] if providers and not isinstance(providers[0], str) else {}
+    return kind, int(options.get("device_id", 0))
 
 
 def _begin(gpu: int) -> None:

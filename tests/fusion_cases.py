@@ -388,4 +388,17 @@ FUSION_CASES = (
         gone=("LogSoftmax", "NegativeLogLikelihoodLoss"),
         spares=(("empty", "onnxruntime's SoftmaxCrossEntropyLoss takes no batch of none (1.32)"),),
     ),
+    FusionCase(
+        "linear_cross_entropy",
+        "float[B,T,8] x, float[2051,8] w, int64[B,T] labels",
+        "wt = Transpose <perm = [1, 0]> (w)\n l = MatMul (x, wt)\n"
+        "to = Constant <value = int64[2] {-1, 2051}> ()\n r = Reshape (l, to)\n"
+        "flat = Constant <value = int64[1] {-1}> ()\n t = Reshape (labels, flat)\n"
+        "y = SoftmaxCrossEntropyLoss <ignore_index = 5> (r, t)",
+        ("LinearCrossEntropy",),
+        fed=("x", "labels"),
+        output="float y",
+        gone=("MatMul", "SoftmaxCrossEntropyLoss"),
+        spares=(("empty", "onnxruntime's SoftmaxCrossEntropyLoss takes no batch of none (1.32)"),),
+    ),
 )

@@ -22,9 +22,9 @@ from onnx_fuse.lower.stages import run_loop
 from onnx_fuse.ops.activations import BY_KEY
 from onnx_fuse.program.call import Call, Program, Tensor
 from onnx_fuse.program.expression import Expression, Row
-from onnx_fuse.program.moves import ScatterND
+from onnx_fuse.program.moves import PointwiseMany, ScatterND
 from onnx_fuse.program.problem import Problem
-from onnx_fuse.program.problems import Conv, Pool, Reduce, Resample
+from onnx_fuse.program.problems import Conv, CrossEntropyChunk, Pool, Reduce, Resample
 from onnx_fuse.runtime.plan import Plan, plan
 from onnx_fuse.runtime.tensor import dtype_of
 
@@ -50,6 +50,7 @@ STEPS: dict[str, Any] = {
     "Identity": lambda x: x,
     "Cast": lambda x: x,
     "CastFloat16": lambda x: np.asarray(x).astype(np.float16),
+    "CastBFloat16": lambda x: np.asarray(x).astype(dtype_of("bfloat16")),
     "CastBool": lambda x: np.asarray(x) != 0,
     "Abs": np.abs,
     "Add": np.add,
@@ -189,12 +190,29 @@ def interpret(
                 found = _attention(call.problem, read)
             else:
                 found = _product(call.problem, read)
+            if isinstance(call.problem, Problem) and call.problem.epilogue.accumulate:
+                found["y"] = found["y"] + memory.view(dict(call.writes)["y"])
             results = [found[name].reshape(t.shape) for name, t in call.writes]
+        elif isinstance(call.problem, Reduce) and call.problem.reducer == "Sum":
+            results = [_sums(call.problem, memory.view(call.reads[0][1]))]
         elif isinstance(call.problem, Conv | Pool | Reduce | Resample):
             results = [_image(call, memory)]
         elif call.kernel.startswith("Copy x"):
             read = {name: memory.view(t).copy() for name, t in call.reads}
             results = [read[f"0{name[1:]}"] for name, _ in call.writes]
+        elif isinstance(call.problem, PointwiseMany):
+            views = {name: memory.view(t).copy() for name, t in call.reads}
+            tensors, results = dict(call.writes), []
+            for row, (reads, writes) in enumerate(call.problem.items):
+                names = [f"{k}.{row}" for k in range(len(reads))]
+                one = [views[f"a{k}"].flat[0] if n not in views else 0 for k, n in enumerate(names)]
+                here = [views.get(name, one[k]) for k, name in enumerate(names)]
+                to = [tensors[f"{len(reads) + k}.{row}"] for k in range(len(writes))]
+                results += _evaluate(call.problem.expression, here, to)
+        elif isinstance(call.problem, CrossEntropyChunk):
+            read = {name: memory.view(t).copy() for name, t in call.reads}
+            found = cross_entropy_chunk(call.problem, read)
+            results = [found[name] for name, _ in call.writes]
         elif call.kernel == "DynamicQuantizeLinear":
             results = _range(memory.view(call.reads[0][1]))
         elif isinstance(call.problem, ScatterND):
@@ -211,7 +229,7 @@ def interpret(
                 [n for n, _ in call.writes], {n: memory.view(t).copy() for n, t in call.reads}
             )
         for (_, tensor), result in zip(call.writes, results, strict=True):
-            memory.view(tensor)[...] = result
+            memory.view(tensor)[...] = np.reshape(result, tensor.shape)
     known = {}
     for name, value in program.outputs:
         known[name] = memory.view(value).copy() if isinstance(value, Tensor) else value
@@ -261,6 +279,35 @@ def _image(call: Call, memory: Memory) -> np.ndarray:
     return v.reshape(y.shape)
 
 
+def cross_entropy_chunk(
+    p: CrossEntropyChunk, read: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """A chunk's losses and weights, and what takes the place of its scores."""
+    x, label = read["x"].astype(np.float64), read["target"]
+    counts = label != p.ignored
+    log_p = x - np.logaddexp.reduce(x, axis=1, keepdims=True)
+    each = read["weight"].astype(np.float64) if "weight" in read else np.ones(p.classes)
+    safe = np.where(counts, label, 0)
+    weight = np.where(counts, each[safe], 0)
+    hard, soft = (1 - p.smoothing) * weight, p.smoothing / p.classes * counts
+    rows = np.arange(p.rows)
+    loss = -hard * log_p[rows, safe] - soft * (log_p * each).sum(1)
+    g = (hard + soft * each.sum())[:, None] * np.exp(log_p) - soft[:, None] * each
+    g[rows, safe] -= hard
+    return {"rows": np.stack([loss, weight], 1), "dx": g}
+
+
+def _sums(p: Reduce, x: np.ndarray) -> np.ndarray:
+    """One pass of a sum over 4-byte floats, by chunks; partial sums travel as bytes."""
+    assert (p.reducer, p.state) == ("Sum", 4), p
+    flat = np.ascontiguousarray(x).reshape(-1)
+    if p.from_state:
+        flat = flat.view(np.float32)
+    parts = flat.astype(np.float64).reshape(p.outer, p.length, p.inner)
+    sums = np.add.reduceat(parts, np.arange(p.splits) * p.chunk, axis=1)
+    return sums.astype(np.float32).reshape(-1).view(np.uint8) if p.to_state else sums
+
+
 def _range(x: np.ndarray) -> list[np.ndarray]:
     """Scale and zero point of DynamicQuantizeLinear."""
     with np.errstate(all="ignore"):
@@ -292,10 +339,20 @@ def _product(p: Problem, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         v = v + (c if p.epilogue.beta else 0)
         v = activated(p, v) if p.epilogue.act else v
         return {"y": v + (c if p.epilogue.residual else 0)}
-    assert not p.trans_a, p
-    known = {"bias", "act", "residual", "moments", "parts", "folded", "epsilon", "static_b"}
+    assert p.op == "Gemm" or not p.trans_a, p
+    known = {
+        "accumulate",
+        "bias",
+        "act",
+        "residual",
+        "moments",
+        "parts",
+        "folded",
+        "epsilon",
+        "static_b",
+    }
     known |= {"gate", "rms", "act_alpha", "row_bias", "beta", "layer_scale"}
-    assert {name for name, v in p.extras.items() if v} <= known | {"align", "lda", "ldb"}, p
+    assert {name for name, v in p.extras.items() if v} <= known | {"align", "lda", "ldb", "ldy"}, p
     a, b = (
         read["a" if p.op == "Gemm" else "x"].reshape(p.m, p.k),
         read["b" if p.op == "Gemm" else "wq"],

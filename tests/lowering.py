@@ -75,6 +75,18 @@ GRAPHS = {
         "{ a, b, c = Split<axis=2, num_outputs=3>(x) n = Neg(b) y = Concat<axis=2>(c, n, a) }",
         {"x": X},
     ),
+    "pieces that a Transpose rearranges": (
+        "agraph (float[3,4,6] x) => (float[3,4,12] y) <int64[1] zero = {0}, int64[3] shape = "
+        "{3, 4, 12}> { a = Exp(x) b = Neg(x) u = Unsqueeze(a, zero) v = Unsqueeze(b, zero) "
+        "c = Concat<axis=0>(u, v) t = Transpose<perm=[1,2,0,3]>(c) y = Reshape(t, shape) }",
+        {"x": X},
+    ),
+    "pieces of which one is read apart": (
+        "agraph (float[3,4,6] x) => (float[4,6,3] y, float[4,6] z) <int64 one = {1}> "
+        "{ a, b, d = Split<axis=0, num_outputs=3>(x) e = Exp(b) c = Concat<axis=0>(d, e, a) "
+        "y = Transpose<perm=[1,2,0]>(c) z = Gather(c, one) }",
+        {"x": X},
+    ),
     "pad, constant and cropped": (
         "agraph (float[3,4,6] x) => (float[y0,y1,y2] y) "
         "<int64[6] p = {1, -1, 0, 0, 2, -3}, float v = {7}> { y = Pad(x, p, v) }",

@@ -16,6 +16,8 @@ import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir
+import window_gradients
+from conv_cases import CHANNELS_FIRST, CHANNELS_LAST
 from onnx import helper
 from onnx.reference import ReferenceEvaluator
 
@@ -332,35 +334,13 @@ def _norms() -> Iterator[Case]:
 def _windows() -> Iterator[Case]:
     for dtype in (F32, F16, BF16, F64):
         yield Case("Conv", ((2, 3, 11, 12), (5, 3, 3, 3), (5,)), {"pads": [1, 1, 1, 1]}, 1, dtype)
-    yield Case("Conv", ((2, 8, 10), (6, 8, 3)), {"strides": [2]}, note="1-D")
-    yield Case("Conv", ((1, 2, 5, 6, 7), (8, 2, 2, 3, 2)), {"dilations": [1, 2, 2]}, note="3-D")
-    yield Case("Conv", ((2, 8, 9, 9), (8, 1, 3, 3), (8,)), {"group": 8}, note="depthwise")
-    yield Case("Conv", ((2, 32, 9, 9), (64, 16, 3, 3)), {"group": 2, "pads": [1, 0, 2, 1]})
-    yield Case("Conv", ((4, 70, 33, 34), (130, 70, 3, 3), (130,)), {"strides": [2, 2]})
-    yield Case("Conv", ((8, 64, 64, 64), (200, 64, 1, 1)), note="128 tiles")
+    for note, attrs, shapes in CHANNELS_FIRST:
+        yield Case("Conv", shapes, attrs, note=note)
     for dtype in (F32, F16, BF16, F64):
         yield Case("Conv", ((3, 24, 12, 14), (40, 24, 1, 1), (40,)), {}, 1, dtype, note="one tap")
         yield Case("Conv", ((3, 40, 7, 7), (72, 40, 1, 1), (72,)), {}, 1, dtype, note="odd rows")
-    yield Case("Conv", ((1, 512, 7, 7), (65, 512, 3, 3)), {"pads": [1, 1, 1, 1]}, note="split")
-    around = {"pads": [1, 1, 1, 1]}
-    for dtype in (F16, BF16):  # these run channels last
-        yield Case("Conv", ((2, 72, 11, 12), (40, 72, 3, 3), (40,)), around, 1, dtype)
-        yield Case("Conv", ((3, 96, 9, 10), (96, 1, 3, 3), (96,)), {"group": 96}, 1, dtype)
-    for attrs, x, w in (
-        ({"strides": [2, 2], "pads": [3, 3, 3, 3]}, (2, 3, 29, 31), (64, 3, 7, 7)),
-        ({"strides": [4, 4]}, (2, 3, 16, 20), (24, 3, 4, 4)),
-        ({"strides": [2, 1], "dilations": [1, 2], **around}, (2, 64, 14, 9), (130, 64, 3, 3)),
-        ({"strides": [2, 2]}, (2, 64, 14, 15), (128, 64, 1, 1)),
-        ({"group": 4, **around}, (2, 64, 9, 9), (84, 16, 3, 3)),
-        ({"group": 32, "pads": [3, 3, 3, 3]}, (2, 32, 15, 17), (32, 1, 7, 7)),
-        ({"group": 40, "strides": [2, 2], "pads": [2, 2, 2, 2]}, (2, 40, 15, 17), (40, 1, 5, 5)),
-        ({"pads": [1, 2]}, (3, 20, 33), (21, 20, 4)),
-        (around, (1, 512, 7, 7), (64, 512, 3, 3)),
-    ):
-        yield Case("Conv", (x, w, w[:1]), attrs, 1, F16, note="channels last")
-    yield Case(
-        "Conv", ((6, 4, 20, 20), (9, 4, 18, 18)), {"pads": [1, 1, 1, 1]}, note="weight gradient"
-    )
+    for attrs, x, w, dtype in CHANNELS_LAST:
+        yield Case("Conv", (x, w, w[:1]), attrs, 1, dtype, note="channels last")
     for auto in ("SAME_UPPER", "SAME_LOWER", "VALID"):
         attrs = {"auto_pad": auto, "strides": [2, 2]}
         yield Case("Conv", ((1, 3, 9, 10), (6, 3, 4, 3)), attrs, note=auto)
@@ -370,31 +350,7 @@ def _windows() -> Iterator[Case]:
         yield Case("ConvTranspose", ((2, 6, 7, 5), (6, 10, 3, 4), (10,)), attrs, 1, dtype)
     yield Case("ConvTranspose", ((2, 6, 7, 5), (6, 5, 3, 3)), {"group": 2, "dilations": [2, 1]})
     yield Case("ConvTranspose", ((2, 6, 9), (6, 70, 3)), {"strides": [2]}, note="1-D")
-    square = {"kernel_shape": [3, 3], "strides": [1, 1], "dilations": [1, 1], "pads": [1] * 4}
-    square |= {"group": 1, "swap": [1, 0, 2, 3]}
-    one = {"kernel_shape": [1, 1], "pads": [0] * 4}
-    for dtype in (F16, BF16):
-        for dy, x, how in (
-            ((2, 16, 9, 8), (2, 24, 9, 8), {}),
-            ((3, 72, 5, 4), (3, 136, 9, 8), {"strides": [2, 2]}),
-            ((3, 72, 5, 8), (3, 40, 9, 8), {"strides": [2, 1], **one}),
-            ((2, 16, 5, 7), (2, 24, 9, 8), {"dilations": [2, 1], "pads": [0, 0, 0, 1]}),
-            ((3, 32, 9, 8), (3, 48, 9, 8), {"group": 2}),
-            ((4, 128, 28, 28), (4, 64, 28, 28), one),
-            ((6, 64, 17), (6, 8, 19), {"kernel_shape": [3], "pads": [0, 0], "strides": [1],
-                                       "dilations": [1], "swap": [1, 0, 2]}),
-        ):  # fmt: skip
-            yield Case("ConvWeightGrad", (dy, x), square | how, 1, dtype, FUSE)
-    for dtype in (F32, F16, BF16, F64):
-        for how in ({}, {"dilations": [2, 1], "ceil_mode": 1}, {"auto_pad": "SAME_UPPER"}):
-            attrs = {"kernel_shape": [3, 2], "strides": [2, 1], **how}
-            attrs |= {} if "auto_pad" in how else {"pads": [1, 1, 1, 0]}
-            given = ((2, 3, 5, 16), (2, 3, 9 if "auto_pad" in how else 10, 16))
-            yield Case("MaxPoolGrad", given, attrs, 1, dtype, FUSE, note="-".join(how))
-    how = {"kernel_shape": [2, 2, 2], "strides": [2, 2, 2]}
-    yield Case("MaxPoolGrad", ((1, 2, 2, 2, 2), (1, 2, 5, 5, 5)), how, 1, F32, FUSE, note="3-D")
-    how = {"kernel_shape": [17, 16], "strides": [2, 1], "pads": [1, 1, 1, 1]}
-    yield Case("MaxPoolGrad", ((1, 2, 5, 11), (1, 2, 24, 24)), how, 1, F32, FUSE, note="many taps")
+    yield from (Case(*row) for row in window_gradients.rows())
     for op, attrs in (
         ("MaxPool", {}), ("MaxPool", {"dilations": [2, 1]}), ("AveragePool", {}),
         ("AveragePool", {"count_include_pad": 1}), ("LpPool", {"p": 3}),

@@ -30,6 +30,7 @@ LAYERS = (
     ("plugins",),
     ("cache",),
     ("session",),
+    ("replicas",),
     ("api",),
     ("backend",),
     ("training",),

@@ -409,3 +409,38 @@ def test_a_kernel_is_told_of_every_step(graph: str, found: dict[str, object]) ->
     assert found.items() <= dict(problem.attrs).items()
     assert not program.fallbacks
     assert sdpa.SIMT.supports(problem, CHIPS["H200"]) is None
+
+
+MERGED = """<ir_version: 10, opset_import: ["" : 21]>
+agraph (float16[B,S,48] qkv) => (float16[B,S,16] y) {
+    q3, k3, v3 = Split <axis = -1, num_outputs = 3> (qkv)
+    heads = Constant <value_ints = [0, 0, 2, 8]> ()
+    q4 = Reshape (q3, heads) k4 = Reshape (k3, heads) v4 = Reshape (v3, heads)
+    q = Transpose <perm = [0, 2, 1, 3]> (q4)
+    kt = Transpose <perm = [0, 2, 3, 1]> (k4)
+    v = Transpose <perm = [0, 2, 1, 3]> (v4)
+    s = MatMul (q, kt)
+    p = Softmax <axis = -1> (s)
+    y4 = MatMul (p, v)
+    y3 = Transpose <perm = [0, 2, 1, 3]> (y4)
+    flat = Constant <value_ints = [0, 0, 16]> ()
+    y = Reshape (y3, flat) }"""
+
+
+@pytest.mark.parametrize("chip", ["H200", "A100"])
+def test_the_gradient_of_a_merged_product_is_written_in_place(chip: str) -> None:
+    """By the kernel that writes strided gradients; another one's are joined by copies."""
+    model = text_model(MERGED)
+    passes.optimize(model, training=True)
+    gradient = autodiff.gradient(model, wrt=["qkv"])
+    rng = np.random.default_rng(2)
+    shapes = {str(v.name): (2, 9, 48 if v.name == "qkv" else 16) for v in gradient.graph.inputs}
+    feeds = {n: rng.standard_normal(s).astype(np.float16) for n, s in shapes.items()}
+    program = lower(gradient, {n: (s, "float16") for n, s in shapes.items()}, CHIPS[chip])
+    (backward,) = [c for c in program.calls if getattr(c.problem, "op", "") == "SdpaGrad"]
+    joined = len({t.buffer for _, t in backward.writes}) == 1
+    assert joined == (chip == "H200")
+    assert any("Copy" in c.kernel for c in program.calls) != joined
+    got = interpret(program, feeds, {})
+    for i, value in enumerate(gradient.graph.outputs):
+        assert_same(got[value.name], session(gradient, i)(feeds), "float16", value.name)

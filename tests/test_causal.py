@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
@@ -151,6 +152,21 @@ def test_a_mask_of_one_element_is_no_triangle() -> None:
         sizes = {"q": (2, 3, queries, 8), "padding": (2, 1, 1, keys)}
         sizes |= dict.fromkeys("kv", (2, 3, keys, 8))
         assert bool(attention_of(model, sizes).attr("causal")) == causal
+
+
+@pytest.mark.skipif(onnx.defs.onnx_opset_version() < 23, reason="onnx has no Attention yet")
+@pytest.mark.parametrize(
+    ("name", "mask"), [("positions", "mask"), ("queries below", "keep"), ("triu of -inf", "mask")]
+)
+def test_a_mask_of_the_attention_node_is_proved_too(name: str, mask: str) -> None:
+    """Of either kind: numbers that are added, or whether a key is seen."""
+    model = text_model(f"""<ir_version: 10, opset_import: ["" : 23]>
+        agraph (float[B,3,S,8] q, float[B,3,S,8] k, float[B,3,S,8] v) => (float[B,3,S,8] y) {{
+        {PROVED[name][0]}
+        y = Attention (q, k, v, {mask}) }}""")
+    passes.optimize(model)
+    problem = attention_of(model, {n: SIZES[n] for n in "qkv"})
+    assert (problem.attr("causal"), problem.attr("mask")) == (True, ())
 
 
 def test_the_gradient_skips_what_the_forward_skips() -> None:

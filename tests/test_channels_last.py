@@ -98,3 +98,21 @@ def test_a_stretch_gives_onnxruntimes_results(name, known):
     # a few roundings to float16 of sums of up to 400 products of numbers about 1
     scale = np.abs(want.astype(np.float64)).max()
     assert np.abs(found.astype(np.float64) - want).max() <= 4e-3 * scale
+
+
+GROUP_NORM = """agraph (float16[2,16,9,8] x, float16[32,16,3,3] u, float16[32,32,3,3] v,
+                       float16[32] s, float16[32] b) => (float16[2,32,9,8] y) {
+    a = Conv<pads=[1,1,1,1]>(x, u) n = GroupNormalization<num_groups=4>(a, s, b)
+    g = Sigmoid(n) h = Mul(n, g) y = Conv<pads=[1,1,1,1]>(h, v) }"""
+
+
+def test_a_group_norm_between_two_convolutions_copies_nothing():
+    """Its statistics are of columns, and the pass that applies them has the activation."""
+    model = text_model(GROUP_NORM)
+    feeds = {v.name or "": np.zeros(v.shape.numpy(), np.float16) for v in model.graph.inputs}
+    passes.optimize(model)
+    kernels = [c.kernel.partition(" ")[0] for c in program_of(model, feeds).calls]
+    first, last = kernels.index("Conv"), len(kernels) - 1 - kernels[::-1].index("Conv")
+    between = kernels[first + 1 : last]
+    assert between.count("Copy") <= 1, kernels  # of the second filter, which is an input
+    assert not any(k in ("Silu", "Sigmoid", "Mul") for k in between), kernels

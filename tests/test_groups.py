@@ -16,6 +16,7 @@ from onnx_fuse.errors import UsageError
 from onnx_fuse.lower import elementwise, views, walk
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.program import passes as program_passes
+from onnx_fuse.runtime.weights import zeros
 from onnx_fuse.training import optim
 from onnx_fuse.training.step import training_model
 from onnx_fuse.training.trainer import Trainer
@@ -304,3 +305,15 @@ def test_the_step_on_a_gpu_is_the_same_program(monkeypatch: pytest.MonkeyPatch) 
         assert not hosts & {"Where", "Add", "Sub", "Mul", "Greater"}, hosts
     for name, array in trainer.state().items():
         np.testing.assert_allclose(states[name], array, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_first_states_of_an_optimizer_take_no_memory_on_the_host() -> None:
+    """They are one number, broadcast; zeros are not uploaded either."""
+    _, spec = training_model(text_model(MODEL), loss="mse", optimizer=optim.AdamW())
+    slots = [s.initial for s in spec.states if s.kind == "slot"]
+    assert {a.shape for a in slots} == {(3, 4), (4,), (4, 2)}
+    assert all(zeros(a) for a in slots)
+    numbers = (np.float32(-0.0), np.float32(1e-40), np.float64(np.nan))
+    assert not any(zeros(np.broadcast_to(x, (2, 3))) for x in numbers)
+    assert not zeros(np.zeros((2, 3)))
+    assert not zeros(np.array(0.0))

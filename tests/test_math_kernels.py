@@ -14,7 +14,7 @@ from math_cases import H200, cases
 
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.source import source_root
-from onnx_fuse.kernels import candidates, sdpa, select
+from onnx_fuse.kernels import candidates, sdpa, sdpa_grad_sm90, select
 from onnx_fuse.kernels.rule_based import access_width, team_size
 from onnx_fuse.lower.pool import taps
 from onnx_fuse.lower.reduce import passes, pieces
@@ -294,9 +294,11 @@ def test_every_attention_configuration_compiles_without_spills():
     problems += [attention(op, w, "float16", **more).replace(n=n) for op, w, n, more in steps]
     launches = {}
     for problem in problems:
-        for kernel in (sdpa.Mma(), sdpa.Wgmma()):
-            if kernel.name == "wgmma" and (problem.op == "SdpaGrad" or problem.attr("mask2", ())):
-                continue
+        hopper = sdpa.Wgmma() if problem.op == "Sdpa" else sdpa_grad_sm90.WgmmaGrad()
+        alone = (
+            problem.attr("mask2", ()) or (hopper.supports(problem, H200) or "")[:9] == "a softcap"
+        )
+        for kernel in (sdpa.Mma(), *(() if alone else (hopper,))):
             assert kernel.supports(problem, H200) is None
             for config in kernel.configs(problem, H200):
                 for call in kernel.launch(problem, config, H200):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 import random
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -38,9 +39,15 @@ from onnx_fuse.program.size import (
     wide_size_class,
 )
 from onnx_fuse.runtime import ort
+from onnx_fuse.runtime import plan as plans
 from onnx_fuse.runtime.changes import spots, words
-from onnx_fuse.runtime.plan import PlannedProgram
+from onnx_fuse.runtime.plan import PlannedProgram, plan
 from onnx_fuse.runtime.specialize import Specializer
+from onnx_fuse.training import optim
+from onnx_fuse.training.step import training_model
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+import gpt
 
 H200 = CHIPS["H200"]
 SIZES = {"b": 3, "t": 130}
@@ -450,3 +457,82 @@ def test_a_growing_cache_keeps_one_layout() -> None:
 
     plans = {id(at(past).plan) for past in range(72, 250, 8)}
     assert len(plans) == specializer.traced <= 4
+
+
+def decoder(name: str) -> tuple[Specializer, Callable[[int], PlannedProgram]]:
+    """A stored decoder in float16, and its program for a token after so many."""
+    path = Path(__file__).parent / "data" / "decoders" / f"{name}.onnx"
+    graph, precision = in_precision(onnx_fuse.optimize(ir.load(path)), "fp16")
+    specializer = Specializer(graph, H200, math=precision)
+
+    def at(past: int) -> PlannedProgram:
+        shapes = {}
+        for v in graph.graph.inputs:
+            assert v.shape is not None
+            assert v.dtype is not None
+            cache, mask = "past" in (v.name or ""), "mask" in (v.name or "")
+            long = {2: past} if cache else {1: past + 1} if mask else {}
+            dims = [d if isinstance(d, int) else long.get(i, 1) for i, d in enumerate(v.shape)]
+            shapes[v.name or ""] = (tuple(dims), v.dtype.numpy().name)
+        return specializer.of(shapes)
+
+    return specializer, at
+
+
+@pytest.mark.parametrize("name", ["llama_sdpa_dyn23", "gpt2_ts17tot_nopos", "whisper_ts14_f32"])
+def test_a_token_more_is_no_other_program(name: str) -> None:
+    """Positions, masks and caches of a decoder stay open from 2 to 30 tokens of the past."""
+    specializer, at = decoder(name)
+    assert all(at(past).source is not None for past in range(2, 31))
+    # heads of 4 columns: every second past ends within the 16 bytes of an access
+    assert specializer.traced <= 2
+
+
+def test_a_shape_that_cannot_run_leaves_the_others_open() -> None:
+    _, at = decoder("whisper_ts14_f32")
+    assert at(6).source is not None
+    assert at(41).source is None, "it has 40 positions"
+    assert at(8).source is not None
+
+
+def test_a_small_batch_of_a_large_class_has_one_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the largest shape takes much more memory, lengths share a layout made for less."""
+    monkeypatch.setattr(plans, "LARGE", 1 << 12)
+    model = text_model(
+        "agraph (float[B,T,64] x, float[64,64] w) => (float[B,T,64] y) "
+        "{ m = MatMul(x, w) n = Softmax(m) k = MatMul(n, w) y = Softmax(k) }"
+    )
+    model.graph.inputs[0].shape = ir.Shape(["B", "T", 64])
+    specializer = Specializer(model, H200)
+    found = [
+        specializer.of({"x": ((3, n, 64), "float32"), "w": ((64, 64), "float32")})
+        for n in (200, 130, 131, 190)
+    ]
+    made = found[1:]
+    assert len({id(one.source) for one in made}) == len({id(one.plan) for one in made}) == 1
+    for one in made:
+        assert one.source is not None
+        assert plan(one.program).arena <= one.plan.arena
+        assert one.plan.arena < plan(one.source.at({"s0": 16, "s1": 192})).arena
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_length_of_a_class_is_no_other_training_step(precision: str) -> None:
+    """Only whether a mask's rows are of whole accesses parts the lengths of a class."""
+    step, _ = training_model(
+        gpt.build(gpt.Config(layers=1, vocab=1000, context=512)),
+        loss="cross_entropy",
+        optimizer=optim.AdamW(),
+        level=2,
+        precision=precision,
+    )
+    specializer = Specializer(step, H200)
+    for length in (450, 451, 467, 490, 511, 456, 480, 504):
+        shapes = {}
+        for v in step.graph.inputs:
+            assert v.shape is not None
+            assert v.dtype is not None
+            dims = [d if isinstance(d, int) else (16, length)[i] for i, d in enumerate(v.shape)]
+            shapes[v.name or ""] = (tuple(dims), v.dtype.numpy().name)
+        assert specializer.of(shapes).source is not None
+    assert specializer.traced <= (1 if precision == "fp32" else 2)

@@ -18,6 +18,11 @@ BERT = {"shape": [1, 128], "us": {"onnx_fuse": 423.4}, "launches": 91,
         "kernels": {"Gemm m=128": [12, 50.0], "Gemm m=1": [12, 20.5]}}  # fmt: skip
 
 
+ARM = {"step": 0.03, "bytes": 2**33, "first": 3.0}
+TRAIN = {"model": "gpt2", "torch": {**ARM, "step": 0.04}, "cold": {**ARM, "graph": 0.029},
+         "warm": {"error": "out of memory"}}  # fmt: skip
+
+
 def page(docs: Path, **found: object) -> str:
     (docs / "performance").mkdir(parents=True, exist_ok=True)
     for name, row in found.items():
@@ -45,3 +50,10 @@ def test_page_and_plots_show_what_was_measured(tmp_path: Path) -> None:
 def test_either_benchmark_may_be_absent(tmp_path: Path) -> None:
     assert "BERT" not in page(tmp_path, fused=ROW)
     assert "LayerNorm" not in page(tmp_path / "other", bert=BERT)
+
+
+def test_training_steps_stand_beside_torch(tmp_path: Path) -> None:
+    text = page(tmp_path, train=TRAIN)
+    assert "| gpt2 | 30.00 | 40.00 | 0.75 | 8.0 | 8.0 | 3.0 |  | 3.0 |" in text
+    alone = {"model": "mlp", "cold": ARM}
+    assert "| mlp | 30.00 |  |  | 8.0 |  | 3.0 |  |  |" in page(tmp_path, train=alone)

@@ -98,6 +98,7 @@ def test_a_later_process_lowers_nothing(name: str, fresh: bool, cache: Path) -> 
         again = second.of(with_length(second, n))
         assert described(again) == described(found)
     assert second.traced == lowered
+    second.written()
     assert not list(cache.rglob("*.draft"))
     other = half(path)
     other.cache_under("another graph")

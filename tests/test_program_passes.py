@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir
 import pytest
 from interpret import interpret
-from lowering import H200, RNG, arrays, program_of, weights_of
+from lowering import GRAPHS, H200, RNG, arrays, program_of, weights_of
 
 from onnx_fuse import autodiff, passes, session
 from onnx_fuse.cuda import nvrtc
@@ -666,3 +666,12 @@ def test_gradients_of_empty_products_are_their_bodies(op, rows, columns):
         call.problem is not None and call.problem.op.endswith("Grad") for call in program.calls
     )
     assert [t.shape for _, t in program.outputs] == [tuple(v.shape) for v in model.graph.outputs]
+
+
+def test_pieces_go_where_the_copy_behind_them_puts_them() -> None:
+    """Both chains write into the result; where something else reads the whole, a copy stays."""
+    counts = {"pieces that a Transpose rearranges": 2, "pieces of which one is read apart": 5}
+    for name, count in counts.items():
+        text, feeds = GRAPHS[name]
+        calls = program_of(text_model(text), feeds).calls
+        assert sum(len(c.writes) for c in calls) == count, "\n".join(map(str, calls))

@@ -4,7 +4,8 @@
 
 Each row is printed as it is measured: host time of a run of a small layer, a large layer bound in
 place back to back, BERT-base at one length and at lengths never seen, GPT-2 token by token with a
-growing and a fixed cache, and the start of a process. Models have random weights (models/).
+growing and a fixed cache, its training step at lengths never seen, and the start of a process.
+Models have random weights (models/).
 """
 
 from __future__ import annotations
@@ -384,6 +385,35 @@ def _fixed(session: Any, c: Any, tokens: int) -> float:
     return time.perf_counter() - began
 
 
+def train(_: argparse.Namespace) -> Iterator[Row]:
+    """GPT-2's step in bfloat16, batch 4, at lengths never seen after one of each class."""
+    import gpt
+    import numpy as np
+
+    from onnx_fuse import Trainer, optim
+
+    c = gpt.SIZES["gpt2-small"]
+    trainer = Trainer(
+        gpt.build(c), loss="cross_entropy", optimizer=optim.AdamW(), precision="bf16", device="cuda"
+    )
+    rng = np.random.default_rng(1)
+
+    def step(length: int) -> float:
+        ids = rng.integers(0, c.vocab, (4, length))
+        started = time.perf_counter()
+        float(trainer.step({"input_ids": ids, "labels": ids}))
+        return (time.perf_counter() - started) * 1e3
+
+    for length in (250, 180, 100):
+        step(length)
+    fresh = rng.permutation(np.setdiff1d(np.arange(65, 257), (250, 180, 100)))[:30]
+    new = [step(int(length)) for length in fresh]
+    known = median(step(int(length)) for length in fresh)
+    yield "GPT-2 bf16, a training step of a known length", "ms", known, None
+    yield "GPT-2 bf16, more for a new length, median of 30", "ms", median(new) - known, None
+    yield "GPT-2 bf16, more for a new length, the worst", "ms", max(new) - known, None
+
+
 def start(_: argparse.Namespace) -> Iterator[Row]:
     """A new process from its start to the first result of BERT-base: cold, then warm."""
     import encoder
@@ -405,7 +435,9 @@ def start(_: argparse.Namespace) -> Iterator[Row]:
             yield f"BERT-base, a new process, {name} cache", "s", time.perf_counter() - began, None
 
 
-ROWS = {"small": small, "large": large, "bert": bert, "decode": decode, "start": start}
+ROWS = {
+    "small": small, "large": large, "bert": bert, "decode": decode, "train": train, "start": start,
+}  # fmt: skip
 
 
 def main() -> None:

@@ -2,9 +2,10 @@
 
     python tools/bench_fused.py --json docs/performance/fused.json
     python tools/bench_bert.py --json docs/performance/bert.json
+    python tools/bench_train.py --json docs/performance/train.json
     python tools/performance_page.py [--docs FOLDER]
 
-Writes performance.md and performance/{ratios,roofline}.svg in FOLDER; either JSON may be absent.
+Writes performance.md and performance/{ratios,roofline}.svg in FOLDER; each JSON may be absent.
 """
 
 from __future__ import annotations
@@ -259,6 +260,28 @@ def bert_page(found: Row) -> list[str]:
     return [*lines, ""]
 
 
+def train_page(found: Row) -> list[str]:
+    lines = [
+        "## Training steps", "",
+        "`Trainer.step` with AdamW, and torch.compile of the same network with autocast and fused "
+        "AdamW in the same run, each in a process of its own. Memory is what the GPU has in use; "
+        "the first step is from the model in memory to the first loss, with an empty cache and "
+        "with a filled one.", "",
+        "| model | ms | torch.compile ms | ratio | GiB | torch.compile GiB | first step s, cold | "
+        "warm | torch.compile |", "|---" * 9 + "|",
+    ]  # fmt: skip
+    for row in found["rows"]:
+        peer, cold, warm = (row.get(arm) or {} for arm in ("torch", "cold", "warm"))
+        if "step" not in cold:
+            continue
+        cells = [f"{arm['step'] * 1e3:.2f}" if "step" in arm else "" for arm in (cold, peer)]
+        cells.append(f"{cold['step'] / peer['step']:.2f}" if "step" in peer else "")
+        cells += [f"{arm['bytes'] / 2**30:.1f}" if "bytes" in arm else "" for arm in (cold, peer)]
+        cells += [f"{arm['first']:.1f}" if "first" in arm else "" for arm in (cold, warm, peer)]
+        lines.append(f"| {row['model']} | {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--docs", type=Path, default=ROOT / "docs")
@@ -274,8 +297,9 @@ def main() -> None:
         f"Measured on one {any_run['gpu']}, {any_run['date']}, torch {any_run['torch']}"
         f"{', commit `' + any_run['commit'] + '`' if 'commit' in any_run else ''}; medians "
         "of CUDA-graph replays over operands larger than L2, in turns with the peer. Made by "
-        "`python tools/performance_page.py` from what `tools/bench_fused.py --json` and "
-        "`tools/bench_bert.py --json` wrote into `docs/performance/`.", "",
+        "`python tools/performance_page.py` from what `tools/bench_fused.py`, "
+        "`tools/bench_bert.py` and `tools/bench_train.py` wrote into `docs/performance/` by "
+        "`--json`.", "",
     ]  # fmt: skip
     if "fused" in found:
         rows = found["fused"]["rows"]
@@ -284,6 +308,8 @@ def main() -> None:
         lines += fused_page(found["fused"], hw)
     if "bert" in found:
         lines += bert_page(found["bert"])
+    if "train" in found:
+        lines += train_page(found["train"])
     (docs / "performance.md").write_text("\n".join(lines).rstrip() + "\n")
 
 

@@ -2,13 +2,14 @@
 // Idea     : a product whose k are the output pixels and whose columns are (tap, channel): rows of both tiles
 //            are pixels, 16 bytes of channels a copy (cp.async), zeros where a tap falls outside; both
 //            operands are read transposed. A column's tap is fixed, so a thread works out one place a row.
-//            STAGES - 1 steps of BK pixels are on their way. `chunk` pixels a block; finish adds the parts.
+//            STAGES - 1 steps of BK pixels are on their way. `chunk` pixels a block; weight_sum.cu adds
+//            the parts.
 // Inputs   : x T [n, h, w, groups * channels], dy T [n, oh, ow, groups * filters]; channels and filters are
 //            multiples of 8. `plane` and `row` divide by oh * ow and by ow (Divide).
-// Outputs  : part f32 [splits, groups * filters, TAPS * channels]; dw TY [groups * filters, channels, TAPS].
-// Macros   : T TY BM BN (filters and columns of a block) WM WN (of a warp) BK STAGES, geometry.cuh's.
-// Launch   : tiles x splits blocks of 32 BM BN / (WM WN) threads; finish: 32 sums a block of 256.
-// Numerics : f32 sums, pixels in order within a part, parts in an order of their number alone.
+// Outputs  : part f32 [splits, groups * filters, TAPS * channels].
+// Macros   : T BM BN (filters and columns of a block) WM WN (of a warp) BK STAGES, geometry.cuh's.
+// Launch   : tiles x splits blocks of 32 BM BN / (WM WN) threads.
+// Numerics : f32 sums, pixels in order.
 // Bound    : mma.sync's rate (about half of wgmma's on Hopper).
 #include "sm80.cuh"
 #include "conv/geometry.cuh"
@@ -17,7 +18,6 @@
 struct Divide { u32 by, shift; };
 DEVICE u32 quotient(u32 n, Divide d) { return (__umulhi(n, d.by) + n) >> d.shift; }
 
-#ifdef BM
 constexpr int WARPS_N = BN / WN, THREADS = 32 * (BM / WM) * WARPS_N;
 constexpr int PA = BM + 8, PB = BN + 8, STAGE = BK * (PA + PB);  // pitches without bank conflicts
 constexpr int A_STEP = THREADS / (BM / 8), B_STEP = THREADS / (BN / 8);  // rows copied at once
@@ -109,24 +109,4 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                     make_float2(acc[i / 2][j][i % 2 * 2], acc[i / 2][j][i % 2 * 2 + 1]);
         }
     }
-}
-#endif
-
-// The sum of the parts, [rows, TAPS, channels], as [rows, channels, TAPS].
-extern "C" __global__ void __launch_bounds__(256)
-    conv_weight_sum(const float* part, TY* dw, u32 size, u32 channels, int splits) {
-    after_previous_launch();
-    __shared__ float sums[8][32];
-    const u32 tx = threadIdx.x % 32, ty = threadIdx.x / 32, i = blockIdx.x * 32 + tx;
-    float z = 0;
-    if (i < size)
-#pragma unroll 4
-        for (int k = ty; k < splits; k += 8) z += part[(i64)k * size + i];
-    sums[ty][tx] = z;
-    __syncthreads();
-    if (ty || i >= size) return;
-#pragma unroll
-    for (int k = 1; k < 8; k++) z += sums[k][tx];
-    const u32 c = i % channels, tap = i / channels % TAPS, m = i / channels / TAPS;
-    dw[((i64)m * channels + c) * TAPS + tap] = narrow<TY>(z);
 }

@@ -9,6 +9,7 @@
 //            that will multiply make (a - mean) rstd gamma + beta of it; gamma and beta are then not in b.
 //            STATIC_B: b does not change while the graph runs, so its loads start before the launch
 //            before is through (programmatic dependent launch); everything else waits for that.
+//            IM2COL: a is gathered from images (gemm/im2col.cuh).
 // Inputs   : a [M,K] (TRANS_A: [K,M]), b [K,N] (TRANS_B: [N,K]), bf16 or f16, by TMA: row strides and
 //            addresses multiples of 16 bytes; STATS: K a multiple of 8.
 // Outputs  : y, z [M,N] TO; mean, rstd [M] f32 (STATS).
@@ -21,6 +22,7 @@
 // Bound    : bytes of b from memory; latency below a few MB.
 #include "gemm/epilogue.cuh"
 #include "sm90.cuh"
+#include "gemm/im2col.cuh"
 #ifndef STATS
 #define STATS 0
 #endif
@@ -139,7 +141,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
     float epsilon, float* mean, float* rstd, const TR* row0,
     const TR* row1, const TR* row2, const TR* row3,
     const TV* col0, const TV* col1, float alpha, float beta,
-    float act_alpha, const T* gamma, const T* beta_) {
+    float act_alpha, const T* gamma, const T* beta_ IM2COL_PARAMS) {
     extern __shared__ __align__(1024) u8 smem[];
     u32 base = smem_address(smem), full = base + BAR_AT, empty = full + STAGES * 8;
     u32 summed = empty + STAGES * 8, counted = summed + 8, here = counted + 8;  // here: NORM's a, by steps
@@ -315,6 +317,10 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
             int s = step % STAGES, k = (first + step) * BK;
             u32 b = base + B_AT + s * STAGE, bar = full + s * 8;
             mbarrier_expect(bar, STAGE);
+#if IM2COL
+            int tap = (first + step) / blocks;
+            tma_load(b, map_b, bar, k - tap * blocks * BK, n0, tap);
+#else
             if (TRANS_B)
                 tma_load(b, map_b, bar, k, n0, 0);
             else if (N_STEP == 64)  // 64-wide blocks of n are the map's third dimension
@@ -322,7 +328,11 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
             else
 #pragma unroll
                 for (int i = 0; i < BN / 64; i++) tma_load(b + i * 8192, map_b, bar, n0 + i * 64, k, 0);
+#endif
         };
+#if IM2COL
+        Pixel pixel = first_pixel(m0 + side * (ROWS / SHARE), oh, ow);
+#endif
         auto load_a = [&](int step) {  // this CTA's share of the rows (TRANS_A: of k), to all sharers
             int s = step % STAGES, k = (first + step) * BK;
             u32 a = base + (NORM ? step * A_BYTES : s * STAGE), bar = NORM ? here + step * 8 : full + s * 8;
@@ -334,6 +344,11 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
                 u32 to = a + i * 8192 + side * ((TRANS_A ? BK : ROWS) / SHARE * 128);
                 int x = TRANS_A ? m0 + i * 64 : k;
                 int row = TRANS_A ? k + side * (BK / SHARE) : m0 + side * (ROWS / SHARE);
+#if IM2COL
+                int tap = (first + step) / blocks;
+                load_pixels(to, map_a, bar, k - tap * blocks * BK, pixel, tap, SHARE > 1 ? sharers : 0);
+                continue;
+#endif
                 if (SHARE == 1) tma_load(to, map_a, bar, x, row, 0);
                 else tma_load_multicast(to, map_a, bar, x, row, 0, sharers);
             }

@@ -14,13 +14,13 @@
 //            splits > 1: split s writes its partial sums to y + s M N (f32, no epilogue).
 //            SIDE: rstd, mean to row0, row1 too, made by the producer's idle warps (gemm/side.cuh); PARTS:
 //            made from part [PARTS, M], the moments that the product before left of a's rows.
-//            IM2COL: a's rows are the pixels of a convolution's y [oh, ow], its k the filter's taps and of
-//            each 64 channels a step, `blocks` of them; a is channels-last images, b [taps, N, channels].
+//            IM2COL: a is gathered from images (gemm/im2col.cuh).
 //            OWN: at most one tile a CTA, MI 1, PINGPONG, CLUSTER 1.
 // Macros   : T, TO, TV, TRANS_A, TRANS_B, MI, BN, PINGPONG, CLUSTER, STAGES, GROUP, DIRECT, PASSES, SIDE,
 //            SIDE_LANES, MOMENTS, PARTS, STATIC_B (b does not change while the graph runs: it is read ahead),
 //            SINGLE (one product, k not split), NEXT_ALONE (the next launch's blocks take an SM each),
-//            EVEN (DIRECT y and c are float, N is a multiple of 4: two elements an access);
+//            EVEN (DIRECT y and c are float, N is a multiple of 4: two elements an access),
+//            PAIRS (DIRECT y is float, without c and z, N is even: two where y begins at 8 bytes);
 //            the epilogue's (gemm/epilogue.cuh).   Launch: min(SMs, tiles) CTAs of 384 threads.
 // Code     : kernels that take turns share the instruction cache, and one whose epilogue has left it
 //            takes 4 us more: loops that need no unrolling have none.
@@ -29,6 +29,7 @@
 #include "gemm/epilogue.cuh"
 #include "gemm/side.cuh"
 #include "sm90.cuh"
+#include "gemm/im2col.cuh"
 #ifndef PASSES
 #define PASSES 1
 #endif
@@ -50,20 +51,12 @@
 #ifndef EVEN
 #define EVEN 0
 #endif
-#ifndef IM2COL
-#define IM2COL 0
-#define KW 1
-#define DW 1
-#define DH 1
-#define SW 1
-#define SH 1
-#define PW 0
-#define PH 0
-#endif
 #ifndef NEXT_ALONE
 #define NEXT_ALONE 0
 #endif
-static_assert(!STATIC_B || !IM2COL, "the first step's b is asked for by k");
+#ifndef PAIRS
+#define PAIRS 0
+#endif
 static_assert(!STATIC_B || CLUSTER == 1, "b is asked for before the other CTA has set up its barriers");
 constexpr int BK = 64, BM = (PINGPONG ? 64 : 128) * MI;
 constexpr int BOXES = (BN + 63) / 64, FULL = BN / 64;  // 64-column blocks; the last may be narrower
@@ -125,6 +118,16 @@ DEVICE void leave(TO* into, i64 at, float v, int pass) {
 #endif
 }
 
+#if PAIRS
+DEVICE void leave_two(float* into, float2 v) {
+#if ACCUMULATE
+    asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(into), "f"(v.x), "f"(v.y) : "memory");
+#else
+    *(float2*)into = v;
+#endif
+}
+#endif
+
 struct Tile { int m, n, batch, split; };
 struct Work {
     int tiles_m, tiles_n, batches, splits;  // tiles_m counts clusters
@@ -150,14 +153,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
     int splits, TR* row0, TR* row1, const TR* row2,
     const TR* row3, const TV* col0, const TV* col1, float alpha,
     float beta, float act_alpha, float* part, u32* sync,
-    const T* side_a, i64 side_ld, float epsilon
-#if IM2COL
-    , int oh, int ow, int blocks
-#endif
-) {
-#if !IM2COL
-    constexpr int oh = 1, ow = 1, blocks = 1;
-#endif
+    const T* side_a, i64 side_ld, float epsilon IM2COL_PARAMS) {
     extern __shared__ __align__(1024) u8 smem[];
     u32 base = smem_address(smem);
     u32 full = base + BAR_AT, empty = full + STAGES * 8, c_bar = empty + STAGES * 8;
@@ -204,7 +200,12 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
         fence_barrier_init();
         tma_prefetch(map_b);
         // no more than the first step's: a's would wait behind it
+#if IM2COL
+        int early = t.split * per_split, tap = early / blocks;
+        if (STATIC_B) load_b(base + A_BYTES, full, (early - tap * blocks) * BK, t.n, tap);
+#else
         if (STATIC_B) load_b(base + A_BYTES, full, t.split * per_split * BK, t.n, t.batch * batch_b);
+#endif
         tma_prefetch(map_a);
         if (!DIRECT) tma_prefetch(map_y);
         if (C_BOXES) tma_prefetch(map_c);
@@ -248,10 +249,9 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
             if (NEXT_ALONE) launch_dependents();
             for (int id = start; id < count; next(id)) {
                 int steps = steps_of(t.split);
-                int image = 0, py = 0, px = 0;  // IM2COL: the tile's first pixel
-                if (IM2COL) {
-                    image = t.m / (oh * ow), py = t.m / ow % oh * SH - PH, px = t.m % ow * SW - PW;
-                }
+#if IM2COL
+                Pixel pixel = first_pixel(t.m, oh, ow);
+#endif
                 if (EARLY) atomicExch(limit, (t.m / BAND + 2) * BAND);
 #pragma unroll 1
                 for (int step = 0; step < steps; step++) {
@@ -259,18 +259,22 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                     int k = (at - pass * k_steps) * BK;
                     int za = PASSES > 1 ? plane_a(pass) : t.batch * batch_a;
                     int zb = PASSES > 1 ? plane_b(pass) : t.batch * batch_b;
-                    if (IM2COL) zb = at / blocks, k = (at - zb * blocks) * BK;
+#if IM2COL
+                    zb = at / blocks, k = (at - zb * blocks) * BK;
+#endif
                     u32 a = base + s * STAGE_BYTES, b = a + A_BYTES, bar = full + s * 8;
                     mbarrier_wait(empty + s * 8, phase);
                     if (!STATIC_B || id > start || step > 0) load_b(b, bar, k, t.n, zb);
-                    if (IM2COL)
-                        tma_load_im2col(a, map_a, bar, k, px, py, image, zb % KW * DW, zb / KW * DH);
-                    else if (TRANS_A)
+#if IM2COL
+                    load_pixels(a, map_a, bar, k, pixel, zb);
+#else
+                    if (TRANS_A)
 #pragma unroll
                         for (int i = 0; i < BM / 64; i++)
                             tma_load(a + i * 8192, map_a, bar, t.m + i * 64, k, za);
                     else
                         tma_load(a, map_a, bar, k, t.m, za);
+#endif
                     if (++s == STAGES) s = 0, phase ^= 1;
                     if (EVEN) {  // rows of c: they are in L2 when the epilogue asks for them
                         int to = BM - (steps - 1 - step) * 4, wide = (N - t.n < BN ? N - t.n : BN) * 4;
@@ -626,6 +630,9 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                             if (plain) {
                                 at += (i64)t.split * M * N;
                                 TO* into = pass == 0 ? z : y;
+#if PAIRS
+                                if (in && ((u64)y & 7) == 0) leave_two(into + at, v), in = false, both = false;
+#endif
                                 if (EVEN && !ACCUMULATE) {
                                     if (in) *(float2*)(into + at) = v;
                                 } else if (in) {

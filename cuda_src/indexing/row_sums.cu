@@ -9,8 +9,8 @@
 //            row; row, order u32 [count]: each sorted place's row and j; sums [2 chunks, inner] of accumulators.
 // Macros   : T IDX Q VEC TEAM ITEMS FRESH, of `sum_rows`: y is all of it written, zeros where no place names a row;
 //            otherwise sums are added to what y holds, and other rows are left alone.
-// Launch   : group_rows: a block of 1024 threads for IDS rows. sum_parts: TEAM threads for `part` places (x) and TEAM
-//            VEC columns (y). sum_rows: TEAM threads for a row, or a sorted place if not FRESH (x), and TEAM VEC ITEMS
+// Launch   : group_rows: a block of 1024 threads for IDS rows. sum_parts: a block for `part` places (x) and TEAM VEC
+//            columns (y). sum_rows: TEAM threads for a row, or a sorted place if not FRESH (x), and TEAM VEC ITEMS
 //            columns (y).
 // Numerics : sums of floats in 16 bits are kept in fp32 and rounded once. Their order is that of j, within parts that
 //            depend on the index alone: no atomics on floats, same bits.
@@ -19,7 +19,9 @@
 #define IDS 256
 #define WARPS 32
 #define THREADS 256
+#ifndef AHEAD
 #define AHEAD (32 / sizeof(Acc) / (ITEMS > 2 ? 4 : ITEMS))  // rows whose loads are under way at once
+#endif
 typedef Accumulator<T>::type Acc;
 
 struct Sizes { i64 d[6]; };
@@ -152,27 +154,38 @@ template <class E, int N> struct Columns {
 };
 
 // Slot 0 of a chunk of `part` sorted places is of the row that its first place has, slot 1 of the row that its last
-// one has: no third row in between has more than `part`.
-extern "C" __global__ void __launch_bounds__(THREADS)
+// one has: no third row in between has more than `part`. The teams of a block have consecutive places of a chunk.
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
     sum_parts(const u32* start, const u32* row, const u32* order, const T* update, Acc* sums, int rows, int inner,
               int part) {
     after_previous_launch();
-    const int chunk = blockIdx.x * (THREADS / TEAM) + threadIdx.x / TEAM;
-    const int column = (blockIdx.y * TEAM + threadIdx.x % TEAM) * VEC;
-    const u32 found = start[rows], begin = chunk * part;
-    if (begin >= found || column >= inner) return;
+    constexpr int TEAMS = THREADS / TEAM, WIDE = TEAM * VEC;
+    __shared__ __align__(16) Acc shared[TEAMS][WIDE];
+    const int team = threadIdx.x / TEAM, own = threadIdx.x % TEAM * VEC, left = inner - blockIdx.y * WIDE;
+    const u32 found = start[rows], begin = blockIdx.x * part;
+    if (begin >= found) return;
     const u32 end = found - begin < part ? found : begin + part;
     const u32 head = row[begin], tail = row[end - 1];
-    update += column;
+    update += blockIdx.y * WIDE + own;
+    sums += (i64)2 * blockIdx.x * inner + blockIdx.y * WIDE;
 #pragma unroll 1
-    for (int slot = 0; slot < 2; slot++) {
-        const u32 own = slot ? tail : head, from = start[own], to = start[own + 1];
-        if (to - from <= part || (slot && head == tail)) continue;
+    for (int slot = 0; slot < 2; slot++, sums += inner) {
+        const u32 of = slot ? tail : head, from = start[of], to = start[of + 1];
+        if (to - from <= part || (slot && head == tail)) continue;  // the same for the block
         const u32 low = from > begin ? from : begin, high = to < end ? to : end;
+        const u32 each = (high - low + TEAMS - 1) / TEAMS, first = low + team * each;
+        const u32 count = first >= high ? 0 : high - first < each ? high - first : each;
         Columns<Acc, 1> sum = {};
-        sum.add_rows<8, T>(high - low, inner - column,
-                           [&](u32 k) { return update + (i64)order[low + k] * inner; });
-        sum.put(sums + (i64)(2 * chunk + slot) * inner + column, inner - column);
+        sum.add_rows<8, T>(count, left - own, [&](u32 k) { return update + (i64)order[first + k] * inner; });
+        __syncthreads();
+        sum.put(&shared[team][own], WIDE);
+        __syncthreads();
+        for (int c = threadIdx.x; c < WIDE && c < left; c += THREADS) {
+            Acc total = 0;
+#pragma unroll 8
+            for (int k = 0; k < TEAMS; k++) total += shared[k][c];
+            sums[c] = total;
+        }
     }
 }
 

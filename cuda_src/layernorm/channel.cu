@@ -5,7 +5,7 @@
 //            has several channels (COLUMNS): a thread takes it in ROWS rows, which share their statistics.
 //            channel_running: the new running mean and variance.
 // Inputs   : x, y [n, channels, inner] T, VEC divides inner (COLUMNS: channels * inner); scale, bias P [channels]; mean, variance M
-//            [channels], or [n * channels / per] where GROUPED.
+//            [channels], or [n * channels / per] where GROUPED: with COLUMNS an image is `pixels` rows.
 //            e1, e2, e3 T, laid out as y: what SUFFIX (suffix.cuh) takes of channel_apply's result, in TY.
 // Macros   : T P M ACC VEC GROUPED COLUMNS, suffix.cuh's.
 // Bound    : HBM, x read and y written once.
@@ -28,7 +28,7 @@ DEVICE void apply(TY* y, i64 i, const Vec<T, VEC>& own, const Vec<T, VEC> (&more
 extern "C" __global__ void __launch_bounds__(256)
     channel_apply(const T* x, const P* scale, const P* bias, const M* mean, const M* variance,
                   const T* e1, const T* e2, const T* e3, TY* y, i64 size, i64 channels, i64 inner,
-                  i64 per, float epsilon) {
+                  i64 per, i64 pixels, float epsilon) {
     after_previous_launch();
     auto fetch = [&](i64 i, Vec<T, VEC>& own, Vec<T, VEC> (&more)[3]) {
         own = load<VEC>(x + i);
@@ -37,24 +37,25 @@ extern "C" __global__ void __launch_bounds__(256)
         if (OPERANDS > 2) more[2] = load<VEC>(e3 + i);
     };
 #if COLUMNS
-    const i64 columns = channels * inner, across = columns / VEC, rows = size / columns;
-    const i64 step = (rows + ROWS - 1) / ROWS, t = (i64)blockIdx.x * 256 + threadIdx.x, first = t / across;
-    if (first >= step) return;
+    const i64 columns = channels * inner, across = columns / VEC, rows = GROUPED ? pixels : size / columns;
+    const i64 step = (rows + ROWS - 1) / ROWS, t = (i64)blockIdx.x * 256 + threadIdx.x;
+    const i64 image = t / across / step, first = t / across % step, base = image * rows * columns;
+    if (base >= size) return;
     const i64 q = t % across * VEC;
     ACC a[VEC], b[VEC], m[VEC];
 #pragma unroll
     for (int j = 0; j < VEC; j++) {
-        const i64 c = (q + j) / inner;
-        a[j] = (ACC)widen(scale[c]) / sqrt((ACC)widen(variance[c]) + (ACC)epsilon);
-        m[j] = widen(mean[c]), b[j] = widen(bias[c]);
+        const i64 c = (q + j) / inner, stat = GROUPED ? image * (channels / per) + c / per : c;
+        a[j] = (ACC)widen(scale[c]) / sqrt((ACC)widen(variance[stat]) + (ACC)epsilon);
+        m[j] = widen(mean[stat]), b[j] = widen(bias[c]);
     }
     Vec<T, VEC> own[ROWS], more[ROWS][3];
 #pragma unroll
     for (int k = 0; k < ROWS; k++)
-        if (first + k * step < rows) fetch((first + k * step) * columns + q, own[k], more[k]);
+        if (first + k * step < rows) fetch(base + (first + k * step) * columns + q, own[k], more[k]);
 #pragma unroll
     for (int k = 0; k < ROWS; k++)
-        if (first + k * step < rows) apply(y, (first + k * step) * columns + q, own[k], more[k], m, a, b, 1);
+        if (first + k * step < rows) apply(y, base + (first + k * step) * columns + q, own[k], more[k], m, a, b, 1);
 #else
     const i64 i = ((i64)blockIdx.x * 256 + threadIdx.x) * VEC;
     if (i >= size) return;

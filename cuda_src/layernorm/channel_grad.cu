@@ -4,16 +4,32 @@
 //            chunk of one channel; or, where inner is short (COLUMNS, as of images whose channels are last), of
 //            TX vectors of the channels * inner columns. channel_params adds the parts up, channel_dx reads
 //            x and dy once more, there ROWS rows a thread, which share their statistics.
-// Inputs   : x, dy [batch, channels, inner] T, VEC divides inner (COLUMNS: channels * inner); scale P, mean, variance ACC [channels].
+//            RELU: y = max(xh scale + bias, 0), and dy counts where that is positive; the forward's value is
+//            worked out again, which takes less than reading it.
+// Inputs   : x, dy [batch, channels, inner] T, VEC divides inner (COLUMNS: channels * inner); scale, bias P,
+//            mean, variance ACC [channels].
 // Outputs  : part ACC [splits, 2, channels] (COLUMNS: [splits, 2, channels * inner]); dscale, dbias P
 //            (or null); sums ACC [2, channels]; dx T.
-// Macros   : T P ACC VEC COLUMNS TX.
+// Macros   : T P ACC VEC COLUMNS TX RELU.
 // Numerics : ACC; the order depends on the shape alone.
 // Bound    : HBM, x and dy twice, dx once.
 #include "common.cuh"
 
+// What of dy reaches the normalized value of one channel.
+struct Gate {
+    ACC m, a, b;
+    DEVICE ACC of(T x, T dy) const {
+        const T y = narrow<T>(((ACC)widen(x) - m) * a + b);
+        return RELU && !(widen(y) > 0) ? (ACC)0 : (ACC)widen(dy);
+    }
+};
+DEVICE Gate gate(const P* scale, const P* bias, const ACC* mean, const ACC* variance, i64 c, float epsilon) {
+    if (!RELU) return {mean[c], 0, 0};
+    return {mean[c], (ACC)widen(scale[c]) / sqrt(variance[c] + (ACC)epsilon), (ACC)widen(bias[c])};
+}
+
 extern "C" __global__ void __launch_bounds__(256)
-    channel_sums(const T* x, const T* dy, const ACC* mean, const ACC* variance, ACC* part, u32 batch,
+    channel_sums(const T* x, const T* dy, const P* scale, const P* bias, const ACC* mean, const ACC* variance, ACC* part, u32 batch,
                  u32 channels, u32 inner, u32 chunk, float epsilon) {
     after_previous_launch();
 #if COLUMNS
@@ -23,18 +39,20 @@ extern "C" __global__ void __launch_bounds__(256)
     const u32 tx = threadIdx.x % TX, ty = threadIdx.x / TX;
     const u32 q = (blockIdx.x % tiles * TX + tx) * VEC, split = blockIdx.x / tiles;
     const u32 last = min((split + 1) * chunk, batch);
-    ACC m[VEC] = {}, a[VEC] = {}, b[VEC] = {};
+    ACC a[VEC] = {}, b[VEC] = {};
     if (q < columns) {
+        Gate open[VEC];
 #pragma unroll
-        for (int j = 0; j < VEC; j++) m[j] = mean[(q + j) / inner];
+        for (int j = 0; j < VEC; j++) open[j] = gate(scale, bias, mean, variance, (q + j) / inner, epsilon);
 #pragma unroll 4
         for (u32 n = split * chunk + ty; n < last; n += TY) {
             const i64 at = (i64)n * columns + q;
             const Vec<T, VEC> v = load<VEC>(x + at), d = load<VEC>(dy + at);
 #pragma unroll
             for (int j = 0; j < VEC; j++) {
-                a[j] += (ACC)widen(d.at[j]) * ((ACC)widen(v.at[j]) - m[j]);
-                b[j] += (ACC)widen(d.at[j]);
+                const ACC each = open[j].of(v.at[j], d.at[j]);
+                a[j] += each * ((ACC)widen(v.at[j]) - open[j].m);
+                b[j] += each;
             }
         }
     }
@@ -53,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(256)
     __shared__ ACC scratch[8];
     const u32 c = blockIdx.x % channels, split = blockIdx.x / channels, per = inner / VEC;
     const u32 last = min((split + 1) * chunk, batch * per);
-    const ACC m = mean[c];
+    const Gate open = gate(scale, bias, mean, variance, c, epsilon);
     ACC a = 0, b = 0;
 #pragma unroll 4
     for (u32 k = split * chunk + threadIdx.x; k < last; k += 256) {
@@ -61,8 +79,9 @@ extern "C" __global__ void __launch_bounds__(256)
         const Vec<T, VEC> v = load<VEC>(x + at), d = load<VEC>(dy + at);
 #pragma unroll
         for (int j = 0; j < VEC; j++) {
-            a += (ACC)widen(d.at[j]) * ((ACC)widen(v.at[j]) - m);
-            b += (ACC)widen(d.at[j]);
+            const ACC each = open.of(v.at[j], d.at[j]);
+            a += each * ((ACC)widen(v.at[j]) - open.m);
+            b += each;
         }
     }
     a = block_sum<256>(a, scratch), b = block_sum<256>(b, scratch);
@@ -96,17 +115,21 @@ extern "C" __global__ void __launch_bounds__(1024)
 constexpr int ROWS = 4;
 // dx of one channel.
 struct Gradient {
-    ACC a, m, c1, c2;
-    DEVICE ACC of(ACC x, ACC dy) const { return a * (dy - c1 - (x - m) * c2); }
+    Gate open;
+    ACC a, c1, c2;
+    DEVICE T of(T x, T dy) const {
+        return narrow<T>(a * (open.of(x, dy) - c1 - ((ACC)widen(x) - open.m) * c2));
+    }
 };
-DEVICE Gradient gradient(const P* scale, const ACC* mean, const ACC* variance, const ACC* sums, i64 c, i64 channels,
-                         i64 count, float epsilon) {
+DEVICE Gradient gradient(const P* scale, const P* bias, const ACC* mean, const ACC* variance, const ACC* sums, i64 c,
+                         i64 channels, i64 count, float epsilon) {
     const ACC rs = (ACC)1 / sqrt(variance[c] + (ACC)epsilon);
-    return {(ACC)widen(scale[c]) * rs, mean[c], sums[channels + c] / (ACC)count, rs * (sums[c] / (ACC)count)};
+    return {gate(scale, bias, mean, variance, c, epsilon), (ACC)widen(scale[c]) * rs, sums[channels + c] / (ACC)count,
+            rs * (sums[c] / (ACC)count)};
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    channel_dx(const T* x, const T* dy, const P* scale, const ACC* mean, const ACC* variance,
+    channel_dx(const T* x, const T* dy, const P* scale, const P* bias, const ACC* mean, const ACC* variance,
                const ACC* sums, T* dx, i64 size, i64 channels, i64 inner, i64 count, float epsilon) {
     after_previous_launch();
 #if COLUMNS
@@ -117,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(256)
     Gradient how[VEC];
 #pragma unroll
     for (int j = 0; j < VEC; j++)
-        how[j] = gradient(scale, mean, variance, sums, (q + j) / inner, channels, count, epsilon);
+        how[j] = gradient(scale, bias, mean, variance, sums, (q + j) / inner, channels, count, epsilon);
     Vec<T, VEC> v[ROWS], d[ROWS];
 #pragma unroll
     for (int k = 0; k < ROWS; k++)
@@ -129,17 +152,17 @@ extern "C" __global__ void __launch_bounds__(256)
     for (int k = 0; k < ROWS; k++) {
         if (first + k * step >= rows) break;
 #pragma unroll
-        for (int j = 0; j < VEC; j++) v[k].at[j] = narrow<T>(how[j].of(widen(v[k].at[j]), widen(d[k].at[j])));
+        for (int j = 0; j < VEC; j++) v[k].at[j] = how[j].of(v[k].at[j], d[k].at[j]);
         store<VEC>(dx + (first + k * step) * columns + q, v[k]);
     }
 #else
     const i64 i = ((i64)blockIdx.x * 256 + threadIdx.x) * VEC;
     if (i >= size) return;
-    const Gradient how = gradient(scale, mean, variance, sums, i / inner % channels, channels, count, epsilon);
+    const Gradient how = gradient(scale, bias, mean, variance, sums, i / inner % channels, channels, count, epsilon);
     Vec<T, VEC> v = load<VEC>(x + i);
     const Vec<T, VEC> d = load<VEC>(dy + i);
 #pragma unroll
-    for (int j = 0; j < VEC; j++) v.at[j] = narrow<T>(how.of(widen(v.at[j]), widen(d.at[j])));
+    for (int j = 0; j < VEC; j++) v.at[j] = how.of(v.at[j], d.at[j]);
     store<VEC>(dx + i, v);
 #endif
 }

@@ -89,16 +89,30 @@ extern "C" __global__ void __launch_bounds__(BX* BY)
     for (int j = 0; j < VEC; j++) s[j] = R::identity();
     if (column < inner) {
         const In* p = x + rest / splits * length * inner + column;
+#if defined BATCHED && !FROM_STATE
+        constexpr int UNROLL = 8;
+#else
         constexpr int UNROLL = 4;
+#endif
         i64 r = first + ty;
         for (; r + (UNROLL - 1) * BY < last; r += UNROLL * BY) {
             Pack v[UNROLL];
 #pragma unroll
             for (int u = 0; u < UNROLL; u++) v[u] = fetch(p + (r + u * BY) * inner);
+#if defined BATCHED && !FROM_STATE
+#pragma unroll
+            for (int j = 0; j < VEC; j++) {
+                In column[UNROLL];
+#pragma unroll
+                for (int u = 0; u < UNROLL; u++) column[u] = v[u].at[j];
+                s[j] = R::take_all(s[j], column);
+            }
+#else
 #pragma unroll
             for (int u = 0; u < UNROLL; u++)
 #pragma unroll
                 for (int j = 0; j < VEC; j++) s[j] = add(s[j], v[u].at[j], r + u * BY);
+#endif
         }
         for (; r < last; r += BY) {
             const Pack v = fetch(p + r * inner);

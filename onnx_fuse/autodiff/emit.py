@@ -46,6 +46,8 @@ class Emitter(Builder):
             for domain, version in model.graph.opset_imports.items()
         ]
         self._seen: dict[Any, ir.Node] = {}
+        # of a fused node's outputs, by the operator, its attributes and the types of its inputs
+        self._types: dict[tuple[Any, ...], list[onnx.TypeProto]] = {}
         self.taken = set() if taken is None else taken
         self.taken.update(v.name for v in (*model.graph.inputs, *model.graph.initializers.values()))
         for node in ir.traversal.RecursiveGraphIterator(model.graph):
@@ -133,13 +135,19 @@ class Emitter(Builder):
         self, node: ir.Node, types: Mapping[str, onnx.TypeProto]
     ) -> dict[str, onnx.TypeProto]:
         """Element types by the function body."""
-        body = fused_function(node.op_type, self.opset, domain=node.domain)
-        function = ir.serde.serialize_function(body)
-        found = onnx.shape_inference.infer_function_output_types(
-            function,
-            [types[v.name or ""] for v in node.inputs if v is not None],
-            list(ir.serde.serialize_node(node).attribute),
+        given = [v for v in node.inputs if v is not None]
+        attributes = list(ir.serde.serialize_node(node).attribute)
+        key = (
+            *(node.domain, node.op_type, tuple(repr(v.type) for v in given)),
+            *(attribute.SerializeToString() for attribute in attributes),
         )
+        found = self._types.get(key)
+        if found is None:
+            body = fused_function(node.op_type, self.opset, domain=node.domain)
+            found = onnx.shape_inference.infer_function_output_types(
+                ir.serde.serialize_function(body), [types[v.name or ""] for v in given], attributes
+            )
+            self._types[key] = found
         for proto in found:
             proto.tensor_type.ClearField("shape")
         return {v.name or "": proto for v, proto in zip(node.outputs, found, strict=True)}

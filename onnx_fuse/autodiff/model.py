@@ -180,7 +180,8 @@ def is_weight(value: ir.Value) -> bool:
     array = None if tensor is None else tensor.numpy()
     if array is None or array.ndim == 0 or starts_recurrence(value):
         return False
-    return bool(np.abs(array).max(initial=0) < (65504 if array.dtype == np.float16 else 1e9))
+    limit = 65504 if array.dtype == np.float16 else 1e9
+    return bool(array.max(initial=0) < limit and array.min(initial=0) > -limit)
 
 
 def _typeable(name: str | None) -> str:

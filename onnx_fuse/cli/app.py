@@ -126,7 +126,8 @@ def run_command(arguments: Sequence[str], interrupted: Callable[[], bool] = lamb
             code = app(arguments, prog_name="onnx-fuse", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0  # typer's own answer to Ctrl-C is 130
-    except (KeyboardInterrupt, typer.Abort):
+    except (KeyboardInterrupt, typer.Abort) as error:
+        _tell_ranks(error)
         return _INTERRUPTED
     except Exception as error:
         if interrupted():
@@ -136,8 +137,15 @@ def run_command(arguments: Sequence[str], interrupted: Callable[[], bool] = lamb
         return _report(error)
 
 
+def _tell_ranks(error: BaseException) -> None:
+    """End the other ranks of a distributed run with the error of this one."""
+    if world := sys.modules.get("onnx_fuse.distributed.world"):
+        world.fail(error)
+
+
 def _report(error: Exception) -> int:
     """Print what went wrong, and return the exit code for it."""
+    _tell_ranks(error)
     if isinstance(error, BrokenPipeError):
         # The program that read our output has ended, so nobody would read a message.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,15 +25,21 @@ from onnx_fuse.cli.options import (
 from onnx_fuse.errors import DeviceError, UsageError
 
 if TYPE_CHECKING:
+    from onnx_fuse.deploy import Compiled
+    from onnx_fuse.program.problem import Hardware
+    from onnx_fuse.report import Printer
     from onnx_fuse.report.page import Section
+    from onnx_fuse.training.trainer import Trainer
 
 EXAMPLES = (
     "onnx-fuse compile model.onnx --target h200 --dim batch=1,8 sequence=128 -o model.fused",
     "onnx-fuse compile model.onnx --target h100,a100 --precision fp16 --input-shapes x:1,3,224,224",
+    "onnx-fuse compile model.onnx --train step.toml --target h200 --dim batch=8 sequence=1..512",
 )
 
 
 def compile(
+    context: typer.Context,
     model: ModelArg,
     target: Annotated[
         list[str] | None,
@@ -75,6 +82,14 @@ def compile(
             "programs serve.",
         ),
     ] = None,
+    train: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.toml",
+            help="Compile training instead, with the options of onnx-fuse train --config in this "
+            "file. OUT is then a folder, which onnx-fuse train --compiled takes.",
+        ),
+    ] = None,
     json: Json = None,
     html: Html = None,
     debug: Debug = False,
@@ -83,8 +98,11 @@ def compile(
 
     No GPU is needed. The file runs in the shapes and the precision that it is compiled for.
     """
-    output = output or files.default_output(model, ".fused")
-    files.check_paths({"MODEL": model}, {"-o": output, "--json": json, "--html": html})
+    output = output or files.default_output(model, ".fused" if train is None else ".steps")
+    where = "-o" if train is None else "-o DIR"
+    files.check_paths(
+        {"MODEL": model, "--train": train}, {where: output, "--json": json, "--html": html}
+    )
     from onnx_fuse import deploy
 
     printer = show.printer()
@@ -96,11 +114,23 @@ def compile(
             f"this machine has no usable GPU ({error}): name the one that will run the file, as in "
             "--target h200"
         ) from error
-    graph = files.load(model, str(model))
     named, ranges = size_ranges(dim)
     largest = [f"{symbol}={high}" for symbol, (_, high) in ranges.items()]
-    sets = shape_sets(graph, input_shapes, [*named, *largest])
     started = time.perf_counter()
+    if train is not None:
+        trainer = _trainer(context, model, train, targets)
+        graph = trainer.graphs()["update"][0]
+        sets = shape_sets(graph, input_shapes, [*named, *largest])
+        steps = deploy.compile_training(trainer, output, shapes=sets, ranges=ranges)
+        seconds = time.perf_counter() - started
+        _show_training(printer, steps)
+        printer.text(f"{output}: training in {trainer.precision}, in {seconds:.1f} s")
+        graphs = {mode: one.modules for mode, one in steps.items()}
+        written = {"model": str(model), "output": str(output), "kernels": graphs}
+        show.write_reports(printer, written | {"seconds": seconds}, json, html)
+        return
+    graph = files.load(model, str(model))
+    sets = shape_sets(graph, input_shapes, [*named, *largest])
     found = files.named(
         str(model),
         lambda: deploy.compile(
@@ -156,3 +186,33 @@ def compile(
         device=", ".join(hw.name for hw in targets.values()),
         sections=sections,
     )
+
+
+def _show_training(printer: Printer, steps: Mapping[str, Compiled]) -> None:
+    rows = [
+        [mode, str(len(programs)), str(one.modules), f"{one.file_bytes / 1e6:,.1f}"]
+        for mode, one in steps.items()
+        for programs in one.programs.values()
+    ]
+    printer.table("compiled", ["graph", "programs", "kernels", "MB"], rows, left=1)
+
+
+def _trainer(
+    context: typer.Context, model: Path, config: Path, targets: Mapping[str, Hardware]
+) -> Trainer:
+    """A Trainer that is only compiled, by the options of `onnx-fuse train` in a file.
+
+    Raises UsageError for what they cannot be.
+    """
+    from onnx_fuse.cli.train import trainer_settings
+    from onnx_fuse.training.trainer import Trainer
+
+    if len(targets) > 1:
+        raise UsageError("--train compiles for one GPU: name one --target")
+    (hw,) = targets.values()
+    commands: Any = context.find_root().command
+    command = commands.get_command(context, "train")
+    given = [str(model), "--data", str(model), "--config", str(config)]
+    with command.make_context("train", given, parent=context) as options:
+        settings = trainer_settings(model, options.params)
+    return Trainer(model, **settings, device="cuda", hardware=hw)

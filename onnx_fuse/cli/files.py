@@ -86,7 +86,8 @@ def check_paths(reads: Paths, writes: Paths) -> None:
             _writable(option, path)
 
 
-_FOLDERS = ("--checkpoint", "--records")  # outputs that are folders, made where they are missing
+# outputs that are folders, made where they are missing
+_FOLDERS = ("--checkpoint", "--records", "-o DIR")
 
 
 def _flat(paths: Paths) -> Iterator[tuple[str, Path]]:

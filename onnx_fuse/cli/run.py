@@ -54,6 +54,12 @@ def run(
             help="Show the time by operator (as onnxruntime counts it) or, on cuda, by kernel.",
         ),
     ] = False,
+    gpus: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Spread the batch of --inputs over this many GPUs; on the CPU, sessions."
+        ),
+    ] = 1,
     recompile: Annotated[
         bool,
         typer.Option(
@@ -88,6 +94,8 @@ def run(
 
     printer = show.printer()
     check_device(device)
+    if gpus > 1 and (profile or trace or explain or html):
+        raise UsageError("--gpus shows outputs and time: leave out --profile, --explain and --html")
     check_precision(precision)
     if explain and device != "cuda":
         raise UsageError(
@@ -108,6 +116,7 @@ def run(
             precision=precision,
             profile=profile or trace is not None,
             compiled=model if compiled else None,
+            gpus=gpus,
         ),
         str(model),
         device,

@@ -22,7 +22,7 @@ from onnx_fuse.cli.options import (
     parse_shapes,
     split_names,
 )
-from onnx_fuse.cli.train_options import Config, parse_groups, parse_terms
+from onnx_fuse.cli.train_options import Config, begin_ranks, parse_groups, parse_terms
 from onnx_fuse.errors import CheckFailed, UsageError
 
 if TYPE_CHECKING:
@@ -227,6 +227,40 @@ def train(
             "second time in the backward; min asks for the least possible.",
         ),
     ] = None,
+    compiled: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Run the steps that onnx-fuse compile --train has written to this folder, from "
+            "the same MODEL and options, on a GPU.",
+        ),
+    ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Train on this many GPUs of this machine, by a process each; with --device cpu by "
+            "so many processes. --batch-size is that of all together.",
+        ),
+    ] = None,
+    reduce_dtype: Annotated[
+        str,
+        typer.Option(
+            "--reduce", metavar="NAME", help="Add up the gradients of several GPUs in fp32 or bf16."
+        ),
+    ] = "fp32",
+    shard: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="Let each GPU hold its part alone of the states of: optimizer."
+        ),
+    ] = "",
+    sync_batchnorm: Annotated[
+        bool,
+        typer.Option(
+            "--sync-batchnorm", help="Normalize batches by the statistics of all GPUs' rows."
+        ),
+    ] = False,
     checkpoint: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Save the run in this folder after each epoch."),
@@ -261,6 +295,10 @@ def train(
     debug: Debug = False,
 ) -> None:
     """Fine-tune MODEL, and write the same graph with its new weights."""
+    ranks = begin_ranks(gpus)
+    first = ranks is None or ranks.rank == 0
+    if not first:  # which writes and shows what there is to see
+        csv = tensorboard = curve = trace = json = html = adapters = None
     output = output or files.default_output(model, ".tuned.onnx")
     files.check_paths(
         {"MODEL": model, "--data": data, "--val": val, "--config": config},
@@ -284,57 +322,33 @@ def train(
     from onnx_fuse.report import trace as traces
     from onnx_fuse.training import callbacks, fit, optim, sources
     from onnx_fuse.training import checkpoint as folders
-    from onnx_fuse.training.adapters import Lora
     from onnx_fuse.training.backends import check_device
     from onnx_fuse.training.data import load
-    from onnx_fuse.training.losses import Term
     from onnx_fuse.training.trainer import Trainer
 
     printer = show.printer()
-    if lora_rank is None and (lora or adapters or lora_alpha):
+    if lora_rank is None and adapters:
         raise UsageError("adapters need a rank: add --lora-rank 8")
     if resume and checkpoint is None:
         raise UsageError("--resume needs the folder of the run: add --checkpoint DIR")
-    if checkpoint is not None:
+    if checkpoint is not None and first:
         context.with_resource(folders.locked(checkpoint))
     check_device(precision, device)
     arrays, held_out = load(data), load(val) if val else None
-    given = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    loss_options = {k: v for k, v in given.items() if v is not None}
-    more = parse_terms(add_loss)
-    groups = parse_groups(group)
-    if layer_decay is not None:
-        groups += optim.layer_decay(model, layer_decay)
     trainer = Trainer(
         model,
-        loss=[Term(loss, logits, options=loss_options), *more] if more else loss,
-        loss_options=None if more else loss_options,
-        optimizer=optim.make(
-            optimizer, lr=lr, momentum=momentum, weight_decay=weight_decay, groups=groups
-        ),
-        output=None if more else logits,
-        ema=ema,
-        lora=Lora(lora_rank, lora_alpha or 2.0 * lora_rank, tuple(split_names(lora)) or ("*",))
-        if lora_rank
-        else None,
-        trainable=split_names(trainable) or None,
-        frozen=split_names(freeze),
-        clip_norm=clip_norm,
-        accumulate=accumulate,
-        free_batch=free_batch,
-        shapes=parse_shapes(input_shapes),
-        dims=parse_dims(dim),
-        tie=tie,
-        untie=untie,
-        level=level,
-        seed=seed,
-        precision=precision,
+        **trainer_settings(model, context.params),
         device=device,
         memory=memory,
+        compiled=compiled,
+        distributed=ranks is not None,
+        reduce_dtype=reduce_dtype,
+        shard=shard,
+        sync_batchnorm=sync_batchnorm,
     )
     for note in trainer.notes:
         printer.text(f"note: {note}")
-    source = sources.source(trainer, arrays, batch_size)
+    source = sources.source(trainer, arrays, batch_size, split=True)
     span = epochs * (source.steps or 0) // accumulate if schedule in ("linear", "cosine") else 0
     trainer.schedule(optim.Schedule(lr, schedule, span, warmup, every=lr_every))
     if checkpoint is not None:
@@ -357,11 +371,14 @@ def train(
 
     extra: list[Section] = []
     live = training.Live(html, page)
-    watching: list[callbacks.Callback] = [callbacks.Progress(printer.console), live]
+    watching: list[callbacks.Callback] = [live]
+    if first:
+        watching.insert(0, callbacks.Progress(printer.console))
     if patience:
         watching.append(callbacks.EarlyStopping(monitor, "auto", min_delta, patience))
     if keep_best:
-        best = checkpoint and checkpoint.with_name(f"{checkpoint.name}.best")
+        beside = checkpoint if first else None
+        best = beside and beside.with_name(f"{beside.name}.best")
         watching.append(callbacks.BestWeights(monitor, "auto", min_delta, best))
     if csv:
         watching.append(callbacks.CsvLog(csv))
@@ -383,6 +400,8 @@ def train(
     _show_metrics(printer, history)
     if trainer.recompute:
         printer.text(trainer.recompute)
+    if not first:
+        return
     with written(output) as draft:
         trainer.save(draft, ema=ema is not None)
         feeds = {k: a[:batch_size] for k, a in arrays.items()}
@@ -409,6 +428,42 @@ def train(
     for path in (html, curve):
         if path is not None:
             show.write_page(path, page(found, 0.0))
+
+
+def trainer_settings(model: Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What the options of `train`, by their names, are to a Trainer. Raises UsageError."""
+    from onnx_fuse.training import optim
+    from onnx_fuse.training.adapters import Lora
+    from onnx_fuse.training.losses import Term
+
+    get = options.__getitem__
+    loss_options = {k: get(k) for k in ("ignore_index", "label_smoothing") if get(k) is not None}
+    more, groups = parse_terms(get("add_loss")), parse_groups(get("group"))
+    if get("layer_decay") is not None:
+        groups += optim.layer_decay(model, get("layer_decay"))
+    rank, adapted = get("lora_rank"), split_names(get("lora"))
+    if rank is None and (adapted or get("lora_alpha")):
+        raise UsageError("adapters need a rank: add --lora-rank 8")
+    first = Term(get("loss"), get("logits"), options=loss_options)
+    same = ("ema", "clip_norm", "accumulate", "free_batch", "tie", "untie", "level", "seed")
+    return {
+        "loss": [first, *more] if more else get("loss"),
+        "loss_options": None if more else loss_options,
+        "optimizer": optim.make(
+            get("optimizer"), lr=get("lr"), momentum=get("momentum"),
+            weight_decay=get("weight_decay"), groups=groups,
+        ),
+        "output": None if more else get("logits"),
+        "lora": Lora(rank, get("lora_alpha") or 2.0 * rank, tuple(adapted) or ("*",))
+        if rank
+        else None,
+        "trainable": split_names(get("trainable")) or None,
+        "frozen": split_names(get("freeze")),
+        "shapes": parse_shapes(get("input_shapes")),
+        "dims": parse_dims(get("dim")),
+        "precision": get("precision"),
+        **{name: get(name) for name in same},
+    }  # fmt: skip
 
 
 _ROWS = 20  # evaluations that the table shows at most, the last ones

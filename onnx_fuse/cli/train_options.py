@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,9 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from onnx_fuse.cli import show
 from onnx_fuse.errors import UsageError
 
 if TYPE_CHECKING:
+    from onnx_fuse.distributed.world import World
     from onnx_fuse.training.groups import Group
     from onnx_fuse.training.losses import Term
 
@@ -120,3 +124,29 @@ def _pairs(
         except ValueError as error:
             raise UsageError(f"{option} {text}: '{value}' is no number") from error
     return found
+
+
+def begin_ranks(gpus: int | None) -> World | None:
+    """The ranks of the run that this process is one of, or None for a run of one process.
+
+    Without a launcher's variables this process becomes the launcher of `gpus` ranks with the same
+    command line, and ends with them. Raises UsageError where a launcher has started another number.
+    """
+    from onnx_fuse.distributed import environment
+
+    found = environment.place(os.environ)
+    if found is None and gpus is not None and gpus > 1:
+        from onnx_fuse.distributed import launch
+
+        arguments = shlex.split(show.command_line.get())[1:]
+        raise typer.Exit(launch.run([sys.executable, "-m", "onnx_fuse", *arguments], gpus))
+    if found is None or found.size == 1:
+        return None
+    if gpus not in (None, found.size):
+        raise UsageError(f"--gpus {gpus}, but the launcher has started {found.size} processes")
+    from onnx_fuse.distributed.world import world
+
+    ranks = world()
+    if ranks.rank:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  until the process ends
+    return ranks

@@ -108,10 +108,12 @@ def _wait(ranks: Sequence[_Rank]) -> int:
             return 0
         time.sleep(0.05)
     _await(ranks, GRACE)
-    failed = [each for each in ranks if each.process.poll() not in (None, 0, ENDED)] or failed
+    failed = [each for each in ranks if each.process.poll() not in (None, 0, ENDED)]
+    if not failed:  # one hangs, which the others have said
+        return 1
     first = next((each for each in failed if each.rank == 0), failed[0])
     code = first.process.returncode
-    if first.rank or code < 0 or code == ENDED:  # rank 0 has said itself what it ended of
+    if first.rank or code < 0:  # else it has said itself what it ended of
         print(f"onnx-fuse: {first.cause()}; all ranks end", file=sys.stderr, flush=True)
     return code if 0 < code < ENDED else 1
 

@@ -26,7 +26,7 @@ BEAT = 2.0
 ENDED = 70
 """The exit code of a rank that ends because of another."""
 LAUNCHED = "ONNX_FUSE_LAUNCHED"
-"""The variable of a rank whose launcher says itself what happened."""
+"""The variable of a rank whose launcher says itself which rank ended, and of what."""
 
 
 @dataclass
@@ -90,7 +90,7 @@ class Watch:
         try:
             kind, data = wire.receive(link)
         except OSError:
-            self._end(f"rank {other} ended without a word: it was killed, or it crashed")
+            self._end(f"rank {other} ended without a word: it was killed, or it crashed", seen=True)
             return
         peer, now = self._peers[other], time.monotonic()
         peer.heard = now
@@ -101,11 +101,11 @@ class Watch:
         elif kind == b"B":
             del self.links[other], self._peers[other]
         else:
-            self._end(data.decode(errors="replace"))
+            self._end(data.decode(errors="replace"), seen=True)
 
     def _check(self, now: float) -> None:
         if os.getppid() != self._parent:
-            self._end("what started the ranks has ended")
+            self._end("what started the ranks has ended", seen=True)
         for other, peer in self._peers.items():
             if now - peer.heard > self.patience:
                 self._end(f"rank {other} has not answered for {self.patience:.0f} s: it hangs")
@@ -116,14 +116,17 @@ class Watch:
                     f"wait at step {ahead}: it hangs"
                 )
 
-    def _end(self, cause: str) -> None:
-        """Pass it on, say it, and end the process whatever its other threads wait for."""
+    def _end(self, cause: str, *, seen: bool = False) -> None:
+        """Pass it on, say it, and end the process whatever its other threads wait for.
+
+        `seen`: a launcher of ours says it better.
+        """
         if self._closed:
             return
         for link in list(self.links.values()):
             self._say(link, b"F", cause.encode())
         first = 1 if cause.startswith("rank 0 ") else 0
-        if self.rank == first and not os.environ.get(LAUNCHED):
+        if self.rank == first and not (seen and os.environ.get(LAUNCHED)):
             with contextlib.suppress(OSError, ValueError):
                 print(f"onnx-fuse: {cause}; all ranks end", file=sys.stderr, flush=True)
         os._exit(ENDED)

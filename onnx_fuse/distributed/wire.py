@@ -56,7 +56,7 @@ def packed(arrays: Mapping[str, Array]) -> list[bytes | memoryview]:
     heads = [[name, a.dtype.name, list(a.shape)] for name, a in arrays.items()]
     text = json.dumps(heads).encode()
     bodies = [
-        memoryview(np.ascontiguousarray(a).reshape(-1).view(np.uint8)) for a in arrays.values()
+        memoryview(np.ascontiguousarray(a).reshape(-1).view(np.uint8).data) for a in arrays.values()
     ]
     return [struct.pack("<Q", len(text)), text, *bodies]
 

@@ -110,17 +110,6 @@ class World:
             time.sleep(self.watch.patience)
             raise DeviceError(f"rank {self.rank} lost its link: {error}") from error
 
-    # -- how it ends --
-
-    @contextlib.contextmanager
-    def reporting(self) -> Iterator[None]:
-        """Within the block an exception ends all ranks, with its text."""
-        try:
-            yield
-        except BaseException as error:
-            self.watch.fail(_text(error))
-            raise
-
     def close(self) -> None:
         """Take leave of the other ranks."""
         self.watch.close()
@@ -166,11 +155,17 @@ def world(environ: Mapping[str, str] | None = None) -> World:
         def hook(
             kind: type[BaseException], error: BaseException, trace: TracebackType | None
         ) -> None:
-            made.watch.fail(_text(error))
+            fail(error)
             before(kind, error, trace)
 
         sys.excepthook = hook
     return _WORLD[0]
+
+
+def fail(error: BaseException) -> None:
+    """Tell the other ranks, if there are any, that this one ends, and of what."""
+    for each in _WORLD:
+        each.watch.fail(_text(error))
 
 
 def pieces(rows: int, size: int, rank: int) -> slice:

@@ -69,14 +69,14 @@ MODULES: dict[str, str] = {
     "MatMulNBits": "matmul_nbits",
     "GemmInteger": "gemm_integer",
     "Sdpa": "sdpa",
-    "SdpaGrad": "sdpa",
+    "SdpaGrad": "sdpa_grad_sm90",
     "Conv": "conv",
     "ConvWeightGrad": "conv_grad",
     **dict.fromkeys(("Norm", "NormGrad", "NormGradSums"), "norm"),
     **dict.fromkeys(("ChannelNorm", "RunningStats", "ChannelGrad"), "channel"),
     "Softmax": "softmax",
     **dict.fromkeys(("Reduce", "SumSquares"), "reduce"),
-    **dict.fromkeys(("Pool", "PoolGrad", "ChannelWindow"), "pool"),
+    **dict.fromkeys(("Pool", "MaxPoolGrad", "ChannelWindow"), "pool"),
     **dict.fromkeys(("Resample", "GridSample", "Col2Im"), "pool"),
     "CrossEntropy": "loss",
     "CrossEntropyChunk": "loss",
@@ -201,6 +201,8 @@ def _select(
         if isinstance(kernel, RuleBased):
             return _by_rule(kernel, problem, hw, "forced")
         return _first_that_fits(problem, _by_cost((kernel,), problem.upper_bound(), hw, "forced"))
+    if not isinstance(kernels[0], RuleBased):
+        problem.upper_bound()  # rough limits in `supports` then know the class of each dimension
     legal = [kernel for kernel in kernels if refusal(kernel, problem, hw) is None]
     if not legal:
         return None
@@ -237,6 +239,8 @@ def _serves(op: str, problem: AnyProblem, hw: Hardware) -> bool:
     kernels = candidates(op)
     if not kernels or problem.empty:
         return False
+    if not isinstance(kernels[0], RuleBased):
+        problem.upper_bound()  # as `_select` does
     legal = [kernel for kernel in kernels if refusal(kernel, problem, hw) is None]
     if legal and isinstance(legal[0], RuleBased):
         return True

@@ -19,16 +19,18 @@ class Apply(RuleBased):
 
     def launch(self, problem: ChannelNorm, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch, a vector a thread."""
-        columns = problem.inner < _SHORT and not problem.group
+        columns = problem.inner < _SHORT and (problem.pixels > 0 or not problem.group)
         vec = access_width(
             problem.channels * problem.inner if columns else problem.inner, problem.dtype
         )
         threads = problem.size // vec
         if columns:
             across = problem.channels * problem.inner
-            threads = across // vec * -(-problem.size // (across * _ROWS))
+            pixels = problem.pixels or problem.size // across
+            threads = problem.size // (across * pixels) * (across // vec) * -(-pixels // _ROWS)
         names = ("x", "scale", "bias", "mean", "variance", "e1", "e2", "e3", "y")
-        numbers = (problem.size, problem.channels, problem.inner, max(problem.group, 1))
+        numbers = (problem.size, problem.channels, problem.inner, max(problem.group, 1),
+                   problem.pixels)  # fmt: skip
         return (Launch(
             self.source, "channel_apply", (-(-threads // 256), 1, 1), (256, 1, 1),
             (*map(Ptr, names), *(Num("i64", n) for n in numbers), Num("f32", problem.epsilon)),
@@ -62,7 +64,8 @@ class Running(RuleBased):
 
 
 class Grad(RuleBased):
-    """layernorm/channel_grad.cu. Operands: x dy scale mean variance part dscale dbias sums dx."""
+    """layernorm/channel_grad.cu. Operands: x dy scale bias mean variance part dscale dbias
+    sums dx."""
 
     source = "layernorm/channel_grad.cu"
     free_axes = "z"
@@ -74,14 +77,14 @@ class Grad(RuleBased):
         epsilon = Num("f32", problem.epsilon)
         macros = defines(
             T=C_TYPES[problem.dtype], P=C_TYPES[problem.param], ACC=accumulator(problem.dtype),
-            VEC=vec, COLUMNS=columns, TX=tx,
+            VEC=vec, COLUMNS=columns, TX=tx, RELU=problem.relu,
         )  # fmt: skip
         if problem.stage == "sums":
             tiles = -(-channels * inner // (tx * vec)) if columns else channels
             numbers = (batch, channels, inner, problem.chunk)
             return (Launch(
                 self.source, "channel_sums", (tiles * problem.splits, 1, 1), (256, 1, 1),
-                (*map(Ptr, ("x", "dy", "mean", "variance", "part")),
+                (*map(Ptr, ("x", "dy", "scale", "bias", "mean", "variance", "part")),
                  *(Num("u32", n) for n in numbers), epsilon), macros,
             ),)  # fmt: skip
         if problem.stage == "params":
@@ -95,7 +98,7 @@ class Grad(RuleBased):
         threads = channels * inner // vec * -(-batch // _ROWS) if columns else size // vec
         return (Launch(
             self.source, "channel_dx", (-(-threads // 256), 1, 1), (256, 1, 1),
-            (*map(Ptr, ("x", "dy", "scale", "mean", "variance", "sums", "dx")),
+            (*map(Ptr, ("x", "dy", "scale", "bias", "mean", "variance", "sums", "dx")),
              *(Num("i64", n) for n in (size, channels, inner, batch * inner)), epsilon), macros,
         ),)  # fmt: skip
 

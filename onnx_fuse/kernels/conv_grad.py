@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from onnx_fuse.cuda.macros import C_TYPES, as_defines
+from onnx_fuse.cuda.macros import C_TYPES, accumulator, as_defines
 from onnx_fuse.kernels import Kernel
 from onnx_fuse.kernels.rule_based import RuleBased, window_macros
 from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr
@@ -30,6 +30,21 @@ def _divide(d: int) -> tuple[int, int]:
     """The factor and the shift of a division by `d` of a number below 2^31."""
     shift = max(0, d - 1).bit_length()
     return ((1 << 32) * ((1 << shift) - d)) // d + 1, shift
+
+
+def _total(problem: ConvWeightGrad, splits: int) -> Launch:
+    """The sum of `splits` parts in the workspace."""
+    size, lanes = problem.groups * problem.filters * problem.depth, 8 if splits >= 16 else 1
+    types = {
+        "T": C_TYPES[problem.dtype], "TY": C_TYPES[problem.out_dtype],
+        "ACC": accumulator(problem.dtype), "LANES": lanes,
+    }  # fmt: skip
+    return Launch(
+        "conv/weight_sum.cu", "conv_weight_sum", (-(-size * lanes // 256), 1, 1), (256, 1, 1),
+        (Ptr("workspace"), Ptr("dw"), Num("u32", size), Num("u32", problem.channels),
+         Num("i32", splits)),
+        as_defines(types, window_macros(problem.window)),
+    )  # fmt: skip
 
 
 class Mma(RuleBased):
@@ -80,9 +95,8 @@ class Mma(RuleBased):
         tile, tiles, chunk = self._ruled(problem, config)
         bm, bn, wm, wn, bk, stages = tile
         (_, h, w), (_, oh, ow) = problem.inner, problem.outer
-        pixels, types = problem.batch * oh * ow, {"TY": C_TYPES[problem.out_dtype]}
+        pixels = problem.batch * oh * ow
         splits = -(-pixels // chunk)
-        size = problem.groups * problem.filters * problem.depth
         geometry = window_macros(problem.window)
         macros = dict(zip(("BM", "BN", "WM", "WN", "BK", "STAGES"), tile, strict=True))
         product = Launch(
@@ -90,16 +104,10 @@ class Mma(RuleBased):
             (Ptr("x"), Ptr("dy"), Ptr("workspace"), Num("u32", pixels),
              *(Num("i32", n) for n in (problem.groups, problem.channels, problem.filters, h, w)),
              *(Num("u32", n) for n in (*_divide(oh * ow), *_divide(ow), oh * ow, ow, chunk))),
-            as_defines({"T": C_TYPES[problem.dtype]}, types, macros, geometry),
+            as_defines({"T": C_TYPES[problem.dtype]}, macros, geometry),
             stages * bk * (bm + bn + 16) * 2,
         )  # fmt: skip
-        total = Launch(
-            self.source, "conv_weight_sum", (-(-size // 32), 1, 1), (256, 1, 1),
-            (Ptr("workspace"), Ptr("dw"), Num("u32", size), Num("u32", problem.channels),
-             Num("i32", splits)),
-            as_defines({"T": C_TYPES[problem.dtype]}, types, geometry),
-        )  # fmt: skip
-        return product, total
+        return product, _total(problem, splits)
 
     def workspace(self, problem: ConvWeightGrad, config: Config, hw: Hardware) -> int:
         """The parts' sums."""
@@ -108,4 +116,64 @@ class Mma(RuleBased):
         return 4 * splits * problem.groups * problem.filters * problem.depth
 
 
-KERNELS: dict[str, Sequence[Kernel]] = {"ConvWeightGrad": (Mma(),)}
+class Depthwise(RuleBased):
+    """conv/depthwise_weight_grad.cu: two channels a thread, their filters in registers."""
+
+    name = "depthwise"
+    source = "conv/depthwise_weight_grad.cu"
+
+    def supports(self, problem: ConvWeightGrad, hw: Hardware) -> str | None:
+        """Refuse channels that share, that are no pairs, three axes, and too wide filters."""
+        if not problem.depthwise:
+            return f"{problem.channels} channels and {problem.filters} filters a group, not 1 and 1"
+        if problem.groups % 2:
+            return f"{problem.groups} channels are no pairs"
+        if problem.inner[0] != 1 or problem.outer[0] != 1:
+            return "at most two spatial axes"
+        if problem.window.kernel[2] > 16 or self._span(problem, 1) > 32:
+            return "the filter is too wide"
+        return None
+
+    def _span(self, problem: ConvWeightGrad, wide: int) -> int:
+        taps = problem.window
+        return (wide - 1) * taps.strides[2] + (taps.kernel[2] - 1) * taps.dilations[2] + 1
+
+    def _rule(self, problem: ConvWeightGrad) -> tuple[int, int, int]:
+        """Pixels at once, rows of the filter a thread, and rows of dy a block."""
+        _, taps, across = problem.window.kernel
+        wide = next(n for n in (8, 4, 2, 1) if n == 1 or self._span(problem, n) <= 16)
+        if problem.outer[2] % 7 == 0 and wide == 8 and self._span(problem, 7) <= 14:
+            wide = 7
+        most = 24 if problem.dtype == "float64" else 49  # taps whose sums fit the registers
+        rows_of = [n for n in range(taps, 0, -1) if taps % n == 0 and n * across <= most]
+        own = rows_of[0] if rows_of else 1
+        rows = problem.batch * problem.outer[1]
+        blocks = -(-problem.groups // 64) * (taps // own)
+        parts = max(1, min(rows // 8, 2 * _BLOCKS // blocks))
+        return wide, own, -(-rows // parts)
+
+    def launch(self, problem: ConvWeightGrad, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """The parts' sums, then theirs."""
+        wide, own, chunk = self._rule(problem)
+        (_, h, w), (_, oh, ow) = problem.inner, problem.outer
+        rows = problem.batch * oh
+        splits = -(-rows // chunk)
+        types = {"T": C_TYPES[problem.dtype], "ACC": accumulator(problem.dtype)}
+        grid = (-(-problem.groups // 64), splits, problem.window.kernel[1] // own)
+        numbers = (rows, problem.groups, h, w, oh, ow, chunk)
+        sums = Launch(
+            self.source, "conv_depthwise_weight_grad", grid, (256, 1, 1),
+            (Ptr("x"), Ptr("dy"), Ptr("workspace"), *(Num("i32", n) for n in numbers)),
+            as_defines(types, {"WIDE": wide, "KROWS": own}, window_macros(problem.window)),
+        )  # fmt: skip
+        return sums, _total(problem, splits)
+
+    def workspace(self, problem: ConvWeightGrad, config: Config, hw: Hardware) -> int:
+        """The parts' sums."""
+        _, _, chunk = self._rule(problem)
+        splits = -(-problem.batch * problem.outer[1] // chunk)
+        wide = 8 if problem.dtype == "float64" else 4
+        return wide * splits * problem.groups * problem.depth
+
+
+KERNELS: dict[str, Sequence[Kernel]] = {"ConvWeightGrad": (Depthwise(), Mma())}

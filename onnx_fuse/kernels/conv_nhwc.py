@@ -10,6 +10,7 @@ from dataclasses import replace
 from math import ceil, prod
 
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, as_defines, defines
+from onnx_fuse.kernels.gemm_cluster import Cluster
 from onnx_fuse.kernels.gemm_sm90 import Wgmma
 from onnx_fuse.kernels.rows import rename
 from onnx_fuse.kernels.rule_based import RuleBased, tail_macros, window_macros
@@ -81,7 +82,7 @@ class ChannelsLast(RuleBased):
 
 
 class Depthwise(ChannelsLast):
-    """conv/depthwise_nhwc.cu: two channels and a run of outputs a thread; `wide` outputs."""
+    """conv/depthwise_nhwc.cu: `pairs` of channels and a run of `wide` outputs a thread."""
 
     name = "depthwise"
     source = "conv/depthwise_nhwc.cu"
@@ -92,34 +93,44 @@ class Depthwise(ChannelsLast):
             return f"{problem.channels} channels and {problem.filters} filters a group, not 1 and 1"
         if problem.groups % 2:
             return f"{problem.groups} channels are no pairs"
-        if self._span(problem, 2) > 32:
+        if self._kept(problem, 2, 1) > 56:
             return "the filter is too wide"
         return super().supports(problem, hw)
 
-    def _span(self, problem: Conv, wide: int) -> int:
+    def _kept(self, problem: Conv, wide: int, pairs: int) -> int:
+        """Words that a thread keeps: the inputs of its rows on their way, and its sums."""
         taps = problem.window
-        return (wide - 1) * taps.strides[2] + (taps.kernel[2] - 1) * taps.dilations[2] + 1
+        span = (wide - 1) * taps.strides[2] + (taps.kernel[2] - 1) * taps.dilations[2] + 1
+        rows = taps.kernel[1] if taps.kernel[1] <= 3 else 2
+        return (rows * span + 2 * wide) * pairs
 
     def configs(self, problem: Conv, hw: Hardware) -> Sequence[Config]:
-        """The rule's run of outputs, then others whose inputs fit the registers."""
-        runs = [wide for wide in (2, 4, 7, 8) if self._span(problem, wide) <= 32]
-        return [Config.of(), *(Config.of(wide=wide) for wide in runs)]
+        """The rule's, then others whose rows of inputs fit the registers."""
+        found = [
+            Config.of(wide=wide, pairs=pairs)
+            for wide in (2, 4, 7, 8)
+            for pairs in (1, 2)
+            if self._kept(problem, wide, pairs) <= 56 and problem.groups % (2 * pairs) == 0
+        ]
+        return [Config.of(), *found]
 
     def launch(self, problem: Conv, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch, a pair of channels and a run of outputs a thread."""
-        wide = config.integer("wide")
+        wide, pairs = config.integer("wide"), config.integer("pairs", 1)
         if not wide:
-            least = 2 if self._span(problem, 4) > 24 else 4
-            wide = 7 if problem.outer[2] % 7 == 0 and self._span(problem, 7) <= 16 else least
+            wide = 4 if self._kept(problem, 4, 1) <= 56 else 2
+            both = problem.groups % 4 == 0 and self._kept(problem, wide, 2) <= 56
+            pairs = 2 if both else 1
         _, oh, ow = problem.outer
-        size = problem.batch * oh * -(-ow // wide) * (problem.groups // 2)
+        size = problem.batch * oh * -(-ow // wide) * (problem.groups // (2 * pairs))
         sn, sy, sx = _strides(problem)
         return (Launch(
             self.source, "conv_depthwise", (-(-size // 256), 1, 1), (256, 1, 1),
             (Ptr("x"), Ptr("weight"), *_ENDS, Num("i64", size),
              *(Num("i32", n) for n in (problem.groups, *problem.inner[1:], oh, ow)),
              Num("i64", sn), Num("i32", sy), Num("i32", sx), Num("f32", problem.act_alpha)),
-            defines(T=C_TYPES[problem.dtype], ACC="float", WIDE=wide, TRANSPOSED=False,
+            defines(T=C_TYPES[problem.dtype], ACC="float", WIDE=wide, PAIRS=pairs,
+                    TRANSPOSED=False,
                     **window_macros(problem.window), **_epilogue(problem),
                     **tail_macros(problem.tail)),
         ),)  # fmt: skip
@@ -271,23 +282,28 @@ def _with_tail(plain: Epilogue, tail: Tail, dtype: str) -> Epilogue | None:
     return replace(plain, beta=float(add), act=row.key, act_alpha=alpha)
 
 
-class WgmmaConv(_Chosen):
-    """gemm/wgmma_sm90.cu with a's tiles gathered by TMA (im2col): a step is a tap's 64 channels."""
+class Im2col(_Chosen):
+    """The Hopper products with a's tiles gathered by TMA: a step is 64 channels of a tap."""
 
     name = "wgmma"
     source = Wgmma.source
 
     def __init__(self) -> None:
-        self.inner = Wgmma()
+        self.many, self.few = Wgmma(), Cluster()
+
+    def _inner(self, config: Config) -> Wgmma | Cluster:
+        """The product's candidate whose configuration it is."""
+        return self.many if config.attr("tile") else self.few
 
     def _product(self, problem: Conv) -> Problem:
         """The product of the same tiles, whose k is the taps' channels in steps of 64."""
         epilogue = epilogue_of(problem)
         assert epilogue is not None
+        extra = {"static_b": True} if problem.static_weight else {}
         return Problem.of(
             "Gemm", m=problem.batch * prod(problem.outer), n=problem.filters,
             k=-(-problem.channels // 64) * 64 * prod(problem.window.kernel), dtype=problem.dtype,
-            trans_b=True, epilogue=epilogue,
+            trans_b=True, epilogue=epilogue, **extra,
         )  # fmt: skip
 
     def supports(self, problem: Conv, hw: Hardware) -> str | None:
@@ -305,44 +321,55 @@ class WgmmaConv(_Chosen):
             first, last = corners[2 - i], problem.inner[i] - 1 + corners[4 - i]
             if (last - first) // window.strides[i] + 1 != problem.outer[i]:
                 return "y ends elsewhere than the window"
-        return super().supports(problem, hw) or self.inner.supports(self._product(problem), hw)
+        return super().supports(problem, hw) or self.many.supports(self._product(problem), hw)
 
     def tiles(self, problem: Conv, hw: Hardware) -> Sequence[Config]:
-        """The configurations of the product."""
-        return self.inner.configs(self._product(problem), hw)
+        """The configurations of both products, and a narrow tile for few filters."""
+        product = self._product(problem)
+        found = [*self.many.configs(product, hw)]
+        if problem.filters <= 64:
+            found.append(Config.of(tile=(2, 64, 1), cluster=1, splits=1, group=8))
+        if self.few.supports(product, hw) is None:
+            found += self.few.configs(product, hw)
+        return found
 
     def fits(self, problem: Conv, config: Config) -> bool:
-        """Whether each split has steps of k."""
-        return not config.attrs or self.inner.fits(self._product(problem), config)
+        """Whether each part of the sum has steps."""
+        return not config.attrs or self._inner(config).fits(self._product(problem), config)
 
     def seconds(self, problem: Conv, config: Config, hw: Hardware) -> float:
-        """Those of the product."""
-        return self.inner.cost(self._product(problem), config, hw)
+        """The time of the product, whose a is the images once and not tap by tap."""
+        product = self._product(problem)
+        if not config.attr("tile"):
+            return self.few.cost(product, config, hw)
+        tiles = self.many.tile_seconds(product, config, hw)
+        return max(tiles, problem.bytes / hw.bandwidth) + hw.launch_seconds
 
     def workspace(self, problem: Conv, config: Config, hw: Hardware) -> int:
         """The product's partial sums."""
         how = self.ruled(problem, config, hw)
-        return self.inner.workspace(self._product(problem), how, hw)
+        return self._inner(how).workspace(self._product(problem), how, hw)
 
     def launch(self, problem: Conv, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The product's launches, its operands described as images and taps."""
         config = self.ruled(problem, config, hw)
-        product, *rest = self.inner.launch(self._product(problem), config, hw)
-        (mi, bn, pingpong), cluster = config.integers("tile"), config.integer("cluster")
+        product, *rest = self._inner(config).launch(self._product(problem), config, hw)
+        a, b = product.args[:2]
+        assert isinstance(a, TensorMap)
+        assert isinstance(b, TensorMap)
         _, h, w = problem.inner
         _, oh, ow = problem.outer
         window, ldw = problem.window, _padded(problem)
         left, top, right, bottom = _corners(problem)
         images = TensorMap(
             Ptr("x"), problem.dtype, (problem.channels, w, h, problem.batch),
-            tuple(2 * step for step in reversed(_strides(problem))),
-            (64, (64 if pingpong else 128) * mi),
+            tuple(2 * step for step in reversed(_strides(problem))), (64, a.box[1]),
             window=(left, top, right, bottom, window.strides[2], window.strides[1]),
         )  # fmt: skip
         taps = prod(window.kernel)
         filters = TensorMap(
             Ptr("weight"), problem.dtype, (ldw, problem.filters, taps),
-            (2 * taps * ldw, 2 * ldw), (64, bn // cluster, 1),
+            (2 * taps * ldw, 2 * ldw), (64, b.box[1], 1),
         )  # fmt: skip
         steps = Num("i32", -(-problem.channels // 64))
         args: tuple[Arg, ...] = (images, filters, *product.args[2:], Num("i32", oh), Num("i32", ow),
@@ -360,4 +387,4 @@ def _corners(problem: Conv) -> tuple[int, int, int, int]:
     return -left, -top, window.after[2] - reach[2], window.after[1] - reach[1]
 
 
-KERNELS = (Depthwise(), WgmmaConv(), Mma())
+KERNELS = (Depthwise(), Im2col(), Mma())

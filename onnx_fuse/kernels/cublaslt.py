@@ -75,7 +75,7 @@ class CublasLt(Unconditional):
         if problem.epilogue.beta and problem.epilogue.residual:
             return "the epilogue takes one extra operand"
         rows, columns = ldc(problem)
-        if problem.epilogue.beta and (rows < problem.n or columns != 1):
+        if problem.epilogue.beta and (columns != 1 or rows < problem.n):
             return "C is broadcast or transposed"
         if len(problem.batch) > 1:
             return f"{len(problem.batch)} batch dims (at most 1)"

@@ -7,6 +7,7 @@ from math import ceil
 
 from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.kernels.gemm_portable import (
+    each_has_steps,
     epilogue_defines,
     slope_seconds,
     store_refusal,
@@ -27,7 +28,7 @@ from onnx_fuse.program.problem import (
     ldc,
     operand,
 )
-from onnx_fuse.program.size import upper_bound
+from onnx_fuse.program.size import coarse, upper_bound
 
 BK = 64
 
@@ -73,7 +74,7 @@ class Cluster(WithoutWorkspace):
         if problem.integer("align", 16) % 16 or any(step % 16 for step in steps):
             return f"TMA needs strides that are multiples of 16 bytes, not {steps}"
         tiles = ceil(problem.m / 128) * ceil(problem.n / 128)
-        if problem.m > 64 and tiles > hw.sm_count:
+        if problem.m > 64 and coarse(tiles) > hw.sm_count:
             return f"{tiles} tiles of 128 x 128, more than there are SMs"
         if ceil(problem.n / 256) > 2 * hw.sm_count:
             return f"n={problem.n}: more than two tiles an SM"
@@ -163,7 +164,7 @@ class Cluster(WithoutWorkspace):
     def fits(self, problem: Problem, config: Config) -> bool:
         """Whether each CTA of a cluster has steps of k, and tiles to share a's with."""
         _, bn, split, share, _ = self._shape(config)
-        if split > 1 and (split - 1) * self._steps(problem, config) >= ceil(problem.k / BK):
+        if split > 1 and not each_has_steps(ceil(problem.k / BK), split):
             return False
         return share == 1 or ceil(problem.n / bn) % share == 0
 

@@ -115,6 +115,12 @@ def portable_args(problem: Problem) -> tuple[Arg, ...]:
     )  # fmt: skip
 
 
+def each_has_steps(steps: int, splits: int) -> bool:
+    """Whether `steps` in equal parts, the last one shorter, leave none of `splits` without any."""
+    # more than (splits - 1)^2 always do: asked first, since most of a class agree on that
+    return steps > (splits - 1) ** 2 or (splits - 1) * ceil(steps / splits) < steps
+
+
 def tile_seconds(
     problem: Problem, bm: int, bn: int, per_sm: float, hw: Hardware, step_us: float, bk: int
 ) -> float:

@@ -8,6 +8,7 @@ from math import ceil
 
 from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.kernels.gemm_portable import (
+    each_has_steps,
     epilogue_defines,
     gate_refusal,
     normed,
@@ -186,15 +187,21 @@ class Wgmma:
     def fits(self, problem: Problem, config: Config) -> bool:
         """Whether each split has steps of k."""
         splits = config.integer("splits")
-        return splits == 1 or (splits - 1) * ceil(self._steps(problem) / splits) < self._steps(
-            problem
-        )
+        return splits == 1 or each_has_steps(self._steps(problem), splits)
 
     def _steps(self, problem: Problem) -> int:
         """64-wide steps of k, in all products of bf16 planes."""
         return ceil(problem.k / BK) * max(1, {0: 1, 2: 3, 3: 6}[problem.integer("planes")])
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+        """The tiles' time, or that of their operands."""
+        mi, _, pingpong = config.integers("tile")
+        # tiles mostly empty of rows stream b at a third of the memory's rate
+        few = problem.m <= (32 if pingpong else 64) * mi
+        stream = problem.bytes / (hw.bandwidth * (0.35 if few else 1.0))
+        return max(self.tile_seconds(problem, config, hw), stream) + hw.launch_seconds
+
+    def tile_seconds(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """Waves of tiles; a tile's time is its products, its epilogue where nothing hides it."""
         mi, bn, pingpong = config.integers("tile")
         cluster, splits = config.integer("cluster"), config.integer("splits")
@@ -220,6 +227,8 @@ class Wgmma:
             tail, share = 1.2e-6, 0.0
         if ITEMSIZE[problem.out] == 4:  # by plain stores (H200, 2026-11: 45 us where f16 takes 28)
             share = 2.0
+        elif direct(problem):  # two bytes at a time (16384 x 50257 words: 4.8 ms, 2.0 by TMA)
+            share = 4.0
         epilogue = bm * bn * 4 / (hw.bandwidth / hw.sm_count) * share
         # an activation's instructions hold up the products they run beside, z is a second store
         extra = 0.6e-6 * bool(problem.epilogue.act) + 0.5e-6 * bool(problem.epilogue.save_z)
@@ -233,9 +242,7 @@ class Wgmma:
         seconds = waves * (products + epilogue) + tail
         if splits > 1:
             seconds += 4 * problem.m * problem.n * (splits + 1) / hw.bandwidth + 4e-6
-        # tiles mostly empty of rows stream b at a third of the memory's rate
-        stream = problem.bytes / (hw.bandwidth * (0.35 if problem.m <= bm // 2 else 1.0))
-        return max(seconds, stream) + hw.launch_seconds
+        return seconds
 
     def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
         """Bytes of the partial sums of the splits of k."""
@@ -323,6 +330,9 @@ class Wgmma:
         )  # y and c begin with their buffers
         if whole_c and not problem.epilogue.save_z and out_size == 4 and splits == 1 and n % 4 == 0:
             tile |= {"EVEN": 1}
+        elif out_size == 4 and splits == 1 and n % 2 == 0 and not planes:
+            other = problem.epilogue.among("save_z", "gate") or operand(problem)
+            tile |= {} if other else {"PAIRS": 1}
         blocks = min(hw.sm_count // cluster, units) * cluster
         side, pairs = problem.text("rows") if splits == 1 else "", m
         if side == "tiles":

@@ -140,7 +140,7 @@ class Grouped(RuleBased):
     @staticmethod
     def _part(problem: ScatterND) -> int:
         """About half the square root of all, so that parts and their sums are about as long."""
-        return 1 << max(5, (problem.count - 1).bit_length() // 2 - 1)
+        return 1 << max(6, (problem.count - 1).bit_length() // 2 - 1)
 
     @staticmethod
     def _team(problem: ScatterND) -> tuple[int, int]:
@@ -156,7 +156,7 @@ class Grouped(RuleBased):
     def _items(self, problem: ScatterND) -> int:
         """A whole row where there are rows enough for all multiprocessors."""
         units = problem.rows if problem.fresh else problem.count
-        return self._row(problem) if units >= 4096 else 1
+        return 1 if units >= 4096 else 1
 
     def _room(self, problem: ScatterND, config: Config) -> tuple[int, int, int]:
         """Sorted updates a part, the offset of the parts' sums in the workspace, and its bytes."""
@@ -179,14 +179,14 @@ class Grouped(RuleBased):
         order, sums = Ptr("workspace", 4 * (rows + 1 + count)), Ptr("workspace", at)
         macros = defines(
             T=C_TYPES[problem.dtype], IDX=_INDEX_TYPES[problem.index], Q=len(problem.dims),
-            VEC=vec, TEAM=team, ITEMS=items, FRESH=problem.fresh,
+            VEC=vec, TEAM=team, ITEMS=items, FRESH=problem.fresh, **({"AHEAD":config.integer("ahead")} if config.integer("ahead") else {}),
         )  # fmt: skip
 
         def sizes(*numbers: int) -> tuple[Arg, ...]:
             return tuple(Num("i32", n) for n in numbers)
 
-        def summing(entry: str, units: int, wide: int, *args: Arg) -> Launch:
-            grid = (-(-units * team // THREADS), -(-inner // (team * vec * wide)), 1)
+        def summing(entry: str, blocks: int, wide: int, *args: Arg) -> Launch:
+            grid = (blocks, -(-inner // (team * vec * wide)), 1)
             given = (start, row, order, Ptr("update"), sums, *args)
             return Launch(self.source, entry, grid, (THREADS, 1, 1), given, macros)
 
@@ -199,7 +199,13 @@ class Grouped(RuleBased):
         return (
             sort,
             *(several if count > part else ()),
-            summing("sum_rows", units, items, Ptr("y"), *sizes(rows, inner, units, part)),
+            summing(
+                "sum_rows",
+                -(-units * team // THREADS),
+                items,
+                Ptr("y"),
+                *sizes(rows, inner, units, part),
+            ),
         )
 
 

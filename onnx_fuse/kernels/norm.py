@@ -46,10 +46,13 @@ def grad_shape(problem: NormGrad, threads: int = 0) -> tuple[int, int, int]:
 
 
 def grad_parts(problem: NormGrad) -> int:
-    """Enough blocks to fill a GPU, few enough that their parts weigh little beside x."""
+    """Enough blocks to fill a GPU, few enough that their parts weigh little beside x.
+
+    More rows have no fewer: a layout for the largest size of a class serves all of it.
+    """
     rows = problem.rows
     most = _GRAD_THREADS // grad_shape(problem)[1]
-    return minimum(-(-rows // minimum(8, maximum(1, rows // 256))), most)
+    return minimum(minimum(rows, maximum(384, -(-rows // 8))), most)
 
 
 class Row(RuleBased):

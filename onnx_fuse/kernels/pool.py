@@ -13,10 +13,9 @@ from onnx_fuse.program.problems import (
     ChannelWindow,
     Col2Im,
     GridSample,
+    MaxPoolGrad,
     Pool,
-    PoolGrad,
     Resample,
-    Window,
 )
 
 _KINDS = ("max", "average", "lp")
@@ -37,6 +36,7 @@ class Windows(RuleBased):
         dtype = problem.dtype
         vec = access_width(problem.channels, dtype) if problem.channels else 1
         size = problem.planes * prod(problem.outer) // vec
+        after = {"E" + a: pad for a, pad in zip("DHW", problem.window.after, strict=True)}
         return (Launch(
             self.source, "pool", _blocks(size), (256, 1, 1),
             (Ptr("x"), Ptr("y"), Ptr("indices"), Num("i64", size),
@@ -46,56 +46,48 @@ class Windows(RuleBased):
                 VEC=vec, CHANNELS_LAST=bool(problem.channels),
                 T=C_TYPES[dtype], ACC=accumulator(dtype) if dtype in FLOATS else "float",
                 MODE=_KINDS.index(problem.kind), INCLUDE_PAD=problem.include_pad,
-                COLUMN_MAJOR=problem.column_major, **window_macros(problem.window),
-                **_after(problem.window),
+                COLUMN_MAJOR=problem.column_major, **window_macros(problem.window), **after,
             ),
         ),)  # fmt: skip
 
 
-class WindowsGrad(RuleBased):
-    """pool/pool_grad.cu. Operands: x dy dx."""
+class MaxGrad(RuleBased):
+    """pool/max_pool_grad.cu. Operands: x dy dx."""
 
-    source = "pool/pool_grad.cu"
+    source = "pool/max_pool_grad.cu"
 
-    def launch(self, problem: PoolGrad, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: MaxPoolGrad, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The windows' first maxima, by the number of their tap, then the sums."""
         vec, outputs = access_width(problem.channels, problem.dtype), _outputs(problem)
         wide = access_width(problem.inner[2], problem.dtype) if problem.channels == 1 else 1
         macros = defines(
             T=C_TYPES[problem.dtype], ACC=accumulator(problem.dtype),
-            MODE=_KINDS.index(problem.kind), CODE=f"u{8 * _code_bytes(problem)}", VEC=vec,
-            WIDE=wide, INCLUDE_PAD=problem.include_pad, **window_macros(problem.window),
-            **_after(problem.window),
+            CODE=f"u{8 * _code_bytes(problem)}", VEC=vec, WIDE=wide,
+            **window_macros(problem.window),
         )  # fmt: skip
         sizes = tuple(Num("i32", n) for n in (problem.channels, *problem.inner, *problem.outer))
         size = problem.planes * prod(problem.inner) * problem.channels // (vec * wide)
         codes = Launch(
-            self.source, "pool_codes", _blocks(outputs // vec), (256, 1, 1),
+            self.source, "max_pool_codes", _blocks(outputs // vec), (256, 1, 1),
             (Ptr("x"), Ptr("workspace"), Num("i64", outputs // vec), *sizes), macros,
         )  # fmt: skip
-        sums = Launch(
-            self.source, "pool_grad", _blocks(size), (256, 1, 1),
+        return codes, Launch(
+            self.source, "max_pool_grad", _blocks(size), (256, 1, 1),
             (Ptr("dy"), Ptr("workspace"), Ptr("dx"), Num("i64", size), *sizes), macros,
         )  # fmt: skip
-        return (codes, sums) if problem.kind == "max" else (sums,)
 
-    def workspace(self, problem: PoolGrad, config: Config, hw: Hardware) -> int:
+    def workspace(self, problem: MaxPoolGrad, config: Config, hw: Hardware) -> int:
         """A number for each window."""
-        return _outputs(problem) * _code_bytes(problem) if problem.kind == "max" else 0
+        return _outputs(problem) * _code_bytes(problem)
 
 
-def _outputs(problem: PoolGrad) -> int:
+def _outputs(problem: MaxPoolGrad) -> int:
     return problem.planes * prod(problem.outer) * problem.channels
 
 
-def _code_bytes(problem: PoolGrad) -> int:
+def _code_bytes(problem: MaxPoolGrad) -> int:
     taps = prod(problem.window.kernel)
     return 1 if taps < 1 << 8 else 2 if taps < 1 << 16 else 4
-
-
-def _after(window: Window) -> dict[str, int]:
-    """ED EH EW: the padding behind each axis."""
-    return {"E" + axis: pad for axis, pad in zip("DHW", window.after, strict=True)}
 
 
 class Channels(RuleBased):
@@ -172,7 +164,7 @@ class Columns(RuleBased):
 
 KERNELS: dict[str, Sequence[Kernel]] = {
     "Pool": (Windows(),),
-    "PoolGrad": (WindowsGrad(),),
+    "MaxPoolGrad": (MaxGrad(),),
     "ChannelWindow": (Channels(),),
     "Resample": (Taps(),),
     "GridSample": (Points(),),

@@ -9,6 +9,7 @@ from math import ceil
 from onnx_fuse.cuda.macros import C_TYPES, as_defines
 from onnx_fuse.ops.activations import activation_macros
 from onnx_fuse.program.problem import ITEMSIZE, Arg, Hardware, Launch, Num, Ptr, Table, TensorMap
+from onnx_fuse.program.size import coarse
 
 
 def rename(launch: Launch, names: Mapping[str, Ptr]) -> Launch:
@@ -164,7 +165,7 @@ def row_dots(
 ) -> tuple[Launch, int]:
     """Pointers dy, z, cs, cv -> c1, c2, part (dz with `act`, planes); how many parts of dbias."""
     held = (2, 1) if planes else (4, 2, 1)
-    rpw = next(r for r in held if ceil(m / (16 * r)) >= 100 or r == 1)
+    rpw = next(r for r in held if ceil(coarse(m) / (16 * r)) >= 100 or r == 1)
     parts = ceil(m / (16 * rpw))
     call = Launch(
         "norm/row_dots.cu",

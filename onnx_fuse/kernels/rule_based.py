@@ -10,6 +10,7 @@ from onnx_fuse.cuda.pointwise import STORAGE, inline
 from onnx_fuse.program.expression import Tail
 from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Config, Hardware, Launch
 from onnx_fuse.program.problems import Window
+from onnx_fuse.program.size import coarse
 
 BLOCK = 256
 """Threads of a block where nothing asks for more."""
@@ -74,7 +75,7 @@ def team_size(rows: int, length: int, vec: int) -> int:
     if vectors <= 32:
         return pow2(vectors)
     if vectors <= 256:  # 32 elements a thread still fit in its registers
-        return max(32, pow2(-(-length // 32))) if rows >= 1024 else min(256, pow2(vectors))
+        return max(32, pow2(-(-length // 32))) if coarse(rows) >= 1024 else min(256, pow2(vectors))
     return min(1024, pow2(-(-vectors // 4)))
 
 

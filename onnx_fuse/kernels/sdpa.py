@@ -6,8 +6,8 @@ heads a key head, `causal`, `guard` (1: rows all -inf give 0, 2: weights that ar
 `scale`, `softcap` (0: none), strides `q_strides`, `k_strides`, `v_strides` (batch, head, row) and
 `mask`, `mask2` (batch, head, row, column; empty: none); `keep`, `keep2`: that one selects, and what
 it drops becomes `fill`, `fill2`; `y_strides`, `dy_strides` where those are not [B, H, S, D] in
-memory. Pointers: q k v mask mask2, y lse; SdpaGrad has dy y lse, dq dk dv, and delta in the
-workspace.
+memory, and for gradients that are parts of one tensor `dq_strides`, `dk_strides`, `dv_strides`.
+Pointers: q k v mask mask2, y lse; SdpaGrad has dy y lse, dq dk dv, and delta in the workspace.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from onnx_fuse.program.problem import (
 )
 
 ROWS, TILE = 64, 32  # of simt.cu
+GRADIENTS = ("dq", "dk", "dv")
 
 
 def _operands(p: Problem) -> tuple[Arg, ...]:
@@ -52,11 +53,73 @@ def _operands(p: Problem) -> tuple[Arg, ...]:
 
 def _strides(p: Problem, name: str) -> tuple[Num, ...]:
     """(batch, head, row) of "y" or "dy"."""
-    dense = dense_strides((*p.batch, p.m, p.integer("dv")))[:3]
-    return tuple(Num("i64", s) for s in p.integers(f"{name}_strides", dense))
+    return tuple(Num("i64", s) for s in operand(p, name)[1])
 
 
-def _macros(p: Problem) -> dict[str, object]:
+def operand(p: Problem, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(shape [B, H, S, D], strides of the first three axes) of q, k, v, y or a gradient of them."""
+    batch, heads = p.batch
+    lead = (heads // p.integer("group", 1), p.n) if name[-1] in "kv" else (heads, p.m)
+    shape = (batch, *lead, p.k if name[-1] in "qk" else p.integer("dv"))
+    return shape, p.integers(f"{name}_strides", dense_strides(shape)[:3])
+
+
+def boxes(
+    p: Problem, name: str, rows: int, shape: tuple[int, ...] = (), strides: tuple[int, ...] = ()
+) -> TensorMap:
+    """Boxes of `rows` rows and 64 columns of a tensor of [B, H, S, D]; 0 strides: a broadcast."""
+    if not shape:
+        shape, strides = operand(p, name)
+    size = ITEMSIZE[p.dtype]
+    sizes = tuple(n if s else 1 for n, s in zip(shape, strides, strict=False))
+    steps = tuple(s * size if n > 1 else 16 for n, s in zip(sizes, strides, strict=False))
+    return TensorMap(Ptr(name), p.dtype, (shape[3], *sizes[::-1]), steps[::-1], (64, rows, 1, 1))
+
+
+def mask_boxes(p: Problem, rows: int) -> TensorMap:
+    """Boxes of a mask's rows for 64 keys; of nothing where it has no row a query."""
+    shape, strides = (*p.batch, p.m, p.n), (p.integers("mask") or (0, 0, 0))[:3]
+    return boxes(p, "mask" if MMA.mask(p) == 1 else "none", rows, shape, strides)
+
+
+def half_refusal(p: Problem, hw: Hardware) -> str | None:
+    """Why a kernel of 16-byte pieces of 16-bit floats cannot take a problem; None where it can."""
+    if p.dtype not in ("float16", "bfloat16"):
+        return f"{p.dtype} is no 16-bit float"
+    if hw.cc < 80:
+        return "mma.sync on bfloat16 needs sm_80"
+    if p.k % 8 or p.integer("dv") % 8:
+        return f"head sizes {p.k}, {p.integer('dv')}: rows must be of 16-byte pieces"
+    names = ("q", "k", "v", "y", *GRADIENTS, "dy")
+    if any(s % 8 for x in names for s in p.integers(f"{x}_strides", ())):
+        return "a stride is not a multiple of 16 bytes"
+    return None
+
+
+def joined_refusal(p: Problem) -> str | None:
+    """Why a kernel that writes gradients of their own cannot; None where they are no views."""
+    joined = any(p.attr(f"{name}_strides", ()) for name in GRADIENTS)
+    return "the gradients are parts of one tensor" if joined else None
+
+
+def tma_refusal(p: Problem, hw: Hardware, names: Sequence[str]) -> str | None:
+    """Why a kernel on wgmma and TMA cannot take the operands of these names; None where it can."""
+    if reason := half_refusal(p, hw):
+        return reason
+    if hw.cc != 90:
+        return "wgmma is sm_90's"
+    if p.attr("mask2", ()):
+        return "two masks: it takes one"
+    for name in names:
+        shape, strides = operand(p, name)
+        if any(n > 1 and not 0 < s < 2**39 for s, n in zip(strides, shape[:3], strict=True)):
+            return f"{name} is broadcast, or too large for TMA"
+    if MMA.mask(p) == 1 and not MMA.macros(p, Config())["MASK_PIECES"]:
+        return "the mask's rows are not of aligned 16-byte pieces"
+    return None
+
+
+def common_macros(p: Problem) -> dict[str, object]:
     return {
         "T": C_TYPES[p.dtype], "D": p.k, "DV": p.integer("dv"),
         "MASK": bool(p.attr("mask", ())), "MASK2": bool(p.attr("mask2", ())),
@@ -111,7 +174,7 @@ class _Attention(ABC):
         if p.op == "Sdpa":
             return (one("sdpa_forward", over_queries, "y", "lse"),)
         count = p.batches * p.m
-        simt = defines(**_macros(p), ACC=accumulator(p.dtype))
+        simt = defines(**common_macros(p), ACC=accumulator(p.dtype))
         delta = Launch(
             "sdpa/simt.cu", "sdpa_delta", (-(-count // 8), 1, 1), (256, 1, 1),
             (*map(Ptr, ("dy", "y", "workspace")), Num("i64", count), Num("i32", heads),
@@ -148,16 +211,9 @@ class Mma(Unconditional, _Attention):
     name, source = "mma", "sdpa/mma_sm80.cu"
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
-        p = problem
-        if p.dtype not in ("float16", "bfloat16"):
-            return f"{p.dtype} is no 16-bit float"
-        if hw.cc < 80:
-            return "mma.sync on bfloat16 needs sm_80"
-        if p.k % 8 or p.integer("dv") % 8:
-            return f"head sizes {p.k}, {p.integer('dv')}: rows must be of 16-byte pieces"
-        if any(s % 8 for x in ("q", "k", "v", "y", "dy") for s in p.integers(f"{x}_strides", ())):
-            return "a stride is not a multiple of 16 bytes"
-        return None if self.configs(p, hw) else "the head size is too large for shared memory"
+        if reason := half_refusal(problem, hw) or joined_refusal(problem):
+            return reason
+        return None if self.configs(problem, hw) else "the head size is too large for shared memory"
 
     def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
         grad, wide = problem.op == "SdpaGrad", max(problem.k, problem.integer("dv"))
@@ -233,7 +289,7 @@ class Mma(Unconditional, _Attention):
         )
         more: dict[str, object] = {"FORWARD": p.op == "Sdpa", "MASK_PIECES": pieces}
         more |= {"MASK": self.mask(p), "MASK2": self.mask(p, "mask2")}
-        return {**_macros(p), **how, **more}
+        return {**common_macros(p), **how, **more}
 
 
 # largest head size -> ((fewest, most keys), (warpgroups, rounds, tile, stages, pingpong, blocks an
@@ -257,24 +313,12 @@ class Wgmma(Unconditional):
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         p = problem
-        if reason := MMA.supports(p, hw):
+        if reason := tma_refusal(p, hw, ("q", "k", "v", "y")):
             return reason
-        if hw.cc != 90:
-            return "wgmma is sm_90's"
         if p.m == 1:  # and a cache of any length is then of one kind
             return "one query leaves its tile empty"
-        if p.attr("mask2", ()):
-            return "two masks: it takes one"
         if p.number("scale", 1.0) <= 0:
             return "the largest product is the largest logit for positive scales only"
-        sizes = (*p.batch, p.m)
-        key_sizes = (p.batch[0], p.batch[1] // p.integer("group", 1), p.n)
-        for x, shape in (("q", sizes), ("k", key_sizes), ("v", key_sizes), ("y", sizes)):
-            strides = p.integers(f"{x}_strides", (8, 8, 8))
-            if any(n > 1 and not 0 < s < 2**39 for s, n in zip(strides, shape, strict=True)):
-                return f"{x} is broadcast, or too large for TMA"
-        if MMA.mask(p) == 1 and not MMA.macros(p, Config())["MASK_PIECES"]:
-            return "the mask's rows are not of aligned 16-byte pieces"
         return None if self.configs(p, hw) else "the head size is too large, or the keys too few"
 
     def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
@@ -323,30 +367,14 @@ class Wgmma(Unconditional):
         return tiles * max(d, v) * 8192 + stages * ((d + v) * tile * 128 + mask + 32) + tiles * 8
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        p, size = problem, ITEMSIZE[problem.dtype]
-        (batch, heads), group, dv = p.batch, p.integer("group", 1), p.integer("dv")
+        p, (batch, heads), group = problem, problem.batch, problem.integer("group", 1)
         wgs, tile = config.integer("wgs"), config.integer("tile")
         tiles, one = wgs * config.integer("rounds"), p.n <= tile
 
-        def boxes(
-            name: str, shape: tuple[int, ...], strides: tuple[int, ...], rows: int
-        ) -> TensorMap:
-            """Boxes of 64 columns of `name`; shape and strides outermost first, 0 a broadcast."""
-            sizes = tuple(n if s else 1 for n, s in zip(shape, strides, strict=False))
-            steps = tuple(s * size if n > 1 else 16 for n, s in zip(sizes, strides, strict=False))
-            box = (64, rows, 1, 1)
-            return TensorMap(Ptr(name), p.dtype, (shape[3], *sizes[::-1]), steps[::-1], box)
-
-        over_keys = (batch, heads // group, p.n)
-        dense = dense_strides((batch, heads, p.m, dv))[:3]
-        mask = MMA.mask(p)
         strides = p.integers("mask") or (0, 0, 0, 0)
         args: tuple[Arg, ...] = (
-            boxes("q", (batch, heads, p.m, p.k), p.integers("q_strides"), 64),
-            boxes("k", (*over_keys, p.k), p.integers("k_strides"), tile),
-            boxes("v", (*over_keys, dv), p.integers("v_strides"), tile),
-            boxes("y", (batch, heads, p.m, dv), p.integers("y_strides", dense), 16),
-            boxes("mask" if mask == 1 else "none", (batch, heads, p.m, p.n), strides[:3], 64),
+            boxes(p, "q", 64), boxes(p, "k", tile), boxes(p, "v", tile), boxes(p, "y", 16),
+            mask_boxes(p, 64),
             Ptr("mask"), *(Num("i64", strides[i]) for i in (0, 1, 3)),
             Ptr("v"), *(Num("i64", s) for s in p.integers("v_strides")),
             Ptr("lse"), *(Num("i32", n) for n in (group, p.m, p.n)),
@@ -354,7 +382,7 @@ class Wgmma(Unconditional):
             Num("f32", p.number("floor", 0.0)), Num("f64", p.number("fill", 0.0)),
         )  # fmt: skip
         how = {name.upper(): value for name, value in config.attrs}
-        macros = defines(**{**_macros(p), "MASK": mask, "ONE": one, **how})
+        macros = defines(**{**common_macros(p), "MASK": MMA.mask(p), "ONE": one, **how})
         grid = (-(-p.m // (64 * tiles)), heads, batch)
         loaders = 0 if wgs == 1 or one else 128  # INLINE in the source
         block = (128 * wgs + loaders, 1, 1)
@@ -369,6 +397,8 @@ class Simt(Unconditional, _Attention):
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         if problem.dtype not in FLOATS:
             return f"no kernel for {problem.dtype}"
+        if reason := joined_refusal(problem):
+            return reason
         entries = ("sdpa_dq", "sdpa_dkv") if problem.op == "SdpaGrad" else ("sdpa_forward",)
         need = max(self.smem(problem, Config(), e) for e in entries)
         if need > hw.smem_per_block:
@@ -398,7 +428,7 @@ class Simt(Unconditional, _Attention):
         return size * (own + TILE * (d + v) + ROWS * (TILE + 1))
 
     def macros(self, p: Problem, config: Config) -> dict[str, object]:
-        return {**_macros(p), "ACC": accumulator(p.dtype)}
+        return {**common_macros(p), "ACC": accumulator(p.dtype)}
 
 
 class OneQuery(Unconditional):
@@ -454,13 +484,13 @@ class OneQuery(Unconditional):
         how = {name.upper(): value for name, value in config.attrs}
         args = (*_operands(p), Ptr("y"), Ptr("lse"), *_strides(p, "y"))
         block = (32 * config.integer("warps"), 1, 1)
-        macros = defines(**{**_macros(p), **how})
+        macros = defines(**{**common_macros(p), **how})
         grid = (cluster, heads, batch)
         return (Launch(self.source, "sdpa_one_query", grid, block, args, macros, cluster=cluster),)
 
 
 MMA, SIMT = Mma(), Simt()
-KERNELS = {"Sdpa": (Wgmma(), OneQuery(), MMA, SIMT), "SdpaGrad": (MMA, SIMT)}
+KERNELS = {"Sdpa": (Wgmma(), OneQuery(), MMA, SIMT)}
 
 
 # ---- lowering ---------------------------------------------------------------------------------

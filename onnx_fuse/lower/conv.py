@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from onnx_fuse.cuda.macros import FLOATS
 from onnx_fuse.cuda.pointwise import copy
-from onnx_fuse.lower import conv_nhwc
+from onnx_fuse.lower import conv_nhwc, conv_transpose
 from onnx_fuse.lower.linear import product
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.names import FusedName
@@ -152,8 +152,13 @@ def convolution(
         x.shape[0], groups, x.shape[1] // groups, y.shape[1] // groups, triple(x.shape[2:]),
         triple(y.shape[2:]), taps, x.dtype, transposed, act, alpha, slope is not None,
     )  # fmt: skip
+    if transposed and conv_nhwc.one_tap(shape):  # the same as a Conv by the transposed weights
+        weight, transposed = weight.permute((1, 0, *range(2, rank + 2))), False
+        shape = replace(shape, transposed=False)
     if conv_nhwc.pays(ctx, shape, x):
         return conv_nhwc.convolution(ctx, node, shape, {"x": x, "weight": weight, **reads}, y)
+    if conv_transpose.pays(ctx, shape, x, "bias" in reads):
+        return conv_transpose.convolution(ctx, node, shape, {"x": x, "weight": weight, **reads}, y)
     reads = {"x": ctx.contiguous(x), "weight": ctx.contiguous(weight), **reads}
     moves = (
         *taps.before,

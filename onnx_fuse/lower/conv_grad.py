@@ -5,12 +5,13 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from onnx_fuse.cuda.macros import FLOATS
+from onnx_fuse.cuda.pointwise import Code, copy, emit
 from onnx_fuse.kernels import serves
 from onnx_fuse.lower.channels_last import channels_last, in_stretch, stored_last
 from onnx_fuse.lower.conv import triple, window
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.program.call import Context, Lowering
-from onnx_fuse.program.problems import ConvWeightGrad, PoolGrad
+from onnx_fuse.program.problems import ConvWeightGrad, MaxPoolGrad
 
 
 def weight_grad(ctx: Context, node: ir.Node) -> str | None:
@@ -21,15 +22,28 @@ def weight_grad(ctx: Context, node: ir.Node) -> str | None:
         return f"{rank} spatial axes, or nothing to sum"
     groups, kernel = ctx.attr(node, "group", 1), ctx.attr(node, "kernel_shape")
     taps = window(ctx, node, kernel, x.shape[2:], dy.shape[2:])
+    channels = x.shape[1] // groups
+    padded = -(-channels // 8) * 8 if groups == 1 else channels  # an access takes 8 of them
     problem = ConvWeightGrad(
-        x.shape[0], groups, x.shape[1] // groups, dy.shape[1] // groups, triple(x.shape[2:]),
+        x.shape[0], groups, padded, dy.shape[1] // groups, triple(x.shape[2:]),
         triple(dy.shape[2:]), taps, x.dtype, x.dtype,
     )  # fmt: skip
     if not serves("ConvWeightGrad", problem, ctx.hw, ctx.prefs):
         return "no kernel for its type, channels or axes"
-    shape = (dy.shape[1], problem.channels, *kernel)
-    reads = {"x": ctx.contiguous(channels_last(x)), "dy": ctx.contiguous(channels_last(dy))}
-    return ctx.select(node, problem, reads, {"dw": ctx.output(node, 0, shape, x.dtype)})
+    images, slopes = channels_last(x), ctx.contiguous(channels_last(dy))
+    dw = ctx.output(node, 0, (dy.shape[1], channels, *kernel), x.dtype)
+    if padded == channels:
+        reads = {"x": ctx.contiguous(images), "dy": slopes}
+        return ctx.select(node, problem, reads, {"dw": dw})
+    wide = ctx.scratch(x.dtype, (*images.shape[:-1], padded))
+    code, origin, ones = Code(), [0] * (rank + 2), [1] * (rank + 2)
+    emit(ctx, code, node, code.scalar(0, x.dtype), wide)
+    copy(ctx, node, images, wide.slice(origin, ones, images.shape))
+    sums = ctx.scratch(x.dtype, (dy.shape[1], padded, *kernel))
+    reason = ctx.select(node, problem, {"x": wide, "dy": slopes}, {"dw": sums})
+    if reason is None:
+        copy(ctx, node, sums.slice(origin, ones, dw.shape), dw)
+    return reason
 
 
 def max_pool_grad(ctx: Context, node: ir.Node) -> str | None:
@@ -43,8 +57,8 @@ def max_pool_grad(ctx: Context, node: ir.Node) -> str | None:
     taps = window(ctx, node, ctx.attr(node, "kernel_shape"), x.shape[2:], dy.shape[2:])
     batch, channels = x.shape[:2]
     last = in_stretch(ctx, x)
-    problem = PoolGrad(
-        "max", batch if last else batch * channels, channels if last else 1, triple(x.shape[2:]),
+    problem = MaxPoolGrad(
+        batch if last else batch * channels, channels if last else 1, triple(x.shape[2:]),
         triple(dy.shape[2:]), taps, x.dtype,
     )  # fmt: skip
     dx = ctx.output(node, 0, x.shape, x.dtype)

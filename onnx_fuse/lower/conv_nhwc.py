@@ -44,7 +44,15 @@ def convolution(
     ctx: Context, node: ir.Node, shape: Conv, reads: dict[str, Tensor], y: Tensor
 ) -> str | None:
     """y = act(Conv(x, weight) + bias), all images channels last; `y` is the new dense output."""
-    out = channels_last(stored_last(ctx, node, y))
+    return into(ctx, node, shape, reads, channels_last(stored_last(ctx, node, y)))
+
+
+def into(
+    ctx: Context, node: ir.Node, shape: Conv, reads: dict[str, Tensor], out: Tensor
+) -> str | None:
+    """The convolution's result, to the dense `out` [batch, *outer, groups * filters]."""
+    if is_channels_last(reads["x"]):  # what else reads it is of the stretch as well
+        ctx.channels_last.add(reads["x"].buffer)
     bias = reads.get("bias")
     if bias is None:
         zero = ir.DataType[shape.dtype.upper()].numpy()
@@ -58,6 +66,7 @@ def convolution(
     else:
         reads["x"] = ctx.contiguous(channels_last(reads["x"]))
         reads["weight"] = _packed(ctx, reads["weight"], shape)
+    shape = replace(shape, static_weight=ctx.known(reads["weight"]) is not None)
     return ctx.select(node, shape, reads, {"y": out})
 
 

@@ -89,6 +89,44 @@ def _fold(name: str) -> Lowering:
     return lower
 
 
+_plain_where = _simple("Where")
+
+
+def relu_of(ctx: Context, node: ir.Node) -> ir.Node | None:
+    """The Relu whose gradient this Where is, by a mask that nothing else reads."""
+    if node.op_type != "Where" or node.domain or node.inputs[0] is None:
+        return None
+    mask = node.inputs[0].producer()
+    y = mask.inputs[0] if mask is not None and mask.op_type == "Greater" else None
+    relu = y.producer() if y is not None else None
+    if mask is None or relu is None or relu.op_type != "Relu" or relu.domain:
+        return None
+    zeros = [ctx.host(mask, 1), ctx.host(node, 2)]
+    if len(mask.outputs[0].uses()) > 1 or ctx.host(node, 0) is not None:
+        return None
+    return relu if all(z is not None and z.size == 1 and not z.any() for z in zeros) else None
+
+
+def where(ctx: Context, node: ir.Node) -> str | None:
+    """Where; the mask of a Relu's gradient is worked out there, from the Relu's result.
+
+    The next layer's gradient keeps that result anyway, and a mask made beside it would keep the
+    Relu out of the epilogue of what is before it.
+    """
+    if relu_of(ctx, node) is None:
+        return _plain_where(ctx, node)
+    assert node.inputs[0] is not None
+    mask = node.inputs[0].producer()
+    assert mask is not None
+    code, shape = Code(), broadcast(ctx, node)
+    args = [operand(ctx, code, mask, i, shape)[0] for i in range(2)]
+    condition = code.step("Greater", "bool", *args)
+    (a, dtype), (b, _) = (operand(ctx, code, node, i, shape) for i in (1, 2))
+    made = follow(ctx, node, ctx.output(node, 0, shape, dtype), code.reads)
+    emit(ctx, code, node, code.step("Where", dtype, condition, a, b), made)
+    return None
+
+
 def clip(ctx: Context, node: ir.Node) -> str | None:
     """y = min(max, max(min, x)); either bound may be absent."""
     x = ctx.view(node, 0)
@@ -171,6 +209,7 @@ LOWERINGS: dict[tuple[str, str], Lowering] = {
     ("", "Cast"): cast,
     ("", "CastLike"): cast,
     ("", "Clip"): clip,
+    ("", "Where"): where,
     ("", "Range"): range_,
 }
 for _row in ACTIVATIONS.values():

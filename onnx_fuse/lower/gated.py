@@ -52,7 +52,7 @@ def gated_gemm(ctx: Context, node: ir.Node) -> str | None:
     at = {"": 1, "RMSNorm": 2, "LayerNorm": 3}[prefix]
     x, w = ctx.view(node, 0), ctx.view(node, at)
     if x.dtype not in FLOATS or len(x.shape) < 2 or len(w.shape) != 2 or w.shape[1] % 2:
-        return f"no gated product of {x.dtype}{list(x.shape)} and {list(w.shape)}"
+        return f"no gated product of {x.dtype} in {len(x.shape)} axes and {list(w.shape)}"
     if 0 in (*x.shape, *w.shape):
         return "nothing to multiply"
     row = bias_row(ctx, node, at + 1, w.shape[1])

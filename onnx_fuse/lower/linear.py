@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import inf, prod
 
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.cuda.pointwise import FLOATS
+from onnx_fuse.cuda.pointwise import FLOATS, copy
 from onnx_fuse.kernels import select
 from onnx_fuse.kernels.costs import Passes, pays, seconds, total
 from onnx_fuse.kernels.rows import act_parts
+from onnx_fuse.lower.matrices import Matrix, Operands, alignment, matrix, with_whole_rows
 from onnx_fuse.lower.quant import stays_packed
 from onnx_fuse.lower.views import reshaped
 from onnx_fuse.onnx.build import dim
@@ -30,42 +30,6 @@ PACKED = "its weight stays in 4 bits"
 MAX_BATCH = 3
 TILE_ROWS = 128
 """Of a product in a batch: a copy of rows that stand apart costs less than many with fewer."""
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """A [batch..., rows, cols] operand as the Gemm candidates take it."""
-
-    tensor: Tensor
-    trans: bool
-    ld: int
-    batch_strides: tuple[int, ...]
-
-
-def matrix(ctx: Context, t: Tensor) -> Matrix:
-    """`t` [batch..., rows, cols] with unit stride along rows or columns, copied if it has none."""
-    rows, cols = t.shape[-2:]
-    down, right = t.strides[-2:]
-    if cols == 1 and rows > 1 and down == 1:  # rows of one element are no multiple of 16 bytes
-        return Matrix(t, True, rows, t.strides[:-2])
-    if cols == 1:
-        right = 1
-    if right == 1 and (rows == 1 or down >= cols):
-        ld = down if rows > 1 else cols
-        return Matrix(t, False, max(ld, cols), t.strides[:-2])
-    if (down == 1 or rows == 1) and (cols == 1 or right >= rows):
-        ld = right if cols > 1 else rows
-        return Matrix(t, True, max(ld, rows), t.strides[:-2])
-    dense = ctx.contiguous(t)
-    return Matrix(dense, False, cols, dense.strides[:-2])
-
-
-def alignment(*tensors: Tensor) -> int:
-    """Bytes that every operand's address is a multiple of, 16 at most."""
-    size = 16
-    while any(t.offset * ITEMSIZE[t.dtype] % size for t in tensors):
-        size //= 2
-    return size
 
 
 def _batches(shape: Sequence[int], a: Matrix, b: Matrix) -> tuple[list[int], list[int], list[int]]:
@@ -140,8 +104,12 @@ def product(
         align=alignment(left.tensor, right.tensor),
         **(attrs or {}),  # type: ignore[arg-type]
     )
-    reads = {"a": left.tensor, "b": right.tensor, **(extra or {})}
-    return ctx.select(node, problem, reads, {"y": y, **(writes or {})})
+    found = with_whole_rows(ctx, node, Operands(problem, left, right, y))
+    reads = {"a": found.a.tensor, "b": found.b.tensor, **(extra or {})}
+    why = ctx.select(node, found.problem, reads, {"y": found.y, **(writes or {})})
+    if why is None and found.y is not y:
+        copy(ctx, node, found.y, y.reshape(found.y.shape) or y)
+    return why
 
 
 def matmul(ctx: Context, node: ir.Node) -> str | None:
@@ -485,7 +453,7 @@ def activated_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
         or not n
         or name.exposed not in ((), ("dz",))
     ):
-        return f"the one pass over dy and z takes 16-bit rows of whole 16 bytes, not {dy}"
+        return f"the one pass takes 16-bit rows of whole 16 bytes, not {n} columns of {dy.dtype}"
     dy, x, z = (ctx.dense(node, i) for i in (0, 1, 3))
     rows, how = dy.size // n, activation(ctx, node, name.activation)
     parts = act_parts(rows, n)

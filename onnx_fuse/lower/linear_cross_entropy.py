@@ -6,12 +6,14 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
+from onnx_fuse.cuda.pointwise import copy
+from onnx_fuse.kernels import serves
 from onnx_fuse.lower.linear import bias_row, product
 from onnx_fuse.lower.reduce import reduction
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.program.call import Context, Lowering, Tensor
-from onnx_fuse.program.problem import ITEMSIZE
+from onnx_fuse.program.problem import ITEMSIZE, Problem
 from onnx_fuse.program.problems import CrossEntropyChunk
 
 CHUNK_BYTES = 416 << 20
@@ -41,17 +43,18 @@ class _Chunks:
     w: Tensor
     z: Tensor
     row: Tensor | None
+    classes: int
 
     def _z(self, start: int, end: int) -> Tensor:
-        return replace(self.z, shape=(end - start, self.w.shape[0]))
+        return replace(self.z, shape=(end - start, self.classes))
 
     def scores(self, start: int, end: int) -> str | None:
-        """z = x · Wᵀ + c."""
-        classes, stride = self.w.shape[0], self.z.shape[1]
+        """z = x · Wᵀ + c; of as many columns as `w` has rows, the last ones of any number."""
+        columns, stride = self.w.shape[0], self.z.shape[1]
         attrs: dict[str, object] = {} if self.row is None else {"bias": True}
-        attrs |= {"ldy": stride} if stride != classes else {}
+        attrs |= {"ldy": stride} if stride != columns else {}
         extra = {} if self.row is None else {"col1": self.row}
-        x, z = rows_of(self.x, start, end), self._z(start, end)
+        x, z = rows_of(self.x, start, end), replace(self.z, shape=(end - start, columns))
         return product(self.ctx, self.node, x, self.w.permute((1, 0)), z, extra, attrs=attrs)
 
     def losses(self, start: int, end: int, to: Tensor, *, gradient: bool) -> str | None:
@@ -59,7 +62,7 @@ class _Chunks:
         ctx, node = self.ctx, self.node
         labels, weight = ctx.dense(node, 3), ctx.dense(node, 4)
         problem = CrossEntropyChunk(
-            end - start, self.w.shape[0], self.z.shape[1], self.z.dtype, labels.dtype,
+            end - start, self.classes, self.z.shape[1], self.z.dtype, labels.dtype,
             weight.dtype, int(ctx.attr(node, "ignore_index", -100)),
             float(ctx.attr(node, "label_smoothing", 0.0)), gradient,
         )  # fmt: skip
@@ -72,7 +75,8 @@ class _Chunks:
     def of_x(self, start: int, end: int, gx: Tensor) -> str | None:
         """gx = g · W for these rows."""
         y = rows_of(gx, start, end)
-        return product(self.ctx, self.node, self._z(start, end), self.w, y)
+        w = rows_of(self.w, 0, self.classes)
+        return product(self.ctx, self.node, self._z(start, end), w, y)
 
     def of_w(self, start: int, end: int, gw: Tensor) -> str | None:
         """gw += gᵀ · x, in float32; what is contiguous in W is so in gw."""
@@ -107,27 +111,26 @@ def linear_cross_entropy(ctx: Context, node: ir.Node) -> str | None:
     row = bias_row(ctx, node, 2, classes) if biased else None
     if row is None and not is_zero(ctx, node):
         return "its bias is a number that is not known beforehand"
-    # rows of whole 16 bytes, for TMA; where no kernel can store such rows they are dense
-    for stride in (-(-classes // COLUMNS) * COLUMNS, classes):
-        rows = chunk_rows(m, stride, x.dtype)
-        chunks = _Chunks(ctx, node, x, w, ctx.scratch(x.dtype, (rows, stride)), row)
-        if (why := chunks.scores(0, min(rows, m))) is None:
-            break
-    else:
-        return why
-    losses = ctx.scratch("float32", (m, 2))
+    stride = -(-classes // COLUMNS) * COLUMNS
+    rows = chunk_rows(m, stride, x.dtype)
+    if stride != classes and not _leaves_gaps(ctx, x, w, rows, stride):
+        # the columns between two rows are of further rows of the weight
+        row = None if row is None else _longer(ctx, node, row, stride)
+        w = _longer(ctx, node, w, stride)
+    chunks = _Chunks(ctx, node, x, w, ctx.scratch(x.dtype, (rows, stride)), row, classes)
     starts = range(0, m, rows)
+    losses = ctx.scratch("float32", (m, 2))
     gx = ctx.output(node, 2, (m, k), x.dtype) if wanted[0] else None
     gw = None
     if wanted[1] and w.dense:
-        gw = ctx.output(node, 3, w.shape, "float32")
+        gw = ctx.output(node, 3, (classes, k), "float32")
     elif wanted[1]:
         gw = ctx.scratch("float32", (k, classes)).permute((1, 0))
         ctx.alias(node, 3, gw)
     sums = ctx.scratch("float32", (len(starts), stride)) if wanted[2] else None
     for i, start in enumerate(starts):
         end = min(start + rows, m)
-        why = chunks.scores(start, end) if start else None
+        why = chunks.scores(start, end)
         why = why or chunks.losses(start, end, losses, gradient=any(wanted))
         if gx is not None:
             why = why or chunks.of_x(start, end, gx)
@@ -147,6 +150,25 @@ def linear_cross_entropy(ctx: Context, node: ir.Node) -> str | None:
     for i in range(2):
         ctx.alias(node, i, replace(both, shape=(), strides=(), offset=i))
     return None
+
+
+def _leaves_gaps(ctx: Context, x: Tensor, w: Tensor, rows: int, stride: int) -> bool:
+    """Whether a kernel reads `w` as it is and stores the scores in rows `stride` elements apart."""
+    line = max(w.strides)
+    problem = Problem.of(
+        "Gemm", m=rows, n=w.shape[0], k=x.shape[1], dtype=x.dtype, trans_b=w.dense,
+        lda=x.strides[0], ldb=line, ldy=stride, math=ctx.math,
+    )  # fmt: skip
+    return serves("Gemm", problem, ctx.hw, ctx.prefs)
+
+
+def _longer(ctx: Context, node: ir.Node, t: Tensor, rows: int) -> Tensor:
+    """A copy with more rows, which hold anything; what is contiguous in `t` is so in the copy."""
+    shape = (rows, *t.shape[1:])
+    made = ctx.scratch(t.dtype, shape if t.dense else shape[::-1])
+    made = made if t.dense else made.permute((1, 0))
+    copy(ctx, node, t, rows_of(made, 0, t.shape[0]))
+    return made
 
 
 def is_zero(ctx: Context, node: ir.Node) -> bool:

@@ -15,6 +15,7 @@ from onnx_fuse.cuda.macros import FLOATS
 from onnx_fuse.kernels.channel import by_columns, channel_chunks
 from onnx_fuse.kernels.norm import grad_parts
 from onnx_fuse.lower.channels_last import channels_last, in_stretch, stored_last
+from onnx_fuse.lower.elementwise import relu_of
 from onnx_fuse.lower.reduce import reduction
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.names import FusedName
@@ -98,7 +99,7 @@ def layer_norm_grad(ctx: Context, node: ir.Node) -> str | None:
 
 def group_norm(ctx: Context, node: ir.Node) -> str | None:
     """GroupNormalization and InstanceNormalization (a group a channel): scale, bias by channel."""
-    x, scale, bias = (ctx.dense(node, i) for i in range(3))
+    x, scale, bias = ctx.view(node, 0), ctx.dense(node, 1), ctx.dense(node, 2)
     if x.dtype not in FLOATS:
         return f"no kernel for {x.dtype}"
     batch, channels, inner = x.shape[0], x.shape[1], prod(x.shape[2:])
@@ -110,6 +111,15 @@ def group_norm(ctx: Context, node: ir.Node) -> str | None:
         return None
     rows, per, epsilon = batch * groups, channels // groups, ctx.attr(node, "epsilon", 1e-5)
     length = per * inner
+    if in_stretch(ctx, x):
+        x, y = channels_last(x), channels_last(stored_last(ctx, node, y))
+        mean, variance = (ctx.scratch(_stat(x), (rows,)) for _ in range(2))
+        shape = (batch, inner, groups, per)
+        reduction(ctx, node, x, mean, "Moments", [1, 3], variance, shape, outermost=True)
+        given = (x, scale, bias, mean, variance)
+        _apply(ctx, node, given, y, (channels, 1), per, epsilon, inner)
+        return None
+    x = ctx.contiguous(x)
     if length > 32768 or (length > 4096 and rows < 64):
         mean, variance = (ctx.scratch(_stat(x), (rows,)) for _ in range(2))
         reduction(ctx, node, x, mean, "Moments", [1], variance, (rows, length))
@@ -163,6 +173,8 @@ def batch_norm_grad(ctx: Context, node: ir.Node) -> str | None:
         return f"no kernel for {x.dtype}"
     if not x.size or x.size >= 2**32:
         return "nothing to reduce, or 32-bit indices do not reach"
+    relu = _relu_behind(ctx, node)
+    dy = ctx.view(relu[0], 1) if relu is not None else dy
     outer, last = x.shape, in_stretch(ctx, x)
     batch, channels, inner = _planes(x, last)
     dy, x = (ctx.contiguous(channels_last(t) if last else t) for t in (dy, x))
@@ -170,24 +182,43 @@ def batch_norm_grad(ctx: Context, node: ir.Node) -> str | None:
     mean, variance = (ctx.scratch(stat, (channels,)) for _ in range(2))
     reduction(ctx, node, x, mean, "Moments", [0, 2], variance, (batch, channels, inner))
     problem = ChannelGrad(
-        "sums", batch, channels, inner, 0, 0, x.dtype, scale.dtype, ctx.attr(node, "epsilon", 1e-5)
-    )
+        "sums", batch, channels, inner, 0, 0, x.dtype, scale.dtype,
+        ctx.attr(node, "epsilon", 1e-5), relu is not None,
+    )  # fmt: skip
     splits, chunk = channel_chunks(problem)
     problem = replace(problem, splits=splits, chunk=chunk)
     per = inner if by_columns(problem) else 1
     part, sums = ctx.scratch(stat, (splits, 2, channels * per)), ctx.scratch(stat, (2, channels))
     given = {"x": x, "dy": dy, "mean": mean, "variance": variance}
+    if relu is not None:
+        given |= {"scale": scale, "bias": ctx.dense(relu[1], 2)}
     ctx.select(node, problem, given, {"part": part})
     params = {name: ctx.output(node, i, scale.shape, scale.dtype)
               for i, name in ((1, "dscale"), (2, "dbias")) if ctx.wants(node, i)}  # fmt: skip
     ctx.select(node, replace(problem, stage="params"), {"part": part}, {**params, "sums": sums})
     if not ctx.wants(node, 0):
         return None
-    reads = {"x": x, "dy": dy, "scale": scale, "mean": mean, "variance": variance, "sums": sums}
+    reads = given | {"scale": scale, "sums": sums}
     dx = ctx.output(node, 0, outer, x.dtype)
     dx = channels_last(stored_last(ctx, node, dx)) if last else dx
     inplace = [("dx", "dy"), ("dx", "x")]
     return ctx.select(node, replace(problem, stage="dx"), reads, {"dx": dx}, inplace=inplace)
+
+
+def _relu_behind(ctx: Context, node: ir.Node) -> tuple[ir.Node, ir.Node] | None:
+    """The gradient of a Relu that the BatchNormGrad alone reads, and the norm before that Relu."""
+    dy, x, scale = node.inputs
+    before = dy.producer() if dy is not None and len(dy.uses()) == 1 else None
+    relu = relu_of(ctx, before) if before is not None else None
+    norm = relu.inputs[0].producer() if relu is not None and relu.inputs[0] is not None else None
+    if before is None or norm is None or (norm.op_type, norm.domain) != ("BatchNormalization", ""):
+        return None
+    same = norm.inputs[0] is x and norm.inputs[1] is scale
+    same = same and ctx.attr(norm, "epsilon", 1e-5) == ctx.attr(node, "epsilon", 1e-5)
+    trained = (
+        ctx.attr(norm, "training_mode", 0) and ctx.view(before, 1).shape == ctx.view(node, 1).shape
+    )
+    return (before, norm) if same and trained else None
 
 
 def _planes(x: Tensor, last: bool) -> tuple[int, int, int]:
@@ -204,15 +235,16 @@ def _stat(x: Tensor) -> str:
 
 def _apply(
     ctx: Context, node: ir.Node, reads: tuple[Tensor, ...], y: Tensor, planes: tuple[int, int],
-    per: int, epsilon: float,
+    per: int, epsilon: float, pixels: int = 0,
 ) -> None:  # fmt: skip
     """y by given statistics; `per` channels share one, or 0: one a channel over the batch.
 
-    `planes` are the channels, and the elements of one side by side.
+    `planes` are the channels, and the elements of one side by side; `pixels`: rows of channels that
+    share statistics, or all.
     """
     x = reads[0]
     problem = ChannelNorm(
-        x.size, *planes, per, x.dtype, reads[1].dtype, reads[3].dtype, epsilon
+        x.size, *planes, per, x.dtype, reads[1].dtype, reads[3].dtype, epsilon, pixels=pixels
     )  # fmt: skip
     bound = dict(zip(("x", "scale", "bias", "mean", "variance"), reads, strict=True))
     ctx.select(node, problem, bound, {"y": y}, inplace=[("y", "x")])

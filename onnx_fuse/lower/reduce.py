@@ -32,8 +32,10 @@ _BLOCKS = 1024  # blocks a pass should have: a fixed aim, so that the order is t
 SHORT = 256  # columns of up to so many elements are one launch
 
 
-def passes(shape: Sequence[int], axes: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(outer, length, inner) of each pass, innermost reduced axes first."""
+def passes(
+    shape: Sequence[int], axes: Sequence[int], outermost: bool = False
+) -> list[tuple[int, int, int]]:
+    """(outer, length, inner) of each pass, innermost reduced axes first, or `outermost` ones."""
     groups: list[list[int]] = []  # [size, whether reduced], neighbours of a kind merged
     for axis, size in enumerate(shape):
         kind = int(axis in axes)
@@ -45,7 +47,8 @@ def passes(shape: Sequence[int], axes: Sequence[int]) -> list[tuple[int, int, in
             groups.append([size, kind])
     found = []
     while any(kind for _, kind in groups):
-        at = max(i for i, (_, kind) in enumerate(groups) if kind)
+        reduced = [i for i, (_, kind) in enumerate(groups) if kind]
+        at = reduced[0] if outermost else reduced[-1]
         sizes = [size for size, _ in groups]
         found.append((prod(sizes[:at]), sizes[at], prod(sizes[at + 1 :])))
         groups.pop(at)
@@ -71,14 +74,18 @@ def reduction(
     axes: Sequence[int],
     second: Tensor | None = None,
     shape: Sequence[int] | None = None,
+    outermost: bool = False,
 ) -> None:
-    """Emit y = reducer over `axes` of dense x seen as `shape`; `second`: the variance (Moments)."""
+    """Emit y = reducer over `axes` of dense x seen as `shape`; `second`: the variance (Moments).
+
+    `outermost`: the first of the axes is reduced first, as of long columns whose rows are short.
+    """
     shape = x.shape if shape is None else shape
     acc = accumulator(x.dtype, reducer)
     count = prod(shape[a] for a in axes)
     words = 8 if acc in ("double", "i64", "u64") else 4
     state = (8 + max(words, 8)) if reducer.startswith("Arg") else words * _STATES.get(reducer, 1)
-    todo = passes(shape, axes)
+    todo = passes(shape, axes, outermost)
     source, from_state = x, False
     while todo:
         outer, length, inner = todo.pop(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -175,14 +176,59 @@ def sdpa_grad(ctx: Context, node: ir.Node) -> str | None:
     masks = _masks(ctx, node, 6, q, k)
     if isinstance(masks, str):
         return masks
-    shapes = {"dq": q.shape, "dk": k.shape, "dv": v.shape}
-    writes = {n: ctx.output(node, i, s, q.dtype) for i, (n, s) in enumerate(shapes.items())}
     if not (prod(q.shape) and prod(k.shape) and prod(v.shape)):
         return "it is empty"
-    reads = {"q": q, "k": k, "v": v, "dy": dy, "y": y, "lse": lse}
-    reads |= masks.reads
+    reads = {"q": q, "k": k, "v": v, "dy": dy, "y": y, "lse": lse} | masks.reads
+    names, shapes = ("dq", "dk", "dv"), (q.shape, k.shape, v.shape)
+    merged = _merged(ctx, node, shapes, q.dtype)
+    if merged is not None:
+        writes = dict(zip(names, merged, strict=True))
+        problem = _problem(ctx, node, "SdpaGrad", q, k, v, masks, dy=dy, y=y, **writes)
+        if ctx.select(node, problem, reads, writes) is None:
+            for i, made in enumerate(merged):
+                ctx.alias(node, i, made)
+            return None
+    writes = {n: ctx.output(node, i, shapes[i], q.dtype) for i, n in enumerate(names)}
     problem = _problem(ctx, node, "SdpaGrad", q, k, v, masks, dy=dy, y=y)
     return ctx.select(node, problem, reads, writes)
+
+
+def _merged(
+    ctx: Context, node: ir.Node, shapes: Sequence[tuple[int, ...]], dtype: str
+) -> list[Tensor] | None:
+    """The places of dq, dk and dv in the gradient [B, S, H D + ..] of one product, where they are
+    joined to it; None where they are not.
+    """
+    ends = []
+    for out in node.outputs:
+        for op_type, key, value in (
+            ("Transpose", "perm", ([0, 2, 1, 3],)), ("Reshape", "", ()), ("Concat", "axis", (-1, 2))
+        ):  # fmt: skip
+            readers = [use.node for use in out.uses()]
+            if len(readers) != 1 or readers[0].op_type != op_type or out.is_graph_output():
+                return None
+            if key and ctx.attr(readers[0], key) not in value:
+                return None
+            last, out = out, readers[0].outputs[0]
+        ends.append((readers[0], last))
+    (join, _), *_ = ends
+    rows = {(shape[0], shape[2]) for shape in shapes}
+    if len(rows) > 1 or list(join.inputs) != [v for v in join.inputs if v in [e[1] for e in ends]]:
+        return None
+    if len(join.inputs) != len(ends) or any(end is not join for end, _ in ends):
+        return None
+    (batch, queries), widths = rows.pop(), [s[1] * s[3] for s in shapes]
+    whole = ctx.scratch(dtype, (batch, queries, sum(widths)))
+    places: dict[int, Tensor] = {}
+    start = 0
+    for value in join.inputs:
+        i = next(i for i, (_, last) in enumerate(ends) if last is value)
+        part = whole.slice((0, 0, start), (1, 1, 1), (batch, queries, widths[i]))
+        heads = part.reshape((batch, queries, shapes[i][1], shapes[i][3]))
+        assert heads is not None
+        places[i] = heads.permute((0, 2, 1, 3))
+        start += widths[i]
+    return [places[i] for i in range(len(ends))]
 
 
 LOWERINGS: dict[tuple[str, str], Lowering] = {

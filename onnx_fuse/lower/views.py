@@ -151,12 +151,29 @@ def split(ctx: Context, node: ir.Node) -> str | None:
     return None
 
 
+def _adjacent(parts: Sequence[Tensor], axis: int, shape: Sequence[int]) -> Tensor | None:
+    """The dense tensor whose slices along `axis` the parts are, in this order; None: there is none.
+
+    A gradient that is joined from parts is such a one, where its kernel wrote them in place.
+    """
+    first, at = parts[0], parts[0].offset
+    for part in parts:
+        if part.buffer != first.buffer or part.dtype != first.dtype or part.offset != at:
+            return None
+        at += part.shape[axis] * first.strides[axis]
+    whole = Tensor(first.buffer, first.dtype, tuple(shape), first.strides, first.offset)
+    return whole if whole.dense and all(p.strides == first.strides for p in parts) else None
+
+
 def concat(ctx: Context, node: ir.Node) -> str | None:
     parts = [ctx.view(node, i) for i in range(len(node.inputs))]
     rank = len(parts[0].shape)
     axis = ctx.attr(node, "axis") % rank
     shape = list(parts[0].shape)
     shape[axis] = sum(part.shape[axis] for part in parts)
+    if (there := _adjacent(parts, axis, shape)) is not None:
+        ctx.alias(node, 0, there)
+        return None
     y = ctx.output(node, 0, shape, parts[0].dtype)
     y = follow(ctx, node, y, parts)
     start = 0

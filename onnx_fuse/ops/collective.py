@@ -7,16 +7,37 @@ that has a communicator. Calls of one `bucket` are made together.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from onnx_fuse.onnx.build import Builder
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.ops.opdef import NoGrad, OpDef, register
 
 COLLECTIVES = ("AllReduce", "ReduceScatter", "AllGather")
 """The operators that wait for all ranks."""
 _REASON = NoGrad("gradients are reduced after the backward, nothing is differentiated through it")
+BACKWARD = 1 << 24
+"""What is added to a bucket by the reduction of its gradient."""
 _PART = """
     count = Constant <value_int: int = @ranks> ()
     shape = Shape (x)
 """
+
+
+def _all_reduce_grad(
+    op: Builder, node: ir.Node, dys: Sequence[ir.Value | None]
+) -> list[ir.Value | None]:
+    """dx = the sum of all ranks' dy: each rank's x is in the sum of every one."""
+    (dy,) = dys
+    if dy is None:
+        return [None]
+    ranks, bucket = (node.attributes[name].as_int() for name in ("ranks", "bucket"))
+    found: ir.Value = op.node("AllReduce", [dy], domain=FUSE, ranks=ranks, bucket=bucket + BACKWARD)
+    found.dtype, found.shape = dy.dtype, node.outputs[0].shape
+    return [found]
+
 
 register(
     # y = the sum of all ranks' x
@@ -24,7 +45,7 @@ register(
         "AllReduce",
         FUSE,
         "AllReduce <ranks: int = 1, bucket: int = 0> (x) => (y) { y = Identity (x) }",
-        grad=_REASON,
+        grad=_all_reduce_grad,
     ),
     # y [n / ranks] = the rank's part of the sum of all ranks' x [n]
     OpDef(

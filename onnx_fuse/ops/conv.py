@@ -148,7 +148,9 @@ def weight_grad(
     """d loss / d weight of Conv: the image convolved with dy, channels in the batch's place."""
     n = len(strides)
     spatial = list(range(2, 2 + n))
-    if op.fused and n < 3 and weight.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
+    half = weight.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+    depthwise = group == dim(weight, 0) and dim(weight, 1) == 1
+    if op.fused and n < 3 and (half or depthwise):
         how = {"kernel_shape": kernel, "strides": strides, "dilations": dilations, "pads": pads}
         swap = [1, 0, *spatial]
         (dw,) = emit(op, "ConvWeightGrad", [dy, x], [weight], group=group, swap=swap, **how)

@@ -40,7 +40,8 @@ def lower_precision(model: ir.Model, dtype: ir.DataType, *, masters: bool = Fals
     With `masters` the initializers stay float32 and are cast where they are read, so that training
     updates them in full precision. Constants beyond `dtype`'s range become its largest numbers: a
     mask of float32's lowest stays finite; what is summed or multiplied with one beyond float16's
-    stays float32, and attention is told what its mask's lowest number means. With `masters` an
+    stays float32, and attention is told what its mask's lowest number means. Angles of positions
+    stay float32 up to their sine and cosine. With `masters` an
     operator that the model's opset has in other types only stays float32 between Casts: its
     gradient could not be typed.
     """
@@ -74,6 +75,8 @@ def lower_precision(model: ir.Model, dtype: ir.DataType, *, masters: bool = Fals
     for node, _, number in far.masks:
         set_floor(node, number)
     for node in graph:
+        if node.op_type in ("Cos", "Sin") and _of_integers(node.inputs[0]):
+            keep(node.outputs)
         at = KEPT_INPUTS.get(node.op_type, ())
         keep(v for i, v in enumerate(node.inputs) if i in at)
         if node.op_type == "BatchNormalization":
@@ -132,6 +135,19 @@ def lower_precision(model: ir.Model, dtype: ir.DataType, *, masters: bool = Fals
             value.name, cast.name = f"{name}.{dtype.name.lower()}", name
             graph.outputs[k] = cast
     graph.extend(op.nodes)
+
+
+def _of_integers(value: ir.Value | None) -> bool:
+    """Whether a value is made of integers and initializers alone, as the angle of a position is."""
+    found = [value]
+    for v in found:
+        if v is None or v.dtype != F32:
+            continue
+        if v.is_graph_input() and v.const_value is None:
+            return False
+        maker = v.producer()
+        found += [] if maker is None else [u for u in maker.inputs if u not in found]
+    return True
 
 
 def _to(op: Builder, value: ir.Value, dtype: ir.DataType) -> ir.Value:

@@ -152,6 +152,13 @@ def _expand(arrays: Arrays, attributes: Attributes) -> np.ndarray | None:
     return np.broadcast_to(data, wanted) if prod(wanted) <= 64 else None
 
 
+def _tile(arrays: Arrays, attributes: Attributes) -> np.ndarray | None:
+    data, repeats = arrays
+    assert data is not None
+    counts = [int(n) for n in _ints(repeats)]
+    return np.tile(data, counts) if data.size * prod(counts) <= 64 else None
+
+
 RULES: dict[str, Callable[[Arrays, Attributes], np.ndarray | None]] = {
     "Abs": _elementwise(lambda a: abs(a)),
     "Add": _elementwise(lambda a, b: a + b),
@@ -178,6 +185,7 @@ RULES: dict[str, Callable[[Arrays, Attributes], np.ndarray | None]] = {
     "Slice": _slice,
     "Squeeze": _squeeze,
     "Sub": _elementwise(lambda a, b: a - b),
+    "Tile": _tile,
     "Unsqueeze": _unsqueeze,
     "Where": _where,
 }

@@ -310,10 +310,11 @@ class Problem(_Attrs, AnyProblem):
         return hw.rate("bfloat16" if passes > 1 else kind) / passes
 
     def __str__(self) -> str:
-        shape = f"m={self.m} n={self.n} k={self.k}" + (f" batch={self.batch}" if self.batch else "")
+        p = self.concrete()
+        shape = f"m={p.m} n={p.n} k={p.k}" + (f" batch={p.batch}" if p.batch else "")
         types = self.dtype if self.out == self.dtype else f"{self.dtype}->{self.out}"
         layout = ("T" if self.trans_a else "N") + ("T" if self.trans_b else "N")
-        extra = "".join(f" {key}={value}" for key, value in self.extras.items())
+        extra = "".join(f" {key}={value}" for key, value in p.extras.items())
         math = f" {self.math}" if self.dtype == "float32" else ""
         return f"{self.op} {shape} {types} {layout}{math}{extra}"
 

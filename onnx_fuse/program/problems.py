@@ -116,7 +116,8 @@ class ChannelNorm(AnyProblem):
     """y = (x - mean) / sqrt(variance + epsilon) scale + bias, x of `size` elements.
 
     Scale and bias are a number a channel, of `channels` of `inner` elements; mean and variance are
-    too, or, with `group`, a number for so many channels of a row of the batch.
+    too, or, with `group`, a number for so many channels of a row of the batch; of `pixels` rows, if
+    given, where the channels are the last axis and `inner` is 1.
     """
 
     op = "ChannelNorm"
@@ -129,6 +130,7 @@ class ChannelNorm(AnyProblem):
     stat: str
     epsilon: float = 1e-5
     tail: Tail | None = None
+    pixels: int = 0
 
     @property
     def bytes(self) -> int:
@@ -164,7 +166,8 @@ class ChannelGrad(AnyProblem):
     """The gradient of a ChannelNorm of x [batch, channels, inner] by its own mean and variance.
 
     In three stages: "sums" over chunks of each channel, "params", which adds them up, and "dx".
-    `splits` chunks of `chunk` elements (vectors) make a channel.
+    `splits` chunks of `chunk` elements (vectors) make a channel. `relu`: dy is the gradient of a
+    Relu of the norm, which has "bias".
     """
 
     op = "ChannelGrad"
@@ -177,6 +180,7 @@ class ChannelGrad(AnyProblem):
     dtype: str
     param: str
     epsilon: float = 1e-5
+    relu: bool = False
 
     @property
     def bytes(self) -> int:
@@ -209,7 +213,7 @@ class Conv(AnyProblem):
     ConvTranspose. `channels_last`: x is [batch, *inner, groups * channels], y and a tail's operands
     alike, and the weights are [groups * filters, taps, channels] ([taps, groups] where a group has
     one channel and one filter). `x_strides` are then those of x's images, rows and pixels in
-    elements, () where x is dense.
+    elements, () where x is dense. `static_weight`: nothing in the program writes to the weights.
     """
 
     op = "Conv"
@@ -228,6 +232,7 @@ class Conv(AnyProblem):
     tail: Tail | None = None
     channels_last: bool = False
     x_strides: tuple[int, ...] = ()
+    static_weight: bool = False
 
     @property
     def depthwise(self) -> bool:
@@ -277,6 +282,11 @@ class ConvWeightGrad(AnyProblem):
     out_dtype: str
 
     @property
+    def depthwise(self) -> bool:
+        """Whether each channel has one filter of its own."""
+        return self.channels == self.filters == 1 < self.groups
+
+    @property
     def depth(self) -> int:
         """The number of sums a filter has."""
         return self.channels * prod(self.window.kernel)
@@ -295,8 +305,7 @@ class ConvWeightGrad(AnyProblem):
 
     def rate(self, hw: Hardware) -> float:
         """The rate of products of its type, without tensor cores where channels stand alone."""
-        alone = self.channels == self.filters == 1 < self.groups
-        return hw.rate("float32" if alone else self.dtype)
+        return hw.rate("float32" if self.depthwise else self.dtype)
 
 
 @dataclass(frozen=True)
@@ -399,28 +408,26 @@ class Pool(AnyProblem):
 
 
 @dataclass(frozen=True)
-class PoolGrad(AnyProblem):
-    """dx [planes, *inner, channels] of a Pool, "max" or "average"; dy [planes, *outer, channels].
+class MaxPoolGrad(AnyProblem):
+    """dx [planes, *inner, channels] of x's windows and dy [planes, *outer, channels].
 
-    Each dy is added to where the window's first maximum of "x" was, or shared among its elements.
-    `channels` neighbours share a position: 1 where the planes of a batch stand one by one.
+    Each dy is added to where the window's first maximum was. `channels` neighbours share a
+    position: 1 where the planes of a batch stand one by one.
     """
 
-    op = "PoolGrad"
-    kind: str
+    op = "MaxPoolGrad"
     planes: int
     channels: int
     inner: Triple
     outer: Triple
     window: Window
     dtype: str
-    include_pad: bool = False
 
     @property
     def bytes(self) -> int:
-        """dy read, dx written, and x read where maxima are looked for."""
-        whole = prod(self.inner) * (2 if self.kind == "max" else 1)
-        return self.planes * self.channels * (whole + prod(self.outer)) * ITEMSIZE[self.dtype]
+        """x and dy read, dx written."""
+        each = 2 * prod(self.inner) + prod(self.outer)
+        return self.planes * self.channels * each * ITEMSIZE[self.dtype]
 
 
 @dataclass(frozen=True)

@@ -584,7 +584,8 @@ class Executable:
         values: Mapping[str, np.ndarray] | None = None,
     ) -> PlannedProgram:
         if isinstance(self.model, Deployed):
-            return self.model.made(shapes, self.hw)
+            own = {n: s for n, s in self._resident().items() if n in self.input_names}
+            return self.model.made({**own, **shapes}, self.hw)
         made = self.specializer.of({**self._resident(), **shapes}, values)
         if self.on_lowered is not None:
             self.keep(self.on_lowered(self.model))

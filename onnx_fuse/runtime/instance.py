@@ -25,7 +25,7 @@ from onnx_fuse.runtime.deployed import Deployed
 from onnx_fuse.runtime.host_calls import HostCall, Stages
 from onnx_fuse.runtime.launches import Launches
 from onnx_fuse.runtime.plan import PlannedProgram, aligned
-from onnx_fuse.runtime.schedule import aliasable, segments
+from onnx_fuse.runtime.schedule import aliasable, collective, segments
 from onnx_fuse.runtime.staging import Array, Pending, Room
 from onnx_fuse.runtime.tensor import DeviceTensor, dtype_of
 from onnx_fuse.runtime.zero_copy import ZeroCopy
@@ -476,10 +476,13 @@ class Instance:
                 part.capture(self.owner.stream)
 
     def profile(self) -> list[tuple[Call, float]]:
-        """Seconds of each kernel call by itself, best of three graphs of 20; state changes."""
+        """Seconds of each kernel call by itself, best of three graphs of 20; state changes.
+
+        Without collectives, which no rank can run by itself.
+        """
         found = []
         for i, call in enumerate(self.program.calls):
-            if call.launches:
+            if call.launches and not collective(call):
                 pointers = operands(self.address, i, call)
                 bound = [bind(x, pointers, self.owner.hw) for x in call.launches]
 

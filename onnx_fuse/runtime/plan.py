@@ -7,7 +7,7 @@ where that takes much of it, the calls run one after another.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import le
@@ -207,19 +207,47 @@ class PlannedProgram:
             vars(self).pop("changes", None)
 
 
+class _Layout:
+    """A layout for some sizes, which serves smaller ones too, whether or not guards hold there."""
+
+    def __init__(self, source: OpenProgram, whole: Program, numbers: Mapping[str, int]) -> None:
+        self.plan = plan(whole)
+        self.room = {buffer.id: buffer.nbytes for buffer in whole.buffers}
+        self._bytes = sum(self.room.values())
+        self._workspaces = [call.workspace for call in whole.calls]
+        found = source.part("sizes", numbers)
+        self._sizes: tuple[int, ...] | None = None if found is None else found[:-1]
+
+    def _wastes(self, total: int) -> bool:
+        """Whether it takes much more than the bytes that are needed."""
+        return self._bytes > LARGE and 2 * total < self._bytes
+
+    def serves(self, sizes: Sequence[int], total: int) -> bool:
+        """Whether what may grow fits, by the part "sizes" of the open program."""
+        known = self._sizes is not None and all(map(le, sizes, self._sizes))
+        return known and not self._wastes(total)
+
+    def fits(self, program: Program) -> bool:
+        """Whether the buffers and workspaces of the program fit."""
+        pairs = zip(program.calls, self._workspaces, strict=True)
+        return (
+            all(b.nbytes <= self.room[b.id] for b in program.buffers)
+            and all(call.workspace <= nbytes for call, nbytes in pairs)
+            and not self._wastes(sum(b.nbytes for b in program.buffers))
+        )
+
+
 class PlannedOpenProgram:
-    """An open program, and the layout for the largest shape of its class."""
+    """An open program, and the layout for the largest shape of its class.
+
+    Where that is much too large, as for a small batch of a wide class, there are layouts for each
+    size rounded up to a power of two.
+    """
 
     def __init__(self, source: OpenProgram, largest: Mapping[str, int]) -> None:
         self.source, self.largest = source, largest
-        # a layout for these sizes is one for smaller ones, whether or not the guards hold there
         whole: Program = source.at(largest)
-        self._plan = plan(whole)
-        self._room = {buffer.id: buffer.nbytes for buffer in whole.buffers}
-        self._bytes = sum(self._room.values())
-        self._workspaces = [call.workspace for call in whole.calls]
-        found = source.part("sizes", largest)
-        self._sizes: tuple[int, ...] | None = None if found is None else found[:-1]
+        self._layouts = {tuple(largest.values()): _Layout(source, whole, largest)}
         self.weights = {
             b.name: whole.constants[b.id]
             for b in whole.buffers
@@ -233,17 +261,26 @@ class PlannedOpenProgram:
 
     def at(self, numbers: Mapping[str, int]) -> PlannedProgram:
         """The Program for these sizes, and a layout that it fits."""
-        if self._sizes is not None:
-            *sizes, total = self.source.part("sizes", numbers)
-            large = self._bytes > LARGE and 2 * total < self._bytes
-            if not large and all(map(le, sizes, self._sizes)):
-                return PlannedProgram(None, self._plan, self.source, self._room, numbers)
-        program: Program = self.source.at(numbers)
-        fits = all(b.nbytes <= self._room[b.id] for b in program.buffers)
-        fits = fits and all(
-            call.workspace <= n for call, n in zip(program.calls, self._workspaces, strict=True)
-        )
-        large = self._bytes > LARGE and 2 * sum(b.nbytes for b in program.buffers) < self._bytes
-        if fits and not large:
-            return PlannedProgram(program, self._plan, self.source, self._room, numbers)
+        needs = self.source.part("sizes", numbers)
+        program: Program | None = None if needs is not None else self.source.at(numbers)
+        for bounds in (self.largest, self._nearer(numbers)):
+            layout = self._for(bounds)
+            if layout.serves(needs[:-1], needs[-1]) if program is None else layout.fits(program):
+                return PlannedProgram(program, layout.plan, self.source, layout.room, numbers)
+        program = self.source.at(numbers) if program is None else program
         return PlannedProgram(program, plan(program), self.source, None, numbers)
+
+    def _nearer(self, numbers: Mapping[str, int]) -> dict[str, int]:
+        """Sizes not much larger than these, few for all of the class."""
+        nearer = dict(self.largest)
+        for name, number in numbers.items():
+            if nearer[name] >= 2 * number:
+                nearer[name] = 1 << (number - 1).bit_length()
+        return nearer
+
+    def _for(self, bounds: Mapping[str, int]) -> _Layout:
+        key = tuple(bounds.values())
+        if key not in self._layouts:  # a new table, since a thread may be writing this one
+            made = _Layout(self.source, self.source.at(bounds), bounds)
+            self._layouts = {**self._layouts, key: made}
+        return self._layouts[key]

@@ -197,7 +197,7 @@ class Specializer:
             began = time.perf_counter()
             found = self._traced(shapes, values, symbols, numbers)
             if found is None:
-                self.is_open = False
+                self.is_open = any(self._kept.values())  # of this model some shapes are served
                 return None
             if not values:
                 self._unwritten.append((key, found, time.perf_counter() - began))

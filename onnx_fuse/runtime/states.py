@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
+from onnx_fuse.container import digest_of
+from onnx_fuse.errors import UsageError
 from onnx_fuse.onnx.build import Builder
+from onnx_fuse.onnx.save import is_large_weight, serialized_without_weights
 from onnx_fuse.runtime.budget import Budget, Recompute
+from onnx_fuse.runtime.deployed import Deployed
 from onnx_fuse.runtime.executable import Executable
 
 Array = np.ndarray[Any, Any]
 
 
-def guarded(model: ir.Model, successors: Mapping[str, str], scalars: Sequence[str]) -> ir.Model:
+def guarded(
+    model: ir.Model, successors: Mapping[str, str], scalars: Sequence[str]
+) -> tuple[ir.Model, dict[str, str]]:
     """`model` whose states keep their values from the first step on that has a bad scalar.
+
+    The outputs that replace states are `successors`, and one of its own; a model without any stays
+    as it is.
 
     A step is written in place, so a bad one must not be, nor those that are under way behind it:
     sound' = sound and |scalar| < inf;  next = Where(sound', next, now). `sound` is itself a state.
     """
+    if not successors:
+        return model, {}
     model = model.clone()
     graph, op = model.graph, Builder()
     named = {v.name: v for v in (*graph.inputs, *graph.outputs)}
@@ -38,7 +51,27 @@ def guarded(model: ir.Model, successors: Mapping[str, str], scalars: Sequence[st
     fine.name, fine.dtype, fine.shape = f"{SOUND}.next", ir.DataType.BOOL, ir.Shape([])
     graph.outputs.append(fine)
     graph.extend(op.nodes)
-    return model
+    return model, {**successors, f"{SOUND}.next": SOUND}
+
+
+def graph_digest(model: ir.Model) -> str:
+    """What stands for a graph and the weights in it that no step changes."""
+    held = (v.const_value for v in model.graph.initializers.values())
+    large = (tensor.numpy() for tensor in held if tensor is not None and is_large_weight(tensor))
+    dense = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in large)
+    return digest_of([serialized_without_weights(model), *dense])
+
+
+def _read(path: Path, model: ir.Model) -> Deployed:
+    """The compiled file of a mode's graph. Raises UsageError where it is of another graph."""
+    if not path.is_file():
+        raise UsageError(f"{path.parent} has no {path.name}: compile the training anew")
+    found = Deployed(path)
+    if found.container.manifest.get("graph") != graph_digest(model):
+        raise UsageError(
+            f"{path}: compiled from another model or with other settings: compile it anew"
+        )
+    return found
 
 
 SOUND = "onnx_fuse.sound"
@@ -59,7 +92,10 @@ class CudaStates:
         math: str = "ieee",
         memory: Budget | None = None,
         device_id: int = 0,
+        compiled: str | os.PathLike[str] | None = None,
     ) -> None:
+        """`compiled` is a folder with a compiled file of each mode."""
+        self._compiled = None if compiled is None else Path(compiled)
         self._math, self._memory = math, memory
         empty = ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": 21}), ir_version=10)
         self._device_id = device_id
@@ -95,12 +131,9 @@ class CudaStates:
         stay as they were, and they stay so until `resume_updates`.
         """
         if key not in self._executables:
-            model = self._models.pop(key)
-            if successors:
-                model = guarded(model, successors, guards)
-                successors = {**successors, f"{SOUND}.next": SOUND}
+            model, successors = guarded(self._models.pop(key), successors, guards)
             self._executables[key] = Executable(
-                model,
+                model if self._compiled is None else _read(self._compiled / f"{key}.fused", model),
                 math=self._math,
                 state=successors,
                 device_id=self._device_id,
@@ -114,7 +147,7 @@ class CudaStates:
     def recompute(self, key: str) -> Recompute | None:
         """What the graph of a mode runs a second time, once it has run within a budget."""
         made = self._executables.get(key)
-        return None if made is None else made.specializer.recompute
+        return None if made is None or self._memory is None else made.specializer.recompute
 
     def resume_updates(self) -> None:
         """Let steps replace states again after a bad one."""

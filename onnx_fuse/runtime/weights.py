@@ -16,6 +16,13 @@ RANDOM = "random"
 """Where the random generator's state stands."""
 
 
+def zeros(array: np.ndarray) -> bool:
+    """Whether it is one zero, broadcast: the first state of an optimizer."""
+    if array.size < 2 or any(array.strides):
+        return False
+    return not any(array[(0,) * array.ndim].tobytes())
+
+
 class Weights:
     """The tensors of `resident`: name -> (shape and type, address); `home`'s are there too."""
 
@@ -67,10 +74,12 @@ class Weights:
         self._blocks.append(block)
         at = block.address
         for name, array in arrays.items():
-            dense = np.asarray(array, order="C")  # keeps a scalar one
-            tensor = Tensor(-1, dense.dtype.name, dense.shape, dense_strides(dense.shape))
+            tensor = Tensor(-1, array.dtype.name, array.shape, dense_strides(array.shape))
             self.resident[name] = (tensor, at)
-            if dense.nbytes:
+            if zeros(array):
+                self._stream.fill(at, 0, array.nbytes)
+            elif array.nbytes:
+                dense = np.asarray(array, order="C")  # keeps a scalar one
                 self._stream.upload(at, dense.ctypes.data, dense.nbytes)
                 self._stream.wait(f"uploading {name}")
             at += sizes[name]

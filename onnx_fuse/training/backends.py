@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import onnx_ir
 
 from onnx_fuse.errors import UsageError
-from onnx_fuse.program.problem import PRECISIONS
+from onnx_fuse.program.problem import PRECISIONS, Hardware
 from onnx_fuse.runtime import ort
 from onnx_fuse.training.staged import Staged
 from onnx_fuse.training.step import Spec, State
@@ -19,6 +20,31 @@ if TYPE_CHECKING:
     from onnx_fuse.runtime.budget import Budget
 
 Array = np.ndarray[Any, Any]
+
+
+class Compiling:
+    """The graphs of a run that is compiled for a GPU elsewhere, and does not run."""
+
+    in_flight = 0
+
+    def __init__(self) -> None:
+        self._models: dict[str, onnx_ir.Model] = {}
+
+    def add(self, key: str, model: onnx_ir.Model) -> None:
+        """Keep the graph of a mode."""
+        self._models[key] = model
+
+    def graph(self, key: str, spec: Spec) -> tuple[onnx_ir.Model, dict[str, str]]:
+        """The graph of a mode as a GPU runs it, and the outputs that replace states."""
+        from onnx_fuse.runtime.states import guarded
+
+        successors, _, guards = _ends(spec)
+        return guarded(self._models[key], successors, guards)
+
+    def _refuse(self, *given: Any) -> Any:
+        raise UsageError("a Trainer with hardware= compiles its steps: it does not run them")
+
+    array = write = start = commit = resume_updates = recompute = _refuse
 
 
 class Portable:
@@ -139,11 +165,14 @@ class Cuda:
         math: str,
         memory: Budget | None = None,
         device_id: int = 0,
+        compiled: str | os.PathLike[str] | None = None,
     ) -> None:
         from onnx_fuse.runtime.states import CudaStates
 
         initial = {s.name: np.asarray(s.initial) for s in states}
-        self._states = CudaStates(initial, math=math, memory=memory, device_id=device_id)
+        self._states = CudaStates(
+            initial, math=math, memory=memory, device_id=device_id, compiled=compiled
+        )
         self.add = self._states.add
         self.array = self._states.read
         self.write = self._states.write
@@ -154,13 +183,25 @@ class Cuda:
         self, key: str, spec: Spec, feeds: Mapping[str, Array]
     ) -> Callable[[], dict[str, Array]]:
         """Begin a step; the result waits for it and gives its outputs."""
-        successors = {s.next: s.name for s in spec.states if s.next}
-        scalars = [name for name in (spec.loss, spec.norm) if name]
-        guards = scalars if spec.strict else [spec.loss]
+        successors, scalars, guards = _ends(spec)
         return self._states.start(key, successors, scalars, spec.outputs, feeds, guards)
 
     def commit(self, spec: Spec) -> None:
         """Nothing is left to do."""
+
+
+def _ends(spec: Spec) -> tuple[dict[str, str], list[str], list[str]]:
+    """The state that each output replaces; scalars to fetch; those that guard the states."""
+    successors = {s.next: s.name for s in spec.states if s.next}
+    scalars = [name for name in (spec.loss, spec.norm) if name]
+    return successors, scalars, scalars if spec.strict else [spec.loss]
+
+
+def whole(node: onnx_ir.Node, math: str, hw: Hardware | None, gpu: int) -> bool:
+    """Whether a fused node's gradients are best made by one call, on `hw` or the GPU here."""
+    from onnx_fuse.lower.linear import gradient_pays
+
+    return gradient_pays(node, math, hw or Hardware.detect(gpu))
 
 
 def backend(
@@ -170,8 +211,18 @@ def backend(
     math: str,
     budget: Budget | None,
     world: World | None,
-) -> Portable | Cuda:
-    """What runs the steps on `device`, of all ranks of `world` together."""
+    hardware: Hardware | None = None,
+    compiled: str | os.PathLike[str] | None = None,
+) -> Portable | Cuda | Compiling:
+    """What runs the steps on `device`, of all ranks of `world` together.
+
+    Raises UsageError for `hardware` or `compiled` with what they are not for.
+    """
+    if hardware is not None or compiled is not None:
+        if device == "cpu" or budget is not None or world is not None:
+            raise UsageError("compiled steps are for one GPU (device='cuda') without memory=")
+        if hardware is not None:
+            return Compiling()
     if device == "cpu":
         return Portable(states) if world is None else PortableRanks(states, world)
     if world is not None:
@@ -180,7 +231,7 @@ def backend(
 
         start(gpu)
         nccl.connect(world)
-    return Cuda(states, math, budget, gpu)
+    return Cuda(states, math, budget, gpu, compiled)
 
 
 def gpu_of(device: str, device_id: int | None, local_rank: int | None) -> tuple[str, int]:

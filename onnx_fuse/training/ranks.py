@@ -49,6 +49,8 @@ class Ranks:
     """What gradients are added in: "fp32" (their own type) or "bf16"."""
     shard: str = ""
     """"optimizer": each rank holds, and updates by, its part of the optimizer's state alone."""
+    sync_batchnorm: bool = False
+    """Whether BatchNormalization takes the statistics of all ranks' rows together."""
     bucket: int = buckets.BUCKET
     """Bytes from which gradients are reduced together."""
 
@@ -215,8 +217,8 @@ class Reduction:
         order = sorted(given, key=lambda w: ready[w])
         low = {}
         for w in order:
-            low[w] = _narrow(op, given[w], kind)
-        each = [prod(w.shape.numpy()) * low[w].dtype.itemsize for w in order if w.shape is not None]
+            low[w] = typed(_narrow(op, given[w], kind), None, w.shape)
+        each = [_nbytes(low[w]) for w in order]
         made: dict[onnx_ir.Value, onnx_ir.Value] = {}
         placed = dict(zip(order, buckets.plan(each, self.ranks.bucket), strict=True))
         for w, bucket in placed.items():
@@ -226,7 +228,7 @@ class Reduction:
                 y = self.node("ReduceScatter", flat, GRADIENTS + bucket, part)
             else:
                 y = self.node("AllReduce", low[w], GRADIENTS + bucket)
-            if y.dtype != w.dtype:
+            if w.dtype is not None and y.dtype != w.dtype:
                 y = typed(op.Cast(y, to=w.dtype.value), w, y.shape)
             made[w] = typed(y, w, y.shape)
         return {w: made[w] for w in given}, placed
@@ -246,6 +248,13 @@ class Reduction:
         flat = self.node("AllGather", typed(part, w, part.shape), bucket, size)
         shape = [int(d) for d in w.shape.numpy()] if w.shape is not None else []
         return typed(self.op.Reshape(flat, self.op.constant(np.array(shape, np.int64))), w, w.shape)
+
+
+def _nbytes(value: onnx_ir.Value) -> int:
+    """The bytes of a value of known type and shape."""
+    assert value.dtype is not None
+    assert value.shape is not None
+    return int(prod(value.shape.numpy()) * value.dtype.itemsize)
 
 
 def _narrow(op: Builder, g: onnx_ir.Value, kind: onnx_ir.DataType | None) -> onnx_ir.Value:

@@ -22,6 +22,7 @@ from onnx_fuse.passes.canonicalize import clean
 from onnx_fuse.passes.precision import lower_precision
 from onnx_fuse.program.problem import PRECISIONS
 from onnx_fuse.training import losses, optim
+from onnx_fuse.training.batchnorm import synchronised
 from onnx_fuse.training.groups import Choice
 from onnx_fuse.training.losses import Given, Target, Term
 from onnx_fuse.training.ranks import LOSS, Measure, Ranks, Reduction, measures
@@ -143,7 +144,7 @@ def training_model(
     statistics = step.batch_norms(choice)
     step.dropouts()
     step.attach_loss(losses.terms(loss, loss_options, output))
-    if fused and level and not step.evaluates:
+    if fused and not step.evaluates:
         step.fuse_loss()
     weights = step.weights(statistics, choice)
     if step.evaluates:
@@ -213,6 +214,8 @@ class _Step:
         self.shared: dict[tuple[str, float], onnx_ir.Value] = {}
         self.ranks = None if self.evaluates else ranks
         self.counts: onnx_ir.Value | None = None
+        if self.ranks is not None:
+            self.counts = self.input("ranks.counts", onnx_ir.DataType.DOUBLE, [None])
         self.measures: tuple[Measure, ...] = ()
         self.rows: onnx_ir.Value | None = None  # the rank's share of all rows
         self.ready: dict[onnx_ir.Value, int] = {}  # when the backward makes a weight's gradient
@@ -247,7 +250,8 @@ class _Step:
         assert w.shape is not None
         part = self.reduction.part_of(w) if self.ranks and kind == "slot" else 0
         shape = (part,) if part else tuple(w.shape.numpy())
-        made = self.add_state(f"{w.name}.{name}", kind, np.full(shape, initial, w.dtype.numpy()))
+        first = np.broadcast_to(np.array(initial, w.dtype.numpy()), shape)  # one number in memory
+        made = self.add_state(f"{w.name}.{name}", kind, first)
         if part:
             self.wholes[made] = tuple(w.shape.numpy())
         return made
@@ -292,12 +296,26 @@ class _Step:
             elif len(node.outputs) < 3:
                 node.resize_outputs(3)
             node.attributes["training_mode"] = onnx_ir.AttrInt64("training_mode", int(learns))
-            if learns:
+            if learns and self.ranks is not None and self.ranks.sync_batchnorm:
+                self.synchronise(node, running)
+            elif learns:
                 for value, new in zip(running, node.outputs[1:3], strict=True):
                     new.name = new.name or self.op.fresh(f"{value.name}.next")
                     new.type, new.shape = value.type, value.shape
                     self.next[value] = new
         return found
+
+    def synchronise(self, node: onnx_ir.Node, running: Sequence[onnx_ir.Value]) -> None:
+        """Put the statistics of all ranks in the place of those of this rank's rows."""
+        assert self.counts is not None
+        y, *news = synchronised(node, self.op, self.reduction, self.counts, len(self.next))
+        if node.outputs[0].is_graph_output():
+            y = self.op.Identity(y)
+        self.graph.insert_before(node, self.op.nodes)
+        self.op.nodes = []
+        onnx_ir.convenience.replace_all_uses_with(node.outputs[0], y, replace_graph_outputs=True)
+        self.graph.remove(node, safe=True)
+        self.next.update(zip(running, news, strict=True))
 
     def dropouts(self) -> None:
         """Draw the masks of training Dropout from `rng`, so that a resumed run draws the same."""
@@ -328,12 +346,8 @@ class _Step:
             # what the terms are means of is known once they are attached
             known = losses.attach(self.model.clone(), terms)[2]
             self.measures = measures(terms, known)
-            self.counts = onnx_ir.Value(
-                name=self.op.fresh("ranks.counts"),
-                type=onnx_ir.TensorType(onnx_ir.DataType.DOUBLE),
-                shape=onnx_ir.Shape([len(terms) + 1]),
-            )
-            self.graph.inputs.append(self.counts)
+            assert self.counts is not None
+            self.counts.shape = onnx_ir.Shape([len(terms) + 1])
             shares, self.rows = self.reduction.shares(self.counts, self.measures)
             self.place()
         self.loss, labels, self.targets = losses.attach(self.model, terms, shares)
@@ -361,7 +375,8 @@ class _Step:
         if self.ranks is None:
             return
         assert self.rows is not None
-        for value in [v for v, kind, _ in self.states if kind == "statistic" and v in self.next]:
+        own = [v for v, kind, _ in self.states if kind == "statistic" and v in self.next]
+        for value in own if not self.ranks.sync_batchnorm else ():
             self.next[value] = self.reduction.mean(self.next[value], self.rows)
         self.loss = self.reduction.node("AllReduce", self.loss, LOSS)
 
@@ -489,7 +504,8 @@ class _Step:
 
     def squares(self, gradients: Mapping[onnx_ir.Value, onnx_ir.Value]) -> onnx_ir.Value:
         """Σ g² over the gradients of all weights that train already."""
-        squares, parts = [], []
+        squares: list[onnx_ir.Value] = []
+        parts: list[onnx_ir.Value] = []
         for w, g in gradients.items():
             square = self.op.ReduceSumSquare(g, keepdims=0)
             if (began := self.began(w)) is not None:

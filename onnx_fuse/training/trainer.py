@@ -27,7 +27,7 @@ from onnx_fuse.runtime import ort
 from onnx_fuse.runtime.budget import parse as parse_budget
 from onnx_fuse.training import adapters, checkpoint, data, fit, optim, settings, shared
 from onnx_fuse.training.adapters import Adapter, Lora
-from onnx_fuse.training.backends import backend, check_device, gpu_of
+from onnx_fuse.training.backends import Compiling, backend, check_device, gpu_of, whole
 from onnx_fuse.training.fault import fault_of
 from onnx_fuse.training.groups import Choice
 from onnx_fuse.training.history import History
@@ -92,6 +92,11 @@ class Trainer:
         reduce_dtype: "fp32" adds up the gradients of the ranks in their own type, "bf16" in half
             as many bytes.
         shard: "optimizer" lets each rank hold its part of the optimizer's state alone.
+        hardware: Build the steps for this GPU, which need not be here: nothing is run, and
+            `deploy.compile_training` compiles them.
+        compiled: A folder that it has written from the same model and settings: the GPU runs what
+            is there, and nothing is compiled.
+        sync_batchnorm: Normalize by the statistics of all ranks' rows, instead of each rank's own.
         memory: The most GPU memory that a step may take, as bytes or as a text such as "6GiB";
             "min" is the least possible. Weights, states, inputs and temporaries count. Results of
             the forward are then computed a second time in the backward where that frees enough
@@ -133,6 +138,9 @@ class Trainer:
         distributed: bool = False,
         reduce_dtype: str = "fp32",
         shard: str = "",
+        hardware: Hardware | None = None,
+        compiled: str | os.PathLike[str] | None = None,
+        sync_batchnorm: bool = False,
     ) -> None:
         check_device(precision, device)
         self.world = world() if distributed else None
@@ -142,7 +150,7 @@ class Trainer:
         if memory is not None and device != "cuda":
             raise UsageError("memory bounds a step on a GPU: on the CPU onnxruntime plans its own")
         budget = None if memory is None else parse_budget(memory)
-        if device == "cuda":
+        if device == "cuda" and hardware is None:
             from onnx_fuse.runtime.device import begin
 
             begin(gpu)
@@ -156,9 +164,13 @@ class Trainer:
         if self.world is not None:
             if ema is not None and shard:
                 raise UsageError("a sharded optimizer keeps no running averages: leave out ema")
-            self._ranks = Ranks(self.world.rank, self.world.size, reduce_dtype, shard)
-        elif shard or reduce_dtype != "fp32":
-            raise UsageError("shard and reduce_dtype are for ranks: give distributed=True")
+            self._ranks = Ranks(
+                self.world.rank, self.world.size, reduce_dtype, shard, sync_batchnorm
+            )
+        elif shard or reduce_dtype != "fp32" or sync_batchnorm:
+            raise UsageError(
+                "shard, reduce_dtype and sync_batchnorm are for ranks: give distributed=True"
+            )
         if ema is not None and not 0 <= ema < 1:
             raise UsageError(f"ema is {ema}: it must be at least 0 and below 1")
         self.optimizer = optimizer or optim.AdamW()
@@ -198,7 +210,9 @@ class Trainer:
             "ema": ema,
         }
         math = PRECISIONS[precision][1]
-        self._whole = partial(_whole, math=math, gpu=gpu) if device == "cuda" else None
+        self.hardware, self.precision = hardware, precision
+        """`hardware` is the GPU that the steps are only compiled for, or None."""
+        self._whole = partial(whole, math=math, hw=hardware, gpu=gpu) if device == "cuda" else None
         self.seed, self.accumulate = seed, accumulate
         self._batch_unchecked: bool = free_batch
         self.calls = 0
@@ -209,9 +223,12 @@ class Trainer:
         graph, spec = self._build("update")
         self._specs: dict[Mode, Spec] = {"update": spec}
         if self.world is not None:
-            known = f"{self._fingerprint()} {self._settings()} {reduce_dtype} {shard}"
+            common = self._ranks and dataclasses.replace(self._ranks, rank=0)
+            known = f"{self._fingerprint()} {self._settings()} {common}"
             self.world.agree("model or settings", hashlib.sha256(known.encode()).hexdigest())
-        self._device = backend(spec.states, device, gpu, math, budget, self.world)
+        self._device = backend(
+            spec.states, device, gpu, math, budget, self.world, hardware, compiled
+        )
         self._device.add("update", graph)
 
     # -- graphs --
@@ -238,6 +255,18 @@ class Trainer:
             graph, self._specs[mode] = self._build(mode)
             self._device.add(mode, graph)
         return self._specs[mode]
+
+    def graphs(self) -> dict[Mode, tuple[onnx_ir.Model, dict[str, str]]]:
+        """Of a Trainer with `hardware`, each mode's graph, and which outputs replace which states.
+
+        Raises UsageError for another Trainer.
+        """
+        if not isinstance(self._device, Compiling):
+            raise UsageError("the Trainer was not made for compiling: give it hardware=")
+        modes: list[Mode] = ["update", "evaluate"]
+        modes += ["accumulate"] if self.accumulate > 1 else []
+        modes += ["average"] if self._options["ema"] is not None else []
+        return {mode: self._device.graph(mode, self.spec(mode)) for mode in modes}
 
     @property
     def recompute(self) -> str:
@@ -342,6 +371,8 @@ class Trainer:
         graph, spec = self._build("update")
         states = {s.name: np.array(self._device.array(s.name)) for s in spec.states}
         scalars = self._scalars(spec, self.optimizer.rate(self.updates))
+        if spec.counts:
+            scalars[spec.counts] = np.ones(len(spec.measures) + 1)
         return graph, {**self._fit(spec, feeds), **scalars, **states}
 
     def finish(self, run: Run) -> float:
@@ -664,13 +695,6 @@ class Trainer:
 def _level(precision: str, device: str) -> int:
     """The default level of the fusions."""
     return 2 if device == "cuda" and PRECISIONS[precision][0] != "float32" else 0
-
-
-def _whole(node: onnx_ir.Node, math: str, gpu: int) -> bool:
-    """Whether a fused node's gradients are best made by one call on this GPU."""
-    from onnx_fuse.lower.linear import gradient_pays
-
-    return gradient_pays(node, math, Hardware.detect(gpu))
 
 
 def _weight_names(spec: Spec) -> list[str]:

@@ -11,6 +11,7 @@ multiplies them. So a runtime needs z for a few rows at a time, and never M x V 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -124,13 +125,29 @@ register(OpDef(NAME, FUSE, body=_BODY, saves=("gx", "gw", "gb"), grad=_gradient)
 
 
 class _Product(NamedTuple):
-    """The product below the scores: x [..., K], and W [V, K], or [K, V] if `turned`."""
+    """The product below the scores: x [..., K], and W [V, K], or [K, V] if `turned`.
+
+    With `affine` it is fused with the norm of that kind before it: x is what is normed.
+    """
 
     node: ir.Node
     x: ir.Value
     w: ir.Value
     turned: bool
     bias: ir.Value | None
+    affine: Sequence[ir.Value | None] = ()
+
+    def operand(self, op: Any) -> ir.Value:
+        """What W multiplies; the norm as a node of its own again."""
+        if not self.affine:
+            return self.x
+        kept = {name: value.value for name, value in self.node.attributes.items()}
+        inputs = [self.x, *self.affine]
+        if FusedName.of(self.node.op_type).rms:
+            made = op.node("RMSNormalization", inputs, domain=FUSE, attributes=kept)
+        else:
+            made = op.LayerNormalization(*inputs, axis=-1, **kept)
+        return typed(made, self.x, self.x.shape)
 
 
 def _product(node: ir.Node | None) -> _Product | None:
@@ -145,10 +162,11 @@ def _product(node: ir.Node | None) -> _Product | None:
                 return found._replace(bias=bias) if _fits(bias, found) else None
         return None
     fused = node.domain == FUSE and name.family == "Gemm" and not name.activation
-    fused = fused and not (name.norm or name.place or name.exposed or name.grad)
+    fused = fused and not (name.place or name.exposed or name.grad)
     if not fused and (node.domain or node.op_type not in ("MatMul", "Gemm")):
         return None
-    x, w, *rest = node.inputs
+    norms = {"": 0, "LayerNorm": 2, "RMSNorm": 1}[name.norm] if fused else 0
+    (x, *affine), (w, *rest) = node.inputs[: 1 + norms], node.inputs[1 + norms :]
     plain = all(attribute(node, key, 1.0) == 1.0 for key in ("alpha", "beta"))
     if x is None or w is None or rank(w) != 2 or not (rank(x) or 0) >= 2 or not plain:
         return None
@@ -158,7 +176,7 @@ def _product(node: ir.Node | None) -> _Product | None:
     made = producer(w, "Transpose")
     if made is not None and made.inputs[0] is not None:  # a table that is tied to the head
         w, turned = made.inputs[0], not turned
-    site = _Product(node, x, w, turned, rest[0] if rest else None)
+    site = _Product(node, x, w, turned, rest[0] if rest else None, affine)
     return site if _fits(site.bias, site) else None
 
 
@@ -216,7 +234,8 @@ def _apply(rw: Rewriter, loss: ir.Node) -> bool:
         return rw.refuse(NAME, nodes, "the probabilities are read as well")
     if not all(_read_once(v) for v in (value, *(view.outputs[0] for view in views))):
         return rw.refuse(NAME, nodes, "the scores are read elsewhere, or are an output")
-    op, x, w = Builder(), site.x, site.w
+    op, w = Builder(), site.w
+    x = site.operand(op)
     double = x.dtype == ir.DataType.DOUBLE
     stash = ir.DataType.DOUBLE if double else ir.DataType.FLOAT
     x2 = typed(op.Reshape(x, op.constant([-1, width])), x, [None, width])

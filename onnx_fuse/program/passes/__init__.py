@@ -9,6 +9,7 @@ from typing import TypeAlias
 from onnx_fuse.program.call import Call, Context
 from onnx_fuse.program.passes.buckets import by_bucket
 from onnx_fuse.program.passes.callgraph import Calls, Rule, rewrite
+from onnx_fuse.program.passes.copy_forwarding import forward_copies
 from onnx_fuse.program.passes.cse import eliminate_common, eliminate_dead
 from onnx_fuse.program.passes.epilogue_fusion import BEFORE_CHAINS, BEHIND_CHAINS
 from onnx_fuse.program.passes.horizontal_fusion import batch, fold_together
@@ -31,6 +32,7 @@ PIPELINE: tuple[tuple[str, Pass], ...] = (
     ("dead calls", lambda calls, keep, _: eliminate_dead(calls, keep)),
     ("cse", lambda calls, keep, _: eliminate_common(calls, keep)),
     ("dead calls", lambda calls, keep, _: eliminate_dead(calls, keep)),
+    ("copy forwarding", lambda calls, keep, _: forward_copies(calls, keep)),
     *((f"epilogue fusion: {rule.__name__}", partial(_each, rule)) for rule in BEFORE_CHAINS),
     ("pointwise fusion", lambda calls, keep, _: fuse(calls, keep)),
     *((f"epilogue fusion: {rule.__name__}", partial(_each, rule)) for rule in BEHIND_CHAINS),

@@ -36,7 +36,9 @@ def first_buckets(calls: Sequence[Call]) -> list[int | None]:
         wanted = [needs[t.buffer] for _, t in call.writes if t.buffer in needs]
         bucket = min(wanted, default=None) if own is None else own
         found.append(bucket)
-        for _, tensor in call.reads if bucket is not None else ():
+        if bucket is None:
+            continue
+        for _, tensor in call.reads:
             needs[tensor.buffer] = min(bucket, needs.get(tensor.buffer, bucket))
     return found[::-1]
 

@@ -379,6 +379,10 @@ def tail(calls: Calls, i: int, call: Call) -> None:
             bytes=before.bytes + sum(t.nbytes for t in (y, *others)) - v.nbytes,
             inplace=tuple(pair for pair in before.inplace if shared or pair[0] != name),
         )
+        # the kernel that takes these steps may be a slower one
+        apart = (before.problem, pointwise(call))
+        if before.problem.op == "Conv" and not calls.pays(apart, (made.problem,)):
+            continue
         if calls.fuse(at, i, made):
             return
 

@@ -51,24 +51,29 @@ def batch(
     gone: set[int] = set()
     placed: dict[int, list[Call]] = defaultdict(list)
     for members in kinds.values():
-        choice = _shared(calls[members[0]], hw, prefs) if len(members) > 1 else None
-        if choice is None:
-            continue
-        run: list[int] = []
-        for i in reversed(members):
-            # `run` starts at its last member; earlier ones join as long as they may wait for it
-            beside = run if copy_fusion.piece_of(calls[i]) is not None else ()
-            if run and not (_may_wait(calls, i, run[0], beside) and _small(calls[i])):
+        runs = [run for run in _runs(calls, members) if len(run) > 1]
+        choice = _shared(calls[members[0]], hw, prefs) if runs else None
+        if choice is not None:
+            for run in runs:
                 _place(calls, run, choice, depths, gone, placed)
-                run = []
-            run.append(i)
-        _place(calls, run, choice, depths, gone, placed)
     result = []
     for i, call in enumerate(calls):
         if i not in gone:
             result.append(call)
         result += placed.get(i, [])
     return result
+
+
+def _runs(calls: Sequence[Call], members: Sequence[int]) -> list[list[int]]:
+    """The members, the last first, in runs: each may wait for the first of its run."""
+    runs: list[list[int]] = []
+    for i in reversed(members):
+        beside = runs[-1] if runs and copy_fusion.piece_of(calls[i]) is not None else ()
+        if runs and _may_wait(calls, i, runs[-1][0], beside) and _small(calls[i]):
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    return runs
 
 
 def _place(
@@ -80,8 +85,6 @@ def _place(
     placed: dict[int, list[Call]],
 ) -> None:
     """Put the members of a run as one call, or a few, where its last member stood."""
-    if len(run) < 2:
-        return
     members = list(reversed(run))
     if copy_fusion.copy_kind(calls[run[0]]) is not None:
         for k in range(0, len(members), copy_fusion.TABLE):

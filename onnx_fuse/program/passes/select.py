@@ -52,8 +52,9 @@ def call_early(calls: Sequence[Call], hw: Hardware) -> tuple[Call, ...]:
     places = [(i, j) for i, launches in enumerate(found) for j in range(len(launches))]
     for (i, j), (after, first) in pairwise(places):
         launch, alone = found[i][j], 2 * found[after][first].smem > hw.smem_per_block
-        few = upper_bound(prod(launch.grid), wide_size_class) <= 128  # these do it anyway
-        if alone and not few and launch.source in CALLS_EARLY:
+        if not (alone and launch.source in CALLS_EARLY):
+            continue
+        if upper_bound(prod(launch.grid), wide_size_class) > 128:  # fewer do it anyway
             defines = tuple(sorted({**dict(launch.defines), "NEXT_ALONE": "1"}.items()))
             found[i][j] = replace(launch, defines=defines)
     return tuple(

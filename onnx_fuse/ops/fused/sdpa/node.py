@@ -9,8 +9,10 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.onnx.build import Builder, dim, rank
+from onnx_fuse.ops.fused.sdpa.causal import causal_step
 from onnx_fuse.ops.fused.sdpa.kinds import Kind
 from onnx_fuse.ops.fused.sdpa.rule import emit, grouping, transposed
+from onnx_fuse.ops.fused.sdpa.scores import Step
 from onnx_fuse.ops.rewrite import Rewriter, attribute, typed
 
 
@@ -78,11 +80,12 @@ def fuse_node(rw: Rewriter, node: ir.Node) -> bool:
     steps, guard = (("Mask",), "Guard") if mask is not None else ((), "")
     kind = Kind(grouped is not None, False, capped, causal, steps, guard)
     inputs = [q, k, v] + ([mask] if mask is not None else [])
+    step = causal_step([Step(mask, mask)] if mask is not None else [])
     if capped:
         assert isinstance(softcap, float)
-        y = emit(op, kind, grouped, inputs, scale / softcap, softcap)
+        y = emit(op, kind, grouped, inputs, scale / softcap, softcap, step)
     else:
-        y = emit(op, kind, grouped, inputs, scale)
+        y = emit(op, kind, grouped, inputs, scale, causal=step)
     made = y.producer()
     assert made is not None
     made.overload = "newer"

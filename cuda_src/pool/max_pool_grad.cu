@@ -1,20 +1,19 @@
-// pool/pool_grad.cu: the gradient of a max or mean pool over windows of x [planes, d, h, w, channels].
-// Idea     : no atomics and no positions kept. pool_codes looks for the first maximum of each window again and
-//            notes its tap, a byte or two; pool_grad gathers: an element adds the gradients of the windows
+// pool/max_pool_grad.cu: the gradient of a MaxPool over windows of x [planes, d, h, w, channels].
+// Idea     : no atomics and no positions kept. max_pool_codes looks for the first maximum of each window again and
+//            notes its tap, a byte or two; max_pool_grad gathers: an element adds the gradients of the windows
 //            that reach it, in the order of the outputs, where its own tap is the noted one.
 // Inputs   : x, dy T dense, three spatial axes (leading ones of size 1 where there are fewer); VEC divides
 //            channels, WIDE divides w; one of them is 1.
 // Outputs  : code CODE as dy; dx T.
-// Macros   : T ACC MODE (0 max, 1 mean) CODE VEC WIDE; KD KH KW, SD SH SW, DD DH DW, PD PH PW as pool.cu's;
-//            ED EH EW (padding after), INCLUDE_PAD.
-// Launch   : 256 threads, VEC outputs a thread (pool_codes); VEC channels or WIDE pixels (pool_grad).
+// Macros   : T ACC CODE VEC WIDE; KD KH KW, SD SH SW, DD DH DW, PD PH PW as pool.cu's.
+// Launch   : 256 threads, VEC outputs a thread (max_pool_codes); VEC channels or WIDE pixels (max_pool_grad).
 // Numerics : sums in ACC. Bound: HBM, x and dy read, dx written.
 #define TRANSPOSED 1
 #include "conv/geometry.cuh"
 #include "reduce/team.cuh"
 
 extern "C" __global__ void __launch_bounds__(256)
-    pool_codes(const T* x, CODE* code, i64 size, int channels, int d, int h, int w, int od, int oh, int ow) {
+    max_pool_codes(const T* x, CODE* code, i64 size, int channels, int d, int h, int w, int od, int oh, int ow) {
     after_previous_launch();
     const i64 i = (i64)blockIdx.x * 256 + threadIdx.x;
     if (i >= size) return;
@@ -43,15 +42,8 @@ extern "C" __global__ void __launch_bounds__(256)
     store<VEC>(code + p * channels + c, best);
 }
 
-// How many taps of the window at output o count for a mean: those in the image, or in it and its padding.
-template <int K, int STRIDE, int DILATION, int PAD, int AFTER> DEVICE int counted(int o, int size) {
-    const int start = o * STRIDE - PAD, end = size + (INCLUDE_PAD ? AFTER : 0);
-    const int first = INCLUDE_PAD || start >= 0 ? 0 : (DILATION - 1 - start) / DILATION;
-    return end <= start ? 0 : min(K - 1, (end - 1 - start) / DILATION) - first + 1;
-}
-
-extern "C" __global__ void __launch_bounds__(256)
-    pool_grad(const T* dy, const CODE* code, T* dx, i64 size, int channels, int d, int h, int w, int od, int oh,
+extern "C" __global__ void __launch_bounds__(256, 1)
+    max_pool_grad(const T* dy, const CODE* code, T* dx, i64 size, int channels, int d, int h, int w, int od, int oh,
               int ow) {
     after_previous_launch();
     const i64 i = (i64)blockIdx.x * 256 + threadIdx.x;
@@ -76,17 +68,10 @@ extern "C" __global__ void __launch_bounds__(256)
                     if (ox < 0) continue;
                     const i64 at = (row + ox) * channels + c;
                     const Vec<T, VEC> g = load<VEC>(dy + at);
-#if MODE
-                    const ACC share = (ACC)1 / (counted<KD, SD, DD, PD, ED>(oz, d) * counted<KH, SH, DH, PH, EH>(oy, h) *
-                                                counted<KW, SW, DW, PW, EW>(ox, w));
-#pragma unroll
-                    for (int k = 0; k < VEC; k++) sum[j * VEC + k] += (ACC)widen(g.at[k]) * share;
-#else
                     const Vec<CODE, VEC> noted = load<VEC>(code + at);
 #pragma unroll
                     for (int k = 0; k < VEC; k++)
                         if (noted.at[k] == (a * KH + b) * KW + e) sum[j * VEC + k] += (ACC)widen(g.at[k]);
-#endif
                 }
         }
     }

@@ -1,0 +1,302 @@
+// sdpa/wgmma_grad_sm90.cu: dq, dk, dv of attention in 16-bit floats on Hopper: TMA, wgmma.
+// Idea     : A block owns 64 WGS rows of one side and walks over tiles of TILE rows of the other side,
+//            which TMA keeps STAGES deep in flight. KEYS: it owns keys and values, walks over the queries
+//            and dy of each head of its group, and makes dk and dv of transposed tiles. Else it owns
+//            queries and dy, walks over keys and values, and makes dq. A tile's logits are computed once
+//            more in both. Probabilities and their gradients stay in registers, where they are the second
+//            products' operand; a tile in shared memory is the operand of a product and, read the other
+//            way, of the one behind it. A product of the next tile runs before a tile is released.
+// Inputs   : q, k, v, dy by 4-D TMA [D, rows, heads, batch] in any order of memory, zeros past their ends;
+//            rows [B, H, padded S] from sdpa_rows. MASK 1: a row a query, by TMA too (0 strides: size 1);
+//            MASK 2: one row, by its strides. One mask at most, which is added or (KEEP) selects.
+// Outputs  : KEYS: dk, dv, else dq, by TMA in any order of memory.
+// Macros   : operands.cuh's; KEYS, WGS, TILE (64), STAGES, BLOCKS (an SM's).
+// Launch   : grid (blocks of 64 WGS rows, heads of the owned side, batch), 128 WGS threads.
+// Numerics : f32 accumulate; probabilities and their gradients rounded to T as operands; bits depend on
+//            TILE alone.
+// Bound    : tensor core, with half as many cycles of exp beside it at a head size of 64.
+#include "sdpa/operands.cuh"
+#include "sm90.cuh"
+
+constexpr int KD = (D + 63) / 64, VD = (DV + 63) / 64;  // boxes of 64 columns, 128 bytes a row
+constexpr int BOX = 64 * 128, OWN_BYTES = (KD + VD) * BOX, THREADS = WGS * 128;
+
+// What a query's row of logits is made probabilities with, and the sum of dy y.
+#if NATURAL
+struct alignas(16) Row { float top, spread, delta, none; };
+#else
+struct alignas(8) Row { float level, delta; };  // the level in units of log 2
+#endif
+struct alignas(16) RowPair { Row at[2]; };
+
+// a tile of q or k, of dy or v, of the mask, and (KEYS) its rows
+constexpr int FIRST_BYTES = KD * TILE * 128, SECOND_BYTES = VD * TILE * 128;
+constexpr int MASK_BYTES = MASK == 1 ? WGS * TILE * 128 : 0, ROW_BYTES = KEYS ? TILE * (int)sizeof(Row) : 0;
+constexpr int STAGE_AT = WGS * OWN_BYTES, STAGE_BYTES = FIRST_BYTES + SECOND_BYTES + MASK_BYTES;
+constexpr int ROWS_AT = STAGE_AT + STAGES * STAGE_BYTES, BAR_AT = ROWS_AT + STAGES * ROW_BYTES;
+static_assert(TILE == 64, "what a mask drops are 32 bits a thread");
+
+// s[64, TILE] = a . b^T over WIDTH
+template <int WIDTH> DEVICE void dots(float (&s)[TILE / 2], u32 a, u32 b) {
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < (WIDTH + 15) / 16; i++)
+        Wgmma<T, TILE, 0, 0>::run(s, wgmma_descriptor<true>(a + i / 4 * BOX + i % 4 * 32),
+                                  wgmma_descriptor<true>(b + i / 4 * (TILE * 128) + i % 4 * 32), i);
+    wgmma_commit();
+}
+// acc[64, 64 BOXES] += p . b
+template <int BOXES> DEVICE void gather(float (&acc)[BOXES * 32], const u32 (&p)[TILE / 4], u32 b) {
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < TILE / 16; i++)
+        Wgmma<T, BOXES * 64, 0, 1>::run(acc, p + 4 * i, wgmma_descriptor<false, TILE * 128>(b + i * 2048), 1);
+    wgmma_commit();
+}
+// Sums to the warp's 16 rows in shared memory, and from there by TMA.
+template <int BOXES>
+DEVICE void leave(const TensorMap& map, u32 to, float (&acc)[BOXES * 32], float factor, int row, int head, int b) {
+    const int lane = threadIdx.x % 32;
+    to += threadIdx.x / 32 % 4 * 2048;
+#pragma unroll
+    for (int c = 0; c < BOXES; c++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            u32 out[4];
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const float* from = acc + c * 32 + i * 8 + e * 2;
+                out[e] = pack2<T>(from[0] * factor, from[1] * factor);
+            }
+            stmatrix_x4(to + lane % 16 * 128 + c * BOX + ((i * 2 + lane / 16 ^ lane % 8) << 4), out[0], out[1], out[2], out[3]);
+        }
+    fence_proxy_async();
+    __syncwarp();
+    if (lane == 0) {
+        for (int c = 0; c < BOXES; c++) tma_store(map, to + c * BOX, c * 64, row, head, b);
+        tma_store_commit();
+    }
+}
+
+// Rows of `padded` queries a head: past the last one are rows without probabilities.
+extern "C" __global__ void __launch_bounds__(256)
+    sdpa_rows(const T* dy, const T* y, const float* lse, Row* rows, int queries, int padded, i64 db, i64 dh, i64 dr,
+              i64 yb, i64 yh, i64 yr) {
+    after_previous_launch();
+    constexpr int LANES = VD * 8;  // 16 bytes each
+    const int row = blockIdx.x * (256 / LANES) + threadIdx.x / LANES, c = threadIdx.x % LANES * 8;
+    const int h = blockIdx.y, b = blockIdx.z;
+    const i64 head = (i64)b * gridDim.y + h;
+    float delta = 0;
+    if (row < queries && c < DV) {
+        const Vec<T, 8> s = load<8>(dy + b * db + h * dh + row * dr + c), t = load<8>(y + b * yb + h * yh + row * yr + c);
+#pragma unroll
+        for (int i = 0; i < 8; i++) delta += to_float(s.at[i]) * to_float(t.at[i]);
+    }
+#pragma unroll
+    for (int step = LANES / 2; step; step >>= 1) delta += __shfl_xor_sync(~0u, delta, step);
+    if (c || row >= padded) return;
+    float2 l = make_float2(-NEGATIVE_INFINITY, 0);
+    if (row < queries) l = ((const float2*)lse)[head * queries + row];
+    if (GUARD && l.y != l.y) l = make_float2(-NEGATIVE_INFINITY, 0);
+#if NATURAL
+    rows[head * padded + row] = {l.x, l.y, delta, 0};
+#else
+    rows[head * padded + row] = {(l.x + l.y) * LOG2E, delta};
+#endif
+}
+
+// own1, own2, first, second: k, v, q, dy, or q, dy, k, v; out1, out2: dk, dv, or dq and nothing.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_gradients(
+    const __grid_constant__ TensorMap map_own1, const __grid_constant__ TensorMap map_own2,
+    const __grid_constant__ TensorMap map_first, const __grid_constant__ TensorMap map_second,
+    const __grid_constant__ TensorMap map_out1, const __grid_constant__ TensorMap map_out2,
+    const __grid_constant__ TensorMap map_mask, const T* mask, i64 mask_batch, i64 mask_head, i64 mask_column,
+    const Row* rows, int group, int queries, int keys, int padded, float scale, float floor, double fill) {
+    extern __shared__ __align__(1024) u8 smem[];
+    const u32 base = smem_address(smem), own_full = base + BAR_AT, full = own_full + 8, empty = full + STAGES * 8;
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, wg = warp / 4;
+    if (threadIdx.x == 0) {
+        mbarrier_init(own_full, 1);
+        for (int i = 0; i < STAGES; i++) {
+            mbarrier_init(full + i * 8, 1);
+            mbarrier_init(empty + i * 8, WGS * 4);
+        }
+        fence_barrier_init();
+    }
+    __syncthreads();
+    after_previous_launch();
+
+    // the last queries of a causal problem have the most keys: they start first
+    const int block = CAUSAL && !KEYS ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    const int first = block * (WGS * 64), mine = first + wg * 64;
+    const int own_head = blockIdx.y, b = blockIdx.z, heads = KEYS ? gridDim.y * group : gridDim.y;
+    const int begin = KEYS && CAUSAL ? first : 0;
+    const int end = KEYS ? queries : CAUSAL ? min(keys, first + WGS * 64) : keys;
+    const int tiles = max(0, (end - begin + TILE - 1) / TILE), steps = KEYS ? tiles * group : tiles;
+
+    // KEYS: all tiles of the first head of queries, then of the second
+    auto head_of = [&](int j) { return KEYS ? own_head * group + j / tiles : own_head / group; };
+    // by all lanes of the first warp: tile j to its stage
+    auto fetch = [&](int j) {
+        if (!elect()) return;
+        const int s = j % STAGES, t = begin + (KEYS ? j % tiles : j) * TILE, h = head_of(j);
+        const u32 bar = full + s * 8, to = base + STAGE_AT + s * STAGE_BYTES;
+        mbarrier_expect(bar, STAGE_BYTES + ROW_BYTES);
+        for (int c = 0; c < KD; c++) tma_load(to + c * (TILE * 128), map_first, bar, c * 64, t, h, b);
+        for (int c = 0; c < VD; c++) tma_load(to + FIRST_BYTES + c * (TILE * 128), map_second, bar, c * 64, t, h, b);
+        if (MASK == 1)
+            for (int i = 0; i < WGS; i++)
+                tma_load(to + FIRST_BYTES + SECOND_BYTES + i * (TILE * 128), map_mask, bar, KEYS ? first + i * 64 : t,
+                         KEYS ? t : first + i * 64, mask_head ? (KEYS ? h : own_head) : 0, mask_batch ? b : 0);
+        if (KEYS) bulk_load(base + ROWS_AT + s * ROW_BYTES, rows + ((i64)b * heads + h) * padded + t, ROW_BYTES, bar);
+    };
+    if (warp == 0) {
+        if (elect()) {
+            mbarrier_expect(own_full, WGS * OWN_BYTES);
+            for (int i = 0; i < WGS; i++) {
+                const u32 to = base + i * OWN_BYTES;
+                for (int c = 0; c < KD; c++) tma_load(to + c * BOX, map_own1, own_full, c * 64, first + i * 64, own_head, b);
+                for (int c = 0; c < VD; c++) tma_load(to + (KD + c) * BOX, map_own2, own_full, c * 64, first + i * 64, own_head, b);
+            }
+        }
+        for (int j = 0; j < STAGES && j < steps; j++) fetch(j);
+        __syncwarp();
+    }
+
+    const u32 own1 = base + wg * OWN_BYTES, own2 = own1 + KD * BOX;
+    float s[TILE / 2], dp[TILE / 2], acc1[KD * 32] = {}, acc2[VD * 32] = {};
+    u32 p[TILE / 4], ds[TILE / 4], dropped = 0;
+    const int row = mine + warp % 4 * 16 + lane / 4;  // the thread's, and 8 below
+    const float power = scale * LOG2E;
+    Operands o = {};  // for logit and slope
+    o.scale = scale, o.floor = floor, o.fill = fill;
+    Row own_rows[2];
+#pragma unroll
+    for (int i = 0; !KEYS && i < 2; i++) own_rows[i] = rows[((i64)b * heads + own_head) * padded + min(row + 8 * i, padded - 1)];
+
+    // Whether no own row of the warpgroup meets one of the tile.
+    auto hidden = [&](int t) {
+        return mine >= (KEYS ? keys : queries) || (CAUSAL && (KEYS ? t + TILE <= mine : t > mine + 63));
+    };
+    auto wait_full = [&](int j) { mbarrier_wait(full + j % STAGES * 8, j / STAGES & 1); };
+    // Tile j is read. The one before it is, by all warps or soon: its stage takes the next tile.
+    auto release = [&](int j) {
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(empty + j % STAGES * 8);
+        if (warp == 0 && j > 0 && j - 1 + STAGES < steps) {
+            mbarrier_wait(empty + (j - 1) % STAGES * 8, (j - 1) / STAGES & 1);
+            fetch(j - 1 + STAGES);
+        }
+    };
+    mbarrier_wait(own_full, 0);
+    wgmma_hold(acc1);
+    wgmma_hold(acc2);
+    bool behind = false;  // the products of the tile before may still run
+    for (int j = 0, t = begin; j < steps; j++, t = KEYS && t + TILE >= end ? begin : t + TILE) {
+        const int stage = j % STAGES;
+        if (hidden(t)) {
+            wgmma_wait<0>();
+            if (behind) release(j - 1);
+            behind = false;
+            wait_full(j);
+            release(j);
+            continue;
+        }
+        const u32 tile1 = base + STAGE_AT + stage * STAGE_BYTES, tile2 = tile1 + FIRST_BYTES;
+        const Row* tile_rows = (const Row*)(smem + ROWS_AT + stage * ROW_BYTES);
+        wait_full(j);
+        dots<D>(s, own1, tile1);
+        wgmma_wait<1>();
+        if (behind) release(j - 1);
+        behind = true;
+        dots<DV>(dp, own2, tile2);
+        wgmma_wait<1>();
+        wgmma_hold(s);
+        if (KEEP) dropped = 0;
+#pragma unroll
+        for (int q = 0; q < TILE / 16; q++) {
+            u32 m[4] = {};
+            if (MASK == 1) {
+                const u32 from = tile2 + SECOND_BYTES + wg * (TILE * 128);
+                if (KEYS)
+                    ldmatrix_x4_trans(m, from + q * 2048 + (lane / 16 * 8 + lane % 8) * 128 +
+                                             ((warp % 4 * 2 + lane / 8 % 2 ^ lane % 8) << 4));
+                else
+                    ldmatrix_x4(m, from + warp % 4 * 2048 + lane % 16 * 128 + ((q * 2 + lane / 16 ^ lane % 8) << 4));
+            }
+            if (MASK == 2) {
+                const T* from = mask + b * mask_batch + (KEYS ? head_of(j) : own_head) * mask_head;
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    if (KEYS) {
+                        const u32 one = from[min(row + e % 2 * 8, keys - 1) * mask_column].bits;
+                        m[e] = one | one << 16;
+                    } else {
+                        const int key = t + q * 16 + e / 2 * 8 + lane % 4 * 2;
+                        m[e] = from[min(key, keys - 1) * mask_column].bits | (u32)from[min(key + 1, keys - 1) * mask_column].bits << 16;
+                    }
+            }
+#pragma unroll
+            for (int n = 0; n < 2; n++) {
+                RowPair columns;
+                if (KEYS) columns = *(const RowPair*)(tile_rows + q * 16 + n * 8 + lane % 4 * 2);
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const Row& l = KEYS ? columns.at[e % 2] : own_rows[e / 2];
+                    float& x = s[q * 8 + n * 4 + e];
+#if NATURAL
+                    const float2 pair = unpack2<T>(m[n * 2 + e / 2]);
+                    const float by = e % 2 ? pair.y : pair.x;
+                    if (KEEP && by == 0) dropped |= 1u << (q * 8 + n * 4 + e);
+                    x = power2((logit(o, x, by, 0.0f) - l.top - l.spread) * LOG2E);
+                    if (GUARD && l.top == -NEGATIVE_INFINITY) x = 0;
+#else
+                    x = power2(x * power - l.level);
+                    if (GUARD && l.level == -NEGATIVE_INFINITY) x = 0;
+#endif
+                }
+            }
+        }
+        if ((!KEYS && t + TILE > keys) || (CAUSAL && (KEYS ? t < mine + 63 : t + TILE > mine + 1))) {
+#pragma unroll
+            for (int i = 0; i < TILE / 2; i++) {
+                const int mine_ = row + i / 2 % 2 * 8, other = t + i / 4 * 8 + lane % 4 * 2 + i % 2;
+                if ((!KEYS && other >= keys) || (CAUSAL && (KEYS ? mine_ > other : other > mine_))) s[i] = 0;
+            }
+        }
+        if (KEYS) {
+#pragma unroll
+            for (int i = 0; i < TILE / 4; i++) p[i] = pack2<T>(s[2 * i], s[2 * i + 1]);
+            gather<VD>(acc2, p, tile2);
+            wgmma_wait<1>();
+        } else {
+            wgmma_wait<0>();
+        }
+        wgmma_hold(dp);
+#pragma unroll
+        for (int n = 0; n < TILE / 8; n++) {
+            RowPair columns;
+            if (KEYS) columns = *(const RowPair*)(tile_rows + n * 8 + lane % 4 * 2);
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const float delta = KEYS ? columns.at[e % 2].delta : own_rows[e / 2].delta;
+                float& x = dp[n * 4 + e];
+                x = KEEP && dropped >> (n * 4 + e) & 1 ? 0.0f : s[n * 4 + e] * (x - delta);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < TILE / 4; i++) ds[i] = pack2<T>(dp[2 * i], dp[2 * i + 1]);
+        gather<KD>(acc1, ds, tile1);
+    }
+    wgmma_wait<0>();
+    wgmma_hold(acc1);
+    wgmma_hold(acc2);
+    bar_sync(1 + wg, 128);  // all have read the warpgroup's own rows
+    const int out_row = mine + warp % 4 * 16;
+    if (out_row < (KEYS ? keys : queries)) {
+        leave<KD>(map_out1, own1, acc1, scale, out_row, own_head, b);
+        if (KEYS) leave<VD>(map_out2, own2, acc2, 1, out_row, own_head, b);
+        if (lane == 0) tma_store_wait_read<0>();  // a block's memory is there while it is read
+    }
+}

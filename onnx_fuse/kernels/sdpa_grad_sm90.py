@@ -1,0 +1,145 @@
+"""The Hopper candidate of attention's gradient (sdpa/wgmma_grad_sm90.cu), and all of SdpaGrad's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from onnx_fuse.cuda.macros import defines
+from onnx_fuse.kernels.rule_based import Unconditional
+from onnx_fuse.kernels.sdpa import (
+    MMA,
+    SIMT,
+    boxes,
+    common_macros,
+    mask_boxes,
+    operand,
+    tma_refusal,
+)
+from onnx_fuse.program.problem import Arg, Config, Hardware, Launch, Num, Problem, Ptr
+
+TILE = 64
+
+# largest head size -> (warpgroups of keys, of queries, the queries' blocks on an SM), the fastest
+# first: what registers hold without a spill; a row mask for all queries takes a few more
+_CONFIGS = {64: ((2, 2, 2), (2, 3, 1), (2, 2, 1)), 128: ((2, 3, 1), (2, 2, 1))}
+_ALONE = {1: 0.7, 2: 0.82, 3: 0.9, 4: 1.0}
+"""An SM's rate by the warpgroups on it, in parts of that with four."""
+
+
+class WgmmaGrad(Unconditional):
+    """sdpa/wgmma_grad_sm90.cu: dq, dk, dv in 16-bit floats on Hopper's wgmma and TMA.
+
+    Three launches: the rows' sums of dy y, the keys' gradients, the queries'.
+    """
+
+    name, source = "wgmma", "sdpa/wgmma_grad_sm90.cu"
+
+    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+        """Why not, or None."""
+        p = problem
+        if reason := tma_refusal(p, hw, ("q", "k", "v", "y", "dy")):
+            return reason
+        if p.number("softcap", 0.0):
+            return "a softcap: its slope takes registers that there are not"
+        return None if self.configs(p, hw) else "the head size is too large"
+
+    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
+        """What registers and shared memory hold."""
+        p, wide = problem, max(problem.k, problem.integer("dv"))
+        rows = next((rows for limit, rows in _CONFIGS.items() if wide <= limit), ())
+        if MMA.mask(p) == 2:
+            rows = rows[-1:]
+        names = ("keys", "queries", "blocks")
+        found = [Config.of(**dict(zip(names, row, strict=True))) for row in rows]
+        return [
+            config
+            for config in found
+            if max(self._smem(p, config, keys) for keys in (True, False))
+            <= hw.smem_per_block // config.integer("blocks")
+        ]
+
+    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+        """Four products of keys' tiles, three of queries', the rows' sums; as on an H200."""
+        p = problem
+        width = sum(-(-n // 64) * 64 for n in (p.k, p.integer("dv")))
+        share = 0.5 if width <= 128 else 0.75  # of the chip's rate; tiles of 64 columns are narrow
+        seconds = hw.launch_seconds + 8e-6 + 4 * p.batches * p.m * p.integer("dv") / hw.bandwidth
+        beside = _ALONE[config.integer("queries") * config.integer("blocks")]
+        for own, other, count, products in (
+            (p.n, p.m, config.integer("keys"), 2.0),
+            (p.m, p.n, config.integer("queries"), 1.5 / beside),
+        ):
+            rows = -(-own // (64 * count)) * 64 * count
+            steps = (other + 64 * count) / 2 if p.attr("causal") else -(-other // 64) * 64
+            busy = min(1.0, p.batches * rows / (64 * count) / hw.sm_count)
+            work = 2 * p.batches * rows * steps * width * products
+            seconds += work / (hw.rate(p.dtype) * share * busy)
+        return seconds
+
+    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
+        """What a row of logits is made probabilities with, for each query of whole tiles."""
+        return problem.batches * self._padded(problem) * self._row(problem)
+
+    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """The rows' sums, then the gradients of keys and values, then those of queries."""
+        p, padded = problem, self._padded(problem)
+        batch, heads = p.batch
+        lanes = 8 * -(-p.integer("dv") // 64)
+        grid = (-(-padded // (256 // lanes)), heads, batch)
+        args: tuple[Arg, ...] = (
+            *map(Ptr, ("dy", "y", "lse", "workspace")), Num("i32", p.m), Num("i32", padded),
+            *(Num("i64", s) for name in ("dy", "y") for s in operand(p, name)[1]),
+        )  # fmt: skip
+        macros = defines(**self._macros(p, config, keys=False))
+        rows = Launch(self.source, "sdpa_rows", grid, (256, 1, 1), args, macros)
+        return (rows, self._gradients(p, config, True), self._gradients(p, config, False))
+
+    def _gradients(self, p: Problem, config: Config, keys: bool) -> Launch:
+        """The launch for keys and values, or for queries."""
+        (batch, heads), group = p.batch, p.integer("group", 1)
+        own, other = (("k", "v"), ("q", "dy")) if keys else (("q", "dy"), ("k", "v"))
+        results = ("dk", "dv") if keys else ("dq", "none")
+        count = config.integer("keys" if keys else "queries")
+        mask = p.integers("mask") or (0, 0, 0, 0)
+        args: tuple[Arg, ...] = (
+            *(boxes(p, name, 64) for name in own), *(boxes(p, name, TILE) for name in other),
+            *(boxes(p, name, 16) for name in results), mask_boxes(p, TILE if keys else 64),
+            Ptr("mask"), *(Num("i64", mask[i]) for i in (0, 1, 3)), Ptr("workspace"),
+            *(Num("i32", n) for n in (group, p.m, p.n, self._padded(p))),
+            *(Num("f32", p.number(n, default)) for n, default in (("scale", 1.0), ("floor", 0.0))),
+            Num("f64", p.number("fill", 0.0)),
+        )  # fmt: skip
+        macros = defines(**self._macros(p, config, keys))
+        rows, over = (p.n, heads // group) if keys else (p.m, heads)
+        grid, block = (-(-rows // (64 * count)), over, batch), (128 * count, 1, 1)
+        smem = self._smem(p, config, keys)
+        return Launch(self.source, "sdpa_gradients", grid, block, args, macros, smem)
+
+    def _macros(self, p: Problem, config: Config, keys: bool) -> dict[str, object]:
+        return {
+            **common_macros(p), "MASK": MMA.mask(p), "KEYS": keys, "TILE": TILE,
+            "WGS": config.integer("keys" if keys else "queries"), "STAGES": self._stages(p),
+            "BLOCKS": 1 if keys else config.integer("blocks"),
+        }  # fmt: skip
+
+    def _stages(self, p: Problem) -> int:
+        return 4 if max(p.k, p.integer("dv")) <= 64 else 3
+
+    def _padded(self, p: Problem) -> int:
+        """Queries of whole tiles."""
+        return -(-p.m // TILE) * TILE
+
+    def _row(self, p: Problem) -> int:
+        """Bytes of a row of the workspace."""
+        return 16 if p.attr("mask", ()) else 8
+
+    def _smem(self, p: Problem, config: Config, keys: bool) -> int:
+        """The owned rows (results leave from there), stages of tiles, mask and rows, barriers."""
+        boxes, stages = sum(-(-n // 64) for n in (p.k, p.integer("dv"))), self._stages(p)
+        count = config.integer("keys" if keys else "queries")
+        tile = boxes * TILE * 128 + (count * TILE * 128 if MMA.mask(p) == 1 else 0)
+        rows = TILE * self._row(p) if keys else 0
+        return count * boxes * 8192 + stages * (tile + rows + 16) + 8
+
+
+KERNELS = {"SdpaGrad": (WgmmaGrad(), MMA, SIMT)}

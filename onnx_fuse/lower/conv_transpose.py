@@ -1,0 +1,131 @@
+"""ConvTranspose in 16 bits as convolutions of channels-last images, one for each phase of a stride.
+
+y[o] sums x[i] w[tap] over o = i stride - pad + tap dilation. The outputs o = q stride + r of one r
+take the taps of one class alone, each at its own i = q + offset: a Conv of stride 1 whose filter is
+those taps, last first. A convolution's gradient by its image is such a ConvTranspose.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+
+import onnx_ir as ir
+
+from onnx_fuse.cuda.pointwise import Code, copy, emit
+from onnx_fuse.lower import conv_nhwc
+from onnx_fuse.lower.channels_last import channels_last, stored_last
+from onnx_fuse.program.call import Context, Tensor, dense_strides
+from onnx_fuse.program.problems import Conv, Window
+
+PHASES = 16
+"""Products of strides up to which each phase is a convolution of its own."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of a phase: outputs `first`, `first` + stride, ..., and taps from `last` down.
+
+    `taps` of them, `step` apart, make a filter of `dilation` with these pads; 0: nothing is added.
+    """
+
+    first: int
+    outputs: int
+    taps: int
+    last: int = 0
+    step: int = 1
+    dilation: int = 1
+    before: int = 0
+    after: int = 0
+
+
+def _axis(shape: Conv, axis: int, r: int) -> Axis:
+    """The outputs `r`, `r` + stride, ... of an axis."""
+    window, size = shape.window, shape.inner[axis]
+    stride, dilation = window.strides[axis], window.dilations[axis]
+    ahead = r + window.before[axis]
+    taps = [t for t in range(window.kernel[axis]) if (ahead - t * dilation) % stride == 0]
+    outputs = -(-(shape.outer[axis] - r) // stride)
+    if not taps:
+        return Axis(r, outputs, 0)
+    last, step = taps[-1], taps[1] - taps[0] if len(taps) > 1 else 1
+    apart, start = step * dilation // stride, (ahead - last * dilation) // stride
+    reach = outputs - 1 + start + (len(taps) - 1) * apart
+    return Axis(r, outputs, len(taps), last, step, apart, -start, reach - (size - 1))
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The axes of one phase, and its convolution; None: its outputs are zeros."""
+
+    axes: tuple[Axis, Axis, Axis]
+    shape: Conv | None
+
+
+def phases(shape: Conv) -> list[Phase]:
+    """The phases of a transposed convolution, which together write each output once."""
+    steps = [min(s, o) for s, o in zip(shape.window.strides, shape.outer, strict=True)]
+    found = []
+    for rest in product(*map(range, steps)):
+        a, b, c = (_axis(shape, i, r) for i, r in enumerate(rest))
+        window = Window(
+            (a.taps, b.taps, c.taps), (1, 1, 1), (a.dilation, b.dilation, c.dilation),
+            (a.before, b.before, c.before), (a.after, b.after, c.after),
+        )  # fmt: skip
+        outer = (a.outputs, b.outputs, c.outputs)
+        made = replace(shape, transposed=False, outer=outer, window=window)
+        found.append(Phase((a, b, c), made if a.taps and b.taps and c.taps else None))
+    return found
+
+
+def pays(ctx: Context, shape: Conv, x: Tensor, bias: bool) -> bool:
+    """Whether each phase is to run channels last, and what no tap reaches is zero."""
+    a, b, c = shape.window.strides
+    shared = shape.groups == 1 and shape.channels % 8 == 0
+    if not shape.transposed or shape.act or not (shared or shape.depthwise) or a * b * c > PHASES:
+        return False
+    shapes = [phase.shape for phase in phases(shape)]
+    if bias and None in shapes:
+        return False
+    x = _channels_second(replace(channels_last(x), strides=dense_strides(channels_last(x).shape)))
+    return all(each is None or conv_nhwc.pays(ctx, each, x) for each in shapes)
+
+
+def _channels_second(images: Tensor) -> Tensor:
+    """A view of channels-last images as everyone sees them."""
+    rank = len(images.shape)
+    return images.permute((0, rank - 1, *range(1, rank - 1)))
+
+
+def convolution(
+    ctx: Context, node: ir.Node, shape: Conv, reads: dict[str, Tensor], y: Tensor
+) -> str | None:
+    """y = ConvTranspose(x, weight) + bias, channels last; `y` is the new dense output."""
+    out = channels_last(stored_last(ctx, node, y))
+    weight, rank = reads["weight"], len(y.shape) - 2
+    found = phases(shape)
+    reads["x"] = _channels_second(ctx.contiguous(channels_last(reads["x"])))
+    for phase in found:
+        axes = phase.axes[3 - rank :]
+        firsts, steps = [a.first for a in axes], shape.window.strides[3 - rank :]
+        part = out.slice(
+            [0, *firsts, 0], [1, *steps, 1],
+            (out.shape[0], *(a.outputs for a in axes), out.shape[-1]),
+        )  # fmt: skip
+        if phase.shape is None:
+            code = Code()
+            emit(ctx, code, node, code.scalar(0, y.dtype), part)
+            continue
+        taps = weight.slice(
+            [0, 0, *(a.last for a in axes)], [1, 1, *(-a.step for a in axes)],
+            (*weight.shape[:2], *(a.taps for a in axes)),
+        )  # fmt: skip
+        if not shape.depthwise:  # whose channels are its filters
+            taps = taps.permute((1, 0, *range(2, rank + 2)))
+        given = {**reads, "weight": taps}
+        target = part if len(found) == 1 else ctx.scratch(y.dtype, part.shape)
+        if reason := conv_nhwc.into(ctx, node, phase.shape, given, target):
+            return reason
+        if target is not part:
+            copy(ctx, node, target, part)
+    return None

@@ -1,0 +1,126 @@
+"""The operands of a product as the Gemm candidates take them; rows of whole 16 bytes where it pays.
+
+TMA reads and writes rows that begin at multiples of 16 bytes. A product with 50257 columns of 16
+bits has others: it takes a copy of such an operand (of a weight that nothing writes to, made once)
+and leaves its result in rows that stand apart, which what reads it, or a copy, brings together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.cuda.pointwise import copy
+from onnx_fuse.kernels.costs import Passes, total
+from onnx_fuse.program.call import Context, Tensor
+from onnx_fuse.program.problem import ITEMSIZE, Problem
+
+_WHOLE = 8
+"""Elements of 16 bits that are 16 bytes."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A [batch..., rows, cols] operand as the Gemm candidates take it."""
+
+    tensor: Tensor
+    trans: bool
+    ld: int
+    batch_strides: tuple[int, ...]
+
+
+def matrix(ctx: Context, t: Tensor) -> Matrix:
+    """`t` [batch..., rows, cols] with unit stride along rows or columns, copied if it has none."""
+    rows, cols = t.shape[-2:]
+    down, right = t.strides[-2:]
+    if cols == 1 and rows > 1 and down == 1:  # rows of one element are no multiple of 16 bytes
+        return Matrix(t, True, rows, t.strides[:-2])
+    if cols == 1:
+        right = 1
+    if right == 1 and (rows == 1 or down >= cols):
+        ld = down if rows > 1 else cols
+        return Matrix(t, False, max(ld, cols), t.strides[:-2])
+    if (down == 1 or rows == 1) and (cols == 1 or right >= rows):
+        ld = right if cols > 1 else rows
+        return Matrix(t, True, max(ld, rows), t.strides[:-2])
+    dense = ctx.contiguous(t)
+    return Matrix(dense, False, cols, dense.strides[:-2])
+
+
+def alignment(*tensors: Tensor) -> int:
+    """Bytes that every operand's address is a multiple of, 16 at most."""
+    size = 16
+    while any(t.offset * ITEMSIZE[t.dtype] % size for t in tensors):
+        size //= 2
+    return size
+
+
+@dataclass(frozen=True)
+class Operands:
+    """A product, its operands, and the tensor that takes its result."""
+
+    problem: Problem
+    a: Matrix
+    b: Matrix
+    y: Tensor
+
+
+def with_whole_rows(ctx: Context, node: ir.Node, given: Operands) -> Operands:
+    """The product on rows of whole 16 bytes, where the copies for it cost less than they save.
+
+    If its `y` is another than was given, that is still to be copied from it.
+    """
+    problem, a, b = given.problem, given.a, given.b
+    if problem.dtype not in ("float16", "bfloat16") or problem.batch:
+        return given
+    bent = [m for m in (a, b) if m.ld % _WHOLE or m.tensor.offset % _WHOLE]
+    loose = problem.n % _WHOLE != 0 and not problem.attr("ldy")
+    if not bent and not loose:
+        return given
+    straight = problem.replace(lda=_up(a.ld), ldb=_up(b.ld), align=16)
+    moved = sum(2 * m.tensor.nbytes for m in bent if ctx.known(m.tensor) is None)
+    ways: list[tuple[Problem, int]] = [(problem, 0), (straight, moved)]
+    if loose and not problem.epilogue.among("accumulate", "save_z", "beta", "residual", "dact"):
+        apart = straight.replace(ldy=_up(problem.n))
+        ways.append((apart, moved + 2 * given.y.nbytes))
+
+    def cost(way: tuple[Problem, int]) -> float:
+        passes = [Passes(way[1], len(bent) + 1)] if way[1] else []
+        return total((way[0], *passes), ctx.hw, ctx.prefs)
+
+    best = min(ways, key=cost)[0]
+    if best is problem:
+        return given
+    y = given.y
+    if best.attr("ldy"):
+        y = _first_columns(ctx.scratch(y.dtype, (problem.m, _up(problem.n))), problem.n)
+    return Operands(best, _straight(ctx, node, a), _straight(ctx, node, b), y)
+
+
+def _up(size: int) -> int:
+    return -(-size // _WHOLE) * _WHOLE
+
+
+def _first_columns(t: Tensor, columns: int) -> Tensor:
+    return replace(t, shape=(t.shape[0], columns))
+
+
+def _straight(ctx: Context, node: ir.Node, given: Matrix) -> Matrix:
+    """The operand, or a copy of it whose lines begin at multiples of 16 bytes."""
+    if not (given.ld % _WHOLE or given.tensor.offset % _WHOLE):
+        return given
+    t = given.tensor.permute((1, 0)) if given.trans else given.tensor  # lines along the last axis
+    lines, length = t.shape
+    ld = _up(length)
+
+    def padded(array: np.ndarray) -> np.ndarray:
+        return np.pad(array, ((0, 0), (0, ld - length)))
+
+    held = ctx.packed(t, "in whole rows", padded)
+    if held is None:
+        held = ctx.scratch(t.dtype, (lines, ld))
+        copy(ctx, node, t, _first_columns(held, length))
+    made = _first_columns(held, length)
+    return Matrix(made.permute((1, 0)) if given.trans else made, given.trans, ld, ())

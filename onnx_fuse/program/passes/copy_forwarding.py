@@ -1,0 +1,100 @@
+"""A copy of what other calls have written: they write where it would have put it.
+
+So the pieces of a Concat go straight to the places that a Transpose behind it gives them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from onnx_fuse.program.call import Call, Tensor
+from onnx_fuse.program.passes.callgraph import nodes_of, uses
+
+
+def forward_copies(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
+    """The calls without copies that rearrange a buffer which pointwise calls fill for them alone.
+
+    `keep` are buffers whose last values are wanted.
+    """
+    readers, writers = uses(calls)
+    now: list[Call | None] = list(calls)
+    for i, call in enumerate(calls):
+        x = _copied(call)
+        if x is None or x.buffer in keep or readers[x.buffer] != [i]:
+            continue
+        (_, y), makers = call.writes[0], writers[x.buffer]
+        touched = [j for j in (*readers[y.buffer], *writers[y.buffer]) if j != i]
+        if not makers or any(makers[0] <= j <= i for j in touched):
+            continue
+        moved: dict[int, Call] = {}
+        pieces: dict[int, int] = defaultdict(int)  # elements by the places' first one
+        for j in makers:
+            maker = moved.get(j, now[j])
+            to = None if maker is None else _moved(maker, x, y)
+            if to is None:
+                break
+            moved[j], (first, size) = to
+            pieces[first] += size
+        else:
+            if sum(pieces.values()) != x.size or len(pieces) != len(makers):
+                continue
+            for j, maker in moved.items():
+                now[j] = replace(maker, nodes=nodes_of(maker, call))
+            now[i] = None
+            # what was found out above stays right: no call after this one is asked about x
+            writers[y.buffer] = sorted([*makers, *(j for j in writers[y.buffer] if j != i)])
+            writers[x.buffer] = []
+    return [call for call in now if call is not None]
+
+
+def _copied(call: Call) -> Tensor | None:
+    """What a call copies whole, in another order; None where it does anything else."""
+    expression = call.expression
+    if expression is None or expression.steps or expression.rows or expression.scalars:
+        return None
+    if len(call.reads) != 1 or len(call.writes) != 1:
+        return None
+    (_, x), (_, y) = call.reads[0], call.writes[0]
+    return x if x.dtype == y.dtype else None
+
+
+def _moved(call: Call, x: Tensor, y: Tensor) -> tuple[Call, tuple[int, int]] | None:
+    """The call that writes its part of x's buffer to where a copy of x puts it in y, and that
+    part's first place and size; None where it is no pointwise call or the part no block of x.
+    """
+    own = [t for _, t in call.writes if t.buffer == x.buffer]
+    if call.expression is None or len(own) != 1 or own[0].dtype != x.dtype:
+        return None
+    (part,) = own
+    axes = sorted(
+        ((step, size, to) for size, step, to in zip(x.shape, x.strides, y.strides, strict=True)
+         if size != 1), reverse=True,
+    )  # fmt: skip
+    rest, offset = part.offset - x.offset, y.offset
+    if rest < 0 or any(step < 1 for step, _, _ in axes):
+        return None
+    left = []  # places of each axis behind the part's last one
+    for step, size, to in axes:
+        first = min(rest // step, size - 1)
+        rest -= first * step
+        offset += first * to
+        left.append(size - 1 - first)
+    strides = []
+    for size, step in zip(part.shape, part.strides, strict=True):
+        # the axis that it goes along, perhaps several places at a time
+        k = next((k for k, (own, _, _) in enumerate(axes) if own <= step), None)
+        if size == 1 or k is None:
+            strides.append(0)
+            rest += size - 1
+            continue
+        own, _, to = axes[k]
+        left[k] -= (size - 1) * (step // own)
+        rest += step % own
+        strides.append(step // own * to)
+    if rest or any(n < 0 for n in left):
+        return None
+    place = Tensor(y.buffer, y.dtype, part.shape, tuple(strides), offset)
+    writes = tuple((n, place if t is part else t) for n, t in call.writes)
+    return replace(call, writes=writes), (part.offset, part.size)

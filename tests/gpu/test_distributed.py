@@ -1,0 +1,53 @@
+"""Ranks on GPUs: the curves of one GPU, the same bits twice, and the step as one graph."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rank_worker import CASES, RANKS
+
+from onnx_fuse.distributed import launch, nccl
+from onnx_fuse.errors import DeviceError
+from onnx_fuse.runtime import device
+
+pytestmark = pytest.mark.gpu
+WORKER = [sys.executable, str(Path(__file__).parents[1] / "rank_worker.py"), "curves"]
+TOLERANCE = {"fp16": 3e-2}
+"""In float16 each batch's own products are rounded to three digits; others agree to 50 steps of
+AdamW, whose step is that of the rate wherever a gradient's sign is a matter of rounding."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ranks() -> None:
+    try:
+        nccl.bindings()
+        device.probe(RANKS - 1)
+    except DeviceError as error:
+        pytest.skip(str(error))
+
+
+def curves(folder: Path, *, ranked: bool) -> list[dict[str, np.ndarray]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DEVICE", "cuda")
+        if not ranked:
+            subprocess.run([*WORKER, str(folder)], check=True)
+            return [dict(np.load(folder / "one.npz"))]
+        assert launch.run([*WORKER, str(folder)], RANKS) == 0
+    return [dict(np.load(folder / f"{rank}.npz")) for rank in range(RANKS)]
+
+
+def test_ranks_train_as_one_gpu_with_their_batches(tmp_path: Path) -> None:
+    (one,) = curves(tmp_path, ranked=False)
+    first, other = curves(tmp_path, ranked=True)
+    again, _ = curves(tmp_path, ranked=True)
+    for name, expected in one.items():
+        case = name.split()[0]
+        assert case in CASES
+        np.testing.assert_array_equal(first[name], other[name], err_msg=f"rank 1, {name}")
+        np.testing.assert_array_equal(first[name], again[name], err_msg=f"again, {name}")
+        limit = TOLERANCE.get(case, 1e-3)
+        np.testing.assert_allclose(first[name], expected, rtol=limit, atol=limit, err_msg=name)

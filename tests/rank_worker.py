@@ -1,0 +1,119 @@
+"""What a process of tests/test_distributed.py does: `python rank_worker.py TASK FOLDER`.
+
+With RANK in the environment it is one of several ranks, else it accumulates as many batches. CASES
+and DEVICE name what it trains, and on what.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+import convnet
+import mlp
+
+import onnx_fuse as of
+
+RANKS, STEPS, ROWS = 2, 50, 4
+WIDTHS = (16, 256, 5)
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clip": {"clip_norm": 0.5},
+    "accumulate": {"accumulate": 2},
+    "masked": {},
+    "weights": {"loss_options": {"weight": [1.0, 2.0, 0.5, 1.0, 3.0]}},
+    "sum": {"loss_options": {"reduction": "sum"}, "optimizer": of.optim.AdamW(lr=1e-4)},
+    "fp16": {"precision": "fp16", "loss_scale": 1024.0},
+    "batchnorm": {"sync_batchnorm": True},
+    "sharded": {"shard": "optimizer", "clip_norm": 0.5},
+}
+
+
+def batches(case: str) -> list[dict[str, np.ndarray]]:
+    """The batches of all ranks together; in "masked" all labels of a rank may be ignored."""
+    rng = np.random.default_rng(1)
+    found = []
+    for step in range(STEPS):
+        shape = (3, 8, 8) if case == "batchnorm" else (WIDTHS[0],)
+        x = rng.normal(size=(RANKS * ROWS, *shape)).astype(np.float32)
+        labels = rng.integers(0, WIDTHS[-1], RANKS * ROWS)
+        if case == "masked":
+            labels[: step % (ROWS + 1)] = -100
+        found.append({"x": x, "labels": labels})
+    return found
+
+
+def trainer(case: str, **more: Any) -> of.Trainer:
+    given = {"optimizer": of.optim.AdamW(lr=1e-2), **CASES[case], **more}
+    given["device"] = os.environ.get("DEVICE", "cpu")
+    model = mlp.build(mlp.Config(WIDTHS))
+    if case == "batchnorm":
+        model = convnet.build(convnet.Config(classes=WIDTHS[-1], width=4, training=True))
+    return of.Trainer(model, loss="cross_entropy", **given)
+
+
+def curves(folder: Path) -> None:
+    """The losses and weights of every case: of all ranks, and of one process."""
+    ranked = "RANK" in os.environ
+    result: dict[str, np.ndarray] = {}
+    for case in os.environ.get("CASES", ",".join(CASES)).split(","):
+        given = CASES[case]
+        own = {k: v for k, v in given.items() if k not in ("shard", "sync_batchnorm")}
+        # counts differ, or statistics are of all rows: all rows are one batch then
+        whole = case in ("masked", "weights", "sum", "batchnorm")
+        parts = 1 if whole else RANKS
+        if ranked:
+            t = trainer(case, distributed=True)
+        else:
+            again = parts * own.get("accumulate", 1)
+            alone = {name: type(given[name])() for name in given if name not in own}
+            t = trainer(case, accumulate=again, **alone)
+        losses = []
+        for batch in batches(case):
+            if ranked:
+                assert t.world is not None
+                own_rows = slice(ROWS * t.world.rank, ROWS * (t.world.rank + 1))
+                losses.append(float(t.step({k: a[own_rows] for k, a in batch.items()})))
+                continue
+            pieces = [slice(None)] if whole else [slice(i, i + ROWS) for i in (0, ROWS)]
+            each = [float(t.step({k: a[p] for k, a in batch.items()})) for p in pieces]
+            losses.append(float(np.mean(each)))
+        result |= {f"{case} {name}": array for name, array in t.weights().items()}
+        result[f"{case} losses"] = np.array(losses)
+        if case == "sharded" and t.world is not None:
+            slots = [s for s in t.spec().states if s.kind == "slot"]
+            result["sharded bytes"] = np.array(sum(s.initial.nbytes for s in slots))
+            result["whole bytes"] = np.array(
+                sum(s.initial.nbytes * (RANKS if s.whole else 1) for s in slots)
+            )
+    np.savez(folder / f"{os.environ.get('RANK', 'one')}.npz", **result)
+
+
+def fault(folder: Path, kind: str) -> None:
+    """Rank 1 ends in the middle of a run in some way; the others would wait for ever."""
+    t = trainer("plain", distributed=True)
+    assert t.world is not None
+    for i, batch in enumerate(batches("plain")):
+        if i == 3 and t.world.rank == 1:
+            if kind == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if kind == "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if kind == "stands":
+                time.sleep(600)
+            if kind == "raises":
+                raise ValueError("the data of this rank is torn")
+        t.step(batch)
+    (folder / "finished").touch()
+
+
+if __name__ == "__main__":
+    task, where = sys.argv[1], Path(sys.argv[2])
+    curves(where) if task == "curves" else fault(where, task)

@@ -1,0 +1,362 @@
+"""Many ranks: what a launcher says, what is reduced when, equal curves, and how a run ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rank_worker import CASES, RANKS, WIDTHS
+
+from onnx_fuse.cuda.launch import bind
+from onnx_fuse.distributed import buckets, launch
+from onnx_fuse.distributed.environment import Place, place
+from onnx_fuse.distributed.world import pieces
+from onnx_fuse.errors import DeviceError, UsageError
+from onnx_fuse.lower.walk import lower
+from onnx_fuse.onnx.save import save
+from onnx_fuse.program.call import Program
+from onnx_fuse.program.problem import CHIPS
+from onnx_fuse.program.problems import Collective
+from onnx_fuse.runtime.schedule import by_dependency, sequential
+from onnx_fuse.training import optim
+from onnx_fuse.training.ranks import Measure, Ranks, counted
+from onnx_fuse.training.step import training_model
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+import mlp
+
+WORKER = Path(__file__).parent / "rank_worker.py"
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "n0"}
+MPI = {
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "found"),
+    [
+        ({}, None),
+        (TORCHRUN, Place(3, 8, 1, "n0", 29500)),
+        (TORCHRUN | {"MASTER_PORT": "4000"}, Place(3, 8, 1, "n0", 4000)),
+        # torchrun's agent listens on MASTER_PORT itself
+        (
+            TORCHRUN | {"MASTER_PORT": "4000", "TORCHELASTIC_USE_AGENT_STORE": "True"},
+            Place(3, 8, 1, "n0", 4001),
+        ),
+        (TORCHRUN | {"ONNX_FUSE_PORT": "7"}, Place(3, 8, 1, "n0", 7)),
+        (MPI | {"MASTER_ADDR": "n0"}, Place(2, 4, 0, "n0", 29500)),
+        (MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, Place(2, 4, 0, "127.0.0.1", 29500)),
+        (SLURM | {"SLURM_STEP_NODELIST": "gpu[03-05,9],x"}, Place(5, 16, 1, "gpu03", 20000)),
+        (SLURM | {"SLURM_JOB_NODELIST": "a,b"}, Place(5, 16, 1, "a", 20000)),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, None),
+        (MPI | TORCHRUN, Place(3, 8, 1, "n0", 29500)),
+    ],
+)
+def test_a_launcher_says_which_rank_a_process_is(
+    environ: Mapping[str, str], found: Place | None
+) -> None:
+    assert place(environ) == found
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 of 2"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x'"),
+        (MPI, "MASTER_ADDR"),
+    ],
+)
+def test_variables_that_contradict_each_other_are_refused(
+    environ: Mapping[str, str], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        place(environ)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "planned"),
+    [
+        ([], []),
+        ([5, 5, 5], [0, 1, 1]),
+        ([1, 1, 1, 8, 3], [0, 0, 0, 1, 2]),
+        ([100, 1], [0, 1]),
+        ([1, 100, 1, 1], [0, 1, 2, 2]),
+    ],
+)
+def test_buckets_are_filled_in_the_order_of_the_tensors(
+    sizes: list[int], planned: list[int]
+) -> None:
+    assert buckets.plan(sizes, most=10, first=5) == planned
+
+
+@pytest.mark.parametrize(("rows", "size"), [(8, 2), (5, 3), (2, 4), (0, 2)])
+def test_the_ranks_parts_are_the_batch_in_its_order(rows: int, size: int) -> None:
+    parts = [list(range(rows))[pieces(rows, size, rank)] for rank in range(size)]
+    assert [row for part in parts for row in part] == list(range(rows))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+LABELS = np.array([0, 2, -100, 2])
+
+
+@pytest.mark.parametrize(
+    ("measure", "count"),
+    [
+        (Measure(), 4),
+        (Measure("labels"), 4),
+        (Measure("labels", -100), 3),
+        (Measure("labels", -100, (1.0, 5.0, 0.5)), 2),
+        (Measure("labels", -100, sums=True), 4),
+    ],
+)
+def test_a_loss_counts_what_it_is_the_mean_of(measure: Measure, count: float) -> None:
+    feeds = {"x": np.zeros((4, 3)), "labels": LABELS}
+    assert counted(feeds, [measure], [])[1].tolist() == [count, 4]
+    assert counted(feeds, [measure], [], spare=True)[1].tolist() == [0, 0]
+
+
+# ---- the program of a step ---------------------------------------------------------------------
+
+
+def step_program(shard: str = "", bucket: int = 1 << 14) -> Program:
+    """The calls of a step in bfloat16 on one of two ranks, for an H200."""
+    graph, spec = training_model(
+        mlp.build(mlp.Config((64, 128, 128, 128, 8))),
+        loss="cross_entropy",
+        optimizer=optim.AdamW(),
+        precision="bf16",
+        level=2,
+        clip_norm=1.0,
+        fused=True,
+        whole=lambda node: True,
+        ranks=Ranks(1, 2, "bf16", shard, bucket),
+    )
+    shapes = {
+        str(v.name): (tuple(d if isinstance(d, int) else 32 for d in v.shape), v.dtype.numpy().name)
+        for v in graph.graph.inputs
+    }
+    states = {s.next: s.name for s in spec.states if s.next}
+    return lower(graph, shapes, CHIPS["H200"], state=states)
+
+
+@pytest.mark.parametrize("shard", ["", "optimizer"])
+def test_collectives_follow_each_other_and_what_they_read_alone(shard: str) -> None:
+    """So they run beside the backward, in an order that is that of all ranks."""
+    program = step_program(shard)
+    places = [i for i, c in enumerate(program.calls) if isinstance(c.problem, Collective)]
+    kinds = [program.calls[i].problem.kind for i in places]  # type: ignore[union-attr]
+    assert set(kinds) == ({"AllReduce", "ReduceScatter", "AllGather"} if shard else {"AllReduce"})
+    written = {t.buffer: i for i, c in enumerate(program.calls) for _, t in c.writes}
+    for order in (sequential(program), by_dependency(program)):
+        for before, after in pairwise(places):
+            assert order.before[after] >> before & 1
+        for i in places:
+            for _, tensor in program.calls[i].reads:
+                if tensor.buffer in written and written[tensor.buffer] < i:
+                    assert order.before[i] >> written[tensor.buffer] & 1
+    order = sequential(program)
+    backward = [i for i in range(places[-1]) if i not in places]
+    free = [i for i in places if not order.before[i] >> backward[-1] & 1]
+    assert len(free) >= 4  # the last bucket alone waits for the whole backward
+    for before, after in pairwise(backward):
+        assert order.before[after] >> before & 1
+
+
+def test_what_fills_one_bucket_does_not_wait_for_another() -> None:
+    """Small reductions and casts are merged within a bucket, not over all of the backward."""
+    many, one = step_program(bucket=1 << 14), step_program(bucket=1 << 30)
+    for program in (many, one):
+        found = [c.problem for c in program.calls if isinstance(c.problem, Collective)]
+        gradients = [p for p in found if p.bucket >= 2 and p.bucket < 1 << 20]
+        assert {d for p in gradients for d in p.dtypes} == {"bfloat16"}
+    count = sum(isinstance(c.problem, Collective) for c in many.calls)
+    assert count > sum(isinstance(c.problem, Collective) for c in one.calls)
+
+
+def test_a_program_of_ranks_asks_for_its_ranks() -> None:
+    program = step_program()
+    call = next(c for c in program.calls if isinstance(c.problem, Collective))
+    (x,) = call.launches
+    pointers = {name: 256 for name, _ in (*call.reads, *call.writes)}
+    with pytest.raises(DeviceError, match="distributed=True"):
+        bind(x, pointers, CHIPS["H200"])
+
+
+# ---- processes ---------------------------------------------------------------------------------
+
+
+def worker(task: str, folder: Path) -> list[str]:
+    return [sys.executable, str(WORKER), task, str(folder)]
+
+
+@pytest.fixture(scope="module")
+def curves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, np.ndarray]]:
+    """Losses and weights of each case by ranks, by ranks once more, and by one process."""
+    found = {}
+    for name, cases in (("first", CASES), ("again", AGAIN)):
+        folder = tmp_path_factory.mktemp(name)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("CASES", ",".join(cases))
+            assert launch.run(worker("curves", folder), RANKS) == 0
+        found[name], found[f"{name} other"] = (
+            dict(np.load(folder / f"{rank}.npz")) for rank in range(RANKS)
+        )
+    folder = tmp_path_factory.mktemp("one")
+    subprocess.run(worker("curves", folder), check=True)
+    found["one"] = dict(np.load(folder / "one.npz"))
+    return found
+
+
+AGAIN = ("plain", "sharded")
+"""Cases that are run once more, for the same bits."""
+TOLERANCE = 2e-4
+"""Of 50 steps of AdamW: where a gradient is near 0, its sign decides about a step of lr."""
+WIDE = {"fp16": 3e-2}
+"""In float16 each batch's own products are rounded to three digits, in another order."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_train_as_one_process_with_their_batches(
+    curves: dict[str, dict[str, np.ndarray]], case: str
+) -> None:
+    names = [k for k in curves["one"] if k.startswith(f"{case} ")]
+    assert len(names) > len(WIDTHS)
+    for name in names:
+        got, expected = curves["first"][name], curves["one"][name]
+        limit = WIDE.get(case, TOLERANCE)
+        np.testing.assert_allclose(got, expected, rtol=limit, atol=limit, err_msg=name)
+        for other in ("first other", *(("again", "again other") if case in AGAIN else ())):
+            np.testing.assert_array_equal(got, curves[other][name], err_msg=f"{other} {name}")
+
+
+def test_a_sharded_optimizer_takes_a_ranks_part_of_the_memory(
+    curves: dict[str, dict[str, np.ndarray]],
+) -> None:
+    own, whole = (int(curves["first"][f"{name} bytes"]) for name in ("sharded", "whole"))
+    assert own <= 1.05 * whole / RANKS + 16_384  # small tensors stay whole
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "environ"),
+    [
+        ("killed", "rank 1 was ended by SIGKILL", {}),
+        ("stopped", "rank 1 has not answered for 3 s: it hangs", {"ONNX_FUSE_PATIENCE": "3"}),
+        ("stands", "rank 1 has been at step 3 for 3 s", {"ONNX_FUSE_STALL": "3"}),
+        ("raises", "ValueError: the data of this rank is torn", {}),
+    ],
+)
+def test_a_rank_that_ends_or_hangs_ends_all(
+    kind: str,
+    message: str,
+    environ: Mapping[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert launch.run(worker(kind, tmp_path), RANKS) == 1
+    assert message in capfd.readouterr().err
+    assert not (tmp_path / "finished").exists()
+
+
+def test_ranks_of_another_launcher_say_themselves_who_ended(tmp_path: Path) -> None:
+    """Without ours, as under mpirun: the rank that is left names the one that is gone."""
+    port = 20_000 + os.getpid() % 20_000
+    environ = {k: v for k, v in os.environ.items() if k != "RANK"}
+    own = {"WORLD_SIZE": "2", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            worker("killed", tmp_path),
+            env=environ | own | {"RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(RANKS)
+    ]
+    said = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert "rank 1 ended without a word" in said[0]
+    assert ranks[0].returncode == 70
+
+
+# ---- the command -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A folder with a model, and 45 examples, whose last batch of 8 has 5."""
+    rng = np.random.default_rng(0)
+    save(mlp.build(mlp.Config((16, 64, 5))), tmp_path / "model.onnx")
+    x = rng.normal(size=(45, 16)).astype(np.float32)
+    np.savez(tmp_path / "data.npz", x=x, labels=rng.integers(0, 5, 45))
+    return tmp_path
+
+
+def train(folder: Path, *options: str) -> dict[str, Any]:
+    """The JSON result of the command, in a process of its own."""
+    command = [sys.executable, "-m", "onnx_fuse", "train", "model.onnx", "--data", "data.npz"]
+    command += ["--loss", "cross_entropy", "--batch-size", "8", "--json", "result.json"]
+    subprocess.run([*command, *options], cwd=folder, check=True, capture_output=True)
+    found: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return found
+
+
+def test_the_command_gives_the_curve_of_one_process_and_resumes_on_more(small: Path) -> None:
+    one = train(small, "--epochs", "2", "--val", "data.npz")
+    two = train(small, "--epochs", "1", "--gpus", "2", "--checkpoint", "run", "--val", "data.npz")
+    three = train(
+        small, "--epochs", "2", "--gpus", "3", "--checkpoint", "run", "--resume", "--val",
+        "data.npz", "--shard", "optimizer",
+    )  # fmt: skip
+    assert len(two["losses"]) == 6
+    np.testing.assert_allclose(three["losses"], one["losses"], rtol=1e-4)
+    np.testing.assert_allclose(
+        [m["validation_loss"] for m in three["metrics"]],
+        [m["validation_loss"] for m in one["metrics"]],
+        rtol=1e-4,
+    )
+    assert len(list((small / "run").glob("step-*"))) == 2
+
+
+def test_ctrl_c_ends_all_ranks(small: Path) -> None:
+    command = [sys.executable, "-m", "onnx_fuse", "train", "model.onnx", "--data", "data.npz"]
+    command += ["--loss", "cross_entropy", "--epochs", "1000000", "--gpus", "2"]
+    command += ["--checkpoint", "run", "--checkpoint-every", "2"]
+    process = subprocess.Popen(
+        command, cwd=small, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    while not list(small.glob("run/step-*")):
+        assert process.poll() is None
+        time.sleep(0.05)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert len(children) >= RANKS
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 130
+    assert all(not Path(f"/proc/{child}").exists() for child in children)
+    assert not list(small.glob("model.tuned*"))
+
+
+def test_a_launcher_of_another_number_is_refused(
+    small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from onnx_fuse import cli
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    given = ["train", str(small / "model.onnx"), "--data", str(small / "data.npz"), "--loss"]
+    assert cli.run_command([*given, "cross_entropy", "--gpus", "4"]) == 2
+    assert "--gpus 4, but the launcher has started 2" in capsys.readouterr().err

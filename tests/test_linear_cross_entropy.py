@@ -1,0 +1,132 @@
+"""A head's product and its cross-entropy as one operator: recognized, differentiated, in chunks."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from head_rows import (
+    CLASSES,
+    HEAD,
+    HEADS,
+    LOSS,
+    NAMES,
+    WIDTH,
+    assert_near,
+    feeds_of,
+    gradient_of,
+    head_feeds,
+    head_model,
+    truth,
+)
+from interpret import interpret
+from lowering import program_of
+
+from onnx_fuse import autodiff, optim, passes
+from onnx_fuse.lower import linear_cross_entropy
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.program.problem import CHIPS, Problem
+from onnx_fuse.program.problems import CrossEntropyChunk
+from onnx_fuse.training.step import training_model
+
+
+@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("head", HEADS)
+def test_chunks_of_rows_make_the_loss_and_its_gradients(
+    head: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_cross_entropy, "CHUNK_BYTES", 256 * 2176 * 4)
+    model, feeds, weight = head_model(head, kind), head_feeds(head, kind), HEADS[head][0]
+    program = program_of(model, feeds)
+    problems = [c.problem for c in program.calls if isinstance(c.problem, CrossEntropyChunk)]
+    assert len(problems) == (3 if kind == "float" else 2)
+    assert {p.stride for p in problems} == {2112}
+    assert not program.fallbacks
+    assert_near(interpret(program, feeds, {}), truth(feeds, weight), kind)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_smoothing_and_weights_of_classes(weighted: bool) -> None:
+    """The attributes that no rule sets: of a node in a file."""
+    feeds = feeds_of("float", "VK", **({"each": (CLASSES,)} if weighted else {}))
+    each = "each = Constant <value = float {1}> ()"
+    if weighted:
+        feeds["each"] = np.abs(feeds["each"])
+        each = ""
+    model = text_model(
+        f"""agraph (float[M, {WIDTH}] x, float[{CLASSES}, {WIDTH}] w, int64[M] labels
+        {f", float[{CLASSES}] each" if weighted else ""}) => (float loss)
+        {{ none = Constant <value = float {{-0.0}}> () {each}
+           sum, total = onnx_fuse.LinearCrossEntropy <ignore_index = -100, label_smoothing = 0.2>
+             (x, w, none, labels, each)
+           loss = Div (sum, total) }}"""
+    )
+    model = autodiff.gradient(model, wrt=["x", "w"])
+    feeds["loss.grad"] = np.array(1, np.float32)
+    got = interpret(program_of(model, feeds), feeds, {})
+    assert_near(got, truth(feeds, "VK", 0.2), "float")
+
+
+REFUSED = {
+    "the scores are an output": (HEAD, "(float loss, float[M, V] l)", "are an output"),
+    "the scores have another reader": (
+        f"{HEAD} top = ReduceMax <keepdims = 0> (l)",
+        "(float loss, float top)",
+        "read elsewhere",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_product_whose_scores_are_wanted_stays(case: str) -> None:
+    nodes, outputs, reason = REFUSED[case]
+    model = text_model(
+        f"agraph (float[M, {WIDTH}] x, float[{CLASSES}, {WIDTH}] w, int64[M] labels) => {outputs} "
+        f"{{ {nodes} {LOSS.replace('z', 'l')} }}"
+    )
+    report = passes.optimize(model)
+    assert "LinearCrossEntropy" not in report.fusions
+    assert any(reason in left.reason for left in report.not_fused)
+
+
+LM = f"""agraph (int64[B, T] ids, float[{CLASSES}, {WIDTH}] table, float[{WIDTH}] g,
+  float[{WIDTH}] b) => (float[B, T, {CLASSES}] logits)
+{{ x = Gather (table, ids) n = LayerNormalization (x, g, b)
+   t = Transpose <perm = [1, 0]> (table) logits = MatMul (n, t) }}"""
+
+
+def language_model() -> ir.Model:
+    model, rng = text_model(LM), np.random.default_rng(0)
+    for value in list(model.graph.inputs)[1:]:
+        array = rng.standard_normal(value.shape.numpy()).astype(np.float32)
+        value.const_value = ir.tensor(array, name=value.name)
+        model.graph.inputs.remove(value)
+        model.graph.register_initializer(value)
+    return model
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_training_step_on_a_gpu_has_it_and_an_evaluation_gives_scores(precision: str) -> None:
+    options = {"loss": "cross_entropy", "optimizer": optim.AdamW(), "level": 2, "fused": True}
+    counts = {}
+    for mode in ("update", "evaluate"):
+        model, _ = training_model(language_model(), mode=mode, precision=precision, **options)
+        counts[mode] = [n.op_type for n in model.graph if "Entropy" in n.op_type]
+    assert counts == {
+        "update": ["LinearCrossEntropy_gx_gw_gb"],
+        "evaluate": ["SoftmaxCrossEntropyLoss"],
+    }
+
+
+@pytest.mark.parametrize("chip", ["H200", "A100", "B200"])
+def test_every_chip_has_kernels_for_it(chip: str) -> None:
+    model = gradient_of(
+        f"(float16[M, {WIDTH}] x, float16[{CLASSES}, {WIDTH}] w, int64[M] labels) => (float loss) "
+        f"{{ {HEAD} z = Cast <to = 1> (l) {LOSS} }}",
+        ["x", "w"],
+    )
+    feeds = feeds_of("float16", "VK") | {"loss.grad": np.array(1, np.float32)}
+    program = program_of(model, feeds, CHIPS[chip])
+    products = [c.problem for c in program.calls if isinstance(c.problem, Problem)]
+    assert [p.n for p in products] == [CLASSES if chip == "H200" else 2112, WIDTH, WIDTH]
+    assert not program.fallbacks

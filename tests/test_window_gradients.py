@@ -1,0 +1,151 @@
+"""Gradients of convolutions and pools: operators of their own, phases of a stride, memory order."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from lowering import program_of
+from test_gradients import session
+
+from onnx_fuse import autodiff
+from onnx_fuse.lower.conv_transpose import phases
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.program.problems import ChannelGrad, ChannelNorm, Conv, MaxPoolGrad, Window
+from onnx_fuse.training import optim
+from onnx_fuse.training.step import training_model
+
+# the type, the sizes of x and of w (() for a pool), the node
+GRAPHS = {
+    "pool": ("float", (2, 3, 8, 9), (), "MaxPool <kernel_shape=[3,2], strides=[2,1]> (x)"),
+    "padded pool": (
+        "float", (2, 3, 8, 9), (), "MaxPool <kernel_shape=[3,3], strides=[2,2], pads=[1,1,1,1]> (x)"
+    ),
+    "pool by columns": (
+        "float", (2, 3, 8, 9), (),
+        "MaxPool <kernel_shape=[2,2], strides=[2,2], storage_order=1, ceil_mode=1> (x)",
+    ),
+    "same": ("float", (2, 3, 9), (), 'MaxPool <kernel_shape=[3], auto_pad="SAME_LOWER"> (x)'),
+    "conv": ("float16", (2, 8, 7, 6), (16, 8, 3, 3), "Conv <pads=[1,1,1,1]> (x, w)"),
+    "stride": (
+        "float16", (2, 8, 8, 6), (16, 8, 3, 3), "Conv <pads=[1,0,1,1], strides=[2,2]> (x, w)"
+    ),
+    "groups": ("float16", (2, 8, 7, 6), (16, 4, 3, 2), "Conv <group=2, dilations=[2,1]> (x, w)"),
+    "line": ("float16", (2, 8, 9), (16, 8, 3), "Conv <strides=[2]> (x, w)"),
+    "transposed": (
+        "float16", (2, 16, 5, 4), (16, 8, 3, 3),
+        "ConvTranspose <pads=[1,1,1,1], strides=[2,2]> (x, w)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_an_operator_of_its_own_has_the_same_gradient(name: str) -> None:
+    kind, x, w, node = GRAPHS[name]
+    weight = f", {kind}{list(w)} w" if w else ""
+    found = []
+    for fused in (False, True):
+        model = text_model(
+            f"agraph ({kind}{list(x)} x{weight}) => ({kind} loss) {{ y = {node} z = Sin(y)"
+            " loss = ReduceSum <keepdims = 0> (z) }"
+        )
+        gradients = autodiff.backward(
+            model, {model.graph.outputs[0]: None}, list(model.graph.inputs), fused=fused
+        )
+        model.graph.outputs.extend(gradients.values())
+        own = {n.op_type for n in model.graph} & {"ConvWeightGrad", "MaxPoolGrad"}
+        assert bool(own) == fused
+        rng = np.random.default_rng(3)
+        feeds = {
+            v.name: rng.standard_normal(v.shape).astype(v.dtype.numpy()) for v in model.graph.inputs
+        }
+        run = session(model)
+        names = [v.name for v in gradients.values()]
+        found.append(run.run(names, feeds))
+    for plain, ours in zip(*found, strict=True):
+        # sums of float16 in another order
+        atol = 0 if plain.dtype == np.float32 else 2e-3 * np.abs(plain).max()
+        np.testing.assert_allclose(ours, plain, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3, 4])
+@pytest.mark.parametrize("dilation", [1, 2, 3])
+@pytest.mark.parametrize(("taps", "before"), [(1, 0), (2, 1), (3, 1), (5, 0)])
+def test_the_phases_of_a_stride_add_up(stride: int, dilation: int, taps: int, before: int) -> None:
+    """y[o] = Σ x[i] w[tap] over o = i stride - before + tap dilation, worked out both ways."""
+    rng = np.random.default_rng(0)
+    x, w, size = rng.standard_normal(6), rng.standard_normal(taps), 17
+    truth = np.zeros(size)
+    for i, tap in product(range(6), range(taps)):
+        o = i * stride - before + tap * dilation
+        if 0 <= o < size:
+            truth[o] += x[i] * w[tap]
+    one = (1, 1, 1)
+    window = Window((1, 1, taps), (1, 1, stride), (1, 1, dilation), (0, 0, before), (0, 0, 0))
+    shape = Conv(1, 1, 8, 8, (1, 1, 6), (1, 1, size), window, "float16", True)
+    y = np.full(size, np.nan)
+    for phase in phases(shape):
+        axis = phase.axes[2]
+        at = range(axis.first, size, stride)
+        assert len(at) == axis.outputs
+        y[list(at)] = 0
+        if phase.shape is None:
+            continue
+        made = phase.shape.window
+        assert (made.strides, phase.shape.outer) == (one, (1, 1, axis.outputs))
+        # the last input that a filter reaches is that of the padding behind
+        assert axis.outputs - 1 + (axis.taps - 1) * axis.dilation == 5 + axis.before + axis.after
+        filters = [w[axis.last - j * axis.step] for j in range(axis.taps)]
+        for q, (j, weight) in product(range(axis.outputs), enumerate(filters)):
+            i = q - axis.before + j * axis.dilation
+            y[axis.first + q * stride] += weight * x[i] if 0 <= i < 6 else 0.0
+    np.testing.assert_allclose(y, truth, atol=1e-12)
+
+
+def test_a_step_of_a_residual_network_keeps_its_images_channels_last() -> None:
+    """No image is copied but the one that comes in, no window is as large as an image."""
+    body, weights = [], []
+
+    def layer(y: str, x: str, filters: int, channels: int, taps: int, stride: int = 1) -> None:
+        weights.append((f"w{y}", (filters, channels, taps, taps)))
+        weights.extend((f"{kind}{y}", (filters,)) for kind in "sbmv")
+        pad = taps // 2
+        body.append(
+            f"c{y} = Conv <pads=[{pad},{pad},{pad},{pad}], strides=[{stride},{stride}]> ({x}, w{y})"
+            f" n{y} = BatchNormalization (c{y}, s{y}, b{y}, m{y}, v{y})"
+        )
+
+    layer("a", "x", 16, 3, 7, 2)
+    body.append("r = Relu(na) p = MaxPool <kernel_shape=[3,3], strides=[2,2], pads=[1,1,1,1]> (r)")
+    layer("b", "p", 16, 16, 3, 2)
+    body.append("q = Relu(nb)")
+    layer("c", "q", 32, 16, 1)
+    layer("d", "p", 32, 16, 1, 2)
+    body.append("t = Add(nc, nd) u = Relu(t) g = GlobalAveragePool(u) y = Flatten(g)")
+    held = ", ".join(
+        f"float{list(shape)} {name} = {{{', '.join(['0.1'] * int(np.prod(shape)))}}}"
+        for name, shape in weights
+    )
+    graph, spec = training_model(
+        text_model(f"agraph (float[4,3,32,32] x) => (float[4,32] y) <{held}> {{{' '.join(body)}}}"),
+        loss="mse", optimizer=optim.SGD(lr=0.1), precision="bf16", fused=True,
+    )  # fmt: skip
+    feeds = {"x": np.zeros((4, 3, 32, 32), np.float32), "labels": np.zeros((4, 32), np.float32)}
+    feeds |= {s.name: np.asarray(s.initial) for s in spec.states}
+    feeds |= {spec.lr: np.array(0.1, np.float32)}
+    calls = program_of(graph, feeds).calls
+    problems = [call.problem for call in calls]
+    assert sum(p.op == "ConvWeightGrad" for p in problems if p) == 4
+    assert [p.channels for p in problems if isinstance(p, MaxPoolGrad)] == [16]
+    convolutions = [p for p in problems if isinstance(p, Conv)]
+    assert convolutions
+    assert all(p.channels_last for p in convolutions)
+    norms = [p for p in problems if isinstance(p, ChannelNorm | ChannelGrad)]
+    assert norms
+    assert all(p.inner == 1 for p in norms)
+    # whose mask its gradient works out again, where nothing else needs the masked gradient
+    assert sum(p.relu for p in norms if isinstance(p, ChannelGrad) and p.stage == "dx") == 2
+    # a Relu is in the epilogue of the norm before it
+    assert sum(call.kernel.endswith("+Relu") for call in calls) == 3
+    assert not any(call.host for call in calls)
