@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import ctypes
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -43,15 +43,12 @@ def _faults(what: str) -> Iterator[None]:
 class Communicator:
     """The ranks of a run, each with a GPU, which make the same calls in the same order.
 
-    The GPU's context is current on this thread. `ctas` bounds the blocks that a collective takes
-    from the kernels beside it. Raises DeviceError.
+    The GPU's context is current on this thread. Raises DeviceError.
     """
 
-    def __init__(self, world: World, ctas: int = 0) -> None:
+    def __init__(self, world: World) -> None:
         self._nccl = bindings()
         self.rank, self.size = world.rank, world.size
-        if ctas:
-            os.environ.setdefault("NCCL_MAX_CTAS", str(ctas))
         with _faults("the connection of the ranks"):
             unique = self._nccl.get_unique_id() if world.rank == 0 else self._nccl.UniqueId()
             own = _bytes_of(unique)
@@ -76,19 +73,14 @@ class Communicator:
                     nccl.all_gather(x, y, size, code, self._handle, stream)
             nccl.group_end()
 
-    def close(self) -> None:
-        """Let go of the communicator without waiting for the others."""
-        with _faults("its end"):
-            self._nccl.comm_abort(self._handle)
-
 
 _CURRENT: list[Communicator] = []
 
 
-def connect(world: World, ctas: int = 0) -> Communicator:
+def connect(world: World) -> Communicator:
     """Make the communicator of this process, which all ranks do together; it has one alone."""
     if not _CURRENT:
-        _CURRENT.append(Communicator(world, ctas))
+        _CURRENT.append(Communicator(world))
     return _CURRENT[0]
 
 
@@ -104,6 +96,4 @@ def current() -> Communicator:
 
 def _bytes_of(unique: Any) -> memoryview:
     """The 128 bytes of an identifier, in place."""
-    import ctypes
-
     return memoryview((ctypes.c_uint8 * 128).from_address(int(unique.ptr))).cast("B")

@@ -353,8 +353,7 @@ class _Step:
             self.counts.shape = onnx_ir.Shape([len(terms) + 1])
             shares, self.rows = self.reduction.shares(self.counts, self.measures)
             self.place()
-        self.loss, labels, self.targets = losses.attach(self.model, terms, shares)
-        self.labels = labels
+        self.loss, self.labels, self.targets = losses.attach(self.model, terms, shares)
         self.op = autodiff.Emitter(self.model)
 
     def fuse_loss(self) -> None:
