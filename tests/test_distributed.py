@@ -344,17 +344,26 @@ def test_ctrl_c_ends_all_ranks(small: Path) -> None:
     command = [sys.executable, "-m", "onnx_fuse", "train", "model.onnx", "--data", "data.npz"]
     command += ["--loss", "cross_entropy", "--epochs", "1000000", "--gpus", "2"]
     command += ["--checkpoint", "run", "--checkpoint-every", "2"]
+    # who starts tests in the background of a shell ignores Ctrl-C, and so would its children
     process = subprocess.Popen(
-        command, cwd=small, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=small,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    while not list(small.glob("run/step-*")):
-        assert process.poll() is None
-        time.sleep(0.05)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    assert len(children) >= RANKS
-    process.send_signal(signal.SIGINT)
-    assert process.wait(30) == 130
-    assert all(not Path(f"/proc/{child}").exists() for child in children)
+    try:
+        while not list(small.glob("run/step-*")):
+            assert process.poll() is None
+            time.sleep(0.05)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        assert len(children) >= RANKS
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+        assert all(not Path(f"/proc/{child}").exists() for child in children)
+    finally:
+        process.kill()  # its ranks notice
+        process.wait()
     assert not list(small.glob("model.tuned*"))
 
 

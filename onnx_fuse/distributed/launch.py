@@ -86,8 +86,9 @@ def run(command: Sequence[str], size: int) -> int:
         ranks.extend(_Rank(i, command, environment(i, size, port)) for i in range(size))
         return _wait(ranks)
     except KeyboardInterrupt:
+        ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # by the ranks as well then
         for each in ranks:
-            each.signal(signal.SIGINT)
+            each.signal(signal.SIGTERM if ignored else signal.SIGINT)
         _await(ranks, GRACE)
         raise
     finally:
