@@ -12,7 +12,7 @@ import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import interpret
 import numpy as np
@@ -44,6 +44,10 @@ class FakeGpu:
     CUgraphEdgeData = SimpleNamespace
     CUmemPoolProps = staticmethod(lambda: SimpleNamespace(location=SimpleNamespace()))
 
+    # by the identity of a launch; of all GPUs, since eager operators outlive the test's
+    _calls: ClassVar[dict[int, Call]] = {}
+    _launches: ClassVar[dict[int, Launch]] = {}
+
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.order: list[tuple[Any, ...]] = []
@@ -51,8 +55,6 @@ class FakeGpu:
         and "passed" are the host's own waits for a stream and an event."""
         self._numbers = itertools.count(100)
         self._memory: dict[int, Any] = {}
-        self._calls: dict[int, Call] = {}  # by the identity of their first launch
-        self._launches: dict[int, Launch] = {}
         self._capture: list[list[Any]] | None = None
 
     def use(self, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:

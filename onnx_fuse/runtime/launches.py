@@ -225,10 +225,12 @@ class Launches:
         if not self._aside():
             self._graph = stream.capture(steps)
             return
+        calls = self._segment.calls
         waits = self._hw.cc >= 90  # kernels themselves, by griddepcontrol
         early = overlappable(after) if waits else [False] * len(after)
         # a library's kernels neither wait by themselves nor call for what follows them
         foreign = [not _waits(self._steps[k]) for k in self._nodes]
+        collectives = [collective(calls[self._calls[k]]) for k in self._nodes]
         early = [
             e and not foreign[i] and not any(foreign[k] for k in after[i])
             for i, e in enumerate(early)
@@ -237,7 +239,8 @@ class Launches:
         for step in self._steps:
             step.early = False  # the graph's edges say it
         try:
-            self._graph = stream.capture(steps, after, early)
+            own = [i for i in range(len(steps) - 1) if collectives[i]]
+            self._graph = stream.capture(steps, after, early, own)
         finally:
             for step, value in zip(self._steps, before, strict=True):
                 step.early = value
