@@ -12,6 +12,7 @@ from interpret import interpret
 from onnx_fuse import autodiff, passes
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.load import load
 from onnx_fuse.program.problem import CHIPS, Problem
 from onnx_fuse.program.size import Trace
 
@@ -52,7 +53,10 @@ PROVED = {
         """, f"low = {LOW} z = Where (late, low, s)"),
     "triu of -inf": (f"""{SQUARE}
         low = ConstantOfShape <value = float[1] {{-inf}}> (both)
-        mask = Trilu <upper = 1> (low, by) by = Constant <value = int64 {{1}}> ()""", ADDED),
+        by = Constant <value = int64 {{1}}> () mask = Trilu <upper = 1> (low, by)""", ADDED),
+    "expanded": (f"""{SQUARE} one = {ONE} ones = Expand (one, both)
+        lower = Trilu <upper = 0> (ones) nil = {NIL} late = Equal (lower, nil) low = {INF}
+        mask = Where (late, low, nil)""", ADDED),
     "tril of ones": (f"""{SQUARE}
         ones = ConstantOfShape <value = float[1] {{1}}> (both)
         lower = Trilu <upper = 0> (ones) keep = Cast <to = 9> (lower)""", KEPT),
@@ -67,7 +71,24 @@ PROVED = {
         low = {INF} nil = {NIL} mask = Where (late, low, nil)""",
         "z0 = Add (s, padding) z = Add (z0, mask)"),
 }  # fmt: skip
+READ = {  # they hide more than the keys behind a query
+    "and padding": (f"""{POSITIONS} nil = {NIL} low = {INF} some = Greater (padding, nil)
+        before = LessOrEqual (keys, queries) seen = And (before, some)
+        mask = Where (seen, nil, low)""", ADDED),
+    "and padding, kept": (f"""{POSITIONS} nil = {NIL} some = Greater (padding, nil)
+        before = LessOrEqual (keys, queries) keep = And (some, before)""",
+        f"low = {INF} z = Where (keep, s, low)"),
+    "two conditions": (f"""{POSITIONS} nil = {NIL} some = Greater (padding, nil)
+        late = Greater (keys, queries)""",
+        f"low = {INF} z0 = Where (late, low, s) z = Where (some, z0, low)"),
+}  # fmt: skip
 KEPT_AS_THEY_ARE = {
+    "and padding, by lowest": (f"""{POSITIONS} nil = {NIL} low = {LOW} some = Greater (padding, nil)
+        before = LessOrEqual (keys, queries) seen = And (before, some)
+        mask = Where (seen, nil, low)""", ADDED),
+    "or padding": (f"""{POSITIONS} nil = {NIL} low = {INF} some = Greater (padding, nil)
+        before = LessOrEqual (keys, queries) seen = Or (before, some)
+        mask = Where (seen, nil, low)""", ADDED),
     "not far enough": (f"""{POSITIONS} late = Greater (keys, queries)
         low = Constant <value = float {{-10000.0}}> () nil = {NIL}
         mask = Where (late, low, nil)""", ADDED),
@@ -94,10 +115,12 @@ SIZES = {"q": (2, 3, 9, 8), "k": (2, 3, 9, 8), "v": (2, 3, 9, 8), "padding": (2,
 TRIANGLE = ", ".join("1" if j <= i else "0" for i in range(32) for j in range(32))
 
 
-def model_of(mask: str, logits: str) -> ir.Model:
+def model_of(mask: str, logits: str, keys: str = "S") -> ir.Model:
     """Attention of heads of 8 with the mask; `padding` is a further input, `triangle` a buffer."""
-    return text_model(f"""agraph (float[B,H,S,8] q, float[B,H,T,8] k, float[B,H,T,8] v,
-        float[B,1,1,T] padding) => (float[B,H,S,8] y)
+    head = '<ir_version: 10, opset_import: ["" : 21]>'
+    return load(
+        text_model(f"""{head} agraph (float[B,H,S,8] q, float[B,H,{keys},8] k,
+        float[B,H,{keys},8] v, float[B,1,1,{keys}] padding) => (float[B,H,S,8] y)
         <float[1,1,32,32] triangle = {{{TRIANGLE}}}> {{
         {mask}
         kt = Transpose <perm = [0, 1, 3, 2]> (k)
@@ -105,6 +128,7 @@ def model_of(mask: str, logits: str) -> ir.Model:
         {logits}
         p = Softmax <axis = -1> (z)
         y = MatMul (p, v) }}""")
+    )
 
 
 def attention_of(model: ir.Model, shapes: dict[str, tuple[int, ...]]) -> Problem:
@@ -114,10 +138,10 @@ def attention_of(model: ir.Model, shapes: dict[str, tuple[int, ...]]) -> Problem
     return found
 
 
-@pytest.mark.parametrize("name", [*PROVED, *KEPT_AS_THEY_ARE])
+@pytest.mark.parametrize("name", [*PROVED, *READ, *KEPT_AS_THEY_ARE])
 def test_a_mask_is_dropped_only_where_it_is_proved_causal(name: str) -> None:
     """With the result of onnxruntime in each case."""
-    model = model_of(*(PROVED | KEPT_AS_THEY_ARE)[name])
+    model = model_of(*(PROVED | READ | KEPT_AS_THEY_ARE)[name])
     rng = np.random.default_rng(1)
     feeds = {n: rng.standard_normal(s).astype(np.float32) for n, s in SIZES.items()}
     plain = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
@@ -127,7 +151,7 @@ def test_a_mask_is_dropped_only_where_it_is_proved_causal(name: str) -> None:
     passes.optimize(model)
     problem = attention_of(model, SIZES)
     masks = 2 if "behind" in name or "before" in name else 1
-    assert problem.attr("causal") == (name in PROVED)
+    assert problem.attr("causal") == (name in PROVED or name in READ)
     assert sum(bool(problem.attr(m, ())) for m in ("mask", "mask2")) == masks - (name in PROVED)
     shapes = {n: (a.shape, "float32") for n, a in feeds.items()}
     weights = {n: v.const_value.numpy() for n, v in model.graph.initializers.items()}
@@ -135,9 +159,9 @@ def test_a_mask_is_dropped_only_where_it_is_proved_causal(name: str) -> None:
     np.testing.assert_allclose(got, expected, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", PROVED)
+@pytest.mark.parametrize("name", [*PROVED, *READ])
 def test_the_proof_holds_for_sizes_that_are_open(name: str) -> None:
-    model, trace = model_of(*PROVED[name]), Trace()
+    model, trace = model_of(*(PROVED | READ)[name]), Trace()
     passes.optimize(model)
     b, t = trace.symbol("s0", 2), trace.symbol("s1", 9)
     sizes = dict.fromkeys("qkv", (b, 3, t, 8)) | {"padding": (b, 1, 1, t)}
@@ -146,7 +170,7 @@ def test_the_proof_holds_for_sizes_that_are_open(name: str) -> None:
 
 def test_a_mask_of_one_element_is_no_triangle() -> None:
     """A proved mask that is broadcast to the scores hides nothing."""
-    model = model_of(*PROVED["positions"])
+    model = model_of(*PROVED["positions"], keys="T")
     passes.optimize(model)
     for (queries, keys), causal in (((1, 1), True), ((1, 9), False)):
         sizes = {"q": (2, 3, queries, 8), "padding": (2, 1, 1, keys)}

@@ -22,7 +22,7 @@ from onnx_fuse.program.problem import Launch, Num, Ptr, Table
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime import executable as module
 from onnx_fuse.runtime.executable import Executable
-from onnx_fuse.runtime.instance import _overlapping
+from onnx_fuse.runtime.instance import RENEWED, _overlapping
 from onnx_fuse.runtime.tensor import DeviceTensor
 
 # y is made by a call of its own, from what z is made of: two launches
@@ -313,7 +313,8 @@ def test_shapes_share_the_arena_and_their_constants(gpu: FakeGpu) -> None:
     gpu.counts.clear()
     for rows in range(1, 30):
         run(rows)
-    taken = ("cuMemAlloc", "cuMemAllocHost", "cuMemAllocFromPoolAsync", "capture")
+    assert gpu.counts["capture"] == 1, "sizes in a row, which run as a graph"
+    taken = ("cuMemAlloc", "cuMemAllocHost", "cuMemAllocFromPoolAsync")
     assert not {name: gpu.counts[name] for name in taken if gpu.counts[name]}
     blocks = {instance.memory.address for instance in runner.instances()}
     assert len(blocks) == 1
@@ -686,6 +687,23 @@ def test_shapes_of_one_class_take_over_one_instance(gpu: FakeGpu) -> None:
         np.testing.assert_array_equal(y, x + BIAS)
         np.testing.assert_array_equal(places, np.arange(n))
     assert len(runner.instances()) == 2
+
+
+def test_a_size_that_grows_on_and_on_runs_as_one_graph(gpu: FakeGpu) -> None:
+    """From some shapes on the kernels of a graph are given the numbers of the next."""
+    session_of = InferenceSession(text_model(OPEN), device="cuda")
+    for n in range(17, 33):
+        gpu.counts.clear()
+        x = np.arange(8 * n, dtype=np.float32).reshape(n, 8)
+        y, places = session_of.run(None, {"x": x, "b": BIAS + n})
+        np.testing.assert_array_equal(y, x + (BIAS + n))
+        np.testing.assert_array_equal(places, np.arange(n))
+        assert gpu.counts["cuGraphLaunch"] == (n > 17 + RENEWED - 1)
+    assert gpu.counts["update"]
+    assert not gpu.counts["cuLaunchKernelEx"]
+    session_of.run(None, {"x": x, "b": BIAS})  # one that comes again has launches of its own
+    y, _ = session_of.run(None, {"x": x[:19], "b": BIAS})
+    np.testing.assert_array_equal(y, x[:19] + BIAS)
 
 
 def test_an_empty_constant_has_no_place(gpu: FakeGpu) -> None:

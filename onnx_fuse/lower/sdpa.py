@@ -80,9 +80,11 @@ def _masks(ctx: Context, node: ir.Node, first: int, q: Tensor, k: Tensor) -> _Ma
     found, at = _Masks(), first
     for number, step in enumerate(kind.steps, 1):
         tensor = ctx.view(node, at)
-        if number == ctx.attr(node, CAUSAL, 0) and tensor.shape[-2:] == (q.shape[2], k.shape[2]):
-            found.attrs["causal"] = True  # it is the last one
-            break
+        proved = ctx.attr(node, CAUSAL, 0)
+        if number == abs(proved) and tensor.shape[-2:] == (q.shape[2], k.shape[2]):
+            found.attrs["causal"] = True
+            if proved > 0:
+                break  # it is the last one
         name = ("mask", "mask2")[number - 1]
         if step == "Where":
             fill = ctx.host(node, at + 1)

@@ -13,13 +13,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import const_array, rank
-from onnx_fuse.ops.fused.sdpa.scores import Step
+from onnx_fuse.onnx.build import const_array, dim, rank
+from onnx_fuse.ops.fused.sdpa.scores import Step, same_size
 from onnx_fuse.ops.rewrite import attribute, constant_ints, is_float, scalar
 
 CAUSAL = "causal"
 """An attribute that kernels read and no body has: the step, counted from 1, whose mask is proved to
-hide the keys behind each query where it has the sizes of the scores. Kernels then read no mask."""
+hide the keys behind each query where it has the sizes of the scores. Kernels then read no mask.
+Less than 0: it hides them by -inf, and may hide more, so that it is read for the others."""
 
 HIDDEN = -1e37
 """What is added to a hidden logit is this or less: its weight is 0 beside a logit that is above."""
@@ -35,7 +36,7 @@ class _Form:
     """What the elements of a tensor are, by their indices; axes are counted from the last, -1.
 
     The value is `number`, if there is one, else the sum s of `offset` and each index times its
-    factor; with `choice` (yes, no) it is `yes` where s >= 0, else `no`.
+    factor; with `choice` (yes, no) it is `yes` where s >= 0, else `no`. NaN is a number not known.
     """
 
     number: float | None = None
@@ -56,33 +57,38 @@ class _Form:
 
 
 def causal_step(steps: list[Step]) -> int:
-    """The step, counted from 1, by which key j is hidden from query i where j > i alone; 0: none.
+    """What `CAUSAL` is to be: the step by which key j is hidden from query i where j > i; 0: none.
 
-    Of two steps it must be the last one and hide by -inf, so that a row which the other step hides
-    as a whole stays as it is.
+    It must be the last one. Of two steps it must hide by -inf, so that a row which the other step
+    hides as a whole stays as it is.
     """
     if not steps or len(steps) > 2:
         return 0
-    step = steps[-1]
-    if step.factor != 1 or step.negated or (step.fill is not None and len(step.conditions) != 1):
+    step, found = steps[-1], 0
+    if step.factor != 1 or step.negated:
         return 0
-    value, holds = (step.value, True) if step.fill is None else step.conditions[0]
-    form = _form(value, _DEPTH)
-    if form is None or form.choice is None:
-        return 0
-    if dict(form.factors) == {-2: 1, -1: -1}:
-        form = form.turned
-    if dict(form.factors) != {-2: -1, -1: 1} or form.offset != -1 or set(form.sizes) != {-2, -1}:
-        return 0
-    assert form.choice is not None
-    hidden, seen = form.choice
-    if step.fill is not None:
-        fits = bool(seen) == holds and bool(hidden) != holds
-        hidden = float(step.fill)
-    else:
-        fits = seen == 0
-    limit = HIDDEN if len(steps) == 1 else -np.inf
-    return len(steps) if fits and hidden <= limit else 0
+    for value, holds in step.conditions or [(step.value, True)]:
+        form = _form(value, _DEPTH)
+        if form is None or form.choice is None:
+            continue
+        if dict(form.factors) == {-2: 1, -1: -1}:
+            form = form.turned
+        if dict(form.factors) != {-2: -1, -1: 1} or form.offset != -1:
+            continue
+        assert form.choice is not None
+        hidden, seen = form.choice
+        if step.fill is not None:
+            known = not np.isnan(hidden) and bool(hidden) != holds
+            hidden = float(step.fill) if known else np.nan
+            exact = len(step.conditions) == 1 and not np.isnan(seen) and bool(seen) == holds
+        else:
+            exact = seen == 0
+        if set(form.sizes) != {-2, -1} or np.isnan(hidden):
+            continue
+        if exact and hidden <= (HIDDEN if len(steps) == 1 else -np.inf):
+            return len(steps)
+        found = -len(steps) if hidden == -np.inf else found
+    return found
 
 
 def _form(value: ir.Value | None, depth: int) -> _Form | None:
@@ -99,18 +105,15 @@ def _form(value: ir.Value | None, depth: int) -> _Form | None:
         return _range(node)
     if node.op_type == "Trilu":
         return _triangle(node, depth)
-    if node.op_type == "ConstantOfShape":
-        fill = node.attributes.get("value")
-        number = 0.0 if fill is None else float(fill.value.numpy().reshape(-1)[0])
-        axes = rank(value)
-        if axes is None:
-            return None
-        return _Form(number, sizes={axis: (value, axis) for axis in range(-axes, 0)})
+    if node.op_type in ("ConstantOfShape", "Expand"):
+        return _filled(node, depth)
     if node.op_type in _VIEWS:
         form = _form(node.inputs[0], depth - 1)
         return None if form is None else _VIEWS[node.op_type](node, form)
     if node.op_type == "Where":
         return _where([_form(v, depth - 1) for v in node.inputs])
+    if node.op_type == "And":
+        return _both(node, depth)
     if node.op_type in _POINTWISE:
         forms = [_form(v, depth - 1) for v in node.inputs]
         return _pointwise(node.op_type, [f for f in forms if f is not None], len(forms))
@@ -153,6 +156,20 @@ def _range(node: ir.Node) -> _Form | None:
         return None
     source = (start, delta, node.inputs[1])
     return _Form(None, ((-1, int(delta)),), int(start), None, {-1: source})
+
+
+def _filled(node: ir.Node, depth: int) -> _Form | None:
+    """One number everywhere."""
+    out, axes = node.outputs[0], rank(node.outputs[0])
+    if node.op_type == "Expand":
+        form = _form(node.inputs[0], depth - 1)
+        number = None if form is None or form.sizes else form.number
+    else:
+        fill = node.attributes.get("value")
+        number = 0.0 if fill is None else float(fill.value.numpy().reshape(-1)[0])
+    if number is None or axes is None:
+        return None
+    return _Form(number, sizes={axis: (out, axis) for axis in range(-axes, 0)})
 
 
 def _triangle(node: ir.Node, depth: int) -> _Form | None:
@@ -257,7 +274,8 @@ def _mapped(form: _Form, work: Callable[[float], float]) -> _Form:
     if form.number is not None:
         return replace(form, number=work(form.number))
     assert form.choice is not None
-    return replace(form, choice=(work(form.choice[0]), work(form.choice[1])))
+    high, low = (x if np.isnan(x) else work(x) for x in form.choice)
+    return replace(form, choice=(high, low))
 
 
 def _joined(forms: list[_Form]) -> dict[int, object] | None:
@@ -319,6 +337,28 @@ def _of_positions(op_type: str, a: _Form, b: _Form, sizes: dict[int, object]) ->
     return None
 
 
+def _both(node: ir.Node, depth: int) -> _Form | None:
+    """False where one operand is: what the other one may be there does not matter."""
+    values = node.inputs[:2]
+    forms = [_form(value, depth - 1) for value in values]
+    for i in (0, 1):
+        form, other, own, beside = forms[i], forms[1 - i], values[i], values[1 - i]
+        if other is not None and other.number and form is not None:
+            sizes = _joined([form, other])
+            return None if sizes is None else replace(form, sizes=sizes)
+        if form is None or form.choice is None or own is None or beside is None:
+            continue
+        axes = rank(beside)
+        if axes is None or not all(
+            -axis > axes or dim(beside, axis) == 1 or same_size(own, axis, beside, axis)
+            for axis in form.sizes
+        ):
+            continue
+        high, low = (0.0 if chosen == 0 else np.nan for chosen in form.choice)
+        return replace(form, choice=(high, low))
+    return None
+
+
 def _where(forms: list[_Form | None]) -> _Form | None:
     """One of two numbers by a choice."""
     condition, yes, no = forms
@@ -327,5 +367,8 @@ def _where(forms: list[_Form | None]) -> _Form | None:
     sizes = _joined([condition, yes, no])
     if sizes is None or yes.number is None or no.number is None:
         return None
-    high, low = (yes.number if chosen else no.number for chosen in condition.choice)
+    high, low = (
+        chosen if np.isnan(chosen) else yes.number if chosen else no.number
+        for chosen in condition.choice
+    )
     return replace(condition, choice=(high, low), sizes=sizes)
