@@ -128,7 +128,8 @@ class Deployed:
                     raise
                 what = str(error) if isinstance(error, ModelError) else f"damaged: {error}"
                 raise self._fault(what) from error
-        given = ", ".join(f"{name} {list(shape)}" for name, (shape, _) in shapes.items())
+        first = list(shapes.items())[:_SHOWN]
+        given = ", ".join(f"{name} {list(shape)}" for name, (shape, _) in first)
         raise UsageError(
             f"{self.container.path}: there is no program for {given}; there are those for "
             f"{self._listing(target)}; onnx-fuse compile takes several shapes, and {RECOMPILE}"
@@ -248,7 +249,8 @@ class _Entry:
     def __str__(self) -> str:
         if self.open is None:
             return ", ".join(f"{n} {list(shape)}" for n, (shape, _) in self.shapes.items())
-        ends = ", ".join(f"{n} [{', '.join(dims)}]" for n, dims in self._names.items())
+        vary = {n: dims for n, dims in self._names.items() if not all(map(str.isdigit, dims))}
+        ends = ", ".join(f"{n} [{', '.join(dims)}]" for n, dims in vary.items())
         sizes = (f"{name} from {low} to {high}" for name, low, high in self._ranges.values())
         return f"{ends} with {' and '.join(sizes)}"
 

@@ -122,6 +122,7 @@ class Executable:
         self.on_lowered: Callable[[ir.Model], Future[Origin | None]] | None = None
         """Told of the graph once it is first lowered, what that made of weights included; says
         later where it is kept."""
+        self._resident_shapes: dict[str, tuple[tuple[int, ...], str]] = {}
         self._deciding: list[str] = []  # feeds whose values decide about shapes
         self._once: dict[
             OpenProgram | None, Shape
@@ -585,7 +586,7 @@ class Executable:
     ) -> PlannedProgram:
         if isinstance(self.model, Deployed):
             own = {n: s for n, s in self._resident().items() if n in self.input_names}
-            return self.model.made({**own, **shapes}, self.hw)
+            return self.model.made({**shapes, **own}, self.hw)
         made = self.specializer.of({**self._resident(), **shapes}, values)
         if self.on_lowered is not None:
             self.keep(self.on_lowered(self.model))
@@ -601,7 +602,10 @@ class Executable:
         """(shape, dtype) of what stays on the device."""
         if not self.shared.has_residents:
             return {}  # asking would wait for the GPU
-        return {name: (t.shape, t.dtype) for name, (t, _) in self.weights.resident.items()}
+        found = self.weights.resident
+        if len(found) != len(self._resident_shapes):  # they become more, and stay what they are
+            self._resident_shapes = {name: (t.shape, t.dtype) for name, (t, _) in found.items()}
+        return self._resident_shapes
 
     def instances(self) -> list[Instance]:
         """The instances that have memory, the least recently used first."""
