@@ -291,7 +291,9 @@ def cross_entropy_chunk(
     weight = np.where(counts, each[safe], 0)
     hard, soft = (1 - p.smoothing) * weight, p.smoothing / p.classes * counts
     rows = np.arange(p.rows)
-    loss = -hard * log_p[rows, safe] - soft * (log_p * each).sum(1)
+    loss = np.where(counts, -hard * log_p[rows, safe], 0)
+    if p.smoothing:
+        loss = loss - np.where(counts, soft * (log_p * each).sum(1), 0)
     g = (hard + soft * each.sum())[:, None] * np.exp(log_p) - soft[:, None] * each
     g[rows, safe] -= hard
     return {"rows": np.stack([loss, weight], 1), "dx": g}
