@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import onnx_ir
 
-from onnx_fuse import passes, progress
+from onnx_fuse import autodiff, passes, progress
 from onnx_fuse import profile as profiling
 from onnx_fuse.errors import UsageError
 from onnx_fuse.kernels import Site, site
 from onnx_fuse.lower.walk import lower
+from onnx_fuse.onnx.build import feeds_of
 from onnx_fuse.onnx.shapes import fix_shapes
 from onnx_fuse.passes.precision import in_precision
 from onnx_fuse.profile import Profile
@@ -84,6 +85,7 @@ def compare(
     threads: int = 0,
     device: str = "cpu",
     precision: str = "fp32",
+    grad: bool = False,
 ) -> Comparison:
     """Time the file at `path` and the fusion of `graph` (the same model, loaded) in rounds.
 
@@ -93,14 +95,21 @@ def compare(
     spread over PAIRS of sessions. `threads=0` is as many as onnxruntime takes; one thread is timed
     by its own clock, which stops while others run.
     `shapes` and `dims` are those of generated feeds alone: fixed in one of the two models, they
-    would let onnxruntime rewrite that one further.
+    would let onnxruntime rewrite that one further. With `grad` forward and backward are timed, of
+    the model as it is and of its fusion for training; the file of weights is then `graph`'s.
     """
     if feeds is None:
         sized = graph.clone()
         fix_shapes(sized, shapes or {}, dims)
         feeds = generate(sized, partial(ort.run, ort.session(path)))[-1][0]
     makers: list[Callable[[], Clock]]
-    if device == "cuda":  # a session fuses what it is given
+    if grad:
+        both, feeds = _backwards(graph, feeds)
+        if device == "cuda":
+            makers = [partial(_gpu_clock, model, feeds, 0, precision) for model in both]
+        else:
+            makers = [partial(_clock, model, feeds, threads) for model in both]
+    elif device == "cuda":  # a session fuses what it is given
         makers = [partial(_gpu_clock, graph, feeds, level, precision) for level in (0, 2)]
     else:
         fused = graph.clone()
@@ -121,6 +130,24 @@ def compare(
         {name: list(array.shape) for name, array in feeds.items()},
         [(1e3 * float(a), 1e3 * float(b)) for a, b in times],
     )
+
+
+def _backwards(graph: onnx_ir.Model, feeds: Feeds) -> tuple[list[onnx_ir.Model], Feeds]:
+    """The model and its fusion with their gradients, and feeds with those of the outputs."""
+    found = []
+    for level in (0, 2):
+        model = graph.clone()
+        passes.optimize(model, level=level, training=True)
+        found.append(autodiff.gradient(model))
+    plain = ort.session(graph)
+    names = [v.name for v in plain.get_outputs()]
+    rng = np.random.default_rng(0)
+    seeds = {
+        f"{name}.grad": np.asarray(rng.standard_normal(np.shape(y)), np.asarray(y).dtype)
+        for name, y in zip(names, ort.run(plain, feeds), strict=True)
+        if onnx_ir.DataType.from_numpy(np.asarray(y).dtype).is_floating_point()
+    }
+    return found, feeds_of(found[0], feeds | seeds)
 
 
 def _rounds(clocks: Sequence[Clock], count: int) -> Array:

@@ -12,7 +12,7 @@ import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import interpret
 import numpy as np
@@ -44,6 +44,10 @@ class FakeGpu:
     CUgraphEdgeData = SimpleNamespace
     CUmemPoolProps = staticmethod(lambda: SimpleNamespace(location=SimpleNamespace()))
 
+    # by the identity of a launch; of all GPUs, since eager operators outlive the test's
+    _calls: ClassVar[dict[int, Call]] = {}
+    _launches: ClassVar[dict[int, Launch]] = {}
+
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.order: list[tuple[Any, ...]] = []
@@ -51,8 +55,6 @@ class FakeGpu:
         and "passed" are the host's own waits for a stream and an event."""
         self._numbers = itertools.count(100)
         self._memory: dict[int, Any] = {}
-        self._calls: dict[int, Call] = {}  # by the identity of their first launch
-        self._launches: dict[int, Launch] = {}
         self._capture: list[list[Any]] | None = None
 
     def use(self, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
@@ -83,8 +85,11 @@ class FakeGpu:
         def renewed(made: instance.Instance) -> None:
             renew(made)
             launches = (x for call in made.program.calls for x in call.launches)
-            for step, launch in zip(made._current.parts[0]._steps, launches, strict=True):
+            (part,) = made._current.parts
+            for k, (step, launch) in enumerate(zip(part._steps, launches, strict=True)):
                 step._kernel = id(launch)
+                if part.captured and k in part._nodes:
+                    part._graph.raw[part._graph._nodes[part._nodes[k]]][0] = id(launch)
 
         monkeypatch.setenv("ONNX_FUSE_AHEAD", "0")
         monkeypatch.setattr(device, "bindings", lambda: self)

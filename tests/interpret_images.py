@@ -36,9 +36,15 @@ def convolution(p: Conv, read: Mapping[str, np.ndarray], act: Callable[[str], An
         image, row, pixel = (8 * step for step in p.x_strides)
         shape = (p.batch, *p.inner, size)
         x = np.lib.stride_tricks.as_strided(x, shape, (image, 0, row, pixel, 8))
-    x = x.reshape(p.batch, *p.inner, size)
+    if p.planar:
+        x = np.moveaxis(x.reshape(p.batch, size, *p.inner), 1, -1)
+    x = np.ascontiguousarray(x).reshape(p.batch, *p.inner, size)
     found = windows(x, p.window, p.outer, 0.0).reshape(p.batch, *p.outer, -1, size)
     weight = read["weight"]
+    if p.planar:  # runs of pixels of more channels
+        kw = p.window.kernel[2]
+        pixel = 4 if p.channels <= 4 and p.window.strides[2] % 2 == 0 else 8
+        weight = weight[..., : kw * pixel].reshape(p.filters, -1, pixel)
     if p.depthwise:
         y = (found * weight.reshape(-1, size)).sum(-2)
     else:

@@ -347,6 +347,14 @@ def test_bench_prints_a_ratio(cli: Cli, tmp_path: Path) -> None:
     assert report["original"]["low"] <= report["original"]["median"] <= report["original"]["high"]
 
 
+def test_bench_times_the_backward_too(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    result = cli("bench", ENCODER, "--grad", "--repeat", 2, "--json", path)
+    assert result.code == 0, result.err
+    assert "pooler_output.grad" in json.loads(path.read_text())["feeds"]
+    assert cli("bench", ENCODER, "--grad", "--html", tmp_path / "r.html").code == 2
+
+
 @pytest.mark.parametrize(
     "options", [["--precision", "fp16"], ["--device", "cuda", "--threads", 1], ["--device", "tpu"]]
 )
@@ -354,7 +362,7 @@ def test_bench_refuses_what_a_device_has_not(cli: Cli, options: list[Any]) -> No
     assert cli("bench", ENCODER, *options).code == 2
 
 
-@pytest.mark.parametrize("options", [[], ["--device", "cuda", "--grad"], ["--blame"]])
+@pytest.mark.parametrize("options", [[], ["--grad"], ["--device", "cuda", "--blame"]])
 def test_validate_takes_a_precision_on_a_gpu_alone(cli: Cli, options: list[Any]) -> None:
     assert cli("validate", ENCODER, "--precision", "fp16", *options).code == 2
 

@@ -18,7 +18,7 @@ import pytest
 from rank_worker import CASES, RANKS, WIDTHS
 
 from onnx_fuse.cuda.launch import bind
-from onnx_fuse.distributed import buckets, launch
+from onnx_fuse.distributed import buckets, launch, nccl
 from onnx_fuse.distributed.environment import Place, place
 from onnx_fuse.distributed.world import pieces
 from onnx_fuse.errors import DeviceError, UsageError
@@ -143,7 +143,7 @@ def step_program(shard: str = "", bucket: int = 1 << 14) -> Program:
         clip_norm=1.0,
         fused=True,
         whole=lambda node: True,
-        ranks=Ranks(1, 2, "bf16", shard, bucket),
+        ranks=Ranks(1, 2, "bf16", shard, bucket=bucket),
     )
     shapes = {
         str(v.name): (tuple(d if isinstance(d, int) else 32 for d in v.shape), v.dtype.numpy().name)
@@ -194,6 +194,13 @@ def test_a_program_of_ranks_asks_for_its_ranks() -> None:
     pointers = {name: 256 for name, _ in (*call.reads, *call.writes)}
     with pytest.raises(DeviceError, match="distributed=True"):
         bind(x, pointers, CHIPS["H200"])
+
+
+def test_without_nccl_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nccl", None)
+    monkeypatch.setitem(sys.modules, "nccl.bindings", None)
+    with pytest.raises(DeviceError, match=r'needs NCCL \(.*\): pip install "\.\[distributed\]"'):
+        nccl.bindings()
 
 
 # ---- processes ---------------------------------------------------------------------------------
@@ -316,11 +323,12 @@ def train(folder: Path, *options: str) -> dict[str, Any]:
 
 
 def test_the_command_gives_the_curve_of_one_process_and_resumes_on_more(small: Path) -> None:
-    one = train(small, "--epochs", "2", "--val", "data.npz")
-    two = train(small, "--epochs", "1", "--gpus", "2", "--checkpoint", "run", "--val", "data.npz")
+    one = train(small, "--epochs", "2", "--val", "data.npz", "--keep-best")
+    two = train(small, "--epochs", "1", "--gpus", "2", "--checkpoint", "run", "--val", "data.npz",
+                "--keep-best")  # fmt: skip
     three = train(
         small, "--epochs", "2", "--gpus", "3", "--checkpoint", "run", "--resume", "--val",
-        "data.npz", "--shard", "optimizer",
+        "data.npz", "--shard", "optimizer", "--keep-best",
     )  # fmt: skip
     assert len(two["losses"]) == 6
     np.testing.assert_allclose(three["losses"], one["losses"], rtol=1e-4)

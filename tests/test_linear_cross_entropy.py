@@ -23,9 +23,11 @@ from interpret import interpret
 from lowering import program_of
 
 from onnx_fuse import autodiff, optim, passes
+from onnx_fuse.cuda import nvrtc
+from onnx_fuse.kernels.loss import Chunk
 from onnx_fuse.lower import linear_cross_entropy
 from onnx_fuse.onnx.build import text_model
-from onnx_fuse.program.problem import CHIPS, Problem
+from onnx_fuse.program.problem import CHIPS, Config, Problem
 from onnx_fuse.program.problems import CrossEntropyChunk
 from onnx_fuse.training.step import training_model
 
@@ -130,3 +132,15 @@ def test_every_chip_has_kernels_for_it(chip: str) -> None:
     products = [c.problem for c in program.calls if isinstance(c.problem, Problem)]
     assert [p.n for p in products] == [CLASSES if chip == "H200" else 2112, WIDTH, WIDTH]
     assert not program.fallbacks
+
+
+@pytest.mark.parametrize("chip", ["H200", "A100", "B200"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_its_kernel_compiles_without_spills(chip: str, dtype: str) -> None:
+    hw = CHIPS[chip]
+    for smoothing, gradient in ((0.0, True), (0.1, True), (0.1, False)):
+        problem = CrossEntropyChunk(
+            4096, 50257, 50304, dtype, "int64", smoothing=smoothing, gradient=gradient
+        )
+        (call,) = Chunk().launch(problem, Config.of(), hw)
+        assert all(r.clean for r in nvrtc.resources(call.source, call.defines, hw.arch).values())

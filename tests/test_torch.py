@@ -207,14 +207,19 @@ class HostTurn:
 
     def __init__(self, graph: Graph, tensors: list[Any]) -> None:
         self._graph, self._given = graph, [(tuple(t.shape), t.dtype) for t in tensors]
-        self.results = [(tuple(y.shape), y.dtype) for y in graph.run(tensors)]
-        self.where = torch.device("cpu")
+        found = [y.contiguous() for y in graph.run(tensors)]
+        self.results = [(tuple(y.shape), y.stride(), y.dtype) for y in found]
+        self._allocate = gpu.allocator(torch.device("cpu"))
+
+    def new(self, shape: tuple[int, ...], strides: tuple[int, ...], kind: Any) -> Any:
+        assert type(shape) is type(strides) is tuple  # as inductor's allocator for CUDA asks
+        return self._allocate(shape, strides, kind)
 
     def enqueue(self, inputs: list[int], outputs: list[int]) -> None:
         given = [at(a, *kind) for a, kind in zip(inputs, self._given, strict=True)]
         ends = zip(outputs, self._graph.run(given), self.results, strict=True)
-        for address, y, kind in ends:
-            at(address, *kind).copy_(y)
+        for address, y, (shape, _, dtype) in ends:
+            at(address, shape, dtype).copy_(y)
 
 
 def at(address: int, shape: tuple[int, ...], dtype: Any) -> Any:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from lowering import program_of
 from test_gradients import session
+from window_gradients import network
 
 from onnx_fuse import autodiff
 from onnx_fuse.lower.conv_transpose import phases
@@ -105,32 +106,9 @@ def test_the_phases_of_a_stride_add_up(stride: int, dilation: int, taps: int, be
 
 def test_a_step_of_a_residual_network_keeps_its_images_channels_last() -> None:
     """No image is copied but the one that comes in, no window is as large as an image."""
-    body, weights = [], []
-
-    def layer(y: str, x: str, filters: int, channels: int, taps: int, stride: int = 1) -> None:
-        weights.append((f"w{y}", (filters, channels, taps, taps)))
-        weights.extend((f"{kind}{y}", (filters,)) for kind in "sbmv")
-        pad = taps // 2
-        body.append(
-            f"c{y} = Conv <pads=[{pad},{pad},{pad},{pad}], strides=[{stride},{stride}]> ({x}, w{y})"
-            f" n{y} = BatchNormalization (c{y}, s{y}, b{y}, m{y}, v{y})"
-        )
-
-    layer("a", "x", 16, 3, 7, 2)
-    body.append("r = Relu(na) p = MaxPool <kernel_shape=[3,3], strides=[2,2], pads=[1,1,1,1]> (r)")
-    layer("b", "p", 16, 16, 3, 2)
-    body.append("q = Relu(nb)")
-    layer("c", "q", 32, 16, 1)
-    layer("d", "p", 32, 16, 1, 2)
-    body.append("t = Add(nc, nd) u = Relu(t) g = GlobalAveragePool(u) y = Flatten(g)")
-    held = ", ".join(
-        f"float{list(shape)} {name} = {{{', '.join(['0.1'] * int(np.prod(shape)))}}}"
-        for name, shape in weights
-    )
     graph, spec = training_model(
-        text_model(f"agraph (float[4,3,32,32] x) => (float[4,32] y) <{held}> {{{' '.join(body)}}}"),
-        loss="mse", optimizer=optim.SGD(lr=0.1), precision="bf16", fused=True,
-    )  # fmt: skip
+        network(), loss="mse", optimizer=optim.SGD(lr=0.1), precision="bf16", fused=True
+    )
     feeds = {"x": np.zeros((4, 3, 32, 32), np.float32), "labels": np.zeros((4, 32), np.float32)}
     feeds |= {s.name: np.asarray(s.initial) for s in spec.states}
     feeds |= {spec.lr: np.array(0.1, np.float32)}

@@ -1,10 +1,14 @@
-"""Cases of the gradients of convolutions and pools: the arguments of math_cases.Case."""
+"""Cases of the gradients of convolutions and pools, and a small network that has all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+import onnx_ir
+
+from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.common import FUSE
 
 F32, F16, BF16, F64 = "float32", "float16", "bfloat16", "float64"
@@ -19,7 +23,10 @@ def _row(
 
 
 def rows() -> Iterator[Row]:
-    """ConvTranspose, which a Conv's image has as its gradient, ConvWeightGrad and MaxPoolGrad."""
+    """The arguments of math_cases.Case.
+
+    They are of ConvTranspose, the gradient of a Conv's image, ConvWeightGrad and MaxPoolGrad.
+    """
     for dtype in (F16, BF16):  # one convolution for each phase of the strides
         both = {"strides": [2, 2], "pads": [1, 1, 1, 1], "output_padding": [1, 0]}
         for x, w, how in (
@@ -68,3 +75,41 @@ def rows() -> Iterator[Row]:
     yield _row("MaxPoolGrad", ((1, 2, 2, 2, 2), (1, 2, 5, 5, 5)), how, 1, F32, FUSE, note="3-D")
     how = {"kernel_shape": [17, 16], "strides": [2, 1], "pads": [1, 1, 1, 1]}
     yield _row("MaxPoolGrad", ((1, 2, 5, 11), (1, 2, 24, 24)), how, 1, F32, FUSE, note="many taps")
+
+
+def network() -> onnx_ir.Model:
+    """x [4, 3, 32, 32] -> y [4, 32]: convolutions with norms, a MaxPool and a residual sum."""
+    rng = np.random.default_rng(7)
+    body: list[str] = []
+    weights: dict[str, np.ndarray] = {}
+
+    def layer(y: str, x: str, filters: int, channels: int, taps: int, stride: int = 1) -> None:
+        shape, pad = (filters, channels, taps, taps), taps // 2
+        weights[f"w{y}"] = rng.standard_normal(shape) / np.sqrt(channels * taps * taps)
+        weights[f"s{y}"], weights[f"b{y}"] = (
+            rng.uniform(0.5, 1.5, filters),
+            rng.normal(size=filters),
+        )
+        weights[f"m{y}"], weights[f"v{y}"] = np.zeros(filters), np.ones(filters)
+        body.append(
+            f"c{y} = Conv <pads=[{pad},{pad},{pad},{pad}], strides=[{stride},{stride}]> ({x}, w{y})"
+            f" n{y} = BatchNormalization (c{y}, s{y}, b{y}, m{y}, v{y})"
+        )
+
+    layer("a", "x", 16, 3, 7, 2)
+    body.append("r = Relu(na) p = MaxPool <kernel_shape=[3,3], strides=[2,2], pads=[1,1,1,1]> (r)")
+    layer("b", "p", 16, 16, 3, 2)
+    body.append("q = Relu(nb)")
+    layer("c", "q", 32, 16, 1)
+    layer("d", "p", 32, 16, 1, 2)
+    body.append("t = Add(nc, nd) u = Relu(t) g = GlobalAveragePool(u) y = Flatten(g)")
+    held = ", ".join(f"float{list(a.shape)} {name}" for name, a in weights.items())
+    model = text_model(
+        f"agraph (float[4,3,32,32] x, {held}) => (float[4,32] y) {{ {' '.join(body)} }}"
+    )
+    for value in [v for v in model.graph.inputs if v.name != "x"]:
+        model.graph.inputs.remove(value)
+        array = weights[value.name or ""].astype(np.float32)
+        value.const_value = onnx_ir.tensor(array, name=value.name)
+        model.graph.register_initializer(value)
+    return model

@@ -32,8 +32,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "models"), str(ROOT / "tools")]
 
-VOCAB = 50257
-"""Tokens of each model: their number costs the host nothing but memory."""
+VOCAB = 1009
+"""Tokens of each model, no size of a batch; their number costs the host nothing but memory."""
 PHASES = (
     ("load", "onnx_fuse.onnx.load", "load"),
     ("passes", "onnx_fuse.passes", "optimize"),

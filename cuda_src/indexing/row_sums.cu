@@ -1,27 +1,22 @@
 // indexing/row_sums.cu: rows of update added to rows of a table that may repeat: an embedding's gradient.
 // Idea     : `group_rows` sorts the places j of update by the row that index[j] names, equal rows by j. A block has
 //            IDS rows of the table; its warps have consecutive parts of the index, which they read twice: to count
-//            their j of each row, and to put these where the counts before them end. `sum_parts` sums every `part`
-//            sorted places of a row that has more of them, so that a frequent row is many blocks' work, and
-//            `sum_rows` sums the others and those parts, and writes each row once.
+//            their j of each row, and to put these where the counts before them end. Meanwhile other blocks fill a
+//            FRESH table with zeros. `sum_parts` sums every `part` sorted places of a row that has more of them, so
+//            that a frequent row is many blocks' work; `sum_rows` sums the others and those parts.
 // Inputs   : index IDX [count, Q], counted from the end if negative; a tuple outside the sizes d names no row.
 //            update, y T [., inner], aligned to VEC elements. start u32 [rows + 1]: the first sorted place of each
 //            row; row, order u32 [count]: each sorted place's row and j; sums [2 chunks, inner] of accumulators.
-// Macros   : T IDX Q VEC TEAM ITEMS FRESH, of `sum_rows`: y is all of it written, zeros where no place names a row;
-//            otherwise sums are added to what y holds, and other rows are left alone.
-// Launch   : group_rows: a block of 1024 threads for IDS rows. sum_parts: a block for `part` places (x) and TEAM VEC
-//            columns (y). sum_rows: TEAM threads for a row, or a sorted place if not FRESH (x), and TEAM VEC ITEMS
-//            columns (y).
+// Macros   : T IDX Q VEC TEAM IDS, FRESH: y is `elements` zeros before; otherwise sums are added to what y holds.
+// Launch   : group_rows: a block of 1024 threads for IDS rows with (32 IDS + 32) words of shared memory, and any
+//            number more for the zeros. sum_parts: a block for `part` places (x) and TEAM VEC columns (y). sum_rows:
+//            TEAM threads for a sorted place (x) and TEAM VEC columns (y).
 // Numerics : sums of floats in 16 bits are kept in fp32 and rounded once. Their order is that of j, within parts that
 //            depend on the index alone: no atomics on floats, same bits.
 // Bound    : memory: update read once, the rows written once.
 #include "common.cuh"
-#define IDS 256
 #define WARPS 32
 #define THREADS 256
-#ifndef AHEAD
-#define AHEAD (32 / sizeof(Acc) / (ITEMS > 2 ? 4 : ITEMS))  // rows whose loads are under way at once
-#endif
 typedef Accumulator<T>::type Acc;
 
 struct Sizes { i64 d[6]; };
@@ -41,17 +36,29 @@ DEVICE int place(const IDX* index, int j, const Sizes& sizes) {
     return inside ? to : -1;
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
-    group_rows(const IDX* index, u32* start, u32* row, u32* order, int count, int rows, i64 d0, i64 d1, i64 d2,
-               i64 d3, i64 d4, i64 d5) {
+// The block's share of p's zeros, of which `blocks` have all.
+DEVICE void put_zeros(T* p, i64 elements, int block, int blocks) {
+    constexpr int EACH = 16 / sizeof(T);
+    const Vec<T, EACH> none = {};
+    const i64 first = (i64)block * blockDim.x + threadIdx.x, vectors = elements / EACH;
+    for (i64 i = first; i < vectors; i += (i64)blocks * blockDim.x) store<EACH>(p + i * EACH, none);
+    if (first < elements % EACH) p[vectors * EACH + first] = none.at[0];
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
+    group_rows(const IDX* index, u32* start, u32* row, u32* order, T* y, int count, int rows, i64 elements, i64 d0,
+               i64 d1, i64 d2, i64 d3, i64 d4, i64 d5) {
     after_previous_launch();
-    __shared__ u32 next[WARPS][IDS], scratch[WARPS];
+    extern __shared__ u32 memory[];
+    u32(*next)[IDS] = (u32(*)[IDS])memory, *scratch = memory + WARPS * IDS;
+    const int sorting = (rows - 1) / IDS + 1;
+    if (FRESH && blockIdx.x >= sorting) return put_zeros(y, elements, blockIdx.x - sorting, gridDim.x - sorting);
     const Sizes sizes = {{d0, d1, d2, d3, d4, d5}};
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int low = blockIdx.x * IDS, own = rows - low < IDS ? rows - low : IDS;
     const int part = (count / (32 * WARPS) + 1) * 32, first = warp * part;
     const int last = count - first < part ? count : first + part;
-    for (int i = threadIdx.x; i < WARPS * IDS; i += 32 * WARPS) (&next[0][0])[i] = 0;
+    for (int i = threadIdx.x; i < WARPS * IDS; i += 32 * WARPS) memory[i] = 0;
     __syncthreads();
 
     u32 below = 0;
@@ -105,53 +112,28 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     }
 }
 
-// N vectors of a row's columns, STRIDE elements apart.
-template <class E, int N> struct Columns {
-    E at[N][VEC];
-    static constexpr int STRIDE = VEC * TEAM;
-    template <class S> DEVICE void add(const S* p, int left) {
+// VEC columns of the rows that take(0), ..., take(count - 1) point to, added to sum in order.
+template <class S, class Take> DEVICE void add_rows(Acc (&sum)[VEC], u32 count, Take take) {
+    constexpr int AHEAD = 32 / sizeof(Acc);  // rows whose loads are under way at once
+    u32 k = 0;
+    for (; k + AHEAD <= count; k += AHEAD) {
+        const S* from[AHEAD];
+        Vec<S, VEC> v[AHEAD];
 #pragma unroll
-        for (int n = 0; n < N; n++)
-            if (n * STRIDE < left) {
-                const Vec<S, VEC> v = load<VEC>(p + n * STRIDE);
+        for (int u = 0; u < AHEAD; u++) from[u] = take(k + u);
 #pragma unroll
-                for (int i = 0; i < VEC; i++) at[n][i] += widen(v.at[i]);
-            }
+        for (int u = 0; u < AHEAD; u++) v[u] = load<VEC>(from[u]);
+#pragma unroll
+        for (int u = 0; u < AHEAD; u++)
+#pragma unroll
+            for (int i = 0; i < VEC; i++) sum[i] += widen(v[u].at[i]);
     }
-    // adds the rows that take(0), ..., take(count - 1) point to, in order; UNROLL of them are loaded at a time
-    template <int UNROLL, class S, class Take> DEVICE void add_rows(u32 count, int left, Take take) {
-        u32 k = 0;
-        for (; k + UNROLL <= count; k += UNROLL) {
-            const S* from[UNROLL];
-            Vec<S, VEC> v[UNROLL][N];
+    for (; k < count; k++) {
+        const Vec<S, VEC> v = load<VEC>(take(k));
 #pragma unroll
-            for (int u = 0; u < UNROLL; u++) from[u] = take(k + u);
-#pragma unroll
-            for (int u = 0; u < UNROLL; u++)
-#pragma unroll
-                for (int n = 0; n < N; n++)
-                    if (n * STRIDE < left) v[u][n] = load<VEC>(from[u] + n * STRIDE);
-#pragma unroll
-            for (int u = 0; u < UNROLL; u++)
-#pragma unroll
-                for (int n = 0; n < N; n++)
-                    if (n * STRIDE < left)
-#pragma unroll
-                        for (int i = 0; i < VEC; i++) at[n][i] += widen(v[u][n].at[i]);
-        }
-        for (; k < count; k++) add(take(k), left);
+        for (int i = 0; i < VEC; i++) sum[i] += widen(v.at[i]);
     }
-    template <class S> DEVICE void put(S* p, int left) const {
-#pragma unroll
-        for (int n = 0; n < N; n++)
-            if (n * STRIDE < left) {
-                Vec<S, VEC> v;
-#pragma unroll
-                for (int i = 0; i < VEC; i++) v.at[i] = narrow<S>(at[n][i]);
-                store<VEC>(p + n * STRIDE, v);
-            }
-    }
-};
+}
 
 // Slot 0 of a chunk of `part` sorted places is of the row that its first place has, slot 1 of the row that its last
 // one has: no third row in between has more than `part`. The teams of a block have consecutive places of a chunk.
@@ -174,11 +156,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
         if (to - from <= part || (slot && head == tail)) continue;  // the same for the block
         const u32 low = from > begin ? from : begin, high = to < end ? to : end;
         const u32 each = (high - low + TEAMS - 1) / TEAMS, first = low + team * each;
-        const u32 count = first >= high ? 0 : high - first < each ? high - first : each;
-        Columns<Acc, 1> sum = {};
-        sum.add_rows<8, T>(count, left - own, [&](u32 k) { return update + (i64)order[first + k] * inner; });
+        u32 count = first >= high ? 0 : high - first < each ? high - first : each;
+        if (own >= left) count = 0;
+        Acc sum[VEC] = {};
+        add_rows<T>(sum, count, [&](u32 k) { return update + (i64)order[first + k] * inner; });
         __syncthreads();
-        sum.put(&shared[team][own], WIDE);
+#pragma unroll
+        for (int i = 0; i < VEC; i++) shared[team][own + i] = sum[i];
         __syncthreads();
         for (int c = threadIdx.x; c < WIDE && c < left; c += THREADS) {
             Acc total = 0;
@@ -189,29 +173,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
     }
 }
 
+// A sorted place that is its row's first sums the row.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     sum_rows(const u32* start, const u32* row, const u32* order, const T* update, const Acc* sums, T* y, int rows,
-             int inner, int units, int part) {
+             int inner, int part) {
     after_previous_launch();
-    const int unit = blockIdx.x * (THREADS / TEAM) + threadIdx.x / TEAM;
-    const int column = (blockIdx.y * TEAM * ITEMS + threadIdx.x % TEAM) * VEC, left = inner - column;
-    if (unit >= units || left <= 0) return;
-    if (!FRESH && unit >= start[rows]) return;
-    const u32 own = FRESH ? unit : row[unit], from = start[own], count = start[own + 1] - from;
-    if (!FRESH && unit != from) return;
+    const u32 at = blockIdx.x * (THREADS / TEAM) + threadIdx.x / TEAM;
+    const int column = (blockIdx.y * TEAM + threadIdx.x % TEAM) * VEC;
+    if (at >= start[rows] || column >= inner) return;
+    const u32 own = row[at], from = start[own], count = start[own + 1] - from;
+    if (at != from) return;
     y += (i64)own * inner + column;
-    Columns<Acc, ITEMS> sum = {};
-    if (!FRESH) sum.add(y, left);
+    Acc sum[VEC] = {};
+    if (!FRESH) add_rows<T>(sum, 1, [&](u32) { return y; });
     if (count <= part) {
         update += column;
-        sum.add_rows<AHEAD, T>(count, left, [&](u32 k) { return update + (i64)order[from + k] * inner; });
+        add_rows<T>(sum, count, [&](u32 k) { return update + (i64)order[from + k] * inner; });
     } else {
         const u32 first = from / part, last = (from + count - 1) / part;
         sums += column;
-        sum.add_rows<AHEAD, Acc>(last - first + 1, left, [&](u32 k) {
+        add_rows<Acc>(sum, last - first + 1, [&](u32 k) {
             const u32 chunk = first + k;
             return sums + (i64)(2 * chunk + (from > chunk * part)) * inner;
         });
     }
-    sum.put(y, left);
+    Vec<T, VEC> v;
+#pragma unroll
+    for (int i = 0; i < VEC; i++) v.at[i] = narrow<T>(sum[i]);
+    store<VEC>(y, v);
 }

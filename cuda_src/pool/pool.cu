@@ -9,6 +9,8 @@
 // Numerics : max propagates NaN; sums in ACC, row-major order.
 // Bound    : HBM; L1 for overlapping windows.
 #include "reduce/team.cuh"
+#define TAPS (KD * KH * KW)
+constexpr bool SMALL = CHANNELS_LAST && TAPS <= 9;
 
 extern "C" __global__ void __launch_bounds__(256)
     pool(const T* x, T* y, i64* indices, i64 size, int channels, int d, int h, int w, int od, int oh, int ow,
@@ -27,32 +29,44 @@ extern "C" __global__ void __launch_bounds__(256)
     for (int j = 0; j < VEC; j++) s[j] = MODE ? (ACC)0 : -INFINITE;
     int count = 0;
     i64 best = -1;
-    for (int a = 0; a < KD; a++) {
-        const int iz = z0 + a * DD;
-        for (int b = 0; b < KH; b++) {
-            const int iy = y0 + b * DH;
-            for (int c = 0; c < KW; c++) {
-                const int ix = x0 + c * DW;
-                // a window may pass the padding where ceil_mode rounds up: that part never counts
-                if (INCLUDE_PAD) count += iz < d + ED && iy < h + EH && ix < w + EW;
-                if ((unsigned)iz >= (unsigned)d || (unsigned)iy >= (unsigned)h || (unsigned)ix >= (unsigned)w)
-                    continue;
-                const Vec<T, VEC> in = load<VEC>(from + (((i64)iz * h + iy) * w + ix) * step);
-                if (!INCLUDE_PAD) count++;
-                const bool first = best < 0;
+    auto inside = [&](int z, int y, int x) {
+        return (unsigned)z < (unsigned)d && (unsigned)y < (unsigned)h && (unsigned)x < (unsigned)w;
+    };
+    auto element = [&](int z, int y, int x) { return ((i64)z * h + y) * w + x; };
+    auto take = [&](const Vec<T, VEC>& in, int iz, int iy, int ix) {
+        if (!INCLUDE_PAD) count++;
+        const bool first = best < 0;
 #pragma unroll
-                for (int j = 0; j < VEC; j++) {
-                    const ACC v = widen(in.at[j]);
-                    if (MODE == 1) s[j] += v;
-                    if (MODE == 2) s[j] += p == 2 ? v * v : p == 1 ? fabs(v) : pow(fabs(v), (ACC)p);
-                    if (MODE == 0 && (first || !(s[j] >= v || s[j] != s[j]))) {
-                        s[j] = v;
-                        best = base + (COLUMN_MAJOR ? ((i64)ix * h + iy) * d + iz : ((i64)iz * h + iy) * w + ix);
-                    }
-                }
+        for (int j = 0; j < VEC; j++) {
+            const ACC v = widen(in.at[j]);
+            if (MODE == 1) s[j] += v;
+            if (MODE == 2) s[j] += p == 2 ? v * v : p == 1 ? fabs(v) : pow(fabs(v), (ACC)p);
+            if (MODE == 0 && (first || !(s[j] >= v || s[j] != s[j]))) {
+                s[j] = v;
+                best = base + (COLUMN_MAJOR ? ((i64)ix * h + iy) * d + iz : element(iz, iy, ix));
             }
         }
-    }
+    };
+    if (SMALL) {  // all loads are on their way before the first is used
+        Vec<T, VEC> in[SMALL ? TAPS : 1];
+#pragma unroll
+        for (int t = 0; t < TAPS; t++) {
+            const int iz = z0 + t / (KH * KW) * DD, iy = y0 + t / KW % KH * DH, ix = x0 + t % KW * DW;
+            if (inside(iz, iy, ix)) in[SMALL ? t : 0] = load<VEC>(from + element(iz, iy, ix) * step);
+        }
+#pragma unroll
+        for (int t = 0; t < TAPS; t++) {
+            const int iz = z0 + t / (KH * KW) * DD, iy = y0 + t / KW % KH * DH, ix = x0 + t % KW * DW;
+            // a window may pass the padding where ceil_mode rounds up: that part never counts
+            if (INCLUDE_PAD) count += iz < d + ED && iy < h + EH && ix < w + EW;
+            if (inside(iz, iy, ix)) take(in[SMALL ? t : 0], iz, iy, ix);
+        }
+    } else
+        for (int t = 0; t < TAPS; t++) {
+            const int iz = z0 + t / (KH * KW) * DD, iy = y0 + t / KW % KH * DH, ix = x0 + t % KW * DW;
+            if (INCLUDE_PAD) count += iz < d + ED && iy < h + EH && ix < w + EW;
+            if (inside(iz, iy, ix)) take(load<VEC>(from + element(iz, iy, ix) * step), iz, iy, ix);
+        }
     Vec<T, VEC> out;
 #pragma unroll
     for (int j = 0; j < VEC; j++) {

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     "onnx-fuse bench model.onnx --threads 1",
+    "onnx-fuse bench model.onnx --grad --device cuda --precision bf16",
     "onnx-fuse bench LayerNormGemm --tune --shape 8192,768,3072 --precision bf16",
 )
 
@@ -58,6 +59,12 @@ def bench(
             "timed by CPU time.",
         ),
     ] = 0,
+    grad: Annotated[
+        bool,
+        typer.Option(
+            "--grad", help="Time forward and backward: the gradients of all weights and outputs."
+        ),
+    ] = False,
     tune: Annotated[
         bool,
         typer.Option(
@@ -106,6 +113,8 @@ def bench(
             printer, {"model": str(model), "gpu": hw.name, "tuned": data}, json, html
         )
         return
+    if grad and (html or trace):
+        raise UsageError("--grad shows a table and --json: leave --html and --trace out")
     if shape:
         raise UsageError("--shape is for an operator, which only --tune times: add --tune")
     check_device(device)
@@ -121,7 +130,7 @@ def bench(
     def work() -> tuple[timing.Comparison, timing.RunResult | None]:
         found = timing.compare(
             model, graph, feeds, shapes=shapes, dims=dims, repeat=repeat, threads=threads,
-            device=device, precision=precision,
+            device=device, precision=precision, grad=grad,
         )  # fmt: skip
         if not html and not trace:
             return found, None

@@ -371,14 +371,11 @@ def train(
 
     extra: list[Section] = []
     live = training.Live(html, page)
-    watching: list[callbacks.Callback] = [live]
-    if first:
-        watching.insert(0, callbacks.Progress(printer.console))
+    watching: list[callbacks.Callback] = [callbacks.Progress(printer.console), live]
     if patience:
         watching.append(callbacks.EarlyStopping(monitor, "auto", min_delta, patience))
     if keep_best:
-        beside = checkpoint if first else None
-        best = beside and beside.with_name(f"{beside.name}.best")
+        best = checkpoint and checkpoint.with_name(f"{checkpoint.name}.best")
         watching.append(callbacks.BestWeights(monitor, "auto", min_delta, best))
     if csv:
         watching.append(callbacks.CsvLog(csv))

@@ -319,6 +319,7 @@ def site(call: Call, hw: Hardware) -> Site:
     if isinstance(choice.kernel, RuleBased):  # its neighbours are for other problems, not refused
         refused = {}
         op = call.kernel if op in call.kernel else f"{call.kernel} ({op})"
+        op += ", channels last" if getattr(problem, "channels_last", False) else ""
         why += f"; also {', '.join(kernel.name for kernel in others)}" if others else ""
     elif others:
         rest = (_by_cost((kernel,), problem, hw, "")[0] for kernel in others)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil, prod
 
-from onnx_fuse.cuda.macros import C_TYPES, accumulator, as_defines, defines
+from onnx_fuse.cuda.macros import C_TYPES, accumulator, as_defines, defines, lanes
 from onnx_fuse.kernels.gemm_cluster import Cluster
 from onnx_fuse.kernels.gemm_sm90 import Wgmma
 from onnx_fuse.kernels.rows import rename
@@ -32,10 +32,11 @@ from onnx_fuse.program.problems import Conv
 _ENDS = tuple(map(Ptr, ("bias", "slope", "e1", "e2", "e3", "y")))
 # BM, BN, WM, WN, BK, stages -> share of the full rate that the tile reaches on Hopper
 TILES: dict[tuple[int, ...], float] = {
-    (128, 128, 64, 32, 32, 4): 0.45,
-    (128, 64, 32, 32, 32, 4): 0.4,
-    (64, 128, 32, 32, 32, 4): 0.4,
-    (64, 64, 32, 16, 64, 4): 0.3,
+    (128, 128, 64, 32, 64, 3): 0.3,
+    (128, 128, 64, 32, 32, 4): 0.27,
+    (128, 64, 32, 32, 32, 4): 0.33,
+    (64, 128, 32, 32, 32, 4): 0.33,
+    (64, 64, 32, 16, 64, 4): 0.25,
     (128, 32, 32, 32, 32, 4): 0.25,
     (32, 64, 16, 16, 64, 4): 0.2,
 }
@@ -64,17 +65,22 @@ def _epilogue(problem: Conv) -> dict[str, object]:
 class ChannelsLast(RuleBased):
     """What the candidates for channels-last images of 16 bits share."""
 
+    planar = False  # whether x has its channels first
+
     def supports(self, problem: Conv, hw: Hardware) -> str | None:
         """Refuse other layouts and types, and images that 32 bits do not address."""
         if not problem.channels_last or problem.transposed:
             return "for a Conv of channels-last images"
+        if problem.planar != self.planar:
+            return "x has its channels first" if problem.planar else "x has its channels last"
         if hw.cc < 80:
             return f"mma.sync with cp.async needs sm_80, this is {hw.arch}"
         if problem.dtype not in ("float16", "bfloat16"):
             return f"for 16-bit operands, not {problem.dtype}"
         if problem.inner[0] != 1 or problem.outer[0] != 1:
             return "at most two spatial axes"
-        if any(step % 8 for step in _strides(problem)) and not problem.depthwise:
+        strided = not (problem.depthwise or problem.planar)
+        if strided and any(step % 8 for step in _strides(problem)):
             return "pixels are no multiple of 16 bytes apart"
         if max(_strides(problem)[0], prod(problem.outer)) >= 2**29:
             return "an image of 2^29 elements or more"
@@ -82,7 +88,7 @@ class ChannelsLast(RuleBased):
 
 
 class Depthwise(ChannelsLast):
-    """conv/depthwise_nhwc.cu: `pairs` of channels and a run of `wide` outputs a thread."""
+    """conv/depthwise_nhwc.cu: `pairs` of channels and `tall` x `wide` outputs a thread."""
 
     name = "depthwise"
     source = "conv/depthwise_nhwc.cu"
@@ -93,46 +99,110 @@ class Depthwise(ChannelsLast):
             return f"{problem.channels} channels and {problem.filters} filters a group, not 1 and 1"
         if problem.groups % 2:
             return f"{problem.groups} channels are no pairs"
-        if self._kept(problem, 2, 1) > 56:
+        if self._kept(problem, 2, 1, 1) > 64 or prod(problem.window.kernel) > 128:
             return "the filter is too wide"
         return super().supports(problem, hw)
 
-    def _kept(self, problem: Conv, wide: int, pairs: int) -> int:
+    def _kept(self, problem: Conv, wide: int, tall: int, pairs: int) -> int:
         """Words that a thread keeps: the inputs of its rows on their way, and its sums."""
         taps = problem.window
-        span = (wide - 1) * taps.strides[2] + (taps.kernel[2] - 1) * taps.dilations[2] + 1
-        rows = taps.kernel[1] if taps.kernel[1] <= 3 else 2
-        return (rows * span + 2 * wide) * pairs
+        span, deep = (
+            (n - 1) * taps.strides[i] + (taps.kernel[i] - 1) * taps.dilations[i] + 1
+            for n, i in ((wide, 2), (tall, 1))
+        )
+        return ((deep if deep <= 4 else 3) * span + 2 * wide * tall) * pairs
 
     def configs(self, problem: Conv, hw: Hardware) -> Sequence[Config]:
         """The rule's, then others whose rows of inputs fit the registers."""
         found = [
-            Config.of(wide=wide, pairs=pairs)
+            Config.of(wide=wide, tall=tall, pairs=pairs)
             for wide in (2, 4, 7, 8)
+            for tall in (1, 2)
             for pairs in (1, 2)
-            if self._kept(problem, wide, pairs) <= 56 and problem.groups % (2 * pairs) == 0
+            if self._kept(problem, wide, tall, pairs) <= 66 and problem.groups % (2 * pairs) == 0
         ]
         return [Config.of(), *found]
 
     def launch(self, problem: Conv, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """One launch, a pair of channels and a run of outputs a thread."""
-        wide, pairs = config.integer("wide"), config.integer("pairs", 1)
-        if not wide:
-            wide = 4 if self._kept(problem, 4, 1) <= 56 else 2
-            both = problem.groups % 4 == 0 and self._kept(problem, wide, 2) <= 56
-            pairs = 2 if both else 1
+        """One launch; a warp has 32 neighbours, or as many as there are channels."""
         _, oh, ow = problem.outer
-        size = problem.batch * oh * -(-ow // wide) * (problem.groups // (2 * pairs))
+        wide, tall, pairs = (config.integer(name) for name in ("wide", "tall", "pairs"))
+        if not wide:
+            wide = 4 if self._kept(problem, 4, 1, 1) <= 64 else 2
+            tall = 2 if self._kept(problem, wide, 2, 1) <= 64 and oh > 1 else 1
+            both = problem.groups % 4 == 0 and self._kept(problem, wide, tall, 2) <= 64
+            pairs = 2 if both else 1
+        width = min(32, lanes(problem.groups // (2 * pairs)))
+        tiles = problem.batch * -(-oh // tall) * -(-ow // wide)
         sn, sy, sx = _strides(problem)
         return (Launch(
-            self.source, "conv_depthwise", (-(-size // 256), 1, 1), (256, 1, 1),
-            (Ptr("x"), Ptr("weight"), *_ENDS, Num("i64", size),
+            self.source, "conv_depthwise",
+            (-(-tiles // (256 // width)), -(-problem.groups // (2 * pairs * width)), 1),
+            (256, 1, 1),
+            (Ptr("x"), Ptr("weight"), *_ENDS, Num("i64", tiles),
              *(Num("i32", n) for n in (problem.groups, *problem.inner[1:], oh, ow)),
              Num("i64", sn), Num("i32", sy), Num("i32", sx), Num("f32", problem.act_alpha)),
-            defines(T=C_TYPES[problem.dtype], ACC="float", WIDE=wide, PAIRS=pairs,
-                    TRANSPOSED=False,
-                    **window_macros(problem.window), **_epilogue(problem),
-                    **tail_macros(problem.tail)),
+            defines(T=C_TYPES[problem.dtype], ACC="float", WIDE=wide, TALL=tall, PAIRS=pairs,
+                    LANES=width, TRANSPOSED=False, **window_macros(problem.window),
+                    **_epilogue(problem), **tail_macros(problem.tail)),
+        ),)  # fmt: skip
+
+
+def pixel_of(problem: Conv) -> int:
+    """The channels that a pixel of a planar x is given: those under y's are 16 bytes apart."""
+    return 4 if problem.channels <= 4 and problem.window.strides[2] % 2 == 0 else 8
+
+
+class FewChannels(ChannelsLast):
+    """conv/few_channels_sm80.cu: 16 x 16 pixels of y a block, all of x under them in its memory."""
+
+    name = "few_channels"
+    source = "conv/few_channels_sm80.cu"
+    planar = True
+
+    def supports(self, problem: Conv, hw: Hardware) -> str | None:
+        """At most 8 channels of NCHW images, and a part of them that shared memory holds."""
+        if problem.groups > 1 or problem.channels > 8:
+            return f"{problem.groups * problem.channels} channels (at most 8, in one group)"
+        if problem.filters % 8:
+            return f"{problem.filters} filters (a multiple of 8)"
+        if problem.window.dilations[2] > 1:
+            return "the taps of a row stand apart"
+        if problem.outer[1] < 4:
+            return f"{problem.outer[1]} rows of y, of the 16 that a block makes"
+        if problem.tail or problem.slope:
+            return "nothing stands behind its activation, which has one slope"
+        if self._smem(problem) > min(100 << 10, hw.smem_per_block):
+            return "16 x 16 pixels of y lie over too much of x"
+        return super().supports(problem, hw)
+
+    def _width(self, problem: Conv) -> int:
+        """Filters of a block."""
+        return 32 if problem.filters % 64 else 64
+
+    def _smem(self, problem: Conv) -> int:
+        """Bytes of the filters and of x, or of y, which takes their place."""
+        (_, kh, kw), (_, sh, sw) = problem.window.kernel, problem.window.strides
+        pixel, bn = pixel_of(problem), self._width(problem)
+        run = -(-kw * pixel // 16) * 16
+        high = 15 * sh + (kh - 1) * problem.window.dilations[1] + 1
+        wide = (15 * sw + run // pixel + 1) // 2 * 2
+        return 2 * max(bn * (kh * run + 8) + high * wide * pixel, 256 * (bn + 8))
+
+    def launch(self, problem: Conv, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """One launch."""
+        (_, h, w), (_, oh, ow) = problem.inner, problem.outer
+        bn = self._width(problem)
+        tiles = problem.batch * -(-oh // 16) * -(-ow // 16)
+        return (Launch(
+            self.source, "conv_few", (tiles, -(-problem.filters // bn), 1), (256, 1, 1),
+            (*map(Ptr, ("x", "weight", "bias", "y")),
+             *(Num("i32", n) for n in (problem.filters, h, w, oh, ow)),
+             Num("f32", problem.act_alpha)),
+            defines(T=C_TYPES[problem.dtype], CHANNELS=problem.channels, PIXEL=pixel_of(problem),
+                    BN=bn, TRANSPOSED=False, **window_macros(problem.window),
+                    **_epilogue(problem)),
+            self._smem(problem),
         ),)  # fmt: skip
 
 
@@ -387,4 +457,4 @@ def _corners(problem: Conv) -> tuple[int, int, int, int]:
     return -left, -top, window.after[2] - reach[2], window.after[1] - reach[1]
 
 
-KERNELS = (Depthwise(), Im2col(), Mma())
+KERNELS = (Depthwise(), FewChannels(), Im2col(), Mma())

@@ -189,6 +189,8 @@ class Cluster(WithoutWorkspace):
         # where all SMs are taken the next launch cannot read its weights ahead
         crowd = 0.26 * min(1.0, ctas / (room * hw.sm_count)) * problem.bytes / hw.bandwidth
         sums += slope_seconds(problem, bn + 10)
+        if operand(problem):  # c of a wide tile is loaded in turns
+            sums += 2.7e-8 * max(0, bn - 64)
         start = 1.12 * hw.launch_seconds + (2.3e-6 if stats else 0.3e-6) * (wgm - 1)
         return start + max(l2, products, stats, memory) + sums + turns + waves + crowd
 

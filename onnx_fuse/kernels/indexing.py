@@ -15,8 +15,10 @@ THREADS = 256
 MAX_TUPLE = 6
 FEW = 64
 """Updates up to which a block of indexing/scatter.cu finds those before its own in one look."""
-IDS = 256
+IDS = 512
 """Rows of the table whose updates a block of indexing/row_sums.cu finds."""
+FILLED = 1 << 16
+"""Elements that a block of it fills with zeros."""
 MOST_READ = 1 << 31
 """Index tuples that all of its blocks may read together: some milliseconds."""
 _UNITS = {1: "u8", 2: "u16", 4: "u32", 8: "u64", 16: "u128"}
@@ -108,8 +110,7 @@ class Lines(RuleBased):
 class Grouped(RuleBased):
     """indexing/row_sums.cu: the updates of a row are found by a sort. Operands: y index update.
 
-    A configuration sets `part`, the sorted updates that one team sums, and `items`, the vectors of
-    a row that one of its threads has.
+    A configuration sets `part`, the sorted updates of a row that one block sums.
     """
 
     name = "grouped"
@@ -131,32 +132,14 @@ class Grouped(RuleBased):
         return None
 
     def configs(self, problem: ScatterND, hw: Hardware) -> Sequence[Config]:
-        """The rule's, then smaller and larger parts, and other numbers of vectors."""
-        part, items = self._part(problem), self._items(problem)
-        parts = [Config.of(part=n) for n in (part // 2, 2 * part)]
-        others = [Config.of(items=n) for n in range(1, self._row(problem) + 1) if n != items]
-        return [Config.of(), *parts, *others]
+        """The rule's, then smaller and larger parts."""
+        part = self._part(problem)
+        return [Config.of(), *(Config.of(part=n) for n in (part // 2, 2 * part))]
 
     @staticmethod
     def _part(problem: ScatterND) -> int:
-        """About half the square root of all, so that parts and their sums are about as long."""
-        return 1 << max(6, (problem.count - 1).bit_length() // 2 - 1)
-
-    @staticmethod
-    def _team(problem: ScatterND) -> tuple[int, int]:
-        """Elements an access and threads a row."""
-        vec = access_width(problem.inner, problem.dtype)
-        return vec, lanes(-(-problem.inner // vec))
-
-    @staticmethod
-    def _row(problem: ScatterND) -> int:
-        """Vectors a thread that has a share of a whole row, or four."""
-        return min(4, -(-problem.inner * ITEMSIZE[problem.dtype] // 512))
-
-    def _items(self, problem: ScatterND) -> int:
-        """A whole row where there are rows enough for all multiprocessors."""
-        units = problem.rows if problem.fresh else problem.count
-        return 1 if units >= 4096 else 1
+        """About the square root of all, so that parts and their sums are about as long."""
+        return 1 << max(6, (problem.count - 1).bit_length() // 2)
 
     def _room(self, problem: ScatterND, config: Config) -> tuple[int, int, int]:
         """Sorted updates a part, the offset of the parts' sums in the workspace, and its bytes."""
@@ -173,39 +156,32 @@ class Grouped(RuleBased):
         """The sort, the sums of parts if a row can have several, and the sums of rows."""
         count, rows, inner = problem.count, problem.rows, problem.inner
         part, at, _ = self._room(problem, config)
-        vec, team = self._team(problem)
-        items = config.integer("items") or self._items(problem)
+        vec = access_width(inner, problem.dtype)
+        team = lanes(-(-inner // vec))
         start, row = Ptr("workspace"), Ptr("workspace", 4 * (rows + 1))
         order, sums = Ptr("workspace", 4 * (rows + 1 + count)), Ptr("workspace", at)
         macros = defines(
             T=C_TYPES[problem.dtype], IDX=_INDEX_TYPES[problem.index], Q=len(problem.dims),
-            VEC=vec, TEAM=team, ITEMS=items, FRESH=problem.fresh, **({"AHEAD":config.integer("ahead")} if config.integer("ahead") else {}),
+            VEC=vec, TEAM=team, IDS=IDS, FRESH=problem.fresh,
         )  # fmt: skip
 
-        def sizes(*numbers: int) -> tuple[Arg, ...]:
-            return tuple(Num("i32", n) for n in numbers)
-
-        def summing(entry: str, blocks: int, wide: int, *args: Arg) -> Launch:
-            grid = (blocks, -(-inner // (team * vec * wide)), 1)
+        def summing(entry: str, blocks: int, *args: Arg) -> Launch:
+            grid = (blocks, -(-inner // (team * vec)), 1)
             given = (start, row, order, Ptr("update"), sums, *args)
-            return Launch(self.source, entry, grid, (THREADS, 1, 1), given, macros)
+            numbers = (Num("i32", n) for n in (rows, inner, part))
+            return Launch(self.source, entry, grid, (THREADS, 1, 1), (*given, *numbers), macros)
 
+        filling = -(-rows * inner // FILLED) if problem.fresh else 0
         sort = Launch(
-            self.source, "group_rows", (-(-rows // IDS), 1, 1), (1024, 1, 1),
-            (Ptr("index"), start, row, order, *sizes(count, rows), *_dims(problem.dims)), macros,
+            self.source, "group_rows", (-(-rows // IDS) + filling, 1, 1), (1024, 1, 1),
+            (Ptr("index"), start, row, order, Ptr("y"), Num("i32", count), Num("i32", rows),
+             Num("i64", rows * inner), *_dims(problem.dims)),
+            macros, smem=4 * (32 * IDS + 32),
         )  # fmt: skip
-        chunks, units = -(-count // part), rows if problem.fresh else count
-        several = (summing("sum_parts", chunks, 1, *sizes(rows, inner, part)),)
         return (
             sort,
-            *(several if count > part else ()),
-            summing(
-                "sum_rows",
-                -(-units * team // THREADS),
-                items,
-                Ptr("y"),
-                *sizes(rows, inner, units, part),
-            ),
+            *((summing("sum_parts", -(-count // part)),) if count > part else ()),
+            summing("sum_rows", -(-count * team // THREADS), Ptr("y")),
         )
 
 
@@ -215,9 +191,11 @@ class Rows(_Tuples):
     source = "indexing/scatter.cu"
     free_axes = "yz"
 
-    def supports(self, problem: ScatterND, hw: Hardware) -> str | None:
+    def supports(self, problem: GatherND | ScatterND, hw: Hardware) -> str | None:
         """Tuples that are not too long, into what y holds."""
-        return "it writes no zeros" if problem.fresh else super().supports(problem, hw)
+        if isinstance(problem, ScatterND) and problem.fresh:
+            return "it writes no zeros"
+        return super().supports(problem, hw)
 
     def launch(self, problem: ScatterND, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch, a block a tuple."""

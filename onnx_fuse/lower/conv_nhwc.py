@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import Code, copy, emit
 from onnx_fuse.kernels import refused, serves
+from onnx_fuse.kernels.conv_nhwc import pixel_of
 from onnx_fuse.lower.channels_last import channels_last, is_channels_last, stored_last
 from onnx_fuse.lower.linear import product
 from onnx_fuse.program.call import Context, Tensor
@@ -61,7 +62,12 @@ def into(
         return _product(ctx, node, shape, reads, out)
     reads = {**reads, "bias": bias}
     shape = replace(shape, channels_last=True)
-    if shape.groups == 1 and shape.channels % 8:
+    planar = replace(shape, planar=True)
+    first = not is_channels_last(reads["x"]) and not refused(planar, ctx.hw, ctx.prefs)
+    if first and serves("Conv", planar, ctx.hw, ctx.prefs):
+        shape, reads["x"] = planar, ctx.contiguous(reads["x"])
+        reads["weight"] = _runs(ctx, node, reads["weight"], shape, pixel_of(shape), 16)
+    elif shape.groups == 1 and shape.channels % 8:
         shape, reads["x"], reads["weight"] = _padded(ctx, node, shape, reads["x"], reads["weight"])
     else:
         reads["x"] = ctx.contiguous(channels_last(reads["x"]))
@@ -133,19 +139,7 @@ def _padded(
     origin, ones = [0, 0, 0, 0], [1, 1, 1, 1]
     copy(ctx, node, source.slice(origin, ones, part), images.slice([0, 0, left, 0], ones, part))
 
-    def packed(array: np.ndarray) -> np.ndarray:
-        """[filters, rows, width, channels], then rows of whole 16 bytes."""
-        more = channels - array.shape[-1]
-        array = np.pad(array, [(0, 0)] * 3 + [(0, more)])
-        rows = array.reshape((*array.shape[:2], -1) if merged else (array.shape[0], -1, channels))
-        return np.pad(rows, [(0, 0), (0, 0), (0, -rows.shape[-1] % 8)])
-
-    view = weight.permute((0, *range(2, len(weight.shape)), 1))
-    rows = view.reshape((shape.filters, window.kernel[1], kernel, shape.channels))
-    assert rows is not None
-    known = ctx.packed(rows, f"in rows of {channels} channels", packed)
-    if known is None:
-        known = _packed_there(ctx, node, rows, channels, merged)
+    known = _runs(ctx, node, weight, shape, channels, 8, merged)
     if not merged:
         return replace(shape, channels=channels), images, known
 
@@ -166,14 +160,34 @@ def _padded(
     return made, images, known
 
 
-def _packed_there(ctx: Context, node: ir.Node, rows: Tensor, channels: int, merged: bool) -> Tensor:
-    """The weights [filters, rows, width, channels] packed in each run, since they change."""
-    m, kh, kw, c = rows.shape
-    shape = (m, kh, -(-kw * channels // 8) * 8) if merged else (m, kh * kw, channels)
-    made = ctx.scratch(rows.dtype, shape)
+def _runs(
+    ctx: Context, node: ir.Node, weight: Tensor, shape: Conv, channels: int, multiple: int,
+    merged: bool = True,
+) -> Tensor:  # fmt: skip
+    """A weight [filters, channels, *taps] as [filters, rows, pixels of so many `channels`].
+
+    Zeros stand for the channels that it has not, and up to a `multiple` of elements. Unless
+    `merged`, each pixel is a row of its own.
+    """
+    _, kh, kw = shape.window.kernel
+    m, c = shape.filters, shape.channels
+    run = -(-(kw if merged else 1) * channels // multiple) * multiple
+    rows = kh if merged else kh * kw
+    steps = (rows * run, run if merged else kw * run, channels if merged else run, 1)
+    view = weight.permute((0, *range(2, len(weight.shape)), 1)).reshape((m, kh, kw, c))
+    assert view is not None
+
+    def packed(array: np.ndarray) -> np.ndarray:
+        made = np.zeros((m, rows, run), array.dtype)
+        strides = [step * made.itemsize for step in steps]
+        np.lib.stride_tricks.as_strided(made, array.shape, strides)[...] = array
+        return made
+
+    known = ctx.packed(view, f"in runs of {run}, pixels of {channels}", packed)
+    if known is not None:
+        return known
+    made = ctx.scratch(weight.dtype, (m, rows, run))  # packed in each run, since it changes
     code = Code()
-    emit(ctx, code, node, code.scalar(0, rows.dtype), made)
-    pitch = shape[-1] if merged else kw * channels
-    inside = replace(made, shape=(m, kh, kw, c), strides=(kh * pitch, pitch, channels, 1))
-    copy(ctx, node, rows, inside)
+    emit(ctx, code, node, code.scalar(0, weight.dtype), made)
+    copy(ctx, node, view, replace(made, shape=(m, kh, kw, c), strides=steps))
     return made

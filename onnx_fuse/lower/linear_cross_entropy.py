@@ -26,7 +26,9 @@ ROWS, COLUMNS = 256, 64
 def chunk_rows(rows: int, stride: int, dtype: str) -> int:
     """The number of rows of each chunk but the last: about equal ones, of CHUNK_BYTES at most."""
     most = max(ROWS, CHUNK_BYTES // (stride * ITEMSIZE[dtype]) // ROWS * ROWS)
-    count = -(-rows // most)
+    count = 1
+    while rows > count * most:  # which leaves open rows open
+        count += 1
     return -(-rows // (count * ROWS)) * ROWS
 
 
@@ -118,7 +120,9 @@ def linear_cross_entropy(ctx: Context, node: ir.Node) -> str | None:
         row = None if row is None else _longer(ctx, node, row, stride)
         w = _longer(ctx, node, w, stride)
     chunks = _Chunks(ctx, node, x, w, ctx.scratch(x.dtype, (rows, stride)), row, classes)
-    starts = range(0, m, rows)
+    starts = [0]
+    while starts[-1] + rows < m:
+        starts.append(starts[-1] + rows)
     losses = ctx.scratch("float32", (m, 2))
     gx = ctx.output(node, 2, (m, k), x.dtype) if wanted[0] else None
     gw = None
@@ -128,8 +132,7 @@ def linear_cross_entropy(ctx: Context, node: ir.Node) -> str | None:
         gw = ctx.scratch("float32", (k, classes)).permute((1, 0))
         ctx.alias(node, 3, gw)
     sums = ctx.scratch("float32", (len(starts), stride)) if wanted[2] else None
-    for i, start in enumerate(starts):
-        end = min(start + rows, m)
+    for i, (start, end) in enumerate(zip(starts, [*starts[1:], m], strict=True)):
         why = chunks.scores(start, end)
         why = why or chunks.losses(start, end, losses, gradient=any(wanted))
         if gx is not None:

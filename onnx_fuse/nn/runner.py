@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import onnx_ir as ir
@@ -18,6 +18,12 @@ from onnx_fuse.onnx.build import all_nodes
 from onnx_fuse.onnx.evaluate import viewer
 from onnx_fuse.passes.precision import widened
 
+if TYPE_CHECKING:
+    from onnx_fuse.runtime.direct import Layout
+    from onnx_fuse.runtime.executable import Executable
+
+KEPT = 256
+"""Kinds of inputs for which a graph on a GPU keeps its launches."""
 Array: TypeAlias = Any
 """A NumPy array, or a DeviceTensor."""
 Run: TypeAlias = Callable[[Sequence[Array]], list[Array]]
@@ -162,7 +168,9 @@ def home(gpu: int) -> Any:
     from onnx_fuse.runtime.executable import Executable
 
     empty = ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": 21}), ir_version=10)
-    return Executable(empty, device_id=gpu)
+    made = Executable(empty, device_id=gpu)
+    made.shared.pool.keeps = 64 << 20
+    return made
 
 
 def _on_gpu(model: ir.Model, gpu: int) -> Run:
@@ -172,14 +180,90 @@ def _on_gpu(model: ir.Model, gpu: int) -> Run:
     executable.shared.pool = home(
         gpu
     ).shared.pool  # what one operator's tensors leave, the next one's take
-    inputs = [str(v.name) for v in model.graph.inputs]
-    outputs = [str(v.name) for v in model.graph.outputs]
+    inputs, outputs = ([str(v.name) for v in x] for x in (model.graph.inputs, model.graph.outputs))
+    return _Direct(executable, inputs, outputs).run
 
-    def run(arrays: Sequence[Array]) -> list[Array]:
-        feeds = dict(zip(inputs, arrays, strict=False))
-        return executable.run_in_place(outputs, feeds, on_device=True)
 
-    return run
+class _Direct:
+    """A graph on a GPU, launched where its inputs are; through the executable where it cannot be:
+
+    an input is in host memory, or a step of the graph runs there.
+    """
+
+    def __init__(
+        self, executable: Executable, inputs: Sequence[str], outputs: Sequence[str]
+    ) -> None:
+        self._executable = executable
+        self._inputs, self._outputs = inputs, outputs
+        self._turns: dict[Any, _Turn | None] = {}
+
+    def run(self, arrays: Sequence[Array]) -> list[Array]:
+        """The outputs."""
+        key = tuple([(a.shape, a.dtype, type(a)) for a in arrays])
+        turn = self._turns.get(key)
+        if turn is None and key not in self._turns:
+            if len(self._turns) >= KEPT:
+                self._turns.clear()
+            turn = self._turns[key] = self._turn(arrays)
+        if turn is not None:
+            return turn.run(arrays)
+        feeds = dict(zip(self._inputs, arrays, strict=False))
+        return self._executable.run_in_place(self._outputs, feeds, on_device=True)
+
+    def _turn(self, arrays: Sequence[Array]) -> _Turn | None:
+        """What launches inputs of these shapes, if anything does."""
+        from onnx_fuse.program.call import NeedsValues
+        from onnx_fuse.runtime.direct import Layout
+
+        if any(type(a) is np.ndarray for a in arrays):
+            return None
+        executable = self._executable
+        ends = zip(self._inputs, arrays, strict=False)
+        try:
+            made = executable.specializer.of({n: (a.shape, a.dtype.name) for n, a in ends})
+        except NeedsValues:  # of inputs that decide about shapes
+            return None
+        if made.program.stages or any(call.host for call in made.program.calls):
+            return None
+        if any(b.kind in ("state", "random") for b in made.program.buffers):
+            return None
+        return _Turn(executable, Layout(executable, made, self._inputs))
+
+
+class _Turn:
+    """The launches for inputs of one kind, with memory of the pool."""
+
+    def __init__(self, executable: Executable, layout: Layout) -> None:
+        from onnx_fuse.runtime.direct import Turn
+
+        self._stream, self._pool = executable.stream, executable.shared.pool
+        self._gpu, self._arena = executable.device_id, layout.plan.arena
+        self._turn = Turn(layout, self._stream)
+        self._results = layout.results
+
+    def run(self, arrays: Sequence[Array]) -> list[Array]:
+        """The outputs."""
+        from onnx_fuse.runtime.tensor import DeviceTensor
+
+        stream, allocate, gpu = self._stream, self._pool.allocate, self._gpu
+        if stream.behind is not None:
+            stream.catch_up()
+        for a in arrays:
+            if a.ready is not None and a.ready is not stream:
+                a.before(stream.handle)
+        found = []
+        for shape, kind in self._results:
+            made = DeviceTensor(0, shape, kind, gpu, None)
+            made.own(allocate(made.nbytes, "a tensor"))
+            made.ready = stream
+            found.append(made)
+        arena = allocate(self._arena, "an arena") if self._arena else None
+        self._turn.launch(
+            0 if arena is None else arena.address,
+            [a.address for a in arrays],
+            [y.address for y in found],
+        )
+        return found
 
 
 def _device_view(model: ir.Model, gpu: int, name: str) -> Run:

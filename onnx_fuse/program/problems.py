@@ -214,6 +214,8 @@ class Conv(AnyProblem):
     alike, and the weights are [groups * filters, taps, channels] ([taps, groups] where a group has
     one channel and one filter). `x_strides` are then those of x's images, rows and pixels in
     elements, () where x is dense. `static_weight`: nothing in the program writes to the weights.
+    `planar`: x is [batch, channels, *inner] nevertheless, of few channels, and the weights are
+    [filters, rows, run]: a row's pixels of 4 or 8 channels, zeros up to a multiple of 16 elements.
     """
 
     op = "Conv"
@@ -233,6 +235,7 @@ class Conv(AnyProblem):
     channels_last: bool = False
     x_strides: tuple[int, ...] = ()
     static_weight: bool = False
+    planar: bool = False
 
     @property
     def depthwise(self) -> bool:

@@ -185,11 +185,16 @@ class Pool:
     """
 
     RELEASE = 1 << 30
+    SMALL = 1 << 20
+    keeps = 0
+    """Bytes of pieces of up to SMALL that go to the next taker of their size without the driver."""
 
     def __init__(self, stream: Stream, device_id: int) -> None:
         driver = self._driver = bindings()
         self._stream, self._device_id = stream, device_id
-        self._dead: deque[tuple[int, bool]] = deque()
+        self._dead: deque[tuple[int, int, bool]] = deque()
+        self._idle: dict[int, list[int]] = {}  # by the number of their bytes
+        self._idle_bytes = 0
         pooled = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED
         self._raw: Any = None
         if check(driver.cuDeviceGetAttribute(pooled, device_id), "memory pools"):
@@ -210,19 +215,25 @@ class Pool:
         if self._dead:
             self._stream.catch_up()
             self._sweep()
+        idle = self._idle.get(max(nbytes, 1))
+        if idle:
+            with contextlib.suppress(IndexError):  # another thread was faster
+                address = idle.pop()
+                self._idle_bytes -= max(nbytes, 1)
+                return Pooled(self, max(nbytes, 1), address)
         given = max(nbytes, 1), self._raw, self._stream.raw
         said = f"{what}: {nbytes:,} bytes"
         address = allocated(said, self._driver.cuMemAllocFromPoolAsync, *given)
         return Pooled(self, max(nbytes, 1), int(address))
 
-    def free(self, address: int, lent: bool) -> None:
+    def free(self, address: int, nbytes: int, lent: bool) -> None:
         """Take back what dies: from any thread, at any time.
 
         `lent`: other libraries have used it, in streams that are not known.
         """
         if sys.is_finalizing():  # the process gives everything back
             return
-        self._dead.append((address, lent))
+        self._dead.append((address, nbytes, lent))
         if self._stream.behind is not None:  # a run elsewhere may use it: the next taker sweeps
             return
         if self._stream.idle.acquire(blocking=False):  # else a capture would record it
@@ -236,12 +247,16 @@ class Pool:
         """Enqueue the giving back of what has died."""
         while self._dead:
             try:
-                address, lent = self._dead.popleft()
+                address, nbytes, lent = self._dead.popleft()
             except IndexError:  # another thread was faster
                 return
+            if not lent and nbytes <= self.SMALL and self._idle_bytes + nbytes <= self.keeps:
+                self._idle.setdefault(nbytes, []).append(address)
+                self._idle_bytes += nbytes
+                continue
             start(self._device_id)
             if lent and self._driver.cuCtxSynchronize()[0]:  # not while another stream captures
-                self._dead.append((address, lent))
+                self._dead.append((address, nbytes, lent))
                 return
             self._driver.cuMemFreeAsync(address, self._stream.raw)
 
@@ -250,6 +265,10 @@ class Pool:
         if self._raw is not None:
             self._stream.catch_up()
             self._sweep()
+            idle, self._idle, self._idle_bytes = self._idle, {}, 0
+            for addresses in idle.values():
+                for address in addresses:
+                    self._driver.cuMemFreeAsync(address, self._stream.raw)
             self._stream.wait("giving memory back")
             check(self._driver.cuMemPoolTrimTo(self._raw, 0), "a memory pool")
 
@@ -264,7 +283,7 @@ class Pooled(Memory):
         self._pool, self.nbytes, self.address = pool, nbytes, address
 
     def __del__(self) -> None:
-        self._pool.free(self.address, self.lent)
+        self._pool.free(self.address, self.nbytes, self.lent)
 
 
 class Event:
@@ -375,12 +394,14 @@ class Stream:
         steps: Sequence[Callable[[], None]],
         after: Sequence[Sequence[int]] | None = None,
         early: Sequence[bool] = (),
+        joined: Sequence[int] = (),
     ) -> Graph:
         """An executable graph of what the steps enqueue, in their order.
 
         With `after`, each step is one kernel or a library's call, and step i follows the steps
         `after[i]`, all earlier ones; a kernel of an `early` step itself waits for those, and may be
-        launched before their end.
+        launched before their end. The graph ends in the steps `joined`, but for the last, as well:
+        a library may have drawn streams of its own into the capture there.
         """
         driver = self._driver
         nodes: list[list[Any]] = []
@@ -408,6 +429,13 @@ class Stream:
                     found = driver.cuStreamGetCaptureInfo(self.raw)
                     check(found, "graph capture")
                     nodes.append(list(found[4] or ()))
+                if joined:
+                    ends = {int(n): n for i in (*joined, len(nodes) - 1) for n in nodes[i]}
+                    last = list(ends.values())
+                    set_to = driver.cuStreamUpdateCaptureDependencies(
+                        self.raw, last, [whole] * len(last), len(last), replaced
+                    )
+                    check(set_to, "graph capture")
             except BaseException:
                 driver.cuStreamEndCapture(self.raw)
                 raise
@@ -434,13 +462,14 @@ class Graph:
         self._params: dict[int, Any] = {}
         self.raw = check(driver.cuGraphInstantiate(graph, 0), "graph instantiation")
 
-    def update(self, i: int, arguments: int) -> None:
-        """Let the kernel of step `i` take its arguments from there, in the launches from now on."""
+    def update(self, i: int, arguments: int, grid: tuple[int, int, int]) -> None:
+        """Let step `i`'s kernel have this grid and these arguments, in the launches from now on."""
         if i not in self._params:
             found = self._driver.cuGraphKernelNodeGetParams(self._nodes[i])
             self._params[i] = check(found, "a graph's kernel")
         params = self._params[i]
         params.kernelParams = arguments
+        params.gridDimX, params.gridDimY, params.gridDimZ = grid
         done = self._driver.cuGraphExecKernelNodeSetParams(self.raw, self._nodes[i], params)
         check(done, "a graph's kernel")
 

@@ -500,7 +500,7 @@ class Executable:
         elif shape.instance.runs and self._once.get(shape.made.source) is shape:
             del self._once[shape.made.source]  # a shape that comes again keeps its own
         if new and shape.made.source is not None and config.AHEAD.value and self._ahead is not None:
-            shapes = {name: (value.shape, value.dtype.name) for name, value in feeds.items()}
+            shapes = {name: (value.shape, _name_of(value.dtype)) for name, value in feeds.items()}
             self._ahead.expect({**self._resident(), **shapes}, time.perf_counter() - began)
         return shape.instance
 

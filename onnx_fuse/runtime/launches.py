@@ -59,8 +59,10 @@ class Launches:
         """The numbers of the steps whose arguments differ from those of the segment's calls."""
 
     def rewrite(self, changes: Sequence[Change], moved: Collection[int]) -> None:
-        """Launch the same calls with other numbers, as `update`, and where `moved` stand now."""
-        self._graph = None
+        """Launch the same calls with other numbers, as `update`, and where `moved` stand now.
+
+        A graph stays one: its kernels are given the numbers.
+        """
         if not self._places:
             self._places = self._found(changes)
         self._held = {
@@ -69,6 +71,8 @@ class Launches:
         }
         for k in self._held:
             self._write(k)
+            if self._graph is not None:
+                self._tell(self._graph, k)
         if moved:
             self._move(moved, self._held)
 
@@ -181,8 +185,20 @@ class Launches:
                 # it has no node, or one too many; which ones a library's call has is not known:
                 # one by one again
                 self._graph = None
-            elif k in self._nodes:
-                self._graph.update(self._nodes[k], step.arguments)
+            else:
+                self._tell(self._graph, k)
+
+    def _tell(self, graph: device.Graph, k: int) -> None:
+        """Give the graph what step `k` is launched with, if it is in there."""
+        step = self._steps[k]
+        assert isinstance(step, Bound)
+        if k in self._nodes:
+            graph.update(self._nodes[k], step.arguments, step.grid)
+
+    @property
+    def captured(self) -> bool:
+        """Whether they are one graph."""
+        return self._graph is not None
 
     def capture(self, stream: device.Stream) -> None:
         """From now on one graph: launching it takes the host half the time of a single launch."""
@@ -209,10 +225,12 @@ class Launches:
         if not self._aside():
             self._graph = stream.capture(steps)
             return
+        calls = self._segment.calls
         waits = self._hw.cc >= 90  # kernels themselves, by griddepcontrol
         early = overlappable(after) if waits else [False] * len(after)
         # a library's kernels neither wait by themselves nor call for what follows them
         foreign = [not _waits(self._steps[k]) for k in self._nodes]
+        collectives = [collective(calls[self._calls[k]]) for k in self._nodes]
         early = [
             e and not foreign[i] and not any(foreign[k] for k in after[i])
             for i, e in enumerate(early)
@@ -221,7 +239,8 @@ class Launches:
         for step in self._steps:
             step.early = False  # the graph's edges say it
         try:
-            self._graph = stream.capture(steps, after, early)
+            own = [i for i in range(len(steps) - 1) if collectives[i]]
+            self._graph = stream.capture(steps, after, early, own)
         finally:
             for step, value in zip(self._steps, before, strict=True):
                 step.early = value

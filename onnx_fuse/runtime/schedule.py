@@ -11,7 +11,6 @@ from itertools import pairwise
 from math import prod
 
 from onnx_fuse.program.call import Call, Program, Tensor
-from onnx_fuse.program.problems import Collective
 
 FEW_BLOCKS = 8
 """Of a call that leaves the multiprocessors to the one it runs beside."""
@@ -106,7 +105,7 @@ def _by_data(program: Program) -> list[list[int]]:
 
 def collective(call: Call) -> bool:
     """Whether a call waits for the other ranks."""
-    return isinstance(call.problem, Collective)
+    return call.problem is not None and call.problem.op == "Collective"
 
 
 def _one_by_one(program: Program, wanted: list[list[int]]) -> list[list[int]]:

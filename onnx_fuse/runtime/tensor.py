@@ -50,6 +50,10 @@ class DeviceTensor:
         """What makes it, while that may be under way: whoever reads it comes after."""
         self.device_id, self._owner = device_id, owner
 
+    def own(self, memory: device.Memory) -> None:
+        """Stand in `memory` from now on."""
+        self.address, self._owner = memory.address, memory
+
     def wait(self) -> None:
         """Wait for what makes it. Raises DeviceError where a kernel failed."""
         if self.ready is not None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onnx_fuse.program.call import dense_strides
 from onnx_fuse.torch import gpu
 from onnx_fuse.torch.graph import Graph
 
@@ -81,10 +82,11 @@ class Ready:
             return
         self.shape = tensors[0].shape
         lead = self.shape[: len(self.shape) - flat + 1] if rows else ()
-        (shape, self._dtype), *kept = self.turn.results
-        self._y_shape = (*lead, *shape[1:]) if rows else shape
-        self._where = self.turn.where
-        sizes = [-(-prod(s) * d.itemsize // _APART) * _APART for s, d in kept]
+        (shape, _, kind), *kept = self.turn.results
+        shape = (*lead, *shape[1:]) if rows else shape
+        self._result = shape, dense_strides(shape), kind
+        self._new = self.turn.new
+        sizes = [-(-prod(s) * d.itemsize // _APART) * _APART for s, _, d in kept]
         *self._offsets, self._bytes = accumulate(sizes, initial=0)
         ends = zip(forward.outputs[1:], self._offsets, kept, strict=True)
         self._kept = {end.name: (offset, kind) for end, offset, kind in ends}
@@ -98,11 +100,11 @@ class Ready:
         """The result, and the memory of what is kept."""
         assert self.turn is not None
         tensors, places = gpu.addresses(tensors)
-        y = torch.empty(self._y_shape, dtype=self._dtype, device=self._where)
+        y = self._new(*self._result)
         if not self._bytes:
             self.turn.enqueue(places, (y.data_ptr(),))
             return y, None
-        kept = torch.empty(self._bytes, dtype=torch.uint8, device=self._where)
+        kept = self._new((self._bytes,), (1,), torch.uint8)
         base = kept.data_ptr()
         self.turn.enqueue(places, (y.data_ptr(), *[base + at for at in self._offsets]))
         return y, kept
@@ -144,7 +146,7 @@ class Ready:
                 sources.append((self.tensors, 0))
                 found = y if y is None or not self._rows else flattened(y, self._flat)
             else:
-                offset, (shape, dtype) = self._kept[end.name]
+                offset, (shape, _, dtype) = self._kept[end.name]
                 sources.append((self.tensors + 1, offset))
                 size = prod(shape) * dtype.itemsize
                 assert memory is not None
@@ -159,7 +161,8 @@ class Ready:
         turn = backward.turn(dense(given))
         results = [] if turn is None else [*turn.results]
         if results and floats[0]:
-            results[0] = self.shape, results[0][1]
+            shape = tuple(self.shape)  # the allocator takes no torch.Size
+            results[0] = shape, dense_strides(shape), results[0][2]
         return Half(turn, sources, results, places)
 
 
@@ -170,7 +173,7 @@ class Half:
         self,
         turn: Any,
         sources: Sequence[tuple[int, int]],
-        results: Sequence[tuple[Any, torch.dtype]],
+        results: Sequence[gpu.Result],
         places: Sequence[int],
     ) -> None:
         """`sources` are (number among what is saved, offset in bytes), `places` numbers or -1."""
@@ -183,8 +186,7 @@ class Half:
         alive, places = gpu.addresses([dy, *[saved[i] for i, _ in self._sources]])
         for i, (_, offset) in enumerate(self._sources, 1):
             places[i] += offset
-        where = turn.where
-        found = [torch.empty(s, dtype=d, device=where) for s, d in self._results]
+        found = [turn.new(*result) for result in self._results]
         turn.enqueue(places, [g.data_ptr() for g in found])
         del alive  # copies of tensors with gaps, until the launches are in the stream
         return [None if i < 0 else found[i] for i in self._places]
@@ -215,3 +217,7 @@ class Direct(torch.autograd.Function):
             return None, *made
         results = iter(made)
         return None, *[next(results) if there else None for there in present]
+
+
+apply = super(torch.autograd.Function, Direct).apply
+"""`Direct.apply` without what it does for torch.func, whose transforms are not at work here."""

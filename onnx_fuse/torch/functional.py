@@ -254,6 +254,8 @@ def _activation(name: str | None) -> str:
 
 def _autocast(*tensors: Any) -> Sequence[Any]:
     """The tensors in the type of an autocast region, where one is active; others as they are."""
+    if not torch._C._is_any_autocast_enabled():
+        return tensors
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -17,7 +17,7 @@ import onnx_ir as ir
 import torch
 
 from onnx_fuse.errors import UsageError
-from onnx_fuse.program.call import NeedsValues
+from onnx_fuse.program.call import NeedsValues, dense_strides
 from onnx_fuse.runtime import device, direct
 from onnx_fuse.runtime.executable import Executable
 from onnx_fuse.runtime.tensor import dtype_of
@@ -41,14 +41,33 @@ Sizes = tuple[Any, ...]
 """The precision of products and the shapes of the inputs."""
 
 
+Result = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Shape, strides and type of an output."""
+
+
+def allocator(where: torch.device) -> Callable[..., torch.Tensor]:
+    """What makes a tensor of (shape, strides, type) on the current GPU, which is `where`."""
+    quick = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # as inductor has it
+    if quick is not None and where.type == "cuda":
+        return quick  # type: ignore[no-any-return]
+
+    def new(shape: Any, strides: Any, kind: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(shape, strides, dtype=kind, device=where)
+
+    return new
+
+
 class Turn(direct.Turn):
     """A graph's launches for tensors of one kind in one of torch's streams."""
 
     def __init__(self, layout: direct.Layout, handle: int, where: torch.device) -> None:
         super().__init__(layout, device.Stream(handle))
         self.where = where
-        self.results = [(shape, _TORCH[kind]) for shape, kind in layout.results]
-        """Shape and type of each output."""
+        self.results: list[Result] = [
+            (shape, dense_strides(shape), _TORCH[kind]) for shape, kind in layout.results
+        ]
+        self.new = allocator(where)
+        """Makes a tensor of a Result."""
         self.used = 0
         """When the runner last found it, which counts its calls."""
         self._small: torch.Tensor | None = None
@@ -56,7 +75,7 @@ class Turn(direct.Turn):
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The outputs for tensors of this kind."""
         tensors, places = addresses(tensors)
-        found = [torch.empty(s, dtype=d, device=self.where) for s, d in self.results]
+        found = [self.new(*result) for result in self.results]
         self.enqueue(places, [y.data_ptr() for y in found])
         return found
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.library import Library
 from torch.utils import _pytree as tree
 
-from onnx_fuse.torch import gpu
-from onnx_fuse.torch.eager import KINDS, Direct, Ready, flattened, plain
+from onnx_fuse.torch import eager, gpu
+from onnx_fuse.torch.eager import KINDS, Ready, flattened, plain
 from onnx_fuse.torch.graph import Graph, find
 
 LIBRARY = Library("onnx_fuse", "DEF")
@@ -297,7 +297,7 @@ class Operator:
             ready = self._ready(args, given, save)
             if ready is not None:
                 if save:
-                    made: Tensor = Direct.apply(ready, *args[:count])
+                    made: Tensor = eager.apply(ready, *args[:count])
                     return made
                 return ready.run(given)[0]
         found: tuple[Tensor, ...]

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
 import numpy as np
 
@@ -60,7 +60,13 @@ class Fit:
 
 
 class Callback:
-    """The base of all callbacks. Each method gets the run and may be overridden; none must be."""
+    """The base of all callbacks. Each method gets the run and may be overridden; none must be.
+
+    Of several ranks each calls its own, but for those that only show something.
+    """
+
+    shows: ClassVar[bool] = False
+    """Whether it does nothing but show or write, which rank 0 does for all ranks."""
 
     def on_start(self, fit: Fit) -> None:
         """Called before the first step; `fit.history` holds the steps of a run that goes on."""
@@ -222,6 +228,8 @@ class CsvLog(Callback):
     name. A resumed run writes the whole file anew, with the steps before.
     """
 
+    shows = True
+
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._file: TextIO | None = None
@@ -260,6 +268,8 @@ class CsvLog(Callback):
 
 class TensorBoard(Callback):
     """Writes train/loss, train/lr, validation/… into `folder` for TensorBoard, by tensorboardX."""
+
+    shows = True
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = folder
@@ -303,6 +313,8 @@ class Progress(Callback):
     It writes to the `console` of rich, which is a new one by default. On what is not a terminal the
     bar is left out.
     """
+
+    shows = True
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import time
 from collections import deque
@@ -93,6 +94,7 @@ def fit(
     with contextlib.ExitStack() as stack:
         if folder and is_first(trainer):
             stack.enter_context(checkpoint.locked(folder))
+        callbacks = [c for c in callbacks if not c.shows or is_first(trainer)]
         for callback in callbacks:
             callback.on_start(run)
             stack.callback(callback.on_end, run)
@@ -223,6 +225,8 @@ class _Loop:
     def evaluate(self, epoch: float) -> None:
         assert self.validation is not None
         found = evaluate(self.trainer, self.validation, 0, self.metrics, ema=self.ema)
+        if self.trainer.world is not None:  # who decides by them decides as rank 0 does
+            found = json.loads(self.trainer.world.broadcast(json.dumps(found).encode()))
         step = float(len(self.history.losses))
         self.history.metrics.append({"step": step, "epoch": epoch, **found})
         self.clock = time.perf_counter()

@@ -208,7 +208,7 @@ class Reduction:
     def gradients(
         self, given: Mapping[onnx_ir.Value, onnx_ir.Value], ready: Mapping[onnx_ir.Value, int]
     ) -> tuple[dict[onnx_ir.Value, onnx_ir.Value], dict[onnx_ir.Value, int]]:
-        """The sums over the ranks, and each one's bucket.
+        """The sums over the ranks, in the order in which they arrive, and each one's bucket.
 
         That of a weight that is sharded is the rank's part of it, flat. `ready` says in which
         order the backward makes them.
@@ -231,7 +231,7 @@ class Reduction:
             if w.dtype is not None and y.dtype != w.dtype:
                 y = typed(op.Cast(y, to=w.dtype.value), w, y.shape)
             made[w] = typed(y, w, y.shape)
-        return {w: made[w] for w in given}, placed
+        return made, placed
 
     def own(self, w: onnx_ir.Value) -> onnx_ir.Value:
         """The rank's part of a weight, flat; the weight itself where that is not sharded."""

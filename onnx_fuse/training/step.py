@@ -20,6 +20,7 @@ from onnx_fuse.ops.rewrite import Rewriter, nodes_in_order, typed
 from onnx_fuse.passes import batch
 from onnx_fuse.passes.canonicalize import clean
 from onnx_fuse.passes.precision import lower_precision
+from onnx_fuse.passes.rotation import split_rotations
 from onnx_fuse.program.problem import PRECISIONS
 from onnx_fuse.training import losses, optim
 from onnx_fuse.training.batchnorm import synchronised
@@ -137,6 +138,8 @@ def training_model(
         batch.free_batch(source)
     choice = Choice(trainable, frozen, optimizer.groups)
     prepared = _prepare(source, choice, optimizer, level)
+    if fused:
+        split_rotations(prepared)
     dtype, _ = PRECISIONS[precision]
     if dtype != "float32":
         lower_precision(prepared, onnx_ir.DataType[dtype.upper()], masters=True)

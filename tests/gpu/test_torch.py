@@ -127,6 +127,7 @@ def test_no_run_waits_for_the_gpu() -> None:
 def test_threads() -> None:
     given = drawn(torch.bfloat16)
     expected = ours(*given)
+    torch.cuda.synchronize()  # streams of torch's do not wait for what made the operands
     found: list[Any] = []
 
     def work() -> None:

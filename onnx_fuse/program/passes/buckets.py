@@ -43,6 +43,21 @@ def first_buckets(calls: Sequence[Call]) -> list[int | None]:
     return found[::-1]
 
 
+def last_buckets(calls: Sequence[Call]) -> list[int | None]:
+    """Of each call the last bucket whose results it waits for, None where it waits for none."""
+    made: dict[int, int] = {}  # buffer -> the last bucket that it comes from
+    found: list[int | None] = []
+    for call in calls:
+        waited = [made[t.buffer] for _, t in call.reads if t.buffer in made]
+        if isinstance(call.problem, Collective):
+            waited.append(call.problem.bucket)
+        bucket = max(waited, default=None)
+        found.append(bucket)
+        if bucket is not None:
+            made |= dict.fromkeys((t.buffer for _, t in call.writes), bucket)
+    return found
+
+
 def _together(members: Sequence[Call]) -> Call:
     if len(members) == 1:
         return members[0]

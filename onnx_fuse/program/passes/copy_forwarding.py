@@ -84,15 +84,15 @@ def _moved(call: Call, x: Tensor, y: Tensor) -> tuple[Call, tuple[int, int]] | N
     strides = []
     for size, step in zip(part.shape, part.strides, strict=True):
         # the axis that it goes along, perhaps several places at a time
-        k = next((k for k, (own, _, _) in enumerate(axes) if own <= step), None)
+        k = next((k for k, (least, _, _) in enumerate(axes) if least <= step), None)
         if size == 1 or k is None:
             strides.append(0)
             rest += size - 1
             continue
-        own, _, to = axes[k]
-        left[k] -= (size - 1) * (step // own)
-        rest += step % own
-        strides.append(step // own * to)
+        least, _, to = axes[k]
+        left[k] -= (size - 1) * (step // least)
+        rest += step % least
+        strides.append(step // least * to)
     if rest or any(n < 0 for n in left):
         return None
     place = Tensor(y.buffer, y.dtype, part.shape, tuple(strides), offset)

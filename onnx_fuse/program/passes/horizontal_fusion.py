@@ -12,7 +12,7 @@ from onnx_fuse.kernels.rows import fold_kind
 from onnx_fuse.program.call import Call, Tensor
 from onnx_fuse.program.moves import BatchedCalls, CopyMany, PointwiseMany
 from onnx_fuse.program.passes import copy_fusion
-from onnx_fuse.program.passes.buckets import first_buckets
+from onnx_fuse.program.passes.buckets import first_buckets, last_buckets
 from onnx_fuse.program.passes.callgraph import LARGE, Uses, nodes_of, steps_of, uses, whole
 from onnx_fuse.program.passes.pointwise_fusion import pointwise, view
 from onnx_fuse.program.problem import Hardware
@@ -35,7 +35,7 @@ def batch(
     A call may wait for a later one of its kind if nothing in between reads what it writes or
     writes what it touches. Of large tensors those that are ready last have a launch of their own:
     the others' may run beside what makes them. What ranks reduce in different buckets stays apart:
-    the earlier one is sent while the later one is made.
+    the earlier one is sent while the later one is made, and updates weights meanwhile.
     """
     depth: dict[int, int] = defaultdict(int)  # of a buffer: the longest chain of calls to it
     depths = []
@@ -44,10 +44,10 @@ def batch(
         for _, tensor in call.writes:
             depth[tensor.buffer] = depths[-1]
     kinds: dict[object, list[int]] = defaultdict(list)
-    first = first_buckets(calls)
+    apart = list(zip(first_buckets(calls), last_buckets(calls), strict=True))
     for i, call in enumerate(calls):
         if (kind := _kind(call)) is not None:
-            kinds[kind, first[i]].append(i)
+            kinds[kind, apart[i]].append(i)
     gone: set[int] = set()
     placed: dict[int, list[Call]] = defaultdict(list)
     for members in kinds.values():

@@ -1,0 +1,41 @@
+"""A step of a small convolutional network on the GPU, against the same step in float32."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import onnx_fuse
+from onnx_fuse import optim
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from window_gradients import network
+
+# Of the change of a weight, as a part of its norm. Rounding x and the weights to bfloat16 alone
+# moves maxima and masks, so that some changes differ by 0.11.
+ALLOWED = {"bf16": 0.4, "fp16": 0.08, "fp32": 1e-3}
+
+
+@pytest.mark.parametrize("precision", ALLOWED)
+def test_a_step_changes_the_weights_as_in_float32(precision: str) -> None:
+    rng = np.random.default_rng(1)
+    feeds = {
+        "x": rng.standard_normal((4, 3, 32, 32)).astype(np.float32),
+        "labels": rng.standard_normal((4, 32)).astype(np.float32),
+    }
+    found = []
+    for device, kind in (("cpu", "fp32"), ("cuda", precision), ("cuda", precision)):
+        trainer = onnx_fuse.Trainer(
+            network(), loss="mse", optimizer=optim.SGD(lr=1.0), device=device, precision=kind
+        )
+        before = {name: w.copy() for name, w in trainer.weights().items()}
+        trainer.step(feeds)
+        found.append({name: w - before[name] for name, w in trainer.weights().items()})
+    truth, ours, again = found
+    for name, change in truth.items():
+        assert ours[name].tobytes() == again[name].tobytes(), name
+        error = np.linalg.norm(ours[name] - change) / max(np.linalg.norm(change), 1e-12)
+        assert error <= ALLOWED[precision], (name, error)
