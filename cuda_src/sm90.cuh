@@ -164,6 +164,15 @@ template <bool CONTIG_K, int BLOCK = 8192> DEVICE u64 wgmma_descriptor(u32 addre
     u64 lead = CONTIG_K ? 1 : BLOCK >> 4;
     return (u64)((address & 0x3ffff) >> 4) | lead << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
 }
+// The lower word of a descriptor, by which operands differ: one that lies further on by 16 n bytes has n more.
+template <bool CONTIG_K, int BLOCK = 8192> DEVICE u32 wgmma_low(u32 address) {
+    return (u32)wgmma_descriptor<CONTIG_K, BLOCK>(address);
+}
+DEVICE u64 wgmma_at(u32 low) {
+    u64 made;
+    asm("mov.b64 %0, {%1, %2};" : "=l"(made) : "r"(low), "n"(1024 >> 4 | 1 << 30));
+    return made;
+}
 
 #define R10_(p)                                                                                    \
     "%" #p "0,%" #p "1,%" #p "2,%" #p "3,%" #p "4,%" #p "5,%" #p "6,%" #p "7,%" #p "8,%" #p "9,"

@@ -7,9 +7,10 @@
 //            products' operand; a tile in shared memory is the operand of a product and, read the other
 //            way, of the one behind it. A product of the next tile runs before a tile is released.
 // Inputs   : q, k, v, dy by 4-D TMA [D, rows, heads, batch] in any order of memory, zeros past their ends;
-//            rows [B, H, padded S] from sdpa_rows. MASK 1: a row a query, by TMA too (0 strides: size 1);
+//            y by its strides; lse; MASK 1: a row a query, by TMA too (0 strides: size 1);
 //            MASK 2: one row, by its strides. One mask at most, which is added or (KEEP) selects.
-// Outputs  : KEYS: dk, dv, else dq, by TMA in any order of memory.
+// Outputs  : without KEYS, which comes first, dq, and in `rows` of [B, H, padded S] what KEYS makes
+//            probabilities with; then dk, dv. By TMA in any order of memory.
 // Macros   : operands.cuh's; KEYS, WGS, TILE (64), STAGES, BLOCKS (an SM's).
 // Launch   : grid (blocks of 64 WGS rows, heads of the owned side, batch), 128 WGS threads.
 // Numerics : f32 accumulate; probabilities and their gradients rounded to T as operands; bits depend on
@@ -21,28 +22,24 @@
 constexpr int KD = (D + 63) / 64, VD = (DV + 63) / 64;  // boxes of 64 columns, 128 bytes a row
 constexpr int BOX = 64 * 128, OWN_BYTES = (KD + VD) * BOX, THREADS = WGS * 128;
 
-// What a query's row of logits is made probabilities with, and the sum of dy y.
-#if NATURAL
-struct alignas(16) Row { float top, spread, delta, none; };
-#else
-struct alignas(8) Row { float level, delta; };  // the level in units of log 2
-#endif
-struct alignas(16) RowPair { Row at[2]; };
+// What a query's logits are made probabilities with, and the sum of dy y: for the rows of a tile one after
+// the other its level in units of log 2, or its largest logit and (SPREAD) the log of its sum, then DELTA.
+constexpr int SPREAD = 1, DELTA = NATURAL ? 2 : 1, NUMBERS = DELTA + 1;
 
 // a tile of q or k, of dy or v, of the mask, and (KEYS) its rows
 constexpr int FIRST_BYTES = KD * TILE * 128, SECOND_BYTES = VD * TILE * 128;
-constexpr int MASK_BYTES = MASK == 1 ? WGS * TILE * 128 : 0, ROW_BYTES = KEYS ? TILE * (int)sizeof(Row) : 0;
+constexpr int MASK_BYTES = MASK == 1 ? WGS * TILE * 128 : 0, ROW_BYTES = KEYS ? TILE * NUMBERS * 4 : 0;
 constexpr int STAGE_AT = WGS * OWN_BYTES, STAGE_BYTES = FIRST_BYTES + SECOND_BYTES + MASK_BYTES;
 constexpr int ROWS_AT = STAGE_AT + STAGES * STAGE_BYTES, BAR_AT = ROWS_AT + STAGES * ROW_BYTES;
 static_assert(TILE == 64, "what a mask drops are 32 bits a thread");
 
-// s[64, TILE] = a . b^T over WIDTH
+// s[64, TILE] = a . b^T over WIDTH; operands by the lower words of their descriptors
 template <int WIDTH> DEVICE void dots(float (&s)[TILE / 2], u32 a, u32 b) {
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < (WIDTH + 15) / 16; i++)
-        Wgmma<T, TILE, 0, 0>::run(s, wgmma_descriptor<true>(a + i / 4 * BOX + i % 4 * 32),
-                                  wgmma_descriptor<true>(b + i / 4 * (TILE * 128) + i % 4 * 32), i);
+        Wgmma<T, TILE, 0, 0>::run(s, wgmma_at(a + i / 4 * (BOX / 16) + i % 4 * 2),
+                                  wgmma_at(b + i / 4 * (TILE * 8) + i % 4 * 2), i);
     wgmma_commit();
 }
 // acc[64, 64 BOXES] += p . b
@@ -50,7 +47,7 @@ template <int BOXES> DEVICE void gather(float (&acc)[BOXES * 32], const u32 (&p)
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < TILE / 16; i++)
-        Wgmma<T, BOXES * 64, 0, 1>::run(acc, p + 4 * i, wgmma_descriptor<false, TILE * 128>(b + i * 2048), 1);
+        Wgmma<T, BOXES * 64, 0, 1>::run(acc, p + 4 * i, wgmma_at(b + i * 128), 1);
     wgmma_commit();
 }
 // Sums to the warp's 16 rows in shared memory, and from there by TMA.
@@ -78,41 +75,14 @@ DEVICE void leave(const TensorMap& map, u32 to, float (&acc)[BOXES * 32], float 
     }
 }
 
-// Rows of `padded` queries a head: past the last one are rows without probabilities.
-extern "C" __global__ void __launch_bounds__(256)
-    sdpa_rows(const T* dy, const T* y, const float* lse, Row* rows, int queries, int padded, i64 db, i64 dh, i64 dr,
-              i64 yb, i64 yh, i64 yr) {
-    after_previous_launch();
-    constexpr int LANES = VD * 8;  // 16 bytes each
-    const int row = blockIdx.x * (256 / LANES) + threadIdx.x / LANES, c = threadIdx.x % LANES * 8;
-    const int h = blockIdx.y, b = blockIdx.z;
-    const i64 head = (i64)b * gridDim.y + h;
-    float delta = 0;
-    if (row < queries && c < DV) {
-        const Vec<T, 8> s = load<8>(dy + b * db + h * dh + row * dr + c), t = load<8>(y + b * yb + h * yh + row * yr + c);
-#pragma unroll
-        for (int i = 0; i < 8; i++) delta += to_float(s.at[i]) * to_float(t.at[i]);
-    }
-#pragma unroll
-    for (int step = LANES / 2; step; step >>= 1) delta += __shfl_xor_sync(~0u, delta, step);
-    if (c || row >= padded) return;
-    float2 l = make_float2(-NEGATIVE_INFINITY, 0);
-    if (row < queries) l = ((const float2*)lse)[head * queries + row];
-    if (GUARD && l.y != l.y) l = make_float2(-NEGATIVE_INFINITY, 0);
-#if NATURAL
-    rows[head * padded + row] = {l.x, l.y, delta, 0};
-#else
-    rows[head * padded + row] = {(l.x + l.y) * LOG2E, delta};
-#endif
-}
-
 // own1, own2, first, second: k, v, q, dy, or q, dy, k, v; out1, out2: dk, dv, or dq and nothing.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_gradients(
     const __grid_constant__ TensorMap map_own1, const __grid_constant__ TensorMap map_own2,
     const __grid_constant__ TensorMap map_first, const __grid_constant__ TensorMap map_second,
     const __grid_constant__ TensorMap map_out1, const __grid_constant__ TensorMap map_out2,
     const __grid_constant__ TensorMap map_mask, const T* mask, i64 mask_batch, i64 mask_head, i64 mask_column,
-    const Row* rows, int group, int queries, int keys, int padded, float scale, float floor, double fill) {
+    const T* y, i64 y_batch, i64 y_head, i64 y_row, const float* lse, float* rows, int group, int queries, int keys,
+    int padded, float scale, float floor, double fill) {
     extern __shared__ __align__(1024) u8 smem[];
     const u32 base = smem_address(smem), own_full = base + BAR_AT, full = own_full + 8, empty = full + STAGES * 8;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, wg = warp / 4;
@@ -123,6 +93,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_gradients(
             mbarrier_init(empty + i * 8, WGS * 4);
         }
         fence_barrier_init();
+    }
+    if (warp == 0 && elect()) {
+        tma_prefetch(map_own1);
+        tma_prefetch(map_own2);
+        tma_prefetch(map_first);
+        tma_prefetch(map_second);
+        tma_prefetch(map_out1);
+        if (KEYS) tma_prefetch(map_out2);
+        if (MASK == 1) tma_prefetch(map_mask);
     }
     __syncthreads();
     after_previous_launch();
@@ -136,11 +115,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_gradients(
     const int tiles = max(0, (end - begin + TILE - 1) / TILE), steps = KEYS ? tiles * group : tiles;
 
     // KEYS: all tiles of the first head of queries, then of the second
-    auto head_of = [&](int j) { return KEYS ? own_head * group + j / tiles : own_head / group; };
+    auto head_of = [&](int j) { return !KEYS ? own_head / group : own_head * group + (group > 1 ? j / tiles : 0); };
     // by all lanes of the first warp: tile j to its stage
     auto fetch = [&](int j) {
         if (!elect()) return;
-        const int s = j % STAGES, t = begin + (KEYS ? j % tiles : j) * TILE, h = head_of(j);
+        const int s = j % STAGES, h = head_of(j), t = begin + (KEYS ? j - (h - own_head * group) * tiles : j) * TILE;
         const u32 bar = full + s * 8, to = base + STAGE_AT + s * STAGE_BYTES;
         mbarrier_expect(bar, STAGE_BYTES + ROW_BYTES);
         for (int c = 0; c < KD; c++) tma_load(to + c * (TILE * 128), map_first, bar, c * 64, t, h, b);
@@ -149,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_gradients(
             for (int i = 0; i < WGS; i++)
                 tma_load(to + FIRST_BYTES + SECOND_BYTES + i * (TILE * 128), map_mask, bar, KEYS ? first + i * 64 : t,
                          KEYS ? t : first + i * 64, mask_head ? (KEYS ? h : own_head) : 0, mask_batch ? b : 0);
-        if (KEYS) bulk_load(base + ROWS_AT + s * ROW_BYTES, rows + ((i64)b * heads + h) * padded + t, ROW_BYTES, bar);
+        if (KEYS) bulk_load(base + ROWS_AT + s * ROW_BYTES, rows + (((i64)b * heads + h) * padded + t) * NUMBERS, ROW_BYTES, bar);
     };
     if (warp == 0) {
         if (elect()) {
@@ -171,9 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_gradients(
     const float power = scale * LOG2E;
     Operands o = {};  // for logit and slope
     o.scale = scale, o.floor = floor, o.fill = fill;
-    Row own_rows[2];
-#pragma unroll
-    for (int i = 0; !KEYS && i < 2; i++) own_rows[i] = rows[((i64)b * heads + own_head) * padded + min(row + 8 * i, padded - 1)];
+    float own_rows[2][NUMBERS];  // of queries
 
     // Whether no own row of the warpgroup meets one of the tile.
     auto hidden = [&](int t) {
@@ -190,6 +167,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_gradients(
         }
     };
     mbarrier_wait(own_full, 0);
+#pragma unroll
+    for (int i = 0; !KEYS && i < 2; i++) {
+        const int r = row + 8 * i;
+        const bool there = r < queries;
+        float sum = 0;
+#pragma unroll
+        for (int k = lane % 4; k < VD * 8; k += 4) {  // 16 bytes each
+            if (!there || k * 8 >= DV) continue;
+            const auto one = load<8>(y + b * y_batch + own_head * y_head + r * y_row + k * 8);
+            const auto two = load<8>((const T*)(smem + (own2 - base) + k / 8 * BOX + r % 64 * 128 + ((k % 8 ^ r % 8) << 4)));
+#pragma unroll
+            for (int e = 0; e < 8; e++) sum += to_float(one.at[e]) * to_float(two.at[e]);
+        }
+        const i64 head = (i64)b * heads + own_head;
+        float2 l = make_float2(-NEGATIVE_INFINITY, 0);  // past the last row: no probabilities
+        if (there) l = ((const float2*)lse)[head * queries + r];
+        if (GUARD && l.y != l.y) l = make_float2(-NEGATIVE_INFINITY, 0);
+        own_rows[i][0] = NATURAL ? l.x : (l.x + l.y) * LOG2E;
+        if (NATURAL) own_rows[i][SPREAD] = l.y;
+        own_rows[i][DELTA] = quad_sum(sum);
+        float* to = rows + (head * padded + r / TILE * TILE) * NUMBERS + r % TILE;
+#pragma unroll
+        for (int n = 0; n < NUMBERS; n++)
+            if (lane % 4 == 0 && r < padded) to[n * TILE] = own_rows[i][n];
+    }
     wgmma_hold(acc1);
     wgmma_hold(acc2);
     bool behind = false;  // the products of the tile before may still run
@@ -204,13 +206,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_gradients(
             continue;
         }
         const u32 tile1 = base + STAGE_AT + stage * STAGE_BYTES, tile2 = tile1 + FIRST_BYTES;
-        const Row* tile_rows = (const Row*)(smem + ROWS_AT + stage * ROW_BYTES);
+        const float* tile_rows = (const float*)(smem + ROWS_AT + stage * ROW_BYTES) + lane % 4 * 2;
         wait_full(j);
-        dots<D>(s, own1, tile1);
+        dots<D>(s, wgmma_low<true>(own1), wgmma_low<true>(tile1));
         wgmma_wait<1>();
         if (behind) release(j - 1);
         behind = true;
-        dots<DV>(dp, own2, tile2);
+        dots<DV>(dp, wgmma_low<true>(own2), wgmma_low<true>(tile2));
         wgmma_wait<1>();
         wgmma_hold(s);
         if (KEEP) dropped = 0;
@@ -239,22 +241,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_gradients(
             }
 #pragma unroll
             for (int n = 0; n < 2; n++) {
-                RowPair columns;
-                if (KEYS) columns = *(const RowPair*)(tile_rows + q * 16 + n * 8 + lane % 4 * 2);
+                float2 top, spread;
+                if (KEYS) top = *(const float2*)(tile_rows + q * 16 + n * 8);
+                if (KEYS && NATURAL) spread = *(const float2*)(tile_rows + SPREAD * TILE + q * 16 + n * 8);
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
-                    const Row& l = KEYS ? columns.at[e % 2] : own_rows[e / 2];
+                    const float level = !KEYS ? own_rows[e / 2][0] : e % 2 ? top.y : top.x;
                     float& x = s[q * 8 + n * 4 + e];
 #if NATURAL
                     const float2 pair = unpack2<T>(m[n * 2 + e / 2]);
                     const float by = e % 2 ? pair.y : pair.x;
                     if (KEEP && by == 0) dropped |= 1u << (q * 8 + n * 4 + e);
-                    x = power2((logit(o, x, by, 0.0f) - l.top - l.spread) * LOG2E);
-                    if (GUARD && l.top == -NEGATIVE_INFINITY) x = 0;
+                    const float more = !KEYS ? own_rows[e / 2][SPREAD] : e % 2 ? spread.y : spread.x;
+                    x = power2((logit(o, x, by, 0.0f) - level - more) * LOG2E);
 #else
-                    x = power2(x * power - l.level);
-                    if (GUARD && l.level == -NEGATIVE_INFINITY) x = 0;
+                    x = power2(x * power - level);
 #endif
+                    if (GUARD && level == -NEGATIVE_INFINITY) x = 0;
                 }
             }
         }
@@ -268,7 +271,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_gradients(
         if (KEYS) {
 #pragma unroll
             for (int i = 0; i < TILE / 4; i++) p[i] = pack2<T>(s[2 * i], s[2 * i + 1]);
-            gather<VD>(acc2, p, tile2);
+            gather<VD>(acc2, p, wgmma_low<false, TILE * 128>(tile2));
             wgmma_wait<1>();
         } else {
             wgmma_wait<0>();
@@ -276,18 +279,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_gradients(
         wgmma_hold(dp);
 #pragma unroll
         for (int n = 0; n < TILE / 8; n++) {
-            RowPair columns;
-            if (KEYS) columns = *(const RowPair*)(tile_rows + n * 8 + lane % 4 * 2);
+            float2 pair;
+            if (KEYS) pair = *(const float2*)(tile_rows + DELTA * TILE + n * 8);
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                const float delta = KEYS ? columns.at[e % 2].delta : own_rows[e / 2].delta;
+                const float delta = !KEYS ? own_rows[e / 2][DELTA] : e % 2 ? pair.y : pair.x;
                 float& x = dp[n * 4 + e];
                 x = KEEP && dropped >> (n * 4 + e) & 1 ? 0.0f : s[n * 4 + e] * (x - delta);
             }
         }
 #pragma unroll
         for (int i = 0; i < TILE / 4; i++) ds[i] = pack2<T>(dp[2 * i], dp[2 * i + 1]);
-        gather<KD>(acc1, ds, tile1);
+        gather<KD>(acc1, ds, wgmma_low<false, TILE * 128>(tile1));
     }
     wgmma_wait<0>();
     wgmma_hold(acc1);

@@ -40,8 +40,8 @@ DEVICE void dots(float (&s)[TILE / 2], u32 q, u32 k) {
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < (D + 15) / 16; i++)
-        Wgmma<T, TILE, 0, 0>::run(s, wgmma_descriptor<true>(q + i / 4 * BOX + i % 4 * 32),
-                                  wgmma_descriptor<true>(k + i / 4 * (TILE * 128) + i % 4 * 32), i);
+        Wgmma<T, TILE, 0, 0>::run(s, wgmma_at(wgmma_low<true>(q) + i / 4 * (BOX / 16) + i % 4 * 2),
+                                  wgmma_at(wgmma_low<true>(k) + i / 4 * (TILE * 8) + i % 4 * 2), i);
     wgmma_commit();
 }
 // acc[64, DV] (+)= p . v
@@ -49,7 +49,7 @@ DEVICE void gather(float (&acc)[VD * 32], const u32 (&p)[TILE / 4], u32 v, int a
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < TILE / 16; i++)
-        Wgmma<T, VD * 64, 0, 1>::run(acc, p + 4 * i, wgmma_descriptor<false, TILE * 128>(v + i * 2048), add | i);
+        Wgmma<T, VD * 64, 0, 1>::run(acc, p + 4 * i, wgmma_at(wgmma_low<false, TILE * 128>(v) + i * 128), add | i);
     wgmma_commit();
 }
 // What a row mask's tile holds for a key: what is added, or +inf where a logit is kept, else what it is.

@@ -19,9 +19,12 @@ from onnx_fuse.program.problem import Arg, Config, Hardware, Launch, Num, Proble
 
 TILE = 64
 
-# largest head size -> (warpgroups of keys, of queries, the queries' blocks on an SM), the fastest
-# first: what registers hold without a spill; a row mask for all queries takes a few more
-_CONFIGS = {64: ((2, 2, 2), (2, 3, 1), (2, 2, 1)), 128: ((2, 3, 1), (2, 2, 1))}
+# largest head size, kind of mask (`Mma.mask`) -> (warpgroups of keys, of queries, the blocks of
+# queries on an SM), the fastest first: what registers and shared memory hold without a spill
+_CONFIGS = {
+    (64, 0): ((2, 2, 2),), (64, 1): ((2, 3, 1),), (64, 2): ((2, 2, 1),),
+    (128, 0): ((2, 3, 1), (2, 2, 1)), (128, 1): ((2, 2, 1),), (128, 2): ((2, 2, 1),),
+}  # fmt: skip
 _ALONE = {1: 0.7, 2: 0.82, 3: 0.9, 4: 1.0}
 """An SM's rate by the warpgroups on it, in parts of that with four."""
 
@@ -29,7 +32,7 @@ _ALONE = {1: 0.7, 2: 0.82, 3: 0.9, 4: 1.0}
 class WgmmaGrad(Unconditional):
     """sdpa/wgmma_grad_sm90.cu: dq, dk, dv in 16-bit floats on Hopper's wgmma and TMA.
 
-    Three launches: the rows' sums of dy y, the keys' gradients, the queries'.
+    Two launches: the queries' gradients, which leave the sums of dy y, then those of the keys.
     """
 
     name, source = "wgmma", "sdpa/wgmma_grad_sm90.cu"
@@ -45,25 +48,20 @@ class WgmmaGrad(Unconditional):
 
     def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
         """What registers and shared memory hold."""
-        p, wide = problem, max(problem.k, problem.integer("dv"))
-        rows = next((rows for limit, rows in _CONFIGS.items() if wide <= limit), ())
-        if MMA.mask(p) == 2:
-            rows = rows[-1:]
-        names = ("keys", "queries", "blocks")
-        found = [Config.of(**dict(zip(names, row, strict=True))) for row in rows]
+        wide, mask = max(problem.k, problem.integer("dv")), MMA.mask(problem)
+        rows = next(
+            (rows for (limit, kind), rows in _CONFIGS.items() if wide <= limit and kind == mask), ()
+        )
         return [
-            config
-            for config in found
-            if max(self._smem(p, config, keys) for keys in (True, False))
-            <= hw.smem_per_block // config.integer("blocks")
+            Config.of(**dict(zip(("keys", "queries", "blocks"), row, strict=True))) for row in rows
         ]
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
-        """Four products of keys' tiles, three of queries', the rows' sums; as on an H200."""
+        """Four products of keys' tiles and three of queries'; as on an H200."""
         p = problem
         width = sum(-(-n // 64) * 64 for n in (p.k, p.integer("dv")))
         share = 0.5 if width <= 128 else 0.75  # of the chip's rate; tiles of 64 columns are narrow
-        seconds = hw.launch_seconds + 8e-6 + 4 * p.batches * p.m * p.integer("dv") / hw.bandwidth
+        seconds = hw.launch_seconds + 6e-6 + 2 * p.batches * p.m * p.integer("dv") / hw.bandwidth
         beside = _ALONE[config.integer("queries") * config.integer("blocks")]
         for own, other, count, products in (
             (p.n, p.m, config.integer("keys"), 2.0),
@@ -81,18 +79,8 @@ class WgmmaGrad(Unconditional):
         return problem.batches * self._padded(problem) * self._row(problem)
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """The rows' sums, then the gradients of keys and values, then those of queries."""
-        p, padded = problem, self._padded(problem)
-        batch, heads = p.batch
-        lanes = 8 * -(-p.integer("dv") // 64)
-        grid = (-(-padded // (256 // lanes)), heads, batch)
-        args: tuple[Arg, ...] = (
-            *map(Ptr, ("dy", "y", "lse", "workspace")), Num("i32", p.m), Num("i32", padded),
-            *(Num("i64", s) for name in ("dy", "y") for s in operand(p, name)[1]),
-        )  # fmt: skip
-        macros = defines(**self._macros(p, config, keys=False))
-        rows = Launch(self.source, "sdpa_rows", grid, (256, 1, 1), args, macros)
-        return (rows, self._gradients(p, config, True), self._gradients(p, config, False))
+        """The gradients of queries, which leave what those of keys and values take."""
+        return tuple(self._gradients(problem, config, keys) for keys in (False, True))
 
     def _gradients(self, p: Problem, config: Config, keys: bool) -> Launch:
         """The launch for keys and values, or for queries."""
@@ -104,7 +92,8 @@ class WgmmaGrad(Unconditional):
         args: tuple[Arg, ...] = (
             *(boxes(p, name, 64) for name in own), *(boxes(p, name, TILE) for name in other),
             *(boxes(p, name, 16) for name in results), mask_boxes(p, TILE if keys else 64),
-            Ptr("mask"), *(Num("i64", mask[i]) for i in (0, 1, 3)), Ptr("workspace"),
+            Ptr("mask"), *(Num("i64", mask[i]) for i in (0, 1, 3)),
+            Ptr("y"), *(Num("i64", s) for s in operand(p, "y")[1]), Ptr("lse"), Ptr("workspace"),
             *(Num("i32", n) for n in (group, p.m, p.n, self._padded(p))),
             *(Num("f32", p.number(n, default)) for n, default in (("scale", 1.0), ("floor", 0.0))),
             Num("f64", p.number("fill", 0.0)),
@@ -131,7 +120,7 @@ class WgmmaGrad(Unconditional):
 
     def _row(self, p: Problem) -> int:
         """Bytes of a row of the workspace."""
-        return 16 if p.attr("mask", ()) else 8
+        return 12 if p.attr("mask", ()) else 8
 
     def _smem(self, p: Problem, config: Config, keys: bool) -> int:
         """The owned rows (results leave from there), stages of tiles, mask and rows, barriers."""
