@@ -104,6 +104,50 @@ def test_checkpointing_runs_the_forward_again() -> None:
     torch.testing.assert_close(*pair, atol=1e-5, rtol=1e-5)
 
 
+class OwnNorm(nn.Module):
+    """An RMSNorm as libraries of transformers write it."""
+
+    def __init__(self, width: int, shift: float = 0.0) -> None:
+        super().__init__()
+        self.weight, self.eps, self.shift = nn.Parameter(torch.randn(width)), 1e-3, shift
+
+    def forward(self, x: Any) -> Any:
+        kind = x.dtype
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (self.weight + self.shift if self.shift else self.weight) * wide.to(kind)
+
+
+class SquaredNorm(OwnNorm):
+    def forward(self, x: Any) -> Any:
+        wide = x.float()
+        return (wide * (wide * wide).mean(dim=-1, keepdim=True).add(self.eps).rsqrt()).type_as(
+            x
+        ) * self.weight
+
+
+class OtherAxis(OwnNorm):
+    def forward(self, x: Any) -> Any:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(0, keepdim=True) + self.eps))
+
+
+@pytest.mark.parametrize(
+    ("norm", "fused"),
+    [
+        (OwnNorm(6), True), (SquaredNorm(6), True),
+        (OwnNorm(6, 1.0), False), (OtherAxis(6), False),
+    ],
+    ids=["cast", "squared", "shifted weight", "other axis"],
+)  # fmt: skip
+def test_an_rms_norm_of_another_library_is_known_by_its_formula(norm: Any, fused: bool) -> None:
+    model, x = nn.Sequential(norm, nn.Linear(6, 5), nn.SiLU()), torch.randn(2, 3, 6)
+    names, expected = list(model.state_dict()), model(x)
+    oft.fuse(model, (x,))
+    assert list(model.state_dict()) == names
+    assert (type(model[0]).__name__ == "Passed") == fused
+    torch.testing.assert_close(model(x), expected, atol=1e-5, rtol=1e-5)
+
+
 class Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -208,7 +252,7 @@ def test_an_activation_is_fused_into_the_layer_before_it(act: nn.Module) -> None
     plain, x = copy.deepcopy(model), torch.randn(3, 6)
     oft.fuse(model)
     assert [type(m).__name__ for m in model[:3]] == [
-        "PassedRMSNorm", "FusedLinear", "PassedActivation",
+        "PassedRMSNorm", "FusedLinear", "Passed",
     ]  # fmt: skip
     assert type(model[4]) is nn.LeakyReLU  # a slope that is not ours
     torch.testing.assert_close(model(x), plain(x), atol=1e-5, rtol=1e-5)

@@ -161,7 +161,8 @@ class Ready:
         turn = backward.turn(dense(given))
         results = [] if turn is None else [*turn.results]
         if results and floats[0]:
-            results[0] = self.shape, dense_strides(self.shape), results[0][2]
+            shape = tuple(self.shape)  # the allocator takes no torch.Size
+            results[0] = shape, dense_strides(shape), results[0][2]
         return Half(turn, sources, results, places)
 
 

@@ -25,6 +25,7 @@ from onnx_fuse.torch.functional import (
     linear_cross_entropy,
     rms_norm_linear,
 )
+from onnx_fuse.torch.norms import rms_norm
 
 VARIANTS = 32
 """Ways to call a forward that are traced at most."""
@@ -49,8 +50,11 @@ class PassedRMSNorm(nn.RMSNorm):
         return x
 
 
-class PassedActivation(nn.Module):
-    """An activation that the layer before it computes: it returns its input."""
+class Passed(nn.Module):
+    """An activation, or a norm that is no class of torch's, which a linear layer computes.
+
+    It returns its input.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """x."""
@@ -70,6 +74,8 @@ class FusedLinear(nn.Linear):
 
     before: tuple[nn.Module, ...] = ()  # in a tuple, since its parameters are not this one's
     activation: str | None = None
+    norm_eps: float | None = None
+    """Of an RMSNorm."""
 
     def forward(self, x: Tensor) -> Tensor:
         """act(linear(norm(x)))."""
@@ -79,7 +85,7 @@ class FusedLinear(nn.Linear):
         if isinstance(norm, nn.LayerNorm):
             affine = (norm.weight, norm.bias, norm.eps)
             return fused_layernorm_linear(x, self.weight, self.bias, *affine, self.activation)
-        scale = (norm.weight, norm.eps)
+        scale = (norm.weight, self.norm_eps)
         return rms_norm_linear(x, self.weight, self.bias, *scale, self.activation)
 
 
@@ -100,6 +106,10 @@ class FusedCrossEntropy(nn.CrossEntropyLoss):
 
 
 _NORMS: dict[type, type] = {nn.LayerNorm: PassedLayerNorm, nn.RMSNorm: PassedRMSNorm}
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return type(module) in _NORMS or rms_norm(module) is not None
 
 
 def _activation_of(module: nn.Module) -> str | None:
@@ -137,7 +147,7 @@ class Candidate:
 
 class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        own = type(m).__module__.startswith("onnx_fuse.torch")
+        own = type(m).__module__.startswith("onnx_fuse.torch") or rms_norm(m) is not None
         return own or super().is_leaf_module(m, module_qualified_name)
 
 
@@ -236,10 +246,15 @@ class _Scope:
         return by and type(self.modules[str(node.target)]) in (nn.Linear, FusedLinear)
 
 
+def _axes(norm: Any) -> tuple[int, ...]:
+    """The sizes of the axes that a norm is over."""
+    return tuple(norm.normalized_shape if type(norm) in _NORMS else norm.weight.shape)
+
+
 def _norms(scope: _Scope) -> Iterator[tuple[Candidate, Any]]:
     for name in scope.calls:
         norm = scope.modules[name]
-        if type(norm) not in _NORMS:
+        if not _is_norm(norm):
             continue
         readers = scope.readers(name)
         linears = [str(n.target) for n in readers if scope.linear(n, name)]
@@ -252,7 +267,7 @@ def _norms(scope: _Scope) -> Iterator[tuple[Candidate, Any]]:
         if others:
             what = others[0].target if others[0].op != "output" else "the forward's result"
             reason = f"'{name}' is read by {what} too"
-        elif any(tuple(norm.normalized_shape) != (layer.in_features,) for layer in layers):
+        elif any(_axes(norm) != (layer.in_features,) for layer in layers):
             reason = f"'{name}' is not over the last axis alone"
         elif any(getattr(layer, "before", ()) for layer in layers):
             reason = "the linear layer is fused with a norm already"
@@ -296,11 +311,13 @@ def _swap(kind: str, modules: Sequence[Any]) -> None:
         for linear in linears:
             linear.__class__ = FusedLinear
             linear.before = (first,)
-        first.__class__ = _NORMS[type(first)]
+            if type(first) is not nn.LayerNorm:
+                linear.norm_eps = first.eps if type(first) is nn.RMSNorm else rms_norm(first)
+        first.__class__ = _NORMS.get(type(first), Passed)
     elif kind == "activation":
         (linear,) = linears
         linear.__class__, linear.activation = FusedLinear, _activation_of(first)
-        first.__class__ = PassedActivation
+        first.__class__ = Passed
     else:
         (linear,) = linears
         first.__class__, first.before = FusedCrossEntropy, (linear,)
@@ -325,7 +342,7 @@ def _run(module: nn.Module, swap: bool) -> list[Candidate]:
                     _swap(candidate.kind, modules)
     reached = {n for c in found for n in c.names}
     for name, each in module.named_modules():
-        if type(each) in _NORMS and name not in reached:
+        if name not in reached and _is_norm(each):
             owner = name.rpartition(".")[0]
             if owner in failed:
                 where = f"'{owner}'" if owner else "the model"
@@ -340,6 +357,8 @@ def explain(module: nn.Module) -> list[Candidate]:
 
 def fuse(module: nn.Module, args: tuple[Any, ...] | None = None) -> nn.Module:
     """Fuse LayerNorm and RMSNorm with the linear layers behind them, and these with activations.
+
+    An RMSNorm may be a module of another library whose forward is its formula.
 
     Modules change in place; the names of parameters and the state dict stay. What cannot be proved
     exact stays apart (`explain` says why). The proof is about the forward that owns the modules: a
