@@ -18,7 +18,7 @@ constexpr int HIGH = 15 * SH + (KH - 1) * DH + 1, WIDE = (15 * SW + RUN / PIXEL 
 constexpr int PITCH = KH * RUN + 8, OUT = BN + 8, NT = BN / 8;
 typedef Vec<T, PIXEL> Pixel;
 
-extern "C" __global__ void __launch_bounds__(256, 2)
+extern "C" __global__ void __launch_bounds__(256, BN > 32 ? 2 : 3)
     conv_few(const T* x, const T* weight, const T* bias, T* y, int filters, int h, int w, int oh, int ow,
              float alpha) {
     after_previous_launch();
