@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
@@ -35,7 +35,9 @@ from onnx_fuse.runtime.encoding import FORMAT, encode, template
 from onnx_fuse.runtime.plan import OpenProgram, PlannedProgram
 from onnx_fuse.runtime.specialize import Specializer, Symbols
 from onnx_fuse.runtime.states import graph_digest
-from onnx_fuse.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from onnx_fuse.training.trainer import Trainer
 
 __all__ = ["CHIPS", "Compiled", "Hardware", "compile"]
 

@@ -326,8 +326,24 @@ def test_attention_by_tma_says_why_not(more, reason):
 
 def test_attention_takes_the_hopper_kernel_where_it_was_faster():
     for batch, tokens, width in ((32, 128, 64), (8, 128, 64), (8, 512, 64), (4, 2048, 128)):
-        problem = attention("Sdpa", width, "float16").replace(batch=(batch, 12), m=tokens, n=tokens)
-        assert select("Sdpa", problem, H200).kernel.name == "wgmma"
+        for op in ("Sdpa", "SdpaGrad") if batch * tokens >= 4096 else ("Sdpa",):
+            problem = attention(op, width, "float16").replace(batch=(batch, 12), m=tokens, n=tokens)
+            assert select(op, problem, H200).kernel.name == "wgmma"
+
+
+def test_the_gradient_of_attention_by_tma_says_why_not():
+    kernel = sdpa_grad_sm90.WgmmaGrad()
+    problem = attention("SdpaGrad", 64, "float16")
+    for more, reason in (
+        ({"softcap": 2.0}, "softcap"),
+        ({"dq_strides": (512, 64, 12)}, "16 bytes"),
+        ({"dv": 136}, "too large"),
+        ({"mask": (8, 8, 8, 1), "mask2": (8, 8, 8, 1)}, "two masks"),
+    ):
+        assert reason in str(kernel.supports(problem.replace(**more), H200))
+    joined = problem.replace(dq_strides=(512, 64, 192))
+    assert kernel.supports(joined, H200) is None
+    assert "parts of one tensor" in str(sdpa.MMA.supports(joined, H200))
 
 
 # ---- sorting -------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from onnx_fuse.program.problem import Launch, Num, Ptr, Table
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime import executable as module
 from onnx_fuse.runtime.executable import Executable
-from onnx_fuse.runtime.instance import RENEWED, _overlapping
+from onnx_fuse.runtime.instance import _overlapping
 from onnx_fuse.runtime.tensor import DeviceTensor
 
 # y is made by a call of its own, from what z is made of: two launches
@@ -652,58 +652,6 @@ def test_arguments_are_packed_as_kernels_read_them() -> None:
         found = [k.from_address(slot) for k, slot in zip(kinds, slots, strict=True)]
         values = [list(v) if hasattr(v, "_length_") else v.value for v in found]
         assert values == [-5, start + 8, 1.5, 0, 1 << 40, [3, start + 16, 0], 7, 0.1]
-
-
-OPEN = """
-<ir_version: 10, opset_import: ["": 21]>
-agraph (float[N,8] x, float[8] b) => (float[N,8] y, int64[N] places) {
-    dims = Shape(x)
-    zero = Constant<value_int = 0>()
-    one = Constant<value_int = 1>()
-    n = Gather<axis = 0>(dims, zero)
-    places = Range(zero, n, one)
-    y = Add(x, b)
-}
-"""
-
-
-def test_shapes_of_one_class_take_over_one_instance(gpu: FakeGpu) -> None:
-    """A growing size: no allocation, no lowering, the right results; one that comes again keeps."""
-    session_of = InferenceSession(text_model(OPEN), device="cuda")
-    runner = session_of._executable
-    assert runner is not None
-    seen = set()
-    for n in (34, 36, 40, 64, 50):
-        x = np.arange(8 * n, dtype=np.float32).reshape(n, 8)
-        y, places = session_of.run(None, {"x": x, "b": BIAS})
-        np.testing.assert_array_equal(y, x + BIAS)
-        np.testing.assert_array_equal(places, np.arange(n))
-        seen.add(id(runner.instances()[-1]))
-        assert len(runner.instances()) == 1
-    assert len(seen) == 1
-    for n in (50, 50, 42, 50):
-        x = np.full((n, 8), n, np.float32)
-        y, places = session_of.run(None, {"x": x, "b": BIAS})
-        np.testing.assert_array_equal(y, x + BIAS)
-        np.testing.assert_array_equal(places, np.arange(n))
-    assert len(runner.instances()) == 2
-
-
-def test_a_size_that_grows_on_and_on_runs_as_one_graph(gpu: FakeGpu) -> None:
-    """From some shapes on the kernels of a graph are given the numbers of the next."""
-    session_of = InferenceSession(text_model(OPEN), device="cuda")
-    for n in range(17, 33):
-        gpu.counts.clear()
-        x = np.arange(8 * n, dtype=np.float32).reshape(n, 8)
-        y, places = session_of.run(None, {"x": x, "b": BIAS + n})
-        np.testing.assert_array_equal(y, x + (BIAS + n))
-        np.testing.assert_array_equal(places, np.arange(n))
-        assert gpu.counts["cuGraphLaunch"] == (n > 17 + RENEWED - 1)
-    assert gpu.counts["update"]
-    assert not gpu.counts["cuLaunchKernelEx"]
-    session_of.run(None, {"x": x, "b": BIAS})  # one that comes again has launches of its own
-    y, _ = session_of.run(None, {"x": x[:19], "b": BIAS})
-    np.testing.assert_array_equal(y, x[:19] + BIAS)
 
 
 def test_an_empty_constant_has_no_place(gpu: FakeGpu) -> None:

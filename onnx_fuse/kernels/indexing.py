@@ -138,8 +138,8 @@ class Grouped(RuleBased):
 
     @staticmethod
     def _part(problem: ScatterND) -> int:
-        """About half the square root of all, so that parts and their sums are about as long."""
-        return 1 << max(6, (problem.count - 1).bit_length() // 2 - 1)
+        """About the square root of all, so that parts and their sums are about as long."""
+        return 1 << max(6, (problem.count - 1).bit_length() // 2)
 
     def _room(self, problem: ScatterND, config: Config) -> tuple[int, int, int]:
         """Sorted updates a part, the offset of the parts' sums in the workspace, and its bytes."""

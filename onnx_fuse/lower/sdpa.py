@@ -198,39 +198,49 @@ def sdpa_grad(ctx: Context, node: ir.Node) -> str | None:
 def _merged(
     ctx: Context, node: ir.Node, shapes: Sequence[tuple[int, ...]], dtype: str
 ) -> list[Tensor] | None:
-    """The places of dq, dk and dv in the gradient [B, S, H D + ..] of one product, where they are
-    joined to it; None where they are not.
+    """The places of dq, dk and dv in the gradient [B, S, H D + ..] of one product, where the graph
+    joins them to it; None where it does not.
     """
-    ends = []
-    for out in node.outputs:
-        for op_type, key, value in (
-            ("Transpose", "perm", ([0, 2, 1, 3],)), ("Reshape", "", ()), ("Concat", "axis", (-1, 2))
-        ):  # fmt: skip
-            readers = [use.node for use in out.uses()]
-            if len(readers) != 1 or readers[0].op_type != op_type or out.is_graph_output():
-                return None
-            if key and ctx.attr(readers[0], key) not in value:
-                return None
-            last, out = out, readers[0].outputs[0]
-        ends.append((readers[0], last))
-    (join, _), *_ = ends
+    ends = [end for end in (_join_of(ctx, out) for out in node.outputs) if end is not None]
     rows = {(shape[0], shape[2]) for shape in shapes}
-    if len(rows) > 1 or list(join.inputs) != [v for v in join.inputs if v in [e[1] for e in ends]]:
+    if len(ends) < len(shapes) or len({join for join, _ in ends}) > 1 or len(rows) > 1:
         return None
-    if len(join.inputs) != len(ends) or any(end is not join for end, _ in ends):
+    found = {part: i for i, (_, part) in enumerate(ends)}
+    order = [-1 if v is None else found.get(v, -1) for v in ends[0][0].inputs]
+    if sorted(order) != list(range(len(shapes))):
         return None
-    (batch, queries), widths = rows.pop(), [s[1] * s[3] for s in shapes]
+    (batch, queries), widths = rows.pop(), [shape[1] * shape[3] for shape in shapes]
     whole = ctx.scratch(dtype, (batch, queries, sum(widths)))
     places: dict[int, Tensor] = {}
     start = 0
-    for value in join.inputs:
-        i = next(i for i, (_, last) in enumerate(ends) if last is value)
+    for i in order:
         part = whole.slice((0, 0, start), (1, 1, 1), (batch, queries, widths[i]))
         heads = part.reshape((batch, queries, shapes[i][1], shapes[i][3]))
         assert heads is not None
         places[i] = heads.permute((0, 2, 1, 3))
         start += widths[i]
-    return [places[i] for i in range(len(ends))]
+    return [places[i] for i in range(len(shapes))]
+
+
+_MERGE: tuple[tuple[str, str, tuple[object, ...]], ...] = (
+    ("Transpose", "perm", ([0, 2, 1, 3],)), ("Reshape", "", (None,)), ("Concat", "axis", (-1, 2))
+)  # fmt: skip
+"""The operators that merge the heads of a result and join it to others: type, attribute, values."""
+
+
+def _join_of(ctx: Context, value: ir.Value) -> tuple[ir.Node, ir.Value] | None:
+    """The Concat behind a result whose heads are merged, and what it reads; None: there is none."""
+    part, join = value, None
+    for op_type, name, allowed in _MERGE:
+        readers = [use.node for use in value.uses()]
+        if len(readers) != 1 or value.is_graph_output() or readers[0].op_type != op_type:
+            return None
+        (join,), part = readers, value
+        if ctx.attr(join, name) not in allowed:
+            return None
+        value = join.outputs[0]
+    assert join is not None
+    return join, part
 
 
 LOWERINGS: dict[tuple[str, str], Lowering] = {

@@ -35,7 +35,7 @@ def _all_reduce_grad(
         return [None]
     ranks, bucket = (node.attributes[name].as_int() for name in ("ranks", "bucket"))
     found: ir.Value = op.node("AllReduce", [dy], domain=FUSE, ranks=ranks, bucket=bucket + BACKWARD)
-    found.dtype, found.shape = dy.dtype, node.outputs[0].shape
+    found.type, found.shape = dy.type, node.outputs[0].shape
     return [found]
 
 

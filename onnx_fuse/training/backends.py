@@ -247,6 +247,11 @@ def gpu_of(device: str, device_id: int | None, local_rank: int | None) -> tuple[
     return kind, named[0] if named else local_rank or 0
 
 
+def default_level(precision: str, device: str) -> int:
+    """The level of the fusions where none is given."""
+    return 2 if device == "cuda" and PRECISIONS[precision][0] != "float32" else 0
+
+
 def check_device(precision: str, device: str) -> None:
     """Raise UsageError where training has no such device, or it lacks the precision."""
     kind, colon, number = device.partition(":")

@@ -13,6 +13,8 @@ import onnx_ir
 
 from onnx_fuse.errors import UsageError
 from onnx_fuse.training import losses
+from onnx_fuse.training.step import Spec
+from onnx_fuse.training.weights import model_names
 
 
 def as_json(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,6 +34,12 @@ def stored_loss(folder: str | os.PathLike[str], stored: Any) -> str | list[losse
     if any(term["loss"].startswith("sha256 ") for term in stored):
         raise UsageError(f"{folder}: the run has a loss that is a model: give it as loss=")
     return [losses.Term(**term) for term in stored]
+
+
+def weight_names(spec: Spec) -> list[str]:
+    """The model's names of what a run changes in it."""
+    kinds = ("parameter", "statistic")
+    return [name for s in spec.states if s.kind in kinds for name in model_names(s.value)]
 
 
 def check(

@@ -25,9 +25,8 @@ from onnx_fuse.passes.constants import lift_parameters, set_parameter
 from onnx_fuse.program.problem import PRECISIONS, Hardware
 from onnx_fuse.runtime import ort
 from onnx_fuse.runtime.budget import parse as parse_budget
-from onnx_fuse.training import adapters, checkpoint, data, fit, optim, settings, shared
+from onnx_fuse.training import adapters, backends, checkpoint, data, fit, optim, settings, shared
 from onnx_fuse.training.adapters import Adapter, Lora
-from onnx_fuse.training.backends import Compiling, backend, check_device, gpu_of, whole
 from onnx_fuse.training.fault import fault_of
 from onnx_fuse.training.groups import Choice
 from onnx_fuse.training.history import History
@@ -37,7 +36,7 @@ from onnx_fuse.training.metrics import Evaluation
 from onnx_fuse.training.ranks import Ranks, Spare, counted, part_of_state, whole_states
 from onnx_fuse.training.sources import Data
 from onnx_fuse.training.step import Mode, Spec, training_model
-from onnx_fuse.training.weights import literal, model_names
+from onnx_fuse.training.weights import literal
 
 __all__ = ["Evaluation", "Loss", "Trainer"]
 
@@ -142,11 +141,11 @@ class Trainer:
         compiled: str | os.PathLike[str] | None = None,
         sync_batchnorm: bool = False,
     ) -> None:
-        check_device(precision, device)
+        backends.check_device(precision, device)
         self.world = world() if distributed else None
         """The ranks that train together, or None."""
         local = None if self.world is None else self.world.local_rank
-        device, gpu = gpu_of(device, device_id, local)
+        device, gpu = backends.gpu_of(device, device_id, local)
         if memory is not None and device != "cuda":
             raise UsageError("memory bounds a step on a GPU: on the CPU onnxruntime plans its own")
         budget = None if memory is None else parse_budget(memory)
@@ -204,7 +203,7 @@ class Trainer:
             "clip_norm": clip_norm,
             "accumulate": accumulate,
             "free_batch": free_batch,
-            "level": _level(precision, device) if level is None else level,
+            "level": backends.default_level(precision, device) if level is None else level,
             "precision": precision,
             "loss_scale": loss_scale,
             "ema": ema,
@@ -212,7 +211,9 @@ class Trainer:
         math = PRECISIONS[precision][1]
         self.hardware, self.precision = hardware, precision
         """`hardware` is the GPU that the steps are only compiled for, or None."""
-        self._whole = partial(whole, math=math, hw=hardware, gpu=gpu) if device == "cuda" else None
+        self._whole = (
+            partial(backends.whole, math=math, hw=hardware, gpu=gpu) if device == "cuda" else None
+        )
         self.seed, self.accumulate = seed, accumulate
         self._batch_unchecked: bool = free_batch
         self.calls = 0
@@ -226,7 +227,7 @@ class Trainer:
             common = self._ranks and dataclasses.replace(self._ranks, rank=0)
             known = f"{self._fingerprint()} {self._settings()} {common}"
             self.world.agree("model or settings", hashlib.sha256(known.encode()).hexdigest())
-        self._device = backend(
+        self._device = backends.backend(
             spec.states, device, gpu, math, budget, self.world, hardware, compiled
         )
         self._device.add("update", graph)
@@ -237,7 +238,7 @@ class Trainer:
         options = self._options | {"trainable": self._trainable}
         if mode != "update":
             # The same states as in "update", whichever those came to be.
-            names = _weight_names(self._specs["update"])
+            names = settings.weight_names(self._specs["update"])
             options |= {"trainable": [literal(n) for n in names], "frozen": ()}
         return training_model(
             self._sized,
@@ -261,7 +262,7 @@ class Trainer:
 
         Raises UsageError for another Trainer.
         """
-        if not isinstance(self._device, Compiling):
+        if not isinstance(self._device, backends.Compiling):
             raise UsageError("the Trainer was not made for compiling: give it hardware=")
         modes: list[Mode] = ["update", "evaluate"]
         modes += ["accumulate"] if self.accumulate > 1 else []
@@ -689,17 +690,7 @@ class Trainer:
 
     def _fingerprint(self) -> str:
         """Equal for models that differ at most in the content of the trained weights."""
-        return settings.fingerprint(self._source, set(_weight_names(self._specs["update"])))
-
-
-def _level(precision: str, device: str) -> int:
-    """The default level of the fusions."""
-    return 2 if device == "cuda" and PRECISIONS[precision][0] != "float32" else 0
-
-
-def _weight_names(spec: Spec) -> list[str]:
-    kinds = ("parameter", "statistic")
-    return [name for s in spec.states if s.kind in kinds for name in model_names(s.value)]
+        return settings.fingerprint(self._source, set(settings.weight_names(self._specs["update"])))
 
 
 def __dir__() -> list[str]:
