@@ -474,6 +474,8 @@ class Graph:
         check(done, "a graph's kernel")
 
     def __del__(self) -> None:
+        if sys.is_finalizing():  # the driver's functions may be gone
+            return
         if hasattr(self, "raw"):
             self._driver.cuGraphExecDestroy(self.raw)
         self._driver.cuGraphDestroy(self._graph)

@@ -84,6 +84,20 @@ def test_the_other_functions(name: str) -> None:
     near(*(torch.autograd.grad(y, x, dy)[0].double() for y in (found, wanted)), 5e-2)
 
 
+def test_other_leading_axes_strides_and_no_bias() -> None:
+    x, w, _, s, b = (t.detach() for t in drawn(torch.bfloat16))
+    x = x.view(4, 64, 512).transpose(0, 1).requires_grad_()
+    given = [x, w.requires_grad_(), s.requires_grad_(), b]
+    found = oft.fused_layernorm_linear(x, w, None, s, b)
+    wanted = F.linear(F.layer_norm(x.double(), (512,), s.double(), b.double()), w.double())
+    near(found, wanted, TOLERANCES[torch.bfloat16])
+    dy = torch.randn_like(found).transpose(0, 1).contiguous().transpose(0, 1)
+    grads = (torch.autograd.grad(y, given[:3], dy.to(y.dtype)) for y in (found, wanted))
+    for g, e in zip(*grads, strict=True):
+        assert g.shape == e.shape
+        near(g, e.double(), 2 * TOLERANCES[torch.bfloat16])
+
+
 def test_any_stream_and_a_cuda_graph() -> None:
     given = drawn(torch.bfloat16)
     expected = ours(*given).detach()  # no node of autograd is left, which would keep this stream
