@@ -534,7 +534,10 @@ def test_ctrl_c_ends_quietly(tmp_path: Path) -> None:
     fifo = tmp_path / "slow.onnx"
     os.mkfifo(fifo)
     command = [sys.executable, "-m", "onnx_fuse", "optimize", str(fifo)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell may ignore it
+    )  # fmt: skip
     writer = os.open(fifo, os.O_WRONLY)  # opens once the command reads
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)

@@ -370,10 +370,11 @@ def tail(calls: Calls, i: int, call: Call) -> None:
         if any(w >= at for t in others for w in calls.writers[t.buffer]):
             continue
         shared = ITEMSIZE[y.dtype] == ITEMSIZE[v.dtype]
+        problem = before.problem.with_tail(Tail(call.expression, k, y.dtype))
         made = replace(
             before,
             kernel=f"{before.kernel}+{call.expression.name}",
-            problem=before.problem.with_tail(Tail(call.expression, k, y.dtype)),
+            problem=problem,
             reads=(*before.reads, *((f"e{n}", t) for n, t in enumerate(others, 1))),
             writes=tuple((n, y if n == name else t) for n, t in before.writes),
             bytes=before.bytes + sum(t.nbytes for t in (y, *others)) - v.nbytes,
@@ -381,7 +382,7 @@ def tail(calls: Calls, i: int, call: Call) -> None:
         )
         # the kernel that takes these steps may be a slower one
         apart = (before.problem, pointwise(call))
-        if before.problem.op == "Conv" and not calls.pays(apart, (made.problem,)):
+        if before.problem.op == "Conv" and not calls.pays(apart, (problem,)):
             continue
         if calls.fuse(at, i, made):
             return
