@@ -8,7 +8,7 @@ from functools import lru_cache
 
 _PARTS = re.compile(
     r"(?P<skip>Skip)?(?:(?P<norm>LayerNorm|RMSNorm)(?:alization)?)?(?P<place>GateFirst|GateLast)?"
-    r"(?P<family>Gemm|ConvAdd|Conv|GroupNorm)?(?P<rest>\w*?)(?P<grad>Grad)?"
+    r"(?P<family>Gemm|ConvAdd|Conv(?!WeightGrad)|GroupNorm)?(?P<rest>\w*?)(?P<grad>Grad)?"
 )
 
 

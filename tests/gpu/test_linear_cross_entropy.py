@@ -36,6 +36,7 @@ CHUNKS = [
 ]
 
 
+@pytest.mark.launches("loss/chunk.cu", "cross_entropy_chunk")
 @pytest.mark.parametrize("row", CHUNKS, ids=lambda row: "-".join(map(str, row)))
 def test_a_chunk(row: tuple[object, ...], hw: Hardware) -> None:
     classes, stride, dtype, labels, smoothing, weighted, gradient = row
