@@ -8,7 +8,6 @@ from fake_gpu import FakeGpu
 
 from onnx_fuse import InferenceSession
 from onnx_fuse.onnx.build import text_model
-from onnx_fuse.runtime.instance import RENEWED
 
 BIAS = np.linspace(-1, 1, 8, dtype=np.float32)
 
@@ -51,20 +50,3 @@ def test_shapes_of_one_class_take_over_one_instance(gpu: FakeGpu) -> None:
         np.testing.assert_array_equal(y, x + BIAS)
         np.testing.assert_array_equal(places, np.arange(n))
     assert len(runner.instances()) == 2
-
-
-def test_a_size_that_grows_on_and_on_runs_as_one_graph(gpu: FakeGpu) -> None:
-    """From some shapes on the kernels of a graph are given the numbers of the next."""
-    session_of = InferenceSession(text_model(OPEN), device="cuda")
-    for n in range(17, 33):
-        gpu.counts.clear()
-        x = np.arange(8 * n, dtype=np.float32).reshape(n, 8)
-        y, places = session_of.run(None, {"x": x, "b": BIAS + n})
-        np.testing.assert_array_equal(y, x + (BIAS + n))
-        np.testing.assert_array_equal(places, np.arange(n))
-        assert gpu.counts["cuGraphLaunch"] == (n > 17 + RENEWED - 1)
-    assert gpu.counts["update"]
-    assert not gpu.counts["cuLaunchKernelEx"]
-    session_of.run(None, {"x": x, "b": BIAS})  # one that comes again has launches of its own
-    y, _ = session_of.run(None, {"x": x[:19], "b": BIAS})
-    np.testing.assert_array_equal(y, x[:19] + BIAS)

@@ -313,8 +313,7 @@ def test_shapes_share_the_arena_and_their_constants(gpu: FakeGpu) -> None:
     gpu.counts.clear()
     for rows in range(1, 30):
         run(rows)
-    assert gpu.counts["capture"] == 1, "sizes in a row, which run as a graph"
-    taken = ("cuMemAlloc", "cuMemAllocHost", "cuMemAllocFromPoolAsync")
+    taken = ("cuMemAlloc", "cuMemAllocHost", "cuMemAllocFromPoolAsync", "capture")
     assert not {name: gpu.counts[name] for name in taken if gpu.counts[name]}
     blocks = {instance.memory.address for instance in runner.instances()}
     assert len(blocks) == 1

@@ -119,8 +119,7 @@ class Bound:
 
     def __init__(self, launch: Launch, pointers: Mapping[str, int], hw: Hardware) -> None:
         self.launch, self.early = launch, hw.cc >= 90 and waits(launch.source)
-        self.grid = launch.grid
-        """Blocks along each axis."""
+        self._grid = launch.grid
         self._kernel = _kernel(launch, hw.arch)
         self._sync = _Zeroed(launch) if launch.sync else None
         self._settings: tuple[int, bool, Any] = (-1, False, None)
@@ -143,14 +142,14 @@ class Bound:
             launch.source, launch.entry, launch.defines, launch.smem, launch.sync
         ):  # fmt: skip
             return False
-        self.launch, self.grid, self._settings = launch, launch.grid, (-1, False, None)
+        self.launch, self._grid, self._settings = launch, launch.grid, (-1, False, None)
         self._arguments.replace(launch.args, self._pointers(pointers))
         return True
 
     def rewrite(self, grid: tuple[int, int, int], words: Sequence[Any]) -> None:
         """Take another grid and all arguments, addresses included, of a launch without `sync`."""
-        if grid != self.grid:
-            self.grid, self._settings = grid, (-1, False, None)
+        if grid != self._grid:
+            self._grid, self._settings = grid, (-1, False, None)
         self._arguments.write(words)
 
     def enqueue(self, stream: int) -> None:
@@ -159,7 +158,7 @@ class Bound:
         if known != stream or early != self.early:
             x = self.launch
             settings = _settings(
-                self.grid, x.block, x.smem, x.cluster, x.cooperative, self.early, stream
+                self._grid, x.block, x.smem, x.cluster, x.cooperative, self.early, stream
             )
             self._settings = stream, self.early, settings
         done = self._enqueue(settings, self._kernel, self.arguments, 0)

@@ -462,14 +462,13 @@ class Graph:
         self._params: dict[int, Any] = {}
         self.raw = check(driver.cuGraphInstantiate(graph, 0), "graph instantiation")
 
-    def update(self, i: int, arguments: int, grid: tuple[int, int, int]) -> None:
-        """Let step `i`'s kernel have this grid and these arguments, in the launches from now on."""
+    def update(self, i: int, arguments: int) -> None:
+        """Let the kernel of step `i` take its arguments from there, in the launches from now on."""
         if i not in self._params:
             found = self._driver.cuGraphKernelNodeGetParams(self._nodes[i])
             self._params[i] = check(found, "a graph's kernel")
         params = self._params[i]
         params.kernelParams = arguments
-        params.gridDimX, params.gridDimY, params.gridDimZ = grid
         done = self._driver.cuGraphExecKernelNodeSetParams(self.raw, self._nodes[i], params)
         check(done, "a graph's kernel")
 

@@ -39,9 +39,6 @@ GAP = 64 << 10
 """Bytes between two arrays that one copy to the GPU takes along."""
 ALIGNED = 16
 """Bytes that an address must be a multiple of, to be read or written in place."""
-RENEWED = 8
-"""Shapes in a row for which an instance's launches were written anew, from which on they are a
-graph whose kernels are given other numbers: that takes the host less than launching each."""
 VARIANTS = 4
 """Placements of a shape that have launches of their own, as those of a cache in two places."""
 
@@ -159,7 +156,6 @@ class Instance:
         launches = all(isinstance(p, Launches) for p in self._current.parts)
         self.whole_on_gpu = launches and not program.stages
         self._stale = False  # whether the launches are still those of another shape
-        self._renewed = 0  # shapes in a row that they were written anew for
 
     @property
     def program(self) -> Program:
@@ -190,6 +186,7 @@ class Instance:
         self.runs = 0
         del self._variants[:-1]
         (self._current,) = self._variants
+        self._current.captured = False
         self._left.clear()
         parts, changes = self._current.parts, made.changes
         if changes is not None and len(parts) == 1 and made.source is before.source:
@@ -197,10 +194,8 @@ class Instance:
             assert isinstance(part, Launches)
             if part.rewritable(changes):
                 self._stale = True  # until it is known where the run's inputs and outputs stand
-                self._renewed += 1
                 return True
-        self._stale = self._current.captured = False
-        self._renewed = 0
+        self._stale = False
         self.now = self.placement(inputs, outputs)
         self.address |= zip(self.movable, self.now.where, strict=True)
         self._current.where = self.now.where
@@ -217,8 +212,6 @@ class Instance:
         pairs = zip(self.movable, self._current.where, self.now.where, strict=True)
         part.rewrite(changes, [b for b, old, new in pairs if old != new])
         self._current.where, self._stale = self.now.where, False
-        if self._current.captured and not part.captured:
-            self._current.captured, self._renewed = False, 0
 
     def _set_tensors(self) -> None:
         """What comes in and goes out, as tensors of the present shape."""
@@ -466,10 +459,8 @@ class Instance:
         self.runs += 1
         if self._stale:
             self._renew()
-        if not self._current.captured and (
-            self.runs_as_graph or (self._renewed >= RENEWED and self._captures_at > 0)
-        ):
-            self._capture()
+        if self.runs_as_graph and not self._current.captured:
+            self.capture()
         stream = stream or self.owner.stream
         for part in self._current.parts:
             part.launch(stream)
@@ -480,12 +471,9 @@ class Instance:
             self._renew()
         if self._captures_at:
             self.runs = max(self.runs, self._captures_at)
-            self._capture()
-
-    def _capture(self) -> None:
-        self._current.captured = True
-        for part in self._current.parts:
-            part.capture(self.owner.stream)
+            self._current.captured = True
+            for part in self._current.parts:
+                part.capture(self.owner.stream)
 
     def profile(self) -> list[tuple[Call, float]]:
         """Seconds of each kernel call by itself, best of three graphs of 20; state changes.

@@ -59,10 +59,8 @@ class Launches:
         """The numbers of the steps whose arguments differ from those of the segment's calls."""
 
     def rewrite(self, changes: Sequence[Change], moved: Collection[int]) -> None:
-        """Launch the same calls with other numbers, as `update`, and where `moved` stand now.
-
-        A graph stays one: its kernels are given the numbers.
-        """
+        """Launch the same calls with other numbers, as `update`, and where `moved` stand now."""
+        self._graph = None
         if not self._places:
             self._places = self._found(changes)
         self._held = {
@@ -71,8 +69,6 @@ class Launches:
         }
         for k in self._held:
             self._write(k)
-            if self._graph is not None:
-                self._tell(self._graph, k)
         if moved:
             self._move(moved, self._held)
 
@@ -185,20 +181,8 @@ class Launches:
                 # it has no node, or one too many; which ones a library's call has is not known:
                 # one by one again
                 self._graph = None
-            else:
-                self._tell(self._graph, k)
-
-    def _tell(self, graph: device.Graph, k: int) -> None:
-        """Give the graph what step `k` is launched with, if it is in there."""
-        step = self._steps[k]
-        assert isinstance(step, Bound)
-        if k in self._nodes:
-            graph.update(self._nodes[k], step.arguments, step.grid)
-
-    @property
-    def captured(self) -> bool:
-        """Whether they are one graph."""
-        return self._graph is not None
+            elif k in self._nodes:
+                self._graph.update(self._nodes[k], step.arguments)
 
     def capture(self, stream: device.Stream) -> None:
         """From now on one graph: launching it takes the host half the time of a single launch."""
