@@ -95,6 +95,12 @@ def test_each_operator_of_the_families_is_one_call(family: str, act: str, dtype:
     feeds = {n: (shapes[n], dtype) for n in names}
     for arch, hw in {hw.arch: hw for hw in CHIPS.values()}.items():
         calls = lower(model, feeds, hw).calls
+        if conv and dtype != "float32":
+            # images are copied to channels last, and back; a residual that lies otherwise is added
+            # on the way back (in a stretch of convolutions: in the epilogue, test_channels_last)
+            calls = [call for call in calls if call.kernel != "Copy"]
+            assert len(calls) == 1 + (family == "ConvAdd"), (arch, [c.kernel for c in calls])
+            continue
         assert len(calls) == 1, (arch, [c.kernel for c in calls])
         assert dict(calls[0].writes)["y"].shape == tuple(out)
 

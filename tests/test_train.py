@@ -410,7 +410,7 @@ def test_dropout_gradient_goes_through_the_kept() -> None:
 class Nowhere:
     """States on no GPU."""
 
-    def __init__(self, states: object, math: str, memory: object) -> None:
+    def __init__(self, states: object, math: str, memory: object, *others: object) -> None:
         self.math, self.memory = math, memory
 
     def add(self, key: str, model: object) -> None:
@@ -424,8 +424,8 @@ class Nowhere:
 def test_a_gpu_trains_fused_in_16_bits(
     monkeypatch: pytest.MonkeyPatch, precision: str, level: int, math: str
 ) -> None:
-    monkeypatch.setattr("onnx_fuse.training.trainer.Cuda", Nowhere)
-    monkeypatch.setattr("onnx_fuse.runtime.device.begin", lambda: None)
+    monkeypatch.setattr("onnx_fuse.training.backends.Cuda", Nowhere)
+    monkeypatch.setattr("onnx_fuse.runtime.device.begin", lambda *_: None)
     trainer = Trainer(
         text_model(LINEAR), loss="mse", precision=precision, device="cuda", memory="1 KiB"
     )
@@ -586,7 +586,7 @@ def late_losses(device: str, accumulate: int) -> None:
 
 
 def test_a_wait_that_failed_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("onnx_fuse.training.trainer.Portable", Ahead)
+    monkeypatch.setattr("onnx_fuse.training.backends.Portable", Ahead)
     trainer = Trainer(text_model(LINEAR), loss="mse")
     loss, after = trainer.step(batch()), trainer.step(batch(1))
     assert isinstance(loss, Loss)
@@ -604,7 +604,7 @@ def test_a_wait_that_failed_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_losses_may_come_late(monkeypatch: pytest.MonkeyPatch, accumulate: int) -> None:
-    monkeypatch.setattr("onnx_fuse.training.trainer.Portable", Ahead)
+    monkeypatch.setattr("onnx_fuse.training.backends.Portable", Ahead)
     late_losses("cpu", accumulate)
 
 
@@ -612,7 +612,7 @@ def test_fit_is_the_same_with_late_losses(monkeypatch: pytest.MonkeyPatch, tmp_p
     arrays = {name: np.concatenate([batch(i)[name] for i in range(5)]) for name in batch()}
     histories = []
     for device in (Portable, Ahead):
-        monkeypatch.setattr("onnx_fuse.training.trainer.Portable", device)
+        monkeypatch.setattr("onnx_fuse.training.backends.Portable", device)
         trainer = Trainer(text_model(LINEAR), loss="mse")
         seen: list[int] = []
         folder = tmp_path / device.__name__

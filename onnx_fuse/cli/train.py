@@ -301,7 +301,13 @@ def train(
         csv = tensorboard = curve = trace = json = html = adapters = None
     output = output or files.default_output(model, ".tuned.onnx")
     files.check_paths(
-        {"MODEL": model, "--data": data, "--val": val, "--config": config},
+        {
+            "MODEL": model,
+            "--data": data,
+            "--val": val,
+            "--config": config,
+            "--compiled": compiled,
+        },
         {
             "-o": files.with_weights(output),
             "--checkpoint": checkpoint,

@@ -144,7 +144,7 @@ class Grouped(RuleBased):
     def _room(self, problem: ScatterND, config: Config) -> tuple[int, int, int]:
         """Sorted updates a part, the offset of the parts' sums in the workspace, and its bytes."""
         part = config.integer("part") or self._part(problem)
-        at = -(-4 * (problem.rows + 1 + 2 * problem.count) // 16) * 16
+        at = _aligned(4 * (problem.rows + 1)) + 2 * _aligned(4 * problem.count)
         size = 8 if problem.dtype in ("float64", "int64") else 4
         return part, at, at + 2 * -(-problem.count // part) * problem.inner * size
 
@@ -158,8 +158,9 @@ class Grouped(RuleBased):
         part, at, _ = self._room(problem, config)
         vec = access_width(inner, problem.dtype)
         team = lanes(-(-inner // vec))
-        start, row = Ptr("workspace"), Ptr("workspace", 4 * (rows + 1))
-        order, sums = Ptr("workspace", 4 * (rows + 1 + count)), Ptr("workspace", at)
+        first = _aligned(4 * (rows + 1))
+        start, row = Ptr("workspace"), Ptr("workspace", first)
+        order, sums = Ptr("workspace", first + _aligned(4 * count)), Ptr("workspace", at)
         macros = defines(
             T=C_TYPES[problem.dtype], IDX=_INDEX_TYPES[problem.index], Q=len(problem.dims),
             VEC=vec, TEAM=team, IDS=IDS, FRESH=problem.fresh,
@@ -207,6 +208,11 @@ class Rows(_Tuples):
             self.source, "scatter_nd", (problem.count, 1, 1), (128, 1, 1), args,
             _scatter_defines(problem),
         ),)  # fmt: skip
+
+
+def _aligned(nbytes: int) -> int:
+    """The bytes up to the next multiple of 16, where a tensor may begin."""
+    return -(-nbytes // 16) * 16
 
 
 KERNELS: dict[str, Sequence[Kernel]] = {
