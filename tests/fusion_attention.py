@@ -507,6 +507,16 @@ ATTENTION = (
         **ATT,
     ),
     FusionCase(
+        "attention_weights_of_more_axes_stay",
+        QKV,
+        SCORES
+        + "p = Softmax (s)\n first = Constant <value = int64[1] {0}> ()\n"
+        + "u = Unsqueeze (p, first)\n y = MatMul (u, v)",
+        reason="the weights differ in rank from what they multiply",
+        fed=("q", "k", "v"),
+        output="float[1,B,H,S,8] y",
+    ),
+    FusionCase(
         "activation_outside_the_table",
         f"{X}, {LIN}",
         PLAIN + "y = Softsign (z)",

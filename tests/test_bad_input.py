@@ -461,6 +461,23 @@ def test_the_gradient_of_a_wrongly_typed_model_is_refused(
     assert not (tmp_path / "g.onnx").exists()
 
 
+def test_a_division_of_unequal_types_is_refused(cli: Cli, tmp_path: Path) -> None:
+    """It is of constants, which folding would divide."""
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+    agraph (float[1] x) => (float[1] y) {
+        one = Constant <value = float[1] {1.0}> ()
+        axes = Constant <value = int64[1] {-1}> ()
+        r = Div (one, axes)
+        y = Mul (x, r)
+    }"""
+    path = tmp_path / "model.onnx"
+    path.write_bytes(onnx.parser.parse_model(text).SerializeToString())
+    result = cli("optimize", path, "-o", tmp_path / "out.onnx")
+    assert result.code == 1
+    assert "Div" in result.err
+    assert "internal error" not in result.err
+
+
 def test_transposes_of_unequal_ranks_are_refused() -> None:
     """Nothing in between says so, since the first one's input has no rank."""
     model = onnx.parser.parse_model(

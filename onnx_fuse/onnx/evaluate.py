@@ -204,8 +204,8 @@ def traps(node: ir.Node, arrays: Sequence[Array | None]) -> bool:
     if not _integer_division(node) or len(arrays) < 2:
         return False
     a, b = arrays[0], arrays[1]
-    if a is None or b is None or b.dtype.kind not in "iu":
-        return False
+    if a is None or b is None or {a.dtype.kind, b.dtype.kind} - {"i", "u"}:
+        return False  # of different kinds it is no valid division, which inference says
     smallest = b.dtype.kind == "i" and (b == -1).any() and (a == np.iinfo(a.dtype).min).any()
     return bool((b == 0).any() or smallest)
 

@@ -115,6 +115,9 @@ def _mismatch(rw: Rewriter, found: Scores, ending: ProductTail, z: ir.Value | No
         return "the scores' leading axes change between the two products"
     if {rank(left), rank(right), rank(product)} != {rank(ending.values)}:
         return "the operands of the two products differ in rank, or it is not known"
+    # an Unsqueeze of the weights makes a result of more axes
+    if {rank(ending.weights), rank(ending.product.outputs[0])} - {None, rank(ending.values)}:
+        return "the weights differ in rank from what they multiply"
     size = rank(product)
     if size is None or size < 2:
         return "the products are of vectors"
