@@ -11,6 +11,7 @@ from math import prod
 
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, as_defines
 from onnx_fuse.kernels import Kernel
+from onnx_fuse.kernels.conv_nhwc import unpaired
 from onnx_fuse.kernels.rule_based import RuleBased, window_macros
 from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr
 from onnx_fuse.program.problems import ConvWeightGrad
@@ -124,10 +125,8 @@ class Depthwise(RuleBased):
 
     def supports(self, problem: ConvWeightGrad, hw: Hardware) -> str | None:
         """Refuse channels that share, that are no pairs, three axes, and too wide filters."""
-        if not problem.depthwise:
-            return f"{problem.channels} channels and {problem.filters} filters a group, not 1 and 1"
-        if problem.groups % 2:
-            return f"{problem.groups} channels are no pairs"
+        if reason := unpaired(problem):
+            return reason
         if problem.inner[0] != 1 or problem.outer[0] != 1:
             return "at most two spatial axes"
         if problem.window.kernel[2] > 16 or self._span(problem, 1) > 32:

@@ -27,7 +27,7 @@ from onnx_fuse.program.problem import (
     Ptr,
     TensorMap,
 )
-from onnx_fuse.program.problems import Conv
+from onnx_fuse.program.problems import Conv, ConvWeightGrad
 
 _ENDS = tuple(map(Ptr, ("bias", "slope", "e1", "e2", "e3", "y")))
 # BM, BN, WM, WN, BK, stages -> share of the full rate that the tile reaches on Hopper
@@ -87,6 +87,13 @@ class ChannelsLast(RuleBased):
         return super().supports(problem, hw)
 
 
+def unpaired(problem: Conv | ConvWeightGrad) -> str | None:
+    """Why the channels are not each with a filter of its own, and in pairs; None if they are."""
+    if not problem.depthwise:
+        return f"{problem.channels} channels and {problem.filters} filters a group, not 1 and 1"
+    return f"{problem.groups} channels are no pairs" if problem.groups % 2 else None
+
+
 class Depthwise(ChannelsLast):
     """conv/depthwise_nhwc.cu: `pairs` of channels and `tall` x `wide` outputs a thread."""
 
@@ -95,10 +102,8 @@ class Depthwise(ChannelsLast):
 
     def supports(self, problem: Conv, hw: Hardware) -> str | None:
         """A filter a channel, of pairs of channels, no wider than registers are many."""
-        if not problem.depthwise:
-            return f"{problem.channels} channels and {problem.filters} filters a group, not 1 and 1"
-        if problem.groups % 2:
-            return f"{problem.groups} channels are no pairs"
+        if reason := unpaired(problem):
+            return reason
         if self._kept(problem, 2, 1, 1) > 64 or prod(problem.window.kernel) > 128:
             return "the filter is too wide"
         return super().supports(problem, hw)

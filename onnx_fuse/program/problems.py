@@ -206,7 +206,39 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Conv(AnyProblem):
+class _Filtering(AnyProblem):
+    """What a convolution and its weight's gradient have in common: `filters` of `channels` a group.
+
+    x is [batch, groups * channels, *inner], y [batch, groups * filters, *outer].
+    """
+
+    batch: int
+    groups: int
+    channels: int
+    filters: int
+    inner: Triple
+    outer: Triple
+    window: Window
+    dtype: str
+
+    @property
+    def depthwise(self) -> bool:
+        """Whether each channel has one filter of its own."""
+        return self.channels == self.filters == 1 < self.groups
+
+    @property
+    def depth(self) -> int:
+        """The number of products in a sum over a filter."""
+        return self.channels * prod(self.window.kernel)
+
+    @property
+    def flops(self) -> int:
+        """Two a product, pads counted as others."""
+        return 2 * self.groups * self.filters * self.depth * self.batch * prod(self.outer)
+
+
+@dataclass(frozen=True)
+class Conv(_Filtering):
     """x [batch, groups * channels, *inner] -> y [batch, groups * filters, *outer].
 
     y = act(x * weight + bias); `slope`: the activation's alpha is a number a filter. `transposed`:
@@ -219,14 +251,6 @@ class Conv(AnyProblem):
     """
 
     op = "Conv"
-    batch: int
-    groups: int
-    channels: int
-    filters: int
-    inner: Triple
-    outer: Triple
-    window: Window
-    dtype: str
     transposed: bool = False
     act: str = ""
     act_alpha: float = 0.0
@@ -238,22 +262,10 @@ class Conv(AnyProblem):
     planar: bool = False
 
     @property
-    def depthwise(self) -> bool:
-        """Whether each channel has one filter of its own."""
-        return self.channels == self.filters == 1 < self.groups
-
-    @property
-    def flops(self) -> int:
-        """Two a product, pads counted as others."""
-        sums = self.batch * self.groups * self.filters * prod(self.outer)
-        return 2 * sums * self.channels * prod(self.window.kernel)
-
-    @property
     def bytes(self) -> int:
         """x, the weights and y once each."""
         ends = self.channels * prod(self.inner) + self.filters * prod(self.outer)
-        weights = self.filters * self.channels * prod(self.window.kernel)
-        return self.groups * (self.batch * ends + weights) * ITEMSIZE[self.dtype]
+        return self.groups * (self.batch * ends + self.filters * self.depth) * ITEMSIZE[self.dtype]
 
     @property
     def stored(self) -> str:
@@ -266,7 +278,7 @@ class Conv(AnyProblem):
 
 
 @dataclass(frozen=True)
-class ConvWeightGrad(AnyProblem):
+class ConvWeightGrad(_Filtering):
     """dw [groups * filters, channels, *window.kernel] of a Conv: sums of dy x over the pixels.
 
     x is [batch, *inner, groups * channels] and dy [batch, *outer, groups * filters]. A
@@ -274,30 +286,7 @@ class ConvWeightGrad(AnyProblem):
     """
 
     op = "ConvWeightGrad"
-    batch: int
-    groups: int
-    channels: int
-    filters: int
-    inner: Triple
-    outer: Triple
-    window: Window
-    dtype: str
     out_dtype: str
-
-    @property
-    def depthwise(self) -> bool:
-        """Whether each channel has one filter of its own."""
-        return self.channels == self.filters == 1 < self.groups
-
-    @property
-    def depth(self) -> int:
-        """The number of sums a filter has."""
-        return self.channels * prod(self.window.kernel)
-
-    @property
-    def flops(self) -> int:
-        """Two a product, pads counted as others."""
-        return 2 * self.groups * self.filters * self.depth * self.batch * prod(self.outer)
 
     @property
     def bytes(self) -> int:
