@@ -411,6 +411,21 @@ def test_a_kernel_is_told_of_every_step(graph: str, found: dict[str, object]) ->
     assert sdpa.SIMT.supports(problem, CHIPS["H200"]) is None
 
 
+STACKED = """<ir_version: 10, opset_import: ["" : 21]>
+agraph (float16[B,S,48] qkv) => (float16[B,S,16] y) {
+    parts = Constant <value_ints = [0, 0, 3, 2, 8]> ()
+    qkv5 = Reshape (qkv, parts)
+    stacked = Transpose <perm = [2, 0, 3, 1, 4]> (qkv5)
+    q5, k5, v5 = Split <axis = 0, num_outputs = 3> (stacked)
+    first = Constant <value_ints = [0]> ()
+    q = Squeeze (q5, first) k = Squeeze (k5, first) v = Squeeze (v5, first)
+    kt = Transpose <perm = [0, 1, 3, 2]> (k)
+    s = MatMul (q, kt)
+    p = Softmax <axis = -1> (s)
+    y4 = MatMul (p, v)
+    y3 = Transpose <perm = [0, 2, 1, 3]> (y4)
+    flat = Constant <value_ints = [0, 0, 16]> ()
+    y = Reshape (y3, flat) }"""
 MERGED = """<ir_version: 10, opset_import: ["" : 21]>
 agraph (float16[B,S,48] qkv) => (float16[B,S,16] y) {
     q3, k3, v3 = Split <axis = -1, num_outputs = 3> (qkv)
@@ -427,10 +442,11 @@ agraph (float16[B,S,48] qkv) => (float16[B,S,16] y) {
     y = Reshape (y3, flat) }"""
 
 
+@pytest.mark.parametrize("text", [MERGED, STACKED], ids=["merged", "stacked"])
 @pytest.mark.parametrize("chip", ["H200", "A100"])
-def test_the_gradient_of_a_merged_product_is_written_in_place(chip: str) -> None:
+def test_the_gradient_of_a_merged_product_is_written_in_place(chip: str, text: str) -> None:
     """By the kernel that writes strided gradients; another one's are joined by copies."""
-    model = text_model(MERGED)
+    model = text_model(text)
     passes.optimize(model, training=True)
     gradient = autodiff.gradient(model, wrt=["qkv"])
     rng = np.random.default_rng(2)
