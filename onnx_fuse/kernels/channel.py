@@ -90,10 +90,10 @@ class Grad(RuleBased):
                  *(Num("u32", n) for n in counts), epsilon), macros,
             ),)  # fmt: skip
         if problem.stage == "params":
-            counts = (problem.splits, channels, inner if columns else 1)
+            parts = (problem.splits, channels, inner if columns else 1)
             return (Launch(
                 self.source, "channel_params", (-(-channels // 32), 2, 1), (1024, 1, 1),
-                (*map(Ptr, ("part", "dscale", "dbias", "sums")), *(Num("u32", n) for n in counts)),
+                (*map(Ptr, ("part", "dscale", "dbias", "sums")), *(Num("u32", n) for n in parts)),
                 macros,
             ),)  # fmt: skip
         size = batch * channels * inner

@@ -469,7 +469,7 @@ def unboxed(problem: Conv | ConvWeightGrad) -> str | None:
     return None
 
 
-def gathered(problem: Conv | ConvWeightGrad, steps: tuple[int, int, int], pixels: int) -> TensorMap:
+def gathered(problem: Conv | ConvWeightGrad, steps: Sequence[int], pixels: int) -> TensorMap:
     """The images x, `steps` elements between images, rows and pixels: `pixels` at a time."""
     (_, h, w), window = problem.inner, problem.window
     return TensorMap(
