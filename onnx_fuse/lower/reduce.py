@@ -132,8 +132,10 @@ def reduce(ctx: Context, node: ir.Node) -> str | None:
     axes = _axes(ctx, node, len(x.shape))
     if isinstance(axes, str):
         return axes
-    if is_channels_last(x) and axes == list(range(2, len(x.shape))):
-        x, axes = channels_last(x), [axis - 1 for axis in axes]
+    rank = len(x.shape)
+    spatial = set(range(2, rank))
+    if is_channels_last(x) and (spatial <= set(axes) or 1 in axes):  # the rest keeps its order
+        x, axes = channels_last(x), sorted((0, rank - 1, *range(1, rank - 1))[a] for a in axes)
     x = ctx.contiguous(x)
     reducer = REDUCERS[node.op_type]
     if not axes and reducer in ("Sum", "Mean", "Prod", "Max", "Min"):
