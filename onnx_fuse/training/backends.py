@@ -44,7 +44,7 @@ class Compiling:
     def _refuse(self, *given: Any) -> Any:
         raise UsageError("a Trainer with hardware= compiles its steps: it does not run them")
 
-    array = write = start = commit = resume_updates = recompute = _refuse
+    array = write = start = commit = resume_updates = recompute = adopt = _refuse
 
 
 class Portable:
@@ -89,6 +89,10 @@ class Portable:
         """Run; the outputs but for the states' successors, which `commit` makes current."""
         found = self._run(key, spec, feeds)
         return lambda: found
+
+    def adopt(self, feeds: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The feeds as they are: onnxruntime reads arrays."""
+        return feeds
 
     def resume_updates(self) -> None:
         """Nothing was changed by a bad step."""
@@ -178,6 +182,7 @@ class Cuda:
         self.write = self._states.write
         self.resume_updates = self._states.resume_updates
         self.recompute = self._states.recompute
+        self.adopt = self._states.adopt
 
     def start(
         self, key: str, spec: Spec, feeds: Mapping[str, Array]

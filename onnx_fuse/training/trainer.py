@@ -295,8 +295,8 @@ class Trainer:
         """The batch size that the model was exported with and that was freed, or 0."""
         if not self._options["free_batch"]:
             return 0
-        names = self._source.graph.initializers
-        first = next(v for v in self._source.graph.inputs if v.name not in names and v.shape)
+        graph = self._source.graph
+        first = next(v for v in graph.inputs if v.name not in graph.initializers and v.shape)
         assert first.shape is not None
         return int(first.shape[0])  # type: ignore[arg-type]
 
@@ -314,7 +314,8 @@ class Trainer:
         """Train on one batch: forward, backward and, every `accumulate` calls, the update.
 
         Args:
-            feeds: The model's inputs by name, and "labels", as arrays of the model's types.
+            feeds: The model's inputs by name, and "labels", as arrays of the model's types, or as
+                tensors on the GPU, which must not change before the loss is known.
 
         Returns:
             The loss of the batch. On a GPU it is a Loss, which waits for the step when it is used
@@ -336,7 +337,7 @@ class Trainer:
         arrays = self._fit(spec, feeds)
         if self._batch_unchecked:
             self.evaluate(feeds)
-        rows = max((len(array) for array in arrays.values() if array.ndim), default=0)
+        rows = max((array.shape[0] for array in arrays.values() if array.shape), default=0)
         if self.world is not None:
             spare = isinstance(feeds, Spare)
             arrays, count = counted(arrays, spec.measures, spec.targets, spare=spare)
@@ -400,7 +401,8 @@ class Trainer:
                 run.norm = float(found[spec.norm]) if spec.norm else None
                 continue
             after, self._runs, self.calls = self._runs, [], run.index
-            arrays = {**run.feeds, **{x.name: self._device.array(x.name) for x in spec.states}}
+            fed = {name: np.asarray(value) for name, value in run.feeds.items()}
+            arrays = {**fed, **{x.name: self._device.array(x.name) for x in spec.states}}
             fault = fault_of(spec, run.feeds, arrays, found, partial(self._build, run.mode))
             fault = f"step {run.index + 1}: {fault}"
             for other in (run, *after):
@@ -440,13 +442,12 @@ class Trainer:
         found = self._device.start(mode, spec, arrays)()
         counted = hits = 0
         for target in [t for t in spec.targets if t.classes][:1]:
-            labels = arrays[target.labels]
-            counts = labels != target.ignored
+            counts = (labels := arrays[target.labels]) != target.ignored
             counted = int(counts.sum())
             guesses = found[target.logits].argmax(target.class_axis)
             hits = int((counts & (guesses == labels)).sum())
-        outputs = {n: found[n] for n in spec.outputs}
-        return Evaluation(float(found[spec.loss]), outputs, counted, hits)
+        kept = {n: found[n] for n in spec.outputs}
+        return Evaluation(float(found[spec.loss]), kept, counted, hits)
 
     def _averages(self, wanted: bool) -> bool:
         if wanted and self._options["ema"] is None:
@@ -454,10 +455,12 @@ class Trainer:
         return wanted
 
     def _fit(self, spec: Spec, feeds: Mapping[str, Any]) -> dict[str, Array]:
+        if self.world is None:  # ranks look at what they are fed
+            feeds = self._device.adopt(feeds)
         arrays = data.fit(feeds, spec.feeds)
-        for target in spec.targets:
-            if target.classes:
-                target.check(arrays[target.labels])
+        for target in [t for t in spec.targets if t.classes]:  # few bytes, wherever they are
+            arrays[target.labels] = np.asarray(arrays[target.labels])
+            target.check(arrays[target.labels])
         return arrays
 
     def _check_batch(self, spec: Spec, arrays: Mapping[str, Array]) -> None:
@@ -467,7 +470,7 @@ class Trainer:
         """
         if not self._batch_unchecked:
             return
-        self._batch_unchecked = False
+        self._batch_unchecked, arrays = False, {n: np.asarray(a) for n, a in arrays.items()}
         session = ort.session(self._source)
         size = int(session.get_inputs()[0].shape[0])
         rows = len(arrays[session.get_inputs()[0].name])
