@@ -175,7 +175,10 @@ def train(
     ] = None,
     adapters: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.safetensors", help="Write the adapters alone to this file."),
+        typer.Option(
+            metavar="FILE.safetensors|DIR",
+            help="Write the adapters alone to this file, or in PEFT's form to a folder.",
+        ),
     ] = None,
     trainable: Annotated[
         list[str] | None,

@@ -537,23 +537,24 @@ class Trainer:
         save(model, path, external=any(t is not None and "external" in t.meta for t in tensors))
 
     def save_adapters(self, path: str | os.PathLike[str]) -> None:
-        """Write all that trains, unmerged, as a safetensors file: adapters and other weights.
+        """Write all that trains, unmerged: a file (.safetensors), or a folder in the form of PEFT.
 
-        `load_adapters` and `training.adapters.merge` read it. Raises UsageError without adapters.
+        `load_adapters` and `training.adapters.merge` read both. Raises UsageError without adapters,
+        and for a folder where a weight has no name of a PyTorch module.
         """
-        adapters.write(path, self._unmerged(), self._adapters)
+        adapters.write(path, self._unmerged(), self._adapters, self._given.graph)
 
     def load_adapters(self, path: str | os.PathLike[str]) -> None:
-        """Continue from what `save_adapters` wrote to `path`, with a new optimizer.
+        """Continue from what `save_adapters`, or PEFT, wrote to `path`, with a new optimizer.
 
-        Raises DataError for a file of another model or rank, and UsageError without adapters.
+        Raises DataError for those of another model, rank or scale, and UsageError without adapters.
         """
-        tensors, own = adapters.read_file(path)[0], self._unmerged()
+        own = self._unmerged()
+        tensors, found = adapters.read_file(path, self._adapters, own)
         if {k: a.shape for k, a in tensors.items()} != {k: a.shape for k, a in own.items()}:
-            raise DataError(
-                f"{os.fspath(path)}: its adapters have other names or shapes than those of the "
-                "Trainer: give the same model, rank, and globs"
-            )
+            raise DataError(f"{os.fspath(path)}: other names or shapes than the Trainer's adapters")
+        if {a.scale for a in found} != {a.scale for a in self._adapters}:
+            raise DataError(f"{os.fspath(path)}: another alpha / rank than the Trainer's")
         for s in self._specs["update"].states:
             if s.kind in ("parameter", "statistic"):
                 for name in filter(None, (s.name, s.average)):
