@@ -220,6 +220,7 @@ REFUSED: dict[str, tuple[dict[str, Array], list[str], int, str]] = {
     "metric": ({}, ["--metric", "auc", "--val", "data.npz"], 2, "unknown metric 'auc'"),
     "patience": ({}, ["--patience", "2"], 2, "'validation_loss' is monitored: give validation"),
     "adapters": ({}, ["--adapters", "a.safetensors"], 2, "adapters need a rank: add --lora-rank"),
+    "PEFT": ({}, ["--lora-rank", "1", "--adapters", "lora"], 2, "'w' has no name of a PyTorch"),
     "term": ({}, ["--add-loss", "mse,size=3"], 2, "'size' is none of output, weight, labels"),
     "input": ({}, ["-o", "model.onnx"], 2, "the output is the input"),
     "nan": ({"x": X * np.nan}, [], 3, "step 1: the loss is nan; 'x' holds a value that is not"),

@@ -303,6 +303,7 @@ def train(
     if not first:  # which writes and shows what there is to see
         csv = tensorboard = curve = trace = json = html = adapters = None
     output = output or files.default_output(model, ".tuned.onnx")
+    in_folder = adapters is not None and adapters.suffix != ".safetensors"
     files.check_paths(
         {
             "MODEL": model,
@@ -314,7 +315,7 @@ def train(
         {
             "-o": files.with_weights(output),
             "--checkpoint": checkpoint,
-            "--adapters": adapters,
+            "--adapters DIR" if in_folder else "--adapters": adapters,
             "--csv": csv,
             "--tensorboard": tensorboard,
             "--curve": curve,
@@ -331,6 +332,7 @@ def train(
     from onnx_fuse.report import trace as traces
     from onnx_fuse.training import callbacks, fit, optim, sources
     from onnx_fuse.training import checkpoint as folders
+    from onnx_fuse.training.adapters import by_module
     from onnx_fuse.training.backends import check_device
     from onnx_fuse.training.data import load
     from onnx_fuse.training.trainer import Trainer
@@ -355,6 +357,8 @@ def train(
         shard=shard,
         sync_batchnorm=sync_batchnorm,
     )
+    if in_folder:
+        by_module(trainer.adapters)
     for note in trainer.notes:
         printer.text(f"note: {note}")
     source = sources.source(trainer, arrays, batch_size, split=True)

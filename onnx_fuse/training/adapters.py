@@ -244,19 +244,27 @@ def write(
             draft.write_bytes(data)
         return
     rest, held = dict(tensors), peft.Peft(scale=adapters[0].scale)
-    for each in adapters:
-        if not each.module or each.module in held.pairs:
-            raise UsageError(
-                f"'{each.weight}' has no name of a PyTorch module of its own, which PEFT's form "
-                "needs: end the path with .safetensors for a file of this package"
-            )
-        held.pairs[each.module] = (rest.pop(each.a), rest.pop(each.b))
+    for module, each in by_module(adapters).items():
+        held.pairs[module] = (rest.pop(each.a), rest.pop(each.b))
     for name in rest:  # PEFT stores modules whole
         for value in graph.initializers.values():
             if str(value.name).rpartition(".")[0] == name.rpartition(".")[0] and value.const_value:
                 held.whole[str(value.name)] = value.const_value.numpy()
     held.whole |= rest
     peft.write(path, held, transposed=adapters[0].transposed)
+
+
+def by_module(adapters: Sequence[Adapter]) -> dict[str, Adapter]:
+    """The adapters by the names of their PyTorch modules. Raises UsageError where one has none."""
+    found: dict[str, Adapter] = {}
+    for each in adapters:
+        if not each.module or each.module in found:
+            raise UsageError(
+                f"'{each.weight}' has no name of a PyTorch module of its own, which PEFT's form "
+                "needs: end the path with .safetensors for a file of this package"
+            )
+        found[each.module] = each
+    return found
 
 
 def read_file(
@@ -274,11 +282,11 @@ def read_file(
     """
     if not Path(path).is_dir():
         return _read_own(path)
-    held, by_module = peft.read(path), {each.module: each for each in own}
+    held, known = peft.read(path), {each.module: each for each in own}
     tensors: dict[str, Array] = {}
     found = []
     for name, (a, b) in held.pairs.items():
-        each = by_module[peft.find(path, name, by_module)]
+        each = known[peft.find(path, name, known)]
         tensors |= {each.a: a, each.b: b}
         found.append(replace(each, scale=held.scale))
     return tensors | {peft.find(path, k, names): w for k, w in held.whole.items()}, found

@@ -184,11 +184,13 @@ class Trainer:
         choice = Choice(trainable, frozen, self.optimizer.groups)
         self._duplicates, notes = shared.resolve(self._source.graph, choice, tied=tie)
         self.notes += notes
-        self._lora, self._adapters = lora, list[Adapter]()
+        self._lora = lora
+        self.adapters: list[Adapter] = []
+        """The low-rank products that train beside weights."""
         self._trainable = None if trainable is None else list(trainable)
         if lora is not None:
-            self._source, self._adapters = adapters.attach(self._source, lora, seed)
-            own = [literal(name) for each in self._adapters for name in (each.a, each.b)]
+            self._source, self.adapters = adapters.attach(self._source, lora, seed)
+            own = [literal(name) for each in self.adapters for name in (each.a, each.b)]
             self._trainable = [*own, *(trainable or ())]
         self._sized = self._source
         if shapes or dims:
@@ -514,7 +516,7 @@ class Trainer:
             if s.kind in ("parameter", "statistic"):
                 name = s.average if averages and s.average else s.name
                 found |= params.unpack(s.value, self._device.array(name))
-        for adapter in self._adapters:
+        for adapter in self.adapters:
             w = self._source.graph.initializers[adapter.weight].const_value
             assert w is not None
             a, b = found.pop(adapter.a), found.pop(adapter.b)
@@ -542,7 +544,7 @@ class Trainer:
         `load_adapters` and `training.adapters.merge` read both. Raises UsageError without adapters,
         and for a folder where a weight has no name of a PyTorch module.
         """
-        adapters.write(path, self._unmerged(), self._adapters, self._given.graph)
+        adapters.write(path, self._unmerged(), self.adapters, self._given.graph)
 
     def load_adapters(self, path: str | os.PathLike[str]) -> None:
         """Continue from what `save_adapters`, or PEFT, wrote to `path`, with a new optimizer.
@@ -550,10 +552,10 @@ class Trainer:
         Raises DataError for those of another model, rank or scale, and UsageError without adapters.
         """
         own = self._unmerged()
-        tensors, found = adapters.read_file(path, self._adapters, own)
+        tensors, found = adapters.read_file(path, self.adapters, own)
         if {k: a.shape for k, a in tensors.items()} != {k: a.shape for k, a in own.items()}:
             raise DataError(f"{os.fspath(path)}: other names or shapes than the Trainer's adapters")
-        if {a.scale for a in found} != {a.scale for a in self._adapters}:
+        if {a.scale for a in found} != {a.scale for a in self.adapters}:
             raise DataError(f"{os.fspath(path)}: another alpha / rank than the Trainer's")
         for s in self._specs["update"].states:
             if s.kind in ("parameter", "statistic"):
@@ -561,7 +563,7 @@ class Trainer:
                     self._device.write(name, params.pack(s.value, tensors))
 
     def _unmerged(self) -> dict[str, Array]:
-        if not self._adapters:
+        if not self.adapters:
             raise UsageError("the Trainer has no adapters: give it lora=Lora()")
         self._finish_steps()
         found: dict[str, Array] = {}
