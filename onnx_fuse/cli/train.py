@@ -299,7 +299,7 @@ def train(
 ) -> None:
     """Fine-tune MODEL, and write the same graph with its new weights."""
     ranks = begin_ranks(gpus)
-    first = ranks is None or ranks.rank == 0
+    first, traced = ranks is None or ranks.rank == 0, trace is not None
     if not first:  # which writes and shows what there is to see
         csv = tensorboard = curve = trace = json = html = adapters = None
     output = output or files.default_output(model, ".tuned.onnx")
@@ -383,6 +383,8 @@ def train(
         )
 
     extra: list[Section] = []
+    if ranks is not None:
+        ranks.barrier()  # from which on the times of all ranks count
     live = training.Live(html, page)
     watching: list[callbacks.Callback] = [callbacks.Progress(printer.console), live]
     if patience:
@@ -410,6 +412,12 @@ def train(
     _show_metrics(printer, history)
     if trainer.recompute:
         printer.text(trainer.recompute)
+    events, exchanged = live.events(), trainer.communication()
+    if exchanged is not None:
+        printer.text(f"communication: {exchanged}")
+        events += traces.of_communication(exchanged, live.last)
+    if ranks is not None and traced:
+        events = traces.of_ranks(ranks, events)
     if not first:
         return
     with written(output) as draft:
@@ -427,7 +435,6 @@ def train(
     }
     found = asdict(history)
     if trace is not None:
-        events = live.events()
         if device == "cpu":
             feeds = {k: a[:batch_size] for k, a in arrays.items()}
             step = profile.of_onnxruntime(*trainer.step_graph(feeds))

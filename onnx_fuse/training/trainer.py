@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir
 
 from onnx_fuse.distributed.world import world
-from onnx_fuse.errors import CheckFailed, DataError, ModelError, UsageError
+from onnx_fuse.errors import CheckFailed, DataError, UsageError
 from onnx_fuse.onnx.common import Model
 from onnx_fuse.onnx.exported import exported
 from onnx_fuse.onnx.load import read
@@ -23,8 +23,8 @@ from onnx_fuse.onnx.shapes import fix_shapes
 from onnx_fuse.passes import params
 from onnx_fuse.passes.constants import lift_parameters, set_parameter
 from onnx_fuse.program.problem import PRECISIONS, Hardware
-from onnx_fuse.runtime import ort
 from onnx_fuse.runtime.budget import parse as parse_budget
+from onnx_fuse.runtime.timeline import Communication
 from onnx_fuse.training import adapters, backends, checkpoint, data, fit, optim, settings, shared
 from onnx_fuse.training.adapters import Adapter, Lora
 from onnx_fuse.training.fault import fault_of
@@ -348,6 +348,8 @@ class Trainer:
         rate = self.optimizer.rate(self.updates)
         arrays |= self._scalars(spec, rate)
         result = self._device.start(mode, spec, arrays)
+        if self.world is not None:
+            result = partial(self.world.watch.during, result)
         run = Run(self.calls, mode, spec, arrays, rate, rows, result)
         self._runs.append(run)
         self.calls += 1
@@ -438,7 +440,14 @@ class Trainer:
         mode: Mode = "average" if self._averages(ema) else "evaluate"
         spec = self.spec(mode)
         arrays = self._fit(spec, feeds)
-        self._check_batch(spec, arrays)
+        if self._batch_unchecked:
+            self._batch_unchecked = False
+            data.check_freed_batch(
+                self._source,
+                arrays,
+                spec.outputs,
+                lambda: self._device.start("evaluate", spec, arrays)(),
+            )
         found = self._device.start(mode, spec, arrays)()
         counted = hits = 0
         for target in [t for t in spec.targets if t.classes][:1]:
@@ -462,33 +471,13 @@ class Trainer:
                 target.check(arrays[target.labels])
         return arrays
 
-    def _check_batch(self, spec: Spec, arrays: Mapping[str, Array]) -> None:
-        """Compare the model with its batch freed to the original, on all that fill its batch.
+    def communication(self) -> Communication | None:
+        """What the ranks exchanged in the last update, and what of it no kernel hid.
 
-        Raises ModelError where they differ, DataError for too few rows.
+        None where no GPU has run it as a graph, or where there are no ranks.
         """
-        if not self._batch_unchecked:
-            return
-        self._batch_unchecked = False
-        session = ort.session(self._source)
-        size = int(session.get_inputs()[0].shape[0])
-        rows = len(arrays[session.get_inputs()[0].name])
-        if rows < size:
-            raise DataError(
-                f"the first batch has {rows} rows, but it needs at least {size}, the batch that "
-                "the model was exported with"
-            )
-        head = "the batch of the model cannot be freed"
-        try:
-            found = self._device.start("evaluate", spec, arrays)()
-        except ModelError as error:
-            raise ModelError(f"{head}: {error}") from error
-        for i in range(0, rows - size + 1, size):
-            own = {v.name: arrays[v.name][i : i + size] for v in session.get_inputs()}
-            for name, y in zip(spec.outputs, ort.run(session, own, spec.outputs), strict=True):
-                got = found[name][i : i + size]
-                if got.shape != y.shape or not np.allclose(got, y, rtol=1e-3, atol=1e-4):
-                    raise ModelError(f"{head}: its output '{name}' changes")
+        self._finish_steps()
+        return self._device.communication("update")
 
     # -- results --
 
