@@ -450,9 +450,9 @@ def _attention(p: Problem, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]
             z = np.where(np.tri(*z.shape[2:], dtype=bool), z, -np.inf)
         e = np.exp(z - z.max(-1, keepdims=True))
         w = e / e.sum(-1, keepdims=True)
-        if p.integer("guard"):
-            w = np.where(np.isnan(w), 0, w)
         top = z.max(-1)
+        if guard := p.integer("guard"):  # of rows that are masked whole, or of every NaN
+            w = np.where(np.isnan(w) if guard == 2 else top[..., None] == -np.inf, 0, w)
         lse = np.stack([top, np.log(np.exp(z - top[..., None]).sum(-1))], -1)
     if p.op == "Sdpa":
         return {"y": w @ v, "lse": lse}
