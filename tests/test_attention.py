@@ -21,7 +21,8 @@ from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.load import load
 from onnx_fuse.onnx.save import inline, to_proto
-from onnx_fuse.program.problem import CHIPS, Problem
+from onnx_fuse.program.problem import CHIPS
+from onnx_fuse.program.products import Attention
 
 NAMES = {"float": np.float32, "float16": np.float16, "double": np.float64}
 # The same sums in another order; the products' own operands are never larger than 1e3.
@@ -468,8 +469,8 @@ def test_a_kernel_is_told_of_every_step(graph: str, found: dict[str, object]) ->
     passes.optimize(model)
     feeds = feeds_of(model, "")
     program = lower(model, {n: (a.shape, a.dtype.name) for n, a in feeds.items()}, CHIPS["H200"])
-    (problem,) = [call.problem for call in program.calls if isinstance(call.problem, Problem)]
-    assert found.items() <= dict(problem.attrs).items()
+    (problem,) = [call.problem for call in program.calls if isinstance(call.problem, Attention)]
+    assert found.items() <= problem.fields().items()
     assert not program.fallbacks
     assert sdpa.SIMT.supports(problem, CHIPS["H200"]) is None
 
