@@ -110,7 +110,7 @@ class Wgmma:
         if problem.epilogue.column_sums:
             if planes or problem.batch or problem.trans_a or problem.k % 8 or parts:
                 return "column sums are of one a whose rows are of whole 16 bytes"
-            if problem.attr("rows") or problem.attr("parts") or problem.epilogue.dw:
+            if problem.rows or problem.parts or problem.epilogue.dw:
                 return "column sums come alone"
         if parts and problem.n not in {parts * bn for _, bn, _ in TILES}:
             return f"no tile is a row of {problem.n} in {parts}"
