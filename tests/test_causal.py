@@ -190,7 +190,7 @@ def test_a_mask_that_hides_nothing_is_no_mask(name: str) -> None:
     plain = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
     (expected,) = plain.run(None, feeds)
     passes.optimize(model)
-    assert bool(attention_of(model, SIZES).attr("mask", ())) != idle
+    assert bool(attention_of(model, SIZES).mask) != idle
     weights = {n: v.const_value.numpy() for n, v in model.graph.initializers.items()}
     shapes = {n: (a.shape, "float32") for n, a in feeds.items()}
     got = interpret(lower(model, shapes, CHIPS["H200"]), feeds, weights)["y"]
