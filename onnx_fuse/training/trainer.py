@@ -69,6 +69,8 @@ class Trainer:
         precision: As in InferenceSession. With "bf16" and "fp16", forward and backward are in 16
             bits, and weights, sums and the update are in float32. "fp16" scales the loss, and
             skips updates whose gradients overflow.
+        residual_dtype: "fp32" keeps the sums that the branches of a network add to in float32 where
+            `precision` is "bf16" or "fp16"; "" leaves them in 16 bits.
         loss_scale: The first scale of the loss in "fp16".
         ema: The factor by which a running average of each weight decays at an update, such as
             0.999; `evaluate`, `weights` and `save` take the averages where they are asked to.
@@ -122,6 +124,7 @@ class Trainer:
         accumulate: int = 1,
         seed: int = 0,
         precision: str = "fp32",
+        residual_dtype: str = "",
         loss_scale: float = 65536.0,
         ema: float | None = None,
         device: str = "cpu",
@@ -157,6 +160,8 @@ class Trainer:
             raise UsageError(
                 "accumulate must be at least 1, seed at least 0, and clip_norm above 0"
             )
+        if residual_dtype not in ("", "fp32"):
+            raise UsageError(f"residual_dtype is '{residual_dtype}': give 'fp32', or leave it out")
         if not 0 < loss_scale < np.inf:
             raise UsageError(f"the loss scale is {loss_scale}: it must be finite and above 0")
         self._ranks = None
@@ -207,6 +212,7 @@ class Trainer:
             "free_batch": free_batch,
             "level": backends.default_level(precision, device) if level is None else level,
             "precision": precision,
+            "residual_dtype": residual_dtype,
             "loss_scale": loss_scale,
             "ema": ema,
         }
