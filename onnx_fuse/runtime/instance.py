@@ -28,6 +28,7 @@ from onnx_fuse.runtime.plan import PlannedProgram, aligned
 from onnx_fuse.runtime.schedule import aliasable, collective, segments
 from onnx_fuse.runtime.staging import Array, Pending, Room, copied
 from onnx_fuse.runtime.tensor import DeviceTensor, dtype_of
+from onnx_fuse.runtime.timeline import Communication
 from onnx_fuse.runtime.zero_copy import ZeroCopy
 
 if TYPE_CHECKING:
@@ -478,6 +479,12 @@ class Instance:
             self._current.captured = True
             for part in self._current.parts:
                 part.capture(self.owner.stream)
+
+    def communication(self) -> Communication | None:
+        """The collectives of the last run, which must be over; None if no graph has had any."""
+        parts = [p.timeline for p in self._current.parts if isinstance(p, Launches)]
+        found = [timeline.read() for timeline in parts if timeline is not None]
+        return found[0] if found else None
 
     def profile(self) -> list[tuple[Call, float]]:
         """Seconds of each kernel call by itself, best of three graphs of 20; state changes.

@@ -17,6 +17,7 @@ from onnx_fuse.onnx.save import is_large_weight, serialized_without_weights
 from onnx_fuse.runtime.budget import Budget, Recompute
 from onnx_fuse.runtime.deployed import Deployed
 from onnx_fuse.runtime.executable import Executable
+from onnx_fuse.runtime.timeline import Communication
 
 Array = np.ndarray[Any, Any]
 
@@ -155,6 +156,15 @@ class CudaStates:
         """What the graph of a mode runs a second time, once it has run within a budget."""
         made = self._executables.get(key)
         return None if made is None or self._memory is None else made.specializer.recompute
+
+    def communication(self, key: str) -> Communication | None:
+        """The collectives of the last step of a mode; None where it ran none as a graph."""
+        made = self._executables.get(key)
+        instances = [] if made is None else made.instances()
+        if not instances:
+            return None
+        self._home.stream.wait("the last step")
+        return instances[-1].communication()
 
     def resume_updates(self) -> None:
         """Let steps replace states again after a bad one."""

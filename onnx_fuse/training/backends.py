@@ -44,7 +44,8 @@ class Compiling:
     def _refuse(self, *given: Any) -> Any:
         raise UsageError("a Trainer with hardware= compiles its steps: it does not run them")
 
-    array = write = start = commit = resume_updates = recompute = adopt = _refuse
+    array = write = start = commit = resume_updates = recompute = _refuse
+    adopt = communication = _refuse
 
 
 class Portable:
@@ -126,6 +127,8 @@ class Portable:
     def recompute(self, key: str) -> None:
         """Nothing: onnxruntime plans its memory itself."""
 
+    communication = recompute
+
     def commit(self, spec: Spec) -> None:
         """Make what the last step wrote the current states."""
         for s in spec.states:
@@ -183,6 +186,7 @@ class Cuda:
         self.resume_updates = self._states.resume_updates
         self.recompute = self._states.recompute
         self.adopt = self._states.adopt
+        self.communication = self._states.communication
 
     def start(
         self, key: str, spec: Spec, feeds: Mapping[str, Array]
@@ -233,9 +237,11 @@ def backend(
     if world is not None:
         from onnx_fuse.distributed import nccl
         from onnx_fuse.runtime.device import start
+        from onnx_fuse.runtime.timeline import met
 
         start(gpu)
         nccl.connect(world)
+        world.watch.met = met
     return Cuda(states, math, budget, gpu, compiled)
 
 
