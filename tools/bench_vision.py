@@ -4,7 +4,8 @@
 
 Each model runs through `InferenceSession`, inputs and outputs bound in place, with random weights
 (models/); the peers are torchvision's. "convolutions" are the single ones of ResNet-50, 32 images,
-beside cuDNN's. Times are medians, in microseconds.
+beside cuDNN's: forward, and the gradients of the images and of the weight. Times are medians, in
+microseconds.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 import importlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import exp, log
 from pathlib import Path
@@ -77,14 +78,18 @@ def timed(once: Once, repeats: int = 20, rounds: int = 7) -> float:
     return median(found)
 
 
-def ours(model: Any, kind: Any, shape: tuple[int, ...], precision: str = "fp16") -> float:
-    """Microseconds of a run of a session whose input and output stay on the GPU."""
+def ours(
+    model: Any, kind: Any, shapes: Mapping[str, tuple[int, ...]], precision: str = "fp16"
+) -> float:
+    """Microseconds of a run of a session whose inputs and output stay on the GPU."""
     session = InferenceSession(model, device="cuda", precision=precision)
-    x = t.randn(shape, device="cuda").to(getattr(t, np.dtype(kind).name))
-    (y,) = session.run(None, {"x": x.cpu().numpy()})
+    dtype = getattr(t, np.dtype(kind).name)
+    feeds = {name: t.randn(shape, device="cuda").to(dtype) for name, shape in shapes.items()}
+    (y,) = session.run(None, {name: x.cpu().numpy() for name, x in feeds.items()})
     out = t.empty(y.shape, device="cuda", dtype=getattr(t, y.dtype.name))
     binding = session.io_binding()
-    binding.bind_input("x", "cuda", 0, kind, shape, x.data_ptr())
+    for name, x in feeds.items():
+        binding.bind_input(name, "cuda", 0, kind, x.shape, x.data_ptr())
     name = session.get_outputs()[0].name
     binding.bind_output(name, "cuda", 0, y.dtype.type, y.shape, out.data_ptr())
     stream = t.cuda.current_stream().cuda_stream
@@ -104,26 +109,71 @@ def peer(name: str, shape: tuple[int, ...]) -> float:
         return timed(lambda: compiled(x))
 
 
-def convolution(c: int, image: int, m: int, k: int, s: int, batch: int = 32) -> tuple[float, float]:
-    """Microseconds of a convolution of channels-last images: (ours, cuDNN's)."""
-    pads, out = [k // 2] * 4, (image + 2 * (k // 2) - k) // s + 1
-    model = text_model(
-        f"agraph (float16[{batch},{image},{image},{c}] x, float16[{m},{c},{k},{k}] w)"
-        f" => (float16[{batch},{out},{out},{m}] y) {{ a = Transpose<perm=[0,3,1,2]>(x)"
-        f" b = Conv<strides=[{s},{s}],pads={pads}>(a, w) y = Transpose<perm=[0,2,3,1]>(b) }}"
-    )
-    weight = (t.randn(m, c, k, k) / (c * k * k) ** 0.5).half()
-    value = model.graph.inputs.pop(1)
-    value.const_value = ir.tensor(weight.numpy(), name="w")
-    model.graph.register_initializer(value)
-    x = t.randn(batch, c, image, image, device="cuda").half()
-    x, weight = (v.cuda().contiguous(memory_format=t.channels_last) for v in (x, weight))
+def replayed(once: Once) -> float:
+    """Microseconds of what a call enqueues, as a CUDA graph."""
     graph = t.cuda.CUDAGraph()
     for _ in range(3):
-        t.nn.functional.conv2d(x, weight, None, s, k // 2)
+        once()
     with t.cuda.graph(graph):
-        t.nn.functional.conv2d(x, weight, None, s, k // 2)
-    return ours(model, np.float16, (batch, image, image, c), "fp32"), timed(graph.replay)
+        once()
+    return timed(graph.replay)
+
+
+def convolution(
+    c: int, image: int, m: int, k: int, s: int, batch: int = 32
+) -> Iterator[tuple[str, float, float]]:
+    """Of a convolution of channels-last images: what, and microseconds (ours, cuDNN's)."""
+    pad, out = k // 2, (image + 2 * (k // 2) - k) // s + 1
+    x, y = (batch, image, image, c), (batch, out, out, m)
+    weight = (t.randn(m, c, k, k) / (c * k * k) ** 0.5).half()
+
+    def made(given: str, result: tuple[int, ...], nodes: str) -> Any:
+        """A model whose last input of two, w, is the weight."""
+        model = text_model(f"agraph ({given}) => (float16{list(result)} z) {{ {nodes} }}")
+        if model.graph.inputs[1].name == "w":
+            value = model.graph.inputs.pop(1)
+            value.const_value = ir.tensor(weight.numpy(), name="w")
+            model.graph.register_initializer(value)
+        return model
+
+    how = f"strides=[{s},{s}],pads={[pad] * 4}"
+    rest = image - ((out - 1) * s - 2 * pad + k)
+    first, last, held = "perm=[0,3,1,2]", "perm=[0,2,3,1]", f"float16[{m},{c},{k},{k}] w"
+    images, slopes = f"float16{list(x)} x", f"float16{list(y)} y"
+    forward = made(f"{images}, {held}", y, f"a = Transpose<{first}>(x) b = Conv<{how}>(a, w)"
+                   f" z = Transpose<{last}>(b)")  # fmt: skip
+    data = made(f"{slopes}, {held}", x, f"a = Transpose<{first}>(y)"
+                f" b = ConvTranspose<{how},output_padding=[{rest},{rest}]>(a, w)"
+                f" z = Transpose<{last}>(b)")  # fmt: skip
+    filters = made(f"{slopes}, {images}", (m, c, k, k), f"a = Transpose<{first}>(y)"
+                   f" b = Transpose<{first}>(x) z = onnx_fuse.ConvWeightGrad<{how},group=1,"
+                   f"dilations=[1,1],kernel_shape=[{k},{k}],swap=[1,0,2,3]>(a, b)")  # fmt: skip
+    given, dy, w = (
+        v.cuda().half().contiguous(memory_format=t.channels_last)
+        for v in (t.randn(batch, c, image, image), t.randn(batch, m, out, out), weight)
+    )
+
+    def backward(*wanted: bool) -> object:
+        return t.ops.aten.convolution_backward(
+            dy, given, w, None, [s, s], [pad, pad], [1, 1], False, [0, 0], 1, wanted
+        )
+
+    yield (
+        "forward",
+        ours(forward, np.float16, {"x": x}, "fp32"),
+        replayed(lambda: t.nn.functional.conv2d(given, w, None, s, pad)),
+    )
+    if c > 3:  # images need no gradient
+        yield (
+            "dgrad",
+            ours(data, np.float16, {"y": y}, "fp32"),
+            replayed(lambda: backward(True, False, False)),
+        )
+    yield (
+        "wgrad",
+        ours(filters, np.float16, {"y": y, "x": x}, "fp32"),
+        replayed(lambda: backward(False, True, False)),
+    )
 
 
 def main() -> None:
@@ -138,21 +188,23 @@ def main() -> None:
     def show(name: str, mine: float, theirs: float | None) -> None:
         found[name] = mine, theirs
         beside = f"  {theirs:9.1f}  {mine / theirs:5.2f}" if theirs else ""
-        print(f"{name:30s} {mine:9.1f}{beside}", flush=True)
+        print(f"{name:36s} {mine:9.1f}{beside}", flush=True)
 
     print(f"{t.cuda.get_device_name()}, torch {t.__version__}: us, torch's, the ratio")
     for name in (name for name in args.only if name in ROWS):
         row = ROWS[name]
         builder, shape = importlib.import_module(row.module), (row.batch, 3, 224, 224)
-        mine = ours(builder.build(builder.SIZES[row.size]), np.float32, shape)
+        mine = ours(builder.build(builder.SIZES[row.size]), np.float32, {"x": shape})
         show(name, mine, None if args.quick else peer(row.peer, shape))
     if "convolutions" in args.only:
-        ratios = []
+        ratios: dict[str, list[float]] = {}
         for c, image, m, k, s in CONVOLUTIONS:
-            mine, theirs = convolution(c, image, m, k, s)
-            show(f"{c} x {image}^2 to {m}, {k} x {k} / {s}", mine, theirs)
-            ratios.append(log(mine / theirs))
-        print(f"geometric mean of the ratios: {exp(sum(ratios) / len(ratios)):.3f}")
+            for what, mine, theirs in convolution(c, image, m, k, s):
+                show(f"{c} x {image}^2 to {m}, {k} x {k} / {s}, {what}", mine, theirs)
+                ratios.setdefault(what, []).append(log(mine / theirs))
+        for what, found_there in ratios.items():
+            mean = exp(sum(found_there) / len(found_there))
+            print(f"geometric mean of the ratios, {what}: {mean:.3f}", flush=True)
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
 
