@@ -30,7 +30,7 @@ class _Read:
 
     weight: onnx_ir.Value
     value: onnx_ir.Value
-    uses: list[onnx_ir.Usage]
+    uses: list[tuple[onnx_ir.Node, int]]
     first: int
     """The place in the graph of the first of them."""
 
@@ -51,7 +51,7 @@ def candidates(
     found = {}
     for w in weights:
         part = reduction.part_of(w)
-        if part and all(use.node.graph is graph for use in w.uses()):
+        if part and all(node.graph is graph for node, _ in w.uses()):
             found[w] = typed(onnx_ir.Value(name=f"{w.name}.part"), w, [part])
     return found
 
@@ -89,8 +89,8 @@ def gather(
         flat = reduction.node("AllGather", part, GATHERED + number, size)
         shape = op.constant(np.array(w.shape.numpy(), np.int64))  # type: ignore[union-attr]
         whole = typed(op.Reshape(flat, shape), read.value, w.shape)
-        for use in read.uses:
-            use.node.replace_input_with(use.idx, whole)
+        for node, index in read.uses:
+            node.replace_input_with(index, whole)
         # while what reads the bucket before it runs
         anchor = nodes[starts[number - 1] if number else 0]
         graph.insert_before(anchor, op.nodes)
@@ -109,12 +109,12 @@ def _reads(
     casts = {n.outputs[0] for n, _ in w.uses() if n.op_type == "Cast" and not n.domain}
     found = []
     for value in (w, *casts):
-        halves: dict[bool, list[onnx_ir.Usage]] = {True: [], False: []}
-        for use in value.uses():
-            if use.node.outputs[0] not in casts:
-                halves[any(v in forward for v in use.node.outputs)].append(use)
+        halves: dict[bool, list[tuple[onnx_ir.Node, int]]] = {True: [], False: []}
+        for node, index in value.uses():
+            if node.outputs[0] not in casts:
+                halves[any(v in forward for v in node.outputs)].append((node, index))
         found += [
-            _Read(w, value, uses, min(places[use.node] for use in uses))
+            _Read(w, value, uses, min(places[node] for node, _ in uses))
             for uses in halves.values()
             if uses
         ]

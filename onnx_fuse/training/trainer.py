@@ -552,9 +552,9 @@ class Trainer:
             raise DataError(f"{os.fspath(path)}: another alpha / rank than the Trainer's")
         for s in self._specs["update"].states:
             if s.kind in ("parameter", "statistic"):
-                own = part_of_state(s, params.pack(s.value, tensors), self.world)
+                part = part_of_state(s, params.pack(s.value, tensors), self.world)
                 for name in filter(None, (s.name, s.average)):
-                    self._device.write(name, own)
+                    self._device.write(name, part)
 
     def _unmerged(self) -> dict[str, Array]:
         if not self.adapters:
