@@ -27,8 +27,7 @@ from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.save import save
 from onnx_fuse.ops.collective import COLLECTIVES
 from onnx_fuse.program.call import Program
-from onnx_fuse.program.problem import CHIPS
-from onnx_fuse.program.problems import Collective
+from onnx_fuse.program.problem import CHIPS, Collective
 from onnx_fuse.runtime.plan import plan
 from onnx_fuse.runtime.schedule import by_dependency, sequential
 from onnx_fuse.training import optim

@@ -435,8 +435,8 @@ class Stream:
                     found = driver.cuStreamGetCaptureInfo(self.raw)
                     check(found, "graph capture")
                     nodes.append(list(found[4] or ()))
-                for work, followed in asides:
-                    before = [node for k in followed for node in nodes[k]]
+                for work, earlier in asides:
+                    before = [node for k in earlier for node in nodes[k]]
                     edges = [whole] * len(before)
                     set_to = driver.cuStreamUpdateCaptureDependencies(
                         self.raw, before, edges, len(before), replaced

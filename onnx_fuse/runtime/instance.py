@@ -26,7 +26,7 @@ from onnx_fuse.runtime.host_calls import HostCall, Stages
 from onnx_fuse.runtime.launches import Launches
 from onnx_fuse.runtime.plan import PlannedProgram, aligned
 from onnx_fuse.runtime.schedule import aliasable, collective, segments
-from onnx_fuse.runtime.staging import Array, Pending, Room
+from onnx_fuse.runtime.staging import Array, Pending, Room, copied
 from onnx_fuse.runtime.tensor import DeviceTensor, dtype_of
 from onnx_fuse.runtime.timeline import Communication
 from onnx_fuse.runtime.zero_copy import ZeroCopy
@@ -429,6 +429,7 @@ class Instance:
         spans: list[tuple[int, int]] = []  # of the inputs' memory that arrays fill
         room = views = None
         moves = []
+        start = self.memory.address + self._spans["input"][0]
         for name, at, tensor in self._fed:
             value = feeds[name]
             if not isinstance(value, np.ndarray):
@@ -438,11 +439,14 @@ class Instance:
             if views is None:
                 room = self.owner.uploads.acquire(self._spans["input"][1])
                 views = room.arrays(self._fed, self._fed)
-            views[name][...] = value
-            near = bool(spans) and at - spans[-1][1] <= GAP
-            spans.append((spans.pop()[0] if near else at, at + tensor.nbytes))
+            assert room is not None
+            for first, end in copied(views[name], value):
+                if end - first < tensor.nbytes:  # a piece goes on alone while others are copied
+                    stream.upload(start + at + first, room.pinned.address + at + first, end - first)
+                    continue
+                near = bool(spans) and at - spans[-1][1] <= GAP
+                spans.append((spans.pop()[0] if near else at, at + tensor.nbytes))
         if room is not None:
-            start = self.memory.address + self._spans["input"][0]
             for low, high in spans:
                 stream.upload(start + low, room.pinned.address + low, high - low)
             room.passed.record(stream)

@@ -117,6 +117,13 @@ class CudaStates:
         """Replace the value of a state."""
         self._home.weights.write(name, array)
 
+    def adopt(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
+        """The feeds with those that are on a GPU as DeviceTensors, whatever library has them.
+
+        Steps that are enqueued from now on come after what makes them.
+        """
+        return {name: self._home.adopt(value) for name, value in feeds.items()}
+
     def start(
         self,
         key: str,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from onnx_fuse.program.call import Call
-from onnx_fuse.program.problems import Collective
+from onnx_fuse.program.problem import Collective
 from onnx_fuse.runtime import device
 
 Aside = tuple[Callable[[], None], tuple[int, ...]]

@@ -44,7 +44,8 @@ class Compiling:
     def _refuse(self, *given: Any) -> Any:
         raise UsageError("a Trainer with hardware= compiles its steps: it does not run them")
 
-    array = write = start = commit = resume_updates = recompute = communication = _refuse
+    array = write = start = commit = resume_updates = recompute = _refuse
+    adopt = communication = _refuse
 
 
 class Portable:
@@ -89,6 +90,10 @@ class Portable:
         """Run; the outputs but for the states' successors, which `commit` makes current."""
         found = self._run(key, spec, feeds)
         return lambda: found
+
+    def adopt(self, feeds: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The feeds as they are: onnxruntime reads arrays."""
+        return feeds
 
     def resume_updates(self) -> None:
         """Nothing was changed by a bad step."""
@@ -180,6 +185,7 @@ class Cuda:
         self.write = self._states.write
         self.resume_updates = self._states.resume_updates
         self.recompute = self._states.recompute
+        self.adopt = self._states.adopt
         self.communication = self._states.communication
 
     def start(

@@ -15,6 +15,7 @@ import onnx_ir
 from onnx_fuse.errors import DataError, ModelError
 from onnx_fuse.onnx.common import one_line
 from onnx_fuse.runtime import ort
+from onnx_fuse.runtime.tensor import DeviceTensor
 
 __all__ = ["check_freed_batch", "count", "fit", "load", "order"]
 
@@ -68,7 +69,8 @@ def fit(
     """The arrays in the types of the inputs, converted only where no value can change.
 
     Sizes of equal symbols must be equal. With `batch=False` the arrays are whole data sets, whose
-    first axis is not the batch; they are checked but not converted. Raises DataError.
+    first axis is not the batch; they are checked but not converted. A tensor on the GPU stays there
+    and must have the input's type. Raises DataError.
     """
     names = [v.name or "" for v in inputs]
     missing = [name for name in names if name not in arrays]
@@ -80,15 +82,18 @@ def fit(
     sizes: dict[str, tuple[int, str]] = {}
     fitted = {}
     for value, name in zip(inputs, names, strict=True):
-        array = np.asarray(arrays[name]) if batch else arrays[name]
+        array = arrays[name]
+        resident = isinstance(array, DeviceTensor)
+        array = np.asarray(array) if batch and not resident else array
         dtype = value.dtype.numpy() if value.dtype is not None else array.dtype
-        if array.dtype != dtype and not np.can_cast(array.dtype, dtype, "safe"):
+        kept = resident or not np.can_cast(array.dtype, dtype, "safe")
+        if array.dtype != dtype and kept:
             raise DataError(
                 f"'{name}' holds {array.dtype}, the model reads {dtype}: convert it by "
                 f".astype('{dtype}')"
             )
         _check_shape(name, array.shape, value.shape, sizes, 0 if batch else 1)
-        fitted[name] = np.asarray(array, dtype, order="C") if batch else array
+        fitted[name] = np.asarray(array, dtype, order="C") if batch and not resident else array
     return fitted
 
 

@@ -299,8 +299,8 @@ class Trainer:
         """The batch size that the model was exported with and that was freed, or 0."""
         if not self._options["free_batch"]:
             return 0
-        names = self._source.graph.initializers
-        first = next(v for v in self._source.graph.inputs if v.name not in names and v.shape)
+        graph = self._source.graph
+        first = next(v for v in graph.inputs if v.name not in graph.initializers and v.shape)
         assert first.shape is not None
         return int(first.shape[0])  # type: ignore[arg-type]
 
@@ -318,7 +318,8 @@ class Trainer:
         """Train on one batch: forward, backward and, every `accumulate` calls, the update.
 
         Args:
-            feeds: The model's inputs by name, and "labels", as arrays of the model's types.
+            feeds: The model's inputs by name, and "labels", as arrays of the model's types, or as
+                tensors on the GPU, which must not change before the loss is known.
 
         Returns:
             The loss of the batch. On a GPU it is a Loss, which waits for the step when it is used
@@ -340,7 +341,7 @@ class Trainer:
         arrays = self._fit(spec, feeds)
         if self._batch_unchecked:
             self.evaluate(feeds)
-        rows = max((len(array) for array in arrays.values() if array.ndim), default=0)
+        rows = max((array.shape[0] for array in arrays.values() if array.shape), default=0)
         if self.world is not None:
             spare = isinstance(feeds, Spare)
             arrays, count = counted(arrays, spec.measures, spec.targets, spare=spare)
@@ -406,7 +407,8 @@ class Trainer:
                 run.norm = float(found[spec.norm]) if spec.norm else None
                 continue
             after, self._runs, self.calls = self._runs, [], run.index
-            arrays = {**run.feeds, **{x.name: self._device.array(x.name) for x in spec.states}}
+            fed = {name: np.asarray(value) for name, value in run.feeds.items()}
+            arrays = {**fed, **{x.name: self._device.array(x.name) for x in spec.states}}
             fault = fault_of(spec, run.feeds, arrays, found, partial(self._build, run.mode))
             fault = f"step {run.index + 1}: {fault}"
             for other in (run, *after):
@@ -446,20 +448,19 @@ class Trainer:
             self._batch_unchecked = False
             data.check_freed_batch(
                 self._source,
-                arrays,
+                {name: np.asarray(array) for name, array in arrays.items()},
                 spec.outputs,
                 lambda: self._device.start("evaluate", spec, arrays)(),
             )
         found = self._device.start(mode, spec, arrays)()
         counted = hits = 0
         for target in [t for t in spec.targets if t.classes][:1]:
-            labels = arrays[target.labels]
-            counts = labels != target.ignored
+            counts = (labels := arrays[target.labels]) != target.ignored
             counted = int(counts.sum())
             guesses = found[target.logits].argmax(target.class_axis)
             hits = int((counts & (guesses == labels)).sum())
-        outputs = {n: found[n] for n in spec.outputs}
-        return Evaluation(float(found[spec.loss]), outputs, counted, hits)
+        kept = {n: found[n] for n in spec.outputs}
+        return Evaluation(float(found[spec.loss]), kept, counted, hits)
 
     def _averages(self, wanted: bool) -> bool:
         if wanted and self._options["ema"] is None:
@@ -467,17 +468,16 @@ class Trainer:
         return wanted
 
     def _fit(self, spec: Spec, feeds: Mapping[str, Any]) -> dict[str, Array]:
+        if self.world is None:  # ranks look at what they are fed
+            feeds = self._device.adopt(feeds)
         arrays = data.fit(feeds, spec.feeds)
-        for target in spec.targets:
-            if target.classes:
-                target.check(arrays[target.labels])
+        for target in [t for t in spec.targets if t.classes]:  # few bytes, wherever they are
+            arrays[target.labels] = np.asarray(arrays[target.labels])
+            target.check(arrays[target.labels])
         return arrays
 
     def communication(self) -> Communication | None:
-        """What the ranks exchanged in the last update, and what of it no kernel hid.
-
-        None where no GPU has run it as a graph, or where there are no ranks.
-        """
+        """What the ranks exchanged in the last update; None where no graph on a GPU did so."""
         self._finish_steps()
         return self._device.communication("update")
 
