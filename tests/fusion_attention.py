@@ -99,6 +99,7 @@ ATTENTION = (
                 "x, w",
                 "3,T,5",
             ),
+            ("leading_axes", "B,T,8", ", float[4,8] w", "...d,kd->...k", "x, w", "B,T,4"),
             ("only_turned", "B,T,8", "", "abc->cab", "x", "8,B,T"),
         )
     ),
