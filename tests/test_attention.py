@@ -422,6 +422,7 @@ LOWERED = [c for c in LOWERED if c.opset <= NEWEST_OPSET]
 SUMMED = (
     "attention_heads_known_at_run_time",
     "attention_in_shifted_windows",
+    "attention_mask_in_parts",
     "attention_grouped_heads_turned_in_the_batch",
     "attention_node_past_float_causal",
 )
