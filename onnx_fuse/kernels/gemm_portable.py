@@ -39,7 +39,7 @@ def gate_refusal(problem: Problem) -> str | None:
 
 def store_refusal(problem: Problem) -> str | None:
     """Why a kernel that stores the rows of y one behind the other cannot; None if it can."""
-    return "rows of y stand apart" if problem.attr("ldy") else gate_refusal(problem)
+    return "rows of y stand apart" if problem.ldy else gate_refusal(problem)
 
 
 def normed(problem: Problem) -> bool:
@@ -59,7 +59,7 @@ def epilogue_defines(problem: Problem) -> dict[str, object]:
         "EPI_DACT": problem.epilogue.dact,
         "EPI_DX": problem.epilogue.dx,
         "EPI_DW": bool(problem.epilogue.dw),
-        "EPI_RMS": problem.attr("rms") and (problem.epilogue.dx or problem.epilogue.dw),
+        "EPI_RMS": problem.rms and (problem.epilogue.dx or problem.epilogue.dw),
         "ACCUMULATE": problem.epilogue.accumulate,
         "GATE": problem.epilogue.gate,
     }
@@ -91,9 +91,7 @@ def aligned(problem: Problem) -> bool:
     size = ITEMSIZE[problem.dtype]
     steps = [*ld(problem), *batch_strides(problem, "a", 0), *batch_strides(problem, "b", 0)]
     dense = [problem.m * problem.k, problem.k * problem.n] if problem.batch else []
-    return problem.integer("align", 16) % 16 == 0 and all(
-        step * size % 16 == 0 for step in [*steps, *dense]
-    )
+    return problem.align % 16 == 0 and all(step * size % 16 == 0 for step in [*steps, *dense])
 
 
 def portable_args(problem: Problem) -> tuple[Arg, ...]:

@@ -139,7 +139,7 @@ def test_gemm(problem: Problem, hw: Hardware) -> None:
     rng = np.random.default_rng(7)
     m, n, k, dtype = problem.m, problem.n, problem.k, problem.dtype
     a, b = random(rng, dtype, *problem.batch, m, k), random(rng, dtype, *problem.batch, k, n)
-    if problem.integers("a_strides")[:1] == (0,):
+    if problem.a_strides[:1] == (0,):
         a[1:] = a[:1]
     by_row = bool(problem.epilogue.row_bias)
     full = problem.epilogue.residual or problem.epilogue.dact or by_row
@@ -248,7 +248,7 @@ def test_gated_gemm(problem: Problem, hw: Hardware) -> None:
     rows = wide(x)
     if problem.op == "LayerNormGemm":
         mean = rows.mean(-1, keepdims=True)
-        if problem.attr("rms"):
+        if problem.rms:
             mean, beta = np.zeros_like(mean), np.zeros_like(beta)
         rstd = 1 / np.sqrt(((rows - mean) ** 2).mean(-1, keepdims=True) + 1e-5)
         rows = (rows - mean) * rstd * wide(gamma) + wide(beta)
@@ -294,9 +294,7 @@ NORMS += [
     for m in (200, 4500)  # a tile a block, and more
     for attrs in ({"folded": True}, {"folded": True, "rms": True}, {"rms": True})
 ]
-NORMS += [
-    p.replace(out_dtype="float32") for p in NORMS if p.dtype == "float16" and p.attr("folded")
-]
+NORMS += [p.replace(out_dtype="float32") for p in NORMS if p.dtype == "float16" and p.folded]
 
 
 NORMS += [  # one row
@@ -325,7 +323,7 @@ def test_layernorm_gemm(problem: Problem, ratio: int, hw: Hardware) -> None:
     gamma[::5] = 0
     w, c = (random(rng, "float64", k, n) * k**-0.5).astype(TYPES[dtype]), random(rng, dtype, n)
     mean = wide(x).mean(-1, keepdims=True)
-    if problem.attr("rms"):
+    if problem.rms:
         mean, beta = np.zeros_like(mean), np.zeros_like(beta)
     rstd = 1 / np.sqrt(((wide(x) - mean) ** 2).mean(-1, keepdims=True) + 1e-5)
     want = ((wide(x) - mean) * rstd * wide(gamma) + wide(beta)) @ wide(w) + wide(c)
@@ -603,7 +601,7 @@ def test_layernorm_gemm_grad(problem: Problem, hw: Hardware) -> None:
     gamma, beta, c = random(rng, dtype, k), random(rng, dtype, k), random(rng, dtype, n)
     gamma[::5] = 0
     w = (random(rng, "float64", k, n) * k**-0.5).astype(TYPES[dtype])
-    mean, rms = wide(x).mean(-1, keepdims=True), bool(problem.attr("rms"))
+    mean, rms = wide(x).mean(-1, keepdims=True), problem.rms
     if rms:
         mean, beta = 0 * mean, 0 * beta
     rstd = 1 / np.sqrt(((wide(x) - mean) ** 2).mean(-1, keepdims=True) + 1e-5)
@@ -633,7 +631,7 @@ def test_layernorm_gemm_grad(problem: Problem, hw: Hardware) -> None:
     if problem.trans_b:
         given["w"], want["dw"] = np.ascontiguousarray(w.T), want["dw"].T
     blank = {name: poison(dtype, *v.shape) for name, v in want.items()}
-    if add := problem.text("add"):
+    if add := problem.add:
         given["add"] = random(rng, dtype, m, k)
         want["dx"] = want["dx"] + wide(given["add"])
         blank |= {"dx": given.pop("add")} if add == "here" else {}

@@ -19,6 +19,7 @@ from onnx_fuse.program.passes.memory_order import in_memory_order
 from onnx_fuse.program.passes.narrow_products import FEW_COLUMNS
 from onnx_fuse.program.passes.norm_deferral import defer
 from onnx_fuse.program.passes.pointwise_fusion import as_problem, fuse
+from onnx_fuse.program.passes.pointwise_sharing import share_loads
 from onnx_fuse.program.passes.select import select_kernels
 
 Pass: TypeAlias = Callable[[Sequence[Call], Collection[int], Context], Sequence[Call]]
@@ -42,6 +43,7 @@ PIPELINE: tuple[tuple[str, Pass], ...] = (
     ("activations again", make_activations_again),
     ("column sums", sum_columns),
     ("norm deferral", defer),
+    ("shared loads", lambda calls, keep, _: share_loads(calls, keep)),
     ("folds of weights", lambda calls, keep, ctx: fold_together(calls, keep, ctx.hw)),
     # twice: what the first has moved to the end lets its producers wait as well
     ("horizontal fusion", lambda calls, _, ctx: batch(calls, ctx.hw, ctx.prefs)),

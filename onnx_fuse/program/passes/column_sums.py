@@ -93,5 +93,5 @@ def _reads(product: Call, problem: Problem, x: Tensor, reduced: Reduce) -> bool:
         (a.buffer, a.offset, a.size, a.dtype) == (x.buffer, x.offset, x.size, x.dtype)
         and a.dense
         and (problem.m, problem.k) == (reduced.length, reduced.inner)
-        and problem.integer("lda", problem.k) == problem.k
+        and problem.lda in (None, problem.k)
     )
