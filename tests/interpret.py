@@ -24,7 +24,7 @@ from onnx_fuse.program.call import Call, Program, Tensor
 from onnx_fuse.program.expression import Expression, Row
 from onnx_fuse.program.moves import PointwiseMany, ScatterND
 from onnx_fuse.program.problem import AnyProblem, Problem, Product
-from onnx_fuse.program.problems import Conv, CrossEntropyChunk, Pool, Reduce, Resample
+from onnx_fuse.program.problems import Conv, CrossEntropyChunk, PartSums, Pool, Reduce, Resample
 from onnx_fuse.program.products import Attention, IntegerProduct, PackedProduct
 from onnx_fuse.runtime.plan import Plan, plan
 from onnx_fuse.runtime.tensor import dtype_of
@@ -209,6 +209,8 @@ def interpret(
             read = {name: memory.view(t).copy() for name, t in call.reads}
             found = cross_entropy_chunk(call.problem, read)
             results = [found[name] for name, _ in call.writes]
+        elif isinstance(call.problem, PartSums):
+            results = [memory.view(call.reads[0][1]).sum(0)]
         elif call.kernel == "DynamicQuantizeLinear":
             results = _range(memory.view(call.reads[0][1]))
         elif isinstance(call.problem, ScatterND):
@@ -352,6 +354,7 @@ def _product(p: Problem, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         "act",
         "residual",
         "moments",
+        "column_sums",
         "parts",
         "folded",
         "epsilon",
@@ -398,6 +401,8 @@ def _product(p: Problem, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         tiles = v.astype(dtype_of(p.out)).astype(np.float64)
         tiles = tiles.reshape(p.m, p.epilogue.moments, -1)
         out["part"] = np.stack([tiles.mean(-1).T, tiles.var(-1).T * tiles.shape[-1]], -1)
+    if p.epilogue.column_sums:
+        out["part"] = np.add.reduceat(a, np.arange(0, p.m, 64), axis=0)
     return out | {"y": v}
 
 
@@ -454,9 +459,9 @@ def _attention(p: Attention, read: dict[str, np.ndarray]) -> dict[str, np.ndarra
             z = np.where(np.tri(*z.shape[2:], dtype=bool), z, -np.inf)
         e = np.exp(z - z.max(-1, keepdims=True))
         w = e / e.sum(-1, keepdims=True)
-        if p.guard:
-            w = np.where(np.isnan(w), 0, w)
         top = z.max(-1)
+        if guard := p.guard:  # of rows that are masked whole, or of every NaN
+            w = np.where(np.isnan(w) if guard == 2 else top[..., None] == -np.inf, 0, w)
         lse = np.stack([top, np.log(np.exp(z - top[..., None]).sum(-1))], -1)
     if p.op == "Sdpa":
         return {"y": w @ v, "lse": lse}

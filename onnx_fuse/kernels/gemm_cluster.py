@@ -55,8 +55,9 @@ class Cluster(WithoutWorkspace):
             return "gamma and beta must be folded into the weights"
         if norm and (problem.k % 8 or problem.trans_a):
             return f"row statistics take 8 of k={problem.k} at a time, k contiguous"
-        if problem.epilogue.dw or problem.epilogue.moments or problem.parts:
-            return "no row sums of the result, none of parts"
+        own = ("dw", "moments", "column_sums", "save_act")
+        if problem.epilogue.among(*own) or problem.parts:
+            return "no sums of rows, columns or parts, no second activation"
         if problem.epilogue.accumulate:
             return "y is written, not added to"
         if problem.epilogue.row_bias:

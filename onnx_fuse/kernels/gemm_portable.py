@@ -29,7 +29,8 @@ def gate_refusal(problem: Problem) -> str | None:
         return None
     if problem.n % 16 or problem.trans_b:
         return f"gates come in blocks of 8 columns, b's rows along k: n={problem.n}"
-    with_c = ("save_z", "beta", "dact", "dx", "dw", "residual", "accumulate", "moments")
+    with_c = ("save_z", "beta", "dact", "dx", "dw", "residual", "accumulate", "moments",
+              "column_sums")  # fmt: skip
     other = problem.epilogue.among(*with_c)
     if problem.batch or other or not problem.epilogue.act:
         return f"a gate has an activation and no {', '.join(other) or 'batches'}"
@@ -53,7 +54,8 @@ def epilogue_defines(problem: Problem) -> dict[str, object]:
         "EPI_LN": problem.epilogue.layernorm,
         "EPI_BIAS": problem.epilogue.bias or problem.epilogue.row_bias,
         "EPI_C": problem.epilogue.beta,
-        "SAVE_Z": problem.epilogue.save_z,
+        "SAVE_Z": problem.epilogue.save_z or problem.epilogue.save_act,
+        "SAVE_ACT": problem.epilogue.save_act,
         "EPI_DACT": problem.epilogue.dact,
         "EPI_DX": problem.epilogue.dx,
         "EPI_DW": bool(problem.epilogue.dw),
@@ -144,7 +146,7 @@ class _Portable(WithoutWorkspace):
     source: str
 
     def _refusal(self, problem: Problem) -> str | None:
-        if problem.epilogue.dw or problem.epilogue.moments:
+        if problem.epilogue.among("dw", "moments", "column_sums", "save_act"):
             return "sums over a row need a block that owns whole rows of its tile"
         if len(problem.batch) > 3:
             return f"{len(problem.batch)} batch dims (at most 3)"

@@ -52,8 +52,9 @@ class Skinny(WithoutWorkspace):
             return f"k={problem.k} is not a multiple of 8, or rows are not 16-byte aligned"
         if not problem.trans_b and problem.n % 2:
             return f"rows of w are read in pairs of columns, not n={problem.n}"
-        if problem.epilogue.dw or problem.epilogue.moments or problem.parts:
-            return "no row sums of the result, none of parts"
+        own = ("dw", "moments", "column_sums", "save_act")
+        if problem.epilogue.among(*own) or problem.parts:
+            return "no sums of rows, columns or parts, no second activation"
         if problem.epilogue.row_bias:
             return "a bias is one number a column"
         extra = problem.epilogue.among("beta", "dact", "dx", "residual")

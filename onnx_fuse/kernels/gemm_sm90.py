@@ -105,6 +105,13 @@ class Wgmma:
         parts = problem.epilogue.moments
         if parts and (planes or problem.batch or direct(problem) or problem.epilogue.accumulate):
             return "moments are of a single product's 16-bit rows of whole 16 bytes"
+        if problem.epilogue.save_act and not (problem.epilogue.dact and act):
+            return "it stores the activation by whose slope it multiplies"
+        if problem.epilogue.column_sums:
+            if planes or problem.batch or problem.trans_a or problem.k % 8 or parts:
+                return "column sums are of one a whose rows are of whole 16 bytes"
+            if problem.rows or problem.parts or problem.epilogue.dw:
+                return "column sums come alone"
         if parts and problem.n not in {parts * bn for _, bn, _ in TILES}:
             return f"no tile is a row of {problem.n} in {parts}"
         if problem.align % 16 or any(step % 16 for step in steps):
@@ -165,7 +172,8 @@ class Wgmma:
                 continue
             if problem.ldy and bn % 64:  # its last columns go by plain stores
                 continue
-            apart = problem.epilogue.moments, problem.parts, problem.ldy
+            apart = (problem.epilogue.moments, problem.parts, problem.ldy,
+                     problem.epilogue.column_sums, problem.epilogue.save_act)  # fmt: skip
             alone = whole or problem.epilogue.dw == "turned" or any(apart)
             if whole and (tiles_n > hw.sm_count or not pingpong):
                 continue  # they wait for each other in the epilogue, which only pingpong hides
@@ -222,6 +230,8 @@ class Wgmma:
         products = 2 * bm * wide * problem.k * passes / splits / (per_sm * min(1.0, reach))
         if problem.rows == "tiles":  # k-steps wait for their column sums
             products *= 1 + 1.2 / ceil(problem.n / bn)
+        if problem.epilogue.column_sums:
+            products *= 1 + 0.6 / ceil(problem.n / bn)
         tail, share = (1.5e-6, 0.1) if pingpong else (2.5e-6, 0.5)
         if alone:
             tail, share = 1.2e-6, 0.0
@@ -231,7 +241,8 @@ class Wgmma:
             share = 4.0
         epilogue = bm * bn * 4 / (hw.bandwidth / hw.sm_count) * share
         # an activation's instructions hold up the products they run beside, z is a second store
-        extra = 0.6e-6 * bool(problem.epilogue.act) + 0.5e-6 * bool(problem.epilogue.save_z)
+        second = problem.epilogue.save_z or problem.epilogue.save_act
+        extra = 0.6e-6 * bool(problem.epilogue.act) + 0.5e-6 * bool(second)
         if waves > 1:  # where nothing runs beside it, every kernel pays for it alike
             epilogue += extra if pingpong else 2 * extra
         tail += slope_seconds(problem, bm * bn / (128 if pingpong else 256))
@@ -331,7 +342,7 @@ class Wgmma:
         if whole_c and not problem.epilogue.save_z and out_size == 4 and splits == 1 and n % 4 == 0:
             tile |= {"EVEN": 1}
         elif out_size == 4 and splits == 1 and n % 2 == 0 and not planes:
-            other = problem.epilogue.among("save_z", "gate") or operand(problem)
+            other = problem.epilogue.among("save_z", "save_act", "gate") or operand(problem)
             tile |= {} if other else {"PAIRS": 1}
         blocks = min(hw.sm_count // cluster, units) * cluster
         side, pairs = problem.rows if splits == 1 else "", m
@@ -345,6 +356,8 @@ class Wgmma:
             lanes = 8 if k <= 1024 else 16 if k <= 2048 else 32
             types |= {"SIDE": side.upper()}
             types |= {"SIDE_LANES": str(lanes)} if side != "tiles" else {}
+        if problem.epilogue.column_sums:
+            types |= {"SIDE": "COLUMNS"}
         if problem.epilogue.moments:
             types |= {"MOMENTS": "1"}
         if parts := problem.parts:
@@ -357,7 +370,8 @@ class Wgmma:
             (blocks, 1, 1),
             (384, 1, 1),
             (
-                map_a, map_b, stored("y", True), stored("z", problem.epilogue.save_z),
+                map_a, map_b, stored("y", True),
+                stored("z", problem.epilogue.among("save_z", "save_act")),
                 stored("c", operand(problem)),
                 Ptr("workspace" if splits > 1 else "y"), Ptr("z"), Ptr("c"),
                 Num("i32", m), Num("i32", n), Num("i32", k), Num("i32", batches),

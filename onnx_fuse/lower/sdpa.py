@@ -221,25 +221,47 @@ def _merged(
     return [places[i] for i in range(len(shapes))]
 
 
-_MERGE: tuple[tuple[str, str, tuple[object, ...]], ...] = (
-    ("Transpose", "perm", ([0, 2, 1, 3],)), ("Reshape", "", (None,)), ("Concat", "axis", (-1, 2))
+_Chain = tuple[tuple[str, str, tuple[object, ...]], ...]
+_MERGES: tuple[tuple[_Chain, _Chain], ...] = (
+    (
+        (("Transpose", "perm", ([0, 2, 1, 3],)), ("Reshape", "", (None,)),
+         ("Concat", "axis", (-1, 2))),
+        (),
+    ),
+    (
+        (("Unsqueeze", "", (None,)), ("Concat", "axis", (0,))),
+        (("Transpose", "perm", ([1, 3, 0, 2, 4],)),),
+    ),
 )  # fmt: skip
-"""The operators that merge the heads of a result and join it to others: type, attribute, values."""
+"""Operators (type, attribute, values) that join a result to others, and those that then bring all
+of them to the order [B, S, parts, H, D] in memory: the heads of each part are merged and the parts
+stand side by side, or the parts are stacked and transposed."""
 
 
-def _join_of(ctx: Context, value: ir.Value) -> tuple[ir.Node, ir.Value] | None:
-    """The Concat behind a result whose heads are merged, and what it reads; None: there is none."""
-    part, join = value, None
-    for op_type, name, allowed in _MERGE:
+def _along(ctx: Context, value: ir.Value, chain: _Chain) -> list[ir.Value] | None:
+    """What the operators of a chain read and then give, where each is the only reader; or None."""
+    values = [value]
+    for op_type, name, allowed in chain:
         readers = [use.node for use in value.uses()]
         if len(readers) != 1 or value.is_graph_output() or readers[0].op_type != op_type:
             return None
-        (join,), part = readers, value
-        if ctx.attr(join, name) not in allowed:
+        if ctx.attr(readers[0], name) not in allowed:
             return None
-        value = join.outputs[0]
-    assert join is not None
-    return join, part
+        value = readers[0].outputs[0]
+        values.append(value)
+    return values
+
+
+def _join_of(ctx: Context, value: ir.Value) -> tuple[ir.Node, ir.Value] | None:
+    """The Concat that joins a result to others, and what it reads; None: there is none."""
+    for chain, rest in _MERGES:
+        found = _along(ctx, value, chain)
+        if found is None or _along(ctx, found[-1], rest) is None:
+            continue
+        join = found[-1].producer()
+        assert join is not None
+        return join, found[-2]
+    return None
 
 
 LOWERINGS: dict[tuple[str, str], Lowering] = {

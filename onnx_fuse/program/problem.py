@@ -15,7 +15,6 @@ from onnx_fuse.program.size import Classes, Size, Trace, size_class, upper_bound
 
 if TYPE_CHECKING:
     from onnx_fuse.program.expression import Tail
-    from onnx_fuse.program.problems import Collective
 
 Value = bool | int | float | str | tuple[int, ...]
 
@@ -417,6 +416,28 @@ class Table:
 
 
 Arg = Ptr | Num | TensorMap | Table
+
+
+@dataclass(frozen=True)
+class Collective(AnyProblem):
+    """A bucket of tensors "x.i" of `sizes` elements, over `ranks` processes, to "y.i".
+
+    `kind` "AllReduce": their sum, on every rank; "ReduceScatter": the rank's part of the sum;
+    "AllGather": the parts of all ranks in their order.
+    """
+
+    op = "Collective"
+    kind: str
+    sizes: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    ranks: int
+    bucket: int
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that a rank gives."""
+        pairs = zip(self.sizes, self.dtypes, strict=True)
+        return sum(size * ITEMSIZE[dtype] for size, dtype in pairs)
 
 
 @dataclass(frozen=True)

@@ -489,6 +489,41 @@ def test_moments_of_a_product_are_the_statistics_of_the_next(
             assert error(memory.read("rstd"), rstd) <= 1e-5, f"{reader.name} {config}"
 
 
+SLOPE = {"act": "gelu", "dact": True, "save_act": True}
+BESIDE = [
+    Problem.of("Gemm", m=m, n=n, k=264, dtype=dtype, trans_b=True, **attrs)
+    for m, n in ((300, 384), (513, 72), (40, 1156))
+    for dtype, attrs in (
+        ("float16", {"column_sums": True}), ("float16", SLOPE),
+        ("bfloat16", {**SLOPE, "column_sums": True}),
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("problem", BESIDE, ids=str)
+def test_a_product_leaves_sums_of_its_operand_and_an_activation(
+    problem: Problem, hw: Hardware
+) -> None:
+    m, n, k, dtype = problem.m, problem.n, problem.k, problem.dtype
+    rng = np.random.default_rng(5)
+    given = {"a": random(rng, dtype, m, k), "b": random(rng, dtype, n, k)}
+    want = wide(given["a"]) @ wide(given["b"]).T
+    if problem.epilogue.dact:
+        given["c"] = random(rng, dtype, m, n)
+        activated, slope = CURVES["gelu"](wide(given["c"]))
+        want = want * slope
+    sums = np.add.reduceat(wide(given["a"]), np.arange(0, m, 64), axis=0)
+    for kernel, how in each(problem, hw):
+        blank = {"y": poison(dtype, m, n), "z": poison(dtype, m, n)}
+        memory = Memory(given | blank | {"part": poison("float32", *sums.shape)})
+        memory.run(kernel, problem, how, hw)
+        assert error(memory.read("y"), want) <= TOLERANCE[dtype], f"{how}"
+        if problem.epilogue.column_sums:
+            assert error(memory.read("part"), sums) <= 1e-6, f"{how}"  # of 64 float32 terms
+        if problem.epilogue.save_act:
+            assert error(memory.read("z"), activated) <= TOLERANCE[dtype], f"{how}"
+
+
 GRADIENTS = [
     Problem.of("LayerNormGemmGrad", m=m, k=264, n=520, dtype=dtype, act=act)
     for m, dtype, act in (
