@@ -437,9 +437,9 @@ class Stream:
                     nodes.append(list(found[4] or ()))
                 for work, heads in asides:
                     before = [node for k in heads for node in nodes[k]]
-                    edges = [whole] * len(before)
+                    ends = [whole] * len(before)
                     set_to = driver.cuStreamUpdateCaptureDependencies(
-                        self.raw, before, edges, len(before), replaced
+                        self.raw, before, ends, len(before), replaced
                     )
                     check(set_to, "graph capture")
                     work()

@@ -157,10 +157,7 @@ def _hidden_too(
         made = op.Add(mask, _added(op, rw, seen, q))
     else:
         made = op.Where(seen, mask, _minus_infinity(rw, q))
-    made.dtype = mask.dtype
-    size = max(rank(mask) or 0, rank(seen) or 0)
-    made.shape = ir.Shape([None] * size)
-    return made
+    return typed(made, mask, [None] * max(rank(mask) or 0, rank(seen) or 0))
 
 
 def _minus_infinity(rw: Rewriter, q: ir.Value) -> ir.Value:
