@@ -164,7 +164,7 @@ class Lowerer(Control):
     def _once_only(
         self, calls: Sequence[Call], keep: Collection[int]
     ) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
-        """The calls that read constants alone and write little, whose results stay; the others."""
+        """The calls to run once, which read constants alone and write little; and the others."""
         writes: dict[int, int] = defaultdict(int)
         for call in calls:
             for _, tensor in call.writes:
@@ -363,7 +363,7 @@ class Lowerer(Control):
         return known is None or known.dtype.name in ITEMSIZE or host.is_open(known)
 
     def _outputs(self) -> tuple[list[tuple[str, Any]], list[tuple[str, Tensor]]]:
-        """Each output in a buffer of its own; state written back over what it replaces."""
+        """Give each output a buffer of its own, and write states over what they replace."""
         outputs: list[tuple[str, Any]] = []
         writes: list[tuple[str, Tensor]] = []
         taken: set[int] = set()
@@ -422,7 +422,7 @@ class Lowerer(Control):
             self._result(value, result)
 
     def _result(self, value: ir.Value, result: ir.Value) -> None:
-        """`value` is the `result` of a body, a branch or a decomposition."""
+        """Let `value` be the `result` of a body, a branch or a decomposition."""
         self.slots[value], self.origin[value] = self.slots[result], result
         if self.slots[result].later and value.name:  # a stage knows values by name
             link = ir.Node("", "Identity", [result], num_outputs=1)
@@ -430,7 +430,7 @@ class Lowerer(Control):
             self.later.append(link)
 
     def _expand(self, node: ir.Node) -> bool:
-        """Lower the node's body in its stead: ours, or the function its ONNX schema has."""
+        """Lower the node's body in its stead: ours, or the function of its ONNX schema."""
         if self._decompose(node):
             return True
         key = self._call_key(node)
@@ -578,7 +578,7 @@ class Lowerer(Control):
         return single.graph
 
     def _fallback(self, node: ir.Node, reason: str) -> None:
-        """onnxruntime, with copies, or a later stage where shapes depend on data."""
+        """Give it to onnxruntime, with copies, or to a later stage where shapes depend on data."""
         if self._learns(node, reason):  # a decomposition asked for a value
             self._defer(node)
             return

@@ -61,7 +61,7 @@ class Resources:
 
     @cached_property
     def weights(self) -> Weights:
-        """What stays on the device, by name."""
+        """Weights and states, which stay on the device, by name."""
         home = None if self._home is None else self._home.weights
         return Weights(self.stream, self.device_id, home, self.seed)
 
@@ -72,7 +72,7 @@ class Resources:
 
     @cached_property
     def arena(self) -> Arena:
-        """What all shapes run in."""
+        """The memory in which the temporaries of all shapes stand."""
         return Arena(self.pool, self._retire)
 
     @cached_property

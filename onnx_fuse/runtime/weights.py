@@ -36,7 +36,7 @@ class Weights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this one has put on the device."""
+        """The bytes that this object has put on the device."""
         return sum(block.nbytes for block in self._blocks)
 
     def have(self, program: Program) -> bool:

@@ -11,7 +11,7 @@ from onnx_fuse.program.passes.callgraph import rename_buffer
 
 
 def eliminate_dead(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
-    """The calls without those whose results nothing reads."""
+    """Drop the calls whose results nothing reads."""
     live, kept = set(keep), []
     for call in reversed(calls):
         if any(t.buffer in live for _, t in call.writes):
@@ -21,7 +21,7 @@ def eliminate_dead(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
 
 
 def eliminate_common(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
-    """Equal calls on equal operands run once."""
+    """Run equal calls on equal operands once."""
     writers: dict[int, int] = defaultdict(int)
     for call in calls:
         for _, tensor in call.writes:
