@@ -102,7 +102,7 @@ def through_loop(
     active: set[ir.Value],
     walk: Walk,
 ) -> list[tuple[ir.Value, ir.Value]]:
-    """(x, dx) of all that a Loop or Scan reads: one more, over its steps in the other direction.
+    """(x, dx) of all that a Loop or Scan reads, by another one over its steps in reverse.
 
     The forward node gets the states before each step for further outputs; the backward's body
     computes a step again from them. So a Loop may have any number of steps, and end by its

@@ -129,7 +129,7 @@ class _Parser:
         return None
 
     def behind_a_name(self) -> None:
-        """Parse what follows a name: calls, members, elements, `NAME<argument>` before an operator."""
+        """Parse what follows a name: calls, members, elements, or a final `NAME<argument>`."""
         while True:
             token = self.peek()
             after = self.tokens[self.at + 1 : self.at + 4]
