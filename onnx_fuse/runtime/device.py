@@ -435,11 +435,11 @@ class Stream:
                     found = driver.cuStreamGetCaptureInfo(self.raw)
                     check(found, "graph capture")
                     nodes.append(list(found[4] or ()))
-                for work, heads in asides:
-                    before = [node for k in heads for node in nodes[k]]
-                    ends = [whole] * len(before)
+                for work, earlier in asides:
+                    before = [node for k in earlier for node in nodes[k]]
+                    edges = [whole] * len(before)
                     set_to = driver.cuStreamUpdateCaptureDependencies(
-                        self.raw, before, ends, len(before), replaced
+                        self.raw, before, edges, len(before), replaced
                     )
                     check(set_to, "graph capture")
                     work()
