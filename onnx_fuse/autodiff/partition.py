@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.autodiff.emit import Emitter, Whole
-from onnx_fuse.autodiff.subgraphs import reads
+from onnx_fuse.autodiff.subgraphs import ancestors, reads
 from onnx_fuse.autodiff.walk import backward
 from onnx_fuse.onnx.build import all_nodes
 from onnx_fuse.onnx.evaluate import DRAWS
@@ -96,8 +96,8 @@ def partition(
     first, given = ([str(v.name) for v in values] for values in (ends, kept))
     named_outputs = [str(v.name) for v in outputs]
     more = [name for name in given if name not in named_outputs]
-    forward = _cut(joint, own, [*named_outputs, *more])
-    behind = _cut(joint, [*first, *own], [str(g.name) for g in gradients], given)
+    forward = cut(joint, own, [*named_outputs, *more])
+    behind = cut(joint, [*first, *own, *given], [str(g.name) for g in gradients])
     inputs = behind.graph.inputs
     unread = {v for v in inputs if not v.uses() and not v.is_graph_output()}
     read = [v for v in inputs if v.name in first or v not in unread]
@@ -151,12 +151,12 @@ def _kept(
     dys: set[ir.Value],
 ) -> list[ir.Value]:
     """The values that pass from the forward to the backward, inputs aside."""
-    first = _ancestors(outputs)
+    first = ancestors(outputs)
     depends: set[ir.Value] = set(dys)
     for node in graph:
         if any(v in depends for v in reads(node)):
             depends.update(node.outputs)
-    needed = _ancestors(gradients)
+    needed = ancestors(gradients)
     kept: dict[ir.Value, None] = {}
     sizes: dict[ir.Value, ir.Value | None] = {}
     seen: set[ir.Value] = set()
@@ -189,35 +189,22 @@ def _is_view(value: ir.Value | None) -> bool:
     return maker is not None and maker.op_type in _VIEWS and not maker.domain
 
 
-def _ancestors(values: Sequence[ir.Value]) -> set[ir.Node]:
-    """The nodes that make these values."""
-    found: set[ir.Node] = set()
-    todo = [node for v in values if (node := v.producer()) is not None]
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += [p for v in reads(node) if v is not None and (p := v.producer()) is not None]
-    return found
-
-
-def _cut(
-    joint: ir.Model, inputs: Sequence[str], outputs: Sequence[str], given: Sequence[str] = ()
-) -> ir.Model:
-    """A copy with these ends alone; the values `given` become inputs behind the others."""
-    model = joint.clone()
+def cut(model: ir.Model, inputs: Sequence[str], outputs: Sequence[str]) -> ir.Model:
+    """A copy of the part of a graph that computes the values `outputs` from the values `inputs`."""
+    model = model.clone()
     graph = model.graph
     values = {v.name: v for v in graph.inputs}
     values |= {v.name: v for v in graph.initializers.values()}
     values |= {v.name: v for node in graph for v in node.outputs}
-    fed, results = [values[name] for name in inputs], [values[name] for name in outputs]
+    results, fed = [values[name] for name in outputs], []
     graph.outputs.clear()
-    for name in given:
-        old = values[name]
-        new = ir.Value(name=name, type=old.type, shape=old.shape)
-        old.name = f"{name}.made"
-        ir.convenience.replace_all_uses_with(old, new)
-        fed.append(new)
+    for name in inputs:
+        value = values[name]
+        if value.producer() is not None:
+            value.name = f"{name}.made"
+            made, value = value, ir.Value(name=name, type=value.type, shape=value.shape)
+            ir.convenience.replace_all_uses_with(made, value)
+        fed.append(value)
     graph.inputs.clear()
     graph.inputs.extend(fed)
     graph.outputs.extend(results)

@@ -33,6 +33,18 @@ def reads(node: ir.Node) -> list[ir.Value | None]:
     return reads
 
 
+def ancestors(values: Sequence[ir.Value]) -> set[ir.Node]:
+    """The nodes that make these values."""
+    found: set[ir.Node] = set()
+    todo = [node for v in values if (node := v.producer()) is not None]
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += [p for v in reads(node) if v is not None and (p := v.producer()) is not None]
+    return found
+
+
 def _apart(inner: Emitter, graph: ir.Graph) -> list[ir.Value]:
     """Give each output of a body a node of its own: one value may be two outputs, or an input."""
     outputs = []

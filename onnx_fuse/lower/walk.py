@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,6 +32,7 @@ from onnx_fuse.program import host
 from onnx_fuse.program import passes as program_passes
 from onnx_fuse.program import size as sizes
 from onnx_fuse.program.call import UNKNOWN, Call, Lowering, NeedsValues, Program, Tensor
+from onnx_fuse.program.passes.callgraph import uses
 from onnx_fuse.program.passes.select import call_early
 from onnx_fuse.program.problem import ITEMSIZE, Hardware
 
@@ -165,16 +165,15 @@ class Lowerer(Control):
         self, calls: Sequence[Call], keep: Collection[int]
     ) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
         """The calls to run once, which read constants alone and write little; and the others."""
-        writes: dict[int, int] = defaultdict(int)
-        for call in calls:
-            for _, tensor in call.writes:
-                writes[tensor.buffer] += 1
+        _, writers = uses(calls)
         setup, others = [], []
         for call in calls:
             made = [self.buffers[t.buffer] for _, t in call.writes]
             if (
                 all(self.buffers[t.buffer].kind == "constant" for _, t in call.reads)
-                and all(b.kind == "temp" and b.id not in keep and writes[b.id] == 1 for b in made)
+                and all(
+                    b.kind == "temp" and b.id not in keep and len(writers[b.id]) == 1 for b in made
+                )
                 and sum(sizes.upper_bound(b.nbytes, sizes.wide_size_class) for b in made)
                 <= SETUP_LIMIT
                 and not (call.host or call.workspace)
@@ -413,11 +412,7 @@ class Lowerer(Control):
     # ---- bodies, branches, onnxruntime ----
 
     def _inner(self, graph: ir.Graph, outputs: Sequence[ir.Value]) -> None:
-        for value in graph.initializers.values():
-            assert value.const_value is not None
-            self.slots[value] = Slot(host=value.const_value.numpy())
-        for inner in graph:
-            self._node(inner)
+        self._once(graph)
         for value, result in zip(outputs, graph.outputs, strict=True):
             self._result(value, result)
 
