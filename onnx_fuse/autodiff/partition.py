@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.autodiff.emit import Emitter, Whole
+from onnx_fuse.autodiff.emit import Emitter
 from onnx_fuse.autodiff.subgraphs import ancestors, reads
 from onnx_fuse.autodiff.walk import backward
 from onnx_fuse.onnx.build import all_nodes
@@ -45,7 +45,6 @@ def partition(
     wrt: Sequence[str],
     *,
     fused: bool = False,
-    whole: Whole | None = None,
     recompute: bool = False,
 ) -> Partition:
     """Differentiate a graph by some of its inputs, and cut it in two.
@@ -53,7 +52,7 @@ def partition(
     Args:
         model: A graph in canonical form (`session.load`). It is not changed.
         wrt: Names of float inputs.
-        fused, whole: As in `backward`.
+        fused: As in `backward`.
         recompute: Keep nothing: the backward then holds what it needs of the forward, and depends
             on inputs alone, so that it can be differentiated in its turn.
 
@@ -76,7 +75,7 @@ def partition(
     for y in graph.outputs:
         if may_be_float(y) and y not in dys:
             dys[y] = ir.Value(name=op.fresh(f"{y.name}.grad"), type=y.type, shape=y.shape)
-    found = backward(joint, dys, [named[name] for name in wrt], fused=fused, whole=whole)
+    found = backward(joint, dys, [named[name] for name in wrt], fused=fused)
     outputs = list(graph.outputs)  # of nodes that may have become their bodies
     gradients: list[ir.Value] = []
     op = Emitter(joint)

@@ -101,7 +101,6 @@ class Executable:
         state: Mapping[str, str] | None = None,
         device_id: int = 0,
         home: Resources | None = None,
-        seed: int = 0,
         memory: Budget | None = None,
     ) -> None:
         device.probe(device_id)
@@ -112,7 +111,7 @@ class Executable:
         self.model, self.math, self.prefs, self.state = model, math, prefs, dict(state or {})
         self.device_id = device_id
         retire = _weakly(self._retire)
-        self.shared = Resources(model, self.state, device_id, home, seed, retire)
+        self.shared = Resources(model, self.state, device_id, home, retire)
         """What its instances refer to, and not to this."""
         self.hw, self._memory = self.shared.hw, memory
         self._shapes: OrderedDict[tuple[Any, ...], Shape] = OrderedDict()
@@ -253,7 +252,6 @@ class Executable:
                 prefs=self.prefs,
                 device_id=self.device_id,
                 home=self.shared,
-                seed=self.shared.seed,
             )
             instance.stages = Stages(instance, inner)
         return instance.stages
