@@ -332,6 +332,14 @@ def _norms() -> Iterator[Case]:
             scale = np.linspace(0.5, 2, shape[1]).astype(dtype_of(F64 if dtype == F64 else F32))
             dy = np.random.default_rng(5).standard_normal(shape).astype(dtype_of(dtype))
             yield Case("BatchNormGrad", (dy, shape, scale), {}, 3, dtype, FUSE, offset=3.0)
+    shape, scale = (
+        (17000, 256),
+        np.linspace(0.5, 2, 256).astype(np.float32),
+    )  # threads go on to more
+    dy = np.random.default_rng(5).standard_normal(shape).astype(dtype_of(BF16))
+    yield Case("BatchNormGrad", (dy, shape, scale), {}, 3, BF16, FUSE, offset=3.0)
+    stats = (shape, (256,), (256,), (256,), np.ones(256, np.float32))
+    yield Case("BatchNormalization", stats, {"training_mode": 1}, 3, note="training", offset=5.0)
 
 
 def _windows() -> Iterator[Case]:

@@ -96,6 +96,18 @@ def curves(folder: Path) -> None:
     np.savez(folder / f"{os.environ.get('RANK', 'one')}.npz", **result)
 
 
+def never_ends(t: of.Trainer) -> None:
+    """Give the GPU work that never ends, ahead of the next step."""
+    from onnx_fuse.runtime import device
+
+    stream, flag = t._device._states._home.stream, device.Pinned(4)
+    flag.array[...] = 0
+    equal = device.bindings().CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ
+    waits = device.bindings().cuStreamWaitValue32(stream.raw, flag.address, 1, int(equal))
+    device.check(waits, "a wait for ever")
+    t.kept = flag  # type: ignore[attr-defined]
+
+
 def fault(folder: Path, kind: str) -> None:
     """Rank 1 ends in the middle of a run in some way; the others would wait for ever."""
     t = trainer("plain", distributed=True)
@@ -110,6 +122,12 @@ def fault(folder: Path, kind: str) -> None:
                 time.sleep(600)
             if kind == "raises":
                 raise ValueError("the data of this rank is torn")
+            if kind == "inside" and os.environ.get("DEVICE") == "cuda":
+                never_ends(t)
+        if i == 3 and kind == "inside" and "DEVICE" not in os.environ:
+            # both ranks wait for their step, as on GPUs, and the second has come less far
+            t.world.watch.met = lambda: 2 - t.world.rank
+            t._device.start = lambda *_: lambda: time.sleep(600)
         t.step(batch)
     (folder / "finished").touch()
 

@@ -20,13 +20,13 @@ from rank_worker import CASES, RANKS, WIDTHS
 from onnx_fuse.cuda.launch import bind
 from onnx_fuse.distributed import buckets, launch, nccl
 from onnx_fuse.distributed.environment import Place, place
+from onnx_fuse.distributed.watch import Sign, hang
 from onnx_fuse.distributed.world import pieces
 from onnx_fuse.errors import DeviceError, UsageError
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.save import save
 from onnx_fuse.program.call import Program
-from onnx_fuse.program.problem import CHIPS
-from onnx_fuse.program.problems import Collective
+from onnx_fuse.program.problem import CHIPS, Collective
 from onnx_fuse.runtime.schedule import by_dependency, sequential
 from onnx_fuse.training import optim
 from onnx_fuse.training.ranks import Measure, Ranks, counted
@@ -263,6 +263,11 @@ def test_a_sharded_optimizer_takes_a_ranks_part_of_the_memory(
         ("killed", "rank 1 was ended by SIGKILL", {}),
         ("stopped", "rank 1 has not answered for 3 s: it hangs", {"ONNX_FUSE_PATIENCE": "3"}),
         ("stands", "rank 1 has been at step 3 for 3 s", {"ONNX_FUSE_STALL": "3"}),
+        (
+            "inside",
+            "rank 1 has not come to collective 2 of step 4 for",
+            {"ONNX_FUSE_PATIENCE": "3"},
+        ),
         ("raises", "ValueError: the data of this rank is torn", {}),
     ],
 )
@@ -279,6 +284,26 @@ def test_a_rank_that_ends_or_hangs_ends_all(
     assert launch.run(worker(kind, tmp_path), RANKS) == 1
     assert message in capfd.readouterr().err
     assert not (tmp_path / "finished").exists()
+
+
+HANGS = {
+    "one": ([Sign(7, 26, 6, 4), Sign(7, 26, 6, 2)], "rank 1 has not come to collective 3 of"),
+    "two": ([Sign(7, 26, 6, 0), Sign(7, 26, 6, 0), Sign(8, 30, 6, 1)], "rank 0, 1 has not come to"),
+    "a step": ([Sign(8, 26, 7, 0), Sign(8, 26, 6, 9)], "rank 1 has not come to collective 10 of"),
+    "all": ([Sign(7, 30, 6, 4), Sign(7, 26, 6, 4)], "all ranks have been in collective 4 of"),
+    "not yet": ([Sign(7, 26, 6, 4), Sign(7, 24, 6, 2)], ""),
+    "one works": ([Sign(7, 600, 6, 4), Sign(7, 0, 6, 0)], ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HANGS)
+def test_who_hangs_where_all_wait(case: str) -> None:
+    """The rank whose GPU has come the least far; nobody while one does something else."""
+    signs, words = HANGS[case]
+    found = hang(dict(enumerate(signs)), 25.0)
+    assert found.startswith(words)
+    assert bool(found) == bool(words)
+    assert [Sign.of(each.packed()) for each in signs] == signs
 
 
 def test_ranks_of_another_launcher_say_themselves_who_ended(tmp_path: Path) -> None:

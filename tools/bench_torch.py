@@ -1,35 +1,60 @@
-"""Fused functions in PyTorch's training loops against torch.compile, on one GPU, in one run.
+"""What PyTorch's users get: fused functions, eager tensors, imported modules, beside torch's own.
 
-    python tools/bench_torch.py [--json FILE] [--quick]
+    python tools/bench_torch.py [--only ROW ...] [--limit S] [--quick] [--profile] [--json FILE]
 
-Prints one table: LayerNorm+Linear forward and backward in bf16, against torch.compile of the two
-modules; a training step of a GPT-2 block that `onnx_fuse.torch.fuse` has fused, against
-torch.compile of the same block; the time that the host takes for a call of
-`fused_layernorm_linear`, beyond that of F.linear; and an imported transformer's forward and
-backward as an nn.Module, against `Trainer.step`'s. The arms are interleaved and the times are
-medians, so that ratios hold from run to run. Needs torch.
+Each row has a process of its own. All prepare (compile, warm up) at the same time and say when they
+are ready; then they are measured one after another, so that nothing else uses the GPU. A row that
+is not ready within the limit is given up, and the others go on. The arms of a row take turns and
+their times are medians, so that ratios hold from run to run. `host` is the time until the calls of
+a step return: where it is nearly the step's own, the host is what is measured. --profile lists the
+kernels of each arm. Needs torch and one GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import io
 import json
+import multiprocessing
+import operator
 import statistics
+import sys
 import time
+import traceback
 from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import onnx_ir as ir
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import onnx_fuse as of
 
-SHAPES = ((8192, 768, 3072), (8192, 4096, 4096))
-GOALS = {"LayerNorm+Linear": 0.92, "GPT-2 block": 0.95, "imported module": 1.05}
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "models"))
+
+Work = Callable[[], Any]
+Row = Callable[[], "tuple[dict[str, Work], float]"]
+"""Prepares the works that are compared, the peer's first; with the bar of the last one's ratio."""
+ROWS: dict[str, Row] = {}
+HOST: dict[str, Row] = {}
+"""Those of which the host's time is the figure: the bar is of the difference, in microseconds."""
+
+
+def row(name: str, table: dict[str, Row] = ROWS) -> Callable[[Row], Row]:
+    """Enter a function in a table."""
+
+    def enter(prepare: Row) -> Row:
+        table[name] = prepare
+        return prepare
+
+    return enter
+
+
+# ---- what is compared --------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -52,58 +77,37 @@ class Block(nn.Module):
         return x + self.down(self.act(self.up(self.ln_2(x))))
 
 
-def interleaved(arms: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Milliseconds of each arm on the GPU: medians over rounds in which all take turns."""
-    for work in arms.values():
-        for _ in range(5):
-            work()
-    times: dict[str, list[float]] = {name: [] for name in arms}
-    for _ in range(rounds):
-        for name, work in arms.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            torch.cuda._sleep(2_000_000)  # the host is ahead of the GPU when it begins
-            begin.record()
-            for _ in range(5):
-                work()
-            end.record()
-            torch.cuda.synchronize()
-            times[name].append(begin.elapsed_time(end) / 5)
-    return {name: statistics.median(found) for name, found in times.items()}
-
-
-def host_time(work: Callable[[], Any], calls: int = 200) -> float:
-    """Microseconds that the host takes for a call; the GPU's queue never fills."""
-    found = []
-    for _ in range(20):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        for _ in range(calls):
-            work()
-        found.append(1e6 * (time.perf_counter() - began) / calls)
-    return min(found)
-
-
-def layer_norm_linear(m: int, k: int, n: int, rounds: int) -> dict[str, float]:
+def layer_norm_linear(m: int, k: int, n: int) -> tuple[dict[str, Work], float]:
     pair = nn.Sequential(nn.LayerNorm(k), nn.Linear(k, n)).cuda().bfloat16()
     fused = of.torch.fuse(copy.deepcopy(pair))
     compiled = torch.compile(pair)
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
 
-    def step(model: Any) -> Callable[[], Any]:
+    def step(model: Any) -> Work:
         given = [x, *model.parameters()]
         return lambda: torch.autograd.grad(model(x), given, dy)
 
-    return interleaved({"torch.compile": step(compiled), "ours": step(fused)}, rounds)
+    return {"torch.compile": step(compiled), "ours": step(fused)}, 0.92
 
 
-def block(rounds: int, batch: int = 8, length: int = 1024) -> dict[str, float]:
+@row("norm_linear")
+def _narrow() -> tuple[dict[str, Work], float]:
+    return layer_norm_linear(8192, 768, 3072)
+
+
+@row("norm_linear_wide")
+def _wide() -> tuple[dict[str, Work], float]:
+    return layer_norm_linear(8192, 4096, 4096)
+
+
+@row("block")
+def block(batch: int = 8, length: int = 1024) -> tuple[dict[str, Work], float]:
     plain = Block().cuda()
     fused = of.torch.fuse(copy.deepcopy(plain))
     x = torch.randn(batch, length, 768, device="cuda")
 
-    def step(model: Any, whole: Any) -> Callable[[], Any]:
+    def step(model: Any, whole: Any) -> Work:
         optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
 
         def work() -> None:
@@ -119,67 +123,250 @@ def block(rounds: int, batch: int = 8, length: int = 1024) -> dict[str, float]:
         "torch.compile": step(plain, torch.compile(plain)),
         "ours": step(fused, torch.compile(fused)),
     }
-    return interleaved(arms, rounds)
+    return arms, 0.95
 
 
-def imported(rounds: int, batch: int = 8, length: int = 128) -> dict[str, float]:
-    model = nn.Sequential(*(Block() for _ in range(4)), nn.LayerNorm(768), nn.Linear(768, 2))
-    x = torch.randn(batch, length, 768)
-    file = io.BytesIO(
-        torch.onnx.export(model.eval(), (x,), dynamo=True, verbose=False)
-        .model_proto.SerializeToString()
-    )  # fmt: skip
-    module = of.torch.from_onnx(file.getvalue(), precision="bf16", untie=True).cuda()
-    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+@row("imported")
+def imported(batch: int = 16, length: int = 128) -> tuple[dict[str, Work], float]:
+    """BERT-base with a classifier, a training step with SGD, against the Trainer's."""
+    import encoder
+
+    config = encoder.Config(12, 12, 768, 30522, 512, classes=2)
+    file = ir.to_proto(encoder.build(config))
+    rate = 1e-3
+    module = of.torch.from_onnx(file, precision="bf16").cuda()
+    optimizer = torch.optim.SGD(module.parameters(), lr=rate, fused=True)
     trainer = of.Trainer(
-        file.getvalue(), loss="mse", optimizer=of.optim.SGD(lr=1e-3), precision="bf16",
-        device="cuda", untie=True,
-    )  # fmt: skip
-    data, target = x.cuda(), torch.zeros(batch, length, 2, device="cuda")
-    names = [value.name for value in trainer.spec().feeds]
-    feeds = dict(zip(names, (x.numpy(), target.cpu().numpy()), strict=True))
+        file, loss="cross_entropy", optimizer=of.optim.SGD(lr=rate), precision="bf16", device="cuda"
+    )
+    ids = torch.randint(0, 30522, (batch, length))
+    feeds = {"input_ids": ids, "attention_mask": torch.ones_like(ids),
+             "token_type_ids": torch.zeros_like(ids)}  # fmt: skip
+    labels = torch.randint(0, 2, (batch,))
+    given = {name: x.cuda() for name, x in feeds.items()}
+    target = labels.cuda()
+    arrays = {name: x.numpy() for name, x in feeds.items()} | {"labels": labels.numpy()}
 
     def ours() -> None:
-        loss = F.mse_loss(module(data), target)
+        loss = F.cross_entropy(module(**given), target)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
 
-    return interleaved({"Trainer": lambda: trainer.step(feeds), "ours": ours}, rounds)
+    return {"Trainer": lambda: trainer.step(arrays), "ours": ours}, 1.05
+
+
+@row("captured")
+def captured(batch: int = 128) -> tuple[dict[str, Work], float]:
+    """A perceptron of `onnx_fuse.nn`, its step captured, against the Trainer's of the same file."""
+    import mlp
+
+    from onnx_fuse import nn as own
+    from onnx_fuse.nn import functional
+
+    file = ir.to_proto(mlp.build(mlp.SIZES["mnist"]))
+    trainer = of.Trainer(
+        file, loss="cross_entropy", optimizer=of.optim.AdamW(lr=1e-3), device="cuda"
+    )
+    model = own.from_onnx(file).to("cuda")
+    optimizer = own.optim.AdamW(model, lr=1e-3)
+
+    @of.capture
+    def step(x: Any, labels: Any) -> Any:
+        loss = functional.cross_entropy(model(x), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    x, labels = torch.randn(batch, 784).numpy(), torch.randint(0, 10, (batch,)).numpy()
+    feeds = {"x": x, "labels": labels}
+
+    def ours() -> Any:
+        return step(own.tensor(x, device="cuda"), own.tensor(labels, device="cuda"))
+
+    return {"Trainer": lambda: trainer.step(feeds), "ours": ours}, 1.05
+
+
+def call(grad: bool) -> tuple[dict[str, Work], float]:
+    shapes = ((64, 256), (256, 256), (256,), (256,), (256,))
+    given = [torch.randn(*s, device="cuda").bfloat16().requires_grad_(grad) for s in shapes]
+    arms = {
+        "F.linear": lambda: F.linear(*given[:3]),
+        "ours": lambda: of.torch.fused_layernorm_linear(*given, 1e-5),
+    }
+    return arms, 6
+
+
+@row("call", HOST)
+def _call() -> tuple[dict[str, Work], float]:
+    return call(False)
+
+
+@row("call_with_gradients", HOST)
+def _call_with_gradients() -> tuple[dict[str, Work], float]:
+    return call(True)
+
+
+def eager(name: str, grad: bool) -> tuple[dict[str, Work], float]:
+    """An operator on eager tensors; a bar of 12 us that is not the difference from torch's."""
+    from onnx_fuse import nn as own
+
+    a = torch.randn(256, 256, device="cuda", requires_grad=grad)
+    x = own.tensor(a.detach().cpu().numpy(), device="cuda", requires_grad=grad)
+    work: Callable[[Any, Any], Any] = getattr(operator, name)
+    return {"torch": lambda: work(a, a), "ours": lambda: work(x, x)}, 12
+
+
+HOST["eager_add"] = partial(eager, "add", False)
+HOST["eager_add_with_gradients"] = partial(eager, "add", True)
+HOST["eager_matmul"] = partial(eager, "matmul", False)
+
+
+# ---- measuring -----------------------------------------------------------------------------------
+
+
+def elapsed(work: Work, calls: int) -> tuple[float, float]:
+    """Milliseconds of a call until the GPU is done, and until the host is."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(calls):
+        work()
+    host = time.perf_counter() - began
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - began) / calls, 1e3 * host / calls
+
+
+def measured(arms: dict[str, Work], rounds: int, enough: float = 15) -> dict[str, Any]:
+    """Medians of each arm's milliseconds and of its host's, in rounds of `enough` milliseconds."""
+    calls = {name: max(3, int(enough / elapsed(work, 3)[0])) for name, work in arms.items()}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in arms}
+    for _ in range(rounds):
+        for name, work in arms.items():
+            found[name].append(elapsed(work, calls[name]))
+    return {
+        name: {"ms": statistics.median(a for a, _ in each),
+               "host_ms": statistics.median(b for _, b in each)}
+        for name, each in found.items()
+    }  # fmt: skip
+
+
+def called(arms: dict[str, Work], rounds: int) -> dict[str, Any]:
+    """The least microseconds of the host for a call; the GPU's queue never fills."""
+    found: dict[str, float] = {}
+    for _ in range(rounds):
+        for name, work in arms.items():
+            us = 1e3 * elapsed(work, 200)[1]
+            found[name] = min(us, found.get(name, us))
+    return {name: {"us": us} for name, us in found.items()}
+
+
+def kernels(work: Work, calls: int = 3) -> list[tuple[float, float, str]]:
+    """(microseconds, launches, name) of each kernel in a call, the longest first."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(calls):
+            work()
+        torch.cuda.synchronize()
+    rows = [(e.self_device_time_total / calls, e.count / calls, e.key) for e in seen.key_averages()]
+    return sorted((r for r in rows if r[0] > 0), reverse=True)
+
+
+def serve(name: str, rounds: int, profile: bool, parent: Connection) -> None:
+    """A row's process: prepares, waits for its turn, and sends what it measures."""
+    try:
+        arms, bar = {**ROWS, **HOST}[name]()
+        for work in arms.values():
+            for _ in range(5):
+                work()
+        torch.cuda.synchronize()
+        parent.send("ready")
+        parent.recv()
+        found = called(arms, rounds) if name in HOST else measured(arms, rounds)
+        if profile:
+            for arm, work in arms.items():
+                found[arm]["kernels"] = kernels(work)
+        parent.send({"row": name, "bar": bar, "arms": found})
+    except Exception:  # noqa: BLE001 - a row that fails is one line, and the others go on
+        parent.send(traceback.format_exc())
+
+
+def show(found: dict[str, Any]) -> None:
+    """Print a row's line, and its kernels where there are any."""
+    (peer, theirs), (_, own) = found["arms"].items()
+    if "us" in own:
+        difference = own["us"] - theirs["us"]
+        print(f"{found['row']:28} {own['us']:8.2f} us   {peer} {theirs['us']:8.2f} us   "
+              f"difference {difference:.2f} (bar {found['bar']})", flush=True)  # fmt: skip
+    else:
+        print(f"{found['row']:28} {own['ms']:8.3f} ms (host {own['host_ms']:.3f})   "
+              f"{peer} {theirs['ms']:8.3f} ms (host {theirs['host_ms']:.3f})   "
+              f"ratio {own['ms'] / theirs['ms']:.3f} (bar {found['bar']})", flush=True)  # fmt: skip
+    for arm, figures in found["arms"].items():
+        spent = figures.get("kernels", [])
+        if spent:
+            print(f"    {arm}: {sum(us for us, *_ in spent):.1f} us of kernels")
+        for us, launches, name in spent[:14]:
+            print(f"    {us:9.1f} us {launches:5.1f} x  {name[:80]}", flush=True)
 
 
 def main() -> None:
+    every = [*ROWS, *HOST]
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", action="append", choices=every, help="a row; may be repeated")
+    parser.add_argument("--limit", type=float, default=120, help="seconds to prepare a row")
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--profile", action="store_true", help="list the kernels of each arm")
     options = parser.parse_args()
-    rounds = 5 if options.quick else 25
-    rows: list[dict[str, Any]] = []
-
-    def add(name: str, goal: float, found: dict[str, float]) -> None:
-        (peer, theirs), (_, own) = found.items()
-        rows.append({"what": name, "peer": peer, "ms": own, "peer_ms": theirs,
-                     "ratio": own / theirs, "goal": goal})  # fmt: skip
-        print(f"{name:44} {own:8.3f} ms   {peer} {theirs:8.3f} ms   "
-              f"ratio {own / theirs:.3f} (goal {goal})", flush=True)  # fmt: skip
-
-    for m, k, n in SHAPES:
-        found = layer_norm_linear(m, k, n, rounds)
-        add(f"LayerNorm+Linear bf16 {m},{k},{n}", GOALS["LayerNorm+Linear"], found)
-    add("GPT-2 block, training step", GOALS["GPT-2 block"], block(rounds))
-    add("imported module, training step", GOALS["imported module"], imported(rounds))
-
-    shapes = ((64, 256), (256, 256), (256,), (256,), (256,))
-    for grad in (False, True):
-        given = [torch.randn(*s, device="cuda").bfloat16().requires_grad_(grad) for s in shapes]
-        ours = host_time(lambda g=given: of.torch.fused_layernorm_linear(*g, 1e-5))
-        torch_s = host_time(lambda g=given: F.linear(*g[:3]))
-        what = f"host time of a call{', with gradients' if grad else ''}"
-        rows.append({"what": what, "us": ours, "linear_us": torch_s})
-        print(f"{what:44} {ours:8.2f} us   F.linear {torch_s:8.2f} us   "
-              f"difference {ours - torch_s:.2f} (goal 6)", flush=True)  # fmt: skip
+    began, context = time.monotonic(), multiprocessing.get_context("spawn")
+    waiting: dict[Any, tuple[str, Any]] = {}
+    for name in options.only or every:
+        ours, theirs = context.Pipe()
+        given = (name, 5 if options.quick else 25, options.profile, theirs)
+        process = context.Process(target=serve, args=given, daemon=True)
+        process.start()
+        theirs.close()
+        waiting[ours] = name, process
+    ready: list[Any] = []
+    while waiting.keys() - set(ready):
+        left = began + options.limit - time.monotonic()
+        answers = wait(list(waiting.keys() - set(ready)), max(left, 0))
+        for pipe in answers:
+            name, process = waiting[pipe]
+            said = received(pipe)
+            print(f"{name}: {said} after {time.monotonic() - began:.1f} s", flush=True)
+            if said == "ready":
+                ready.append(pipe)
+            else:
+                del waiting[pipe]
+        if not answers:
+            break
+    rows = []
+    for pipe, (name, process) in waiting.items():
+        if pipe in ready:
+            pipe.send("go")
+        if pipe not in ready or not pipe.poll(options.limit):
+            print(f"{name}: given up after {options.limit:.0f} s", flush=True)
+            process.terminate()
+            continue
+        found = received(pipe)
+        if isinstance(found, str):
+            print(f"{name}: {found}", flush=True)
+            continue
+        rows.append(found)
+        show(found)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
+
+
+def received(pipe: Connection) -> Any:
+    """What a row's process sends, or that it ended."""
+    try:
+        return pipe.recv()
+    except EOFError:
+        return "its process ended"
 
 
 if __name__ == "__main__":

@@ -175,7 +175,10 @@ def train(
     ] = None,
     adapters: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.safetensors", help="Write the adapters alone to this file."),
+        typer.Option(
+            metavar="FILE.safetensors|DIR",
+            help="Write the adapters alone to this file, or in PEFT's form to a folder.",
+        ),
     ] = None,
     trainable: Annotated[
         list[str] | None,
@@ -296,10 +299,11 @@ def train(
 ) -> None:
     """Fine-tune MODEL, and write the same graph with its new weights."""
     ranks = begin_ranks(gpus)
-    first = ranks is None or ranks.rank == 0
+    first, traced = ranks is None or ranks.rank == 0, trace is not None
     if not first:  # which writes and shows what there is to see
         csv = tensorboard = curve = trace = json = html = adapters = None
     output = output or files.default_output(model, ".tuned.onnx")
+    in_folder = adapters is not None and adapters.suffix != ".safetensors"
     files.check_paths(
         {
             "MODEL": model,
@@ -311,7 +315,7 @@ def train(
         {
             "-o": files.with_weights(output),
             "--checkpoint": checkpoint,
-            "--adapters": adapters,
+            "--adapters DIR" if in_folder else "--adapters": adapters,
             "--csv": csv,
             "--tensorboard": tensorboard,
             "--curve": curve,
@@ -328,6 +332,7 @@ def train(
     from onnx_fuse.report import trace as traces
     from onnx_fuse.training import callbacks, fit, optim, sources
     from onnx_fuse.training import checkpoint as folders
+    from onnx_fuse.training.adapters import by_module
     from onnx_fuse.training.backends import check_device
     from onnx_fuse.training.data import load
     from onnx_fuse.training.trainer import Trainer
@@ -352,6 +357,8 @@ def train(
         shard=shard,
         sync_batchnorm=sync_batchnorm,
     )
+    if in_folder:
+        by_module(trainer.adapters)
     for note in trainer.notes:
         printer.text(f"note: {note}")
     source = sources.source(trainer, arrays, batch_size, split=True)
@@ -376,6 +383,8 @@ def train(
         )
 
     extra: list[Section] = []
+    if ranks is not None:
+        ranks.barrier()  # from which on the times of all ranks count
     live = training.Live(html, page)
     watching: list[callbacks.Callback] = [callbacks.Progress(printer.console), live]
     if patience:
@@ -403,6 +412,12 @@ def train(
     _show_metrics(printer, history)
     if trainer.recompute:
         printer.text(trainer.recompute)
+    events, exchanged = live.events(), trainer.communication()
+    if exchanged is not None:
+        printer.text(f"communication: {exchanged}")
+        events += traces.of_communication(exchanged, live.last)
+    if ranks is not None and traced:
+        events = traces.of_ranks(ranks, events)
     if not first:
         return
     with written(output) as draft:
@@ -420,7 +435,6 @@ def train(
     }
     found = asdict(history)
     if trace is not None:
-        events = live.events()
         if device == "cpu":
             feeds = {k: a[:batch_size] for k, a in arrays.items()}
             step = profile.of_onnxruntime(*trainer.step_graph(feeds))

@@ -99,7 +99,7 @@ class Bound:
             put(setter, prefer, kinds.MAX_WORKSPACE_BYTES, "u8", size)
             # parts of k are kept in the workspace, in float32, and summed in their order
             put(setter, prefer, kinds.REDUCTION_SCHEME_MASK, "u4", lt.ReductionScheme.COMPUTE_TYPE)
-            align = problem.integer("align", 16)
+            align = problem.align
             align_c = ITEMSIZE[problem.out] if problem.epilogue.beta else 16
             for name, value in zip("ABCD", (align, align, align_c, 16), strict=True):
                 put(setter, prefer, kinds[f"MIN_ALIGNMENT_{name}_BYTES"], "u4", value)

@@ -185,9 +185,10 @@ def _drop_no_ops(model: ir.Model) -> None:
         elif node.op_type == "Dropout" and not (
             len(node.outputs) > 1 and consumers(node.outputs[1])
         ):
-            mode = const_array(node.inputs[2]) if len(node.inputs) > 2 else None
-            off = len(node.inputs) < 3 or node.inputs[2] is None
-            if off or (mode is not None and not mode.any()):
+            _, ratio, mode = (*node.inputs, None, None)[:3]
+            held = [const_array(value) for value in (ratio, mode) if value is not None]
+            # it drops nothing where it does not train, or at a ratio of 0
+            if mode is None or any(array is not None and not array.any() for array in held):
                 kept = node.inputs[0]
         elif node.op_type == "Pad":
             pads = const_array(node.inputs[1])

@@ -622,28 +622,6 @@ COLLECTIVE_DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int6
 
 
 @dataclass(frozen=True)
-class Collective(AnyProblem):
-    """A bucket of tensors "x.i" of `sizes` elements, over `ranks` processes, to "y.i".
-
-    `kind` "AllReduce": their sum, on every rank; "ReduceScatter": the rank's part of the sum;
-    "AllGather": the parts of all ranks in their order.
-    """
-
-    op = "Collective"
-    kind: str
-    sizes: tuple[int, ...]
-    dtypes: tuple[str, ...]
-    ranks: int
-    bucket: int
-
-    @property
-    def bytes(self) -> int:
-        """The bytes that a rank gives."""
-        pairs = zip(self.sizes, self.dtypes, strict=True)
-        return sum(size * ITEMSIZE[dtype] for size, dtype in pairs)
-
-
-@dataclass(frozen=True)
 class Registered(AnyProblem):
     """A node of an operator that a user has registered, as "domain::Name".
 

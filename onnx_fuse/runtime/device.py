@@ -353,6 +353,10 @@ class Stream:
         if nbytes:
             check(self._driver.cuMemsetD8Async(address, value, nbytes, self.raw), "filling memory")
 
+    def note(self, address: int, value: int) -> None:
+        """Set four bytes of page-locked host memory to `value`, in stream order."""
+        check(self._driver.cuMemsetD32Async(address, value, 1, self.raw), "filling memory")
+
     def wait(self, what: str) -> None:
         """Wait until everything enqueued has finished; raises DeviceError if a kernel failed."""
         check(self._driver.cuStreamSynchronize(self.raw), what)
@@ -395,13 +399,15 @@ class Stream:
         after: Sequence[Sequence[int]] | None = None,
         early: Sequence[bool] = (),
         joined: Sequence[int] = (),
+        asides: Sequence[tuple[Callable[[], None], Sequence[int]]] = (),
     ) -> Graph:
         """An executable graph of what the steps enqueue, in their order.
 
         With `after`, each step is one kernel or a library's call, and step i follows the steps
         `after[i]`, all earlier ones; a kernel of an `early` step itself waits for those, and may be
         launched before their end. The graph ends in the steps `joined`, but for the last, as well:
-        a library may have drawn streams of its own into the capture there.
+        a library may have drawn streams of its own into the capture there. Of `asides`, each
+        follows some steps, and nothing follows it.
         """
         driver = self._driver
         nodes: list[list[Any]] = []
@@ -429,7 +435,15 @@ class Stream:
                     found = driver.cuStreamGetCaptureInfo(self.raw)
                     check(found, "graph capture")
                     nodes.append(list(found[4] or ()))
-                if joined:
+                for work, earlier in asides:
+                    before = [node for k in earlier for node in nodes[k]]
+                    edges = [whole] * len(before)
+                    set_to = driver.cuStreamUpdateCaptureDependencies(
+                        self.raw, before, edges, len(before), replaced
+                    )
+                    check(set_to, "graph capture")
+                    work()
+                if joined or asides:
                     ends = {int(n): n for i in (*joined, len(nodes) - 1) for n in nodes[i]}
                     last = list(ends.values())
                     set_to = driver.cuStreamUpdateCaptureDependencies(

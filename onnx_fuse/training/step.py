@@ -146,8 +146,9 @@ def training_model(
     step = _Step(prepared, mode, named, optimizer, ranks)
     statistics = step.batch_norms(choice)
     step.dropouts()
-    step.attach_loss(losses.terms(loss, loss_options, output))
-    if fused and not step.evaluates:
+    takes_over = fused and not step.evaluates
+    step.attach_loss(losses.terms(loss, loss_options, output), takes_over)
+    if takes_over:
         step.fuse_loss()
     weights = step.weights(statistics, choice)
     if step.evaluates:
@@ -342,7 +343,7 @@ class _Step:
             onnx_ir.convenience.replace_all_uses_with(old, y, replace_graph_outputs=True)
             self.graph.remove(node, safe=True)
 
-    def attach_loss(self, terms: Sequence[Term]) -> None:
+    def attach_loss(self, terms: Sequence[Term], fused: bool) -> None:
         self.outputs = list(self.graph.outputs)
         shares: Sequence[onnx_ir.Value | None] = ()
         if self.ranks is not None:
@@ -353,7 +354,7 @@ class _Step:
             self.counts.shape = onnx_ir.Shape([len(terms) + 1])
             shares, self.rows = self.reduction.shares(self.counts, self.measures)
             self.place()
-        self.loss, self.labels, self.targets = losses.attach(self.model, terms, shares)
+        self.loss, self.labels, self.targets = losses.attach(self.model, terms, shares, fused)
         self.op = autodiff.Emitter(self.model)
 
     def fuse_loss(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from onnx_fuse.program.call import Call
 from onnx_fuse.program.passes.callgraph import nodes_of
-from onnx_fuse.program.problems import Collective
+from onnx_fuse.program.problem import Collective
 
 
 def by_bucket(calls: Sequence[Call]) -> list[Call]:

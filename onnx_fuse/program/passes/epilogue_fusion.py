@@ -24,7 +24,7 @@ from onnx_fuse.program.passes.callgraph import (
     whole,
 )
 from onnx_fuse.program.passes.pointwise_fusion import pointwise
-from onnx_fuse.program.problem import ITEMSIZE, Problem, Value
+from onnx_fuse.program.problem import ITEMSIZE, Problem, Product, Value
 from onnx_fuse.program.problems import Norm, SlopeProduct
 
 _SUMS = ("beta", "dact", "gate", "residual", "save_z")
@@ -36,10 +36,10 @@ _BIAS = {"Gemm": "col1", "MatMulNBits": "bias"}
 
 def _product(
     source: tuple[int, Call] | None, without: tuple[str, ...], ops: tuple[str, ...] = ("Gemm",)
-) -> tuple[int, Call, Problem] | None:
+) -> tuple[int, Call, Product] | None:
     """The product of one result there, if it has none of these attributes."""
     problem = source[1].problem if source is not None else None
-    if source is None or not isinstance(problem, Problem) or len(source[1].writes) != 1:
+    if source is None or not isinstance(problem, Product) or len(source[1].writes) != 1:
         return None
     if problem.op not in ops:
         return None
@@ -175,7 +175,7 @@ def _activation(call: Call) -> dict[str, Value] | None:
     return act | {"act_alpha": numbers["alpha"][1]} if row.attributes else act
 
 
-def _summed_first(problem: Problem) -> Problem:
+def _summed_first(problem: Product) -> Product:
     """The problem with its residual as Gemm's C, which is added before the activation."""
     if not problem.epilogue.residual:
         return problem
@@ -275,7 +275,7 @@ def add_to_gradient(calls: Calls, i: int, call: Call) -> None:
         problem = grad.problem
         if not isinstance(problem, Problem) or problem.op != "LayerNormGemmGrad":
             continue
-        if problem.attr("add"):
+        if problem.add:
             continue
         if dict(grad.writes)["dx"].buffer != dx.buffer or not calls.may_write(at, i, total):
             continue
@@ -292,7 +292,7 @@ def add_to_gradient(calls: Calls, i: int, call: Call) -> None:
             continue
         readers[r.buffer] = sorted(at if j == i else j for j in readers[r.buffer])
         writers[total.buffer] = [at]
-        if wanted.text("add") == "here":
+        if wanted.add == "here":
             same = {r.buffer: total.buffer}
             calls.now = [tuple(rename_buffers(c, same) for c in now) for now in calls.now]
             readers[total.buffer] = sorted((*readers.pop(r.buffer), *after))

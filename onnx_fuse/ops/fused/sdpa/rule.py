@@ -102,6 +102,8 @@ def _mismatch(rw: Rewriter, found: Scores, ending: ProductTail, z: ir.Value | No
     kinds = [tuple("Where" if s.fill is not None else "Mask" for s in found.steps)]
     if kinds[0] not in STEPS:
         return f"{len(found.steps)} masks and conditions follow each other; two are the most"
+    if ending.narrowed and product.dtype == ir.DataType.FLOAT != ending.values.dtype:
+        return "its product of queries and keys is in float32, that with the values in 16 bits"
     if ending.values.dtype != product.dtype or ending.weights.dtype != product.dtype:
         return "the weights have another type than the scores"
     if found.wide != ending.narrowed:

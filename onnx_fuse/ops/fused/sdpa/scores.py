@@ -17,6 +17,9 @@ REACH = 24
 MOST = 2
 """Masks and conditions of one attention operator."""
 
+SMALL = 128.0
+"""The largest number of a mask that may be added twice as one: swinv2 hides by -100, twice."""
+
 RANGE = (2.0**-20, 2.0**20)
 """Of factors of the scores."""
 
@@ -241,7 +244,9 @@ def combine_steps(op: Builder, steps: list[Step]) -> list[Step]:
     """The steps, where there are more than an operator has by fewer.
 
     (z + p) + m is z + (p + m) for every z and m, where p is 0 or -inf throughout: where p is -inf
-    both are -inf, or NaN where z or m is NaN or +inf. No other masks may be added up before.
+    both are -inf, or NaN where z or m is NaN or +inf. (z + m) + m is z + 2 m but for a rounding at
+    the size of m, as the product z has more of, where m is a constant of some hundred at most. No
+    other masks may be added up before.
     """
     found: list[Step] = []
     for i, step in enumerate(steps):
@@ -262,13 +267,30 @@ def _joins(first: Step, second: Step) -> bool:
     added = first.fill is None and second.fill is None
     plain = not first.negated and not second.negated and first.factor == second.factor
     same = first.at.shape is not None and first.at.shape == second.at.shape
-    return added and plain and same and _hides_or_keeps(first.value)
+    return (
+        added
+        and plain
+        and same
+        and (_hides_or_keeps(first.value) or (first.value is second.value and _small(first.value)))
+    )
+
+
+def _small(value: ir.Value) -> bool:
+    """Whether all elements are known float32 numbers of no more than `SMALL`."""
+    held = const_array(_viewed(value))
+    return held is not None and held.dtype == np.float32 and bool((np.abs(held) <= SMALL).all())
+
+
+def _viewed(value: ir.Value | None) -> ir.Value | None:
+    """What a value is a view of."""
+    while (view := producer(value, *_VIEWS)) is not None:
+        value = view.inputs[0]
+    return value
 
 
 def _hides_or_keeps(value: ir.Value | None) -> bool:
     """Whether all elements are known to be 0 or -inf."""
-    while (view := producer(value, *_VIEWS)) is not None:
-        value = view.inputs[0]
+    value = _viewed(value)
     chosen = producer(value, "Where")
     sources = chosen.inputs[1:] if chosen is not None else [value]
     arrays = [const_array(v) for v in sources]
