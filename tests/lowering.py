@@ -229,6 +229,11 @@ GRAPHS = {
         '{ y = Einsum<equation="bij,bjk->kbi">(x, z) }',
         {"x": X, "z": RNG.standard_normal((3, 6, 5)).astype(np.float32)},
     ),
+    "Einsum of an ellipsis, broadcast": (
+        "agraph (float[3,4,6] x, float[1,5,6] z) => (float[3,5] y) "
+        '{ y = Einsum<equation="...ij, ...kj -> ...k">(x, z) }',
+        {"x": X, "z": RNG.standard_normal((1, 5, 6)).astype(np.float32)},
+    ),
     "reversed sequences": (
         "agraph (float[3,4,6] x, int64[4] n) => (float[3,4,6] y) "
         "{ y = ReverseSequence<time_axis=0, batch_axis=1>(x, n) }",

@@ -171,7 +171,7 @@ def _constant(array: np.ndarray) -> _Form | None:
 
 
 def _range(node: ir.Node) -> _Form | None:
-    """start, start + delta, ...: of integers."""
+    """The form of a Range of integers: start, start + delta, ..."""
     start, delta = scalar(node.inputs[0]), scalar(node.inputs[2])
     if start is None or delta is None or is_float(node.outputs[0]) or not delta:
         return None
@@ -180,7 +180,7 @@ def _range(node: ir.Node) -> _Form | None:
 
 
 def _filled(node: ir.Node, depth: int) -> _Form | None:
-    """One number everywhere."""
+    """The form of a tensor that is one number everywhere."""
     out, axes = node.outputs[0], rank(node.outputs[0])
     if node.op_type == "Expand":
         form = _form(node.inputs[0], depth - 1)
@@ -194,7 +194,7 @@ def _filled(node: ir.Node, depth: int) -> _Form | None:
 
 
 def _triangle(node: ir.Node, depth: int) -> _Form | None:
-    """A number above or below a diagonal, 0 elsewhere."""
+    """The form of a Trilu: a number above or below a diagonal, 0 elsewhere."""
     form = _form(node.inputs[0], depth - 1)
     at = constant_ints(node.inputs[1]) if len(node.inputs) > 1 and node.inputs[1] else [0]
     if form is None or form.number is None or not at or not {-2, -1} <= set(form.sizes):
@@ -245,7 +245,7 @@ def _reshape(node: ir.Node, form: _Form) -> _Form | None:
 
 
 def _slice(node: ir.Node, form: _Form) -> _Form | None:
-    """A slice from the first element on, of each element."""
+    """The form of a Slice that takes every element from the first one on."""
     starts, size = constant_ints(node.inputs[1]), rank(node.inputs[0])
     steps = constant_ints(node.inputs[4]) if len(node.inputs) > 4 else [1]
     given = node.inputs[3] if len(node.inputs) > 3 else None
@@ -262,7 +262,7 @@ def _slice(node: ir.Node, form: _Form) -> _Form | None:
 
 
 def _cast(node: ir.Node, form: _Form) -> _Form | None:
-    """Numbers in another type; positions in another type of integers."""
+    """The form after a Cast: numbers in any type, positions in a type of integers."""
     if form.number is None and form.choice is None:
         return None if is_float(node.outputs[0]) else form
     to = node.outputs[0].dtype

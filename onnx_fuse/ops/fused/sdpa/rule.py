@@ -20,6 +20,7 @@ from onnx_fuse.ops.fused.sdpa.scores import (
     same_rows,
     same_size,
     trace_scores,
+    whole_rows,
 )
 from onnx_fuse.ops.rewrite import (
     Rewriter,
@@ -47,6 +48,8 @@ def fuse(rw: Rewriter, softmax: ir.Node) -> bool:
         return rw.refuse("Sdpa", [softmax], ending) if ending else False
     if not is_float(z):
         return False
+    op = Builder()
+    z = whole_rows(op, z)
     found = trace_scores(z)
     if found is None:
         reason = _unreached(z)
@@ -62,7 +65,7 @@ def fuse(rw: Rewriter, softmax: ir.Node) -> bool:
             else "the softmax is not over the keys"
         )
         return rw.refuse("Sdpa", nodes, reason)
-    product, op = found.product.outputs[0], Builder()
+    product = found.product.outputs[0]
     if not found.viewed:
         found.steps = [step for step in found.steps if not is_idle(step, product)]
     found.steps = combine_steps(op, found.steps)
