@@ -99,7 +99,7 @@ def is_idle(step: Step, logits: ir.Value) -> bool:
     """
     if step.factor != 1:
         return False
-    for value, holds in step.conditions or [(step.value, None)]:
+    for value, holds in step.conditions or [(step.value, True)]:
         form = _form(value, _DEPTH)
         if form is None or form.number is None or np.isnan(form.number):
             return False
