@@ -19,6 +19,7 @@ from onnx_fuse.ops.fused import linear_cross_entropy
 from onnx_fuse.ops.rewrite import Rewriter, nodes_in_order, typed
 from onnx_fuse.passes import batch
 from onnx_fuse.passes.canonicalize import clean
+from onnx_fuse.passes.patches import patches_as_products
 from onnx_fuse.passes.precision import lower_precision
 from onnx_fuse.passes.rotation import split_rotations
 from onnx_fuse.program.problem import PRECISIONS
@@ -141,6 +142,7 @@ def training_model(
     prepared = _prepare(source, choice, optimizer, level)
     if fused:
         split_rotations(prepared)
+        patches_as_products(prepared)
     dtype, _ = PRECISIONS[precision]
     if dtype != "float32":
         lower_precision(
