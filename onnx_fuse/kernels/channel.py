@@ -107,7 +107,7 @@ class Grad(RuleBased):
         ),)  # fmt: skip
 
 
-_BLOCKS = 1024  # of a channel's sums: fixed, so that they are the shape's alone
+_BLOCKS = 512  # of a channel's sums: fixed, so that they are the shape's alone
 _SHORT = (
     16  # elements of a channel that side by side are too few for vectors or blocks of their own
 )
@@ -142,7 +142,7 @@ def channel_chunks(problem: ChannelGrad) -> tuple[int, int]:
     if by_columns(problem):
         across = _across(problem)
         tiles = -(-channels * inner // (across * _width(problem)))
-        length, least = problem.batch, 4 * (256 // across)
+        length, least = problem.batch, 8 * (256 // across)
     else:
         length = problem.batch * inner // _width(problem)
         tiles, least = channels, 1024

@@ -223,13 +223,13 @@ class Depthwise(RuleBased):
         wide = next(n for n in (8, 4, 2, 1) if n == 1 or self._span(problem, n) <= 16)
         if problem.outer[2] % 7 == 0 and wide == 8 and self._span(problem, 7) <= 14:
             wide = 7
-        most = 24 if problem.dtype == "float64" else 49  # taps whose sums fit the registers
+        most = 16  # taps a thread: more leave room for few warps, which wait for memory
         rows_of = [n for n in range(taps, 0, -1) if taps % n == 0 and n * across <= most]
         own = rows_of[0] if rows_of else 1
         rows = problem.batch * problem.outer[1]
         blocks = -(-problem.groups // 64) * (taps // own)
-        parts = max(1, min(rows // 8, 2 * _BLOCKS // blocks))
-        return wide, own, -(-rows // parts)
+        parts = max(1, min(rows // 8, 3 * _SMS // blocks))
+        return wide, own, -(-rows // (8 * parts)) * 8
 
     def launch(self, problem: ConvWeightGrad, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The parts' sums, then theirs."""
