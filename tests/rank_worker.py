@@ -89,8 +89,7 @@ def curves(folder: Path) -> None:
         result |= {f"{case} {name}": array for name, array in t.weights().items()}
         result[f"{case} losses"] = np.array(losses)
         if case in ("sharded", "spread"):
-            kinds = ("slot", "parameter") if case == "spread" else ("slot",)
-            states = [s for s in t.spec().states if s.kind in kinds]
+            states = [s for s in t.spec().states if s.kind in ("slot", "parameter")]
             result[f"{case} bytes"] = np.array(sum(s.initial.nbytes for s in states))
     np.savez(folder / f"{os.environ.get('RANK', 'one')}.npz", **result)
 
