@@ -27,6 +27,7 @@ from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.save import save
 from onnx_fuse.ops.collective import COLLECTIVES
 from onnx_fuse.program.call import Program
+from onnx_fuse.program.passes.recompute import Memory
 from onnx_fuse.program.problem import CHIPS, Collective
 from onnx_fuse.runtime.plan import plan
 from onnx_fuse.runtime.schedule import by_dependency, sequential
@@ -204,6 +205,13 @@ def test_a_step_of_gathered_weights_holds_few_of_them() -> None:
         plan(step_program(shard, widths=(512,) * 9, bucket=1 << 18)).arena for shard in ("all", "")
     )
     assert small < large - 3 * 512 * 512 * 2
+
+
+def test_no_budget_makes_a_collective_run_twice() -> None:
+    program = step_program("optimizer", widths=(512,) * 5)
+    again = {i for c in Memory(program).candidates(lambda call: 1e-6) for i in c.calls}
+    assert again
+    assert not {_kind(program.calls[i]) for i in again} - {""}
 
 
 def _kind(call: Any) -> str:
