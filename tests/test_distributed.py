@@ -334,6 +334,7 @@ HANGS = {
     "two": ([Sign(7, 26, 6, 0), Sign(7, 26, 6, 0), Sign(8, 30, 6, 1)], "rank 0, 1 has not come to"),
     "a step": ([Sign(8, 26, 7, 0), Sign(8, 26, 6, 9)], "rank 1 has not come to collective 10 of"),
     "all": ([Sign(7, 30, 6, 4), Sign(7, 26, 6, 4)], "all ranks have been in collective 4 of"),
+    "at once": ([Sign(7, 30, 6, 0), Sign(7, 26, 6, 0)], "all ranks have been in step 7 for 26 s"),
     "not yet": ([Sign(7, 26, 6, 4), Sign(7, 24, 6, 2)], ""),
     "one works": ([Sign(7, 600, 6, 4), Sign(7, 0, 6, 0)], ""),
 }  # fmt: skip

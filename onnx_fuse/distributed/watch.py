@@ -198,7 +198,7 @@ def hang(signs: Mapping[int, Sign], limit: float) -> str:
     behind = [rank for rank, p in signs.items() if (p.done, p.met) == least]
     done, met = least
     if len(behind) == len(signs):
-        where = f"collective {met} of step {done + 1}"
+        where = f"collective {met} of step {done + 1}" if met else f"step {done + 1}"
         return f"all ranks have been in {where} for {waited:.0f} s: what connects them hangs"
     names = ", ".join(map(str, sorted(behind)))
     where = f"collective {met + 1} of step {done + 1}"
