@@ -29,8 +29,10 @@ from onnx_fuse.ops.collective import COLLECTIVES
 from onnx_fuse.program.call import Program
 from onnx_fuse.program.passes.recompute import Memory
 from onnx_fuse.program.problem import CHIPS, Collective
+from onnx_fuse.report import trace
 from onnx_fuse.runtime.plan import plan
 from onnx_fuse.runtime.schedule import by_dependency, sequential
+from onnx_fuse.runtime.timeline import Communication, Exchange
 from onnx_fuse.training import optim
 from onnx_fuse.training.ranks import Measure, Ranks, counted
 from onnx_fuse.training.step import training_model
@@ -446,3 +448,47 @@ def test_a_launcher_of_another_number_is_refused(
     given = ["train", str(small / "model.onnx"), "--data", str(small / "data.npz"), "--loss"]
     assert cli.run_command([*given, "cross_entropy", "--gpus", "4"]) == 2
     assert "--gpus 4, but the launcher has started 2" in capsys.readouterr().err
+
+
+# ---- what is seen ------------------------------------------------------------------------------
+
+FOUND = Communication(
+    (
+        Exchange("AllReduce", 2, 4_000_000, 0.010, 0.012),
+        Exchange("AllReduce", 3, 6_000_000, 0.012, 0.015),
+        Exchange("AllReduce", 4, 1_000_000, 0.017, 0.018),
+    ),
+    ((0.014, 0.015), (0.0145, 0.015), (0.017, 0.018)),
+)
+
+
+def test_what_nothing_hid_counts_once() -> None:
+    """Two calls that wait at once wait together; collectives in a row are one stretch."""
+    assert FOUND.seconds == pytest.approx(0.006)
+    assert FOUND.exposed == pytest.approx(0.002)
+    assert str(FOUND) == "3 collectives of 11.0 MB in 6.00 ms of a step, 2.00 ms not hidden"
+
+
+def test_a_trace_has_the_collectives_of_the_last_step() -> None:
+    """They end when the step does, whose end is known on the host."""
+    spans = [e for e in trace.of_communication(FOUND, 50_000.0) if e["ph"] == "X"]
+    assert [(e["name"], round(e["ts"]), round(e["dur"])) for e in spans] == [
+        ("AllReduce", 42_000, 2000),
+        ("AllReduce", 44_000, 3000),
+        ("AllReduce", 49_000, 1000),
+        ("wait", 46_000, 1000),
+        ("wait", 46_500, 500),
+        ("wait", 49_000, 1000),
+    ]
+    assert {e["tid"] for e in spans} == {1, 2}
+
+
+def test_the_command_writes_a_trace_of_all_ranks(small: Path) -> None:
+    train(small, "--epochs", "1", "--gpus", "2", "--trace", "trace.json")
+    events = json.loads((small / "trace.json").read_text())["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert {"rank 0 host", "rank 1 host"} <= set(names.values())
+    for pid, name in names.items():
+        if name.startswith("rank"):
+            steps = [e for e in events if e["pid"] == pid and e["name"].startswith("step")]
+            assert [e["name"] for e in steps] == [f"step {i}" for i in range(1, 7)]
