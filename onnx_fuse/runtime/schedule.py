@@ -18,7 +18,7 @@ FEW_BLOCKS = 8
 
 @dataclass(frozen=True)
 class Segment:
-    """Calls `first` and on: kernel calls, or one call that onnxruntime runs."""
+    """A run of calls from index `first` on: kernel calls, or one call that onnxruntime runs."""
 
     first: int
     calls: tuple[Call, ...]
@@ -59,7 +59,7 @@ class Order:
 
 
 def _order(wanted: Iterable[Iterable[int]]) -> Order:
-    """From the calls each must follow, which come earlier in the list; implied ones left out."""
+    """The Order of calls that must each follow some earlier ones; implied edges are left out."""
     after: list[tuple[int, ...]] = []
     before: list[int] = []
     for calls in wanted:

@@ -144,7 +144,7 @@ class _Moment:
 
 
 def _length(spans: Sequence[tuple[float, float]]) -> float:
-    """The time that spans cover together."""
+    """The time that is covered by at least one of the spans."""
     total, last = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, last))
