@@ -124,7 +124,7 @@ def fault(folder: Path, kind: str) -> None:
                 never_ends(t)
         if i == 3 and kind == "inside" and "DEVICE" not in os.environ:
             # both ranks wait for their step, as on GPUs, and the second has come less far
-            t.world.watch.met = lambda: 2 - t.world.rank
+            t.world.watch.reached = lambda: (3, 2 - t.world.rank)
             t._device.start = lambda *_: lambda: time.sleep(600)
         t.step(batch)
     (folder / "finished").touch()

@@ -347,12 +347,11 @@ class Trainer:
             arrays, count = counted(arrays, spec.measures, spec.targets, spare=spare)
             arrays[spec.counts] = count
             rows *= self.world.size
-            self.world.watch.steps += 1
         rate = self.optimizer.rate(self.updates)
         arrays |= self._scalars(spec, rate)
-        result = self._device.start(mode, spec, arrays)
-        if self.world is not None:
-            result = partial(self.world.watch.during, result)
+        begin = partial(self._device.start, mode, spec, arrays)
+        key = mode, *(a.shape for a in arrays.values())
+        result = begin() if self.world is None else self.world.watch.step(key, begin)
         run = Run(self.calls, mode, spec, arrays, rate, rows, result)
         self._runs.append(run)
         self.calls += 1
