@@ -272,7 +272,7 @@ def curves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, np.n
     return found
 
 
-AGAIN = ("plain", "sharded", "spread")
+AGAIN = ("plain", "spread")
 """Cases that are run once more, for the same bits."""
 TOLERANCE = 2e-4
 """Of 50 steps of AdamW: where a gradient is near 0, its sign decides about a step of lr."""
