@@ -255,8 +255,9 @@ def train(
         str,
         typer.Option(
             metavar="NAME",
-            help="Let each GPU hold its part alone of the states of: optimizer, or all (the "
-            "weights, too).",
+            help="Let each GPU hold its part alone of weights and optimizer's state: optimizer "
+            "gathers the weights once a step, all for forward and backward, which takes the least "
+            "memory.",
         ),
     ] = "",
     sync_batchnorm: Annotated[
