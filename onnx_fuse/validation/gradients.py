@@ -217,6 +217,15 @@ def check_written(
     pairs = reference_pairs(backward, lambda f: ort.run(session, f), given, seed, check.notes)
     inputs = pairs[0][0]
     names = [v.name or "" for v in backward.graph.outputs]
+    for y, array in zip(names, pairs[0][1], strict=True):
+        given_shape = inputs[f"{y}{_GRAD}"].shape if f"{y}{_GRAD}" in inputs else array.shape
+        if given_shape != array.shape and feeds:
+            raise ModelError(
+                f"input '{y}{_GRAD}' has shape {[*given_shape]}, its output '{y}' {[*array.shape]}"
+            )
+        if given_shape != array.shape:  # a generated one: the graph says too little of the size
+            dy = np.random.default_rng(seed).standard_normal(array.shape)
+            inputs[f"{y}{_GRAD}"] = dy.astype(array.dtype)
     seeds = {k.removesuffix(_GRAD): a for k, a in inputs.items() if k.endswith(_GRAD)}
     cotangents = {y: a for y, a in seeds.items() if y in names}
     if not cotangents:
