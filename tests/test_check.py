@@ -288,10 +288,15 @@ def test_a_cotangent_has_the_shape_of_its_output() -> None:
         check_written(written, feeds=feeds)
 
 
-def test_a_written_gradient_is_right_where_a_mask_hides_a_whole_row() -> None:
+@pytest.mark.parametrize("held", ["initializer", "node"])
+def test_a_written_gradient_is_right_where_a_mask_hides_a_whole_row(held: str) -> None:
     """In any float the lowest number absorbs the scores: their slope is 0, not their gradient."""
-    text = """g (float[2,4] x) => (float[2,4] y) <float[4,4] w = {1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7},
-      float[2,1] mask = {0, -3.4e38}> { h = MatMul (x, w) z = Add (h, mask) y = Softmax (z) }"""
+    mask = "float[2,1] {0, -3.4e38}"
+    inside = f"mask = Constant <value = {mask}> ()" if held == "node" else ""
+    outside = f", {mask.replace('{', 'mask = {')}" if held == "initializer" else ""
+    text = f"""g (float[2,4] x) => (float[2,4] y)
+      <float[4,4] w = {{1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}}{outside}>
+      {{ {inside} h = MatMul (x, w) z = Add (h, mask) y = Softmax (z) }}"""
     check = check_written(autodiff.gradient(text_model(text), wrt=["w"]))
     assert check.ok
     assert any("hide everything" in note for note in check.notes)
