@@ -51,7 +51,7 @@ class _Plan:
 
     @property
     def transposes(self) -> int:
-        """How many are needed, a weight's among them."""
+        """The number of Transposes that it needs, those of weights included."""
         return (
             (list(self.left) != self.lead + self.inner)
             + (list(self.right) != self.batch + self.inner + self.columns)

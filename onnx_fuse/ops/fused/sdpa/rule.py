@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from onnx_fuse.onnx.build import Builder, dim, rank
 from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.ops.fused.sdpa.causal import CAUSAL, causal_step
+from onnx_fuse.ops.fused.sdpa.causal import CAUSAL, causal_step, is_idle
 from onnx_fuse.ops.fused.sdpa.frame import Frame, make_frame
 from onnx_fuse.ops.fused.sdpa.kinds import KINDS, STEPS, Kind
 from onnx_fuse.ops.fused.sdpa.scores import (
@@ -66,6 +66,8 @@ def fuse(rw: Rewriter, softmax: ir.Node) -> bool:
         )
         return rw.refuse("Sdpa", nodes, reason)
     product = found.product.outputs[0]
+    if not found.viewed:
+        found.steps = [step for step in found.steps if not is_idle(step, product)]
     found.steps = combine_steps(op, found.steps)
     reason = _mismatch(rw, found, ending, z)
     if reason:
