@@ -154,7 +154,7 @@ def _stored(path: Path) -> bytes | None:
 
 
 def _store(path: Path, cubin: bytes) -> None:
-    """Written beside and renamed: another process sees the whole entry or none."""
+    """Write a file beside and rename it: another process sees the whole entry or none."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
@@ -200,7 +200,7 @@ def _dump(folder: Path, source: str, text: str, defines: Defines, arch: str, cub
 
 @cache
 def _disassembler() -> tuple[str, ...]:
-    """The command that prints SASS; said once on stderr where there is none."""
+    """The command that prints SASS; where there is none, one line on stderr says so once."""
     from cuda.pathfinder import find_nvidia_binary_utility
 
     for tool in (("nvdisasm",), ("cuobjdump", "--dump-sass")):

@@ -1,4 +1,4 @@
-"""Any values of a graph, computed by name."""
+"""Values inside of a graph, computed by their names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ def values_of(
     feeds: Feeds,
     names: Sequence[str],
     *,
-    as_written: bool = False,
     device: str = "cpu",
     precision: str = "fp32",
     kernels: dict[str, str] | None = None,
@@ -40,7 +39,7 @@ def values_of(
             kernels.update(writers(program))
         return found
     with ort.faults("blame"):
-        session = ort.session(model, as_written=as_written)
+        session = ort.session(model)
         return dict(zip(names, ort.run(session, feeds, names), strict=True))
 
 
