@@ -1,4 +1,4 @@
-"""Optimizer updates of one kind: one body is lowered and contracted, the others repeat its calls."""
+"""Optimizer updates of one kind: one body is lowered and contracted, others repeat its calls."""
 
 from __future__ import annotations
 
