@@ -241,7 +241,7 @@ def check_written(
     forward, parameters = _forward(backward, [n.removesuffix(_GRAD) for n in wanted])
     parameters |= _doubles({k: a for k, a in inputs.items() if f"{k}{_GRAD}" in wanted})
     rng = np.random.default_rng(0)
-    _compare(check, rng, forward, inputs, parameters, cotangents, single, double)
+    _compare(check, rng, forward, inputs, parameters, cotangents, single, double, every=False)
     return check
 
 

@@ -19,6 +19,7 @@ def values_of(
     feeds: Feeds,
     names: Sequence[str],
     *,
+    as_written: bool = False,
     device: str = "cpu",
     precision: str = "fp32",
     kernels: dict[str, str] | None = None,
@@ -39,7 +40,7 @@ def values_of(
             kernels.update(writers(program))
         return found
     with ort.faults("blame"):
-        session = ort.session(model)
+        session = ort.session(model, as_written=as_written)
         return dict(zip(names, ort.run(session, feeds, names), strict=True))
 
 
