@@ -255,8 +255,8 @@ def train(
         str,
         typer.Option(
             metavar="NAME",
-            help="Let each GPU hold its part alone of the states of: optimizer, or all (the "
-            "weights, too).",
+            help="Divide among the GPUs, so that each holds a part: optimizer (its states) or all "
+            "(the weights, too).",
         ),
     ] = "",
     sync_batchnorm: Annotated[
