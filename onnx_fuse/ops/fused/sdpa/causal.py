@@ -99,7 +99,8 @@ def is_idle(step: Step, logits: ir.Value) -> bool:
     """
     if step.factor != 1:
         return False
-    for value, holds in step.conditions or [(step.value, None)]:
+    both: list[tuple[ir.Value, bool | None]] = [*step.conditions] or [(step.value, None)]
+    for value, holds in both:
         form = _form(value, _DEPTH)
         if form is None or form.number is None or np.isnan(form.number):
             return False
