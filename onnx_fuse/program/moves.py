@@ -446,11 +446,6 @@ class NGrams(AnyProblem):
         """Words read for each count."""
         return self.size * (4 + self.words * ITEMSIZE[self.dtype])
 
-    @property
-    def empty(self) -> bool:
-        """Whether there is no count."""
-        return not self.size
-
 
 @dataclass(frozen=True)
 class Range(AnyProblem):
