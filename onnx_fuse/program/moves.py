@@ -12,7 +12,6 @@ from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.expression import Expression
 from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Config, Hardware
 from onnx_fuse.program.problems import Window
-from onnx_fuse.program.size import Size, Trace
 
 
 @dataclass(frozen=True)
@@ -26,12 +25,6 @@ class Pointwise(AnyProblem):
     expression: Expression
     reads: tuple[Tensor, ...]
     writes: tuple[Tensor, ...]
-
-    @property
-    def trace(self) -> Trace | None:  # type: ignore[override]
-        """The trace of the views' open sizes."""
-        sizes = (n for t in (*self.writes, *self.reads) for n in (*t.shape, *t.strides, t.offset))
-        return next((n.trace for n in sizes if isinstance(n, Size)), None)  # type: ignore[attr-defined]
 
     @property
     def flops(self) -> int:
@@ -67,12 +60,6 @@ class PointwiseMany(AnyProblem):
     items: tuple[tuple[tuple[Tensor, ...], tuple[Tensor, ...]], ...]
 
     @property
-    def trace(self) -> Trace | None:  # type: ignore[override]
-        """The trace of the tensors' open sizes."""
-        sizes = (n for _, writes in self.items for n in writes[0].shape)
-        return next((n.trace for n in sizes if isinstance(n, Size)), None)  # type: ignore[attr-defined]
-
-    @property
     def flops(self) -> int:
         """One a step."""
         return len(self.expression.steps) * sum(writes[0].size for _, writes in self.items)
@@ -103,12 +90,6 @@ class CopyMany(AnyProblem):
     op = "CopyMany"
     itemsize: int
     pieces: tuple[Piece, ...]
-
-    @property
-    def trace(self) -> Trace | None:  # type: ignore[override]
-        """The trace of the pieces' open sizes."""
-        sizes = (n for p in self.pieces for n in (p.n, *p.sizes, *p.x, *p.y))
-        return next((n.trace for n in sizes if isinstance(n, Size)), None)  # type: ignore[attr-defined]
 
     @property
     def bytes(self) -> int:
