@@ -28,7 +28,7 @@ class Pointwise(AnyProblem):
 
     @property
     def flops(self) -> int:
-        """One a step."""
+        """One operation for each step of each element."""
         return len(self.expression.steps) * self.writes[0].size
 
     @property
@@ -61,7 +61,7 @@ class PointwiseMany(AnyProblem):
 
     @property
     def flops(self) -> int:
-        """One a step."""
+        """One operation for each step of each element."""
         return len(self.expression.steps) * sum(writes[0].size for _, writes in self.items)
 
     @property
