@@ -375,7 +375,7 @@ class Im2col(_Chosen):
         self.many, self.few = Wgmma(), Cluster()
 
     def _inner(self, config: Config) -> Wgmma | Cluster:
-        """The product's candidate whose configuration it is."""
+        """The candidate of the product to which the configuration belongs."""
         return self.many if config.attr("tile") else self.few
 
     def _product(self, problem: Conv) -> Problem:

@@ -235,7 +235,7 @@ class _Filtering(AnyProblem):
 
     @property
     def flops(self) -> int:
-        """Two a product, pads counted as others."""
+        """Two operations a product, products with pads included."""
         return 2 * self.groups * self.filters * self.depth * self.batch * prod(self.outer)
 
 

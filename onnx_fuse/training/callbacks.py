@@ -320,7 +320,7 @@ class Progress(Callback):
         self.console = console
 
     def on_start(self, fit: Fit) -> None:
-        """Begin the bar at the step where the run goes on as `fit`."""
+        """Begin the bar at the step at which `fit` begins or goes on."""
         from rich import progress as bars
         from rich.console import Console
 
