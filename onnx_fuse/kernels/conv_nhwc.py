@@ -42,7 +42,7 @@ TILES: dict[tuple[int, ...], float] = {
 }
 
 
-def _strides(problem: Conv) -> tuple[int, ...]:
+def image_strides(problem: Conv | ConvWeightGrad) -> tuple[int, ...]:
     """The strides of x's images, rows and pixels in elements."""
     if problem.x_strides:
         return problem.x_strides
@@ -80,9 +80,9 @@ class ChannelsLast(RuleBased):
         if problem.inner[0] != 1 or problem.outer[0] != 1:
             return "at most two spatial axes"
         strided = not (problem.depthwise or problem.planar)
-        if strided and any(step % 8 for step in _strides(problem)):
+        if strided and any(step % 8 for step in image_strides(problem)):
             return "pixels are no multiple of 16 bytes apart"
-        if max(_strides(problem)[0], prod(problem.outer)) >= 2**29:
+        if max(image_strides(problem)[0], prod(problem.outer)) >= 2**29:
             return "an image of 2^29 elements or more"
         return super().supports(problem, hw)
 
@@ -147,7 +147,7 @@ class Depthwise(ChannelsLast):
             pairs = 2 if both else 1
         width = min(32, lanes(problem.groups // (2 * pairs)))
         tiles = problem.batch * -(-oh // tall) * -(-ow // wide)
-        sn, sy, sx = _strides(problem)
+        sn, sy, sx = image_strides(problem)
         return (Launch(
             self.source, "conv_depthwise",
             (-(-tiles // (256 // width)), -(-problem.groups // (2 * pairs * width)), 1),
@@ -295,7 +295,7 @@ class Mma(_Chosen):
         steps = self._steps(problem, bk)
         chunk = -(-steps // split)
         blocks = -(-rows // bm) * -(-problem.filters // bn) * problem.groups
-        sn, sy, sx = _strides(problem)
+        sn, sy, sx = image_strides(problem)
         types = {"T": C_TYPES[problem.dtype], "ACC": "float", "TRANSPOSED": False}
         tile = {"BM": bm, "BN": bn, "WM": wm, "WN": wn, "BK": bk, "STAGES": stages}
         tail, vec = tail_macros(problem.tail), 8 if problem.filters % 8 == 0 else 1
@@ -375,7 +375,7 @@ class Im2col(_Chosen):
         self.many, self.few = Wgmma(), Cluster()
 
     def _inner(self, config: Config) -> Wgmma | Cluster:
-        """The product's candidate whose configuration it is."""
+        """The candidate of the product to which the configuration belongs."""
         return self.many if config.attr("tile") else self.few
 
     def _product(self, problem: Conv) -> Problem:
@@ -434,7 +434,7 @@ class Im2col(_Chosen):
         assert isinstance(b, TensorMap)
         _, oh, ow = problem.outer
         window, ldw = problem.window, _padded(problem)
-        images = gathered(problem, _strides(problem), a.box[1])
+        images = gathered(problem, a.box[1])
         taps = prod(window.kernel)
         filters = TensorMap(
             Ptr("weight"), problem.dtype, (ldw, problem.filters, taps),
@@ -469,12 +469,12 @@ def unboxed(problem: Conv | ConvWeightGrad) -> str | None:
     return None
 
 
-def gathered(problem: Conv | ConvWeightGrad, steps: Sequence[int], pixels: int) -> TensorMap:
-    """The images x, `steps` elements between images, rows and pixels: `pixels` at a time."""
+def gathered(problem: Conv | ConvWeightGrad, pixels: int) -> TensorMap:
+    """The images x, so many pixels at a time."""
     (_, h, w), window = problem.inner, problem.window
     return TensorMap(
         Ptr("x"), problem.dtype, (problem.channels, w, h, problem.batch),
-        tuple(2 * step for step in reversed(steps)), (64, pixels),
+        tuple(2 * step for step in reversed(image_strides(problem))), (64, pixels),
         window=(*_corners(problem), window.strides[2], window.strides[1]),
     )  # fmt: skip
 

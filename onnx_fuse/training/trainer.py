@@ -92,9 +92,9 @@ class Trainer:
             the batch; the loss and the update are those of all parts together.
         reduce_dtype: "fp32" adds up the gradients of the ranks in their own type, "bf16" in half
             as many bytes.
-        shard: "optimizer" lets each rank hold its part of the optimizer's state alone, "all" its
-            part of the weights as well: then all ranks call what reads them (`evaluate`, `weights`,
-            `save`) together.
+        shard: "optimizer" lets each rank hold its part alone of weights and optimizer's state, and
+            gather the weights once a step, "all" for each half of it. All ranks then call what
+            reads them (`evaluate`, `weights`, `save`) together.
         hardware: Build the steps for this GPU, which need not be here: nothing is run, and
             `deploy.compile_training` compiles them.
         compiled: A folder that it has written from the same model and settings: the GPU runs what
@@ -353,12 +353,11 @@ class Trainer:
             arrays, count = counted(arrays, spec.measures, spec.targets, spare=spare)
             arrays[spec.counts] = count
             rows *= self.world.size
-            self.world.watch.steps += 1
         rate = self.optimizer.rate(self.updates)
         arrays |= self._scalars(spec, rate)
-        result = self._device.start(mode, spec, arrays)
-        if self.world is not None:
-            result = partial(self.world.watch.during, result)
+        begin = partial(self._device.start, mode, spec, arrays)
+        key = mode, *(a.shape for a in arrays.values())
+        result = begin() if self.world is None else self.world.watch.step(key, begin)
         run = Run(self.calls, mode, spec, arrays, rate, rows, result)
         self._runs.append(run)
         self.calls += 1
