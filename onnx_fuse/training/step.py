@@ -133,6 +133,8 @@ def training_model(
     accumulate, free_batch, level, precision, residual_dtype, loss_scale, ema) and the errors are
     those of `training.trainer.Trainer`.
     """
+    if residual_dtype not in ("", "fp32"):
+        raise UsageError(f"residual_dtype is '{residual_dtype}': give 'fp32', or leave it out")
     original = read(model)
     named, source = set(original.graph.initializers), load(original)
     bind_defaults(source)
