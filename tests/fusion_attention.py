@@ -99,6 +99,7 @@ ATTENTION = (
                 "x, w",
                 "3,T,5",
             ),
+            ("leading_axes", "B,T,8", ", float[4,8] w", "...d,kd->...k", "x, w", "B,T,4"),
             ("only_turned", "B,T,8", "", "abc->cab", "x", "8,B,T"),
         )
     ),
@@ -347,6 +348,18 @@ ATTENTION = (
         "p = Softmax (z3)\n y = MatMul (p, v)",
         ("SdpaMaskMask",),
         **ATT,
+    ),
+    FusionCase(
+        "attention_mask_in_parts",  # as vitdet and SAM add theirs by the key's row and column
+        "float[B,6,8] q, float[B,6,8] k, float[B,6,8] v, float[B,2,3,2,1] a, float[1,2,3,1,3] mask",
+        "apart = Constant <value = int64[5] {-1, 2, 3, 2, 3}> ()\n"
+        "whole = Constant <value = int64[3] {-1, 6, 6}> ()\n"
+        "kt = Transpose <perm = [0,2,1]> (k)\n s = MatMul (q, kt)\n s5 = Reshape (s, apart)\n"
+        "z1 = Add (s5, a)\n z2 = Add (mask, z1)\n z = Reshape (z2, whole)\n"
+        "p = Softmax (z)\n y = MatMul (p, v)",
+        ("SdpaMaskMask",),
+        fed=("q", "k", "v", "a", "mask"),
+        output="float[B,6,8] y",
     ),
     FusionCase(
         "attention_fed_mask_added_twice_stays",

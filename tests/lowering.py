@@ -56,7 +56,7 @@ GRAPHS = {
         "{ g, u = Split<axis=-1, num_outputs=2>(gu) s = Sigmoid(g) h = Mul(s, u) z = MatMul(h, w) "
         "t = Transpose<perm=[1,0]>(w) dh = MatMul(z, t) du = Mul(dh, s) hu = Mul(dh, u) "
         "dg = Mul(hu, g) d = Concat<axis=-1>(dg, du) }",
-        arrays(gu=(40, 96), w=(48, 32)),
+        arrays(gu=(40, 96)) | {"w": np.eye(48, 32, dtype=np.float32)},
     ),
     "a chain through a reshape": (
         "agraph (float[3,4,6] x) => (float[12,6] y) <int64[2] shape = {12, 6}> "
@@ -228,6 +228,11 @@ GRAPHS = {
         "agraph (float[3,4,6] x, float[3,6,5] z) => (float[5,3,4] y) "
         '{ y = Einsum<equation="bij,bjk->kbi">(x, z) }',
         {"x": X, "z": RNG.standard_normal((3, 6, 5)).astype(np.float32)},
+    ),
+    "Einsum of an ellipsis, broadcast": (
+        "agraph (float[3,4,6] x, float[1,5,6] z) => (float[3,5] y) "
+        '{ y = Einsum<equation="...ij, ...kj -> ...k">(x, z) }',
+        {"x": X, "z": RNG.standard_normal((1, 5, 6)).astype(np.float32)},
     ),
     "reversed sequences": (
         "agraph (float[3,4,6] x, int64[4] n) => (float[3,4,6] y) "

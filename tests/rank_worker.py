@@ -33,6 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fp16": {"precision": "fp16", "loss_scale": 1024.0},
     "batchnorm": {"sync_batchnorm": True},
     "sharded": {"shard": "optimizer", "clip_norm": 0.5},
+    "spread": {"shard": "all", "clip_norm": 0.5, "accumulate": 2},
 }
 
 
@@ -87,12 +88,10 @@ def curves(folder: Path) -> None:
             losses.append(float(np.mean(each)))
         result |= {f"{case} {name}": array for name, array in t.weights().items()}
         result[f"{case} losses"] = np.array(losses)
-        if case == "sharded" and t.world is not None:
-            slots = [s for s in t.spec().states if s.kind == "slot"]
-            result["sharded bytes"] = np.array(sum(s.initial.nbytes for s in slots))
-            result["whole bytes"] = np.array(
-                sum(s.initial.nbytes * (RANKS if s.whole else 1) for s in slots)
-            )
+        if case in ("sharded", "spread"):
+            kinds = ("slot", "parameter") if case == "spread" else ("slot",)
+            states = [s for s in t.spec().states if s.kind in kinds]
+            result[f"{case} bytes"] = np.array(sum(s.initial.nbytes for s in states))
     np.savez(folder / f"{os.environ.get('RANK', 'one')}.npz", **result)
 
 

@@ -256,7 +256,7 @@ STAYS = {
     "z = Clip (s, lo, hi) p = Softmax (z) y = MatMul (p, v)": "Clip stands between the product",
     "c = Cast <to = 11> (s) d = Softmax (c) p = Cast <to = 1> (d) y = MatMul (p, v)":
         "the weights are cast to another type",
-    "m = Add (s, wide4) n = Add (m, wide4) z = Add (n, wide4) p = Softmax (z) y = MatMul (p, v)":
+    "m = Add (s, wide4) n = Sub (m, wide4) z = Add (n, wide4) p = Softmax (z) y = MatMul (p, v)":
         "3 masks and conditions follow each other",
     "p = Softmax (s) r = Mul (p, hi) y = MatMul (p, v) u = Add (r, r)": "have 2 readers",
     "p = Softmax (s) r = Mul (p, hi) y = MatMul (r, v)": "the weights go into Mul",
@@ -422,6 +422,7 @@ LOWERED = [c for c in LOWERED if c.opset <= NEWEST_OPSET]
 SUMMED = (
     "attention_heads_known_at_run_time",
     "attention_in_shifted_windows",
+    "attention_mask_in_parts",
     "attention_grouped_heads_turned_in_the_batch",
     "attention_node_past_float_causal",
 )

@@ -162,6 +162,41 @@ def test_a_mask_is_dropped_only_where_it_is_proved_causal(name: str) -> None:
     np.testing.assert_allclose(got, expected, atol=2e-6)
 
 
+ALL = f"""{LENGTH}
+    seen = Constant <value = bool[1,1,1,1] {{1}}> ()
+    batch = Shape <start = 0, end = 1> (q)
+    room = Concat <axis = 0> (batch, first, size, size)
+    everywhere = Expand (seen, room)"""
+IDLE = {
+    "a condition that always holds": (ALL, f"low = {LOW} z = Where (everywhere, s, low)", True),
+    "0 wherever it holds": (f"""{ALL} nil = {NIL} low = {INF}
+        mask = Where (everywhere, nil, low)""", ADDED, True),
+    "zeros": ("zeros = Constant <value = float[1,1,1,1] {0.0}> ()", "z = Add (s, zeros)", True),
+    "zeros of more batches than are known": (
+        "zeros = Constant <value = float[2,1,1,1] {0.0, 0.0}> ()", "z = Add (s, zeros)", False),
+    "a condition that never holds": (
+        f"{ALL} none_seen = Not (everywhere)", f"low = {LOW} z = Where (none_seen, s, low)", False),
+    "one everywhere": ("ones = Constant <value = float[1,1,1,1] {1.0}> ()", "z = Add (s, ones)",
+                       False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IDLE)
+def test_a_mask_that_hides_nothing_is_no_mask(name: str) -> None:
+    mask, logits, idle = IDLE[name]
+    model = model_of(mask, logits)
+    rng = np.random.default_rng(1)
+    feeds = {n: rng.standard_normal(s).astype(np.float32) for n, s in SIZES.items()}
+    plain = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
+    (expected,) = plain.run(None, feeds)
+    passes.optimize(model)
+    assert bool(attention_of(model, SIZES).mask) != idle
+    weights = {n: v.const_value.numpy() for n, v in model.graph.initializers.items()}
+    shapes = {n: (a.shape, "float32") for n, a in feeds.items()}
+    got = interpret(lower(model, shapes, CHIPS["H200"]), feeds, weights)["y"]
+    np.testing.assert_allclose(got, expected, atol=2e-6)
+
+
 @pytest.mark.parametrize("name", [*PROVED, *READ])
 def test_the_proof_holds_for_sizes_that_are_open(name: str) -> None:
     model, trace = model_of(*(PROVED | READ)[name]), Trace()

@@ -4,9 +4,8 @@
 
 Each model runs through `InferenceSession`, inputs and outputs bound in place, with random weights:
 those of models/, or PyTorch's own modules, exported by it (SegFormer needs transformers). Each
-measurement is a process with a limit of its own, and is printed as soon as it is there.
-"convolutions" are the single ones of ResNet-50, 32 images, beside cuDNN's. Times are medians, in
-microseconds.
+measurement is a process with a limit of its own, and is printed as soon as it is there. Times are
+medians, in microseconds. tools/bench_convolutions.py has single convolutions.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import exp, log
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,7 +29,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "models")]
 
 from onnx_fuse import InferenceSession  # noqa: E402
-from onnx_fuse.onnx.build import text_model  # noqa: E402
 
 Once = Callable[[], object]
 
@@ -67,15 +64,6 @@ ROWS = {
     "unet-2": Row(((2, 4, 64, 64), (2,), (2, 77, 768)), "UNet"),
     "vae-1": Row(((1, 4, 64, 64),), "Decoder"),
 }
-# channels in, image, filters, kernel, stride
-CONVOLUTIONS = (
-    (3, 224, 64, 7, 2), (64, 56, 64, 1, 1), (64, 56, 64, 3, 1), (64, 56, 256, 1, 1),
-    (256, 56, 64, 1, 1), (256, 56, 128, 1, 1), (128, 56, 128, 3, 2), (256, 56, 512, 1, 2),
-    (128, 28, 512, 1, 1), (512, 28, 128, 1, 1), (128, 28, 128, 3, 1), (512, 28, 256, 1, 1),
-    (256, 28, 256, 3, 2), (512, 28, 1024, 1, 2), (256, 14, 1024, 1, 1), (1024, 14, 256, 1, 1),
-    (256, 14, 256, 3, 1), (1024, 14, 512, 1, 1), (512, 14, 512, 3, 2), (1024, 14, 2048, 1, 2),
-    (512, 7, 2048, 1, 1), (2048, 7, 512, 1, 1), (512, 7, 512, 3, 1),
-)  # fmt: skip
 
 
 def timed(once: Once, repeats: int = 20, rounds: int = 7) -> float:
@@ -157,56 +145,21 @@ def peer(row: Row) -> float:
         return timed(lambda: compiled(*inputs))
 
 
-def convolution(c: int, image: int, m: int, k: int, s: int, batch: int = 32) -> tuple[float, float]:
-    """Microseconds of a convolution of channels-last images: (ours, cuDNN's)."""
-    pads, out = [k // 2] * 4, (image + 2 * (k // 2) - k) // s + 1
-    model = text_model(
-        f"agraph (float16[{batch},{image},{image},{c}] x, float16[{m},{c},{k},{k}] w)"
-        f" => (float16[{batch},{out},{out},{m}] y) {{ a = Transpose<perm=[0,3,1,2]>(x)"
-        f" b = Conv<strides=[{s},{s}],pads={pads}>(a, w) y = Transpose<perm=[0,2,3,1]>(b) }}"
-    )
-    weight = (t.randn(m, c, k, k) / (c * k * k) ** 0.5).half()
-    value = model.graph.inputs.pop(1)
-    value.const_value = ir.tensor(weight.numpy(), name="w")
-    model.graph.register_initializer(value)
-    x = t.randn(batch, c, image, image, device="cuda").half()
-    x, weight = (v.cuda().contiguous(memory_format=t.channels_last) for v in (x, weight))
-    captured = t.cuda.CUDAGraph()
-    for _ in range(3):
-        t.nn.functional.conv2d(x, weight, None, s, k // 2)
-    with t.cuda.graph(captured):
-        t.nn.functional.conv2d(x, weight, None, s, k // 2)
-    shapes = ((batch, image, image, c),)
-    return ours(model, np.float16, shapes, "fp32"), timed(captured.replay)
-
-
-def worker(name: str, theirs: bool) -> None:
-    """Print the microseconds of one measurement, or of each single convolution."""
-    t.backends.cudnn.benchmark = True
-    if name in ROWS:
-        row = ROWS[name]
-        print(peer(row) if theirs else ours(graph(row), np.float32, row.shapes, "fp16"))
-        return
-    for sizes in CONVOLUTIONS:
-        print(*convolution(*sizes), flush=True)
-
-
-def measured(name: str, limit: float, theirs: bool = False) -> tuple[list[list[float]], str]:
-    """What a process of its own prints within the limit, and why it prints no more."""
+def measured(name: str, limit: float, theirs: bool) -> float | str:
+    """Microseconds that a process of its own finds within the limit, or why it finds none."""
     command = [sys.executable, __file__, "--worker", name, *(["--theirs"] if theirs else [])]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
-    except subprocess.TimeoutExpired as error:
-        lines, why = (error.stdout or b"").decode(), f"over {limit:g} s"
-    else:
-        lines, why = done.stdout, (done.stderr.strip().splitlines() or [""])[-1][:120]
-        why = why if done.returncode else ""
-    return [[float(word) for word in line.split()] for line in lines.splitlines()], why
+    except subprocess.TimeoutExpired:
+        return f"over {limit:g} s"
+    if done.returncode:
+        return (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1][:120]
+    return float(done.stdout)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=[*ROWS, "convolutions"], default=[*ROWS])
+    parser.add_argument("--only", nargs="+", choices=ROWS, default=[*ROWS])
     parser.add_argument("--quick", action="store_true", help="without torch.compile")
     parser.add_argument("--limit", type=float, default=180, help="seconds of each measurement")
     parser.add_argument("--json", type=Path)
@@ -214,30 +167,26 @@ def main() -> None:
     parser.add_argument("--theirs", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        return worker(args.worker, args.theirs)
-    found: dict[str, list[float]] = {}
+        t.backends.cudnn.benchmark = True
+        row = ROWS[args.worker]
+        print(peer(row) if args.theirs else ours(graph(row), np.float32, row.shapes, "fp16"))
+        return
+    found: dict[str, list[float | str]] = {}
     print(f"{t.cuda.get_device_name()}, torch {t.__version__}: us, torch's, the ratio", flush=True)
-    for name in (name for name in args.only if name in ROWS):
-        both = []
-        print(f"{name:30s}", end="", flush=True)
+    for name in args.only:
+        times = found[name] = []
+        print(f"{name:16s}", end="", flush=True)
         for theirs in (False, True)[: 1 if args.quick else 2]:
-            times, why = measured(name, args.limit, theirs)
-            print(f" {times[0][0]:9.1f}" if times else f"  ({why})", end="", flush=True)
-            both += times[0] if times else []
-        print(f"  {both[0] / both[1]:5.2f}" if len(both) > 1 else "", flush=True)
-        found[name] = both
-    if "convolutions" in args.only:
-        pairs, why = measured("convolutions", args.limit)
-        for (c, image, m, k, s), (mine, theirs) in zip(CONVOLUTIONS, pairs, strict=False):
-            name = f"{c} x {image}^2 to {m}, {k} x {k} / {s}"
-            found[name] = [mine, theirs]
-            print(f"{name:30s} {mine:9.1f} {theirs:9.1f}  {mine / theirs:5.2f}")
-        if pairs:
-            mean = exp(sum(log(mine / theirs) for mine, theirs in pairs) / len(pairs))
-            print(f"geometric mean of {len(pairs)} ratios: {mean:.3f} {why}")
+            times.append(measured(name, args.limit, theirs))
+            shown = times[-1] if isinstance(times[-1], str) else f"{times[-1]:.1f}"
+            print(f" {shown:>10s}", end="", flush=True)
+        match times:
+            case [float(mine), float(peers)]:
+                print(f"  {mine / peers:5.2f}", flush=True)
+            case _:
+                print(flush=True)
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
-    return None
 
 
 if __name__ == "__main__":

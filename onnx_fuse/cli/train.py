@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from onnx_fuse.report import Printer
     from onnx_fuse.report.page import Page, Section
     from onnx_fuse.training.history import History
-    from onnx_fuse.training.trainer import Trainer
 
 
 EXAMPLES = (
@@ -255,7 +254,9 @@ def train(
     shard: Annotated[
         str,
         typer.Option(
-            metavar="NAME", help="Let each GPU hold its part alone of the states of: optimizer."
+            metavar="NAME",
+            help="Let each GPU hold its part alone of the states of: optimizer, or all (the "
+            "weights, too).",
         ),
     ] = "",
     sync_batchnorm: Annotated[
@@ -301,7 +302,7 @@ def train(
     ranks = begin_ranks(gpus)
     first, traced = ranks is None or ranks.rank == 0, trace is not None
     if not first:  # which writes and shows what there is to see
-        csv = tensorboard = curve = trace = json = html = adapters = None
+        csv = tensorboard = curve = trace = json = html = None
     output = output or files.default_output(model, ".tuned.onnx")
     in_folder = adapters is not None and adapters.suffix != ".safetensors"
     files.check_paths(
@@ -324,6 +325,7 @@ def train(
             "--html": html,
         },
     )
+    from contextlib import nullcontext
     from dataclasses import asdict
 
     from onnx_fuse import profile
@@ -418,14 +420,19 @@ def train(
         events += traces.of_communication(exchanged, live.last)
     if ranks is not None and traced:
         events = traces.of_ranks(ranks, events)
-    if not first:
-        return
-    with written(output) as draft:
+    feeds = {k: a[:batch_size] for k, a in arrays.items()}
+    if trainer.exported_batch:  # which the saved file has still
+        feeds = {k: a[: trainer.exported_batch] for k, a in feeds.items()}
+    # all ranks: each may hold a part of what rank 0 writes
+    expected = trainer.evaluate(feeds, ema=ema is not None).outputs
+    with written(output) if first else nullcontext(output) as draft:
         trainer.save(draft, ema=ema is not None)
-        feeds = {k: a[:batch_size] for k, a in arrays.items()}
-        _check_saved(draft, trainer, feeds, ema=ema is not None)
+        if first:
+            _check_saved(draft, expected, feeds)
     if adapters is not None:
         trainer.save_adapters(adapters)
+    if not first:
+        return
     printer.text(f"wrote {output}")
     result = {
         "model": str(model),
@@ -436,7 +443,6 @@ def train(
     found = asdict(history)
     if trace is not None:
         if device == "cpu":
-            feeds = {k: a[:batch_size] for k, a in arrays.items()}
             step = profile.of_onnxruntime(*trainer.step_graph(feeds))
             events += traces.of_profile(step, process=traces.STEP)
             extra = timing.profile_sections(step, "of a step")
@@ -499,10 +505,10 @@ def _show_metrics(printer: Printer, history: History) -> None:
     printer.table("validation", ["step", "epoch", *heads], rows, left=0)
 
 
-def _check_saved(draft: Path, trainer: Trainer, feeds: Mapping[str, Any], *, ema: bool) -> None:
-    """Compare the file on stock onnxruntime with the trainer, and delete a file that differs.
+def _check_saved(draft: Path, expected: Mapping[str, Any], feeds: Mapping[str, Any]) -> None:
+    """Compare the file on stock onnxruntime with the trained state, and delete a file that differs.
 
-    Raises CheckFailed for one.
+    `expected` is what the state gives for `feeds`. Raises CheckFailed for a file that differs.
     """
     from onnx_fuse.runtime import ort
     from onnx_fuse.validation.compare import difference, random_outputs, tolerance_of
@@ -513,9 +519,6 @@ def _check_saved(draft: Path, trainer: Trainer, feeds: Mapping[str, Any], *, ema
     ):
         return  # its outputs depend on the batch, or on random numbers, as they did before
     session = ort.session(draft)
-    if trainer.exported_batch:  # its batch is fixed still
-        feeds = {name: array[: trainer.exported_batch] for name, array in feeds.items()}
-    expected = trainer.evaluate(feeds, ema=ema).outputs
     own = {v.name: feeds[v.name] for v in session.get_inputs()}
     tolerance = tolerance_of(saved)
     for (name, y), got in zip(expected.items(), ort.run(session, own, list(expected)), strict=True):

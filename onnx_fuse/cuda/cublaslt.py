@@ -24,7 +24,7 @@ _LOCK = threading.Lock()
 
 
 def workspace(hw: Hardware) -> int:
-    """Bytes of scratch that its authors advise."""
+    """The bytes of workspace that cuBLAS's documentation recommends."""
     return (32 if hw.cc >= 90 else 4) << 20
 
 
@@ -144,7 +144,7 @@ class Bound:
 
 
 def _handle(lt: Any) -> int:
-    """The current device's handle; it stays."""
+    """The library's handle for the current device, which is made once."""
     from cuda.bindings import driver
 
     device = int(driver.cuCtxGetDevice()[1])

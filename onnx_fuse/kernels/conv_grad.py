@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from onnx_fuse.cuda.macros import C_TYPES, accumulator, as_defines
+from onnx_fuse.cuda.macros import C_TYPES, accumulator, as_defines, defines
 from onnx_fuse.kernels import Kernel
 from onnx_fuse.kernels.conv_nhwc import gathered, unboxed, unpaired
 from onnx_fuse.kernels.rule_based import RuleBased, window_macros
@@ -56,15 +56,13 @@ def _divide(d: int) -> tuple[int, int]:
 def _total(problem: ConvWeightGrad, splits: int) -> Launch:
     """The sum of `splits` parts in the workspace."""
     size, lanes = problem.groups * problem.filters * problem.depth, 8 if splits >= 16 else 1
-    types = {
-        "T": C_TYPES[problem.dtype], "TY": C_TYPES[problem.out_dtype],
-        "ACC": accumulator(problem.dtype), "LANES": lanes,
-    }  # fmt: skip
     return Launch(
         "conv/weight_sum.cu", "conv_weight_sum", (-(-size * lanes // 256), 1, 1), (256, 1, 1),
         (Ptr("workspace"), Ptr("dw"), Num("u32", size), Num("u32", problem.channels),
-         Num("i32", splits)),
-        as_defines(types, window_macros(problem.window)),
+         Num("u32", prod(problem.window.kernel)), Num("i32", splits)),
+        defines(
+            TY=C_TYPES[problem.out_dtype], ACC=accumulator(problem.dtype), LANES=lanes,
+        ),
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Num, P
 from onnx_fuse.program.problems import CrossEntropy, CrossEntropyChunk
 
 _MOST = 512  # threads a row
+_LONG = 64 << 10  # bytes of a row, of which a multiprocessor's shared memory holds three at most
 _NONE_IGNORED = -(2**62)
 
 
@@ -108,8 +109,11 @@ class Chunk(RuleBased):
         held, ahead = bool(config.integer("shared")), bool(config.integer("ahead"))
         if not block:
             block = min(512, max(32, team_size(problem.rows, problem.stride, vec)))
-            # two blocks on a multiprocessor: one computes while the other waits for memory
-            held = 2 * self._bytes(problem) < hw.smem_per_block - 4096
+            # while one row is worked on the next one comes: to a block of long rows itself, else
+            # to the multiprocessor's other block (4096 rows of 50304: 251 us in place of 263)
+            long = self._bytes(problem) >= _LONG and problem.rows >= 4 * hw.sm_count
+            ahead = long and self._ahead(problem, hw)
+            held = not ahead and 2 * self._bytes(problem) < hw.smem_per_block - 4096
         shared = (2 if ahead else int(held)) * self._bytes(problem)
         blocks = min(problem.rows, hw.sm_count) if ahead else problem.rows
         macros = defines(

@@ -38,7 +38,7 @@ class WgmmaGrad(Unconditional):
     name, source = "wgmma", "sdpa/wgmma_grad_sm90.cu"
 
     def supports(self, problem: Attention, hw: Hardware) -> str | None:
-        """Why not, or None."""
+        """The reason why this kernel cannot serve `problem`, or None if it can."""
         p = problem
         if reason := tma_refusal(p, hw, ("q", "k", "v", "y", "dy")):
             return reason
@@ -47,7 +47,7 @@ class WgmmaGrad(Unconditional):
         return None if self.configs(p, hw) else "the head size is too large"
 
     def configs(self, problem: Attention, hw: Hardware) -> Sequence[Config]:
-        """What registers and shared memory hold."""
+        """The configurations that registers and shared memory have room for."""
         wide, mask = max(problem.k, problem.dv), MMA.mask(problem)
         rows = next(
             (rows for (limit, kind), rows in _CONFIGS.items() if wide <= limit and kind == mask), ()

@@ -52,7 +52,7 @@ def canonical(problem: AnyProblem) -> AnyProblem:
 
 
 def key(op: str, problem: AnyProblem) -> str:
-    """The record's key."""
+    """The key of the record of `problem`."""
     return f"{op} | {canonical(problem)}".replace("=True", "=1")
 
 
@@ -152,7 +152,7 @@ def _operators(files: tuple[tuple[Path, int], ...]) -> frozenset[str]:
 
 
 def stamp(hw: Hardware) -> tuple[tuple[str, int], ...]:
-    """What changes where a file of `load` does."""
+    """A value that changes whenever one of the files that `load` reads changes."""
     return tuple((path.name, written) for path, written in _files(hw))
 
 

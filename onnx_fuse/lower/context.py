@@ -45,7 +45,7 @@ class Slot:
 
 
 class NotStatic(Exception):
-    """An output whose shape inference cannot tell."""
+    """Raised for an output whose shape inference cannot tell."""
 
 
 class Values:
@@ -219,7 +219,7 @@ class Values:
         return dtype_name(self._type(value)[0])
 
     def fault(self, node: ir.Node, reason: str) -> ModelError:
-        """What to raise of a node: its name, its operands' shapes and the reason."""
+        """The error to raise for a node: its name, its operands' shapes and the reason."""
         shapes = ", ".join(str(list(self._type(v)[1])) for v in node.inputs if v is not None)
         return ModelError(f"node '{self.label(node)}' ({node.op_type}) of {shapes}: {reason}")
 

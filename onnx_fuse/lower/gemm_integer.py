@@ -227,7 +227,7 @@ def _convolution(ctx: Context, node: ir.Node, places: tuple[int, int, int, int])
     batch, channels = x.shape[:2]
     filters, each = w.shape[0] // groups, w.shape[1]
     if channels != each * groups or w.shape[0] % groups:
-        raise ValueError(f"{channels} channels")
+        raise ValueError(f"x has {channels} channels, {groups} groups of filters read {each} each")
     found = ctx.infer(node)
     shape = found[0] if found else None
     if shape is None:
@@ -238,7 +238,7 @@ def _convolution(ctx: Context, node: ir.Node, places: tuple[int, int, int, int])
         return reshaped(ctx, total, shape[1])
     zx, zw = _zero(ctx, node, izx), _zero(ctx, node, izw)
     if (zx is not None and zx.size != 1) or (zw is not None and zw.size not in (1, w.shape[0])):
-        raise ValueError("zero points do not fit")
+        raise ValueError("the zero points do not fit x, or the filters")
     taps = window(ctx, node, w.shape[2:], x.shape[2:], shape[1][2:])
     lead = (1,) * (3 - rank)
     x, w = reshaped(ctx, x, (batch, channels, *lead, *x.shape[2:])), ctx.contiguous(w)

@@ -53,7 +53,7 @@ def matmul_nbits(ctx: Context, node: ir.Node) -> str | None:
     if a.dtype not in FLOATS:
         return f"no kernel for {a.dtype}"
     if a.shape[-1:] != (k,):
-        raise ValueError(f"K is {k}")
+        raise ValueError(f"rows of a have {a.shape[-1] if a.shape else 1} elements, but K is {k}")
     y = ctx.output(node, 0, (*a.shape[:-1], n), a.dtype)
     if not y.size:
         return None

@@ -258,11 +258,8 @@ class _Turn:
             made.ready = stream
             found.append(made)
         arena = allocate(self._arena, "an arena") if self._arena else None
-        self._turn.launch(
-            0 if arena is None else arena.address,
-            [a.address for a in arrays],
-            [y.address for y in found],
-        )
+        at = 0 if arena is None else arena.address
+        self._turn.launch([at, *[a.address for a in arrays], *[y.address for y in found]])
         return found
 
 

@@ -31,7 +31,7 @@ _ROUNDS = 12
 
 
 def clean(model: ir.Model) -> None:
-    """Dead and repeated nodes and unused initializers go; the rest in topological order."""
+    """Remove dead and repeated nodes and unused initializers; sort the rest topologically."""
     with outputs_kept(model):
         common_passes.RemoveUnusedNodesPass()(model)
     common_passes.TopologicalSortPass()(model)
@@ -96,7 +96,7 @@ def tidy_inlined(model: ir.Model) -> None:
 
 
 def _sequences(model: ir.Model) -> list[str]:
-    """Sequences that are taken apart where they were put together, by onnxscript's folding."""
+    """Remove sequences that are put together to be taken apart, by onnxscript's folding."""
     if not any(
         n.op_type in ("ConcatFromSequence", "SequenceAt", "SplitToSequence") and not n.domain
         for n in all_nodes(model.graph)
@@ -138,7 +138,7 @@ def _apply(model: ir.Model, names: Sequence[str], ops: Collection[str]) -> int:
 
 
 def _drop_identities(model: ir.Model) -> None:
-    """Readers of Identity(x) read x; an Identity that makes an output leaves its name to x.
+    """Let readers of Identity(x) read x; an Identity that makes an output leaves its name to x.
 
     onnx-ir's pass (1.1) renames x even where x is an output itself, whose name is then lost.
     """
@@ -238,7 +238,7 @@ def _lift_constants(model: ir.Model) -> None:
 
 
 def tidy_layout(model: ir.Model) -> bool:
-    """Level 2: back-to-back Transposes and Reshapes become one; whether any did."""
+    """Merge Transposes, and Reshapes, that stand back to back (level 2); return whether any did."""
     pairs = ("transpose_transpose", "no_op_transpose", "reshape_reshape")
     count = _apply(model, pairs, {"Transpose", "Reshape"})
     _lift_constants(model)

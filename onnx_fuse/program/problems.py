@@ -134,8 +134,10 @@ class ChannelNorm(AnyProblem):
 
     @property
     def bytes(self) -> int:
-        """The bytes of x, which is read, and of y, which is written."""
-        return 2 * self.size * ITEMSIZE[self.dtype]
+        """The bytes of x and a tail's operands, which are read, and of y, which is written."""
+        reads = self.tail.expression.loads if self.tail else 1
+        out = self.tail.dtype if self.tail else self.dtype
+        return self.size * (reads * ITEMSIZE[self.dtype] + ITEMSIZE[out])
 
     @property
     def stored(self) -> str:

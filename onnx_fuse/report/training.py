@@ -180,7 +180,7 @@ class Live(Callback):
         self._note("evaluation", fit.history.metrics[-1])
 
     def _note(self, name: str, about: Mapping[str, Any]) -> None:
-        """`name` is over, which began when what was noted before it ended."""
+        """Note that `name` is over; it began when the event noted before it ended."""
         start, self.last = self.last, 1e6 * (time.perf_counter() - self._began)
         self._events.append(
             trace.span(name, start, self.last - start, trace.HOST, 1, "step", dict(about))

@@ -44,14 +44,14 @@ class Layout:
         self.fixed = executable.weights.of(program, executable.shared.weight)
         self._place_constants(executable)
         inputs = [(n, t) for n, t in program.inputs if t.buffer not in self.fixed]
-        self.fed = [names.index(n) for n, _ in inputs]
-        """The inputs that are read, by their numbers."""
+        self.moving = [0, *[1 + names.index(n) for n, _ in inputs]]
+        """Where `movable`, and the arena before it, stand among the ends of `Turn.launch`."""
+        first = 1 + len(names)
         self.results: list[tuple[tuple[int, ...], str]] = []
         """Shape and dtype of each output."""
-        self.placed: list[int] = []
-        """The outputs that kernels write, by their numbers."""
         self.copied: list[tuple[int, int | Tensor, int]] = []
-        """The other outputs: each with what it is a copy of, its address or tensor, and bytes."""
+        """The outputs that no kernel writes: the number among the ends, what it is a copy of (its
+        address, or a tensor), and bytes."""
         written = {b.id for b in program.buffers if b.kind == "output"}
         buffers: list[int] = []
         for i, (_, value) in enumerate(program.outputs):
@@ -67,13 +67,14 @@ class Layout:
                     source = value
             self.results.append((tuple(value.shape), kind))
             if source is not None:
-                self.copied.append((i, source, prod(value.shape) * ITEMSIZE[kind]))
+                self.copied.append((first + i, source, prod(value.shape) * ITEMSIZE[kind]))
             else:
                 assert isinstance(value, Tensor)
-                self.placed.append(i)
+                self.moving.append(first + i)
                 buffers.append(value.buffer)
         self.movable = [*(t.buffer for _, t in inputs), *buffers]
-        """The buffers whose places a run brings: those of `fed`, then those of `placed`."""
+        """The buffers whose places a run brings: inputs that are read, outputs that are written."""
+        self.moves_all = self.moving == [*range(first + len(program.outputs))]
 
     def _upload(self, executable: Executable, array: np.ndarray[Any, Any]) -> int:
         """The address of a copy of an output that lowering knew."""
@@ -154,25 +155,20 @@ class Turn:
 
     def __init__(self, layout: Layout, stream: device.Stream) -> None:
         self.layout, self.stream = layout, stream
-        self._steps: OrderedDict[tuple[int, ...], Steps] = OrderedDict()
-        self._latest: tuple[tuple[int, ...], Steps | None] = ((), None)
+        self._steps: OrderedDict[Sequence[int], Steps] = OrderedDict()
+        self._latest: tuple[Sequence[int], Steps | None] = ((), None)
         self._kept: list[Steps] = []
         self._lock = threading.Lock()
 
-    def launch(
-        self, arena: int, inputs: Sequence[int], outputs: Sequence[int], *, keep: bool = False
-    ) -> None:
-        """Enqueue all launches, with the addresses of the arena and of the graph's ends.
+    def launch(self, ends: Sequence[int], *, keep: bool = False) -> None:
+        """Enqueue all launches. `ends` are the addresses of the arena and of the graph's ends.
 
-        `keep`: a graph that nobody here knows may launch them again, from the same memory.
+        These are its inputs, and then its outputs. `keep`: a graph that nobody here knows may
+        launch them again, from the same memory.
         """
         layout = self.layout
         device.start(layout.device_id)  # a thread that another library has begun has no context
-        places = (
-            arena,
-            *[inputs[i] for i in layout.fed],
-            *[outputs[i] for i in layout.placed],
-        )
+        places = ends if layout.moves_all else [ends[i] for i in layout.moving]
         with self._lock:
             before, steps = self._latest
             if keep:
@@ -185,18 +181,19 @@ class Turn:
             for i, source, nbytes in layout.copied:
                 if nbytes:
                     at = source if isinstance(source, int) else steps.address(source)
-                    self.stream.move(outputs[i], at, nbytes)
+                    self.stream.move(ends[i], at, nbytes)
 
-    def _standing(self, places: tuple[int, ...]) -> Steps:
+    def _standing(self, places: Sequence[int]) -> Steps:
         """The launches for these addresses of the arena and of `Layout.movable`."""
-        found = self._steps.get(places)
+        key = tuple(places)
+        found = self._steps.get(key)
         if found is not None:
-            self._steps.move_to_end(places)
+            self._steps.move_to_end(key)
             return found
         if len(self._steps) < PLACES:
             found = Steps(self.layout, places)
         else:
             _, found = self._steps.popitem(last=False)
             found.move(places)
-        self._steps[places] = found
+        self._steps[key] = found
         return found

@@ -160,7 +160,7 @@ class Instance:
 
     @property
     def program(self) -> Program:
-        """What runs."""
+        """The program that runs."""
         return self.made.program
 
     def update(
@@ -230,7 +230,7 @@ class Instance:
         self._shareable: dict[str, tuple[str, ...]] | None = None
 
     def _place_constants(self, room: Mapping[int, int]) -> None:
-        """What lowering knew, and room for what the calls of the setup make."""
+        """Upload constants, and reserve memory for what the calls of the setup make."""
         program = self.program
         kept = [b for b in program.buffers if b.kind == "constant"]
         self._constants = self.owner.constants.place(
@@ -250,14 +250,14 @@ class Instance:
             at += nbytes
 
     def _set_up(self) -> None:
-        """Make what depends on nothing but sizes."""
+        """Run the calls that depend on nothing but sizes."""
         for call in self.made.ends.setup:
             pointers = operands(self.address, -1, call)
             for launch in call.launches:
                 bind(launch, pointers, self.owner.hw).enqueue(self.owner.stream.handle)
 
     def _say(self) -> None:
-        """What the variables for debugging ask for."""
+        """Print and write what the debugging variables ask for."""
         if config.DEBUG.value >= 1:
             print(f"{self._count} calls; {self.plan}", file=sys.stderr)
         if config.DEBUG.value >= 2:
@@ -286,7 +286,7 @@ class Instance:
         )
 
     def _set_apart(self) -> None:
-        """An allocation for each tensor and each workspace: a checker sees their ends.
+        """Allocate each tensor and workspace by itself, so that a memory checker sees its ends.
 
         Kernels read rows by vectors, with what stands between them where rows are padded; NaN
         there shows in the results if a kernel uses it.

@@ -62,7 +62,7 @@ class Launches:
         """The numbers of the steps whose arguments differ from those of the segment's calls."""
 
     def rewrite(self, changes: Sequence[Change], moved: Collection[int]) -> None:
-        """Launch the same calls with other numbers, as `update`, and where `moved` stand now."""
+        """Do what `update` does by changed words alone, and take the new addresses of `moved`."""
         self._graph = None
         if not self._places:
             self._places = self._found(changes)
@@ -160,7 +160,7 @@ class Launches:
         self._move(buffers, ())
 
     def _move(self, buffers: Collection[int], written: Collection[int]) -> None:
-        """For the steps but those `written` already."""
+        """Move all steps but those `written` already."""
         if self._users is None:
             users = defaultdict(list)
             for k, i in enumerate(self._calls):

@@ -56,7 +56,7 @@ def guarded(
 
 
 def graph_digest(model: ir.Model) -> str:
-    """What stands for a graph and the weights in it that no step changes."""
+    """The digest of a graph and of the weights in it that no step changes."""
     held = (v.const_value for v in model.graph.initializers.values())
     large = (tensor.numpy() for tensor in held if tensor is not None and is_large_weight(tensor))
     dense = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in large)

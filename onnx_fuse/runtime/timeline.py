@@ -84,6 +84,7 @@ class Timeline:
         self._exchanges: list[tuple[Collective, _Moment, _Moment]] = []
         self._waits: list[tuple[_Moment, list[_Moment]]] = []
         ends: dict[int, _Moment] = {}
+        last: set[int] = set()  # the kernels' steps so far that no other one follows
         for i, call in enumerate(calls):
             heads = tuple(after[i])
             problem = call.problem
@@ -95,10 +96,12 @@ class Timeline:
                     self._count(len(self._exchanges), heads),
                     self._record(ends[i], (i,)),
                 ]
-            elif any(k in ends for k in heads):
+                continue
+            if any(k in ends for k in heads):
                 free = _Moment()
                 self._waits.append((free, [ends[k] for k in heads if k in ends]))
-                self.asides.append(self._record(free, tuple(k for k in heads if k not in ends)))
+                self.asides.append(self._record(free, tuple(sorted(last))))
+            last = last.difference(heads) | {i}
 
     def _record(self, moment: _Moment, heads: tuple[int, ...]) -> Aside:
         return lambda: moment.record(self._stream), heads
@@ -141,7 +144,7 @@ class _Moment:
 
 
 def _length(spans: Sequence[tuple[float, float]]) -> float:
-    """The time that spans cover together."""
+    """The time that is covered by at least one of the spans."""
     total, last = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, last))

@@ -31,15 +31,19 @@ def on_gpu(x: Tensor) -> bool:
     return found
 
 
-def plain(tensors: Sequence[Tensor]) -> bool:
-    """Whether nothing asks to see an operator before its kernel: no tracing, mode or subclass."""
+def plain(x: Tensor) -> bool:
+    """Whether nothing asks to see an operator on `x` before its kernel: no tracing, no mode."""
     return (
-        on_gpu(tensors[0])
+        on_gpu(x)
         and not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
         and torch._C._len_torch_dispatch_stack() == 0
-        and set(map(type, tensors)) <= _OWN
     )
+
+
+def own(tensors: Sequence[Tensor]) -> bool:
+    """Whether all are torch's own tensors, and none of a class that sees operators first."""
+    return set(map(type, tensors)) <= _OWN
 
 
 def flattened(x: Tensor, axes: int) -> Tensor:
@@ -100,13 +104,13 @@ class Ready:
         """The result, and the memory of what is kept."""
         assert self.turn is not None
         tensors, places = gpu.addresses(tensors)
-        y = self._new(*self._result)
-        if not self._bytes:
-            self.turn.enqueue(places, (y.data_ptr(),))
-            return y, None
-        kept = self._new((self._bytes,), (1,), torch.uint8)
-        base = kept.data_ptr()
-        self.turn.enqueue(places, (y.data_ptr(), *[base + at for at in self._offsets]))
+        y, kept = self._new(*self._result), None
+        places.append(y.data_ptr())
+        if self._bytes:
+            kept = self._new((self._bytes,), (1,), torch.uint8)
+            base = kept.data_ptr()
+            places += [base + at for at in self._offsets]
+        self.turn.enqueue(places)
         return y, kept
 
     def gradients(
@@ -117,7 +121,7 @@ class Ready:
         `saved` are the tensors, the result or None, and the memory of what is kept. Returns None
         where the backward needs more than that.
         """
-        key = needs, gpu.state(dy.get_device())
+        key = needs, gpu.state()
         half = self._halves.get(key)
         if half is None:
             if len(self._halves) >= KINDS:
@@ -187,7 +191,7 @@ class Half:
         for i, (_, offset) in enumerate(self._sources, 1):
             places[i] += offset
         found = [turn.new(*result) for result in self._results]
-        turn.enqueue(places, [g.data_ptr() for g in found])
+        turn.enqueue(places + [g.data_ptr() for g in found])
         del alive  # copies of tensors with gaps, until the launches are in the stream
         return [None if i < 0 else found[i] for i in self._places]
 
@@ -197,10 +201,10 @@ class Direct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ready: Ready, *args: Tensor | None) -> Tensor:
-        given = [x for x in args if x is not None]
+        given = args if len(args) == ready.tensors else [x for x in args if x is not None]
         y, kept = ready.run(given)
         ctx.ready = ready
-        ctx.present = None if len(given) == len(args) else [x is not None for x in args]
+        ctx.present = None if given is args else [x is not None for x in args]
         ctx.save_for_backward(*given, y if ready.keeps_y else None, kept)
         return y
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from operator import attrgetter
+from functools import reduce
+from operator import attrgetter, or_
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ SHAPES = 256
 SMALL = 64 << 10
 """Bytes of an arena that a stream keeps for its next run: torch's allocator takes its time."""
 _ALIGNED = 16
+_DENSE, _ADDRESS = torch.Tensor.is_contiguous, torch.Tensor.data_ptr
 KIND = attrgetter("shape", "dtype", "device")
 """What a layout depends on, of each of its tensors."""
 _NAMES = {
@@ -76,11 +78,11 @@ class Turn(direct.Turn):
         """The outputs for tensors of this kind."""
         tensors, places = addresses(tensors)
         found = [self.new(*result) for result in self.results]
-        self.enqueue(places, [y.data_ptr() for y in found])
+        self.enqueue(places + [y.data_ptr() for y in found])
         return found
 
-    def enqueue(self, inputs: Sequence[int], outputs: Sequence[int]) -> None:
-        """Enqueue all launches, with the addresses of the graph's inputs and outputs."""
+    def enqueue(self, ends: list[int]) -> None:
+        """Enqueue all launches, with the addresses of the graph's inputs and then its outputs."""
         nbytes, capture = self.layout.plan.arena, capturing()
         arena = None
         if nbytes:  # alive until the launches are in the stream
@@ -89,20 +91,17 @@ class Turn(direct.Turn):
                 arena = torch.empty(nbytes, dtype=torch.uint8, device=self.where)
                 if nbytes <= SMALL and not capture:
                     self._small = arena
-        at = 0 if arena is None else arena.data_ptr()
-        self.launch(at, inputs, outputs, keep=capture)
+        self.launch([0 if arena is None else arena.data_ptr(), *ends], keep=capture)
 
 
 def addresses(tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], list[int]]:
     """The tensors with their addresses; those with gaps or at odd addresses are copied."""
-    tensors = [t if t.is_contiguous() else t.contiguous() for t in tensors]
-    places = [t.data_ptr() for t in tensors]
-    bits = 0
-    for place in places:
-        bits |= place
-    if bits % _ALIGNED:
+    if not all(map(_DENSE, tensors)):
+        tensors = [t.contiguous() for t in tensors]
+    places = [*map(_ADDRESS, tensors)]
+    if reduce(or_, places, 0) % _ALIGNED:
         tensors = [t.clone() if t.data_ptr() % _ALIGNED else t for t in tensors]
-        places = [t.data_ptr() for t in tensors]
+        places = [*map(_ADDRESS, tensors)]
     return tensors, places
 
 
@@ -236,9 +235,10 @@ def capturing() -> bool:
     return found
 
 
-def state(device_id: int) -> tuple[int, str]:
-    """What decides about a run besides its tensors: torch's stream and precision."""
-    return current_stream(device_id), precision()
+def state() -> tuple[int, int, str]:
+    """What decides about a run besides its tensors: torch's device, its stream, its precision."""
+    number = current_device()
+    return number, current_stream(number), precision()
 
 
 def precision() -> str:

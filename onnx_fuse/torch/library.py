@@ -17,7 +17,7 @@ from torch.library import Library
 from torch.utils import _pytree as tree
 
 from onnx_fuse.torch import eager, gpu
-from onnx_fuse.torch.eager import KINDS, Ready, flattened, plain
+from onnx_fuse.torch.eager import KINDS, Ready, flattened, own, plain
 from onnx_fuse.torch.graph import Graph, find
 
 LIBRARY = Library("onnx_fuse", "DEF")
@@ -169,7 +169,11 @@ LIBRARY.define("graph(str key, Tensor[] tensors) -> Tensor[]")
 
 def run_graph(key: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Run the graph of this key (`torch.ops.onnx_fuse.graph`)."""
-    if plain(tensors) and not (torch.is_grad_enabled() and _wants_gradients(tensors)):
+    if (
+        plain(tensors[0])
+        and own(tensors)
+        and not (torch.is_grad_enabled() and _wants_gradients(tensors))
+    ):
         return find(key).run(tensors)
     if _transformed():
         return list(_UnderTransforms.apply(_Any, key, *tensors))
@@ -285,17 +289,20 @@ class Operator:
     """Axes that the first tensor has in the graph: those before them are made one. 0 leaves it."""
     rows: bool = False
     """Whether each row of the first tensor makes a row of every result."""
-    ready: dict[Any, Ready] = field(default_factory=dict)
-    """What runs an eager call, by its kind."""
+    ready: dict[Any, Any] = field(default_factory=dict)
+    """What `_ready` found for a call, by its kind."""
 
     def __call__(self, *args: Any) -> Tensor:
         """Run it; `args` are the tensors and the attributes."""
         count = len(self.tensors)
         given = [x for x in args[:count] if x is not None]
         save = torch.is_grad_enabled() and _wants_gradients(given)
-        if plain(given):
-            ready = self._ready(args, given, save)
-            if ready is not None:
+        if plain(given[0]):
+            key = (save, gpu.state(), args[count:], *map(type, given), *map(gpu.KIND, given))
+            ready = self.ready.get(key)
+            if ready is None:
+                ready = self.ready[key] = self._ready(args, given, save)
+            if ready:
                 if save:
                     made: Tensor = eager.apply(ready, *args[:count])
                     return made
@@ -307,20 +314,14 @@ class Operator:
             found = self.call(*args, save)
         return found[0]
 
-    def _ready(self, args: Sequence[Any], given: Sequence[Tensor], save: bool) -> Ready | None:
-        """What runs a call like this one; None for what only the dispatcher can run."""
-        count, number = len(self.tensors), given[0].get_device()
-        if gpu.current_device() != number:
-            return None
-        key = (save, gpu.state(number), *args[count:], *map(gpu.KIND, given))
-        found = self.ready.get(key)
-        if found is None:
-            if len(self.ready) >= KINDS:
-                self.ready.clear()
-            graph = self.graph(*args)
-            found = Ready(graph, given, self.flat, self.rows, save, self._again)
-            self.ready[key] = found
-        return None if found.turn is None else found
+    def _ready(self, args: Sequence[Any], given: Sequence[Tensor], save: bool) -> Any:
+        """What runs calls like this one; False where only the dispatcher can run them."""
+        if len(self.ready) >= KINDS:
+            self.ready.clear()
+        if not own(given) or gpu.current_device() != given[0].get_device():
+            return False
+        found = Ready(self.graph(*args), given, self.flat, self.rows, save, self._again)
+        return found if found.turn is not None else False
 
     def _again(
         self, graph: Graph, needs: Sequence[bool], dy: Tensor, tensors: Sequence[Tensor]

@@ -22,7 +22,7 @@ from onnx_fuse.passes.canonicalize import clean
 from onnx_fuse.passes.precision import lower_precision
 from onnx_fuse.passes.rotation import split_rotations
 from onnx_fuse.program.problem import PRECISIONS
-from onnx_fuse.training import losses, optim
+from onnx_fuse.training import losses, optim, spread
 from onnx_fuse.training.batchnorm import synchronised
 from onnx_fuse.training.groups import Choice
 from onnx_fuse.training.losses import Given, Target, Term
@@ -156,6 +156,8 @@ def training_model(
             step.state(w, "parameter")
             if mode == "average":
                 w.name = _average(w)
+        if ranks is not None and ranks.shard == "all":
+            step.spread(weights, ranks)
         return step.finish()
     if precision == "fp16":
         step.scale(loss_scale)
@@ -168,6 +170,8 @@ def training_model(
     if mode == "update":
         gradients = step.check(step.reduce(gradients))
         step.update(step.clip(gradients, clip_norm), ema)
+    elif ranks is not None and ranks.shard == "all":
+        step.spread(list(gradients), ranks)
     return step.finish()
 
 
@@ -225,6 +229,7 @@ class _Step:
         self.ready: dict[onnx_ir.Value, int] = {}  # when the backward makes a weight's gradient
         self.buckets: dict[onnx_ir.Value, int] = {}  # which that is reduced in
         self.wholes: dict[onnx_ir.Value, tuple[int, ...]] = {}  # of states that are sharded
+        self.parts: dict[onnx_ir.Value, onnx_ir.Value] = {}  # of weights that are gathered to read
 
     def input(self, name: str, dtype: onnx_ir.DataType, shape: Any) -> onnx_ir.Value:
         value = onnx_ir.Value(
@@ -389,6 +394,8 @@ class _Step:
         """The gradients of all ranks' batches together."""
         if self.ranks is None:
             return gradients
+        if self.ranks.shard == "all":
+            self.parts = spread.candidates(self.graph, list(gradients), self.reduction)
         made, self.buckets = self.reduction.gradients(gradients, self.ready)
         return made
 
@@ -597,7 +604,7 @@ class _Step:
             step = self.step_of(w) if self.optimizer.counts else lr
             kinds = self.optimizer.slots.items()
             slots = [self.slot(w, name, "slot", initial) for name, initial in kinds]
-            own = w if self.ranks is None else self.reduction.own(w)
+            own = w if self.ranks is None else self.parts.get(w) or self.reduction.own(w)
             news = self.optimizer.update(self.op, model_names(w)[0], own, g, slots, lr, step)
             olds = [own, *slots]
             if ema is not None:
@@ -608,9 +615,29 @@ class _Step:
                 if condition is not None:
                     pairs = zip(news, olds, strict=True)
                     news = [typed(self.op.Where(condition, *p), p[1], p[1].shape) for p in pairs]
-            if own is not w:
+            if own is not w and w not in self.parts:
                 news = [self.reduction.joined(news[0], w, NEW_WEIGHTS + self.buckets[w]), *news[1:]]
             self.next.update(zip([w, *olds[1:]], news, strict=True))
+        if self.parts:
+            assert self.ranks is not None
+            self.place()
+            self.gather(self.ranks)
+
+    def spread(self, weights: Sequence[onnx_ir.Value], ranks: Ranks) -> None:
+        """Let this rank hold its part of the weights, which nothing updates here."""
+        self.parts = spread.candidates(self.graph, weights, Reduction(ranks, self.op))
+        self.place()
+        self.gather(ranks)
+
+    def gather(self, ranks: Ranks) -> None:
+        """Gather the weights of `parts` where they are read, and hold this rank's part of them."""
+        self.wholes |= {w: tuple(w.shape.numpy()) for w in self.parts if w.shape is not None}
+        reduction = Reduction(ranks, self.op)
+        spread.gather(self.graph, self.parts, reduction, self.loss, ranks.bucket)
+        self.states = [
+            (w, kind, reduction.share(initial) if w in self.parts else initial)
+            for w, kind, initial in self.states
+        ]
 
     def average(self, w: onnx_ir.Value) -> onnx_ir.Value:
         """A new state that is the running average of a parameter, and begins as what it is."""

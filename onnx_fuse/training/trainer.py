@@ -35,7 +35,7 @@ from onnx_fuse.training.losses import Given, Term
 from onnx_fuse.training.metrics import Evaluation
 from onnx_fuse.training.ranks import Ranks, Spare, counted, part_of_state, whole_states
 from onnx_fuse.training.sources import Data
-from onnx_fuse.training.step import Mode, Spec, training_model
+from onnx_fuse.training.step import Mode, Spec, State, training_model
 from onnx_fuse.training.weights import literal
 
 __all__ = ["Evaluation", "Loss", "Trainer"]
@@ -90,7 +90,9 @@ class Trainer:
             the batch; the loss and the update are those of all parts together.
         reduce_dtype: "fp32" adds up the gradients of the ranks in their own type, "bf16" in half
             as many bytes.
-        shard: "optimizer" lets each rank hold its part of the optimizer's state alone.
+        shard: "optimizer" lets each rank hold its part of the optimizer's state alone, "all" its
+            part of the weights as well: then all ranks call what reads them (`evaluate`, `weights`,
+            `save`) together.
         hardware: Build the steps for this GPU, which need not be here: nothing is run, and
             `deploy.compile_training` compiles them.
         compiled: A folder that it has written from the same model and settings: the GPU runs what
@@ -475,10 +477,7 @@ class Trainer:
         return arrays
 
     def communication(self) -> Communication | None:
-        """What the ranks exchanged in the last update, and what of it no kernel hid.
-
-        None where no GPU has run it as a graph, or where there are no ranks.
-        """
+        """What the ranks exchanged in the last update; None where no graph on a GPU did so."""
         self._finish_steps()
         return self._device.communication("update")
 
@@ -504,10 +503,9 @@ class Trainer:
         self._finish_steps()
         averages = self._averages(ema)
         found: dict[str, Array] = {}
-        for s in self._specs["update"].states:
-            if s.kind in ("parameter", "statistic"):
-                name = s.average if averages and s.average else s.name
-                found |= params.unpack(s.value, self._device.array(name))
+        for s, array in self._held():
+            own = self._device.array(s.average) if averages and s.average else array
+            found |= params.unpack(s.value, own)
         for adapter in self.adapters:
             w = self._source.graph.initializers[adapter.weight].const_value
             assert w is not None
@@ -522,10 +520,11 @@ class Trainer:
         With `ema` these are their running averages. Of several ranks, rank 0 writes it. Raises
         UsageError where there are no averages.
         """
+        weights = self.weights(ema=ema)
         if self.world is not None and self.world.rank:
             return
         model = self._given.clone()
-        for name, array in self.weights(ema=ema).items():
+        for name, array in weights.items():
             set_parameter(model, name, array)
         tensors = (v.const_value for v in self._given.graph.initializers.values())
         save(model, path, external=any(t is not None and "external" in t.meta for t in tensors))
@@ -536,7 +535,9 @@ class Trainer:
         `load_adapters` and `training.adapters.merge` read both. Raises UsageError without adapters,
         and for a folder where a weight has no name of a PyTorch module.
         """
-        adapters.write(path, self._unmerged(), self.adapters, self._given.graph)
+        tensors = self._unmerged()
+        if self.world is None or self.world.rank == 0:
+            adapters.write(path, tensors, self.adapters, self._given.graph)
 
     def load_adapters(self, path: str | os.PathLike[str]) -> None:
         """Continue from what `save_adapters`, or PEFT, wrote to `path`, with a new optimizer.
@@ -551,18 +552,25 @@ class Trainer:
             raise DataError(f"{os.fspath(path)}: another alpha / rank than the Trainer's")
         for s in self._specs["update"].states:
             if s.kind in ("parameter", "statistic"):
+                part = part_of_state(s, params.pack(s.value, tensors), self.world)
                 for name in filter(None, (s.name, s.average)):
-                    self._device.write(name, params.pack(s.value, tensors))
+                    self._device.write(name, part)
 
     def _unmerged(self) -> dict[str, Array]:
         if not self.adapters:
             raise UsageError("the Trainer has no adapters: give it lora=Lora()")
         self._finish_steps()
         found: dict[str, Array] = {}
-        for s in self._specs["update"].states:
-            if s.kind in ("parameter", "statistic"):
-                found |= params.unpack(s.value, self._device.array(s.name).copy())
+        for s, array in self._held():
+            found |= params.unpack(s.value, array.copy())
         return found
+
+    def _held(self) -> list[tuple[State, Array]]:
+        """The weights and running statistics, whole; ranks that hold parts call it together."""
+        states = self._specs["update"].states
+        held = [s for s in states if s.kind in ("parameter", "statistic")]
+        whole = whole_states(held, self._device.array, self.world)
+        return [(s, whole[s.name]) for s in held]
 
     # -- checkpoints --
 

@@ -118,7 +118,9 @@ def _gradient(op: Any, node: ir.Node, dys: Values) -> Values:
         g = saved(node, name)
         wide = g if g.dtype == dy.dtype else op.Cast(g, to=dy.dtype.value)
         assert value is not None
-        answers.append(typed(op.CastLike(op.Mul(wide, dy), value), value, value.shape))
+        turned = producer(value, "Transpose") is not None  # gw then lies as what W is made of
+        made = op.CastLike(op.Mul(op.Transpose(wide) if turned else wide, dy), value)
+        answers.append(typed(op.Transpose(made) if turned else made, value, value.shape))
     return answers
 
 

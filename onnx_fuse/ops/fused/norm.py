@@ -341,7 +341,7 @@ def _affine(value: ir.Value, op_type: str, width: int | None) -> tuple[ir.Value,
 
 
 def _computes(found: _Found) -> str:
-    """Why the fused norm would not compute what is written out, or nothing.
+    """Why the fused norm would not compute what is written out; "" if it would.
 
     LayerNormalization has no other stash_type than float32 in onnxruntime, epsilon is a float32.
     """

@@ -135,7 +135,7 @@ def _residual(call: Call, norm: Rows, ctx: Context) -> bool:
 
 
 class Choices:
-    """What replaces a norm and its readers, if that is cheaper."""
+    """Chooses what replaces a norm and its readers, where that is cheaper."""
 
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx

@@ -118,7 +118,7 @@ def _order(groups: dict[int, Call], parents: dict[int, set[int]]) -> list[int]:
 
 
 def forget_unread(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
-    """Stores that nothing reads are dropped, then steps and loads without a use."""
+    """Drop stores that nothing reads, then steps and loads without a use."""
     read = set(keep)
     for call in calls:
         read.update(t.buffer for _, t in call.reads)
@@ -298,7 +298,7 @@ def _meet(a: Tensor, b: Tensor) -> bool:
 
 
 def _numbered(step: Step, number: Mapping[int, int] | Sequence[int]) -> Step:
-    """The step on values that have other numbers."""
+    """The step with its values numbered anew."""
     return Step(step.name, step.dtype, tuple([number[i] for i in step.args]))
 
 
@@ -316,7 +316,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def view(tensor: Tensor) -> Tensor:
-    """The tensor as problems have it: whichever its buffer is."""
+    """The tensor as it stands in a problem, which does not say in which buffer it is."""
     return Tensor(0, tensor.dtype, tensor.shape, tensor.strides, tensor.offset)
 
 
