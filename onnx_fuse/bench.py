@@ -16,7 +16,7 @@ import onnx_ir
 
 from onnx_fuse import autodiff, passes, progress
 from onnx_fuse import profile as profiling
-from onnx_fuse.errors import UsageError
+from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.kernels import Site, site
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.build import feeds_of
@@ -272,9 +272,34 @@ def _run_on(
 def program(
     graph: onnx_ir.Model, hw: Hardware, feeds: Feeds | None = None, precision: str = "fp32"
 ) -> Program:
-    """The program that a GPU would run for `graph`, without one; missing feeds are generated."""
+    """The program that a GPU would run for `graph`, without one; missing feeds are generated.
+
+    Of generated sizes those are taken that the graph runs with. Raises the ModelError of the first
+    where it runs with none.
+    """
     graph, math = in_precision(graph, precision)
-    feeds = feeds or generate(graph, lambda f: [np.ones(1)], single=True)[0][0]
+    if feeds:
+        return _lowered(graph, feeds, hw, math)
+    made: list[Program] = []
+    refused: list[ModelError] = []
+
+    def run(generated: Feeds) -> list[np.ndarray]:
+        try:
+            made.append(_lowered(graph, generated, hw, math))
+        except ModelError as error:
+            refused.append(error)
+            raise ValueError from error  # sizes that do not fit: others are tried
+        return [np.ones(1)]
+
+    try:
+        generate(graph, run, single=True)
+    except ModelError as error:
+        raise (refused or [error])[0] from None
+    return made[0]
+
+
+def _lowered(graph: onnx_ir.Model, feeds: Feeds, hw: Hardware, math: str) -> Program:
+    """The program for feeds of these shapes."""
     shapes = {name: (array.shape, array.dtype.name) for name, array in feeds.items()}
     with contextlib.suppress(NeedsValues):
         return lower(graph, shapes, hw, math=math)

@@ -20,6 +20,9 @@ INSTALL_DISTRIBUTED = 'pip install ".[distributed]"'
 INSTALL_TORCH = 'pip install ".[torch]"'
 """The command that installs PyTorch, in a checkout of this project."""
 
+INSTALL_YAML = 'pip install ".[yaml]"'
+"""The command that installs PyYAML, in a checkout of this project."""
+
 
 class OnnxFuseError(Exception):
     """Base of every error that a user can cause."""

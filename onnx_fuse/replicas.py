@@ -1,4 +1,4 @@
-"""A model on several GPUs: a session on each, and one queue of batches for all."""
+"""A model for many: a session on each GPU and one queue for all; requests run as batches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -15,10 +15,17 @@ from onnx_fuse.distributed.world import pieces
 from onnx_fuse.errors import UsageError
 from onnx_fuse.session import InferenceSession
 
-__all__ = ["Replicas"]
+__all__ = ["Replicas", "run_together"]
 
 Feeds = Mapping[str, Any]
 _Job = tuple["Sequence[str] | None", Feeds, "Future[list[Any]]"]
+
+
+class Runs(Protocol):
+    """What runs a batch."""
+
+    def run(self, output_names: Sequence[str] | None, feeds: Feeds, /) -> list[Any]:
+        """The outputs for arrays by input name."""
 
 
 class Replicas:
@@ -132,6 +139,47 @@ class Replicas:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def run_together(session: Runs, requests: Sequence[Feeds]) -> list[list[Any]]:
+    """Run many requests in as few batches as their shapes allow, as a server does.
+
+    Those with equal dtypes and sizes behind the first axis become one batch, in their order.
+
+    Args:
+        session: An InferenceSession, Replicas, or what else has their `run`.
+        requests: Arrays by input name; the first axis of each counts the request's rows.
+
+    Returns:
+        The outputs of each request, as `run` gives them.
+
+    Raises:
+        UsageError: An input has no axes, the inputs of a request have different numbers of rows,
+            or an output has not as many rows as its batch.
+    """
+    groups: dict[Any, list[int]] = {}
+    rows = []
+    for i, feeds in enumerate(requests):
+        arrays = {name: np.asarray(array) for name, array in feeds.items()}
+        sizes = {array.shape[:1] for array in arrays.values()}
+        if len(sizes) != 1 or () in sizes:
+            raise UsageError(f"request {i} has no common number of rows: {sorted(sizes)}")
+        rows.append(sizes.pop()[0])
+        key = tuple((name, a.dtype, a.shape[1:]) for name, a in sorted(arrays.items()))
+        groups.setdefault(key, []).append(i)
+    found: list[list[Any]] = [[] for _ in requests]
+    for key, members in groups.items():
+        feeds = {name: np.concatenate([requests[i][name] for i in members]) for name, *_ in key}
+        ends = np.cumsum([rows[i] for i in members])
+        for output in session.run(None, feeds):
+            if output.ndim == 0 or len(output) != ends[-1]:
+                raise UsageError(
+                    f"an output {list(output.shape)} of a batch of {ends[-1]} rows has another "
+                    "first axis: such a model takes its requests one by one"
+                )
+            for i, part in zip(members, np.split(output, ends[:-1]), strict=True):
+                found[i].append(part)
+    return found
 
 
 def __dir__() -> list[str]:

@@ -99,6 +99,7 @@ ATTENTION = (
                 "x, w",
                 "3,T,5",
             ),
+            ("leading_axes", "B,T,8", ", float[4,8] w", "...d,kd->...k", "x, w", "B,T,4"),
             ("only_turned", "B,T,8", "", "abc->cab", "x", "8,B,T"),
         )
     ),
@@ -338,6 +339,45 @@ ATTENTION = (
         reason="3 masks and conditions follow each other",
         fed=("q", "k", "v", "mask", "m2", "m3"),
         output=ATT["output"],
+    ),
+    FusionCase(
+        "attention_mask_added_twice",  # as swinv2's of shifted windows
+        "float[B,H,S,8] q, float[B,H,5,8] k, float[B,H,5,8] v, float[B,1,S,5] mask",
+        SCORES + "m = Constant <value = float[1,1,1,5] {0, -100, 0, -100, -100}> ()\n"
+        "z1 = Add (s, mask)\n z2 = Add (z1, m)\n z3 = Add (z2, m)\n"
+        "p = Softmax (z3)\n y = MatMul (p, v)",
+        ("SdpaMaskMask",),
+        **ATT,
+    ),
+    FusionCase(
+        "attention_mask_in_parts",  # as vitdet and SAM add theirs by the key's row and column
+        "float[B,6,8] q, float[B,6,8] k, float[B,6,8] v, float[B,2,3,2,1] a, float[1,2,3,1,3] mask",
+        "apart = Constant <value = int64[5] {-1, 2, 3, 2, 3}> ()\n"
+        "whole = Constant <value = int64[3] {-1, 6, 6}> ()\n"
+        "kt = Transpose <perm = [0,2,1]> (k)\n s = MatMul (q, kt)\n s5 = Reshape (s, apart)\n"
+        "z1 = Add (s5, a)\n z2 = Add (mask, z1)\n z = Reshape (z2, whole)\n"
+        "p = Softmax (z)\n y = MatMul (p, v)",
+        ("SdpaMaskMask",),
+        fed=("q", "k", "v", "a", "mask"),
+        output="float[B,6,8] y",
+    ),
+    FusionCase(
+        "attention_fed_mask_added_twice_stays",
+        f"{QKV}, float[B,1,S,T] mask",
+        SCORES + "z1 = Add (s, mask)\n z2 = Add (z1, mask)\n z3 = Add (z2, mask)\n"
+        "p = Softmax (z3)\n y = MatMul (p, v)",
+        reason="3 masks and conditions follow each other",
+        **ATT,
+    ),
+    FusionCase(
+        "halves_with_scores_in_float32_stay",  # as GPT-J's in 16 bits
+        "float16[B,4,S,8] q, float16[B,4,T,8] k, float16[B,4,T,8] v",
+        "qw = Cast <to = 1> (q)\n kw = Cast <to = 1> (k)\n"
+        "kt = Transpose <perm = [0,1,3,2]> (kw)\n s = MatMul (qw, kt)\n p = Softmax (s)\n"
+        "h = Cast <to = 10> (p)\n y = MatMul (h, v)",
+        reason="is in float32, that with the values in 16 bits",
+        fed=("q", "k", "v"),
+        output="float16[B,4,S,8] y",
     ),
     FusionCase(
         "attention_learned_temperature",

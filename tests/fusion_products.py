@@ -167,6 +167,25 @@ PRODUCTS = (
         )
     ),
     FusionCase(
+        "rms_without_epsilon",  # which dynamo's exporter takes for zero where it is 1e-8
+        f"{X}, float[16] g, {LIN}",
+        written_norm("d = Identity (x)", MUL, RECIPROCAL, "n = Mul (g, p)").replace("(ve)", "(v)")
+        + LINEAR
+        + "y = Identity (z)",
+        ("RMSNormGemm",),
+    ),
+    FusionCase(
+        "rms_between_casts_with_its_scale_in_float32_stays",
+        "float16[B,T,16] x, float[16] g, float16[16,24] w, float16[24] c",
+        "d = Cast <to = 1> (x)\n"
+        + written_norm("", MUL, RECIPROCAL, "f = Mul (g, p)\n n = Cast <to = 10> (f)")
+        + LINEAR
+        + "y = Identity (z)",
+        ("RMSNormalization", "Gemm"),
+        reason="a Cast between it and the product rounds",
+        output="float16[B,T,24] y",
+    ),
+    FusionCase(
         "rms_node",
         f"{X}, float[16] g, {LIN}",
         "n = RMSNormalization <axis = -1> (x, g)\n" + LINEAR + "y = Identity (z)",

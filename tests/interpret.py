@@ -23,8 +23,9 @@ from onnx_fuse.ops.activations import BY_KEY
 from onnx_fuse.program.call import Call, Program, Tensor
 from onnx_fuse.program.expression import Expression, Row
 from onnx_fuse.program.moves import PointwiseMany, ScatterND
-from onnx_fuse.program.problem import Problem
-from onnx_fuse.program.problems import Conv, CrossEntropyChunk, Pool, Reduce, Resample
+from onnx_fuse.program.problem import AnyProblem, Problem, Product
+from onnx_fuse.program.problems import Conv, CrossEntropyChunk, PartSums, Pool, Reduce, Resample
+from onnx_fuse.program.products import Attention, IntegerProduct, PackedProduct
 from onnx_fuse.runtime.plan import Plan, plan
 from onnx_fuse.runtime.tensor import dtype_of
 
@@ -182,14 +183,9 @@ def interpret(
             for row in call.expression.rows:
                 reads[row.load] = memory.rows(call.reads[row.load][1], row, reads[row.index])
             results = _evaluate(call.expression, reads, [t for _, t in call.writes])
-        elif isinstance(call.problem, Problem) or call.kernel in NORMS:
+        elif isinstance(call.problem, Product | Attention) or call.kernel in NORMS:
             read = {name: memory.view(t).astype(np.float64) for name, t in call.reads}
-            if not isinstance(call.problem, Problem):
-                found = {"y": _norm(read)}
-            elif call.problem.op.startswith("Sdpa"):
-                found = _attention(call.problem, read)
-            else:
-                found = _product(call.problem, read)
+            found = _evaluated(call.problem, read)
             if isinstance(call.problem, Problem) and call.problem.epilogue.accumulate:
                 found["y"] = found["y"] + memory.view(dict(call.writes)["y"])
             results = [found[name].reshape(t.shape) for name, t in call.writes]
@@ -213,6 +209,8 @@ def interpret(
             read = {name: memory.view(t).copy() for name, t in call.reads}
             found = cross_entropy_chunk(call.problem, read)
             results = [found[name] for name, _ in call.writes]
+        elif isinstance(call.problem, PartSums):
+            results = [memory.view(call.reads[0][1]).sum(0)]
         elif call.kernel == "DynamicQuantizeLinear":
             results = _range(memory.view(call.reads[0][1]))
         elif isinstance(call.problem, ScatterND):
@@ -327,10 +325,18 @@ def _norm(read: Mapping[str, np.ndarray]) -> np.ndarray:
     return centred / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * read["scale"] + read["bias"]
 
 
+def _evaluated(p: AnyProblem | None, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    if isinstance(p, Attention):
+        return _attention(p, read)
+    if isinstance(p, PackedProduct):
+        return _nbits(p, read)
+    if isinstance(p, IntegerProduct):
+        return _integers(p, read)
+    return _product(p, read) if isinstance(p, Problem) else {"y": _norm(read)}
+
+
 def _product(p: Problem, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """A Gemm, or a LayerNormGemm with folded weights, as their modules define them."""
-    if p.op in ("MatMulNBits", "GemmInteger"):
-        return _nbits(p, read) if p.op == "MatMulNBits" else _integers(p, read)
     assert p.op in ("Gemm", "LayerNormGemm"), p
     if p.batch:
         assert {name for name, v in p.extras.items() if v} <= BATCHED, p
@@ -348,6 +354,7 @@ def _product(p: Problem, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         "act",
         "residual",
         "moments",
+        "column_sums",
         "parts",
         "folded",
         "epsilon",
@@ -361,15 +368,15 @@ def _product(p: Problem, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     )
     v, out = a @ b.reshape(p.k, p.n), {}
     if p.op == "LayerNormGemm":
-        assert p.attr("folded")
+        assert p.folded
         mean, square = a.mean(-1), a.var(-1) * p.k
-        if p.attr("rms"):
+        if p.rms:
             mean, square = np.zeros(p.m), (a**2).sum(-1)
-        if p.attr("parts"):
+        if p.parts:
             means, squares = np.moveaxis(read["part"], 2, 0)
             mean = means.mean(0)
-            square = squares.sum(0) + ((means - mean) ** 2).sum(0) * (p.k / p.integer("parts"))
-        out["mean"], out["rstd"] = mean, 1 / np.sqrt(square / p.k + p.number("epsilon"))
+            square = squares.sum(0) + ((means - mean) ** 2).sum(0) * (p.k / p.parts)
+        out["mean"], out["rstd"] = mean, 1 / np.sqrt(square / p.k + p.epsilon)
         v = out["rstd"][:, None] * (v - np.outer(out["mean"], read["cs"])) + read["cv"]
     elif p.epilogue.bias:
         v = v + read["col1"]
@@ -394,23 +401,25 @@ def _product(p: Problem, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         tiles = v.astype(dtype_of(p.out)).astype(np.float64)
         tiles = tiles.reshape(p.m, p.epilogue.moments, -1)
         out["part"] = np.stack([tiles.mean(-1).T, tiles.var(-1).T * tiles.shape[-1]], -1)
+    if p.epilogue.column_sums:
+        out["part"] = np.add.reduceat(a, np.arange(0, p.m, 64), axis=0)
     return out | {"y": v}
 
 
-def _integers(p: Problem, read: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _integers(p: IntegerProduct, read: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """A GemmInteger as its module defines it."""
     a, b = read["a"].reshape((*p.batch, p.m, p.k)), read["b"].reshape((*p.batch, p.n, p.k))
-    if p.text("za") == "each" and p.attr("za_step"):
+    if p.za == "each" and p.za_step:
         a = a - read["za"].reshape(p.batch[-1], p.m, 1)
-    elif p.text("za"):
+    elif p.za:
         a = a - read["za"].reshape(-1, 1)
-    b = b - read["zb"].reshape(-1, 1) if p.text("zb") else b
+    b = b - read["zb"].reshape(-1, 1) if p.zb else b
     return {"y": a @ b.swapaxes(-1, -2)}
 
 
-def _nbits(p: Problem, read: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _nbits(p: PackedProduct, read: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """A MatMulNBits as its module defines it."""
-    bits, block, blocks = (p.integer(name) for name in ("bits", "block", "blocks"))
+    bits, block, blocks = p.bits, p.block, p.blocks
 
     def unpacked(packed: np.ndarray) -> np.ndarray:
         each = packed.astype(np.uint8).reshape(p.n, -1, 1) >> np.arange(0, 8, bits)
@@ -418,18 +427,18 @@ def _nbits(p: Problem, read: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
     scale = read["scale"].reshape(p.n, blocks)
     zero = np.full((p.n, blocks), 2.0 ** (bits - 1))
-    if p.text("zero"):
-        packed = p.text("zero") == "packed"
+    if p.zero:
+        packed = p.zero == "packed"
         zero = unpacked(read["zero"])[:, :blocks] if packed else read["zero"].reshape(p.n, blocks)
-    group = read["groups"].astype(int) if p.attr("groups") else np.arange(p.k) // block
+    group = read["groups"].astype(int) if p.groups else np.arange(p.k) // block
     w = (unpacked(read["q"])[:, : p.k] - zero[:, group]) * scale[:, group]
     y = read["a"].reshape(p.m, p.k) @ w.T
     return {"y": y + read["bias"] if p.epilogue.bias else y}
 
 
-def _attention(p: Problem, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """y, or dq, dk, dv, of an attention Problem; operands are [B, H, S, D], masks [B, H, S, T]."""
-    group, scale, cap = p.integer("group", 1), p.number("scale", 1.0), p.number("softcap")
+def _attention(p: Attention, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """y, or dq, dk, dv, of an Attention; operands are [B, H, S, D], masks [B, H, S, T]."""
+    group, scale, cap = p.group, p.scale, p.softcap
     q, k, v = read["q"], *(np.repeat(read[name], group, 1) for name in "kv")
     with np.errstate(all="ignore"):
         z = scale * q @ k.swapaxes(2, 3)
@@ -439,20 +448,20 @@ def _attention(p: Problem, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]
             if f"mask{end}" not in read:
                 continue
             mask = read[f"mask{end}"]
-            if p.attr(f"keep{end}"):
-                z = np.where(mask != 0, z, p.number(f"fill{end}"))
+            if p.keep2 if end else p.keep:
+                z = np.where(mask != 0, z, p.fill2 if end else p.fill)
                 slope = np.where(mask != 0, slope, 0)
-            elif floor := p.number("floor", 0.0):  # far beyond the digits that a score has
-                z = np.float32(z) + np.float32(np.where(mask == -65504, floor, mask))
+            elif lowest := p.lowest:  # far beyond the digits that a score has
+                z = np.float32(z) + np.float32(np.where(mask == -65504, lowest, mask))
             else:
                 z = z + mask
-        if p.attr("causal"):
+        if p.causal:
             z = np.where(np.tri(*z.shape[2:], dtype=bool), z, -np.inf)
         e = np.exp(z - z.max(-1, keepdims=True))
         w = e / e.sum(-1, keepdims=True)
-        if p.integer("guard"):
-            w = np.where(np.isnan(w), 0, w)
         top = z.max(-1)
+        if guard := p.guard:  # of rows that are masked whole, or of every NaN
+            w = np.where(np.isnan(w) if guard == 2 else top[..., None] == -np.inf, 0, w)
         lse = np.stack([top, np.log(np.exp(z - top[..., None]).sum(-1))], -1)
     if p.op == "Sdpa":
         return {"y": w @ v, "lse": lse}

@@ -45,6 +45,19 @@ GRAPHS = {
         "{ m = ReduceMax <keepdims = 0> (x) r = Div(one, m) n = Neg(r) y = Mul(x, n) }",
         {"x": X},
     ),
+    "the halves of a rotation": (
+        "agraph (float[2,40,64] x, float[40,32] c, float[40,32] s) => (float[2,40,64] y) "
+        "{ a, b = Split<axis=-1, num_outputs=2>(x) ac = Mul(a, c) bs = Mul(b, s) f = Sub(ac, bs) "
+        "bc = Mul(b, c) as = Mul(a, s) g = Add(bc, as) y = Concat<axis=-1>(f, g) }",
+        arrays(x=(2, 40, 64), c=(40, 32), s=(40, 32)),
+    ),
+    "both gradients of a gated product": (
+        "agraph (float[40,96] gu, float[48,32] w) => (float[40,96] d, float[40,32] z) "
+        "{ g, u = Split<axis=-1, num_outputs=2>(gu) s = Sigmoid(g) h = Mul(s, u) z = MatMul(h, w) "
+        "t = Transpose<perm=[1,0]>(w) dh = MatMul(z, t) du = Mul(dh, s) hu = Mul(dh, u) "
+        "dg = Mul(hu, g) d = Concat<axis=-1>(dg, du) }",
+        arrays(gu=(40, 96)) | {"w": np.eye(48, 32, dtype=np.float32)},
+    ),
     "a chain through a reshape": (
         "agraph (float[3,4,6] x) => (float[12,6] y) <int64[2] shape = {12, 6}> "
         "{ s = Exp(x) r = Reshape(s, shape) y = Neg(r) }",
@@ -215,6 +228,11 @@ GRAPHS = {
         "agraph (float[3,4,6] x, float[3,6,5] z) => (float[5,3,4] y) "
         '{ y = Einsum<equation="bij,bjk->kbi">(x, z) }',
         {"x": X, "z": RNG.standard_normal((3, 6, 5)).astype(np.float32)},
+    ),
+    "Einsum of an ellipsis, broadcast": (
+        "agraph (float[3,4,6] x, float[1,5,6] z) => (float[3,5] y) "
+        '{ y = Einsum<equation="...ij, ...kj -> ...k">(x, z) }',
+        {"x": X, "z": RNG.standard_normal((1, 5, 6)).astype(np.float32)},
     ),
     "reversed sequences": (
         "agraph (float[3,4,6] x, int64[4] n) => (float[3,4,6] y) "

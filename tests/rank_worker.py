@@ -33,6 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fp16": {"precision": "fp16", "loss_scale": 1024.0},
     "batchnorm": {"sync_batchnorm": True},
     "sharded": {"shard": "optimizer", "clip_norm": 0.5},
+    "spread": {"shard": "all", "clip_norm": 0.5, "accumulate": 2},
 }
 
 
@@ -87,13 +88,23 @@ def curves(folder: Path) -> None:
             losses.append(float(np.mean(each)))
         result |= {f"{case} {name}": array for name, array in t.weights().items()}
         result[f"{case} losses"] = np.array(losses)
-        if case == "sharded" and t.world is not None:
-            slots = [s for s in t.spec().states if s.kind == "slot"]
-            result["sharded bytes"] = np.array(sum(s.initial.nbytes for s in slots))
-            result["whole bytes"] = np.array(
-                sum(s.initial.nbytes * (RANKS if s.whole else 1) for s in slots)
-            )
+        if case in ("sharded", "spread"):
+            kinds = ("slot", "parameter") if case == "spread" else ("slot",)
+            states = [s for s in t.spec().states if s.kind in kinds]
+            result[f"{case} bytes"] = np.array(sum(s.initial.nbytes for s in states))
     np.savez(folder / f"{os.environ.get('RANK', 'one')}.npz", **result)
+
+
+def never_ends(t: of.Trainer) -> None:
+    """Give the GPU work that never ends, ahead of the next step."""
+    from onnx_fuse.runtime import device
+
+    stream, flag = t._device._states._home.stream, device.Pinned(4)
+    flag.array[...] = 0
+    equal = device.bindings().CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ
+    waits = device.bindings().cuStreamWaitValue32(stream.raw, flag.address, 1, int(equal))
+    device.check(waits, "a wait for ever")
+    t.kept = flag  # type: ignore[attr-defined]
 
 
 def fault(folder: Path, kind: str) -> None:
@@ -110,6 +121,12 @@ def fault(folder: Path, kind: str) -> None:
                 time.sleep(600)
             if kind == "raises":
                 raise ValueError("the data of this rank is torn")
+            if kind == "inside" and os.environ.get("DEVICE") == "cuda":
+                never_ends(t)
+        if i == 3 and kind == "inside" and "DEVICE" not in os.environ:
+            # both ranks wait for their step, as on GPUs, and the second has come less far
+            t.world.watch.met = lambda: 2 - t.world.rank
+            t._device.start = lambda *_: lambda: time.sleep(600)
         t.step(batch)
     (folder / "finished").touch()
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir
 import onnxruntime as ort
 import pytest
 import safetensors.numpy
@@ -18,7 +20,7 @@ from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.load import load
 from onnx_fuse.onnx.save import save
 from onnx_fuse.training import optim
-from onnx_fuse.training.adapters import Lora, merge
+from onnx_fuse.training.adapters import Lora, attach, merge
 from onnx_fuse.training.trainer import Trainer
 
 Array = np.ndarray[Any, Any]
@@ -195,11 +197,125 @@ def test_refuses_files(tmp_path: Path) -> None:
     ):
         with pytest.raises(DataError, match=words):
             trainer.load_adapters(tmp_path / name)
-    Trainer(text_model(FORMS["MatMul"]), loss="mse", lora=Lora(3)).save_adapters(tmp_path / "three")
-    with pytest.raises(DataError, match="have other names or shapes"):
-        trainer.load_adapters(tmp_path / "three")
+    three = tmp_path / "three.safetensors"
+    Trainer(text_model(FORMS["MatMul"]), loss="mse", lora=Lora(3)).save_adapters(three)
+    with pytest.raises(DataError, match="other names or shapes than the Trainer"):
+        trainer.load_adapters(three)
     with pytest.raises(DataError, match=r"'w' is \[4, 6\] in the model, \[6, 4\] in the adapters"):
-        merge(text_model(FORMS["Transpose"]), tmp_path / "three", tmp_path / "merged.onnx")
+        merge(text_model(FORMS["Transpose"]), three, tmp_path / "merged.onnx")
     plain = Trainer(text_model(FORMS["MatMul"]), loss="mse")
     with pytest.raises(UsageError, match="the Trainer has no adapters"):
         plain.save_adapters(tmp_path / "plain")
+
+
+# ---- PEFT's form -----------------------------------------------------------------------------
+
+BLOCK = """net (float[batch, 6] x) => (float[batch, 4] y)
+    <float[6, 5] q = {Q}, float[4, 5] "head.weight" = {H}, float[4] "head.bias" = {0, 0, 1, 0}> {
+        ["/layer.0/query/MatMul_1"] h = MatMul (x, q)
+        ["/head/Gemm"] y = Gemm <transB = 1> (h, "head.weight", "head.bias")
+    }"""
+for _name, _count in (("Q", 30), ("H", 20)):
+    BLOCK = BLOCK.replace(_name + "}", ", ".join(str(i / 30 - 0.5) for i in range(_count)) + "}")
+"""Two torch.nn.Linear as an exporter writes them: of one it has kept the transpose alone."""
+KEY = "base_model.model.layer.0.query.lora_"
+
+
+def adapted(**options: Any) -> Trainer:
+    options = {"lora": Lora(2, 6.0, "*query"), "trainable": ["head.weight"]} | options
+    return Trainer(text_model(BLOCK), loss="mse", optimizer=optim.Adam(lr=0.05), **options)
+
+
+def arrays(model: onnx.ModelProto) -> dict[str, Array]:
+    return {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
+
+
+def test_a_folder_in_the_form_of_peft(tmp_path: Path) -> None:
+    """The names and shapes that PEFT reads, modules that trained whole; and back to the same."""
+    trainer, folder = adapted(), tmp_path / "adapters"
+    feeds = batch("MatMul")
+    for _ in range(3):
+        trainer.step(feeds)
+    trainer.save_adapters(folder)
+    about = json.loads((folder / "adapter_config.json").read_text())
+    assert about["peft_type"] == "LORA"
+    assert (about["r"], about["lora_alpha"]) == (2, 6)
+    assert about["target_modules"] == ["layer.0.query"]
+    assert about["modules_to_save"] == ["head"]
+    tensors = safetensors.numpy.load_file(folder / "adapter_model.safetensors")
+    a, b = tensors.pop(f"{KEY}A.weight"), tensors.pop(f"{KEY}B.weight")
+    assert (a.shape, b.shape) == ((2, 6), (5, 2))
+    assert tensors.keys() == {"base_model.model.head.weight", "base_model.model.head.bias"}
+    merge(text_model(BLOCK), folder, tmp_path / "merged.onnx")
+    trainer.save(tmp_path / "tuned.onnx")
+    merged, tuned = (arrays(onnx.load(tmp_path / f)) for f in ("merged.onnx", "tuned.onnx"))
+    assert {k: w.tobytes() for k, w in merged.items()} == {k: w.tobytes() for k, w in tuned.items()}
+    other = adapted(trainable=["head.*"])
+    other.load_adapters(folder)
+    expected = trainer.evaluate(feeds).outputs["y"]
+    np.testing.assert_array_equal(other.evaluate(feeds).outputs["y"], expected)
+
+
+def test_what_peft_wrote_for_a_wrapped_model_is_merged(tmp_path: Path) -> None:
+    """Its modules have a prefix, its tensors 16 bits; rsLoRA divides by the root of the rank."""
+    rng = np.random.default_rng(3)
+    a, b = rng.normal(size=(4, 6)).astype(np.float16), rng.normal(size=(5, 4)).astype(np.float16)
+    key = KEY.replace("layer", "encoder.layer")
+    pair = {f"{key}A.weight": a, f"{key}B.weight": b}
+    safetensors.numpy.save_file(pair, tmp_path / "adapter_model.safetensors")
+    about = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "use_rslora": True, "bias": "none"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(about))
+    merge(text_model(BLOCK), tmp_path, tmp_path / "merged.onnx")
+    before = arrays(onnx_ir.to_proto(text_model(BLOCK)))
+    after = arrays(onnx.load(tmp_path / "merged.onnx"))
+    expected = before["q"] + 3 * (b.astype(np.float64) @ a.astype(np.float64)).T
+    np.testing.assert_allclose(after["q"], expected, rtol=1e-6)
+    np.testing.assert_array_equal(after["head.weight"], before["head.weight"])
+
+
+def test_metadata_names_the_module_too() -> None:
+    """torch.onnx's newer exporter writes no modules into names."""
+    model = text_model(BLOCK.replace("/layer.0/query/MatMul_1", "node_MatMul_3"))
+    scopes = "['', 'layer.0', 'layer.0.query', 'linear_2']"
+    model.graph[0].metadata_props["pkg.torch.onnx.name_scopes"] = scopes
+    assert attach(model, Lora(2, 1.0, "layer.*"), 0)[1][0].module == "layer.0.query"
+
+
+PEFT_REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "kind": ({"peft_type": "IA3"}, KEY, "adapters of PEFT's kind IA3 are not LoRA"),
+    "DoRA": ({"use_dora": True}, KEY, "adapters with use_dora = True are not read"),
+    "ranks": ({"rank_pattern": {"q": 3}}, KEY, "adapters with rank_pattern"),
+    "PiSSA": ({"init_lora_weights": "pissa"}, KEY, "changes the model's own weights, too"),
+    "rank": ({"r": 3}, KEY, r"'layer\.0\.query' has no A and B of rank 3"),
+    "no rank": ({"r": None}, KEY, "no adapters in PEFT's form"),
+    "module": (
+        {},
+        KEY.replace("query", "key"),
+        "key' is none of the model's, which has",
+    ),
+    "embedding": ({}, KEY.replace("lora_", "lora_embedding_"), "is of no matrix, or of another"),
+    "scale": ({"lora_alpha": 5}, KEY, "another alpha / rank than the Trainer's"),
+}
+
+
+@pytest.mark.parametrize("case", PEFT_REFUSED)
+def test_refuses_folders(case: str, tmp_path: Path) -> None:
+    more, key, words = PEFT_REFUSED[case]
+    tensors = {"A": np.ones((2, 6), np.float32), "B": np.ones((5, 2), np.float32)}
+    tensors = {f"{key}{which}.weight": array for which, array in tensors.items()}
+    safetensors.numpy.save_file(tensors, tmp_path / "adapter_model.safetensors")
+    about = {"peft_type": "LORA", "r": 2, "lora_alpha": 6} | more
+    (tmp_path / "adapter_config.json").write_text(json.dumps(about))
+    with pytest.raises(DataError, match=words):
+        adapted(trainable=None).load_adapters(tmp_path)
+
+
+def test_weights_without_the_names_of_modules_go_into_no_folder(tmp_path: Path) -> None:
+    for trainer, words in (
+        (Trainer(text_model(FORMS["MatMul"]), loss="mse", lora=Lora(2)), "'w' has no name"),
+        (adapted(lora=Lora(2, 6.0, "*query"), trainable=["head.weight", "q"]), "'q' trained whole"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            trainer.save_adapters(tmp_path / "adapters")
+    with pytest.raises(DataError, match=r"adapter_config\.json: No such file"):
+        adapted().load_adapters(tmp_path)

@@ -13,7 +13,8 @@ from onnx_fuse import autodiff, passes
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.load import load
-from onnx_fuse.program.problem import CHIPS, Problem
+from onnx_fuse.program.problem import CHIPS
+from onnx_fuse.program.products import Attention
 from onnx_fuse.program.size import Trace
 
 LOW = "Constant <value = float {-3.4028235e38}> ()"
@@ -131,10 +132,10 @@ def model_of(mask: str, logits: str, keys: str = "S") -> ir.Model:
     )
 
 
-def attention_of(model: ir.Model, shapes: dict[str, tuple[int, ...]]) -> Problem:
+def attention_of(model: ir.Model, shapes: dict[str, tuple[int, ...]]) -> Attention:
     program = lower(model, {n: (s, "float32") for n, s in shapes.items()}, CHIPS["H200"])
     (found,) = [c.problem for c in program.calls if getattr(c.problem, "op", "") == "Sdpa"]
-    assert isinstance(found, Problem)
+    assert isinstance(found, Attention)
     return found
 
 
@@ -151,10 +152,47 @@ def test_a_mask_is_dropped_only_where_it_is_proved_causal(name: str) -> None:
     passes.optimize(model)
     problem = attention_of(model, SIZES)
     masks = 2 if "behind" in name or "before" in name else 1
-    assert problem.attr("causal") == (name in PROVED or name in READ)
-    assert sum(bool(problem.attr(m, ())) for m in ("mask", "mask2")) == masks - (name in PROVED)
+    assert problem.causal == (name in PROVED or name in READ)
+    assert sum(bool(strides) for strides in (problem.mask, problem.mask2)) == masks - (
+        name in PROVED
+    )
     shapes = {n: (a.shape, "float32") for n, a in feeds.items()}
     weights = {n: v.const_value.numpy() for n, v in model.graph.initializers.items()}
+    got = interpret(lower(model, shapes, CHIPS["H200"]), feeds, weights)["y"]
+    np.testing.assert_allclose(got, expected, atol=2e-6)
+
+
+ALL = f"""{LENGTH}
+    seen = Constant <value = bool[1,1,1,1] {{1}}> ()
+    batch = Shape <start = 0, end = 1> (q)
+    room = Concat <axis = 0> (batch, first, size, size)
+    everywhere = Expand (seen, room)"""
+IDLE = {
+    "a condition that always holds": (ALL, f"low = {LOW} z = Where (everywhere, s, low)", True),
+    "0 wherever it holds": (f"""{ALL} nil = {NIL} low = {INF}
+        mask = Where (everywhere, nil, low)""", ADDED, True),
+    "zeros": ("zeros = Constant <value = float[1,1,1,1] {0.0}> ()", "z = Add (s, zeros)", True),
+    "zeros of more batches than are known": (
+        "zeros = Constant <value = float[2,1,1,1] {0.0, 0.0}> ()", "z = Add (s, zeros)", False),
+    "a condition that never holds": (
+        f"{ALL} none_seen = Not (everywhere)", f"low = {LOW} z = Where (none_seen, s, low)", False),
+    "one everywhere": ("ones = Constant <value = float[1,1,1,1] {1.0}> ()", "z = Add (s, ones)",
+                       False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IDLE)
+def test_a_mask_that_hides_nothing_is_no_mask(name: str) -> None:
+    mask, logits, idle = IDLE[name]
+    model = model_of(mask, logits)
+    rng = np.random.default_rng(1)
+    feeds = {n: rng.standard_normal(s).astype(np.float32) for n, s in SIZES.items()}
+    plain = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
+    (expected,) = plain.run(None, feeds)
+    passes.optimize(model)
+    assert bool(attention_of(model, SIZES).mask) != idle
+    weights = {n: v.const_value.numpy() for n, v in model.graph.initializers.items()}
+    shapes = {n: (a.shape, "float32") for n, a in feeds.items()}
     got = interpret(lower(model, shapes, CHIPS["H200"]), feeds, weights)["y"]
     np.testing.assert_allclose(got, expected, atol=2e-6)
 
@@ -165,7 +203,7 @@ def test_the_proof_holds_for_sizes_that_are_open(name: str) -> None:
     passes.optimize(model)
     b, t = trace.symbol("s0", 2), trace.symbol("s1", 9)
     sizes = dict.fromkeys("qkv", (b, 3, t, 8)) | {"padding": (b, 1, 1, t)}
-    assert attention_of(model, sizes).attr("causal")
+    assert attention_of(model, sizes).causal
 
 
 def test_a_mask_of_one_element_is_no_triangle() -> None:
@@ -175,7 +213,7 @@ def test_a_mask_of_one_element_is_no_triangle() -> None:
     for (queries, keys), causal in (((1, 1), True), ((1, 9), False)):
         sizes = {"q": (2, 3, queries, 8), "padding": (2, 1, 1, keys)}
         sizes |= dict.fromkeys("kv", (2, 3, keys, 8))
-        assert bool(attention_of(model, sizes).attr("causal")) == causal
+        assert attention_of(model, sizes).causal == causal
 
 
 @pytest.mark.skipif(onnx.defs.onnx_opset_version() < 23, reason="onnx has no Attention yet")
@@ -190,7 +228,7 @@ def test_a_mask_of_the_attention_node_is_proved_too(name: str, mask: str) -> Non
         y = Attention (q, k, v, {mask}) }}""")
     passes.optimize(model)
     problem = attention_of(model, {n: SIZES[n] for n in "qkv"})
-    assert (problem.attr("causal"), problem.attr("mask")) == (True, ())
+    assert (problem.causal, problem.mask) == (True, ())
 
 
 def test_the_gradient_skips_what_the_forward_skips() -> None:
@@ -200,8 +238,8 @@ def test_the_gradient_skips_what_the_forward_skips() -> None:
     gradient = autodiff.gradient(model, wrt=list(sizes))
     sizes |= {str(v.name): sizes["q"] for v in gradient.graph.inputs if v.name not in sizes}
     program = lower(gradient, {n: (s, "float32") for n, s in sizes.items()}, CHIPS["H200"])
-    found = [c.problem for c in program.calls if isinstance(c.problem, Problem)]
-    assert [(p.op, p.attr("causal"), p.attr("mask")) for p in found if "Sdpa" in p.op] == [
+    found = [c.problem for c in program.calls if isinstance(c.problem, Attention)]
+    assert [(p.op, p.causal, p.mask) for p in found if "Sdpa" in p.op] == [
         ("Sdpa", True, ()),
         ("SdpaGrad", True, ()),
     ]

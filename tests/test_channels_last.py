@@ -59,6 +59,18 @@ STRETCHES: dict[str, tuple[dict[str, tuple[int, ...]], tuple[int, ...], str, int
     "a row of pixels": (
         {"x": (3, 8, 20), "u": (16, 8, 5)}, (3, 16, 20), "y = Conv<pads=[2,2]>(x, u)", 2,
     ),
+    "images that a Transpose makes of pixels": (
+        {"x": (2, 16, 6, 6), "u": (16, 16, 3, 3), "g": (16, 1, 1), "h": (16, 16)}, (2, 16, 6, 6),
+        "a = Conv<pads=[1,1,1,1]>(x, u) p = Transpose<perm=[0,2,3,1]>(a) t = MatMul(p, h)"
+        " i = Transpose<perm=[0,3,1,2]>(t) m = Mul(i, g) s = Add(m, a)"
+        " y = Conv<pads=[1,1,1,1]>(s, u)", 2,
+    ),
+    "sums over all pixels of channels, and over channels": (
+        {"x": (3, 16, 6, 6), "u": (32, 16, 3, 3)}, (3, 32, 6, 6),
+        "a = Conv<pads=[1,1,1,1]>(x, u) e = Constant<value = int64[3] {0,2,3}>()"
+        " s = ReduceSum(a, e) f = Constant<value = int64[1] {1}>()"
+        " t = ReduceMean(a, f) y = Add(s, t)", 1,
+    ),
     "a reader that wants the pixels of a channel side by side": (
         {"x": (2, 16, 6, 6), "u": (16, 16, 3, 3)}, (2, 16),
         "a = Conv<pads=[1,1,1,1]>(x, u) s = Constant<value = int64[2] {2,-1}>()"

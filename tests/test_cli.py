@@ -25,7 +25,7 @@ from support import ENCODER, Cli
 
 from onnx_fuse import bench, config, passes, session
 from onnx_fuse.cuda import nvrtc
-from onnx_fuse.errors import DeviceError
+from onnx_fuse.errors import DeviceError, ModelError
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.program.problem import CHIPS
@@ -546,3 +546,14 @@ def test_ctrl_c_ends_quietly(tmp_path: Path) -> None:
     assert process.returncode == 130
     assert err == "onnx-fuse: interrupted\n"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["slow.onnx"]
+
+
+def test_a_program_for_a_target_takes_sizes_that_the_graph_runs_with() -> None:
+    """Where N % 4 + `more` is neither 1 nor 4 the sum has no shape; nothing else says so."""
+    text = """agraph (float[N] x) => (float[M] y)
+      <int64[1] four = {{4}}, int64[1] more = {{{more}}}, float[4] c = {{1, 2, 3, 4}}> {{
+        n = Shape (x) r = Mod (n, four) s = Add (r, more) z = ConstantOfShape (s) w = Add (z, c)
+        a = ReduceSum (x) y = Add (w, a) }}"""
+    assert bench.program(text_model(text.format(more=1)), CHIPS["H200"]).calls
+    with pytest.raises(ModelError, match="do not broadcast"):
+        bench.program(text_model(text.format(more=9)), CHIPS["H200"])

@@ -546,21 +546,3 @@ def test_amounts_of_a_pad_in_two_dimensions_are_left_to_the_check() -> None:
     model = text_model(text)
     passes.optimize(model)
     assert "Pad" in {node.op_type for node in model.graph}
-
-
-@pytest.mark.parametrize(
-    ("past", "new", "size", "stays"),
-    [(0, 5, 1, True), (0, 5, 3, True), (0, 5, 5, False), (3, "S", 3, True), (3, "S", 4, False)],
-)
-def test_a_mask_shorter_than_its_keys_keeps_the_attention_node(
-    past: int, new: int | str, size: int, stays: bool
-) -> None:
-    """What it does not reach is hidden, from opset 24 on; broadcast it would be seen."""
-    kept = f", float[2,4,{past},8] pk, float[2,4,{past},8] pv" if past else ""
-    text = f"""agraph (float[2,4,5,8] q, float[2,4,{new},8] k, float[2,4,{new},8] v,
-                       bool[2,1,5,{size}] m{kept})
-    => (float[2,4,5,8] y) {{ y = Attention (q, k, v, m{", pk, pv" if past else ""}) }}"""
-    model = text_model(text)
-    report = passes.optimize(model)
-    assert ("Attention" in {node.op_type for node in model.graph}) == stays
-    assert any("shorter" in r.reason for r in report.not_fused) == stays

@@ -20,13 +20,15 @@ from rank_worker import CASES, RANKS, WIDTHS
 from onnx_fuse.cuda.launch import bind
 from onnx_fuse.distributed import buckets, launch, nccl
 from onnx_fuse.distributed.environment import Place, place
+from onnx_fuse.distributed.watch import Sign, hang
 from onnx_fuse.distributed.world import pieces
 from onnx_fuse.errors import DeviceError, UsageError
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.save import save
+from onnx_fuse.ops.collective import COLLECTIVES
 from onnx_fuse.program.call import Program
-from onnx_fuse.program.problem import CHIPS
-from onnx_fuse.program.problems import Collective
+from onnx_fuse.program.problem import CHIPS, Collective
+from onnx_fuse.runtime.plan import plan
 from onnx_fuse.runtime.schedule import by_dependency, sequential
 from onnx_fuse.training import optim
 from onnx_fuse.training.ranks import Measure, Ranks, counted
@@ -132,10 +134,12 @@ def test_a_loss_counts_what_it_is_the_mean_of(measure: Measure, count: float) ->
 # ---- the program of a step ---------------------------------------------------------------------
 
 
-def step_program(shard: str = "", bucket: int = 1 << 14) -> Program:
+def step_program(
+    shard: str = "", bucket: int = 1 << 14, widths: tuple[int, ...] = (64, 128, 128, 128, 8)
+) -> Program:
     """The calls of a step in bfloat16 on one of two ranks, for an H200."""
     graph, spec = training_model(
-        mlp.build(mlp.Config((64, 128, 128, 128, 8))),
+        mlp.build(mlp.Config(widths)),
         loss="cross_entropy",
         optimizer=optim.AdamW(),
         precision="bf16",
@@ -153,13 +157,13 @@ def step_program(shard: str = "", bucket: int = 1 << 14) -> Program:
     return lower(graph, shapes, CHIPS["H200"], state=states)
 
 
-@pytest.mark.parametrize("shard", ["", "optimizer"])
+@pytest.mark.parametrize("shard", ["", "optimizer", "all"])
 def test_collectives_follow_each_other_and_what_they_read_alone(shard: str) -> None:
     """So they run beside the backward, in an order that is that of all ranks."""
     program = step_program(shard)
     places = [i for i, c in enumerate(program.calls) if isinstance(c.problem, Collective)]
     kinds = [program.calls[i].problem.kind for i in places]  # type: ignore[union-attr]
-    assert set(kinds) == ({"AllReduce", "ReduceScatter", "AllGather"} if shard else {"AllReduce"})
+    assert set(kinds) == (set(COLLECTIVES) if shard else {"AllReduce"})
     written = {t.buffer: i for i, c in enumerate(program.calls) for _, t in c.writes}
     for order in (sequential(program), by_dependency(program)):
         for before, after in pairwise(places):
@@ -174,6 +178,36 @@ def test_collectives_follow_each_other_and_what_they_read_alone(shard: str) -> N
     assert len(free) >= 4  # the last bucket alone waits for the whole backward
     for before, after in pairwise(backward):
         assert order.before[after] >> before & 1
+
+
+def test_weights_are_gathered_a_bucket_ahead_and_twice() -> None:
+    """Beside what reads the bucket before it; and what is reduced does not wait for the end."""
+    program = step_program("all", bucket=1 << 15)
+    order, calls = sequential(program), program.calls
+    gathers = [i for i, c in enumerate(calls) if _kind(c) == "AllGather"]
+    assert len(gathers) == 6  # three weights in the forward and in the backward; one is small
+    for gather in gathers[2:]:  # the first two go into one call, which folds both
+        (made,) = {t.buffer for _, t in calls[gather].writes}
+        reader = min(i for i, c in enumerate(calls) if made in {t.buffer for _, t in c.reads})
+        before = max(i for i in range(gather) if not _kind(calls[i]))
+        beside = min(i for i in range(gather, len(calls)) if not _kind(calls[i]))
+        assert beside < reader
+        assert not order.before[beside] >> gather & 1
+        assert order.before[gather] >> before & 1  # it takes no memory before its time
+    reduces = [i for i, c in enumerate(calls) if _kind(c) == "ReduceScatter"]
+    assert [i for i in gathers if i > reduces[0]]  # so a gradient's memory is free again
+
+
+def test_a_step_of_gathered_weights_holds_few_of_them() -> None:
+    """Eight products of 512: parts of weights and states, and an arena below the weights' size."""
+    small, large = (
+        plan(step_program(shard, widths=(512,) * 9, bucket=1 << 18)).arena for shard in ("all", "")
+    )
+    assert small < large - 3 * 512 * 512 * 2
+
+
+def _kind(call: Any) -> str:
+    return call.problem.kind if isinstance(call.problem, Collective) else ""
 
 
 def test_what_fills_one_bucket_does_not_wait_for_another() -> None:
@@ -228,7 +262,7 @@ def curves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, np.n
     return found
 
 
-AGAIN = ("plain", "sharded")
+AGAIN = ("plain", "sharded", "spread")
 """Cases that are run once more, for the same bits."""
 TOLERANCE = 2e-4
 """Of 50 steps of AdamW: where a gradient is near 0, its sign decides about a step of lr."""
@@ -240,7 +274,7 @@ WIDE = {"fp16": 3e-2}
 def test_ranks_train_as_one_process_with_their_batches(
     curves: dict[str, dict[str, np.ndarray]], case: str
 ) -> None:
-    names = [k for k in curves["one"] if k.startswith(f"{case} ")]
+    names = [k for k in curves["one"] if k.startswith(f"{case} ") and not k.endswith(" bytes")]
     assert len(names) > len(WIDTHS)
     for name in names:
         got, expected = curves["first"][name], curves["one"][name]
@@ -250,10 +284,11 @@ def test_ranks_train_as_one_process_with_their_batches(
             np.testing.assert_array_equal(got, curves[other][name], err_msg=f"{other} {name}")
 
 
-def test_a_sharded_optimizer_takes_a_ranks_part_of_the_memory(
-    curves: dict[str, dict[str, np.ndarray]],
+@pytest.mark.parametrize("case", ["sharded", "spread"])
+def test_sharded_states_take_a_ranks_part_of_the_memory(
+    curves: dict[str, dict[str, np.ndarray]], case: str
 ) -> None:
-    own, whole = (int(curves["first"][f"{name} bytes"]) for name in ("sharded", "whole"))
+    own, whole = (int(curves[name][f"{case} bytes"]) for name in ("first", "one"))
     assert own <= 1.05 * whole / RANKS + 16_384  # small tensors stay whole
 
 
@@ -263,6 +298,11 @@ def test_a_sharded_optimizer_takes_a_ranks_part_of_the_memory(
         ("killed", "rank 1 was ended by SIGKILL", {}),
         ("stopped", "rank 1 has not answered for 3 s: it hangs", {"ONNX_FUSE_PATIENCE": "3"}),
         ("stands", "rank 1 has been at step 3 for 3 s", {"ONNX_FUSE_STALL": "3"}),
+        (
+            "inside",
+            "rank 1 has not come to collective 2 of step 4 for",
+            {"ONNX_FUSE_PATIENCE": "3"},
+        ),
         ("raises", "ValueError: the data of this rank is torn", {}),
     ],
 )
@@ -279,6 +319,26 @@ def test_a_rank_that_ends_or_hangs_ends_all(
     assert launch.run(worker(kind, tmp_path), RANKS) == 1
     assert message in capfd.readouterr().err
     assert not (tmp_path / "finished").exists()
+
+
+HANGS = {
+    "one": ([Sign(7, 26, 6, 4), Sign(7, 26, 6, 2)], "rank 1 has not come to collective 3 of"),
+    "two": ([Sign(7, 26, 6, 0), Sign(7, 26, 6, 0), Sign(8, 30, 6, 1)], "rank 0, 1 has not come to"),
+    "a step": ([Sign(8, 26, 7, 0), Sign(8, 26, 6, 9)], "rank 1 has not come to collective 10 of"),
+    "all": ([Sign(7, 30, 6, 4), Sign(7, 26, 6, 4)], "all ranks have been in collective 4 of"),
+    "not yet": ([Sign(7, 26, 6, 4), Sign(7, 24, 6, 2)], ""),
+    "one works": ([Sign(7, 600, 6, 4), Sign(7, 0, 6, 0)], ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HANGS)
+def test_who_hangs_where_all_wait(case: str) -> None:
+    """The rank whose GPU has come the least far; nobody while one does something else."""
+    signs, words = HANGS[case]
+    found = hang(dict(enumerate(signs)), 25.0)
+    assert found.startswith(words)
+    assert bool(found) == bool(words)
+    assert [Sign.of(each.packed()) for each in signs] == signs
 
 
 def test_ranks_of_another_launcher_say_themselves_who_ended(tmp_path: Path) -> None:
@@ -328,7 +388,7 @@ def test_the_command_gives_the_curve_of_one_process_and_resumes_on_more(small: P
                 "--keep-best")  # fmt: skip
     three = train(
         small, "--epochs", "2", "--gpus", "3", "--checkpoint", "run", "--resume", "--val",
-        "data.npz", "--shard", "optimizer", "--keep-best",
+        "data.npz", "--shard", "all", "--keep-best",
     )  # fmt: skip
     assert len(two["losses"]) == 6
     np.testing.assert_allclose(three["losses"], one["losses"], rtol=1e-4)

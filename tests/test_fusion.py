@@ -402,17 +402,6 @@ def test_padding_that_depends_on_the_padding_before_is_folded() -> None:
     assert not [node for node in model.graph if node.op_type == "Pad"]
 
 
-def test_attention_through_a_sliding_window_stays():
-    """Sdpa has no window: fused, the node would see every key."""
-    shape = "float[2,2,5,8]"
-    text = f"""agraph ({shape} q, {shape} k, {shape} v) => ({shape} y)
-    {{ y = Attention<left_window_size=2>(q, k, v) }}"""
-    model = text_model(text)
-    report = passes.optimize(model)
-    assert [node.op_type for node in model.graph] == ["Attention"]
-    assert "sliding window" in report.not_fused[0].reason
-
-
 @pytest.mark.parametrize(("columns", "fused"), [(1025, False), (1032, True)])
 def test_a_large_product_whose_gradient_has_no_kernel_trains_without_its_norm(columns, fused):
     text = (

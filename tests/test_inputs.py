@@ -190,6 +190,12 @@ ROLES = [
     ("float[B,S] x", "y = Relu (x)", "plain"),
     ("float[B,S] m", "z = Add (m, table)  y = Softmax (z)", "added"),
     ("float[B,S] bias_mask", "u = Identity (bias_mask)  y = Add (u, u)", "added"),
+    (
+        "int64[B,2] shapes",
+        "first = Constant <value_ints = [0]> ()  last = Constant <value_ints = [1]> ()"
+        "  one = Slice (shapes, first, last)  s = Squeeze (one)  y = Expand (table, s)",
+        "sizes",
+    ),
     ("float[B,S] pad_mask", "y = Mul (pad_mask, pad_mask)", "mask"),
 ]
 

@@ -27,6 +27,7 @@ from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.load import read
 from onnx_fuse.program.problem import CHIPS, Config, Hardware, Launch, Problem
+from onnx_fuse.program.products import Attention
 from onnx_fuse.runtime import instance
 from onnx_fuse.training import optim
 from onnx_fuse.training.step import training_model
@@ -107,8 +108,7 @@ PROBLEMS = (
     Problem.of("LayerNormGemm", m=40, n=768, k=768, rms=True, act="silu", gate=True, **BF16),
     Problem.of("LayerNormGemm", m=1, n=2304, k=768, folded=True, static_b=True, dtype="float16"),
     Problem.of("Gemm", m=1, n=768, k=3072, bias=True, residual=True, trans_b=True, **BF16),
-    Problem.of(
-        "Sdpa",
+    Attention(
         m=1,
         n=512,
         k=128,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
+import onnxruntime
 import pytest
 from head_rows import (
     CLASSES,
@@ -27,6 +28,7 @@ from onnx_fuse.cuda import nvrtc
 from onnx_fuse.kernels.loss import Chunk
 from onnx_fuse.lower import linear_cross_entropy
 from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.save import to_proto
 from onnx_fuse.program.problem import CHIPS, Config, Problem
 from onnx_fuse.program.problems import CrossEntropyChunk
 from onnx_fuse.training.step import training_model
@@ -118,6 +120,47 @@ def test_a_training_step_on_a_gpu_has_it_and_an_evaluation_gives_scores(precisio
         "update": ["LinearCrossEntropy_gx_gw_gb"],
         "evaluate": ["SoftmaxCrossEntropyLoss"],
     }
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("classes", [CLASSES, 7])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_smoothed_loss_takes_over_many_scores(
+    weighted: bool, classes: int, reduction: str
+) -> None:
+    """The step with our operators gives the losses and weights of the one without them."""
+    text = f"""agraph (float[M, 4] x, float[4, {classes}] w) => (float[M, {classes}] scores)
+        {{ scores = MatMul (x, w) }}"""
+    rng = np.random.default_rng(3)
+    options = {"ignore_index": -1, "label_smoothing": 0.2, "reduction": reduction}
+    if weighted:
+        options["weight"] = rng.random(classes).astype(np.float32)
+    w = rng.standard_normal((4, classes)).astype(np.float32)
+    feeds = {
+        "x": rng.standard_normal((6, 4)).astype(np.float32),
+        "labels": np.array([0, 3, -1, 6, 2, -1]),
+        "w": w,
+    }
+    found = []
+    for fused in (False, True):
+        model = text_model(text)
+        value = next(v for v in model.graph.inputs if v.name == "w")
+        value.const_value = ir.tensor(w, name="w")
+        model.graph.inputs.remove(value)
+        model.graph.register_initializer(value)
+        step, spec = training_model(
+            model, loss="cross_entropy", loss_options=options, optimizer=optim.SGD(lr=0.5),
+            level=2, fused=fused,
+        )  # fmt: skip
+        kinds = {n.op_type for n in step.graph}
+        assert ("LinearCrossEntropy_gx_gw_gb" in kinds) == (fused and classes == CLASSES)
+        given = {v.name: feeds.get(v.name, np.array(0.5, np.float32)) for v in step.graph.inputs}
+        run = onnxruntime.InferenceSession(to_proto(step).SerializeToString())
+        names = [v.name for v in step.graph.outputs]
+        got = dict(zip(names, run.run(None, given), strict=True))
+        found.append([got[spec.loss], got[next(s.next for s in spec.states if s.name == "w")]])
+    for with_ours, without in zip(*found, strict=True):
+        np.testing.assert_allclose(with_ours, without, rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("chip", ["H200", "A100", "B200"])

@@ -103,7 +103,7 @@ def test_a_filter_of_one_tap_is_a_product_with_all_that_follows(batch, act, bias
     copied = dtype == "float16" and width == 7
     assert [isinstance(c.problem, Problem) for c in calls] == [False] * copied + [True]
     assert calls[-1].problem.op == "Gemm"
-    assert calls[-1].problem.integer("ldb") == (56 if copied else 7 * width)
+    assert calls[-1].problem.ldb == (56 if copied else 7 * width)
     if act == "Tanh":  # the interpreter has none in an epilogue
         return
     (y,) = interpret(program_of(model, feeds), feeds, {}).values()

@@ -6,6 +6,7 @@ import math
 import re
 import statistics
 from collections import defaultdict
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -21,8 +22,9 @@ from onnx_fuse.lower.reduce import passes, pieces
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.program.call import Program
-from onnx_fuse.program.problem import CHIPS, Launch, Num, Problem, Ptr
+from onnx_fuse.program.problem import CHIPS, Launch, Num, Ptr
 from onnx_fuse.program.problems import Conv, Softmax, Window
+from onnx_fuse.program.products import Attention, AttentionGrad
 
 
 @pytest.fixture(scope="module")
@@ -225,10 +227,10 @@ def test_resize_weights_add_up_to_one(mode, antialias):
 # ---- attention ----------------------------------------------------------------------------------
 
 
-def attention(op: str, width: int, dtype: str, **more) -> Problem:
+def attention(op: str, width: int, dtype: str, **more) -> Attention:
     strides = {f"{name}_strides": (width * 8, width * 8, width) for name in "qkv"}
-    return Problem.of(
-        op, m=100, n=104, k=width, batch=(2, 4), dtype=dtype, dv=width, group=1, scale=1.0,
+    return {"Sdpa": Attention, "SdpaGrad": AttentionGrad}[op](
+        m=100, n=104, k=width, batch=(2, 4), dtype=dtype, dv=width,
         **strides, **more,
     )  # fmt: skip
 
@@ -275,29 +277,27 @@ def test_every_attention_configuration_compiles_without_spills():
         ("Sdpa", 128, 200, {"mask": every, "mask2": row, "keep2": True}),
         ("Sdpa", 128, 200, {"mask": every, "softcap": 2.0}),
         ("Sdpa", 128, 200, {"mask": (), "softcap": 2.0, "guard": 2}),
-        ("Sdpa", 64, 104, {"mask": every, "floor": -1e9}),
-        ("Sdpa", 64, 200, {"mask": every, "floor": -1e9}),
-        ("Sdpa", 128, 200, {"mask": every, "floor": -1e9, "softcap": 2.0}),
-        ("Sdpa", 128, 200, {"mask": every, "mask2": row, "floor": -1e9}),
-        ("Sdpa", 256, 200, {"mask": row, "floor": -1e9}),
-        ("SdpaGrad", 64, 104, {"mask": every, "floor": -1e9}),
-        ("SdpaGrad", 128, 104, {"mask": every, "floor": -1e9}),
+        ("Sdpa", 64, 104, {"mask": every, "lowest": -1e9}),
+        ("Sdpa", 64, 200, {"mask": every, "lowest": -1e9}),
+        ("Sdpa", 128, 200, {"mask": every, "lowest": -1e9, "softcap": 2.0}),
+        ("Sdpa", 128, 200, {"mask": every, "mask2": row, "lowest": -1e9}),
+        ("Sdpa", 256, 200, {"mask": row, "lowest": -1e9}),
+        ("SdpaGrad", 64, 104, {"mask": every, "lowest": -1e9}),
+        ("SdpaGrad", 128, 104, {"mask": every, "lowest": -1e9}),
         ("SdpaGrad", 64, 104, {"mask": every, "keep": True, "guard": 2}),
         ("SdpaGrad", 128, 104, {"mask": every, "mask2": row, "keep2": True}),
         ("SdpaGrad", 128, 104, {"mask": (), "softcap": 2.0}),
     )
     problems = [
-        attention(op, width, "bfloat16", mask=mask, causal=causal).replace(n=keys)
+        replace(attention(op, width, "bfloat16", mask=mask, causal=causal), n=keys)
         for op, width, mask, keys in rows
         for causal in (False, True)
     ]
-    problems += [attention(op, w, "float16", **more).replace(n=n) for op, w, n, more in steps]
+    problems += [replace(attention(op, w, "float16", **more), n=n) for op, w, n, more in steps]
     launches = {}
     for problem in problems:
         hopper = sdpa.Wgmma() if problem.op == "Sdpa" else sdpa_grad_sm90.WgmmaGrad()
-        alone = (
-            problem.attr("mask2", ()) or (hopper.supports(problem, H200) or "")[:9] == "a softcap"
-        )
+        alone = problem.mask2 or (hopper.supports(problem, H200) or "")[:9] == "a softcap"
         for kernel in (sdpa.Mma(), *(() if alone else (hopper,))):
             assert kernel.supports(problem, H200) is None
             for config in kernel.configs(problem, H200):
@@ -319,7 +319,7 @@ def test_every_attention_configuration_compiles_without_spills():
     ],
 )
 def test_attention_by_tma_says_why_not(more, reason):
-    problem = attention("Sdpa", 64, "float16").replace(**more)
+    problem = replace(attention("Sdpa", 64, "float16"), **more)
     assert reason in str(sdpa.Wgmma().supports(problem, H200))
     assert sdpa.Wgmma().supports(attention("Sdpa", 64, "float16"), CHIPS["A100"])
 
@@ -327,7 +327,9 @@ def test_attention_by_tma_says_why_not(more, reason):
 def test_attention_takes_the_hopper_kernel_where_it_was_faster():
     for batch, tokens, width in ((32, 128, 64), (8, 128, 64), (8, 512, 64), (4, 2048, 128)):
         for op in ("Sdpa", "SdpaGrad") if batch * tokens >= 4096 else ("Sdpa",):
-            problem = attention(op, width, "float16").replace(batch=(batch, 12), m=tokens, n=tokens)
+            problem = replace(
+                attention(op, width, "float16"), batch=(batch, 12), m=tokens, n=tokens
+            )
             assert select(op, problem, H200).kernel.name == "wgmma"
 
 
@@ -340,8 +342,8 @@ def test_the_gradient_of_attention_by_tma_says_why_not():
         ({"dv": 136}, "too large"),
         ({"mask": (8, 8, 8, 1), "mask2": (8, 8, 8, 1)}, "two masks"),
     ):
-        assert reason in str(kernel.supports(problem.replace(**more), H200))
-    joined = problem.replace(dq_strides=(512, 64, 192))
+        assert reason in str(kernel.supports(replace(problem, **more), H200))
+    joined = replace(problem, dq_strides=(512, 64, 192))
     assert kernel.supports(joined, H200) is None
     assert "parts of one tensor" in str(sdpa.MMA.supports(joined, H200))
 

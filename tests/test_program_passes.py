@@ -90,7 +90,7 @@ def test_a_norm_is_left_to_the_products_that_read_it(batch, rows, text):
     assert after.problem.epilogue.residual == "norm"
     assert last.kernel == "LayerNormalization", "an output"
     many = rows > 1000
-    assert bool(maker.problem.epilogue.moments) == bool(reader.problem.attr("parts")) == many
+    assert bool(maker.problem.epilogue.moments) == bool(reader.problem.parts) == many
     assert not first.problem.epilogue.moments
     got = interpret(program, feeds, weights_of(model))["y"]
     want = post_norm_value(weights_of(model) | feeds)
@@ -170,14 +170,14 @@ def test_an_inference_program_reads_weights_with_the_norm_folded_in(norm):
     wq = (wide["gamma"][:, None] * wide["w"]).astype(np.float16)
     cv = wide.get("beta", np.zeros(64)) @ wide["w"] + wide["c"]
     problem, reads = found(3)
-    assert problem.attr("folded")
-    assert problem.attr("static_b")
+    assert problem.folded
+    assert problem.static_b
     np.testing.assert_array_equal(reads["wq"][1], wq)
     np.testing.assert_allclose(reads["cs"][1], wq.astype(np.float64).sum(0), rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(reads["cv"][1], cv, rtol=1e-6, atol=1e-6)
     again = found(40)[1]
     assert all(again[name][0] == reads[name][0] for name in ("wq", "cs", "cv"))
-    assert not found(64, state={"y": "w"})[0].attr("folded"), "w is replaced"
+    assert not found(64, state={"y": "w"})[0].folded, "w is replaced"
     model = model.clone()
     model.graph.initializers["w"].const_value = onnx_ir.tensor(-values["w"], name="w")
     np.testing.assert_array_equal(found(3)[1]["wq"][1], -wq)
@@ -208,7 +208,7 @@ def test_a_norm_before_a_product_has_one_gradient_call(dtype, math, act, norm):
     if dtype == "bfloat16" or math.startswith("bf16"):
         assert kinds == ["LayerNormGemmGrad"]
         assert calls[0].problem.epilogue.act == act.lower()
-        assert bool(calls[0].problem.attr("rms")) != layer
+        assert bool(calls[0].problem.rms) != layer
         names = ["dy", "x", "gamma", "beta", "w", "c", "mean", "rstd", "z"]
         names = [name for name in names if layer or name not in ("beta", "mean")]
         assert [name for name, _ in calls[0].reads] == names
@@ -252,7 +252,7 @@ def test_a_step_folds_the_weights_once_where_that_pays(rows, folds):
     entries = [launch.entry for call in program.calls for launch in call.launches]
     assert entries.count("fold_columns") == folds
     forward, backward = (call for call in program.calls if isinstance(call.problem, Problem))
-    assert bool(forward.problem.attr("folded")) == bool(backward.problem.attr("folded")) == folds
+    assert forward.problem.folded == backward.problem.folded == folds
     if folds:
         names = ("wq", "cs", "cv")
         assert all(dict(forward.reads)[name] == dict(backward.reads)[name] for name in names)
@@ -617,7 +617,7 @@ def test_of_an_activations_gradient_the_sums_for_the_bias_are_left(rows, more, s
 )
 def test_a_residuals_gradient_is_added_where_dx_is_stored(rows, also, node, way, order):
     program, product, grad = block_gradient(rows, also, node, order)
-    assert grad.problem.text("add") == way
+    assert grad.problem.add == way
     y = dict(program.outputs)["y"].buffer
     adds = [call for call in program.calls if call.kernel.startswith("Add")]
     if not way:
@@ -642,7 +642,7 @@ def test_an_activations_gradient_is_one_pass_and_two_products_at_any_rows(rows, 
     dx, dw = (call.problem for call in calls if isinstance(call.problem, Problem))
     assert (dx.m, dx.n, dx.k) == (rows, 40, 72)
     # of one row, too, x is a transpose whose rows TMA can read
-    assert (dw.m, dw.n, dw.k, dw.trans_a, dw.integer("lda")) == (40, 72, rows, True, 40)
+    assert (dw.m, dw.n, dw.k, dw.trans_a, dw.lda) == (40, 72, rows, True, 40)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(0, 128), (32, 0)])

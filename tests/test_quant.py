@@ -15,7 +15,9 @@ from onnx_fuse.kernels import candidates, select
 from onnx_fuse.lower import walk
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.load import load
-from onnx_fuse.program.problem import CHIPS, Problem
+from onnx_fuse.program.epilogue import Epilogue
+from onnx_fuse.program.problem import CHIPS
+from onnx_fuse.program.products import IntegerProduct, PackedProduct
 
 H200 = CHIPS["H200"]
 
@@ -59,17 +61,19 @@ def test_kernels_compile_without_spills(case: Quantized) -> None:
 
 
 PROBLEMS = (
-    Problem.of("MatMulNBits", m=1, n=64, k=4096, dtype="float16", bits=4, block=32, blocks=128,
-               zero="packed", static_b=True, bias=True),
-    Problem.of("MatMulNBits", m=8, n=64, k=4096, dtype="float32", bits=4, block=32, blocks=128,
-               zero="", trans_b=True),
-    Problem.of("GemmInteger", m=64, n=64, k=64, dtype="uint8", out_dtype="int32", b_dtype="int8",
+    PackedProduct(m=1, n=64, k=4096, dtype="float16", bits=4, block=32, blocks=128,
+               zero="packed", static_b=True, epilogue=Epilogue(bias=True)),
+    PackedProduct(m=8, n=64, k=4096, dtype="float32", bits=4, block=32, blocks=128,
+               zero=""),
+    IntegerProduct(m=64, n=64, k=64, dtype="uint8", b_dtype="int8",
                za="each", zb="each", lda=64, ldb=64),
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: f"{p.op} {p.dtype}")
-def test_every_configuration_compiles_without_spills(problem: Problem) -> None:
+def test_every_configuration_compiles_without_spills(
+    problem: PackedProduct | IntegerProduct,
+) -> None:
     kernel = candidates(problem.op)[0]
     for how in kernel.configs(problem, H200):
         (launch,) = kernel.launch(problem, how, H200)
@@ -84,7 +88,7 @@ def test_every_configuration_compiles_without_spills(problem: Problem) -> None:
 )
 def test_many_rows_unpack_the_weights_first(shape: tuple[int, int, int], kernel: str) -> None:
     m, n, k = shape
-    problem = Problem.of("MatMulNBits", m=m, n=n, k=k, dtype="float16", bits=4, block=32,
+    problem = PackedProduct(m=m, n=n, k=k, dtype="float16", bits=4, block=32,
                          blocks=k // 32, zero="", static_b=True)  # fmt: skip
     choice = select(problem.op, problem, H200)
     assert choice is not None

@@ -11,6 +11,7 @@ import pytest
 from support import Cli
 
 from onnx_fuse import InferenceSession, Replicas, UsageError
+from onnx_fuse.replicas import run_together
 
 TEXT = """net (float[batch, 3] x, float[3] scale) => (float[batch, 4] y) <float[3, 4] w =
     {0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0}> {
@@ -62,3 +63,52 @@ def test_run_spreads_a_batch(saved: Callable[..., Path], cli: Cli, tmp_path: Pat
         outputs.append(np.load(tmp_path / f"{gpus}.npz")["y"])
     np.testing.assert_array_equal(*outputs)
     assert "give it by --inputs" in cli("run", path, "--gpus", "2").err
+
+
+POOLED = """net (float[batch, width] x) => (float[batch, width] y, float[batch] s) {
+    y = Relu (x)
+    axes = Constant <value_ints = [1]> ()
+    s = ReduceSum <keepdims = 0> (x, axes)
+}"""
+
+
+class Counting:
+    """A session that counts the batches that it runs."""
+
+    def __init__(self, session: InferenceSession) -> None:
+        self.session, self.rows = session, list[int]()
+
+    def run(self, names: None, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
+        self.rows.append(len(feeds["x"]))
+        return self.session.run(names, feeds)
+
+
+def test_requests_of_equal_shapes_are_one_batch(saved: Callable[..., Path]) -> None:
+    """Each gets its own rows back, in its place; a batch may sum in another order."""
+    session = InferenceSession(saved(POOLED))
+    shapes = [(1, 3), (2, 5), (0, 3), (4, 3), (1, 5)]
+    requests = [
+        {"x": np.random.default_rng(i).normal(size=shape).astype(np.float32)}
+        for i, shape in enumerate(shapes)
+    ]
+    counting = Counting(session)
+    found = run_together(counting, requests)
+    assert counting.rows == [5, 3]
+    for feeds, outputs in zip(requests, found, strict=True):
+        for got, expected in zip(outputs, session.run(None, feeds), strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-5)
+    assert run_together(session, []) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "feeds", "words"),
+    [
+        (TEXT, {"x": np.ones((2, 3), np.float32), "scale": SCALE}, "no common number of rows"),
+        (TOTAL, {"x": np.ones((2, 3), np.float32)}, r"an output \[\] of a batch of 2 rows"),
+    ],
+)
+def test_requests_that_make_no_batch_are_refused(
+    text: str, feeds: dict[str, np.ndarray], words: str, saved: Callable[..., Path]
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        run_together(InferenceSession(saved(text)), [feeds])

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from fake_gpu import FakeGpu
 
-from onnx_fuse import InferenceSession, config
+from onnx_fuse import InferenceSession, Trainer, config
 from onnx_fuse.cuda.arguments import Arguments
-from onnx_fuse.errors import UsageError
+from onnx_fuse.errors import DataError, UsageError
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.save import to_proto
 from onnx_fuse.program.problem import Launch, Num, Ptr, Table
-from onnx_fuse.runtime import device
+from onnx_fuse.runtime import device, staging
 from onnx_fuse.runtime import executable as module
 from onnx_fuse.runtime.executable import Executable
 from onnx_fuse.runtime.instance import _overlapping
@@ -506,6 +506,37 @@ def test_arrays_and_gpu_tensors_are_fed_side_by_side(gpu: FakeGpu) -> None:
         for feeds in ({"a": a, "b": there, "c": c}, {"a": a, "b": b, "c": c}):
             (y,) = runner.run(None, feeds)
             np.testing.assert_allclose(y, np.tanh((a + b) * c), atol=1e-6)
+
+
+def test_a_large_array_goes_up_in_pieces(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "PIECE", 96)  # three rows
+    runs = session()
+    for rows, order in ((5, "C"), (6, "C"), (20, "C"), (20, "F")):
+        x = np.asarray(x_of(rows), order=order)
+        same(runs.run(None, {"x": x, "b": BIAS}), x)
+        before = gpu.counts["cuMemcpyHtoDAsync"]
+        same(runs.run(None, {"x": x, "b": BIAS}), x)
+        copies = gpu.counts["cuMemcpyHtoDAsync"] - before
+        assert copies == (1 + -(-rows // 3) if rows > 5 and order == "C" else 1), rows
+
+
+def test_a_trainer_takes_tensors_on_the_gpu(gpu: FakeGpu) -> None:
+    text = """agraph (float[N,8] x) => (float[N,2] y) <float[8,2] w = {1, 2, 3, 4, 5, 6, 7, 8, 9, 8,
+    7, 6, 5, 4, 3, 2}> { y = MatMul(x, w) }"""
+    held, labels = aligned((5, 8)), np.arange(5) % 2
+    held[...] = x_of(5)
+    there = DeviceTensor(held.ctypes.data, held.shape, "float32", 0, held)
+    classes = DeviceTensor(labels.ctypes.data, labels.shape, "int64", 0, labels)
+    trainer = Trainer(text_model(text), loss="cross_entropy", device="cuda")
+    given = trainer._fit(trainer.spec(), {"x": there, "labels": classes})
+    assert given["x"] is there  # which a launch copies; tests/gpu has the step's numbers
+    assert given["labels"].tolist() == labels.tolist()  # they are looked at before it
+    labels[0] = 2
+    with pytest.raises(DataError, match=r"'labels' holds 2 at \[0\]"):
+        trainer.step({"x": there, "labels": classes})
+    wide = DeviceTensor(held.ctypes.data, (2, 8), "float64", 0, held)
+    with pytest.raises(DataError, match="'x' holds float64, the model reads float32"):
+        trainer.step({"x": wide, "labels": labels[:2]})
 
 
 @pytest.mark.parametrize(("pieces", "found"), [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -13,6 +14,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from math_cases import cases, only
 
+from onnx_fuse.cuda.source import source_text, without_bounds
 from onnx_fuse.program.problem import CHIPS, Launch, Ptr, TensorMap
 
 TOOL = Path(__file__).parents[1] / "tools" / "sanitize.py"
@@ -106,6 +108,14 @@ def test_what_a_kernel_stores_by_tma(tool: ModuleType) -> None:
     apart = replace(y, ptr=Ptr("y", 64), shape=(16, 9, 1, 2), strides=(32, 288, 4096))
     launch = replace(launch, args=tuple(apart if x is y else x for x in launch.args))
     assert tool.stored(launch, {"y": 1 << 20}) == [((1 << 20) + at, 288) for at in (64, 4160)]
+
+
+def test_a_function_that_stores_by_tma_counts_by_its_name(tool: ModuleType) -> None:
+    source, entry = "sdpa/wgmma_grad_sm90.cu", "sdpa_gradients"
+    head = re.search(rf"{entry}\(([^)]*)\)", without_bounds(source_text(source)))
+    assert head
+    names = [argument.split()[-1] for argument in head[1].split(",")]
+    assert {names[i] for i in tool.stored_maps(source, entry)} == {"map_out1", "map_out2"}
 
 
 def test_parts_of_about_the_same_time_hold_every_test(tool: ModuleType) -> None:

@@ -134,6 +134,18 @@ def test_a_config_file_gives_options(small: Path, capsys: pytest.CaptureFixture[
     assert (small / "a.onnx").read_bytes() == (small / "b.onnx").read_bytes()
 
 
+def test_a_config_file_may_be_yaml(small: Path) -> None:
+    """The same options in both forms give the same file; YAML reads 1e-3 as a text."""
+    pytest.importorskip("yaml")
+    toml = CONFIG.format(folder=small) + "lr = 1e-3\n"
+    (small / "run.toml").write_text(toml)
+    (small / "run.yaml").write_text(toml.replace(" = ", ": "))
+    for kind in ("toml", "yaml"):
+        given = ["--config", f"run.{kind}", "--epochs", "2", "-o", f"{kind}.onnx"]
+        assert command(small, "train", "model.onnx", *given) == 0
+    assert (small / "toml.onnx").read_bytes() == (small / "yaml.onnx").read_bytes()
+
+
 def test_training_stops_early_and_keeps_the_best(
     small: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,6 +220,7 @@ REFUSED: dict[str, tuple[dict[str, Array], list[str], int, str]] = {
     "metric": ({}, ["--metric", "auc", "--val", "data.npz"], 2, "unknown metric 'auc'"),
     "patience": ({}, ["--patience", "2"], 2, "'validation_loss' is monitored: give validation"),
     "adapters": ({}, ["--adapters", "a.safetensors"], 2, "adapters need a rank: add --lora-rank"),
+    "PEFT": ({}, ["--lora-rank", "1", "--adapters", "lora"], 2, "'w' has no name of a PyTorch"),
     "term": ({}, ["--add-loss", "mse,size=3"], 2, "'size' is none of output, weight, labels"),
     "input": ({}, ["-o", "model.onnx"], 2, "the output is the input"),
     "nan": ({"x": X * np.nan}, [], 3, "step 1: the loss is nan; 'x' holds a value that is not"),
@@ -230,21 +243,39 @@ def test_refuses_in_one_line(case: str, small: Path, capsys: pytest.CaptureFixtu
 
 
 CONFIGS = {
-    "syntax": ("epochs =", "run.toml: Invalid value"),
-    "name": ("epoch = 3", "'epoch' is no option"),
-    "list": ("epochs = [3]", "'epochs' is a list of values, but the option takes one value"),
-    "table": ("[group]\nlr = 3", "'group' is a table"),
-    "type": ('epochs = "three"', "Invalid value for '--epochs'"),
+    "syntax": ("run.toml", "epochs =", "run.toml: Invalid value"),
+    "name": ("run.toml", "epoch = 3", "'epoch' is no option"),
+    "list": ("run.toml", "epochs = [3]", "'epochs' is a list of values, but the option takes one"),
+    "table": ("run.toml", "[group]\nlr = 3", "'group' is a table"),
+    "type": ("run.toml", 'epochs = "three"', "Invalid value for '--epochs'"),
+    "YAML's syntax": ("run.yaml", "epochs: [3", "run.yaml: while parsing a flow sequence"),
+    "YAML's name": ("run.yaml", "epoch: 3", "'epoch' is no option"),
+    "YAML of one word": ("run.yml", "epochs", "run.yml: expected lines such as 'epochs: 3'"),
+    "YAML without a value": ("run.yaml", "epochs:", "'epochs' has no value"),
+    "YAML with an object": ("run.yaml", "epochs: !!python/object:os.x {}", "run.yaml: could not"),
 }
 
 
 @pytest.mark.parametrize("case", CONFIGS)
 def test_refuses_a_config(case: str, small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text, words = CONFIGS[case]
-    (small / "run.toml").write_text(text)
+    name, text, words = CONFIGS[case]
+    if not name.endswith("toml"):
+        pytest.importorskip("yaml")
+    (small / name).write_text(text)
     train = ["train", "model.onnx", "--data", "data.npz", "--loss", "cross_entropy"]
-    assert command(small, *train, "--config", "run.toml") == 2
-    assert words in capsys.readouterr().err
+    assert command(small, *train, "--config", name) == 2
+    error = capsys.readouterr().err
+    assert words in error
+
+
+def test_yaml_without_its_package_is_one_line(
+    small: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    (small / "run.yaml").write_text("epochs: 3")
+    train = ["train", "model.onnx", "--data", "data.npz", "--loss", "cross_entropy"]
+    assert command(small, *train, "--config", "run.yaml") == 2
+    assert 'YAML needs PyYAML: pip install ".[yaml]"' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

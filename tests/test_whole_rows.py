@@ -43,7 +43,7 @@ def test_rows_of_whole_16_bytes(case: str) -> None:
         model.graph.register_initializer(value)
     program = program_of(model, feeds)
     (problem,) = (c.problem for c in program.calls if isinstance(c.problem, Problem))
-    assert tuple(problem.integer(name) for name in ("lda", "ldb", "ldy")) == strides
+    assert (problem.lda, problem.ldb, problem.ldy) == strides
     assert len(program.calls) == 1 + copies
     got = interpret(program, feeds, weights_of(model))["y"]
     np.testing.assert_array_equal(got, want.astype(ml_dtypes.bfloat16))

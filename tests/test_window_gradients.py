@@ -95,6 +95,7 @@ def test_the_phases_of_a_stride_add_up(stride: int, dilation: int, taps: int, be
             continue
         made = phase.shape.window
         assert (made.strides, phase.shape.outer) == (one, (1, 1, axis.outputs))
+        assert min(made.dilations) > 0  # kernels divide by it
         # the last input that a filter reaches is that of the padding behind
         assert axis.outputs - 1 + (axis.taps - 1) * axis.dilation == 5 + axis.before + axis.after
         filters = [w[axis.last - j * axis.step] for j in range(axis.taps)]

@@ -76,7 +76,7 @@ class Bench:
             op.inputs[f"workspace {name}"] = t.empty(size, dtype=t.uint8, device="cuda")
             pointers = {key: v.data_ptr() for key, v in (op.inputs | op.outputs).items()}
             pointers["workspace"] = pointers[f"workspace {name}"]
-            if problem.attr("folded"):
+            if problem.folded:
                 prepare(problem, pointers, self.hw)
             bound.append([bind(c, pointers, self.hw) for c in choice.launch(problem, self.hw)])
 

@@ -1,14 +1,17 @@
 """Training steps of whole models through `Trainer.step`, beside torch.compile, on one GPU.
 
-    python tools/bench_train.py [--only NAME ...] [--quick] [--layers N] [--profile] [--json FILE]
+    python tools/bench_train.py [--only NAME ...] [--quick] [--layers N] [--profile] [--limit S]
+                                [--json FILE]
 
 Every arm is a process of its own, with random weights and feeds: `Trainer.step` with an empty cache
 folder, which gives the first step's seconds and the times, once more with what that left in the
 cache, and the same network of torch modules (train_peers.py) under torch.compile with autocast and
 fused AdamW. A step is the time between calls of a loop that looks at its last loss; "graph" is the
 GPU's own time, feeds on the device. "first" is from the model in memory to the first loss. Memory
-is what the device has in use beside the CUDA context. `--quick` leaves torch and the warm start
-out; `--profile` adds each kernel by itself, L2 warm, launch included.
+is what the device has in use beside the CUDA context. Every figure is printed as it is found, and
+the JSON is written after every arm. An arm that takes longer than `--limit` seconds is ended; the
+figures that it found until then stay. `--quick` leaves torch and the warm start out; `--profile`
+adds each kernel by itself, L2 warm, launch included.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -132,8 +136,13 @@ def _quick_weights() -> None:
     common.Net.normal = normal  # type: ignore[assignment]
 
 
-def ours(row: Row, c: Any, feeds: Arrays, profile: bool) -> Arrays:
-    """First step, step, graph and memory of `Trainer.step`."""
+def say(**figures: Any) -> None:
+    """Hand figures of an arm to the process that waits for them, as a line of JSON."""
+    print(json.dumps(figures), flush=True)
+
+
+def ours(row: Row, c: Any, feeds: Arrays, profile: bool) -> None:
+    """Say first step, step, memory, graph and kernels of `Trainer.step`."""
     from onnx_fuse import Trainer, optim
 
     _quick_weights()
@@ -143,33 +152,30 @@ def ours(row: Row, c: Any, feeds: Arrays, profile: bool) -> Arrays:
         model, loss="cross_entropy", optimizer=optim.AdamW(lr=1e-4), device="cuda",
         precision=row.precision,
     )  # fmt: skip
-    losses = [float(trainer.step(feeds))]
-    first, last = time.perf_counter() - begun, []
+    losses, last = [float(trainer.step(feeds))], []
+    say(first=time.perf_counter() - begun)
 
     def step() -> None:
         last[:] = [trainer.step(feeds)]
 
-    seconds = step_time(step, lambda: float(last[0]))
+    say(step=step_time(step, lambda: float(last[0])))
     losses.append(float(last[0]))
-    used = in_use() - before
+    say(bytes=in_use() - before, losses=losses)
     executable = trainer._device._states._executables["update"]  # type: ignore[union-attr]
     (instance,) = executable.instances()
     instance.capture()
     graph = median(executable.stream.timed(instance.launch) for _ in range(3))
-    launches = sum(len(call.launches) for call in instance.program.calls)
-    found = {"first": first, "step": seconds, "graph": graph, "bytes": used, "losses": losses,
-             "launches": launches}  # fmt: skip
+    say(graph=graph, launches=sum(len(call.launches) for call in instance.program.calls))
     if profile:
         kinds: dict[str, list[float]] = {}
         for call, took in instance.profile():
             name = f"{call.kernel[:40]} {call.problem or ''}".strip()[:110]
             kinds.setdefault(f"{name} {call.why.split(':')[0]}", []).append(took)
-        found["kernels"] = {name: [len(each), sum(each)] for name, each in kinds.items()}
-    return found
+        say(kernels={name: [len(each), sum(each)] for name, each in kinds.items()})
 
 
-def torch_compiled(row: Row, c: Any, feeds: Arrays) -> Arrays:
-    """The same of the torch module."""
+def torch_compiled(row: Row, c: Any, feeds: Arrays) -> None:
+    """Say the same of the torch module."""
     import torch as t
     import train_peers
 
@@ -195,47 +201,69 @@ def torch_compiled(row: Row, c: Any, feeds: Arrays) -> Arrays:
 
     step()
     losses = [float(last[0])]
-    first = time.perf_counter() - begun
-    seconds = step_time(step, t.cuda.synchronize)
+    say(first=time.perf_counter() - begun, version=t.__version__)
+    say(step=step_time(step, t.cuda.synchronize))
     losses.append(float(last[0]))
-    return {"first": first, "step": seconds, "bytes": in_use() - before, "losses": losses,
-            "allocated": t.cuda.max_memory_allocated(), "version": t.__version__}  # fmt: skip
+    say(bytes=in_use() - before, losses=losses, allocated=t.cuda.max_memory_allocated())
 
 
 def child(name: str, arm: str, layers: int, profile: bool) -> None:
-    """One arm, in this process; prints what it found as JSON."""
+    """One arm, in this process."""
     row = ROWS[name]
     c = row.config(layers)
     feeds = row.feeds(c, row.batch, row.length, np.random.default_rng(0))
-    found = torch_compiled(row, c, feeds) if arm == "torch" else ours(row, c, feeds, profile)
-    print(json.dumps(found))
+    if arm == "torch":
+        torch_compiled(row, c, feeds)
+    else:
+        ours(row, c, feeds, profile)
+
+
+SHOWN: dict[str, Callable[[Any], str]] = {
+    "first": lambda seconds: f"first {seconds:.2f} s",
+    "step": lambda seconds: f"step {seconds * 1e3:.3f} ms",
+    "bytes": lambda count: f"{count / 2**30:.2f} GiB",
+    "losses": lambda losses: "loss " + " to ".join(f"{x:.4f}" for x in losses),
+    "graph": lambda seconds: f"graph {seconds * 1e3:.3f} ms",
+    "launches": lambda count: f"in {count} launches",
+    "error": str,
+}
+"""How a figure is printed."""
 
 
 def measured(name: str, arm: str, cache: str, args: argparse.Namespace) -> Arrays:
-    """What a process of one arm found, or why it found nothing, as `error`."""
+    """What a process of one arm found, printed as it comes; `error` says why it ended early."""
     command = [sys.executable, __file__, "--child", name, arm, "--layers", str(args.layers)]
     command += ["--profile"] if args.profile and arm == "cold" else []
     where = {"ONNX_FUSE_CACHE_DIR": cache, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/torch"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env={**os.environ, **where}
-    )
-    if done.returncode:
-        return {"error": (done.stderr.strip().splitlines() or ["no output"])[-1]}
-    found: Arrays = json.loads(done.stdout.splitlines()[-1])
+    found: Arrays = {}
+
+    def show(figures: Arrays) -> None:
+        found.update(figures)
+        for key, value in figures.items():
+            if key in SHOWN:
+                print(f"  {SHOWN[key](value)}", end="", flush=True)
+
+    print(f"  {arm:6s}", end="", flush=True)
+    with (
+        tempfile.TemporaryFile("w+") as faults,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=faults, text=True, env={**os.environ, **where}
+        ) as process,
+    ):
+        limit = threading.Timer(args.limit, process.kill)
+        limit.start()
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("{"):  # libraries print, too
+                show(json.loads(line))
+        if process.wait():
+            faults.seek(0)
+            why = (faults.read().strip().splitlines() or ["no output"])[-1]
+            over = not limit.is_alive()
+            show({"error": f"ended after {args.limit:g} s" if over else why})
+        limit.cancel()
+    print(flush=True)
     return found
-
-
-def shown(arm: str, found: Arrays, peer: Arrays | None) -> str:
-    """A line of the table."""
-    if "error" in found:
-        return f"  {arm:6s} {found['error']}"
-    text = f"  {arm:6s} {found['step'] * 1e3:8.3f} ms"
-    if "graph" in found:
-        text += f"  graph {found['graph'] * 1e3:8.3f} in {found['launches']} launches"
-    if peer and "step" in peer and arm != "torch":
-        text += f"  ({found['step'] / peer['step']:.2f} of torch.compile)"
-    losses = " to ".join(f"{x:.4f}" for x in found["losses"])
-    return f"{text}  {found['bytes'] / 2**30:.2f} GiB  first {found['first']:.2f} s  loss {losses}"
 
 
 def main() -> None:
@@ -244,6 +272,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="no torch, no warm start")
     parser.add_argument("--layers", type=int, default=0, help="fewer, for a look")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--limit", type=float, default=300, help="seconds for each arm")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -251,27 +280,31 @@ def main() -> None:
         child(*args.child, args.layers, args.profile)
         return
     rows: list[Arrays] = []
-    arms = ("cold",) if args.quick else ("torch", "cold", "warm")
     for name in args.only:
-        row = ROWS[name]
+        row, found = ROWS[name], {"model": name}
+        rows.append(found)
         print(f"{name}: {row.batch} x {row.length or 1}, {row.precision}", flush=True)
-        found: dict[str, Arrays] = {}
         with tempfile.TemporaryDirectory() as cache:
-            for arm in arms:
+            for arm in ("cold",) if args.quick else ("cold", "warm", "torch"):
                 found[arm] = measured(name, arm, cache, args)
-                print(shown(arm, found[arm], found.get("torch")), flush=True)
+                if args.json:
+                    write(args.json, rows)
+        if "step" in found["cold"] and "step" in found.get("torch", {}):
+            print(f"  {found['cold']['step'] / found['torch']['step']:.2f} of torch.compile's step")
         for kernel, (count, took) in sorted(
             found["cold"].get("kernels", {}).items(), key=lambda item: -item[1][1]
         ):
-            print(f"    {took * 1e6:9.1f} us  {count:3d} x  {kernel}")
-        rows.append({"model": name, **found})
-    if args.json:
-        from performance_page import save
+            print(f"    {took * 1e6:9.1f} us  {count:3d} x  {kernel}", flush=True)
 
-        from onnx_fuse.program.problem import Hardware
 
-        version = next((r["torch"].get("version", "") for r in rows if "torch" in r), "")
-        save(args.json, Hardware.detect(0).name, version, rows)
+def write(path: Path, rows: list[Arrays]) -> None:
+    """Write what is known so far, for the page."""
+    from performance_page import save
+
+    from onnx_fuse.program.problem import Hardware
+
+    version = next((r["torch"].get("version", "") for r in rows if "torch" in r), "")
+    save(path, Hardware.detect(0).name, version, rows)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Vision models in fp16 on one GPU, beside torch.compile (channels_last) where torch is installed.
+"""Vision models in fp16 on one GPU, beside torch.compile (channels_last) of the same network.
 
-    python tools/bench_vision.py [--only NAME ... convolutions] [--quick] [--json FILE]
+    python tools/bench_vision.py [--only NAME ...] [--quick] [--limit SECONDS] [--json FILE]
 
-Each model runs through `InferenceSession`, inputs and outputs bound in place, with random weights
-(models/); the peers are torchvision's. "convolutions" are the single ones of ResNet-50, 32 images,
-beside cuDNN's. Times are medians, in microseconds.
+Each model runs through `InferenceSession`, inputs and outputs bound in place, with random weights:
+those of models/, or PyTorch's own modules, exported by it (SegFormer needs transformers). Each
+measurement is a process with a limit of its own, and is printed as soon as it is there. Times are
+medians, in microseconds. tools/bench_convolutions.py has single convolutions.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import exp, log
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,37 +29,41 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "models")]
 
 from onnx_fuse import InferenceSession  # noqa: E402
-from onnx_fuse.onnx.build import text_model  # noqa: E402
 
 Once = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Row:
-    """A model of models/, its size there, its name in torchvision, and images a run."""
+    """The shapes of a network's inputs and its module in PyTorch, NAME or NAME of another module.
 
-    module: str
-    size: str
+    `built` is its module in models/ and its size there; without it, PyTorch exports the network.
+    """
+
+    shapes: Sequence[tuple[int, ...]]
     peer: str
-    batch: int
+    built: tuple[str, str] | None = None
+
+
+def _images(batch: int, size: int = 224) -> tuple[tuple[int, ...], ...]:
+    return ((batch, 3, size, size),)
 
 
 ROWS = {
-    "resnet50-1": Row("resnet", "resnet50", "resnet50", 1),
-    "resnet50-32": Row("resnet", "resnet50", "resnet50", 32),
-    "resnet50-128": Row("resnet", "resnet50", "resnet50", 128),
-    "convnext-16": Row("convnext", "convnext-tiny", "convnext_tiny", 16),
-    "efficientnet-32": Row("efficientnet", "efficientnet-b0", "efficientnet_b0", 32),
+    "resnet50-1": Row(_images(1), "resnet50", ("resnet", "resnet50")),
+    "resnet50-32": Row(_images(32), "resnet50", ("resnet", "resnet50")),
+    "resnet50-128": Row(_images(128), "resnet50", ("resnet", "resnet50")),
+    "convnext-16": Row(_images(16), "convnext_tiny", ("convnext", "convnext-tiny")),
+    "efficientnet-32": Row(_images(32), "efficientnet_b0", ("efficientnet", "efficientnet-b0")),
+    "vit-1": Row(_images(1), "vit_b_16", ("vit", "vit-b16")),
+    "vit-32": Row(_images(32), "vit_b_16", ("vit", "vit-b16")),
+    "swin-16": Row(_images(16), "swin_t"),
+    "resnext50-32": Row(_images(32), "resnext50_32x4d"),
+    "mobilenetv3-32": Row(_images(32), "mobilenet_v3_large"),
+    "segformer-1": Row(_images(1, 512), "SegFormer"),
+    "unet-2": Row(((2, 4, 64, 64), (2,), (2, 77, 768)), "UNet"),
+    "vae-1": Row(((1, 4, 64, 64),), "Decoder"),
 }
-# channels in, image, filters, kernel, stride
-CONVOLUTIONS = (
-    (3, 224, 64, 7, 2), (64, 56, 64, 1, 1), (64, 56, 64, 3, 1), (64, 56, 256, 1, 1),
-    (256, 56, 64, 1, 1), (256, 56, 128, 1, 1), (128, 56, 128, 3, 2), (256, 56, 512, 1, 2),
-    (128, 28, 512, 1, 1), (512, 28, 128, 1, 1), (128, 28, 128, 3, 1), (512, 28, 256, 1, 1),
-    (256, 28, 256, 3, 2), (512, 28, 1024, 1, 2), (256, 14, 1024, 1, 1), (1024, 14, 256, 1, 1),
-    (256, 14, 256, 3, 1), (1024, 14, 512, 1, 1), (512, 14, 512, 3, 2), (1024, 14, 2048, 1, 2),
-    (512, 7, 2048, 1, 1), (2048, 7, 512, 1, 1), (512, 7, 512, 3, 1),
-)  # fmt: skip
 
 
 def timed(once: Once, repeats: int = 20, rounds: int = 7) -> float:
@@ -77,82 +82,109 @@ def timed(once: Once, repeats: int = 20, rounds: int = 7) -> float:
     return median(found)
 
 
-def ours(model: Any, kind: Any, shape: tuple[int, ...], precision: str = "fp16") -> float:
-    """Microseconds of a run of a session whose input and output stay on the GPU."""
+def network(name: str) -> t.nn.Module:
+    """The module in PyTorch: of vision_networks, of transformers, or of torchvision."""
+    if name in ("UNet", "Decoder"):
+        made = getattr(importlib.import_module("vision_networks"), name)()
+    elif name == "SegFormer":
+        from transformers import SegformerConfig, SegformerForSemanticSegmentation
+
+        class Logits(SegformerForSemanticSegmentation):
+            """The scores alone."""
+
+            def forward(self, x: t.Tensor) -> t.Tensor:
+                return super().forward(x).logits
+
+        made = Logits(SegformerConfig(num_labels=150))
+    else:
+        made = getattr(importlib.import_module("torchvision").models, name)()
+    module: t.nn.Module = made.eval()
+    return module
+
+
+def graph(row: Row) -> ir.Model:
+    """The model of models/, or PyTorch's export of its own."""
+    if row.built is not None:
+        builder = importlib.import_module(row.built[0])
+        made: ir.Model = builder.build(builder.SIZES[row.built[1]])
+        return made
+    inputs = tuple(t.zeros(shape) for shape in row.shapes)
+    names = [f"x{i}" for i in range(len(inputs))]
+    with t.no_grad():
+        exported = t.onnx.export(
+            network(row.peer), inputs, dynamo=True, input_names=names, verbose=False
+        )
+    assert exported is not None
+    return exported.model
+
+
+def ours(model: Any, kind: Any, shapes: Sequence[tuple[int, ...]], precision: str) -> float:
+    """Microseconds of a run of a session whose inputs and output stay on the GPU."""
     session = InferenceSession(model, device="cuda", precision=precision)
-    x = t.randn(shape, device="cuda").to(getattr(t, np.dtype(kind).name))
-    (y,) = session.run(None, {"x": x.cpu().numpy()})
+    inputs = [t.randn(shape, device="cuda").to(getattr(t, np.dtype(kind).name)) for shape in shapes]
+    names = [v.name for v in session.get_inputs()]
+    (y,) = session.run(None, {n: x.cpu().numpy() for n, x in zip(names, inputs, strict=True)})
     out = t.empty(y.shape, device="cuda", dtype=getattr(t, y.dtype.name))
     binding = session.io_binding()
-    binding.bind_input("x", "cuda", 0, kind, shape, x.data_ptr())
+    for name, x in zip(names, inputs, strict=True):
+        binding.bind_input(name, "cuda", 0, kind, tuple(x.shape), x.data_ptr())
     name = session.get_outputs()[0].name
     binding.bind_output(name, "cuda", 0, y.dtype.type, y.shape, out.data_ptr())
     stream = t.cuda.current_stream().cuda_stream
     return timed(lambda: session.run_with_iobinding(binding, stream=stream, synchronize=False))
 
 
-def peer(name: str, shape: tuple[int, ...]) -> float:
-    """Microseconds of torch.compile's run of torchvision's model."""
-    import torchvision
-
+def peer(row: Row) -> float:
+    """Microseconds of torch.compile's run of PyTorch's module."""
     with t.device("cuda"):
-        module = getattr(torchvision.models, name)().half().eval()
-    module = module.to(memory_format=t.channels_last)
+        module = network(row.peer).half().to(memory_format=t.channels_last)
     compiled = t.compile(module, mode="reduce-overhead", dynamic=False)
-    x = t.randn(shape, device="cuda").half().contiguous(memory_format=t.channels_last)
+    inputs = [t.randn(shape, device="cuda").half() for shape in row.shapes]
+    inputs = [x.contiguous(memory_format=t.channels_last) if x.dim() == 4 else x for x in inputs]
     with t.no_grad():
-        return timed(lambda: compiled(x))
+        return timed(lambda: compiled(*inputs))
 
 
-def convolution(c: int, image: int, m: int, k: int, s: int, batch: int = 32) -> tuple[float, float]:
-    """Microseconds of a convolution of channels-last images: (ours, cuDNN's)."""
-    pads, out = [k // 2] * 4, (image + 2 * (k // 2) - k) // s + 1
-    model = text_model(
-        f"agraph (float16[{batch},{image},{image},{c}] x, float16[{m},{c},{k},{k}] w)"
-        f" => (float16[{batch},{out},{out},{m}] y) {{ a = Transpose<perm=[0,3,1,2]>(x)"
-        f" b = Conv<strides=[{s},{s}],pads={pads}>(a, w) y = Transpose<perm=[0,2,3,1]>(b) }}"
-    )
-    weight = (t.randn(m, c, k, k) / (c * k * k) ** 0.5).half()
-    value = model.graph.inputs.pop(1)
-    value.const_value = ir.tensor(weight.numpy(), name="w")
-    model.graph.register_initializer(value)
-    x = t.randn(batch, c, image, image, device="cuda").half()
-    x, weight = (v.cuda().contiguous(memory_format=t.channels_last) for v in (x, weight))
-    graph = t.cuda.CUDAGraph()
-    for _ in range(3):
-        t.nn.functional.conv2d(x, weight, None, s, k // 2)
-    with t.cuda.graph(graph):
-        t.nn.functional.conv2d(x, weight, None, s, k // 2)
-    return ours(model, np.float16, (batch, image, image, c), "fp32"), timed(graph.replay)
+def measured(name: str, limit: float, theirs: bool) -> float | str:
+    """Microseconds that a process of its own finds within the limit, or why it finds none."""
+    command = [sys.executable, __file__, "--worker", name, *(["--theirs"] if theirs else [])]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+    except subprocess.TimeoutExpired:
+        return f"over {limit:g} s"
+    if done.returncode:
+        return (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1][:120]
+    return float(done.stdout)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=[*ROWS, "convolutions"], default=[*ROWS])
+    parser.add_argument("--only", nargs="+", choices=ROWS, default=[*ROWS])
     parser.add_argument("--quick", action="store_true", help="without torch.compile")
+    parser.add_argument("--limit", type=float, default=180, help="seconds of each measurement")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--theirs", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    t.backends.cudnn.benchmark = True
-    found: dict[str, tuple[float, float | None]] = {}
-
-    def show(name: str, mine: float, theirs: float | None) -> None:
-        found[name] = mine, theirs
-        beside = f"  {theirs:9.1f}  {mine / theirs:5.2f}" if theirs else ""
-        print(f"{name:30s} {mine:9.1f}{beside}", flush=True)
-
-    print(f"{t.cuda.get_device_name()}, torch {t.__version__}: us, torch's, the ratio")
-    for name in (name for name in args.only if name in ROWS):
-        row = ROWS[name]
-        builder, shape = importlib.import_module(row.module), (row.batch, 3, 224, 224)
-        mine = ours(builder.build(builder.SIZES[row.size]), np.float32, shape)
-        show(name, mine, None if args.quick else peer(row.peer, shape))
-    if "convolutions" in args.only:
-        ratios = []
-        for c, image, m, k, s in CONVOLUTIONS:
-            mine, theirs = convolution(c, image, m, k, s)
-            show(f"{c} x {image}^2 to {m}, {k} x {k} / {s}", mine, theirs)
-            ratios.append(log(mine / theirs))
-        print(f"geometric mean of the ratios: {exp(sum(ratios) / len(ratios)):.3f}")
+    if args.worker:
+        t.backends.cudnn.benchmark = True
+        row = ROWS[args.worker]
+        print(peer(row) if args.theirs else ours(graph(row), np.float32, row.shapes, "fp16"))
+        return
+    found: dict[str, list[float | str]] = {}
+    print(f"{t.cuda.get_device_name()}, torch {t.__version__}: us, torch's, the ratio", flush=True)
+    for name in args.only:
+        times = found[name] = []
+        print(f"{name:16s}", end="", flush=True)
+        for theirs in (False, True)[: 1 if args.quick else 2]:
+            times.append(measured(name, args.limit, theirs))
+            shown = times[-1] if isinstance(times[-1], str) else f"{times[-1]:.1f}"
+            print(f" {shown:>10s}", end="", flush=True)
+        match times:
+            case [float(mine), float(peers)]:
+                print(f"  {mine / peers:5.2f}", flush=True)
+            case _:
+                print(flush=True)
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -139,10 +139,10 @@ def make(problem: Problem, case: Case, seed: int, oracle: bool = True) -> Op:
         gamma, beta, c = normal(k) * 0.2 + 1, normal(k, scale=0.2), normal(n, scale=0.2)
         if case.what == "gamma":
             gamma[::3], gamma[1::3] = 0, -gamma[1::3]
-        epsilon = problem.number("epsilon", 1e-5)
+        epsilon = problem.epsilon
         given = {"x": x, "gamma": gamma, "beta": beta, "w": stored_w, "c": c}
         outputs = {"y": y, "mean": empty(m, dtype=t.float32), "rstd": empty(m, dtype=t.float32)}
-        if problem.attr("folded"):
+        if problem.folded:
             given |= {"wq": t.empty_like(stored_w), "cs": empty(n, dtype=t.float32),
                       "cv": empty(n, dtype=t.float32)}  # fmt: skip
         if problem.epilogue.save_z:
@@ -170,7 +170,7 @@ def make(problem: Problem, case: Case, seed: int, oracle: bool = True) -> Op:
         z = (xh * wide(gamma) + wide(beta)) @ wide(w) + wide(c)
         given = {"dy": dy, "x": x, "gamma": gamma, "beta": beta, "w": w, "c": c,
                  "mean": mean[:, 0].float(), "rstd": rstd[:, 0].float(), "z": z.to(dt)}  # fmt: skip
-        if problem.attr("folded"):
+        if problem.folded:
             given |= {"wq": t.empty_like(w), "cs": empty(n, dtype=t.float32),
                       "cv": empty(n, dtype=t.float32)}  # fmt: skip
         outputs = {"dx": empty(m, k), "dgamma": empty(k), "dbeta": empty(k), "dw": empty(k, n),
@@ -275,7 +275,7 @@ class Runner:
         op.inputs["workspace"] = t.full((max(size, 16),), 127, dtype=t.uint8, device="cuda")
         pointers = {key: v.data_ptr() for key, v in (op.inputs | op.outputs).items()}
         calls = self.kernel.launch(problem, self.config, self.hw)
-        if problem.attr("folded"):
+        if problem.folded:
             prepare(problem, pointers, self.hw)
         return [bind(call, pointers, self.hw) for call in calls]
 

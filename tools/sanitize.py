@@ -199,7 +199,7 @@ class Part:
 def stored_maps(source: str, entry: str, how: str = "tma_store") -> frozenset[int]:
     """Which of a kernel's arguments are the tensor maps it stores through."""
     text = without_bounds(source_text(source))
-    calls = re.findall(rf"\b{how}\(([^;]*);", text)
+    calls = re.findall(rf"\b{how}\w*(?:<\w+>)?\(([^;]*);", text)
     names = {name for call in calls for name in re.findall(r"\bmap_\w+", call)}
     head = re.search(rf"__global__\s+void\s+{entry}\(([^)]*)\)", text)
     assert head, f"{source}: no kernel {entry}"

@@ -7,7 +7,7 @@
 //   SAVE_Z   z = v                                   the pre-activation; with EPI_DX: (c - mean) rstd
 //   ACT      v = act(v)
 //   EPI_SCALE v = v scale                            col0 = scale, with a bias (of columns)
-//   EPI_DACT v = v act'(c)                           c = z
+//   EPI_DACT v = v act'(c)                           c = z;  SAVE_ACT z = act(c)
 //   EPI_DX   v = rstd (v - c1 - (c - mean) rstd c2)  r0 = rstd, r1 = mean, r2 = c1, r3 = c2, c = x
 //   EPI_DW   v = gamma v + beta dbias               r0 = gamma, r1 = beta, col1 = dbias, c = W
 //            dots = c v before that, c dbias         summed over n: dgamma, LayerNorm's dbeta

@@ -1,6 +1,7 @@
 // gemm/side.cuh: what a GEMM's idle producer warps make of the rows, while the others multiply.
 //   SIDE STATS, RMS  (rstd, mean) of a's rows [M,K]; also written to row0, row1
 //   SIDE OWN, OWN_RMS  the same where a CTA has one tile: by the other warpgroup, from the tile in smem
+//   SIDE COLUMNS     part [ceil(M / 64), K]: column sums of a, from the tiles in smem, of 64 rows each
 //   SIDE TILES       sums over a row of the product, exchanged between the tiles of the row (EPI_DX's
 //                    c1, c2), and part [ceil(M / BM), K]: column sums of a, from the tiles in smem
 // Idea     : a warp takes the next rows by a ticket, LANES lanes a row, reads them from L2 (the main loop
@@ -21,6 +22,7 @@
 #define TILES 3
 #define OWN 4
 #define OWN_RMS 5
+#define COLUMNS 6
 enum { PARITY, DONE, TICKET, HEADER = 8 };  // words of sync
 
 DEVICE u64 load_relaxed(const u64* p) {

@@ -12,7 +12,8 @@
 //            part [ceil(N / BN), 2, M] f32: EPI_DW's row sums of each tile; EPI_DW 2: [ceil(M / 16), 2, N]. MOMENTS: part [N / BN, M] pairs
 //            of f32, (mean, sum of squared deviations) of y's rows in each tile.
 //            splits > 1: split s writes its partial sums to y + s M N (f32, no epilogue).
-//            SIDE: rstd, mean to row0, row1 too, made by the producer's idle warps (gemm/side.cuh); PARTS:
+//            SIDE: rstd, mean to row0, row1 too, made by the producer's idle warps (gemm/side.cuh), or
+//            COLUMNS: part [ceil(M / 64), K] f32, column sums of a (SINGLE, PASSES 1, not TRANS_A); PARTS:
 //            made from part [PARTS, M], the moments that the product before left of a's rows.
 //            IM2COL: a is gathered from images (gemm/im2col.cuh).
 //            OWN: at most one tile a CTA, MI 1, PINGPONG, CLUSTER 1.
@@ -84,7 +85,18 @@ constexpr int COL_SETS = PINGPONG && !ALONE ? 2 : 1;  // cooperative warpgroups 
 constexpr int OUT_AT = STAGES * STAGE_BYTES, C_AT = OUT_AT + 8 * OUT_BOXES * BOX;
 constexpr int COL_AT = C_AT + 8 * C_BOXES * BOX, BAR_AT = COL_AT + COL_SETS * EPI_COLS * BN * 4;
 constexpr int CONSUMER_WARPS = PINGPONG ? 4 : 8;   // that multiply one stage
+#if SIDE == COLUMNS
+constexpr int READERS = CONSUMER_WARPS * CLUSTER + 3;
+#define SUM_A                                                                                      \
+    for (int row = 0; row < BM && t.m + row < M; row += 64)                                        \
+    side_columns<64, T>(smem + s * STAGE_BYTES + row * 128,                                        \
+                        part + (i64)((t.m + row) / 64) * K + step * BK, K - step * BK)
+#else
 constexpr int READERS = CONSUMER_WARPS * CLUSTER + (SIDE == TILES ? 3 : ALONE ? 4 : 0);
+#define SUM_A                                                                                      \
+    side_columns<BM, T>(smem + s * STAGE_BYTES,                                                    \
+                        part + (i64)(t.m / BM) * K + step * BK, K - step * BK)
+#endif
 constexpr bool BIG = MI * BN > 256;                // 192 accumulators a thread: no room for columns
 constexpr bool EARLY = SIDE == STATS || SIDE == RMS, TWICE = SIDE == TILES;
 constexpr int BAND = GROUP * CLUSTER * BM;         // rows of a band of tiles
@@ -218,7 +230,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
         registers_shrink<(BIG ? 40 : 56)>();  // (40 + 2 * 232) * 128 registers are all there are
         if (warp > 0) {
             if (STATIC_B) after_previous_launch();
-#if SIDE == TILES
+#if SIDE == TILES || SIDE == COLUMNS
             int s = 0, turn = warp - 1;
             u32 phase = 0;
             for (int id = start; id < count; next(id)) {
@@ -227,9 +239,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                     mbarrier_wait(full + s * 8, phase);
                     if (step == mine) {
                         mine += work.tiles_n;
-                        if (turn == 0)
-                            side_columns<BM, T>(smem + s * STAGE_BYTES,
-                                                part + (i64)(t.m / BM) * K + step * BK, K - step * BK);
+                        if (turn == 0) SUM_A;
                         turn = turn == 0 ? 2 : turn - 1;
                     }
                     __syncwarp();
@@ -237,7 +247,9 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                     if (++s == STAGES) s = 0, phase ^= 1;
                 }
             }
+#if SIDE == TILES
             side_done(sync, gridDim.x * 11);
+#endif
 #elif SIDE == STATS || SIDE == RMS
             side_rows<SIDE, SIDE_LANES>(sync, side_a, side_ld, M, K, epsilon, row0, row1, limit);
             side_done(sync, gridDim.x * 11);
@@ -611,6 +623,11 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                         continue;
 #endif
                         if (plain || !PACKED_ACT) activate_all(vs, slope, act_alpha);
+#ifdef SAVE_ACT
+                        activate<TO>(slope, act_alpha);
+#pragma unroll
+                        for (int e = 0; e < 4; e++) zs[e] = {slope[e * 2], slope[e * 2 + 1]};
+#endif
 #if EPI_DW == 2
                         Dots down[2][2] = {};  // of two columns and the two 8 behind
 #endif

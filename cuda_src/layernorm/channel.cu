@@ -2,7 +2,8 @@
 // Idea     : a vector of VEC elements a thread; channel_apply serves BatchNormalization (statistics
 //            by channel) and the Group- and InstanceNormalization of long rows (by group of
 //            `per` channels: GROUPED). Where inner is short, as of images whose channels are last, a vector
-//            has several channels (COLUMNS): a thread takes it in ROWS rows, which share their statistics.
+//            has several channels (COLUMNS): each of `slots` threads takes every slots-th row of it, ROWS
+//            at a time, which share what one root and one division a channel take longer to make.
 //            channel_running: the new running mean and variance.
 // Inputs   : x, y [n, channels, inner] T, VEC divides inner (COLUMNS: channels * inner); scale, bias P [channels]; mean, variance M
 //            [channels], or [n * channels / per] where GROUPED: with COLUMNS an image is `pixels` rows.
@@ -28,7 +29,7 @@ DEVICE void apply(TY* y, i64 i, const Vec<T, VEC>& own, const Vec<T, VEC> (&more
 extern "C" __global__ void __launch_bounds__(256)
     channel_apply(const T* x, const P* scale, const P* bias, const M* mean, const M* variance,
                   const T* e1, const T* e2, const T* e3, TY* y, i64 size, i64 channels, i64 inner,
-                  i64 per, i64 pixels, float epsilon) {
+                  i64 per, i64 pixels, i64 slots, float epsilon) {
     after_previous_launch();
     auto fetch = [&](i64 i, Vec<T, VEC>& own, Vec<T, VEC> (&more)[3]) {
         own = load<VEC>(x + i);
@@ -38,24 +39,25 @@ extern "C" __global__ void __launch_bounds__(256)
     };
 #if COLUMNS
     const i64 columns = channels * inner, across = columns / VEC, rows = GROUPED ? pixels : size / columns;
-    const i64 step = (rows + ROWS - 1) / ROWS, t = (i64)blockIdx.x * 256 + threadIdx.x;
-    const i64 image = t / across / step, first = t / across % step, base = image * rows * columns;
+    const i64 t = (i64)blockIdx.x * 256 + threadIdx.x, image = t / across / slots, base = image * rows * columns;
     if (base >= size) return;
     const i64 q = t % across * VEC;
     ACC a[VEC], b[VEC], m[VEC];
 #pragma unroll
     for (int j = 0; j < VEC; j++) {
-        const i64 c = (q + j) / inner, stat = GROUPED ? image * (channels / per) + c / per : c;
+        const i64 c = inner == 1 ? q + j : (q + j) / inner, stat = GROUPED ? image * (channels / per) + c / per : c;
         a[j] = (ACC)widen(scale[c]) / sqrt((ACC)widen(variance[stat]) + (ACC)epsilon);
         m[j] = widen(mean[stat]), b[j] = widen(bias[c]);
     }
-    Vec<T, VEC> own[ROWS], more[ROWS][3];
+    for (i64 first = t / across % slots; first < rows; first += ROWS * slots) {
+        Vec<T, VEC> own[ROWS], more[ROWS][3];
 #pragma unroll
-    for (int k = 0; k < ROWS; k++)
-        if (first + k * step < rows) fetch(base + (first + k * step) * columns + q, own[k], more[k]);
+        for (int k = 0; k < ROWS; k++)
+            if (first + k * slots < rows) fetch(base + (first + k * slots) * columns + q, own[k], more[k]);
 #pragma unroll
-    for (int k = 0; k < ROWS; k++)
-        if (first + k * step < rows) apply(y, base + (first + k * step) * columns + q, own[k], more[k], m, a, b, 1);
+        for (int k = 0; k < ROWS; k++)
+            if (first + k * slots < rows) apply(y, base + (first + k * slots) * columns + q, own[k], more[k], m, a, b, 1);
+    }
 #else
     const i64 i = ((i64)blockIdx.x * 256 + threadIdx.x) * VEC;
     if (i >= size) return;

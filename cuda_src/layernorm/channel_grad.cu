@@ -3,7 +3,8 @@
 //            dx = scale rstd (dy - dbias / count - xh dscale / count). channel_sums: a block takes a
 //            chunk of one channel; or, where inner is short (COLUMNS, as of images whose channels are last), of
 //            TX vectors of the channels * inner columns. channel_params adds the parts up, channel_dx reads
-//            x and dy once more, there ROWS rows a thread, which share their statistics.
+//            x and dy once more; there each of `slots` threads takes every slots-th row of a vector, ROWS
+//            at a time, which share what roots and divisions take longer to make.
 //            RELU: y = max(xh scale + bias, 0), and dy counts where that is positive; the forward's value is
 //            worked out again, which takes less than reading it.
 // Inputs   : x, dy [batch, channels, inner] T, VEC divides inner (COLUMNS: channels * inner); scale, bias P,
@@ -43,7 +44,8 @@ extern "C" __global__ void __launch_bounds__(256)
     if (q < columns) {
         Gate open[VEC];
 #pragma unroll
-        for (int j = 0; j < VEC; j++) open[j] = gate(scale, bias, mean, variance, (q + j) / inner, epsilon);
+        for (int j = 0; j < VEC; j++)
+            open[j] = gate(scale, bias, mean, variance, inner == 1 ? q + j : (q + j) / inner, epsilon);
 #pragma unroll 4
         for (u32 n = split * chunk + ty; n < last; n += TY) {
             const i64 at = (i64)n * columns + q;
@@ -100,6 +102,7 @@ extern "C" __global__ void __launch_bounds__(1024)
     const u32 tx = threadIdx.x % 32, ty = threadIdx.x / 32, c = blockIdx.x * 32 + tx;
     ACC s = 0;
     if (c < channels)
+#pragma unroll 8
         for (u32 k = ty; k < parts * per; k += 32)
             s += part[((i64)(k / per) * 2 + blockIdx.y) * channels * per + c * per + k % per];
     strips[ty][tx] = s;
@@ -130,30 +133,32 @@ DEVICE Gradient gradient(const P* scale, const P* bias, const ACC* mean, const A
 
 extern "C" __global__ void __launch_bounds__(256)
     channel_dx(const T* x, const T* dy, const P* scale, const P* bias, const ACC* mean, const ACC* variance,
-               const ACC* sums, T* dx, i64 size, i64 channels, i64 inner, i64 count, float epsilon) {
+               const ACC* sums, T* dx, i64 size, i64 channels, i64 inner, i64 count, i64 slots, float epsilon) {
     after_previous_launch();
 #if COLUMNS
     const i64 columns = channels * inner, across = columns / VEC, rows = size / columns;
-    const i64 step = (rows + ROWS - 1) / ROWS, t = (i64)blockIdx.x * 256 + threadIdx.x, first = t / across;
-    if (first >= step) return;
-    const i64 q = t % across * VEC;
+    const i64 t = (i64)blockIdx.x * 256 + threadIdx.x, q = t % across * VEC;
+    if (t / across >= slots) return;
     Gradient how[VEC];
 #pragma unroll
     for (int j = 0; j < VEC; j++)
-        how[j] = gradient(scale, bias, mean, variance, sums, (q + j) / inner, channels, count, epsilon);
-    Vec<T, VEC> v[ROWS], d[ROWS];
+        how[j] = gradient(scale, bias, mean, variance, sums, inner == 1 ? q + j : (q + j) / inner, channels, count,
+                          epsilon);
+    for (i64 first = t / across; first < rows; first += ROWS * slots) {
+        Vec<T, VEC> v[ROWS], d[ROWS];
 #pragma unroll
-    for (int k = 0; k < ROWS; k++)
-        if (first + k * step < rows) {
-            v[k] = load<VEC>(x + (first + k * step) * columns + q);
-            d[k] = load<VEC>(dy + (first + k * step) * columns + q);
+        for (int k = 0; k < ROWS; k++)
+            if (first + k * slots < rows) {
+                v[k] = load<VEC>(x + (first + k * slots) * columns + q);
+                d[k] = load<VEC>(dy + (first + k * slots) * columns + q);
+            }
+#pragma unroll
+        for (int k = 0; k < ROWS; k++) {
+            if (first + k * slots >= rows) break;
+#pragma unroll
+            for (int j = 0; j < VEC; j++) v[k].at[j] = how[j].of(v[k].at[j], d[k].at[j]);
+            store<VEC>(dx + (first + k * slots) * columns + q, v[k]);
         }
-#pragma unroll
-    for (int k = 0; k < ROWS; k++) {
-        if (first + k * step >= rows) break;
-#pragma unroll
-        for (int j = 0; j < VEC; j++) v[k].at[j] = how[j].of(v[k].at[j], d[k].at[j]);
-        store<VEC>(dx + (first + k * step) * columns + q, v[k]);
     }
 #else
     const i64 i = ((i64)blockIdx.x * 256 + threadIdx.x) * VEC;

@@ -5,7 +5,8 @@
 // Inputs   : x, dy T dense, three spatial axes (leading ones of size 1 where there are fewer); VEC divides
 //            channels, WIDE divides w; one of them is 1.
 // Outputs  : code CODE as dy; dx T.
-// Macros   : T ACC CODE VEC WIDE; KD KH KW, SD SH SW, DD DH DW, PD PH PW as pool.cu's.
+// Macros   : T ACC CODE VEC WIDE; INDEX (u32, which divides faster, where it counts all of x); KD KH KW, SD SH SW,
+//            DD DH DW, PD PH PW as pool.cu's.
 // Launch   : 256 threads, VEC outputs a thread (max_pool_codes); VEC channels or WIDE pixels (max_pool_grad).
 // Numerics : sums in ACC. Bound: HBM, x and dy read, dx written.
 #define TRANSPOSED 1
@@ -17,10 +18,11 @@ extern "C" __global__ void __launch_bounds__(256)
     after_previous_launch();
     const i64 i = (i64)blockIdx.x * 256 + threadIdx.x;
     if (i >= size) return;
-    const int per = channels / VEC, c = i % per * VEC;
-    const i64 p = i / per;
-    const int z0 = p / ow / oh % od * SD - PD, y0 = p / ow % oh * SH - PH, x0 = p % ow * SW - PW;
-    const T* plane = x + p / ow / oh / od * ((i64)d * h * w * channels) + c;
+    const INDEX per = channels / VEC, p = (INDEX)i / per, line = p / ow, sheet = line / oh, image = sheet / od;
+    const int c = ((INDEX)i - p * per) * VEC;
+    const int z0 = (int)(sheet - image * od) * SD - PD, y0 = (int)(line - sheet * oh) * SH - PH;
+    const int x0 = (int)(p - line * ow) * SW - PW;
+    const T* plane = x + image * ((i64)d * h * w * channels) + c;
     ACC most[VEC];
     Vec<CODE, VEC> best;
 #pragma unroll
@@ -39,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(256)
                         most[j] = value, best.at[j] = (a * KH + b) * KW + e;
                 }
             }
-    store<VEC>(code + p * channels + c, best);
+    store<VEC>(code + (i64)p * channels + c, best);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 1)
@@ -48,10 +50,10 @@ extern "C" __global__ void __launch_bounds__(256, 1)
     after_previous_launch();
     const i64 i = (i64)blockIdx.x * 256 + threadIdx.x;
     if (i >= size) return;
-    const int per = channels / VEC, c = i % per * VEC, across = w / WIDE;
-    const i64 q = i / per;
-    const int x0 = q % across * WIDE, iy = q / across % h, iz = q / across / h % d;
-    const i64 plane = q / across / h / d;
+    const INDEX per = channels / VEC, q = (INDEX)i / per, across = w / WIDE, line = q / across, sheet = line / h;
+    const int c = ((INDEX)i - q * per) * VEC, x0 = (q - line * across) * WIDE, iy = line - sheet * h;
+    const i64 plane = sheet / d;
+    const int iz = sheet - plane * d;
     ACC sum[WIDE * VEC] = {};
     for (int a = KD - 1; a >= 0; a--) {
         const int oz = tap_input<SD, DD, PD>(iz, a, od);

@@ -114,11 +114,28 @@ extern "C" __global__ void __launch_bounds__(BX* BY)
                 for (int j = 0; j < VEC; j++) s[j] = add(s[j], v[u].at[j], r + u * BY);
 #endif
         }
+#if defined BATCHED && !FROM_STATE
+        if (r < last) {  // fewer rows than that, at once as well
+            const int left = (int)((last - r + BY - 1) / BY);
+            Pack v[UNROLL];
+#pragma unroll
+            for (int u = 0; u < UNROLL; u++)
+                if (u < left) v[u] = fetch(p + (r + u * BY) * inner);
+#pragma unroll
+            for (int j = 0; j < VEC; j++) {
+                In column[UNROLL];
+#pragma unroll
+                for (int u = 0; u < UNROLL; u++) column[u] = v[u].at[j];
+                s[j] = R::take_some(s[j], column, left);
+            }
+        }
+#else
         for (; r < last; r += BY) {
             const Pack v = fetch(p + r * inner);
 #pragma unroll
             for (int j = 0; j < VEC; j++) s[j] = add(s[j], v.at[j], r);
         }
+#endif
     }
     __shared__ State part[BY][BX * VEC];
 #pragma unroll

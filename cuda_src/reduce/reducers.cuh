@@ -134,6 +134,18 @@ template <class S> struct Moments {  // Welford inside a thread, Chan's merge be
         for (int i = 0; i < N; i++) m2 += ((S)widen(x[i]) - mean) * ((S)widen(x[i]) - mean);
         return merge(s, {N, mean, m2});
     }
+    // the first `n` of N elements, at least one
+    template <int N, class E> static DEVICE State take_some(State s, const E (&x)[N], int n) {
+        S sum = 0, m2 = 0;
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            if (i < n) sum += (S)widen(x[i]);
+        const S mean = sum / n;
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            if (i < n) m2 += ((S)widen(x[i]) - mean) * ((S)widen(x[i]) - mean);
+        return merge(s, {(S)n, mean, m2});
+    }
     static DEVICE S value(State s, i64) { return s.mean; }
     static DEVICE S second(State s, i64 count) { return s.m2 / (S)count; }
 };

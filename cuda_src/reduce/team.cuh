@@ -18,8 +18,9 @@ template <int N, class S, class Merge> DEVICE S team_merge(S s, Merge merge, S* 
     __syncthreads();  // scratch may still be read from the last merge
     if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = s;
     __syncthreads();
-    s = scratch[0];
-    for (int w = 1; w < N / 32; w++) s = merge(s, scratch[w]);
+    s = scratch[threadIdx.x % (N / 32)];
+#pragma unroll
+    for (int step = 1; step < N / 32; step *= 2) s = merge(s, shuffle_xor(s, step));
     return s;
 }
 template <int N, class S> DEVICE S team_sum(S s, S* scratch) {

@@ -52,7 +52,7 @@ template <int BOXES> DEVICE void gather(float (&acc)[BOXES * 32], const u32 (&p)
 }
 // Sums to the warp's 16 rows in shared memory, and from there by TMA.
 template <int BOXES>
-DEVICE void leave(const TensorMap& map, u32 to, float (&acc)[BOXES * 32], float factor, int row, int head, int b) {
+DEVICE void tma_store_rows(const TensorMap& map, u32 to, float (&acc)[BOXES * 32], float factor, int row, int head, int b) {
     const int lane = threadIdx.x % 32;
     to += threadIdx.x / 32 % 4 * 2048;
 #pragma unroll
@@ -298,8 +298,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_gradients(
     bar_sync(1 + wg, 128);  // all have read the warpgroup's own rows
     const int out_row = mine + warp % 4 * 16;
     if (out_row < (KEYS ? keys : queries)) {
-        leave<KD>(map_out1, own1, acc1, scale, out_row, own_head, b);
-        if (KEYS) leave<VD>(map_out2, own2, acc2, 1, out_row, own_head, b);
+        tma_store_rows<KD>(map_out1, own1, acc1, scale, out_row, own_head, b);
+        if (KEYS) tma_store_rows<VD>(map_out2, own2, acc2, 1, out_row, own_head, b);
         if (lane == 0) tma_store_wait_read<0>();  // a block's memory is there while it is read
     }
 }

@@ -134,7 +134,7 @@ class Emitter(Builder):
     def _infer_body(
         self, node: ir.Node, types: Mapping[str, onnx.TypeProto]
     ) -> dict[str, onnx.TypeProto]:
-        """Element types by the function body."""
+        """Give the outputs the element types that the function body has."""
         given = [v for v in node.inputs if v is not None]
         attributes = list(ir.serde.serialize_node(node).attribute)
         key = (
@@ -163,7 +163,7 @@ def _type_proto(value: ir.Value) -> onnx.TypeProto:
 
 
 def _key(node: ir.Node) -> Any:
-    """Equal for nodes that compute the same; None where that is not worth knowing."""
+    """A key that is equal for nodes that compute the same; None for those that are never shared."""
     attributes = []
     for name, attribute in sorted(node.attributes.items()):
         value: Any = attribute.value

@@ -30,11 +30,13 @@ def attach_loss(
     options: Mapping[str, Any] | None = None,
     *,
     output: str | None = None,
+    fused: bool = False,
 ) -> tuple[ir.Value, ir.Value | None]:
     """Append the loss named `loss` of an output (the first); returns it and its new label input.
 
     `loss` is a name of `ops.loss.LOSSES`, or a scalar output of the model that is the loss already.
-    Options that are arrays (weight, pos_weight) become initializers. Raises UsageError.
+    Options that are arrays (weight, pos_weight) become initializers. `fused` allows operators of
+    ours. Raises UsageError.
     """
     graph, settings = model.graph, dict(options or {})
     named = {v.name: v for v in graph.outputs}
@@ -48,7 +50,7 @@ def attach_loss(
     if output is not None and output not in named:
         raise UsageError(f"the model has no output '{output}': it has {', '.join(map(str, named))}")
     logits = named[output] if output is not None else graph.outputs[0]
-    op = Emitter(model)
+    op = Emitter(model, fused=fused)
     op.stem = "loss"
     label = label_value(logits, loss, op.fresh("labels"), settings)
     graph.inputs.append(label)

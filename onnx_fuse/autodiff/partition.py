@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.autodiff.emit import Emitter, Whole
-from onnx_fuse.autodiff.subgraphs import reads
+from onnx_fuse.autodiff.emit import Emitter
+from onnx_fuse.autodiff.subgraphs import ancestors, reads
 from onnx_fuse.autodiff.walk import backward
 from onnx_fuse.onnx.build import all_nodes
 from onnx_fuse.onnx.evaluate import DRAWS
@@ -45,7 +45,6 @@ def partition(
     wrt: Sequence[str],
     *,
     fused: bool = False,
-    whole: Whole | None = None,
     recompute: bool = False,
 ) -> Partition:
     """Differentiate a graph by some of its inputs, and cut it in two.
@@ -53,7 +52,7 @@ def partition(
     Args:
         model: A graph in canonical form (`session.load`). It is not changed.
         wrt: Names of float inputs.
-        fused, whole: As in `backward`.
+        fused: As in `backward`.
         recompute: Keep nothing: the backward then holds what it needs of the forward, and depends
             on inputs alone, so that it can be differentiated in its turn.
 
@@ -76,7 +75,7 @@ def partition(
     for y in graph.outputs:
         if may_be_float(y) and y not in dys:
             dys[y] = ir.Value(name=op.fresh(f"{y.name}.grad"), type=y.type, shape=y.shape)
-    found = backward(joint, dys, [named[name] for name in wrt], fused=fused, whole=whole)
+    found = backward(joint, dys, [named[name] for name in wrt], fused=fused)
     outputs = list(graph.outputs)  # of nodes that may have become their bodies
     gradients: list[ir.Value] = []
     op = Emitter(joint)
@@ -96,8 +95,8 @@ def partition(
     first, given = ([str(v.name) for v in values] for values in (ends, kept))
     named_outputs = [str(v.name) for v in outputs]
     more = [name for name in given if name not in named_outputs]
-    forward = _cut(joint, own, [*named_outputs, *more])
-    behind = _cut(joint, [*first, *own], [str(g.name) for g in gradients], given)
+    forward = cut(joint, own, [*named_outputs, *more])
+    behind = cut(joint, [*first, *own, *given], [str(g.name) for g in gradients])
     inputs = behind.graph.inputs
     unread = {v for v in inputs if not v.uses() and not v.is_graph_output()}
     read = [v for v in inputs if v.name in first or v not in unread]
@@ -151,12 +150,12 @@ def _kept(
     dys: set[ir.Value],
 ) -> list[ir.Value]:
     """The values that pass from the forward to the backward, inputs aside."""
-    first = _ancestors(outputs)
+    first = ancestors(outputs)
     depends: set[ir.Value] = set(dys)
     for node in graph:
         if any(v in depends for v in reads(node)):
             depends.update(node.outputs)
-    needed = _ancestors(gradients)
+    needed = ancestors(gradients)
     kept: dict[ir.Value, None] = {}
     sizes: dict[ir.Value, ir.Value | None] = {}
     seen: set[ir.Value] = set()
@@ -189,35 +188,22 @@ def _is_view(value: ir.Value | None) -> bool:
     return maker is not None and maker.op_type in _VIEWS and not maker.domain
 
 
-def _ancestors(values: Sequence[ir.Value]) -> set[ir.Node]:
-    """The nodes that make these values."""
-    found: set[ir.Node] = set()
-    todo = [node for v in values if (node := v.producer()) is not None]
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += [p for v in reads(node) if v is not None and (p := v.producer()) is not None]
-    return found
-
-
-def _cut(
-    joint: ir.Model, inputs: Sequence[str], outputs: Sequence[str], given: Sequence[str] = ()
-) -> ir.Model:
-    """A copy with these ends alone; the values `given` become inputs behind the others."""
-    model = joint.clone()
+def cut(model: ir.Model, inputs: Sequence[str], outputs: Sequence[str]) -> ir.Model:
+    """A copy of the part of a graph that computes the values `outputs` from the values `inputs`."""
+    model = model.clone()
     graph = model.graph
     values = {v.name: v for v in graph.inputs}
     values |= {v.name: v for v in graph.initializers.values()}
     values |= {v.name: v for node in graph for v in node.outputs}
-    fed, results = [values[name] for name in inputs], [values[name] for name in outputs]
+    results, fed = [values[name] for name in outputs], []
     graph.outputs.clear()
-    for name in given:
-        old = values[name]
-        new = ir.Value(name=name, type=old.type, shape=old.shape)
-        old.name = f"{name}.made"
-        ir.convenience.replace_all_uses_with(old, new)
-        fed.append(new)
+    for name in inputs:
+        value = values[name]
+        if value.producer() is not None:
+            value.name = f"{name}.made"
+            made, value = value, ir.Value(name=name, type=value.type, shape=value.shape)
+            ir.convenience.replace_all_uses_with(made, value)
+        fed.append(value)
     graph.inputs.clear()
     graph.inputs.extend(fed)
     graph.outputs.extend(results)

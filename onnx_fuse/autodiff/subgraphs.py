@@ -33,6 +33,18 @@ def reads(node: ir.Node) -> list[ir.Value | None]:
     return reads
 
 
+def ancestors(values: Sequence[ir.Value]) -> set[ir.Node]:
+    """The nodes that make these values."""
+    found: set[ir.Node] = set()
+    todo = [node for v in values if (node := v.producer()) is not None]
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += [p for v in reads(node) if v is not None and (p := v.producer()) is not None]
+    return found
+
+
 def _apart(inner: Emitter, graph: ir.Graph) -> list[ir.Value]:
     """Give each output of a body a node of its own: one value may be two outputs, or an input."""
     outputs = []
@@ -102,7 +114,7 @@ def through_loop(
     active: set[ir.Value],
     walk: Walk,
 ) -> list[tuple[ir.Value, ir.Value]]:
-    """(x, dx) of all that a Loop or Scan reads: one more, over its steps in the other direction.
+    """(x, dx) of all that a Loop or Scan reads, by another one over its steps in reverse.
 
     The forward node gets the states before each step for further outputs; the backward's body
     computes a step again from them. So a Loop may have any number of steps, and end by its

@@ -221,7 +221,7 @@ def _total(op: Emitter, terms: Sequence[ir.Value] | None) -> ir.Value | None:
 
 
 def _stopped(x: ir.Value, stops: Sequence[tuple[ir.Node, str]]) -> str | None:
-    """Why the gradient of `x` is missing, if a node that has none stopped it."""
+    """The reason why `x` has no gradient, if a node without one stopped it."""
     seen, todo = {x}, [x]
     while todo:
         for node, _ in todo.pop().uses():

@@ -85,7 +85,7 @@ def compile(
     train: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE.toml",
+            metavar="FILE.toml|FILE.yaml",
             help="Compile training instead, with the options of onnx-fuse train --config in this "
             "file. OUT is then a folder, which onnx-fuse train --compiled takes.",
         ),

@@ -87,7 +87,7 @@ def check_paths(reads: Paths, writes: Paths) -> None:
 
 
 # outputs that are folders, made where they are missing
-_FOLDERS = ("--checkpoint", "--records", "-o DIR")
+_FOLDERS = ("--checkpoint", "--records", "--adapters DIR", "-o DIR")
 
 
 def _flat(paths: Paths) -> Iterator[tuple[str, Path]]:

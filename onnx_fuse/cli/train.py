@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from onnx_fuse.report import Printer
     from onnx_fuse.report.page import Page, Section
     from onnx_fuse.training.history import History
-    from onnx_fuse.training.trainer import Trainer
 
 
 EXAMPLES = (
@@ -175,7 +174,10 @@ def train(
     ] = None,
     adapters: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.safetensors", help="Write the adapters alone to this file."),
+        typer.Option(
+            metavar="FILE.safetensors|DIR",
+            help="Write the adapters alone to this file, or in PEFT's form to a folder.",
+        ),
     ] = None,
     trainable: Annotated[
         list[str] | None,
@@ -252,7 +254,9 @@ def train(
     shard: Annotated[
         str,
         typer.Option(
-            metavar="NAME", help="Let each GPU hold its part alone of the states of: optimizer."
+            metavar="NAME",
+            help="Let each GPU hold its part alone of the states of: optimizer, or all (the "
+            "weights, too).",
         ),
     ] = "",
     sync_batchnorm: Annotated[
@@ -296,10 +300,11 @@ def train(
 ) -> None:
     """Fine-tune MODEL, and write the same graph with its new weights."""
     ranks = begin_ranks(gpus)
-    first = ranks is None or ranks.rank == 0
+    first, traced = ranks is None or ranks.rank == 0, trace is not None
     if not first:  # which writes and shows what there is to see
-        csv = tensorboard = curve = trace = json = html = adapters = None
+        csv = tensorboard = curve = trace = json = html = None
     output = output or files.default_output(model, ".tuned.onnx")
+    in_folder = adapters is not None and adapters.suffix != ".safetensors"
     files.check_paths(
         {
             "MODEL": model,
@@ -311,7 +316,7 @@ def train(
         {
             "-o": files.with_weights(output),
             "--checkpoint": checkpoint,
-            "--adapters": adapters,
+            "--adapters DIR" if in_folder else "--adapters": adapters,
             "--csv": csv,
             "--tensorboard": tensorboard,
             "--curve": curve,
@@ -320,6 +325,7 @@ def train(
             "--html": html,
         },
     )
+    from contextlib import nullcontext
     from dataclasses import asdict
 
     from onnx_fuse import profile
@@ -328,6 +334,7 @@ def train(
     from onnx_fuse.report import trace as traces
     from onnx_fuse.training import callbacks, fit, optim, sources
     from onnx_fuse.training import checkpoint as folders
+    from onnx_fuse.training.adapters import by_module
     from onnx_fuse.training.backends import check_device
     from onnx_fuse.training.data import load
     from onnx_fuse.training.trainer import Trainer
@@ -352,6 +359,8 @@ def train(
         shard=shard,
         sync_batchnorm=sync_batchnorm,
     )
+    if in_folder:
+        by_module(trainer.adapters)
     for note in trainer.notes:
         printer.text(f"note: {note}")
     source = sources.source(trainer, arrays, batch_size, split=True)
@@ -376,6 +385,8 @@ def train(
         )
 
     extra: list[Section] = []
+    if ranks is not None:
+        ranks.barrier()  # from which on the times of all ranks count
     live = training.Live(html, page)
     watching: list[callbacks.Callback] = [callbacks.Progress(printer.console), live]
     if patience:
@@ -403,14 +414,25 @@ def train(
     _show_metrics(printer, history)
     if trainer.recompute:
         printer.text(trainer.recompute)
-    if not first:
-        return
-    with written(output) as draft:
+    events, exchanged = live.events(), trainer.communication()
+    if exchanged is not None:
+        printer.text(f"communication: {exchanged}")
+        events += traces.of_communication(exchanged, live.last)
+    if ranks is not None and traced:
+        events = traces.of_ranks(ranks, events)
+    feeds = {k: a[:batch_size] for k, a in arrays.items()}
+    if trainer.exported_batch:  # which the saved file has still
+        feeds = {k: a[: trainer.exported_batch] for k, a in feeds.items()}
+    # all ranks: each may hold a part of what rank 0 writes
+    expected = trainer.evaluate(feeds, ema=ema is not None).outputs
+    with written(output) if first else nullcontext(output) as draft:
         trainer.save(draft, ema=ema is not None)
-        feeds = {k: a[:batch_size] for k, a in arrays.items()}
-        _check_saved(draft, trainer, feeds, ema=ema is not None)
+        if first:
+            _check_saved(draft, expected, feeds)
     if adapters is not None:
         trainer.save_adapters(adapters)
+    if not first:
+        return
     printer.text(f"wrote {output}")
     result = {
         "model": str(model),
@@ -420,9 +442,7 @@ def train(
     }
     found = asdict(history)
     if trace is not None:
-        events = live.events()
         if device == "cpu":
-            feeds = {k: a[:batch_size] for k, a in arrays.items()}
             step = profile.of_onnxruntime(*trainer.step_graph(feeds))
             events += traces.of_profile(step, process=traces.STEP)
             extra = timing.profile_sections(step, "of a step")
@@ -485,10 +505,10 @@ def _show_metrics(printer: Printer, history: History) -> None:
     printer.table("validation", ["step", "epoch", *heads], rows, left=0)
 
 
-def _check_saved(draft: Path, trainer: Trainer, feeds: Mapping[str, Any], *, ema: bool) -> None:
-    """Compare the file on stock onnxruntime with the trainer, and delete a file that differs.
+def _check_saved(draft: Path, expected: Mapping[str, Any], feeds: Mapping[str, Any]) -> None:
+    """Compare the file on stock onnxruntime with the trained state, and delete a file that differs.
 
-    Raises CheckFailed for one.
+    `expected` is what the state gives for `feeds`. Raises CheckFailed for a file that differs.
     """
     from onnx_fuse.runtime import ort
     from onnx_fuse.validation.compare import difference, random_outputs, tolerance_of
@@ -499,9 +519,6 @@ def _check_saved(draft: Path, trainer: Trainer, feeds: Mapping[str, Any], *, ema
     ):
         return  # its outputs depend on the batch, or on random numbers, as they did before
     session = ort.session(draft)
-    if trainer.exported_batch:  # its batch is fixed still
-        feeds = {name: array[: trainer.exported_batch] for name, array in feeds.items()}
-    expected = trainer.evaluate(feeds, ema=ema).outputs
     own = {v.name: feeds[v.name] for v in session.get_inputs()}
     tolerance = tolerance_of(saved)
     for (name, y), got in zip(expected.items(), ort.run(session, own, list(expected)), strict=True):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from onnx_fuse.cli import show
-from onnx_fuse.errors import UsageError
+from onnx_fuse.errors import INSTALL_YAML, UsageError
 
 if TYPE_CHECKING:
     from onnx_fuse.distributed.world import World
@@ -21,21 +21,17 @@ if TYPE_CHECKING:
 
 
 def read_config(context: typer.Context, path: Path | None) -> Path | None:
-    """Take the values of a TOML file for defaults of the command's options, by their names.
+    """Take the values of a TOML or YAML file for defaults of the command's options, by their names.
 
     Raises UsageError for a file that is none, and for a name that is no option.
     """
     if path is None:
         return None
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-
+    parse = _yaml if path.suffix.lower() in (".yaml", ".yml") else _toml
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise UsageError(f"--config {path}: {reason}") from error
     options = {
         flag.lstrip("-"): parameter
@@ -51,6 +47,8 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
                 f"--config {path}: '{key}' is no option: the names are those of the command's "
                 "options, such as batch-size"
             )
+        if value is None:
+            raise UsageError(f"--config {path}: '{key}' has no value")
         several = isinstance(value, list)
         if isinstance(value, Mapping) or several != parameter.multiple:
             value = [value] if parameter.multiple and not isinstance(value, Mapping) else None
@@ -62,11 +60,35 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
+def _toml(text: str) -> dict[str, Any]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+
+    return tomllib.loads(text)
+
+
+def _yaml(text: str) -> dict[str, Any]:
+    """The mapping that a YAML document is. Raises ValueError for another, and without PyYAML."""
+    try:
+        import yaml
+    except ImportError as error:
+        raise ValueError(f"YAML needs PyYAML: {INSTALL_YAML}; or write the file as TOML") from error
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+    if not isinstance(values, dict):
+        raise ValueError("expected lines such as 'epochs: 3'")
+    return {str(key): value for key, value in values.items()}
+
+
 Config = Annotated[
     Path | None,
     typer.Option(
         "--config",
-        metavar="FILE.toml",
+        metavar="FILE.toml|FILE.yaml",
         is_eager=True,
         callback=read_config,
         help="Read options from this file, by their names without dashes; those of the command "

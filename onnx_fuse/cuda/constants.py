@@ -1,4 +1,4 @@
-"""The value of a C++ expression of numbers, as far as it can be told."""
+"""The values of C++ expressions of numbers, where they do not depend on names."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Unclear(Exception):
 
 
 def evaluate(tokens: Sequence[str]) -> int | None:
-    """The value; None where it depends on a name, or where the expression is not understood.
+    """Return the value; None where it depends on a name or the expression is not understood.
 
     `0 && x` is 0 and `1 || x` is 1 whatever x is; so are `x && 0` and `x || 1` where x changes
     nothing.
@@ -129,7 +129,7 @@ class _Parser:
         return None
 
     def behind_a_name(self) -> None:
-        """Calls, members and elements; `NAME<argument>` where an operator or the end follows."""
+        """Parse what follows a name: calls, members, elements, or a final `NAME<argument>`."""
         while True:
             token = self.peek()
             after = self.tokens[self.at + 1 : self.at + 4]

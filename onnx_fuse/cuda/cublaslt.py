@@ -24,7 +24,7 @@ _LOCK = threading.Lock()
 
 
 def workspace(hw: Hardware) -> int:
-    """Bytes of scratch that its authors advise."""
+    """The bytes of workspace that cuBLAS's documentation recommends."""
     return (32 if hw.cc >= 90 else 4) << 20
 
 
@@ -99,7 +99,7 @@ class Bound:
             put(setter, prefer, kinds.MAX_WORKSPACE_BYTES, "u8", size)
             # parts of k are kept in the workspace, in float32, and summed in their order
             put(setter, prefer, kinds.REDUCTION_SCHEME_MASK, "u4", lt.ReductionScheme.COMPUTE_TYPE)
-            align = problem.integer("align", 16)
+            align = problem.align
             align_c = ITEMSIZE[problem.out] if problem.epilogue.beta else 16
             for name, value in zip("ABCD", (align, align, align_c, 16), strict=True):
                 put(setter, prefer, kinds[f"MIN_ALIGNMENT_{name}_BYTES"], "u4", value)
@@ -144,7 +144,7 @@ class Bound:
 
 
 def _handle(lt: Any) -> int:
-    """The current device's handle; it stays."""
+    """The library's handle for the current device, which is made once."""
     from cuda.bindings import driver
 
     device = int(driver.cuCtxGetDevice()[1])

@@ -115,7 +115,7 @@ def _preprocessed(text: str, defines: Defines) -> tuple[list[str], list[tuple[st
 
 
 def _with(tokens: Sequence[str], table: Table, hidden: frozenset[str] = frozenset()) -> list[str]:
-    """The tokens with the names of a table in place, but for members of that name."""
+    """The tokens with the names of `table` replaced; members of such a name stay."""
     found: list[str] = []
     for i, token in enumerate(tokens):
         member = i > 0 and tokens[i - 1] in (".", "->", "::")
@@ -129,7 +129,7 @@ def _with(tokens: Sequence[str], table: Table, hidden: frozenset[str] = frozense
 def _holds(
     kind: str, tokens: Sequence[str], macros: Table, functions: Mapping[str, object]
 ) -> bool | None:
-    """Whether an #if does; None where it asks for what the compiler alone knows."""
+    """Whether the condition of an #if holds; None where only the compiler can tell."""
     if kind != "if":
         if tokens[0].startswith("__"):
             return None
@@ -181,7 +181,7 @@ def _untemplated(item: Sequence[str]) -> Sequence[str]:
 
 
 def _names(item: Sequence[str]) -> set[str]:
-    """What a declaration names; nothing where that is not clear, and it is kept."""
+    """The names that a declaration defines; none where that is not clear: it is then kept."""
     if item[0].startswith("#"):
         return {item[0].split(" ")[2]} if item[0].startswith("# define") else set()
     rest = _untemplated(item)
@@ -218,7 +218,7 @@ def _names(item: Sequence[str]) -> set[str]:
 
 
 def _closing(tokens: Sequence[str], start: int) -> int:
-    """Behind the bracket that closes the one at `start`."""
+    """The index behind the bracket that closes the one at `start`."""
     depth = 0
     for i in range(start, len(tokens)):
         depth += (tokens[i] in _OPENS) - (tokens[i] in _CLOSES)
@@ -228,7 +228,7 @@ def _closing(tokens: Sequence[str], start: int) -> int:
 
 
 def _angles(tokens: Sequence[str], start: int) -> int:
-    """Behind the `>` that closes the `<` at `start`."""
+    """The index behind the `>` that closes the `<` at `start`."""
     depth = 0
     for i in range(start, len(tokens)):
         depth += (tokens[i] == "<") - (tokens[i] == ">") - 2 * (tokens[i] == ">>")
@@ -288,7 +288,7 @@ def _folded(tokens: Sequence[str], calls: Collection[str]) -> list[str]:
 
 
 def _statement(tokens: Sequence[str], start: int, calls: Collection[str]) -> int:
-    """Behind the statement that begins at `start`; one that is a macro may end without `;`."""
+    """The index behind the statement at `start`; one that is a macro may end without `;`."""
     i = start
     while tokens[i].startswith("#"):
         i += 1

@@ -85,7 +85,7 @@ _FLAGS: dict[int, _Flags] = {}  # device -> what the next pieces come from
 
 
 class _Zeroed:
-    """Memory of a launch's own, zero at first; its block is freed (after what runs) with it."""
+    """A launch's own memory, zero at first; its block is freed with it, after what still runs."""
 
     ALIGNED = 128  # launches that run side by side share no line of the cache
 
@@ -176,7 +176,7 @@ def _settings(
     early: bool,
     stream: int,
 ) -> Any:
-    """How to launch, as the driver takes it; nobody changes it."""
+    """The launch's configuration as a struct of the driver's, which is shared and never changed."""
     driver = _driver()
     kinds, found = driver.CUlaunchAttributeID, driver.CUlaunchConfig()
     found.gridDimX, found.gridDimY, found.gridDimZ = grid
@@ -206,7 +206,7 @@ def _settings(
 
 
 def bind(launch: Launch, pointers: Mapping[str, int], hw: Hardware) -> Step:
-    """`launch` with its addresses: a kernel of ours, or a library's call."""
+    """Bind `launch` to its addresses: a kernel of this package, or a library's call."""
     if not launch.of_library:
         return Bound(launch, pointers, hw)
     if launch.collective is not None:

@@ -154,7 +154,7 @@ def _stored(path: Path) -> bytes | None:
 
 
 def _store(path: Path, cubin: bytes) -> None:
-    """Written beside and renamed: another process sees the whole entry or none."""
+    """Write a file beside and rename it: another process sees the whole entry or none."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
@@ -200,7 +200,7 @@ def _dump(folder: Path, source: str, text: str, defines: Defines, arch: str, cub
 
 @cache
 def _disassembler() -> tuple[str, ...]:
-    """The command that prints SASS; said once on stderr where there is none."""
+    """The command that prints SASS; where there is none, one line on stderr says so once."""
     from cuda.pathfinder import find_nvidia_binary_utility
 
     for tool in (("nvdisasm",), ("cuobjdump", "--dump-sass")):
@@ -214,16 +214,22 @@ def _disassembler() -> tuple[str, ...]:
     return ()
 
 
-def compile_all(launches: Iterable[Launch], arch: str, workers: int = 8) -> None:
-    """Compile every distinct module of `launches` in threads; later binds find them cached."""
+def compile_all(launches: Iterable[Launch], arch: str, workers: int = 0) -> None:
+    """Compile every distinct module of `launches` in threads; later binds find them cached.
+
+    `workers` is the number of threads; 0: one a processor, 8 to 32.
+    """
     wanted = {(x.source, x.defines) for x in launches if not x.of_library}
     if not config.DUMP.value:
         with LOCK:
             wanted = {key for key in wanted if (*key, arch) not in LOADED}
     if not wanted:
         return
+    workers = workers or min(32, max(8, os.cpu_count() or 8))
+    # the longest sources first, so that none of them ends alone
+    order = sorted(wanted, key=lambda key: (-len(source_text(key[0])), key))
     with ThreadPoolExecutor(max_workers=workers) as pool:
-        jobs = [pool.submit(compile, source, defines, arch) for source, defines in sorted(wanted)]
+        jobs = [pool.submit(compile, source, defines, arch) for source, defines in order]
         for done, job in enumerate(jobs):
             progress.report("compiling kernels", done, len(jobs))
             job.result()

@@ -492,7 +492,7 @@ class Code:
         return "load", self.reads.index(tensor)
 
     def row(self, table: Tensor, index: Tensor, step: int, size: int) -> tuple[str, int]:
-        """What `table` holds `step` elements further for each of `index`, on an axis of `size`."""
+        """Load row `index` of `table`: its elements lie `step` apart, on an axis of `size`."""
         _, at = self.load(index)
         self.reads.append(table)
         self.rows.append(Row(len(self.reads) - 1, at, step, size))

@@ -1,4 +1,4 @@
-"""Source texts under cuda_src/ with their includes in place, and what can be told from them."""
+"""Source texts under cuda_src/ with their includes expanded, and facts read from them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _GIVEN_WAITS: dict[str, tuple[bool, bool]] = {}
 def give(
     source: str, defines: Defines, arch: str, cubin: bytes | memoryview, waiting: tuple[bool, bool]
 ) -> None:
-    """Take `cubin` for what `source` compiles to; `waiting` is (waits, waits_first) of it.
+    """Register `cubin` as what `source` compiles to; `waiting` is its (waits, waits_first).
 
     `source` is then a name alone, which must tell the text apart from any other.
     """

@@ -3,7 +3,8 @@
 A rank that waits in a collective cannot be told anything, so this thread ends the whole process.
 Rank 0 hears from all others, and they from it: a link that closes without a farewell is the death
 of its rank, one that is silent for `patience` seconds a rank that hangs, and one that is alive but
-`stall` seconds behind another's steps a rank that stands still.
+`stall` seconds behind another's steps a rank that stands still. Where all ranks wait for one step
+on their GPUs, the one whose GPU has come to the fewest of its collectives hangs.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from onnx_fuse.distributed import wire
+
+T = TypeVar("T")
 
 BEAT = 2.0
 """Seconds between two signs of life."""
@@ -29,12 +33,41 @@ LAUNCHED = "ONNX_FUSE_LAUNCHED"
 """The variable of a rank whose launcher says itself which rank ended, and of what."""
 
 
+SLOW = 20
+"""A wait for a step counts as one for ever when it is so many times as long as the last one."""
+
+
+@dataclass(frozen=True)
+class Sign:
+    """What a rank says of itself: how far it is."""
+
+    steps: int = 0
+    """The steps that it has begun."""
+    waits: float = 0.0
+    """The seconds for which it has waited for a step; 0 while it does something else."""
+    done: int = 0
+    """The steps that it has seen the end of."""
+    met: int = 0
+    """The collectives of the step under way that its GPU has come to."""
+
+    _FORM = struct.Struct("<QdQQ")
+
+    def packed(self) -> bytes:
+        """The bytes of a sign of life."""
+        return self._FORM.pack(self.steps, self.waits, self.done, self.met)
+
+    @classmethod
+    def of(cls, data: bytes | bytearray) -> Sign:
+        """What `packed` gave."""
+        return cls(*cls._FORM.unpack(data))
+
+
 @dataclass
 class _Peer:
     """What is known of a rank at the other end of a link."""
 
     heard: float = field(default_factory=time.monotonic)
-    steps: int = 0
+    sign: Sign = field(default_factory=Sign)
     moved: float = field(default_factory=time.monotonic)
 
 
@@ -47,6 +80,10 @@ class Watch:
         self.rank, self.links, self.patience, self.stall = rank, dict(links), patience, stall
         self.steps = 0
         """The steps that this rank has begun."""
+        self.met: Callable[[], int] = lambda: 0
+        """Counts the collectives of the step under way that the GPU has come to; any thread may."""
+        self._done = 0
+        self._waiting, self._last = 0.0, 0.0
         self._peers = {other: _Peer() for other in links}
         self._lock = threading.Lock()
         self._parent = os.getppid()
@@ -68,6 +105,20 @@ class Watch:
             for link in list(self.links.values()):
                 self._say(link, b"B")
 
+    def during(self, wait: Callable[[], T]) -> T:
+        """What `wait`, which waits for a step of all ranks, returns."""
+        self._waiting = time.monotonic()
+        try:
+            return wait()
+        finally:
+            self._last, self._waiting = time.monotonic() - self._waiting, 0.0
+            self._done += 1
+
+    def _sign(self, now: float) -> Sign:
+        waiting = self._waiting
+        found = Sign(self.steps, now - waiting if waiting else 0.0, self._done)
+        return replace(found, met=self.met()) if waiting else found
+
     def _say(self, link: socket.socket, kind: bytes, data: bytes = b"") -> None:
         with self._lock, contextlib.suppress(OSError):  # its end is noticed where it is read
             wire.send(link, kind, data)
@@ -78,9 +129,10 @@ class Watch:
             now = time.monotonic()
             if now - beat >= BEAT:
                 beat = now
+                own = self._sign(now)
                 for link in list(self.links.values()):
-                    self._say(link, b"A", struct.pack("<Q", self.steps))
-                self._check(now)
+                    self._say(link, b"A", own.packed())
+                self._check(now, own)
             open_links = {link: rank for rank, link in self.links.items()}
             ready = select.select(list(open_links), [], [], BEAT / 4)[0]
             for link in ready:
@@ -95,26 +147,31 @@ class Watch:
         peer, now = self._peers[other], time.monotonic()
         peer.heard = now
         if kind == b"A":
-            (steps,) = struct.unpack("<Q", data)
-            if steps != peer.steps:
-                peer.steps, peer.moved = steps, now
+            before, peer.sign = peer.sign, Sign.of(data)
+            if before.steps != peer.sign.steps:
+                peer.moved = now
         elif kind == b"B":
             del self.links[other], self._peers[other]
         else:
             self._end(data.decode(errors="replace"), seen=True)
 
-    def _check(self, now: float) -> None:
+    def _check(self, now: float, own: Sign) -> None:
         if os.getppid() != self._parent:
             self._end("what started the ranks has ended", seen=True)
         for other, peer in self._peers.items():
             if now - peer.heard > self.patience:
                 self._end(f"rank {other} has not answered for {self.patience:.0f} s: it hangs")
-            ahead = max(self.steps, *(p.steps for p in self._peers.values()))
-            if peer.steps < ahead and now - peer.moved > self.stall:
+            ahead = max(own.steps, *(p.sign.steps for p in self._peers.values()))
+            if peer.sign.steps < ahead and now - peer.moved > self.stall:
                 self._end(
-                    f"rank {other} has been at step {peer.steps} for {self.stall:.0f} s, others "
-                    f"wait at step {ahead}: it hangs"
+                    f"rank {other} has been at step {peer.sign.steps} for {self.stall:.0f} s, "
+                    f"others wait at step {ahead}: it hangs"
                 )
+        limit = max(self.patience, SLOW * self._last) if self._done else self.stall
+        if self.rank == 0 and self._peers:
+            cause = hang({0: own, **{r: p.sign for r, p in self._peers.items()}}, limit)
+            if cause:
+                self._end(cause)
 
     def _end(self, cause: str, *, seen: bool = False) -> None:
         """Pass it on, say it, and end the process whatever its other threads wait for.
@@ -130,3 +187,19 @@ class Watch:
             with contextlib.suppress(OSError, ValueError):
                 print(f"onnx-fuse: {cause}; all ranks end", file=sys.stderr, flush=True)
         os._exit(ENDED)
+
+
+def hang(signs: Mapping[int, Sign], limit: float) -> str:
+    """What hangs where all ranks have waited for a step for more than `limit` seconds, or ""."""
+    waited = min(sign.waits for sign in signs.values())
+    if waited <= limit:
+        return ""
+    least = min((p.done, p.met) for p in signs.values())
+    behind = [rank for rank, p in signs.items() if (p.done, p.met) == least]
+    done, met = least
+    if len(behind) == len(signs):
+        where = f"collective {met} of step {done + 1}"
+        return f"all ranks have been in {where} for {waited:.0f} s: what connects them hangs"
+    names = ", ".join(map(str, sorted(behind)))
+    where = f"collective {met + 1} of step {done + 1}"
+    return f"rank {names} has not come to {where} for {waited:.0f} s, others wait there: it hangs"

@@ -135,14 +135,14 @@ def _text(error: BaseException) -> str:
 _WORLD: list[World] = []
 
 
-def world(environ: Mapping[str, str] | None = None) -> World:
+def world() -> World:
     """The World of this process, which is made when it is first asked for.
 
     An exception that ends the process ends the other ranks as well. Raises UsageError where no
     launcher's variables say which rank this is, DeviceError where the others do not come.
     """
     if not _WORLD:
-        found = place(os.environ if environ is None else environ)
+        found = place(os.environ)
         if found is None:
             raise UsageError(
                 "distributed training needs a launcher: onnx-fuse train --gpus N, torchrun, mpirun "

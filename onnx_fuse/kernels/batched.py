@@ -45,7 +45,7 @@ class BatchedKernel(RuleBased):
     name = "batched"
 
     def sources(self) -> tuple[str, ...]:
-        """What its text includes."""
+        """The source files that its text includes."""
         return ("common.cuh",)
 
     def launch(self, problem: BatchedCalls, config: Config, hw: Hardware) -> tuple[Launch, ...]:
@@ -94,7 +94,7 @@ class MultiTensor(RuleBased):
     name = "generated"
 
     def sources(self) -> tuple[str, ...]:
-        """What its text includes."""
+        """The source files that its text includes."""
         return ("common.cuh",)
 
     def launch(self, problem: PointwiseMany, config: Config, hw: Hardware) -> tuple[Launch, ...]:

@@ -23,14 +23,16 @@ class Apply(RuleBased):
         vec = access_width(
             problem.channels * problem.inner if columns else problem.inner, problem.dtype
         )
-        threads = problem.size // vec
+        threads, slots = problem.size // vec, 1
         if columns:
             across = problem.channels * problem.inner
             pixels = problem.pixels or problem.size // across
-            threads = problem.size // (across * pixels) * (across // vec) * -(-pixels // _ROWS)
+            images = problem.size // (across * pixels)
+            slots = _slots(pixels, images * across // vec)
+            threads = images * (across // vec) * slots
         names = ("x", "scale", "bias", "mean", "variance", "e1", "e2", "e3", "y")
         numbers = (problem.size, problem.channels, problem.inner, max(problem.group, 1),
-                   problem.pixels)  # fmt: skip
+                   problem.pixels, slots)  # fmt: skip
         return (Launch(
             self.source, "channel_apply", (-(-threads // 256), 1, 1), (256, 1, 1),
             (*map(Ptr, names), *(Num("i64", n) for n in numbers), Num("f32", problem.epsilon)),
@@ -81,25 +83,27 @@ class Grad(RuleBased):
         )  # fmt: skip
         if problem.stage == "sums":
             tiles = -(-channels * inner // (tx * vec)) if columns else channels
-            numbers = (batch, channels, inner, problem.chunk)
+            counts = (batch, channels, inner, problem.chunk)
             return (Launch(
                 self.source, "channel_sums", (tiles * problem.splits, 1, 1), (256, 1, 1),
                 (*map(Ptr, ("x", "dy", "scale", "bias", "mean", "variance", "part")),
-                 *(Num("u32", n) for n in numbers), epsilon), macros,
+                 *(Num("u32", n) for n in counts), epsilon), macros,
             ),)  # fmt: skip
         if problem.stage == "params":
-            counts = (problem.splits, channels, inner if columns else 1)
+            parts = (problem.splits, channels, inner if columns else 1)
             return (Launch(
                 self.source, "channel_params", (-(-channels // 32), 2, 1), (1024, 1, 1),
-                (*map(Ptr, ("part", "dscale", "dbias", "sums")), *(Num("u32", n) for n in counts)),
+                (*map(Ptr, ("part", "dscale", "dbias", "sums")), *(Num("u32", n) for n in parts)),
                 macros,
             ),)  # fmt: skip
         size = batch * channels * inner
-        threads = channels * inner // vec * -(-batch // _ROWS) if columns else size // vec
+        slots = _slots(batch, channels * inner // vec)
+        threads = channels * inner // vec * slots if columns else size // vec
+        numbers = (size, channels, inner, batch * inner, slots)
         return (Launch(
             self.source, "channel_dx", (-(-threads // 256), 1, 1), (256, 1, 1),
             (*map(Ptr, ("x", "dy", "scale", "bias", "mean", "variance", "sums", "dx")),
-             *(Num("i64", n) for n in (size, channels, inner, batch * inner)), epsilon), macros,
+             *(Num("i64", n) for n in numbers), epsilon), macros,
         ),)  # fmt: skip
 
 
@@ -107,7 +111,13 @@ _BLOCKS = 1024  # of a channel's sums: fixed, so that they are the shape's alone
 _SHORT = (
     16  # elements of a channel that side by side are too few for vectors or blocks of their own
 )
-_ROWS = 4  # rows of columns that a thread takes: ROWS of the kernels
+_ROWS = 4  # rows of columns that a thread takes at a time: ROWS of the kernels
+_THREADS = 1 << 17  # that fill the chip: more would work the same statistics out again
+
+
+def _slots(rows: int, across: int) -> int:
+    """Threads that share the rows of each of `across` vectors."""
+    return max(1, min(-(-rows // _ROWS), -(-_THREADS // across)))
 
 
 def by_columns(problem: ChannelGrad) -> bool:

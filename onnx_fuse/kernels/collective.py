@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from onnx_fuse.kernels import Kernel
 from onnx_fuse.kernels.rule_based import RuleBased
-from onnx_fuse.program.problem import Config, Hardware, Launch, Ptr
-from onnx_fuse.program.problems import Collective
+from onnx_fuse.program.problem import Collective, Config, Hardware, Launch, Ptr
 
 
 class Nccl(RuleBased):

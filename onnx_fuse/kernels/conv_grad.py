@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from onnx_fuse.cuda.macros import C_TYPES, accumulator, as_defines
+from onnx_fuse.cuda.macros import C_TYPES, accumulator, as_defines, defines
 from onnx_fuse.kernels import Kernel
-from onnx_fuse.kernels.conv_nhwc import unpaired
+from onnx_fuse.kernels.conv_nhwc import gathered, unboxed, unpaired
 from onnx_fuse.kernels.rule_based import RuleBased, window_macros
-from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr
+from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr, TensorMap
 from onnx_fuse.program.problems import ConvWeightGrad
 
 _BLOCKS = 264  # blocks a launch should have
@@ -27,6 +27,26 @@ _TILES: dict[tuple[int, ...], float] = {
 }
 
 
+# wgmma's tiles, and what the rule weighs, in seconds: a product of 64 pixels, a row of an operand's
+# step, a block's begin and end, and a byte of the parts (H200)
+_WGMMA_TILES = ((128, 256), (128, 192), (128, 128), (64, 256), (64, 128))
+_PRODUCT, _OPERAND, _BLOCK, _PART = 2.4e-11, 2.2e-9, 2.5e-6, 2.5e-13
+_SMS = 132
+
+
+def _unlike(problem: ConvWeightGrad) -> str | None:
+    """Why no product over 16-bit pixels makes it, or None."""
+    if problem.dtype not in ("float16", "bfloat16"):
+        return f"for 16-bit operands, not {problem.dtype}"
+    if problem.channels % 8 or problem.filters % 8:
+        return "the channels or filters of a group are no multiple of 8"
+    if problem.inner[0] != 1 or problem.outer[0] != 1:
+        return "at most two spatial axes"
+    if problem.batch * prod(problem.outer) >= 2**31 - 2**16:
+        return "more pixels than 31 bits count"
+    return None
+
+
 def _divide(d: int) -> tuple[int, int]:
     """The factor and the shift of a division by `d` of a number below 2^31."""
     shift = max(0, d - 1).bit_length()
@@ -36,15 +56,13 @@ def _divide(d: int) -> tuple[int, int]:
 def _total(problem: ConvWeightGrad, splits: int) -> Launch:
     """The sum of `splits` parts in the workspace."""
     size, lanes = problem.groups * problem.filters * problem.depth, 8 if splits >= 16 else 1
-    types = {
-        "T": C_TYPES[problem.dtype], "TY": C_TYPES[problem.out_dtype],
-        "ACC": accumulator(problem.dtype), "LANES": lanes,
-    }  # fmt: skip
     return Launch(
         "conv/weight_sum.cu", "conv_weight_sum", (-(-size * lanes // 256), 1, 1), (256, 1, 1),
         (Ptr("workspace"), Ptr("dw"), Num("u32", size), Num("u32", problem.channels),
-         Num("i32", splits)),
-        as_defines(types, window_macros(problem.window)),
+         Num("u32", prod(problem.window.kernel)), Num("i32", splits)),
+        defines(
+            TY=C_TYPES[problem.out_dtype], ACC=accumulator(problem.dtype), LANES=lanes,
+        ),
     )  # fmt: skip
 
 
@@ -61,15 +79,7 @@ class Mma(RuleBased):
         """Refuse other types, channels that copies of 16 bytes would cut, and three axes."""
         if hw.cc < 80:
             return f"mma.sync with cp.async needs sm_80, this is {hw.arch}"
-        if problem.dtype not in ("float16", "bfloat16"):
-            return f"for 16-bit operands, not {problem.dtype}"
-        if problem.channels % 8 or problem.filters % 8:
-            return "the channels or filters of a group are no multiple of 8"
-        if problem.inner[0] != 1 or problem.outer[0] != 1:
-            return "at most two spatial axes"
-        if problem.batch * prod(problem.outer) >= 2**31 - 2**16:
-            return "more pixels than 31 bits count"
-        return None
+        return _unlike(problem)
 
     def configs(self, problem: ConvWeightGrad, hw: Hardware) -> Sequence[Config]:
         """The rule's, then every tile with the parts that the rule has for it."""
@@ -115,6 +125,73 @@ class Mma(RuleBased):
         _, _, chunk = self._ruled(problem, config)
         splits = -(-problem.batch * prod(problem.outer) // chunk)
         return 4 * splits * problem.groups * problem.filters * problem.depth
+
+
+class Wgmma(RuleBased):
+    """conv/weight_grad_sm90.cu: the same product by TMA and wgmma.
+
+    Configurations: `tile` (filters, columns of blocks of 64 channels of a tap).
+    """
+
+    name = "wgmma"
+    source = "conv/weight_grad_sm90.cu"
+
+    def supports(self, problem: ConvWeightGrad, hw: Hardware) -> str | None:
+        """Refuse what TMA does not gather, and channels that leave most of a block empty."""
+        if hw.arch != "sm_90a":
+            return f"wgmma needs sm_90a, this is {hw.arch}"
+        if problem.groups > 1 or problem.channels < 32:
+            return f"{problem.groups} groups of {problem.channels} channels (one, of at least 32)"
+        return _unlike(problem) or unboxed(problem)
+
+    def configs(self, problem: ConvWeightGrad, hw: Hardware) -> Sequence[Config]:
+        """The rule's, then every tile with the parts that the rule has for it."""
+        return [Config.of(), *(Config.of(tile=tile) for tile in _WGMMA_TILES)]
+
+    def _ruled(self, problem: ConvWeightGrad, config: Config) -> tuple[tuple[int, ...], int, int]:
+        """The tile, its tiles of the result, and the pixels of a part."""
+        pixels = problem.batch * prod(problem.outer)
+        steps = -(-pixels // 64)
+        blocks = -(-problem.channels // 64) * prod(problem.window.kernel)
+        size = 4 * problem.filters * problem.depth
+        found = []
+        for bm, bn in (config.integers("tile"),) if config.attrs else _WGMMA_TILES:
+            tiles = -(-problem.filters // bm) * -(-blocks // (bn // 64))
+            for waves in (1, 2):
+                splits = max(1, min(steps // 4, waves * _SMS // tiles))
+                each = -(-steps // splits)
+                step = max(bm * bn * _PRODUCT, (bm + bn) * _OPERAND)
+                rounds = -(-tiles * -(-steps // each) // _SMS)
+                parts = size * (splits + 1) * _PART
+                found.append((rounds * (each * step + _BLOCK) + parts, (bm, bn), tiles, each * 64))
+        _, tile, tiles, chunk = min(found)
+        return tile, tiles, chunk
+
+    def launch(self, problem: ConvWeightGrad, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """The products of the parts, then their sum."""
+        (bm, bn), tiles, chunk = self._ruled(problem, config)
+        (_, h, w), (_, oh, ow) = problem.inner, problem.outer
+        pixels, m, c = problem.batch * oh * ow, problem.filters, problem.channels
+        splits, stage = -(-pixels // chunk), (bm + bn) * 128
+        stages = min(8, (hw.smem_per_block - 1024) // (stage + 16))
+        slopes = TensorMap(
+            Ptr("dy"), problem.dtype, (m, pixels, 1), (2 * m, 2 * m * pixels), (64, 64, 1)
+        )
+        macros = {"T": C_TYPES[problem.dtype], "BM": bm, "BN": bn, "STAGES": stages, "IM2COL": 1}
+        product = Launch(
+            self.source, "conv_weight_grad_wgmma", (tiles, splits, 1), (384, 1, 1),
+            (slopes, gathered(problem, (h * w * c, w * c, c), 64), Ptr("workspace"),
+             Num("u32", pixels), *(Num("i32", n) for n in (c, m, oh, ow)), Num("u32", chunk)),
+            as_defines(macros, window_macros(problem.window)),
+            stages * (stage + 16),
+        )  # fmt: skip
+        return product, _total(problem, splits)
+
+    def workspace(self, problem: ConvWeightGrad, config: Config, hw: Hardware) -> int:
+        """The parts' sums."""
+        _, _, chunk = self._ruled(problem, config)
+        splits = -(-problem.batch * prod(problem.outer) // chunk)
+        return 4 * splits * problem.filters * problem.depth
 
 
 class Depthwise(RuleBased):
@@ -175,4 +252,4 @@ class Depthwise(RuleBased):
         return wide * splits * problem.groups * problem.depth
 
 
-KERNELS: dict[str, Sequence[Kernel]] = {"ConvWeightGrad": (Depthwise(), Mma())}
+KERNELS: dict[str, Sequence[Kernel]] = {"ConvWeightGrad": (Depthwise(), Wgmma(), Mma())}

@@ -395,16 +395,8 @@ class Im2col(_Chosen):
             return f"{problem.groups} groups"
         if epilogue_of(problem) is None:
             return "no epilogue of a product does what stands behind it"
-        window = problem.window
-        corners = _corners(problem)
-        taps = [(k - 1) * d for k, d in zip(window.kernel, window.dilations, strict=True)]
-        if max(window.strides) > 8 or max(taps) > 255 or min(corners) < -128 or max(corners) > 127:
-            return "a stride, an offset or a padding that a TMA descriptor does not hold"
-        for i in (1, 2):
-            first, last = corners[2 - i], problem.inner[i] - 1 + corners[4 - i]
-            if (last - first) // window.strides[i] + 1 != problem.outer[i]:
-                return "y ends elsewhere than the window"
-        return super().supports(problem, hw) or self.many.supports(self._product(problem), hw)
+        reason = unboxed(problem) or super().supports(problem, hw)
+        return reason or self.many.supports(self._product(problem), hw)
 
     def tiles(self, problem: Conv, hw: Hardware) -> Sequence[Config]:
         """The configurations of both products, and a narrow tile for few filters."""
@@ -440,15 +432,9 @@ class Im2col(_Chosen):
         a, b = product.args[:2]
         assert isinstance(a, TensorMap)
         assert isinstance(b, TensorMap)
-        _, h, w = problem.inner
         _, oh, ow = problem.outer
         window, ldw = problem.window, _padded(problem)
-        left, top, right, bottom = _corners(problem)
-        images = TensorMap(
-            Ptr("x"), problem.dtype, (problem.channels, w, h, problem.batch),
-            tuple(2 * step for step in reversed(_strides(problem))), (64, a.box[1]),
-            window=(left, top, right, bottom, window.strides[2], window.strides[1]),
-        )  # fmt: skip
+        images = gathered(problem, _strides(problem), a.box[1])
         taps = prod(window.kernel)
         filters = TensorMap(
             Ptr("weight"), problem.dtype, (ldw, problem.filters, taps),
@@ -463,11 +449,34 @@ class Im2col(_Chosen):
         return tuple(rename(launch, names) for launch in found)
 
 
-def _corners(problem: Conv) -> tuple[int, int, int, int]:
+def _corners(problem: Conv | ConvWeightGrad) -> tuple[int, int, int, int]:
     """Left, top, right and bottom of the box of a window's first taps, beyond the image."""
     (_, top, left), window = problem.window.before, problem.window
     reach = [(k - 1) * d for k, d in zip(window.kernel, window.dilations, strict=True)]
     return -left, -top, window.after[2] - reach[2], window.after[1] - reach[1]
+
+
+def unboxed(problem: Conv | ConvWeightGrad) -> str | None:
+    """Why TMA cannot gather the pixels of x that a tap of the filter sees, or None if it can."""
+    window, corners = problem.window, _corners(problem)
+    taps = [(k - 1) * d for k, d in zip(window.kernel, window.dilations, strict=True)]
+    if max(window.strides) > 8 or max(taps) > 255 or min(corners) < -128 or max(corners) > 127:
+        return "a stride, an offset or a padding that a TMA descriptor does not hold"
+    for i in (1, 2):
+        first, last = corners[2 - i], problem.inner[i] - 1 + corners[4 - i]
+        if (last - first) // window.strides[i] + 1 != problem.outer[i]:
+            return "y ends elsewhere than the window"
+    return None
+
+
+def gathered(problem: Conv | ConvWeightGrad, steps: Sequence[int], pixels: int) -> TensorMap:
+    """The images x, `steps` elements between images, rows and pixels: `pixels` at a time."""
+    (_, h, w), window = problem.inner, problem.window
+    return TensorMap(
+        Ptr("x"), problem.dtype, (problem.channels, w, h, problem.batch),
+        tuple(2 * step for step in reversed(steps)), (64, pixels),
+        window=(*_corners(problem), window.strides[2], window.strides[1]),
+    )  # fmt: skip
 
 
 KERNELS = (Depthwise(), FewChannels(), Im2col(), Mma())

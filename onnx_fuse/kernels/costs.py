@@ -56,11 +56,9 @@ def total(
     problems: Iterable[AnyProblem],
     hw: Hardware,
     prefs: Mapping[str, str] | None = None,
-    *,
-    records: bool = True,
 ) -> float:
     """Seconds of all, one after another."""
-    return sum(seconds(problem, hw, prefs, records=records) for problem in problems)
+    return sum(seconds(problem, hw, prefs) for problem in problems)
 
 
 def pays(

@@ -1,18 +1,8 @@
 """Gemm candidates: y[b, m, n] = epilogue(sum_k op(a)[b, m, k] op(b)[b, k, n]).
 
-The fields of the Problem's epilogue are described in `program.epilogue`. Its attrs are:
-  static_b                    b is the same throughout a graph: it may be read ahead of it
-  rows, epsilon               wgmma only, where k is not split. "stats", "rms": row0 and row1 are
-                              written, from a's rows; "tiles" (with dx): row2 and row3 are the row
-                              means of the product and of product z, and "part" [tiles of m, k]
-                              takes the column sums of a
-  rms                         dx and dw of RMSNorm: row1 and row2 are zeros, not read
-  parts                       wgmma, with layernorm: how many moments of a row of a "part" holds;
-                              row0 and row1 are written from them
-and the operands: lda, ldb (row strides; default dense), a_strides, b_strides, c_strides (one a
-batch dim, 0 broadcasts; default dense), ldy (row stride of y, of whole 16 bytes; wgmma only,
-which leaves anything in a row beyond column n), align (what addresses are multiples of; 16 bytes).
-Types: a, b `dtype`; y, z, c `out`. Pointers: a b y c z row0..row3 col0 col1 part workspace.
+The fields are described in `program.problem.Problem` and `program.epilogue`; `rows`, `parts` and
+`ldy` are wgmma's alone. Types: a, b `dtype`; y, z, c `out`. Pointers: a b y c z row0..row3 col0
+col1 part workspace.
 """
 
 from __future__ import annotations

@@ -48,15 +48,16 @@ class Cluster(WithoutWorkspace):
             return f"for 16-bit operands, not {problem.dtype}"
         if problem.out not in ("float16", "bfloat16", "float32"):
             return f"no {problem.out} result"
-        if problem.batch or problem.attr("planes"):
+        if problem.batch or problem.planes:
             return "one product at a time"
         norm = problem.op == "LayerNormGemm"
-        if norm and not problem.attr("folded"):
+        if norm and not problem.folded:
             return "gamma and beta must be folded into the weights"
         if norm and (problem.k % 8 or problem.trans_a):
             return f"row statistics take 8 of k={problem.k} at a time, k contiguous"
-        if problem.epilogue.dw or problem.epilogue.moments or problem.attr("parts"):
-            return "no row sums of the result, none of parts"
+        own = ("dw", "moments", "column_sums", "save_act")
+        if problem.epilogue.among(*own) or problem.parts:
+            return "no sums of rows, columns or parts, no second activation"
         if problem.epilogue.accumulate:
             return "y is written, not added to"
         if problem.epilogue.row_bias:
@@ -71,7 +72,7 @@ class Cluster(WithoutWorkspace):
         if act and act not in BY_KEY:
             return f"no activation {act!r}"
         steps = [x * 2 for x in ld(problem)]
-        if problem.integer("align", 16) % 16 or any(step % 16 for step in steps):
+        if problem.align % 16 or any(step % 16 for step in steps):
             return f"TMA needs strides that are multiples of 16 bytes, not {steps}"
         tiles = ceil(problem.m / 128) * ceil(problem.n / 128)
         if problem.m > 64 and coarse(tiles) > hw.sm_count:
@@ -124,7 +125,7 @@ class Cluster(WithoutWorkspace):
         return next((s for s in range(most, 0, -1) if smem(s) <= limit), 0)
 
     def _stats(self, problem: Problem) -> bool:
-        return problem.op == "LayerNormGemm" and not problem.attr("stats")
+        return problem.op == "LayerNormGemm" and not problem.stats
 
     def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
         """Tiles, k shared by 1 to 8 CTAs, a's tile by 1 to 4, one or two CTAs an SM."""
@@ -208,7 +209,7 @@ class Cluster(WithoutWorkspace):
         grid = split * share * ceil(m / (64 * wgm)) * ceil(n / (bn * share))
         # with every SM taken nothing is read ahead, and a's first tile would only wait behind b's:
         # 7.7 us in place of 7.2 at 512x768x3072 (H200, 2026-11)
-        early = problem.attr("static_b") and grid <= 0.9 * config.integer("room") * hw.sm_count
+        early = problem.static_b and grid <= 0.9 * config.integer("room") * hw.sm_count
         if self.norms:
             epilogue |= {"NORM": 1, "HELD": self._held(problem, config)}
         elif norm:
@@ -220,7 +221,7 @@ class Cluster(WithoutWorkspace):
             {"TRANS_A": problem.trans_a, "TRANS_B": problem.trans_b, "WGM": wgm, "ROWS": rows,
              "BN": bn, "SPLIT": split, "SHARE": share, "STAGES": stages, "N_STEP": step_n,
              "RING": upper_bound(self._steps(problem, config)) > stages, "STATIC_B": early},
-            {"STATS": 1} if stats else {}, {"RMS": 1} if problem.attr("rms") and stats else {},
+            {"STATS": 1} if stats else {}, {"RMS": 1} if problem.rms and stats else {},
         )  # fmt: skip
         size = ITEMSIZE[problem.dtype]
         if self.norms:
@@ -253,7 +254,7 @@ class Cluster(WithoutWorkspace):
         args = (
             map_a, map_b, Ptr("y"), Ptr("z"), Ptr(c if operand(problem) else "none"),
             Num("i32", m), Num("i32", n), Num("i32", k),
-            Num("f32", problem.number("epsilon", 1e-5)), Ptr("mean"), Ptr("rstd"),
+            Num("f32", problem.epsilon), Ptr("mean"), Ptr("rstd"),
             Ptr(row0), Ptr(row1), Ptr("row2"), Ptr("row3"), Ptr(col0), Ptr(col1),
             Num("f32", problem.epilogue.alpha), Num("f32", problem.epilogue.beta),
             Num("f32", problem.epilogue.act_alpha),
@@ -276,9 +277,9 @@ class NormCluster(Cluster):
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         """The reason why this kernel cannot serve `problem`, or None if it can."""
-        if problem.attr("folded"):
+        if problem.folded:
             return "the weights are folded: gamma and beta are not given"
-        if problem.attr("stats"):
+        if problem.stats:
             return "it makes the statistics itself"
         return super().supports(problem.replace(folded=True), hw)
 

@@ -1,12 +1,6 @@
 """Products of 8-bit integers in int32: MatMulInteger, ConvInteger, QLinearMatMul and QLinearConv.
 
-y[batch, m, n] = Σ_k (a[batch, m, k] - za) (b[batch, n, k] - zb), modulo 2^32. The Problem's attrs:
-  b_dtype                     b's type, int8 or uint8; `dtype` is a's
-  za, zb                      "" (0), "one" number or "each": one a row of a, a column of y
-  za_step                     elements from the zero points of one inner batch to the next's
-  lda, ldb                    bytes between rows, multiples of 16; k is contiguous
-  a_strides, b_strides        bytes between batches, one a batch dim (two at most, 0 broadcasts)
-Pointers: a b za zb y. What is quantized again, y = saturate(round(sum * scale) + zero), is a
+What is quantized again, y = saturate(round(sum * scale) + zero), is a
 pointwise call behind the product. A convolution is a product of the filter with the windows of x,
 which are copied for it: as many times x's bytes as the filter has taps over its strides.
 """
@@ -19,7 +13,8 @@ from math import ceil, prod
 from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.kernels import Kernel
 from onnx_fuse.kernels.rule_based import Unconditional, WithoutWorkspace
-from onnx_fuse.program.problem import Arg, Config, Hardware, Launch, Num, Problem, Ptr
+from onnx_fuse.program.problem import Arg, Config, Hardware, Launch, Num, Ptr
+from onnx_fuse.program.products import IntegerProduct
 
 BYTES = ("int8", "uint8")
 LINE = 16
@@ -38,23 +33,23 @@ class MmaInt8(WithoutWorkspace, Unconditional):
     source = "quant/mma_s8_sm80.cu"
     free_axes = "yz"
 
-    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+    def supports(self, problem: IntegerProduct, hw: Hardware) -> str | None:
         """The reason why this kernel cannot serve `problem`, or None if it can."""
         if hw.cc < 80:
             return f"mma.sync of 16x8x32 integers needs sm_80, this is {hw.arch}"
-        if problem.dtype not in BYTES or problem.text("b_dtype") not in BYTES:
-            return f"8-bit integers, not {problem.dtype} and {problem.text('b_dtype')}"
+        if problem.dtype not in BYTES or problem.b_dtype not in BYTES:
+            return f"8-bit integers, not {problem.dtype} and {problem.b_dtype}"
         return None if len(problem.batch) <= 2 else "two batch axes at most"
 
-    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: IntegerProduct, hw: Hardware) -> Sequence[Config]:
         """The sizes of the tiles of y."""
         return [Config.of(tile=tile) for tile in TILES]
 
-    def _blocks(self, problem: Problem, config: Config) -> tuple[int, int]:
+    def _blocks(self, problem: IntegerProduct, config: Config) -> tuple[int, int]:
         bm, bn = config.integers("tile")
         return ceil(problem.n / bn), ceil(problem.m / bm)
 
-    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: IntegerProduct, config: Config, hw: Hardware) -> float:
         """Steps of 64 of k, those of small tiles bound by their copies; bytes."""
         bm, bn = config.integers("tile")
         blocks = prod(self._blocks(problem, config)) * problem.batches
@@ -65,30 +60,29 @@ class MmaInt8(WithoutWorkspace, Unconditional):
         seconds = ceil(blocks / at_once) * (ceil(problem.k / 64) * step + 3e-7)
         return hw.launch_seconds / 2 + max(seconds + 1e-6, problem.bytes / (0.8 * hw.bandwidth))
 
-    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: IntegerProduct, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The one launch of the kernel."""
         bm, bn = config.integers("tile")
         wm, wn, bk, stages = TILES[bm, bn]
         kinds = {"": 0, "one": 1, "each": 2}
         names = {"int8": "s8", "uint8": "u8"}
         defines = as_defines({
-            "A_TYPE": names[problem.dtype], "B_TYPE": names[problem.text("b_dtype")], "BM": bm,
+            "A_TYPE": names[problem.dtype], "B_TYPE": names[problem.b_dtype], "BM": bm,
             "BN": bn, "WM": wm, "WN": wn, "BK": bk, "STAGES": stages,
-            "ZA": kinds[problem.text("za")], "ZB": kinds[problem.text("zb")],
+            "ZA": kinds[problem.za], "ZB": kinds[problem.zb],
         })  # fmt: skip
         columns, rows = self._blocks(problem, config)
         inner = problem.batch[-1] if problem.batch else 1
 
-        def strides(name: str) -> list[Num]:
-            found = (0, 0, *problem.integers(name))
-            return [Num("i64", step) for step in found[-2:]]
+        def last_two(strides: tuple[int, ...]) -> list[Num]:
+            return [Num("i64", step) for step in (0, 0, *strides)[-2:]]
 
         args: tuple[Arg, ...] = (
             *map(Ptr, ("a", "b", "za", "zb", "y")),
             *(Num("i32", x) for x in (problem.m, problem.n, problem.k)),
-            Num("i64", problem.integer("lda")), Num("i64", problem.integer("ldb")),
-            *(Num("i32", x) for x in (columns, rows, inner)), *strides("a_strides"),
-            *strides("b_strides"), Num("i32", problem.integer("za_step")),
+            Num("i64", problem.lda), Num("i64", problem.ldb),
+            *(Num("i32", x) for x in (columns, rows, inner)), *last_two(problem.a_strides),
+            *last_two(problem.b_strides), Num("i32", problem.za_step),
         )  # fmt: skip
         grid, smem = (columns * rows * problem.batches, 1, 1), stages * (bm + bn) * (bk + 16)
         block = (32 * wm * wn, 1, 1)

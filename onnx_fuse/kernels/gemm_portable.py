@@ -29,7 +29,8 @@ def gate_refusal(problem: Problem) -> str | None:
         return None
     if problem.n % 16 or problem.trans_b:
         return f"gates come in blocks of 8 columns, b's rows along k: n={problem.n}"
-    with_c = ("save_z", "beta", "dact", "dx", "dw", "residual", "accumulate", "moments")
+    with_c = ("save_z", "beta", "dact", "dx", "dw", "residual", "accumulate", "moments",
+              "column_sums")  # fmt: skip
     other = problem.epilogue.among(*with_c)
     if problem.batch or other or not problem.epilogue.act:
         return f"a gate has an activation and no {', '.join(other) or 'batches'}"
@@ -38,7 +39,7 @@ def gate_refusal(problem: Problem) -> str | None:
 
 def store_refusal(problem: Problem) -> str | None:
     """Why a kernel that stores the rows of y one behind the other cannot; None if it can."""
-    return "rows of y stand apart" if problem.attr("ldy") else gate_refusal(problem)
+    return "rows of y stand apart" if problem.ldy else gate_refusal(problem)
 
 
 def normed(problem: Problem) -> bool:
@@ -53,11 +54,12 @@ def epilogue_defines(problem: Problem) -> dict[str, object]:
         "EPI_LN": problem.epilogue.layernorm,
         "EPI_BIAS": problem.epilogue.bias or problem.epilogue.row_bias,
         "EPI_C": problem.epilogue.beta,
-        "SAVE_Z": problem.epilogue.save_z,
+        "SAVE_Z": problem.epilogue.save_z or problem.epilogue.save_act,
+        "SAVE_ACT": problem.epilogue.save_act,
         "EPI_DACT": problem.epilogue.dact,
         "EPI_DX": problem.epilogue.dx,
         "EPI_DW": bool(problem.epilogue.dw),
-        "EPI_RMS": problem.attr("rms") and (problem.epilogue.dx or problem.epilogue.dw),
+        "EPI_RMS": problem.rms and (problem.epilogue.dx or problem.epilogue.dw),
         "ACCUMULATE": problem.epilogue.accumulate,
         "GATE": problem.epilogue.gate,
     }
@@ -89,9 +91,7 @@ def aligned(problem: Problem) -> bool:
     size = ITEMSIZE[problem.dtype]
     steps = [*ld(problem), *batch_strides(problem, "a", 0), *batch_strides(problem, "b", 0)]
     dense = [problem.m * problem.k, problem.k * problem.n] if problem.batch else []
-    return problem.integer("align", 16) % 16 == 0 and all(
-        step * size % 16 == 0 for step in [*steps, *dense]
-    )
+    return problem.align % 16 == 0 and all(step * size % 16 == 0 for step in [*steps, *dense])
 
 
 def portable_args(problem: Problem) -> tuple[Arg, ...]:
@@ -146,7 +146,7 @@ class _Portable(WithoutWorkspace):
     source: str
 
     def _refusal(self, problem: Problem) -> str | None:
-        if problem.epilogue.dw or problem.epilogue.moments:
+        if problem.epilogue.among("dw", "moments", "column_sums", "save_act"):
             return "sums over a row need a block that owns whole rows of its tile"
         if len(problem.batch) > 3:
             return f"{len(problem.batch)} batch dims (at most 3)"

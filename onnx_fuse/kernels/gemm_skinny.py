@@ -52,8 +52,9 @@ class Skinny(WithoutWorkspace):
             return f"k={problem.k} is not a multiple of 8, or rows are not 16-byte aligned"
         if not problem.trans_b and problem.n % 2:
             return f"rows of w are read in pairs of columns, not n={problem.n}"
-        if problem.epilogue.dw or problem.epilogue.moments or problem.attr("parts"):
-            return "no row sums of the result, none of parts"
+        own = ("dw", "moments", "column_sums", "save_act")
+        if problem.epilogue.among(*own) or problem.parts:
+            return "no sums of rows, columns or parts, no second activation"
         if problem.epilogue.row_bias:
             return "a bias is one number a column"
         extra = problem.epilogue.among("beta", "dact", "dx", "residual")
@@ -107,7 +108,7 @@ class Skinny(WithoutWorkspace):
         stream = problem.bytes / (0.85 * hw.bandwidth * max(fed, 0.02))
         chain = (0.8 + 0.7 * waves * ceil(chunks / unroll)) * 1e-6
         # fitted to 180 timings on an H200 (2026-11): what the terms above leave out
-        kind = 1 if problem.op == "Gemm" else 1.35 if problem.attr("folded") else 1.75
+        kind = 1 if problem.op == "Gemm" else 1.35 if problem.folded else 1.75
         sharing = {1: 1.0, 2: 1.2, 4: 1.5, 8: 1.8}[cluster]
         side = {4: 0.97, 8: 1.0, 16: 0.99}[warps] * (1.1 if wn > 1 else 1.0)
         slope = slope_seconds(problem, 4 * mt * nt * wn / warps / cluster)
@@ -128,7 +129,7 @@ class Skinny(WithoutWorkspace):
         """The one launch of the kernel."""
         mt, nt, wn, warps, cluster = self._shape(config)
         norm = problem.op == "LayerNormGemm"
-        mode = 0 if not norm else 1 if problem.attr("folded") else 2
+        mode = 0 if not norm else 1 if problem.folded else 2
         folded = {"EPI_LN": 1} if mode == 1 else {}
         types = type_defines(problem) | ({"TV": "float"} if mode == 1 else {})
         epilogue = epilogue_defines(problem)
@@ -139,7 +140,7 @@ class Skinny(WithoutWorkspace):
             {"TP": C_TYPES[problem.dtype], "TRANS_B": problem.trans_b, "MT": mt, "NT": nt,
              "WN": wn, "WARPS": warps, "CLUSTER": cluster, "HALF": problem.m <= 8,
              "UNROLL": self._unroll(mt, nt, warps, mode == 2), "LN": mode},
-            {"RMS": 1} if problem.attr("rms") else {},
+            {"RMS": 1} if problem.rms else {},
         )  # fmt: skip
         lda, ldb = ld(problem)
         if norm:
@@ -150,7 +151,7 @@ class Skinny(WithoutWorkspace):
         args: tuple[Arg, ...] = (
             Ptr(x), Ptr(w), Ptr("y"), Ptr("z"), Ptr(c),
             Num("i32", problem.m), Num("i32", problem.n), Num("i32", problem.k),
-            Num("i64", lda), Num("i64", ldb), Num("f32", problem.number("epsilon", 1e-5)),
+            Num("i64", lda), Num("i64", ldb), Num("f32", problem.epsilon),
             Ptr("mean"), Ptr("rstd"), Ptr("gamma"), Ptr("beta"),
             Ptr("row0"), Ptr("row1"), Ptr("row2"), Ptr("row3"), Ptr(col0), Ptr(col1),
             Num("f32", problem.epilogue.alpha), Num("f32", problem.epilogue.beta),

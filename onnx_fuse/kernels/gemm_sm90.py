@@ -56,7 +56,7 @@ def columns(problem: Problem) -> int:
 
 def direct(problem: Problem, splits: int = 1) -> bool:
     """Whether y leaves by plain stores: TMA stores 16-bit rows of a multiple of 16 bytes."""
-    stride = problem.integer("ldy", problem.n)
+    stride = problem.ldy or problem.n
     return splits > 1 or ITEMSIZE[problem.out] != 2 or stride % 8 != 0
 
 
@@ -70,7 +70,7 @@ class Wgmma:
         """The reason why this kernel cannot serve `problem`, or None if it can."""
         if hw.arch != "sm_90a":
             return f"wgmma needs sm_90a, this is {hw.arch}"
-        planes = problem.integer("planes")
+        planes = problem.planes
         if problem.dtype not in ("float16", "bfloat16"):
             return f"no wgmma candidate for {problem.dtype} operands"
         if problem.out not in ("float16", "bfloat16", "float32"):
@@ -100,14 +100,21 @@ class Wgmma:
                 return "c is broadcast over the batch"
         if problem.epilogue.dw == "turned" and direct(problem):
             return "sums of columns go with TMA stores of 16 bits"
-        if problem.attr("ldy") and (direct(problem) or problem.batch or operand(problem)):
+        if problem.ldy and (direct(problem) or problem.batch or operand(problem)):
             return "rows of y that stand apart are one product's, of whole 16 bytes, without c"
         parts = problem.epilogue.moments
         if parts and (planes or problem.batch or direct(problem) or problem.epilogue.accumulate):
             return "moments are of a single product's 16-bit rows of whole 16 bytes"
+        if problem.epilogue.save_act and not (problem.epilogue.dact and act):
+            return "it stores the activation by whose slope it multiplies"
+        if problem.epilogue.column_sums:
+            if planes or problem.batch or problem.trans_a or problem.k % 8 or parts:
+                return "column sums are of one a whose rows are of whole 16 bytes"
+            if problem.rows or problem.parts or problem.epilogue.dw:
+                return "column sums come alone"
         if parts and problem.n not in {parts * bn for _, bn, _ in TILES}:
             return f"no tile is a row of {problem.n} in {parts}"
-        if problem.integer("align", 16) % 16 or any(step % 16 for step in steps):
+        if problem.align % 16 or any(step % 16 for step in steps):
             return f"TMA needs strides that are multiples of 16 bytes, not {steps}"
         if min(problem.m, problem.n, problem.k) < 1 or problem.m * problem.n >= 2**40:
             return "empty or too large"
@@ -119,7 +126,7 @@ class Wgmma:
         tiles = ceil(problem.m / 64) * ceil(problem.n / bn) * problem.batches
         single = config.integer("splits") == 1 and config.integer("cluster") == 1
         shape = mi == 1 and pingpong == 1 and single and tiles <= hw.sm_count
-        return shape and problem.text("rows") in ("stats", "rms")
+        return shape and problem.rows in ("stats", "rms")
 
     def _smem(self, problem: Problem, config: Config, hw: Hardware) -> tuple[int, int, int]:
         """Bytes of shared memory: of each stage, of each box of the result in flight, the rest."""
@@ -158,14 +165,15 @@ class Wgmma:
             bm = (64 if pingpong else 128) * mi
             tiles_m, tiles_n = ceil(problem.m / bm), ceil(problem.n / bn)
             tiles = tiles_m * tiles_n * problem.batches
-            whole = problem.text("rows") == "tiles"  # a row's tiles are on the chip at once
+            whole = problem.rows == "tiles"  # a row's tiles are on the chip at once
             if problem.epilogue.moments and problem.n != problem.epilogue.moments * bn:
                 continue
             if problem.epilogue.gate and bn % 128:  # a TMA store has 64 columns of y
                 continue
-            if problem.attr("ldy") and bn % 64:  # its last columns go by plain stores
+            if problem.ldy and bn % 64:  # its last columns go by plain stores
                 continue
-            apart = problem.epilogue.moments, problem.attr("parts"), problem.attr("ldy")
+            apart = (problem.epilogue.moments, problem.parts, problem.ldy,
+                     problem.epilogue.column_sums, problem.epilogue.save_act)  # fmt: skip
             alone = whole or problem.epilogue.dw == "turned" or any(apart)
             if whole and (tiles_n > hw.sm_count or not pingpong):
                 continue  # they wait for each other in the epilogue, which only pingpong hides
@@ -191,7 +199,7 @@ class Wgmma:
 
     def _steps(self, problem: Problem) -> int:
         """64-wide steps of k, in all products of bf16 planes."""
-        return ceil(problem.k / BK) * max(1, {0: 1, 2: 3, 3: 6}[problem.integer("planes")])
+        return ceil(problem.k / BK) * max(1, {0: 1, 2: 3, 3: 6}[problem.planes])
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """The tiles' time, or that of their operands."""
@@ -206,10 +214,10 @@ class Wgmma:
         mi, bn, pingpong = config.integers("tile")
         cluster, splits = config.integer("cluster"), config.integer("splits")
         bm = (64 if pingpong else 128) * mi
-        passes = {0: 1, 2: 3, 3: 6}[problem.integer("planes")]
+        passes = {0: 1, 2: 3, 3: 6}[problem.planes]
         units = ceil(ceil(problem.m / bm) / cluster) * ceil(problem.n / bn) * problem.batches
         slots = hw.sm_count // cluster
-        if problem.text("rows") == "tiles":  # whole rows of tiles
+        if problem.rows == "tiles":  # whole rows of tiles
             slots -= slots % ceil(problem.n / bn)
         waves = ceil(units * splits / slots)
         per_sm = hw.rate(problem.dtype) / hw.sm_count
@@ -220,8 +228,10 @@ class Wgmma:
         # a tile that is no multiple of 64 wide takes nearly the time of the next that is
         wide = bn if bn % 64 == 0 else 0.97 * 64 * ceil(bn / 64)
         products = 2 * bm * wide * problem.k * passes / splits / (per_sm * min(1.0, reach))
-        if problem.text("rows") == "tiles":  # k-steps wait for their column sums
+        if problem.rows == "tiles":  # k-steps wait for their column sums
             products *= 1 + 1.2 / ceil(problem.n / bn)
+        if problem.epilogue.column_sums:
+            products *= 1 + 0.6 / ceil(problem.n / bn)
         tail, share = (1.5e-6, 0.1) if pingpong else (2.5e-6, 0.5)
         if alone:
             tail, share = 1.2e-6, 0.0
@@ -231,13 +241,14 @@ class Wgmma:
             share = 4.0
         epilogue = bm * bn * 4 / (hw.bandwidth / hw.sm_count) * share
         # an activation's instructions hold up the products they run beside, z is a second store
-        extra = 0.6e-6 * bool(problem.epilogue.act) + 0.5e-6 * bool(problem.epilogue.save_z)
+        second = problem.epilogue.save_z or problem.epilogue.save_act
+        extra = 0.6e-6 * bool(problem.epilogue.act) + 0.5e-6 * bool(second)
         if waves > 1:  # where nothing runs beside it, every kernel pays for it alike
             epilogue += extra if pingpong else 2 * extra
         tail += slope_seconds(problem, bm * bn / (128 if pingpong else 256))
-        if problem.epilogue.moments or problem.attr("parts"):
+        if problem.epilogue.moments or problem.parts:
             tail += 0.5e-6
-        if problem.text("rows") in ("stats", "rms") and splits == 1:
+        if problem.rows in ("stats", "rms") and splits == 1:
             tail += OWN_SECONDS if self._own(problem, config, hw) else SIDE_SECONDS
         seconds = waves * (products + epilogue) + tail
         if splits > 1:
@@ -267,7 +278,7 @@ class Wgmma:
         mi, bn, pingpong = config.integers("tile")
         cluster, splits = config.integer("cluster"), config.integer("splits")
         bm, batches = (64 if pingpong else 128) * mi, problem.batches
-        planes = problem.integer("planes")
+        planes = problem.planes
         lda, ldb = ld(problem)
         size = ITEMSIZE[problem.dtype]
         step_a, step_b = (
@@ -300,7 +311,7 @@ class Wgmma:
         )
         plain = direct(problem, splits)
         out_size = ITEMSIZE[problem.out]
-        wide = problem.integer("ldy", n // 2 if problem.epilogue.gate else n)
+        wide = problem.ldy or (n // 2 if problem.epilogue.gate else n)
 
         def stored(name: str, used: object) -> TensorMap:
             return TensorMap(
@@ -321,7 +332,7 @@ class Wgmma:
             "STAGES": stages, "GROUP": config.integer("group"),
             "TRANS_A": problem.trans_a, "TRANS_B": problem.trans_b,
         }  # fmt: skip
-        tile |= {"STATIC_B": 1} if problem.attr("static_b") and cluster == 1 else {}
+        tile |= {"STATIC_B": 1} if problem.static_b and cluster == 1 else {}
         tile |= {"SINGLE": 1} if batches * splits == 1 else {}
         tile |= {"BOXES_OUT": boxes} if boxes != 2 and not plain else {}
         tile |= {"PASSES": {2: 3, 3: 6}[planes]} if planes else {}
@@ -331,10 +342,10 @@ class Wgmma:
         if whole_c and not problem.epilogue.save_z and out_size == 4 and splits == 1 and n % 4 == 0:
             tile |= {"EVEN": 1}
         elif out_size == 4 and splits == 1 and n % 2 == 0 and not planes:
-            other = problem.epilogue.among("save_z", "gate") or operand(problem)
+            other = problem.epilogue.among("save_z", "save_act", "gate") or operand(problem)
             tile |= {} if other else {"PAIRS": 1}
         blocks = min(hw.sm_count // cluster, units) * cluster
-        side, pairs = problem.text("rows") if splits == 1 else "", m
+        side, pairs = problem.rows if splits == 1 else "", m
         if side == "tiles":
             pairs *= ceil(n / bn)
             blocks -= blocks % ceil(n / bn)
@@ -345,9 +356,11 @@ class Wgmma:
             lanes = 8 if k <= 1024 else 16 if k <= 2048 else 32
             types |= {"SIDE": side.upper()}
             types |= {"SIDE_LANES": str(lanes)} if side != "tiles" else {}
+        if problem.epilogue.column_sums:
+            types |= {"SIDE": "COLUMNS"}
         if problem.epilogue.moments:
             types |= {"MOMENTS": "1"}
-        if parts := problem.integer("parts"):
+        if parts := problem.parts:
             types |= {"PARTS": str(parts)}
         epilogue = epilogue_defines(problem)
         row_type = {"TR": types["TR"]} if "TR" in types else {}
@@ -357,13 +370,14 @@ class Wgmma:
             (blocks, 1, 1),
             (384, 1, 1),
             (
-                map_a, map_b, stored("y", True), stored("z", problem.epilogue.save_z),
+                map_a, map_b, stored("y", True),
+                stored("z", problem.epilogue.among("save_z", "save_act")),
                 stored("c", operand(problem)),
                 Ptr("workspace" if splits > 1 else "y"), Ptr("z"), Ptr("c"),
                 Num("i32", m), Num("i32", n), Num("i32", k), Num("i32", batches),
                 Num("i32", int(step_a != 0)), Num("i32", int(step_b != 0)), Num("i32", splits),
                 *vectors,
-                Ptr("sync"), Ptr("a"), Num("i64", lda), Num("f32", problem.number("epsilon")),
+                Ptr("sync"), Ptr("a"), Num("i64", lda), Num("f32", problem.epsilon),
             ),
             as_defines(tile, types | {"TO": "float"} if splits > 1 else types | epilogue),
             smem=smem,
@@ -403,16 +417,13 @@ class SplitWgmma:
         return PLANES.get(problem.math, 0)
 
     def _gemm(self, problem: Problem) -> Problem:
-        own = {"lda", "ldb", "static_b"}  # the planes are made just before
-        attrs = {name: value for name, value in problem.attrs if name not in own}
         epilogue = problem.epilogue
         if epilogue.bias or epilogue.row_bias:
             epilogue = replace(epilogue, bias_dtype=epilogue.bias_dtype or problem.dtype)
-        return Problem.of(
-            "Gemm", m=problem.m, n=problem.n, k=problem.k, dtype="bfloat16",
-            out_dtype=problem.out, trans_a=problem.trans_a, trans_b=problem.trans_b,
-            epilogue=epilogue, **(attrs | {"planes": self.planes(problem)}),
-        )  # type: ignore[arg-type]  # fmt: skip
+        return replace(  # its planes are made just before, and dense
+            problem, op="Gemm", dtype="bfloat16", out_dtype=problem.out, math="ieee", lda=None,
+            ldb=None, static_b=False, epilogue=epilogue, planes=self.planes(problem),
+        )  # fmt: skip
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         """The reason why this kernel cannot serve `problem`, or None if it can."""
@@ -450,7 +461,7 @@ class SplitWgmma:
         a, b = self._sizes(problem)
         rows_a, line_a = (problem.k, problem.m) if problem.trans_a else (problem.m, problem.k)
         rows_b, line_b = (problem.n, problem.k) if problem.trans_b else (problem.k, problem.n)
-        planes, align = self.planes(problem), problem.integer("align", 16)
+        planes, align = self.planes(problem), problem.align
 
         def split(name: str, rows: int, line: int, stride: int, to: Ptr) -> Launch:
             call = row_stats(

@@ -46,15 +46,15 @@ class Vector(WithoutWorkspace):
             return f"for 16-bit operands, not {problem.dtype}"
         if problem.out not in ("float16", "bfloat16", "float32"):
             return f"no {problem.out} result"
-        if problem.batch or problem.trans_a or problem.attr("planes"):
+        if problem.batch or problem.trans_a or problem.planes:
             return "no batches, and x contiguous"
-        if problem.op == "LayerNormGemm" and not problem.attr("folded"):
+        if problem.op == "LayerNormGemm" and not problem.folded:
             return "gamma and beta must be folded into the weights"
-        if problem.op == "LayerNormGemm" and problem.attr("stats"):
+        if problem.op == "LayerNormGemm" and problem.stats:
             return "it makes the statistics itself"
         more = ("dact", "dx", "dw", "moments", "parts", "rows", "gate", "accumulate", "row_bias",
-                "ldy")  # fmt: skip
-        if other := [name for name in more if problem.extras.get(name)]:
+                "ldy", "column_sums")  # fmt: skip
+        if other := problem.among(*more):
             return f"its epilogue has no {', '.join(other)}"
         if problem.epilogue.beta and problem.epilogue.residual:
             return "the epilogue takes one extra operand"
@@ -115,16 +115,16 @@ class Vector(WithoutWorkspace):
         defines = as_defines(
             types, epilogue,
             {"TRANS_B": problem.trans_b, "WARPS": warps, "STEPS": steps, "LN": norm,
-             "STATIC_B": bool(problem.attr("static_b"))},
+             "STATIC_B": problem.static_b},
             {"EACH": each} if each else {"COLS": columns},
-            {"RMS": 1} if norm and problem.attr("rms") else {},
+            {"RMS": 1} if norm and problem.rms else {},
         )  # fmt: skip
         names = ("x", "wq", "r", "cs", "cv") if norm else ("a", "b", "c", "col0", "col1")
         x, w, c, col0, col1 = names
         args = (
             Ptr(x), Ptr(w), Ptr("y"), Ptr("z"), Ptr(c), Num("i32", problem.n),
             Num("i32", problem.k), Num("i64", ld(problem)[1]),
-            Num("f32", problem.number("epsilon", 1e-5)), Ptr("mean"), Ptr("rstd"),
+            Num("f32", problem.epsilon), Ptr("mean"), Ptr("rstd"),
             Ptr("row0"), Ptr("row1"), Ptr("row2"), Ptr("row3"), Ptr(col0), Ptr(col1),
             Num("f32", problem.epilogue.alpha), Num("f32", problem.epilogue.beta),
             Num("f32", problem.epilogue.act_alpha),

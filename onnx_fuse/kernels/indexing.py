@@ -39,7 +39,7 @@ class _Tuples(RuleBased):
     """Kernels of tuples of at most so many indices."""
 
     def supports(self, problem: GatherND | ScatterND, hw: Hardware) -> str | None:
-        """What the kernel has arguments for."""
+        """Refuse tuples of more indices than the kernel has arguments for."""
         q = len(problem.dims)
         return f"index tuples of {q}" if q > MAX_TUPLE else None
 

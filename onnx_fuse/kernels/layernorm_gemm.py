@@ -1,10 +1,7 @@
 """LayerNormGemm candidates: y = act(LayerNormalization(x; gamma, beta, epsilon) op(w) + c).
 
 Problem: m, n, k, dtype, trans_b, out_dtype as Gemm's; of its epilogue act, act_alpha, save_z,
-residual, gate and bias (c is there). Its attrs: epsilon, rms (no mean, no beta), folded (wq, cs, cv
-are given, made once by `rows.fold`), static_b (they are the same throughout a graph), stats (mean,
-rstd are given: their producer wrote them), parts (x's producer left as many "moments" of each row
-in "part").
+residual, gate and bias (c is there).
 Pointers: x gamma beta w c -> y (z); mean, rstd [m] float32 are written unless `stats`;
 with `folded`: x wq cs cv instead of gamma beta w c. "r" is the residual.
 """
@@ -38,7 +35,7 @@ def gemm_problem(problem: Problem, **values: Value) -> Problem:
     """The Gemm inside a LayerNormGemm, with the epilogue that it keeps."""
     given = problem.extras
     kept = {name: given[name] for name in KEPT if given.get(name)}
-    kept |= {"static_b": True} if problem.attr("static_b") and problem.attr("folded") else {}
+    kept |= {"static_b": True} if problem.static_b and problem.folded else {}
     return Problem.of(
         "Gemm",
         m=problem.m, n=problem.n, k=problem.k, dtype=problem.dtype, out_dtype=problem.out,
@@ -60,18 +57,18 @@ class Fold:
         self.name = f"fold_{inner.name}"
 
     def _gemm(self, problem: Problem) -> Problem:
-        if problem.attr("stats") or isinstance(self.inner, Mma):
+        if problem.stats or isinstance(self.inner, Mma):
             return gemm_problem(problem, layernorm=True)
-        how: dict[str, Value] = {"rows": "rms" if problem.attr("rms") else "stats"}
-        if parts := problem.integer("parts"):
+        how: dict[str, Value] = {"rows": "rms" if problem.rms else "stats"}
+        if parts := problem.parts:
             how = {"parts": parts}
-        epsilon = problem.number("epsilon", 1e-5)
+        epsilon = problem.epsilon
         return gemm_problem(problem, layernorm=True, epsilon=epsilon, **how)
 
     @staticmethod
     def _side(gemm: Problem, config: Config) -> bool:
         """Whether the GEMM makes the statistics itself; a split one does not."""
-        made = gemm.attr("rows") or gemm.attr("parts")
+        made = gemm.rows or gemm.parts
         return bool(made) and config.integer("splits", 1) == 1
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
@@ -79,7 +76,7 @@ class Fold:
         if problem.dtype not in ("bfloat16", "float16"):
             # the tensor core would round x, and the error would grow with |mean| / std
             return f"the fold is exact for 16-bit x only, not {problem.dtype}"
-        if problem.attr("parts") and isinstance(self.inner, Mma):
+        if problem.parts and isinstance(self.inner, Mma):
             return "no statistics of parts"
         return self.inner.supports(self._gemm(problem), hw)
 
@@ -95,15 +92,15 @@ class Fold:
         """The GEMM, one read of x, and the weights' preparation where it is not done before."""
         gemm = self._gemm(problem)
         seconds = self.inner.cost(gemm, config, hw)
-        if not problem.attr("stats") and not self._side(gemm, config):
+        if not problem.stats and not self._side(gemm, config):
             seconds += stats_seconds(problem, hw)
-        if not problem.attr("folded"):
+        if not problem.folded:
             seconds += fold_seconds(problem.k, problem.n, problem.dtype, hw)
         return seconds
 
     def _sizes(self, problem: Problem) -> tuple[int, int]:
         """Bytes of wq, and of cs (and cv), in the workspace."""
-        if problem.attr("folded"):
+        if problem.folded:
             return 0, 0
         wq = ITEMSIZE[problem.dtype] * problem.k * problem.n
         return _pad(wq), _pad(4 * problem.n)
@@ -118,25 +115,25 @@ class Fold:
         wq, cs = self._sizes(problem)
         names = {
             "wq": Ptr("wq"), "cs": Ptr("cs"), "cv": Ptr("cv"),
-        } if problem.attr("folded") else {
+        } if problem.folded else {
             "wq": Ptr("workspace"), "cs": Ptr("workspace", wq), "cv": Ptr("workspace", wq + cs),
         }  # fmt: skip
         calls: list[Launch] = []
         gemm = self._gemm(problem)
-        if not problem.attr("stats") and not self._side(gemm, config):
+        if not problem.stats and not self._side(gemm, config):
             calls.append(
                 row_stats(
                     problem.m,
                     problem.k,
                     problem.dtype,
-                    epsilon=problem.number("epsilon", 1e-5),
-                    rms=bool(problem.attr("rms")),
-                    align=problem.integer("align", 16),
+                    epsilon=problem.epsilon,
+                    rms=problem.rms,
+                    align=problem.align,
                 )
             )
-        if not problem.attr("folded"):
+        if not problem.folded:
             shape = (problem.k, problem.n, problem.dtype, problem.trans_b)
-            made = fold(*shape, hw, align=problem.integer("align", 16))
+            made = fold(*shape, hw, align=problem.align)
             calls.append(rename(made, names))
         operands = {
             "a": Ptr("x"), "b": names["wq"], "row0": Ptr("rstd"), "row1": Ptr("mean"),
@@ -164,7 +161,7 @@ class Apply:
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         """The reason why this kernel cannot serve `problem`, or None if it can."""
-        if problem.attr("folded"):
+        if problem.folded:
             return "the weights are folded: gamma and beta are not given"
         if problem.dtype not in ("float32", "bfloat16", "float16"):
             return f"no row statistics in {problem.dtype}"
@@ -203,12 +200,12 @@ class Apply:
             problem.m,
             problem.k,
             problem.dtype,
-            epsilon=problem.number("epsilon", 1e-5),
+            epsilon=problem.epsilon,
             norm=True,
-            rms=bool(problem.attr("rms")),
+            rms=problem.rms,
             planes=planes,
             out_dtype="bfloat16" if fused else problem.dtype,
-            align=problem.integer("align", 16),
+            align=problem.align,
         )
         rest = {"b": Ptr("w"), "col1": Ptr("c"), "c": Ptr("r")}
         copy = self._copy(problem)

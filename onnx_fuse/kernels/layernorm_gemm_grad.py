@@ -6,9 +6,7 @@
     dgamma = sum_n w G,  dbeta = sum_n w dc   each tile; one ordered sum ends it
 
 Problem: m, n, k, dtype of the forward (w and dw are [k, n], or [n, k] with trans_b), and its
-activation in the epilogue. Its attrs:
-align, folded (the forward's wq, cs, cv are given), add: dx is what is added to "add", a residual's
-gradient ("apart"), or to what dx holds ("here": "add" is dx).
+activation in the epilogue.
 Pointers: dy x gamma beta w c mean rstd z (wq cs cv add) -> dx dgamma dbeta dw dc. rms: RMSNorm's,
 where mean, beta and c1 are 0 and beta, mean and dbeta unbound.
 
@@ -63,39 +61,35 @@ class TwoGemms:
     def _dx(self, problem: Problem, kernel: str = "wgmma") -> Problem:
         return Problem.of(
             "Gemm", m=problem.m, n=problem.k, k=problem.n, trans_b=not problem.trans_b, dx=True,
-            **({} if self._planes(problem) else {"save_z": True}),
-            **({"rows": "tiles"} if kernel == "tiles" else {}),
-            **({"accumulate": True} if problem.attr("add") else {}),
-            **self._rms(problem), **self._types(problem),
+            save_z=not self._planes(problem), rows="tiles" if kernel == "tiles" else "",
+            accumulate=bool(problem.add),
+            rms=problem.rms, **self._types(problem),
         )  # type: ignore[arg-type]  # fmt: skip
 
     def _dw(self, problem: Problem) -> Problem:
         if problem.trans_b:
             return Problem.of(
                 "Gemm", m=problem.n, n=problem.k, k=problem.m, trans_a=True, dw="turned",
-                **self._rms(problem), **self._types(problem),
+                rms=problem.rms, **self._types(problem),
             )  # type: ignore[arg-type]  # fmt: skip
         return Problem.of(
             "Gemm", m=problem.k, n=problem.n, k=problem.m, trans_a=True, dw=True,
-            **self._rms(problem), **self._types(problem),
+            rms=problem.rms, **self._types(problem),
         )  # type: ignore[arg-type]  # fmt: skip
-
-    def _rms(self, problem: Problem) -> dict[str, bool]:
-        return {"rms": True} if problem.attr("rms") else {}
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         """The reason why this kernel cannot serve `problem`, or None if it can."""
-        if problem.trans_b and (problem.dtype == "float32" or problem.attr("folded")):
+        if problem.trans_b and (problem.dtype == "float32" or problem.folded):
             return "w is [k, n]"
-        if problem.attr("add") == "apart":
+        if problem.add == "apart":
             return "dx is added to what is there, not to another tensor"
         if problem.dtype == "float32" and not self._planes(problem):
             return f"fp32 by bf16x3 or bf16x6, not {problem.math}"
-        if problem.dtype == "float32" and problem.attr("folded"):
+        if problem.dtype == "float32" and problem.folded:
             return "fp32 weights are folded here"
         if problem.k % 8 or problem.n % 8:
             return f"k={problem.k}, n={problem.n}: only rows of multiples of 8 are 16-byte aligned"
-        if problem.integer("align", 16) % 16:
+        if problem.align % 16:
             return "operands are not 16-byte aligned"
         dx, dw = self._dx(problem), self._dw(problem)
         return self.inner.supports(dx, hw) or self.inner.supports(dw, hw)
@@ -143,9 +137,9 @@ class TwoGemms:
     def _cost(self, gemm: Problem, how: Config, hw: Hardware) -> float:
         """A product, and before dx the pass over dy and z where its tiles do not make the dots."""
         seconds = self.for_dx[how.text("kernel")].cost(gemm, how, hw)
-        if gemm.epilogue.dw or gemm.attr("rows"):
+        if gemm.epilogue.dw or gemm.rows:
             return seconds
-        planes, fed = gemm.integer("planes"), 0.7
+        planes, fed = gemm.planes, 0.7
         if planes:  # 16 rows a block of the dots, few of which cannot draw the memory's whole rate
             fed *= min(1.0, 2 * ceil(gemm.m / 16) / hw.sm_count)
         moved = 2 * (ITEMSIZE[gemm.out] + planes) * gemm.m * gemm.k
@@ -158,9 +152,9 @@ class TwoGemms:
         planes = self._planes(problem)
         low = 2 * planes or size
         moved = (size + low) * m * k + size * k * n
-        moved += 0 if problem.attr("folded") else (size + low) * k * n
+        moved += 0 if problem.folded else (size + low) * k * n
         moved += low * m * n if problem.epilogue.act and not planes else 0
-        moved += size * m * k if problem.attr("add") else 0
+        moved += size * m * k if problem.add else 0
         moved += size * m * k if planes else 0  # xh by a pass of its own
         moved += 16 * ceil(n / 16) * k if problem.trans_b else 0  # sums of columns, there and back
         return (
@@ -186,7 +180,7 @@ class TwoGemms:
         size = 2 * planes or ITEMSIZE[dtype]
         how_dx, how_dw = self._split(config)
         gemm_dx, gemm_dw = self._dx(problem, how_dx.text("kernel")), self._dw(problem)
-        own = bool(gemm_dx.attr("rows"))
+        own = bool(gemm_dx.rows)
         dots, rows = row_dots(
             m, n, k, dtype, act=act, act_alpha=problem.epilogue.act_alpha, planes=planes
         )
@@ -196,7 +190,7 @@ class TwoGemms:
             arena.allocate(size * m * n) if act or planes else Ptr("dy"),
         )
         dc, wq, cs, cv = arena.allocate(4 * n), Ptr("wq"), Ptr("cs"), Ptr("cv")
-        if not problem.attr("folded"):
+        if not problem.folded:
             wq, cs, cv = arena.allocate(size * k * n), arena.allocate(4 * n), arena.allocate(4 * n)
         c1, c2 = arena.allocate(4 * m), arena.allocate(4 * m)
         if own:
@@ -214,17 +208,17 @@ class TwoGemms:
         first = rename(dots, {"cs": cs, "cv": cv, "dz": dz, "c1": c1, "c2": c2, "part": part})
         db = rename(sum_parts(rows, n, 1, dtype), {"part": part, "wide": dc, "out0": Ptr("dc")})
         folds: tuple[Launch, ...] = (
-            () if problem.attr("folded") else (fold(k, n, dtype, problem.trans_b, hw),)
+            () if problem.folded else (fold(k, n, dtype, problem.trans_b, hw),)
         )
         if planes:
             folds = (whole, sum_parts(strips, n, 2, "float32"))
         normed = row_stats(
             m, k, dtype, stats=False, norm=True, given=True, planes=planes,
-            rms=bool(problem.attr("rms")),
+            rms=problem.rms,
         )  # fmt: skip
         ends: dict[str, Ptr] = {"y": Ptr("dw"), "c": Ptr("w"), "part": dots_part, "workspace": part}
         if problem.trans_b:
-            beta = Ptr("gamma" if problem.attr("rms") else "beta")  # which RMSNorm does not use
+            beta = Ptr("gamma" if problem.rms else "beta")  # which RMSNorm does not use
             ends |= {"a": dz, "b": xh, "row0": dc, "col0": Ptr("gamma"), "col1": beta}
         else:
             ends |= {"a": xh, "b": dz, "row0": Ptr("gamma"), "row1": Ptr("beta"), "col1": dc}

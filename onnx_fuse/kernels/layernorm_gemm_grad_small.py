@@ -106,7 +106,7 @@ class FewRows:
             return f"k={problem.k}, n={problem.n}: only rows of multiples of 8 are 16-byte aligned"
         if max(problem.m, problem.k) * max(problem.n, problem.k) >= 2**31:
             return "offsets of 32 bits do not reach all elements"
-        if problem.integer("align", 16) % 16:
+        if problem.align % 16:
             return "operands are not 16-byte aligned"
         return None
 
@@ -149,7 +149,7 @@ class FewRows:
             busy = (of_g * one_g + of_dw * one_dw) / slots + one_dw / 2
         busy = max(busy, ceil(of_g / slots) * one_g) * 1e-6
         moved = size * (2 * k * n + 2 * m * n + 2 * m * k) + 4 * splits * m * k
-        added = size * m * k / hw.bandwidth if problem.attr("add") else 0
+        added = size * m * k / hw.bandwidth if problem.add else 0
         first = 1.5e-6 + max(busy, moved / (0.86 * hw.bandwidth))
         second = (1.1 + 0.2 * splits) * 1e-6 + 4 * (splits + 1) * m * k / (1.9 * hw.bandwidth)
         if not problem.epilogue.act:
@@ -205,7 +205,7 @@ class FewRows:
             self.source, "grad_finish", (blocks, 1, 1), (128, 1, 1),
             (Ptr("x"), Ptr("gamma"), Ptr("mean"), Ptr("rstd"), Num("i32", m), Num("i32", k),
              Num("i32", splits), Num("i32", row_parts), Num("i32", column_parts), g, rows, columns,
-             Ptr({"": "none", "here": "dx"}.get(problem.text("add"), "add")),
+             Ptr({"": "none", "here": "dx"}.get(problem.add, "add")),
              Ptr("dx"), Ptr("dgamma"), Ptr("dbeta")),
             defines,
         ))  # fmt: skip

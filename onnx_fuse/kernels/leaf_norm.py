@@ -32,7 +32,7 @@ class LeafFma(Fma):
     def _parts(self, problem: Problem, config: Config) -> tuple[int, int]:
         """How many parts there are, of how many sums."""
         bm, bn = config.integers("tile")
-        if problem.attr("turned"):
+        if problem.turned:
             return ceil(problem.n / bn), problem.m
         return ceil(problem.m / bm), problem.n
 
@@ -43,7 +43,7 @@ class LeafFma(Fma):
     def _room(self, problem: Problem, config: Config) -> int:
         """Every thread's sums of dt, and the sums that meet."""
         bm, bn = config.integers("tile")
-        met = 2 * config.integer("join") * (bm if problem.attr("turned") else bn)
+        met = 2 * config.integer("join") * (bm if problem.turned else bn)
         return 4 * self.threads(config) + met
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
@@ -57,7 +57,7 @@ class LeafFma(Fma):
         (product,) = super().launch(problem, config, hw)
         join = config.integer("join")
         args = (*product.args, *map(Ptr, ("gamma", "beta", "dc", "dgamma", "dbeta")))
-        leaf = {"LEAF": 2 if problem.attr("turned") else 1, "JOIN": join}
+        leaf = {"LEAF": 2 if problem.turned else 1, "JOIN": join}
         macros = tuple(sorted((*product.defines, *as_defines(leaf))))
         place = {"y": Ptr("dw"), "c": Ptr("w"), "part": Ptr("workspace")}
         product = replace(product, args=args, defines=macros, cluster=max(1, join))

@@ -1,14 +1,4 @@
-"""MatMulNBits: y[m, n] = a[m, k] · w[n, k]ᵀ + bias, of weights that stay in 2, 4 or 8 bits.
-
-w[n, k] = (q[n, k] - zero[n, k // block]) scale[n, k // block]. The Problem's attrs:
-  bits, block, blocks         of a weight, weights a scale, scales a row: ceil(k / block)
-  zero                        "" (2^(bits - 1)), "packed" (uint8, as q) or "float" (of a's type)
-  groups                      int32 [k] says which block each k belongs to, instead of k // block
-  bias                        [n] of a's type
-  static_b                    q, scale and zero are the same throughout a graph
-Types: a, scale, bias, y `dtype`; q [n, blocks, block * bits / 8] and packed zeros [n, ceil(blocks *
-bits / 8)] uint8, the low bits of a byte first. Pointers: a q scale zero groups bias y workspace.
-"""
+"""MatMulNBits: products of weights that stay in 2, 4 or 8 bits (`products.PackedProduct`)."""
 
 from __future__ import annotations
 
@@ -21,15 +11,11 @@ from onnx_fuse.kernels.gemm import KERNELS as GEMM
 from onnx_fuse.kernels.rows import rename
 from onnx_fuse.kernels.rule_based import Unconditional, WithoutWorkspace
 from onnx_fuse.program.problem import ITEMSIZE, Arg, Config, Hardware, Launch, Num, Problem, Ptr
+from onnx_fuse.program.products import PackedProduct
 
 FLOATS = ("float16", "bfloat16", "float32")
 ROWS = 8
 """Of a that one block multiplies; more are more blocks, which read the weights again."""
-
-
-def _row_bytes(problem: Problem) -> int:
-    bits = problem.integer("blocks") * problem.integer("block") * problem.integer("bits")
-    return bits // 8
 
 
 class FewRows(WithoutWorkspace, Unconditional):
@@ -39,31 +25,31 @@ class FewRows(WithoutWorkspace, Unconditional):
     source = "quant/matmul_nbits.cu"
     free_axes = "z"
 
-    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+    def supports(self, problem: PackedProduct, hw: Hardware) -> str | None:
         """The reason why this kernel cannot serve `problem`, or None if it can."""
-        bits, block = problem.integer("bits"), problem.integer("block")
+        bits, block = problem.bits, problem.block
         if hw.cc < 80:
             return f"mma.sync with bf16 needs sm_80, this is {hw.arch}"
         if bits not in (4, 8):
             return f"4 or 8 bits, not {bits}"
         if problem.m > 8 * ROWS:
             return f"{problem.m} rows (at most {8 * ROWS}): the weights would be read too often"
-        if problem.text("zero") == "float" or problem.attr("groups"):
+        if problem.zero == "float" or problem.groups:
             return "zero points are integers, and blocks neighbours along k"
-        if problem.k % 8 or _row_bytes(problem) % 16:
+        if problem.k % 8 or problem.row_bytes % 16:
             return f"k={problem.k} is not a multiple of 8, or rows of weights are not of 16 bytes"
         if block % 128 and block not in (16, 32, 64):
             return f"blocks of 16, 32, 64 or a multiple of 128, not {block}"
         return None
 
-    def _columns(self, problem: Problem) -> int:
+    def _columns(self, problem: PackedProduct) -> int:
         """Columns of an mma that a row of a takes: blocks that a quad of lanes reads at a time."""
-        return max(1, min(4, 512 // problem.integer("bits") // problem.integer("block")))
+        return max(1, min(4, 512 // problem.bits // problem.block))
 
-    def _sets(self, problem: Problem) -> int:
+    def _sets(self, problem: PackedProduct) -> int:
         return ceil(min(problem.m, ROWS) * self._columns(problem) / 8)
 
-    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: PackedProduct, hw: Hardware) -> Sequence[Config]:
         """Warps that share k, tiles of 16 rows of weights a warp."""
         wide = self._sets(problem) > 1 or problem.dtype == "float32"
         return [
@@ -72,14 +58,14 @@ class FewRows(WithoutWorkspace, Unconditional):
             if not (warps == 16 and wide)  # it would spill
         ]
 
-    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: PackedProduct, config: Config, hw: Hardware) -> float:
         """Bytes and instructions, which hide in part behind each other, or a warp's steps in turn.
 
         Fitted to 70 timings on an H200 (2026-11).
         """
         warps, tiles = config.integer("warps"), config.integer("tiles")
         passes = ceil(problem.m / ROWS)
-        weights = problem.n * _row_bytes(problem) * 8 / problem.integer("bits")
+        weights = problem.n * problem.row_bytes * 8 / problem.bits
         each = 1.7 + 0.95 / tiles + 2.05 * (self._sets(problem) - 1)
         if problem.dtype == "float32":
             each += (3.2 + 4.4 / tiles) * self._sets(problem)
@@ -89,28 +75,28 @@ class FewRows(WithoutWorkspace, Unconditional):
         resident = max(1, (32 if tiles == 1 else 20) // warps)
         blocks = ceil(problem.n / (16 * tiles)) * passes
         waves = ceil(blocks / (hw.sm_count * resident))
-        chain = 9e-7 * waves * ceil(_row_bytes(problem) / 64 / warps)
+        chain = 9e-7 * waves * ceil(problem.row_bytes / 64 / warps)
         uneven = ceil(blocks / hw.sm_count) * hw.sm_count / blocks  # some multiprocessors have more
         return 2.3e-6 + max(chain, uneven * (0.56 * stream + 1.2 * issue))
 
-    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: PackedProduct, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The one launch of the kernel."""
         warps, tiles = config.integer("warps"), config.integer("tiles")
         columns, sets = self._columns(problem), self._sets(problem)
-        block, run = problem.integer("block"), 128 // problem.integer("bits")
+        block, run = problem.block, 128 // problem.bits
         scales = 2 * max(1, run // block)  # of a lane's two columns
         defines = as_defines({
-            "T": C_TYPES[problem.dtype], "BITS": problem.integer("bits"),
-            "PAIRED": columns > 1 and problem.integer("blocks") % scales == 0,
-            "WHOLE": _row_bytes(problem) % 64 == 0 and problem.k % block == 0,
+            "T": C_TYPES[problem.dtype], "BITS": problem.bits,
+            "PAIRED": columns > 1 and problem.blocks % scales == 0,
+            "WHOLE": problem.row_bytes % 64 == 0 and problem.k % block == 0,
             "BLOCK": block, "CB": columns, "SETS": sets, "TILES": tiles,
-            "WARPS": warps, "ZERO": bool(problem.text("zero")),
-            "BIAS": bool(problem.epilogue.bias), "AHEAD": bool(problem.attr("static_b")),
+            "WARPS": warps, "ZERO": bool(problem.zero),
+            "BIAS": bool(problem.epilogue.bias), "AHEAD": problem.static_b,
         })  # fmt: skip
         args: tuple[Arg, ...] = (
             *map(Ptr, ("a", "q", "scale", "zero", "bias", "y")),
             *(Num("i32", x) for x in (problem.m, problem.n, problem.k)),
-            Num("i32", _row_bytes(problem)), Num("i32", problem.integer("blocks")),
+            Num("i32", problem.row_bytes), Num("i32", problem.blocks),
         )  # fmt: skip
         grid = (ceil(problem.n / (16 * tiles)), ceil(problem.m / (sets * 8 // columns)), 1)
         return (Launch(self.source, "matmul_nbits", grid, (32 * warps, 1, 1), args, defines),)
@@ -123,53 +109,53 @@ class Unpacked:
         self.inner = inner
         self.name = f"unpack_{inner.name}"
 
-    def _gemm(self, problem: Problem) -> Problem:
+    def _gemm(self, problem: PackedProduct) -> Problem:
         shape = {"m": problem.m, "n": problem.n, "k": problem.k}
         bias = {"bias": True} if problem.epilogue.bias else {}
         return Problem.of(
             "Gemm", **shape, dtype=problem.dtype, trans_b=True, math=problem.math, **bias
         )
 
-    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+    def supports(self, problem: PackedProduct, hw: Hardware) -> str | None:
         """The reason why this kernel cannot serve `problem`, or None if it can."""
         if problem.dtype not in FLOATS:
             return f"no weights in {problem.dtype}"
         return self.inner.supports(self._gemm(problem), hw)
 
-    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: PackedProduct, hw: Hardware) -> Sequence[Config]:
         """The configurations of the product."""
         return self.inner.configs(self._gemm(problem), hw)
 
-    def _size(self, problem: Problem) -> int:
+    def _size(self, problem: PackedProduct) -> int:
         return -(-problem.n * problem.k * ITEMSIZE[problem.dtype] // 256) * 256
 
-    def fits(self, problem: Problem, config: Config) -> bool:
+    def fits(self, problem: PackedProduct, config: Config) -> bool:
         """Whether the product can run the configuration."""
         return self.inner.fits(self._gemm(problem), config)
 
-    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: PackedProduct, config: Config, hw: Hardware) -> float:
         """The GEMM's, and the weights read packed and written."""
-        moved = self._size(problem) + problem.n * _row_bytes(problem)
+        moved = self._size(problem) + problem.n * problem.row_bytes
         seconds = self.inner.cost(self._gemm(problem), config, hw)
         return seconds + moved / (0.8 * hw.bandwidth) + hw.launch_seconds
 
-    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
+    def workspace(self, problem: PackedProduct, config: Config, hw: Hardware) -> int:
         """The weights and the GEMM's own."""
         return self._size(problem) + self.inner.workspace(self._gemm(problem), config, hw)
 
-    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: PackedProduct, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The launches that unpack the weights and multiply."""
-        zero = {"": 0, "packed": 1, "float": 2}[problem.text("zero")]
+        zero = {"": 0, "packed": 1, "float": 2}[problem.zero]
         size = problem.n * problem.k
         unpack = Launch(
             "quant/unpack.cu", "unpack", (ceil(size / 2048), 1, 1), (256, 1, 1),
             (*map(Ptr, ("q", "scale", "zero", "groups", "workspace")), Num("i64", size),
-             Num("i32", problem.k), Num("i32", _row_bytes(problem)),
-             Num("i32", problem.integer("blocks"))),
+             Num("i32", problem.k), Num("i32", problem.row_bytes),
+             Num("i32", problem.blocks)),
             as_defines({
-                "T": C_TYPES[problem.dtype], "BITS": problem.integer("bits"), "ZERO": zero,
-                "BLOCK": problem.integer("block"), "GROUPS": bool(problem.attr("groups")),
-                "WHOLE": problem.k % 8 == 0 and not problem.attr("groups"),
+                "T": C_TYPES[problem.dtype], "BITS": problem.bits, "ZERO": zero,
+                "BLOCK": problem.block, "GROUPS": problem.groups,
+                "WHOLE": problem.k % 8 == 0 and not problem.groups,
             }),
         )  # fmt: skip
         places = {

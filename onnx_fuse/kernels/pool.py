@@ -60,13 +60,15 @@ class MaxGrad(RuleBased):
         """The windows' first maxima, by the number of their tap, then the sums."""
         vec, outputs = access_width(problem.channels, problem.dtype), _outputs(problem)
         wide = access_width(problem.inner[2], problem.dtype) if problem.channels == 1 else 1
+        elements = problem.planes * prod(problem.inner) * problem.channels
         macros = defines(
             T=C_TYPES[problem.dtype], ACC=accumulator(problem.dtype),
+            INDEX="u32" if max(elements, outputs) < 2**31 else "i64",
             CODE=f"u{8 * _code_bytes(problem)}", VEC=vec, WIDE=wide,
             **window_macros(problem.window),
         )  # fmt: skip
         sizes = tuple(Num("i32", n) for n in (problem.channels, *problem.inner, *problem.outer))
-        size = problem.planes * prod(problem.inner) * problem.channels // (vec * wide)
+        size = elements // (vec * wide)
         codes = Launch(
             self.source, "max_pool_codes", _blocks(outputs // vec), (256, 1, 1),
             (Ptr("x"), Ptr("workspace"), Num("i64", outputs // vec), *sizes), macros,

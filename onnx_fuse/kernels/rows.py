@@ -42,7 +42,6 @@ def row_stats(
     rms: bool = False,
     planes: int = 0,
     out_dtype: str = "bfloat16",
-    param_dtype: str = "",
     align: int = 16,
 ) -> Launch:
     """Pointers x, mean, rstd, gamma, beta, out; x is [m, k], out is [planes, m, k].
@@ -69,7 +68,7 @@ def row_stats(
             Ptr("mean"), Ptr("rstd"), Ptr("gamma"), Ptr("beta"), Ptr("out"),
         ),
         as_defines({
-            "T": C_TYPES[dtype], "TO": C_TYPES[out_dtype], "TP": C_TYPES[param_dtype or dtype],
+            "T": C_TYPES[dtype], "TO": C_TYPES[out_dtype], "TP": C_TYPES[dtype],
             "STATS": stats, "NORM": 2 if given else norm, "PLANES": planes,
             "TPR": tpr, "ROWS": rows, "HELD": held, "VEC": vec,
         } | ({"RMS": 1} if rms else {})),

@@ -1,14 +1,4 @@
-"""The attention operators of `ops.fused.sdpa` and their gradients: registry ops Sdpa, SdpaGrad.
-
-The Problem: m queries, n keys, k head size, batch (B, H); attrs `dv` value head size, `group` query
-heads a key head, `causal`, `guard` (1: rows all -inf give 0, 2: weights that are NaN are 0),
-`floor` (float16: what an added -65504 stands for, see `passes.fp16_range`; none: itself),
-`scale`, `softcap` (0: none), strides `q_strides`, `k_strides`, `v_strides` (batch, head, row) and
-`mask`, `mask2` (batch, head, row, column; empty: none); `keep`, `keep2`: that one selects, and what
-it drops becomes `fill`, `fill2`; `y_strides`, `dy_strides` where those are not [B, H, S, D] in
-memory, and for gradients that are parts of one tensor `dq_strides`, `dk_strides`, `dv_strides`.
-Pointers: q k v mask mask2, y lse; SdpaGrad has dy y lse, dq dk dv, and delta in the workspace.
-"""
+"""Candidates of attention (`products.Attention`) and, on any GPU, of its gradient."""
 
 from __future__ import annotations
 
@@ -17,7 +7,6 @@ from collections.abc import Sequence
 
 from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator, defines
 from onnx_fuse.kernels.rule_based import Unconditional
-from onnx_fuse.program.call import dense_strides
 from onnx_fuse.program.problem import (
     FEW,
     ITEMSIZE,
@@ -26,92 +15,78 @@ from onnx_fuse.program.problem import (
     Hardware,
     Launch,
     Num,
-    Problem,
     Ptr,
     TensorMap,
 )
+from onnx_fuse.program.products import Attention, AttentionGrad
 
 ROWS, TILE = 64, 32  # of simt.cu
-GRADIENTS = ("dq", "dk", "dv")
 
 
-def _operands(p: Problem) -> tuple[Arg, ...]:
-    strides = [s for name in "qkv" for s in p.integers(f"{name}_strides")]
-    for mask in ("mask", "mask2"):
-        strides += p.integers(mask, ()) or (0, 0, 0, 0)
+def _operands(p: Attention) -> tuple[Arg, ...]:
+    none = (0, 0, 0, 0)
+    strides = *p.q_strides, *p.k_strides, *p.v_strides, *(p.mask or none), *(p.mask2 or none)
     return (
         *map(Ptr, ("q", "k", "v", "mask", "mask2")),
         *(Num("i64", s) for s in strides),
-        *(Num("i32", n) for n in (p.batch[1], p.integer("group", 1), p.m, p.n)),
-        *(
-            Num("f32", p.number(name, default))
-            for name, default in (("scale", 1.0), ("softcap", 0.0), ("floor", 0.0))
-        ),
-        *(Num("f64", p.number(name, 0.0)) for name in ("fill", "fill2")),
+        *(Num("i32", n) for n in (p.batch[1], p.group, p.m, p.n)),
+        *(Num("f32", number) for number in (p.scale, p.softcap, p.lowest)),
+        *(Num("f64", number) for number in (p.fill, p.fill2)),
     )
 
 
-def _strides(p: Problem, name: str) -> tuple[Num, ...]:
+def _strides(p: Attention, name: str) -> tuple[Num, ...]:
     """(batch, head, row) of "y" or "dy"."""
-    return tuple(Num("i64", s) for s in operand(p, name)[1])
-
-
-def operand(p: Problem, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(shape [B, H, S, D], strides of the first three axes) of q, k, v, y or a gradient of them."""
-    batch, heads = p.batch
-    lead = (heads // p.integer("group", 1), p.n) if name[-1] in "kv" else (heads, p.m)
-    shape = (batch, *lead, p.k if name[-1] in "qk" else p.integer("dv"))
-    return shape, p.integers(f"{name}_strides", dense_strides(shape)[:3])
+    return tuple(Num("i64", s) for s in p.lies(name)[1])
 
 
 def boxes(
-    p: Problem, name: str, rows: int, shape: tuple[int, ...] = (), strides: tuple[int, ...] = ()
+    p: Attention, name: str, rows: int, shape: tuple[int, ...] = (), strides: tuple[int, ...] = ()
 ) -> TensorMap:
     """Boxes of `rows` rows and 64 columns of a tensor of [B, H, S, D]; 0 strides: a broadcast."""
     if not shape:
-        shape, strides = operand(p, name)
+        shape, strides = p.lies(name)
     size = ITEMSIZE[p.dtype]
     sizes = tuple(n if s else 1 for n, s in zip(shape, strides, strict=False))
     steps = tuple(s * size if n > 1 else 16 for n, s in zip(sizes, strides, strict=False))
     return TensorMap(Ptr(name), p.dtype, (shape[3], *sizes[::-1]), steps[::-1], (64, rows, 1, 1))
 
 
-def mask_boxes(p: Problem, rows: int) -> TensorMap:
+def mask_boxes(p: Attention, rows: int) -> TensorMap:
     """Boxes of a mask's rows for 64 keys; of nothing where it has no row a query."""
-    shape, strides = (*p.batch, p.m, p.n), (p.integers("mask") or (0, 0, 0))[:3]
+    shape, strides = (*p.batch, p.m, p.n), (p.mask or (0, 0, 0))[:3]
     return boxes(p, "mask" if MMA.mask(p) == 1 else "none", rows, shape, strides)
 
 
-def half_refusal(p: Problem, hw: Hardware) -> str | None:
+def half_refusal(p: Attention, hw: Hardware) -> str | None:
     """Why a kernel of 16-byte pieces of 16-bit floats cannot take a problem; None where it can."""
     if p.dtype not in ("float16", "bfloat16"):
         return f"{p.dtype} is no 16-bit float"
     if hw.cc < 80:
         return "mma.sync on bfloat16 needs sm_80"
-    if p.k % 8 or p.integer("dv") % 8:
-        return f"head sizes {p.k}, {p.integer('dv')}: rows must be of 16-byte pieces"
-    names = ("q", "k", "v", "y", *GRADIENTS, "dy")
-    if any(s % 8 for x in names for s in p.integers(f"{x}_strides", ())):
+    if p.k % 8 or p.dv % 8:
+        return f"head sizes {p.k}, {p.dv}: rows must be of 16-byte pieces"
+    if any(s % 8 for name, strides in p.fields().items() if "strides" in name for s in strides):
         return "a stride is not a multiple of 16 bytes"
     return None
 
 
-def joined_refusal(p: Problem) -> str | None:
+def joined_refusal(p: Attention) -> str | None:
     """Why a kernel that writes gradients of their own cannot; None where they are no views."""
-    joined = any(p.attr(f"{name}_strides", ()) for name in GRADIENTS)
+    joined = isinstance(p, AttentionGrad) and (p.dq_strides or p.dk_strides or p.dv_strides)
     return "the gradients are parts of one tensor" if joined else None
 
 
-def tma_refusal(p: Problem, hw: Hardware, names: Sequence[str]) -> str | None:
+def tma_refusal(p: Attention, hw: Hardware, names: Sequence[str]) -> str | None:
     """Why a kernel on wgmma and TMA cannot take the operands of these names; None where it can."""
     if reason := half_refusal(p, hw):
         return reason
     if hw.cc != 90:
         return "wgmma is sm_90's"
-    if p.attr("mask2", ()):
+    if p.mask2:
         return "two masks: it takes one"
     for name in names:
-        shape, strides = operand(p, name)
+        shape, strides = p.lies(name)
         if any(n > 1 and not 0 < s < 2**39 for s, n in zip(strides, shape[:3], strict=True)):
             return f"{name} is broadcast, or too large for TMA"
     if MMA.mask(p) == 1 and not MMA.macros(p, Config())["MASK_PIECES"]:
@@ -119,13 +94,13 @@ def tma_refusal(p: Problem, hw: Hardware, names: Sequence[str]) -> str | None:
     return None
 
 
-def common_macros(p: Problem) -> dict[str, object]:
+def common_macros(p: Attention) -> dict[str, object]:
     return {
-        "T": C_TYPES[p.dtype], "D": p.k, "DV": p.integer("dv"),
-        "MASK": bool(p.attr("mask", ())), "MASK2": bool(p.attr("mask2", ())),
-        "KEEP": bool(p.attr("keep")), "KEEP2": bool(p.attr("keep2")),
-        "SOFTCAP": p.number("softcap", 0.0) != 0, "CAUSAL": bool(p.attr("causal")),
-        "GUARD": p.integer("guard", 0), "FLOOR": p.number("floor", 0.0) != 0,
+        "T": C_TYPES[p.dtype], "D": p.k, "DV": p.dv,
+        "MASK": bool(p.mask), "MASK2": bool(p.mask2),
+        "KEEP": p.keep, "KEEP2": p.keep2,
+        "SOFTCAP": p.softcap != 0, "CAUSAL": p.causal,
+        "GUARD": p.guard, "FLOOR": p.lowest != 0,
     }  # fmt: skip
 
 
@@ -140,29 +115,29 @@ class _Attention(ABC):
         """Rows of queries (or keys) a block owns."""
 
     @abstractmethod
-    def smem(self, p: Problem, config: Config, entry: str) -> int:
+    def smem(self, p: Attention, config: Config, entry: str) -> int:
         """Dynamic shared memory of an entry, in bytes."""
 
     @abstractmethod
-    def macros(self, p: Problem, config: Config) -> dict[str, object]:
+    def macros(self, p: Attention, config: Config) -> dict[str, object]:
         """-D macros of the source."""
 
     @abstractmethod
     def threads(self, config: Config) -> int:
         """The number of threads of a block."""
 
-    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
+    def workspace(self, problem: Attention, config: Config, hw: Hardware) -> int:
         if problem.op == "Sdpa":
             return 0
         size = ITEMSIZE["float64" if problem.dtype == "float64" else "float32"]
         return problem.batches * problem.m * size
 
-    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: Attention, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         p, macros = problem, defines(**self.macros(problem, config))
         batch, heads = p.batch
         operands, rows = _operands(p), self.rows(config)
         over_queries = (-(-p.m // rows), heads, batch)
-        over_keys = (-(-p.n // rows), heads // p.integer("group", 1), batch)
+        over_keys = (-(-p.n // rows), heads // p.group, batch)
         block = (self.threads(config), 1, 1)
 
         def one(entry: str, grid: tuple[int, int, int], *more: str) -> Launch:
@@ -210,24 +185,24 @@ class Mma(Unconditional, _Attention):
 
     name, source = "mma", "sdpa/mma_sm80.cu"
 
-    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+    def supports(self, problem: Attention, hw: Hardware) -> str | None:
         if reason := half_refusal(problem, hw) or joined_refusal(problem):
             return reason
         return None if self.configs(problem, hw) else "the head size is too large for shared memory"
 
-    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
-        grad, wide = problem.op == "SdpaGrad", max(problem.k, problem.integer("dv"))
-        more = self.mask(problem) > 0 or problem.number("softcap", 0.0) != 0
+    def configs(self, problem: Attention, hw: Hardware) -> Sequence[Config]:
+        grad, wide = problem.op == "SdpaGrad", max(problem.k, problem.dv)
+        more = self.mask(problem) > 0 or problem.softcap != 0
         tiles = next((t for limit, t in _TILES[problem.op, more] if wide <= limit), ())
         entries = ("sdpa_dq", "sdpa_dkv") if grad else ("sdpa_forward",)
-        if grad and wide > 64 and problem.attr("mask2", ()):
+        if grad and wide > 64 and problem.mask2:
             tiles = ((1, 16, 4), (1, 16, 2))
         found = [Config.of(**dict(zip(_FIELDS, tile, strict=False))) for tile in tiles]
         return [
             c for c in found if max(self.smem(problem, c, e) for e in entries) <= hw.smem_per_block
         ]
 
-    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: Attention, config: Config, hw: Hardware) -> float:
         p, rows, mt = problem, self.rows(config), config.integer("mt")
         blocks = p.batches * -(-p.m // rows)
         padded = blocks * rows / (p.batches * p.m)
@@ -240,14 +215,14 @@ class Mma(Unconditional, _Attention):
         rate = hw.rate(p.dtype) * share * busy * min(1.0, blocks / hw.sm_count)
         return hw.launch_seconds + p.flops * padded / rate
 
-    def _forward(self, p: Problem, config: Config, hw: Hardware, padded: float) -> float:
+    def _forward(self, p: Attention, config: Config, hw: Hardware, padded: float) -> float:
         """One block's walk over the keys, or all blocks' products and reads; as on an H200."""
         mt, split, rows = config.integer("mt"), config.integer("split"), self.rows(config)
-        width, tiles = p.k + p.integer("dv"), -(-p.m // rows)
+        width, tiles = p.k + p.dv, -(-p.m // rows)
         steps = p.n / (config.integer("warps") if split else 1)
         alone = (0.6e-6 if split else 1.3e-6) + steps * 17e-9 * mt * width / 128
         share = 0.105 if split else (0.23 if width <= 128 else 0.28 + 0.03 * mt)
-        cut = 1 + rows / p.n if p.attr("causal") else 1.0  # what the diagonal's blocks do in vain
+        cut = 1 + rows / p.n if p.causal else 1.0  # what the diagonal's blocks do in vain
         read = 2 * p.batches * width * (p.m + p.n * tiles)
         together = p.flops * padded * cut / (hw.rate(p.dtype) * share) + 0.1 * read / hw.bandwidth
         return max(alone, together)
@@ -259,8 +234,8 @@ class Mma(Unconditional, _Attention):
     def threads(self, config: Config) -> int:
         return 32 * config.integer("warps")
 
-    def smem(self, p: Problem, config: Config, entry: str) -> int:
-        d, v = (-(-n // 16) * 16 + 8 for n in (p.k, p.integer("dv")))
+    def smem(self, p: Attention, config: Config, entry: str) -> int:
+        d, v = (-(-n // 16) * 16 + 8 for n in (p.k, p.dv))
         rows, tile, warps = self.rows(config), config.integer("tile"), config.integer("warps")
         high, wide = (tile, rows) if entry == "sdpa_dkv" else (rows, tile)
         mask = sum(
@@ -274,14 +249,14 @@ class Mma(Unconditional, _Attention):
         tiles = 2 * teams * (rows * d + config.integer("stages") * (tile * (d + v) + mask))
         return max(tiles, teams * rows * (v - 4) * 4 if teams > 1 else rows * v * 2)
 
-    def mask(self, p: Problem, name: str = "mask") -> int:
+    def mask(self, p: Attention, name: str = "mask") -> int:
         """0 none, 1 a row a query, 2 one row for every query."""
-        strides = p.integers(name, ())
+        strides = p.mask if name == "mask" else p.mask2
         return 0 if not strides else 1 if strides[2] or p.m == 1 else 2
 
-    def macros(self, p: Problem, config: Config) -> dict[str, object]:
+    def macros(self, p: Attention, config: Config) -> dict[str, object]:
         how = {name.upper(): value for name, value in config.attrs}
-        masks = [p.integers(name, ()) for name in ("mask", "mask2")]
+        masks = p.mask, p.mask2
         pieces = masks[0] != () and all(
             strides[-1:] == (1,) and p.n % 8 == 0 and all(s % 8 == 0 for s in strides[:3])
             for strides in masks
@@ -311,18 +286,18 @@ class Wgmma(Unconditional):
 
     name, source = "wgmma", "sdpa/wgmma_sm90.cu"
 
-    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+    def supports(self, problem: Attention, hw: Hardware) -> str | None:
         p = problem
         if reason := tma_refusal(p, hw, ("q", "k", "v", "y")):
             return reason
         if p.m == 1:  # and a cache of any length is then of one kind
             return "one query leaves its tile empty"
-        if p.number("scale", 1.0) <= 0:
+        if p.scale <= 0:
             return "the largest product is the largest logit for positive scales only"
         return None if self.configs(p, hw) else "the head size is too large, or the keys too few"
 
-    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
-        p, wide = problem, max(problem.k, problem.integer("dv"))
+    def configs(self, problem: Attention, hw: Hardware) -> Sequence[Config]:
+        p, wide = problem, max(problem.k, problem.dv)
         names = ("wgs", "rounds", "tile", "stages", "pingpong", "blocks")
         tiles = next((tiles for limit, tiles in _HOPPER.items() if wide <= limit), ())
         found = [
@@ -330,21 +305,21 @@ class Wgmma(Unconditional):
             for (fewest, most), tile in tiles
             if fewest <= p.n <= most
         ]
-        if p.attr("keep") and MMA.mask(p) == 2:  # it takes a register more than a third leaves
+        if p.keep and MMA.mask(p) == 2:  # it takes a register more than a third leaves
             found = [c.replace(blocks=min(c.integer("blocks"), 2)) for c in found]
         return [c for c in found if self.smem(p, c) <= hw.smem_per_block]
 
-    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: Attention, config: Config, hw: Hardware) -> float:
         """Tiles of queries by tiles of keys, then what is read once and again; as on an H200."""
         p, tile, most = problem, config.integer("tile"), config.integer("blocks")
         own = config.integer("wgs") * config.integer("rounds")
         high = -(-p.m // (64 * own))
-        blocks, width = p.batches * high, p.k + p.integer("dv")
+        blocks, width = p.batches * high, p.k + p.dv
         # a tile's products, and its exponentials at 16 a clock
-        boxes = sum(-(-n // 64) for n in (p.k, p.integer("dv")))
+        boxes = sum(-(-n // 64) for n in (p.k, p.dv))
         one = 64 * tile * (128 * boxes * hw.sm_count / hw.rate(p.dtype) + 1 / 30e9)
-        one *= 1.6 if width > 256 else 1.1 if p.n > tile and p.attr("causal") else 1.0
-        keys = (p.n + 64 * own) / 2 if p.attr("causal") else p.n
+        one *= 1.6 if width > 256 else 1.1 if p.n > tile and p.causal else 1.0
+        keys = (p.n + 64 * own) / 2 if p.causal else p.n
         waves = blocks / (hw.sm_count * most)
         waves = -(-blocks // hw.sm_count) / most if waves <= 1 else max(2.0, waves)
         tiles = max(1.0, keys / tile)
@@ -355,31 +330,31 @@ class Wgmma(Unconditional):
         # a few queries leave its tile empty, and mma.sync then serves a cache of any length alike
         return 4 * seconds if p.m <= FEW else seconds
 
-    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
+    def workspace(self, problem: Attention, config: Config, hw: Hardware) -> int:
         return 0
 
-    def smem(self, p: Problem, config: Config) -> int:
+    def smem(self, p: Attention, config: Config) -> int:
         """Queries (results leave from there), then stages of keys, values and mask, barriers."""
-        d, v = (-(-n // 64) for n in (p.k, p.integer("dv")))
+        d, v = (-(-n // 64) for n in (p.k, p.dv))
         tile, stages = config.integer("tile"), config.integer("stages")
         tiles = config.integer("wgs") * config.integer("rounds")
         mask = (0, tiles * tile * 128, tile * 4)[MMA.mask(p)]
         return tiles * max(d, v) * 8192 + stages * ((d + v) * tile * 128 + mask + 32) + tiles * 8
 
-    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        p, (batch, heads), group = problem, problem.batch, problem.integer("group", 1)
+    def launch(self, problem: Attention, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        p, (batch, heads), group = problem, problem.batch, problem.group
         wgs, tile = config.integer("wgs"), config.integer("tile")
         tiles, one = wgs * config.integer("rounds"), p.n <= tile
 
-        strides = p.integers("mask") or (0, 0, 0, 0)
+        strides = p.mask or (0, 0, 0, 0)
         args: tuple[Arg, ...] = (
             boxes(p, "q", 64), boxes(p, "k", tile), boxes(p, "v", tile), boxes(p, "y", 16),
             mask_boxes(p, 64),
             Ptr("mask"), *(Num("i64", strides[i]) for i in (0, 1, 3)),
-            Ptr("v"), *(Num("i64", s) for s in p.integers("v_strides")),
+            Ptr("v"), *(Num("i64", s) for s in p.v_strides),
             Ptr("lse"), *(Num("i32", n) for n in (group, p.m, p.n)),
-            Num("f32", p.number("scale", 1.0)), Num("f32", p.number("softcap", 0.0)),
-            Num("f32", p.number("floor", 0.0)), Num("f64", p.number("fill", 0.0)),
+            Num("f32", p.scale), Num("f32", p.softcap),
+            Num("f32", p.lowest), Num("f64", p.fill),
         )  # fmt: skip
         how = {name.upper(): value for name, value in config.attrs}
         macros = defines(**{**common_macros(p), "MASK": MMA.mask(p), "ONE": one, **how})
@@ -394,7 +369,7 @@ class Simt(Unconditional, _Attention):
 
     name, source = "simt", "sdpa/simt.cu"
 
-    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+    def supports(self, problem: Attention, hw: Hardware) -> str | None:
         if problem.dtype not in FLOATS:
             return f"no kernel for {problem.dtype}"
         if reason := joined_refusal(problem):
@@ -405,10 +380,10 @@ class Simt(Unconditional, _Attention):
             return f"head size {problem.k} needs {need} bytes of shared memory"
         return None
 
-    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: Attention, hw: Hardware) -> Sequence[Config]:
         return (Config(),)
 
-    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: Attention, config: Config, hw: Hardware) -> float:
         rate = hw.rate("float64" if problem.dtype == "float64" else "float32") * 0.25
         blocks = problem.batches * -(-problem.m // ROWS)
         padded = blocks * ROWS / (problem.batches * problem.m)
@@ -421,13 +396,13 @@ class Simt(Unconditional, _Attention):
     def threads(self, config: Config) -> int:
         return 256
 
-    def smem(self, p: Problem, config: Config, entry: str) -> int:
-        d, v = p.k + 4, p.integer("dv") + 4
+    def smem(self, p: Attention, config: Config, entry: str) -> int:
+        d, v = p.k + 4, p.dv + 4
         own = ROWS * d if entry == "sdpa_forward" else ROWS * (d + v)
         size = ITEMSIZE["float64" if p.dtype == "float64" else "float32"]
         return size * (own + TILE * (d + v) + ROWS * (TILE + 1))
 
-    def macros(self, p: Problem, config: Config) -> dict[str, object]:
+    def macros(self, p: Attention, config: Config) -> dict[str, object]:
         return {**common_macros(p), "ACC": accumulator(p.dtype)}
 
 
@@ -439,17 +414,17 @@ class OneQuery(Unconditional):
     def sources(self) -> tuple[str, ...]:
         return (self.source,)
 
-    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+    def supports(self, problem: Attention, hw: Hardware) -> str | None:
         p = problem
         if p.m != 1:
             return f"for one query, not {p.m}"
         if reason := MMA.supports(p, hw):
             return reason
-        if p.k != p.integer("dv") or p.k not in (8, 16, 32, 64, 128, 256):
-            return f"head sizes {p.k}, {p.integer('dv')}: lanes share a row, a power of two of them"
+        if p.k != p.dv or p.k not in (8, 16, 32, 64, 128, 256):
+            return f"head sizes {p.k}, {p.dv}: lanes share a row, a power of two of them"
         return None
 
-    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: Attention, hw: Hardware) -> Sequence[Config]:
         found = [
             Config.of(warps=warps, cluster=cluster, per=4)
             for warps in (4, 8)
@@ -461,7 +436,7 @@ class OneQuery(Unconditional):
     def _parts(self, config: Config) -> int:
         return config.integer("warps") * config.integer("cluster")
 
-    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: Attention, config: Config, hw: Hardware) -> float:
         """One load's latency a batch of keys, an exchange, and what is read."""
         p, cluster = problem, config.integer("cluster")
         batch = 32 * 8 // p.k * config.integer("per") * self._parts(config)
@@ -475,10 +450,10 @@ class OneQuery(Unconditional):
         chain = 0.85e-6 * turns * waves + 5e-9 * self._parts(config)
         return 0.5 * hw.launch_seconds + exchange + max(chain, stream)
 
-    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
+    def workspace(self, problem: Attention, config: Config, hw: Hardware) -> int:
         return 0
 
-    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: Attention, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         p, cluster = problem, config.integer("cluster")
         batch, heads = p.batch
         how = {name.upper(): value for name, value in config.attrs}

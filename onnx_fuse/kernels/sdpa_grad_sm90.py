@@ -12,10 +12,10 @@ from onnx_fuse.kernels.sdpa import (
     boxes,
     common_macros,
     mask_boxes,
-    operand,
     tma_refusal,
 )
-from onnx_fuse.program.problem import Arg, Config, Hardware, Launch, Num, Problem, Ptr
+from onnx_fuse.program.problem import Arg, Config, Hardware, Launch, Num, Ptr
+from onnx_fuse.program.products import Attention
 
 TILE = 64
 
@@ -37,18 +37,18 @@ class WgmmaGrad(Unconditional):
 
     name, source = "wgmma", "sdpa/wgmma_grad_sm90.cu"
 
-    def supports(self, problem: Problem, hw: Hardware) -> str | None:
-        """Why not, or None."""
+    def supports(self, problem: Attention, hw: Hardware) -> str | None:
+        """The reason why this kernel cannot serve `problem`, or None if it can."""
         p = problem
         if reason := tma_refusal(p, hw, ("q", "k", "v", "y", "dy")):
             return reason
-        if p.number("softcap", 0.0):
+        if p.softcap:
             return "a softcap: its slope takes registers that there are not"
         return None if self.configs(p, hw) else "the head size is too large"
 
-    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
-        """What registers and shared memory hold."""
-        wide, mask = max(problem.k, problem.integer("dv")), MMA.mask(problem)
+    def configs(self, problem: Attention, hw: Hardware) -> Sequence[Config]:
+        """The configurations that registers and shared memory have room for."""
+        wide, mask = max(problem.k, problem.dv), MMA.mask(problem)
         rows = next(
             (rows for (limit, kind), rows in _CONFIGS.items() if wide <= limit and kind == mask), ()
         )
@@ -56,47 +56,47 @@ class WgmmaGrad(Unconditional):
             Config.of(**dict(zip(("keys", "queries", "blocks"), row, strict=True))) for row in rows
         ]
 
-    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: Attention, config: Config, hw: Hardware) -> float:
         """Four products of keys' tiles and three of queries'; as on an H200."""
         p = problem
-        width = sum(-(-n // 64) * 64 for n in (p.k, p.integer("dv")))
+        width = sum(-(-n // 64) * 64 for n in (p.k, p.dv))
         share = 0.5 if width <= 128 else 0.75  # of the chip's rate; tiles of 64 columns are narrow
-        seconds = hw.launch_seconds + 6e-6 + 2 * p.batches * p.m * p.integer("dv") / hw.bandwidth
+        seconds = hw.launch_seconds + 6e-6 + 2 * p.batches * p.m * p.dv / hw.bandwidth
         beside = _ALONE[config.integer("queries") * config.integer("blocks")]
         for own, other, count, products in (
             (p.n, p.m, config.integer("keys"), 2.0),
             (p.m, p.n, config.integer("queries"), 1.5 / beside),
         ):
             rows = -(-own // (64 * count)) * 64 * count
-            steps = (other + 64 * count) / 2 if p.attr("causal") else -(-other // 64) * 64
+            steps = (other + 64 * count) / 2 if p.causal else -(-other // 64) * 64
             busy = min(1.0, p.batches * rows / (64 * count) / hw.sm_count)
             work = 2 * p.batches * rows * steps * width * products
             seconds += work / (hw.rate(p.dtype) * share * busy)
         return seconds
 
-    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
+    def workspace(self, problem: Attention, config: Config, hw: Hardware) -> int:
         """What a row of logits is made probabilities with, for each query of whole tiles."""
         return problem.batches * self._padded(problem) * self._row(problem)
 
-    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: Attention, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The gradients of queries, which leave what those of keys and values take."""
         return tuple(self._gradients(problem, config, keys) for keys in (False, True))
 
-    def _gradients(self, p: Problem, config: Config, keys: bool) -> Launch:
+    def _gradients(self, p: Attention, config: Config, keys: bool) -> Launch:
         """The launch for keys and values, or for queries."""
-        (batch, heads), group = p.batch, p.integer("group", 1)
+        (batch, heads), group = p.batch, p.group
         own, other = (("k", "v"), ("q", "dy")) if keys else (("q", "dy"), ("k", "v"))
         results = ("dk", "dv") if keys else ("dq", "none")
         count = config.integer("keys" if keys else "queries")
-        mask = p.integers("mask") or (0, 0, 0, 0)
+        mask = p.mask or (0, 0, 0, 0)
         args: tuple[Arg, ...] = (
             *(boxes(p, name, 64) for name in own), *(boxes(p, name, TILE) for name in other),
             *(boxes(p, name, 16) for name in results), mask_boxes(p, TILE if keys else 64),
             Ptr("mask"), *(Num("i64", mask[i]) for i in (0, 1, 3)),
-            Ptr("y"), *(Num("i64", s) for s in operand(p, "y")[1]), Ptr("lse"), Ptr("workspace"),
+            Ptr("y"), *(Num("i64", s) for s in p.lies("y")[1]), Ptr("lse"), Ptr("workspace"),
             *(Num("i32", n) for n in (group, p.m, p.n, self._padded(p))),
-            *(Num("f32", p.number(n, default)) for n, default in (("scale", 1.0), ("floor", 0.0))),
-            Num("f64", p.number("fill", 0.0)),
+            *(Num("f32", number) for number in (p.scale, p.lowest)),
+            Num("f64", p.fill),
         )  # fmt: skip
         macros = defines(**self._macros(p, config, keys))
         rows, over = (p.n, heads // group) if keys else (p.m, heads)
@@ -104,27 +104,27 @@ class WgmmaGrad(Unconditional):
         smem = self._smem(p, config, keys)
         return Launch(self.source, "sdpa_gradients", grid, block, args, macros, smem)
 
-    def _macros(self, p: Problem, config: Config, keys: bool) -> dict[str, object]:
+    def _macros(self, p: Attention, config: Config, keys: bool) -> dict[str, object]:
         return {
             **common_macros(p), "MASK": MMA.mask(p), "KEYS": keys, "TILE": TILE,
             "WGS": config.integer("keys" if keys else "queries"), "STAGES": self._stages(p),
             "BLOCKS": 1 if keys else config.integer("blocks"),
         }  # fmt: skip
 
-    def _stages(self, p: Problem) -> int:
-        return 4 if max(p.k, p.integer("dv")) <= 64 else 3
+    def _stages(self, p: Attention) -> int:
+        return 4 if max(p.k, p.dv) <= 64 else 3
 
-    def _padded(self, p: Problem) -> int:
+    def _padded(self, p: Attention) -> int:
         """Queries of whole tiles."""
         return -(-p.m // TILE) * TILE
 
-    def _row(self, p: Problem) -> int:
+    def _row(self, p: Attention) -> int:
         """Bytes of a row of the workspace."""
-        return 12 if p.attr("mask", ()) else 8
+        return 12 if p.mask else 8
 
-    def _smem(self, p: Problem, config: Config, keys: bool) -> int:
+    def _smem(self, p: Attention, config: Config, keys: bool) -> int:
         """The owned rows (results leave from there), stages of tiles, mask and rows, barriers."""
-        boxes, stages = sum(-(-n // 64) for n in (p.k, p.integer("dv"))), self._stages(p)
+        boxes, stages = sum(-(-n // 64) for n in (p.k, p.dv)), self._stages(p)
         count = config.integer("keys" if keys else "queries")
         tile = boxes * TILE * 128 + (count * TILE * 128 if MMA.mask(p) == 1 else 0)
         rows = TILE * self._row(p) if keys else 0

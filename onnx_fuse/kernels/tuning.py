@@ -9,7 +9,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from onnx_fuse import config
 from onnx_fuse.cuda.digest import code_digest
 from onnx_fuse.kernels import cublaslt
-from onnx_fuse.program import moves, problems
+from onnx_fuse.program import moves, problems, products
 from onnx_fuse.program.epilogue import Epilogue
-from onnx_fuse.program.problem import AnyProblem, Config, Hardware, Problem, Value
+from onnx_fuse.program.problem import AnyProblem, Config, Hardware, Problem, Product, Value, ld
 
 if TYPE_CHECKING:
     from onnx_fuse.kernels import Kernel
@@ -33,31 +33,27 @@ IGNORED = {"epsilon", "act_alpha", "align", "bias_dtype", "c_rows", "c_cols", "s
 
 def canonical(problem: AnyProblem) -> AnyProblem:
     """The problem without what does not matter to its time or is the default."""
-    if not isinstance(problem, Problem):
+    same: dict[str, Any]
+    if not isinstance(problem, Product):
         same = dict.fromkeys(IGNORED & problem.fields().keys(), 0.0)
         return replace(problem, **same)  # type: ignore[type-var]
-    dense = {
-        "lda": problem.m if problem.trans_a else problem.k,
-        "ldb": problem.k if problem.trans_b else problem.n,
-        "a_strides": (), "b_strides": (), "c_strides": (),
-    }  # fmt: skip
-    kept = tuple(
-        (name, 1 if value is True else value)
-        for name, value in problem.attrs
-        if name not in IGNORED and value is not False and dense.get(name) != value
-    )
-    if problem.integer("align", 16) % 16:
-        kept += (("unaligned", 1),)
+    same = {f.name: f.default for f in fields(problem) if f.name in IGNORED}
+    if isinstance(problem, Problem):
+        lda, ldb = ld(replace(problem, lda=None, ldb=None))
+        same |= {
+            "lda": None if problem.lda == lda else problem.lda,
+            "ldb": None if problem.ldb == ldb else problem.ldb,
+            "align": 2 if problem.align % 16 else 16,
+        }
     given = problem.epilogue.given
     epilogue: dict[str, Any] = {k: v for k, v in given.items() if k not in IGNORED}
-    epilogue = {k: 1 if v is True else v for k, v in epilogue.items()}
     epilogue |= {name: number for name, number in (("alpha", 2), ("beta", 1)) if name in given}
-    return replace(problem, attrs=kept, epilogue=Epilogue(**epilogue))
+    return replace(problem, **same, epilogue=Epilogue(**epilogue))
 
 
 def key(op: str, problem: AnyProblem) -> str:
-    """The record's key."""
-    return f"{op} | {canonical(problem)}"
+    """The key of the record of `problem`."""
+    return f"{op} | {canonical(problem)}".replace("=True", "=1")
 
 
 def _file_name(hw: Hardware) -> str:
@@ -69,19 +65,20 @@ def read(name: str) -> AnyProblem:
     op, _, text = name.partition(" | ")
     values = {k: _value(v) for k, v in _PAIR.findall(text)}
     rest = _PAIR.sub("", text).split()
-    kinds = (*vars(problems).values(), *vars(moves).values())
-    known = {kind.op: kind for kind in kinds if hasattr(kind, "op")}
+    kinds = (*vars(problems).values(), *vars(moves).values(), *vars(products).values())
+    known: dict[str, type[AnyProblem]] = {kind.op: kind for kind in kinds if hasattr(kind, "op")}
     try:
         if op in known and rest == [op]:
-            found: AnyProblem = known[op](**values)
-            return found
+            return known[op](**values)
         kind, types, layout, *math = rest
         if kind != op or not set(layout) <= {"N", "T"}:
             raise ValueError(text)
         dtype, _, out = types.partition("->")
         turned = {"trans_a": layout[0] == "T", "trans_b": layout[1] == "T"}
         values |= {"dtype": dtype, "out_dtype": out, "math": (*math, "ieee")[0], **turned}
-        return Problem.of(kind, **values)
+        made = known.get(kind, Problem)
+        product: type[Product] = made if issubclass(made, Product) else Problem
+        return product.of(kind, **values)
     except (IndexError, TypeError, ValueError) as error:
         raise ValueError(f"{name!r} is no problem of numbers and names") from error
 
@@ -100,8 +97,6 @@ def _value(text: str) -> Value:
 def code_of(problem: AnyProblem, kernel: Kernel, how: Config, hw: Hardware) -> str:
     """Digest of all code that the kernel runs for the problem as its key has it."""
     problem, text = canonical(problem), ""
-    if isinstance(problem, Problem) and problem.attr("unaligned"):
-        problem = problem.replace(align=2)
     for launch in kernel.launch(problem, how, hw):
         if launch.of_library:
             text += f"cuBLASLt {cublaslt.version()}\n"
@@ -157,7 +152,7 @@ def _operators(files: tuple[tuple[Path, int], ...]) -> frozenset[str]:
 
 
 def stamp(hw: Hardware) -> tuple[tuple[str, int], ...]:
-    """What changes where a file of `load` does."""
+    """A value that changes whenever one of the files that `load` reads changes."""
     return tuple((path.name, written) for path, written in _files(hw))
 
 

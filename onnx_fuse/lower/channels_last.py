@@ -41,9 +41,14 @@ def in_stretch(ctx: Context, x: Tensor) -> bool:
 
 
 def follow(ctx: Context, node: ir.Node, y: Tensor, reads: Sequence[Tensor]) -> Tensor:
-    """The view of output 0 to write: channels last where an operand of its rank is so."""
+    """The view of output 0 to write: channels last where an operand of its rank is so.
+
+    Images that a Transpose makes of pixels count too where there are convolutions channels last.
+    """
     rank = len(y.shape)
-    largest = max((x.size for x in reads if len(x.shape) == rank), default=0)
-    if any(x.size == largest and len(x.shape) == rank and in_stretch(ctx, x) for x in reads):
-        return stored_last(ctx, node, y)
+    images = [x for x in reads if len(x.shape) == rank]
+    largest = max((x.size for x in images), default=0)
+    for x in (x for x in images if x.size == largest):
+        if in_stretch(ctx, x) or (rank == 4 and ctx.channels_last and is_channels_last(x)):
+            return stored_last(ctx, node, y)
     return y

@@ -10,7 +10,8 @@ from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.ops.collective import COLLECTIVES
 from onnx_fuse.program.call import Context, Lowering
-from onnx_fuse.program.problems import COLLECTIVE_DTYPES, Collective
+from onnx_fuse.program.problem import Collective
+from onnx_fuse.program.problems import COLLECTIVE_DTYPES
 
 
 def collective(kind: str, ctx: Context, node: ir.Node) -> str | None:

@@ -25,7 +25,7 @@ from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.program import host
 from onnx_fuse.program import size as sizes
 from onnx_fuse.program.call import Buffer, Call, Tensor, dense_strides
-from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Hardware, Problem
+from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Hardware, Problem, Product
 
 WEIGHT_LIMIT = 1 << 12
 """Elements up to which an initializer counts as known rather than as a weight."""
@@ -45,7 +45,7 @@ class Slot:
 
 
 class NotStatic(Exception):
-    """An output whose shape inference cannot tell."""
+    """Raised for an output whose shape inference cannot tell."""
 
 
 class Values:
@@ -219,7 +219,7 @@ class Values:
         return dtype_name(self._type(value)[0])
 
     def fault(self, node: ir.Node, reason: str) -> ModelError:
-        """What to raise of a node: its name, its operands' shapes and the reason."""
+        """The error to raise for a node: its name, its operands' shapes and the reason."""
         shapes = ", ".join(str(list(self._type(v)[1])) for v in node.inputs if v is not None)
         return ModelError(f"node '{self.label(node)}' ({node.op_type}) of {shapes}: {reason}")
 
@@ -350,10 +350,10 @@ class Values:
         *,
         inplace: Sequence[tuple[str, str]] = (),
     ) -> str | None:
-        if isinstance(problem, Problem):
-            weights = reads.get("b", reads.get("wq"))
-            if weights is not None and self._lasting(weights):
-                problem = problem.replace(static_b=True)
+        weights = reads.get("b", reads.get("wq"))
+        if isinstance(problem, Problem) and weights is not None and self._lasting(weights):
+            problem = problem.replace(static_b=True)
+        if isinstance(problem, Product):
             right = next((reads[name] for name in ("b", "wq", "w") if name in reads), None)
             if not any(t.size for t in writes.values()):
                 return None

@@ -58,7 +58,7 @@ class Control(HostValues):
         return True
 
     def _loop(self, node: ir.Node) -> bool:
-        """Written out while the condition stays known."""
+        """Write a Loop out for as long as its condition is known."""
         body = node.attributes["body"].as_graph()
         trips, condition = (self.host(node, i) for i in range(2))
         if (self.has(node, 0) and trips is None) or (self.has(node, 1) and condition is None):
@@ -87,7 +87,7 @@ class Control(HostValues):
         return self._stack(node, len(carried), stacked, [0] * len(stacked), [0] * len(stacked))
 
     def _scan(self, node: ir.Node) -> bool:
-        """Written out: the length is a static size."""
+        """Write a Scan out, whose length is a static size."""
         body, count = node.attributes["body"].as_graph(), self.attr(node, "num_scan_inputs")
         states = len(node.inputs) - count
         ways = self.attr(node, "scan_input_directions") or [0] * count
@@ -122,7 +122,7 @@ class Control(HostValues):
         return self._stack(node, states, piles, out_axes, out_ways)
 
     def _once(self, body: ir.Graph) -> list[Slot]:
-        """One pass through a body whose inputs are set: the slots of its outputs."""
+        """Lower one pass through a body whose inputs are set; return the slots of its outputs."""
         for value in body.initializers.values():
             assert value.const_value is not None
             self.slots[value] = Slot(host=value.const_value.numpy())
@@ -138,7 +138,7 @@ class Control(HostValues):
         axes: Sequence[int],
         ways: Sequence[int],
     ) -> bool:
-        """Outputs `first` and on: the results of all passes along a new axis."""
+        """Make the outputs from `first` on: the results of all passes along a new axis."""
         for i, (pile, axis, way) in enumerate(zip(piles, axes, ways, strict=True), first):
             if i >= len(node.outputs):
                 break

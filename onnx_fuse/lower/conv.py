@@ -139,7 +139,7 @@ def convolution(
         reads["bias"] = ctx.dense(node, 2)
     groups = ctx.attr(node, "group", 1)
     if x.shape[1] != (weight.shape[0] if transposed else weight.shape[1] * groups):
-        raise ValueError(f"{x.shape[1]} channels")
+        raise ValueError(f"x has {x.shape[1]} channels, which the filters do not take")
     outer = spatial(ctx, node, weight.shape[2:], x.shape[2:])
     filters = weight.shape[1] * groups if transposed else weight.shape[0]
     y = ctx.output(node, 0, (x.shape[0], filters, *outer) if outer else None, x.dtype)

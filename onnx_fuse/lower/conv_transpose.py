@@ -49,7 +49,9 @@ def _axis(shape: Conv, axis: int, r: int) -> Axis:
     if not taps:
         return Axis(r, outputs, 0)
     last, step = taps[-1], taps[1] - taps[0] if len(taps) > 1 else 1
-    apart, start = step * dilation // stride, (ahead - last * dilation) // stride
+    # kernels divide by the distance of taps, which a single one does not have
+    apart = step * dilation // stride if len(taps) > 1 else 1
+    start = (ahead - last * dilation) // stride
     reach = outputs - 1 + start + (len(taps) - 1) * apart
     return Axis(r, outputs, len(taps), last, step, apart, -start, reach - (size - 1))
 

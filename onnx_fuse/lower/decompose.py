@@ -20,6 +20,7 @@ from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.activations import ACTIVATIONS as TABLE
 from onnx_fuse.ops.fused.gated import OPS as GATED
 from onnx_fuse.ops.fused.gated import written_out
+from onnx_fuse.ops.matmul import einsum_terms
 from onnx_fuse.ops.recurrent import GATES
 
 MAX_TABLE = 1 << 24
@@ -126,14 +127,9 @@ def reverse_sequence(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Re
 
 def einsum(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | None:
     """Pairwise from the left: transpose, sum what no one else has, MatMul over batch and sums."""
-    equation = str(_attr(node, "equation", "")).replace(" ", "")
-    left, _, right = equation.partition("->")
-    terms = left.split(",")
-    if "." in equation or any(len(set(t)) < len(t) for t in terms):
-        return None
-    if "->" not in equation:
-        letters = sorted(set(left) - {","})
-        right = "".join(c for c in letters if left.count(c) == 1)
+    terms, right = einsum_terms(node, [None if s is None else len(s) for s in shapes])
+    if any(len(set(t)) < len(t) for t in terms):
+        return None  # a diagonal, or an ellipsis
     size: dict[str, int] = {}
     for term, shape in zip(terms, shapes, strict=True):
         assert shape is not None
@@ -156,6 +152,7 @@ def einsum(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | No
         columns = [c for c in second if c not in term]
 
         def matrix(v: Any, t: str, order: list[list[str]]) -> Any:
+            v = op.Expand(v, [size[c] for c in t])  # where only the other operand's axis is longer
             v = op.Transpose(v, perm=[t.index(c) for part in order for c in part])
             return op.Reshape(v, [int(np.prod([size[c] for c in part])) for part in order])
 

@@ -18,7 +18,7 @@ from onnx_fuse.lower.quant import RANGES
 from onnx_fuse.lower.views import reshaped
 from onnx_fuse.program import size as sizes
 from onnx_fuse.program.call import Context, Lowering, Tensor
-from onnx_fuse.program.problem import Problem
+from onnx_fuse.program.products import IntegerProduct
 
 
 def _rows(ctx: Context, node: ir.Node, t: Tensor) -> Tensor:
@@ -77,10 +77,10 @@ def product(
     a, b = _rows(ctx, node, a), _rows(ctx, node, b)
     (*batch, m, k), n = a.shape, b.shape[-2]
     kinds = [("" if z is None else "one" if z.size == 1 else "each") for z in (za, zb)]
-    problem = Problem.of(
-        "GemmInteger", m=m, n=n, k=k, batch=tuple(batch), dtype=a.dtype, out_dtype="int32",
-        trans_b=True, b_dtype=b.dtype, za=kinds[0], zb=kinds[1], lda=_step(a, -2),
-        ldb=_step(b, -2), a_strides=a.strides[:-2], b_strides=b.strides[:-2], za_step=za_step,
+    problem = IntegerProduct(
+        m=m, n=n, k=k, batch=tuple(batch), dtype=a.dtype, b_dtype=b.dtype, za=kinds[0],
+        zb=kinds[1], za_step=za_step, lda=_step(a, -2), ldb=_step(b, -2),
+        a_strides=a.strides[:-2], b_strides=b.strides[:-2],
     )  # fmt: skip
     reads = {"a": a, "b": b}
     reads |= {name: z for name, z in (("za", za), ("zb", zb)) if z is not None}
@@ -227,7 +227,7 @@ def _convolution(ctx: Context, node: ir.Node, places: tuple[int, int, int, int])
     batch, channels = x.shape[:2]
     filters, each = w.shape[0] // groups, w.shape[1]
     if channels != each * groups or w.shape[0] % groups:
-        raise ValueError(f"{channels} channels")
+        raise ValueError(f"x has {channels} channels, {groups} groups of filters read {each} each")
     found = ctx.infer(node)
     shape = found[0] if found else None
     if shape is None:
@@ -238,7 +238,7 @@ def _convolution(ctx: Context, node: ir.Node, places: tuple[int, int, int, int])
         return reshaped(ctx, total, shape[1])
     zx, zw = _zero(ctx, node, izx), _zero(ctx, node, izw)
     if (zx is not None and zx.size != 1) or (zw is not None and zw.size not in (1, w.shape[0])):
-        raise ValueError("zero points do not fit")
+        raise ValueError("the zero points do not fit x, or the filters")
     taps = window(ctx, node, w.shape[2:], x.shape[2:], shape[1][2:])
     lead = (1,) * (3 - rank)
     x, w = reshaped(ctx, x, (batch, channels, *lead, *x.shape[2:])), ctx.contiguous(w)

@@ -38,7 +38,7 @@ def gather(ctx: Context, node: ir.Node) -> str | None:
 
 
 def _run(ctx: Context, node: ir.Node, index: np.ndarray) -> bool:
-    """Neighbours in order (the positions of a sequence) are a view."""
+    """Gather neighbours in order, such as the positions of a sequence, as a view."""
     x = ctx.view(node, 0)
     axis, rank = ctx.attr(node, "axis", 0) % len(x.shape), len(x.shape)
     if not _is_run(index, x.shape[axis]):
@@ -58,7 +58,7 @@ def _is_run(index: np.ndarray, size: int) -> bool:
 
 
 def _pick(ctx: Context, node: ir.Node) -> str | None:
-    """One index known at lowering: a view."""
+    """Gather by one index that is known at lowering, as a view."""
     x, index = ctx.view(node, 0), ctx.host(node, 1)
     assert index is not None
     axis = ctx.attr(node, "axis", 0) % len(x.shape)

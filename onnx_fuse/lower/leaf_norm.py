@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import onnx_ir as ir
 
 from onnx_fuse.kernels import select
@@ -26,8 +28,7 @@ def leaf_norm_grad(ctx: Context, node: ir.Node) -> str | None:
     (k, m), n = a.shape, b.shape[1]
     problem = Problem.of(
         "LayerNormLeafGrad", m=m, n=n, k=k, trans_a=True, math=ctx.math, lda=left.ld, ldb=right.ld,
-        align=alignment(left.tensor, right.tensor),
-        **({"turned": True} if turned else {}),
+        align=alignment(left.tensor, right.tensor), turned=turned,
     )  # fmt: skip
     if select(problem.op, problem, ctx.hw) is None:
         return "no kernel serves it"
@@ -44,9 +45,7 @@ def leaf_norm_grad(ctx: Context, node: ir.Node) -> str | None:
 
 def _product(problem: Problem) -> Problem:
     """The product that the body begins with."""
-    kept = {name: problem.integer(name) for name in ("lda", "ldb", "align")}
-    m, n, k = problem.m, problem.n, problem.k
-    return Problem.of("Gemm", m=m, n=n, k=k, trans_a=True, math=problem.math, **kept)
+    return replace(problem, op="Gemm", turned=False)
 
 
 LOWERINGS: dict[tuple[str, str], Lowering] = {

@@ -240,7 +240,7 @@ def norm_problem(ctx: Context, node: ir.Node, n: int, attrs: Mapping[str, object
         dtype=x.dtype,
         math=ctx.math,
         epsilon=float(ctx.attr(node, "epsilon", 1e-5)),
-        **({"rms": True} if FusedName.of(node.op_type).rms else {}),
+        rms=FusedName.of(node.op_type).rms,
         **attrs,  # type: ignore[arg-type]
     )
 
@@ -310,10 +310,11 @@ def _fold_pays(ctx: Context, problem: Problem, master: bool) -> bool:
         return False
     forward = problem.epilogue
     behind = Epilogue(act=forward.act, act_alpha=forward.act_alpha)
-    how: dict[str, Value] = {"rms": True} if problem.attr("rms") else {}
     problem, hw = problem.upper_bound(), ctx.hw
     m, n, k, dtype = problem.m, problem.n, problem.k, problem.dtype
-    gradient = Problem.of("LayerNormGemmGrad", m=m, n=n, k=k, dtype=dtype, epilogue=behind, **how)
+    gradient = Problem(
+        "LayerNormGemmGrad", m=m, n=n, k=k, dtype=dtype, epilogue=behind, rms=problem.rms
+    )
     pair = (problem, gradient)
     fold = seconds(Fold(((k, n),), dtype), hw) - hw.launch_seconds
     folded = total((p.replace(folded=True) for p in pair), hw, ctx.prefs)
@@ -355,7 +356,7 @@ def norm_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
         k=k,
         dtype=x.dtype,
         math=ctx.math if x.dtype == "float32" else "ieee",
-        **({"rms": True} if rms else {}),
+        rms=rms,
         **activation(ctx, node, name.activation),  # type: ignore[arg-type]
     )
     choice = select("LayerNormGemmGrad", problem, ctx.hw)

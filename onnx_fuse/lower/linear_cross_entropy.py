@@ -60,7 +60,7 @@ class _Chunks:
         return product(self.ctx, self.node, x, self.w.permute((1, 0)), z, extra, attrs=attrs)
 
     def losses(self, start: int, end: int, to: Tensor, *, gradient: bool) -> str | None:
-        """Each row's loss and weight, and with `gradient` z's own."""
+        """Make each row's loss and weight and, with `gradient`, z's gradient in its place."""
         ctx, node = self.ctx, self.node
         labels, weight = ctx.dense(node, 3), ctx.dense(node, 4)
         problem = CrossEntropyChunk(

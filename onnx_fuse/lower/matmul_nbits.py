@@ -12,7 +12,8 @@ from onnx_fuse.kernels.matmul_nbits import FLOATS
 from onnx_fuse.lower import linear
 from onnx_fuse.lower.quant import four_bit_weights
 from onnx_fuse.program.call import Context, Lowering, Tensor
-from onnx_fuse.program.problem import Problem
+from onnx_fuse.program.epilogue import Epilogue
+from onnx_fuse.program.products import PackedProduct
 
 
 def product(
@@ -29,14 +30,13 @@ def product(
 ) -> str | None:
     """y [..., n] = a [..., k] · wᵀ + bias; `packed`: q, scale, and zero, groups, bias if any."""
     k = a.shape[-1]
-    problem = Problem.of(
-        "MatMulNBits", m=prod(a.shape[:-1]), n=n, k=k, dtype=a.dtype, math=ctx.math, trans_b=True,
-        bits=bits, block=block, blocks=ceil(k / block), zero=zero,
-        **{name: True for name in ("bias", "groups") if name in packed},
-    )  # fmt: skip
     fixed = [packed[name] for name in ("q", "scale", "zero") if name in packed]
-    if all(ctx.known(t) is not None for t in fixed):
-        problem = problem.replace(static_b=True)
+    problem = PackedProduct(
+        m=prod(a.shape[:-1]), n=n, k=k, dtype=a.dtype, math=ctx.math, bits=bits, block=block,
+        blocks=ceil(k / block), zero=zero, groups="groups" in packed,
+        static_b=all(ctx.known(t) is not None for t in fixed),
+        epilogue=Epilogue(bias="bias" in packed),
+    )  # fmt: skip
     return ctx.select(node, problem, {"a": a, **packed}, {"y": y})
 
 
@@ -53,7 +53,7 @@ def matmul_nbits(ctx: Context, node: ir.Node) -> str | None:
     if a.dtype not in FLOATS:
         return f"no kernel for {a.dtype}"
     if a.shape[-1:] != (k,):
-        raise ValueError(f"K is {k}")
+        raise ValueError(f"rows of a have {a.shape[-1] if a.shape else 1} elements, but K is {k}")
     y = ctx.output(node, 0, (*a.shape[:-1], n), a.dtype)
     if not y.size:
         return None

@@ -79,7 +79,7 @@ def with_whole_rows(ctx: Context, node: ir.Node, given: Operands) -> Operands:
     if problem.n <= COLUMNS:  # a norm's kernel may take the product over as it is
         return given
     bent = [m for m in (a, b) if m.ld % _WHOLE or m.tensor.offset % _WHOLE]
-    loose = problem.n % _WHOLE != 0 and not problem.attr("ldy")
+    loose = problem.n % _WHOLE != 0 and not problem.ldy
     if not bent and not loose:
         return given
     straight = problem.replace(lda=_up(a.ld), ldb=_up(b.ld), align=16)
@@ -97,7 +97,7 @@ def with_whole_rows(ctx: Context, node: ir.Node, given: Operands) -> Operands:
     if best is problem:
         return given
     y = given.y
-    if best.attr("ldy"):
+    if best.ldy:
         y = _first_columns(ctx.scratch(y.dtype, (problem.m, _up(problem.n))), problem.n)
     return Operands(best, _straight(ctx, node, a), _straight(ctx, node, b), y)
 

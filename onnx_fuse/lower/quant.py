@@ -93,7 +93,7 @@ def _parts(ctx: Context, node: ir.Node, x: Tensor, scale: Tensor) -> list[tuple[
 def _axis(ctx: Context, node: ir.Node, x: Tensor) -> int:
     axis, rank = int(ctx.attr(node, "axis", 1)), len(x.shape)
     if not -rank <= axis < rank:
-        raise ValueError(f"axis {axis} of {rank}")
+        raise ValueError(f"axis {axis} of a tensor of {rank} axes")
     return axis % rank
 
 

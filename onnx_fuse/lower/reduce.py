@@ -55,13 +55,16 @@ def passes(
     return found or [(prod(shape), 1, 1)]
 
 
-def pieces(outer: int, length: int, inner: int, vec: int) -> int:
-    """Elements of `length` that one block (or team) reduces; `length` if the pass is not split."""
+def pieces(outer: int, length: int, inner: int, vec: int, most: int = _BLOCKS) -> int:
+    """Elements of `length` that one block (or team) reduces; `length` if the pass is not split.
+
+    There are up to `most` of them.
+    """
     if inner == 1:
         least, blocks = BLOCK * vec * 4, outer
     else:
         least, blocks = 32, outer * -(-inner // (lanes(-(-inner // vec)) * vec))
-    splits = min(length // least, -(-_BLOCKS // max(1, blocks)))
+    splits = min(length // least, -(-_BLOCKS // max(1, blocks)), most)
     return length if splits < 2 else -(-length // (splits * vec)) * vec
 
 
@@ -90,7 +93,10 @@ def reduction(
     while todo:
         outer, length, inner = todo.pop(0)
         vec = 1 if from_state else access_width(length if inner == 1 else inner, x.dtype)
-        chunk = length if from_state and length <= 256 else pieces(outer, length, inner, vec)
+        # a thread has eight rows of moments on their way: fewer blocks, whose states are one pass
+        most = SHORT if reducer == "Moments" and inner > 1 else _BLOCKS
+        merged = from_state and length <= SHORT
+        chunk = length if merged else pieces(outer, length, inner, vec, most)
         short = inner > 1 and chunk < length <= SHORT  # one launch, in place of parts and their sum
         chunk = length if short else chunk
         problem = Reduce(
@@ -126,8 +132,10 @@ def reduce(ctx: Context, node: ir.Node) -> str | None:
     axes = _axes(ctx, node, len(x.shape))
     if isinstance(axes, str):
         return axes
-    if is_channels_last(x) and axes == list(range(2, len(x.shape))):
-        x, axes = channels_last(x), [axis - 1 for axis in axes]
+    rank = len(x.shape)
+    spatial = set(range(2, rank))
+    if is_channels_last(x) and (spatial <= set(axes) or 1 in axes):  # the rest keeps its order
+        x, axes = channels_last(x), sorted((0, rank - 1, *range(1, rank - 1))[a] for a in axes)
     x = ctx.contiguous(x)
     reducer = REDUCERS[node.op_type]
     if not axes and reducer in ("Sum", "Mean", "Prod", "Max", "Min"):

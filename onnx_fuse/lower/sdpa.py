@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -15,11 +16,10 @@ from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.fused.sdpa.causal import CAUSAL
 from onnx_fuse.ops.fused.sdpa.kinds import FLOOR, KINDS
 from onnx_fuse.program.call import Context, Lowering, Tensor
-from onnx_fuse.program.problem import (
-    ITEMSIZE,
-    Problem,
-    Value,
-)
+from onnx_fuse.program.problem import ITEMSIZE
+from onnx_fuse.program.products import Attention, AttentionGrad
+
+A = TypeVar("A", bound=Attention)
 
 
 def _rows(ctx: Context, node: ir.Node, i: int) -> Tensor:
@@ -43,16 +43,16 @@ def _output(ctx: Context, node: ir.Node, i: int, shape: tuple[int, ...], dtype: 
 
 @dataclass(frozen=True)
 class _Masks:
-    """The masks of a node: tensors to read, and what they are to the Problem."""
+    """The masks of a node: tensors to read, and the fields that they set in the problem."""
 
     reads: dict[str, Tensor] = field(default_factory=dict)
-    attrs: dict[str, Value] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)
 
 
 def _problem(
-    ctx: Context, node: ir.Node, op: str, q: Tensor, k: Tensor, v: Tensor, masks: _Masks,
+    ctx: Context, node: ir.Node, of: type[A], q: Tensor, k: Tensor, v: Tensor, masks: _Masks,
     **results: Tensor,
-) -> Problem:  # fmt: skip
+) -> A:  # fmt: skip
     kind = KINDS.get(FusedName.of(node.op_type).kind)
     batch, heads, queries, width = q.shape
     if k.shape != (batch, k.shape[1], k.shape[2], width) or v.shape[:3] != k.shape[:3]:
@@ -60,17 +60,16 @@ def _problem(
     if heads % k.shape[1]:
         raise ValueError(f"{heads} heads of queries over {k.shape[1]} of keys")
     scale = ctx.attr(node, "scale", width**-0.5 if kind is None else 1.0)
-    more: dict[str, Value] = {"causal": bool(ctx.attr(node, "is_causal", 0)), "guard": 0}
+    more: dict[str, Any] = {"causal": bool(ctx.attr(node, "is_causal", 0))}
     if kind is not None:
-        more["causal"], more["guard"] = kind.causal, ("", "Guard", "NanGuard").index(kind.guard)
+        more = {"causal": kind.causal, "guard": ("", "Guard", "NanGuard").index(kind.guard)}
         more |= {"softcap": float(ctx.attr(node, "softcap", 1.0))} if kind.softcap else {}
-        floor = float(ctx.attr(node, FLOOR, 0.0)) if kind.added else 0.0
-        more |= {FLOOR: floor} if floor else {}
-    return Problem.of(
-        op, m=queries, n=k.shape[2], k=width, batch=(batch, heads), dtype=q.dtype, dv=v.shape[3],
+        more |= {"lowest": float(ctx.attr(node, FLOOR, 0.0))} if kind.added else {}
+    lie = {f"{n}_strides": t.strides[:3] for n, t in results.items() if not t.dense}
+    return of(
+        m=queries, n=k.shape[2], k=width, batch=(batch, heads), dtype=q.dtype, dv=v.shape[3],
         group=heads // k.shape[1], scale=float(scale), q_strides=q.strides[:3],
-        k_strides=k.strides[:3], v_strides=v.strides[:3], **{"mask": (), **more, **masks.attrs},
-        **{f"{n}_strides": t.strides[:3] for n, t in results.items() if not t.dense},
+        k_strides=k.strides[:3], v_strides=v.strides[:3], **{**more, **masks.fields, **lie},
     )  # fmt: skip
 
 
@@ -82,7 +81,7 @@ def _masks(ctx: Context, node: ir.Node, first: int, q: Tensor, k: Tensor) -> _Ma
         tensor = ctx.view(node, at)
         proved = ctx.attr(node, CAUSAL, 0)
         if number == abs(proved) and tensor.shape[-2:] == (q.shape[2], k.shape[2]):
-            found.attrs["causal"] = True
+            found.fields["causal"] = True
             if proved > 0:
                 break  # it is the last one
         name = ("mask", "mask2")[number - 1]
@@ -91,8 +90,8 @@ def _masks(ctx: Context, node: ir.Node, first: int, q: Tensor, k: Tensor) -> _Ma
             if fill is None or np.isnan(fill).any():
                 return "what its condition fills in is not known"
             suffix = name.removeprefix("mask")
-            found.attrs[f"keep{suffix}"] = True
-            found.attrs[f"fill{suffix}"] = float(fill.reshape(()))
+            found.fields[f"keep{suffix}"] = True
+            found.fields[f"fill{suffix}"] = float(fill.reshape(()))
             tensor = _as_numbers(ctx, node, tensor, q.dtype)
         at += 2 if step == "Where" else 1
         shape = (*q.shape[:3], k.shape[2])
@@ -104,7 +103,7 @@ def _masks(ctx: Context, node: ir.Node, first: int, q: Tensor, k: Tensor) -> _Ma
         if tensor.offset * ITEMSIZE[tensor.dtype] % 16:
             tensor = ctx.contiguous(tensor)
         found.reads[name] = tensor.expand(shape)
-        found.attrs[name] = found.reads[name].strides
+        found.fields[name] = found.reads[name].strides
     return found
 
 
@@ -135,7 +134,7 @@ def sdpa(ctx: Context, node: ir.Node) -> str | None:
     if not prod(y.shape) or not k.shape[2]:
         return "it is empty"
     reads = {"q": q, "k": k, "v": v} | masks.reads
-    return ctx.select(node, _problem(ctx, node, "Sdpa", q, k, v, masks, y=y), reads, writes)
+    return ctx.select(node, _problem(ctx, node, Attention, q, k, v, masks, y=y), reads, writes)
 
 
 def attention(ctx: Context, node: ir.Node) -> str | None:
@@ -163,11 +162,11 @@ def attention(ctx: Context, node: ir.Node) -> str | None:
             return "a query sees no key through its window"
         low = np.where(seen, 0, -np.inf).astype(q.dtype)
         reads["mask"] = ctx.constant(low).expand((*q.shape[:3], k.shape[2]))
-    masks = _Masks(attrs={"mask": reads["mask"].strides} if "mask" in reads else {})
+    masks = _Masks(fields={"mask": reads["mask"].strides} if "mask" in reads else {})
     y = _output(ctx, node, 0, shape, q.dtype)
-    problem = _problem(ctx, node, "Sdpa", q, k, v, masks, y=y)
+    problem = _problem(ctx, node, Attention, q, k, v, masks, y=y)
     if "mask" in reads:
-        problem = problem.replace(causal=False)
+        problem = replace(problem, causal=False)
     return ctx.select(node, problem, reads, {"y": y})
 
 
@@ -185,13 +184,13 @@ def sdpa_grad(ctx: Context, node: ir.Node) -> str | None:
     merged = _merged(ctx, node, shapes, q.dtype)
     if merged is not None:
         writes = dict(zip(names, merged, strict=True))
-        problem = _problem(ctx, node, "SdpaGrad", q, k, v, masks, dy=dy, y=y, **writes)
+        problem = _problem(ctx, node, AttentionGrad, q, k, v, masks, dy=dy, y=y, **writes)
         if ctx.select(node, problem, reads, writes) is None:
             for i, made in enumerate(merged):
                 ctx.alias(node, i, made)
             return None
     writes = {n: ctx.output(node, i, shapes[i], q.dtype) for i, n in enumerate(names)}
-    problem = _problem(ctx, node, "SdpaGrad", q, k, v, masks, dy=dy, y=y)
+    problem = _problem(ctx, node, AttentionGrad, q, k, v, masks, dy=dy, y=y)
     return ctx.select(node, problem, reads, writes)
 
 
@@ -222,25 +221,47 @@ def _merged(
     return [places[i] for i in range(len(shapes))]
 
 
-_MERGE: tuple[tuple[str, str, tuple[object, ...]], ...] = (
-    ("Transpose", "perm", ([0, 2, 1, 3],)), ("Reshape", "", (None,)), ("Concat", "axis", (-1, 2))
+_Chain = tuple[tuple[str, str, tuple[object, ...]], ...]
+_MERGES: tuple[tuple[_Chain, _Chain], ...] = (
+    (
+        (("Transpose", "perm", ([0, 2, 1, 3],)), ("Reshape", "", (None,)),
+         ("Concat", "axis", (-1, 2))),
+        (),
+    ),
+    (
+        (("Unsqueeze", "", (None,)), ("Concat", "axis", (0,))),
+        (("Transpose", "perm", ([1, 3, 0, 2, 4],)),),
+    ),
 )  # fmt: skip
-"""The operators that merge the heads of a result and join it to others: type, attribute, values."""
+"""Operators (type, attribute, values) that join a result to others, and those that then bring all
+of them to the order [B, S, parts, H, D] in memory: the heads of each part are merged and the parts
+stand side by side, or the parts are stacked and transposed."""
 
 
-def _join_of(ctx: Context, value: ir.Value) -> tuple[ir.Node, ir.Value] | None:
-    """The Concat behind a result whose heads are merged, and what it reads; None: there is none."""
-    part, join = value, None
-    for op_type, name, allowed in _MERGE:
+def _along(ctx: Context, value: ir.Value, chain: _Chain) -> list[ir.Value] | None:
+    """What the operators of a chain read and then give, where each is the only reader; or None."""
+    values = [value]
+    for op_type, name, allowed in chain:
         readers = [use.node for use in value.uses()]
         if len(readers) != 1 or value.is_graph_output() or readers[0].op_type != op_type:
             return None
-        (join,), part = readers, value
-        if ctx.attr(join, name) not in allowed:
+        if ctx.attr(readers[0], name) not in allowed:
             return None
-        value = join.outputs[0]
-    assert join is not None
-    return join, part
+        value = readers[0].outputs[0]
+        values.append(value)
+    return values
+
+
+def _join_of(ctx: Context, value: ir.Value) -> tuple[ir.Node, ir.Value] | None:
+    """The Concat that joins a result to others, and what it reads; None: there is none."""
+    for chain, rest in _MERGES:
+        found = _along(ctx, value, chain)
+        if found is None or _along(ctx, found[-1], rest) is None:
+            continue
+        join = found[-1].producer()
+        assert join is not None
+        return join, found[-2]
+    return None
 
 
 LOWERINGS: dict[tuple[str, str], Lowering] = {

@@ -29,7 +29,7 @@ PASSED = {"Identity", "If", "Loop"}
 
 
 class Walk(Context, Protocol):
-    """What this needs of the walk over the graph: `lower.Lowerer`."""
+    """What this module needs of the walk over the graph, which is a `lower.Lowerer`."""
 
     slots: dict[ir.Value, Slot]
 
@@ -112,13 +112,13 @@ def sequence(low: Walk, node: ir.Node) -> bool:
 
 
 def _place(at: np.ndarray, length: int) -> int:
-    """An index from the front; Python's `insert` and `pop` count from the end likewise."""
+    """An index counted from the front, of one that may be negative, as Python's may."""
     index = int(at.reshape(-1)[0])
     return index + length if index < 0 else index
 
 
 def _parts(low: Walk, node: ir.Node, sizes: np.ndarray | None) -> tuple[Slot, ...]:
-    """SplitToSequence: views of the input."""
+    """The items of a SplitToSequence, as views of its input."""
     x = low.view(node, 0)
     axis = low.attr(node, "axis", 0) % len(x.shape)
     length = x.shape[axis]

@@ -1,4 +1,4 @@
-"""What follows a Program whose results decide about sizes: the nodes left, as models to run next.
+"""The stages behind a Program whose results decide about sizes: models of the nodes left.
 
 A node whose sizes depend on data, and all behind it, wait for the program's results. They are a
 model of their own, over tensors that stand on the device, which is lowered when it is run: small
@@ -216,7 +216,7 @@ def _loop(
 
 
 def _empty(value: ir.Value) -> np.ndarray:
-    """A stack of no passes: onnxruntime takes a size that it does not know for 0."""
+    """The stack of no passes; its unknown sizes are 0, as in onnxruntime."""
     assert value.dtype is not None
     row = [d if isinstance(d, int) else 0 for d in value.shape or ()]
     return np.zeros((0, *row), value.dtype.numpy())

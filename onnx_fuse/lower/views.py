@@ -152,17 +152,26 @@ def split(ctx: Context, node: ir.Node) -> str | None:
 
 
 def _adjacent(parts: Sequence[Tensor], axis: int, shape: Sequence[int]) -> Tensor | None:
-    """The dense tensor whose slices along `axis` the parts are, in this order; None: there is none.
+    """The tensor without gaps whose slices along `axis` the parts are, in this order; or None.
 
-    A gradient that is joined from parts is such a one, where its kernel wrote them in place.
+    A gradient that is joined from parts is such a one, where its kernel wrote them in place. Parts
+    of one place along the axis may stand any distance apart.
     """
-    first, at = parts[0], parts[0].offset
+    first, *others = parts
+    strides = list(first.strides)
+    if others and first.shape[axis] == 1:
+        strides[axis] = others[0].offset - first.offset
+    at = first.offset
     for part in parts:
+        steps = zip(part.shape, part.strides, strides, strict=True)
         if part.buffer != first.buffer or part.dtype != first.dtype or part.offset != at:
             return None
-        at += part.shape[axis] * first.strides[axis]
-    whole = Tensor(first.buffer, first.dtype, tuple(shape), first.strides, first.offset)
-    return whole if whole.dense and all(p.strides == first.strides for p in parts) else None
+        if any(size != 1 and step != expected for size, step, expected in steps):
+            return None
+        at += part.shape[axis] * strides[axis]
+    whole = Tensor(first.buffer, first.dtype, tuple(shape), tuple(strides), first.offset)
+    order = sorted(range(len(shape)), key=lambda k: -strides[k])
+    return whole if whole.permute(order).dense else None
 
 
 def concat(ctx: Context, node: ir.Node) -> str | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,6 +32,7 @@ from onnx_fuse.program import host
 from onnx_fuse.program import passes as program_passes
 from onnx_fuse.program import size as sizes
 from onnx_fuse.program.call import UNKNOWN, Call, Lowering, NeedsValues, Program, Tensor
+from onnx_fuse.program.passes.callgraph import uses
 from onnx_fuse.program.passes.select import call_early
 from onnx_fuse.program.problem import ITEMSIZE, Hardware
 
@@ -164,17 +164,16 @@ class Lowerer(Control):
     def _once_only(
         self, calls: Sequence[Call], keep: Collection[int]
     ) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
-        """The calls that read constants alone and write little, whose results stay; the others."""
-        writes: dict[int, int] = defaultdict(int)
-        for call in calls:
-            for _, tensor in call.writes:
-                writes[tensor.buffer] += 1
+        """The calls to run once, which read constants alone and write little; and the others."""
+        _, writers = uses(calls)
         setup, others = [], []
         for call in calls:
             made = [self.buffers[t.buffer] for _, t in call.writes]
             if (
                 all(self.buffers[t.buffer].kind == "constant" for _, t in call.reads)
-                and all(b.kind == "temp" and b.id not in keep and writes[b.id] == 1 for b in made)
+                and all(
+                    b.kind == "temp" and b.id not in keep and len(writers[b.id]) == 1 for b in made
+                )
                 and sum(sizes.upper_bound(b.nbytes, sizes.wide_size_class) for b in made)
                 <= SETUP_LIMIT
                 and not (call.host or call.workspace)
@@ -363,7 +362,7 @@ class Lowerer(Control):
         return known is None or known.dtype.name in ITEMSIZE or host.is_open(known)
 
     def _outputs(self) -> tuple[list[tuple[str, Any]], list[tuple[str, Tensor]]]:
-        """Each output in a buffer of its own; state written back over what it replaces."""
+        """Give each output a buffer of its own, and write states over what they replace."""
         outputs: list[tuple[str, Any]] = []
         writes: list[tuple[str, Tensor]] = []
         taken: set[int] = set()
@@ -413,16 +412,12 @@ class Lowerer(Control):
     # ---- bodies, branches, onnxruntime ----
 
     def _inner(self, graph: ir.Graph, outputs: Sequence[ir.Value]) -> None:
-        for value in graph.initializers.values():
-            assert value.const_value is not None
-            self.slots[value] = Slot(host=value.const_value.numpy())
-        for inner in graph:
-            self._node(inner)
+        self._once(graph)
         for value, result in zip(outputs, graph.outputs, strict=True):
             self._result(value, result)
 
     def _result(self, value: ir.Value, result: ir.Value) -> None:
-        """`value` is the `result` of a body, a branch or a decomposition."""
+        """Let `value` be the `result` of a body, a branch or a decomposition."""
         self.slots[value], self.origin[value] = self.slots[result], result
         if self.slots[result].later and value.name:  # a stage knows values by name
             link = ir.Node("", "Identity", [result], num_outputs=1)
@@ -430,7 +425,7 @@ class Lowerer(Control):
             self.later.append(link)
 
     def _expand(self, node: ir.Node) -> bool:
-        """Lower the node's body in its stead: ours, or the function its ONNX schema has."""
+        """Lower the node's body in its stead: ours, or the function of its ONNX schema."""
         if self._decompose(node):
             return True
         key = self._call_key(node)
@@ -578,7 +573,7 @@ class Lowerer(Control):
         return single.graph
 
     def _fallback(self, node: ir.Node, reason: str) -> None:
-        """onnxruntime, with copies, or a later stage where shapes depend on data."""
+        """Give it to onnxruntime, with copies, or to a later stage where shapes depend on data."""
         if self._learns(node, reason):  # a decomposition asked for a value
             self._defer(node)
             return

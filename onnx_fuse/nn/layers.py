@@ -259,7 +259,7 @@ class Dropout(Module):
         self.p = p
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        """What is left of `x`."""
+        """`x` after dropout; in evaluation `x` itself."""
         return F.dropout(x, self.p, self.training)
 
 

@@ -14,12 +14,12 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse import autodiff, passes
-from onnx_fuse.autodiff.subgraphs import reads
+from onnx_fuse.autodiff.partition import cut
+from onnx_fuse.autodiff.subgraphs import ancestors, reads
 from onnx_fuse.errors import ModelError
 from onnx_fuse.nn.runner import Array, Run, runner
 from onnx_fuse.onnx.common import CANONICAL_OPSET
 from onnx_fuse.onnx.shapes import infer_shapes
-from onnx_fuse.passes.canonicalize import clean
 
 Build: TypeAlias = Callable[..., Any]
 """`build(op, *values)` emits nodes with `op` and returns one value or several."""
@@ -218,8 +218,8 @@ class Plan:
         op = autodiff.Emitter(model)
         results = [op.node("Identity", [grads[str(x.name)]], outputs=[f"dx:{x.name}"]) for x in wrt]
         graph.extend(op.nodes)
-        first = _ancestors(graph.outputs)
-        second = _ancestors(results) - first
+        first = ancestors(graph.outputs)
+        second = ancestors(results) - first
         if operation.random and any(n in second for n in graph if _draws(n)):
             raise ModelError(f"{self._name} draws anew: its gradient cannot draw the same")
         read = dict.fromkeys(v for n in graph if n in second for v in reads(n) if v is not None)
@@ -255,46 +255,6 @@ class Plan:
             autodiff.backward(model, dys, [named[f"x{i}"] for i in self.stops])
         except ModelError as error:
             self.reason = str(error)
-
-
-def cut(model: ir.Model, inputs: Sequence[str], outputs: Sequence[str]) -> ir.Model:
-    """A copy of the part of a graph that computes the values `outputs` from the values `inputs`."""
-    model = model.clone()
-    graph = model.graph
-    values = {v.name: v for v in (*graph.inputs, *(v for n in graph for v in n.outputs))}
-    given = []
-    for name in inputs:
-        value = values[name]
-        if value.producer() is not None:
-            new = ir.Value(name=name, type=value.type, shape=value.shape)
-            value.name = f"{name}:made"
-            ir.convenience.replace_all_uses_with(value, new, replace_graph_outputs=True)
-            value = values[name] = new
-        given.append(value)
-    graph.outputs.clear()
-    graph.inputs.clear()
-    graph.inputs.extend(given)
-    graph.outputs.extend(values[name] for name in outputs)
-    needed = _ancestors(graph.outputs)
-    for node in reversed(list(graph)):
-        if node not in needed:
-            for i in range(len(node.inputs)):
-                node.replace_input_with(i, None)
-            graph.remove(node, safe=True)
-    clean(model)
-    return model
-
-
-def _ancestors(values: Sequence[ir.Value]) -> set[ir.Node]:
-    """The nodes that the values are computed by."""
-    found: set[ir.Node] = set()
-    todo = [n for v in values if (n := v.producer()) is not None]
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += [n for v in reads(node) if v is not None and (n := v.producer()) is not None]
-    return found
 
 
 def _is_constant(value: ir.Value) -> bool:

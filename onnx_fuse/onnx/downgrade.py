@@ -176,7 +176,7 @@ def _given(node: ir.Node, index: int) -> bool:
 
 
 def _ints(node: ir.Node, index: int, name: str) -> bool:
-    """An input of constant integers becomes an attribute; True where there is none, too."""
+    """Make an input of constant integers an attribute; True where there is none, too."""
     if not _given(node, index):
         return True
     array = _numbers(node, index)

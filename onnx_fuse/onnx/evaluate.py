@@ -1,4 +1,4 @@
-"""What nodes answer for known inputs: the value that onnxruntime would compute, or none.
+"""The results of nodes whose inputs are known, as onnxruntime would compute them.
 
 Shape arithmetic is exact in any implementation and is done by NumPy; all else is asked of
 onnxruntime itself, whose answer is the one a run would give. onnx's reference evaluator is not

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -15,20 +15,19 @@ MAX_NODES = 1 << 18
 """Nodes that the calls of one model may become: functions that call each other twice double."""
 
 
-def inline_functions(model: ir.Model, kept: Collection[ir.OperatorIdentifier] = ()) -> None:
-    """Replace every call of a local function by its nodes, in place, but those in `kept`.
+def inline_functions(model: ir.Model) -> None:
+    """Replace every call of a local function by its nodes, in place.
 
     The work is linear in the nodes that result. Raises ModelError where a function calls itself,
     where the calls become more than MAX_NODES nodes or nest deeper than MAX_DEPTH (before any is
     written out), and for a function that reads or returns what it does not define.
     """
-    called = {k: f for k, f in model.functions.items() if k not in kept}
+    called = dict(model.functions)
     if not called:
         return
     _check_size(model.graph, called, _order(model.graph, called))
     _Inliner(called).run(model.graph)
-    for key in called:
-        del model.functions[key]
+    model.functions.clear()
 
 
 def inline_branches(graph: ir.Graph, taken: Iterable[tuple[ir.Node, ir.Graph]]) -> None:

@@ -32,6 +32,9 @@ from onnx_fuse.ops.grad_helpers import (
 from onnx_fuse.ops.opdef import OpDef, register
 
 Options = Mapping[str, Any]
+SMOOTHED = "SmoothedCrossEntropy"
+"""The sum of the smoothed losses of rows x [M, C], labels [M], class weights [C] or one number, and
+the sum of the labels' weights: the smoothing is an attribute, for who takes over the scores."""
 
 
 # ---- the operators ---------------------------------------------------------------------------
@@ -105,6 +108,44 @@ register(
   dx = ScatterElements <axis: int = 1, reduction: string = "add"> (all, label, own)
 }""",
     ),
+    OpDef(
+        SMOOTHED,
+        FUSE,
+        body="""SmoothedCrossEntropy <ignore_index: int = -100, label_smoothing: float = 0.0>
+    (x, labels, weight) => (loss, total) {
+  classes = Shape <start: int = 1, end: int = 2> (x)
+  each = Expand (weight, classes)
+  hard, log_p = SoftmaxCrossEntropyLoss
+    <reduction: string = "sum", ignore_index: int = @ignore_index> (x, labels, each)
+  skipped_id = Constant <value_int: int = @ignore_index> ()
+  skipped = CastLike (skipped_id, labels)
+  ignored = Equal (labels, skipped)
+  first_id = Constant <value_int: int = 0> ()
+  first = CastLike (first_id, labels)
+  safe = Where (ignored, first, labels)
+  own = Gather (each, safe)
+  zero_f = Constant <value_float: float = 0.0> ()
+  zero = CastLike (zero_f, x)
+  counted = Where (ignored, zero, own)
+  total = ReduceSum <keepdims: int = 0> (counted)
+  second = Constant <value_ints: ints = [1]> ()
+  weighted = Mul (log_p, each)
+  sums = ReduceSum <keepdims: int = 0> (weighted, second)
+  kept = Where (ignored, zero, sums)
+  every = ReduceSum <keepdims: int = 0> (kept)
+  epsilon_f = Constant <value_float: float = @label_smoothing> ()
+  epsilon = CastLike (epsilon_f, x)
+  one_f = Constant <value_float: float = 1.0> ()
+  one = CastLike (one_f, x)
+  keep = Sub (one, epsilon)
+  count = Squeeze (classes)
+  count_x = CastLike (count, x)
+  share = Div (epsilon, count_x)
+  sharp = Mul (hard, keep)
+  soft = Mul (every, share)
+  loss = Sub (sharp, soft)
+}""",
+    ),
     OpDef("NegativeLogLikelihoodLoss", grad=_nll),
     OpDef("SoftmaxCrossEntropyLoss", grad=_cross_entropy),
 )
@@ -147,6 +188,13 @@ def cross_entropy(op: Any, logits: ir.Value, labels: ir.Value, options: Options)
     x, labels, _ = _rows(op, logits, labels, options)
     weight, smooth = options.get("weight"), float(options.get("label_smoothing") or 0.0)
     reduction, ignore = options.get("reduction", "mean"), ignored_label(options)
+    if smooth and op.fused and known_rank(x) == 2 and reduction != "none":
+        weight = to_like(op, op.constant(np.float32(1)), x) if weight is None else weight
+        loss, total = op.node(
+            SMOOTHED, [x, labels, weight], outputs=2, domain=FUSE, ignore_index=ignore,
+            label_smoothing=smooth,
+        )  # fmt: skip
+        return op.Div(loss, total) if reduction == "mean" else loss
     loss, log_p = op.SoftmaxCrossEntropyLoss(
         x, labels, weight, reduction=reduction, ignore_index=ignore, outputs=2
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from string import ascii_letters
 from typing import Any
 
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import dim, given
+from onnx_fuse.onnx.build import dim, given, rank
 from onnx_fuse.ops.grad_helpers import (
     Values,
     arguments,
@@ -74,15 +76,33 @@ def _gemm(op: Any, node: ir.Node, dys: Values) -> Values:
     return [da, db, dc]
 
 
+def einsum_terms(node: ir.Node, ranks: Sequence[int | None]) -> tuple[list[str], str]:
+    """The letters of an Einsum's operands, whose ranks are `ranks`, and those of its result.
+
+    An ellipsis becomes letters that are free, if the ranks tell how many; else it stays.
+    """
+    equation = text(node, "equation", "").replace(" ", "")
+    left, arrow, right = equation.partition("->")
+    terms = left.split(",")
+    if not arrow:  # what is there once, in the order of the alphabet
+        right = "".join(sorted(c for c in set(left) - {",", "."} if left.count(c) == 1))
+        right = f"{'...' if '.' in left else ''}{right}"
+    pairs = zip(terms, ranks, strict=False)
+    counts = {None if r is None else r - len(t) + 3 for t, r in pairs if "..." in t}
+    free = [c for c in ascii_letters if c not in equation]
+    count = counts.pop() if len(counts) == 1 else None
+    if count is None or not 0 <= count <= len(free):
+        return terms, right
+    letters = "".join(free[:count])
+    return [t.replace("...", letters) for t in terms], right.replace("...", letters)
+
+
 def _einsum(op: Any, node: ir.Node, dys: Values) -> Values:
     """dX_i: the same sum with dY in the place of X_i; letters X_i alone has are broadcast back."""
-    equation = text(node, "equation", "").replace(" ", "")
-    if "." in equation:
-        raise fail(node, "its equation has an ellipsis")
-    left, _, right = equation.partition("->")
-    terms, dy = left.split(","), dys[0]
-    if "->" not in equation:
-        right = "".join(sorted(c for c in set(left) - {","} if left.count(c) == 1))
+    terms, right = einsum_terms(node, [rank(x) for x in node.inputs])
+    if any("." in term for term in terms):
+        raise fail(node, "its equation has an ellipsis, of axes whose number is not known")
+    dy = dys[0]
     answers: list[ir.Value | None] = []
     for i, (x, term) in enumerate(zip(node.inputs, terms, strict=True)):
         if not may_be_float(x) or x is None:

@@ -228,7 +228,7 @@ class _Recurrent:
         return ir.Value(type=ir.TensorType(self.dtype or ir.DataType.FLOAT), shape=shape)
 
     def core(self, kind: str, own: _Direction, inputs: list[Tensor], like: list[Any]) -> Any:
-        """The gradient of the steps: dz of them all, dh of the first."""
+        """The gradients of the steps: dz of all steps, and dh of the state before the first."""
         name = f"{kind}Grad"
         return emit(self.op, name, inputs, like, **ways(own.reverse, BACK[name]))
 

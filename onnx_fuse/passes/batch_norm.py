@@ -29,7 +29,7 @@ FOLD_BATCH_NORM = "FoldBatchNorm"
 
 
 def fold_batch_norm(rw: Rewriter) -> int:
-    """Fold where the folded weights are finite numbers of the same precision; how many."""
+    """Fold where the folded weights are finite and as precise; return how many were folded."""
     nodes = list(ir.traversal.RecursiveGraphIterator(rw.graph))
     return sum(_fold(rw, n) for n in nodes if n.op_type == "BatchNormalization" and not n.domain)
 

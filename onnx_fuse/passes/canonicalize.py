@@ -31,7 +31,7 @@ _ROUNDS = 12
 
 
 def clean(model: ir.Model) -> None:
-    """Dead and repeated nodes and unused initializers go; the rest in topological order."""
+    """Remove dead and repeated nodes and unused initializers; sort the rest topologically."""
     with outputs_kept(model):
         common_passes.RemoveUnusedNodesPass()(model)
     common_passes.TopologicalSortPass()(model)
@@ -96,7 +96,7 @@ def tidy_inlined(model: ir.Model) -> None:
 
 
 def _sequences(model: ir.Model) -> list[str]:
-    """Sequences that are taken apart where they were put together, by onnxscript's folding."""
+    """Remove sequences that are put together to be taken apart, by onnxscript's folding."""
     if not any(
         n.op_type in ("ConcatFromSequence", "SequenceAt", "SplitToSequence") and not n.domain
         for n in all_nodes(model.graph)
@@ -138,7 +138,7 @@ def _apply(model: ir.Model, names: Sequence[str], ops: Collection[str]) -> int:
 
 
 def _drop_identities(model: ir.Model) -> None:
-    """Readers of Identity(x) read x; an Identity that makes an output leaves its name to x.
+    """Let readers of Identity(x) read x; an Identity that makes an output leaves its name to x.
 
     onnx-ir's pass (1.1) renames x even where x is an output itself, whose name is then lost.
     """
@@ -185,9 +185,10 @@ def _drop_no_ops(model: ir.Model) -> None:
         elif node.op_type == "Dropout" and not (
             len(node.outputs) > 1 and consumers(node.outputs[1])
         ):
-            mode = const_array(node.inputs[2]) if len(node.inputs) > 2 else None
-            off = len(node.inputs) < 3 or node.inputs[2] is None
-            if off or (mode is not None and not mode.any()):
+            _, ratio, mode = (*node.inputs, None, None)[:3]
+            held = [const_array(value) for value in (ratio, mode) if value is not None]
+            # it drops nothing where it does not train, or at a ratio of 0
+            if mode is None or any(array is not None and not array.any() for array in held):
                 kept = node.inputs[0]
         elif node.op_type == "Pad":
             pads = const_array(node.inputs[1])
@@ -237,7 +238,7 @@ def _lift_constants(model: ir.Model) -> None:
 
 
 def tidy_layout(model: ir.Model) -> bool:
-    """Level 2: back-to-back Transposes and Reshapes become one; whether any did."""
+    """Merge Transposes, and Reshapes, that stand back to back (level 2); return whether any did."""
     pairs = ("transpose_transpose", "no_op_transpose", "reshape_reshape")
     count = _apply(model, pairs, {"Transpose", "Reshape"})
     _lift_constants(model)

@@ -16,7 +16,8 @@ from math import prod
 
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, all_nodes, dim
+from onnx_fuse.onnx.build import Builder, all_nodes, dim, rank
+from onnx_fuse.ops.matmul import einsum_terms
 from onnx_fuse.ops.rewrite import (
     Rewriter,
     attribute,
@@ -50,7 +51,7 @@ class _Plan:
 
     @property
     def transposes(self) -> int:
-        """How many are needed, a weight's among them."""
+        """The number of Transposes that it needs, those of weights included."""
         return (
             (list(self.left) != self.lead + self.inner)
             + (list(self.right) != self.batch + self.inner + self.columns)
@@ -65,14 +66,14 @@ def write_products(model: ir.Model) -> bool:
         # MatMul has no small integers.
         if node.op_type != "Einsum" or node.domain or not is_float(node.inputs[0]):
             continue
-        left, arrow, out = str(attribute(node, "equation", "")).replace(" ", "").partition("->")
-        terms = left.split(",")
-        repeated = any(len(set(t)) < len(t) for t in (*terms, out))
-        if not arrow or "." in left or repeated or len(terms) != len(node.inputs):
+        if str(attribute(node, "equation", "")).count(",") != len(node.inputs) - 1:
             continue
-        if len(terms) == 1 and sorted(left) == sorted(out):
+        terms, out = einsum_terms(node, [rank(x) for x in node.inputs])
+        if any(len(set(t)) < len(t) for t in (*terms, out)):
+            continue  # a diagonal, or an ellipsis
+        if len(terms) == 1 and sorted(terms[0]) == sorted(out):
             op = Builder()
-            y = op.Transpose(node.inputs[0], perm=[left.index(c) for c in out])
+            y = op.Transpose(node.inputs[0], perm=[terms[0].index(c) for c in out])
             changed = Rewriter(model).replace(node, op, node.outputs, [y])
         elif len(terms) == 2:
             changed = _product(Rewriter(model), node, terms, list(out)) or changed

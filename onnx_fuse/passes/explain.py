@@ -193,6 +193,8 @@ def _norm(node: ir.Node, off: Collection[str], training: bool) -> str:
     if not any(is_constant(n.inputs[1]) or n.domain for n in products):
         return "its product is with a computed tensor, not with a weight"
     views = dict.fromkeys(n.op_type for n in consumers(node.outputs[0]) if n.op_type in _VIEWS)
+    if "Cast" in views:
+        return "a Cast between it and the product rounds what it gives, its scale included"
     if views:
         return f"what stands between it and the product ({', '.join(views)}) mixes its rows"
     return f"{_names(products)} cannot take it over, and others read it too"

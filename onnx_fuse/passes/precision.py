@@ -55,7 +55,7 @@ def lower_precision(model: ir.Model, dtype: ir.DataType, *, masters: bool = Fals
     kept: dict[ir.Value, None] = {}
 
     def keep(values: Iterable[ir.Value | None], *, sources: bool = True) -> None:
-        """These stay float32, and with `sources` what they are worked out of."""
+        """Keep these values in float32 and, with `sources`, what they are computed from."""
         for value in values:
             if value is None or value.dtype != F32 or value in kept:
                 continue

@@ -214,7 +214,7 @@ def _enter(y: ir.Value, found: Sizes, meaning: dict[str, Size]) -> bool:
 
 
 def _dim(factor: int, symbols: tuple[str, ...]) -> int | str | None:
-    """The size as a shape can say it."""
+    """The size as an entry of a shape."""
     return factor if not symbols else symbols[0] if (factor, len(symbols)) == (1, 1) else None
 
 

@@ -258,7 +258,7 @@ class Context(Protocol):
         """A new contiguous buffer for output `i`; shape and dtype are inferred if not given."""
 
     def alias(self, node: ir.Node, i: int, tensor: Tensor) -> None:
-        """Output `i` is `tensor`: a view that costs nothing."""
+        """Let output `i` be `tensor`, a view that costs nothing."""
 
     def scratch(self, dtype: str, shape: Sequence[int]) -> Tensor:
         """A new temporary between the calls of one lowering."""
@@ -275,7 +275,7 @@ class Context(Protocol):
     def packed(
         self, tensor: Tensor, how: str, make: Callable[[np.ndarray], np.ndarray]
     ) -> Tensor | None:
-        """`make` of what a tensor holds that nothing in the program writes to, made once.
+        """Apply `make` once to what a tensor holds that nothing in the program writes to.
 
         `how` names what `make` does. None for a tensor that is not known.
         """

@@ -43,6 +43,8 @@ class Epilogue:
     """
     dact: bool = False
     """The result is multiplied by act'(c) instead: c is the stored pre-activation."""
+    save_act: bool = False
+    """With dact: act(c) is stored to "z"."""
     layer_scale: bool = False
     """The result is multiplied by the row "col0", of the bias's type; only with a bias."""
     residual: bool | str = False
@@ -61,6 +63,9 @@ class Epilogue:
     moments: int = 0
     """The number of tiles of n, for each of which "part" [moments, m] takes the mean and the sum of
     squared deviations of each row of y; 0: none."""
+    column_sums: bool = False
+    """"part" [m / 64, k], float32, takes the sums of the columns of a, of 64 rows each: the
+    gradient of a bias, where a is that of a layer's output."""
 
     @property
     def given(self) -> dict[str, Any]:

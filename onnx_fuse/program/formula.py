@@ -29,7 +29,7 @@ def compiled(text: str) -> CodeType:
 
 
 def evaluated(code: CodeType, symbols: Mapping[str, int]) -> Any:
-    """What compiled text is for these sizes. Raises ValueError where it is nothing."""
+    """The value of compiled text for these sizes. Raises ValueError where it has none."""
     try:
         return eval(code, _FUNCTIONS, dict(symbols))
     except (NameError, TypeError, ArithmeticError) as error:

@@ -79,7 +79,7 @@ class PointwiseMany(AnyProblem):
 
     @property
     def bytes(self) -> int:
-        """Every tensor."""
+        """The bytes of all tensors."""
         return sum(t.nbytes for item in self.items for part in item for t in part)
 
     def __str__(self) -> str:
@@ -145,7 +145,7 @@ class BatchedCalls(AnyProblem):
 
     @property
     def empty(self) -> bool:
-        """Whether its problem is."""
+        """Whether its problem has nothing to compute."""
         return self.problem.empty
 
 
@@ -372,7 +372,7 @@ class RoiAlign(AnyProblem):
 
 @dataclass(frozen=True)
 class DeformColumns(AnyProblem):
-    """The moved taps of every place of a DeformConv as columns, for `size` offsets."""
+    """The columns of a DeformConv: what its filter's moved taps read, by `size` offsets."""
 
     op = "DeformColumns"
     size: int
@@ -406,7 +406,7 @@ class NmsChosen(AnyProblem):
 
     @property
     def empty(self) -> bool:
-        """Never: how many boxes are kept is written in any case."""
+        """Whether there is no line; a line without boxes still writes that it keeps none."""
         return not self.lines
 
 
@@ -466,5 +466,5 @@ class Range(AnyProblem):
 
     @property
     def empty(self) -> bool:
-        """Never: nothing has a range too."""
+        """Never, since no elements have a range too."""
         return False

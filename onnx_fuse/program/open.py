@@ -20,7 +20,7 @@ from onnx_fuse.program.size import Size, Trace, expression, maximum, minimum
 
 
 class Open:
-    """An object that holds sizes of a trace, and what it is for other values of its symbols."""
+    """An object that holds sizes of a trace; it can be made for other values of its symbols."""
 
     def __init__(self, made: Any, trace: Trace, parts: Mapping[str, Any] | None = None) -> None:
         """`parts` are objects that `part` makes by themselves, for less than `made` costs."""
@@ -61,7 +61,7 @@ class Open:
         return self._whole.at(values[name] for name in self.symbols)
 
     def part(self, name: str, values: Mapping[str, int]) -> Any:
-        """The part called so with the numbers of these symbols, None where there is none."""
+        """The part of this name for these values of the symbols, None where there is none."""
         recipe = self._parts.get(name)
         return None if recipe is None else recipe.at(values[symbol] for symbol in self.symbols)
 
@@ -82,7 +82,7 @@ Step = tuple[int, tuple[int, ...], Callable[[Sequence[Any]], Any]]
 
 
 class Recipe:
-    """How to build an object anew with other sizes; what holds none is used as it is.
+    """Steps that build an object anew with other sizes; parts that hold none are kept.
 
     It has a list of places. One holds what is used as it is, or what a step makes of the contents
     of earlier places, or one of the object's sizes, which are counted from the end.
@@ -197,7 +197,7 @@ class Recipe:
 
 
 def _getter(places: tuple[int, ...]) -> Callable[[list[Any]], Sequence[Any]]:
-    """What takes the contents of these places out of a list."""
+    """A function that takes the items at these places out of a list."""
     if len(places) == 1:
         first = places[0]
         return itemgetter(slice(first, first + 1 or None))

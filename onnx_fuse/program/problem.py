@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache, cached_property
 from math import prod
@@ -15,7 +15,6 @@ from onnx_fuse.program.size import Classes, Size, Trace, size_class, upper_bound
 
 if TYPE_CHECKING:
     from onnx_fuse.program.expression import Tail
-    from onnx_fuse.program.problems import Collective
 
 Value = bool | int | float | str | tuple[int, ...]
 
@@ -44,44 +43,6 @@ FEW = 16
 
 # made once: `int | Size` in a call of isinstance is made at each
 _INTEGERS, _NUMBERS = (int, Size), (int, float)
-
-
-class _Attrs:
-    """Named extra scalars kept as a sorted tuple, so that the dataclass stays hashable."""
-
-    attrs: tuple[tuple[str, Value], ...]
-
-    @cached_property
-    def _named(self) -> dict[str, Value]:
-        return dict(self.attrs)
-
-    def attr(self, name: str, default: Value = 0) -> Value:
-        """The extra called `name`, or `default`."""
-        return self._named.get(name, default)
-
-    def integer(self, name: str, default: int = 0) -> int:
-        """The extra called `name` as an int."""
-        value = self._named.get(name, default)
-        assert isinstance(value, _INTEGERS), f"{name}={value!r} is not an int"
-        return value
-
-    def number(self, name: str, default: float = 0.0) -> float:
-        """The extra called `name` as a float."""
-        value = self._named.get(name, default)
-        assert isinstance(value, _NUMBERS), f"{name}={value!r} is not a number"
-        return float(value)
-
-    def integers(self, name: str, default: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """The extra called `name` as a tuple of ints."""
-        value = self._named.get(name, default)
-        assert isinstance(value, tuple), f"{name}={value!r} is not a tuple"
-        return value
-
-    def text(self, name: str, default: str = "") -> str:
-        """The extra called `name` as a string."""
-        value = self._named.get(name, default)
-        assert isinstance(value, str), f"{name}={value!r} is not a string"
-        return value
 
 
 @cache
@@ -132,6 +93,7 @@ def _pairs(attrs: dict[str, Value]) -> tuple[tuple[str, Value], ...]:
 
 
 P = TypeVar("P", bound="AnyProblem")
+Q = TypeVar("Q", bound="Product")
 
 
 class AnyProblem:
@@ -153,9 +115,19 @@ class AnyProblem:
         size = next(_sizes(tuple(self.fields().values())), None)
         return None if size is None else size.trace
 
+    @property
+    def wide(self) -> Collection[str]:
+        """The fields whose open sizes are of few, wide classes."""
+        return ()
+
     def upper_bound(self: P) -> P:
         """This problem at the largest sizes of its class: what its choices are made for."""
-        changed = {k: _upper_bound(v, size_class) for k, v in self.fields().items() if _open(v)}
+        wide = self.wide
+        changed = {
+            name: _upper_bound(value, wide_size_class if name in wide else size_class)
+            for name, value in self.fields().items()
+            if _open(value)
+        }
         return replace(self, **changed) if changed else self  # type: ignore[type-var]
 
     def concrete(self: P) -> P:
@@ -206,11 +178,11 @@ class AnyProblem:
 
 
 @dataclass(frozen=True)
-class Problem(_Attrs, AnyProblem):
-    """A product: y[batch, m, n] = op(a)[m, k] . op(b)[k, n], its epilogue, and what `attrs` adds.
+class Product(AnyProblem):
+    """A product: y[batch, m, n] = op(a)[m, k] . op(b)[k, n], and its epilogue.
 
     `dtype` is the operands', `out_dtype` the result's; `math` says which products are allowed
-    ("ieee" fp32 products, "tf32", "bf16x3", "bf16x6"; 16-bit operands ignore it). One Problem is
+    ("ieee" fp32 products, "tf32", "bf16x3", "bf16x6"; 16-bit operands ignore it). One problem is
     one key of the tuning records.
     """
 
@@ -224,47 +196,35 @@ class Problem(_Attrs, AnyProblem):
     trans_a: bool = False
     trans_b: bool = False
     math: str = "ieee"
-    attrs: tuple[tuple[str, Value], ...] = ()
     epilogue: Epilogue = NO_EPILOGUE
 
     @classmethod
-    def of(cls, op: str, **values: Value | Epilogue) -> Problem:
-        """Problem from keywords: its own fields and the epilogue's by name, all else in `attrs`."""
+    def of(cls: type[Q], op: str, **values: Value | Epilogue) -> Q:
+        """Make a problem from keywords: its own fields and its epilogue's, by name."""
         return cls(op).replace(**values)
 
-    def replace(self, **values: Value | Epilogue) -> Problem:
-        """This problem with some fields, fields of its epilogue, or attrs replaced."""
-        own = _names(type(self))  # type: ignore[arg-type]
-        rest: dict[str, Any] = {key: value for key, value in values.items() if key in own}
-        behind: dict[str, Any] = {key: values[key] for key in values if key in EPILOGUE_FIELDS}
+    def replace(self: Q, **values: Value | Epilogue) -> Q:
+        """This problem with some fields, or fields of its epilogue, replaced."""
+        own: dict[str, Any] = {k: v for k, v in values.items() if k not in EPILOGUE_FIELDS}
+        behind: dict[str, Any] = {k: v for k, v in values.items() if k in EPILOGUE_FIELDS}
         if behind:
-            rest["epilogue"] = replace(rest.get("epilogue", self.epilogue), **behind)
-        attrs: dict[str, Any] = {k: v for k, v in values.items() if k not in {*rest, *behind}}
-        if attrs:
-            rest["attrs"] = _pairs(dict(rest.get("attrs", self.attrs)) | attrs)
-        return replace(self, **rest)
+            own["epilogue"] = replace(own.get("epilogue", self.epilogue), **behind)
+        return replace(self, **own)
 
-    def with_epilogue(self, **values: Any) -> Problem:
+    def with_epilogue(self: Q, **values: Any) -> Q:
         """This problem with some fields of its epilogue replaced."""
         return replace(self, epilogue=replace(self.epilogue, **values))
 
     @property
     def extras(self) -> dict[str, Value]:
-        """The attrs, and the fields of the epilogue that are not as by default, by name."""
-        return dict(sorted({**self._named, **self.epilogue.given}.items()))
+        """The fields beside a plain product's, and the epilogue's, that are not as by default."""
+        usual = _beside_a_product(type(self))  # type: ignore[arg-type]
+        given = {k: value for k in usual if (value := getattr(self, k)) != usual[k]}
+        return dict(sorted({**given, **self.epilogue.given}.items()))
 
-    def upper_bound(self) -> Problem:
-        """This problem at the largest sizes of its class: what its choices are made for."""
-        own = self.fields()
-        # of a cache that grows by a token a run; a block walks over all its keys anyway
-        few = self.op == "Sdpa" and upper_bound(self.m) <= FEW
-        wide = ("n", "attrs") if few else ()
-        changed: dict[str, Any] = {
-            name: _upper_bound(value, wide_size_class if name in wide else size_class)
-            for name, value in own.items()
-            if _open(value)
-        }
-        return replace(self, **changed) if changed else self
+    def among(self, *names: str) -> list[str]:
+        """The names, of those given, of its fields and its epilogue's that are set."""
+        return [k for k in names if getattr(self.epilogue if k in EPILOGUE_FIELDS else self, k)]
 
     @property
     def out(self) -> str:
@@ -278,22 +238,13 @@ class Problem(_Attrs, AnyProblem):
 
     @property
     def flops(self) -> int:
-        """2 m n k batch; attention has two products, its gradient five, a Gemm's gradient two."""
-        if self.op not in ("Sdpa", "SdpaGrad"):
-            products = 2 if self.op.endswith("GemmGrad") else 1
-            return 2 * products * self.batches * self.m * self.n * self.k
-        whole = 2 * self.batches * self.m * self.n * (self.k + self.integer("dv"))
-        whole = whole // 2 if self.attr("causal") else whole
-        return whole * 7 // 2 if self.op == "SdpaGrad" else whole
+        """2 m n k batch; the gradient of a Gemm has two products."""
+        products = 2 if self.op.endswith("GemmGrad") else 1
+        return 2 * products * self.batches * self.m * self.n * self.k
 
     @property
     def bytes(self) -> int:
         """Each operand read once and the result written once."""
-        if self.op == "MatMulNBits":
-            packed = self.n * self.integer("blocks") * self.integer("block") * self.integer("bits")
-            scales = self.n * self.integer("blocks") * ITEMSIZE[self.dtype]
-            rows = self.m * (self.k + self.n) * ITEMSIZE[self.dtype]
-            return packed // 8 + scales + rows
         operands = self.m * self.k + self.k * self.n
         results = self.m * self.n // (2 if self.epilogue.gate else 1)
         return self.batches * (operands * ITEMSIZE[self.dtype] + results * ITEMSIZE[self.out])
@@ -319,8 +270,60 @@ class Problem(_Attrs, AnyProblem):
         return f"{self.op} {shape} {types} {layout}{math}{extra}"
 
 
+@cache
+def _beside_a_product(kind: type[Product]) -> dict[str, Any]:
+    """The defaults of the fields that a kind of product has beside a plain one's."""
+    return {f.name: f.default for f in fields(kind) if f.name not in _names(Product)}
+
+
 @dataclass(frozen=True)
-class Config(_Attrs):
+class Problem(Product):
+    """A Gemm, or a product behind a norm (LayerNormGemm) or its gradients, as `op` says.
+
+    Pointers of a Gemm: a b y c z row0..row3 col0 col1 part workspace (`program.epilogue`); those of
+    the others stand at the head of their candidates' modules.
+    """
+
+    lda: int | None = None
+    """The stride of a's rows in elements; None: they are dense. `ldb`: of b's."""
+    ldb: int | None = None
+    ldy: int = 0
+    """The stride of y's rows, of whole 16 bytes, where it is not n; what a row holds beyond column
+    n is left as it is."""
+    a_strides: tuple[int, ...] = ()
+    """One stride a batch axis, 0 broadcasts; (): the matrices are dense. So of b and c."""
+    b_strides: tuple[int, ...] = ()
+    c_strides: tuple[int, ...] = ()
+    align: int = 16
+    """What the operands' addresses are multiples of, in bytes; 16 stands for more."""
+    static_b: bool = False
+    """b, or what was folded into it, is the same throughout a graph: it may be read ahead of it."""
+    epsilon: float = 1e-5
+    """The norm's."""
+    rms: bool = False
+    """The norm is an RMSNormalization: it has no mean and no beta."""
+    folded: bool = False
+    """The norm's parameters are in the weights: wq, cs and cv are given (`kernels.rows.fold`)."""
+    stats: bool = False
+    """mean and rstd are given: the producer of x wrote them."""
+    parts: int = 0
+    """So many moments of a row of x are in "part" (`Epilogue.moments`); row0 and row1, or mean and
+    rstd, are written from them."""
+    rows: str = ""
+    """Row statistics that a Gemm makes beside its result, where k is not split. "stats", "rms":
+    row0 and row1 are written, from a's rows; "tiles" (with dx): row2 and row3 are the row means of
+    the product and of product z, and "part" [tiles of m, k] takes the column sums of a."""
+    add: str = ""
+    """Of a gradient: dx is added to "add", a residual's gradient ("apart"), or to what dx holds
+    ("here")."""
+    turned: bool = False
+    """The weights of a LayerNormLeafGrad lie as [k, n]."""
+    planes: int = 0
+    """The operands are so many bfloat16 planes of float32 numbers."""
+
+
+@dataclass(frozen=True)
+class Config:
     """How a kernel does it: tile sizes, stages, splits, as the kernel's own named scalars."""
 
     attrs: tuple[tuple[str, Value], ...] = ()
@@ -333,6 +336,38 @@ class Config(_Attrs):
     def replace(self, **attrs: Value) -> Config:
         """This config with some scalars replaced."""
         return Config(_pairs(dict(self.attrs) | attrs))
+
+    @cached_property
+    def _named(self) -> dict[str, Value]:
+        return dict(self.attrs)
+
+    def attr(self, name: str, default: Value = 0) -> Value:
+        """The scalar called `name`, or `default`."""
+        return self._named.get(name, default)
+
+    def integer(self, name: str, default: int = 0) -> int:
+        """The scalar called `name` as an int."""
+        value = self._named.get(name, default)
+        assert isinstance(value, _INTEGERS), f"{name}={value!r} is not an int"
+        return value
+
+    def number(self, name: str, default: float = 0.0) -> float:
+        """The scalar called `name` as a float."""
+        value = self._named.get(name, default)
+        assert isinstance(value, _NUMBERS), f"{name}={value!r} is not a number"
+        return float(value)
+
+    def integers(self, name: str, default: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """The scalar called `name` as a tuple of ints."""
+        value = self._named.get(name, default)
+        assert isinstance(value, tuple), f"{name}={value!r} is not a tuple"
+        return value
+
+    def text(self, name: str, default: str = "") -> str:
+        """The scalar called `name` as a string."""
+        value = self._named.get(name, default)
+        assert isinstance(value, str), f"{name}={value!r} is not a string"
+        return value
 
     def __str__(self) -> str:
         return " ".join(f"{key}={value}" for key, value in self.attrs) or "-"
@@ -381,6 +416,28 @@ class Table:
 
 
 Arg = Ptr | Num | TensorMap | Table
+
+
+@dataclass(frozen=True)
+class Collective(AnyProblem):
+    """A bucket of tensors "x.i" of `sizes` elements, over `ranks` processes, to "y.i".
+
+    `kind` "AllReduce": their sum, on every rank; "ReduceScatter": the rank's part of the sum;
+    "AllGather": the parts of all ranks in their order.
+    """
+
+    op = "Collective"
+    kind: str
+    sizes: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    ranks: int
+    bucket: int
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that a rank gives."""
+        pairs = zip(self.sizes, self.dtypes, strict=True)
+        return sum(size * ITEMSIZE[dtype] for size, dtype in pairs)
 
 
 @dataclass(frozen=True)
@@ -511,8 +568,8 @@ def operand(problem: Problem) -> bool:
 def ld(problem: Problem) -> tuple[int, int]:
     """Row strides of a and b in elements."""
     return (
-        problem.integer("lda", problem.m if problem.trans_a else problem.k),
-        problem.integer("ldb", problem.k if problem.trans_b else problem.n),
+        (problem.m if problem.trans_a else problem.k) if problem.lda is None else problem.lda,
+        (problem.k if problem.trans_b else problem.n) if problem.ldb is None else problem.ldb,
     )
 
 
@@ -524,9 +581,9 @@ def ldc(problem: Problem) -> tuple[int, int]:
 
 def batch_strides(problem: Problem, name: str, dense: int) -> tuple[int, ...]:
     """The three batch strides of an operand, padded with zeros in front."""
-    default: list[int] = []
-    for size in reversed(problem.batch):
-        default.insert(0, dense)
-        dense *= size
-    strides = problem.integers(f"{name}_strides", tuple(default))
+    strides: tuple[int, ...] = getattr(problem, f"{name}_strides")
+    if not strides:
+        for size in reversed(problem.batch):
+            strides = (dense, *strides)
+            dense *= size
     return (0,) * (3 - len(strides)) + strides

@@ -134,8 +134,10 @@ class ChannelNorm(AnyProblem):
 
     @property
     def bytes(self) -> int:
-        """The bytes of x, which is read, and of y, which is written."""
-        return 2 * self.size * ITEMSIZE[self.dtype]
+        """The bytes of x and a tail's operands, which are read, and of y, which is written."""
+        reads = self.tail.expression.loads if self.tail else 1
+        out = self.tail.dtype if self.tail else self.dtype
+        return self.size * (reads * ITEMSIZE[self.dtype] + ITEMSIZE[out])
 
     @property
     def stored(self) -> str:
@@ -619,28 +621,6 @@ class Fold(AnyProblem):
 
 COLLECTIVE_DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
 """What the ranks of a training may exchange."""
-
-
-@dataclass(frozen=True)
-class Collective(AnyProblem):
-    """A bucket of tensors "x.i" of `sizes` elements, over `ranks` processes, to "y.i".
-
-    `kind` "AllReduce": their sum, on every rank; "ReduceScatter": the rank's part of the sum;
-    "AllGather": the parts of all ranks in their order.
-    """
-
-    op = "Collective"
-    kind: str
-    sizes: tuple[int, ...]
-    dtypes: tuple[str, ...]
-    ranks: int
-    bucket: int
-
-    @property
-    def bytes(self) -> int:
-        """The bytes that a rank gives."""
-        pairs = zip(self.sizes, self.dtypes, strict=True)
-        return sum(size * ITEMSIZE[dtype] for size, dtype in pairs)
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ class Trace:
         }
 
     def guard(self, text: str) -> None:
-        """Keep that the expression holds."""
+        """Record that the expression holds."""
         self.guards[text] = None
 
 
@@ -345,12 +345,12 @@ def array(values: Any) -> np.ndarray:
 
 
 def hint(size: int) -> int:
-    """The value of a size here, unguarded: for messages and for what only this shape is told."""
+    """The value of a size here, unguarded: for messages, and where only this shape matters."""
     return size.value if isinstance(size, Size) else size
 
 
 def upper_bound(size: int, classes: Classes = size_class) -> int:
-    """What the size is where each open dimension is the largest of its class: for estimates.
+    """The size with each open dimension at the largest of its class, for estimates.
 
     Guarded are the classes of the dimensions alone.
     """
@@ -360,7 +360,7 @@ def upper_bound(size: int, classes: Classes = size_class) -> int:
 
 
 def coarse(size: int) -> int:
-    """What the size is where dimensions are the largest of their class: for limits by the way.
+    """The size with its dimensions at the largest of their class, for rough comparisons.
 
     Only a dimension whose class is a guard already, and at most twice as large as its smallest
     member, is taken so; the others stay open. A comparison then is one on those alone.
@@ -418,7 +418,7 @@ def compiled(text: str) -> CodeType:
 
 
 def value(text: str, symbols: Mapping[str, int]) -> Any:
-    """What an expression made here gives for these values of the symbols."""
+    """The value of an expression made here for these values of the symbols."""
     return eval(compiled(text), {"min": min, "max": max}, dict(symbols))
 
 

@@ -5,9 +5,12 @@ Times are microseconds. A process is a device or the host, a thread is a stream 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from onnx_fuse import __version__
 from onnx_fuse.report.files import write_json
@@ -15,11 +18,15 @@ from onnx_fuse.report.memory import live_bytes
 from onnx_fuse.runtime.plan import plan
 
 if TYPE_CHECKING:
+    from onnx_fuse.distributed.world import World
     from onnx_fuse.profile import Profile
     from onnx_fuse.program.call import Program
+    from onnx_fuse.runtime.timeline import Communication
 
 HOST, GPU, STEP = 1, 2, 3
 """Processes of a trace; STEP is a training step that was profiled by itself."""
+_APART = 10
+"""Between the processes of one rank and those of the next."""
 Event = dict[str, Any]
 
 
@@ -76,6 +83,39 @@ def _of_calls(profile: Profile, program: Program | None) -> Iterator[Event]:
         if id(call) in live:
             yield counter("arena in use", start, {"bytes": live[id(call)]}, GPU)
         yield span(piece.op, start, 1e6 * piece.seconds, GPU, 1, "kernel", about)
+
+
+def of_communication(found: Communication, end: float) -> Iterator[Event]:
+    """The collectives of a step on a GPU, which ended at `end`, and when nothing hid them."""
+    last = max((x.end for x in found.exchanges), default=0.0)
+    yield from named(GPU, "GPU")
+    yield thread_name(GPU, 1, "collectives of the last step")
+    yield thread_name(GPU, 2, "waits for them")
+    for x in found.exchanges:
+        about = {"bucket": x.bucket, "bytes": x.nbytes}
+        start = end + 1e6 * (x.start - last)
+        yield span(x.kind, start, 1e6 * (x.end - x.start), GPU, 1, "collective", about)
+    for start, stop in found.waits:
+        yield span(
+            "wait", end + 1e6 * (start - last), 1e6 * (stop - start), GPU, 2, "collective", {}
+        )
+
+
+def of_ranks(world: World, events: Sequence[Event]) -> list[Event]:
+    """The events of all ranks, each with processes of its own; all ranks call it together.
+
+    Their times count from one moment, such as a barrier.
+    """
+    own = np.frombuffer(json.dumps(list(events)).encode(), np.uint8)
+    sizes = world.all_gather({"": np.array([own.size])})[""]
+    parts = np.split(world.all_gather({"": own})[""], np.cumsum(sizes)[:-1])
+    found: list[Event] = []
+    for rank, part in enumerate(parts):
+        for event in json.loads(part.tobytes()):
+            if event["name"] == "process_name":
+                event["args"] = {"name": f"rank {rank} {event['args']['name']}"}
+            found.append(event | {"pid": event["pid"] + _APART * rank})
+    return found
 
 
 # ---- events ----------------------------------------------------------------------------------

@@ -155,7 +155,8 @@ class Live(Callback):
         self._next = 0.0
         self._steps = 0
         self._began = time.perf_counter()
-        self._last = 0.0
+        self.last = 0.0
+        """When the last step or evaluation was over, in microseconds."""
         self._events = [*trace.named(trace.HOST, "host"), trace.thread_name(trace.HOST, 1, "steps")]
 
     def on_step(self, fit: Fit) -> None:
@@ -164,7 +165,7 @@ class Live(Callback):
         if len(losses) != self._steps:  # an epoch ends after its last step
             self._steps = len(losses)
             self._note(f"step {self._steps}", {"loss": losses[-1]})
-            self._events.append(trace.counter("loss", self._last, {"loss": losses[-1]}, trace.HOST))
+            self._events.append(trace.counter("loss", self.last, {"loss": losses[-1]}, trace.HOST))
         now = time.perf_counter()
         if self._path is None or now < self._next:
             return
@@ -179,10 +180,10 @@ class Live(Callback):
         self._note("evaluation", fit.history.metrics[-1])
 
     def _note(self, name: str, about: Mapping[str, Any]) -> None:
-        """`name` is over, which began when what was noted before it ended."""
-        start, self._last = self._last, 1e6 * (time.perf_counter() - self._began)
+        """Note that `name` is over; it began when the event noted before it ended."""
+        start, self.last = self.last, 1e6 * (time.perf_counter() - self._began)
         self._events.append(
-            trace.span(name, start, self._last - start, trace.HOST, 1, "step", dict(about))
+            trace.span(name, start, self.last - start, trace.HOST, 1, "step", dict(about))
         )
 
     def events(self) -> list[trace.Event]:

@@ -1,4 +1,4 @@
-"""What another shape of an open program changes: numbers, to be written where arguments stand.
+"""The numbers that another shape of an open program changes in its launches' arguments.
 
 A launch whose grid or arguments hold open sizes is a Change. Its `words` stand for the arguments in
 the order of `cuda.arguments`, an offset in bytes for each address; which buffer's address is added
@@ -26,7 +26,7 @@ class Spots(NamedTuple):
 
 
 def workspace_key(call: int) -> int:
-    """What stands for the workspace of a call among the buffers."""
+    """The key of a call's workspace among the buffers."""
     return -1 - call
 
 

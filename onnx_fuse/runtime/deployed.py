@@ -28,7 +28,7 @@ RECOMPILE = "recompile=True (--recompile) compiles the ONNX model inside anew, w
 
 
 class Deployed:
-    """The file at `path`, checked: its ends, and for one GPU its programs, kernels and weights.
+    """Open the file at `path` and check its inputs, outputs, programs, kernels and weights.
 
     Raises ModelError for a damaged or foreign file and for one of another version.
     """
@@ -167,7 +167,7 @@ class Deployed:
         return "; ".join(lines[:_SHOWN]) + (f"; and {rest} more" if rest > 0 else "")
 
     def _checked(self, program: Program, shapes: Shapes) -> Program:
-        """Inputs and outputs are the model's, and each weight is there whole."""
+        """Check that inputs and outputs are the model's, and that each weight is there whole."""
         if {n: (t.shape, t.dtype) for n, t in program.inputs} != shapes:
             raise self._fault("damaged: a program takes other inputs than its entry says")
         if [n for n, _ in program.outputs] != [e.name for e in self.outputs]:

@@ -125,7 +125,7 @@ def faults() -> list[str]:
 
 
 def _context(device_id: int) -> Any:
-    """The GPU's primary context: the first call makes it, and another meanwhile waits for it."""
+    """The GPU's primary context, which the first call makes; other threads wait for it."""
     probe(device_id)
     return check(bindings().cuDevicePrimaryCtxRetain(device_id), f"a context on GPU {device_id}")
 
@@ -227,7 +227,7 @@ class Pool:
         return Pooled(self, max(nbytes, 1), int(address))
 
     def free(self, address: int, nbytes: int, lent: bool) -> None:
-        """Take back what dies: from any thread, at any time.
+        """Take back the memory of an object that is gone, from any thread and at any time.
 
         `lent`: other libraries have used it, in streams that are not known.
         """
@@ -244,7 +244,7 @@ class Pool:
                 self._stream.idle.release()
 
     def _sweep(self) -> None:
-        """Enqueue the giving back of what has died."""
+        """Enqueue the release of the memory of objects that are gone."""
         while self._dead:
             try:
                 address, nbytes, lent = self._dead.popleft()
@@ -261,7 +261,7 @@ class Pool:
             self._driver.cuMemFreeAsync(address, self._stream.raw)
 
     def trim(self) -> None:
-        """Hand what lies idle to the driver; waits for the stream."""
+        """Wait for the stream, then give unused memory back to the driver."""
         if self._raw is not None:
             self._stream.catch_up()
             self._sweep()
@@ -304,7 +304,7 @@ class Event:
         return int(self._driver.cuEventQuery(self.raw)[0]) == 0
 
     def before(self, other: Stream) -> None:
-        """What `other` is given from now on begins after this point."""
+        """Let work that `other` gets from now on begin after this point."""
         other.wait_event(self)
 
     def wait(self, what: str) -> None:
@@ -353,23 +353,27 @@ class Stream:
         if nbytes:
             check(self._driver.cuMemsetD8Async(address, value, nbytes, self.raw), "filling memory")
 
+    def note(self, address: int, value: int) -> None:
+        """Set four bytes of page-locked host memory to `value`, in stream order."""
+        check(self._driver.cuMemsetD32Async(address, value, 1, self.raw), "filling memory")
+
     def wait(self, what: str) -> None:
         """Wait until everything enqueued has finished; raises DeviceError if a kernel failed."""
         check(self._driver.cuStreamSynchronize(self.raw), what)
 
     def wait_event(self, event: Event) -> None:
-        """What is enqueued from now on begins after `event`, wherever that was recorded."""
+        """Let work enqueued from now on begin after `event`, wherever that was recorded."""
         check(self._driver.cuStreamWaitEvent(self.raw, event.raw, 0), "the order of two streams")
 
     def before(self, other: Stream) -> None:
-        """What `other` is given from now on begins after all that this one holds now."""
+        """Let work that `other` gets from now on begin after all that this stream holds now."""
         if other.handle != self.handle:
             event = Event()
             event.record(self)
             other.wait_event(event)
 
     def catch_up(self) -> None:
-        """Begin after what was enqueued elsewhere."""
+        """Let work enqueued from now on begin after what other streams were given."""
         if self.behind is not None:
             event, self.behind = self.behind, None
             self.wait_event(event)
@@ -395,13 +399,15 @@ class Stream:
         after: Sequence[Sequence[int]] | None = None,
         early: Sequence[bool] = (),
         joined: Sequence[int] = (),
+        asides: Sequence[tuple[Callable[[], None], Sequence[int]]] = (),
     ) -> Graph:
         """An executable graph of what the steps enqueue, in their order.
 
         With `after`, each step is one kernel or a library's call, and step i follows the steps
         `after[i]`, all earlier ones; a kernel of an `early` step itself waits for those, and may be
         launched before their end. The graph ends in the steps `joined`, but for the last, as well:
-        a library may have drawn streams of its own into the capture there.
+        a library may have drawn streams of its own into the capture there. Of `asides`, each
+        follows some steps, and nothing follows it.
         """
         driver = self._driver
         nodes: list[list[Any]] = []
@@ -429,7 +435,15 @@ class Stream:
                     found = driver.cuStreamGetCaptureInfo(self.raw)
                     check(found, "graph capture")
                     nodes.append(list(found[4] or ()))
-                if joined:
+                for work, earlier in asides:
+                    before = [node for k in earlier for node in nodes[k]]
+                    edges = [whole] * len(before)
+                    set_to = driver.cuStreamUpdateCaptureDependencies(
+                        self.raw, before, edges, len(before), replaced
+                    )
+                    check(set_to, "graph capture")
+                    work()
+                if joined or asides:
                     ends = {int(n): n for i in (*joined, len(nodes) - 1) for n in nodes[i]}
                     last = list(ends.values())
                     set_to = driver.cuStreamUpdateCaptureDependencies(

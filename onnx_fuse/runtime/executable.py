@@ -53,7 +53,7 @@ Feeds = Mapping[str, Any]
 
 @dataclass
 class Shape:
-    """What is kept of a set of shapes: its Program, and its Instance while that has memory."""
+    """What is kept for a set of shapes: its Program, and its Instance while that has memory."""
 
     made: PlannedProgram
     instance: Instance | None = None
@@ -66,7 +66,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A binding whose runs need no more than copies of bound arrays, a launch, copies back.
+    """A binding whose runs only copy bound arrays, launch, and copy results back.
 
     `results` has a place for each output wanted, None for those of `fetch`.
     """
@@ -101,7 +101,6 @@ class Executable:
         state: Mapping[str, str] | None = None,
         device_id: int = 0,
         home: Resources | None = None,
-        seed: int = 0,
         memory: Budget | None = None,
     ) -> None:
         device.probe(device_id)
@@ -112,7 +111,7 @@ class Executable:
         self.model, self.math, self.prefs, self.state = model, math, prefs, dict(state or {})
         self.device_id = device_id
         retire = _weakly(self._retire)
-        self.shared = Resources(model, self.state, device_id, home, seed, retire)
+        self.shared = Resources(model, self.state, device_id, home, retire)
         """What its instances refer to, and not to this."""
         self.hw, self._memory = self.shared.hw, memory
         self._shapes: OrderedDict[tuple[Any, ...], Shape] = OrderedDict()
@@ -167,7 +166,7 @@ class Executable:
 
     @staticmethod
     def _ends(model: ir.Model | Deployed) -> ir.Graph | Deployed:
-        """What has the inputs and outputs of a model."""
+        """The object that lists the inputs and outputs of the model."""
         return model if isinstance(model, Deployed) else model.graph
 
     def check(self) -> None:
@@ -253,7 +252,6 @@ class Executable:
                 prefs=self.prefs,
                 device_id=self.device_id,
                 home=self.shared,
-                seed=self.shared.seed,
             )
             instance.stages = Stages(instance, inner)
         return instance.stages
@@ -379,7 +377,7 @@ class Executable:
         binding.ran_in = None if synchronize else target
 
     def _again(self, binding: Binding, prepared: Prepared, stream: device.Stream) -> None:
-        """Run what is bound as it was bound before."""
+        """Run a binding that has not changed since its last run."""
         instance = prepared.instance
         device.start(self.device_id)
         with self._lock:
@@ -508,7 +506,7 @@ class Executable:
     def _take_over(
         self, shape: Shape, inputs: Mapping[str, DeviceTensor], outputs: Mapping[str, DeviceTensor]
     ) -> None:
-        """Let a new shape have the instance of one like it that has not come again."""
+        """Give a new shape the instance of a shape of its kind that was not used again."""
         source = shape.made.source
         other = self._once.get(source)
         if other is None or other.instance is None:
@@ -535,7 +533,7 @@ class Executable:
             return Instance(self.shared, made, inputs, outputs)
 
     def _retire(self) -> None:
-        """Give up the memory of all shapes, which are made anew when they come again."""
+        """Release the memory of all shapes; each is set up anew when it comes again."""
         for shape in self._shapes.values():
             self._drop(shape)
         self._once.clear()
@@ -652,7 +650,7 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
 
 @cache
 def _name_of(dtype: np.dtype) -> str:
-    """NumPy composes it at each call."""
+    """The name of a dtype, kept because NumPy composes it at each call."""
     return str(dtype.name)
 
 

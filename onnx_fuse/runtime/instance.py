@@ -26,8 +26,9 @@ from onnx_fuse.runtime.host_calls import HostCall, Stages
 from onnx_fuse.runtime.launches import Launches
 from onnx_fuse.runtime.plan import PlannedProgram, aligned
 from onnx_fuse.runtime.schedule import aliasable, collective, segments
-from onnx_fuse.runtime.staging import Array, Pending, Room
+from onnx_fuse.runtime.staging import Array, Pending, Room, copied
 from onnx_fuse.runtime.tensor import DeviceTensor, dtype_of
+from onnx_fuse.runtime.timeline import Communication
 from onnx_fuse.runtime.zero_copy import ZeroCopy
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ class Instance:
 
     @property
     def program(self) -> Program:
-        """What runs."""
+        """The program that runs."""
         return self.made.program
 
     def update(
@@ -229,7 +230,7 @@ class Instance:
         self._shareable: dict[str, tuple[str, ...]] | None = None
 
     def _place_constants(self, room: Mapping[int, int]) -> None:
-        """What lowering knew, and room for what the calls of the setup make."""
+        """Upload constants, and reserve memory for what the calls of the setup make."""
         program = self.program
         kept = [b for b in program.buffers if b.kind == "constant"]
         self._constants = self.owner.constants.place(
@@ -249,14 +250,14 @@ class Instance:
             at += nbytes
 
     def _set_up(self) -> None:
-        """Make what depends on nothing but sizes."""
+        """Run the calls that depend on nothing but sizes."""
         for call in self.made.ends.setup:
             pointers = operands(self.address, -1, call)
             for launch in call.launches:
                 bind(launch, pointers, self.owner.hw).enqueue(self.owner.stream.handle)
 
     def _say(self) -> None:
-        """What the variables for debugging ask for."""
+        """Print and write what the debugging variables ask for."""
         if config.DEBUG.value >= 1:
             print(f"{self._count} calls; {self.plan}", file=sys.stderr)
         if config.DEBUG.value >= 2:
@@ -285,7 +286,7 @@ class Instance:
         )
 
     def _set_apart(self) -> None:
-        """An allocation for each tensor and each workspace: a checker sees their ends.
+        """Allocate each tensor and workspace by itself, so that a memory checker sees its ends.
 
         Kernels read rows by vectors, with what stands between them where rows are padded; NaN
         there shows in the results if a kernel uses it.
@@ -428,6 +429,7 @@ class Instance:
         spans: list[tuple[int, int]] = []  # of the inputs' memory that arrays fill
         room = views = None
         moves = []
+        start = self.memory.address + self._spans["input"][0]
         for name, at, tensor in self._fed:
             value = feeds[name]
             if not isinstance(value, np.ndarray):
@@ -437,11 +439,14 @@ class Instance:
             if views is None:
                 room = self.owner.uploads.acquire(self._spans["input"][1])
                 views = room.arrays(self._fed, self._fed)
-            views[name][...] = value
-            near = bool(spans) and at - spans[-1][1] <= GAP
-            spans.append((spans.pop()[0] if near else at, at + tensor.nbytes))
+            assert room is not None
+            for first, end in copied(views[name], value):
+                if end - first < tensor.nbytes:  # a piece goes on alone while others are copied
+                    stream.upload(start + at + first, room.pinned.address + at + first, end - first)
+                    continue
+                near = bool(spans) and at - spans[-1][1] <= GAP
+                spans.append((spans.pop()[0] if near else at, at + tensor.nbytes))
         if room is not None:
-            start = self.memory.address + self._spans["input"][0]
             for low, high in spans:
                 stream.upload(start + low, room.pinned.address + low, high - low)
             room.passed.record(stream)
@@ -474,6 +479,12 @@ class Instance:
             self._current.captured = True
             for part in self._current.parts:
                 part.capture(self.owner.stream)
+
+    def communication(self) -> Communication | None:
+        """The collectives of the last run, which must be over; None if no graph has had any."""
+        parts = [p.timeline for p in self._current.parts if isinstance(p, Launches)]
+        found = [timeline.read() for timeline in parts if timeline is not None]
+        return found[0] if found else None
 
     def profile(self) -> list[tuple[Call, float]]:
         """Seconds of each kernel call by itself, best of three graphs of 20; state changes.

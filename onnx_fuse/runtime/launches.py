@@ -16,6 +16,7 @@ from onnx_fuse.program.problem import Hardware
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.changes import Change, Spots, operands, spots
 from onnx_fuse.runtime.schedule import Order, Segment, collective, copies, overlappable
+from onnx_fuse.runtime.timeline import Timeline
 
 
 class Launches:
@@ -36,6 +37,8 @@ class Launches:
         self._segment, self._order, self._hw = segment, order, hw
         self._address = address
         self._graph: device.Graph | None = None
+        self.timeline: Timeline | None = None
+        """When the collectives of the graph ran, where it has some."""
         self._what = ""
         self._watched = bool(config.DEBUG.value) and not config.GRAPH.value
         self._steps: list[Step] = []
@@ -59,7 +62,7 @@ class Launches:
         """The numbers of the steps whose arguments differ from those of the segment's calls."""
 
     def rewrite(self, changes: Sequence[Change], moved: Collection[int]) -> None:
-        """Launch the same calls with other numbers, as `update`, and where `moved` stand now."""
+        """Do what `update` does by changed words alone, and take the new addresses of `moved`."""
         self._graph = None
         if not self._places:
             self._places = self._found(changes)
@@ -157,7 +160,7 @@ class Launches:
         self._move(buffers, ())
 
     def _move(self, buffers: Collection[int], written: Collection[int]) -> None:
-        """For the steps but those `written` already."""
+        """Move all steps but those `written` already."""
         if self._users is None:
             users = defaultdict(list)
             for k, i in enumerate(self._calls):
@@ -214,7 +217,9 @@ class Launches:
         early = overlappable(after) if waits else [False] * len(after)
         # a library's kernels neither wait by themselves nor call for what follows them
         foreign = [not _waits(self._steps[k]) for k in self._nodes]
-        collectives = [collective(calls[self._calls[k]]) for k in self._nodes]
+        own_calls = [calls[self._calls[k]] for k in self._nodes]
+        collectives = [collective(call) for call in own_calls]
+        self.timeline = Timeline(own_calls, after, stream) if any(collectives) else None
         early = [
             e and not foreign[i] and not any(foreign[k] for k in after[i])
             for i, e in enumerate(early)
@@ -224,7 +229,8 @@ class Launches:
             step.early = False  # the graph's edges say it
         try:
             own = [i for i in range(len(steps) - 1) if collectives[i]]
-            self._graph = stream.capture(steps, after, early, own)
+            asides = self.timeline.asides if self.timeline is not None else ()
+            self._graph = stream.capture(steps, after, early, own, asides)
         finally:
             for step, value in zip(self._steps, before, strict=True):
                 step.early = value

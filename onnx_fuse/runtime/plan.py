@@ -174,7 +174,7 @@ class PlannedProgram:
 
     @property
     def program(self) -> Program:
-        """The Program; evaluated where it was forgotten, or not made yet."""
+        """The Program, evaluated anew if it was released or not made yet."""
         if self._program is None:
             assert self.source is not None
             self._program = self.source.at(self._numbers or {})

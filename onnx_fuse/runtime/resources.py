@@ -35,11 +35,10 @@ class Resources:
         state: Mapping[str, str],
         device_id: int,
         home: Resources | None,
-        seed: int,
         retire: Callable[[], None],
     ) -> None:
         """`home` lends its stream and its weights; `retire` lets go of the arena's block."""
-        self.model, self.state, self.device_id, self.seed = model, state, device_id, seed
+        self.model, self.state, self.device_id = model, state, device_id
         self.hw = Hardware.detect(device_id)
         self.uploads, self.downloads = Uploads(), Downloads()
         self._home, self._retire = home, retire
@@ -61,9 +60,9 @@ class Resources:
 
     @cached_property
     def weights(self) -> Weights:
-        """What stays on the device, by name."""
+        """Weights and states, which stay on the device, by name."""
         home = None if self._home is None else self._home.weights
-        return Weights(self.stream, self.device_id, home, self.seed)
+        return Weights(self.stream, self.device_id, home)
 
     @cached_property
     def pool(self) -> device.Pool:
@@ -72,7 +71,7 @@ class Resources:
 
     @cached_property
     def arena(self) -> Arena:
-        """What all shapes run in."""
+        """The memory in which the temporaries of all shapes stand."""
         return Arena(self.pool, self._retire)
 
     @cached_property

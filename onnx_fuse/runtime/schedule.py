@@ -18,7 +18,7 @@ FEW_BLOCKS = 8
 
 @dataclass(frozen=True)
 class Segment:
-    """Calls `first` and on: kernel calls, or one call that onnxruntime runs."""
+    """A run of calls from index `first` on: kernel calls, or one call that onnxruntime runs."""
 
     first: int
     calls: tuple[Call, ...]
@@ -59,7 +59,7 @@ class Order:
 
 
 def _order(wanted: Iterable[Iterable[int]]) -> Order:
-    """From the calls each must follow, which come earlier in the list; implied ones left out."""
+    """The Order of calls that must each follow some earlier ones; implied edges are left out."""
     after: list[tuple[int, ...]] = []
     before: list[int] = []
     for calls in wanted:
@@ -119,17 +119,18 @@ def _one_by_one(program: Program, wanted: list[list[int]]) -> list[list[int]]:
 def sequential(program: Program) -> Order:
     """Each call follows the one before, but for collectives: they run beside the others.
 
-    A collective follows what it reads, and the collective before.
+    A collective follows what it reads, and the collective before. One that gathers follows the
+    call that stands before it, too: what it makes is not to take memory long before it is read.
     """
     if not any(map(collective, program.calls)):
         return _order([i - 1] if i else [] for i in range(len(program.calls)))
     wanted, before = _by_data(program), None
     for i, call in enumerate(program.calls):
-        if collective(call):
-            continue
-        if before is not None:
+        gathers = getattr(call.problem, "kind", "") == "AllGather"
+        if before is not None and (gathers or not collective(call)):
             wanted[i].append(before)
-        before = i
+        if not collective(call):
+            before = i
     return _order(_one_by_one(program, wanted))
 
 

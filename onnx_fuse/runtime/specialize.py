@@ -118,7 +118,7 @@ class Specializer:
         return folder
 
     def cache_in(self, programs: ProgramCache) -> None:
-        """Keep programs there."""
+        """Keep programs in this folder."""
         with self.lock:
             self.programs = programs
             self._write()
@@ -174,7 +174,7 @@ class Specializer:
         return {symbol: shapes[name][0][axis] for name, axis, symbol in self.symbols(shapes)}
 
     def key(self, shapes: Shapes, values: Mapping[str, np.ndarray]) -> Key:
-        """What programs for these shapes have in common."""
+        """The key of the programs that may serve these shapes: what is not an open size."""
         ranks = tuple(
             sorted([(n, len(s), dtype) for n, (s, dtype) in shapes.items() if n in self._inputs])
         )

@@ -5,10 +5,13 @@ One copy each way a run: an instance's inputs stand side by side, and so do its 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,8 @@ from onnx_fuse.runtime import device
 from onnx_fuse.runtime.tensor import dtype_of
 
 Array = np.ndarray[Any, Any]
+PIECE = 2 << 20
+"""Bytes of a large array that one thread copies while those before it are on their way."""
 SENT = 8
 """Runs whose outputs may be on their way to the host unasked; one more waits for the oldest."""
 
@@ -49,6 +54,33 @@ class Room:
 def _room(nbytes: int) -> Room:
     # twice what is asked for: the next shapes may be larger, and pinning takes a while
     return Room(device.Pinned(max(4096, 2 * nbytes)), device.Event())
+
+
+@cache
+def _copiers() -> ThreadPoolExecutor:
+    """Threads that copy: one fills a fifth of the link to a GPU."""
+    return ThreadPoolExecutor(min(6, os.cpu_count() or 1), "onnx_fuse copies")
+
+
+def copied(target: Array, source: Array) -> Iterator[tuple[int, int]]:
+    """Copy `source` to the dense `target`; the bytes from and to of each piece that has arrived.
+
+    Several threads copy the pieces of a large array, so that the first may go on early.
+    """
+    alike = source.dtype == target.dtype and source.flags.c_contiguous
+    if not alike or source.nbytes < 2 * PIECE:
+        target[...] = source
+        yield 0, target.nbytes
+        return
+    to, given = target.reshape(-1), source.reshape(-1)
+    step = PIECE // target.itemsize
+    starts = range(0, to.size, step)
+    done = [
+        _copiers().submit(np.copyto, to[at : at + step], given[at : at + step]) for at in starts
+    ]
+    for at, piece in zip(starts, done, strict=True):
+        piece.result()
+        yield at * to.itemsize, min(at + step, to.size) * to.itemsize
 
 
 class Uploads:

@@ -17,6 +17,7 @@ from onnx_fuse.onnx.save import is_large_weight, serialized_without_weights
 from onnx_fuse.runtime.budget import Budget, Recompute
 from onnx_fuse.runtime.deployed import Deployed
 from onnx_fuse.runtime.executable import Executable
+from onnx_fuse.runtime.timeline import Communication
 
 Array = np.ndarray[Any, Any]
 
@@ -55,7 +56,7 @@ def guarded(
 
 
 def graph_digest(model: ir.Model) -> str:
-    """What stands for a graph and the weights in it that no step changes."""
+    """The digest of a graph and of the weights in it that no step changes."""
     held = (v.const_value for v in model.graph.initializers.values())
     large = (tensor.numpy() for tensor in held if tensor is not None and is_large_weight(tensor))
     dense = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in large)
@@ -116,6 +117,13 @@ class CudaStates:
         """Replace the value of a state."""
         self._home.weights.write(name, array)
 
+    def adopt(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
+        """The feeds with those that are on a GPU as DeviceTensors, whatever library has them.
+
+        Steps that are enqueued from now on come after what makes them.
+        """
+        return {name: self._home.adopt(value) for name, value in feeds.items()}
+
     def start(
         self,
         key: str,
@@ -148,6 +156,15 @@ class CudaStates:
         """What the graph of a mode runs a second time, once it has run within a budget."""
         made = self._executables.get(key)
         return None if made is None or self._memory is None else made.specializer.recompute
+
+    def communication(self, key: str) -> Communication | None:
+        """The collectives of the last step of a mode; None where it ran none as a graph."""
+        made = self._executables.get(key)
+        instances = [] if made is None else made.instances()
+        if not instances:
+            return None
+        self._home.stream.wait("the last step")
+        return instances[-1].communication()
 
     def resume_updates(self) -> None:
         """Let steps replace states again after a bad one."""

@@ -33,7 +33,7 @@ class StreamOrder:
         return found
 
     def enter(self, stream: device.Stream) -> None:
-        """What `stream` is given next comes after all runs before."""
+        """Let what `stream` gets next come after all runs before."""
         own = self._own
         if stream is own:
             own.catch_up()
@@ -43,7 +43,7 @@ class StreamOrder:
         self._last = stream
 
     def leave(self, stream: device.Stream) -> None:
-        """What other streams are given from now on comes after this run."""
+        """Let what other streams get from now on come after this run."""
         if stream is not self._own:
             self._end.record(stream)
             self._own.behind = self._end

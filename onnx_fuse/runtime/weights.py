@@ -26,17 +26,15 @@ def zeros(array: np.ndarray) -> bool:
 class Weights:
     """The tensors of `resident`: name -> (shape and type, address); `home`'s are there too."""
 
-    def __init__(
-        self, stream: device.Stream, device_id: int, home: Weights | None = None, seed: int = 0
-    ) -> None:
-        self._stream, self._device_id, self._seed = stream, device_id, seed
+    def __init__(self, stream: device.Stream, device_id: int, home: Weights | None) -> None:
+        self._stream, self._device_id = stream, device_id
         self.resident: dict[str, tuple[Tensor, int]] = dict(home.resident if home else {})
         self.resident.pop(RANDOM, None)  # each has its own
         self._blocks: list[device.Memory] = []
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this one has put on the device."""
+        """The bytes that this object has put on the device."""
         return sum(block.nbytes for block in self._blocks)
 
     def have(self, program: Program) -> bool:
@@ -57,7 +55,7 @@ class Weights:
             elif b.kind == "weight":
                 arrays[b.name] = weight(b.name)
             elif b.kind == "random":
-                arrays[b.name] = np.array([self._seed, 0], np.uint64)
+                arrays[b.name] = np.zeros(2, np.uint64)  # seed, draw
         if arrays:
             self.place(arrays)
         return {

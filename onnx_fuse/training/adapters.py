@@ -11,8 +11,8 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from onnx_fuse.onnx.load import load, read
 from onnx_fuse.onnx.save import save
 from onnx_fuse.ops.rewrite import is_float, typed
 from onnx_fuse.passes.constants import set_parameter
+from onnx_fuse.training import peft
 
 __all__ = ["Adapter", "Lora", "merge"]
 
@@ -45,7 +46,8 @@ class Lora:
     alpha: float = 16.0
     """The product is scaled by alpha / rank."""
     weights: tuple[str, ...] = ("*",)
-    """Globs over the names of weights; of those only matrices that MatMul and Gemm read count."""
+    """Globs over the names of weights, or of their PyTorch modules where the exporter left them
+    ("*.query"); of those only matrices that MatMul and Gemm read count."""
 
     def __post_init__(self) -> None:
         globs = (self.weights,) if isinstance(self.weights, str) else tuple(self.weights)
@@ -68,6 +70,8 @@ class Adapter:
     """alpha / rank."""
     transposed: bool
     """Whether W is stored as [N, K]."""
+    module: str = ""
+    """The name of the PyTorch module whose weight W is, where the exporter left one."""
 
     def merged(self, w: Array, a: Array, b: Array) -> Array:
         """The sum of `w` and scale · `a`·`b` in the type of `w`, worked out in float64."""
@@ -85,14 +89,14 @@ def attach(model: onnx_ir.Model, lora: Lora, seed: int) -> tuple[onnx_ir.Model, 
     """
     model = load(model)
     graph = model.graph
-    named = [
-        v
-        for v in graph.initializers.values()
-        if any(fnmatchcase(str(v.name), glob) for glob in lora.weights)
-    ]
+    known = {v: (str(v.name), _module(v)) for v in graph.initializers.values()}
+    chosen: dict[onnx_ir.Value, None] = {}
     for glob in lora.weights:
-        if not any(fnmatchcase(str(v.name), glob) for v in named):
+        found = [v for v, names in known.items() if any(fnmatchcase(n, glob) for n in names)]
+        if not found:
             raise UsageError(f"'{glob}' matches no weight of the model that LoRA could adapt")
+        chosen |= dict.fromkeys(found)
+    named = [v for v in known if v in chosen]
     op = autodiff.Emitter(model)
     for node in {n for v in named for n, _ in v.uses() if n.domain == FUSE}:
         expand(graph, op, node)
@@ -105,7 +109,7 @@ def attach(model: onnx_ir.Model, lora: Lora, seed: int) -> tuple[onnx_ir.Model, 
         except ModelError as error:
             reasons.append(str(error))
             continue
-        adapters.append(_adapt(graph, value, products, lora, seed))
+        adapters.append(_adapt(graph, value, products, lora, seed, known[value][1]))
     if not adapters:
         reason = reasons[0] if reasons else f"{', '.join(lora.weights)} name no matrix"
         raise UsageError(f"no weight can have an adapter: {reason}")
@@ -140,6 +144,14 @@ def _products(weight: onnx_ir.Value) -> list[tuple[onnx_ir.Node, bool]]:
     return found
 
 
+def _module(weight: onnx_ir.Value) -> str:
+    """The name of the PyTorch module whose weight this is, or ""."""
+    try:
+        return peft.module_of(str(weight.name), _products(weight)[0][0])
+    except ModelError:
+        return ""
+
+
 def _int(node: onnx_ir.Node, name: str) -> int:
     attribute = node.attributes.get(name)
     return 0 if attribute is None else attribute.as_int()
@@ -151,6 +163,7 @@ def _adapt(
     products: list[tuple[onnx_ir.Node, bool]],
     lora: Lora,
     seed: int,
+    module: str,
 ) -> Adapter:
     transposed = products[0][1]
     assert weight.shape is not None
@@ -186,7 +199,7 @@ def _adapt(
         for i, made in enumerate(op.nodes):
             made.name = f"{weight.name}.lora.{number}.{i}"
         graph.insert_after(node, op.nodes)
-    return Adapter(str(weight.name), str(a.name), str(b.name), scale, transposed)
+    return Adapter(str(weight.name), str(a.name), str(b.name), scale, transposed, module)
 
 
 def _in_type_of(op: Builder, weight: onnx_ir.Value, v: onnx_ir.Value) -> onnx_ir.Value:
@@ -212,19 +225,74 @@ def _initializer(graph: onnx_ir.Graph, name: str, content: Array, dtype: Any) ->
 
 
 def write(
-    path: str | os.PathLike[str], tensors: Mapping[str, Array], adapters: list[Adapter]
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Array],
+    adapters: Sequence[Adapter],
+    graph: onnx_ir.Graph,
 ) -> None:
-    """Write trained tensors and what their adapters are as one safetensors file."""
+    """Write trained tensors of a graph with what their adapters are.
+
+    A path that ends in ".safetensors" becomes one file, another a folder in PEFT's form. Raises
+    UsageError for a folder where a weight has no name of a PyTorch module.
+    """
     from safetensors.numpy import save as pack
 
-    about = {_METADATA: json.dumps([asdict(adapter) for adapter in adapters])}
-    data = pack({k: np.ascontiguousarray(a) for k, a in tensors.items()}, about)
-    with files.written(Path(path)) as draft:
-        draft.write_bytes(data)
+    if Path(path).suffix == ".safetensors":
+        about = {_METADATA: json.dumps([asdict(adapter) for adapter in adapters])}
+        data = pack({k: np.ascontiguousarray(a) for k, a in tensors.items()}, about)
+        with files.written(Path(path)) as draft:
+            draft.write_bytes(data)
+        return
+    rest, held = dict(tensors), peft.Peft(scale=adapters[0].scale)
+    for module, each in by_module(adapters).items():
+        held.pairs[module] = (rest.pop(each.a), rest.pop(each.b))
+    for name in rest:  # PEFT stores modules whole
+        for value in graph.initializers.values():
+            if str(value.name).rpartition(".")[0] == name.rpartition(".")[0] and value.const_value:
+                held.whole[str(value.name)] = value.const_value.numpy()
+    held.whole |= rest
+    peft.write(path, held, transposed=adapters[0].transposed)
 
 
-def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Array], list[Adapter]]:
-    """The tensors and adapters of a file that `write` wrote. Raises DataError for another."""
+def by_module(adapters: Sequence[Adapter]) -> dict[str, Adapter]:
+    """The adapters by the names of their PyTorch modules. Raises UsageError where one has none."""
+    found: dict[str, Adapter] = {}
+    for each in adapters:
+        if not each.module or each.module in found:
+            raise UsageError(
+                f"'{each.weight}' has no name of a PyTorch module of its own, which PEFT's form "
+                "needs: end the path with .safetensors for a file of this package"
+            )
+        found[each.module] = each
+    return found
+
+
+def read_file(
+    path: str | os.PathLike[str], own: Sequence[Adapter] = (), names: Collection[str] = ()
+) -> tuple[dict[str, Array], list[Adapter]]:
+    """The tensors and adapters that `write` wrote, or PEFT.
+
+    Args:
+        path: A file, or a folder in PEFT's form.
+        own: The adapters of the model; those of a folder are put under their names.
+        names: The names of the model's weights, which what trained whole in a folder has.
+
+    Raises:
+        DataError: There are no adapters, or a folder has others than `own`.
+    """
+    if not Path(path).is_dir():
+        return _read_own(path)
+    held, known = peft.read(path), {each.module: each for each in own}
+    tensors: dict[str, Array] = {}
+    found = []
+    for name, (a, b) in held.pairs.items():
+        each = known[peft.find(path, name, known)]
+        tensors |= {each.a: a, each.b: b}
+        found.append(replace(each, scale=held.scale))
+    return tensors | {peft.find(path, k, names): w for k, w in held.whole.items()}, found
+
+
+def _read_own(path: str | os.PathLike[str]) -> tuple[dict[str, Array], list[Adapter]]:
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -242,34 +310,42 @@ def merge(model: Model, adapters: str | os.PathLike[str], output: str | os.PathL
 
     Args:
         model: The model that the adapters were trained for, as `Trainer` takes it.
-        adapters: A file that `Trainer.save_adapters` wrote.
+        adapters: What `Trainer.save_adapters` wrote, or a folder that PEFT wrote for the PyTorch
+            model that was exported.
         output: The path of the new file.
 
     Raises:
         DataError: The file holds no adapters, or those of another model.
         ModelError: The model is malformed.
+        UsageError: No weight of the model can have an adapter.
     """
     given = read(model)
-    tensors, found = read_file(adapters)
     weights = {str(v.name): v.const_value for v in given.graph.initializers.values()}
     weights |= {str(v.name): v.const_value for n in given.graph for v in n.outputs if v.const_value}
+    own = attach(given, Lora(1), 0)[1] if Path(adapters).is_dir() else []
+    tensors, found = read_file(adapters, own, weights)
     for adapter in found:
         tensor = weights.get(adapter.weight)
         if tensor is None:
             raise DataError(f"{os.fspath(adapters)}: the model has no weight '{adapter.weight}'")
         a, b = tensors.pop(adapter.a), tensors.pop(adapter.b)
         shape = (a.shape[0], b.shape[1])[:: -1 if adapter.transposed else 1]
-        if tuple(tensor.shape.numpy()) != shape:
-            raise DataError(
-                f"{os.fspath(adapters)}: '{adapter.weight}' is {list(tensor.shape.numpy())} in the "
-                f"model, {list(shape)} in the adapters"
-            )
+        _check_shape(adapters, adapter.weight, tensor, shape)
         tensors[adapter.weight] = adapter.merged(tensor.numpy(), a, b)
     for name, array in tensors.items():
         if name not in weights:
             raise DataError(f"{os.fspath(adapters)}: the model has no weight '{name}'")
+        _check_shape(adapters, name, weights[name], array.shape)
         set_parameter(given, name, array)
     save(given, output)
+
+
+def _check_shape(path: Any, name: str, tensor: Any, shape: Sequence[int]) -> None:
+    own = list(tensor.shape.numpy())
+    if own != list(shape):
+        raise DataError(
+            f"{os.fspath(path)}: '{name}' is {own} in the model, {list(shape)} in the adapters"
+        )
 
 
 def __dir__() -> list[str]:

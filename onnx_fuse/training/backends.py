@@ -45,6 +45,7 @@ class Compiling:
         raise UsageError("a Trainer with hardware= compiles its steps: it does not run them")
 
     array = write = start = commit = resume_updates = recompute = _refuse
+    adopt = communication = _refuse
 
 
 class Portable:
@@ -90,6 +91,10 @@ class Portable:
         found = self._run(key, spec, feeds)
         return lambda: found
 
+    def adopt(self, feeds: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The feeds as they are: onnxruntime reads arrays."""
+        return feeds
+
     def resume_updates(self) -> None:
         """Nothing was changed by a bad step."""
 
@@ -121,6 +126,8 @@ class Portable:
 
     def recompute(self, key: str) -> None:
         """Nothing: onnxruntime plans its memory itself."""
+
+    communication = recompute
 
     def commit(self, spec: Spec) -> None:
         """Make what the last step wrote the current states."""
@@ -178,6 +185,8 @@ class Cuda:
         self.write = self._states.write
         self.resume_updates = self._states.resume_updates
         self.recompute = self._states.recompute
+        self.adopt = self._states.adopt
+        self.communication = self._states.communication
 
     def start(
         self, key: str, spec: Spec, feeds: Mapping[str, Array]
@@ -228,9 +237,11 @@ def backend(
     if world is not None:
         from onnx_fuse.distributed import nccl
         from onnx_fuse.runtime.device import start
+        from onnx_fuse.runtime.timeline import met
 
         start(gpu)
         nccl.connect(world)
+        world.watch.met = met
     return Cuda(states, math, budget, gpu, compiled)
 
 

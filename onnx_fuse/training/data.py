@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir
 
-from onnx_fuse.errors import DataError
+from onnx_fuse.errors import DataError, ModelError
 from onnx_fuse.onnx.common import one_line
+from onnx_fuse.runtime import ort
+from onnx_fuse.runtime.tensor import DeviceTensor
 
-__all__ = ["count", "fit", "load", "order"]
+__all__ = ["check_freed_batch", "count", "fit", "load", "order"]
 
 Array = np.ndarray[Any, Any]
 NOT_ARRAYS = (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
@@ -67,7 +69,8 @@ def fit(
     """The arrays in the types of the inputs, converted only where no value can change.
 
     Sizes of equal symbols must be equal. With `batch=False` the arrays are whole data sets, whose
-    first axis is not the batch; they are checked but not converted. Raises DataError.
+    first axis is not the batch; they are checked but not converted. A tensor on the GPU stays there
+    and must have the input's type. Raises DataError.
     """
     names = [v.name or "" for v in inputs]
     missing = [name for name in names if name not in arrays]
@@ -79,15 +82,18 @@ def fit(
     sizes: dict[str, tuple[int, str]] = {}
     fitted = {}
     for value, name in zip(inputs, names, strict=True):
-        array = np.asarray(arrays[name]) if batch else arrays[name]
+        array = arrays[name]
+        resident = isinstance(array, DeviceTensor)
+        array = np.asarray(array) if batch and not resident else array
         dtype = value.dtype.numpy() if value.dtype is not None else array.dtype
-        if array.dtype != dtype and not np.can_cast(array.dtype, dtype, "safe"):
+        kept = resident or not np.can_cast(array.dtype, dtype, "safe")
+        if array.dtype != dtype and kept:
             raise DataError(
                 f"'{name}' holds {array.dtype}, the model reads {dtype}: convert it by "
                 f".astype('{dtype}')"
             )
         _check_shape(name, array.shape, value.shape, sizes, 0 if batch else 1)
-        fitted[name] = np.asarray(array, dtype, order="C") if batch else array
+        fitted[name] = np.asarray(array, dtype, order="C") if batch and not resident else array
     return fitted
 
 
@@ -129,6 +135,45 @@ def order(examples: int, seed: int, epoch: int, *, shuffle: bool = True) -> Arra
     if not shuffle:
         return np.arange(examples)
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(examples)
+
+
+def check_freed_batch(
+    model: onnx_ir.Model,
+    arrays: Mapping[str, Array],
+    names: Sequence[str],
+    run: Callable[[], Mapping[str, Array]],
+) -> None:
+    """Compare a model with its batch freed to the original, on all rows that fill its batch.
+
+    Args:
+        model: The model with the batch that it was exported with.
+        arrays: The feeds of the first batch.
+        names: The outputs to compare.
+        run: Computes them for that batch.
+
+    Raises:
+        ModelError: The outputs differ.
+        DataError: The batch has too few rows.
+    """
+    session = ort.session(model)
+    size = int(session.get_inputs()[0].shape[0])
+    rows = len(arrays[session.get_inputs()[0].name])
+    if rows < size:
+        raise DataError(
+            f"the first batch has {rows} rows, but it needs at least {size}, the batch that the "
+            "model was exported with"
+        )
+    head = "the batch of the model cannot be freed"
+    try:
+        found = run()
+    except ModelError as error:
+        raise ModelError(f"{head}: {error}") from error
+    for i in range(0, rows - size + 1, size):
+        own = {v.name: arrays[v.name][i : i + size] for v in session.get_inputs()}
+        for name, y in zip(names, ort.run(session, own, names), strict=True):
+            got = found[name][i : i + size]
+            if got.shape != y.shape or not np.allclose(got, y, rtol=1e-3, atol=1e-4):
+                raise ModelError(f"{head}: its output '{name}' changes")
 
 
 def __dir__() -> list[str]:

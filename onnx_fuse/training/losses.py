@@ -116,10 +116,12 @@ def attach(
     model: onnx_ir.Model,
     given: Sequence[Term],
     shares: Sequence[onnx_ir.Value | None] = (),
+    fused: bool = False,
 ) -> tuple[onnx_ir.Value, list[onnx_ir.Value], list[Target]]:
     """Append the weighted sum of losses to a model, in place.
 
     `shares` are scalars that multiply the losses, where a batch is one of several ranks' parts.
+    `fused` allows operators of ours.
     Returns the sum, the new inputs that are fed, and what the losses by name compare. Raises
     UsageError and ModelError for a loss that does not fit the model.
     """
@@ -134,7 +136,7 @@ def attach(
         logits = own[term.output] if term.output is not None else outputs[0]
         if term.named:
             value, label = autodiff.attach_loss(
-                model, term.loss, dict(term.options), output=term.output
+                model, term.loss, dict(term.options), output=term.output, fused=fused
             )
             if label is not None:
                 label = _shared(model, label, term.labels)

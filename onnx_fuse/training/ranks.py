@@ -34,7 +34,7 @@ COUNTS, LOSS, GRADIENTS = 0, 1, 2
 """The buckets: what the ranks count, the loss with statistics, and gradients from 2 on."""
 REDUCED = {"fp32": None, "bf16": onnx_ir.DataType.BFLOAT16}
 """What gradients are added in, by name."""
-SHARDS = ("", "optimizer")
+SHARDS = ("", "optimizer", "all")
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ class Ranks:
     reduce: str = "fp32"
     """What gradients are added in: "fp32" (their own type) or "bf16"."""
     shard: str = ""
-    """"optimizer": each rank holds, and updates by, its part of the optimizer's state alone."""
+    """"optimizer": each rank holds, and updates by, its part of the optimizer's state alone;
+    "all": its part of the weights, too."""
     sync_batchnorm: bool = False
     """Whether BatchNormalization takes the statistics of all ranks' rows together."""
     bucket: int = buckets.BUCKET
@@ -58,7 +59,7 @@ class Ranks:
         if self.reduce not in REDUCED:
             raise UsageError(f"reduce_dtype '{self.reduce}' is not one of {', '.join(REDUCED)}")
         if self.shard not in SHARDS:
-            raise UsageError(f"shard '{self.shard}' is not 'optimizer'")
+            raise UsageError(f"shard '{self.shard}' is not 'optimizer' or 'all'")
 
 
 @dataclass(frozen=True)
@@ -232,6 +233,11 @@ class Reduction:
                 y = typed(op.Cast(y, to=w.dtype.value), w, y.shape)
             made[w] = typed(y, w, y.shape)
         return made, placed
+
+    def share(self, whole: Array) -> Array:
+        """This rank's part of an array, flat."""
+        part = whole.size // self.ranks.size
+        return whole.reshape(-1)[part * self.ranks.rank : part * (self.ranks.rank + 1)]
 
     def own(self, w: onnx_ir.Value) -> onnx_ir.Value:
         """The rank's part of a weight, flat; the weight itself where that is not sharded."""

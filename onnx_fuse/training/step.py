@@ -22,7 +22,7 @@ from onnx_fuse.passes.canonicalize import clean
 from onnx_fuse.passes.precision import lower_precision
 from onnx_fuse.passes.rotation import split_rotations
 from onnx_fuse.program.problem import PRECISIONS
-from onnx_fuse.training import losses, optim
+from onnx_fuse.training import losses, optim, spread
 from onnx_fuse.training.batchnorm import synchronised
 from onnx_fuse.training.groups import Choice
 from onnx_fuse.training.losses import Given, Target, Term
@@ -146,8 +146,9 @@ def training_model(
     step = _Step(prepared, mode, named, optimizer, ranks)
     statistics = step.batch_norms(choice)
     step.dropouts()
-    step.attach_loss(losses.terms(loss, loss_options, output))
-    if fused and not step.evaluates:
+    takes_over = fused and not step.evaluates
+    step.attach_loss(losses.terms(loss, loss_options, output), takes_over)
+    if takes_over:
         step.fuse_loss()
     weights = step.weights(statistics, choice)
     if step.evaluates:
@@ -155,6 +156,8 @@ def training_model(
             step.state(w, "parameter")
             if mode == "average":
                 w.name = _average(w)
+        if ranks is not None and ranks.shard == "all":
+            step.spread(weights, ranks)
         return step.finish()
     if precision == "fp16":
         step.scale(loss_scale)
@@ -167,6 +170,8 @@ def training_model(
     if mode == "update":
         gradients = step.check(step.reduce(gradients))
         step.update(step.clip(gradients, clip_norm), ema)
+    elif ranks is not None and ranks.shard == "all":
+        step.spread(list(gradients), ranks)
     return step.finish()
 
 
@@ -224,6 +229,7 @@ class _Step:
         self.ready: dict[onnx_ir.Value, int] = {}  # when the backward makes a weight's gradient
         self.buckets: dict[onnx_ir.Value, int] = {}  # which that is reduced in
         self.wholes: dict[onnx_ir.Value, tuple[int, ...]] = {}  # of states that are sharded
+        self.parts: dict[onnx_ir.Value, onnx_ir.Value] = {}  # of weights that are gathered to read
 
     def input(self, name: str, dtype: onnx_ir.DataType, shape: Any) -> onnx_ir.Value:
         value = onnx_ir.Value(
@@ -342,7 +348,7 @@ class _Step:
             onnx_ir.convenience.replace_all_uses_with(old, y, replace_graph_outputs=True)
             self.graph.remove(node, safe=True)
 
-    def attach_loss(self, terms: Sequence[Term]) -> None:
+    def attach_loss(self, terms: Sequence[Term], fused: bool) -> None:
         self.outputs = list(self.graph.outputs)
         shares: Sequence[onnx_ir.Value | None] = ()
         if self.ranks is not None:
@@ -353,7 +359,7 @@ class _Step:
             self.counts.shape = onnx_ir.Shape([len(terms) + 1])
             shares, self.rows = self.reduction.shares(self.counts, self.measures)
             self.place()
-        self.loss, self.labels, self.targets = losses.attach(self.model, terms, shares)
+        self.loss, self.labels, self.targets = losses.attach(self.model, terms, shares, fused)
         self.op = autodiff.Emitter(self.model)
 
     def fuse_loss(self) -> None:
@@ -388,6 +394,8 @@ class _Step:
         """The gradients of all ranks' batches together."""
         if self.ranks is None:
             return gradients
+        if self.ranks.shard == "all":
+            self.parts = spread.candidates(self.graph, list(gradients), self.reduction)
         made, self.buckets = self.reduction.gradients(gradients, self.ready)
         return made
 
@@ -596,7 +604,7 @@ class _Step:
             step = self.step_of(w) if self.optimizer.counts else lr
             kinds = self.optimizer.slots.items()
             slots = [self.slot(w, name, "slot", initial) for name, initial in kinds]
-            own = w if self.ranks is None else self.reduction.own(w)
+            own = w if self.ranks is None else self.parts.get(w) or self.reduction.own(w)
             news = self.optimizer.update(self.op, model_names(w)[0], own, g, slots, lr, step)
             olds = [own, *slots]
             if ema is not None:
@@ -607,9 +615,29 @@ class _Step:
                 if condition is not None:
                     pairs = zip(news, olds, strict=True)
                     news = [typed(self.op.Where(condition, *p), p[1], p[1].shape) for p in pairs]
-            if own is not w:
+            if own is not w and w not in self.parts:
                 news = [self.reduction.joined(news[0], w, NEW_WEIGHTS + self.buckets[w]), *news[1:]]
             self.next.update(zip([w, *olds[1:]], news, strict=True))
+        if self.parts:
+            assert self.ranks is not None
+            self.place()
+            self.gather(self.ranks)
+
+    def spread(self, weights: Sequence[onnx_ir.Value], ranks: Ranks) -> None:
+        """Let this rank hold its part of the weights, which nothing updates here."""
+        self.parts = spread.candidates(self.graph, weights, Reduction(ranks, self.op))
+        self.place()
+        self.gather(ranks)
+
+    def gather(self, ranks: Ranks) -> None:
+        """Gather the weights of `parts` where they are read, and hold this rank's part of them."""
+        self.wholes |= {w: tuple(w.shape.numpy()) for w in self.parts if w.shape is not None}
+        reduction = Reduction(ranks, self.op)
+        spread.gather(self.graph, self.parts, reduction, self.loss, ranks.bucket)
+        self.states = [
+            (w, kind, reduction.share(initial) if w in self.parts else initial)
+            for w, kind, initial in self.states
+        ]
 
     def average(self, w: onnx_ir.Value) -> onnx_ir.Value:
         """A new state that is the running average of a parameter, and begins as what it is."""

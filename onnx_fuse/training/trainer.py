@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir
 
 from onnx_fuse.distributed.world import world
-from onnx_fuse.errors import CheckFailed, DataError, ModelError, UsageError
+from onnx_fuse.errors import CheckFailed, DataError, UsageError
 from onnx_fuse.onnx.common import Model
 from onnx_fuse.onnx.exported import exported
 from onnx_fuse.onnx.load import read
@@ -23,8 +23,8 @@ from onnx_fuse.onnx.shapes import fix_shapes
 from onnx_fuse.passes import params
 from onnx_fuse.passes.constants import lift_parameters, set_parameter
 from onnx_fuse.program.problem import PRECISIONS, Hardware
-from onnx_fuse.runtime import ort
 from onnx_fuse.runtime.budget import parse as parse_budget
+from onnx_fuse.runtime.timeline import Communication
 from onnx_fuse.training import adapters, backends, checkpoint, data, fit, optim, settings, shared
 from onnx_fuse.training.adapters import Adapter, Lora
 from onnx_fuse.training.fault import fault_of
@@ -35,7 +35,7 @@ from onnx_fuse.training.losses import Given, Term
 from onnx_fuse.training.metrics import Evaluation
 from onnx_fuse.training.ranks import Ranks, Spare, counted, part_of_state, whole_states
 from onnx_fuse.training.sources import Data
-from onnx_fuse.training.step import Mode, Spec, training_model
+from onnx_fuse.training.step import Mode, Spec, State, training_model
 from onnx_fuse.training.weights import literal
 
 __all__ = ["Evaluation", "Loss", "Trainer"]
@@ -90,7 +90,9 @@ class Trainer:
             the batch; the loss and the update are those of all parts together.
         reduce_dtype: "fp32" adds up the gradients of the ranks in their own type, "bf16" in half
             as many bytes.
-        shard: "optimizer" lets each rank hold its part of the optimizer's state alone.
+        shard: "optimizer" lets each rank hold its part of the optimizer's state alone, "all" its
+            part of the weights as well: then all ranks call what reads them (`evaluate`, `weights`,
+            `save`) together.
         hardware: Build the steps for this GPU, which need not be here: nothing is run, and
             `deploy.compile_training` compiles them.
         compiled: A folder that it has written from the same model and settings: the GPU runs what
@@ -184,11 +186,13 @@ class Trainer:
         choice = Choice(trainable, frozen, self.optimizer.groups)
         self._duplicates, notes = shared.resolve(self._source.graph, choice, tied=tie)
         self.notes += notes
-        self._lora, self._adapters = lora, list[Adapter]()
+        self._lora = lora
+        self.adapters: list[Adapter] = []
+        """The low-rank products that train beside weights."""
         self._trainable = None if trainable is None else list(trainable)
         if lora is not None:
-            self._source, self._adapters = adapters.attach(self._source, lora, seed)
-            own = [literal(name) for each in self._adapters for name in (each.a, each.b)]
+            self._source, self.adapters = adapters.attach(self._source, lora, seed)
+            own = [literal(name) for each in self.adapters for name in (each.a, each.b)]
             self._trainable = [*own, *(trainable or ())]
         self._sized = self._source
         if shapes or dims:
@@ -295,8 +299,8 @@ class Trainer:
         """The batch size that the model was exported with and that was freed, or 0."""
         if not self._options["free_batch"]:
             return 0
-        names = self._source.graph.initializers
-        first = next(v for v in self._source.graph.inputs if v.name not in names and v.shape)
+        graph = self._source.graph
+        first = next(v for v in graph.inputs if v.name not in graph.initializers and v.shape)
         assert first.shape is not None
         return int(first.shape[0])  # type: ignore[arg-type]
 
@@ -314,7 +318,8 @@ class Trainer:
         """Train on one batch: forward, backward and, every `accumulate` calls, the update.
 
         Args:
-            feeds: The model's inputs by name, and "labels", as arrays of the model's types.
+            feeds: The model's inputs by name, and "labels", as arrays of the model's types, or as
+                tensors on the GPU, which must not change before the loss is known.
 
         Returns:
             The loss of the batch. On a GPU it is a Loss, which waits for the step when it is used
@@ -336,7 +341,7 @@ class Trainer:
         arrays = self._fit(spec, feeds)
         if self._batch_unchecked:
             self.evaluate(feeds)
-        rows = max((len(array) for array in arrays.values() if array.ndim), default=0)
+        rows = max((array.shape[0] for array in arrays.values() if array.shape), default=0)
         if self.world is not None:
             spare = isinstance(feeds, Spare)
             arrays, count = counted(arrays, spec.measures, spec.targets, spare=spare)
@@ -346,6 +351,8 @@ class Trainer:
         rate = self.optimizer.rate(self.updates)
         arrays |= self._scalars(spec, rate)
         result = self._device.start(mode, spec, arrays)
+        if self.world is not None:
+            result = partial(self.world.watch.during, result)
         run = Run(self.calls, mode, spec, arrays, rate, rows, result)
         self._runs.append(run)
         self.calls += 1
@@ -400,7 +407,8 @@ class Trainer:
                 run.norm = float(found[spec.norm]) if spec.norm else None
                 continue
             after, self._runs, self.calls = self._runs, [], run.index
-            arrays = {**run.feeds, **{x.name: self._device.array(x.name) for x in spec.states}}
+            fed = {name: np.asarray(value) for name, value in run.feeds.items()}
+            arrays = {**fed, **{x.name: self._device.array(x.name) for x in spec.states}}
             fault = fault_of(spec, run.feeds, arrays, found, partial(self._build, run.mode))
             fault = f"step {run.index + 1}: {fault}"
             for other in (run, *after):
@@ -436,17 +444,23 @@ class Trainer:
         mode: Mode = "average" if self._averages(ema) else "evaluate"
         spec = self.spec(mode)
         arrays = self._fit(spec, feeds)
-        self._check_batch(spec, arrays)
+        if self._batch_unchecked:
+            self._batch_unchecked = False
+            data.check_freed_batch(
+                self._source,
+                {name: np.asarray(array) for name, array in arrays.items()},
+                spec.outputs,
+                lambda: self._device.start("evaluate", spec, arrays)(),
+            )
         found = self._device.start(mode, spec, arrays)()
         counted = hits = 0
         for target in [t for t in spec.targets if t.classes][:1]:
-            labels = arrays[target.labels]
-            counts = labels != target.ignored
+            counts = (labels := arrays[target.labels]) != target.ignored
             counted = int(counts.sum())
             guesses = found[target.logits].argmax(target.class_axis)
             hits = int((counts & (guesses == labels)).sum())
-        outputs = {n: found[n] for n in spec.outputs}
-        return Evaluation(float(found[spec.loss]), outputs, counted, hits)
+        kept = {n: found[n] for n in spec.outputs}
+        return Evaluation(float(found[spec.loss]), kept, counted, hits)
 
     def _averages(self, wanted: bool) -> bool:
         if wanted and self._options["ema"] is None:
@@ -454,39 +468,18 @@ class Trainer:
         return wanted
 
     def _fit(self, spec: Spec, feeds: Mapping[str, Any]) -> dict[str, Array]:
+        if self.world is None:  # ranks look at what they are fed
+            feeds = self._device.adopt(feeds)
         arrays = data.fit(feeds, spec.feeds)
-        for target in spec.targets:
-            if target.classes:
-                target.check(arrays[target.labels])
+        for target in [t for t in spec.targets if t.classes]:  # few bytes, wherever they are
+            arrays[target.labels] = np.asarray(arrays[target.labels])
+            target.check(arrays[target.labels])
         return arrays
 
-    def _check_batch(self, spec: Spec, arrays: Mapping[str, Array]) -> None:
-        """Compare the model with its batch freed to the original, on all that fill its batch.
-
-        Raises ModelError where they differ, DataError for too few rows.
-        """
-        if not self._batch_unchecked:
-            return
-        self._batch_unchecked = False
-        session = ort.session(self._source)
-        size = int(session.get_inputs()[0].shape[0])
-        rows = len(arrays[session.get_inputs()[0].name])
-        if rows < size:
-            raise DataError(
-                f"the first batch has {rows} rows, but it needs at least {size}, the batch that "
-                "the model was exported with"
-            )
-        head = "the batch of the model cannot be freed"
-        try:
-            found = self._device.start("evaluate", spec, arrays)()
-        except ModelError as error:
-            raise ModelError(f"{head}: {error}") from error
-        for i in range(0, rows - size + 1, size):
-            own = {v.name: arrays[v.name][i : i + size] for v in session.get_inputs()}
-            for name, y in zip(spec.outputs, ort.run(session, own, spec.outputs), strict=True):
-                got = found[name][i : i + size]
-                if got.shape != y.shape or not np.allclose(got, y, rtol=1e-3, atol=1e-4):
-                    raise ModelError(f"{head}: its output '{name}' changes")
+    def communication(self) -> Communication | None:
+        """What the ranks exchanged in the last update; None where no graph on a GPU did so."""
+        self._finish_steps()
+        return self._device.communication("update")
 
     # -- results --
 
@@ -510,11 +503,10 @@ class Trainer:
         self._finish_steps()
         averages = self._averages(ema)
         found: dict[str, Array] = {}
-        for s in self._specs["update"].states:
-            if s.kind in ("parameter", "statistic"):
-                name = s.average if averages and s.average else s.name
-                found |= params.unpack(s.value, self._device.array(name))
-        for adapter in self._adapters:
+        for s, array in self._held():
+            own = self._device.array(s.average) if averages and s.average else array
+            found |= params.unpack(s.value, own)
+        for adapter in self.adapters:
             w = self._source.graph.initializers[adapter.weight].const_value
             assert w is not None
             a, b = found.pop(adapter.a), found.pop(adapter.b)
@@ -528,46 +520,57 @@ class Trainer:
         With `ema` these are their running averages. Of several ranks, rank 0 writes it. Raises
         UsageError where there are no averages.
         """
+        weights = self.weights(ema=ema)
         if self.world is not None and self.world.rank:
             return
         model = self._given.clone()
-        for name, array in self.weights(ema=ema).items():
+        for name, array in weights.items():
             set_parameter(model, name, array)
         tensors = (v.const_value for v in self._given.graph.initializers.values())
         save(model, path, external=any(t is not None and "external" in t.meta for t in tensors))
 
     def save_adapters(self, path: str | os.PathLike[str]) -> None:
-        """Write all that trains, unmerged, as a safetensors file: adapters and other weights.
+        """Write all that trains, unmerged: a file (.safetensors), or a folder in the form of PEFT.
 
-        `load_adapters` and `training.adapters.merge` read it. Raises UsageError without adapters.
+        `load_adapters` and `training.adapters.merge` read both. Raises UsageError without adapters,
+        and for a folder where a weight has no name of a PyTorch module.
         """
-        adapters.write(path, self._unmerged(), self._adapters)
+        tensors = self._unmerged()
+        if self.world is None or self.world.rank == 0:
+            adapters.write(path, tensors, self.adapters, self._given.graph)
 
     def load_adapters(self, path: str | os.PathLike[str]) -> None:
-        """Continue from what `save_adapters` wrote to `path`, with a new optimizer.
+        """Continue from what `save_adapters`, or PEFT, wrote to `path`, with a new optimizer.
 
-        Raises DataError for a file of another model or rank, and UsageError without adapters.
+        Raises DataError for those of another model, rank or scale, and UsageError without adapters.
         """
-        tensors, own = adapters.read_file(path)[0], self._unmerged()
+        own = self._unmerged()
+        tensors, found = adapters.read_file(path, self.adapters, own)
         if {k: a.shape for k, a in tensors.items()} != {k: a.shape for k, a in own.items()}:
-            raise DataError(
-                f"{os.fspath(path)}: its adapters have other names or shapes than those of the "
-                "Trainer: give the same model, rank, and globs"
-            )
+            raise DataError(f"{os.fspath(path)}: other names or shapes than the Trainer's adapters")
+        if {a.scale for a in found} != {a.scale for a in self.adapters}:
+            raise DataError(f"{os.fspath(path)}: another alpha / rank than the Trainer's")
         for s in self._specs["update"].states:
             if s.kind in ("parameter", "statistic"):
+                part = part_of_state(s, params.pack(s.value, tensors), self.world)
                 for name in filter(None, (s.name, s.average)):
-                    self._device.write(name, params.pack(s.value, tensors))
+                    self._device.write(name, part)
 
     def _unmerged(self) -> dict[str, Array]:
-        if not self._adapters:
+        if not self.adapters:
             raise UsageError("the Trainer has no adapters: give it lora=Lora()")
         self._finish_steps()
         found: dict[str, Array] = {}
-        for s in self._specs["update"].states:
-            if s.kind in ("parameter", "statistic"):
-                found |= params.unpack(s.value, self._device.array(s.name).copy())
+        for s, array in self._held():
+            found |= params.unpack(s.value, array.copy())
         return found
+
+    def _held(self) -> list[tuple[State, Array]]:
+        """The weights and running statistics, whole; ranks that hold parts call it together."""
+        states = self._specs["update"].states
+        held = [s for s in states if s.kind in ("parameter", "statistic")]
+        whole = whole_states(held, self._device.array, self.world)
+        return [(s, whole[s.name]) for s in held]
 
     # -- checkpoints --
 

@@ -19,7 +19,8 @@ Array = np.ndarray[Any, Any]
 class Role:
     """The purpose of an input.
 
-    One of ids, positions, mask (of ones), added (0 or lowest), pixels, scales (of a Resize), plain.
+    One of ids, positions, mask (of ones), added (0 or lowest), pixels, scales (of a Resize), sizes
+    (of a shape), plain.
     """
 
     kind: str
@@ -49,6 +50,8 @@ def role_of(value: Value) -> Role:
         kind = "pixels"
     elif any(use.node.op_type == "Resize" and use.idx == 2 for use in value.uses()):
         kind = "scales"
+    elif whole and not named and dtype != DataType.BOOL and is_size(value):
+        kind = "sizes"
     elif not whole:
         kind = "added" if is_added(value) else "mask" if named and rank else "plain"
     elif rank and (named or dtype == DataType.BOOL or rank > 1):
@@ -63,7 +66,7 @@ def make(
 ) -> Array:
     """An array of the shape: masks padded on the right, positions from `past` up, ids in bounds.
 
-    Integers of no known bound are below `top`.
+    Integers of no known bound are below `top`, sizes are `top`.
     """
     array: Array
     if role.kind == "positions" and shape:
@@ -80,6 +83,8 @@ def make(
             array = np.where(array, 0.0, -1e4)
     elif role.kind == "scales":
         array = np.where(np.arange(shape[-1] if shape else 1) < 2, 1.0, 2.0)  # images grow
+    elif role.kind == "sizes":
+        array = np.full(shape, top)
     elif role.dtype.is_integer() or role.dtype == DataType.BOOL:
         array = rng.integers(0, top, shape)
     else:
@@ -201,6 +206,25 @@ def _index_limit(node: Node, idx: int) -> int | None:
         return 1
     size = shape[axis]
     return size if isinstance(size, int) else 1
+
+
+_SHAPES = {"Expand": 1, "Resize": 3, "ConstantOfShape": 0}
+"""The input that is a shape; Reshape is not among them, whose 0 copies a size."""
+
+
+def is_size(value: Value) -> bool:
+    """Whether an input's entries become sizes of a shape."""
+    todo, seen = [value], {value}
+    while todo:
+        for use in todo.pop().uses():
+            if _SHAPES.get(use.node.op_type) == use.idx:
+                return True
+            carried = _CARRIES.get(use.node.op_type, ())
+            if carried is None or use.idx in carried:
+                fresh = [v for v in use.node.outputs if v not in seen]
+                seen.update(fresh)
+                todo.extend(fresh)
+    return False
 
 
 _VIEWS = ("Unsqueeze", "Squeeze", "Expand", "Cast", "Reshape", "Slice", "Transpose", "Identity")

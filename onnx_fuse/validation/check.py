@@ -309,7 +309,7 @@ def _unsteady(
 
 
 def _scaled(array: Any, factor: float) -> Any:
-    """Other numbers, where they are of a float type."""
+    """The array with other numbers, if it is of a float type."""
     floats = isinstance(array, np.ndarray) and array.dtype.kind == "f"
     return (array * factor).astype(array.dtype) if floats else array
 

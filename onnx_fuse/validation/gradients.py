@@ -199,8 +199,6 @@ def check_written(
     feeds: Feeds | None = None,
     shapes: Mapping[str, Sequence[int]] | None = None,
     dims: Mapping[str, int] | None = None,
-    seed: int = 0,
-    every: bool = False,
 ) -> GradientCheck:
     """The outputs `w.grad` of a graph that `autodiff.gradient` made, as `check_gradients` has it.
 
@@ -214,7 +212,7 @@ def check_written(
     with ort.faults("the gradient graph"):
         session = ort.session(backward)
     given = [feeds] if feeds else None
-    pairs = reference_pairs(backward, lambda f: ort.run(session, f), given, seed, check.notes)
+    pairs = reference_pairs(backward, lambda f: ort.run(session, f), given, 0, check.notes)
     inputs = pairs[0][0]
     names = [v.name or "" for v in backward.graph.outputs]
     seeds = {k.removesuffix(_GRAD): a for k, a in inputs.items() if k.endswith(_GRAD)}
@@ -242,17 +240,8 @@ def check_written(
     double = _evaluator(inline(backward), wanted)(_doubles(inputs))
     forward, parameters = _forward(backward, [n.removesuffix(_GRAD) for n in wanted])
     parameters |= _doubles({k: a for k, a in inputs.items() if f"{k}{_GRAD}" in wanted})
-    _compare(
-        check,
-        np.random.default_rng(seed),
-        forward,
-        inputs,
-        parameters,
-        cotangents,
-        single,
-        double,
-        every=every,
-    )
+    rng = np.random.default_rng(0)
+    _compare(check, rng, forward, inputs, parameters, cotangents, single, double, every=False)
     return check
 
 

@@ -40,7 +40,7 @@ _TERMS, _DEGREE, _DEPTH, _LARGEST = 64, 12, 6, 1 << 62
 
 
 def unknown() -> Size:
-    """A size that nothing says."""
+    """A new size of which nothing is known."""
     return Size({(Atom("unknown", (), next(_unknowns)),): 1})
 
 
@@ -144,7 +144,7 @@ class Size:
 
     @property
     def number(self) -> Number | None:
-        """The value of a constant."""
+        """The value, if it is a constant."""
         if not self.terms:
             return 0
         return self.terms.get(()) if len(self.terms) == 1 else None
@@ -373,7 +373,7 @@ class System:
         return [d for d in every if d.a != d.b and not (d.kind == "divides" and (d.a / d.b).whole)]
 
     def divisors(self, symbol: str) -> set[int]:
-        """Numbers that sizes of the symbol are divided by somewhere in the constraints."""
+        """The numbers by which the constraints divide sizes that contain the symbol."""
         found: set[int] = set()
         for constraint in self.resolved:
             for value in (constraint.a, constraint.b):

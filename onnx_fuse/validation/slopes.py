@@ -43,7 +43,7 @@ class Slope:
 
 @dataclass
 class Slopes:
-    """What it takes to measure the slopes of one loss.
+    """Measures the slopes of one loss, and compares them with what gradients predict.
 
     `loss` takes arrays by name and gives the loss with these in place of the parameters'. `limit`
     bounds the error of a slope relative to |gradient| |direction|, and `floor` is the size below

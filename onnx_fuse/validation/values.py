@@ -1,4 +1,4 @@
-"""Any values of a graph, computed by name."""
+"""Values inside of a graph, computed by their names."""
 
 from __future__ import annotations
 

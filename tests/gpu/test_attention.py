@@ -12,7 +12,8 @@ import pytest
 from onnx_fuse import passes
 from onnx_fuse.onnx.load import load
 from onnx_fuse.passes.precision import in_precision
-from onnx_fuse.program.problem import Hardware, Problem
+from onnx_fuse.program.problem import Hardware
+from onnx_fuse.program.products import Attention
 from onnx_fuse.runtime.executable import Executable
 from onnx_fuse.validation.compare import COMPUTED
 
@@ -49,7 +50,7 @@ def test_hostile_values(graph: str, guarded: bool, kind: str, queries: int, keys
     feeds = feeds_of(original, "", sizes)
     hw = Hardware.detect()
     program = lower(model, {n: (a.shape, a.dtype.name) for n, a in feeds.items()}, hw)
-    (problem,) = [call.problem for call in program.calls if isinstance(call.problem, Problem)]
+    (problem,) = [call.problem for call in program.calls if isinstance(call.problem, Attention)]
     tried = [
         (kernel, how)
         for kernel in candidates("Sdpa")
@@ -85,7 +86,7 @@ def test_float32_masks_in_float16(graph: str) -> None:
     model, _ = in_precision(model, "fp16")
     hw = Hardware.detect()
     program = lower(model, {n: (a.shape, a.dtype.name) for n, a in feeds.items()}, hw)
-    (problem,) = [call.problem for call in program.calls if isinstance(call.problem, Problem)]
+    (problem,) = [call.problem for call in program.calls if isinstance(call.problem, Attention)]
     limit = COMPUTED["fp16"]
     for kernel in [k for k in candidates("Sdpa") if k.supports(problem, hw) is None]:
         for config in kernel.configs(problem, hw):

@@ -139,7 +139,7 @@ def test_gemm(problem: Problem, hw: Hardware) -> None:
     rng = np.random.default_rng(7)
     m, n, k, dtype = problem.m, problem.n, problem.k, problem.dtype
     a, b = random(rng, dtype, *problem.batch, m, k), random(rng, dtype, *problem.batch, k, n)
-    if problem.integers("a_strides")[:1] == (0,):
+    if problem.a_strides[:1] == (0,):
         a[1:] = a[:1]
     by_row = bool(problem.epilogue.row_bias)
     full = problem.epilogue.residual or problem.epilogue.dact or by_row
@@ -248,7 +248,7 @@ def test_gated_gemm(problem: Problem, hw: Hardware) -> None:
     rows = wide(x)
     if problem.op == "LayerNormGemm":
         mean = rows.mean(-1, keepdims=True)
-        if problem.attr("rms"):
+        if problem.rms:
             mean, beta = np.zeros_like(mean), np.zeros_like(beta)
         rstd = 1 / np.sqrt(((rows - mean) ** 2).mean(-1, keepdims=True) + 1e-5)
         rows = (rows - mean) * rstd * wide(gamma) + wide(beta)
@@ -294,9 +294,7 @@ NORMS += [
     for m in (200, 4500)  # a tile a block, and more
     for attrs in ({"folded": True}, {"folded": True, "rms": True}, {"rms": True})
 ]
-NORMS += [
-    p.replace(out_dtype="float32") for p in NORMS if p.dtype == "float16" and p.attr("folded")
-]
+NORMS += [p.replace(out_dtype="float32") for p in NORMS if p.dtype == "float16" and p.folded]
 
 
 NORMS += [  # one row
@@ -325,7 +323,7 @@ def test_layernorm_gemm(problem: Problem, ratio: int, hw: Hardware) -> None:
     gamma[::5] = 0
     w, c = (random(rng, "float64", k, n) * k**-0.5).astype(TYPES[dtype]), random(rng, dtype, n)
     mean = wide(x).mean(-1, keepdims=True)
-    if problem.attr("rms"):
+    if problem.rms:
         mean, beta = np.zeros_like(mean), np.zeros_like(beta)
     rstd = 1 / np.sqrt(((wide(x) - mean) ** 2).mean(-1, keepdims=True) + 1e-5)
     want = ((wide(x) - mean) * rstd * wide(gamma) + wide(beta)) @ wide(w) + wide(c)
@@ -491,6 +489,41 @@ def test_moments_of_a_product_are_the_statistics_of_the_next(
             assert error(memory.read("rstd"), rstd) <= 1e-5, f"{reader.name} {config}"
 
 
+SLOPE = {"act": "gelu", "dact": True, "save_act": True}
+BESIDE = [
+    Problem.of("Gemm", m=m, n=n, k=264, dtype=dtype, trans_b=True, **attrs)
+    for m, n in ((300, 384), (513, 72), (40, 1156))
+    for dtype, attrs in (
+        ("float16", {"column_sums": True}), ("float16", SLOPE),
+        ("bfloat16", {**SLOPE, "column_sums": True}),
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("problem", BESIDE, ids=str)
+def test_a_product_leaves_sums_of_its_operand_and_an_activation(
+    problem: Problem, hw: Hardware
+) -> None:
+    m, n, k, dtype = problem.m, problem.n, problem.k, problem.dtype
+    rng = np.random.default_rng(5)
+    given = {"a": random(rng, dtype, m, k), "b": random(rng, dtype, n, k)}
+    want = wide(given["a"]) @ wide(given["b"]).T
+    if problem.epilogue.dact:
+        given["c"] = random(rng, dtype, m, n)
+        activated, slope = CURVES["gelu"](wide(given["c"]))
+        want = want * slope
+    sums = np.add.reduceat(wide(given["a"]), np.arange(0, m, 64), axis=0)
+    for kernel, how in each(problem, hw):
+        blank = {"y": poison(dtype, m, n), "z": poison(dtype, m, n)}
+        memory = Memory(given | blank | {"part": poison("float32", *sums.shape)})
+        memory.run(kernel, problem, how, hw)
+        assert error(memory.read("y"), want) <= TOLERANCE[dtype], f"{how}"
+        if problem.epilogue.column_sums:
+            assert error(memory.read("part"), sums) <= 1e-6, f"{how}"  # of 64 float32 terms
+        if problem.epilogue.save_act:
+            assert error(memory.read("z"), activated) <= TOLERANCE[dtype], f"{how}"
+
+
 GRADIENTS = [
     Problem.of("LayerNormGemmGrad", m=m, k=264, n=520, dtype=dtype, act=act)
     for m, dtype, act in (
@@ -568,7 +601,7 @@ def test_layernorm_gemm_grad(problem: Problem, hw: Hardware) -> None:
     gamma, beta, c = random(rng, dtype, k), random(rng, dtype, k), random(rng, dtype, n)
     gamma[::5] = 0
     w = (random(rng, "float64", k, n) * k**-0.5).astype(TYPES[dtype])
-    mean, rms = wide(x).mean(-1, keepdims=True), bool(problem.attr("rms"))
+    mean, rms = wide(x).mean(-1, keepdims=True), problem.rms
     if rms:
         mean, beta = 0 * mean, 0 * beta
     rstd = 1 / np.sqrt(((wide(x) - mean) ** 2).mean(-1, keepdims=True) + 1e-5)
@@ -598,7 +631,7 @@ def test_layernorm_gemm_grad(problem: Problem, hw: Hardware) -> None:
     if problem.trans_b:
         given["w"], want["dw"] = np.ascontiguousarray(w.T), want["dw"].T
     blank = {name: poison(dtype, *v.shape) for name, v in want.items()}
-    if add := problem.text("add"):
+    if add := problem.add:
         given["add"] = random(rng, dtype, m, k)
         want["dx"] = want["dx"] + wide(given["add"])
         blank |= {"dx": given.pop("add")} if add == "here" else {}

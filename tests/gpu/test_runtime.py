@@ -513,7 +513,7 @@ def test_the_gradient_of_a_residual_block(rows: int, way: str) -> None:
         problems = [
             call.problem for call in runner.programs()[0].calls if isinstance(call.problem, Problem)
         ]
-        ways.append([(bool(p.epilogue.dact), p.text("add")) for p in problems])
+        ways.append([(bool(p.epilogue.dact), p.add) for p in problems])
     assert ways == [[(True, ""), (False, way)], [(False, ""), (False, "")]]
 
 

@@ -10,6 +10,8 @@ import pytest
 
 import onnx_fuse
 from onnx_fuse import optim
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.runtime.executable import Executable
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from window_gradients import network
@@ -39,3 +41,15 @@ def test_a_step_changes_the_weights_as_in_float32(precision: str) -> None:
         assert ours[name].tobytes() == again[name].tobytes(), name
         error = np.linalg.norm(ours[name] - change) / max(np.linalg.norm(change), 1e-12)
         assert error <= ALLOWED[precision], (name, error)
+
+
+def test_images_may_be_on_the_gpu() -> None:
+    x = np.random.default_rng(1).standard_normal((4, 3, 32, 32)).astype(np.float32)
+    labels = np.arange(4) % 2
+    turned = text_model("agraph (float[4,3,32,32] x) => (float[4,3,32,32] y) { y = Neg(x) }")
+    (there,) = Executable(turned).run(None, {"x": -x}, on_device=True)
+    losses = []
+    for feeds in ({"x": x, "labels": labels}, {"x": there, "labels": labels}):
+        trainer = onnx_fuse.Trainer(network(), loss="cross_entropy", device="cuda")
+        losses.append([float(trainer.step(feeds)) for _ in range(5)])
+    assert losses[0] == losses[1]

@@ -251,7 +251,7 @@ def qattention(op: Body, node: ir.Node) -> Results:
 
 
 def _unpacked(op: Body, packed: ir.Value, bits: int, shape: list[int]) -> ir.Value:
-    """The numbers of `bits` bits in bytes, the lowest bits first, as uint8 of a shape."""
+    """The numbers of `bits` bits that bytes hold, the lowest bits first, as uint8 of a shape."""
     if bits == 8:
         whole: ir.Value = op.Reshape(packed, op.ints(*shape))
         return whole

@@ -178,21 +178,28 @@ def gemm_grad_def(prefix: str, activation: Activation | None) -> OpDef:
 
 
 def gemm_grad(op: Any, node: ir.Node, dys: Values) -> Values:
-    """The rule of every Gemm; a bias that is not one per column takes dz itself, summed by rows."""
+    """The rule of every Gemm; a bias that is not one per column takes dz itself, summed by rows.
+
+    A norm n that others read as well stands in memory, and its whole gradient is known only behind
+    the product's: the two are then differentiated one after the other, the norm once.
+    """
     name = FusedName.of(node.op_type)
-    prefix, act = name.norm, name.activation
-    grad = FusedName.make("Gemm", act, norm=prefix, grad=True)
-    x, *affine, w, c = arguments(node, len(node.inputs))
+    kind, act = name.norm, name.activation
+    source, *affine, w, c = arguments(node, len(node.inputs))
     y, dn = node.outputs[0], cotangents(node, dys, 1, "n")
-    norm = [saved(node, s) for s in ("mean", "rstd")[prefix == "RMSNorm" :]] if prefix else []
-    found: list[Any] = [None] * len(node.inputs)
+    stats = [saved(node, s) for s in ("mean", "rstd")[kind == "RMSNorm" :]] if kind else []
+    found: list[Any] = []
     if dys[0] is not None:
-        inputs = [dys[0], x, *affine, w, *([c] if prefix else []), *norm]
+        prefix, norm, x = (kind, stats, source) if dn is None else ("", [], saved(node, "n"))
+        outer = affine if prefix else []
+        grad = FusedName.make("Gemm", act, norm=prefix, grad=True)
+        inputs = [dys[0], x, *outer, w, *([c] if prefix else []), *norm]
         if act or prefix:
             inputs.append(saved(node, "z") if act else y)
-        attributes = {k: a.value for k, a in node.attributes.items() if k not in ("epsilon",)}
+        of_norm = ("epsilon", "stash_type")
+        attributes = {k: a.value for k, a in node.attributes.items() if k not in of_norm}
         attributes.update(wide(node) if prefix else {})
-        like = [x, *affine, w, ir.Value(shape=ir.Shape([w.shape[1] if w.shape else None]))]
+        like = [x, *outer, w, ir.Value(shape=ir.Shape([w.shape[1] if w.shape else None]))]
         like[-1].dtype = y.dtype
         shape = [dim(c, i) for i in range(len(c.shape))] if c.shape is not None else [None]
         per_column = all(size == 1 for size in shape[:-1]) and (
@@ -207,10 +214,10 @@ def gemm_grad(op: Any, node: ir.Node, dys: Values) -> Values:
             *found, _, dz = emit(op, str(grad.exposing("dz")), inputs, [*like, y], **attributes)
             found.append(dz)
     if dn is not None:
-        more = norm_grad(op, node, prefix, dn, None, x, affine, norm)
-        for i, g in enumerate(more):
-            found[i] = g if found[i] is None else op.Add(found[i], g)
-    return found
+        through, *rest = found or [None, None, None]
+        dn = dn if through is None else op.Add(through, dn)
+        found = [*norm_grad(op, node, kind, dn, None, source, affine, stats), *rest]
+    return found or [None] * len(node.inputs)
 
 
 # ---- norms -----------------------------------------------------------------------------------

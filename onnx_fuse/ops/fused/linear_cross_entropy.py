@@ -22,6 +22,7 @@ from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.fused.gradients import cotangents, saved
 from onnx_fuse.ops.grad_helpers import Values
+from onnx_fuse.ops.loss import SMOOTHED
 from onnx_fuse.ops.opdef import OpDef, register
 from onnx_fuse.ops.rewrite import (
     Rewriter,
@@ -117,7 +118,9 @@ def _gradient(op: Any, node: ir.Node, dys: Values) -> Values:
         g = saved(node, name)
         wide = g if g.dtype == dy.dtype else op.Cast(g, to=dy.dtype.value)
         assert value is not None
-        answers.append(typed(op.CastLike(op.Mul(wide, dy), value), value, value.shape))
+        turned = producer(value, "Transpose") is not None  # gw then lies as what W is made of
+        made = op.CastLike(op.Mul(op.Transpose(wide) if turned else wide, dy), value)
+        answers.append(typed(op.Transpose(made) if turned else made, value, value.shape))
     return answers
 
 
@@ -209,7 +212,8 @@ def _below(node: ir.Node, axis: int) -> int | None:
 
 def _apply(rw: Rewriter, loss: ir.Node) -> bool:
     scores, labels = loss.inputs[:2]
-    if loss.domain or scores is None or labels is None:
+    smoothed = loss.op_type == SMOOTHED  # whose outputs are those of the operator
+    if loss.domain != (FUSE if smoothed else "") or scores is None or labels is None:
         return False
     value, axis, site = scores, 1, None
     views: list[ir.Node] = []
@@ -230,7 +234,11 @@ def _apply(rw: Rewriter, loss: ir.Node) -> bool:
     weight, reduction = given(loss, 2), attribute(loss, "reduction", "mean")
     if reduction == "none":
         return rw.refuse(NAME, nodes, "the loss of each row is asked for, not their sum")
-    if len(loss.outputs) > 1 and (loss.outputs[1].uses() or loss.outputs[1].is_graph_output()):
+    if (
+        not smoothed
+        and len(loss.outputs) > 1
+        and (loss.outputs[1].uses() or loss.outputs[1].is_graph_output())
+    ):
         return rw.refuse(NAME, nodes, "the probabilities are read as well")
     if not all(_read_once(v) for v in (value, *(view.outputs[0] for view in views))):
         return rw.refuse(NAME, nodes, "the scores are read elsewhere, or are an output")
@@ -248,14 +256,19 @@ def _apply(rw: Rewriter, loss: ir.Node) -> bool:
     total, count = op.node(
         NAME, [x2, w, rw.zeros(x) if site.bias is None else site.bias, ids, weight], outputs=2,
         domain=FUSE, ignore_index=ignored, stash_type=int(stash),
+        label_smoothing=loss.attributes.get_float("label_smoothing", 0.0),
     )  # fmt: skip
     for value in (total, count):
         value.dtype, value.shape = stash, ir.Shape([])
-    result = total if reduction == "sum" else op.Div(total, count)
-    dtype = loss.outputs[0].dtype
-    if dtype is not None and dtype != stash:
-        result = op.Cast(typed(result, total, []), to=dtype.value)
-    return rw.replace(loss, op, [loss.outputs[0]], [typed(result, loss.outputs[0], [])])
+    results = [total, count]
+    if not smoothed:
+        results = [total if reduction == "sum" else typed(op.Div(total, count), total, [])]
+    ends = list(loss.outputs[: len(results)])
+    for k, end in enumerate(ends):
+        if end.dtype is not None and end.dtype != stash:
+            results[k] = op.Cast(results[k], to=end.dtype.value)
+        results[k] = typed(results[k], end, [])
+    return rw.replace(loss, op, ends, results)
 
 
-RULE = Rule(NAME, 2, ("SoftmaxCrossEntropyLoss",), _apply)
+RULE = Rule(NAME, 2, ("SoftmaxCrossEntropyLoss", SMOOTHED), _apply)

@@ -246,12 +246,14 @@ class _Reader:
         """The norm whose sqrt(mean(d²) + epsilon) this Sqrt or Pow is."""
         if node.op_type == "Pow" and self.number(node, 1) not in (0.5, -0.5):
             return None
-        add = producer(node.inputs[0], "Add")
-        at = next((i for i in (1, 0) if self.number(add, i) is not None), None) if add else None
-        epsilon = self.number(add, at) if add is not None and at is not None else None
-        if add is None or at is None or epsilon is None:
-            return None
-        deviation = self.square(self.mean(add.inputs[1 - at]))
+        variance, epsilon = node.inputs[0], 0.0  # exporters leave out an Add of next to nothing
+        if (add := producer(variance, "Add")) is not None:
+            numbers = [self.number(add, i) for i in (0, 1)]
+            at = 1 if numbers[1] is not None else 0
+            if (found := numbers[at]) is None:
+                return None
+            variance, epsilon = add.inputs[1 - at], found
+        deviation = self.square(self.mean(variance))
         if deviation is None:
             return None
         centred = self.centred(deviation)
@@ -339,7 +341,7 @@ def _affine(value: ir.Value, op_type: str, width: int | None) -> tuple[ir.Value,
 
 
 def _computes(found: _Found) -> str:
-    """Why the fused norm would not compute what is written out, or nothing.
+    """Why the fused norm would not compute what is written out; "" if it would.
 
     LayerNormalization has no other stash_type than float32 in onnxruntime, epsilon is a float32.
     """

@@ -166,7 +166,7 @@ def _sizes(pad: ir.Node, after: Sequence[int]) -> list[int]:
 
 
 def _is_there(pad: ir.Node) -> np.ndarray:
-    """Which of the padded rows are those that were there."""
+    """Which of the padded rows are rows of x."""
     after, pads = _padded_shape(pad) or [], constant_ints(pad.inputs[1]) or []
     there = np.zeros(after, np.bool_)
     there[tuple(slice(pads[i], d - pads[i + len(after)]) for i, d in enumerate(after))] = True

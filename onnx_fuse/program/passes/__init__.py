@@ -7,8 +7,10 @@ from functools import partial
 from typing import TypeAlias
 
 from onnx_fuse.program.call import Call, Context
+from onnx_fuse.program.passes.activation_again import make_activations_again
 from onnx_fuse.program.passes.buckets import by_bucket
 from onnx_fuse.program.passes.callgraph import Calls, Rule, rewrite
+from onnx_fuse.program.passes.column_sums import sum_columns
 from onnx_fuse.program.passes.copy_forwarding import forward_copies
 from onnx_fuse.program.passes.cse import eliminate_common, eliminate_dead
 from onnx_fuse.program.passes.epilogue_fusion import BEFORE_CHAINS, BEHIND_CHAINS
@@ -17,6 +19,7 @@ from onnx_fuse.program.passes.memory_order import in_memory_order
 from onnx_fuse.program.passes.narrow_products import FEW_COLUMNS
 from onnx_fuse.program.passes.norm_deferral import defer
 from onnx_fuse.program.passes.pointwise_fusion import as_problem, fuse
+from onnx_fuse.program.passes.pointwise_sharing import share_loads
 from onnx_fuse.program.passes.select import select_kernels
 
 Pass: TypeAlias = Callable[[Sequence[Call], Collection[int], Context], Sequence[Call]]
@@ -37,7 +40,10 @@ PIPELINE: tuple[tuple[str, Pass], ...] = (
     ("pointwise fusion", lambda calls, keep, _: fuse(calls, keep)),
     *((f"epilogue fusion: {rule.__name__}", partial(_each, rule)) for rule in BEHIND_CHAINS),
     *((f"few columns: {rule.__name__}", partial(_each, rule)) for rule in FEW_COLUMNS),
+    ("activations again", make_activations_again),
+    ("column sums", sum_columns),
     ("norm deferral", defer),
+    ("shared loads", lambda calls, keep, _: share_loads(calls, keep)),
     ("folds of weights", lambda calls, keep, ctx: fold_together(calls, keep, ctx.hw)),
     # twice: what the first has moved to the end lets its producers wait as well
     ("horizontal fusion", lambda calls, _, ctx: batch(calls, ctx.hw, ctx.prefs)),

@@ -1,4 +1,4 @@
-"""Collectives of one bucket become one call, where the last of them stood."""
+"""Collectives of one bucket become one call."""
 
 from __future__ import annotations
 
@@ -7,23 +7,30 @@ from collections.abc import Sequence
 
 from onnx_fuse.program.call import Call
 from onnx_fuse.program.passes.callgraph import nodes_of
-from onnx_fuse.program.problems import Collective
+from onnx_fuse.program.problem import Collective
 
 
 def by_bucket(calls: Sequence[Call]) -> list[Call]:
-    """The calls; the buckets come in the order of the graph, which is that of all ranks."""
+    """The calls; what is reduced goes to where it is ready, what is gathered stays where it stood.
+
+    The order of the collectives in the list is that of all ranks.
+    """
     members: dict[tuple[str, int], list[int]] = defaultdict(list)
     for i, call in enumerate(calls):
         if isinstance(call.problem, Collective):
             members[call.problem.kind, call.problem.bucket].append(i)
-    last = {places[-1]: places for places in members.values()}
     gone = {i for places in members.values() for i in places}
+    writer = {t.buffer: i for i, call in enumerate(calls) for _, t in call.writes}
+    behind: dict[int, list[Call]] = defaultdict(list)
+    for (kind, _), places in members.items():
+        made = [writer[t.buffer] for i in places for _, t in calls[i].reads if t.buffer in writer]
+        ready = max((i for i in made if i < places[-1]), default=places[-1])
+        at = places[-1] if kind == "AllGather" or ready in gone else ready
+        behind[at].append(_together([calls[i] for i in places]))
     result: list[Call] = []
     for i, call in enumerate(calls):
-        if i in last:
-            result.append(_together([calls[j] for j in last[i]]))
-        elif i not in gone:
-            result.append(call)
+        result += [] if i in gone else [call]
+        result += behind[i]
     return result
 
 

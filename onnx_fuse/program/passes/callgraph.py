@@ -39,7 +39,7 @@ def steps_of(call: Call) -> list[str]:
 
 
 def rename_buffer(tensor: Tensor, same: Mapping[int, int]) -> Tensor:
-    """The tensor in the buffer that stands for its own."""
+    """The tensor in the buffer that replaces its own."""
     return replace(tensor, buffer=same[tensor.buffer]) if tensor.buffer in same else tensor
 
 
@@ -54,7 +54,7 @@ def rename_buffers(call: Call, same: Mapping[int, int]) -> Call:
 
 
 def whole(size: int, *tensors: Tensor) -> bool:
-    """Whether all of them are `size` elements in order, from their buffer's first on."""
+    """Whether each tensor is `size` elements in order, from its buffer's first on."""
     return all(t.dense and not t.offset and t.size == size for t in tensors)
 
 

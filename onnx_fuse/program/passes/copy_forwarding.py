@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from onnx_fuse.program.call import Call, Tensor
 from onnx_fuse.program.passes.callgraph import nodes_of, uses
+from onnx_fuse.program.passes.copy_fusion import copied
 
 
 def forward_copies(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
@@ -21,7 +22,7 @@ def forward_copies(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
     readers, writers = uses(calls)
     now: list[Call | None] = list(calls)
     for i, call in enumerate(calls):
-        x = _copied(call)
+        x = copied(call)
         if x is None or x.buffer in keep or readers[x.buffer] != [i]:
             continue
         (_, y), makers = call.writes[0], writers[x.buffer]
@@ -47,17 +48,6 @@ def forward_copies(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
             writers[y.buffer] = sorted([*makers, *(j for j in writers[y.buffer] if j != i)])
             writers[x.buffer] = []
     return [call for call in now if call is not None]
-
-
-def _copied(call: Call) -> Tensor | None:
-    """What a call copies whole, in another order; None where it does anything else."""
-    expression = call.expression
-    if expression is None or expression.steps or expression.rows or expression.scalars:
-        return None
-    if len(call.reads) != 1 or len(call.writes) != 1:
-        return None
-    (_, x), (_, y) = call.reads[0], call.writes[0]
-    return x if x.dtype == y.dtype else None
 
 
 def _moved(call: Call, x: Tensor, y: Tensor) -> tuple[Call, tuple[int, int]] | None:

@@ -16,15 +16,21 @@ TABLE = 256
 """Copies that one launch makes."""
 
 
-def piece_of(call: Call) -> Piece | None:
-    """What a call copies, None where it does anything else or has more dimensions."""
+def copied(call: Call) -> Tensor | None:
+    """The tensor that a call copies as it is, None where the call does anything else."""
     expression = call.expression
     if expression is None or expression.steps or expression.rows or expression.scalars:
         return None
     if len(call.reads) != 1 or len(call.writes) != 1:
         return None
     (_, x), (_, y) = call.reads[0], call.writes[0]
-    if x.dtype != y.dtype or x.shape != y.shape or x.wide or y.wide:
+    return x if x.dtype == y.dtype else None
+
+
+def piece_of(call: Call) -> Piece | None:
+    """What a call copies, None where it does anything else or has more dimensions."""
+    x, (_, y) = copied(call), call.writes[0]
+    if x is None or x.shape != y.shape or x.wide or y.wide:
         return None
     if isinstance(y.nbytes, int) and not 0 < y.nbytes <= MOST:
         return None

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from onnx_fuse.program.call import Call, Tensor
-from onnx_fuse.program.passes.callgraph import rename_buffer
+from onnx_fuse.program.passes.callgraph import rename_buffer, uses
 
 
 def eliminate_dead(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
-    """The calls without those whose results nothing reads."""
+    """Drop the calls whose results nothing reads."""
     live, kept = set(keep), []
     for call in reversed(calls):
         if any(t.buffer in live for _, t in call.writes):
@@ -21,11 +20,8 @@ def eliminate_dead(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
 
 
 def eliminate_common(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
-    """Equal calls on equal operands run once."""
-    writers: dict[int, int] = defaultdict(int)
-    for call in calls:
-        for _, tensor in call.writes:
-            writers[tensor.buffer] += 1
+    """Run equal calls on equal operands once."""
+    _, writers = uses(calls)
     seen: dict[object, Call] = {}
     same: dict[int, int] = {}
     kept = []
@@ -34,9 +30,9 @@ def eliminate_common(calls: Sequence[Call], keep: Collection[int]) -> list[Call]
         if any(t.buffer in same for _, t in old.reads):
             call = replace(old, reads=tuple((n, rename_buffer(t, same)) for n, t in old.reads))
         own = [t.buffer for _, t in call.writes]
-        pure = all(writers[b] == 1 and b not in keep for b in own)
+        pure = all(len(writers[b]) == 1 and b not in keep for b in own)
         # a buffer that is written again later reads differently then
-        pure = pure and all(writers[t.buffer] <= 1 for _, t in call.reads)
+        pure = pure and all(len(writers[t.buffer]) <= 1 for _, t in call.reads)
         pure = pure and not any(t.buffer in keep for _, t in call.reads)
         if not pure:
             kept.append(call)

@@ -6,7 +6,7 @@ where a kernel serves that and, if it is no gain for certain, the cost models fi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from onnx_fuse.cuda.pointwise import FLOATS
@@ -24,7 +24,7 @@ from onnx_fuse.program.passes.callgraph import (
     whole,
 )
 from onnx_fuse.program.passes.pointwise_fusion import pointwise
-from onnx_fuse.program.problem import ITEMSIZE, Problem, Value
+from onnx_fuse.program.problem import ITEMSIZE, Problem, Product, Value
 from onnx_fuse.program.problems import Norm, SlopeProduct
 
 _SUMS = ("beta", "dact", "gate", "residual", "save_z")
@@ -36,10 +36,10 @@ _BIAS = {"Gemm": "col1", "MatMulNBits": "bias"}
 
 def _product(
     source: tuple[int, Call] | None, without: tuple[str, ...], ops: tuple[str, ...] = ("Gemm",)
-) -> tuple[int, Call, Problem] | None:
+) -> tuple[int, Call, Product] | None:
     """The product of one result there, if it has none of these attributes."""
     problem = source[1].problem if source is not None else None
-    if source is None or not isinstance(problem, Problem) or len(source[1].writes) != 1:
+    if source is None or not isinstance(problem, Product) or len(source[1].writes) != 1:
         return None
     if problem.op not in ops:
         return None
@@ -175,7 +175,7 @@ def _activation(call: Call) -> dict[str, Value] | None:
     return act | {"act_alpha": numbers["alpha"][1]} if row.attributes else act
 
 
-def _summed_first(problem: Problem) -> Problem:
+def _summed_first(problem: Product) -> Product:
     """The problem with its residual as Gemm's C, which is added before the activation."""
     if not problem.epilogue.residual:
         return problem
@@ -275,7 +275,7 @@ def add_to_gradient(calls: Calls, i: int, call: Call) -> None:
         problem = grad.problem
         if not isinstance(problem, Problem) or problem.op != "LayerNormGemmGrad":
             continue
-        if problem.attr("add"):
+        if problem.add:
             continue
         if dict(grad.writes)["dx"].buffer != dx.buffer or not calls.may_write(at, i, total):
             continue
@@ -285,16 +285,16 @@ def add_to_gradient(calls: Calls, i: int, call: Call) -> None:
         ways = [problem.replace(add="apart")]
         read_later = max((j for j in readers[r.buffer] if j != i), default=-1) > at
         alone = before and not read_later and r.buffer not in calls.keep
-        if alone and min(after, default=i) >= i and _all_of(calls.calls, r):
+        if alone and min(after, default=i) >= i and _all_of(calls, r):
             ways.append(problem.replace(add="here"))
         wanted = min(ways, key=calls.seconds)
         if not calls.pays((problem, pointwise(call)), (wanted,)):
             continue
         readers[r.buffer] = sorted(at if j == i else j for j in readers[r.buffer])
         writers[total.buffer] = [at]
-        if wanted.text("add") == "here":
+        if wanted.add == "here":
             same = {r.buffer: total.buffer}
-            calls.now = [tuple(rename_buffers(c, same) for c in now) for now in calls.now]
+            _rename(calls, same, at)
             readers[total.buffer] = sorted((*readers.pop(r.buffer), *after))
             writers[total.buffer] = [*writers.pop(r.buffer), at]
             r, (grad,) = rename_buffer(r, same), calls.now[at]
@@ -308,9 +308,18 @@ def add_to_gradient(calls: Calls, i: int, call: Call) -> None:
         return
 
 
-def _all_of(calls: Sequence[Call], tensor: Tensor) -> bool:
+def _rename(calls: Calls, same: Mapping[int, int], *more: int) -> None:
+    """Let what touches a buffer, and the calls at `more`, touch the one that stands for it."""
+    users = (j for buffer in same for j in (*calls.readers[buffer], *calls.writers[buffer]))
+    for j in {*users, *more}:
+        calls.now[j] = tuple(rename_buffers(call, same) for call in calls.now[j])
+
+
+def _all_of(calls: Calls, tensor: Tensor) -> bool:
     """Whether no call touches the tensor's buffer outside of it."""
-    others = [t for c in calls for _, t in (*c.reads, *c.writes) if t.buffer == tensor.buffer]
+    users = {*calls.readers[tensor.buffer], *calls.writers[tensor.buffer]}
+    touched = [t for j in users for c in (calls.calls[j],) for _, t in (*c.reads, *c.writes)]
+    others = [t for t in touched if t.buffer == tensor.buffer]
     ends = [t.offset + sum((d - 1) * max(s, 0) for d, s in zip(t.shape, t.strides, strict=True))
             for t in others]  # fmt: skip
     return max(ends) < tensor.size and {t.dtype for t in others} == {tensor.dtype}
@@ -333,7 +342,7 @@ def add_onto(calls: Calls, i: int, call: Call) -> None:
         if not isinstance(problem, ScatterND) or not problem.fresh or begin == i:
             continue
         wanted = replace(problem, fresh=False)
-        if not calls.may_write(begin, i, total) or not _all_of(calls.calls, r):
+        if not calls.may_write(begin, i, total) or not _all_of(calls, r):
             continue
         if not calls.pays((problem, pointwise(call)), (wanted,)):
             continue
@@ -345,7 +354,7 @@ def add_onto(calls: Calls, i: int, call: Call) -> None:
             writes=(("y", total),),
         )
         if calls.fuse(at, i, made, here=True):
-            calls.now = [tuple(rename_buffers(c, same) for c in now) for now in calls.now]
+            _rename(calls, same, i)
             calls.readers[total.buffer] = [i, *calls.readers[total.buffer]]
             calls.writers[total.buffer] = [begin, i]
             calls.readers[r.buffer] = calls.writers[r.buffer] = []

@@ -65,7 +65,7 @@ def batch(
 
 
 def _runs(calls: Sequence[Call], members: Sequence[int]) -> list[list[int]]:
-    """The members, the last first, in runs: each may wait for the first of its run."""
+    """Split the members, the last one first, into runs whose members may wait for its first."""
     runs: list[list[int]] = []
     for i in reversed(members):
         beside = runs[-1] if runs and copy_fusion.piece_of(calls[i]) is not None else ()

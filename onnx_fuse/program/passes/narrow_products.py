@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from onnx_fuse.program.call import Call, Tensor
 from onnx_fuse.program.passes.callgraph import Calls, whole
-from onnx_fuse.program.problem import Problem
+from onnx_fuse.program.problem import Problem, ld
 from onnx_fuse.program.problems import Norm, NormGrad
 
 COLUMNS = 16
@@ -25,13 +25,9 @@ def _plain(call: Call, also: str = "") -> Problem | None:
     if p.trans_a or p.batch:
         return None
     allowed = {"lda", "ldb", "align", "static_b", also}
-    if (
-        not {name for name, value in p.extras.items() if value} <= allowed
-        or p.integer("align", 16) % 16
-    ):
+    if not {name for name, value in p.extras.items() if value} <= allowed or p.align % 16:
         return None
-    lines = p.k if p.trans_b else p.n
-    return p if p.integer("lda", p.k) == p.k and p.integer("ldb", lines) == lines else None
+    return p if ld(p) == (p.k, p.k if p.trans_b else p.n) else None
 
 
 def _written(calls: Calls, at: int, i: int, *tensors: Tensor) -> bool:

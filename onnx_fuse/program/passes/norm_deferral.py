@@ -20,7 +20,7 @@ from onnx_fuse.kernels.gemm_sm90 import TILES
 from onnx_fuse.program.call import Call, Context, Tensor
 from onnx_fuse.program.epilogue import Epilogue
 from onnx_fuse.program.passes.callgraph import uses
-from onnx_fuse.program.problem import AnyProblem, Problem
+from onnx_fuse.program.problem import AnyProblem, Problem, ld
 from onnx_fuse.program.problems import Norm
 
 PLAIN = {"bias", "align", "lda", "ldb", "a_strides", "b_strides", "static_b"}
@@ -114,8 +114,7 @@ def _product(call: Call, norm: Rows) -> bool:
         and [name for name, t in call.reads if t.buffer == norm.y.buffer] == ["a"]
         and norm.whole(dict(call.reads)["a"])
         and (p.m, p.k, p.batch, p.trans_a) == (norm.rows, norm.width, (), False)
-        and p.integer("lda", p.k) == p.k
-        and p.integer("ldb", p.k if p.trans_b else p.n) == (p.k if p.trans_b else p.n)
+        and ld(p) == (p.k, p.k if p.trans_b else p.n)
         and _attrs(p) <= ACTIVATED
     )
 
@@ -136,7 +135,7 @@ def _residual(call: Call, norm: Rows, ctx: Context) -> bool:
 
 
 class Choices:
-    """What replaces a norm and its readers, if that is cheaper."""
+    """Chooses what replaces a norm and its readers, where that is cheaper."""
 
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
@@ -237,12 +236,11 @@ def _norm_gemm(call: Call, norm: Rows, parts: int = 0) -> Problem:
     """The LayerNormGemm that a product of the norm's rows becomes."""
     p = _problem(call)
     act, alpha = p.epilogue.act, p.epilogue.act_alpha
-    return Problem.of(
+    return Problem(
         "LayerNormGemm", m=p.m, n=p.n, k=p.k, dtype=p.dtype, out_dtype=p.out_dtype,
-        trans_b=p.trans_b, math=p.math, epsilon=norm.epsilon, folded=True, static_b=True, align=16,
-        epilogue=Epilogue(bias=True, act=act, act_alpha=alpha),
-        **({"parts": parts} if parts else {}),
-    )  # type: ignore[arg-type]  # fmt: skip
+        trans_b=p.trans_b, math=p.math, epsilon=norm.epsilon, folded=True, static_b=True,
+        parts=parts, epilogue=Epilogue(bias=True, act=act, act_alpha=alpha),
+    )  # fmt: skip
 
 
 def _added(call: Call) -> Problem:

@@ -73,7 +73,7 @@ def fuse(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
                 first = first if stays else broadcast_call(first, groups[group])
             joined = join(first, groups[group])
             if joined is not None:
-                joined = _without(joined, partial(inner, inside))
+                joined = without_stores(joined, partial(inner, inside))
             if joined is None or len(joined.reads) + len(joined.writes) > MAX_OPERANDS:
                 continue
             members[p] = inside
@@ -94,7 +94,7 @@ def fuse(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
                 home[index] = p
             group = p
     ordered = _order(groups, parents)
-    return _forget([groups[g] for g in ordered], keep)
+    return forget_unread([groups[g] for g in ordered], keep)
 
 
 def _order(groups: dict[int, Call], parents: dict[int, set[int]]) -> list[int]:
@@ -117,15 +117,17 @@ def _order(groups: dict[int, Call], parents: dict[int, set[int]]) -> list[int]:
     return order
 
 
-def _forget(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
-    """Stores that nothing reads are dropped, then steps and loads without a use."""
+def forget_unread(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
+    """Drop stores that nothing reads, then steps and loads without a use."""
     read = set(keep)
     for call in calls:
         read.update(t.buffer for _, t in call.reads)
-    return [_without(call, lambda b: b not in read) if call.expression else call for call in calls]
+    return [
+        without_stores(call, lambda b: b not in read) if call.expression else call for call in calls
+    ]
 
 
-def _without(call: Call, unread: Callable[[int], bool]) -> Call:
+def without_stores(call: Call, unread: Callable[[int], bool]) -> Call:
     """The call without its stores to buffers that are `unread`."""
     assert call.expression is not None
     stays = [i for i, (_, t) in enumerate(call.writes) if not unread(t.buffer)]
@@ -197,8 +199,11 @@ def refine(a: Sequence[int], b: Sequence[int]) -> list[int] | None:
     return [high // low for low, high in pairwise(ordered)][::-1]
 
 
-def join(a: Call, b: Call) -> Call | None:
-    """One call that does `a`, then `b`, element by element; None where that is not possible."""
+def join(a: Call, b: Call, *, siblings: bool = False) -> Call | None:
+    """One call that does `a`, then `b`, element by element; None where that is not possible.
+
+    `siblings` may write parts of one buffer, which neither reads.
+    """
     if a.expression is None or b.expression is None:
         return None
     shape = list(a.writes[0][1].shape)
@@ -212,9 +217,12 @@ def join(a: Call, b: Call) -> Call | None:
         return None
     a_reads, a_writes, b_reads, b_writes = [[_plain(t) for t in part if t] for part in views]
     stored = {t.buffer: t for t in a_writes}
-    if len(stored) < len(a_writes) or any(t.buffer in stored for t in b_writes):
-        return None
     if any(t.buffer in stored and t != stored[t.buffer] for t in b_reads):
+        return None
+    both = [(t, u) for t in a_writes for u in b_writes if t.buffer == u.buffer]
+    if any(not siblings or _meet(t, u) for t, u in both):
+        return None
+    if len(stored) < len(a_writes) and any(t.buffer in stored for t in b_reads):
         return None
     # one element is read and written by one thread alone
     written = {t.buffer: t for t in b_writes}
@@ -269,8 +277,28 @@ def join(a: Call, b: Call) -> Call | None:
     )
 
 
+def _meet(a: Tensor, b: Tensor) -> bool:
+    """Whether two views of one buffer may have an element in common: not those of one form that lie
+    side by side along an axis.
+    """
+    apart = abs(b.offset - a.offset)
+    axes = sorted((step, size) for size, step in zip(a.shape, a.strides, strict=True) if size != 1)
+    if a.shape != b.shape or a.strides != b.strides or not apart or any(s < 0 for s, _ in axes):
+        return True
+    extent, between = 1, True
+    for step, size in axes:
+        if between and step >= apart:
+            if apart < extent:
+                return True
+            extent, between = extent + apart, False
+        if step < extent:
+            return True
+        extent += (size - 1) * step
+    return between and apart < extent
+
+
 def _numbered(step: Step, number: Mapping[int, int] | Sequence[int]) -> Step:
-    """The step on values that have other numbers."""
+    """The step with its values numbered anew."""
     return Step(step.name, step.dtype, tuple([number[i] for i in step.args]))
 
 
@@ -288,7 +316,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def view(tensor: Tensor) -> Tensor:
-    """The tensor as problems have it: whichever its buffer is."""
+    """The tensor as it stands in a problem, which does not say in which buffer it is."""
     return Tensor(0, tensor.dtype, tensor.shape, tensor.strides, tensor.offset)
 
 

@@ -91,6 +91,28 @@ def causal_step(steps: list[Step]) -> int:
     return found
 
 
+def is_idle(step: Step, logits: ir.Value) -> bool:
+    """Whether a step is proved to leave all logits as they are, whatever the sizes are.
+
+    Its mask is 0 everywhere, or its conditions always hold, and none of them has an axis that the
+    logits before it lack.
+    """
+    if step.factor != 1:
+        return False
+    both: list[tuple[ir.Value, bool | None]] = [*step.conditions] or [(step.value, None)]
+    for value, holds in both:
+        form = _form(value, _DEPTH)
+        if form is None or form.number is None or np.isnan(form.number):
+            return False
+        kept = form.number == 0 if step.fill is None else bool(form.number) == holds
+        axes = rank(value)
+        if not kept or axes is None or axes > (rank(logits) or 0):
+            return False
+        if any(dim(value, i) != 1 and not same_size(value, i, logits, i) for i in range(-axes, 0)):
+            return False
+    return True
+
+
 def _form(value: ir.Value | None, depth: int) -> _Form | None:
     """What the elements of `value` are, None where that is not known."""
     if value is None:
@@ -150,7 +172,7 @@ def _constant(array: np.ndarray) -> _Form | None:
 
 
 def _range(node: ir.Node) -> _Form | None:
-    """start, start + delta, ...: of integers."""
+    """The form of a Range of integers: start, start + delta, ..."""
     start, delta = scalar(node.inputs[0]), scalar(node.inputs[2])
     if start is None or delta is None or is_float(node.outputs[0]) or not delta:
         return None
@@ -159,11 +181,11 @@ def _range(node: ir.Node) -> _Form | None:
 
 
 def _filled(node: ir.Node, depth: int) -> _Form | None:
-    """One number everywhere."""
+    """The form of a tensor that is one number everywhere."""
     out, axes = node.outputs[0], rank(node.outputs[0])
     if node.op_type == "Expand":
         form = _form(node.inputs[0], depth - 1)
-        number = None if form is None or form.sizes else form.number
+        number = None if form is None else form.number
     else:
         fill = node.attributes.get("value")
         number = 0.0 if fill is None else float(fill.value.numpy().reshape(-1)[0])
@@ -173,7 +195,7 @@ def _filled(node: ir.Node, depth: int) -> _Form | None:
 
 
 def _triangle(node: ir.Node, depth: int) -> _Form | None:
-    """A number above or below a diagonal, 0 elsewhere."""
+    """The form of a Trilu: a number above or below a diagonal, 0 elsewhere."""
     form = _form(node.inputs[0], depth - 1)
     at = constant_ints(node.inputs[1]) if len(node.inputs) > 1 and node.inputs[1] else [0]
     if form is None or form.number is None or not at or not {-2, -1} <= set(form.sizes):
@@ -224,7 +246,7 @@ def _reshape(node: ir.Node, form: _Form) -> _Form | None:
 
 
 def _slice(node: ir.Node, form: _Form) -> _Form | None:
-    """A slice from the first element on, of each element."""
+    """The form of a Slice that takes every element from the first one on."""
     starts, size = constant_ints(node.inputs[1]), rank(node.inputs[0])
     steps = constant_ints(node.inputs[4]) if len(node.inputs) > 4 else [1]
     given = node.inputs[3] if len(node.inputs) > 3 else None
@@ -241,7 +263,7 @@ def _slice(node: ir.Node, form: _Form) -> _Form | None:
 
 
 def _cast(node: ir.Node, form: _Form) -> _Form | None:
-    """Numbers in another type; positions in another type of integers."""
+    """The form after a Cast: numbers in any type, positions in a type of integers."""
     if form.number is None and form.choice is None:
         return None if is_float(node.outputs[0]) else form
     to = node.outputs[0].dtype
@@ -360,12 +382,16 @@ def _both(node: ir.Node, depth: int) -> _Form | None:
 
 
 def _where(forms: list[_Form | None]) -> _Form | None:
-    """One of two numbers by a choice."""
+    """One of two numbers by a choice, or the one that a condition always chooses."""
     condition, yes, no = forms
-    if condition is None or yes is None or no is None or condition.choice is None:
+    if condition is None or yes is None or no is None:
         return None
     sizes = _joined([condition, yes, no])
     if sizes is None or yes.number is None or no.number is None:
+        return None
+    if condition.number is not None:
+        return replace(yes if condition.number else no, sizes=sizes)
+    if condition.choice is None:
         return None
     high, low = (
         chosen if np.isnan(chosen) else yes.number if chosen else no.number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,12 @@ from onnx_fuse.onnx.build import Builder, dim, rank
 from onnx_fuse.ops.fused.sdpa.causal import causal_step
 from onnx_fuse.ops.fused.sdpa.kinds import Kind
 from onnx_fuse.ops.fused.sdpa.rule import emit, grouping, transposed
-from onnx_fuse.ops.fused.sdpa.scores import Step
+from onnx_fuse.ops.fused.sdpa.scores import Step, same_size
 from onnx_fuse.ops.rewrite import Rewriter, attribute, typed
+
+_SHORTER, _SUMS = 24, 25
+"""The opsets from which a mask may have fewer columns than there are keys, which hides the others,
+and from which what hides keys is added to a mask and does not take its place (onnxruntime 1.32)."""
 
 
 def fuse_node(rw: Rewriter, node: ir.Node) -> bool:
@@ -28,24 +33,16 @@ def fuse_node(rw: Rewriter, node: ir.Node) -> bool:
     q, k, v = bound
     optional = [*node.inputs[3:], None, None, None, None]
     mask, past_k, past_v, lengths = optional[:4]
-    causal = attribute(node, "is_causal", 0) == 1
+    opset = rw.graph.opset_imports[""]
     softcap = attribute(node, "softcap", 0.0)
     used = [bool(o.uses()) or o.is_graph_output() for o in node.outputs]
-    # from opset 24 on, keys that the mask does not reach are hidden; to broadcast would show them
-    reach, keys, before = dim(mask, -1), dim(k, -2), 0 if past_k is None else dim(past_k, -2)
-    every = None if keys is None or before is None else keys + before
+    whole = mask is None or _whole(mask, node)
     problems = {
-        "its mask may be shorter than its keys": mask is not None
-        and reach is not None
-        and reach != every
-        # new keys come behind those of the past, however many
-        and (every is not None or reach == 1 or (before is not None and reach <= before)),
+        "its mask has other columns than there are keys": opset < _SHORTER
+        and not whole
+        and None not in (dim(mask, -1), dim(k, -2), 0 if past_k is None else dim(past_k, -2)),
         "it has a past of keys or of values alone": (past_k is None) != (past_v is None),
-        "it has a padding-length input": lengths is not None,
-        "it sees a sliding window": any(
-            int(attribute(node, f"{side}_window_size", -1)) >= 0  # type: ignore[call-overload]
-            for side in ("left", "right")
-        ),
+        "it has a past and lengths of its keys": past_k is not None and lengths is not None,
         "its scores are an output that is used": any(used[3:]),
         "inputs of unknown or mixed rank": len({rank(t) for t in bound}) != 1 or rank(q) is None,
         "softmax_precision": attribute(node, "softmax_precision") not in (None, 1),
@@ -71,8 +68,14 @@ def fuse_node(rw: Rewriter, node: ir.Node) -> bool:
     if past_k is not None and past_v is not None:
         k, v = (_joined(op, past, new) for past, new in ((past_k, k), (past_v, v)))
     present = [k, v]
-    if causal and past_k is not None:
-        mask, causal = _with_past(op, rw, mask, _seen(op, q, k, past_k), q), False
+    sums = opset >= _SUMS and mask is not None and mask.dtype != ir.DataType.BOOL
+    view = _View.of(node)
+    causal = view.plain and past_k is None and lengths is None and not sums
+    if mask is not None and opset >= _SHORTER and not whole:
+        mask = _lengthened(op, rw, mask, k, q)
+    if not causal and (view.narrow or lengths is not None):
+        seen = _seen(op, view, q, k, past_k, lengths)
+        mask = _hidden_too(op, rw, mask, seen, q, sums)
     if mask is not None and mask.dtype == ir.DataType.BOOL:
         mask = _added(op, rw, mask, q)
     capped = isinstance(softcap, float) and softcap != 0.0
@@ -88,7 +91,8 @@ def fuse_node(rw: Rewriter, node: ir.Node) -> bool:
         y = emit(op, kind, grouped, inputs, scale, causal=step)
     made = y.producer()
     assert made is not None
-    made.overload = "newer"
+    if lengths is None:  # whose mask may have one row, as onnxruntime's Attention takes none (1.32)
+        made.overload = "newer"
     if flat:
         y = op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), op.constant([0, 0, -1]))
     old, new = [node.outputs[0]], [y]
@@ -117,15 +121,43 @@ def _joined(op: Builder, past: ir.Value, new: ir.Value) -> ir.Value:
     return typed(y, new)
 
 
-def _with_past(
-    op: Builder, rw: Rewriter, mask: ir.Value | None, seen: ir.Value, q: ir.Value
+def _whole(mask: ir.Value, node: ir.Node) -> bool:
+    """Whether the mask is known to have a column for each key."""
+    k, past = node.inputs[1], node.inputs[4] if len(node.inputs) > 4 else None
+    if past is None:
+        return same_size(mask, -1, k, -2) if k is not None else False
+    before, new = dim(past, -2), dim(k, -2)
+    return before is not None and new is not None and dim(mask, -1) == before + new
+
+
+def _lengthened(op: Any, rw: Rewriter, mask: ir.Value, k: ir.Value, q: ir.Value) -> ir.Value:
+    """The mask with a column for each key: those that it does not reach are hidden."""
+    if mask.dtype == ir.DataType.BOOL:
+        mask = _added(op, rw, mask, q)
+    missing = op.Sub(op.Shape(k, start=2, end=3), op.Shape(mask, start=-1))
+    amounts = op.Concat(op.constant([0] * (2 * (rank(mask) or 1) - 1)), missing, axis=0)
+    wide: ir.Value = op.Pad(mask, amounts, _minus_infinity(rw, q))
+    shape = None if mask.shape is None else [*mask.shape[:-1], dim(k, 2)]
+    return typed(wide, mask, shape)
+
+
+def _hidden_too(
+    op: Any, rw: Rewriter, mask: ir.Value | None, seen: ir.Value, q: ir.Value, sums: bool
 ) -> ir.Value:
-    """The mask, of either kind, that also hides what `seen` does."""
+    """The mask, of either kind, that also hides what `seen` does not show.
+
+    `sums`: -inf is added to a mask, so that a NaN in it hides no less; else it takes its place.
+    """
     if mask is None:
         return seen
+    made: ir.Value
     if mask.dtype == ir.DataType.BOOL:
-        return typed(op.And(mask, seen), mask)
-    return typed(op.Where(seen, mask, _minus_infinity(rw, q)), mask)
+        made = op.And(mask, seen)
+    elif sums:
+        made = op.Add(mask, _added(op, rw, seen, q))
+    else:
+        made = op.Where(seen, mask, _minus_infinity(rw, q))
+    return typed(made, mask, [None] * max(rank(mask) or 0, rank(seen) or 0))
 
 
 def _minus_infinity(rw: Rewriter, q: ir.Value) -> ir.Value:
@@ -139,14 +171,70 @@ def _added(op: Builder, rw: Rewriter, keep: ir.Value, q: ir.Value) -> ir.Value:
     return typed(op.Where(keep, rw.zeros(q), low), q, keep.shape)
 
 
-def _seen(op: Any, q: ir.Value, k: ir.Value, past: ir.Value) -> ir.Value:
-    """bool [S, T]: query i sees key j where j <= i + the length of the past."""
+@dataclass(frozen=True)
+class _View:
+    """The keys that a query at position p sees: from p - left to p + right; -1 is no bound."""
+
+    left: int
+    right: int
+
+    @staticmethod
+    def of(node: ir.Node) -> _View:
+        left, right, causal = (
+            int(attribute(node, name, default))  # type: ignore[call-overload]
+            for name, default in (
+                ("left_window_size", -1),
+                ("right_window_size", -1),
+                ("is_causal", 0),
+            )
+        )
+        return _View(left, 0 if causal == 1 else right)
+
+    @property
+    def narrow(self) -> bool:
+        return self.left >= 0 or self.right >= 0
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is that of is_causal."""
+        return self.left < 0 and self.right == 0
+
+
+def _seen(
+    op: Any,
+    view: _View,
+    q: ir.Value,
+    k: ir.Value,
+    past: ir.Value | None,
+    lengths: ir.Value | None,
+) -> ir.Value:
+    """bool [S, T], or [B, 1, S, T] with the `lengths` [B] of the keys: what each query sees.
+
+    The first query stands behind the past, or so that the last one stands at the last key.
+    """
     zero, one = (op.constant(np.int64(n)) for n in (0, 1))
-    count = [op.Reshape(op.Shape(x, start=2, end=3), op.constant(np.empty(0, np.int64)))
-             for x in (q, k, past)]  # fmt: skip
-    queries = op.Add(op.Range(zero, count[0], one), count[2])
-    keys = op.Range(zero, count[1], one)
-    seen: ir.Value = op.LessOrEqual(keys, op.Unsqueeze(queries, op.constant([1])))
+
+    def count(x: ir.Value) -> ir.Value:
+        size: ir.Value = op.Reshape(op.Shape(x, start=2, end=3), op.constant(np.empty(0, np.int64)))
+        return size
+
+    queries = op.Unsqueeze(op.Range(zero, count(q), one), op.constant([1]))
+    keys = op.Range(zero, count(k), one)
+    bounds = []
+    if past is not None:
+        queries = op.Add(queries, count(past))
+    if lengths is not None:
+        ends = op.Reshape(lengths, op.constant([-1, 1, 1, 1]))
+        bounds.append(op.Less(keys, ends))
+        queries = op.Add(queries, op.Sub(ends, count(q)))
+    if view.right >= 0:
+        last = queries if view.right == 0 else op.Add(queries, op.constant(np.int64(view.right)))
+        bounds.append(op.LessOrEqual(keys, last))
+    if view.left >= 0:
+        bounds.append(op.GreaterOrEqual(keys, op.Sub(queries, op.constant(np.int64(view.left)))))
+    seen: ir.Value = bounds[0]
+    for bound in bounds[1:]:
+        seen = op.And(seen, bound)
     seen.dtype = ir.DataType.BOOL
-    seen.shape = ir.Shape([None, None])
+    seen.shape = ir.Shape([None] * (2 if lengths is None else 4))
     return seen

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from onnx_fuse.onnx.build import Builder, dim, rank
 from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.ops.fused.sdpa.causal import CAUSAL, causal_step
+from onnx_fuse.ops.fused.sdpa.causal import CAUSAL, causal_step, is_idle
 from onnx_fuse.ops.fused.sdpa.frame import Frame, make_frame
 from onnx_fuse.ops.fused.sdpa.kinds import KINDS, STEPS, Kind
 from onnx_fuse.ops.fused.sdpa.scores import (
@@ -20,6 +20,7 @@ from onnx_fuse.ops.fused.sdpa.scores import (
     same_rows,
     same_size,
     trace_scores,
+    whole_rows,
 )
 from onnx_fuse.ops.rewrite import (
     Rewriter,
@@ -47,6 +48,8 @@ def fuse(rw: Rewriter, softmax: ir.Node) -> bool:
         return rw.refuse("Sdpa", [softmax], ending) if ending else False
     if not is_float(z):
         return False
+    op = Builder()
+    z = whole_rows(op, z)
     found = trace_scores(z)
     if found is None:
         reason = _unreached(z)
@@ -62,7 +65,9 @@ def fuse(rw: Rewriter, softmax: ir.Node) -> bool:
             else "the softmax is not over the keys"
         )
         return rw.refuse("Sdpa", nodes, reason)
-    product, op = found.product.outputs[0], Builder()
+    product = found.product.outputs[0]
+    if not found.viewed:
+        found.steps = [step for step in found.steps if not is_idle(step, product)]
     found.steps = combine_steps(op, found.steps)
     reason = _mismatch(rw, found, ending, z)
     if reason:
@@ -102,6 +107,8 @@ def _mismatch(rw: Rewriter, found: Scores, ending: ProductTail, z: ir.Value | No
     kinds = [tuple("Where" if s.fill is not None else "Mask" for s in found.steps)]
     if kinds[0] not in STEPS:
         return f"{len(found.steps)} masks and conditions follow each other; two are the most"
+    if ending.narrowed and product.dtype == ir.DataType.FLOAT != ending.values.dtype:
+        return "its product of queries and keys is in float32, that with the values in 16 bits"
     if ending.values.dtype != product.dtype or ending.weights.dtype != product.dtype:
         return "the weights have another type than the scores"
     if found.wide != ending.narrowed:

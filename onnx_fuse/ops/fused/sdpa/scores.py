@@ -8,14 +8,17 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, const_array, rank
-from onnx_fuse.ops.rewrite import is_float, producer, scalar
+from onnx_fuse.onnx.build import Builder, const_array, dim, rank
+from onnx_fuse.ops.rewrite import is_float, producer, scalar, typed
 
 REACH = 24
 """How many nodes above a softmax its product is looked for."""
 
 MOST = 2
 """Masks and conditions of one attention operator."""
+
+SMALL = 128.0
+"""The largest number of a mask that may be added twice as one: swinv2 hides by -100, twice."""
 
 RANGE = (2.0**-20, 2.0**20)
 """Of factors of the scores."""
@@ -102,6 +105,52 @@ def trace_scores(value: ir.Value | None, depth: int = REACH) -> Scores | str | N
         found.softcap = 1.0
         return found
     return f"{node.op_type} stands between the product and the softmax"
+
+
+def whole_rows(op: Builder, z: ir.Value | None) -> ir.Value | None:
+    """The logits `z` [.., Q, K] where exporters add masks to them as [.., h, w, h', w'].
+
+    So a position bias is added in parts, one by the key's row and one by its column (vitdet, SAM).
+    The sums are made of [.., Q, K], with masks that are expanded to all keys.
+    """
+    merge, steps = producer(z, "Reshape"), list[tuple[ir.Value, bool]]()
+    value = merge.inputs[0] if merge is not None else None
+    lead = (rank(z) or 0) - 2
+    apart = [dim(value, lead + i) for i in range(4)] if rank(value) == lead + 4 else [None]
+    if (
+        lead < 1
+        or None in apart
+        or [dim(z, -2), dim(z, -1)]
+        != [
+            (apart[0] or 0) * (apart[1] or 0),
+            (apart[2] or 0) * (apart[3] or 0),
+        ]
+    ):
+        return z
+    while (add := producer(value, "Add")) is not None and len(steps) < MOST:
+        found = [i for i in (0, 1) if producer(add.inputs[i], "Add", "Reshape") is not None]
+        first = found[0] if found else 0
+        mask = add.inputs[1 - first]
+        if mask is None or rank(mask) != lead + 4 or len(found) > 1:
+            return z
+        steps.append((mask, first == 0))
+        value = add.inputs[first]
+    split = producer(value, "Reshape")
+    source = split.inputs[0] if split is not None else None
+    if source is None or not steps or rank(source) != lead + 2:
+        return z
+    assert z is not None
+    sizes = [same_size(source, i, z, i) for i in range(lead + 2)]
+    if not all((*sizes, *(value is not None and same_size(value, i, z, i) for i in range(lead)))):
+        return z
+    made = source
+    for mask, behind in reversed(steps):
+        full = op.Expand(mask, op.constant([1] * lead + apart))
+        rows = op.Reshape(full, op.constant([0] * lead + [dim(z, -2), dim(z, -1)]))
+        shape = None if mask.shape is None else [*mask.shape[:lead], dim(z, -2), dim(z, -1)]
+        rows = typed(rows, mask, shape)
+        made = typed(op.Add(*((made, rows) if behind else (rows, made))), source, source.shape)
+    return made
 
 
 def _name(value: ir.Value | None) -> str:
@@ -241,7 +290,9 @@ def combine_steps(op: Builder, steps: list[Step]) -> list[Step]:
     """The steps, where there are more than an operator has by fewer.
 
     (z + p) + m is z + (p + m) for every z and m, where p is 0 or -inf throughout: where p is -inf
-    both are -inf, or NaN where z or m is NaN or +inf. No other masks may be added up before.
+    both are -inf, or NaN where z or m is NaN or +inf. (z + m) + m is z + 2 m but for a rounding at
+    the size of m, as the product z has more of, where m is a constant of some hundred at most. No
+    other masks may be added up before.
     """
     found: list[Step] = []
     for i, step in enumerate(steps):
@@ -262,13 +313,30 @@ def _joins(first: Step, second: Step) -> bool:
     added = first.fill is None and second.fill is None
     plain = not first.negated and not second.negated and first.factor == second.factor
     same = first.at.shape is not None and first.at.shape == second.at.shape
-    return added and plain and same and _hides_or_keeps(first.value)
+    return (
+        added
+        and plain
+        and same
+        and (_hides_or_keeps(first.value) or (first.value is second.value and _small(first.value)))
+    )
+
+
+def _small(value: ir.Value) -> bool:
+    """Whether all elements are known float32 numbers of no more than `SMALL`."""
+    held = const_array(_viewed(value))
+    return held is not None and held.dtype == np.float32 and bool((np.abs(held) <= SMALL).all())
+
+
+def _viewed(value: ir.Value | None) -> ir.Value | None:
+    """What a value is a view of."""
+    while (view := producer(value, *_VIEWS)) is not None:
+        value = view.inputs[0]
+    return value
 
 
 def _hides_or_keeps(value: ir.Value | None) -> bool:
     """Whether all elements are known to be 0 or -inf."""
-    while (view := producer(value, *_VIEWS)) is not None:
-        value = view.inputs[0]
+    value = _viewed(value)
     chosen = producer(value, "Where")
     sources = chosen.inputs[1:] if chosen is not None else [value]
     arrays = [const_array(v) for v in sources]

@@ -1,0 +1,63 @@
+"""An activation that the backward makes a second time, from its input, instead of keeping it.
+
+h = act(z) is kept for the gradient of the weights behind it, and z for dz = dh act'(z). The product
+that stores dz reads z, and stores act(z) beside it; so h need not be kept until then. This takes
+less memory by as much as h is, for one more store. The second h is of the z that was stored: it may
+differ from the first, of the product's own sum, by that rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from onnx_fuse.program.call import Call, Context
+from onnx_fuse.program.passes.callgraph import Calls, rename_buffers, whole
+from onnx_fuse.program.problem import Problem
+from onnx_fuse.program.size import coarse
+
+LEAST = 16 << 20
+"""Bytes from which an activation is not kept."""
+
+
+def make_activations_again(
+    calls: Sequence[Call], keep: Collection[int], ctx: Context
+) -> list[Call]:
+    """The calls with large activations made again where their slopes are multiplied by.
+
+    `keep` are buffers whose last values are wanted.
+    """
+    found = Calls(calls, keep, ctx.hw, ctx.prefs)
+    for at in range(len(calls)):
+        _make_again(found, at, ctx)
+    return [call for now in found.now for call in now]
+
+
+def _make_again(calls: Calls, at: int, ctx: Context) -> None:
+    """Let the product at `at` store act(c) beside its result times act'(c)."""
+    (product,) = calls.now[at]
+    problem = product.problem
+    if not isinstance(problem, Problem) or problem.op != "Gemm" or not problem.epilogue.dact:
+        return
+    c, y = dict(product.reads)["c"], dict(product.writes)["y"]
+    made = calls.producer(c)
+    first = None if made is None else made[1]
+    if made is None or first is None or not isinstance(first.problem, Problem):
+        return
+    forward, behind, results = first.problem.epilogue, problem.epilogue, dict(first.writes)
+    if not forward.save_z or (forward.act, forward.act_alpha) != (behind.act, behind.act_alpha):
+        return
+    z, h = results["z"], results["y"]
+    later = sorted({j for j in calls.readers[h.buffer] if j > at})
+    if not later or h.buffer in calls.keep or calls.writers[h.buffer] != [made[0]]:
+        return
+    if not whole(y.size, z, h, c, y) or len({t.dtype for t in (z, h, c, y)}) > 1:
+        return
+    wanted = problem.with_epilogue(save_act=True)
+    if coarse(h.nbytes) < LEAST or not calls.serves(wanted):
+        return
+    again = ctx.scratch(h.dtype, y.shape)
+    calls.now[at] = (replace(product, problem=wanted, writes=(*product.writes, ("z", again))),)
+    same = {h.buffer: again.buffer}
+    for j in later:
+        calls.now[j] = tuple(rename_buffers(call, same) for call in calls.now[j])

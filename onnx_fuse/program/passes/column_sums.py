@@ -1,0 +1,97 @@
+"""The gradient of a bias, left to a product that reads the same rows.
+
+A layer's dbias is the sum of dy over its rows, and dx = dy · Wᵀ reads dy as well: the product adds
+up the columns of the tiles that it holds in shared memory, so that no launch reads dy for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from onnx_fuse.program.call import Call, Context, Tensor
+from onnx_fuse.program.passes.callgraph import Calls
+from onnx_fuse.program.problem import Problem
+from onnx_fuse.program.problems import PartSums, Reduce
+
+ROWS = 64
+"""The number of rows of a that each part of the sums is of (`Epilogue.column_sums`)."""
+
+
+def sum_columns(calls: Sequence[Call], keep: Collection[int], ctx: Context) -> list[Call]:
+    """The calls with sums over the rows of a product's operand made by the product, if that pays.
+
+    `keep` are buffers whose last values are wanted.
+    """
+    found = Calls(calls, keep, ctx.hw, ctx.prefs)
+    for i in range(len(calls)):
+        _sum_in_product(found, i, ctx)
+    return [call for now in found.now for call in now]
+
+
+def _sum_in_product(calls: Calls, i: int, ctx: Context) -> None:
+    """Put product and sum of parts in the place of a product and of the sums that begin at `i`."""
+    first, places = calls.calls[i].problem, _passes(calls, i)
+    if not isinstance(first, Reduce) or not places:
+        return
+    (_, x), end = calls.calls[i].reads[0], calls.calls[places[-1]]
+    (_, y) = end.writes[0]
+    for at in dict.fromkeys(calls.readers[x.buffer]):
+        product = calls.now[at][0] if len(calls.now[at]) == 1 else calls.calls[i]
+        problem = product.problem
+        if not isinstance(problem, Problem) or not _reads(product, problem, x, first):
+            continue
+        if any(min(i, at) <= w <= max(i, at) for w in calls.writers[x.buffer]):
+            continue  # the two read other values
+        behind = max(at, places[-1])
+        used = (*calls.readers[y.buffer], *calls.writers[y.buffer])
+        if any(j not in places and j <= behind for j in used):
+            continue
+        wanted = problem.with_epilogue(column_sums=True)
+        sums = PartSums(-(-first.length // ROWS), first.inner, y.dtype)
+        apart = [p for j in places if (p := calls.calls[j].problem) is not None]
+        if not calls.pays((problem, *apart), (wanted, sums)):
+            continue
+        part = ctx.scratch("float32", (sums.parts, sums.n))
+        made = replace(product, problem=wanted, writes=(*product.writes, ("part", part)))
+        last = replace(
+            end, kernel="PartSums", problem=sums, reads=(("part", part),), writes=(("out0", y),),
+            bytes=sums.bytes, inplace=(),
+        )  # fmt: skip
+        for j in places:
+            calls.now[j] = ()
+        calls.now[at] = (made, last)
+        return
+
+
+def _passes(calls: Calls, i: int) -> list[int]:
+    """The places of the passes of a sum over the rows of a matrix, the first of which is at `i`.
+
+    There are none where it is another reduction.
+    """
+    problem, places = calls.calls[i].problem, [i]
+    if not isinstance(problem, Reduce) or problem.reducer != "Sum" or problem.from_state:
+        return []
+    if problem.outer != 1 or problem.inner == 1 or not calls.calls[i].reads[0][1].dense:
+        return []
+    while isinstance(problem, Reduce) and problem.to_state:
+        buffer = calls.calls[places[-1]].writes[0][1].buffer
+        if len(calls.readers[buffer]) != 1 or calls.writers[buffer] != places[-1:]:
+            return []
+        places.append(calls.readers[buffer][0])
+        problem = calls.calls[places[-1]].problem
+    same = all(calls.now[j] == (calls.calls[j],) for j in places)
+    return places if isinstance(problem, Reduce) and same else []
+
+
+def _reads(product: Call, problem: Problem, x: Tensor, reduced: Reduce) -> bool:
+    """Whether the rows that are added up are all of the product's left operand."""
+    if problem.op != "Gemm" or problem.batch or problem.trans_a:
+        return False
+    a = dict(product.reads)["a"]
+    return (
+        (a.buffer, a.offset, a.size, a.dtype) == (x.buffer, x.offset, x.size, x.dtype)
+        and a.dense
+        and (problem.m, problem.k) == (reduced.length, reduced.inner)
+        and problem.lda in (None, problem.k)
+    )

@@ -1,0 +1,174 @@
+"""The problems of products that are no Gemm: attention, packed weights, 8-bit integers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from math import prod
+
+from onnx_fuse.program.call import dense_strides
+from onnx_fuse.program.problem import FEW, ITEMSIZE, AnyProblem, Hardware, Product
+from onnx_fuse.program.size import upper_bound
+
+
+@dataclass(frozen=True)
+class Attention(AnyProblem):
+    """y = softmax(z) v, of m queries and n keys of k numbers, z = scale q kᵀ with its masks.
+
+    `batch` is (B, H). Pointers: q k v mask mask2, y lse.
+    """
+
+    op = "Sdpa"
+    m: int
+    n: int
+    k: int
+    batch: tuple[int, int]
+    dtype: str
+    dv: int
+    """The numbers of a value."""
+    q_strides: tuple[int, ...] = ()
+    """The strides of batch, head and row, in elements; (): it is [B, H, S, D] in memory. So of
+    the other operands and results."""
+    k_strides: tuple[int, ...] = ()
+    v_strides: tuple[int, ...] = ()
+    y_strides: tuple[int, ...] = ()
+    group: int = 1
+    """Heads of queries that share a head of keys."""
+    scale: float = 1.0
+    causal: bool = False
+    softcap: float = 0.0
+    """0: there is none."""
+    mask: tuple[int, ...] = ()
+    """The strides of batch, head, row and column of what is added to z; (): there is no mask."""
+    mask2: tuple[int, ...] = ()
+    keep: bool = False
+    """The mask selects: where it is 0, `fill` takes the place of z. `keep2`: `mask2` does."""
+    keep2: bool = False
+    fill: float = 0.0
+    fill2: float = 0.0
+    lowest: float = 0.0
+    """float16: what an added -65504 stands for (`passes.fp16_range`); 0: itself."""
+    guard: int = 0
+    """1: a row that is -inf throughout gives 0; 2: weights that are NaN are 0."""
+
+    @property
+    def wide(self) -> Collection[str]:
+        """All but the queries' where those are few: a cache grows by a token a run."""
+        few = upper_bound(self.m) <= FEW  # a block walks over all its keys anyway
+        return self.fields().keys() - {"m", "k", "batch"} if few else ()
+
+    @property
+    def batches(self) -> int:
+        """The number of heads of all of the batch."""
+        return prod(self.batch)
+
+    @property
+    def flops(self) -> int:
+        """The operations of its two products, half of them where it is causal."""
+        whole = 2 * self.batches * self.m * self.n * (self.k + self.dv)
+        return whole // 2 if self.causal else whole
+
+    @property
+    def bytes(self) -> int:
+        """A head's queries and keys read and its scores written, as of one product."""
+        numbers = self.m * self.k + self.k * self.n + self.m * self.n
+        return self.batches * numbers * ITEMSIZE[self.dtype]
+
+    @property
+    def empty(self) -> bool:
+        """Whether there are no scores."""
+        return not self.m * self.n
+
+    def rate(self, hw: Hardware) -> float:
+        """The rate of products of its type."""
+        return hw.rate(self.dtype)
+
+    def lies(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(shape [B, H, S, D], strides of its first three axes) of q, k, v, y or a gradient."""
+        batch, heads = self.batch
+        lead = (heads // self.group, self.n) if name[-1] in "kv" else (heads, self.m)
+        shape = (batch, *lead, self.k if name[-1] in "qk" else self.dv)
+        return shape, getattr(self, f"{name}_strides", ()) or dense_strides(shape)[:3]
+
+
+@dataclass(frozen=True)
+class AttentionGrad(Attention):
+    """dq, dk and dv of an Attention. Pointers: its own, dy y lse, dq dk dv."""
+
+    op = "SdpaGrad"
+    dy_strides: tuple[int, ...] = ()
+    dq_strides: tuple[int, ...] = ()
+    """Of gradients that are parts of one tensor."""
+    dk_strides: tuple[int, ...] = ()
+    dv_strides: tuple[int, ...] = ()
+
+    @property
+    def wide(self) -> Collection[str]:
+        """None."""
+        return ()
+
+    @property
+    def flops(self) -> int:
+        """The operations of its seven products, of which the forward has two."""
+        return super().flops * 7 // 2
+
+
+@dataclass(frozen=True)
+class PackedProduct(Product):
+    """y[m, n] = a[m, k] · w[n, k]ᵀ + bias, of weights that stay in 2, 4 or 8 bits.
+
+    w[n, k] = (q[n, k] - zero[n, k // block]) scale[n, k // block]. Types: a, scale, bias, y are of
+    `dtype`; q [n, blocks, block * bits / 8] and packed zeros [n, ceil(blocks * bits / 8)] are
+    uint8, the low bits of a byte first. Pointers: a q scale zero groups bias y workspace.
+    """
+
+    op: str = "MatMulNBits"
+    trans_b: bool = True
+    bits: int = 4
+    """The bits of a weight."""
+    block: int = 32
+    """The weights that have one scale."""
+    blocks: int = 1
+    """The scales of a row: ceil(k / block)."""
+    zero: str = ""
+    """The zero points: "" (2^(bits - 1)), "packed" (uint8, as q) or "float" (of a's type)."""
+    groups: bool = False
+    """int32 [k] says which block each k belongs to, instead of k // block."""
+    static_b: bool = False
+    """q, scale and zero are the same throughout a graph."""
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of a row of packed weights."""
+        return self.blocks * self.block * self.bits // 8
+
+    @property
+    def bytes(self) -> int:
+        """a, the packed weights and their scales read, y written."""
+        scales = self.n * self.blocks * ITEMSIZE[self.dtype]
+        rows = self.m * (self.k + self.n) * ITEMSIZE[self.dtype]
+        return self.n * self.row_bytes + scales + rows
+
+
+@dataclass(frozen=True)
+class IntegerProduct(Product):
+    """y[batch, m, n] = Σ_k (a[batch, m, k] - za) (b[batch, n, k] - zb), modulo 2^32.
+
+    `dtype` is a's, int8 or uint8; y is int32. Pointers: a b za zb y.
+    """
+
+    op: str = "GemmInteger"
+    out_dtype: str = "int32"
+    trans_b: bool = True
+    b_dtype: str = "int8"
+    za: str = ""
+    """a's zero point: "" (0), "one" number or "each": one a row of a. `zb`: one a column of y."""
+    zb: str = ""
+    za_step: int = 0
+    """The elements from the zero points of one inner batch to the next's."""
+    lda: int = 0
+    """The bytes between a's rows, a multiple of 16; k is contiguous. `ldb`: b's."""
+    ldb: int = 0
+    a_strides: tuple[int, ...] = ()
+    """The bytes between batches, one a batch axis (two at most, 0 broadcasts)."""
+    b_strides: tuple[int, ...] = ()

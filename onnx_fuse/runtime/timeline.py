@@ -1,0 +1,152 @@
+"""When the collectives of a step began and ended, and what waited for them: events in its graph.
+
+The graph notes beside its kernels when a collective's turn came, when it was over, and when the
+calls that need its result had nothing else to wait for. It also counts in host memory which
+collectives' turn has come, for whoever asks while it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from onnx_fuse.program.call import Call
+from onnx_fuse.program.problem import Collective
+from onnx_fuse.runtime import device
+
+Aside = tuple[Callable[[], None], tuple[int, ...]]
+"""What a graph does beside its steps, and the steps that it follows."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One collective of a run; times are in seconds, from the run's beginning."""
+
+    kind: str
+    bucket: int
+    nbytes: int
+    start: float
+    """When all that it reads was there."""
+    end: float
+    """When it was over, on this rank."""
+
+
+@dataclass(frozen=True)
+class Communication:
+    """The collectives of one run."""
+
+    exchanges: tuple[Exchange, ...]
+    waits: tuple[tuple[float, float], ...]
+    """From when to when nothing else was to be done, in seconds from the run's beginning."""
+
+    @property
+    def seconds(self) -> float:
+        """The time in which a collective was under way."""
+        return _length([(x.start, x.end) for x in self.exchanges])
+
+    @property
+    def exposed(self) -> float:
+        """The part of it that no kernel hid."""
+        return _length(self.waits)
+
+    def __str__(self) -> str:
+        size = sum(x.nbytes for x in self.exchanges)
+        return (
+            f"{len(self.exchanges)} collectives of {size / 1e6:,.1f} MB in "
+            f"{1e3 * self.seconds:.2f} ms of a step, {1e3 * self.exposed:.2f} ms not hidden"
+        )
+
+
+_MET: list[device.Pinned] = []
+
+
+def met() -> int:
+    """The collectives that the GPU has come to in the step under way; any thread may ask."""
+    return int(_MET[0].array.view(np.uint32)[0]) if _MET else 0
+
+
+class Timeline:
+    """The events of one graph, whose steps `calls` say what they are."""
+
+    def __init__(
+        self, calls: Sequence[Call], after: Sequence[Sequence[int]], stream: device.Stream
+    ) -> None:
+        """`after[i]` are the steps that step i follows."""
+        if not _MET:
+            _MET.append(device.Pinned(4))
+            _MET[0].array[...] = 0
+        self._stream = stream
+        self._start = _Moment()
+        self.asides: list[Aside] = [self._record(self._start, ()), self._count(0, ())]
+        self._exchanges: list[tuple[Collective, _Moment, _Moment]] = []
+        self._waits: list[tuple[_Moment, list[_Moment]]] = []
+        ends: dict[int, _Moment] = {}
+        last: set[int] = set()  # the kernels' steps so far that no other one follows
+        for i, call in enumerate(calls):
+            heads = tuple(after[i])
+            problem = call.problem
+            if isinstance(problem, Collective):
+                begin, ends[i] = _Moment(), _Moment()
+                self._exchanges.append((problem, begin, ends[i]))
+                self.asides += [
+                    self._record(begin, heads),
+                    self._count(len(self._exchanges), heads),
+                    self._record(ends[i], (i,)),
+                ]
+                continue
+            if any(k in ends for k in heads):
+                free = _Moment()
+                self._waits.append((free, [ends[k] for k in heads if k in ends]))
+                self.asides.append(self._record(free, tuple(sorted(last))))
+            last = last.difference(heads) | {i}
+
+    def _record(self, moment: _Moment, heads: tuple[int, ...]) -> Aside:
+        return lambda: moment.record(self._stream), heads
+
+    def _count(self, number: int, heads: tuple[int, ...]) -> Aside:
+        return lambda: self._stream.note(_MET[0].address, number), heads
+
+    def read(self) -> Communication:
+        """What the last run did, which must be over. Raises DeviceError."""
+        since = self._start.until
+        exchanges = [
+            Exchange(p.kind, p.bucket, p.bytes, since(begin), since(end))
+            for p, begin, end in self._exchanges
+        ]
+        waits = [(since(free), max(map(since, ends))) for free, ends in self._waits]
+        return Communication(tuple(exchanges), tuple(w for w in waits if w[1] > w[0]))
+
+
+class _Moment:
+    """An event of a graph that keeps its time."""
+
+    def __init__(self) -> None:
+        driver = self._driver = device.bindings()
+        self._raw: Any = device.check(driver.cuEventCreate(0), "an event")
+
+    def record(self, stream: device.Stream) -> None:
+        """Take the time here, in each launch of the graph that `stream` captures."""
+        flag = self._driver.CUevent_record_flags.CU_EVENT_RECORD_EXTERNAL
+        done = self._driver.cuEventRecordWithFlags(self._raw, stream.raw, int(flag))
+        device.check(done, "an event")
+
+    def until(self, other: _Moment) -> float:
+        """The seconds from this moment to another one of the same launch."""
+        found = self._driver.cuEventElapsedTime(self._raw, other._raw)
+        return float(device.check(found, "the time of a collective")) / 1e3
+
+    def __del__(self) -> None:
+        if hasattr(self, "_raw"):
+            self._driver.cuEventDestroy(self._raw)
+
+
+def _length(spans: Sequence[tuple[float, float]]) -> float:
+    """The time that is covered by at least one of the spans."""
+    total, last = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, last))
+        last = max(last, end)
+    return total

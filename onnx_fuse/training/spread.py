@@ -1,0 +1,121 @@
+"""Weights of which each rank holds a part, gathered where a step reads them (`shard="all"`).
+
+A weight is gathered twice, for the forward and for the backward, so that it takes memory only while
+it is read. Weights are gathered in buckets in the order in which they are read, each while what
+reads the bucket before it runs, and in 16 bits where 16 bits are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import onnx_ir
+
+from onnx_fuse.distributed import buckets
+from onnx_fuse.onnx.build import Builder
+from onnx_fuse.ops.rewrite import typed
+from onnx_fuse.training.ranks import Reduction
+from onnx_fuse.training.weights import ancestors
+
+GATHERED = 3 << 20
+"""The first bucket of weights that are gathered."""
+
+
+@dataclass
+class _Read:
+    """The readers of a weight, or of its copy in another type, in one half of a step."""
+
+    weight: onnx_ir.Value
+    value: onnx_ir.Value
+    uses: list[tuple[onnx_ir.Node, int]]
+    first: int
+    """The place in the graph of the first of them."""
+
+    @property
+    def nbytes(self) -> int:
+        assert self.weight.shape is not None
+        assert self.value.dtype is not None
+        return int(prod(self.weight.shape.numpy()) * self.value.dtype.itemsize)
+
+
+def candidates(
+    graph: onnx_ir.Graph, weights: Sequence[onnx_ir.Value], reduction: Reduction
+) -> dict[onnx_ir.Value, onnx_ir.Value]:
+    """The weights whose parts the ranks hold, each with a value that stands for this rank's part.
+
+    What a body of an If or Loop reads stays whole, and so does what the ranks do not divide.
+    """
+    found = {}
+    for w in weights:
+        part = reduction.part_of(w)
+        if part and all(node.graph is graph for node, _ in w.uses()):
+            found[w] = typed(onnx_ir.Value(name=f"{w.name}.part"), w, [part])
+    return found
+
+
+def gather(
+    graph: onnx_ir.Graph,
+    parts: Mapping[onnx_ir.Value, onnx_ir.Value],
+    reduction: Reduction,
+    loss: onnx_ir.Value,
+    bucket: int,
+) -> None:
+    """Make each weight an input of this rank's part, and gather the whole for its readers.
+
+    Args:
+        graph: The whole graph of a step or of an evaluation.
+        parts: The weights, with what stands for their parts until now.
+        reduction: What makes the collectives.
+        loss: What the forward ends in.
+        bucket: Bytes from which weights are gathered together.
+    """
+    places = {node: i for i, node in enumerate(graph)}
+    nodes, forward = list(graph), ancestors(loss)
+    reads = [r for w in parts for r in _reads(w, places, forward)]
+    reads.sort(key=lambda r: r.first)
+    planned = buckets.plan([r.nbytes for r in reads], bucket)
+    starts = {b: r.first for r, b in zip(reversed(reads), reversed(planned), strict=True)}
+    op = Builder()
+    reduction.op = op
+    for read, number in zip(reads, planned, strict=True):
+        w, part = read.weight, parts[read.weight]
+        if read.value is not w:
+            part = op.Cast(part, to=read.value.dtype.value)  # type: ignore[union-attr]
+            part.dtype, part.shape = read.value.dtype, parts[w].shape
+        size = int(prod(w.shape.numpy()))  # type: ignore[union-attr]
+        flat = reduction.node("AllGather", part, GATHERED + number, size)
+        shape = op.constant(np.array(w.shape.numpy(), np.int64))  # type: ignore[union-attr]
+        whole = typed(op.Reshape(flat, shape), read.value, w.shape)
+        for node, index in read.uses:
+            node.replace_input_with(index, whole)
+        # while what reads the bucket before it runs
+        anchor = nodes[starts[number - 1] if number else 0]
+        graph.insert_before(anchor, op.nodes)
+        op.nodes = []
+    for w, part in parts.items():
+        for node, _ in list(w.uses()):
+            graph.remove(node, safe=True)  # the casts of the whole, which nothing reads any more
+        onnx_ir.convenience.replace_all_uses_with(part, w)
+        w.shape = part.shape
+
+
+def _reads(
+    w: onnx_ir.Value, places: Mapping[onnx_ir.Node, int], forward: set[onnx_ir.Value]
+) -> list[_Read]:
+    """The reads of a weight and of its casts, in the forward and behind it."""
+    casts = {n.outputs[0] for n, _ in w.uses() if n.op_type == "Cast" and not n.domain}
+    found = []
+    for value in (w, *casts):
+        halves: dict[bool, list[tuple[onnx_ir.Node, int]]] = {True: [], False: []}
+        for node, index in value.uses():
+            if node.outputs[0] not in casts:
+                halves[any(v in forward for v in node.outputs)].append((node, index))
+        found += [
+            _Read(w, value, uses, min(places[node] for node, _ in uses))
+            for uses in halves.values()
+            if uses
+        ]
+    return found

@@ -1,0 +1,72 @@
+"""A bias's gradient from the tiles of a product that reads the same rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from interpret import interpret
+from lowering import program_of
+
+from onnx_fuse.kernels.gemm_sm90 import Wgmma
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.program.problem import CHIPS, Problem
+from onnx_fuse.program.problems import PartSums, Reduce
+
+WIDTH, WIDE = 256, 512
+STEP = """agraph (float16[M, 256] dy, float16[256, 512] w) => (float16[M, 512] dx, float16[256] db)
+<int64[1] rows = {0}, int64[1] one = {1}> { NODES }"""
+
+
+def model_of(nodes: str):
+    return text_model(STEP.replace("NODES", nodes))
+
+
+PRODUCT, SUM = "dx = MatMul (dy, w)", "db = ReduceSum <keepdims = 0> (dy, rows)"
+
+
+@pytest.mark.parametrize("rows", [8192, 12300])
+@pytest.mark.parametrize("nodes", [f"{PRODUCT} {SUM}", f"{SUM} {PRODUCT}"])
+def test_the_product_leaves_sums_of_its_rows(nodes: str, rows: int) -> None:
+    rng = np.random.default_rng(0)
+    feeds = {"dy": rng.standard_normal((rows, WIDTH)).astype(np.float16),
+             "w": (rng.standard_normal((WIDTH, WIDE)) / 16).astype(np.float16)}  # fmt: skip
+    program = program_of(model_of(nodes), feeds)
+    product, sums = program.calls
+    assert isinstance(product.problem, Problem)
+    assert product.problem.epilogue.column_sums
+    assert dict(product.writes)["part"].shape == (-(-rows // 64), WIDTH)
+    assert isinstance(sums.problem, PartSums)
+    found = interpret(program, feeds, {})
+    want = feeds["dy"].astype(np.float64).sum(0)
+    assert np.abs(found["db"] - want).max() <= 1e-3 * np.abs(want).max()  # a float16's rounding
+    np.testing.assert_allclose(
+        found["dx"].astype(np.float64), feeds["dy"].astype(np.float64) @ feeds["w"], atol=5e-3
+    )
+
+
+@pytest.mark.parametrize(
+    ("nodes", "chip"),
+    [
+        (f"{PRODUCT} n = Neg (dy) {SUM.replace('dy', 'n')}", "H200"),  # of other values
+        (f"{PRODUCT} {SUM.replace('Sum', 'Max')}", "H200"),
+        (f"{SUM} u = Unsqueeze (db, one) c = Add (w, u) dx = MatMul (dy, c)", "H200"),  # is read
+        (f"{PRODUCT} {SUM}", "A100"),
+    ],
+)
+def test_other_sums_stay(nodes: str, chip: str) -> None:
+    feeds = {"dy": np.zeros((8192, WIDTH), np.float16), "w": np.zeros((WIDTH, WIDE), np.float16)}
+    program = program_of(model_of(nodes), feeds, CHIPS[chip])
+    assert any(isinstance(call.problem, Reduce) for call in program.calls)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem.of("Gemm", m=300, n=384, k=264, dtype="bfloat16", trans_a=True),
+        Problem.of("Gemm", m=300, n=384, k=260, dtype="float32"),
+        Problem.of("Gemm", m=300, n=384, k=264, dtype="bfloat16", batch=(2,)),
+    ],
+    ids=str,
+)
+def test_only_rows_of_one_operand_are_summed(problem: Problem) -> None:
+    assert Wgmma().supports(problem.with_epilogue(column_sums=True), CHIPS["H200"])

@@ -1,0 +1,92 @@
+"""Pointwise calls that read the same tensors: joined, or their operands made again."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from interpret import interpret
+from lowering import program_of
+from onnx.reference import ReferenceEvaluator
+
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.save import to_proto
+from onnx_fuse.program.call import Tensor
+from onnx_fuse.program.passes.pointwise_fusion import _meet
+
+ROWS = {
+    # name: (inputs, outputs, nodes, the steps of the pointwise calls)
+    "halves of a rotation": (
+        "float[6,8] x, float[4] c, float[4] s",
+        "float[6,8] y",
+        """a, b = Split <axis = -1, num_outputs = 2> (x)
+        ac = Mul (a, c) bs = Mul (b, s) first = Sub (ac, bs)
+        bc = Mul (b, c) as = Mul (a, s) second = Add (bc, as)
+        y = Concat <axis = -1> (first, second)""",
+        ["Mul+Mul+Sub+Mul+Mul+Add"],
+    ),
+    "a factor that a product stands before": (
+        "float[6,8] g, float[6,8] u, float[8,8] w",
+        "float[6,8] dg, float[6,8] du, float[6,8] z",
+        """s = Sigmoid (g) h = Mul (s, u) z = MatMul (h, w) dh = MatMul (z, w)
+        du = Mul (dh, s) hu = Mul (dh, u) dg = Mul (hu, g)""",
+        ["Sigmoid+Mul", "Sigmoid+Mul+Mul+Mul"],
+    ),
+    "what is made is also an output": (
+        "float[6,8] g, float[6,8] u, float[8,8] w",
+        "float[6,8] s, float[6,8] du",
+        "s = Sigmoid (g) z = MatMul (s, w) gz = Mul (z, g) du = Mul (gz, s)",
+        ["Sigmoid", "Sigmoid+Mul+Mul"],
+    ),
+    "one reads what the other made": (
+        "float[6,8] x, float[8,8] w",
+        "float[6,8] y, float[6,8] z",
+        "y = Exp (x) p = MatMul (y, w) z = Div (p, x)",
+        ["Exp", "Div"],
+    ),
+    "only a row in common": (
+        "float[6,8] x, float[5,8] v, float[8] b",
+        "float[6,8] y, float[5,8] z",
+        "y = Mul (x, b) z = Sub (v, b)",
+        ["Mul", "Sub"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_calls_that_read_the_same_tensors(name: str) -> None:
+    inputs, outputs, nodes, expected = ROWS[name]
+    model = text_model(f"agraph ({inputs}) => ({outputs}) {{ {nodes} }}")
+    rng = np.random.default_rng(0)
+    shapes = {str(v.name): v.shape.numpy() for v in model.graph.inputs if v.shape is not None}
+    feeds = {key: rng.standard_normal(shape).astype(np.float32) for key, shape in shapes.items()}
+    program = program_of(model, feeds)
+    steps = [[s.name for s in c.expression.steps] for c in program.calls if c.expression]
+    assert ["+".join(names) for names in steps] == expected
+    got = interpret(program, feeds, {})
+    answers = ReferenceEvaluator(to_proto(model)).run(None, feeds)
+    for value, answer in zip(model.graph.outputs, answers, strict=True):
+        np.testing.assert_allclose(got[value.name], answer, rtol=1e-5, atol=1e-6)
+
+
+def test_views_that_meet_are_found() -> None:
+    """Against the sets of elements; a view that is said to be apart never shares one."""
+    rng, apart = np.random.default_rng(0), 0
+    for _ in range(3000):
+        rank = int(rng.integers(1, 4))
+        shape, strides = (tuple(rng.integers(low, 13, rank).tolist()) for low in (1, 0))
+        shape = tuple(size % 4 + 1 for size in shape)
+        offsets = rng.integers(0, 14, 2).tolist()
+        views = [Tensor(0, "float32", shape, strides, offset) for offset in offsets]
+        first, second = (
+            {
+                view.offset + sum(i * s for i, s in zip(at, strides, strict=True))
+                for at in product(*map(range, shape))
+            }
+            for view in views
+        )
+        if not _meet(*views):
+            apart += 1
+            assert not first & second
+    assert apart > 300
