@@ -4,10 +4,10 @@
 
 Rows have processes of their own; those of the host's time share one. All prepare (compile, warm up)
 at the same time and say when they are ready; then they are measured one after another, so that
-nothing else uses the GPU. What is not ready within the limit is given up, and the others go on. The arms of a row take turns and
-their times are medians, so that ratios hold from run to run. `host` is the time until the calls of
-a step return: where it is nearly the step's own, the host is what is measured. --profile lists the
-kernels of each arm. Needs torch and one GPU.
+nothing else uses the GPU. What is not ready within the limit is given up, and the others go on. The
+arms of a row take turns and their times are medians, so that ratios hold from run to run. `host` is
+the time until the calls of a step return: where it is nearly the step's own, the host is what is
+measured. --profile lists the kernels of each arm. Needs torch and one GPU.
 """
 
 from __future__ import annotations
