@@ -85,7 +85,7 @@ def _product_graph(
 
 @cache
 def _layernorm_linear_graph(
-    dtype: str, epsilon: str, activation: str, bias: str, transposed: str = "0"
+    dtype: str, epsilon: str, activation: str, bias: str, transposed: str
 ) -> Graph:
     key = built("layernorm_linear", dtype, epsilon, activation, bias, transposed)
     return _product_graph("LayerNorm", dtype, epsilon, activation, bias, transposed, key)
@@ -93,16 +93,14 @@ def _layernorm_linear_graph(
 
 @cache
 def _rms_norm_linear_graph(
-    dtype: str, epsilon: str, activation: str, bias: str, transposed: str = "0"
+    dtype: str, epsilon: str, activation: str, bias: str, transposed: str
 ) -> Graph:
     key = built("rms_norm_linear", dtype, epsilon, activation, bias, transposed)
     return _product_graph("RMSNorm", dtype, epsilon, activation, bias, transposed, key)
 
 
 @cache
-def _linear_activation_graph(
-    dtype: str, activation: str, bias: str, transposed: str = "0"
-) -> Graph:
+def _linear_activation_graph(dtype: str, activation: str, bias: str, transposed: str) -> Graph:
     key = built("linear_activation", dtype, activation, bias, transposed)
     return _product_graph("", dtype, "0", activation, bias, transposed, key)
 
