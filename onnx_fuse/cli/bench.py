@@ -23,6 +23,7 @@ from onnx_fuse.cli.options import (
     check_precision,
     hardware_of,
     parse_dims,
+    parse_mkn,
     parse_shapes,
 )
 from onnx_fuse.errors import UsageError
@@ -192,7 +193,7 @@ def _to_tune(
     check_precision(how)
     if not model.exists() and str(model) in tune.OPS:
         op = str(model)
-        sizes = [_mkn(text) for text in shape]
+        sizes = [parse_mkn(text) for text in shape]
         if not sizes:
             raise UsageError(f"give the sizes to tune {op} at, as in --shape 8192,768,3072")
         hw = hardware_of("cuda")
@@ -209,14 +210,6 @@ def _to_tune(
     feeds = feeds or generate(graph, lambda f: session.run(None, f), single=True)[0][0]
     program, hw = session.program(feeds)
     return tune.calls_of(program), hw
-
-
-def _mkn(text: str) -> tuple[int, int, int]:
-    try:
-        m, k, n = (int(part) for part in text.split(","))
-    except ValueError:
-        raise UsageError(f"--shape {text}: expected M,K,N, as in 8192,768,3072") from None
-    return m, k, n
 
 
 def _tune(
