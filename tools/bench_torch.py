@@ -237,9 +237,9 @@ def elapsed(work: Work, calls: int) -> tuple[float, float]:
     return 1e3 * (time.perf_counter() - began) / calls, 1e3 * host / calls
 
 
-def measured(arms: dict[str, Work], rounds: int, enough: float = 15) -> dict[str, Any]:
+def measured(arms: dict[str, Work], rounds: int, enough: float = 40) -> dict[str, Any]:
     """Medians of each arm's milliseconds and of its host's, in rounds of `enough` milliseconds."""
-    calls = {name: max(3, int(enough / elapsed(work, 3)[0])) for name, work in arms.items()}
+    calls = {name: max(10, int(enough / elapsed(work, 3)[0])) for name, work in arms.items()}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in arms}
     for _ in range(rounds):
         for name, work in arms.items():

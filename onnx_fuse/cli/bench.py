@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "onnx-fuse bench model.onnx --threads 1",
     "onnx-fuse bench model.onnx --grad --device cuda --precision bf16",
+    "onnx-fuse bench model.onnx --train --loss mse --device cuda --mode end2end",
     "onnx-fuse bench LayerNormGemm --tune --shape 8192,768,3072 --precision bf16",
 )
 
@@ -66,6 +67,26 @@ def bench(
             "--grad", help="Time forward and backward: the gradients of all weights and outputs."
         ),
     ] = False,
+    train: Annotated[
+        bool, typer.Option("--train", help="Time a training step with AdamW and --loss.")
+    ] = False,
+    loss: Annotated[
+        str, typer.Option(metavar="NAME", help="The loss of --train.")
+    ] = "cross_entropy",
+    mode: Annotated[
+        str,
+        typer.Option(
+            metavar="kernel|end2end",
+            help="Time the GPU's work alone, or calls from host memory to host memory.",
+        ),
+    ] = "kernel",
+    against: Annotated[
+        str,
+        typer.Option(
+            metavar="unfused|cpu",
+            help="With --device cuda, compare with the GPU unfused, or with onnxruntime's CPU.",
+        ),
+    ] = "unfused",
     tune: Annotated[
         bool,
         typer.Option(
@@ -114,8 +135,9 @@ def bench(
             printer, {"model": str(model), "gpu": hw.name, "tuned": data}, json, html
         )
         return
-    if grad and (html or trace):
-        raise UsageError("--grad shows a table and --json: leave --html and --trace out")
+    if (grad or train) and (html or trace):
+        raise UsageError("--grad and --train show a table and --json: leave --html and --trace out")
+    _check_way(grad, train, mode, against, device)
     if shape:
         raise UsageError("--shape is for an operator, which only --tune times: add --tune")
     check_device(device)
@@ -131,7 +153,8 @@ def bench(
     def work() -> tuple[timing.Comparison, timing.RunResult | None]:
         found = timing.compare(
             model, graph, feeds, shapes=shapes, dims=dims, repeat=repeat, threads=threads,
-            device=device, precision=precision, grad=grad,
+            device=device, precision=precision, grad=grad, loss=loss if train else "",
+            mode=mode, against=against,
         )  # fmt: skip
         if not html and not trace:
             return found, None
@@ -140,17 +163,21 @@ def bench(
             graph, feeds, device=device, precision=precision, profile=True
         )
 
+    first = "onnxruntime, CPU" if against == "cpu" else "original"
     result, run = checking.guarded(work, str(model), device)
     rows = [
         [name, f"{t.median:.4g}", f"{t.low:.4g}", f"{t.high:.4g}"]
-        for name, t in (("original", result.original), ("fused", result.fused))
+        for name, t in ((first, result.original), ("fused", result.fused))
     ]
     where = f"{hardware_of('cuda').name}, {precision}" if device == "cuda" else "onnxruntime, CPU"
     printer.table(where, ["model", "median ms", "10 %", "90 %"], rows)
     printer.text(show.inputs(result.feeds))
+    for name, nbytes in zip((first, "fused"), result.memory, strict=True):
+        if nbytes is not None:
+            printer.text(f"{name} takes {nbytes / 2**20:,.1f} MiB of GPU memory")
     low, high = result.noise
     printer.text(
-        f"fused / original: {result.ratio:.3f} ({low:.3f} to {high:.3f} among pairs of sessions)"
+        f"fused / {first}: {result.ratio:.3f} ({low:.3f} to {high:.3f} among pairs of sessions)"
     )
     if trace and run is not None and run.profile is not None:
         from onnx_fuse.report import trace as traces
@@ -174,6 +201,20 @@ def bench(
         device=where,
         sections=sections,
     )
+
+
+def _check_way(grad: bool, train: bool, mode: str, against: str, device: str) -> None:
+    """Raise UsageError for options that do not go together."""
+    from onnx_fuse.bench import MODES
+
+    if mode not in MODES or against not in ("unfused", "cpu"):
+        raise UsageError("--mode is kernel or end2end, and --against is unfused or cpu")
+    if grad and train:
+        raise UsageError("--grad times forward and backward, --train a whole step: choose one")
+    if device == "cpu" and (mode, against) != ("kernel", "unfused"):
+        raise UsageError("--mode and --against need --device cuda")
+    if against == "cpu" and (grad or train):
+        raise UsageError("--against cpu times the forward: leave --grad and --train out")
 
 
 def _to_tune(
