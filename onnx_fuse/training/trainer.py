@@ -69,7 +69,6 @@ class Trainer:
         precision: As in InferenceSession. With "bf16" and "fp16", forward and backward are in 16
             bits, and weights, sums and the update are in float32. "fp16" scales the loss, and
             skips updates whose gradients overflow.
-        residual_dtype: "fp32" keeps the sums that branches add to in float32 beside 16 bits.
         loss_scale: The first scale of the loss in "fp16".
         ema: The factor by which a running average of each weight decays at an update, such as
             0.999; `evaluate`, `weights` and `save` take the averages where they are asked to.
@@ -123,7 +122,6 @@ class Trainer:
         accumulate: int = 1,
         seed: int = 0,
         precision: str = "fp32",
-        residual_dtype: str = "",
         loss_scale: float = 65536.0,
         ema: float | None = None,
         device: str = "cpu",
@@ -209,7 +207,6 @@ class Trainer:
             "free_batch": free_batch,
             "level": backends.default_level(precision, device) if level is None else level,
             "precision": precision,
-            "residual_dtype": residual_dtype,
             "loss_scale": loss_scale,
             "ema": ema,
         }
