@@ -49,7 +49,7 @@ _APART = 1e-6
 
 def stats_seconds(problem: Problem, hw: Hardware) -> float:
     """Predicted seconds of the statistics: one read of x, whose short rows leave lanes idle."""
-    size = ITEMSIZE[problem.dtype] * problem.m * max(problem.k, 256)
+    size = ITEMSIZE[problem.dtype] * problem.m * max(problem.k, 512)
     return hw.launch_seconds + size / hw.bandwidth
 
 
