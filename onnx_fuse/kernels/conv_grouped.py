@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import prod
 
 from onnx_fuse.cuda.macros import C_TYPES, defines
-from onnx_fuse.kernels.conv_nhwc import ENDS, Chosen, act_macros, strides_of
+from onnx_fuse.kernels.conv_nhwc import ENDS, Chosen, act_macros, image_strides
 from onnx_fuse.kernels.rule_based import tail_macros, window_macros
 from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr
 from onnx_fuse.program.problems import Conv
@@ -114,7 +114,7 @@ class Grouped(Chosen):
         tiles = problem.batch * -(-oh // high) * -(-ow // wide)
         slabs = problem.groups // groups
         blocks = -(-3 * hw.sm_count // slabs) if stays else tiles
-        sn, sy, sx = strides_of(problem)
+        sn, sy, sx = image_strides(problem)
         return (Launch(
             self.source, "conv_grouped", (min(tiles, blocks), slabs, 1),
             (32 * warps * rows, 1, 1),

@@ -43,7 +43,7 @@ TILES: dict[tuple[int, ...], float] = {
 }
 
 
-def strides_of(problem: Conv) -> tuple[int, ...]:
+def image_strides(problem: Conv | ConvWeightGrad) -> tuple[int, ...]:
     """The strides of x's images, rows and pixels in elements."""
     if problem.x_strides:
         return problem.x_strides
@@ -85,9 +85,9 @@ class ChannelsLast(RuleBased):
             return "at most two spatial axes"
         strided = not (problem.depthwise or problem.planar)
         piece = 16 // ITEMSIZE[problem.dtype]
-        if strided and any(step % piece for step in strides_of(problem)):
+        if strided and any(step % piece for step in image_strides(problem)):
             return "pixels are no multiple of 16 bytes apart"
-        if max(strides_of(problem)[0], prod(problem.outer)) >= 2**29:
+        if max(image_strides(problem)[0], prod(problem.outer)) >= 2**29:
             return "an image of 2^29 elements or more"
         return super().supports(problem, hw)
 
@@ -152,7 +152,7 @@ class Depthwise(ChannelsLast):
             pairs = 2 if both else 1
         width = min(32, lanes(problem.groups // (2 * pairs)))
         tiles = problem.batch * -(-oh // tall) * -(-ow // wide)
-        sn, sy, sx = strides_of(problem)
+        sn, sy, sx = image_strides(problem)
         return (Launch(
             self.source, "conv_depthwise",
             (-(-tiles // (256 // width)), -(-problem.groups // (2 * pairs * width)), 1),
@@ -318,7 +318,7 @@ class Mma(Chosen):
         steps = self._steps(problem, tile)
         chunk = -(-steps // split)
         blocks = -(-rows // bm) * -(-problem.filters // bn) * problem.groups
-        sn, sy, sx = strides_of(problem)
+        sn, sy, sx = image_strides(problem)
         types = {"T": C_TYPES[problem.dtype], "ACC": "float", "TRANSPOSED": False}
         sizes = {"BM": bm, "BN": bn, "WM": wm, "WN": wn, "BK": bk, "STAGES": stages,
                  "SPLIT_BF16": problem.math == "bf16x3"}  # fmt: skip
@@ -399,7 +399,7 @@ class Im2col(Chosen):
         self.many, self.few = Wgmma(), Cluster()
 
     def _inner(self, config: Config) -> Wgmma | Cluster:
-        """The product's candidate whose configuration it is."""
+        """The candidate of the product to which the configuration belongs."""
         return self.many if config.attr("tile") else self.few
 
     def _product(self, problem: Conv) -> Problem:
@@ -458,7 +458,7 @@ class Im2col(Chosen):
         assert isinstance(b, TensorMap)
         _, oh, ow = problem.outer
         window, ldw = problem.window, _padded(problem)
-        images = gathered(problem, strides_of(problem), a.box[1])
+        images = gathered(problem, a.box[1])
         taps = prod(window.kernel)
         filters = TensorMap(
             Ptr("weight"), problem.dtype, (ldw, problem.filters, taps),
@@ -493,12 +493,12 @@ def unboxed(problem: Conv | ConvWeightGrad) -> str | None:
     return None
 
 
-def gathered(problem: Conv | ConvWeightGrad, steps: Sequence[int], pixels: int) -> TensorMap:
-    """The images x, `steps` elements between images, rows and pixels: `pixels` at a time."""
+def gathered(problem: Conv | ConvWeightGrad, pixels: int) -> TensorMap:
+    """The images x, so many pixels at a time."""
     (_, h, w), window = problem.inner, problem.window
     return TensorMap(
         Ptr("x"), problem.dtype, (problem.channels, w, h, problem.batch),
-        tuple(2 * step for step in reversed(steps)), (64, pixels),
+        tuple(2 * step for step in reversed(image_strides(problem))), (64, pixels),
         window=(*_corners(problem), window.strides[2], window.strides[1]),
     )  # fmt: skip
 

@@ -42,6 +42,10 @@ PLANES = {"bf16x3": 2, "bf16x6": 3}
 """Products of float32 -> bf16 planes that an operand is split into."""
 BK = 64
 BOX = 2048
+LONG_SECONDS, SHARED_B = 5e-5, 0.98
+"""Of long products those count as faster whose CTAs share b in pairs. By themselves they take as
+long, or 6 % less where k is long; but they read a third less from L2, and a chip may be at its
+limit of power: a step of GPT-2 took 29.0 ms in place of 29.4 (H200 at 675 W, 2026-11)."""
 SIDE_SECONDS, OWN_SECONDS = 3e-6, 0.6e-6
 """What the first tiles wait for statistics made beside them; from the only one (H200, 2026-11)."""
 SIDE_WARPS = 3
@@ -245,6 +249,8 @@ class Wgmma:
             products *= 1 + 1.2 / ceil(problem.n / bn)
         if problem.epilogue.column_sums:
             products *= 1 + 0.6 / ceil(problem.n / bn)
+        if cluster == 2 and waves * products > LONG_SECONDS:
+            products *= SHARED_B
         tail, share = (1.5e-6, 0.1) if pingpong else (2.5e-6, 0.5)
         if alone:
             tail, share = 1.2e-6, 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
+from typing import TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -15,7 +16,7 @@ from onnx_fuse.lower.channels_last import channels_last, is_channels_last, store
 from onnx_fuse.lower.linear import product
 from onnx_fuse.lower.views import reshaped
 from onnx_fuse.program.call import Context, Tensor
-from onnx_fuse.program.problems import Conv, Window
+from onnx_fuse.program.problems import Conv, ConvWeightGrad, Window
 
 TAPS = 256
 """Taps of a filter that is packed: a larger one is the images of a weight's gradient."""
@@ -148,14 +149,26 @@ def _packed(ctx: Context, weight: Tensor, shape: Conv) -> Tensor:
     return made if made is not None else ctx.contiguous(view)
 
 
+Filter = TypeVar("Filter", Conv, ConvWeightGrad)
+
+
 def _padded(
     ctx: Context, node: ir.Node, shape: Conv, x: Tensor, weight: Tensor
 ) -> tuple[Conv, Tensor, Tensor]:
-    """The same sums where pixels are no multiple of 16 bytes: (problem, images, weights).
+    """The same sums where pixels are no multiple of 16 bytes: (problem, images, weights)."""
+    made, images, channels = in_runs(ctx, node, shape, x, 1)
+    merged = shape.window.dilations[2] == 1
+    return made, images, _runs(ctx, node, weight, shape, channels, 8, merged)
+
+
+def in_runs(
+    ctx: Context, node: ir.Node, shape: Filter, x: Tensor, whole: int
+) -> tuple[Filter, Tensor, int]:
+    """The problem over pixels of whole 16 bytes: (problem, images, channels of a pixel).
 
     The images are copied with zeros for more channels and for the padding to both sides. A tap is
-    then a row of the filter: its pixels stand one behind another, and the next row of the image is
-    as many pixels on as the stride.
+    then a row of the filter: its pixels stand one behind another, `whole` elements or a multiple,
+    and the next row of the image is as many pixels on as the stride.
     """
     window, (_, h, w), width = shape.window, shape.inner, shape.outer[2]
     kernel, step = window.kernel[2], window.strides[2]
@@ -163,8 +176,9 @@ def _padded(
     channels = shape.channels
     while channels * (step if merged else 1) % 8:
         channels += 1
+    run = -(-kernel * channels // whole) * whole
     left = window.before[2] if merged else 0
-    wide = (width - 1) * step + kernel if merged else w
+    wide = (width - 1) * step + -(-run // channels) if merged else w
     while wide * channels % 8:
         wide += 1
     source = channels_last(x)
@@ -177,10 +191,8 @@ def _padded(
     part = (shape.batch, h, inside, shape.channels)
     origin, ones = [0, 0, 0, 0], [1, 1, 1, 1]
     copy(ctx, node, source.slice(origin, ones, part), images.slice([0, 0, left, 0], ones, part))
-
-    known = _runs(ctx, node, weight, shape, channels, 8, merged)
     if not merged:
-        return replace(shape, channels=channels), images, known
+        return replace(shape, channels=channels), images, channels
 
     def columns(values: tuple[int, int, int], last: int) -> tuple[int, int, int]:
         return (values[0], values[1], last)
@@ -191,12 +203,12 @@ def _padded(
     )  # fmt: skip
     made = replace(
         shape,
-        channels=kernel * channels,
+        channels=run,
         inner=(1, h, width),
         window=one,
         x_strides=(h * wide * channels, wide * channels, step * channels),
     )
-    return made, images, known
+    return made, images, channels
 
 
 def _runs(

@@ -235,7 +235,7 @@ class _Filtering(AnyProblem):
 
     @property
     def flops(self) -> int:
-        """Two a product, pads counted as others."""
+        """Two operations a product, products with pads included."""
         return 2 * self.groups * self.filters * self.depth * self.batch * prod(self.outer)
 
 
@@ -287,12 +287,13 @@ class Conv(_Filtering):
 class ConvWeightGrad(_Filtering):
     """dw [groups * filters, channels, *window.kernel] of a Conv: sums of dy x over the pixels.
 
-    x is [batch, *inner, groups * channels] and dy [batch, *outer, groups * filters]. A
-    ConvTranspose has it too, with its x as dy and its dy as x.
+    x is [batch, *inner, groups * channels], or has `x_strides` as a Conv's, and dy
+    [batch, *outer, groups * filters]. A ConvTranspose has it too, with its x as dy and its dy as x.
     """
 
     op = "ConvWeightGrad"
     out_dtype: str
+    x_strides: tuple[int, ...] = ()
 
     @property
     def bytes(self) -> int:
