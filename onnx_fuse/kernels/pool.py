@@ -126,9 +126,8 @@ class Taps(RuleBased):
         length, resized, taps = problem.rows
         wider = max(problem.dtype, problem.out_dtype, key=ITEMSIZE.__getitem__)
         vec = access_width(problem.inner, wider)
-        columns = 1
-        while problem.inner == 1 and columns < 4 and problem.resized % (2 * columns) == 0:
-            columns *= 2
+        columns = access_width(problem.resized, wider, 4 * ITEMSIZE[wider])
+        columns = columns if problem.inner == 1 else 1
         across, inner = problem.resized // columns, problem.inner // vec
         threads = problem.outer * resized * across * inner
         above = ("above", "above_weight") if taps else ("source", "weight")
