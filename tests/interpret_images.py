@@ -92,11 +92,15 @@ def pool(p: Pool, x: np.ndarray) -> np.ndarray:
 
 
 def resample(p: Resample, read: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Weighted sums along one axis."""
-    x = read["x"].reshape(p.outer, p.length, p.inner)
+    """Weighted sums along one axis or two."""
+    length, resized, taps = p.rows
+    x = read["x"].reshape(p.outer, length, p.length, p.inner)
     index, weight = (read[name].reshape(p.resized, p.taps) for name in ("source", "weight"))
     assert (index >= 0).all()
-    return np.einsum("ortc,rt->orc", x[:, index.astype(int)], weight)
+    if taps:
+        above, other = (read[n].reshape(resized, taps) for n in ("above", "above_weight"))
+        x = np.einsum("oisrc,is->oirc", x[:, above.astype(int)], other)
+    return np.einsum("oirtc,rt->oirc", x[:, :, index.astype(int)], weight)
 
 
 def reduction(p: Reduce, x: np.ndarray) -> np.ndarray:

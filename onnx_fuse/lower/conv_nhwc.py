@@ -14,11 +14,14 @@ from onnx_fuse.kernels import refused, serves
 from onnx_fuse.kernels.conv_nhwc import pixel_of
 from onnx_fuse.lower.channels_last import channels_last, is_channels_last, stored_last
 from onnx_fuse.lower.linear import product
+from onnx_fuse.lower.views import reshaped
 from onnx_fuse.program.call import Context, Tensor
 from onnx_fuse.program.problems import Conv, ConvWeightGrad, Window
 
 TAPS = 256
 """Taps of a filter that is packed: a larger one is the images of a weight's gradient."""
+FARTHEST = 8
+"""The stride of a tensor map at most."""
 
 
 def one_tap(shape: Conv) -> bool:
@@ -29,17 +32,22 @@ def one_tap(shape: Conv) -> bool:
 
 
 def pays(ctx: Context, shape: Conv, x: Tensor) -> bool:
-    """Whether the Conv is to run channels last: in 16 bits, where a kernel for that serves it."""
-    if shape.transposed or shape.dtype not in ("float16", "bfloat16") or len(x.shape) > 4:
+    """Whether the Conv is to run channels last: on tensor cores, where a kernel serves it."""
+    if shape.transposed or len(x.shape) > 4:
         return False
     if prod(shape.window.kernel) > TAPS or not x.size:
         return False
     if one_tap(shape) and not shape.slope:  # a product of NCHW images is one as well
         return is_channels_last(x) or prod(shape.inner) == 1
-    wanted = replace(shape, channels_last=True)
+    wanted = _stored_last(ctx, shape)
     if shape.groups == 1 and shape.channels % 8:  # its images are copied with gaps of zeros
         wanted = replace(wanted, channels=-(-shape.channels // 8) * 8)
     return not refused(wanted, ctx.hw, ctx.prefs) and serves("Conv", wanted, ctx.hw, ctx.prefs)
+
+
+def _stored_last(ctx: Context, shape: Conv) -> Conv:
+    math = ctx.math if shape.dtype == "float32" else "ieee"
+    return replace(shape, channels_last=True, math=math)
 
 
 def convolution(
@@ -57,17 +65,20 @@ def into(
         ctx.channels_last.add(reads["x"].buffer)
     bias = reads.get("bias")
     if bias is None:
-        zero = ir.DataType[shape.dtype.upper()].numpy()
+        short = shape.dtype != "float32"
+        zero = ir.DataType[shape.dtype.upper()].numpy() if short else np.dtype(np.float32)
         bias = ctx.constant(np.zeros(shape.groups * shape.filters, zero))
     if one_tap(shape) and not shape.slope:
         return _product(ctx, node, shape, reads, out)
     reads = {**reads, "bias": bias}
-    shape = replace(shape, channels_last=True)
+    shape = _stored_last(ctx, shape)
     planar = replace(shape, planar=True)
     first = not is_channels_last(reads["x"]) and not refused(planar, ctx.hw, ctx.prefs)
     if first and serves("Conv", planar, ctx.hw, ctx.prefs):
         shape, reads["x"] = planar, ctx.contiguous(reads["x"])
         reads["weight"] = _runs(ctx, node, reads["weight"], shape, pixel_of(shape), 16)
+    elif _patches(shape):
+        return _product(ctx, node, shape, reads, out)
     elif shape.groups == 1 and shape.channels % 8:
         shape, reads["x"], reads["weight"] = _padded(ctx, node, shape, reads["x"], reads["weight"])
     else:
@@ -77,12 +88,40 @@ def into(
     return ctx.select(node, shape, reads, {"y": out})
 
 
+def _patches(shape: Conv) -> bool:
+    """Whether each pixel of y has a patch of x to itself, of which no kernel makes a step."""
+    window = shape.window
+    if shape.groups > 1 or window.kernel != window.strides or shape.slope:
+        return False
+    if any((*window.before, *window.after)) or not (
+        shape.channels % 8 or max(window.strides) > FARTHEST
+    ):
+        return False
+    sizes = zip(shape.inner, window.strides, shape.outer, strict=True)
+    return all(i == s * o for i, s, o in sizes)
+
+
+def _gathered(ctx: Context, node: ir.Node, shape: Conv, x: Tensor) -> Tensor:
+    """[batch, *outer, channels * taps] of the images x [batch, channels, *inner]."""
+    rank = len(x.shape) - 2
+    outer, kernel = shape.outer[3 - rank :], shape.window.kernel[3 - rank :]
+    pairs = [n for pair in zip(outer, kernel, strict=True) for n in pair]
+    parts = reshaped(ctx, x, (shape.batch, shape.channels, *pairs))
+    order = (0, *range(2, 2 * rank + 2, 2), 1, *range(3, 2 * rank + 2, 2))
+    patches = ctx.scratch(x.dtype, (shape.batch, *outer, shape.channels, *kernel))
+    copy(ctx, node, parts.permute(order), patches)
+    return reshaped(ctx, patches, (shape.batch, *outer, shape.depth))
+
+
 def _product(
     ctx: Context, node: ir.Node, shape: Conv, reads: dict[str, Tensor], y: Tensor
 ) -> str | None:
-    """A filter of one tap: y [pixels, M] = x [pixels, C] · weight [M, C] transposed + bias [M]."""
-    x = ctx.contiguous(channels_last(reads["x"])).reshape((_pixels(y), shape.channels))
-    weight = reads["weight"].reshape((shape.filters, shape.channels))
+    """A product with each pixel or patch: y [pixels, M] = x [pixels, K] · weight [M, K]' + bias."""
+    images = channels_last(reads["x"])
+    if not one_tap(shape):
+        images = _gathered(ctx, node, shape, reads["x"])
+    x = ctx.contiguous(images).reshape((_pixels(y), shape.depth))
+    weight = reads["weight"].reshape((shape.filters, shape.depth))
     to = y.reshape((_pixels(y), shape.filters))
     assert x is not None
     assert to is not None
