@@ -349,6 +349,23 @@ def test_a_trainers_float32_gradients_by_split_products_are_one_call(rows, hw, c
     assert ops.count("LayerNormGemmGrad") == count
 
 
+@pytest.mark.parametrize(("rows", "k", "n", "turned"), [(100352, 96, 384, False),
+                                                        (4096, 768, 3072, True)])  # fmt: skip
+def test_a_weight_is_copied_where_its_gradient_has_few_tiles(rows, k, n, turned):
+    """Sums of the columns of dW keep k, the rows here, from being split."""
+    model = text_model(f"""agraph (bfloat16[{rows},{n}] dy, bfloat16[{rows},{k}] x,
+        bfloat16[{k}] g, bfloat16[{k}] b, bfloat16[{n},{k}] v, bfloat16[{n}] c,
+        float[{rows},1] m, float[{rows},1] r, bfloat16[{rows},{n}] z)
+        => (bfloat16[{rows},{k}] dx, bfloat16[{k}] dg, bfloat16[{k}] db, bfloat16[{k},{n}] dw) {{
+        w = Transpose(v)
+        dx, dg, db, dw, dc = onnx_fuse.LayerNormGemmGrad (dy, x, g, b, w, c, m, r, z)
+    }}""")
+    shapes = {v.name: (v.shape.numpy(), v.dtype.numpy().name) for v in model.graph.inputs}
+    made = [c.problem for c in walk.lower(model, shapes, CHIPS["H200"]).calls]
+    (found,) = (p for p in made if isinstance(p, Problem) and p.op == "LayerNormGemmGrad")
+    assert found.trans_b == turned
+
+
 def test_calls_of_one_operator_take_its_body_in_turn(monkeypatch):
     """The program is the one that a body for each call makes, with fewer of them."""
     numbers = [", ".join(map(str, np.linspace(-1, 1, n))) for n in (36, 36, 30)]

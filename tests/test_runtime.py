@@ -442,7 +442,8 @@ def test_small_ends_are_used_by_kernels_in_host_memory(gpu: FakeGpu) -> None:
 @pytest.mark.parametrize(("text", "rows", "stands"), [
     (APART, 4, True), ("{ y = Exp(x) z = Add(y, w) }", 4, True), (APART, 0, False),
     (APART, 4000, False),  # much to write
-    ("{ y = Exp(x) z = Mul(x, w) }", 4, False),  # two calls read x
+    ("{ y = Exp(x) z = Mul(x, w) }", 4, True),  # one call makes both
+    ("{ y = Exp(x) t = Transpose(x) u = Neg(t) v = Transpose(u) z = Add(v, w) }", 4, False),
     ("{ y = Exp(x) t = Transpose(y) u = Neg(t) v = Transpose(u) z = Add(v, w) }", 4, False),
 ])  # fmt: skip
 def test_which_ends_may_stand_in_host_memory(
