@@ -383,22 +383,27 @@ def program(
     graph, math = in_precision(graph, precision)
     if feeds:
         return _lowered(graph, feeds, hw, math)
-    made: list[Program] = []
-    refused: list[ModelError] = []
+    made: list[Program | Exception] = []
 
     def run(generated: Feeds) -> list[np.ndarray]:
         try:
             made.append(_lowered(graph, generated, hw, math))
         except ModelError as error:
-            refused.append(error)
+            made.append(error)
             raise ValueError from error  # sizes that do not fit: others are tried
+        except Exception as error:
+            made.insert(0, error)
+            raise ModelError(str(error)) from error  # which ends the search
         return [np.ones(1)]
 
     try:
         generate(graph, run, single=True)
     except ModelError as error:
-        raise (refused or [error])[0] from None
-    return made[0]
+        made = made or [error]
+    found = next((m for m in made if isinstance(m, Program)), made[0])
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
 def _lowered(graph: onnx_ir.Model, feeds: Feeds, hw: Hardware, math: str) -> Program:
@@ -406,8 +411,8 @@ def _lowered(graph: onnx_ir.Model, feeds: Feeds, hw: Hardware, math: str) -> Pro
     shapes = {name: (array.shape, array.dtype.name) for name, array in feeds.items()}
     with contextlib.suppress(NeedsValues):
         return lower(graph, shapes, hw, math=math)
-    # shapes depend on values: those of all small integer inputs are given at once
-    values = {k: a for k, a in feeds.items() if a.dtype.kind in "iub" and a.size <= 64}
+    # shapes depend on values: those of all small inputs but floats are given at once
+    values = {k: a for k, a in feeds.items() if a.dtype.kind in "iubOU" and a.size <= 64}
     return lower(graph, shapes, hw, math=math, values=values)
 
 

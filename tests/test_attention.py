@@ -293,6 +293,20 @@ def test_what_stays_has_a_reason(between: str, reason: str) -> None:
     np.testing.assert_allclose(run(model, feeds), run(original, feeds), rtol=1e-5, atol=1e-6)
 
 
+def test_what_is_refused_has_no_readers_left() -> None:
+    """Nodes that a rule makes before it refuses would count among the readers of what they read."""
+    text = """agraph (double[2,6,8] q, double[2,8,6] k, double[2,6,8] v, double[2,2,3,2,1] a)
+      => (double[2,6,8] y) <int64[5] apart = {-1, 2, 3, 2, 3}, int64[3] whole = {-1, 6, 6}> {
+        s = MatMul (q, k) s5 = Reshape (s, apart) z5 = Add (s5, a) z = Reshape (z5, whole)
+        p = Softmax (z) y = MatMul (p, v) }"""
+    model = load(text_model(text))
+    report = passes.optimize(model, training=True)
+    assert any("double precision" in r.reason for r in report.not_fused)
+    nodes = set(model.graph)
+    for value in (*model.graph.inputs, *(v for node in nodes for v in node.outputs)):
+        assert {node for node, _ in value.uses()} <= nodes
+
+
 def test_a_softmax_between_no_products_is_no_attention() -> None:
     text = """agraph (float[N,8] x, float[8,4] w) => (float[N,4] y) {
       s = MatMul (x, w) y = Softmax (s) }"""

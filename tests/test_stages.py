@@ -201,6 +201,24 @@ def test_strings_between_numbers_are_a_stage_of_onnxruntimes() -> None:
         np.testing.assert_array_equal(got[output], want, err_msg=output)
 
 
+def test_strings_that_are_fed_are_known_to_lowering() -> None:
+    """A device has no place for them; what they are looked up in may be a constant of strings."""
+    model = text_model(
+        """agraph (string[N] s, float[2] x) => (float[N] y)
+        <int64[1] axes = {1}, string[2] known = {"a", "b"}>
+        { at = Unsqueeze (s, axes) same = Equal (at, known) there = Cast <to = 1> (same)
+          r = Relu (x) y = MatMul (there, r) }"""
+    )
+    feeds = {"s": np.array(["b", "c", "a"], object), "x": np.array([2, 3], "f")}
+    shapes = {name: (array.shape, array.dtype.name) for name, array in feeds.items()}
+    with pytest.raises(NeedsValues, match="s"):
+        walk.lower(model, shapes, H200)
+    for words in (feeds["s"], feeds["s"].astype(str)):
+        program = walk.lower(model, shapes, H200, values={"s": words})
+        got = interpret(program, {"x": feeds["x"]}, {}, lowered)
+        np.testing.assert_array_equal(got["y"], [3, 0, 2])
+
+
 def test_a_body_with_a_deferred_node_is_not_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage knows nodes and values by name: a call of which some is deferred has its own body."""
     model = text_model(

@@ -151,6 +151,11 @@ def _info(name: str, tensor: Tensor | None) -> onnx.ValueInfoProto:
 
 
 def _tensor(name: str, array: np.ndarray) -> onnx.TensorProto:
+    if array.dtype.kind in "OSU":
+        strings = [s if isinstance(s, bytes) else str(s).encode() for s in array.reshape(-1)]
+        return onnx.TensorProto(
+            name=name, data_type=onnx.TensorProto.STRING, dims=array.shape, string_data=strings
+        )
     return ir.serde.serialize_tensor(ir.tensor(np.asarray(array, order="C"), name=name))
 
 

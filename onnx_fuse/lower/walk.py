@@ -112,13 +112,18 @@ class Lowerer(Control):
         inputs = []
         for value in graph.inputs:
             if value.name in self.values:
-                self.slots[value] = Slot(host=self.values[value.name])
+                held = self.values[value.name]
+                self.slots[value] = Slot(
+                    host=held.astype(object) if held.dtype.kind == "U" else held
+                )
                 continue
             default = value.meta.get(DEFAULT)
             if value.name not in self.shapes and default is not None:
                 shape, kind = tuple(default.numpy().shape), dtype_name(default.dtype)
             else:
                 shape, kind = self.shapes[value.name or ""]
+            if data_type(kind) == ir.DataType.STRING:  # for which a device has no place
+                raise NeedsValues([value.name or ""])
             tensor = self._buffer("input", shape, kind, value.name or "")
             self.slots[value] = Slot(tensor=tensor)
             inputs.append((value.name or "", tensor))

@@ -562,7 +562,9 @@ class Executable:
 
     def _host_value(self, value: Any) -> np.ndarray:
         if not isinstance(value, DeviceTensor):
-            return np.asarray(value)
+            array = np.asarray(value)
+            # objects are addresses; of characters, equal bytes are equal strings
+            return array.astype(str) if array.dtype.kind == "O" else array
         device.start(self.device_id)
         array = np.empty(value.shape, value.dtype)
         self.stream.download(array.ctypes.data, value.address, array.nbytes)

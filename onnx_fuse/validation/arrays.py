@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from onnx_ir import DataType, Node, Value
+from onnx_ir import AttributeType, DataType, Node, Value
 
 from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx.build import const_array
@@ -20,13 +20,15 @@ class Role:
     """The purpose of an input.
 
     One of ids, positions, mask (of ones), added (0 or lowest), pixels, scales (of a Resize), sizes
-    (of a shape), plain.
+    (of a shape), words, plain.
     """
 
     kind: str
     dtype: DataType
     bound: int | None = None
     """Exclusive, of what indexes a table."""
+    words: tuple[str, ...] = ()
+    """Strings that the graph knows."""
 
     @property
     def masks(self) -> bool:
@@ -36,8 +38,10 @@ class Role:
 def role_of(value: Value) -> Role:
     """The purpose of an input, from its name, its type and its readers. Raises ModelError."""
     name, dtype = (value.name or "").lower(), value.dtype
-    if dtype is None or dtype == DataType.STRING:
-        raise ModelError(f"input '{value.name}' holds strings: give inputs (--inputs FILE.npz)")
+    if dtype is None:
+        raise ModelError(f"input '{value.name}' has no type: give inputs (--inputs FILE.npz)")
+    if dtype == DataType.STRING:
+        return Role("words", dtype, words=_words(value))
     bound = index_bound(value)
     whole = dtype.is_integer() or dtype == DataType.BOOL
     named = "mask" in name or (whole and _is_flags(value))
@@ -69,7 +73,9 @@ def make(
     Integers of no known bound are below `top`, sizes are `top`.
     """
     array: Array
-    if role.kind == "positions" and shape:
+    if role.kind == "words":
+        array = rng.choice(np.array([*role.words, "other"], object), tuple(shape))
+    elif role.kind == "positions" and shape:
         last = role.bound if role.bound is not None else past + shape[-1]
         start = past if past + shape[-1] <= last else 0
         array = np.broadcast_to((start + np.arange(shape[-1])) % max(last, 1), shape)
@@ -90,6 +96,24 @@ def make(
     else:
         array = rng.standard_normal(shape)
     return np.asarray(np.asarray(array).astype(role.dtype.numpy()), order="C")
+
+
+_FAR_WORDS = 64
+"""Nodes behind an input of strings whose vocabulary is read, and words that are taken of it."""
+
+
+def _words(value: Value) -> tuple[str, ...]:
+    """Strings that the attributes of an input's readers list, or two plain ones."""
+    todo, found = [value], dict[str, None]()
+    for _ in range(_FAR_WORDS):
+        if not todo:
+            break
+        for node in (use.node for use in todo.pop(0).uses()):
+            for attribute in node.attributes.values():
+                if attribute.type == AttributeType.STRINGS:
+                    found |= dict.fromkeys(attribute.as_strings())
+            todo.extend(v for v in node.outputs if v.dtype in (None, DataType.STRING))
+    return tuple(found)[:_FAR_WORDS] or ("a word", "12")
 
 
 def _is_flags(value: Value) -> bool:

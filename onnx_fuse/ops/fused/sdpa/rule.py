@@ -49,6 +49,18 @@ def fuse(rw: Rewriter, softmax: ir.Node) -> bool:
     if not is_float(z):
         return False
     op = Builder()
+    if _fused(rw, op, softmax, ending, z):
+        return True
+    for node in op.nodes:  # made in vain: they read nothing of the graph any more
+        for i in range(len(node.inputs)):
+            node.replace_input_with(i, None)
+    return False
+
+
+def _fused(
+    rw: Rewriter, op: Builder, softmax: ir.Node, ending: ProductTail, z: ir.Value | None
+) -> bool:
+    """The fusion of a softmax of `z`, by nodes of `op`."""
     z = whole_rows(op, z)
     found = trace_scores(z)
     if found is None:
