@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir
@@ -31,6 +31,10 @@ from onnx_fuse.session import InferenceSession
 from onnx_fuse.validation.arrays import Array
 from onnx_fuse.validation.inputs import Feeds, generate
 
+if TYPE_CHECKING:
+    from onnx_fuse.runtime.executable import Executable
+    from onnx_fuse.runtime.instance import Instance
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -48,6 +52,8 @@ def timing(seconds: Array) -> Timing:
 
 
 Clock = Callable[[int], float]  # seconds that one of so many runs takes
+MODES = ("kernel", "end2end")
+"""What is timed on a GPU: its work alone, or a call from arrays in host memory to results there."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,8 @@ class Comparison:
     feeds: dict[str, list[int]]
     rounds: list[tuple[float, float]]
     """Milliseconds of the original and of the fused model in each round."""
+    memory: tuple[int | None, int | None] = (None, None)
+    """Bytes of GPU memory that each takes, weights, states and temporaries; None on the CPU."""
 
     def to_dict(self) -> dict[str, Any]:
         """The comparison as JSON values."""
@@ -86,6 +94,9 @@ def compare(
     device: str = "cpu",
     precision: str = "fp32",
     grad: bool = False,
+    loss: str = "",
+    mode: str = "kernel",
+    against: str = "unfused",
 ) -> Comparison:
     """Time the file at `path` and the fusion of `graph` (the same model, loaded) in rounds.
 
@@ -96,21 +107,29 @@ def compare(
     by its own clock, which stops while others run.
     `shapes` and `dims` are those of generated feeds alone: fixed in one of the two models, they
     would let onnxruntime rewrite that one further. With `grad` forward and backward are timed, of
-    the model as it is and of its fusion for training; the file of weights is then `graph`'s.
+    the model as it is and of its fusion for training; the file of weights is then `graph`'s. With
+    a `loss` it is a training step with AdamW, at level 0 and at the highest. `mode` is one of
+    MODES, and matters on "cuda"; `against` "cpu" compares the GPU with onnxruntime's CPU.
     """
     if feeds is None:
         sized = graph.clone()
         fix_shapes(sized, shapes or {}, dims)
         feeds = generate(sized, partial(ort.run, ort.session(path)))[-1][0]
     makers: list[Callable[[], Clock]]
-    if grad:
+    if loss:
+        feeds = feeds | _labels(graph, feeds, loss)
+        makers = [partial(_step_clock, graph, feeds, loss, level, device, precision, mode)
+                  for level in (0, None)]  # fmt: skip
+    elif grad:
         both, feeds = _backwards(graph, feeds)
         if device == "cuda":
-            makers = [partial(_gpu_clock, model, feeds, 0, precision) for model in both]
+            makers = [partial(_gpu_clock, model, feeds, 0, precision, mode) for model in both]
         else:
             makers = [partial(_clock, model, feeds, threads) for model in both]
     elif device == "cuda":  # a session fuses what it is given
-        makers = [partial(_gpu_clock, graph, feeds, level, precision) for level in (0, 2)]
+        makers = [partial(_gpu_clock, graph, feeds, n, precision, mode) for n in (0, 2)]
+        if against == "cpu":
+            makers[0] = partial(_clock, path, feeds, threads)
     else:
         fused = graph.clone()
         passes.optimize(fused)
@@ -119,7 +138,9 @@ def compare(
     groups = []
     for i, part in enumerate(parts):
         progress.report("timing both models", i, len(parts))
-        groups.append(_rounds([make() for make in makers], len(part)))
+        clocks = [make() for make in makers]
+        groups.append(_rounds(clocks, len(part)))
+        memory = [getattr(clock, "memory", None) for clock in clocks]
     times = np.concatenate(groups)
     medians = [float(np.median(group[:, 1] / group[:, 0])) for group in groups]
     return Comparison(
@@ -129,6 +150,7 @@ def compare(
         (min(medians), max(medians)),
         {name: list(array.shape) for name, array in feeds.items()},
         [(1e3 * float(a), 1e3 * float(b)) for a, b in times],
+        (memory[0], memory[1]),
     )
 
 
@@ -175,15 +197,96 @@ def _clock(model: Path | onnx_ir.Model, feeds: Feeds, threads: int) -> Clock:
     return seconds
 
 
-def _gpu_clock(graph: onnx_ir.Model, feeds: Feeds, level: int, precision: str) -> Clock:
-    """A clock over a new session on the GPU, by events around the launches of a run."""
+class _GpuClock:
+    """A clock on the GPU: events around the launches of a run, or the host's around whole runs.
+
+    `memory` are the bytes that the runs take there.
+    """
+
+    def __init__(
+        self,
+        executable: Executable,
+        instance: Instance,
+        whole: Callable[[], Any] | None,
+        states: int = 0,
+    ) -> None:
+        instance.capture()
+        self._stream, self._launch, self._whole = executable.stream, instance.launch, whole
+        self.memory = executable.weights.nbytes + states + instance.plan.arena
+
+    def __call__(self, runs: int) -> float:
+        """Seconds of one of so many runs."""
+        if self._whole is None:
+            return self._stream.timed(self._launch, runs)
+        started = time.perf_counter()
+        for _ in range(runs):
+            self._whole()
+        return (time.perf_counter() - started) / runs
+
+
+def _gpu_clock(graph: onnx_ir.Model, feeds: Feeds, level: int, precision: str, mode: str) -> Clock:
+    """A clock over a new session on the GPU."""
     session = InferenceSession(graph, device="cuda", level=level, precision=precision)
     session.run(None, feeds)
     executable = session._on_cuda()
-    instance = executable.instance(feeds)
-    instance.capture()
-    launch = instance.launch
-    return lambda runs: executable.stream.timed(launch, runs)
+    whole = partial(session.run, None, feeds) if mode == "end2end" else None
+    return _GpuClock(executable, executable.instance(feeds), whole)
+
+
+def _step_clock(
+    graph: onnx_ir.Model,
+    feeds: Feeds,
+    loss: str,
+    level: int | None,
+    device: str,
+    precision: str,
+    mode: str,
+) -> Clock:
+    """A clock over the steps of a new Trainer."""
+    from onnx_fuse.training.trainer import Trainer
+
+    trainer = Trainer(graph.clone(), loss=loss, precision=precision, device=device, level=level)
+
+    def whole() -> float:
+        return float(trainer.step(feeds))
+
+    whole()
+    if device == "cuda":
+        states = trainer._device._states
+        found = states._executables["update"]
+        held = states._home.weights.nbytes
+        return _GpuClock(found, found.instances()[0], whole if mode == "end2end" else None, held)
+
+    def seconds(runs: int) -> float:
+        started = time.perf_counter()
+        for _ in range(runs):
+            whole()
+        return (time.perf_counter() - started) / runs
+
+    return seconds
+
+
+def _labels(graph: onnx_ir.Model, feeds: Feeds, loss: str) -> Feeds:
+    """What a training step reads besides the model's inputs: zeros of the labels' shapes."""
+    from onnx_fuse.training.trainer import Trainer
+
+    spec = Trainer(graph.clone(), loss=loss).spec()
+    sizes = {
+        dim.value: size
+        for value in spec.feeds
+        if value.name in feeds and value.shape is not None
+        for dim, size in zip(value.shape, feeds[value.name].shape, strict=True)
+        if not isinstance(dim, int)
+    }
+    found: dict[str, Array] = {}
+    for value in spec.feeds:
+        if value.name in feeds or value.name is None:
+            continue
+        dims = [d if isinstance(d, int) else sizes.get(d.value) for d in value.shape or ()]
+        if None in dims or value.dtype is None:
+            raise UsageError(f"the shape of '{value.name}' is open: give it by --inputs")
+        found[value.name] = np.zeros([int(d or 0) for d in dims], value.dtype.numpy())
+    return found
 
 
 def _session(model: Path | onnx_ir.Model, threads: int) -> Any:

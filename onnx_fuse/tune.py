@@ -182,7 +182,7 @@ def _tune(
     tries = [chosen(call, choice, hw) for choice in choices]
     with progress.watched(None):  # its kernels are a part of the step
         nvrtc.compile_all((launch for t in tries for launch in t.launches), hw.arch)
-    operands = _Operands(call, max(t.workspace for t in tries), hw)
+    operands = Operands(call, max(t.workspace for t in tries), hw)
     truth = operands.results(tries[0])
     runs, kept = [operands.graph(tries[0])], [present]
     refused: list[str] = []
@@ -194,20 +194,13 @@ def _tune(
             continue
         kept.append(choice)
         runs.append(operands.graph(attempt))
-    times: list[list[float]] = [[] for _ in kept]
-    best = inf
-    for turn in range(5):
-        for i, run in enumerate(runs):
-            if turn == 0 or statistics.median(times[i]) < 1.15 * best:  # others are far behind
-                times[i].append(run())
-        best = min(statistics.median(t) for t in times)
-    medians = [statistics.median(t) * 1e6 for t in times]
-    winner = min(range(len(kept)), key=medians.__getitem__)
-    choice, us = kept[winner], medians[winner]
+    times = [1e6 * seconds for seconds in medians(runs)]
+    winner = min(range(len(kept)), key=times.__getitem__)
+    choice, us = kept[winner], times[winner]
     tuned = Tuned(
         problem,
         f"{present.kernel.name} {present.config}",
-        medians[0],
+        times[0],
         choice.kernel.name,
         str(choice.config),
         us,
@@ -218,7 +211,19 @@ def _tune(
     return tuned, tuning.record(problem, choice.kernel, choice.config, us, hw)
 
 
-class _Operands:
+def medians(runs: Sequence[Callable[[], float]]) -> list[float]:
+    """The median seconds of each of the runs, which take turns."""
+    times: list[list[float]] = [[] for _ in runs]
+    best = inf
+    for turn in range(5):
+        for i, run in enumerate(runs):
+            if turn == 0 or statistics.median(times[i]) < 1.15 * best:  # others are far behind
+                times[i].append(run())
+        best = min(statistics.median(t) for t in times)
+    return [statistics.median(t) for t in times]
+
+
+class Operands:
     """Device memory of a call's operands, several sets over: more than twice the L2 cache."""
 
     def __init__(self, call: Call, workspace: int, hw: Hardware) -> None:

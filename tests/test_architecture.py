@@ -38,6 +38,7 @@ LAYERS = (
     ("validation",),
     ("torch",),
     ("bench", "deploy", "profile", "report", "tune"),
+    ("lab",),
     ("cli",),
     ("__main__",),
 )

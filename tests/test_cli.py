@@ -347,6 +347,29 @@ def test_bench_prints_a_ratio(cli: Cli, tmp_path: Path) -> None:
     assert report["original"]["low"] <= report["original"]["median"] <= report["original"]["high"]
 
 
+def test_bench_times_a_training_step(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    model = tmp_path / "linear.onnx"
+    proto = onnx.parser.parse_model("""<ir_version: 9, opset_import: ["" : 17]>
+        agraph (float[B,4] x) => (float[B,3] y) { y = Gemm (x, w) }""")
+    array = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(array, "w"))
+    onnx.save(proto, model)
+    result = cli("bench", model, "--train", "--repeat", 2, "--json", path)
+    assert result.code == 0, result.err
+    data = json.loads(path.read_text())
+    assert data["feeds"]["labels"] == data["feeds"]["x"][:1]
+    assert data["memory"] == [None, None]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [("--train", "--grad"), ("--mode", "end2end"), ("--against", "cpu"), ("--mode", "other")],
+)
+def test_bench_refuses_ways_that_do_not_go_together(cli: Cli, given: Any) -> None:
+    assert cli("bench", ENCODER, *given).code == 2
+
+
 def test_bench_times_the_backward_too(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     result = cli("bench", ENCODER, "--grad", "--repeat", 2, "--json", path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from onnx_fuse import UsageError, nn
 from onnx_fuse.cuda.pointwise import Code
 from onnx_fuse.nn import functional as F
 from onnx_fuse.nn import runner
+from onnx_fuse.runtime import direct
 
 
 @pytest.fixture
@@ -73,6 +75,48 @@ def test_a_captured_step_changes_its_parameter_there(gpu: FakeGpu) -> None:
         found.append([*results, w.numpy()])
     for wanted, got in zip(*found, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=1e-6)
+
+
+def test_a_captured_step_writes_its_states_where_they_are(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct, "MANY", 1)
+    found = []
+    for device in ("cpu", "cuda"):
+        w, v = (nn.Parameter(nn.tensor(a, device=device)) for a in (X[::-1].copy(), X * 2))
+        optimizer = nn.optim.AdamW([w, v], lr=1e-2)
+
+        @of.capture
+        def step(x: nn.Tensor, dy: nn.Tensor, w: Any = w, v: Any = v, of_: Any = optimizer) -> Any:
+            y = pointwise(x * v, w)
+            y.backward(dy)
+            of_.step()
+            of_.zero_grad()
+            return y
+
+        x, dy = nn.tensor(X, device=device), nn.tensor(X * X, device=device)
+        results = [step(x, dy).numpy() for _ in range(3)]
+        before, stays = w.detach(), v._data
+        kept = before.numpy()
+        results += [step(x, dy).numpy() for _ in range(5)]
+        assert np.array_equal(before.numpy(), kept)  # who has it too keeps what it was
+        assert not np.array_equal(w.numpy(), kept)
+        if device == "cuda":
+            assert v._data is not stays  # the test has it
+            del stays, before
+            results += [step(x, dy).numpy() for _ in range(8)]
+            stays = id(v._data)
+            gpu.counts.clear()
+            results.append(step(x, dy).numpy())
+            assert id(v._data) == stays
+            assert not gpu.counts["cuMemcpyDtoDAsync"]
+            assert gpu.counts["cuGraphLaunch"] == 1
+        else:
+            results += [step(x, dy).numpy() for _ in range(8)]
+            results.append(step(x, dy).numpy())
+        found.append([*results, w.numpy(), v.numpy()])
+    for wanted, got in zip(*found, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-4)
 
 
 def test_what_is_on_two_devices_is_moved_by_hand(gpu: FakeGpu) -> None:

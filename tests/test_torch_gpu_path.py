@@ -143,19 +143,19 @@ SIZES = {"M": 24, "K": 64, "N": 48, "B": 2, "S": 16, "T": 16, "E": 64}
 # graph of a function: the kernels that its forward and its backward must have in 16 bits
 PROGRAMS: dict[str, tuple[Any, str, str]] = {
     "layer norm": (
-        lambda dtype: functional._layernorm_linear_graph(dtype, "1e-05", "gelu", "1"),
+        lambda dtype: functional._layernorm_linear_graph(dtype, "1e-05", "gelu", "1", "0"),
         "LayerNormGemmGelu_mean_rstd_z", "LayerNormGemmGeluGrad",
     ),
     "layer norm without a bias": (
-        lambda dtype: functional._layernorm_linear_graph(dtype, "1e-05", "", "0"),
+        lambda dtype: functional._layernorm_linear_graph(dtype, "1e-05", "", "0", "0"),
         "LayerNormGemm_mean_rstd", "LayerNormGemmGrad",
     ),
     "rms norm": (
-        lambda dtype: functional._rms_norm_linear_graph(dtype, "1e-05", "silu", "1"),
+        lambda dtype: functional._rms_norm_linear_graph(dtype, "1e-05", "silu", "1", "0"),
         "RMSNormGemmSilu_rstd_z", "RMSNormGemmSiluGrad",
     ),
     "linear": (
-        lambda dtype: functional._linear_activation_graph(dtype, "gelu_tanh", "1"),
+        lambda dtype: functional._linear_activation_graph(dtype, "gelu_tanh", "1", "0"),
         "GemmGeluTanh_z", "GemmGeluTanhGrad",
     ),
     "attention": (
@@ -219,7 +219,7 @@ def test_a_function_is_its_fused_kernels_and_needs_no_host(name: str, dtype: str
 @pytest.mark.parametrize("dtype", ["BFLOAT16", "FLOAT16"])
 def test_no_weight_of_a_large_product_is_copied(dtype: str) -> None:
     """It lies as [N, K], and so does its gradient; where the shapes are open, too."""
-    graph = functional._layernorm_linear_graph(dtype, "1e-05", "gelu", "1")
+    graph = functional._layernorm_linear_graph(dtype, "1e-05", "gelu", "1", "0")
     half = graph.derived(graph.saving.replace("forward", "backward"))
     sizes = {"M": 8192, "K": 768, "N": 3072}
     specializer = Specializer(half.model.clone(), CHIPS["H200"])

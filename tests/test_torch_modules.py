@@ -148,6 +148,73 @@ def test_an_rms_norm_of_another_library_is_known_by_its_formula(norm: Any, fused
     torch.testing.assert_close(model(x), expected, atol=1e-5, rtol=1e-5)
 
 
+class Conv1D(nn.Module):
+    """A linear layer with a weight [in, out], as a library of transformers writes it."""
+
+    def __init__(self, wide: int, width: int) -> None:
+        super().__init__()
+        self.wide = wide
+        self.weight = nn.Parameter(torch.randn(width, wide) / width**0.5)
+        self.bias = nn.Parameter(torch.randn(wide))
+
+    def forward(self, x: Any) -> Any:
+        size_out = x.size()[:-1] + (self.wide,)  # noqa: RUF005 - as it is written there
+        x = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
+        return x.view(size_out)
+
+
+class NewGelu(nn.Module):
+    def forward(self, x: Any) -> Any:
+        inner = (2.0 / torch.pi) ** 0.5 * (x + 0.044715 * torch.pow(x, 3.0))
+        return 0.5 * x * (1.0 + torch.tanh(inner))
+
+
+class Gpt2Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj = Conv1D(3 * width, width), Conv1D(width, width)
+        self.width, self.head = width, width // heads
+
+    def forward(self, x: Any, mask: Any = None, **more: Any) -> Any:
+        q, k, v = self.c_attn(x).split(self.width, dim=2)
+        q, k, v = (t.view((*t.shape[:-1], -1, self.head)).transpose(1, 2) for t in (q, k, v))
+        causal = q.shape[2] > 1 and mask is None
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=bool(causal))
+        y = y.transpose(1, 2)
+        return self.c_proj(y.reshape(*y.shape[:-2], -1).contiguous()), None
+
+
+class Gpt2Block(nn.Module):
+    def __init__(self, width: int = 16, heads: int = 2) -> None:
+        super().__init__()
+        self.ln_1, self.attn = nn.LayerNorm(width), Gpt2Attention(width, heads)
+        self.ln_2, self.c_fc = nn.LayerNorm(width), Conv1D(4 * width, width)
+        self.act, self.c_proj = NewGelu(), Conv1D(width, 4 * width)
+
+    def forward(self, x: Any, mask: Any = None, states: Any = None, **more: Any) -> Any:
+        if states is not None:
+            raise ValueError("there is no cross attention")
+        y, _ = self.attn(self.ln_1(x), mask=mask, **more)
+        x = x + y
+        return x + self.c_proj(self.act(self.c_fc(self.ln_2(x))))
+
+
+def test_a_block_of_gpt2_fuses_through_its_branches() -> None:
+    """Conv1D, its GELU, and attention that asks for sizes and hands on its `**kwargs`."""
+    model, x = Gpt2Block(), torch.randn(2, 5, 16, requires_grad=True)
+    plain = copy.deepcopy(model)
+    groups = {c.names: c.reason for c in oft.explain(model)}
+    norms = {("ln_1", "attn.c_attn"): "", ("ln_2", "c_fc"): ""}
+    assert groups == {**norms, ("act", "c_fc"): ""}
+    oft.fuse(model, (x.detach(),))
+    assert list(model.state_dict()) == list(plain.state_dict())
+    found, wanted = (
+        torch.autograd.grad(each(x).square().sum(), [x, *each.parameters()])
+        for each in (model, plain)
+    )
+    torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-4)
+
+
 class Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +239,19 @@ class InTraining(Twice):
 
 class ByData(Twice):
     def forward(self, x: Any) -> Any:
-        return self.a(self.norm(x)) if x.sum() > 0 else x
+        n = self.norm(x)
+        return self.a(n) if x.sum() > 0 else n
+
+
+class Long(Twice):
+    def forward(self, x: Any) -> Any:
+        return self.a(self.norm(x)) if len(x) > 2 else x
+
+
+class Further(Twice):
+    def forward(self, x: Any, **more: Any) -> Any:
+        n = self.norm(x)
+        return n if more.get("early") else self.a(n)
 
 
 class Called(Twice):
@@ -213,7 +292,9 @@ REFUSED: dict[str, tuple[Any, dict[str, str]]] = {
         Sometimes, {"norm": "'norm' is read by the forward's result too", "activation": ""},
     ),
     "another reader in training": (InTraining, {"norm": "'norm' is read by .*add.* too"}),
-    "a forward that depends on data": (ByData, {"norm": "cannot be traced"}),
+    "another reader for some data": (ByData, {"norm": "is read by the forward's result too"}),
+    "a forward that asks for a length": (Long, {"norm": "cannot be traced"}),
+    "a forward that looks for arguments": (Further, {"norm": r"looks into its \*\*more"}),
     "two calls": (
         Called, {"norm": "'norm' is called more than once", "activation": "called more than once"},
     ),

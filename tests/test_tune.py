@@ -46,7 +46,7 @@ class Played:
 
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setattr(tune, "_Operands", Played)
+    monkeypatch.setattr(tune, "Operands", Played)
     monkeypatch.setattr(tune.nvrtc, "compile_all", lambda *_: None)
     monkeypatch.setenv(config.CACHE_DIR.name, str(tmp_path))
     return tmp_path
@@ -176,7 +176,7 @@ def test_a_choice_is_bound_as_a_session_binds_it(monkeypatch: pytest.MonkeyPatch
     call = replace(call, launches=(replace(call.launches[0], source="", product=call.problem),))
     made: list[object] = []
     monkeypatch.setattr(cublaslt, "Bound", lambda *given: made.append(given[0]))
-    operands = object.__new__(tune._Operands)
+    operands = object.__new__(tune.Operands)
     operands.hw = H200
     assert operands._bound(call, {}) == [None]
     assert made == [call.launches[0]]
@@ -195,6 +195,6 @@ def test_a_choice_is_bound_as_a_session_binds_it(monkeypatch: pytest.MonkeyPatch
 )
 def test_results_agree_up_to_rounding(got: list[float], agrees: bool) -> None:
     want = np.array([1.0, -2.0, np.nan, np.inf], np.float32)
-    assert tune._Operands.agree([np.array(got, np.float32)], [want]) == agrees
+    assert tune.Operands.agree([np.array(got, np.float32)], [want]) == agrees
     rounded = [np.array([1.0 + 1e-3, *got[1:]], np.float32)]
-    assert tune._Operands.agree(rounded, [want], "tf32") == (agrees or got[0] != 1.0)
+    assert tune.Operands.agree(rounded, [want], "tf32") == (agrees or got[0] != 1.0)

@@ -2,12 +2,12 @@
 
     python tools/bench_torch.py [--only ROW ...] [--limit S] [--quick] [--profile] [--json FILE]
 
-Each row has a process of its own. All prepare (compile, warm up) at the same time and say when they
-are ready; then they are measured one after another, so that nothing else uses the GPU. A row that
-is not ready within the limit is given up, and the others go on. The arms of a row take turns and
-their times are medians, so that ratios hold from run to run. `host` is the time until the calls of
-a step return: where it is nearly the step's own, the host is what is measured. --profile lists the
-kernels of each arm. Needs torch and one GPU.
+Rows have processes of their own; those of the host's time share one. All prepare (compile, warm up)
+at the same time and say when they are ready; then they are measured one after another, so that
+nothing else uses the GPU. What is not ready within the limit is given up, and the others go on. The
+arms of a row take turns and their times are medians, so that ratios hold from run to run. `host` is
+the time until the calls of a step return: where it is nearly the step's own, the host is what is
+measured. --profile lists the kernels of each arm. Needs torch and one GPU.
 """
 
 from __future__ import annotations
@@ -237,9 +237,9 @@ def elapsed(work: Work, calls: int) -> tuple[float, float]:
     return 1e3 * (time.perf_counter() - began) / calls, 1e3 * host / calls
 
 
-def measured(arms: dict[str, Work], rounds: int, enough: float = 15) -> dict[str, Any]:
+def measured(arms: dict[str, Work], rounds: int, enough: float = 40) -> dict[str, Any]:
     """Medians of each arm's milliseconds and of its host's, in rounds of `enough` milliseconds."""
-    calls = {name: max(3, int(enough / elapsed(work, 3)[0])) for name, work in arms.items()}
+    calls = {name: max(10, int(enough / elapsed(work, 3)[0])) for name, work in arms.items()}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in arms}
     for _ in range(rounds):
         for name, work in arms.items():
@@ -273,22 +273,24 @@ def kernels(work: Work, calls: int = 3) -> list[tuple[float, float, str]]:
     return sorted((r for r in rows if r[0] > 0), reverse=True)
 
 
-def serve(name: str, rounds: int, profile: bool, parent: Connection) -> None:
-    """A row's process: prepares, waits for its turn, and sends what it measures."""
+def serve(names: list[str], rounds: int, profile: bool, parent: Connection) -> None:
+    """A process of some rows: prepares them, waits for its turn, and sends what it measures."""
     try:
-        arms, bar = {**ROWS, **HOST}[name]()
-        for work in arms.values():
-            for _ in range(5):
-                work()
+        rows = {name: {**ROWS, **HOST}[name]() for name in names}
+        for arms, _ in rows.values():
+            for work in arms.values():
+                for _ in range(5):
+                    work()
         torch.cuda.synchronize()
         parent.send("ready")
         parent.recv()
-        found = called(arms, rounds) if name in HOST else measured(arms, rounds)
-        if profile:
-            for arm, work in arms.items():
-                found[arm]["kernels"] = kernels(work)
-        parent.send({"row": name, "bar": bar, "arms": found})
-    except Exception:  # noqa: BLE001 - a row that fails is one line, and the others go on
+        for name, (arms, bar) in rows.items():
+            found = called(arms, rounds) if name in HOST else measured(arms, rounds)
+            if profile and name in ROWS:
+                for arm, work in arms.items():
+                    found[arm]["kernels"] = kernels(work)
+            parent.send({"row": name, "bar": bar, "arms": found})
+    except Exception:  # noqa: BLE001 - rows that fail are one message, and the others go on
         parent.send(traceback.format_exc())
 
 
@@ -321,42 +323,46 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="list the kernels of each arm")
     options = parser.parse_args()
     began, context = time.monotonic(), multiprocessing.get_context("spawn")
-    waiting: dict[Any, tuple[str, Any]] = {}
-    for name in options.only or every:
+    chosen = options.only or every
+    groups = [[name] for name in chosen if name in ROWS]
+    groups.append([name for name in chosen if name in HOST])
+    waiting: dict[Any, tuple[list[str], Any]] = {}
+    for names in filter(None, groups):
         ours, theirs = context.Pipe()
-        given = (name, 5 if options.quick else 25, options.profile, theirs)
+        given = (names, 5 if options.quick else 25, options.profile, theirs)
         process = context.Process(target=serve, args=given, daemon=True)
         process.start()
         theirs.close()
-        waiting[ours] = name, process
+        waiting[ours] = names, process
     ready: list[Any] = []
     while waiting.keys() - set(ready):
         left = began + options.limit - time.monotonic()
         answers = wait(list(waiting.keys() - set(ready)), max(left, 0))
         for pipe in answers:
-            name, process = waiting[pipe]
+            names, _ = waiting[pipe]
             said = received(pipe)
-            print(f"{name}: {said} after {time.monotonic() - began:.1f} s", flush=True)
+            print(f"{', '.join(names)}: {said} after {time.monotonic() - began:.1f} s", flush=True)
             if said == "ready":
                 ready.append(pipe)
             else:
                 del waiting[pipe]
         if not answers:
             break
-    rows = []
-    for pipe, (name, process) in waiting.items():
-        if pipe in ready:
-            pipe.send("go")
-        if pipe not in ready or not pipe.poll(options.limit):
-            print(f"{name}: given up after {options.limit:.0f} s", flush=True)
-            process.terminate()
-            continue
-        found = received(pipe)
-        if isinstance(found, str):
-            print(f"{name}: {found}", flush=True)
-            continue
-        rows.append(found)
-        show(found)
+    rows: list[dict[str, Any]] = []
+    for pipe in ready:
+        names, process = waiting.pop(pipe)
+        pipe.send("go")
+        for name in names:
+            found = received(pipe) if pipe.poll(options.limit) else "given up"
+            if isinstance(found, str):
+                print(f"{name}: {found}", flush=True)
+                process.terminate()
+                break
+            rows.append(found)
+            show(found)
+    for names, process in waiting.values():
+        print(f"{', '.join(names)}: not ready in {options.limit:.0f} s, given up", flush=True)
+        process.terminate()
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
 

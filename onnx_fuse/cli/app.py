@@ -22,6 +22,7 @@ from onnx_fuse.cli import (
     doctor,
     gradient,
     inspect,
+    lab,
     optimize,
     progress,
     run,
@@ -85,6 +86,7 @@ _add(run.run, run.EXAMPLES)
 _add(gradient.gradient, gradient.EXAMPLES)
 _add(train.train, train.EXAMPLES)
 _add(bench.bench, bench.EXAMPLES)
+_add(lab.lab, lab.EXAMPLES)
 _add(compare.compare, compare.EXAMPLES)
 _add(inspect.inspect, inspect.EXAMPLES)
 _add(doctor.doctor, doctor.EXAMPLES)

@@ -23,6 +23,7 @@ from onnx_fuse.cli.options import (
     check_precision,
     hardware_of,
     parse_dims,
+    parse_mkn,
     parse_shapes,
 )
 from onnx_fuse.errors import UsageError
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "onnx-fuse bench model.onnx --threads 1",
     "onnx-fuse bench model.onnx --grad --device cuda --precision bf16",
+    "onnx-fuse bench model.onnx --train --loss mse --device cuda --mode end2end",
     "onnx-fuse bench LayerNormGemm --tune --shape 8192,768,3072 --precision bf16",
 )
 
@@ -65,6 +67,26 @@ def bench(
             "--grad", help="Time forward and backward: the gradients of all weights and outputs."
         ),
     ] = False,
+    train: Annotated[
+        bool, typer.Option("--train", help="Time a training step with AdamW and --loss.")
+    ] = False,
+    loss: Annotated[
+        str, typer.Option(metavar="NAME", help="The loss of --train.")
+    ] = "cross_entropy",
+    mode: Annotated[
+        str,
+        typer.Option(
+            metavar="kernel|end2end",
+            help="Time the GPU's work alone, or calls from host memory to host memory.",
+        ),
+    ] = "kernel",
+    against: Annotated[
+        str,
+        typer.Option(
+            metavar="unfused|cpu",
+            help="With --device cuda, compare with the GPU unfused, or with onnxruntime's CPU.",
+        ),
+    ] = "unfused",
     tune: Annotated[
         bool,
         typer.Option(
@@ -113,8 +135,9 @@ def bench(
             printer, {"model": str(model), "gpu": hw.name, "tuned": data}, json, html
         )
         return
-    if grad and (html or trace):
-        raise UsageError("--grad shows a table and --json: leave --html and --trace out")
+    if (grad or train) and (html or trace):
+        raise UsageError("--grad and --train show a table and --json: leave --html and --trace out")
+    _check_way(grad, train, mode, against, device)
     if shape:
         raise UsageError("--shape is for an operator, which only --tune times: add --tune")
     check_device(device)
@@ -130,7 +153,8 @@ def bench(
     def work() -> tuple[timing.Comparison, timing.RunResult | None]:
         found = timing.compare(
             model, graph, feeds, shapes=shapes, dims=dims, repeat=repeat, threads=threads,
-            device=device, precision=precision, grad=grad,
+            device=device, precision=precision, grad=grad, loss=loss if train else "",
+            mode=mode, against=against,
         )  # fmt: skip
         if not html and not trace:
             return found, None
@@ -139,17 +163,21 @@ def bench(
             graph, feeds, device=device, precision=precision, profile=True
         )
 
+    first = "onnxruntime, CPU" if against == "cpu" else "original"
     result, run = checking.guarded(work, str(model), device)
     rows = [
         [name, f"{t.median:.4g}", f"{t.low:.4g}", f"{t.high:.4g}"]
-        for name, t in (("original", result.original), ("fused", result.fused))
+        for name, t in ((first, result.original), ("fused", result.fused))
     ]
     where = f"{hardware_of('cuda').name}, {precision}" if device == "cuda" else "onnxruntime, CPU"
     printer.table(where, ["model", "median ms", "10 %", "90 %"], rows)
     printer.text(show.inputs(result.feeds))
+    for name, nbytes in zip((first, "fused"), result.memory, strict=True):
+        if nbytes is not None:
+            printer.text(f"{name} takes {nbytes / 2**20:,.1f} MiB of GPU memory")
     low, high = result.noise
     printer.text(
-        f"fused / original: {result.ratio:.3f} ({low:.3f} to {high:.3f} among pairs of sessions)"
+        f"fused / {first}: {result.ratio:.3f} ({low:.3f} to {high:.3f} among pairs of sessions)"
     )
     if trace and run is not None and run.profile is not None:
         from onnx_fuse.report import trace as traces
@@ -175,6 +203,20 @@ def bench(
     )
 
 
+def _check_way(grad: bool, train: bool, mode: str, against: str, device: str) -> None:
+    """Raise UsageError for options that do not go together."""
+    from onnx_fuse.bench import MODES
+
+    if mode not in MODES or against not in ("unfused", "cpu"):
+        raise UsageError("--mode is kernel or end2end, and --against is unfused or cpu")
+    if grad and train:
+        raise UsageError("--grad times forward and backward, --train a whole step: choose one")
+    if device == "cpu" and (mode, against) != ("kernel", "unfused"):
+        raise UsageError("--mode and --against need --device cuda")
+    if against == "cpu" and (grad or train):
+        raise UsageError("--against cpu times the forward: leave --grad and --train out")
+
+
 def _to_tune(
     model: Path,
     inputs: Path | None,
@@ -192,7 +234,7 @@ def _to_tune(
     check_precision(how)
     if not model.exists() and str(model) in tune.OPS:
         op = str(model)
-        sizes = [_mkn(text) for text in shape]
+        sizes = [parse_mkn(text) for text in shape]
         if not sizes:
             raise UsageError(f"give the sizes to tune {op} at, as in --shape 8192,768,3072")
         hw = hardware_of("cuda")
@@ -209,14 +251,6 @@ def _to_tune(
     feeds = feeds or generate(graph, lambda f: session.run(None, f), single=True)[0][0]
     program, hw = session.program(feeds)
     return tune.calls_of(program), hw
-
-
-def _mkn(text: str) -> tuple[int, int, int]:
-    try:
-        m, k, n = (int(part) for part in text.split(","))
-    except ValueError:
-        raise UsageError(f"--shape {text}: expected M,K,N, as in 8192,768,3072") from None
-    return m, k, n
 
 
 def _tune(

@@ -156,6 +156,15 @@ def size_ranges(dims: Sequence[str] | None) -> tuple[list[str], dict[str, tuple[
     return named, ranges
 
 
+def parse_mkn(text: str) -> tuple[int, int, int]:
+    """The sizes of `--shape M,K,N`. Raises UsageError."""
+    try:
+        m, k, n = (int(part) for part in text.split(","))
+    except ValueError:
+        raise UsageError(f"--shape {text}: expected M,K,N, as in 8192,768,3072") from None
+    return m, k, n
+
+
 def shape_sets(
     model: Any, shapes: Sequence[str] | None, dims: Sequence[str] | None
 ) -> list[dict[str, list[int]]]:

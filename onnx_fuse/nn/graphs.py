@@ -8,12 +8,15 @@ from collections.abc import Callable, Sequence
 from functools import update_wrapper
 from typing import Any
 
+import onnx_ir as ir
+
 from onnx_fuse.errors import UsageError
 from onnx_fuse.nn.dispatch import MODE, apply, no_grad
 from onnx_fuse.nn.export import with_initializers
 from onnx_fuse.nn.nested import flat, form_of, formed, names_of
 from onnx_fuse.nn.operation import Operation
 from onnx_fuse.nn.recorder import CaptureWarning, Recorder, copied
+from onnx_fuse.nn.runner import sole
 from onnx_fuse.nn.tensor import Tensor
 from onnx_fuse.onnx.save import save
 
@@ -58,6 +61,15 @@ class Captured:
         first = [value for value in inputs if value not in others]
         inputs.clear()
         inputs.extend([*first, *others])
+        fixed = {id(t): i for i, (t, _) in enumerate(recorder.inputs, len(arguments))}
+        stands = {id(t): _like(t, v) for t, v in recorder.inputs}
+        state = {
+            i: fixed[id(t)]
+            for i, t in enumerate(states, len(results))
+            if gpu and stands.get(id(t)) and t.device != "cpu"
+        }
+        self._in_place = [states[i - len(results)] for i in state]
+        """Tensors that a replay writes to where they are."""
         imports = self.model.graph.opset_imports
         self._operation = Operation(
             "a captured graph",
@@ -66,6 +78,7 @@ class Captured:
             domains={domain: version for domain, version in imports.items() if domain},
             whole=len(arguments),
             fuses=not recorder.differentiates,
+            state=state,
         )
 
     def fits(self, arguments: Sequence[Tensor]) -> bool:
@@ -90,6 +103,8 @@ class Captured:
                 )
         for number, refresh in self._renewals:
             number._data = Tensor(refresh(), device=number.device)._data
+        for state in self._in_place:
+            state._data = sole(state)
         given = [*arguments, *(t for t, _ in self._outside)]
         if self._differentiates:
             with no_grad():
@@ -123,6 +138,14 @@ class Captured:
             for name, tensor in module._named():
                 found.setdefault(id(tensor), name)
         return found
+
+
+def _like(tensor: Tensor, value: ir.Value) -> bool:
+    """Whether a tensor still has the shape and type of a graph's input."""
+    data = tensor._data
+    return data.shape == tuple(value.shape or ()) and (
+        ir.DataType.from_numpy(data.dtype) == value.dtype
+    )
 
 
 def _kind(tensor: Tensor) -> Any:

@@ -34,11 +34,14 @@ class Operation:
     `domains` are the operator sets besides ai.onnx that its nodes are of. `whole` is for a graph of
     many nodes: the number of its first inputs, whose sizes are open, where those of the others,
     its parameters, are fixed; it `fuses` before it is differentiated. What is `random` draws anew
-    each time, so that no backward may compute it again.
+    each time, so that no backward may compute it again. `state` has the results that replace an
+    input, by number, with the input's: on a GPU they are written where it stands, unless a gradient
+    is asked for.
     """
 
     __slots__ = (
-        *("_classes", "build", "domains", "fuses", "name", "opset", "plans", "random", "whole"),
+        *("_classes", "build", "domains", "fuses", "name", "opset", "plans", "random", "state"),
+        "whole",
     )
 
     def __init__(
@@ -51,10 +54,11 @@ class Operation:
         whole: int | None = None,
         fuses: bool = True,
         random: bool = False,
+        state: Mapping[int, int] | None = None,
     ) -> None:
         self.name, self.build, self.opset = name, build, opset
         self.domains, self.whole, self.random = dict(domains or {}), whole, random
-        self.fuses = fuses and whole is not None
+        self.fuses, self.state = fuses and whole is not None, state
         self.plans: dict[Any, Plan] = {}
         """By what `key` gives: the inputs whose gradients are asked for, dtypes and shapes."""
         self._classes: dict[Any, Plan] = {}
@@ -167,7 +171,8 @@ class Plan:
             passes.optimize(model, training=bool(needs), level=2, own_kernels=gpu is not None)
         if needs and self.seeds:
             model = self._pair(model, operation, ends)
-        self.forward = runner(model, gpu, operation.name)
+        state = {} if needs else operation.state
+        self.forward = runner(model, gpu, operation.name, state)
 
     def backward(self, arrays: Sequence[Array]) -> list[Array]:
         """The gradients of the inputs in `wrt`, from what `sources` names."""

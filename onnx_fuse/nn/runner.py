@@ -6,8 +6,10 @@ host an array is NumPy's; on a GPU it is a `runtime.tensor.DeviceTensor`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -19,6 +21,7 @@ from onnx_fuse.onnx.evaluate import viewer
 from onnx_fuse.passes.precision import widened
 
 if TYPE_CHECKING:
+    from onnx_fuse.nn.tensor import Tensor
     from onnx_fuse.runtime.direct import Layout
     from onnx_fuse.runtime.executable import Executable
 
@@ -46,18 +49,21 @@ _THREADED = frozenset(
 """Operators that are worth threads of their own; a session of any other runs in the caller's."""
 
 
-def runner(model: ir.Model, gpu: int | None, name: str) -> Run:
+def runner(
+    model: ir.Model, gpu: int | None, name: str, state: Mapping[int, int] | None = None
+) -> Run:
     """Make a runner for the graph on the host (`gpu` is None) or on GPU number `gpu`.
 
-    `name` says in errors what the graph is. The runner raises UsageError for what onnxruntime
-    refuses, and DeviceError where a kernel fails.
+    `name` says in errors what the graph is. `state` has the outputs, by number, that on a GPU are
+    written over an input, and that input's number: a run returns the input's own array. The runner
+    raises UsageError for what onnxruntime refuses, and DeviceError where a kernel fails.
     """
     views = {n.op_type for n in model.graph if not n.domain} if _plain(model) else {""}
     if gpu is None:
         return _host_views(model, name) if views <= VIEWS else _on_host(model, name)
     if len(model.graph) == 1 and views <= _SAME_MEMORY | {"Shape", "Size"}:
         return _device_view(model, gpu, name)
-    return _on_gpu(model, gpu)
+    return _on_gpu(model, gpu, state or {})
 
 
 def _plain(model: ir.Model) -> bool:
@@ -173,29 +179,46 @@ def home(gpu: int) -> Any:
     return made
 
 
-def _on_gpu(model: ir.Model, gpu: int) -> Run:
-    from onnx_fuse.runtime.executable import Executable
-
-    executable = Executable(model, device_id=gpu, home=home(gpu).shared)
-    executable.shared.pool = home(
-        gpu
-    ).shared.pool  # what one operator's tensors leave, the next one's take
+def _on_gpu(model: ir.Model, gpu: int, state: Mapping[int, int]) -> Run:
     inputs, outputs = ([str(v.name) for v in x] for x in (model.graph.inputs, model.graph.outputs))
-    return _Direct(executable, inputs, outputs).run
+    return _Direct(model, gpu, inputs, outputs, state).run
 
 
 class _Direct:
     """A graph on a GPU, launched where its inputs are; through the executable where it cannot be:
 
-    an input is in host memory, or a step of the graph runs there.
+    a step of the graph runs on the host. Then no output replaces an input.
     """
 
     def __init__(
-        self, executable: Executable, inputs: Sequence[str], outputs: Sequence[str]
+        self,
+        model: ir.Model,
+        gpu: int,
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        state: Mapping[int, int],
     ) -> None:
-        self._executable = executable
+        self._model, self._gpu = model, gpu
         self._inputs, self._outputs = inputs, outputs
+        self._state = {outputs[i]: inputs[k] for i, k in state.items()}
         self._turns: dict[Any, _Turn | None] = {}
+
+    @cached_property
+    def _launched(self) -> Executable:
+        return self._executable(self._state)
+
+    @cached_property
+    def _bound(self) -> Executable:
+        return self._executable({}) if self._state else self._launched
+
+    def _executable(self, state: Mapping[str, str]) -> Executable:
+        from onnx_fuse.runtime.executable import Executable
+
+        shared = home(self._gpu).shared
+        model = self._model.clone() if self._state else self._model
+        made = Executable(model, state=state, device_id=self._gpu, home=shared)
+        made.shared.pool = shared.pool  # what one operator's tensors leave, the next one's take
+        return made
 
     def run(self, arrays: Sequence[Array]) -> list[Array]:
         """The outputs."""
@@ -208,16 +231,16 @@ class _Direct:
         if turn is not None:
             return turn.run(arrays)
         feeds = dict(zip(self._inputs, arrays, strict=False))
-        return self._executable.run_in_place(self._outputs, feeds, on_device=True)
+        return self._bound.run_in_place(self._outputs, feeds, on_device=True)
 
     def _turn(self, arrays: Sequence[Array]) -> _Turn | None:
         """What launches inputs of these shapes, if anything does."""
         from onnx_fuse.program.call import NeedsValues
         from onnx_fuse.runtime.direct import Layout
 
-        if any(type(a) is np.ndarray for a in arrays):
+        if any(type(a) is np.ndarray and a.dtype.kind in "OSU" for a in arrays):
             return None
-        executable = self._executable
+        executable = self._launched
         ends = zip(self._inputs, arrays, strict=False)
         try:
             made = executable.specializer.of({n: (a.shape, a.dtype.name) for n, a in ends})
@@ -225,7 +248,7 @@ class _Direct:
             return None
         if made.program.stages or any(call.host for call in made.program.calls):
             return None
-        if any(b.kind in ("state", "random") for b in made.program.buffers):
+        if any(b.kind == "random" for b in made.program.buffers):
             return None
         return _Turn(executable, Layout(executable, made, self._inputs))
 
@@ -239,20 +262,24 @@ class _Turn:
         self._stream, self._pool = executable.stream, executable.shared.pool
         self._gpu, self._arena = executable.device_id, layout.plan.arena
         self._turn = Turn(layout, self._stream)
-        self._results = layout.results
+        self._results, self._stays = layout.results, layout.stays
 
     def run(self, arrays: Sequence[Array]) -> list[Array]:
         """The outputs."""
         from onnx_fuse.runtime.tensor import DeviceTensor
 
         stream, allocate, gpu = self._stream, self._pool.allocate, self._gpu
+        arrays = [upload(a, gpu) if type(a) is np.ndarray else a for a in arrays]
         if stream.behind is not None:
             stream.catch_up()
         for a in arrays:
             if a.ready is not None and a.ready is not stream:
                 a.before(stream.handle)
         found = []
-        for shape, kind in self._results:
+        for i, (shape, kind) in enumerate(self._results):
+            if i in self._stays:
+                found.append(arrays[self._stays[i]])
+                continue
             made = DeviceTensor(0, shape, kind, gpu, None)
             made.own(allocate(made.nbytes, "a tensor"))
             made.ready = stream
@@ -261,6 +288,25 @@ class _Turn:
         at = 0 if arena is None else arena.address
         self._turn.launch([at, *[a.address for a in arrays], *[y.address for y in found]])
         return found
+
+
+def sole(x: Tensor) -> Array:
+    """The memory of a Tensor in GPU memory, or a copy of it where others may read it too."""
+    from onnx_fuse.runtime.device import Pooled
+    from onnx_fuse.runtime.tensor import DeviceTensor
+
+    array = x._data
+    if array.is_of(Pooled) and sys.getrefcount(array) <= 3:  # the Tensor's, this one's, the call's
+        return array
+    owner = home(array.device_id)
+    made = DeviceTensor(0, array.shape, array.dtype.name, array.device_id, None)
+    made.own(owner.shared.pool.allocate(made.nbytes, "a tensor"))
+    array.before(owner.stream.handle)
+    owner.stream.catch_up()
+    if made.nbytes:
+        owner.stream.move(made.address, array.address, made.nbytes)
+    made.ready = owner.stream
+    return made
 
 
 def _device_view(model: ir.Model, gpu: int, name: str) -> Run:
@@ -286,17 +332,38 @@ def _device_view(model: ir.Model, gpu: int, name: str) -> Run:
     return run
 
 
+SMALL = 64 << 10
+"""Bytes that the driver takes from any memory of the host at once, without waiting for the GPU."""
+LARGE = 16 << 20
+"""Bytes from which on an upload is waited for, rather than pinned memory taken for a copy."""
+
+
 def upload(array: np.ndarray[Any, Any], gpu: int) -> Array:
-    """A copy of a host array in the memory of a GPU."""
+    """A copy of a host array in the memory of a GPU. It may be on its way; the array is read."""
     from onnx_fuse.runtime.tensor import DeviceTensor
 
     owner, dense = home(gpu), np.ascontiguousarray(array)
     stream = owner.stream
     memory = owner.shared.pool.allocate(dense.nbytes, "a tensor")
-    if dense.nbytes:
+    if dense.nbytes > LARGE:
         stream.upload(memory.address, dense.ctypes.data, dense.nbytes)
         stream.wait("a copy to the GPU")
-    return DeviceTensor(memory.address, array.shape, array.dtype.name, gpu, memory)
+    elif dense.nbytes > SMALL:
+        with _UPLOADS:
+            room = owner.shared.uploads.acquire(dense.nbytes)
+            pinned = room.pinned.array[: dense.nbytes]
+            pinned[:] = dense.reshape(-1).view(np.uint8)
+            stream.upload(memory.address, pinned.ctypes.data, dense.nbytes)
+            room.passed.record(stream)
+    elif dense.nbytes:
+        pageable = dense.copy()  # the caller's may be pinned, which the GPU would read later
+        stream.upload(memory.address, pageable.ctypes.data, dense.nbytes)
+    made = DeviceTensor(memory.address, array.shape, array.dtype.name, gpu, memory)
+    made.ready = stream
+    return made
+
+
+_UPLOADS = threading.Lock()
 
 
 def adopt(value: Any) -> Array:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from onnx_fuse import config
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.launch import bind
 from onnx_fuse.program.call import Tensor
@@ -28,12 +29,17 @@ from onnx_fuse.runtime.schedule import segments
 PLACES = 256
 """Sets of addresses of one shape in one stream that have launches of their own: the layers of a
 model have a few each, which an allocator gives again step after step."""
+RUNS = 3
+"""Runs at the same addresses after which many launches become one of a CUDA graph."""
+MANY = 6
+"""Launches that are many: launching a graph takes the host about as long as four of them."""
 
 
 class Layout:
     """A Program of one shape, with the memory that all its launches share.
 
-    `names` are those of the graph's inputs, in the order in which runs bring them.
+    `names` are those of the graph's inputs, in the order in which runs bring them. Outputs that
+    replace an input (`Executable.state`) are written where that input stands.
     """
 
     def __init__(self, executable: Executable, made: PlannedProgram, names: Sequence[str]) -> None:
@@ -52,10 +58,14 @@ class Layout:
         self.copied: list[tuple[int, int | Tensor, int]] = []
         """The outputs that no kernel writes: the number among the ends, what it is a copy of (its
         address, or a tensor), and bytes."""
+        self.stays: dict[int, int] = {}
+        """Outputs that replace an input: the number of each, and of its input."""
         written = {b.id for b in program.buffers if b.kind == "output"}
         buffers: list[int] = []
-        for i, (_, value) in enumerate(program.outputs):
+        for i, (name, value) in enumerate(program.outputs):
             assert value is not None, "a program without stages knows its outputs"
+            if name in executable.state:
+                self.stays[i] = names.index(executable.state[name])
             source: int | Tensor | None = None
             if not isinstance(value, Tensor):
                 source = self._upload(executable, np.ascontiguousarray(value))
@@ -66,6 +76,8 @@ class Layout:
                 if value.buffer not in written or value.buffer in buffers:
                     source = value
             self.results.append((tuple(value.shape), kind))
+            if i in self.stays:
+                continue
             if source is not None:
                 self.copied.append((first + i, source, prod(value.shape) * ITEMSIZE[kind]))
             else:
@@ -74,6 +86,10 @@ class Layout:
                 buffers.append(value.buffer)
         self.movable = [*(t.buffer for _, t in inputs), *buffers]
         """The buffers whose places a run brings: inputs that are read, outputs that are written."""
+        count = sum(len(call.launches) for call in program.calls)
+        self.graphs = count >= MANY and bool(config.GRAPH.value)
+        """Whether its launches become a CUDA graph."""
+        self.stream = executable.stream
         self.moves_all = self.moving == [*range(first + len(program.outputs))]
 
     def _upload(self, executable: Executable, array: np.ndarray[Any, Any]) -> int:
@@ -113,6 +129,7 @@ class Steps:
         self._layout, self._places = layout, places
         self._address = dict(layout.fixed)
         self._stand(places)
+        self._runs = 0
         plan, hw = layout.plan, layout.hw
         self._parts = [Launches(s, plan.order, hw, self._address) for s in segments(layout.program)]
 
@@ -128,7 +145,7 @@ class Steps:
 
     def move(self, places: Sequence[int]) -> None:
         """Take other addresses."""
-        old, self._places = self._places, places
+        old, self._places, self._runs = self._places, places, 0
         pairs = zip(self._layout.movable, old[1:], places[1:], strict=True)
         moved = [b for b, a, c in pairs if a != c]
         self._stand(places)
@@ -141,8 +158,13 @@ class Steps:
         for part in self._parts:
             part.move(moved)
 
-    def launch(self, stream: device.Stream) -> None:
-        """Enqueue all."""
+    def launch(self, stream: device.Stream, *, repeats: bool = True) -> None:
+        """Enqueue all: one by one, and as a CUDA graph once they have come often (`repeats`)."""
+        if repeats and self._runs < RUNS:
+            self._runs += 1
+            if self._runs == RUNS and self._layout.graphs:
+                for part in self._parts:
+                    part.capture(self._layout.stream)
         for part in self._parts:
             part.launch(stream)
 
@@ -177,7 +199,7 @@ class Turn:
             elif steps is None or before != places:
                 steps = self._standing(places)
                 self._latest = places, steps
-            steps.launch(self.stream)
+            steps.launch(self.stream, repeats=not keep)
             for i, source, nbytes in layout.copied:
                 if nbytes:
                     at = source if isinstance(source, int) else steps.address(source)

@@ -54,6 +54,10 @@ class DeviceTensor:
         """Stand in `memory` from now on."""
         self.address, self._owner = memory.address, memory
 
+    def is_of(self, kind: type) -> bool:
+        """Whether memory of this kind is its own, and no other library has seen the address."""
+        return type(self._owner) is kind and not self._owner.lent
+
     def wait(self) -> None:
         """Wait for what makes it. Raises DeviceError where a kernel failed."""
         if self.ready is not None:

@@ -43,8 +43,10 @@ class _Sketch:
         self._graph.inputs.append(ir.Value(name=name, type=kind, shape=ir.Shape(shape)))
         return self._graph.inputs[-1]
 
-    def weight(self) -> ir.Value:
-        """torch's weight [N, K] as the product's operand [K, N]."""
+    def weight(self, transposed: str = "0") -> ir.Value:
+        """torch's weight [N, K], or one `transposed` already, as the product's operand [K, N]."""
+        if transposed == "1":
+            return self.input("weight", "K", "N")
         turned: ir.Value = self.op.Transpose(self.input("weight", "N", "K"), perm=[1, 0])
         return turned
 
@@ -66,11 +68,11 @@ class _Sketch:
 
 
 def _product_graph(
-    norm: str, dtype: str, epsilon: str, activation: str, bias: str, key: str
+    norm: str, dtype: str, epsilon: str, activation: str, bias: str, transposed: str, key: str
 ) -> Graph:
     sketch = _Sketch(dtype)
     x = sketch.input("x", "M", "K")
-    w, c = sketch.weight(), sketch.bias(bias == "1")
+    w, c = sketch.weight(transposed), sketch.bias(bias == "1")
     affine = {"": (), "LayerNorm": ("ln_weight", "ln_bias"), "RMSNorm": ("norm_weight",)}[norm]
     scales = [sketch.input(name, "K") for name in affine]
     name = FusedName.make("Gemm", BY_KEY[activation].name if activation else "", norm=norm)
@@ -82,21 +84,25 @@ def _product_graph(
 
 
 @cache
-def _layernorm_linear_graph(dtype: str, epsilon: str, activation: str, bias: str) -> Graph:
-    key = built("layernorm_linear", dtype, epsilon, activation, bias)
-    return _product_graph("LayerNorm", dtype, epsilon, activation, bias, key)
+def _layernorm_linear_graph(
+    dtype: str, epsilon: str, activation: str, bias: str, transposed: str
+) -> Graph:
+    key = built("layernorm_linear", dtype, epsilon, activation, bias, transposed)
+    return _product_graph("LayerNorm", dtype, epsilon, activation, bias, transposed, key)
 
 
 @cache
-def _rms_norm_linear_graph(dtype: str, epsilon: str, activation: str, bias: str) -> Graph:
-    key = built("rms_norm_linear", dtype, epsilon, activation, bias)
-    return _product_graph("RMSNorm", dtype, epsilon, activation, bias, key)
+def _rms_norm_linear_graph(
+    dtype: str, epsilon: str, activation: str, bias: str, transposed: str
+) -> Graph:
+    key = built("rms_norm_linear", dtype, epsilon, activation, bias, transposed)
+    return _product_graph("RMSNorm", dtype, epsilon, activation, bias, transposed, key)
 
 
 @cache
-def _linear_activation_graph(dtype: str, activation: str, bias: str) -> Graph:
-    key = built("linear_activation", dtype, activation, bias)
-    return _product_graph("", dtype, "0", activation, bias, key)
+def _linear_activation_graph(dtype: str, activation: str, bias: str, transposed: str) -> Graph:
+    key = built("linear_activation", dtype, activation, bias, transposed)
+    return _product_graph("", dtype, "0", activation, bias, transposed, key)
 
 
 @cache
@@ -172,10 +178,12 @@ def _flag(value: object) -> str:
 _LAYERNORM_LINEAR = Operator(
     "layernorm_linear",
     ("x", "weight", "bias?", "ln_weight", "ln_bias"),
-    ("float eps", "str activation"),
+    ("float eps", "str activation", "bool transposed"),
     saves=3,
-    graph=lambda x, weight, bias, ln_weight, ln_bias, eps, activation: _layernorm_linear_graph(
-        _dtype(x.dtype), repr(eps), activation, _flag(bias)
+    graph=lambda x, weight, bias, ln_weight, ln_bias, eps, activation, transposed: (
+        _layernorm_linear_graph(
+            _dtype(x.dtype), repr(eps), activation, _flag(bias), _flag(transposed)
+        )
     ),
     flat=2,
     rows=True,
@@ -183,10 +191,10 @@ _LAYERNORM_LINEAR = Operator(
 _RMS_NORM_LINEAR = Operator(
     "rms_norm_linear",
     ("x", "weight", "bias?", "norm_weight"),
-    ("float eps", "str activation"),
+    ("float eps", "str activation", "bool transposed"),
     saves=2,
-    graph=lambda x, weight, bias, norm_weight, eps, activation: _rms_norm_linear_graph(
-        _dtype(x.dtype), repr(eps), activation, _flag(bias)
+    graph=lambda x, weight, bias, norm_weight, eps, activation, transposed: _rms_norm_linear_graph(
+        _dtype(x.dtype), repr(eps), activation, _flag(bias), _flag(transposed)
     ),
     flat=2,
     rows=True,
@@ -194,10 +202,10 @@ _RMS_NORM_LINEAR = Operator(
 _LINEAR_ACTIVATION = Operator(
     "linear_activation",
     ("x", "weight", "bias?"),
-    ("str activation",),
+    ("str activation", "bool transposed"),
     saves=1,
-    graph=lambda x, weight, bias, activation: _linear_activation_graph(
-        _dtype(x.dtype), activation, _flag(bias)
+    graph=lambda x, weight, bias, activation, transposed: _linear_activation_graph(
+        _dtype(x.dtype), activation, _flag(bias), _flag(transposed)
     ),
     flat=2,
     rows=True,
@@ -274,6 +282,8 @@ def fused_layernorm_linear(
     ln_bias: Tensor | None,
     eps: float = 1e-5,
     activation: str | None = None,
+    *,
+    transposed: bool = False,
 ) -> Tensor:
     """act(linear(layer_norm(x))), in one operator forward and one backward.
 
@@ -284,6 +294,7 @@ def fused_layernorm_linear(
         ln_weight, ln_bias: [K], or None for 1 and 0.
         eps: What is added to the variance.
         activation: None, or a name such as "relu", "gelu", "gelu_tanh" or "silu" (`ACTIVATIONS`).
+        transposed: Whether weight is [K, N], as GPT-2's Conv1D has it.
 
     Returns:
         [..., N] of x's type; in an autocast region of its type.
@@ -295,7 +306,7 @@ def fused_layernorm_linear(
     ln_weight = x.new_ones(x.shape[-1:]) if ln_weight is None else ln_weight
     ln_bias = x.new_zeros(x.shape[-1:]) if ln_bias is None else ln_bias
     tensors = _autocast(x, weight, bias, ln_weight, ln_bias)
-    return _LAYERNORM_LINEAR(*tensors, eps, _activation(activation))
+    return _LAYERNORM_LINEAR(*tensors, eps, _activation(activation), transposed)
 
 
 def rms_norm_linear(
@@ -305,11 +316,13 @@ def rms_norm_linear(
     norm_weight: Tensor | None,
     eps: float | None = None,
     activation: str | None = None,
+    *,
+    transposed: bool = False,
 ) -> Tensor:
     """act(linear(rms_norm(x))), in one operator forward and one backward.
 
     Args:
-        x, weight, bias, activation: As in `fused_layernorm_linear`.
+        x, weight, bias, activation, transposed: As in `fused_layernorm_linear`.
         norm_weight: [K], or None for 1.
         eps: What is added to the mean square; None is the machine epsilon of x's type.
 
@@ -322,16 +335,21 @@ def rms_norm_linear(
     norm_weight = x.new_ones(x.shape[-1:]) if norm_weight is None else norm_weight
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     tensors = _autocast(x, weight, bias, norm_weight)
-    return _RMS_NORM_LINEAR(*tensors, eps, _activation(activation))
+    return _RMS_NORM_LINEAR(*tensors, eps, _activation(activation), transposed)
 
 
 def linear_activation(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    transposed: bool = False,
 ) -> Tensor:
     """act(linear(x)), in one operator forward and one backward.
 
     Args:
-        x, weight, bias, activation: As in `fused_layernorm_linear`.
+        x, weight, bias, activation, transposed: As in `fused_layernorm_linear`.
 
     Returns:
         [..., N] of x's type; in an autocast region of its type.
@@ -339,7 +357,7 @@ def linear_activation(
     Raises:
         ValueError, UsageError: As in `fused_layernorm_linear`.
     """
-    return _LINEAR_ACTIVATION(*_autocast(x, weight, bias), _activation(activation))
+    return _LINEAR_ACTIVATION(*_autocast(x, weight, bias), _activation(activation), transposed)
 
 
 def attention(

@@ -8,10 +8,16 @@ class in place: names, parameters and state dicts stay as they are.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import itertools
-from collections.abc import Iterator, Sequence
+import operator
+import textwrap
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,16 +25,18 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from onnx_fuse.errors import CheckFailed
+from onnx_fuse.torch import formulas
 from onnx_fuse.torch.functional import (
     fused_layernorm_linear,
     linear_activation,
     linear_cross_entropy,
     rms_norm_linear,
 )
-from onnx_fuse.torch.norms import rms_norm
 
 VARIANTS = 32
 """Ways to call a forward that are traced at most."""
+BRANCHES = 4
+"""Branches on the values of tensors, such as a size, that a way through a forward may have."""
 
 
 # ---- what the modules become -----------------------------------------------------------------
@@ -69,24 +77,38 @@ class PassedLinear(nn.Linear):
         return x
 
 
-class FusedLinear(nn.Linear):
+class _Fused:
     """A linear layer that computes a norm before it, an activation behind it, or both."""
 
+    weight: Tensor
+    bias: Tensor | None
     before: tuple[nn.Module, ...] = ()  # in a tuple, since its parameters are not this one's
     activation: str | None = None
     norm_eps: float | None = None
     """Of an RMSNorm."""
+    transposed = False
+    """Whether the weight is [in, out]."""
 
     def forward(self, x: Tensor) -> Tensor:
         """act(linear(norm(x)))."""
+        act = {"activation": self.activation, "transposed": self.transposed}
         if not self.before:
-            return linear_activation(x, self.weight, self.bias, self.activation)
+            return linear_activation(x, self.weight, self.bias, **act)
         (norm,) = self.before
         if isinstance(norm, nn.LayerNorm):
             affine = (norm.weight, norm.bias, norm.eps)
-            return fused_layernorm_linear(x, self.weight, self.bias, *affine, self.activation)
-        scale = (norm.weight, self.norm_eps)
-        return rms_norm_linear(x, self.weight, self.bias, *scale, self.activation)
+            return fused_layernorm_linear(x, self.weight, self.bias, *affine, **act)
+        return rms_norm_linear(x, self.weight, self.bias, norm.weight, self.norm_eps, **act)
+
+
+class FusedLinear(_Fused, nn.Linear):
+    """An nn.Linear that computes a norm before it, an activation behind it, or both."""
+
+
+class FusedConv1D(_Fused, nn.Module):
+    """The same of a linear layer whose weight is [in, out], such as GPT-2's Conv1D."""
+
+    transposed = True
 
 
 class FusedCrossEntropy(nn.CrossEntropyLoss):
@@ -108,8 +130,31 @@ class FusedCrossEntropy(nn.CrossEntropyLoss):
 _NORMS: dict[type, type] = {nn.LayerNorm: PassedLayerNorm, nn.RMSNorm: PassedRMSNorm}
 
 
-def _is_norm(module: nn.Module) -> bool:
-    return type(module) in _NORMS or rms_norm(module) is not None
+class _Kinds:
+    """What modules are, found out once for all the traces of a run, which ask again and again."""
+
+    def __init__(self) -> None:
+        self._found: dict[Any, Any] = {}
+
+    def is_norm(self, module: nn.Module) -> bool:
+        """Whether a module is a norm that a linear layer can compute."""
+        return type(module) in _NORMS or self._once(formulas.rms_norm, module) is not None
+
+    def is_linear(self, module: nn.Module) -> bool:
+        """Whether a module is a linear layer, of torch's, of ours or by its formula."""
+        own = type(module) in (nn.Linear, FusedLinear, FusedConv1D)
+        return own or bool(self._once(formulas.is_linear, module))
+
+    def activation(self, module: nn.Module) -> str | None:
+        """The name, among ours, of what a module computes; None where it is no activation."""
+        found: str | None = self._once(_activation_of, module)
+        return found
+
+    def _once(self, ask: Callable[[nn.Module], Any], module: nn.Module) -> Any:
+        key = ask, module, type(module)
+        if key not in self._found:
+            self._found[key] = ask(module)
+        return self._found[key]
 
 
 def _activation_of(module: nn.Module) -> str | None:
@@ -127,7 +172,7 @@ def _activation_of(module: nn.Module) -> str | None:
         return "leaky_relu" if module.negative_slope == 0.01 else None
     if isinstance(module, nn.ELU) and kind is nn.ELU:
         return "elu" if module.alpha == 1.0 else None
-    return None
+    return formulas.activation(module)
 
 
 # ---- finding them ----------------------------------------------------------------------------
@@ -145,10 +190,110 @@ class Candidate:
     """Why they stay apart; "" where they are fused."""
 
 
+class _Proxy(fx.Proxy):
+    """A value of a trace that a call may spread out among its arguments (`_Tracer.iter`)."""
+
+    def __len__(self) -> int:
+        raise TypeError("the length of a tensor or of its shape is asked for")
+
+
 class _Tracer(fx.Tracer):
+    """Traces one way through a forward: `path` says how its branches on tensors' values go."""
+
+    def __init__(self, kinds: _Kinds, path: Sequence[bool]) -> None:
+        super().__init__()
+        self._kinds = kinds
+        self.taken = list(path)
+        """How all branches of the trace have gone; beyond `path` they are taken as True."""
+        self._left = list(path)
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        own = type(m).__module__.startswith("onnx_fuse.torch") or rms_norm(m) is not None
-        return own or super().is_leaf_module(m, module_qualified_name)
+        """Whether a module is a node: one of torch's or of ours, or one that a formula knows."""
+        own = type(m).__module__.startswith("onnx_fuse.torch") or self._kinds.is_norm(m)
+        own = own or self._kinds.is_linear(m) or self._kinds.activation(m) is not None
+        if own or super().is_leaf_module(m, module_qualified_name):
+            return True
+        _check_further(type(m).forward)
+        return False
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
+        """The forward, with a placeholder for each argument that is not fixed.
+
+        `**kwargs` stay empty, which fx cannot do where others are fixed.
+        """
+        _check_further(root_fn)
+        kinds = {p.kind for p in inspect.signature(root_fn).parameters.values()}
+        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        if kinds.isdisjoint(variadic[1:]) or variadic[0] in kinds:
+            return super().create_args_for_root(root_fn, is_module, concrete_args)
+        named = {}
+        for name, parameter in [*inspect.signature(root_fn).parameters.items()][1:]:
+            if parameter.kind is not variadic[1]:
+                known = name in concrete_args
+                named[name] = (
+                    concrete_args[name] if known else self.create_proxy("placeholder", name, (), {})
+                )
+        return lambda root: root_fn(root, **named), [self.root]
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """The value of a node."""
+        return _Proxy(node, self)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """How a branch goes whose condition is known in a run alone."""
+        if self._left:
+            return self._left.pop(0)
+        if len(self.taken) >= BRANCHES:
+            raise fx.proxy.TraceError(f"more than {BRANCHES} branches depend on its tensors")
+        self.taken.append(True)
+        return True
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        """A part of a shape, which calls spread out among their arguments: two of its sizes."""
+        node = obj.node
+        cut = node.target is operator.getitem and isinstance(node.args[1], slice)
+        if cut and isinstance(node.args[0], fx.Node) and _size_of(node.args[0]):
+            return iter((obj[0], obj[1]))
+        return super().iter(obj)
+
+
+@cache
+def _check_further(forward: Any) -> None:
+    """Raise TraceError where a forward looks into its `**kwargs`, of which a trace has none."""
+    plain = inspect.unwrap(forward)
+    kinds = inspect.signature(plain).parameters.values()
+    names = {p.name for p in kinds if p.kind is inspect.Parameter.VAR_KEYWORD}
+    if not names:
+        return
+    tree = ast.parse(textwrap.dedent(inspect.getsource(plain)))
+    passed = [k.value for n in ast.walk(tree) if isinstance(n, ast.Call) for k in n.keywords
+              if k.arg is None]  # fmt: skip
+    if any(isinstance(n, ast.Name) and n.id in names and n not in passed for n in ast.walk(tree)):
+        raise fx.proxy.TraceError(f"it looks into its **{', '.join(names)}")
+
+
+def _paths(module: nn.Module, kinds: _Kinds, fixed: dict[str, Any]) -> Iterator[fx.Graph]:
+    """The graphs of all ways through a forward, but for those that end in an error of its own."""
+    path: list[bool] | None = []
+    while path is not None:
+        tracer = _Tracer(kinds, path)
+        try:
+            yield tracer.trace(module, fixed)
+        except Exception as error:
+            if not _raised(error):
+                raise
+        while tracer.taken and not tracer.taken[-1]:
+            tracer.taken.pop()
+        path = [*tracer.taken[:-1], False] if tracer.taken else None
+
+
+def _raised(error: Exception) -> bool:
+    """Whether a forward cannot take its arguments: it raises by itself, or lacks what is None."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    if last.filename == __file__ or last.filename.startswith(str(Path(torch.__file__).parent)):
+        return False
+    lacks = isinstance(error, TypeError | AttributeError) and "NoneType" in str(error)
+    return lacks or (last.line or "").startswith("raise ")
 
 
 def _variants(module: nn.Module) -> Iterator[dict[str, Any]]:
@@ -164,7 +309,7 @@ def _variants(module: nn.Module) -> Iterator[dict[str, Any]]:
         yield {name: value for name, value in pairs if value is not ...}
 
 
-def _traces(module: nn.Module) -> list[fx.Graph] | str:
+def _traces(module: nn.Module, kinds: _Kinds) -> list[fx.Graph] | str:
     """Its forward's graphs, or the reason why there is none."""
     variants = list(itertools.islice(_variants(module), VARIANTS + 1))
     if len(variants) > VARIANTS:
@@ -174,7 +319,7 @@ def _traces(module: nn.Module) -> list[fx.Graph] | str:
     try:
         for training in (True, False):
             module.train(training)
-            found += [_Tracer().trace(module, fixed) for fixed in variants]
+            found += [graph for fixed in variants for graph in _paths(module, kinds, fixed)]
     except Exception as error:  # noqa: BLE001 - whatever a forward does with what is no tensor
         line = str(error).strip().splitlines()
         return f"its forward cannot be traced: {line[0] if line else type(error).__name__}"
@@ -184,16 +329,18 @@ def _traces(module: nn.Module) -> list[fx.Graph] | str:
     return found
 
 
-def _scopes(module: nn.Module, name: str, failed: dict[str, str]) -> Iterator[tuple[str, Any]]:
+def _scopes(
+    module: nn.Module, name: str, kinds: _Kinds, failed: dict[str, str]
+) -> Iterator[tuple[str, Any]]:
     """The outermost modules that can be traced, with their graphs."""
-    traced = _traces(module)
+    traced = _traces(module, kinds)
     if not isinstance(traced, str):
         yield name, traced
         return
     failed[name] = traced
     for child_name, child in module.named_children():
         if not type(child).__module__.startswith("torch.nn.modules") or list(child.children()):
-            yield from _scopes(child, f"{name}.{child_name}" if name else child_name, failed)
+            yield from _scopes(child, f"{name}.{child_name}" if name else child_name, kinds, failed)
 
 
 def _size_of(node: fx.Node) -> bool:
@@ -208,8 +355,10 @@ def _size_of(node: fx.Node) -> bool:
 class _Scope:
     """The graphs of one forward, and the modules that they call."""
 
-    def __init__(self, module: nn.Module, graphs: Sequence[fx.Graph], shared: set[int]) -> None:
-        self.graphs, self.shared = graphs, shared
+    def __init__(
+        self, module: nn.Module, graphs: Sequence[fx.Graph], shared: set[int], kinds: _Kinds
+    ) -> None:
+        self.graphs, self.shared, self.kinds = graphs, shared, kinds
         self.modules = dict(module.named_modules())
         self.calls: dict[str, list[list[fx.Node]]] = {}
         for i, graph in enumerate(graphs):
@@ -243,7 +392,7 @@ class _Scope:
             return False
         given = node.args[0]
         by = isinstance(given, fx.Node) and given.op == "call_module" and given.target == reads
-        return by and type(self.modules[str(node.target)]) in (nn.Linear, FusedLinear)
+        return by and self.kinds.is_linear(self.modules[str(node.target)])
 
 
 def _axes(norm: Any) -> tuple[int, ...]:
@@ -251,10 +400,15 @@ def _axes(norm: Any) -> tuple[int, ...]:
     return tuple(norm.normalized_shape if type(norm) in _NORMS else norm.weight.shape)
 
 
+def _width(linear: Any) -> int:
+    """The number of features that a linear layer reads."""
+    return int(linear.in_features if isinstance(linear, nn.Linear) else linear.weight.shape[0])
+
+
 def _norms(scope: _Scope) -> Iterator[tuple[Candidate, Any]]:
     for name in scope.calls:
         norm = scope.modules[name]
-        if not _is_norm(norm):
+        if not scope.kinds.is_norm(norm):
             continue
         readers = scope.readers(name)
         linears = [str(n.target) for n in readers if scope.linear(n, name)]
@@ -267,7 +421,7 @@ def _norms(scope: _Scope) -> Iterator[tuple[Candidate, Any]]:
         if others:
             what = others[0].target if others[0].op != "output" else "the forward's result"
             reason = f"'{name}' is read by {what} too"
-        elif any(_axes(norm) != (layer.in_features,) for layer in layers):
+        elif any(_axes(norm) != (_width(layer),) for layer in layers):
             reason = f"'{name}' is not over the last axis alone"
         elif any(getattr(layer, "before", ()) for layer in layers):
             reason = "the linear layer is fused with a norm already"
@@ -278,10 +432,10 @@ def _activations(scope: _Scope) -> Iterator[tuple[Candidate, Any]]:
     for name in scope.calls:
         linear = scope.modules[name]
         readers = scope.readers(name)
-        if type(linear) not in (nn.Linear, FusedLinear) or not readers:
+        if not scope.kinds.is_linear(linear) or not readers:
             continue
         targets = {str(n.target) if n.op == "call_module" else "" for n in readers}
-        act = next((t for t in targets if t and _activation_of(scope.modules[t])), None)
+        act = next((t for t in targets if t and scope.kinds.activation(scope.modules[t])), None)
         loss = next((t for t in targets if t and type(scope.modules[t]) is nn.CrossEntropyLoss), "")
         other = act or loss
         if not other:
@@ -295,8 +449,8 @@ def _activations(scope: _Scope) -> Iterator[tuple[Candidate, Any]]:
             reason = f"'{name}' has other readers than '{other}'"
         elif act and getattr(linear, "activation", None):
             reason = "the linear layer has an activation already"
-        elif loss and type(linear) is FusedLinear:
-            reason = "the linear layer is fused with others"
+        elif loss and type(linear) is not nn.Linear:
+            reason = "the linear layer is fused with others, or its weight is [in, out]"
         elif loss and scope.modules[loss].weight is not None:
             reason = f"'{loss}' weighs the classes"
         yield Candidate(kind, names, reason), (scope.modules[other], linear)
@@ -305,18 +459,24 @@ def _activations(scope: _Scope) -> Iterator[tuple[Candidate, Any]]:
 # ---- swapping --------------------------------------------------------------------------------
 
 
+def _fused(linear: nn.Module) -> type:
+    return FusedLinear if isinstance(linear, nn.Linear) else FusedConv1D
+
+
 def _swap(kind: str, modules: Sequence[Any]) -> None:
     first, *linears = modules
     if kind == "norm":
         for linear in linears:
-            linear.__class__ = FusedLinear
+            linear.__class__ = _fused(linear)
             linear.before = (first,)
             if type(first) is not nn.LayerNorm:
-                linear.norm_eps = first.eps if type(first) is nn.RMSNorm else rms_norm(first)
+                linear.norm_eps = (
+                    first.eps if type(first) is nn.RMSNorm else formulas.rms_norm(first)
+                )
         first.__class__ = _NORMS.get(type(first), Passed)
     elif kind == "activation":
         (linear,) = linears
-        linear.__class__, linear.activation = FusedLinear, _activation_of(first)
+        linear.__class__, linear.activation = _fused(linear), _activation_of(first)
         first.__class__ = Passed
     else:
         (linear,) = linears
@@ -329,12 +489,13 @@ def _run(module: nn.Module, swap: bool) -> list[Candidate]:
     for _, each in module.named_modules(remove_duplicate=False):
         seen[id(each)] = seen.get(id(each), 0) + 1
     shared = {key for key, count in seen.items() if count > 1}
+    kinds = _Kinds()
     failed: dict[str, str] = {}
     found: list[Candidate] = []
-    for name, graphs in _scopes(module, "", failed):
+    for name, graphs in _scopes(module, "", kinds, failed):
         inner = module.get_submodule(name) if name else module
         for find in (_norms, _activations):
-            candidates = list(find(_Scope(inner, graphs, shared)))
+            candidates = list(find(_Scope(inner, graphs, shared, kinds)))
             for candidate, modules in candidates:
                 full = tuple(f"{name}.{n}" if name else n for n in candidate.names)
                 found.append(Candidate(candidate.kind, full, candidate.reason))
@@ -342,7 +503,7 @@ def _run(module: nn.Module, swap: bool) -> list[Candidate]:
                     _swap(candidate.kind, modules)
     reached = {n for c in found for n in c.names}
     for name, each in module.named_modules():
-        if name not in reached and _is_norm(each):
+        if name not in reached and kinds.is_norm(each):
             owner = name.rpartition(".")[0]
             if owner in failed:
                 where = f"'{owner}'" if owner else "the model"

@@ -1,0 +1,105 @@
+"""`onnx-fuse lab`: check and time every kernel of an operator."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from onnx_fuse.cli import files, show
+from onnx_fuse.cli.options import (
+    Debug,
+    Json,
+    Precision,
+    check_precision,
+    hardware_of,
+    parse_mkn,
+)
+from onnx_fuse.errors import CheckFailed, UsageError
+
+EXAMPLES = (
+    "onnx-fuse lab LayerNormGemm --shape 8192,768,3072 --precision bf16",
+    "onnx-fuse lab Gemm --candidate mma_sm80.cu --shape 512,768,3072 --precision bf16",
+    "onnx-fuse lab Softmax --shape 8192,1,4096 --tune --freeze",
+)
+
+
+def lab(
+    op: Annotated[str, typer.Argument(metavar="OP", help="The operator, such as Gemm.")],
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(metavar="M,K,N", help="Time at these sizes; may be repeated."),
+    ] = None,
+    precision: Precision = "fp32",
+    candidate: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.cu",
+            help="Try this changed copy of a kernel's source, beside the kernel that has the file.",
+        ),
+    ] = None,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Time all configurations, not the likeliest alone.")
+    ] = False,
+    freeze: Annotated[
+        bool, typer.Option("--freeze", help="Use the fastest at these sizes from now on.")
+    ] = False,
+    records: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="With --freeze, keep the records in this folder."),
+    ] = None,
+    limit: Annotated[float, typer.Option(min=1, help="Check for this many seconds at most.")] = 120,
+    json: Json = None,
+    debug: Debug = False,
+) -> None:
+    """Check every configuration of OP's kernels on this GPU, and time them beside the roofline.
+
+    Results are compared with those of the operator's most general kernel, at sizes of all kinds.
+    ONNX_FUSE_DUMP=folder keeps the source, the macros and the SASS of each kernel.
+    """
+    files.check_paths({"--candidate": candidate}, {"--records": records, "--json": json})
+    import time
+
+    from onnx_fuse import config
+    from onnx_fuse import lab as bench
+    from onnx_fuse import tune as tuning
+
+    check_precision(precision)
+    if op not in tuning.OPS:
+        raise UsageError(f"there is no operator '{op}' here: choose one of {', '.join(tuning.OPS)}")
+    sizes = [parse_mkn(text) for text in shape or ["512,768,3072"]]
+    if records and not freeze:
+        raise UsageError("--records is where --freeze writes: add --freeze")
+    printer, hw = show.printer(), hardware_of("cuda")
+    calls = [bench.of(op, size, precision, hw) for size in sizes]
+    kernels = bench.kernels_of(op, candidate, calls[0], hw)
+    checked = list(bench.check(op, kernels, precision, hw, time.monotonic() + limit))
+    wrong = [row for row in checked if row.fault]
+    printer.text(f"{len(checked)} configurations checked, {len(wrong)} wrong")
+    for row in wrong:
+        printer.text(f"wrong: {row.kernel} {row.config}: {row.fault}")
+    sound = {(row.kernel, row.config) for row in checked if not row.fault}
+    timed, winners = [], []
+    for call in calls:
+        found = bench.measure(call, kernels, sound, hw, 1000 if tune else 6)
+        timed += [row for row, _ in found]
+        if found:
+            winners.append((call, *found[0]))
+        rows = [
+            [f"{row.kernel} {row.config}", f"{row.us:.2f}", f"{row.floor:.0%}",
+             f"{row.flops / 1e12:.3g}", f"{row.bandwidth / 1e9:.4g}",
+             f"{row.predicted / row.us:.2f}"]
+            for row, _ in found
+        ]  # fmt: skip
+        head = ["kernel", "µs", "of floor", "TFLOP/s", "GB/s", "predicted / measured"]
+        printer.table(f"{call.problem} on {hw.name}", head, rows, left=1)
+    if freeze:
+        folder = records or config.CACHE_DIR.value / "tuning"
+        printer.text(f"wrote {bench.freeze(op, winners, hw, folder)}")
+    data = {"op": op, "gpu": hw.name, "checked": [asdict(r) for r in checked],
+            "timed": [asdict(r) for r in timed]}  # fmt: skip
+    show.write_reports(printer, data, json, None)
+    if wrong:
+        raise CheckFailed(f"{len(wrong)} configurations of {op} compute something else")
