@@ -9,12 +9,11 @@ from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.kernels.gemm_portable import (
     each_has_steps,
     epilogue_defines,
+    plain_refusal,
     slope_seconds,
-    store_refusal,
     type_defines,
 )
 from onnx_fuse.kernels.rule_based import WithoutWorkspace
-from onnx_fuse.ops.activations import BY_KEY
 from onnx_fuse.program.problem import (
     ITEMSIZE,
     Config,
@@ -25,7 +24,6 @@ from onnx_fuse.program.problem import (
     Ptr,
     TensorMap,
     ld,
-    ldc,
     operand,
 )
 from onnx_fuse.program.size import coarse, upper_bound
@@ -55,22 +53,10 @@ class Cluster(WithoutWorkspace):
             return "gamma and beta must be folded into the weights"
         if norm and (problem.k % 8 or problem.trans_a):
             return f"row statistics take 8 of k={problem.k} at a time, k contiguous"
-        own = ("dw", "moments", "column_sums", "save_act")
-        if problem.epilogue.among(*own) or problem.parts:
-            return "no sums of rows, columns or parts, no second activation"
         if problem.epilogue.accumulate:
             return "y is written, not added to"
-        if problem.epilogue.row_bias:
-            return "a bias is one number a column"
-        extra = problem.epilogue.among("beta", "dact", "dx", "residual")
-        if len(extra) > 1:
-            return f"the epilogue takes one extra operand, not {extra}"
-        dense_c = ldc(problem)
-        if extra and dense_c != (problem.n, 1):
-            return f"c is read as a dense [M, N], its strides are {dense_c}"
-        act = problem.epilogue.act
-        if act and act not in BY_KEY:
-            return f"no activation {act!r}"
+        if reason := plain_refusal(problem):
+            return reason
         steps = [x * 2 for x in ld(problem)]
         if problem.align % 16 or any(step % 16 for step in steps):
             return f"TMA needs strides that are multiples of 16 bytes, not {steps}"
@@ -81,7 +67,7 @@ class Cluster(WithoutWorkspace):
             return f"n={problem.n}: more than two tiles an SM"
         if min(problem.m, problem.n, problem.k) < 1:
             return "empty"
-        return store_refusal(problem)
+        return None
 
     def _shape(self, config: Config) -> tuple[int, int, int, int, int]:
         of = config.integer

@@ -42,6 +42,22 @@ def store_refusal(problem: Problem) -> str | None:
     return "rows of y stand apart" if problem.ldy else gate_refusal(problem)
 
 
+def plain_refusal(problem: Problem) -> str | None:
+    """Why an epilogue with one dense operand and a bias a column is not enough; None if it is."""
+    own = ("dw", "moments", "column_sums", "save_act")
+    if problem.epilogue.among(*own) or problem.parts:
+        return "no sums of rows, columns or parts, no second activation"
+    if problem.epilogue.row_bias:
+        return "a bias is one number a column"
+    extra = problem.epilogue.among("beta", "dact", "dx", "residual")
+    if len(extra) > 1:
+        return f"the epilogue takes one extra operand, not {extra}"
+    if extra and ldc(problem) != (problem.n, 1):
+        return f"c is read as a dense [M, N], its strides are {ldc(problem)}"
+    act = problem.epilogue.act
+    return f"no activation {act!r}" if act and act not in BY_KEY else store_refusal(problem)
+
+
 def normed(problem: Problem) -> bool:
     """Whether the residual is a LayerNormalization of c."""
     return problem.epilogue.residual == "norm"

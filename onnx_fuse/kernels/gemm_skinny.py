@@ -9,12 +9,11 @@ from onnx_fuse.cuda.macros import C_TYPES, as_defines
 from onnx_fuse.kernels.gemm_portable import (
     aligned,
     epilogue_defines,
+    plain_refusal,
     slope_seconds,
-    store_refusal,
     type_defines,
 )
 from onnx_fuse.kernels.rule_based import WithoutWorkspace
-from onnx_fuse.ops.activations import BY_KEY
 from onnx_fuse.program.problem import (
     ITEMSIZE,
     Arg,
@@ -25,7 +24,6 @@ from onnx_fuse.program.problem import (
     Problem,
     Ptr,
     ld,
-    ldc,
 )
 
 
@@ -52,21 +50,7 @@ class Skinny(WithoutWorkspace):
             return f"k={problem.k} is not a multiple of 8, or rows are not 16-byte aligned"
         if not problem.trans_b and problem.n % 2:
             return f"rows of w are read in pairs of columns, not n={problem.n}"
-        own = ("dw", "moments", "column_sums", "save_act")
-        if problem.epilogue.among(*own) or problem.parts:
-            return "no sums of rows, columns or parts, no second activation"
-        if problem.epilogue.row_bias:
-            return "a bias is one number a column"
-        extra = problem.epilogue.among("beta", "dact", "dx", "residual")
-        if len(extra) > 1:
-            return f"the epilogue takes one extra operand, not {extra}"
-        if extra and ldc(problem) != (
-            problem.n,
-            1,
-        ):
-            return "c is read as a dense [M, N]"
-        act = problem.epilogue.act
-        return f"no activation {act!r}" if act and act not in BY_KEY else store_refusal(problem)
+        return plain_refusal(problem)
 
     def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
         """Rows and columns a block, warps side by side and along k, blocks that share k."""
