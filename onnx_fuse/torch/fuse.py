@@ -91,7 +91,7 @@ class _Fused:
 
     def forward(self, x: Tensor) -> Tensor:
         """act(linear(norm(x)))."""
-        act = {"activation": self.activation, "transposed": self.transposed}
+        act: dict[str, Any] = {"activation": self.activation, "transposed": self.transposed}
         if not self.before:
             return linear_activation(x, self.weight, self.bias, **act)
         (norm,) = self.before
@@ -254,7 +254,7 @@ class _Tracer(fx.Tracer):
         cut = node.target is operator.getitem and isinstance(node.args[1], slice)
         if cut and isinstance(node.args[0], fx.Node) and _size_of(node.args[0]):
             return iter((obj[0], obj[1]))
-        return super().iter(obj)
+        return super().iter(obj)  # type: ignore[no-any-return]
 
 
 @cache
