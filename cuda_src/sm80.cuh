@@ -38,6 +38,14 @@ DEVICE void mma(float (&d)[4], const u32 (&a)[4], const u32* b, bf16) {
 DEVICE void mma(float (&d)[4], const u32 (&a)[4], const u32* b, f16) {
     MMA_("m16n8k16", "f16.f16");
 }
+// the same with k = 8
+#define MMA_8_(types)                                                                              \
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32." types ".f32 {%0,%1,%2,%3}, "              \
+                 "{%4,%5}, {%6}, {%0,%1,%2,%3};"                                                   \
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                  \
+                 : "r"(a0), "r"(a1), "r"(b))
+DEVICE void mma_8(float (&d)[4], u32 a0, u32 a1, u32 b, bf16) { MMA_8_("bf16.bf16"); }
+DEVICE void mma_8(float (&d)[4], u32 a0, u32 a1, u32 b, f16) { MMA_8_("f16.f16"); }
 // tf32, k = 8
 DEVICE void mma(float (&d)[4], const u32 (&a)[4], const u32* b, float) {
     MMA_("m16n8k8", "tf32.tf32");

@@ -24,7 +24,15 @@ from onnx_fuse.program.call import Call, Program, Tensor
 from onnx_fuse.program.expression import Expression, Row
 from onnx_fuse.program.moves import PointwiseMany, ScatterND
 from onnx_fuse.program.problem import AnyProblem, Problem, Product
-from onnx_fuse.program.problems import Conv, CrossEntropyChunk, PartSums, Pool, Reduce, Resample
+from onnx_fuse.program.problems import (
+    Conv,
+    ConvWeightGrad,
+    CrossEntropyChunk,
+    PartSums,
+    Pool,
+    Reduce,
+    Resample,
+)
 from onnx_fuse.program.products import Attention, IntegerProduct, PackedProduct
 from onnx_fuse.runtime.plan import Plan, plan
 from onnx_fuse.runtime.tensor import dtype_of
@@ -191,7 +199,7 @@ def interpret(
             results = [found[name].reshape(t.shape) for name, t in call.writes]
         elif isinstance(call.problem, Reduce) and call.problem.reducer == "Sum":
             results = [_sums(call.problem, memory.view(call.reads[0][1]))]
-        elif isinstance(call.problem, Conv | Pool | Reduce | Resample):
+        elif isinstance(call.problem, Conv | ConvWeightGrad | Pool | Reduce | Resample):
             results = [_image(call, memory)]
         elif call.kernel.startswith("Copy x"):
             read = {name: memory.view(t).copy() for name, t in call.reads}
@@ -267,6 +275,8 @@ def _image(call: Call, memory: Memory) -> np.ndarray:
                 for i in range(p.tail.expression.loads)
             ]
             (v,) = _evaluate(p.tail.expression, loads, [replace(y, shape=v.shape)])
+    elif isinstance(p, ConvWeightGrad):
+        v = interpret_images.weight_gradient(p, read)
     elif isinstance(p, Pool):
         v = interpret_images.pool(p, read["x"])
     elif isinstance(p, Resample):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from onnx_fuse.ops.activations import BY_KEY
-from onnx_fuse.program.problems import Conv, Pool, Reduce, Resample, Window
+from onnx_fuse.program.problems import Conv, ConvWeightGrad, Pool, Reduce, Resample, Window
 
 
 def windows(x: np.ndarray, window: Window, outer: tuple[int, ...], fill: float) -> np.ndarray:
@@ -28,14 +28,33 @@ def windows(x: np.ndarray, window: Window, outer: tuple[int, ...], fill: float) 
     return np.lib.stride_tricks.as_strided(x, shape, (own[0], *steps, *taps, own[4]))
 
 
+def _images(p: Conv | ConvWeightGrad, x: np.ndarray) -> np.ndarray:
+    """x with the strides that the problem gives it."""
+    x = np.ascontiguousarray(x)
+    if not p.x_strides:
+        return x
+    image, row, pixel = (8 * step for step in p.x_strides)
+    shape = (p.batch, *p.inner, p.groups * p.channels)
+    last = sum((n - 1) * s for n, s in zip(shape, (image, 0, row, pixel, 8), strict=True))
+    assert last < x.nbytes, "reads beyond the end of the images"
+    return np.lib.stride_tricks.as_strided(x, shape, (image, 0, row, pixel, 8))
+
+
+def weight_gradient(p: ConvWeightGrad, read: Mapping[str, np.ndarray]) -> np.ndarray:
+    """dw [groups * filters, channels, *kernel], from operands in float64."""
+    size = p.groups * p.channels
+    x = np.ascontiguousarray(_images(p, read["x"])).reshape(p.batch, *p.inner, size)
+    found = windows(x, p.window, p.outer, 0.0).reshape(
+        -1, prod(p.window.kernel), p.groups, p.channels
+    )
+    dy = read["dy"].reshape(-1, p.groups, p.filters)
+    return np.einsum("ptgc,pgf->gfct", found, dy)
+
+
 def convolution(p: Conv, read: Mapping[str, np.ndarray], act: Callable[[str], Any]) -> np.ndarray:
     """What a Conv stores before its tail, from operands in float64."""
     assert p.channels_last, p
-    x, size = np.ascontiguousarray(read["x"]), p.groups * p.channels
-    if p.x_strides:
-        image, row, pixel = (8 * step for step in p.x_strides)
-        shape = (p.batch, *p.inner, size)
-        x = np.lib.stride_tricks.as_strided(x, shape, (image, 0, row, pixel, 8))
+    x, size = _images(p, read["x"]), p.groups * p.channels
     if p.planar:
         x = np.moveaxis(x.reshape(p.batch, size, *p.inner), 1, -1)
     x = np.ascontiguousarray(x).reshape(p.batch, *p.inner, size)
@@ -73,11 +92,15 @@ def pool(p: Pool, x: np.ndarray) -> np.ndarray:
 
 
 def resample(p: Resample, read: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Weighted sums along one axis."""
-    x = read["x"].reshape(p.outer, p.length, p.inner)
+    """Weighted sums along one axis or two."""
+    length, resized, taps = p.rows
+    x = read["x"].reshape(p.outer, length, p.length, p.inner)
     index, weight = (read[name].reshape(p.resized, p.taps) for name in ("source", "weight"))
     assert (index >= 0).all()
-    return np.einsum("ortc,rt->orc", x[:, index.astype(int)], weight)
+    if taps:
+        above, other = (read[n].reshape(resized, taps) for n in ("above", "above_weight"))
+        x = np.einsum("oisrc,is->oirc", x[:, above.astype(int)], other)
+    return np.einsum("oirtc,rt->oirc", x[:, :, index.astype(int)], weight)
 
 
 def reduction(p: Reduce, x: np.ndarray) -> np.ndarray:

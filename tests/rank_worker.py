@@ -89,8 +89,7 @@ def curves(folder: Path) -> None:
         result |= {f"{case} {name}": array for name, array in t.weights().items()}
         result[f"{case} losses"] = np.array(losses)
         if case in ("sharded", "spread"):
-            kinds = ("slot", "parameter") if case == "spread" else ("slot",)
-            states = [s for s in t.spec().states if s.kind in kinds]
+            states = [s for s in t.spec().states if s.kind in ("slot", "parameter")]
             result[f"{case} bytes"] = np.array(sum(s.initial.nbytes for s in states))
     np.savez(folder / f"{os.environ.get('RANK', 'one')}.npz", **result)
 
@@ -125,7 +124,7 @@ def fault(folder: Path, kind: str) -> None:
                 never_ends(t)
         if i == 3 and kind == "inside" and "DEVICE" not in os.environ:
             # both ranks wait for their step, as on GPUs, and the second has come less far
-            t.world.watch.met = lambda: 2 - t.world.rank
+            t.world.watch.reached = lambda: (3, 2 - t.world.rank)
             t._device.start = lambda *_: lambda: time.sleep(600)
         t.step(batch)
     (folder / "finished").touch()

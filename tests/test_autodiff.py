@@ -197,6 +197,13 @@ def test_refused_with_the_node_and_the_reason(body, error, words):
         assert word in str(caught.value)
 
 
+def test_an_operator_that_is_not_known_is_named_where_its_shape_is_missing():
+    text = """<ir_version: 10, opset_import: ["" : 21, "elsewhere" : 1]>
+      g (float[2,2] x) => (float[n,m] y) { a = elsewhere.Own (x) y = MatMul (a, x) }"""
+    with pytest.raises(ModelError, match=r"what elsewhere\.Own computes is not known here"):
+        autodiff.gradient(text_model(text), wrt=["x"])
+
+
 @pytest.mark.parametrize("form", [('Einsum <equation = "abk,kn->abn">', "MatMul"), ("", "")])
 def test_a_rank_that_constants_decide_is_found(form):
     text = """agraph (float[A,6] x) => (float[A,2,1] y) <float[3,1] w = {1,2,3}> {

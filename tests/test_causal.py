@@ -45,6 +45,13 @@ KEPT = f"low = {LOW} z = Where (keep, s, low)"
 PROVED = {
     "positions": (f"""{POSITIONS} late = Greater (keys, queries)
         low = {LOW} nil = {NIL} mask = Where (late, low, nil)""", ADDED),
+    "positions of each batch": ("""keys = Constant <value = int64[2,1,1,9]
+            {0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 1, 2, 3, 4, 5, 6, 7, 8}> ()
+        queries = Constant <value = int64[2,1,9,1]
+            {0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 1, 2, 3, 4, 5, 6, 7, 8}> ()
+        one_text = Equal (keys, keys) seen = LessOrEqual (keys, queries)""" f"""
+        both = And (seen, one_text) low = {INF} nil = {NIL} mask = Where (seen, nil, low)""",
+        ADDED),
     "not less or equal": (f"""{POSITIONS} seen = LessOrEqual (keys, queries) late = Not (seen)
         low = {INF} nil = {NIL} mask = Where (late, low, nil)""", ADDED),
     "queries below": (f"{POSITIONS} keep = GreaterOrEqual (queries, keys)", KEPT),

@@ -33,6 +33,10 @@ STRETCHES: dict[str, tuple[dict[str, tuple[int, ...]], tuple[int, ...], str, int
         {"x": (2, 3, 16, 12), "u": (16, 3, 4, 4), "v": (24, 16, 2, 2)}, (2, 24, 2, 1),
         "a = Conv<strides=[4,4]>(x, u) y = Conv<strides=[2,2]>(a, v)", 1,
     ),
+    "patches beyond a descriptor's stride": (
+        {"x": (2, 3, 32, 48), "u": (16, 3, 16, 16)}, (2, 16, 2, 3),
+        "y = Conv<strides=[16,16]>(x, u)", 2,
+    ),
     "channels of no whole 16 bytes, dilated": (
         {"x": (1, 12, 9, 9), "u": (10, 12, 3, 3)}, (1, 10, 7, 7),
         "y = Conv<dilations=[2,2],pads=[1,1,1,1]>(x, u)", 3,
@@ -50,11 +54,22 @@ STRETCHES: dict[str, tuple[dict[str, tuple[int, ...]], tuple[int, ...], str, int
         " h = Sigmoid(g) m = Mul(a, h) c = Concat<axis=1>(m, a)"
         " p = Constant<value = int64[8] {0,0,1,0,0,0,1,0}>() y = Pad(c, p)", 5,
     ),
+    "patches back to pixels, beside others": (
+        {"x": (2, 16, 6, 5), "u": (16, 16, 3, 3), "v": (16, 8, 2, 3), "b": (8,),
+         "z": (24, 8, 1, 1)}, (2, 32, 12, 15),
+        "a = Conv<pads=[1,1,1,1]>(x, u) c = ConvTranspose<strides=[2,3]>(a, v, b) d = Conv(c, z)"
+        " y = Concat<axis=1>(d, c)", 4,
+    ),
     "an enlarged image beside another": (
         {"x": (1, 16, 4, 5), "u": (16, 16, 3, 3), "v": (8, 16, 1, 1)}, (1, 24, 8, 10),
         "a = Conv<pads=[1,1,1,1]>(x, u) s = Constant<value = float[4] {1,1,2,2}>()"
         " b = Resize<mode=\"nearest\",nearest_mode=\"floor\">(a, , s)"
         " c = Conv(b, v) y = Concat<axis=1>(b, c)", 3,
+    ),
+    "an image enlarged by weights": (
+        {"x": (2, 16, 4, 5), "u": (16, 16, 3, 3)}, (2, 16, 7, 10),
+        "a = Conv<pads=[1,1,1,1]>(x, u) s = Constant<value = int64[4] {2,16,7,10}>()"
+        " y = Resize<mode=\"linear\">(a, , , s)", 2,
     ),
     "a row of pixels": (
         {"x": (3, 8, 20), "u": (16, 8, 5)}, (3, 16, 20), "y = Conv<pads=[2,2]>(x, u)", 2,

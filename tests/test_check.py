@@ -12,12 +12,14 @@ import pytest
 from support import Cli
 
 from onnx_fuse import autodiff, report
+from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.save import save
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import InferenceSession
 from onnx_fuse.validation import check as check_module
 from onnx_fuse.validation.check import AS_WRITTEN, OPTIMIZED, check_outputs
+from onnx_fuse.validation.choose import choices
 from onnx_fuse.validation.compare import tolerance_of
 from onnx_fuse.validation.gradients import check_written
 from onnx_fuse.validation.inputs import read_feeds
@@ -273,6 +275,39 @@ def test_a_written_gradient_that_is_wrong_fails_its_check() -> None:
     check = check_written(written)
     assert not check.ok
     assert check.failed[0].tensor == "w"
+
+
+def test_a_cotangent_has_the_shape_of_its_output() -> None:
+    """onnxruntime broadcasts one that is smaller, and the slopes would be of other losses."""
+    text = """g (float[N,4] x, float[4] w) => (float[M,4] y) <int64[1] last = {-3},
+      int64[1] end = {9}, int64[1] axis = {0}> { k = Slice (x, last, end, axis) y = Mul (k, w) }"""
+    written = autodiff.gradient(text_model(text), wrt=["w"])
+    assert check_written(written).ok
+    feeds = {"x": np.ones((5, 4), "f"), "w": np.ones(4, "f"), "y.grad": np.ones((1, 4), "f")}
+    with pytest.raises(ModelError, match=r"'y.grad' has shape \[1, 4\], its output 'y' \[3, 4\]"):
+        check_written(written, feeds=feeds)
+
+
+@pytest.mark.parametrize("held", ["initializer", "node"])
+def test_a_written_gradient_is_right_where_a_mask_hides_a_whole_row(held: str) -> None:
+    """In any float the lowest number absorbs the scores: their slope is 0, not their gradient."""
+    mask = "float[2,1] {0, -3.4e38}"
+    inside = f"mask = Constant <value = {mask}> ()" if held == "node" else ""
+    outside = f", {mask.replace('{', 'mask = {')}" if held == "initializer" else ""
+    text = f"""g (float[2,4] x) => (float[2,4] y)
+      <float[4,4] w = {{1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7}}{outside}>
+      {{ {inside} h = MatMul (x, w) z = Add (h, mask) y = Softmax (z) }}"""
+    check = check_written(autodiff.gradient(text_model(text), wrt=["w"]))
+    assert check.ok
+    assert any("hide everything" in note for note in check.notes)
+
+
+def test_sizes_named_as_an_outputs_are_its() -> None:
+    model = text_model(
+        "g (float[N,4] x, float[M,4] dy) => (float[M,4] y, float[M,4] z)"
+        " { y = Concat <axis = 0> (x, x)  z = Exp (dy) }"
+    )
+    assert next(iter(choices(model))).shapes == {"x": [2, 4], "dy": [4, 4]}
 
 
 def test_a_norm_with_an_unknown_type_of_statistics_has_a_tolerance() -> None:

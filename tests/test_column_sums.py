@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from interpret import interpret
@@ -10,7 +14,12 @@ from lowering import program_of
 from onnx_fuse.kernels.gemm_sm90 import Wgmma
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.program.problem import CHIPS, Problem
-from onnx_fuse.program.problems import PartSums, Reduce
+from onnx_fuse.program.problems import PartSums, Reduce, SlopeProduct
+from onnx_fuse.training import optim
+from onnx_fuse.training.step import training_model
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+import encoder
 
 WIDTH, WIDE = 256, 512
 STEP = """agraph (float16[M, 256] dy, float16[256, 512] w) => (float16[M, 512] dx, float16[256] db)
@@ -70,3 +79,21 @@ def test_other_sums_stay(nodes: str, chip: str) -> None:
 )
 def test_only_rows_of_one_operand_are_summed(problem: Problem) -> None:
     assert Wgmma().supports(problem.with_epilogue(column_sums=True), CHIPS["H200"])
+
+
+def test_a_bias_before_an_activation_is_summed_by_the_next_product() -> None:
+    """Of an encoder's layer: the product before made dz, and no pass over it is left."""
+    config = dataclasses.replace(encoder.SIZES["bert-base"], layers=1, vocab=64, classes=2)
+    graph, spec = training_model(
+        encoder.build(config), loss="cross_entropy", optimizer=optim.SGD(), level=2,
+        precision="bf16", fused=True,
+    )  # fmt: skip
+    feeds = {s.name: np.asarray(s.initial) for s in spec.states}
+    names = ("input_ids", "attention_mask", "token_type_ids")
+    feeds |= {name: np.zeros((32, 128), np.int64) for name in names}
+    feeds |= {"labels": np.zeros(32, np.int64), spec.lr: np.array(0.1, np.float32)}
+    feeds = {str(v.name): feeds[str(v.name)] for v in graph.graph.inputs}
+    program = program_of(graph, feeds, state={s.next: s.name for s in spec.states if s.next})
+    assert not any(isinstance(call.problem, SlopeProduct) for call in program.calls)
+    made = [dict(call.writes)["part"] for call in program.calls if "part" in dict(call.writes)]
+    assert (64, 3072) in [part.shape for part in made]

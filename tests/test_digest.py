@@ -13,8 +13,10 @@ from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.cuda.source import Defines, source_text
 from onnx_fuse.kernels import candidates, tuning
 from onnx_fuse.ops.activations import activation_macros
+from onnx_fuse.program.epilogue import Epilogue
 from onnx_fuse.program.problem import CHIPS, Problem
 from onnx_fuse.program.problems import Softmax
+from onnx_fuse.program.products import Attention, AttentionGrad, IntegerProduct, PackedProduct
 
 H200 = CHIPS["H200"]
 SOURCE = """
@@ -168,8 +170,22 @@ def test_a_records_key_is_read_as_it_was_made() -> None:
         assert (found.m, found.batch, found.out, found.trans_b, found.epilogue.act) == (
             problem.m, problem.batch, problem.out, problem.trans_b, problem.epilogue.act
         )  # fmt: skip
-    softmax = Softmax(outer=2, length=77, inner=1, dtype="float16")
-    assert tuning.read(tuning.key("Softmax", softmax)) == softmax
-    for name in ("Gemm | of another version", "Pool | Pool window=Window(kernel=(1, 3, 3))"):
+    sizes = {"m": 9, "n": 8, "k": 16}
+    for whole in (
+        Softmax(outer=2, length=77, inner=1, dtype="float16"),
+        Attention(**sizes, batch=(1, 2), dtype="float16", dv=16, causal=True, mask=(0, 0, 8, 1)),
+        AttentionGrad(**sizes, batch=(1, 2), dtype="float32", dv=16, dq_strides=(96, 16, 32)),
+        PackedProduct(**sizes, dtype="float16", zero="packed", epilogue=Epilogue(bias=True)),
+        IntegerProduct(**sizes, dtype="uint8", za="each", lda=16, ldb=16),
+    ):
+        assert tuning.read(tuning.key(whole.op, whole)) == whole
+    assert "lda" not in tuning.key("Gemm", Problem.of("Gemm", m=4, n=4, k=4, lda=4, align=8))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'folds'"):
+        Problem.of("LayerNormGemm", m=4, n=4, k=4, folds=True)
+    for name in (
+        "Gemm | of another version",
+        "Sdpa | Sdpa m=1 float16 NN dv=8",
+        "Pool | Pool window=Window(kernel=(1, 3, 3))",
+    ):
         with pytest.raises(ValueError, match="is no problem of numbers and names"):
             tuning.read(name)

@@ -6,13 +6,16 @@ from itertools import product
 
 import numpy as np
 import pytest
+from interpret import interpret
 from lowering import program_of
+from math_cases import Case
 from test_gradients import session
 from window_gradients import network
 
 from onnx_fuse import autodiff
 from onnx_fuse.lower.conv_transpose import phases
 from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.program.problems import ChannelGrad, ChannelNorm, Conv, MaxPoolGrad, Window
 from onnx_fuse.training import optim
 from onnx_fuse.training.step import training_model
@@ -128,3 +131,39 @@ def test_a_step_of_a_residual_network_keeps_its_images_channels_last() -> None:
     # a Relu is in the epilogue of the norm before it
     assert sum(call.kernel.endswith("+Relu") for call in calls) == 3
     assert not any(call.host for call in calls)
+
+
+WEIGHTS = {
+    "dense": ((2, 16, 9, 8), (2, 24, 9, 8), {}),
+    "groups": ((3, 32, 9, 8), (3, 48, 9, 8), {"group": 2}),
+    "a filter a channel": ((3, 6, 9, 8), (3, 6, 9, 8), {"group": 6}),
+    "three channels, a stride": (
+        (2, 16, 9, 8), (2, 3, 18, 16), {"strides": [2, 2], "kernel_shape": [7, 7], "pads": [3] * 4},
+    ),
+    "one channel, patches": (
+        (2, 8, 3, 4), (2, 1, 12, 16), {"strides": [4, 4], "kernel_shape": [4, 4], "pads": [0] * 4},
+    ),
+    "five channels, dilated": ((2, 16, 7, 6), (2, 5, 9, 8), {"dilations": [2, 2]}),
+    "three channels, uneven": (
+        (2, 8, 9, 7), (2, 3, 9, 11), {"kernel_shape": [2, 5], "pads": [1, 0, 0, 0]},
+    ),
+    "a row": (
+        (6, 64, 17), (6, 3, 19), {"kernel_shape": [3], "pads": [0, 0], "strides": [1],
+                                  "dilations": [1], "swap": [1, 0, 2]},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_the_problem_of_a_weight_gradient_is_the_gradient(name: str) -> None:
+    """Also where the images are copied with gaps: pixels of few channels, rows of a filter."""
+    dy, x, how = WEIGHTS[name]
+    attrs = {"kernel_shape": [3, 3], "strides": [1, 1], "dilations": [1, 1], "pads": [1] * 4}
+    attrs |= {"group": 1, "swap": [1, 0, 2, 3]}
+    case = Case("ConvWeightGrad", (dy, x), attrs | how, 1, "float16", FUSE)
+    arrays = case.arrays()
+    program = case.program()
+    assert not program.fallbacks
+    found = interpret(program, {f"x{i}": a for i, a in enumerate(arrays)}, {})["y0"]
+    (truth,) = case.oracle()
+    np.testing.assert_allclose(found.astype(np.float64), truth, atol=2e-3 * np.abs(truth).max())

@@ -58,6 +58,8 @@ def rows() -> Iterator[Row]:
             ((4, 128, 28, 28), (4, 64, 28, 28), one),
             ((3, 136, 31, 17), (3, 96, 31, 17), {}),  # blocks of channels and of pixels cut
             ((2, 264, 9, 8), (2, 320, 17, 15), {"strides": [2, 2]}),
+            ((3, 64, 9, 13), (3, 3, 18, 26), {"strides": [2, 2], "kernel_shape": [7, 7],
+                                              "pads": [3] * 4}),  # rows of a filter
             ((3, 70, 9, 8), (3, 70, 9, 8), {"group": 70}),
             ((2, 6, 5, 4), (2, 6, 9, 8), {"group": 6, "strides": [2, 2]}),
             ((6, 64, 17), (6, 8, 19), {"kernel_shape": [3], "pads": [0, 0], "strides": [1],

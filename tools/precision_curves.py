@@ -1,20 +1,24 @@
 """Losses of a small GPT on text in fp32, tf32 and bf16, beside PyTorch's autocast, on one GPU.
 
-    python tools/precision_curves.py [--steps 500] [--json FILE]
+    python tools/precision_curves.py [--steps 500] [--seeds 3] [--arms ARM ...] [--json FILE]
 
 models/gpt.py with two blocks of width 256, trained with AdamW on Python's standard library
-(tools/text_data.py) from the same weights and on the same batches in every arm. PyTorch's arms
-(needs torch) are the function of tools/pytorch_curves.py, in fp32 and under autocast to bfloat16.
-Prints each arm's loss, the mean over the last 50 steps, and how far it is from our fp32. The
-command fails (exit code 1) if an arm of ours ends more than 0.01 nats from fp32.
+(tools/text_data.py) from the same weights and on the same batches in every arm, for several seeds
+of both. "bf16+fp32" is bf16 with `residual_dtype="fp32"`. PyTorch's arms (needs torch) are the
+function of tools/pytorch_curves.py, in fp32 and under autocast to bfloat16. Prints each arm's loss,
+the mean over the last 50 steps, and how far it is from our fp32 for each seed. The command fails
+(exit code 1) if an arm of ours ends more than 0.01 nats from fp32 in the mean of the seeds.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,31 +37,32 @@ LIMIT = 0.01
 """Nats by which the mean loss of the last 50 steps may differ: a tenth of what a seed changes."""
 
 
-def batches(steps: int) -> list[dict[str, np.ndarray]]:
+def batches(steps: int, seed: int) -> list[dict[str, np.ndarray]]:
     """Random windows of CONFIG.context bytes, the same in every arm."""
-    text, rng = windows(CONFIG.context), np.random.default_rng(0)
+    text, rng = windows(CONFIG.context), np.random.default_rng(seed)
     chosen = (rng.choice(len(text["labels"]), BATCH, replace=False) for _ in range(steps))
     return [{name: array[rows] for name, array in text.items()} for rows in chosen]
 
 
-def ours(precision: str, data: list[dict[str, np.ndarray]]) -> list[float]:
-    """The losses of Trainer's steps in this precision."""
-    update = optim.AdamW(lr=LR, weight_decay=DECAY)
+def ours(arm: str, seed: int, data: list[dict[str, np.ndarray]]) -> list[float]:
+    """The losses of Trainer's steps; an arm is a precision and perhaps a residual_dtype."""
+    precision, _, residual_dtype = arm.partition("+")
     trainer = Trainer(
-        gpt.build(CONFIG),
+        gpt.build(CONFIG, seed),
         loss="cross_entropy",
-        optimizer=update,
+        optimizer=optim.AdamW(lr=LR, weight_decay=DECAY),
         device="cuda",
         precision=precision,
+        residual_dtype=residual_dtype,
     )
-    return [float(trainer.step(feeds)) for feeds in data]
+    return [float(loss) for loss in [trainer.step(feeds) for feeds in data]]
 
 
-def peer(half: bool, data: list[dict[str, np.ndarray]]) -> list[float]:
+def peer(half: bool, seed: int, data: list[dict[str, np.ndarray]]) -> list[float]:
     """The losses of PyTorch's network, under autocast to bfloat16 where `half`."""
     import torch
 
-    initial = gpt.build(CONFIG).graph.initializers
+    initial = gpt.build(CONFIG, seed).graph.initializers
     weights: dict[str, Any] = {
         name: torch.tensor(np.array(value.const_value.numpy()), device="cuda", requires_grad=True)
         for name, value in initial.items()
@@ -80,23 +85,28 @@ def peer(half: bool, data: list[dict[str, np.ndarray]]) -> list[float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--precisions", nargs="+", default=["fp32", "tf32", "bf16"])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--arms", nargs="+", default=["fp32", "tf32", "bf16", "bf16+fp32"])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    data = batches(args.steps)
-    curves = {f"onnx_fuse {name}": ours(name, data) for name in args.precisions}
-    with contextlib.suppress(ModuleNotFoundError):
-        curves["torch fp32"] = peer(False, data)
-        curves["torch autocast bf16"] = peer(True, data)
-    ends = {name: float(np.mean(losses[-50:])) for name, losses in curves.items()}
-    base = ends[next(iter(ends))]
-    for name, losses in curves.items():
-        shown = f"{losses[0]:.4f} -> {ends[name]:.4f} ({ends[name] - base:+.4f})"
-        print(f"{name:20} {shown}, largest difference of a step "
-              f"{np.abs(np.subtract(losses, curves[next(iter(curves))])).max():.4f}")  # fmt: skip
-    if args.json:
-        args.json.write_text(json.dumps(curves) + "\n")
-    return int(any(abs(end - base) > LIMIT for name, end in ends.items() if "fuse" in name))
+    arms: dict[str, Callable[[int, list[dict[str, np.ndarray]]], list[float]]] = {
+        f"onnx_fuse {name}": partial(ours, name) for name in args.arms
+    }
+    if importlib.util.find_spec("torch") is not None:
+        arms |= {"torch fp32": partial(peer, False), "torch autocast bf16": partial(peer, True)}
+    data = [batches(args.steps, seed) for seed in range(args.seeds)]
+    curves: dict[str, list[list[float]]] = {}
+    ends: dict[str, np.ndarray] = {}
+    for name, arm in arms.items():
+        curves[name] = [arm(seed, each) for seed, each in enumerate(data)]
+        ends[name] = np.mean(np.array(curves[name])[:, -50:], axis=1)
+        apart = ends[name] - next(iter(ends.values()))
+        print(f"{name:20} {ends[name].mean():.4f} ({apart.mean():+.4f}: "
+              f"{', '.join(f'{x:+.4f}' for x in apart)})", flush=True)  # fmt: skip
+        if args.json:
+            args.json.write_text(json.dumps(curves) + "\n")
+    base = next(iter(ends.values()))
+    return int(any(abs((e - base).mean()) > LIMIT for name, e in ends.items() if "fuse" in name))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-// conv/nhwc_sm80.cu: Conv of channels-last 16-bit images on mma.sync, any group, stride, dilation, padding.
+// conv/nhwc_sm80.cu: Conv of channels-last images on mma.sync, any group, stride, dilation, padding.
 // Idea     : implicit GEMM y[p, m] = sum_k x[p, k] w[m, k], k = (tap, channel): a step has one tap and BK of
 //            its channels, so a row of the tile is one pixel's, 16 bytes a copy (cp.async), with zeros
 //            where the tap falls outside; STAGES - 1 steps are on their way. The tile of sums goes
-//            through shared memory, so that bias, suffix and stores take 16 bytes a thread.
+//            through shared memory, so that bias, suffix and stores take 16 bytes a thread. float32 is
+//            multiplied as tf32 (SPLIT_BF16 0), or as bf16 hi + lo, of which hi.hi + hi.lo + lo.hi are summed.
 // Inputs   : x T [n, h, w, groups * channels] by the strides sn, sy, sx of images, rows and pixels (multiples
-//            of 8 elements), weight T [groups * filters, KH * KW, ldw], of whose last axis the first
+//            of 16 bytes), weight T [groups * filters, KH * KW, ldw], of whose last axis the first
 //            `channels` count and the others are 0, bias T or null.
 // Outputs  : y T [n, oh, ow, groups * filters], or part f32 [splits, ...] where SPLIT (finish.cu).
-// Macros   : T BM BN (pixels and filters of a block), WM WN (of a warp), BK STAGES, geometry.cuh's, SPLIT,
+// Macros   : T BM BN (pixels and filters of a block), WM WN (of a warp), BK STAGES, SPLIT_BF16, geometry.cuh's, SPLIT,
 //            VEC (8 where filters are a multiple of 8, else 1), ACT, suffix.cuh's.
 // Launch   : pixel tiles * filter tiles * groups x 1 x splits blocks of 32 BM BN / (WM WN) threads.
 // Numerics : f32 accumulate, one rounding.
@@ -17,10 +18,18 @@
 #include "conv/suffix.cuh"
 
 constexpr int WARPS_N = BN / WN, THREADS = 32 * (BM / WM) * WARPS_N;
-constexpr int PITCH = BK + 8, CHUNKS = BK / 8, ROWS = THREADS / CHUNKS;  // rows copied at once
+constexpr int PIECE = 16 / sizeof(T), STEP = SPLIT_BF16 ? 16 : 2 * PIECE;  // elements of a copy, of a product's k
+constexpr int PITCH = BK + PIECE, CHUNKS = BK / PIECE, ROWS = THREADS / CHUNKS;  // rows copied at once
 constexpr int A_ROWS = BM / ROWS, B_ROWS = BN / ROWS, MT = WM / 16, NT = WN / 8;
 constexpr int STAGE = (BM + BN) * PITCH, OUT = BN + 4;
 static_assert(A_ROWS > 0 && B_ROWS > 0 && NT % 2 == 0, "tile and threads");
+
+// Two float32 elements as bf16 pairs: what they round to, and what that leaves.
+DEVICE void split(u32 x0, u32 x1, u32& hi, u32& lo) {
+    hi = pack2<bf16>(__uint_as_float(x0), __uint_as_float(x1));
+    const float2 h = unpack2<bf16>(hi);
+    lo = pack2<bf16>(__uint_as_float(x0) - h.x, __uint_as_float(x1) - h.y);
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     conv_nhwc(const T* x, const T* weight, const T* bias, const T* slope, const T* e1, const T* e2,
@@ -35,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int per_tap = (channels + BK - 1) / BK, first = blockIdx.z * chunk;
     const int last = min(first + chunk, per_tap * TAPS);
 
-    const int at = threadIdx.x % CHUNKS * 8, row0 = threadIdx.x / CHUNKS;
+    const int at = threadIdx.x % CHUNKS * PIECE, row0 = threadIdx.x / CHUNKS;
     const T* image[A_ROWS];
     int iy[A_ROWS], ix[A_ROWS];
 #pragma unroll
@@ -52,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if (step < last) {
             T *to = tiles + step % STAGES * STAGE + row0 * PITCH + at, *to_b = to + BM * PITCH;
             const int dy = tap / KW * DH, dx = tap % KW * DW, left = channels - c0;
-            const int bytes = left >= 8 ? 16 : left > 0 ? left * 2 : 0;
+            const int bytes = left >= PIECE ? 16 : left > 0 ? left * (int)sizeof(T) : 0;
 #pragma unroll
             for (int i = 0; i < A_ROWS; i++) {
                 const int yy = iy[i] + dy, xx = ix[i] + dx;
@@ -79,15 +88,52 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         cp_async_wait<STAGES - 2>();
         __syncthreads();
         fill(step + STAGES - 1);
-        const T* a = tiles + step % STAGES * STAGE + (wm + lane % 16) * PITCH + lane / 16 * 8;
-        const T* b = tiles + step % STAGES * STAGE + (BM + wn + lane % 16) * PITCH + lane / 16 * 8;
+        const T* a = tiles + step % STAGES * STAGE + (wm + lane % 16) * PITCH + lane / 16 * PIECE;
+        const T* b = tiles + step % STAGES * STAGE + (BM + wn + lane % 16) * PITCH + lane / 16 * PIECE;
 #pragma unroll
-        for (int k = 0; k < BK; k += 16) {
+        for (int k = 0; k < BK; k += STEP) {
             u32 fa[MT][4], fb[NT / 2][4];
 #pragma unroll
             for (int i = 0; i < MT; i++) ldmatrix_x4<false>(fa[i], smem_address(a + i * 16 * PITCH + k));
 #pragma unroll
             for (int j = 0; j < NT / 2; j++) ldmatrix_x4<false>(fb[j], smem_address(b + j * 16 * PITCH + k));
+#if SPLIT_BF16
+            // k is in another order than in memory, the same one for both operands
+            u32 la[MT][4], lb[NT / 2][4];
+#pragma unroll
+            for (int i = 0; i < MT; i++) {
+                u32 more[4];
+                ldmatrix_x4<false>(more, smem_address(a + i * 16 * PITCH + k + 8));
+                split(fa[i][0], fa[i][2], fa[i][0], la[i][0]), split(fa[i][1], fa[i][3], fa[i][1], la[i][1]);
+                split(more[0], more[2], fa[i][2], la[i][2]), split(more[1], more[3], fa[i][3], la[i][3]);
+            }
+#pragma unroll
+            for (int j = 0; j < NT / 2; j++) {
+                u32 more[4];
+                ldmatrix_x4<false>(more, smem_address(b + j * 16 * PITCH + k + 8));
+                split(fb[j][0], fb[j][2], fb[j][0], lb[j][0]), split(fb[j][1], fb[j][3], fb[j][1], lb[j][1]);
+                split(more[0], more[2], fb[j][2], lb[j][2]), split(more[1], more[3], fb[j][3], lb[j][3]);
+            }
+#pragma unroll
+            for (int i = 0; i < MT; i++)
+#pragma unroll
+                for (int j = 0; j < NT; j++) {
+                    const u32 two[2] = {fb[j / 2][j % 2], fb[j / 2][j % 2 + 2]};
+                    const u32 low[2] = {lb[j / 2][j % 2], lb[j / 2][j % 2 + 2]};
+                    mma(acc[i][j], la[i], two, bf16());
+                    mma(acc[i][j], fa[i], low, bf16());
+                    mma(acc[i][j], fa[i], two, bf16());
+                }
+#else
+            if (sizeof(T) == 4) {
+#pragma unroll
+                for (int q = 0; q < 4; q++) {
+#pragma unroll
+                    for (int i = 0; i < MT; i++) fa[i][q] = to_tf32(__uint_as_float(fa[i][q]));
+#pragma unroll
+                    for (int j = 0; j < NT / 2; j++) fb[j][q] = to_tf32(__uint_as_float(fb[j][q]));
+                }
+            }
 #pragma unroll
             for (int i = 0; i < MT; i++)
 #pragma unroll
@@ -95,6 +141,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                     const u32 two[2] = {fb[j / 2][j % 2], fb[j / 2][j % 2 + 2]};
                     mma(acc[i][j], fa[i], two, T());
                 }
+#endif
         }
     }
     cp_async_wait<0>();

@@ -4,10 +4,10 @@
 //            operands are read transposed. A column's tap is fixed, so a thread works out one place a row.
 //            STAGES - 1 steps of BK pixels are on their way. `chunk` pixels a block; weight_sum.cu adds
 //            the parts.
-// Inputs   : x T [n, h, w, groups * channels], dy T [n, oh, ow, groups * filters]; channels and filters are
+// Inputs   : x T [n, h, w, groups * channels], `sn`, `sy`, `sx` between images, rows and pixels; dy T [n, oh, ow, groups * filters]; channels and filters are
 //            multiples of 8. `plane` and `row` divide by oh * ow and by ow (Divide).
 // Outputs  : part f32 [splits, groups * filters, TAPS * channels].
-// Macros   : T BM BN (filters and columns of a block) WM WN (of a warp) BK STAGES, geometry.cuh's.
+// Macros   : T BM BN (filters and columns of a block) WM WN (of a warp) BK STAGES DENSE (x), geometry.cuh's.
 // Launch   : tiles x splits blocks of 32 BM BN / (WM WN) threads.
 // Numerics : f32 sums, pixels in order.
 // Bound    : mma.sync's rate (about half of wgmma's on Hopper).
@@ -22,13 +22,13 @@ constexpr int WARPS_N = BN / WN, THREADS = 32 * (BM / WM) * WARPS_N;
 constexpr int PA = BM + 8, PB = BN + 8, STAGE = BK * (PA + PB);  // pitches without bank conflicts
 constexpr int A_STEP = THREADS / (BM / 8), B_STEP = THREADS / (BN / 8);  // rows copied at once
 constexpr int MT = WM / 16, NT = WN / 8;
-constexpr bool POINTS = TAPS == 1 && SH == 1 && SW == 1 && PH == 0 && PW == 0;
+constexpr bool POINTS = DENSE && TAPS == 1 && SH == 1 && SW == 1 && PH == 0 && PW == 0;
 static_assert(BK % A_STEP == 0 && BK % B_STEP == 0 && NT % 2 == 0, "tile and threads");
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     conv_weight_grad(const T* x, const T* dy, float* part, u32 pixels, int groups, int channels, int filters,
                      int h, int w, u32 plane_by, u32 plane_shift, u32 row_by, u32 row_shift, u32 plane, u32 row,
-                     u32 chunk) {
+                     u32 chunk, i64 sn, int sy, int sx) {
     after_previous_launch();
     extern __shared__ __align__(16) T tiles[];
     const int depth = TAPS * channels, tiles_n = (depth + BN - 1) / BN, tiles_m = (filters + BM - 1) / BM;
@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int am = threadIdx.x % (BM / 8) * 8, a_row = threadIdx.x / (BM / 8);
     const int bn = threadIdx.x % (BN / 8) * 8, b_row = threadIdx.x / (BN / 8);
     const T* a_from = dy + g * filters + m0 + am;
-    const int a_bytes = m0 + am < filters ? 16 : 0, a_pitch = groups * filters, pitch = groups * channels;
+    const int a_bytes = m0 + am < filters ? 16 : 0, a_pitch = groups * filters;
     const int tap = (n0 + bn) / channels, ky = tap / KW * DH - PH, kx = tap % KW * DW - PW;
     const T* b_from = x + g * channels + (n0 + bn) % channels;
     const bool b_in = n0 + bn < depth;
@@ -57,14 +57,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             for (int i = 0; i < BK / B_STEP; i++) {
                 const u32 p = p0 + b_row + i * B_STEP;
                 bool in = b_in && p < last;
-                i64 at = p;
+                i64 at = (i64)p * sx;
                 if (!POINTS) {
                     const u32 n = quotient(p, by_plane), q = p - n * plane, oy = quotient(q, by_row);
                     const int iy = (int)oy * SH + ky, ix = (int)(q - oy * row) * SW + kx;
                     in = in && (unsigned)iy < (unsigned)h && (unsigned)ix < (unsigned)w;
-                    at = ((i64)n * h + iy) * w + ix;
+                    at = n * sn + (i64)iy * sy + (i64)ix * sx;
                 }
-                cp_async_16(smem_address(b + i * B_STEP * PB), in ? b_from + at * pitch : x, in ? 16 : 0);
+                cp_async_16(smem_address(b + i * B_STEP * PB), in ? b_from + at : x, in ? 16 : 0);
             }
         }
         cp_async_commit();

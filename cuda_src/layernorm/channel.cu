@@ -10,6 +10,7 @@
 //            e1, e2, e3 T, laid out as y: what SUFFIX (suffix.cuh) takes of channel_apply's result, in TY.
 // Macros   : T P M ACC VEC GROUPED COLUMNS, suffix.cuh's.
 // Bound    : HBM, x read and y written once.
+#include "layernorm/channels.cuh"
 #include "layernorm/suffix.cuh"
 constexpr int ROWS = 4;
 
@@ -43,11 +44,15 @@ extern "C" __global__ void __launch_bounds__(256)
     if (base >= size) return;
     const i64 q = t % across * VEC;
     ACC a[VEC], b[VEC], m[VEC];
+    const Vec<P, VEC> scales = of_channels(scale, q, inner), biases = of_channels(bias, q, inner);
+    Vec<M, VEC> means, variances;
+    if (!GROUPED) means = of_channels(mean, q, inner), variances = of_channels(variance, q, inner);
 #pragma unroll
     for (int j = 0; j < VEC; j++) {
-        const i64 c = inner == 1 ? q + j : (q + j) / inner, stat = GROUPED ? image * (channels / per) + c / per : c;
-        a[j] = (ACC)widen(scale[c]) / sqrt((ACC)widen(variance[stat]) + (ACC)epsilon);
-        m[j] = widen(mean[stat]), b[j] = widen(bias[c]);
+        const i64 stat = image * (channels / per) + (inner == 1 ? q + j : (q + j) / inner) / per;
+        if (GROUPED) means.at[j] = mean[stat], variances.at[j] = variance[stat];
+        a[j] = (ACC)widen(scales.at[j]) / sqrt((ACC)widen(variances.at[j]) + (ACC)epsilon);
+        m[j] = widen(means.at[j]), b[j] = widen(biases.at[j]);
     }
     for (i64 first = t / across % slots; first < rows; first += ROWS * slots) {
         Vec<T, VEC> own[ROWS], more[ROWS][3];

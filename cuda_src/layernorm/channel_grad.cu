@@ -4,17 +4,18 @@
 //            chunk of one channel; or, where inner is short (COLUMNS, as of images whose channels are last), of
 //            TX vectors of the channels * inner columns. channel_params adds the parts up, channel_dx reads
 //            x and dy once more; there each of `slots` threads takes every slots-th row of a vector, ROWS
-//            at a time, which share what roots and divisions take longer to make.
+//            at a time.
 //            RELU: y = max(xh scale + bias, 0), and dy counts where that is positive; the forward's value is
 //            worked out again, which takes less than reading it.
 // Inputs   : x, dy [batch, channels, inner] T, VEC divides inner (COLUMNS: channels * inner); scale, bias P,
 //            mean, variance ACC [channels].
 // Outputs  : part ACC [splits, 2, channels] (COLUMNS: [splits, 2, channels * inner]); dscale, dbias P
-//            (or null); sums ACC [2, channels]; dx T.
+//            (or null); sums ACC [4, channels], of which dx is made: dscale / (count sqrt(variance + epsilon)),
+//            dbias / count, scale / sqrt(variance + epsilon), and with RELU the bias; dx T.
 // Macros   : T P ACC VEC COLUMNS TX RELU.
 // Numerics : ACC; the order depends on the shape alone.
 // Bound    : HBM, x and dy twice, dx once.
-#include "common.cuh"
+#include "layernorm/channels.cuh"
 
 // What of dy reaches the normalized value of one channel.
 struct Gate {
@@ -24,9 +25,9 @@ struct Gate {
         return RELU && !(widen(y) > 0) ? (ACC)0 : (ACC)widen(dy);
     }
 };
-DEVICE Gate gate(const P* scale, const P* bias, const ACC* mean, const ACC* variance, i64 c, float epsilon) {
-    if (!RELU) return {mean[c], 0, 0};
-    return {mean[c], (ACC)widen(scale[c]) / sqrt(variance[c] + (ACC)epsilon), (ACC)widen(bias[c])};
+DEVICE Gate gate(P scale, P bias, ACC mean, ACC variance, float epsilon) {
+    if (!RELU) return {mean, 0, 0};
+    return {mean, (ACC)widen(scale) / sqrt(variance + (ACC)epsilon), (ACC)widen(bias)};
 }
 
 extern "C" __global__ void __launch_bounds__(256)
@@ -34,8 +35,8 @@ extern "C" __global__ void __launch_bounds__(256)
                  u32 channels, u32 inner, u32 chunk, float epsilon) {
     after_previous_launch();
 #if COLUMNS
-    constexpr int TY = 256 / TX;
-    __shared__ ACC scratch[2][TY][TX * VEC];
+    constexpr int TY = 256 / TX, PITCH = TX < 32 ? TX : TX + 4;  // of neighbours' columns: few share a bank
+    __shared__ ACC scratch[2][TY][VEC * PITCH];
     const u32 columns = channels * inner, tiles = (columns + TX * VEC - 1) / (TX * VEC);
     const u32 tx = threadIdx.x % TX, ty = threadIdx.x / TX;
     const u32 q = (blockIdx.x % tiles * TX + tx) * VEC, split = blockIdx.x / tiles;
@@ -43,9 +44,12 @@ extern "C" __global__ void __launch_bounds__(256)
     ACC a[VEC] = {}, b[VEC] = {};
     if (q < columns) {
         Gate open[VEC];
+        const Vec<ACC, VEC> means = of_channels(mean, q, inner), variances = of_channels(variance, q, inner);
+        Vec<P, VEC> scales, biases;
+        if (RELU) scales = of_channels(scale, q, inner), biases = of_channels(bias, q, inner);
 #pragma unroll
         for (int j = 0; j < VEC; j++)
-            open[j] = gate(scale, bias, mean, variance, inner == 1 ? q + j : (q + j) / inner, epsilon);
+            open[j] = gate(scales.at[j], biases.at[j], means.at[j], variances.at[j], epsilon);
 #pragma unroll 4
         for (u32 n = split * chunk + ty; n < last; n += TY) {
             const i64 at = (i64)n * columns + q;
@@ -59,13 +63,13 @@ extern "C" __global__ void __launch_bounds__(256)
         }
     }
 #pragma unroll
-    for (int j = 0; j < VEC; j++) scratch[0][ty][tx * VEC + j] = a[j], scratch[1][ty][tx * VEC + j] = b[j];
+    for (int j = 0; j < VEC; j++) scratch[0][ty][j * PITCH + tx] = a[j], scratch[1][ty][j * PITCH + tx] = b[j];
     __syncthreads();
     for (u32 k = threadIdx.x; k < 2 * TX * VEC; k += 256) {
         const u32 which = k / (TX * VEC), own = k % (TX * VEC), column = blockIdx.x % tiles * (TX * VEC) + own;
         if (column >= columns) continue;
         ACC s = 0;
-        for (int t = 0; t < TY; t++) s += scratch[which][t][own];
+        for (int t = 0; t < TY; t++) s += scratch[which][t][own % VEC * PITCH + own / VEC];
         if (which == 0) s /= sqrt(variance[column / inner] + (ACC)epsilon);
         part[((i64)split * 2 + which) * columns + column] = s;
     }
@@ -73,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(256)
     __shared__ ACC scratch[8];
     const u32 c = blockIdx.x % channels, split = blockIdx.x / channels, per = inner / VEC;
     const u32 last = min((split + 1) * chunk, batch * per);
-    const Gate open = gate(scale, bias, mean, variance, c, epsilon);
+    const Gate open = gate(RELU ? scale[c] : P(), RELU ? bias[c] : P(), mean[c], variance[c], epsilon);
     ACC a = 0, b = 0;
 #pragma unroll 4
     for (u32 k = split * chunk + threadIdx.x; k < last; k += 256) {
@@ -96,54 +100,57 @@ extern "C" __global__ void __launch_bounds__(256)
 
 // `per`: the columns of a channel.
 extern "C" __global__ void __launch_bounds__(1024)
-    channel_params(const ACC* part, P* dscale, P* dbias, ACC* sums, u32 parts, u32 channels, u32 per) {
+    channel_params(const ACC* part, const P* scale, const P* bias, const ACC* variance, P* dscale, P* dbias, ACC* sums, u32 parts,
+                   u32 channels, u32 per, i64 count, float epsilon) {
     after_previous_launch();
     __shared__ ACC strips[32][33];
     const u32 tx = threadIdx.x % 32, ty = threadIdx.x / 32, c = blockIdx.x * 32 + tx;
+    const i64 columns = (i64)channels * per;
+    part += blockIdx.y * columns + c * per;
     ACC s = 0;
     if (c < channels)
+        for (u32 j = 0; j < per; j++)
 #pragma unroll 8
-        for (u32 k = ty; k < parts * per; k += 32)
-            s += part[((i64)(k / per) * 2 + blockIdx.y) * channels * per + c * per + k % per];
+            for (u32 k = ty; k < parts; k += 32) s += part[2 * k * columns + j];
     strips[ty][tx] = s;
     __syncthreads();
     if (ty || c >= channels) return;
     s = 0;
+#pragma unroll
     for (int k = 0; k < 32; k++) s += strips[k][tx];
-    sums[blockIdx.y * channels + c] = s;
     P* out = blockIdx.y ? dbias : dscale;
     if (out) out[c] = narrow<P>(s);
+    const ACC root = sqrt(variance[c] + (ACC)epsilon);
+    sums[blockIdx.y * channels + c] = blockIdx.y ? s / (ACC)count : s / (ACC)count / root;
+    if (blockIdx.y) sums[2 * channels + c] = (ACC)widen(scale[c]) / root;
+    if (blockIdx.y && RELU) sums[3 * channels + c] = (ACC)widen(bias[c]);
 }
 
 constexpr int ROWS = 4;
 // dx of one channel.
 struct Gradient {
     Gate open;
-    ACC a, c1, c2;
+    ACC c2, c1;
     DEVICE T of(T x, T dy) const {
-        return narrow<T>(a * (open.of(x, dy) - c1 - ((ACC)widen(x) - open.m) * c2));
+        return narrow<T>(open.a * (open.of(x, dy) - c1 - ((ACC)widen(x) - open.m) * c2));
     }
 };
-DEVICE Gradient gradient(const P* scale, const P* bias, const ACC* mean, const ACC* variance, const ACC* sums, i64 c,
-                         i64 channels, i64 count, float epsilon) {
-    const ACC rs = (ACC)1 / sqrt(variance[c] + (ACC)epsilon);
-    return {gate(scale, bias, mean, variance, c, epsilon), (ACC)widen(scale[c]) * rs, sums[channels + c] / (ACC)count,
-            rs * (sums[c] / (ACC)count)};
-}
 
 extern "C" __global__ void __launch_bounds__(256)
-    channel_dx(const T* x, const T* dy, const P* scale, const P* bias, const ACC* mean, const ACC* variance,
-               const ACC* sums, T* dx, i64 size, i64 channels, i64 inner, i64 count, i64 slots, float epsilon) {
+    channel_dx(const T* x, const T* dy, const ACC* mean, const ACC* sums, T* dx, i64 size, i64 channels, i64 inner,
+               i64 slots) {
     after_previous_launch();
 #if COLUMNS
     const i64 columns = channels * inner, across = columns / VEC, rows = size / columns;
     const i64 t = (i64)blockIdx.x * 256 + threadIdx.x, q = t % across * VEC;
     if (t / across >= slots) return;
     Gradient how[VEC];
+    const Vec<ACC, VEC> means = of_channels(mean, q, inner), c2 = of_channels(sums, q, inner);
+    const Vec<ACC, VEC> c1 = of_channels(sums + channels, q, inner), a = of_channels(sums + 2 * channels, q, inner);
+    Vec<ACC, VEC> b = {};
+    if (RELU) b = of_channels(sums + 3 * channels, q, inner);
 #pragma unroll
-    for (int j = 0; j < VEC; j++)
-        how[j] = gradient(scale, bias, mean, variance, sums, inner == 1 ? q + j : (q + j) / inner, channels, count,
-                          epsilon);
+    for (int j = 0; j < VEC; j++) how[j] = {{means.at[j], a.at[j], b.at[j]}, c2.at[j], c1.at[j]};
     for (i64 first = t / across; first < rows; first += ROWS * slots) {
         Vec<T, VEC> v[ROWS], d[ROWS];
 #pragma unroll
@@ -163,7 +170,9 @@ extern "C" __global__ void __launch_bounds__(256)
 #else
     const i64 i = ((i64)blockIdx.x * 256 + threadIdx.x) * VEC;
     if (i >= size) return;
-    const Gradient how = gradient(scale, bias, mean, variance, sums, i / inner % channels, channels, count, epsilon);
+    const i64 c = i / inner % channels;
+    const ACC* own = sums + c;
+    const Gradient how = {{mean[c], own[2 * channels], RELU ? own[3 * channels] : 0}, own[0], own[channels]};
     Vec<T, VEC> v = load<VEC>(x + i);
     const Vec<T, VEC> d = load<VEC>(dy + i);
 #pragma unroll

@@ -1,24 +1,51 @@
-// pool/resample.cu: y[o, i, n] = sum_t weight[i, t] x[o, source[i, t], n]: one axis of a Resize.
-// Idea     : the host works out sources and weights (they depend on sizes and attributes alone);
-//            nearest, linear, cubic, antialiased: all the same kernel. Source -1: `outside`.
-// Inputs   : x X, y Y [outer, length, inner]; source i32, weight f32 [resized, taps].
-// Macros   : X Y ACC TAPS.   Bound: HBM, x (cached) and y once.
+// pool/resample.cu: y[o, i, j, n] = sum over s, t of above_weight[i, s] weight[j, t] x[o, above[i, s], source[j, t], n].
+// Idea     : one or two axes of a Resize. The host works out sources and weights (they depend on sizes and
+//            attributes alone); nearest, linear, cubic, antialiased: all the same kernel. A thread has VEC
+//            neighbours of n, or COLUMNS of j where n is a single one. Source -1: `outside`.
+// Inputs   : x X [outer, rows, length, inner VEC], y Y [outer, resized rows, resized, inner VEC]; source i32, weight
+//            f32 [resized, TAPS], above i32, above_weight f32 [resized rows, ROWS].
+// Macros   : X Y ACC TAPS, ROWS (0: no axis in front), VEC (16 bytes at most), COLUMNS (divides `resized`).
+// Launch   : a thread for each VEC COLUMNS elements of y.   Bound: HBM, x (cached) and y once.
 #include "common.cuh"
 
+DEVICE i64 quotient(i64 a, i64 b) { return (a | b) >> 32 ? a / b : (u32)a / (u32)b; }
+
 extern "C" __global__ void __launch_bounds__(256)
-    resample(const X* x, const int* source, const float* weight, Y* y, i64 size, i64 length, i64 resized,
-             i64 inner, float outside) {
+    resample(const X* x, const int* source, const float* weight, const int* above, const float* above_weight,
+             Y* y, i64 threads, int rows, int resized_rows, int length, int across, i64 inner, float outside) {
     after_previous_launch();
     const i64 at = (i64)blockIdx.x * 256 + threadIdx.x;
-    if (at >= size) return;
-    const i64 n = at % inner, i = at / inner % resized, o = at / inner / resized;
-    ACC s = 0;
-    bool out = false;
-    for (int t = 0; t < TAPS; t++) {
-        const int from = source[i * TAPS + t];
-        out |= from < 0;
-        const float w = weight[i * TAPS + t];
-        if (from >= 0 && w != 0) s += (ACC)w * (ACC)widen(x[(o * length + from) * inner + n]);
+    if (at >= threads) return;
+    const i64 pixel = quotient(at, inner), n = (at - pixel * inner) * VEC, line = quotient(pixel, across);
+    const int j = (int)(pixel - line * across) * COLUMNS;
+    const i64 o = quotient(line, resized_rows);
+    const int i = (int)(line - o * resized_rows);
+    const X* image = x + o * rows * length * inner * VEC + n;
+    ACC sum[COLUMNS * VEC] = {};
+    bool out[COLUMNS] = {};
+#pragma unroll
+    for (int s = 0; s < (ROWS ? ROWS : 1); s++) {
+        const int row = ROWS ? above[i * ROWS + s] : 0;
+        const float a = ROWS ? above_weight[i * ROWS + s] : 1.0f;
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) {
+            ACC part[VEC] = {};
+#pragma unroll
+            for (int t = 0; t < TAPS; t++) {
+                const int from = source[(j + c) * TAPS + t];
+                const float w = weight[(j + c) * TAPS + t];
+                out[c] |= row < 0 || from < 0;
+                if (row < 0 || from < 0 || w == 0 || a == 0) continue;
+                const Vec<X, VEC> v = load<VEC>(image + ((i64)row * length + from) * inner * VEC);
+#pragma unroll
+                for (int k = 0; k < VEC; k++) part[k] += (ACC)w * (ACC)widen(v.at[k]);
+            }
+#pragma unroll
+            for (int k = 0; k < VEC; k++) sum[c * VEC + k] += ROWS ? (ACC)a * part[k] : part[k];
+        }
     }
-    y[at] = out ? narrow<Y>((ACC)outside) : narrow<Y>(s);
+    Vec<Y, COLUMNS * VEC> result;
+#pragma unroll
+    for (int k = 0; k < COLUMNS * VEC; k++) result.at[k] = narrow<Y>(out[k / VEC] ? (ACC)outside : sum[k]);
+    store<COLUMNS * VEC>(y + at * (COLUMNS * VEC), result);
 }

@@ -137,18 +137,18 @@ extern "C" __global__ void __launch_bounds__(BX* BY)
         }
 #endif
     }
-    __shared__ State part[BY][BX * VEC];
+    __shared__ State part[BY][VEC * BX];  // a column's neighbours side by side: no two in one bank
 #pragma unroll
-    for (int j = 0; j < VEC; j++) part[ty][tx * VEC + j] = s[j];
+    for (int j = 0; j < VEC; j++) part[ty][j * BX + tx] = s[j];
     for (int step = BY / 2; step; step /= 2) {
         __syncthreads();
         if (ty < step)
 #pragma unroll
             for (int j = 0; j < VEC; j++)
-                part[ty][tx * VEC + j] = R::merge(part[ty][tx * VEC + j], part[ty + step][tx * VEC + j]);
+                part[ty][j * BX + tx] = R::merge(part[ty][j * BX + tx], part[ty + step][j * BX + tx]);
     }
     if (ty == 0 && column < inner)
 #pragma unroll
-        for (int j = 0; j < VEC; j++) emit(part[0][tx * VEC + j], rest * inner + column + j, count, y, y2);
+        for (int j = 0; j < VEC; j++) emit(part[0][j * BX + tx], rest * inner + column + j, count, y, y2);
 }
 #endif

@@ -5,7 +5,13 @@ from __future__ import annotations
 from onnx_fuse import __version__
 from onnx_fuse.cli import files, show
 from onnx_fuse.cli.options import Debug, Html, Json
-from onnx_fuse.errors import INSTALL_CUBLASLT, INSTALL_CUDA, INSTALL_TORCH
+from onnx_fuse.errors import (
+    INSTALL_CUBLASLT,
+    INSTALL_CUDA,
+    INSTALL_DISTRIBUTED,
+    INSTALL_TORCH,
+    INSTALL_YAML,
+)
 
 _PACKAGES = ("numpy", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "ml-dtypes", "safetensors")
 _CUDA = ("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc")
@@ -18,6 +24,10 @@ _OPTIONAL = {
         "cuBLASLt is no candidate for matrix products on a GPU; this package's kernels serve all",
         INSTALL_CUBLASLT,
     ),
+    ("nccl4py",): (
+        "a model trains on one GPU; several need NCCL's bindings",
+        INSTALL_DISTRIBUTED,
+    ),
     ("torch",): (
         "onnx_fuse.torch cannot be imported; all else needs no PyTorch",
         INSTALL_TORCH,
@@ -25,6 +35,10 @@ _OPTIONAL = {
     ("tensorboardx",): (
         "onnx-fuse train --tensorboard writes no logs; --csv and --html need nothing",
         'pip install ".[tensorboard]"',
+    ),
+    ("pyyaml",): (
+        "onnx-fuse train --config reads TOML files alone",
+        INSTALL_YAML,
     ),
 }
 """What does not work without some packages, and the command that installs them."""

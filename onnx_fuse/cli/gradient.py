@@ -72,7 +72,7 @@ def gradient(
 ) -> None:
     """Write a graph that computes MODEL's gradients, as ONNX that any runtime can run.
 
-    onnxruntime loads the graph before the file stays. --inputs, --input-shapes and --dim are for
+    The file is kept only if onnxruntime loads the graph. --inputs, --input-shapes and --dim are for
     --check, and are those of the written graph.
     """
     from onnx_fuse import autodiff, progress, report

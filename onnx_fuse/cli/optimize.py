@@ -67,7 +67,7 @@ def optimize(
         bool, typer.Option("--list", help="List all levels and fusions, and stop.")
     ] = False,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Say why whatever was not fused was not.")
+        bool, typer.Option("--explain", help="Give a reason for everything that was not fused.")
     ] = False,
     target: Annotated[
         str | None,
@@ -80,7 +80,7 @@ def optimize(
     precision: Precision = "fp32",
     inline: Annotated[
         bool,
-        typer.Option("--inline", help="Write standard operators only, the bodies of fused ones."),
+        typer.Option("--inline", help="Write standard operators only, in the place of fused ones."),
     ] = False,
     opset: Annotated[
         str | None,

@@ -57,7 +57,7 @@ def run(
     gpus: Annotated[
         int,
         typer.Option(
-            min=1, help="Spread the batch of --inputs over this many GPUs; on the CPU, sessions."
+            min=1, help="Spread the batch of --inputs over this many GPUs, or sessions on the CPU."
         ),
     ] = 1,
     recompile: Annotated[

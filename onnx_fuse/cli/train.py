@@ -255,8 +255,9 @@ def train(
         str,
         typer.Option(
             metavar="NAME",
-            help="Let each GPU hold its part alone of the states of: optimizer, or all (the "
-            "weights, too).",
+            help="Divide among the GPUs, so that each holds a part: optimizer (its states; the "
+            "weights are gathered once a step) or all (the weights, too; they are gathered for the "
+            "forward and for the backward, which takes the least memory).",
         ),
     ] = "",
     sync_batchnorm: Annotated[

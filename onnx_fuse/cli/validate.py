@@ -63,7 +63,7 @@ def validate(
         ),
     ] = False,
     blame: Annotated[
-        bool, typer.Option("--blame", help="Name the nodes that make a difference.")
+        bool, typer.Option("--blame", help="Name the nodes that make the results differ.")
     ] = False,
     device: Device = "cpu",
     precision: Precision = "fp32",

@@ -220,6 +220,7 @@ def compile_all(launches: Iterable[Launch], arch: str, workers: int = 0) -> None
     `workers` is the number of threads; 0: one a processor, 8 to 32.
     """
     wanted = {(x.source, x.defines) for x in launches if not x.of_library}
+    wanted = {key for key in wanted if (*key, arch) not in GIVEN}
     if not config.DUMP.value:
         with LOCK:
             wanted = {key for key in wanted if (*key, arch) not in LOADED}

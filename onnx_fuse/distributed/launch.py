@@ -48,7 +48,7 @@ class _Rank:
                 self.said.append(text)
 
     def cause(self) -> str:
-        """What a rank that ended badly ended of, as a sentence."""
+        """The reason why a rank failed, as a sentence."""
         code = self.process.returncode
         if code < 0:
             name = signal.Signals(-code).name

@@ -17,8 +17,9 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from onnx_fuse.distributed import wire
@@ -46,7 +47,7 @@ class Sign:
     waits: float = 0.0
     """The seconds for which it has waited for a step; 0 while it does something else."""
     done: int = 0
-    """The steps that it has seen the end of."""
+    """The steps that its GPU has come to the end of."""
     met: int = 0
     """The collectives of the step under way that its GPU has come to."""
 
@@ -80,10 +81,11 @@ class Watch:
         self.rank, self.links, self.patience, self.stall = rank, dict(links), patience, stall
         self.steps = 0
         """The steps that this rank has begun."""
-        self.met: Callable[[], int] = lambda: 0
-        """Counts the collectives of the step under way that the GPU has come to; any thread may."""
-        self._done = 0
+        self.reached: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        """Counts the steps that the GPU has ended, and the collectives that it has come to in the
+        one under way; any thread may call it."""
         self._waiting, self._last = 0.0, 0.0
+        self._known: set[object] = set()
         self._peers = {other: _Peer() for other in links}
         self._lock = threading.Lock()
         self._parent = os.getppid()
@@ -105,19 +107,40 @@ class Watch:
             for link in list(self.links.values()):
                 self._say(link, b"B")
 
-    def during(self, wait: Callable[[], T]) -> T:
-        """What `wait`, which waits for a step of all ranks, returns."""
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The block waits for the other ranks, or for a step of all."""
         self._waiting = time.monotonic()
         try:
-            return wait()
+            yield
         finally:
-            self._last, self._waiting = time.monotonic() - self._waiting, 0.0
-            self._done += 1
+            self._waiting = 0.0
+
+    def step(self, key: object, begin: Callable[[], Callable[[], T]]) -> Callable[[], T]:
+        """Begin a step of all ranks by `begin`; what it returns waits for the step.
+
+        Where no step of this `key` has begun before, `begin` may compile for long, which is no
+        waiting for others.
+        """
+        self.steps += 1
+        if key in self._known:
+            with self.waiting():
+                end = begin()
+        else:
+            end = begin()
+            self._known.add(key)
+        return partial(self._finish, end)
+
+    def _finish(self, end: Callable[[], T]) -> T:
+        began = time.monotonic()
+        with self.waiting():
+            found = end()
+        self._last = time.monotonic() - began
+        return found
 
     def _sign(self, now: float) -> Sign:
         waiting = self._waiting
-        found = Sign(self.steps, now - waiting if waiting else 0.0, self._done)
-        return replace(found, met=self.met()) if waiting else found
+        return Sign(self.steps, now - waiting if waiting else 0.0, *self.reached())
 
     def _say(self, link: socket.socket, kind: bytes, data: bytes = b"") -> None:
         with self._lock, contextlib.suppress(OSError):  # its end is noticed where it is read
@@ -167,7 +190,7 @@ class Watch:
                     f"rank {other} has been at step {peer.sign.steps} for {self.stall:.0f} s, "
                     f"others wait at step {ahead}: it hangs"
                 )
-        limit = max(self.patience, SLOW * self._last) if self._done else self.stall
+        limit = max(self.patience, SLOW * self._last) if self._last else self.stall
         if self.rank == 0 and self._peers:
             cause = hang({0: own, **{r: p.sign for r, p in self._peers.items()}}, limit)
             if cause:
@@ -196,10 +219,10 @@ def hang(signs: Mapping[int, Sign], limit: float) -> str:
         return ""
     least = min((p.done, p.met) for p in signs.values())
     behind = [rank for rank, p in signs.items() if (p.done, p.met) == least]
-    done, met = least
     if len(behind) == len(signs):
-        where = f"collective {met} of step {done + 1}"
-        return f"all ranks have been in {where} for {waited:.0f} s: what connects them hangs"
+        return f"all ranks have waited for one step for {waited:.0f} s: what connects them hangs"
     names = ", ".join(map(str, sorted(behind)))
-    where = f"collective {met + 1} of step {done + 1}"
-    return f"rank {names} has not come to {where} for {waited:.0f} s, others wait there: it hangs"
+    return (
+        f"rank {names} has not come to collective {least[1] + 1} of the step under way for "
+        f"{waited:.0f} s, others wait: it hangs"
+    )

@@ -87,7 +87,8 @@ class World:
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
-        return bool(self.all_reduce({"": np.array([flag], np.int64)})[""][0])
+        with self.watch.waiting():
+            return bool(self.all_reduce({"": np.array([flag], np.int64)})[""][0])
 
     def barrier(self) -> None:
         """Wait for all ranks."""

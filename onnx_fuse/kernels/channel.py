@@ -76,7 +76,7 @@ class Grad(RuleBased):
         """One launch of the stage."""
         batch, channels, inner = problem.batch, problem.channels, problem.inner
         columns, vec, tx = by_columns(problem), _width(problem), _across(problem)
-        epsilon = Num("f32", problem.epsilon)
+        count, epsilon = Num("i64", batch * inner), Num("f32", problem.epsilon)
         macros = defines(
             T=C_TYPES[problem.dtype], P=C_TYPES[problem.param], ACC=accumulator(problem.dtype),
             VEC=vec, COLUMNS=columns, TX=tx, RELU=problem.relu,
@@ -93,21 +93,21 @@ class Grad(RuleBased):
             parts = (problem.splits, channels, inner if columns else 1)
             return (Launch(
                 self.source, "channel_params", (-(-channels // 32), 2, 1), (1024, 1, 1),
-                (*map(Ptr, ("part", "dscale", "dbias", "sums")), *(Num("u32", n) for n in parts)),
-                macros,
+                (*map(Ptr, ("part", "scale", "bias", "variance", "dscale", "dbias", "sums")),
+                 *(Num("u32", n) for n in parts), count, epsilon), macros,
             ),)  # fmt: skip
         size = batch * channels * inner
         slots = _slots(batch, channels * inner // vec)
         threads = channels * inner // vec * slots if columns else size // vec
-        numbers = (size, channels, inner, batch * inner, slots)
+        numbers = (size, channels, inner, slots)
         return (Launch(
             self.source, "channel_dx", (-(-threads // 256), 1, 1), (256, 1, 1),
-            (*map(Ptr, ("x", "dy", "scale", "bias", "mean", "variance", "sums", "dx")),
-             *(Num("i64", n) for n in numbers), epsilon), macros,
+            (*map(Ptr, ("x", "dy", "mean", "sums", "dx")),
+             *(Num("i64", n) for n in numbers)), macros,
         ),)  # fmt: skip
 
 
-_BLOCKS = 1024  # of a channel's sums: fixed, so that they are the shape's alone
+_BLOCKS = 512  # of a channel's sums: fixed, so that they are the shape's alone
 _SHORT = (
     16  # elements of a channel that side by side are too few for vectors or blocks of their own
 )
@@ -142,7 +142,7 @@ def channel_chunks(problem: ChannelGrad) -> tuple[int, int]:
     if by_columns(problem):
         across = _across(problem)
         tiles = -(-channels * inner // (across * _width(problem)))
-        length, least = problem.batch, 4 * (256 // across)
+        length, least = problem.batch, 8 * (256 // across)
     else:
         length = problem.batch * inner // _width(problem)
         tiles, least = channels, 1024

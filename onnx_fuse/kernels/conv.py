@@ -11,15 +11,15 @@ from math import prod
 
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines
 from onnx_fuse.kernels import Kernel, conv_nhwc
+from onnx_fuse.kernels.conv_grouped import Grouped
+from onnx_fuse.kernels.conv_nhwc import ENDS, act_macros
 from onnx_fuse.kernels.rule_based import RuleBased, tail_macros, window_macros
-from onnx_fuse.ops.activations import activation_macros
 from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Num, Ptr
 from onnx_fuse.program.problems import Conv
 
 _BLOCKS = 264  # blocks a launch should have: a fixed aim, so that sums split by shape alone
 _SPLITS = 64  # of a sum, at most
 CHANNELS_LAST = "its images are channels last"
-_ENDS = tuple(map(Ptr, ("bias", "slope", "e1", "e2", "e3", "y")))
 
 
 def _macros(problem: Conv) -> dict[str, object]:
@@ -28,14 +28,7 @@ def _macros(problem: Conv) -> dict[str, object]:
         "ACC": accumulator(problem.dtype),
         "TRANSPOSED": problem.transposed,
     }
-    return macros | window_macros(problem.window) | _epilogue(problem)
-
-
-def _epilogue(problem: Conv) -> dict[str, object]:
-    macros: dict[str, object] = {**activation_macros(problem.act)}
-    if problem.slope:
-        macros["SLOPE"] = True
-    return macros
+    return macros | window_macros(problem.window) | act_macros(problem)
 
 
 def _sizes(problem: Conv) -> tuple[Num, ...]:
@@ -63,7 +56,7 @@ class Direct(RuleBased):
         size = problem.batch * prod(problem.outer) * problem.groups * problem.filters
         return (Launch(
             self.source, "conv_direct", (-(-size // 256), 1, 1), (256, 1, 1),
-            (Ptr("x"), Ptr("weight"), *_ENDS, Num("i64", size), *_sizes(problem),
+            (Ptr("x"), Ptr("weight"), *ENDS, Num("i64", size), *_sizes(problem),
              Num("f32", problem.act_alpha)),
             defines(**_macros(problem), **tail_macros(problem.tail)),
         ),)  # fmt: skip
@@ -165,7 +158,7 @@ class _Tiled(RuleBased):
         launches.append(Launch(
             self.source, "conv", (*grid, splits),
             (256 if self.half else bm * bn // (16 * fragments**2), 1, 1),
-            (Ptr("x"), weight, *_ENDS, Ptr("workspace"), Num("i64", columns), *_sizes(problem),
+            (Ptr("x"), weight, *ENDS, Ptr("workspace"), Num("i64", columns), *_sizes(problem),
              Num("i32", chunk), Num("i32", padded), Num("f32", problem.act_alpha)),
             defines(**_macros(problem), **how, **({} if splits > 1 else tail)),
             2 * 2 * (bm * 40 + 32 * (bn + 8)) if self.half else 0,
@@ -173,9 +166,9 @@ class _Tiled(RuleBased):
         if splits > 1:
             launches.append(Launch(
                 "conv/finish.cu", "conv_finish", (-(-size // 256), 1, 1), (256, 1, 1),
-                (Ptr("workspace"), *_ENDS, Num("i64", size),
+                (Ptr("workspace"), *ENDS, Num("i64", size),
                  *(Num("i32", n) for n in (rows, pixels, splits)), Num("f32", problem.act_alpha)),
-                defines(T=C_TYPES[dtype], ACC=accumulator(dtype), **_epilogue(problem), **tail),
+                defines(T=C_TYPES[dtype], ACC=accumulator(dtype), **act_macros(problem), **tail),
             ))  # fmt: skip
         return tuple(launches), at
 
@@ -203,4 +196,6 @@ class Implicit(_Tiled):
     source = "conv/implicit.cu"
 
 
-KERNELS: dict[str, Sequence[Kernel]] = {"Conv": (*conv_nhwc.KERNELS, Direct(), Mma(), Implicit())}
+KERNELS: dict[str, Sequence[Kernel]] = {
+    "Conv": (Grouped(), *conv_nhwc.KERNELS, Direct(), Mma(), Implicit())
+}

@@ -11,7 +11,7 @@ from math import prod
 
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, as_defines, defines
 from onnx_fuse.kernels import Kernel
-from onnx_fuse.kernels.conv_nhwc import gathered, unboxed, unpaired
+from onnx_fuse.kernels.conv_nhwc import gathered, image_strides, unboxed, unpaired
 from onnx_fuse.kernels.rule_based import RuleBased, window_macros
 from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr, TensorMap
 from onnx_fuse.program.problems import ConvWeightGrad
@@ -38,7 +38,7 @@ def _unlike(problem: ConvWeightGrad) -> str | None:
     """Why no product over 16-bit pixels makes it, or None."""
     if problem.dtype not in ("float16", "bfloat16"):
         return f"for 16-bit operands, not {problem.dtype}"
-    if problem.channels % 8 or problem.filters % 8:
+    if problem.filters % 8 or any(n % 8 for n in (problem.channels, *image_strides(problem))):
         return "the channels or filters of a group are no multiple of 8"
     if problem.inner[0] != 1 or problem.outer[0] != 1:
         return "at most two spatial axes"
@@ -108,14 +108,17 @@ class Mma(RuleBased):
         (_, h, w), (_, oh, ow) = problem.inner, problem.outer
         pixels = problem.batch * oh * ow
         splits = -(-pixels // chunk)
-        geometry = window_macros(problem.window)
+        geometry, (sn, sy, sx) = window_macros(problem.window), image_strides(problem)
         macros = dict(zip(("BM", "BN", "WM", "WN", "BK", "STAGES"), tile, strict=True))
         product = Launch(
             self.source, "conv_weight_grad", (tiles, splits, 1), (32 * bm * bn // (wm * wn), 1, 1),
             (Ptr("x"), Ptr("dy"), Ptr("workspace"), Num("u32", pixels),
              *(Num("i32", n) for n in (problem.groups, problem.channels, problem.filters, h, w)),
-             *(Num("u32", n) for n in (*_divide(oh * ow), *_divide(ow), oh * ow, ow, chunk))),
-            as_defines({"T": C_TYPES[problem.dtype]}, macros, geometry),
+             *(Num("u32", n) for n in (*_divide(oh * ow), *_divide(ow), oh * ow, ow, chunk)),
+             Num("i64", sn), Num("i32", sy), Num("i32", sx)),
+            as_defines(
+                {"T": C_TYPES[problem.dtype], "DENSE": not problem.x_strides}, macros, geometry
+            ),
             stages * bk * (bm + bn + 16) * 2,
         )  # fmt: skip
         return product, _total(problem, splits)
@@ -170,7 +173,7 @@ class Wgmma(RuleBased):
     def launch(self, problem: ConvWeightGrad, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The products of the parts, then their sum."""
         (bm, bn), tiles, chunk = self._ruled(problem, config)
-        (_, h, w), (_, oh, ow) = problem.inner, problem.outer
+        _, oh, ow = problem.outer
         pixels, m, c = problem.batch * oh * ow, problem.filters, problem.channels
         splits, stage = -(-pixels // chunk), (bm + bn) * 128
         stages = min(8, (hw.smem_per_block - 1024) // (stage + 16))
@@ -180,7 +183,7 @@ class Wgmma(RuleBased):
         macros = {"T": C_TYPES[problem.dtype], "BM": bm, "BN": bn, "STAGES": stages, "IM2COL": 1}
         product = Launch(
             self.source, "conv_weight_grad_wgmma", (tiles, splits, 1), (384, 1, 1),
-            (slopes, gathered(problem, (h * w * c, w * c, c), 64), Ptr("workspace"),
+            (slopes, gathered(problem, 64), Ptr("workspace"),
              Num("u32", pixels), *(Num("i32", n) for n in (c, m, oh, ow)), Num("u32", chunk)),
             as_defines(macros, window_macros(problem.window)),
             stages * (stage + 16),
@@ -220,13 +223,13 @@ class Depthwise(RuleBased):
         wide = next(n for n in (8, 4, 2, 1) if n == 1 or self._span(problem, n) <= 16)
         if problem.outer[2] % 7 == 0 and wide == 8 and self._span(problem, 7) <= 14:
             wide = 7
-        most = 24 if problem.dtype == "float64" else 49  # taps whose sums fit the registers
+        most = 16  # taps a thread: more leave room for few warps, which wait for memory
         rows_of = [n for n in range(taps, 0, -1) if taps % n == 0 and n * across <= most]
         own = rows_of[0] if rows_of else 1
         rows = problem.batch * problem.outer[1]
         blocks = -(-problem.groups // 64) * (taps // own)
-        parts = max(1, min(rows // 8, 2 * _BLOCKS // blocks))
-        return wide, own, -(-rows // parts)
+        parts = max(1, min(rows // 8, 3 * _SMS // blocks))
+        return wide, own, -(-rows // (8 * parts)) * 8
 
     def launch(self, problem: ConvWeightGrad, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The parts' sums, then theirs."""

@@ -18,6 +18,7 @@ from onnx_fuse.ops.activations import ACTIVATIONS, activation_macros
 from onnx_fuse.program.epilogue import NONE, Epilogue
 from onnx_fuse.program.expression import Tail
 from onnx_fuse.program.problem import (
+    ITEMSIZE,
     Arg,
     Config,
     Hardware,
@@ -29,7 +30,7 @@ from onnx_fuse.program.problem import (
 )
 from onnx_fuse.program.problems import Conv, ConvWeightGrad
 
-_ENDS = tuple(map(Ptr, ("bias", "slope", "e1", "e2", "e3", "y")))
+ENDS = tuple(map(Ptr, ("bias", "slope", "e1", "e2", "e3", "y")))
 # BM, BN, WM, WN, BK, stages -> share of the full rate that the tile reaches on Hopper
 TILES: dict[tuple[int, ...], float] = {
     (128, 128, 64, 32, 64, 3): 0.3,
@@ -42,7 +43,7 @@ TILES: dict[tuple[int, ...], float] = {
 }
 
 
-def _strides(problem: Conv) -> tuple[int, ...]:
+def image_strides(problem: Conv | ConvWeightGrad) -> tuple[int, ...]:
     """The strides of x's images, rows and pixels in elements."""
     if problem.x_strides:
         return problem.x_strides
@@ -55,7 +56,7 @@ def _padded(problem: Conv) -> int:
     return -(-problem.channels // 8) * 8
 
 
-def _epilogue(problem: Conv) -> dict[str, object]:
+def act_macros(problem: Conv) -> dict[str, object]:
     macros: dict[str, object] = {**activation_macros(problem.act)}
     if problem.slope:
         macros["SLOPE"] = True
@@ -63,9 +64,10 @@ def _epilogue(problem: Conv) -> dict[str, object]:
 
 
 class ChannelsLast(RuleBased):
-    """What the candidates for channels-last images of 16 bits share."""
+    """What the candidates for channels-last images share."""
 
     planar = False  # whether x has its channels first
+    maths: tuple[str, ...] = ()  # how products of float32 may be computed
 
     def supports(self, problem: Conv, hw: Hardware) -> str | None:
         """Refuse other layouts and types, and images that 32 bits do not address."""
@@ -75,14 +77,17 @@ class ChannelsLast(RuleBased):
             return "x has its channels first" if problem.planar else "x has its channels last"
         if hw.cc < 80:
             return f"mma.sync with cp.async needs sm_80, this is {hw.arch}"
-        if problem.dtype not in ("float16", "bfloat16"):
-            return f"for 16-bit operands, not {problem.dtype}"
+        if problem.dtype not in ("float16", "bfloat16", "float32"):
+            return f"no tensor core products for {problem.dtype}"
+        if problem.dtype == "float32" and problem.math not in self.maths:
+            return f"for 16-bit operands, not float32 by {problem.math} products"
         if problem.inner[0] != 1 or problem.outer[0] != 1:
             return "at most two spatial axes"
         strided = not (problem.depthwise or problem.planar)
-        if strided and any(step % 8 for step in _strides(problem)):
+        piece = 16 // ITEMSIZE[problem.dtype]
+        if strided and any(step % piece for step in image_strides(problem)):
             return "pixels are no multiple of 16 bytes apart"
-        if max(_strides(problem)[0], prod(problem.outer)) >= 2**29:
+        if max(image_strides(problem)[0], prod(problem.outer)) >= 2**29:
             return "an image of 2^29 elements or more"
         return super().supports(problem, hw)
 
@@ -147,17 +152,17 @@ class Depthwise(ChannelsLast):
             pairs = 2 if both else 1
         width = min(32, lanes(problem.groups // (2 * pairs)))
         tiles = problem.batch * -(-oh // tall) * -(-ow // wide)
-        sn, sy, sx = _strides(problem)
+        sn, sy, sx = image_strides(problem)
         return (Launch(
             self.source, "conv_depthwise",
             (-(-tiles // (256 // width)), -(-problem.groups // (2 * pairs * width)), 1),
             (256, 1, 1),
-            (Ptr("x"), Ptr("weight"), *_ENDS, Num("i64", tiles),
+            (Ptr("x"), Ptr("weight"), *ENDS, Num("i64", tiles),
              *(Num("i32", n) for n in (problem.groups, *problem.inner[1:], oh, ow)),
              Num("i64", sn), Num("i32", sy), Num("i32", sx), Num("f32", problem.act_alpha)),
             defines(T=C_TYPES[problem.dtype], ACC="float", WIDE=wide, TALL=tall, PAIRS=pairs,
                     LANES=width, TRANSPOSED=False, **window_macros(problem.window),
-                    **_epilogue(problem), **tail_macros(problem.tail)),
+                    **act_macros(problem), **tail_macros(problem.tail)),
         ),)  # fmt: skip
 
 
@@ -202,6 +207,14 @@ class FewChannels(ChannelsLast):
         wide = (15 * sw + run // pixel + 1) // 2 * 2
         return 2 * max(bn * (kh * run + 8) + high * wide * pixel, 256 * (bn + 8))
 
+    def cost(self, problem: Conv, config: Config, hw: Hardware) -> float:
+        """The floor, or the products, of zeros too, at the share of their rate that is reached."""
+        (_, kh, kw), outputs = problem.window.kernel, problem.batch * prod(problem.outer)
+        run = -(-kw * pixel_of(problem) // 16) * 16
+        # 0.22 and 0.16 of it for the first layers of ResNet and of a U-Net on an H200 (2026-11)
+        work = 2 * outputs * problem.filters * kh * run / (0.2 * hw.rate(problem.dtype))
+        return max(problem.floor(hw), work) + hw.launch_seconds
+
     def launch(self, problem: Conv, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch."""
         (_, h, w), (_, oh, ow) = problem.inner, problem.outer
@@ -214,12 +227,12 @@ class FewChannels(ChannelsLast):
              Num("f32", problem.act_alpha)),
             defines(T=C_TYPES[problem.dtype], CHANNELS=problem.channels, PIXEL=pixel_of(problem),
                     BN=bn, TRANSPOSED=False, **window_macros(problem.window),
-                    **_epilogue(problem)),
+                    **act_macros(problem)),
             self._smem(problem),
         ),)  # fmt: skip
 
 
-class _Chosen(ChannelsLast):
+class Chosen(ChannelsLast):
     """A candidate whose rule is the cheapest of its configurations."""
 
     def tiles(self, problem: Conv, hw: Hardware) -> Sequence[Config]:
@@ -246,11 +259,15 @@ class _Chosen(ChannelsLast):
         return self.seconds(problem, self.ruled(problem, config, hw), hw)
 
 
-class Mma(_Chosen):
-    """conv/nhwc_sm80.cu: tiles on mma.sync, with the sum in `split` parts where tiles are few."""
+class Mma(Chosen):
+    """conv/nhwc_sm80.cu: tiles on mma.sync, with the sum in `split` parts where tiles are few.
+
+    A tile's k is that of 16 bits; of float32 it is half as many.
+    """
 
     name = "mma_nhwc"
     source = "conv/nhwc_sm80.cu"
+    maths = ("tf32", "bf16x3")
 
     def supports(self, problem: Conv, hw: Hardware) -> str | None:
         """Refuse depthwise filters, and groups whose channels are no multiple of 16 bytes."""
@@ -260,12 +277,16 @@ class Mma(_Chosen):
             return f"{problem.channels} channels a group (a multiple of 8)"
         return super().supports(problem, hw)
 
-    def _steps(self, problem: Conv, bk: int) -> int:
-        return -(-problem.channels // bk) * prod(problem.window.kernel)
+    def _steps(self, problem: Conv, tile: tuple[int, ...]) -> int:
+        return -(-problem.channels // self._depth(problem, tile)) * prod(problem.window.kernel)
+
+    def _depth(self, problem: Conv, tile: tuple[int, ...]) -> int:
+        """Channels of a step."""
+        return tile[4] * 2 // ITEMSIZE[problem.dtype]
 
     def tiles(self, problem: Conv, hw: Hardware) -> Sequence[Config]:
         """Each tile, the sum in parts of at least four steps."""
-        steps = {tile: self._steps(problem, tile[4]) for tile in TILES}
+        steps = {tile: self._steps(problem, tile) for tile in TILES}
         return [
             Config.of(tile=tile, split=split)
             for tile in TILES
@@ -276,11 +297,11 @@ class Mma(_Chosen):
     def seconds(self, problem: Conv, config: Config, hw: Hardware) -> float:
         """Waves of blocks, at least the latency of their steps; the parts written and read."""
         tile, split = config.integers("tile"), config.integer("split")
-        bm, bn, _, _, bk, _ = tile
+        bm, bn, bk = *tile[:2], self._depth(problem, tile)
         rows = problem.batch * prod(problem.outer)
         blocks = -(-rows // bm) * -(-problem.filters // bn) * problem.groups * split
-        steps = -(-self._steps(problem, bk) // split)
-        per_sm = hw.rate(problem.dtype) / hw.sm_count * TILES[tile]
+        steps = -(-self._steps(problem, tile) // split)
+        per_sm = problem.rate(hw) / hw.sm_count * TILES[tile]
         each = max(2 * bm * bn * bk * steps / per_sm, steps * bk * 1e-8) + 1.5e-6
         size = rows * problem.groups * problem.filters
         parts = 4 * size * (split + 1) / hw.bandwidth + 3e-6 if split > 1 else 0.0
@@ -290,35 +311,37 @@ class Mma(_Chosen):
     def launch(self, problem: Conv, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The product, and the sum of its parts."""
         config = self.ruled(problem, config, hw)
-        (bm, bn, wm, wn, bk, stages), split = config.integers("tile"), config.integer("split")
+        tile, split = config.integers("tile"), config.integer("split")
+        (bm, bn, wm, wn, _, stages), bk = tile, self._depth(problem, tile)
         rows, filters = problem.batch * prod(problem.outer), problem.groups * problem.filters
-        steps = self._steps(problem, bk)
+        steps = self._steps(problem, tile)
         chunk = -(-steps // split)
         blocks = -(-rows // bm) * -(-problem.filters // bn) * problem.groups
-        sn, sy, sx = _strides(problem)
+        sn, sy, sx = image_strides(problem)
         types = {"T": C_TYPES[problem.dtype], "ACC": "float", "TRANSPOSED": False}
-        tile = {"BM": bm, "BN": bn, "WM": wm, "WN": wn, "BK": bk, "STAGES": stages}
+        sizes = {"BM": bm, "BN": bn, "WM": wm, "WN": wn, "BK": bk, "STAGES": stages,
+                 "SPLIT_BF16": problem.math == "bf16x3"}  # fmt: skip
         tail, vec = tail_macros(problem.tail), 8 if problem.filters % 8 == 0 else 1
         numbers = (problem.groups, problem.channels, problem.filters, *problem.inner[1:],
                    *problem.outer[1:])  # fmt: skip
         product = Launch(
             self.source, "conv_nhwc", (blocks, 1, split),
             (32 * (bm // wm) * (bn // wn), 1, 1),
-            (Ptr("x"), Ptr("weight"), *_ENDS, Ptr("workspace"), Num("i64", rows),
+            (Ptr("x"), Ptr("weight"), *ENDS, Ptr("workspace"), Num("i64", rows),
              *(Num("i32", n) for n in numbers), Num("i64", sn), Num("i32", sy), Num("i32", sx),
              Num("i32", _padded(problem)), Num("i32", chunk), Num("f32", problem.act_alpha)),
-            as_defines(types, tile, window_macros(problem.window), _epilogue(problem),
+            as_defines(types, sizes, window_macros(problem.window), act_macros(problem),
                        {"SPLIT": split > 1, "VEC": vec}, {} if split > 1 else tail),
-            max(stages * (bm + bn) * (bk + 8) * 2, bm * (bn + 4) * 4),
+            max(stages * (bm + bn) * (tile[4] + 8) * 2, bm * (bn + 4) * 4),
         )  # fmt: skip
         if split == 1:
             return (product,)
         size = rows * filters
         return (product, Launch(
             "conv/finish.cu", "conv_finish", (-(-size // 256), 1, 1), (256, 1, 1),
-            (Ptr("workspace"), *_ENDS, Num("i64", size),
+            (Ptr("workspace"), *ENDS, Num("i64", size),
              *(Num("i32", n) for n in (filters, 1, split)), Num("f32", problem.act_alpha)),
-            defines(T=types["T"], ACC=accumulator(problem.dtype), **_epilogue(problem), **tail),
+            defines(T=types["T"], ACC=accumulator(problem.dtype), **act_macros(problem), **tail),
         ))  # fmt: skip
 
     def workspace(self, problem: Conv, config: Config, hw: Hardware) -> int:
@@ -365,7 +388,7 @@ def _with_tail(plain: Epilogue, tail: Tail, dtype: str) -> Epilogue | None:
     return replace(plain, beta=float(add), act=row.key, act_alpha=alpha)
 
 
-class Im2col(_Chosen):
+class Im2col(Chosen):
     """The Hopper products with a's tiles gathered by TMA: a step is 64 channels of a tap."""
 
     name = "wgmma"
@@ -375,7 +398,7 @@ class Im2col(_Chosen):
         self.many, self.few = Wgmma(), Cluster()
 
     def _inner(self, config: Config) -> Wgmma | Cluster:
-        """The product's candidate whose configuration it is."""
+        """The candidate of the product to which the configuration belongs."""
         return self.many if config.attr("tile") else self.few
 
     def _product(self, problem: Conv) -> Problem:
@@ -434,7 +457,7 @@ class Im2col(_Chosen):
         assert isinstance(b, TensorMap)
         _, oh, ow = problem.outer
         window, ldw = problem.window, _padded(problem)
-        images = gathered(problem, _strides(problem), a.box[1])
+        images = gathered(problem, a.box[1])
         taps = prod(window.kernel)
         filters = TensorMap(
             Ptr("weight"), problem.dtype, (ldw, problem.filters, taps),
@@ -469,12 +492,12 @@ def unboxed(problem: Conv | ConvWeightGrad) -> str | None:
     return None
 
 
-def gathered(problem: Conv | ConvWeightGrad, steps: Sequence[int], pixels: int) -> TensorMap:
-    """The images x, `steps` elements between images, rows and pixels: `pixels` at a time."""
+def gathered(problem: Conv | ConvWeightGrad, pixels: int) -> TensorMap:
+    """The images x, so many pixels at a time."""
     (_, h, w), window = problem.inner, problem.window
     return TensorMap(
         Ptr("x"), problem.dtype, (problem.channels, w, h, problem.batch),
-        tuple(2 * step for step in reversed(steps)), (64, pixels),
+        tuple(2 * step for step in reversed(image_strides(problem))), (64, pixels),
         window=(*_corners(problem), window.strides[2], window.strides[1]),
     )  # fmt: skip
 

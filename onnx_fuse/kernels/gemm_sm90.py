@@ -42,8 +42,25 @@ PLANES = {"bf16x3": 2, "bf16x6": 3}
 """Products of float32 -> bf16 planes that an operand is split into."""
 BK = 64
 BOX = 2048
+LONG_SECONDS, SHARED_B = 5e-5, 0.98
+"""Of long products those count as faster whose CTAs share b in pairs. By themselves they take as
+long, or 6 % less where k is long; but they read a third less from L2, and a chip may be at its
+limit of power: a step of GPT-2 took 29.0 ms in place of 29.4 (H200 at 675 W, 2026-11)."""
 SIDE_SECONDS, OWN_SECONDS = 3e-6, 0.6e-6
 """What the first tiles wait for statistics made beside them; from the only one (H200, 2026-11)."""
+SIDE_WARPS = 3
+
+
+def side_lanes(k: int) -> int:
+    """Lanes that read a row of k elements, four pieces of 16 bytes each at a time."""
+    return 2 if k <= 128 else 8 if k <= 1024 else 16 if k <= 2048 else 32
+
+
+def side_seconds(problem: Problem, hw: Hardware) -> float:
+    """Seconds that the idle warps need for the rows' statistics, 1.25 us a load (H200, 2026-11)."""
+    lanes = side_lanes(problem.k)
+    tickets = ceil(ceil(problem.m / (32 // lanes)) / (SIDE_WARPS * hw.sm_count))
+    return tickets * ceil(problem.k / (32 * lanes)) * 1.25e-6
 
 
 def columns(problem: Problem) -> int:
@@ -120,7 +137,7 @@ class Wgmma:
             return "empty or too large"
         return gate_refusal(problem)
 
-    def _own(self, problem: Problem, config: Config, hw: Hardware) -> bool:
+    def own(self, problem: Problem, config: Config, hw: Hardware) -> bool:
         """Whether the statistics of rows come from the one tile that each CTA has."""
         mi, bn, pingpong = config.integers("tile")
         tiles = ceil(problem.m / 64) * ceil(problem.n / bn) * problem.batches
@@ -131,7 +148,7 @@ class Wgmma:
     def _smem(self, problem: Problem, config: Config, hw: Hardware) -> tuple[int, int, int]:
         """Bytes of shared memory: of each stage, of each box of the result in flight, the rest."""
         mi, bn, pingpong = config.integers("tile")
-        own = self._own(problem, config, hw)
+        own = self.own(problem, config, hw)
         rows = (64 if pingpong else 128) * mi
         splits = config.integer("splits")
         box, rest = 8 * BOX, 8 * 2 * 8 + 16
@@ -232,6 +249,8 @@ class Wgmma:
             products *= 1 + 1.2 / ceil(problem.n / bn)
         if problem.epilogue.column_sums:
             products *= 1 + 0.6 / ceil(problem.n / bn)
+        if cluster == 2 and waves * products > LONG_SECONDS:
+            products *= SHARED_B
         tail, share = (1.5e-6, 0.1) if pingpong else (2.5e-6, 0.5)
         if alone:
             tail, share = 1.2e-6, 0.0
@@ -249,8 +268,10 @@ class Wgmma:
         if problem.epilogue.moments or problem.parts:
             tail += 0.5e-6
         if problem.rows in ("stats", "rms") and splits == 1:
-            tail += OWN_SECONDS if self._own(problem, config, hw) else SIDE_SECONDS
+            tail += OWN_SECONDS if self.own(problem, config, hw) else SIDE_SECONDS
         seconds = waves * (products + epilogue) + tail
+        if problem.rows in ("stats", "rms") and splits == 1 and not self.own(problem, config, hw):
+            seconds = max(seconds, side_seconds(problem, hw) + SIDE_SECONDS)
         if splits > 1:
             seconds += 4 * problem.m * problem.n * (splits + 1) / hw.bandwidth + 4e-6
         return seconds
@@ -349,13 +370,12 @@ class Wgmma:
         if side == "tiles":
             pairs *= ceil(n / bn)
             blocks -= blocks % ceil(n / bn)
-        if self._own(problem, config, hw):
+        if self.own(problem, config, hw):
             types |= {"SIDE": "OWN_RMS" if side == "rms" else "OWN"}
             side = ""
         if side:  # a warp has 2 KB of rows in flight: short rows, several at a time
-            lanes = 8 if k <= 1024 else 16 if k <= 2048 else 32
             types |= {"SIDE": side.upper()}
-            types |= {"SIDE_LANES": str(lanes)} if side != "tiles" else {}
+            types |= {"SIDE_LANES": str(side_lanes(k))} if side != "tiles" else {}
         if problem.epilogue.column_sums:
             types |= {"SIDE": "COLUMNS"}
         if problem.epilogue.moments:

@@ -44,8 +44,8 @@ def gemm_problem(problem: Problem, **values: Value) -> Problem:
 
 
 def stats_seconds(problem: Problem, hw: Hardware) -> float:
-    """Predicted seconds of the statistics: one read of x."""
-    size = ITEMSIZE[problem.dtype] * problem.m * problem.k
+    """Predicted seconds of the statistics: one read of x, whose short rows leave lanes idle."""
+    size = ITEMSIZE[problem.dtype] * problem.m * max(problem.k, 256)
     return hw.launch_seconds + size / hw.bandwidth
 
 
@@ -56,8 +56,9 @@ class Fold:
         self.inner = inner
         self.name = f"fold_{inner.name}"
 
-    def _gemm(self, problem: Problem) -> Problem:
-        if problem.stats or isinstance(self.inner, Mma):
+    def _gemm(self, problem: Problem, *, apart: bool = False) -> Problem:
+        """The product, with the statistics made beside it unless they are made `apart`."""
+        if problem.stats or apart or isinstance(self.inner, Mma):
             return gemm_problem(problem, layernorm=True)
         how: dict[str, Value] = {"rows": "rms" if problem.rms else "stats"}
         if parts := problem.parts:
@@ -65,11 +66,19 @@ class Fold:
         epsilon = problem.epsilon
         return gemm_problem(problem, layernorm=True, epsilon=epsilon, **how)
 
-    @staticmethod
-    def _side(gemm: Problem, config: Config) -> bool:
-        """Whether the GEMM makes the statistics itself; a split one does not."""
-        made = gemm.rows or gemm.parts
-        return bool(made) and config.integer("splits", 1) == 1
+    def _side(self, problem: Problem, config: Config, hw: Hardware) -> bool:
+        """Whether the GEMM makes the statistics itself: no split one, and none that waits for them.
+
+        Its idle warps have few rows on their way at a time, which a pass of its own may outrun.
+        """
+        problem = problem.upper_bound()
+        gemm = self._gemm(problem)
+        if not (gemm.rows or gemm.parts) or config.integer("splits", 1) > 1:
+            return False
+        if gemm.parts or not isinstance(self.inner, Wgmma):
+            return True
+        plain = self.inner.cost(self._gemm(problem, apart=True), config, hw)
+        return self.inner.cost(gemm, config, hw) <= plain + stats_seconds(problem, hw)
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         """The reason why this kernel cannot serve `problem`, or None if it can."""
@@ -90,9 +99,9 @@ class Fold:
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """The GEMM, one read of x, and the weights' preparation where it is not done before."""
-        gemm = self._gemm(problem)
-        seconds = self.inner.cost(gemm, config, hw)
-        if not problem.stats and not self._side(gemm, config):
+        apart = not problem.stats and not self._side(problem, config, hw)
+        seconds = self.inner.cost(self._gemm(problem, apart=apart), config, hw)
+        if apart:
             seconds += stats_seconds(problem, hw)
         if not problem.folded:
             seconds += fold_seconds(problem.k, problem.n, problem.dtype, hw)
@@ -119,8 +128,9 @@ class Fold:
             "wq": Ptr("workspace"), "cs": Ptr("workspace", wq), "cv": Ptr("workspace", wq + cs),
         }  # fmt: skip
         calls: list[Launch] = []
-        gemm = self._gemm(problem)
-        if not problem.stats and not self._side(gemm, config):
+        apart = not problem.stats and not self._side(problem, config, hw)
+        gemm = self._gemm(problem, apart=apart)
+        if apart:
             calls.append(
                 row_stats(
                     problem.m,

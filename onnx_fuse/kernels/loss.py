@@ -76,7 +76,6 @@ class Chunk(RuleBased):
 
     name = "block"
     source = "loss/chunk.cu"
-    free_axes = "yz"
 
     def supports(self, problem: CrossEntropyChunk, hw: Hardware) -> str | None:
         """Every type that sums are taken of in float32."""

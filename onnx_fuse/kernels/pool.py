@@ -8,7 +8,7 @@ from math import prod
 from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator, defines
 from onnx_fuse.kernels import Kernel
 from onnx_fuse.kernels.rule_based import RuleBased, access_width, window_macros
-from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr
+from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Num, Ptr
 from onnx_fuse.program.problems import (
     ChannelWindow,
     Col2Im,
@@ -30,6 +30,12 @@ class Windows(RuleBased):
 
     source = "pool/pool.cu"
     free_axes = "yz"
+
+    def cost(self, problem: Pool, config: Config, hw: Hardware) -> float:
+        """The floor, with each tap of x read at the rate of memory, as caches give them."""
+        taps = problem.planes * prod(problem.outer) * prod(problem.window.kernel)
+        read = taps * ITEMSIZE[problem.dtype] / hw.bandwidth
+        return max(problem.floor(hw), read) + hw.launch_seconds
 
     def launch(self, problem: Pool, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch, a result a thread, or the neighbouring channels of one access."""
@@ -110,21 +116,29 @@ class Channels(RuleBased):
 
 
 class Taps(RuleBased):
-    """pool/resample.cu. Operands: x source weight y."""
+    """pool/resample.cu. Operands: x source weight y; of rows above above_weight."""
 
     source = "pool/resample.cu"
     free_axes = "yz"
 
     def launch(self, problem: Resample, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """One launch, an element a thread."""
-        size = problem.outer * problem.resized * problem.inner
-        numbers = (size, problem.length, problem.resized, problem.inner)
+        """One launch, an access of 16 bytes a thread, or up to four columns."""
+        length, resized, taps = problem.rows
+        wider = max(problem.dtype, problem.out_dtype, key=ITEMSIZE.__getitem__)
+        vec = access_width(problem.inner, wider)
+        columns = access_width(problem.resized, wider, 4 * ITEMSIZE[wider])
+        columns = columns if problem.inner == 1 else 1
+        across, inner = problem.resized // columns, problem.inner // vec
+        threads = problem.outer * resized * across * inner
+        above = ("above", "above_weight") if taps else ("source", "weight")
         return (Launch(
-            self.source, "resample", _blocks(size), (256, 1, 1),
-            (*map(Ptr, ("x", "source", "weight", "y")), *(Num("i64", n) for n in numbers),
-             Num("f32", problem.outside)),
+            self.source, "resample",
+            _blocks(threads), (256, 1, 1),
+            (*map(Ptr, ("x", "source", "weight", *above, "y")), Num("i64", threads),
+             *(Num("i32", n) for n in (length, resized, problem.length, across)),
+             Num("i64", inner), Num("f32", problem.outside)),
             defines(X=C_TYPES[problem.dtype], Y=C_TYPES[problem.out_dtype], ACC=problem.compute,
-                    TAPS=problem.taps),
+                    TAPS=problem.taps, ROWS=taps, VEC=vec, COLUMNS=columns),
         ),)  # fmt: skip
 
 

@@ -61,9 +61,9 @@ class RuleBased(WithoutWorkspace, Unconditional):
         raise TypeError(f"{type(self).__name__} has no launch")
 
 
-def access_width(length: int, dtype: str) -> int:
-    """Elements of `dtype` an access may take where every row of `length` starts aligned."""
-    width = max(1, 16 // ITEMSIZE[dtype])
+def access_width(length: int, dtype: str, most: int = 16) -> int:
+    """Elements of `dtype` an access of at most so many bytes takes; rows of `length` are dense."""
+    width = max(1, most // ITEMSIZE[dtype])
     while length % width:
         width //= 2
     return width

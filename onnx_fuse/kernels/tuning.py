@@ -61,7 +61,7 @@ def _file_name(hw: Hardware) -> str:
 
 
 def read(name: str) -> AnyProblem:
-    """The problem that a record's key stands for. ValueError where it has parts of its own."""
+    """The problem that a record's key describes. Raises ValueError for a key of other parts."""
     op, _, text = name.partition(" | ")
     values = {k: _value(v) for k, v in _PAIR.findall(text)}
     rest = _PAIR.sub("", text).split()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import onnx_ir as ir
 
 from onnx_fuse.cuda.macros import FLOATS
-from onnx_fuse.cuda.pointwise import Code, copy, emit
+from onnx_fuse.cuda.pointwise import copy
 from onnx_fuse.kernels import serves
 from onnx_fuse.lower.channels_last import channels_last, in_stretch, stored_last
 from onnx_fuse.lower.conv import triple, window
+from onnx_fuse.lower.conv_nhwc import in_runs
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.program.call import Context, Lowering
 from onnx_fuse.program.problems import ConvWeightGrad, MaxPoolGrad
@@ -30,19 +33,24 @@ def weight_grad(ctx: Context, node: ir.Node) -> str | None:
     )  # fmt: skip
     if not serves("ConvWeightGrad", problem, ctx.hw, ctx.prefs):
         return "no kernel for its type, channels or axes"
-    images, slopes = channels_last(x), ctx.contiguous(channels_last(dy))
+    slopes = ctx.contiguous(channels_last(dy))
     dw = ctx.output(node, 0, (dy.shape[1], channels, *kernel), x.dtype)
     if padded == channels:
-        reads = {"x": ctx.contiguous(images), "dy": slopes}
+        reads = {"x": ctx.contiguous(channels_last(x)), "dy": slopes}
         return ctx.select(node, problem, reads, {"dw": dw})
-    wide = ctx.scratch(x.dtype, (*images.shape[:-1], padded))
-    code, origin, ones = Code(), [0] * (rank + 2), [1] * (rank + 2)
-    emit(ctx, code, node, code.scalar(0, x.dtype), wide)
-    copy(ctx, node, images, wide.slice(origin, ones, images.shape))
-    sums = ctx.scratch(x.dtype, (dy.shape[1], padded, *kernel))
-    reason = ctx.select(node, problem, {"x": wide, "dy": slopes}, {"dw": sums})
-    if reason is None:
-        copy(ctx, node, sums.slice(origin, ones, dw.shape), dw)
+    few = replace(problem, channels=channels)
+    made, wide, pixel = in_runs(ctx, node, few, x, 8)
+    sums = ctx.scratch(x.dtype, (dy.shape[1], made.channels, *made.window.kernel))
+    reason = ctx.select(node, made, {"x": wide, "dy": slopes}, {"dw": sums})
+    if reason is None:  # [filters, pixels of a row's run, their channels, rows]
+        _, high, across = taps.kernel
+        each = across if taps.dilations[2] == 1 else 1
+        rows = high * across // each
+        steps = (made.channels * rows, pixel * rows, rows, 1)
+        run = replace(sums, shape=(dy.shape[1], each, channels, rows), strides=steps)
+        to = dw.reshape((dy.shape[1], channels, rows, each))
+        assert to is not None
+        copy(ctx, node, run.permute((0, 2, 3, 1)), to)
     return reason
 
 

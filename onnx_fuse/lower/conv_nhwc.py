@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
+from typing import TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -13,11 +14,14 @@ from onnx_fuse.kernels import refused, serves
 from onnx_fuse.kernels.conv_nhwc import pixel_of
 from onnx_fuse.lower.channels_last import channels_last, is_channels_last, stored_last
 from onnx_fuse.lower.linear import product
+from onnx_fuse.lower.views import reshaped
 from onnx_fuse.program.call import Context, Tensor
-from onnx_fuse.program.problems import Conv, Window
+from onnx_fuse.program.problems import Conv, ConvWeightGrad, Window
 
 TAPS = 256
 """Taps of a filter that is packed: a larger one is the images of a weight's gradient."""
+FARTHEST = 8
+"""The stride of a tensor map at most."""
 
 
 def one_tap(shape: Conv) -> bool:
@@ -28,17 +32,22 @@ def one_tap(shape: Conv) -> bool:
 
 
 def pays(ctx: Context, shape: Conv, x: Tensor) -> bool:
-    """Whether the Conv is to run channels last: in 16 bits, where a kernel for that serves it."""
-    if shape.transposed or shape.dtype not in ("float16", "bfloat16") or len(x.shape) > 4:
+    """Whether the Conv is to run channels last: on tensor cores, where a kernel serves it."""
+    if shape.transposed or len(x.shape) > 4:
         return False
     if prod(shape.window.kernel) > TAPS or not x.size:
         return False
     if one_tap(shape) and not shape.slope:  # a product of NCHW images is one as well
         return is_channels_last(x) or prod(shape.inner) == 1
-    wanted = replace(shape, channels_last=True)
+    wanted = _stored_last(ctx, shape)
     if shape.groups == 1 and shape.channels % 8:  # its images are copied with gaps of zeros
         wanted = replace(wanted, channels=-(-shape.channels // 8) * 8)
     return not refused(wanted, ctx.hw, ctx.prefs) and serves("Conv", wanted, ctx.hw, ctx.prefs)
+
+
+def _stored_last(ctx: Context, shape: Conv) -> Conv:
+    math = ctx.math if shape.dtype == "float32" else "ieee"
+    return replace(shape, channels_last=True, math=math)
 
 
 def convolution(
@@ -56,17 +65,20 @@ def into(
         ctx.channels_last.add(reads["x"].buffer)
     bias = reads.get("bias")
     if bias is None:
-        zero = ir.DataType[shape.dtype.upper()].numpy()
+        short = shape.dtype != "float32"
+        zero = ir.DataType[shape.dtype.upper()].numpy() if short else np.dtype(np.float32)
         bias = ctx.constant(np.zeros(shape.groups * shape.filters, zero))
     if one_tap(shape) and not shape.slope:
         return _product(ctx, node, shape, reads, out)
     reads = {**reads, "bias": bias}
-    shape = replace(shape, channels_last=True)
+    shape = _stored_last(ctx, shape)
     planar = replace(shape, planar=True)
     first = not is_channels_last(reads["x"]) and not refused(planar, ctx.hw, ctx.prefs)
     if first and serves("Conv", planar, ctx.hw, ctx.prefs):
         shape, reads["x"] = planar, ctx.contiguous(reads["x"])
         reads["weight"] = _runs(ctx, node, reads["weight"], shape, pixel_of(shape), 16)
+    elif _patches(shape):
+        return _product(ctx, node, shape, reads, out)
     elif shape.groups == 1 and shape.channels % 8:
         shape, reads["x"], reads["weight"] = _padded(ctx, node, shape, reads["x"], reads["weight"])
     else:
@@ -76,12 +88,40 @@ def into(
     return ctx.select(node, shape, reads, {"y": out})
 
 
+def _patches(shape: Conv) -> bool:
+    """Whether each pixel of y has a patch of x to itself, of which no kernel makes a step."""
+    window = shape.window
+    if shape.groups > 1 or window.kernel != window.strides or shape.slope:
+        return False
+    if any((*window.before, *window.after)) or not (
+        shape.channels % 8 or max(window.strides) > FARTHEST
+    ):
+        return False
+    sizes = zip(shape.inner, window.strides, shape.outer, strict=True)
+    return all(i == s * o for i, s, o in sizes)
+
+
+def _gathered(ctx: Context, node: ir.Node, shape: Conv, x: Tensor) -> Tensor:
+    """[batch, *outer, channels * taps] of the images x [batch, channels, *inner]."""
+    rank = len(x.shape) - 2
+    outer, kernel = shape.outer[3 - rank :], shape.window.kernel[3 - rank :]
+    pairs = [n for pair in zip(outer, kernel, strict=True) for n in pair]
+    parts = reshaped(ctx, x, (shape.batch, shape.channels, *pairs))
+    order = (0, *range(2, 2 * rank + 2, 2), 1, *range(3, 2 * rank + 2, 2))
+    patches = ctx.scratch(x.dtype, (shape.batch, *outer, shape.channels, *kernel))
+    copy(ctx, node, parts.permute(order), patches)
+    return reshaped(ctx, patches, (shape.batch, *outer, shape.depth))
+
+
 def _product(
     ctx: Context, node: ir.Node, shape: Conv, reads: dict[str, Tensor], y: Tensor
 ) -> str | None:
-    """A filter of one tap: y [pixels, M] = x [pixels, C] · weight [M, C] transposed + bias [M]."""
-    x = ctx.contiguous(channels_last(reads["x"])).reshape((_pixels(y), shape.channels))
-    weight = reads["weight"].reshape((shape.filters, shape.channels))
+    """A product with each pixel or patch: y [pixels, M] = x [pixels, K] · weight [M, K]' + bias."""
+    images = channels_last(reads["x"])
+    if not one_tap(shape):
+        images = _gathered(ctx, node, shape, reads["x"])
+    x = ctx.contiguous(images).reshape((_pixels(y), shape.depth))
+    weight = reads["weight"].reshape((shape.filters, shape.depth))
     to = y.reshape((_pixels(y), shape.filters))
     assert x is not None
     assert to is not None
@@ -109,14 +149,26 @@ def _packed(ctx: Context, weight: Tensor, shape: Conv) -> Tensor:
     return made if made is not None else ctx.contiguous(view)
 
 
+Filter = TypeVar("Filter", Conv, ConvWeightGrad)
+
+
 def _padded(
     ctx: Context, node: ir.Node, shape: Conv, x: Tensor, weight: Tensor
 ) -> tuple[Conv, Tensor, Tensor]:
-    """The same sums where pixels are no multiple of 16 bytes: (problem, images, weights).
+    """The same sums where pixels are no multiple of 16 bytes: (problem, images, weights)."""
+    made, images, channels = in_runs(ctx, node, shape, x, 1)
+    merged = shape.window.dilations[2] == 1
+    return made, images, _runs(ctx, node, weight, shape, channels, 8, merged)
+
+
+def in_runs(
+    ctx: Context, node: ir.Node, shape: Filter, x: Tensor, whole: int
+) -> tuple[Filter, Tensor, int]:
+    """The problem over pixels of whole 16 bytes: (problem, images, channels of a pixel).
 
     The images are copied with zeros for more channels and for the padding to both sides. A tap is
-    then a row of the filter: its pixels stand one behind another, and the next row of the image is
-    as many pixels on as the stride.
+    then a row of the filter: its pixels stand one behind another, `whole` elements or a multiple,
+    and the next row of the image is as many pixels on as the stride.
     """
     window, (_, h, w), width = shape.window, shape.inner, shape.outer[2]
     kernel, step = window.kernel[2], window.strides[2]
@@ -124,8 +176,9 @@ def _padded(
     channels = shape.channels
     while channels * (step if merged else 1) % 8:
         channels += 1
+    run = -(-kernel * channels // whole) * whole
     left = window.before[2] if merged else 0
-    wide = (width - 1) * step + kernel if merged else w
+    wide = (width - 1) * step + -(-run // channels) if merged else w
     while wide * channels % 8:
         wide += 1
     source = channels_last(x)
@@ -138,10 +191,8 @@ def _padded(
     part = (shape.batch, h, inside, shape.channels)
     origin, ones = [0, 0, 0, 0], [1, 1, 1, 1]
     copy(ctx, node, source.slice(origin, ones, part), images.slice([0, 0, left, 0], ones, part))
-
-    known = _runs(ctx, node, weight, shape, channels, 8, merged)
     if not merged:
-        return replace(shape, channels=channels), images, known
+        return replace(shape, channels=channels), images, channels
 
     def columns(values: tuple[int, int, int], last: int) -> tuple[int, int, int]:
         return (values[0], values[1], last)
@@ -152,12 +203,12 @@ def _padded(
     )  # fmt: skip
     made = replace(
         shape,
-        channels=kernel * channels,
+        channels=run,
         inner=(1, h, width),
         window=one,
         x_strides=(h * wide * channels, wide * channels, step * channels),
     )
-    return made, images, known
+    return made, images, channels
 
 
 def _runs(

@@ -1,20 +1,25 @@
-"""ConvTranspose in 16 bits as convolutions of channels-last images, one for each phase of a stride.
+"""ConvTranspose as convolutions of channels-last images, one for each phase of a stride.
 
 y[o] sums x[i] w[tap] over o = i stride - pad + tap dilation. The outputs o = q stride + r of one r
 take the taps of one class alone, each at its own i = q + offset: a Conv of stride 1 whose filter is
-those taps, last first. A convolution's gradient by its image is such a ConvTranspose.
+those taps, last first. A convolution's gradient by its image is such a ConvTranspose. Where the
+stride is the filter's size, all phases are one product, whose columns are the taps' filters.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import product as every
+from math import prod
 
+import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import Code, copy, emit
 from onnx_fuse.lower import conv_nhwc
 from onnx_fuse.lower.channels_last import channels_last, stored_last
+from onnx_fuse.lower.linear import product
+from onnx_fuse.lower.views import reshaped
 from onnx_fuse.program.call import Context, Tensor, dense_strides
 from onnx_fuse.program.problems import Conv, Window
 
@@ -68,7 +73,7 @@ def phases(shape: Conv) -> list[Phase]:
     """The phases of a transposed convolution, which together write each output once."""
     steps = [min(s, o) for s, o in zip(shape.window.strides, shape.outer, strict=True)]
     found = []
-    for rest in product(*map(range, steps)):
+    for rest in every(*map(range, steps)):
         a, b, c = (_axis(shape, i, r) for i, r in enumerate(rest))
         window = Window(
             (a.taps, b.taps, c.taps), (1, 1, 1), (a.dilation, b.dilation, c.dilation),
@@ -82,15 +87,64 @@ def phases(shape: Conv) -> list[Phase]:
 
 def pays(ctx: Context, shape: Conv, x: Tensor, bias: bool) -> bool:
     """Whether each phase is to run channels last, and what no tap reaches is zero."""
-    a, b, c = shape.window.strides
+    if not shape.transposed or shape.act:
+        return False
+    if _patches(shape):
+        return len(x.shape) < 5 and shape.dtype != "float64"
     shared = shape.groups == 1 and shape.channels % 8 == 0
-    if not shape.transposed or shape.act or not (shared or shape.depthwise) or a * b * c > PHASES:
+    if not (shared or shape.depthwise) or prod(shape.window.strides) > PHASES:
         return False
     shapes = [phase.shape for phase in phases(shape)]
     if bias and None in shapes:
         return False
     x = _channels_second(replace(channels_last(x), strides=dense_strides(channels_last(x).shape)))
     return all(each is None or conv_nhwc.pays(ctx, each, x) for each in shapes)
+
+
+def _patches(shape: Conv) -> bool:
+    """Whether each pixel of x makes a patch of y by itself, as large as the filter."""
+    window = shape.window
+    if window.kernel != window.strides or shape.groups > 1 or prod(window.kernel) == 1:
+        return False
+    sizes = zip(shape.inner, window.strides, shape.outer, strict=True)
+    return not any((*window.before, *window.after)) and all(i * s == o for i, s, o in sizes)
+
+
+def _product(
+    ctx: Context, node: ir.Node, shape: Conv, reads: dict[str, Tensor], out: Tensor
+) -> str | None:
+    """[pixels, channels] · [channels, taps * filters] + bias, its patches then put in their places.
+
+    `out` is [batch, *outer, filters].
+    """
+    x, weight = ctx.contiguous(channels_last(reads["x"])), reads["weight"]
+    rank, filters, taps = len(x.shape) - 2, shape.filters, prod(shape.window.kernel)
+    last = _packed(ctx, weight.permute((0, *range(2, rank + 2), 1)))
+    columns = reshaped(ctx, last, (shape.channels, taps * filters))
+    extra = {}
+    if "bias" in reads:
+        each = reads["bias"].reshape((1, filters))
+        assert each is not None
+        bias = _packed(ctx, each.expand((taps, filters)))
+        extra["col1"] = reshaped(ctx, bias, (taps * filters,))
+    pixels = reshaped(ctx, x, (prod(x.shape[:-1]), shape.channels))
+    patches = ctx.scratch(out.dtype, (pixels.shape[0], taps * filters))
+    if reason := product(ctx, node, pixels, columns, patches, extra, None, {"bias": bool(extra)}):
+        return reason
+    kernel, inner = shape.window.kernel[3 - rank :], x.shape[1:-1]
+    pairs = [n for pair in zip(inner, kernel, strict=True) for n in pair]
+    order = (0, *range(1, 2 * rank, 2), *range(2, 2 * rank + 1, 2), 2 * rank + 1)
+    places = out.reshape((x.shape[0], *pairs, filters))
+    assert places is not None
+    copy(ctx, node, reshaped(ctx, patches, (x.shape[0], *inner, *kernel, filters)),
+         places.permute(order))  # fmt: skip
+    return None
+
+
+def _packed(ctx: Context, view: Tensor) -> Tensor:
+    """A dense copy of the view, made once where nothing in the program writes to it."""
+    made = ctx.packed(view, "taps first", np.ascontiguousarray)
+    return made if made is not None else ctx.contiguous(view)
 
 
 def _channels_second(images: Tensor) -> Tensor:
@@ -104,6 +158,8 @@ def convolution(
 ) -> str | None:
     """y = ConvTranspose(x, weight) + bias, channels last; `y` is the new dense output."""
     out = channels_last(stored_last(ctx, node, y))
+    if _patches(shape):
+        return _product(ctx, node, shape, reads, out)
     weight, rank = reads["weight"], len(y.shape) - 2
     found = phases(shape)
     reads["x"] = _channels_second(ctx.contiguous(channels_last(reads["x"])))

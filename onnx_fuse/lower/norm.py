@@ -188,20 +188,20 @@ def batch_norm_grad(ctx: Context, node: ir.Node) -> str | None:
     splits, chunk = channel_chunks(problem)
     problem = replace(problem, splits=splits, chunk=chunk)
     per = inner if by_columns(problem) else 1
-    part, sums = ctx.scratch(stat, (splits, 2, channels * per)), ctx.scratch(stat, (2, channels))
-    given = {"x": x, "dy": dy, "mean": mean, "variance": variance}
-    if relu is not None:
-        given |= {"scale": scale, "bias": ctx.dense(relu[1], 2)}
-    ctx.select(node, problem, given, {"part": part})
+    part, sums = ctx.scratch(stat, (splits, 2, channels * per)), ctx.scratch(stat, (4, channels))
+    given = {"x": x, "dy": dy, "mean": mean}
+    gate = {} if relu is None else {"scale": scale, "bias": ctx.dense(relu[1], 2)}
+    ctx.select(node, problem, {**given, **gate, "variance": variance}, {"part": part})
     params = {name: ctx.output(node, i, scale.shape, scale.dtype)
               for i, name in ((1, "dscale"), (2, "dbias")) if ctx.wants(node, i)}  # fmt: skip
-    ctx.select(node, replace(problem, stage="params"), {"part": part}, {**params, "sums": sums})
+    reads = {"part": part, "scale": scale, **gate, "variance": variance}
+    ctx.select(node, replace(problem, stage="params"), reads, {**params, "sums": sums})
     if not ctx.wants(node, 0):
         return None
-    reads = given | {"scale": scale, "sums": sums}
     dx = ctx.output(node, 0, outer, x.dtype)
     dx = channels_last(stored_last(ctx, node, dx)) if last else dx
     inplace = [("dx", "dy"), ("dx", "x")]
+    reads = {**given, "sums": sums}
     return ctx.select(node, replace(problem, stage="dx"), reads, {"dx": dx}, inplace=inplace)
 
 

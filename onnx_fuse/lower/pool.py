@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 
 import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.cuda.macros import FLOATS, accumulator
+from onnx_fuse.cuda.pointwise import copy
 from onnx_fuse.lower.channels_last import (
     channels_last,
     in_stretch,
@@ -18,7 +20,10 @@ from onnx_fuse.lower.conv import spatial, triple, window
 from onnx_fuse.lower.reduce import reduction
 from onnx_fuse.program.call import Context, Lowering, Tensor
 from onnx_fuse.program.problems import ChannelWindow, Col2Im, GridSample, Pool, Resample
+from onnx_fuse.program.size import number
 
+_TAPS = 16
+"""Elements that one pass adds up; more, as to reduce an image without aliasing, are of two."""
 KINDS = {"MaxPool": "max", "AveragePool": "average", "LpPool": "lp"}
 
 
@@ -150,7 +155,7 @@ def taps(
 
 
 def resize(ctx: Context, node: ir.Node) -> str | None:
-    """Resize: one pass an axis, each a gather with weights that the host works out."""
+    """Resize: a pass for two axes, a gather with weights that the host works out."""
     x = ctx.view(node, 0)
     rank = len(x.shape)
     mode = ctx.attr(node, "mode", "nearest")
@@ -186,35 +191,71 @@ def resize(ctx: Context, node: ir.Node) -> str | None:
         return None
     acc = accumulator(x.dtype) if x.dtype in FLOATS else "float"
     between = {"float": "float32", "double": "float64"}[acc]
-    last_axis = in_stretch(ctx, x)
-    source = channels_last(x) if last_axis else ctx.contiguous(x)
+    last_axis = is_channels_last(x)  # what it makes is the larger one, should a copy be needed
     if last_axis:
         y = channels_last(stored_last(ctx, node, y))
     places = [0, rank - 1, *range(1, rank - 1)] if last_axis else list(range(rank))
-    shape = list(source.shape)
-    for step, axis in enumerate(todo):
-        at, a = axes.index(axis) if axis in axes else -1, places[axis]
+    tables = {}
+    for axis in todo:
+        at = axes.index(axis) if axis in axes else -1
         crop = (
             (float(roi[at]), float(roi[at + len(axes)])) if roi is not None and roi.size else (0, 1)
         )
-        index, weight = taps(
-            shape[a], y.shape[a], scales[axis], mode=mode, transform=transform,
+        tables[places[axis]] = taps(
+            x.shape[axis], y.shape[places[axis]], scales[axis], mode=mode, transform=transform,
             nearest=ctx.attr(node, "nearest_mode", "round_prefer_floor"),
             cubic=ctx.attr(node, "cubic_coeff_a", -0.75),
             exclude_outside=bool(ctx.attr(node, "exclude_outside", 0)),
             antialias=bool(ctx.attr(node, "antialias", 0)), roi=crop,
         )  # fmt: skip
-        length, shape[a] = shape[a], y.shape[a]
-        last = step == len(todo) - 1
-        target: Tensor = y if last else ctx.scratch(between, tuple(shape))
+    source = channels_last(x) if last_axis else x
+    if _repeated(ctx, node, source, y, tables):
+        return None
+    source, shape = ctx.contiguous(source), list(source.shape)
+    todo = sorted(tables)
+    while todo:
+        b = todo.pop()
+        index, weight = tables[b]
+        read = {"source": ctx.constant(index), "weight": ctx.constant(weight)}
+        a, size, rows = b, shape[b], (1, 1, 0)
+        if todo and todo[-1] == b - 1 and tables[b - 1][0].shape[1] * index.shape[1] <= _TAPS:
+            a = todo.pop()
+            above, weight = tables[a]
+            read |= {"above": ctx.constant(above), "above_weight": ctx.constant(weight)}
+            rows = (number(shape[a]), number(y.shape[a]), above.shape[1])
+        shape[a : b + 1] = y.shape[a : b + 1]
+        target: Tensor = ctx.scratch(between, tuple(shape)) if todo else y
         problem = Resample(
-            prod(shape[:a]), length, shape[a], prod(shape[a + 1 :]), index.shape[1], source.dtype,
-            target.dtype, acc, ctx.attr(node, "extrapolation_value", 0.0),
+            prod(shape[:a]), size, shape[b], prod(shape[b + 1 :]), index.shape[1], source.dtype,
+            target.dtype, acc, ctx.attr(node, "extrapolation_value", 0.0), rows,
         )  # fmt: skip
-        tables = {"source": ctx.constant(index), "weight": ctx.constant(weight)}
-        ctx.select(node, problem, {"x": source, **tables}, {"y": target})
+        ctx.select(node, problem, {"x": source, **read}, {"y": target})
         source = target
     return None
+
+
+def _repeated(
+    ctx: Context, node: ir.Node, x: Tensor, y: Tensor,
+    tables: Mapping[int, tuple[np.ndarray, np.ndarray]],
+) -> bool:  # fmt: skip
+    """Copy x to y where each element only stands several times side by side along some axes."""
+    shape: list[int] = []
+    pairs: list[int] = []
+    for a, size in enumerate(x.shape):
+        times = 1
+        if a in tables:
+            index, _ = tables[a]
+            times = len(index) // size
+            steps = np.arange(len(index)) // max(times, 1)
+            if index.shape[1] > 1 or not np.array_equal(index[:, 0], steps):
+                return False
+        shape += [size, 1]
+        pairs += [size, times]
+    source, target = x.reshape(shape), y.reshape(pairs)
+    assert source is not None
+    assert target is not None
+    copy(ctx, node, source.expand(pairs), target)
+    return True
 
 
 # ---- gathers with weights ----------------------------------------------------------------------

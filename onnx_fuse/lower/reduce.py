@@ -55,16 +55,16 @@ def passes(
     return found or [(prod(shape), 1, 1)]
 
 
-def pieces(outer: int, length: int, inner: int, vec: int, most: int = _BLOCKS) -> int:
+def pieces(outer: int, length: int, inner: int, vec: int, aim: int = _BLOCKS) -> int:
     """Elements of `length` that one block (or team) reduces; `length` if the pass is not split.
 
-    There are up to `most` of them.
+    It is split into about `aim` blocks.
     """
     if inner == 1:
         least, blocks = BLOCK * vec * 4, outer
     else:
         least, blocks = 32, outer * -(-inner // (lanes(-(-inner // vec)) * vec))
-    splits = min(length // least, -(-_BLOCKS // max(1, blocks)), most)
+    splits = min(length // least, -(-aim // max(1, blocks)))
     return length if splits < 2 else -(-length // (splits * vec)) * vec
 
 
@@ -93,10 +93,11 @@ def reduction(
     while todo:
         outer, length, inner = todo.pop(0)
         vec = 1 if from_state else access_width(length if inner == 1 else inner, x.dtype)
-        # a thread has eight rows of moments on their way: fewer blocks, whose states are one pass
-        most = SHORT if reducer == "Moments" and inner > 1 else _BLOCKS
+        # a thread has eight rows of moments on their way: few blocks fill the chip, and the merge
+        # of a column's takes long
+        aim = SHORT if reducer == "Moments" and inner > 1 else _BLOCKS
         merged = from_state and length <= SHORT
-        chunk = length if merged else pieces(outer, length, inner, vec, most)
+        chunk = length if merged else pieces(outer, length, inner, vec, aim)
         short = inner > 1 and chunk < length <= SHORT  # one launch, in place of parts and their sum
         chunk = length if short else chunk
         problem = Reduce(

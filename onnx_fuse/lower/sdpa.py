@@ -80,7 +80,12 @@ def _masks(ctx: Context, node: ir.Node, first: int, q: Tensor, k: Tensor) -> _Ma
     for number, step in enumerate(kind.steps, 1):
         tensor = ctx.view(node, at)
         proved = ctx.attr(node, CAUSAL, 0)
-        if number == abs(proved) and tensor.shape[-2:] == (q.shape[2], k.shape[2]):
+        shape = (*q.shape[:3], k.shape[2])
+        behind = shape[4 - len(tensor.shape) :] if len(tensor.shape) <= 4 else ()
+        larger = len(behind) != len(tensor.shape) or any(
+            n not in (1, m) for n, m in zip(tensor.shape, behind, strict=True)
+        )
+        if number == abs(proved) and tensor.shape[-2:] == shape[-2:] and not larger:
             found.fields["causal"] = True
             if proved > 0:
                 break  # it is the last one
@@ -94,11 +99,7 @@ def _masks(ctx: Context, node: ir.Node, first: int, q: Tensor, k: Tensor) -> _Ma
             found.fields[f"fill{suffix}"] = float(fill.reshape(()))
             tensor = _as_numbers(ctx, node, tensor, q.dtype)
         at += 2 if step == "Where" else 1
-        shape = (*q.shape[:3], k.shape[2])
-        behind = shape[4 - len(tensor.shape) :] if len(tensor.shape) <= 4 else ()
-        if len(behind) != len(tensor.shape) or any(
-            n not in (1, m) for n, m in zip(tensor.shape, behind, strict=True)
-        ):
+        if larger:
             return "its mask is larger than the scores"
         if tensor.offset * ITEMSIZE[tensor.dtype] % 16:
             tensor = ctx.contiguous(tensor)

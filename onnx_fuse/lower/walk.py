@@ -24,6 +24,7 @@ from onnx_fuse.lower.decompose import DECOMPOSED
 from onnx_fuse.lower.sequences import followed, sequence
 from onnx_fuse.lower.stages import beyond_tensors, by_passes, oldest, stages
 from onnx_fuse.lower.table import lowerings
+from onnx_fuse.lower.updates import Updates, is_update
 from onnx_fuse.onnx import contrib
 from onnx_fuse.onnx.build import Builder, subgraphs
 from onnx_fuse.onnx.common import DEFAULT, base_name, carries_body, one_line
@@ -94,6 +95,7 @@ class Lowerer(Control):
         self.fallbacks: dict[str, str] = {}
         self._packed: dict[str, Tensor] = {}
         self._bodies: dict[tuple[Any, ...] | None, ir.Graph] = {}
+        self._updates = Updates()
         self.later: list[ir.Node] = []  # nodes of later stages
         self.stuck: set[ir.Node] = set()  # those of them that only onnxruntime can run
         self.of_sequences = followed(model.graph)
@@ -429,6 +431,8 @@ class Lowerer(Control):
         if self._decompose(node):
             return True
         key = self._call_key(node)
+        if key is not None and is_update(node) and self._updated(node, key):
+            return True
         # out of the table meanwhile: an inner node may be of the same key
         known, mark, later = self._bodies.pop(key, None), self._mark(), len(self.later)
         body = self._body(node) if known is None else known
@@ -443,6 +447,27 @@ class Lowerer(Control):
             self._bodies[key] = body
             for value in node.outputs:  # whose origins the next call that has the body changes
                 self.origin.pop(value, None)
+        return True
+
+    def _updated(self, node: ir.Node, key: tuple[Any, ...]) -> bool:
+        """Lower an update by the calls of one like it, or contract its own; False: not so."""
+        found = [self.slots[v].tensor for v in dict.fromkeys(node.inputs) if v is not None]
+        operands = [t for t in found if t is not None]
+        if len(operands) < len(found):
+            return False
+        wanted = [v for v in node.outputs if v.name]
+        results = self._updates.again(self, key, operands, self.label(node))
+        if results is not None:
+            self.slots |= {v: Slot(tensor=t) for v, t in zip(wanted, results, strict=True)}
+            return True
+        body, start = self._body(node), len(self.calls)
+        if body is None:
+            return False
+        self._in_stead(node, body)
+        made = [t for v in wanted if (t := self.slots[v].tensor) is not None]
+        if len(made) == len(wanted):
+            own = self.calls[start:]
+            self.calls[start:] = self._updates.keep(key, own, operands, made)
         return True
 
     def _in_stead(self, node: ir.Node, body: ir.Graph) -> None:

@@ -119,7 +119,7 @@ class Tensor:
 
     @property
     def is_leaf(self) -> bool:
-        """Whether it is no result of an operator that is remembered."""
+        """Whether no recorded operator made it."""
         return self._edge is None
 
     def size(self, dim: int | None = None) -> Any:

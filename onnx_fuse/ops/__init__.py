@@ -14,6 +14,7 @@ from onnx_fuse.ops import (  # noqa: F401
     random,
     recurrent,
     reduce,
+    regions,
     shape,
     steps,
     update,

@@ -142,7 +142,9 @@ def known_rank(value: ir.Value) -> int:
         producer = value.producer()
         if producer is None:
             raise ModelError(f"the gradient needs the rank of '{value.name}', which is unknown")
-        raise fail(producer, f"the rank of '{value.name}' is unknown")
+        foreign = producer.domain not in ("", FUSE)
+        why = f"what {producer.domain}.{producer.op_type} computes is not known here; " * foreign
+        raise fail(producer, f"{why}the rank of '{value.name}' is unknown")
     return len(value.shape)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -70,7 +70,7 @@ def canonicalize(model: ir.Model, *, training: bool) -> list[str]:
     notes = _sequences(model)
     _drop_identities(model)
     no_ops = ("no_op_cast", "no_op_transpose", "no_op_expand", "unsqueeze_unsqueeze")
-    if _apply(model, no_ops, {"Cast", "Transpose", "Expand", "Unsqueeze"}):
+    if _apply(model, no_ops, _may_do_nothing):
         _drop_identities(model)  # which a Cast to the same type has become
     _drop_no_ops(model)
     if write_products(model):
@@ -118,9 +118,31 @@ MISFITS = (*(ArithmeticError, AssertionError, AttributeError, LookupError, TypeE
 """What a rewrite, ours or onnxscript's, raises where operands do not fit the operator."""
 
 
-def _apply(model: ir.Model, names: Sequence[str], ops: Collection[str]) -> int:
-    """Apply onnxscript's rules of these names where the model has one of `ops`; how many times."""
-    if not any(n.op_type in ops for n in all_nodes(model.graph)):
+def _keeps_axes(node: ir.Node) -> bool:
+    """Whether it is a Transpose that leaves all axes where they are."""
+    perm = node.attributes.get("perm") if node.op_type == "Transpose" else None
+    return perm is not None and (perm.is_ref() or list(perm.value) == sorted(perm.value))
+
+
+def _repeats(node: ir.Node, *ops: str) -> bool:
+    """Whether it is one of `ops` behind another of its kind."""
+    x = node.inputs[0] if node.op_type in ops and node.inputs else None
+    maker = None if x is None else x.producer()
+    return maker is not None and maker.op_type == node.op_type
+
+
+def _may_do_nothing(node: ir.Node) -> bool:
+    """Whether one of the rules for Cast, Transpose, Expand and Unsqueeze may apply to it."""
+    to = node.attributes.get("to") if node.op_type == "Cast" else None
+    if to is not None and node.inputs and node.inputs[0] is not None:
+        return to.is_ref() or node.inputs[0].dtype == to.value
+    return node.op_type == "Expand" or _keeps_axes(node) or _repeats(node, "Unsqueeze")
+
+
+def _apply(model: ir.Model, names: Sequence[str], may: Callable[[ir.Node], bool]) -> int:
+    """Apply onnxscript's rules of these names where they `may` apply to a node; how many times."""
+    matching = [n for n in all_nodes(model.graph) if may(n)]
+    if not matching:
         return 0  # importing onnxscript takes longer than most graphs
     from onnxscript.rewriter import RewriteRuleSet
     from onnxscript.rewriter.rules import common
@@ -131,9 +153,9 @@ def _apply(model: ir.Model, names: Sequence[str], ops: Collection[str]) -> int:
             return int(RewriteRuleSet(rules).apply_to_model(model))
     except MISFITS as error:
         # its rules believe that operands have the ranks which the operators ask for
+        kinds = ", ".join(sorted({n.op_type for n in matching}))
         raise ModelError(
-            f"a node among {', '.join(sorted(ops))} has operands that do not fit it "
-            f"({one_line(error)})"
+            f"a node among {kinds} has operands that do not fit it ({one_line(error)})"
         ) from error
 
 
@@ -240,6 +262,6 @@ def _lift_constants(model: ir.Model) -> None:
 def tidy_layout(model: ir.Model) -> bool:
     """Merge Transposes, and Reshapes, that stand back to back (level 2); return whether any did."""
     pairs = ("transpose_transpose", "no_op_transpose", "reshape_reshape")
-    count = _apply(model, pairs, {"Transpose", "Reshape"})
+    count = _apply(model, pairs, lambda n: _repeats(n, "Transpose", "Reshape") or _keeps_axes(n))
     _lift_constants(model)
     return count > 0

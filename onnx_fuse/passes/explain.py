@@ -25,6 +25,7 @@ from onnx_fuse.ops.fused.layerscale import WIDE, scale_of
 from onnx_fuse.ops.rewrite import (
     Refusal,
     attribute,
+    constant_ints,
     consumers,
     is_constant,
     is_float,
@@ -195,6 +196,9 @@ def _norm(node: ir.Node, off: Collection[str], training: bool) -> str:
     views = dict.fromkeys(n.op_type for n in consumers(node.outputs[0]) if n.op_type in _VIEWS)
     if "Cast" in views:
         return "a Cast between it and the product rounds what it gives, its scale included"
+    reshapes = [n for n in consumers(node.outputs[0]) if n.op_type == "Reshape"]
+    if any(constant_ints(n.inputs[1]) is None for n in reshapes):
+        return "a Reshape between it and the product has sizes that are known at run time alone"
     if views:
         return f"what stands between it and the product ({', '.join(views)}) mixes its rows"
     return f"{_names(products)} cannot take it over, and others read it too"

@@ -12,7 +12,6 @@ from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.expression import Expression
 from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Config, Hardware
 from onnx_fuse.program.problems import Window
-from onnx_fuse.program.size import Size, Trace
 
 
 @dataclass(frozen=True)
@@ -28,14 +27,8 @@ class Pointwise(AnyProblem):
     writes: tuple[Tensor, ...]
 
     @property
-    def trace(self) -> Trace | None:  # type: ignore[override]
-        """The trace of the views' open sizes."""
-        sizes = (n for t in (*self.writes, *self.reads) for n in (*t.shape, *t.strides, t.offset))
-        return next((n.trace for n in sizes if isinstance(n, Size)), None)  # type: ignore[attr-defined]
-
-    @property
     def flops(self) -> int:
-        """One a step."""
+        """One operation for each step of each element."""
         return len(self.expression.steps) * self.writes[0].size
 
     @property
@@ -67,14 +60,8 @@ class PointwiseMany(AnyProblem):
     items: tuple[tuple[tuple[Tensor, ...], tuple[Tensor, ...]], ...]
 
     @property
-    def trace(self) -> Trace | None:  # type: ignore[override]
-        """The trace of the tensors' open sizes."""
-        sizes = (n for _, writes in self.items for n in writes[0].shape)
-        return next((n.trace for n in sizes if isinstance(n, Size)), None)  # type: ignore[attr-defined]
-
-    @property
     def flops(self) -> int:
-        """One a step."""
+        """One operation for each step of each element."""
         return len(self.expression.steps) * sum(writes[0].size for _, writes in self.items)
 
     @property
@@ -103,12 +90,6 @@ class CopyMany(AnyProblem):
     op = "CopyMany"
     itemsize: int
     pieces: tuple[Piece, ...]
-
-    @property
-    def trace(self) -> Trace | None:  # type: ignore[override]
-        """The trace of the pieces' open sizes."""
-        sizes = (n for p in self.pieces for n in (p.n, *p.sizes, *p.x, *p.y))
-        return next((n.trace for n in sizes if isinstance(n, Size)), None)  # type: ignore[attr-defined]
 
     @property
     def bytes(self) -> int:
@@ -445,11 +426,6 @@ class NGrams(AnyProblem):
     def bytes(self) -> int:
         """Words read for each count."""
         return self.size * (4 + self.words * ITEMSIZE[self.dtype])
-
-    @property
-    def empty(self) -> bool:
-        """Whether there is no count."""
-        return not self.size
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ FEW = 16
 
 
 # made once: `int | Size` in a call of isinstance is made at each
-_INTEGERS, _NUMBERS = (int, Size), (int, float)
+_INTEGERS = (int, Size)
 
 
 @cache
@@ -350,12 +350,6 @@ class Config:
         value = self._named.get(name, default)
         assert isinstance(value, _INTEGERS), f"{name}={value!r} is not an int"
         return value
-
-    def number(self, name: str, default: float = 0.0) -> float:
-        """The scalar called `name` as a float."""
-        value = self._named.get(name, default)
-        assert isinstance(value, _NUMBERS), f"{name}={value!r} is not a number"
-        return float(value)
 
     def integers(self, name: str, default: tuple[int, ...] = ()) -> tuple[int, ...]:
         """The scalar called `name` as a tuple of ints."""

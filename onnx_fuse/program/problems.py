@@ -235,7 +235,7 @@ class _Filtering(AnyProblem):
 
     @property
     def flops(self) -> int:
-        """Two a product, pads counted as others."""
+        """Two operations a product, products with pads included."""
         return 2 * self.groups * self.filters * self.depth * self.batch * prod(self.outer)
 
 
@@ -250,6 +250,7 @@ class Conv(_Filtering):
     elements, () where x is dense. `static_weight`: nothing in the program writes to the weights.
     `planar`: x is [batch, channels, *inner] nevertheless, of few channels, and the weights are
     [filters, rows, run]: a row's pixels of 4 or 8 channels, zeros up to a multiple of 16 elements.
+    `math` is how the products of channels-last float32 may be computed, as for Gemm.
     """
 
     op = "Conv"
@@ -262,6 +263,7 @@ class Conv(_Filtering):
     x_strides: tuple[int, ...] = ()
     static_weight: bool = False
     planar: bool = False
+    math: str = "ieee"
 
     @property
     def bytes(self) -> int:
@@ -275,20 +277,23 @@ class Conv(_Filtering):
         return "" if self.tail else "y"
 
     def rate(self, hw: Hardware) -> float:
-        """The rate of products of its type."""
-        return hw.rate(self.dtype)
+        """The rate of products of its type, or of those that stand for them."""
+        if self.math == "bf16x3":
+            return hw.rate("bfloat16") / 3
+        return hw.rate("tf32" if self.math == "tf32" else self.dtype)
 
 
 @dataclass(frozen=True)
 class ConvWeightGrad(_Filtering):
     """dw [groups * filters, channels, *window.kernel] of a Conv: sums of dy x over the pixels.
 
-    x is [batch, *inner, groups * channels] and dy [batch, *outer, groups * filters]. A
-    ConvTranspose has it too, with its x as dy and its dy as x.
+    x is [batch, *inner, groups * channels], or has `x_strides` as a Conv's, and dy
+    [batch, *outer, groups * filters]. A ConvTranspose has it too, with its x as dy and its dy as x.
     """
 
     op = "ConvWeightGrad"
     out_dtype: str
+    x_strides: tuple[int, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -446,7 +451,11 @@ class ChannelWindow(AnyProblem):
 
 @dataclass(frozen=True)
 class Resample(AnyProblem):
-    """y [outer, resized, inner]: weighted sums of `taps` elements of `length`, by tables."""
+    """y [outer, resized, inner]: weighted sums of `taps` elements of `length`, by tables.
+
+    `rows` are the length, the resized length and the taps of an axis in front of that one, whose
+    sums are made in the same pass; no taps where there is none.
+    """
 
     op = "Resample"
     outer: int
@@ -458,11 +467,13 @@ class Resample(AnyProblem):
     out_dtype: str
     compute: str
     outside: float = 0.0
+    rows: Triple = (1, 1, 0)
 
     @property
     def bytes(self) -> int:
         """The bytes of x, which is read, and of y, which is written."""
-        sides = self.length * ITEMSIZE[self.dtype] + self.resized * ITEMSIZE[self.out_dtype]
+        length, resized = self.length * self.rows[0], self.resized * self.rows[1]
+        sides = length * ITEMSIZE[self.dtype] + resized * ITEMSIZE[self.out_dtype]
         return self.outer * self.inner * sides
 
 

@@ -132,6 +132,8 @@ class Launches:
         """Enqueue all; returns before it is done."""
         if self._graph is not None:
             stream.launch(self._graph, self._what)
+            if self.timeline is not None:
+                self.timeline.ended(stream)
             return
         k, handle, idle = 0, stream.handle, self._idle
         try:

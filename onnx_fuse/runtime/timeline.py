@@ -1,8 +1,8 @@
 """When the collectives of a step began and ended, and what waited for them: events in its graph.
 
 The graph notes beside its kernels when a collective's turn came, when it was over, and when the
-calls that need its result had nothing else to wait for. It also counts in host memory which
-collectives' turn has come, for whoever asks while it runs.
+calls that need its result had nothing else to wait for. It also counts in host memory how far it
+has come, for whoever asks while it runs.
 """
 
 from __future__ import annotations
@@ -60,24 +60,33 @@ class Communication:
         )
 
 
-_MET: list[device.Pinned] = []
+_REACHED: list[device.Pinned] = []
+"""Two numbers in host memory that the GPU writes: steps ended, and collectives come to."""
 
 
-def met() -> int:
-    """The collectives that the GPU has come to in the step under way; any thread may ask."""
-    return int(_MET[0].array.view(np.uint32)[0]) if _MET else 0
+def reached() -> tuple[int, int]:
+    """The steps that the GPU has ended, and the collectives that it has come to in the next one.
+
+    Any thread may ask, at any time.
+    """
+    if not _REACHED:
+        return 0, 0
+    ended, come_to = _REACHED[0].array.view(np.uint32)
+    return int(ended), int(come_to)
 
 
 class Timeline:
     """The events of one graph, whose steps `calls` say what they are."""
 
+    _launches = 0  # of all graphs of this process
+
     def __init__(
         self, calls: Sequence[Call], after: Sequence[Sequence[int]], stream: device.Stream
     ) -> None:
         """`after[i]` are the steps that step i follows."""
-        if not _MET:
-            _MET.append(device.Pinned(4))
-            _MET[0].array[...] = 0
+        if not _REACHED:
+            _REACHED.append(device.Pinned(8))
+            _REACHED[0].array[...] = 0
         self._stream = stream
         self._start = _Moment()
         self.asides: list[Aside] = [self._record(self._start, ()), self._count(0, ())]
@@ -107,7 +116,12 @@ class Timeline:
         return lambda: moment.record(self._stream), heads
 
     def _count(self, number: int, heads: tuple[int, ...]) -> Aside:
-        return lambda: self._stream.note(_MET[0].address, number), heads
+        return lambda: self._stream.note(_REACHED[0].address + 4, number), heads
+
+    def ended(self, stream: device.Stream) -> None:
+        """Count a launch of the graph once it is over."""
+        Timeline._launches += 1
+        stream.note(_REACHED[0].address, Timeline._launches)
 
     def read(self) -> Communication:
         """What the last run did, which must be over. Raises DeviceError."""

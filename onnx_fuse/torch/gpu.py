@@ -154,7 +154,7 @@ class GpuRunner:
     def _made(
         self, graph: Any, tensors: Sequence[torch.Tensor], handle: int, sizes: Sizes
     ) -> Turn | None:
-        """A new turn; the least recently used one goes where there are too many."""
+        """A new turn, in the place of the least recently used one if there are too many."""
         found = self._turns.get((handle, sizes))
         if found is not None:
             return found

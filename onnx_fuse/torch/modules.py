@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -14,6 +14,8 @@ from onnx_fuse.torch.functional import (
     linear_cross_entropy,
     rms_norm_linear,
 )
+
+M = TypeVar("M", bound="_NormLinear")
 
 
 class LinearActivation(nn.Linear):
@@ -59,6 +61,13 @@ class _NormLinear(nn.Module):
         self.norm, self.linear = norm, linear
         self.activation = check_activation(activation)
 
+    @classmethod
+    def of(cls: type[M], norm: nn.Module, linear: nn.Linear, activation: str | None = None) -> M:
+        """The module of `norm` and `linear`, whose parameters it shares, with an `activation`."""
+        made = cls.__new__(cls)
+        _NormLinear.__init__(made, norm, linear, activation)
+        return made
+
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **more: Any
     ) -> None:
@@ -98,15 +107,6 @@ class FusedLayerNormLinear(_NormLinear):
         norm = nn.LayerNorm(in_features, eps, **made)
         super().__init__(norm, nn.Linear(in_features, out_features, bias, **made), activation)
 
-    @classmethod
-    def of(
-        cls, norm: nn.LayerNorm, linear: nn.Linear, activation: str | None = None
-    ) -> FusedLayerNormLinear:
-        """The module of `norm` and `linear`, whose parameters it shares, with an `activation`."""
-        made = cls.__new__(cls)
-        _NormLinear.__init__(made, norm, linear, activation)
-        return made
-
     def forward(self, x: Tensor) -> Tensor:
         """act(linear(layer_norm(x))) of x [..., in_features]."""
         norm, linear = self.norm, self.linear
@@ -139,15 +139,6 @@ class RMSNormLinear(_NormLinear):
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         norm = nn.RMSNorm(in_features, eps, **made)
         super().__init__(norm, nn.Linear(in_features, out_features, bias, **made), activation)
-
-    @classmethod
-    def of(
-        cls, norm: nn.RMSNorm, linear: nn.Linear, activation: str | None = None
-    ) -> RMSNormLinear:
-        """The module of `norm` and `linear`, whose parameters it shares, with an `activation`."""
-        made = cls.__new__(cls)
-        _NormLinear.__init__(made, norm, linear, activation)
-        return made
 
     def forward(self, x: Tensor) -> Tensor:
         """act(linear(rms_norm(x))) of x [..., in_features]."""

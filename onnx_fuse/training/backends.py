@@ -237,11 +237,11 @@ def backend(
     if world is not None:
         from onnx_fuse.distributed import nccl
         from onnx_fuse.runtime.device import start
-        from onnx_fuse.runtime.timeline import met
+        from onnx_fuse.runtime.timeline import reached
 
         start(gpu)
         nccl.connect(world)
-        world.watch.met = met
+        world.watch.reached = reached
     return Cuda(states, math, budget, gpu, compiled)
 
 

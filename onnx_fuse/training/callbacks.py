@@ -320,25 +320,21 @@ class Progress(Callback):
         self.console = console
 
     def on_start(self, fit: Fit) -> None:
-        """Begin the bar at the step where the run goes on as `fit`."""
+        """Begin the bar at the step at which `fit` begins or goes on."""
         from rich import progress as bars
         from rich.console import Console
 
         columns = (
             bars.TextColumn("step {task.completed}" + (f"/{fit.steps}" if fit.steps else "")),
             bars.BarColumn(),
-            bars.TextColumn(
-                "loss {task.fields[loss]:.4g}  {task.fields[speed]:,.0f} examples/s  ETA"
-            ),
+            bars.TextColumn("loss {task.fields[loss]}  {task.fields[speed]:,.0f} examples/s  ETA"),
             bars.TimeRemainingColumn(),
         )
         console = self.console or Console()
         progress.quiet()
         self._bars = bars.Progress(*columns, console=console, transient=True)
         done = len(fit.history.losses)
-        self._task = self._bars.add_task(
-            "", total=fit.steps, completed=done, loss=float("nan"), speed=0.0
-        )
+        self._task = self._bars.add_task("", total=fit.steps, completed=done, loss="-", speed=0.0)
         self._bars.start()
 
     def on_step(self, fit: Fit) -> None:
@@ -346,9 +342,8 @@ class Progress(Callback):
         history = fit.history
         recent = history.examples_per_second[-50:]
         speed = len(recent) / sum(1 / s for s in recent if s) if any(recent) else 0.0
-        self._bars.update(
-            self._task, completed=len(history.losses), loss=history.losses[-1], speed=speed
-        )
+        loss = f"{history.losses[-1]:.4g}"
+        self._bars.update(self._task, completed=len(history.losses), loss=loss, speed=speed)
 
     def on_evaluation(self, fit: Fit) -> None:
         """Print the last evaluation of `fit`, where it is within an epoch."""

@@ -7,7 +7,7 @@ buckets in the order in which the backward makes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -48,8 +48,8 @@ class Ranks:
     reduce: str = "fp32"
     """What gradients are added in: "fp32" (their own type) or "bf16"."""
     shard: str = ""
-    """"optimizer": each rank holds, and updates by, its part of the optimizer's state alone;
-    "all": its part of the weights, too."""
+    """"optimizer": each rank holds, and updates, its part alone of the weights and of the
+    optimizer's state, and gathers the weights once a step; "all": for each half of it."""
     sync_batchnorm: bool = False
     """Whether BatchNormalization takes the statistics of all ranks' rows together."""
     bucket: int = buckets.BUCKET
@@ -197,7 +197,7 @@ class Reduction:
         return found
 
     def part_of(self, w: onnx_ir.Value) -> int:
-        """The elements of a weight that each rank updates; 0 where all update the whole of it.
+        """The elements of a weight that each rank holds; 0 where all hold the whole of it.
 
         A weight whose size the ranks do not divide stays whole, and so does a small one: its
         states take little memory, and its collectives would take their latency.
@@ -207,12 +207,15 @@ class Reduction:
         return size // self.ranks.size if self.ranks.shard and divides else 0
 
     def gradients(
-        self, given: Mapping[onnx_ir.Value, onnx_ir.Value], ready: Mapping[onnx_ir.Value, int]
-    ) -> tuple[dict[onnx_ir.Value, onnx_ir.Value], dict[onnx_ir.Value, int]]:
-        """The sums over the ranks, in the order in which they arrive, and each one's bucket.
+        self,
+        given: Mapping[onnx_ir.Value, onnx_ir.Value],
+        ready: Mapping[onnx_ir.Value, int],
+        parts: Collection[onnx_ir.Value],
+    ) -> dict[onnx_ir.Value, onnx_ir.Value]:
+        """The sums over the ranks, in the order in which they arrive.
 
-        That of a weight that is sharded is the rank's part of it, flat. `ready` says in which
-        order the backward makes them.
+        Those of the weights in `parts` are the rank's part, flat. `ready` says in which order the
+        backward makes them.
         """
         kind, op = REDUCED[self.ranks.reduce], self.op
         order = sorted(given, key=lambda w: ready[w])
@@ -223,8 +226,8 @@ class Reduction:
         made: dict[onnx_ir.Value, onnx_ir.Value] = {}
         placed = dict(zip(order, buckets.plan(each, self.ranks.bucket), strict=True))
         for w, bucket in placed.items():
-            part = self.part_of(w)
-            if part:
+            if w in parts:
+                part = self.part_of(w)
                 flat = typed(op.Reshape(low[w], [-1]), low[w], [part * self.ranks.size])
                 y = self.node("ReduceScatter", flat, GRADIENTS + bucket, part)
             else:
@@ -232,28 +235,12 @@ class Reduction:
             if w.dtype is not None and y.dtype != w.dtype:
                 y = typed(op.Cast(y, to=w.dtype.value), w, y.shape)
             made[w] = typed(y, w, y.shape)
-        return made, placed
+        return made
 
     def share(self, whole: Array) -> Array:
         """This rank's part of an array, flat."""
         part = whole.size // self.ranks.size
         return whole.reshape(-1)[part * self.ranks.rank : part * (self.ranks.rank + 1)]
-
-    def own(self, w: onnx_ir.Value) -> onnx_ir.Value:
-        """The rank's part of a weight, flat; the weight itself where that is not sharded."""
-        part = self.part_of(w)
-        if not part:
-            return w
-        op, start = self.op, self.ranks.rank * part
-        flat = typed(op.Reshape(w, [-1]), w, [part * self.ranks.size])
-        return typed(op.Slice(flat, [start], [start + part], [0]), w, [part])
-
-    def joined(self, part: onnx_ir.Value, w: onnx_ir.Value, bucket: int) -> onnx_ir.Value:
-        """The whole of a weight from all ranks' new parts."""
-        size = self.part_of(w) * self.ranks.size
-        flat = self.node("AllGather", typed(part, w, part.shape), bucket, size)
-        shape = [int(d) for d in w.shape.numpy()] if w.shape is not None else []
-        return typed(self.op.Reshape(flat, self.op.constant(np.array(shape, np.int64))), w, w.shape)
 
 
 def _nbytes(value: onnx_ir.Value) -> int:

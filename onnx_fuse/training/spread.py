@@ -1,8 +1,8 @@
-"""Weights of which each rank holds a part, gathered where a step reads them (`shard="all"`).
+"""Weights of which each rank holds a part, gathered where a step reads them (`shard`).
 
-A weight is gathered twice, for the forward and for the backward, so that it takes memory only while
-it is read. Weights are gathered in buckets in the order in which they are read, each while what
-reads the bucket before it runs, and in 16 bits where 16 bits are read.
+Weights are gathered in buckets in the order in which they are read, each while what reads the
+bucket before it runs, and in 16 bits where 16 bits are read. With "all" a weight is gathered twice,
+for the forward and for the backward, so that it takes memory only while it is read.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from onnx_fuse.ops.rewrite import typed
 from onnx_fuse.training.ranks import Reduction
 from onnx_fuse.training.weights import ancestors
 
-GATHERED = 3 << 20
+GATHERED = 2 << 20
 """The first bucket of weights that are gathered."""
 
 
 @dataclass
 class _Read:
-    """The readers of a weight, or of its copy in another type, in one half of a step."""
+    """The readers of a weight, or of its copy in another type, in a step or in half of one."""
 
     weight: onnx_ir.Value
     value: onnx_ir.Value
@@ -74,7 +74,8 @@ def gather(
     """
     places = {node: i for i, node in enumerate(graph)}
     nodes, forward = list(graph), ancestors(loss)
-    reads = [r for w in parts for r in _reads(w, places, forward)]
+    twice = reduction.ranks.shard == "all"
+    reads = [r for w in parts for r in _reads(w, places, forward if twice else None)]
     reads.sort(key=lambda r: r.first)
     planned = buckets.plan([r.nbytes for r in reads], bucket)
     starts = {b: r.first for r, b in zip(reversed(reads), reversed(planned), strict=True)}
@@ -103,16 +104,17 @@ def gather(
 
 
 def _reads(
-    w: onnx_ir.Value, places: Mapping[onnx_ir.Node, int], forward: set[onnx_ir.Value]
+    w: onnx_ir.Value, places: Mapping[onnx_ir.Node, int], forward: set[onnx_ir.Value] | None
 ) -> list[_Read]:
-    """The reads of a weight and of its casts, in the forward and behind it."""
+    """The reads of a weight and of its casts; those in the forward apart, where that is known."""
     casts = {n.outputs[0] for n, _ in w.uses() if n.op_type == "Cast" and not n.domain}
     found = []
     for value in (w, *casts):
         halves: dict[bool, list[tuple[onnx_ir.Node, int]]] = {True: [], False: []}
         for node, index in value.uses():
             if node.outputs[0] not in casts:
-                halves[any(v in forward for v in node.outputs)].append((node, index))
+                first = forward is None or any(v in forward for v in node.outputs)
+                halves[first].append((node, index))
         found += [
             _Read(w, value, uses, min(places[node] for node, _ in uses))
             for uses in halves.values()

@@ -19,6 +19,7 @@ from onnx_fuse.ops.fused import linear_cross_entropy
 from onnx_fuse.ops.rewrite import Rewriter, nodes_in_order, typed
 from onnx_fuse.passes import batch
 from onnx_fuse.passes.canonicalize import clean
+from onnx_fuse.passes.patches import patches_as_products
 from onnx_fuse.passes.precision import lower_precision
 from onnx_fuse.passes.rotation import split_rotations
 from onnx_fuse.program.problem import PRECISIONS
@@ -33,8 +34,8 @@ __all__ = ["Mode", "Spec", "State", "training_model"]
 
 Array = np.ndarray[Any, Any]
 Mode = Literal["update", "accumulate", "evaluate", "average"]
-NORM, NEW_WEIGHTS = 1 << 20, 2 << 20
-"""Buckets of what follows the gradients: their norm, and weights that are gathered."""
+NORM = 1 << 20
+"""The bucket of what follows the gradients: their norm."""
 GROWTH = 2000
 """Steps without an overflow after which float16's loss scale doubles."""
 
@@ -108,6 +109,7 @@ def training_model(
     free_batch: bool = False,
     level: int = 0,
     precision: str = "fp32",
+    residual_dtype: str = "",
     loss_scale: float = 65536.0,
     ema: float | None = None,
     fused: bool = False,
@@ -128,8 +130,8 @@ def training_model(
         ranks: The processes that train together, of which each has its part of the batch.
 
     The other arguments (loss, optimizer, loss_options, output, trainable, frozen, clip_norm,
-    accumulate, free_batch, level, precision, loss_scale, ema) and the errors are those of
-    `training.trainer.Trainer`.
+    accumulate, free_batch, level, precision, residual_dtype, loss_scale, ema) and the errors are
+    those of `training.trainer.Trainer`.
     """
     original = read(model)
     named, source = set(original.graph.initializers), load(original)
@@ -140,9 +142,15 @@ def training_model(
     prepared = _prepare(source, choice, optimizer, level)
     if fused:
         split_rotations(prepared)
+        patches_as_products(prepared)
     dtype, _ = PRECISIONS[precision]
     if dtype != "float32":
-        lower_precision(prepared, onnx_ir.DataType[dtype.upper()], masters=True)
+        lower_precision(
+            prepared,
+            onnx_ir.DataType[dtype.upper()],
+            masters=True,
+            wide_sums=residual_dtype == "fp32",
+        )
     step = _Step(prepared, mode, named, optimizer, ranks)
     statistics = step.batch_norms(choice)
     step.dropouts()
@@ -156,7 +164,7 @@ def training_model(
             step.state(w, "parameter")
             if mode == "average":
                 w.name = _average(w)
-        if ranks is not None and ranks.shard == "all":
+        if ranks is not None and ranks.shard:
             step.spread(weights, ranks)
         return step.finish()
     if precision == "fp16":
@@ -170,7 +178,7 @@ def training_model(
     if mode == "update":
         gradients = step.check(step.reduce(gradients))
         step.update(step.clip(gradients, clip_norm), ema)
-    elif ranks is not None and ranks.shard == "all":
+    elif ranks is not None and ranks.shard:
         step.spread(list(gradients), ranks)
     return step.finish()
 
@@ -227,7 +235,6 @@ class _Step:
         self.measures: tuple[Measure, ...] = ()
         self.rows: onnx_ir.Value | None = None  # the rank's share of all rows
         self.ready: dict[onnx_ir.Value, int] = {}  # when the backward makes a weight's gradient
-        self.buckets: dict[onnx_ir.Value, int] = {}  # which that is reduced in
         self.wholes: dict[onnx_ir.Value, tuple[int, ...]] = {}  # of states that are sharded
         self.parts: dict[onnx_ir.Value, onnx_ir.Value] = {}  # of weights that are gathered to read
 
@@ -257,11 +264,11 @@ class _Step:
         """A new state in the shape of parameter `w`, or of the part that this rank updates."""
         assert w.dtype is not None
         assert w.shape is not None
-        part = self.reduction.part_of(w) if self.ranks and kind == "slot" else 0
-        shape = (part,) if part else tuple(w.shape.numpy())
+        part = self.parts.get(w) if kind == "slot" else None
+        shape = tuple((w if part is None else part).shape.numpy())  # type: ignore[union-attr]
         first = np.broadcast_to(np.array(initial, w.dtype.numpy()), shape)  # one number in memory
         made = self.add_state(f"{w.name}.{name}", kind, first)
-        if part:
+        if part is not None:
             self.wholes[made] = tuple(w.shape.numpy())
         return made
 
@@ -394,10 +401,8 @@ class _Step:
         """The gradients of all ranks' batches together."""
         if self.ranks is None:
             return gradients
-        if self.ranks.shard == "all":
-            self.parts = spread.candidates(self.graph, list(gradients), self.reduction)
-        made, self.buckets = self.reduction.gradients(gradients, self.ready)
-        return made
+        self.parts = spread.candidates(self.graph, list(gradients), self.reduction)
+        return self.reduction.gradients(gradients, self.ready, self.parts)
 
     def weights(self, statistics: set[onnx_ir.Value], choice: Choice) -> list[onnx_ir.Value]:
         """The initializers of the model that train."""
@@ -520,8 +525,7 @@ class _Step:
             square = self.op.ReduceSumSquare(g, keepdims=0)
             if (began := self.began(w)) is not None:
                 square = self.op.Where(began, square, self.op.constant(0.0, w.dtype))
-            sharded = self.ranks is not None and self.reduction.part_of(w)
-            (parts if sharded else squares).append(typed(square, w, onnx_ir.Shape([])))
+            (parts if w in self.parts else squares).append(typed(square, w, onnx_ir.Shape([])))
         if parts:
             own = typed(self.op.Sum(*parts), parts[0], onnx_ir.Shape([]))
             squares.append(self.reduction.node("AllReduce", own, NORM))
@@ -604,7 +608,7 @@ class _Step:
             step = self.step_of(w) if self.optimizer.counts else lr
             kinds = self.optimizer.slots.items()
             slots = [self.slot(w, name, "slot", initial) for name, initial in kinds]
-            own = w if self.ranks is None else self.parts.get(w) or self.reduction.own(w)
+            own = self.parts.get(w, w)
             news = self.optimizer.update(self.op, model_names(w)[0], own, g, slots, lr, step)
             olds = [own, *slots]
             if ema is not None:
@@ -615,8 +619,6 @@ class _Step:
                 if condition is not None:
                     pairs = zip(news, olds, strict=True)
                     news = [typed(self.op.Where(condition, *p), p[1], p[1].shape) for p in pairs]
-            if own is not w and w not in self.parts:
-                news = [self.reduction.joined(news[0], w, NEW_WEIGHTS + self.buckets[w]), *news[1:]]
             self.next.update(zip([w, *olds[1:]], news, strict=True))
         if self.parts:
             assert self.ranks is not None

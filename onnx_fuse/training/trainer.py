@@ -69,6 +69,8 @@ class Trainer:
         precision: As in InferenceSession. With "bf16" and "fp16", forward and backward are in 16
             bits, and weights, sums and the update are in float32. "fp16" scales the loss, and
             skips updates whose gradients overflow.
+        residual_dtype: "fp32" keeps the sums that the branches of a network add to in float32 where
+            `precision` is "bf16" or "fp16"; "" leaves them in 16 bits.
         loss_scale: The first scale of the loss in "fp16".
         ema: The factor by which a running average of each weight decays at an update, such as
             0.999; `evaluate`, `weights` and `save` take the averages where they are asked to.
@@ -90,9 +92,9 @@ class Trainer:
             the batch; the loss and the update are those of all parts together.
         reduce_dtype: "fp32" adds up the gradients of the ranks in their own type, "bf16" in half
             as many bytes.
-        shard: "optimizer" lets each rank hold its part of the optimizer's state alone, "all" its
-            part of the weights as well: then all ranks call what reads them (`evaluate`, `weights`,
-            `save`) together.
+        shard: "optimizer" lets each rank hold its part alone of weights and optimizer's state, and
+            gather the weights once a step, "all" for each half of it. All ranks then call what
+            reads them (`evaluate`, `weights`, `save`) together.
         hardware: Build the steps for this GPU, which need not be here: nothing is run, and
             `deploy.compile_training` compiles them.
         compiled: A folder that it has written from the same model and settings: the GPU runs what
@@ -124,6 +126,7 @@ class Trainer:
         accumulate: int = 1,
         seed: int = 0,
         precision: str = "fp32",
+        residual_dtype: str = "",
         loss_scale: float = 65536.0,
         ema: float | None = None,
         device: str = "cpu",
@@ -159,6 +162,8 @@ class Trainer:
             raise UsageError(
                 "accumulate must be at least 1, seed at least 0, and clip_norm above 0"
             )
+        if residual_dtype not in ("", "fp32"):
+            raise UsageError(f"residual_dtype is '{residual_dtype}': give 'fp32', or leave it out")
         if not 0 < loss_scale < np.inf:
             raise UsageError(f"the loss scale is {loss_scale}: it must be finite and above 0")
         self._ranks = None
@@ -209,6 +214,7 @@ class Trainer:
             "free_batch": free_batch,
             "level": backends.default_level(precision, device) if level is None else level,
             "precision": precision,
+            "residual_dtype": residual_dtype,
             "loss_scale": loss_scale,
             "ema": ema,
         }
@@ -347,12 +353,11 @@ class Trainer:
             arrays, count = counted(arrays, spec.measures, spec.targets, spare=spare)
             arrays[spec.counts] = count
             rows *= self.world.size
-            self.world.watch.steps += 1
         rate = self.optimizer.rate(self.updates)
         arrays |= self._scalars(spec, rate)
-        result = self._device.start(mode, spec, arrays)
-        if self.world is not None:
-            result = partial(self.world.watch.during, result)
+        begin = partial(self._device.start, mode, spec, arrays)
+        key = mode, *(a.shape for a in arrays.values())
+        result = begin() if self.world is None else self.world.watch.step(key, begin)
         run = Run(self.calls, mode, spec, arrays, rate, rows, result)
         self._runs.append(run)
         self.calls += 1

@@ -45,8 +45,10 @@ def test_ranks_train_as_one_gpu_with_their_batches(tmp_path: Path) -> None:
     first, other = curves(tmp_path, ranked=True)
     again, _ = curves(tmp_path, ranked=True)
     for name, expected in one.items():
-        case = name.split()[0]
+        case, what = name.split(maxsplit=1)
         assert case in CASES
+        if what == "bytes":
+            continue
         np.testing.assert_array_equal(first[name], other[name], err_msg=f"rank 1, {name}")
         np.testing.assert_array_equal(first[name], again[name], err_msg=f"again, {name}")
         limit = TOLERANCE.get(case, 1e-3)

@@ -13,6 +13,7 @@ from onnx_fuse.ops.fused import (
     loss,
     norm,
     pointwise_conv,
+    row_order,
     sdpa,
     window_gradients,  # noqa: F401  (its operators have no rules)
 )
@@ -20,6 +21,7 @@ from onnx_fuse.ops.rewrite import Rule
 
 RULES: tuple[Rule, ...] = (
     *activations.RULES,
+    *row_order.RULES,
     *norm.CANONICAL,
     *layerscale.RULES,
     *groupnorm.RULES,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from onnx_fuse.program.call import Call, Context, Tensor
 from onnx_fuse.program.passes.callgraph import Calls
 from onnx_fuse.program.problem import Problem
-from onnx_fuse.program.problems import PartSums, Reduce
+from onnx_fuse.program.problems import PartSums, Reduce, SlopeProduct
 
 ROWS = 64
 """The number of rows of a that each part of the sums is of (`Epilogue.column_sums`)."""
@@ -31,15 +31,15 @@ def sum_columns(calls: Sequence[Call], keep: Collection[int], ctx: Context) -> l
 
 def _sum_in_product(calls: Calls, i: int, ctx: Context) -> None:
     """Put product and sum of parts in the place of a product and of the sums that begin at `i`."""
-    first, places = calls.calls[i].problem, _passes(calls, i)
-    if not isinstance(first, Reduce) or not places:
+    places, summed = _passes(calls, i), _summed(calls.calls[i])
+    if not places or summed is None:
         return
     (_, x), end = calls.calls[i].reads[0], calls.calls[places[-1]]
     (_, y) = end.writes[0]
     for at in dict.fromkeys(calls.readers[x.buffer]):
         product = calls.now[at][0] if len(calls.now[at]) == 1 else calls.calls[i]
         problem = product.problem
-        if not isinstance(problem, Problem) or not _reads(product, problem, x, first):
+        if not isinstance(problem, Problem) or not _reads(product, problem, x, summed):
             continue
         if any(min(i, at) <= w <= max(i, at) for w in calls.writers[x.buffer]):
             continue  # the two read other values
@@ -48,7 +48,7 @@ def _sum_in_product(calls: Calls, i: int, ctx: Context) -> None:
         if any(j not in places and j <= behind for j in used):
             continue
         wanted = problem.with_epilogue(column_sums=True)
-        sums = PartSums(-(-first.length // ROWS), first.inner, y.dtype)
+        sums = PartSums(-(-summed[0] // ROWS), summed[1], y.dtype)
         apart = [p for j in places if (p := calls.calls[j].problem) is not None]
         if not calls.pays((problem, *apart), (wanted, sums)):
             continue
@@ -64,27 +64,39 @@ def _sum_in_product(calls: Calls, i: int, ctx: Context) -> None:
         return
 
 
+def _summed(call: Call) -> tuple[int, int] | None:
+    """The rows and columns of the matrix whose rows a call adds up, None where it does not."""
+    problem = call.problem
+    if isinstance(problem, SlopeProduct) and not problem.act:
+        return problem.m, problem.n
+    if not isinstance(problem, Reduce) or problem.reducer != "Sum" or problem.from_state:
+        return None
+    if problem.outer != 1 or problem.inner == 1 or not call.reads[0][1].dense:
+        return None
+    return problem.length, problem.inner
+
+
 def _passes(calls: Calls, i: int) -> list[int]:
     """The places of the passes of a sum over the rows of a matrix, the first of which is at `i`.
 
     There are none where it is another reduction.
     """
     problem, places = calls.calls[i].problem, [i]
-    if not isinstance(problem, Reduce) or problem.reducer != "Sum" or problem.from_state:
+    if _summed(calls.calls[i]) is None:
         return []
-    if problem.outer != 1 or problem.inner == 1 or not calls.calls[i].reads[0][1].dense:
-        return []
-    while isinstance(problem, Reduce) and problem.to_state:
+    while (isinstance(problem, Reduce) and problem.to_state) or (
+        isinstance(problem, SlopeProduct) and calls.calls[i].writes[0][0] == "part"
+    ):
         buffer = calls.calls[places[-1]].writes[0][1].buffer
         if len(calls.readers[buffer]) != 1 or calls.writers[buffer] != places[-1:]:
             return []
         places.append(calls.readers[buffer][0])
         problem = calls.calls[places[-1]].problem
     same = all(calls.now[j] == (calls.calls[j],) for j in places)
-    return places if isinstance(problem, Reduce) and same else []
+    return places if isinstance(problem, Reduce | SlopeProduct | PartSums) and same else []
 
 
-def _reads(product: Call, problem: Problem, x: Tensor, reduced: Reduce) -> bool:
+def _reads(product: Call, problem: Problem, x: Tensor, summed: tuple[int, int]) -> bool:
     """Whether the rows that are added up are all of the product's left operand."""
     if problem.op != "Gemm" or problem.batch or problem.trans_a:
         return False
@@ -92,6 +104,6 @@ def _reads(product: Call, problem: Problem, x: Tensor, reduced: Reduce) -> bool:
     return (
         (a.buffer, a.offset, a.size, a.dtype) == (x.buffer, x.offset, x.size, x.dtype)
         and a.dense
-        and (problem.m, problem.k) == (reduced.length, reduced.inner)
+        and (problem.m, problem.k) == summed
         and problem.lda in (None, problem.k)
     )

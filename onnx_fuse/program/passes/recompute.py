@@ -14,6 +14,7 @@ from itertools import accumulate
 
 from onnx_fuse.program.call import Call, Program
 from onnx_fuse.program.passes.callgraph import rename_buffer, rename_buffers
+from onnx_fuse.program.problem import Collective
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,11 @@ class Memory:
         """Whether a second run before the last read of any early result gives what the first did.
 
         It does where the call alone writes its results, and nothing it reads changes until then.
+        Collectives run once: another GPU may choose otherwise, and their number is that of all.
         """
         call = self.calls[i]
+        if isinstance(call.problem, Collective):
+            return False
         reads, writes = ({t.buffer for _, t in part} for part in (call.reads, call.writes))
         own = all(b in self.nbytes and self._writers[b] == [i] for b in writes)
         changed = any(i < k <= self._end for b in reads for k in self._writers.get(b, ()))

@@ -21,8 +21,9 @@ def follow(
 ) -> None:
     """Enter what the graph asks of its inputs' `shapes` into `system`, and what it makes likely.
 
-    Likely is that axes are equal where only a Reshape meets both, and that a mask which positions
-    pick from is as long as these reach.
+    Likely is that axes are equal where only a Reshape meets both, that a mask which positions pick
+    from is as long as these reach, and that an input's axis named as an output's has its size: so
+    has the cotangent of an output.
     """
     walk = Walk(system, RULES, branches or {})
     for value in model.graph.inputs:
@@ -30,6 +31,10 @@ def follow(
         if shape is not None:
             walk.facts[value] = Fact(shape)
     walk.graph(model.graph)
+    for value in model.graph.outputs:
+        found, named = walk.fact(value).shape, walk.declared(value)
+        if found is not None and named is not None and len(found) == len(named):
+            walk.alike += [p for p in zip(named, found, strict=True) if p[0] != p[1]]
     for a, b in (*walk.alike, *walk.indexed):
         a, b = system.resolve(a), system.resolve(b)
         difference = a - b

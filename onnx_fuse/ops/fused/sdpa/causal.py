@@ -83,7 +83,7 @@ def causal_step(steps: list[Step]) -> int:
             exact = len(step.conditions) == 1 and not np.isnan(seen) and bool(seen) == holds
         else:
             exact = seen == 0
-        if set(form.sizes) != {-2, -1} or np.isnan(hidden):
+        if not {-2, -1} <= set(form.sizes) or np.isnan(hidden):
             continue
         if exact and hidden <= (HIDDEN if len(steps) == 1 else -np.inf):
             return len(steps)
@@ -99,8 +99,7 @@ def is_idle(step: Step, logits: ir.Value) -> bool:
     """
     if step.factor != 1:
         return False
-    both: list[tuple[ir.Value, bool | None]] = [*step.conditions] or [(step.value, None)]
-    for value, holds in both:
+    for value, holds in step.conditions or [(step.value, True)]:
         form = _form(value, _DEPTH)
         if form is None or form.number is None or np.isnan(form.number):
             return False
@@ -146,25 +145,31 @@ def _form(value: ir.Value | None, depth: int) -> _Form | None:
 
 
 def _constant(array: np.ndarray) -> _Form | None:
-    """A number, positions, or a triangle in the last two axes."""
+    """A number, positions along one axis, or a triangle in the last two axes."""
     if not 0 < array.size <= _LARGEST or array.dtype.kind not in "biuf":
         return None
     sizes: dict[int, object] = {
         axis: array.shape[axis] for axis in range(-array.ndim, 0) if array.shape[axis] != 1
     }
+    for axis in range(array.ndim - 2):  # batches that are all alike
+        if (array == array.take([0], axis)).all():
+            array = array.take([0], axis)
     flat = array.reshape(array.shape[-2:] if array.size == np.prod(array.shape[-2:]) else (-1,))
     first = flat.reshape(-1)[0]
     if (flat == first).all():
         return _Form(float(first), sizes=sizes)
-    if set(sizes) == {-2, -1}:
+    if flat.ndim == 2 and {-2, -1} <= set(sizes):
         above = np.triu(np.ones(flat.shape, bool), 1)
         high, low = np.unique(flat[above]), np.unique(flat[~above])
         if len(high) == len(low) == 1:
             choice = (float(high[0]), float(low[0]))
             return _Form(None, ((-2, -1), (-1, 1)), -1, choice, sizes)
+    if array.dtype.kind not in "iu":
         return None
-    if len(sizes) == 1 and array.dtype.kind in "iu":
-        (axis,), line = sizes, array.reshape(-1).astype(np.int64)
+    varied = [axis for axis in sizes if array.shape[axis] > 1 and np.diff(array, axis=axis).any()]
+    if len(varied) == 1:
+        (axis,) = varied
+        line = np.moveaxis(array, axis, -1).reshape(-1)[: array.shape[axis]].astype(np.int64)
         step = int(line[1] - line[0])
         if (np.diff(line) == step).all():
             return _Form(None, ((axis, step),), int(first), None, sizes)

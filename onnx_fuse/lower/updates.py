@@ -1,0 +1,80 @@
+"""Updates of optimizers: many nodes of one body, which is lowered and contracted once.
+
+A step of a language model has some hundred of them, of thirty operators each; most of the time of
+its lowering would go into making equal calls and contracting them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+
+import onnx_ir as ir
+
+from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.program.call import Call, Context, Tensor
+from onnx_fuse.program.passes.callgraph import rename_buffers
+from onnx_fuse.program.passes.pointwise_fusion import fuse
+
+
+def is_update(node: ir.Node) -> bool:
+    """Whether the node is an update of `ops.update`, whose body works element by element."""
+    return node.domain == FUSE and node.op_type.endswith("Update")
+
+
+@dataclass(frozen=True)
+class _Update:
+    """The calls of an update, its operands and its results."""
+
+    calls: tuple[Call, ...]
+    operands: tuple[Tensor, ...]
+    results: tuple[Tensor, ...]
+
+
+class Updates:
+    """The updates of a program so far, by what those have in common that have equal bodies."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, _Update] = {}
+
+    def keep(
+        self, key: Hashable, calls: Sequence[Call], operands: Sequence[Tensor],
+        results: Sequence[Tensor],
+    ) -> list[Call]:  # fmt: skip
+        """The calls of a body, contracted, and kept for others where all are pointwise."""
+        if any(call.expression is None for call in calls):
+            return list(calls)
+        # numbers stay apart: all updates share them, and no element works them out again
+        numbers = [call for call in calls if call.writes[0][1].size == 1]
+        others = [call for call in calls if call.writes[0][1].size != 1]
+        read = {t.buffer for call in others for _, t in call.reads}
+        wanted = {t.buffer for t in results}
+        made = [*fuse(numbers, read | wanted), *fuse(others, wanted)]
+        if len({t.buffer for t in operands}) == len(operands):
+            self._known[key] = _Update(tuple(made), tuple(operands), tuple(results))
+        return made
+
+    def again(
+        self, ctx: Context, key: Hashable, operands: Sequence[Tensor], label: str
+    ) -> list[Tensor] | None:
+        """Append the calls of an update like an earlier one, on these operands; its results.
+
+        None where there was none, or its operands lie otherwise.
+        """
+        found = self._known.get(key)
+        if found is None or len({t.buffer for t in operands}) < len(operands):
+            return None
+        if [_view(t) for t in operands] != [_view(t) for t in found.operands]:
+            return None
+        pairs = zip(found.operands, operands, strict=True)
+        same = {old.buffer: new.buffer for old, new in pairs}
+        for call in found.calls:
+            for _, t in call.writes:
+                same[t.buffer] = ctx.scratch(t.dtype, t.shape).buffer
+            ctx.append(replace(rename_buffers(call, same), nodes=(label,)))
+        return [replace(t, buffer=same[t.buffer]) for t in found.results]
+
+
+def _view(tensor: Tensor) -> Tensor:
+    """How a tensor lies, wherever it is."""
+    return replace(tensor, buffer=0)

@@ -1,0 +1,123 @@
+"""RoiAlign: averages of samples in boxes, which are products with two matrices of weights.
+
+The samples of a box lie on a grid, so that their bilinear weights are products of a row's and a
+column's: y[r, c] = A[r] · x[b(r), c] · B[r]ᵀ with A [R, P, H] and B [R, Q, W], for R boxes, bins
+[P, Q] and images [N, C, H, W].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.ops.grad_helpers import Values, arguments, fail, text, to_like
+from onnx_fuse.ops.opdef import OpDef, register
+
+
+def _roi_align(op: Any, node: ir.Node, dys: Values) -> Values:
+    """dx = Σ over an image's boxes of Aᵀ dy B; a box's gradient by those of A and B."""
+    (x, boxes, batch), dy = arguments(node, 3), dys[0]
+    samples = node.attributes.get_int("sampling_ratio", 0)
+    if text(node, "mode", "avg") != "avg":
+        raise fail(node, "its mode is max")
+    if samples <= 0:
+        raise fail(node, "its sampling_ratio 0 takes as many samples as a box is large")
+    half = text(node, "coordinate_transformation_mode", "half_pixel") == "half_pixel"
+    scale = node.attributes.get_float("spatial_scale", 1.0)
+    ends = op.Sub(op.Mul(boxes, scale), 0.5) if half else op.Mul(boxes, scale)
+    images, channels, height, width = (op.Shape(x, start=i, end=i + 1) for i in range(4))
+    p, q = (node.attributes.get_int(f"output_{name}", 1) for name in ("height", "width"))
+    rows = _Weights(op, ends, 1, p, samples, height, x, at_least_one=not half)
+    columns = _Weights(op, ends, 0, q, samples, width, x, at_least_one=not half)
+
+    # dx [N, H, C W] = M [N, H, R P] · (dy B) [R P, C W], M the rows' weights of the image's boxes
+    spread = op.MatMul(dy, op.Unsqueeze(columns.weights, [1]))  # [R, C, P, W]
+    number = op.Range(op.constant(np.int64(0)), op.Squeeze(images), op.constant(np.int64(1)))
+    own = op.Equal(op.Unsqueeze(number, [1]), op.Cast(batch, to=int(ir.DataType.INT64)))
+    turned = op.Transpose(rows.weights, perm=[2, 0, 1])  # [H, R, P]
+    parts = op.Mul(turned, op.Unsqueeze(to_like(op, own, x), [1, 3]))
+    count = op.Mul(op.Shape(boxes, start=0, end=1), op.constant([p]))
+    left = op.Reshape(parts, op.Concat(images, height, count, axis=0), allowzero=1)
+    area = op.Mul(channels, width)
+    right = op.Reshape(
+        op.Transpose(spread, perm=[0, 2, 1, 3]), op.Concat(count, area, axis=0), allowzero=1
+    )
+    whole = op.Concat(images, height, channels, width, axis=0)
+    dx = op.Transpose(op.Reshape(op.MatMul(left, right), whole, allowzero=1), perm=[0, 2, 1, 3])
+
+    # dA[r] = Σ over channels of dy (x B ᵀ)ᵀ, and dB likewise
+    image = op.Gather(x, batch, axis=0)  # [R, C, H, W]
+    across = op.MatMul(op.Unsqueeze(columns.weights, [1]), op.Transpose(image, perm=[0, 1, 3, 2]))
+    d_rows = op.ReduceSum(op.MatMul(dy, across), [1], keepdims=0)  # [R, P, H]
+    down = op.MatMul(op.Unsqueeze(rows.weights, [1]), image)  # [R, C, P, W]
+    d_columns = op.MatMul(op.Transpose(dy, perm=[0, 1, 3, 2]), down)
+    d_columns = op.ReduceSum(d_columns, [1], keepdims=0)  # [R, Q, W]
+    y1, y2 = rows.ends(d_rows)
+    x1, x2 = columns.ends(d_columns)
+    return [dx, op.Mul(op.Concat(x1, y1, x2, y2, axis=1), scale), None]
+
+
+class _Weights:
+    """What the samples of one axis take of its `length` pixels, and how that changes."""
+
+    def __init__(
+        self, op: Any, ends: Any, first: int, bins: int, samples: int, length: Any, like: Any,
+        *, at_least_one: bool,
+    ) -> None:  # fmt: skip
+        self.op, self.bins = op, bins
+        start, end = (op.Slice(ends, [i], [i + 1], [1]) for i in (first, first + 2))  # [R, 1]
+        extent = op.Sub(end, start)
+        self.moves = None
+        """Whether the end moves the samples: not where a box is smaller than a pixel."""
+        if at_least_one:
+            self.moves = to_like(op, op.Greater(extent, 1.0), like)
+            extent = op.Max(extent, 1.0)
+        within = (np.arange(bins * samples) + 0.5) / (samples * bins)
+        self.within = op.CastLike(op.constant(within), like)  # of the extent
+        place = op.Add(start, op.Mul(extent, self.within))  # [R, bins · samples]
+        last = op.Sub(to_like(op, length, like), 1.0)
+        near = op.And(op.GreaterOrEqual(place, -1.0), op.LessOrEqual(place, op.Add(last, 1.0)))
+        inside = op.And(op.Greater(place, 0.0), op.Less(place, last))
+        at = op.Unsqueeze(op.Max(op.Min(place, last), 0.0), [2])
+        zero, one = (op.constant(np.int64(i)) for i in (0, 1))
+        pixel = to_like(op, op.Range(zero, op.Squeeze(length), one), like)
+        away = op.Sub(at, pixel)  # [R, bins · samples, length]
+        share = op.Unsqueeze(op.Mul(to_like(op, near, like), 1 / samples), [2])
+        full = op.Mul(op.Max(op.Sub(1.0, op.Abs(away)), 0.0), share)
+        near_pixel = to_like(op, op.Less(op.Abs(away), 1.0), like)
+        moving = op.Mul(share, op.Unsqueeze(to_like(op, inside, like), [2]))
+        self.slopes = op.Mul(op.Mul(op.Neg(op.Sign(away)), near_pixel), moving)
+        self.weights = op.ReduceSum(self._apart(full, samples), [2], keepdims=0)
+        self.samples = samples
+
+    def _apart(self, values: Any, samples: int) -> Any:
+        """[R, bins · samples, length] as [R, bins, samples, length]."""
+        op = self.op
+        sizes = op.Concat(
+            op.Shape(values, start=0, end=1), op.constant([self.bins, samples]),
+            op.Shape(values, start=2, end=3), axis=0,
+        )  # fmt: skip
+        return op.Reshape(values, sizes, allowzero=1)
+
+    def ends(self, d_weights: Any) -> tuple[Any, Any]:
+        """The gradients [R, 1] of a box's start and end by those of the weights."""
+        op = self.op
+        slopes = self._apart(self.slopes, self.samples)
+        each = op.ReduceSum(op.Mul(op.Unsqueeze(d_weights, [2]), slopes), [3], keepdims=0)
+        moved = op.Reshape(
+            each,
+            op.Concat(
+                op.Shape(each, start=0, end=1), op.constant([self.bins * self.samples]), axis=0
+            ),
+            allowzero=1,
+        )
+        total = op.ReduceSum(moved, [1])
+        far = op.ReduceSum(op.Mul(moved, self.within), [1])
+        if self.moves is not None:
+            far = op.Mul(far, self.moves)
+        return op.Sub(total, far), far
+
+
+register(OpDef("RoiAlign", grad=_roi_align))

@@ -1,0 +1,63 @@
+"""A convolution of patches that do not overlap, as a product of them in a training step."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+
+from onnx_fuse import optim
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.save import to_proto
+from onnx_fuse.training.step import training_model
+
+# attributes of the Conv, shapes of x and w, whether there is a bias; then whether it is a product
+ROWS = {
+    "patches": ("strides = [4, 4]", (2, 3, 8, 12), (5, 3, 4, 4), True, True),
+    "no bias, not square": ("strides = [2, 8]", (2, 1, 4, 16), (6, 1, 2, 8), False, True),
+    "of a signal": ("strides = [8]", (3, 2, 32), (4, 2, 8), True, True),
+    "overlapping": ("strides = [2, 2]", (2, 3, 8, 12), (5, 3, 4, 4), True, False),
+    "a rest": ("strides = [4, 4]", (2, 3, 9, 12), (5, 3, 4, 4), True, False),
+    "padded": ("strides = [4, 4], pads = [2, 2, 2, 2]", (2, 3, 8, 12), (5, 3, 4, 4), True, False),
+    "in groups": ("strides = [4, 4], group = 2", (2, 4, 8, 12), (6, 2, 4, 4), True, False),
+    "dilated": ("strides = [4, 4], dilations = [2, 2]", (2, 3, 8, 12), (5, 3, 4, 4), True, False),
+    "many channels": ("strides = [4, 4]", (2, 8, 8, 12), (5, 8, 4, 4), True, False),
+    "single pixels": ("strides = [1, 1]", (2, 3, 8, 12), (5, 3, 1, 1), True, False),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_step_gives_the_loss_and_weights_of_the_convolution(name: str) -> None:
+    attributes, x_shape, w_shape, biased, product = ROWS[name]
+    rng = np.random.default_rng(0)
+    weights = {"w": rng.standard_normal(w_shape).astype(np.float32)}
+    if biased:
+        weights["b"] = rng.standard_normal(w_shape[0]).astype(np.float32)
+    shape = ",".join(map(str, ("B", *x_shape[1:])))
+    given = ", ".join(f"float[{','.join(map(str, a.shape))}] {n}" for n, a in weights.items())
+    text = f"""agraph (float[{shape}] x, {given}) => (float[B,F] y)
+        {{ c = Conv <{attributes}> (x, {", ".join(weights)}) p = GlobalAveragePool (c)
+           y = Flatten (p) }}"""
+    feeds = {
+        "x": rng.standard_normal(x_shape).astype(np.float32),
+        "labels": rng.standard_normal((x_shape[0], w_shape[0])).astype(np.float32),
+        **weights,
+    }
+    found = []
+    for fused in (False, True):
+        model = text_model(text)
+        for value in [v for v in model.graph.inputs if v.name in weights]:
+            value.const_value = ir.tensor(weights[str(value.name)], name=value.name)
+            model.graph.inputs.remove(value)
+            model.graph.register_initializer(value)
+        step, spec = training_model(model, loss="mse", optimizer=optim.SGD(lr=0.5), fused=fused)
+        kinds = {n.op_type for n in step.graph}
+        assert ("Conv" in kinds) != (fused and product)
+        run = onnxruntime.InferenceSession(to_proto(step).SerializeToString())
+        fed = {v.name: feeds.get(v.name, np.array(0.5, np.float32)) for v in step.graph.inputs}
+        names = [v.name for v in step.graph.outputs]
+        got = dict(zip(names, run.run(None, fed), strict=True))
+        found.append([got[spec.loss], *(got[s.next] for s in spec.states if s.next)])
+    for plain, rewritten in zip(*found, strict=True):
+        np.testing.assert_allclose(rewritten, plain, rtol=1e-5, atol=1e-5)
