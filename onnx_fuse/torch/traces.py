@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
+import dis
 import inspect
 import itertools
 import operator
+import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from types import CodeType
 from typing import Any, TypeAlias
 
 import torch
@@ -29,6 +32,20 @@ class _Proxy(fx.Proxy):
 
     def __len__(self) -> int:
         raise TypeError("the length of a tensor or of its shape is asked for")
+
+    def __iter__(self) -> Iterator[Any]:
+        """As fx does it, but for reading the caller's instructions once alone."""
+        caller = sys._getframe(1)
+        name, count = _instructions(caller.f_code)[caller.f_lasti]
+        if name == "UNPACK_SEQUENCE":
+            return (self[i] for i in range(count))
+        return self.tracer.iter(self)  # type: ignore[no-any-return]
+
+
+@cache
+def _instructions(code: CodeType) -> dict[int, tuple[str, Any]]:
+    """The instructions of a function, and what each is given, by their offsets."""
+    return {each.offset: (each.opname, each.argval) for each in dis.get_instructions(code)}
 
 
 class _Tracer(fx.Tracer):
