@@ -252,7 +252,8 @@ def _step_clock(
 
     whole()
     if device == "cuda":
-        states = trainer._device._states
+        backend: Any = trainer._device
+        states = backend._states
         found = states._executables["update"]
         held = states._home.weights.nbytes
         return _GpuClock(found, found.instances()[0], whole if mode == "end2end" else None, held)

@@ -14,7 +14,6 @@ from onnx_fuse import UsageError, nn
 from onnx_fuse.cuda.pointwise import Code
 from onnx_fuse.nn import functional as F
 from onnx_fuse.nn import runner
-from onnx_fuse.runtime import direct
 
 
 @pytest.fixture
@@ -77,10 +76,7 @@ def test_a_captured_step_changes_its_parameter_there(gpu: FakeGpu) -> None:
         np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=1e-6)
 
 
-def test_a_captured_step_writes_its_states_where_they_are(
-    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(direct, "MANY", 1)
+def test_a_captured_step_writes_its_states_where_they_are(gpu: FakeGpu) -> None:
     found = []
     for device in ("cpu", "cuda"):
         w, v = (nn.Parameter(nn.tensor(a, device=device)) for a in (X[::-1].copy(), X * 2))
@@ -110,7 +106,6 @@ def test_a_captured_step_writes_its_states_where_they_are(
             results.append(step(x, dy).numpy())
             assert id(v._data) == stays
             assert not gpu.counts["cuMemcpyDtoDAsync"]
-            assert gpu.counts["cuGraphLaunch"] == 1
         else:
             results += [step(x, dy).numpy() for _ in range(8)]
             results.append(step(x, dy).numpy())

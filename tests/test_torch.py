@@ -215,10 +215,11 @@ class HostTurn:
         assert type(shape) is type(strides) is tuple  # as inductor's allocator for CUDA asks
         return self._allocate(shape, strides, kind)
 
-    def enqueue(self, inputs: list[int], outputs: list[int]) -> None:
-        given = [at(a, *kind) for a, kind in zip(inputs, self._given, strict=True)]
-        ends = zip(outputs, self._graph.run(given), self.results, strict=True)
-        for address, y, (shape, _, dtype) in ends:
+    def enqueue(self, ends: list[int]) -> None:
+        count = len(self._given)
+        given = [at(a, *kind) for a, kind in zip(ends[:count], self._given, strict=True)]
+        results = zip(ends[count:], self._graph.run(given), self.results, strict=True)
+        for address, y, (shape, _, dtype) in results:
             at(address, shape, dtype).copy_(y)
 
 
@@ -240,7 +241,7 @@ def test_eager_calls_without_the_dispatcher(name: str, monkeypatch: pytest.Monke
     """As CUDA tensors take it, tried with tensors of the CPU."""
     monkeypatch.setattr(eager, "on_gpu", lambda x: True)
     monkeypatch.setattr(gpu, "current_device", lambda: -1)
-    monkeypatch.setattr(gpu, "state", lambda number: (0, "highest"))
+    monkeypatch.setattr(gpu, "state", lambda: (-1, 0, "highest"))
     monkeypatch.setattr(Graph, "turn", lambda graph, tensors: HostTurn(graph, tensors))
     ours, theirs, shapes = CASES[name]
     given = drawn(shapes, torch.float32)

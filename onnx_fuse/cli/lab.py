@@ -22,7 +22,7 @@ from onnx_fuse.errors import CheckFailed, UsageError
 EXAMPLES = (
     "onnx-fuse lab LayerNormGemm --shape 8192,768,3072 --precision bf16",
     "onnx-fuse lab Gemm --candidate mma_sm80.cu --shape 512,768,3072 --precision bf16",
-    "onnx-fuse lab Softmax --shape 8192,1,4096 --tune --freeze",
+    "onnx-fuse lab Softmax --shape 8192,4096,1 --tune --freeze",
 )
 
 

@@ -292,11 +292,10 @@ class _Turn:
 
 def sole(x: Tensor) -> Array:
     """The memory of a Tensor in GPU memory, or a copy of it where others may read it too."""
-    from onnx_fuse.runtime.device import Pooled
     from onnx_fuse.runtime.tensor import DeviceTensor
 
     array = x._data
-    if array.is_of(Pooled) and sys.getrefcount(array) <= 3:  # the Tensor's, this one's, the call's
+    if array.is_private() and sys.getrefcount(array) <= 3:  # the Tensor's, this one's, the call's
         return array
     owner = home(array.device_id)
     made = DeviceTensor(0, array.shape, array.dtype.name, array.device_id, None)

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from onnx_fuse import config
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.launch import bind
 from onnx_fuse.program.call import Tensor
@@ -29,10 +28,6 @@ from onnx_fuse.runtime.schedule import segments
 PLACES = 256
 """Sets of addresses of one shape in one stream that have launches of their own: the layers of a
 model have a few each, which an allocator gives again step after step."""
-RUNS = 3
-"""Runs at the same addresses after which many launches become one of a CUDA graph."""
-MANY = 6
-"""Launches that are many: launching a graph takes the host about as long as four of them."""
 
 
 class Layout:
@@ -86,10 +81,6 @@ class Layout:
                 buffers.append(value.buffer)
         self.movable = [*(t.buffer for _, t in inputs), *buffers]
         """The buffers whose places a run brings: inputs that are read, outputs that are written."""
-        count = sum(len(call.launches) for call in program.calls)
-        self.graphs = count >= MANY and bool(config.GRAPH.value)
-        """Whether its launches become a CUDA graph."""
-        self.stream = executable.stream
         self.moves_all = self.moving == [*range(first + len(program.outputs))]
 
     def _upload(self, executable: Executable, array: np.ndarray[Any, Any]) -> int:
@@ -129,7 +120,6 @@ class Steps:
         self._layout, self._places = layout, places
         self._address = dict(layout.fixed)
         self._stand(places)
-        self._runs = 0
         plan, hw = layout.plan, layout.hw
         self._parts = [Launches(s, plan.order, hw, self._address) for s in segments(layout.program)]
 
@@ -145,7 +135,7 @@ class Steps:
 
     def move(self, places: Sequence[int]) -> None:
         """Take other addresses."""
-        old, self._places, self._runs = self._places, places, 0
+        old, self._places = self._places, places
         pairs = zip(self._layout.movable, old[1:], places[1:], strict=True)
         moved = [b for b, a, c in pairs if a != c]
         self._stand(places)
@@ -158,13 +148,8 @@ class Steps:
         for part in self._parts:
             part.move(moved)
 
-    def launch(self, stream: device.Stream, *, repeats: bool = True) -> None:
-        """Enqueue all: one by one, and as a CUDA graph once they have come often (`repeats`)."""
-        if repeats and self._runs < RUNS:
-            self._runs += 1
-            if self._runs == RUNS and self._layout.graphs:
-                for part in self._parts:
-                    part.capture(self._layout.stream)
+    def launch(self, stream: device.Stream) -> None:
+        """Enqueue all."""
         for part in self._parts:
             part.launch(stream)
 
@@ -199,7 +184,7 @@ class Turn:
             elif steps is None or before != places:
                 steps = self._standing(places)
                 self._latest = places, steps
-            steps.launch(self.stream, repeats=not keep)
+            steps.launch(self.stream)
             for i, source, nbytes in layout.copied:
                 if nbytes:
                     at = source if isinstance(source, int) else steps.address(source)

@@ -54,9 +54,9 @@ class DeviceTensor:
         """Stand in `memory` from now on."""
         self.address, self._owner = memory.address, memory
 
-    def is_of(self, kind: type) -> bool:
-        """Whether memory of this kind is its own, and no other library has seen the address."""
-        return type(self._owner) is kind and not self._owner.lent
+    def is_private(self) -> bool:
+        """Whether it has memory of a pool to itself, whose address no other library has seen."""
+        return isinstance(self._owner, device.Pooled) and not self._owner.lent
 
     def wait(self) -> None:
         """Wait for what makes it. Raises DeviceError where a kernel failed."""

@@ -241,7 +241,8 @@ def _written(node: Any, x: fx.Node) -> Any:
         name, terms[1] = "mul", float(f"{1 / terms[1]:.6g}")
     if name not in ("mul", "add"):
         return (name, *terms, *sorted(node.kwargs.items()))
-    numbers, rest = [], []
+    numbers: list[float] = []
+    rest: list[Any] = []
     for term in terms:
         for part in term[1:] if isinstance(term, tuple) and term[0] == name else (term,):
             (numbers if isinstance(part, float) else rest).append(part)

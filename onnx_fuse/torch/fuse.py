@@ -8,16 +8,8 @@ class in place: names, parameters and state dicts stay as they are.
 
 from __future__ import annotations
 
-import ast
-import inspect
-import itertools
-import operator
-import textwrap
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,12 +24,7 @@ from onnx_fuse.torch.functional import (
     linear_cross_entropy,
     rms_norm_linear,
 )
-
-VARIANTS = 32
-"""Ways to call a forward that are traced at most."""
-BRANCHES = 4
-"""Branches on the values of tensors, such as a size, that a way through a forward may have."""
-
+from onnx_fuse.torch.traces import size_of, traces
 
 # ---- what the modules become -----------------------------------------------------------------
 
@@ -91,7 +78,7 @@ class _Fused:
 
     def forward(self, x: Tensor) -> Tensor:
         """act(linear(norm(x)))."""
-        act = {"activation": self.activation, "transposed": self.transposed}
+        act: dict[str, Any] = {"activation": self.activation, "transposed": self.transposed}
         if not self.before:
             return linear_activation(x, self.weight, self.bias, **act)
         (norm,) = self.before
@@ -150,6 +137,11 @@ class _Kinds:
         found: str | None = self._once(_activation_of, module)
         return found
 
+    def is_whole(self, module: nn.Module) -> bool:
+        """Whether a module is one of these, or of ours."""
+        own = type(module).__module__.startswith("onnx_fuse.torch") or self.is_norm(module)
+        return own or self.is_linear(module) or self.activation(module) is not None
+
     def _once(self, ask: Callable[[nn.Module], Any], module: nn.Module) -> Any:
         key = ask, module, type(module)
         if key not in self._found:
@@ -190,150 +182,11 @@ class Candidate:
     """Why they stay apart; "" where they are fused."""
 
 
-class _Proxy(fx.Proxy):
-    """A value of a trace that a call may spread out among its arguments (`_Tracer.iter`)."""
-
-    def __len__(self) -> int:
-        raise TypeError("the length of a tensor or of its shape is asked for")
-
-
-class _Tracer(fx.Tracer):
-    """Traces one way through a forward: `path` says how its branches on tensors' values go."""
-
-    def __init__(self, kinds: _Kinds, path: Sequence[bool]) -> None:
-        super().__init__()
-        self._kinds = kinds
-        self.taken = list(path)
-        """How all branches of the trace have gone; beyond `path` they are taken as True."""
-        self._left = list(path)
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Whether a module is a node: one of torch's or of ours, or one that a formula knows."""
-        own = type(m).__module__.startswith("onnx_fuse.torch") or self._kinds.is_norm(m)
-        own = own or self._kinds.is_linear(m) or self._kinds.activation(m) is not None
-        if own or super().is_leaf_module(m, module_qualified_name):
-            return True
-        _check_further(type(m).forward)
-        return False
-
-    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
-        """The forward, with a placeholder for each argument that is not fixed.
-
-        `**kwargs` stay empty, which fx cannot do where others are fixed.
-        """
-        _check_further(root_fn)
-        kinds = {p.kind for p in inspect.signature(root_fn).parameters.values()}
-        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        if kinds.isdisjoint(variadic[1:]) or variadic[0] in kinds:
-            return super().create_args_for_root(root_fn, is_module, concrete_args)
-        named = {}
-        for name, parameter in [*inspect.signature(root_fn).parameters.items()][1:]:
-            if parameter.kind is not variadic[1]:
-                known = name in concrete_args
-                named[name] = (
-                    concrete_args[name] if known else self.create_proxy("placeholder", name, (), {})
-                )
-        return lambda root: root_fn(root, **named), [self.root]
-
-    def proxy(self, node: fx.Node) -> fx.Proxy:
-        """The value of a node."""
-        return _Proxy(node, self)
-
-    def to_bool(self, obj: fx.Proxy) -> bool:
-        """How a branch goes whose condition is known in a run alone."""
-        if self._left:
-            return self._left.pop(0)
-        if len(self.taken) >= BRANCHES:
-            raise fx.proxy.TraceError(f"more than {BRANCHES} branches depend on its tensors")
-        self.taken.append(True)
-        return True
-
-    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        """A part of a shape, which calls spread out among their arguments: two of its sizes."""
-        node = obj.node
-        cut = node.target is operator.getitem and isinstance(node.args[1], slice)
-        if cut and isinstance(node.args[0], fx.Node) and _size_of(node.args[0]):
-            return iter((obj[0], obj[1]))
-        return super().iter(obj)
-
-
-@cache
-def _check_further(forward: Any) -> None:
-    """Raise TraceError where a forward looks into its `**kwargs`, of which a trace has none."""
-    plain = inspect.unwrap(forward)
-    kinds = inspect.signature(plain).parameters.values()
-    names = {p.name for p in kinds if p.kind is inspect.Parameter.VAR_KEYWORD}
-    if not names:
-        return
-    tree = ast.parse(textwrap.dedent(inspect.getsource(plain)))
-    passed = [k.value for n in ast.walk(tree) if isinstance(n, ast.Call) for k in n.keywords
-              if k.arg is None]  # fmt: skip
-    if any(isinstance(n, ast.Name) and n.id in names and n not in passed for n in ast.walk(tree)):
-        raise fx.proxy.TraceError(f"it looks into its **{', '.join(names)}")
-
-
-def _paths(module: nn.Module, kinds: _Kinds, fixed: dict[str, Any]) -> Iterator[fx.Graph]:
-    """The graphs of all ways through a forward, but for those that end in an error of its own."""
-    path: list[bool] | None = []
-    while path is not None:
-        tracer = _Tracer(kinds, path)
-        try:
-            yield tracer.trace(module, fixed)
-        except Exception as error:
-            if not _raised(error):
-                raise
-        while tracer.taken and not tracer.taken[-1]:
-            tracer.taken.pop()
-        path = [*tracer.taken[:-1], False] if tracer.taken else None
-
-
-def _raised(error: Exception) -> bool:
-    """Whether a forward cannot take its arguments: it raises by itself, or lacks what is None."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    if last.filename == __file__ or last.filename.startswith(str(Path(torch.__file__).parent)):
-        return False
-    lacks = isinstance(error, TypeError | AttributeError) and "NoneType" in str(error)
-    return lacks or (last.line or "").startswith("raise ")
-
-
-def _variants(module: nn.Module) -> Iterator[dict[str, Any]]:
-    """The arguments that a trace fixes, for each way to call a forward."""
-    choices: dict[str, tuple[Any, ...]] = {}
-    for name, parameter in inspect.signature(module.forward).parameters.items():
-        if parameter.default is None:
-            choices[name] = (None, ...)
-        elif isinstance(parameter.default, bool):
-            choices[name] = (True, False)
-    for values in itertools.product(*choices.values()):
-        pairs = zip(choices, values, strict=True)
-        yield {name: value for name, value in pairs if value is not ...}
-
-
-def _traces(module: nn.Module, kinds: _Kinds) -> list[fx.Graph] | str:
-    """Its forward's graphs, or the reason why there is none."""
-    variants = list(itertools.islice(_variants(module), VARIANTS + 1))
-    if len(variants) > VARIANTS:
-        return f"its forward has too many optional arguments ({VARIANTS} ways to call it at most)"
-    modes = {each: each.training for each in module.modules()}
-    found = []
-    try:
-        for training in (True, False):
-            module.train(training)
-            found += [graph for fixed in variants for graph in _paths(module, kinds, fixed)]
-    except Exception as error:  # noqa: BLE001 - whatever a forward does with what is no tensor
-        line = str(error).strip().splitlines()
-        return f"its forward cannot be traced: {line[0] if line else type(error).__name__}"
-    finally:
-        for each, mode in modes.items():
-            each.training = mode
-    return found
-
-
 def _scopes(
     module: nn.Module, name: str, kinds: _Kinds, failed: dict[str, str]
 ) -> Iterator[tuple[str, Any]]:
     """The outermost modules that can be traced, with their graphs."""
-    traced = _traces(module, kinds)
+    traced = traces(module, kinds.is_whole)
     if not isinstance(traced, str):
         yield name, traced
         return
@@ -341,15 +194,6 @@ def _scopes(
     for child_name, child in module.named_children():
         if not type(child).__module__.startswith("torch.nn.modules") or list(child.children()):
             yield from _scopes(child, f"{name}.{child_name}" if name else child_name, kinds, failed)
-
-
-def _size_of(node: fx.Node) -> bool:
-    """Whether a node asks for a tensor's shape alone."""
-    if node.op == "call_method":
-        return node.target in ("size", "dim")
-    return node.op == "call_function" and node.target is getattr and node.args[1] in (
-        "shape", "ndim", "device", "dtype",
-    )  # fmt: skip
 
 
 class _Scope:
@@ -384,7 +228,7 @@ class _Scope:
     def readers(self, name: str) -> list[fx.Node]:
         """All nodes that read a module's result for more than its shape."""
         nodes = [n for nodes in self.calls[name] for n in nodes]
-        return [user for n in nodes for user in n.users if not _size_of(user)]
+        return [user for n in nodes for user in n.users if not size_of(user)]
 
     def linear(self, node: fx.Node, reads: str) -> bool:
         """Whether a node is a linear layer's call on the result of the module `reads`."""
