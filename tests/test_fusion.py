@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import numpy as np
 import onnx_ir as ir
@@ -473,3 +474,23 @@ def test_a_shape_of_the_weights_is_no_reader_of_theirs() -> None:
     feeds = {n: rng.standard_normal((2, r, 8)).astype(np.float32) for n, r in rows.items()}
     for found, wanted in zip(after.run(None, feeds), before.run(None, feeds), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "left"),
+    [
+        ("t = Transpose <perm = [1, 0]> (x) c = Cast <to = 10> (t) y = Cast <to = 1> (c)", 3),
+        ("t = Transpose <perm = [0, 1]> (x) y = Neg (t)", 1),
+        ("c = Cast <to = 1> (x) y = Neg (c)", 1),
+        ("t = Transpose <perm = [1, 0]> (x) y = Transpose <perm = [1, 0]> (t)", 1),  # an Identity
+        ("t = Transpose <perm = [1, 0]> (x) n = Neg (t) y = Transpose <perm = [1, 0]> (n)", 3),
+    ],
+)
+def test_rules_of_onnxscript_are_loaded_where_one_applies(
+    nodes: str, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = text_model(f"g (float[N, 6] x) => (float[M, K] y) {{ {nodes} }}")
+    if left == 3:  # its import takes longer than most graphs
+        monkeypatch.setitem(sys.modules, "onnxscript.rewriter", None)
+    passes.optimize(model, level=2)
+    assert len(model.graph) == left
