@@ -451,12 +451,8 @@ class Trainer:
         arrays = self._fit(spec, feeds)
         if self._batch_unchecked:
             self._batch_unchecked = False
-            data.check_freed_batch(
-                self._source,
-                {name: np.asarray(array) for name, array in arrays.items()},
-                spec.outputs,
-                lambda: self._device.start("evaluate", spec, arrays)(),
-            )
+            run = partial(self._device.start, "evaluate", spec, arrays)
+            data.check_freed_batch(self._source, arrays, spec.outputs, lambda: run()())
         found = self._device.start(mode, spec, arrays)()
         counted = hits = 0
         for target in [t for t in spec.targets if t.classes][:1]:
@@ -464,8 +460,9 @@ class Trainer:
             counted = int(counts.sum())
             guesses = found[target.logits].argmax(target.class_axis)
             hits = int((counts & (guesses == labels)).sum())
-        kept = {n: found[n] for n in spec.outputs}
-        return Evaluation(float(found[spec.loss]), kept, counted, hits)
+        return Evaluation(
+            float(found[spec.loss]), {n: found[n] for n in spec.outputs}, counted, hits
+        )
 
     def _averages(self, wanted: bool) -> bool:
         if wanted and self._options["ema"] is None:
