@@ -32,7 +32,7 @@ from onnx_fuse.training.groups import Choice
 from onnx_fuse.training.history import History
 from onnx_fuse.training.loss import Loss, Run
 from onnx_fuse.training.losses import Given, Term
-from onnx_fuse.training.metrics import Evaluation
+from onnx_fuse.training.metrics import Evaluation, evaluation
 from onnx_fuse.training.ranks import Ranks, Spare, counted, part_of_state, whole_states
 from onnx_fuse.training.sources import Data
 from onnx_fuse.training.step import Mode, Spec, State, training_model
@@ -454,15 +454,7 @@ class Trainer:
             run = partial(self._device.start, "evaluate", spec, arrays)
             data.check_freed_batch(self._source, arrays, spec.outputs, lambda: run()())
         found = self._device.start(mode, spec, arrays)()
-        counted = hits = 0
-        for target in [t for t in spec.targets if t.classes][:1]:
-            counts = (labels := arrays[target.labels]) != target.ignored
-            counted = int(counts.sum())
-            guesses = found[target.logits].argmax(target.class_axis)
-            hits = int((counts & (guesses == labels)).sum())
-        return Evaluation(
-            float(found[spec.loss]), {n: found[n] for n in spec.outputs}, counted, hits
-        )
+        return evaluation(spec, arrays, found)
 
     def _averages(self, wanted: bool) -> bool:
         if wanted and self._options["ema"] is None:
