@@ -43,9 +43,13 @@ def gemm_problem(problem: Problem, **values: Value) -> Problem:
     )  # fmt: skip
 
 
+_APART = 1e-6
+"""What a pass for the statistics has to gain: the product waits for its last rows."""
+
+
 def stats_seconds(problem: Problem, hw: Hardware) -> float:
     """Predicted seconds of the statistics: one read of x, whose short rows leave lanes idle."""
-    size = ITEMSIZE[problem.dtype] * problem.m * max(problem.k, 256)
+    size = ITEMSIZE[problem.dtype] * problem.m * max(problem.k, 512)
     return hw.launch_seconds + size / hw.bandwidth
 
 
@@ -78,7 +82,7 @@ class Fold:
         if gemm.parts or not isinstance(self.inner, Wgmma):
             return True
         plain = self.inner.cost(self._gemm(problem, apart=True), config, hw)
-        return self.inner.cost(gemm, config, hw) <= plain + stats_seconds(problem, hw)
+        return self.inner.cost(gemm, config, hw) <= plain + stats_seconds(problem, hw) + _APART
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         """The reason why this kernel cannot serve `problem`, or None if it can."""
