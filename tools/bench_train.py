@@ -6,8 +6,8 @@
 Every arm is a process of its own, with random weights and feeds: `Trainer.step` with an empty cache
 folder, which gives the first step's seconds and the times, once more with what that left in the
 cache, and the same network of torch modules (train_peers.py) under torch.compile with autocast and
-fused AdamW. A step is the time between calls of a loop that looks at its last loss; "graph" is the
-GPU's own time, feeds on the device. "first" is from the model in memory to the first loss. Memory
+fused AdamW. A step is the time between calls of a loop that looks at its last loss, images on the
+device; "graph" is the GPU's own time. "first" is from the model in memory to the first loss. Memory
 is what the device has in use beside the CUDA context. Every figure is printed as it is found, and
 the JSON is written after every arm. An arm that takes longer than `--limit` seconds is ended; the
 figures that it found until then stay. `--quick` leaves torch and the warm start out; `--profile`
@@ -141,6 +141,19 @@ def say(**figures: Any) -> None:
     print(json.dumps(figures), flush=True)
 
 
+def on_gpu(array: Any, stream: Any) -> Any:
+    """Floats in GPU memory, where torch's feeds are too; the host checks labels, which stay."""
+    from onnx_fuse.runtime import device
+    from onnx_fuse.runtime.tensor import DeviceTensor
+
+    if array.dtype.kind != "f":
+        return array
+    memory = device.Memory(array.nbytes, "feeds")
+    stream.upload(memory.address, array.ctypes.data, array.nbytes)
+    stream.wait("feeds")
+    return DeviceTensor(memory.address, array.shape, array.dtype.name, 0, memory)
+
+
 def ours(row: Row, c: Any, feeds: Arrays, profile: bool) -> None:
     """Say first step, step, memory, graph and kernels of `Trainer.step`."""
     from onnx_fuse import Trainer, optim
@@ -154,6 +167,8 @@ def ours(row: Row, c: Any, feeds: Arrays, profile: bool) -> None:
     )  # fmt: skip
     losses, last = [float(trainer.step(feeds))], []
     say(first=time.perf_counter() - begun)
+    executable = trainer._device._states._executables["update"]  # type: ignore[union-attr]
+    feeds = {name: on_gpu(array, executable.stream) for name, array in feeds.items()}
 
     def step() -> None:
         last[:] = [trainer.step(feeds)]
@@ -161,7 +176,6 @@ def ours(row: Row, c: Any, feeds: Arrays, profile: bool) -> None:
     say(step=step_time(step, lambda: float(last[0])))
     losses.append(float(last[0]))
     say(bytes=in_use() - before, losses=losses)
-    executable = trainer._device._states._executables["update"]  # type: ignore[union-attr]
     (instance,) = executable.instances()
     instance.capture()
     graph = median(executable.stream.timed(instance.launch) for _ in range(3))

@@ -263,8 +263,9 @@ def bert_page(found: Row) -> list[str]:
 def train_page(found: Row) -> list[str]:
     lines = [
         "## Training steps", "",
-        "`Trainer.step` with AdamW, and torch.compile of the same network with autocast and fused "
-        "AdamW in the same run, each in a process of its own. Memory is what the GPU has in use; "
+        f"`Trainer.step` with AdamW ({found['date']}), and, where its columns are filled, "
+        "torch.compile of the same network with autocast and fused AdamW in the same run, each in "
+        "a process of its own. Memory is what the GPU has in use; "
         "the first step is from the model in memory to the first loss, with an empty cache and "
         "with a filled one.", "",
         "| model | ms | torch.compile ms | ratio | GiB | torch.compile GiB | first step s, cold | "

@@ -13,7 +13,6 @@ import onnx_ir as ir
 
 from onnx_fuse.onnx.build import Builder, dim, given, rank
 from onnx_fuse.onnx.shapes import infer_shapes
-from onnx_fuse.ops.rewrite import attribute
 from onnx_fuse.passes.canonicalize import clean
 
 MOST_CHANNELS = 4
@@ -49,10 +48,11 @@ def _rewritten(graph: ir.Graph, node: ir.Node) -> bool:
     shape = [size for size in image if size is not None]
     if image[0] != channels or channels > MOST_CHANNELS or prod(kernel) * channels < LEAST_WIDTH:
         return False
-    plain = attribute(node, "group", 1) == 1 and not any(attribute(node, "pads", [0]))
-    plain = plain and all(step == 1 for step in attribute(node, "dilations", [1]))
-    plain = plain and attribute(node, "auto_pad", "NOTSET") in ("NOTSET", "VALID")
-    apart = list(attribute(node, "strides", [1] * axes)) == kernel
+    given_as = node.attributes
+    plain = given_as.get_int("group", 1) == 1 and not any(given_as.get_ints("pads", ()))
+    plain = plain and all(step == 1 for step in given_as.get_ints("dilations", ()))
+    plain = plain and given_as.get_string("auto_pad", "NOTSET") in ("NOTSET", "VALID")
+    apart = list(given_as.get_ints("strides", [1] * axes)) == kernel
     if not plain or not apart or any(s % k for s, k in zip(shape[1:], kernel, strict=True)):
         return False
     counts = [size // k for size, k in zip(shape[1:], kernel, strict=True)]

@@ -34,9 +34,7 @@ def in_precision(model: ir.Model, precision: str) -> tuple[ir.Model, str]:
     return model, math
 
 
-def lower_precision(
-    model: ir.Model, dtype: ir.DataType, *, masters: bool = False, wide_sums: bool = False
-) -> None:
+def lower_precision(model: ir.Model, dtype: ir.DataType, *, masters: bool = False) -> None:
     """Turn float32 into `dtype` (BFLOAT16, FLOAT16) in place, between Casts at the graph's ends.
 
     With `masters` the initializers stay float32 and are cast where they are read, so that training
@@ -45,8 +43,7 @@ def lower_precision(
     stays float32, and attention is told what its mask's lowest number means. Angles of positions
     stay float32 up to their sine and cosine. With `masters` an
     operator that the model's opset has in other types only stays float32 between Casts: its
-    gradient could not be typed. With `wide_sums` the residual stream, which each branch of a
-    network adds to, stays float32, and what reads it otherwise reads it in `dtype`.
+    gradient could not be typed.
     """
     graph, op = model.graph, Builder()
     widened = [value.dtype == F32 for value in graph.outputs]
@@ -77,9 +74,6 @@ def lower_precision(
         keep(node.outputs, sources=False)
     for node, _, number in far.masks:
         set_floor(node, number)
-    for node in _residual_sums(graph) if wide_sums else ():
-        wide[node] = None
-        keep(node.outputs, sources=False)
     for node in graph:
         if node.op_type in ("Cos", "Sin") and _of_integers(node.inputs[0]):
             keep(node.outputs)
@@ -141,25 +135,6 @@ def lower_precision(
             value.name, cast.name = f"{name}.{dtype.name.lower()}", name
             graph.outputs[k] = cast
     graph.extend(op.nodes)
-
-
-def _residual_sums(graph: ir.Graph) -> list[ir.Node]:
-    """The Adds of a branch to what it branched off from, and the one that this begins with."""
-    found: dict[ir.Node, None] = {}
-    for node in graph:
-        values = [v for v in node.inputs if v is not None and v.const_value is None]
-        if node.op_type != "Add" or node.domain or len(values) < 2:
-            continue
-        if any(v.dtype != F32 or v.shape is None or v.shape != values[0].shape for v in values):
-            continue
-        for value in values:
-            maker = value.producer()
-            if len(value.uses()) < 2:
-                continue
-            found[node] = None
-            if maker is not None and maker.op_type == "Add" and not maker.domain:
-                found[maker] = None
-    return list(found)
 
 
 def _of_integers(value: ir.Value | None) -> bool:

@@ -109,7 +109,6 @@ def training_model(
     free_batch: bool = False,
     level: int = 0,
     precision: str = "fp32",
-    residual_dtype: str = "",
     loss_scale: float = 65536.0,
     ema: float | None = None,
     fused: bool = False,
@@ -130,7 +129,7 @@ def training_model(
         ranks: The processes that train together, of which each has its part of the batch.
 
     The other arguments (loss, optimizer, loss_options, output, trainable, frozen, clip_norm,
-    accumulate, free_batch, level, precision, residual_dtype, loss_scale, ema) and the errors are
+    accumulate, free_batch, level, precision, loss_scale, ema) and the errors are
     those of `training.trainer.Trainer`.
     """
     original = read(model)
@@ -145,12 +144,7 @@ def training_model(
         patches_as_products(prepared)
     dtype, _ = PRECISIONS[precision]
     if dtype != "float32":
-        lower_precision(
-            prepared,
-            onnx_ir.DataType[dtype.upper()],
-            masters=True,
-            wide_sums=residual_dtype == "fp32",
-        )
+        lower_precision(prepared, onnx_ir.DataType[dtype.upper()], masters=True)
     step = _Step(prepared, mode, named, optimizer, ranks)
     statistics = step.batch_norms(choice)
     step.dropouts()

@@ -69,8 +69,6 @@ class Trainer:
         precision: As in InferenceSession. With "bf16" and "fp16", forward and backward are in 16
             bits, and weights, sums and the update are in float32. "fp16" scales the loss, and
             skips updates whose gradients overflow.
-        residual_dtype: "fp32" keeps the sums that the branches of a network add to in float32 where
-            `precision` is "bf16" or "fp16"; "" leaves them in 16 bits.
         loss_scale: The first scale of the loss in "fp16".
         ema: The factor by which a running average of each weight decays at an update, such as
             0.999; `evaluate`, `weights` and `save` take the averages where they are asked to.
@@ -90,8 +88,7 @@ class Trainer:
         distributed: Train together with the other processes of a run (ranks), which torchrun,
             mpirun, srun or `onnx-fuse train --gpus` have started. Each gives `step` its part of
             the batch; the loss and the update are those of all parts together.
-        reduce_dtype: "fp32" adds up the gradients of the ranks in their own type, "bf16" in half
-            as many bytes.
+        reduce_dtype: "fp32" adds up the ranks' gradients in their own type, "bf16" in half of it.
         shard: "optimizer" lets each rank hold its part alone of weights and optimizer's state, and
             gather the weights once a step, "all" for each half of it. All ranks then call what
             reads them (`evaluate`, `weights`, `save`) together.
@@ -101,9 +98,8 @@ class Trainer:
             is there, and nothing is compiled.
         sync_batchnorm: Normalize by the statistics of all ranks' rows, instead of each rank's own.
         memory: The most GPU memory that a step may take, as bytes or as a text such as "6GiB";
-            "min" is the least possible. Weights, states, inputs and temporaries count. Results of
-            the forward are then computed a second time in the backward where that frees enough
-            memory; the numbers stay the same, bit for bit.
+            "min" is the least possible. Weights, states, inputs and temporaries count. The backward
+            computes results of the forward again where that frees enough; the bits stay the same.
 
     Raises:
         ModelError: The model is malformed, or cannot be differentiated.
@@ -126,7 +122,6 @@ class Trainer:
         accumulate: int = 1,
         seed: int = 0,
         precision: str = "fp32",
-        residual_dtype: str = "",
         loss_scale: float = 65536.0,
         ema: float | None = None,
         device: str = "cpu",
@@ -162,8 +157,6 @@ class Trainer:
             raise UsageError(
                 "accumulate must be at least 1, seed at least 0, and clip_norm above 0"
             )
-        if residual_dtype not in ("", "fp32"):
-            raise UsageError(f"residual_dtype is '{residual_dtype}': give 'fp32', or leave it out")
         if not 0 < loss_scale < np.inf:
             raise UsageError(f"the loss scale is {loss_scale}: it must be finite and above 0")
         self._ranks = None
@@ -214,7 +207,6 @@ class Trainer:
             "free_batch": free_batch,
             "level": backends.default_level(precision, device) if level is None else level,
             "precision": precision,
-            "residual_dtype": residual_dtype,
             "loss_scale": loss_scale,
             "ema": ema,
         }
