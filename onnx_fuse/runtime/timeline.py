@@ -89,7 +89,7 @@ class Timeline:
             _REACHED[0].array[...] = 0
         self._stream = stream
         self._start = _Moment()
-        self.asides: list[Aside] = [self._record(self._start, ()), self._count(0, ())]
+        self.asides: list[Aside] = [self._record(self._start, ())]
         self._exchanges: list[tuple[Collective, _Moment, _Moment]] = []
         self._waits: list[tuple[_Moment, list[_Moment]]] = []
         ends: dict[int, _Moment] = {}
@@ -119,8 +119,9 @@ class Timeline:
         return lambda: self._stream.note(_REACHED[0].address + 4, number), heads
 
     def ended(self, stream: device.Stream) -> None:
-        """Count a launch of the graph once it is over."""
+        """Count a launch of the graph once it is over, and begin to count collectives anew."""
         Timeline._launches += 1
+        stream.note(_REACHED[0].address + 4, 0)
         stream.note(_REACHED[0].address, Timeline._launches)
 
     def read(self) -> Communication:

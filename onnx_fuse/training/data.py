@@ -139,7 +139,7 @@ def order(examples: int, seed: int, epoch: int, *, shuffle: bool = True) -> Arra
 
 def check_freed_batch(
     model: onnx_ir.Model,
-    arrays: Mapping[str, Array],
+    arrays: Mapping[str, Any],
     names: Sequence[str],
     run: Callable[[], Mapping[str, Array]],
 ) -> None:
@@ -147,7 +147,7 @@ def check_freed_batch(
 
     Args:
         model: The model with the batch that it was exported with.
-        arrays: The feeds of the first batch.
+        arrays: The feeds of the first batch, on the host or on a GPU.
         names: The outputs to compare.
         run: Computes them for that batch.
 
@@ -155,6 +155,7 @@ def check_freed_batch(
         ModelError: The outputs differ.
         DataError: The batch has too few rows.
     """
+    arrays = {name: np.asarray(array) for name, array in arrays.items()}
     session = ort.session(model)
     size = int(session.get_inputs()[0].shape[0])
     rows = len(arrays[session.get_inputs()[0].name])

@@ -32,7 +32,7 @@ from onnx_fuse.training.groups import Choice
 from onnx_fuse.training.history import History
 from onnx_fuse.training.loss import Loss, Run
 from onnx_fuse.training.losses import Given, Term
-from onnx_fuse.training.metrics import Evaluation
+from onnx_fuse.training.metrics import Evaluation, evaluation
 from onnx_fuse.training.ranks import Ranks, Spare, counted, part_of_state, whole_states
 from onnx_fuse.training.sources import Data
 from onnx_fuse.training.step import Mode, Spec, State, training_model
@@ -443,21 +443,10 @@ class Trainer:
         arrays = self._fit(spec, feeds)
         if self._batch_unchecked:
             self._batch_unchecked = False
-            data.check_freed_batch(
-                self._source,
-                {name: np.asarray(array) for name, array in arrays.items()},
-                spec.outputs,
-                lambda: self._device.start("evaluate", spec, arrays)(),
-            )
+            run = partial(self._device.start, "evaluate", spec, arrays)
+            data.check_freed_batch(self._source, arrays, spec.outputs, lambda: run()())
         found = self._device.start(mode, spec, arrays)()
-        counted = hits = 0
-        for target in [t for t in spec.targets if t.classes][:1]:
-            counts = (labels := arrays[target.labels]) != target.ignored
-            counted = int(counts.sum())
-            guesses = found[target.logits].argmax(target.class_axis)
-            hits = int((counts & (guesses == labels)).sum())
-        kept = {n: found[n] for n in spec.outputs}
-        return Evaluation(float(found[spec.loss]), kept, counted, hits)
+        return evaluation(spec, arrays, found)
 
     def _averages(self, wanted: bool) -> bool:
         if wanted and self._options["ema"] is None:

@@ -53,3 +53,14 @@ def test_ranks_train_as_one_gpu_with_their_batches(tmp_path: Path) -> None:
         np.testing.assert_array_equal(first[name], again[name], err_msg=f"again, {name}")
         limit = TOLERANCE.get(case, 1e-3)
         np.testing.assert_allclose(first[name], expected, rtol=limit, atol=limit, err_msg=name)
+
+
+def test_a_gpu_that_hangs_ends_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Ahead of a step that is one graph already; the hosts of both ranks wait for it."""
+    for name, value in (("DEVICE", "cuda"), ("ONNX_FUSE_PATIENCE", "4"), ("ONNX_FUSE_STALL", "8")):
+        monkeypatch.setenv(name, value)
+    assert launch.run([*WORKER[:2], "inside", str(tmp_path)], RANKS) == 1
+    assert "rank 1 has " in capfd.readouterr().err
+    assert not (tmp_path / "finished").exists()
