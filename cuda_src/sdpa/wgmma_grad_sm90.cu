@@ -90,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_gradients(
         mbarrier_init(own_full, 1);
         for (int i = 0; i < STAGES; i++) {
             mbarrier_init(full + i * 8, 1);
-            mbarrier_init(empty + i * 8, WGS * 4);
+            mbarrier_init(empty + i * 8, WGS * 4 * WARP_ARRIVALS);
         }
         fence_barrier_init();
     }
@@ -160,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_gradients(
     // Tile j is read. The one before it is, by all warps or soon: its stage takes the next tile.
     auto release = [&](int j) {
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(empty + j % STAGES * 8);
+        if (lane < WARP_ARRIVALS) mbarrier_arrive(empty + j % STAGES * 8);
         if (warp == 0 && j > 0 && j - 1 + STAGES < steps) {
             mbarrier_wait(empty + (j - 1) % STAGES * 8, (j - 1) / STAGES & 1);
             fetch(j - 1 + STAGES);

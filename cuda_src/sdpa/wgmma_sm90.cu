@@ -153,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
         for (int i = 0; i < STAGES; i++) {
             mbarrier_init(k_full + i * 8, MASK == 2 ? 33 : 1);
             mbarrier_init(v_full + i * 8, 1);
-            mbarrier_init(k_empty + i * 8, WGS * 4);
+            mbarrier_init(k_empty + i * 8, WGS * 4 * WARP_ARRIVALS);
             mbarrier_init(v_empty + i * 8, WGS * 4);
         }
         fence_barrier_init();
@@ -254,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
                 const u8* from = smem + MASK_AT + stage * MASK_BYTES + (MASK == 1 ? tile * TILE * 128 : 0);
                 to_logits(s, from, scale, softcap, (float)fill, floor);
                 __syncwarp();
-                if (!ONE && lane == 0) mbarrier_arrive(k_empty + stage * 8);
+                if (!ONE && lane < WARP_ARRIVALS) mbarrier_arrive(k_empty + stage * 8);
                 const int key = j * TILE;
                 if ((MASK != 2 && key + TILE > keys) || (CAUSAL && key + TILE > first + tile * 64 + 1))
                     hide(s, key, row, keys);
