@@ -27,8 +27,10 @@ DEVICE void mbarrier_wait(u32 bar, u32 parity) {
 // the lane that makes it alone: there all lanes arrive (tools/sanitize.py defines RACECHECK).
 #ifdef RACECHECK
 constexpr int WARP_ARRIVALS = 32;
+DEVICE bool arrives(int) { return true; }
 #else
 constexpr int WARP_ARRIVALS = 1;
+DEVICE bool arrives(int lane) { return lane == 0; }
 #endif
 DEVICE void mbarrier_arrive(u32 bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");

@@ -255,7 +255,7 @@ class Arriving(Bound):
     """racecheck counts an mbarrier's arrival for one lane alone: all arrive, see sm90.cuh."""
 
     def __init__(self, launch: Launch, pointers: Mapping[str, int], hw: Hardware) -> None:
-        if "lane < WARP_ARRIVALS" in source_text(launch.source):
+        if "arrives(lane)" in source_text(launch.source):
             launch = replace(launch, defines=(*launch.defines, ("RACECHECK", "1")))
         super().__init__(launch, pointers, hw)
 

@@ -160,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_gradients(
     // Tile j is read. The one before it is, by all warps or soon: its stage takes the next tile.
     auto release = [&](int j) {
         __syncwarp();
-        if (lane < WARP_ARRIVALS) mbarrier_arrive(empty + j % STAGES * 8);
+        if (arrives(lane)) mbarrier_arrive(empty + j % STAGES * 8);
         if (warp == 0 && j > 0 && j - 1 + STAGES < steps) {
             mbarrier_wait(empty + (j - 1) % STAGES * 8, (j - 1) / STAGES & 1);
             fetch(j - 1 + STAGES);

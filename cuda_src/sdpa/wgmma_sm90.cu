@@ -254,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
                 const u8* from = smem + MASK_AT + stage * MASK_BYTES + (MASK == 1 ? tile * TILE * 128 : 0);
                 to_logits(s, from, scale, softcap, (float)fill, floor);
                 __syncwarp();
-                if (!ONE && lane < WARP_ARRIVALS) mbarrier_arrive(k_empty + stage * 8);
+                if (!ONE && arrives(lane)) mbarrier_arrive(k_empty + stage * 8);
                 const int key = j * TILE;
                 if ((MASK != 2 && key + TILE > keys) || (CAUSAL && key + TILE > first + tile * 64 + 1))
                     hide(s, key, row, keys);
