@@ -444,6 +444,10 @@ REFUSED = {
         "g (float[2,3] x) => (float[2,3] y) { [c] s = Constant ()  y = Add (x, s) }",
         "node 'c': a Constant has one attribute, this has 0",
     ),
+    "split_of_fewer_parts": (
+        "g (float[3,8] x) => (float[3,4] y) { [n] y, z = Split <axis = 1, num_outputs = 1> (x) }",
+        "node 'n': num_outputs is 1, but Split has 2 outputs",
+    ),
     "stash_type": (
         "g (float[3,8] x, float[8] s) => (float[3,8] y)"
         " { [n] y = LayerNormalization <stash_type = 99> (x, s) }",

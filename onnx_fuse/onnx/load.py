@@ -358,6 +358,11 @@ def _check_attributes(node: ir.Node, what: str) -> None:
         return
     if node.op_type == "Constant" and len(node.attributes) != 1:
         raise ModelError(f"{what}: a Constant has one attribute, this has {len(node.attributes)}")
+    parts = node.attributes.get_int("num_outputs", 0) if node.op_type == "Split" else 0
+    if parts and parts != len(node.outputs):
+        raise ModelError(
+            f"{what}: num_outputs is {parts}, but Split has {len(node.outputs)} outputs"
+        )
     for name in _ELEMENT_TYPES:
         attribute = node.attributes.get(name)
         if attribute is None or attribute.is_ref() or attribute.type != ir.AttributeType.INT:
