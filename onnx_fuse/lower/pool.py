@@ -251,10 +251,7 @@ def _repeated(
                 return False
         shape += [size, 1]
         pairs += [size, times]
-    source, target = x.reshape(shape), y.reshape(pairs)
-    assert source is not None
-    assert target is not None
-    copy(ctx, node, source.expand(pairs), target)
+    copy(ctx, node, x.view(shape).expand(pairs), y.view(pairs))
     return True
 
 
