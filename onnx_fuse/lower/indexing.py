@@ -77,13 +77,11 @@ def gather_elements(ctx: Context, node: ir.Node) -> str | None:
     shape = [d if k == axis else index.shape[k] for k, d in enumerate(x.shape)]
     x = ctx.contiguous(x.first(shape))
     y = ctx.output(node, 0, index.shape, x.dtype)
-    if y.size:
-        problem = GatherElements(
-            y.size, prod(index.shape[axis + 1 :]), index.shape[axis], x.shape[axis], x.dtype,
-            index.dtype,
-        )  # fmt: skip
-        return ctx.select(node, problem, {"x": x, "index": index}, {"y": y})
-    return None
+    problem = GatherElements(
+        y.size, prod(index.shape[axis + 1 :]), index.shape[axis], x.shape[axis], x.dtype,
+        index.dtype,
+    )  # fmt: skip
+    return ctx.select(node, problem, {"x": x, "index": index}, {"y": y})
 
 
 def gather_nd(ctx: Context, node: ir.Node) -> str | None:
@@ -93,13 +91,11 @@ def gather_nd(ctx: Context, node: ir.Node) -> str | None:
     q = index.shape[-1]
     tail = x.shape[batch + q :]
     y = ctx.output(node, 0, (*index.shape[:-1], *tail), x.dtype)
-    if y.size:
-        problem = GatherND(
-            prod(index.shape[:batch]), prod(index.shape[batch:-1]), x.shape[batch : batch + q],
-            prod(tail), x.dtype, index.dtype,
-        )  # fmt: skip
-        return ctx.select(node, problem, {"x": x, "index": index}, {"y": y})
-    return None
+    problem = GatherND(
+        prod(index.shape[:batch]), prod(index.shape[batch:-1]), x.shape[batch : batch + q],
+        prod(tail), x.dtype, index.dtype,
+    )  # fmt: skip
+    return ctx.select(node, problem, {"x": x, "index": index}, {"y": y})
 
 
 def scatter_elements(ctx: Context, node: ir.Node) -> str | None:

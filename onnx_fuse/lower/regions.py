@@ -21,8 +21,6 @@ def roi_align(ctx: Context, node: ir.Node) -> str | None:
     if x.dtype not in FLOATS or rois.dtype != x.dtype or len(x.shape) != 4:
         return f"no kernel for {x.dtype} of rank {len(x.shape)}"
     y = ctx.output(node, 0)
-    if not y.size:
-        return None
     # before opset 16 there was no shift by half a pixel, and loading says so with an attribute
     half = ctx.attr(node, "coordinate_transformation_mode", "half_pixel") == "half_pixel"
     problem = RoiAlign(

@@ -333,7 +333,8 @@ class Context(Protocol):
     ) -> str | None:
         """Append a call of `problem`; the reason where none of its candidates serves it.
 
-        Its launches are made last, by the pass `select_kernels`.
+        Nothing is appended where there is no element to write. The launches are made last, by the
+        pass `select_kernels`.
         """
 
 
