@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from onnx_fuse.ops.activations import ACTIVATIONS
 from onnx_fuse.program import size as sizes
-from onnx_fuse.program.call import INT32_LIMIT, Call, Context, Tensor
+from onnx_fuse.program.call import INT32_LIMIT, Call, Tensor
 from onnx_fuse.program.expression import Expression, Row, Step
 from onnx_fuse.program.problem import ITEMSIZE, Arg, Launch, Num, Ptr, Table
 
@@ -524,38 +524,6 @@ class Code:
         steps = tuple(Step(n, d, tuple(map(number, args))) for n, d, args in self.steps)
         stored, rows = tuple(map(number, stores)), tuple(self.rows)
         return Expression(len(self.reads), tuple(self.scalars), steps, stored, rows)
-
-
-def operand(ctx: Context, code: Code, node: ir.Node, i: int, shape: Sequence[int]) -> Any:
-    """Input `i` broadcast to `shape`, and its dtype; a known single number becomes a scalar."""
-    array = ctx.host(node, i)
-    if array is not None and array.size == 1:
-        dtype = "int64" if array.dtype == object else array.dtype.name
-        return code.scalar(array.reshape(-1)[0], dtype), dtype
-    tensor = ctx.view(node, i)
-    return code.load(tensor.expand(shape)), tensor.dtype
-
-
-def broadcast(ctx: Context, node: ir.Node) -> tuple[int, ...]:
-    """The shape that all given inputs broadcast to."""
-    shapes = []
-    for i in range(len(node.inputs)):
-        if ctx.has(node, i):
-            array = ctx.host(node, i)
-            shapes.append(array.shape if array is not None else ctx.view(node, i).shape)
-    return sizes.broadcast(*shapes)
-
-
-def emit(ctx: Context, code: Code, node: ir.Node, value: Any, y: Tensor) -> None:
-    """Append the call that stores `value` to `y`."""
-    call = call_of(code.expression(value), code.reads, [y], [ctx.label(node)])
-    ctx.append(call)
-
-
-def copy(ctx: Context, node: ir.Node, x: Tensor, y: Tensor) -> None:
-    """y[...] = x[...] for views of one shape."""
-    code = Code()
-    emit(ctx, code, node, code.load(x.expand(y.shape)), y)
 
 
 def cast_step(dtype: str) -> str:

@@ -13,18 +13,16 @@ from onnx_fuse.cuda.pointwise import (
     STORAGE,
     TABLE,
     Code,
-    broadcast,
     cast_step,
     dtype_name,
-    emit,
-    operand,
     rounded,
 )
 from onnx_fuse.lower.channels_last import follow
+from onnx_fuse.lower.context import Context, Lowering, broadcast, emit, operand
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.ops.activations import ACTIVATIONS
 from onnx_fuse.program import size as sizes
-from onnx_fuse.program.call import UNKNOWN, Context, Lowering
+from onnx_fuse.program.call import UNKNOWN
 
 
 def _simple(name: str) -> Lowering:

@@ -8,7 +8,7 @@ from math import prod
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.lower.context import WEIGHT_LIMIT, Slot, Values, captured
+from onnx_fuse.lower.context import WEIGHT_LIMIT, Context, Slot, captured
 from onnx_fuse.onnx.evaluate import evaluate
 from onnx_fuse.program import host
 from onnx_fuse.program import size as sizes
@@ -20,7 +20,7 @@ HOST_LIMIT = 1 << 22
 """Elements up to which a node whose inputs are all known is evaluated at lowering."""
 
 
-class HostValues(Values):
+class HostValues(Context):
     """Nodes that the feeds' values do not enter: their results are arrays, or views of numbers."""
 
     def _evaluate(self, node: ir.Node) -> bool:

@@ -8,9 +8,10 @@ from math import prod
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.cuda.pointwise import Code, copy, emit
+from onnx_fuse.cuda.pointwise import Code
+from onnx_fuse.lower.context import Context, Lowering, copy, emit
 from onnx_fuse.lower.views import reshaped
-from onnx_fuse.program.call import UNKNOWN, Context, Lowering, Tensor
+from onnx_fuse.program.call import UNKNOWN, Tensor
 from onnx_fuse.program.moves import GatherElements, GatherND, ScatterElements, ScatterND
 from onnx_fuse.program.size import number
 

@@ -23,12 +23,12 @@ from onnx_fuse.cuda.pointwise import (
     Code,
     cast_step,
     dtype_name,
-    emit,
     rounded,
 )
+from onnx_fuse.lower.context import Context, Lowering, emit
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.names import FusedName
-from onnx_fuse.program.call import Context, Lowering, Tensor
+from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.moves import Range
 
 RANGES = {

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TypeAlias
 
-from onnx_fuse.program.call import Call, Context
+from onnx_fuse.program.call import Call, PassContext
 from onnx_fuse.program.passes.activation_again import make_activations_again
 from onnx_fuse.program.passes.buckets import by_bucket
 from onnx_fuse.program.passes.callgraph import Calls, Rule, rewrite
@@ -22,11 +22,11 @@ from onnx_fuse.program.passes.pointwise_fusion import as_problem, fuse
 from onnx_fuse.program.passes.pointwise_sharing import share_loads
 from onnx_fuse.program.passes.select import select_kernels
 
-Pass: TypeAlias = Callable[[Sequence[Call], Collection[int], Context], Sequence[Call]]
+Pass: TypeAlias = Callable[[Sequence[Call], Collection[int], PassContext], Sequence[Call]]
 """(calls, buffers whose last values are wanted, the lowering they come from) -> the calls."""
 
 
-def _each(rule: Rule, calls: Sequence[Call], keep: Collection[int], ctx: Context) -> list[Call]:
+def _each(rule: Rule, calls: Sequence[Call], keep: Collection[int], ctx: PassContext) -> list[Call]:
     return rewrite(rule, Calls(calls, keep, ctx.hw, ctx.prefs))
 
 
@@ -55,7 +55,7 @@ PIPELINE: tuple[tuple[str, Pass], ...] = (
 """Name and pass, in order."""
 
 
-def run(calls: Sequence[Call], keep: Collection[int], ctx: Context) -> tuple[Call, ...]:
+def run(calls: Sequence[Call], keep: Collection[int], ctx: PassContext) -> tuple[Call, ...]:
     """The calls to run, in order; buffers in `keep` hold their final values afterwards."""
     for _, each in PIPELINE:
         calls = each(calls, keep, ctx)

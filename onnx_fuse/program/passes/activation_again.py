@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from onnx_fuse.program.call import Call, Context
+from onnx_fuse.program.call import Call, PassContext
 from onnx_fuse.program.passes.callgraph import Calls, rename_buffers, whole
 from onnx_fuse.program.problem import Problem
 from onnx_fuse.program.size import coarse
@@ -21,7 +21,7 @@ LEAST = 16 << 20
 
 
 def make_activations_again(
-    calls: Sequence[Call], keep: Collection[int], ctx: Context
+    calls: Sequence[Call], keep: Collection[int], ctx: PassContext
 ) -> list[Call]:
     """The calls with large activations made again where their slopes are multiplied by.
 
@@ -33,7 +33,7 @@ def make_activations_again(
     return [call for now in found.now for call in now]
 
 
-def _make_again(calls: Calls, at: int, ctx: Context) -> None:
+def _make_again(calls: Calls, at: int, ctx: PassContext) -> None:
     """Let the product at `at` store act(c) beside its result times act'(c)."""
     (product,) = calls.now[at]
     problem = product.problem

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from onnx_fuse.program.call import Call, Context, Tensor
+from onnx_fuse.program.call import Call, PassContext, Tensor
 from onnx_fuse.program.passes.callgraph import Calls
 from onnx_fuse.program.problem import Problem
 from onnx_fuse.program.problems import PartSums, Reduce, SlopeProduct
@@ -18,7 +18,7 @@ ROWS = 64
 """The number of rows of a that each part of the sums is of (`Epilogue.column_sums`)."""
 
 
-def sum_columns(calls: Sequence[Call], keep: Collection[int], ctx: Context) -> list[Call]:
+def sum_columns(calls: Sequence[Call], keep: Collection[int], ctx: PassContext) -> list[Call]:
     """The calls with sums over the rows of a product's operand made by the product, if that pays.
 
     `keep` are buffers whose last values are wanted.
@@ -29,7 +29,7 @@ def sum_columns(calls: Sequence[Call], keep: Collection[int], ctx: Context) -> l
     return [call for now in found.now for call in now]
 
 
-def _sum_in_product(calls: Calls, i: int, ctx: Context) -> None:
+def _sum_in_product(calls: Calls, i: int, ctx: PassContext) -> None:
     """Put product and sum of parts in the place of a product and of the sums that begin at `i`."""
     places, summed = _passes(calls, i), _summed(calls.calls[i])
     if not places or summed is None:
