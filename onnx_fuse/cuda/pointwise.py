@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnx_ir as ir
@@ -456,6 +456,8 @@ def launch_many(
     return Launch(source, "pointwise_many", (blocks, 1, 1), (THREADS, 1, 1), tuple(args))
 
 
+Ref: TypeAlias = tuple[str, int]
+"""An operand of a step of `Code`: "load", "scalar" or "step", and its number."""
 SCALAR = {"f32": "float", "f64": "double", "i64": "i64", "i32": "int", "u32": "u32"}
 
 
@@ -483,22 +485,22 @@ class Code:
         self.reads: list[Tensor] = []
         self.rows: list[Row] = []
         self.scalars: list[tuple[str, float]] = []
-        self.steps: list[tuple[str, str, tuple[tuple[str, int], ...]]] = []
+        self.steps: list[tuple[str, str, tuple[Ref, ...]]] = []
 
-    def load(self, tensor: Tensor) -> tuple[str, int]:
+    def load(self, tensor: Tensor) -> Ref:
         """An operand read from memory; `tensor` is a view of the iteration space."""
         if tensor not in self.reads:
             self.reads.append(tensor)
         return "load", self.reads.index(tensor)
 
-    def row(self, table: Tensor, index: Tensor, step: int, size: int) -> tuple[str, int]:
+    def row(self, table: Tensor, index: Tensor, step: int, size: int) -> Ref:
         """Load row `index` of `table`: its elements lie `step` apart, on an axis of `size`."""
         _, at = self.load(index)
         self.reads.append(table)
         self.rows.append(Row(len(self.reads) - 1, at, step, size))
         return "load", len(self.reads) - 1
 
-    def scalar(self, value: Any, dtype: str) -> tuple[str, int]:
+    def scalar(self, value: Any, dtype: str) -> Ref:
         """A number known at lowering, passed as an argument of the kernel."""
         kind = {"float64": "f64", "int64": "i64", "uint64": "i64", "uint32": "i64"}.get(dtype)
         kind = kind or ("f32" if dtype in FLOATS else "i32")
@@ -508,17 +510,17 @@ class Code:
         self.scalars.append((kind, number))
         return "scalar", len(self.scalars) - 1
 
-    def step(self, name: str, dtype: str, *args: tuple[str, int]) -> tuple[str, int]:
+    def step(self, name: str, dtype: str, *args: Ref) -> Ref:
         """Add the step TABLE[name](args), and return a reference to it."""
         self.steps.append((name, dtype, args))
         return "step", len(self.steps) - 1
 
-    def expression(self, *stores: tuple[str, int]) -> Expression:
+    def expression(self, *stores: Ref) -> Expression:
         """The Expression that stores these operands."""
         first = {"load": 0, "scalar": len(self.reads)}
         first["step"] = first["scalar"] + len(self.scalars)
 
-        def number(ref: tuple[str, int]) -> int:
+        def number(ref: Ref) -> int:
             return first[ref[0]] + ref[1]
 
         steps = tuple(Step(n, d, tuple(map(number, args))) for n, d, args in self.steps)

@@ -44,10 +44,6 @@ class BatchedKernel(RuleBased):
 
     name = "batched"
 
-    def sources(self) -> tuple[str, ...]:
-        """The source files that its text includes."""
-        return ("common.cuh",)
-
     def launch(self, problem: BatchedCalls, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch."""
         kernel = next(k for k in candidates(problem.problem.op) if k.name == problem.kernel)
@@ -93,10 +89,6 @@ class MultiTensor(RuleBased):
 
     name = "generated"
 
-    def sources(self) -> tuple[str, ...]:
-        """The source files that its text includes."""
-        return ("common.cuh",)
-
     def launch(self, problem: PointwiseMany, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch."""
         return (launch_many(problem.expression, problem.shared, problem.items),)
@@ -108,10 +100,6 @@ class MultiCopy(RuleBased):
     name, source = "pieces", "indexing/pieces.cu"
     threads, each = 256, 2
     """Threads of a block, and accesses of 16 bytes that each of them makes: as in the source."""
-
-    def sources(self) -> tuple[str, ...]:
-        """The source file of the kernel."""
-        return (self.source,)
 
     def launch(self, problem: CopyMany, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch."""

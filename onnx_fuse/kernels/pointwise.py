@@ -43,10 +43,6 @@ class Generated(RuleBased):
 
     name = "generated"
 
-    def sources(self) -> tuple[str, ...]:
-        """The headers that the generated text includes."""
-        return ("common.cuh",)
-
     def launch(self, problem: Pointwise, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The one launch of the kernel."""
         return (launch_of(problem.expression, problem.reads, problem.writes),)

@@ -439,18 +439,9 @@ class Context(ABC):
             reasons = refusals(problem.op, problem, self.hw)
             listing = "; ".join(f"{name}: {why}" for name, why in reasons.items())
             return listing or f"{problem.op} has no kernel"
+        nodes = (self.label(node),)
         self.calls.append(
-            Call(
-                node.op_type,
-                (self.label(node),),
-                (),
-                tuple(reads.items()),
-                tuple(writes.items()),
-                flops=problem.flops,
-                bytes=sum(t.nbytes for t in (*reads.values(), *writes.values())),
-                inplace=tuple(inplace),
-                problem=problem,
-            )
+            Call.of(node.op_type, nodes, problem, reads, writes, inplace=tuple(inplace))
         )
         return None
 

@@ -65,7 +65,7 @@ class HostValues(Context):
 
     def _open(self, node: ir.Node, arrays: Sequence[np.ndarray | None]) -> bool:
         """Evaluate what open sizes enter; False: it is made on the device."""
-        if node.op_type in ("ConstantOfShape", "Expand", "Range") and self._filled(node, arrays):
+        if node.op_type in ("ConstantOfShape", "Expand") and self._filled(node, arrays):
             return True
         given = {name: self.attr(node, name) for name in node.attributes}
         moves = node.op_type in ("Expand", "Gather", "Slice", "Tile")
@@ -104,8 +104,6 @@ class HostValues(Context):
         """A large tensor of one number: a broadcast scalar instead of its elements."""
         wanted = arrays[-1]
         assert wanted is not None
-        if node.op_type == "Range":
-            return False
         shape = tuple(map(sizes.number, wanted.reshape(-1)))
         if not host.is_open(wanted) and prod(shape) <= WEIGHT_LIMIT:
             return False

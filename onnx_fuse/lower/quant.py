@@ -21,6 +21,7 @@ from onnx_fuse.cuda.pointwise import (
     NARROW_FLOATS,
     STORAGE,
     Code,
+    Ref,
     cast_step,
     dtype_name,
     rounded,
@@ -38,7 +39,6 @@ RANGES = {
 """The integers that are quantized to."""
 FLOATS = ("float32", "float16", "bfloat16")
 View = Callable[[Tensor], Tensor]
-Ref = tuple[str, int]
 
 
 def _parts(ctx: Context, node: ir.Node, x: Tensor, scale: Tensor) -> list[tuple[View, View]]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -205,6 +205,24 @@ class Call:
     """What is computed: passes rewrite it, and the last one makes its launches."""
     expression: Expression | None = field(default=None, repr=False)
     host: ModelBytes = field(default=b"", repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        kernel: str,
+        nodes: Sequence[str],
+        problem: AnyProblem,
+        reads: Mapping[str, Tensor],
+        writes: Mapping[str, Tensor],
+        **more: Any,
+    ) -> Call:
+        """The call of a problem, whose launches are still to be made.
+
+        Without others given, its bytes are those of all operands.
+        """
+        pair, flops = (tuple(reads.items()), tuple(writes.items())), problem.flops
+        given = {"bytes": sum(t.nbytes for part in pair for _, t in part), "flops": flops, **more}
+        return cls(kernel, tuple(nodes), (), *pair, problem=problem, **given)
 
     @cached_property
     def buffers(self) -> frozenset[int]:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TypeAlias
 
 from onnx_fuse.program.call import Call, PassContext
-from onnx_fuse.program.passes.activation_again import make_activations_again
+from onnx_fuse.program.passes.activation_again import make_activation_again
 from onnx_fuse.program.passes.buckets import by_bucket
 from onnx_fuse.program.passes.callgraph import Calls, Rule, rewrite
 from onnx_fuse.program.passes.column_sums import sum_columns
@@ -27,7 +27,7 @@ Pass: TypeAlias = Callable[[Sequence[Call], Collection[int], PassContext], Seque
 
 
 def _each(rule: Rule, calls: Sequence[Call], keep: Collection[int], ctx: PassContext) -> list[Call]:
-    return rewrite(rule, Calls(calls, keep, ctx.hw, ctx.prefs))
+    return rewrite(rule, Calls(calls, keep, ctx))
 
 
 PIPELINE: tuple[tuple[str, Pass], ...] = (
@@ -40,8 +40,8 @@ PIPELINE: tuple[tuple[str, Pass], ...] = (
     ("pointwise fusion", lambda calls, keep, _: fuse(calls, keep)),
     *((f"epilogue fusion: {rule.__name__}", partial(_each, rule)) for rule in BEHIND_CHAINS),
     *((f"few columns: {rule.__name__}", partial(_each, rule)) for rule in FEW_COLUMNS),
-    ("activations again", make_activations_again),
-    ("column sums", sum_columns),
+    ("activations again", partial(_each, make_activation_again)),
+    ("column sums", partial(_each, sum_columns)),
     ("norm deferral", defer),
     ("shared loads", lambda calls, keep, _: share_loads(calls, keep)),
     ("folds of weights", lambda calls, keep, ctx: fold_together(calls, keep, ctx.hw)),

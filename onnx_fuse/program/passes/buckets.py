@@ -76,13 +76,8 @@ def _together(members: Sequence[Call]) -> Call:
         problems[0].ranks,
         problems[0].bucket,
     )
-    return Call(
-        f"{problem.kind} x{len(members)}",
-        nodes_of(*members),
-        (),
-        tuple((f"x.{i}", t) for i, call in enumerate(members) for _, t in call.reads),
-        tuple((f"y.{i}", t) for i, call in enumerate(members) for _, t in call.writes),
-        bytes=problem.bytes,
-        inplace=tuple((f"y.{i}", f"x.{i}") for i, call in enumerate(members) if call.inplace),
-        problem=problem,
-    )
+    reads = {f"x.{i}": t for i, call in enumerate(members) for _, t in call.reads}
+    writes = {f"y.{i}": t for i, call in enumerate(members) for _, t in call.writes}
+    pairs = tuple((f"y.{i}", f"x.{i}") for i, call in enumerate(members) if call.inplace)
+    name, nodes = f"{problem.kind} x{len(members)}", nodes_of(*members)
+    return Call.of(name, nodes, problem, reads, writes, bytes=problem.bytes, inplace=pairs)

@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 from onnx_fuse.kernels import refused, serves
 from onnx_fuse.kernels.costs import pays, seconds
-from onnx_fuse.program.call import Call, Tensor
-from onnx_fuse.program.problem import AnyProblem, Hardware
+from onnx_fuse.program.call import Call, PassContext, Tensor
+from onnx_fuse.program.problem import AnyProblem
 
 LARGE = 1 << 16
 """Elements from which a pass over a tensor weighs more than its launch."""
@@ -61,14 +61,9 @@ def whole(size: int, *tensors: Tensor) -> bool:
 class Calls:
     """The calls under a pass, by place; `keep` are buffers whose last values are wanted."""
 
-    def __init__(
-        self,
-        calls: Sequence[Call],
-        keep: Collection[int],
-        hw: Hardware,
-        prefs: Mapping[str, str] | None = None,
-    ) -> None:
-        self.calls, self.keep, self.hw, self.prefs = calls, keep, hw, prefs
+    def __init__(self, calls: Sequence[Call], keep: Collection[int], ctx: PassContext) -> None:
+        self.calls, self.keep, self.ctx = calls, keep, ctx
+        self.hw, self.prefs = ctx.hw, ctx.prefs
         self.now: list[tuple[Call, ...]] = [(call,) for call in calls]
         """What stands at each place."""
         self.readers, self.writers = uses(calls)
