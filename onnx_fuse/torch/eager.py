@@ -237,10 +237,12 @@ class Direct(torch.autograd.Function):
         made, kept = ready.run(given)
         ctx.ready = ready
         ctx.present = None if given is args else [x is not None for x in args]
+        if len(made) == 1:  # as of every operator, whose host time counts
+            (y,), (keeps,) = made, ready.keeps
+            ctx.save_for_backward(*given, y if keeps else None, kept)
+            return y
         read = [y if keeps else None for y, keeps in zip(made, ready.keeps, strict=True)]
         ctx.save_for_backward(*given, *read, kept)
-        if len(made) == 1:
-            return made[0]
         rest = [y for y, is_float in zip(made, ready.floats, strict=True) if not is_float]
         ctx.mark_non_differentiable(*rest)
         return tuple(made)
