@@ -12,7 +12,7 @@ import onnx_ir
 
 from onnx_fuse import autodiff, passes
 from onnx_fuse.errors import ModelError, UsageError
-from onnx_fuse.onnx.build import bind_defaults, const_array
+from onnx_fuse.onnx.build import bind_defaults, const_array, replace_node
 from onnx_fuse.onnx.common import FUSE, Model
 from onnx_fuse.onnx.load import load, read
 from onnx_fuse.ops.fused import linear_cross_entropy
@@ -326,10 +326,7 @@ class _Step:
         y, *news = synchronised(node, self.op, self.reduction, self.counts, len(self.next))
         if node.outputs[0].is_graph_output():
             y = self.op.Identity(y)
-        self.graph.insert_before(node, self.op.nodes)
-        self.op.nodes = []
-        onnx_ir.convenience.replace_all_uses_with(node.outputs[0], y, replace_graph_outputs=True)
-        self.graph.remove(node, safe=True)
+        replace_node(self.graph, node, self.op, y)
         self.next.update(zip(running, news, strict=True))
 
     def dropouts(self) -> None:
@@ -349,10 +346,7 @@ class _Step:
                 y = self.op.Mul(x, self.op.CastLike(scale, x))
             if old.is_graph_output():
                 y = self.op.Identity(y)
-            self.graph.insert_before(node, self.op.nodes)
-            self.op.nodes = []
-            onnx_ir.convenience.replace_all_uses_with(old, y, replace_graph_outputs=True)
-            self.graph.remove(node, safe=True)
+            replace_node(self.graph, node, self.op, y)
 
     def attach_loss(self, terms: Sequence[Term], fused: bool) -> None:
         self.outputs = list(self.graph.outputs)
