@@ -1,6 +1,6 @@
 """Candidate kernels and their choice.
 
-A candidate is an object with the methods of `Kernel`; `MODULES` says which module under
+A candidate is an object with the methods of `kernel.Kernel`; `MODULES` says which module under
 onnx_fuse/kernels holds the candidates of an op, best first, the plain one that serves every problem
 last. `launch` is pure: it returns Launch records that name their arguments ("a", "y", "workspace");
 `cuda.launch.bind` binds addresses and enqueues into a stream.
@@ -14,47 +14,17 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from onnx_fuse import config
 from onnx_fuse.errors import UsageError
 from onnx_fuse.kernels import tuning
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import RuleBased
 from onnx_fuse.program.problem import AnyProblem, Config, Hardware, Launch
 
 if TYPE_CHECKING:
     from onnx_fuse.program.call import Call
-
-
-class Kernel(Protocol):
-    """What select, the tuner, the lab, the tests and the runtime need of a candidate.
-
-    A candidate names the type of its operator's problems where this says Any.
-    """
-
-    name: str
-
-    def supports(self, problem: Any, hw: Hardware) -> str | None:
-        """None, or the reason why this kernel can't serve `problem`: its only statement."""
-
-    def configs(self, problem: Any, hw: Hardware) -> Sequence[Config]:
-        """The legal configurations, the default first."""
-
-    def fits(self, problem: Any, config: Config) -> bool:
-        """Whether `config`, legal for the largest sizes of the class, is so for `problem`.
-
-        Each comparison with an open size is a guard; a kernel whose configurations serve every
-        problem that it supports answers True.
-        """
-
-    def cost(self, problem: Any, config: Config, hw: Hardware) -> float:
-        """Predicted seconds."""
-
-    def launch(self, problem: Any, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """The kernel calls, in order."""
-
-    def workspace(self, problem: Any, config: Config, hw: Hardware) -> int:
-        """Bytes of scratch bound under "workspace" (0: none); contents need not be initialised."""
 
 
 CALLS_EARLY = frozenset({"gemm/wgmma_sm90.cu", "sdpa/wgmma_sm90.cu"})

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from onnx_fuse.cuda.macros import C_TYPES, FLOATS, defines, lanes
 from onnx_fuse.cuda.pointwise import STORAGE
-from onnx_fuse.kernels import Kernel
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import RuleBased, access_width
 from onnx_fuse.program.moves import GatherElements, GatherND, ScatterElements, ScatterND
 from onnx_fuse.program.problem import ITEMSIZE, Arg, Config, Hardware, Launch, Num, Ptr

@@ -11,8 +11,8 @@ from dataclasses import replace
 from math import ceil, prod
 
 from onnx_fuse.cuda.macros import as_defines
-from onnx_fuse.kernels import Kernel
 from onnx_fuse.kernels.gemm_portable import Fma
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rows import rename, sum_parts
 from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Problem, Ptr
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines
 from onnx_fuse.cuda.pointwise import STORAGE
-from onnx_fuse.kernels import Kernel
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import RuleBased, window_macros
 from onnx_fuse.program.moves import (
     DeformColumns,

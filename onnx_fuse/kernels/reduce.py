@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines, lanes, pow2
-from onnx_fuse.kernels import Kernel
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import (
     BLOCK,
     RuleBased,

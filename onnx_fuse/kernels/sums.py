@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onnx_fuse.kernels import Kernel
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rows import act_grad, fold, fold_many, sum_parts
 from onnx_fuse.kernels.rule_based import RuleBased
 from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch

@@ -29,9 +29,10 @@ from onnx_fuse.training.batchnorm import synchronised
 from onnx_fuse.training.groups import Choice
 from onnx_fuse.training.losses import Given, Target, Term
 from onnx_fuse.training.ranks import LOSS, Measure, Ranks, Reduction, measures
+from onnx_fuse.training.state import State
 from onnx_fuse.training.weights import ancestors, model_names
 
-__all__ = ["Mode", "Spec", "State", "training_model"]
+__all__ = ["Mode", "Spec", "training_model"]
 
 Array = np.ndarray[Any, Any]
 Mode = Literal["update", "accumulate", "evaluate", "average"]
@@ -39,27 +40,6 @@ NORM = 1 << 20
 """The bucket of what follows the gradients: their norm."""
 GROWTH = 2000
 """Steps without an overflow after which float16's loss scale doubles."""
-
-
-@dataclass(frozen=True)
-class State:
-    """A tensor that outlives a step."""
-
-    name: str
-    """The graph's input that reads it."""
-    kind: str
-    """"parameter", "statistic" (of BatchNormalization), "slot" (of the optimizer), "accumulator"
-    (of gradients), "average" (of a parameter) or "scaler" (of the loss, in float16)."""
-    initial: Array
-    """The value before the first step."""
-    value: onnx_ir.Value
-    """The graph's value, with dtype and shape, and the record of how a parameter is packed."""
-    next: str = ""
-    """The graph's output that replaces it after the step, or "" if the step leaves it alone."""
-    average: str = ""
-    """The state that is a parameter's running average, or ""."""
-    whole: tuple[int, ...] | None = None
-    """The shape of the whole of which this rank holds its part, flat; None for all of it."""
 
 
 @dataclass(frozen=True)
