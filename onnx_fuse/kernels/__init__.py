@@ -8,13 +8,13 @@ last. `launch` is pure: it returns Launch records that name their arguments ("a"
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from onnx_fuse import config
 from onnx_fuse.errors import UsageError
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from onnx_fuse.program.call import Call
 
 
+T = TypeVar("T")
 CALLS_EARLY = frozenset({"gemm/wgmma_sm90.cu", "sdpa/wgmma_sm90.cu"})
 """Sources with the macro NEXT_ALONE, by which a launch calls for the next one at once."""
 
@@ -73,14 +74,9 @@ class Choice:
 
     def launch(self, problem: AnyProblem, hw: Hardware) -> tuple[Launch, ...]:
         """The chosen kernel's calls."""
-        if problem.trace is None:
-            return self.kernel.launch(problem, self.config, hw)
+        memo = None if problem.trace is None else problem.trace.memo
         key = ("launch", id(self.kernel), self.config, problem, hw)
-        memo = problem.trace.memo
-        if key not in memo:
-            memo[key] = self.kernel.launch(problem, self.config, hw)
-        found: tuple[Launch, ...] = memo[key]
-        return found
+        return _once(memo, key, lambda: self.kernel.launch(problem, self.config, hw))
 
     def workspace(self, problem: AnyProblem, hw: Hardware) -> int:
         """The chosen kernel's scratch bytes."""
@@ -127,14 +123,18 @@ def select(
     and runs by its rule.
     Raises UsageError where a forced kernel does not exist or does not serve the problem.
     """
-    trace = problem.trace
-    memo = _CHOICES.get() if trace is None else trace.memo
-    if memo is None:
-        return _select(op, problem, hw, prefs, records)
+    memo = _CHOICES.get() if problem.trace is None else problem.trace.memo
     key = (op, problem, hw, tuple(sorted((prefs or {}).items())), records)
+    return _once(memo, key, lambda: _select(op, problem, hw, prefs, records))
+
+
+def _once(memo: dict[Any, Any] | None, key: object, make: Callable[[], T]) -> T:
+    """What `make` gives, once for each key of a memo; each time where there is no memo."""
+    if memo is None:
+        return make()
     if key not in memo:
-        memo[key] = _select(op, problem, hw, prefs, records)
-    found: Choice | None = memo[key]
+        memo[key] = make()
+    found: T = memo[key]
     return found
 
 
@@ -198,11 +198,7 @@ def serves(
     trace = problem.trace
     if trace is None or forced(prefs).get(op) is not None:
         return select(op, problem, hw, prefs) is not None
-    key = "serves", op, problem, hw
-    if key not in trace.memo:
-        trace.memo[key] = _serves(op, problem, hw)
-    found: bool = trace.memo[key]
-    return found
+    return _once(trace.memo, ("serves", op, problem, hw), lambda: _serves(op, problem, hw))
 
 
 def _serves(op: str, problem: AnyProblem, hw: Hardware) -> bool:

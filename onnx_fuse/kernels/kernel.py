@@ -17,7 +17,7 @@ class Kernel(Protocol):
     name: str
 
     def supports(self, problem: Any, hw: Hardware) -> str | None:
-        """None, or the reason why this kernel can't serve `problem`: its only statement."""
+        """The reason why this kernel can't serve `problem`, or None: no other place states it."""
 
     def configs(self, problem: Any, hw: Hardware) -> Sequence[Config]:
         """The legal configurations, the default first."""

@@ -15,7 +15,7 @@ from onnx_fuse.program.products import PackedProduct
 
 FLOATS = ("float16", "bfloat16", "float32")
 ROWS = 8
-"""Of a that one block multiplies; more are more blocks, which read the weights again."""
+"""The rows of a that one block multiplies. Blocks of further rows read the weights again."""
 
 
 class FewRows(WithoutWorkspace, Unconditional):

@@ -57,7 +57,7 @@ class Steps(RuleBased):
     free_axes = "yz"
 
     def supports(self, problem: Recurrence, hw: Hardware) -> str | None:
-        """So many units as shared memory has room for the states of."""
+        """Refuse more units than shared memory has room for the states of."""
         found = _geometry(problem, hw)
         return found if isinstance(found, str) else None
 

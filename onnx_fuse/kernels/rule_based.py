@@ -62,7 +62,7 @@ class RuleBased(WithoutWorkspace, Unconditional):
 
 
 def access_width(length: int, dtype: str, most: int = 16) -> int:
-    """Elements of `dtype` an access of at most so many bytes takes; rows of `length` are dense."""
+    """The elements of an access of at most `most` bytes, in dense rows of `length` of `dtype`."""
     width = max(1, most // ITEMSIZE[dtype])
     while length % width:
         width //= 2

@@ -26,7 +26,7 @@ class Slope(RuleBased):
     def launch(self, problem: SlopeProduct, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The one launch of the kernel."""
         act = problem.act
-        return (act_grad(problem.m, problem.n, problem.dtype, act, problem.act_alpha)[0],)
+        return (act_grad(problem.m, problem.n, problem.dtype, act, problem.act_alpha),)
 
 
 class Parts(RuleBased):

@@ -22,7 +22,7 @@ class Control(HostValues):
     later: list[ir.Node]
     """The nodes of later stages."""
     stuck: set[ir.Node]
-    """Those of them that only onnxruntime can run."""
+    """The nodes among `later` that only onnxruntime can run."""
     fallbacks: dict[str, str]
 
     @abstractmethod

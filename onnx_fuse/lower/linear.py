@@ -30,7 +30,7 @@ PACKED = "its weight stays in 4 bits"
 """Why a fused product is lowered in parts (`decompose.four_bits`)."""
 MAX_BATCH = 3
 TILE_ROWS = 128
-"""Of a product in a batch: a copy of rows that stand apart costs less than many with fewer."""
+"""The rows of a product in a batch below which it is better to copy rows that stand apart."""
 
 
 def _batches(shape: Sequence[int], a: Matrix, b: Matrix) -> tuple[list[int], list[int], list[int]]:

@@ -17,8 +17,8 @@ from onnx_fuse.program.problem import ITEMSIZE, Problem
 from onnx_fuse.program.problems import CrossEntropyChunk
 
 CHUNK_BYTES = 416 << 20
-"""Of a chunk of scores. The gradient of the weights is read and written once a chunk, and 4096 rows
-give each multiprocessor a tile of the gradient of x of width 768."""
+"""The bytes of a chunk of scores. The gradient of the weights is read and written once a chunk, and
+4096 rows give each multiprocessor a tile of the gradient of x of width 768."""
 ROWS, COLUMNS = 256, 64
 """A chunk's rows, and the elements between two of its rows, are multiples of these."""
 

@@ -97,7 +97,7 @@ def sequence(low: Control, node: ir.Node) -> bool:
 
 
 def _place(at: np.ndarray, length: int) -> int:
-    """An index counted from the front, of one that may be negative, as Python's may."""
+    """The index counted from the front; a negative one counts from the end."""
     index = int(at.reshape(-1)[0])
     return index + length if index < 0 else index
 

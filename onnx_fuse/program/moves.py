@@ -442,5 +442,5 @@ class Range(AnyProblem):
 
     @property
     def empty(self) -> bool:
-        """Never, since no elements have a range too."""
+        """Always False, since the range of no elements is defined too."""
         return False

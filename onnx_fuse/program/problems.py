@@ -495,7 +495,7 @@ class GridSample(AnyProblem):
 
     @property
     def bytes(self) -> int:
-        """The grid read, y written, and of x as much."""
+        """The grid is read, y is written, and as much of x as of y is read."""
         each = 2 * self.channels * ITEMSIZE[self.dtype] + self.rank * ITEMSIZE[self.grid]
         return self.batch * self.points * each
 

@@ -35,7 +35,7 @@ def by_bucket(calls: Sequence[Call]) -> list[Call]:
 
 
 def first_buckets(calls: Sequence[Call]) -> list[int | None]:
-    """Of each call the first bucket that needs its results, None where none does."""
+    """The first bucket that needs the results of each call, None where none does."""
     needs: dict[int, int] = {}  # buffer -> the first bucket that reads it, or what is made of it
     found: list[int | None] = []
     for call in reversed(calls):
@@ -51,7 +51,7 @@ def first_buckets(calls: Sequence[Call]) -> list[int | None]:
 
 
 def last_buckets(calls: Sequence[Call]) -> list[int | None]:
-    """Of each call the last bucket whose results it waits for, None where it waits for none."""
+    """The last bucket whose results each call waits for, None where it waits for none."""
     made: dict[int, int] = {}  # buffer -> the last bucket that it comes from
     found: list[int | None] = []
     for call in calls:

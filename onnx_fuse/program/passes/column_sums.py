@@ -14,7 +14,7 @@ from onnx_fuse.program.problem import Problem
 from onnx_fuse.program.problems import PartSums, Reduce, SlopeProduct
 
 ROWS = 64
-"""The number of rows of a that each part of the sums is of (`Epilogue.column_sums`)."""
+"""Each part of the sums is over so many rows of a (`Epilogue.column_sums`)."""
 
 
 def sum_columns(calls: Calls, i: int, call: Call) -> None:
