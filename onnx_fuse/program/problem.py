@@ -91,11 +91,16 @@ Q = TypeVar("Q", bound="Product")
 class AnyProblem:
     """What every problem knows; a frozen dataclass, whose fields say what is to be computed.
 
-    `op` is the operator whose candidates serve it (`kernels.MODULES`). Sizes among the fields may
-    be open.
+    `op` is the operator whose candidates serve it (`kernels.MODULES`): the name of the class, where
+    that says no other and has none as a field. Sizes among the fields may be open.
     """
 
     op: str
+
+    def __init_subclass__(cls) -> None:
+        own = {**vars(cls), **vars(cls).get("__annotations__", {})}
+        if "op" not in own and "op" not in getattr(cls, "__dataclass_fields__", {}):
+            cls.op = cls.__name__
 
     def fields(self) -> dict[str, Any]:
         """The values of the fields by name."""
@@ -411,7 +416,6 @@ class Collective(AnyProblem):
     "AllGather": the parts of all ranks in their order.
     """
 
-    op = "Collective"
     kind: str
     sizes: tuple[int, ...]
     dtypes: tuple[str, ...]
