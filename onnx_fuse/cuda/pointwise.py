@@ -262,21 +262,13 @@ def launch_of(expression: Expression, reads: Sequence[Tensor], writes: Sequence[
     index = "i64" if wide else "int"
     rank = len(dims)
     names = [f"a{i}" for i in range(len(reads))] + [f"y{i}" for i in range(len(writes))]
-    parameters, args = [], []
-    for name, tensor in zip(names, tensors, strict=True):
-        const = "const " if name[0] == "a" else ""
-        parameters.append(f"{const}{STORAGE[tensor.dtype]}* {name}")
-        args.append(Ptr(name))
-    numbers: list[Arg] = []
-    for i, (ctype, value) in enumerate(expression.scalars):
-        parameters.append(f"{SCALAR[ctype]} s{i}")
-        numbers.append(Num(ctype, value))
+    given: list[tuple[str, Arg]] = [
+        (f"{'const ' * (name[0] == 'a')}{STORAGE[tensor.dtype]}* {name}", Ptr(name))
+        for name, tensor in zip(names, tensors, strict=True)
+    ]
     kind = "i64" if wide else "i32"
-    parameters.append(f"{index} n")
-    numbers.append(Num(kind, prod(dims)))
-    for k in range(1, rank):
-        parameters.append(f"{index} d{k}")
-        numbers.append(Num(kind, dims[k]))
+    given += [*_scalars(expression), (f"{index} n", Num(kind, prod(dims)))]
+    given += [(f"{index} d{k}", Num(kind, dims[k])) for k in range(1, rank)]
     body: list[str] = []
     if rank > 1:
         body.append(f"{index} r = i;")
@@ -297,8 +289,7 @@ def launch_of(expression: Expression, reads: Sequence[Tensor], writes: Sequence[
             if s[k] == 1:
                 terms.append(coordinate)
             else:
-                parameters.append(f"{index} {name}_{k}")
-                numbers.append(Num(kind, s[k]))
+                given.append((f"{index} {name}_{k}", Num(kind, s[k])))
                 terms.append(f"{coordinate} * {name}_{k}")
         where = " + ".join([name, *terms])
         vec = f"Vec<{STORAGE[tensor.dtype]}, {width}>"
@@ -306,8 +297,8 @@ def launch_of(expression: Expression, reads: Sequence[Tensor], writes: Sequence[
         one = row is None or strides[row.index][-1] == 0
         inside = "true"
         if row is not None:
-            parameters += [f"{index} {name}_step", f"i64 {name}_size"]
-            numbers += [Num(kind, row.step), Num("i64", row.size)]
+            given += [(f"{index} {name}_step", Num(kind, row.step)),
+                      (f"i64 {name}_size", Num("i64", row.size))]  # fmt: skip
             at = f"row_at(a{row.index}v.at[{0 if one else 'v'}], {name}_size)"
             inside = f"{name}k >= 0" if one else f"{at} >= 0"
             where += f" + ({index}){f'{name}k' if one else at} * {name}_step"
@@ -342,13 +333,20 @@ def launch_of(expression: Expression, reads: Sequence[Tensor], writes: Sequence[
     source = (
         f"{includes(expression, [t.dtype for t in tensors])}"
         f'extern "C" __global__ void __launch_bounds__({THREADS}) pointwise(\n'
-        f"    {', '.join(parameters)}) {{\n"
+        f"    {', '.join(text for text, _ in given)}) {{\n"
         f"    after_previous_launch();\n"
         f"    const {index} i = (({index})blockIdx.x * {THREADS} + threadIdx.x) * {width};\n"
         f"    if (i >= n) return;\n    {lines}\n}}\n"
     )
     blocks = -(-prod(dims) // (width * THREADS))
-    return Launch(source, "pointwise", (blocks, 1, 1), (THREADS, 1, 1), (*args, *numbers))
+    args = tuple(arg for _, arg in given)
+    return Launch(source, "pointwise", (blocks, 1, 1), (THREADS, 1, 1), args)
+
+
+def _scalars(expression: Expression) -> list[tuple[str, Arg]]:
+    """The parameters and arguments of a kernel for an expression's numbers."""
+    pairs = enumerate(expression.scalars)
+    return [(f"{SCALAR[ctype]} s{i}", Num(ctype, value)) for i, (ctype, value) in pairs]
 
 
 def launch_transpose(x: Tensor, y: Tensor) -> Launch | None:
@@ -408,15 +406,12 @@ def launch_many(
         blocks += -(-n // (width * THREADS))
     rows = 1 << (len(items) - 1).bit_length()  # few distinct sources for many counts
     words += [0] * ((rows - len(items)) * (len(own) + 2))
-    args: list[Arg] = [Table(tuple(words)), Num("i32", len(items))]
-    parameters = ["const __grid_constant__ Rows table", "int rows"]
-    for r, tensor in enumerate(shared):
-        if tensor is not None:
-            parameters.append(f"const {STORAGE[tensor.dtype]}* a{r}")
-            args.append(Ptr(f"a{r}"))
-    for i, (ctype, value) in enumerate(expression.scalars):
-        parameters.append(f"{SCALAR[ctype]} s{i}")
-        args.append(Num(ctype, value))
+    given: list[tuple[str, Arg]] = [
+        ("const __grid_constant__ Rows table", Table(tuple(words))),
+        ("int rows", Num("i32", len(items))),
+        *((f"const {STORAGE[t.dtype]}* a{r}", Ptr(f"a{r}")) for r, t in enumerate(shared) if t),
+        *_scalars(expression),
+    ]
     body = []
     names = [f"a{i}" for i in range(len(reads))] + [f"y{i}" for i in range(len(writes))]
     for column, r in enumerate(own):
@@ -444,7 +439,7 @@ def launch_many(
         f"struct Row {{ u64 p[{len(own)}]; i64 n; i64 first; }};\n"
         f"struct Rows {{ Row at[{rows}]; }};\n"
         f'extern "C" __global__ void __launch_bounds__({THREADS}) pointwise_many(\n'
-        f"    {', '.join(parameters)}) {{\n"
+        f"    {', '.join(text for text, _ in given)}) {{\n"
         f"    after_previous_launch();\n"
         f"    int t = 0;\n"
         f"    for (int step = {rows} / 2; step; step /= 2)\n"
@@ -453,7 +448,8 @@ def launch_many(
         f"    const i64 i = (block * {THREADS} + threadIdx.x) * {width};\n"
         f"    if (i >= n) return;\n    {lines}\n}}\n"
     )
-    return Launch(source, "pointwise_many", (blocks, 1, 1), (THREADS, 1, 1), tuple(args))
+    args = tuple(arg for _, arg in given)
+    return Launch(source, "pointwise_many", (blocks, 1, 1), (THREADS, 1, 1), args)
 
 
 Ref: TypeAlias = tuple[str, int]

@@ -32,6 +32,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any, TypeAlias
 
@@ -206,29 +207,27 @@ class Context(ABC):
             if array is not None and array.size <= WEIGHT_LIMIT and array.dtype.name in ITEMSIZE:
                 data[name] = ir.serde.serialize_tensor(ir.tensor(np.asarray(array, order="C")))
         opsets = [onnx.helper.make_opsetid(d, v) for d, v in self.opsets.items()]
-        half = "bfloat16" in {self._type_name(v) for v in node.inputs if v is not None}
-        while True:
+        given = {dtype_name(self._type(v)[0]) for v in node.inputs if v is not None}
+        infer = partial(
+            onnx.shape_inference.infer_node_outputs, schema, proto, opset_imports=opsets,
+            ir_version=10,
+        )  # fmt: skip
+        halved = False
+        try:
             try:
-                result = onnx.shape_inference.infer_node_outputs(
-                    schema, proto, types, data, opset_imports=opsets, ir_version=10
-                )
-                break
-            except onnx.shape_inference.InferenceError as error:
-                raise self.fault(node, one_line(error)) from error
+                result = infer(types, data)
             except onnx.checker.ValidationError:
-                if not half:
+                if "bfloat16" not in given:
                     raise
                 # an older opset's operator knows no bfloat16: its shapes are those of float16
-                half = False
+                halved = "float16" not in given
                 types = {n: _as_float16(t) for n, t in types.items()}
                 data = {n: t for n, t in data.items() if t.data_type != onnx.TensorProto.BFLOAT16}
+                result = infer(types, data)
+        except onnx.shape_inference.InferenceError as error:
+            raise self.fault(node, one_line(error)) from error
         known = [self._static_proto(result.get(v.name or "")) for v in node.outputs]
-        if types and any(
-            t.tensor_type.elem_type == onnx.TensorProto.BFLOAT16 for t in types.values()
-        ):
-            return known
-        given = {self._type_name(v) for v in node.inputs if v is not None}
-        if "bfloat16" in given and "float16" not in given:
+        if halved:
             known = [k and ("bfloat16" if k[0] == "float16" else k[0], k[1]) for k in known]
         return known
 
@@ -249,9 +248,6 @@ class Context(ABC):
         if any(d is None for d in shape):
             return None
         return dtype_name(dtype), tuple(shape)  # type: ignore[arg-type]
-
-    def _type_name(self, value: ir.Value) -> str:
-        return dtype_name(self._type(value)[0])
 
     def fault(self, node: ir.Node, reason: str) -> ModelError:
         """The error to raise for a node: its name, its operands' shapes and the reason."""

@@ -25,14 +25,12 @@ MAX_STEPS = 1024
 
 
 def recurrent(
-    op: Any, node: ir.Node, shapes: Sequence[tuple[int, ...] | None], known: Any
+    op: Any, node: ir.Node, shapes: Sequence[tuple[int, ...]], known: Any
 ) -> Sequence[ir.Value | None] | None:
     """Y [T, D, B, H], Y_h and Y_c [D, B, H]; past a sequence's length the state stays, Y is 0."""
     kind, x, attributes = node.op_type, node.inputs[0], node.attributes
     assert x is not None
     shape, sizes = shapes[0], shapes[2]
-    assert shape is not None
-    assert sizes is not None
     layout, way = (
         attributes.get_int("layout", 0) == 1,
         attributes.get_string("direction", "forward"),

@@ -78,11 +78,7 @@ def sequence(low: Control, node: ir.Node) -> bool:
             result = items[_place(at, len(items))]
         case "SequenceLength":
             result = Slot(host=np.array(len(items), np.int64))
-        case "Optional":
-            if first is None:
-                return False
-            result = first
-        case "OptionalGetElement":
+        case "Optional" | "OptionalGetElement":
             if first is None:
                 return False
             result = first

@@ -515,7 +515,7 @@ class Lowerer(Control):
         for value in node.inputs:
             if value is not None and value.dtype is None:
                 value.dtype = self._type(value)[0]
-        shapes = [None if v is None else self._type(v)[1] for v in node.inputs]
+        shapes = [() if v is None else self._type(v)[1] for v in node.inputs]
 
         unknown: list[int] = []
 
