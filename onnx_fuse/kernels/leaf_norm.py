@@ -47,7 +47,7 @@ class LeafFma(Fma):
         return 4 * self.threads(config) + met
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
-        """The product's, W once more, and the sum of the parts."""
+        """The seconds of the product, of reading W once more, and of the sum of the parts."""
         more = ITEMSIZE[problem.dtype] * problem.m * problem.n / hw.bandwidth
         alone = 0.0 if config.integer("join") else hw.launch_seconds
         return super().cost(problem, config, hw) + more + alone

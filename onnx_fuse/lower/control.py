@@ -13,7 +13,7 @@ from onnx_fuse.lower.host_values import HostValues
 from onnx_fuse.program.call import NeedsValues
 
 MAX_UNROLL = 1024
-"""Passes of a Loop or Scan that are written out at most."""
+"""The most passes of a Loop or Scan that are written out."""
 
 
 class Control(HostValues):

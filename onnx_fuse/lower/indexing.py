@@ -39,7 +39,7 @@ def gather(ctx: Context, node: ir.Node) -> str | None:
 
 
 def _run(ctx: Context, node: ir.Node, index: np.ndarray) -> bool:
-    """Gather neighbours in order, such as the positions of a sequence, as a view."""
+    """Make a view of neighbours that are gathered in order, such as positions of a sequence."""
     x = ctx.view(node, 0)
     axis = ctx.attr(node, "axis", 0) % len(x.shape)
     if not _is_run(index, x.shape[axis]):

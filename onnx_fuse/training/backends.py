@@ -88,7 +88,7 @@ class Portable:
     def start(
         self, key: str, spec: Spec, feeds: Mapping[str, Array]
     ) -> Callable[[], dict[str, Array]]:
-        """Run; the outputs but for the states' successors, which `commit` makes current."""
+        """Run the step and return its outputs but the states' next values, which `commit` takes."""
         found = self._run(key, spec, feeds)
         return lambda: found
 

@@ -478,7 +478,7 @@ class _Step:
         one = op.constant(np.array(1))
         self.scalars["step"] = typed(op.Add(made, one), made, onnx_ir.Shape([]))
         self.total = total = self.squares(gradients)
-        self.finite = op.Less(total, op.constant(np.inf, total.dtype))  # NaN is not less either
+        self.finite = op.Less(total, op.constant(np.inf, total.dtype))  # nor is a NaN
         count = op.Add(good, one)
         full = op.GreaterOrEqual(count, op.constant(np.array(GROWTH)))
         full = op.And(full, op.Less(scale, 2.0**127))  # infinity would halve to itself

@@ -103,9 +103,10 @@ class Calls:
         return pays(before, after, self.hw, self.prefs)
 
     def fuse(self, at: int, i: int, call: Call, *after: Call, here: bool = False) -> bool:
-        """Put `call` where `at` stands, or at `i` if `here`, for both of them; `after` behind.
+        """Replace the calls at `at` and `i` by `call`, with the calls `after` at `i`.
 
-        False, and nothing done, where no kernel serves a problem that differs.
+        `call` stands at `at`, or at `i` if `here`. Returns False, and does nothing, where its
+        problem is another than that of `at` and no kernel serves it.
         """
         (old,) = self.now[at]
         differs = call.problem is not None and call.problem != old.problem

@@ -20,7 +20,7 @@ from onnx_fuse.program.problems import Fold
 from onnx_fuse.program.size import coarse
 
 MAX_WAIT = 2 << 20
-"""Bytes that a call may read at most to wait for others: what it reads must be kept that long."""
+"""The most bytes that a call which waits for others may read: they are kept that long."""
 MAX_TABLE = 30_000
 """Bytes of kernel arguments that a batch of calls may take: 32 KiB from CUDA 12.1 on."""
 MAX_FOLDS = 256
