@@ -46,7 +46,7 @@ _GRAD = ".grad"
 _ABSORBS, _SOFT = 1e6, 1e5
 """Numbers beyond the first leave few of a score's digits in a sum; the second hides as well."""
 _ZERO = 1e-6
-"""Of the largest entry in the whole model: below it a gradient is zero up to rounding."""
+"""The share of the largest entry in the whole model below which a gradient counts as zero."""
 
 
 @dataclass(frozen=True)
