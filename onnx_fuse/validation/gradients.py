@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx_ir
 from onnx_ir import DataType, Value
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from onnx_fuse import progress
 from onnx_fuse.errors import ModelError
-from onnx_fuse.onnx.build import const_array, feeds_of
+from onnx_fuse.onnx.build import const_array, feeds_of, outputs_kept
 from onnx_fuse.onnx.common import Model, one_line
 from onnx_fuse.onnx.save import inline
 from onnx_fuse.onnx.shapes import fix_shapes, infer_shapes
@@ -211,19 +212,19 @@ def check_written(
     check = GradientCheck()
     with ort.faults("the gradient graph"):
         session = ort.session(backward)
-    given = [feeds] if feeds else None
-    pairs = reference_pairs(backward, lambda f: ort.run(session, f), given, 0, check.notes)
-    inputs = pairs[0][0]
     names = [v.name or "" for v in backward.graph.outputs]
-    for y, array in zip(names, pairs[0][1], strict=True):
-        given_shape = inputs[f"{y}{_GRAD}"].shape if f"{y}{_GRAD}" in inputs else array.shape
-        if given_shape != array.shape and feeds:
-            raise ModelError(
-                f"input '{y}{_GRAD}' has shape {[*given_shape]}, its output '{y}' {[*array.shape]}"
-            )
-        if given_shape != array.shape:  # a generated one: the graph says too little of the size
-            dy = np.random.default_rng(0).standard_normal(array.shape)
-            inputs[f"{y}{_GRAD}"] = dy.astype(array.dtype)
+    if feeds:
+        pairs = reference_pairs(backward, lambda f: ort.run(session, f), [feeds], 0, check.notes)
+        inputs = pairs[0][0]
+        for y, array in zip(names, pairs[0][1], strict=True):
+            given = inputs.get(f"{y}{_GRAD}")
+            if given is not None and given.shape != array.shape:
+                raise ModelError(
+                    f"input '{y}{_GRAD}' has shape {[*given.shape]}, its output '{y}' "
+                    f"{[*array.shape]}"
+                )
+    else:
+        inputs = _generated(backward, check.notes)
     seeds = {k.removesuffix(_GRAD): a for k, a in inputs.items() if k.endswith(_GRAD)}
     cotangents = {y: a for y, a in seeds.items() if y in names}
     if not cotangents:
@@ -256,6 +257,35 @@ def check_written(
         _compare(again, rng, soft, inputs, parameters, cotangents, double, double, every=False)
         _accept(check, again)
     return check
+
+
+def _generated(backward: onnx_ir.Model, notes: list[str]) -> Feeds:
+    """Inputs of a gradient graph; a `y.grad` has the shape that `y` has for the others.
+
+    The graph says little of that shape: exporters give the sizes of outputs names of their own.
+    """
+    names = {v.name or "" for v in backward.graph.outputs}
+    ends = [n for v in backward.graph.inputs if (n := (v.name or "").removesuffix(_GRAD)) in names]
+    if not ends:
+        session = ort.session(backward)
+        return reference_pairs(backward, lambda f: ort.run(session, f), None, 0, notes)[0][0]
+    forward = backward.clone()
+    forward.graph.outputs[:] = list(by_name(forward, ends).values())
+    _without_unused(forward)
+    dys = [f"{y}{_GRAD}" for y in ends]
+    forward.graph.inputs[:] = [v for v in forward.graph.inputs if v.name not in dys]
+    session = ort.session(forward)
+    inputs, outputs = reference_pairs(forward, lambda f: ort.run(session, f), None, 0, notes)[0]
+    rng = np.random.default_rng(0)
+    for dy, y in zip(dys, outputs, strict=True):
+        inputs[dy] = np.asarray(rng.standard_normal(y.shape), y.dtype)
+    return inputs
+
+
+def _without_unused(model: onnx_ir.Model) -> None:
+    """Take the nodes out that no output needs."""
+    with outputs_kept(model):
+        RemoveUnusedNodesPass()(model)
 
 
 def _compare(
@@ -411,6 +441,7 @@ def _evaluator(model: onnx_ir.Model, names: Sequence[str]) -> Callable[[Feeds], 
     """The model in float64: onnxruntime where it has the kernels, else the ONNX reference."""
     model = to_double(model)
     model.graph.outputs[:] = list(by_name(model, names).values())
+    _without_unused(model)  # ONNX's evaluator runs every node, for a slope the whole backward too
     try:
         session = ort.session(model)
         return lambda feeds: dict(
