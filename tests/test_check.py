@@ -289,6 +289,17 @@ def test_a_cotangent_has_the_shape_of_its_output() -> None:
         check_written(written, feeds=feeds)
 
 
+def test_a_gradient_whose_terms_cancel_may_lose_more_digits() -> None:
+    text = """g (float[N,4] a, float[N,4] b, float[4] w) => (float[N,4] y)
+      { p = Mul (a, w)  q = Mul (b, w)  y = Sub (p, q) }"""
+    a = 1e3 + np.random.default_rng(0).standard_normal((3, 4)).astype("f") / 100
+    feeds = {"a": a, "b": np.full((3, 4), 1e3, "f"), "w": np.ones(4, "f")}
+    written = autodiff.gradient(text_model(text), wrt=["w"])
+    check = check_written(written, feeds=feeds | {"y.grad": np.ones((3, 4), "f")})
+    assert check.ok
+    assert check.errors[0].limit > 1e-5  # 1e-4 of the gradient would be less
+
+
 @pytest.mark.parametrize("held", ["initializer", "node"])
 def test_a_written_gradient_is_right_where_a_mask_hides_a_whole_row(held: str) -> None:
     """In any float the lowest number absorbs the scores: their slope is 0, not their gradient."""

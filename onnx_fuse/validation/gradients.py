@@ -46,6 +46,9 @@ _NARROWER = {DataType.FLOAT16: _Limits(1e-3, 2e-2), DataType.BFLOAT16: _Limits(8
 _GRAD = ".grad"
 _ABSORBS, _SOFT = 1e6, 1e5
 """Numbers beyond the first leave few of a score's digits in a sum; the second hides as well."""
+_ROUNDINGS = 8.0
+"""What a gradient's own type may lose, in changes by the last bit of all weights and inputs: sound
+gradients are off by 0.5 to 4.6 of them (LeViT, TextNet), as each layer rounds too."""
 _ZERO = 1e-6
 """Of the largest entry in the whole model: below it a gradient is zero up to rounding."""
 
@@ -185,7 +188,7 @@ def check_gradients(
     own = _limits_in(precision, forward)
     _compare(
         check, rng, forward, inputs, parameters, cotangents, single, double, every=every, own=own,
-        kernels=kernels,
+        kernels=kernels, changes=lambda: _changes(backward, seeds, double, rng),
     )  # fmt: skip
     if not check.ok and (soft := _softened(forward)):
         again, double = GradientCheck(), _softly(backward, seeds, wanted)
@@ -251,7 +254,10 @@ def check_written(
     forward, parameters = _forward(backward, [n.removesuffix(_GRAD) for n in wanted])
     parameters |= _doubles({k: a for k, a in inputs.items() if f"{k}{_GRAD}" in wanted})
     rng = np.random.default_rng(0)
-    _compare(check, rng, forward, inputs, parameters, cotangents, single, double, every=False)
+    _compare(
+        check, rng, forward, inputs, parameters, cotangents, single, double, every=False,
+        changes=lambda: _changes(backward, inputs, double, rng),
+    )  # fmt: skip
     if not check.ok and (soft := _softened(forward)):
         again, double = GradientCheck(), _softly(backward, inputs, wanted)
         _compare(again, rng, soft, inputs, parameters, cotangents, double, double, every=False)
@@ -301,6 +307,7 @@ def _compare(
     every: bool,
     own: float | None = None,
     kernels: Mapping[str, str] | None = None,
+    changes: Callable[[], Mapping[str, float]] | None = None,
 ) -> None:
     """Enter each parameter's gradient, in its own type and in float64, against the slopes."""
     evaluate = _evaluator(forward, list(cotangents))
@@ -317,9 +324,14 @@ def _compare(
     slopes = Slopes(loss, parameters, expected, limits.slope, floor, rng)
     compared = (slopes.each if every else slopes.sampled)(list(readers))
     tolerance = Tolerance(own or limits.own, floor, "its own type against float64")
+    rounding: Mapping[str, float] = {}
     for w, node in readers.items():
         slope = compared[w]
         found = difference(w, expected[w], single[f"{w}{_GRAD}"].astype(np.float64), tolerance)
+        limit = found.limit
+        if not found.ok and changes is not None:
+            rounding = rounding or changes()
+            limit = max(limit, _ROUNDINGS * rounding[f"{w}{_GRAD}"])
         check.errors.append(
             GradientError(
                 tensor=w,
@@ -328,12 +340,39 @@ def _compare(
                 expected=slope.measured,
                 slope_error=slope.error,
                 max_abs=found.max_abs,
-                limit=found.limit,
+                limit=limit,
                 where=found.where,
                 kernel=(kernels or {}).get(f"{w}{_GRAD}", ""),
-                ok=slope.ok and found.ok,
+                ok=slope.ok and (found.ok or found.max_abs <= limit),
             )
         )
+
+
+def _changes(
+    backward: onnx_ir.Model, feeds: Feeds, double: Mapping[str, Array], rng: np.random.Generator
+) -> dict[str, float]:
+    """By how much each gradient changes by the last bit of all weights and inputs.
+
+    Where the terms of a sum nearly cancel, that is more than the limit of a sound gradient.
+    """
+    moved = inline(backward)
+    for name in double:
+        value = moved.graph.initializers.get(name.removesuffix(_GRAD))
+        array = const_array(value)
+        if value is not None and array is not None:
+            value.const_value = onnx_ir.tensor(_last_bit(array, rng), name=value.name)
+    near = {k: a if k.endswith(_GRAD) else _last_bit(a, rng) for k, a in feeds.items()}
+    found = _evaluator(moved, list(double))(_doubles(near))
+    return {name: float(np.abs(found[name] - g).max(initial=0.0)) for name, g in double.items()}
+
+
+def _last_bit(array: Array, rng: np.random.Generator) -> Array:
+    """Floats moved up or down by their last bit; zeros and very large ones stay."""
+    if not DataType.from_numpy(array.dtype).is_floating_point():
+        return array
+    ends = np.where(rng.random(array.shape) < 0.5, -np.inf, np.inf).astype(array.dtype)
+    moves = (array != 0) & (np.abs(array) < _ABSORBS)
+    return np.where(moves, np.nextafter(array, ends), array)
 
 
 def _limits_in(precision: str, model: onnx_ir.Model) -> float:
