@@ -300,6 +300,16 @@ def test_a_gradient_whose_terms_cancel_may_lose_more_digits() -> None:
     assert check.errors[0].limit > 1e-5  # 1e-4 of the gradient would be less
 
 
+def test_weights_at_a_kink_are_compared_beside_it() -> None:
+    """Behind weak layers a bias of 0 puts the kink of a Relu where any step crosses it."""
+    text = """g (float[N,4] x) => (float[N,4] y) <float[4,4] w = {1e-20,-2e-20,3e-20,1e-20,
+      2e-20,1e-20,-1e-20,3e-20,1e-20,4e-20,2e-20,-2e-20,3e-20,1e-20,-1e-20,2e-20},
+      float[4] b = {0,0,0,0}> { h = MatMul (x, w)  z = Add (h, b)  y = Relu (z) }"""
+    check = check_written(autodiff.gradient(text_model(text), wrt=["w", "b"]))
+    assert check.ok
+    assert any("at a kink" in note for note in check.notes)
+
+
 @pytest.mark.parametrize("held", ["initializer", "node"])
 def test_a_written_gradient_is_right_where_a_mask_hides_a_whole_row(held: str) -> None:
     """In any float the lowest number absorbs the scores: their slope is 0, not their gradient."""
