@@ -102,6 +102,14 @@ GEMMS = (
             ("float32", {}),
         )
     ]
+    + [  # so few tiles of so long a k that their steps are shared
+        Problem.of("Gemm", m=264, n=784, k=6400, dtype=dtype, trans_a=True, **attrs)
+        for dtype, attrs in (
+            ("bfloat16", {}),
+            ("float16", {"bias": True, "residual": True}),
+            ("bfloat16", {"out_dtype": "float32", "accumulate": True}),
+        )
+    ]
     + [
         Problem.of("Gemm", m=100, n=768, k=4096, dtype="bfloat16", accumulate=True),
         Problem.of("Gemm", m=100, n=144, k=264, dtype="float16", trans_b=True, accumulate=True),
@@ -551,6 +559,8 @@ GRADIENTS = [
         (16, 520, {"act": "gelu", "rms": True}), (4200, 72, {}),
     )
     for math in ("bf16x3", "bf16x6")
+] + [  # dw's few tiles share their steps
+    Problem.of("LayerNormGemmGrad", m=6400, k=264, n=784, dtype="bfloat16", folded=True)
 ] + [  # w and dw as [n, k]
     Problem.of("LayerNormGemmGrad", m=m, k=k, n=n, dtype=dtype, trans_b=True, **attrs)
     for m, k, n, dtype, attrs in (
