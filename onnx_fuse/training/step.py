@@ -22,8 +22,8 @@ from onnx_fuse.passes.canonicalize import clean
 from onnx_fuse.passes.patches import patches_as_products
 from onnx_fuse.passes.precision import lower_precision
 from onnx_fuse.passes.rotation import split_rotations
-from onnx_fuse.program.problem import PRECISIONS
-from onnx_fuse.training import losses, optim, spread
+from onnx_fuse.program.problem import TRAINING_PRECISIONS
+from onnx_fuse.training import float8, losses, optim, spread
 from onnx_fuse.training.batchnorm import synchronised
 from onnx_fuse.training.groups import Choice
 from onnx_fuse.training.losses import Given, Target, Term
@@ -48,7 +48,8 @@ class State:
     """The graph's input that reads it."""
     kind: str
     """"parameter", "statistic" (of BatchNormalization), "slot" (of the optimizer), "accumulator"
-    (of gradients), "average" (of a parameter) or "scaler" (of the loss, in float16)."""
+    (of gradients), "average" (of a parameter), "scaler" (of the loss, in float16) or "history" (of
+    a tensor's magnitudes, in float8)."""
     initial: Array
     """The value before the first step."""
     value: onnx_ir.Value
@@ -138,11 +139,11 @@ def training_model(
     if free_batch:
         batch.free_batch(source)
     choice = Choice(trainable, frozen, optimizer.groups)
-    prepared = _prepare(source, choice, optimizer, level)
+    prepared = _prepare(source, choice, optimizer, level, float8.skipped(precision))
     if fused:
         split_rotations(prepared)
         patches_as_products(prepared)
-    dtype, _ = PRECISIONS[precision]
+    dtype, _ = TRAINING_PRECISIONS[precision]
     if dtype != "float32":
         lower_precision(prepared, onnx_ir.DataType[dtype.upper()], masters=True)
     step = _Step(prepared, mode, named, optimizer, ranks)
@@ -163,6 +164,8 @@ def training_model(
         return step.finish()
     if precision == "fp16":
         step.scale(loss_scale)
+    if precision == "fp8":
+        step.histories = float8.in_float8(prepared, weights, step.add_state)
     gradients = step.differentiate(
         weights, accumulate, strict=trainable is not None, fused=fused, whole=whole
     )
@@ -182,12 +185,13 @@ def _average(w: onnx_ir.Value) -> str:
 
 
 def _prepare(
-    source: onnx_ir.Model, choice: Choice, optimizer: optim.Optimizer, level: int
-) -> onnx_ir.Model:
+    source: onnx_ir.Model, choice: Choice, optimizer: optim.Optimizer, level: int,
+    skip: Sequence[str],
+) -> onnx_ir.Model:  # fmt: skip
     """The fused model; without merged products where one would mix weights of other settings."""
     for tried in (level, min(level, 1)):
         graph = source.clone()
-        passes.optimize(graph, training=True, level=tried)
+        passes.optimize(graph, training=True, level=tried, skip=skip)
         kinds = (
             {(choice(name), optimizer.setting(name)) for name in model_names(value)}
             for value in graph.graph.initializers.values()
@@ -231,6 +235,7 @@ class _Step:
         self.ready: dict[onnx_ir.Value, int] = {}  # when the backward makes a weight's gradient
         self.wholes: dict[onnx_ir.Value, tuple[int, ...]] = {}  # of states that are sharded
         self.parts: dict[onnx_ir.Value, onnx_ir.Value] = {}  # of weights that are gathered to read
+        self.histories: dict[onnx_ir.Value, onnx_ir.Value | None] = {}  # float8's, and what follows
 
     def input(self, name: str, dtype: onnx_ir.DataType, shape: Any) -> onnx_ir.Value:
         value = onnx_ir.Value(
@@ -449,9 +454,11 @@ class _Step:
             dy = scale if dy is None else self.op.Mul(scale, dy)
             dy.dtype, dy.shape = self.loss.dtype, onnx_ir.Shape([])
         self.place()
+        wanted = [*weights, *self.histories]
         found = autodiff.backward(
-            self.model, {self.loss: dy}, weights, strict=strict, fused=fused, whole=whole
+            self.model, {self.loss: dy}, wanted, strict=strict, fused=fused, whole=whole
         )
+        self.next |= float8.following(self.histories, found)
         for w in weights:
             if w.name not in found:
                 w.const_value = kept[w]
