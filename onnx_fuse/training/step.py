@@ -24,6 +24,7 @@ from onnx_fuse.passes.precision import lower_precision
 from onnx_fuse.passes.rotation import split_rotations
 from onnx_fuse.program.problem import TRAINING_PRECISIONS
 from onnx_fuse.training import float8, losses, optim, spread
+from onnx_fuse.training.adapters import Adapter, into_weights
 from onnx_fuse.training.batchnorm import synchronised
 from onnx_fuse.training.groups import Choice
 from onnx_fuse.training.losses import Given, Target, Term
@@ -48,8 +49,7 @@ class State:
     """The graph's input that reads it."""
     kind: str
     """"parameter", "statistic" (of BatchNormalization), "slot" (of the optimizer), "accumulator"
-    (of gradients), "average" (of a parameter), "scaler" (of the loss, in float16) or "history" (of
-    a tensor's magnitudes, in float8)."""
+    (of gradients), "average" (of a parameter), "scaler" (float16's) or "history" (float8's)."""
     initial: Array
     """The value before the first step."""
     value: onnx_ir.Value
@@ -115,6 +115,7 @@ def training_model(
     fused: bool = False,
     whole: autodiff.Whole | None = None,
     ranks: Ranks | None = None,
+    adapters: Sequence[Adapter] = (),
 ) -> tuple[onnx_ir.Model, Spec]:
     """Forward, loss, backward and update of `model` as one graph, and the meaning of its ends.
 
@@ -128,6 +129,7 @@ def training_model(
         fused: Allow this project's fused operators in the backward at every level.
         whole: Which fused nodes get all their gradients from one call (`autodiff.backward`).
         ranks: The processes that train together, of which each has its part of the batch.
+        adapters: Low-rank products that the weights are to contain (`adapters.into_weights`).
 
     The other arguments (loss, optimizer, loss_options, output, trainable, frozen, clip_norm,
     accumulate, free_batch, level, precision, loss_scale, ema) and the errors are
@@ -139,13 +141,15 @@ def training_model(
     if free_batch:
         batch.free_batch(source)
     choice = Choice(trainable, frozen, optimizer.groups)
-    prepared = _prepare(source, choice, optimizer, level, float8.skipped(precision))
+    prepared = _prepare(source, choice, optimizer, level, *float8.skipped(precision))
     if fused:
         split_rotations(prepared)
         patches_as_products(prepared)
     dtype, _ = TRAINING_PRECISIONS[precision]
     if dtype != "float32":
         lower_precision(prepared, onnx_ir.DataType[dtype.upper()], masters=True)
+    if adapters:
+        into_weights(prepared, original, adapters)
     step = _Step(prepared, mode, named, optimizer, ranks)
     statistics = step.batch_norms(choice)
     step.dropouts()
@@ -185,9 +189,8 @@ def _average(w: onnx_ir.Value) -> str:
 
 
 def _prepare(
-    source: onnx_ir.Model, choice: Choice, optimizer: optim.Optimizer, level: int,
-    skip: Sequence[str],
-) -> onnx_ir.Model:  # fmt: skip
+    source: onnx_ir.Model, choice: Choice, optimizer: optim.Optimizer, level: int, *skip: str
+) -> onnx_ir.Model:
     """The fused model; without merged products where one would mix weights of other settings."""
     for tried in (level, min(level, 1)):
         graph = source.clone()
@@ -654,11 +657,8 @@ class _Step:
         outputs = [v for v in self.outputs if self.evaluates and v is not self.loss]
         ends = [self.loss, *([self.norm] if self.norm is not None else []), *self.next.values()]
         for value, new in self.next.items():
-            new.name, new.type, new.shape = (
-                self.op.fresh(f"{value.name}.next"),
-                value.type,
-                value.shape,
-            )
+            new.name = self.op.fresh(f"{value.name}.next")
+            new.type, new.shape = value.type, value.shape
         self.graph.outputs.clear()
         self.graph.outputs.extend(dict.fromkeys([*ends, *outputs]))
         clean(self.model)

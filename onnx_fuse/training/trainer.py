@@ -25,19 +25,10 @@ from onnx_fuse.passes.constants import lift_parameters, set_parameter
 from onnx_fuse.program.problem import TRAINING_PRECISIONS, Hardware
 from onnx_fuse.runtime.budget import parse as parse_budget
 from onnx_fuse.runtime.timeline import Communication
-from onnx_fuse.training import (
-    adapters,
-    backends,
-    checkpoint,
-    data,
-    fit,
-    float8,
-    optim,
-    settings,
-    shared,
-)
+from onnx_fuse.training import adapters, backends, checkpoint, data, fit, optim, settings, shared
 from onnx_fuse.training.adapters import Adapter, Lora
 from onnx_fuse.training.fault import fault_of
+from onnx_fuse.training.float8 import check as check_float8
 from onnx_fuse.training.groups import Choice
 from onnx_fuse.training.history import History
 from onnx_fuse.training.loss import Loss, Run
@@ -165,7 +156,7 @@ class Trainer:
             from onnx_fuse.runtime.device import begin
 
             begin(gpu)
-        float8.check(precision, hardware, gpu, ranks=distributed)
+        check_float8(precision, hardware, gpu, ranks=distributed)
         if accumulate < 1 or seed < 0 or (clip_norm is not None and not clip_norm > 0):
             raise UsageError(
                 "accumulate must be at least 1, seed at least 0, and clip_norm above 0"
@@ -202,7 +193,9 @@ class Trainer:
         """The low-rank products that train beside weights."""
         self._trainable = None if trainable is None else list(trainable)
         if lora is not None:
-            self._source, self.adapters = adapters.attach(self._source, lora, seed)
+            self._source, self.adapters = adapters.attach(
+                self._source, lora, seed, beside=device != "cuda"
+            )
             own = [literal(name) for each in self.adapters for name in (each.a, each.b)]
             self._trainable = [*own, *(trainable or ())]
         self._sized = self._source
@@ -262,6 +255,7 @@ class Trainer:
             fused=self._whole is not None,
             whole=self._whole,
             ranks=self._ranks,
+            adapters=self.adapters if self._whole is not None else (),
             **options,
         )
 
