@@ -19,6 +19,7 @@ from onnx_fuse.ops.fused.float8 import HISTORY
 from onnx_fuse.program.problem import CHIPS, Problem
 from onnx_fuse.program.problems import Float8, PartSums, SlopeProduct
 from onnx_fuse.training import optim
+from onnx_fuse.training.adapters import Lora
 from onnx_fuse.training.step import training_model
 from onnx_fuse.training.trainer import Trainer
 
@@ -160,7 +161,7 @@ def test_products_of_other_sizes_stay_in_bfloat16() -> None:
 
 
 def test_frozen_layers_below_are_not_rounded_for_a_gradient() -> None:
-    graph, spec = step(net(), trainable=["v"])
+    graph, spec = step(net(), trainable=["v"])  # which asks for all gradients that it names
     assert sum("Float8Linear" in n.op_type and "_" in n.op_type for n in graph.graph) == 1
     assert sum(s.kind == "history" for s in spec.states) == 3
 
@@ -198,3 +199,65 @@ def test_the_histories_are_states_of_a_run() -> None:
     kept = [s for s in trainer.spec("update").states if s.kind == "history"]
     assert {s.name for s in kept} <= set(successors.values())
     assert {s.name for s in kept} <= {v.name for v in graph.graph.inputs}
+
+
+def test_adapters_train_beside_frozen_weights() -> None:
+    settings = {"loss": "mse", "precision": "fp8", "device": "cuda", "hardware": H200}
+    trainer = Trainer(net(), lora=Lora(rank=16), **settings)
+    graph, _ = trainer.graphs()["update"]
+    assert sum(n.op_type.startswith("Float8LinearGrad") for n in graph.graph) == 1
+    assert sum(n.op_type.startswith("Float8LinearReluGrad") for n in graph.graph) == 1
+
+
+@pytest.mark.parametrize(
+    ("how", "weight", "fits"),
+    [
+        ("", "32,16", True),
+        ("<transB = 1>", "16,32", True),
+        ("<alpha = 2.0>", "32,16", False),
+        ("<transB = 1>", "20,32", False),
+    ],
+)
+def test_a_gemm_of_the_file_is_in_float8(how: str, weight: str, fits: bool) -> None:
+    sizes = [int(size) for size in weight.split(",")]
+    n = sizes["transB" not in how]
+    model = text_model(
+        f"agraph (float[B,32] x) => (float[B,{n}] y) <float[{weight}] w = {{"
+        f"{', '.join(['0.1'] * (sizes[0] * sizes[1]))}}}, float[{n}] c = {{"
+        f"{', '.join(['0'] * n)}}}> {{ y = Gemm {how} (x, w, c) }}"
+    )
+    if not fits:
+        with pytest.raises(UsageError, match="multiples of 16"):
+            step(model)
+        return
+    graph, spec = step(model)
+    states = {s.name: s.initial for s in spec.states} | {spec.lr: np.float32(0.1)}
+    labels = np.zeros((32, n), np.float32)
+    program = program_of(graph, rows(32) | {"labels": labels} | states)
+    kinds = [type(c.problem) for c in program.calls]
+    assert not program.fallbacks
+    assert (kinds.count(Float8), kinds.count(Problem)) == (3, 2)  # x needs no gradient
+
+
+def test_an_activation_keeps_its_number() -> None:
+    model = net()
+    relu = next(n for n in model.graph if n.op_type == "Relu")
+    relu.op_type = "LeakyRelu"
+    relu.attributes["alpha"] = ir.AttrFloat32("alpha", 0.25)
+    graph, _ = step(model)
+    both = [n for n in graph.graph if n.op_type.startswith("Float8LinearLeakyRelu")]
+    assert [n.attributes.get_float("alpha", 0.0) for n in both] == [0.25, 0.25]
+
+
+def test_a_product_of_two_results_stays_in_bfloat16() -> None:
+    model = text_model(
+        "agraph (float[32,32] x, float[32,32] w) => (float[32,32] y)"
+        " { h = MatMul(x, w) t = Transpose <perm = [1, 0]> (h) y = MatMul(h, t) }"
+    )
+    value = model.graph.inputs[1]
+    model.graph.inputs.remove(value)
+    value.const_value = ir.tensor(np.eye(32, dtype=np.float32), name="w")
+    model.graph.register_initializer(value)
+    graph, _ = step(model)
+    assert sum(n.op_type.startswith("Float8Linear_") for n in graph.graph) == 1
+    assert sum(n.op_type == "MatMul" for n in graph.graph) >= 1

@@ -8,11 +8,11 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.errors import UsageError
-from onnx_fuse.onnx.build import Builder, dim, rank
+from onnx_fuse.onnx.build import Builder, dim, given, rank
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.ops.fused import float8, gated
 from onnx_fuse.ops.fused.gemm import KEEP, Parts, product_parts
-from onnx_fuse.ops.rewrite import typed
+from onnx_fuse.ops.rewrite import attribute, typed
 from onnx_fuse.program.problem import Hardware
 
 MULTIPLE = 16
@@ -58,28 +58,31 @@ def in_float8(
     is that.
     Raises UsageError where no product has sizes that are multiples of 16.
     """
-    active = set(weights)
+    active, fed = set(weights), set(model.graph.inputs)
     found: dict[ir.Value, ir.Value | None] = {}
     for node in list(model.graph):
-        if active.isdisjoint(node.inputs):
-            continue
-        active.update(node.outputs)
-        parts = product_parts(node)
-        if parts is None or not _fits(parts):
+        for reached in (active, fed):
+            if not reached.isdisjoint(node.inputs):
+                reached.update(node.outputs)
+        parts = _parts(node) if active.issuperset(node.outputs) else None
+        if parts is None or parts.w in fed or not _fits(node, parts):
             continue
         op, stem = Builder(), str(node.name or node.outputs[0].name)
         x, w, c, y = _normed(op, node, parts), parts.w, parts.c, node.outputs[0]
         maker = w.producer()
-        if maker is not None and maker.op_type == "Cast" and maker.inputs[0] is not None:
-            w = maker.inputs[0]  # rounded once, from the master
+        master = maker.inputs[0] if maker is not None and maker.op_type == "Cast" else None
+        if master is not None and master.dtype == ir.DataType.FLOAT:
+            w = master  # rounded once
+        if _turned(node):
+            w = typed(op.Transpose(w, perm=[1, 0]), w, [dim(w, 1), dim(w, 0)])
         flat = x if rank(x) == 2 else typed(op.Reshape(x, op.constant([-1, dim(w, 0)])), x)
         flat.shape = flat.shape or ir.Shape([None, dim(w, 0)])
         start = np.zeros(float8.HISTORY, np.float32)
         hx, hw, hdz = (
             add_state(f"{stem}.{which}_history", "history", start) for which in ("x", "w", "dz")
         )
-        norms = ("epsilon", "stash_type")
-        kept = {k: v.value for k, v in node.attributes.items() if k not in norms}
+        fused = node.attributes.items() if node.domain else ()
+        kept = {k: v.value for k, v in fused if k not in _OF_NORMS}
         operands = flat, w, op.constant(0.0, x.dtype) if c is None else c
         made, *after = float8.linear(op, parts.activation, operands, (hx, hw, hdz), **kept)
         found |= dict(zip((hx, hw, hdz), [*after, None], strict=True))
@@ -90,7 +93,8 @@ def in_float8(
         if y.is_graph_output():
             made = typed(op.Identity(made), y, y.shape)
         model.graph.insert_before(node, op.nodes)
-        active.update(v for n in op.nodes for v in n.outputs)
+        for reached in (active, fed):
+            reached.update(v for n in op.nodes for v in n.outputs)
         ir.convenience.replace_all_uses_with(y, made, replace_graph_outputs=True)
         made.name, y.name = y.name, None
         model.graph.remove(node, safe=True)
@@ -102,10 +106,28 @@ def in_float8(
     return found
 
 
-def _fits(parts: Parts) -> bool:
+_OF_NORMS = ("epsilon", "stash_type")
+
+
+def _turned(node: ir.Node) -> bool:
+    """Whether the weight of a product lies as [N, K]."""
+    return bool(attribute(node, "transB", 0))
+
+
+def _parts(node: ir.Node) -> Parts | None:
+    """What a product is made of; a Gemm that is scaled or turns its rows is none."""
+    if node.op_type != "Gemm" or node.domain:
+        return product_parts(node)
+    (x, w), c = node.inputs[:2], given(node, 2)
+    usual = {"transA": 0, "alpha": 1.0, "beta": 1.0}
+    plain = all(attribute(node, key, value) == value for key, value in usual.items())
+    return Parts("", "", (x,), w, c) if plain and x is not None and w is not None else None
+
+
+def _fits(node: ir.Node, parts: Parts) -> bool:
     """Whether the product is of rows and a weight whose sizes are right."""
     x, sizes, c = parts.head[0], [dim(parts.w, i) for i in range(2)], parts.c
-    row = c is None or rank(c) == 0 or (rank(c), dim(c, 0)) == (1, sizes[1])
+    row = c is None or rank(c) == 0 or (rank(c), dim(c, 0)) == (1, sizes[not _turned(node)])
     return row and (
         x.dtype == ir.DataType.BFLOAT16
         and (rank(x) or 0) >= 2
@@ -119,7 +141,7 @@ def _normed(op: Builder, node: ir.Node, parts: Parts) -> ir.Value:
     x, *affine = parts.head
     if not parts.prefix:
         return x
-    kept = {k: v.value for k, v in node.attributes.items() if k in ("epsilon", "stash_type")}
+    kept = {k: v.value for k, v in node.attributes.items() if k in _OF_NORMS}
     if parts.prefix == "RMSNorm":
         made = op.node("RMSNormalization", [x, *affine], domain=FUSE, attributes=kept)
     else:

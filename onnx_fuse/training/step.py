@@ -457,7 +457,7 @@ class _Step:
             dy = scale if dy is None else self.op.Mul(scale, dy)
             dy.dtype, dy.shape = self.loss.dtype, onnx_ir.Shape([])
         self.place()
-        wanted = [*weights, *self.histories]
+        wanted = [*weights, *(h for h, v in self.histories.items() if v is None)]
         found = autodiff.backward(
             self.model, {self.loss: dy}, wanted, strict=strict, fused=fused, whole=whole
         )
