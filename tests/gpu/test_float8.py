@@ -142,6 +142,6 @@ def test_training_follows_bfloat16(hw: Hardware) -> None:
 
     full, eight = losses("bf16"), losses("fp8")
     assert eight == losses("fp8")
-    # rounding errors of float8 are a tenth of what 100 steps learn
+    # on a CPU, rounded likewise by PyTorch, float8 ends 0.001 of the first losses apart
     assert np.mean(eight[-20:]) < 0.5 * np.mean(eight[:5])
-    assert abs(np.mean(eight[-20:]) - np.mean(full[-20:])) < 0.1 * np.mean(full[:5])
+    assert abs(np.mean(eight[-20:]) - np.mean(full[-20:])) < 0.02 * np.mean(full[:5])
