@@ -609,6 +609,28 @@ class Fold(AnyProblem):
         return 2 * sum(k * n for k, n in self.shapes) * ITEMSIZE[self.dtype]
 
 
+@dataclass(frozen=True)
+class Float8(AnyProblem):
+    """x [m, k] rounded to the float8 type `kind`: "q" [m, k] and "qt" [k, m], where they are read.
+
+    They are x divided by "scale", which follows from "history" [steps], the largest magnitudes of
+    x at earlier steps; "next" is the history after this one (`ops.fused.float8`). "part"
+    [ceil(m / 128), k], where it is read, holds sums of columns of x.
+    """
+
+    op = "Float8"
+    m: int
+    k: int
+    dtype: str
+    kind: str
+    steps: int
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of x, which is read, and of q and qt, which are written."""
+        return self.m * self.k * (ITEMSIZE[self.dtype] + 2)
+
+
 COLLECTIVE_DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
 """What the ranks of a training may exchange."""
 
