@@ -11,6 +11,7 @@ import typer
 from onnx_fuse.cli import files, show
 from onnx_fuse.cli.options import (
     Debug,
+    Html,
     Json,
     Precision,
     check_precision,
@@ -52,6 +53,7 @@ def lab(
     ] = None,
     limit: Annotated[float, typer.Option(min=1, help="Check for this many seconds at most.")] = 120,
     json: Json = None,
+    html: Html = None,
     debug: Debug = False,
 ) -> None:
     """Check every configuration of OP's kernels on this GPU, and time them beside the roofline.
@@ -59,29 +61,33 @@ def lab(
     Results are compared with those of the operator's most general kernel, at sizes of all kinds.
     ONNX_FUSE_DUMP=folder keeps the source, the macros and the SASS of each kernel.
     """
-    files.check_paths({"--candidate": candidate}, {"--records": records, "--json": json})
+    files.check_paths(
+        {"--candidate": candidate}, {"--records": records, "--json": json, "--html": html}
+    )
     import time
 
-    from onnx_fuse import config
+    from onnx_fuse import alone, config
     from onnx_fuse import lab as bench
-    from onnx_fuse import tune as tuning
+    from onnx_fuse.report import timing
 
     check_precision(precision)
-    if op not in tuning.OPS:
-        raise UsageError(f"there is no operator '{op}' here: choose one of {', '.join(tuning.OPS)}")
+    if op not in alone.OPS:
+        raise UsageError(f"there is no operator '{op}' here: choose one of {', '.join(alone.OPS)}")
     sizes = [parse_mkn(text) for text in shape or ["512,768,3072"]]
     if records and not freeze:
         raise UsageError("--records is where --freeze writes: add --freeze")
     printer, hw = show.printer(), hardware_of("cuda")
     calls = [bench.of(op, size, precision, hw) for size in sizes]
     kernels = bench.kernels_of(op, candidate, calls[0], hw)
+    for name, reason in bench.left_out(op, calls[0], hw):
+        printer.text(f"not here: {name}: {reason}")
     checked = list(bench.check(op, kernels, precision, hw, time.monotonic() + limit))
     wrong = [row for row in checked if row.fault]
     printer.text(f"{len(checked)} configurations checked, {len(wrong)} wrong")
     for row in wrong:
         printer.text(f"wrong: {row.kernel} {row.config}: {row.fault}")
     sound = {(row.kernel, row.config) for row in checked if not row.fault}
-    timed, winners = [], []
+    timed, winners, tried = [], [], {}
     for call in calls:
         found = bench.measure(call, kernels, sound, hw, 1000 if tune else 6)
         timed += [row for row, _ in found]
@@ -93,6 +99,9 @@ def lab(
              f"{row.predicted / row.us:.2f}"]
             for row, _ in found
         ]  # fmt: skip
+        tried[str(call.problem)] = [
+            [f"{row.kernel} {row.config}", row.us * 1e-6] for row, _ in found
+        ]
         head = ["kernel", "µs", "of floor", "TFLOP/s", "GB/s", "predicted / measured"]
         printer.table(f"{call.problem} on {hw.name}", head, rows, left=1)
     if freeze:
@@ -100,6 +109,15 @@ def lab(
         printer.text(f"wrote {bench.freeze(op, winners, hw, folder)}")
     data = {"op": op, "gpu": hw.name, "checked": [asdict(r) for r in checked],
             "timed": [asdict(r) for r in timed]}  # fmt: skip
-    show.write_reports(printer, data, json, None)
+    show.write_reports(
+        printer,
+        data,
+        json,
+        html,
+        verdict=f"{len(wrong)} configurations wrong" if wrong else "every configuration is right",
+        ok=not wrong,
+        device=hw.name,
+        sections=lambda: timing.times(tried),
+    )
     if wrong:
         raise CheckFailed(f"{len(wrong)} configurations of {op} compute something else")
