@@ -801,6 +801,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                         if (lane == 0) {
                             auto give = [&](u32 from, int n, int m) {
                                 if (ACCUMULATE && pass > 0) tma_add(map_y, from, n, m, t.batch);
+                                else if (GAPS) store_pixels(map_y, from, n, m, PIXELS_OF_Y);
                                 else tma_store(pass == 0 ? map_z : map_y, from, n, m, t.batch);
                             };
                             if (GATE) give(to, (t.n + (j - 1) * 64) / 2, m);
