@@ -70,11 +70,18 @@ class _Flags:
     SIZE = 256 << 10
 
     def __init__(self, nbytes: int, launch: Launch) -> None:
-        self._driver, self.nbytes, self.used = _driver(), nbytes, 0
-        self.address = int(_check(self._driver.cuMemAlloc(nbytes), launch))
-        _check(self._driver.cuMemsetD8(self.address, 0, nbytes), launch)
-        # the memset is ordered with no other stream
-        _check(self._driver.cuStreamSynchronize(0), launch)
+        driver = self._driver = _driver()
+        self.nbytes, self.used = nbytes, 0
+        # another library may capture a graph of this launch, which the memory is to outlive
+        relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        before = _check(driver.cuThreadExchangeStreamCaptureMode(relaxed), launch)
+        try:
+            self.address = int(_check(driver.cuMemAlloc(nbytes), launch))
+            _check(driver.cuMemsetD8(self.address, 0, nbytes), launch)
+            # the memset is ordered with no other stream
+            _check(driver.cuStreamSynchronize(0), launch)
+        finally:
+            driver.cuThreadExchangeStreamCaptureMode(before)
 
     def __del__(self) -> None:
         if hasattr(self, "address") and not sys.is_finalizing():
