@@ -1,7 +1,8 @@
 """Write scikit-learn's handwritten digits for training: `python examples/digits_data.py`.
 
 `digits_train.npz` and `digits_test.npz` hold x [images, 64] float32 from 0 to 1, and labels
-[images] int64. Every fifth image is held out.
+[images] int64. Every fifth image is held out. The images come with scikit-learn: `pip install
+scikit-learn`.
 """
 
 from __future__ import annotations

@@ -67,8 +67,10 @@ def test_all_configurations_are_checked_in_all_cases(op: str, played: Path) -> N
 
 def test_what_is_wrong_is_said_and_not_timed(played: Path, cli: Cli) -> None:
     Played.wrong = "mma"
-    result = cli("lab", "Gemm", "--precision", "bf16", "--json", played / "lab.json")
+    result = cli("lab", "Gemm", "--precision", "bf16", "--json", played / "lab.json",
+                 "--html", played / "lab.html")  # fmt: skip
     assert result.code == 3
+    assert "configurations wrong" in (played / "lab.html").read_text()
     assert "wrong: mma" in result.out + result.err
     assert "not here: wgmma_split: " in result.out
     data = json.loads((played / "lab.json").read_text())

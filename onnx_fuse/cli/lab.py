@@ -11,6 +11,7 @@ import typer
 from onnx_fuse.cli import files, show
 from onnx_fuse.cli.options import (
     Debug,
+    Html,
     Json,
     Precision,
     check_precision,
@@ -52,6 +53,7 @@ def lab(
     ] = None,
     limit: Annotated[float, typer.Option(min=1, help="Check for this many seconds at most.")] = 120,
     json: Json = None,
+    html: Html = None,
     debug: Debug = False,
 ) -> None:
     """Check every configuration of OP's kernels on this GPU, and time them beside the roofline.
@@ -59,11 +61,14 @@ def lab(
     Results are compared with those of the operator's most general kernel, at sizes of all kinds.
     ONNX_FUSE_DUMP=folder keeps the source, the macros and the SASS of each kernel.
     """
-    files.check_paths({"--candidate": candidate}, {"--records": records, "--json": json})
+    files.check_paths(
+        {"--candidate": candidate}, {"--records": records, "--json": json, "--html": html}
+    )
     import time
 
     from onnx_fuse import alone, config
     from onnx_fuse import lab as bench
+    from onnx_fuse.report import timing
 
     check_precision(precision)
     if op not in alone.OPS:
@@ -82,7 +87,7 @@ def lab(
     for row in wrong:
         printer.text(f"wrong: {row.kernel} {row.config}: {row.fault}")
     sound = {(row.kernel, row.config) for row in checked if not row.fault}
-    timed, winners = [], []
+    timed, winners, tried = [], [], {}
     for call in calls:
         found = bench.measure(call, kernels, sound, hw, 1000 if tune else 6)
         timed += [row for row, _ in found]
@@ -94,6 +99,9 @@ def lab(
              f"{row.predicted / row.us:.2f}"]
             for row, _ in found
         ]  # fmt: skip
+        tried[str(call.problem)] = [
+            [f"{row.kernel} {row.config}", row.us * 1e-6] for row, _ in found
+        ]
         head = ["kernel", "µs", "of floor", "TFLOP/s", "GB/s", "predicted / measured"]
         printer.table(f"{call.problem} on {hw.name}", head, rows, left=1)
     if freeze:
@@ -101,6 +109,15 @@ def lab(
         printer.text(f"wrote {bench.freeze(op, winners, hw, folder)}")
     data = {"op": op, "gpu": hw.name, "checked": [asdict(r) for r in checked],
             "timed": [asdict(r) for r in timed]}  # fmt: skip
-    show.write_reports(printer, data, json, None)
+    show.write_reports(
+        printer,
+        data,
+        json,
+        html,
+        verdict=f"{len(wrong)} configurations wrong" if wrong else "every configuration is right",
+        ok=not wrong,
+        device=hw.name,
+        sections=lambda: timing.times(tried),
+    )
     if wrong:
         raise CheckFailed(f"{len(wrong)} configurations of {op} compute something else")

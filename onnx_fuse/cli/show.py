@@ -59,10 +59,10 @@ def page(
     device: str = "",
     refresh: float = 0.0,
 ) -> Page:
-    """The page of a command about the model that `data` names."""
+    """The page of a command about the model, or the operator, that `data` names."""
     from onnx_fuse.report.page import Page, Section
 
-    one = data.get("model") or data.get("input")
+    one = data.get("model") or data.get("input") or data.get("op")
     several = ", ".join(model["name"] for model in data.get("models", ()))
     return Page(
         Path(str(one)).name if one else several or "onnx-fuse",

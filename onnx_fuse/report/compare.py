@@ -8,11 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from onnx_fuse.errors import DataError
-from onnx_fuse.report import training
+from onnx_fuse.report import timing, training
 from onnx_fuse.report.page import Lines, Section, Table, View
 
 _LEFT_OUT = ("rounds", "losses", "rates", "lr", "gradient_norms", "examples_per_second", "seconds")
 _MOST = 400  # rows
+_NAMES = {
+    ".median": ": median, ms",
+    ".low": ": lowest tenth, ms",
+    ".high": ": highest tenth, ms",
+    "noise.1": "ratio, lowest of sessions",
+    "noise.2": "ratio, highest of sessions",
+}
+"""How names of numbers in the report of `bench` end, and what a table has in their place."""
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -36,7 +44,7 @@ def rows(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[list[str]]:
         x, y = left.get(key), right.get(key)
         changed = x is not None and y is not None and x != y
         change = f"{y / x - 1:+.1%}" if changed and x and y is not None else ""
-        found.append((x == y, [key, _shown(x), _shown(y), change]))
+        found.append((x == y, [_named(key), _shown(x), _shown(y), change]))
     return [row for _, row in sorted(found, key=lambda item: item[0])][:_MOST]
 
 
@@ -48,6 +56,15 @@ def sections(names: tuple[str, str], a: Mapping[str, Any], b: Mapping[str, Any])
     if a.get("operators") and b.get("operators"):
         views = [_times(name, report) for name, report in zip(names, (a, b), strict=True)]
         found.append(Section("Time by operator", views))
+    if a.get("rounds") and b.get("rounds"):
+        times = {
+            "medians of both models": [
+                [f"{name}: {model}", report[model]["median"] * 1e-3]
+                for model in ("original", "fused")
+                for name, report in zip(names, (a, b), strict=True)
+            ]
+        }
+        found += timing.times(times)
     table = rows(a, b)
     if not table:
         return [*found, Section("Numbers", [Lines(["these reports have no numbers in common"])])]
@@ -72,6 +89,11 @@ def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
     elif isinstance(value, list) and name.rpartition(".")[2] in ("epochs", "noise", "outputs"):
         for i, inner in enumerate(value):
             yield from _numbers(inner, f"{name}.{i + 1}")
+
+
+def _named(key: str) -> str:
+    end = next((end for end in _NAMES if key.endswith(end)), "")
+    return key.removesuffix(end) + _NAMES[end] if end else key
 
 
 def _shown(value: float | None) -> str:

@@ -110,6 +110,14 @@ def profile_sections(profile: Profile, of: str = "") -> list[Section]:
     return sections
 
 
+def times(found: Mapping[str, Sequence[Sequence[str | float]]]) -> list[Section]:
+    """Bars of (name, seconds) for each of several problems, by what it is."""
+    return [
+        Section(title, [View("bars", title, {"title": title, "unit": "s", "rows": rows})])
+        for title, rows in found.items()
+    ]
+
+
 _LANES = 10
 
 

@@ -189,7 +189,9 @@ class Trainer:
         """The low-rank products that train beside weights."""
         self._trainable = None if trainable is None else list(trainable)
         if lora is not None:
-            self._source, self.adapters = adapters.attach(self._source, lora, seed)
+            self._source, self.adapters = adapters.attach(
+                self._source, lora, seed, beside=device != "cuda"
+            )
             own = [literal(name) for each in self.adapters for name in (each.a, each.b)]
             self._trainable = [*own, *(trainable or ())]
         self._sized = self._source
@@ -249,6 +251,7 @@ class Trainer:
             fused=self._whole is not None,
             whole=self._whole,
             ranks=self._ranks,
+            adapters=self.adapters if self._whole is not None else (),
             **options,
         )
 
