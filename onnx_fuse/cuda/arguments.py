@@ -24,7 +24,6 @@ class Arguments:
     """
 
     def __init__(self, launch: Launch, pointers: Mapping[str, int]) -> None:
-        self._args = launch.args
         self._format, offsets, nbytes = _layout(tuple([_code(arg) for arg in launch.args]))
         count = len(offsets)
         self._memory = (ctypes.c_uint8 * (nbytes + 8 * count + _ALIGNED))()
@@ -34,11 +33,11 @@ class Arguments:
         table = struct.Struct(f"<{count}Q")
         table.pack_into(self._memory, self._skipped + nbytes, *[start + at for at in offsets])
         self.address = start + nbytes
-        self.place(pointers)
+        self.replace(launch.args, pointers)
 
     def replace(self, args: tuple[Arg, ...], pointers: Mapping[str, int]) -> None:
         """Write other arguments of the same kernel."""
-        self._args = args
+        self._words, self._spots = _words(args)
         self.place(pointers)
 
     def write(self, words: Sequence[Any]) -> None:
@@ -51,23 +50,39 @@ class Arguments:
 
     def place(self, pointers: Mapping[str, int]) -> None:
         """Write all arguments; `pointers` maps their names to addresses, null where one lacks."""
-        words: list[Any] = []
-        for arg in self._args:
-            if isinstance(arg, Num):
-                words.append(arg.value)
-            elif isinstance(arg, Ptr):
-                found = pointers.get(arg.name, 0)
-                words.append(found and found + arg.offset)
-            elif isinstance(arg, Table):
-                words += [w if isinstance(w, int) else _address(w, pointers) for w in arg.words]
-            else:
-                words.append(_descriptor(arg, _address(arg.ptr, pointers)))
+        words = [*self._words]
+        for at, name, offset, arg in self._spots:
+            found = pointers.get(name, 0)
+            place = found and found + offset
+            words[at] = place if arg is None else _descriptor(arg, place)
         self._format.pack_into(self._memory, self._skipped, *words)
 
 
-def _address(ptr: Ptr, pointers: Mapping[str, int]) -> int:
-    found = pointers.get(ptr.name, 0)
-    return found + ptr.offset if found else 0
+def _words(
+    args: tuple[Arg, ...],
+) -> tuple[tuple[Any, ...], tuple[tuple[int, str, int, TensorMap | None], ...]]:
+    """The words of arguments, and which are addresses: (word, operand, offset, descriptor's map)."""
+    words: list[Any] = []
+    spots: list[tuple[int, str, int, TensorMap | None]] = []
+
+    def point(ptr: Ptr, arg: TensorMap | None = None) -> None:
+        spots.append((len(words), ptr.name, ptr.offset, arg))
+        words.append(0)
+
+    for arg in args:
+        if isinstance(arg, Num):
+            words.append(arg.value)
+        elif isinstance(arg, Ptr):
+            point(arg)
+        elif isinstance(arg, Table):
+            for word in arg.words:
+                if isinstance(word, Ptr):
+                    point(word)
+                else:
+                    words.append(word)
+        else:
+            point(arg.ptr, arg)
+    return tuple(words), tuple(spots)
 
 
 def _code(arg: Arg) -> str:
