@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import lru_cache
 from typing import Any
 
@@ -24,7 +25,19 @@ class Arguments:
     """
 
     def __init__(self, launch: Launch, pointers: Mapping[str, int]) -> None:
-        self._format, offsets, nbytes = _layout(tuple([_code(arg) for arg in launch.args]))
+        self._layout = _layout(tuple([_code(arg) for arg in launch.args]))
+        self._take_memory()
+        self.replace(launch.args, pointers)
+
+    def twin(self, pointers: Mapping[str, int]) -> Arguments:
+        """The same arguments with other addresses, in memory of their own."""
+        made = copy(self)
+        made._take_memory()
+        made.place(pointers)
+        return made
+
+    def _take_memory(self) -> None:
+        _, offsets, nbytes = self._layout
         count = len(offsets)
         self._memory = (ctypes.c_uint8 * (nbytes + 8 * count + _ALIGNED))()
         start = ctypes.addressof(self._memory)
@@ -33,7 +46,6 @@ class Arguments:
         table = struct.Struct(f"<{count}Q")
         table.pack_into(self._memory, self._skipped + nbytes, *[start + at for at in offsets])
         self.address = start + nbytes
-        self.replace(launch.args, pointers)
 
     def replace(self, args: tuple[Arg, ...], pointers: Mapping[str, int]) -> None:
         """Write other arguments of the same kernel."""
@@ -42,7 +54,7 @@ class Arguments:
 
     def write(self, words: Sequence[Any]) -> None:
         """Write all arguments as they are: numbers, addresses, (TensorMap, address) of a map."""
-        self._format.pack_into(
+        self._layout[0].pack_into(
             self._memory,
             self._skipped,
             *[_descriptor(*w) if isinstance(w, tuple) else w for w in words],
@@ -55,13 +67,13 @@ class Arguments:
             found = pointers.get(name, 0)
             place = found and found + offset
             words[at] = place if arg is None else _descriptor(arg, place)
-        self._format.pack_into(self._memory, self._skipped, *words)
+        self._layout[0].pack_into(self._memory, self._skipped, *words)
 
 
 def _words(
     args: tuple[Arg, ...],
 ) -> tuple[tuple[Any, ...], tuple[tuple[int, str, int, TensorMap | None], ...]]:
-    """The words of arguments, and which are addresses: (word, operand, offset, descriptor's map)."""
+    """The words of arguments, and which are addresses: (word, operand, offset, map)."""
     words: list[Any] = []
     spots: list[tuple[int, str, int, TensorMap | None]] = []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import cache, lru_cache
 from typing import Any, Protocol
 
@@ -134,6 +135,14 @@ class Bound:
         self._arguments = Arguments(launch, self._pointers(pointers))
         self.arguments = self._arguments.address
         """The address of the array that points to the arguments; it never changes."""
+
+    def twin(self, pointers: Mapping[str, int]) -> Bound:
+        """The same launch with other addresses, and memory of its own."""
+        made = copy(self)
+        made._sync = _Zeroed(self.launch) if self._sync else None
+        made._arguments = self._arguments.twin(made._pointers(pointers))
+        made.arguments = made._arguments.address
+        return made
 
     def _pointers(self, pointers: Mapping[str, int]) -> Mapping[str, int]:
         return {**pointers, "sync": self._sync.address} if self._sync else pointers

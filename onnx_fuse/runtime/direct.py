@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import repeat
 from math import prod
 from typing import Any
 
@@ -89,6 +90,7 @@ class Layout:
         self.movable = [*(t.buffer for _, t in inputs), *buffers]
         """The buffers whose places a run brings: inputs that are read, outputs that are written."""
         self.moves_all = self.moving == [*range(first + len(program.outputs))]
+        self.segments = segments(program)
         self.count = sum(len(call.launches) for call in program.calls)
         """The number of launches."""
         self.stream = executable.stream
@@ -126,13 +128,17 @@ class Layout:
 class Steps:
     """The launches of a layout for one set of addresses: the arena's, then those of `movable`."""
 
-    def __init__(self, layout: Layout, places: Sequence[int]) -> None:
+    def __init__(self, layout: Layout, places: Sequence[int], like: Steps | None = None) -> None:
+        """`like` are launches of the layout for other addresses."""
         self._layout, self._places = layout, places
         self._address = dict(layout.fixed)
         self._stand(places)
         self._runs = 0
-        plan, hw = layout.plan, layout.hw
-        self._parts = [Launches(s, plan.order, hw, self._address) for s in segments(layout.program)]
+        plan, hw, known = layout.plan, layout.hw, repeat(None) if like is None else like._parts
+        self._parts = [
+            Launches(segment, plan.order, hw, self._address, part)
+            for segment, part in zip(layout.segments, known, strict=False)
+        ]
 
     def _stand(self, places: Sequence[int]) -> None:
         plan, arena = self._layout.plan, places[0]
@@ -234,6 +240,6 @@ class Turn:
                 _, found = self._steps.popitem(last=False)
                 found.move(places, found.moved(places))
         if found is None:
-            found = Steps(self.layout, places)
+            found = Steps(self.layout, places, next(iter(self._steps.values()), None))
         self._steps[key] = found
         return found

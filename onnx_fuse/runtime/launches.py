@@ -32,8 +32,12 @@ class Launches:
         order: Order,
         hw: Hardware,
         address: Mapping[int, int],
+        like: Launches | None = None,
     ) -> None:
-        """`address` has each buffer's, and that of a workspace by `workspace_key`."""
+        """`address` has each buffer's, and that of a workspace by `workspace_key`.
+
+        `like` are launches of the same segment, elsewhere.
+        """
         self._segment, self._order, self._hw = segment, order, hw
         self._address = address
         self._graph: device.Graph | None = None
@@ -50,7 +54,12 @@ class Launches:
             for i, call in enumerate(segment.calls):
                 addresses = operands(address, segment.first + i, call)
                 for launch in call.launches:
-                    self._steps.append(bind(launch, addresses, hw))
+                    known = like._steps[len(self._steps)] if like is not None else None
+                    self._steps.append(
+                        known.twin(addresses)
+                        if isinstance(known, Bound)
+                        else bind(launch, addresses, hw)
+                    )
                     self._calls.append(i)
                     self._stands(len(self._steps) - 1, call, addresses)
         except DeviceError as error:
