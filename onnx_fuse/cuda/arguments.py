@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import lru_cache
@@ -16,6 +17,8 @@ _NUMBERS = {"i32": "i4x", "u32": "I4x", "i64": "q", "f32": "f4x", "f64": "d"}
 _MAP_BYTES = 128
 _MAP = f"{_MAP_BYTES}s"
 _ALIGNED = 64  # of a TMA descriptor
+_MAPS = 4096
+"""Kinds of tensors whose descriptors are kept."""
 
 
 class Arguments:
@@ -123,11 +126,28 @@ def _layout(codes: tuple[str, ...]) -> tuple[struct.Struct, tuple[int, ...], int
 # ---- TMA descriptors ----------------------------------------------------------------------------
 
 
+_ENCODED: dict[TensorMap, Any] = {}
+_ENCODING = threading.Lock()
+
+
 @lru_cache(maxsize=8192)
 def _descriptor(arg: TensorMap, address: int) -> bytes:
     """The descriptor of the tensor there; zeros, which nobody reads, for an operand left out."""
     if not address:
         return bytes(_MAP_BYTES)
+    from cuda.bindings import driver
+
+    with _ENCODING:
+        found = _ENCODED.get(arg)
+        if found is None or int(driver.cuTensorMapReplaceAddress(found, address)[0]):
+            if len(_ENCODED) >= _MAPS:
+                _ENCODED.clear()
+            found = _ENCODED[arg] = _encoded(arg, address)
+        return ctypes.string_at(int(found.getPtr()), _MAP_BYTES)
+
+
+def _encoded(arg: TensorMap, address: int) -> Any:
+    """The driver's descriptor of the tensor there, which takes it far longer than a new address."""
     from cuda.bindings import driver
 
     kinds, shape, strides, box, ones = _constants(arg.dtype, arg.shape, arg.strides, arg.box)
@@ -154,7 +174,7 @@ def _descriptor(arg: TensorMap, address: int) -> bytes:
     )
     if int(code):
         raise DeviceError(f"a TMA descriptor of {arg}: {driver.CUresult(code).name}")
-    return ctypes.string_at(int(found.getPtr()), _MAP_BYTES)
+    return found
 
 
 @lru_cache(maxsize=1024)
