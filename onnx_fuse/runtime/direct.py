@@ -165,16 +165,16 @@ class Steps:
         """Whether few launches use what moves, so that the others stay as they are."""
         return FEW * sum(len(part.users(moved)) for part in self._parts) <= self._layout.count
 
-    def move(self, places: Sequence[int], moved: Sequence[int]) -> None:
-        """Take other addresses; the graph does too if it is near, or it is made anew."""
-        if not self.is_near(moved):
-            self._runs = 0
-            for part in self._parts:
-                part.single()
+    def move(self, places: Sequence[int], moved: Sequence[int] | None = None) -> None:
+        """Take other addresses; with `moved`, what is elsewhere then, a graph follows."""
         self._places = places
         self._stand(places)
         for part in self._parts:
-            part.move(moved)
+            if moved is None:
+                part.move_all()
+            else:
+                part.move(moved)
+        self._runs = 0 if moved is None else self._runs
 
     def launch(self, stream: device.Stream, *, repeats: bool = True) -> None:
         """Enqueue all: one by one, and as a CUDA graph once they have come often (`repeats`)."""
@@ -230,15 +230,15 @@ class Turn:
         if found is not None:
             self._steps.move_to_end(key)
             return found
-        if self._steps:
+        if self._steps and self.layout.count >= FEW:
             latest = next(reversed(self._steps))
             moved = self._steps[latest].moved(places)
             if self._steps[latest].is_near(moved):
                 found = self._steps.pop(latest)
                 found.move(places, moved)
-            elif len(self._steps) == PLACES:
-                _, found = self._steps.popitem(last=False)
-                found.move(places, found.moved(places))
+        if found is None and len(self._steps) == PLACES:
+            _, found = self._steps.popitem(last=False)
+            found.move(places)
         if found is None:
             found = Steps(self.layout, places, next(iter(self._steps.values()), None))
         self._steps[key] = found

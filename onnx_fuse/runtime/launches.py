@@ -202,9 +202,17 @@ class Launches:
             self._users = dict(users)
         return {k for b in buffers for k in self._users.get(b, ())}
 
-    def single(self) -> None:
-        """Enqueue one by one again."""
+    def move_all(self) -> None:
+        """Take all addresses anew, and enqueue one by one again."""
         self._graph = None
+        at = -1
+        addresses: dict[str, int] = {}
+        for k, i in enumerate(self._calls):
+            call = self._segment.calls[i]
+            if i != at:
+                at, addresses = i, operands(self._address, self._segment.first + i, call)
+            self._stands(k, call, addresses)
+            self._steps[k].place(addresses)
 
     def capture(self, stream: device.Stream) -> None:
         """From now on one graph: launching it takes the host half the time of a single launch."""
