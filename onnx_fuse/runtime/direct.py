@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import repeat
 from math import prod
 from typing import Any
 
@@ -134,10 +133,13 @@ class Steps:
         self._address = dict(layout.fixed)
         self._stand(places)
         self._runs = 0
-        plan, hw, known = layout.plan, layout.hw, repeat(None) if like is None else like._parts
-        self._parts = [
+        plan, hw = layout.plan, layout.hw
+        known: Sequence[Launches | None] = (
+            [None] * len(layout.segments) if like is None else like._parts
+        )
+        self._parts: list[Launches] = [
             Launches(segment, plan.order, hw, self._address, part)
-            for segment, part in zip(layout.segments, known, strict=False)
+            for segment, part in zip(layout.segments, known, strict=True)
         ]
 
     def _stand(self, places: Sequence[int]) -> None:
