@@ -137,9 +137,11 @@ class Bound:
         """The address of the array that points to the arguments; it never changes."""
 
     def twin(self, pointers: Mapping[str, int]) -> Bound:
-        """The same launch with other addresses, and memory of its own."""
+        """The same launch with other addresses, in the same order of launches.
+
+        They share the memory in which the launch counts, which is ready for the next one.
+        """
         made = copy(self)
-        made._sync = _Zeroed(self.launch) if self._sync else None
         made._arguments = self._arguments.twin(made._pointers(pointers))
         made.arguments = made._arguments.address
         return made

@@ -36,7 +36,7 @@ class Launches:
     ) -> None:
         """`address` has each buffer's, and that of a workspace by `workspace_key`.
 
-        `like` are launches of the same segment, elsewhere.
+        `like` are launches of the same segment for other addresses, and in the same stream.
         """
         self._segment, self._order, self._hw = segment, order, hw
         self._address = address
