@@ -112,9 +112,11 @@ def test_the_halves_compute_what_the_whole_computes(name: str, recompute: bool) 
 
 
 def test_attention_is_kept_in_the_order_in_which_it_is_read() -> None:
-    model = session.load(text_model("""agraph (float[M,2,K,8] q, float[M,2,K,8] k,
+    model = session.load(
+        text_model("""agraph (float[M,2,K,8] q, float[M,2,K,8] k,
     float[M,2,K,8] v) => (float[M,K,2,8] z) { y = onnx_fuse.Sdpa <scale = 0.5> (q, k, v)
-    t = Transpose <perm = [0, 2, 1, 3]> (y) z = Exp(t) }"""))
+    t = Transpose <perm = [0, 2, 1, 3]> (y) z = Exp(t) }""")
+    )
     halves = partition(model, list("qkv"), fused=True)
     kept = {v.name: v for v in halves.forward.graph.outputs}
     assert "t" in kept
