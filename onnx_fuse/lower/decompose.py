@@ -207,11 +207,16 @@ def dft(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | None:
 
 
 def stft(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | None:
-    """Frames of the signal, times the window, transformed."""
+    """Frames of the signal, times the window, transformed.
+
+    The signal is [batch, length, 1 or 2] or, as PyTorch exports it, [batch, length].
+    """
     x, shape, step, length = node.inputs[0], shapes[0], known(1), known(3)
     window = node.inputs[2] if len(node.inputs) > 2 else None
     assert x is not None
     assert step is not None
+    if len(shape) == 2:
+        x, shape = op.Unsqueeze(x, op.constant([2])), [*shape, 1]
     given = () if window is None else shapes[2]
     n = int(length.reshape(-1)[0]) if length is not None else (*given, 0)[0]
     every = int(step.reshape(-1)[0])
@@ -221,7 +226,7 @@ def stft(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | None
     frames = op.Gather(x, op.constant(starts[:, None] + np.arange(n)), axis=1)
     if window is not None:
         frames = op.Mul(frames, op.Reshape(window, [n, 1]))
-    frames.dtype = x.dtype
+    frames.dtype = node.inputs[0].dtype
     sizes = (shape[0], len(starts), n, shape[2])
     y = _transform(op, frames, sizes, 2, n, False, bool(attr(node, "onesided", 1)))
     return None if y is None else [y]

@@ -64,8 +64,14 @@ class PointwiseMany(AnyProblem):
 
     @property
     def bytes(self) -> int:
-        """The bytes of all tensors."""
-        return sum(t.nbytes for item in self.items for part in item for t in part)
+        """The bytes of all tensors, without the numbers for all."""
+        reads = (
+            t.nbytes
+            for each, _ in self.items
+            for t, one in zip(each, self.shared, strict=True)
+            if one is None
+        )
+        return sum(reads) + sum(t.nbytes for _, writes in self.items for t in writes)
 
     def __str__(self) -> str:
         return f"{self.op} {self.expression.name} of {len(self.items)}"
