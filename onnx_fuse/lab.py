@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from onnx_fuse import progress, tune
+from onnx_fuse import alone, progress, tune
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.errors import DeviceError, UsageError
 from onnx_fuse.kernels import Choice, Kernel, candidates, tuning
@@ -73,8 +73,8 @@ class Row:
 
 
 def of(op: str, shape: tuple[int, int, int], precision: str, hw: Hardware) -> Call:
-    """The call of an operator of `tune.OPS` at [M,K,N]. Raises UsageError where it has none."""
-    calls = tune.calls_of(tune.program_of(op, shape, precision, hw), op)
+    """The call of an operator of `alone.OPS` at [M,K,N]. Raises UsageError where it has none."""
+    calls = tune.calls_of(alone.program_of(op, shape, precision, hw), op)
     if not calls:
         raise UsageError(f"{op} in {precision} at {shape} is computed by other operators here")
     return calls[0]
@@ -100,6 +100,12 @@ def kernels_of(op: str, file: Path | None, call: Call, hw: Hardware) -> list[Ker
             "the file as the one under cuda_src/ that it is to replace"
         )
     return changed
+
+
+def left_out(op: str, call: Call, hw: Hardware) -> list[tuple[str, str]]:
+    """The candidates that do not serve a call, with the reason: such as a library that lacks."""
+    found = [(k.name, k.supports(call.problem, hw)) for k in candidates(op)]
+    return [(name, reason) for name, reason in found if reason is not None]
 
 
 def check(

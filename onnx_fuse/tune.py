@@ -13,57 +13,26 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import inf, isqrt, prod
+from math import inf
 from pathlib import Path
 
 import numpy as np
-import onnx
 
-from onnx_fuse import autodiff, config, passes, progress
+from onnx_fuse import config, progress
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.launch import Step, bind
 from onnx_fuse.kernels import Choice, candidates, select, tuning
-from onnx_fuse.lower.walk import lower
 from onnx_fuse.program.call import Call, Program, Tensor
 from onnx_fuse.program.passes.select import chosen
-from onnx_fuse.program.problem import ITEMSIZE, PRECISIONS, AnyProblem, Hardware, Problem
+from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Hardware, Problem
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.tensor import dtype_of
-from onnx_fuse.session import load
 
 SETS = 16  # of operands at most
 SAMPLE = 1 << 19  # elements compared at either end of a result
 # Relative Frobenius difference of two kernels' results: each rounds once, and sums in its order.
 TOLERANCE = {"float64": 1e-12, "float32": 2e-5, "float16": 2e-3, "bfloat16": 1.6e-2}
 TF32 = 2e-3  # where one kernel's products of float32 are IEEE's, another's of ten bits of mantissa
-
-OPS = {
-    "Gemm": "y = Gemm (x, w, c)",
-    "LayerNormGemm": "h = LayerNormalization <axis = -1> (x, gamma, beta)\n y = Gemm (h, w, c)",
-}
-OPS["LayerNormGemmGrad"] = OPS["LayerNormGemm"]
-OPS["MatMulNBits"] = (
-    "y = com.microsoft.MatMulNBits <bits = 4, block_size = 32, K = {k}, N = {n}> (x, q, s)"
-)
-OPS |= {
-    "Norm": "y = LayerNormalization <axis = -1> (x, gamma, beta)",
-    "Softmax": "y = Softmax <axis = -1> (x)",
-    "Reduce": "y = ReduceSum <keepdims = 0> (x, last)",
-    "Conv": "y = Conv <pads = [1, 1, 1, 1]> (x, filters)",
-}
-"""Operators that are tuned by name: the graph whose fusion, or gradient, has them."""
-
-
-def io_shapes(op: str, m: int, k: int, n: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of x and y of one of OPS at [M,K,N].
-
-    x is [M,K] and y [M,N], or as x where there is no weight; the sums of Reduce are [M]. A Conv has
-    an image of M pixels, as square as M lets it be, with K channels, and N filters of 3 x 3.
-    """
-    if op == "Conv":
-        high = next(d for d in range(isqrt(m), 0, -1) if m % d == 0)
-        return (1, k, high, m // high), (1, n, high, m // high)
-    return (m, k), {"Norm": (m, k), "Softmax": (m, k), "Reduce": (m,)}.get(op, (m, n))
 
 
 @dataclass(frozen=True)
@@ -81,42 +50,6 @@ class Tuned:
     tried: int
     refused: tuple[str, ...]
     """Configurations whose results differed from the present choice's."""
-
-
-def program_of(op: str, shape: tuple[int, int, int], precision: str, hw: Hardware) -> Program:
-    """The program of one of OPS at [M,K,N], as `io_shapes` says, with weights w [K,N], c [N].
-
-    MatMulNBits has 4-bit weights q in blocks of 32, with a scale each.
-    """
-    m, k, n = shape
-    of_x, of_y = io_shapes(op, m, k, n)
-    dtype, math = PRECISIONS[precision]
-    element = "float" if dtype == "float32" else dtype
-    text = (
-        f'<ir_version: 9, opset_import: ["" : 17, "com.microsoft" : 1]>\n'
-        f"g ({element}{list(of_x)} x) => ({element}{list(of_y)} y) "
-        f"<int64[1] last = {{1}}> {{ {OPS[op].format(k=k, n=n)} }}"
-    )
-    proto = onnx.parser.parse_model(text)
-    kind = proto.graph.input[0].type.tensor_type.elem_type
-    blocks = -(-k // 32)
-    weights: dict[str, tuple[int, ...]] = {
-        "w": (k, n), "c": (n,), "gamma": (k,), "beta": (k,), "s": (n, blocks), "q": (n, blocks, 16),
-        "filters": (n, k, 3, 3),
-    }  # fmt: skip
-    for name, dims in weights.items():
-        if f" {name})" in OPS[op] or f" {name}," in OPS[op]:
-            of = onnx.TensorProto.UINT8 if name == "q" else kind
-            size = onnx.helper.tensor_dtype_to_np_dtype(of).itemsize * prod(dims)
-            tensor = onnx.helper.make_tensor(name, of, dims, bytes(size), raw=True)
-            proto.graph.initializer.append(tensor)
-    graph = load(proto)
-    passes.optimize(graph)
-    shapes = {"x": (of_x, dtype)}
-    if op.endswith("Grad"):
-        graph = autodiff.gradient(graph)
-        shapes["y.grad"] = (of_y, dtype)
-    return lower(graph, shapes, hw, math=math)
 
 
 def calls_of(program: Program, op: str = "") -> list[Call]:

@@ -392,15 +392,16 @@ GRID = [
 BOXES = np.array([[0.63, 0.92, 5.31, 4.17], [-1.37, 2.11, 9.53, 7.59], [3.21, 1.34, 3.68, 1.77]])
 GRID += [
     row(
-        f"RoiAlign {mode}",
+        f"RoiAlign {mode} {samples}",
         "b = Constant <value = int64[3] {1, 0, 1}> ()\n"
         f'y = RoiAlign <coordinate_transformation_mode = "{mode}", output_height = 2, '
-        "output_width = 3, sampling_ratio = 2, spatial_scale = 0.9> (x, boxes, b)",
+        f"output_width = 3, sampling_ratio = {samples}, spatial_scale = 0.9> (x, boxes, b)",
         x=(2, 3, 6, 8),
         boxes=BOXES,
         opset=21,
     )
     for mode in ("half_pixel", "output_half_pixel")
+    for samples in (0, 2)
 ]
 
 

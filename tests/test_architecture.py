@@ -37,7 +37,7 @@ LAYERS = (
     ("nn",),
     ("validation",),
     ("torch",),
-    ("bench", "deploy", "profile", "report", "tune"),
+    ("alone", "bench", "deploy", "profile", "report", "tune"),
     ("lab",),
     ("cli",),
     ("__main__",),

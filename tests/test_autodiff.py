@@ -218,17 +218,6 @@ def test_a_rank_that_constants_decide_is_found(form):
     np.testing.assert_allclose(dw[:, 0], x.reshape(-1, 3).sum(0))
 
 
-def test_a_state_that_grows_is_refused():
-    text = """agraph (float[2] x, int64 n) => (float[M] y) {
-        y = Loop (n, , x) <body = b (int64 i, bool c, float[P] s) => (bool d, float[Q] t) {
-            d = Identity (c)
-            t = Concat <axis = 0> (s, x)
-        }>
-    }"""
-    with pytest.raises(ModelError, match=r"\(Loop\): its state 'x' changes its shape from step"):
-        autodiff.gradient(text_model(text), wrt=["x"])
-
-
 @pytest.mark.parametrize("condition", [True, False])
 def test_if_gets_an_if(condition):
     text = """agraph (float[N,2] x, float[2] w, bool c) => (float[N,2] y) {

@@ -1,9 +1,10 @@
-"""tools/bench_train.py: figures come one by one, and an arm that takes too long is ended."""
+"""tools/bench_train.py: figures come one by one, arms in turn, and one that takes long is ended."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -34,12 +35,44 @@ def test_figures_found_until_an_arm_ends_are_kept(
     error: str | None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "arm.py").write_text(script)
     monkeypatch.setattr(bench_train, "__file__", str(tmp_path / "arm.py"))
     options = argparse.Namespace(layers=0, profile=False, limit=limit)
-    found = bench_train.measured("mlp", "cold", str(tmp_path), options)
+    shown: list[str] = []
+    found = bench_train.measured("mlp", "cold", {}, options, shown.append)
     assert found == {"first": 1.5, "step": 0.002} | ({"error": error} if error else {})
-    shown = f"  cold    first 1.50 s  step 2.000 ms{f'  {error}' if error else ''}\n"
-    assert capsys.readouterr().out == shown
+    assert shown == ["  first 1.50 s", "  step 2.000 ms"] + ([f"  {error}"] if error else [])
+
+
+TURN = """
+import json, sys, time
+sys.path.insert(0, TOOLS)
+from gpu_turns import Turn
+turn = Turn()
+time.sleep(0.5 if "torch" in sys.argv else 0.1)
+ready = time.time()
+turn.take()
+begun = time.time()
+time.sleep(0.2)
+print(json.dumps({"ready": ready, "begun": begun, "step": time.time()}))
+"""
+
+
+def test_arms_get_ready_together_and_are_timed_one_after_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = TURN.replace("TOOLS", repr(str(Path(bench_train.__file__).parent)))
+    (tmp_path / "arm.py").write_text(script)
+    monkeypatch.setattr(bench_train, "__file__", str(tmp_path / "arm.py"))
+    monkeypatch.setattr(bench_train, "devices", lambda: ["0"])
+    only = ["mlp", "vit"]
+    options = argparse.Namespace(layers=0, profile=False, limit=30.0, only=only)
+    rows = {name: {"model": name} for name in only}
+    bench_train.together(options, lambda: None, rows)
+    times = sorted((rows[name][arm] for name in only for arm in ("cold", "torch")),
+                   key=lambda found: found["begun"])  # fmt: skip
+    assert times[0]["begun"] >= max(found["ready"] for found in times)
+    assert all(a["step"] <= b["begun"] for a, b in pairwise(times))
+    out = capsys.readouterr().out
+    assert out.count("of torch.compile's step") == 2

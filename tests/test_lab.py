@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support import Cli
 
-from onnx_fuse import config, lab, tune
+from onnx_fuse import alone, config, lab, tune
 from onnx_fuse.cli import lab as command
 from onnx_fuse.cuda.source import source_root
 from onnx_fuse.errors import UsageError
@@ -72,6 +72,7 @@ def test_what_is_wrong_is_said_and_not_timed(played: Path, cli: Cli) -> None:
     assert result.code == 3
     assert "configurations wrong" in (played / "lab.html").read_text()
     assert "wrong: mma" in result.out + result.err
+    assert "not here: wgmma_split: " in result.out
     data = json.loads((played / "lab.json").read_text())
     assert {row["kernel"] for row in data["checked"] if row["fault"]} == {"mma"}
     assert "mma" not in {row["kernel"] for row in data["timed"]}
@@ -114,3 +115,10 @@ def test_what_it_cannot_do_is_a_sentence(given: Any, says: str, cli: Cli) -> Non
     result = cli("lab", *given)
     assert result.code == 2
     assert says in result.out + result.err
+
+
+@pytest.mark.parametrize("op", alone.OPS)
+def test_every_operator_has_a_graph_that_calls_it(op: str) -> None:
+    call = lab.of(op, (190, 136, 200), "bf16", H200)
+    assert call.problem is not None
+    assert lab.kernels_of(op, None, call, H200)

@@ -12,6 +12,7 @@ from fake_gpu import FakeGpu
 from onnx_fuse import InferenceSession
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.save import to_proto
+from onnx_fuse.runtime import device
 
 GRAPHS = {
     "two launches": """agraph (float[N,8] x, float[8] b) => (float[N,8] y, float[8,N] z)
@@ -45,8 +46,51 @@ def test_it_comes_back_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         assert executable() is None
         assert not any(instance() for instance in instances)
         assert gpu.counts["cuMemFreeAsync"] == gpu.counts["cuMemAllocFromPoolAsync"] > 0
+        assert gpu.counts["cuMemPoolDestroy"] == gpu.counts["cuMemPoolCreate"] > 0
+        assert gpu.counts["cuStreamDestroy"] == gpu.counts["cuStreamCreate"] > 0
     finally:
         gc.enable()
+
+
+class Ended(FakeGpu):
+    """A GPU that says what it was asked of a stream that is gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.streams: list[int] = []
+        self.late: list[str] = []
+
+    def cuStreamDestroy(self, stream: int) -> tuple[int]:
+        self.streams.append(stream)
+        return (0,)
+
+    def cuMemFreeAsync(self, address: int, stream: int) -> tuple[int]:
+        self.late += ["free"] * (stream in self.streams)
+        return super().cuMemFreeAsync(address, stream)
+
+    def cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> tuple[int]:
+        self.late += ["wait"] * (stream in self.streams)
+        return super().cuStreamWaitEvent(stream, event, flags)
+
+
+def test_memory_that_outlives_its_stream_in_a_cycle_of_garbage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The collector ends the stream first; the memory goes behind what that stream held."""
+    gpu = Ended()
+    gpu.use(monkeypatch)
+    gc.collect()
+    stream = device.Stream()
+    pool = device.Pool(stream, 0)
+    cycle = [stream, pool, pool.allocate(64, "a tensor")]
+    cycle.append(cycle)  # type: ignore[arg-type]
+    own = stream.handle
+    del stream, pool, cycle
+    gc.collect()
+    assert gpu.streams == [own]
+    assert not gpu.late
+    assert gpu.counts["cuMemPoolDestroy"] == gpu.counts["cuMemFreeAsync"] == 1
+    assert ("wait", device.LEGACY) in [given[:2] for given in gpu.order]
 
 
 def test_a_result_on_its_way_outlives_the_session(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -455,16 +455,24 @@ def test_a_norm_makes_a_product_of_few_columns(n, more, taken, turned):
         assert dict(norm.launches[0].defines)["TURNED"] == str(int(turned))
 
 
-@pytest.mark.parametrize(("row", "column"), [("4", "bias"), ("5,1", ""), ("2,5,4", "residual")])
-def test_a_row_added_to_a_product_is_its_bias(row, column):
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [("4", "bias"), ("5,1", ""), ("2,5,1", "row_bias"), ("2,1,1", ""), ("2,5,4", "residual")],
+)
+def test_a_row_or_column_added_to_a_product_is_its_bias(row, column):
     text = f"""agraph (float[2,5,3] x, float[3,4] w, float[{row}] c) => (float[2,5,4] y)
     {{ z = MatMul(x, w) y = Add(c, z) }}"""
-    shape = tuple(map(int, row.split(",")))
-    calls = program_of(text_model(text), arrays(x=(2, 5, 3), w=(3, 4), c=shape)).calls
+    feeds = arrays(x=(2, 5, 3), w=(3, 4), c=tuple(map(int, row.split(","))))
+    program = program_of(text_model(text), feeds)
+    want = feeds["x"] @ feeds["w"] + feeds["c"]
+    np.testing.assert_allclose(interpret(program, feeds, {})["y"], want, rtol=1e-5, atol=1e-5)
+    calls = program.calls
     (product,) = [call for call in calls if isinstance(call.problem, Problem)]
     assert len(calls) == (1 if column else 2)
-    assert set(product.problem.epilogue.among("bias", "residual")) == {column} - {""}
+    kinds = ("bias", "row_bias", "residual")
+    assert set(product.problem.epilogue.among(*kinds)) == {column} - {""}
     assert ("col1" in dict(product.reads)) == (column == "bias")
+    assert ("row0" in dict(product.reads)) == (column == "row_bias")
 
 
 def test_large_tensors_that_are_ready_last_are_updated_apart():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -12,44 +11,54 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from math_cases import cases, only
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+import sanitize
+from math_cases import Case, cases, only
 
 from onnx_fuse.cuda.source import source_text, without_bounds
 from onnx_fuse.program.problem import CHIPS, Launch, Ptr, TensorMap
 
-TOOL = Path(__file__).parents[1] / "tools" / "sanitize.py"
+HW = CHIPS["H200"]
+NODES = ("other", "case", "left out", "own")
 
 
 def test_every_kernel_is_launched_by_a_gpu_test() -> None:
-    run = subprocess.run([sys.executable, TOOL, "--list"], capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, sanitize.__file__, "--list"], capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
     assert "test_math_kernels.py" in run.stdout
 
 
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("sanitize", TOOL)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_a_part_keeps_its_tests_and_their_variants(
-    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_processes_take_each_test_once_with_its_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A test whose case is no row of the kernels' table has no variants."""
-    monkeypatch.setattr(tool.Case, "variants", lambda case, hw: [case.name + "0", case.name + "1"])
+    """Run 0 is what a test does in any case; another problem than the test's has all choices."""
+    monkeypatch.setattr(Case, "variants", lambda case, hw: ["v1", "v2"])
+    module = ModuleType("module")
+    module.each = lambda problem, hw: ["c1", "c2", "c3"]  # type: ignore[attr-defined]
+    found: list[tuple[str, object]] = []
+
+    def protocol(item: SimpleNamespace, nextitem: None) -> None:
+        turns.runs, turns.problem = turns.tests[item.nodeid], "own"
+        choices = module.each(item.nodeid, HW) if item.nodeid != "case" else row.variants(HW)
+        found.append((item.nodeid, choices))
+
+    hook = SimpleNamespace(pytest_runtest_protocol=protocol)
+    config = SimpleNamespace(hook=hook)
+    items = [SimpleNamespace(nodeid=x, module=module, config=config) for x in NODES]
     row = next(iter(cases()))
-    items = [
-        SimpleNamespace(nodeid=name, callspec=SimpleNamespace(params={"case": case}))
-        for name, case in (("a", row), ("b", object()), ("c", row))
-    ]
-    part = tool.Part({"a": [1], "b": []}, 0, tmp_path / "report")
-    part.pytest_collection_modifyitems(items)
-    assert [item.nodeid for item in items] == ["a", "b"]
-    assert row.variants(CHIPS["H200"]) == [row.name + "1"]
+    turns = sanitize.Turns(
+        {"case": [0, 2], "own": [0, 1, 3], "other": [0]}, tmp_path / "next", tmp_path
+    )
+    turns.pytest_collection_modifyitems(items)
+    assert [item.nodeid for item in items] == ["case", "own", "other"]
+    assert sanitize.turn(tmp_path / "next") == 0  # another process takes the first
+    turns.pytest_runtestloop(SimpleNamespace(items=items, shouldfail=False))
+    assert found == [("own", ["c1", "c3"]), ("other", ["c1", "c2", "c3"])]
+    turns.runs = [0, 2]
+    assert row.variants(HW) == ["v2"]
 
 
 LOG = """========= COMPUTE-SANITIZER
@@ -78,9 +87,9 @@ Timeout (0:01:00)!
 """
 
 
-def test_what_a_log_reports(tool: ModuleType) -> None:
+def test_what_a_log_reports() -> None:
     where = "tests/gpu/test_gemm.py::test_"
-    assert tool.findings(LOG) == Counter({
+    assert sanitize.findings(LOG) == Counter({
         f"{where}a[m=5 n=8]: Invalid __global__ read of size 16 bytes at grad_products+0x980": 2,
         f"{where}b: Error: Race reported between Write access at gemm_cluster+0x11f0": 1,
         f"{where}a[m=5 n=8] - AssertionError": 1,
@@ -98,32 +107,42 @@ def attention() -> Launch:
         return next(x for call in case.program(hw).calls for x in call.launches)
 
 
-def test_what_a_kernel_stores_by_tma(tool: ModuleType) -> None:
+def test_what_a_kernel_stores_by_tma() -> None:
     launch = attention()
-    assert tool.stored(launch, {"q": 4096, "k": 8192, "y": 1 << 20}) == [(1 << 20, 2304)]
-    assert tool.stored(launch, {"q": 4096, "k": 8192}) == []
-    assert tool.stored(launch, {"q": 1 << 20, "y": 1 << 20}) == []  # read, too
+    assert sanitize.stored(launch, {"q": 4096, "k": 8192, "y": 1 << 20}) == [(1 << 20, 2304)]
+    assert sanitize.stored(launch, {"q": 4096, "k": 8192}) == []
+    assert sanitize.stored(launch, {"q": 1 << 20, "y": 1 << 20}) == []  # read, too
     y = next(x for x in launch.args if isinstance(x, TensorMap) and x.ptr.name == "y")
     assert y.shape[0] == 16
     apart = replace(y, ptr=Ptr("y", 64), shape=(16, 9, 1, 2), strides=(32, 288, 4096))
     launch = replace(launch, args=tuple(apart if x is y else x for x in launch.args))
-    assert tool.stored(launch, {"y": 1 << 20}) == [((1 << 20) + at, 288) for at in (64, 4160)]
+    assert sanitize.stored(launch, {"y": 1 << 20}) == [((1 << 20) + at, 288) for at in (64, 4160)]
 
 
-def test_a_function_that_stores_by_tma_counts_by_its_name(tool: ModuleType) -> None:
+def test_a_function_that_stores_by_tma_counts_by_its_name() -> None:
     source, entry = "sdpa/wgmma_grad_sm90.cu", "sdpa_gradients"
     head = re.search(rf"{entry}\(([^)]*)\)", without_bounds(source_text(source)))
     assert head
     names = [argument.split()[-1] for argument in head[1].split(",")]
-    assert {names[i] for i in tool.stored_maps(source, entry)} == {"map_out1", "map_out2"}
+    assert {names[i] for i in sanitize.stored_maps(source, entry)} == {"map_out1", "map_out2"}
 
 
-def test_parts_of_about_the_same_time_hold_every_test(tool: ModuleType) -> None:
-    selection = tool.Selection(CHIPS["H200"])
-    seconds = {f"t{i}": float(i % 7 + 1) for i in range(40)}
-    selection.chosen = {test: ([len(test)], time) for test, time in seconds.items()}
-    parts = selection.parts(6)
-    assert {k: v for part in parts for k, v in part.items()} == {t: [len(t)] for t in seconds}
-    loads = [sum(seconds[test] for test in part) for part in parts]
-    assert sum(map(len, parts)) == 40
-    assert max(loads) - min(loads) <= 7
+def test_the_cheapest_runs_that_have_every_feature_are_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launches = {name: Launch(name, name, (1, 1, 1), (32, 1, 1), ()) for name in "abc"}
+    runs = {
+        "dear": [sanitize.Run((launches["a"],), 1e12), sanitize.Run((launches["b"],))],
+        "cheap": [sanitize.Run(), sanitize.Run((launches["b"],)), sanitize.Run((launches["a"],))],
+        "idle": [sanitize.Run()],
+        "only": [sanitize.Run((launches["c"],), 1e9)],
+    }
+    monkeypatch.setattr(sanitize, "runs_of", lambda callspec, hw: runs[callspec])
+    items = [
+        SimpleNamespace(nodeid=name, callspec=name, iter_markers=lambda _: ()) for name in runs
+    ]
+    selection = sanitize.Selection(HW)
+    selection.pytest_collection_modifyitems(items)
+    assert selection.chosen == {"only": [0], "cheap": [0, 1, 2]}
+    assert [item.nodeid for item in items] == ["only", "cheap"]
+    assert {x.source for x in selection.launches} == set("abc")

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import ctypes
 import warnings
 from collections.abc import Callable
-from math import prod
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+import host_turn  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch.autograd import gradcheck, gradgradcheck  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 import onnx_fuse.torch as oft  # noqa: E402
 from onnx_fuse.errors import UsageError  # noqa: E402
-from onnx_fuse.torch import eager, gpu  # noqa: E402
 from onnx_fuse.torch.functional import ACTIVATIONS  # noqa: E402
-from onnx_fuse.torch.graph import Graph  # noqa: E402
 
 ACTS: dict[str | None, Callable[..., Any]] = {
     None: lambda z: z,
@@ -202,36 +199,6 @@ def test_gradients_of_gradients() -> None:
     assert gradgradcheck(ours, given, atol=1e-4)
 
 
-class HostTurn:
-    """A graph as `gpu.Turn` launches it, on addresses of host memory."""
-
-    def __init__(self, graph: Graph, tensors: list[Any]) -> None:
-        self._graph, self._given = graph, [(tuple(t.shape), t.dtype) for t in tensors]
-        found = [y.contiguous() for y in graph.run(tensors)]
-        self.results = [(tuple(y.shape), y.stride(), y.dtype) for y in found]
-        self._allocate = gpu.allocator(torch.device("cpu"))
-
-    def new(self, shape: tuple[int, ...], strides: tuple[int, ...], kind: Any) -> Any:
-        assert type(shape) is type(strides) is tuple  # as inductor's allocator for CUDA asks
-        return self._allocate(shape, strides, kind)
-
-    def enqueue(self, ends: list[int]) -> None:
-        count = len(self._given)
-        given = [at(a, *kind) for a, kind in zip(ends[:count], self._given, strict=True)]
-        results = zip(ends[count:], self._graph.run(given), self.results, strict=True)
-        for address, y, (shape, _, dtype) in results:
-            at(address, shape, dtype).copy_(y)
-
-
-def at(address: int, shape: tuple[int, ...], dtype: Any) -> Any:
-    """The tensor there."""
-    count = prod(shape)
-    if not count:
-        return torch.empty(shape, dtype=dtype)
-    memory = (ctypes.c_uint8 * (count * dtype.itemsize)).from_address(address)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
-
-
 @pytest.mark.parametrize(
     "name",
     ["layer norm gelu", "layer norm None", "rms norm None", "linear mish", "linear None",
@@ -239,10 +206,7 @@ def at(address: int, shape: tuple[int, ...], dtype: Any) -> Any:
 )  # fmt: skip
 def test_eager_calls_without_the_dispatcher(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As CUDA tensors take it, tried with tensors of the CPU."""
-    monkeypatch.setattr(eager, "on_gpu", lambda x: True)
-    monkeypatch.setattr(gpu, "current_device", lambda: -1)
-    monkeypatch.setattr(gpu, "state", lambda: (-1, 0, "highest"))
-    monkeypatch.setattr(Graph, "turn", lambda graph, tensors: HostTurn(graph, tensors))
+    host_turn.use(monkeypatch)
     ours, theirs, shapes = CASES[name]
     given = drawn(shapes, torch.float32)
     compare(ours, theirs, given)

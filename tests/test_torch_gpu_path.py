@@ -18,6 +18,7 @@ from lowering import program_of  # noqa: E402
 from onnx_fuse.errors import UsageError  # noqa: E402
 from onnx_fuse.onnx.build import text_model  # noqa: E402
 from onnx_fuse.program.problem import CHIPS  # noqa: E402
+from onnx_fuse.runtime import direct  # noqa: E402
 from onnx_fuse.runtime.specialize import Specializer  # noqa: E402
 from onnx_fuse.runtime.tensor import dtype_of  # noqa: E402
 from onnx_fuse.session import load  # noqa: E402
@@ -115,6 +116,40 @@ def test_old_shapes_go(gpu: FakeGpu, now: Torch, monkeypatch: pytest.MonkeyPatch
     for rows in (4, 5, 6, 4):
         check(run, rows)
     assert len(made._layouts) == len(made._turns) == 2
+
+
+def test_launches_that_repeat_become_a_graph(
+    gpu: FakeGpu, now: Torch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct, "MANY", 2)
+    monkeypatch.setattr(direct, "FEW", 2)
+    text = """agraph (float[N,8] x, float[8,8] v) => (float[8,8] y, float[N,8] z)
+    { a = Tanh(v) b = Transpose(a) c = Tanh(b) d = Transpose(c) y = Tanh(d) z = Tanh(x) }"""
+    graph = Graph("test", load(text_model(text)))
+    v = torch.randn(8, 8)
+    turn = module.GpuRunner(graph.model, 0).turn(graph, [torch.zeros(4, 8), v])
+    assert turn is not None
+    y, z = torch.empty(8, 8), torch.empty(4, 8)
+
+    def launched(x: Any, z: Any) -> tuple[int, int]:
+        gpu.counts.clear()
+        turn.enqueue([t.data_ptr() for t in (x, v, y, z)])
+        torch.testing.assert_close(z, torch.tanh(x))
+        torch.testing.assert_close(y, v.tanh().tanh().tanh())
+        return gpu.counts["cuGraphLaunch"], gpu.counts["update"]
+
+    x, other, elsewhere = torch.randn(4, 8), torch.randn(4, 8), torch.empty(4, 8)
+    assert [launched(x, z) for _ in range(4)] == [(0, 0), (1, 0), (1, 0), (1, 0)]
+    assert launched(other, z) == (1, 1)  # one launch reads it: the graph follows
+    assert launched(other, elsewhere) == (1, 1)
+    y = torch.empty(8, 8)
+    assert launched(x, z) == (1, 2)
+    now.capturing = True
+    assert launched(x, z) == (0, 0)  # into a graph that may be launched by others
+    now.capturing = False
+    monkeypatch.setattr(direct, "FEW", 99)
+    assert [launched(other, elsewhere) for _ in range(3)] == [(0, 0), (1, 0), (1, 0)]
+    assert len(turn._steps) == 2
 
 
 def test_tensors_at_odd_addresses_are_copied_first(gpu: FakeGpu, now: Torch) -> None:

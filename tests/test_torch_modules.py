@@ -11,6 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import host_turn  # noqa: E402
 import onnx  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
@@ -21,6 +22,7 @@ import onnx_fuse as of  # noqa: E402
 import onnx_fuse.torch as oft  # noqa: E402
 from onnx_fuse.errors import CheckFailed, UsageError  # noqa: E402
 from onnx_fuse.onnx.build import text_model  # noqa: E402
+from onnx_fuse.torch import eager  # noqa: E402
 
 CURVE = 1e-4
 """Between two float32 trainings of 50 steps that sum in other orders."""
@@ -376,7 +378,17 @@ def exported(model: nn.Module, ids: Any) -> bytes:
     return data
 
 
-def test_an_imported_file_trains_as_the_module_it_came_from(tmp_path: Path) -> None:
+@pytest.fixture(params=["dispatcher", "direct"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """By torch's dispatcher, or around it as on CUDA tensors."""
+    if request.param == "direct":
+        host_turn.use(monkeypatch)
+        monkeypatch.setattr(eager, "MANY", 3)
+    found: str = request.param
+    return found
+
+
+def test_an_imported_file_trains_as_the_module_it_came_from(tmp_path: Path, way: str) -> None:
     model, ids = Gpt().eval(), torch.randint(0, 17, (2, 5))
     module = oft.from_onnx(exported(model, ids), untie=True)
     assert dict(module.named_parameters())["blocks.1.mlp.3.bias"].shape == (32,)
@@ -394,9 +406,18 @@ def test_an_imported_file_trains_as_the_module_it_came_from(tmp_path: Path) -> N
     loss = compiled(ids).square().mean()
     assert torch.equal(loss, module(ids).square().mean())
     loss.backward()
+    if way == "direct":
+        assert "Direct" in module(ids).grad_fn.name()
+        module.zero_grad()
+        made = torch.autograd.grad(module(ids).sum(), [*module.parameters()])
+        assert len({g.untyped_storage().data_ptr() for g in made}) == 1
+        module(ids).sum().backward()  # no gradient is copied on its way into its parameter
+        given = [p.grad for p in module.parameters()]
+        assert len({g.untyped_storage().data_ptr() for g in given}) == 1
+        assert all(torch.equal(a, b) for a, b in zip(made, given, strict=True))
 
 
-def test_only_the_weights_that_train_have_gradients() -> None:
+def test_only_the_weights_that_train_have_gradients(way: str) -> None:
     model, ids = Gpt().eval(), torch.randint(0, 17, (2, 5))
     data = exported(model, ids)
     module = oft.from_onnx(data, ["head.*"], precision="bf16")
@@ -412,7 +433,7 @@ def test_only_the_weights_that_train_have_gradients() -> None:
         oft.from_onnx(data, precision="int8")
 
 
-def test_names_that_are_no_attributes_and_several_outputs() -> None:
+def test_names_that_are_no_attributes_and_several_outputs(way: str) -> None:
     text = """agraph (float[N,2] x, int64[1] k) => (float[N,2] y, int64[N] i)
     <float[2] forward = {1, 2}, float[2] "a..b" = {3, 4}, float[2] a = {5, 6},
      float[2] "a.c" = {7, 8}>

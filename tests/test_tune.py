@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support import Cli
 
-from onnx_fuse import config, progress, tune
+from onnx_fuse import alone, config, progress, tune
 from onnx_fuse.cuda import cublaslt
 from onnx_fuse.kernels import candidates, select, tuning
 from onnx_fuse.lower.walk import lower
@@ -55,7 +55,7 @@ def played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("op", ["Gemm", "LayerNormGemm", "MatMulNBits"])
 def test_an_operator_by_name_is_the_problem_a_model_has(op: str, precision: str) -> None:
-    (call,) = tune.calls_of(tune.program_of(op, SHAPE, precision, H200), op)
+    (call,) = tune.calls_of(alone.program_of(op, SHAPE, precision, H200), op)
     assert call.problem is not None
     dtype, math = PRECISIONS[precision]
     assert (call.problem.dtype, call.problem.math) == (dtype, math)
@@ -66,7 +66,7 @@ def test_an_operator_by_name_is_the_problem_a_model_has(op: str, precision: str)
 
 @pytest.mark.parametrize("op", ["Norm", "Softmax", "Reduce", "Conv"])
 def test_an_operator_that_a_rule_runs_is_tuned_by_name(op: str, played: Path) -> None:
-    (call,) = tune.calls_of(tune.program_of(op, SHAPE, "bf16", H200), op)
+    (call,) = tune.calls_of(alone.program_of(op, SHAPE, "bf16", H200), op)
     (found,) = tune.tune([call], H200)
     assert found.tried >= 2
     assert found.floor > 0
@@ -90,14 +90,14 @@ def test_what_has_no_choice_is_not_timed(played: Path) -> None:
 
 
 def test_the_gradient_is_tuned_by_name() -> None:
-    program = tune.program_of("LayerNormGemmGrad", SHAPE, "bf16", H200)
+    program = alone.program_of("LayerNormGemmGrad", SHAPE, "bf16", H200)
     assert [c.problem.op for c in tune.calls_of(program, "LayerNormGemmGrad") if c.problem] == [
         "LayerNormGemmGrad"
     ]
 
 
 def test_the_fastest_that_agrees_is_kept_and_selected(played: Path) -> None:
-    calls = tune.calls_of(tune.program_of("LayerNormGemm", SHAPE, "bf16", H200))
+    calls = tune.calls_of(alone.program_of("LayerNormGemm", SHAPE, "bf16", H200))
     (found,) = tune.tune(calls, H200)
     assert found.tried == 5
     assert len(found.refused) > 1
@@ -111,7 +111,7 @@ def test_the_fastest_that_agrees_is_kept_and_selected(played: Path) -> None:
 
 
 def test_records_go_where_they_are_asked_to(played: Path) -> None:
-    calls = tune.calls_of(tune.program_of("Gemm", SHAPE, "fp16", H200))
+    calls = tune.calls_of(alone.program_of("Gemm", SHAPE, "fp16", H200))
     (found,) = tune.tune(calls, H200, folder=played / "mine")
     (path,) = (played / "mine").iterdir()
     records = json.loads(path.read_text())
@@ -120,7 +120,7 @@ def test_records_go_where_they_are_asked_to(played: Path) -> None:
 
 
 def test_records_of_sources_that_changed_go_when_others_are_kept(played: Path) -> None:
-    calls = tune.calls_of(tune.program_of("Gemm", SHAPE, "fp16", H200))
+    calls = tune.calls_of(alone.program_of("Gemm", SHAPE, "fp16", H200))
     (found,) = tune.tune(calls, H200, folder=played / "mine")
     (path,) = (played / "mine").iterdir()
     (record,) = json.loads(path.read_text()).values()
@@ -147,7 +147,7 @@ def test_shipped_records_are_of_the_sources_beside_them() -> None:
 
 
 def test_no_problem_is_begun_after_the_limit(played: Path) -> None:
-    calls = tune.calls_of(tune.program_of("Gemm", SHAPE, "fp16", H200))
+    calls = tune.calls_of(alone.program_of("Gemm", SHAPE, "fp16", H200))
     told: list[str] = []
     with progress.watched(lambda what, done, total: told.append(what)):
         assert list(tune.tune(calls, H200, seconds=-1)) == []
@@ -171,7 +171,7 @@ def test_what_cannot_be_tuned_is_said(cli: Cli, arguments: list[str], says: str)
 
 def test_a_choice_is_bound_as_a_session_binds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A library's call has no source to compile."""
-    program = tune.program_of("Gemm", SHAPE, "bf16", H200)
+    program = alone.program_of("Gemm", SHAPE, "bf16", H200)
     (call,) = tune.calls_of(program)
     call = replace(call, launches=(replace(call.launches[0], source="", product=call.problem),))
     made: list[object] = []

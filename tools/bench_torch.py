@@ -126,6 +126,11 @@ def block(batch: int = 8, length: int = 1024) -> tuple[dict[str, Work], float]:
     return arms, 0.95
 
 
+@row("block_large")
+def _block_large() -> tuple[dict[str, Work], float]:
+    return block(batch=32)
+
+
 @row("imported")
 def imported(batch: int = 16, length: int = 128) -> tuple[dict[str, Work], float]:
     """BERT-base with a classifier, a training step with SGD, against the Trainer's."""

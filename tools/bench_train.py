@@ -1,7 +1,7 @@
 """Training steps of whole models through `Trainer.step`, beside torch.compile, on one GPU.
 
-    python tools/bench_train.py [--only NAME ...] [--quick] [--layers N] [--profile] [--limit S]
-                                [--json FILE]
+    python tools/bench_train.py [--only NAME ...] [--quick | --together] [--layers N] [--profile]
+                                [--limit S] [--json FILE]
 
 Every arm is a process of its own, with random weights and feeds: `Trainer.step` with an empty cache
 folder, which gives the first step's seconds and the times, once more with what that left in the
@@ -11,7 +11,9 @@ device; "graph" is the GPU's own time. "first" is from the model in memory to th
 is what the device has in use beside the CUDA context. Every figure is printed as it is found, and
 the JSON is written after every arm. An arm that takes longer than `--limit` seconds is ended; the
 figures that it found until then stay. `--quick` leaves torch and the warm start out; `--profile`
-adds each kernel by itself, L2 warm, launch included.
+adds each kernel by itself, L2 warm, launch included. With `--together` all arms start at once, on
+all GPUs, and each is timed alone (gpu_turns.py): in minutes, without memory and the warm start, and
+the first step beside others that compile. ResNet-50 and ConvNeXt need torchvision.
 """
 
 from __future__ import annotations
@@ -27,17 +29,21 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
+from gpu_turns import Turn, devices, environment
 
 for folder in ("models", "."):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / folder))
 
 Arrays = dict[str, Any]
+Show = Callable[[str], object]
 ROUNDS, SECONDS = 7, 0.25
 """Rounds of steps, and about how long each takes."""
 
@@ -62,6 +68,11 @@ def _images(c: Any, batch: int, _: int, rng: np.random.Generator) -> Arrays:
     return {"pixels": pixels, "labels": rng.integers(0, c.classes, batch)}
 
 
+def _square(c: Any, batch: int, side: int, rng: np.random.Generator) -> Arrays:
+    x = rng.standard_normal((batch, 3, side, side), np.float32)
+    return {"x": x, "labels": rng.integers(0, c.classes, batch)}
+
+
 def _vectors(c: Any, batch: int, _: int, rng: np.random.Generator) -> Arrays:
     x = rng.standard_normal((batch, c.widths[0]), np.float32)
     return {"x": x, "labels": rng.integers(0, c.widths[-1], batch)}
@@ -69,7 +80,10 @@ def _vectors(c: Any, batch: int, _: int, rng: np.random.Generator) -> Arrays:
 
 @dataclass(frozen=True)
 class Row:
-    """A model of models/, the batch it trains on, and its torch module."""
+    """A model of models/, the batch it trains on, and its torch module.
+
+    `exported`: the model is that module, as PyTorch writes it for training.
+    """
 
     module: str
     size: str
@@ -80,6 +94,7 @@ class Row:
     precision: str = "bf16"
     mode: str = "default"
     more: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    exported: bool = False
 
     def config(self, layers: int) -> Any:
         """The configuration, with fewer layers where that is asked for."""
@@ -87,12 +102,23 @@ class Row:
         fewer = {"layers": layers} if layers and hasattr(found, "layers") else {}
         return dataclasses.replace(found, **self.more, **fewer)
 
+    def model(self, c: Any) -> Any:
+        """The model, with random weights."""
+        if self.exported:
+            import train_peers
+
+            return train_peers.exported(getattr(train_peers, self.peer)(c), self.length)
+        _quick_weights()
+        return importlib.import_module(self.module).build(c)
+
 
 ROWS = {
     "gpt2": Row("gpt", "gpt2-small", 16, 1024, _tokens, "Gpt"),
     "bert": Row("encoder", "bert-base", 32, 128, _padded, "Encoder", more={"classes": 2}),
     "vit": Row("vit", "vit-b16", 64, 0, _images, "Vit"),
     "llama": Row("llama", "llama-8x2048", 4, 2048, _tokens, "Llama"),
+    "resnet50": Row("resnet", "resnet50", 64, 224, _square, "ResNet", exported=True),
+    "convnext": Row("convnext", "convnext-tiny", 32, 224, _square, "ConvNeXt"),
     "mlp": Row("mlp", "mnist", 256, 0, _vectors, "Perceptron", "fp32", "reduce-overhead"),
 }
 
@@ -158,8 +184,7 @@ def ours(row: Row, c: Any, feeds: Arrays, profile: bool) -> None:
     """Say first step, step, memory, graph and kernels of `Trainer.step`."""
     from onnx_fuse import Trainer, optim
 
-    _quick_weights()
-    model, before = importlib.import_module(row.module).build(c), in_use()
+    turn, model, before = Turn(), row.model(c), in_use()
     begun = time.perf_counter()
     trainer = Trainer(
         model, loss="cross_entropy", optimizer=optim.AdamW(lr=1e-4), device="cuda",
@@ -173,9 +198,11 @@ def ours(row: Row, c: Any, feeds: Arrays, profile: bool) -> None:
     def step() -> None:
         last[:] = [trainer.step(feeds)]
 
+    float(trainer.step(feeds))
+    turn.take()
     say(step=step_time(step, lambda: float(last[0])))
     losses.append(float(last[0]))
-    say(bytes=in_use() - before, losses=losses)
+    say(losses=losses, **({} if turn.shared else {"bytes": in_use() - before}))
     (instance,) = executable.instances()
     instance.capture()
     graph = median(executable.stream.timed(instance.launch) for _ in range(3))
@@ -193,6 +220,7 @@ def torch_compiled(row: Row, c: Any, feeds: Arrays) -> None:
     import torch as t
     import train_peers
 
+    turn = Turn()
     t.cuda.init()
     t.cuda.synchronize()
     before = in_use()
@@ -200,6 +228,9 @@ def torch_compiled(row: Row, c: Any, feeds: Arrays) -> None:
         net = getattr(train_peers, row.peer)(c)
     train_peers.small_weights(net)
     given = {name: t.from_numpy(array).cuda() for name, array in feeds.items()}
+    if row.feeds is _square:
+        net = net.to(memory_format=t.channels_last)
+        given["x"] = given["x"].contiguous(memory_format=t.channels_last)
     begun = time.perf_counter()
     run = t.compile(net, mode=row.mode, dynamic=False)
     update = t.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
@@ -216,9 +247,13 @@ def torch_compiled(row: Row, c: Any, feeds: Arrays) -> None:
     step()
     losses = [float(last[0])]
     say(first=time.perf_counter() - begun, version=t.__version__)
+    step()
+    turn.take()
     say(step=step_time(step, t.cuda.synchronize))
     losses.append(float(last[0]))
-    say(bytes=in_use() - before, losses=losses, allocated=t.cuda.max_memory_allocated())
+    say(losses=losses, allocated=t.cuda.max_memory_allocated())
+    if not turn.shared:
+        say(bytes=in_use() - before)
 
 
 def child(name: str, arm: str, layers: int, profile: bool) -> None:
@@ -244,20 +279,20 @@ SHOWN: dict[str, Callable[[Any], str]] = {
 """How a figure is printed."""
 
 
-def measured(name: str, arm: str, cache: str, args: argparse.Namespace) -> Arrays:
-    """What a process of one arm found, printed as it comes; `error` says why it ended early."""
+def measured(
+    name: str, arm: str, where: Mapping[str, str], args: argparse.Namespace, show: Show
+) -> Arrays:
+    """What a process of one arm found, shown as it comes; `error` says why it ended early."""
     command = [sys.executable, __file__, "--child", name, arm, "--layers", str(args.layers)]
     command += ["--profile"] if args.profile and arm == "cold" else []
-    where = {"ONNX_FUSE_CACHE_DIR": cache, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/torch"}
     found: Arrays = {}
 
-    def show(figures: Arrays) -> None:
+    def keep(figures: Arrays) -> None:
         found.update(figures)
         for key, value in figures.items():
             if key in SHOWN:
-                print(f"  {SHOWN[key](value)}", end="", flush=True)
+                show(f"  {SHOWN[key](value)}")
 
-    print(f"  {arm:6s}", end="", flush=True)
     with (
         tempfile.TemporaryFile("w+") as faults,
         subprocess.Popen(
@@ -269,21 +304,72 @@ def measured(name: str, arm: str, cache: str, args: argparse.Namespace) -> Array
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("{"):  # libraries print, too
-                show(json.loads(line))
+                keep(json.loads(line))
         if process.wait():
             faults.seek(0)
             why = (faults.read().strip().splitlines() or ["no output"])[-1]
             over = not limit.is_alive()
-            show({"error": f"ended after {args.limit:g} s" if over else why})
+            keep({"error": f"ended after {args.limit:g} s" if over else why})
         limit.cancel()
-    print(flush=True)
     return found
+
+
+def in_turn(args: argparse.Namespace, done: Callable[[], None], rows: Mapping[str, Arrays]) -> None:
+    """All arms one after another, each alone, printed as its figures come."""
+    for name in args.only:
+        row = ROWS[name]
+        print(f"{name}: {row.batch} x {row.length or 1}, {row.precision}", flush=True)
+        with tempfile.TemporaryDirectory() as cache:
+            where = {"ONNX_FUSE_CACHE_DIR": cache, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/torch"}
+            for arm in ("cold",) if args.quick else ("cold", "warm", "torch"):
+                print(f"  {arm:6s}", end="", flush=True)
+                show = partial(print, end="", flush=True)
+                rows[name][arm] = measured(name, arm, where, args, show)
+                print(flush=True)
+                done()
+        conclude(rows[name])
+
+
+def together(
+    args: argparse.Namespace, done: Callable[[], None], rows: Mapping[str, Arrays]
+) -> None:
+    """All arms at once but for their timing, on all GPUs, each printed when it has ended."""
+    gpus, lines, runs = devices(), dict[tuple[str, str], list[str]](), {}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ThreadPoolExecutor(max_workers=2 * len(args.only)) as pool,
+    ):
+        for i, name in enumerate(args.only):
+            for arm in ("torch", "cold"):
+                where = environment(gpus[i % len(gpus)], Path(folder) / f"{name}.{arm}")
+                lines[name, arm] = []
+                run = pool.submit(measured, name, arm, where, args, lines[name, arm].append)
+                runs[run] = name, arm
+        for run in as_completed(runs):
+            name, arm = runs[run]
+            rows[name][arm] = run.result()
+            print(f"{name:8s} {arm:6s}{''.join(lines[name, arm])}", flush=True)
+            if len(rows[name]) == 3:  # with its name
+                conclude(rows[name])
+            done()
+
+
+def conclude(found: Arrays) -> None:
+    """Print how our step compares with torch.compile's, and what its kernels take."""
+    if "step" in found["cold"] and "step" in found.get("torch", {}):
+        ratio = found["cold"]["step"] / found["torch"]["step"]
+        print(f"  {found['model']}: {ratio:.2f} of torch.compile's step", flush=True)
+    for kernel, (count, took) in sorted(
+        found["cold"].get("kernels", {}).items(), key=lambda item: -item[1][1]
+    ):
+        print(f"    {took * 1e6:9.1f} us  {count:3d} x  {kernel}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=list(ROWS), default=list(ROWS))
     parser.add_argument("--quick", action="store_true", help="no torch, no warm start")
+    parser.add_argument("--together", action="store_true", help="all at once but for the timing")
     parser.add_argument("--layers", type=int, default=0, help="fewer, for a look")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--limit", type=float, default=300, help="seconds for each arm")
@@ -293,22 +379,13 @@ def main() -> None:
     if args.child:
         child(*args.child, args.layers, args.profile)
         return
-    rows: list[Arrays] = []
-    for name in args.only:
-        row, found = ROWS[name], {"model": name}
-        rows.append(found)
-        print(f"{name}: {row.batch} x {row.length or 1}, {row.precision}", flush=True)
-        with tempfile.TemporaryDirectory() as cache:
-            for arm in ("cold",) if args.quick else ("cold", "warm", "torch"):
-                found[arm] = measured(name, arm, cache, args)
-                if args.json:
-                    write(args.json, rows)
-        if "step" in found["cold"] and "step" in found.get("torch", {}):
-            print(f"  {found['cold']['step'] / found['torch']['step']:.2f} of torch.compile's step")
-        for kernel, (count, took) in sorted(
-            found["cold"].get("kernels", {}).items(), key=lambda item: -item[1][1]
-        ):
-            print(f"    {took * 1e6:9.1f} us  {count:3d} x  {kernel}", flush=True)
+    rows: dict[str, Arrays] = {name: {"model": name} for name in args.only}
+
+    def done() -> None:
+        if args.json:
+            write(args.json, list(rows.values()))
+
+    (together if args.together else in_turn)(args, done, rows)
 
 
 def write(path: Path, rows: list[Arrays]) -> None:

@@ -1,11 +1,13 @@
 """Vision models in fp16 on one GPU, beside torch.compile (channels_last) of the same network.
 
-    python tools/bench_vision.py [--only NAME ...] [--quick] [--limit SECONDS] [--json FILE]
+    python tools/bench_vision.py [--only NAME ...] [--quick] [--jobs N] [--limit S] [--json FILE]
 
 Each model runs through `InferenceSession`, inputs and outputs bound in place, with random weights:
 those of models/, or PyTorch's own modules, exported by it (SegFormer needs transformers). Each
-measurement is a process with a limit of its own, and is printed as soon as it is there. Times are
-medians, in microseconds. tools/bench_convolutions.py has single convolutions.
+measurement is a process with a limit of its own; `--jobs` of them compile beside each other, on all
+GPUs, and are timed alone (gpu_turns.py). A row is printed as soon as it is there. Times are
+medians, in microseconds. tools/bench_convolutions.py has single convolutions, bench_train.py
+training steps.
 """
 
 from __future__ import annotations
@@ -13,9 +15,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -24,6 +29,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import torch as t
+from gpu_turns import Turn, devices, environment
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "models")]
@@ -66,9 +72,13 @@ ROWS = {
 }
 
 
-def timed(once: Once, repeats: int = 20, rounds: int = 7) -> float:
-    """Microseconds of one call on the GPU: the median of rounds of so many."""
+def timed(once: Once, turn: Turn, repeats: int = 20, rounds: int = 7) -> float:
+    """Microseconds of one call on the GPU: the median of rounds of so many, in its turn."""
     found = []
+    for _ in range(3):
+        once()
+    t.cuda.synchronize()
+    turn.take()
     for _ in range(3):
         once()
     for _ in range(rounds):
@@ -118,7 +128,9 @@ def graph(row: Row) -> ir.Model:
     return exported.model
 
 
-def ours(model: Any, kind: Any, shapes: Sequence[tuple[int, ...]], precision: str) -> float:
+def ours(
+    model: Any, kind: Any, shapes: Sequence[tuple[int, ...]], precision: str, turn: Turn
+) -> float:
     """Microseconds of a run of a session whose inputs and output stay on the GPU."""
     session = InferenceSession(model, device="cuda", precision=precision)
     inputs = [t.randn(shape, device="cuda").to(getattr(t, np.dtype(kind).name)) for shape in shapes]
@@ -131,10 +143,14 @@ def ours(model: Any, kind: Any, shapes: Sequence[tuple[int, ...]], precision: st
     name = session.get_outputs()[0].name
     binding.bind_output(name, "cuda", 0, y.dtype.type, y.shape, out.data_ptr())
     stream = t.cuda.current_stream().cuda_stream
-    return timed(lambda: session.run_with_iobinding(binding, stream=stream, synchronize=False))
+
+    def once() -> None:
+        session.run_with_iobinding(binding, stream=stream, synchronize=False)
+
+    return timed(once, turn)
 
 
-def peer(row: Row) -> float:
+def peer(row: Row, turn: Turn) -> float:
     """Microseconds of torch.compile's run of PyTorch's module."""
     with t.device("cuda"):
         module = network(row.peer).half().to(memory_format=t.channels_last)
@@ -142,25 +158,29 @@ def peer(row: Row) -> float:
     inputs = [t.randn(shape, device="cuda").half() for shape in row.shapes]
     inputs = [x.contiguous(memory_format=t.channels_last) if x.dim() == 4 else x for x in inputs]
     with t.no_grad():
-        return timed(lambda: compiled(*inputs))
+        return timed(lambda: compiled(*inputs), turn)
 
 
-def measured(name: str, limit: float, theirs: bool) -> float | str:
+def measured(name: str, theirs: bool, limit: float, given: Mapping[str, str]) -> float | str:
     """Microseconds that a process of its own finds within the limit, or why it finds none."""
     command = [sys.executable, __file__, "--worker", name, *(["--theirs"] if theirs else [])]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=limit, check=False,
+            env={**os.environ, **given},
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         return f"over {limit:g} s"
     if done.returncode:
         return (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1][:120]
-    return float(done.stdout)
+    return float(done.stdout.split()[-1])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=ROWS, default=[*ROWS])
     parser.add_argument("--quick", action="store_true", help="without torch.compile")
+    parser.add_argument("--jobs", type=int, default=1, help="measurements that compile at once")
     parser.add_argument("--limit", type=float, default=180, help="seconds of each measurement")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -168,23 +188,35 @@ def main() -> None:
     args = parser.parse_args()
     if args.worker:
         t.backends.cudnn.benchmark = True
-        row = ROWS[args.worker]
-        print(peer(row) if args.theirs else ours(graph(row), np.float32, row.shapes, "fp16"))
+        row, turn = ROWS[args.worker], Turn()
+        if args.theirs:
+            print(peer(row, turn))
+        else:
+            print(ours(graph(row), np.float32, row.shapes, "fp16", turn))
         return
-    found: dict[str, list[float | str]] = {}
+    found: dict[str, list[float | str]] = {name: [] for name in args.only}
+    arms = (False,) if args.quick else (False, True)
+    gpus = devices()
     print(f"{t.cuda.get_device_name()}, torch {t.__version__}: us, torch's, the ratio", flush=True)
-    for name in args.only:
-        times = found[name] = []
-        print(f"{name:16s}", end="", flush=True)
-        for theirs in (False, True)[: 1 if args.quick else 2]:
-            times.append(measured(name, args.limit, theirs))
-            shown = times[-1] if isinstance(times[-1], str) else f"{times[-1]:.1f}"
-            print(f" {shown:>10s}", end="", flush=True)
-        match times:
-            case [float(mine), float(peers)]:
-                print(f"  {mine / peers:5.2f}", flush=True)
-            case _:
-                print(flush=True)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ThreadPoolExecutor(max_workers=args.jobs) as pool,
+    ):
+        runs = {}
+        for i, name in enumerate(args.only):
+            for theirs in arms:
+                given = environment(gpus[i % len(gpus)], Path(folder) / f"{name}.{theirs}")
+                runs[pool.submit(measured, name, theirs, args.limit, given)] = name
+        for run in as_completed(runs):
+            name = runs[run]
+            found[name].append(run.result())
+            if len(found[name]) == len(arms):
+                times = found[name] = [r.result() for r, of in runs.items() if of == name]
+                shown = [x if isinstance(x, str) else f"{x:.1f}" for x in times]
+                match times:
+                    case [float(mine), float(peers)]:
+                        shown.append(f"{mine / peers:.2f}")
+                print(f"{name:16s}" + "".join(f" {x:>10s}" for x in shown), flush=True)
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -3,10 +3,12 @@
     python tools/sanitize.py [--tool memcheck ...] [--match TEXT] [--shards 8] [--logs FOLDER]
     python tools/sanitize.py --list     # the tests chosen, and the kernels without one; no GPU
 
-The tests are chosen: each kernel of cuda_src/ with each value that a case gives one of its macros,
-and each kind of generated kernel, is launched by the smallest case that does it, in those of its
-variants that bring such a value; every tensor in an allocation of its own (ONNX_FUSE_ARENA=0) and
-every launch by itself (ONNX_FUSE_GRAPH=0). A kernel that no chosen test launched is a fault.
+The tests are chosen: each kernel of cuda_src/ with each value that a test gives one of its macros,
+and each kind of generated kernel, is launched by the cheapest test that does it, with those of its
+kernels and configurations alone that bring such a value; every tensor in an allocation of its own
+(ONNX_FUSE_ARENA=0) and every launch by itself (ONNX_FUSE_GRAPH=0). The processes of a tool take the
+tests in turn, the longest first, on all GPUs. The last lines are the kernels, each with the tools
+under which it was launched; one that no test launched is a fault.
 """
 
 from __future__ import annotations
@@ -14,9 +16,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import fcntl
+import heapq
 import io
 import itertools
 import json
+import multiprocessing
 import os
 import re
 import subprocess
@@ -26,9 +31,10 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -41,12 +47,14 @@ from onnx_fuse.program.problem import CHIPS, ITEMSIZE, Hardware, Launch, Ptr, Te
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "gpu"))
+import test_gemm
 from math_cases import Case, only
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ("racecheck", "initcheck", "memcheck", "synccheck")  # the slowest first
 GENERATED = "generated"
-MARK, LIMIT = ">>> ", 180  # before a test's name in a log; seconds a test may take
+MARK, TOOK = ">>> ", "<<< "  # before a test's name in a log, and before the seconds it took
+LIMIT = 180  # seconds a test may take
 Feature = tuple[str, ...]
 
 
@@ -60,8 +68,25 @@ def entries() -> set[Feature]:
     return found | {(GENERATED, entry) for entry in ("pointwise", "pointwise_many", "batched")}
 
 
-def launches_of(callspec: Any, hw: Hardware) -> list[list[Launch]]:
-    """What a test launches, by its parameters: in any case, then for each variant of a case."""
+@dataclass(frozen=True)
+class Run:
+    """What a test launches with one choice of kernels, and the arithmetic that this does."""
+
+    launches: tuple[Launch, ...] = ()
+    flops: float = 0.0
+
+    @property
+    def cost(self) -> float:
+        """About the work of a tool, which looks at each access of each thread."""
+        each = (x.grid[0] * x.grid[1] * x.grid[2] * x.block[0] for x in self.launches)
+        return 1000 + sum(each) + self.flops / 256
+
+
+def runs_of(callspec: Any, hw: Hardware) -> list[Run]:
+    """What a test runs, by its parameters: a case as it comes and each variant, or what is chosen.
+
+    The first is what a test runs in any case.
+    """
     parameters = callspec.params if callspec else {}
     if hasattr(parameters.get("case"), "program"):
         case = parameters["case"]
@@ -69,16 +94,19 @@ def launches_of(callspec: Any, hw: Hardware) -> list[list[Launch]]:
         for choice in case.variants(hw):
             with only(choice):
                 programs.append(case.program(hw))
+        calls = [(*program.setup, *program.calls) for program in programs]
         return [
-            [x for call in (*program.setup, *program.calls) for x in call.launches]
-            for program in programs
+            Run(
+                tuple(x for call in each for x in call.launches),
+                sum(call.problem.flops for call in each if call.problem),
+            )
+            for each in calls
         ]
     if "problem" in parameters:
-        from test_gemm import each
-
-        problem = parameters["problem"]
-        return [[x for kernel, how in each(problem, hw) for x in kernel.launch(problem, how, hw)]]
-    return [[]]
+        problem, choices = parameters["problem"], test_gemm.each
+        launched = [kernel.launch(problem, how, hw) for kernel, how in choices(problem, hw)]
+        return [Run(), *(Run(tuple(launches), problem.flops) for launches in launched)]
+    return [Run()]
 
 
 def features(launches: Iterable[Launch]) -> set[Feature]:
@@ -99,63 +127,70 @@ def features(launches: Iterable[Launch]) -> set[Feature]:
     return found
 
 
-def threads(launches: Iterable[Launch]) -> int:
-    return sum(x.grid[0] * x.grid[1] * x.grid[2] * x.block[0] for x in launches)
-
-
 def collect(plugin: object, *options: str) -> int:
     """Run pytest over tests/gpu (or only collect)."""
     where = [str(ROOT / "tests" / "gpu"), "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
     return int(pytest.main([*where, *options], plugins=[plugin]))
 
 
+_ITEMS: list[Any] = []  # what processes that are forked now look at
+
+
+def _seen(i: int) -> list[tuple[set[Feature], float]]:
+    """The features and the cost of each run of a test."""
+    callspec, hw = _ITEMS[i]
+    return [(features(run.launches), run.cost) for run in runs_of(callspec, hw)]
+
+
 class Selection:
-    """A pytest plugin that chooses tests; `chosen`: by id, its variants and about its seconds."""
+    """A pytest plugin that chooses tests; `chosen`: the runs of each, the longest test first."""
+
+    START = 50_000
+    """The cost of a test that runs nothing."""
 
     def __init__(self, hw: Hardware, match: str = "") -> None:
         self.hw, self.match = hw, match
         self.launches: list[Launch] = []
         self.features: set[Feature] = set()
-        self.chosen: dict[str, tuple[list[int], float]] = {}
+        self.chosen: dict[str, list[int]] = {}
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """By new features for the threads they cost, until every feature is there."""
-        calls, has, cost = {}, {}, {}
-        for item in items:
-            calls[item] = launches_of(getattr(item, "callspec", None), self.hw)
-            has[item] = {m.args for m in item.iter_markers("launches")}.union(
-                *map(features, calls[item])
-            )
-            cost[item] = 50_000 + sum(map(threads, calls[item]))
-            self.features |= has[item]
-        todo, kept = set(self.features), []
-        while todo:
-            best = max(has, key=lambda item: len(has[item] & todo) / cost[item])
-            new, variants = (has[best] & todo) - features(calls[best][0]), []
-            todo -= has[best]
-            for i, launches in enumerate(calls[best][1:]):
-                if features(launches) & new:
-                    new -= features(launches)
-                    variants.append(i)
-            if self.match in best.nodeid:
-                kept.append(best)
-                runs = calls[best][0] + [x for i in variants for x in calls[best][i + 1]]
-                self.launches += runs
-                # a tool patches each module, and racecheck looks at what each thread accesses
-                modules = len({(x.source, x.defines) for x in runs})
-                self.chosen[best.nodeid] = (variants, 0.3 + 0.15 * modules + 2e-5 * threads(runs))
-        items[:] = kept
+        """By new features for what they cost, until every feature is there."""
+        callspecs = [getattr(item, "callspec", None) for item in items]
+        _ITEMS[:] = [(callspec, self.hw) for callspec in callspecs]
+        with multiprocessing.get_context("fork").Pool() as pool:
+            runs = pool.map(_seen, range(len(items)), chunksize=8)
+        for item, found in zip(items, runs, strict=True):
+            found[0][0].update(m.args for m in item.iter_markers("launches"))
+        kept: dict[int, set[int]] = {}
+        todo = {feature for found in runs for run, _ in found for feature in run}
+        self.features = set(todo)
 
-    def parts(self, count: int) -> list[dict[str, list[int]]]:
-        """The chosen tests and variants in parts of about the same time."""
-        parts: list[dict[str, list[int]]] = [{} for _ in range(count)]
-        loads = [0.0] * count
-        for test, (variants, seconds) in sorted(self.chosen.items(), key=lambda x: -x[1][1]):
-            least = loads.index(min(loads))
-            parts[least][test] = variants
-            loads[least] += seconds
-        return [part for part in parts if part]
+        def worth(i: int, k: int) -> float:
+            """Minus the new features of a run for its cost; that of what else comes with it."""
+            (first, always), (new, cost) = runs[i][0], runs[i][k]
+            if i not in kept:
+                new, cost = first | new, cost + self.START + always * (k > 0)
+            return -len(new & todo) / cost
+
+        # the worth of a run falls as others are taken: a look at the best of before is enough
+        heap = [(worth(i, k), i, k) for i, found in enumerate(runs) for k in range(len(found))]
+        heapq.heapify(heap)
+        while todo:
+            _, i, k = heapq.heappop(heap)
+            if (now := worth(i, k)) > heap[0][0]:
+                heapq.heappush(heap, (now, i, k))
+                continue
+            kept.setdefault(i, {0}).add(k)
+            todo -= runs[i][0][0] | runs[i][k][0]
+        kept = {i: taken for i, taken in kept.items() if self.match in items[i].nodeid}
+        order = sorted(kept, key=lambda i: -sum(runs[i][k][1] for k in kept[i]))
+        for i in order:
+            self.chosen[items[i].nodeid] = sorted(kept[i])
+            every = runs_of(callspecs[i], self.hw)
+            self.launches += [x for k in kept[i] for x in every[k].launches]
+        items[:] = [items[i] for i in order]
 
     @property
     def missing(self) -> list[Feature]:
@@ -163,35 +198,68 @@ class Selection:
         return sorted(entries() - {feature[:2] for feature in self.features})
 
 
-class Part:
-    """A pytest plugin that keeps the tests and variants named, but for the first `skip`.
+def turn(counter: Path) -> int:
+    """The next number of a file that several processes count in."""
+    with counter.open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        number = int(file.read() or 0)
+        file.truncate(0)
+        file.write(str(number + 1))
+    return number
 
-    It says which test begins, ends the process where one takes too long, and writes to `report`
-    which kernels were launched.
+
+class Turns:
+    """A pytest plugin that runs those of the tests, each with its runs, that `counter` gives it.
+
+    It says which test begins and how long it took, ends the process where one takes too long, and
+    writes to `report` which kernels were launched.
     """
 
-    def __init__(self, tests: Mapping[str, list[int]], skip: int, report: Path) -> None:
-        self.tests, self.skip, self.report = tests, skip, report
+    def __init__(self, tests: Mapping[str, list[int]], counter: Path, report: Path) -> None:
+        self.tests, self.counter, self.report = tests, counter, report
         self.stderr = os.dup(2)  # pytest captures what is written there
+        self.begun = 0.0
+        self.runs: list[int] = []
+        """Those of the test that runs; 0 is what it runs in any case."""
+        self.problem: Any = None
+        self.variants, self.choices = Case.variants, {}
+        Case.variants = lambda case, hw: self.taken(self.variants(case, hw))
+
+    def taken(self, choices: list[Any]) -> list[Any]:
+        """Those of a test's choices that it is to run with."""
+        return [choices[i - 1] for i in self.runs if i]
+
+    def each(self, module: ModuleType, problem: Any, hw: Hardware) -> list[Any]:
+        """The choices for a problem; for the test's own, those that it is to run with."""
+        choices = self.choices[module](problem, hw)
+        return self.taken(choices) if problem == self.problem else choices
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = [item for item in items if item.nodeid in self.tests][self.skip :]
-        cases = [(item, getattr(item, "callspec", None)) for item in items]
-        kept = {
-            spec.params["case"].name: self.tests[item.nodeid]
-            for item, spec in cases
-            if spec and isinstance(spec.params.get("case"), Case)  # others have no variants to keep
-        }
-        every = Case.variants
-        Case.variants = lambda case, hw: [every(case, hw)[i] for i in kept.get(case.name, ())]
+        found = {item.nodeid: item for item in items if item.nodeid in self.tests}
+        items[:] = [found[test] for test in self.tests]
+        for module in {item.module for item in items if hasattr(item.module, "each")}:
+            self.choices[module], module.each = module.each, partial(self.each, module)
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        while (i := turn(self.counter)) < len(session.items):
+            item = session.items[i]
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+            if session.shouldfail:
+                raise session.Failed(session.shouldfail)
+        return True
 
     def pytest_runtest_protocol(self, item: pytest.Item) -> None:
-        item.config.get_terminal_writer().line(f"\n{MARK}{item.nodeid}")
+        self.writer = item.config.get_terminal_writer()
+        self.writer.line(f"\n{MARK}{item.nodeid}")
+        self.begun, self.runs = time.monotonic(), self.tests[item.nodeid]
+        self.problem = item.callspec.params.get("problem") if hasattr(item, "callspec") else None
         faulthandler.dump_traceback_later(LIMIT, exit=True, file=self.stderr)
 
     def pytest_runtest_logfinish(self) -> None:
         faulthandler.cancel_dump_traceback_later()
+        self.writer.line(f"\n{TOOK}{time.monotonic() - self.begun:.1f}")
         names = {(GENERATED if "\n" in text else text, entry) for text, entry in launching.bound()}
         self.report.write_text(json.dumps(sorted(names)))
 
@@ -264,36 +332,36 @@ SEEN: Mapping[str, type[Bound]] = {"initcheck": Poisoned, "racecheck": Arriving}
 """How launches are bound for the tools that do not see all of what a kernel does."""
 
 
-def watched(tool: str, part: int, skip: int, folder: Path) -> int:
-    """One part of the tests, up to the first that fails, in a process that a tool watches."""
+def watched(tool: str, shard: int, folder: Path) -> int:
+    """The tests that are this process's in turn, up to the first that fails, watched by a tool."""
     launching.Bound = SEEN.get(tool, Bound)  # type: ignore[misc]
-    tests = json.loads((folder / "parts.json").read_text())[part]
-    return collect(Part(tests, skip, folder / f"{tool}.{part}.{skip}.json"), "-x", "--tb=short")
+    tests = json.loads((folder / "tests.json").read_text())
+    turns = Turns(tests, folder / f"{tool}.next", folder / f"{tool}.{shard}.{os.getpid()}.json")
+    return collect(turns, "-x", "--tb=short")
 
 
-def run(tool: str, part: int, tests: int, folder: Path) -> tuple[int, Path]:
-    """One part of the tests under a tool: its exit code and its log.
+def run(tool: str, shard: int, device: str, folder: Path) -> tuple[int, Path]:
+    """A process after the other that takes tests under a tool: the worst exit code, and the log.
 
     A test that fails or hangs may have lost the context: those after it have another process.
     """
-    log, worst, begun = folder / f"{tool}.{part}.log", 0, 0
+    log, worst = folder / f"{tool}.{shard}.log", 0
     command = ["compute-sanitizer", "--tool", tool, "--print-limit", "100"]
     command += ["--show-backtrace", "no", "--destroy-on-device-error", "kernel"]
     if tool == "memcheck":  # the bindings ask for functions that an older driver lacks
         command += ["--report-api-errors", "no"]
-    command += [sys.executable, __file__, "--watched", tool, str(part)]
+    command += [sys.executable, __file__, "--watched", tool, str(shard), str(folder)]
     environment = {**os.environ, "ONNX_FUSE_ARENA": "0", "ONNX_FUSE_GRAPH": "0"}
-    environment["ONNX_FUSE_AHEAD"] = "0"
+    environment |= {"ONNX_FUSE_AHEAD": "0", "CUDA_VISIBLE_DEVICES": device}
     environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a process a core
-    log.write_text("")
-    while begun < tests:
-        with log.open("a") as out:
-            arguments = [*command, str(begun), str(folder)]
-            done = subprocess.run(arguments, stdout=out, stderr=out, env=environment, check=False)
-        worst, before = worst or done.returncode, begun
-        begun = len(re.findall(f"^{MARK}", log.read_text(errors="replace"), re.MULTILINE))
-        if begun == before:  # not even one began
-            break
+    before, begun = -1, 0
+    with log.open("w") as out:
+        while before < begun:
+            done = subprocess.run(command, stdout=out, stderr=out, env=environment, check=False)
+            worst = worst or done.returncode
+            if not done.returncode:
+                break
+            before, begun = begun, log.read_text(errors="replace").count(f"\n{MARK}")
     return worst, log
 
 
@@ -321,15 +389,18 @@ def findings(text: str) -> Counter[str]:
 
 
 def outcome(
-    tool: str, runs: Sequence[Future[tuple[int, Path]]], wanted: set[Feature]
-) -> tuple[str, list[str]]:
-    """The tool's line, and what is wrong."""
+    tool: str, runs: Sequence[Future[tuple[int, Path]]], wanted: set[Feature], count: int
+) -> tuple[str, list[str], set[Feature]]:
+    """The tool's line, times and what is wrong of `count` tests, and the kernels launched."""
     wrong, tests, touched, found = [], 0, set[Feature](), Counter[str]()
+    times: list[tuple[float, str]] = []
     for part in runs:
         code, log = part.result()
         text = log.read_text(errors="replace")
         summaries = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", text)
-        tests += sum(map(int, re.findall(r"(\d+) passed", text)))
+        tests += sum(map(int, re.findall(r"(\d+) (?:passed|skipped|failed)", text)))
+        pairs = re.findall(rf"^{MARK}(.*)(?:\n(?!{MARK}).*)*?\n{TOOK}(.*)", text, re.MULTILINE)
+        times += ((float(seconds), test) for test, seconds in pairs)
         if code or not summaries or not all(line.startswith("0 ") for line in summaries):
             wrong.append(f"{log}: exit {code}, {summaries or 'no summary'}")
             found += findings(text)
@@ -338,8 +409,13 @@ def outcome(
     wrong += [f"{count} x {what}" for what, count in found.most_common(30)]
     missing = sorted(wanted - touched)
     wrong += [f"not launched: {source} {entry}" for source, entry in missing]
+    if tests < count:
+        wrong.append(f"{count - tests} tests did not end")
     kernels = f"{len(wanted) - len(missing)} of {len(wanted)} kernels"
-    return f"{tool:10} {'FAILED' if wrong else 'clean'}: {tests} tests, {kernels}", wrong
+    line = f"{tool:10} {'FAILED' if wrong else 'clean'}: {tests} tests, {kernels}"
+    took = f"{sum(seconds for seconds, _ in times):.0f} s in tests, the longest "
+    took += ", ".join(f"{test} {seconds:.0f} s" for seconds, test in sorted(times)[:-4:-1])
+    return line, [took, *wrong], touched
 
 
 def main() -> int:
@@ -349,11 +425,12 @@ def main() -> int:
     parser.add_argument("--shards", type=int, default=8, help="processes a tool")
     parser.add_argument("--logs", type=Path, help="folder that keeps the tools' output")
     parser.add_argument("--list", action="store_true", help="the tests chosen; needs no GPU")
-    parser.add_argument("--watched", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--watched", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.watched:
-        tool, part, skip, folder = options.watched
-        return watched(tool, int(part), int(skip), Path(folder))
+        tool, shard, folder = options.watched
+        return watched(tool, int(shard), Path(folder))
+    started = time.monotonic()
     selection = Selection(CHIPS["H200"] if options.list else Hardware.detect(), options.match)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -364,29 +441,40 @@ def main() -> int:
         print(f"no test launches {source}: {entry}")
     if options.list or code or selection.missing:
         return code or 3 * bool(selection.missing)
-    started = time.monotonic()
-    workers = os.cpu_count() or 8
-    nvrtc.compile_all(selection.launches, selection.hw.arch, workers)
-    print(f"compiled in {time.monotonic() - started:.0f} s", flush=True)
+    print(f"chose {len(selection.chosen)} tests in {time.monotonic() - started:.0f} s", flush=True)
+    nvrtc.compile_all(selection.launches, selection.hw.arch, os.cpu_count() or 8)
+    print(f"compiled after {time.monotonic() - started:.0f} s", flush=True)
     folder = options.logs or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
-    parts = selection.parts(options.shards)
-    for old in folder.glob("*check.*.json"):
+    for old in (*folder.glob("*check.*.json"), *folder.glob("*check.next")):
         old.unlink()
-    (folder / "parts.json").write_text(json.dumps(parts))
+    (folder / "tests.json").write_text(json.dumps(selection.chosen))
     wanted = (
         {feature[:2] for feature in features(selection.launches)} if options.match else entries()
     )
-    failed = False
-    with ThreadPoolExecutor(max_workers=workers) as pool:
+    from cuda.bindings import driver
+
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if devices == [""]:
+        devices = [str(i) for i in range(driver.cuDeviceGetCount()[1])]
+    failed, tools = False, options.tool or TOOLS
+    launched: dict[Feature, list[str]] = {kernel: [] for kernel in sorted(wanted)}
+    with ThreadPoolExecutor(max_workers=len(tools) * options.shards) as pool:
         runs = {
-            tool: [pool.submit(run, tool, i, len(part), folder) for i, part in enumerate(parts)]
-            for tool in options.tool or TOOLS
+            tool: [
+                pool.submit(run, tool, i, devices[i % len(devices)], folder)
+                for i in range(options.shards)
+            ]
+            for tool in tools
         }
-        for tool, results in runs.items():
-            line, wrong = outcome(tool, results, wanted)
-            print(f"{line}, {time.monotonic() - started:.0f} s", *wrong, sep="\n    ", flush=True)
-            failed |= bool(wrong)
+        for tool in reversed(tools):  # the fastest first
+            line, notes, touched = outcome(tool, runs[tool], wanted, len(selection.chosen))
+            print(f"{line}, {time.monotonic() - started:.0f} s", *notes, sep="\n    ", flush=True)
+            failed |= "FAILED" in line
+            for kernel in wanted & touched:
+                launched[kernel].append(tool)
+    for (source, entry), names in launched.items():
+        print(f"{source} {entry}: {' '.join(names)}")
     return 3 if failed else 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable
 from typing import Any
@@ -211,6 +212,53 @@ class Perceptron(t.nn.Module):
 
     def forward(self, x: Any, labels: Any) -> Any:
         return fn.cross_entropy(self.layers(x), labels)
+
+
+class Vision(t.nn.Module):
+    """A classifier of torchvision's with its loss."""
+
+    def __init__(self, net: t.nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Any, labels: Any) -> Any:
+        return fn.cross_entropy(self.net(x).float(), labels)
+
+
+class ResNet(Vision):
+    """ResNet-50 with its batch normalizations."""
+
+    def __init__(self, c: Any) -> None:
+        from torchvision.models import resnet50
+
+        super().__init__(resnet50(num_classes=c.classes))
+
+
+class ConvNeXt(Vision):
+    """models/convnext.py at its size "convnext-tiny"."""
+
+    def __init__(self, c: Any) -> None:
+        from torchvision.models import convnext_tiny
+
+        super().__init__(convnext_tiny(num_classes=c.classes, stochastic_depth_prob=0.0))
+
+
+def exported(peer: Vision, side: int) -> Any:
+    """The network of images [batch, 3, side, side] as ONNX, for training."""
+    import onnx
+
+    file = io.BytesIO()
+    t.onnx.export(
+        peer.net,
+        (t.zeros(2, 3, side, side),),
+        file,
+        input_names=["x"],
+        dynamic_axes={"x": {0: "batch"}},
+        training=t.onnx.TrainingMode.TRAINING,
+        do_constant_folding=False,
+        dynamo=False,
+    )
+    return onnx.load_from_string(file.getvalue())
 
 
 def small_weights(net: Any) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
 from onnx_fuse.autodiff.emit import Emitter
@@ -129,7 +130,7 @@ def through_loop(
     starts = [v for v in node.inputs[lead : lead + count] if v is not None]
     if len(starts) != count:
         raise fail(node, "a state has no first value")
-    _one_shape(node, body, starts, lead)
+    _one_shape(op, node, body, starts, lead)
     axes_in, ways_in = (_of_scan(node, f"scan_input_{what}", scanned) for what in _SCAN)
     stacked = len(node.outputs) - count
     axes_out, ways_out = (_of_scan(node, f"scan_output_{what}", stacked) for what in _SCAN)
@@ -265,32 +266,68 @@ def _of_scan(node: ir.Node, name: str, count: int) -> list[int]:
     return list(node.attributes.get_ints(name, []) or [0] * count)
 
 
-def _one_shape(node: ir.Node, body: ir.Graph, starts: Sequence[ir.Value], lead: int) -> None:
+def _one_shape(
+    op: Emitter, node: ir.Node, body: ir.Graph, starts: Sequence[ir.Value], lead: int
+) -> None:
     """Raises ModelError where a state may change its shape, or is no tensor."""
     first = 1 if lead else 0
+    made: list[ir.Shape | None] | None = None
     for i, x in enumerate(starts):
         y, z = body.outputs[first + i], node.outputs[i]
         if isinstance(x.type, ir.SequenceType | ir.OptionalType):
             raise fail(node, f"its state '{x.name}' is no tensor")
         held = body.inputs[lead + i]
-        if any(_differ(x, other) for other in (y, z, held)) or _differ(held, y, named=True):
+        changes = any(_differ(x.shape, other.shape) for other in (y, z, held))
+        if not changes and _differ(held.shape, y.shape, named=True):
+            # an exporter may call one size by two names
+            made = made or _inferred(op, body)
+            changes = _sizes(made[first + i]) != _sizes(held.shape)
+        if changes:
             raise fail(node, f"its state '{x.name}' changes its shape from step to step")
 
 
-def _differ(a: ir.Value, b: ir.Value, *, named: bool = False) -> bool:
+def _inferred(op: Emitter, body: ir.Graph) -> list[ir.Shape | None]:
+    """The shapes of a body's outputs by those of what it reads, whatever the file calls them."""
+    graph = ir.serde.serialize_graph(body)
+    own = {v for n in body for v in n.outputs} | {*body.inputs, *body.initializers.values()}
+    outer = [v for v in dict.fromkeys(_inside(body)) if v not in own and v.name]
+    graph.input.extend(map(ir.serde.serialize_value, outer))
+    known = {name for value in own - set(body.outputs) if (name := value.name)}
+    del graph.value_info[:]
+    for output in graph.output:
+        if output.name not in known:
+            output.type.tensor_type.ClearField("shape")
+    opsets = [onnx.helper.make_opsetid("", op.opset)]
+    model = onnx.helper.make_model(graph, opset_imports=opsets)
+    found = onnx.shape_inference.infer_shapes(model).graph.output
+    return [
+        ir.serde.deserialize_type_proto_for_shape(y.type)
+        if y.type.tensor_type.HasField("shape")
+        else None
+        for y in found
+    ]
+
+
+def _differ(a: ir.Shape | None, b: ir.Shape | None, *, named: bool = False) -> bool:
     """Whether two shapes are known to differ; with `named`, by the names of their sizes too."""
-    if a.shape is None or b.shape is None:
+    if a is None or b is None:
         return False
-    if len(a.shape) != len(b.shape):
+    if len(a) != len(b):
         return True
-    for m, n in zip(a.shape, b.shape, strict=True):
-        one, other = (d if isinstance(d, int) else d.value for d in (m, n))
+    for one, other in zip(_sizes(a), _sizes(b), strict=True):
         if one is None or other is None:
             continue
         numbers = isinstance(one, int) and isinstance(other, int)
         if one != other and (numbers or named):
             return True
     return False
+
+
+def _sizes(shape: ir.Shape | None) -> list[int | str | None] | None:
+    """Each size by its number or name."""
+    if shape is None:
+        return None
+    return [d if isinstance(d, int) else d.value for d in shape]
 
 
 def _inside(body: ir.Graph) -> list[ir.Value]:

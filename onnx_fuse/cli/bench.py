@@ -226,23 +226,23 @@ def _to_tune(
     how: str,
 ) -> tuple[list[Any], Any]:
     """The calls to tune (of a model, or of an operator at each of `shape`), and the Hardware."""
-    from onnx_fuse import tune
+    from onnx_fuse import alone, tune
     from onnx_fuse.onnx.shapes import fix_shapes
     from onnx_fuse.session import InferenceSession
     from onnx_fuse.validation.inputs import generate, read_feeds
 
     check_precision(how)
-    if not model.exists() and str(model) in tune.OPS:
+    if not model.exists() and str(model) in alone.OPS:
         op = str(model)
         sizes = [parse_mkn(text) for text in shape]
         if not sizes:
             raise UsageError(f"give the sizes to tune {op} at, as in --shape 8192,768,3072")
         hw = hardware_of("cuda")
-        programs = [tune.program_of(op, size, how, hw) for size in sizes]
+        programs = [alone.program_of(op, size, how, hw) for size in sizes]
         return [call for p in programs for call in tune.calls_of(p, op)], hw
     if not model.exists():
         raise UsageError(
-            f"{model} is neither a file nor an operator: give one of {', '.join(tune.OPS)}"
+            f"{model} is neither a file nor an operator: give one of {', '.join(alone.OPS)}"
         )
     graph = files.load(model, str(model))
     fix_shapes(graph, shapes, dims)

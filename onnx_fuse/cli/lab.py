@@ -66,20 +66,21 @@ def lab(
     )
     import time
 
-    from onnx_fuse import config
+    from onnx_fuse import alone, config
     from onnx_fuse import lab as bench
-    from onnx_fuse import tune as tuning
     from onnx_fuse.report import timing
 
     check_precision(precision)
-    if op not in tuning.OPS:
-        raise UsageError(f"there is no operator '{op}' here: choose one of {', '.join(tuning.OPS)}")
+    if op not in alone.OPS:
+        raise UsageError(f"there is no operator '{op}' here: choose one of {', '.join(alone.OPS)}")
     sizes = [parse_mkn(text) for text in shape or ["512,768,3072"]]
     if records and not freeze:
         raise UsageError("--records is where --freeze writes: add --freeze")
     printer, hw = show.printer(), hardware_of("cuda")
     calls = [bench.of(op, size, precision, hw) for size in sizes]
     kernels = bench.kernels_of(op, candidate, calls[0], hw)
+    for name, reason in bench.left_out(op, calls[0], hw):
+        printer.text(f"not here: {name}: {reason}")
     checked = list(bench.check(op, kernels, precision, hw, time.monotonic() + limit))
     wrong = [row for row in checked if row.fault]
     printer.text(f"{len(checked)} configurations checked, {len(wrong)} wrong")

@@ -350,13 +350,13 @@ class Values:
         *,
         inplace: Sequence[tuple[str, str]] = (),
     ) -> str | None:
+        if not any(t.size for t in writes.values()):
+            return None
         weights = reads.get("b", reads.get("wq"))
         if isinstance(problem, Problem) and weights is not None and self._lasting(weights):
             problem = problem.replace(static_b=True)
         if isinstance(problem, Product):
             right = next((reads[name] for name in ("b", "wq", "w") if name in reads), None)
-            if not any(t.size for t in writes.values()):
-                return None
             if right is not None and prod(right.shape[-2:]) != problem.k * problem.n:
                 raise self.fault(node, f"the product is over {problem.k}")
         if not serves(problem.op, problem, self.hw, self.prefs):

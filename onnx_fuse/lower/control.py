@@ -102,15 +102,7 @@ class Control(HostValues):
         for i in range(length):
             rows = []
             for tensor, axis, way in zip(scanned, axes, ways, strict=True):
-                at = length - 1 - i if way else i
-                rank = len(tensor.shape)
-                starts = [at if k == axis else 0 for k in range(rank)]
-                shape = [1 if k == axis else d for k, d in enumerate(tensor.shape)]
-                row = tensor.slice(starts, [1] * rank, shape)
-                kept = [k for k in range(rank) if k != axis]
-                rows.append(
-                    Slot(tensor=row.permute([*kept, axis]).reshape([shape[k] for k in kept]))
-                )
+                rows.append(Slot(tensor=tensor.at(axis, length - 1 - i if way else i)))
             self.slots.update(zip(body.inputs, [*carried, *rows], strict=True))
             results = self._once(body)
             carried = results[:states]
@@ -158,13 +150,6 @@ class Control(HostValues):
             shape.insert(axis, len(rows))
             y = self.output(node, i, shape, rows[0].dtype)
             for k, row in enumerate(rows):
-                starts = [k if a == axis else 0 for a in range(len(shape))]
-                part = y.slice(
-                    starts, [1] * len(shape), [1 if a == axis else d for a, d in enumerate(shape)]
-                )
-                kept = [a for a in range(len(shape)) if a != axis]
-                target = part.permute([*kept, axis]).reshape(row.shape)
-                assert target is not None
                 if row.size:
-                    self._copy(self.label(node), row, target)
+                    self._copy(self.label(node), row, y.at(axis, k))
         return True

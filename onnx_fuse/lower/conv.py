@@ -41,14 +41,12 @@ def window(
         extra = ctx.attr(node, "output_padding") or [0] * rank
         for i in range(rank):
             reach = (kernel[i] - 1) * dilations[i] + 1
+            total = (y[i] - 1) * strides[i] + reach - x[i]
             if transposed:
                 total = strides[i] * (x[i] - 1) + extra[i] + reach - y[i]
-                # the spec's text: SAME_UPPER halves in front, everything else the larger half
-                small_first = auto == "SAME_UPPER"
-            else:
-                total, small_first = (y[i] - 1) * strides[i] + reach - x[i], auto == "SAME_UPPER"
             total = max(total, 0)
-            pads[i] = total // 2 if small_first else total - total // 2
+            # the spec's text: SAME_UPPER halves in front, everything else the larger half
+            pads[i] = total // 2 if auto == "SAME_UPPER" else total - total // 2
             pads[rank + i] = total - pads[i]
     elif auto == "VALID":
         pads = [0] * (2 * rank)

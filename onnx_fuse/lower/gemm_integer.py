@@ -31,7 +31,7 @@ def _rows(ctx: Context, node: ir.Node, t: Tensor) -> Tensor:
     if (t.strides[-1] == 1 or k == 1) and not any(s % LINE for s in (*steps, t.offset)):
         return t
     kept = [1 if s == 0 else d for d, s in zip(t.shape, t.strides, strict=True)]
-    core = t.slice([0] * len(kept), [1] * len(kept), kept)
+    core = t.first(kept)
     line = -(-k // LINE) * LINE
 
     def padded(array: np.ndarray) -> np.ndarray:
@@ -48,7 +48,7 @@ def _rows(ctx: Context, node: ir.Node, t: Tensor) -> Tensor:
 
 def _cut(t: Tensor, k: int) -> Tensor:
     """The first `k` of each row."""
-    return t.slice([0] * len(t.shape), [1] * len(t.shape), (*t.shape[:-1], k))
+    return t.first((*t.shape[:-1], k))
 
 
 def _zero(ctx: Context, node: ir.Node, i: int) -> Tensor | None:
@@ -266,12 +266,8 @@ def _convolution(ctx: Context, node: ir.Node, places: tuple[int, int, int, int])
     )
     lines = ctx.scratch(x.dtype, (batch, groups, prod(outer), -(-depth // LINE) * LINE))
     columns = _cut(lines, depth)
-    to = columns.reshape(windows.shape)
-    assert to is not None
-    copy(ctx, node, windows, to)
-    turned = w.reshape((groups, filters, each, *taps.kernel))
-    assert turned is not None
-    turned = turned.permute((0, 1, 3, 4, 5, 2))
+    copy(ctx, node, windows, columns.view(windows.shape))
+    turned = w.view((groups, filters, each, *taps.kernel)).permute((0, 1, 3, 4, 5, 2))
     packed = ctx.packed(turned, "channels last", lambda array: array)
     rows = reshaped(ctx, turned if packed is None else packed, (1, groups, filters, depth))
     a = rows.expand((batch, groups, filters, depth))

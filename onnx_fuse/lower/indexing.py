@@ -40,13 +40,10 @@ def gather(ctx: Context, node: ir.Node) -> str | None:
 def _run(ctx: Context, node: ir.Node, index: np.ndarray) -> bool:
     """Gather neighbours in order, such as the positions of a sequence, as a view."""
     x = ctx.view(node, 0)
-    axis, rank = ctx.attr(node, "axis", 0) % len(x.shape), len(x.shape)
+    axis = ctx.attr(node, "axis", 0) % len(x.shape)
     if not _is_run(index, x.shape[axis]):
         return False
-    first, count = int(index[0]) if index.size else 0, index.size
-    starts = [first if a == axis else 0 for a in range(rank)]
-    shape = [count if a == axis else d for a, d in enumerate(x.shape)]
-    ctx.alias(node, 0, x.slice(starts, [1] * rank, shape))
+    ctx.alias(node, 0, x.part(axis, int(index[0]) if index.size else 0, index.size))
     return True
 
 
@@ -66,29 +63,25 @@ def _pick(ctx: Context, node: ir.Node) -> str | None:
     k += x.shape[axis] if k < 0 else 0
     if not 0 <= k < x.shape[axis]:
         return f"index {k} is outside the axis of {x.shape[axis]}"
-    rank = len(x.shape)
-    starts = [k if a == axis else 0 for a in range(rank)]
-    one = x.slice(starts, [1] * rank, [1 if a == axis else d for a, d in enumerate(x.shape)])
-    strides = (*x.strides[:axis], *(0,) * index.ndim, *x.strides[axis + 1 :])
-    shape = (*x.shape[:axis], *index.shape, *x.shape[axis + 1 :])
-    ctx.alias(node, 0, Tensor(x.buffer, x.dtype, shape, strides, one.offset))
+    one = x.at(axis, k)
+    strides = (*one.strides[:axis], *(0,) * index.ndim, *one.strides[axis:])
+    shape = (*one.shape[:axis], *index.shape, *one.shape[axis:])
+    ctx.alias(node, 0, replace(one, shape=shape, strides=strides))
     return None
 
 
 def gather_elements(ctx: Context, node: ir.Node) -> str | None:
     """y[o, j, i] = x[o, index[o, j, i], i] along `axis`."""
     x, index = ctx.view(node, 0), ctx.dense(node, 1)
-    axis, rank = ctx.attr(node, "axis", 0) % len(x.shape), len(x.shape)
+    axis = ctx.attr(node, "axis", 0) % len(x.shape)
     shape = [d if k == axis else index.shape[k] for k, d in enumerate(x.shape)]
-    x = ctx.contiguous(x.slice([0] * rank, [1] * rank, shape))
+    x = ctx.contiguous(x.first(shape))
     y = ctx.output(node, 0, index.shape, x.dtype)
-    if y.size:
-        problem = GatherElements(
-            y.size, prod(index.shape[axis + 1 :]), index.shape[axis], x.shape[axis], x.dtype,
-            index.dtype,
-        )  # fmt: skip
-        return ctx.select(node, problem, {"x": x, "index": index}, {"y": y})
-    return None
+    problem = GatherElements(
+        y.size, prod(index.shape[axis + 1 :]), index.shape[axis], x.shape[axis], x.dtype,
+        index.dtype,
+    )  # fmt: skip
+    return ctx.select(node, problem, {"x": x, "index": index}, {"y": y})
 
 
 def gather_nd(ctx: Context, node: ir.Node) -> str | None:
@@ -98,13 +91,11 @@ def gather_nd(ctx: Context, node: ir.Node) -> str | None:
     q = index.shape[-1]
     tail = x.shape[batch + q :]
     y = ctx.output(node, 0, (*index.shape[:-1], *tail), x.dtype)
-    if y.size:
-        problem = GatherND(
-            prod(index.shape[:batch]), prod(index.shape[batch:-1]), x.shape[batch : batch + q],
-            prod(tail), x.dtype, index.dtype,
-        )  # fmt: skip
-        return ctx.select(node, problem, {"x": x, "index": index}, {"y": y})
-    return None
+    problem = GatherND(
+        prod(index.shape[:batch]), prod(index.shape[batch:-1]), x.shape[batch : batch + q],
+        prod(tail), x.dtype, index.dtype,
+    )  # fmt: skip
+    return ctx.select(node, problem, {"x": x, "index": index}, {"y": y})
 
 
 def scatter_elements(ctx: Context, node: ir.Node) -> str | None:
@@ -184,22 +175,18 @@ def _scatter_run(
     ctx: Context, node: ir.Node, x: Tensor, first: int, update: Tensor, y: Tensor, *, add: bool
 ) -> None:
     """y = x with the updates in its rows from `first` on, in order: positions of a sequence."""
-    rank, tail = len(x.shape), x.shape[1:]
+    tail = x.shape[1:]
     update = reshaped(ctx, update, (update.size // prod(tail), *tail))
-    last = first + update.shape[0]
-
-    def rows(of: Tensor, begin: int, end: int) -> Tensor:
-        return of.slice([begin] + [0] * (rank - 1), [1] * rank, (end - begin, *tail))
-
-    for begin, end in ((0, first), (last, x.shape[0])):
+    count = update.shape[0]
+    for begin, end in ((0, first), (first + count, x.shape[0])):
         if begin < end:
-            copy(ctx, node, rows(x, begin, end), rows(y, begin, end))
+            copy(ctx, node, x.part(0, begin, end - begin), y.part(0, begin, end - begin))
     if add:
         code = Code()
-        both = (code.load(rows(x, first, last)), code.load(update))
-        emit(ctx, code, node, code.step("Add", x.dtype, *both), rows(y, first, last))
+        both = (code.load(x.part(0, first, count)), code.load(update))
+        emit(ctx, code, node, code.step("Add", x.dtype, *both), y.part(0, first, count))
     else:
-        copy(ctx, node, update, rows(y, first, last))
+        copy(ctx, node, update, y.part(0, first, count))
 
 
 def one_hot(ctx: Context, node: ir.Node) -> str | None:
@@ -225,8 +212,7 @@ def one_hot(ctx: Context, node: ir.Node) -> str | None:
     wrapped = code.step("Add", "int64", k, code.scalar(n, "int64"))
     k = code.step("Where", "int64", below, wrapped, k)
     hit = code.step("Equal", "bool", k, code.load(reshaped(ctx, classes, place).expand(shape)))
-    pair = [values.slice([i], [1], [1]) for i in (0, 1)]
-    off, on = (code.load(p.expand(shape)) for p in pair)
+    off, on = (code.load(values.at(0, i).expand(shape)) for i in (0, 1))
     emit(ctx, code, node, code.step("Where", values.dtype, hit, on, off), y)
     return None
 

@@ -126,11 +126,8 @@ def matmul(ctx: Context, node: ir.Node) -> str | None:
     m, n = a.shape[-2], b.shape[-1]
     shape = (*batch, *(() if vector_a else (m,)), *(() if vector_b else (n,)))
     y = ctx.output(node, 0, shape, a.dtype)
-    full = y.reshape((*batch, m, n))
-    assert full is not None
-    return product(
-        ctx, node, a.expand((*batch, *a.shape[-2:])), b.expand((*batch, *b.shape[-2:])), full
-    )
+    a, b = (t.expand((*batch, *t.shape[-2:])) for t in (a, b))
+    return product(ctx, node, a, b, y.view((*batch, m, n)))
 
 
 def gemm(ctx: Context, node: ir.Node) -> str | None:
@@ -175,10 +172,9 @@ def bias_row(ctx: Context, node: ir.Node, i: int, n: int) -> Tensor | None:
     c = ctx.view(node, i)
     if c.size == 1 and n > 1:  # zero, where there is no bias
         value = ctx.host(node, i)
-        row = c.reshape((1,))
-        assert row is not None
-        known = None if value is None else np.broadcast_to(value.reshape(-1), (n,))
-        return ctx.contiguous(row.expand((n,))) if known is None else ctx.constant(known)
+        if value is None:
+            return ctx.contiguous(c.view((1,)).expand((n,)))
+        return ctx.constant(np.broadcast_to(value.reshape(-1), (n,)))
     row = c.reshape((n,)) if c.size == n and c.shape[-1:] == (n,) else None
     return None if row is None else ctx.contiguous(row)
 
@@ -477,16 +473,13 @@ def activated_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
         ctx.select(node, problem, {"dy": dy, "z": z}, {"dz": dz, "part": part})
         if dc is not None:
             ctx.select(node, PartSums(parts, n, dy.dtype), {"part": part}, {"out0": dc})
-    flat_x, flat = x.reshape((rows, k)), dz.reshape((rows, n))
-    assert flat_x is not None
-    assert flat is not None
-    why = None
+    flat, why = dz.view((rows, n)), None
     if ctx.wants(node, 0):
-        dx = ctx.output(node, 0, x.shape, x.dtype).reshape((rows, k))
-        assert dx is not None
+        dx = ctx.output(node, 0, x.shape, x.dtype).view((rows, k))
         why = product(ctx, node, flat, w.permute((1, 0)), dx)
     if why is None and ctx.wants(node, 1):
-        why = product(ctx, node, flat_x.permute((1, 0)), flat, ctx.output(node, 1, (k, n), w.dtype))
+        turned = x.view((rows, k)).permute((1, 0))
+        why = product(ctx, node, turned, flat, ctx.output(node, 1, (k, n), w.dtype))
     return why
 
 

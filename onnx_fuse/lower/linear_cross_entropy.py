@@ -92,8 +92,7 @@ class _Chunks:
 
 def rows_of(t: Tensor, start: int, end: int) -> Tensor:
     """The rows `start` to `end`."""
-    shape = (end - start, *t.shape[1:])
-    return t.slice((start, *(0 for _ in shape[1:])), (1,) * len(shape), shape)
+    return t.part(0, start, end - start)
 
 
 def linear_cross_entropy(ctx: Context, node: ir.Node) -> str | None:
@@ -147,7 +146,7 @@ def linear_cross_entropy(ctx: Context, node: ir.Node) -> str | None:
     if sums is not None:
         gb = ctx.scratch("float32", (stride,))
         reduction(ctx, node, sums, gb, "Sum", [0])
-        ctx.alias(node, 4, gb.slice((0,), (1,), (classes,)))
+        ctx.alias(node, 4, gb.first((classes,)))
     both = ctx.scratch("float32", (2,))
     reduction(ctx, node, losses, both, "Sum", [0])
     for i in range(2):

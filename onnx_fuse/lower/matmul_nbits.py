@@ -128,8 +128,6 @@ def matmul(ctx: Context, node: ir.Node) -> str | None:
     assert len(packed) == len(made)
     a = ctx.contiguous(a)
     y = ctx.output(node, 0, (*a.shape[:-1], n), a.dtype)
-    if not y.size:
-        return None
     return product(ctx, node, a, y, packed, n=n, bits=4, block=block, zero=zero)
 
 

@@ -7,7 +7,7 @@ and leaves its result in rows that stand apart, which what reads it, or a copy, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -98,16 +98,12 @@ def with_whole_rows(ctx: Context, node: ir.Node, given: Operands) -> Operands:
         return given
     y = given.y
     if best.ldy:
-        y = _first_columns(ctx.scratch(y.dtype, (problem.m, _up(problem.n))), problem.n)
+        y = ctx.scratch(y.dtype, (problem.m, _up(problem.n))).first((problem.m, problem.n))
     return Operands(best, _straight(ctx, node, a), _straight(ctx, node, b), y)
 
 
 def _up(size: int) -> int:
     return -(-size // _WHOLE) * _WHOLE
-
-
-def _first_columns(t: Tensor, columns: int) -> Tensor:
-    return replace(t, shape=(t.shape[0], columns))
 
 
 def _straight(ctx: Context, node: ir.Node, given: Matrix) -> Matrix:
@@ -124,6 +120,6 @@ def _straight(ctx: Context, node: ir.Node, given: Matrix) -> Matrix:
     held = ctx.packed(t, "in whole rows", padded)
     if held is None:
         held = ctx.scratch(t.dtype, (lines, ld))
-        copy(ctx, node, t, _first_columns(held, length))
-    made = _first_columns(held, length)
+        copy(ctx, node, t, held.first(t.shape))
+    made = held.first(t.shape)
     return Matrix(made.permute((1, 0)) if given.trans else made, given.trans, ld, ())

@@ -41,13 +41,6 @@ View = Callable[[Tensor], Tensor]
 Ref = tuple[str, int]
 
 
-def _reshaped(tensor: Tensor, *shape: int) -> Tensor:
-    """A dense tensor, or one whose axes are only split, under another shape."""
-    found = tensor.reshape(shape)
-    assert found is not None
-    return found
-
-
 def _parts(ctx: Context, node: ir.Node, x: Tensor, scale: Tensor) -> list[tuple[View, View]]:
     """The iteration spaces of a node: how x and y, and how scale and zero point are seen in each.
 
@@ -57,12 +50,12 @@ def _parts(ctx: Context, node: ir.Node, x: Tensor, scale: Tensor) -> list[tuple[
     size = ctx.attr(node, "block_size", 0)
     if not size:
         if scale.size == 1 and len(scale.shape) <= 1:
-            return [(lambda t: t, lambda t: _reshaped(t).expand(x.shape))]
+            return [(lambda t: t, lambda t: t.view(()).expand(x.shape))]
         axis = _axis(ctx, node, x)
         if scale.shape != (x.shape[axis],):
             raise ValueError(f"axis {axis} has {x.shape[axis]} elements, scale {scale.shape}")
         ones = [1] * (len(x.shape) - axis - 1)
-        return [(lambda t: t, lambda t: _reshaped(t, t.size, *ones).expand(x.shape))]
+        return [(lambda t: t, lambda t: t.view((t.size, *ones)).expand(x.shape))]
     axis = _axis(ctx, node, x)
     length, blocks = x.shape[axis], -(-x.shape[axis] // size)
     before, after = x.shape[:axis], x.shape[axis + 1 :]
@@ -72,22 +65,22 @@ def _parts(ctx: Context, node: ir.Node, x: Tensor, scale: Tensor) -> list[tuple[
     for first, count, width in ((0, length // size, size), (length // size, 1, length % size)):
         if not count or not width:
             continue
-        shape = (*before, count, width, *after)
-        at = [first * size if k == axis else 0 for k in range(len(x.shape))]
-        part = (*before, count * width, *after)
-
-        def elements(t: Tensor, at: Any = at, part: Any = part, shape: Any = shape) -> Tensor:
-            return _reshaped(t.slice(at, [1] * len(part), part), *shape)
-
-        def numbers(
-            t: Tensor, first: int = first, count: int = count, shape: Any = shape
-        ) -> Tensor:
-            at = [first if k == axis else 0 for k in range(len(t.shape))]
-            taken = t.slice(at, [1] * len(t.shape), (*before, count, *after))
-            return _reshaped(taken, *before, count, 1, *after).expand(shape)
-
-        parts.append((elements, numbers))
+        parts.append(_blocks(axis, first, count, (*before, count, width, *after), size))
     return parts
+
+
+def _blocks(
+    axis: int, first: int, count: int, shape: tuple[int, ...], size: int
+) -> tuple[View, View]:
+    """How x and the numbers of its blocks of `size` are seen in the iteration space `shape`.
+
+    It is of `count` blocks along `axis` from the `first` on.
+    """
+    one = (*shape[: axis + 1], 1, *shape[axis + 2 :])
+    return (
+        lambda t: t.part(axis, first * size, count * shape[axis + 1]).view(shape),
+        lambda t: t.part(axis, first, count).view(one).expand(shape),
+    )
 
 
 def _axis(ctx: Context, node: ir.Node, x: Tensor) -> int:

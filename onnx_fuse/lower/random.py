@@ -22,8 +22,6 @@ def fill(
     x: Tensor | None = None,
 ) -> None:
     """y by `kind`; a node's `seed` fixes its numbers, else they differ from run to run."""
-    if not y.size:
-        return
     seed = ctx.attr(node, "seed")
     bits = int(np.float32(seed or 0.0).view(np.uint32))
     state, stream = ctx.random()

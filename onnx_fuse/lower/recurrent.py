@@ -189,7 +189,7 @@ def steps(ctx: Context, node: ir.Node) -> str | None:
         for i, (name, shape) in enumerate(outputs.items())
         if i < len(node.outputs)
     }
-    return _launch(ctx, node, False, reads, writes) if writes["y"].size else None
+    return _launch(ctx, node, False, reads, writes)
 
 
 def steps_grad(ctx: Context, node: ir.Node) -> str | None:

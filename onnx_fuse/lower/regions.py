@@ -7,7 +7,7 @@ from math import prod
 import onnx_ir as ir
 
 from onnx_fuse.cuda.macros import FLOATS
-from onnx_fuse.cuda.pointwise import Code, call_of
+from onnx_fuse.cuda.pointwise import Code, emit
 from onnx_fuse.lower.conv import window
 from onnx_fuse.lower.linear import product
 from onnx_fuse.onnx.common import FUSE
@@ -21,8 +21,6 @@ def roi_align(ctx: Context, node: ir.Node) -> str | None:
     if x.dtype not in FLOATS or rois.dtype != x.dtype or len(x.shape) != 4:
         return f"no kernel for {x.dtype} of rank {len(x.shape)}"
     y = ctx.output(node, 0)
-    if not y.size:
-        return None
     # before opset 16 there was no shift by half a pixel, and loading says so with an attribute
     half = ctx.attr(node, "coordinate_transformation_mode", "half_pixel") == "half_pixel"
     problem = RoiAlign(
@@ -55,20 +53,15 @@ def deform_conv(ctx: Context, node: ir.Node) -> str | None:
     problem = DeformColumns(size, channels, shifts, tuple(image), tuple(outer), frame, x.dtype)
     reads = {"x": x, "offset": offset} | ({"mask": mask} if mask is not None else {})
     ctx.select(node, problem, reads, {"columns": columns})
-    filters = w.reshape((groups, w.shape[0] // groups, w.shape[1] * taps))
-    assert filters is not None
+    filters = w.view((groups, w.shape[0] // groups, w.shape[1] * taps))
     biased = ctx.has(node, 3)
     made = ctx.scratch(y.dtype, y.shape) if biased else y
-    rows = made.reshape((batch, groups, w.shape[0] // groups, pixels))
-    assert rows is not None
-    left = filters.expand((batch, *filters.shape))
-    why = product(ctx, node, left, columns, rows)
+    rows = made.view((batch, groups, w.shape[0] // groups, pixels))
+    why = product(ctx, node, filters.expand((batch, *filters.shape)), columns, rows)
     if why is None and biased:
-        bias = ctx.view(node, 3).reshape((w.shape[0], 1, 1))
-        assert bias is not None
-        code = Code()
+        bias, code = ctx.view(node, 3).view((w.shape[0], 1, 1)), Code()
         total = code.step("Add", y.dtype, code.load(made), code.load(bias.expand(y.shape)))
-        ctx.append(call_of(code.expression(total), code.reads, [y], [ctx.label(node)]))
+        emit(ctx, code, node, total, y)
     return why
 
 

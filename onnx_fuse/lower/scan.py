@@ -18,8 +18,6 @@ def cumsum(ctx: Context, node: ir.Node) -> str | None:
     if given is None:
         return "its axis is not known before it runs"
     y = ctx.output(node, 0)
-    if not x.size:
-        return None
     axis = int(given.reshape(-1)[0]) % len(x.shape)
     outer, length, inner = prod(x.shape[:axis]), x.shape[axis], prod(x.shape[axis + 1 :])
     problem = CumulativeSum(
@@ -38,8 +36,6 @@ def topk(ctx: Context, node: ir.Node) -> str | None:
     k, axis = int(given.reshape(-1)[0]), ctx.attr(node, "axis", -1) % len(x.shape)
     outer, length, inner = prod(x.shape[:axis]), x.shape[axis], prod(x.shape[axis + 1 :])
     values, indices = ctx.output(node, 0), ctx.output(node, 1)
-    if not values.size:
-        return None
     problem = TopK(outer, length, inner, k, x.dtype, bool(ctx.attr(node, "largest", 1)))
     return ctx.select(node, problem, {"x": x}, {"values": values, "indices": indices})
 

@@ -214,10 +214,8 @@ def _merged(
     places: dict[int, Tensor] = {}
     start = 0
     for i in order:
-        part = whole.slice((0, 0, start), (1, 1, 1), (batch, queries, widths[i]))
-        heads = part.reshape((batch, queries, shapes[i][1], shapes[i][3]))
-        assert heads is not None
-        places[i] = heads.permute((0, 2, 1, 3))
+        heads = (batch, queries, shapes[i][1], shapes[i][3])
+        places[i] = whole.part(2, start, widths[i]).view(heads).permute((0, 2, 1, 3))
         start += widths[i]
     return [places[i] for i in range(len(shapes))]
 

@@ -132,15 +132,7 @@ def _parts(low: Walk, node: ir.Node, sizes: np.ndarray | None) -> tuple[Slot, ..
         lengths = [int(n) for n in sizes]
     parts, start = [], 0
     for n in lengths:
-        starts = [start if k == axis else 0 for k in range(len(x.shape))]
-        shape = [n if k == axis else d for k, d in enumerate(x.shape)]
-        part = x.slice(starts, [1] * len(shape), shape)
-        if squeezed:
-            kept = [k for k in range(len(shape)) if k != axis]
-            last = part.permute([*kept, axis]).reshape([shape[k] for k in kept])
-            assert last is not None
-            part = last
-        parts.append(Slot(tensor=part))
+        parts.append(Slot(tensor=x.at(axis, start) if squeezed else x.part(axis, start, n)))
         start += n
     return tuple(parts)
 

@@ -49,8 +49,6 @@ def tfidf(ctx: Context, node: ir.Node) -> str | None:
         return "two n-grams share a column"
     width = len(table)
     y = ctx.output(node, 0, (*x.shape[:-1], width), "float32")
-    if not y.size:
-        return None
     reads = {"x": x, "pool": ctx.constant(np.array(pool, np.int64)), "entry": ctx.constant(table)}
     if weights := ctx.attr(node, "weights"):
         # onnxruntime takes the weight that stands at the column's place, so this does as well

@@ -24,10 +24,7 @@ def _ints(array: np.ndarray) -> list[int]:
 def reshaped(ctx: Context, tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """`tensor` under another shape, copied only where its strides forbid a view."""
     view = tensor.reshape(shape)
-    if view is None:
-        view = ctx.contiguous(tensor).reshape(shape)
-    assert view is not None
-    return view
+    return ctx.contiguous(tensor).view(shape) if view is None else view
 
 
 def reshape(ctx: Context, node: ir.Node) -> str | None:
@@ -142,11 +139,9 @@ def split(ctx: Context, node: ir.Node) -> str | None:
     else:
         each = -(-x.shape[axis] // count)
         sizes = [min(each, x.shape[axis] - i * each) for i in range(count)]
-    start, rank = 0, len(x.shape)
+    start = 0
     for i, size in enumerate(sizes):
-        starts = [start if k == axis else 0 for k in range(rank)]
-        shape = [size if k == axis else d for k, d in enumerate(x.shape)]
-        ctx.alias(node, i, x.slice(starts, [1] * rank, shape))
+        ctx.alias(node, i, x.part(axis, start, size))
         start += size
     return None
 
@@ -176,8 +171,7 @@ def _adjacent(parts: Sequence[Tensor], axis: int, shape: Sequence[int]) -> Tenso
 
 def concat(ctx: Context, node: ir.Node) -> str | None:
     parts = [ctx.view(node, i) for i in range(len(node.inputs))]
-    rank = len(parts[0].shape)
-    axis = ctx.attr(node, "axis") % rank
+    axis = ctx.attr(node, "axis") % len(parts[0].shape)
     shape = list(parts[0].shape)
     shape[axis] = sum(part.shape[axis] for part in parts)
     if (there := _adjacent(parts, axis, shape)) is not None:
@@ -187,9 +181,8 @@ def concat(ctx: Context, node: ir.Node) -> str | None:
     y = follow(ctx, node, y, parts)
     start = 0
     for part in parts:
-        starts = [start if k == axis else 0 for k in range(rank)]
         if part.size:
-            copy(ctx, node, part, y.slice(starts, [1] * rank, part.shape))
+            copy(ctx, node, part, y.part(axis, start, part.shape[axis]))
         start += part.shape[axis]
     return None
 
@@ -270,8 +263,7 @@ def _pad_axes(
         ]
         last = axis == padded[-1]
         y = ctx.output(node, 0, shape, x.dtype) if last else ctx.scratch(x.dtype, shape)
-        numpy_mode = {"edge": "edge", "reflect": "reflect", "wrap": "wrap"}[mode]
-        source = np.pad(np.arange(d), (before[axis], after[axis]), mode=numpy_mode)  # type: ignore[call-overload]
+        source = np.pad(np.arange(d), (before[axis], after[axis]), mode=mode)  # type: ignore[call-overload]
         at = 0
         while at < len(source):
             step = int(source[at + 1] - source[at]) if at + 1 < len(source) else 1
@@ -280,11 +272,8 @@ def _pad_axes(
             end = at + 1
             while end < len(source) and source[end] - source[end - 1] == step:
                 end += 1
-            run = [end - at if k == axis else n for k, n in enumerate(x.shape)]
-            starts = [int(source[at]) if k == axis else 0 for k in range(rank)]
-            into = [at if k == axis else 0 for k in range(rank)]
-            steps = [step if k == axis else 1 for k in range(rank)]
-            copy(ctx, node, x.slice(starts, steps, run), y.slice(into, [1] * rank, run))
+            run = x.part(axis, int(source[at]), end - at, step)
+            copy(ctx, node, run, y.part(axis, at, end - at))
             at = end
         x = y
     return None
@@ -308,21 +297,21 @@ def trilu(ctx: Context, node: ir.Node) -> str | None:
 
 
 def depth_to_space(ctx: Context, node: ir.Node) -> str | None:
+    """DepthToSpace and SpaceToDepth: six axes in another order, two of which merge thrice."""
     x = ctx.view(node, 0)
     n, c, h, w = x.shape
-    b = ctx.attr(node, "blocksize")
-    if node.op_type == "SpaceToDepth" and ctx.attr(node, "mode", "DCR") == "CRD":
-        split6 = reshaped(ctx, x, (n, c, h // b, b, w // b, b)).permute((0, 1, 3, 5, 2, 4))
-        ctx.alias(node, 0, reshaped(ctx, split6, (n, c * b * b, h // b, w // b)))
-    elif node.op_type == "SpaceToDepth":
-        split6 = reshaped(ctx, x, (n, c, h // b, b, w // b, b)).permute((0, 3, 5, 1, 2, 4))
-        ctx.alias(node, 0, reshaped(ctx, split6, (n, c * b * b, h // b, w // b)))
-    elif ctx.attr(node, "mode", "DCR") == "DCR":
-        split6 = reshaped(ctx, x, (n, b, b, c // (b * b), h, w)).permute((0, 3, 4, 1, 5, 2))
-        ctx.alias(node, 0, reshaped(ctx, split6, (n, c // (b * b), h * b, w * b)))
+    b, columns = ctx.attr(node, "blocksize"), ctx.attr(node, "mode", "DCR") == "DCR"
+    if node.op_type == "SpaceToDepth":
+        split, order = (n, c, h // b, b, w // b, b), (0, 3, 5, 1, 2, 4)
+        order = order if columns else (0, 1, 3, 5, 2, 4)
+        merged = (n, c * b * b, h // b, w // b)
     else:
-        split6 = reshaped(ctx, x, (n, c // (b * b), b, b, h, w)).permute((0, 1, 4, 2, 5, 3))
-        ctx.alias(node, 0, reshaped(ctx, split6, (n, c // (b * b), h * b, w * b)))
+        few = c // (b * b)
+        split, order = (n, few, b, b, h, w), (0, 1, 4, 2, 5, 3)
+        if columns:
+            split, order = (n, b, b, few, h, w), (0, 3, 4, 1, 5, 2)
+        merged = (n, few, h * b, w * b)
+    ctx.alias(node, 0, reshaped(ctx, reshaped(ctx, x, split).permute(order), merged))
     return None
 
 

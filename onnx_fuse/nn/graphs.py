@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import update_wrapper
+from operator import attrgetter, is_
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.errors import UsageError
@@ -16,8 +19,8 @@ from onnx_fuse.nn.export import with_initializers
 from onnx_fuse.nn.nested import flat, form_of, formed, names_of
 from onnx_fuse.nn.operation import Operation
 from onnx_fuse.nn.recorder import CaptureWarning, Recorder, copied
-from onnx_fuse.nn.runner import sole
-from onnx_fuse.nn.tensor import Tensor
+from onnx_fuse.nn.runner import Run, kind, launched, sole
+from onnx_fuse.nn.tensor import Tensor, _wrap
 from onnx_fuse.onnx.save import save
 
 __all__ = ["Block", "Capture", "CaptureWarning", "capture"]
@@ -70,6 +73,12 @@ class Captured:
         }
         self._in_place = [states[i - len(results)] for i in state]
         """Tensors that a replay writes to where they are."""
+        ends_stay = len(state) == len(states) and not held
+        targets = (*self._states, *self._leaves)
+        self._stays = ends_stay and all(type(t) is not int for t in targets)
+        """Whether a replay changes no tensor but those of `_in_place`."""
+        self._quiet = recorder.differentiates or not recorder.grad
+        self._again: Again | None = None
         imports = self.model.graph.opset_imports
         self._operation = Operation(
             "a captured graph",
@@ -86,7 +95,10 @@ class Captured:
         return (
             (not self.sizes or [t._data.shape for t in arguments] == self.shapes)
             and all(module.training is mode for module, mode in self._modules)
-            and all(_kind(t) == kind for t, kind in self._outside)
+            and (
+                (self._again is not None and self._again.holds())
+                or all(_kind(t) == kind for t, kind in self._outside)
+            )
         )
 
     def replay(self, arguments: Sequence[Tensor]) -> list[Tensor]:
@@ -103,6 +115,12 @@ class Captured:
                 )
         for number, refresh in self._renewals:
             number._data = Tensor(refresh(), device=number.device)._data
+        again = self._again
+        if again is not None and again.takes(arguments):
+            found = again.run(arguments)
+            for leaf in self._leaves:
+                leaf.grad = None
+            return [_wrap(array, None, 0) for array in found[: self._count]]
         for state in self._in_place:
             state._data = sole(state)
         given = [*arguments, *(t for t, _ in self._outside)]
@@ -120,7 +138,17 @@ class Captured:
             leaf.grad = None
         for target, grad in zip(self._held, rest[len(self._states) :], strict=True):
             tensor(target).grad = grad
+        if self._stays and self._quiet:
+            self._again = self._ready(arguments)
         return results
+
+    def _ready(self, arguments: Sequence[Tensor]) -> Again | None:
+        """What later replays need no more than, if they can be launched at once."""
+        arrays = [t._data for t in (*arguments, *(t for t, _ in self._outside))]
+        gpu = next((a.device_id for a in arrays if type(a) is not np.ndarray), None)
+        run = launched(self._operation.plan("again", arrays, 0, gpu).forward, arrays)
+        tensors = [t for t, _ in self._outside]
+        return None if run is None else Again(run, arguments, tensors, self._in_place)
 
     def file(self, names: dict[int, str]) -> Any:
         """The graph as a model of its own: what is outside is an initializer with its value.
@@ -138,6 +166,61 @@ class Captured:
             for name, tensor in module._named():
                 found.setdefault(id(tensor), name)
         return found
+
+
+class Again:
+    """A replay whose tensors stand where they stood at the last one, and are of the same kinds.
+
+    It launches at once what the last one has found.
+
+    Args:
+        run: The launches.
+        arguments, tensors: The arguments of the last replay, and the tensors from outside.
+        in_place: Those of `tensors` that a replay writes to.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        arguments: Sequence[Tensor],
+        tensors: Sequence[Tensor],
+        in_place: Sequence[Tensor],
+    ) -> None:
+        self._run, self._tensors = run, tensors
+        self._kinds = [kind(t._data) for t in arguments]
+        self._written = [t._data for t in in_place]
+        fixed = [t for t in tensors if type(t._data) is not np.ndarray]
+        self._fixed, self._arrays = fixed, [t._data for t in fixed]
+        self._gradients = [t.requires_grad for t in fixed]
+        self._hosts = [t for t in tensors if type(t._data) is np.ndarray]
+        self._host_kinds = [_kind(t) for t in self._hosts]
+
+    def holds(self) -> bool:
+        """Whether the tensors from outside are what they were."""
+        return (
+            all(map(is_, [t._data for t in self._fixed], self._arrays))
+            and [t.requires_grad for t in self._fixed] == self._gradients
+            and [_kind(t) for t in self._hosts] == self._host_kinds
+        )
+
+    def takes(self, arguments: Sequence[Tensor]) -> bool:
+        """Whether these arguments are of the same kinds, and nobody else has what is written."""
+        return (
+            [kind(t._data) for t in arguments] == self._kinds
+            and self.holds()
+            and max(map(sys.getrefcount, self._written), default=0) <= HOLDERS
+            and not any(map(_LENT, self._written))
+        )
+
+    def run(self, arguments: Sequence[Tensor]) -> list[Any]:
+        """The results, and what is written in place."""
+        return self._run([t._data for t in (*arguments, *self._tensors)])
+
+
+_LENT = attrgetter("_owner.lent")
+HOLDERS = 4
+"""References to the memory of a tensor that nobody else has: the tensor's, two of an Again, and the
+one that counts them."""
 
 
 def _like(tensor: Tensor, value: ir.Value) -> bool:

@@ -181,7 +181,18 @@ def home(gpu: int) -> Any:
 
 def _on_gpu(model: ir.Model, gpu: int, state: Mapping[int, int]) -> Run:
     inputs, outputs = ([str(v.name) for v in x] for x in (model.graph.inputs, model.graph.outputs))
-    return _Direct(model, gpu, inputs, outputs, state).run
+    return _Direct(model, gpu, inputs, outputs, state)
+
+
+def kind(array: Array) -> Any:
+    """What launches depend on, of an array."""
+    return array.shape, array.dtype, type(array)
+
+
+def launched(run: Run, arrays: Sequence[Array]) -> Run | None:
+    """What `run` does for arrays of these kinds, without a look at them; None where it must."""
+    turn = run.turn(arrays) if isinstance(run, _Direct) else None
+    return None if turn is None else turn.run
 
 
 class _Direct:
@@ -220,21 +231,26 @@ class _Direct:
         made.shared.pool = shared.pool  # what one operator's tensors leave, the next one's take
         return made
 
-    def run(self, arrays: Sequence[Array]) -> list[Array]:
-        """The outputs."""
-        key = tuple([(a.shape, a.dtype, type(a)) for a in arrays])
+    def turn(self, arrays: Sequence[Array]) -> _Turn | None:
+        """What launches inputs of these kinds, if anything does."""
+        key = tuple([kind(a) for a in arrays])
         turn = self._turns.get(key)
         if turn is None and key not in self._turns:
             if len(self._turns) >= KEPT:
                 self._turns.clear()
-            turn = self._turns[key] = self._turn(arrays)
+            turn = self._turns[key] = self._made(arrays)
+        return turn
+
+    def __call__(self, arrays: Sequence[Array]) -> list[Array]:
+        """The outputs."""
+        turn = self.turn(arrays)
         if turn is not None:
             return turn.run(arrays)
         feeds = dict(zip(self._inputs, arrays, strict=False))
         return self._bound.run_in_place(self._outputs, feeds, on_device=True)
 
-    def _turn(self, arrays: Sequence[Array]) -> _Turn | None:
-        """What launches inputs of these shapes, if anything does."""
+    def _made(self, arrays: Sequence[Array]) -> _Turn | None:
+        """A new turn for inputs of these kinds."""
         from onnx_fuse.program.call import NeedsValues
         from onnx_fuse.runtime.direct import Layout
 
@@ -269,18 +285,18 @@ class _Turn:
         from onnx_fuse.runtime.tensor import DeviceTensor
 
         stream, allocate, gpu = self._stream, self._pool.allocate, self._gpu
-        arrays = [upload(a, gpu) if type(a) is np.ndarray else a for a in arrays]
+        arrays = uploaded(arrays, gpu)
         if stream.behind is not None:
             stream.catch_up()
         for a in arrays:
             if a.ready is not None and a.ready is not stream:
                 a.before(stream.handle)
         found = []
-        for i, (shape, kind) in enumerate(self._results):
+        for i, (shape, dtype) in enumerate(self._results):
             if i in self._stays:
                 found.append(arrays[self._stays[i]])
                 continue
-            made = DeviceTensor(0, shape, kind, gpu, None)
+            made = DeviceTensor(0, shape, dtype, gpu, None)
             made.own(allocate(made.nbytes, "a tensor"))
             made.ready = stream
             found.append(made)
@@ -333,6 +349,8 @@ def _device_view(model: ir.Model, gpu: int, name: str) -> Run:
 
 SMALL = 64 << 10
 """Bytes that the driver takes from any memory of the host at once, without waiting for the GPU."""
+TOGETHER = 256
+"""Bytes up to which arrays of one run go to the GPU in one copy, as numbers do."""
 LARGE = 16 << 20
 """Bytes from which on an upload is waited for, rather than pinned memory taken for a copy."""
 
@@ -357,9 +375,30 @@ def upload(array: np.ndarray[Any, Any], gpu: int) -> Array:
     elif dense.nbytes:
         pageable = dense.copy()  # the caller's may be pinned, which the GPU would read later
         stream.upload(memory.address, pageable.ctypes.data, dense.nbytes)
-    made = DeviceTensor(memory.address, array.shape, array.dtype.name, gpu, memory)
+    made = DeviceTensor(memory.address, array.shape, array.dtype, gpu, memory)
     made.ready = stream
     return made
+
+
+def uploaded(arrays: Sequence[Array], gpu: int) -> list[Array]:
+    """The arrays, those of the host in the memory of a GPU; small ones travel together."""
+    from onnx_fuse.runtime.tensor import DeviceTensor
+
+    found = list(arrays)
+    hosts = [i for i, a in enumerate(found) if type(a) is np.ndarray]
+    small = [i for i in hosts if found[i].nbytes <= TOGETHER]
+    for i in hosts if len(small) < 2 else set(hosts).difference(small):
+        found[i] = upload(found[i], gpu)
+    if len(small) > 1:
+        whole = bytearray(len(small) * TOGETHER)
+        for k, i in enumerate(small):
+            whole[k * TOGETHER : k * TOGETHER + found[i].nbytes] = found[i].tobytes()
+        sent = upload(np.frombuffer(whole, np.uint8), gpu)
+        for k, i in enumerate(small):
+            at, array = sent.address + k * TOGETHER, found[i]
+            found[i] = DeviceTensor(at, array.shape, array.dtype, gpu, sent)
+            found[i].ready = sent.ready
+    return found
 
 
 _UPLOADS = threading.Lock()

@@ -62,6 +62,8 @@ def _respell(node: ir.Node, version: int, opset: int) -> None:
             given = node.attributes[key]
             known = ir.serde.deserialize_attribute(default) if default is not None else None
             if given.is_ref() or known is None or known.value != given.value:
+                if not given.is_ref() and _written_out(node, version, opset):
+                    return
                 raise ModelError(
                     f"{name}: '{key}' needs opset {_first(node, opset, version, key)} or newer: it "
                     f"cannot be written in {opset}"
@@ -116,7 +118,8 @@ def _check_type(
 
 
 WRITTEN_OUT: dict[str, Callable[[ir.Node, Builder], list[ir.Value] | None]] = {}
-"""Operators that older opsets lack, by what they are made of; None where that is not known."""
+"""Operators that older opsets lack, in whole or in an attribute, by what they are made of; None
+where that is not known."""
 
 
 def _gelu(node: ir.Node, op: Builder) -> list[ir.Value] | None:
@@ -156,7 +159,34 @@ def _layer_norm(node: ir.Node, op: Builder) -> list[ir.Value] | None:
     return [y if bias is None else op.Add(y, bias), mean, op.Reciprocal(deviation)]
 
 
-WRITTEN_OUT.update(Gelu=_gelu, LayerNormalization=_layer_norm)
+def _some_sizes(node: ir.Node, op: Builder) -> list[ir.Value]:
+    """A Shape with start or end."""
+    whole, last = op.Shape(node.inputs[0]), np.iinfo(np.int64).max
+    ends = (("start", 0), ("end", last))
+    bounds = [op.constant([node.attributes.get_int(name, other)]) for name, other in ends]
+    return [op.Slice(whole, *bounds, op.constant([0]))]
+
+
+def _reshape(node: ir.Node, op: Builder) -> list[ir.Value] | None:
+    """A Reshape with allowzero to sizes that are known and not zero."""
+    sizes = const_array(node.inputs[1])
+    if sizes is None and node.outputs[0].shape is not None:
+        known = [d for d in node.outputs[0].shape if isinstance(d, int)]
+        sizes = np.array(known) if len(known) == len(node.outputs[0].shape) else None
+    if sizes is None or not sizes.all():
+        return None
+    return [op.Reshape(node.inputs[0], op.constant(sizes.astype(np.int64)))]
+
+
+def _cast_like(node: ir.Node, op: Builder) -> list[ir.Value] | None:
+    like = node.inputs[1]
+    return None if like is None or like.dtype is None else [op.Cast(node.inputs[0], to=like.dtype)]
+
+
+WRITTEN_OUT.update(
+    Gelu=_gelu, LayerNormalization=_layer_norm, Shape=_some_sizes, Reshape=_reshape,
+    CastLike=_cast_like,
+)  # fmt: skip
 
 
 def _rule(since: int, *ops: str) -> Callable[[Rule], Rule]:

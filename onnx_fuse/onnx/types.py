@@ -88,6 +88,8 @@ def complete_types(nodes: Iterable[ir.Node], opset: int) -> bool:
     for node in nodes:
         if node.domain == NCHWC:
             found = _complete_blocked(node) or found
+        if node.op_type == "Loop" and not node.domain:
+            found = _complete_loop(node) or found
         for i, value in enumerate(node.outputs):
             if value.type is None and (dtype := element_type(node, i, opset)) is not None:
                 value.type = ir.TensorType(dtype)
@@ -96,6 +98,41 @@ def complete_types(nodes: Iterable[ir.Node], opset: int) -> bool:
             y = node.outputs[0]
             if y.shape is None and x.shape is not None:
                 y.shape, found = x.shape.copy(), True
+    return found
+
+
+def _complete_loop(node: ir.Node) -> bool:
+    """Give the states that a Loop ends with a shape, which inference leaves open; whether it could.
+
+    A state keeps its rank where its first value, the body's input and the body's output all have
+    it. It keeps its sizes where the first value and the body's output have the same ones.
+    """
+    body = node.attributes["body"].as_graph()
+    states = list(
+        zip(node.inputs[2:], body.inputs[2:], body.outputs[1:], node.outputs, strict=False)
+    )
+    shapes = [
+        [v.shape for v in (first, before, after) if v is not None and v.shape is not None]
+        for first, before, after, _ in states
+    ]
+    same = all(
+        len(set(dims) - {None}) < 2
+        for known in shapes
+        if len({len(shape) for shape in known}) == 1
+        for dims in zip(
+            *([d if isinstance(d, int) else None for d in s] for s in known), strict=True
+        )
+    )
+    found = False
+    for known, (*_, y) in zip(shapes, states, strict=True):
+        if y.shape is not None or len(known) < 3 or len({len(shape) for shape in known}) > 1:
+            continue
+        first, _, after = known
+        kept = [
+            d if same and isinstance(d, int) and d == other else None
+            for d, other in zip(first, after, strict=True)
+        ]
+        y.shape, found = ir.Shape(kept), True
     return found
 
 

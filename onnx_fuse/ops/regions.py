@@ -22,8 +22,6 @@ def _roi_align(op: Any, node: ir.Node, dys: Values) -> Values:
     samples = node.attributes.get_int("sampling_ratio", 0)
     if text(node, "mode", "avg") != "avg":
         raise fail(node, "its mode is max")
-    if samples <= 0:
-        raise fail(node, "its sampling_ratio 0 takes as many samples as a box is large")
     half = text(node, "coordinate_transformation_mode", "half_pixel") == "half_pixel"
     scale = node.attributes.get_float("spatial_scale", 1.0)
     ends = op.Sub(op.Mul(boxes, scale), 0.5) if half else op.Mul(boxes, scale)
@@ -74,8 +72,12 @@ class _Weights:
         if at_least_one:
             self.moves = to_like(op, op.Greater(extent, 1.0), like)
             extent = op.Max(extent, 1.0)
-        within = (np.arange(bins * samples) + 0.5) / (samples * bins)
-        self.within = op.CastLike(op.constant(within), like)  # of the extent
+        if samples > 0:
+            self.samples = op.constant([samples])
+            within = (np.arange(bins * samples) + 0.5) / (samples * bins)
+            self.within, part = op.CastLike(op.constant(within), like), 1 / samples
+        else:
+            self.within, part = self._by_size(extent, like)
         place = op.Add(start, op.Mul(extent, self.within))  # [R, bins · samples]
         last = op.Sub(to_like(op, length, like), 1.0)
         near = op.And(op.GreaterOrEqual(place, -1.0), op.LessOrEqual(place, op.Add(last, 1.0)))
@@ -84,19 +86,40 @@ class _Weights:
         zero, one = (op.constant(np.int64(i)) for i in (0, 1))
         pixel = to_like(op, op.Range(zero, op.Squeeze(length), one), like)
         away = op.Sub(at, pixel)  # [R, bins · samples, length]
-        share = op.Unsqueeze(op.Mul(to_like(op, near, like), 1 / samples), [2])
+        share = op.Unsqueeze(op.Mul(to_like(op, near, like), part), [2])
         full = op.Mul(op.Max(op.Sub(1.0, op.Abs(away)), 0.0), share)
         near_pixel = to_like(op, op.Less(op.Abs(away), 1.0), like)
         moving = op.Mul(share, op.Unsqueeze(to_like(op, inside, like), [2]))
         self.slopes = op.Mul(op.Mul(op.Neg(op.Sign(away)), near_pixel), moving)
-        self.weights = op.ReduceSum(self._apart(full, samples), [2], keepdims=0)
-        self.samples = samples
+        self.weights = op.ReduceSum(self._apart(full), [2], keepdims=0)
 
-    def _apart(self, values: Any, samples: int) -> Any:
+    def _by_size(self, extent: Any, like: Any) -> tuple[Any, Any]:
+        """Where the samples are within the extent, and each one's part of its bin's average.
+
+        A bin has a sample for each pixel that it begins. Both results are [R, bins · samples] with
+        the samples of the largest box; those that a smaller one lacks have a part of 0.
+        """
+        op = self.op
+        count = op.Max(op.Ceil(op.Div(extent, float(self.bins))), 0.0)  # [R, 1]
+        least = op.CastLike(op.constant(np.ones((1, 1))), like)
+        most = op.ReduceMax(op.Concat(count, least, axis=0), keepdims=0)
+        most = op.Cast(most, to=int(ir.DataType.INT64))
+        self.samples = op.Unsqueeze(most, [0])
+        zero, one = (op.constant(np.int64(i)) for i in (0, 1))
+        number = to_like(op, op.Range(zero, most, one), like)  # [samples]
+        divisor = op.Max(count, 1.0)
+        each = op.Unsqueeze(op.Div(op.Add(number, 0.5), divisor), [1])  # [R, 1, samples]
+        before = op.CastLike(op.constant(np.arange(self.bins)[:, None] + 0.0), like)
+        within = op.Mul(op.Add(each, before), 1 / self.bins)
+        part = op.Unsqueeze(op.Div(to_like(op, op.Less(number, count), like), divisor), [1])
+        part = op.Add(part, op.Mul(before, 0.0))
+        return op.Flatten(within, axis=1), op.Flatten(part, axis=1)
+
+    def _apart(self, values: Any) -> Any:
         """[R, bins · samples, length] as [R, bins, samples, length]."""
         op = self.op
         sizes = op.Concat(
-            op.Shape(values, start=0, end=1), op.constant([self.bins, samples]),
+            op.Shape(values, start=0, end=1), op.constant([self.bins]), self.samples,
             op.Shape(values, start=2, end=3), axis=0,
         )  # fmt: skip
         return op.Reshape(values, sizes, allowzero=1)
@@ -104,15 +127,9 @@ class _Weights:
     def ends(self, d_weights: Any) -> tuple[Any, Any]:
         """The gradients [R, 1] of a box's start and end by those of the weights."""
         op = self.op
-        slopes = self._apart(self.slopes, self.samples)
+        slopes = self._apart(self.slopes)
         each = op.ReduceSum(op.Mul(op.Unsqueeze(d_weights, [2]), slopes), [3], keepdims=0)
-        moved = op.Reshape(
-            each,
-            op.Concat(
-                op.Shape(each, start=0, end=1), op.constant([self.bins * self.samples]), axis=0
-            ),
-            allowzero=1,
-        )
+        moved = op.Flatten(each, axis=1)
         total = op.ReduceSum(moved, [1])
         far = op.ReduceSum(op.Mul(moved, self.within), [1])
         if self.moves is not None:

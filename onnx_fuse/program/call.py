@@ -108,6 +108,13 @@ class Tensor:
             return None
         return Tensor(self.buffer, self.dtype, tuple(shape), strides, self.offset)
 
+    def view(self, shape: Sequence[int]) -> Tensor:
+        """The same elements in another shape. Raises ValueError where that takes a copy."""
+        found = self.reshape(shape)
+        if found is None:
+            raise ValueError(f"{self} is not seen as {list(shape)} without a copy")
+        return found
+
     def permute(self, perm: Sequence[int]) -> Tensor:
         """Axes in the order `perm`."""
         shape = tuple(self.shape[p] for p in perm)
@@ -129,6 +136,24 @@ class Tensor:
         offset = self.offset + sum(b * s for b, s in zip(starts, self.strides, strict=True))
         strides = tuple(k * s for k, s in zip(steps, self.strides, strict=True))
         return Tensor(self.buffer, self.dtype, tuple(shape), strides, offset)
+
+    def part(self, axis: int, start: int, size: int, step: int = 1) -> Tensor:
+        """`size` places along one axis, from `start` on, `step` apart."""
+        shape = (*self.shape[:axis], size, *self.shape[axis + 1 :])
+        strides = (*self.strides[:axis], step * self.strides[axis], *self.strides[axis + 1 :])
+        offset = self.offset + start * self.strides[axis]
+        return Tensor(self.buffer, self.dtype, shape, strides, offset)
+
+    def at(self, axis: int, place: int) -> Tensor:
+        """One place along an axis, without that axis."""
+        shape = (*self.shape[:axis], *self.shape[axis + 1 :])
+        strides = (*self.strides[:axis], *self.strides[axis + 1 :])
+        offset = self.offset + place * self.strides[axis]
+        return Tensor(self.buffer, self.dtype, shape, strides, offset)
+
+    def first(self, shape: Sequence[int]) -> Tensor:
+        """The first elements along every axis, as many as `shape` says."""
+        return Tensor(self.buffer, self.dtype, tuple(shape), self.strides, self.offset)
 
     def __str__(self) -> str:
         layout = "" if self.dense else f" strides={self.strides}".replace(" ", "")
@@ -308,7 +333,8 @@ class Context(Protocol):
     ) -> str | None:
         """Append a call of `problem`; the reason where none of its candidates serves it.
 
-        Its launches are made last, by the pass `select_kernels`.
+        Nothing is appended where there is no element to write. The launches are made last, by the
+        pass `select_kernels`.
         """
 
 

@@ -181,7 +181,8 @@ class Pool:
     """Memory that is taken and given back in the order of one stream, without waiting for it.
 
     What is given back is kept for the next taker, and handed to the driver at a wait only while
-    more than RELEASE bytes lie idle. A GPU without memory pools has plain allocations.
+    more than RELEASE bytes lie idle; all of it is when the pool and its memory are gone. A GPU
+    without memory pools has plain allocations.
     """
 
     RELEASE = 1 << 30
@@ -195,6 +196,7 @@ class Pool:
         self._dead: deque[tuple[int, int, bool]] = deque()
         self._idle: dict[int, list[int]] = {}  # by the number of their bytes
         self._idle_bytes = 0
+        self._ended = False
         pooled = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED
         self._raw: Any = None
         if check(driver.cuDeviceGetAttribute(pooled, device_id), "memory pools"):
@@ -234,14 +236,29 @@ class Pool:
         if sys.is_finalizing():  # the process gives everything back
             return
         self._dead.append((address, nbytes, lent))
-        if self._stream.behind is not None:  # a run elsewhere may use it: the next taker sweeps
-            return
-        if self._stream.idle.acquire(blocking=False):  # else a capture would record it
+        # where a run elsewhere may use it, the next taker sweeps
+        if self._stream.behind is None or self._ended:
+            self._release()
+
+    def _release(self) -> None:
+        """Sweep, unless the stream captures: a graph would record it."""
+        if self._stream.idle.acquire(blocking=False):
             try:
                 with contextlib.suppress(DeviceError):  # a lost GPU takes nothing back
+                    self._stream.catch_up()
                     self._sweep()
             finally:
                 self._stream.idle.release()
+
+    def __del__(self) -> None:
+        if getattr(self, "_raw", None) is None or sys.is_finalizing():
+            return
+        self._ended, self.keeps = True, 0
+        for nbytes, addresses in self._idle.items():
+            self._dead += ((address, nbytes, False) for address in addresses)
+        self._idle = {}
+        self._release()
+        self._driver.cuMemPoolDestroy(self._raw)  # which lets go of it behind the last release
 
     def _sweep(self) -> None:
         """Enqueue the release of the memory of objects that are gone."""
@@ -319,14 +336,18 @@ class Event:
 class Stream:
     """A CUDA stream, and the copies and graphs that go through it; `handle`: one of a caller's.
 
-    A stream of its own does not wait for the legacy default stream, nor that for it.
+    A stream of its own does not wait for the legacy default stream, nor that for it, and is
+    destroyed with the object.
     """
+
+    _own = False
 
     def __init__(self, handle: int | None = None) -> None:
         driver = self._driver = bindings()
         if handle is None:
             flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
             self.raw = allocated("a CUDA stream", driver.cuStreamCreate, int(flags))
+            self._own = True
         else:
             self.raw = driver.CUstream(handle)
         self.handle = int(self.raw)
@@ -334,6 +355,17 @@ class Stream:
         """Held while the stream captures a graph: what another thread enqueues would join it."""
         self.behind: Event | None = None
         """What was enqueued in another stream, to be done before what this one is given next."""
+
+    def __del__(self) -> None:
+        if not self._own or sys.is_finalizing():
+            return
+        # memory in one cycle of garbage with the stream may go after it, by the default stream
+        with contextlib.suppress(DeviceError):  # a lost GPU has no order
+            end = Event()
+            end.record(self)
+            self.behind = end
+        self._driver.cuStreamDestroy(self.raw)  # which lets what is enqueued run to its end
+        self.raw, self.handle = self._driver.CUstream(LEGACY), LEGACY
 
     def upload(self, address: int, source: int, nbytes: int) -> None:
         """Host to device, in stream order."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from onnx_fuse import config
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.launch import bind
 from onnx_fuse.program.call import Tensor
@@ -28,6 +29,12 @@ from onnx_fuse.runtime.schedule import segments
 PLACES = 256
 """Sets of addresses of one shape in one stream that have launches of their own: the layers of a
 model have a few each, which an allocator gives again step after step."""
+RUNS = 2
+"""Runs at the same addresses after which many launches become one of a CUDA graph."""
+MANY = 6
+"""Launches that are many: launching a graph takes the host about as long as four of them."""
+FEW = 8
+"""The share of the launches, as 1 / FEW, that may take other addresses in the graph they are in."""
 
 
 class Layout:
@@ -82,6 +89,9 @@ class Layout:
         self.movable = [*(t.buffer for _, t in inputs), *buffers]
         """The buffers whose places a run brings: inputs that are read, outputs that are written."""
         self.moves_all = self.moving == [*range(first + len(program.outputs))]
+        self.count = sum(len(call.launches) for call in program.calls)
+        """The number of launches."""
+        self.stream = executable.stream
 
     def _upload(self, executable: Executable, array: np.ndarray[Any, Any]) -> int:
         """The address of a copy of an output that lowering knew."""
@@ -120,6 +130,7 @@ class Steps:
         self._layout, self._places = layout, places
         self._address = dict(layout.fixed)
         self._stand(places)
+        self._runs = 0
         plan, hw = layout.plan, layout.hw
         self._parts = [Launches(s, plan.order, hw, self._address) for s in segments(layout.program)]
 
@@ -133,23 +144,39 @@ class Steps:
         """Where a tensor of the program stands."""
         return self._address[tensor.buffer] + tensor.offset * ITEMSIZE[tensor.dtype]
 
-    def move(self, places: Sequence[int]) -> None:
-        """Take other addresses."""
-        old, self._places = self._places, places
-        pairs = zip(self._layout.movable, old[1:], places[1:], strict=True)
-        moved = [b for b, a, c in pairs if a != c]
-        self._stand(places)
+    def moved(self, places: Sequence[int]) -> list[int]:
+        """The buffers and workspaces that would stand elsewhere with these addresses."""
+        layout, old = self._layout, self._places
+        pairs = zip(layout.movable, old[1:], places[1:], strict=True)
+        found = [b for b, a, c in pairs if a != c]
         if old[0] != places[0]:
-            plan = self._layout.plan
-            moved += plan.offsets
-            moved += [
-                t.buffer for i in plan.workspaces for _, t in self._layout.program.calls[i].writes
-            ]
+            found += layout.plan.offsets
+            calls = layout.program.calls
+            found += [t.buffer for i in layout.plan.workspaces for _, t in calls[i].writes]
+        return found
+
+    def is_near(self, moved: Sequence[int]) -> bool:
+        """Whether few launches use what moves, so that the others stay as they are."""
+        return FEW * sum(len(part.users(moved)) for part in self._parts) <= self._layout.count
+
+    def move(self, places: Sequence[int], moved: Sequence[int]) -> None:
+        """Take other addresses; the graph does too if it is near, or it is made anew."""
+        if not self.is_near(moved):
+            self._runs = 0
+            for part in self._parts:
+                part.single()
+        self._places = places
+        self._stand(places)
         for part in self._parts:
             part.move(moved)
 
-    def launch(self, stream: device.Stream) -> None:
-        """Enqueue all."""
+    def launch(self, stream: device.Stream, *, repeats: bool = True) -> None:
+        """Enqueue all: one by one, and as a CUDA graph once they have come often (`repeats`)."""
+        if repeats and self._runs < RUNS:
+            self._runs += 1
+            if self._runs == RUNS and self._layout.count >= MANY and config.GRAPH.value:
+                for part in self._parts:
+                    part.capture(self._layout.stream)
         for part in self._parts:
             part.launch(stream)
 
@@ -184,7 +211,7 @@ class Turn:
             elif steps is None or before != places:
                 steps = self._standing(places)
                 self._latest = places, steps
-            steps.launch(self.stream)
+            steps.launch(self.stream, repeats=not keep)
             for i, source, nbytes in layout.copied:
                 if nbytes:
                     at = source if isinstance(source, int) else steps.address(source)
@@ -197,10 +224,16 @@ class Turn:
         if found is not None:
             self._steps.move_to_end(key)
             return found
-        if len(self._steps) < PLACES:
+        if self._steps:
+            latest = next(reversed(self._steps))
+            moved = self._steps[latest].moved(places)
+            if self._steps[latest].is_near(moved):
+                found = self._steps.pop(latest)
+                found.move(places, moved)
+            elif len(self._steps) == PLACES:
+                _, found = self._steps.popitem(last=False)
+                found.move(places, found.moved(places))
+        if found is None:
             found = Steps(self.layout, places)
-        else:
-            _, found = self._steps.popitem(last=False)
-            found.move(places)
         self._steps[key] = found
         return found

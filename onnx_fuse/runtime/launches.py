@@ -163,14 +163,7 @@ class Launches:
 
     def _move(self, buffers: Collection[int], written: Collection[int]) -> None:
         """Move all steps but those `written` already."""
-        if self._users is None:
-            users = defaultdict(list)
-            for k, i in enumerate(self._calls):
-                call = self._segment.calls[i]
-                for b in {t.buffer for _, t in (*call.reads, *call.writes)}:
-                    users[b].append(k)
-            self._users = dict(users)
-        touched = {k for b in buffers for k in self._users.get(b, ())}
+        touched = self.users(buffers)
         for k in sorted(touched.difference(written)):
             i, step, changed = self._calls[k], self._steps[k], False
             call = self._segment.calls[i]
@@ -188,6 +181,21 @@ class Launches:
                 self._graph = None
             elif k in self._nodes:
                 self._graph.update(self._nodes[k], step.arguments)
+
+    def users(self, buffers: Collection[int]) -> set[int]:
+        """The numbers of the launches whose call uses one of these buffers."""
+        if self._users is None:
+            users = defaultdict(list)
+            for k, i in enumerate(self._calls):
+                call = self._segment.calls[i]
+                for b in {t.buffer for _, t in (*call.reads, *call.writes)}:
+                    users[b].append(k)
+            self._users = dict(users)
+        return {k for b in buffers for k in self._users.get(b, ())}
+
+    def single(self) -> None:
+        """Enqueue one by one again."""
+        self._graph = None
 
     def capture(self, stream: device.Stream) -> None:
         """From now on one graph: launching it takes the host half the time of a single launch."""

@@ -41,9 +41,15 @@ class DeviceTensor:
     """
 
     def __init__(
-        self, address: int, shape: Sequence[int], dtype: str, device_id: int, owner: Any
+        self,
+        address: int,
+        shape: Sequence[int],
+        dtype: str | np.dtype[Any],
+        device_id: int,
+        owner: Any,
     ) -> None:
-        self.address, self.shape, self.dtype = address, tuple(shape), dtype_of(dtype)
+        self.address, self.shape = address, tuple(shape)
+        self.dtype = dtype_of(dtype) if isinstance(dtype, str) else dtype
         self.nbytes = prod(self.shape) * self.dtype.itemsize
         """Bytes of the elements."""
         self.ready: device.Stream | device.Event | None = None

@@ -21,6 +21,8 @@ from onnx_fuse.torch.graph import Graph
 
 KINDS = 256
 """Kinds of calls that an operator keeps; then it begins anew."""
+MANY = 16
+"""Gradients of one backward from which on they share an allocation."""
 _APART = 256  # bytes; the values that a forward keeps begin at multiples
 _OWN = {torch.Tensor, torch.nn.Parameter}
 
@@ -60,25 +62,28 @@ def dense(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 class Ready:
-    """An operator's graph for one kind of call in one stream.
+    """A graph for one kind of call in one stream.
 
-    `flat` and `rows` are the operator's. With `save` it keeps what the graph's backward reads.
+    `flat` and `rows` are an operator's. `mask` has the inputs whose backward it keeps values for,
+    as the names of derived graphs have it, or "" for none.
     """
 
     def __init__(
         self,
         graph: Graph,
         tensors: Sequence[Tensor],
-        flat: int,
-        rows: bool,
-        save: bool,
+        mask: str,
         again: Callable[..., list[Tensor | None]],
+        flat: int = 0,
+        rows: bool = False,
     ) -> None:
-        self.graph, self._flat, self._rows = graph, flat, rows
+        self.graph, self._mask, self._flat, self._rows = graph, mask, flat, rows
         self.again = again
-        """`again(graph, needs, dy, tensors)`: the gradients of the tensors alone."""
+        """`again(graph, needs, dys, tensors)`: the gradients of the tensors alone."""
         self.tensors = len(tensors)
-        forward = graph.derived(graph.saving) if save else graph
+        self.floats = [end.dtype.is_floating_point for end in graph.outputs]
+        """Which results have gradients."""
+        forward = graph.derived(f"forward:{mask}") if mask else graph
         first, *others = (t.detach() for t in tensors)
         self.turn = forward.turn(dense([flattened(first, flat), *others]))
         """What launches the forward; None where the graph needs the host between its kernels."""
@@ -86,72 +91,78 @@ class Ready:
             return
         self.shape = tensors[0].shape
         lead = self.shape[: len(self.shape) - flat + 1] if rows else ()
-        (shape, _, kind), *kept = self.turn.results
-        shape = (*lead, *shape[1:]) if rows else shape
-        self._result = shape, dense_strides(shape), kind
+        count = len(graph.outputs)
+        self._results = [
+            (shape, dense_strides(shape), kind)
+            for first, _, kind in self.turn.results[:count]
+            for shape in [(*lead, *first[1:]) if rows else first]
+        ]
         self._new = self.turn.new
-        sizes = [-(-prod(s) * d.itemsize // _APART) * _APART for s, _, d in kept]
-        *self._offsets, self._bytes = accumulate(sizes, initial=0)
-        ends = zip(forward.outputs[1:], self._offsets, kept, strict=True)
+        kept = self.turn.results[count:]
+        *self._offsets, self._bytes = _offsets(kept)
+        ends = zip(forward.outputs[count:], self._offsets, kept, strict=True)
         self._kept = {end.name: (offset, kind) for end, offset, kind in ends}
-        self._y = forward.outputs[0].name
-        wanted = graph.derived(f"backward:{graph.floats}").inputs[1:] if save else ()
-        self.keeps_y = any(end.name == self._y for end in wanted)
-        """Whether the backward of all inputs reads the result."""
+        self._names = [end.name for end in graph.outputs]
+        wanted = graph.derived(f"backward:{mask}").inputs if mask else ()
+        read = {end.name for end in wanted}
+        self.keeps = [name in read for name in self._names]
+        """Which results the backward of all inputs reads."""
         self._halves: dict[Any, Half] = {}
 
-    def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """The result, and the memory of what is kept."""
+    def run(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor | None]:
+        """The results, and the memory of what is kept."""
         assert self.turn is not None
         tensors, places = gpu.addresses(tensors)
-        y, kept = self._new(*self._result), None
-        places.append(y.data_ptr())
+        made, kept = [self._new(*result) for result in self._results], None
+        places += map(gpu.ADDRESS, made)
         if self._bytes:
             kept = self._new((self._bytes,), (1,), torch.uint8)
             base = kept.data_ptr()
             places += [base + at for at in self._offsets]
         self.turn.enqueue(places)
-        return y, kept
+        return made, kept
 
     def gradients(
-        self, needs: tuple[bool, ...], dy: Tensor, saved: Sequence[Tensor | None]
+        self, needs: tuple[bool, ...], dys: Sequence[Tensor], saved: Sequence[Tensor | None]
     ) -> list[Tensor | None] | None:
         """The gradients of the tensors whose `needs` is set, None for the others.
 
-        `saved` are the tensors, the result or None, and the memory of what is kept. Returns None
-        where the backward needs more than that.
+        `dys` has one for each result of a float type. `saved` are the tensors, each result or None,
+        and the memory of what is kept. Returns None where the backward needs more than that.
         """
         key = needs, gpu.state()
         half = self._halves.get(key)
         if half is None:
             if len(self._halves) >= KINDS:
                 self._halves.clear()
-            half = self._halves[key] = self._half(needs, dy, saved)
-        return half.run(dy, saved) if half.turn is not None else None
+            half = self._halves[key] = self._half(needs, dys, saved)
+        return half.run(dys, saved) if half.turn is not None else None
 
-    def _half(self, needs: tuple[bool, ...], dy: Tensor, saved: Sequence[Tensor | None]) -> Half:
+    def _half(
+        self, needs: tuple[bool, ...], dys: Sequence[Tensor], saved: Sequence[Tensor | None]
+    ) -> Half:
         """The backward for some gradients."""
         graph = self.graph
-        floats = [bit == "1" for bit in graph.floats]
+        floats = [bit == "1" for bit in self._mask]
         if self._rows:  # what its backward reads has one name for every mask
             floats = [bit and need for bit, need in zip(floats, needs, strict=True)]
         mask = "".join("1" if bit else "0" for bit in floats)
         backward = graph.derived(f"backward:{mask}")
         inputs = {end.name: i for i, end in enumerate(graph.inputs)}
-        x = flattened(saved[0], self._flat)  # type: ignore[arg-type]
-        y, memory = saved[self.tensors], saved[self.tensors + 1]
+        results = {name: self.tensors + i for i, name in enumerate(self._names)}
+        memory = saved[-1]
         sources: list[tuple[int, int]] = []
-        given = [flattened(dy, self._flat) if self._rows else dy]
-        for end in backward.inputs[1:]:
-            if (number := inputs.get(end.name)) is not None:
+        given = [flattened(dy, self._flat) if self._rows else dy for dy in dys]
+        for end in backward.inputs[len(dys) :]:
+            number = inputs.get(end.name, results.get(end.name))
+            if number is not None:
                 sources.append((number, 0))
-                found = saved[number] if number else x
-            elif end.name == self._y:
-                sources.append((self.tensors, 0))
-                found = y if y is None or not self._rows else flattened(y, self._flat)
+                found = saved[number]
+                if found is not None and (number == 0 or (self._rows and number >= self.tensors)):
+                    found = flattened(found, self._flat)
             else:
                 offset, (shape, _, dtype) = self._kept[end.name]
-                sources.append((self.tensors + 1, offset))
+                sources.append((len(saved) - 1, offset))
                 size = prod(shape) * dtype.itemsize
                 assert memory is not None
                 found = memory[offset : offset + size].view(dtype).view(shape)
@@ -183,40 +194,69 @@ class Half:
         """`sources` are (number among what is saved, offset in bytes), `places` numbers or -1."""
         self.turn, self._sources = turn, sources
         self._results, self._places = results, places
+        kinds = {kind for *_, kind in results}
+        self._whole = (*kinds,) if len(results) > MANY and len(kinds) == 1 else ()
+        """The type of all results, where they share one allocation."""
+        if self._whole:
+            size = self._whole[0].itemsize
+            *starts, self._bytes = _offsets(results)
+            self._starts = [start // size for start in starts]
 
-    def run(self, dy: Tensor, saved: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def run(self, dys: Sequence[Tensor], saved: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients in the order of the inputs."""
         turn = self.turn
-        alive, places = gpu.addresses([dy, *[saved[i] for i, _ in self._sources]])
-        for i, (_, offset) in enumerate(self._sources, 1):
+        alive, places = gpu.addresses([*dys, *[saved[i] for i, _ in self._sources]])
+        for i, (_, offset) in enumerate(self._sources, len(dys)):
             places[i] += offset
-        found = [turn.new(*result) for result in self._results]
-        turn.enqueue(places + [g.data_ptr() for g in found])
+        if self._whole:
+            (kind,) = self._whole
+            block = turn.new((self._bytes // kind.itemsize,), (1,), kind)
+            found = [
+                gpu.part(block, shape, strides, start)
+                for (shape, strides, _), start in zip(self._results, self._starts, strict=True)
+            ]
+        else:
+            found = [turn.new(*result) for result in self._results]
+        turn.enqueue([*places, *map(gpu.ADDRESS, found)])
         del alive  # copies of tensors with gaps, until the launches are in the stream
         return [None if i < 0 else found[i] for i in self._places]
+
+
+def _offsets(results: Sequence[gpu.Result]) -> list[int]:
+    """Where results begin that share an allocation, and its bytes."""
+    sizes = [-(-prod(s) * d.itemsize // _APART) * _APART for s, _, d in results]
+    return [*accumulate(sizes, initial=0)]
 
 
 class Direct(torch.autograd.Function):
     """A node of autograd for a call. `apply` takes the Ready, and tensors or None."""
 
     @staticmethod
-    def forward(ctx: Any, ready: Ready, *args: Tensor | None) -> Tensor:
+    def forward(ctx: Any, ready: Ready, *args: Tensor | None) -> Any:
         given = args if len(args) == ready.tensors else [x for x in args if x is not None]
-        y, kept = ready.run(given)
+        made, kept = ready.run(given)
         ctx.ready = ready
         ctx.present = None if given is args else [x is not None for x in args]
-        ctx.save_for_backward(*given, y if ready.keeps_y else None, kept)
-        return y
+        if len(made) == 1:  # as of every operator, whose host time counts
+            (y,), (keeps,) = made, ready.keeps
+            ctx.save_for_backward(*given, y if keeps else None, kept)
+            return y
+        read = [y if keeps else None for y, keeps in zip(made, ready.keeps, strict=True)]
+        ctx.save_for_backward(*given, *read, kept)
+        rest = [y for y, is_float in zip(made, ready.floats, strict=True) if not is_float]
+        ctx.mark_non_differentiable(*rest)
+        return tuple(made)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         ready, present, needs = ctx.ready, ctx.present, ctx.needs_input_grad[1:]
         if present is not None:
             needs = tuple([n for n, there in zip(needs, present, strict=True) if there])
         saved = ctx.saved_tensors  # which may be asked for once
-        made = None if torch.is_grad_enabled() else ready.gradients(needs, dy, saved)
+        given = [dy for dy, is_float in zip(dys, ready.floats, strict=True) if is_float]
+        made = None if torch.is_grad_enabled() else ready.gradients(needs, given, saved)
         if made is None:
-            made = ready.again(ready.graph, needs, dy, saved[: ready.tensors])
+            made = ready.again(ready.graph, needs, given, saved[: ready.tensors])
         if present is None:
             return None, *made
         results = iter(made)

@@ -28,7 +28,7 @@ SHAPES = 256
 SMALL = 64 << 10
 """Bytes of an arena that a stream keeps for its next run: torch's allocator takes its time."""
 _ALIGNED = 16
-_DENSE, _ADDRESS = torch.Tensor.is_contiguous, torch.Tensor.data_ptr
+_DENSE, ADDRESS = torch.Tensor.is_contiguous, torch.Tensor.data_ptr
 KIND = attrgetter("shape", "dtype", "device")
 """What a layout depends on, of each of its tensors."""
 _NAMES = {
@@ -57,6 +57,12 @@ def allocator(where: torch.device) -> Callable[..., torch.Tensor]:
         return torch.empty_strided(shape, strides, dtype=kind, device=where)
 
     return new
+
+
+part: Callable[..., torch.Tensor] = getattr(
+    torch._C._dynamo.guards, "_reinterpret_tensor", torch.as_strided
+)
+"""A tensor of (other tensor, shape, strides, first element) in its memory."""
 
 
 class Turn(direct.Turn):
@@ -98,10 +104,10 @@ def addresses(tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], 
     """The tensors with their addresses; those with gaps or at odd addresses are copied."""
     if not all(map(_DENSE, tensors)):
         tensors = [t.contiguous() for t in tensors]
-    places = [*map(_ADDRESS, tensors)]
+    places = [*map(ADDRESS, tensors)]
     if reduce(or_, places, 0) % _ALIGNED:
         tensors = [t.clone() if t.data_ptr() % _ALIGNED else t for t in tensors]
-        places = [*map(_ADDRESS, tensors)]
+        places = [*map(ADDRESS, tensors)]
     return tensors, places
 
 

@@ -64,6 +64,8 @@ class Graph:
         self.outputs = [End(v) for v in model.graph.outputs]
         self.gpu: dict[int, Any] = {}
         """What runs it on each GPU, by its number."""
+        self.ready: dict[Any, Any] = {}
+        """What runs it with its gradient, by the kind of call (`library`)."""
         self._made: dict[str, Graph] = {}
         self._lock = threading.RLock()
 

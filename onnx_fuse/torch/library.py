@@ -168,17 +168,44 @@ LIBRARY.define("graph(str key, Tensor[] tensors) -> Tensor[]")
 
 
 def run_graph(key: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Run the graph of this key (`torch.ops.onnx_fuse.graph`)."""
-    if (
-        plain(tensors[0])
-        and own(tensors)
-        and not (torch.is_grad_enabled() and _wants_gradients(tensors))
-    ):
-        return find(key).run(tensors)
+    """Run the graph of this key (`torch.ops.onnx_fuse.graph`).
+
+    One that ends in "forward:" and a mask may return the results of the graph before it alone.
+    """
+    if plain(tensors[0]) and own(tensors):
+        if not (torch.is_grad_enabled() and _wants_gradients(tensors)):
+            return find(key).run(tensors)
+        ready = _trained(key, tensors)
+        if ready:
+            made: Any = eager.apply(ready, *tensors)
+            return list(made) if isinstance(made, tuple) else [made]
     if _transformed():
         return list(_UnderTransforms.apply(_Any, key, *tensors))
     found: list[Tensor] = torch.ops.onnx_fuse.graph(key, list(tensors))
     return found
+
+
+def _trained(key: str, tensors: Sequence[Tensor]) -> Ready | None:
+    """What runs a forward with its gradient; None where only the dispatcher can."""
+    base, _, part = key.rpartition("/")
+    mask = part.removeprefix("forward:") if part.startswith("forward:") else ""
+    if not mask or gpu.current_device() != tensors[0].get_device():
+        return None
+    graph = find(base)
+    kind = (mask, gpu.state(), *map(gpu.KIND, tensors))
+    if kind not in graph.ready:
+        if len(graph.ready) >= KINDS:
+            graph.ready.clear()
+        ready = Ready(graph, tensors, mask, _again)
+        graph.ready[kind] = ready if ready.turn is not None else None
+    return graph.ready[kind]  # type: ignore[no-any-return]
+
+
+def _again(
+    graph: Graph, needs: Sequence[bool], dys: Sequence[Tensor], tensors: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """The gradients as functions of the tensors alone, which may be differentiated again."""
+    return gradients(graph, needs, dys, tensors, {}, "")
 
 
 class _Any:
@@ -306,7 +333,7 @@ class Operator:
                 if save:
                     made: Tensor = eager.apply(ready, *args[:count])
                     return made
-                return ready.run(given)[0]
+                return ready.run(given)[0][0]
         found: tuple[Tensor, ...]
         if _transformed():
             found = _UnderTransforms.apply(self, *args, False)
@@ -320,14 +347,16 @@ class Operator:
             self.ready.clear()
         if not own(given) or gpu.current_device() != given[0].get_device():
             return False
-        found = Ready(self.graph(*args), given, self.flat, self.rows, save, self._again)
+        graph = self.graph(*args)
+        mask = graph.floats if save else ""
+        found = Ready(graph, given, mask, self._again, self.flat, self.rows)
         return found if found.turn is not None else False
 
     def _again(
-        self, graph: Graph, needs: Sequence[bool], dy: Tensor, tensors: Sequence[Tensor]
+        self, graph: Graph, needs: Sequence[bool], dys: Sequence[Tensor], tensors: Sequence[Tensor]
     ) -> list[Tensor | None]:
         """The gradients as functions of the tensors alone, which may be differentiated again."""
-        x = tensors[0]
+        x, (dy,) = tensors[0], dys
         if self.rows:
             dy = flattened(dy, self.flat)
         given = [flattened(x, self.flat), *tensors[1:]]

@@ -21,11 +21,12 @@ def reference_evaluator(model: onnx_ir.Model) -> Any:
     """ONNX's own evaluator, but for what it does otherwise (onnx 1.23).
 
     Its Erf rounds to float32, its GatherElements takes no negative axis, its Pad no negative pads,
-    its Scan no directions and no axes but 0; its convolutions of groups raise, and all are slow.
+    its Scan no directions and no axes but 0; its Loop makes no step without a condition and stacks
+    along no axis of its own; its convolutions of groups raise, and all are slow.
     """
     from onnx.reference import ReferenceEvaluator
     from onnx.reference.op_run import OpRun
-    from onnx.reference.ops import op_scan
+    from onnx.reference.ops import op_loop, op_scan
 
     erf = np.vectorize(math.erf, otypes=[np.float64])
 
@@ -104,7 +105,27 @@ def reference_evaluator(model: onnx_ir.Model) -> Any:
                      for x, a, w in zip(arrays, axes, ways, strict=True)]  # fmt: skip
             return [np.moveaxis(x, *end) for x, end in zip(found, ends, strict=True)]
 
-    own: list[Any] = [Erf, Gelu, GatherElements, Pad, Conv, ConvTranspose, Scan]
+    again: Any = op_loop.Loop
+
+    class Loop(again):  # type: ignore[misc]
+        def __init__(self, node: NodeProto, run_params: Any) -> None:
+            super().__init__(node, run_params)
+            self._stacked, self.K = self.K, 0
+            self._steps: list[Sequence[Array]] = []
+            self._step, self._run_body = self._run_body, self._kept
+
+        def _run(self, trips: Any, condition: Any, *states: Any, **more: Any) -> tuple[Any, ...]:
+            self._steps = []
+            start = np.array(True) if condition is None else condition
+            made = super()._run(trips, start, *states, **more)[: self.N]
+            rows = ([step[1 + self.N + k] for step in self._steps] for k in range(self._stacked))
+            return (*made, *(np.stack(each) if each else np.empty(0) for each in rows))
+
+        def _kept(self, *args: Any, **more: Any) -> Sequence[Array]:
+            self._steps.append(self._step(*args, **more))
+            return self._steps[-1]
+
+    own: list[Any] = [Erf, Gelu, GatherElements, Pad, Conv, ConvTranspose, Scan, Loop]
     evaluator = ReferenceEvaluator(to_proto(model), new_ops=own)
     evaluator.rt_nodes_ = _Watched(evaluator.rt_nodes_)
     return evaluator

@@ -131,6 +131,12 @@ GEMMS = (
         for batch in (math, {"batch": (3,), "a_strides": (0,), **math})
         for attrs in ({"residual": True}, {"beta": 1.0, "act": "gelu"})
     ]
+    + [  # a bias a row, as a product's
+        Problem.of("Gemm", m=m, n=n, k=264, dtype=dtype, row_bias=True, **math, **attrs)
+        for m, n in ((136, 392), (60, 49))
+        for dtype, math in (("bfloat16", {"trans_b": True}), ("float16", {}), ("float32", {}))
+        for attrs in ({}, {"act": "gelu", "save_z": True})
+    ]
 )
 
 

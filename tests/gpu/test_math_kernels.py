@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -18,23 +19,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from math_cases import TOLERANCE, Case, cases, only, widen
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compiled(request: pytest.FixtureRequest) -> None:
-    """All modules at once, in threads: one at a time would take minutes."""
-    hw = Hardware.detect()
-    chosen = [
-        x.callspec.params["case"] for x in request.session.items if x.module == request.module
-    ]
-    launches = {x for case in chosen for x in case.launches(hw)}
-    nvrtc.compile_all(launches, hw.arch, workers=16)
-
-
 @pytest.mark.parametrize("case", cases(), ids=lambda c: c.name)
 def test_case(case: Case) -> None:
     """Each kernel and configuration twice: equal bits, and within the tolerance of float64."""
-    truth = case.oracle()
+    hw, truth = Hardware.detect(), case.oracle()
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    nvrtc.compile_all(case.launches(hw), hw.arch, max(1, (os.cpu_count() or 8) // processes))
     check(case, truth)
-    for choice in case.variants(Hardware.detect()):
+    for choice in case.variants(hw):
         with only(choice):
             check(case, truth)
 

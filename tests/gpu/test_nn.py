@@ -123,3 +123,36 @@ def cube() -> Iterator[None]:
 def test_a_kernel_of_ones_own_runs() -> None:
     y = nn.op_call("Cube", [nn.tensor(X, device="cuda")], domain="test.ops")
     np.testing.assert_allclose(y.numpy(), X**3 + 1000, rtol=1e-6)
+
+
+def test_a_graph_of_launches_gives_the_bits_of_single_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(graph: str) -> list[Any]:
+        monkeypatch.setenv("ONNX_FUSE_GRAPH", graph)
+        nn.manual_seed(0)
+        model = nn.Sequential(
+            *(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 10))
+        ).to("cuda")
+        optimizer = nn.optim.AdamW(model, lr=1e-2)
+
+        @of.capture
+        def step(x: nn.Tensor, y: nn.Tensor) -> nn.Tensor:
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        found, held = [], []
+        for i in range(14):
+            x = nn.tensor(X + i, device="cuda")
+            if i > 6:
+                held.append(x)  # so that each comes from another address
+            found.append(step(x, nn.tensor(np.arange(32) % 10, device="cuda")).numpy())
+        (((captured, _),),) = step._captured.values()
+        steps = captured._again._run.__self__._turn._steps.values()
+        graphs = [part._graph for each in steps for part in each._parts]
+        assert any(graphs) == (graph == "1")
+        return [*found, *(p.numpy() for p in model.parameters())]
+
+    for single, whole in zip(run("0"), run("1"), strict=True):
+        assert np.array_equal(single, whole)

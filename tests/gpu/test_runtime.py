@@ -21,7 +21,7 @@ import test_program_passes
 import test_train
 from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 
-from onnx_fuse import InferenceSession, bench, passes
+from onnx_fuse import InferenceSession, alone, bench, passes
 from onnx_fuse.cuda import pointwise
 from onnx_fuse.errors import DeviceError, UsageError
 from onnx_fuse.kernels import reduce as reduce_kernels
@@ -674,7 +674,7 @@ def test_tuning_keeps_what_agrees_and_what_it_keeps_is_selected(monkeypatch, tmp
 
     monkeypatch.setenv(config.CACHE_DIR.name, str(tmp_path))
     hw = Hardware.detect()
-    program = tune.program_of("LayerNormGemm", (64, 512, 768), "bf16", hw)
+    program = alone.program_of("LayerNormGemm", (64, 512, 768), "bf16", hw)
     launch = Skinny.launch
     monkeypatch.setattr(  # a kernel that does another thing
         Skinny, "launch", lambda self, p, how, hw: launch(self, p.replace(act="relu"), how, hw)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,9 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("torch sees no GPU", allow_module_level=True)
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "models"))
+
+import encoder  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch_models import Gpt, losses  # noqa: E402
 
@@ -175,3 +180,33 @@ def test_a_fused_transformer_trains_as_torch_s() -> None:
     # float32 sums in other orders, over 50 steps
     pairs = zip(losses(model), losses(plain_model), strict=True)
     assert all(abs(a - b) < 1e-4 for a, b in pairs)
+
+
+def test_an_imported_step_as_a_graph_gives_the_bits_of_single_launches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = encoder.build(encoder.Config(2, 4, 64, 97, 32, classes=3))
+    batches = [torch.randint(0, 97, (4, 32), device="cuda") for _ in range(3)]
+    ones, labels = torch.ones_like(batches[0]), torch.tensor([0, 1, 2, 0], device="cuda")
+
+    def run(graph: str) -> list[Any]:
+        monkeypatch.setenv("ONNX_FUSE_GRAPH", graph)
+        module = oft.from_onnx(file, precision="bf16").cuda()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        found = []
+        for i in range(15):
+            ids = batches[i % 3 if i > 8 else 0]
+            loss = F.cross_entropy(module(ids, ones, ones - 1), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.detach())
+        root = module._graph
+        turns = [t for g in root._made.values() for t in g.gpu[0]._turns.values()]
+        steps = [each for turn in turns for each in turn._steps.values()]
+        graphs = [part._graph for each in steps for part in each._parts]
+        assert any(graphs) == (graph == "1")
+        return [*found, *module.parameters()]
+
+    for single, whole in zip(run("0"), run("1"), strict=True):
+        assert torch.equal(single, whole)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from onnx_fuse.cuda.pointwise import FLOATS
 from onnx_fuse.ops.activations import ACTIVATIONS as TABLE
-from onnx_fuse.program.call import Call, Tensor
+from onnx_fuse.program.call import Call, Tensor, dense_strides
 from onnx_fuse.program.epilogue import NONE
 from onnx_fuse.program.expression import Tail
 from onnx_fuse.program.moves import ScatterND
@@ -52,15 +52,23 @@ def _row(tensor: Tensor) -> bool:
     return bool(axes) and not any(axes) and tensor.strides[-1] == 1
 
 
+def _column(tensor: Tensor) -> bool:
+    """Whether it is one number for each row, broadcast over the last axis."""
+    *axes, (size, last) = zip(tensor.shape, tensor.strides, strict=True)
+    lead = zip(axes, dense_strides(tensor.shape[:-1]), strict=True)
+    return size > 1 and not last and all(stride == d or n == 1 for (n, stride), d in lead)
+
+
 def add(calls: Calls, i: int, call: Call) -> None:
     """y = a · b, s = y + r becomes one Gemm with the residual or bias r, if nothing else reads y.
 
+    A bias is a row, or a column where y is one matrix and all its rows have numbers of their own.
     Where s is the sum of a SkipLayerNorm, that becomes a LayerNormalization of it.
     """
     norm = call.kernel == "SkipLayerNorm"
     if not (norm or (steps_of(call) == ["Add"] and len(call.reads) == 2)):
         return
-    if not all(t.dense or _row(t) for _, t in (*call.reads, *call.writes)):
+    if not all(t.dense or _row(t) or _column(t) for _, t in (*call.reads, *call.writes)):
         return
     reads, total = dict(call.reads), dict(call.writes).get("sum", call.writes[0][1])
     first, second = (reads["x"], reads["residual"]) if norm else reads.values()
@@ -69,19 +77,25 @@ def add(calls: Calls, i: int, call: Call) -> None:
         if found is None or not y.dense or r.offset or y.size != total.size:
             continue
         at, product, problem = found
-        bias = not r.dense
+        bias, column = not r.dense, _column(r)
+        if column and (problem.op != "Gemm" or problem.batch or y.shape[-1] != problem.n):
+            continue
         if problem.op != "Gemm" and not bias:  # of 4-bit weights, whose kernels take no residual
             continue
         if {y.dtype, r.dtype, total.dtype} != {problem.out}:
             continue
         if bias and (norm or problem.epilogue.bias or r.dtype not in FLOATS):
             continue
-        if bias:  # the row itself, once
+        kind, name = ("bias", _BIAS[problem.op]) if bias else ("residual", "c")
+        if column:
+            kind, name = "row_bias", "row0"
+            r = replace(r, shape=(problem.m,), strides=(1,))
+        elif bias:  # the row itself, once
             r = replace(r, shape=r.shape[-1:], strides=r.strides[-1:])
         made = replace(
             product,
-            problem=problem.with_epilogue(**{"bias" if bias else "residual": True}),
-            reads=(*product.reads, (_BIAS[problem.op] if bias else "c", r)),
+            problem=problem.with_epilogue(**{kind: True}),
+            reads=(*product.reads, (name, r)),
             writes=(("y", total),),
         )
         if calls.fuse(at, i, made, *([_norm_of(call, total)] if norm else []), here=True):
