@@ -190,8 +190,8 @@ def _adapt(
         low = typed(op.MatMul(x, mine), weight)
         low = typed(op.MatMul(low, other), weight, y.shape)
         y = _sums_behind(y)
-        last = y.producer()
-        uses = list(y.uses())
+        last, uses = y.producer(), list(y.uses())
+        assert last is not None
         total = typed(op.Add(y, low), weight, y.shape)
         for user, index in uses:
             user.replace_input_with(index, total)
