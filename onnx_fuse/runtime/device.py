@@ -437,10 +437,9 @@ class Stream:
 
         With `after`, each step is one kernel or a library's call, and step i follows the steps
         `after[i]`, all earlier ones; a kernel of an `early` step itself waits for those, and may be
-        launched before their end. The steps `joined` are collectives. The graph ends in them as
-        well, since a library may have drawn streams of its own into the capture there, and their
-        kernels get the multiprocessors that become free before others do: other GPUs wait for
-        them. Of `asides`, each follows some steps, and nothing follows it.
+        launched before their end. The graph ends in the steps `joined`, but for the last, as well:
+        a library may have drawn streams of its own into the capture there. Of `asides`, each
+        follows some steps, and nothing follows it.
         """
         driver = self._driver
         nodes: list[list[Any]] = []
@@ -490,8 +489,7 @@ class Stream:
                 if collects:
                     gc.enable()
             graph = check(driver.cuStreamEndCapture(self.raw), "graph capture")
-        urgent = [node for i in joined for node in nodes[i]]
-        return Graph(graph, [last[0] if last else None for last in nodes], urgent)
+        return Graph(graph, [last[0] if last else None for last in nodes])
 
     def launch(self, graph: Graph, what: str) -> None:
         """Launch an executable graph in this stream."""
@@ -504,26 +502,11 @@ class Graph:
     `nodes` are the last node of each step that was captured. Destroyed when the object goes.
     """
 
-    def __init__(self, graph: Any, nodes: Sequence[Any], urgent: Sequence[Any] = ()) -> None:
+    def __init__(self, graph: Any, nodes: Sequence[Any]) -> None:
         driver = self._driver = bindings()
         self._graph, self._nodes = graph, nodes  # the nodes live as long as the graph
         self._params: dict[int, Any] = {}
-        flags = self._first_in_line(urgent) if urgent else 0
-        self.raw = check(driver.cuGraphInstantiate(graph, flags), "graph instantiation")
-
-    def _first_in_line(self, nodes: Sequence[Any]) -> int:
-        """Give the kernels among these nodes the highest priority; the flag by which it counts."""
-        driver, what = self._driver, "a graph's priorities"
-        value, found = driver.CUlaunchAttributeValue(), driver.cuCtxGetStreamPriorityRange()
-        check(found, what)
-        value.priority = found[2]  # behind the least one
-        kernel = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL
-        priority = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PRIORITY
-        for node in nodes:
-            if check(driver.cuGraphNodeGetType(node), what) == kernel:
-                check(driver.cuGraphKernelNodeSetAttribute(node, priority, value), what)
-        by_node = driver.CUgraphInstantiate_flags.CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY
-        return int(by_node)
+        self.raw = check(driver.cuGraphInstantiate(graph, 0), "graph instantiation")
 
     def update(self, i: int, arguments: int) -> None:
         """Let the kernel of step `i` take its arguments from there, in the launches from now on."""
