@@ -314,6 +314,8 @@ class Problem(Product):
     add: str = ""
     """A gradient's dx is added to "add", a residual's gradient ("apart"), or to what dx holds
     ("here")."""
+    frozen: bool = False
+    """Of a gradient: dx alone is read, so that what else there is may be left out."""
     turned: bool = False
     """The weights of a LayerNormLeafGrad lie as [k, n]."""
     planes: int = 0

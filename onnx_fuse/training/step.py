@@ -24,7 +24,6 @@ from onnx_fuse.passes.precision import lower_precision
 from onnx_fuse.passes.rotation import split_rotations
 from onnx_fuse.program.problem import TRAINING_PRECISIONS
 from onnx_fuse.training import float8, losses, optim, spread
-from onnx_fuse.training.adapters import Adapter, into_weights
 from onnx_fuse.training.batchnorm import synchronised
 from onnx_fuse.training.groups import Choice
 from onnx_fuse.training.losses import Given, Target, Term
@@ -95,7 +94,6 @@ def training_model(
     fused: bool = False,
     whole: autodiff.Whole | None = None,
     ranks: Ranks | None = None,
-    adapters: Sequence[Adapter] = (),
 ) -> tuple[onnx_ir.Model, Spec]:
     """Forward, loss, backward and update of `model` as one graph, and the meaning of its ends.
 
@@ -109,7 +107,6 @@ def training_model(
         fused: Allow this project's fused operators in the backward at every level.
         whole: Which fused nodes get all their gradients from one call (`autodiff.backward`).
         ranks: The processes that train together, of which each has its part of the batch.
-        adapters: Low-rank products that the weights are to contain (`adapters.into_weights`).
 
     The other arguments (loss, optimizer, loss_options, output, trainable, frozen, clip_norm,
     accumulate, free_batch, level, precision, loss_scale, ema) and the errors are
@@ -128,8 +125,6 @@ def training_model(
     dtype, _ = TRAINING_PRECISIONS[precision]
     if dtype != "float32":
         lower_precision(prepared, onnx_ir.DataType[dtype.upper()], masters=True)
-    if adapters:
-        into_weights(prepared, original, adapters)
     step = _Step(prepared, mode, named, optimizer, ranks)
     statistics = step.batch_norms(choice)
     step.dropouts()

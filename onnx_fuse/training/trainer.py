@@ -194,9 +194,7 @@ class Trainer:
         """The low-rank products that train beside weights."""
         self._trainable = None if trainable is None else list(trainable)
         if lora is not None:
-            self._source, self.adapters = adapters.attach(
-                self._source, lora, seed, beside=device != "cuda"
-            )
+            self._source, self.adapters = adapters.attach(self._source, lora, seed)
             own = [literal(name) for each in self.adapters for name in (each.a, each.b)]
             self._trainable = [*own, *(trainable or ())]
         self._sized = self._source
@@ -256,7 +254,6 @@ class Trainer:
             fused=self._whole is not None,
             whole=self._whole,
             ranks=self._ranks,
-            adapters=self.adapters if self._whole is not None else (),
             **options,
         )
 
