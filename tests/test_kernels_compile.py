@@ -19,8 +19,9 @@ from onnx_fuse import config
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.source import Defines, source_root, waits, waits_first
 from onnx_fuse.errors import DeviceError, UsageError
-from onnx_fuse.kernels import Kernel, candidates, cublaslt, refusals, select, tuning
+from onnx_fuse.kernels import candidates, cublaslt, refusals, select, tuning
 from onnx_fuse.kernels.gemm_sm90 import Wgmma
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.layernorm_gemm_grad_small import TILES, FewRows
 from onnx_fuse.kernels.rows import fold, fold_many
 from onnx_fuse.lower.walk import lower

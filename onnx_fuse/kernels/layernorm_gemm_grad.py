@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import ceil
-from typing import TYPE_CHECKING
 
 from onnx_fuse.kernels.gemm_skinny import Skinny
 from onnx_fuse.kernels.gemm_sm90 import PLANES, Wgmma
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.layernorm_gemm_grad_small import Arena, FewRows
 from onnx_fuse.kernels.rows import (
     fold,
@@ -32,9 +32,6 @@ from onnx_fuse.kernels.rows import (
     sum_parts,
 )
 from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Problem, Ptr
-
-if TYPE_CHECKING:
-    from onnx_fuse.kernels import Kernel
 
 
 class TwoGemms:

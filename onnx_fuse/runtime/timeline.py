@@ -40,7 +40,7 @@ class Communication:
 
     exchanges: tuple[Exchange, ...]
     waits: tuple[tuple[float, float], ...]
-    """From when to when nothing else was to be done, in seconds from the run's beginning."""
+    """The times in which nothing else was to be done, in seconds from the run's beginning."""
 
     @property
     def seconds(self) -> float:

@@ -35,7 +35,8 @@ from onnx_fuse.training.losses import Given, Term
 from onnx_fuse.training.metrics import Evaluation, evaluation
 from onnx_fuse.training.ranks import Ranks, Spare, counted, part_of_state, whole_states
 from onnx_fuse.training.sources import Data
-from onnx_fuse.training.step import Mode, Spec, State, training_model
+from onnx_fuse.training.state import State
+from onnx_fuse.training.step import Mode, Spec, training_model
 from onnx_fuse.training.weights import literal
 
 __all__ = ["Evaluation", "Loss", "Trainer"]

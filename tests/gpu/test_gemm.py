@@ -8,8 +8,9 @@ from curves import CURVES, gelu
 from on_device import TYPES, Memory, wide
 
 from onnx_fuse.cuda.launch import bind
-from onnx_fuse.kernels import Kernel, candidates, cublaslt
+from onnx_fuse.kernels import candidates, cublaslt
 from onnx_fuse.kernels.gemm_sm90 import STREAM
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rows import fold, fold_many
 from onnx_fuse.lower.gated import interleaved
 from onnx_fuse.onnx.build import text_model
