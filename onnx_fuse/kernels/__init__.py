@@ -52,6 +52,7 @@ MODULES: dict[str, str] = {
     "CrossEntropy": "loss",
     "CrossEntropyChunk": "loss",
     **dict.fromkeys(("SlopeProduct", "PartSums", "Fold"), "sums"),
+    "Float8": "float8",
     **dict.fromkeys(("GatherElements", "GatherND", "ScatterElements", "ScatterND"), "indexing"),
     **dict.fromkeys(("CumulativeSum", "TopK", "SortedRows"), "scan"),
     "Pointwise": "pointwise",

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from onnx_fuse.cuda.macros import C_TYPES
 from onnx_fuse.kernels.cublaslt import CublasLt
 from onnx_fuse.kernels.gemm_cluster import Cluster
+from onnx_fuse.kernels.gemm_eight import EightBits
 from onnx_fuse.kernels.gemm_portable import Fma, Mma, Simt
 from onnx_fuse.kernels.gemm_skinny import Skinny
 from onnx_fuse.kernels.gemm_sm90 import SplitWgmma, Wgmma
@@ -22,6 +23,7 @@ __all__ = ["C_TYPES", "KERNELS"]
 
 KERNELS: dict[str, Sequence[Kernel]] = {
     "Gemm": (
-        Cluster(), Vector(), Skinny(), Wgmma(), SplitWgmma(), CublasLt(), Mma(), Fma(), Simt(),
+        Cluster(), Vector(), Skinny(), Wgmma(), SplitWgmma(), EightBits(), CublasLt(), Mma(), Fma(),
+        Simt(),
     ),
 }  # fmt: skip

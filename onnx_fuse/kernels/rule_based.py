@@ -116,8 +116,9 @@ def tail_macros(tail: Tail | None) -> dict[str, Any]:
         return {}
     text = tail_text(tail)
     assert text is not None
+    short = {"SHORT_RESULT": True} if ITEMSIZE[tail.dtype] == 2 else {}
     return {"OPERANDS": tail.expression.loads - 1, "SUFFIX(v0, v1, v2, v3)": text,
-            "TY": STORAGE[tail.dtype]}  # fmt: skip
+            "TY": STORAGE[tail.dtype], **short}  # fmt: skip
 
 
 def whole_sectors(tail: Tail | None, dtype: str, vec: int, items: int) -> tuple[int, int]:

@@ -182,7 +182,8 @@ def convolution(
         if not shape.depthwise:  # whose channels are its filters
             taps = taps.permute((1, 0, *range(2, rank + 2)))
         given = {**reads, "weight": taps}
-        target = part if len(found) == 1 else ctx.scratch(y.dtype, part.shape)
+        whole = len(found) == 1 or conv_nhwc.writes(ctx, phase.shape, part)
+        target = part if whole else ctx.scratch(y.dtype, part.shape)
         if reason := conv_nhwc.into(ctx, node, phase.shape, given, target):
             return reason
         if target is not part:

@@ -356,6 +356,8 @@ def norm_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
         rms=rms,
         **activation(ctx, node, name.activation),  # type: ignore[arg-type]
     )
+    if not any(v.uses() or v.is_graph_output() for v in node.outputs[1:]):
+        problem = problem.replace(frozen=True)
     choice = select("LayerNormGemmGrad", problem, ctx.hw)
     if choice is None:
         return f"no kernel serves {problem}"

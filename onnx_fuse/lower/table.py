@@ -12,7 +12,7 @@ FAMILIES: tuple[str, ...] = (
     *("elementwise", "views", "indexing", "random", "linear", "gated", "leaf_norm"),
     *("reduce", "norm", "softmax", "conv", "conv_grad", "pool", "scan", "recurrent", "loss"),
     *("sdpa", "regions", "linalg", "text", "quant", "matmul_nbits", "gemm_integer"),
-    *("linear_cross_entropy", "collective"),
+    *("linear_cross_entropy", "collective", "float8"),
 )
 
 

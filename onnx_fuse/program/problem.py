@@ -35,6 +35,8 @@ PRECISIONS = {
     "bf16": ("bfloat16", "ieee"), "fp16": ("float16", "ieee"),
 }  # fmt: skip
 """What a user may ask for -> the dtype that is computed in, and `Problem.math`."""
+TRAINING_PRECISIONS = PRECISIONS | {"fp8": PRECISIONS["bf16"]}
+"""The same for training, where "fp8" has its linear products in float8 (`ops.fused.float8`)."""
 
 
 FEW = 16
@@ -312,10 +314,15 @@ class Problem(Product):
     add: str = ""
     """A gradient's dx is added to "add", a residual's gradient ("apart"), or to what dx holds
     ("here")."""
+    frozen: bool = False
+    """Of a gradient: dx alone is read, so that what else there is may be left out."""
     turned: bool = False
     """The weights of a LayerNormLeafGrad lie as [k, n]."""
     planes: int = 0
     """The operands are so many bfloat16 planes of float32 numbers."""
+    b_dtype: str = ""
+    """The type of b where it is not a's: of two float8 operands. They have "scale_a" and "scale_b",
+    a float32 each, by which the sum is multiplied."""
 
 
 @dataclass(frozen=True)
@@ -477,7 +484,7 @@ class Hardware:
 
     def rate(self, kind: str) -> float:
         """Operations a second for products of `kind`; those of 8 bits are twice float16's."""
-        if kind in ("int8", "uint8"):
+        if kind in ("int8", "uint8", "float8_e4m3fn", "float8_e5m2"):
             return 2 * self.rate("float16")
         return self._rates.get(kind, self._rates["float32"])
 

@@ -241,7 +241,8 @@ class Conv(_Filtering):
     ConvTranspose. `channels_last`: x is [batch, *inner, groups * channels], y and a tail's operands
     alike, and the weights are [groups * filters, taps, channels] ([taps, groups] where a group has
     one channel and one filter). `x_strides` are then those of x's images, rows and pixels in
-    elements, () where x is dense. `static_weight`: nothing in the program writes to the weights.
+    elements, () where x is dense, and `y_strides` alike. `static_weight`: nothing in the program
+    writes to the weights.
     `planar`: x is [batch, channels, *inner] nevertheless, of few channels, and the weights are
     [filters, rows, run]: a row's pixels of 4 or 8 channels, zeros up to a multiple of 16 elements.
     `math` is how the products of channels-last float32 may be computed, as for Gemm.
@@ -255,6 +256,7 @@ class Conv(_Filtering):
     tail: Tail | None = None
     channels_last: bool = False
     x_strides: tuple[int, ...] = ()
+    y_strides: tuple[int, ...] = ()
     static_weight: bool = False
     planar: bool = False
     math: str = "ieee"
@@ -607,6 +609,28 @@ class Fold(AnyProblem):
     def bytes(self) -> int:
         """The bytes of w, which is read, and of wq, which is written."""
         return 2 * sum(k * n for k, n in self.shapes) * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class Float8(AnyProblem):
+    """x [m, k] rounded to the float8 type `kind`: "q" [m, k] and "qt" [k, m], where they are read.
+
+    They are x divided by "scale", which follows from "history" [steps], the largest magnitudes of
+    x at earlier steps; "next" is the history after this one (`ops.fused.float8`). "part"
+    [ceil(m / 128), k], where it is read, holds sums of columns of x.
+    """
+
+    op = "Float8"
+    m: int
+    k: int
+    dtype: str
+    kind: str
+    steps: int
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of x, which is read, and of q and qt, which are written."""
+        return self.m * self.k * (ITEMSIZE[self.dtype] + 2)
 
 
 COLLECTIVE_DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")

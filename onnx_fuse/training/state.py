@@ -21,7 +21,7 @@ class State:
     """The graph's input that reads it."""
     kind: str
     """"parameter", "statistic" (of BatchNormalization), "slot" (of the optimizer), "accumulator"
-    (of gradients), "average" (of a parameter) or "scaler" (of the loss, in float16)."""
+    (of gradients), "average" (of a parameter), "scaler" (float16's) or "history" (float8's)."""
     initial: Array
     """The value before the first step."""
     value: onnx_ir.Value
