@@ -19,9 +19,10 @@ from onnx_fuse import config
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.source import Defines, source_root, waits, waits_first
 from onnx_fuse.errors import DeviceError, UsageError
-from onnx_fuse.kernels import Kernel, candidates, cublaslt, refusals, select, tuning
+from onnx_fuse.kernels import candidates, cublaslt, refusals, select, tuning
 from onnx_fuse.kernels.gemm_eight import E4M3, E5M2
 from onnx_fuse.kernels.gemm_sm90 import Wgmma
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.layernorm_gemm_grad_small import TILES, FewRows
 from onnx_fuse.kernels.rows import fold, fold_many
 from onnx_fuse.lower.walk import lower
@@ -111,6 +112,7 @@ PROBLEMS = (
     Problem.of("LayerNormGemmGrad", m=8192, n=4096, k=1024, math="bf16x3", act="gelu"),
     Problem.of("LayerNormGemmGrad", m=512, n=3072, k=768, math="bf16x6", add="here"),
     Problem.of("LayerNormGemmGrad", m=8192, n=3072, k=768, trans_b=True, **BF16),  # column sums
+    Problem.of("LayerNormGemmGrad", m=8192, n=3072, k=768, frozen=True, **BF16),  # dx alone
     Problem.of("Gemm", m=768, n=3072, k=8192, trans_a=True, accumulate=True, **BF16),
     Problem.of("Gemm", m=4096, n=5632, k=1024, bias=True, act="silu", gate=True, **BF16),
     Problem.of("Gemm", m=8, n=768, k=768, act="gelu", gate=True, dtype="float16"),

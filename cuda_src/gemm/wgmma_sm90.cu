@@ -19,6 +19,7 @@
 //            EIGHT: a and b are float8, k contiguous, and the rest of this text counts pairs of their
 //            elements (gemm/eight.cuh); row2 and row3 are one number each, and y is their product's multiple.
 //            OWN: at most one tile a CTA, MI 1, PINGPONG, CLUSTER 1.
+//            STREAM: CTAs share the k-steps of all tiles evenly (gemm/stream.cuh; SINGLE, PINGPONG 0, CLUSTER 1, no SIDE).
 // Macros   : T, TO, TV, TRANS_A, TRANS_B, MI, BN, PINGPONG, CLUSTER, STAGES, GROUP, DIRECT, PASSES, SIDE,
 //            SIDE_LANES, MOMENTS, PARTS, STATIC_B (b does not change while the graph runs: it is read ahead),
 //            SINGLE (one product, k not split), NEXT_ALONE (the next launch's blocks take an SM each),
@@ -40,6 +41,7 @@
 #include "gemm/side.cuh"
 #include "sm90.cuh"
 #include "gemm/im2col.cuh"
+#include "gemm/stream.cuh"
 #if EIGHT
 #include "gemm/eight.cuh"
 #endif
@@ -183,7 +185,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
     int splits, TR* row0, TR* row1, const TR* row2,
     const TR* row3, const TV* col0, const TV* col1, float alpha,
     float beta, float act_alpha, float* part, u32* sync,
-    const T* side_a, i64 side_ld, float epsilon IM2COL_PARAMS) {
+    const T* side_a, i64 side_ld, float epsilon IM2COL_PARAMS STREAM_PARAMS) {
     extern __shared__ __align__(1024) u8 smem[];
     u32 base = smem_address(smem);
     u32 full = base + BAR_AT, empty = full + STAGES * 8, c_bar = empty + STAGES * 8;
@@ -195,6 +197,22 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
     Work work = {((M + BM - 1) / BM + CLUSTER - 1) / CLUSTER, (N + BN - 1) / BN, batches, splits};
     int count = work.count(), stride = gridDim.x / CLUSTER, start = blockIdx.x / CLUSTER;
     int k_steps = (K + BK - 1) / BK, all_steps = k_steps * PASSES;
+#if STREAM  // this CTA's tiles from the last one on; t.split is the first of its steps
+    constexpr int per_split = 1;
+    int low = first_step(count * all_steps, blockIdx.x), high = first_step(count * all_steps, blockIdx.x + 1);
+    int tile = (high - 1) / all_steps;
+    auto part_of = [&](int tile) {
+        Tile t = work.at(tile, 0);
+        t.split = max(low - tile * all_steps, 0);
+        return t;
+    };
+    Tile t = part_of(tile);
+    auto next = [&](int& id) {
+        if (++id < count) t = part_of(--tile);
+    };
+    auto steps_of = [&](int first) { return min(high - tile * all_steps, all_steps) - first; };
+    start = 0, count = low < high ? tile - low / all_steps + 1 : 0;
+#else
     int per_split = SINGLE ? all_steps : (all_steps + splits - 1) / splits;
     Tile t = work.at(start, rank);
     auto next = [&](int& id) {
@@ -204,6 +222,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
         int left = all_steps - split * per_split;
         return left < per_split ? left : per_split;
     };
+#endif
     auto load_b = [&](u32 b, u32 bar, int k, int n, int zb) {
         mbarrier_expect(bar, STAGE_BYTES);
         if (CLUSTER == 1 && TRANS_B)
@@ -479,7 +498,12 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                 tma_load(cin + c_load * BOX, map_c, cbar + c_load * 8, t.n + box % FULL * 64,
                          t.m + wrow + box / FULL % MI * 64, t.batch);
             };
+#if STREAM
+            bool ends = t.split + steps == all_steps;
+            if (C_BOXES && ends) {
+#else
             if (C_BOXES) {
+#endif
                 __syncwarp();
 #pragma unroll
                 for (int box = 0; box < C_BOXES; box++) {
@@ -569,6 +593,18 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                     mbarrier_arrive_remote(empty + before * 8, lane);
                 }
             }
+#endif
+#if STREAM
+            if (!ends) {
+                leave_sums<256>(shared_sums, sync, me, acc);
+                continue;
+            }
+            if (t.split)
+                for (int cta = blockIdx.x; cta > 0; cta--) {
+                    add_sums<256>(shared_sums, sync, cta - 1, me, acc);
+                    if (first_step(work.count() * all_steps, cta - 1) <= tile * all_steps) break;
+                }
+            t.split = 0;  // its place in y
 #endif
 
             if (EPI_COLS && !ALONE) {
@@ -765,6 +801,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                         if (lane == 0) {
                             auto give = [&](u32 from, int n, int m) {
                                 if (ACCUMULATE && pass > 0) tma_add(map_y, from, n, m, t.batch);
+                                else if (GAPS) store_pixels(map_y, from, n, m, PIXELS_OF_Y);
                                 else tma_store(pass == 0 ? map_z : map_y, from, n, m, t.batch);
                             };
                             if (GATE) give(to, (t.n + (j - 1) * 64) / 2, m);

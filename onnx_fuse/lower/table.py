@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import cache
 from importlib import import_module
 
-from onnx_fuse.program.call import Lowering
+from onnx_fuse.lower.context import Lowering
 
-# Modules of this folder whose LOWERINGS table serves operators: see llir.
+# Modules of this folder whose LOWERINGS table serves operators: see `context`.
 FAMILIES: tuple[str, ...] = (
     *("elementwise", "views", "indexing", "random", "linear", "gated", "leaf_norm"),
     *("reduce", "norm", "softmax", "conv", "conv_grad", "pool", "scan", "recurrent", "loss"),

@@ -13,7 +13,8 @@ from onnx_fuse.errors import UsageError
 from onnx_fuse.program.problem import TRAINING_PRECISIONS, Hardware
 from onnx_fuse.runtime import ort
 from onnx_fuse.training.staged import Staged
-from onnx_fuse.training.step import Spec, State
+from onnx_fuse.training.state import State
+from onnx_fuse.training.step import Spec
 
 if TYPE_CHECKING:
     from onnx_fuse.distributed.world import World
@@ -87,7 +88,7 @@ class Portable:
     def start(
         self, key: str, spec: Spec, feeds: Mapping[str, Array]
     ) -> Callable[[], dict[str, Array]]:
-        """Run; the outputs but for the states' successors, which `commit` makes current."""
+        """Run the step and return its outputs but the states' next values, which `commit` takes."""
         found = self._run(key, spec, feeds)
         return lambda: found
 

@@ -12,7 +12,7 @@ import onnx_ir
 
 from onnx_fuse import autodiff, passes
 from onnx_fuse.errors import ModelError, UsageError
-from onnx_fuse.onnx.build import bind_defaults, const_array
+from onnx_fuse.onnx.build import bind_defaults, const_array, replace_node
 from onnx_fuse.onnx.common import FUSE, Model
 from onnx_fuse.onnx.load import load, read
 from onnx_fuse.ops.fused import linear_cross_entropy
@@ -24,14 +24,14 @@ from onnx_fuse.passes.precision import lower_precision
 from onnx_fuse.passes.rotation import split_rotations
 from onnx_fuse.program.problem import TRAINING_PRECISIONS
 from onnx_fuse.training import float8, losses, optim, spread
-from onnx_fuse.training.adapters import Adapter, into_weights
 from onnx_fuse.training.batchnorm import synchronised
 from onnx_fuse.training.groups import Choice
 from onnx_fuse.training.losses import Given, Target, Term
 from onnx_fuse.training.ranks import LOSS, Measure, Ranks, Reduction, measures
+from onnx_fuse.training.state import State
 from onnx_fuse.training.weights import ancestors, model_names
 
-__all__ = ["Mode", "Spec", "State", "training_model"]
+__all__ = ["Mode", "Spec", "training_model"]
 
 Array = np.ndarray[Any, Any]
 Mode = Literal["update", "accumulate", "evaluate", "average"]
@@ -39,27 +39,6 @@ NORM = 1 << 20
 """The bucket of what follows the gradients: their norm."""
 GROWTH = 2000
 """Steps without an overflow after which float16's loss scale doubles."""
-
-
-@dataclass(frozen=True)
-class State:
-    """A tensor that outlives a step."""
-
-    name: str
-    """The graph's input that reads it."""
-    kind: str
-    """"parameter", "statistic" (of BatchNormalization), "slot" (of the optimizer), "accumulator"
-    (of gradients), "average" (of a parameter), "scaler" (float16's) or "history" (float8's)."""
-    initial: Array
-    """The value before the first step."""
-    value: onnx_ir.Value
-    """The graph's value, with dtype and shape, and the record of how a parameter is packed."""
-    next: str = ""
-    """The graph's output that replaces it after the step, or "" if the step leaves it alone."""
-    average: str = ""
-    """The state that is a parameter's running average, or ""."""
-    whole: tuple[int, ...] | None = None
-    """The shape of the whole of which this rank holds its part, flat; None for all of it."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +94,6 @@ def training_model(
     fused: bool = False,
     whole: autodiff.Whole | None = None,
     ranks: Ranks | None = None,
-    adapters: Sequence[Adapter] = (),
 ) -> tuple[onnx_ir.Model, Spec]:
     """Forward, loss, backward and update of `model` as one graph, and the meaning of its ends.
 
@@ -129,7 +107,6 @@ def training_model(
         fused: Allow this project's fused operators in the backward at every level.
         whole: Which fused nodes get all their gradients from one call (`autodiff.backward`).
         ranks: The processes that train together, of which each has its part of the batch.
-        adapters: Low-rank products that the weights are to contain (`adapters.into_weights`).
 
     The other arguments (loss, optimizer, loss_options, output, trainable, frozen, clip_norm,
     accumulate, free_batch, level, precision, loss_scale, ema) and the errors are
@@ -148,8 +125,6 @@ def training_model(
     dtype, _ = TRAINING_PRECISIONS[precision]
     if dtype != "float32":
         lower_precision(prepared, onnx_ir.DataType[dtype.upper()], masters=True)
-    if adapters:
-        into_weights(prepared, original, adapters)
     step = _Step(prepared, mode, named, optimizer, ranks)
     statistics = step.batch_norms(choice)
     step.dropouts()
@@ -329,10 +304,7 @@ class _Step:
         y, *news = synchronised(node, self.op, self.reduction, self.counts, len(self.next))
         if node.outputs[0].is_graph_output():
             y = self.op.Identity(y)
-        self.graph.insert_before(node, self.op.nodes)
-        self.op.nodes = []
-        onnx_ir.convenience.replace_all_uses_with(node.outputs[0], y, replace_graph_outputs=True)
-        self.graph.remove(node, safe=True)
+        replace_node(self.graph, node, self.op, y)
         self.next.update(zip(running, news, strict=True))
 
     def dropouts(self) -> None:
@@ -352,10 +324,7 @@ class _Step:
                 y = self.op.Mul(x, self.op.CastLike(scale, x))
             if old.is_graph_output():
                 y = self.op.Identity(y)
-            self.graph.insert_before(node, self.op.nodes)
-            self.op.nodes = []
-            onnx_ir.convenience.replace_all_uses_with(old, y, replace_graph_outputs=True)
-            self.graph.remove(node, safe=True)
+            replace_node(self.graph, node, self.op, y)
 
     def attach_loss(self, terms: Sequence[Term], fused: bool) -> None:
         self.outputs = list(self.graph.outputs)
@@ -509,7 +478,7 @@ class _Step:
         one = op.constant(np.array(1))
         self.scalars["step"] = typed(op.Add(made, one), made, onnx_ir.Shape([]))
         self.total = total = self.squares(gradients)
-        self.finite = op.Less(total, op.constant(np.inf, total.dtype))  # NaN is not less either
+        self.finite = op.Less(total, op.constant(np.inf, total.dtype))  # nor is a NaN
         count = op.Add(good, one)
         full = op.GreaterOrEqual(count, op.constant(np.array(GROWTH)))
         full = op.And(full, op.Less(scale, 2.0**127))  # infinity would halve to itself

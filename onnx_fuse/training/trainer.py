@@ -36,7 +36,8 @@ from onnx_fuse.training.losses import Given, Term
 from onnx_fuse.training.metrics import Evaluation, evaluation
 from onnx_fuse.training.ranks import Ranks, Spare, counted, part_of_state, whole_states
 from onnx_fuse.training.sources import Data
-from onnx_fuse.training.step import Mode, Spec, State, training_model
+from onnx_fuse.training.state import State
+from onnx_fuse.training.step import Mode, Spec, training_model
 from onnx_fuse.training.weights import literal
 
 __all__ = ["Evaluation", "Loss", "Trainer"]
@@ -193,9 +194,7 @@ class Trainer:
         """The low-rank products that train beside weights."""
         self._trainable = None if trainable is None else list(trainable)
         if lora is not None:
-            self._source, self.adapters = adapters.attach(
-                self._source, lora, seed, beside=device != "cuda"
-            )
+            self._source, self.adapters = adapters.attach(self._source, lora, seed)
             own = [literal(name) for each in self.adapters for name in (each.a, each.b)]
             self._trainable = [*own, *(trainable or ())]
         self._sized = self._source
@@ -255,7 +254,6 @@ class Trainer:
             fused=self._whole is not None,
             whole=self._whole,
             ranks=self._ranks,
-            adapters=self.adapters if self._whole is not None else (),
             **options,
         )
 
