@@ -102,6 +102,9 @@ def unpaired(problem: Conv | ConvWeightGrad) -> str | None:
     return f"{problem.groups} channels are no pairs" if problem.groups % 2 else None
 
 
+_RESIDENT = 3  # depthwise blocks on a multiprocessor
+
+
 class Depthwise(ChannelsLast):
     """conv/depthwise_nhwc.cu: `pairs` of channels and `tall` x `wide` outputs a thread."""
 
@@ -153,13 +156,16 @@ class Depthwise(ChannelsLast):
             tall = 2 if self._kept(problem, wide, 2, 1) <= 64 and oh > 1 else 1
             both = problem.groups % 4 == 0 and self._kept(problem, wide, tall, 2) <= 64
             pairs = 2 if both else 1
-        width = min(32, lanes(problem.groups // (2 * pairs)))
+        each = problem.groups // (2 * pairs)  # of which a warp has so many side by side
+        width = min((32, 16, 8), key=lambda n: -(-each // n) * n) if each > 8 else lanes(each)
+        columns = -(-problem.groups // (2 * pairs * width))
         tiles = problem.batch * -(-oh // tall) * -(-ow // wide)
+        turns = -(-tiles * width // 256)  # of blocks; each block has as many as the others
+        rows = -(-turns // -(-turns // max(1, _RESIDENT * hw.sm_count // columns)))
         sn, sy, sx = image_strides(problem)
         return (Launch(
             self.source, "conv_depthwise",
-            (-(-tiles // (256 // width)), -(-problem.groups // (2 * pairs * width)), 1),
-            (256, 1, 1),
+            (rows, columns, 1), (256, 1, 1),
             (Ptr("x"), Ptr("weight"), *ENDS, Num("i64", tiles),
              *(Num("i32", n) for n in (problem.groups, *problem.inner[1:], oh, ow)),
              Num("i64", sn), Num("i32", sy), Num("i32", sx), Num("f32", problem.act_alpha)),
