@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from math import prod
 
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, as_defines, defines, pow2
-from onnx_fuse.kernels import Kernel
 from onnx_fuse.kernels.conv_nhwc import gathered, image_strides, unboxed, unpaired
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import RuleBased, access_width, window_macros
 from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr, TensorMap
 from onnx_fuse.program.problems import ConvWeightGrad

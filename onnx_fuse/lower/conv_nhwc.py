@@ -9,13 +9,14 @@ from typing import TypeVar
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.cuda.pointwise import Code, copy, emit
+from onnx_fuse.cuda.pointwise import Code
 from onnx_fuse.kernels import refused, serves
 from onnx_fuse.kernels.conv_nhwc import pixel_of
 from onnx_fuse.lower.channels_last import channels_last, is_channels_last, stored_last
+from onnx_fuse.lower.context import Context, copy, emit
 from onnx_fuse.lower.linear import product
 from onnx_fuse.lower.views import reshaped
-from onnx_fuse.program.call import Context, Tensor, dense_strides
+from onnx_fuse.program.call import Tensor, dense_strides
 from onnx_fuse.program.problems import Conv, ConvWeightGrad, Window
 
 TAPS = 256
