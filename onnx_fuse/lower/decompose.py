@@ -211,14 +211,15 @@ def stft(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | None
 
     The signal is [batch, length, 1 or 2] or, as PyTorch exports it, [batch, length].
     """
-    x, shape, step, length = node.inputs[0], shapes[0], known(1), known(3)
+    given, shape, step, length = node.inputs[0], shapes[0], known(1), known(3)
     window = node.inputs[2] if len(node.inputs) > 2 else None
-    assert x is not None
+    assert given is not None
     assert step is not None
+    x = given
     if len(shape) == 2:
-        x, shape = op.Unsqueeze(x, op.constant([2])), [*shape, 1]
-    given = () if window is None else shapes[2]
-    n = int(length.reshape(-1)[0]) if length is not None else (*given, 0)[0]
+        x, shape = op.Unsqueeze(given, op.constant([2])), (*shape, 1)
+    wide = () if window is None else shapes[2]
+    n = int(length.reshape(-1)[0]) if length is not None else (*wide, 0)[0]
     every = int(step.reshape(-1)[0])
     starts = np.arange(0, shape[1] - n + 1, every)
     if n < 1 or every < 1 or not len(starts) or len(shape) != 3:
@@ -226,7 +227,7 @@ def stft(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | None
     frames = op.Gather(x, op.constant(starts[:, None] + np.arange(n)), axis=1)
     if window is not None:
         frames = op.Mul(frames, op.Reshape(window, [n, 1]))
-    frames.dtype = node.inputs[0].dtype
+    frames.dtype = given.dtype
     sizes = (shape[0], len(starts), n, shape[2])
     y = _transform(op, frames, sizes, 2, n, False, bool(attr(node, "onesided", 1)))
     return None if y is None else [y]

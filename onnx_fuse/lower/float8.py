@@ -8,11 +8,12 @@ import onnx_ir as ir
 
 from onnx_fuse.errors import UsageError
 from onnx_fuse.kernels.rows import act_parts
+from onnx_fuse.lower.context import Context, Lowering
 from onnx_fuse.lower.linear import ACTIVATIONS, activation, bias_row
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.fused.float8 import HISTORY, NAME
-from onnx_fuse.program.call import Context, Lowering, Tensor
+from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.problem import Problem
 from onnx_fuse.program.problems import Float8, PartSums, SlopeProduct
 
