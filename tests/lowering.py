@@ -295,6 +295,11 @@ GRAPHS = {
         "{ y = STFT(x, step, w) }",
         {"x": X.reshape(3, 24, 1)} | arrays(w=(8,)),
     ),
+    "frames of a signal without a last axis": (
+        "agraph (float[3,24] x, float[8] w) => (float[3,5,5,2] y) <int64 step = {4}> "
+        "{ y = STFT(x, step, w) }",
+        {"x": X.reshape(3, 24)} | arrays(w=(8,)),
+    ),
     "MaxUnpool": (
         "agraph (float[1,2,6,6] x) => (float[1,2,6,6] y) { v, i = MaxPool<kernel_shape=[2,2], "
         "strides=[2,2]>(x) y = MaxUnpool<kernel_shape=[2,2], strides=[2,2]>(v, i) }",

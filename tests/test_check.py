@@ -282,10 +282,32 @@ def test_a_cotangent_has_the_shape_of_its_output() -> None:
     text = """g (float[N,4] x, float[4] w) => (float[M,4] y) <int64[1] last = {-3},
       int64[1] end = {9}, int64[1] axis = {0}> { k = Slice (x, last, end, axis) y = Mul (k, w) }"""
     written = autodiff.gradient(text_model(text), wrt=["w"])
-    assert check_written(written).ok
+    check = check_written(written)
+    assert (check.ok, check.notes) == (True, [])  # no size was tried in vain
     feeds = {"x": np.ones((5, 4), "f"), "w": np.ones(4, "f"), "y.grad": np.ones((1, 4), "f")}
     with pytest.raises(ModelError, match=r"'y.grad' has shape \[1, 4\], its output 'y' \[3, 4\]"):
         check_written(written, feeds=feeds)
+
+
+def test_a_gradient_whose_terms_cancel_may_lose_more_digits() -> None:
+    text = """g (float[N,4] a, float[N,4] b, float[4] w) => (float[N,4] y)
+      { p = Mul (a, w)  q = Mul (b, w)  y = Sub (p, q) }"""
+    a = 1e3 + np.random.default_rng(0).standard_normal((3, 4)).astype("f") / 100
+    feeds = {"a": a, "b": np.full((3, 4), 1e3, "f"), "w": np.ones(4, "f")}
+    written = autodiff.gradient(text_model(text), wrt=["w"])
+    check = check_written(written, feeds=feeds | {"y.grad": np.ones((3, 4), "f")})
+    assert check.ok
+    assert check.errors[0].limit > 1e-5  # 1e-4 of the gradient would be less
+
+
+def test_weights_at_a_kink_are_compared_beside_it() -> None:
+    """Behind weak layers a bias of 0 puts the kink of a Relu where any step crosses it."""
+    text = """g (float[N,4] x) => (float[N,4] y) <float[4,4] w = {1e-20,-2e-20,3e-20,1e-20,
+      2e-20,1e-20,-1e-20,3e-20,1e-20,4e-20,2e-20,-2e-20,3e-20,1e-20,-1e-20,2e-20},
+      float[4] b = {0,0,0,0}> { h = MatMul (x, w)  z = Add (h, b)  y = Relu (z) }"""
+    check = check_written(autodiff.gradient(text_model(text), wrt=["w", "b"]))
+    assert check.ok
+    assert any("at a kink" in note for note in check.notes)
 
 
 @pytest.mark.parametrize("held", ["initializer", "node"])

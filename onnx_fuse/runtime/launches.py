@@ -215,7 +215,7 @@ class Launches:
             self._steps[k].place(addresses)
 
     def capture(self, stream: device.Stream) -> None:
-        """From now on one graph: launching it takes the host half the time of a single launch."""
+        """Become one graph, which takes the host half the time of a single launch."""
         if self._graph is not None or not self._steps:
             return
         self._nodes = {}

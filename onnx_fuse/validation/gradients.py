@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx_ir
 from onnx_ir import DataType, Value
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from onnx_fuse import progress
 from onnx_fuse.errors import ModelError
-from onnx_fuse.onnx.build import const_array, feeds_of
+from onnx_fuse.onnx.build import const_array, feeds_of, outputs_kept
 from onnx_fuse.onnx.common import Model, one_line
 from onnx_fuse.onnx.save import inline
 from onnx_fuse.onnx.shapes import fix_shapes, infer_shapes
@@ -45,8 +46,14 @@ _NARROWER = {DataType.FLOAT16: _Limits(1e-3, 2e-2), DataType.BFLOAT16: _Limits(8
 _GRAD = ".grad"
 _ABSORBS, _SOFT = 1e6, 1e5
 """Numbers beyond the first leave few of a score's digits in a sum; the second hides as well."""
+_ROUNDINGS = 8.0
+"""What a gradient's own type may lose, in changes by the last bit of all weights and inputs: sound
+gradients are off by 0.5 to 4.6 of them (LeViT, TextNet), as each layer rounds too."""
 _ZERO = 1e-6
-"""Of the largest entry in the whole model: below it a gradient is zero up to rounding."""
+"""The share of the largest entry in the whole model below which a gradient counts as zero."""
+_ASIDE = 1e-2
+"""Of a parameter's size: how far the point is from the graph's own at which slopes are compared
+where its own is a kink. Biases of 0 behind weak layers put a Relu's kink right there."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +191,8 @@ def check_gradients(
     own = _limits_in(precision, forward)
     _compare(
         check, rng, forward, inputs, parameters, cotangents, single, double, every=every, own=own,
-        kernels=kernels,
+        kernels=kernels, changes=lambda: _changes(backward, seeds, double, rng),
+        elsewhere=lambda point: _gradients_at(backward, seeds, wanted, point),
     )  # fmt: skip
     if not check.ok and (soft := _softened(forward)):
         again, double = GradientCheck(), _softly(backward, seeds, wanted)
@@ -211,19 +219,19 @@ def check_written(
     check = GradientCheck()
     with ort.faults("the gradient graph"):
         session = ort.session(backward)
-    given = [feeds] if feeds else None
-    pairs = reference_pairs(backward, lambda f: ort.run(session, f), given, 0, check.notes)
-    inputs = pairs[0][0]
     names = [v.name or "" for v in backward.graph.outputs]
-    for y, array in zip(names, pairs[0][1], strict=True):
-        given_shape = inputs[f"{y}{_GRAD}"].shape if f"{y}{_GRAD}" in inputs else array.shape
-        if given_shape != array.shape and feeds:
-            raise ModelError(
-                f"input '{y}{_GRAD}' has shape {[*given_shape]}, its output '{y}' {[*array.shape]}"
-            )
-        if given_shape != array.shape:  # a generated one: the graph says too little of the size
-            dy = np.random.default_rng(0).standard_normal(array.shape)
-            inputs[f"{y}{_GRAD}"] = dy.astype(array.dtype)
+    if feeds:
+        pairs = reference_pairs(backward, lambda f: ort.run(session, f), [feeds], 0, check.notes)
+        inputs = pairs[0][0]
+        for y, array in zip(names, pairs[0][1], strict=True):
+            given = inputs.get(f"{y}{_GRAD}")
+            if given is not None and given.shape != array.shape:
+                raise ModelError(
+                    f"input '{y}{_GRAD}' has shape {[*given.shape]}, its output '{y}' "
+                    f"{[*array.shape]}"
+                )
+    else:
+        inputs = _generated(backward, check.notes)
     seeds = {k.removesuffix(_GRAD): a for k, a in inputs.items() if k.endswith(_GRAD)}
     cotangents = {y: a for y, a in seeds.items() if y in names}
     if not cotangents:
@@ -250,12 +258,45 @@ def check_written(
     forward, parameters = _forward(backward, [n.removesuffix(_GRAD) for n in wanted])
     parameters |= _doubles({k: a for k, a in inputs.items() if f"{k}{_GRAD}" in wanted})
     rng = np.random.default_rng(0)
-    _compare(check, rng, forward, inputs, parameters, cotangents, single, double, every=False)
+    _compare(
+        check, rng, forward, inputs, parameters, cotangents, single, double, every=False,
+        changes=lambda: _changes(backward, inputs, double, rng),
+        elsewhere=lambda point: _gradients_at(backward, inputs, wanted, point),
+    )  # fmt: skip
     if not check.ok and (soft := _softened(forward)):
         again, double = GradientCheck(), _softly(backward, inputs, wanted)
         _compare(again, rng, soft, inputs, parameters, cotangents, double, double, every=False)
         _accept(check, again)
     return check
+
+
+def _generated(backward: onnx_ir.Model, notes: list[str]) -> Feeds:
+    """Inputs of a gradient graph; a `y.grad` has the shape that `y` has for the others.
+
+    The graph says little of that shape: exporters give the sizes of outputs names of their own.
+    """
+    names = {v.name or "" for v in backward.graph.outputs}
+    ends = [n for v in backward.graph.inputs if (n := (v.name or "").removesuffix(_GRAD)) in names]
+    if not ends:
+        session = ort.session(backward)
+        return reference_pairs(backward, lambda f: ort.run(session, f), None, 0, notes)[0][0]
+    forward = backward.clone()
+    forward.graph.outputs[:] = list(by_name(forward, ends).values())
+    _without_unused(forward)
+    dys = [f"{y}{_GRAD}" for y in ends]
+    forward.graph.inputs[:] = [v for v in forward.graph.inputs if v.name not in dys]
+    session = ort.session(forward)
+    inputs, outputs = reference_pairs(forward, lambda f: ort.run(session, f), None, 0, notes)[0]
+    rng = np.random.default_rng(0)
+    for dy, y in zip(dys, outputs, strict=True):
+        inputs[dy] = np.asarray(rng.standard_normal(y.shape), y.dtype)
+    return inputs
+
+
+def _without_unused(model: onnx_ir.Model) -> None:
+    """Take the nodes out that no output needs."""
+    with outputs_kept(model):
+        RemoveUnusedNodesPass()(model)
 
 
 def _compare(
@@ -271,25 +312,50 @@ def _compare(
     every: bool,
     own: float | None = None,
     kernels: Mapping[str, str] | None = None,
+    changes: Callable[[], Mapping[str, float]] | None = None,
+    elsewhere: Callable[[Feeds], Mapping[str, Array]] | None = None,
 ) -> None:
     """Enter each parameter's gradient, in its own type and in float64, against the slopes."""
     evaluate = _evaluator(forward, list(cotangents))
     floor = _ZERO * max((float(np.abs(g).max()) for g in double.values() if g.size), default=0.0)
-    fixed = _doubles(inputs) | parameters
-
-    def loss(changed: Mapping[str, Array]) -> float:
-        values = evaluate(fixed | dict(changed))
-        return sum(float(np.vdot(values[n], c)) for n, c in cotangents.items())
 
     limits = _coarsest(forward)
     readers = {w: node for node, w in _by_reader(forward, parameters)}
     expected = {w: double[f"{w}{_GRAD}"] for w in readers}
-    slopes = Slopes(loss, parameters, expected, limits.slope, floor, rng)
-    compared = (slopes.each if every else slopes.sampled)(list(readers))
+
+    def slopes_at(point: Feeds, gradients: Mapping[str, Array]) -> Slopes:
+        fixed = _doubles(inputs) | point
+
+        def loss(changed: Mapping[str, Array]) -> float:
+            values = evaluate(fixed | dict(changed))
+            return sum(float(np.vdot(values[n], c)) for n, c in cotangents.items())
+
+        return Slopes(loss, point, gradients, limits.slope, floor, rng)
+
+    slopes = slopes_at(parameters, expected)
+    compared = slopes.each(list(readers)) if every else slopes.sampled(list(readers), split=False)
+    if not all(slope.ok for slope in compared.values()) and elsewhere is not None:
+        aside = {
+            w: a + _ASIDE * slopes.size(w) * rng.standard_normal(a.shape)
+            for w, a in parameters.items()
+        }
+        found_there = elsewhere(aside)
+        there = slopes_at(aside, {w: found_there[f"{w}{_GRAD}"] for w in readers})
+        beside = there.sampled(list(readers), split=False)
+        if all(slope.ok for slope in beside.values()):
+            compared = beside
+            check.notes.append("the slopes are compared beside the weights, which are at a kink")
+    if not every and not all(slope.ok for slope in compared.values()):
+        compared = slopes.sampled(list(readers))
     tolerance = Tolerance(own or limits.own, floor, "its own type against float64")
+    rounding: Mapping[str, float] = {}
     for w, node in readers.items():
         slope = compared[w]
         found = difference(w, expected[w], single[f"{w}{_GRAD}"].astype(np.float64), tolerance)
+        limit = found.limit
+        if not found.ok and changes is not None:
+            rounding = rounding or changes()
+            limit = max(limit, _ROUNDINGS * rounding[f"{w}{_GRAD}"])
         check.errors.append(
             GradientError(
                 tensor=w,
@@ -298,12 +364,47 @@ def _compare(
                 expected=slope.measured,
                 slope_error=slope.error,
                 max_abs=found.max_abs,
-                limit=found.limit,
+                limit=limit,
                 where=found.where,
                 kernel=(kernels or {}).get(f"{w}{_GRAD}", ""),
-                ok=slope.ok and found.ok,
+                ok=slope.ok and (found.ok or found.max_abs <= limit),
             )
         )
+
+
+def _changes(
+    backward: onnx_ir.Model, feeds: Feeds, double: Mapping[str, Array], rng: np.random.Generator
+) -> dict[str, float]:
+    """By how much each gradient changes by the last bit of all weights and inputs.
+
+    Where the terms of a sum nearly cancel, that is more than the limit of a sound gradient.
+    """
+    moved = inline(backward)
+    for name in double:
+        value = moved.graph.initializers.get(name.removesuffix(_GRAD))
+        array = const_array(value)
+        if value is not None and array is not None:
+            value.const_value = onnx_ir.tensor(_last_bit(array, rng), name=value.name)
+    near = {k: a if k.endswith(_GRAD) else _last_bit(a, rng) for k, a in feeds.items()}
+    found = _evaluator(moved, list(double))(_doubles(near))
+    return {name: float(np.abs(found[name] - g).max(initial=0.0)) for name, g in double.items()}
+
+
+def _gradients_at(
+    backward: onnx_ir.Model, feeds: Feeds, wanted: Sequence[str], point: Feeds
+) -> dict[str, Array]:
+    """The gradients in float64 with other values of the parameters."""
+    model, _ = _forward(inline(backward), [name.removesuffix(_GRAD) for name in wanted])
+    return _evaluator(model, wanted)(_doubles(feeds) | point)
+
+
+def _last_bit(array: Array, rng: np.random.Generator) -> Array:
+    """Floats moved up or down by their last bit; zeros and very large ones stay."""
+    if not DataType.from_numpy(array.dtype).is_floating_point():
+        return array
+    ends = np.where(rng.random(array.shape) < 0.5, -np.inf, np.inf).astype(array.dtype)
+    moves = (array != 0) & (np.abs(array) < _ABSORBS)
+    return np.where(moves, np.nextafter(array, ends), array)
 
 
 def _limits_in(precision: str, model: onnx_ir.Model) -> float:
@@ -411,6 +512,7 @@ def _evaluator(model: onnx_ir.Model, names: Sequence[str]) -> Callable[[Feeds], 
     """The model in float64: onnxruntime where it has the kernels, else the ONNX reference."""
     model = to_double(model)
     model.graph.outputs[:] = list(by_name(model, names).values())
+    _without_unused(model)  # ONNX's evaluator runs every node, for a slope the whole backward too
     try:
         session = ort.session(model)
         return lambda feeds: dict(

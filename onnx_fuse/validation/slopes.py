@@ -62,11 +62,12 @@ class Slopes:
         self._begin(names, len(names))
         return {name: self._alone(name) for name in names}
 
-    def sampled(self, names: Sequence[str]) -> dict[str, Slope]:
+    def sampled(self, names: Sequence[str], *, split: bool = True) -> dict[str, Slope]:
         """Compare tensors along directions that change many of them at once.
 
-        A group whose slopes differ is halved, down to single tensors. Those of one group have
-        signals of similar strength, so that an error in each is visible in their sum.
+        A group whose slopes differ is halved, down to single tensors, or else all of its tensors
+        have its slope. Those of one group have signals of similar strength, so that an error in
+        each is visible in their sum.
         """
         found: dict[str, Slope] = {}
         waiting = list(self._groups(names))
@@ -74,7 +75,7 @@ class Slopes:
         while waiting:
             group = waiting.pop()
             together = self._together(group)
-            if together.ok:
+            if together.ok or not split:
                 found |= dict.fromkeys(group, together)
             elif len(group) == 1:
                 found[group[0]] = self._alone(group[0])
@@ -96,7 +97,7 @@ class Slopes:
         self._done = min(self._done + 1, self._runs - 1)  # a smaller step may come besides
         return found
 
-    def _size(self, name: str) -> float:
+    def size(self, name: str) -> float:
         """The root mean square of a parameter, by which it is moved."""
         array = self.parameters[name]
         mean = float(np.sqrt(np.mean(array**2))) if array.size else 0.0
@@ -104,7 +105,7 @@ class Slopes:
 
     def _signal(self, name: str) -> float:
         """The expected slope along a random direction as long as the parameter."""
-        return float(np.linalg.norm(self.gradients[name])) * self._size(name)
+        return float(np.linalg.norm(self.gradients[name])) * self.size(name)
 
     def _groups(self, names: Iterable[str]) -> Iterator[list[str]]:
         signals = {name: self._signal(name) for name in names}
@@ -147,7 +148,7 @@ class Slopes:
 
     def _together(self, names: Sequence[str]) -> Slope:
         """Compare tensors at once, each moved in proportion to its own size."""
-        sizes = [self._size(name) for name in names]
+        sizes = [self.size(name) for name in names]
         bounds = (
             self.limit * self._signal(n) + self.floor * size * math.sqrt(self.parameters[n].size)
             for n, size in zip(names, sizes, strict=True)
@@ -156,7 +157,7 @@ class Slopes:
 
     def _alone(self, name: str) -> Slope:
         """Compare one tensor, with all that curvature and rounding may leave of the difference."""
-        size = self._size(name)
+        size = self.size(name)
         norm = float(np.linalg.norm(self.gradients[name]))
         length = math.sqrt(self.parameters[name].size)  # of a normal sample, nearly
         found = self._compared([name], [size], (self.limit * norm + self.floor) * length * size)
