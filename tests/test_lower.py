@@ -494,6 +494,24 @@ def test_reshape_strides(shape, strides, wanted, expected):
     assert reshape_strides(shape, strides, wanted) == expected
 
 
+def test_parts_and_places_of_a_tensor_are_numpys():
+    memory = np.arange(40, dtype=np.float32)
+    t = Tensor(0, "float32", (3, 4), (1, 6), 2)
+
+    def read(view):
+        steps = [step * memory.itemsize for step in view.strides]
+        return np.lib.stride_tricks.as_strided(memory[view.offset :], view.shape, steps)
+
+    whole = read(t)
+    assert np.array_equal(read(t.part(1, 1, 2)), whole[:, 1:3])
+    assert np.array_equal(read(t.part(1, 3, 2, -2)), whole[:, 3:0:-2])
+    assert np.array_equal(read(t.at(0, 2)), whole[2])
+    assert np.array_equal(read(t.first((2, 3))), whole[:2, :3])
+    assert np.array_equal(read(t.view((3, 2, 2))), whole.reshape(3, 2, 2))
+    with pytest.raises(ValueError, match="without a copy"):
+        t.view((4, 3))
+
+
 def test_width_follows_alignment():
     def width(offset, shape, strides):
         t = Tensor(0, "float32", shape, strides, offset)

@@ -314,7 +314,7 @@ def _differ(a: ir.Shape | None, b: ir.Shape | None, *, named: bool = False) -> b
         return False
     if len(a) != len(b):
         return True
-    for one, other in zip(_sizes(a), _sizes(b), strict=True):
+    for one, other in zip(_sizes(a) or (), _sizes(b) or (), strict=True):
         if one is None or other is None:
             continue
         numbers = isinstance(one, int) and isinstance(other, int)

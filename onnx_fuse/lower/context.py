@@ -337,7 +337,7 @@ class Context(ABC):
                 raise NotStatic(f"the shape of output {i}")
             dtype = dtype or found[0]
             shape = shape if shape is not None else found[1]
-        tensor = self._buffer("temp", tuple(map(sizes.number, shape)), dtype)
+        tensor = self.scratch(dtype, shape)
         self.slots[node.outputs[i]] = Slot(tensor=tensor)
         return tensor
 
@@ -348,19 +348,17 @@ class Context(ABC):
 
     def scratch(self, dtype: str, shape: Sequence[int]) -> Tensor:
         """A new temporary between the calls of one lowering."""
-        return self._buffer("temp", tuple(map(sizes.number, shape)), dtype)
+        return self._buffer("temp", shape, dtype)
 
     def constant(self, array: np.ndarray) -> Tensor:
         """An array known at lowering, in device memory."""
         array = np.array(array, order="C")
-        if array.dtype == object:
-            tensor = self._buffer("constant", array.shape, "int64")
-            self.constants[tensor.buffer] = array
-            return tensor
-        key = (array.dtype.name, array.shape, array.tobytes()) if array.size <= 1 << 16 else None
-        if key is not None and key in self._known_constants:
+        is_open = array.dtype == object
+        small = array.size <= 1 << 16 and not is_open
+        key = (array.dtype.name, array.shape, array.tobytes()) if small else None
+        if key in self._known_constants:
             return self._known_constants[key]
-        tensor = self._buffer("constant", array.shape, array.dtype.name)
+        tensor = self._buffer("constant", array.shape, "int64" if is_open else array.dtype.name)
         self.constants[tensor.buffer] = array
         if key is not None:
             self._known_constants[key] = tensor

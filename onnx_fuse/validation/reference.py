@@ -108,6 +108,9 @@ def reference_evaluator(model: onnx_ir.Model) -> Any:
     again: Any = op_loop.Loop
 
     class Loop(again):  # type: ignore[misc]
+        K: Any
+        _run_body: Any
+
         def __init__(self, node: NodeProto, run_params: Any) -> None:
             super().__init__(node, run_params)
             self._stacked, self.K = self.K, 0

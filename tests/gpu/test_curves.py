@@ -10,7 +10,7 @@ from on_device import TYPES, Memory, wide
 from onnx_fuse.cuda.launch import Bound
 from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.ops.activations import BY_KEY, activation_macros
-from onnx_fuse.program.problem import Hardware, Launch, Ptr
+from onnx_fuse.program.problem import ITEMSIZE, Hardware, Launch, Ptr
 
 ACTIVATE = """#define TO T
 #include "gemm/epilogue.cuh"
@@ -66,3 +66,7 @@ def test_an_activation_of_every_16_bit_value(
             assert np.isnan(got[np.isnan(wide(x))]).all(), name
     top = wide(memory.read("y"))[wide(x) == np.inf]
     assert act in ("tanh", "sigmoid", "hard_sigmoid", "clipped_relu") or top == np.inf
+
+
+def test_itemsizes_agree_with_numpy() -> None:
+    assert all(np.dtype(dtype).itemsize == ITEMSIZE[name] for name, dtype in TYPES.items())
