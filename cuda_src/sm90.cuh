@@ -130,6 +130,13 @@ DEVICE void tma_load_im2col_multicast(u32 to, const TensorMap& map, u32 bar, int
         "l"(&map), "r"(bar), "r"(c), "r"(w), "r"(h), "r"(image), "h"(dx), "h"(dy), "h"(mask)
         : "memory");
 }
+// `box` pixels, one behind another, from (w, h, image) on: 64 channels.
+DEVICE void tma_store_im2col(const TensorMap& map, u32 from, int c, int w, int h, int image) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.im2col_no_offs.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
+                     &map),
+                 "r"(from), "r"(c), "r"(w), "r"(h), "r"(image)
+                 : "memory");
+}
 DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Wait until at most N stores still read their shared memory.
 template <int N> DEVICE void tma_store_wait_read() {

@@ -190,7 +190,7 @@ def program_of(op: str, shape: tuple[int, int, int], precision: str, hw: Hardwar
     else:
         passes.optimize(graph)
     shapes = {
-        str(v.name): (tuple(v.shape or ()), ir.DataType(v.dtype or 0).numpy().name)
+        str(v.name): (tuple(map(int, v.shape or ())), ir.DataType(v.dtype or 0).numpy().name)  # type: ignore[arg-type]
         for v in graph.graph.inputs
     }
     return lower(graph, shapes, hw, math=math)

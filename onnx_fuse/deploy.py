@@ -29,7 +29,7 @@ from onnx_fuse.ops.update import expand_standard_updates
 from onnx_fuse.passes.precision import in_precision
 from onnx_fuse.program.call import Call, NeedsValues, Program
 from onnx_fuse.program.formula import Guards
-from onnx_fuse.program.problem import CHIPS, PRECISIONS, Hardware, Launch
+from onnx_fuse.program.problem import CHIPS, TRAINING_PRECISIONS, Hardware, Launch
 from onnx_fuse.program.size import Trace
 from onnx_fuse.runtime.encoding import FORMAT, encode, template
 from onnx_fuse.runtime.plan import OpenProgram, PlannedProgram
@@ -142,7 +142,7 @@ def compile_training(
             given,
             ranges or {},
             precision,
-            PRECISIONS[precision][1],
+            TRAINING_PRECISIONS[precision][1],
             state,
             more,
         )

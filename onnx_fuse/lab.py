@@ -16,7 +16,8 @@ from typing import Any
 from onnx_fuse import alone, progress, tune
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.errors import DeviceError, UsageError
-from onnx_fuse.kernels import Choice, Kernel, candidates, tuning
+from onnx_fuse.kernels import Choice, candidates, tuning
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.program.call import Call
 from onnx_fuse.program.passes.select import chosen
 from onnx_fuse.program.problem import AnyProblem, Config, Hardware, Launch, Problem

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import interpret_images
+import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -28,10 +29,12 @@ from onnx_fuse.program.problems import (
     Conv,
     ConvWeightGrad,
     CrossEntropyChunk,
+    Float8,
     PartSums,
     Pool,
     Reduce,
     Resample,
+    SlopeProduct,
 )
 from onnx_fuse.program.products import Attention, IntegerProduct, PackedProduct
 from onnx_fuse.runtime.plan import Plan, plan
@@ -138,9 +141,9 @@ class Memory:
 
     def view(self, t: Tensor) -> np.ndarray:
         dtype = dtype_of(t.dtype)
-        flat = self.parts[t.buffer].view(dtype)[t.offset :]
+        flat = self.parts[t.buffer].view(f"V{dtype.itemsize}")[t.offset :]  # float8's is no code
         strides = [s * dtype.itemsize for s in t.strides]
-        return np.lib.stride_tricks.as_strided(flat, t.shape, strides)
+        return np.lib.stride_tricks.as_strided(flat, t.shape, strides).view(dtype)
 
     def rows(self, t: Tensor, row: Row, index: np.ndarray) -> np.ndarray:
         """`t`, each element `row.step` elements further for each of `index`."""
@@ -191,7 +194,10 @@ def interpret(
             for row in call.expression.rows:
                 reads[row.load] = memory.rows(call.reads[row.load][1], row, reads[row.index])
             results = _evaluate(call.expression, reads, [t for _, t in call.writes])
-        elif isinstance(call.problem, Product | Attention) or call.kernel in NORMS:
+        elif (
+            isinstance(call.problem, Product | Attention | Float8 | SlopeProduct)
+            or call.kernel in NORMS
+        ):
             read = {name: memory.view(t).astype(np.float64) for name, t in call.reads}
             found = _evaluated(call.problem, read)
             if isinstance(call.problem, Problem) and call.problem.epilogue.accumulate:
@@ -342,7 +348,28 @@ def _evaluated(p: AnyProblem | None, read: dict[str, np.ndarray]) -> dict[str, n
         return _nbits(p, read)
     if isinstance(p, IntegerProduct):
         return _integers(p, read)
+    if isinstance(p, Float8):
+        return _rounded(p, read)
+    if isinstance(p, SlopeProduct):
+        step, z, how = 1e-6, read["z"], Problem.of("Gemm", act=p.act, act_alpha=p.act_alpha)
+        slope = (activated(how, z + step) - activated(how, z - step)) / (2 * step)
+        dz = (read["dy"] * slope).reshape(p.m, p.n)
+        return {"dz": dz, "part": np.stack([part.sum(0) for part in np.array_split(dz, p.parts)])}
     return _product(p, read) if isinstance(p, Problem) else {"y": _norm(read)}
+
+
+def _rounded(p: Float8, read: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A tensor in float8 by its scale, its transpose, and its history with its largest number."""
+    kind = dtype_of(p.kind)
+    most, top = float(ml_dtypes.finfo(kind).max), read["history"].max()
+    x, start = read["x"].reshape(p.m, p.k), -16 if p.kind == "float8_e5m2" else 0
+    exponent = np.clip(np.ceil(np.log2(float(top) / most)), -60, 60) if top else start
+    q = np.clip(np.ldexp(x, -int(exponent)), -most, most).astype(np.float32).astype(kind)
+    largest = np.abs(x[np.isfinite(x)]).max(initial=0)
+    following = np.append(largest, read["history"][:-1])
+    sums = np.add.reduceat(x.reshape(p.m, p.k), np.arange(0, p.m, 128), axis=0)
+    scale = np.ldexp(1.0, int(exponent))
+    return {"q": q, "qt": q.T, "scale": scale, "next": following, "part": sums}
 
 
 def _product(p: Problem, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -370,12 +397,14 @@ def _product(p: Problem, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         "epsilon",
         "static_b",
     }
-    known |= {"gate", "rms", "act_alpha", "row_bias", "beta", "layer_scale"}
-    assert {name for name, v in p.extras.items() if v} <= known | {"align", "lda", "ldb", "ldy"}, p
+    known |= {"gate", "rms", "act_alpha", "row_bias", "beta", "layer_scale", "save_z"}
+    known |= {"align", "lda", "ldb", "ldy", "b_dtype", "bias_dtype"}
+    assert {name for name, v in p.extras.items() if v} <= known, p
     a, b = (
         read["a" if p.op == "Gemm" else "x"].reshape(p.m, p.k),
         read["b" if p.op == "Gemm" else "wq"],
     )
+    b = b.reshape(p.n, p.k).T * read["scale_a"] * read["scale_b"] if p.b_dtype else b
     v, out = a @ b.reshape(p.k, p.n), {}
     if p.op == "LayerNormGemm":
         assert p.folded
@@ -397,6 +426,7 @@ def _product(p: Problem, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     if p.epilogue.gate:  # pairs of a gate and another, 8 to a block: the even columns of y first
         blocks = v.reshape(p.m, -1, 2, 4, 2).swapaxes(2, 3).reshape(p.m, -1, 2)
         v, through = blocks[..., 0], blocks[..., 1]
+    out |= {"z": v} if p.epilogue.save_z else {}
     if p.epilogue.act:
         v = activated(p, v)
     v = v * through if p.epilogue.gate else v

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from onnx_fuse.cuda.launch import Step, bind
-from onnx_fuse.kernels import Kernel
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.program.problem import Config, Hardware, Problem
 from onnx_fuse.runtime import device
 

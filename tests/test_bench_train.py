@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from itertools import pairwise
 from pathlib import Path
 
@@ -66,6 +67,7 @@ def test_arms_get_ready_together_and_are_timed_one_after_another(
     (tmp_path / "arm.py").write_text(script)
     monkeypatch.setattr(bench_train, "__file__", str(tmp_path / "arm.py"))
     monkeypatch.setattr(bench_train, "devices", lambda: ["0"])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     only = ["mlp", "vit"]
     options = argparse.Namespace(layers=0, profile=False, limit=30.0, only=only)
     rows = {name: {"model": name} for name in only}

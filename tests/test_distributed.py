@@ -26,13 +26,14 @@ from onnx_fuse.errors import DeviceError, UsageError
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.save import save
 from onnx_fuse.ops.collective import COLLECTIVES
-from onnx_fuse.program.call import Program
+from onnx_fuse.program.call import Call, Program
 from onnx_fuse.program.passes.recompute import Memory
 from onnx_fuse.program.problem import CHIPS, Collective
 from onnx_fuse.report import trace
+from onnx_fuse.runtime import timeline
 from onnx_fuse.runtime.plan import plan
 from onnx_fuse.runtime.schedule import by_dependency, sequential
-from onnx_fuse.runtime.timeline import Communication, Exchange
+from onnx_fuse.runtime.timeline import Communication, Exchange, Timeline
 from onnx_fuse.training import optim
 from onnx_fuse.training.ranks import Measure, Ranks, counted
 from onnx_fuse.training.step import training_model
@@ -466,6 +467,58 @@ def test_what_nothing_hid_counts_once() -> None:
     assert FOUND.seconds == pytest.approx(0.006)
     assert FOUND.exposed == pytest.approx(0.002)
     assert str(FOUND) == "3 collectives of 11.0 MB in 6.00 ms of a step, 2.00 ms not hidden"
+
+
+def exposed(monkeypatch: pytest.MonkeyPatch, steps: Mapping[str, tuple[float, str]]) -> float:
+    """What a Timeline finds in a graph of steps: seconds, and the steps that each one follows.
+
+    A step begins when these are over; names in capitals are collectives.
+    """
+    names, ends = list(steps), dict[int, float]()
+    after = [[names.index(head) for head in heads.split()] for _, heads in steps.values()]
+    for i, (seconds, _) in enumerate(steps.values()):
+        ends[i] = seconds + max((ends[k] for k in after[i]), default=0.0)
+
+    class Moment:
+        """A moment of a graph that is over: the seconds are known."""
+
+        at = 0.0
+
+        def until(self, other: Moment) -> float:
+            return other.at - self.at
+
+    def record(_: Timeline, moment: Moment, heads: tuple[int, ...]) -> timeline.Aside:
+        moment.at = max((ends[k] for k in heads), default=0.0)
+        return lambda: None, heads
+
+    monkeypatch.setattr(timeline, "_Moment", Moment)
+    monkeypatch.setattr(timeline, "_REACHED", [None])
+    monkeypatch.setattr(Timeline, "_record", record)
+    reduce = Collective("AllReduce", (1000,), ("float32",), 2, 0)
+    calls = [
+        Call(name, (), (), (), (), problem=reduce if name.isupper() else None) for name in names
+    ]
+    return Timeline(calls, after, None).read().exposed  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("steps", "seconds"),
+    [
+        # b waits for 2 s after a; what follows in the order, but not in the data, hides the rest
+        ({"a": (1, ""), "G": (3, ""), "b": (1, "a G")}, 2),
+        ({"a": (1, ""), "G": (3, ""), "b": (1, "a G"), "c": (1.5, "a")}, 0.5),
+        ({"a": (1, ""), "G": (3, ""), "b": (1, "a G"), "c": (9, "a")}, 0),
+        # nothing needs G but the end of the step; H follows it
+        ({"a": (1, ""), "G": (2, "a"), "b": (1, "a")}, 1),
+        ({"a": (1, ""), "G": (1, "a"), "H": (4, "G"), "b": (3, "a"), "c": (1, "b H")}, 2),
+        # two waits, of which b and the calls behind it are in line
+        ({"a": (1, ""), "G": (2, ""), "b": (1, "a G"), "H": (4, "G"), "c": (1, "b H")}, 4),
+    ],
+)
+def test_a_collective_is_hidden_while_a_kernel_runs_that_does_not_need_it(
+    steps: Mapping[str, tuple[float, str]], seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert exposed(monkeypatch, steps) == pytest.approx(seconds)
 
 
 def test_a_trace_has_the_collectives_of_the_last_step() -> None:

@@ -19,14 +19,17 @@ from onnx_fuse import config
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.source import Defines, source_root, waits, waits_first
 from onnx_fuse.errors import DeviceError, UsageError
-from onnx_fuse.kernels import Kernel, candidates, cublaslt, refusals, select, tuning
+from onnx_fuse.kernels import candidates, cublaslt, refusals, select, tuning
+from onnx_fuse.kernels.gemm_eight import E4M3, E5M2
 from onnx_fuse.kernels.gemm_sm90 import Wgmma
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.layernorm_gemm_grad_small import TILES, FewRows
 from onnx_fuse.kernels.rows import fold, fold_many
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.load import read
 from onnx_fuse.program.problem import CHIPS, Config, Hardware, Launch, Problem
+from onnx_fuse.program.problems import Float8
 from onnx_fuse.program.products import Attention
 from onnx_fuse.runtime import instance
 from onnx_fuse.training import optim
@@ -42,6 +45,7 @@ H200, A100, B200 = CHIPS["H200"], CHIPS["A100"], CHIPS["B200"]
 PARKED = {"(2, 192, 1)": 256, "simt tile=128": 176, "simt tile=64": 8, "dw_tile=(2, 128, 1)": 12}
 
 BF16 = {"dtype": "bfloat16"}
+FLOAT8 = {"dtype": E4M3, "out_dtype": "bfloat16"}
 # op problem: what of the code it reaches
 PROBLEMS = (
     Problem.of("Gemm", m=512, n=768, k=768, **BF16),  # TMA stores, b with n contiguous
@@ -76,6 +80,16 @@ PROBLEMS = (
     Problem.of("Gemm", m=100, n=77, k=33, dtype="int32"),
     Problem.of("Gemm", m=512, n=768, k=768, math="tf32"),
     Problem.of("Gemm", m=512, n=768, k=768, math="bf16x6"),
+    Problem.of("Gemm", m=512, n=768, k=768, trans_b=True, b_dtype=E4M3, **FLOAT8),
+    Problem.of("Gemm", m=768, n=3072, k=8192, trans_b=True, b_dtype=E5M2, **FLOAT8),  # split k
+    Problem.of("Gemm", m=8192, n=3072, k=768, trans_b=True, b_dtype=E4M3, **FLOAT8).replace(
+        bias=True, act="gelu_tanh", save_z=True
+    ),
+    Problem.of("Gemm", m=512, n=784, k=784, trans_b=True, b_dtype=E4M3, **FLOAT8).replace(
+        dtype=E5M2, dact=True, act="gelu"
+    ),
+    Float8(512, 768, "bfloat16", E5M2, 16),
+    Float8(768, 3072, "float32", E4M3, 16),
     Problem.of("LayerNormGemm", m=8192, n=768, k=768, folded=True, bias=True, **BF16),
     Problem.of("LayerNormGemm", m=512, n=3072, k=768, folded=True, static_b=True, **BF16),  # a tile
     Problem.of("LayerNormGemm", m=512, n=768, k=768, folded=True, rms=True, **BF16),
@@ -98,6 +112,7 @@ PROBLEMS = (
     Problem.of("LayerNormGemmGrad", m=8192, n=4096, k=1024, math="bf16x3", act="gelu"),
     Problem.of("LayerNormGemmGrad", m=512, n=3072, k=768, math="bf16x6", add="here"),
     Problem.of("LayerNormGemmGrad", m=8192, n=3072, k=768, trans_b=True, **BF16),  # column sums
+    Problem.of("LayerNormGemmGrad", m=8192, n=3072, k=768, frozen=True, **BF16),  # dx alone
     Problem.of("Gemm", m=768, n=3072, k=8192, trans_a=True, accumulate=True, **BF16),
     Problem.of("Gemm", m=4096, n=5632, k=1024, bias=True, act="silu", gate=True, **BF16),
     Problem.of("Gemm", m=8, n=768, k=768, act="gelu", gate=True, dtype="float16"),

@@ -366,6 +366,24 @@ def test_a_weight_is_copied_where_its_gradient_has_few_tiles(rows, k, n, turned)
     assert found.trans_b == turned
 
 
+@pytest.mark.parametrize("read", ["dx", "dx dw"])
+def test_gradients_of_frozen_weights_are_not_made(read):
+    """Behind a norm, too, where one call makes those of the rows and those of the weights."""
+    types = {"dx": "bfloat16[8192,768] dx", "dw": "bfloat16[768,3072] dw"}
+    model = text_model(f"""agraph (bfloat16[8192,3072] dy, bfloat16[8192,768] x,
+        bfloat16[768] g, bfloat16[768] b, bfloat16[768,3072] w, bfloat16[3072] c,
+        float[8192,1] m, float[8192,1] r, bfloat16[8192,3072] z)
+        => ({", ".join(types[name] for name in read.split())}) {{
+        dx, dg, db, dw, dc = onnx_fuse.LayerNormGemmGrad (dy, x, g, b, w, c, m, r, z)
+    }}""")
+    shapes = {v.name: (v.shape.numpy(), v.dtype.numpy().name) for v in model.graph.inputs}
+    calls = walk.lower(model, shapes, CHIPS["H200"]).calls
+    (call,) = (c for c in calls if isinstance(c.problem, Problem))
+    assert call.problem.frozen == (read == "dx")
+    names = " ".join(launch.entry for launch in call.launches)
+    assert len(call.launches) == (2 if read == "dx" else 5), names
+
+
 def test_calls_of_one_operator_take_its_body_in_turn(monkeypatch):
     """The numbers are those of a body for each call, with fewer bodies made."""
     numbers = [", ".join(map(str, np.linspace(-1, 1, n))) for n in (36, 36, 30)]

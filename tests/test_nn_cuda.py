@@ -115,6 +115,8 @@ def test_a_captured_step_writes_its_states_where_they_are(
         else:
             results += [step(x, dy).numpy() for _ in range(8)]
             results.append(step(x, dy).numpy())
+        w.copy_(nn.tensor(X[::-1].copy(), device=device))  # now it stands elsewhere
+        results += [step(x, dy).numpy() for _ in range(3)]
         found.append([*results, w.numpy(), v.numpy()])
     for wanted, got in zip(*found, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-4)

@@ -50,6 +50,13 @@ CASES = {
         "x",
         set(),
     ),
+    "what is split is kept, not its parts": (
+        """agraph (float[M,12] x, float[M,4] w) => (float[M,4] y) { e = Exp(x)
+        a, b, c = Split <axis = 1, num_outputs = 3> (e) p = Mul(a, b) q = Mul(c, w)
+        y = Mul(p, q) }""",
+        "xw",
+        {"e", "p", "q"},
+    ),
     "two outputs of one value's making": (
         """agraph (float[M,K] x) => (float[M,K] y, float[M,K] z)
         { y = Exp(x) z = Mul(y, x) }""",
@@ -102,6 +109,23 @@ def test_the_halves_compute_what_the_whole_computes(name: str, recompute: bool) 
     assert len(read) == (0 if recompute else len(kept))
     if not recompute and "shape of p" not in kept:
         assert read == kept
+
+
+def test_attention_is_kept_in_the_order_in_which_it_is_read() -> None:
+    model = session.load(
+        text_model("""agraph (float[M,2,K,8] q, float[M,2,K,8] k,
+    float[M,2,K,8] v) => (float[M,K,2,8] z) { y = onnx_fuse.Sdpa <scale = 0.5> (q, k, v)
+    t = Transpose <perm = [0, 2, 1, 3]> (y) z = Exp(t) }""")
+    )
+    halves = partition(model, list("qkv"), fused=True)
+    kept = {v.name: v for v in halves.forward.graph.outputs}
+    assert "t" in kept
+    assert "y" not in kept
+    whole = gradient(model, list("qkv"))
+    feeds = arrays(whole)
+    found = both(model, halves, feeds)
+    for key, array in run(whole, feeds).items():
+        np.testing.assert_allclose(found[key], array, rtol=1e-4, atol=1e-5, err_msg=key)
 
 
 @pytest.mark.parametrize("name", ["one fused operator", "nothing but inputs"])

@@ -267,6 +267,9 @@ def test_installed_plugins_are_loaded_for_the_command_line(
     assert result.code == 0, result.err
     assert "no input q" in cli("validate", "--op", "Silu", "--input-shapes", "q:1").err
     assert cli("validate", "--op", "my.ops::Other").code == 2
+    said = cli("validate", "--op", "LayerNormGemm", "--input-shapes", "x:4,8")
+    assert said.code == 2
+    assert "as each of scale, bias, w, c: give their shapes" in said.err
 
 
 def install() -> None:

@@ -15,11 +15,14 @@ from onnx_fuse.cuda.source import source_root, source_text
 from onnx_fuse.errors import UsageError
 from onnx_fuse.kernels import CALLS_EARLY, MODULES, candidates, select, site, tuning
 from onnx_fuse.kernels.costs import pays, seconds
+from onnx_fuse.kernels.gemm_sm90 import STREAM
 from onnx_fuse.kernels.rule_based import RuleBased
 from onnx_fuse.lower import walk
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.program import passes
-from onnx_fuse.program.call import Call, Program
+from onnx_fuse.program.call import Call, Program, Tensor
+from onnx_fuse.program.expression import Expression, Step
+from onnx_fuse.program.moves import PointwiseMany
 from onnx_fuse.program.problem import CHIPS, Config, Problem
 from onnx_fuse.program.problems import Conv, Norm, NormGrad, Softmax, Window
 from onnx_fuse.runtime.specialize import Specializer
@@ -127,6 +130,33 @@ def test_a_tuning_record_sets_the_configuration(
 def test_an_epsilon_does_not_part_tuning_records() -> None:
     keys = {tuning.key("Norm", Norm(8, 64, "float16", "float16", epsilon=e)) for e in (0.1, 1e-5)}
     assert len(keys) == 1
+
+
+def test_numbers_that_all_elements_share_are_not_counted_as_moved() -> None:
+    one, x = Tensor(0, "float32", (256, 64), (0, 0)), Tensor(1, "float32", (256, 64), (64, 1))
+    scaled = Expression(2, (), (Step("Mul", "float32", (0, 1)),), (2,))
+    many = PointwiseMany(scaled, (one, None), (((one, x), (x,)),) * 3)
+    assert many.bytes == 3 * 2 * 4 * 256 * 64
+
+
+@pytest.mark.parametrize(
+    ("problem", "shared"),
+    [
+        (Problem.of("Gemm", m=3072, n=768, k=12608, trans_a=True, dtype="bfloat16"), True),
+        (Problem.of("Gemm", m=768, n=768, k=16384, trans_a=True, dtype="bfloat16"), False),
+        (Problem.of("Gemm", m=3072, n=768, k=12608, dtype="bfloat16"), False),
+    ],
+    ids=["96 tiles", "24 tiles", "no gradient of a weight"],
+)
+def test_tiles_that_leave_multiprocessors_idle_share_their_steps(
+    problem: Problem, shared: bool
+) -> None:
+    choice = select("Gemm", problem, H200)
+    assert choice is not None
+    assert (choice.config.integer("splits") == STREAM) == shared
+    launch = choice.launch(problem, H200)[0]
+    assert bool(launch.sync) == shared
+    assert launch.grid[0] <= H200.sm_count
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

@@ -150,6 +150,10 @@ def test_launches_that_repeat_become_a_graph(
     monkeypatch.setattr(direct, "FEW", 99)
     assert [launched(other, elsewhere) for _ in range(3)] == [(0, 0), (1, 0), (1, 0)]
     assert len(turn._steps) == 2
+    monkeypatch.setattr(direct, "PLACES", 2)
+    x, z = torch.randn(4, 8), torch.empty(4, 8)
+    assert [launched(x, z) for _ in range(3)] == [(0, 0), (1, 0), (1, 0)]
+    assert len(turn._steps) == 2
 
 
 def test_tensors_at_odd_addresses_are_copied_first(gpu: FakeGpu, now: Torch) -> None:

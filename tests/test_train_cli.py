@@ -204,7 +204,12 @@ REFUSED: dict[str, tuple[dict[str, Array], list[str], int, str]] = {
     "label": ({"labels": np.full(20, 4)}, [], 1, "'labels' holds 4 at [0]"),
     "labels": ({"labels": np.zeros(0)}, [], 1, "no array for the input 'labels'"),
     "length": ({"x": X[:7]}, [], 1, "differ in their number of examples: 'x' 7, 'labels' 20"),
-    "objects": ({"x": np.array([None])}, [], 1, "not an .npz file or a folder of .npy files"),
+    "objects": (
+        {"x": np.array([None])},
+        [],
+        1,
+        "not an .npz file or a folder of .npy files: it is",
+    ),
     "loss": ({}, ["--loss", "hinge"], 2, "no loss 'hinge'"),
     "optimizer": ({}, ["--optimizer", "lbfgs"], 2, "unknown optimizer 'lbfgs'"),
     "momentum": ({}, ["--momentum", "0.9"], 2, "adamw has no momentum"),

@@ -13,10 +13,19 @@ from test_gradients import session
 from window_gradients import network
 
 from onnx_fuse import autodiff
+from onnx_fuse.kernels import candidates
 from onnx_fuse.lower.conv_transpose import phases
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.program.problems import ChannelGrad, ChannelNorm, Conv, MaxPoolGrad, Window
+from onnx_fuse.program.problem import CHIPS, Num
+from onnx_fuse.program.problems import (
+    ChannelGrad,
+    ChannelNorm,
+    Conv,
+    ConvWeightGrad,
+    MaxPoolGrad,
+    Window,
+)
 from onnx_fuse.training import optim
 from onnx_fuse.training.step import training_model
 
@@ -167,3 +176,63 @@ def test_the_problem_of_a_weight_gradient_is_the_gradient(name: str) -> None:
     found = interpret(program, {f"x{i}": a for i, a in enumerate(arrays)}, {})["y0"]
     (truth,) = case.oracle()
     np.testing.assert_allclose(found.astype(np.float64), truth, atol=2e-3 * np.abs(truth).max())
+
+
+TRANSPOSED = {
+    "three taps": ((2, 64, 5, 4), (64, 32, 3, 3), {"strides": [2, 2], "pads": [1, 1, 1, 1]}),
+    "one tap": ((2, 64, 5, 4), (64, 32, 1, 1), {"strides": [2, 2], "output_padding": [1, 1]}),
+    "five of stride three": ((2, 16, 5, 4), (16, 40, 5, 5), {"strides": [3, 3]}),
+    "a row": ((2, 64, 9), (64, 32, 4), {"strides": [2], "pads": [1, 1]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRANSPOSED)
+def test_a_phase_is_stored_where_its_pixels_are(name: str) -> None:
+    """All phases write into one image."""
+    x, w, how = TRANSPOSED[name]
+    case = Case("ConvTranspose", (x, w), how, 1, "float16")
+    arrays = case.arrays()
+    program = case.program()
+    calls = [call for call in program.calls if call.kernel == "ConvTranspose"]
+    assert calls
+    assert all(isinstance(call.problem, Conv) and call.problem.y_strides for call in calls)
+    assert len({y.buffer for call in calls for _, y in call.writes}) == 1
+    found = interpret(program, {f"x{i}": a for i, a in enumerate(arrays)}, {})["y0"]
+    (truth,) = case.oracle()
+    np.testing.assert_allclose(found.astype(np.float64), truth, atol=2e-3 * np.abs(truth).max())
+
+
+CHUNK_AT = {"wgmma": -1, "mma": -4}  # where a kernel's numbers say how many pixels a block has
+
+
+@pytest.mark.parametrize("taps", [(1, 1), (3, 3), (7, 7), (20, 17)])
+@pytest.mark.parametrize(("filters", "channels"), [(64, 64), (8, 40), (512, 2048), (256, 96)])
+def test_parts_of_a_weight_gradient_are_all_summed(
+    filters: int, channels: int, taps: tuple[int, int]
+) -> None:
+    """Blocks have every pixel and every element, and room for their sums, whatever the tile."""
+    outer, hw = (1, 13, 9), CHIPS["H200"]
+    window = Window((1, *taps), (1, 1, 1), (1, 1, 1), (0, 0, 0), (0, 0, 0))
+    inner = (1, 13 + taps[0] - 1, 9 + taps[1] - 1)
+    problem = ConvWeightGrad(5, 1, channels, filters, inner, outer, window, "float16", "float16")
+    for kernel in candidates("ConvWeightGrad"):
+        if kernel.supports(problem, hw) is not None:
+            continue
+        for config in kernel.configs(problem, hw):
+            made, *total = kernel.launch(problem, config, hw)
+            numbers = [arg.value for arg in made.args if isinstance(arg, Num)]
+            splits, chunk = made.grid[1] * made.cluster, numbers[CHUNK_AT[kernel.name]]
+            assert (splits - made.cluster) * chunk < 5 * 13 * 9 <= splits * chunk
+            if not total:
+                assert (taps, made.grid[1]) == ((1, 1), 1)
+                continue
+            (last,) = total
+            macros = {name: int(value) for name, value in last.defines if value.isdigit()}
+            rows, across, deep, parts = (arg.value for arg in last.args if isinstance(arg, Num))
+            assert rows * across * deep == filters * channels * taps[0] * taps[1]
+            assert parts == made.grid[1]
+            assert last.grid[0] == rows * -(-across // macros["CB"])
+            assert last.grid[1] * macros["TB"] >= deep
+            assert macros["CB"] % macros["VEC"] == 0
+            assert 4 * macros["LANES"] * macros["CB"] * macros["TB"] <= 48 << 10
+            assert kernel.workspace(problem, config, hw) == 4 * parts * rows * across * deep

@@ -37,7 +37,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from gpu_turns import Turn, devices, environment
+from gpu_turns import Place, Turn, devices
 
 for folder in ("models", "."):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / folder))
@@ -280,9 +280,12 @@ SHOWN: dict[str, Callable[[Any], str]] = {
 
 
 def measured(
-    name: str, arm: str, where: Mapping[str, str], args: argparse.Namespace, show: Show
+    name: str, arm: str, where: Mapping[str, Any], args: argparse.Namespace, show: Show
 ) -> Arrays:
-    """What a process of one arm found, shown as it comes; `error` says why it ended early."""
+    """What a process of one arm found, shown as it comes; `error` says why it ended early.
+
+    `where`: what Popen is to be given for it.
+    """
     command = [sys.executable, __file__, "--child", name, arm, "--layers", str(args.layers)]
     command += ["--profile"] if args.profile and arm == "cold" else []
     found: Arrays = {}
@@ -296,7 +299,7 @@ def measured(
     with (
         tempfile.TemporaryFile("w+") as faults,
         subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=faults, text=True, env={**os.environ, **where}
+            command, stdout=subprocess.PIPE, stderr=faults, text=True, **where
         ) as process,
     ):
         limit = threading.Timer(args.limit, process.kill)
@@ -320,11 +323,11 @@ def in_turn(args: argparse.Namespace, done: Callable[[], None], rows: Mapping[st
         row = ROWS[name]
         print(f"{name}: {row.batch} x {row.length or 1}, {row.precision}", flush=True)
         with tempfile.TemporaryDirectory() as cache:
-            where = {"ONNX_FUSE_CACHE_DIR": cache, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/torch"}
+            caches = {"ONNX_FUSE_CACHE_DIR": cache, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/torch"}
             for arm in ("cold",) if args.quick else ("cold", "warm", "torch"):
                 print(f"  {arm:6s}", end="", flush=True)
                 show = partial(print, end="", flush=True)
-                rows[name][arm] = measured(name, arm, where, args, show)
+                rows[name][arm] = measured(name, arm, {"env": {**os.environ, **caches}}, args, show)
                 print(flush=True)
                 done()
         conclude(rows[name])
@@ -335,16 +338,21 @@ def together(
 ) -> None:
     """All arms at once but for their timing, on all GPUs, each printed when it has ended."""
     gpus, lines, runs = devices(), dict[tuple[str, str], list[str]](), {}
+
+    def placed(name: str, arm: str, device: str, cache: Path) -> Arrays:
+        with Place(device, cache) as place:
+            where = {"env": place.env, "pass_fds": place.pass_fds}
+            return measured(name, arm, where, args, lines[name, arm].append)
+
     with (
         tempfile.TemporaryDirectory() as folder,
         ThreadPoolExecutor(max_workers=2 * len(args.only)) as pool,
     ):
         for i, name in enumerate(args.only):
             for arm in ("torch", "cold"):
-                where = environment(gpus[i % len(gpus)], Path(folder) / f"{name}.{arm}")
                 lines[name, arm] = []
-                run = pool.submit(measured, name, arm, where, args, lines[name, arm].append)
-                runs[run] = name, arm
+                cache = Path(folder) / f"{name}.{arm}"
+                runs[pool.submit(placed, name, arm, gpus[i % len(gpus)], cache)] = name, arm
         for run in as_completed(runs):
             name, arm = runs[run]
             rows[name][arm] = run.result()

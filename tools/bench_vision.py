@@ -15,11 +15,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import torch as t
-from gpu_turns import Turn, devices, environment
+from gpu_turns import Place, Turn, devices
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "models")]
@@ -161,14 +160,15 @@ def peer(row: Row, turn: Turn) -> float:
         return timed(lambda: compiled(*inputs), turn)
 
 
-def measured(name: str, theirs: bool, limit: float, given: Mapping[str, str]) -> float | str:
+def measured(name: str, theirs: bool, limit: float, device: str, cache: Path) -> float | str:
     """Microseconds that a process of its own finds within the limit, or why it finds none."""
     command = [sys.executable, __file__, "--worker", name, *(["--theirs"] if theirs else [])]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=limit, check=False,
-            env={**os.environ, **given},
-        )  # fmt: skip
+        with Place(device, cache) as place:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=limit, check=False,
+                env=place.env, pass_fds=place.pass_fds,
+            )  # fmt: skip
     except subprocess.TimeoutExpired:
         return f"over {limit:g} s"
     if done.returncode:
@@ -205,8 +205,8 @@ def main() -> None:
         runs = {}
         for i, name in enumerate(args.only):
             for theirs in arms:
-                given = environment(gpus[i % len(gpus)], Path(folder) / f"{name}.{theirs}")
-                runs[pool.submit(measured, name, theirs, args.limit, given)] = name
+                place = gpus[i % len(gpus)], Path(folder) / f"{name}.{theirs}"
+                runs[pool.submit(measured, name, theirs, args.limit, *place)] = name
         for run in as_completed(runs):
             name = runs[run]
             found[name].append(run.result())

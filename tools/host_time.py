@@ -41,7 +41,7 @@ PHASES = (
     ("autodiff", "onnx_fuse.training.step", "training_model"),
     ("lower", "onnx_fuse.lower.walk", "Lowerer.run"),
     ("lower: bodies", "onnx_fuse.lower.walk", "Lowerer._body"),
-    ("lower: inference", "onnx_fuse.lower.context", "Values._inferred"),
+    ("lower: inference", "onnx_fuse.lower.context", "Context._inferred"),
     ("program passes", "onnx_fuse.program.passes", "run"),
     ("select", "onnx_fuse.program.passes.select", "select_kernels"),
     ("open program", "onnx_fuse.runtime.specialize", "opened_program"),

@@ -10,6 +10,7 @@ time, the sums, and the worst calls.
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -59,7 +60,23 @@ def bert(batch: int = 32, tokens: int = 128) -> Instance:
     return session._on_cuda().instance(feeds)
 
 
-MODELS: dict[str, Callable[[], Instance]] = {"gpt2": gpt2, "bert": bert}
+def vision(module: str, size: str, batch: int) -> Instance:
+    """A run of a vision model of models/ in fp16."""
+    builder = importlib.import_module(module)
+    session = InferenceSession(builder.build(builder.SIZES[size]), device="cuda", precision="fp16")
+    (given,) = session.get_inputs()
+    images = np.random.default_rng(0).standard_normal((batch, 3, 224, 224), dtype=np.float32)
+    session.run(None, {given.name: images})
+    return session._on_cuda().instance({given.name: images})
+
+
+MODELS: dict[str, Callable[[], Instance]] = {
+    "gpt2": gpt2,
+    "bert": bert,
+    "resnet50": lambda: vision("resnet", "resnet50", 32),
+    "convnext": lambda: vision("convnext", "convnext-tiny", 16),
+    "efficientnet": lambda: vision("efficientnet", "efficientnet-b0", 32),
+}
 
 
 def main() -> None:

@@ -30,12 +30,13 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -127,6 +128,15 @@ def features(launches: Iterable[Launch]) -> set[Feature]:
     return found
 
 
+def machine() -> tuple[Hardware, list[str]]:
+    """The GPU, and the names of all; for a process of its own: one with CUDA cannot be forked."""
+    from cuda.bindings import driver
+
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    hw, count = Hardware.detect(), int(driver.cuDeviceGetCount()[1])
+    return hw, given.split(",") if given else [str(i) for i in range(count)]
+
+
 def collect(plugin: object, *options: str) -> int:
     """Run pytest over tests/gpu (or only collect)."""
     where = [str(ROOT / "tests" / "gpu"), "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
@@ -174,15 +184,20 @@ class Selection:
                 new, cost = first | new, cost + self.START + always * (k > 0)
             return -len(new & todo) / cost
 
-        # the worth of a run falls as others are taken: a look at the best of before is enough
+        # The worth of a run falls as others are taken, so that the best of before is looked at
+        # again; it rises with the first run of its test.
         heap = [(worth(i, k), i, k) for i, found in enumerate(runs) for k in range(len(found))]
         heapq.heapify(heap)
         while todo:
             _, i, k = heapq.heappop(heap)
-            if (now := worth(i, k)) > heap[0][0]:
+            if heap and (now := worth(i, k)) > heap[0][0]:
                 heapq.heappush(heap, (now, i, k))
                 continue
-            kept.setdefault(i, {0}).add(k)
+            if i not in kept:
+                kept[i] = {0}
+                for other in range(len(runs[i])):
+                    heapq.heappush(heap, (worth(i, other), i, other))
+            kept[i].add(k)
             todo -= runs[i][0][0] | runs[i][k][0]
         kept = {i: taken for i, taken in kept.items() if self.match in items[i].nodeid}
         order = sorted(kept, key=lambda i: -sum(runs[i][k][1] for k in kept[i]))
@@ -431,9 +446,13 @@ def main() -> int:
         tool, shard, folder = options.watched
         return watched(tool, int(shard), Path(folder))
     started = time.monotonic()
-    selection = Selection(CHIPS["H200"] if options.list else Hardware.detect(), options.match)
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    hw, devices = CHIPS["H200"], [""]
+    if not options.list:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            hw, devices = process.submit(machine).result()
+    selection, printed = Selection(hw, options.match), io.StringIO()
+    hidden = patch.dict(os.environ, CUDA_VISIBLE_DEVICES="")  # until processes were forked
+    with contextlib.redirect_stdout(printed), hidden:
         code = collect(selection, "--collect-only")
     if options.list or code:
         print(printed.getvalue())
@@ -452,11 +471,6 @@ def main() -> int:
     wanted = (
         {feature[:2] for feature in features(selection.launches)} if options.match else entries()
     )
-    from cuda.bindings import driver
-
-    devices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if devices == [""]:
-        devices = [str(i) for i in range(driver.cuDeviceGetCount()[1])]
     failed, tools = False, options.tool or TOOLS
     launched: dict[Feature, list[str]] = {kernel: [] for kernel in sorted(wanted)}
     with ThreadPoolExecutor(max_workers=len(tools) * options.shards) as pool:

@@ -3,10 +3,11 @@
 //            tap. A producer's thread keeps STAGES steps on their way by TMA: boxes of dy as it lies, and of
 //            x gathered from the images under the block's tap (gemm/im2col.cuh), zeros outside. Both operands
 //            have m or n contiguous. Two warpgroups multiply, each its 64 rows (BM 128) or its half of the
-//            columns (BM 64). A block has `chunk` pixels; weight_sum.cu adds the parts.
+//            columns (BM 64). A block has `chunk` pixels; weight_sum.cu adds the parts. The only part of filters
+//            of one tap is dw itself.
 // Inputs   : dy T [pixels, filters], x T [n, h, w, channels] by TMA: filters and channels are multiples of 8.
-// Outputs  : part f32 [splits, filters, TAPS * channels].
-// Macros   : T BM BN (filters and columns of a block) STAGES IM2COL, geometry.cuh's.
+// Outputs  : part PART (f32, or dw's type) [splits, filters, TAPS * channels].
+// Macros   : T PART BM BN (filters and columns of a block) STAGES IM2COL, geometry.cuh's.
 // Launch   : tiles x splits blocks of 384 threads.
 // Numerics : f32 sums, pixels in order.
 // Bound    : tensor cores, or HBM where a filter has one tap; L2 for what the tiles share.
@@ -21,7 +22,7 @@ constexpr int CONSUMERS = 8;                          // warps
 
 extern "C" __global__ void __launch_bounds__(384, 1)
     conv_weight_grad_wgmma(const __grid_constant__ TensorMap map_dy, const __grid_constant__ TensorMap map_x,
-                           float* part, u32 pixels, int channels, int filters, int oh, int ow, u32 chunk) {
+                           PART* part, u32 pixels, int channels, int filters, int oh, int ow, u32 chunk) {
     extern __shared__ __align__(1024) u8 smem[];
     const u32 base = smem_address(smem), full = base + STAGES * STAGE, empty = full + STAGES * 8;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
@@ -97,8 +98,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 #pragma unroll
             for (int h = 0; h < 2; h++)
                 if (m0 + row + h * 8 < filters)
-                    *(float2*)(part + ((i64)(m0 + row + h * 8) * TAPS + tap) * channels + c) =
-                        make_float2(acc[j * 4 + h * 2], acc[j * 4 + h * 2 + 1]);
+                    store<2>(part + ((i64)(m0 + row + h * 8) * TAPS + tap) * channels + c,
+                             Vec<PART, 2>{narrow<PART>(acc[j * 4 + h * 2]), narrow<PART>(acc[j * 4 + h * 2 + 1])});
         }
     }
 }

@@ -1,26 +1,38 @@
 // conv/weight_sum.cu: dw[m, c, tap] = sum of part[split, m, tap, c], in an order of their number alone.
-// Inputs   : part ACC [splits, size], where size = rows * taps * channels.   Outputs: dw TY.
-// Macros   : TY ACC LANES (threads a sum).   Launch: 256 / LANES sums a block of 256 threads.
+// Idea     : a block sums the parts of CB channels of a row and TB of its taps, VEC channels an access, LANES
+//            threads a sum; they are put in order in shared memory, so that dw is written side by side.
+// Inputs   : part ACC [splits, rows, taps, channels], VEC divides channels.   Outputs: dw TY.
+// Macros   : TY ACC VEC LANES CB TB.   Launch: rows * blocks of channels x blocks of taps, of up to 256 threads.
 // Bound    : HBM, the parts once.
 #include "common.cuh"
 
 extern "C" __global__ void __launch_bounds__(256)
-    conv_weight_sum(const ACC* part, TY* dw, u32 size, u32 channels, u32 taps, int splits) {
+    conv_weight_sum(const ACC* part, TY* dw, u32 rows, u32 channels, u32 taps, u32 splits) {
     after_previous_launch();
-    constexpr int ACROSS = 256 / LANES;
-    __shared__ ACC sums[LANES][ACROSS];
-    const u32 tx = threadIdx.x % ACROSS, ty = threadIdx.x / ACROSS, i = blockIdx.x * ACROSS + tx;
-    ACC z = 0;
-    if (i < size)
+    __shared__ ACC sums[LANES][CB * TB];
+    const u32 blocks = (channels + CB - 1) / CB, m = blockIdx.x / blocks, c0 = blockIdx.x % blocks * CB;
+    const u32 t0 = blockIdx.y * TB, wide = min(CB, channels - c0), high = min(TB, taps - t0);
+    const i64 size = (i64)rows * taps * channels;
+    part += ((i64)m * taps + t0) * channels + c0;
+    for (u32 i = threadIdx.x; i < CB / VEC * TB * LANES; i += blockDim.x) {
+        const u32 c = i % (CB / VEC) * VEC, t = i / (CB / VEC) % TB, lane = i / (CB / VEC * TB);
+        if (c >= wide || t >= high) continue;
+        ACC z[VEC] = {};
 #pragma unroll 4
-        for (int k = ty; k < splits; k += LANES) z += part[(i64)k * size + i];
-    if (LANES > 1) {
-        sums[ty][tx] = z;
-        __syncthreads();
-    }
-    if (ty || i >= size) return;
+        for (u32 k = lane; k < splits; k += LANES) {
+            const Vec<ACC, VEC> v = load<VEC>(part + k * size + (i64)t * channels + c);
 #pragma unroll
-    for (int k = 1; k < LANES; k++) z += sums[k][tx];
-    const u32 c = i % channels, tap = i / channels % taps, m = i / channels / taps;
-    dw[((i64)m * channels + c) * taps + tap] = narrow<TY>(z);
+            for (int j = 0; j < VEC; j++) z[j] += v.at[j];
+        }
+#pragma unroll
+        for (int j = 0; j < VEC; j++) sums[lane][(c + j) * high + t] = z[j];
+    }
+    __syncthreads();
+    dw += ((i64)m * channels + c0) * taps + t0;
+    for (u32 i = threadIdx.x; i < wide * high; i += blockDim.x) {
+        ACC z = sums[0][i];
+#pragma unroll
+        for (int k = 1; k < LANES; k++) z += sums[k][i];
+        dw[(i64)(i / high) * taps + i % high] = narrow<TY>(z);
+    }
 }

@@ -6,6 +6,7 @@
 #include "sm90.cuh"
 #ifdef IM2COL
 #define IM2COL_PARAMS , int oh, int ow, int blocks
+#define PIXELS_OF_Y oh, ow
 
 struct Pixel { int x, y, image; };
 // Where the window of row m begins.
@@ -22,4 +23,13 @@ DEVICE void load_pixels(u32 to, const TensorMap& map, u32 bar, int c, const Pixe
 #else
 #define IM2COL 0
 #define IM2COL_PARAMS
+#define PIXELS_OF_Y 0, 0
 #endif
+// GAPS: y's pixels stand apart, as of one phase of a transposed convolution's stride.
+#ifndef GAPS
+#define GAPS 0
+#endif
+// Rows of a product from m on, which are pixels, with so many columns from n on.
+DEVICE void store_pixels(const TensorMap& map, u32 from, int n, int m, int oh, int ow) {
+    if (GAPS) tma_store_im2col(map, from, n, m % ow, m / ow % oh, m / (oh * ow));
+}

@@ -16,7 +16,10 @@
 //            COLUMNS: part [ceil(M / 64), K] f32, column sums of a (SINGLE, PASSES 1, not TRANS_A); PARTS:
 //            made from part [PARTS, M], the moments that the product before left of a's rows.
 //            IM2COL: a is gathered from images (gemm/im2col.cuh).
+//            EIGHT: a and b are float8, k contiguous, and the rest of this text counts pairs of their
+//            elements (gemm/eight.cuh); row2 and row3 are one number each, and y is their product's multiple.
 //            OWN: at most one tile a CTA, MI 1, PINGPONG, CLUSTER 1.
+//            STREAM: CTAs share the k-steps of all tiles evenly (gemm/stream.cuh; SINGLE, PINGPONG 0, CLUSTER 1, no SIDE).
 // Macros   : T, TO, TV, TRANS_A, TRANS_B, MI, BN, PINGPONG, CLUSTER, STAGES, GROUP, DIRECT, PASSES, SIDE,
 //            SIDE_LANES, MOMENTS, PARTS, STATIC_B (b does not change while the graph runs: it is read ahead),
 //            SINGLE (one product, k not split), NEXT_ALONE (the next launch's blocks take an SM each),
@@ -27,10 +30,21 @@
 //            takes 4 us more: loops that need no unrolling have none.
 // Numerics : f32 accumulation, k in order: bits depend on PASSES and splits alone.
 // Bound    : tensor cores, 2 M N K / 790 TFLOP/s on an H200; bytes below K of about 500.
+#ifndef EIGHT
+#define EIGHT 0
+#endif
+#if EIGHT
+#undef ALPHA
+#define ALPHA 1
+#endif
 #include "gemm/epilogue.cuh"
 #include "gemm/side.cuh"
 #include "sm90.cuh"
 #include "gemm/im2col.cuh"
+#include "gemm/stream.cuh"
+#if EIGHT
+#include "gemm/eight.cuh"
+#endif
 #ifndef PASSES
 #define PASSES 1
 #endif
@@ -97,7 +111,13 @@ constexpr int READERS = CONSUMER_WARPS * CLUSTER + (SIDE == TILES ? 3 : ALONE ? 
     side_columns<BM, T>(smem + s * STAGE_BYTES,                                                    \
                         part + (i64)(t.m / BM) * K + step * BK, K - step * BK)
 #endif
+#if EIGHT
+constexpr int PART = BN > 192 ? 128 : BN;          // columns that are summed from zero at once
+constexpr bool BIG = MI * BN + PART > 256;
+static_assert(MI * BN + PART <= 384 && !TRANS_A && TRANS_B && PASSES == 1 && SIDE == 0);
+#else
 constexpr bool BIG = MI * BN > 256;                // 192 accumulators a thread: no room for columns
+#endif
 constexpr bool EARLY = SIDE == STATS || SIDE == RMS, TWICE = SIDE == TILES;
 constexpr int BAND = GROUP * CLUSTER * BM;         // rows of a band of tiles
 
@@ -165,7 +185,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
     int splits, TR* row0, TR* row1, const TR* row2,
     const TR* row3, const TV* col0, const TV* col1, float alpha,
     float beta, float act_alpha, float* part, u32* sync,
-    const T* side_a, i64 side_ld, float epsilon IM2COL_PARAMS) {
+    const T* side_a, i64 side_ld, float epsilon IM2COL_PARAMS STREAM_PARAMS) {
     extern __shared__ __align__(1024) u8 smem[];
     u32 base = smem_address(smem);
     u32 full = base + BAR_AT, empty = full + STAGES * 8, c_bar = empty + STAGES * 8;
@@ -177,6 +197,22 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
     Work work = {((M + BM - 1) / BM + CLUSTER - 1) / CLUSTER, (N + BN - 1) / BN, batches, splits};
     int count = work.count(), stride = gridDim.x / CLUSTER, start = blockIdx.x / CLUSTER;
     int k_steps = (K + BK - 1) / BK, all_steps = k_steps * PASSES;
+#if STREAM  // this CTA's tiles from the last one on; t.split is the first of its steps
+    constexpr int per_split = 1;
+    int low = first_step(count * all_steps, blockIdx.x), high = first_step(count * all_steps, blockIdx.x + 1);
+    int tile = (high - 1) / all_steps;
+    auto part_of = [&](int tile) {
+        Tile t = work.at(tile, 0);
+        t.split = max(low - tile * all_steps, 0);
+        return t;
+    };
+    Tile t = part_of(tile);
+    auto next = [&](int& id) {
+        if (++id < count) t = part_of(--tile);
+    };
+    auto steps_of = [&](int first) { return min(high - tile * all_steps, all_steps) - first; };
+    start = 0, count = low < high ? tile - low / all_steps + 1 : 0;
+#else
     int per_split = SINGLE ? all_steps : (all_steps + splits - 1) / splits;
     Tile t = work.at(start, rank);
     auto next = [&](int& id) {
@@ -186,6 +222,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
         int left = all_steps - split * per_split;
         return left < per_split ? left : per_split;
     };
+#endif
     auto load_b = [&](u32 b, u32 bar, int k, int n, int zb) {
         mbarrier_expect(bar, STAGE_BYTES);
         if (CLUSTER == 1 && TRANS_B)
@@ -343,6 +380,9 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
             count = 0;
         }
 #endif
+#if EIGHT
+        alpha = *row2 * *row3;
+#endif
         Pairs pairs = {};
         if (EARLY || TWICE) pairs = Pairs(sync, SIDE == TILES ? M * work.tiles_n : M);
 
@@ -458,7 +498,12 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                 tma_load(cin + c_load * BOX, map_c, cbar + c_load * 8, t.n + box % FULL * 64,
                          t.m + wrow + box / FULL % MI * 64, t.batch);
             };
+#if STREAM
+            bool ends = t.split + steps == all_steps;
+            if (C_BOXES && ends) {
+#else
             if (C_BOXES) {
+#endif
                 __syncwarp();
 #pragma unroll
                 for (int box = 0; box < C_BOXES; box++) {
@@ -468,6 +513,43 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
             }
 
             float acc[MI][BN / 2];
+#if EIGHT
+            if (PINGPONG) bar_sync(2 + group, 256);
+#pragma unroll
+            for (int i = 0; i < MI; i++)
+#pragma unroll
+                for (int e = 0; e < BN / 2; e++) acc[i][e] = 0;
+#pragma unroll 1
+            for (int step = 0; step < steps; step++) {
+                u32 a = base + s * STAGE_BYTES + (PINGPONG ? 0 : group * MI * 8192);
+                u32 b = base + s * STAGE_BYTES + A_BYTES;
+                mbarrier_wait(full + s * 8, phase);
+#pragma unroll
+                for (int i = 0; i < MI; i++)
+#pragma unroll
+                    for (int at = 0; at < BN; at += PART) {
+                        float sum[PART / 2];
+                        wgmma_fence();
+#pragma unroll
+                        for (int q = 0; q < 4; q++)
+                            Eight<EIGHT_A, EIGHT_B, PART>::run(
+                                sum, wgmma_descriptor<true>(a + i * 8192 + q * 32),
+                                wgmma_descriptor<true>(b + at * 128 + q * 32), q);
+                        wgmma_commit();
+                        wgmma_wait<0>();
+                        wgmma_hold(sum);
+#pragma unroll
+                        for (int e = 0; e < PART / 2; e++) acc[i][at / 2 + e] += sum[e];
+                    }
+                if (CLUSTER == 1) {
+                    if (lane == 0) mbarrier_arrive(empty + s * 8);
+                } else if (lane < CLUSTER) {
+                    mbarrier_arrive_remote(empty + s * 8, lane);
+                }
+                if (++s == STAGES) s = 0, phase ^= 1;
+            }
+            if (PINGPONG) bar_arrive(3 - group, 256);
+#else
             auto multiply = [&](bool more, bool first) {
                 u32 a = base + s * STAGE_BYTES + (PINGPONG ? 0 : group * MI * 8192);
                 u32 b = base + s * STAGE_BYTES + A_BYTES;
@@ -511,6 +593,19 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                     mbarrier_arrive_remote(empty + before * 8, lane);
                 }
             }
+#endif
+#if STREAM
+            if (!ends) {
+                leave_sums<256>(shared_sums, sync, me, acc);
+                continue;
+            }
+            if (t.split)
+                for (int cta = blockIdx.x; cta > 0; cta--) {
+                    add_sums<256>(shared_sums, sync, cta - 1, me, acc);
+                    if (first_step(work.count() * all_steps, cta - 1) <= tile * all_steps) break;
+                }
+            t.split = 0;  // its place in y
+#endif
 
             if (EPI_COLS && !ALONE) {
                 if (BIG) load_columns();
@@ -706,6 +801,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                         if (lane == 0) {
                             auto give = [&](u32 from, int n, int m) {
                                 if (ACCUMULATE && pass > 0) tma_add(map_y, from, n, m, t.batch);
+                                else if (GAPS) store_pixels(map_y, from, n, m, PIXELS_OF_Y);
                                 else tma_store(pass == 0 ? map_z : map_y, from, n, m, t.batch);
                             };
                             if (GATE) give(to, (t.n + (j - 1) * 64) / 2, m);

@@ -27,7 +27,7 @@ DEVICE void apply(TY* y, i64 i, const Vec<T, VEC>& own, const Vec<T, VEC> (&more
     store<VEC>(y + i, out);
 }
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 3)
     channel_apply(const T* x, const P* scale, const P* bias, const M* mean, const M* variance,
                   const T* e1, const T* e2, const T* e3, TY* y, i64 size, i64 channels, i64 inner,
                   i64 per, i64 pixels, i64 slots, float epsilon) {

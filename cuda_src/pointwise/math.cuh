@@ -28,7 +28,11 @@ BOTH(m_sinh, sinhf(x), sinh(x))
 BOTH(m_sqrt, sqrtf(x), sqrt(x))
 BOTH(m_tan, tanf(x), tan(x))
 BOTH(m_tanh, tanhf(x), tanh(x))
+#ifdef SHORT_RESULT  // what is made of it is rounded to 16 bits
+BOTH(m_sigmoid, sigmoid<f16>(x), 1.0 / (1.0 + exp(-x)))
+#else
 BOTH(m_sigmoid, 1.0f / (1.0f + expf(-x)), 1.0 / (1.0 + exp(-x)))
+#endif
 BOTH(m_softplus, fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))), fmax(x, 0.0) + log1p(exp(-fabs(x))))
 #undef BOTH
 template <class E> DEVICE E m_abs(E x) { return x < 0 ? -x : x; }

@@ -100,13 +100,7 @@ extern "C" __global__ void __launch_bounds__(BX* BY)
 #pragma unroll
             for (int u = 0; u < UNROLL; u++) v[u] = fetch(p + (r + u * BY) * inner);
 #if defined BATCHED && !FROM_STATE
-#pragma unroll
-            for (int j = 0; j < VEC; j++) {
-                In column[UNROLL];
-#pragma unroll
-                for (int u = 0; u < UNROLL; u++) column[u] = v[u].at[j];
-                s[j] = R::take_all(s[j], column);
-            }
+            R::take_rows(s, v);
 #else
 #pragma unroll
             for (int u = 0; u < UNROLL; u++)

@@ -134,6 +134,21 @@ template <class S> struct Moments {  // Welford inside a thread, Chan's merge be
         for (int i = 0; i < N; i++) m2 += ((S)widen(x[i]) - mean) * ((S)widen(x[i]) - mean);
         return merge(s, {N, mean, m2});
     }
+    // V columns of N rows at once; all columns have had as many rows, so that one division serves them
+    template <int V, int N, class P> static DEVICE void take_rows(State (&s)[V], const P (&rows)[N]) {
+        const S n = s[0].n + N, f = N / n, weight = s[0].n * f;
+#pragma unroll
+        for (int j = 0; j < V; j++) {
+            S sum = 0, m2 = 0;
+#pragma unroll
+            for (int i = 0; i < N; i++) sum += (S)widen(rows[i].at[j]);
+            const S mean = sum / N;
+#pragma unroll
+            for (int i = 0; i < N; i++) m2 += ((S)widen(rows[i].at[j]) - mean) * ((S)widen(rows[i].at[j]) - mean);
+            const S d = mean - s[j].mean;
+            s[j] = {n, s[j].mean + d * f, s[j].m2 + m2 + d * weight * d};
+        }
+    }
     // the first `n` of N elements, at least one
     template <int N, class E> static DEVICE State take_some(State s, const E (&x)[N], int n) {
         S sum = 0, m2 = 0;

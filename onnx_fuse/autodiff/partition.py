@@ -12,7 +12,7 @@ import onnx_ir as ir
 from onnx_fuse.autodiff.emit import Emitter
 from onnx_fuse.autodiff.subgraphs import ancestors, reads
 from onnx_fuse.autodiff.walk import backward
-from onnx_fuse.onnx.build import all_nodes
+from onnx_fuse.onnx.build import Builder, all_nodes
 from onnx_fuse.onnx.evaluate import DRAWS
 from onnx_fuse.onnx.save import inline
 from onnx_fuse.onnx.shapes import infer_shapes
@@ -21,6 +21,8 @@ from onnx_fuse.passes.canonicalize import clean
 
 _VIEWS = frozenset(("Transpose", "Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"))
 """Operators whose result is made again for the backward, rather than kept: they move no value."""
+_ATTENTION = ("Attention", "Sdpa", "GroupedSdpa")
+"""How the names of operators begin whose results are attention's."""
 _SIZES = frozenset(("Shape", "Size"))
 """Operators whose result is kept in place of the tensor that they measure."""
 
@@ -90,7 +92,8 @@ def partition(
     if not recompute:
         _measure_inputs(joint)
     ends = [dy for dy in dys.values() if dy is not None]
-    kept = [] if recompute else _kept(graph, outputs, gradients, set(ends))
+    turned = set() if recompute else _turned(graph, outputs)
+    kept = [] if recompute else _kept(graph, outputs, gradients, set(ends), turned)
     graph.inputs.extend(ends)
     first, given = ([str(v.name) for v in values] for values in (ends, kept))
     named_outputs = [str(v.name) for v in outputs]
@@ -143,14 +146,45 @@ def _size(op: Emitter, size: int | str | None, axes: Mapping[str, tuple[ir.Value
     return op.constant(np.array([size], np.int64))
 
 
+def _turned(graph: ir.Graph, outputs: Sequence[ir.Value]) -> set[ir.Value]:
+    """Transposed results of attention, which the backward reads in place of the results.
+
+    A kernel writes a result in the order in which the forward reads it next, and what passes to the
+    backward is dense.
+    """
+    op, first = Builder(), ancestors(outputs)
+    found: set[ir.Value] = set()
+    for node in [n for n in graph if n in first and n.op_type == "Transpose" and not n.domain]:
+        value, turned = node.inputs[0], node.outputs[0]
+        maker = None if value is None else value.producer()
+        if value is None or maker is None or not maker.op_type.startswith(_ATTENTION):
+            continue
+        later = [(n, i) for n, i in value.uses() if n not in first]
+        if later and not value.is_graph_output():
+            perm = node.attributes.get_ints("perm")
+            back = op.Transpose(turned, perm=[perm.index(i) for i in range(len(perm))])
+            back.type, back.shape = value.type, value.shape
+            for n, i in later:
+                n.replace_input_with(i, back)
+            graph.insert_after(node, op.nodes)
+            op.nodes = []
+            found.add(turned)
+    return found
+
+
 def _kept(
     graph: ir.Graph,
     outputs: Sequence[ir.Value],
     gradients: Sequence[ir.Value],
     dys: set[ir.Value],
+    turned: set[ir.Value],
 ) -> list[ir.Value]:
     """The values that pass from the forward to the backward, inputs aside."""
     first = ancestors(outputs)
+
+    def is_view(value: ir.Value | None) -> bool:
+        return value not in turned and _is_view(value)
+
     depends: set[ir.Value] = set(dys)
     for node in graph:
         if any(v in depends for v in reads(node)):
@@ -169,9 +203,9 @@ def _kept(
         if value in seen or maker is None:
             continue
         seen.add(value)
-        if maker.op_type in _SIZES and not maker.domain and not _is_view(maker.inputs[0]):
+        if maker.op_type in _SIZES and not maker.domain and not is_view(maker.inputs[0]):
             sizes[value] = maker.inputs[0]
-        elif maker in first and not _is_view(value) and maker.op_type not in _SIZES:
+        elif maker in first and not is_view(value) and maker.op_type not in _SIZES:
             if maker.op_type != "Constant":
                 kept[value] = None
         else:
@@ -179,6 +213,13 @@ def _kept(
     for value, measured in sizes.items():
         if measured is not None and measured.producer() is not None and measured not in kept:
             kept[value] = None
+    for node in [n for n in graph if n.op_type == "Split" and not n.domain]:
+        whole = node.inputs[0]
+        if whole is not None and all(v in kept for v in node.outputs):  # views of what it splits
+            for v in node.outputs:
+                del kept[v]
+            if whole.producer() is not None:
+                kept[whole] = None
     order = {v: i for i, v in enumerate(v for node in graph for v in node.outputs)}
     return sorted(kept, key=order.__getitem__)
 

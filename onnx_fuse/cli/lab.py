@@ -87,7 +87,8 @@ def lab(
     for row in wrong:
         printer.text(f"wrong: {row.kernel} {row.config}: {row.fault}")
     sound = {(row.kernel, row.config) for row in checked if not row.fault}
-    timed, winners, tried = [], [], {}
+    timed, winners = [], []
+    tried: dict[str, list[list[str | float]]] = {}
     for call in calls:
         found = bench.measure(call, kernels, sound, hw, 1000 if tune else 6)
         timed += [row for row, _ in found]

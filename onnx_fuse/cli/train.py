@@ -216,8 +216,8 @@ def train(
         str,
         typer.Option(
             metavar="NAME",
-            help="Compute in this precision: fp32, tf32, bf16x3, bf16x6, bf16 or fp16; on the CPU "
-            "fp32 or fp16.",
+            help="Compute in this precision: fp32, tf32, bf16x3, bf16x6, bf16, fp16 or, on a "
+            "Hopper GPU, fp8; on the CPU fp32 or fp16.",
         ),
     ] = "fp32",
     device: Device = "cpu",

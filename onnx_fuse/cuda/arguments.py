@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +17,8 @@ _NUMBERS = {"i32": "i4x", "u32": "I4x", "i64": "q", "f32": "f4x", "f64": "d"}
 _MAP_BYTES = 128
 _MAP = f"{_MAP_BYTES}s"
 _ALIGNED = 64  # of a TMA descriptor
+_MAPS = 4096
+"""Kinds of tensors whose descriptors are kept."""
 
 
 class Arguments:
@@ -24,8 +28,19 @@ class Arguments:
     """
 
     def __init__(self, launch: Launch, pointers: Mapping[str, int]) -> None:
-        self._args = launch.args
-        self._format, offsets, nbytes = _layout(tuple([_code(arg) for arg in launch.args]))
+        self._layout = _layout(tuple([_code(arg) for arg in launch.args]))
+        self._take_memory()
+        self.replace(launch.args, pointers)
+
+    def twin(self, pointers: Mapping[str, int]) -> Arguments:
+        """The same arguments with other addresses, in memory of their own."""
+        made = copy(self)
+        made._take_memory()
+        made.place(pointers)
+        return made
+
+    def _take_memory(self) -> None:
+        _, offsets, nbytes = self._layout
         count = len(offsets)
         self._memory = (ctypes.c_uint8 * (nbytes + 8 * count + _ALIGNED))()
         start = ctypes.addressof(self._memory)
@@ -34,16 +49,15 @@ class Arguments:
         table = struct.Struct(f"<{count}Q")
         table.pack_into(self._memory, self._skipped + nbytes, *[start + at for at in offsets])
         self.address = start + nbytes
-        self.place(pointers)
 
     def replace(self, args: tuple[Arg, ...], pointers: Mapping[str, int]) -> None:
         """Write other arguments of the same kernel."""
-        self._args = args
+        self._words, self._spots = _words(args)
         self.place(pointers)
 
     def write(self, words: Sequence[Any]) -> None:
         """Write all arguments as they are: numbers, addresses, (TensorMap, address) of a map."""
-        self._format.pack_into(
+        self._layout[0].pack_into(
             self._memory,
             self._skipped,
             *[_descriptor(*w) if isinstance(w, tuple) else w for w in words],
@@ -51,23 +65,39 @@ class Arguments:
 
     def place(self, pointers: Mapping[str, int]) -> None:
         """Write all arguments; `pointers` maps their names to addresses, null where one lacks."""
-        words: list[Any] = []
-        for arg in self._args:
-            if isinstance(arg, Num):
-                words.append(arg.value)
-            elif isinstance(arg, Ptr):
-                found = pointers.get(arg.name, 0)
-                words.append(found and found + arg.offset)
-            elif isinstance(arg, Table):
-                words += [w if isinstance(w, int) else _address(w, pointers) for w in arg.words]
-            else:
-                words.append(_descriptor(arg, _address(arg.ptr, pointers)))
-        self._format.pack_into(self._memory, self._skipped, *words)
+        words = [*self._words]
+        for at, name, offset, arg in self._spots:
+            found = pointers.get(name, 0)
+            place = found and found + offset
+            words[at] = place if arg is None else _descriptor(arg, place)
+        self._layout[0].pack_into(self._memory, self._skipped, *words)
 
 
-def _address(ptr: Ptr, pointers: Mapping[str, int]) -> int:
-    found = pointers.get(ptr.name, 0)
-    return found + ptr.offset if found else 0
+def _words(
+    args: tuple[Arg, ...],
+) -> tuple[tuple[Any, ...], tuple[tuple[int, str, int, TensorMap | None], ...]]:
+    """The words of arguments, and which are addresses: (word, operand, offset, map)."""
+    words: list[Any] = []
+    spots: list[tuple[int, str, int, TensorMap | None]] = []
+
+    def point(ptr: Ptr, arg: TensorMap | None = None) -> None:
+        spots.append((len(words), ptr.name, ptr.offset, arg))
+        words.append(0)
+
+    for arg in args:
+        if isinstance(arg, Num):
+            words.append(arg.value)
+        elif isinstance(arg, Ptr):
+            point(arg)
+        elif isinstance(arg, Table):
+            for word in arg.words:
+                if isinstance(word, Ptr):
+                    point(word)
+                else:
+                    words.append(word)
+        else:
+            point(arg.ptr, arg)
+    return tuple(words), tuple(spots)
 
 
 def _code(arg: Arg) -> str:
@@ -96,11 +126,28 @@ def _layout(codes: tuple[str, ...]) -> tuple[struct.Struct, tuple[int, ...], int
 # ---- TMA descriptors ----------------------------------------------------------------------------
 
 
+_ENCODED: dict[TensorMap, Any] = {}
+_ENCODING = threading.Lock()
+
+
 @lru_cache(maxsize=8192)
 def _descriptor(arg: TensorMap, address: int) -> bytes:
     """The descriptor of the tensor there; zeros, which nobody reads, for an operand left out."""
     if not address:
         return bytes(_MAP_BYTES)
+    from cuda.bindings import driver
+
+    with _ENCODING:
+        found = _ENCODED.get(arg)
+        if found is None or int(driver.cuTensorMapReplaceAddress(found, address)[0]):
+            if len(_ENCODED) >= _MAPS:
+                _ENCODED.clear()
+            found = _ENCODED[arg] = _encoded(arg, address)
+        return ctypes.string_at(int(found.getPtr()), _MAP_BYTES)
+
+
+def _encoded(arg: TensorMap, address: int) -> Any:
+    """The driver's descriptor of the tensor there, which takes it far longer than a new address."""
     from cuda.bindings import driver
 
     kinds, shape, strides, box, ones = _constants(arg.dtype, arg.shape, arg.strides, arg.box)
@@ -127,7 +174,7 @@ def _descriptor(arg: TensorMap, address: int) -> bytes:
     )
     if int(code):
         raise DeviceError(f"a TMA descriptor of {arg}: {driver.CUresult(code).name}")
-    return ctypes.string_at(int(found.getPtr()), _MAP_BYTES)
+    return found
 
 
 @lru_cache(maxsize=1024)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import cache, lru_cache
 from typing import Any, Protocol
 
@@ -70,11 +71,18 @@ class _Flags:
     SIZE = 256 << 10
 
     def __init__(self, nbytes: int, launch: Launch) -> None:
-        self._driver, self.nbytes, self.used = _driver(), nbytes, 0
-        self.address = int(_check(self._driver.cuMemAlloc(nbytes), launch))
-        _check(self._driver.cuMemsetD8(self.address, 0, nbytes), launch)
-        # the memset is ordered with no other stream
-        _check(self._driver.cuStreamSynchronize(0), launch)
+        driver = self._driver = _driver()
+        self.nbytes, self.used = nbytes, 0
+        # another library may capture a graph of this launch, which the memory is to outlive
+        relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        before = _check(driver.cuThreadExchangeStreamCaptureMode(relaxed), launch)
+        try:
+            self.address = int(_check(driver.cuMemAlloc(nbytes), launch))
+            _check(driver.cuMemsetD8(self.address, 0, nbytes), launch)
+            # the memset is ordered with no other stream
+            _check(driver.cuStreamSynchronize(0), launch)
+        finally:
+            driver.cuThreadExchangeStreamCaptureMode(before)
 
     def __del__(self) -> None:
         if hasattr(self, "address") and not sys.is_finalizing():
@@ -127,6 +135,16 @@ class Bound:
         self._arguments = Arguments(launch, self._pointers(pointers))
         self.arguments = self._arguments.address
         """The address of the array that points to the arguments; it never changes."""
+
+    def twin(self, pointers: Mapping[str, int]) -> Bound:
+        """The same launch with other addresses, in the same order of launches.
+
+        They share the memory in which the launch counts, which is ready for the next one.
+        """
+        made = copy(self)
+        made._arguments = self._arguments.twin(made._pointers(pointers))
+        made.arguments = made._arguments.address
+        return made
 
     def _pointers(self, pointers: Mapping[str, int]) -> Mapping[str, int]:
         return {**pointers, "sync": self._sync.address} if self._sync else pointers

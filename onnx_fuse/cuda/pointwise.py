@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ops.activations import ACTIVATIONS
 from onnx_fuse.program import size as sizes
-from onnx_fuse.program.call import INT32_LIMIT, Call, Context, Tensor
+from onnx_fuse.program.call import INT32_LIMIT, Call, Tensor
 from onnx_fuse.program.expression import Expression, Row, Step
 from onnx_fuse.program.problem import ITEMSIZE, Arg, Launch, Num, Ptr, Table
 
@@ -262,21 +262,13 @@ def launch_of(expression: Expression, reads: Sequence[Tensor], writes: Sequence[
     index = "i64" if wide else "int"
     rank = len(dims)
     names = [f"a{i}" for i in range(len(reads))] + [f"y{i}" for i in range(len(writes))]
-    parameters, args = [], []
-    for name, tensor in zip(names, tensors, strict=True):
-        const = "const " if name[0] == "a" else ""
-        parameters.append(f"{const}{STORAGE[tensor.dtype]}* {name}")
-        args.append(Ptr(name))
-    numbers: list[Arg] = []
-    for i, (ctype, value) in enumerate(expression.scalars):
-        parameters.append(f"{SCALAR[ctype]} s{i}")
-        numbers.append(Num(ctype, value))
+    given: list[tuple[str, Arg]] = [
+        (f"{'const ' * (name[0] == 'a')}{STORAGE[tensor.dtype]}* {name}", Ptr(name))
+        for name, tensor in zip(names, tensors, strict=True)
+    ]
     kind = "i64" if wide else "i32"
-    parameters.append(f"{index} n")
-    numbers.append(Num(kind, prod(dims)))
-    for k in range(1, rank):
-        parameters.append(f"{index} d{k}")
-        numbers.append(Num(kind, dims[k]))
+    given += [*_scalars(expression), (f"{index} n", Num(kind, prod(dims)))]
+    given += [(f"{index} d{k}", Num(kind, dims[k])) for k in range(1, rank)]
     body: list[str] = []
     if rank > 1:
         body.append(f"{index} r = i;")
@@ -297,8 +289,7 @@ def launch_of(expression: Expression, reads: Sequence[Tensor], writes: Sequence[
             if s[k] == 1:
                 terms.append(coordinate)
             else:
-                parameters.append(f"{index} {name}_{k}")
-                numbers.append(Num(kind, s[k]))
+                given.append((f"{index} {name}_{k}", Num(kind, s[k])))
                 terms.append(f"{coordinate} * {name}_{k}")
         where = " + ".join([name, *terms])
         vec = f"Vec<{STORAGE[tensor.dtype]}, {width}>"
@@ -306,8 +297,8 @@ def launch_of(expression: Expression, reads: Sequence[Tensor], writes: Sequence[
         one = row is None or strides[row.index][-1] == 0
         inside = "true"
         if row is not None:
-            parameters += [f"{index} {name}_step", f"i64 {name}_size"]
-            numbers += [Num(kind, row.step), Num("i64", row.size)]
+            given += [(f"{index} {name}_step", Num(kind, row.step)),
+                      (f"i64 {name}_size", Num("i64", row.size))]  # fmt: skip
             at = f"row_at(a{row.index}v.at[{0 if one else 'v'}], {name}_size)"
             inside = f"{name}k >= 0" if one else f"{at} >= 0"
             where += f" + ({index}){f'{name}k' if one else at} * {name}_step"
@@ -342,13 +333,20 @@ def launch_of(expression: Expression, reads: Sequence[Tensor], writes: Sequence[
     source = (
         f"{includes(expression, [t.dtype for t in tensors])}"
         f'extern "C" __global__ void __launch_bounds__({THREADS}) pointwise(\n'
-        f"    {', '.join(parameters)}) {{\n"
+        f"    {', '.join(text for text, _ in given)}) {{\n"
         f"    after_previous_launch();\n"
         f"    const {index} i = (({index})blockIdx.x * {THREADS} + threadIdx.x) * {width};\n"
         f"    if (i >= n) return;\n    {lines}\n}}\n"
     )
     blocks = -(-prod(dims) // (width * THREADS))
-    return Launch(source, "pointwise", (blocks, 1, 1), (THREADS, 1, 1), (*args, *numbers))
+    args = tuple(arg for _, arg in given)
+    return Launch(source, "pointwise", (blocks, 1, 1), (THREADS, 1, 1), args)
+
+
+def _scalars(expression: Expression) -> list[tuple[str, Arg]]:
+    """The parameters and arguments of a kernel for an expression's numbers."""
+    pairs = enumerate(expression.scalars)
+    return [(f"{SCALAR[ctype]} s{i}", Num(ctype, value)) for i, (ctype, value) in pairs]
 
 
 def launch_transpose(x: Tensor, y: Tensor) -> Launch | None:
@@ -408,15 +406,12 @@ def launch_many(
         blocks += -(-n // (width * THREADS))
     rows = 1 << (len(items) - 1).bit_length()  # few distinct sources for many counts
     words += [0] * ((rows - len(items)) * (len(own) + 2))
-    args: list[Arg] = [Table(tuple(words)), Num("i32", len(items))]
-    parameters = ["const __grid_constant__ Rows table", "int rows"]
-    for r, tensor in enumerate(shared):
-        if tensor is not None:
-            parameters.append(f"const {STORAGE[tensor.dtype]}* a{r}")
-            args.append(Ptr(f"a{r}"))
-    for i, (ctype, value) in enumerate(expression.scalars):
-        parameters.append(f"{SCALAR[ctype]} s{i}")
-        args.append(Num(ctype, value))
+    given: list[tuple[str, Arg]] = [
+        ("const __grid_constant__ Rows table", Table(tuple(words))),
+        ("int rows", Num("i32", len(items))),
+        *((f"const {STORAGE[t.dtype]}* a{r}", Ptr(f"a{r}")) for r, t in enumerate(shared) if t),
+        *_scalars(expression),
+    ]
     body = []
     names = [f"a{i}" for i in range(len(reads))] + [f"y{i}" for i in range(len(writes))]
     for column, r in enumerate(own):
@@ -444,7 +439,7 @@ def launch_many(
         f"struct Row {{ u64 p[{len(own)}]; i64 n; i64 first; }};\n"
         f"struct Rows {{ Row at[{rows}]; }};\n"
         f'extern "C" __global__ void __launch_bounds__({THREADS}) pointwise_many(\n'
-        f"    {', '.join(parameters)}) {{\n"
+        f"    {', '.join(text for text, _ in given)}) {{\n"
         f"    after_previous_launch();\n"
         f"    int t = 0;\n"
         f"    for (int step = {rows} / 2; step; step /= 2)\n"
@@ -453,9 +448,12 @@ def launch_many(
         f"    const i64 i = (block * {THREADS} + threadIdx.x) * {width};\n"
         f"    if (i >= n) return;\n    {lines}\n}}\n"
     )
-    return Launch(source, "pointwise_many", (blocks, 1, 1), (THREADS, 1, 1), tuple(args))
+    args = tuple(arg for _, arg in given)
+    return Launch(source, "pointwise_many", (blocks, 1, 1), (THREADS, 1, 1), args)
 
 
+Ref: TypeAlias = tuple[str, int]
+"""An operand of a step of `Code`: "load", "scalar" or "step", and its number."""
 SCALAR = {"f32": "float", "f64": "double", "i64": "i64", "i32": "int", "u32": "u32"}
 
 
@@ -483,22 +481,22 @@ class Code:
         self.reads: list[Tensor] = []
         self.rows: list[Row] = []
         self.scalars: list[tuple[str, float]] = []
-        self.steps: list[tuple[str, str, tuple[tuple[str, int], ...]]] = []
+        self.steps: list[tuple[str, str, tuple[Ref, ...]]] = []
 
-    def load(self, tensor: Tensor) -> tuple[str, int]:
+    def load(self, tensor: Tensor) -> Ref:
         """An operand read from memory; `tensor` is a view of the iteration space."""
         if tensor not in self.reads:
             self.reads.append(tensor)
         return "load", self.reads.index(tensor)
 
-    def row(self, table: Tensor, index: Tensor, step: int, size: int) -> tuple[str, int]:
+    def row(self, table: Tensor, index: Tensor, step: int, size: int) -> Ref:
         """Load row `index` of `table`: its elements lie `step` apart, on an axis of `size`."""
         _, at = self.load(index)
         self.reads.append(table)
         self.rows.append(Row(len(self.reads) - 1, at, step, size))
         return "load", len(self.reads) - 1
 
-    def scalar(self, value: Any, dtype: str) -> tuple[str, int]:
+    def scalar(self, value: Any, dtype: str) -> Ref:
         """A number known at lowering, passed as an argument of the kernel."""
         kind = {"float64": "f64", "int64": "i64", "uint64": "i64", "uint32": "i64"}.get(dtype)
         kind = kind or ("f32" if dtype in FLOATS else "i32")
@@ -508,54 +506,22 @@ class Code:
         self.scalars.append((kind, number))
         return "scalar", len(self.scalars) - 1
 
-    def step(self, name: str, dtype: str, *args: tuple[str, int]) -> tuple[str, int]:
+    def step(self, name: str, dtype: str, *args: Ref) -> Ref:
         """Add the step TABLE[name](args), and return a reference to it."""
         self.steps.append((name, dtype, args))
         return "step", len(self.steps) - 1
 
-    def expression(self, *stores: tuple[str, int]) -> Expression:
+    def expression(self, *stores: Ref) -> Expression:
         """The Expression that stores these operands."""
         first = {"load": 0, "scalar": len(self.reads)}
         first["step"] = first["scalar"] + len(self.scalars)
 
-        def number(ref: tuple[str, int]) -> int:
+        def number(ref: Ref) -> int:
             return first[ref[0]] + ref[1]
 
         steps = tuple(Step(n, d, tuple(map(number, args))) for n, d, args in self.steps)
         stored, rows = tuple(map(number, stores)), tuple(self.rows)
         return Expression(len(self.reads), tuple(self.scalars), steps, stored, rows)
-
-
-def operand(ctx: Context, code: Code, node: ir.Node, i: int, shape: Sequence[int]) -> Any:
-    """Input `i` broadcast to `shape`, and its dtype; a known single number becomes a scalar."""
-    array = ctx.host(node, i)
-    if array is not None and array.size == 1:
-        dtype = "int64" if array.dtype == object else array.dtype.name
-        return code.scalar(array.reshape(-1)[0], dtype), dtype
-    tensor = ctx.view(node, i)
-    return code.load(tensor.expand(shape)), tensor.dtype
-
-
-def broadcast(ctx: Context, node: ir.Node) -> tuple[int, ...]:
-    """The shape that all given inputs broadcast to."""
-    shapes = []
-    for i in range(len(node.inputs)):
-        if ctx.has(node, i):
-            array = ctx.host(node, i)
-            shapes.append(array.shape if array is not None else ctx.view(node, i).shape)
-    return sizes.broadcast(*shapes)
-
-
-def emit(ctx: Context, code: Code, node: ir.Node, value: Any, y: Tensor) -> None:
-    """Append the call that stores `value` to `y`."""
-    call = call_of(code.expression(value), code.reads, [y], [ctx.label(node)])
-    ctx.append(call)
-
-
-def copy(ctx: Context, node: ir.Node, x: Tensor, y: Tensor) -> None:
-    """y[...] = x[...] for views of one shape."""
-    code = Code()
-    emit(ctx, code, node, code.load(x.expand(y.shape)), y)
 
 
 def cast_step(dtype: str) -> str:

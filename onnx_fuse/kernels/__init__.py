@@ -1,6 +1,6 @@
 """Candidate kernels and their choice.
 
-A candidate is an object with the methods of `Kernel`; `MODULES` says which module under
+A candidate is an object with the methods of `kernel.Kernel`; `MODULES` says which module under
 onnx_fuse/kernels holds the candidates of an op, best first, the plain one that serves every problem
 last. `launch` is pure: it returns Launch records that name their arguments ("a", "y", "workspace");
 `cuda.launch.bind` binds addresses and enqueues into a stream.
@@ -8,17 +8,18 @@ last. `launch` is pure: it returns Launch records that name their arguments ("a"
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from onnx_fuse import config
 from onnx_fuse.errors import UsageError
 from onnx_fuse.kernels import tuning
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import RuleBased
 from onnx_fuse.program.problem import AnyProblem, Config, Hardware, Launch
 
@@ -26,37 +27,7 @@ if TYPE_CHECKING:
     from onnx_fuse.program.call import Call
 
 
-class Kernel(Protocol):
-    """What select, the tuner, the lab, the tests and the runtime need of a candidate.
-
-    A candidate names the type of its operator's problems where this says Any.
-    """
-
-    name: str
-
-    def supports(self, problem: Any, hw: Hardware) -> str | None:
-        """None, or the reason why this kernel can't serve `problem`: its only statement."""
-
-    def configs(self, problem: Any, hw: Hardware) -> Sequence[Config]:
-        """The legal configurations, the default first."""
-
-    def fits(self, problem: Any, config: Config) -> bool:
-        """Whether `config`, legal for the largest sizes of the class, is so for `problem`.
-
-        Each comparison with an open size is a guard; a kernel whose configurations serve every
-        problem that it supports answers True.
-        """
-
-    def cost(self, problem: Any, config: Config, hw: Hardware) -> float:
-        """Predicted seconds."""
-
-    def launch(self, problem: Any, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """The kernel calls, in order."""
-
-    def workspace(self, problem: Any, config: Config, hw: Hardware) -> int:
-        """Bytes of scratch bound under "workspace" (0: none); contents need not be initialised."""
-
-
+T = TypeVar("T")
 CALLS_EARLY = frozenset({"gemm/wgmma_sm90.cu", "sdpa/wgmma_sm90.cu"})
 """Sources with the macro NEXT_ALONE, by which a launch calls for the next one at once."""
 
@@ -81,6 +52,7 @@ MODULES: dict[str, str] = {
     "CrossEntropy": "loss",
     "CrossEntropyChunk": "loss",
     **dict.fromkeys(("SlopeProduct", "PartSums", "Fold"), "sums"),
+    "Float8": "float8",
     **dict.fromkeys(("GatherElements", "GatherND", "ScatterElements", "ScatterND"), "indexing"),
     **dict.fromkeys(("CumulativeSum", "TopK", "SortedRows"), "scan"),
     "Pointwise": "pointwise",
@@ -103,14 +75,9 @@ class Choice:
 
     def launch(self, problem: AnyProblem, hw: Hardware) -> tuple[Launch, ...]:
         """The chosen kernel's calls."""
-        if problem.trace is None:
-            return self.kernel.launch(problem, self.config, hw)
+        memo = None if problem.trace is None else problem.trace.memo
         key = ("launch", id(self.kernel), self.config, problem, hw)
-        memo = problem.trace.memo
-        if key not in memo:
-            memo[key] = self.kernel.launch(problem, self.config, hw)
-        found: tuple[Launch, ...] = memo[key]
-        return found
+        return _once(memo, key, lambda: self.kernel.launch(problem, self.config, hw))
 
     def workspace(self, problem: AnyProblem, hw: Hardware) -> int:
         """The chosen kernel's scratch bytes."""
@@ -157,14 +124,18 @@ def select(
     and runs by its rule.
     Raises UsageError where a forced kernel does not exist or does not serve the problem.
     """
-    trace = problem.trace
-    memo = _CHOICES.get() if trace is None else trace.memo
-    if memo is None:
-        return _select(op, problem, hw, prefs, records)
+    memo = _CHOICES.get() if problem.trace is None else problem.trace.memo
     key = (op, problem, hw, tuple(sorted((prefs or {}).items())), records)
+    return _once(memo, key, lambda: _select(op, problem, hw, prefs, records))
+
+
+def _once(memo: dict[Any, Any] | None, key: object, make: Callable[[], T]) -> T:
+    """What `make` gives, once for each key of a memo; each time where there is no memo."""
+    if memo is None:
+        return make()
     if key not in memo:
-        memo[key] = _select(op, problem, hw, prefs, records)
-    found: Choice | None = memo[key]
+        memo[key] = make()
+    found: T = memo[key]
     return found
 
 
@@ -228,11 +199,7 @@ def serves(
     trace = problem.trace
     if trace is None or forced(prefs).get(op) is not None:
         return select(op, problem, hw, prefs) is not None
-    key = "serves", op, problem, hw
-    if key not in trace.memo:
-        trace.memo[key] = _serves(op, problem, hw)
-    found: bool = trace.memo[key]
-    return found
+    return _once(trace.memo, ("serves", op, problem, hw), lambda: _serves(op, problem, hw))
 
 
 def _serves(op: str, problem: AnyProblem, hw: Hardware) -> bool:

@@ -11,7 +11,8 @@ from math import prod
 from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.cuda.pointwise import SCALAR, launch_many
 from onnx_fuse.cuda.source import source_text, without_bounds
-from onnx_fuse.kernels import Choice, Kernel, candidates
+from onnx_fuse.kernels import Choice, candidates
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import RuleBased
 from onnx_fuse.program.moves import BatchedCalls, CopyMany, PointwiseMany
 from onnx_fuse.program.problem import AnyProblem, Config, Hardware, Launch, Num, Ptr, Table
@@ -43,10 +44,6 @@ class BatchedKernel(RuleBased):
     """The kernel as a device function, called once a row of a table of pointers."""
 
     name = "batched"
-
-    def sources(self) -> tuple[str, ...]:
-        """The source files that its text includes."""
-        return ("common.cuh",)
 
     def launch(self, problem: BatchedCalls, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch."""
@@ -93,10 +90,6 @@ class MultiTensor(RuleBased):
 
     name = "generated"
 
-    def sources(self) -> tuple[str, ...]:
-        """The source files that its text includes."""
-        return ("common.cuh",)
-
     def launch(self, problem: PointwiseMany, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch."""
         return (launch_many(problem.expression, problem.shared, problem.items),)
@@ -108,10 +101,6 @@ class MultiCopy(RuleBased):
     name, source = "pieces", "indexing/pieces.cu"
     threads, each = 256, 2
     """Threads of a block, and accesses of 16 bytes that each of them makes: as in the source."""
-
-    def sources(self) -> tuple[str, ...]:
-        """The source file of the kernel."""
-        return (self.source,)
 
     def launch(self, problem: CopyMany, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines, lanes
-from onnx_fuse.kernels import Kernel
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import RuleBased, access_width, tail_macros
 from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr
 from onnx_fuse.program.problems import ChannelGrad, ChannelNorm, RunningStats
@@ -28,7 +28,7 @@ class Apply(RuleBased):
             across = problem.channels * problem.inner
             pixels = problem.pixels or problem.size // across
             images = problem.size // (across * pixels)
-            slots = _slots(pixels, images * across // vec)
+            slots = _slots(pixels, images * across // vec, 3 * 256 * hw.sm_count)
             threads = images * (across // vec) * slots
         names = ("x", "scale", "bias", "mean", "variance", "e1", "e2", "e3", "y")
         numbers = (problem.size, problem.channels, problem.inner, max(problem.group, 1),
@@ -97,7 +97,7 @@ class Grad(RuleBased):
                  *(Num("u32", n) for n in parts), count, epsilon), macros,
             ),)  # fmt: skip
         size = batch * channels * inner
-        slots = _slots(batch, channels * inner // vec)
+        slots = _slots(batch, channels * inner // vec, 2 * 256 * hw.sm_count)
         threads = channels * inner // vec * slots if columns else size // vec
         numbers = (size, channels, inner, slots)
         return (Launch(
@@ -112,12 +112,11 @@ _SHORT = (
     16  # elements of a channel that side by side are too few for vectors or blocks of their own
 )
 _ROWS = 4  # rows of columns that a thread takes at a time: ROWS of the kernels
-_THREADS = 1 << 17  # that fill the chip: more would work the same statistics out again
 
 
-def _slots(rows: int, across: int) -> int:
-    """Threads that share the rows of each of `across` vectors."""
-    return max(1, min(-(-rows // _ROWS), -(-_THREADS // across)))
+def _slots(rows: int, across: int, threads: int) -> int:
+    """Threads that share the rows of each of `across` vectors, `threads` altogether."""
+    return max(1, min(-(-rows // _ROWS), threads // across))
 
 
 def by_columns(problem: ChannelGrad) -> bool:

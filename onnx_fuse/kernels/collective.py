@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from onnx_fuse.kernels import Kernel
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import RuleBased
 from onnx_fuse.program.problem import Collective, Config, Hardware, Launch, Ptr
 

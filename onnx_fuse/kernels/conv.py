@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from math import prod
 
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines
-from onnx_fuse.kernels import Kernel, conv_nhwc
+from onnx_fuse.kernels import conv_nhwc
 from onnx_fuse.kernels.conv_grouped import Grouped
 from onnx_fuse.kernels.conv_nhwc import ENDS, act_macros
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import RuleBased, tail_macros, window_macros
 from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Num, Ptr
 from onnx_fuse.program.problems import Conv

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from onnx_fuse.cuda.macros import C_TYPES, accumulator, as_defines, defines
-from onnx_fuse.kernels import Kernel
+from onnx_fuse.cuda.macros import C_TYPES, accumulator, as_defines, defines, pow2
 from onnx_fuse.kernels.conv_nhwc import gathered, image_strides, unboxed, unpaired
-from onnx_fuse.kernels.rule_based import RuleBased, window_macros
+from onnx_fuse.kernels.kernel import Kernel
+from onnx_fuse.kernels.rule_based import RuleBased, access_width, window_macros
 from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr, TensorMap
 from onnx_fuse.program.problems import ConvWeightGrad
 
 _BLOCKS = 264  # blocks a launch should have
+_THREADS, _TAPS = 1 << 17, 64  # threads that sum the parts, and taps a block of them has at most
 _LEAST = 256  # pixels a part has at least
 # BM, BN, WM, WN, BK, stages -> share of the full rate that the tile reaches on Hopper
 _TILES: dict[tuple[int, ...], float] = {
@@ -27,10 +28,12 @@ _TILES: dict[tuple[int, ...], float] = {
 }
 
 
-# wgmma's tiles, and what the rule weighs, in seconds: a product of 64 pixels, a row of an operand's
-# step, a block's begin and end, and a byte of the parts (H200)
+# wgmma's tiles, and what the rule weighs, in seconds: a product of 64 pixels and a row of an
+# operand's step, of which the longer counts; a block's begin and end; a byte of a part, written and
+# read; a launch, and that of the sum (H200)
 _WGMMA_TILES = ((128, 256), (128, 192), (128, 128), (64, 256), (64, 128))
-_PRODUCT, _OPERAND, _BLOCK, _PART = 2.4e-11, 2.2e-9, 2.5e-6, 2.5e-13
+_PRODUCT, _OPERAND, _BLOCK, _PART = 2.4e-11, 1.6e-9, 2.5e-6, 4.7e-13
+_LAUNCH, _SUM = 1e-6, 1e-6
 _SMS = 132
 
 
@@ -55,13 +58,23 @@ def _divide(d: int) -> tuple[int, int]:
 
 def _total(problem: ConvWeightGrad, splits: int) -> Launch:
     """The sum of `splits` parts in the workspace."""
-    size, lanes = problem.groups * problem.filters * problem.depth, 8 if splits >= 16 else 1
+    rows, channels = problem.groups * problem.filters, problem.channels
+    taps = prod(problem.window.kernel)
+    if channels == 1 or taps == 1:  # the parts lie as dw does
+        rows, channels, taps = 1, rows * channels * taps, 1
+    vec = access_width(channels, "float64" if problem.dtype == "float64" else "float32")
+    sums = max(1, rows * channels * taps // vec)
+    lanes, few = pow2(max(1, min(_THREADS // sums, splits // 2, 32))), min(taps, _TAPS)
+    most = max(1, (256 if taps == 1 else 512) // (few * lanes))
+    across = vec * min(1 << (most.bit_length() - 1), -(-channels // vec))
+    threads = min(256, -(-across // vec * few * lanes // 32) * 32)
     return Launch(
-        "conv/weight_sum.cu", "conv_weight_sum", (-(-size * lanes // 256), 1, 1), (256, 1, 1),
-        (Ptr("workspace"), Ptr("dw"), Num("u32", size), Num("u32", problem.channels),
-         Num("u32", prod(problem.window.kernel)), Num("i32", splits)),
+        "conv/weight_sum.cu", "conv_weight_sum",
+        (rows * -(-channels // across), -(-taps // few), 1), (threads, 1, 1),
+        (Ptr("workspace"), Ptr("dw"), *(Num("u32", n) for n in (rows, channels, taps, splits))),
         defines(
-            TY=C_TYPES[problem.out_dtype], ACC=accumulator(problem.dtype), LANES=lanes,
+            TY=C_TYPES[problem.out_dtype], ACC=accumulator(problem.dtype), VEC=vec, LANES=lanes,
+            CB=across, TB=few,
         ),
     )  # fmt: skip
 
@@ -151,50 +164,63 @@ class Wgmma(RuleBased):
         """The rule's, then every tile with the parts that the rule has for it."""
         return [Config.of(), *(Config.of(tile=tile) for tile in _WGMMA_TILES)]
 
-    def _ruled(self, problem: ConvWeightGrad, config: Config) -> tuple[tuple[int, ...], int, int]:
-        """The tile, its tiles of the result, and the pixels of a part."""
-        pixels = problem.batch * prod(problem.outer)
-        steps = -(-pixels // 64)
+    def cost(self, problem: ConvWeightGrad, config: Config, hw: Hardware) -> float:
+        """The predicted seconds of the rule's tile, or of the configuration's."""
+        return max(problem.floor(hw), self._ruled(problem.concrete(), config)[0])
+
+    def _ruled(
+        self, problem: ConvWeightGrad, config: Config
+    ) -> tuple[float, tuple[int, ...], int, int]:
+        """Predicted seconds, the tile, its tiles of the result, and the pixels of a part."""
+        steps = -(-problem.batch * prod(problem.outer) // 64)
         blocks = -(-problem.channels // 64) * prod(problem.window.kernel)
         size = 4 * problem.filters * problem.depth
         found = []
         for bm, bn in (config.integers("tile"),) if config.attrs else _WGMMA_TILES:
             tiles = -(-problem.filters // bm) * -(-blocks // (bn // 64))
+            step = max(bm * bn * _PRODUCT, (bm + bn) * _OPERAND)
             for waves in (1, 2):
                 splits = max(1, min(steps // 4, waves * _SMS // tiles))
                 each = -(-steps // splits)
-                step = max(bm * bn * _PRODUCT, (bm + bn) * _OPERAND)
-                rounds = -(-tiles * -(-steps // each) // _SMS)
-                parts = size * (splits + 1) * _PART
-                found.append((rounds * (each * step + _BLOCK) + parts, (bm, bn), tiles, each * 64))
-        _, tile, tiles, chunk = min(found)
-        return tile, tiles, chunk
+                splits = -(-steps // each)
+                rounds = -(-tiles * splits // _SMS)
+                direct = self._direct(problem, splits)
+                parts = 0.0 if direct else _SUM + size * splits * _PART
+                seconds = rounds * (each * step + _BLOCK) + parts + _LAUNCH
+                found.append((seconds, (bm, bn), tiles, each * 64))
+        return min(found)
+
+    def _direct(self, problem: ConvWeightGrad, splits: int) -> bool:
+        """Whether the only part is dw as it lies."""
+        return splits == 1 and prod(problem.window.kernel) == 1
 
     def launch(self, problem: ConvWeightGrad, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The products of the parts, then their sum."""
-        (bm, bn), tiles, chunk = self._ruled(problem, config)
+        _, (bm, bn), tiles, chunk = self._ruled(problem, config)
         _, oh, ow = problem.outer
         pixels, m, c = problem.batch * oh * ow, problem.filters, problem.channels
         splits, stage = -(-pixels // chunk), (bm + bn) * 128
+        direct = self._direct(problem, splits)
         stages = min(8, (hw.smem_per_block - 1024) // (stage + 16))
         slopes = TensorMap(
             Ptr("dy"), problem.dtype, (m, pixels, 1), (2 * m, 2 * m * pixels), (64, 64, 1)
         )
-        macros = {"T": C_TYPES[problem.dtype], "BM": bm, "BN": bn, "STAGES": stages, "IM2COL": 1}
+        macros = {"T": C_TYPES[problem.dtype], "BM": bm, "BN": bn, "STAGES": stages, "IM2COL": 1,
+                  "PART": C_TYPES[problem.out_dtype if direct else "float32"]}  # fmt: skip
         product = Launch(
             self.source, "conv_weight_grad_wgmma", (tiles, splits, 1), (384, 1, 1),
-            (slopes, gathered(problem, 64), Ptr("workspace"),
+            (slopes, gathered(problem, 64), Ptr("dw" if direct else "workspace"),
              Num("u32", pixels), *(Num("i32", n) for n in (c, m, oh, ow)), Num("u32", chunk)),
             as_defines(macros, window_macros(problem.window)),
             stages * (stage + 16),
         )  # fmt: skip
-        return product, _total(problem, splits)
+        return (product,) if direct else (product, _total(problem, splits))
 
     def workspace(self, problem: ConvWeightGrad, config: Config, hw: Hardware) -> int:
         """The parts' sums."""
-        _, _, chunk = self._ruled(problem, config)
+        *_, chunk = self._ruled(problem, config)
         splits = -(-problem.batch * prod(problem.outer) // chunk)
-        return 4 * splits * problem.filters * problem.depth
+        return 0 if self._direct(problem, splits) else 4 * splits * problem.filters * problem.depth
 
 
 class Depthwise(RuleBased):

@@ -67,6 +67,7 @@ class ChannelsLast(RuleBased):
     """What the candidates for channels-last images share."""
 
     planar = False  # whether x has its channels first
+    gaps = False  # whether y's pixels may stand apart
     maths: tuple[str, ...] = ()  # how products of float32 may be computed
 
     def supports(self, problem: Conv, hw: Hardware) -> str | None:
@@ -83,6 +84,8 @@ class ChannelsLast(RuleBased):
             return f"for 16-bit operands, not float32 by {problem.math} products"
         if problem.inner[0] != 1 or problem.outer[0] != 1:
             return "at most two spatial axes"
+        if problem.y_strides and not self.gaps:
+            return "y's pixels stand apart"
         strided = not (problem.depthwise or problem.planar)
         piece = 16 // ITEMSIZE[problem.dtype]
         if strided and any(step % piece for step in image_strides(problem)):
@@ -394,6 +397,7 @@ class Im2col(Chosen):
 
     name = "wgmma"
     source = Wgmma.source
+    gaps = True
 
     def __init__(self) -> None:
         self.many, self.few = Wgmma(), Cluster()
@@ -419,6 +423,8 @@ class Im2col(Chosen):
             return f"{problem.groups} groups"
         if epilogue_of(problem) is None:
             return "no epilogue of a product does what stands behind it"
+        if problem.y_strides and (problem.tail or problem.filters % 8):
+            return "y's pixels stand apart: no operands as y, and filters a multiple of 8"
         reason = unboxed(problem) or super().supports(problem, hw)
         return reason or self.many.supports(self._product(problem), hw)
 
@@ -426,9 +432,11 @@ class Im2col(Chosen):
         """The configurations of both products, and a narrow tile for few filters."""
         product = self._product(problem)
         found = [*self.many.configs(product, hw)]
+        if problem.y_strides:  # the stores of whole sums by TMA alone leave gaps
+            found = [how for how in found if how.integer("splits") == 1]
         if problem.filters <= 64:
             found.append(Config.of(tile=(2, 64, 1), cluster=1, splits=1, group=8))
-        if self.few.supports(product, hw) is None:
+        if not problem.y_strides and self.few.supports(product, hw) is None:
             found += self.few.configs(product, hw)
         return found
 
@@ -465,9 +473,18 @@ class Im2col(Chosen):
             (2 * taps * ldw, 2 * ldw), (64, b.box[1], 1),
         )  # fmt: skip
         steps = Num("i32", -(-problem.channels // 64))
-        args: tuple[Arg, ...] = (images, filters, *product.args[2:], Num("i32", oh), Num("i32", ow),
-                                 steps)  # fmt: skip
-        macros = as_defines(dict(product.defines), {"IM2COL": 1}, window_macros(window))
+        y, gaps = product.args[2], {}
+        if problem.y_strides:
+            assert isinstance(y, TensorMap)
+            y = TensorMap(
+                Ptr("y"), problem.dtype, (problem.filters, ow, oh, problem.batch),
+                tuple(2 * step for step in reversed(problem.y_strides)), y.box[:2],
+                window=(0, 0, 0, 0, 1, 1),
+            )  # fmt: skip
+            gaps = {"GAPS": 1}
+        args: tuple[Arg, ...] = (images, filters, y, *product.args[3:], Num("i32", oh),
+                                 Num("i32", ow), steps)  # fmt: skip
+        macros = as_defines(dict(product.defines), {"IM2COL": 1}, gaps, window_macros(window))
         names = {"a": Ptr("x"), "c": Ptr("e1"), "col1": Ptr("bias")}
         found = (replace(product, args=args, defines=macros), *rest)
         return tuple(rename(launch, names) for launch in found)

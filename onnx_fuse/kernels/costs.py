@@ -18,7 +18,6 @@ class Passes(AnyProblem):
     They move so many bytes in so many launches.
     """
 
-    op = "Passes"
     moved: int
     launches: int = 1
 

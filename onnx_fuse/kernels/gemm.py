@@ -8,23 +8,22 @@ col1 part workspace.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from onnx_fuse.cuda.macros import C_TYPES
 from onnx_fuse.kernels.cublaslt import CublasLt
 from onnx_fuse.kernels.gemm_cluster import Cluster
+from onnx_fuse.kernels.gemm_eight import EightBits
 from onnx_fuse.kernels.gemm_portable import Fma, Mma, Simt
 from onnx_fuse.kernels.gemm_skinny import Skinny
 from onnx_fuse.kernels.gemm_sm90 import SplitWgmma, Wgmma
 from onnx_fuse.kernels.gemm_vector import Vector
-
-if TYPE_CHECKING:
-    from onnx_fuse.kernels import Kernel
+from onnx_fuse.kernels.kernel import Kernel
 
 __all__ = ["C_TYPES", "KERNELS"]
 
 KERNELS: dict[str, Sequence[Kernel]] = {
     "Gemm": (
-        Cluster(), Vector(), Skinny(), Wgmma(), SplitWgmma(), CublasLt(), Mma(), Fma(), Simt(),
+        Cluster(), Vector(), Skinny(), Wgmma(), SplitWgmma(), EightBits(), CublasLt(), Mma(), Fma(),
+        Simt(),
     ),
 }  # fmt: skip

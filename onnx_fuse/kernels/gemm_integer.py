@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from math import ceil, prod
 
 from onnx_fuse.cuda.macros import as_defines
-from onnx_fuse.kernels import Kernel
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import Unconditional, WithoutWorkspace
 from onnx_fuse.program.problem import Arg, Config, Hardware, Launch, Num, Ptr
 from onnx_fuse.program.products import IntegerProduct

@@ -197,6 +197,8 @@ class Simt(Unconditional, _Portable):
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         """The reason why this kernel cannot serve `problem`, or None if it can."""
+        if problem.dtype.startswith("float8"):
+            return f"no products of {problem.dtype} on ordinary cores"
         fancy = problem.epilogue.among("layernorm", "dx", "act", "dact")
         if fancy and problem.dtype not in ("float32", "float16", "bfloat16"):
             return f"no such epilogue in {problem.dtype}"

@@ -49,6 +49,12 @@ limit of power: a step of GPT-2 took 29.0 ms in place of 29.4 (H200 at 675 W, 20
 SIDE_SECONDS, OWN_SECONDS = 3e-6, 0.6e-6
 """What the first tiles wait for statistics made beside them; from the only one (H200, 2026-11)."""
 SIDE_WARPS = 3
+STREAM = 0
+"""In the place of the number of splits: CTAs share the k-steps of all tiles (gemm/stream.cuh)."""
+STREAM_SECONDS, STREAM_TILES = 4e-6, 0.7
+"""What it takes to leave and to add sums where a CTA has one tile, and how many tiles it has at
+least: 96 tiles of k = 16384 took 110 us in place of 125 so, but 36 took 44 in place of 41, as each
+is shared by more (H200, 2026-11)."""
 
 
 def side_lanes(k: int) -> int:
@@ -156,7 +162,7 @@ class Wgmma:
             box = 0
         elif operand(problem):
             rest += 2 * box
-        if splits == 1:  # a split product has no epilogue: the reduction runs it
+        if splits <= 1:  # a split product has no epilogue: the reduction runs it
             sets = 2 if pingpong and not own else 1
             rest += sets * columns(problem) * bn * 4 + (512 if own else 0)
         wide = bn if problem.trans_b else ceil(bn / 64) * 64
@@ -207,12 +213,16 @@ class Wgmma:
                     found.append(
                         Config.of(tile=(mi, bn, pingpong), cluster=cluster, splits=splits, group=8)
                     )
+            shared = problem.trans_a and not (alone or problem.batch or problem.planes)
+            shared = shared and (mi, bn, pingpong) in ((1, 192, 0), (1, 128, 0))  # others spill
+            if shared and tiles >= STREAM_TILES * hw.sm_count and tiles * steps >= 8 * hw.sm_count:
+                found.append(Config.of(tile=(mi, bn, 0), cluster=1, splits=STREAM, group=8))
         return [how for how in found if self._stages(problem, how, hw)[0] >= 3]
 
     def fits(self, problem: Problem, config: Config) -> bool:
         """Whether each split has steps of k."""
         splits = config.integer("splits")
-        return splits == 1 or each_has_steps(self._steps(problem), splits)
+        return splits <= 1 or each_has_steps(self._steps(problem), splits)
 
     def _steps(self, problem: Problem) -> int:
         """64-wide steps of k, in all products of bf16 planes."""
@@ -236,15 +246,18 @@ class Wgmma:
         slots = hw.sm_count // cluster
         if problem.rows == "tiles":  # whole rows of tiles
             slots -= slots % ceil(problem.n / bn)
-        waves = ceil(units * splits / slots)
+        waves = ceil(units * max(splits, 1) / slots)
         per_sm = hw.rate(problem.dtype) / hw.sm_count
         # operand traffic bounds small tiles: 2 (bm + bn) bytes into smem for bm bn products
         # an SM's only tile: nothing would hide its epilogue, which here two warpgroups share
         alone = waves == 1 and (mi, bn, pingpong) == (1, 192, 0)
-        reach = (1.09 if pingpong or alone else 1.06) * bm * bn / (bm * bn + 10 * (bm + bn))
+        full = pingpong or alone or splits == STREAM
+        reach = (1.09 if full else 1.06) * bm * bn / (bm * bn + 10 * (bm + bn))
         # a tile that is no multiple of 64 wide takes nearly the time of the next that is
         wide = bn if bn % 64 == 0 else 0.97 * 64 * ceil(bn / 64)
-        products = 2 * bm * wide * problem.k * passes / splits / (per_sm * min(1.0, reach))
+        products = 2 * bm * wide * problem.k * passes / max(splits, 1) / (per_sm * min(1.0, reach))
+        if splits == STREAM:
+            products *= units / hw.sm_count / waves
         if problem.rows == "tiles":  # k-steps wait for their column sums
             products *= 1 + 1.2 / ceil(problem.n / bn)
         if problem.epilogue.column_sums:
@@ -272,13 +285,18 @@ class Wgmma:
         seconds = waves * (products + epilogue) + tail
         if problem.rows in ("stats", "rms") and splits == 1 and not self.own(problem, config, hw):
             seconds = max(seconds, side_seconds(problem, hw) + SIDE_SECONDS)
+        if splits == STREAM:
+            seconds += STREAM_SECONDS * hw.sm_count / units
         if splits > 1:
             seconds += 4 * problem.m * problem.n * (splits + 1) / hw.bandwidth + 4e-6
         return seconds
 
     def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
-        """Bytes of the partial sums of the splits of k."""
+        """Bytes of the partial sums of the splits of k, or of shared tiles."""
         splits = config.integer("splits")
+        if splits == STREAM:
+            mi, bn, _ = config.integers("tile")
+            return 4 * hw.sm_count * 128 * mi * bn
         return 4 * splits * problem.m * problem.n if splits > 1 else 0
 
     def row_tiles(self, problem: Problem, config: Config) -> int:
@@ -345,7 +363,8 @@ class Wgmma:
             Num("f32", problem.epilogue.alpha), Num("f32", problem.epilogue.beta),
             Num("f32", problem.epilogue.act_alpha), Ptr("part"),
         )  # fmt: skip
-        units = ceil(ceil(m / bm) / cluster) * ceil(n / bn) * batches * splits
+        stream = splits == STREAM
+        units = ceil(ceil(m / bm) / cluster) * ceil(n / bn) * batches * max(splits, 1)
         types = type_defines(problem)
         stages, boxes, smem = self._stages(problem, config, hw)
         tile = {
@@ -354,18 +373,19 @@ class Wgmma:
             "TRANS_A": problem.trans_a, "TRANS_B": problem.trans_b,
         }  # fmt: skip
         tile |= {"STATIC_B": 1} if problem.static_b and cluster == 1 else {}
-        tile |= {"SINGLE": 1} if batches * splits == 1 else {}
+        tile |= {"SINGLE": 1} if stream or batches * splits == 1 else {}
+        tile |= {"STREAM": 1} if stream else {}
         tile |= {"BOXES_OUT": boxes} if boxes != 2 and not plain else {}
         tile |= {"PASSES": {2: 3, 3: 6}[planes]} if planes else {}
         whole_c = bool(
             problem.epilogue.dx or problem.epilogue.dw
         )  # y and c begin with their buffers
-        if whole_c and not problem.epilogue.save_z and out_size == 4 and splits == 1 and n % 4 == 0:
+        if whole_c and not problem.epilogue.save_z and out_size == 4 and splits <= 1 and n % 4 == 0:
             tile |= {"EVEN": 1}
-        elif out_size == 4 and splits == 1 and n % 2 == 0 and not planes:
+        elif out_size == 4 and splits <= 1 and n % 2 == 0 and not planes:
             other = problem.epilogue.among("save_z", "save_act", "gate") or operand(problem)
             tile |= {} if other else {"PAIRS": 1}
-        blocks = min(hw.sm_count // cluster, units) * cluster
+        blocks = hw.sm_count if stream else min(hw.sm_count // cluster, units) * cluster
         side, pairs = problem.rows if splits == 1 else "", m
         if side == "tiles":
             pairs *= ceil(n / bn)
@@ -398,14 +418,15 @@ class Wgmma:
                 Num("i32", int(step_a != 0)), Num("i32", int(step_b != 0)), Num("i32", splits),
                 *vectors,
                 Ptr("sync"), Ptr("a"), Num("i64", lda), Num("f32", problem.epsilon),
+                *((Ptr("workspace"),) if stream else ()),
             ),
             as_defines(tile, types | {"TO": "float"} if splits > 1 else types | epilogue),
             smem=smem,
             cluster=cluster,
-            sync=32 + 16 * pairs if side else 0,
+            sync=32 + 16 * pairs if side else 32 * hw.sm_count if stream else 0,
             cooperative=side == "tiles",
         )  # fmt: skip
-        if splits == 1:
+        if splits <= 1:
             return (gemm,)
         reduce = Launch(
             "gemm/reduce.cu",

@@ -32,10 +32,6 @@ class Vector(WithoutWorkspace):
     source = "gemm/vector.cu"
     free_axes = "yz"
 
-    def sources(self) -> tuple[str, ...]:
-        """The source file of the kernel."""
-        return (self.source,)
-
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         """The reason why this kernel cannot serve `problem`, or None if it can."""
         if problem.m != 1:

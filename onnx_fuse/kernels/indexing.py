@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from onnx_fuse.cuda.macros import C_TYPES, FLOATS, defines, lanes
 from onnx_fuse.cuda.pointwise import STORAGE
-from onnx_fuse.kernels import Kernel
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import RuleBased, access_width
 from onnx_fuse.program.moves import GatherElements, GatherND, ScatterElements, ScatterND
 from onnx_fuse.program.problem import ITEMSIZE, Arg, Config, Hardware, Launch, Num, Ptr
@@ -24,10 +25,6 @@ MOST_READ = 1 << 31
 _UNITS = {1: "u8", 2: "u16", 4: "u32", 8: "u64", 16: "u128"}
 _INDEX_TYPES = {"int64": "i64", "int32": "int"}
 _REDUCTIONS = {"none": 0, "add": 1, "mul": 2, "max": 3, "min": 4}
-
-
-def _blocks(n: int) -> tuple[int, int, int]:
-    return (-(-n // THREADS), 1, 1)
 
 
 def _dims(dims: tuple[int, ...]) -> tuple[Num, ...]:
@@ -53,11 +50,11 @@ class Elements(RuleBased):
     def launch(self, problem: GatherElements, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The one launch of the kernel."""
         sizes = (problem.size, problem.inner, problem.taken, problem.length)
-        args: tuple[Arg, ...] = (Ptr("x"), Ptr("index"), Ptr("y"), *(Num("i64", s) for s in sizes))
-        unit = _UNITS[ITEMSIZE[problem.dtype]]
-        defines = (("IDX", _INDEX_TYPES[problem.index]), ("T", unit))
-        grid = _blocks(problem.size)
-        return (Launch(self.source, "gather_elements", grid, (THREADS, 1, 1), args, defines),)
+        return self.one(
+            "gather_elements", -(-problem.size // THREADS), THREADS,
+            Ptr("x"), Ptr("index"), Ptr("y"), *(Num("i64", s) for s in sizes),
+            IDX=_INDEX_TYPES[problem.index], T=_UNITS[ITEMSIZE[problem.dtype]],
+        )  # fmt: skip
 
 
 class Tuples(_Tuples):
@@ -73,20 +70,17 @@ class Tuples(_Tuples):
         while problem.inner % width:
             width //= 2
         n = problem.batch * problem.rows * problem.inner // width
-        args: tuple[Arg, ...] = (
+        return self.one(
+            "gather_nd", -(-n // THREADS), THREADS,
             Ptr("x"), Ptr("index"), Ptr("y"), Num("i64", n), Num("i64", problem.inner // width),
             Num("i64", problem.rows), Num("i32", len(problem.dims)), *_dims(problem.dims),
+            IDX=_INDEX_TYPES[problem.index], T=_UNITS[width * size],
         )  # fmt: skip
-        defines = (("IDX", _INDEX_TYPES[problem.index]), ("T", _UNITS[width * size]))
-        return (Launch(self.source, "gather_nd", _blocks(n), (THREADS, 1, 1), args, defines),)
 
 
-def _scatter_defines(problem: ScatterElements | ScatterND) -> tuple[tuple[str, str], ...]:
-    return (
-        ("IDX", _INDEX_TYPES[problem.index]),
-        ("REDUCE", str(_REDUCTIONS[problem.reduction])),
-        ("T", STORAGE[problem.dtype]),
-    )
+def _scatter_macros(problem: ScatterElements | ScatterND) -> dict[str, Any]:
+    reduce = _REDUCTIONS[problem.reduction]
+    return {"IDX": _INDEX_TYPES[problem.index], "REDUCE": reduce, "T": STORAGE[problem.dtype]}
 
 
 class Lines(RuleBased):
@@ -98,13 +92,10 @@ class Lines(RuleBased):
     def launch(self, problem: ScatterElements, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch, a line a thread: its updates are in order."""
         sizes = (problem.lines, problem.inner, problem.given, problem.length)
-        args: tuple[Arg, ...] = (
-            Ptr("y"), Ptr("index"), Ptr("update"), *(Num("i64", s) for s in sizes),
+        return self.one(
+            "scatter_elements", -(-problem.lines // THREADS), THREADS, Ptr("y"), Ptr("index"),
+            Ptr("update"), *(Num("i64", s) for s in sizes), **_scatter_macros(problem),
         )  # fmt: skip
-        return (Launch(
-            self.source, "scatter_elements", _blocks(problem.lines), (THREADS, 1, 1), args,
-            _scatter_defines(problem),
-        ),)  # fmt: skip
 
 
 class Grouped(RuleBased):
@@ -200,14 +191,12 @@ class Rows(_Tuples):
 
     def launch(self, problem: ScatterND, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch, a block a tuple."""
-        args: tuple[Arg, ...] = (
+        return self.one(
+            "scatter_nd", problem.count, 128,
             Ptr("y"), Ptr("index"), Ptr("update"), Num("i64", problem.count),
             Num("i64", problem.inner), Num("i32", len(problem.dims)), *_dims(problem.dims),
+            **_scatter_macros(problem),
         )  # fmt: skip
-        return (Launch(
-            self.source, "scatter_nd", (problem.count, 1, 1), (128, 1, 1), args,
-            _scatter_defines(problem),
-        ),)  # fmt: skip
 
 
 def _aligned(nbytes: int) -> int:

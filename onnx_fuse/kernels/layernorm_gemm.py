@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil
-from typing import TYPE_CHECKING
 
 from onnx_fuse.kernels.cublaslt import CublasLt
 from onnx_fuse.kernels.gemm_cluster import Cluster, NormCluster
@@ -18,11 +17,9 @@ from onnx_fuse.kernels.gemm_portable import Fma, Mma, Simt
 from onnx_fuse.kernels.gemm_skinny import Skinny
 from onnx_fuse.kernels.gemm_sm90 import SplitWgmma, Wgmma
 from onnx_fuse.kernels.gemm_vector import Vector
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rows import fold, fold_seconds, rename, row_stats
 from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Problem, Ptr, Value
-
-if TYPE_CHECKING:
-    from onnx_fuse.kernels import Kernel
 
 KEPT = ("act", "act_alpha", "save_z", "residual", "align", "bias_dtype", "gate")
 

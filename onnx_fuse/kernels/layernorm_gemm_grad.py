@@ -6,7 +6,7 @@
     dgamma = sum_n w G,  dbeta = sum_n w dc   each tile; one ordered sum ends it
 
 Problem: m, n, k, dtype of the forward (w and dw are [k, n], or [n, k] with trans_b), and its
-activation in the epilogue.
+activation in the epilogue. With `frozen` only dx is made.
 Pointers: dy x gamma beta w c mean rstd z (wq cs cv add) -> dx dgamma dbeta dw dc. rms: RMSNorm's,
 where mean, beta and c1 are 0 and beta, mean and dbeta unbound.
 
@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import ceil
-from typing import TYPE_CHECKING
 
 from onnx_fuse.kernels.gemm_skinny import Skinny
 from onnx_fuse.kernels.gemm_sm90 import PLANES, Wgmma
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.layernorm_gemm_grad_small import Arena, FewRows
 from onnx_fuse.kernels.rows import (
     fold,
@@ -32,9 +32,6 @@ from onnx_fuse.kernels.rows import (
     sum_parts,
 )
 from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Problem, Ptr
-
-if TYPE_CHECKING:
-    from onnx_fuse.kernels import Kernel
 
 
 class TwoGemms:
@@ -157,9 +154,10 @@ class TwoGemms:
         moved += size * m * k if problem.add else 0
         moved += size * m * k if planes else 0  # xh by a pass of its own
         moved += 16 * ceil(n / 16) * k if problem.trans_b else 0  # sums of columns, there and back
+        others = 0.0 if problem.frozen else self._cost(self._dw(problem), dw, hw)
         return (
             self._cost(self._dx(problem, dx.text("kernel")), dx, hw)
-            + self._cost(self._dw(problem), dw, hw)
+            + others
             + moved / (0.85 * hw.bandwidth)
             + (6 if planes else 4) * hw.launch_seconds
         )
@@ -230,7 +228,7 @@ class TwoGemms:
                 })
                 for call in folds
             ),
-            *(() if own else (first, db)),
+            *(() if own else (first,) if problem.frozen else (first, db)),
             *(
                 rename(call, {
                     "a": dz, "b": wq, "y": Ptr("dx"), "z": xh, "c": Ptr("x"), "row0": Ptr("rstd"),
@@ -238,6 +236,10 @@ class TwoGemms:
                 })
                 for call in self.for_dx[how_dx.text("kernel")].launch(gemm_dx, how_dx, hw)
             ),
+        ]  # fmt: skip
+        if problem.frozen:
+            return tuple(calls), arena.size
+        calls += [
             *((db,) if own else ()),
             *(
                 (rename(normed, {"out": xh, "gamma": Ptr("none"), "beta": Ptr("none")}),)

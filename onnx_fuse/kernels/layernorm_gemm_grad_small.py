@@ -18,7 +18,7 @@ N_STEP = 64  # columns of dz and w a stage holds
 
 @dataclass
 class Arena:
-    """Offsets inside the workspace, handed out in order."""
+    """Hands out offsets inside the workspace, in order."""
 
     size: int = 0
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 from math import ceil, prod
 
 from onnx_fuse.cuda.macros import as_defines
-from onnx_fuse.kernels import Kernel
 from onnx_fuse.kernels.gemm_portable import Fma
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rows import rename, sum_parts
 from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Problem, Ptr
 
@@ -47,7 +47,7 @@ class LeafFma(Fma):
         return 4 * self.threads(config) + met
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
-        """The product's, W once more, and the sum of the parts."""
+        """The seconds of the product, of reading W once more, and of the sum of the parts."""
         more = ITEMSIZE[problem.dtype] * problem.m * problem.n / hw.bandwidth
         alone = 0.0 if config.integer("join") else hw.launch_seconds
         return super().cost(problem, config, hw) + more + alone

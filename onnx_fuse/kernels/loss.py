@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines
-from onnx_fuse.kernels import Kernel
+from onnx_fuse.cuda.macros import C_TYPES, accumulator
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import (
     RuleBased,
     access_width,
@@ -13,7 +14,7 @@ from onnx_fuse.kernels.rule_based import (
     team_size,
     thread_choices,
 )
-from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Num, Ptr
+from onnx_fuse.program.problem import ITEMSIZE, Arg, Config, Hardware, Launch, Num, Ptr
 from onnx_fuse.program.problems import CrossEntropy, CrossEntropyChunk
 
 _MOST = 512  # threads a row
@@ -47,17 +48,15 @@ class Rows(RuleBased):
         """One launch of the stage."""
         vec, threads = self._team(problem, config)
         block = block_of(threads)
-        macros = defines(
-            T=C_TYPES[problem.dtype], I=C_TYPES[problem.labels], ACC=accumulator(problem.dtype),
-            LOG_SOFTMAX=problem.log_softmax, MEAN=problem.mean, VEC=vec, TEAM=threads,
-            BLOCK=block,
-        )  # fmt: skip
+        macros: dict[str, Any] = {
+            "T": C_TYPES[problem.dtype], "I": C_TYPES[problem.labels],
+            "ACC": accumulator(problem.dtype), "LOG_SOFTMAX": problem.log_softmax,
+            "MEAN": problem.mean, "VEC": vec, "TEAM": threads, "BLOCK": block,
+        }  # fmt: skip
         rows = problem.rows
         if problem.stage == "total":
-            return (Launch(
-                self.source, "cross_entropy_total", (1, 1, 1), (1024, 1, 1),
-                (Ptr("rows"), Ptr("loss"), Num("i64", rows)), macros,
-            ),)  # fmt: skip
+            ends = Ptr("rows"), Ptr("loss")
+            return self.one("cross_entropy_total", 1, 1024, *ends, Num("i64", rows), **macros)
         names: tuple[str, ...] = ("x", "target", "slope", "dx")
         numbers: tuple[int, ...] = (rows, problem.classes, problem.inner)
         if problem.stage == "rows":
@@ -65,10 +64,8 @@ class Rows(RuleBased):
             ignored = _NONE_IGNORED if problem.ignored is None else problem.ignored
             numbers = (*numbers, ignored)
         entry = "cross_entropy_row" if problem.stage == "rows" else "cross_entropy_grad"
-        return (Launch(
-            self.source, entry, (-(-rows * threads // block), 1, 1), (block, 1, 1),
-            (*map(Ptr, names), *(Num("i64", n) for n in numbers)), macros,
-        ),)  # fmt: skip
+        args: list[Arg] = [*map(Ptr, names), *(Num("i64", n) for n in numbers)]
+        return self.one(entry, -(-rows * threads // block), block, *args, **macros)
 
 
 class Chunk(RuleBased):
@@ -115,19 +112,15 @@ class Chunk(RuleBased):
             held = not ahead and 2 * self._bytes(problem) < hw.smem_per_block - 4096
         shared = (2 if ahead else int(held)) * self._bytes(problem)
         blocks = min(problem.rows, hw.sm_count) if ahead else problem.rows
-        macros = defines(
+        more: dict[str, Any] = {"AHEAD": 1} if ahead else {}
+        return self.one(
+            "cross_entropy_chunk", blocks, block, *map(Ptr, ("x", "target", "weight", "rows")),
+            Num("i32", problem.rows), Num("i32", problem.classes), Num("i32", problem.stride),
+            Num("i64", problem.ignored), Num("f32", problem.smoothing), smem=shared,
             T=C_TYPES[problem.dtype], I=C_TYPES[problem.labels], W=C_TYPES[problem.weights],
             ACC=accumulator(problem.dtype), VEC=vec, TEAM=block, SHARED=held,
-            GRAD=problem.gradient, SMOOTH=problem.smoothing != 0, **({"AHEAD": 1} if ahead else {}),
+            GRAD=problem.gradient, SMOOTH=problem.smoothing != 0, **more,
         )  # fmt: skip
-        numbers = (
-            Num("i32", problem.rows), Num("i32", problem.classes), Num("i32", problem.stride),
-            Num("i64", problem.ignored), Num("f32", problem.smoothing),
-        )  # fmt: skip
-        return (Launch(
-            self.source, "cross_entropy_chunk", (blocks, 1, 1), (block, 1, 1),
-            (*map(Ptr, ("x", "target", "weight", "rows")), *numbers), macros, smem=shared,
-        ),)  # fmt: skip
 
 
 KERNELS: dict[str, Sequence[Kernel]] = {

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from math import ceil
 
 from onnx_fuse.cuda.macros import C_TYPES, as_defines
-from onnx_fuse.kernels import Kernel
 from onnx_fuse.kernels.gemm import KERNELS as GEMM
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rows import rename
 from onnx_fuse.kernels.rule_based import Unconditional, WithoutWorkspace
 from onnx_fuse.program.problem import ITEMSIZE, Arg, Config, Hardware, Launch, Num, Problem, Ptr
@@ -15,7 +15,7 @@ from onnx_fuse.program.products import PackedProduct
 
 FLOATS = ("float16", "bfloat16", "float32")
 ROWS = 8
-"""Of a that one block multiplies; more are more blocks, which read the weights again."""
+"""The rows of a that one block multiplies. Blocks of further rows read the weights again."""
 
 
 class FewRows(WithoutWorkspace, Unconditional):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines, pow2
-from onnx_fuse.kernels import Kernel
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import (
     RuleBased,
     access_width,
@@ -102,18 +103,18 @@ class Row(RuleBased):
         names = ("x", "residual", "scale", "bias", "e1", "e2", "e3", "w", "c", "y", "sum", "mean",
                  "rstd", "z")  # fmt: skip
         numbers = (rows, length, problem.groups, problem.channels, problem.inner)
-        macros: dict[str, object] = {
+        macros: dict[str, Any] = {
             "T": C_TYPES[x], "P": C_TYPES[problem.param], "M": C_TYPES[problem.stat],
             "ACC": accumulator(x), "VEC": vec, "ITEMS": items, "TEAM": threads, "BLOCK": block,
             "RMS": problem.rms, "RESIDUAL": problem.residual, "AFFINE": problem.affine,
         }  # fmt: skip
         if problem.columns:
             macros |= {"PRODUCT": problem.columns, "TURNED": problem.turned}
-        return (Launch(
-            self.source, "layernorm_row", (-(-rows * threads // block), 1, 1), (block, 1, 1),
-            (*map(Ptr, names), *(Num("i64", n) for n in numbers), Num("f32", problem.epsilon)),
-            defines(**macros, **tail_macros(problem.tail)),
-        ),)  # fmt: skip
+        return self.one(
+            "layernorm_row", -(-rows * threads // block), block, *map(Ptr, names),
+            *(Num("i64", n) for n in numbers), Num("f32", problem.epsilon),
+            **macros, **tail_macros(problem.tail),
+        )  # fmt: skip
 
 
 class _Grad(RuleBased):
@@ -123,7 +124,7 @@ class _Grad(RuleBased):
     source = "layernorm/grad.cu"
     free_axes = "z"
 
-    def _macros(self, problem: NormGrad, config: Config) -> dict[str, object]:
+    def _macros(self, problem: NormGrad, config: Config) -> dict[str, Any]:
         vec, threads, items = grad_shape(problem, config.integer("team"))
         return {
             "T": C_TYPES[problem.dtype], "P": C_TYPES[problem.param], "M": C_TYPES[problem.stat],
@@ -167,11 +168,10 @@ class GradRow(_Grad):
         if problem.k:
             macros |= {"PRODUCT": problem.k, "TURNED": problem.turned}
         names = ("x", "dy", "scale", "mean", "rstd", "ds", "e1", "e2", "e3", "b", "dx", "part")
-        return (Launch(
-            self.source, "layernorm_dx", (problem.parts, 1, 1), (threads, 1, 1),
-            (*map(Ptr, names), Num("i64", problem.rows), Num("i64", problem.length)),
-            defines(**macros, **tail_macros(problem.tail)),
-        ),)  # fmt: skip
+        return self.one(
+            "layernorm_dx", problem.parts, threads, *map(Ptr, names), Num("i64", problem.rows),
+            Num("i64", problem.length), **macros, **tail_macros(problem.tail),
+        )  # fmt: skip
 
 
 class GradSums(_Grad):

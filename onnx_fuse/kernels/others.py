@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines
+from onnx_fuse.cuda.macros import C_TYPES, accumulator
 from onnx_fuse.cuda.pointwise import STORAGE
-from onnx_fuse.kernels import Kernel
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import RuleBased, window_macros
 from onnx_fuse.program.moves import (
     DeformColumns,
@@ -20,10 +20,6 @@ from onnx_fuse.program.moves import (
 from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr
 
 
-def _blocks(size: int, each: int) -> tuple[int, int, int]:
-    return (-(-size // each), 1, 1)
-
-
 class Philox(RuleBased):
     """random/philox.cu. Operands: state x y."""
 
@@ -32,16 +28,13 @@ class Philox(RuleBased):
 
     def launch(self, problem: Random, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch, four numbers a thread."""
-        args = (
+        return self.one(
+            "philox_fill", -(-problem.size // 1024), 256,
             Ptr("state"), Ptr("x"), Ptr("y"), Num("i64", problem.size), Num("i64", problem.bits),
             Num("i64", problem.stream), Num("f32", problem.a), Num("f32", problem.b),
-        )  # fmt: skip
-        macros = defines(
             FIXED=problem.fixed, KIND=problem.kind, T=STORAGE[problem.dtype],
             X=STORAGE[problem.given],
         )  # fmt: skip
-        grid = _blocks(problem.size, 1024)
-        return (Launch(self.source, "philox_fill", grid, (256, 1, 1), args, macros),)
 
 
 class Bins(RuleBased):
@@ -53,17 +46,13 @@ class Bins(RuleBased):
     def launch(self, problem: RoiAlign, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch, a bin a thread."""
         numbers = (*problem.image, *problem.bins, problem.samples)
-        return (Launch(
-            self.source, "roi_align", _blocks(problem.size, 128), (128, 1, 1),
-            (*map(Ptr, ("x", "rois", "index", "y")), Num("i64", problem.size),
-             Num("i64", problem.batch), *(Num("i32", n) for n in numbers),
-             Num("f32", problem.scale)),
-            defines(
-                T=C_TYPES[problem.dtype], I=C_TYPES[problem.index],
-                ACC=accumulator(problem.dtype), MAXIMUM=problem.maximum,
-                HALF_PIXEL=problem.half_pixel,
-            ),
-        ),)  # fmt: skip
+        return self.one(
+            "roi_align", -(-problem.size // 128), 128,
+            *map(Ptr, ("x", "rois", "index", "y")), Num("i64", problem.size),
+            Num("i64", problem.batch), *(Num("i32", n) for n in numbers),
+            Num("f32", problem.scale), T=C_TYPES[problem.dtype], I=C_TYPES[problem.index],
+            ACC=accumulator(problem.dtype), MAXIMUM=problem.maximum, HALF_PIXEL=problem.half_pixel,
+        )  # fmt: skip
 
 
 class OffsetTaps(RuleBased):
@@ -74,15 +63,14 @@ class OffsetTaps(RuleBased):
 
     def launch(self, problem: DeformColumns, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch, an offset a thread."""
-        frame = window_macros(problem.window)
+        frame = {k: v for k, v in window_macros(problem.window).items() if k[-1] in "HW"}
         numbers = (problem.channels, problem.shifts, *problem.image, *problem.outer)
-        return (Launch(
-            self.source, "deform_columns", _blocks(problem.size, 128), (128, 1, 1),
-            (*map(Ptr, ("x", "offset", "mask", "columns")), Num("i64", problem.size),
-             *(Num("i32", n) for n in numbers)),
-            defines(T=C_TYPES[problem.dtype], ACC=accumulator(problem.dtype),
-                    **{k: v for k, v in frame.items() if k.endswith(("H", "W"))}),
-        ),)  # fmt: skip
+        return self.one(
+            "deform_columns", -(-problem.size // 128), 128,
+            *map(Ptr, ("x", "offset", "mask", "columns")), Num("i64", problem.size),
+            *(Num("i32", n) for n in numbers), T=C_TYPES[problem.dtype],
+            ACC=accumulator(problem.dtype), **frame,
+        )  # fmt: skip
 
 
 class Suppression(RuleBased):
@@ -94,11 +82,9 @@ class Suppression(RuleBased):
     def launch(self, problem: NmsChosen, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch, a block a class of an image."""
         names = ("boxes", "scores", "most", "iou", "least", "left", "chosen", "found")
-        return (Launch(
-            self.source, "nms", (problem.lines, 1, 1), (256, 1, 1),
-            (*map(Ptr, names), Num("i32", problem.classes), Num("i32", problem.count)),
-            defines(CENTER=problem.center),
-        ),)  # fmt: skip
+        numbers = Num("i32", problem.classes), Num("i32", problem.count)
+        pointers = map(Ptr, names)
+        return self.one("nms", problem.lines, 256, *pointers, *numbers, CENTER=problem.center)
 
 
 class Elimination(RuleBased):
@@ -109,11 +95,10 @@ class Elimination(RuleBased):
 
     def launch(self, problem: Determinant, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch, a block a matrix."""
-        return (Launch(
-            self.source, "det", (problem.count, 1, 1), (256, 1, 1),
-            (*map(Ptr, ("x", "work", "y")), Num("i32", problem.n)),
-            defines(T=C_TYPES[problem.dtype], ACC=accumulator(problem.dtype)),
-        ),)  # fmt: skip
+        return self.one(
+            "det", problem.count, 256, *map(Ptr, ("x", "work", "y")), Num("i32", problem.n),
+            T=C_TYPES[problem.dtype], ACC=accumulator(problem.dtype),
+        )  # fmt: skip
 
 
 class Counts(RuleBased):
@@ -124,12 +109,12 @@ class Counts(RuleBased):
 
     def launch(self, problem: NGrams, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch, a warp a count."""
-        return (Launch(
-            self.source, "tfidf", _blocks(problem.size, 8), (256, 1, 1),
-            (*map(Ptr, ("x", "pool", "entry", "weight", "y")), Num("i64", problem.size),
-             Num("i32", problem.columns), Num("i64", problem.words)),
-            defines(X=C_TYPES[problem.dtype], MODE=problem.mode),
-        ),)  # fmt: skip
+        return self.one(
+            "tfidf", -(-problem.size // 8), 256,
+            *map(Ptr, ("x", "pool", "entry", "weight", "y")), Num("i64", problem.size),
+            Num("i32", problem.columns), Num("i64", problem.words),
+            X=C_TYPES[problem.dtype], MODE=problem.mode,
+        )  # fmt: skip
 
 
 class MinMax(RuleBased):
@@ -148,15 +133,10 @@ class MinMax(RuleBased):
     def launch(self, problem: Range, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The range of each block's part, then of all."""
         blocks = self._parts(problem, hw)
-        parts = Launch(
-            self.source, "least_and_largest", (blocks, 1, 1), (256, 1, 1),
-            (Ptr("x"), Ptr("workspace"), Num("i64", problem.size)),
-        )  # fmt: skip
-        total = Launch(
-            self.source, "scale_and_zero", (1, 1, 1), (256, 1, 1),
-            (Ptr("workspace"), Ptr("scale"), Ptr("zero"), Num("i32", blocks)),
-        )  # fmt: skip
-        return (parts, total)
+        ends, size = (Ptr("scale"), Ptr("zero")), Num("i64", problem.size)
+        parts = self.one("least_and_largest", blocks, 256, Ptr("x"), Ptr("workspace"), size)
+        total = self.one("scale_and_zero", 1, 256, Ptr("workspace"), *ends, Num("i32", blocks))
+        return parts + total
 
 
 KERNELS: dict[str, Sequence[Kernel]] = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from onnx_fuse.cuda.pointwise import launch_of, launch_transpose
-from onnx_fuse.kernels import Kernel
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import RuleBased
 from onnx_fuse.program.moves import Pointwise
 from onnx_fuse.program.problem import Config, Hardware, Launch
@@ -42,10 +42,6 @@ class Generated(RuleBased):
     """A kernel whose text is the expression; sizes and strides are its arguments."""
 
     name = "generated"
-
-    def sources(self) -> tuple[str, ...]:
-        """The headers that the generated text includes."""
-        return ("common.cuh",)
 
     def launch(self, problem: Pointwise, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The one launch of the kernel."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
-from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator, defines
-from onnx_fuse.kernels import Kernel
+from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import RuleBased, access_width, window_macros
 from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Num, Ptr
 from onnx_fuse.program.problems import (
@@ -19,10 +20,6 @@ from onnx_fuse.program.problems import (
 )
 
 _KINDS = ("max", "average", "lp")
-
-
-def _blocks(size: int, threads: int = 256) -> tuple[int, int, int]:
-    return (-(-size // threads), 1, 1)
 
 
 class Windows(RuleBased):
@@ -43,18 +40,14 @@ class Windows(RuleBased):
         vec = access_width(problem.channels, dtype) if problem.channels else 1
         size = problem.planes * prod(problem.outer) // vec
         after = {"E" + a: pad for a, pad in zip("DHW", problem.window.after, strict=True)}
-        return (Launch(
-            self.source, "pool", _blocks(size), (256, 1, 1),
-            (Ptr("x"), Ptr("y"), Ptr("indices"), Num("i64", size),
-             *(Num("i32", n) for n in (problem.channels, *problem.inner, *problem.outer)),
-             Num("f32", problem.p)),
-            defines(
-                VEC=vec, CHANNELS_LAST=bool(problem.channels),
-                T=C_TYPES[dtype], ACC=accumulator(dtype) if dtype in FLOATS else "float",
-                MODE=_KINDS.index(problem.kind), INCLUDE_PAD=problem.include_pad,
-                COLUMN_MAJOR=problem.column_major, **window_macros(problem.window), **after,
-            ),
-        ),)  # fmt: skip
+        return self.one(
+            "pool", -(-size // 256), 256, Ptr("x"), Ptr("y"), Ptr("indices"), Num("i64", size),
+            *(Num("i32", n) for n in (problem.channels, *problem.inner, *problem.outer)),
+            Num("f32", problem.p), VEC=vec, CHANNELS_LAST=bool(problem.channels),
+            T=C_TYPES[dtype], ACC=accumulator(dtype) if dtype in FLOATS else "float",
+            MODE=_KINDS.index(problem.kind), INCLUDE_PAD=problem.include_pad,
+            COLUMN_MAJOR=problem.column_major, **window_macros(problem.window), **after,
+        )  # fmt: skip
 
 
 class MaxGrad(RuleBased):
@@ -67,22 +60,22 @@ class MaxGrad(RuleBased):
         vec, outputs = access_width(problem.channels, problem.dtype), _outputs(problem)
         wide = access_width(problem.inner[2], problem.dtype) if problem.channels == 1 else 1
         elements = problem.planes * prod(problem.inner) * problem.channels
-        macros = defines(
-            T=C_TYPES[problem.dtype], ACC=accumulator(problem.dtype),
-            INDEX="u32" if max(elements, outputs) < 2**31 else "i64",
-            CODE=f"u{8 * _code_bytes(problem)}", VEC=vec, WIDE=wide,
+        macros: dict[str, Any] = {
+            "T": C_TYPES[problem.dtype], "ACC": accumulator(problem.dtype),
+            "INDEX": "u32" if max(elements, outputs) < 2**31 else "i64",
+            "CODE": f"u{8 * _code_bytes(problem)}", "VEC": vec, "WIDE": wide,
             **window_macros(problem.window),
-        )  # fmt: skip
-        sizes = tuple(Num("i32", n) for n in (problem.channels, *problem.inner, *problem.outer))
-        size = elements // (vec * wide)
-        codes = Launch(
-            self.source, "max_pool_codes", _blocks(outputs // vec), (256, 1, 1),
-            (Ptr("x"), Ptr("workspace"), Num("i64", outputs // vec), *sizes), macros,
-        )  # fmt: skip
-        return codes, Launch(
-            self.source, "max_pool_grad", _blocks(size), (256, 1, 1),
-            (Ptr("dy"), Ptr("workspace"), Ptr("dx"), Num("i64", size), *sizes), macros,
-        )  # fmt: skip
+        }  # fmt: skip
+        sizes = [Num("i32", n) for n in (problem.channels, *problem.inner, *problem.outer)]
+
+        def each(entry: str, size: int, *names: str) -> tuple[Launch, ...]:
+            pointers = map(Ptr, names)
+            return self.one(
+                entry, -(-size // 256), 256, *pointers, Num("i64", size), *sizes, **macros
+            )
+
+        codes = each("max_pool_codes", outputs // vec, "x", "workspace")
+        return codes + each("max_pool_grad", elements // (vec * wide), "dy", "workspace", "dx")
 
     def workspace(self, problem: MaxPoolGrad, config: Config, hw: Hardware) -> int:
         """A number for each window."""
@@ -106,13 +99,13 @@ class Channels(RuleBased):
 
     def launch(self, problem: ChannelWindow, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch, an element a thread."""
-        return (Launch(
-            self.source, "lrn", _blocks(problem.size), (256, 1, 1),
-            (Ptr("x"), Ptr("y"), Num("i64", problem.size), Num("i32", problem.channels),
-             Num("i64", problem.inner), Num("i32", problem.width), Num("f32", problem.alpha),
-             Num("f32", problem.beta), Num("f32", problem.bias)),
-            defines(T=C_TYPES[problem.dtype], ACC=accumulator(problem.dtype)),
-        ),)  # fmt: skip
+        return self.one(
+            "lrn", -(-problem.size // 256), 256,
+            Ptr("x"), Ptr("y"), Num("i64", problem.size), Num("i32", problem.channels),
+            Num("i64", problem.inner), Num("i32", problem.width), Num("f32", problem.alpha),
+            Num("f32", problem.beta), Num("f32", problem.bias),
+            T=C_TYPES[problem.dtype], ACC=accumulator(problem.dtype),
+        )  # fmt: skip
 
 
 class Taps(RuleBased):
@@ -131,15 +124,14 @@ class Taps(RuleBased):
         across, inner = problem.resized // columns, problem.inner // vec
         threads = problem.outer * resized * across * inner
         above = ("above", "above_weight") if taps else ("source", "weight")
-        return (Launch(
-            self.source, "resample",
-            _blocks(threads), (256, 1, 1),
-            (*map(Ptr, ("x", "source", "weight", *above, "y")), Num("i64", threads),
-             *(Num("i32", n) for n in (length, resized, problem.length, across)),
-             Num("i64", inner), Num("f32", problem.outside)),
-            defines(X=C_TYPES[problem.dtype], Y=C_TYPES[problem.out_dtype], ACC=problem.compute,
-                    TAPS=problem.taps, ROWS=taps, VEC=vec, COLUMNS=columns),
-        ),)  # fmt: skip
+        return self.one(
+            "resample", -(-threads // 256), 256,
+            *map(Ptr, ("x", "source", "weight", *above, "y")), Num("i64", threads),
+            *(Num("i32", n) for n in (length, resized, problem.length, across)),
+            Num("i64", inner), Num("f32", problem.outside),
+            X=C_TYPES[problem.dtype], Y=C_TYPES[problem.out_dtype], ACC=problem.compute,
+            TAPS=problem.taps, ROWS=taps, VEC=vec, COLUMNS=columns,
+        )  # fmt: skip
 
 
 class Points(RuleBased):
@@ -150,15 +142,13 @@ class Points(RuleBased):
 
     def launch(self, problem: GridSample, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch, a point a thread."""
-        return (Launch(
-            self.source, "grid_sample", _blocks(problem.points * problem.batch, 128), (128, 1, 1),
-            (*map(Ptr, ("x", "grid", "y")), Num("i64", problem.points), Num("i64", problem.batch),
-             *(Num("i32", n) for n in (problem.channels, *problem.inner))),
-            defines(
-                T=C_TYPES[problem.dtype], G=C_TYPES[problem.grid], ACC=accumulator(problem.dtype),
-                RANK=problem.rank, MODE=problem.mode, PADDING=problem.padding, ALIGN=problem.align,
-            ),
-        ),)  # fmt: skip
+        return self.one(
+            "grid_sample", -(-problem.points * problem.batch // 128), 128,
+            *map(Ptr, ("x", "grid", "y")), Num("i64", problem.points), Num("i64", problem.batch),
+            *(Num("i32", n) for n in (problem.channels, *problem.inner)),
+            T=C_TYPES[problem.dtype], G=C_TYPES[problem.grid], ACC=accumulator(problem.dtype),
+            RANK=problem.rank, MODE=problem.mode, PADDING=problem.padding, ALIGN=problem.align,
+        )  # fmt: skip
 
 
 class Columns(RuleBased):
@@ -169,13 +159,12 @@ class Columns(RuleBased):
 
     def launch(self, problem: Col2Im, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch, a pixel a thread."""
-        return (Launch(
-            self.source, "col2im", _blocks(problem.size), (256, 1, 1),
-            (Ptr("x"), Ptr("y"), Num("i64", problem.size),
-             *(Num("i32", n) for n in (*problem.image, *problem.blocks))),
-            defines(T=C_TYPES[problem.dtype], ACC=accumulator(problem.dtype), TRANSPOSED=True,
-                    **window_macros(problem.window)),
-        ),)  # fmt: skip
+        return self.one(
+            "col2im", -(-problem.size // 256), 256, Ptr("x"), Ptr("y"), Num("i64", problem.size),
+            *(Num("i32", n) for n in (*problem.image, *problem.blocks)),
+            T=C_TYPES[problem.dtype], ACC=accumulator(problem.dtype), TRANSPOSED=True,
+            **window_macros(problem.window),
+        )  # fmt: skip
 
 
 KERNELS: dict[str, Sequence[Kernel]] = {

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines
-from onnx_fuse.kernels import Kernel
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import RuleBased
 from onnx_fuse.program.moves import Recurrence
 from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Num, Ptr
@@ -57,7 +57,7 @@ class Steps(RuleBased):
     free_axes = "yz"
 
     def supports(self, problem: Recurrence, hw: Hardware) -> str | None:
-        """So many units as shared memory has room for the states of."""
+        """Refuse more units than shared memory has room for the states of."""
         found = _geometry(problem, hw)
         return found if isinstance(found, str) else None
 

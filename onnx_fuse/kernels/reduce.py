@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines, lanes, pow2
-from onnx_fuse.kernels import Kernel
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import (
     BLOCK,
     RuleBased,
@@ -25,8 +26,8 @@ _LARGE_BLOCK = 512  # threads a block for columns in one launch
 CHUNK, ROWS = 8192, 1024  # of a sum of squares: elements a block, tensors a launch
 
 
-def _macros(problem: Reduce) -> dict[str, object]:
-    macros: dict[str, object] = {
+def _macros(problem: Reduce) -> dict[str, Any]:
+    macros: dict[str, Any] = {
         "T": C_TYPES[problem.dtype], "U": C_TYPES[problem.out_dtype],
         "ACC": accumulator(problem.dtype, problem.reducer), "REDUCER": problem.reducer,
         "FROM_STATE": problem.from_state, "TO_STATE": problem.to_state, "VEC": _vec(problem),
@@ -68,11 +69,11 @@ class Row(RuleBased):
         threads = config.integer("team") or team_size(rows, problem.chunk, _vec(problem))
         block = block_of(threads)
         numbers = (problem.outer, problem.length, problem.chunk, problem.splits, problem.count)
-        return (Launch(
-            self.source, "reduce_row", (-(-rows * threads // block), 1, 1), (block, 1, 1),
-            (Ptr("x"), Ptr("y"), Ptr("y2"), *(Num("i64", n) for n in numbers)),
-            defines(**_macros(problem), TEAM=threads, BLOCK=block),
-        ),)  # fmt: skip
+        return self.one(
+            "reduce_row", -(-rows * threads // block), block,
+            Ptr("x"), Ptr("y"), Ptr("y2"), *(Num("i64", n) for n in numbers),
+            **_macros(problem), TEAM=threads, BLOCK=block,
+        )  # fmt: skip
 
 
 class Column(RuleBased):
@@ -93,11 +94,11 @@ class Column(RuleBased):
         block = _LARGE_BLOCK if problem.short else BLOCK
         grid = -(-inner // (bx * vec)) * problem.splits * problem.outer
         numbers = (problem.length, inner, problem.chunk, problem.splits, problem.count)
-        return (Launch(
-            self.source, "reduce_column", (grid, 1, 1), (block, 1, 1),
-            (Ptr("x"), Ptr("y"), Ptr("y2"), *(Num("i64", n) for n in numbers)),
-            defines(**_macros(problem), BX=bx, BY=block // bx),
-        ),)  # fmt: skip
+        return self.one(
+            "reduce_column", grid, block,
+            Ptr("x"), Ptr("y"), Ptr("y2"), *(Num("i64", n) for n in numbers),
+            **_macros(problem), BX=bx, BY=block // bx,
+        )  # fmt: skip
 
 
 class Squares(RuleBased):

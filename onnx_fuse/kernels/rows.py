@@ -191,13 +191,12 @@ def act_parts(m: int, n: int) -> int:
     return max(1, min(ceil(m / 32), 400 // ceil(n / 256)))
 
 
-def act_grad(m: int, n: int, dtype: str, act: str, act_alpha: float) -> tuple[Launch, int]:
-    """Pointers dy, z -> dz, part [parts, n] (or, with one part, dbias); and how many parts."""
-    columns, parts = ceil(n / 256), act_parts(m, n)
-    call = Launch(
+def act_grad(m: int, n: int, dtype: str, act: str, act_alpha: float) -> Launch:
+    """Pointers dy, z -> dz, part [`act_parts`, n] (or, with one part, dbias)."""
+    return Launch(
         "pointwise/act_grad.cu",
         "act_grad_rows",
-        (columns, parts, 1),
+        (ceil(n / 256), act_parts(m, n), 1),
         (256, 1, 1),
         (
             Ptr("dy"), Ptr("z"), Num("i32", m), Num("i32", n), Num("f32", act_alpha), Ptr("dz"),
@@ -205,7 +204,6 @@ def act_grad(m: int, n: int, dtype: str, act: str, act_alpha: float) -> tuple[La
         ),
         as_defines({"T": C_TYPES[dtype]}, activation_macros(act)),
     )  # fmt: skip
-    return call, parts
 
 
 def sum_parts(parts: int, n: int, vectors: int, out_dtype: str) -> Launch:

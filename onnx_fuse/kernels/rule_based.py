@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from onnx_fuse.cuda.macros import pow2
+from onnx_fuse.cuda.macros import defines, pow2
 from onnx_fuse.cuda.pointwise import STORAGE, inline
 from onnx_fuse.program.expression import Tail
-from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Config, Hardware, Launch
+from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Arg, Config, Hardware, Launch
 from onnx_fuse.program.problems import Window
 from onnx_fuse.program.size import coarse
 
@@ -60,9 +60,16 @@ class RuleBased(WithoutWorkspace, Unconditional):
         """The kernel calls, in order."""
         raise TypeError(f"{type(self).__name__} has no launch")
 
+    def one(
+        self, entry: str, blocks: int, threads: int, *args: Arg, smem: int = 0, **macros: object
+    ) -> tuple[Launch, ...]:
+        """One launch of an entry of its source, of so many blocks and threads of each."""
+        grid, block = (blocks, 1, 1), (threads, 1, 1)
+        return (Launch(self.source, entry, grid, block, args, defines(**macros), smem),)
+
 
 def access_width(length: int, dtype: str, most: int = 16) -> int:
-    """Elements of `dtype` an access of at most so many bytes takes; rows of `length` are dense."""
+    """The elements of an access of at most `most` bytes, in dense rows of `length` of `dtype`."""
     width = max(1, most // ITEMSIZE[dtype])
     while length % width:
         width //= 2
@@ -103,14 +110,15 @@ def tail_text(tail: Tail) -> str | None:
     return inline(tail.expression, names)
 
 
-def tail_macros(tail: Tail | None) -> dict[str, object]:
+def tail_macros(tail: Tail | None) -> dict[str, Any]:
     """The macros of what kernels with a SUFFIX store."""
     if tail is None:
         return {}
     text = tail_text(tail)
     assert text is not None
+    short = {"SHORT_RESULT": True} if ITEMSIZE[tail.dtype] == 2 else {}
     return {"OPERANDS": tail.expression.loads - 1, "SUFFIX(v0, v1, v2, v3)": text,
-            "TY": STORAGE[tail.dtype]}  # fmt: skip
+            "TY": STORAGE[tail.dtype], **short}  # fmt: skip
 
 
 def whole_sectors(tail: Tail | None, dtype: str, vec: int, items: int) -> tuple[int, int]:
@@ -122,7 +130,7 @@ def whole_sectors(tail: Tail | None, dtype: str, vec: int, items: int) -> tuple[
     return vec // less, items * less
 
 
-def window_macros(window: Window) -> dict[str, object]:
+def window_macros(window: Window) -> dict[str, Any]:
     """KD KH KW, SD ..., DD ..., PD ...: what conv/geometry.cuh and pool/pool.cu read."""
     named = {"K": window.kernel, "S": window.strides, "D": window.dilations, "P": window.before}
     return {k + axis: v for k, t in named.items() for axis, v in zip("DHW", t, strict=True)}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines, lanes, pow2
-from onnx_fuse.kernels import Kernel
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import RuleBased
 from onnx_fuse.program.moves import CumulativeSum, SortedRows, TopK
 from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr
@@ -26,7 +27,7 @@ class Cumulative(RuleBased):
         """One launch: a block a row, or for up to 32 columns."""
         outer, length, inner = problem.outer, problem.length, problem.inner
         row = inner == 1 and length >= 16
-        macros: dict[str, object]
+        macros: dict[str, Any]
         if row:
             block = min(512, max(32, pow2(length) // 4))
             macros, grid = {"BLOCK": block}, outer
@@ -36,14 +37,12 @@ class Cumulative(RuleBased):
             block, macros = bx * by, {"BX": bx, "BY": by}
             grid = -(-inner // bx) * outer
         sizes = (length,) if row else (length, inner)
-        return (Launch(
-            self.source, "cumsum_row" if row else "cumsum_column", (grid, 1, 1), (block, 1, 1),
-            (Ptr("x"), Ptr("y"), *(Num("i64", n) for n in sizes)),
-            defines(
-                T=C_TYPES[problem.dtype], ACC=accumulator(problem.dtype), **macros,
-                EXCLUSIVE=problem.exclusive, REVERSE=problem.reverse, PRODUCT=problem.product,
-            ),
-        ),)  # fmt: skip
+        return self.one(
+            "cumsum_row" if row else "cumsum_column", grid, block,
+            Ptr("x"), Ptr("y"), *(Num("i64", n) for n in sizes),
+            T=C_TYPES[problem.dtype], ACC=accumulator(problem.dtype), **macros,
+            EXCLUSIVE=problem.exclusive, REVERSE=problem.reverse, PRODUCT=problem.product,
+        )  # fmt: skip
 
 
 class InBlock(RuleBased):
@@ -68,13 +67,11 @@ class InBlock(RuleBased):
             size = min(size, max(1024, 4 * pow2(k)), 2 * TOPK_MAX)
         size = max(32, size)
         block = min(256, size // 2) if length > size else min(1024, max(32, size // 2))
-        return (Launch(
-            self.source, "topk", (problem.outer * problem.inner, 1, 1), (block, 1, 1),
-            (Ptr("x"), Ptr("values"), Ptr("indices"),
-             *(Num("i64", n) for n in (length, problem.inner, k))),
-            defines(T=C_TYPES[problem.dtype], SIZE=size, BLOCK=block, LARGEST=problem.largest),
-            smem=12 * size + 16,  # and its counter
-        ),)  # fmt: skip
+        return self.one(
+            "topk", problem.outer * problem.inner, block, Ptr("x"), Ptr("values"), Ptr("indices"),
+            *(Num("i64", n) for n in (length, problem.inner, k)), smem=12 * size + 16,  # a counter
+            T=C_TYPES[problem.dtype], SIZE=size, BLOCK=block, LARGEST=problem.largest,
+        )  # fmt: skip
 
 
 def _padded(length: int) -> int:

@@ -411,9 +411,6 @@ class OneQuery(Unconditional):
 
     name, source = "one_query", "sdpa/one_query.cu"
 
-    def sources(self) -> tuple[str, ...]:
-        return (self.source,)
-
     def supports(self, problem: Attention, hw: Hardware) -> str | None:
         p = problem
         if p.m != 1:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines, lanes, pow2
-from onnx_fuse.kernels import Kernel
+from onnx_fuse.cuda.macros import C_TYPES, accumulator, lanes, pow2
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import (
     RuleBased,
     access_width,
@@ -20,7 +21,7 @@ from onnx_fuse.program.problems import Softmax
 _KEPT = 32  # elements of a row a thread may hold in registers
 
 
-def _macros(problem: Softmax) -> dict[str, object]:
+def _macros(problem: Softmax) -> dict[str, Any]:
     dtype = problem.dtype
     return {"T": C_TYPES[dtype], "ACC": accumulator(dtype), "LOG": problem.log}
 
@@ -49,11 +50,11 @@ class Row(RuleBased):
         items = row_items(length, vec, threads, _KEPT)
         threads = threads if items else 512  # a row read again: more rows at once hide its latency
         block = block_of(threads)
-        return (Launch(
-            self.source, "softmax_row", (-(-outer * threads // block), 1, 1), (block, 1, 1),
-            (Ptr("x"), Ptr("y"), Num("i64", outer), Num("i64", length)),
-            defines(**_macros(problem), VEC=vec, TEAM=threads, BLOCK=block, ITEMS=items),
-        ),)  # fmt: skip
+        return self.one(
+            "softmax_row", -(-outer * threads // block), block,
+            Ptr("x"), Ptr("y"), Num("i64", outer), Num("i64", length),
+            **_macros(problem), VEC=vec, TEAM=threads, BLOCK=block, ITEMS=items,
+        )  # fmt: skip
 
 
 class Column(RuleBased):
@@ -68,11 +69,11 @@ class Column(RuleBased):
         inner = problem.inner
         bx = lanes(inner)
         by = min(1024 // bx, max(pow2(problem.length) // 4, 1))
-        return (Launch(
-            self.source, "softmax_column", (-(-inner // bx) * problem.outer, 1, 1),
-            (bx * by, 1, 1), (Ptr("x"), Ptr("y"), Num("i64", problem.length), Num("i64", inner)),
-            defines(**_macros(problem), BX=bx, BY=by),
-        ),)  # fmt: skip
+        return self.one(
+            "softmax_column", -(-inner // bx) * problem.outer, bx * by,
+            Ptr("x"), Ptr("y"), Num("i64", problem.length), Num("i64", inner),
+            **_macros(problem), BX=bx, BY=by,
+        )  # fmt: skip
 
 
 KERNELS: dict[str, Sequence[Kernel]] = {"Softmax": (Row(), Column())}

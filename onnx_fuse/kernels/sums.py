@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onnx_fuse.kernels import Kernel
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rows import act_grad, fold, fold_many, sum_parts
 from onnx_fuse.kernels.rule_based import RuleBased
 from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch
@@ -26,7 +26,7 @@ class Slope(RuleBased):
     def launch(self, problem: SlopeProduct, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The one launch of the kernel."""
         act = problem.act
-        return (act_grad(problem.m, problem.n, problem.dtype, act, problem.act_alpha)[0],)
+        return (act_grad(problem.m, problem.n, problem.dtype, act, problem.act_alpha),)
 
 
 class Parts(RuleBased):

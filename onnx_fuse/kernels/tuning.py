@@ -12,17 +12,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from onnx_fuse import config
 from onnx_fuse.cuda.digest import code_digest
 from onnx_fuse.kernels import cublaslt
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.program import moves, problems, products
 from onnx_fuse.program.epilogue import Epilogue
 from onnx_fuse.program.problem import AnyProblem, Config, Hardware, Problem, Product, Value, ld
-
-if TYPE_CHECKING:
-    from onnx_fuse.kernels import Kernel
 
 SHIPPED = Path(__file__).parent / "records"
 

@@ -1,1 +1,1 @@
-"""From the graph to calls: one file a family of operators; `walk` goes over the nodes."""
+"""How a graph becomes calls: a file serves a family of operators, `walk` visits the nodes."""

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 import onnx_ir as ir
 
-from onnx_fuse.program.call import Context, Tensor, dense_strides
+from onnx_fuse.lower.context import Context
+from onnx_fuse.program.call import Tensor, dense_strides
 
 
 def channels_last(tensor: Tensor) -> Tensor:

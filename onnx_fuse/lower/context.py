@@ -1,15 +1,40 @@
-"""What a lowering sees of a graph: values and their types, buffers, the calls so far.
+"""What a lowering sees of a graph, and the contract that it keeps.
 
 Each value is known on the host (shape arithmetic, constants), or is a Tensor, or is of a later
 stage, whose shapes depend on data.
+
+A family of operators is a module of onnx_fuse/lower, named in `table.FAMILIES`, that holds a table
+
+    LOWERINGS: dict[tuple[str, str], Lowering] = {("", "Softmax"): softmax, (FUSE, "Sdpa"): sdpa}
+
+`Lowering` is `fn(ctx, node) -> str | None`: it says what is to be computed with `ctx.select`, a
+problem and its operands, and returns None; or it emits nothing and returns the reason why it cannot
+serve the node. Then the node's body is lowered instead (ours, or the function the ONNX schema has),
+and where there is none the node runs on onnxruntime, with copies. A key's name is without exposed
+values: LayerNormGemm also gets LayerNormGemm_mean_rstd nodes.
+
+    def softmax(ctx: Context, node: ir.Node) -> str | None:
+        x = ctx.dense(node, 0)                      # contiguous; ctx.view(node, 0): any strides
+        if x.dtype not in FLOATS:
+            return f"no kernel for {x.dtype}"
+        axis = ctx.attr(node, "axis", -1) % len(x.shape)
+        y = ctx.output(node, 0)                     # a new buffer; shape and dtype are inferred
+        problem = Softmax(prod(x.shape[:axis]), x.shape[axis], prod(x.shape[axis + 1 :]), x.dtype)
+        return ctx.select(node, problem, {"x": x}, {"y": y}, inplace=[("y", "x")])
+
+Shapes are ints, or open sizes that behave as ints (docs/shapes.md): what a lowering decides on one
+is a guard of the program. An operand that shape arithmetic or a constant determines is read with
+`ctx.host(node, i)`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnx
@@ -48,13 +73,15 @@ class NotStatic(Exception):
     """Raised for an output whose shape inference cannot tell."""
 
 
-class Values:
-    """`llir.Context`, for the one walk over a graph that `lower.Lowerer` makes."""
+class Context(ABC):
+    """The values, buffers and calls of one walk over a graph, which `walk.Lowerer` makes."""
 
     def __init__(
         self, opsets: Mapping[str, int], hw: Hardware, math: str, prefs: Mapping[str, str] | None
     ) -> None:
-        self.hw, self.math, self.prefs = hw, math, prefs
+        self.hw, self.prefs = hw, prefs
+        self.math = math
+        """Which fp32 products are allowed: "ieee", "tf32", "bf16x3", "bf16x6"."""
         self.opset, self.opsets = opsets.get("", 1), {**opsets, FUSE: 1}
         self.slots: dict[ir.Value, Slot] = {}
         self.buffers: list[Buffer] = []
@@ -63,8 +90,11 @@ class Values:
         self._copies: dict[Tensor, Tensor] = {}
         self._known_constants: dict[Any, Tensor] = {}
         self.folds: dict[tuple[tuple[int, int], ...], dict[str, Tensor]] = {}
+        """Weights that the program folds in each run: where gamma, beta, w, c stand -> wq, cs,
+        cv."""
         self.fold_pays: dict[tuple[Problem, bool], bool] = {}
         self.channels_last: set[int] = set()
+        """Buffers of images whose channels are the last axis in memory (`channels_last`)."""
         self.mutable: set[str] = set()  # inputs and initializers that the program replaces
         self._names, self._prefix = 0, "value"
         self._random: Tensor | None = None
@@ -121,6 +151,11 @@ class Values:
                 names.append(sizes.plain(size))
         return names
 
+    def dtype(self, value: ir.Value | None) -> ir.DataType | None:
+        """Element type, None where there is none, or where only a later stage knows it."""
+        slot = None if value is None else self.slots.get(value)
+        return None if value is None or slot is None or slot.later else self._type(value)[0]
+
     def _typed(self, value: ir.Value) -> onnx.TypeProto:
         """The value's type as ONNX has it, with names for open sizes."""
         dtype, shape = self._type(value)
@@ -147,6 +182,7 @@ class Values:
             self._plain = False
 
     def _inferred(self, node: ir.Node) -> list[tuple[str, tuple[int, ...]] | None] | None:
+        """(dtype, shape) of each output, None where inference does not know."""
         single = self._single(node)
         if carries_body(node) or contrib.lookup(node) is not None:
             infer_shapes(single)
@@ -171,29 +207,27 @@ class Values:
             if array is not None and array.size <= WEIGHT_LIMIT and array.dtype.name in ITEMSIZE:
                 data[name] = ir.serde.serialize_tensor(ir.tensor(np.asarray(array, order="C")))
         opsets = [onnx.helper.make_opsetid(d, v) for d, v in self.opsets.items()]
-        half = "bfloat16" in {self._type_name(v) for v in node.inputs if v is not None}
-        while True:
+        given = {dtype_name(self._type(v)[0]) for v in node.inputs if v is not None}
+        infer = partial(
+            onnx.shape_inference.infer_node_outputs, schema, proto, opset_imports=opsets,
+            ir_version=10,
+        )  # fmt: skip
+        halved = False
+        try:
             try:
-                result = onnx.shape_inference.infer_node_outputs(
-                    schema, proto, types, data, opset_imports=opsets, ir_version=10
-                )
-                break
-            except onnx.shape_inference.InferenceError as error:
-                raise self.fault(node, one_line(error)) from error
+                result = infer(types, data)
             except onnx.checker.ValidationError:
-                if not half:
+                if "bfloat16" not in given:
                     raise
                 # an older opset's operator knows no bfloat16: its shapes are those of float16
-                half = False
+                halved = "float16" not in given
                 types = {n: _as_float16(t) for n, t in types.items()}
                 data = {n: t for n, t in data.items() if t.data_type != onnx.TensorProto.BFLOAT16}
+                result = infer(types, data)
+        except onnx.shape_inference.InferenceError as error:
+            raise self.fault(node, one_line(error)) from error
         known = [self._static_proto(result.get(v.name or "")) for v in node.outputs]
-        if types and any(
-            t.tensor_type.elem_type == onnx.TensorProto.BFLOAT16 for t in types.values()
-        ):
-            return known
-        given = {self._type_name(v) for v in node.inputs if v is not None}
-        if "bfloat16" in given and "float16" not in given:
+        if halved:
             known = [k and ("bfloat16" if k[0] == "float16" else k[0], k[1]) for k in known]
         return known
 
@@ -215,9 +249,6 @@ class Values:
             return None
         return dtype_name(dtype), tuple(shape)  # type: ignore[arg-type]
 
-    def _type_name(self, value: ir.Value) -> str:
-        return dtype_name(self._type(value)[0])
-
     def fault(self, node: ir.Node, reason: str) -> ModelError:
         """The error to raise for a node: its name, its operands' shapes and the reason."""
         shapes = ", ".join(str(list(self._type(v)[1])) for v in node.inputs if v is not None)
@@ -230,20 +261,24 @@ class Values:
         return node.name or (node.outputs[0].name if node.outputs else "") or node.op_type
 
     def _tensor(self, slot: Slot) -> Tensor:
+        """The node as messages name it."""
         if slot.tensor is None:
             assert slot.host is not None
             slot.tensor = self.constant(slot.host)
         return slot.tensor
 
     def view(self, node: ir.Node, i: int) -> Tensor:
+        """Input `i` with whatever strides it has (0 on broadcast axes); it must be present."""
         value = node.inputs[i]
         assert value is not None
         return self._tensor(self.slots[value])
 
     def dense(self, node: ir.Node, i: int) -> Tensor:
+        """Input `i`, contiguous and 16-byte aligned (copied if need be); it must be present."""
         return self.contiguous(self.view(node, i))
 
     def contiguous(self, tensor: Tensor) -> Tensor:
+        """`tensor`, or a contiguous, 16-byte aligned copy of it."""
         if tensor.dense and tensor.offset * ITEMSIZE[tensor.dtype] % 16 == 0:
             if tensor.strides == dense_strides(tensor.shape):
                 return tensor
@@ -264,13 +299,16 @@ class Values:
             del self._copies[tensor]
 
     def has(self, node: ir.Node, i: int) -> bool:
+        """Whether input `i` is given."""
         return i < len(node.inputs) and node.inputs[i] is not None
 
     def host(self, node: ir.Node, i: int) -> np.ndarray | None:
+        """The value of input `i` where it is known at lowering, else None."""
         value = node.inputs[i] if i < len(node.inputs) else None
         return None if value is None else self.slots[value].host
 
     def attr(self, node: ir.Node, name: str, default: Any = None) -> Any:
+        """An attribute's Python value (int, float, str, list, ndarray)."""
         attribute = node.attributes.get(name)
         if attribute is None:
             return default
@@ -280,6 +318,7 @@ class Values:
         return list(value) if isinstance(value, list | tuple) else value
 
     def wants(self, node: ir.Node, i: int) -> bool:
+        """Whether output `i` is named and used."""
         if i >= len(node.outputs):
             return False
         value = node.outputs[i]
@@ -290,6 +329,7 @@ class Values:
     def output(
         self, node: ir.Node, i: int, shape: Sequence[int] | None = None, dtype: str | None = None
     ) -> Tensor:
+        """A new contiguous buffer for output `i`; shape and dtype are inferred if not given."""
         if shape is None or dtype is None:
             types = self.infer(node)
             found = types[i] if types is not None else None
@@ -302,13 +342,16 @@ class Values:
         return tensor
 
     def alias(self, node: ir.Node, i: int, tensor: Tensor) -> None:
+        """Let output `i` be `tensor`, a view that costs nothing."""
         if i < len(node.outputs):
             self.slots[node.outputs[i]] = Slot(tensor=tensor)
 
     def scratch(self, dtype: str, shape: Sequence[int]) -> Tensor:
+        """A new temporary between the calls of one lowering."""
         return self._buffer("temp", tuple(map(sizes.number, shape)), dtype)
 
     def constant(self, array: np.ndarray) -> Tensor:
+        """An array known at lowering, in device memory."""
         array = np.array(array, order="C")
         if array.dtype == object:
             tensor = self._buffer("constant", array.shape, "int64")
@@ -332,13 +375,37 @@ class Values:
         self.buffers.append(Buffer(tensor.buffer, kind, tensor.size * ITEMSIZE.get(dtype, 1), name))
         return tensor
 
+    @abstractmethod
+    def known(self, tensor: Tensor) -> np.ndarray | None:
+        """What a tensor holds that nothing in the program writes to, None for any other."""
+
+    @abstractmethod
+    def packed(
+        self, tensor: Tensor, how: str, make: Callable[[np.ndarray], np.ndarray]
+    ) -> Tensor | None:
+        """Apply `make` once to what a tensor holds that nothing in the program writes to.
+
+        `how` names what `make` does. None for a tensor that is not known.
+        """
+
+    @abstractmethod
+    def folded(
+        self, gamma: Tensor, beta: Tensor | None, w: Tensor, c: Tensor, trans: bool
+    ) -> dict[str, Tensor] | None:
+        """wq, cs, cv of a LayerNormGemm in 16 bits whose parameters nothing writes to, made once.
+
+        wq = gamma * w [k, n] (stored as [n, k] if `trans`), cs = its column sums, cv = beta w + c.
+        """
+
     def random(self) -> tuple[Tensor, int]:
+        """The random generator's state, uint64 [seed, draw], and a stream number of one's own."""
         if self._random is None:
             self._random = self._buffer("random", (2,), "uint64", "random")
         self._streams += 1
         return self._random, self._streams
 
     def append(self, call: Call) -> None:
+        """Append a call made elsewhere (pointwise expressions)."""
         self.calls.append(call)
 
     def select(
@@ -350,6 +417,11 @@ class Values:
         *,
         inplace: Sequence[tuple[str, str]] = (),
     ) -> str | None:
+        """Append a call of `problem`; the reason where none of its candidates serves it.
+
+        Nothing is appended where there is no element to write. The launches are made last, by the
+        pass `select_kernels`.
+        """
         if not any(t.size for t in writes.values()):
             return None
         weights = reads.get("b", reads.get("wq"))
@@ -363,18 +435,9 @@ class Values:
             reasons = refusals(problem.op, problem, self.hw)
             listing = "; ".join(f"{name}: {why}" for name, why in reasons.items())
             return listing or f"{problem.op} has no kernel"
+        nodes = (self.label(node),)
         self.calls.append(
-            Call(
-                node.op_type,
-                (self.label(node),),
-                (),
-                tuple(reads.items()),
-                tuple(writes.items()),
-                flops=problem.flops,
-                bytes=sum(t.nbytes for t in (*reads.values(), *writes.values())),
-                inplace=tuple(inplace),
-                problem=problem,
-            )
+            Call.of(node.op_type, nodes, problem, reads, writes, inplace=tuple(inplace))
         )
         return None
 
@@ -386,6 +449,44 @@ class Values:
     def _copy(self, label: str, x: Tensor, y: Tensor) -> None:
         code = Code()
         self.calls.append(call_of(code.expression(code.load(x)), code.reads, [y], [label]))
+
+
+Lowering: TypeAlias = Callable[[Context, ir.Node], "str | None"]
+
+
+# ---- calls that work element by element ----------------------------------------------------------
+
+
+def operand(ctx: Context, code: Code, node: ir.Node, i: int, shape: Sequence[int]) -> Any:
+    """Input `i` broadcast to `shape`, and its dtype; a known single number becomes a scalar."""
+    array = ctx.host(node, i)
+    if array is not None and array.size == 1:
+        dtype = "int64" if array.dtype == object else array.dtype.name
+        return code.scalar(array.reshape(-1)[0], dtype), dtype
+    tensor = ctx.view(node, i)
+    return code.load(tensor.expand(shape)), tensor.dtype
+
+
+def broadcast(ctx: Context, node: ir.Node) -> tuple[int, ...]:
+    """The shape that all given inputs broadcast to."""
+    shapes = []
+    for i in range(len(node.inputs)):
+        if ctx.has(node, i):
+            array = ctx.host(node, i)
+            shapes.append(array.shape if array is not None else ctx.view(node, i).shape)
+    return sizes.broadcast(*shapes)
+
+
+def emit(ctx: Context, code: Code, node: ir.Node, value: Any, y: Tensor) -> None:
+    """Append the call that stores `value` to `y`."""
+    call = call_of(code.expression(value), code.reads, [y], [ctx.label(node)])
+    ctx.append(call)
+
+
+def copy(ctx: Context, node: ir.Node, x: Tensor, y: Tensor) -> None:
+    """y[...] = x[...] for views of one shape."""
+    code = Code()
+    emit(ctx, code, node, code.load(x.expand(y.shape)), y)
 
 
 # ---- helpers ------------------------------------------------------------------------------------

@@ -13,13 +13,16 @@ from onnx_fuse.lower.host_values import HostValues
 from onnx_fuse.program.call import NeedsValues
 
 MAX_UNROLL = 1024
-"""Passes of a Loop or Scan that are written out at most."""
+"""The most passes of a Loop or Scan that are written out."""
 
 
 class Control(HostValues):
     """Control flow, in terms of the walk over nodes that `lower.Lowerer` makes."""
 
     later: list[ir.Node]
+    """The nodes of later stages."""
+    stuck: set[ir.Node]
+    """The nodes among `later` that only onnxruntime can run."""
     fallbacks: dict[str, str]
 
     @abstractmethod
@@ -33,6 +36,15 @@ class Control(HostValues):
     @abstractmethod
     def _deciding(self, node: ir.Node, operand: int | None = None) -> list[str]:
         """Inputs of the model that an unknown operand is computed from."""
+
+    @abstractmethod
+    def walk(self, nodes: Sequence[ir.Node], results: Sequence[ir.Value]) -> None:
+        """Lower nodes that no graph holds; `results` are used, though by no node."""
+
+    def ask(self, node: ir.Node, i: int) -> None:
+        """Raise NeedsValues where inputs of the model decide about operand `i`."""
+        if names := self._deciding(node, i):
+            raise NeedsValues(names)
 
     def _control(self, node: ir.Node) -> bool:
         """If, Loop and Scan whose course is known, written out; False where it is not."""

@@ -9,13 +9,13 @@ from math import prod
 import onnx_ir as ir
 
 from onnx_fuse.cuda.macros import FLOATS
-from onnx_fuse.cuda.pointwise import copy
 from onnx_fuse.lower import conv_nhwc, conv_transpose
+from onnx_fuse.lower.context import Context, Lowering, copy
 from onnx_fuse.lower.linear import product
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.activations import ACTIVATIONS
-from onnx_fuse.program.call import Context, Lowering, Tensor
+from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.problem import ITEMSIZE
 from onnx_fuse.program.problems import Conv, Triple, Window
 from onnx_fuse.program.size import Size, number

@@ -9,13 +9,14 @@ from typing import TypeVar
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.cuda.pointwise import Code, copy, emit
+from onnx_fuse.cuda.pointwise import Code
 from onnx_fuse.kernels import refused, serves
 from onnx_fuse.kernels.conv_nhwc import pixel_of
 from onnx_fuse.lower.channels_last import channels_last, is_channels_last, stored_last
+from onnx_fuse.lower.context import Context, copy, emit
 from onnx_fuse.lower.linear import product
 from onnx_fuse.lower.views import reshaped
-from onnx_fuse.program.call import Context, Tensor
+from onnx_fuse.program.call import Tensor, dense_strides
 from onnx_fuse.program.problems import Conv, ConvWeightGrad, Window
 
 TAPS = 256
@@ -60,7 +61,7 @@ def convolution(
 def into(
     ctx: Context, node: ir.Node, shape: Conv, reads: dict[str, Tensor], out: Tensor
 ) -> str | None:
-    """The convolution's result, to the dense `out` [batch, *outer, groups * filters]."""
+    """The convolution's result, to `out` [batch, *outer, groups * filters]: dense, or `writes`."""
     if is_channels_last(reads["x"]):  # what else reads it is of the stretch as well
         ctx.channels_last.add(reads["x"].buffer)
     bias = reads.get("bias")
@@ -68,10 +69,11 @@ def into(
         short = shape.dtype != "float32"
         zero = ir.DataType[shape.dtype.upper()].numpy() if short else np.dtype(np.float32)
         bias = ctx.constant(np.zeros(shape.groups * shape.filters, zero))
-    if one_tap(shape) and not shape.slope:
+    gaps = _gaps(out)
+    if one_tap(shape) and not shape.slope and not gaps:
         return _product(ctx, node, shape, reads, out)
     reads = {**reads, "bias": bias}
-    shape = _stored_last(ctx, shape)
+    shape = replace(_stored_last(ctx, shape), y_strides=gaps)
     planar = replace(shape, planar=True)
     first = not is_channels_last(reads["x"]) and not refused(planar, ctx.hw, ctx.prefs)
     if first and serves("Conv", planar, ctx.hw, ctx.prefs):
@@ -86,6 +88,20 @@ def into(
         reads["weight"] = _packed(ctx, reads["weight"], shape)
     shape = replace(shape, static_weight=ctx.known(reads["weight"]) is not None)
     return ctx.select(node, shape, reads, {"y": out})
+
+
+def _gaps(out: Tensor) -> tuple[int, ...]:
+    """The strides of images, rows and pixels of channels-last images; () where they are dense."""
+    if out.strides == dense_strides(out.shape):
+        return ()
+    return (out.strides[0], out.strides[-3], out.strides[-2])
+
+
+def writes(ctx: Context, shape: Conv, out: Tensor) -> bool:
+    """Whether a kernel stores the pixels of the convolution where those of `out` are."""
+    wanted = replace(_stored_last(ctx, shape), y_strides=_gaps(out))
+    held = not refused(wanted, ctx.hw, ctx.prefs) and out.strides[-1] == 1
+    return held and serves("Conv", wanted, ctx.hw, ctx.prefs)
 
 
 def _patches(shape: Conv) -> bool:

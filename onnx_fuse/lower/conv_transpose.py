@@ -15,12 +15,13 @@ from math import prod
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.cuda.pointwise import Code, copy, emit
+from onnx_fuse.cuda.pointwise import Code
 from onnx_fuse.lower import conv_nhwc
 from onnx_fuse.lower.channels_last import channels_last, stored_last
+from onnx_fuse.lower.context import Context, copy, emit
 from onnx_fuse.lower.linear import product
 from onnx_fuse.lower.views import reshaped
-from onnx_fuse.program.call import Context, Tensor, dense_strides
+from onnx_fuse.program.call import Tensor, dense_strides
 from onnx_fuse.program.problems import Conv, Window
 
 PHASES = 16
@@ -181,7 +182,8 @@ def convolution(
         if not shape.depthwise:  # whose channels are its filters
             taps = taps.permute((1, 0, *range(2, rank + 2)))
         given = {**reads, "weight": taps}
-        target = part if len(found) == 1 else ctx.scratch(y.dtype, part.shape)
+        whole = len(found) == 1 or conv_nhwc.writes(ctx, phase.shape, part)
+        target = part if whole else ctx.scratch(y.dtype, part.shape)
         if reason := conv_nhwc.into(ctx, node, phase.shape, given, target):
             return reason
         if target is not part:

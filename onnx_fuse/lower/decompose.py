@@ -1,8 +1,8 @@
 """Ops written out in others where no kernel of their own serves and ONNX gives them no body.
 
 `DECOMPOSED[domain, op]` is `fn(op, node, shapes, known) -> outputs`, or None where it cannot: `op`
-is a Builder, `shapes` the static shapes of the inputs, `known(i)` the value of input `i`, None
-where it is absent (and an end to it where the value is not known).
+is a Builder, `shapes` are the shapes of the inputs, () of absent ones, and `known(i)` is the value
+of input `i`, None where it is absent (and an end to it where the value is not known).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from onnx_fuse.lower import selection
 from onnx_fuse.lower.recurrent import recurrent
+from onnx_fuse.lower.selection import Known, Shapes, attr
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.activations import ACTIVATIONS as TABLE
@@ -26,15 +27,8 @@ from onnx_fuse.ops.recurrent import GATES
 MAX_TABLE = 1 << 24
 """Elements of a Fourier transform's table: longer ones are onnxruntime's."""
 
-Shapes = Sequence["tuple[int, ...] | None"]
-Known = Callable[[int], "np.ndarray | None"]
 Results = Sequence["ir.Value | None"]
 Decomposition = Callable[[Any, ir.Node, Shapes, Known], "Results | None"]
-
-
-def _attr(node: ir.Node, name: str, default: Any) -> Any:
-    attribute = node.attributes.get(name)
-    return default if attribute is None else attribute.value
 
 
 def four_bits(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | None:
@@ -56,7 +50,7 @@ def norm_gemm(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results:
     """<Norm>Gemm<Act> as the norm, then Gemm<Act>."""
     name = FusedName.of(node.op_type)
     exposed = name.exposed
-    epsilon = _attr(node, "epsilon", 1e-5)
+    epsilon = attr(node, "epsilon", 1e-5)
     x, *params, w, c = node.inputs
     found: dict[str, Any] = {}
     if name.rms:
@@ -78,7 +72,7 @@ def norm_gemm(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results:
 def group_norm(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results:
     """GroupNorm<Act> as the norm, whose kernel takes in the activation behind it."""
     x, scale, bias = node.inputs
-    groups, epsilon = _attr(node, "num_groups", 1), _attr(node, "epsilon", 1e-5)
+    groups, epsilon = attr(node, "num_groups", 1), attr(node, "epsilon", 1e-5)
     scale, bias = (op.Reshape(value, [-1]) for value in (scale, bias))
     y = op.GroupNormalization(x, scale, bias, num_groups=groups, epsilon=epsilon)
     row = TABLE.get(FusedName.of(node.op_type).activation)
@@ -91,12 +85,11 @@ def group_norm(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results:
 def gated(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results:
     """A gated product as the product, its halves and a pass over them."""
     shape = shapes[-2]
-    assert shape is not None
     return [written_out(op, node, shape[1])]
 
 
 def lp_normalization(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results:
-    x, axis, p = node.inputs[0], _attr(node, "axis", -1), _attr(node, "p", 2)
+    x, axis, p = node.inputs[0], attr(node, "axis", -1), attr(node, "p", 2)
     norm = op.node(f"ReduceL{p}", [x, [axis]], keepdims=1)
     zero = op.constant(0.0, x.dtype if x is not None else None)
     return [op.Where(op.Equal(norm, zero), zero, op.Div(x, norm))]
@@ -105,8 +98,7 @@ def lp_normalization(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Re
 def hardmax(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | None:
     """1 at the first largest element along the axis."""
     x, shape = node.inputs[0], shapes[0]
-    assert shape is not None
-    axis = _attr(node, "axis", -1) % len(shape)
+    axis = attr(node, "axis", -1) % len(shape)
     place = [shape[axis] if k == axis else 1 for k in range(len(shape))]
     first = op.ArgMax(x, axis=axis, keepdims=1)
     classes = op.constant(np.arange(shape[axis]).reshape(place))
@@ -116,8 +108,7 @@ def hardmax(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | N
 def reverse_sequence(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | None:
     """y[t, b] = x[length[b] - 1 - t, b] for t < length[b], else x[t, b]."""
     (x, lengths), shape = node.inputs, shapes[0]
-    assert shape is not None
-    time, batch = _attr(node, "time_axis", 0), _attr(node, "batch_axis", 1)
+    time, batch = attr(node, "time_axis", 0), attr(node, "batch_axis", 1)
     rank = len(shape)
     t = op.constant(np.arange(shape[time]).reshape([-1 if k == time else 1 for k in range(rank)]))
     n = op.Reshape(lengths, [-1 if k == batch else 1 for k in range(rank)])
@@ -127,12 +118,11 @@ def reverse_sequence(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Re
 
 def einsum(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | None:
     """Pairwise from the left: transpose, sum what no one else has, MatMul over batch and sums."""
-    terms, right = einsum_terms(node, [None if s is None else len(s) for s in shapes])
+    terms, right = einsum_terms(node, [len(s) for s in shapes])
     if any(len(set(t)) < len(t) for t in terms):
         return None  # a diagonal, or an ellipsis
     size: dict[str, int] = {}
     for term, shape in zip(terms, shapes, strict=True):
-        assert shape is not None
         size |= {c: max(d, size.get(c, 1)) for c, d in zip(term, shape, strict=True)}
 
     def summed(value: Any, term: str, keep: set[str]) -> tuple[Any, str]:
@@ -205,10 +195,9 @@ def _transform(
 
 def dft(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | None:
     x, shape, length, at = node.inputs[0], shapes[0], known(1), known(2)
-    assert shape is not None
     assert x is not None
-    axis = (_attr(node, "axis", -2) if at is None else int(at.reshape(-1)[0])) % len(shape)
-    inverse, onesided = bool(_attr(node, "inverse", 0)), bool(_attr(node, "onesided", 0))
+    axis = (attr(node, "axis", -2) if at is None else int(at.reshape(-1)[0])) % len(shape)
+    inverse, onesided = bool(attr(node, "inverse", 0)), bool(attr(node, "onesided", 0))
     default = 2 * (shape[axis] - 1) if inverse and onesided else shape[axis]
     n = default if length is None else int(length.reshape(-1)[0])
     if axis == len(shape) - 1 or shape[-1] not in (1, 2) or n < 1:
@@ -222,15 +211,15 @@ def stft(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | None
 
     The signal is [batch, length, 1 or 2] or, as PyTorch exports it, [batch, length].
     """
-    x, shape, step, length = node.inputs[0], shapes[0], known(1), known(3)
+    given, shape, step, length = node.inputs[0], shapes[0], known(1), known(3)
     window = node.inputs[2] if len(node.inputs) > 2 else None
-    assert shape is not None
-    assert x is not None
+    assert given is not None
     assert step is not None
+    x = given
     if len(shape) == 2:
-        x, shape = op.Unsqueeze(x, op.constant([2])), [*shape, 1]
-    given = () if window is None else shapes[2] or ()
-    n = int(length.reshape(-1)[0]) if length is not None else (*given, 0)[0]
+        x, shape = op.Unsqueeze(given, op.constant([2])), (*shape, 1)
+    wide = () if window is None else shapes[2]
+    n = int(length.reshape(-1)[0]) if length is not None else (*wide, 0)[0]
     every = int(step.reshape(-1)[0])
     starts = np.arange(0, shape[1] - n + 1, every)
     if n < 1 or every < 1 or not len(starts) or len(shape) != 3:
@@ -238,21 +227,20 @@ def stft(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | None
     frames = op.Gather(x, op.constant(starts[:, None] + np.arange(n)), axis=1)
     if window is not None:
         frames = op.Mul(frames, op.Reshape(window, [n, 1]))
-    frames.dtype = node.inputs[0].dtype
+    frames.dtype = given.dtype
     sizes = (shape[0], len(starts), n, shape[2])
-    y = _transform(op, frames, sizes, 2, n, False, bool(_attr(node, "onesided", 1)))
+    y = _transform(op, frames, sizes, 2, n, False, bool(attr(node, "onesided", 1)))
     return None if y is None else [y]
 
 
 def max_unpool(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | None:
     """Zeros with x at its flat indices; where the output is to be larger, zeros at the end."""
     x, shape, given = node.inputs[0], shapes[0], known(2)
-    assert shape is not None
     assert x is not None
-    kernel = _attr(node, "kernel_shape", [])
+    kernel = attr(node, "kernel_shape", [])
     strides, pads = (
-        _attr(node, "strides", [1] * len(kernel)),
-        _attr(node, "pads", [0, 0] * len(kernel)),
+        attr(node, "strides", [1] * len(kernel)),
+        attr(node, "pads", [0, 0] * len(kernel)),
     )
     sizes = [
         (d - 1) * s - before - after + k
@@ -273,16 +261,14 @@ def max_unpool(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results 
 def tensor_scatter(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | None:
     """The cache with `update` written from each row's index on, round its end if circular."""
     past, update, *more = node.inputs
-    (cache, new), axis = shapes[:2], _attr(node, "axis", -2)
-    assert cache is not None
-    assert new is not None
+    (cache, new), axis = shapes[:2], attr(node, "axis", -2)
     axis %= len(cache)
     place = op.constant(
         np.arange(new[axis]).reshape([-1 if k == axis else 1 for k in range(len(new))])
     )
     if more and more[0] is not None:
         place = op.Add(place, op.Reshape(more[0], [-1 if k == 0 else 1 for k in range(len(new))]))
-    if _attr(node, "mode", "linear") == "circular":
+    if attr(node, "mode", "linear") == "circular":
         place = op.Mod(place, cache[axis])
     return [op.ScatterElements(past, op.Expand(place, list(new)), update, axis=axis)]
 

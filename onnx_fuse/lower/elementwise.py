@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import onnx_ir as ir
 
@@ -13,18 +15,25 @@ from onnx_fuse.cuda.pointwise import (
     STORAGE,
     TABLE,
     Code,
-    broadcast,
+    Ref,
     cast_step,
     dtype_name,
-    emit,
-    operand,
     rounded,
 )
 from onnx_fuse.lower.channels_last import follow
+from onnx_fuse.lower.context import Context, Lowering, broadcast, emit, operand
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.ops.activations import ACTIVATIONS
 from onnx_fuse.program import size as sizes
-from onnx_fuse.program.call import UNKNOWN, Context, Lowering
+from onnx_fuse.program.call import UNKNOWN
+
+
+def _store(
+    ctx: Context, code: Code, node: ir.Node, value: Ref, shape: Sequence[int], dtype: str
+) -> None:
+    """Make output 0 of a value, channels last where its largest operand is so."""
+    y = follow(ctx, node, ctx.output(node, 0, shape, dtype), code.reads)
+    emit(ctx, code, node, value, y)
 
 
 def _simple(name: str) -> Lowering:
@@ -47,25 +56,20 @@ def _simple(name: str) -> Lowering:
             power = ctx.host(node, 1)
             known = float(power.reshape(-1)[0]) if power is not None and power.size == 1 else None
             if known in (2.0, 0.5) and dtype in FLOATS:
-                code = Code()
-                step, args = ("Square" if known == 2 else "Sqrt"), args[:1]
+                code, step = Code(), "Square" if known == 2 else "Sqrt"
                 args = [operand(ctx, code, node, 0, shape)[0]]
             elif dtypes[1] != dtype:
                 # a fractional exponent of an integer base: in double, then truncated
                 inner = "float64" if dtype not in FLOATS else dtype
                 args = [code.step("Cast", inner, a) for a in args]
                 raised = code.step("Pow", inner, *args)
-                y = follow(ctx, node, ctx.output(node, 0, shape, dtype), code.reads)
-                emit(ctx, code, node, code.step("Cast", dtype, raised), y)
+                _store(ctx, code, node, code.step("Cast", dtype, raised), shape, dtype)
                 return None
         for attribute, default in ATTRIBUTES.get(name, ()):
             value = ctx.attr(node, attribute, default)
-            kind = dtype if name != "IsInf" else "int32"
-            args.append(code.scalar(value, kind))
+            args.append(code.scalar(value, dtype if name != "IsInf" else "int32"))
         result = "bool" if name in COMPARES else dtype
-        compute = result
-        y = follow(ctx, node, ctx.output(node, 0, shape, result), code.reads)
-        emit(ctx, code, node, code.step(step, compute, *args), y)
+        _store(ctx, code, node, code.step(step, result, *args), shape, result)
         return None
 
     return lower
@@ -82,8 +86,7 @@ def _fold(name: str) -> Lowering:
             value = code.step(step, dtype, value, operand(ctx, code, node, i, shape)[0])
         if name == "Mean":
             value = code.step("Div", dtype, value, code.scalar(len(node.inputs), dtype))
-        y = follow(ctx, node, ctx.output(node, 0, shape, dtype), code.reads)
-        emit(ctx, code, node, value, y)
+        _store(ctx, code, node, value, shape, dtype)
         return None
 
     return lower
@@ -122,8 +125,7 @@ def where(ctx: Context, node: ir.Node) -> str | None:
     args = [operand(ctx, code, mask, i, shape)[0] for i in range(2)]
     condition = code.step("Greater", "bool", *args)
     (a, dtype), (b, _) = (operand(ctx, code, node, i, shape) for i in (1, 2))
-    made = follow(ctx, node, ctx.output(node, 0, shape, dtype), code.reads)
-    emit(ctx, code, node, code.step("Where", dtype, condition, a, b), made)
+    _store(ctx, code, node, code.step("Where", dtype, condition, a, b), shape, dtype)
     return None
 
 
@@ -136,8 +138,7 @@ def clip(ctx: Context, node: ir.Node) -> str | None:
         if ctx.has(node, i):
             bound, _ = operand(ctx, code, node, i, x.shape)
             value = code.step(step, x.dtype, value, bound)
-    y = follow(ctx, node, ctx.output(node, 0, x.shape, x.dtype), code.reads)
-    emit(ctx, code, node, value, y)
+    _store(ctx, code, node, value, x.shape, x.dtype)
     return None
 
 
@@ -157,13 +158,12 @@ def cast(ctx: Context, node: ir.Node) -> str | None:
     if dtype == "float8_e8m0fnu":
         return f"no cast to {dtype}"
     code = Code()
-    y = follow(ctx, node, ctx.output(node, 0, x.shape, dtype), code.reads)
     value = code.load(x)
     if dtype in LARGEST:
         value = rounded(code, value, dtype, bool(ctx.attr(node, "saturate", 1)))
     else:
         value = code.step(cast_step(dtype), dtype, value)
-    emit(ctx, code, node, value, y)
+    emit(ctx, code, node, value, ctx.output(node, 0, x.shape, dtype))
     return None
 
 

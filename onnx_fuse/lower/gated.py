@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import FLOATS
 from onnx_fuse.kernels.costs import Passes, pays
+from onnx_fuse.lower.context import Context, Lowering
 from onnx_fuse.lower.linear import (
     activation,
     bias_row,
@@ -24,7 +25,7 @@ from onnx_fuse.lower.linear import (
 )
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.ops.fused.gated import OPS
-from onnx_fuse.program.call import Context, Lowering, Tensor
+from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.problem import ITEMSIZE, Problem
 
 BLOCK = 8

@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.cuda.pointwise import Code, copy, emit
+from onnx_fuse.cuda.pointwise import Code
 from onnx_fuse.kernels.gemm_integer import BYTES, LINE
 from onnx_fuse.lower import linear
+from onnx_fuse.lower.context import Context, Lowering, copy, emit
 from onnx_fuse.lower.conv import window
 from onnx_fuse.lower.quant import RANGES
 from onnx_fuse.lower.views import reshaped
 from onnx_fuse.program import size as sizes
-from onnx_fuse.program.call import Context, Lowering, Tensor
+from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.products import IntegerProduct
 
 

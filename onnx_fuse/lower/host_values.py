@@ -8,7 +8,7 @@ from math import prod
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.lower.context import WEIGHT_LIMIT, Slot, Values, captured
+from onnx_fuse.lower.context import WEIGHT_LIMIT, Context, Slot, captured
 from onnx_fuse.onnx.evaluate import evaluate
 from onnx_fuse.program import host
 from onnx_fuse.program import size as sizes
@@ -20,7 +20,7 @@ HOST_LIMIT = 1 << 22
 """Elements up to which a node whose inputs are all known is evaluated at lowering."""
 
 
-class HostValues(Values):
+class HostValues(Context):
     """Nodes that the feeds' values do not enter: their results are arrays, or views of numbers."""
 
     def _evaluate(self, node: ir.Node) -> bool:
@@ -65,7 +65,7 @@ class HostValues(Values):
 
     def _open(self, node: ir.Node, arrays: Sequence[np.ndarray | None]) -> bool:
         """Evaluate what open sizes enter; False: it is made on the device."""
-        if node.op_type in ("ConstantOfShape", "Expand", "Range") and self._filled(node, arrays):
+        if node.op_type in ("ConstantOfShape", "Expand") and self._filled(node, arrays):
             return True
         given = {name: self.attr(node, name) for name in node.attributes}
         moves = node.op_type in ("Expand", "Gather", "Slice", "Tile")
@@ -104,8 +104,6 @@ class HostValues(Values):
         """A large tensor of one number: a broadcast scalar instead of its elements."""
         wanted = arrays[-1]
         assert wanted is not None
-        if node.op_type == "Range":
-            return False
         shape = tuple(map(sizes.number, wanted.reshape(-1)))
         if not host.is_open(wanted) and prod(shape) <= WEIGHT_LIMIT:
             return False

@@ -8,9 +8,10 @@ from math import prod
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.cuda.pointwise import Code, copy, emit
+from onnx_fuse.cuda.pointwise import Code
+from onnx_fuse.lower.context import Context, Lowering, copy, emit
 from onnx_fuse.lower.views import reshaped
-from onnx_fuse.program.call import UNKNOWN, Context, Lowering, Tensor
+from onnx_fuse.program.call import UNKNOWN, Tensor
 from onnx_fuse.program.moves import GatherElements, GatherND, ScatterElements, ScatterND
 from onnx_fuse.program.size import number
 
@@ -38,7 +39,7 @@ def gather(ctx: Context, node: ir.Node) -> str | None:
 
 
 def _run(ctx: Context, node: ir.Node, index: np.ndarray) -> bool:
-    """Gather neighbours in order, such as the positions of a sequence, as a view."""
+    """Make a view of neighbours that are gathered in order, such as positions of a sequence."""
     x = ctx.view(node, 0)
     axis = ctx.attr(node, "axis", 0) % len(x.shape)
     if not _is_run(index, x.shape[axis]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from onnx_fuse.cuda.macros import FLOATS, accumulator
-from onnx_fuse.program.call import Context, Lowering
+from onnx_fuse.lower.context import Context, Lowering
 from onnx_fuse.program.moves import Determinant
 
 

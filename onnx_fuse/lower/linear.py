@@ -8,10 +8,11 @@ from math import inf, prod
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.cuda.pointwise import FLOATS, copy
+from onnx_fuse.cuda.pointwise import FLOATS
 from onnx_fuse.kernels import select
 from onnx_fuse.kernels.costs import Passes, pays, seconds, total
 from onnx_fuse.kernels.rows import act_parts
+from onnx_fuse.lower.context import Context, Lowering, copy
 from onnx_fuse.lower.matrices import Matrix, Operands, alignment, matrix, with_whole_rows
 from onnx_fuse.lower.quant import stays_packed
 from onnx_fuse.lower.views import reshaped
@@ -20,7 +21,7 @@ from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.activations import ACTIVATIONS as TABLE
 from onnx_fuse.program import size as sizes
-from onnx_fuse.program.call import Context, Lowering, Tensor, reshape_strides
+from onnx_fuse.program.call import Tensor, reshape_strides
 from onnx_fuse.program.epilogue import Epilogue
 from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Hardware, Problem, Value
 from onnx_fuse.program.problems import Fold, PartSums, SlopeProduct
@@ -29,7 +30,7 @@ PACKED = "its weight stays in 4 bits"
 """Why a fused product is lowered in parts (`decompose.four_bits`)."""
 MAX_BATCH = 3
 TILE_ROWS = 128
-"""Of a product in a batch: a copy of rows that stand apart costs less than many with fewer."""
+"""The rows of a product in a batch below which it is better to copy rows that stand apart."""
 
 
 def _batches(shape: Sequence[int], a: Matrix, b: Matrix) -> tuple[list[int], list[int], list[int]]:
@@ -355,6 +356,8 @@ def norm_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
         rms=rms,
         **activation(ctx, node, name.activation),  # type: ignore[arg-type]
     )
+    if not any(v.uses() or v.is_graph_output() for v in node.outputs[1:]):
+        problem = problem.replace(frozen=True)
     choice = select("LayerNormGemmGrad", problem, ctx.hw)
     if choice is None:
         return f"no kernel serves {problem}"

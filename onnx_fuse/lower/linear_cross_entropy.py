@@ -6,19 +6,19 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from onnx_fuse.cuda.pointwise import copy
 from onnx_fuse.kernels import serves
+from onnx_fuse.lower.context import Context, Lowering, copy
 from onnx_fuse.lower.linear import bias_row, product
 from onnx_fuse.lower.reduce import reduction
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.names import FusedName
-from onnx_fuse.program.call import Context, Lowering, Tensor
+from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.problem import ITEMSIZE, Problem
 from onnx_fuse.program.problems import CrossEntropyChunk
 
 CHUNK_BYTES = 416 << 20
-"""Of a chunk of scores. The gradient of the weights is read and written once a chunk, and 4096 rows
-give each multiprocessor a tile of the gradient of x of width 768."""
+"""The bytes of a chunk of scores. The gradient of the weights is read and written once a chunk, and
+4096 rows give each multiprocessor a tile of the gradient of x of width 768."""
 ROWS, COLUMNS = 256, 64
 """A chunk's rows, and the elements between two of its rows, are multiples of these."""
 

@@ -7,11 +7,12 @@ from math import ceil, prod
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.cuda.pointwise import Code, emit
+from onnx_fuse.cuda.pointwise import Code
 from onnx_fuse.kernels.matmul_nbits import FLOATS
 from onnx_fuse.lower import linear
+from onnx_fuse.lower.context import Context, Lowering, emit
 from onnx_fuse.lower.quant import four_bit_weights
-from onnx_fuse.program.call import Context, Lowering, Tensor
+from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.epilogue import Epilogue
 from onnx_fuse.program.products import PackedProduct
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.cuda.pointwise import copy
 from onnx_fuse.kernels.costs import Passes, total
-from onnx_fuse.program.call import Context, Tensor
+from onnx_fuse.lower.context import Context, copy
+from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.passes.narrow_products import COLUMNS
 from onnx_fuse.program.problem import ITEMSIZE, Problem
 

@@ -9,16 +9,16 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.cuda.macros import FLOATS, accumulator
-from onnx_fuse.cuda.pointwise import copy
 from onnx_fuse.lower.channels_last import (
     channels_last,
     in_stretch,
     is_channels_last,
     stored_last,
 )
+from onnx_fuse.lower.context import Context, Lowering, copy
 from onnx_fuse.lower.conv import spatial, triple, window
 from onnx_fuse.lower.reduce import reduction
-from onnx_fuse.program.call import Context, Lowering, Tensor
+from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.problems import ChannelWindow, Col2Im, GridSample, Pool, Resample
 from onnx_fuse.program.size import number
 

@@ -21,14 +21,15 @@ from onnx_fuse.cuda.pointwise import (
     NARROW_FLOATS,
     STORAGE,
     Code,
+    Ref,
     cast_step,
     dtype_name,
-    emit,
     rounded,
 )
+from onnx_fuse.lower.context import Context, Lowering, emit
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.names import FusedName
-from onnx_fuse.program.call import Context, Lowering, Tensor
+from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.moves import Range
 
 RANGES = {
@@ -38,7 +39,6 @@ RANGES = {
 """The integers that are quantized to."""
 FLOATS = ("float32", "float16", "bfloat16")
 View = Callable[[Tensor], Tensor]
-Ref = tuple[str, int]
 
 
 def _parts(ctx: Context, node: ir.Node, x: Tensor, scale: Tensor) -> list[tuple[View, View]]:

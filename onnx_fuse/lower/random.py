@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.cuda.pointwise import FLOATS, Code, dtype_name, emit
-from onnx_fuse.program.call import UNKNOWN, Context, Lowering, Tensor
+from onnx_fuse.cuda.pointwise import FLOATS, Code, dtype_name
+from onnx_fuse.lower.context import Context, Lowering, emit
+from onnx_fuse.program.call import UNKNOWN, Tensor
 from onnx_fuse.program.moves import Random
 
 UNIFORM, NORMAL, BERNOULLI, DROPOUT = range(4)

@@ -13,10 +13,11 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.cuda.macros import FLOATS
+from onnx_fuse.lower.context import Context, Lowering
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.ops.cells import DEFAULT, Cell, activations
 from onnx_fuse.ops.recurrent import steps_kind, ways
-from onnx_fuse.program.call import Context, Lowering, Tensor
+from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.moves import Recurrence
 
 MAX_STEPS = 1024
@@ -24,14 +25,12 @@ MAX_STEPS = 1024
 
 
 def recurrent(
-    op: Any, node: ir.Node, shapes: Sequence[tuple[int, ...] | None], known: Any
+    op: Any, node: ir.Node, shapes: Sequence[tuple[int, ...]], known: Any
 ) -> Sequence[ir.Value | None] | None:
     """Y [T, D, B, H], Y_h and Y_c [D, B, H]; past a sequence's length the state stays, Y is 0."""
     kind, x, attributes = node.op_type, node.inputs[0], node.attributes
     assert x is not None
     shape, sizes = shapes[0], shapes[2]
-    assert shape is not None
-    assert sizes is not None
     layout, way = (
         attributes.get_int("layout", 0) == 1,
         attributes.get_string("direction", "forward"),

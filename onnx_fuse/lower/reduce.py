@@ -15,11 +15,12 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.cuda.macros import FLOATS, accumulator, lanes
-from onnx_fuse.cuda.pointwise import Code, emit
+from onnx_fuse.cuda.pointwise import Code
 from onnx_fuse.kernels.rule_based import BLOCK, access_width
 from onnx_fuse.lower import elementwise
 from onnx_fuse.lower.channels_last import channels_last, is_channels_last
-from onnx_fuse.program.call import Context, Lowering, Tensor
+from onnx_fuse.lower.context import Context, Lowering, emit
+from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.problems import Reduce, SumSquares
 
 REDUCERS = {

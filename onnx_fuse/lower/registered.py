@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from onnx_fuse.lower.context import Context
 from onnx_fuse.ops import OPS
-from onnx_fuse.program.call import Context
 from onnx_fuse.program.problems import Registered
 
 

@@ -10,12 +10,13 @@ from typing import Any, TypeVar
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.cuda.pointwise import Code, cast_step, emit
+from onnx_fuse.cuda.pointwise import Code, cast_step
+from onnx_fuse.lower.context import Context, Lowering, emit
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.fused.sdpa.causal import CAUSAL
 from onnx_fuse.ops.fused.sdpa.kinds import FLOOR, KINDS
-from onnx_fuse.program.call import Context, Lowering, Tensor
+from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.problem import ITEMSIZE
 from onnx_fuse.program.products import Attention, AttentionGrad
 

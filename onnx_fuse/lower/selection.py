@@ -17,11 +17,12 @@ from onnx_fuse.onnx.common import FUSE
 MAX_COLUMNS = 4
 """Elements of a slice up to which Unique sorts slices in one pass an element."""
 
-Shapes = Sequence["tuple[int, ...] | None"]
+Shapes = Sequence[tuple[int, ...]]
 Known = Callable[[int], "np.ndarray | None"]
 
 
-def _attr(node: ir.Node, name: str, default: Any) -> Any:
+def attr(node: ir.Node, name: str, default: Any) -> Any:
+    """The value of an attribute, or the default where the node has none."""
     attribute = node.attributes.get(name)
     return default if attribute is None else attribute.value
 
@@ -53,7 +54,6 @@ def nonzero(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Sequence[ir
     """int64 [rank, count]: an index a row of each element that is not zero, in row-major order."""
     x, shape = node.inputs[0], shapes[0]
     assert x is not None
-    assert shape is not None
     length = int(np.prod(shape))
     if not length or not shape:
         return None
@@ -71,9 +71,7 @@ def nonzero(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Sequence[ir
 def compress(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Sequence[ir.Value] | None:
     """The slices of x along the axis, or its elements, whose condition holds."""
     (x, condition), shape, flags = node.inputs, shapes[0], shapes[1]
-    assert shape is not None
-    assert flags is not None
-    axis = _attr(node, "axis", None)
+    axis = attr(node, "axis", None)
     if axis is None:
         x, shape, axis = op.Reshape(x, [-1]), (int(np.prod(shape)),), 0
     length = min(flags[0], shape[axis])
@@ -103,8 +101,7 @@ def unique(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Sequence[Any
     """
     x, shape = node.inputs[0], shapes[0]
     assert x is not None
-    assert shape is not None
-    axis = _attr(node, "axis", None)
+    axis = attr(node, "axis", None)
     whole = axis is None
     rows = op.Reshape(x, [-1, 1]) if whole else x
     moved = list(range(len(shape)))
@@ -129,7 +126,7 @@ def unique(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Sequence[Any
     group, total = _running(op, keep, count)
     where = _kept(op, order, keep, group, total)
     inverse = op.ScatterElements(op.constant(np.zeros(count, np.int64)), order, group, axis=0)
-    if not _attr(node, "sorted", 1):  # in the order in which they first stand
+    if not attr(node, "sorted", 1):  # in the order in which they first stand
         _, rank = op.TopK(where, total, axis=0, largest=0, sorted=1, outputs=2)
         place = op.ScatterElements(
             op.ConstantOfShape(total, value=ir.tensor(np.zeros(1, np.int64))),
@@ -148,11 +145,10 @@ def unique(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Sequence[Any
 def nms(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Sequence[ir.Value] | None:
     """int64 [count, 3]: batch, class and box, the best of each class first."""
     scores = shapes[1]
-    assert scores is not None
     batch, classes, boxes = scores
     if 0 in scores or len(node.inputs) < 3 or node.inputs[2] is None:
         return [op.constant(np.zeros((0, 3), np.int64))]
-    center = _attr(node, "center_point_box", 0)
+    center = attr(node, "center_point_box", 0)
     chosen, found = op.node(
         "NmsChosen", list(node.inputs), outputs=2, domain=FUSE, center_point_box=center
     )

@@ -6,16 +6,13 @@ meet them. Elsewhere onnxruntime runs what has to do with them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
-
 import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.lower.context import Slot
+from onnx_fuse.lower.control import Control
 from onnx_fuse.onnx.build import Builder
 from onnx_fuse.onnx.shapes import MAKES_SEQUENCES
-from onnx_fuse.program.call import Context
 
 READ = {
     *("SequenceAt", "SequenceLength", "ConcatFromSequence"),
@@ -26,18 +23,6 @@ WITH_PLACE = {"SequenceInsert", "SequenceErase", "SequenceAt", "SplitToSequence"
 """Operators with an operand that says where: it must be known."""
 PASSED = {"Identity", "If", "Loop"}
 """Operators that hand sequences on."""
-
-
-class Walk(Context, Protocol):
-    """What this module needs of the walk over the graph, which is a `lower.Lowerer`."""
-
-    slots: dict[ir.Value, Slot]
-
-    def ask(self, node: ir.Node, i: int) -> None:
-        """Raise NeedsValues where inputs of the model decide about operand `i`."""
-
-    def walk(self, nodes: Sequence[ir.Node], results: Sequence[ir.Value]) -> None:
-        """Lower nodes that no graph holds."""
 
 
 def followed(graph: ir.Graph) -> bool:
@@ -59,7 +44,7 @@ def followed(graph: ir.Graph) -> bool:
     return bool(found) or any(node.op_type in READ for node in nodes)
 
 
-def sequence(low: Walk, node: ir.Node) -> bool:
+def sequence(low: Control, node: ir.Node) -> bool:
     """Give the outputs of an operator on sequences their slots; False for any other operator."""
     slots = [low.slots[v] if v is not None else None for v in node.inputs]
     first = slots[0] if slots else None
@@ -93,11 +78,7 @@ def sequence(low: Walk, node: ir.Node) -> bool:
             result = items[_place(at, len(items))]
         case "SequenceLength":
             result = Slot(host=np.array(len(items), np.int64))
-        case "Optional":
-            if first is None:
-                return False
-            result = first
-        case "OptionalGetElement":
+        case "Optional" | "OptionalGetElement":
             if first is None:
                 return False
             result = first
@@ -112,12 +93,12 @@ def sequence(low: Walk, node: ir.Node) -> bool:
 
 
 def _place(at: np.ndarray, length: int) -> int:
-    """An index counted from the front, of one that may be negative, as Python's may."""
+    """The index counted from the front; a negative one counts from the end."""
     index = int(at.reshape(-1)[0])
     return index + length if index < 0 else index
 
 
-def _parts(low: Walk, node: ir.Node, sizes: np.ndarray | None) -> tuple[Slot, ...]:
+def _parts(low: Control, node: ir.Node, sizes: np.ndarray | None) -> tuple[Slot, ...]:
     """The items of a SplitToSequence, as views of its input."""
     x = low.view(node, 0)
     axis = low.attr(node, "axis", 0) % len(x.shape)
@@ -137,7 +118,7 @@ def _parts(low: Walk, node: ir.Node, sizes: np.ndarray | None) -> tuple[Slot, ..
     return tuple(parts)
 
 
-def _joined(low: Walk, node: ir.Node, items: list[Slot]) -> Slot:
+def _joined(low: Control, node: ir.Node, items: list[Slot]) -> Slot:
     """ConcatFromSequence, as a Concat of the items, each with an axis of one if it is a new one."""
     op = Builder()
     values = []

@@ -7,7 +7,8 @@ from math import prod
 import onnx_ir as ir
 
 from onnx_fuse.cuda.macros import FLOATS
-from onnx_fuse.program.call import Context, Lowering, Tensor
+from onnx_fuse.lower.context import Context, Lowering
+from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.problems import Softmax
 
 

@@ -19,6 +19,7 @@ import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError
 from onnx_fuse.lower.context import Slot, captured, data_type, type_proto
+from onnx_fuse.lower.control import Control
 from onnx_fuse.onnx.build import subgraphs
 from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE, carries_body
 from onnx_fuse.onnx.save import to_proto
@@ -32,40 +33,31 @@ _OF_SEQUENCES = MAKES_SEQUENCES | {
 }
 """Operators whose operands or results are no tensors of numbers."""
 
-Dated = Callable[[onnx.ModelProto, Sequence[ir.Node]], None]
 
+def stages(low: Control, wanted: Sequence[str]) -> tuple[Stage, ...]:
+    """The stages that run the nodes that are left (`low.later`) and give the values `wanted`.
 
-def stages(
-    nodes: Sequence[ir.Node],
-    stuck: Collection[ir.Node],
-    slots: Mapping[ir.Value, Slot],
-    contiguous: Callable[[Tensor], Tensor],
-    opsets: Mapping[str, int],
-    wanted: Sequence[str],
-    dated: Dated,
-) -> tuple[Stage, ...]:
-    """The stages that run `nodes` (in order) and give the values named `wanted`.
-
-    `stuck` are those that no lowering helps: all they read is there. They run on onnxruntime, a
-    Loop pass by pass. Where strings or sequences pass between the nodes, onnxruntime runs them all.
+    No lowering helps those that are stuck: all they read is there. They run on onnxruntime, a Loop
+    pass by pass. Where strings or sequences pass between the nodes, onnxruntime runs them all.
     """
+    nodes, stuck = low.later, low.stuck
     if not nodes:
         return ()
-    if any(beyond_tensors(node, slots) for node in nodes):
-        return (_stage(nodes, slots, contiguous, opsets, wanted, dated, host=True),)
+    if any(beyond_tensors(node, low.slots) for node in nodes):
+        return (_stage(low, nodes, wanted, host=True),)
     rest = [node for node in nodes if node not in stuck]
     read = {v.name for node in rest for v in (*node.inputs, *captured(node)) if v is not None}
     loops = [node for node in nodes if node in stuck and by_passes(node)]
     heads = [node for node in nodes if node in stuck and node not in loops]
-    parts = [_loop(node, slots, contiguous, opsets, read.union(wanted)) for node in loops]
+    parts = [_loop(low, node, read.union(wanted)) for node in loops]
     if heads:
         ends = [v.name or "" for node in heads for v in node.outputs]
         ends = [name for name in ends if name in read or name in wanted]
-        parts.append(_stage(heads, slots, contiguous, opsets, ends, dated, host=True))
+        parts.append(_stage(low, heads, ends, host=True))
     if rest:
         made = {v.name for node in rest for v in node.outputs}
         ends = [name for name in wanted if name in made]
-        parts.append(_stage(rest, slots, contiguous, opsets, ends, dated, host=False))
+        parts.append(_stage(low, rest, ends, host=False))
     return tuple(parts)
 
 
@@ -90,20 +82,11 @@ def beyond_tensors(node: ir.Node, slots: Mapping[ir.Value, Slot]) -> bool:
     return False
 
 
-def _stage(
-    nodes: Sequence[ir.Node],
-    slots: Mapping[ir.Value, Slot],
-    contiguous: Callable[[Tensor], Tensor],
-    opsets: Mapping[str, int],
-    wanted: Sequence[str],
-    dated: Dated,
-    *,
-    host: bool,
-) -> Stage:
+def _stage(low: Control, nodes: Sequence[ir.Node], wanted: Sequence[str], *, host: bool) -> Stage:
     """One model of `nodes`: what is known is an initializer of it, all else it reads an input."""
     inside = {v.name for node in nodes for v in node.outputs}
     outer = [v for node in nodes for v in (*node.inputs, *captured(node)) if v is not None]
-    inputs, known = _given([v for v in outer if v.name not in inside], slots, contiguous)
+    inputs, known = _given(low, [v for v in outer if v.name not in inside])
     infos = [_info(name, tensor) for name, tensor in inputs.items()]
     graph = onnx.helper.make_graph(
         [ir.serde.serialize_node(node) for node in nodes],
@@ -112,11 +95,10 @@ def _stage(
         [onnx.ValueInfoProto(name=name) for name in wanted],
     )
     graph.initializer.extend(_tensor(name, array) for name, array in known.items())
-    imports = [onnx.helper.make_opsetid(d, v) for d, v in opsets.items()]
-    model = onnx.helper.make_model(graph, opset_imports=imports, ir_version=10)
+    model = _model(low, graph)
     if host:
         model = to_proto(ir.serde.deserialize_model(model))
-        dated(model, nodes)
+        use_oldest_opset(low, model, nodes)
     elif not any(map(carries_body, nodes)):
         kept = [o for o in model.opset_import if o.domain != FUSE]
         del model.opset_import[:]
@@ -124,22 +106,25 @@ def _stage(
     return Stage(model.SerializeToString(), tuple(inputs.items()), tuple(wanted), host)
 
 
+def _model(low: Control, graph: onnx.GraphProto) -> onnx.ModelProto:
+    imports = [onnx.helper.make_opsetid(d, v) for d, v in low.opsets.items()]
+    return onnx.helper.make_model(graph, opset_imports=imports, ir_version=10)
+
+
 def _given(
-    values: Sequence[ir.Value],
-    slots: Mapping[ir.Value, Slot],
-    contiguous: Callable[[Tensor], Tensor],
+    low: Control, values: Sequence[ir.Value]
 ) -> tuple[dict[str, Tensor | None], dict[str, np.ndarray]]:
     """The tensors that a stage reads (None: not made yet), and the values that are known."""
     inputs: dict[str, Tensor | None] = {}
     known: dict[str, np.ndarray] = {}
     for value in values:
-        name, slot = value.name or "", slots[value]
+        name, slot = value.name or "", low.slots[value]
         if not name or name in inputs or name in known:
             continue
         if slot.host is not None:
             known[name] = slot.host
         else:
-            inputs[name] = None if slot.tensor is None else contiguous(slot.tensor)
+            inputs[name] = None if slot.tensor is None else low.contiguous(slot.tensor)
     return inputs, known
 
 
@@ -170,22 +155,14 @@ def by_passes(node: ir.Node) -> bool:
     return all(v.dtype is not None for v in body.outputs[len(node.inputs) - 1 :])
 
 
-def _loop(
-    node: ir.Node,
-    slots: Mapping[ir.Value, Slot],
-    contiguous: Callable[[Tensor], Tensor],
-    opsets: Mapping[str, int],
-    wanted: Collection[str | None],
-) -> Stage:
+def _loop(low: Control, node: ir.Node, wanted: Collection[str | None]) -> Stage:
     """The stage of a Loop: its model is the body, over what this reads of the graph around it."""
     body = node.attributes["body"].as_graph()
     states = node.inputs[2:]
     trips, condition = (v if v is not None and v.name else None for v in node.inputs[:2])
     start = [v for v in states if v is not None]
-    given, known = _given(
-        [v for v in (trips, condition, *start) if v is not None], slots, contiguous
-    )
-    outer, constants = _given(captured(node), slots, contiguous)
+    given, known = _given(low, [v for v in (trips, condition, *start) if v is not None])
+    outer, constants = _given(low, captured(node))
     proto = ir.serde.serialize_graph(body)
     made = {name for n in proto.node for name in n.output}
     ends: list[str] = []
@@ -203,8 +180,7 @@ def _loop(
         [onnx.ValueInfoProto(name=name) for name in ends],
         [*proto.initializer, *(_tensor(n, a) for n, a in constants.items())],
     )
-    imports = [onnx.helper.make_opsetid(d, v) for d, v in opsets.items()]
-    model = onnx.helper.make_model(graph, opset_imports=imports, ir_version=10)
+    model = _model(low, graph)
     results = [i for i, v in enumerate(node.outputs) if v.name and v.name in wanted]
     loop = Loop(
         inputs=tuple(first),
@@ -261,6 +237,21 @@ def run_loop(
 
 def _number(value: Any) -> int:
     return int(np.asarray(value).reshape(-1)[0])
+
+
+def use_oldest_opset(low: Control, model: onnx.ModelProto, nodes: Sequence[ir.Node]) -> None:
+    """Import the oldest opset that has these nodes' operators: onnxruntime may lag behind."""
+    graphs = [g for n in nodes for a in n.attributes.values() for g in subgraphs(a)]
+    if graphs or any(map(carries_body, nodes)):
+        return
+    since = [
+        oldest(node, [low.dtype(v) for v in node.inputs], low.opset)
+        for node in nodes
+        if node.domain == "" and onnx.defs.has(node.op_type, low.opset)
+    ]
+    for entry in model.opset_import:
+        if entry.domain == "" and since:
+            entry.version = max(since)
 
 
 _TYPE_NAMES = {ir.DataType.FLOAT: "float", ir.DataType.DOUBLE: "double"}

@@ -5,14 +5,14 @@ from __future__ import annotations
 from functools import cache
 from importlib import import_module
 
-from onnx_fuse.program.call import Lowering
+from onnx_fuse.lower.context import Lowering
 
-# Modules of this folder whose LOWERINGS table serves operators: see llir.
+# Modules of this folder whose LOWERINGS table serves operators: see `context`.
 FAMILIES: tuple[str, ...] = (
     *("elementwise", "views", "indexing", "random", "linear", "gated", "leaf_norm"),
     *("reduce", "norm", "softmax", "conv", "conv_grad", "pool", "scan", "recurrent", "loss"),
     *("sdpa", "regions", "linalg", "text", "quant", "matmul_nbits", "gemm_integer"),
-    *("linear_cross_entropy", "collective"),
+    *("linear_cross_entropy", "collective", "float8"),
 )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.program.call import Context, Lowering
+from onnx_fuse.lower.context import Context, Lowering
 from onnx_fuse.program.moves import NGrams
 
 MODES = {"TF": 0, "IDF": 1, "TFIDF": 2}

@@ -8,10 +8,11 @@ from math import prod
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.cuda.pointwise import Code, cast_step, copy, dtype_name, emit
+from onnx_fuse.cuda.pointwise import Code, cast_step, dtype_name
 from onnx_fuse.lower.channels_last import follow
+from onnx_fuse.lower.context import Context, Lowering, copy, emit
 from onnx_fuse.program import size as sizes
-from onnx_fuse.program.call import UNKNOWN, Context, Lowering, Tensor
+from onnx_fuse.program.call import UNKNOWN, Tensor
 from onnx_fuse.program.problem import ITEMSIZE
 
 SHAPE_UNKNOWN = f"its shape is {UNKNOWN}"

@@ -18,11 +18,19 @@ import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import Code, call_of, dtype_name
 from onnx_fuse.kernels import same_choices
-from onnx_fuse.lower.context import WEIGHT_LIMIT, NotStatic, Slot, captured, data_type, type_proto
+from onnx_fuse.lower.context import (
+    WEIGHT_LIMIT,
+    Lowering,
+    NotStatic,
+    Slot,
+    captured,
+    data_type,
+    type_proto,
+)
 from onnx_fuse.lower.control import Control
 from onnx_fuse.lower.decompose import DECOMPOSED
 from onnx_fuse.lower.sequences import followed, sequence
-from onnx_fuse.lower.stages import beyond_tensors, by_passes, oldest, stages
+from onnx_fuse.lower.stages import beyond_tensors, by_passes, stages, use_oldest_opset
 from onnx_fuse.lower.table import lowerings
 from onnx_fuse.lower.updates import Updates, is_update
 from onnx_fuse.onnx import contrib
@@ -32,7 +40,7 @@ from onnx_fuse.onnx.save import inline, to_proto
 from onnx_fuse.program import host
 from onnx_fuse.program import passes as program_passes
 from onnx_fuse.program import size as sizes
-from onnx_fuse.program.call import UNKNOWN, Call, Lowering, NeedsValues, Program, Tensor
+from onnx_fuse.program.call import UNKNOWN, Call, NeedsValues, Program, Tensor
 from onnx_fuse.program.passes.callgraph import uses
 from onnx_fuse.program.passes.select import call_early
 from onnx_fuse.program.problem import ITEMSIZE, Hardware
@@ -96,8 +104,8 @@ class Lowerer(Control):
         self._packed: dict[str, Tensor] = {}
         self._bodies: dict[tuple[Any, ...] | None, ir.Graph] = {}
         self._updates = Updates()
-        self.later: list[ir.Node] = []  # nodes of later stages
-        self.stuck: set[ir.Node] = set()  # those of them that only onnxruntime can run
+        self.later: list[ir.Node] = []
+        self.stuck: set[ir.Node] = set()
         self.of_sequences = followed(model.graph)
         self.undecided: set[ir.Node] = set()  # whose decomposition wants a value to be known
 
@@ -143,9 +151,7 @@ class Lowerer(Control):
             self._node(node)
         outputs, writes = self._outputs()
         names = [v.name or "" for v in graph.outputs if self.slots[v].later]
-        rest = stages(
-            self.later, self.stuck, self.slots, self.contiguous, self.opsets, names, self._dated
-        )
+        rest = stages(self, names)
         keep = {t.buffer for _, t in outputs if isinstance(t, Tensor)}
         keep |= {t.buffer for _, t in writes}
         keep |= {t.buffer for stage in rest for _, t in stage.inputs if t is not None}
@@ -325,11 +331,6 @@ class Lowerer(Control):
         except (IndexError, ValueError) as error:  # ranks, axes and sizes that no valid node has
             raise self.fault(node, one_line(error)) from error
 
-    def ask(self, node: ir.Node, i: int) -> None:
-        """Raise NeedsValues where inputs of the model decide about operand `i`."""
-        if names := self._deciding(node, i):
-            raise NeedsValues(names)
-
     def _deciding(self, node: ir.Node, operand: int | None = None) -> list[str]:
         """Small inputs of the model that unknown operands of a node (all but the first, or one) are
         computed from.
@@ -500,7 +501,6 @@ class Lowerer(Control):
         )
 
     def walk(self, nodes: Sequence[ir.Node], results: Sequence[ir.Value]) -> None:
-        """Lower nodes that no graph holds; `results` are used, though by no node."""
         self._results.update(results)
         for node in nodes:
             self._name([v for v in node.inputs if v is not None])
@@ -515,7 +515,7 @@ class Lowerer(Control):
         for value in node.inputs:
             if value is not None and value.dtype is None:
                 value.dtype = self._type(value)[0]
-        shapes = [None if v is None else self._type(v)[1] for v in node.inputs]
+        shapes = [() if v is None else self._type(v)[1] for v in node.inputs]
 
         unknown: list[int] = []
 
@@ -623,7 +623,7 @@ class Lowerer(Control):
             return
         assert types is not None
         model = to_proto(self._single(node))
-        self._dated(model, [node])
+        use_oldest_opset(self, model, [node])
         reads = {
             v.name: self.contiguous(self._tensor(self.slots[v]))
             for v in node.inputs
@@ -669,22 +669,3 @@ class Lowerer(Control):
             and self.buffers[t.buffer].kind != "input"
             for t in tensors
         )
-
-    def _dtype(self, value: ir.Value | None) -> ir.DataType | None:
-        """Element type, None where there is none, or where only a later stage knows it."""
-        slot = None if value is None else self.slots.get(value)
-        return None if value is None or slot is None or slot.later else self._type(value)[0]
-
-    def _dated(self, model: onnx.ModelProto, nodes: Sequence[ir.Node]) -> None:
-        """Import the oldest opset that has these nodes' operators: onnxruntime may lag behind."""
-        graphs = [g for n in nodes for a in n.attributes.values() for g in subgraphs(a)]
-        if graphs or any(map(carries_body, nodes)):
-            return
-        since = [
-            oldest(node, [self._dtype(v) for v in node.inputs], self.opset)
-            for node in nodes
-            if node.domain == "" and onnx.defs.has(node.op_type, self.opset)
-        ]
-        for entry in model.opset_import:
-            if entry.domain == "" and since:
-                entry.version = max(since)

@@ -19,7 +19,7 @@ from onnx_fuse.nn.export import with_initializers
 from onnx_fuse.nn.nested import flat, form_of, formed, names_of
 from onnx_fuse.nn.operation import Operation
 from onnx_fuse.nn.recorder import CaptureWarning, Recorder, copied
-from onnx_fuse.nn.runner import Run, kind, launched, sole
+from onnx_fuse.nn.runner import Turn, kind, sole, turn_of
 from onnx_fuse.nn.tensor import Tensor, _wrap
 from onnx_fuse.onnx.save import save
 
@@ -79,6 +79,7 @@ class Captured:
         """Whether a replay changes no tensor but those of `_in_place`."""
         self._quiet = recorder.differentiates or not recorder.grad
         self._again: Again | None = None
+        self._steady = False
         imports = self.model.graph.opset_imports
         self._operation = Operation(
             "a captured graph",
@@ -95,19 +96,24 @@ class Captured:
         return (
             (not self.sizes or [t._data.shape for t in arguments] == self.shapes)
             and all(module.training is mode for module, mode in self._modules)
-            and (
-                (self._again is not None and self._again.holds())
-                or all(_kind(t) == kind for t, kind in self._outside)
-            )
+            and (self._is_steady() or all(_kind(t) == kind for t, kind in self._outside))
         )
 
+    def _is_steady(self) -> bool:
+        """Whether the tensors from outside are those of the last replay."""
+        self._steady = self._again is not None and self._again.holds()
+        return self._steady
+
     def replay(self, arguments: Sequence[Tensor]) -> list[Tensor]:
-        """Run the graph; assigns the tensors that the function assigns, and returns its results."""
+        """Run the graph; assigns the tensors that the function assigns, and returns its results.
+
+        `fits` has just been asked.
+        """
 
         def tensor(target: Any) -> Tensor:
             return arguments[target] if type(target) is int else target
 
-        for leaf in map(tensor, self._fresh):
+        for leaf in self._fresh if self._stays else map(tensor, self._fresh):
             if leaf.grad is not None:
                 raise UsageError(
                     "a captured function cannot add to gradients that are there already: call "
@@ -115,7 +121,7 @@ class Captured:
                 )
         for number, refresh in self._renewals:
             number._data = Tensor(refresh(), device=number.device)._data
-        again = self._again
+        again = self._again if self._steady else None
         if again is not None and again.takes(arguments):
             found = again.run(arguments)
             for leaf in self._leaves:
@@ -144,11 +150,13 @@ class Captured:
 
     def _ready(self, arguments: Sequence[Tensor]) -> Again | None:
         """What later replays need no more than, if they can be launched at once."""
-        arrays = [t._data for t in (*arguments, *(t for t, _ in self._outside))]
-        gpu = next((a.device_id for a in arrays if type(a) is not np.ndarray), None)
-        run = launched(self._operation.plan("again", arrays, 0, gpu).forward, arrays)
         tensors = [t for t, _ in self._outside]
-        return None if run is None else Again(run, arguments, tensors, self._in_place)
+        arrays = [t._data for t in (*arguments, *tensors)]
+        gpu = next((a.device_id for a in arrays if type(a) is not np.ndarray), None)
+        turn = turn_of(self._operation.plan("again", arrays, 0, gpu).forward, arrays)
+        if turn is None or any(t._data.ready not in (None, turn.stream) for t in self._in_place):
+            return None
+        return Again(turn, arguments, tensors, self._in_place)
 
     def file(self, names: dict[int, str]) -> Any:
         """The graph as a model of its own: what is outside is an initializer with its value.
@@ -174,50 +182,57 @@ class Again:
     It launches at once what the last one has found.
 
     Args:
-        run: The launches.
+        turn: The launches.
         arguments, tensors: The arguments of the last replay, and the tensors from outside.
         in_place: Those of `tensors` that a replay writes to.
     """
 
     def __init__(
         self,
-        run: Run,
+        turn: Turn,
         arguments: Sequence[Tensor],
         tensors: Sequence[Tensor],
         in_place: Sequence[Tensor],
     ) -> None:
-        self._run, self._tensors = run, tensors
+        self._turn, self._written = turn, in_place
         self._kinds = [kind(t._data) for t in arguments]
-        self._written = [t._data for t in in_place]
-        fixed = [t for t in tensors if type(t._data) is not np.ndarray]
-        self._fixed, self._arrays = fixed, [t._data for t in fixed]
-        self._gradients = [t.requires_grad for t in fixed]
-        self._hosts = [t for t in tensors if type(t._data) is np.ndarray]
-        self._host_kinds = [_kind(t) for t in self._hosts]
+        self._gradients = [t.requires_grad for t in in_place]
+        written, first = {id(t) for t in in_place}, len(arguments)
+        self._others = [t for t in tensors if id(t) not in written]
+        self._other_kinds = [_kind(t) for t in self._others]
+        self._inputs = [None] * first
+        self._inputs += [t._data if id(t) in written else None for t in tensors]
+        self._addresses = [0 if a is None else a.address for a in self._inputs]
+        self._moving = [i for i, a in enumerate(self._inputs) if a is None]
+        """Where arguments, and what is not written to, stand among the inputs."""
+        self._arrays = [t._data for t in in_place]
 
     def holds(self) -> bool:
         """Whether the tensors from outside are what they were."""
         return (
-            all(map(is_, [t._data for t in self._fixed], self._arrays))
-            and [t.requires_grad for t in self._fixed] == self._gradients
-            and [_kind(t) for t in self._hosts] == self._host_kinds
+            all(map(is_, map(_DATA, self._written), self._arrays))
+            and [t.requires_grad for t in self._written] == self._gradients
+            and [_kind(t) for t in self._others] == self._other_kinds
         )
 
     def takes(self, arguments: Sequence[Tensor]) -> bool:
         """Whether these arguments are of the same kinds, and nobody else has what is written."""
         return (
             [kind(t._data) for t in arguments] == self._kinds
-            and self.holds()
-            and max(map(sys.getrefcount, self._written), default=0) <= HOLDERS
-            and not any(map(_LENT, self._written))
+            and max(map(sys.getrefcount, self._arrays), default=0) <= HOLDERS
+            and not any(map(_LENT, self._arrays))
         )
 
     def run(self, arguments: Sequence[Tensor]) -> list[Any]:
         """The results, and what is written in place."""
-        return self._run([t._data for t in (*arguments, *self._tensors)])
+        arrays = self._turn.ready([t._data for t in (*arguments, *self._others)])
+        addresses = self._addresses
+        for i, array in zip(self._moving, arrays, strict=True):
+            addresses[i] = array.address
+        return self._turn.launch(self._inputs, addresses)
 
 
-_LENT = attrgetter("_owner.lent")
+_DATA, _LENT = attrgetter("_data"), attrgetter("_owner.lent")
 HOLDERS = 4
 """References to the memory of a tensor that nobody else has: the tensor's, two of an Again, and the
 one that counts them."""
@@ -348,7 +363,9 @@ class Block:
 
     def replay(self) -> None:
         """Run the graph on what its tensors hold now; its results get new elements."""
-        found = self._done().replay([])
+        captured = self._done()
+        captured.fits([])  # what is not so any more, the replay finds out
+        found = captured.replay([])
         for tensor, new in zip(self._results, found, strict=True):
             tensor._data, tensor._edge, tensor._index = new._data, new._edge, new._index
 

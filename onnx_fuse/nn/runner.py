@@ -189,10 +189,9 @@ def kind(array: Array) -> Any:
     return array.shape, array.dtype, type(array)
 
 
-def launched(run: Run, arrays: Sequence[Array]) -> Run | None:
-    """What `run` does for arrays of these kinds, without a look at them; None where it must."""
-    turn = run.turn(arrays) if isinstance(run, _Direct) else None
-    return None if turn is None else turn.run
+def turn_of(run: Run, arrays: Sequence[Array]) -> Turn | None:
+    """What launches arrays of these kinds for `run`, if anything does."""
+    return run.turn(arrays) if isinstance(run, _Direct) else None
 
 
 class _Direct:
@@ -212,7 +211,7 @@ class _Direct:
         self._model, self._gpu = model, gpu
         self._inputs, self._outputs = inputs, outputs
         self._state = {outputs[i]: inputs[k] for i, k in state.items()}
-        self._turns: dict[Any, _Turn | None] = {}
+        self._turns: dict[Any, Turn | None] = {}
 
     @cached_property
     def _launched(self) -> Executable:
@@ -231,7 +230,7 @@ class _Direct:
         made.shared.pool = shared.pool  # what one operator's tensors leave, the next one's take
         return made
 
-    def turn(self, arrays: Sequence[Array]) -> _Turn | None:
+    def turn(self, arrays: Sequence[Array]) -> Turn | None:
         """What launches inputs of these kinds, if anything does."""
         key = tuple([kind(a) for a in arrays])
         turn = self._turns.get(key)
@@ -249,7 +248,7 @@ class _Direct:
         feeds = dict(zip(self._inputs, arrays, strict=False))
         return self._bound.run_in_place(self._outputs, feeds, on_device=True)
 
-    def _made(self, arrays: Sequence[Array]) -> _Turn | None:
+    def _made(self, arrays: Sequence[Array]) -> Turn | None:
         """A new turn for inputs of these kinds."""
         from onnx_fuse.program.call import NeedsValues
         from onnx_fuse.runtime.direct import Layout
@@ -266,43 +265,57 @@ class _Direct:
             return None
         if any(b.kind == "random" for b in made.program.buffers):
             return None
-        return _Turn(executable, Layout(executable, made, self._inputs))
+        return Turn(executable, Layout(executable, made, self._inputs))
 
 
-class _Turn:
+class Turn:
     """The launches for inputs of one kind, with memory of the pool."""
 
     def __init__(self, executable: Executable, layout: Layout) -> None:
-        from onnx_fuse.runtime.direct import Turn
+        from onnx_fuse.runtime.direct import Turn as Launched
 
-        self._stream, self._pool = executable.stream, executable.shared.pool
+        self.stream, self._pool = executable.stream, executable.shared.pool
         self._gpu, self._arena = executable.device_id, layout.plan.arena
-        self._turn = Turn(layout, self._stream)
+        self._turn = Launched(layout, self.stream)
         self._results, self._stays = layout.results, layout.stays
+        self._own: Any = None
+        """The arena of a graph that replaces its inputs, as a training step that comes again."""
 
     def run(self, arrays: Sequence[Array]) -> list[Array]:
         """The outputs."""
-        from onnx_fuse.runtime.tensor import DeviceTensor
+        arrays = self.ready(arrays)
+        return self.launch(arrays, [a.address for a in arrays])
 
-        stream, allocate, gpu = self._stream, self._pool.allocate, self._gpu
-        arrays = uploaded(arrays, gpu)
+    def ready(self, arrays: Sequence[Array]) -> list[Array]:
+        """The arrays in the GPU's memory, made before what the stream is given next."""
+        stream = self.stream
+        arrays = uploaded(arrays, self._gpu)
         if stream.behind is not None:
             stream.catch_up()
         for a in arrays:
             if a.ready is not None and a.ready is not stream:
                 a.before(stream.handle)
-        found = []
+        return arrays
+
+    def launch(self, arrays: Sequence[Array], addresses: Sequence[int]) -> list[Array]:
+        """The outputs for inputs that are ready; `arrays` are asked for those that are replaced."""
+        from onnx_fuse.runtime.tensor import DeviceTensor
+
+        allocate, found, ends = self._pool.allocate, [], [0, *addresses]
         for i, (shape, dtype) in enumerate(self._results):
             if i in self._stays:
-                found.append(arrays[self._stays[i]])
-                continue
-            made = DeviceTensor(0, shape, dtype, gpu, None)
-            made.own(allocate(made.nbytes, "a tensor"))
-            made.ready = stream
+                made = arrays[self._stays[i]]
+            else:
+                made = DeviceTensor(0, shape, dtype, self._gpu, None)
+                made.own(allocate(made.nbytes, "a tensor"))
+                made.ready = self.stream
             found.append(made)
-        arena = allocate(self._arena, "an arena") if self._arena else None
-        at = 0 if arena is None else arena.address
-        self._turn.launch([at, *[a.address for a in arrays], *[y.address for y in found]])
+            ends.append(made.address)
+        if self._arena:
+            arena = self._own or allocate(self._arena, "an arena")
+            self._own = arena if self._stays else None
+            ends[0] = arena.address
+        self._turn.launch(ends)
         return found
 
 
@@ -370,7 +383,7 @@ def upload(array: np.ndarray[Any, Any], gpu: int) -> Array:
             room = owner.shared.uploads.acquire(dense.nbytes)
             pinned = room.pinned.array[: dense.nbytes]
             pinned[:] = dense.reshape(-1).view(np.uint8)
-            stream.upload(memory.address, pinned.ctypes.data, dense.nbytes)
+            stream.upload(memory.address, room.pinned.address, dense.nbytes)
             room.passed.record(stream)
     elif dense.nbytes:
         pageable = dense.copy()  # the caller's may be pinned, which the GPU would read later

@@ -112,6 +112,20 @@ def given(node: ir.Node, index: int) -> ir.Value | None:
     return node.inputs[index] if index < len(node.inputs) else None
 
 
+def replace_node(graph: ir.Graph, node: ir.Node, op: Builder, y: ir.Value) -> None:
+    """Put a builder's nodes where a node stands, and `y` in the place of its first output.
+
+    The node's other outputs must have no use. The builder is empty afterwards.
+    """
+    old = node.outputs[0]
+    y.type = y.type or old.type
+    y.shape = old.shape if y.shape is None else y.shape
+    graph.insert_before(node, op.nodes)
+    op.nodes = []
+    ir.convenience.replace_all_uses_with(old, y, replace_graph_outputs=True)
+    graph.remove(node, safe=True)
+
+
 def unique_name(graph: ir.Graph, stem: str) -> str:
     """`stem`, or `stem_1`, `stem_2`, …: a value name new to the graph and its bodies."""
     taken: set[str | None] = set()

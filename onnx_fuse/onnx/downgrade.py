@@ -18,7 +18,7 @@ Rule = Callable[[ir.Node], bool]
 """Respells the node in place; False where the older operator cannot say what it says."""
 
 DOWNGRADES: dict[tuple[str, int], Rule] = {}
-"""By (operator, first opset that means something else), as in `upgrade.UPGRADES`."""
+"""The rules by (operator, first opset that means something else), as in `upgrade.UPGRADES`."""
 
 
 def downgrade(graph: ir.Graph | ir.Function, version: int, opset: int) -> None:
@@ -142,7 +142,7 @@ def _gelu(node: ir.Node, op: Builder) -> list[ir.Value] | None:
 
 
 def _layer_norm(node: ir.Node, op: Builder) -> list[ir.Value] | None:
-    """Over the last axis, in float32 or double: others would need casts that this cannot know."""
+    """Write a norm over the last axis of float32 or double; other types need unknown casts."""
     x, scale = node.inputs[:2]
     bias = node.inputs[2] if len(node.inputs) > 2 else None
     if x is None or x.dtype not in (ir.DataType.FLOAT, ir.DataType.DOUBLE):

@@ -12,7 +12,7 @@ from onnx_fuse.onnx.build import all_nodes, subgraphs
 
 MAX_DEPTH = 100
 MAX_NODES = 1 << 18
-"""Nodes that the calls of one model may become: functions that call each other twice double."""
+"""The most nodes that the calls of one model may become: levels of functions double them."""
 
 
 def inline_functions(model: ir.Model) -> None:

@@ -160,7 +160,8 @@ def fix_shapes(
     for named, size in (dims or {}).items():
         if named not in symbols:
             raise UsageError(
-                f"no input has a size named '{named}' (the inputs name {sorted(symbols)})"
+                f"no input has a size named '{named}': the inputs name "
+                f"{', '.join(sorted(symbols)) or 'none'}"
             )
         sizes[named] = size
     for name, given in shapes.items():

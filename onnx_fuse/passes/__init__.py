@@ -17,7 +17,14 @@ from onnx_fuse.ops import OPS
 from onnx_fuse.ops.fused import RULES
 from onnx_fuse.ops.rewrite import Rewriter, Rule, isolated_subgraphs, nodes_in_order
 from onnx_fuse.passes.batch_norm import FOLD_BATCH_NORM, fold_batch_norm
-from onnx_fuse.passes.canonicalize import MISFITS, canonicalize, clean, shape_of_source, tidy_layout
+from onnx_fuse.passes.canonicalize import (
+    MISFITS,
+    canonicalize,
+    clean,
+    refresh,
+    shape_of_source,
+    tidy_layout,
+)
 from onnx_fuse.passes.canonicalize import tidy_inlined as tidy_inlined
 from onnx_fuse.passes.contrib import expand_where_fused, forget_regions, regions
 from onnx_fuse.passes.explain import Leftover, explain
@@ -122,8 +129,7 @@ def optimize(
         before = regions(model)
         if not training and wanted(FOLD_BATCH_NORM, 1) and (folded := fold_batch_norm(rw)):
             rw.fusions[FOLD_BATCH_NORM] = folded
-            clean(model)
-            infer_shapes(model)
+            refresh(model)
             taken |= {region for node, region in before if node.graph is None}
         operators = {node.op_type for node in all_nodes(model.graph)}
         rules = (*RULES, *ADDED)
@@ -139,8 +145,7 @@ def optimize(
                 changed = [_applied(rule, rw, node) for node in nodes]
             if any(changed):
                 shape_of_source(model)
-                clean(model)
-                infer_shapes(model)
+                refresh(model)
                 if rule.level:
                     taken |= {region for node, region in before if node.graph is None}
             operators = {node.op_type for node in all_nodes(model.graph)}

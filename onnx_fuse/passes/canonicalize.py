@@ -42,6 +42,23 @@ def clean(model: ir.Model) -> None:
         common_passes.CommonSubexpressionEliminationPass()(model)
 
 
+def refresh(model: ir.Model) -> None:
+    """Clean the model after a rewrite, and infer the shapes of what is new."""
+    clean(model)
+    infer_shapes(model)
+
+
+def rewrite_each(
+    model: ir.Model, op_type: str, rewritten: Callable[[ir.Graph, ir.Node], bool]
+) -> int:
+    """Ask a rewrite at each standard node of a type in the main graph; how many it rewrote."""
+    nodes = [node for node in model.graph if node.op_type == op_type and not node.domain]
+    count = sum(rewritten(model.graph, node) for node in nodes)
+    if count:
+        refresh(model)
+    return count
+
+
 def canonicalize(model: ir.Model, *, training: bool) -> list[str]:
     """Fold constants and drop no-ops; returns remarks for the report.
 

@@ -11,9 +11,8 @@ from math import prod
 
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, dim, given, rank
-from onnx_fuse.onnx.shapes import infer_shapes
-from onnx_fuse.passes.canonicalize import clean
+from onnx_fuse.onnx.build import Builder, dim, given, rank, replace_node
+from onnx_fuse.passes.canonicalize import rewrite_each
 
 MOST_CHANNELS = 4
 """Channels up to which the kernels of convolutions, made for 8 and more, leave most lanes idle."""
@@ -27,15 +26,11 @@ def patches_as_products(model: ir.Model) -> int:
     It must read an input of the graph, whose gradient nobody asks for, with known channels and
     sizes that are whole numbers of patches. Padded, dilated and grouped ones stay.
     """
-    convolutions = [n for n in model.graph if n.op_type == "Conv" and not n.domain]
-    count = sum(_rewritten(model.graph, node) for node in convolutions)
-    if count:
-        clean(model)
-        infer_shapes(model)
-    return count
+    return rewrite_each(model, "Conv", _as_product)
 
 
-def _rewritten(graph: ir.Graph, node: ir.Node) -> bool:
+def _as_product(graph: ir.Graph, node: ir.Node) -> bool:
+    """Write one Conv as a product, if it is as `patches_as_products` asks."""
     x, w, bias = node.inputs[0], node.inputs[1], given(node, 2)
     if x is None or w is None or not x.is_graph_input() or not w.is_initializer():
         return False
@@ -48,11 +43,11 @@ def _rewritten(graph: ir.Graph, node: ir.Node) -> bool:
     shape = [size for size in image if size is not None]
     if image[0] != channels or channels > MOST_CHANNELS or prod(kernel) * channels < LEAST_WIDTH:
         return False
-    given_as = node.attributes
-    plain = given_as.get_int("group", 1) == 1 and not any(given_as.get_ints("pads", ()))
-    plain = plain and all(step == 1 for step in given_as.get_ints("dilations", ()))
-    plain = plain and given_as.get_string("auto_pad", "NOTSET") in ("NOTSET", "VALID")
-    apart = list(given_as.get_ints("strides", [1] * axes)) == kernel
+    attributes = node.attributes
+    plain = attributes.get_int("group", 1) == 1 and not any(attributes.get_ints("pads", ()))
+    plain = plain and all(step == 1 for step in attributes.get_ints("dilations", ()))
+    plain = plain and attributes.get_string("auto_pad", "NOTSET") in ("NOTSET", "VALID")
+    apart = list(attributes.get_ints("strides", [1] * axes)) == kernel
     if not plain or not apart or any(s % k for s, k in zip(shape[1:], kernel, strict=True)):
         return False
     counts = [size // k for size, k in zip(shape[1:], kernel, strict=True)]
@@ -66,9 +61,5 @@ def _rewritten(graph: ir.Graph, node: ir.Node) -> bool:
     if bias is not None:
         product = op.Add(product, bias)
     y = op.Reshape(op.Transpose(product, perm=[0, 2, 1]), op.constant([0, filters, *counts]))
-    old = node.outputs[0]
-    y.type, y.shape = old.type, old.shape
-    graph.insert_before(node, op.nodes)
-    ir.convenience.replace_all_uses_with(old, y, replace_graph_outputs=True)
-    graph.remove(node, safe=True)
+    replace_node(graph, node, op, y)
     return True

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, const_array, dim, rank
-from onnx_fuse.onnx.shapes import infer_shapes
-from onnx_fuse.passes.canonicalize import clean
+from onnx_fuse.onnx.build import Builder, const_array, dim, rank, replace_node
+from onnx_fuse.passes.canonicalize import rewrite_each
 
 FIRST_OPSET = 13
 """The opset from which the sizes of a Split are an input."""
@@ -20,12 +19,7 @@ def split_rotations(model: ir.Model) -> int:
     """Write each rotation of the main graph half by half, in place; returns how many there were."""
     if model.graph.opset_imports[""] < FIRST_OPSET:
         return 0
-    joins = [n for n in model.graph if n.op_type == "Concat" and not n.domain]
-    count = sum(_split(model.graph, node) for node in joins)
-    if count:
-        clean(model)
-        infer_shapes(model)
-    return count
+    return rewrite_each(model, "Concat", _split)
 
 
 def _split(graph: ir.Graph, join: ir.Node) -> bool:
@@ -59,11 +53,7 @@ def _split(graph: ir.Graph, join: ir.Node) -> bool:
     y = op.Concat(
         op.Sub(op.Mul(x1, c1), op.Mul(x2, s1)), op.Add(op.Mul(x2, c2), op.Mul(x1, s2)), axis=-1
     )
-    old = total.outputs[0]
-    y.type, y.shape = old.type, old.shape
-    graph.insert_before(total, op.nodes)
-    ir.convenience.replace_all_uses_with(old, y, replace_graph_outputs=True)
-    graph.remove(total, safe=True)
+    replace_node(graph, total, op, y)
     return True
 
 

@@ -180,7 +180,7 @@ def _broadcast(shapes: Sequence[Sizes | None]) -> Sizes | None:
         here = [s[axis] for s in known if len(s) >= -axis]
         long = list(dict.fromkeys(s for s in here if s != (1, ())))
         fixed = [s for s in long if s is not None and not s[1]]
-        # What a number of 2 and more is broadcast with is 1 or the same.
+        # A number of 2 and more is broadcast with 1 or with itself alone.
         found.append(fixed[0] if fixed else long[0] if len(long) == 1 else None)
         if not long:
             found[-1] = (1, ())

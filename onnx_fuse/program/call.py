@@ -1,45 +1,23 @@
-"""The LLIR: a flat list of calls, problems over buffers; and the contract of a lowering.
+"""The LLIR: a flat list of calls, problems over buffers.
 
-A family of operators is a module of onnx_fuse/lower, named in `table.FAMILIES`, that holds a table
-
-    LOWERINGS: dict[tuple[str, str], Lowering] = {("", "Softmax"): softmax, (FUSE, "Sdpa"): sdpa}
-
-`Lowering` is `fn(ctx, node) -> str | None`: it says what is to be computed with `ctx.select`, a
-problem and its operands, and returns None; or it emits nothing and returns the reason why it cannot
-serve the node. Then the node's body is lowered instead (ours, or the function the ONNX schema has),
-and where there is none the node runs on onnxruntime, with copies. A key's name is without exposed
-values: LayerNormGemm also gets LayerNormGemm_mean_rstd nodes.
-
-    def softmax(ctx: Context, node: ir.Node) -> str | None:
-        x = ctx.dense(node, 0)                      # contiguous; ctx.view(node, 0): any strides
-        if x.dtype not in FLOATS:
-            return f"no kernel for {x.dtype}"
-        axis = ctx.attr(node, "axis", -1) % len(x.shape)
-        y = ctx.output(node, 0)                     # a new buffer; shape and dtype are inferred
-        problem = Softmax(prod(x.shape[:axis]), x.shape[axis], prod(x.shape[axis + 1 :]), x.dtype)
-        return ctx.select(node, problem, {"x": x}, {"y": y}, inplace=[("y", "x")])
-
-Shapes are ints, or open sizes that behave as ints (docs/shapes.md): what a lowering decides on one
-is a guard of the program. An operand that shape arithmetic or a constant determines is read with
-`ctx.host(node, i)`. Building a Program needs no GPU. Kernels read their
-operands at `Ptr(name)`: the address of the Tensor bound under that name, its offset included.
+Kernels read their operands at `Ptr(name)`: the address of the Tensor bound under that name, its
+offset included. Building a Program needs no GPU. How a graph becomes calls is said in
+`lower.context`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Hardware, Launch, Problem
+from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Hardware, Launch
 
 if TYPE_CHECKING:
-    import onnx_ir as ir
-
     from onnx_fuse.program.expression import Expression
 
 ModelBytes = bytes  # a serialized ModelProto
@@ -228,6 +206,24 @@ class Call:
     expression: Expression | None = field(default=None, repr=False)
     host: ModelBytes = field(default=b"", repr=False)
 
+    @classmethod
+    def of(
+        cls,
+        kernel: str,
+        nodes: Sequence[str],
+        problem: AnyProblem,
+        reads: Mapping[str, Tensor],
+        writes: Mapping[str, Tensor],
+        **more: Any,
+    ) -> Call:
+        """The call of a problem, whose launches are still to be made.
+
+        Without others given, its bytes are those of all operands.
+        """
+        pair, flops = (tuple(reads.items()), tuple(writes.items())), problem.flops
+        given = {"bytes": sum(t.nbytes for part in pair for _, t in part), "flops": flops, **more}
+        return cls(kernel, tuple(nodes), (), *pair, problem=problem, **given)
+
     @cached_property
     def buffers(self) -> frozenset[int]:
         """The buffers that the call reads or writes."""
@@ -242,51 +238,14 @@ class Call:
         return f"{self.kernel}<{grids}>  {writes} <- {reads}  # {nodes}{why}"
 
 
-class Context(Protocol):
-    """What a lowering sees: `lower.Lowerer` is the one implementation."""
+class PassContext(Protocol):
+    """What the passes over a program need of the lowering that it comes from."""
 
     hw: Hardware
-    opset: int
-    math: str
-    """Which fp32 products are allowed: "ieee", "tf32", "bf16x3", "bf16x6"."""
     prefs: Mapping[str, str] | None
-    folds: dict[tuple[tuple[int, int], ...], dict[str, Tensor]]
-    """Weights that the program folds in each run: where gamma, beta, w, c stand -> wq, cs, cv."""
-    fold_pays: dict[tuple[Problem, bool], bool]
-    channels_last: set[int]
-    """Buffers of images whose channels are the last axis in memory (`lower.channels_last`)."""
-
-    def view(self, node: ir.Node, i: int) -> Tensor:
-        """Input `i` with whatever strides it has (0 on broadcast axes); it must be present."""
-
-    def dense(self, node: ir.Node, i: int) -> Tensor:
-        """Input `i`, contiguous and 16-byte aligned (copied if need be); it must be present."""
-
-    def contiguous(self, tensor: Tensor) -> Tensor:
-        """`tensor`, or a contiguous, 16-byte aligned copy of it."""
-
-    def has(self, node: ir.Node, i: int) -> bool:
-        """Whether input `i` is given."""
-
-    def host(self, node: ir.Node, i: int) -> np.ndarray | None:
-        """The value of input `i` where it is known at lowering, else None."""
-
-    def attr(self, node: ir.Node, name: str, default: Any = None) -> Any:
-        """An attribute's Python value (int, float, str, list, ndarray)."""
-
-    def wants(self, node: ir.Node, i: int) -> bool:
-        """Whether output `i` is named and used."""
-
-    def output(
-        self, node: ir.Node, i: int, shape: Sequence[int] | None = None, dtype: str | None = None
-    ) -> Tensor:
-        """A new contiguous buffer for output `i`; shape and dtype are inferred if not given."""
-
-    def alias(self, node: ir.Node, i: int, tensor: Tensor) -> None:
-        """Let output `i` be `tensor`, a view that costs nothing."""
 
     def scratch(self, dtype: str, shape: Sequence[int]) -> Tensor:
-        """A new temporary between the calls of one lowering."""
+        """A new temporary."""
 
     def constant(self, array: np.ndarray) -> Tensor:
         """An array known at lowering, in device memory."""
@@ -294,51 +253,10 @@ class Context(Protocol):
     def known(self, tensor: Tensor) -> np.ndarray | None:
         """What a tensor holds that nothing in the program writes to, None for any other."""
 
-    def infer(self, node: ir.Node) -> list[tuple[str, tuple[int, ...]] | None] | None:
-        """(dtype, shape) of each output, None where inference does not know."""
-
-    def packed(
-        self, tensor: Tensor, how: str, make: Callable[[np.ndarray], np.ndarray]
-    ) -> Tensor | None:
-        """Apply `make` once to what a tensor holds that nothing in the program writes to.
-
-        `how` names what `make` does. None for a tensor that is not known.
-        """
-
     def folded(
         self, gamma: Tensor, beta: Tensor | None, w: Tensor, c: Tensor, trans: bool
     ) -> dict[str, Tensor] | None:
-        """wq, cs, cv of a LayerNormGemm in 16 bits whose parameters nothing writes to, made once.
-
-        wq = gamma * w [k, n] (stored as [n, k] if `trans`), cs = its column sums, cv = beta w + c.
-        """
-
-    def random(self) -> tuple[Tensor, int]:
-        """The random generator's state, uint64 [seed, draw], and a stream number of one's own."""
-
-    def append(self, call: Call) -> None:
-        """Append a call made elsewhere (pointwise expressions)."""
-
-    def label(self, node: ir.Node) -> str:
-        """The node as messages name it."""
-
-    def select(
-        self,
-        node: ir.Node,
-        problem: AnyProblem,
-        reads: Mapping[str, Tensor],
-        writes: Mapping[str, Tensor],
-        *,
-        inplace: Sequence[tuple[str, str]] = (),
-    ) -> str | None:
-        """Append a call of `problem`; the reason where none of its candidates serves it.
-
-        Nothing is appended where there is no element to write. The launches are made last, by the
-        pass `select_kernels`.
-        """
-
-
-Lowering: TypeAlias = "Callable[[Context, ir.Node], str | None]"
+        """wq, cs, cv of a LayerNormGemm in 16 bits whose parameters nothing writes to, or None."""
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class Epilogue:
     dact: bool = False
     """The result is multiplied by act'(c) instead: c is the stored pre-activation."""
     save_act: bool = False
-    """With dact: act(c) is stored to "z"."""
+    """act(c) is stored to "z" as well; this goes with dact."""
     layer_scale: bool = False
     """The result is multiplied by the row "col0", of the bias's type; only with a bias."""
     residual: bool | str = False

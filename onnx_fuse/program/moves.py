@@ -21,7 +21,6 @@ class Pointwise(AnyProblem):
     The views' buffers do not matter.
     """
 
-    op = "Pointwise"
     expression: Expression
     reads: tuple[Tensor, ...]
     writes: tuple[Tensor, ...]
@@ -54,7 +53,6 @@ class PointwiseMany(AnyProblem):
     is one number for all.
     """
 
-    op = "PointwiseMany"
     expression: Expression
     shared: tuple[Tensor | None, ...]
     items: tuple[tuple[tuple[Tensor, ...], tuple[Tensor, ...]], ...]
@@ -66,8 +64,14 @@ class PointwiseMany(AnyProblem):
 
     @property
     def bytes(self) -> int:
-        """The bytes of all tensors."""
-        return sum(t.nbytes for item in self.items for part in item for t in part)
+        """The bytes of all tensors, without the numbers for all."""
+        reads = (
+            t.nbytes
+            for each, _ in self.items
+            for t, one in zip(each, self.shared, strict=True)
+            if one is None
+        )
+        return sum(reads) + sum(t.nbytes for _, writes in self.items for t in writes)
 
     def __str__(self) -> str:
         return f"{self.op} {self.expression.name} of {len(self.items)}"
@@ -87,7 +91,6 @@ class Piece:
 class CopyMany(AnyProblem):
     """Elements of `itemsize` bytes that are copied from "0.t" to "1.t", for each piece t."""
 
-    op = "CopyMany"
     itemsize: int
     pieces: tuple[Piece, ...]
 
@@ -107,7 +110,6 @@ class BatchedCalls(AnyProblem):
     The operand `name` of call i is "name.i", of those that are `bound`.
     """
 
-    op = "BatchedCalls"
     problem: AnyProblem
     count: int
     bound: tuple[str, ...]
@@ -137,7 +139,6 @@ class GatherElements(AnyProblem):
     `taken` and `length` are y's and x's elements along the axis.
     """
 
-    op = "GatherElements"
     size: int
     inner: int
     taken: int
@@ -155,7 +156,6 @@ class GatherElements(AnyProblem):
 class GatherND(AnyProblem):
     """y[b, j, i] = x[b, index[b, j, :], i]: `rows` tuples a batch, x's indexed sizes `dims`."""
 
-    op = "GatherND"
     batch: int
     rows: int
     dims: tuple[int, ...]
@@ -174,7 +174,6 @@ class GatherND(AnyProblem):
 class ScatterElements(AnyProblem):
     """y[o, index[o, j, i], i] (op)= update[o, j, i] for `given` j in order, `lines` of (o, i)."""
 
-    op = "ScatterElements"
     lines: int
     inner: int
     given: int
@@ -196,7 +195,6 @@ class ScatterND(AnyProblem):
     `fresh`: all of y is written, as if it held zeros before.
     """
 
-    op = "ScatterND"
     count: int
     dims: tuple[int, ...]
     inner: int
@@ -222,7 +220,6 @@ class ScatterND(AnyProblem):
 class CumulativeSum(AnyProblem):
     """Running sums, or products, of x [outer, length, inner] along `length`."""
 
-    op = "CumulativeSum"
     outer: int
     length: int
     inner: int
@@ -241,7 +238,6 @@ class CumulativeSum(AnyProblem):
 class TopK(AnyProblem):
     """The k first of each of `outer` x `inner` lines of `length`, in order, and their indices."""
 
-    op = "TopK"
     outer: int
     length: int
     inner: int
@@ -260,7 +256,6 @@ class TopK(AnyProblem):
 class SortedRows(AnyProblem):
     """The order of `count` rows of `width` numbers, by their first ones that differ."""
 
-    op = "SortedRows"
     count: int
     width: int
     dtype: str
@@ -278,7 +273,6 @@ class Recurrence(AnyProblem):
     `kind` is the number of the cell in recurrent/steps.cuh, which has `gates` products.
     """
 
-    op = "Recurrence"
     kind: int
     gates: int
     steps: int
@@ -312,7 +306,6 @@ class Random(AnyProblem):
     `fixed`: `bits` are the seed's.
     """
 
-    op = "Random"
     kind: int
     size: int
     stream: int
@@ -333,7 +326,6 @@ class Random(AnyProblem):
 class RoiAlign(AnyProblem):
     """`size` bins of regions of images [batch, *image]; `image` is channels, height and width."""
 
-    op = "RoiAlign"
     size: int
     batch: int
     image: tuple[int, int, int]
@@ -355,7 +347,6 @@ class RoiAlign(AnyProblem):
 class DeformColumns(AnyProblem):
     """The columns of a DeformConv: what its filter's moved taps read, by `size` offsets."""
 
-    op = "DeformColumns"
     size: int
     channels: int
     shifts: int
@@ -374,7 +365,6 @@ class DeformColumns(AnyProblem):
 class NmsChosen(AnyProblem):
     """The boxes that non-maximum suppression keeps, of `count` in each of `lines`."""
 
-    op = "NmsChosen"
     lines: int
     classes: int
     count: int
@@ -395,7 +385,6 @@ class NmsChosen(AnyProblem):
 class Determinant(AnyProblem):
     """The determinants of `count` matrices [n, n]."""
 
-    op = "Determinant"
     count: int
     n: int
     dtype: str
@@ -415,7 +404,6 @@ class Determinant(AnyProblem):
 class NGrams(AnyProblem):
     """How often each of `columns` n-grams stands in each of the rows of `words`: `size` counts."""
 
-    op = "NGrams"
     size: int
     columns: int
     words: int
@@ -432,7 +420,6 @@ class NGrams(AnyProblem):
 class Range(AnyProblem):
     """Scale and zero point of uint8 for `size` numbers by their range, which holds 0."""
 
-    op = "Range"
     size: int
 
     @property
@@ -442,5 +429,5 @@ class Range(AnyProblem):
 
     @property
     def empty(self) -> bool:
-        """Never, since no elements have a range too."""
+        """Always False, since the range of no elements is defined too."""
         return False

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from onnx_fuse.program.epilogue import DEFAULTS as EPILOGUE_FIELDS
 from onnx_fuse.program.epilogue import NONE as NO_EPILOGUE
 from onnx_fuse.program.epilogue import Epilogue
-from onnx_fuse.program.size import Classes, Size, Trace, size_class, upper_bound, wide_size_class
+from onnx_fuse.program.size import Size, Trace, hint, size_class, upper_bound, wide_size_class
 
 if TYPE_CHECKING:
     from onnx_fuse.program.expression import Tail
@@ -35,6 +35,8 @@ PRECISIONS = {
     "bf16": ("bfloat16", "ieee"), "fp16": ("float16", "ieee"),
 }  # fmt: skip
 """What a user may ask for -> the dtype that is computed in, and `Problem.math`."""
+TRAINING_PRECISIONS = PRECISIONS | {"fp8": PRECISIONS["bf16"]}
+"""The same for training, where "fp8" has its linear products in float8 (`ops.fused.float8`)."""
 
 
 FEW = 16
@@ -80,14 +82,6 @@ def _with(value: Any, number: Callable[[Any], int]) -> Any:
     return value
 
 
-def _upper_bound(value: Any, classes: Classes) -> Any:
-    return _with(value, lambda size: upper_bound(size, classes))
-
-
-def _concrete(value: Any) -> Any:
-    return _with(value, lambda size: size.value)
-
-
 def _pairs(attrs: dict[str, Value]) -> tuple[tuple[str, Value], ...]:
     return tuple(sorted(attrs.items()))
 
@@ -99,11 +93,16 @@ Q = TypeVar("Q", bound="Product")
 class AnyProblem:
     """What every problem knows; a frozen dataclass, whose fields say what is to be computed.
 
-    `op` is the operator whose candidates serve it (`kernels.MODULES`). Sizes among the fields may
-    be open.
+    `op` is the operator whose candidates serve it (`kernels.MODULES`): the name of the class, where
+    that says no other and has none as a field. Sizes among the fields may be open.
     """
 
     op: str
+
+    def __init_subclass__(cls) -> None:
+        own = {**vars(cls), **vars(cls).get("__annotations__", {})}
+        if "op" not in own and "op" not in getattr(cls, "__dataclass_fields__", {}):
+            cls.op = cls.__name__
 
     def fields(self) -> dict[str, Any]:
         """The values of the fields by name."""
@@ -122,17 +121,16 @@ class AnyProblem:
 
     def upper_bound(self: P) -> P:
         """This problem at the largest sizes of its class: what its choices are made for."""
-        wide = self.wide
-        changed = {
-            name: _upper_bound(value, wide_size_class if name in wide else size_class)
-            for name, value in self.fields().items()
-            if _open(value)
-        }
+        changed = {}
+        for name, value in self.fields().items():
+            if _open(value):
+                classes = wide_size_class if name in self.wide else size_class
+                changed[name] = _with(value, partial(upper_bound, classes=classes))
         return replace(self, **changed) if changed else self  # type: ignore[type-var]
 
     def concrete(self: P) -> P:
         """This problem with the numbers of its open sizes: for people to read, for no decision."""
-        changed = {k: _concrete(v) for k, v in self.fields().items() if _open(v)}
+        changed = {k: _with(v, hint) for k, v in self.fields().items() if _open(v)}
         return replace(self, **changed) if changed else self  # type: ignore[type-var]
 
     @property
@@ -307,19 +305,24 @@ class Problem(Product):
     stats: bool = False
     """mean and rstd are given: the producer of x wrote them."""
     parts: int = 0
-    """So many moments of a row of x are in "part" (`Epilogue.moments`); row0 and row1, or mean and
-    rstd, are written from them."""
+    """The number of moments of a row of x in "part" (`Epilogue.moments`). row0 and row1, or mean
+    and rstd, are written from them."""
     rows: str = ""
     """Row statistics that a Gemm makes beside its result, where k is not split. "stats", "rms":
     row0 and row1 are written, from a's rows; "tiles" (with dx): row2 and row3 are the row means of
     the product and of product z, and "part" [tiles of m, k] takes the column sums of a."""
     add: str = ""
-    """Of a gradient: dx is added to "add", a residual's gradient ("apart"), or to what dx holds
+    """A gradient's dx is added to "add", a residual's gradient ("apart"), or to what dx holds
     ("here")."""
+    frozen: bool = False
+    """Of a gradient: dx alone is read, so that what else there is may be left out."""
     turned: bool = False
     """The weights of a LayerNormLeafGrad lie as [k, n]."""
     planes: int = 0
     """The operands are so many bfloat16 planes of float32 numbers."""
+    b_dtype: str = ""
+    """The type of b where it is not a's: of two float8 operands. They have "scale_a" and "scale_b",
+    a float32 each, by which the sum is multiplied."""
 
 
 @dataclass(frozen=True)
@@ -420,7 +423,6 @@ class Collective(AnyProblem):
     "AllGather": the parts of all ranks in their order.
     """
 
-    op = "Collective"
     kind: str
     sizes: tuple[int, ...]
     dtypes: tuple[str, ...]
@@ -482,7 +484,7 @@ class Hardware:
 
     def rate(self, kind: str) -> float:
         """Operations a second for products of `kind`; those of 8 bits are twice float16's."""
-        if kind in ("int8", "uint8"):
+        if kind in ("int8", "uint8", "float8_e4m3fn", "float8_e5m2"):
             return 2 * self.rate("float16")
         return self._rates.get(kind, self._rates["float32"])
 

@@ -24,7 +24,6 @@ class Norm(AnyProblem):
     (`turned`: [columns, length]) plus "c".
     """
 
-    op = "Norm"
     rows: int
     length: int
     dtype: str
@@ -65,7 +64,6 @@ class NormGrad(AnyProblem):
     "dy" [rows, k] and "b" [k, length] (`turned`: [length, k]).
     """
 
-    op = "NormGrad"
     rows: int
     length: int
     dtype: str
@@ -100,7 +98,6 @@ class NormGrad(AnyProblem):
 class NormGradSums(AnyProblem):
     """dscale (and dbias: `outputs` 2) as sums over the parts that `grad` leaves."""
 
-    op = "NormGradSums"
     grad: NormGrad
     outputs: int
 
@@ -120,7 +117,6 @@ class ChannelNorm(AnyProblem):
     given, where the channels are the last axis and `inner` is 1.
     """
 
-    op = "ChannelNorm"
     size: int
     channels: int
     inner: int
@@ -149,7 +145,6 @@ class ChannelNorm(AnyProblem):
 class RunningStats(AnyProblem):
     """The running mean and variance of `channels` after a batch's."""
 
-    op = "RunningStats"
     channels: int
     dtype: str
     param: str
@@ -172,7 +167,6 @@ class ChannelGrad(AnyProblem):
     Relu of the norm, which has "bias".
     """
 
-    op = "ChannelGrad"
     stage: str
     batch: int
     channels: int
@@ -247,7 +241,8 @@ class Conv(_Filtering):
     ConvTranspose. `channels_last`: x is [batch, *inner, groups * channels], y and a tail's operands
     alike, and the weights are [groups * filters, taps, channels] ([taps, groups] where a group has
     one channel and one filter). `x_strides` are then those of x's images, rows and pixels in
-    elements, () where x is dense. `static_weight`: nothing in the program writes to the weights.
+    elements, () where x is dense, and `y_strides` alike. `static_weight`: nothing in the program
+    writes to the weights.
     `planar`: x is [batch, channels, *inner] nevertheless, of few channels, and the weights are
     [filters, rows, run]: a row's pixels of 4 or 8 channels, zeros up to a multiple of 16 elements.
     `math` is how the products of channels-last float32 may be computed, as for Gemm.
@@ -261,6 +256,7 @@ class Conv(_Filtering):
     tail: Tail | None = None
     channels_last: bool = False
     x_strides: tuple[int, ...] = ()
+    y_strides: tuple[int, ...] = ()
     static_weight: bool = False
     planar: bool = False
     math: str = "ieee"
@@ -291,7 +287,6 @@ class ConvWeightGrad(_Filtering):
     [batch, *outer, groups * filters]. A ConvTranspose has it too, with its x as dy and its dy as x.
     """
 
-    op = "ConvWeightGrad"
     out_dtype: str
     x_strides: tuple[int, ...] = ()
 
@@ -311,7 +306,6 @@ class ConvWeightGrad(_Filtering):
 class Softmax(AnyProblem):
     """y = exp(x - max) / sum exp(x - max) of x [outer, length, inner] over `length`; or its log."""
 
-    op = "Softmax"
     outer: int
     length: int
     inner: int
@@ -333,7 +327,6 @@ class Reduce(AnyProblem):
     make one of the last y. `second`: the moments' variance goes to "y2".
     """
 
-    op = "Reduce"
     reducer: str
     outer: int
     length: int
@@ -370,7 +363,6 @@ class Reduce(AnyProblem):
 class SumSquares(AnyProblem):
     """The sum of the squares of all elements of several tensors "x.i" of these `sizes`."""
 
-    op = "SumSquares"
     sizes: tuple[int, ...]
     dtype: str
 
@@ -388,7 +380,6 @@ class Pool(AnyProblem):
     [planes / channels, *inner, channels].
     """
 
-    op = "Pool"
     kind: str
     planes: int
     inner: Triple
@@ -414,7 +405,6 @@ class MaxPoolGrad(AnyProblem):
     position: 1 where the planes of a batch stand one by one.
     """
 
-    op = "MaxPoolGrad"
     planes: int
     channels: int
     inner: Triple
@@ -433,7 +423,6 @@ class MaxPoolGrad(AnyProblem):
 class ChannelWindow(AnyProblem):
     """LRN: each of `size` elements by the squares of `width` neighbouring channels."""
 
-    op = "ChannelWindow"
     size: int
     channels: int
     inner: int
@@ -457,7 +446,6 @@ class Resample(AnyProblem):
     sums are made in the same pass; no taps where there is none.
     """
 
-    op = "Resample"
     outer: int
     length: int
     resized: int
@@ -481,7 +469,6 @@ class Resample(AnyProblem):
 class GridSample(AnyProblem):
     """x [batch, channels, *inner] at `points` positions of "grid" in each of the batch."""
 
-    op = "GridSample"
     batch: int
     channels: int
     inner: Triple
@@ -495,7 +482,7 @@ class GridSample(AnyProblem):
 
     @property
     def bytes(self) -> int:
-        """The grid read, y written, and of x as much."""
+        """The grid is read, y is written, and as much of x as of y is read."""
         each = 2 * self.channels * ITEMSIZE[self.dtype] + self.rank * ITEMSIZE[self.grid]
         return self.batch * self.points * each
 
@@ -504,7 +491,6 @@ class GridSample(AnyProblem):
 class Col2Im(AnyProblem):
     """y of `size` elements, images `image`: each pixel the sum of what x's `blocks` hold of it."""
 
-    op = "Col2Im"
     size: int
     image: Triple
     blocks: Triple
@@ -525,7 +511,6 @@ class CrossEntropy(AnyProblem):
     "grad": dx = slope (softmax(x) - [class is the label]). `log_softmax`: x are logits.
     """
 
-    op = "CrossEntropy"
     stage: str
     rows: int
     classes: int
@@ -558,7 +543,6 @@ class CrossEntropyChunk(AnyProblem):
     d loss / d x is takes the place of x, with zeros from column `classes` on.
     """
 
-    op = "CrossEntropyChunk"
     rows: int
     classes: int
     stride: int
@@ -582,7 +566,6 @@ class SlopeProduct(AnyProblem):
     Without `act`: the sums alone, of "dy".
     """
 
-    op = "SlopeProduct"
     m: int
     n: int
     dtype: str
@@ -600,7 +583,6 @@ class SlopeProduct(AnyProblem):
 class PartSums(AnyProblem):
     """The sums over `parts` of "part" [parts, n], float32, to "out0" [n]."""
 
-    op = "PartSums"
     parts: int
     n: int
     out_dtype: str
@@ -619,7 +601,6 @@ class Fold(AnyProblem):
     is float32, and its rounded copy goes to "low".
     """
 
-    op = "Fold"
     shapes: tuple[tuple[int, int], ...]
     dtype: str
     master: bool = False
@@ -628,6 +609,28 @@ class Fold(AnyProblem):
     def bytes(self) -> int:
         """The bytes of w, which is read, and of wq, which is written."""
         return 2 * sum(k * n for k, n in self.shapes) * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class Float8(AnyProblem):
+    """x [m, k] rounded to the float8 type `kind`: "q" [m, k] and "qt" [k, m], where they are read.
+
+    They are x divided by "scale", which follows from "history" [steps], the largest magnitudes of
+    x at earlier steps; "next" is the history after this one (`ops.fused.float8`). "part"
+    [ceil(m / 128), k], where it is read, holds sums of columns of x.
+    """
+
+    op = "Float8"
+    m: int
+    k: int
+    dtype: str
+    kind: str
+    steps: int
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of x, which is read, and of q and qt, which are written."""
+        return self.m * self.k * (ITEMSIZE[self.dtype] + 2)
 
 
 COLLECTIVE_DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")

@@ -98,13 +98,13 @@ class AttentionGrad(Attention):
     op = "SdpaGrad"
     dy_strides: tuple[int, ...] = ()
     dq_strides: tuple[int, ...] = ()
-    """Of gradients that are parts of one tensor."""
+    """The strides of gradients that are parts of one tensor, () for tensors of their own."""
     dk_strides: tuple[int, ...] = ()
     dv_strides: tuple[int, ...] = ()
 
     @property
     def wide(self) -> Collection[str]:
-        """None."""
+        """No field: both have the classes of other sizes."""
         return ()
 
     @property

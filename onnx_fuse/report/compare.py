@@ -58,7 +58,7 @@ def sections(names: tuple[str, str], a: Mapping[str, Any], b: Mapping[str, Any])
         found.append(Section("Time by operator", views))
     if a.get("rounds") and b.get("rounds"):
         times = {
-            "medians of both models": [
+            "Medians of both models": [
                 [f"{name}: {model}", report[model]["median"] * 1e-3]
                 for model in ("original", "fused")
                 for name, report in zip(names, (a, b), strict=True)

@@ -113,7 +113,7 @@ def profile_sections(profile: Profile, of: str = "") -> list[Section]:
 def times(found: Mapping[str, Sequence[Sequence[str | float]]]) -> list[Section]:
     """Bars of (name, seconds) for each of several problems, by what it is."""
     return [
-        Section(title, [View("bars", title, {"title": title, "unit": "s", "rows": rows})])
+        Section(title, [View("bars", title, {"title": "time", "unit": "s", "rows": rows})])
         for title, rows in found.items()
     ]
 

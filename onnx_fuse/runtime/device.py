@@ -352,7 +352,8 @@ class Stream:
             self.raw = driver.CUstream(handle)
         self.handle = int(self.raw)
         self.idle = threading.Lock()
-        """Held while the stream captures a graph: what another thread enqueues would join it."""
+        """This lock is held while the stream captures a graph: what another thread enqueues would
+        join it."""
         self.behind: Event | None = None
         """What was enqueued in another stream, to be done before what this one is given next."""
 

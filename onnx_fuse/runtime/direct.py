@@ -89,6 +89,7 @@ class Layout:
         self.movable = [*(t.buffer for _, t in inputs), *buffers]
         """The buffers whose places a run brings: inputs that are read, outputs that are written."""
         self.moves_all = self.moving == [*range(first + len(program.outputs))]
+        self.segments = segments(program)
         self.count = sum(len(call.launches) for call in program.calls)
         """The number of launches."""
         self.stream = executable.stream
@@ -126,13 +127,20 @@ class Layout:
 class Steps:
     """The launches of a layout for one set of addresses: the arena's, then those of `movable`."""
 
-    def __init__(self, layout: Layout, places: Sequence[int]) -> None:
+    def __init__(self, layout: Layout, places: Sequence[int], like: Steps | None = None) -> None:
+        """`like` are launches of the layout for other addresses."""
         self._layout, self._places = layout, places
         self._address = dict(layout.fixed)
         self._stand(places)
         self._runs = 0
         plan, hw = layout.plan, layout.hw
-        self._parts = [Launches(s, plan.order, hw, self._address) for s in segments(layout.program)]
+        known: Sequence[Launches | None] = (
+            [None] * len(layout.segments) if like is None else like._parts
+        )
+        self._parts: list[Launches] = [
+            Launches(segment, plan.order, hw, self._address, part)
+            for segment, part in zip(layout.segments, known, strict=True)
+        ]
 
     def _stand(self, places: Sequence[int]) -> None:
         plan, arena = self._layout.plan, places[0]
@@ -159,16 +167,16 @@ class Steps:
         """Whether few launches use what moves, so that the others stay as they are."""
         return FEW * sum(len(part.users(moved)) for part in self._parts) <= self._layout.count
 
-    def move(self, places: Sequence[int], moved: Sequence[int]) -> None:
-        """Take other addresses; the graph does too if it is near, or it is made anew."""
-        if not self.is_near(moved):
-            self._runs = 0
-            for part in self._parts:
-                part.single()
+    def move(self, places: Sequence[int], moved: Sequence[int] | None = None) -> None:
+        """Take other addresses; with `moved`, what is elsewhere then, a graph follows."""
         self._places = places
         self._stand(places)
         for part in self._parts:
-            part.move(moved)
+            if moved is None:
+                part.move_all()
+            else:
+                part.move(moved)
+        self._runs = 0 if moved is None else self._runs
 
     def launch(self, stream: device.Stream, *, repeats: bool = True) -> None:
         """Enqueue all: one by one, and as a CUDA graph once they have come often (`repeats`)."""
@@ -224,16 +232,16 @@ class Turn:
         if found is not None:
             self._steps.move_to_end(key)
             return found
-        if self._steps:
+        if self._steps and self.layout.count >= FEW:
             latest = next(reversed(self._steps))
             moved = self._steps[latest].moved(places)
             if self._steps[latest].is_near(moved):
                 found = self._steps.pop(latest)
                 found.move(places, moved)
-            elif len(self._steps) == PLACES:
-                _, found = self._steps.popitem(last=False)
-                found.move(places, found.moved(places))
+        if found is None and len(self._steps) == PLACES:
+            _, found = self._steps.popitem(last=False)
+            found.move(places)
         if found is None:
-            found = Steps(self.layout, places)
+            found = Steps(self.layout, places, next(iter(self._steps.values()), None))
         self._steps[key] = found
         return found

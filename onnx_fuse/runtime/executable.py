@@ -156,7 +156,7 @@ class Executable:
 
     @property
     def stream(self) -> device.Stream:
-        """The stream of all its work; made at first use, which needs the device's context."""
+        """The stream of all its work. It is made at first use, which needs the device's context."""
         return self.shared.stream
 
     @property

@@ -32,8 +32,12 @@ class Launches:
         order: Order,
         hw: Hardware,
         address: Mapping[int, int],
+        like: Launches | None = None,
     ) -> None:
-        """`address` has each buffer's, and that of a workspace by `workspace_key`."""
+        """`address` has each buffer's, and that of a workspace by `workspace_key`.
+
+        `like` are launches of the same segment for other addresses, and in the same stream.
+        """
         self._segment, self._order, self._hw = segment, order, hw
         self._address = address
         self._graph: device.Graph | None = None
@@ -50,7 +54,12 @@ class Launches:
             for i, call in enumerate(segment.calls):
                 addresses = operands(address, segment.first + i, call)
                 for launch in call.launches:
-                    self._steps.append(bind(launch, addresses, hw))
+                    known = like._steps[len(self._steps)] if like is not None else None
+                    self._steps.append(
+                        known.twin(addresses)
+                        if isinstance(known, Bound)
+                        else bind(launch, addresses, hw)
+                    )
                     self._calls.append(i)
                     self._stands(len(self._steps) - 1, call, addresses)
         except DeviceError as error:
@@ -193,12 +202,20 @@ class Launches:
             self._users = dict(users)
         return {k for b in buffers for k in self._users.get(b, ())}
 
-    def single(self) -> None:
-        """Enqueue one by one again."""
+    def move_all(self) -> None:
+        """Take all addresses anew, and enqueue one by one again."""
         self._graph = None
+        at = -1
+        addresses: dict[str, int] = {}
+        for k, i in enumerate(self._calls):
+            call = self._segment.calls[i]
+            if i != at:
+                at, addresses = i, operands(self._address, self._segment.first + i, call)
+            self._stands(k, call, addresses)
+            self._steps[k].place(addresses)
 
     def capture(self, stream: device.Stream) -> None:
-        """From now on one graph: launching it takes the host half the time of a single launch."""
+        """Become one graph, which takes the host half the time of a single launch."""
         if self._graph is not None or not self._steps:
             return
         self._nodes = {}

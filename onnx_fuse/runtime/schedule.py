@@ -13,7 +13,7 @@ from math import prod
 from onnx_fuse.program.call import Call, Program, Tensor
 
 FEW_BLOCKS = 8
-"""Of a call that leaves the multiprocessors to the one it runs beside."""
+"""The most blocks of a call that leaves the multiprocessors to the one it runs beside."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def by_dependency(program: Program) -> Order:
 
 
 def _by_data(program: Program) -> list[list[int]]:
-    """Of each call the calls that it follows by what they read and write."""
+    """The calls that each call follows by what they read and write."""
     writer: dict[int, int] = {}
     readers: dict[int, list[int]] = defaultdict(list)
     wanted: list[list[int]] = []

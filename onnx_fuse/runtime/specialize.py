@@ -75,7 +75,7 @@ class Specializer:
         self._unwritten: list[tuple[Key, PlannedOpenProgram, float]] = []
         self._writers: list[threading.Thread] = []
         self.lock = threading.RLock()
-        """Held while the model is lowered, which changes it."""
+        """This lock is held while the model is lowered, which changes it."""
         self._inputs = {value.name for value in model.graph.inputs}
         self._free: dict[tuple[tuple[str, int], ...], _Free] = {}
 

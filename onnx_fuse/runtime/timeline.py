@@ -1,8 +1,8 @@
 """When the collectives of a step began and ended, and what waited for them: events in its graph.
 
-The graph notes beside its kernels when a collective's turn came, when it was over, and when the
-calls that need its result had nothing else to wait for. It also counts in host memory how far it
-has come, for whoever asks while it runs.
+The graph notes beside its kernels when a collective's turn came, when it was over, and when all
+kernels had ended that do not need its result. It also counts in host memory how far it has come,
+for whoever asks while it runs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Communication:
 
     exchanges: tuple[Exchange, ...]
     waits: tuple[tuple[float, float], ...]
-    """From when to when nothing else was to be done, in seconds from the run's beginning."""
+    """The times in which nothing else was to be done, in seconds from the run's beginning."""
 
     @property
     def seconds(self) -> float:
@@ -90,27 +90,17 @@ class Timeline:
         self._stream = stream
         self._start = _Moment()
         self.asides: list[Aside] = [self._record(self._start, ())]
-        self._exchanges: list[tuple[Collective, _Moment, _Moment]] = []
-        self._waits: list[tuple[_Moment, list[_Moment]]] = []
-        ends: dict[int, _Moment] = {}
-        last: set[int] = set()  # the kernels' steps so far that no other one follows
-        for i, call in enumerate(calls):
-            heads = tuple(after[i])
-            problem = call.problem
-            if isinstance(problem, Collective):
-                begin, ends[i] = _Moment(), _Moment()
-                self._exchanges.append((problem, begin, ends[i]))
-                self.asides += [
-                    self._record(begin, heads),
-                    self._count(len(self._exchanges), heads),
-                    self._record(ends[i], (i,)),
-                ]
-                continue
-            if any(k in ends for k in heads):
-                free = _Moment()
-                self._waits.append((free, [ends[k] for k in heads if k in ends]))
-                self.asides.append(self._record(free, tuple(sorted(last))))
-            last = last.difference(heads) | {i}
+        self._exchanges: list[tuple[Collective, _Moment, _Moment, _Moment]] = []
+        for i, others in _hidden_by(calls, after).items():
+            problem, begin, end, free = calls[i].problem, _Moment(), _Moment(), _Moment()
+            assert isinstance(problem, Collective)
+            self._exchanges.append((problem, begin, end, free))
+            self.asides += [
+                self._record(begin, tuple(after[i])),
+                self._count(len(self._exchanges), tuple(after[i])),
+                self._record(end, (i,)),
+                self._record(free, others),
+            ]
 
     def _record(self, moment: _Moment, heads: tuple[int, ...]) -> Aside:
         return lambda: moment.record(self._stream), heads
@@ -129,10 +119,30 @@ class Timeline:
         since = self._start.until
         exchanges = [
             Exchange(p.kind, p.bucket, p.bytes, since(begin), since(end))
-            for p, begin, end in self._exchanges
+            for p, begin, end, _ in self._exchanges
         ]
-        waits = [(since(free), max(map(since, ends))) for free, ends in self._waits]
+        waits, before = [], 0.0
+        for found, (_, _, _, free) in zip(exchanges, self._exchanges, strict=True):
+            waits.append((max(since(free), before), found.end))
+            before = found.end  # the next one follows it
         return Communication(tuple(exchanges), tuple(w for w in waits if w[1] > w[0]))
+
+
+def _hidden_by(calls: Sequence[Call], after: Sequence[Sequence[int]]) -> dict[int, tuple[int, ...]]:
+    """The steps that are collectives, each with the last of the kernels that do not need it.
+
+    Once these are over, nothing can run until the collective has ended.
+    """
+    needed = [0] * len(calls)  # bits of the steps that a step follows, near or far
+    for i, heads in enumerate(after):
+        for k in heads:
+            needed[i] |= needed[k] | 1 << k
+    exchanges = {i for i, call in enumerate(calls) if isinstance(call.problem, Collective)}
+    found = {}
+    for c in sorted(exchanges):
+        free = {i for i in range(len(calls)) if i not in exchanges and not needed[i] >> c & 1}
+        found[c] = tuple(sorted(free.difference(*(after[i] for i in free))))
+    return found
 
 
 class _Moment:

@@ -73,7 +73,7 @@ class ZeroCopy:
     def of(
         program: Program, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
     ) -> ZeroCopy | None:
-        """For inputs that one launch reads, and outputs that one launch writes; None for others."""
+        """A ZeroCopy if one launch alone reads each input and one writes each output, else None."""
         given = [t for t in (*inputs.values(), *outputs.values()) if t.nbytes]
         if program.stages or not given or sum(t.nbytes for t in outputs.values()) > WRITTEN:
             return None

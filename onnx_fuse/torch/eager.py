@@ -149,12 +149,12 @@ class Ready:
         mask = "".join("1" if bit else "0" for bit in floats)
         backward = graph.derived(f"backward:{mask}")
         inputs = {end.name: i for i, end in enumerate(graph.inputs)}
-        results = {name: self.tensors + i for i, name in enumerate(self._names)}
+        known = {name: self.tensors + i for i, name in enumerate(self._names)}
         memory = saved[-1]
         sources: list[tuple[int, int]] = []
         given = [flattened(dy, self._flat) if self._rows else dy for dy in dys]
         for end in backward.inputs[len(dys) :]:
-            number = inputs.get(end.name, results.get(end.name))
+            number = inputs.get(end.name, known.get(end.name))
             if number is not None:
                 sources.append((number, 0))
                 found = saved[number]

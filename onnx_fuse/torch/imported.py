@@ -56,7 +56,7 @@ class OnnxModule(nn.Module):
         bind_defaults(graph)
         lift_parameters(graph)
         names = set(graph.graph.initializers)
-        passes.optimize(graph, level=1, training=True)
+        passes.optimize(graph, level=2, training=True)
         dtype, _ = PRECISIONS[precision]
         if dtype != "float32":
             lower_precision(graph, ir.DataType[dtype.upper()], masters=True)
@@ -75,6 +75,7 @@ class OnnxModule(nn.Module):
         self.output_names = [str(v.name) for v in graph.graph.outputs]
         arrays = {name: _content(given, graph, name) for v in weights for name in model_names(v)}
         self._names = autodiff.open_parameters(graph, weights)
+        _cast_parts(graph)
         self._places: list[tuple[nn.Module, str]] = []
         globs = None if isinstance(trainable, bool) else trainable
         for name in self._names:
@@ -148,6 +149,28 @@ def _differentiable(model: ir.Model, weights: Sequence[ir.Value]) -> list[ir.Val
         strict=False,
     )
     return [v for v in weights if str(v.name) in found]
+
+
+def _cast_parts(model: ir.Model) -> None:
+    """Let parameters that are packed be cast before, so that only narrow numbers are copied."""
+    graph = model.graph
+    for node in [n for n in graph if n.op_type == "Concat" and not n.domain]:
+        whole, casts = node.outputs[0], [n for n, _ in node.outputs[0].uses()]
+        if (
+            len(casts) != 1
+            or casts[0].op_type != "Cast"
+            or any(v is None or not v.is_graph_input() for v in node.inputs)
+        ):
+            continue
+        (cast,), op = casts, autodiff.Emitter(model)
+        op.stem = node.name or "parameters"
+        made = [op.Cast(v, to=cast.attributes.get_int("to")) for v in node.inputs]
+        for i, part in enumerate(made):
+            node.replace_input_with(i, part)
+        graph.insert_before(node, op.nodes)
+        whole.type = cast.outputs[0].type
+        ir.convenience.replace_all_uses_with(cast.outputs[0], whole, replace_graph_outputs=True)
+        graph.remove(cast, safe=True)
 
 
 def _attribute(holder: nn.Module, name: str, kind: type | None = None) -> str:

@@ -2,15 +2,10 @@
 
 This is LoRA (Hu et al., 2021, arXiv:2106.09685). A product x·W becomes x·W + (x·A · alpha/rank)·B
 with A [K, rank] and B [rank, N]. B begins as zeros, so the model begins as it was. A and B are
-initializers of a graph that is still ONNX; W does not train.
+initializers of a graph that is still ONNX; W does not train, and has no gradient.
 
-The low-rank product stands in one of two places:
-
-- `attach` puts it beside the product. W has no gradient then, so that a step has a third less to
-  multiply, but each product's result is read and written once more. That is best on a CPU.
-- `into_weights` adds it to the weight, once a step: x·(W + A·B · alpha/rank). Products stay as
-  fused as they were, with their norms, biases, activations and residuals, and A and B take their
-  gradients from the weight's. That is best on a GPU, where a step's rows are many.
+The low-rank product is added behind the bias and the residual of its product, whose kernel then
+still adds these, and its own kernel adds it to their sum.
 """
 
 from __future__ import annotations
@@ -36,7 +31,6 @@ from onnx_fuse.onnx.common import FUSE, Model
 from onnx_fuse.onnx.load import load, read
 from onnx_fuse.onnx.save import save
 from onnx_fuse.ops.rewrite import is_float, typed
-from onnx_fuse.passes import params
 from onnx_fuse.passes.constants import set_parameter
 from onnx_fuse.training import peft
 
@@ -89,15 +83,12 @@ class Adapter:
         return np.ascontiguousarray(wide.astype(w.dtype))
 
 
-def attach(
-    model: onnx_ir.Model, lora: Lora, seed: int, *, beside: bool = True
-) -> tuple[onnx_ir.Model, list[Adapter]]:
-    """The model with adapters for the weights that `lora` names.
+def attach(model: onnx_ir.Model, lora: Lora, seed: int) -> tuple[onnx_ir.Model, list[Adapter]]:
+    """The model with adapters beside the weights that `lora` names.
 
     Fused operators that read such a weight are written out; the passes fuse them again. A is drawn
-    from U(-1/√K, 1/√K) by `seed` and the weight's name. With `beside` the low-rank products are
-    added to the products; without it no node reads A and B until `into_weights`. Raises UsageError
-    where no weight can have an adapter, with the first reason.
+    from U(-1/√K, 1/√K) by `seed` and the weight's name. Raises UsageError where no weight can have
+    an adapter, with the first reason.
     """
     model = load(model)
     graph = model.graph
@@ -121,10 +112,7 @@ def attach(
         except ModelError as error:
             reasons.append(str(error))
             continue
-        adapter = _draw(graph, value, products[0][1], lora, seed, known[value][1])
-        adapters.append(adapter)
-        if beside:
-            _put_beside(graph, value, products, adapter)
+        adapters.append(_adapt(graph, value, products, lora, seed, known[value][1]))
     if not adapters:
         reason = reasons[0] if reasons else f"{', '.join(lora.weights)} name no matrix"
         raise UsageError(f"no weight can have an adapter: {reason}")
@@ -172,15 +160,15 @@ def _int(node: onnx_ir.Node, name: str) -> int:
     return 0 if attribute is None else attribute.as_int()
 
 
-def _draw(
+def _adapt(
     graph: onnx_ir.Graph,
     weight: onnx_ir.Value,
-    transposed: bool,
+    products: list[tuple[onnx_ir.Node, bool]],
     lora: Lora,
     seed: int,
     module: str,
 ) -> Adapter:
-    """An adapter of `weight`, with A and B as new initializers that nothing reads yet."""
+    transposed = products[0][1]
     assert weight.shape is not None
     assert weight.dtype is not None
     k, n = weight.shape.numpy()[:: -1 if transposed else 1]
@@ -192,29 +180,18 @@ def _draw(
     )
     b = _initializer(graph, f"{weight.name}.lora_b", np.zeros((lora.rank, n)), wide)
     scale = lora.alpha / lora.rank
-    return Adapter(str(weight.name), str(a.name), str(b.name), scale, transposed, module)
-
-
-def _put_beside(
-    graph: onnx_ir.Graph,
-    weight: onnx_ir.Value,
-    products: list[tuple[onnx_ir.Node, bool]],
-    adapter: Adapter,
-) -> None:
-    """Add the low-rank product to each product of the weight."""
-    a, b = (graph.initializers[name] for name in (adapter.a, adapter.b))
     for number, (node, _) in enumerate(products):
         op = Builder()
         x, (y,) = node.inputs[0], node.outputs
         alpha = node.attributes.get("alpha")
-        factor = adapter.scale if alpha is None else adapter.scale * alpha.as_float()
-        mine, other = (_in_type_of(op, weight, v) for v in (a, b))
+        factor = scale if alpha is None else scale * alpha.as_float()
+        scaled = a if factor == 1 else typed(op.Mul(a, factor), a, a.shape)
+        mine, other = (_in_type_of(op, weight, v) for v in (scaled, b))
         low = typed(op.MatMul(x, mine), weight)
-        if factor != 1:
-            low = typed(op.Mul(low, factor), weight)
-        # the small product first, so that the large one can add it in its epilogue
         low = typed(op.MatMul(low, other), weight, y.shape)
-        uses = list(y.uses())
+        y = _sums_behind(y)
+        last, uses = y.producer(), list(y.uses())
+        assert last is not None
         total = typed(op.Add(y, low), weight, y.shape)
         for user, index in uses:
             user.replace_input_with(index, total)
@@ -224,96 +201,23 @@ def _put_beside(
         total.name, y.name = y.name, unique_name(graph, f"{y.name}.frozen")
         for i, made in enumerate(op.nodes):
             made.name = f"{weight.name}.lora.{number}.{i}"
-        graph.insert_after(node, op.nodes)
+        graph.insert_after(last, op.nodes)
+    return Adapter(str(weight.name), str(a.name), str(b.name), scale, transposed, module)
 
 
-def into_weights(model: onnx_ir.Model, source: onnx_ir.Model, adapters: Sequence[Adapter]) -> None:
-    """Let all that reads an adapted weight W read W + scale · A·B instead, in place.
-
-    `model` is what passes made of `source`, the model that `attach` returned without `beside`: in
-    it weights may be transposed and several of them concatenated, as their records say. The sum is
-    worked out in the type of A, once a step. Raises ModelError for a weight that is gone.
-    """
-    graph, op, placed = model.graph, Builder(), set()
-    by_weight = {each.weight: each for each in adapters}
-    factors = {}
-    for name in [n for each in adapters for n in (each.a, each.b)]:
-        tensor = source.graph.initializers[name].const_value
-        assert tensor is not None
-        factors[name] = _initializer(graph, name, tensor.numpy(), tensor.dtype.numpy())
-    for packed in list(graph.initializers.values()):
-        axis, parts = params.parts(packed)
-        held = [(by_weight.get(part.name), part) for part in parts]
-        terms, at = [], 0
-        for each, part in held:
-            size = 0 if axis is None else part.packed_shape[axis]
-            if each is not None:
-                placed.add(each.weight)
-                left, right = factors[each.a], factors[each.b]
-                if each.transposed != (part.perm == (1, 0)):
-                    left, right = (_transpose(op, v) for v in (right, left))
-                terms.append(_Term(left, right, at, size))
-            at += size
-        if not terms:
-            continue
-        uses, wide, like = list(packed.uses()), packed, terms[0].left
-        if packed.dtype != like.dtype:
-            assert like.dtype is not None
-            wide = typed(op.Cast(packed, to=like.dtype.value), like, packed.shape)
-        left, right = _stacked(op, terms, axis, at)
-        total = op.Gemm(left, right, wide, alpha=adapters[0].scale)
-        total = _in_type_of(op, packed, typed(total, like, packed.shape))
-        for node, index in uses:
-            node.replace_input_with(index, total)
-    for each in adapters:
-        if each.weight not in placed:
-            raise ModelError(f"'{each.weight}' cannot have an adapter: no product reads it")
-    graph.insert_before(graph[0], op.nodes)
-
-
-@dataclass(frozen=True)
-class _Term:
-    """A product left · right that is a part of a larger matrix, from `at` on, `size` long."""
-
-    left: onnx_ir.Value
-    right: onnx_ir.Value
-    at: int
-    size: int
-
-
-def _stacked(
-    op: Builder, terms: Sequence[_Term], axis: int | None, end: int
-) -> tuple[onnx_ir.Value, onnx_ir.Value]:
-    """Two factors whose product is the terms' products side by side along an axis.
-
-    The whole is `end` long there, with zeros where no term is; without an axis there is one term.
-    """
-    if axis is None:
-        return terms[0].left, terms[0].right
-    spread = []
-    for term in terms:
-        piece = term.right if axis else term.left
-        wide, pads = list(_shape(piece)), [0, 0, 0, 0]
-        wide[axis], pads[axis], pads[2 + axis] = end, term.at, end - term.at - term.size
-        spread.append(typed(op.Pad(piece, op.constant(np.array(pads))), piece, wide))
-    if axis:
-        return _concat(op, [term.left for term in terms], 1), _concat(op, spread, 0)
-    return _concat(op, spread, 1), _concat(op, [term.right for term in terms], 0)
-
-
-def _concat(op: Builder, pieces: Sequence[onnx_ir.Value], axis: int) -> onnx_ir.Value:
-    shape = list(_shape(pieces[0]))
-    shape[axis] = sum(_shape(piece)[axis] for piece in pieces)
-    return typed(op.Concat(*pieces, axis=axis), pieces[0], shape)
-
-
-def _transpose(op: Builder, v: onnx_ir.Value) -> onnx_ir.Value:
-    return typed(op.Transpose(v, perm=[1, 0]), v, _shape(v)[::-1])
-
-
-def _shape(v: onnx_ir.Value) -> tuple[int, ...]:
-    assert v.shape is not None
-    return v.shape.numpy()
+def _sums_behind(y: onnx_ir.Value) -> onnx_ir.Value:
+    """`y`, or its sum with the bias and the residual that nothing but they are added to."""
+    uses = list(y.uses())
+    if len(uses) != 1 or y.is_graph_output() or y.shape is None:
+        return y
+    ((node, index),) = uses
+    if node.op_type != "Add" or node.domain:
+        return y
+    other, total = node.inputs[1 - index], node.outputs[0]
+    assert other is not None
+    row = other.is_initializer() and other.shape is not None and len(other.shape) <= 1
+    alike = total.shape == y.shape and (row or other.shape == y.shape)
+    return _sums_behind(total) if alike else y
 
 
 def _in_type_of(op: Builder, weight: onnx_ir.Value, v: onnx_ir.Value) -> onnx_ir.Value:

@@ -10,10 +10,11 @@ import numpy as np
 import onnx_ir
 
 from onnx_fuse.errors import UsageError
-from onnx_fuse.program.problem import PRECISIONS, Hardware
+from onnx_fuse.program.problem import TRAINING_PRECISIONS, Hardware
 from onnx_fuse.runtime import ort
 from onnx_fuse.training.staged import Staged
-from onnx_fuse.training.step import Spec, State
+from onnx_fuse.training.state import State
+from onnx_fuse.training.step import Spec
 
 if TYPE_CHECKING:
     from onnx_fuse.distributed.world import World
@@ -87,7 +88,7 @@ class Portable:
     def start(
         self, key: str, spec: Spec, feeds: Mapping[str, Array]
     ) -> Callable[[], dict[str, Array]]:
-        """Run; the outputs but for the states' successors, which `commit` makes current."""
+        """Run the step and return its outputs but the states' next values, which `commit` takes."""
         found = self._run(key, spec, feeds)
         return lambda: found
 
@@ -260,7 +261,7 @@ def gpu_of(device: str, device_id: int | None, local_rank: int | None) -> tuple[
 
 def default_level(precision: str, device: str) -> int:
     """The level of the fusions where none is given."""
-    return 2 if device == "cuda" and PRECISIONS[precision][0] != "float32" else 0
+    return 2 if device == "cuda" and TRAINING_PRECISIONS[precision][0] != "float32" else 0
 
 
 def check_device(precision: str, device: str) -> None:
@@ -268,8 +269,8 @@ def check_device(precision: str, device: str) -> None:
     kind, colon, number = device.partition(":")
     if kind not in ("cpu", "cuda") or (colon and not (kind == "cuda" and number.isdecimal())):
         raise UsageError(f"training runs on device 'cpu', 'cuda' or 'cuda:1', not on '{device}'")
-    if precision not in PRECISIONS:
-        raise UsageError(f"precision '{precision}' is not one of {', '.join(PRECISIONS)}")
+    if precision not in TRAINING_PRECISIONS:
+        raise UsageError(f"precision '{precision}' is not one of {', '.join(TRAINING_PRECISIONS)}")
     if device == "cpu" and precision not in ("fp32", "fp16"):
         raise UsageError(
             f"precision '{precision}' needs a GPU: on the CPU onnxruntime has no {precision} "

@@ -43,9 +43,16 @@ def load(path: str | os.PathLike[str]) -> dict[str, Array]:
     except FileNotFoundError as error:
         raise DataError(f"{path}: there is no such file or folder") from error
     except NOT_ARRAYS as error:
-        reason = getattr(error, "strerror", None) or one_line(error)
+        reason = why_not_arrays(error)
         raise DataError(f"{path}: not an .npz file or a folder of .npy files: {reason}") from error
     raise DataError(f"{path}: one unnamed array: save it by np.savez with the name of an input")
+
+
+def why_not_arrays(error: BaseException) -> str:
+    """What is wrong with a file, from one of NOT_ARRAYS that NumPy raised for it."""
+    said = getattr(error, "strerror", None) or one_line(error)
+    # NumPy takes any file that it does not know for pickled objects
+    return "it is another kind of file, or has Python objects" if "pickle" in said else said
 
 
 def count(arrays: Mapping[str, Array], inputs: Sequence[onnx_ir.Value]) -> int:

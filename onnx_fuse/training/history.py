@@ -23,16 +23,16 @@ class History:
     losses: list[float] = field(default_factory=list)
     """The loss of each step, in order."""
     epochs: list[dict[str, float]] = field(default_factory=list)
-    """For each epoch its number "epoch" (from 1), its last step "step", the mean "loss" of its
-    steps, and what the evaluation at its end gave, such as "validation_loss" and "accuracy"."""
+    """Each epoch's number "epoch" (from 1), its last step "step", the mean "loss" of its steps, and
+    what the evaluation at its end gave, such as "validation_loss" and "accuracy"."""
     lr: list[float] = field(default_factory=list)
     """The learning rate of each step."""
     gradient_norms: list[float | None] = field(default_factory=list)
     """The norm of all gradients together at each step, before clipping. It is None for steps that
     make no update, and for all steps where the Trainer has no `clip_norm`."""
     metrics: list[dict[str, float]] = field(default_factory=list)
-    """For each evaluation, within epochs too, "step", "epoch", "validation_loss" and the metrics by
-    name."""
+    """What each evaluation gave, within epochs too: "step", "epoch", "validation_loss" and the
+    metrics by name."""
     examples_per_second: list[float] = field(default_factory=list, compare=False)
     """The speed at each step, over the time since the step before it."""
 

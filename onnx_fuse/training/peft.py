@@ -39,7 +39,7 @@ class Peft:
     scale: float = 1.0
     """What the product of each pair is multiplied by: alpha / rank."""
     whole: dict[str, Array] = field(default_factory=dict)
-    """Weights that trained whole, by their names in the PyTorch model."""
+    """The weights that were trained as a whole, by their names in the PyTorch model."""
 
 
 def module_of(weight: str, node: onnx_ir.Node) -> str:

@@ -25,7 +25,7 @@ from onnx_fuse.training.losses import Target, Term
 
 if TYPE_CHECKING:
     from onnx_fuse.distributed.world import World
-    from onnx_fuse.training.step import State
+    from onnx_fuse.training.state import State
 
 __all__ = ["Measure", "Ranks", "Reduction", "Spare"]
 

@@ -12,7 +12,7 @@ import onnx_ir
 
 from onnx_fuse import autodiff, passes
 from onnx_fuse.errors import ModelError, UsageError
-from onnx_fuse.onnx.build import bind_defaults, const_array
+from onnx_fuse.onnx.build import bind_defaults, const_array, replace_node
 from onnx_fuse.onnx.common import FUSE, Model
 from onnx_fuse.onnx.load import load, read
 from onnx_fuse.ops.fused import linear_cross_entropy
@@ -22,16 +22,16 @@ from onnx_fuse.passes.canonicalize import clean
 from onnx_fuse.passes.patches import patches_as_products
 from onnx_fuse.passes.precision import lower_precision
 from onnx_fuse.passes.rotation import split_rotations
-from onnx_fuse.program.problem import PRECISIONS
-from onnx_fuse.training import losses, optim, spread
-from onnx_fuse.training.adapters import Adapter, into_weights
+from onnx_fuse.program.problem import TRAINING_PRECISIONS
+from onnx_fuse.training import float8, losses, optim, spread
 from onnx_fuse.training.batchnorm import synchronised
 from onnx_fuse.training.groups import Choice
 from onnx_fuse.training.losses import Given, Target, Term
 from onnx_fuse.training.ranks import LOSS, Measure, Ranks, Reduction, measures
+from onnx_fuse.training.state import State
 from onnx_fuse.training.weights import ancestors, model_names
 
-__all__ = ["Mode", "Spec", "State", "training_model"]
+__all__ = ["Mode", "Spec", "training_model"]
 
 Array = np.ndarray[Any, Any]
 Mode = Literal["update", "accumulate", "evaluate", "average"]
@@ -39,27 +39,6 @@ NORM = 1 << 20
 """The bucket of what follows the gradients: their norm."""
 GROWTH = 2000
 """Steps without an overflow after which float16's loss scale doubles."""
-
-
-@dataclass(frozen=True)
-class State:
-    """A tensor that outlives a step."""
-
-    name: str
-    """The graph's input that reads it."""
-    kind: str
-    """"parameter", "statistic" (of BatchNormalization), "slot" (of the optimizer), "accumulator"
-    (of gradients), "average" (of a parameter) or "scaler" (of the loss, in float16)."""
-    initial: Array
-    """The value before the first step."""
-    value: onnx_ir.Value
-    """The graph's value, with dtype and shape, and the record of how a parameter is packed."""
-    next: str = ""
-    """The graph's output that replaces it after the step, or "" if the step leaves it alone."""
-    average: str = ""
-    """The state that is a parameter's running average, or ""."""
-    whole: tuple[int, ...] | None = None
-    """The shape of the whole of which this rank holds its part, flat; None for all of it."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +94,6 @@ def training_model(
     fused: bool = False,
     whole: autodiff.Whole | None = None,
     ranks: Ranks | None = None,
-    adapters: Sequence[Adapter] = (),
 ) -> tuple[onnx_ir.Model, Spec]:
     """Forward, loss, backward and update of `model` as one graph, and the meaning of its ends.
 
@@ -129,7 +107,6 @@ def training_model(
         fused: Allow this project's fused operators in the backward at every level.
         whole: Which fused nodes get all their gradients from one call (`autodiff.backward`).
         ranks: The processes that train together, of which each has its part of the batch.
-        adapters: Low-rank products that the weights are to contain (`adapters.into_weights`).
 
     The other arguments (loss, optimizer, loss_options, output, trainable, frozen, clip_norm,
     accumulate, free_batch, level, precision, loss_scale, ema) and the errors are
@@ -141,15 +118,13 @@ def training_model(
     if free_batch:
         batch.free_batch(source)
     choice = Choice(trainable, frozen, optimizer.groups)
-    prepared = _prepare(source, choice, optimizer, level)
+    prepared = _prepare(source, choice, optimizer, level, *float8.skipped(precision))
     if fused:
         split_rotations(prepared)
         patches_as_products(prepared)
-    dtype, _ = PRECISIONS[precision]
+    dtype, _ = TRAINING_PRECISIONS[precision]
     if dtype != "float32":
         lower_precision(prepared, onnx_ir.DataType[dtype.upper()], masters=True)
-    if adapters:
-        into_weights(prepared, original, adapters)
     step = _Step(prepared, mode, named, optimizer, ranks)
     statistics = step.batch_norms(choice)
     step.dropouts()
@@ -168,6 +143,8 @@ def training_model(
         return step.finish()
     if precision == "fp16":
         step.scale(loss_scale)
+    if precision == "fp8":
+        step.histories = float8.in_float8(prepared, weights, step.add_state)
     gradients = step.differentiate(
         weights, accumulate, strict=trainable is not None, fused=fused, whole=whole
     )
@@ -187,12 +164,12 @@ def _average(w: onnx_ir.Value) -> str:
 
 
 def _prepare(
-    source: onnx_ir.Model, choice: Choice, optimizer: optim.Optimizer, level: int
+    source: onnx_ir.Model, choice: Choice, optimizer: optim.Optimizer, level: int, *skip: str
 ) -> onnx_ir.Model:
     """The fused model; without merged products where one would mix weights of other settings."""
     for tried in (level, min(level, 1)):
         graph = source.clone()
-        passes.optimize(graph, training=True, level=tried)
+        passes.optimize(graph, training=True, level=tried, skip=skip)
         kinds = (
             {(choice(name), optimizer.setting(name)) for name in model_names(value)}
             for value in graph.graph.initializers.values()
@@ -236,6 +213,7 @@ class _Step:
         self.ready: dict[onnx_ir.Value, int] = {}  # when the backward makes a weight's gradient
         self.wholes: dict[onnx_ir.Value, tuple[int, ...]] = {}  # of states that are sharded
         self.parts: dict[onnx_ir.Value, onnx_ir.Value] = {}  # of weights that are gathered to read
+        self.histories: dict[onnx_ir.Value, onnx_ir.Value | None] = {}  # float8's, and what follows
 
     def input(self, name: str, dtype: onnx_ir.DataType, shape: Any) -> onnx_ir.Value:
         value = onnx_ir.Value(
@@ -326,10 +304,7 @@ class _Step:
         y, *news = synchronised(node, self.op, self.reduction, self.counts, len(self.next))
         if node.outputs[0].is_graph_output():
             y = self.op.Identity(y)
-        self.graph.insert_before(node, self.op.nodes)
-        self.op.nodes = []
-        onnx_ir.convenience.replace_all_uses_with(node.outputs[0], y, replace_graph_outputs=True)
-        self.graph.remove(node, safe=True)
+        replace_node(self.graph, node, self.op, y)
         self.next.update(zip(running, news, strict=True))
 
     def dropouts(self) -> None:
@@ -349,10 +324,7 @@ class _Step:
                 y = self.op.Mul(x, self.op.CastLike(scale, x))
             if old.is_graph_output():
                 y = self.op.Identity(y)
-            self.graph.insert_before(node, self.op.nodes)
-            self.op.nodes = []
-            onnx_ir.convenience.replace_all_uses_with(old, y, replace_graph_outputs=True)
-            self.graph.remove(node, safe=True)
+            replace_node(self.graph, node, self.op, y)
 
     def attach_loss(self, terms: Sequence[Term], fused: bool) -> None:
         self.outputs = list(self.graph.outputs)
@@ -454,9 +426,11 @@ class _Step:
             dy = scale if dy is None else self.op.Mul(scale, dy)
             dy.dtype, dy.shape = self.loss.dtype, onnx_ir.Shape([])
         self.place()
+        wanted = [*weights, *(h for h, v in self.histories.items() if v is None)]
         found = autodiff.backward(
-            self.model, {self.loss: dy}, weights, strict=strict, fused=fused, whole=whole
+            self.model, {self.loss: dy}, wanted, strict=strict, fused=fused, whole=whole
         )
+        self.next |= float8.following(self.histories, found)
         for w in weights:
             if w.name not in found:
                 w.const_value = kept[w]
@@ -504,7 +478,7 @@ class _Step:
         one = op.constant(np.array(1))
         self.scalars["step"] = typed(op.Add(made, one), made, onnx_ir.Shape([]))
         self.total = total = self.squares(gradients)
-        self.finite = op.Less(total, op.constant(np.inf, total.dtype))  # NaN is not less either
+        self.finite = op.Less(total, op.constant(np.inf, total.dtype))  # nor is a NaN
         count = op.Add(good, one)
         full = op.GreaterOrEqual(count, op.constant(np.array(GROWTH)))
         full = op.And(full, op.Less(scale, 2.0**127))  # infinity would halve to itself
@@ -652,11 +626,8 @@ class _Step:
         outputs = [v for v in self.outputs if self.evaluates and v is not self.loss]
         ends = [self.loss, *([self.norm] if self.norm is not None else []), *self.next.values()]
         for value, new in self.next.items():
-            new.name, new.type, new.shape = (
-                self.op.fresh(f"{value.name}.next"),
-                value.type,
-                value.shape,
-            )
+            new.name = self.op.fresh(f"{value.name}.next")
+            new.type, new.shape = value.type, value.shape
         self.graph.outputs.clear()
         self.graph.outputs.extend(dict.fromkeys([*ends, *outputs]))
         clean(self.model)

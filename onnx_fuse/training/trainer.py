@@ -22,12 +22,13 @@ from onnx_fuse.onnx.save import save
 from onnx_fuse.onnx.shapes import fix_shapes
 from onnx_fuse.passes import params
 from onnx_fuse.passes.constants import lift_parameters, set_parameter
-from onnx_fuse.program.problem import PRECISIONS, Hardware
+from onnx_fuse.program.problem import TRAINING_PRECISIONS, Hardware
 from onnx_fuse.runtime.budget import parse as parse_budget
 from onnx_fuse.runtime.timeline import Communication
 from onnx_fuse.training import adapters, backends, checkpoint, data, fit, optim, settings, shared
 from onnx_fuse.training.adapters import Adapter, Lora
 from onnx_fuse.training.fault import fault_of
+from onnx_fuse.training.float8 import check as check_float8
 from onnx_fuse.training.groups import Choice
 from onnx_fuse.training.history import History
 from onnx_fuse.training.loss import Loss, Run
@@ -35,7 +36,8 @@ from onnx_fuse.training.losses import Given, Term
 from onnx_fuse.training.metrics import Evaluation, evaluation
 from onnx_fuse.training.ranks import Ranks, Spare, counted, part_of_state, whole_states
 from onnx_fuse.training.sources import Data
-from onnx_fuse.training.step import Mode, Spec, State, training_model
+from onnx_fuse.training.state import State
+from onnx_fuse.training.step import Mode, Spec, training_model
 from onnx_fuse.training.weights import literal
 
 __all__ = ["Evaluation", "Loss", "Trainer"]
@@ -68,7 +70,9 @@ class Trainer:
         seed: Seed of Dropout, and of the order of data in `fit`.
         precision: As in InferenceSession. With "bf16" and "fp16", forward and backward are in 16
             bits, and weights, sums and the update are in float32. "fp16" scales the loss, and
-            skips updates whose gradients overflow.
+            skips updates whose gradients overflow. "fp8" is "bf16" with the products of weights in
+            float8 on a Hopper GPU, where their sizes, rows included, are multiples of 16: operands
+            in e4m3, gradients in e5m2, scaled by the largest magnitudes of the last 16 steps.
         loss_scale: The first scale of the loss in "fp16".
         ema: The factor by which a running average of each weight decays at an update, such as
             0.999; `evaluate`, `weights` and `save` take the averages where they are asked to.
@@ -153,6 +157,7 @@ class Trainer:
             from onnx_fuse.runtime.device import begin
 
             begin(gpu)
+        check_float8(precision, hardware, gpu, ranks=distributed)
         if accumulate < 1 or seed < 0 or (clip_norm is not None and not clip_norm > 0):
             raise UsageError(
                 "accumulate must be at least 1, seed at least 0, and clip_norm above 0"
@@ -189,9 +194,7 @@ class Trainer:
         """The low-rank products that train beside weights."""
         self._trainable = None if trainable is None else list(trainable)
         if lora is not None:
-            self._source, self.adapters = adapters.attach(
-                self._source, lora, seed, beside=device != "cuda"
-            )
+            self._source, self.adapters = adapters.attach(self._source, lora, seed)
             own = [literal(name) for each in self.adapters for name in (each.a, each.b)]
             self._trainable = [*own, *(trainable or ())]
         self._sized = self._source
@@ -212,7 +215,7 @@ class Trainer:
             "loss_scale": loss_scale,
             "ema": ema,
         }
-        math = PRECISIONS[precision][1]
+        math = TRAINING_PRECISIONS[precision][1]
         self.hardware, self.precision = hardware, precision
         """`hardware` is the GPU that the steps are only compiled for, or None."""
         self._whole = (
@@ -251,7 +254,6 @@ class Trainer:
             fused=self._whole is not None,
             whole=self._whole,
             ranks=self._ranks,
-            adapters=self.adapters if self._whole is not None else (),
             **options,
         )
 

@@ -50,7 +50,7 @@ _ROUNDINGS = 8.0
 """What a gradient's own type may lose, in changes by the last bit of all weights and inputs: sound
 gradients are off by 0.5 to 4.6 of them (LeViT, TextNet), as each layer rounds too."""
 _ZERO = 1e-6
-"""Of the largest entry in the whole model: below it a gradient is zero up to rounding."""
+"""The share of the largest entry in the whole model below which a gradient counts as zero."""
 _ASIDE = 1e-2
 """Of a parameter's size: how far the point is from the graph's own at which slopes are compared
 where its own is a kink. Biases of 0 behind weak layers put a Relu's kink right there."""

@@ -14,7 +14,7 @@ from onnx_ir import DataType
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.onnx.build import feeds_of, required
 from onnx_fuse.runtime import ort
-from onnx_fuse.training.data import NOT_ARRAYS
+from onnx_fuse.training.data import NOT_ARRAYS, why_not_arrays
 from onnx_fuse.validation.arrays import (
     Array,
     Role,
@@ -43,7 +43,7 @@ def read_feeds(path: str | os.PathLike[str], model: onnx_ir.Model) -> Feeds:
     except FileNotFoundError as error:
         raise ModelError(f"{path}: there is no such file") from error
     except (*NOT_ARRAYS, AttributeError) as error:
-        raise ModelError(f"{path}: not an .npz file of arrays ({error})") from error
+        raise ModelError(f"{path}: not an .npz file of arrays: {why_not_arrays(error)}") from error
     needed = [v.name for v in required(model)]
     missing = [name for name in needed if name not in arrays]
     if missing:

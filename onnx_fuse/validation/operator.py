@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onnx_fuse.errors import UsageError
 from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE, body_of
 from onnx_fuse.onnx.save import inline, save
+from onnx_fuse.runtime import ort
 
 _SHAPE = (2, 8)
 
@@ -56,6 +57,17 @@ def operator_files(
         _make_weights(graph, node)
     model = ir.Model(graph, ir_version=10)
     flat = inline(model)
+    if open_ := [n for n in names if n not in shapes]:
+        try:
+            ort.session(flat)
+        except Exception as error:
+            if not ort.is_fault(error):
+                raise
+            sizes = "x".join(map(str, _SHAPE))
+            raise UsageError(
+                f"'{name}' does not take {sizes} numbers as each of {', '.join(open_)}: give their "
+                f"shapes, as in --input-shapes {' '.join(f'{n}:4,8' for n in names[:2])}"
+            ) from error
     own, written = folder / f"{op_type}.onnx", folder / f"{op_type}.body.onnx"
     save(model, own)
     save(flat, written)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -12,9 +13,11 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from onnx_fuse import InferenceSession
+from onnx_fuse.cuda import arguments
 from onnx_fuse.errors import UsageError
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.save import to_proto
+from onnx_fuse.program.problem import Ptr, TensorMap
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.executable import DIRECT_BYTES, Executable
 
@@ -334,3 +337,23 @@ def test_shapes_share_their_memory(counts: Counter[str]) -> None:
     ys = [runner.run(["y"], {"x": x})[0].tobytes() for _ in range(5)]
     assert len(set(ys)) == 1, "launches one by one, and as a graph"
     assert counts["Stream.capture"] == 1
+
+
+MAPS = [
+    TensorMap(Ptr("a"), "bfloat16", (64, 128), (128,), (64, 64), 128),
+    TensorMap(Ptr("a"), "float32", (32, 64, 3), (128, 8192), (32, 8, 1), 0),
+    TensorMap(
+        Ptr("a"), "float16", (64, 14, 14, 2), (128, 1792, 25088), (64, 64), 128,
+        (-1, -1, -1, -1, 1, 1),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arg", MAPS, ids=["matrix", "three axes", "image"])
+def test_a_descriptor_moved_elsewhere_is_the_one_made_there(arg: TensorMap) -> None:
+    device.start()
+    memory = device.Memory(1 << 20, "a tensor")
+    for offset in (0, 4096, 65536, 4096 + 16):
+        made = arguments._encoded(arg, memory.address + offset)
+        found = arguments._descriptor(arg, memory.address + offset)
+        assert found == ctypes.string_at(int(made.getPtr()), len(found))

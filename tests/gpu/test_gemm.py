@@ -8,7 +8,9 @@ from curves import CURVES, gelu
 from on_device import TYPES, Memory, wide
 
 from onnx_fuse.cuda.launch import bind
-from onnx_fuse.kernels import Kernel, candidates, cublaslt
+from onnx_fuse.kernels import candidates, cublaslt
+from onnx_fuse.kernels.gemm_sm90 import STREAM
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rows import fold, fold_many
 from onnx_fuse.lower.gated import interleaved
 from onnx_fuse.onnx.build import text_model
@@ -40,12 +42,13 @@ def error(got: np.ndarray, want: np.ndarray) -> float:
 
 
 def each(problem: Problem, hw: Hardware) -> list[tuple[Kernel, Config]]:
-    """Every legal kernel with its two likeliest configurations and its last."""
+    """Every legal kernel: its two likeliest configurations, its last, those that share steps."""
     found = []
     for kernel in candidates(problem.op):
         if kernel.supports(problem, hw) is None:
             hows = sorted(kernel.configs(problem, hw), key=lambda h: kernel.cost(problem, h, hw))
-            found += [(kernel, how) for how in dict.fromkeys([*hows[:2], hows[-1]])]
+            shared = [h for h in hows if STREAM in (h.attr("splits", 1), h.attr("dw_splits", 1))]
+            found += [(kernel, how) for how in dict.fromkeys([*hows[:2], hows[-1], *shared])]
     return found
 
 
@@ -93,8 +96,8 @@ GEMMS = (
         for dtype in ("float16", "bfloat16")
     ]
     + [
-        Problem.of("Gemm", m=m, n=n, k=264, dtype=dtype, trans_a=True, accumulate=True, **attrs)
-        for m, n in ((8, 264), (200, 784))
+        Problem.of("Gemm", m=m, n=n, k=k, dtype=dtype, trans_a=True, accumulate=True, **attrs)
+        for m, n, k in ((8, 264, 264), (200, 784, 264), (1160, 1800, 776))  # steps are shared
         for dtype, attrs in (
             ("bfloat16", {"bias": True}),
             ("bfloat16", {"out_dtype": "float32"}),
@@ -557,12 +560,21 @@ GRADIENTS = [
         (16, 520, {"act": "gelu", "rms": True}), (4200, 72, {}),
     )
     for math in ("bf16x3", "bf16x6")
+] + [  # dw's tiles share their steps
+    Problem.of("LayerNormGemmGrad", m=2056, k=1160, n=1800, dtype="bfloat16", folded=True)
 ] + [  # w and dw as [n, k]
     Problem.of("LayerNormGemmGrad", m=m, k=k, n=n, dtype=dtype, trans_b=True, **attrs)
     for m, k, n, dtype, attrs in (
         (384, 264, 520, "bfloat16", {}), (200, 264, 136, "float16", {"act": "gelu"}),
         (260, 4104, 136, "bfloat16", {"add": "here"}), (1030, 520, 264, "bfloat16", {"rms": True}),
         (17, 72, 1032, "float16", {}),
+    )
+] + [  # dx alone
+    Problem.of("LayerNormGemmGrad", m=m, k=k, n=136, dtype=dtype, frozen=True, **attrs)
+    for m, k, dtype, attrs in (
+        (384, 264, "bfloat16", {"act": "gelu"}), (384, 264, "float32", {"math": "bf16x3"}),
+        (260, 4104, "bfloat16", {"folded": True, "add": "here"}),
+        (200, 264, "float16", {"trans_b": True}), (12, 520, "bfloat16", {}),
     )
 ]  # fmt: skip
 RATIOS = {200: 1000, 33: 10, 16: 100}  # |mean| / std of the rows
@@ -637,6 +649,7 @@ def test_layernorm_gemm_grad(problem: Problem, hw: Hardware) -> None:
     if problem.trans_b:
         given["w"], want["dw"] = np.ascontiguousarray(w.T), want["dw"].T
     blank = {name: poison(dtype, *v.shape) for name, v in want.items()}
+    want = {"dx": want["dx"]} if problem.frozen else want
     if add := problem.add:
         given["add"] = random(rng, dtype, m, k)
         want["dx"] = want["dx"] + wide(given["add"])

@@ -37,7 +37,7 @@ def sized(kind: str, call: str, steps: int, batch: int, width: int, hidden: int)
 # Widths that are no multiple of 4 or of a cluster, weights in and out of shared memory.
 SIZED = [
     sized(kind, call, *sizes)
-    for sizes in ((7, 3, 5, 37), (12, 33, 16, 130), (5, 300, 8, 64), (4, 2, 8, 700))
+    for sizes in ((7, 3, 5, 37), (3, 33, 16, 130), (3, 300, 8, 64), (3, 2, 8, 260), (3, 2, 8, 700))
     for kind, call in (
         ("LSTM", ""),
         ("GRU", 'direction = "reverse"'),

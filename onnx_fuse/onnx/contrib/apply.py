@@ -59,7 +59,7 @@ def expand(
 
 
 def _names(model: ir.Model) -> set[str | None]:
-    """The names of values and nodes in all graphs: a branch must not hide one from outside."""
+    """The names of values and nodes in all graphs, none of which a branch may hide."""
     graphs = (model.graph, *model.graph.subgraphs())
     taken = {v.name for g in graphs for v in (*g.inputs, *g.initializers.values())}
     for node in ir.traversal.RecursiveGraphIterator(model.graph):

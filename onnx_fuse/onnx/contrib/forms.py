@@ -93,7 +93,7 @@ def grid_sample(op: Body, node: ir.Node) -> Results:
 
 
 def _group_norm(op: Body, node: ir.Node, x: ir.Value) -> ir.Value:
-    """Over each group of channels, then SiLU where the node asks for it; `x` as the node has it."""
+    """The norm of each group of channels, then SiLU where the node asks for it."""
     last, size = attr(node, "channels_last", 1), known_rank(needed(node, 0), "X")
     spatial = range(1, size - 1)
     if last:

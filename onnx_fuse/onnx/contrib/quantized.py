@@ -89,7 +89,7 @@ def _softmax(op: Body, node: ir.Node, x: list[ir.Value]) -> ir.Value:
 
 
 def _channels_first(op: Body, node: ir.Node, x: ir.Value, size: int, *, back: bool) -> ir.Value:
-    """Between NHWC and NCHW where the node has channels last."""
+    """Move the channels between NHWC and NCHW where the node has them last."""
     if not attr(node, "channels_last", 0):
         return x
     spatial = range(1, size - 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from onnx_fuse.ops.fused import (
     activations,
     conv,
+    float8,  # noqa: F401  (a precision of training asks for it, no rule)
     gated,
     gemm,
     groupnorm,

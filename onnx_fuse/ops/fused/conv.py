@@ -38,7 +38,8 @@ from onnx_fuse.ops.rewrite import (
 _ATTRIBUTES = ("kernel_shape", "strides", "pads", "dilations")
 _BODY_ATTRIBUTES = ", ".join([*(f"{a}: ints = @{a}" for a in _ATTRIBUTES), "group: int = @group"])
 _PRELU = Activation("PRelu", "PRelu", "  y = PRelu (z, slope)\n", "")
-"""Of convolutions alone, whose kernels take a slope for each filter; its body has its gradient."""
+"""PRelu fuses with convolutions alone, whose kernels take a slope for each filter. The fused
+operator has the gradient of its body."""
 
 
 def _define(activation: Activation | None, residual: bool) -> OpDef:

@@ -410,7 +410,7 @@ def _merge(rw: Rewriter, node: ir.Node) -> bool:
 
 
 def _worth_merging(family: list[ir.Node]) -> list[ir.Node]:
-    """Those of the family whose activation does not leave an epilogue for a pass of its own.
+    """The members whose activation does not leave an epilogue for a pass of its own.
 
     An activated member may join if its output is only multiplied with another member's (the gate of
     a gated unit): that product is a pass over both anyway.

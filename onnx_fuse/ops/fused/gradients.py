@@ -149,14 +149,18 @@ _GEMMS = {
 }
 
 
-def _dz(activation: Activation | None) -> str:
+def renamed(text: str, result: str) -> str:
+    """The text of an activation with names of its own, but for its `result`."""
+    for name in set(re.findall(r"^\s*(\w+) =", text, re.MULTILINE)) - {result}:
+        text = re.sub(rf"\b{name}\b", f"act_{name}", text)
+    return text
+
+
+def dz_text(activation: Activation | None) -> str:
     """dz from dy, and from z where there is an activation."""
     if activation is None:
         return "dz = Identity (dy)"
-    text = activation.derivative
-    for name in set(re.findall(r"^\s*(\w+) =", text, re.MULTILINE)) - {"d"}:
-        text = re.sub(rf"\b{name}\b", f"act_{name}", text)  # its names are not ours
-    return f"{text}\n dz = Mul (dy, d)"
+    return f"{renamed(activation.derivative, 'd')}\n dz = Mul (dy, d)"
 
 
 def gemm_grad_def(prefix: str, activation: Activation | None) -> OpDef:
@@ -172,7 +176,11 @@ def gemm_grad_def(prefix: str, activation: Activation | None) -> OpDef:
         name,
         FUSE,
         body=body(
-            name, attributes, ", ".join(reads), ", ".join(outputs), _dz(activation) + _ROWS + text
+            name,
+            attributes,
+            ", ".join(reads),
+            ", ".join(outputs),
+            dz_text(activation) + _ROWS + text,
         ),
     )
 

@@ -317,7 +317,7 @@ def _named(size: int | ir.SymbolicDim) -> int | str | None:
 
 
 def _decomposed(rw: Rewriter, node: ir.Node) -> bool:
-    """From sqrt(mean(d²) + epsilon): d = x - mean(x) makes a LayerNorm, d = x an RMSNorm."""
+    """Recognize sqrt(mean(d²) + epsilon): d = x - mean(x) makes a LayerNorm, d = x an RMSNorm."""
     if node.domain:
         return False
     found = _EXACT.found(node)

@@ -65,7 +65,7 @@ def refusal(node: ir.Node, x: ir.Value, views: Sequence[ir.Node]) -> str:
             target = constant_ints(view.inputs[1])
             if target is None or target[axis] == 0:
                 return "the shapes between are not known beforehand"
-    # by weight: a product that is fused already is dead, but there
+    # counted by weight: a product that is fused already is dead, but still there
     columns, width = sum({n.inputs[1]: _width(n, x) for n in products}.values()), dim(x, -1) or 0
     if columns >= width * (1 + ratio):
         return (

@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TypeAlias
 
-from onnx_fuse.program.call import Call, Context
-from onnx_fuse.program.passes.activation_again import make_activations_again
+from onnx_fuse.program.call import Call, PassContext
+from onnx_fuse.program.passes.activation_again import make_activation_again
 from onnx_fuse.program.passes.buckets import by_bucket
 from onnx_fuse.program.passes.callgraph import Calls, Rule, rewrite
 from onnx_fuse.program.passes.column_sums import sum_columns
@@ -22,12 +22,12 @@ from onnx_fuse.program.passes.pointwise_fusion import as_problem, fuse
 from onnx_fuse.program.passes.pointwise_sharing import share_loads
 from onnx_fuse.program.passes.select import select_kernels
 
-Pass: TypeAlias = Callable[[Sequence[Call], Collection[int], Context], Sequence[Call]]
+Pass: TypeAlias = Callable[[Sequence[Call], Collection[int], PassContext], Sequence[Call]]
 """(calls, buffers whose last values are wanted, the lowering they come from) -> the calls."""
 
 
-def _each(rule: Rule, calls: Sequence[Call], keep: Collection[int], ctx: Context) -> list[Call]:
-    return rewrite(rule, Calls(calls, keep, ctx.hw, ctx.prefs))
+def _each(rule: Rule, calls: Sequence[Call], keep: Collection[int], ctx: PassContext) -> list[Call]:
+    return rewrite(rule, Calls(calls, keep, ctx))
 
 
 PIPELINE: tuple[tuple[str, Pass], ...] = (
@@ -40,8 +40,8 @@ PIPELINE: tuple[tuple[str, Pass], ...] = (
     ("pointwise fusion", lambda calls, keep, _: fuse(calls, keep)),
     *((f"epilogue fusion: {rule.__name__}", partial(_each, rule)) for rule in BEHIND_CHAINS),
     *((f"few columns: {rule.__name__}", partial(_each, rule)) for rule in FEW_COLUMNS),
-    ("activations again", make_activations_again),
-    ("column sums", sum_columns),
+    ("activations again", partial(_each, make_activation_again)),
+    ("column sums", partial(_each, sum_columns)),
     ("norm deferral", defer),
     ("shared loads", lambda calls, keep, _: share_loads(calls, keep)),
     ("folds of weights", lambda calls, keep, ctx: fold_together(calls, keep, ctx.hw)),
@@ -55,7 +55,7 @@ PIPELINE: tuple[tuple[str, Pass], ...] = (
 """Name and pass, in order."""
 
 
-def run(calls: Sequence[Call], keep: Collection[int], ctx: Context) -> tuple[Call, ...]:
+def run(calls: Sequence[Call], keep: Collection[int], ctx: PassContext) -> tuple[Call, ...]:
     """The calls to run, in order; buffers in `keep` hold their final values afterwards."""
     for _, each in PIPELINE:
         calls = each(calls, keep, ctx)

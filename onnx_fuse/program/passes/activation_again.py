@@ -8,10 +8,9 @@ differ from the first, of the product's own sum, by that rounding.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from onnx_fuse.program.call import Call, Context
+from onnx_fuse.program.call import Call
 from onnx_fuse.program.passes.callgraph import Calls, rename_buffers, whole
 from onnx_fuse.program.problem import Problem
 from onnx_fuse.program.size import coarse
@@ -20,22 +19,8 @@ LEAST = 16 << 20
 """Bytes from which an activation is not kept."""
 
 
-def make_activations_again(
-    calls: Sequence[Call], keep: Collection[int], ctx: Context
-) -> list[Call]:
-    """The calls with large activations made again where their slopes are multiplied by.
-
-    `keep` are buffers whose last values are wanted.
-    """
-    found = Calls(calls, keep, ctx.hw, ctx.prefs)
-    for at in range(len(calls)):
-        _make_again(found, at, ctx)
-    return [call for now in found.now for call in now]
-
-
-def _make_again(calls: Calls, at: int, ctx: Context) -> None:
-    """Let the product at `at` store act(c) beside its result times act'(c)."""
-    (product,) = calls.now[at]
+def make_activation_again(calls: Calls, at: int, product: Call) -> None:
+    """Let a product store act(c) beside its result times act'(c)."""
     problem = product.problem
     if not isinstance(problem, Problem) or problem.op != "Gemm" or not problem.epilogue.dact:
         return
@@ -56,7 +41,7 @@ def _make_again(calls: Calls, at: int, ctx: Context) -> None:
     wanted = problem.with_epilogue(save_act=True)
     if coarse(h.nbytes) < LEAST or not calls.serves(wanted):
         return
-    again = ctx.scratch(h.dtype, y.shape)
+    again = calls.ctx.scratch(h.dtype, y.shape)
     calls.now[at] = (replace(product, problem=wanted, writes=(*product.writes, ("z", again))),)
     same = {h.buffer: again.buffer}
     for j in later:

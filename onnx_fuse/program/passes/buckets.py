@@ -35,7 +35,7 @@ def by_bucket(calls: Sequence[Call]) -> list[Call]:
 
 
 def first_buckets(calls: Sequence[Call]) -> list[int | None]:
-    """Of each call the first bucket that needs its results, None where none does."""
+    """The first bucket that needs the results of each call, None where none does."""
     needs: dict[int, int] = {}  # buffer -> the first bucket that reads it, or what is made of it
     found: list[int | None] = []
     for call in reversed(calls):
@@ -51,7 +51,7 @@ def first_buckets(calls: Sequence[Call]) -> list[int | None]:
 
 
 def last_buckets(calls: Sequence[Call]) -> list[int | None]:
-    """Of each call the last bucket whose results it waits for, None where it waits for none."""
+    """The last bucket whose results each call waits for, None where it waits for none."""
     made: dict[int, int] = {}  # buffer -> the last bucket that it comes from
     found: list[int | None] = []
     for call in calls:
@@ -76,13 +76,8 @@ def _together(members: Sequence[Call]) -> Call:
         problems[0].ranks,
         problems[0].bucket,
     )
-    return Call(
-        f"{problem.kind} x{len(members)}",
-        nodes_of(*members),
-        (),
-        tuple((f"x.{i}", t) for i, call in enumerate(members) for _, t in call.reads),
-        tuple((f"y.{i}", t) for i, call in enumerate(members) for _, t in call.writes),
-        bytes=problem.bytes,
-        inplace=tuple((f"y.{i}", f"x.{i}") for i, call in enumerate(members) if call.inplace),
-        problem=problem,
-    )
+    reads = {f"x.{i}": t for i, call in enumerate(members) for _, t in call.reads}
+    writes = {f"y.{i}": t for i, call in enumerate(members) for _, t in call.writes}
+    pairs = tuple((f"y.{i}", f"x.{i}") for i, call in enumerate(members) if call.inplace)
+    name, nodes = f"{problem.kind} x{len(members)}", nodes_of(*members)
+    return Call.of(name, nodes, problem, reads, writes, bytes=problem.bytes, inplace=pairs)

@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 from onnx_fuse.kernels import refused, serves
 from onnx_fuse.kernels.costs import pays, seconds
-from onnx_fuse.program.call import Call, Tensor
-from onnx_fuse.program.problem import AnyProblem, Hardware
+from onnx_fuse.program.call import Call, PassContext, Tensor
+from onnx_fuse.program.problem import AnyProblem
 
 LARGE = 1 << 16
 """Elements from which a pass over a tensor weighs more than its launch."""
@@ -61,14 +61,9 @@ def whole(size: int, *tensors: Tensor) -> bool:
 class Calls:
     """The calls under a pass, by place; `keep` are buffers whose last values are wanted."""
 
-    def __init__(
-        self,
-        calls: Sequence[Call],
-        keep: Collection[int],
-        hw: Hardware,
-        prefs: Mapping[str, str] | None = None,
-    ) -> None:
-        self.calls, self.keep, self.hw, self.prefs = calls, keep, hw, prefs
+    def __init__(self, calls: Sequence[Call], keep: Collection[int], ctx: PassContext) -> None:
+        self.calls, self.keep, self.ctx = calls, keep, ctx
+        self.hw, self.prefs = ctx.hw, ctx.prefs
         self.now: list[tuple[Call, ...]] = [(call,) for call in calls]
         """What stands at each place."""
         self.readers, self.writers = uses(calls)
@@ -108,9 +103,10 @@ class Calls:
         return pays(before, after, self.hw, self.prefs)
 
     def fuse(self, at: int, i: int, call: Call, *after: Call, here: bool = False) -> bool:
-        """Put `call` where `at` stands, or at `i` if `here`, for both of them; `after` behind.
+        """Replace the calls at `at` and `i` by `call`, with the calls `after` at `i`.
 
-        False, and nothing done, where no kernel serves a problem that differs.
+        `call` stands at `at`, or at `i` if `here`. Returns False, and does nothing, where its
+        problem is another than that of `at` and no kernel serves it.
         """
         (old,) = self.now[at]
         differs = call.problem is not None and call.problem != old.problem

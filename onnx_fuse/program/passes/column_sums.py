@@ -6,35 +6,23 @@ up the columns of the tiles that it holds in shared memory, so that no launch re
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from onnx_fuse.program.call import Call, Context, Tensor
+from onnx_fuse.program.call import Call, Tensor
 from onnx_fuse.program.passes.callgraph import Calls
 from onnx_fuse.program.problem import Problem
 from onnx_fuse.program.problems import PartSums, Reduce, SlopeProduct
 
 ROWS = 64
-"""The number of rows of a that each part of the sums is of (`Epilogue.column_sums`)."""
+"""Each part of the sums is over so many rows of a (`Epilogue.column_sums`)."""
 
 
-def sum_columns(calls: Sequence[Call], keep: Collection[int], ctx: Context) -> list[Call]:
-    """The calls with sums over the rows of a product's operand made by the product, if that pays.
-
-    `keep` are buffers whose last values are wanted.
-    """
-    found = Calls(calls, keep, ctx.hw, ctx.prefs)
-    for i in range(len(calls)):
-        _sum_in_product(found, i, ctx)
-    return [call for now in found.now for call in now]
-
-
-def _sum_in_product(calls: Calls, i: int, ctx: Context) -> None:
+def sum_columns(calls: Calls, i: int, call: Call) -> None:
     """Put product and sum of parts in the place of a product and of the sums that begin at `i`."""
-    places, summed = _passes(calls, i), _summed(calls.calls[i])
+    places, summed = _passes(calls, i), _summed(call)
     if not places or summed is None:
         return
-    (_, x), end = calls.calls[i].reads[0], calls.calls[places[-1]]
+    (_, x), end = call.reads[0], calls.calls[places[-1]]
     (_, y) = end.writes[0]
     for at in dict.fromkeys(calls.readers[x.buffer]):
         product = calls.now[at][0] if len(calls.now[at]) == 1 else calls.calls[i]
@@ -52,7 +40,7 @@ def _sum_in_product(calls: Calls, i: int, ctx: Context) -> None:
         apart = [p for j in places if (p := calls.calls[j].problem) is not None]
         if not calls.pays((problem, *apart), (wanted, sums)):
             continue
-        part = ctx.scratch("float32", (sums.parts, sums.n))
+        part = calls.ctx.scratch("float32", (sums.parts, sums.n))
         made = replace(product, problem=wanted, writes=(*product.writes, ("part", part)))
         last = replace(
             end, kernel="PartSums", problem=sums, reads=(("part", part),), writes=(("out0", y),),

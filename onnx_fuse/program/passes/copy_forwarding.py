@@ -44,7 +44,7 @@ def forward_copies(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
             for j, maker in moved.items():
                 now[j] = replace(maker, nodes=nodes_of(maker, call))
             now[i] = None
-            # what was found out above stays right: no call after this one is asked about x
+            # `readers` need not change: no call after this one is asked about x
             writers[y.buffer] = sorted([*makers, *(j for j in writers[y.buffer] if j != i)])
             writers[x.buffer] = []
     return [call for call in now if call is not None]

@@ -81,12 +81,4 @@ def merged(members: Sequence[Call]) -> Call:
     problem = CopyMany(ITEMSIZE[members[0].writes[0][1].dtype], pieces)
     reads: dict[str, Tensor] = {f"0.{i}": c.reads[0][1] for i, c in enumerate(members)}
     writes: dict[str, Tensor] = {f"1.{i}": c.writes[0][1] for i, c in enumerate(members)}
-    return Call(
-        f"Copy x{len(members)}",
-        nodes_of(*members),
-        (),
-        tuple(reads.items()),
-        tuple(writes.items()),
-        bytes=problem.bytes,
-        problem=problem,
-    )
+    return Call.of(f"Copy x{len(members)}", nodes_of(*members), problem, reads, writes)

@@ -273,8 +273,9 @@ def _column_sums(call: Call, dz: Tensor, sums: tuple[tuple[str, Tensor], ...]) -
 def add_to_gradient(calls: Calls, i: int, call: Call) -> None:
     """s = dx + r, dx a LayerNormGemmGrad's that nothing else reads: that call writes s.
 
-    r, the gradient of the residual around it, is read from where it is, or, where nothing reads it
-    afterwards, added to in place: what the cost models find cheaper, if the sum's launch is not.
+    r is the gradient of the residual around it. The call reads r from where it is or, where nothing
+    reads r afterwards, adds to it in place, whichever the cost models find cheaper; where the sum's
+    own launch is cheapest, everything stays.
     """
     if steps_of(call) != ["Add"] or len(call.reads) != 2:
         return
@@ -413,4 +414,4 @@ def tail(calls: Calls, i: int, call: Call) -> None:
 
 BEFORE_CHAINS = (add_onto, add, scale, add, activate, slope, add_to_gradient)
 BEHIND_CHAINS = (tail, cast)
-"""In order: each sees what the one before has made."""
+"""The rules in their order: each sees what the one before has made."""

@@ -20,7 +20,7 @@ from onnx_fuse.program.problems import Fold
 from onnx_fuse.program.size import coarse
 
 MAX_WAIT = 2 << 20
-"""Bytes that a call may read at most to wait for others: what it reads must be kept that long."""
+"""The most bytes that a call which waits for others may read: they are kept that long."""
 MAX_TABLE = 30_000
 """Bytes of kernel arguments that a batch of calls may take: 32 KiB from CUDA 12.1 on."""
 MAX_FOLDS = 256
@@ -182,16 +182,8 @@ def _many(members: Sequence[Call], choice: Choice) -> Call:
         tuple(t and view(t) for t in shared),
         tuple((tuple(map(view, r)), tuple(map(view, w))) for r, w in items),
     )
-    return Call(
-        f"{first.expression.name} x{len(members)}",
-        nodes_of(*members),
-        (),
-        tuple(reads.items()),
-        tuple(writes.items()),
-        flops=problem.flops,
-        bytes=problem.bytes,
-        problem=problem,
-    )
+    name = f"{first.expression.name} x{len(members)}"
+    return Call.of(name, nodes_of(*members), problem, reads, writes, bytes=problem.bytes)
 
 
 def _batched(members: Sequence[Call], choice: Choice) -> Call:
@@ -199,16 +191,12 @@ def _batched(members: Sequence[Call], choice: Choice) -> Call:
     first, count = members[0], len(members)
     assert first.problem is not None
     bound = tuple(name for name, _ in (*first.reads, *first.writes))
-    return Call(
-        f"{first.kernel} x{count}",
-        nodes_of(*members),
-        (),
-        tuple((f"{n}.{i}", t) for i, c in enumerate(members) for n, t in c.reads),
-        tuple((f"{n}.{i}", t) for i, c in enumerate(members) for n, t in c.writes),
-        flops=sum(c.flops for c in members),
-        bytes=sum(c.bytes for c in members),
-        problem=BatchedCalls(first.problem, count, bound, choice.kernel.name, choice.config),
-    )
+    problem = BatchedCalls(first.problem, count, bound, choice.kernel.name, choice.config)
+    reads = {f"{n}.{i}": t for i, c in enumerate(members) for n, t in c.reads}
+    writes = {f"{n}.{i}": t for i, c in enumerate(members) for n, t in c.writes}
+    moved = sum(c.bytes for c in members)
+    name = f"{first.kernel} x{count}"
+    return Call.of(name, nodes_of(*members), problem, reads, writes, bytes=moved)
 
 
 def fold_together(calls: Sequence[Call], keep: Collection[int], hw: Hardware) -> list[Call]:
@@ -276,12 +264,6 @@ def _folds(members: Sequence[tuple[Call, Call | None]]) -> Call:
         writes |= {f"{name}.{i}": t for name, t in fold.writes}
     folds = [fold.problem for fold, _ in members if isinstance(fold.problem, Fold)]
     shapes = tuple(fold.shapes[0] for fold in folds)
-    return Call(
-        f"Fold x{len(members)}",
-        nodes_of(*(call for pair in members for call in pair if call is not None)),
-        (),
-        tuple(reads.items()),
-        tuple(writes.items()),
-        problem=Fold(shapes, folds[0].dtype, members[0][1] is not None),
-        bytes=sum(t.nbytes for t in (*reads.values(), *writes.values())),
-    )
+    problem = Fold(shapes, folds[0].dtype, members[0][1] is not None)
+    nodes = nodes_of(*(call for pair in members for call in pair if call is not None))
+    return Call.of(f"Fold x{len(members)}", nodes, problem, reads, writes)

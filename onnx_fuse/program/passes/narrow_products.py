@@ -14,7 +14,7 @@ from onnx_fuse.program.problem import Problem, ld
 from onnx_fuse.program.problems import Norm, NormGrad
 
 COLUMNS = 16
-"""Of weights that a norm's kernel may multiply by."""
+"""The number of columns of weights that a norm's kernel multiplies by at most."""
 
 
 def _plain(call: Call, also: str = "") -> Problem | None:

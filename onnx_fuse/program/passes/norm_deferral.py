@@ -17,7 +17,7 @@ import numpy as np
 
 from onnx_fuse.kernels.costs import seconds
 from onnx_fuse.kernels.gemm_sm90 import TILES
-from onnx_fuse.program.call import Call, Context, Tensor
+from onnx_fuse.program.call import Call, PassContext, Tensor
 from onnx_fuse.program.epilogue import Epilogue
 from onnx_fuse.program.passes.callgraph import uses
 from onnx_fuse.program.problem import AnyProblem, Problem, ld
@@ -54,7 +54,7 @@ class Rows:
 def defer(
     calls: Sequence[Call],
     keep: Collection[int],
-    ctx: Context,
+    ctx: PassContext,
 ) -> tuple[Call, ...]:
     """The calls without the LayerNormalizations that all their readers can take over."""
     readers, writers = uses(calls)
@@ -83,7 +83,7 @@ def defer(
     return tuple(call for call in result if call is not None)
 
 
-def _norm(call: Call, ctx: Context) -> Rows | None:
+def _norm(call: Call, ctx: PassContext) -> Rows | None:
     """The LayerNormalization of a 16-bit x whose parameters nothing writes to."""
     norm = call.problem
     if not isinstance(norm, Norm) or norm.rms or norm.affine != 1 or not norm.stored:
@@ -119,7 +119,7 @@ def _product(call: Call, norm: Rows) -> bool:
     )
 
 
-def _residual(call: Call, norm: Rows, ctx: Context) -> bool:
+def _residual(call: Call, norm: Rows, ctx: PassContext) -> bool:
     """Whether the product adds the norm's rows to its own, after a bias that is known."""
     p, reads = call.problem, dict(call.reads)
     return (
@@ -137,7 +137,7 @@ def _residual(call: Call, norm: Rows, ctx: Context) -> bool:
 class Choices:
     """Chooses what replaces a norm and its readers, where that is cheaper."""
 
-    def __init__(self, ctx: Context) -> None:
+    def __init__(self, ctx: PassContext) -> None:
         self.ctx = ctx
         self._seconds: dict[AnyProblem, float] = {}
 

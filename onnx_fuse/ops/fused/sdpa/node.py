@@ -196,7 +196,7 @@ class _View:
 
     @property
     def plain(self) -> bool:
-        """Whether it is that of is_causal."""
+        """Whether a mask is the one that is_causal stands for."""
         return self.left < 0 and self.right == 0
 
 

@@ -215,7 +215,7 @@ def _ending(p: ir.Value) -> ProductTail | str:
     """Walk from the weights to their product with v; why there is none, "" where none is near."""
     guarded, narrowed, turned = False, False, False
     weights = p
-    """In the type that they are in the end, as far as is known."""
+    """The values in the type that they have in the end, as far as that is known."""
     near = _leads_to_a_product(p)
     if not near:
         return ""

@@ -21,7 +21,7 @@ SMALL = 128.0
 """The largest number of a mask that may be added twice as one: swinv2 hides by -100, twice."""
 
 RANGE = (2.0**-20, 2.0**20)
-"""Of factors of the scores."""
+"""The number of factors of the scores that are looked at."""
 
 _VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Expand", "Transpose", "Identity", "Slice")
 
@@ -34,11 +34,11 @@ class Step:
     at: ir.Value
     """The logits behind the step, whose axes the value's stand under."""
     factor: float = 1.0
-    """For an added mask: the factor by which the sum was scaled after it."""
+    """The factor by which the sum was scaled after a mask was added."""
     negated: bool = False
-    """For an added mask: whether it is subtracted."""
+    """Whether the mask is subtracted instead of added."""
     fill: np.ndarray | None = None
-    """For a condition: the scalar, in the logits' dtype, that replaces logits."""
+    """The scalar, in the logits' dtype, that replaces logits where a condition says so."""
     conditions: list[tuple[ir.Value, bool]] = field(default_factory=list)
     """(condition, what it is where the logits are kept); all must hold."""
 

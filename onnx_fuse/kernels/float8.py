@@ -1,0 +1,48 @@
+"""Float8: a tensor rounded to float8 by the scale of earlier steps, as rows and as columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+
+from onnx_fuse.cuda.macros import C_TYPES, as_defines
+from onnx_fuse.kernels.kernel import Kernel
+from onnx_fuse.kernels.rule_based import RuleBased
+from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr
+from onnx_fuse.program.problems import Float8
+
+
+class Rounding(RuleBased):
+    """quant/float8.cu. Operands: x history q qt scale next part."""
+
+    source = "quant/float8.cu"
+
+    def supports(self, problem: Float8, hw: Hardware) -> str | None:
+        """The reason why this kernel cannot serve `problem`, or None if it can."""
+        if hw.cc < 89:
+            return f"float8 needs sm_89, this is {hw.arch}"
+        if problem.m % 16 or problem.k % 16:
+            return f"rows and columns of float8 are multiples of 16, not {problem.m} x {problem.k}"
+        if problem.dtype not in ("float32", "float16", "bfloat16"):
+            return f"no float8 of {problem.dtype}"
+        return None
+
+    def cost(self, problem: Float8, config: Config, hw: Hardware) -> float:
+        """Seconds for its bytes at 0.77 of a copy's rate (H200, 2026-11), and for a launch."""
+        return problem.bytes / (0.77 * hw.bandwidth) + hw.launch_seconds
+
+    def launch(self, problem: Float8, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """The one launch of the kernel."""
+        e5m2 = problem.kind == "float8_e5m2"
+        args = (Ptr("x"), Ptr("history"), Num("i32", problem.m), Num("i32", problem.k), Ptr("q"),
+                Ptr("qt"), Ptr("scale"), Ptr("next"), Ptr("part"), Ptr("sync"))  # fmt: skip
+        macros = {"T": C_TYPES[problem.dtype], "E5M2": e5m2, "HISTORY": problem.steps}
+        grid = (ceil(problem.k / 128), ceil(problem.m / 128), 1)
+        return (
+            Launch(
+                self.source, "quantize_float8", grid, (256, 1, 1), args, as_defines(macros), sync=8
+            ),
+        )
+
+
+KERNELS: dict[str, Sequence[Kernel]] = {"Float8": (Rounding(),)}

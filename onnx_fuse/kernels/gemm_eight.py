@@ -1,0 +1,85 @@
+"""The Gemm candidate of float8 operands: gemm/wgmma_sm90.cu, which counts them in pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from onnx_fuse.cuda.macros import as_defines
+from onnx_fuse.kernels.gemm_sm90 import Wgmma
+from onnx_fuse.kernels.rows import rename
+from onnx_fuse.program.problem import Config, Hardware, Launch, Problem, Ptr, ld
+
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+KINDS = {(E4M3, E4M3): 1, (E5M2, E4M3): 2, (E4M3, E5M2): 3}
+"""The types of a and b that a kernel is compiled for, and the number of each pair."""
+TILES = ((2, 128, 0), (1, 256, 0), (1, 192, 0), (1, 128, 0))
+"""Both warpgroups multiply, so that one does while the other adds. Pingpong takes 1.2 to 1.4 of
+the time: 63 and 79 us in place of 53 and 59 at 16384 x 768 x 2304 and 16384 x 3072 x 768."""
+OCCUPIED = 0.9
+"""The time of a product beside that predicted for as many bytes of bfloat16 (H200, 2026-11)."""
+
+
+class EightBits:
+    """y = "scale_a" "scale_b" a · b of float8 operands with k contiguous, and an epilogue.
+
+    Both scales are one float32 on the device. Sums of 128 products are added up in float32.
+    """
+
+    name = "wgmma_float8"
+
+    def __init__(self) -> None:
+        self.inner = Wgmma()
+
+    def _pairs(self, problem: Problem) -> Problem:
+        """The product of 16-bit words that has the same bytes."""
+        lda, ldb = ld(problem)
+        epilogue = replace(problem.epilogue, bias_dtype=problem.epilogue.bias_dtype or problem.out)
+        return replace(
+            problem, dtype="bfloat16", b_dtype="", out_dtype=problem.out, k=problem.k // 2,
+            lda=lda // 2, ldb=ldb // 2, epilogue=epilogue,
+        )  # fmt: skip
+
+    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+        """The reason why this kernel cannot serve `problem`, or None if it can."""
+        if (problem.dtype, problem.b_dtype or problem.dtype) not in KINDS:
+            return f"for float8 operands, not {problem.dtype}"
+        if problem.trans_a or not problem.trans_b:
+            return "float8 operands lie along k"
+        if problem.batch:
+            return "no batches"
+        own = ("layernorm", "row_bias", "dx", "dw", "moments", "column_sums", "accumulate", "gate")
+        if found := [*problem.among(*own), *problem.among("rows", "parts", "planes")]:
+            return f"no such epilogue: {', '.join(found)}"
+        if problem.epilogue.alpha != 1 or problem.epilogue.residual == "norm":
+            return "the sum is multiplied by the operands' scales alone"
+        if problem.out not in ("bfloat16", "float16", "float32"):
+            return f"no {problem.out} result"
+        if any(step % 16 for step in (problem.k, *ld(problem))):
+            return f"rows of float8 are multiples of 16, not k={problem.k}"
+        return self.inner.supports(self._pairs(problem), hw)
+
+    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
+        """Those of 16-bit words whose tiles leave registers for the sums of 128 products."""
+        found = self.inner.configs(self._pairs(problem), hw)
+        return [how for how in found if how.integers("tile") in TILES]
+
+    def fits(self, problem: Problem, config: Config) -> bool:
+        """Whether each split has steps of k."""
+        return self.inner.fits(self._pairs(problem), config)
+
+    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+        """That of words, which are multiplied at the rate of 16-bit elements."""
+        seconds = self.inner.cost(self._pairs(problem), config, hw)
+        return hw.launch_seconds + OCCUPIED * (seconds - hw.launch_seconds)
+
+    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
+        """Bytes of the partial sums of the splits of k."""
+        return self.inner.workspace(self._pairs(problem), config, hw)
+
+    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """The product, then the reduction where k is split."""
+        product, *rest = self.inner.launch(self._pairs(problem), config, hw)
+        kind = KINDS[problem.dtype, problem.b_dtype or problem.dtype]
+        scaled = rename(product, {"row2": Ptr("scale_a"), "row3": Ptr("scale_b")})
+        return (replace(scaled, defines=as_defines(dict(product.defines), {"EIGHT": kind})), *rest)

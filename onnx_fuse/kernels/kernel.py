@@ -1,0 +1,39 @@
+"""What a candidate is: a kernel that serves problems of one operator by its configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from onnx_fuse.program.problem import Config, Hardware, Launch
+
+
+class Kernel(Protocol):
+    """What select, the tuner, the lab, the tests and the runtime need of a candidate.
+
+    A candidate names the type of its operator's problems where this says Any.
+    """
+
+    name: str
+
+    def supports(self, problem: Any, hw: Hardware) -> str | None:
+        """The reason why this kernel can't serve `problem`, or None: no other place states it."""
+
+    def configs(self, problem: Any, hw: Hardware) -> Sequence[Config]:
+        """The legal configurations, the default first."""
+
+    def fits(self, problem: Any, config: Config) -> bool:
+        """Whether `config`, legal for the largest sizes of the class, is so for `problem`.
+
+        Each comparison with an open size is a guard; a kernel whose configurations serve every
+        problem that it supports answers True.
+        """
+
+    def cost(self, problem: Any, config: Config, hw: Hardware) -> float:
+        """Predicted seconds."""
+
+    def launch(self, problem: Any, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """The kernel calls, in order."""
+
+    def workspace(self, problem: Any, config: Config, hw: Hardware) -> int:
+        """Bytes of scratch bound under "workspace" (0: none); contents need not be initialised."""

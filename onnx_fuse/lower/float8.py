@@ -1,0 +1,160 @@
+"""Float8Linear and its gradient: operands rounded once, as rows and as columns, and products."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import onnx_ir as ir
+
+from onnx_fuse.errors import UsageError
+from onnx_fuse.kernels.rows import act_parts
+from onnx_fuse.lower.context import Context, Lowering
+from onnx_fuse.lower.linear import ACTIVATIONS, activation, bias_row
+from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.onnx.names import FusedName
+from onnx_fuse.ops.fused.float8 import HISTORY, NAME
+from onnx_fuse.program.call import Tensor
+from onnx_fuse.program.problem import Problem
+from onnx_fuse.program.problems import Float8, PartSums, SlopeProduct
+
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+MULTIPLE = 16
+ROWS = 128
+"""Of each of the sums of columns that the rounding makes."""
+
+
+class Rounded(NamedTuple):
+    """A tensor v [r, c] in float8: `rows` [r, c] and `columns` [c, r], which v's scale belongs to.
+
+    None where nothing reads it.
+    """
+
+    rows: Tensor | None
+    columns: Tensor | None
+    scale: Tensor
+
+
+def _rounded(
+    ctx: Context, node: ir.Node, v: Tensor, kind: str, history: int, following: int,
+    made: Rounded, sums: Tensor | None = None,
+) -> str | None:  # fmt: skip
+    """Fill `made` with `v`, and `sums` with those of its columns, for each 128 rows.
+
+    The history is input `history`, and the next one output `following`.
+    """
+    if any(size % MULTIPLE for size in v.shape):
+        raise UsageError(
+            f"precision 'fp8': {ctx.label(node)} has an operand of {v.shape[0]} x {v.shape[1]}, "
+            f"whose sizes are no multiples of {MULTIPLE}: choose another batch, or precision 'bf16'"
+        )
+    rows, columns = made.rows, made.columns
+    turned = v.permute((1, 0))
+    if turned.dense and not v.dense:  # it lies as its transpose
+        v, rows, columns = turned, columns, rows
+    v = ctx.contiguous(v)
+    problem = Float8(v.shape[0], v.shape[1], v.dtype, kind, HISTORY)
+    reads = {"x": v, "history": ctx.dense(node, history)}
+    writes = {"q": rows, "qt": columns, "scale": made.scale, "part": sums,
+              "next": ctx.output(node, following, (HISTORY,), "float32")}  # fmt: skip
+    return ctx.select(node, problem, reads, {k: t for k, t in writes.items() if t is not None})
+
+
+def _product(
+    ctx: Context,
+    node: ir.Node,
+    a: Tensor,
+    b: Tensor,
+    scales: tuple[Tensor, Tensor],
+    writes: dict[str, Tensor],
+    extra: dict[str, Tensor] | None = None,
+    attrs: dict[str, object] | None = None,
+) -> str | None:
+    """y [m, n] = a [m, k] · b [n, k] times both scales, and the epilogue."""
+    problem = Problem.of(
+        "Gemm", m=a.shape[0], n=b.shape[0], k=a.shape[1], dtype=a.dtype, b_dtype=b.dtype,
+        out_dtype=writes["y"].dtype, trans_b=True, **(attrs or {}),  # type: ignore[arg-type]
+    )  # fmt: skip
+    reads = {"a": a, "b": b, "scale_a": scales[0], "scale_b": scales[1]}
+    return ctx.select(node, problem, {**reads, **(extra or {})}, writes)
+
+
+def linear(ctx: Context, node: ir.Node) -> str | None:
+    """y = act(x · w + c); for a gradient also z, xt and wq, in float8, and both scales."""
+    act, exposed = _activation(ctx, node), FusedName.of(node.op_type).exposed
+    at = {name: 3 + i for i, name in enumerate(exposed) if ctx.wants(node, 3 + i)}
+    x, w = ctx.view(node, 0), ctx.view(node, 1)
+    (m, k), n = x.shape, w.shape[1]
+
+    def saved(name: str, shape: tuple[int, ...], dtype: str) -> Tensor | None:
+        return ctx.output(node, at[name], shape, dtype) if name in at else None
+
+    rounded_x = Rounded(
+        ctx.scratch(E4M3, (m, k)),
+        saved("xt", (k, m), E4M3),
+        saved("xscale", (), "float32") or ctx.scratch("float32", ()),
+    )
+    rounded_w = Rounded(
+        saved("wq", (k, n), E4M3),
+        ctx.scratch(E4M3, (n, k)),
+        saved("wscale", (), "float32") or ctx.scratch("float32", ()),
+    )
+    assert rounded_x.rows is not None
+    assert rounded_w.columns is not None
+    why = _rounded(ctx, node, x, E4M3, 3, 1, rounded_x)
+    why = why or _rounded(ctx, node, w, E4M3, 4, 2, rounded_w)
+    if why is not None:
+        return why
+    extra, writes = {}, {"y": ctx.output(node, 0, (m, n), x.dtype)}
+    known = ctx.host(node, 2)
+    if known is None or known.any():
+        if (row := bias_row(ctx, node, 2, n)) is None:
+            return "the bias is not one row"
+        extra, act = {"col1": row}, {"bias": True, "bias_dtype": row.dtype, **act}
+    if "z" in at:
+        writes["z"], act["save_z"] = ctx.output(node, at["z"], (m, n), x.dtype), True
+    scales = rounded_x.scale, rounded_w.scale
+    return _product(ctx, node, rounded_x.rows, rounded_w.columns, scales, writes, extra, act)
+
+
+def gradient(ctx: Context, node: ir.Node) -> str | None:
+    """dx = g · wᵀ, dw = xᵀ · g and dc = Σ g of g = dy act'(z), where they are read."""
+    dy, xt, wq = ctx.dense(node, 0), ctx.dense(node, 1), ctx.dense(node, 2)
+    (m, n), k, act = dy.shape, wq.shape[0], _activation(ctx, node)
+    dz = dy
+    if act:  # its own sums are not read: a product that makes dz has none
+        parts, dz = act_parts(m, n), ctx.scratch(dy.dtype, (m, n))
+        problem = SlopeProduct(m, n, dy.dtype, parts, **act)  # type: ignore[arg-type]
+        writes = {"dz": dz, "part": ctx.scratch("float32", (parts, n))}
+        if why := ctx.select(node, problem, {"dy": dy, "z": ctx.dense(node, 6)}, writes):
+            return why
+    sums = ctx.scratch("float32", (-(-m // ROWS), n)) if ctx.wants(node, 2) else None
+    made = Rounded(
+        ctx.scratch(E5M2, (m, n)) if ctx.wants(node, 0) else None,
+        ctx.scratch(E5M2, (n, m)) if ctx.wants(node, 1) else None,
+        ctx.scratch("float32", ()),
+    )
+    why = _rounded(ctx, node, dz, E5M2, 5, 3, made, sums)
+    if sums is not None:
+        dc = ctx.output(node, 2, (n,), dy.dtype)
+        total = PartSums(sums.shape[0], n, dc.dtype)
+        why = why or ctx.select(node, total, {"part": sums}, {"out0": dc})
+    if made.rows is not None:
+        dx = {"y": ctx.output(node, 0, (m, k), dy.dtype)}
+        why = why or _product(ctx, node, made.rows, wq, (made.scale, ctx.view(node, 4)), dx)
+    if made.columns is not None:
+        dw = {"y": ctx.output(node, 1, (k, n), dy.dtype)}
+        why = why or _product(ctx, node, xt, made.columns, (ctx.view(node, 3), made.scale), dw)
+    return why
+
+
+def _activation(ctx: Context, node: ir.Node) -> dict[str, object]:
+    """The activation and its number, by the names of the fields of problems."""
+    name = FusedName.of(node.op_type).kind.removeprefix(NAME)
+    return activation(ctx, node, name)
+
+
+LOWERINGS: dict[tuple[str, str], Lowering] = {
+    (FUSE, f"{NAME}{act}{grad}"): lowering
+    for act in ACTIVATIONS
+    for grad, lowering in (("", linear), ("Grad", gradient))
+}

@@ -1,0 +1,164 @@
+"""Float8Linear, with every activation: operands are rounded to float8, and so is its gradient.
+
+    y = act(z), z = x8 · w8 + c      dx = g8 · w8ᵀ      dw = x8ᵀ · g8      dc = Σ_m g
+for x [M, K], w [K, N], c [N] or one number, g = d loss / d z. v8 = s round(v / s) has the accuracy
+of float8: e4m3 for x and w, whose largest number is 448, and e5m2 for g, with 57344. Each has its
+own power of two s: the least of 2^-60 to 2^60 by which the largest number of the type reaches the
+largest magnitude of v in the last HISTORY steps ("delayed scaling"). Where these are all zeros, as
+before the first step, s is 1 for x and w, and 2^-16 for g, whose numbers are small where a loss is
+a mean. What is larger than s allows becomes the largest, infinities too; a NaN stays.
+The histories [HISTORY] are inputs, and each comes back with v's largest finite magnitude before it.
+That of g comes back as its gradient: nothing else depends on it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+
+from onnx_fuse.onnx.build import dim, rank
+from onnx_fuse.onnx.common import FUSE, base_name
+from onnx_fuse.ops.activations import ACTIVATIONS, Activation
+from onnx_fuse.ops.fused.gradients import body, cotangents, dz_text, renamed, saved
+from onnx_fuse.ops.grad_helpers import Values, emit
+from onnx_fuse.ops.opdef import OpDef, register
+from onnx_fuse.ops.rewrite import typed
+
+NAME = "Float8Linear"
+HISTORY = 16
+"""The number of steps whose largest magnitudes a scale follows from."""
+E4M3, E5M2 = ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT8E5M2
+
+_NUMBERS = """
+    zero = Constant <value_float: float = 0.0> ()
+    one = Constant <value_float: float = 1.0> ()
+    two = Constant <value_float: float = 2.0> ()
+    last = Constant <value_float: float = 1152921504606846976.0> ()
+    largest = Constant <value_float: float = 3.4028234663852886e38> ()
+    from = Constant <value_float: float = -60.0> ()
+    to = Constant <value_float: float = 61.0> ()
+    first = Constant <value_ints: ints = [0]> ()
+    end = Constant <value_ints: ints = [-1]> ()
+    exponents = Range (from, to, one)
+    powers = Pow (two, exponents)
+"""
+_ROUND = """
+    {v}top = ReduceMax <keepdims: int = 0> ({v}_history)
+    {v}most = Constant <value_float: float = {most}> ()
+    {v}reach = Mul (powers, {v}most)
+    {v}enough = GreaterOrEqual ({v}reach, {v}top)
+    {v}those = Where ({v}enough, powers, last)
+    {v}least = ReduceMin <keepdims: int = 0> ({v}those)
+    {v}none = Equal ({v}top, zero)
+    {v}start = Constant <value_float: float = {start}> ()
+    {v}scale = Where ({v}none, {v}start, {v}least)
+    {v}wide = Cast <to: int = 1> ({v})
+    {v}divided = Div ({v}wide, {v}scale)
+    {v}low = Neg ({v}most)
+    {v}clipped = Clip ({v}divided, {v}low, {v}most)
+    {v}abs = Abs ({v}wide)
+    {v}finite = LessOrEqual ({v}abs, largest)
+    {v}magnitudes = Where ({v}finite, {v}abs, zero)
+    {v}largest = ReduceMax <keepdims: int = 0> ({v}magnitudes)
+    {v}newest = Unsqueeze ({v}largest, first)
+    {v}earlier = Slice ({v}_history, first, end)
+    {v}next = Concat <axis: int = 0> ({v}newest, {v}earlier)
+"""
+
+
+def _round(v: str, kind: ir.DataType) -> str:
+    most, start = (448.0, 1.0) if kind == E4M3 else (57344.0, 2.0**-16)
+    return _ROUND.format(v=v, most=most, start=start)
+
+
+_LINEAR = f"""{_NUMBERS}{_round("x", E4M3)}{_round("w", E4M3)}
+    x_turned = Transpose <perm: ints = [1, 0]> (xclipped)
+    xt = Cast <to: int = {E4M3:d}> (x_turned)
+    wq = Cast <to: int = {E4M3:d}> (wclipped)
+    xf = Cast <to: int = 1> (xt)
+    wf = Cast <to: int = 1> (wq)
+    xs = Mul (xf, xscale)
+    ws = Mul (wf, wscale)
+    xr = Transpose <perm: ints = [1, 0]> (xs)
+    wide = MatMul (xr, ws)
+    product = CastLike (wide, x)
+"""
+_GRADIENT = f"""{_NUMBERS}{_round("dz", E5M2)}
+    dzq = Cast <to: int = {E5M2:d}> (dzclipped)
+    dzf = Cast <to: int = 1> (dzq)
+    g = Mul (dzf, dzscale)
+    xf = Cast <to: int = 1> (xt)
+    wf = Cast <to: int = 1> (wq)
+    xs = Mul (xf, xscale)
+    ws = Mul (wf, wscale)
+    wt = Transpose <perm: ints = [1, 0]> (ws)
+    dxw = MatMul (g, wt)
+    dx = CastLike (dxw, dy)
+    dww = MatMul (xs, g)
+    dw = CastLike (dww, dy)
+    sums = ReduceSum <keepdims: int = 0> (dzwide, first)
+    dc = CastLike (sums, dy)
+"""
+SAVED: tuple[str, ...] = ("xt", "wq", "xscale", "wscale")
+"""x8 / s [K, M] and w8 / s [K, N] in e4m3, and both s: what the gradient reads."""
+
+
+def _gradient(op: Any, node: ir.Node, dys: Values) -> Values:
+    """dx, dw and dc; the next history of g stands for its gradient."""
+    cotangents(node, dys, 3)
+    x, w, c, *_, history = node.inputs
+    dy, act = dys[0], base_name(node).removeprefix(NAME)
+    if dy is None or x is None or w is None or c is None or history is None:
+        return [None] * 6
+    inputs = [dy, *(saved(node, name) for name in SAVED), history]
+    inputs += [saved(node, "z")] if act else []
+    like = [x, ir.Value(type=x.type, shape=w.shape), ir.Value(type=x.type), history]
+    like[2].shape = ir.Shape([dim(w, 1)])
+    kept = {k: a.value for k, a in node.attributes.items()}
+    dx, dw, dc, following = emit(op, f"{NAME}{act}Grad", inputs, like, **kept)
+    if w.dtype is not None and w.dtype != x.dtype:
+        dw = typed(op.Cast(dw, to=w.dtype.value), w, w.shape)
+    return [dx, dw, dc if rank(c) == 1 else op.ReduceSum(dc, keepdims=0), None, None, following]
+
+
+def _define(activation: Activation | None) -> tuple[OpDef, OpDef]:
+    """The operator and its gradient."""
+    name, attributes, saves = NAME, "", SAVED
+    text = f"{_LINEAR}y = Add (product, c)"
+    reads = "dy, xt, wq, xscale, wscale, dz_history"
+    if activation is not None:
+        name, attributes = name + activation.name, activation.attributes
+        text = f"{_LINEAR}z = Add (product, c)\n{renamed(activation.forward, 'y')}"
+        saves = ("z", *SAVED)
+        reads += ", z"
+    given, made = "x, w, c, x_history, w_history, dz_history", "y, xnext, wnext"
+    grad, found = name + "Grad", "dx, dw, dc, dznext"
+    return (
+        OpDef(
+            name, FUSE, saves=saves, grad=_gradient, body=body(name, attributes, given, made, text)
+        ),
+        OpDef(
+            grad, FUSE, body=body(grad, attributes, reads, found, dz_text(activation) + _GRADIENT)
+        ),
+    )
+
+
+register(*(op for activation in (None, *ACTIVATIONS.values()) for op in _define(activation)))
+
+
+def linear(
+    op: Any,
+    act: str,
+    operands: tuple[ir.Value, ir.Value, ir.Value],
+    histories: tuple[ir.Value, ir.Value, ir.Value],
+    **attributes: Any,
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """Emit y = act(x · w + c) in float8; returns y and the next histories of x and of w."""
+    x, w, _ = operands
+    y = ir.Value(type=x.type, shape=ir.Shape([dim(x, 0), dim(w, 1)]))
+    like = [y, *histories[:2]]
+    made: tuple[ir.Value, ir.Value, ir.Value] = emit(
+        op, NAME + act, [*operands, *histories], like, **attributes
+    )
+    return made

@@ -1,0 +1,149 @@
+"""Precision "fp8": the linear products of a training graph in float8, all else in bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.errors import UsageError
+from onnx_fuse.onnx.build import Builder, dim, given, rank
+from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.ops.fused import float8, gated
+from onnx_fuse.ops.fused.gemm import KEEP, Parts, product_parts
+from onnx_fuse.ops.rewrite import attribute, typed
+from onnx_fuse.program.problem import Hardware
+
+MULTIPLE = 16
+"""What the sizes of a product are multiples of: rows of float8 begin at multiples of 16 bytes."""
+
+
+def check(precision: str, hw: Hardware | None, gpu: int, *, ranks: bool) -> None:
+    """Raise UsageError where a run cannot train in float8, on `hw` or on the GPU `gpu`."""
+    if precision != "fp8":
+        return
+    if ranks:
+        raise UsageError("precision 'fp8' trains on one GPU: use precision 'bf16' for several")
+    hw = hw or Hardware.detect(gpu)
+    if hw.arch != "sm_90a":
+        raise UsageError(
+            f"precision 'fp8' needs a Hopper GPU (sm_90a), this is {hw.name} ({hw.arch}): use "
+            "precision 'bf16'"
+        )
+
+
+def skipped(precision: str) -> tuple[str, ...]:
+    """Fusions that would hide a product from `in_float8`, by name."""
+    return (KEEP.name, gated.RULE.name) if precision == "fp8" else ()
+
+
+def following(
+    histories: Mapping[ir.Value, ir.Value | None], gradients: Mapping[str, ir.Value]
+) -> dict[ir.Value, ir.Value]:
+    """What follows on each history that `in_float8` returned; of some it is the gradient."""
+    found = {h: gradients.get(str(h.name)) if v is None else v for h, v in histories.items()}
+    return {h: v for h, v in found.items() if v is not None}
+
+
+def in_float8(
+    model: ir.Model,
+    weights: Sequence[ir.Value],
+    add_state: Callable[[str, str, np.ndarray], ir.Value],
+) -> dict[ir.Value, ir.Value | None]:
+    """Turn the products of weights that are differentiated into `Float8Linear`s, in place.
+
+    A norm before one becomes an operator of its own. `add_state` makes the state of a history, of a
+    name, a kind and its first value. Returns what follows on each history, None where its gradient
+    is that.
+    Raises UsageError where no product has sizes that are multiples of 16.
+    """
+    active, fed = set(weights), set(model.graph.inputs)
+    found: dict[ir.Value, ir.Value | None] = {}
+    for node in list(model.graph):
+        for reached in (active, fed):
+            if not reached.isdisjoint(node.inputs):
+                reached.update(node.outputs)
+        parts = _parts(node) if active.issuperset(node.outputs) else None
+        if parts is None or parts.w in fed or not _fits(node, parts):
+            continue
+        op, stem = Builder(), str(node.name or node.outputs[0].name)
+        x, w, c, y = _normed(op, node, parts), parts.w, parts.c, node.outputs[0]
+        maker = w.producer()
+        master = maker.inputs[0] if maker is not None and maker.op_type == "Cast" else None
+        if master is not None and master.dtype == ir.DataType.FLOAT:
+            w = master  # rounded once
+        if _turned(node):
+            w = typed(op.Transpose(w, perm=[1, 0]), w, [dim(w, 1), dim(w, 0)])
+        flat = x if rank(x) == 2 else typed(op.Reshape(x, op.constant([-1, dim(w, 0)])), x)
+        flat.shape = flat.shape or ir.Shape([None, dim(w, 0)])
+        start = np.zeros(float8.HISTORY, np.float32)
+        hx, hw, hdz = (
+            add_state(f"{stem}.{which}_history", "history", start) for which in ("x", "w", "dz")
+        )
+        fused = node.attributes.items() if node.domain else ()
+        kept = {k: v.value for k, v in fused if k not in _OF_NORMS}
+        operands = flat, w, op.constant(0.0, x.dtype) if c is None else c
+        made, *after = float8.linear(op, parts.activation, operands, (hx, hw, hdz), **kept)
+        found |= dict(zip((hx, hw, hdz), [*after, None], strict=True))
+        if flat is not x:
+            sizes = [op.Shape(x, start=0, end=-1), op.constant([dim(w, 1)])]
+            made = typed(op.Reshape(made, op.Concat(*sizes, axis=0)), y, y.shape)
+        typed(made, y, y.shape)
+        if y.is_graph_output():
+            made = typed(op.Identity(made), y, y.shape)
+        model.graph.insert_before(node, op.nodes)
+        for reached in (active, fed):
+            reached.update(v for n in op.nodes for v in n.outputs)
+        ir.convenience.replace_all_uses_with(y, made, replace_graph_outputs=True)
+        made.name, y.name = y.name, None
+        model.graph.remove(node, safe=True)
+    if not found:
+        raise UsageError(
+            f"precision 'fp8': no product with a weight has sizes that are multiples of {MULTIPLE}:"
+            " use precision 'bf16'"
+        )
+    return found
+
+
+_OF_NORMS = ("epsilon", "stash_type")
+
+
+def _turned(node: ir.Node) -> bool:
+    """Whether the weight of a product lies as [N, K]."""
+    return bool(attribute(node, "transB", 0))
+
+
+def _parts(node: ir.Node) -> Parts | None:
+    """What a product is made of; a Gemm that is scaled or turns its rows is none."""
+    if node.op_type != "Gemm" or node.domain:
+        return product_parts(node)
+    (x, w), c = node.inputs[:2], given(node, 2)
+    usual = {"transA": 0, "alpha": 1.0, "beta": 1.0}
+    plain = all(attribute(node, key, value) == value for key, value in usual.items())
+    return Parts("", "", (x,), w, c) if plain and x is not None and w is not None else None
+
+
+def _fits(node: ir.Node, parts: Parts) -> bool:
+    """Whether the product is of rows and a weight whose sizes are right."""
+    x, sizes, c = parts.head[0], [dim(parts.w, i) for i in range(2)], parts.c
+    row = c is None or rank(c) == 0 or (rank(c), dim(c, 0)) == (1, sizes[not _turned(node)])
+    return row and (
+        x.dtype == ir.DataType.BFLOAT16
+        and (rank(x) or 0) >= 2
+        and rank(parts.w) == 2
+        and all(size is not None and size % MULTIPLE == 0 and size > 0 for size in sizes)
+    )
+
+
+def _normed(op: Builder, node: ir.Node, parts: Parts) -> ir.Value:
+    """What the weight multiplies: the norm of a fused product as a node of its own."""
+    x, *affine = parts.head
+    if not parts.prefix:
+        return x
+    kept = {k: v.value for k, v in node.attributes.items() if k in _OF_NORMS}
+    if parts.prefix == "RMSNorm":
+        made = op.node("RMSNormalization", [x, *affine], domain=FUSE, attributes=kept)
+    else:
+        made = op.LayerNormalization(x, *affine, axis=-1, **kept)
+    return typed(made, x, x.shape)
