@@ -48,6 +48,13 @@ LEFT = {
         "n = LayerNormalization (x, g, b) t = Tanh (v) y = MatMul (n, t)",
         ["LayerNormalization and MatMul: the right operand has rank 3", "reads an input"],
     ),
+    "norm_cast_before_a_gated_product": (
+        "float[3,8] x, float[8] g, float16[8,4] v, float16[8,4] w",
+        "float16[3,4] y",
+        "n = RMSNormalization (x, g) c = Cast <to = 10> (n) a = MatMul (c, v) s = Sigmoid (a)"
+        " u = Mul (a, s) b = MatMul (c, w) y = Mul (u, b)",
+        ["RMSNormalization: a Cast between it and the product rounds what it gives"],
+    ),
     "batch_norm_of_an_input": (
         f"{_IMAGE}, float[4] v",
         "float[2,4,5,5] y",

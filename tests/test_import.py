@@ -172,6 +172,18 @@ def test_local_functions_are_inlined() -> None:
     assert node.attributes["epsilon"].as_float() == pytest.approx(0.01)
 
 
+def test_a_split_of_no_elements_is_an_empty_sequence() -> None:
+    proto = onnx.parser.parse_model(
+        """<ir_version: 8, opset_import: ["" : 18]> g (float[0,3] x) => (int64 n)
+        { k = Constant <value = int64 {2}> ()  s = SplitToSequence <axis = 0> (x, k)
+          n = SequenceLength (s) }"""
+    )
+    model = load(proto)
+    passes.optimize(model)
+    session = onnxruntime.InferenceSession(to_proto(model).SerializeToString())
+    assert session.run(None, {"x": np.empty((0, 3), np.float32)}) == [0]
+
+
 def test_external_data_is_read_and_written(tmp_path: Path) -> None:
     model = load(annotated())
     feeds = {k: np.ones((2, 4), np.float32) * i for i, k in enumerate(("second", "first"))}

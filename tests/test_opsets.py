@@ -154,6 +154,10 @@ ROWS: list[tuple[int, str, str]] = [
         " float[3] m = {0.5,0,-1}, float[3] v = {1,2,4}>",
         "y = BatchNormalization <epsilon = 0.001, momentum = 0.5> (x, s, b, m, v)",
     ),
+    # onnxruntime runs other types than float32 by a body that it takes up to opset 18
+    (16, "(double[2,3] x) => (double[2,3] y)", "y = LeakyRelu (x)"),
+    (17, "(double[2,3] x, double[3] p) => (double[2,3] y)", "y = PRelu (x, p)"),
+    (18, "(int32[2,3] x, int32[3] p) => (int32[2,3] y)", "y = PRelu (x, p)"),
     (
         9,
         "(float[4,3] x, int64[2,3] i, float[2,3] u) => (float[4,3] y)",

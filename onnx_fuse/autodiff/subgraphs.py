@@ -281,7 +281,8 @@ def _one_shape(
         if not changes and _differ(held.shape, y.shape, named=True):
             # an exporter may call one size by two names
             made = made or _inferred(op, body)
-            changes = _sizes(made[first + i]) != _sizes(held.shape)
+            found = made[first + i]
+            changes = found is None or held.shape is None or _sizes(found) != _sizes(held.shape)
         if changes:
             raise fail(node, f"its state '{x.name}' changes its shape from step to step")
 
@@ -323,10 +324,8 @@ def _differ(a: ir.Shape | None, b: ir.Shape | None, *, named: bool = False) -> b
     return False
 
 
-def _sizes(shape: ir.Shape | None) -> list[int | str | None] | None:
+def _sizes(shape: ir.Shape) -> list[int | str | None]:
     """Each size by its number or name."""
-    if shape is None:
-        return None
     return [d if isinstance(d, int) else d.value for d in shape]
 
 

@@ -321,6 +321,11 @@ def _batch_norm_spatial(node: ir.Node) -> bool:
     return True  # spatial=1, its default
 
 
+@_rule(19, "LeakyRelu", "PRelu")
+def _slope(node: ir.Node) -> bool:
+    return True  # what it is of no longer matters
+
+
 @_rule(16, "RoiAlign")
 def _roi_align(node: ir.Node) -> bool:
     mode = node.attributes.pop("coordinate_transformation_mode", None)

@@ -114,7 +114,7 @@ def _types_matter(graph: ir.Graph) -> bool:
     return any(n.op_type in ops for n in all_nodes(graph))
 
 
-_TYPED = {"Clip", "Pad", "Dropout", "Softmax", "LogSoftmax", "Hardmax"}
+_TYPED = {"Clip", "Pad", "Dropout", "Softmax", "LogSoftmax", "Hardmax", "LeakyRelu", "PRelu"}
 
 
 def _import_domains(model: ir.Model) -> None:

@@ -360,3 +360,22 @@ def _scan(node: ir.Node, op: Builder) -> Sequence[ir.Value]:
         attributes={"body": batch, "num_scan_inputs": len(given)},
     )
     return list(made) if isinstance(made, tuple) else [made]
+
+
+@_rule(19, "LeakyRelu", "PRelu")
+def _slope_of_other_types(node: ir.Node, op: Any) -> list[ir.Value] | None:
+    """onnxruntime's kernel is of float32; other types run by the standard's body, which it takes
+    up to opset 18 alone (1.32).
+    """
+    x = node.inputs[0]
+    if x is None or x.dtype is None or x.dtype in _KERNEL_TYPES:
+        return None
+    slope = node.inputs[1] if len(node.inputs) > 1 else None
+    dtype = x.dtype.numpy()
+    if slope is None:
+        slope = op.constant(np.array(np.float32(_taken(node, "alpha", 0.01)), dtype))
+    below = op.Less(x, op.constant(np.zeros((), dtype)))
+    return [op.Where(below, op.Mul(slope, x), x)]
+
+
+_KERNEL_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)

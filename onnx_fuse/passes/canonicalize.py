@@ -127,6 +127,12 @@ def _sequences(model: ir.Model) -> list[str]:
             fold_sequences(model, should_fold=lambda node: False)
         except RuntimeError as error:
             return [f"{error}: it and what follows it stay as they are"]
+    for node in all_nodes(model.graph):
+        if node.op_type == "SequenceConstruct" and not node.inputs:
+            kind = node.outputs[0].type
+            node.op_type = "SequenceEmpty"  # a split of no elements has no parts
+            if kind is not None:
+                node.attributes["dtype"] = ir.AttrInt64("dtype", int(kind.dtype))
     infer_shapes(model)
     return []
 

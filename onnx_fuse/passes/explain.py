@@ -168,7 +168,7 @@ def _is_product(node: ir.Node | None) -> bool:
 def _takes_norm(node: ir.Node) -> bool:
     """Whether it is a matrix product without a norm before it."""
     plain = node.op_type in ("MatMul", "Gemm") and not node.domain
-    return plain or (node.domain == FUSE and node.op_type.startswith("Gemm"))
+    return plain or (node.domain == FUSE and "Gemm" in node.op_type and "Norm" not in node.op_type)
 
 
 # ---- a reason by class -----------------------------------------------------------------------

@@ -113,9 +113,10 @@ def reference_evaluator(model: onnx_ir.Model) -> Any:
 
         def __init__(self, node: NodeProto, run_params: Any) -> None:
             super().__init__(node, run_params)
-            self._stacked, self.K = self.K, 0
+            mine: Any = self
+            self._stacked, mine.K = mine.K, 0
             self._steps: list[Sequence[Array]] = []
-            self._step, self._run_body = self._run_body, self._kept
+            self._step, mine._run_body = mine._run_body, self._kept
 
         def _run(self, trips: Any, condition: Any, *states: Any, **more: Any) -> tuple[Any, ...]:
             self._steps = []
