@@ -104,7 +104,7 @@ def kernels_of(op: str, file: Path | None, call: Call, hw: Hardware) -> list[Ker
 
 
 def left_out(op: str, call: Call, hw: Hardware) -> list[tuple[str, str]]:
-    """The candidates that do not serve a call, with the reason: such as a library that lacks."""
+    """The candidates that do not serve a call, and why: a library may not be installed."""
     found = [(k.name, k.supports(call.problem, hw)) for k in candidates(op)]
     return [(name, reason) for name, reason in found if reason is not None]
 

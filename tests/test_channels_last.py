@@ -74,6 +74,12 @@ STRETCHES: dict[str, tuple[dict[str, tuple[int, ...]], tuple[int, ...], str, int
     "a row of pixels": (
         {"x": (3, 8, 20), "u": (16, 8, 5)}, (3, 16, 20), "y = Conv<pads=[2,2]>(x, u)", 2,
     ),
+    "a volume": (
+        {"x": (1, 16, 4, 5, 6), "u": (16, 16, 3, 3, 3), "v": (24, 8, 1, 3, 1)}, (1, 24, 2, 2, 3),
+        "a = Conv<pads=[1,1,1,1,1,1]>(x, u) b = Relu(a)"
+        " c = MaxPool<kernel_shape=[2,2,2],strides=[2,2,2]>(b)"
+        " y = Conv<group=2,pads=[0,1,0,0,1,0]>(c, v)", 2,
+    ),
     "images that a Transpose makes of pixels": (
         {"x": (2, 16, 6, 6), "u": (16, 16, 3, 3), "g": (16, 1, 1), "h": (16, 16)}, (2, 16, 6, 6),
         "a = Conv<pads=[1,1,1,1]>(x, u) p = Transpose<perm=[0,2,3,1]>(a) t = MatMul(p, h)"

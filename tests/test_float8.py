@@ -203,10 +203,10 @@ def test_the_histories_are_states_of_a_run() -> None:
 
 def test_adapters_train_beside_frozen_weights() -> None:
     settings = {"loss": "mse", "precision": "fp8", "device": "cuda", "hardware": H200}
-    trainer = Trainer(net(), lora=Lora(rank=16), **settings)
+    trainer = Trainer(net(), lora=Lora(rank=8), **settings)  # products of 8 columns stay
     graph, _ = trainer.graphs()["update"]
-    assert sum(n.op_type.startswith("Float8LinearGrad") for n in graph.graph) == 1
-    assert sum(n.op_type.startswith("Float8LinearReluGrad") for n in graph.graph) == 1
+    found = [n for n in graph.graph if n.op_type.startswith("Float8Linear")]
+    assert [n.op_type.endswith("Grad") for n in found] == [False, True]  # the second layer's
 
 
 @pytest.mark.parametrize(

@@ -248,3 +248,27 @@ def test_a_lowering_chooses_once_for_what_comes_again(monkeypatch: pytest.Monkey
     select("Gemm", problem, H200)
     select("Gemm", problem, H200)
     assert len(asked) == 6
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "kernels", "apart"),
+    [
+        ((8, 12, 512, 64), "float", "", True),
+        ((8, 12, 512, 64), "float", "Sdpa=simt", False),
+        ((2, 3, 40, 64), "float", "", False),
+        ((64, 32, 2048, 64), "float", "", False),
+        ((8, 12, 512, 64), "float16", "", False),
+    ],
+    ids=["float32", "asked for", "small", "32 GiB of scores", "float16"],
+)
+def test_float32_attention_is_one_call_where_that_is_faster(
+    shape: tuple[int, ...], kind: str, kernels: str, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(config.KERNEL.name, kernels)
+    program = lowered(
+        f"agraph ({kind}{list(shape)} q, {kind}{list(shape)} k, {kind}{list(shape)} v)"
+        f" => ({kind}{list(shape)} y) {{ y = onnx_fuse.Sdpa <scale = 0.125> (q, k, v) }}",
+        dtype="float32" if kind == "float" else kind,
+    )
+    names = [call.kernel for call in program.calls]
+    assert ("Sdpa" in names, "MatMul" in names) == (not apart, apart)

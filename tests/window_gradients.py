@@ -45,6 +45,15 @@ def rows() -> Iterator[Row]:
         how = {"group": 2, "pads": [1, 0, 1, 1]}
         yield _row("ConvTranspose", ((2, 32, 7, 5), (32, 12, 3, 3)), how, 1, dtype)
         yield _row("Conv", ((1, 16, 5, 6, 7), (24, 16, 2, 3, 2)), {}, 1, dtype, note="3-D")
+        deep = {
+            "group": 2,
+            "pads": [1, 0, 2, 1, 1, 2],
+            "strides": [2, 1, 1],
+            "dilations": [1, 1, 2],
+        }
+        yield _row("Conv", ((2, 32, 5, 6, 7), (24, 16, 3, 2, 3)), deep, 1, dtype, note="3-D groups")
+        how = {"strides": [2, 2, 1], "pads": [1] * 6}
+        yield _row("ConvTranspose", ((1, 16, 3, 4, 5), (16, 8, 3, 3, 3)), how, 1, dtype, note="3-D")
     square = {"kernel_shape": [3, 3], "strides": [1, 1], "dilations": [1, 1], "pads": [1] * 4}
     square |= {"group": 1, "swap": [1, 0, 2, 3]}
     one = {"kernel_shape": [1, 1], "pads": [0] * 4}

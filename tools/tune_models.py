@@ -78,7 +78,7 @@ def programs(names: Iterable[str], files: Iterable[Path], hw: Hardware) -> Itera
         if name in RUNS:
             module, size, each = RUNS[name]
             built = importlib.import_module(module)
-            fused = optimize(built.build(built.SIZES[size]))
+            fused = load(optimize(built.build(built.SIZES[size])))
             for feeds in each:
                 yield bench.program(fused, hw, feeds, "fp16")
         else:
@@ -91,7 +91,7 @@ def programs(names: Iterable[str], files: Iterable[Path], hw: Hardware) -> Itera
         model = load(file)
         (image,) = (value.name for value in model.graph.inputs)
         x = {str(image): np.zeros((64, 3, 224, 224), np.float32)}
-        yield bench.program(optimize(model), hw, x, "fp16")
+        yield bench.program(load(optimize(model)), hw, x, "fp16")
         yield training(load(file), x | {"labels": np.zeros(64, np.int64)}, "bf16", hw)
 
 

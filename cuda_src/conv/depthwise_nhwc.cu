@@ -2,13 +2,14 @@
 // Idea     : a thread has PAIRS times two neighbouring channels and TALL x WIDE outputs: an input is loaded
 //            and converted once and serves all of them. The next row of inputs is on its way meanwhile.
 //            A warp reads whole lines of pixels; rows that other warps read again come from L1. The
-//            block's weights stand in shared memory as f32.
+//            block's weights stand in shared memory as f32, for all tiles that it takes, one after another.
 // Inputs   : x T [n, h, w, channels], weight T [KH * KW, channels], bias T or null; channels are a multiple
 //            of 2 PAIRS.
 // Outputs  : y T [n, oh, ow, channels].
 // Macros   : T (16 bits) WIDE TALL PAIRS LANES (threads side by side along the channels), geometry.cuh's, ACT,
 //            suffix.cuh's.
-// Launch   : x: tiles of outputs, 256 / LANES a block; y: LANES * 2 * PAIRS channels a block; 256 threads.
+// Launch   : x: as many blocks as stay busy, 256 / LANES tiles of outputs at a time; y: LANES * 2 * PAIRS channels
+//            a block; 256 threads.
 // Numerics : f32 sums, taps in order.   Bound: instructions (7 x 7), HBM (3 x 3).
 #include "conv/geometry.cuh"
 #include "conv/suffix.cuh"
@@ -31,70 +32,73 @@ extern "C" __global__ void __launch_bounds__(256, 2)
         filter[i / CHANNELS][i % CHANNELS] = k < channels ? to_float(weight[i / CHANNELS * channels + k]) : 0.0f;
     }
     __syncthreads();
-    const i64 tile = (i64)blockIdx.x * (256 / LANES) + threadIdx.x / LANES;
-    if (tile >= tiles || c >= channels) return;
+    if (c >= channels) return;
     const int across = (ow + WIDE - 1) / WIDE, down = (oh + TALL - 1) / TALL;
-    const int ox = tile % across * WIDE, oy = tile / across % down * TALL;
-    const i64 n = tile / across / down;
-    const int x0 = ox * SW - PW, y0 = oy * SH - PH;
-    const T* image = x + n * sn + c;
-    Pairs in[SPAN], next[SPAN];
-    auto fetch = [&](int a) {
-        const int yy = y0 + a;
-        const bool row = (unsigned)yy < (unsigned)h;
-        const T* line = image + (row ? yy * sy : 0);
-#pragma unroll
-        for (int b = 0; b < SPAN; b++) {
-            const int xx = x0 + b;
-            next[b] = row && (unsigned)xx < (unsigned)w ? *(const Pairs*)(line + xx * sx) : Pairs();
-        }
-    };
-    float acc[TALL][WIDE][OWN] = {};
-    fetch(0);
-#pragma unroll UNROLLED
-    for (int a = 0; a < DEEP; a++) {
-#pragma unroll
-        for (int b = 0; b < SPAN; b++) in[b] = next[b];
-        if (a + 1 < DEEP) fetch(a + 1);
-#pragma unroll
-        for (int r = 0; r < TALL; r++) {
-            const int tap = a - r * SH;  // the row of the filter that meets this one for output r
-            if (tap < 0 || tap > (KH - 1) * DH || tap % DH) continue;
-            const float* row = filter[tap / DH * KW] + lane * OWN;
-#pragma unroll
-            for (int b = 0; b < KW; b++) {
-                const Vec<float, OWN> f = load<OWN>(row + b * CHANNELS);
-#pragma unroll
-                for (int j = 0; j < WIDE; j++)
-#pragma unroll
-                    for (int p = 0; p < PAIRS; p++) {
-                        const float2 v = unpack2<T>(in[j * SW + b * DW].at[p]);
-                        acc[r][j][2 * p] += v.x * f.at[2 * p];
-                        acc[r][j][2 * p + 1] += v.y * f.at[2 * p + 1];
-                    }
-            }
-        }
-    }
     const Pairs add = bias ? *(const Pairs*)(bias + c) : Pairs();
+#pragma unroll 1
+    for (i64 tile = (i64)blockIdx.x * (256 / LANES) + threadIdx.x / LANES; tile < tiles;
+         tile += (i64)gridDim.x * (256 / LANES)) {
+        const int ox = tile % across * WIDE, oy = tile / across % down * TALL;
+        const i64 n = tile / across / down;
+        const int x0 = ox * SW - PW, y0 = oy * SH - PH;
+        const T* image = x + n * sn + c;
+        Pairs in[SPAN], next[SPAN];
+        auto fetch = [&](int a) {
+            const int yy = y0 + a;
+            const bool row = (unsigned)yy < (unsigned)h;
+            const T* line = image + (row ? yy * sy : 0);
 #pragma unroll
-    for (int r = 0; r < TALL; r++)
-#pragma unroll
-        for (int j = 0; j < WIDE; j++) {
-            if (oy + r >= oh || ox + j >= ow) continue;
-            const i64 to = ((n * oh + oy + r) * ow + ox + j) * channels + c;
-            float(&v)[OWN] = acc[r][j];
-            Vec<TY, OWN> out;
-#pragma unroll
-            for (int p = 0; p < PAIRS; p++) {
-                const float2 b = unpack2<T>(add.at[p]);
-                v[2 * p] += b.x, v[2 * p + 1] += b.y;
+            for (int b = 0; b < SPAN; b++) {
+                const int xx = x0 + b;
+                next[b] = row && (unsigned)xx < (unsigned)w ? *(const Pairs*)(line + xx * sx) : Pairs();
             }
-            if (!SLOPE && ACTIVE) activate<T>(v, alpha);
+        };
+        float acc[TALL][WIDE][OWN] = {};
+        fetch(0);
+#pragma unroll UNROLLED
+        for (int a = 0; a < DEEP; a++) {
 #pragma unroll
-            for (int k = 0; k < OWN; k++) {
-                const float z = SLOPE ? act<T>(v[k], slope_of(slope, c + k, alpha)) : v[k];
-                out.at[k] = finished(z, e1, e2, e3, to + k);
+            for (int b = 0; b < SPAN; b++) in[b] = next[b];
+            if (a + 1 < DEEP) fetch(a + 1);
+#pragma unroll
+            for (int r = 0; r < TALL; r++) {
+                const int tap = a - r * SH;  // the row of the filter that meets this one for output r
+                if (tap < 0 || tap > (KH - 1) * DH || tap % DH) continue;
+                const float* row = filter[tap / DH * KW] + lane * OWN;
+#pragma unroll
+                for (int b = 0; b < KW; b++) {
+                    const Vec<float, OWN> f = load<OWN>(row + b * CHANNELS);
+#pragma unroll
+                    for (int j = 0; j < WIDE; j++)
+#pragma unroll
+                        for (int p = 0; p < PAIRS; p++) {
+                            const float2 v = unpack2<T>(in[j * SW + b * DW].at[p]);
+                            acc[r][j][2 * p] += v.x * f.at[2 * p];
+                            acc[r][j][2 * p + 1] += v.y * f.at[2 * p + 1];
+                        }
+                }
             }
-            store<OWN>(y + to, out);
         }
+#pragma unroll
+        for (int r = 0; r < TALL; r++)
+#pragma unroll
+            for (int j = 0; j < WIDE; j++) {
+                if (oy + r >= oh || ox + j >= ow) continue;
+                const i64 to = ((n * oh + oy + r) * ow + ox + j) * channels + c;
+                float(&v)[OWN] = acc[r][j];
+                Vec<TY, OWN> out;
+#pragma unroll
+                for (int p = 0; p < PAIRS; p++) {
+                    const float2 b = unpack2<T>(add.at[p]);
+                    v[2 * p] += b.x, v[2 * p + 1] += b.y;
+                }
+                if (!SLOPE && ACTIVE) activate<T>(v, alpha);
+#pragma unroll
+                for (int k = 0; k < OWN; k++) {
+                    const float z = SLOPE ? act<T>(v[k], slope_of(slope, c + k, alpha)) : v[k];
+                    out.at[k] = finished(z, e1, e2, e3, to + k);
+                }
+                store<OWN>(y + to, out);
+            }
+    }
 }

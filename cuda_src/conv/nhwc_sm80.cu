@@ -1,15 +1,15 @@
-// conv/nhwc_sm80.cu: Conv of channels-last images on mma.sync, any group, stride, dilation, padding.
+// conv/nhwc_sm80.cu: Conv of channels-last images on mma.sync, one to three axes, any group, stride, dilation, padding.
 // Idea     : implicit GEMM y[p, m] = sum_k x[p, k] w[m, k], k = (tap, channel): a step has one tap and BK of
 //            its channels, so a row of the tile is one pixel's, 16 bytes a copy (cp.async), with zeros
 //            where the tap falls outside; STAGES - 1 steps are on their way. The tile of sums goes
 //            through shared memory, so that bias, suffix and stores take 16 bytes a thread. float32 is
 //            multiplied as tf32 (SPLIT_BF16 0), or as bf16 hi + lo, of which hi.hi + hi.lo + lo.hi are summed.
-// Inputs   : x T [n, h, w, groups * channels] by the strides sn, sy, sx of images, rows and pixels (multiples
-//            of 16 bytes), weight T [groups * filters, KH * KW, ldw], of whose last axis the first
+// Inputs   : x T [n, d, h, w, groups * channels] by the strides sn, sz, sy, sx of images, sheets, rows and pixels
+//            (multiples of 16 bytes), weight T [groups * filters, TAPS, ldw], of whose last axis the first
 //            `channels` count and the others are 0, bias T or null.
-// Outputs  : y T [n, oh, ow, groups * filters], or part f32 [splits, ...] where SPLIT (finish.cu).
+// Outputs  : y T [n, od, oh, ow, groups * filters], or part f32 [splits, ...] where SPLIT (finish.cu).
 // Macros   : T BM BN (pixels and filters of a block), WM WN (of a warp), BK STAGES, SPLIT_BF16, geometry.cuh's, SPLIT,
-//            VEC (8 where filters are a multiple of 8, else 1), ACT, suffix.cuh's.
+//            DEEP (three axes),            VEC (8 where filters are a multiple of 8, else 1), ACT, suffix.cuh's.
 // Launch   : pixel tiles * filter tiles * groups x 1 x splits blocks of 32 BM BN / (WM WN) threads.
 // Numerics : f32 accumulate, one rounding.
 // Bound    : mma.sync's rate (about half of wgmma's on Hopper).
@@ -34,7 +34,8 @@ DEVICE void split(u32 x0, u32 x1, u32& hi, u32& lo) {
 extern "C" __global__ void __launch_bounds__(THREADS)
     conv_nhwc(const T* x, const T* weight, const T* bias, const T* slope, const T* e1, const T* e2,
               const T* e3, TY* y, float* part, i64 columns, int groups, int channels, int filters,
-              int h, int w, int oh, int ow, i64 sn, int sy, int sx, int ldw, int chunk, float alpha) {
+              int d, int h, int w, int od, int oh, int ow, i64 sn, int sz, int sy, int sx, int ldw, int chunk,
+              float alpha) {
     after_previous_launch();
     extern __shared__ __align__(16) u8 memory[];
     T* tiles = (T*)memory;
@@ -46,28 +47,31 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
     const int at = threadIdx.x % CHUNKS * PIECE, row0 = threadIdx.x / CHUNKS;
     const T* image[A_ROWS];
-    int iy[A_ROWS], ix[A_ROWS];
+    int iz[A_ROWS], iy[A_ROWS], ix[A_ROWS];
 #pragma unroll
     for (int i = 0; i < A_ROWS; i++) {
         const i64 q = q0 + row0 + i * ROWS;
-        const int p = q % (oh * ow);
+        const i64 sheet = q / (oh * ow);
+        const int p = q - sheet * (oh * ow);
+        iz[i] = DEEP ? sheet % od * SD - PD : 0;
         iy[i] = q < columns ? p / ow * SH - PH : -(1 << 29);  // outside for every tap
         ix[i] = p % ow * SW - PW;
-        image[i] = x + (q < columns ? q / (oh * ow) * sn : 0) + g * channels;
+        image[i] = x + (q < columns ? (DEEP ? sheet / od : sheet) * sn : 0) + g * channels;
     }
     const T* filter = weight + (i64)(g * filters + m0 + row0) * TAPS * ldw;
     int tap = first / per_tap, c0 = first % per_tap * BK + at;  // of the next step to be copied
     auto fill = [&](int step) {
         if (step < last) {
             T *to = tiles + step % STAGES * STAGE + row0 * PITCH + at, *to_b = to + BM * PITCH;
-            const int dy = tap / KW * DH, dx = tap % KW * DW, left = channels - c0;
+            const int dz = tap / (KH * KW) * DD, dy = tap / KW % KH * DH, dx = tap % KW * DW, left = channels - c0;
             const int bytes = left >= PIECE ? 16 : left > 0 ? left * (int)sizeof(T) : 0;
 #pragma unroll
             for (int i = 0; i < A_ROWS; i++) {
-                const int yy = iy[i] + dy, xx = ix[i] + dx;
-                const bool in = (unsigned)yy < (unsigned)h && (unsigned)xx < (unsigned)w && bytes;
+                const int zz = DEEP ? iz[i] + dz : 0, yy = iy[i] + dy, xx = ix[i] + dx;
+                const bool in = (unsigned)yy < (unsigned)h && (unsigned)xx < (unsigned)w && bytes &&
+                                (!DEEP || (unsigned)zz < (unsigned)d);
                 cp_async_16(smem_address(to + i * ROWS * PITCH),
-                            in ? image[i] + (i64)yy * sy + xx * sx + c0 : x, in ? bytes : 0);
+                            in ? image[i] + (i64)zz * sz + (i64)yy * sy + xx * sx + c0 : x, in ? bytes : 0);
             }
 #pragma unroll
             for (int i = 0; i < B_ROWS; i++) {

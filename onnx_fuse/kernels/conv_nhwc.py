@@ -68,6 +68,7 @@ class ChannelsLast(RuleBased):
 
     planar = False  # whether x has its channels first
     gaps = False  # whether y's pixels may stand apart
+    axes = 2  # spatial axes at most
     maths: tuple[str, ...] = ()  # how products of float32 may be computed
 
     def supports(self, problem: Conv, hw: Hardware) -> str | None:
@@ -82,7 +83,7 @@ class ChannelsLast(RuleBased):
             return f"no tensor core products for {problem.dtype}"
         if problem.dtype == "float32" and problem.math not in self.maths:
             return f"for 16-bit operands, not float32 by {problem.math} products"
-        if problem.inner[0] != 1 or problem.outer[0] != 1:
+        if self.axes < 3 and (problem.inner[0] != 1 or problem.outer[0] != 1):
             return "at most two spatial axes"
         if problem.y_strides and not self.gaps:
             return "y's pixels stand apart"
@@ -100,6 +101,9 @@ def unpaired(problem: Conv | ConvWeightGrad) -> str | None:
     if not problem.depthwise:
         return f"{problem.channels} channels and {problem.filters} filters a group, not 1 and 1"
     return f"{problem.groups} channels are no pairs" if problem.groups % 2 else None
+
+
+_RESIDENT = 3  # depthwise blocks on a multiprocessor
 
 
 class Depthwise(ChannelsLast):
@@ -153,13 +157,16 @@ class Depthwise(ChannelsLast):
             tall = 2 if self._kept(problem, wide, 2, 1) <= 64 and oh > 1 else 1
             both = problem.groups % 4 == 0 and self._kept(problem, wide, tall, 2) <= 64
             pairs = 2 if both else 1
-        width = min(32, lanes(problem.groups // (2 * pairs)))
+        each = problem.groups // (2 * pairs)  # of which a warp has so many side by side
+        width = min((32, 16, 8), key=lambda n: -(-each // n) * n) if each > 8 else lanes(each)
+        columns = -(-problem.groups // (2 * pairs * width))
         tiles = problem.batch * -(-oh // tall) * -(-ow // wide)
+        turns = -(-tiles * width // 256)  # of blocks; each block has as many as the others
+        rows = -(-turns // -(-turns // max(1, _RESIDENT * hw.sm_count // columns)))
         sn, sy, sx = image_strides(problem)
         return (Launch(
             self.source, "conv_depthwise",
-            (-(-tiles // (256 // width)), -(-problem.groups // (2 * pairs * width)), 1),
-            (256, 1, 1),
+            (rows, columns, 1), (256, 1, 1),
             (Ptr("x"), Ptr("weight"), *ENDS, Num("i64", tiles),
              *(Num("i32", n) for n in (problem.groups, *problem.inner[1:], oh, ow)),
              Num("i64", sn), Num("i32", sy), Num("i32", sx), Num("f32", problem.act_alpha)),
@@ -271,6 +278,7 @@ class Mma(Chosen):
     name = "mma_nhwc"
     source = "conv/nhwc_sm80.cu"
     maths = ("tf32", "bf16x3")
+    axes = 3
 
     def supports(self, problem: Conv, hw: Hardware) -> str | None:
         """Refuse depthwise filters, and groups whose channels are no multiple of 16 bytes."""
@@ -326,16 +334,18 @@ class Mma(Chosen):
         sizes = {"BM": bm, "BN": bn, "WM": wm, "WN": wn, "BK": bk, "STAGES": stages,
                  "SPLIT_BF16": problem.math == "bf16x3"}  # fmt: skip
         tail, vec = tail_macros(problem.tail), 8 if problem.filters % 8 == 0 else 1
-        numbers = (problem.groups, problem.channels, problem.filters, *problem.inner[1:],
-                   *problem.outer[1:])  # fmt: skip
+        numbers = (problem.groups, problem.channels, problem.filters, *problem.inner,
+                   *problem.outer)  # fmt: skip
+        sz, deep = problem.inner[1] * sy, max(problem.inner[0], problem.outer[0]) > 1
         product = Launch(
             self.source, "conv_nhwc", (blocks, 1, split),
             (32 * (bm // wm) * (bn // wn), 1, 1),
             (Ptr("x"), Ptr("weight"), *ENDS, Ptr("workspace"), Num("i64", rows),
-             *(Num("i32", n) for n in numbers), Num("i64", sn), Num("i32", sy), Num("i32", sx),
-             Num("i32", _padded(problem)), Num("i32", chunk), Num("f32", problem.act_alpha)),
+             *(Num("i32", n) for n in numbers), Num("i64", sn),
+             *(Num("i32", n) for n in (sz, sy, sx, _padded(problem), chunk)),
+             Num("f32", problem.act_alpha)),
             as_defines(types, sizes, window_macros(problem.window), act_macros(problem),
-                       {"SPLIT": split > 1, "VEC": vec}, {} if split > 1 else tail),
+                       {"SPLIT": split > 1, "VEC": vec, "DEEP": deep}, {} if split > 1 else tail),
             max(stages * (bm + bn) * (tile[4] + 8) * 2, bm * (bn + 4) * 4),
         )  # fmt: skip
         if split == 1:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from onnx_fuse.cuda.macros import as_defines
-from onnx_fuse.kernels.gemm_sm90 import Wgmma
+from onnx_fuse.kernels.gemm_sm90 import STREAM, Wgmma
 from onnx_fuse.kernels.rows import rename
 from onnx_fuse.program.problem import Config, Hardware, Launch, Problem, Ptr, ld
 
@@ -60,9 +60,13 @@ class EightBits:
         return self.inner.supports(self._pairs(problem), hw)
 
     def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
-        """Those of 16-bit words whose tiles leave registers for the sums of 128 products."""
+        """Those of 16-bit words whose tiles leave registers for the sums of 128 products.
+
+        CTAs do not share tiles: that was not tried with float8.
+        """
         found = self.inner.configs(self._pairs(problem), hw)
-        return [how for how in found if how.integers("tile") in TILES]
+        apart = (how for how in found if how.integer("splits") != STREAM)
+        return [how for how in apart if how.integers("tile") in TILES]
 
     def fits(self, problem: Problem, config: Config) -> bool:
         """Whether each split has steps of k."""

@@ -384,11 +384,12 @@ class Simt(Unconditional, _Attention):
         return (Config(),)
 
     def cost(self, problem: Attention, config: Config, hw: Hardware) -> float:
-        rate = hw.rate("float64" if problem.dtype == "float64" else "float32") * 0.25
+        rate = hw.rate("float64" if problem.dtype == "float64" else "float32") * 0.35
         blocks = problem.batches * -(-problem.m // ROWS)
         padded = blocks * ROWS / (problem.batches * problem.m)
-        rate *= min(1.0, blocks / hw.sm_count)
-        return hw.launch_seconds + problem.flops * padded / rate
+        flops, each = problem.flops * padded, rate / hw.sm_count
+        last = 2 * flops / blocks / each if problem.causal else 0.0  # the longest block comes last
+        return hw.launch_seconds + flops / (rate * min(1.0, blocks / hw.sm_count)) + last
 
     def rows(self, config: Config) -> int:
         return ROWS

@@ -34,7 +34,7 @@ def one_tap(shape: Conv) -> bool:
 
 def pays(ctx: Context, shape: Conv, x: Tensor) -> bool:
     """Whether the Conv is to run channels last: on tensor cores, where a kernel serves it."""
-    if shape.transposed or len(x.shape) > 4:
+    if shape.transposed or (len(x.shape) > 4 and shape.channels % 8):
         return False
     if prod(shape.window.kernel) > TAPS or not x.size:
         return False
@@ -99,6 +99,8 @@ def _gaps(out: Tensor) -> tuple[int, ...]:
 
 def writes(ctx: Context, shape: Conv, out: Tensor) -> bool:
     """Whether a kernel stores the pixels of the convolution where those of `out` are."""
+    if len(out.shape) > 4:
+        return False
     wanted = replace(_stored_last(ctx, shape), y_strides=_gaps(out))
     held = not refused(wanted, ctx.hw, ctx.prefs) and out.strides[-1] == 1
     return held and serves("Conv", wanted, ctx.hw, ctx.prefs)

@@ -7,20 +7,16 @@ from typing import NamedTuple
 import onnx_ir as ir
 
 from onnx_fuse.errors import UsageError
+from onnx_fuse.kernels.gemm_eight import E4M3, E5M2
 from onnx_fuse.kernels.rows import act_parts
 from onnx_fuse.lower.context import Context, Lowering
 from onnx_fuse.lower.linear import ACTIVATIONS, activation, bias_row
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.names import FusedName
-from onnx_fuse.ops.fused.float8 import HISTORY, NAME
+from onnx_fuse.ops.fused.float8 import HISTORY, MULTIPLE, NAME
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.problem import Problem
 from onnx_fuse.program.problems import Float8, PartSums, SlopeProduct
-
-E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
-MULTIPLE = 16
-ROWS = 128
-"""Of each of the sums of columns that the rounding makes."""
 
 
 class Rounded(NamedTuple):
@@ -127,7 +123,8 @@ def gradient(ctx: Context, node: ir.Node) -> str | None:
         writes = {"dz": dz, "part": ctx.scratch("float32", (parts, n))}
         if why := ctx.select(node, problem, {"dy": dy, "z": ctx.dense(node, 6)}, writes):
             return why
-    sums = ctx.scratch("float32", (-(-m // ROWS), n)) if ctx.wants(node, 2) else None
+    parts = Float8(m, n, dz.dtype, E5M2, HISTORY).parts
+    sums = ctx.scratch("float32", (parts, n)) if ctx.wants(node, 2) else None
     made = Rounded(
         ctx.scratch(E5M2, (m, n)) if ctx.wants(node, 0) else None,
         ctx.scratch(E5M2, (n, m)) if ctx.wants(node, 1) else None,
@@ -136,7 +133,7 @@ def gradient(ctx: Context, node: ir.Node) -> str | None:
     why = _rounded(ctx, node, dz, E5M2, 5, 3, made, sums)
     if sums is not None:
         dc = ctx.output(node, 2, (n,), dy.dtype)
-        total = PartSums(sums.shape[0], n, dc.dtype)
+        total = PartSums(parts, n, dc.dtype)
         why = why or ctx.select(node, total, {"part": sums}, {"out0": dc})
     if made.rows is not None:
         dx = {"y": ctx.output(node, 0, (m, k), dy.dtype)}

@@ -45,7 +45,7 @@ def pool(ctx: Context, node: ir.Node) -> str | None:
     if not y.size:
         return None
     inner = x.shape[2:]
-    last = in_stretch(ctx, x) and "indices" not in writes and rank < 3
+    last = in_stretch(ctx, x) and "indices" not in writes
     x = channels_last(x) if last else ctx.contiguous(x)
     channels = y.shape[1] if last else 0
     taps = window(ctx, node, kernel, inner, y.shape[2:])

@@ -11,16 +11,23 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import Code, cast_step
+from onnx_fuse.kernels import forced
+from onnx_fuse.kernels.costs import Passes, total
 from onnx_fuse.lower.context import Context, Lowering, emit
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.fused.sdpa.causal import CAUSAL
 from onnx_fuse.ops.fused.sdpa.kinds import FLOOR, KINDS
 from onnx_fuse.program.call import Tensor
-from onnx_fuse.program.problem import ITEMSIZE
+from onnx_fuse.program.problem import ITEMSIZE, Problem, Value
 from onnx_fuse.program.products import Attention, AttentionGrad
 
 A = TypeVar("A", bound=Attention)
+APART = "its products are faster apart"
+SCORES = 1 << 30
+"""Bytes of scores in memory that speed may cost."""
+MARGIN = 1.3
+"""Products of k = 64 took up to 1.4 times as long together as predicted (H200, 2026-11)."""
 
 
 def _rows(ctx: Context, node: ir.Node, i: int) -> Tensor:
@@ -136,7 +143,35 @@ def sdpa(ctx: Context, node: ir.Node) -> str | None:
     if not prod(y.shape) or not k.shape[2]:
         return "it is empty"
     reads = {"q": q, "k": k, "v": v} | masks.reads
-    return ctx.select(node, _problem(ctx, node, Attention, q, k, v, masks, y=y), reads, writes)
+    problem = _problem(ctx, node, Attention, q, k, v, masks, y=y)
+    if _apart_pays(ctx, problem, 2 * len(exposed)):
+        return APART
+    return ctx.select(node, problem, reads, writes)
+
+
+def _apart_pays(ctx: Context, problem: Attention, more: int = 0) -> bool:
+    """Whether float32 products with the scores in memory beat the one kernel for them.
+
+    That kernel multiplies without tensor cores. The scores may take `SCORES` bytes; `more` is the
+    number of further passes over them.
+    """
+    if problem.dtype != "float32" or problem.op in forced(ctx.prefs):
+        return False
+    p, backward = problem.upper_bound(), isinstance(problem, AttentionGrad)
+    scores = ITEMSIZE[p.dtype] * p.batches * p.m * p.n
+    if scores > SCORES:
+        return False
+    math: dict[str, Value] = {"math": ctx.math, "batch": p.batch}
+    products = [Problem.of("Gemm", m=p.m, n=p.n, k=p.k, trans_b=True, **math),
+                Problem.of("Gemm", m=p.m, n=p.dv, k=p.n, **math)]  # fmt: skip
+    passes = 1 + bool(p.mask) + more
+    if backward:
+        products += [Problem.of("Gemm", m=p.m, n=p.n, k=p.dv, trans_b=True, **math),
+                     Problem.of("Gemm", m=p.n, n=p.dv, k=p.m, trans_a=True, **math),
+                     Problem.of("Gemm", m=p.n, n=p.k, k=p.m, trans_a=True, **math)]  # fmt: skip
+        passes += 2
+    apart = (*products, Passes(2 * passes * scores, 2 * passes))
+    return MARGIN * total(apart, ctx.hw, ctx.prefs) < total((problem,), ctx.hw, ctx.prefs)
 
 
 def attention(ctx: Context, node: ir.Node) -> str | None:
@@ -183,6 +218,8 @@ def sdpa_grad(ctx: Context, node: ir.Node) -> str | None:
         return "it is empty"
     reads = {"q": q, "k": k, "v": v, "dy": dy, "y": y, "lse": lse} | masks.reads
     names, shapes = ("dq", "dk", "dv"), (q.shape, k.shape, v.shape)
+    if _apart_pays(ctx, _problem(ctx, node, AttentionGrad, q, k, v, masks, dy=dy, y=y)):
+        return APART
     merged = _merged(ctx, node, shapes, q.dtype)
     if merged is not None:
         writes = dict(zip(names, merged, strict=True))

@@ -617,7 +617,7 @@ class Float8(AnyProblem):
 
     They are x divided by "scale", which follows from "history" [steps], the largest magnitudes of
     x at earlier steps; "next" is the history after this one (`ops.fused.float8`). "part"
-    [ceil(m / 128), k], where it is read, holds sums of columns of x.
+    [parts, k], where it is read, holds sums of columns of x, of 128 rows each.
     """
 
     op = "Float8"
@@ -626,6 +626,11 @@ class Float8(AnyProblem):
     dtype: str
     kind: str
     steps: int
+
+    @property
+    def parts(self) -> int:
+        """The number of sums of a column."""
+        return -(-self.m // 128)
 
     @property
     def bytes(self) -> int:

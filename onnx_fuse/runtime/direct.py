@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from math import prod
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
@@ -33,6 +34,8 @@ RUNS = 2
 """Runs at the same addresses after which many launches become one of a CUDA graph."""
 MANY = 6
 """Launches that are many: launching a graph takes the host about as long as four of them."""
+GRAPHS = 256
+"""CUDA graphs at a time, which take the GPU's memory: what comes later is enqueued one by one."""
 FEW = 8
 """The share of the launches, as 1 / FEW, that may take other addresses in the graph they are in."""
 
@@ -176,17 +179,24 @@ class Steps:
                 part.move_all()
             else:
                 part.move(moved)
-        self._runs = 0 if moved is None else self._runs
+        if moved is None:
+            self._runs = 0
+            _CAPTURED.discard(self)
 
     def launch(self, stream: device.Stream, *, repeats: bool = True) -> None:
         """Enqueue all: one by one, and as a CUDA graph once they have come often (`repeats`)."""
         if repeats and self._runs < RUNS:
             self._runs += 1
-            if self._runs == RUNS and self._layout.count >= MANY and config.GRAPH.value:
+            many = self._layout.count >= MANY and len(_CAPTURED) < GRAPHS
+            if self._runs == RUNS and many and config.GRAPH.value:
+                _CAPTURED.add(self)
                 for part in self._parts:
                     part.capture(self._layout.stream)
         for part in self._parts:
             part.launch(stream)
+
+
+_CAPTURED: WeakSet[Steps] = WeakSet()
 
 
 class Turn:

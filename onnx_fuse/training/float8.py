@@ -15,9 +15,6 @@ from onnx_fuse.ops.fused.gemm import KEEP, Parts, product_parts
 from onnx_fuse.ops.rewrite import attribute, typed
 from onnx_fuse.program.problem import Hardware
 
-MULTIPLE = 16
-"""What the sizes of a product are multiples of: rows of float8 begin at multiples of 16 bytes."""
-
 
 def check(precision: str, hw: Hardware | None, gpu: int, *, ranks: bool) -> None:
     """Raise UsageError where a run cannot train in float8, on `hw` or on the GPU `gpu`."""
@@ -100,8 +97,8 @@ def in_float8(
         model.graph.remove(node, safe=True)
     if not found:
         raise UsageError(
-            f"precision 'fp8': no product with a weight has sizes that are multiples of {MULTIPLE}:"
-            " use precision 'bf16'"
+            f"precision 'fp8': no product with a weight has sizes that are multiples of "
+            f"{float8.MULTIPLE}: use precision 'bf16'"
         )
     return found
 
@@ -132,7 +129,7 @@ def _fits(node: ir.Node, parts: Parts) -> bool:
         x.dtype == ir.DataType.BFLOAT16
         and (rank(x) or 0) >= 2
         and rank(parts.w) == 2
-        and all(size is not None and size % MULTIPLE == 0 and size > 0 for size in sizes)
+        and all(size is not None and size % float8.MULTIPLE == 0 and size > 0 for size in sizes)
     )
 
 

@@ -59,12 +59,10 @@ GEMMS = (
         for ta, tb in ((False, False), (False, True), (True, False), (True, True))
         for dtype, attrs in (
             ("bfloat16", {"bias": True, "act": "gelu", "save_z": True}),
-            ("float16", {}),
+            *((kind, {}) for kind in ("float16", "float64", "int32")),
             ("float32", {"alpha": 0.5}),
             ("float32", {"math": "tf32"}),
             ("float32", {"math": "bf16x3", "bias": True}),
-            ("float64", {}),
-            ("int32", {}),
         )
     ]
     + [
@@ -73,6 +71,10 @@ GEMMS = (
         Problem.of("Gemm", m=60, n=72, k=40, beta=2.0, c_rows=0),
         Problem.of("Gemm", m=136, n=264, k=1, dtype="bfloat16", trans_a=True),  # one row's dW
         Problem.of("Gemm", m=40, n=1, k=264, dtype="float16", trans_b=True),
+        Problem.of("Gemm", m=100, n=768, k=4096, dtype="bfloat16", accumulate=True),
+        Problem.of("Gemm", m=100, n=144, k=264, dtype="float16", trans_b=True, accumulate=True),
+        Problem.of("Gemm", m=100, n=77, k=33, dtype="bfloat16", accumulate=True),
+        Problem.of("Gemm", m=60, n=72, k=40, batch=(4,), dtype="int32", accumulate=True),
     ]
     + [  # whole tiles, a narrow one, columns that no TMA stores
         Problem.of("Gemm", m=200, n=n, k=264, dtype="float16", bias=True, act="gelu", **attrs)
@@ -104,12 +106,6 @@ GEMMS = (
             ("float16", {"residual": True}),
             ("float32", {}),
         )
-    ]
-    + [
-        Problem.of("Gemm", m=100, n=768, k=4096, dtype="bfloat16", accumulate=True),
-        Problem.of("Gemm", m=100, n=144, k=264, dtype="float16", trans_b=True, accumulate=True),
-        Problem.of("Gemm", m=100, n=77, k=33, dtype="bfloat16", accumulate=True),
-        Problem.of("Gemm", m=60, n=72, k=40, batch=(4,), dtype="int32", accumulate=True),
     ]
     + [  # one row
         Problem.of("Gemm", m=1, n=n, k=k, dtype=dtype, trans_b=turned, bias=True, **attrs)
@@ -541,8 +537,8 @@ GRADIENTS = [
         (5, "float16", "gelu"), (1, "bfloat16", ""),
     )
 ] + [
-    Problem.of("LayerNormGemmGrad", m=m, k=k, n=136, dtype="bfloat16", folded=True)
-    for m, k in ((260, 4104), (40, 520))
+    Problem.of("LayerNormGemmGrad", m=m, k=k, n=n, dtype="bfloat16", folded=True)
+    for m, k, n in ((260, 4104, 136), (40, 520, 136), (2056, 1160, 1800))  # dw's steps are shared
 ] + [
     Problem.of("LayerNormGemmGrad", m=m, k=k, n=136, dtype=dtype, add=add)
     for m, k in ((384, 264), (260, 4104), (12, 520))
@@ -560,8 +556,6 @@ GRADIENTS = [
         (16, 520, {"act": "gelu", "rms": True}), (4200, 72, {}),
     )
     for math in ("bf16x3", "bf16x6")
-] + [  # dw's tiles share their steps
-    Problem.of("LayerNormGemmGrad", m=2056, k=1160, n=1800, dtype="bfloat16", folded=True)
 ] + [  # w and dw as [n, k]
     Problem.of("LayerNormGemmGrad", m=m, k=k, n=n, dtype=dtype, trans_b=True, **attrs)
     for m, k, n, dtype, attrs in (

@@ -28,6 +28,8 @@ from onnx_fuse.ops.rewrite import typed
 NAME = "Float8Linear"
 HISTORY = 16
 """The number of steps whose largest magnitudes a scale follows from."""
+MULTIPLE = 16
+"""What the sizes of a product are multiples of: rows of float8 begin at multiples of 16 bytes."""
 E4M3, E5M2 = ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT8E5M2
 
 _NUMBERS = """
