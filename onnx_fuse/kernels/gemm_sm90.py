@@ -52,9 +52,9 @@ SIDE_WARPS = 3
 STREAM = 0
 """In the place of the number of splits: CTAs share the k-steps of all tiles (gemm/stream.cuh)."""
 STREAM_SECONDS, STREAM_TILES = 4e-6, 0.7
-"""What it takes to leave and to add sums where a CTA has one tile, and how many tiles it has at
-least: 96 tiles of k = 16384 took 110 us in place of 125 so, but 36 took 44 in place of 41, as each
-is shared by more (H200, 2026-11)."""
+"""What it takes to leave and to add sums, and how many tiles a CTA has at least: 96 tiles of k =
+16384 took 113 us in place of 125 so, but 36 took 44 in place of 41, as each is shared by more; and
+with more tiles than CTAs a step of a Llama took 51.3 ms in place of 46.2 (H200, 2026-11)."""
 
 
 def side_lanes(k: int) -> int:
@@ -214,8 +214,9 @@ class Wgmma:
                         Config.of(tile=(mi, bn, pingpong), cluster=cluster, splits=splits, group=8)
                     )
             shared = problem.trans_a and not (alone or problem.batch or problem.planes)
-            shared = shared and (mi, bn, pingpong) in ((1, 192, 0), (1, 128, 0))  # others spill
-            if shared and tiles >= STREAM_TILES * hw.sm_count and tiles * steps >= 8 * hw.sm_count:
+            shared = shared and (mi, bn, pingpong) == (1, 192, 0)  # larger tiles spill
+            idle = STREAM_TILES * hw.sm_count <= tiles < hw.sm_count
+            if shared and idle and tiles * steps >= 8 * hw.sm_count:
                 found.append(Config.of(tile=(mi, bn, 0), cluster=1, splits=STREAM, group=8))
         return [how for how in found if self._stages(problem, how, hw)[0] >= 3]
 

@@ -21,6 +21,7 @@ from onnx_fuse.ops.fused.sdpa.kinds import FLOOR, KINDS
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.problem import ITEMSIZE, Problem, Value
 from onnx_fuse.program.products import Attention, AttentionGrad
+from onnx_fuse.program.size import Size
 
 A = TypeVar("A", bound=Attention)
 APART = "its products are faster apart"
@@ -153,9 +154,12 @@ def _apart_pays(ctx: Context, problem: Attention, more: int = 0) -> bool:
     """Whether float32 products with the scores in memory beat the one kernel for them.
 
     That kernel multiplies without tensor cores. The scores may take `SCORES` bytes; `more` is the
-    number of further passes over them.
+    number of further passes over them. Lengths that are open have the one kernel: the products'
+    choices depend on what the lengths are multiples of, so that a class would be several programs.
     """
     if problem.dtype != "float32" or problem.op in forced(ctx.prefs):
+        return False
+    if any(isinstance(length, Size) for length in (problem.m, problem.n)):
         return False
     p, backward = problem.upper_bound(), isinstance(problem, AttentionGrad)
     scores = ITEMSIZE[p.dtype] * p.batches * p.m * p.n

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -177,12 +178,22 @@ class Pinned:
             self.address = 0
 
 
+@cache
+def _spare(driver: Any, device_id: int) -> list[Any]:
+    """The driver's pools whose sessions are gone; the next session takes one of them.
+
+    They are not destroyed: `cuMemPoolDestroy` with releases under way has ended a process in the
+    driver (580.159).
+    """
+    return []
+
+
 class Pool:
     """Memory that is taken and given back in the order of one stream, without waiting for it.
 
     What is given back is kept for the next taker, and handed to the driver at a wait only while
-    more than RELEASE bytes lie idle; all of it is when the pool and its memory are gone. A GPU
-    without memory pools has plain allocations.
+    more than RELEASE bytes lie idle; all of it is when the pool is gone, and the driver's pool then
+    serves another. A GPU without memory pools has plain allocations.
     """
 
     RELEASE = 1 << 30
@@ -200,6 +211,9 @@ class Pool:
         pooled = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED
         self._raw: Any = None
         if check(driver.cuDeviceGetAttribute(pooled, device_id), "memory pools"):
+            with contextlib.suppress(IndexError):
+                self._raw = _spare(driver, device_id).pop()
+                return
             kinds = driver.CUmemPool_attribute
             wanted = driver.CUmemPoolProps()
             wanted.allocType = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
@@ -258,7 +272,8 @@ class Pool:
             self._dead += ((address, nbytes, False) for address in addresses)
         self._idle = {}
         self._release()
-        self._driver.cuMemPoolDestroy(self._raw)  # which lets go of it behind the last release
+        self._driver.cuMemPoolTrimTo(self._raw, 0)
+        _spare(self._driver, self._device_id).append(self._raw)
 
     def _sweep(self) -> None:
         """Enqueue the release of the memory of objects that are gone."""
