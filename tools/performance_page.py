@@ -261,26 +261,37 @@ def bert_page(found: Row) -> list[str]:
 
 
 def train_page(found: Row) -> list[str]:
-    lines = [
-        "## Training steps", "",
-        f"`Trainer.step` with AdamW ({found['date']}), and, where its columns are filled, "
-        "torch.compile of the same network with autocast and fused AdamW in the same run, each in "
-        "a process of its own. Memory is what the GPU has in use; "
-        "the first step is from the model in memory to the first loss, with an empty cache and "
-        "with a filled one.", "",
-        "| model | ms | torch.compile ms | ratio | GiB | torch.compile GiB | first step s, cold | "
-        "warm | torch.compile |", "|---" * 9 + "|",
+    def column(arm: str, key: str, scale: float, digits: int) -> list[str]:
+        arms = [row.get(arm) or {} for row in rows]
+        return [f"{one[key] * scale:.{digits}f}" if key in one else "" for one in arms]
+
+    rows = [row for row in found["rows"] if "step" in (row.get("cold") or {})]
+    ratios = [
+        f"{row['cold']['step'] / row['torch']['step']:.2f}"
+        if "step" in (row.get("torch") or {}) else "" for row in rows
     ]  # fmt: skip
-    for row in found["rows"]:
-        peer, cold, warm = (row.get(arm) or {} for arm in ("torch", "cold", "warm"))
-        if "step" not in cold:
-            continue
-        cells = [f"{arm['step'] * 1e3:.2f}" if "step" in arm else "" for arm in (cold, peer)]
-        cells.append(f"{cold['step'] / peer['step']:.2f}" if "step" in peer else "")
-        cells += [f"{arm['bytes'] / 2**30:.1f}" if "bytes" in arm else "" for arm in (cold, peer)]
-        cells += [f"{arm['first']:.1f}" if "first" in arm else "" for arm in (cold, warm, peer)]
-        lines.append(f"| {row['model']} | {' | '.join(cells)} |")
-    return [*lines, ""]
+    columns = {
+        "model": [row["model"] for row in rows],
+        "ms": column("cold", "step", 1e3, 2),
+        "torch.compile ms": column("torch", "step", 1e3, 2),
+        "ratio": ratios,
+        "GiB": column("cold", "bytes", 2**-30, 1),
+        "torch.compile GiB": column("torch", "bytes", 2**-30, 1),
+        "first step s, cold": column("cold", "first", 1, 1),
+        "warm": column("warm", "first", 1, 1),
+        "torch.compile": column("torch", "first", 1, 1),
+    }
+    commit = f", commit `{found['commit']}`" if "commit" in found else ""
+    columns = {head: cells for head, cells in columns.items() if any(cells)}
+    return [
+        "## Training steps", "",
+        f"`Trainer.step` with AdamW ({found['date']}{commit}), and torch.compile of the same "
+        "network with autocast and fused AdamW in the same run, each in a process of its own. "
+        "Memory, where it was measured, is what the GPU has in use; the first step is from the "
+        "model in memory to the first loss, with an empty cache and with a filled one.", "",
+        f"| {' | '.join(columns)} |", "|---" * len(columns) + "|",
+        *(f"| {' | '.join(cells)} |" for cells in zip(*columns.values(), strict=True)), "",
+    ]  # fmt: skip
 
 
 def main() -> None:
