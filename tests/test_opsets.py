@@ -315,6 +315,29 @@ def test_what_fusions_read_of_shapes_is_written_in_opset_13() -> None:
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("kind", ["uint8", "int8", "int32", "uint16", "int64"])
+def test_the_lowest_bits_are_a_remainder_before_opset_18(kind: str) -> None:
+    """Also of negative numbers, whose bits are those of the two's complement."""
+    proto = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["" : 18]>
+        g ({kind}[N] x) => ({kind}[N] y, {kind}[N] z) <{kind} low = {{15}}, {kind}[1] one = {{1}}> {{
+          y = BitwiseAnd (x, low)  z = BitwiseAnd (one, x) }}""")
+    written = to_proto(at_opset(load(proto), 17))
+    assert [n.op_type for n in written.graph.node if "Constant" not in n.op_type] == ["Mod", "Mod"]
+    info = np.iinfo(kind)
+    feeds = {"x": np.array([0, 1, 15, 16, 100, info.max, info.min, info.min + 5], kind)}
+    expected = run(proto.SerializeToString(), feeds)
+    for a, b in zip(expected, run(written.SerializeToString(), feeds), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_other_bits_have_no_older_spelling() -> None:
+    for mask in (6, 127):  # 128 is no int8
+        proto = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["" : 18]>
+            g (int8[N] x) => (int8[N] y) <int8 m = {{{mask}}}> {{ y = BitwiseAnd (x, m) }}""")
+        with pytest.raises(ModelError, match=r"BitwiseAnd.* needs opset 18"):
+            at_opset(load(proto), 17)
+
+
 FUSED = """<ir_version: 8, opset_import: ["" : 17]>
 g (float[N,4] x) => (float[N,4] y) <float[4] s = {1,2,3,4}, float[4] b = {0,1,0,1},
   float[4,4] w = {1,0,0,1,0,1,0,1,1,0,1,0,0,1,1,0}> {

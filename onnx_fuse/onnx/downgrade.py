@@ -183,9 +183,21 @@ def _cast_like(node: ir.Node, op: Builder) -> list[ir.Value] | None:
     return None if like is None or like.dtype is None else [op.Cast(node.inputs[0], to=like.dtype)]
 
 
+def _bitwise_and(node: ir.Node, op: Builder) -> list[ir.Value] | None:
+    """The lowest bits of an integer are its remainder, which has the divisor's sign in ONNX."""
+    for x, mask in zip(node.inputs, reversed(node.inputs), strict=True):
+        bits = const_array(mask)
+        if bits is None or bits.size != 1 or x is None:
+            continue
+        divisor = int(bits.reshape(())) + 1
+        if 0 < divisor <= np.iinfo(bits.dtype).max and divisor & (divisor - 1) == 0:
+            return [op.Mod(x, op.constant(np.full(bits.shape, divisor, bits.dtype)))]
+    return None
+
+
 WRITTEN_OUT.update(
     Gelu=_gelu, LayerNormalization=_layer_norm, Shape=_some_sizes, Reshape=_reshape,
-    CastLike=_cast_like,
+    CastLike=_cast_like, BitwiseAnd=_bitwise_and,
 )  # fmt: skip
 
 
