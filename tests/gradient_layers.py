@@ -548,17 +548,44 @@ ATTENTION = [
     ),
 ]
 
-QUANTIZED = [
-    row(
-        f"DequantizeLinear {name}",
-        f"y = DequantizeLinear <axis = 1> (x, s{zero})",
-        x=rng().integers(-9, 9, (2, 3, 4)).astype(np.int8),
-        s=scale,
-        dtype=F32,
-        **({"z": np.full(scale, 2, np.int8)} if zero else {}),
-    )
-    for name, scale, zero in (("tensor", (), ""), ("axis", (3,), ", z"))
-]
+QUANTIZED = (
+    [
+        row(
+            f"DequantizeLinear {name}",
+            f"y = DequantizeLinear <axis = 1> (x, s{zero})",
+            x=rng().integers(-9, 9, (2, 3, 4)).astype(np.int8),
+            s=scale,
+            dtype=F32,
+            **({"z": np.full(scale, 2, np.int8)} if zero else {}),
+        )
+        for name, scale, zero in (("tensor", (), ""), ("axis", (3,), ", z"))
+    ]
+    + [
+        row(
+            f"DequantizeLinear {name}",
+            f"y = DequantizeLinear <axis = {axis}, block_size = 4> (x, s{', z' if zero else ''})",
+            x=rng().integers(-9, 9, (2, 8, 3)).astype(np.int8),
+            s=(2, 2, 3),
+            dtype=F32,
+            dynamic=False,
+            **({"z": rng().integers(-9, 9, (2, 2, 3)).astype(np.int8)} if zero else {}),
+        )
+        for name, axis, zero in (("blocks", 1, False), ("blocks from zero points", -2, True))
+    ]
+    + [
+        row(
+            f"DynamicQuantizeLinear {name}",
+            "q, s, z = DynamicQuantizeLinear (x)\n a = Mul (s, x)\n y = Sin (a)",
+            x=x,
+            dtype=F32,
+        )
+        for name, x in (
+            ("both signs", apart(4, 5)),
+            ("positive", apart(4, 5) + 3),
+            ("negative", apart(4, 5) - 3),
+        )
+    ]
+)
 
 LABELS = np.array([[0, 3, 1], [2, -100, 3]])
 LOSS = [

@@ -14,7 +14,8 @@ from support import Cli
 from onnx_fuse import autodiff, report
 from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.save import save
+from onnx_fuse.onnx.load import load
+from onnx_fuse.onnx.save import inline, save, to_proto
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import InferenceSession
 from onnx_fuse.validation import check as check_module
@@ -155,6 +156,25 @@ def test_quantized_weights_alone_are_no_steps() -> None:
         "  s = Constant <value = float {0.5}> ()  d = DequantizeLinear (w, s)  y = MatMul (x, d) }"
     )
     assert Steps.of(model) is None
+
+
+@pytest.mark.parametrize("level", [None, 0, 4])
+def test_products_of_four_bits_that_round_their_input_count_its_steps(level: int | None) -> None:
+    rng = np.random.default_rng(0)
+    weights = {"q": rng.integers(0, 256, (8, 2, 16)).astype(np.uint8), "s": np.ones(16, "f")}
+    attributes: dict[str, Any] = {"K": 64, "N": 8, "bits": 4, "block_size": 32}
+    attributes |= {} if level is None else {"accuracy_level": level}
+    make = onnx.helper
+    node = make.make_node("MatMulNBits", ["x", *weights], ["y"], domain="com.microsoft",
+                          **attributes)  # fmt: skip
+    ends = [make.make_tensor_value_info(n, 1, ["N", k]) for n, k in (("x", 64), ("y", 8))]
+    graph = make.make_graph([node], "g", ends[:1], ends[1:], [
+        onnx.numpy_helper.from_array(a, n) for n, a in weights.items()
+    ])  # fmt: skip
+    opsets = [make.make_opsetid("", 21), make.make_opsetid("com.microsoft", 1)]
+    model = make.make_model(graph, opset_imports=opsets, ir_version=10)
+    assert (Steps.of(load(model)) is None) == (level != 4)
+    assert check_outputs(model, to_proto(inline(load(model)))).ok
 
 
 def test_tolerances_given_are_all_that_counts() -> None:
@@ -298,6 +318,20 @@ def test_a_gradient_whose_terms_cancel_may_lose_more_digits() -> None:
     check = check_written(written, feeds=feeds | {"y.grad": np.ones((3, 4), "f")})
     assert check.ok
     assert check.errors[0].limit > 1e-5  # 1e-4 of the gradient would be less
+
+
+def test_integers_that_scales_move_do_not_jump_between_two_losses() -> None:
+    """Steps of a difference move some of many values over the edge of a quantization step."""
+    text = """g (float[N,32768] x, float[32768] w, float v) => (float y)
+      <uint8[8,8] k = {%s}, float s = {0.1}, uint8 z = {3}, int64[2] rows = {-1,8}> {
+        h = Mul (x, w)  q, a, b = DynamicQuantizeLinear (h)  r = Reshape (q, rows)
+        i = MatMulInteger (r, k, b, z)  f = Cast <to = 1> (i)  t = Mul (s, a)  p = Mul (f, t)
+        u = QuantizeLinear (p, s, z)  d = DequantizeLinear (u, s, z)  e = Sin (p)
+        sum = Add (d, e)  m = Mul (sum, v)  y = ReduceSum (m) }"""
+    model = text_model(text % ",".join(str(i % 7) for i in range(64)))
+    check = check_written(autodiff.gradient(model, wrt=["w"]))
+    assert check.ok, check.failed
+    assert abs(check.errors[0].slope) > 0.1
 
 
 def test_weights_at_a_kink_are_compared_beside_it() -> None:

@@ -319,7 +319,8 @@ def test_what_fusions_read_of_shapes_is_written_in_opset_13() -> None:
 def test_the_lowest_bits_are_a_remainder_before_opset_18(kind: str) -> None:
     """Also of negative numbers, whose bits are those of the two's complement."""
     proto = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["" : 18]>
-        g ({kind}[N] x) => ({kind}[N] y, {kind}[N] z) <{kind} low = {{15}}, {kind}[1] one = {{1}}> {{
+        g ({kind}[N] x) => ({kind}[N] y, {kind}[N] z)
+        <{kind} low = {{15}}, {kind}[1] one = {{1}}> {{
           y = BitwiseAnd (x, low)  z = BitwiseAnd (one, x) }}""")
     written = to_proto(at_opset(load(proto), 17))
     assert [n.op_type for n in written.graph.node if "Constant" not in n.op_type] == ["Mod", "Mod"]

@@ -549,6 +549,19 @@ REFERENCE = {
 }
 
 
+@pytest.mark.parametrize("values", [[-1, 0.5, 2], [3, 4, 5], [-3, -1, -2], [0, 0, 0]])
+def test_the_reference_evaluator_quantizes_as_onnxruntime_does(values: list[float]) -> None:
+    model = text_model(
+        "g (float[3] x) => (uint8[3] q, float s, uint8 z) { q, s, z = DynamicQuantizeLinear (x) }"
+    )
+    feeds = {"x": np.array(values, np.float32)}
+    for want, got in zip(
+        ort.run(ort.session(model), feeds), reference_evaluator(model).run(None, feeds), strict=True
+    ):
+        assert want.dtype == got.dtype
+        np.testing.assert_array_equal(want, got)
+
+
 @pytest.mark.parametrize("name", REFERENCE)
 def test_the_reference_evaluator_gives_onnxruntimes_results(name: str) -> None:
     node, shapes = REFERENCE[name]

@@ -15,10 +15,12 @@ from onnx_fuse.ops.grad_helpers import (
     Unary,
     Values,
     arguments,
+    dims,
     fail,
     known_rank,
     no_grad,
     norm_axis,
+    reshape,
     reshape_like,
     split_evenly,
     table,
@@ -257,24 +259,49 @@ def _clip(op: Any, node: ir.Node, dys: Values) -> Values:
 def _dequantize(op: Any, node: ir.Node, dys: Values) -> Values:
     """y = (x - zero_point) · scale of integers x: a gradient for the scale alone."""
     (x, scale, zero), dy = arguments(node, 3), dys[0]
-    if node.attributes.get_int("block_size", 0):
-        raise fail(node, "its scales are per block")
-    n = known_rank(x)
-    per_axis = len(scale.shape or ()) == 1 and dim(scale, 0) != 1
+    n, block = known_rank(x), node.attributes.get_int("block_size", 0)
+    per_axis = block or (len(scale.shape or ()) == 1 and dim(scale, 0) != 1)
     axis = norm_axis(node.attributes.get_int("axis", 1), x) if per_axis else None
     whole = op.CastLike(x, dy)
+    if axis is not None and block:  # its blocks become an axis of their own
+        sizes, each = dims(x), dims(scale)
+        if sizes is None or each is None:
+            raise fail(node, "the number of its blocks is not known")
+        if sizes[axis] != each[axis] * block:
+            raise fail(node, "its last block is shorter than the others")
+        split = [*each[: axis + 1], block, *each[axis + 1 :]]
+        whole, dy = reshape(op, whole, split), reshape(op, dy, split)
     if zero is not None:
         shift = op.CastLike(zero, dy)
-        if axis is not None and axis < n - 1:
+        if block:
+            shift = op.Unsqueeze(shift, op.constant([axis + 1]))
+        elif axis is not None and axis < n - 1:
             shift = op.Unsqueeze(shift, op.constant(list(range(1, n - axis))))
         whole = op.Sub(whole, shift)
-    axes = [a for a in range(n) if a != axis]
+    axes = [axis + 1] if block else [a for a in range(n) if a != axis]
     dscale = op.ReduceSum(op.Mul(dy, whole), op.constant(axes), keepdims=0)
     return [None, reshape_like(op, to_like(op, dscale, scale), scale)]
 
 
+def _dynamic_scale(op: Any, node: ir.Node, dys: Values) -> Values:
+    """The scale is (max(x, 0) - min(x, 0)) / 255; the integers are piecewise constant."""
+    x, dscale = node.inputs[0], dys[1] if len(dys) > 1 else None
+    if dscale is None:
+        return [None]
+
+    def share(extreme: Tensor, beyond: Tensor) -> Tensor:
+        """1 where x is the extreme, ties evenly; 0 everywhere where 0 is the extreme."""
+        here = to_like(op, op.And(op.Equal(x, extreme), beyond), x)
+        return op.Div(here, op.Max(op.ReduceSum(here, keepdims=0), 1.0))
+
+    above = share(op.ReduceMax(x, keepdims=0), op.Greater(x, 0.0))
+    below = share(op.ReduceMin(x, keepdims=0), op.Less(x, 0.0))
+    return [op.Mul(op.Sub(above, below), op.Div(dscale, 255.0))]
+
+
 register(
     OpDef("DequantizeLinear", grad=_dequantize),
+    OpDef("DynamicQuantizeLinear", grad=_dynamic_scale),
     OpDef(
         "StopGradient",
         FUSE,
@@ -315,6 +342,5 @@ no_grad(
 )
 no_grad(
     "it rounds to integers",
-    *("QuantizeLinear", "DynamicQuantizeLinear", "QLinearConv", "QLinearMatMul"),
-    *("ConvInteger", "MatMulInteger"),
+    *("QuantizeLinear", "QLinearConv", "QLinearMatMul", "ConvInteger", "MatMulInteger"),
 )

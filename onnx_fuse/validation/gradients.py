@@ -43,6 +43,9 @@ class _Limits(NamedTuple):
 
 _SINGLE = _Limits(1e-5, 1e-4)
 _NARROWER = {DataType.FLOAT16: _Limits(1e-3, 2e-2), DataType.BFLOAT16: _Limits(8e-3, 1.5e-1)}
+_TIED = 1e-3
+"""The limit `own` behind a scale that is found at run time: values near the minimum of a GELU are
+equal in float32 alone, and share the slope of the scale there."""
 _GRAD = ".grad"
 _ABSORBS, _SOFT = 1e6, 1e5
 """Numbers beyond the first leave few of a score's digits in a sum; the second hides as well."""
@@ -178,11 +181,9 @@ def check_gradients(
         for v in backward.graph.outputs
         if v.name not in names and (v.name or "").endswith(_GRAD) and _elements(v) != 1
     ]
-    progress.report("running the backward")
     kernels: dict[str, str] = {}
-    single = values_of(backward, seeds, wanted, device=device, precision=precision, kernels=kernels)
-    progress.report("running the backward in float64")
-    double = _evaluator(inline(backward), wanted)(_doubles(seeds))
+    how = {"device": device, "precision": precision, "kernels": kernels}
+    single, double, rounded = _gradients(backward, seeds, wanted, **how)
     # What is folded in float32 on one side alone may cross an integer there (T5's buckets).
     passes.optimize(plain, level=0, training=True)
     forward, parameters = _forward(plain, [name.removesuffix(_GRAD) for name in wanted])
@@ -191,7 +192,7 @@ def check_gradients(
     own = _limits_in(precision, forward)
     _compare(
         check, rng, forward, inputs, parameters, cotangents, single, double, every=every, own=own,
-        kernels=kernels, changes=lambda: _changes(backward, seeds, double, rng),
+        rounded=rounded, kernels=kernels, changes=lambda: _changes(backward, seeds, double, rng),
         elsewhere=lambda point: _gradients_at(backward, seeds, wanted, point),
     )  # fmt: skip
     if not check.ok and (soft := _softened(forward)):
@@ -251,16 +252,13 @@ def check_written(
     if not wanted:
         check.notes.append("the graph has no gradient of a tensor of its own to compare")
         return check
-    progress.report("running the backward")
-    single = values_of(backward, inputs, wanted)
-    progress.report("running the backward in float64")
-    double = _evaluator(inline(backward), wanted)(_doubles(inputs))
+    single, double, rounded = _gradients(backward, inputs, wanted)
     forward, parameters = _forward(backward, [n.removesuffix(_GRAD) for n in wanted])
     parameters |= _doubles({k: a for k, a in inputs.items() if f"{k}{_GRAD}" in wanted})
     rng = np.random.default_rng(0)
     _compare(
         check, rng, forward, inputs, parameters, cotangents, single, double, every=False,
-        changes=lambda: _changes(backward, inputs, double, rng),
+        rounded=rounded, changes=lambda: _changes(backward, inputs, double, rng),
         elsewhere=lambda point: _gradients_at(backward, inputs, wanted, point),
     )  # fmt: skip
     if not check.ok and (soft := _softened(forward)):
@@ -311,20 +309,25 @@ def _compare(
     *,
     every: bool,
     own: float | None = None,
+    rounded: Feeds | None = None,
     kernels: Mapping[str, str] | None = None,
     changes: Callable[[], Mapping[str, float]] | None = None,
     elsewhere: Callable[[Feeds], Mapping[str, Array]] | None = None,
 ) -> None:
     """Enter each parameter's gradient, in its own type and in float64, against the slopes."""
-    evaluate = _evaluator(forward, list(cotangents))
+    held, names = _roundings_held(inline(forward))
+    evaluate = _evaluator(held, list(cotangents))
+    integers = _evaluator(forward, names) if names else None
     floor = _ZERO * max((float(np.abs(g).max()) for g in double.values() if g.size), default=0.0)
 
     limits = _coarsest(forward)
     readers = {w: node for node, w in _by_reader(forward, parameters)}
     expected = {w: double[f"{w}{_GRAD}"] for w in readers}
 
-    def slopes_at(point: Feeds, gradients: Mapping[str, Array]) -> Slopes:
+    def slopes_at(point: Feeds, gradients: Mapping[str, Array], known: Feeds) -> Slopes:
         fixed = _doubles(inputs) | point
+        if integers is not None:
+            fixed |= integers(fixed) | known
 
         def loss(changed: Mapping[str, Array]) -> float:
             values = evaluate(fixed | dict(changed))
@@ -332,7 +335,7 @@ def _compare(
 
         return Slopes(loss, point, gradients, limits.slope, floor, rng)
 
-    slopes = slopes_at(parameters, expected)
+    slopes = slopes_at(parameters, expected, rounded or {})
     compared = slopes.each(list(readers)) if every else slopes.sampled(list(readers), split=False)
     if not all(slope.ok for slope in compared.values()) and elsewhere is not None:
         aside = {
@@ -340,14 +343,15 @@ def _compare(
             for w, a in parameters.items()
         }
         found_there = elsewhere(aside)
-        there = slopes_at(aside, {w: found_there[f"{w}{_GRAD}"] for w in readers})
+        there = slopes_at(aside, {w: found_there[f"{w}{_GRAD}"] for w in readers}, {})
         beside = there.sampled(list(readers), split=False)
         if all(slope.ok for slope in beside.values()):
             compared = beside
             check.notes.append("the slopes are compared beside the weights, which are at a kink")
     if not every and not all(slope.ok for slope in compared.values()):
         compared = slopes.sampled(list(readers))
-    tolerance = Tolerance(own or limits.own, floor, "its own type against float64")
+    coarse = max(own or 0.0, limits.own, _TIED if names else 0.0)
+    tolerance = Tolerance(coarse, floor, "its own type against float64")
     rounding: Mapping[str, float] = {}
     for w, node in readers.items():
         slope = compared[w]
@@ -370,6 +374,48 @@ def _compare(
                 ok=slope.ok and (found.ok or found.max_abs <= limit),
             )
         )
+
+
+def _gradients(
+    backward: onnx_ir.Model, feeds: Feeds, wanted: Sequence[str], **how: Any
+) -> tuple[Feeds, Feeds, Feeds]:
+    """The gradients in their own types, in float64, and the integers that both round to."""
+    held, names = _roundings_held(backward)
+    progress.report("running the backward")
+    single = values_of(backward, feeds, [*wanted, *names], **how)
+    rounded = {name: single.pop(name) for name in names}
+    progress.report("running the backward in float64")
+    return single, _evaluator(inline(held), wanted)(_doubles(feeds) | rounded), rounded
+
+
+_ROUNDS = {"QuantizeLinear": (0,), "DynamicQuantizeLinear": (0, 2)}
+_ROUNDS |= dict.fromkeys(("QLinearConv", "QLinearMatMul"), (0,))
+"""Operators that round to integers, and the outputs that are these integers."""
+
+
+def _roundings_held(model: onnx_ir.Model) -> tuple[onnx_ir.Model, list[str]]:
+    """The model with the integers that roundings make as inputs, and the names of these.
+
+    Their derivative is 0 wherever it exists. A difference sees the jumps between instead: where a
+    scale moves, some of many values round to another integer within any step. Nor do all values
+    round to the same integer in float32 and in float64.
+    """
+    made = [
+        (node, k)
+        for node in model.graph
+        for k in _ROUNDS.get(node.op_type, ())
+        if not node.domain and k < len(node.outputs) and node.outputs[k].name
+    ]
+    names = [node.outputs[k].name or "" for node, k in made]
+    if not names:
+        return model, []
+    held = model.clone()
+    for name, value in by_name(held, names).items():
+        known = onnx_ir.Value(name=name, type=value.type, shape=value.shape)
+        onnx_ir.convenience.replace_all_uses_with(value, known, replace_graph_outputs=True)
+        value.name = f"{name}.rounded"
+        held.graph.inputs.append(known)
+    return held, names
 
 
 def _changes(

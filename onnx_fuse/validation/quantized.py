@@ -37,8 +37,7 @@ class Steps:
         rounding = [
             node
             for node in onnx_ir.traversal.RecursiveGraphIterator(model.graph)
-            if (node.op_type in _ROUNDS or node.op_type.startswith("QLinear"))
-            and const_array(node.inputs[0]) is None
+            if _rounds(node) and const_array(node.inputs[0]) is None
         ]
         if not rounding:
             return None
@@ -65,6 +64,14 @@ class Steps:
         return (
             f"quantized: the limit is {COUNT} quantization steps, a step being {', '.join(known)}"
         )
+
+
+def _rounds(node: Node) -> bool:
+    """Whether a node rounds to integers; a MatMulNBits of level 4 may round its input to int8."""
+    level = node.attributes.get("accuracy_level")
+    if node.op_type == "MatMulNBits":
+        return level is not None and level.value == 4
+    return node.op_type in _ROUNDS or node.op_type.startswith("QLinear")
 
 
 def _bits(node: Node) -> int:

@@ -22,7 +22,8 @@ def reference_evaluator(model: onnx_ir.Model) -> Any:
 
     Its Erf rounds to float32, its GatherElements takes no negative axis, its Pad no negative pads,
     its Scan no directions and no axes but 0; its Loop makes no step without a condition and stacks
-    along no axis of its own; its convolutions of groups raise, and all are slow.
+    along no axis of its own; its DynamicQuantizeLinear takes the scale for a float32; its
+    convolutions of groups raise, and all are slow.
     """
     from onnx.reference import ReferenceEvaluator
     from onnx.reference.op_run import OpRun
@@ -58,6 +59,17 @@ def reference_evaluator(model: onnx_ir.Model) -> Any:
             fill = {"constant_values": 0 if value is None else value} if mode == "constant" else {}
             y = np.pad(x, more, mode=mode, **fill)  # type: ignore[call-overload]
             return (y[tuple(slice(a, n - b) for (a, b), n in zip(less, y.shape, strict=True))],)
+
+    class DynamicQuantizeLinear(OpRun):
+        def _run(self, x: Array) -> tuple[Array, Array, Array]:
+            high, low = max(x.max(initial=0), 0), min(x.min(initial=0), 0)
+            scale = np.asarray((high - low) / 255 or 1, x.dtype)
+            zero = np.clip(np.rint(-low / scale), 0, 255)
+            return (
+                np.clip(np.rint(x / scale) + zero, 0, 255).astype(np.uint8),
+                scale,
+                np.asarray(zero, np.uint8),
+            )
 
     class Conv(OpRun):
         def _run(
@@ -129,7 +141,8 @@ def reference_evaluator(model: onnx_ir.Model) -> Any:
             self._steps.append(self._step(*args, **more))
             return self._steps[-1]
 
-    own: list[Any] = [Erf, Gelu, GatherElements, Pad, Conv, ConvTranspose, Scan, Loop]
+    own: list[Any] = [Erf, Gelu, GatherElements, Pad, DynamicQuantizeLinear, Conv, ConvTranspose]
+    own += [Scan, Loop]
     evaluator = ReferenceEvaluator(to_proto(model), new_ops=own)
     evaluator.rt_nodes_ = _Watched(evaluator.rt_nodes_)
     return evaluator
