@@ -578,6 +578,16 @@ def test_the_reference_evaluator_gives_onnxruntimes_results(name: str) -> None:
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
+def test_boxes_are_chosen_in_float32_amid_float64() -> None:
+    model = text_model("""g (float[1,3,4] b, float[1,1,3] s) => (int64[M,3] y) {
+        m = Mul (b, b)  n = Constant <value_int = 3> ()  o = Constant <value_float = 0.5> ()
+        y = NonMaxSuppression (m, s, n, o) }""")
+    feeds = {"b": np.array([[[0, 0, 1, 1], [0, 0, 1, 0.9], [2, 2, 3, 3]]]),
+             "s": np.array([[[0.5, 0.6, 0.7]]])}  # fmt: skip
+    [y] = ort.run(ort.session(to_double(model)), feeds)
+    np.testing.assert_array_equal(y, [[0, 0, 2], [0, 0, 1]])
+
+
 def test_wide_floats_compute_wide() -> None:
     model = text_model(
         "g (float[N] x) => (float[N] y) { c = Constant <value_float = 0.1> ()"

@@ -209,6 +209,7 @@ def widened(model: ir.Model, narrow: Collection[ir.DataType], wide: ir.DataType)
 
     Inputs, weights, constants, casts and created tensors change; values in between have no declared
     type afterwards. A Resize's scales stay: 8 times 1.9999999 is 16 in float32 alone.
+    NonMaxSuppression takes nothing but float32, so that it reads Casts.
     """
     model = inline(model)
     graph = model.graph
@@ -221,7 +222,7 @@ def widened(model: ir.Model, narrow: Collection[ir.DataType], wide: ir.DataType)
             value.type = ir.TensorType(wide)
         if value.const_value is not None:
             value.const_value = _wide(value.const_value, narrow, wide)
-    for node in ir.traversal.RecursiveGraphIterator(graph):
+    for node in list(ir.traversal.RecursiveGraphIterator(graph)):
         for name, attribute in list(node.attributes.items()):
             if attribute.type == ir.AttributeType.TENSOR:
                 tensor = _wide(attribute.as_tensor(), narrow, wide)
@@ -237,6 +238,12 @@ def widened(model: ir.Model, narrow: Collection[ir.DataType], wide: ir.DataType)
         if node.op_type == "ConstantOfShape" and "value" not in node.attributes and F32 in narrow:
             zero = ir.tensor(np.zeros(1, wide.numpy()))
             node.attributes["value"] = ir.AttrTensor("value", zero)
+        if node.op_type == "NonMaxSuppression" and wide != F32 and node.graph is not None:
+            op = Builder()
+            for i in (0, 1, 3, 4):
+                if i < len(node.inputs) and node.inputs[i] is not None:
+                    node.replace_input_with(i, op.Cast(node.inputs[i], to=F32))
+            node.graph.insert_before(node, op.nodes)
         for value in node.outputs:
             value.type = value.shape = None
     return model
