@@ -10,7 +10,7 @@ import onnx_ir
 import onnxruntime
 import pytest
 
-from onnx_fuse import passes
+from onnx_fuse import optimize, passes
 from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE
@@ -170,6 +170,21 @@ def test_local_functions_are_inlined() -> None:
     (node,) = list(model.graph)
     assert (node.op_type, len(node.outputs)) == ("LayerNormalization", 1)
     assert node.attributes["epsilon"].as_float() == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("level", [0, 2])
+def test_a_loop_without_condition_and_states_keeps_two_inputs(level: int) -> None:
+    """The standard wants both named, though both may be absent."""
+    proto = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]>
+        g (float[N,4] x, int64 n) => (float[M,N,4] y) {
+          z = Loop (n) <body = b (int64 i, bool c) => (bool d, float[N,4] e)
+            { d = Identity (c)  e = Neg (x) }>  y = Identity (z) }""")
+    proto.graph.node[0].input.append("")
+    result = optimize(proto, level=level)
+    assert [list(n.input) for n in result.graph.node if n.op_type == "Loop"] == [["n", ""]]
+    feeds = {"x": np.ones((2, 4), np.float32), "n": np.array(3)}
+    [y] = onnxruntime.InferenceSession(result.SerializeToString()).run(None, feeds)
+    np.testing.assert_array_equal(y, -np.ones((3, 2, 4)))
 
 
 def test_a_split_of_no_elements_is_an_empty_sequence() -> None:

@@ -192,7 +192,8 @@ def outputs_kept(model: ir.Model) -> Iterator[None]:
 
     onnx-ir's RemoveUnusedNodesPass takes training_mode away from BatchNormalizations whose running
     statistics nobody reads, and with it their result. onnxruntime runs an Attention that has a past
-    only where the node has outputs for the present (1.32).
+    only where the node has outputs for the present (1.32). The pass also takes trailing inputs away
+    that are absent, of which a Loop without states has to name both.
     """
     held: dict[ir.Node, tuple[list[str | None], ir.Attr | None]] = {}
     for node in all_nodes(model.graph):
@@ -201,6 +202,9 @@ def outputs_kept(model: ir.Model) -> Iterator[None]:
         elif node.op_type == "Attention" and not node.domain and any(node.inputs[4:6]):
             held[node] = [o.name for o in node.outputs[:3]], None
     yield
+    for node in all_nodes(model.graph):
+        if node.op_type == "Loop" and not node.domain and len(node.inputs) < 2:
+            node.resize_inputs(2)
     for node, (names, mode) in held.items():
         if node.graph is None:
             continue

@@ -195,6 +195,8 @@ def _with_what_follows(rw: Rewriter, conv: ir.Node) -> bool:
     kernel = attribute(conv, "kernel_shape") or [dim(w, i) for i in range(2, size or 2)]
     if size is None or channels is None or not isinstance(kernel, Sequence) or None in kernel:
         return rw.refuse("Conv+activation", nodes, "the weight's shape is not known")
+    if size < 3:
+        return rw.refuse("Conv+activation", nodes, "the weight has no spatial axes")
     spatial = size - 2
     bias = conv.inputs[2] if len(conv.inputs) > 2 else None
     op = Builder()
