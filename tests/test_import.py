@@ -15,7 +15,7 @@ from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE
 from onnx_fuse.onnx.load import load
-from onnx_fuse.onnx.save import save, to_proto
+from onnx_fuse.onnx.save import at_opset, inline, save, to_proto
 
 
 def run(source: str | bytes, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
@@ -170,6 +170,27 @@ def test_local_functions_are_inlined() -> None:
     (node,) = list(model.graph)
     assert (node.op_type, len(node.outputs)) == ("LayerNormalization", 1)
     assert node.attributes["epsilon"].as_float() == pytest.approx(0.01)
+
+
+def test_what_is_written_anew_in_a_body_and_outside_has_names_of_its_own() -> None:
+    nodes = """{y}t = Einsum <equation = "bij,bkj->bik"> ({x}, {x})  {y}u = Gelu ({x})
+      {y}v = MatMul ({y}u, w)  {y}r = Add ({y}v, c)  {y} = MatMul ({y}t, {y}r)"""
+    proto = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["" : 20]>
+        g (float[B,3,4] x, int64 n) => (float[B,3,4] y) <float[4,4] w = {{{"1,-1,0," * 5}2}},
+          float[4] c = {{1,2,3,4}}> {{
+          {nodes.format(x="x", y="h")}
+          y = Loop (n, , h) <body = b (int64 i, bool k, float[B,3,4] s) =>
+            (bool d, float[B,3,4] e) {{ d = Identity (k) {nodes.format(x="s", y="e")} }}> }}""")
+    feeds = {"x": np.random.default_rng(0).standard_normal((2, 3, 4)).astype("f"),
+             "n": np.array(2)}  # fmt: skip
+    [want] = onnxruntime.InferenceSession(proto.SerializeToString()).run(None, feeds)
+    for level in (0, 2):
+        model = load(proto)
+        passes.optimize(model, level=level)
+        for candidate in (model, inline(model), at_opset(inline(model), 13)):
+            data = to_proto(candidate).SerializeToString()
+            [y] = onnxruntime.InferenceSession(data).run(None, feeds)
+            np.testing.assert_allclose(y, want, rtol=1e-4)
 
 
 @pytest.mark.parametrize("level", [0, 2])

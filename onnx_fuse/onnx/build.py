@@ -128,14 +128,39 @@ def replace_node(graph: ir.Graph, node: ir.Node, op: Builder, y: ir.Value) -> No
 
 def unique_name(graph: ir.Graph, stem: str) -> str:
     """`stem`, or `stem_1`, `stem_2`, …: a value name new to the graph and its bodies."""
-    taken: set[str | None] = set()
-    for each in (graph, *graph.subgraphs()):
-        taken.update(v.name for v in each.inputs)
-        taken.update(each.initializers)
-        taken.update(v.name for n in each for v in n.outputs)
+    taken = set[str | None]().union(*(_names(each) for each in (graph, *graph.subgraphs())))
     return next(
         name for i in range(len(taken) + 1) if (name := f"{stem}_{i}" if i else stem) not in taken
     )
+
+
+def tell_bodies_apart(graph: ir.Graph) -> None:
+    """Rename results in bodies of If, Loop and Scan that are called as a value outside.
+
+    Each graph numbers its new values by itself, and ONNX does not let a body hide an outer name.
+    """
+    inner = list(graph.subgraphs())
+    taken = set[str | None]().union(*(_names(each) for each in (graph, *inner))) if inner else set()
+
+    def visit(each: ir.Graph, outside: set[str | None]) -> None:
+        for value in (v for node in each for v in node.outputs):
+            if value.name and value.name in outside:
+                stem, i = value.name, 1
+                while value.name in taken:
+                    value.name, i = f"{stem}.{i}", i + 1
+                taken.add(value.name)
+        names = outside | _names(each)
+        for attribute in (a for node in each for a in node.attributes.values()):
+            for body in subgraphs(attribute):
+                visit(body, names)
+
+    if inner:
+        visit(graph, set())
+
+
+def _names(graph: ir.Graph) -> set[str | None]:
+    results = (v.name for node in graph for v in node.outputs)
+    return {*(v.name for v in graph.inputs), *graph.initializers, *results}
 
 
 def subgraphs(attribute: ir.Attr) -> Sequence[ir.Graph]:
