@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import onnx
+import onnx_ir
 import pytest
 
 from onnx_fuse import autodiff
 from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.load import load
+from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.validation import check_gradients
 
 
@@ -39,3 +43,34 @@ def test_a_loop_whose_state_has_two_names_for_a_size():
     check = check_gradients(text_model(text), dims={"T": 4, "B": 2})
     assert [(e.tensor, e.ok) for e in check.errors] == [("w", True), ("scale", True)]
     assert all(abs(e.expected) > 1e-3 for e in check.errors)
+
+
+@pytest.mark.parametrize(
+    ("step", "shape"),
+    [
+        ("t = Softmax (s)", ["B", 4]),
+        ("u = Transpose (s)  t = MatMul (s, u)", [None, None]),
+        ("u = Unsqueeze (s, axis)  t = ReduceSum <keepdims = 0> (u, axis)", [None, None]),
+        ("t = Unsqueeze (s, axis)", None),
+        ("u = Shape (s)  t = Expand (x, u)", [None, None]),
+    ],
+)
+def test_states_of_a_body_without_types_have_what_the_body_keeps(step, shape):
+    """Exporters of scripts write no types there; what follows the Loop then had no rank."""
+    proto = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["" : 21]>
+        g (float16[B,4] x, int64 n) => (float16[A] y) <int64[1] axis = {{0}}> {{
+          h = Loop (n, , x) <body = b (int64 i, bool c, float16 s) => (bool d, float16 t)
+            {{ d = Identity (c)  {step} }}>  y = Softmax (h) }}""")
+    body = proto.graph.node[0].attribute[0].g
+    for value in (body.input[2], body.output[1]):
+        value.ClearField("type")
+    model = load(proto)
+    infer_shapes(model)
+    loop = model.graph.node(0)
+    assert loop.outputs[0].dtype == onnx_ir.DataType.FLOAT16
+    before = loop.attributes["body"].as_graph().inputs[2].shape
+    assert (before is None) == (shape is None)
+    if shape is not None:
+        names = [d if isinstance(d, int) else d.value for d in before]
+        assert [n for n, want in zip(names, shape, strict=True) if want] == [d for d in shape if d]
+        assert len(loop.outputs[0].shape) == 2

@@ -400,7 +400,10 @@ def axis_sign(graph: GraphProto, rng: np.random.Generator) -> bool:
     """An axis is counted from the other end."""
     opsets = [onnx.helper.make_opsetid("", NEWEST_OPSET)]
     model = onnx.helper.make_model(graph, opset_imports=opsets)
-    known = onnx.shape_inference.infer_shapes(model).graph
+    try:
+        known = onnx.shape_inference.infer_shapes(model).graph
+    except onnx.shape_inference.InferenceError:
+        return False
     values = (*known.input, *known.value_info)
     ranks = {
         v.name: len(v.type.tensor_type.shape.dim)

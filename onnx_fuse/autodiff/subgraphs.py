@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 
 from onnx_fuse.autodiff.emit import Emitter
 from onnx_fuse.onnx.build import subgraphs
 from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.onnx.types import shapes_of_body, values_read
 from onnx_fuse.ops.grad_helpers import fail, may_be_float, size_of, zeros_like
 
 Walk: TypeAlias = Callable[..., dict[str, ir.Value]]
@@ -138,7 +138,7 @@ def through_loop(
     states = [*body.inputs[:1], *body.inputs[lead:][:count]] if loop else body.inputs[:count]
     saved = _save(op, node, body, list(states), stacked)
     inputs = list(node.inputs[lead + count :])
-    outer = [v for v in dict.fromkeys(_inside(body)) if v in active]
+    outer = [v for v in dict.fromkeys(values_read(body)) if v in active]
 
     own.opset_imports.update({"": op.opset, FUSE: 1})
     inner = Emitter(ir.Model(own, ir_version=10), op.taken)
@@ -280,33 +280,11 @@ def _one_shape(
         changes = any(_differ(x.shape, other.shape) for other in (y, z, held))
         if not changes and _differ(held.shape, y.shape, named=True):
             # an exporter may call one size by two names
-            made = made or _inferred(op, body)
+            made = made or shapes_of_body(body, op.opset)
             found = made[first + i]
             changes = found is None or held.shape is None or _sizes(found) != _sizes(held.shape)
         if changes:
             raise fail(node, f"its state '{x.name}' changes its shape from step to step")
-
-
-def _inferred(op: Emitter, body: ir.Graph) -> list[ir.Shape | None]:
-    """The shapes of a body's outputs by those of what it reads, whatever the file calls them."""
-    graph = ir.serde.serialize_graph(body)
-    own = {v for n in body for v in n.outputs} | {*body.inputs, *body.initializers.values()}
-    outer = [v for v in dict.fromkeys(_inside(body)) if v not in own and v.name]
-    graph.input.extend(map(ir.serde.serialize_value, outer))
-    known = {name for value in own - set(body.outputs) if (name := value.name)}
-    del graph.value_info[:]
-    for output in graph.output:
-        if output.name not in known:
-            output.type.tensor_type.ClearField("shape")
-    opsets = [onnx.helper.make_opsetid("", op.opset)]
-    model = onnx.helper.make_model(graph, opset_imports=opsets)
-    found = onnx.shape_inference.infer_shapes(model).graph.output
-    return [
-        ir.serde.deserialize_type_proto_for_shape(y.type)
-        if y.type.tensor_type.HasField("shape")
-        else None
-        for y in found
-    ]
 
 
 def _differ(a: ir.Shape | None, b: ir.Shape | None, *, named: bool = False) -> bool:
@@ -325,18 +303,10 @@ def _differ(a: ir.Shape | None, b: ir.Shape | None, *, named: bool = False) -> b
 
 
 def _sizes(shape: ir.Shape) -> list[int | str | None]:
-    """Each size by its number or name."""
-    return [d if isinstance(d, int) else d.value for d in shape]
-
-
-def _inside(body: ir.Graph) -> list[ir.Value]:
-    """All values that the nodes of a body, and of bodies within it, read, and its outputs."""
-    values = list(body.outputs)
-    for node in ir.traversal.RecursiveGraphIterator(body):
-        values += [v for v in node.inputs if v is not None]
-        for attribute in node.attributes.values():
-            values += [v for sub in subgraphs(attribute) for v in sub.outputs]
-    return values
+    """Each size by its number or name; inference's own names (unk__0) say nothing."""
+    names = (None if isinstance(d, int) else d.value for d in shape)
+    named = (None if n is None or n.startswith("unk__") else n for n in names)
+    return [d if isinstance(d, int) else n for d, n in zip(shape, named, strict=True)]
 
 
 def _save(

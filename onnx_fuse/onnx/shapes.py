@@ -14,10 +14,9 @@ from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.onnx import contrib
 from onnx_fuse.onnx.build import all_nodes, subgraphs
 from onnx_fuse.onnx.save import functions_attached, serialized
-from onnx_fuse.onnx.types import complete_types
+from onnx_fuse.onnx.types import READ_BY_INFERENCE, complete_types
 
 _LONGEST_SHAPE = 1 << 20
-_READ_BY_INFERENCE = 1000  # bytes of a constant that may be a shape
 MAKES_SEQUENCES = {
     *("SequenceConstruct", "SequenceEmpty", "SequenceInsert", "SequenceErase", "SequenceMap"),
     *("SplitToSequence", "Optional", "OptionalGetElement"),
@@ -68,7 +67,7 @@ def _infer(model: ir.Model, *, data_prop: bool) -> None:
         except (onnx.shape_inference.InferenceError, RuntimeError, ValueError):
             return  # a file that contradicts itself: what is known stays, and onnxruntime says why
         _merge(model.graph, found.graph, kept)
-        again = complete_types(model.graph, model.graph.opset_imports.get("", 1))
+        again = complete_types(all_nodes(model.graph), model.graph.opset_imports.get("", 1))
 
 
 @contextlib.contextmanager
@@ -78,7 +77,7 @@ def without_weights(model: ir.Model) -> Iterator[None]:
     large = [
         v
         for v in graph.initializers.values()
-        if v.const_value is not None and v.const_value.nbytes > _READ_BY_INFERENCE
+        if v.const_value is not None and v.const_value.nbytes > READ_BY_INFERENCE
     ]
     inputs, order = list(graph.inputs), list(graph.initializers.values())
     tensors = [v.const_value for v in large]

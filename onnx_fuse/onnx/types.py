@@ -15,6 +15,8 @@ from collections.abc import Iterable
 import onnx
 import onnx_ir as ir
 
+from onnx_fuse.onnx.build import subgraphs
+
 _ELEMENT = {
     f"tensor({t.name.lower()})": t
     for t in ir.DataType
@@ -24,6 +26,7 @@ _KEEPS_SHAPE = frozenset(("GroupNormalization",))
 """Operators that inference is silent about although the output has the shape of the input."""
 
 
+READ_BY_INFERENCE = 1000  # bytes of a constant that may be axes or a shape
 NCHWC = "com.microsoft.nchwc"
 
 
@@ -89,7 +92,7 @@ def complete_types(nodes: Iterable[ir.Node], opset: int) -> bool:
         if node.domain == NCHWC:
             found = _complete_blocked(node) or found
         if node.op_type == "Loop" and not node.domain:
-            found = _complete_loop(node) or found
+            found = _begin_loop(node, opset) or _complete_loop(node) or found
         for i, value in enumerate(node.outputs):
             if value.type is None and (dtype := element_type(node, i, opset)) is not None:
                 value.type = ir.TensorType(dtype)
@@ -99,6 +102,46 @@ def complete_types(nodes: Iterable[ir.Node], opset: int) -> bool:
             if y.shape is None and x.shape is not None:
                 y.shape, found = x.shape.copy(), True
     return found
+
+
+def _begin_loop(node: ir.Node, opset: int) -> bool:
+    """Give the states in a Loop's body types and shapes where the file does not; whether it could.
+
+    The type is that of the first value. So are the sizes, or else the rank, that the body then
+    gives the state again: it gives them at every step after that.
+    """
+    body = node.attributes["body"].as_graph()
+    pairs = list(zip(node.inputs[2:], body.inputs[2:], node.outputs, strict=False))
+    found = False
+    forms: dict[int, list[ir.Shape]] = {}
+    for k, (first, before, last) in enumerate(pairs):
+        for value in (before, last):
+            if value.type is None and first is not None and isinstance(first.type, ir.TensorType):
+                value.type, found = ir.TensorType(first.type.dtype), True
+        if before.shape is None and first is not None and first.shape is not None:
+            forms[k] = [first.shape.copy(), ir.Shape([None] * len(first.shape))]
+    while forms:
+        for k, (form, *_) in forms.items():
+            pairs[k][1].shape = form
+        after = shapes_of_body(body, opset)[1:]
+        bad = [k for k, (form, *_) in forms.items() if not _fits(form, after[k])]
+        for k in () if bad else forms:
+            pairs[k][2].shape = pairs[k][2].shape or forms[k][0].copy()
+        if not bad:
+            return True
+        for k in bad:
+            forms[k].pop(0)
+            pairs[k][1].shape = None
+        forms = {k: each for k, each in forms.items() if each}
+    return found
+
+
+def _fits(form: ir.Shape, shape: ir.Shape | None) -> bool:
+    """Whether a shape has the rank of a form, and all sizes that this knows."""
+    if shape is None or len(shape) != len(form):
+        return False
+    known = ([d if isinstance(d, int) else d.value for d in s] for s in (form, shape))
+    return all(a is None or a == b for a, b in zip(*known, strict=True))
 
 
 def _complete_loop(node: ir.Node) -> bool:
@@ -134,6 +177,41 @@ def _complete_loop(node: ir.Node) -> bool:
         ]
         y.shape, found = ir.Shape(kept), True
     return found
+
+
+def shapes_of_body(body: ir.Graph, opset: int) -> list[ir.Shape | None]:
+    """The shapes of a body's outputs by those of what it reads, whatever the file calls them."""
+    graph = ir.serde.serialize_graph(body)
+    own = {v for n in body for v in n.outputs} | {*body.inputs, *body.initializers.values()}
+    outer = [v for v in dict.fromkeys(values_read(body)) if v not in own and v.name]
+    graph.input.extend(map(ir.serde.serialize_value, outer))
+    constants = (v.const_value for v in outer if v.const_value is not None)
+    axes = [ir.serde.serialize_tensor(t) for t in constants if t.nbytes <= READ_BY_INFERENCE]
+    graph.initializer.extend(axes)
+    known = {name for value in own - set(body.outputs) if (name := value.name)}
+    del graph.value_info[:]
+    for output in graph.output:
+        if output.name not in known:
+            output.type.tensor_type.ClearField("shape")
+    opsets = [onnx.helper.make_opsetid("", opset)]
+    model = onnx.helper.make_model(graph, opset_imports=opsets)
+    found = onnx.shape_inference.infer_shapes(model).graph.output
+    return [
+        ir.serde.deserialize_type_proto_for_shape(y.type)
+        if y.type.tensor_type.HasField("shape")
+        else None
+        for y in found
+    ]
+
+
+def values_read(body: ir.Graph) -> list[ir.Value]:
+    """All values that the nodes of a body, and of bodies within it, read, and its outputs."""
+    values = list(body.outputs)
+    for node in ir.traversal.RecursiveGraphIterator(body):
+        values += [v for v in node.inputs if v is not None]
+        for attribute in node.attributes.values():
+            values += [v for sub in subgraphs(attribute) for v in sub.outputs]
+    return values
 
 
 def _complete_blocked(node: ir.Node) -> bool:
