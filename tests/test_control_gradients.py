@@ -74,3 +74,32 @@ def test_states_of_a_body_without_types_have_what_the_body_keeps(step, shape):
         names = [d if isinstance(d, int) else d.value for d in before]
         assert [n for n, want in zip(names, shape, strict=True) if want] == [d for d in shape if d]
         assert len(loop.outputs[0].shape) == 2
+
+
+def test_bodies_know_the_axes_and_sizes_that_stand_outside():
+    text = """agraph (float[B,3,4] x, bool flag) => (float[M] y) <int64[1] axes = {1}> {
+        last = Constant <value = int64[1] {-1}> ()
+        h = If (flag) <
+          then_branch = f () => (float t) { u = Unsqueeze (x, axes)  t = ReduceSum (u, last) },
+          else_branch = g () => (float e) {
+            one = Constant <value = bool {1}> ()
+            e = If (one) <
+              then_branch = p () => (float v) { w = Unsqueeze (x, last)  v = ReduceMax (w, axes) },
+              else_branch = q () => (float r) { r = Unsqueeze (x, last) }> }>
+        y = Softmax (h) }"""
+    proto = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 21]> {text}')
+    branches = [a.g for a in proto.graph.node[1].attribute]
+    branches += [a.g for a in branches[1].node[1].attribute]
+    for branch in branches:
+        branch.output[0].type.tensor_type.ClearField("shape")
+    model = load(proto)
+    infer_shapes(model)
+    assert len(model.graph.node(1).outputs[0].shape) == 4
+
+
+def test_heads_of_an_unknown_size_are_not_empty():
+    model = text_model("""<ir_version: 10, opset_import: ["" : 23]>
+        agraph (float[B,S,Q] q, float[B,S,K] k, float[B,S,V] v) => (float[B,S,H] y) {
+          h = Attention <q_num_heads = 2, kv_num_heads = 2> (q, k, v)  y = Neg (h) }""")
+    infer_shapes(model)
+    assert 0 not in model.graph.node(0).outputs[0].shape

@@ -61,6 +61,7 @@ def _infer(model: ir.Model, *, data_prop: bool) -> None:
         bodies = contrib.bodies_attached(model)
         with functions_attached(model), bodies as unread, without_weights(model):
             proto = serialized(model)
+            _known_in_bodies(proto.graph, {})
             kept |= unread
         try:
             found = onnx.shape_inference.infer_shapes(proto, data_prop=data_prop)
@@ -68,6 +69,33 @@ def _infer(model: ir.Model, *, data_prop: bool) -> None:
             return  # a file that contradicts itself: what is known stays, and onnxruntime says why
         _merge(model.graph, found.graph, kept)
         again = complete_types(all_nodes(model.graph), model.graph.opset_imports.get("", 1))
+
+
+def _known_in_bodies(graph: onnx.GraphProto, outside: Mapping[str, onnx.TensorProto]) -> None:
+    """Give bodies copies of the small constants that they read from outside.
+
+    Inference (onnx 1.23) does not look for the axes or sizes of their nodes there.
+    """
+    bodies = [
+        g for n in graph.node for a in n.attribute for g in (a.g, *a.graphs) if a.type in _GRAPHS
+    ]
+    if not bodies:
+        return
+    known = {**outside, **{t.name: t for t in graph.initializer}}
+    for node in graph.node:
+        held = [a.t for a in node.attribute if a.name == "value"]
+        known.update(dict.fromkeys(node.output, held[0]) if held else {})
+    small = {k: t for k, t in known.items() if t.ByteSize() <= READ_BY_INFERENCE}
+    for body in bodies:
+        _known_in_bodies(body, small)
+        own = {t.name for t in body.initializer} | {v.name for v in body.input}
+        own.update(name for node in body.node for name in node.output)
+        for name in {name for node in body.node for name in node.input} & {*small} - own:
+            body.initializer.add().CopyFrom(small[name])
+            body.initializer[-1].name = name
+
+
+_GRAPHS = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
 
 
 @contextlib.contextmanager
@@ -117,6 +145,9 @@ def _merge(
             value.dtype = ir.DataType(tensor.elem_type)
         if tensor.HasField("shape"):
             dims = [_dim(d) for d in tensor.shape.dim]
+            node = value.producer()
+            if node is not None and node.op_type == "Attention" and not node.domain:
+                dims = [d or None for d in dims]  # 0 for the heads of an unknown size (1.23)
             if value.shape is None or [*value.shape] != dims:
                 value.shape = ir.Shape(dims)
     for node, described in zip(graph, proto.node, strict=True):
