@@ -67,8 +67,10 @@ def test_a_table_that_cannot_fit_is_paragraphs(monkeypatch: pytest.MonkeyPatch) 
     assert "  kernel: LayerNormGemm apply_fma" in text
 
 
-def on_terminal(columns: int, *arguments: object) -> str:
-    """What a command prints on a terminal of so many columns, without its colours."""
+def on_terminal(columns: int, *arguments: object, code: int = 0) -> str:
+    """What a command that ends with `code` prints on a terminal of so many columns, without its
+    colours.
+    """
     pty = pytest.importorskip("pty")
     import fcntl
     import struct
@@ -86,7 +88,7 @@ def on_terminal(columns: int, *arguments: object) -> str:
             data += part
     except OSError:  # Linux says so where the other end is closed
         pass
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", data.decode()).replace("\r\n", "\n")
 
 
@@ -97,6 +99,14 @@ def test_a_command_on_a_terminal(columns: int, tmp_path: Path) -> None:
     assert all(len(line.rstrip()) <= columns for line in text.splitlines())
     for whole in ("onnx_fuse.LayerNormGemmGelu_n", "recomputing", "LayerNormalization"):
         assert whole in text
+
+
+def test_an_error_is_folded_between_words() -> None:
+    words = ["of", "a", "file", "that", "is", "not"] * 5
+    lines = on_terminal(40, "inspect", " ".join(words), code=1).splitlines()
+    assert len(lines) > 1
+    assert all(len(line) <= 40 for line in lines)
+    assert set(" ".join(lines).split()) >= set(words)
 
 
 def test_without_a_terminal_there_are_no_colours_and_lines_stay_whole(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shlex
@@ -30,6 +29,7 @@ from onnx_fuse.cli import (
     train,
     validate,
 )
+from onnx_fuse.cli.stderr import print_error
 from onnx_fuse.errors import OnnxFuseError, printable
 from onnx_fuse.layout import wrap
 
@@ -170,7 +170,5 @@ _USAGE: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "Click
 
 
 def _fail(text: str, code: int) -> int:
-    line = printable(" ".join(text.split()))
-    with contextlib.suppress(OSError):
-        print(f"onnx-fuse: {line}", file=sys.stderr)
+    print_error(printable(text))
     return code

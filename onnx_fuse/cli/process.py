@@ -11,6 +11,8 @@ import signal
 import sys
 import warnings
 
+from onnx_fuse.cli.stderr import print_error
+
 TYPE_CHECKING = False  # typing is slow to import
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,13 +80,6 @@ def _open_streams() -> None:
             setattr(sys, name, stream)
 
 
-def _print_error(text: str) -> None:
-    try:
-        print(f"onnx-fuse: {' '.join(text.split())}", file=sys.stderr)
-    except OSError:
-        return  # nobody can be told
-
-
 def _warn(
     message: Warning | str,
     category: type[Warning],
@@ -94,7 +89,7 @@ def _warn(
     line: str | None = None,
 ) -> None:
     """Print a warning as one line, without the place in the source that gave it."""
-    _print_error(f"warning: {message}")
+    print_error(f"warning: {message}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -116,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
     interrupts.ignore()
     if interrupts.came is not None:
-        _print_error(_WORDS[interrupts.came.name])
+        print_error(_WORDS[interrupts.came.name])
         code = 128 + interrupts.came
     try:
         sys.stdout.flush()
