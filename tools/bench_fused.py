@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import onnx
 import torch as t
 from kernel_lab import SHAPES, Case, interleaved, make, prepare, rotation
-from performance_page import ARMS, GOALS, fp16_verdict, save, verdict
+from performance_page import ARMS, fp16_verdict, save, verdict
 
 from onnx_fuse import autodiff, passes
 from onnx_fuse.cuda import nvrtc
@@ -335,7 +335,7 @@ def main() -> None:
         for line in fp16_verdict(row):
             print(f"    {line}")
         t.cuda.empty_cache()
-    for key in ARMS | GOALS:
+    for key in (*ARMS, ("fp32", "bf16x3"), ("fp32", "bf16x6")):
         for line in verdict(rows, *key):
             print(line)
     if args.json:
