@@ -222,7 +222,7 @@ def optimize(
         verdict=f"{sum(found.fusions.values())} fused operators, {before.nodes} nodes became "
         f"{after.nodes}" + (f", check {'ok' if checked.ok else 'FAILED'}" if checked else ""),
         ok=None if checked is None else checked.ok,
-        device=hardware.name if hardware else "CPU",
+        device=f"CPU; predicted for {hardware.name}" if hardware else "CPU",
         sections=sections,
     )
     if failed:
