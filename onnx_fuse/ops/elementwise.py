@@ -260,7 +260,7 @@ def _dequantize(op: Any, node: ir.Node, dys: Values) -> Values:
     """y = (x - zero_point) · scale of integers x: a gradient for the scale alone."""
     (x, scale, zero), dy = arguments(node, 3), dys[0]
     n, block = known_rank(x), node.attributes.get_int("block_size", 0)
-    per_axis = block or (len(scale.shape or ()) == 1 and dim(scale, 0) != 1)
+    per_axis = block > 0 or (len(scale.shape or ()) == 1 and dim(scale, 0) != 1)
     axis = norm_axis(node.attributes.get_int("axis", 1), x) if per_axis else None
     whole = op.CastLike(x, dy)
     if axis is not None and block:  # its blocks become an axis of their own
@@ -273,19 +273,19 @@ def _dequantize(op: Any, node: ir.Node, dys: Values) -> Values:
         whole, dy = reshape(op, whole, split), reshape(op, dy, split)
     if zero is not None:
         shift = op.CastLike(zero, dy)
-        if block:
+        if axis is not None and block:
             shift = op.Unsqueeze(shift, op.constant([axis + 1]))
         elif axis is not None and axis < n - 1:
             shift = op.Unsqueeze(shift, op.constant(list(range(1, n - axis))))
         whole = op.Sub(whole, shift)
-    axes = [axis + 1] if block else [a for a in range(n) if a != axis]
+    axes = [a for a in range(n) if a != axis] if axis is None or not block else [axis + 1]
     dscale = op.ReduceSum(op.Mul(dy, whole), op.constant(axes), keepdims=0)
     return [None, reshape_like(op, to_like(op, dscale, scale), scale)]
 
 
 def _dynamic_scale(op: Any, node: ir.Node, dys: Values) -> Values:
     """The scale is (max(x, 0) - min(x, 0)) / 255; the integers are piecewise constant."""
-    x, dscale = node.inputs[0], dys[1] if len(dys) > 1 else None
+    (x,), dscale = arguments(node, 1), dys[1] if len(dys) > 1 else None
     if dscale is None:
         return [None]
 
