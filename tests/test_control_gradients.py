@@ -52,12 +52,15 @@ def test_a_loop_whose_state_has_two_names_for_a_size():
         ("u = Transpose (s)  t = MatMul (s, u)", [None, None]),
         ("u = Unsqueeze (s, axis)  t = ReduceSum <keepdims = 0> (u, axis)", [None, None]),
         ("t = Unsqueeze (s, axis)", None),
+        ("u = com.example.Twice (s)  t = Add (u, x)", None),
+        ("u = com.example.Twice (s)  t = Exp (x)", ["B", 4]),
+        ("u = MatMul (s, axis)  t = Reshape (u, u)", None),
         ("u = Shape (s)  t = Expand (x, u)", [None, None]),
     ],
 )
 def test_states_of_a_body_without_types_have_what_the_body_keeps(step, shape):
     """Exporters of scripts write no types there; what follows the Loop then had no rank."""
-    proto = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["" : 21]>
+    proto = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["" : 21, "com.example" : 1]>
         g (float16[B,4] x, int64 n) => (float16[A] y) <int64[1] axis = {{0}}> {{
           h = Loop (n, , x) <body = b (int64 i, bool c, float16 s) => (bool d, float16 t)
             {{ d = Identity (c)  {step} }}>  y = Softmax (h) }}""")

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import onnx
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import subgraphs
+from onnx_fuse.onnx.build import all_nodes, subgraphs
 
 _ELEMENT = {
     f"tensor({t.name.lower()})": t
@@ -180,7 +180,10 @@ def _complete_loop(node: ir.Node) -> bool:
 
 
 def shapes_of_body(body: ir.Graph, opset: int) -> list[ir.Shape | None]:
-    """The shapes of a body's outputs by those of what it reads, whatever the file calls them."""
+    """The shapes of a body's outputs by those of what it reads, whatever the file calls them.
+
+    Operators of other domains have results of unknown shapes.
+    """
     graph = ir.serde.serialize_graph(body)
     own = {v for n in body for v in n.outputs} | {*body.inputs, *body.initializers.values()}
     outer = [v for v in dict.fromkeys(values_read(body)) if v not in own and v.name]
@@ -193,9 +196,13 @@ def shapes_of_body(body: ir.Graph, opset: int) -> list[ir.Shape | None]:
     for output in graph.output:
         if output.name not in known:
             output.type.tensor_type.ClearField("shape")
-    opsets = [onnx.helper.make_opsetid("", opset)]
+    domains = {n.domain: 1 for n in all_nodes(body)} | {"": opset}
+    opsets = [onnx.helper.make_opsetid(*each) for each in domains.items()]
     model = onnx.helper.make_model(graph, opset_imports=opsets)
-    found = onnx.shape_inference.infer_shapes(model).graph.output
+    try:
+        found = onnx.shape_inference.infer_shapes(model).graph.output
+    except (onnx.shape_inference.InferenceError, RuntimeError, ValueError):
+        return [None] * len(body.outputs)  # a body that contradicts itself
     return [
         ir.serde.deserialize_type_proto_for_shape(y.type)
         if y.type.tensor_type.HasField("shape")
