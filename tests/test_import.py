@@ -12,7 +12,7 @@ import pytest
 
 from onnx_fuse import optimize, passes
 from onnx_fuse.errors import ModelError
-from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.build import Builder, text_model
 from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE
 from onnx_fuse.onnx.load import load
 from onnx_fuse.onnx.save import at_opset, inline, save, to_proto
@@ -206,6 +206,14 @@ def test_a_loop_without_condition_and_states_keeps_two_inputs(level: int) -> Non
     feeds = {"x": np.ones((2, 4), np.float32), "n": np.array(3)}
     [y] = onnxruntime.InferenceSession(result.SerializeToString()).run(None, feeds)
     np.testing.assert_array_equal(y, -np.ones((3, 2, 4)))
+
+
+def test_an_empty_list_is_one_of_integers_without_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    y = Builder().Transpose(onnx_ir.Value(name="x"), perm=[])
+    assert y.producer().attributes["perm"].type == onnx_ir.AttributeType.INTS
+    assert caplog.records == []
 
 
 def test_a_split_of_no_elements_is_an_empty_sequence() -> None:

@@ -51,10 +51,14 @@ class Builder:
         while values and values[-1] is None:
             values.pop()
         count = outputs if isinstance(outputs, int) else len(outputs)
+        known = {k: v for k, v in {**(attributes or {}), **more}.items() if v is not None}
+        for key, value in known.items():
+            if isinstance(value, list) and not value:  # onnx-ir warns of it on the terminal
+                known[key] = ir.AttrInt64s(key, value)
         node = ir.node(
             op_type,
             values,
-            {k: v for k, v in {**(attributes or {}), **more}.items() if v is not None},
+            known,
             domain=domain,
             num_outputs=count,
             name=name,
