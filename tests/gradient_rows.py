@@ -237,6 +237,21 @@ REDUCE = [
     row("DFT", "y = DFT (x)", x=(2, 5, 2), dynamic=(0, 1)),
     row("DFT inverse", "y = DFT <inverse = 1> (x, , a)", x=(3, 4, 2), a=scalar(0), dynamic=(0, 1)),
     row("DFT real", "y = DFT (x, , a)", x=(2, 3, 4, 1), a=scalar(1), dynamic=(0, 1, 2)),
+    *(
+        row(
+            f"STFT {name}",
+            f"y = STFT {more} (x, s, {operands})",
+            **{"x": x, "s": scalar(3), "n": scalar(4), "w": (4,), "static": ("w",)},
+            dtype=F32,
+            fixed=() if "w" in operands else ("w",),
+            dynamic=(0, 1),
+        )
+        for name, more, operands, x in (
+            ("with a window", "", "w, n", (2, 12, 1)),
+            ("with a window of its frames", "", "w", (1, 10)),
+            ("whole", "<onesided = 0>", ", n", (2, 11, 1)),
+        )
+    ),
     row(
         "CumSum reverse exclusive",
         "y = CumSum <reverse = 1, exclusive = 1> (x, a)",

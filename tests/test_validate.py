@@ -562,6 +562,19 @@ def test_the_reference_evaluator_quantizes_as_onnxruntime_does(values: list[floa
         np.testing.assert_array_equal(want, got)
 
 
+@pytest.mark.parametrize("shape", [(2, 12), (2, 12, 1), (1, 9, 2)])
+@pytest.mark.parametrize("more", ["(x, s, w)", "(x, s, w, n)", "<onesided = 0> (x, s, , n)"])
+def test_the_reference_evaluator_transforms_frames(shape: tuple[int, ...], more: str) -> None:
+    if shape[-1] == 2:
+        more = more if more[0] == "<" else f"<onesided = 0> {more}"
+    model = text_model(f"""g (float[{",".join(map(str, shape))}] x) => (float[B,F,K,2] y)
+        <float[4] w = {{0.5,1,2,0.25}}, int64 s = {{3}}, int64 n = {{4}}> {{ y = STFT {more} }}""")
+    feeds = {"x": np.random.default_rng(0).standard_normal(shape).astype(np.float32)}
+    [want] = ort.run(ort.session(model), feeds)
+    [got] = reference_evaluator(model).run(None, feeds)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", REFERENCE)
 def test_the_reference_evaluator_gives_onnxruntimes_results(name: str) -> None:
     node, shapes = REFERENCE[name]

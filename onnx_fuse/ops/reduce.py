@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.onnx.build import dim, given
 from onnx_fuse.ops.grad_helpers import (
     Tensor,
     Unary,
+    Values,
+    arguments,
     fail,
     ints_attribute,
     known_rank,
     no_grad,
     norm_axis,
+    reshape_like,
     shape_of,
     static_ints,
     table,
     to_like,
 )
+from onnx_fuse.ops.opdef import OpDef, register
 
 
 def axes_of(node: ir.Node) -> list[int] | None:
@@ -160,6 +165,39 @@ def _dft(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     return op.Slice(dx, [0], [1], [-1]) if dim(x, -1) == 1 else dx
 
 
+def _stft(op: Any, node: ir.Node, dys: Values) -> Values:
+    """y[b, f, k] = Σ_n x[b, f·step + n] w[n] (cos(2πkn/N), -sin(2πkn/N)) of a real signal x.
+
+    So y is a convolution with a filter for each part of each k, and dx a transposed one.
+    """
+    (x, step, window, length), dy = arguments(node, 4), dys[0]
+    every, given_size = static_ints(step), static_ints(length)
+    size = given_size[0] if given_size else dim(window, 0) if window is not None else None
+    if not every or not size:
+        raise fail(node, "its step or the length of its frames is not constant")
+    if known_rank(x) == 3 and dim(x, 2) != 1:
+        raise fail(node, "its signal is complex, or may be")
+    kept = size // 2 + 1 if node.attributes.get_int("onesided", 1) else size
+    angles = 2 * np.pi * np.outer(np.arange(kept), np.arange(size)) / size
+    filters = np.stack([np.cos(angles), -np.sin(angles)], 1).reshape(2 * kept, 1, size)
+    basis = to_like(op, op.constant(filters), x)
+    columns = op.Reshape(dy, op.constant([0, 0, 2 * kept]))
+    weighted = basis if window is None else op.Mul(basis, window)
+    dx = op.ConvTranspose(op.Transpose(columns, perm=[0, 2, 1]), weighted, strides=every)
+    ends = op.Sub(op.Shape(x, start=1, end=2), op.Shape(dx, start=2, end=3))
+    dx = op.Pad(dx, op.Concat(op.constant([0] * 5), ends, axis=0))
+    dwindow = None
+    if window is not None:
+        count, one = op.Squeeze(op.Shape(dy, start=1, end=2), op.constant([0])), np.int64(1)
+        starts = op.Mul(op.Range(op.constant(np.int64(0)), count, op.constant(one)), step)
+        places = op.Add(op.Unsqueeze(starts, op.constant([1])), op.constant(np.arange(size)))
+        flat = op.Reshape(x, op.constant([0, -1]))
+        frames = op.Gather(flat, places, axis=1)
+        dframes = op.MatMul(columns, op.Squeeze(basis, op.constant([1])))
+        dwindow = op.ReduceSum(op.Mul(frames, dframes), op.constant([0, 1]), keepdims=0)
+    return [reshape_like(op, dx, x), None, dwindow]
+
+
 def _lp_normalization(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     """y = x / |x|_p:  dx = (dy - d|x|/dx · Σ dy y) / |x|, where d|x|/dx is y (p = 2) or sign(x)."""
     axis = op.constant([norm_axis(n.attributes.get_int("axis", -1), x)])
@@ -189,4 +227,5 @@ REDUCE: dict[str, Unary] = {
     "LpNormalization": _lp_normalization,
 }
 table(REDUCE)
+register(OpDef("STFT", grad=_stft))
 no_grad("it returns positions", "ArgMax", "ArgMin", "NonZero", "NonMaxSuppression")

@@ -22,8 +22,8 @@ def reference_evaluator(model: onnx_ir.Model) -> Any:
 
     Its Erf rounds to float32, its GatherElements takes no negative axis, its Pad no negative pads,
     its Scan no directions and no axes but 0; its Loop makes no step without a condition and stacks
-    along no axis of its own; its DynamicQuantizeLinear takes the scale for a float32; its
-    convolutions of groups raise, and all are slow.
+    along no axis of its own; its DynamicQuantizeLinear takes the scale for a float32; its STFT has
+    no signals of two axes; its convolutions of groups raise, and all are slow.
     """
     from onnx.reference import ReferenceEvaluator
     from onnx.reference.op_run import OpRun
@@ -70,6 +70,19 @@ def reference_evaluator(model: onnx_ir.Model) -> Any:
                 scale,
                 np.asarray(zero, np.uint8),
             )
+
+    class STFT(OpRun):
+        def _run(
+            self, x: Array, step: Array, window: Array | None = None, length: Array | None = None,
+            onesided: int = 1,
+        ) -> tuple[Array]:  # fmt: skip
+            size = int(length) if length is not None else len(window if window is not None else ())
+            parts = np.moveaxis(x.reshape(*x.shape[:2], -1), -1, 0)
+            signal = parts[0] if len(parts) == 1 else parts[0] + 1j * parts[1]
+            frames = sliding_window_view(signal, size, 1)[:, :: int(step)]
+            y = np.fft.fft(frames if window is None else frames * window)
+            y = y[..., : size // 2 + 1 if onesided else size]
+            return (np.stack([y.real, y.imag], -1).astype(x.dtype),)
 
     class Conv(OpRun):
         def _run(
@@ -142,7 +155,7 @@ def reference_evaluator(model: onnx_ir.Model) -> Any:
             return self._steps[-1]
 
     own: list[Any] = [Erf, Gelu, GatherElements, Pad, DynamicQuantizeLinear, Conv, ConvTranspose]
-    own += [Scan, Loop]
+    own += [STFT, Scan, Loop]
     evaluator = ReferenceEvaluator(to_proto(model), new_ops=own)
     evaluator.rt_nodes_ = _Watched(evaluator.rt_nodes_)
     return evaluator
