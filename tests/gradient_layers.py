@@ -564,13 +564,17 @@ QUANTIZED = (
         row(
             f"DequantizeLinear {name}",
             f"y = DequantizeLinear <axis = {axis}, block_size = 4> (x, s{', z' if zero else ''})",
-            x=rng().integers(-9, 9, (2, 8, 3)).astype(np.int8),
+            x=rng().integers(-9, 9, (2, 8 - short, 3)).astype(np.int8),
             s=(2, 2, 3),
             dtype=F32,
             dynamic=False,
             **({"z": rng().integers(-9, 9, (2, 2, 3)).astype(np.int8)} if zero else {}),
         )
-        for name, axis, zero in (("blocks", 1, False), ("blocks from zero points", -2, True))
+        for name, axis, zero, short in (
+            ("blocks", 1, False, 0),
+            ("blocks from zero points", -2, True, 0),
+            ("blocks, the last one short", 1, True, 3),
+        )
     ]
     + [
         row(

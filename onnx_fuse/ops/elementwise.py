@@ -20,6 +20,7 @@ from onnx_fuse.ops.grad_helpers import (
     known_rank,
     no_grad,
     norm_axis,
+    pad,
     reshape,
     reshape_like,
     split_evenly,
@@ -267,8 +268,8 @@ def _dequantize(op: Any, node: ir.Node, dys: Values) -> Values:
         sizes, each = dims(x), dims(scale)
         if sizes is None or each is None:
             raise fail(node, "the number of its blocks is not known")
-        if sizes[axis] != each[axis] * block:
-            raise fail(node, "its last block is shorter than the others")
+        if short := each[axis] * block - sizes[axis]:
+            whole, dy = (pad(op, v, [axis], [0], [short]) for v in (whole, dy))
         split = [*each[: axis + 1], block, *each[axis + 1 :]]
         whole, dy = reshape(op, whole, split), reshape(op, dy, split)
     if zero is not None:

@@ -15,6 +15,10 @@ COUNT = 2
 """Steps that an output may move: one where its own rounding falls the other way, one for all such
 roundings before it (sums over many of them hardly move it further: they fall either way)."""
 
+FOUR_BITS = 4
+"""Steps where onnxruntime's kernel rounds the input of a product of four bits and a written-out
+one does not: every number moves by up to half a step, not a few by a whole one."""
+
 _ROUNDS = ("QuantizeLinear", "DynamicQuantizeLinear")
 _MOVES = (
     *("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Slice", "Gather"),
@@ -30,6 +34,8 @@ class Steps:
     levels: int
     rest: bool
     """Whether there are outputs without a scale of their own."""
+    count: int = COUNT
+    """The number of steps that an output may move."""
 
     @classmethod
     def of(cls, model: onnx_ir.Model) -> Steps | None:
@@ -44,25 +50,27 @@ class Steps:
         bits = min((_bits(node) for node in rounding), default=8)
         scales = {v.name or "": s for v in model.graph.outputs if (s := _scale(v)) is not None}
         rest = any(v.name not in scales for v in model.graph.outputs)
-        return cls(scales, (1 << bits) - 1, rest)
+        count = FOUR_BITS if any(n.op_type == "MatMulNBits" for n in rounding) else COUNT
+        return cls(scales, (1 << bits) - 1, rest, count)
 
     def limit(self, name: str, y: Any) -> float:
-        """How far an output may move: COUNT of its steps."""
+        """How far an output may move: `count` of its steps."""
         if not isinstance(y, np.ndarray) or y.dtype.kind not in "iuf" or not y.size:
             return 0.0
         if name in self.scales:
-            return COUNT * self.scales[name]
+            return self.count * self.scales[name]
         if y.dtype.kind in "iu":
             return 0.0
         finite = y[np.isfinite(y)].astype(np.float64)
-        return COUNT * float(np.ptp(finite)) / self.levels if finite.size else 0.0
+        return self.count * float(np.ptp(finite)) / self.levels if finite.size else 0.0
 
     def __str__(self) -> str:
         known = [f"{s:.3g} in '{n}'" for n, s in list(self.scales.items())[:3]]
         if self.rest:
             known.append(f"1/{self.levels} of the range of an output without a scale of its own")
         return (
-            f"quantized: the limit is {COUNT} quantization steps, a step being {', '.join(known)}"
+            f"quantized: the limit is {self.count} quantization steps, a step being "
+            f"{', '.join(known)}"
         )
 
 
