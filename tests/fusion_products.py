@@ -378,6 +378,13 @@ PRODUCTS = (
         level=3,
         output="float[5,24] y",
     ),
+    FusionCase(
+        "scale_of_a_product_with_a_vector_stays",  # the product's only axis is of rows
+        "float[B,16,16] x, float[16] w, float[16] s",
+        "z = MatMul (x, w)\n t = Mul (s, z)\n y = Relu (t)",
+        level=1,
+        output="float[B,16] y",
+    ),
     # --- the norm's other readers -----------------------------------------------------------------
     FusionCase(
         "norm_read_by_a_residual",

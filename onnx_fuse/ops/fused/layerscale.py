@@ -100,7 +100,7 @@ def _fold(name: str, rw: Rewriter, node: ir.Node) -> bool:
         return rw.refuse(name, nodes, "the weight is computed")
     first = product.op_type == "Conv" or attribute(product, "transB", 0) != 0
     axis = 0 if first else weight.ndim - 1
-    if weight.shape[axis] != columns:
+    if weight.ndim < 2 or weight.shape[axis] != columns:  # one of a single axis has no columns
         return False
     sums = [(add, add.inputs.index(c), c) for c in add.inputs if is_constant(c)] if add else []
     if product.op_type != "MatMul" and len(product.inputs) > 2 and product.inputs[2] is not None:
