@@ -157,6 +157,10 @@ ROWS: list[tuple[int, str, str]] = [
     # onnxruntime runs other types than float32 by a body that it takes up to opset 18
     (16, "(double[2,3] x) => (double[2,3] y)", "y = LeakyRelu (x)"),
     (17, "(double[2,3] x, double[3] p) => (double[2,3] y)", "y = PRelu (x, p)"),
+    (18, "(double[2,3] x) => (double[2,3] y)", "z = Elu <alpha = 0.7> (x)  y = Selu (z)"),
+    (18, "(double[2,3] x) => (double[2,3] y)", "z = HardSigmoid (x)  y = HardSwish (z)"),
+    (18, "(double[2,3] x) => (double[2,3] y)", "z = Softplus (x)  y = Mish (z)"),
+    (18, "(double[2,3] x) => (double[2,3] y)", "z = Softsign (x)  y = ThresholdedRelu (z)"),
     (18, "(int32[2,3] x, int32[3] p) => (int32[2,3] y)", "y = PRelu (x, p)"),
     (
         9,

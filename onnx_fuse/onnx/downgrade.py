@@ -333,7 +333,8 @@ def _batch_norm_spatial(node: ir.Node) -> bool:
     return True  # spatial=1, its default
 
 
-@_rule(19, "LeakyRelu", "PRelu")
+@_rule(19, "LeakyRelu", "PRelu", "Elu", "HardSigmoid", "HardSwish", "Mish", "Selu", "Softplus")
+@_rule(19, "Softsign", "ThresholdedRelu")
 def _slope(node: ir.Node) -> bool:
     return True  # what it is of no longer matters
 

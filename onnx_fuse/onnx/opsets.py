@@ -114,7 +114,11 @@ def _types_matter(graph: ir.Graph) -> bool:
     return any(n.op_type in ops for n in all_nodes(graph))
 
 
-_TYPED = {"Clip", "Pad", "Dropout", "Softmax", "LogSoftmax", "Hardmax", "LeakyRelu", "PRelu"}
+_TYPED = {
+    *("Clip", "Pad", "Dropout", "Softmax", "LogSoftmax", "Hardmax"),
+    *("LeakyRelu", "PRelu", "Elu", "HardSigmoid", "HardSwish", "Mish", "Selu", "Softplus"),
+    *("Softsign", "ThresholdedRelu"),
+}
 
 
 def _import_domains(model: ir.Model) -> None:

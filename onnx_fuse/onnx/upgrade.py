@@ -379,3 +379,45 @@ def _slope_of_other_types(node: ir.Node, op: Any) -> list[ir.Value] | None:
 
 
 _KERNEL_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+
+@_rule(19, "Elu", "HardSigmoid", "HardSwish", "Mish", "Selu", "Softplus", "Softsign")
+@_rule(19, "ThresholdedRelu")
+def _activation_of_float64(node: ir.Node, op: Any) -> list[ir.Value] | None:
+    """As for LeakyRelu: onnxruntime runs float64 by the standard's body at opset 18 alone (1.32).
+
+    The formulas are those bodies, in their order of operations.
+    """
+    x = node.inputs[0]
+    if x is None or x.dtype != ir.DataType.DOUBLE:
+        return None
+
+    def number(value: float) -> ir.Value:
+        found: ir.Value = op.constant(np.array(np.float32(value), np.float64))
+        return found
+
+    def hard_sigmoid(alpha: float, beta: float) -> ir.Value:
+        line = op.Add(op.Mul(x, number(alpha)), number(beta))
+        found: ir.Value = op.Max(op.Min(line, number(1)), number(0))
+        return found
+
+    match node.op_type:
+        case "Elu":
+            scaled = op.Mul(number(_taken(node, "alpha", 1.0)), op.Sub(op.Exp(x), number(1)))
+            return [op.Where(op.Less(x, number(0)), scaled, x)]
+        case "Selu":
+            alpha = number(_taken(node, "alpha", 1.67326319217681884765625))
+            gamma = number(_taken(node, "gamma", 1.05070102214813232421875))
+            scaled = op.Mul(gamma, op.Sub(op.Mul(alpha, op.Exp(x)), alpha))
+            return [op.Where(op.Less(x, number(0)), scaled, op.Mul(gamma, x))]
+        case "HardSigmoid":
+            return [hard_sigmoid(_taken(node, "alpha", 0.2), _taken(node, "beta", 0.5))]
+        case "HardSwish":
+            return [op.Mul(x, hard_sigmoid(1 / 6, 0.5))]
+        case "ThresholdedRelu":
+            least = number(_taken(node, "alpha", 1.0))
+            return [op.Where(op.Less(least, x), x, number(0))]
+        case "Softsign":
+            return [op.Div(x, op.Add(number(1), op.Abs(x)))]
+    softplus = op.Log(op.Add(op.Exp(x), number(1)))
+    return [softplus if node.op_type == "Softplus" else op.Mul(x, op.Tanh(softplus))]
