@@ -29,6 +29,7 @@ from onnx_fuse.runtime.schedule import aliasable, collective, segments
 from onnx_fuse.runtime.staging import Array, Pending, Room, copied
 from onnx_fuse.runtime.tensor import DeviceTensor, dtype_of
 from onnx_fuse.runtime.timeline import Communication
+from onnx_fuse.runtime.turns import Places, Turn, Turns
 from onnx_fuse.runtime.zero_copy import ZeroCopy
 
 if TYPE_CHECKING:
@@ -406,6 +407,35 @@ class Instance:
     _direct_of: object = None  # the program that it was found for
     _direct: tuple[ZeroCopy, Placement] | None = None
 
+    def turn(self, fetch: Fetch, feeds: Mapping[str, Any]) -> tuple[Turn, Turns] | None:
+        """Let the next run, of a graph, read small inputs and write outputs in host memory.
+
+        None where it goes by copies.
+        """
+        if not self.runs_as_graph or self._stale:
+            return None
+        made, known = self._turns_of
+        if made is not self.made or known is not fetch:
+            self._turns, self._turns_of = None, (self.made, fetch)
+            if not self._apart:
+                given = self.program, self._fed, fetch.arriving
+                self._turns = Turns.of(*given, self.owner.device_id)
+        taken = None if self._turns is None else self._turns.take(feeds)
+        if taken is None or self._turns is None:
+            return None
+        turn, resident = taken
+        key = tuple([tensor.address for tensor in resident.values()])
+        placement = turn.placements.get(key)
+        if placement is None:
+            turn.placements.clear()
+            placement = self.placement({**turn.inputs, **resident}, turn.outputs)
+            turn.placements[key] = placement
+        self.place(placement)
+        return turn, self._turns
+
+    _turns_of: tuple[object, object] = (None, None)  # the program and the outputs that it is for
+    _turns: Turns | None = None
+
     @property
     def runs_as_graph(self) -> bool:
         """Whether it runs as a graph: other addresses then take as long as a small copy."""
@@ -424,13 +454,16 @@ class Instance:
 
     # ---- run ----
 
-    def feed(self, feeds: Mapping[str, Any], stream: device.Stream) -> None:
-        """Copy to the inputs' homes what is not read in place."""
+    def feed(
+        self, feeds: Mapping[str, Any], stream: device.Stream, places: Places | None = None
+    ) -> None:
+        """Copy to the inputs' homes what is not read in place; `places`: those of some inputs."""
+        places = self._fed if places is None else places
         spans: list[tuple[int, int]] = []  # of the inputs' memory that arrays fill
         room = views = None
         moves = []
         start = self.memory.address + self._spans["input"][0]
-        for name, at, tensor in self._fed:
+        for name, at, tensor in places:
             value = feeds[name]
             if not isinstance(value, np.ndarray):
                 if value.address != self.address[tensor.buffer]:
@@ -438,7 +471,7 @@ class Instance:
                 continue
             if views is None:
                 room = self.owner.uploads.acquire(self._spans["input"][1])
-                views = room.arrays(self._fed, self._fed)
+                views = room.arrays(places, places)
             assert room is not None
             for first, end in copied(views[name], value):
                 if end - first < tensor.nbytes:  # a piece goes on alone while others are copied
@@ -587,9 +620,19 @@ class Instance:
             wait = partial(self._arrived, room)
         return Pending(fetch.names, wait, partial(self.arrays, fetch, room))
 
-    def _arrived(self, room: Room) -> None:
+    def sent(self, fetch: Fetch, turn: Turn, stream: device.Stream) -> Pending:
+        """Outputs that the run of a turn, which has just begun, writes in host memory."""
+        turn.passed.record(stream)
+        turn.pending = Pending(
+            fetch.names,
+            partial(self._arrived, turn),
+            partial(self.copies, fetch, turn.memory.outputs),
+        )
+        return turn.pending
+
+    def _arrived(self, there: Room | Turn) -> None:
         device.start(self.owner.device_id)
-        room.passed.wait(self.describe())
+        there.passed.wait(self.describe())
 
     def copy_out(self, name: str, target: DeviceTensor, stream: device.Stream) -> None:
         """Copy an output that stands at home, or is a state's tensor, to GPU memory."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from onnx_fuse.onnx.build import Builder, const_array, dim, rank
-from onnx_fuse.ops.rewrite import Rewriter, Rule, attribute, consumers, constant_ints, typed
+from onnx_fuse.ops.rewrite import Rewriter, Rule, attribute, constant_ints, consumers, typed
 
 NAME = "ReadRows"
 _UNARY = (
