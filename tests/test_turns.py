@@ -12,12 +12,12 @@ from fake_gpu import FakeGpu
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.runtime.executable import Executable
 from onnx_fuse.runtime.tensor import DeviceTensor
-from onnx_fuse.runtime.turns import TURNS
+from onnx_fuse.runtime.turns import AFTER, TURNS
 
 SIZE = 1 << 16
 TEXT = f"""agraph (float[{SIZE}] x, float s, float[3] t) => (float[{SIZE}] big, float[3] y)
 {{ m = Mul(x, s) big = Abs(m) n = Mul(t, s) y = Tanh(n) }}"""
-WARM = 3 + 2 * TURNS
+WARM = AFTER + 2 * TURNS
 """Runs after which each turn has a graph of its own."""
 
 

@@ -232,12 +232,15 @@ class Executable:
             stream = self.stream
             stream.catch_up()
             fetch = instance.fetching(names)
-            found = instance.turn(fetch, adopted)
+            # a budget has no room for a second place of the inputs
+            bounded = self._memory is not None
+            found = None if bounded else instance.turn(fetch, adopted, stream)
             if found is not None:
-                turn, turns = found
-                instance.feed(adopted, stream, turns.fed)
-                instance.launch(stream)
-                return instance.sent(fetch, turn, stream)
+                instance.run_turn(*found, adopted, stream)
+                turn, _ = found
+                if turn.outputs:
+                    return instance.sent(fetch, turn)
+                return self._sent(instance, names, stream)
             instance.place(instance.placement({}, {}))
             instance.feed(adopted, stream)
             instance.launch(stream)

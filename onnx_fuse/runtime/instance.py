@@ -29,7 +29,7 @@ from onnx_fuse.runtime.schedule import aliasable, collective, segments
 from onnx_fuse.runtime.staging import Array, Pending, Room, copied
 from onnx_fuse.runtime.tensor import DeviceTensor, dtype_of
 from onnx_fuse.runtime.timeline import Communication
-from onnx_fuse.runtime.turns import Places, Turn, Turns
+from onnx_fuse.runtime.turns import AFTER, Places, Pools, Turn, Turns
 from onnx_fuse.runtime.zero_copy import ZeroCopy
 
 if TYPE_CHECKING:
@@ -407,30 +407,34 @@ class Instance:
     _direct_of: object = None  # the program that it was found for
     _direct: tuple[ZeroCopy, Placement] | None = None
 
-    def turn(self, fetch: Fetch, feeds: Mapping[str, Any]) -> tuple[Turn, Turns] | None:
-        """Let the next run, of a graph, read small inputs and write outputs in host memory.
+    def turn(
+        self, fetch: Fetch, feeds: Mapping[str, Any], stream: device.Stream
+    ) -> tuple[Turn, Turns] | None:
+        """Let the next run, of a graph, have memory of its own for inputs and outputs.
 
-        None where it goes by copies.
+        None where it goes by copies in the stream.
         """
-        if not self.runs_as_graph or self._stale:
+        if not self.runs_as_graph or self.runs < AFTER:
             return None
         made, known = self._turns_of
         if made is not self.made or known is not fetch:
             self._turns, self._turns_of = None, (self.made, fetch)
             if not self._apart:
-                given = self.program, self._fed, fetch.arriving
-                self._turns = Turns.of(*given, self.owner.device_id)
-        taken = None if self._turns is None else self._turns.take(feeds)
+                ends, shared = (self._fed, fetch.arriving), self.owner
+                memory = Pools(shared.pool, shared.copies, shared.device_id)
+                self._turns = Turns.of(self.program, *ends, memory)
+        taken = None if self._turns is None else self._turns.take(feeds, stream)
         if taken is None or self._turns is None:
             return None
-        turn, resident = taken
-        key = tuple([tensor.address for tensor in resident.values()])
+        turn, where = taken
+        key = tuple([tensor.address for tensor in where.values()])
         placement = turn.placements.get(key)
         if placement is None:
             turn.placements.clear()
-            placement = self.placement({**turn.inputs, **resident}, turn.outputs)
-            turn.placements[key] = placement
+            placement = turn.placements[key] = self.placement(where, turn.outputs)
         self.place(placement)
+        if not all(part.captured for part in self._current.parts):
+            self._current.captured = False  # a graph that cannot take other addresses is made anew
         return turn, self._turns
 
     _turns_of: tuple[object, object] = (None, None)  # the program and the outputs that it is for
@@ -454,15 +458,32 @@ class Instance:
 
     # ---- run ----
 
-    def feed(
-        self, feeds: Mapping[str, Any], stream: device.Stream, places: Places | None = None
+    def run_turn(
+        self, turn: Turn, turns: Turns, feeds: Mapping[str, Any], stream: device.Stream
     ) -> None:
-        """Copy to the inputs' homes what is not read in place; `places`: those of some inputs."""
+        """Copy what a turn does not hold, and launch."""
+        self.feed(feeds, stream, turns.fed, turn.copying(turns.copies))
+        turn.copied(turns.copies, stream)
+        self.launch(stream)
+        turn.ended(stream)
+
+    def feed(
+        self,
+        feeds: Mapping[str, Any],
+        stream: device.Stream,
+        places: Places | None = None,
+        apart: tuple[device.Stream, int] | None = None,
+    ) -> None:
+        """Copy to the inputs' homes what is not read in place.
+
+        `places` are those of some inputs, `apart` the stream and the address to copy arrays to.
+        """
         places = self._fed if places is None else places
+        start = self.memory.address + self._spans["input"][0]
+        by, start = (stream, start) if apart is None else apart
         spans: list[tuple[int, int]] = []  # of the inputs' memory that arrays fill
         room = views = None
         moves = []
-        start = self.memory.address + self._spans["input"][0]
         for name, at, tensor in places:
             value = feeds[name]
             if not isinstance(value, np.ndarray):
@@ -475,14 +496,14 @@ class Instance:
             assert room is not None
             for first, end in copied(views[name], value):
                 if end - first < tensor.nbytes:  # a piece goes on alone while others are copied
-                    stream.upload(start + at + first, room.pinned.address + at + first, end - first)
+                    by.upload(start + at + first, room.pinned.address + at + first, end - first)
                     continue
                 near = bool(spans) and at - spans[-1][1] <= GAP
                 spans.append((spans.pop()[0] if near else at, at + tensor.nbytes))
         if room is not None:
             for low, high in spans:
-                stream.upload(start + low, room.pinned.address + low, high - low)
-            room.passed.record(stream)
+                by.upload(start + low, room.pinned.address + low, high - low)
+            room.passed.record(by)
         for move in moves:  # after the arrays' copy, which passes over their homes
             stream.move(*move)
         if self._apart:
@@ -620,14 +641,10 @@ class Instance:
             wait = partial(self._arrived, room)
         return Pending(fetch.names, wait, partial(self.arrays, fetch, room))
 
-    def sent(self, fetch: Fetch, turn: Turn, stream: device.Stream) -> Pending:
+    def sent(self, fetch: Fetch, turn: Turn) -> Pending:
         """Outputs that the run of a turn, which has just begun, writes in host memory."""
-        turn.passed.record(stream)
-        turn.pending = Pending(
-            fetch.names,
-            partial(self._arrived, turn),
-            partial(self.copies, fetch, turn.memory.outputs),
-        )
+        read = partial(self.copies, fetch, turn.memory.outputs)
+        turn.pending = Pending(fetch.names, partial(self._arrived, turn), read)
         return turn.pending
 
     def _arrived(self, there: Room | Turn) -> None:

@@ -166,6 +166,11 @@ class Launches:
         entry = call.launches[k - self._calls.index(self._calls[k])].entry
         return DeviceError(f"{_label(call)} {entry}: {error}")
 
+    @property
+    def captured(self) -> bool:
+        """Whether it is one graph."""
+        return self._graph is not None
+
     def move(self, buffers: Collection[int]) -> None:
         """Take the addresses of these buffers anew, for the launches from now on."""
         self._move(buffers, ())

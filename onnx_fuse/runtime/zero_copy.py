@@ -39,6 +39,10 @@ class ZeroCopy:
         self.inputs = {name: self._array(t) for name, t in inputs.items()}
         self.outputs = {name: self._array(t) for name, t in outputs.items()}
 
+    def __bool__(self) -> bool:
+        """Whether anything stands there."""
+        return bool(self.inputs or self.outputs)
+
     def _array(self, t: Tensor) -> Array:
         raw = self._memory.array[self._used : self._used + t.nbytes]
         self._used += aligned(t.nbytes)

@@ -13,7 +13,7 @@ import pytest
 
 from onnx_fuse import Trainer, optim
 from onnx_fuse.errors import CheckFailed
-from onnx_fuse.runtime import device
+from onnx_fuse.runtime import device, turns
 from onnx_fuse.runtime.tensor import DeviceTensor
 from onnx_fuse.runtime.turns import Turns
 
@@ -41,7 +41,7 @@ def on_gpu(array: np.ndarray) -> DeviceTensor:
 def overwritten(trainer: Trainer) -> list[Any]:
     """The arrays of a step are other numbers as soon as it has returned."""
     held, found = batch(0), []
-    for i in range(20):
+    for i in range(36):
         for name, array in batch(i).items():
             held[name][...] = array
         found.append(trainer.step(held))
@@ -54,7 +54,7 @@ def of_sizes(trainer: Trainer) -> list[Any]:
 
 def rates(trainer: Trainer) -> list[Any]:
     found = []
-    for i in range(20):
+    for i in range(28):
         trainer.lr = 0.01 / (1 + i)
         found.append(trainer.step(batch(i)))
     return found
@@ -62,7 +62,7 @@ def rates(trainer: Trainer) -> list[Any]:
 
 def evaluated(trainer: Trainer) -> list[Any]:
     found: list[Any] = []
-    for i in range(20):
+    for i in range(28):
         found.append(trainer.step(batch(i)))
         if i % 6 == 5:
             found.append(trainer.evaluate(batch(i)).loss)
@@ -82,7 +82,7 @@ def resident(trainer: Trainer) -> list[Any]:
 def in_threads(trainer: Trainer) -> list[Any]:
     """One thread after another steps, and another reads what it started."""
     found: list[Any] = []
-    for i in range(12):
+    for i in range(24):
         thread = threading.Thread(target=lambda i=i: found.append(trainer.step(batch(i))))
         thread.start()
         thread.join()
@@ -90,16 +90,17 @@ def in_threads(trainer: Trainer) -> list[Any]:
 
 
 def faulty(trainer: Trainer) -> list[Any]:
-    found: list[Any] = [trainer.step(batch(i)) for i in range(12)]
-    bad = batch(12)
+    found: list[Any] = [trainer.step(batch(i)) for i in range(20)]
+    bad = batch(20)
     bad["x"][3, 4] = np.inf
-    late = [trainer.step(bad), trainer.step(batch(13))]
+    late = [trainer.step(bad), trainer.step(batch(21))]
     for loss in late:
-        with pytest.raises(CheckFailed, match="step 13: "):
+        with pytest.raises(CheckFailed, match="step 21: "):
             float(loss)
-    return [*found, *(trainer.step(batch(i)) for i in range(14, 24))]
+    return [*found, *(trainer.step(batch(i)) for i in range(22, 34))]
 
 
+@pytest.mark.parametrize("few", [True, False])  # launches, for a graph of each turn
 @pytest.mark.parametrize(
     ("steps", "options"),
     [
@@ -116,14 +117,19 @@ def faulty(trainer: Trainer) -> list[Any]:
     ],
 )
 def test_steps_have_the_bits_of_steps_by_copies(
-    steps: Callable[[Trainer], list[Any]], options: Feeds, monkeypatch: pytest.MonkeyPatch
+    steps: Callable[[Trainer], list[Any]],
+    options: Feeds,
+    few: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if not few:
+        monkeypatch.setattr(turns, "LAUNCHES", 0)
     results = []
     taken: list[int] = []
     take = Turns.take
 
-    def counted(turns: Turns, feeds: Feeds) -> Any:
-        found = take(turns, feeds)
+    def counted(made: Turns, feeds: Feeds, stream: device.Stream) -> Any:
+        found = take(made, feeds, stream)
         taken.append(found is not None)
         return found
 
@@ -140,7 +146,7 @@ def test_steps_have_the_bits_of_steps_by_copies(
         )
         losses = [float(loss) for loss in steps(trainer)]
         results.append((losses, trainer.weights()))
-        assert bool(taken) is not copies, "only one of the two takes turns"
+        assert any(taken) is not copies, "only one of the two takes turns"
         taken.clear()
     (first, weights), (second, others) = results
     assert first == second
@@ -154,10 +160,10 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
         return Trainer(model, loss="cross_entropy", optimizer=optim.AdamW(), device="cuda")
 
     whole, first = made(), made()
-    wanted = [float(whole.step(batch(i))) for i in range(24)]
-    for i in range(12):
+    wanted = [float(whole.step(batch(i))) for i in range(40)]
+    for i in range(20):
         first.step(batch(i))
     first.checkpoint(tmp_path)
     second = made()
     second.restore(tmp_path)
-    assert [float(second.step(batch(i))) for i in range(12, 24)] == wanted[12:]
+    assert [float(second.step(batch(i))) for i in range(20, 40)] == wanted[20:]
