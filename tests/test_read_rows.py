@@ -103,7 +103,11 @@ def test_other_picks_stay(body: str, also: str) -> None:
     assert NAME not in passes.optimize(found, level=1).fusions
 
 
-def test_a_step_has_the_same_gradients() -> None:
+def steps_with_and_without(device: str, precision: str, rtol: float) -> None:
+    """Steps of a vision transformer at level 0, which has no such rewrite, and at level 1.
+
+    tests/gpu runs this too.
+    """
     import vit
 
     rng = np.random.default_rng(0)
@@ -112,14 +116,25 @@ def test_a_step_has_the_same_gradients() -> None:
         "labels": np.array([1, 0, 9, 4]),
     }
     found = []
-    for level in (0, 1):  # level 0 has no such rewrite
+    for level in (0, 1):
         trainer = Trainer(
-            vit.build(vit.SIZES["tiny"]), loss="cross_entropy", optimizer=optim.SGD(0.1),
+            vit.build(vit.SIZES["tiny"]),
+            loss="cross_entropy",
+            optimizer=optim.SGD(0.1),
             level=level,
-        )  # fmt: skip
+            device=device,
+            precision=precision,
+        )
+        before = trainer.weights()
         losses = [float(trainer.step(feeds)) for _ in range(4)]
-        found.append((losses, trainer.weights()))
+        moved = {name: array - before[name] for name, array in trainer.weights().items()}
+        found.append((losses, moved))
     (first, old), (second, new) = found
-    np.testing.assert_allclose(second, first, rtol=1e-5)
+    np.testing.assert_allclose(second, first, rtol=rtol)
     for name, array in old.items():
-        np.testing.assert_allclose(new[name], array, rtol=1e-4, atol=1e-6, err_msg=name)
+        apart = np.linalg.norm(new[name] - array)
+        assert apart <= 10 * rtol * np.linalg.norm(array) + 1e-7, name
+
+
+def test_a_step_has_the_same_gradients() -> None:
+    steps_with_and_without("cpu", "fp32", 1e-5)
