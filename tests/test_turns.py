@@ -91,3 +91,16 @@ def test_results_of_other_outputs_and_runs_between() -> None:
             np.testing.assert_allclose(got, expected(i), rtol=1e-6)
     for i, pending in waiting:
         np.testing.assert_allclose(pending.result()[0], expected(i), rtol=1e-6)
+
+
+def test_memory_stays_until_a_run_that_nobody_waits_for_is_over(gpu: FakeGpu) -> None:
+    made, x = Executable(text_model(TEXT)), np.ones(SIZE, np.float32)
+    for i in range(WARM):
+        made.send(["y"], feeds(i, x)).result()
+    waits = gpu.counts["cuEventSynchronize"]
+    made.send(["y"], feeds(0, x))
+    made.send(["y"], feeds(1, x))
+    assert gpu.counts["cuEventSynchronize"] == waits
+    del made
+    gc.collect()
+    assert gpu.counts["cuEventSynchronize"] == waits + 2

@@ -10,12 +10,15 @@ other.
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from onnx_fuse.errors import DeviceError
 from onnx_fuse.program.call import Program, Tensor
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.plan import aligned
@@ -68,6 +71,16 @@ class Turn:
         """Where its large arrays go, if it is fed some."""
         self.placements: dict[tuple[int, ...], Any] = {}
         """Where a run stands, by the addresses of its inputs."""
+        self._device_id = device_id
+
+    def __del__(self) -> None:
+        # the memory stays until a run whose results nobody has read is over
+        pending = getattr(self, "pending", None)
+        if pending is None or pending.done or sys.is_finalizing():
+            return
+        with contextlib.suppress(DeviceError):  # a lost GPU writes nothing
+            device.start(self._device_id)
+            self.passed.wait("a run whose results nobody has read")
 
     def fill(self, feeds: Mapping[str, Any]) -> None:
         """Wait until its last run is over, and take over the small inputs."""
