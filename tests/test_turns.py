@@ -10,6 +10,7 @@ import pytest
 from fake_gpu import FakeGpu
 
 from onnx_fuse.onnx.build import text_model
+from onnx_fuse.runtime.device import DeviceMemoryError, Memory
 from onnx_fuse.runtime.executable import Executable
 from onnx_fuse.runtime.tensor import DeviceTensor
 from onnx_fuse.runtime.turns import AFTER, TURNS
@@ -91,6 +92,23 @@ def test_results_of_other_outputs_and_runs_between() -> None:
             np.testing.assert_allclose(got, expected(i), rtol=1e-6)
     for i, pending in waiting:
         np.testing.assert_allclose(pending.result()[0], expected(i), rtol=1e-6)
+
+
+def test_arrays_go_to_the_one_place_where_there_is_no_room_for_more(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, x = Executable(text_model(TEXT)), np.ones(SIZE, np.float32)
+    for i in range(AFTER):
+        made.send(["y"], feeds(i, x)).result()
+
+    def full(nbytes: int, what: str) -> Memory:
+        raise DeviceMemoryError(what)
+
+    monkeypatch.setattr(made.shared.pool, "allocate", full)
+    pending = [(i, made.send(["y"], feeds(i, x * i))) for i in range(12)]
+    for i, sent in pending:
+        np.testing.assert_allclose(sent.result()[0], expected(i), rtol=1e-6)
+    assert not gpu.counts["cuStreamWaitEvent"]
 
 
 def test_memory_stays_until_a_run_that_nobody_waits_for_is_over(gpu: FakeGpu) -> None:

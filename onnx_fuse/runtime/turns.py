@@ -128,7 +128,7 @@ class Turns:
         count = TURNS if inputs or outputs else 2
         self._turns = [Turn(inputs, outputs, on.device_id) for _ in range(count)]
         self.fed, self._on = fed, on
-        self._homes: list[Home] = []
+        self._homes: list[Home] | None = None
         self._next = 0
         self._last: tuple[int, ...] = ()
         self.copies = on.copies
@@ -164,14 +164,15 @@ class Turns:
         self._next = (self._next + 1) % len(self._turns)
         return turn, where
 
-    def _home(self, stream: device.Stream) -> Home:
-        """That of the next turn; turns side by side have different ones."""
-        if not self._homes:
+    def _home(self, stream: device.Stream) -> Home | None:
+        """That of the next turn; turns side by side have different ones. None without room."""
+        if self._homes is None:
             size = max(at + aligned(t.nbytes) for _, at, t in self.fed)
-            what = "inputs of the next run"
-            self._homes = [Home(self._on.pool.allocate(size, what)) for _ in range(2)]
-            stream.before(self.copies)
-        return self._homes[self._next % 2]
+            what, self._homes = "inputs of the next run", []
+            with contextlib.suppress(device.DeviceMemoryError):
+                self._homes = [Home(self._on.pool.allocate(size, what)) for _ in range(2)]
+                stream.before(self.copies)
+        return self._homes[self._next % 2] if self._homes else None
 
     @staticmethod
     def of(
