@@ -94,9 +94,7 @@ def test_results_of_other_outputs_and_runs_between() -> None:
         np.testing.assert_allclose(pending.result()[0], expected(i), rtol=1e-6)
 
 
-def test_arrays_go_to_the_one_place_where_there_is_no_room_for_more(
-    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arrays_go_to_the_one_place_where_there_is_no_room_for_more(gpu: FakeGpu) -> None:
     made, x = Executable(text_model(TEXT)), np.ones(SIZE, np.float32)
     for i in range(AFTER):
         made.send(["y"], feeds(i, x)).result()
@@ -104,7 +102,7 @@ def test_arrays_go_to_the_one_place_where_there_is_no_room_for_more(
     def full(nbytes: int, what: str) -> Memory:
         raise DeviceMemoryError(what)
 
-    monkeypatch.setattr(made.shared.pool, "allocate", full)
+    made.shared.pool.allocate = full  # type: ignore[method-assign]
     pending = [(i, made.send(["y"], feeds(i, x * i))) for i in range(12)]
     for i, sent in pending:
         np.testing.assert_allclose(sent.result()[0], expected(i), rtol=1e-6)
