@@ -132,11 +132,11 @@ def test_a_graph_begins_at_one_call_and_those_of_many_blocks() -> None:
 
 
 def test_the_longest_row_alone_is_launched_early() -> None:
-    # 0 1 3 5 6 is the row; 2 ends, 4 follows 3 too, 6 follows several
-    after = [[], [0], [0], [1], [3], [3], [5, 4]]
-    assert overlappable(after) == [False, True, False, True, False, True, False]
+    # 0 1 3 5 6 is the row; 2 ends, 4 follows 3 too, 6 follows both of the same length
+    after = [[], [0], [0], [1], [3], [3], [5, 4], [6, 2]]
+    assert overlappable(after) == [(), (0,), (), (1,), (), (3,), (), (6,)]
     longer = [[], [0], [0], [2], [3]]  # the second of two followers has more behind it
-    assert overlappable(longer) == [False, False, True, True, True]
+    assert overlappable(longer) == [(), (), (0,), (2,), (3,)]
 
 
 @pytest.mark.parametrize("seed", range(5))

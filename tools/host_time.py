@@ -55,6 +55,7 @@ PHASES = (
     ("rewrite launches", "onnx_fuse.runtime.instance", "Instance._renew"),
     ("place", "onnx_fuse.runtime.instance", "Instance.placement"),
     ("place", "onnx_fuse.runtime.instance", "Instance.place"),
+    ("place", "onnx_fuse.runtime.instance", "Instance.turn"),
     ("feed", "onnx_fuse.runtime.instance", "Instance.feed"),
     ("launch", "onnx_fuse.runtime.instance", "Instance.launch"),
     ("fetch", "onnx_fuse.runtime.instance", "Instance.send"),

@@ -8,7 +8,7 @@ import gc
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from typing import Any
 
@@ -445,16 +445,16 @@ class Stream:
         self,
         steps: Sequence[Callable[[], None]],
         after: Sequence[Sequence[int]] | None = None,
-        early: Sequence[bool] = (),
+        early: Sequence[Collection[int]] = (),
         joined: Sequence[int] = (),
         asides: Sequence[tuple[Callable[[], None], Sequence[int]]] = (),
     ) -> Graph:
         """An executable graph of what the steps enqueue, in their order.
 
         With `after`, each step is one kernel or a library's call, and step i follows the steps
-        `after[i]`, all earlier ones; a kernel of an `early` step itself waits for those, and may be
-        launched before their end. The graph ends in the steps `joined`, but for the last, as well:
-        a library may have drawn streams of its own into the capture there. Of `asides`, each
+        `after[i]`, all earlier ones; its kernel itself waits for the end of those in `early[i]`,
+        and may be launched before it. The graph ends in the steps `joined`, but for the last, as
+        well: a library may have drawn streams of its own into the capture there. Of `asides`, each
         follows some steps, and nothing follows it.
         """
         driver = self._driver
@@ -473,8 +473,9 @@ class Stream:
             try:
                 for i, step in enumerate(steps):
                     if after is not None:
-                        heads = [node for k in after[i] for node in nodes[k]]
-                        edges = [programmatic if early[i] else whole] * len(heads)
+                        pairs = [(node, k) for k in after[i] for node in nodes[k]]
+                        heads = [node for node, _ in pairs]
+                        edges = [programmatic if k in early[i] else whole for _, k in pairs]
                         set_to = driver.cuStreamUpdateCaptureDependencies(
                             self.raw, heads, edges, len(heads), replaced
                         )

@@ -53,6 +53,9 @@ class HostCall:
             stream.download(array.ctypes.data, address, array.nbytes)
         return array
 
+    captured = True
+    """No CUDA graph is to be made of it."""
+
     def move(self, buffers: Collection[int]) -> None:
         """Addresses are looked up at each run."""
 

@@ -29,6 +29,7 @@ from onnx_fuse.runtime.schedule import aliasable, collective, segments
 from onnx_fuse.runtime.staging import Array, Pending, Room, copied
 from onnx_fuse.runtime.tensor import DeviceTensor, dtype_of
 from onnx_fuse.runtime.timeline import Communication
+from onnx_fuse.runtime.turns import AFTER, Places, Pools, Turn, Turns
 from onnx_fuse.runtime.zero_copy import ZeroCopy
 
 if TYPE_CHECKING:
@@ -406,6 +407,39 @@ class Instance:
     _direct_of: object = None  # the program that it was found for
     _direct: tuple[ZeroCopy, Placement] | None = None
 
+    def turn(
+        self, fetch: Fetch, feeds: Mapping[str, Any], stream: device.Stream
+    ) -> tuple[Turn, Turns] | None:
+        """Let the next run, of a graph, have memory of its own for inputs and outputs.
+
+        None where it goes by copies in the stream.
+        """
+        if not self.runs_as_graph or self.runs < AFTER:
+            return None
+        made, known = self._turns_of
+        if made is not self.made or known is not fetch:
+            self._turns, self._turns_of = None, (self.made, fetch)
+            if not self._apart:
+                ends, shared = (self._fed, fetch.arriving), self.owner
+                memory = Pools(shared.pool, shared.copies, shared.device_id)
+                self._turns = Turns.of(self.program, *ends, memory)
+        taken = None if self._turns is None else self._turns.take(feeds, stream)
+        if taken is None or self._turns is None:
+            return None
+        turn, where = taken
+        key = tuple([tensor.address for tensor in where.values()])
+        placement = turn.placements.get(key)
+        if placement is None:
+            turn.placements.clear()
+            placement = turn.placements[key] = self.placement(where, turn.outputs)
+        self.place(placement)
+        if not all(part.captured for part in self._current.parts):
+            self._current.captured = False  # a graph that cannot take other addresses is made anew
+        return turn, self._turns
+
+    _turns_of: tuple[object, object] = (None, None)  # the program and the outputs that it is for
+    _turns: Turns | None = None
+
     @property
     def runs_as_graph(self) -> bool:
         """Whether it runs as a graph: other addresses then take as long as a small copy."""
@@ -424,13 +458,33 @@ class Instance:
 
     # ---- run ----
 
-    def feed(self, feeds: Mapping[str, Any], stream: device.Stream) -> None:
-        """Copy to the inputs' homes what is not read in place."""
+    def run_turn(
+        self, turn: Turn, turns: Turns, feeds: Mapping[str, Any], stream: device.Stream
+    ) -> None:
+        """Copy what a turn does not hold, and launch."""
+        self.feed(feeds, stream, turns.fed, turn.copying(turns.copies))
+        turn.copied(turns.copies, stream)
+        self.launch(stream)
+        turn.ended(stream)
+
+    def feed(
+        self,
+        feeds: Mapping[str, Any],
+        stream: device.Stream,
+        places: Places | None = None,
+        apart: tuple[device.Stream, int] | None = None,
+    ) -> None:
+        """Copy to the inputs' homes what is not read in place.
+
+        `places` are those of some inputs, `apart` the stream and the address to copy arrays to.
+        """
+        places = self._fed if places is None else places
+        start = self.memory.address + self._spans["input"][0]
+        by, start = (stream, start) if apart is None else apart
         spans: list[tuple[int, int]] = []  # of the inputs' memory that arrays fill
         room = views = None
         moves = []
-        start = self.memory.address + self._spans["input"][0]
-        for name, at, tensor in self._fed:
+        for name, at, tensor in places:
             value = feeds[name]
             if not isinstance(value, np.ndarray):
                 if value.address != self.address[tensor.buffer]:
@@ -438,18 +492,18 @@ class Instance:
                 continue
             if views is None:
                 room = self.owner.uploads.acquire(self._spans["input"][1])
-                views = room.arrays(self._fed, self._fed)
+                views = room.arrays(places, places)
             assert room is not None
             for first, end in copied(views[name], value):
                 if end - first < tensor.nbytes:  # a piece goes on alone while others are copied
-                    stream.upload(start + at + first, room.pinned.address + at + first, end - first)
+                    by.upload(start + at + first, room.pinned.address + at + first, end - first)
                     continue
                 near = bool(spans) and at - spans[-1][1] <= GAP
                 spans.append((spans.pop()[0] if near else at, at + tensor.nbytes))
         if room is not None:
             for low, high in spans:
-                stream.upload(start + low, room.pinned.address + low, high - low)
-            room.passed.record(stream)
+                by.upload(start + low, room.pinned.address + low, high - low)
+            room.passed.record(by)
         for move in moves:  # after the arrays' copy, which passes over their homes
             stream.move(*move)
         if self._apart:
@@ -587,9 +641,15 @@ class Instance:
             wait = partial(self._arrived, room)
         return Pending(fetch.names, wait, partial(self.arrays, fetch, room))
 
-    def _arrived(self, room: Room) -> None:
+    def sent(self, fetch: Fetch, turn: Turn) -> Pending:
+        """Outputs that the run of a turn, which has just begun, writes in host memory."""
+        read = partial(self.copies, fetch, turn.memory.outputs)
+        turn.pending = Pending(fetch.names, partial(self._arrived, turn), read)
+        return turn.pending
+
+    def _arrived(self, there: Room | Turn) -> None:
         device.start(self.owner.device_id)
-        room.passed.wait(self.describe())
+        there.passed.wait(self.describe())
 
     def copy_out(self, name: str, target: DeviceTensor, stream: device.Stream) -> None:
         """Copy an output that stands at home, or is a state's tensor, to GPU memory."""

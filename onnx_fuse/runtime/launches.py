@@ -166,6 +166,11 @@ class Launches:
         entry = call.launches[k - self._calls.index(self._calls[k])].entry
         return DeviceError(f"{_label(call)} {entry}: {error}")
 
+    @property
+    def captured(self) -> bool:
+        """Whether it is one graph."""
+        return self._graph is not None
+
     def move(self, buffers: Collection[int]) -> None:
         """Take the addresses of these buffers anew, for the launches from now on."""
         self._move(buffers, ())
@@ -241,15 +246,15 @@ class Launches:
             return
         calls = self._segment.calls
         waits = self._hw.cc >= 90  # kernels themselves, by griddepcontrol
-        early = overlappable(after) if waits else [False] * len(after)
+        early = overlappable(after) if waits else [()] * len(after)
         # a library's kernels neither wait by themselves nor call for what follows them
         foreign = [not _waits(self._steps[k]) for k in self._nodes]
         own_calls = [calls[self._calls[k]] for k in self._nodes]
         collectives = [collective(call) for call in own_calls]
         self.timeline = Timeline(own_calls, after, stream) if any(collectives) else None
         early = [
-            e and not foreign[i] and not any(foreign[k] for k in after[i])
-            for i, e in enumerate(early)
+            () if foreign[i] or any(foreign[k] for k in after[i]) else steps
+            for i, steps in enumerate(early)
         ]
         before = [step.early for step in self._steps]
         for step in self._steps:

@@ -59,6 +59,11 @@ class Resources:
         return self._stream
 
     @cached_property
+    def copies(self) -> device.Stream:
+        """The stream of uploads beside the runs in `stream`."""
+        return device.Stream()
+
+    @cached_property
     def weights(self) -> Weights:
         """Weights and states, which stay on the device, by name."""
         home = None if self._home is None else self._home.weights

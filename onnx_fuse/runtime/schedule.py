@@ -134,18 +134,25 @@ def sequential(program: Program) -> Order:
     return _order(_one_by_one(program, wanted))
 
 
-def overlappable(after: Sequence[Sequence[int]]) -> list[bool]:
-    """Which of the steps that follow `after[i]` may be launched before the end of these.
+def overlappable(after: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """Of each step those steps, of the ones that it follows, before whose end it may be launched.
 
-    One that follows a single step, of whose followers it has the most steps behind it: another
-    launched so would hold room that this row needs.
+    They have the longest row before them, and of the followers of one of them this step has the
+    most steps behind it: another launched so would hold room that this row needs.
     """
     behind, heir = [0] * len(after), [-1] * len(after)
     for i in reversed(range(len(after))):
         for k in after[i]:
             if behind[i] >= behind[k]:
                 behind[k], heir[k] = behind[i] + 1, i
-    return [len(steps) == 1 and heir[steps[0]] == i for i, steps in enumerate(after)]
+    ahead = [0] * len(after)
+    found: list[tuple[int, ...]] = []
+    for i, steps in enumerate(after):
+        ahead[i] = max((ahead[k] + 1 for k in steps), default=0)
+        last = tuple(k for k in steps if ahead[k] + 1 == ahead[i])
+        alone = len(last) == 1 and heir[last[0]] == i
+        found.append(last if alone else ())
+    return found
 
 
 def copies(call: Call) -> tuple[tuple[str, str], ...]:

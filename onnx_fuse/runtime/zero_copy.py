@@ -39,6 +39,10 @@ class ZeroCopy:
         self.inputs = {name: self._array(t) for name, t in inputs.items()}
         self.outputs = {name: self._array(t) for name, t in outputs.items()}
 
+    def __bool__(self) -> bool:
+        """Whether anything stands there."""
+        return bool(self.inputs or self.outputs)
+
     def _array(self, t: Tensor) -> Array:
         raw = self._memory.array[self._used : self._used + t.nbytes]
         self._used += aligned(t.nbytes)
@@ -86,7 +90,7 @@ class ZeroCopy:
             if len(users[t.buffer]) != 1:
                 return None
             [call] = users[t.buffer]
-            if call.host or len(call.launches) != 1 or not _plain(call.launches[0]):
+            if call.host or len(call.launches) != 1 or not is_plain(call.launches[0]):
                 return None
             read = any(x.buffer == t.buffer for _, x in call.reads)
             if read and t.nbytes * prod(call.launches[0].grid) > READ:
@@ -94,7 +98,7 @@ class ZeroCopy:
         return ZeroCopy(inputs, outputs)
 
 
-def _plain(launch: Launch) -> bool:
+def is_plain(launch: Launch) -> bool:
     """Whether a kernel of ours reaches its operands by ordinary loads and stores alone."""
     maps = any(isinstance(arg, TensorMap) for arg in launch.args)
     return not launch.of_library and not maps

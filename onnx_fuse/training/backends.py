@@ -39,8 +39,7 @@ class Compiling:
         """The graph of a mode as a GPU runs it, and the outputs that replace states."""
         from onnx_fuse.runtime.states import guarded
 
-        successors, _, guards = _ends(spec)
-        return guarded(self._models[key], successors, guards)
+        return guarded(self._models[key], spec.successors, spec.guards)
 
     def _refuse(self, *given: Any) -> Any:
         raise UsageError("a Trainer with hardware= compiles its steps: it does not run them")
@@ -100,7 +99,7 @@ class Portable:
         """Nothing was changed by a bad step."""
 
     def _run(self, key: str, spec: Spec, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        scalars = [name for name in (spec.loss, spec.norm) if name]
+        scalars = spec.scalars
         pattern = (key, *(self._now[s.name] for s in spec.states))
         binding = self._bindings.get(pattern)
         if binding is None:
@@ -151,8 +150,7 @@ class PortableRanks(Portable):
             self._staged[key] = Staged(model, self._world)
 
     def _run(self, key: str, spec: Spec, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        ends = [name for name in (spec.loss, spec.norm) if name]
-        names = [*ends, *spec.outputs, *(s.next for s in spec.states if s.next)]
+        names = [*spec.scalars, *spec.outputs, *(s.next for s in spec.states if s.next)]
         states = {s.name: self.array(s.name) for s in spec.states}
         with ort.faults("training step"):
             found = self._staged[key].run({**feeds, **states}, names)
@@ -193,18 +191,11 @@ class Cuda:
         self, key: str, spec: Spec, feeds: Mapping[str, Array]
     ) -> Callable[[], dict[str, Array]]:
         """Begin a step; the result waits for it and gives its outputs."""
-        successors, scalars, guards = _ends(spec)
-        return self._states.start(key, successors, scalars, spec.outputs, feeds, guards)
+        ends = spec.scalars, spec.outputs
+        return self._states.start(key, spec.successors, *ends, feeds, spec.guards)
 
     def commit(self, spec: Spec) -> None:
         """Nothing is left to do."""
-
-
-def _ends(spec: Spec) -> tuple[dict[str, str], list[str], list[str]]:
-    """The state that each output replaces; scalars to fetch; those that guard the states."""
-    successors = {s.next: s.name for s in spec.states if s.next}
-    scalars = [name for name in (spec.loss, spec.norm) if name]
-    return successors, scalars, scalars if spec.strict else [spec.loss]
 
 
 def whole(node: onnx_ir.Node, math: str, hw: Hardware | None, gpu: int) -> bool:

@@ -17,7 +17,7 @@ from onnx_fuse.onnx.common import one_line
 from onnx_fuse.runtime import ort
 from onnx_fuse.runtime.tensor import DeviceTensor
 
-__all__ = ["check_freed_batch", "count", "fit", "load", "order"]
+__all__ = ["Fitting", "check_freed_batch", "count", "fit", "load", "order"]
 
 Array = np.ndarray[Any, Any]
 NOT_ARRAYS = (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
@@ -102,6 +102,39 @@ def fit(
         _check_shape(name, array.shape, value.shape, sizes, 0 if batch else 1)
         fitted[name] = np.asarray(array, dtype, order="C") if batch and not resident else array
     return fitted
+
+
+class Fitting:
+    """`fit` for step after step: feeds of the types and shapes of the last ones fit as well."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, ...]] = {}  # by the identity of the inputs
+
+    def __call__(
+        self, arrays: Mapping[str, Any], inputs: Sequence[onnx_ir.Value]
+    ) -> dict[str, Array]:
+        """The arrays in the types of the inputs. Raises DataError."""
+        kinds = _kinds(arrays, inputs)
+        if kinds is not None and kinds == self._known.get(id(inputs)):
+            return {v.name or "": arrays[v.name or ""] for v in inputs}
+        fitted = fit(arrays, inputs)
+        if kinds is not None and all(arrays[name] is array for name, array in fitted.items()):
+            self._known[id(inputs)] = kinds
+        return fitted
+
+
+def _kinds(arrays: Mapping[str, Any], inputs: Sequence[onnx_ir.Value]) -> tuple[Any, ...] | None:
+    """What `fit` looks at of arrays that it may hand on as they are; None for others."""
+    found = []
+    for value in inputs:
+        array = arrays.get(value.name or "")
+        if type(array) is np.ndarray:
+            if not array.flags.c_contiguous:
+                return None
+        elif type(array) is not DeviceTensor:
+            return None
+        found.append((type(array), array.dtype, array.shape))
+    return tuple(found)
 
 
 def _check_shape(

@@ -49,6 +49,10 @@ class Target:
 
         `first` is the number of the first row, for the message.
         """
+        # as numbers without a sign, those below 0 are the largest
+        unsigned = labels.view(np.uint64) if labels.dtype == np.int64 and labels.size else None
+        if unsigned is not None and int(unsigned.max()) < self.classes:
+            return
         wrong = ((labels < 0) | (labels >= self.classes)) & (labels != self.ignored)
         if wrong.any():
             place = [int(i) for i in np.unravel_index(int(np.argmax(wrong)), labels.shape)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -68,10 +69,25 @@ class Spec:
     measures: tuple[Measure, ...] = ()
     """What the losses are means of, where there are several ranks."""
 
-    @property
+    @cached_property
     def strict(self) -> bool:
         """Whether a gradient that is not finite is an error; a step with a scaled loss skips it."""
         return all(s.kind != "scaler" for s in self.states)
+
+    @cached_property
+    def scalars(self) -> tuple[str, ...]:
+        """The outputs that each step answers: the loss, and the norm where there is one."""
+        return tuple(name for name in (self.loss, self.norm) if name)
+
+    @cached_property
+    def successors(self) -> dict[str, str]:
+        """The state that each output replaces."""
+        return {s.next: s.name for s in self.states if s.next}
+
+    @property
+    def guards(self) -> tuple[str, ...]:
+        """The scalars of which one that is not finite keeps the states as they are."""
+        return self.scalars if self.strict else (self.loss,)
 
 
 def training_model(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -226,6 +227,7 @@ class Trainer:
         self.calls = 0
         """The number of steps so far, each of one batch."""
         self._runs: list[Run] = []  # started, and not looked at yet
+        self._fitting = data.Fitting()
         self.extra: dict[str, Any] = {}
         """The JSON values that `checkpoint` was given to keep besides the states."""
         graph, spec = self._build("update")
@@ -353,8 +355,11 @@ class Trainer:
         rate = self.optimizer.rate(self.updates)
         arrays |= self._scalars(spec, rate)
         begin = partial(self._device.start, mode, spec, arrays)
-        key = mode, *(a.shape for a in arrays.values())
-        result = begin() if self.world is None else self.world.watch.step(key, begin)
+        if self.world is None:
+            result = begin()
+        else:
+            key = mode, *(a.shape for a in arrays.values())
+            result = self.world.watch.step(key, begin)
         run = Run(self.calls, mode, spec, arrays, rate, rows, result)
         self._runs.append(run)
         self.calls += 1
@@ -402,8 +407,7 @@ class Trainer:
             run = self._runs[0]
             found, spec = run.result(), run.spec  # may raise: then the run is still to be looked at
             del self._runs[0]
-            ends = (spec.loss, spec.norm if spec.strict else "")
-            if all(np.isfinite(found[name]) for name in ends if name):
+            if all(math.isfinite(found[name]) for name in spec.guards):
                 self._device.commit(spec)
                 run.loss, run.feeds = float(found[spec.loss]), {}
                 run.norm = float(found[spec.norm]) if spec.norm else None
@@ -461,7 +465,7 @@ class Trainer:
     def _fit(self, spec: Spec, feeds: Mapping[str, Any]) -> dict[str, Array]:
         if self.world is None:  # ranks look at what they are fed
             feeds = self._device.adopt(feeds)
-        arrays = data.fit(feeds, spec.feeds)
+        arrays = self._fitting(feeds, spec.feeds)
         for target in [t for t in spec.targets if t.classes]:  # few bytes, wherever they are
             arrays[target.labels] = np.asarray(arrays[target.labels])
             target.check(arrays[target.labels])

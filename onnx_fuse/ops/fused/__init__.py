@@ -14,6 +14,7 @@ from onnx_fuse.ops.fused import (
     loss,
     norm,
     pointwise_conv,
+    read_rows,
     row_order,
     sdpa,
     window_gradients,  # noqa: F401  (its operators have no rules)
@@ -24,6 +25,7 @@ RULES: tuple[Rule, ...] = (
     *activations.RULES,
     *row_order.RULES,
     *norm.CANONICAL,
+    *read_rows.RULES,
     *layerscale.RULES,
     *groupnorm.RULES,
     *pointwise_conv.RULES,
