@@ -78,7 +78,8 @@ class CublasLt(Unconditional):
             return "C is broadcast or transposed"
         if len(problem.batch) > 1:
             return f"{len(problem.batch)} batch dims (at most 1)"
-        if max(problem.m, problem.n, problem.k, problem.batches) >= 2**31:
+        sizes = (problem.m, problem.n, problem.k, problem.batches)
+        if any(size >= 2**31 for size in sizes):
             return "a dimension of 2^31 or more"
         missing = "what is compiled into a file calls no library" if _left_out else version()
         return missing if isinstance(missing, str) else None

@@ -65,7 +65,7 @@ class Cluster(WithoutWorkspace):
             return f"{tiles} tiles of 128 x 128, more than there are SMs"
         if ceil(problem.n / 256) > 2 * hw.sm_count:
             return f"n={problem.n}: more than two tiles an SM"
-        if min(problem.m, problem.n, problem.k) < 1:
+        if any(size < 1 for size in (problem.m, problem.n, problem.k)):
             return "empty"
         return None
 

@@ -176,7 +176,7 @@ class _Portable(WithoutWorkspace):
         act = problem.epilogue.act
         if act and act not in BY_KEY:
             return f"no activation {act!r}"
-        if max(problem.m, problem.n, problem.k) >= 2**31:
+        if any(size >= 2**31 for size in (problem.m, problem.n, problem.k)):
             return "a dimension of 2^31 or more"
         return store_refusal(problem)
 

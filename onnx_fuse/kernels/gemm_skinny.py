@@ -25,6 +25,7 @@ from onnx_fuse.program.problem import (
     Ptr,
     ld,
 )
+from onnx_fuse.program.size import coarse
 
 
 class Skinny(WithoutWorkspace):
@@ -44,7 +45,7 @@ class Skinny(WithoutWorkspace):
             return f"no {problem.out} result"
         if problem.batch or problem.trans_a:
             return "no batches, and rows of x contiguous"
-        if problem.m > 512:
+        if coarse(problem.m) > 512:
             return f"{problem.m} rows (at most 512): w would be read too often"
         if problem.k % 8 or not aligned(problem):
             return f"k={problem.k} is not a multiple of 8, or rows are not 16-byte aligned"

@@ -11,6 +11,7 @@ from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import RuleBased, access_width
 from onnx_fuse.program.moves import GatherElements, GatherND, ScatterElements, ScatterND
 from onnx_fuse.program.problem import ITEMSIZE, Arg, Config, Hardware, Launch, Num, Ptr
+from onnx_fuse.program.size import coarse
 
 THREADS = 256
 MAX_TUPLE = 6
@@ -130,7 +131,7 @@ class Grouped(RuleBased):
     @staticmethod
     def _part(problem: ScatterND) -> int:
         """About the square root of all, so that parts and their sums are about as long."""
-        return 1 << max(6, (problem.count - 1).bit_length() // 2)
+        return 1 << max(6, (coarse(problem.count) - 1).bit_length() // 2)
 
     def _room(self, problem: ScatterND, config: Config) -> tuple[int, int, int]:
         """Sorted updates a part, the offset of the parts' sums in the workspace, and its bytes."""

@@ -19,7 +19,7 @@ from onnx_fuse.kernels.rule_based import (
 )
 from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Num, Ptr
 from onnx_fuse.program.problems import Norm, NormGrad, NormGradSums
-from onnx_fuse.program.size import maximum, minimum
+from onnx_fuse.program.size import maximum, minimum, upper_bound
 
 _KEPT = 40  # elements of a row a thread may hold in registers
 _GRAD_KEPT = 16  # of dy and x each, in the gradient
@@ -41,7 +41,8 @@ def grad_shape(problem: NormGrad, threads: int = 0) -> tuple[int, int, int]:
     if not threads:
         each = vec * (2 if ITEMSIZE[dtype] == 2 else 4)
         threads = min(1024, max(32, pow2(-(-length // each))))
-        if problem.rows <= 2048:  # few rows: more threads each, or a block would wait for memory
+        # few rows: more threads each, or a block would wait for memory
+        if upper_bound(problem.rows) <= 2048:
             threads = max(threads, min(128, pow2(-(-length // vec))))
     return vec, threads, -(-length // (vec * threads))
 

@@ -15,6 +15,7 @@ from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.problem import ITEMSIZE, Problem
 from onnx_fuse.program.problems import CrossEntropyChunk
+from onnx_fuse.program.size import coarse
 
 CHUNK_BYTES = 416 << 20
 """The bytes of a chunk of scores. The gradient of the weights is read and written once a chunk, and
@@ -27,7 +28,7 @@ def chunk_rows(rows: int, stride: int, dtype: str) -> int:
     """The number of rows of each chunk but the last: about equal ones, of CHUNK_BYTES at most."""
     most = max(ROWS, CHUNK_BYTES // (stride * ITEMSIZE[dtype]) // ROWS * ROWS)
     count = 1
-    while rows > count * most:  # which leaves open rows open
+    while coarse(rows) > count * most:  # which leaves open rows open
         count += 1
     return -(-rows // (count * ROWS)) * ROWS
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 from math import prod
 
 from onnx_fuse.kernels import CALLS_EARLY, Choice, select
+from onnx_fuse.kernels.rule_based import RuleBased
 from onnx_fuse.program.call import Call
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.program.size import upper_bound, wide_size_class
@@ -16,8 +17,10 @@ from onnx_fuse.program.size import upper_bound, wide_size_class
 def chosen(call: Call, choice: Choice, hw: Hardware) -> Call:
     """The call with the launches of the candidate chosen for its problem."""
     assert call.problem is not None
-    name = f"{choice.kernel.name} {choice.config}".removesuffix(" -")
-    how = f"{name}: {choice.why}, {choice.seconds * 1e6:.1f} us"
+    how = f"{choice.kernel.name} {choice.config}".removesuffix(" -") + f": {choice.why}"
+    # by a rule the time is that of the sizes lowered, and an open program has others as well
+    if call.problem.trace is None or not isinstance(choice.kernel, RuleBased):
+        how += f", {choice.seconds * 1e6:.1f} us"
     return replace(
         call,
         launches=choice.launch(call.problem, hw),
