@@ -617,7 +617,7 @@ class Executable:
         for shape in self._shapes.values():
             found.append(shape.program)
             if shape.instance is not None and shape.instance.stages is not None:
-                for inner in shape.instance.stages.executables():
+                for inner in shape.instance.stages.runners():
                     found += inner.programs()
         return found
 

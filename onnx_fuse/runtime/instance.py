@@ -384,7 +384,7 @@ class Instance:
     def _variant(self) -> Variant:
         """Launches for the present placement."""
         parts = [
-            HostCall(self, s)
+            HostCall(s, self.address)
             if s.host
             else Launches(s, self.plan.order, self.owner.hw, self.address)
             for s in segments(self.program)
