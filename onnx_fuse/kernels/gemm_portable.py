@@ -24,7 +24,7 @@ from onnx_fuse.program.problem import (
 
 
 def gate_refusal(problem: Problem) -> str | None:
-    """Why no epilogue can make the gated product; None where it can, or where there is no gate."""
+    """The reason why no epilogue makes the gated product; None where one can, or without a gate."""
     if not problem.epilogue.gate:
         return None
     if problem.n % 16 or problem.trans_b:
@@ -38,12 +38,12 @@ def gate_refusal(problem: Problem) -> str | None:
 
 
 def store_refusal(problem: Problem) -> str | None:
-    """Why a kernel that stores the rows of y one behind the other cannot; None if it can."""
+    """The reason why a kernel that stores dense rows of y cannot serve; None where it can."""
     return "rows of y stand apart" if problem.ldy else gate_refusal(problem)
 
 
 def plain_refusal(problem: Problem) -> str | None:
-    """Why an epilogue with one dense operand and a bias a column is not enough; None if it is."""
+    """The reason why the epilogue is more than one dense operand and a bias a column, or None."""
     own = ("dw", "moments", "column_sums", "save_act")
     if problem.epilogue.among(*own) or problem.parts:
         return "no sums of rows, columns or parts, no second activation"
@@ -151,7 +151,7 @@ def tile_seconds(
 
 
 def slope_seconds(problem: Problem, elements: float) -> float:
-    """What act'(c) takes a thread for its last elements, which nothing hides (H200, 2026-11)."""
+    """The time of act'(c) for a thread's last elements, which nothing hides (H200, 2026-11)."""
     return 4.6e-8 * elements if problem.epilogue.dact else 0.0
 
 

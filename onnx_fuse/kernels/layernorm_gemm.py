@@ -68,9 +68,9 @@ class Fold:
         return gemm_problem(problem, layernorm=True, epsilon=epsilon, **how)
 
     def _side(self, problem: Problem, config: Config, hw: Hardware) -> bool:
-        """Whether the GEMM makes the statistics itself: no split one, and none that waits for them.
+        """Whether the GEMM makes the statistics itself, which it cannot where k is split.
 
-        Its idle warps have few rows on their way at a time, which a pass of its own may outrun.
+        Its idle warps have few rows in flight at a time, so that a pass of its own may be faster.
         """
         problem = problem.upper_bound()
         gemm = self._gemm(problem)

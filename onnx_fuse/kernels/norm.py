@@ -28,7 +28,7 @@ _SHARE = 320  # bytes of the weights of few columns that a thread may have in re
 
 
 def _unheld(columns: int, held: int, dtype: str) -> str | None:
-    """Why threads that hold so many elements of a row multiply by no such matrix."""
+    """The reason why a thread's registers do not hold its share of a product's columns, or None."""
     if not columns or 0 < held * columns * ITEMSIZE[dtype] <= _SHARE:
         return None
     return f"a thread's registers do not hold its share of {columns} columns"

@@ -20,7 +20,7 @@ class Unconditional:
     """A candidate each of whose configurations serves every problem that it supports."""
 
     def fits(self, problem: Any, config: Config) -> bool:
-        """True: there is nothing to ask of a member of a class."""
+        """Always True: each configuration serves every problem of a class."""
         return True
 
 
@@ -104,7 +104,7 @@ def thread_choices(threads: int, least: int = 1) -> list[Config]:
 
 
 def tail_text(tail: Tail) -> str | None:
-    """The tail as a C++ expression of v0, v1, v2 and v3, None where it is none."""
+    """The tail as a C++ expression of v0, v1, v2 and v3; None where it has no such form."""
     loads = range(tail.expression.loads)
     names = ["v0" if j == tail.own else f"v{j + (j < tail.own)}" for j in loads]
     return inline(tail.expression, names)

@@ -42,7 +42,7 @@ def operands(address: Mapping[int, int], i: int, call: Call) -> dict[str, int]:
 
 
 def changes(program: Program) -> tuple[Change, ...] | None:
-    """The launches that hold open sizes; None where more of one changes than its arguments."""
+    """The launches that hold open sizes; None where another shape changes more than arguments."""
     found = []
     for i, call in enumerate(program.calls):
         for j, launch in enumerate(call.launches):

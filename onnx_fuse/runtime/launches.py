@@ -110,7 +110,7 @@ class Launches:
         step.rewrite(grid, values)
 
     def rewritable(self, changes: Sequence[Change]) -> bool:
-        """Whether none of these calls but copies tensors whole, which may turn out to be idle."""
+        """Whether no changed call only copies whole tensors: such a copy may become idle."""
         if self._rewritable is None:
             first, calls = self._segment.first, self._segment.calls
             self._rewritable = not any(copies(calls[i - first]) for i in {c[0] for c in changes})

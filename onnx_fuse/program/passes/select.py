@@ -47,9 +47,10 @@ def _selected(call: Call, hw: Hardware, prefs: Mapping[str, str] | None) -> Call
 
 
 def call_early(calls: Sequence[Call], hw: Hardware) -> tuple[Call, ...]:
-    """The calls; a launch whose next one's blocks take a multiprocessor each calls for it at once.
+    """The calls; a launch calls for the next one early where the next one's blocks are large.
 
-    Where a block falls idle the next one's then prepares itself. Smaller blocks would crowd there.
+    Where a block of such a launch ends, a block of the next one then prepares itself on the idle
+    multiprocessor. Blocks of less than half a multiprocessor would take room from the running ones.
     """
     found = [list(call.launches) for call in calls]
     places = [(i, j) for i, launches in enumerate(found) for j in range(len(launches))]
