@@ -54,7 +54,6 @@ class CublasLt(Unconditional):
     name = "cublaslt"
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
-        """The reason why this kernel cannot serve `problem`, or None if it can."""
         if problem.dtype not in CUDA_TYPES or problem.out not in (problem.dtype, "float32"):
             return f"no product {problem.dtype} -> {problem.out}"
         if (problem.dtype, problem.out) == ("float64", "float32"):

@@ -196,7 +196,6 @@ class Simt(Unconditional, _Portable):
     free_axes = "y"
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
-        """The reason why this kernel cannot serve `problem`, or None if it can."""
         if problem.dtype.startswith("float8"):
             return f"no products of {problem.dtype} on ordinary cores"
         fancy = problem.epilogue.among("layernorm", "dx", "act", "dact")
@@ -219,7 +218,6 @@ class Simt(Unconditional, _Portable):
         return tile_seconds(problem, size, size, per_sm, hw, 0.6, 16) + slope
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """The one launch of the kernel."""
         tile = SIMT_TILES[config.integer("tile")]
         vec = max(1, min(4, 16 // ITEMSIZE[problem.dtype])) if aligned(problem) else 1
         layout = {"TRANS_A": problem.trans_a, "TRANS_B": problem.trans_b, "VEC": vec}
@@ -253,7 +251,6 @@ class Fma(_Portable):
     free_axes = "y"
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
-        """The reason why this kernel cannot serve `problem`, or None if it can."""
         if hw.cc < 80:
             return f"cp.async needs sm_80, this is {hw.arch}"
         if {problem.dtype, problem.out} != {"float32"}:
@@ -309,7 +306,6 @@ class Fma(_Portable):
         return max(work + share, problem.bytes / hw.bandwidth) + hw.launch_seconds + slope
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """The one launch of the kernel."""
         (bm, bn), split = config.integers("tile"), config.integer("split")
         groups, vec = FMA_TILES[bm, bn][0], 4 if aligned(problem) else 1
         lying = (
@@ -362,7 +358,6 @@ class Mma(Unconditional, _Portable):
     free_axes = "y"
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
-        """The reason why this kernel cannot serve `problem`, or None if it can."""
         if hw.cc < 80:
             return f"mma.sync with cp.async needs sm_80, this is {hw.arch}"
         if problem.dtype not in ("float16", "bfloat16", "float32"):
@@ -422,7 +417,6 @@ class Mma(Unconditional, _Portable):
         return seconds + slope_seconds(problem, wm * wn / 32)
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """The one launch of the kernel."""
         bm, bn, wm, wn = config.integers("tile")
         layout = {
             "TRANS_A": problem.trans_a,

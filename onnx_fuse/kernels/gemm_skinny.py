@@ -36,7 +36,6 @@ class Skinny(WithoutWorkspace):
     free_axes = "z"
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
-        """The reason why this kernel cannot serve `problem`, or None if it can."""
         if hw.cc < 80:
             return f"mma.sync with bf16 needs sm_80, this is {hw.arch}"
         if problem.dtype not in ("float16", "bfloat16"):
@@ -111,7 +110,6 @@ class Skinny(WithoutWorkspace):
         return 4 if fit >= 4 else 2 if fit >= 2 else 1
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """The one launch of the kernel."""
         mt, nt, wn, warps, cluster = self._shape(config)
         norm = problem.op == "LayerNormGemm"
         mode = 0 if not norm else 1 if problem.folded else 2

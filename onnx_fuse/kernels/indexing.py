@@ -49,7 +49,6 @@ class Elements(RuleBased):
     free_axes = "yz"
 
     def launch(self, problem: GatherElements, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """The one launch of the kernel."""
         sizes = (problem.size, problem.inner, problem.taken, problem.length)
         return self.one(
             "gather_elements", -(-problem.size // THREADS), THREADS,

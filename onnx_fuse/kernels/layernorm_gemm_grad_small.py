@@ -92,7 +92,6 @@ class FewRows:
     source = "layernorm_gemm/grad_few_rows.cu"
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
-        """The reason why this kernel cannot serve `problem`, or None if it can."""
         if hw.cc < 80:
             return f"mma.sync with bf16 needs sm_80, this is {hw.arch}"
         if problem.dtype not in ("float16", "bfloat16"):

@@ -96,7 +96,6 @@ class Row(RuleBased):
         return vec, threads, row_items(length, vec, threads, _KEPT)
 
     def launch(self, problem: Norm, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """The one launch of the kernel."""
         rows, length, x = problem.rows, problem.length, problem.dtype
         vec, threads, items = self._shape(problem, config)
         vec, items = whole_sectors(problem.tail, x, vec, items)
@@ -179,7 +178,6 @@ class GradSums(_Grad):
     """The sums of the parts. Operands: part dscale dbias."""
 
     def launch(self, problem: NormGradSums, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """The one launch of the kernel."""
         grad = problem.grad
         return (Launch(
             self.source, "layernorm_dparams", (-(-grad.length // 32), problem.outputs, 1),

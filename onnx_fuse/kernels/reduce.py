@@ -79,7 +79,6 @@ class Row(RuleBased):
         return thread_choices(_team(problem))
 
     def launch(self, problem: Reduce, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """The one launch of the kernel."""
         rows = problem.outer * problem.splits
         threads = config.integer("team") or _team(problem)
         block = block_of(threads)
