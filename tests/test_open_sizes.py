@@ -309,12 +309,12 @@ def assert_changes(source: Open, numbers: dict[str, int], sizes: dict[str, int])
     found, before, after = source.part("changes", sizes), source.at(numbers), source.at(sizes)
     if found is None:
         return
-    changed = {(i, j): (grid, words) for i, j, grid, words in found}
+    changed = {(i, j): (grid, words, sync) for i, j, grid, words, sync in found}
     for i, (old, new) in enumerate(zip(before.calls, after.calls, strict=True)):
         for j, (x, y) in enumerate(zip(old.launches, new.launches, strict=True)):
-            assert replace(x, grid=(), args=()) == replace(y, grid=(), args=()), (i, j)
-            want = y.grid, tuple(word for word, _ in words(i, new, y))
-            had = x.grid, tuple(word for word, _ in words(i, old, x))
+            assert replace(x, grid=(), args=(), sync=0) == replace(y, grid=(), args=(), sync=0)
+            want = y.grid, tuple(word for word, _ in words(i, new, y)), y.sync
+            had = x.grid, tuple(word for word, _ in words(i, old, x)), x.sync
             assert changed.get((i, j), had) == want, (i, j)
             assert spots(i, old, x) == spots(i, new, y), (i, j)
             if (i, j) not in changed:
@@ -567,3 +567,6 @@ def test_a_length_of_a_class_is_no_other_training_step(
     assert made[-1].source is not None
     again = Specializer(step, H200).of(step_shapes(step, (batch, lengths[-1])))
     assert repr(again.program) == repr(made[-1].program)
+    first, last = (specializer.numbers(step_shapes(step, (batch, lengths[n]))) for n in (0, -1))
+    assert made[-1].changes is not None  # a length writes the words of launches anew, and no more
+    assert_changes(made[-1].source, first, last)

@@ -118,7 +118,8 @@ class Grouped(RuleBased):
             return f"index tuples of {len(problem.dims)}"
         if count <= FEW and not problem.fresh:
             return f"only {count} updates"
-        if max(count, rows, problem.inner) >= 1 << 30 or -(-rows // IDS) * count > MOST_READ:
+        large = any(size >= 1 << 30 for size in (count, rows, problem.inner))
+        if large or -(-rows // IDS) * count > MOST_READ:
             return f"{count} updates in {rows} rows are too many to read once for {IDS} rows"
         return None
 

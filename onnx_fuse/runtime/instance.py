@@ -193,7 +193,7 @@ class Instance:
         if changes is not None and len(parts) == 1 and made.source is before.source:
             (part,) = parts
             assert isinstance(part, Launches)
-            if part.rewritable(changes):
+            if part.rewritable(changes, self.movable):
                 self._stale = True  # until it is known where the run's inputs and outputs stand
                 return True
         self._stale = False
