@@ -128,7 +128,7 @@ class Captured:
                 leaf.grad = None
             return [_wrap(array, None, 0) for array in found[: self._count]]
         for state in self._in_place:
-            state._data = _sole(state)
+            state._data = sole(state)
         given = [*arguments, *(t for t, _ in self._outside)]
         if self._differentiates:
             with no_grad():
@@ -404,7 +404,7 @@ def _write(captured: Captured, path: str | os.PathLike[str]) -> None:
     save(captured.file(captured.names()), path)
 
 
-def _sole(x: Tensor) -> Any:
+def sole(x: Tensor) -> Any:
     """The memory of a Tensor in GPU memory, or a copy of it where others may read it too."""
     from onnx_fuse.runtime.tensor import DeviceTensor
 
