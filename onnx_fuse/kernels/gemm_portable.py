@@ -43,7 +43,7 @@ def store_refusal(problem: Problem) -> str | None:
 
 
 def plain_refusal(problem: Problem) -> str | None:
-    """The reason why the epilogue is more than one dense operand and a bias a column, or None."""
+    """Why an epilogue with one dense operand and a bias a column is not enough; None if it is."""
     own = ("dw", "moments", "column_sums", "save_act")
     if problem.epilogue.among(*own) or problem.parts:
         return "no sums of rows, columns or parts, no second activation"
