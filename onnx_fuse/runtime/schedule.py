@@ -135,10 +135,10 @@ def sequential(program: Program) -> Order:
 
 
 def overlappable(after: Sequence[Sequence[int]]) -> list[bool]:
-    """Which of the steps may be launched before the steps that they follow have ended.
+    """Which of the steps that follow `after[i]` may be launched before the end of these.
 
-    Such a step follows a single one, and has more steps behind it than that one's other followers:
-    blocks of those would take room that the longest chain needs.
+    One that follows a single step, of whose followers it has the most steps behind it: another
+    launched so would hold room that this row needs.
     """
     behind, heir = [0] * len(after), [-1] * len(after)
     for i in reversed(range(len(after))):
