@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from fake_gpu import FakeGpu
 
 from onnx_fuse import InferenceSession
+from onnx_fuse.cuda.launch import Bound
 from onnx_fuse.onnx.build import text_model
+from onnx_fuse.program.problem import CHIPS, Launch, Num, Ptr
 
 BIAS = np.linspace(-1, 1, 8, dtype=np.float32)
 
@@ -50,3 +55,34 @@ def test_shapes_of_one_class_take_over_one_instance(gpu: FakeGpu) -> None:
         np.testing.assert_array_equal(y, x + BIAS)
         np.testing.assert_array_equal(places, np.arange(n))
     assert len(runner.instances()) == 2
+
+
+def test_what_a_launch_counts_in_is_new_where_its_size_is_another(gpu: FakeGpu) -> None:
+    """What a run leaves there lies by the bytes, so that other bytes begin at zero."""
+    launch = Launch(
+        "quant/float8.cu",
+        "e",
+        (1, 1, 1),
+        (32, 1, 1),
+        (Ptr("x"), Num("i32", 3), Ptr("sync")),
+        sync=48,
+    )
+    bound = Bound(launch, {"x": 4096}, CHIPS["H200"])
+
+    def words() -> tuple[int, int, int]:
+        x, n, sync = (ctypes.c_uint64 * 3).from_address(bound.arguments)
+        found = ctypes.c_uint64.from_address
+        return found(x).value, ctypes.c_int32.from_address(n).value, found(sync).value
+
+    _, _, first = words()
+    bound.rewrite((2, 1, 1), (8192, 5, 0), 48)
+    assert words() == (8192, 5, first)
+    bound.rewrite((3, 1, 1), (4096, 7, 0), 200)
+    x, n, second = words()
+    assert (x, n) == (4096, 7)
+    assert second not in (0, first)
+    bound.rewrite((3, 1, 1), (4096, 7, 0), 48)
+    assert words()[2] not in (first, second)
+    assert not bound.update(replace(launch, sync=200), {"x": 4096})
+    assert bound.update(launch, {"x": 12288})
+    assert words()[:2] == (12288, 3)

@@ -8,6 +8,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -308,12 +309,12 @@ def assert_changes(source: Open, numbers: dict[str, int], sizes: dict[str, int])
     found, before, after = source.part("changes", sizes), source.at(numbers), source.at(sizes)
     if found is None:
         return
-    changed = {(i, j): (grid, words) for i, j, grid, words in found}
+    changed = {(i, j): (grid, words, sync) for i, j, grid, words, sync in found}
     for i, (old, new) in enumerate(zip(before.calls, after.calls, strict=True)):
         for j, (x, y) in enumerate(zip(old.launches, new.launches, strict=True)):
-            assert replace(x, grid=(), args=()) == replace(y, grid=(), args=()), (i, j)
-            want = y.grid, tuple(word for word, _ in words(i, new, y))
-            had = x.grid, tuple(word for word, _ in words(i, old, x))
+            assert replace(x, grid=(), args=(), sync=0) == replace(y, grid=(), args=(), sync=0)
+            want = y.grid, tuple(word for word, _ in words(i, new, y)), y.sync
+            had = x.grid, tuple(word for word, _ in words(i, old, x)), x.sync
             assert changed.get((i, j), had) == want, (i, j)
             assert spots(i, old, x) == spots(i, new, y), (i, j)
             if (i, j) not in changed:
@@ -516,23 +517,56 @@ def test_a_small_batch_of_a_large_class_has_one_layout(monkeypatch: pytest.Monke
         assert one.plan.arena < plan(one.source.at({"s0": 16, "s1": 192})).arena
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_length_of_a_class_is_no_other_training_step(precision: str) -> None:
-    """One program for the lengths of a class, whatever they are multiples of."""
-    step, _ = training_model(
-        gpt.build(gpt.Config(layers=1, vocab=1000, context=512)),
+@cache
+def training_step(precision: str) -> ir.Model:
+    """The step of one layer of GPT-2 124M."""
+    return training_model(
+        gpt.build(gpt.Config(1, 12, 768, 50257, 1024)),
         loss="cross_entropy",
         optimizer=optim.AdamW(),
         level=2,
         precision=precision,
-    )
+    )[0]
+
+
+def step_shapes(step: ir.Model, sizes: tuple[int, int]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """The shapes of its inputs at a batch and a length."""
+    shapes = {}
+    for v in step.graph.inputs:
+        assert v.shape is not None
+        assert v.dtype is not None
+        dims = [d if isinstance(d, int) else sizes[i] for i, d in enumerate(v.shape)]
+        shapes[v.name or ""] = (tuple(dims), v.dtype.numpy().name)
+    return shapes
+
+
+@pytest.mark.parametrize(
+    ("precision", "batch", "lengths"),
+    [
+        ("fp32", 16, (450, 451, 467, 490, 511, 456, 480, 504)),
+        ("bf16", 16, (450, 451, 467, 490, 511, 456, 480, 504)),
+        ("bf16", 4, (100, 65, 66, 81, 82, 96, 128)),  # 264 and 328 rows: tiles of rows of the H200
+        ("bf16", 4, (180, 129, 131, 132, 133, 191, 192)),  # 528 rows: 4 a multiprocessor; 768
+        ("bf16", 3, (86, 85, 65, 128)),  # 256 rows: one block's sums of the losses
+        ("bf16", 3, (171, 170, 129, 192)),  # 512: the products of few rows
+        ("bf16", 5, (409, 410, 385, 448)),  # 2048: threads of a norm's gradient
+        ("bf16", 12, (341, 342, 321, 352, 353, 384)),  # 4096: a chunk of scores; 4224: of moments
+    ],
+)
+def test_a_length_of_a_class_is_no_other_training_step(
+    precision: str, batch: int, lengths: tuple[int, ...]
+) -> None:
+    """One program for the lengths of a class, whatever they are multiples of.
+
+    It is the one that lowering makes for the length, and it does not matter which came first.
+    """
+    step = training_step(precision)
     specializer = Specializer(step, H200)
-    for length in (450, 451, 467, 490, 511, 456, 480, 504):
-        shapes = {}
-        for v in step.graph.inputs:
-            assert v.shape is not None
-            assert v.dtype is not None
-            dims = [d if isinstance(d, int) else (16, length)[i] for i, d in enumerate(v.shape)]
-            shapes[v.name or ""] = (tuple(dims), v.dtype.numpy().name)
-        assert specializer.of(shapes).source is not None
+    made = [specializer.of(step_shapes(step, (batch, length))) for length in lengths]
     assert specializer.traced == 1
+    assert made[-1].source is not None
+    again = Specializer(step, H200).of(step_shapes(step, (batch, lengths[-1])))
+    assert repr(again.program) == repr(made[-1].program)
+    first, last = (specializer.numbers(step_shapes(step, (batch, lengths[n]))) for n in (0, -1))
+    assert made[-1].changes is not None  # a length writes the words of launches anew, and no more
+    assert_changes(made[-1].source, first, last)

@@ -55,13 +55,16 @@ class Arguments:
         self._words, self._spots = _words(args)
         self.place(pointers)
 
-    def write(self, words: Sequence[Any]) -> None:
-        """Write all arguments as they are: numbers, addresses, (TensorMap, address) of a map."""
-        self._layout[0].pack_into(
-            self._memory,
-            self._skipped,
-            *[_descriptor(*w) if isinstance(w, tuple) else w for w in words],
-        )
+    def write(self, words: Sequence[Any], pointers: Mapping[str, int]) -> None:
+        """Write all arguments as they are: numbers, addresses, (TensorMap, address) of a map.
+
+        The addresses of the names in `pointers` are taken from there.
+        """
+        found = [_descriptor(*w) if isinstance(w, tuple) else w for w in words]
+        for at, name, offset, _ in self._spots if pointers else ():
+            if name in pointers:
+                found[at] = pointers[name] + offset
+        self._layout[0].pack_into(self._memory, self._skipped, *found)
 
     def place(self, pointers: Mapping[str, int]) -> None:
         """Write all arguments; `pointers` maps their names to addresses, null where one lacks."""

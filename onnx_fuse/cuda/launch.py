@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any, Protocol
 
@@ -164,11 +165,17 @@ class Bound:
         self._arguments.replace(launch.args, self._pointers(pointers))
         return True
 
-    def rewrite(self, grid: tuple[int, int, int], words: Sequence[Any]) -> None:
-        """Take another grid and all arguments, addresses included, of a launch without `sync`."""
+    def rewrite(self, grid: tuple[int, int, int], words: Sequence[Any], sync: int) -> None:
+        """Take another grid and all arguments, addresses included, but for that of "sync".
+
+        Where the bytes of that are others, it is new memory: what a run leaves in it lies by them.
+        """
         if grid != self._grid:
             self._grid, self._settings = grid, (-1, False, None)
-        self._arguments.write(words)
+        if sync != self.launch.sync:
+            self.launch = replace(self.launch, sync=sync)
+            self._sync = _Zeroed(self.launch)
+        self._arguments.write(words, self._pointers({}))
 
     def enqueue(self, stream: int) -> None:
         """Enqueue into the CUstream whose handle is `stream` (one under capture records a node)."""

@@ -130,7 +130,7 @@ def select(
 
 
 def _once(memo: dict[Any, Any] | None, key: object, make: Callable[[], T]) -> T:
-    """What `make` gives, once for each key of a memo; each time where there is no memo."""
+    """The result of `make`, kept in the memo under `key`; computed each time without a memo."""
     if memo is None:
         return make()
     if key not in memo:
@@ -233,7 +233,7 @@ def _first_that_fits(problem: AnyProblem, choices: Sequence[Choice]) -> Choice |
 
 
 def refusal(kernel: Kernel, problem: AnyProblem, hw: Hardware) -> str | None:
-    """What `supports` says: the sizes named in it are no decision, those compared are."""
+    """The answer of `supports`. Sizes in its text add no guard; sizes that it compares do."""
     if problem.trace is None:
         return kernel.supports(problem, hw)
     with problem.trace.formatting():

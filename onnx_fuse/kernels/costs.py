@@ -13,10 +13,7 @@ from onnx_fuse.program.problem import AnyProblem, Hardware
 
 @dataclass(frozen=True)
 class Passes(AnyProblem):
-    """The passes over memory of an alternative that is weighed and not lowered.
-
-    They move so many bytes in so many launches.
-    """
+    """Memory passes of an alternative that is only costed: `bytes` moved in so many launches."""
 
     moved: int
     launches: int = 1

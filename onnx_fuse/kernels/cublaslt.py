@@ -54,7 +54,6 @@ class CublasLt(Unconditional):
     name = "cublaslt"
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
-        """The reason why this kernel cannot serve `problem`, or None if it can."""
         if problem.dtype not in CUDA_TYPES or problem.out not in (problem.dtype, "float32"):
             return f"no product {problem.dtype} -> {problem.out}"
         if (problem.dtype, problem.out) == ("float64", "float32"):
@@ -78,7 +77,8 @@ class CublasLt(Unconditional):
             return "C is broadcast or transposed"
         if len(problem.batch) > 1:
             return f"{len(problem.batch)} batch dims (at most 1)"
-        if max(problem.m, problem.n, problem.k, problem.batches) >= 2**31:
+        sizes = (problem.m, problem.n, problem.k, problem.batches)
+        if any(size >= 2**31 for size in sizes):
             return "a dimension of 2^31 or more"
         missing = "what is compiled into a file calls no library" if _left_out else version()
         return missing if isinstance(missing, str) else None

@@ -18,7 +18,6 @@ class Rounding(RuleBased):
     source = "quant/float8.cu"
 
     def supports(self, problem: Float8, hw: Hardware) -> str | None:
-        """The reason why this kernel cannot serve `problem`, or None if it can."""
         if hw.cc < 89:
             return f"float8 needs sm_89, this is {hw.arch}"
         if problem.m % 16 or problem.k % 16:
@@ -32,7 +31,6 @@ class Rounding(RuleBased):
         return problem.bytes / (0.77 * hw.bandwidth) + hw.launch_seconds
 
     def launch(self, problem: Float8, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """The one launch of the kernel."""
         e5m2 = problem.kind == "float8_e5m2"
         args = (Ptr("x"), Ptr("history"), Num("i32", problem.m), Num("i32", problem.k), Ptr("q"),
                 Ptr("qt"), Ptr("scale"), Ptr("next"), Ptr("part"), Ptr("sync"))  # fmt: skip

@@ -39,7 +39,6 @@ class Cluster(WithoutWorkspace):
     norms = False  # whether gamma and beta are applied to a in shared memory
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
-        """The reason why this kernel cannot serve `problem`, or None if it can."""
         if hw.arch != "sm_90a":
             return f"wgmma needs sm_90a, this is {hw.arch}"
         if problem.dtype not in ("float16", "bfloat16"):
@@ -65,7 +64,7 @@ class Cluster(WithoutWorkspace):
             return f"{tiles} tiles of 128 x 128, more than there are SMs"
         if ceil(problem.n / 256) > 2 * hw.sm_count:
             return f"n={problem.n}: more than two tiles an SM"
-        if min(problem.m, problem.n, problem.k) < 1:
+        if any(size < 1 for size in (problem.m, problem.n, problem.k)):
             return "empty"
         return None
 
@@ -182,7 +181,6 @@ class Cluster(WithoutWorkspace):
         return start + max(l2, products, stats, memory) + sums + turns + waves + crowd
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """The one launch of the kernel."""
         wgm, bn, split, share, _ = self._shape(config)
         m, n, k = problem.m, problem.n, problem.k
         rows, stages = self._rows(problem, wgm, share), self._stages(problem, config, hw)
@@ -262,7 +260,6 @@ class NormCluster(Cluster):
     norms = True
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
-        """The reason why this kernel cannot serve `problem`, or None if it can."""
         if problem.folded:
             return "the weights are folded: gamma and beta are not given"
         if problem.stats:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.kernels.gemm_sm90 import STREAM, Wgmma
 from onnx_fuse.kernels.rows import rename
+from onnx_fuse.kernels.rule_based import AroundProduct
 from onnx_fuse.program.problem import Config, Hardware, Launch, Problem, Ptr, ld
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
@@ -20,7 +21,7 @@ OCCUPIED = 0.9
 """The time of a product beside that predicted for as many bytes of bfloat16 (H200, 2026-11)."""
 
 
-class EightBits:
+class EightBits(AroundProduct):
     """y = "scale_a" "scale_b" a · b of float8 operands with k contiguous, and an epilogue.
 
     Both scales are one float32 on the device. Sums of 128 products are added up in float32.
@@ -31,7 +32,7 @@ class EightBits:
     def __init__(self) -> None:
         self.inner = Wgmma()
 
-    def _pairs(self, problem: Problem) -> Problem:
+    def _gemm(self, problem: Problem) -> Problem:
         """The product of 16-bit words that has the same bytes."""
         lda, ldb = ld(problem)
         epilogue = replace(problem.epilogue, bias_dtype=problem.epilogue.bias_dtype or problem.out)
@@ -41,7 +42,6 @@ class EightBits:
         )  # fmt: skip
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
-        """The reason why this kernel cannot serve `problem`, or None if it can."""
         if (problem.dtype, problem.b_dtype or problem.dtype) not in KINDS:
             return f"for float8 operands, not {problem.dtype}"
         if problem.trans_a or not problem.trans_b:
@@ -57,33 +57,25 @@ class EightBits:
             return f"no {problem.out} result"
         if any(step % 16 for step in (problem.k, *ld(problem))):
             return f"rows of float8 are multiples of 16, not k={problem.k}"
-        return self.inner.supports(self._pairs(problem), hw)
+        return self.inner.supports(self._gemm(problem), hw)
 
     def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
         """Those of 16-bit words whose tiles leave registers for the sums of 128 products.
 
         CTAs do not share tiles: that was not tried with float8.
         """
-        found = self.inner.configs(self._pairs(problem), hw)
+        found = self.inner.configs(self._gemm(problem), hw)
         apart = (how for how in found if how.integer("splits") != STREAM)
         return [how for how in apart if how.integers("tile") in TILES]
 
-    def fits(self, problem: Problem, config: Config) -> bool:
-        """Whether each split has steps of k."""
-        return self.inner.fits(self._pairs(problem), config)
-
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """That of words, which are multiplied at the rate of 16-bit elements."""
-        seconds = self.inner.cost(self._pairs(problem), config, hw)
+        seconds = self.inner.cost(self._gemm(problem), config, hw)
         return hw.launch_seconds + OCCUPIED * (seconds - hw.launch_seconds)
-
-    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
-        """Bytes of the partial sums of the splits of k."""
-        return self.inner.workspace(self._pairs(problem), config, hw)
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The product, then the reduction where k is split."""
-        product, *rest = self.inner.launch(self._pairs(problem), config, hw)
+        product, *rest = self.inner.launch(self._gemm(problem), config, hw)
         kind = KINDS[problem.dtype, problem.b_dtype or problem.dtype]
         scaled = rename(product, {"row2": Ptr("scale_a"), "row3": Ptr("scale_b")})
         return (replace(scaled, defines=as_defines(dict(product.defines), {"EIGHT": kind})), *rest)

@@ -34,7 +34,6 @@ class MmaInt8(WithoutWorkspace, Unconditional):
     free_axes = "yz"
 
     def supports(self, problem: IntegerProduct, hw: Hardware) -> str | None:
-        """The reason why this kernel cannot serve `problem`, or None if it can."""
         if hw.cc < 80:
             return f"mma.sync of 16x8x32 integers needs sm_80, this is {hw.arch}"
         if problem.dtype not in BYTES or problem.b_dtype not in BYTES:
@@ -61,7 +60,6 @@ class MmaInt8(WithoutWorkspace, Unconditional):
         return hw.launch_seconds / 2 + max(seconds + 1e-6, problem.bytes / (0.8 * hw.bandwidth))
 
     def launch(self, problem: IntegerProduct, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """The one launch of the kernel."""
         bm, bn = config.integers("tile")
         wm, wn, bk, stages = TILES[bm, bn]
         kinds = {"": 0, "one": 1, "each": 2}

@@ -24,7 +24,7 @@ from onnx_fuse.program.problem import (
 
 
 def gate_refusal(problem: Problem) -> str | None:
-    """Why no epilogue can make the gated product; None where it can, or where there is no gate."""
+    """The reason why no epilogue makes the gated product; None where one can, or without a gate."""
     if not problem.epilogue.gate:
         return None
     if problem.n % 16 or problem.trans_b:
@@ -38,7 +38,7 @@ def gate_refusal(problem: Problem) -> str | None:
 
 
 def store_refusal(problem: Problem) -> str | None:
-    """Why a kernel that stores the rows of y one behind the other cannot; None if it can."""
+    """The reason why a kernel that stores dense rows of y cannot serve; None where it can."""
     return "rows of y stand apart" if problem.ldy else gate_refusal(problem)
 
 
@@ -151,7 +151,7 @@ def tile_seconds(
 
 
 def slope_seconds(problem: Problem, elements: float) -> float:
-    """What act'(c) takes a thread for its last elements, which nothing hides (H200, 2026-11)."""
+    """The time of act'(c) for a thread's last elements, which nothing hides (H200, 2026-11)."""
     return 4.6e-8 * elements if problem.epilogue.dact else 0.0
 
 
@@ -176,7 +176,7 @@ class _Portable(WithoutWorkspace):
         act = problem.epilogue.act
         if act and act not in BY_KEY:
             return f"no activation {act!r}"
-        if max(problem.m, problem.n, problem.k) >= 2**31:
+        if any(size >= 2**31 for size in (problem.m, problem.n, problem.k)):
             return "a dimension of 2^31 or more"
         return store_refusal(problem)
 
@@ -196,7 +196,6 @@ class Simt(Unconditional, _Portable):
     free_axes = "y"
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
-        """The reason why this kernel cannot serve `problem`, or None if it can."""
         if problem.dtype.startswith("float8"):
             return f"no products of {problem.dtype} on ordinary cores"
         fancy = problem.epilogue.among("layernorm", "dx", "act", "dact")
@@ -219,7 +218,6 @@ class Simt(Unconditional, _Portable):
         return tile_seconds(problem, size, size, per_sm, hw, 0.6, 16) + slope
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """The one launch of the kernel."""
         tile = SIMT_TILES[config.integer("tile")]
         vec = max(1, min(4, 16 // ITEMSIZE[problem.dtype])) if aligned(problem) else 1
         layout = {"TRANS_A": problem.trans_a, "TRANS_B": problem.trans_b, "VEC": vec}
@@ -253,7 +251,6 @@ class Fma(_Portable):
     free_axes = "y"
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
-        """The reason why this kernel cannot serve `problem`, or None if it can."""
         if hw.cc < 80:
             return f"cp.async needs sm_80, this is {hw.arch}"
         if {problem.dtype, problem.out} != {"float32"}:
@@ -309,7 +306,6 @@ class Fma(_Portable):
         return max(work + share, problem.bytes / hw.bandwidth) + hw.launch_seconds + slope
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """The one launch of the kernel."""
         (bm, bn), split = config.integers("tile"), config.integer("split")
         groups, vec = FMA_TILES[bm, bn][0], 4 if aligned(problem) else 1
         lying = (
@@ -362,7 +358,6 @@ class Mma(Unconditional, _Portable):
     free_axes = "y"
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
-        """The reason why this kernel cannot serve `problem`, or None if it can."""
         if hw.cc < 80:
             return f"mma.sync with cp.async needs sm_80, this is {hw.arch}"
         if problem.dtype not in ("float16", "bfloat16", "float32"):
@@ -422,7 +417,6 @@ class Mma(Unconditional, _Portable):
         return seconds + slope_seconds(problem, wm * wn / 32)
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """The one launch of the kernel."""
         bm, bn, wm, wn = config.integers("tile")
         layout = {
             "TRANS_A": problem.trans_a,

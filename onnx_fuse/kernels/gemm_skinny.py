@@ -25,6 +25,7 @@ from onnx_fuse.program.problem import (
     Ptr,
     ld,
 )
+from onnx_fuse.program.size import coarse
 
 
 class Skinny(WithoutWorkspace):
@@ -35,7 +36,6 @@ class Skinny(WithoutWorkspace):
     free_axes = "z"
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
-        """The reason why this kernel cannot serve `problem`, or None if it can."""
         if hw.cc < 80:
             return f"mma.sync with bf16 needs sm_80, this is {hw.arch}"
         if problem.dtype not in ("float16", "bfloat16"):
@@ -44,7 +44,7 @@ class Skinny(WithoutWorkspace):
             return f"no {problem.out} result"
         if problem.batch or problem.trans_a:
             return "no batches, and rows of x contiguous"
-        if problem.m > 512:
+        if coarse(problem.m) > 512:
             return f"{problem.m} rows (at most 512): w would be read too often"
         if problem.k % 8 or not aligned(problem):
             return f"k={problem.k} is not a multiple of 8, or rows are not 16-byte aligned"
@@ -110,7 +110,6 @@ class Skinny(WithoutWorkspace):
         return 4 if fit >= 4 else 2 if fit >= 2 else 1
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """The one launch of the kernel."""
         mt, nt, wn, warps, cluster = self._shape(config)
         norm = problem.op == "LayerNormGemm"
         mode = 0 if not norm else 1 if problem.folded else 2

@@ -32,6 +32,7 @@ from onnx_fuse.program.problem import (
     ldc,
     operand,
 )
+from onnx_fuse.program.size import minimum, upper_bound
 
 # MI, BN, PINGPONG: the tile is 128 MI (64 MI when pingpong) x BN
 TILES = (
@@ -139,14 +140,16 @@ class Wgmma:
             return f"no tile is a row of {problem.n} in {parts}"
         if problem.align % 16 or any(step % 16 for step in steps):
             return f"TMA needs strides that are multiples of 16 bytes, not {steps}"
-        if min(problem.m, problem.n, problem.k) < 1 or problem.m * problem.n >= 2**40:
+        sizes = (problem.m, problem.n, problem.k)
+        if any(size < 1 for size in sizes) or problem.m * problem.n >= 2**40:
             return "empty or too large"
         return gate_refusal(problem)
 
     def own(self, problem: Problem, config: Config, hw: Hardware) -> bool:
         """Whether the statistics of rows come from the one tile that each CTA has."""
         mi, bn, pingpong = config.integers("tile")
-        tiles = ceil(problem.m / 64) * ceil(problem.n / bn) * problem.batches
+        # for all sizes of the class at once, so that its lengths share a program
+        tiles = upper_bound(ceil(problem.m / 64) * ceil(problem.n / bn) * problem.batches)
         single = config.integer("splits") == 1 and config.integer("cluster") == 1
         shape = mi == 1 and pingpong == 1 and single and tiles <= hw.sm_count
         return shape and problem.rows in ("stats", "rms")
@@ -386,7 +389,7 @@ class Wgmma:
         elif out_size == 4 and splits <= 1 and n % 2 == 0 and not planes:
             other = problem.epilogue.among("save_z", "save_act", "gate") or operand(problem)
             tile |= {} if other else {"PAIRS": 1}
-        blocks = hw.sm_count if stream else min(hw.sm_count // cluster, units) * cluster
+        blocks = hw.sm_count if stream else minimum(hw.sm_count // cluster, units) * cluster
         side, pairs = problem.rows if splits == 1 else "", m
         if side == "tiles":
             pairs *= ceil(n / bn)

@@ -33,7 +33,6 @@ class Vector(WithoutWorkspace):
     free_axes = "yz"
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
-        """The reason why this kernel cannot serve `problem`, or None if it can."""
         if problem.m != 1:
             return f"for one row, not {problem.m}"
         if hw.cc < 80:
@@ -99,7 +98,6 @@ class Vector(WithoutWorkspace):
         return start + shape + max(0.4 * stream, stream - 1.5e-6)
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """The one launch of the kernel."""
         warps, each = config.integer("warps"), config.integer("each")
         norm, columns = problem.op == "LayerNormGemm", each or config.integer("cols")
         steps = self._steps(problem.k, problem.trans_b, warps, columns)

@@ -11,6 +11,7 @@ from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import RuleBased, access_width
 from onnx_fuse.program.moves import GatherElements, GatherND, ScatterElements, ScatterND
 from onnx_fuse.program.problem import ITEMSIZE, Arg, Config, Hardware, Launch, Num, Ptr
+from onnx_fuse.program.size import coarse
 
 THREADS = 256
 MAX_TUPLE = 6
@@ -48,7 +49,6 @@ class Elements(RuleBased):
     free_axes = "yz"
 
     def launch(self, problem: GatherElements, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """The one launch of the kernel."""
         sizes = (problem.size, problem.inner, problem.taken, problem.length)
         return self.one(
             "gather_elements", -(-problem.size // THREADS), THREADS,
@@ -118,7 +118,8 @@ class Grouped(RuleBased):
             return f"index tuples of {len(problem.dims)}"
         if count <= FEW and not problem.fresh:
             return f"only {count} updates"
-        if max(count, rows, problem.inner) >= 1 << 30 or -(-rows // IDS) * count > MOST_READ:
+        large = any(size >= 1 << 30 for size in (count, rows, problem.inner))
+        if large or -(-rows // IDS) * count > MOST_READ:
             return f"{count} updates in {rows} rows are too many to read once for {IDS} rows"
         return None
 
@@ -130,7 +131,7 @@ class Grouped(RuleBased):
     @staticmethod
     def _part(problem: ScatterND) -> int:
         """About the square root of all, so that parts and their sums are about as long."""
-        return 1 << max(6, (problem.count - 1).bit_length() // 2)
+        return 1 << max(6, (coarse(problem.count) - 1).bit_length() // 2)
 
     def _room(self, problem: ScatterND, config: Config) -> tuple[int, int, int]:
         """Sorted updates a part, the offset of the parts' sums in the workspace, and its bytes."""

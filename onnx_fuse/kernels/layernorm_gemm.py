@@ -19,6 +19,7 @@ from onnx_fuse.kernels.gemm_sm90 import SplitWgmma, Wgmma
 from onnx_fuse.kernels.gemm_vector import Vector
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rows import fold, fold_seconds, rename, row_stats
+from onnx_fuse.kernels.rule_based import AroundProduct
 from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Problem, Ptr, Value
 
 KEPT = ("act", "act_alpha", "save_z", "residual", "align", "bias_dtype", "gate")
@@ -50,7 +51,7 @@ def stats_seconds(problem: Problem, hw: Hardware) -> float:
     return hw.launch_seconds + size / hw.bandwidth
 
 
-class Fold:
+class Fold(AroundProduct):
     """LayerNorm folded into the weights and the epilogue of a 16-bit GEMM; x is never rewritten."""
 
     def __init__(self, inner: Wgmma | Mma) -> None:
@@ -68,9 +69,9 @@ class Fold:
         return gemm_problem(problem, layernorm=True, epsilon=epsilon, **how)
 
     def _side(self, problem: Problem, config: Config, hw: Hardware) -> bool:
-        """Whether the GEMM makes the statistics itself: no split one, and none that waits for them.
+        """Whether the GEMM makes the statistics itself, which it cannot where k is split.
 
-        Its idle warps have few rows on their way at a time, which a pass of its own may outrun.
+        Its idle warps have few rows in flight at a time, so that a pass of its own may be faster.
         """
         problem = problem.upper_bound()
         gemm = self._gemm(problem)
@@ -82,21 +83,12 @@ class Fold:
         return self.inner.cost(gemm, config, hw) <= plain + stats_seconds(problem, hw) + _APART
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
-        """The reason why this kernel cannot serve `problem`, or None if it can."""
         if problem.dtype not in ("bfloat16", "float16"):
             # the tensor core would round x, and the error would grow with |mean| / std
             return f"the fold is exact for 16-bit x only, not {problem.dtype}"
         if problem.parts and isinstance(self.inner, Mma):
             return "no statistics of parts"
         return self.inner.supports(self._gemm(problem), hw)
-
-    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
-        """The configurations of the product."""
-        return self.inner.configs(self._gemm(problem), hw)
-
-    def fits(self, problem: Problem, config: Config) -> bool:
-        """Whether the product can run the configuration."""
-        return self.inner.fits(self._gemm(problem), config)
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """The GEMM, one read of x, and the weights' preparation where it is not done before."""
@@ -115,10 +107,10 @@ class Fold:
         wq = ITEMSIZE[problem.dtype] * problem.k * problem.n
         return _pad(wq), _pad(4 * problem.n)
 
-    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
-        """Folded weights, the GEMM's own."""
+    def _own_bytes(self, problem: Problem) -> int:
+        """The bytes of the folded weights."""
         wq, cs = self._sizes(problem)
-        return wq + 2 * cs + self.inner.workspace(self._gemm(problem), config, hw)
+        return wq + 2 * cs
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """Statistics, fold, GEMM: each where it is needed."""
@@ -149,13 +141,13 @@ class Fold:
         operands = {
             "a": Ptr("x"), "b": names["wq"], "row0": Ptr("rstd"), "row1": Ptr("mean"),
             "col0": names["cs"], "col1": names["cv"], "c": Ptr("r"),
-            "workspace": Ptr("workspace", wq + 2 * cs),
+            "workspace": Ptr("workspace", self._own_bytes(problem)),
         }  # fmt: skip
         calls += [rename(call, operands) for call in self.inner.launch(gemm, config, hw)]
         return tuple(calls)
 
 
-class Apply:
+class Apply(AroundProduct):
     """The plain way: rows normalised into the workspace, then any Gemm; serves every problem.
 
     fp32 tensors through SplitWgmma skip the copy: the pass that normalises writes the planes.
@@ -171,20 +163,11 @@ class Apply:
         return gemm_problem(problem, bias=bool(problem.epilogue.bias), **ahead)
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
-        """The reason why this kernel cannot serve `problem`, or None if it can."""
         if problem.folded:
             return "the weights are folded: gamma and beta are not given"
         if problem.dtype not in ("float32", "bfloat16", "float16"):
             return f"no row statistics in {problem.dtype}"
         return self.inner.supports(self._gemm(problem), hw)
-
-    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
-        """The configurations of the product."""
-        return self.inner.configs(self._gemm(problem), hw)
-
-    def fits(self, problem: Problem, config: Config) -> bool:
-        """Whether the product can run the configuration."""
-        return self.inner.fits(self._gemm(problem), config)
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """The GEMM, and x read and written once; a cluster's start then hides behind nothing."""
@@ -192,14 +175,11 @@ class Apply:
         seconds += 1.3e-6 if isinstance(self.inner, Cluster) else 0.5e-6
         return seconds + 2 * stats_seconds(problem, hw) - hw.launch_seconds
 
-    def _copy(self, problem: Problem) -> int:
+    def _own_bytes(self, problem: Problem) -> int:
+        """The bytes of the normalised rows."""
         if isinstance(self.inner, SplitWgmma):
             return 0
         return _pad(ITEMSIZE[problem.dtype] * problem.m * problem.k)
-
-    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
-        """The normalised rows and the GEMM's own."""
-        return self._copy(problem) + self.inner.workspace(self._gemm(problem), config, hw)
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The launches of the norm and of the product."""
@@ -219,11 +199,10 @@ class Apply:
             align=problem.align,
         )
         rest = {"b": Ptr("w"), "col1": Ptr("c"), "c": Ptr("r")}
-        copy = self._copy(problem)
         if fused:  # its first call makes a's planes at the workspace's start: ours takes its place
             first = rename(norm, {"out": Ptr("workspace")})
             return (first, *(rename(call, rest) for call in calls[1:]))
-        rest |= {"a": Ptr("workspace"), "workspace": Ptr("workspace", copy)}
+        rest |= {"a": Ptr("workspace"), "workspace": Ptr("workspace", self._own_bytes(problem))}
         first = rename(norm, {"out": Ptr("workspace")})
         return (first, *(rename(call, rest) for call in calls))
 

@@ -75,7 +75,6 @@ class TwoGemms:
         )  # type: ignore[arg-type]  # fmt: skip
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
-        """The reason why this kernel cannot serve `problem`, or None if it can."""
         if problem.trans_b and (problem.dtype == "float32" or problem.folded):
             return "w is [k, n]"
         if problem.add == "apart":

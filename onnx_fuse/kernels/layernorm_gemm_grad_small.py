@@ -12,6 +12,7 @@ from math import ceil
 from onnx_fuse.cuda.macros import C_TYPES, as_defines
 from onnx_fuse.ops.activations import activation_macros
 from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Num, Problem, Ptr
+from onnx_fuse.program.size import coarse, maximum
 
 N_STEP = 64  # columns of dz and w a stage holds
 
@@ -91,20 +92,19 @@ class FewRows:
     source = "layernorm_gemm/grad_few_rows.cu"
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
-        """The reason why this kernel cannot serve `problem`, or None if it can."""
         if hw.cc < 80:
             return f"mma.sync with bf16 needs sm_80, this is {hw.arch}"
         if problem.dtype not in ("float16", "bfloat16"):
             return f"for 16-bit operands, not {problem.dtype}"
-        if min(problem.m, problem.n, problem.k) < 1:
+        if any(size < 1 for size in (problem.m, problem.n, problem.k)):
             return "empty"
-        if problem.m > 4096:
+        if coarse(problem.m) > 4096:
             return f"{problem.m} rows (at most 4096): the parts of g would be too large"
         if problem.trans_b:
             return "w is [k, n]"
         if problem.k % 8 or problem.n % 8:
             return f"k={problem.k}, n={problem.n}: only rows of multiples of 8 are 16-byte aligned"
-        if max(problem.m, problem.k) * max(problem.n, problem.k) >= 2**31:
+        if maximum(problem.m, problem.k) * maximum(problem.n, problem.k) >= 2**31:
             return "offsets of 32 bits do not reach all elements"
         if problem.align % 16:
             return "operands are not 16-byte aligned"

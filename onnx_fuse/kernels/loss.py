@@ -16,6 +16,7 @@ from onnx_fuse.kernels.rule_based import (
 )
 from onnx_fuse.program.problem import ITEMSIZE, Arg, Config, Hardware, Launch, Num, Ptr
 from onnx_fuse.program.problems import CrossEntropy, CrossEntropyChunk
+from onnx_fuse.program.size import minimum, upper_bound
 
 _MOST = 512  # threads a row
 _LONG = 64 << 10  # bytes of a row, of which a multiprocessor's shared memory holds three at most
@@ -107,11 +108,11 @@ class Chunk(RuleBased):
             block = min(512, max(32, team_size(problem.rows, problem.stride, vec)))
             # while one row is worked on the next one comes: to a block of long rows itself, else
             # to the multiprocessor's other block (4096 rows of 50304: 251 us in place of 263)
-            long = self._bytes(problem) >= _LONG and problem.rows >= 4 * hw.sm_count
+            long = self._bytes(problem) >= _LONG and upper_bound(problem.rows) >= 4 * hw.sm_count
             ahead = long and self._ahead(problem, hw)
             held = not ahead and 2 * self._bytes(problem) < hw.smem_per_block - 4096
         shared = (2 if ahead else int(held)) * self._bytes(problem)
-        blocks = min(problem.rows, hw.sm_count) if ahead else problem.rows
+        blocks = minimum(problem.rows, hw.sm_count) if ahead else problem.rows
         more: dict[str, Any] = {"AHEAD": 1} if ahead else {}
         return self.one(
             "cross_entropy_chunk", blocks, block, *map(Ptr, ("x", "target", "weight", "rows")),

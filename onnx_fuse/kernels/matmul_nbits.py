@@ -9,7 +9,7 @@ from onnx_fuse.cuda.macros import C_TYPES, as_defines
 from onnx_fuse.kernels.gemm import KERNELS as GEMM
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rows import rename
-from onnx_fuse.kernels.rule_based import Unconditional, WithoutWorkspace
+from onnx_fuse.kernels.rule_based import AroundProduct, Unconditional, WithoutWorkspace
 from onnx_fuse.program.problem import ITEMSIZE, Arg, Config, Hardware, Launch, Num, Problem, Ptr
 from onnx_fuse.program.products import PackedProduct
 
@@ -26,7 +26,6 @@ class FewRows(WithoutWorkspace, Unconditional):
     free_axes = "z"
 
     def supports(self, problem: PackedProduct, hw: Hardware) -> str | None:
-        """The reason why this kernel cannot serve `problem`, or None if it can."""
         bits, block = problem.bits, problem.block
         if hw.cc < 80:
             return f"mma.sync with bf16 needs sm_80, this is {hw.arch}"
@@ -80,7 +79,6 @@ class FewRows(WithoutWorkspace, Unconditional):
         return 2.3e-6 + max(chain, uneven * (0.56 * stream + 1.2 * issue))
 
     def launch(self, problem: PackedProduct, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """The one launch of the kernel."""
         warps, tiles = config.integer("warps"), config.integer("tiles")
         columns, sets = self._columns(problem), self._sets(problem)
         block, run = problem.block, 128 // problem.bits
@@ -102,7 +100,7 @@ class FewRows(WithoutWorkspace, Unconditional):
         return (Launch(self.source, "matmul_nbits", grid, (32 * warps, 1, 1), args, defines),)
 
 
-class Unpacked:
+class Unpacked(AroundProduct):
     """The weights unpacked into the workspace, then any Gemm; together they serve every problem."""
 
     def __init__(self, inner: Kernel) -> None:
@@ -117,31 +115,19 @@ class Unpacked:
         )
 
     def supports(self, problem: PackedProduct, hw: Hardware) -> str | None:
-        """The reason why this kernel cannot serve `problem`, or None if it can."""
         if problem.dtype not in FLOATS:
             return f"no weights in {problem.dtype}"
         return self.inner.supports(self._gemm(problem), hw)
 
-    def configs(self, problem: PackedProduct, hw: Hardware) -> Sequence[Config]:
-        """The configurations of the product."""
-        return self.inner.configs(self._gemm(problem), hw)
-
-    def _size(self, problem: PackedProduct) -> int:
+    def _own_bytes(self, problem: PackedProduct) -> int:
+        """The bytes of the weights."""
         return -(-problem.n * problem.k * ITEMSIZE[problem.dtype] // 256) * 256
-
-    def fits(self, problem: PackedProduct, config: Config) -> bool:
-        """Whether the product can run the configuration."""
-        return self.inner.fits(self._gemm(problem), config)
 
     def cost(self, problem: PackedProduct, config: Config, hw: Hardware) -> float:
         """The GEMM's, and the weights read packed and written."""
-        moved = self._size(problem) + problem.n * problem.row_bytes
+        moved = self._own_bytes(problem) + problem.n * problem.row_bytes
         seconds = self.inner.cost(self._gemm(problem), config, hw)
         return seconds + moved / (0.8 * hw.bandwidth) + hw.launch_seconds
-
-    def workspace(self, problem: PackedProduct, config: Config, hw: Hardware) -> int:
-        """The weights and the GEMM's own."""
-        return self._size(problem) + self.inner.workspace(self._gemm(problem), config, hw)
 
     def launch(self, problem: PackedProduct, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The launches that unpack the weights and multiply."""
@@ -160,7 +146,7 @@ class Unpacked:
         )  # fmt: skip
         places = {
             "b": Ptr("workspace"), "col1": Ptr("bias"),
-            "workspace": Ptr("workspace", self._size(problem)),
+            "workspace": Ptr("workspace", self._own_bytes(problem)),
         }  # fmt: skip
         product = self.inner.launch(self._gemm(problem), config, hw)
         return (unpack, *(rename(call, places) for call in product))

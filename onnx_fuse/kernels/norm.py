@@ -19,7 +19,7 @@ from onnx_fuse.kernels.rule_based import (
 )
 from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Num, Ptr
 from onnx_fuse.program.problems import Norm, NormGrad, NormGradSums
-from onnx_fuse.program.size import maximum, minimum
+from onnx_fuse.program.size import maximum, minimum, upper_bound
 
 _KEPT = 40  # elements of a row a thread may hold in registers
 _GRAD_KEPT = 16  # of dy and x each, in the gradient
@@ -28,7 +28,7 @@ _SHARE = 320  # bytes of the weights of few columns that a thread may have in re
 
 
 def _unheld(columns: int, held: int, dtype: str) -> str | None:
-    """Why threads that hold so many elements of a row multiply by no such matrix."""
+    """The reason why a thread's registers do not hold its share of a product's columns, or None."""
     if not columns or 0 < held * columns * ITEMSIZE[dtype] <= _SHARE:
         return None
     return f"a thread's registers do not hold its share of {columns} columns"
@@ -41,7 +41,8 @@ def grad_shape(problem: NormGrad, threads: int = 0) -> tuple[int, int, int]:
     if not threads:
         each = vec * (2 if ITEMSIZE[dtype] == 2 else 4)
         threads = min(1024, max(32, pow2(-(-length // each))))
-        if problem.rows <= 2048:  # few rows: more threads each, or a block would wait for memory
+        # few rows: more threads each, or a block would wait for memory
+        if upper_bound(problem.rows) <= 2048:
             threads = max(threads, min(128, pow2(-(-length // vec))))
     return vec, threads, -(-length // (vec * threads))
 
@@ -95,7 +96,6 @@ class Row(RuleBased):
         return vec, threads, row_items(length, vec, threads, _KEPT)
 
     def launch(self, problem: Norm, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """The one launch of the kernel."""
         rows, length, x = problem.rows, problem.length, problem.dtype
         vec, threads, items = self._shape(problem, config)
         vec, items = whole_sectors(problem.tail, x, vec, items)
@@ -178,7 +178,6 @@ class GradSums(_Grad):
     """The sums of the parts. Operands: part dscale dbias."""
 
     def launch(self, problem: NormGradSums, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """The one launch of the kernel."""
         grad = problem.grad
         return (Launch(
             self.source, "layernorm_dparams", (-(-grad.length // 32), problem.outputs, 1),

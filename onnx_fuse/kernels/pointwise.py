@@ -32,7 +32,6 @@ class Tiles(RuleBased):
         return None if _transposed(problem) else "no copy between two axes, both of which are long"
 
     def launch(self, problem: Pointwise, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """The one launch of the kernel."""
         found = _transposed(problem)
         assert found is not None
         return (found,)
@@ -44,7 +43,6 @@ class Generated(RuleBased):
     name = "generated"
 
     def launch(self, problem: Pointwise, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """The one launch of the kernel."""
         return (launch_of(problem.expression, problem.reads, problem.writes),)
 
 

@@ -1,6 +1,6 @@
 """Reduce, one pass of a reduction, and SumSquares of many tensors.
 
-How a pass is cut depends on the shape alone, never on the GPU: the bits are the same everywhere.
+How a pass is cut depends on the shape alone, or on the class of its open sizes (`program.size`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from onnx_fuse.kernels.rule_based import (
 )
 from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr, Table
 from onnx_fuse.program.problems import Reduce, SumSquares
+from onnx_fuse.program.size import Size, coarse
 
 _LARGE_BLOCK = 512  # threads a block for columns in one launch
 CHUNK, ROWS = 8192, 1024  # of a sum of squares: elements a block, tensors a launch
@@ -39,11 +40,27 @@ def _macros(problem: Reduce) -> dict[str, Any]:
     return macros
 
 
+def pass_width(outer: int, length: int, inner: int, dtype: str) -> int:
+    """The number of elements of one access of a pass over dense elements.
+
+    A single row of few elements is read one by one where its length is open, as that of the losses
+    of a batch is: all lengths then share a program.
+    """
+    if inner == 1 and isinstance(length, Size) and outer == 1 and coarse(length) <= CHUNK:
+        return 1
+    return access_width(length if inner == 1 else inner, dtype)
+
+
 def _vec(problem: Reduce) -> int:
     """The number of elements of one access."""
     if problem.from_state or problem.short:
         return 1
-    return access_width(problem.length if problem.inner == 1 else problem.inner, problem.dtype)
+    return pass_width(problem.outer, problem.length, problem.inner, problem.dtype)
+
+
+def _team(problem: Reduce) -> int:
+    """Threads a row, the same for a class of lengths."""
+    return team_size(problem.outer * problem.splits, coarse(problem.chunk), _vec(problem))
 
 
 class Row(RuleBased):
@@ -59,14 +76,11 @@ class Row(RuleBased):
 
     def configs(self, problem: Reduce, hw: Hardware) -> Sequence[Config]:
         """Half or twice the threads a row too."""
-        return thread_choices(
-            team_size(problem.outer * problem.splits, problem.chunk, _vec(problem))
-        )
+        return thread_choices(_team(problem))
 
     def launch(self, problem: Reduce, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """The one launch of the kernel."""
         rows = problem.outer * problem.splits
-        threads = config.integer("team") or team_size(rows, problem.chunk, _vec(problem))
+        threads = config.integer("team") or _team(problem)
         block = block_of(threads)
         numbers = (problem.outer, problem.length, problem.chunk, problem.splits, problem.count)
         return self.one(

@@ -9,7 +9,7 @@ from math import ceil
 from onnx_fuse.cuda.macros import C_TYPES, as_defines
 from onnx_fuse.ops.activations import activation_macros
 from onnx_fuse.program.problem import ITEMSIZE, Arg, Hardware, Launch, Num, Ptr, Table, TensorMap
-from onnx_fuse.program.size import coarse
+from onnx_fuse.program.size import coarse, minimum
 
 
 def rename(launch: Launch, names: Mapping[str, Ptr]) -> Launch:
@@ -61,7 +61,7 @@ def row_stats(
         "norm/row_stats.cu",
         "row_stats",
         # 1024 threads on each of 132 SMs, each walks over rows; bits do not depend on it
-        (min(ceil(m / rows), 132 * 1024 // (tpr * rows)), 1, 1),
+        (minimum(ceil(m / rows), 132 * 1024 // (tpr * rows)), 1, 1),
         (tpr * rows, 1, 1),
         (
             Ptr("x"), Num("i32", m), Num("i32", k), Num("i64", ldx), Num("f32", epsilon),

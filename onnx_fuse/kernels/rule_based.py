@@ -7,6 +7,7 @@ from typing import Any
 
 from onnx_fuse.cuda.macros import defines, pow2
 from onnx_fuse.cuda.pointwise import STORAGE, inline
+from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.program.expression import Tail
 from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Arg, Config, Hardware, Launch
 from onnx_fuse.program.problems import Window
@@ -20,7 +21,7 @@ class Unconditional:
     """A candidate each of whose configurations serves every problem that it supports."""
 
     def fits(self, problem: Any, config: Config) -> bool:
-        """True: there is nothing to ask of a member of a class."""
+        """Always True: each configuration serves every problem of a class."""
         return True
 
 
@@ -30,6 +31,33 @@ class WithoutWorkspace:
     def workspace(self, problem: Any, config: Config, hw: Hardware) -> int:
         """No bytes."""
         return 0
+
+
+class AroundProduct:
+    """A candidate that leaves the product inside its problem to another candidate."""
+
+    inner: Kernel
+
+    def _gemm(self, problem: Any) -> AnyProblem:
+        """The problem of the product."""
+        raise TypeError(f"{type(self).__name__} has no product")
+
+    def _own_bytes(self, problem: Any) -> int:
+        """The bytes of scratch in front of the product's own."""
+        return 0
+
+    def configs(self, problem: Any, hw: Hardware) -> Sequence[Config]:
+        """The configurations of the product."""
+        return self.inner.configs(self._gemm(problem), hw)
+
+    def fits(self, problem: Any, config: Config) -> bool:
+        """Whether the product can run the configuration."""
+        return self.inner.fits(self._gemm(problem), config)
+
+    def workspace(self, problem: Any, config: Config, hw: Hardware) -> int:
+        """The candidate's own bytes, then the product's."""
+        own = self.inner.workspace(self._gemm(problem), config, hw)
+        return self._own_bytes(problem) + own
 
 
 class RuleBased(WithoutWorkspace, Unconditional):
@@ -104,7 +132,7 @@ def thread_choices(threads: int, least: int = 1) -> list[Config]:
 
 
 def tail_text(tail: Tail) -> str | None:
-    """The tail as a C++ expression of v0, v1, v2 and v3, None where it is none."""
+    """The tail as a C++ expression of v0, v1, v2 and v3; None where it has no such form."""
     loads = range(tail.expression.loads)
     names = ["v0" if j == tail.own else f"v{j + (j < tail.own)}" for j in loads]
     return inline(tail.expression, names)

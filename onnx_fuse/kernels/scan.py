@@ -59,7 +59,6 @@ class InBlock(RuleBased):
         return None
 
     def launch(self, problem: TopK, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """The one launch of the kernel."""
         length, k = problem.length, problem.k
         # longer rows than `size` pass through it: k stay, and a block's worth may always join
         size = pow2(length)

@@ -38,7 +38,6 @@ class WgmmaGrad(Unconditional):
     name, source = "wgmma", "sdpa/wgmma_grad_sm90.cu"
 
     def supports(self, problem: Attention, hw: Hardware) -> str | None:
-        """The reason why this kernel cannot serve `problem`, or None if it can."""
         p = problem
         if reason := tma_refusal(p, hw, ("q", "k", "v", "y", "dy")):
             return reason

@@ -43,7 +43,6 @@ class Row(RuleBased):
         return thread_choices(team_size(problem.outer, problem.length, vec))
 
     def launch(self, problem: Softmax, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """The one launch of the kernel."""
         outer, length = problem.outer, problem.length
         vec = access_width(length, problem.dtype)
         threads = config.integer("team") or team_size(outer, length, vec)

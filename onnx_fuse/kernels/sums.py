@@ -24,7 +24,6 @@ class Slope(RuleBased):
         return hw.launch_seconds + problem.bytes / rate
 
     def launch(self, problem: SlopeProduct, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """The one launch of the kernel."""
         act = problem.act
         return (act_grad(problem.m, problem.n, problem.dtype, act, problem.act_alpha),)
 
@@ -36,7 +35,6 @@ class Parts(RuleBased):
     free_axes = "z"
 
     def launch(self, problem: PartSums, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """The one launch of the kernel."""
         return (sum_parts(problem.parts, problem.n, 1, problem.out_dtype),)
 
 

@@ -42,9 +42,10 @@ def in_stretch(ctx: Context, x: Tensor) -> bool:
 
 
 def follow(ctx: Context, node: ir.Node, y: Tensor, reads: Sequence[Tensor]) -> Tensor:
-    """The view of output 0 to write: channels last where an operand of its rank is so.
+    """Make output 0 in the memory order of the node's operands, and return the view to write.
 
-    Images that a Transpose makes of pixels count too where there are convolutions channels last.
+    It is channels last where an operand of the same rank is. If the graph has channels-last
+    convolutions, images that a Transpose made of pixels count as such operands.
     """
     rank = len(y.shape)
     images = [x for x in reads if len(x.shape) == rank]

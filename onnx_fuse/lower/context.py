@@ -58,9 +58,10 @@ WEIGHT_LIMIT = 1 << 12
 
 @dataclass
 class Slot:
-    """What is known of one value: `host` its array, `tensor` where it stands on the device.
+    """What lowering knows of one value.
 
-    `later`: a later stage makes it. `items`: it is a sequence of these.
+    `host` is its array where it is known on the host, `tensor` its place on the device. `later`
+    says that a later stage makes it. `items` are the elements of a sequence.
     """
 
     host: np.ndarray | None = None
@@ -140,7 +141,7 @@ class Context(ABC):
         return data_type(slot.host.dtype.name), slot.host.shape
 
     def _written(self, shape: Sequence[int]) -> list[int | str]:
-        """A shape for ONNX: an open size is a name, the same for the same polynomial."""
+        """The shape for ONNX's inference, in which equal open sizes have the same symbolic name."""
         names: list[int | str] = []
         for size in shape:
             if isinstance(size, sizes.Size) and not self._plain:
@@ -152,7 +153,7 @@ class Context(ABC):
         return names
 
     def dtype(self, value: ir.Value | None) -> ir.DataType | None:
-        """Element type, None where there is none, or where only a later stage knows it."""
+        """The value's element type; None for an absent value and for a later stage's."""
         slot = None if value is None else self.slots.get(value)
         return None if value is None or slot is None or slot.later else self._type(value)[0]
 
@@ -375,15 +376,16 @@ class Context(ABC):
 
     @abstractmethod
     def known(self, tensor: Tensor) -> np.ndarray | None:
-        """What a tensor holds that nothing in the program writes to, None for any other."""
+        """The value of a tensor that nothing in the program writes to; None for any other."""
 
     @abstractmethod
     def packed(
         self, tensor: Tensor, how: str, make: Callable[[np.ndarray], np.ndarray]
     ) -> Tensor | None:
-        """Apply `make` once to what a tensor holds that nothing in the program writes to.
+        """Apply `make` to the value of a constant tensor, once for the whole program.
 
-        `how` names what `make` does. None for a tensor that is not known.
+        `how` names what `make` does. Returns None for a tensor that the program writes to, or whose
+        value is not known.
         """
 
     @abstractmethod
@@ -415,7 +417,7 @@ class Context(ABC):
         *,
         inplace: Sequence[tuple[str, str]] = (),
     ) -> str | None:
-        """Append a call of `problem`; the reason where none of its candidates serves it.
+        """Append a call of `problem`, or return the reason why no candidate kernel serves it.
 
         Nothing is appended where there is no element to write. The launches are made last, by the
         pass `select_kernels`.

@@ -1,4 +1,4 @@
-"""If, Loop and Scan whose course is known at lowering, written out."""
+"""If, Loop and Scan are unrolled where their conditions and trip counts are known at lowering."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Control(HostValues):
 
     @abstractmethod
     def walk(self, nodes: Sequence[ir.Node], results: Sequence[ir.Value]) -> None:
-        """Lower nodes that no graph holds; `results` are used, though by no node."""
+        """Lower nodes that stand in no graph; `results` count as used, though no node has them."""
 
     def ask(self, node: ir.Node, i: int) -> None:
         """Raise NeedsValues where inputs of the model decide about operand `i`."""
@@ -47,7 +47,7 @@ class Control(HostValues):
             raise NeedsValues(names)
 
     def _control(self, node: ir.Node) -> bool:
-        """If, Loop and Scan whose course is known, written out; False where it is not."""
+        """Unroll an If, Loop or Scan whose control flow is known; False for any other one."""
         mark, later, known = self._mark(), len(self.later), dict(self.fallbacks)
         unroll = {"If": self._branch, "Loop": self._loop, "Scan": self._scan}[node.op_type]
         if unroll(node) and len(self.later) == later:

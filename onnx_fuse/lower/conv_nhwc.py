@@ -26,7 +26,7 @@ FARTHEST = 8
 
 
 def one_tap(shape: Conv) -> bool:
-    """Whether y is a product of the pixels with the filters, pixel by pixel."""
+    """Whether the convolution is a product of pixels and filters: one tap, no stride or padding."""
     window = shape.window
     moves = (*window.before, *window.after, *(s - 1 for s in window.strides))
     return shape.groups == 1 and not any(moves) and prod(window.kernel) == 1

@@ -87,7 +87,7 @@ def phases(shape: Conv) -> list[Phase]:
 
 
 def pays(ctx: Context, shape: Conv, x: Tensor, bias: bool) -> bool:
-    """Whether each phase is to run channels last, and what no tap reaches is zero."""
+    """Whether each phase should run channels last; outputs that no tap reaches must be zero."""
     if not shape.transposed or shape.act:
         return False
     if _patches(shape):

@@ -274,7 +274,7 @@ def tensor_scatter(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Resu
 
 
 def mel_weight_matrix(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | None:
-    """All five numbers are asked for: where they are known, the matrix is made at lowering."""
+    """Ask for all five numbers; once they are known, the matrix is computed at lowering."""
     for i in range(5):
         known(i)
     return None

@@ -96,7 +96,7 @@ _plain_where = _simple("Where")
 
 
 def relu_of(ctx: Context, node: ir.Node) -> ir.Node | None:
-    """The Relu whose gradient this Where is, by a mask that nothing else reads."""
+    """The Relu whose gradient this Where computes, if nothing else reads its mask."""
     if node.op_type != "Where" or node.domain or node.inputs[0] is None:
         return None
     mask = node.inputs[0].producer()
@@ -111,10 +111,10 @@ def relu_of(ctx: Context, node: ir.Node) -> ir.Node | None:
 
 
 def where(ctx: Context, node: ir.Node) -> str | None:
-    """Where; the mask of a Relu's gradient is worked out there, from the Relu's result.
+    """Lower Where; the mask of a Relu's gradient is computed there, from the Relu's result.
 
-    The next layer's gradient keeps that result anyway, and a mask made beside it would keep the
-    Relu out of the epilogue of what is before it.
+    The gradient of the next layer keeps that result anyway. A mask computed in the forward pass
+    would keep the Relu out of the epilogue of the kernel before it.
     """
     if relu_of(ctx, node) is None:
         return _plain_where(ctx, node)

@@ -168,7 +168,7 @@ def _requantize(
 ) -> str | None:  # fmt: skip
     """Output 0 = saturate(round((total + bias) (sa sb / sy)) + zero).
 
-    `row` makes of a vector, one number a channel, a view that broadcasts to `total`.
+    `row` turns a vector with one number per channel into a view that broadcasts to `total`.
     """
     dtype = ctx.view(node, places[3]).dtype
     y = ctx.output(node, 0, total.shape, dtype)

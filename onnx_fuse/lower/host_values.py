@@ -21,10 +21,10 @@ HOST_LIMIT = 1 << 22
 
 
 class HostValues(Context):
-    """Nodes that the feeds' values do not enter: their results are arrays, or views of numbers."""
+    """Evaluates the nodes whose results do not depend on the values of the feeds."""
 
     def _evaluate(self, node: ir.Node) -> bool:
-        """Evaluate on the host what the feeds' values do not enter."""
+        """Evaluate a node on the host if its results do not depend on the values of the feeds."""
         if (node.op_type in RANDOM and node.domain == "") or node.domain not in ("", "ai.onnx.ml"):
             return False
         if node.op_type in ("Shape", "Size"):
@@ -64,7 +64,7 @@ class HostValues(Context):
         return True
 
     def _open(self, node: ir.Node, arrays: Sequence[np.ndarray | None]) -> bool:
-        """Evaluate what open sizes enter; False: it is made on the device."""
+        """Evaluate a node that reads open sizes; False where the device has to compute it."""
         if node.op_type in ("ConstantOfShape", "Expand") and self._filled(node, arrays):
             return True
         given = {name: self.attr(node, name) for name in node.attributes}

@@ -39,7 +39,7 @@ def gather(ctx: Context, node: ir.Node) -> str | None:
 
 
 def _run(ctx: Context, node: ir.Node, index: np.ndarray) -> bool:
-    """Make a view of neighbours that are gathered in order, such as positions of a sequence."""
+    """Lower a Gather of consecutive indices, such as positions of a sequence, to a view."""
     x = ctx.view(node, 0)
     axis = ctx.attr(node, "axis", 0) % len(x.shape)
     if not _is_run(index, x.shape[axis]):
@@ -49,7 +49,7 @@ def _run(ctx: Context, node: ir.Node, index: np.ndarray) -> bool:
 
 
 def _is_run(index: np.ndarray, size: int) -> bool:
-    """Whether a vector of indices counts neighbours of an axis, in order."""
+    """Whether an index vector counts consecutive positions of an axis."""
     first = int(index[0]) if index.size else 0
     inside = first >= 0 and first + index.size <= size
     return inside and not (index != np.arange(index.size) + first).any()
@@ -153,7 +153,7 @@ def _scattered(
     update: Tensor,
     y: Tensor,
 ) -> str | None:
-    """y = x with the updates: zeros are written with the sums where a kernel does both."""
+    """y = x with the updates; where x is zero, one kernel writes the zeros and the sums."""
     reads = {"index": index, "update": update}
     if problem.reduction == "add" and _is_zero(ctx, x):
         fresh = replace(problem, fresh=True)

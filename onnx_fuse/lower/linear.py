@@ -386,7 +386,7 @@ def norm_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
 
 
 def _turned(ctx: Context, problem: Problem, w: Tensor) -> bool:
-    """Whether a weight that lies as [n, k], and its gradient, are better left so than copied."""
+    """Whether a weight stored as [n, k], and its gradient, should stay so rather than be copied."""
     lies = w.permute((1, 0))
     if w.dense or not lies.dense or alignment(lies) < 16:
         return False
@@ -399,9 +399,10 @@ def _turned(ctx: Context, problem: Problem, w: Tensor) -> bool:
 
 
 def gradient_pays(node: ir.Node, math: str, hw: Hardware) -> bool:
-    """Whether a float32 norm and product with one call for its gradients beat the two apart.
+    """Whether a fused float32 norm and product are faster than the two operators by themselves.
 
-    Forward and backward of both ways; rows whose count is not known yet are taken for 1024.
+    The gradient of the fused form is one call. The costs compared are those of forward and
+    backward; an unknown number of rows is taken to be 1024.
     """
     name = FusedName.of(node.op_type)
     suffix = name.activation
@@ -431,7 +432,10 @@ def gradient_pays(node: ir.Node, math: str, hw: Hardware) -> bool:
 
 
 def _apart(problem: Problem) -> tuple[AnyProblem, ...]:
-    """The op's body: two products, passes over [m, n], [m, k] and [k, n], some fifteen launches."""
+    """What the op's body costs: two products, and passes over [m, n], [m, k] and [k, n].
+
+    They take about fifteen launches.
+    """
     problem = problem.upper_bound()
     m, n, k = problem.m, problem.n, problem.k
     passes = 8 * m * n + 6 * m * k + 12 * k * n + (2 * m * n if problem.epilogue.act else 0)

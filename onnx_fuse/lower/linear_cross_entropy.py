@@ -1,4 +1,4 @@
-"""LinearCrossEntropy: the scores of a chunk of rows at a time, and all that is made of them."""
+"""LinearCrossEntropy: scores, losses and gradients of one chunk of rows at a time."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.problem import ITEMSIZE, Problem
 from onnx_fuse.program.problems import CrossEntropyChunk
+from onnx_fuse.program.size import coarse
 
 CHUNK_BYTES = 416 << 20
 """The bytes of a chunk of scores. The gradient of the weights is read and written once a chunk, and
@@ -27,7 +28,7 @@ def chunk_rows(rows: int, stride: int, dtype: str) -> int:
     """The number of rows of each chunk but the last: about equal ones, of CHUNK_BYTES at most."""
     most = max(ROWS, CHUNK_BYTES // (stride * ITEMSIZE[dtype]) // ROWS * ROWS)
     count = 1
-    while rows > count * most:  # which leaves open rows open
+    while coarse(rows) > count * most:  # which leaves open rows open
         count += 1
     return -(-rows // (count * ROWS)) * ROWS
 
@@ -165,7 +166,7 @@ def _leaves_gaps(ctx: Context, x: Tensor, w: Tensor, rows: int, stride: int) -> 
 
 
 def _longer(ctx: Context, node: ir.Node, t: Tensor, rows: int) -> Tensor:
-    """A copy with more rows, which hold anything; what is contiguous in `t` is so in the copy."""
+    """A copy with more rows, whose contents are undefined, in the memory order of `t`."""
     shape = (rows, *t.shape[1:])
     made = ctx.scratch(t.dtype, shape if t.dense else shape[::-1])
     made = made if t.dense else made.permute((1, 0))
@@ -174,7 +175,7 @@ def _longer(ctx: Context, node: ir.Node, t: Tensor, rows: int) -> Tensor:
 
 
 def is_zero(ctx: Context, node: ir.Node) -> bool:
-    """Whether the bias is the number that says that there is none."""
+    """Whether the bias is the scalar zero that stands for a missing bias."""
     value = ctx.host(node, 2)
     return value is not None and not value.any()
 

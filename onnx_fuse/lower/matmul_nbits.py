@@ -82,7 +82,7 @@ def matmul_nbits(ctx: Context, node: ir.Node) -> str | None:
 
 
 def _nibbles(array: np.ndarray) -> np.ndarray:
-    """Rows of 4-bit integers, two a byte, the first in the low bits; int4 as uint4, 8 more."""
+    """Pack rows of 4-bit integers two a byte, the first in the low bits; int4 is offset by 8."""
     signed = array.dtype.name == "int4"
     wide = array.astype(np.int8) + (8 if signed else 0)
     even = np.pad(wide, [(0, 0)] * (wide.ndim - 1) + [(0, wide.shape[-1] % 2)]).astype(np.uint8)

@@ -69,9 +69,9 @@ class Operands:
 
 
 def with_whole_rows(ctx: Context, node: ir.Node, given: Operands) -> Operands:
-    """The product on rows of whole 16 bytes, where the copies for it cost less than they save.
+    """Copy operands to rows of whole 16 bytes where the copies cost less than they save.
 
-    If its `y` is another than was given, that is still to be copied from it.
+    Where the returned `y` is not the given one, the caller has to copy the result to the given one.
     """
     problem, a, b = given.problem, given.a, given.b
     if problem.dtype not in ("float16", "bfloat16") or problem.batch:

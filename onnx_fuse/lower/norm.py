@@ -207,7 +207,7 @@ def batch_norm_grad(ctx: Context, node: ir.Node) -> str | None:
 
 
 def _relu_behind(ctx: Context, node: ir.Node) -> tuple[ir.Node, ir.Node] | None:
-    """The gradient of a Relu that the BatchNormGrad alone reads, and the norm before that Relu."""
+    """The Relu gradient that only this BatchNormGrad reads, and the norm in front of that Relu."""
     dy, x, scale = node.inputs
     before = dy.producer() if dy is not None and len(dy.uses()) == 1 else None
     relu = relu_of(ctx, before) if before is not None else None

@@ -236,7 +236,7 @@ def _repeated(
     ctx: Context, node: ir.Node, x: Tensor, y: Tensor,
     tables: Mapping[int, tuple[np.ndarray, np.ndarray]],
 ) -> bool:  # fmt: skip
-    """Copy x to y where each element only stands several times side by side along some axes."""
+    """Lower a Resize that only repeats elements along some axes, as copies to strided views."""
     shape: list[int] = []
     pairs: list[int] = []
     for a, size in enumerate(x.shape):

@@ -107,7 +107,8 @@ def _unsupported(*dtypes: str) -> str | None:
 def quantize(ctx: Context, node: ir.Node) -> str | None:
     """y = saturate(round_half_even(x / scale) + zero_point), the division in `precision`.
 
-    As onnxruntime's CPU: a NaN becomes the least integer; beyond a float8, saturate=0, NaN.
+    As in onnxruntime's CPU kernel, a NaN becomes the smallest integer. With saturate=0, a value
+    beyond the range of a float8 type becomes NaN.
     """
     x, scale = ctx.view(node, 0), ctx.view(node, 1)
     asked = ctx.attr(node, "output_dtype", 0)
@@ -189,7 +190,7 @@ def dequantize(ctx: Context, node: ir.Node) -> str | None:
 def _once(
     ctx: Context, node: ir.Node, q: Tensor, parts: list[tuple[View, View]], dtype: str
 ) -> Tensor | None:
-    """What the node makes of a weight that nothing writes to, made when the program is."""
+    """The node's result for a weight that nothing writes to, computed when the program is made."""
     point = ctx.dense(node, 2) if ctx.has(node, 2) and q.dtype not in NARROW_FLOATS else None
     held = [ctx.dense(node, 1)] + ([point] if point is not None else [])
     if len(parts) != 1 or not q.size or any(ctx.known(t) is None for t in (q, *held)):

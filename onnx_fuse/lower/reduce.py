@@ -2,7 +2,7 @@
 
 A reduction is a list of passes (outer, length, inner), innermost reduced axes first; a pass too
 long for the blocks it has is split and merged by one more, unless its columns are short. How it is
-cut depends on the shape alone, never on the GPU: the bits are the same everywhere.
+cut depends on the shape alone, or on the class of its open sizes (`program.size`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ import onnx_ir as ir
 
 from onnx_fuse.cuda.macros import FLOATS, accumulator, lanes
 from onnx_fuse.cuda.pointwise import Code
-from onnx_fuse.kernels.rule_based import BLOCK, access_width
+from onnx_fuse.kernels.reduce import pass_width
+from onnx_fuse.kernels.rule_based import BLOCK
 from onnx_fuse.lower import elementwise
 from onnx_fuse.lower.channels_last import channels_last, is_channels_last
 from onnx_fuse.lower.context import Context, Lowering, emit
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.problems import Reduce, SumSquares
+from onnx_fuse.program.size import coarse
 
 REDUCERS = {
     "ReduceSum": "Sum", "ReduceMean": "Mean", "ReduceSumSquare": "SumSquare", "ReduceL1": "L1",
@@ -65,7 +67,7 @@ def pieces(outer: int, length: int, inner: int, vec: int, aim: int = _BLOCKS) ->
         least, blocks = BLOCK * vec * 4, outer
     else:
         least, blocks = 32, outer * -(-inner // (lanes(-(-inner // vec)) * vec))
-    splits = min(length // least, -(-aim // max(1, blocks)))
+    splits = min(coarse(length) // least, -(-aim // max(1, blocks)))
     return length if splits < 2 else -(-length // (splits * vec)) * vec
 
 
@@ -93,13 +95,14 @@ def reduction(
     source, from_state = x, False
     while todo:
         outer, length, inner = todo.pop(0)
-        vec = 1 if from_state else access_width(length if inner == 1 else inner, x.dtype)
+        vec = 1 if from_state else pass_width(outer, length, inner, x.dtype)
         # a thread has eight rows of moments on their way: few blocks fill the chip, and the merge
         # of a column's takes long
         aim = SHORT if reducer == "Moments" and inner > 1 else _BLOCKS
-        merged = from_state and length <= SHORT
+        few = coarse(length) <= SHORT
+        merged = from_state and few
         chunk = length if merged else pieces(outer, length, inner, vec, aim)
-        short = inner > 1 and chunk < length <= SHORT  # one launch, in place of parts and their sum
+        short = inner > 1 and few and chunk < length  # one launch, in place of parts and their sum
         chunk = length if short else chunk
         problem = Reduce(
             reducer, outer, length, inner, chunk, count, x.dtype, y.dtype, state, from_state,

@@ -1,4 +1,4 @@
-"""Samples at places that the data says: RoiAlign, DeformConv; the boxes that suppression keeps."""
+"""RoiAlign and DeformConv, which sample at positions given by data; non-maximum suppression."""
 
 from __future__ import annotations
 

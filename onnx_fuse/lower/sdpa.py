@@ -151,11 +151,11 @@ def sdpa(ctx: Context, node: ir.Node) -> str | None:
 
 
 def _apart_pays(ctx: Context, problem: Attention, more: int = 0) -> bool:
-    """Whether float32 products with the scores in memory beat the one kernel for them.
+    """Whether float32 attention is faster as two products with the scores in memory between them.
 
-    That kernel multiplies without tensor cores. The scores may take `SCORES` bytes; `more` is the
-    number of further passes over them. Lengths that are open have the one kernel: the products'
-    choices depend on what the lengths are multiples of, so that a class would be several programs.
+    The fused kernel multiplies without tensor cores. The scores may take `SCORES` bytes; `more`
+    counts further passes over them. Open lengths keep the fused kernel: the choice of products
+    depends on what divides the lengths, so that one class of lengths would need several programs.
     """
     if problem.dtype != "float32" or problem.op in forced(ctx.prefs):
         return False
@@ -240,8 +240,9 @@ def sdpa_grad(ctx: Context, node: ir.Node) -> str | None:
 def _merged(
     ctx: Context, node: ir.Node, shapes: Sequence[tuple[int, ...]], dtype: str
 ) -> list[Tensor] | None:
-    """The places of dq, dk and dv in the gradient [B, S, H D + ..] of one product, where the graph
-    joins them to it; None where it does not.
+    """Views of dq, dk and dv inside the gradient [B, S, H D + ..] of one product's result.
+
+    None where the graph does not join the three to such a gradient.
     """
     ends = [end for end in (_join_of(ctx, out) for out in node.outputs) if end is not None]
     rows = {(shape[0], shape[2]) for shape in shapes}
@@ -280,7 +281,10 @@ stand side by side, or the parts are stacked and transposed."""
 
 
 def _along(ctx: Context, value: ir.Value, chain: _Chain) -> list[ir.Value] | None:
-    """What the operators of a chain read and then give, where each is the only reader; or None."""
+    """`value` and the results of a chain of operators that starts at it.
+
+    None where the graph has another operator there, or a value has more than one reader.
+    """
     values = [value]
     for op_type, name, allowed in chain:
         readers = [use.node for use in value.uses()]
@@ -294,7 +298,7 @@ def _along(ctx: Context, value: ir.Value, chain: _Chain) -> list[ir.Value] | Non
 
 
 def _join_of(ctx: Context, value: ir.Value) -> tuple[ir.Node, ir.Value] | None:
-    """The Concat that joins a result to others, and what it reads; None: there is none."""
+    """The Concat that reads a result, and its inputs; None where no Concat does."""
     for chain, rest in _MERGES:
         found = _along(ctx, value, chain)
         if found is None or _along(ctx, found[-1], rest) is None:

@@ -1,7 +1,7 @@
-"""NonZero, Compress, Unique and NonMaxSuppression: how many elements they keep, data decides.
+"""NonZero, Compress, Unique and NonMaxSuppression, whose output sizes depend on data.
 
-Counting needs no size that is unknown: a flag an element and the flags' running sum. What is kept
-then goes to a tensor of that many elements, whose size is read back; see `stages`.
+Counting needs no unknown size: each element gets a flag, and the flags a running sum. The kept
+elements then go to a tensor of that many elements, whose size is read back; see `stages`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def compress(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Sequence[i
 
 
 def _order(op: Any, rows: Any, count: int, width: int) -> Any:
-    """int64 [count]: the rows in order, equal ones as they stand."""
+    """int64 [count]: the indices that sort the rows; equal rows keep their order."""
     if width > MAX_COLUMNS:
         return op.SortedRows(rows, domain=FUSE)
     order = None
@@ -95,9 +95,9 @@ def _order(op: Any, rows: Any, count: int, width: int) -> Any:
 
 
 def unique(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Sequence[Any] | None:
-    """The different elements or slices, where each first stands, which each is, how often each is.
+    """The distinct elements or slices, their first positions, the inverse indices and the counts.
 
-    Equal ones stand side by side once sorted, in their order, since TopK keeps that of equals.
+    Equal elements stand side by side once sorted, in their old order, since TopK is stable.
     """
     x, shape = node.inputs[0], shapes[0]
     assert x is not None

@@ -83,7 +83,7 @@ def beyond_tensors(node: ir.Node, slots: Mapping[ir.Value, Slot]) -> bool:
 
 
 def _stage(low: Control, nodes: Sequence[ir.Node], wanted: Sequence[str], *, host: bool) -> Stage:
-    """One model of `nodes`: what is known is an initializer of it, all else it reads an input."""
+    """A model of `nodes`: known values are its initializers, all else that it reads its inputs."""
     inside = {v.name for node in nodes for v in node.outputs}
     outer = [v for node in nodes for v in (*node.inputs, *captured(node)) if v is not None]
     inputs, known = _given(low, [v for v in outer if v.name not in inside])
@@ -156,7 +156,7 @@ def by_passes(node: ir.Node) -> bool:
 
 
 def _loop(low: Control, node: ir.Node, wanted: Collection[str | None]) -> Stage:
-    """The stage of a Loop: its model is the body, over what this reads of the graph around it."""
+    """The stage of a Loop: a model of its body, with what the body reads of the outer graph."""
     body = node.attributes["body"].as_graph()
     states = node.inputs[2:]
     trips, condition = (v if v is not None and v.name else None for v in node.inputs[:2])
@@ -258,7 +258,7 @@ _TYPE_NAMES = {ir.DataType.FLOAT: "float", ir.DataType.DOUBLE: "double"}
 
 
 def oldest(node: ir.Node, dtypes: Sequence[ir.DataType | None], opset: int) -> int:
-    """The first opset whose operator is the node's: later ones take further types, and no more."""
+    """The oldest opset that has the node's operator, where later versions only allow more types."""
     schema = onnx.defs.get_schema(node.op_type, opset, "")
 
     def same(a: Any, b: Any) -> bool:

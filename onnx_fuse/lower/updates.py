@@ -25,7 +25,7 @@ def is_update(node: ir.Node) -> bool:
 
 @dataclass(frozen=True)
 class _Update:
-    """The calls of an update, its operands and its results."""
+    """The calls of an update after pointwise fusion, its operands and its results."""
 
     calls: tuple[Call, ...]
     operands: tuple[Tensor, ...]
@@ -42,7 +42,7 @@ class Updates:
         self, key: Hashable, calls: Sequence[Call], operands: Sequence[Tensor],
         results: Sequence[Tensor],
     ) -> list[Call]:  # fmt: skip
-        """The calls of a body, contracted, and kept for others where all are pointwise."""
+        """Fuse the calls of a body, and remember them for equal updates if all are pointwise."""
         if any(call.expression is None for call in calls):
             return list(calls)
         # numbers stay apart: all updates share them, and no element works them out again
@@ -58,9 +58,9 @@ class Updates:
     def again(
         self, ctx: Context, key: Hashable, operands: Sequence[Tensor], label: str
     ) -> list[Tensor] | None:
-        """Append the calls of an update like an earlier one, on these operands; its results.
+        """Append the calls of an earlier, equal update for these operands, and return the results.
 
-        None where there was none, or its operands lie otherwise.
+        None where there was no such update, or where its operands had other strides.
         """
         found = self._known.get(key)
         if found is None or len({t.buffer for t in operands}) < len(operands):
@@ -77,5 +77,5 @@ class Updates:
 
 
 def _view(tensor: Tensor) -> Tensor:
-    """How a tensor lies, wherever it is."""
+    """The tensor without its buffer: its dtype, shape, strides and offset."""
     return replace(tensor, buffer=0)

@@ -148,10 +148,10 @@ def split(ctx: Context, node: ir.Node) -> str | None:
 
 
 def _adjacent(parts: Sequence[Tensor], axis: int, shape: Sequence[int]) -> Tensor | None:
-    """The tensor without gaps whose slices along `axis` the parts are, in this order; or None.
+    """The dense tensor whose consecutive slices along `axis` are the parts, or None.
 
-    A gradient that is joined from parts is such a one, where its kernel wrote them in place. Parts
-    of one place along the axis may stand any distance apart.
+    A gradient that is joined from parts is such a tensor where its kernel wrote the parts in place.
+    Parts of one element along the axis may stand any distance apart.
     """
     first, *others = parts
     strides = list(first.strides)
@@ -326,7 +326,7 @@ def bit_cast(ctx: Context, node: ir.Node) -> str | None:
 
 
 def constant_of_shape(ctx: Context, node: ir.Node) -> str | None:
-    """Reached only where the shape is not known: what is known is evaluated at lowering."""
+    """Refuse a shape that is not known; one that is known is evaluated on the host."""
     return SHAPE_UNKNOWN
 
 

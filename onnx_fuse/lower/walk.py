@@ -456,7 +456,10 @@ class Lowerer(Control):
         return True
 
     def _updated(self, node: ir.Node, key: tuple[Any, ...]) -> bool:
-        """Lower an update by the calls of one like it, or contract its own; False: not so."""
+        """Lower an optimizer's update, with the fused calls of an equal one if there was one.
+
+        False where its operands or its body are not known.
+        """
         found = [self.slots[v].tensor for v in dict.fromkeys(node.inputs) if v is not None]
         operands = [t for t in found if t is not None]
         if len(operands) < len(found):
@@ -477,14 +480,14 @@ class Lowerer(Control):
         return True
 
     def _in_stead(self, node: ir.Node, body: ir.Graph) -> None:
-        """Lower a body in the stead of the node that it was made for, or of one of its key."""
+        """Lower a body in place of the node, or of an earlier node with the same key."""
         given = list(dict.fromkeys(v for v in node.inputs if v is not None))
         for value, outer in zip(body.inputs, given, strict=True):
             self.slots[value], self.origin[value] = self.slots[outer], outer
         self._inner(body, [v for v in node.outputs if v.name])
 
     def _call_key(self, node: ir.Node) -> tuple[Any, ...] | None:
-        """What calls have in common that may have one body in turn; None: it has its own."""
+        """A key that is equal for nodes that may share one body; None for a node that may not."""
         kinds = {attribute.type for attribute in node.attributes.values()}
         if not carries_body(node) or kinds & {ir.AttributeType.GRAPH, ir.AttributeType.TENSOR}:
             return None
@@ -658,7 +661,7 @@ class Lowerer(Control):
             self.slots[value] = Slot(later=True)
 
     def _learns(self, node: ir.Node, reason: str) -> bool:
-        """Whether a later stage knows more: a small operand that decides is computed here."""
+        """Whether a later stage can lower the node, once a small deciding operand is computed."""
         if UNKNOWN not in reason and node.op_type not in CONTROL and node not in self.undecided:
             return False
         tensors = (self.slots[v].tensor for v in node.inputs if v is not None)

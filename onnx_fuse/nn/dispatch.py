@@ -11,7 +11,7 @@ import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnx
@@ -21,10 +21,8 @@ from onnx_fuse.nn.operation import Build, Operation, Plan
 from onnx_fuse.nn.runner import Array
 from onnx_fuse.onnx.common import CANONICAL_OPSET
 
-if TYPE_CHECKING:
-    from onnx_fuse.nn.tensor import Tensor
-
-Input: TypeAlias = "Tensor | Array | None"
+Input: TypeAlias = Any
+"""A `nn.tensor.Tensor`, an array, or None."""
 
 
 class _Mode(threading.local):

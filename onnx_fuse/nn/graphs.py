@@ -19,7 +19,7 @@ from onnx_fuse.nn.export import with_initializers
 from onnx_fuse.nn.nested import flat, form_of, formed, names_of
 from onnx_fuse.nn.operation import Operation
 from onnx_fuse.nn.recorder import CaptureWarning, Recorder, copied
-from onnx_fuse.nn.runner import Turn, kind, sole, turn_of
+from onnx_fuse.nn.runner import Turn, home, kind, turn_of
 from onnx_fuse.nn.tensor import Tensor, _wrap
 from onnx_fuse.onnx.save import save
 
@@ -402,6 +402,24 @@ def capture(function: Callable[..., Any] | None = None) -> Any:
 
 def _write(captured: Captured, path: str | os.PathLike[str]) -> None:
     save(captured.file(captured.names()), path)
+
+
+def sole(x: Tensor) -> Any:
+    """The memory of a Tensor in GPU memory, or a copy of it where others may read it too."""
+    from onnx_fuse.runtime.tensor import DeviceTensor
+
+    array = x._data
+    if array.is_private() and sys.getrefcount(array) <= 3:  # the Tensor's, this one's, the call's
+        return array
+    owner = home(array.device_id)
+    made = DeviceTensor(0, array.shape, array.dtype.name, array.device_id, None)
+    made.own(owner.shared.pool.allocate(made.nbytes, "a tensor"))
+    array.before(owner.stream.handle)
+    owner.stream.catch_up()
+    if made.nbytes:
+        owner.stream.move(made.address, array.address, made.nbytes)
+    made.ready = owner.stream
+    return made
 
 
 def __dir__() -> list[str]:

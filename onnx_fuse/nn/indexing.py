@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from onnx_fuse.errors import UsageError
 from onnx_fuse.nn.dispatch import constants, op_call, operation
 
-if TYPE_CHECKING:
-    from onnx_fuse.nn.tensor import Tensor
-
 _FROM, _TO = np.iinfo(np.int64).min + 1, np.iinfo(np.int64).max
 
 
-def take(x: Tensor, key: Any) -> Tensor:
-    """`x[key]` by NumPy's rules, but for index tensors that stand apart from each other.
+def take(x: Any, key: Any) -> Any:
+    """`x[key]` of a Tensor by NumPy's rules, but for index tensors that stand apart.
 
     Raises UsageError for a key that is not supported, IndexError for too many indices or an
     integer out of range.
@@ -63,7 +60,7 @@ def _is_mask(part: Any) -> bool:
     return _is_index(part) and _data(part).dtype.kind == "b"
 
 
-def _sliced(x: Tensor, parts: list[Any]) -> tuple[Tensor, list[tuple[int, Any]]]:
+def _sliced(x: Any, parts: list[Any]) -> tuple[Any, list[tuple[int, Any]]]:
     """The slices, integers and new axes done; what is left, with the axis of each part then."""
     starts, ends, axes, steps, drop, new, later = [], [], [], [], [], [], []
     source, target = 0, 0
@@ -105,17 +102,14 @@ def _sliced(x: Tensor, parts: list[Any]) -> tuple[Tensor, list[tuple[int, Any]]]
     return x, later
 
 
-def _gathered(x: Tensor, where: list[tuple[int, Any]]) -> Tensor:
+def _gathered(x: Any, where: list[tuple[int, Any]]) -> Any:
     if len(where) == 1:
         axis, index = where[0]
-        made: Tensor
         if not _is_mask(index):
-            made = op_call("Gather", [x, index], {"axis": axis})
-            return made
+            return op_call("Gather", [x, index], {"axis": axis})
         if axis:
             raise UsageError("a boolean mask selects from the first axes of a Tensor")
-        made = _masked(*constants([x, index]))
-        return made
+        return _masked(*constants([x, index]))
     first = where[0][0]
     if any(_is_mask(p) for _, p in where) or [a for a, _ in where] != list(
         range(first, first + len(where))

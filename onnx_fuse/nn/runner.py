@@ -6,7 +6,6 @@ host an array is NumPy's; on a GPU it is a `runtime.tensor.DeviceTensor`.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
@@ -21,7 +20,6 @@ from onnx_fuse.onnx.evaluate import viewer
 from onnx_fuse.passes.precision import widened
 
 if TYPE_CHECKING:
-    from onnx_fuse.nn.tensor import Tensor
     from onnx_fuse.runtime.direct import Layout
     from onnx_fuse.runtime.executable import Executable
 
@@ -317,24 +315,6 @@ class Turn:
             ends[0] = arena.address
         self._turn.launch(ends)
         return found
-
-
-def sole(x: Tensor) -> Array:
-    """The memory of a Tensor in GPU memory, or a copy of it where others may read it too."""
-    from onnx_fuse.runtime.tensor import DeviceTensor
-
-    array = x._data
-    if array.is_private() and sys.getrefcount(array) <= 3:  # the Tensor's, this one's, the call's
-        return array
-    owner = home(array.device_id)
-    made = DeviceTensor(0, array.shape, array.dtype.name, array.device_id, None)
-    made.own(owner.shared.pool.allocate(made.nbytes, "a tensor"))
-    array.before(owner.stream.handle)
-    owner.stream.catch_up()
-    if made.nbytes:
-        owner.stream.move(made.address, array.address, made.nbytes)
-    made.ready = owner.stream
-    return made
 
 
 def _device_view(model: ir.Model, gpu: int, name: str) -> Run:

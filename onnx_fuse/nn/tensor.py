@@ -590,7 +590,8 @@ class Tensor:
     def __getitem__(self, key: Any) -> Tensor:
         from onnx_fuse.nn.indexing import take
 
-        return take(self, key)
+        found: Tensor = take(self, key)
+        return found
 
     def __setitem__(self, key: Any, value: Any) -> None:
         raise UsageError(

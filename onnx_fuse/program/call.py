@@ -251,7 +251,7 @@ class PassContext(Protocol):
         """An array known at lowering, in device memory."""
 
     def known(self, tensor: Tensor) -> np.ndarray | None:
-        """What a tensor holds that nothing in the program writes to, None for any other."""
+        """The value of a tensor that nothing in the program writes to; None for any other."""
 
     def folded(
         self, gamma: Tensor, beta: Tensor | None, w: Tensor, c: Tensor, trans: bool

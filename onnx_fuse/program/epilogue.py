@@ -73,7 +73,7 @@ class Epilogue:
         return {k: value for k, default in DEFAULTS.items() if (value := vars(self)[k]) != default}
 
     def among(self, *names: str) -> list[str]:
-        """The names, of those given, whose fields are set."""
+        """Those of the given names whose fields are set."""
         return [name for name in names if getattr(self, name)]
 
 

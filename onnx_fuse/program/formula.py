@@ -1,4 +1,4 @@
-"""Expressions over sizes as text: what may stand in a file, and what they are for given sizes.
+"""Expressions over sizes as text, as they stand in a file, and their values for given sizes.
 
 `size.text_of` writes them: whole numbers, symbols, arithmetic, `min`, `max`, comparisons. Nothing
 else is evaluated, so the text may come from anywhere.
@@ -17,7 +17,7 @@ _FUNCTIONS = {"__builtins__": {}, "min": min, "max": max}
 
 
 def compiled(text: str) -> CodeType:
-    """The code of an expression. Raises ValueError for what is none."""
+    """The code of an expression. Raises ValueError for text that is no such expression."""
     # numbers stay small without powers and shifts
     wrong = "**" in text or "<<" in text or len(text) > _LONGEST
     if wrong or not _ALLOWED.match(text):

@@ -32,7 +32,7 @@ def closed(array: np.ndarray) -> np.ndarray:
 
 
 def evaluate(name: str, arrays: Arrays, attributes: Attributes) -> np.ndarray | None:
-    """The one result of operator `name` of the default domain, None where it is not here."""
+    """The only result of the default domain's operator `name`; None for one that is not here."""
     rule = RULES.get(name)
     found = None if rule is None else rule(arrays, attributes)
     if found is None:

@@ -20,7 +20,7 @@ from onnx_fuse.program.size import Size, Trace, expression, maximum, minimum
 
 
 class Open:
-    """An object that holds sizes of a trace; it can be made for other values of its symbols."""
+    """An object with open sizes, which can be evaluated for other values of their symbols."""
 
     def __init__(self, made: Any, trace: Trace, parts: Mapping[str, Any] | None = None) -> None:
         """`parts` are objects that `part` makes by themselves, for less than `made` costs."""
@@ -53,11 +53,11 @@ class Open:
         self._set(symbols, guards, marshal.loads(code), whole, parts)
 
     def holds(self, values: Mapping[str, int]) -> bool:
-        """Whether every decision that was taken on the way would be taken again."""
+        """Whether these values meet all guards, so that lowering would take the same decisions."""
         return self._holds(*(values[name] for name in self.symbols))
 
     def at(self, values: Mapping[str, int]) -> Any:
-        """The object with the numbers of these symbols, which `holds`."""
+        """The object for these values of the symbols, which must meet the guards (see `holds`)."""
         return self._whole.at(values[name] for name in self.symbols)
 
     def part(self, name: str, values: Mapping[str, int]) -> Any:
@@ -82,10 +82,10 @@ Step = tuple[int, tuple[int, ...], Callable[[Sequence[Any]], Any]]
 
 
 class Recipe:
-    """Steps that build an object anew with other sizes; parts that hold none are kept.
+    """The steps that rebuild an object for other sizes; parts without open sizes are shared.
 
-    It has a list of places. One holds what is used as it is, or what a step makes of the contents
-    of earlier places, or one of the object's sizes, which are counted from the end.
+    The recipe fills a list of places. A place holds a part without open sizes, what a step makes of
+    earlier places, or one of the open sizes, which are counted from the end.
     """
 
     def __init__(self, value: Any, symbols: Sequence[str]) -> None:
@@ -134,7 +134,7 @@ class Recipe:
         return self._closed(value) if found is None else found
 
     def _closed(self, value: Any) -> int:
-        """The place of what is used as it is."""
+        """The place of a part without open sizes."""
         kind = type(value)
         key = (kind, value) if kind is int or kind is str else id(value)
         if key not in self._known:
@@ -142,13 +142,13 @@ class Recipe:
         return self._known[key]
 
     def _made(self, parts: Sequence[int], make: Callable[[Sequence[Any]], Any]) -> int:
-        """The place of what a step makes."""
+        """Append a step, and return the place of what it makes."""
         place = self._new()
         self._steps.append((place, tuple(parts), make))
         return place
 
     def _open(self, value: Any) -> int | None:
-        """The place of what holds sizes, None for anything else."""
+        """The place of a value that holds open sizes; None for a value without any."""
         kind = type(value)
         if kind in _PLAIN:
             return None

@@ -71,7 +71,7 @@ def _open(value: object) -> bool:
 
 
 def _with(value: Any, number: Callable[[Any], int]) -> Any:
-    """A field or an extra with `number` of each open size in its place."""
+    """The value of a field, with `number` applied to each open size in it."""
     if isinstance(value, Size):
         return number(value)
     if isinstance(value, tuple):
@@ -129,7 +129,7 @@ class AnyProblem:
         return replace(self, **changed) if changed else self  # type: ignore[type-var]
 
     def concrete(self: P) -> P:
-        """This problem with the numbers of its open sizes: for people to read, for no decision."""
+        """This problem with plain numbers for its open sizes, for messages: nothing is guarded."""
         changed = {k: _with(v, hint) for k, v in self.fields().items() if _open(v)}
         return replace(self, **changed) if changed else self  # type: ignore[type-var]
 
@@ -154,7 +154,7 @@ class AnyProblem:
         return ""
 
     def with_tail(self: P, tail: Tail) -> P:
-        """This problem with a tail to what it stores."""
+        """This problem with `tail` applied to the result that it stores."""
         return replace(self, tail=tail)  # type: ignore[type-var]
 
     def rate(self, hw: Hardware) -> float:
@@ -221,7 +221,7 @@ class Product(AnyProblem):
         return dict(sorted({**given, **self.epilogue.given}.items()))
 
     def among(self, *names: str) -> list[str]:
-        """The names, of those given, of its fields and its epilogue's that are set."""
+        """Those of the given names whose fields are set, its own or its epilogue's."""
         return [k for k in names if getattr(self.epilogue if k in EPILOGUE_FIELDS else self, k)]
 
     @property

@@ -2,7 +2,7 @@
 
 A launch whose grid or arguments hold open sizes is a Change. Its `words` stand for the arguments in
 the order of `cuda.arguments`, an offset in bytes for each address; which buffer's address is added
-to that is the same for every shape (`spots`).
+to that is the same for every shape (`spots`). The word of the launch's own memory, "sync", is 0.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from onnx_fuse.program.call import Call, Program
 from onnx_fuse.program.problem import ITEMSIZE, Launch, Num, Ptr, Table, TensorMap
 from onnx_fuse.program.size import Size
 
-Change = tuple[int, int, tuple[int, int, int], tuple[Any, ...]]
-"""(number of the call, of its launch, grid, words)."""
+Change = tuple[int, int, tuple[int, int, int], tuple[Any, ...], int]
+"""(number of the call, of its launch, grid, words, bytes of `Launch.sync`)."""
 
 
 class Spots(NamedTuple):
@@ -42,7 +42,7 @@ def operands(address: Mapping[int, int], i: int, call: Call) -> dict[str, int]:
 
 
 def changes(program: Program) -> tuple[Change, ...] | None:
-    """The launches that hold open sizes; None where more of one changes than its arguments."""
+    """The launches that hold open sizes; None where another shape changes more than arguments."""
     found = []
     for i, call in enumerate(program.calls):
         for j, launch in enumerate(call.launches):
@@ -51,13 +51,10 @@ def changes(program: Program) -> tuple[Change, ...] | None:
                 if launch.product is not None and launch.product.trace is not None:
                     return None
                 continue
-            fixed = (launch.block, launch.smem, launch.cluster, launch.sync)
-            if _is_open(fixed):
+            if _is_open((launch.block, launch.smem, launch.cluster)):
                 return None
-            if _is_open((launch.grid, numbers)):
-                if launch.sync:
-                    return None
-                found.append((i, j, launch.grid, numbers))
+            if _is_open((launch.grid, numbers, launch.sync)):
+                found.append((i, j, launch.grid, numbers, launch.sync))
     return tuple(found)
 
 

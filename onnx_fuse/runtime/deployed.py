@@ -76,7 +76,10 @@ class Deployed:
         return [shapes for i, shapes in enumerate(found) if shapes not in found[:i]]
 
     def check_precision(self, precision: str) -> None:
-        """Raise UsageError for another precision; "fp32" is also what no choice looks like."""
+        """Raise UsageError for another precision than the file's.
+
+        "fp32" is accepted for any file, since it is also the default.
+        """
         if precision not in ("fp32", self.precision):
             raise UsageError(
                 f"{self.container.path}: compiled for precision {self.precision}, not {precision}: "

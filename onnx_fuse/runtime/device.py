@@ -50,10 +50,10 @@ _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 
 def allocated(what: str, call: Callable[..., Sequence[Any]], *given: Any) -> Any:
-    """The value of a driver call that takes memory; raises DeviceMemoryError.
+    """The result of a driver call that allocates memory. Raises DeviceMemoryError.
 
-    What nobody has may be in a circle of references with what a caller made of it: where memory is
-    short, Python's garbage collector gives its memory back first.
+    Where memory is short, Python's garbage collector runs first: memory that nobody uses any more
+    may be kept by reference cycles in the caller's objects.
     """
     result = call(*given)
     if int(result[0]) == _OUT_OF_MEMORY:
@@ -95,7 +95,7 @@ def begin(device_id: int = 0) -> None:
 
 
 def probe(device_id: int = 0) -> None:
-    """Raises DeviceError, which says what mends it, where there is no such GPU to be used."""
+    """Raise DeviceError, which says what to do, where this GPU does not exist or cannot be used."""
     driver = bindings()
     try:
         result = driver.cuInit(0)

@@ -146,7 +146,7 @@ class Executable:
 
     @cached_property
     def _ahead(self) -> Precompiler | None:
-        """What has programs made before they are asked for; None where nothing does."""
+        """The Precompiler of this model; None where nothing is prepared ahead of time."""
         from onnx_fuse.runtime.precompile import Precompiler
 
         made = isinstance(self.model, Deployed) or config.CACHE_MB.value <= 0
@@ -329,8 +329,9 @@ class Executable:
         return found
 
     def _memories(self, values: Mapping[str, Tensor]) -> dict[str, DeviceTensor]:
-        """New memory for outputs: one piece for those of one shape, as a cache's, which the next
-        run lets go of together.
+        """Allocate the outputs, those of one shape and type in one block.
+
+        The next run usually lets go of such outputs together, as those of a cache.
         """
         alike: dict[tuple[object, ...], list[str]] = {}
         for name, value in values.items():
@@ -408,7 +409,7 @@ class Executable:
         binding.results = prepared.results if prepared.fetch is None else dict(prepared.results)
 
     def ready(self, binding: Binding, stream: Any = None) -> Prepared | None:
-        """What the last run of the binding found out, where the next needs but a launch."""
+        """What the last run of this binding prepared; None where the next needs more."""
         prepared: Prepared | None = binding.prepared
         if prepared is None or prepared.owner is not self or not prepared.instance.alive:
             return None
@@ -630,7 +631,7 @@ class Executable:
         for shape in self._shapes.values():
             found.append(shape.program)
             if shape.instance is not None and shape.instance.stages is not None:
-                for inner in shape.instance.stages.executables():
+                for inner in shape.instance.stages.runners():
                     found += inner.programs()
         return found
 

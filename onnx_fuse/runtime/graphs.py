@@ -92,7 +92,7 @@ def opened(container: Container, model: Path | None) -> ir.Model:
 
 
 def derived_weights(model: ir.Model) -> Iterator[tuple[str, Array]]:
-    """What lowering has made of weights so far, by the names that programs have for it."""
+    """The arrays that lowering has made of weights so far, by their names in programs."""
     for name, (_, arrays) in list(model.graph.meta.get("folded", {}).items()):
         for key, array in arrays.items():
             yield f"{name} {key}", array

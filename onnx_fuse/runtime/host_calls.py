@@ -4,31 +4,56 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from onnx_fuse.program.call import Loop, Stage, Tensor
+from onnx_fuse.program.call import Loop, Program, Stage, Tensor
 from onnx_fuse.program.problem import ITEMSIZE
 from onnx_fuse.runtime import device
+from onnx_fuse.runtime.resources import Resources
 from onnx_fuse.runtime.schedule import Segment
 from onnx_fuse.runtime.tensor import DeviceTensor, dtype_of
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from onnx_fuse.runtime.executable import Executable
-    from onnx_fuse.runtime.instance import Instance
+
+class Calls(Protocol):
+    """A Program whose calls ran (an `instance.Instance`): where the stages find their results."""
+
+    owner: Resources
+
+    @property
+    def program(self) -> Program:
+        """The program, with its stages."""
+
+    def tensor(self, tensor: Tensor) -> DeviceTensor:
+        """What the calls made of one of its tensors."""
+
+
+class StageRunner(Protocol):
+    """What runs a stage's model on the GPU (an `executable.Executable`)."""
+
+    input_names: list[str]
+
+    def run_in_place(
+        self, names: Sequence[str], feeds: Mapping[str, Any], *, on_device: bool
+    ) -> list[Any]:
+        """The outputs named, as arrays or DeviceTensors; GPU tensors are read in place."""
+
+    def programs(self) -> list[Program]:
+        """The programs of the shapes that came."""
 
 
 class HostCall:
     """A call that onnxruntime runs between kernels, with copies both ways."""
 
-    def __init__(self, instance: Instance, segment: Segment) -> None:
+    def __init__(self, segment: Segment, address: Mapping[int, int]) -> None:
+        """`address` is that of each buffer; it may change between two runs."""
         from onnx_fuse.runtime import ort
 
-        self._instance: Instance = weakref.proxy(instance)  # which has this
-        self._call = segment.calls[0]
+        self._address, self._call = address, segment.calls[0]
         with ort.faults(f"{self._call.nodes[0]}, which has no kernel"):
             self._session = ort.session(segment.host)
 
@@ -41,15 +66,13 @@ class HostCall:
         for (_, tensor), result in zip(call.writes, results, strict=True):
             dense = np.ascontiguousarray(result)
             if dense.nbytes:
-                target = self._instance.address[tensor.buffer]
-                stream.upload(target, dense.ctypes.data, dense.nbytes)
+                stream.upload(self._address[tensor.buffer], dense.ctypes.data, dense.nbytes)
         stream.wait(f"after {call.kernel}")
 
     def _array(self, tensor: Tensor, stream: device.Stream) -> np.ndarray[Any, Any]:
         array = np.empty(tensor.shape, dtype_of(tensor.dtype))
         if array.nbytes:
-            start = self._instance.address[tensor.buffer]
-            address = start + tensor.offset * ITEMSIZE[tensor.dtype]
+            address = self._address[tensor.buffer] + tensor.offset * ITEMSIZE[tensor.dtype]
             stream.download(array.ctypes.data, address, array.nbytes)
         return array
 
@@ -66,23 +89,23 @@ class HostCall:
 class Stages:
     """The stages behind a Program's calls, whose results have decided about their shapes."""
 
-    def __init__(self, instance: Instance, inner: Callable[[ir.Model], Executable]) -> None:
-        """`inner` makes the Executable of a stage's model."""
-        self._instance: Instance = weakref.proxy(instance)  # which has this
+    def __init__(self, calls: Calls, inner: Callable[[ir.Model], StageRunner]) -> None:
+        """`inner` makes what runs a stage's model."""
+        self._calls: Calls = weakref.proxy(calls)  # which has this
         self._make = inner
         self._hosts: dict[int, Any] = {}
-        self._inner: dict[int, Executable] = {}
+        self._inner: dict[int, StageRunner] = {}
 
-    def executables(self) -> list[Executable]:
+    def runners(self) -> list[StageRunner]:
         """The stages that run on the GPU, as far as a run has made them."""
         return list(self._inner.values())
 
     def run(self, *, on_device: bool = False) -> dict[str, Any]:
         """Their outputs by name, arrays or (of stages on the GPU, if `on_device`) DeviceTensors."""
         made: dict[str, Any] = {}
-        instance = self._instance
-        for k, stage in enumerate(instance.program.stages):
-            feeds = {n: made[n] if t is None else instance.tensor(t) for n, t in stage.inputs}
+        calls = self._calls
+        for k, stage in enumerate(calls.program.stages):
+            feeds = {n: made[n] if t is None else calls.tensor(t) for n, t in stage.inputs}
             if stage.host:
                 found = self._on_host(k, stage, feeds)
             elif stage.loop is not None:
@@ -100,30 +123,30 @@ class Stages:
 
             with ort.faults(f"what depends on {', '.join(n for n, _ in stage.inputs)}"):
                 self._hosts[k] = ort.session(stage.model)
-        self._instance.owner.stream.wait("before a stage on onnxruntime")
+        self._calls.owner.stream.wait("before a stage on onnxruntime")
         arrays = {name: np.asarray(value) for name, value in feeds.items()}
         found: list[Any] = self._hosts[k].run(list(stage.outputs), arrays)
         return found
 
-    def _executable(self, k: int) -> Executable:
+    def _runner(self, k: int) -> StageRunner:
         if k not in self._inner:
             import onnx
             import onnx_ir as ir
 
-            proto = onnx.ModelProto.FromString(self._instance.program.stages[k].model)
+            proto = onnx.ModelProto.FromString(self._calls.program.stages[k].model)
             self._inner[k] = self._make(ir.serde.deserialize_model(proto))
         return self._inner[k]
 
     def _on_device(
         self, k: int, stage: Stage, feeds: Mapping[str, Any], on_device: bool
     ) -> list[Any]:
-        return self._executable(k).run_in_place(list(stage.outputs), feeds, on_device=on_device)
+        return self._runner(k).run_in_place(list(stage.outputs), feeds, on_device=on_device)
 
     def _passes(self, k: int, loop: Loop, feeds: Mapping[str, Any]) -> list[Any]:
         """A Loop's results, those of passes on the device: the host reads a condition a pass."""
-        inner = self._executable(k)
+        inner = self._runner(k)
         read = set(inner.input_names)
-        self._instance.owner.stream.wait("before a Loop")
+        self._calls.owner.stream.wait("before a Loop")
 
         def once(given: Mapping[str, Any]) -> list[Any]:
             own = {name: value for name, value in given.items() if name in read}
@@ -142,7 +165,7 @@ class Stages:
 
     def _joined(self, rows: Sequence[Any], shape: Sequence[int]) -> DeviceTensor:
         """A tensor of these rows, which have one size, in memory of its own."""
-        owner, size = self._instance.owner, rows[0].nbytes
+        owner, size = self._calls.owner, rows[0].nbytes
         memory = device.Memory(size * len(rows), "what a Loop gives")
         for i, row in enumerate(rows if size else ()):
             if isinstance(row, DeviceTensor):

@@ -194,7 +194,7 @@ class Instance:
         if changes is not None and len(parts) == 1 and made.source is before.source:
             (part,) = parts
             assert isinstance(part, Launches)
-            if part.rewritable(changes):
+            if part.rewritable(changes, self.movable):
                 self._stale = True  # until it is known where the run's inputs and outputs stand
                 return True
         self._stale = False
@@ -342,7 +342,7 @@ class Instance:
     def _share(
         self, taken: dict[str, tuple[int, int]], spans: Mapping[str, tuple[int, int]]
     ) -> None:
-        """Leave out of `taken` what an output of the same place may overwrite."""
+        """Remove from `taken` the inputs that an output at the same place may overwrite."""
         if self._shareable is None:
             self._shareable = aliasable(self.program, self.plan.order)
         for name, span in spans.items():
@@ -385,7 +385,7 @@ class Instance:
     def _variant(self) -> Variant:
         """Launches for the present placement."""
         parts = [
-            HostCall(self, s)
+            HostCall(s, self.address)
             if s.host
             else Launches(s, self.plan.order, self.owner.hw, self.address)
             for s in segments(self.program)
@@ -453,7 +453,7 @@ class Instance:
         )
 
     def tensor_of(self, name: str) -> Tensor | None:
-        """The output that a run writes where it is told to, None for one that is known or later."""
+        """The output that a run writes where the caller says; None for a known or later one."""
         return self._in_place.get(name)
 
     # ---- run ----
@@ -620,7 +620,7 @@ class Instance:
         return found
 
     def _known(self, name: str, value: Any, later: Mapping[str, Any]) -> Array:
-        """An output that lowering knew, or has no elements; a state; one of a later stage."""
+        """The value of an output that needs no copy from a run: known, empty, a state, or later."""
         if value is None:
             made: Array = later[name]
             return made

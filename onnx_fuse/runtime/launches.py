@@ -15,6 +15,7 @@ from onnx_fuse.program.call import Call
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.changes import Change, Spots, operands, spots
+from onnx_fuse.runtime.changes import words as words_of
 from onnx_fuse.runtime.schedule import Order, Segment, collective, copies, overlappable
 from onnx_fuse.runtime.timeline import Timeline
 
@@ -66,18 +67,18 @@ class Launches:
             raise DeviceError(f"{_label(call)}: {error}") from error
         self._users: dict[int, list[int]] | None = None
         self._places: tuple[tuple[int, Spots], ...] = ()
-        self._rewritable: bool | None = None
-        self._held: dict[int, tuple[Spots, tuple[int, int, int], Sequence[Any]]] = {}
+        self._copying: tuple[int, ...] | None = None  # the changes of calls that only copy
+        self._held: dict[int, tuple[Spots, tuple[int, int, int], Sequence[Any], int]] = {}
         """The numbers of the steps whose arguments differ from those of the segment's calls."""
 
     def rewrite(self, changes: Sequence[Change], moved: Collection[int]) -> None:
         """Do what `update` does by changed words alone, and take the new addresses of `moved`."""
         self._graph = None
-        if not self._places:
-            self._places = self._found(changes)
         self._held = {
-            k: (places, grid, words)
-            for (k, places), (_, _, grid, words) in zip(self._places, changes, strict=True)
+            k: (places, grid, words, sync)
+            for (k, places), (_, _, grid, words, sync) in zip(
+                self._found(changes), changes, strict=True
+            )
         }
         for k in self._held:
             self._write(k)
@@ -86,18 +87,20 @@ class Launches:
 
     def _found(self, changes: Sequence[Change]) -> tuple[tuple[int, Spots], ...]:
         """The step of each change, and the words of it that are addresses."""
-        first, at = self._segment.first, {}
-        for k, i in enumerate(self._calls):
-            at[i + first, k - self._calls.index(i)] = k
-        calls = self._segment.calls
-        return tuple(
-            (at[i, j], spots(i, calls[i - first], calls[i - first].launches[j]))
-            for i, j, _, _ in changes
-        )
+        if not self._places:
+            first, at = self._segment.first, {}
+            for k, i in enumerate(self._calls):
+                at[i + first, k - self._calls.index(i)] = k
+            calls = self._segment.calls
+            self._places = tuple(
+                (at[i, j], spots(i, calls[i - first], calls[i - first].launches[j]))
+                for i, j, *_ in changes
+            )
+        return self._places
 
     def _write(self, k: int) -> None:
         """Give a step the numbers that it holds, with the addresses as they are now."""
-        places, grid, words = self._held[k]
+        places, grid, words, sync = self._held[k]
         values, address = list(words), self._address
         for at, buffer in places.addresses:
             base = address[buffer]
@@ -107,14 +110,27 @@ class Launches:
             values[at] = arg, base and base + offset
         step = self._steps[k]
         assert isinstance(step, Bound)
-        step.rewrite(grid, values)
+        step.rewrite(grid, values, sync)
 
-    def rewritable(self, changes: Sequence[Change]) -> bool:
-        """Whether none of these calls but copies tensors whole, which may turn out to be idle."""
-        if self._rewritable is None:
-            first, calls = self._segment.first, self._segment.calls
-            self._rewritable = not any(copies(calls[i - first]) for i in {c[0] for c in changes})
-        return self._rewritable
+    def rewritable(self, changes: Sequence[Change], movable: Collection[int]) -> bool:
+        """Whether each changed call that only copies tensors stays as busy as it is.
+
+        Such a copy may become idle, or begin to copy, where a buffer of its is one of `movable`, or
+        an offset is another than before.
+        """
+        first, calls = self._segment.first, self._segment.calls
+        found = self._found(changes)
+        if self._copying is None:
+            copying = [n for n, (i, *_) in enumerate(changes) if copies(calls[i - first])]
+            self._copying = tuple(copying)
+        for n in self._copying:
+            (k, places), (i, j, _, words, _) = found[n], changes[n]
+            call = calls[i - first]
+            before = [word for word, _ in words_of(i, call, call.launches[j])]
+            moved = any(b in movable or words[at] != before[at] for at, b in places.addresses)
+            if moved or k in self._idle:
+                return False
+        return True
 
     def update(self, segment: Segment) -> None:
         """Launch the same calls with other numbers: those of another shape."""

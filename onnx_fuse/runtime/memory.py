@@ -16,9 +16,9 @@ DOUBLES = 256 << 20
 
 
 class Arena:
-    """One block that the runs of all shapes use in turn: they follow each other in one stream.
+    """One block of memory that the runs of all shapes use in turn, in the order of one stream.
 
-    `retire` makes those that use a block let go of it, before a larger one takes its place.
+    `retire` makes the users of a block let go of it before a larger one takes its place.
     """
 
     def __init__(self, pool: device.Pool, retire: Callable[[], None]) -> None:

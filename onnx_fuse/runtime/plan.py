@@ -208,7 +208,7 @@ class PlannedProgram:
 
 
 class _Layout:
-    """A layout for some sizes, which serves smaller ones too, whether or not guards hold there."""
+    """A memory layout for some sizes, which smaller sizes fit too, whatever the guards say."""
 
     def __init__(self, source: OpenProgram, whole: Program, numbers: Mapping[str, int]) -> None:
         self.plan = plan(whole)
@@ -271,7 +271,7 @@ class PlannedOpenProgram:
         return PlannedProgram(program, plan(program), self.source, None, numbers)
 
     def _nearer(self, numbers: Mapping[str, int]) -> dict[str, int]:
-        """Sizes not much larger than these, few for all of the class."""
+        """Sizes slightly larger than these, from a small set, so that few layouts serve a class."""
         nearer = dict(self.largest)
         for name, number in numbers.items():
             if nearer[name] >= 2 * number:

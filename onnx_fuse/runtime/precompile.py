@@ -216,7 +216,7 @@ class _Copy:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Within the block there is the file."""
+        """Within the block the file exists."""
         self.file = os.memfd_create("onnx_fuse")
         try:
             write(self.path, self._parts.manifest, {GRAPH: self._data}, self._parts.tensors)

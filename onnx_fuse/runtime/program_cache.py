@@ -264,7 +264,7 @@ def prune(limit: int) -> None:
 
 @cache
 def code_digest() -> str:
-    """What tells this package's code, and that of those it works with, from another's."""
+    """A digest of this package's code and of the packages that lowering depends on."""
     root = Path(__file__).resolve().parents[1]
     files = sorted(
         (str(path), found.st_size, found.st_mtime_ns)

@@ -74,10 +74,10 @@ def _order(wanted: Iterable[Iterable[int]]) -> Order:
 
 
 def by_dependency(program: Program) -> Order:
-    """A call follows who wrote what it reads or writes, and who read what it writes.
+    """The Order in which each call follows the writers of what it reads, and the readers before it.
 
-    One of few blocks that could be the first follows the first: it has the time, and a CUDA graph
-    that begins at one kernel begins sooner.
+    A call of few blocks that could be the first follows the first instead: it has the time, and a
+    CUDA graph that begins with a single kernel begins sooner.
     """
     wanted = _by_data(program)
     for i, call in enumerate(program.calls):
@@ -109,7 +109,7 @@ def collective(call: Call) -> bool:
 
 
 def _one_by_one(program: Program, wanted: list[list[int]]) -> list[list[int]]:
-    """`wanted`, where each collective follows the one before: their order is that of all ranks."""
+    """`wanted`, with each collective behind the one before, since all ranks need the same order."""
     places = [i for i, call in enumerate(program.calls) if collective(call)]
     for before, after in pairwise(places):
         wanted[after].append(before)
@@ -174,7 +174,7 @@ def copies(call: Call) -> tuple[tuple[str, str], ...]:
 
 
 def _elements(t: Tensor) -> tuple[object, ...]:
-    """What tells where in its buffer each element stands."""
+    """A key that is equal for views with the same elements at the same places of a buffer."""
     steps = tuple((d, s) for d, s in zip(t.shape, t.strides, strict=True) if d != 1)
     return t.dtype, t.offset, steps
 

@@ -174,7 +174,7 @@ class Specializer:
         return {symbol: shapes[name][0][axis] for name, axis, symbol in self.symbols(shapes)}
 
     def key(self, shapes: Shapes, values: Mapping[str, np.ndarray]) -> Key:
-        """The key of the programs that may serve these shapes: what is not an open size."""
+        """The key of the programs that may serve these shapes: all about them but open sizes."""
         ranks = tuple(
             sorted([(n, len(s), dtype) for n, (s, dtype) in shapes.items() if n in self._inputs])
         )
@@ -308,7 +308,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def opened_program(program: Program, trace: Trace) -> Open:
-    """A program with the sizes of a trace, and what of it a new shape needs at least."""
+    """An open program, with the parts that a new shape needs to be evaluated by themselves."""
     sizes = [b.nbytes for b in program.buffers] + [call.workspace for call in program.calls]
     parts = {
         "ends": replace(program, calls=(), buffers=()),

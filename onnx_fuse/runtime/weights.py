@@ -17,7 +17,7 @@ RANDOM = "random"
 
 
 def zeros(array: np.ndarray) -> bool:
-    """Whether it is one zero, broadcast: the first state of an optimizer."""
+    """Whether an array is a single zero, broadcast, as the first state of an optimizer is."""
     if array.size < 2 or any(array.strides):
         return False
     return not any(array[(0,) * array.ndim].tobytes())

@@ -11,9 +11,10 @@ from onnx_fuse.program.problem import Collective
 
 
 def by_bucket(calls: Sequence[Call]) -> list[Call]:
-    """The calls; what is reduced goes to where it is ready, what is gathered stays where it stood.
+    """The calls, with the collectives of a bucket as one call.
 
-    The order of the collectives in the list is that of all ranks.
+    A bucket that is reduced stands where its last operand is ready; one that is gathered stands
+    where its last collective stood. All ranks have the collectives in this order.
     """
     members: dict[tuple[str, int], list[int]] = defaultdict(list)
     for i, call in enumerate(calls):

@@ -69,8 +69,9 @@ class Calls:
         self.readers, self.writers = uses(calls)
 
     def sole_producer(self, i: int, tensor: Tensor) -> tuple[int, Call] | None:
-        """The call, and its place, that alone writes what call `i` alone reads, once, and what
-        nothing keeps.
+        """The only producer of what call `i` alone reads, once, and its place.
+
+        None where something keeps that buffer, or other calls read or write it.
         """
         alone = self.readers[tensor.buffer] == [i] and tensor.buffer not in self.keep
         return self.producer(tensor) if alone else None
@@ -82,14 +83,15 @@ class Calls:
         return (writers[0], now[0]) if now else None
 
     def may_write(self, at: int, i: int, tensor: Tensor) -> bool:
-        """Whether call `at` may write what call `i` does: no other does, and until then nothing
-        reads it, as a state's value of before.
+        """Whether call `at` may write the tensor in place of call `i`.
+
+        No other call may write it, nor one in between read it, as it does the old value of a state.
         """
         readers, writers = self.readers[tensor.buffer], self.writers[tensor.buffer]
         return writers == [i] and not any(at <= r < i for r in readers)
 
     def serves(self, problem: AnyProblem) -> bool:
-        """Whether a kernel has more of an epilogue: the one asked for, where one is."""
+        """Whether a kernel serves the problem, and the one that the user asks for, if any, does."""
         return not refused(problem, self.hw, self.prefs) and serves(
             problem.op, problem, self.hw, self.prefs
         )

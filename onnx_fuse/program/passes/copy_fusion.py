@@ -28,7 +28,7 @@ def copied(call: Call) -> Tensor | None:
 
 
 def piece_of(call: Call) -> Piece | None:
-    """What a call copies, None where it does anything else or has more dimensions."""
+    """What a call copies; None for a call that does anything else, or has too many dimensions."""
     x, (_, y) = copied(call), call.writes[0]
     if x is None or x.shape != y.shape or x.wide or y.wide:
         return None

@@ -108,7 +108,7 @@ def _place(
 
 
 def _kind(call: Call) -> object | None:
-    """What calls of one launch have in common; None for a call that stands alone."""
+    """A key that is equal for calls that may share a launch; None for a call that may not."""
     if call.expression is None:
         return _batch_key(call)
     if (found := copy_fusion.copy_kind(call)) is not None:
@@ -145,7 +145,7 @@ def _shared(call: Call, hw: Hardware, prefs: Mapping[str, str] | None) -> Choice
 
 
 def _single(tensor: Tensor) -> bool:
-    """Whether every element is the same one."""
+    """Whether all elements of the view are one element in memory."""
     return all(s == 0 or d == 1 for d, s in zip(tensor.shape, tensor.strides, strict=True))
 
 

@@ -172,7 +172,7 @@ def _renamed(
 
 
 def broadcast_call(a: Call, b: Call) -> Call:
-    """`a` of one element as if it were of all of `b`'s, where b reads it at stride 0."""
+    """The call `a` of one element, broadcast to the shape of b's result."""
     shape = b.writes[0][1].shape
     if any(t.size != 1 for _, t in (*a.reads, *a.writes)) or prod(shape) == 1:
         return a
@@ -303,7 +303,7 @@ def _numbered(step: Step, number: Mapping[int, int] | Sequence[int]) -> Step:
 
 
 def _places(e: Expression, reads: Sequence[Tensor]) -> list[tuple[Tensor, Row | None]]:
-    """Each read, and what chooses its rows, without its own number."""
+    """Each operand that is read, and what chooses its rows, without the operand's number."""
     rows = {row.load: replace(row, load=-1) for row in e.rows}
     return [(t, rows.get(i)) for i, t in enumerate(reads)]
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 from math import prod
 
 from onnx_fuse.kernels import CALLS_EARLY, Choice, select
+from onnx_fuse.kernels.rule_based import RuleBased
 from onnx_fuse.program.call import Call
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.program.size import upper_bound, wide_size_class
@@ -16,8 +17,10 @@ from onnx_fuse.program.size import upper_bound, wide_size_class
 def chosen(call: Call, choice: Choice, hw: Hardware) -> Call:
     """The call with the launches of the candidate chosen for its problem."""
     assert call.problem is not None
-    name = f"{choice.kernel.name} {choice.config}".removesuffix(" -")
-    how = f"{name}: {choice.why}, {choice.seconds * 1e6:.1f} us"
+    how = f"{choice.kernel.name} {choice.config}".removesuffix(" -") + f": {choice.why}"
+    # by a rule the time is that of the sizes lowered, and an open program has others as well
+    if call.problem.trace is None or not isinstance(choice.kernel, RuleBased):
+        how += f", {choice.seconds * 1e6:.1f} us"
     return replace(
         call,
         launches=choice.launch(call.problem, hw),
@@ -44,9 +47,10 @@ def _selected(call: Call, hw: Hardware, prefs: Mapping[str, str] | None) -> Call
 
 
 def call_early(calls: Sequence[Call], hw: Hardware) -> tuple[Call, ...]:
-    """The calls; a launch whose next one's blocks take a multiprocessor each calls for it at once.
+    """The calls; a launch calls for the next one early where the next one's blocks are large.
 
-    Where a block falls idle the next one's then prepares itself. Smaller blocks would crowd there.
+    Where a block of such a launch ends, a block of the next one then prepares itself on the idle
+    multiprocessor. Blocks of less than half a multiprocessor would take room from the running ones.
     """
     found = [list(call.launches) for call in calls]
     places = [(i, j) for i, launches in enumerate(found) for j in range(len(launches))]
