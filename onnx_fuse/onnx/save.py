@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import onnx
@@ -176,13 +176,13 @@ def _noted_shapes(model: ir.Model, kept: bool) -> Iterator[None]:
             value.type, value.shape = type_, shape
 
 
-def inline(model: ir.Model) -> ir.Model:
+def inline(model: ir.Model, chosen: Callable[[ir.Node], bool] = lambda node: True) -> ir.Model:
     """The same model in plain ai.onnx: every fused or contrib op replaced by its body.
 
-    A contrib node that has no body stays.
+    A contrib node that has no body stays, as one does that is not `chosen`.
     """
     model = model.clone()
-    contrib.expand(model)
+    contrib.expand(model, chosen)
     with functions_attached(model):
         flat = common_passes.InlinePass()(model).model.clone()
     for key in list(flat.functions):

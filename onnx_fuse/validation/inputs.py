@@ -145,6 +145,9 @@ def _feed(roles: dict[str, Role], choice: Choice, rng: np.random.Generator, top:
         if name in choice.branches:
             feed[name] = np.full(shapes[name], choice.branches[name], role.dtype.numpy())
             continue
+        if name in choice.lengths:
+            feed[name] = choice.lengths[name].astype(role.dtype.numpy())
+            continue
         past = max((w - shapes[name][-1] for w in widths), default=0) if shapes[name] else 0
         feed[name] = make(role, shapes[name], rng, top=top, past=max(past, 0))
     return feed
