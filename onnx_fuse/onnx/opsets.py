@@ -27,17 +27,15 @@ def canonical(model: ir.Model) -> ir.Model:
     bodies = [f for f in model.functions.values() if "" in f.opset_imports]
     version = graph.opset_imports.get("", 1)
     target = max(CANONICAL_OPSET, version, *(f.opset_imports[""] for f in bodies))
-    if any(f.opset_imports[""] != version for f in bodies):
-        for function in bodies:
-            _upgrade(function, target)
-        _upgrade(model.graph, target)
+    mixed = any(f.opset_imports[""] != version for f in bodies)
     _import_domains(model)
     inline_functions(model)
     constant_weights(model)
-    if graph.opset_imports.get("", 1) < target:
-        if _types_matter(graph):
+    if version < target or mixed:
+        if not mixed and _types_matter(graph):  # inference reads one opset
             infer_shapes(model)
-        _upgrade(graph, target)
+        upgrade(graph, version, target)
+        graph.opset_imports[""] = target
     check_sizes(model)
     model.ir_version = max(model.ir_version, 10)
     return model
@@ -102,11 +100,6 @@ def _broadcast_slopes(model: ir.Model) -> None:
             node.replace_input_with(1, spread.outputs[0])
 
 
-def _upgrade(graph: ir.Graph | ir.Function, target: int) -> None:
-    upgrade(graph, graph.opset_imports.get("", 1), target)
-    graph.opset_imports[""] = target
-
-
 def _types_matter(graph: ir.Graph) -> bool:
     """Whether a node is upgraded to something simpler where its input's type and rank are known."""
     version = graph.opset_imports.get("", 1)
@@ -122,13 +115,16 @@ _TYPED = {
 
 
 def _import_domains(model: ir.Model) -> None:
-    """The model imports what its functions do. Raises ModelError where versions differ."""
+    """The model imports what its functions do; of ai.onnx they may import any version.
+
+    Raises ModelError where versions of another domain differ.
+    """
     imports = model.graph.opset_imports
     for key, function in model.functions.items():
         for domain, version in function.opset_imports.items():
-            if imports.setdefault(domain, version) != version:
+            if imports.setdefault(domain, version) != version and domain:
                 raise ModelError(
-                    f"function '{key[1]}' imports version {version} of '{domain or 'ai.onnx'}', "
+                    f"function '{key[1]}' imports version {version} of '{domain}', "
                     f"the model version {imports[domain]}"
                 )
 
