@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import onnx
 import onnx.version_converter
 import onnx_ir as ir
@@ -30,15 +32,50 @@ def canonical(model: ir.Model) -> ir.Model:
     mixed = any(f.opset_imports[""] != version for f in bodies)
     _import_domains(model)
     inline_functions(model)
+    if mixed and _read_otherwise(graph, version):
+        model.meta[MENDED] = "onnxruntime reads functions of another opset as of the model's"
     constant_weights(model)
     if version < target or mixed:
         if not mixed and _types_matter(graph):  # inference reads one opset
             infer_shapes(model)
         upgrade(graph, version, target)
         graph.opset_imports[""] = target
+    if _tell_nodes_apart(graph):
+        model.meta[MENDED] = "onnxruntime takes no two nodes of one name"
     check_sizes(model)
     model.ir_version = max(model.ir_version, 10)
     return model
+
+
+def _read_otherwise(graph: ir.Graph, version: int) -> bool:
+    """Whether a node that a function left with another opset than `version` means another thing."""
+    return any(
+        min(node.version, version) < since <= max(node.version, version)
+        for node in all_nodes(graph)
+        if node.version is not None
+        for op_type, since in UPGRADES
+        if op_type == node.op_type
+    )
+
+
+MENDED = "onnx_fuse.mended"
+"""meta key of a model that onnxruntime takes for another one, or refuses, as its file is: why."""
+
+
+def _tell_nodes_apart(graph: ir.Graph) -> bool:
+    """Give nodes of one name in one graph names of their own, as onnxruntime asks for."""
+    found = False
+    for each in (graph, *graph.subgraphs()):
+        taken = Counter(node.name for node in each)
+        for node in each:
+            if not node.name or taken[node.name] == 1:
+                continue
+            taken[node.name] -= 1
+            name = f"{node.name}_{taken[node.name]}"
+            while name in taken:
+                name += "_"
+            taken[name], node.name, found = 1, name, True
+    return found
 
 
 def _is_own(function: ir.Function) -> bool:

@@ -173,6 +173,8 @@ def faults(name: str) -> Iterator[None]:
 
 def plain(error: BaseException) -> str:
     """An error's text on one line, without onnxruntime's numbers and C++ signatures."""
+    if isinstance(error, UnicodeDecodeError):
+        return "an output holds text that is not UTF-8"
     return _NOISE.sub("", " ".join(str(error).split()))[:400]
 
 
