@@ -7,9 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from support import Cli
 
+import onnx_fuse
 from onnx_fuse.onnx.load import load
 from onnx_fuse.onnx.save import to_proto
 from onnx_fuse.runtime import ort
@@ -126,3 +129,31 @@ def test_the_original_is_what_the_file_means(name: str) -> None:
     check = validate(onnx.parser.parse_model(text))
     assert check.ok
     assert any("is run with that mended" in note for note in check.notes) == mended
+
+
+def int8_model(opset: int) -> onnx.ModelProto:
+    """Activations in int8 whose DequantizeLinear stands before a Reshape, as static quantization
+    of an attention writes them."""
+    return onnx.parser.parse_model(
+        f'<ir_version: 9, opset_import: ["" : {opset}]> g (float[2,8] x) => (float[2,4,2] y)'
+        " <float s = {0.1}, int8 z = {3}, int64[3] to = {2, 2, 4}> {"
+        " q = QuantizeLinear (x, s, z)  d = DequantizeLinear (q, s, z)"
+        " r = Reshape (d, to)  t = Transpose <perm = [0, 2, 1]> (r)  y = Mul (t, t) }"
+    )
+
+
+@pytest.mark.parametrize("opset", [13, 19, 20])
+def test_int8_activations_stay_loadable(opset: int, tmp_path: Path, cli: Cli) -> None:
+    """From opset 21 on onnxruntime's own rewrites break such a graph (`onnx.save.loadable`)."""
+    model = int8_model(opset)
+    fused = onnx_fuse.optimize(model)
+    assert [o.version for o in fused.opset_import if not o.domain] == [opset]
+    x = {"x": np.random.default_rng(0).standard_normal((2, 8)).astype(np.float32)}
+    [expected] = ort.run(ort.session(model.SerializeToString(), as_written=True), x)
+    [found] = onnxruntime.InferenceSession(fused.SerializeToString()).run(None, x)
+    np.testing.assert_array_equal(found, expected)
+    [found] = onnx_fuse.InferenceSession(model, device="cpu").run(None, x)
+    np.testing.assert_array_equal(found, expected)
+    path = tmp_path / "m.onnx"
+    path.write_bytes(model.SerializeToString())
+    assert cli("optimize", path, "-o", tmp_path / "o.onnx").code == 0

@@ -11,7 +11,7 @@ import onnx_ir.passes.common as common_passes
 
 from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx.build import all_nodes
-from onnx_fuse.onnx.common import CANONICAL_OPSET, DEFAULT, body_of, one_line
+from onnx_fuse.onnx.common import CAME_IN, CANONICAL_OPSET, DEFAULT, body_of, one_line
 from onnx_fuse.onnx.functions import inline_functions
 from onnx_fuse.onnx.save import fused_function
 from onnx_fuse.onnx.shapes import check_sizes, infer_shapes
@@ -28,6 +28,7 @@ def canonical(model: ir.Model) -> ir.Model:
     graph = model.graph
     bodies = [f for f in model.functions.values() if "" in f.opset_imports]
     version = graph.opset_imports.get("", 1)
+    model.meta.setdefault(CAME_IN, version)
     target = max(CANONICAL_OPSET, version, *(f.opset_imports[""] for f in bodies))
     mixed = any(f.opset_imports[""] != version for f in bodies)
     _import_domains(model)
