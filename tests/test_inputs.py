@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 import onnx_ir
 import pytest
+from support import Cli
 
 from onnx_fuse import bench
 from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.save import save
 from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.runtime import ort
@@ -379,3 +381,18 @@ def test_a_single_array_and_other_files_are_refused(tmp_path: Path) -> None:
                          ("none.npz", "no such file")):  # fmt: skip
         with pytest.raises(ModelError, match=reason):
             read_feeds(tmp_path / name, text_model(FED))
+
+
+def test_a_gradient_check_draws_what_a_file_of_inputs_lacks(tmp_path: Path, cli: Cli) -> None:
+    path, out = tmp_path / "m.onnx", tmp_path / "g.onnx"
+    save(
+        text_model(
+            "g (float[B,4] x) => (float[B,2] y) <float[4,2] w = {1,2,3,4,5,6,7,8}>"
+            " { y = MatMul (x, w) }"
+        ),
+        path,
+    )
+    np.savez(tmp_path / "f.npz", x=X)
+    result = cli("gradient", path, "-o", out, "--check", "--inputs", tmp_path / "f.npz")
+    assert result.code == 0, result.err
+    assert "gradients ok: 1 tensors" in result.out
