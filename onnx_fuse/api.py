@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from onnx_fuse import session
 from onnx_fuse.onnx.common import Model
 from onnx_fuse.onnx.exported import exported
-from onnx_fuse.onnx.save import attach_functions, to_proto
+from onnx_fuse.onnx.save import attach_functions, loadable, to_proto
 
 if TYPE_CHECKING:
     import onnx
@@ -72,7 +72,7 @@ def optimize(
     model = exported(model, args)
     graph = session.load(model)
     passes.optimize(graph, level=level, fuse=fuse, skip=skip)
-    return _in_kind(model, graph)
+    return _in_kind(model, loadable(graph))
 
 
 def gradient(

@@ -123,9 +123,60 @@ def external_is_a_folder(model: onnx.ModelProto, folder: Path) -> None:
 
 
 def sparse_initializer(model: onnx.ModelProto, folder: Path) -> None:
+    model.graph.sparse_initializer.append(sparse(4))
+
+
+def sparse(place: int) -> onnx.SparseTensorProto:
+    """One number in a vector of four."""
     values = numpy_helper.from_array(np.ones(1, np.float32), "s")
-    indices = numpy_helper.from_array(np.zeros(1, np.int64), "s_indices")
-    model.graph.sparse_initializer.append(helper.make_sparse_tensor(values, indices, [4]))
+    indices = numpy_helper.from_array(np.array([place]), "s_indices")
+    return helper.make_sparse_tensor(values, indices, [4])
+
+
+def sparse_constant(model: onnx.ModelProto, folder: Path) -> None:
+    node = helper.make_node("Constant", [], ["s"], sparse_value=sparse(-1))
+    model.graph.node.append(node)
+
+
+def sparse_too_large(model: onnx.ModelProto, folder: Path) -> None:
+    model.graph.sparse_initializer.append(sparse(0))
+    model.graph.sparse_initializer[0].dims[:] = [1 << 40, 1 << 40]
+
+
+def text_of_bytes(model: onnx.ModelProto, folder: Path) -> None:
+    model.graph.node.append(helper.make_node("Constant", [], ["s"], value_string=b"\xff\xfe"))
+
+
+def texts_of_bytes(model: onnx.ModelProto, folder: Path) -> None:
+    model.graph.node.append(helper.make_node("Constant", [], ["s"], value_strings=[b"a", b"\xff"]))
+
+
+def two_initializers_of_one_name(model: onnx.ModelProto, folder: Path) -> None:
+    model.graph.initializer.append(model.graph.initializer[0])
+
+
+def two_inputs_of_one_name(model: onnx.ModelProto, folder: Path) -> None:
+    model.graph.input.append(model.graph.input[0])
+
+
+def one_node_makes_a_value_twice(model: onnx.ModelProto, folder: Path) -> None:
+    model.graph.node.append(helper.make_node("Split", ["x"], ["a", "a"], axis=0, num_outputs=2))
+
+
+def a_node_makes_an_input(model: onnx.ModelProto, folder: Path) -> None:
+    model.graph.node.append(helper.make_node("Relu", ["x"], ["x"]))
+
+
+def input_without_name(model: onnx.ModelProto, folder: Path) -> None:
+    model.graph.input.add().type.CopyFrom(model.graph.input[0].type)
+
+
+def output_without_name(model: onnx.ModelProto, folder: Path) -> None:
+    model.graph.output.add().type.CopyFrom(model.graph.output[0].type)
+
+
+def no_output(model: onnx.ModelProto, folder: Path) -> None:
+    del model.graph.output[:]
 
 
 def wrong_arity(model: onnx.ModelProto, folder: Path) -> None:
@@ -144,19 +195,30 @@ MALFORMED: dict[Mutation, str] = {
     unimported_domain: "does not import its domain",
     no_opset: "imports no ai.onnx opset",
     future_opset: "opset 999",
-    two_nodes_make_one_value: "",
+    two_nodes_make_one_value: "names two values",
     negative_dimension: "negative dimension",
     overflowing_dimension: "overflows",
     too_few_values: "holds 4 values",
     unknown_dtype: "unknown element type 99",
-    input_without_type: "",
-    external_missing: "weights.bin",
+    input_without_type: "has no type",
+    input_without_name: "an input has no name",
+    output_without_name: "an output has no name",
+    no_output: "has no outputs",
+    two_initializers_of_one_name: "names two values",
+    two_inputs_of_one_name: "'x' names two values",
+    one_node_makes_a_value_twice: "'a' names two values",
+    a_node_makes_an_input: "'x' names two values",
+    text_of_bytes: "attribute 'value_string' is no UTF-8 text",
+    texts_of_bytes: "attribute 'value_strings' is no UTF-8 text",
+    external_missing: "'weights.bin' is not there",
     external_offset: "no 16 bytes at offset 8",
     external_parent: "outside the model's folder",
     external_absolute: "outside the model's folder",
     external_symlink: "outside the model's folder",
-    external_is_a_folder: "weights.bin",
-    sparse_initializer: "sparse",
+    external_is_a_folder: "'weights.bin' is no file",
+    sparse_initializer: "sparse initializer 's' is malformed",
+    sparse_constant: "node 's' (Constant) is malformed",
+    sparse_too_large: "too large to be stored dense",
     wrong_arity: "Relu",
     wrong_attribute: "alpha",
 }

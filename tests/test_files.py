@@ -183,6 +183,18 @@ def test_a_place_that_cannot_be_written_is_known_before_the_work(
     assert f"{output}: cannot be written" in result.err
 
 
+@pytest.mark.parametrize("command", ["optimize", "run", "gradient", f"{TRAIN}"])
+@pytest.mark.parametrize("output", [".", "arrays", "none/dir/o.onnx", ""])
+def test_an_output_that_is_no_file_is_refused(
+    command: str, output: str, folder: Path, cli: Cli
+) -> None:
+    line = command.split() if " " in command else [command, "m.onnx"]
+    result = cli(*line, "-o", output)
+    assert (result.code, result.err.count("\n")) == (1, 1)
+    assert "cannot be written" in result.err
+    assert ("make its folder first" if "/" in output else "give the path of a file") in result.err
+
+
 def test_a_folder_that_may_only_be_read(
     folder: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,17 +9,19 @@ from pathlib import Path
 import numpy as np
 import onnx_ir
 import pytest
+from support import Cli
 
 from onnx_fuse import bench
 from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.save import save
 from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import load
 from onnx_fuse.validation.arrays import index_bound, role_of
 from onnx_fuse.validation.check import check_outputs
-from onnx_fuse.validation.inputs import Feeds, extremes, generate
+from onnx_fuse.validation.inputs import Feeds, extremes, generate, read_feeds
 from onnx_fuse.validation.sizes import System, evaluate, larger, size, smaller, unknown
 
 DECODERS = sorted((Path(__file__).parent / "data" / "decoders").glob("*.onnx"))
@@ -333,3 +335,64 @@ def test_scales_that_are_fed_enlarge() -> None:
     )
     feeds = [feed for feed, _ in generate(model, lambda f: [np.ones(1)])]
     assert all(feed["s"].tolist() == [1, 1, 2, 2] for feed in feeds)
+
+
+# ---- files of inputs -------------------------------------------------------------------------
+
+X, IDS = np.ones((2, 4), np.float32), np.array([0, 3])
+FILES: dict[str, tuple[dict[str, np.ndarray], str]] = {
+    "another size": ({"x": np.ones((2, 5), np.float32), "i": IDS}, r"takes the shape \[B, 4\]"),
+    "another rank": ({"x": X[None], "i": IDS}, r"the array has \[1, 2, 4\]"),
+    "a scalar": ({"x": np.float32(1), "i": IDS}, r"the array has \[\]"),
+    "float64": ({"x": X.astype(np.float64), "i": IDS}, "takes float32, the array is float64"),
+    "int32 indices": ({"x": X, "i": IDS.astype(np.int32)}, "takes int64, the array is int32"),
+    "text": ({"x": X.astype(str), "i": IDS}, "takes float32"),
+    "complex numbers": ({"x": X + 1j, "i": IDS}, "the array is complex64"),
+    "dates": ({"x": np.zeros((2, 4), "M8[s]"), "i": IDS}, "the array is datetime64"),
+    "no array for an input": ({"x": X}, r"has no array for input 'i' \(it has \['x'\]\)"),
+    "another name": ({"x": X, "indices": IDS}, "has no array for input 'i'"),
+    "nothing": ({}, "has no array for input 'x'"),
+}
+
+
+def test_arrays_that_fit_are_taken(tmp_path: Path) -> None:
+    np.savez(tmp_path / "f.npz", x=X.astype(">f4"), i=IDS, more=X)
+    found = read_feeds(tmp_path / "f.npz", text_model(FED))
+    assert found["x"].dtype == np.float32
+    assert found["x"].dtype.isnative
+    assert list(found) == ["x", "i"]
+
+
+FED = "g (float[B,4] x, int64[B] i) => (float[B,4] y) { c = Cast <to = 1> (i)  y = Add (x, x) }"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_does_not_fit_is_refused(name: str, tmp_path: Path) -> None:
+    arrays, reason = FILES[name]
+    np.savez(tmp_path / "f.npz", **arrays)
+    with pytest.raises(ModelError, match=reason):
+        read_feeds(tmp_path / "f.npz", text_model(FED))
+
+
+def test_a_single_array_and_other_files_are_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "f.npy", X)
+    (tmp_path / "text.npz").write_text("no arrays")
+    for name, reason in (("f.npy", "one unnamed array"), ("text.npz", "not an .npz file"),
+                         ("none.npz", "no such file")):  # fmt: skip
+        with pytest.raises(ModelError, match=reason):
+            read_feeds(tmp_path / name, text_model(FED))
+
+
+def test_a_gradient_check_draws_what_a_file_of_inputs_lacks(tmp_path: Path, cli: Cli) -> None:
+    path, out = tmp_path / "m.onnx", tmp_path / "g.onnx"
+    save(
+        text_model(
+            "g (float[B,4] x) => (float[B,2] y) <float[4,2] w = {1,2,3,4,5,6,7,8}>"
+            " { y = MatMul (x, w) }"
+        ),
+        path,
+    )
+    np.savez(tmp_path / "f.npz", x=X)
+    result = cli("gradient", path, "-o", out, "--check", "--inputs", tmp_path / "f.npz")
+    assert result.code == 0, result.err
+    assert "gradients ok: 1 tensors" in result.out

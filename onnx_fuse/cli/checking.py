@@ -11,6 +11,7 @@ from onnx_fuse.cli import files
 if TYPE_CHECKING:
     from onnx_fuse.validation.check import Check
     from onnx_fuse.validation.gradients import GradientCheck
+    from onnx_fuse.validation.inputs import Feeds
 
 
 def check(
@@ -74,9 +75,11 @@ def gradients(
 
     def work() -> GradientCheck:
         source = model if written is None else written
-        feeds = read_feeds(inputs, files.load(source, str(source))) if inputs else None
+        graph: Any = files.load(source, str(source)) if inputs else None
         if written is not None:
+            feeds = None if inputs is None else _with_cotangents(inputs, graph, model)
             return check_written(written, feeds=feeds, shapes=shapes, dims=dims)
+        feeds = None if inputs is None else read_feeds(inputs, graph)
         return check_gradients(
             model, feeds=feeds, shapes=shapes, dims=dims, device=device, precision=precision,
             every=every,
@@ -84,6 +87,29 @@ def gradients(
 
     checked: GradientCheck = guarded(work, str(model), device)
     return checked
+
+
+def _with_cotangents(inputs: Path, backward: Any, model: Path) -> Feeds:
+    """The arrays of a file for a graph of gradients; random `y.grad` for outputs it has none of."""
+    import numpy as np
+
+    from onnx_fuse.runtime import ort
+    from onnx_fuse.validation.inputs import read_feeds
+
+    forward = files.load(model, str(model))
+    names = [v.name for v in forward.graph.outputs]
+    feeds = read_feeds(inputs, backward, [f"{name}.grad" for name in names])
+    asked = {v.name for v in backward.graph.inputs} - set(feeds)
+    if asked:
+        own = {v.name for v in forward.graph.inputs}
+        given = {name: array for name, array in feeds.items() if name in own}
+        with ort.faults(str(model)):
+            outputs = ort.run(ort.session(forward), given, names)
+        rng = np.random.default_rng(0)
+        for name, y in zip(names, outputs, strict=True):
+            if f"{name}.grad" in asked:
+                feeds[f"{name}.grad"] = np.asarray(rng.standard_normal(y.shape), y.dtype)
+    return feeds
 
 
 def guarded(work: Callable[[], Any], name: str, device: str) -> Any:

@@ -42,7 +42,9 @@ def default_output(model: Path, suffix: str) -> Path:
 
 def with_weights(output: Path) -> tuple[Path, ...]:
     """The files that may be written for a model: itself, and its weights beside it."""
-    return (output,) if is_stream(output) else (output, output.with_name(f"{output.name}.data"))
+    if is_stream(output) or output.is_dir():
+        return (output,)
+    return (output, output.with_name(f"{output.name}.data"))
 
 
 def check_paths(reads: Paths, writes: Paths) -> None:
@@ -126,4 +128,12 @@ def _writable(option: str, path: Path) -> None:
     elif not os.access(place.parent, os.W_OK | os.X_OK):
         code = errno.EACCES
     if code:
-        raise ModelError(f"{path}: cannot be written: {os.strerror(code)}")
+        advice = _ADVICE.get(code, "")
+        raise ModelError(f"{path}: cannot be written: {os.strerror(code)}{advice}")
+
+
+_ADVICE = {
+    errno.EISDIR: ": give the path of a file in it",
+    errno.ENOENT: ": make its folder first",
+    errno.EACCES: ": its folder may not be written to",
+}

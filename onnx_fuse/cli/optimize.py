@@ -124,7 +124,7 @@ def optimize(
     from onnx_fuse import bench, passes, progress, report
     from onnx_fuse.files import written
     from onnx_fuse.onnx.load import opaque, read
-    from onnx_fuse.onnx.save import at_opset, save
+    from onnx_fuse.onnx.save import at_opset, loadable, save
     from onnx_fuse.onnx.save import inline as inlined
     from onnx_fuse.onnx.shapes import fix_shapes
     from onnx_fuse.validation.inputs import read_feeds
@@ -165,7 +165,9 @@ def optimize(
     result = inlined(graph) if inline else graph
     if inline:
         passes.tidy_inlined(result)
-    if wanted is not None:
+    if wanted is None:
+        result = loadable(result)
+    else:
         try:
             result = at_opset(result, wanted or original.graph.opset_imports[""])
         except ModelError as error:

@@ -18,6 +18,9 @@ MAX_NODES = 1 << 18
 def inline_functions(model: ir.Model) -> None:
     """Replace every call of a local function by its nodes, in place.
 
+    Each node keeps the ai.onnx opset of its function as its `version`, for `upgrade` to read: the
+    attributes that a rule needs are those of the call.
+
     The work is linear in the nodes that result. Raises ModelError where a function calls itself,
     where the calls become more than MAX_NODES nodes or nest deeper than MAX_DEPTH (before any is
     written out), and for a function that reads or returns what it does not define.
@@ -113,6 +116,7 @@ class _Scope:
     attributes: Mapping[str, ir.Attr]
     props: Mapping[str, str]
     where: str
+    opset: int | None = None  # of ai.onnx, that the function imports
     open: bool = False  # a branch reads values of the graph that it is in
 
     def read(self, values: Iterable[ir.Value | None], who: str) -> list[ir.Value | None]:
@@ -217,7 +221,7 @@ class _Inliner:
         given.update(attributes)
         values: dict[ir.Value, ir.Value | None] = dict.fromkeys(function.inputs)
         values.update(zip(function.inputs, inputs, strict=False))
-        scope = _Scope(values, given, props, where)
+        scope = _Scope(values, given, props, where, function.opset_imports.get(""))
         for node in function:
             self._node(node, scope, nodes)
         return scope.read(function.outputs, "its outputs")
@@ -238,6 +242,7 @@ class _Inliner:
             inputs,
             attributes.values(),
             overload=node.overload,
+            version=node.version or (None if node.domain else scope.opset),
             num_outputs=len(node.outputs),
             name=node.name,
             doc_string=node.doc_string,

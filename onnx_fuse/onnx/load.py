@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
+import logging
 import mmap
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,16 @@ from onnx_fuse.onnx.opsets import canonical, constant_weights
 from onnx_fuse.onnx.save import functions_attached, serialized
 from onnx_fuse.onnx.shapes import without_weights
 from onnx_fuse.onnx.types import NCHWC
+from onnx_fuse.onnx.untrusted import (
+    check_names,
+    check_tensors,
+    external_file,
+    graphs,
+    has_sparse,
+    node_tensors,
+    store_dense,
+    tensors,
+)
 from onnx_fuse.onnx.weights import PLACE, InContainer, Weights, parts
 
 _READ = "onnx_fuse.read"
@@ -64,7 +74,7 @@ def reread(data: bytes, weights: Weights) -> ir.Model:
     """Read a model of `save.serialized_without_weights`, which was checked before."""
     model = ir.serde.deserialize_model(onnx.ModelProto.FromString(data))
     model.functions.clear()  # our own bodies
-    _map_external(model, None, weights)
+    _map_external(model, (), weights)
     constant_weights(model)
     return model
 
@@ -80,10 +90,12 @@ def read(source: Model) -> ir.Model:
             if model.meta.pop(_READ, False):
                 return model
         else:
-            folder: Path | None = None
+            folders: tuple[Path, ...] = ()
             weights: Weights | None = None
             if isinstance(source, onnx.ModelProto):
                 proto = _checked(source)
+                if _to_mend(proto):  # what the caller gave stays as it is
+                    proto = onnx.ModelProto.FromString(proto.SerializeToString())
             elif isinstance(source, bytes):
                 proto = _checked(_parse(source))
             elif is_container(source):
@@ -91,20 +103,24 @@ def read(source: Model) -> ir.Model:
                 proto = _checked(_parse(bytes(container.member(GRAPH))))
                 weights = InContainer(container)
             else:
-                folder = Path(source).parent
+                folders = (Path(source).parent, Path(source).resolve().parent)
                 progress.report(f"reading {Path(source).name}")
                 data, weights = parts(Path(source))
                 proto = _checked(_parse(data))
-            _check_tensors(proto, folder, weights)
+            check_tensors(proto, folders, weights)
+            check_names(proto)
+            if has_sparse(proto):
+                store_dense(proto)
             _free_negative_sizes(proto.graph)
             maps = _without_maps(proto.graph)
-            model = ir.serde.deserialize_model(proto)
+            with _unlogged():
+                model = ir.serde.deserialize_model(proto)
             for value in (*model.graph.inputs, *model.graph.outputs):
                 if value.name in maps:
                     value.meta[MAP_TYPE] = maps[value.name]
             model.graph.opset_imports.setdefault("", CANONICAL_OPSET)
-            if folder is not None or weights is not None:
-                _map_external(model, folder, weights)
+            if folders or weights is not None:
+                _map_external(model, folders, weights)
         _check_graph(model)
     model.meta[_READ] = True
     return model
@@ -118,8 +134,8 @@ def external_files(path: Path) -> list[Path]:
                 return []
             proto = _parse(data[:])
         nodes = itertools.chain.from_iterable(f.node for f in proto.functions)
-        tensors = itertools.chain(_tensors(proto.graph), _node_tensors(nodes))
-        entries = itertools.chain.from_iterable(t.external_data for t in tensors)
+        stored = itertools.chain(tensors(proto.graph), node_tensors(nodes))
+        entries = itertools.chain.from_iterable(t.external_data for t in stored)
         return [path.parent / name for name in {e.value for e in entries if e.key == "location"}]
     except (OSError, ValueError, ModelError):
         return []  # what is wrong with it is said where it is read
@@ -171,83 +187,6 @@ def _checked(proto: onnx.ModelProto) -> onnx.ModelProto:
     return proto
 
 
-def _check_tensors(
-    proto: onnx.ModelProto, folder: Path | None, weights: Weights | None = None
-) -> None:
-    """Sizes and locations of all stored tensors, before any is allocated or opened."""
-    nodes = itertools.chain.from_iterable(f.node for f in proto.functions)
-    for tensor in itertools.chain(_tensors(proto.graph), _node_tensors(nodes)):
-        where = f"tensor '{tensor.name}'"
-        if any(d < 0 for d in tensor.dims):
-            raise ModelError(f"{where} has a negative dimension")
-        try:
-            dtype = ir.DataType(tensor.data_type)
-            bits = dtype.bitwidth if dtype != ir.DataType.STRING else 0
-        except (ValueError, TypeError) as error:
-            raise ModelError(f"{where} has the unknown element type {tensor.data_type}") from error
-        count = math.prod(tensor.dims)
-        nbytes = (count * bits + 7) // 8
-        if nbytes >= 2**48:
-            raise ModelError(f"{where} has shape {list(tensor.dims)}: its size overflows")
-        if tensor.data_location == onnx.TensorProto.EXTERNAL:
-            _check_external(tensor, nbytes, folder, weights, where)
-        elif bits and tensor.HasField("raw_data") and len(tensor.raw_data) != nbytes:
-            raise ModelError(
-                f"{where} holds {len(tensor.raw_data)} bytes, but its shape needs {nbytes}"
-            )
-        elif not tensor.HasField("raw_data") and _typed_count(tensor) != _entries(
-            tensor, count, bits
-        ):
-            raise ModelError(
-                f"{where} holds {_typed_count(tensor)} values, not those of {list(tensor.dims)}"
-            )
-
-
-def _typed_count(tensor: onnx.TensorProto) -> int:
-    fields = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data", "string_data")
-    return sum(len(getattr(tensor, field)) for field in fields)
-
-
-def _entries(tensor: onnx.TensorProto, count: int, bits: int) -> int:
-    """Entries of a typed field for `count` elements: 4-bit pairs share one, complex takes two."""
-    if tensor.data_type in (onnx.TensorProto.COMPLEX64, onnx.TensorProto.COMPLEX128):
-        return 2 * count
-    return -(-count * bits // 8) if 0 < bits < 8 else count
-
-
-def _check_external(
-    tensor: onnx.TensorProto,
-    nbytes: int,
-    folder: Path | None,
-    weights: Weights | None,
-    where: str,
-) -> None:
-    entries = {e.key: e.value for e in tensor.external_data}
-    location = entries.get("location", "")
-    if weights is not None and location == weights.location:
-        if weights.nbytes(tensor) != nbytes:
-            raise ModelError(
-                f"{where} holds {weights.nbytes(tensor)} bytes, but its shape needs {nbytes}"
-            )
-        return
-    if folder is None:
-        raise ModelError(f"{where} is in the external file '{location}': pass the model as a path")
-    root = folder.resolve()
-    target = (root / location).resolve()
-    # resolve() follows symlinks, so a link that leaves the folder is caught as well as ../ is.
-    if not location or os.path.isabs(location) or not target.is_relative_to(root):
-        raise ModelError(f"{where}: external data '{location}' lies outside the model's folder")
-    try:
-        offset, length = int(entries.get("offset", 0)), int(entries.get("length", nbytes))
-        size = target.stat().st_size
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{where}: external data '{location}': {error}") from error
-    if offset < 0 or length != nbytes or offset + length > size:
-        raise ModelError(
-            f"{where}: external data '{location}' has no {nbytes} bytes at offset {offset}"
-        )
-
-
 def _free_negative_sizes(graph: onnx.GraphProto) -> None:
     """A size of -1, as PaddlePaddle writes it, is one that is not known."""
     for info in itertools.chain(graph.input, graph.output, graph.value_info):
@@ -273,40 +212,56 @@ def _without_maps(graph: onnx.GraphProto) -> dict[str, onnx.TypeProto]:
     return taken
 
 
-def _tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
-    yield from graph.initializer
-    if graph.sparse_initializer:
-        raise ModelError("sparse initializers are not supported: store them dense")
-    yield from _node_tensors(graph.node)
+def _to_mend(proto: onnx.ModelProto) -> bool:
+    """Whether `read` changes the message before it is parsed."""
+    infos = [
+        info
+        for graph in graphs(proto)
+        if isinstance(graph, onnx.GraphProto)
+        for info in (*graph.input, *graph.output, *graph.value_info)
+    ]
+    return (
+        has_sparse(proto)
+        or any(d.dim_value < 0 for i in infos for d in i.type.tensor_type.shape.dim)
+        or any(i.type.WhichOneof("value") not in (None, "tensor_type") for i in infos)
+    )
 
 
-def _node_tensors(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]:
-    for node in nodes:
-        for attribute in node.attribute:
-            if attribute.HasField("t"):
-                yield attribute.t
-            yield from attribute.tensors
-            for sub in (*attribute.graphs, *([attribute.g] if attribute.HasField("g") else ())):
-                yield from _tensors(sub)
+@contextlib.contextmanager
+def _unlogged() -> Iterator[None]:
+    """Without onnx-ir's log lines: what is wrong with a file is said once, as the error."""
+    logger = logging.getLogger("onnx_ir")
+    before, logger.disabled = logger.disabled, True
+    children = [
+        child
+        for name, child in logging.root.manager.loggerDict.items()
+        if name.startswith("onnx_ir.") and isinstance(child, logging.Logger) and not child.disabled
+    ]
+    for child in children:
+        child.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+        for child in children:
+            child.disabled = False
 
 
-def _map_external(model: ir.Model, folder: Path | None, weights: Weights | None) -> None:
+def _map_external(model: ir.Model, folders: Sequence[Path], weights: Weights | None) -> None:
     """Replace external tensors by arrays: over the mapped file, or those that are in memory."""
-    if folder is not None:
-        ir.external_data.set_base_dir(model.graph, folder)
     graphs = [model.graph, *(f.graph for f in model.functions.values())]
     for graph in itertools.chain.from_iterable((g, *g.subgraphs()) for g in graphs):
         for value in getattr(graph, "initializers", {}).values():
-            value.const_value = _mapped(value.const_value, weights)
+            value.const_value = _mapped(value.const_value, folders, weights)
         for node in graph:
             for name, attribute in node.attributes.items():
                 if attribute.type == ir.AttributeType.TENSOR and not attribute.is_ref():
                     node.attributes[name] = ir.AttrTensor(
-                        name, _mapped(attribute.as_tensor(), weights)
+                        name, _mapped(attribute.as_tensor(), folders, weights)
                     )
 
 
-def _mapped(tensor: Any, weights: Weights | None) -> Any:
+def _mapped(tensor: Any, folders: Sequence[Path], weights: Weights | None) -> Any:
     if not isinstance(tensor, ir.ExternalTensor):
         return tensor
     if weights is not None and tensor.location == weights.location:
@@ -315,9 +270,22 @@ def _mapped(tensor: Any, weights: Weights | None) -> Any:
         if (place := weights.place(tensor)) is not None:
             held.meta[PLACE] = place
         return held
-    mapped = ir.Tensor(tensor.numpy(), tensor.dtype, name=tensor.name, doc_string=tensor.doc_string)
+    target = external_file(str(tensor.location), folders)
+    if target is None:
+        return tensor
+    # onnx-ir (1.1) opens no file with several hard links, as caches of packages have; of a file
+    # without a base folder it checks nothing, and what this one may be was checked before.
+    own = ir.ExternalTensor(
+        str(target),
+        tensor.offset,
+        tensor.length,
+        tensor.dtype,
+        shape=tensor.shape,
+        name=tensor.name or "",
+    )
+    mapped = ir.Tensor(own.numpy(), tensor.dtype, name=tensor.name, doc_string=tensor.doc_string)
     mapped.meta["external"] = tensor.location  # what saves the same model again may want to know
-    mapped.meta[PLACE] = (tensor.location, tensor.offset or 0, stamp(Path(tensor.path)))
+    mapped.meta[PLACE] = (tensor.location, tensor.offset or 0, stamp(target))
     return mapped
 
 
@@ -430,8 +398,9 @@ def _check_defined(graph: ir.Graph, outer: set[ir.Value]) -> None:
     for node in graph:
         for read in node.inputs:
             if read is not None and read not in defined:
+                name = node.name or next((v.name for v in node.outputs if v.name), "")
                 raise ModelError(
-                    f"node '{node.name}' ({node.op_type}) reads '{read.name}', which no node, "
+                    f"node '{name}' ({node.op_type}) reads '{read.name}', which no node, "
                     "input or initializer defines"
                 )
         for attribute in node.attributes.values():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import onnx
 import onnx.version_converter
 import onnx_ir as ir
@@ -9,7 +11,7 @@ import onnx_ir.passes.common as common_passes
 
 from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx.build import all_nodes
-from onnx_fuse.onnx.common import CANONICAL_OPSET, DEFAULT, body_of, one_line
+from onnx_fuse.onnx.common import CAME_IN, CANONICAL_OPSET, DEFAULT, body_of, one_line
 from onnx_fuse.onnx.functions import inline_functions
 from onnx_fuse.onnx.save import fused_function
 from onnx_fuse.onnx.shapes import check_sizes, infer_shapes
@@ -26,21 +28,55 @@ def canonical(model: ir.Model) -> ir.Model:
     graph = model.graph
     bodies = [f for f in model.functions.values() if "" in f.opset_imports]
     version = graph.opset_imports.get("", 1)
+    model.meta.setdefault(CAME_IN, version)
     target = max(CANONICAL_OPSET, version, *(f.opset_imports[""] for f in bodies))
-    if any(f.opset_imports[""] != version for f in bodies):
-        for function in bodies:
-            _upgrade(function, target)
-        _upgrade(model.graph, target)
+    mixed = any(f.opset_imports[""] != version for f in bodies)
     _import_domains(model)
     inline_functions(model)
+    if mixed and _read_otherwise(graph, version):
+        model.meta[MENDED] = "onnxruntime reads functions of another opset as of the model's"
     constant_weights(model)
-    if graph.opset_imports.get("", 1) < target:
-        if _types_matter(graph):
+    if version < target or mixed:
+        if not mixed and _types_matter(graph):  # inference reads one opset
             infer_shapes(model)
-        _upgrade(graph, target)
+        upgrade(graph, version, target)
+        graph.opset_imports[""] = target
+    if _tell_nodes_apart(graph):
+        model.meta[MENDED] = "onnxruntime takes no two nodes of one name"
     check_sizes(model)
     model.ir_version = max(model.ir_version, 10)
     return model
+
+
+def _read_otherwise(graph: ir.Graph, version: int) -> bool:
+    """Whether a node that a function left with another opset than `version` means another thing."""
+    return any(
+        min(node.version, version) < since <= max(node.version, version)
+        for node in all_nodes(graph)
+        if node.version is not None
+        for op_type, since in UPGRADES
+        if op_type == node.op_type
+    )
+
+
+MENDED = "onnx_fuse.mended"
+"""meta key of a model that onnxruntime takes for another one, or refuses, as its file is: why."""
+
+
+def _tell_nodes_apart(graph: ir.Graph) -> bool:
+    """Give nodes of one name in one graph names of their own, as onnxruntime asks for."""
+    found = False
+    for each in (graph, *graph.subgraphs()):
+        taken = Counter(node.name for node in each)
+        for node in each:
+            if not node.name or taken[node.name] == 1:
+                continue
+            taken[node.name] -= 1
+            name = f"{node.name}_{taken[node.name]}"
+            while name in taken:
+                name += "_"
+            taken[name], node.name, found = 1, name, True
+    return found
 
 
 def _is_own(function: ir.Function) -> bool:
@@ -102,11 +138,6 @@ def _broadcast_slopes(model: ir.Model) -> None:
             node.replace_input_with(1, spread.outputs[0])
 
 
-def _upgrade(graph: ir.Graph | ir.Function, target: int) -> None:
-    upgrade(graph, graph.opset_imports.get("", 1), target)
-    graph.opset_imports[""] = target
-
-
 def _types_matter(graph: ir.Graph) -> bool:
     """Whether a node is upgraded to something simpler where its input's type and rank are known."""
     version = graph.opset_imports.get("", 1)
@@ -122,13 +153,16 @@ _TYPED = {
 
 
 def _import_domains(model: ir.Model) -> None:
-    """The model imports what its functions do. Raises ModelError where versions differ."""
+    """The model imports what its functions do; of ai.onnx they may import any version.
+
+    Raises ModelError where versions of another domain differ.
+    """
     imports = model.graph.opset_imports
     for key, function in model.functions.items():
         for domain, version in function.opset_imports.items():
-            if imports.setdefault(domain, version) != version:
+            if imports.setdefault(domain, version) != version and domain:
                 raise ModelError(
-                    f"function '{key[1]}' imports version {version} of '{domain or 'ai.onnx'}', "
+                    f"function '{key[1]}' imports version {version} of '{domain}', "
                     f"the model version {imports[domain]}"
                 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import onnx
@@ -18,6 +18,7 @@ from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx import contrib
 from onnx_fuse.onnx.build import all_nodes, outputs_kept, tell_bodies_apart
 from onnx_fuse.onnx.common import (
+    CAME_IN,
     CANONICAL_OPSET,
     DEFAULT,
     FUSE,
@@ -176,13 +177,13 @@ def _noted_shapes(model: ir.Model, kept: bool) -> Iterator[None]:
             value.type, value.shape = type_, shape
 
 
-def inline(model: ir.Model) -> ir.Model:
+def inline(model: ir.Model, chosen: Callable[[ir.Node], bool] = lambda node: True) -> ir.Model:
     """The same model in plain ai.onnx: every fused or contrib op replaced by its body.
 
-    A contrib node that has no body stays.
+    A contrib node that has no body stays, as one does that is not `chosen`.
     """
     model = model.clone()
-    contrib.expand(model)
+    contrib.expand(model, chosen)
     with functions_attached(model):
         flat = common_passes.InlinePass()(model).model.clone()
     for key in list(flat.functions):
@@ -191,6 +192,32 @@ def inline(model: ir.Model) -> ir.Model:
     flat.graph.opset_imports.pop(FUSE, None)
     tell_bodies_apart(flat.graph)
     return flat
+
+
+def loadable(model: ir.Model) -> ir.Model:
+    """The model, or a copy at the opset of its file where onnxruntime may not load a newer one.
+
+    From opset 21 on onnxruntime's CPU (1.32) breaks graphs whose activations are quantized to int8:
+    it moves a QuantizeLinear, states its type, and then makes uint8 of its zero point alone.
+    """
+    before = model.meta.get(CAME_IN, CANONICAL_OPSET)
+    if before >= _TYPED_QUANTIZE or not any(
+        node.op_type == "QuantizeLinear" and not node.domain and _gives_int8(node)
+        for node in all_nodes(model.graph)
+    ):
+        return model
+    try:
+        return at_opset(model, before)
+    except ModelError:
+        return model  # its operators need the newer one
+
+
+_TYPED_QUANTIZE = 21  # since when QuantizeLinear has output_dtype
+
+
+def _gives_int8(node: ir.Node) -> bool:
+    zero = node.inputs[2] if len(node.inputs) > 2 else None
+    return zero is not None and zero.dtype == ir.DataType.INT8
 
 
 _OLDEST = 7  # that onnxruntime runs

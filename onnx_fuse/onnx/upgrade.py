@@ -26,18 +26,20 @@ UPGRADES: dict[tuple[str, int], Rule] = {}
 def upgrade(graph: ir.Graph | ir.Function, version: int, target: int) -> None:
     """Bring all nodes of a graph, its subgraphs included, from ai.onnx `version` to `target`.
 
+    A node that a function left with a version of its own is brought up from that, and loses it.
     Types and ranks of values are used where they are known and are not needed. Raises ModelError
     for a node that later opsets cannot express.
     """
-    rules: dict[str, list[Rule]] = {}
+    rules: dict[str, list[tuple[int, Rule]]] = {}
     for (op_type, since), rule in sorted(UPGRADES.items(), key=lambda item: item[0][1]):
-        if version < since <= target:
-            rules.setdefault(op_type, []).append(rule)
+        if since <= target:
+            rules.setdefault(op_type, []).append((since, rule))
     for node in list(all_nodes(graph)):
         if node.domain not in ("", "ai.onnx"):
             continue
-        for rule in rules.get(node.op_type, ()):
-            if node.graph is not None:  # a rule before has replaced it
+        own, node.version = node.version or version, None
+        for since, rule in rules.get(node.op_type, ()):
+            if own < since and node.graph is not None:  # a rule before may have replaced it
                 _apply(rule, node)
 
 

@@ -63,6 +63,8 @@ def session(
         graph = _graph(model)
         if any(v.dtype == DataType.BFLOAT16 for v in _values(graph)):
             return Widened(graph, options)
+        if _INT8_CLASH in str(error) and not as_written:
+            return _session(model, options, disabled_optimizers=[_INT8_REWRITE])
         if _NAMES_CLASH not in str(error) or as_written:
             raise
         warnings.warn(
@@ -74,20 +76,27 @@ def session(
     return Widened(_graph(model), options) if any(e.type == _BFLOAT16 for e in ends) else found
 
 
-def _session(model: str | os.PathLike[str] | bytes | onnx_ir.Model, options: Any) -> Any:
+# What `onnx.save.loadable` describes, and the rewrite that makes int8 uint8.
+_INT8_CLASH = "output_dtype INT8 does not match y_zero_point type UINT8"
+_INT8_REWRITE = "QDQS8ToU8Transformer"
+
+
+def _session(
+    model: str | os.PathLike[str] | bytes | onnx_ir.Model, options: Any, **more: Any
+) -> Any:
     import onnxruntime as ort
 
     providers = ["CPUExecutionProvider"]
     if isinstance(model, onnx_ir.Model):
         if fits_protobuf(model):
             proto = to_proto(model, shapes=False)
-            return ort.InferenceSession(proto.SerializeToString(), options, providers)
+            return ort.InferenceSession(proto.SerializeToString(), options, providers, **more)
         with tempfile.TemporaryDirectory(prefix="onnx-fuse-") as folder:
             path = Path(folder) / "model.onnx"
             save(model, path, external=True, shapes=False)
-            return ort.InferenceSession(str(path), options, providers)
+            return ort.InferenceSession(str(path), options, providers, **more)
     source = model if isinstance(model, bytes) else os.fspath(model)
-    return ort.InferenceSession(source, options, providers)
+    return ort.InferenceSession(source, options, providers, **more)
 
 
 def _graph(model: str | os.PathLike[str] | bytes | onnx_ir.Model) -> onnx_ir.Model:
@@ -173,6 +182,8 @@ def faults(name: str) -> Iterator[None]:
 
 def plain(error: BaseException) -> str:
     """An error's text on one line, without onnxruntime's numbers and C++ signatures."""
+    if isinstance(error, UnicodeDecodeError):
+        return "an output holds text that is not UTF-8"
     return _NOISE.sub("", " ".join(str(error).split()))[:400]
 
 

@@ -8,17 +8,21 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import onnx_ir
 
 from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx.build import required
 from onnx_fuse.onnx.save import inline
 from onnx_fuse.validation.sizes import Constraint, Size, Symbol, System, evaluate, size
+from onnx_fuse.validation.symbolic import caches
 from onnx_fuse.validation.symbolic.graph import controls, follow
-from onnx_fuse.validation.symbolic.walk import Shape
+from onnx_fuse.validation.symbolic.walk import Lengths, Shape
 
 Dim = int | str
+Array = np.ndarray[Any, Any]
 
 # (leading axes, first other axis, step to the next): started from in turn. Axes differ first, so
 # that exchanged ones are noticed; then come sizes for graphs that want equal axes, multiples of 8
@@ -46,6 +50,8 @@ class Choice:
     """Whether the sizes meet every constraint that was seen in the graph."""
     varied: list[str]
     """The symbols that may have more than one size."""
+    lengths: dict[str, Array]
+    """Of inputs that say how many tokens there are, by name: their entries."""
 
     def __str__(self) -> str:
         parts = [f"{k}={v}" for k, v in (self.sizes | self.branches).items()]
@@ -73,7 +79,9 @@ def dims_of(model: onnx_ir.Model) -> dict[str, list[Dim]]:
 def choices(model: onnx_ir.Model) -> Iterator[Choice]:
     """Ways to run the model, the likeliest first; those that the graph seems to refuse last."""
     dims = dims_of(model)
-    plain = inline(model) if any(n.domain for n in model.graph) else model
+    plain = model
+    if any(n.domain for n in model.graph):
+        plain = inline(model, lambda node: not caches.is_grouped(node))
     doubtful: list[Choice] = []
     ways = [_assignment(plain, dims, branches) for branches in _branches(plain)]
     large: list[int] = []
@@ -112,7 +120,10 @@ def _branches(model: onnx_ir.Model) -> list[dict[str, bool | int]]:
             values.append(next(n for n in range(len(values) + 1) if n not in values))
     first = list(options)[:2]
     settings = itertools.product(*(dict.fromkeys(options[name]) for name in first))
-    return [dict(zip(first, s, strict=True)) for s in settings][:_SETTINGS]
+    ways = [dict(zip(first, s, strict=True)) for s in settings][:_SETTINGS]
+    if caches.has_caches(model):
+        return [{**way, caches.ONE_TOKEN: single} for way in ways for single in (True, False)]
+    return ways
 
 
 @dataclass
@@ -125,6 +136,7 @@ class _Assignment:
     free: list[str]
     leading: set[str]
     branches: dict[str, bool | int]
+    lengths: Mapping[str, Lengths]
 
     def choice(self, lead: int, base: int, step: int) -> Choice:
         others = [s for s in self.free if s not in self.leading]
@@ -135,7 +147,20 @@ class _Assignment:
         sizes = {s: self._value(size(s), free) for s in self.symbols}
         shapes = {n: [max(self._value(d, free), 0) for d in s] for n, s in self.shapes.items()}
         varied = [s for s in self.symbols if self.system.resolve(size(s)).number is None]
-        return Choice(sizes, shapes, self.branches, sound, varied)
+        lengths = {
+            n: self._tokens(told, shapes[n], free)
+            for n, told in self.lengths.items()
+            if n in shapes
+        }
+        return Choice(sizes, shapes, self.branches, sound, varied, lengths)
+
+    def _tokens(self, told: Lengths, shape: Sequence[int], free: Mapping[Symbol, int]) -> Array:
+        """The entries of an input that tells how many tokens there are: the last row has half."""
+        total = self._value(told.total, free)
+        if not told.places:
+            return np.full(shape, total)
+        rows = np.ceil(np.linspace(total, max(total // 2, 1), math.prod(shape)))
+        return rows.reshape(shape) - 1
 
     def _value(self, value: Size, free: Mapping[Symbol, int]) -> int:
         number = evaluate(self.system.resolve(value), free)
@@ -196,7 +221,7 @@ def _assignment(
     symbols = list(dict.fromkeys(d for own in dims.values() for d in own if isinstance(d, str)))
     system = System(symbols)
     shapes = {name: tuple(size(d) for d in own) for name, own in dims.items()}
-    follow(model, system, shapes, branches)
+    lengths = follow(model, system, shapes, branches)
     for symbol in symbols:
         meant = _expression(symbol, set(symbols))
         if meant is not None:
@@ -205,7 +230,7 @@ def _assignment(
     first = {_symbol(system, own[0]) for own in shapes.values() if own}
     inner = {_symbol(system, d) for own in shapes.values() for d in own[1:]}
     leading = {s for s in first - inner if s is not None}
-    return _Assignment(system, shapes, symbols, free, leading, branches)
+    return _Assignment(system, shapes, symbols, free, leading, branches, lengths)
 
 
 def _symbol(system: System, dim: Size) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,10 @@ import numpy as np
 import onnx_ir
 from onnx_ir import DataType
 
-from onnx_fuse.errors import ModelError, UsageError
+from onnx_fuse.errors import DataError, ModelError
 from onnx_fuse.onnx.build import feeds_of, required
 from onnx_fuse.runtime import ort
-from onnx_fuse.training.data import NOT_ARRAYS, why_not_arrays
+from onnx_fuse.training import data
 from onnx_fuse.validation.arrays import (
     Array,
     Role,
@@ -32,30 +32,58 @@ _RUNS = 24  # tries before the graph is given up
 _SHOWN = 4  # of them in a message
 
 
-def read_feeds(path: str | os.PathLike[str], model: onnx_ir.Model) -> Feeds:
-    """The arrays of an .npz file that the model's inputs name; each input must be there.
+def read_feeds(
+    path: str | os.PathLike[str], model: onnx_ir.Model, optional: Collection[str] = ()
+) -> Feeds:
+    """The arrays of an .npz file that the model's inputs name, of their types and sizes.
 
-    The file format has no bfloat16: such an input takes floats, or 2 bytes each as numpy wrote it.
+    Each input must be there that has no default and is not `optional`. The file format has no
+    bfloat16: such an input takes floats, or 2 bytes each as numpy wrote it. Raises ModelError.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    except FileNotFoundError as error:
-        raise ModelError(f"{path}: there is no such file") from error
-    except (*NOT_ARRAYS, AttributeError) as error:
-        raise ModelError(f"{path}: not an .npz file of arrays: {why_not_arrays(error)}") from error
-    needed = [v.name for v in required(model)]
-    missing = [name for name in needed if name not in arrays]
+        arrays = data.load(path)
+    except DataError as error:
+        raise ModelError(str(error)) from error
+    name = Path(path).name
+    needed = [v.name or "" for v in required(model)]
+    missing = [n for n in needed if n not in arrays and n not in optional]
     if missing:
-        raise UsageError(
-            f"{Path(path).name} has no array for input '{missing[0]}' (it has {sorted(arrays)})"
+        raise ModelError(
+            f"{name} has no array for input '{missing[0]}' (it has {sorted(arrays)}): save it by "
+            "np.savez under that name"
         )
     for value in model.graph.inputs:
-        if value.dtype == DataType.BFLOAT16 and value.name in arrays:
-            array, kind = arrays[value.name or ""], DataType.BFLOAT16.numpy()
-            raw = array.dtype == np.dtype("V2")
-            arrays[value.name or ""] = array.view(kind) if raw else array.astype(kind)
+        if value.name in arrays:
+            arrays[value.name] = _fitting(value, arrays[value.name], name)
     return feeds_of(model, arrays)
+
+
+def _fitting(value: onnx_ir.Value, array: Array, file: str) -> Array:
+    """The array of a file for an input. Raises ModelError where it has another type or shape."""
+    where = f"{file}: input '{value.name}'"
+    if value.dtype == DataType.BFLOAT16 and (array.dtype == "V2" or array.dtype.kind == "f"):
+        kind = DataType.BFLOAT16.numpy()
+        array = array.view(kind) if array.dtype == "V2" else array.astype(kind)
+    array = array.astype(array.dtype.newbyteorder("="), copy=False)
+    if value.dtype == DataType.STRING:
+        fits = array.dtype.kind in "OSTU"
+    else:
+        fits = value.dtype is None or array.dtype == value.dtype.numpy()
+    if not fits and value.dtype is not None:
+        takes = "text" if value.dtype == DataType.STRING else value.dtype.numpy()
+        kinds = f"{takes}, the array is {array.dtype}"
+        raise ModelError(f"{where} takes {kinds}: save it in that type")
+    sizes = None if value.shape is None else list(value.shape)
+    if sizes is not None and (
+        len(sizes) != array.ndim
+        or any(isinstance(d, int) and d != n for d, n in zip(sizes, array.shape, strict=True))
+    ):
+        takes = ", ".join(str(d if isinstance(d, int) else d.value or "?") for d in sizes)
+        raise ModelError(
+            f"{where} takes the shape [{takes}], the array has {list(array.shape)}: save it in "
+            "that shape"
+        )
+    return array
 
 
 def generate(
@@ -144,6 +172,9 @@ def _feed(roles: dict[str, Role], choice: Choice, rng: np.random.Generator, top:
     for name, role in roles.items():
         if name in choice.branches:
             feed[name] = np.full(shapes[name], choice.branches[name], role.dtype.numpy())
+            continue
+        if name in choice.lengths:
+            feed[name] = choice.lengths[name].astype(role.dtype.numpy())
             continue
         past = max((w - shapes[name][-1] for w in widths), default=0) if shapes[name] else 0
         feed[name] = make(role, shapes[name], rng, top=top, past=max(past, 0))

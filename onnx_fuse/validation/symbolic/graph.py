@@ -9,8 +9,8 @@ from onnx_ir import Node, Value
 
 from onnx_fuse.onnx.build import const_array, subgraphs
 from onnx_fuse.validation.sizes import System
-from onnx_fuse.validation.symbolic import arithmetic, compute, moves
-from onnx_fuse.validation.symbolic.walk import Fact, Rule, Shape, Walk
+from onnx_fuse.validation.symbolic import arithmetic, caches, compute, moves
+from onnx_fuse.validation.symbolic.walk import Fact, Lengths, Rule, Shape, Walk, origin
 
 
 def follow(
@@ -18,12 +18,12 @@ def follow(
     system: System,
     shapes: Mapping[str, Shape],
     branches: Setting | None = None,
-) -> None:
+) -> Mapping[str, Lengths]:
     """Enter what the graph asks of its inputs' `shapes` into `system`, and what it makes likely.
 
     Likely is that axes are equal where only a Reshape meets both, that a mask which positions pick
     from is as long as these reach, and that an input's axis named as an output's has its size: so
-    has the cotangent of an output.
+    has the cotangent of an output. Returns the inputs that say how many tokens there are.
     """
     walk = Walk(system, RULES, branches or {})
     for value in model.graph.inputs:
@@ -41,6 +41,7 @@ def follow(
         simple = all(len(m) == 1 and isinstance(m[0], str) for m in difference.terms)
         if simple and a.number is None and b.number is None:
             system.require("equal", a, b, soft=True)
+    return walk.lengths
 
 
 def _if(w: Walk, node: Node) -> list[Fact]:
@@ -61,12 +62,11 @@ def _if(w: Walk, node: Node) -> list[Fact]:
 
 Setting = Mapping[str, bool | int]
 """Values of the inputs that branches depend on."""
-_PASSES_ON = ("Identity", "Squeeze", "Unsqueeze", "Reshape", "Cast", "Gather")
 
 
 def controls(condition: Value) -> tuple[str, int | None] | None:
     """(input, None) where a condition is a boolean input, (input, 3) where it is `input == 3`."""
-    source = _origin(condition)
+    source = origin(condition)
     node = source.producer()
     if node is None:
         return (source.name or "", None) if source.is_graph_input() else None
@@ -74,20 +74,17 @@ def controls(condition: Value) -> tuple[str, int | None] | None:
         return None
     for value, other in (node.inputs, node.inputs[::-1]):
         number = const_array(other)
-        start = _origin(value) if value is not None else None
+        start = origin(value) if value is not None else None
         single = number is not None and number.size == 1 and number.dtype.kind in "iu"
         if single and number is not None and start is not None and start.is_graph_input():
             return start.name or "", int(number.item())
     return None
 
 
-def _origin(value: Value) -> Value:
-    """The value that `value` is a copy of, through nodes that only pass it on."""
-    node = value.producer()
-    while node is not None and node.op_type in _PASSES_ON and node.inputs[0] is not None:
-        value = node.inputs[0]
-        node = value.producer()
-    return value
-
-
-RULES: dict[str, Rule] = arithmetic.RULES | moves.RULES | compute.RULES | {"If": _if}
+RULES: dict[str, Rule] = {
+    **arithmetic.RULES,
+    **moves.RULES,
+    **compute.RULES,
+    **caches.RULES,
+    "If": _if,
+}

@@ -31,6 +31,17 @@ class Fact:
     top: Shape | None = None
 
 
+@dataclass(frozen=True)
+class Lengths:
+    """The entries of an input that says how many tokens there are.
+
+    They are `total`, or of each sequence its last token's place, which is at most `total` - 1.
+    """
+
+    total: Size
+    places: bool
+
+
 NOTHING = Fact()
 Rule = Callable[["Walk", Node], Sequence[Fact]]
 """A Fact for each output that the rule knows of."""
@@ -46,6 +57,8 @@ class Walk:
     facts: dict[Value, Fact] = field(default_factory=dict)
     indexed: list[tuple[Size, Size]] = field(default_factory=list)
     """(size of an axis, size that its indices reach): a mask that positions pick from."""
+    lengths: dict[str, Lengths] = field(default_factory=dict)
+    """Inputs that say how many tokens there are, by name."""
     alike: list[tuple[Size, Size]] = field(default_factory=list)
     """Sizes that a Reshape to the same rank puts in each other's place."""
     _named: dict[str, Size] = field(default_factory=dict)
@@ -62,7 +75,8 @@ class Walk:
                 self.facts[value] = fact
 
     def _node(self, node: Node) -> Sequence[Fact]:
-        rule = self.rules.get(node.op_type) if not node.domain else None
+        name = f"{node.domain}:{node.op_type}" if node.domain else node.op_type
+        rule = self.rules.get(name)
         try:
             found = rule(self, node) if rule is not None else ()
         except (IndexError, TypeError, ValueError, ZeroDivisionError):
@@ -146,6 +160,18 @@ class Walk:
                 dim = self.system.resolve(dim if dim.number is None else other)
             dims.append(dim)
         return tuple(dims)
+
+
+_PASSES_ON = ("Identity", "Squeeze", "Unsqueeze", "Reshape", "Cast", "Gather")
+
+
+def origin(value: Value) -> Value:
+    """The value that `value` is a copy of, through nodes that only pass it on."""
+    node = value.producer()
+    while node is not None and node.op_type in _PASSES_ON and node.inputs[0] is not None:
+        value = node.inputs[0]
+        node = value.producer()
+    return value
 
 
 def entries_of(array: Array) -> Array | None:

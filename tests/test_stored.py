@@ -1,0 +1,159 @@
+"""Files that hold a model in an unusual but valid way: sparse tensors, links, names used twice."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from support import Cli
+
+import onnx_fuse
+from onnx_fuse.onnx.load import load
+from onnx_fuse.onnx.save import to_proto
+from onnx_fuse.runtime import ort
+from onnx_fuse.validation.check import validate
+
+SPARSE = {
+    "one index each": ([0, 5, 10], np.float32),
+    "an index for each axis": ([[0, 1], [3, 3]], np.float32),
+    "nothing": ([], np.float32),
+    "float16": ([7, 8], np.float16),
+}
+
+
+def sparse_model(indices: list[int], dtype: type, place: str) -> onnx.ModelProto:
+    """y = x W for a sparse W: an initializer, a Constant, or a Constant in a branch."""
+    at = np.array(indices, np.int64)
+    values = numpy_helper.from_array(np.arange(1, len(at) + 1).astype(dtype), "w")
+    sparse = helper.make_sparse_tensor(values, numpy_helper.from_array(at, "i"), [4, 4])
+    kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    x, y = (helper.make_tensor_value_info(name, kind, ["N", 4]) for name in "xy")
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
+    if place != "initializer":
+        nodes.insert(0, helper.make_node("Constant", [], ["w"], sparse_value=sparse))
+    if place == "branch":
+        [inner] = [helper.make_graph(nodes, "t", [], [y])]
+        other = helper.make_graph([helper.make_node("Relu", ["x"], ["z"])], "e", [],
+                                  [helper.make_tensor_value_info("z", kind, ["N", 4])])  # fmt: skip
+        condition = numpy_helper.from_array(np.array(True), "c")
+        branches = {"then_branch": inner, "else_branch": other}
+        nodes = [helper.make_node("Constant", [], ["c"], value=condition),
+                 helper.make_node("If", ["c"], ["r"], **branches)]  # fmt: skip
+        y = helper.make_tensor_value_info("r", kind, ["N", 4])
+    graph = helper.make_graph(nodes, "g", [x], [y])
+    if place == "initializer":
+        graph.sparse_initializer.append(sparse)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+@pytest.mark.parametrize("place", ["initializer", "constant", "branch"])
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparse_tensors_are_stored_dense(name: str, place: str) -> None:
+    indices, dtype = SPARSE[name]
+    model = sparse_model(indices, dtype, place)
+    before = model.SerializeToString()
+    x = {"x": np.random.default_rng(0).standard_normal((3, 4)).astype(dtype)}
+    dense = np.zeros((4, 4), dtype)
+    for i, at in enumerate(indices):
+        dense[tuple(at) if isinstance(at, list) else divmod(at, 4)] = i + 1
+    found = to_proto(load(model))
+    [y] = ort.run(ort.session(found.SerializeToString()), x)
+    np.testing.assert_allclose(y, x["x"] @ dense, rtol=1e-2 if dtype == np.float16 else 1e-6)
+    assert model.SerializeToString() == before  # the caller's own stays as it was
+
+
+def external_model(path: Path) -> None:
+    weight = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[4, 4])
+    weight.data_location = TensorProto.EXTERNAL
+    weight.external_data.add(key="location", value="weights.bin")
+    x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, ["N", 4]) for n in "xy")
+    node = helper.make_node("MatMul", ["x", "w"], ["y"])
+    model = helper.make_model(helper.make_graph([node], "g", [x], [y], [weight]), ir_version=10)
+    path.write_bytes(model.SerializeToString())
+
+
+def test_weights_behind_links_are_read(tmp_path: Path) -> None:
+    """A hub's cache links a model and its weights into a folder of blobs; others link hard."""
+    blobs, shown = tmp_path / "blobs", tmp_path / "snapshots" / "main"
+    blobs.mkdir()
+    shown.mkdir(parents=True)
+    external_model(blobs / "1f")
+    (blobs / "2e").write_bytes(np.eye(4, dtype=np.float32).tobytes())
+    (shown / "model.onnx").symlink_to(blobs / "1f")
+    (shown / "weights.bin").symlink_to(blobs / "2e")
+    hard = tmp_path / "hard"
+    hard.mkdir()
+    external_model(hard / "model.onnx")
+    os.link(blobs / "2e", hard / "weights.bin")
+    for folder in (shown, hard):
+        [weight] = load(folder / "model.onnx").graph.initializers.values()
+        np.testing.assert_array_equal(weight.const_value.numpy(), np.eye(4))
+
+
+ORACLES = {
+    "a function whose Softmax is of opset 11": (
+        '<ir_version: 8, opset_import: ["" : 17, "local" : 1]>'
+        " g (float[B,3,4] x) => (float[B,3,4] y) { y = local.f (x) }"
+        ' <domain: "local", opset_import: ["" : 11]> f (x) => (y) { y = Softmax (x) }',
+        True,
+    ),
+    "a function whose Clip is of opset 10": (
+        '<ir_version: 8, opset_import: ["" : 17, "local" : 1]>'
+        " g (float[B,3,4] x) => (float[B,3,4] y) { y = local.f (x) }"
+        ' <domain: "local", opset_import: ["" : 10]> f (x) => (y) { y = Clip <min = 0.5> (x) }',
+        True,
+    ),
+    "a function whose nodes are the same in both opsets": (
+        '<ir_version: 8, opset_import: ["" : 17, "local" : 1]>'
+        " g (float[B,3,4] x) => (float[B,3,4] y) { y = local.f (x) }"
+        ' <domain: "local", opset_import: ["" : 14]> f (x) => (y) { y = Relu (x) }',
+        False,
+    ),
+    "two nodes of one name": (
+        '<ir_version: 8, opset_import: ["" : 17]> g (float[B,4] x) => (float[B,4] y)'
+        " { [n] a = Relu (x) [n] y = Sigmoid (a) }",
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_the_original_is_what_the_file_means(name: str) -> None:
+    """onnxruntime reads these files otherwise, or refuses them: the check says what it ran."""
+    text, mended = ORACLES[name]
+    check = validate(onnx.parser.parse_model(text))
+    assert check.ok
+    assert any("is run with that mended" in note for note in check.notes) == mended
+
+
+def int8_model(opset: int) -> onnx.ModelProto:
+    """Activations in int8 whose DequantizeLinear stands before a Reshape, as static quantization
+    of an attention writes them."""
+    return onnx.parser.parse_model(
+        f'<ir_version: 9, opset_import: ["" : {opset}]> g (float[2,8] x) => (float[2,4,2] y)'
+        " <float s = {0.1}, int8 z = {3}, int64[3] to = {2, 2, 4}> {"
+        " q = QuantizeLinear (x, s, z)  d = DequantizeLinear (q, s, z)"
+        " r = Reshape (d, to)  t = Transpose <perm = [0, 2, 1]> (r)  y = Mul (t, t) }"
+    )
+
+
+@pytest.mark.parametrize("opset", [13, 19, 20])
+def test_int8_activations_stay_loadable(opset: int, tmp_path: Path, cli: Cli) -> None:
+    """From opset 21 on onnxruntime's own rewrites break such a graph (`onnx.save.loadable`)."""
+    model = int8_model(opset)
+    fused = onnx_fuse.optimize(model)
+    assert [o.version for o in fused.opset_import if not o.domain] == [opset]
+    x = {"x": np.random.default_rng(0).standard_normal((2, 8)).astype(np.float32)}
+    [expected] = ort.run(ort.session(model.SerializeToString(), as_written=True), x)
+    [found] = onnxruntime.InferenceSession(fused.SerializeToString()).run(None, x)
+    np.testing.assert_array_equal(found, expected)
+    [found] = onnx_fuse.InferenceSession(model, device="cpu").run(None, x)
+    np.testing.assert_array_equal(found, expected)
+    path = tmp_path / "m.onnx"
+    path.write_bytes(model.SerializeToString())
+    assert cli("optimize", path, "-o", tmp_path / "o.onnx").code == 0
