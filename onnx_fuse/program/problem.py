@@ -108,6 +108,13 @@ class AnyProblem:
         """The values of the fields by name."""
         return {name: getattr(self, name) for name in _names(type(self))}  # type: ignore[arg-type]
 
+    @property
+    def fields_given(self) -> dict[str, Any]:
+        """The fields that are not as they are by default, by name."""
+        usual = {f.name: f.default for f in fields(self)}  # type: ignore[arg-type]
+        own = self.fields().items()
+        return {k: v for k, v in own if v is not usual[k] and v != usual[k]}
+
     @cached_property
     def trace(self) -> Trace | None:
         """The trace of its open sizes, None where all are plain."""
@@ -170,9 +177,7 @@ class AnyProblem:
 
     def __str__(self) -> str:
         """The operator, and the fields that differ from their defaults."""
-        usual = {f.name: f.default for f in fields(self)}  # type: ignore[arg-type]
-        own = (f"{k}={v}" for k, v in self.fields().items() if v is not usual[k] and v != usual[k])
-        return " ".join((self.op, *own))
+        return " ".join((self.op, *(f"{k}={v}" for k, v in self.fields_given.items())))
 
 
 @dataclass(frozen=True)
