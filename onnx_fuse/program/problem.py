@@ -504,7 +504,10 @@ class Hardware:
 
     @classmethod
     def detect(cls, device_id: int = 0) -> Hardware:
-        """The GPU `device_id`, completed from the table of known chips or scaled from one."""
+        """The GPU `device_id`, completed from the table of known chips or scaled from one.
+
+        A part of a chip, or a card with slower memory, has no more than its own.
+        """
         from cuda.bindings import driver
 
         kind = driver.CUdevice_attribute
@@ -517,18 +520,22 @@ class Hardware:
         name = driver.cuDeviceGetName(256, device_id)[1].partition(b"\0")[0].decode()
         major, minor = (number(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
         sm_count = number("MULTIPROCESSOR_COUNT")
+        # kHz * bits: two transfers a clock on every memory these chips use
+        wide = number("MEMORY_CLOCK_RATE") * number("GLOBAL_MEMORY_BUS_WIDTH") * 250.0
         known = next((hw for key, hw in CHIPS.items() if key in name), None)
         if known is None:
             same = [hw for hw in CHIPS.values() if hw.cc <= major * 10 + minor] or [CHIPS["A100"]]
-            near = max(same, key=lambda hw: hw.cc)
-            scale = sm_count / near.sm_count
-            # kHz * bits: two transfers a clock on every memory these chips use
-            wide = number("MEMORY_CLOCK_RATE") * number("GLOBAL_MEMORY_BUS_WIDTH") * 250.0
-            known = replace(
-                near,
-                bandwidth=0.85 * wide if wide > 0 else near.bandwidth * scale,
-                flops=tuple((key, rate * scale) for key, rate in near.flops),
-            )
+            known = max(same, key=lambda hw: hw.cc)
+            scale = sm_count / known.sm_count
+            bandwidth = 0.85 * wide if wide > 0 else known.bandwidth * scale
+        else:
+            scale = min(1.0, sm_count / known.sm_count)
+            bandwidth = min(known.bandwidth, 0.9 * wide) if wide > 0 else known.bandwidth
+        known = replace(
+            known,
+            bandwidth=bandwidth,
+            flops=tuple((key, rate * scale) for key, rate in known.flops),
+        )
         return replace(
             known,
             name=name,
