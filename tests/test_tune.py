@@ -13,6 +13,7 @@ import pytest
 from support import Cli
 
 from onnx_fuse import alone, config, progress, tune
+from onnx_fuse.cli import bench
 from onnx_fuse.cuda import cublaslt
 from onnx_fuse.kernels import candidates, select, tuning
 from onnx_fuse.lower.walk import lower
@@ -20,6 +21,7 @@ from onnx_fuse.onnx.build import text_model
 from onnx_fuse.program.call import Call
 from onnx_fuse.program.problem import CHIPS, PRECISIONS
 from onnx_fuse.program.problems import Norm
+from onnx_fuse.report.terminal import Printer
 
 H200 = CHIPS["H200"]
 SHAPE = (512, 768, 3072)
@@ -182,6 +184,21 @@ def test_records_of_configurations_that_are_no_more_go(played: Path) -> None:
     entry = {"kernel": "wgmma", "config": {"stages": 4}, "us": 1.0, "code": "0"}
     name = tuning.key("Gemm", call.problem)
     assert not tuning.is_current(name, entry, H200, candidates("Gemm"))
+
+
+def test_the_gain_counts_each_call_of_a_model(
+    played: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = tune.calls_of(alone.program_of("LayerNormGemm", SHAPE, "bf16", H200))
+    (problem,) = [call.problem for call in calls]
+    assert problem is not None
+    counts = {tuning.key(problem.op, problem): 12}
+    (data,) = bench._tune(Printer(), calls, counts, H200, 60, 6, None)
+    assert (data["before_us"], data["us"]) == (pytest.approx(1000.0), pytest.approx(200.0))
+    says = "12 calls of 1 problem: 12,000.0 µs as chosen before, 2,400.0 µs by the fastest"
+    assert says in capsys.readouterr().out
+    (data,) = bench._tune(Printer(), calls, {}, H200, 60, 6, None)
+    assert "1 call of 1 problem" in capsys.readouterr().out
 
 
 def test_no_problem_is_begun_after_the_limit(played: Path) -> None:
