@@ -37,7 +37,6 @@ from gpu_turns import Place, Turn, devices
 from onnx_fuse import InferenceSession, Trainer, config, optim
 from onnx_fuse.kernels import site, tuning
 from onnx_fuse.program.call import Call
-from onnx_fuse.program.moves import Pointwise
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.runtime.instance import Instance
 
@@ -109,11 +108,7 @@ MODELS: dict[str, Callable[[Path], Instance]] = {
 
 def alike(call: Call) -> Hashable:
     """What calls of the same time have in common."""
-    problem = call.problem
-    if isinstance(problem, Pointwise):
-        views = [(t.dtype, t.shape, t.strides) for t in (*problem.reads, *problem.writes)]
-        return problem.expression, tuple(views)
-    return call.kernel, tuning.canonical(problem) if problem else call.launches
+    return call.kernel, tuning.canonical(call.problem) if call.problem else call.launches
 
 
 @dataclass(frozen=True)
