@@ -153,7 +153,7 @@ class GradRow(_Grad):
         """Each row reads the matrix that makes dy of few columns again."""
         again = problem.flops / 2 * ITEMSIZE[problem.dtype]
         # 0.48 of a copy's rate for rows of 768, 0.31 for rows of 96 (H200, 2026-11)
-        share = 0.31 if problem.length <= 256 else 0.48
+        share = 0.31 if problem.length <= 128 else 0.48
         return problem.floor(hw) / share + hw.launch_seconds + again / hw.bandwidth
 
     def fits(self, problem: NormGrad, config: Config) -> bool:
