@@ -9,7 +9,7 @@ import pytest
 from interpret import interpret
 from lowering import H200, arrays, program_of, weights_of
 
-from onnx_fuse import passes
+from onnx_fuse import gradient, passes
 from onnx_fuse.kernels import site
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.save import to_proto
@@ -133,6 +133,27 @@ def test_a_stretch_gives_onnxruntimes_results(name, known):
     # a few roundings to float16 of sums of up to 400 products of numbers about 1
     scale = np.abs(want.astype(np.float64)).max()
     assert np.abs(found.astype(np.float64) - want).max() <= 4e-3 * scale
+
+
+OPEN = """agraph (float16[N,16,H,W] x, float16[16,16,3,3] u) => (float16[N,16,H,W] y) {
+    a = Conv<pads=[1,1,1,1]>(x, u)  b = Tanh(a)  c = Conv<pads=[1,1,1,1]>(b, u)  d = Add(b, c)
+    e = Tanh(d)  f = Conv<pads=[1,1,1,1]>(e, u)  g = Add(e, f)  y = Conv<pads=[1,1,1,1]>(g, u) }"""
+
+
+def test_the_gradient_of_an_addition_of_open_sizes_keeps_the_order():
+    """It is summed over the axes that were broadcast, which turn out to be none."""
+    model = gradient(text_model(OPEN), wrt=["x"])
+    assert any(node.op_type == "ReduceSum" for node in model.graph)
+    shapes = {"x": (2, 16, 9, 8), "u": (16, 16, 3, 3), "y.grad": (2, 16, 9, 8)}
+    feeds = {n: (a / 4).astype(np.float16) for n, a in arrays(**shapes).items()}
+    (want,) = onnxruntime.InferenceSession(to_proto(model).SerializeToString()).run(
+        ["x.grad"], feeds
+    )
+    program = program_of(model, feeds)
+    assert not [c for c in program.calls if any("ReduceSum" in node for node in c.nodes)]
+    found = interpret(program, feeds, weights_of(model))["x.grad"].astype(np.float64)
+    # roundings to float16 of sums of 144 products, in four layers
+    assert np.abs(found - want).max() <= 4e-3 * np.abs(want.astype(np.float64)).max()
 
 
 GROUP_NORM = """agraph (float16[2,16,9,8] x, float16[32,16,3,3] u, float16[32,32,3,3] v,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from math import inf
 
 import pytest
 
@@ -14,8 +15,10 @@ from onnx_fuse.cuda.source import Defines, source_text
 from onnx_fuse.kernels import candidates, tuning
 from onnx_fuse.ops.activations import activation_macros
 from onnx_fuse.program.epilogue import Epilogue
-from onnx_fuse.program.problem import CHIPS, Problem
-from onnx_fuse.program.problems import Softmax
+from onnx_fuse.program.expression import Expression, Step, Tail
+from onnx_fuse.program.moves import BatchedCalls
+from onnx_fuse.program.problem import CHIPS, Config, Problem
+from onnx_fuse.program.problems import Norm, NormGrad, NormGradSums, Pool, Softmax, Window
 from onnx_fuse.program.products import Attention, AttentionGrad, IntegerProduct, PackedProduct
 
 H200 = CHIPS["H200"]
@@ -157,6 +160,11 @@ def test_the_value_of_an_expression(text: str, value: int | None) -> None:
     assert evaluate(text.split(" ")) == value
 
 
+WINDOW = Window((1, 3, 3), (1, 2, 2), (1, 1, 1), (0, 1, 1), (0, 1, 1))
+ADDED = Step("Add", "float32", (0, 2))
+TAIL = Tail(Expression(2, (("float", -inf),), (ADDED,), (3,)), 1, "float16")
+
+
 def test_a_records_key_is_read_as_it_was_made() -> None:
     for problem in (
         Problem.of("Gemm", m=3, n=5, k=7, batch=(2, 3), math="tf32", a_strides=(0, 1), act="gelu"),
@@ -177,6 +185,10 @@ def test_a_records_key_is_read_as_it_was_made() -> None:
         AttentionGrad(**sizes, batch=(1, 2), dtype="float32", dv=16, dq_strides=(96, 16, 32)),
         PackedProduct(**sizes, dtype="float16", zero="packed", epilogue=Epilogue(bias=True)),
         IntegerProduct(**sizes, dtype="uint8", za="each", lda=16, ldb=16),
+        Norm(8, 64, "float16", "float16", epsilon=0.0, rms=True, tail=TAIL),
+        NormGradSums(NormGrad(8, 64, "float16", "float16", "float32", 4, tail=TAIL), 2),
+        Pool("max", 4, (1, 8, 8), (1, 4, 4), WINDOW, "float16", channels=4),
+        BatchedCalls(Softmax(2, 77, 1, "float16"), 3, ("x", "y"), "plain", Config.of(team=32)),
     ):
         assert tuning.read(tuning.key(whole.op, whole)) == whole
     assert "lda" not in tuning.key("Gemm", Problem.of("Gemm", m=4, n=4, k=4, lda=4, align=8))
@@ -186,6 +198,8 @@ def test_a_records_key_is_read_as_it_was_made() -> None:
         "Gemm | of another version",
         "Sdpa | Sdpa m=1 float16 NN dv=8",
         "Pool | Pool window=Window(kernel=(1, 3, 3))",
+        "Norm | Norm rows=8 length=64 dtype=float16 param=float16 tail=Add+Relu",
+        "Norm | Norm rows=8 length=64 dtype=float16 param=float16 tail=Tail(own=print(1))",
     ):
         with pytest.raises(ValueError, match="is no problem of numbers and names"):
             tuning.read(name)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
+from cuda.bindings import driver
 
 from onnx_fuse import config, kernels
 from onnx_fuse.cuda.source import source_root, source_text
@@ -23,7 +24,7 @@ from onnx_fuse.program import passes
 from onnx_fuse.program.call import Call, Program, Tensor
 from onnx_fuse.program.expression import Expression, Step
 from onnx_fuse.program.moves import PointwiseMany
-from onnx_fuse.program.problem import CHIPS, Config, Problem
+from onnx_fuse.program.problem import CHIPS, Config, Hardware, Problem
 from onnx_fuse.program.problems import Conv, Norm, NormGrad, Softmax, Window
 from onnx_fuse.runtime.specialize import Specializer
 
@@ -272,3 +273,39 @@ def test_float32_attention_is_one_call_where_that_is_faster(
     )
     names = [call.kernel for call in program.calls]
     assert ("Sdpa" in names, "MatMul" in names) == (not apart, apart)
+
+
+@pytest.mark.parametrize(
+    ("name", "cc", "sms", "clock", "bus", "l2", "bandwidth", "bf16"),
+    [
+        ("NVIDIA H200", 90, 132, 3201, 6144, 60, 4.3, 790),
+        ("NVIDIA H100 80GB HBM3", 90, 132, 2619, 5120, 50, 3.0, 760),
+        ("NVIDIA H100 PCIe", 90, 114, 1593, 5120, 50, 1.835, 656),  # fewer SMs, slower memory
+        ("NVIDIA A100-SXM4-40GB", 80, 108, 1215, 5120, 40, 1.4, 260),
+        ("NVIDIA H200 MIG 1g.18gb", 90, 16, 0, 0, 8, 4.3, 96),  # the driver gives no clock
+        ("NVIDIA H20", 90, 78, 2619, 6144, 60, 3.42, 467),  # in no table: a part of the H200
+    ],
+)
+def test_a_card_has_no_more_than_its_own(
+    name: str, cc: int, sms: int, clock: int, bus: int, l2: int, bandwidth: float, bf16: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    known = {
+        "COMPUTE_CAPABILITY_MAJOR": cc // 10, "COMPUTE_CAPABILITY_MINOR": cc % 10,
+        "MULTIPROCESSOR_COUNT": sms, "MEMORY_CLOCK_RATE": 1000 * clock,
+        "GLOBAL_MEMORY_BUS_WIDTH": bus, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": 232448,
+        "L2_CACHE_SIZE": l2 << 20,
+    }  # fmt: skip
+
+    def attribute(kind: driver.CUdevice_attribute, device: int) -> tuple[int, int]:
+        return 0, known[kind.name.removeprefix("CU_DEVICE_ATTRIBUTE_")]
+
+    monkeypatch.setattr(driver, "cuInit", lambda flags: (0,))
+    monkeypatch.setattr(driver, "cuDeviceGetName", lambda n, i: (0, name.encode() + bytes(9)))
+    monkeypatch.setattr(driver, "cuDeviceGetAttribute", attribute)
+    monkeypatch.setattr(driver, "cuDriverGetVersion", lambda: (0, 13000))
+    hw = Hardware.detect(0)
+    assert (hw.name, hw.arch, hw.sm_count) == (name, "sm_90a" if cc == 90 else f"sm_{cc}", sms)
+    assert hw.l2_bytes == l2 << 20
+    assert hw.bandwidth == pytest.approx(bandwidth * 1e12, rel=0.01)
+    assert hw.rate("bfloat16") == pytest.approx(bf16 * 1e12, rel=0.01)

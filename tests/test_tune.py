@@ -13,12 +13,15 @@ import pytest
 from support import Cli
 
 from onnx_fuse import alone, config, progress, tune
+from onnx_fuse.cli import bench
 from onnx_fuse.cuda import cublaslt
 from onnx_fuse.kernels import candidates, select, tuning
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.program.call import Call
 from onnx_fuse.program.problem import CHIPS, PRECISIONS
+from onnx_fuse.program.problems import Norm
+from onnx_fuse.report.terminal import Printer
 
 H200 = CHIPS["H200"]
 SHAPE = (512, 768, 3072)
@@ -125,7 +128,7 @@ def test_records_of_sources_that_changed_go_when_others_are_kept(played: Path) -
     (path,) = (played / "mine").iterdir()
     (record,) = json.loads(path.read_text()).values()
     name = tuning.key("Gemm", found.problem)
-    other = name.replace(f"m={found.problem.m} ", "m=1600 ")
+    other = name.replace(f"m={found.problem.m} ", "m=510 ")
     dead = {
         name.replace(f"m={found.problem.m} ", "m=1601 "): {**record, "code": "0"},
         name.replace(f"m={found.problem.m} ", "m=1602 "): {**record, "kernel": "gone"},
@@ -145,6 +148,57 @@ def test_shipped_records_are_of_the_sources_beside_them() -> None:
         if not tuning.is_current(name, entry, hw, candidates(name.partition(" | ")[0]))
     ]
     assert not dead, "measure again, or delete what select cannot use any more"
+
+
+NORMS = """agraph (float[512,768] x, float[768] s, float[768] b, float[512,768] r)
+  => (float[512,768] y, float[512,768] z) {
+  n = LayerNormalization <axis = -1> (x, s, b)
+  y = Tanh (n)
+  m = LayerNormalization <axis = -1> (r, s, b)
+  z = Add (m, x)
+}
+"""
+
+
+def test_what_a_norm_does_before_it_stores_parts_records(played: Path) -> None:
+    """Each is saved beside those before it, whose keys are read to see that their code is alike."""
+    shapes = {"x": (512, 768), "s": (768,), "b": (768,), "r": (512, 768)}
+    graph = text_model(NORMS)
+    program = lower(graph, {n: (s, "float32") for n, s in shapes.items()}, H200)
+    found = list(tune.tune(tune.calls_of(program), H200))
+    steps = {str(f.problem.tail) for f in found if isinstance(f.problem, Norm)}
+    assert steps == {"Tanh", "Add"}
+    (path,) = (played / "tuning").iterdir()
+    assert set(json.loads(path.read_text())) == {tuning.key(f.problem.op, f.problem) for f in found}
+    for f in found:
+        choice = select(f.problem.op, f.problem, H200)
+        assert choice is not None
+        assert choice.why == "tuning record"
+        assert (choice.kernel.name, str(choice.config)) == (f.kernel, f.config)
+
+
+def test_records_of_configurations_that_are_no_more_go(played: Path) -> None:
+    """An earlier version's may lack what the kernel's own code asks of them."""
+    (call,) = tune.calls_of(alone.program_of("Gemm", SHAPE, "bf16", H200))
+    assert call.problem is not None
+    entry = {"kernel": "wgmma", "config": {"stages": 4}, "us": 1.0, "code": "0"}
+    name = tuning.key("Gemm", call.problem)
+    assert not tuning.is_current(name, entry, H200, candidates("Gemm"))
+
+
+def test_the_gain_counts_each_call_of_a_model(
+    played: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = tune.calls_of(alone.program_of("LayerNormGemm", SHAPE, "bf16", H200))
+    (problem,) = [call.problem for call in calls]
+    assert problem is not None
+    counts = {tuning.key(problem.op, problem): 12}
+    (data,) = bench._tune(Printer(), calls, counts, H200, 60, 6, None)
+    assert (data["before_us"], data["us"]) == (pytest.approx(1000.0), pytest.approx(200.0))
+    says = "12 calls of 1 problem: 12,000.0 µs as chosen before, 2,400.0 µs by the fastest"
+    assert says in capsys.readouterr().out
+    (data,) = bench._tune(Printer(), calls, {}, H200, 60, 6, None)
+    assert "1 call of 1 problem" in capsys.readouterr().out
 
 
 def test_no_problem_is_begun_after_the_limit(played: Path) -> None:

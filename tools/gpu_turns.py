@@ -64,13 +64,13 @@ class Turn:
         self.shared = READY in os.environ
         """Whether other processes may be on the GPU until the turn comes."""
 
-    def take(self) -> None:
+    def take(self, patience: float = PATIENCE) -> None:
         """Wait until the others are ready, then for the end of those that are being timed."""
         if not self.shared:
             return
         ready = int(os.environ[READY])
         fcntl.flock(ready, fcntl.LOCK_UN)
-        while time.monotonic() - self._begun < PATIENCE:
+        while time.monotonic() - self._begun < patience:
             try:
                 fcntl.flock(ready, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break

@@ -1,103 +1,218 @@
 """Predicted and measured time of each kernel call over 20 us of whole models, on one GPU.
 
-    python tools/predictions.py [--models gpt2 bert ...] [--least 20] [--worst 10]
+    python tools/predictions.py [NAME ...] [--least 20] [--worst 10] [--all] [--jobs N]
+                                [--limit S] [--folder DIR] [--json DIR]
 
 The predictions are those that `--explain` and `--target` print. A call is measured by itself, in a
-CUDA graph of twenty runs, so the L2 is warm. For each model: how many calls are within 1.5 of their
-time, the sums, and the worst calls.
+CUDA graph of twenty runs, so the L2 is warm; of calls that are alike one is measured. For each
+model: how many calls are within 1.5 of their time, the sums, and the worst calls (with `--all`,
+every one of them). Each model is a process of its own; `--jobs` of them get ready beside each
+other, and are timed alone (gpu_turns.py). Models that PyTorch exports are kept in `--folder`.
+
+The models are those of bench_train.py ("-step": a training step), bench_vision.py and bench_bert.py
+(inference in fp16), with random weights.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import json
+import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+import time
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "models"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import encoder
-import gpt
+import bench_train
 import numpy as np
+import onnx_ir
+from gpu_turns import Place, Turn, devices
 
-from onnx_fuse import InferenceSession, Trainer, optim
-from onnx_fuse.kernels import site
+from onnx_fuse import InferenceSession, Trainer, config, optim
+from onnx_fuse.kernels import site, tuning
+from onnx_fuse.program.call import Call
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.runtime.instance import Instance
 
 WITHIN = 1.5
 
 
-def gpt2() -> Instance:
-    """A training step of GPT-2 124M in bf16, 16 x 1024 tokens."""
-    ids = np.random.default_rng(0).integers(0, 50257, (16, 1025))
+def step(name: str, folder: Path) -> Instance:
+    """A training step of a row of bench_train.py."""
+    row = bench_train.ROWS[name]
+    if row.exported:  # the same network, which needs no PyTorch
+        row = replace(row, size=f"{row.size}-training", exported=False)
+    c = row.config(0)
     trainer = Trainer(
-        gpt.build(gpt.SIZES["gpt2-small"]),
-        loss="cross_entropy",
-        optimizer=optim.AdamW(),
-        device="cuda",
-        precision="bf16",
-    )
-    return _step(trainer, {"input_ids": ids[:, :-1].copy(), "labels": ids[:, 1:].copy()})
+        row.model(c), loss="cross_entropy", optimizer=optim.AdamW(), device="cuda",
+        precision=row.precision,
+    )  # fmt: skip
+    trainer.step(row.feeds(c, row.batch, row.length, np.random.default_rng(0)))
+    found: list[Instance] = list(trainer._device._states._executables["update"].instances())  # type: ignore[union-attr]
+    return found[0]
 
 
-def _step(trainer: Trainer, feeds: dict[str, Any]) -> Instance:
-    trainer.step(feeds)
-    (instance,) = trainer._device._states._executables["update"].instances()
-    return instance
-
-
-def bert(batch: int = 32, tokens: int = 128) -> Instance:
-    """A run of BERT-base in fp16."""
-    c = encoder.SIZES["bert-base"]
-    feeds = {n: np.zeros((batch, tokens), np.int64) for n in ("input_ids", "token_type_ids")}
-    feeds["input_ids"] = np.random.default_rng(0).integers(0, c.vocab, (batch, tokens))
-    feeds["attention_mask"] = np.ones((batch, tokens), np.int64)
-    session = InferenceSession(encoder.build(c), device="cuda", precision="fp16")
+def run(model: Any, feeds: dict[str, Any]) -> Instance:
+    """A run in fp16."""
+    session = InferenceSession(model, device="cuda", precision="fp16")
     session.run(None, feeds)
-    return session._on_cuda().instance(feeds)
+    found: Instance = session._on_cuda().instance(feeds)
+    return found
 
 
-def vision(module: str, size: str, batch: int) -> Instance:
-    """A run of a vision model of models/ in fp16."""
-    builder = importlib.import_module(module)
-    session = InferenceSession(builder.build(builder.SIZES[size]), device="cuda", precision="fp16")
-    (given,) = session.get_inputs()
-    images = np.random.default_rng(0).standard_normal((batch, 3, 224, 224), dtype=np.float32)
-    session.run(None, {given.name: images})
-    return session._on_cuda().instance({given.name: images})
+def bert(batch: int, tokens: int, folder: Path) -> Instance:
+    """A run of BERT-base."""
+    row = bench_train.ROWS["bert"]
+    feeds = row.feeds(row.config(0), batch, tokens, np.random.default_rng(0))
+    del feeds["labels"]
+    return run(row.model(replace(row, more={}).config(0)), feeds)
 
 
-MODELS: dict[str, Callable[[], Instance]] = {
-    "gpt2": gpt2,
-    "bert": bert,
-    "resnet50": lambda: vision("resnet", "resnet50", 32),
-    "convnext": lambda: vision("convnext", "convnext-tiny", 16),
-    "efficientnet": lambda: vision("efficientnet", "efficientnet-b0", 32),
-}
+def vision(name: str, folder: Path) -> Instance:
+    """A run of a row of bench_vision.py."""
+    bench_vision = importlib.import_module("bench_vision")
+    row, path = bench_vision.ROWS[name], folder / f"{name}.onnx"
+    if row.built is not None:
+        bench_train._quick_weights()
+        model = bench_vision.graph(row)
+    elif path.exists():
+        model = onnx_ir.load(path)
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        model = bench_vision.graph(row)
+        onnx_ir.save(model, path)
+    rng = np.random.default_rng(0)
+    images = (rng.standard_normal(shape, np.float32) for shape in row.shapes)
+    names = [value.name for value in model.graph.inputs]
+    return run(model, dict(zip(names, images, strict=True)))
+
+
+MODELS: dict[str, Callable[[Path], Instance]] = {
+    **{f"{name}-step": partial(step, name) for name in bench_train.ROWS if name != "mlp"},
+    **{f"bert-{n}x{length}": partial(bert, n, length) for n, length in ((32, 128), (8, 512))},
+    **{
+        name: partial(vision, name)
+        for name in (
+            "vit-32", "resnet50-1", "resnet50-32", "resnet50-128", "convnext-16",
+            "efficientnet-32", "segformer-1",
+        )
+    },
+}  # fmt: skip
+
+
+def alike(call: Call) -> Hashable:
+    """What calls of the same time have in common."""
+    return call.kernel, tuning.canonical(call.problem) if call.problem else call.launches
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Calls that are alike: how many, and the microseconds of one."""
+
+    call: Call
+    count: int
+    predicted: float
+    measured: float
+
+    @property
+    def off(self) -> float:
+        """How far the prediction is off, as a factor of 1 or more."""
+        return max(self.predicted / self.measured, self.measured / self.predicted)
+
+
+def timed(instance: Instance) -> list[Timed]:
+    """All kernel calls, those that are alike together."""
+    hw = Hardware.detect(0)
+    kinds: dict[Hashable, list[Call]] = {}
+    for call in instance.program.calls:
+        if call.problem is not None:
+            kinds.setdefault(alike(call), []).append(call)
+    firsts = {id(calls[0]): calls for calls in kinds.values()}
+    return [
+        Timed(call, len(firsts[id(call)]), 1e6 * site(call, hw).seconds, 1e6 * seconds)
+        for call, seconds in instance.profile(lambda call: id(call) in firsts)
+    ]
+
+
+def show(name: str, found: list[Timed], least: float, worst: int | None) -> None:
+    """One model's summary, and its worst calls."""
+    large = [row for row in found if max(row.predicted, row.measured) > least]
+    good = sum(row.count for row in large if row.off <= WITHIN)
+    sums = [sum(getattr(row, kind) * row.count for row in found)
+            for kind in ("predicted", "measured")]  # fmt: skip
+    print(
+        f"{name}: {good} of {sum(row.count for row in large)} calls over {least:g} us within "
+        f"{WITHIN}; {sums[0]:,.0f} us predicted, {sums[1]:,.0f} measured",
+        flush=True,
+    )
+    for row in sorted(large, key=lambda row: -row.off)[:worst]:
+        choice = row.call.why.split(":")[0]
+        print(f"  {row.measured:9.1f} us, predicted {row.predicted:9.1f} "
+              f"({row.measured / row.predicted:5.2f}), {row.count} of  {row.call.kernel[:40]}  "
+              f"{row.call.problem} | {choice}"[:700])  # fmt: skip
+
+
+def child(name: str, args: argparse.Namespace) -> None:
+    """Measure one model in this process."""
+    turn, begun = Turn(), time.monotonic()
+    instance = MODELS[name](args.folder)
+    ready = time.monotonic()
+    turn.take(args.patience)
+    timing = time.monotonic()
+    found = timed(instance)
+    show(name, found, args.least, None if args.all else args.worst)
+    if args.json:
+        rows = [
+            {"kernel": row.call.kernel, "problem": str(row.call.problem), "why": row.call.why}
+            | {"count": row.count, "predicted": row.predicted, "measured": row.measured}
+            for row in found
+        ]
+        args.json.mkdir(parents=True, exist_ok=True)
+        (args.json / f"{name}.json").write_text(json.dumps(rows, indent=1) + "\n")
+    print(f"  ready after {ready - begun:.1f} s, measured in {time.monotonic() - timing:.1f} s")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("models", nargs="*", metavar="NAME", help=", ".join(MODELS))
     parser.add_argument("--least", type=float, default=20, help="us of the calls that count")
     parser.add_argument("--worst", type=int, default=10, help="calls listed")
+    parser.add_argument("--all", action="store_true", help="list every call that counts")
+    parser.add_argument("--jobs", type=int, default=1, help="models that get ready at once")
+    parser.add_argument("--limit", type=float, default=180, help="seconds for each model")
+    parser.add_argument("--patience", type=float, default=100, help="seconds until all are ready")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "onnx-fuse")
+    parser.add_argument("--json", type=Path, help="folder for a file of all calls of each model")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    hw = Hardware.detect(0)
-    for name in args.models:
-        found = [(call, site(call, hw).seconds * 1e6, s * 1e6)
-                 for call, s in MODELS[name]().profile()]  # fmt: skip
-        large = [row for row in found if max(row[1:]) > args.least]
-        off = {id(call): max(a / b, b / a) for call, a, b in large}
-        good = sum(ratio <= WITHIN for ratio in off.values())
-        sums = [sum(row[i] for row in found) for i in (1, 2)]
-        print(f"{name}: {good} of {len(large)} calls over {args.least:g} us within {WITHIN}; "
-              f"{sums[0]:,.0f} us predicted, {sums[1]:,.0f} measured")  # fmt: skip
-        for call, a, b in sorted(large, key=lambda row: -off[id(row[0])])[: args.worst]:
-            print(f"  {b:9.1f} us, predicted {a:9.1f} ({b / a:5.2f})  {call.kernel[:40]}  "
-                  f"{call.problem} {call.why}"[:200])  # fmt: skip
+    if args.child:
+        child(args.child, args)
+        return
+    if unknown := set(args.models) - set(MODELS):
+        parser.error(f"no model is called {', '.join(sorted(unknown))}")
+    command = [sys.executable, __file__, "--least", str(args.least), "--worst", str(args.worst),
+               "--patience", str(args.patience), "--folder", str(args.folder),
+               *(["--all"] if args.all else []),
+               *(["--json", str(args.json)] if args.json else [])]  # fmt: skip
+    gpu = devices()[0]
+
+    def measure(name: str) -> None:
+        with Place(gpu, config.CACHE_DIR.value) as place:
+            done = subprocess.run(
+                [*command, "--child", name], capture_output=True, text=True, check=False,
+                timeout=args.limit, env=place.env, pass_fds=place.pass_fds,
+            )  # fmt: skip
+        failed = (done.stderr.strip().splitlines() or [""])[-1] if done.returncode else ""
+        print(done.stdout + (f"{name}: {failed}\n" if failed else ""), end="", flush=True)
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(measure, args.models or MODELS))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -127,10 +128,10 @@ def bench(
 
     printer = show.printer()
     if tune:
-        calls, hw = _to_tune(
+        calls, counts, hw = _to_tune(
             model, inputs, parse_shapes(input_shapes), parse_dims(dim), shape or [], precision
         )
-        data = _tune(printer, calls, hw, limit, top, records)
+        data = _tune(printer, calls, counts, hw, limit, top, records)
         show.write_reports(
             printer, {"model": str(model), "gpu": hw.name, "tuned": data}, json, html
         )
@@ -224,9 +225,13 @@ def _to_tune(
     dims: Mapping[str, int],
     shape: list[str],
     how: str,
-) -> tuple[list[Any], Any]:
-    """The calls to tune (of a model, or of an operator at each of `shape`), and the Hardware."""
+) -> tuple[list[Any], Mapping[str, int], Any]:
+    """The calls to tune (of a model, or of an operator at each of `shape`), and the Hardware.
+
+    Between them: how often the model has each problem, by its key.
+    """
     from onnx_fuse import alone, tune
+    from onnx_fuse.kernels import tuning
     from onnx_fuse.onnx.shapes import fix_shapes
     from onnx_fuse.session import InferenceSession
     from onnx_fuse.validation.inputs import generate, read_feeds
@@ -239,7 +244,7 @@ def _to_tune(
             raise UsageError(f"give the sizes to tune {op} at, as in --shape 8192,768,3072")
         hw = hardware_of("cuda")
         programs = [alone.program_of(op, size, how, hw) for size in sizes]
-        return [call for p in programs for call in tune.calls_of(p, op)], hw
+        return [call for p in programs for call in tune.calls_of(p, op)], {}, hw
     if not model.exists():
         raise UsageError(
             f"{model} is neither a file nor an operator: give one of {', '.join(alone.OPS)}"
@@ -250,16 +255,24 @@ def _to_tune(
     feeds = read_feeds(inputs, graph) if inputs else None
     feeds = feeds or generate(graph, lambda f: session.run(None, f), single=True)[0][0]
     program, hw = session.program(feeds)
-    return tune.calls_of(program), hw
+    counts = Counter(tuning.key(c.problem.op, c.problem) for c in program.calls if c.problem)
+    return tune.calls_of(program), counts, hw
 
 
 def _tune(
-    printer: report.Printer, calls: list[Any], hw: Any, limit: float, top: int, folder: Path | None
+    printer: report.Printer,
+    calls: list[Any],
+    counts: Mapping[str, int],
+    hw: Any,
+    limit: float,
+    top: int,
+    folder: Path | None,
 ) -> list[dict[str, Any]]:
-    """Tune, show a table of the fastest kernels, and return it as JSON values."""
+    """Tune, show a table of the fastest kernels and the gain, and return it as JSON values."""
     from dataclasses import asdict
 
     from onnx_fuse import tune
+    from onnx_fuse.kernels import tuning
 
     found = list(tune.tune(calls, hw, top=top, seconds=limit, folder=folder))
     rows = [
@@ -275,6 +288,17 @@ def _tune(
     ]
     head = ["problem", "fastest", "µs", "before", "of floor", "tried"]
     printer.table(f"kernels on {hw.name}", head, rows, left=2)
+    often = [counts.get(tuning.key(t.problem.op, t.problem), 1) for t in found]
+    before, after = (
+        sum(n * us for n, us in zip(often, times, strict=True))
+        for times in ([t.before_us for t in found], [t.us for t in found])
+    )
+    if found:
+        printer.text(
+            f"{sum(often)} {'calls' if sum(often) > 1 else 'call'} of {len(found)} "
+            f"{'problems' if len(found) > 1 else 'problem'}: {before:,.1f} µs as chosen before, "
+            f"{after:,.1f} µs by the fastest"
+        )
     for t in found:
         for name in t.refused:
             printer.text(f"left out, since its result differs: {name} at {t.problem}")

@@ -114,6 +114,10 @@ class Mma(RuleBased):
         step = tile[4]
         return tile, tiles(tile), -(-pixels // (parts * step)) * step
 
+    def cost(self, problem: ConvWeightGrad, config: Config, hw: Hardware) -> float:
+        """The floor at the share that ConvNeXt's first layer reaches of it on an H200 (2026-11)."""
+        return problem.floor(hw) / 0.45 + hw.launch_seconds
+
     def launch(self, problem: ConvWeightGrad, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The products of the parts, then their sum."""
         tile, tiles, chunk = self._ruled(problem, config)
@@ -166,7 +170,9 @@ class Wgmma(RuleBased):
 
     def cost(self, problem: ConvWeightGrad, config: Config, hw: Hardware) -> float:
         """The predicted seconds of the rule's tile, or of the configuration's."""
-        return max(problem.floor(hw), self._ruled(problem.concrete(), config)[0])
+        seconds = self._ruled(problem.concrete(), config)[0]
+        # half of a block of 64 channels is idle: 1.6 of what the rule weighs (H200, 2026-11)
+        return max(problem.floor(hw), seconds * (1.5 if problem.channels <= 32 else 1.0))
 
     def _ruled(
         self, problem: ConvWeightGrad, config: Config
@@ -256,6 +262,15 @@ class Depthwise(RuleBased):
         blocks = -(-problem.groups // 64) * (taps // own)
         parts = max(1, min(rows // 8, 3 * _SMS // blocks))
         return wide, own, -(-rows // (8 * parts)) * 8
+
+    def cost(self, problem: ConvWeightGrad, config: Config, hw: Hardware) -> float:
+        """Passes over x and dy at 0.4 of a copy's rate, one for each group of rows of the filter.
+
+        So it is for filters of 7 x 7 on an H200 (2026-11).
+        """
+        problem = problem.concrete()
+        passes = problem.window.kernel[1] // self._rule(problem)[1]
+        return passes * problem.bytes / (0.4 * hw.bandwidth) + hw.launch_seconds
 
     def launch(self, problem: ConvWeightGrad, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The parts' sums, then theirs."""

@@ -218,11 +218,16 @@ class FewChannels(ChannelsLast):
         return 2 * max(bn * (kh * run + 8) + high * wide * pixel, 256 * (bn + 8))
 
     def cost(self, problem: Conv, config: Config, hw: Hardware) -> float:
-        """The floor, or the products, of zeros too, at the share of their rate that is reached."""
-        (_, kh, kw), outputs = problem.window.kernel, problem.batch * prod(problem.outer)
-        run = -(-kw * pixel_of(problem) // 16) * 16
-        # 0.22 and 0.16 of it for the first layers of ResNet and of a U-Net on an H200 (2026-11)
-        work = 2 * outputs * problem.filters * kh * run / (0.2 * hw.rate(problem.dtype))
+        """The floor, or the blocks: their products, of zeros too, and what else they do.
+
+        Fitted to the first layers of ResNet, EfficientNet and ConvNeXt on an H200 (2026-11).
+        """
+        (_, kh, kw), (_, oh, ow) = problem.window.kernel, problem.outer
+        run, bn = -(-kw * pixel_of(problem) // 16) * 16, self._width(problem)
+        blocks = problem.batch * -(-oh // 16) * -(-ow // 16) * -(-problem.filters // bn)
+        per_sm = hw.rate(problem.dtype) / hw.sm_count
+        each = 2 * 256 * bn * kh * run / (0.26 * per_sm) + 1.3e-6
+        work = each * max(1.0, blocks / hw.sm_count)
         return max(problem.floor(hw), work) + hw.launch_seconds
 
     def launch(self, problem: Conv, config: Config, hw: Hardware) -> tuple[Launch, ...]:

@@ -50,6 +50,11 @@ limit of power: a step of GPT-2 took 29.0 ms in place of 29.4 (H200 at 675 W, 20
 SIDE_SECONDS, OWN_SECONDS = 3e-6, 0.6e-6
 """What the first tiles wait for statistics made beside them; from the only one (H200, 2026-11)."""
 SIDE_WARPS = 3
+ACT_AND_Z = 2e-10
+"""Seconds that an SM needs for an element whose activation and pre-activation are both stored:
+25088 x 768 with k = 192 took 38 us (H200, 2026-11)."""
+TIE = 1e-3
+"""How much of its own time a tile's rank is where what it waits for is the same for all tiles."""
 STREAM = 0
 """In the place of the number of splits: CTAs share the k-steps of all tiles (gemm/stream.cuh)."""
 STREAM_SECONDS, STREAM_TILES = 4e-6, 0.7
@@ -82,6 +87,13 @@ def direct(problem: Problem, splits: int = 1) -> bool:
     """Whether y leaves by plain stores: TMA stores 16-bit rows of a multiple of 16 bytes."""
     stride = problem.ldy or problem.n
     return splits > 1 or ITEMSIZE[problem.out] != 2 or stride % 8 != 0
+
+
+def streamed(problem: Problem) -> int:
+    """The bytes that a product moves, with c and z."""
+    more = operand(problem) + bool(problem.epilogue.save_z or problem.epilogue.save_act)
+    each = problem.batches * problem.m * problem.n * ITEMSIZE[problem.out]
+    return problem.bytes + more * each
 
 
 class Wgmma:
@@ -233,12 +245,17 @@ class Wgmma:
         return ceil(problem.k / BK) * max(1, {0: 1, 2: 3, 3: 6}[problem.planes])
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
-        """The tiles' time, or that of their operands."""
+        """The tiles' time, or that of their operands; where c and z take longest, tiles rank so."""
         mi, _, pingpong = config.integers("tile")
         # tiles mostly empty of rows stream b at a third of the memory's rate
         few = problem.m <= (32 if pingpong else 64) * mi
         stream = problem.bytes / (hw.bandwidth * (0.35 if few else 1.0))
-        return max(self.tile_seconds(problem, config, hw), stream) + hw.launch_seconds
+        rank = max(self.tile_seconds(problem, config, hw), stream)
+        least = streamed(problem) / hw.bandwidth
+        if problem.epilogue.act and problem.epilogue.save_z:
+            each = problem.batches * problem.m * problem.n / hw.sm_count
+            least = max(least, each * ACT_AND_Z)
+        return max(rank, least + TIE * rank) + hw.launch_seconds
 
     def tile_seconds(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """Waves of tiles; a tile's time is its products, its epilogue where nothing hides it."""

@@ -152,7 +152,9 @@ class GradRow(_Grad):
     def cost(self, problem: NormGrad, config: Config, hw: Hardware) -> float:
         """Each row reads the matrix that makes dy of few columns again."""
         again = problem.flops / 2 * ITEMSIZE[problem.dtype]
-        return super().cost(problem, config, hw) + again / hw.bandwidth
+        # 0.48 of a copy's rate for rows of 768, 0.31 for rows of 96 (H200, 2026-11)
+        share = 0.31 if problem.length <= 128 else 0.48
+        return problem.floor(hw) / share + hw.launch_seconds + again / hw.bandwidth
 
     def fits(self, problem: NormGrad, config: Config) -> bool:
         """Whether a row still fits in registers."""

@@ -10,8 +10,15 @@ from collections.abc import Sequence
 from onnx_fuse.cuda.pointwise import launch_of, launch_transpose
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import RuleBased
+from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.moves import Pointwise
-from onnx_fuse.program.problem import Config, Hardware, Launch
+from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch
+
+FEW_BYTES = 1 << 20
+"""Bytes of a view whose order does not matter."""
+READ_APART, WRITTEN_APART = 12, 56
+"""Bytes that an element moves whose neighbours stand 32 bytes apart or more: a sector holds one,
+and what other rows of the tensor find of it in the L2 is gone before they write (H200, 2026-11)."""
 
 
 def _transposed(problem: Pointwise) -> Launch | None:
@@ -37,10 +44,28 @@ class Tiles(RuleBased):
         return (found,)
 
 
+def _moved(tensor: Tensor, apart: int, gathered: bool = False) -> int:
+    """The bytes of a view: what it repeats counts once, but not the rows that indices name."""
+    size, item = 1, ITEMSIZE[tensor.dtype]
+    for length, stride in zip(tensor.shape, tensor.strides, strict=True):
+        size *= length if stride or gathered else 1
+    step = item * abs(tensor.strides[-1]) if tensor.shape else item
+    if step <= item or item * size < FEW_BYTES:
+        return item * size
+    return size * (apart if step >= 32 else min(apart, step))
+
+
 class Generated(RuleBased):
     """A kernel whose text is the expression; sizes and strides are its arguments."""
 
     name = "generated"
+
+    def cost(self, problem: Pointwise, config: Config, hw: Hardware) -> float:
+        """A pass over its views, which takes longer where neighbours stand apart."""
+        rows = {row.load for row in problem.expression.rows}
+        moved = sum(_moved(t, READ_APART, i in rows) for i, t in enumerate(problem.reads))
+        moved += sum(_moved(t, WRITTEN_APART) for t in problem.writes)
+        return max(problem.flops / problem.rate(hw), moved / hw.bandwidth) + hw.launch_seconds
 
     def launch(self, problem: Pointwise, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         return (launch_of(problem.expression, problem.reads, problem.writes),)

@@ -101,6 +101,10 @@ class Column(RuleBased):
         """None where the axis is not the last, and otherwise the reason for a refusal."""
         return None if problem.inner != 1 else "there is one column"
 
+    def cost(self, problem: Reduce, config: Config, hw: Hardware) -> float:
+        """A pass over x; short columns in one launch have few rows on their way at a time."""
+        return problem.floor(hw) * (4 if problem.short else 1) + hw.launch_seconds
+
     def launch(self, problem: Reduce, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch: a block for up to 32 accesses side by side."""
         inner, vec = problem.inner, _vec(problem)

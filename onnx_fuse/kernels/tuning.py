@@ -9,8 +9,9 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from functools import cache
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from onnx_fuse import config
 from onnx_fuse.cuda.digest import code_digest
 from onnx_fuse.kernels import cublaslt
 from onnx_fuse.kernels.kernel import Kernel
-from onnx_fuse.program import moves, problems, products
+from onnx_fuse.program import call, expression, moves, problems, products
 from onnx_fuse.program.epilogue import Epilogue
-from onnx_fuse.program.problem import AnyProblem, Config, Hardware, Problem, Product, Value, ld
+from onnx_fuse.program.problem import AnyProblem, Config, Hardware, Problem, Product, ld
 
 SHIPPED = Path(__file__).parent / "records"
 
@@ -51,7 +52,20 @@ def canonical(problem: AnyProblem) -> AnyProblem:
 
 def key(op: str, problem: AnyProblem) -> str:
     """The key of the record of `problem`."""
-    return f"{op} | {canonical(problem)}".replace("=True", "=1")
+    return f"{op} | {_written(canonical(problem))}".replace("=True", "=1")
+
+
+def _written(problem: AnyProblem) -> str:
+    """The problem in full: for people, `str` names no more of a tail than its steps.
+
+    Operators whose problems have a text of their own are known by that, such as products.
+    """
+    if type(problem).__str__ is not AnyProblem.__str__:
+        return str(problem)
+    given = problem.concrete().fields_given
+    return " ".join(
+        (problem.op, *(f"{k}={v if isinstance(v, str) else repr(v)}" for k, v in given.items()))
+    )
 
 
 def _file_name(hw: Hardware) -> str:
@@ -61,35 +75,81 @@ def _file_name(hw: Hardware) -> str:
 def read(name: str) -> AnyProblem:
     """The problem that a record's key describes. Raises ValueError for a key of other parts."""
     op, _, text = name.partition(" | ")
-    values = {k: _value(v) for k, v in _PAIR.findall(text)}
-    rest = _PAIR.sub("", text).split()
-    kinds = (*vars(problems).values(), *vars(moves).values(), *vars(products).values())
-    known: dict[str, type[AnyProblem]] = {kind.op: kind for kind in kinds if hasattr(kind, "op")}
+    words = [word.partition("=") for word in _words(text)]
+    values = {k: _value(v) for k, equals, v in words if equals}
+    rest = [word for word, equals, _ in words if not equals]
     try:
-        if op in known and rest == [op]:
-            return known[op](**values)
+        if op in _KINDS and rest == [op]:
+            found: AnyProblem = _made(_KINDS[op], values)
+            return found
         kind, types, layout, *math = rest
         if kind != op or not set(layout) <= {"N", "T"}:
             raise ValueError(text)
         dtype, _, out = types.partition("->")
         turned = {"trans_a": layout[0] == "T", "trans_b": layout[1] == "T"}
         values |= {"dtype": dtype, "out_dtype": out, "math": (*math, "ieee")[0], **turned}
-        made = known.get(kind, Problem)
+        made = _KINDS.get(kind, Problem)
         product: type[Product] = made if issubclass(made, Product) else Problem
         return product.of(kind, **values)
     except (IndexError, TypeError, ValueError) as error:
         raise ValueError(f"{name!r} is no problem of numbers and names") from error
 
 
-_PAIR = re.compile(r"\b(\w+)=(\([^()]*\)|[^\s()]+)(?= |$)")
+_PARTS: dict[str, type[Any]] = {
+    kind.__name__: kind
+    for module in (call, expression, moves, problems, products)
+    for kind in vars(module).values()
+    if is_dataclass(kind) and isinstance(kind, type)
+}
+"""The classes of problems, and of what their fields hold, by the names in their `repr`."""
+_KINDS: dict[str, type[AnyProblem]] = {
+    kind.op: kind
+    for kind in _PARTS.values()
+    if issubclass(kind, AnyProblem) and isinstance(vars(kind).get("op"), str)
+}
 
 
-def _value(text: str) -> Value:
+def _words(text: str) -> list[str]:
+    """What stands between the spaces that are in no brackets."""
+    words, depth = [""], 0
+    for c in text:
+        depth += (c in "([") - (c in ")]")
+        if c == " " and not depth:
+            words.append("")
+        else:
+            words[-1] += c
+    return words
+
+
+def _value(text: str) -> Any:
+    """A number, a tuple, or the object of one of `_PARTS`; any other text is a name."""
     try:
-        found: Value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+        return _built(ast.parse(text, mode="eval").body)
+    except (KeyError, SyntaxError, TypeError, ValueError):
         return text
-    return found
+
+
+def _built(node: ast.expr) -> Any:
+    match node:
+        case ast.Call(ast.Name(name), [], arguments):
+            return _made(_PARTS[name], {str(a.arg): _built(a.value) for a in arguments})
+        case ast.Tuple(parts):
+            return tuple(map(_built, parts))
+        case ast.UnaryOp(ast.USub(), ast.Name("inf")):
+            return -inf
+        case ast.Name("inf" | "nan" as name):
+            return float(name)
+    return ast.literal_eval(node)
+
+
+def _made(kind: type[Any], values: dict[str, Any]) -> Any:
+    """An object of `kind`. Raises TypeError where a name is given to a field that holds none."""
+    known = {f.name: str(f.type) for f in fields(kind)}
+    for name, value in values.items():
+        if isinstance(value, str) and "str" not in known.get(name, "str"):
+            raise TypeError(f"{kind.__name__}.{name} is no {value}")
+    flags = {k: bool(v) for k, v in values.items() if known.get(k) == "bool"}
+    return kind(**values | flags)
 
 
 def code_of(problem: AnyProblem, kernel: Kernel, how: Config, hw: Hardware) -> str:
@@ -204,7 +264,10 @@ def is_current(
         problem = read(name)
     except ValueError:
         return True
-    return bool(entry["code"] == code_of(problem, kernel, _config(entry), hw))
+    how = _config(entry)
+    if kernel.supports(problem, hw) or how not in kernel.configs(problem, hw):
+        return False
+    return bool(entry["code"] == code_of(problem, kernel, how, hw))
 
 
 def save(

@@ -137,15 +137,15 @@ def reduce(ctx: Context, node: ir.Node) -> str | None:
     axes = _axes(ctx, node, len(x.shape))
     if isinstance(axes, str):
         return axes
+    reducer = REDUCERS[node.op_type]
+    if not axes and reducer in ("Sum", "Mean", "Prod", "Max", "Min"):
+        ctx.alias(node, 0, x)  # in any order: a copy would leave the one of its neighbours
+        return None
     rank = len(x.shape)
     spatial = set(range(2, rank))
     if is_channels_last(x) and (spatial <= set(axes) or 1 in axes):  # the rest keeps its order
         x, axes = channels_last(x), sorted((0, rank - 1, *range(1, rank - 1))[a] for a in axes)
     x = ctx.contiguous(x)
-    reducer = REDUCERS[node.op_type]
-    if not axes and reducer in ("Sum", "Mean", "Prod", "Max", "Min"):
-        ctx.alias(node, 0, x)
-        return None
     y = ctx.output(node, 0)
     if y.size and not x.size and reducer in ("Max", "Min") and x.dtype not in FLOATS:
         code = Code()  # the type's own least or largest value: accumulators are wider

@@ -108,6 +108,13 @@ class AnyProblem:
         """The values of the fields by name."""
         return {name: getattr(self, name) for name in _names(type(self))}  # type: ignore[arg-type]
 
+    @property
+    def fields_given(self) -> dict[str, Any]:
+        """The fields that are not as they are by default, by name."""
+        usual = {f.name: f.default for f in fields(self)}  # type: ignore[arg-type]
+        own = self.fields().items()
+        return {k: v for k, v in own if v is not usual[k] and v != usual[k]}
+
     @cached_property
     def trace(self) -> Trace | None:
         """The trace of its open sizes, None where all are plain."""
@@ -170,9 +177,7 @@ class AnyProblem:
 
     def __str__(self) -> str:
         """The operator, and the fields that differ from their defaults."""
-        usual = {f.name: f.default for f in fields(self)}  # type: ignore[arg-type]
-        own = (f"{k}={v}" for k, v in self.fields().items() if v is not usual[k] and v != usual[k])
-        return " ".join((self.op, *own))
+        return " ".join((self.op, *(f"{k}={v}" for k, v in self.fields_given.items())))
 
 
 @dataclass(frozen=True)
@@ -499,7 +504,10 @@ class Hardware:
 
     @classmethod
     def detect(cls, device_id: int = 0) -> Hardware:
-        """The GPU `device_id`, completed from the table of known chips or scaled from one."""
+        """The GPU `device_id`, completed from the table of known chips or scaled from one.
+
+        A part of a chip, or a card with slower memory, has no more than its own.
+        """
         from cuda.bindings import driver
 
         kind = driver.CUdevice_attribute
@@ -512,18 +520,22 @@ class Hardware:
         name = driver.cuDeviceGetName(256, device_id)[1].partition(b"\0")[0].decode()
         major, minor = (number(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
         sm_count = number("MULTIPROCESSOR_COUNT")
+        # kHz * bits: two transfers a clock on every memory these chips use
+        wide = number("MEMORY_CLOCK_RATE") * number("GLOBAL_MEMORY_BUS_WIDTH") * 250.0
         known = next((hw for key, hw in CHIPS.items() if key in name), None)
         if known is None:
             same = [hw for hw in CHIPS.values() if hw.cc <= major * 10 + minor] or [CHIPS["A100"]]
-            near = max(same, key=lambda hw: hw.cc)
-            scale = sm_count / near.sm_count
-            # kHz * bits: two transfers a clock on every memory these chips use
-            wide = number("MEMORY_CLOCK_RATE") * number("GLOBAL_MEMORY_BUS_WIDTH") * 250.0
-            known = replace(
-                near,
-                bandwidth=0.85 * wide if wide > 0 else near.bandwidth * scale,
-                flops=tuple((key, rate * scale) for key, rate in near.flops),
-            )
+            known = max(same, key=lambda hw: hw.cc)
+            scale = sm_count / known.sm_count
+            bandwidth = 0.85 * wide if wide > 0 else known.bandwidth * scale
+        else:
+            scale = min(1.0, sm_count / known.sm_count)
+            bandwidth = min(known.bandwidth, 0.9 * wide) if wide > 0 else known.bandwidth
+        known = replace(
+            known,
+            bandwidth=bandwidth,
+            flops=tuple((key, rate * scale) for key, rate in known.flops),
+        )
         return replace(
             known,
             name=name,

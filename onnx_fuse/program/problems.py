@@ -607,8 +607,9 @@ class Fold(AnyProblem):
 
     @property
     def bytes(self) -> int:
-        """The bytes of w, which is read, and of wq, which is written."""
-        return 2 * sum(k * n for k, n in self.shapes) * ITEMSIZE[self.dtype]
+        """The bytes of w, which is read, and of wq and w's copy, which are written."""
+        each = 4 + 2 * ITEMSIZE[self.dtype] if self.master else 2 * ITEMSIZE[self.dtype]
+        return each * sum(k * n for k, n in self.shapes)
 
 
 @dataclass(frozen=True)

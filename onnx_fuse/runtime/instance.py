@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -540,14 +540,14 @@ class Instance:
         found = [timeline.read() for timeline in parts if timeline is not None]
         return found[0] if found else None
 
-    def profile(self) -> list[tuple[Call, float]]:
-        """Seconds of each kernel call by itself, best of three graphs of 20; state changes.
+    def profile(self, wanted: Callable[[Call], bool] | None = None) -> list[tuple[Call, float]]:
+        """Seconds of each kernel call (that is wanted) by itself, best of three graphs of 20.
 
-        Without collectives, which no rank can run by itself.
+        State changes. Without collectives, which no rank can run by itself.
         """
         found = []
         for i, call in enumerate(self.program.calls):
-            if call.launches and not collective(call):
+            if call.launches and not collective(call) and (wanted is None or wanted(call)):
                 pointers = operands(self.address, i, call)
                 bound = [bind(x, pointers, self.owner.hw) for x in call.launches]
 

@@ -1,0 +1,119 @@
+"""Predicted times beside measured ones, and tools/predictions.py, which shows both."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+import predictions
+
+from onnx_fuse import alone
+from onnx_fuse.kernels import select, site
+from onnx_fuse.program.call import Call, Tensor
+from onnx_fuse.program.expression import Expression, Row, Step
+from onnx_fuse.program.moves import Pointwise, ScatterND
+from onnx_fuse.program.problem import CHIPS, AnyProblem, Hardware, Problem
+from onnx_fuse.program.problems import Conv, ConvWeightGrad, Fold, NormGrad, Reduce, Window
+from onnx_fuse.program.products import AttentionGrad
+
+H200 = CHIPS["H200"]
+
+
+class Played:
+    """An instance of no GPU, whose calls take twice their predicted time."""
+
+    def __init__(self, *calls: Call) -> None:
+        self.program = SimpleNamespace(calls=calls)
+
+    def profile(self, wanted: Callable[[Call], bool]) -> list[tuple[Call, float]]:
+        return [(c, 2 * site(c, H200).seconds) for c in self.program.calls if wanted(c)]
+
+
+def call(op: str, *shape: int) -> Call:
+    found = [c for c in alone.program_of(op, shape, "fp16", H200).calls if c.problem]
+    return found[-1]
+
+
+def views(dtype: str, *each: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[Tensor, ...]:
+    return tuple(Tensor(0, dtype, shape, strides) for shape, strides in each)
+
+
+ROWS, IDS = ((16, 1024, 768), (786432, 768, 1)), ((16, 1024, 768), (1024, 1, 0))
+EMBEDDED = Pointwise(
+    Expression(3, (), (Step("Add", "bfloat16", (1, 2)),), (3,), (Row(1, 0, 768, 50257),)),
+    views("int64", IDS) + views("bfloat16", (ROWS[0], (0, 0, 1)), (ROWS[0], (0, 768, 1))),
+    views("bfloat16", ROWS),
+)
+LAST, FIRST = (
+    ((64, 28, 28, 512), (401408, 14336, 512, 1)),
+    ((64, 28, 28, 512), (401408, 28, 1, 784)),
+)
+KEPT = Expression(2, (("float", 0.0),), (Step("Greater", "float32", (0, 2)),
+                  Step("Where", "float32", (3, 1, 2))), (4, 4))  # fmt: skip
+TWO_ORDERS = Pointwise(KEPT, views("bfloat16", LAST, LAST), views("bfloat16", FIRST, LAST))
+
+
+def window(size: int, stride: int, pad: int) -> Window:
+    pads = (0, pad, pad)
+    return Window((1, size, size), (1, stride, stride), (1, 1, 1), pads, pads)
+
+
+def product(m: int, n: int, k: int, dtype: str, **how: bool | float | str) -> Problem:
+    return Problem.of("Gemm", m=m, n=n, k=k, dtype=dtype, **how)
+
+
+STEM = ((1, 224, 224), (1, 112, 112), window(3, 2, 1), "float16")
+DEEP = ((1, 56, 56), (1, 56, 56), window(7, 1, 3), "bfloat16", "bfloat16")
+HEADS = AttentionGrad(128, 128, 64, (32, 12), "bfloat16", 64, mask=(128, 0, 0, 1))
+FOLDS = ((768, 2304), (768, 3072)) * 12
+
+
+@pytest.mark.parametrize(
+    ("problem", "us"),
+    [
+        (EMBEDDED, 13.6),  # GPT-2's embeddings: indices and positions are read once
+        (TWO_ORDERS, 360.9),  # one result goes two bytes at a time
+        (NormGrad(16384, 768, "bfloat16", "bfloat16", "float32", 2048), 38.9),
+        (NormGrad(100352, 96, "bfloat16", "bfloat16", "float32", 6336), 45.9),
+        (ScatterND(16384, (50257,), 768, "bfloat16", "int64", "add"), 60.1),
+        (ScatterND(4096, (30522,), 768, "bfloat16", "int64", "add", fresh=True), 25.2),
+        (HEADS, 40.3),  # the same without a mask takes less
+        (Fold(FOLDS, "bfloat16", master=True), 102.7),
+        (Reduce("Sum", 1, 64, 151296, 64, 64, *["bfloat16"] * 2, 4, short=True), 21.3),
+        (ConvWeightGrad(32, 96, 1, 1, *DEEP), 165.2),
+        (Conv(32, 1, 3, 32, *STEM, act="silu", channels_last=True, planar=True), 27.0),
+        (product(401408, 256, 64, "float16", trans_b=True, act="relu", beta=1.0, bias=True), 122.0),
+        (product(200704, 256, 128, "bfloat16", residual=True), 73.9),
+    ],
+    ids=lambda value: value.op if isinstance(value, AnyProblem) else "",
+)
+def test_predictions_are_what_was_measured(problem: AnyProblem, us: float) -> None:
+    """On an H200, 2026-11, within a factor of 1.5: `python tools/predictions.py` shows more."""
+    choice = select(problem.op, problem, H200)
+    assert choice is not None
+    assert us / 1.5 < 1e6 * choice.seconds < us * 1.5
+
+
+def test_calls_that_are_alike_are_timed_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Hardware, "detect", lambda _: H200)
+    large, small = call("Gemm", 4096, 4096, 4096), call("Softmax", 8, 64, 1)
+    instance = Played(large, small, replace(large, nodes=("another",)))
+    found = predictions.timed(instance)  # type: ignore[arg-type]
+    assert [row.count for row in found] == [2, 1]
+    assert [row.off for row in found] == pytest.approx([2.0, 2.0])
+    predictions.show("model", found, 20.0, 10)
+    first, *listed = capsys.readouterr().out.splitlines()
+    assert first.startswith("model: 0 of 2 calls over 20 us within 1.5; ")
+    assert len(listed) == 1
+    assert "2 of  Gemm" in listed[0]
+    found = [replace(row, measured=1.4 * row.predicted) for row in found]
+    predictions.show("model", found, 20.0, 0)
+    assert capsys.readouterr().out.startswith("model: 2 of 2 calls over 20 us")
