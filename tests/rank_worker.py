@@ -34,6 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
     "batchnorm": {"sync_batchnorm": True},
     "sharded": {"shard": "optimizer", "clip_norm": 0.5},
     "spread": {"shard": "all", "clip_norm": 0.5, "accumulate": 2},
+    "adapters": {"lora": of.Lora(4, merged=True), "trainable": ["*.bias"], "shard": "all"},
 }
 
 

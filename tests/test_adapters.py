@@ -16,11 +16,15 @@ from cases import real_cases
 
 from onnx_fuse import passes
 from onnx_fuse.errors import DataError, UsageError
+from onnx_fuse.lower.low_rank import Costs, LowRank
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.load import load
-from onnx_fuse.onnx.save import save
+from onnx_fuse.onnx.save import inline, save
+from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.training import optim
-from onnx_fuse.training.adapters import Lora, attach, merge
+from onnx_fuse.training.adapters import Lora, attach, factors, merge
+from onnx_fuse.training.merged import Merging
+from onnx_fuse.training.step import training_model
 from onnx_fuse.training.trainer import Trainer
 
 Array = np.ndarray[Any, Any]
@@ -130,6 +134,106 @@ def test_the_low_rank_product_comes_behind_the_bias_and_the_residual() -> None:
     assert read["Gelu"] == ["q"]
 
 
+MERGED = f"""net (float[batch, 6] x) => (float[batch, 4] y)
+    <float[6, 4] q = {{{NUMBERS}}}, float[6, 4] k = {{{NUMBERS}}}, float[4, 6] v = {{{NUMBERS}}},
+     float[4] c = {{0.1, 0.2, 0.3, 0.4}}, float[6] g = {{1, 2, 1, 2, 1, 2}},
+     float[6] b = {{0, 0, 1, 0, 0, 0}}> {{
+    n = LayerNormalization (x, g, b) e = MatMul (n, q) r = Add (e, c) f = MatMul (n, k)
+    s = Add (f, c) t = Transpose <perm = [1, 0]> (v) h = MatMul (n, t) u = Add (h, c)
+    i = Tanh (r) j = Tanh (s) m = Mul (i, j) y = Add (m, u) }}"""
+"""Three products of one norm, which level 2 makes one; a weight of them is transposed."""
+
+
+@pytest.mark.parametrize("level", [0, 2])
+@pytest.mark.parametrize(
+    ("text", "weights"),
+    [*((text, ("*",)) for text in FORMS.values()), (MERGED, ("*",)), (MERGED, ("q", "v")),
+     (MERGED, ("k",)), (MERGED, ("v",))],
+    ids=[*FORMS, "one product", "one product, q and v", "one product, k", "one product, v"],
+)  # fmt: skip
+def test_products_within_the_weights_train_as_those_beside_them(
+    text: str, weights: tuple[str, ...], level: int
+) -> None:
+    """W + A·B is worked out once a step, in whatever form fusion left W; nothing else differs."""
+    found = []
+    for merged in (False, True):
+        trainer = Trainer(
+            text_model(text),
+            loss="mse",
+            optimizer=optim.SGD(lr=0.3),
+            lora=Lora(2, 3.0, weights, merged),
+            level=level,
+            ema=0.5,
+            clip_norm=1.0,
+        )
+        feeds = [batch("three" if "batch, 2" in text else "", i) for i in range(4)]
+        losses = [float(trainer.step(each)) for each in feeds]
+        kept = [trainer.weights(ema=ema) for ema in (False, True)]
+        outputs = [trainer.evaluate(feeds[0], ema=ema).outputs["y"] for ema in (False, True)]
+        found.append((losses, kept, outputs))
+    (losses, kept, outputs), (others, again, results) = found
+    # float32 sums in another order, of a few steps
+    np.testing.assert_allclose(others, losses, rtol=1e-5)
+    np.testing.assert_allclose(results, outputs, rtol=1e-4, atol=1e-5)
+    for one, other in zip(kept, again, strict=True):
+        assert one.keys() == other.keys()
+        for name, array in one.items():
+            np.testing.assert_allclose(other[name], array, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+ROOT = graph(
+    "e = Mul (x, x) f = ReduceMean (e, last) h = Add (f, s) i = Sqrt (h) j = Div (x, i) "
+    "k = Mul (j, g) y = MatMul (k, w)"
+).replace("float[6] g", "int64[1] last = {-1}, float s = {0.00001}, float[6] g")
+
+
+@pytest.mark.parametrize("by_rows", [False, True], ids=["by the weight", "by rows"])
+@pytest.mark.parametrize(
+    "text",
+    [*FORMS.values(), MERGED, ROOT],
+    ids=[*FORMS, "one product", "RMSNorm"],
+)
+def test_the_graph_of_a_gpu_has_the_same_gradients(text: str, by_rows: bool) -> None:
+    """Fused operators and their gradients, as onnxruntime runs their bodies."""
+    plain = load(text_model(text))
+    attached, found = attach(plain, Lora(2, 3.0), 0)
+    rng, form = np.random.default_rng(3), "three" if "batch, 2" in text else ""
+    states = {}
+    results = []
+    within = Merging(factors(attached, found), lambda *_: by_rows)
+    for source, given in ((attached, None), (plain, within)):
+        graph, spec = training_model(
+            source,
+            loss="mse",
+            optimizer=optim.SGD(lr=0.3),
+            trainable=[name for each in found for name in (each.a, each.b)],
+            level=2,
+            fused=True,
+            whole=lambda _: True,
+            merging=given,
+        )
+        if given is not None:
+            products = [n for n in graph.graph if n.op_type == "Gemm" and len(n.inputs) == 3]
+            assert len(products) >= len(found)
+        names = sorted(state.name for state in spec.states)
+        states = states or {
+            state.name: rng.normal(size=state.initial.shape).astype(np.float32)
+            for state in spec.states
+        }
+        run = ort.InferenceSession(
+            onnx_ir.to_proto(inline(graph)).SerializeToString(), providers=["CPUExecutionProvider"]
+        )
+        rate = {spec.lr: np.array(0.3, np.float32)}
+        outputs = [output.name for output in run.get_outputs()]
+        values = run.run(None, {name: states[name] for name in names} | batch(form) | rate)
+        made = dict(zip(outputs, values, strict=True))
+        results.append({s.name: made[s.next] for s in spec.states} | {"loss": made[spec.loss]})
+    beside, other = results
+    assert beside.keys() == other.keys()
+    for name, array in beside.items():
+        np.testing.assert_allclose(other[name], array, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
 @pytest.mark.parametrize("level", [0, 2])
 def test_an_exported_model_adapts(level: int, tmp_path: Path) -> None:
     """GPT-2 as its exporter wrote it: the loss falls, the adapters are small and come back."""
@@ -182,6 +286,51 @@ def test_a_run_with_adapters_goes_on_to_the_same_bits(tmp_path: Path) -> None:
         ).restore(tmp_path)
     with pytest.raises(UsageError, match=r"was started with lora .*'rank': 2.*, not None"):
         Trainer(text_model(FORMS["Gemm"]), loss="mse", seed=5, trainable=["c"]).restore(tmp_path)
+
+
+@pytest.mark.parametrize("merged", [False, True], ids=["beside", "within"])
+def test_adapters_stay_where_a_run_had_them(merged: bool, tmp_path: Path) -> None:
+    """`resume` takes that over; `restore` goes on where the states are the same, as on a CPU."""
+    settings: dict[str, Any] = {"loss": "mse", "optimizer": optim.Adam(lr=0.05)}
+    model = text_model(FORMS["three axes and a bias"])
+    first = Trainer(model, lora=Lora(2, 3.0, "*", merged), **settings)
+    first.step(batch("three"))
+    first.checkpoint(tmp_path)
+    resumed = Trainer.resume(tmp_path, model)
+    elsewhere = Trainer(model, lora=Lora(2, 3.0, "*", not merged), **settings)
+    elsewhere.restore(tmp_path)
+    for run in (first, resumed, elsewhere):
+        run.step(batch("three", 1))
+    for name, array in first.state().items():
+        assert resumed.state()[name].tobytes() == array.tobytes(), name
+        np.testing.assert_allclose(elsewhere.state()[name], array, rtol=1e-4, atol=1e-6)
+
+
+def test_where_adapters_pay() -> None:
+    """Products of many rows gain from W + A·B, which a few rows would not pay for."""
+    costs = {chip: Costs("bfloat16", "tf32", CHIPS[chip]) for chip in ("H200", "A100")}
+    for chip, each in costs.items():
+        wide = [LowRank(4096, 4096, 8, (rows,)) for rows in (64, 16384)]
+        assert [each.merging_pays([size]) for size in wide] == [False, True], chip
+        assert each.rows_pay(16384, 4096, 4096, 8), "dW is larger than x and dy"
+        assert not each.rows_pay(16384, 512, 512, 256), "and here it is smaller"
+    model = text_model(FORMS["MatMul"])
+    found = Trainer(model, loss="mse", lora=Lora(2), device="cuda", hardware=CHIPS["H200"])
+    chosen = (Costs("float32", "ieee", CHIPS["H200"])).merging_pays([LowRank(6, 4, 2, (None,))])
+    assert found._settings()["lora"]["merged"] == chosen
+
+
+def test_frozen_weights_are_rounded_before_the_run() -> None:
+    """A step in 16 bits casts what trains, and nothing else."""
+    trainer = Trainer(
+        text_model(FORMS["behind a norm"]), loss="mse", lora=Lora(2, merged=False),
+        precision="bf16", device="cuda", hardware=CHIPS["H200"],
+    )  # fmt: skip
+    graph, _ = trainer.graphs()["update"]
+    casts = [n.inputs[0] for n in graph.graph if n.op_type == "Cast" and not n.domain]
+    assert not [v.name for v in casts if v is not None and v.is_initializer()]
+    narrow = [v for v in graph.graph.initializers.values() if v.dtype == onnx_ir.DataType.BFLOAT16]
+    assert {"w.bfloat16", "g.bfloat16", "b.bfloat16", "c.bfloat16"} <= {v.name for v in narrow}
 
 
 EMBEDDING = """net (int64[batch, T] ids) => (float[batch, T, 3] y) <float[4, 3] w = {NUMBERS}> {

@@ -21,7 +21,7 @@ import safetensors.numpy
 
 from onnx_fuse.errors import CheckFailed, DataError, UsageError
 from onnx_fuse.onnx.build import text_model
-from onnx_fuse.training import checkpoint, fit, optim
+from onnx_fuse.training import checkpoint, fit, optim, settings
 from onnx_fuse.training.history import History
 from onnx_fuse.training.trainer import Trainer
 
@@ -404,3 +404,11 @@ def test_manifest_is_readable(tmp_path: Path) -> None:
     manifest = json.loads((newest / "manifest.json").read_text())
     assert manifest["step"] == started.calls == len(manifest["extra"]["fit"]["losses"]) == 15
     assert manifest["settings"]["optimizer"]["name"] == "adamw"
+
+
+def test_a_bound_that_clips_nothing_is_none(tmp_path: Path) -> None:
+    """A page of the run measures the norm by it, and the run may go on without a page."""
+    for own, stored in ((None, np.inf), (np.inf, None), (1.0, 1.0)):
+        settings.check(tmp_path, {"clip_norm": own}, {"clip_norm": stored})
+    with pytest.raises(UsageError, match=r"started with clip_norm 1\.0, not inf"):
+        settings.check(tmp_path, {"clip_norm": np.inf}, {"clip_norm": 1.0})

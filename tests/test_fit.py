@@ -59,6 +59,19 @@ class Columns:
         return {"x": found["x"], "label": found["labels"], "text": ["…"] * len(rows)}
 
 
+class Examples:
+    """A data set as PyTorch's: an example by its number, a mapping or a tuple."""
+
+    def __init__(self, kind: Callable[[Array, int], Any]) -> None:
+        self._kind = kind
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, i: int) -> Any:
+        return self._kind(arrays()["x"][i], int(arrays()["labels"][i]))
+
+
 class Streamed:
     """A data set that streams, as Hugging Face's: batches by `iter`, told the epoch."""
 
@@ -107,6 +120,8 @@ FORMS: dict[str, tuple[Callable[[], Any], int, int]] = {  # with examples, batch
     "arrays": (arrays, ROWS, BATCH),
     "columns": (Columns, ROWS, BATCH),
     "streamed columns": (Streamed, 0, BATCH),
+    "examples": (lambda: Examples(lambda x, y: (Tensor(x), y)), ROWS, BATCH),
+    "named examples": (lambda: Examples(lambda x, y: {"x": x, "label": y}), ROWS, BATCH),
     "a list of mappings": (in_order, 0, 0),
     "a loader of tensors": (Loader, 0, 0),
     "a function": (lambda: made, 0, 0),

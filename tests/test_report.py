@@ -380,6 +380,16 @@ def test_training_writes_a_trace_of_its_steps_and_of_one_by_operator(
     assert 'data-refresh="0"' in html
 
 
+def test_compare_says_what_two_trainings_came_to() -> None:
+    one = {"losses": [2.0, 1.0], "epochs": [{"step": 2, "epoch": 1, "validation_loss": 0.5}]}
+    other = {"losses": [2.0, 1.5, 0.75], "epochs": [{"step": 3, "epoch": 1, "loss": 1.0}]}
+    found = compare.verdict(("a", "b"), one, other)
+    assert found == "a: loss 1 after 2 steps, validation 0.5; b: loss 0.75 after 3 steps"
+    assert compare.verdict(("a", "b"), one, {"ratio": 1.0}) == ""
+    named = [row[0] for row in compare.rows(one, other)]
+    assert named == ["epochs.1.validation_loss", "epochs.1.loss"]
+
+
 def test_compare_shows_what_changed_first(cli: Cli, tmp_path: Path) -> None:
     a, b = tmp_path / "a.json", tmp_path / "b.json"
     a.write_text(json.dumps({"ratio": 1.0, "same": 3, "noise": [1, 2], "losses": [2.0, 1.0]}))

@@ -2,7 +2,7 @@
 
 `reference/cli.md` is what the commands say of themselves, `reference/api.md` names every public
 module for mkdocstrings, and the changelog and the guide for contributors come from the root of the
-checkout. Pages that belong to parts of the package which are not there are left out of the menu.
+checkout.
 """
 
 from __future__ import annotations
@@ -16,13 +16,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-OPTIONAL = {
-    "Reports and traces": "reports.md",
-    "Use it from PyTorch": "torch.md",
-    "Write a network in Python": "nn.md",
-    "Add operators and kernels of your own": "plugins.md",
-}
-"""Pages of the section "How to" that are in the menu where the file is there."""
 
 
 def public_modules() -> list[str]:
@@ -117,14 +110,6 @@ def from_root(name: str) -> str:
     text = (ROOT / name).read_text(encoding="utf-8")
     text = text.replace("](docs/", "](").replace("](CHANGELOG.md)", "](changelog.md)")
     return text.replace("](CONTRIBUTING.md)", "](contributing.md)")
-
-
-def on_config(config: Any) -> Any:
-    """Add the optional pages that exist to the menu."""
-    [howto] = [part["How to"] for part in config.nav if "How to" in part]
-    docs = Path(config.docs_dir)
-    howto += [{title: page} for title, page in OPTIONAL.items() if (docs / page).is_file()]
-    return config
 
 
 def on_files(files: Any, config: Any) -> Any:

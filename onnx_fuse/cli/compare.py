@@ -40,5 +40,6 @@ def compare(
         {"model": " and ".join(names)} | found,
         json,
         html,
+        verdict=reports.verdict(names, left, right),
         sections=lambda: reports.sections(names, left, right),
     )

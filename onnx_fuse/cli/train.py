@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -349,9 +350,12 @@ def train(
         context.with_resource(folders.locked(checkpoint))
     check_device(precision, device)
     arrays, held_out = load(data), load(val) if val else None
+    options = trainer_settings(model, context.params)
+    if options["clip_norm"] is None and (html or curve):
+        options["clip_norm"] = inf  # clips nothing, and the page shows the norm
     trainer = Trainer(
         model,
-        **trainer_settings(model, context.params),
+        **options,
         device=device,
         memory=memory,
         compiled=compiled,

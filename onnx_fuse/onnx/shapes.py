@@ -176,6 +176,17 @@ def _sequences(model: ir.Model) -> list[ir.Value]:
     return list(found)
 
 
+def with_shapes(
+    model: ir.Model, shapes: Mapping[str, Sequence[int]] | None, dims: Mapping[str, int] | None
+) -> ir.Model:
+    """A copy of `model` with its shapes fixed, or itself where none are given."""
+    if not shapes and not dims:
+        return model
+    sized = model.clone()
+    fix_shapes(sized, shapes or {}, dims)
+    return sized
+
+
 def fix_shapes(
     model: ir.Model, shapes: Mapping[str, Sequence[int]], dims: Mapping[str, int] | None = None
 ) -> None:

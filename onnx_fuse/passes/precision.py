@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder
+from onnx_fuse.onnx.build import Builder, unique_name
 from onnx_fuse.onnx.save import inline
 from onnx_fuse.passes.fp16_range import OutOfRange, find_out_of_range, narrowed, set_floor
 from onnx_fuse.program.problem import PRECISIONS
@@ -135,6 +135,33 @@ def lower_precision(model: ir.Model, dtype: ir.DataType, *, masters: bool = Fals
             value.name, cast.name = f"{name}.{dtype.name.lower()}", name
             graph.outputs[k] = cast
     graph.extend(op.nodes)
+
+
+def cast_frozen(graph: ir.Graph) -> None:
+    """Replace each Cast of a float32 initializer to 16 bits by an initializer, in place.
+
+    `lower_precision` with `masters` leaves them where weights might have been trained.
+    """
+    for weight in list(graph.initializers.values()):
+        if weight.dtype != F32 or weight.const_value is None:
+            continue
+        for node, _ in list(weight.uses()):
+            (y,) = node.outputs if node.op_type == "Cast" and not node.domain else (None,)
+            if y is None or y.dtype not in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
+                continue
+            if y.is_graph_output() or node.graph is not graph:
+                continue
+            name = unique_name(graph, f"{weight.name}.{y.dtype.name.lower()}")
+            array = weight.const_value.numpy().astype(y.dtype.numpy())
+            narrow = ir.Value(
+                name=name,
+                const_value=ir.tensor(array, name=name),
+                type=ir.TensorType(y.dtype),
+                shape=weight.shape,
+            )
+            graph.register_initializer(narrow)
+            ir.convenience.replace_all_uses_with(y, narrow)
+            graph.remove(node, safe=True)
 
 
 def _of_integers(value: ir.Value | None) -> bool:

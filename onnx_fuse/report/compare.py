@@ -48,6 +48,20 @@ def rows(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[list[str]]:
     return [row for _, row in sorted(found, key=lambda item: item[0])][:_MOST]
 
 
+def verdict(names: tuple[str, str], a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
+    """What two trainings came to, in a line; empty for other reports."""
+    if not (a.get("losses") and b.get("losses")):
+        return ""
+    return "; ".join(f"{name}: {_ends(report)}" for name, report in zip(names, (a, b), strict=True))
+
+
+def _ends(report: Mapping[str, Any]) -> str:
+    losses, metrics = report["losses"], report.get("metrics") or report.get("epochs") or [{}]
+    last = metrics[-1].get("validation_loss")
+    more = "" if last is None else f", validation {last:.4g}"
+    return f"loss {losses[-1]:.4g} after {len(losses)} steps{more}"
+
+
 def sections(names: tuple[str, str], a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Section]:
     """The page of two reports: their curves or times where they have these, and all numbers."""
     found: list[Section] = []
@@ -84,7 +98,8 @@ def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
         yield name, float(value)
     elif isinstance(value, Mapping):
         for key, inner in value.items():
-            if key not in _LEFT_OUT:
+            counts = name.startswith("epochs.") and key in ("epoch", "step")
+            if key not in _LEFT_OUT and not counts:
                 yield from _numbers(inner, f"{name}.{key}" if name else key)
     elif isinstance(value, list) and name.rpartition(".")[2] in ("epochs", "noise", "outputs"):
         for i, inner in enumerate(value):

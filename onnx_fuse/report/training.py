@@ -23,6 +23,7 @@ _SMOOTHED = 20  # steps from which a smoothed line is drawn too
 _REFRESH = 4.0  # seconds after which a live page loads itself again
 _SPARED = 40  # of the time, one part in so many is spent on writing a live page
 _STEPS = ("lr", "rates", "gradient_norms", "examples_per_second")
+_NOISY = ("gradient_norms", "examples_per_second")
 _NAMES = {
     "lr": "learning rate", "rates": "learning rate", "gradient_norms": "gradient norm",
     "examples_per_second": "examples a second",
@@ -36,9 +37,10 @@ def sections(runs: Mapping[str, Run]) -> list[Section]:
     others: list[View] = []
     for key in _STEPS:
         lines = [
-            _line(_of(name, runs), *_thinned(run.get(key) or []))
-            for name, run in runs.items()
+            line
+            for i, (name, run) in enumerate(runs.items())
             if any(x is not None for x in run.get(key) or [])
+            for line in _lines(_of(name, runs), i, run[key], smooth=key in _NOISY)
         ]
         if lines:
             others.append(_chart(_NAMES[key], lines))
@@ -62,16 +64,26 @@ def sections(runs: Mapping[str, Run]) -> list[Section]:
 
 def _losses(runs: Mapping[str, Run]) -> Iterator[dict[str, Any]]:
     for i, (name, run) in enumerate(runs.items()):
-        values = run["losses"]
         own, colour = _of(name, runs), {"colour": f"var(--s{i + 1})"}
-        smoothed = len(values) > _SMOOTHED
-        yield _line(f"{own} loss".strip(), *_thinned(values)) | colour | {"thin": smoothed}
-        if smoothed:
-            yield _line(f"{own} smoothed".strip(), *_thinned(_smooth(values))) | colour
+        yield from _lines(f"{own} loss".strip(), i, run["losses"], smooth=True)
         steps, validation = _points(run, "validation_loss")
         if steps:
             line = _line(f"{own} validation".strip(), steps, validation)
             yield line | ({"dashed": True} | colour if len(runs) > 1 else {"colour": "var(--s2)"})
+
+
+def _lines(
+    name: str, i: int, values: Sequence[float | None], *, smooth: bool
+) -> Iterator[dict[str, Any]]:
+    """The line of run `i` and, with `smooth`, a thick one of running means where it is long."""
+    colour = {"colour": f"var(--s{i + 1})"}
+    known = [x for x in values if x is not None]
+    smooth = smooth and len(values) > _SMOOTHED and len(known) == len(values)
+    label = name or ("each step" if smooth else "")
+    yield _line(label, *_thinned(values)) | colour | ({"thin": True} if smooth else {})
+    if smooth:
+        own = name.removesuffix("loss").strip()
+        yield _line(f"{own} smoothed".strip(), *_thinned(_smooth(known))) | colour
 
 
 def _of(name: str, runs: Mapping[str, Run]) -> str:

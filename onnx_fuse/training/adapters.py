@@ -4,8 +4,12 @@ This is LoRA (Hu et al., 2021, arXiv:2106.09685). A product x·W becomes x·W + 
 with A [K, rank] and B [rank, N]. B begins as zeros, so the model begins as it was. A and B are
 initializers of a graph that is still ONNX; W does not train, and has no gradient.
 
-The low-rank product is added behind the bias and the residual of its product, whose kernel then
-still adds these, and its own kernel adds it to their sum.
+The low-rank product stands in one of two places, as `Lora.merged` says:
+
+- `attach` puts it beside the product, behind its bias and residual. W has no gradient then, but
+  each result is read and written once more.
+- `training.merged` adds it to the weight, once a step. Each product stays as it was, and A and B
+  take their gradients from the weight's, which is made for them and not kept.
 """
 
 from __future__ import annotations
@@ -14,11 +18,11 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir
@@ -33,6 +37,10 @@ from onnx_fuse.onnx.save import save
 from onnx_fuse.ops.rewrite import is_float, typed
 from onnx_fuse.passes.constants import set_parameter
 from onnx_fuse.training import peft
+from onnx_fuse.training.merged import Factors
+
+if TYPE_CHECKING:
+    from onnx_fuse.lower.low_rank import LowRank
 
 __all__ = ["Adapter", "Lora", "merge"]
 
@@ -51,6 +59,10 @@ class Lora:
     weights: tuple[str, ...] = ("*",)
     """Globs over the names of weights, or of their PyTorch modules where the exporter left them
     ("*.query"); of those only matrices that MatMul and Gemm read count."""
+    merged: bool | None = None
+    """Whether a step adds the low-rank products to the weights, once, rather than to the results of
+    their products. None: on a GPU what is predicted to take less time, and on a CPU not. Both
+    compute the same, and round differently."""
 
     def __post_init__(self) -> None:
         globs = (self.weights,) if isinstance(self.weights, str) else tuple(self.weights)
@@ -81,6 +93,43 @@ class Adapter:
         change = self.scale * (a.astype(np.float64) @ b.astype(np.float64))
         wide = w.astype(np.float64) + (change.T if self.transposed else change)
         return np.ascontiguousarray(wide.astype(w.dtype))
+
+
+def factors(attached: onnx_ir.Model, adapters: Sequence[Adapter]) -> dict[str, Factors]:
+    """What `training.merged` adds to the weights, by their names, of the model from `attach`."""
+
+    def first(name: str) -> Array:
+        tensor = attached.graph.initializers[name].const_value
+        assert tensor is not None
+        return tensor.numpy()
+
+    return {
+        each.weight: Factors(
+            each.a, each.b, each.scale, each.transposed, (first(each.a), first(each.b))
+        )
+        for each in adapters
+    }
+
+
+def sizes(attached: onnx_ir.Model, adapters: Sequence[Adapter]) -> Iterator[LowRank]:
+    """The sizes of the low-rank products in the model from `attach`, one a weight."""
+    from onnx_fuse.lower.low_rank import LowRank
+
+    for each in adapters:
+        a, b = (attached.graph.initializers[name] for name in (each.a, each.b))
+        assert a.shape is not None
+        assert b.shape is not None
+        (k, rank), n = a.shape.numpy(), b.shape.numpy()[1]
+        rows: list[int | None] = []
+        normed = False
+        for node, _ in _products(attached.graph.initializers[each.weight]):
+            x = node.inputs[0]
+            maker = None if x is None else x.producer()
+            normed |= maker is not None and maker.op_type.endswith("Normalization")
+            lead = [] if x is None or x.shape is None else list(x.shape)[:-1]
+            known = [d for d in lead if isinstance(d, int)]
+            rows.append(math.prod(known) if lead and len(known) == len(lead) else None)
+        yield LowRank(k, n, rank, tuple(rows), normed)
 
 
 def attach(model: onnx_ir.Model, lora: Lora, seed: int) -> tuple[onnx_ir.Model, list[Adapter]]:

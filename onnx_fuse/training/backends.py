@@ -12,6 +12,9 @@ import onnx_ir
 from onnx_fuse.errors import UsageError
 from onnx_fuse.program.problem import TRAINING_PRECISIONS, Hardware
 from onnx_fuse.runtime import ort
+from onnx_fuse.training import adapters
+from onnx_fuse.training.adapters import Adapter
+from onnx_fuse.training.merged import Merging
 from onnx_fuse.training.staged import Staged
 from onnx_fuse.training.state import State
 from onnx_fuse.training.step import Spec
@@ -203,6 +206,45 @@ def whole(node: onnx_ir.Node, math: str, hw: Hardware | None, gpu: int) -> bool:
     from onnx_fuse.lower.linear import gradient_pays
 
     return gradient_pays(node, math, hw or Hardware.detect(gpu))
+
+
+def merging(
+    attached: onnx_ir.Model,
+    sized: onnx_ir.Model,
+    found: Sequence[Adapter],
+    wanted: bool | None,
+    precision: str,
+    device: str,
+    hw: Hardware | None,
+    gpu: int,
+) -> Merging | None:
+    """What adds low-rank products to their weights, or None where they stay beside them.
+
+    Args:
+        attached: The model that `adapters.attach` returned.
+        sized: The same with the sizes of a run.
+        found: Its adapters.
+        wanted: Whether they are to be added; None: where it pays, on `hw` or the GPU here.
+        precision, device, hw, gpu: Of the run.
+
+    Raises:
+        UsageError: It is wanted, in float8, whose products are found by their weights.
+    """
+    from onnx_fuse.lower import low_rank
+
+    if precision == "fp8" and wanted:
+        raise UsageError("precision 'fp8' keeps adapters beside their weights: leave out merged")
+    if wanted is False or precision == "fp8" or (wanted is None and device == "cpu"):
+        return None
+    factors = adapters.factors(attached, found)
+    if device == "cpu":
+        return Merging(factors)
+    dtype, math = TRAINING_PRECISIONS[precision]
+    costs = low_rank.Costs(dtype, math, hw or Hardware.detect(gpu))
+    products = adapters.sizes(sized, found)
+    if not wanted and not costs.merging_pays(products):
+        return None
+    return Merging(factors, costs.rows_pay)
 
 
 def backend(

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Collection, Mapping
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -47,10 +48,13 @@ def check(
 ) -> None:
     """Raise UsageError for the first setting that differs from the one stored in `folder`.
 
-    The number of steps of a schedule may differ.
+    The number of steps of a schedule may differ, and so may a bound that clips nothing, and the
+    place of adapters, which is another one on another GPU.
     """
     for key, (value, old) in _differences(own, stored).items():
-        if key == "optimizer.lr.steps":
+        if key in ("optimizer.lr.steps", "lora.merged"):
+            continue
+        if key == "clip_norm" and {value, old} == {None, inf}:
             continue
         advice = "give the same, or another folder"
         if key.startswith("optimizer.lr."):

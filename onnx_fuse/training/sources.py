@@ -167,6 +167,15 @@ def source(
             batch_size=batch_size,
             world=world,
         )
+    if _of_examples(data, convert, inputs):
+        return _rows(
+            lambda rows: convert(_collated([data[int(i)] for i in rows])),
+            len(data),
+            trainer,
+            batch_size,
+            shuffle,
+            world,
+        )
     if callable(data) and not isinstance(data, Iterable):
         return _Stream(data, convert, once=False, world=world)
     if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
@@ -187,6 +196,31 @@ def source(
         steps=_length(data),
         world=world,
     )
+
+
+def _of_examples(
+    data: Any, convert: Callable[[Any], dict[str, Array]], inputs: Sequence[onnx_ir.Value]
+) -> bool:
+    """Whether the items of `data` are examples, as of PyTorch's Dataset, and not batches."""
+    if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")) or not len(data):
+        return False
+    if hasattr(data, "__iter__"):  # a list, or a loader
+        return False
+    first = convert(data[0])
+    ranks = [(first[v.name].ndim, len(v.shape)) for v in inputs if v.name in first and v.shape]
+    return bool(ranks) and all(own == wanted - 1 for own, wanted in ranks)
+
+
+def _collated(examples: Sequence[Any]) -> Any:
+    """Examples as a batch: a mapping of lists, or a tuple of arrays."""
+    first = examples[0]
+    if isinstance(first, Mapping):
+        return {name: [each[name] for each in examples] for name in first}
+    if isinstance(first, tuple | list):
+        return tuple(_collated([each[i] for each in examples]) for i in range(len(first)))
+    if isinstance(first, int | float):
+        return list(examples)  # takes the type of its input
+    return _array("an example", list(examples), None)
 
 
 def _rows(

@@ -21,13 +21,14 @@ from onnx_fuse.ops.rewrite import Rewriter, nodes_in_order, typed
 from onnx_fuse.passes import batch
 from onnx_fuse.passes.canonicalize import clean
 from onnx_fuse.passes.patches import patches_as_products
-from onnx_fuse.passes.precision import lower_precision
+from onnx_fuse.passes.precision import cast_frozen, lower_precision
 from onnx_fuse.passes.rotation import split_rotations
 from onnx_fuse.program.problem import TRAINING_PRECISIONS
 from onnx_fuse.training import float8, losses, optim, spread
 from onnx_fuse.training.batchnorm import synchronised
 from onnx_fuse.training.groups import Choice
 from onnx_fuse.training.losses import Given, Target, Term
+from onnx_fuse.training.merged import Merging, Sums, add_to_weights
 from onnx_fuse.training.ranks import LOSS, Measure, Ranks, Reduction, measures
 from onnx_fuse.training.state import State
 from onnx_fuse.training.weights import ancestors, model_names
@@ -110,6 +111,7 @@ def training_model(
     fused: bool = False,
     whole: autodiff.Whole | None = None,
     ranks: Ranks | None = None,
+    merging: Merging | None = None,
 ) -> tuple[onnx_ir.Model, Spec]:
     """Forward, loss, backward and update of `model` as one graph, and the meaning of its ends.
 
@@ -123,6 +125,7 @@ def training_model(
         fused: Allow this project's fused operators in the backward at every level.
         whole: Which fused nodes get all their gradients from one call (`autodiff.backward`).
         ranks: The processes that train together, of which each has its part of the batch.
+        merging: The low-rank products that are added to weights.
 
     The other arguments (loss, optimizer, loss_options, output, trainable, frozen, clip_norm,
     accumulate, free_batch, level, precision, loss_scale, ema) and the errors are
@@ -141,7 +144,9 @@ def training_model(
     dtype, _ = TRAINING_PRECISIONS[precision]
     if dtype != "float32":
         lower_precision(prepared, onnx_ir.DataType[dtype.upper()], masters=True)
-    step = _Step(prepared, mode, named, optimizer, ranks)
+    sums = Sums() if merging is None else add_to_weights(prepared, merging)
+    named |= {str(v.name) for v in sums.factors}
+    step = _Step(prepared, mode, named, optimizer, ranks, sums)
     statistics = step.batch_norms(choice)
     step.dropouts()
     takes_over = fused and not step.evaluates
@@ -205,7 +210,9 @@ class _Step:
         named: set[str],
         optimizer: optim.Optimizer,
         ranks: Ranks | None,
+        sums: Sums,
     ) -> None:
+        self.sums = sums
         self.model, self.graph, self.mode = model, model.graph, mode
         self.optimizer, self.evaluates = optimizer, mode in ("evaluate", "average")
         self.named = named  # initializers of the model as given, which passes add constants to
@@ -442,10 +449,14 @@ class _Step:
             dy = scale if dy is None else self.op.Mul(scale, dy)
             dy.dtype, dy.shape = self.loss.dtype, onnx_ir.Shape([])
         self.place()
-        wanted = [*weights, *(h for h, v in self.histories.items() if v is None)]
+        factors, sums = self.sums.factors, self.sums.of(weights)
+        wanted = [*(w for w in weights if w not in factors), *sums]
+        wanted += (h for h, v in self.histories.items() if v is None)
         found = autodiff.backward(
             self.model, {self.loss: dy}, wanted, strict=strict, fused=fused, whole=whole
         )
+        made = self.sums.gradients(self.graph, {v: found[str(v.name)] for v in sums})
+        found |= {str(v.name): g for v, g in made.items()}
         self.next |= float8.following(self.histories, found)
         for w in weights:
             if w.name not in found:
@@ -646,6 +657,7 @@ class _Step:
             new.type, new.shape = value.type, value.shape
         self.graph.outputs.clear()
         self.graph.outputs.extend(dict.fromkeys([*ends, *outputs]))
+        cast_frozen(self.graph)
         clean(self.model)
         names = {k: str(v.name) for k, v in self.scalars.items() if v.is_graph_input()}
 

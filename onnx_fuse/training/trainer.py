@@ -20,7 +20,7 @@ from onnx_fuse.onnx.common import Model
 from onnx_fuse.onnx.exported import exported
 from onnx_fuse.onnx.load import read
 from onnx_fuse.onnx.save import save
-from onnx_fuse.onnx.shapes import fix_shapes
+from onnx_fuse.onnx.shapes import with_shapes
 from onnx_fuse.passes import params
 from onnx_fuse.passes.constants import lift_parameters, set_parameter
 from onnx_fuse.program.problem import TRAINING_PRECISIONS, Hardware
@@ -34,6 +34,7 @@ from onnx_fuse.training.groups import Choice
 from onnx_fuse.training.history import History
 from onnx_fuse.training.loss import Loss, Run
 from onnx_fuse.training.losses import Given, Term
+from onnx_fuse.training.merged import Merging
 from onnx_fuse.training.metrics import Evaluation, evaluation
 from onnx_fuse.training.ranks import Ranks, Spare, counted, part_of_state, whole_states
 from onnx_fuse.training.sources import Data
@@ -190,18 +191,23 @@ class Trainer:
         choice = Choice(trainable, frozen, self.optimizer.groups)
         self._duplicates, notes = shared.resolve(self._source.graph, choice, tied=tie)
         self.notes += notes
-        self._lora = lora
         self.adapters: list[Adapter] = []
         """The low-rank products that train beside weights."""
         self._trainable = None if trainable is None else list(trainable)
+        plain = self._source
         if lora is not None:
-            self._source, self.adapters = adapters.attach(self._source, lora, seed)
+            self._source, self.adapters = adapters.attach(plain, lora, seed)
             own = [literal(name) for each in self.adapters for name in (each.a, each.b)]
             self._trainable = [*own, *(trainable or ())]
-        self._sized = self._source
-        if shapes or dims:
-            self._sized = self._source.clone()
-            fix_shapes(self._sized, shapes or {}, dims)
+        self._sized = with_shapes(self._source, shapes, dims)
+        self._merging: Merging | None = None
+        if lora is not None:
+            how = (lora.merged, precision, device, hardware, gpu)
+            self._merging = backends.merging(self._source, self._sized, self.adapters, *how)
+            lora = dataclasses.replace(lora, merged=self._merging is not None)
+        self._lora = lora
+        if self._merging is not None:
+            self._sized = with_shapes(plain, shapes, dims)
         self._options: dict[str, Any] = {
             "loss": loss,
             "loss_options": dict(loss_options or {}),
@@ -256,6 +262,7 @@ class Trainer:
             fused=self._whole is not None,
             whole=self._whole,
             ranks=self._ranks,
+            merging=self._merging,
             **options,
         )
 
@@ -639,7 +646,7 @@ class Trainer:
             own = settings.stored_loss(folder, stored["loss"]) if loss is None else loss
             stored |= {"loss": own}
             if stored["lora"] is not None:
-                stored["lora"] = Lora(**stored["lora"])
+                stored["lora"] = Lora(**{"merged": False} | stored["lora"])
             stored |= {"optimizer": optimizer, "device": device, "memory": memory}
             trainer = cls(model, **stored, **ranks)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -662,7 +669,8 @@ class Trainer:
         settings.check(folder, self._settings(), manifest["settings"])
         states = self._specs["update"].states
         if manifest["model"] != self._fingerprint() or {s.name for s in states} != set(tensors):
-            raise DataError(f"{folder}: the checkpoint is of another model")
+            also = ", or adapters stand elsewhere there: try Trainer.resume" if self._lora else ""
+            raise DataError(f"{folder}: the checkpoint is of another model{also}")
         for s in states:
             got, own = tensors[s.name], np.asarray(s.initial)
             shape = own.shape if s.whole is None else s.whole

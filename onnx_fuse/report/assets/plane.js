@@ -63,6 +63,10 @@ VIEWS.plane = (figure, data) => {
         fill: `var(--s${(rect[4] % 5) + 1})`, "fill-opacity": 0.55,
         stroke: "var(--paper)", "stroke-width": bw > 4 && bh > 3 ? 0.7 : 0 }));
     }
+    if (data.line) {
+      const points = data.line.map(([a, b]) => `${across(a)},${y.at(b)}`).join(" ");
+      parts.push(drawn("polyline", { points, fill: "none", stroke: "var(--ink)", "stroke-width": 1.25 }));
+    }
     for (const mark of data.marks || []) {
       if (mark.x < low || mark.x > high) continue;
       const at = across(mark.x);
@@ -70,10 +74,6 @@ VIEWS.plane = (figure, data) => {
       const right = at > width / 2;
       parts.push(drawn("text", { class: "mark", x: at + (right ? -6 : 6), y: 12,
         "text-anchor": right ? "end" : "start" }, mark.label));
-    }
-    if (data.line) {
-      const points = data.line.map(([a, b]) => `${across(a)},${y.at(b)}`).join(" ");
-      parts.push(drawn("polyline", { points, fill: "none", stroke: "var(--ink)", "stroke-width": 1.25 }));
     }
     svg.replaceChildren(...parts);
   }

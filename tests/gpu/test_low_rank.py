@@ -1,0 +1,104 @@
+"""Low-rank adapters on the GPU, beside their products and within the weights, against the CPU."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from onnx_fuse import Lora, Trainer, optim
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "models"))
+import gpt
+
+pytestmark = pytest.mark.gpu
+STEPS = 20
+TOLERANCE = {"fp32": 2e-4, "bf16": 2e-2}
+"""Of a loss, relative: the CPU's is in float32, and rounding adds up over the steps."""
+
+
+def feeds(i: int) -> dict[str, Any]:
+    """Texts that count on, so that there is something to learn."""
+    start = np.random.default_rng(i % 4).integers(0, 256, (8, 1))
+    ids = (start + np.arange(65)) % 256
+    return {"input_ids": ids[:, :-1].copy(), "labels": ids[:, 1:].copy()}
+
+
+def trainer(device: str, merged: bool | None, precision: str = "fp32", **more: Any) -> Trainer:
+    given = {"optimizer": optim.AdamW(lr=1e-2), "clip_norm": 1.0, "loss": "cross_entropy"} | more
+    return Trainer(
+        gpt.build(gpt.Config()),
+        lora=Lora(8, 16.0, merged=merged),
+        precision=precision,
+        device=device,
+        **given,
+    )
+
+
+@pytest.fixture(scope="module")
+def curve() -> list[float]:
+    """The losses of the CPU, whose products stand beside each other."""
+    run = trainer("cpu", False)
+    return [float(run.step(feeds(i))) for i in range(STEPS)]
+
+
+@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("merged", [False, True], ids=["beside", "within"])
+def test_trains_as_the_cpu_does(merged: bool, precision: str, curve: list[float]) -> None:
+    run = trainer("cuda", merged, precision)
+    losses = [float(run.step(feeds(i))) for i in range(STEPS)]
+    assert losses[-1] < 0.95 * losses[0]
+    np.testing.assert_allclose(losses, curve, rtol=TOLERANCE[precision])
+
+
+@pytest.mark.parametrize("merged", [False, True], ids=["beside", "within"])
+def test_what_is_saved_is_what_trains(merged: bool, tmp_path: Path) -> None:
+    """Equal bits of two runs and of a resumed one; files that hold what the run computes with."""
+    first, other = (trainer("cuda", merged, "bf16", ema=0.5) for _ in range(2))
+    for i in range(3):
+        assert float(first.step(feeds(i))) == float(other.step(feeds(i)))
+    first.checkpoint(tmp_path / "run")
+    resumed = Trainer.resume(tmp_path / "run", gpt.build(gpt.Config()), device="cuda")
+    for i in range(3, 6):
+        first.step(feeds(i))
+        resumed.step(feeds(i))
+    for name, array in first.state().items():
+        assert resumed.state()[name].tobytes() == array.tobytes(), name
+    for ema in (False, True):
+        loss = float(first.evaluate(feeds(9), ema=ema).loss)
+        first.save(tmp_path / "merged.onnx", ema=ema)
+        whole = Trainer(
+            tmp_path / "merged.onnx", loss="cross_entropy", precision="bf16", device="cuda"
+        )
+        # the merged file's weights are rounded from float64 sums, a step's from float32 ones
+        np.testing.assert_allclose(float(whole.evaluate(feeds(9)).loss), loss, rtol=5e-3)
+    first.save_adapters(tmp_path / "adapters.safetensors")
+    again = trainer("cuda", merged, "bf16")
+    again.load_adapters(tmp_path / "adapters.safetensors")
+    loss = float(first.evaluate(feeds(9)).loss)
+    assert float(again.evaluate(feeds(9)).loss) == loss
+
+
+@pytest.mark.parametrize("merged", [False, True], ids=["beside", "within"])
+def test_gradients_are_those_of_the_cpu(merged: bool) -> None:
+    """One step of plain descent from adapters that are no zeros; products in float32."""
+    runs = [
+        trainer(device, merged and device == "cuda", optimizer=optim.SGD(lr=1.0), clip_norm=None)
+        for device in ("cpu", "cuda")
+    ]
+    rng, states = np.random.default_rng(0), [run.state() for run in runs]
+    drawn = {
+        name: (0.05 * rng.normal(size=array.shape)).astype(np.float32)
+        for name, array in states[0].items()
+    }
+    for run in runs:
+        run.set_weights(drawn)
+        run.step(feeds(0))
+    want, got = (run.state() for run in runs)
+    assert want.keys() == got.keys()
+    for name, array in want.items():
+        change = np.abs(array - drawn[name]).max()
+        np.testing.assert_allclose(got[name], array, atol=1e-3 * change, rtol=0, err_msg=name)
