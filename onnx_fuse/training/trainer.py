@@ -362,11 +362,8 @@ class Trainer:
         rate = self.optimizer.rate(self.updates)
         arrays |= self._scalars(spec, rate)
         begin = partial(self._device.start, mode, spec, arrays)
-        if self.world is None:
-            result = begin()
-        else:
-            key = mode, *(a.shape for a in arrays.values())
-            result = self.world.watch.step(key, begin)
+        shapes = (a.shape for a in arrays.values())
+        result = begin() if self.world is None else self.world.watch.step((mode, *shapes), begin)
         run = Run(self.calls, mode, spec, arrays, rate, rows, result)
         self._runs.append(run)
         self.calls += 1
