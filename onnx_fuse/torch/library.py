@@ -323,14 +323,22 @@ class Operator:
     """Axes that the first tensor has in the graph: those before them are made one. 0 leaves it."""
     rows: bool = False
     """Whether each row of the first tensor makes a row of every result."""
+    optional: int = field(init=False)
+    """The number of the tensor that may be None; -1 where there is none."""
     ready: Kinds = field(default_factory=Kinds)
     """What `_ready` found for calls."""
+
+    def __post_init__(self) -> None:
+        number = next((i for i, t in enumerate(self.tensors) if t.endswith("?")), -1)
+        assert sum(t.endswith("?") for t in self.tensors) <= 1
+        object.__setattr__(self, "optional", number)
 
     def __call__(self, *args: Any) -> Tensor:
         """Run it; `args` are the tensors and the attributes."""
         count = len(self.tensors)
         tensors = args[:count]
-        given = [x for x in tensors if x is not None]
+        missing = self.optional >= 0 and tensors[self.optional] is None
+        given = [x for x in tensors if x is not None] if missing else tensors
         first = given[0]
         if eager.on_gpu(first) and type(first) in OWN and not torch.compiler.is_compiling():
             key = torch.is_grad_enabled(), gpu.state(), args[count:], first.shape
