@@ -45,6 +45,22 @@ class Block(nn.Module):
         return x + self.mlp(self.ln2(x))
 
 
+class Unbound(nn.Module):
+    """Attention whose operands are parts of one product."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, d = x.shape
+        rows = self.qkv(self.norm(x)).view(b, t, 3, 4, d // 4)
+        q, k, v = rows.permute(2, 0, 3, 1, 4).unbind(0)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(y.transpose(1, 2).reshape(b, t, d))
+
+
 class Gpt(nn.Module):
     """Two blocks over 17 symbols."""
 

@@ -102,10 +102,13 @@ def _wide() -> tuple[dict[str, Work], float]:
 
 
 @row("block")
-def block(batch: int = 8, length: int = 1024) -> tuple[dict[str, Work], float]:
+def block(
+    batch: int = 8, length: int = 1024, entire: bool = False
+) -> tuple[dict[str, Work], float]:
+    """A training step; `entire` is fused whole, and not compiled by torch besides."""
     plain = Block().cuda()
-    fused = of.torch.fuse(copy.deepcopy(plain))
-    x = torch.randn(batch, length, 768, device="cuda")
+    fused = of.torch.fuse(copy.deepcopy(plain), whole=entire)
+    x = torch.randn(batch, 1024, 768, device="cuda")
 
     def step(model: Any, whole: Any) -> Work:
         optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
@@ -121,7 +124,7 @@ def block(batch: int = 8, length: int = 1024) -> tuple[dict[str, Work], float]:
 
     arms = {
         "torch.compile": step(plain, torch.compile(plain)),
-        "ours": step(fused, torch.compile(fused)),
+        "ours": step(fused, fused if entire else torch.compile(fused)),
     }
     return arms, 0.95
 
@@ -129,6 +132,16 @@ def block(batch: int = 8, length: int = 1024) -> tuple[dict[str, Work], float]:
 @row("block_large")
 def _block_large() -> tuple[dict[str, Work], float]:
     return block(batch=32)
+
+
+@row("block_whole")
+def _block_whole() -> tuple[dict[str, Work], float]:
+    return block(entire=True)
+
+
+@row("block_whole_large")
+def _block_whole_large() -> tuple[dict[str, Work], float]:
+    return block(batch=32, entire=True)
 
 
 @row("imported")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import onnx_ir as ir
 from onnx_fuse.autodiff.emit import Emitter
 from onnx_fuse.autodiff.subgraphs import ancestors, reads
 from onnx_fuse.autodiff.walk import backward
-from onnx_fuse.onnx.build import Builder, all_nodes
+from onnx_fuse.onnx.build import Builder, all_nodes, const_array
 from onnx_fuse.onnx.evaluate import DRAWS
 from onnx_fuse.onnx.save import inline
 from onnx_fuse.onnx.shapes import infer_shapes
@@ -20,7 +20,9 @@ from onnx_fuse.ops.grad_helpers import fail, may_be_float
 from onnx_fuse.passes.canonicalize import clean
 
 _VIEWS = frozenset(("Transpose", "Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"))
-"""Operators whose result is made again for the backward, rather than kept: they move no value."""
+"""Operators whose result is made again for the backward, rather than kept: they move no value.
+
+So is a mask of Dropout, which is a hash of a number."""
 _ATTENTION = ("Attention", "Sdpa", "GroupedSdpa")
 """How the names of operators begin whose results are attention's."""
 _SIZES = frozenset(("Shape", "Size"))
@@ -48,6 +50,7 @@ def partition(
     *,
     fused: bool = False,
     recompute: bool = False,
+    fixed: Collection[str] = (),
 ) -> Partition:
     """Differentiate a graph by some of its inputs, and cut it in two.
 
@@ -57,6 +60,7 @@ def partition(
         fused: As in `backward`.
         recompute: Keep nothing: the backward then holds what it needs of the forward, and depends
             on inputs alone, so that it can be differentiated in its turn.
+        fixed: Names of outputs that have no gradient, whatever their type.
 
     Raises:
         ModelError: A node on the way has no gradient; or it draws random numbers, which `recompute`
@@ -75,7 +79,7 @@ def partition(
     op = Emitter(joint)
     dys: dict[ir.Value, ir.Value | None] = {}
     for y in graph.outputs:
-        if may_be_float(y) and y not in dys:
+        if may_be_float(y) and y not in dys and y.name not in fixed:
             dys[y] = ir.Value(name=op.fresh(f"{y.name}.grad"), type=y.type, shape=y.shape)
     found = backward(joint, dys, [named[name] for name in wrt], fused=fused)
     outputs = list(graph.outputs)  # of nodes that may have become their bodies
@@ -218,6 +222,8 @@ def _kept(
         if whole is not None and all(v in kept for v in node.outputs):  # views of what it splits
             for v in node.outputs:
                 del kept[v]
+            while is_view(whole) and (source := _moved(whole)) is not None:
+                whole = source
             if whole.producer() is not None:
                 kept[whole] = None
     order = {v: i for i, v in enumerate(v for node in graph for v in node.outputs)}
@@ -226,7 +232,23 @@ def _kept(
 
 def _is_view(value: ir.Value | None) -> bool:
     maker = None if value is None else value.producer()
-    return maker is not None and maker.op_type in _VIEWS and not maker.domain
+    if maker is None:
+        return False
+    if maker.op_type in ("Cast", "CastLike") and not maker.domain:  # of a mask, which is hashed
+        source = maker.inputs[0]
+        maker = (None if source is None else source.producer()) or maker
+        return maker.op_type == "DropoutScale"
+    return (maker.op_type in _VIEWS and not maker.domain) or maker.op_type == "DropoutScale"
+
+
+def _moved(view: ir.Value) -> ir.Value | None:
+    """What a view shows, where nothing but constants says how."""
+    maker = view.producer()
+    if maker is None or maker.op_type == "DropoutScale":
+        return None
+    others = [v for v in maker.inputs[1:] if v is not None]
+    known = all(v.is_initializer() or const_array(v) is not None for v in others)
+    return maker.inputs[0] if known else None
 
 
 def cut(model: ir.Model, inputs: Sequence[str], outputs: Sequence[str]) -> ir.Model:

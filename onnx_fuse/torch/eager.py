@@ -18,13 +18,13 @@ from torch import Tensor
 from onnx_fuse.program.call import dense_strides
 from onnx_fuse.torch import gpu
 from onnx_fuse.torch.graph import Graph
+from onnx_fuse.torch.kinds import KINDS
 
-KINDS = 256
-"""Kinds of calls that an operator keeps; then it begins anew."""
 MANY = 16
 """Gradients of one backward from which on they share an allocation."""
 _APART = 256  # bytes; the values that a forward keeps begin at multiples
-_OWN = {torch.Tensor, torch.nn.Parameter}
+OWN = frozenset((torch.Tensor, torch.nn.Parameter))
+"""Torch's own classes of tensors; others may see operators first."""
 
 
 def on_gpu(x: Tensor) -> bool:
@@ -45,7 +45,7 @@ def plain(x: Tensor) -> bool:
 
 def own(tensors: Sequence[Tensor]) -> bool:
     """Whether all are torch's own tensors, and none of a class that sees operators first."""
-    return set(map(type, tensors)) <= _OWN
+    return set(map(type, tensors)) <= OWN
 
 
 def flattened(x: Tensor, axes: int) -> Tensor:
@@ -77,11 +77,13 @@ class Ready:
         flat: int = 0,
         rows: bool = False,
     ) -> None:
-        self.graph, self._mask, self._flat, self._rows = graph, mask, flat, rows
+        self.graph, self.mask, self._flat, self._rows = graph, mask, flat, rows
         self.again = again
         """`again(graph, needs, dys, tensors)`: the gradients of the tensors alone."""
         self.tensors = len(tensors)
-        self.floats = [end.dtype.is_floating_point for end in graph.outputs]
+        # all tensors of a kind have the same strides
+        self._addresses = gpu.aligned if all(map(gpu.DENSE, tensors)) else gpu.addresses
+        self.floats = [end.differentiable for end in graph.outputs]
         """Which results have gradients."""
         forward = graph.derived(f"forward:{mask}") if mask else graph
         first, *others = (t.detach() for t in tensors)
@@ -97,6 +99,7 @@ class Ready:
             for first, _, kind in self.turn.results[:count]
             for shape in [(*lead, *first[1:]) if rows else first]
         ]
+        self._one = self._results[0] if count == 1 else None
         self._new = self.turn.new
         kept = self.turn.results[count:]
         *self._offsets, self._bytes = _offsets(kept)
@@ -112,9 +115,14 @@ class Ready:
     def run(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor | None]:
         """The results, and the memory of what is kept."""
         assert self.turn is not None
-        tensors, places = gpu.addresses(tensors)
-        made, kept = [self._new(*result) for result in self._results], None
-        places += map(gpu.ADDRESS, made)
+        tensors, places = self._addresses(tensors)
+        if self._one:  # as of every operator, whose host time counts
+            y = self._new(*self._one)
+            made, kept = [y], None
+            places.append(y.data_ptr())
+        else:
+            made, kept = [self._new(*result) for result in self._results], None
+            places += map(gpu.ADDRESS, made)
         if self._bytes:
             kept = self._new((self._bytes,), (1,), torch.uint8)
             base = kept.data_ptr()
@@ -143,7 +151,7 @@ class Ready:
     ) -> Half:
         """The backward for some gradients."""
         graph = self.graph
-        floats = [bit == "1" for bit in self._mask]
+        floats = [bit == "1" for bit in self.mask]
         if self._rows:  # what its backward reads has one name for every mask
             floats = [bit and need for bit, need in zip(floats, needs, strict=True)]
         mask = "".join("1" if bit else "0" for bit in floats)
@@ -236,8 +244,9 @@ class Direct(torch.autograd.Function):
         given = args if len(args) == ready.tensors else [x for x in args if x is not None]
         made, kept = ready.run(given)
         ctx.ready = ready
-        ctx.present = None if given is args else [x is not None for x in args]
-        if len(made) == 1:  # as of every operator, whose host time counts
+        if given is not args:
+            ctx.present = [x is not None for x in args]
+        if len(made) == 1:
             (y,), (keeps,) = made, ready.keeps
             ctx.save_for_backward(*given, y if keeps else None, kept)
             return y
@@ -249,7 +258,8 @@ class Direct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        ready, present, needs = ctx.ready, ctx.present, ctx.needs_input_grad[1:]
+        ready, needs = ctx.ready, ctx.needs_input_grad[1:]
+        present = getattr(ctx, "present", None)  # which arguments are tensors, where some are None
         if present is not None:
             needs = tuple([n for n, there in zip(needs, present, strict=True) if there])
         saved = ctx.saved_tensors  # which may be asked for once

@@ -257,7 +257,7 @@ def check_activation(name: str | None) -> str | None:
 
 
 def _activation(name: str | None) -> str:
-    return check_activation(name) or ""
+    return "" if name is None else check_activation(name) or ""
 
 
 def _autocast(*tensors: Any) -> Sequence[Any]:

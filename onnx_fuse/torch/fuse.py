@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from onnx_fuse.torch.functional import (
     rms_norm_linear,
 )
 from onnx_fuse.torch.traces import size_of, traces
+from onnx_fuse.torch.whole import make_whole
 
 # ---- what the modules become -----------------------------------------------------------------
 
@@ -360,10 +362,13 @@ def explain(module: nn.Module) -> list[Candidate]:
     return _run(module, swap=False)
 
 
-def fuse(module: nn.Module, args: tuple[Any, ...] | None = None) -> nn.Module:
+def fuse(
+    module: nn.Module, args: tuple[Any, ...] | None = None, *, whole: bool = False
+) -> nn.Module:
     """Fuse LayerNorm and RMSNorm with the linear layers behind them, and these with activations.
 
-    An RMSNorm may be a module of another library whose forward is its formula.
+    An RMSNorm may be a module of another library whose forward is its formula. With `whole`, all
+    that the forward computes becomes one graph.
 
     Modules change in place; the names of parameters and the state dict stay. What cannot be proved
     exact stays apart (`explain` says why). The proof is about the forward that owns the modules: a
@@ -374,15 +379,21 @@ def fuse(module: nn.Module, args: tuple[Any, ...] | None = None) -> nn.Module:
             layer before an nn.CrossEntropyLoss is fused with it.
         args: Arguments of a forward. With them the results before and after are compared, in
             inference mode.
+        whole: Export the forward by torch.export for each mode and each shape that it is called
+            with, and run it as an ONNX graph with a generated backward, a launch each. In an
+            autocast region the graph computes in its type, and returns float32.
 
     Returns:
         The module.
 
     Raises:
         CheckFailed: The results for `args` differ; the module is as it was.
+        UsageError: With `whole`, the module cannot be one graph. A call raises it too, with the
+            reason, for arguments whose graph cannot be made.
     """
+    change = make_whole if whole else partial(_run, swap=True)
     if args is None:
-        _run(module, swap=True)
+        change(module)
         return module
     modes = {each: each.training for each in module.modules()}
     classes = {each: (type(each), dict(vars(each))) for each in module.modules()}
@@ -390,16 +401,18 @@ def fuse(module: nn.Module, args: tuple[Any, ...] | None = None) -> nn.Module:
     try:
         with torch.no_grad():
             before = module(*args)
-            _run(module, swap=True)
+            change(module)
             after = module(*args)
         try:
             torch.testing.assert_close(after, before, rtol=1e-3, atol=1e-3)
         except AssertionError as error:
-            for each, (kind, state) in classes.items():
-                each.__class__ = kind
-                vars(each).clear()
-                vars(each).update(state)
             raise CheckFailed(f"the fused module computes something else: {error}") from error
+    except Exception:
+        for each, (kind, state) in classes.items():
+            each.__class__ = kind
+            vars(each).clear()
+            vars(each).update(state)
+        raise
     finally:
         for each, mode in modes.items():
             each.training = mode

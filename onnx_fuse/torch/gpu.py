@@ -28,7 +28,7 @@ SHAPES = 256
 SMALL = 64 << 10
 """Bytes of an arena that a stream keeps for its next run: torch's allocator takes its time."""
 _ALIGNED = 16
-_DENSE, ADDRESS = torch.Tensor.is_contiguous, torch.Tensor.data_ptr
+DENSE, ADDRESS = torch.Tensor.is_contiguous, torch.Tensor.data_ptr
 KIND = attrgetter("shape", "dtype", "device")
 """What a layout depends on, of each of its tensors."""
 _NAMES = {
@@ -78,6 +78,7 @@ class Turn(direct.Turn):
         """Makes a tensor of a Result."""
         self.used = 0
         """When the runner last found it, which counts its calls."""
+        self._bytes = layout.plan.arena
         self._small: torch.Tensor | None = None
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -89,21 +90,27 @@ class Turn(direct.Turn):
 
     def enqueue(self, ends: list[int]) -> None:
         """Enqueue all launches, with the addresses of the graph's inputs and then its outputs."""
-        nbytes, capture = self.layout.plan.arena, capturing()
-        arena = None
-        if nbytes:  # alive until the launches are in the stream
-            arena = self._small
-            if arena is None or capture:
-                arena = torch.empty(nbytes, dtype=torch.uint8, device=self.where)
-                if nbytes <= SMALL and not capture:
-                    self._small = arena
-        self.launch([0 if arena is None else arena.data_ptr(), *ends], keep=capture)
+        capture = capturing()
+        if not self._bytes:
+            self.launch([0, *ends], keep=capture)
+            return
+        arena = self._small  # alive until the launches are in the stream
+        if arena is None or capture:
+            arena = self.new((self._bytes,), (1,), torch.uint8)
+            if self._bytes <= SMALL and not capture:
+                self._small = arena
+        self.launch([arena.data_ptr(), *ends], keep=capture)
 
 
 def addresses(tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], list[int]]:
     """The tensors with their addresses; those with gaps or at odd addresses are copied."""
-    if not all(map(_DENSE, tensors)):
+    if not all(map(DENSE, tensors)):
         tensors = [t.contiguous() for t in tensors]
+    return aligned(tensors)
+
+
+def aligned(tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], list[int]]:
+    """The tensors, which have no gaps, with their addresses; those at odd addresses are copied."""
     places = [*map(ADDRESS, tensors)]
     if reduce(or_, places, 0) % _ALIGNED:
         tensors = [t.clone() if t.data_ptr() % _ALIGNED else t for t in tensors]
@@ -243,8 +250,10 @@ def capturing() -> bool:
 
 def state() -> tuple[int, int, str]:
     """What decides about a run besides its tensors: torch's device, its stream, its precision."""
-    number = current_device()
-    return number, current_stream(number), precision()
+    torch_c = torch._C  # each function between would cost as much as what it asks
+    number = torch_c._cuda_getDevice()
+    stream = torch_c._cuda_getCurrentRawStream(number)
+    return number, stream, torch_c._get_float32_matmul_precision()
 
 
 def precision() -> str:

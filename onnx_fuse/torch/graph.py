@@ -15,6 +15,7 @@ import torch
 from onnx_fuse.autodiff import partition
 from onnx_fuse.errors import UsageError
 from onnx_fuse.torch.host import HostRunner
+from onnx_fuse.torch.kinds import Kinds
 
 DTYPES = {
     ir.DataType.FLOAT: torch.float32,
@@ -39,6 +40,8 @@ class End:
         if value.dtype not in DTYPES:
             raise UsageError(f"'{self.name}' is of type {value.dtype}, which torch does not have")
         self.dtype = DTYPES[value.dtype]
+        self.differentiable = self.dtype.is_floating_point
+        """Of an output: whether it has a gradient."""
         self.sizes: tuple[int | str | None, ...] | None = None
         if value.shape is not None:
             self.sizes = tuple(d if isinstance(d, int) else d.value for d in value.shape)
@@ -55,17 +58,22 @@ class Graph:
     """An ONNX graph in canonical form whose inputs are all that it computes with.
 
     `key` names it within this process. The graphs derived of it are kept as long as it is.
-    `fused` allows operators of ours in its backward that its forward does not have.
+    `fused` allows operators of ours in its backward that its forward does not have. The outputs
+    `fixed` have no gradient, whatever their type.
     """
 
-    def __init__(self, key: str, model: ir.Model, *, fused: bool = False) -> None:
-        self.key, self.model, self.fused = key, model, fused
+    def __init__(
+        self, key: str, model: ir.Model, *, fused: bool = False, fixed: Sequence[str] = ()
+    ) -> None:
+        self.key, self.model, self.fused, self._fixed = key, model, fused, fixed
         self.inputs = [End(v) for v in model.graph.inputs]
         self.outputs = [End(v) for v in model.graph.outputs]
+        for end in self.outputs:
+            end.differentiable &= end.name not in fixed
         self.gpu: dict[int, Any] = {}
         """What runs it on each GPU, by its number."""
-        self.ready: dict[Any, Any] = {}
-        """What runs it with its gradient, by the kind of call (`library`)."""
+        self.ready = Kinds()
+        """What runs it, and keeps what its gradient reads (`library.call_graph`)."""
         self._made: dict[str, Graph] = {}
         self._lock = threading.RLock()
 
@@ -141,7 +149,10 @@ class Graph:
                 kind, _, mask = part.partition(":")
                 wrt = [e.name for e, bit in zip(self.inputs, mask, strict=True) if bit == "1"]
                 whole = kind == "gradient"
-                halves = partition(self.model, wrt, fused=self.fused and not whole, recompute=whole)
+                halves = partition(
+                    self.model, wrt, fused=self.fused and not whole, recompute=whole,
+                    fixed=self._fixed,
+                )  # fmt: skip
                 models = {"gradient": halves.backward}
                 if not whole:
                     models = {"forward": halves.forward, "backward": halves.backward}

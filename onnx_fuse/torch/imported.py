@@ -22,7 +22,7 @@ from onnx_fuse.passes.constants import lift_parameters, set_parameter
 from onnx_fuse.passes.precision import lower_precision
 from onnx_fuse.program.problem import PRECISIONS
 from onnx_fuse.torch.graph import Graph, enter
-from onnx_fuse.torch.library import mask_of, run_graph
+from onnx_fuse.torch.library import call_graph
 from onnx_fuse.training import shared
 from onnx_fuse.training.groups import Choice
 from onnx_fuse.training.weights import model_names
@@ -74,9 +74,9 @@ class OnnxModule(nn.Module):
         self.input_names = [str(v.name) for v in graph.graph.inputs]
         self.output_names = [str(v.name) for v in graph.graph.outputs]
         arrays = {name: _content(given, graph, name) for v in weights for name in model_names(v)}
-        self._names = autodiff.open_parameters(graph, weights)
-        _cast_parts(graph)
-        self._places: list[tuple[nn.Module, str]] = []
+        self._graph, self._names = opened(graph, weights)
+        self._places: list[tuple[dict[str, Any], str]] = []
+        """The dict of a submodule that has each weight, and its name there: quicker than getattr"""
         globs = None if isinstance(trainable, bool) else trainable
         for name in self._names:
             trains = trainable is not False and Choice(globs, (), ())(name)
@@ -84,12 +84,10 @@ class OnnxModule(nn.Module):
             tensor = torch.from_numpy(arrays[name])
             if name in statistics:
                 holder.register_buffer(last, tensor)
+                self._places.append((holder._buffers, last))
             else:
                 holder.register_parameter(last, nn.Parameter(tensor, requires_grad=trains))
-            self._places.append((holder, last))
-        data = to_proto(graph, shapes=False).SerializeToString(deterministic=True)
-        digest = hashlib.blake2b(data, digest_size=16).hexdigest()
-        self._graph = enter(Graph(f"onnx:{digest}", graph, fused=True))
+                self._places.append((holder._parameters, last))
         self._given = _Given(given)
 
     def _holder(self, name: str) -> tuple[nn.Module, str]:
@@ -112,21 +110,33 @@ class OnnxModule(nn.Module):
         missing = self.input_names[len(args) :]
         if len(args) > len(self.input_names) or set(missing) != set(named):
             raise TypeError(f"the inputs are {', '.join(self.input_names)}")
-        weights = [getattr(holder, last) for holder, last in self._places]
+        weights = [table[name] for table, name in self._places]
         tensors = [*args, *(named[name] for name in missing), *weights]
-        mask = mask_of(tensors) if torch.is_grad_enabled() else ""
-        key = f"{self._graph.key}/forward:{mask}" if "1" in mask else self._graph.key
-        found = run_graph(key, tensors)[: len(self.output_names)]
+        found = call_graph(self._graph, tensors)
         return found[0] if len(found) == 1 else tuple(found)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file as it was given, with the present weights in place of its own."""
         model = self._given.model.clone()
-        for name, (holder, last) in zip(self._names, self._places, strict=True):
-            array = getattr(holder, last).detach().cpu().numpy()
+        for name, (table, last) in zip(self._names, self._places, strict=True):
+            array = table[last].detach().cpu().numpy()
             set_parameter(model, name, np.array(array, order="C"))
         tensors = (v.const_value for v in self._given.model.graph.initializers.values())
         save(model, path, external=any(t is not None and "external" in t.meta for t in tensors))
+
+
+def opened(
+    model: ir.Model, weights: Sequence[ir.Value], fixed: Sequence[str] = ()
+) -> tuple[Graph, list[str]]:
+    """The Graph of a model with its weights as further inputs, and the names of these.
+
+    `fixed` are outputs that have no gradient. The model becomes the graph's.
+    """
+    names = autodiff.open_parameters(model, weights)
+    _cast_parts(model)
+    data = to_proto(model, shapes=False).SerializeToString(deterministic=True)
+    digest = hashlib.blake2b(data, digest_size=16).hexdigest()
+    return enter(Graph(f"onnx:{digest}", model, fused=True, fixed=fixed)), names
 
 
 class _Given:

@@ -17,8 +17,9 @@ from torch.library import Library
 from torch.utils import _pytree as tree
 
 from onnx_fuse.torch import eager, gpu
-from onnx_fuse.torch.eager import KINDS, Ready, flattened, own, plain
+from onnx_fuse.torch.eager import OWN, Ready, flattened, own, plain
 from onnx_fuse.torch.graph import Graph, find
+from onnx_fuse.torch.kinds import Kinds
 
 LIBRARY = Library("onnx_fuse", "DEF")
 
@@ -82,7 +83,7 @@ def tangent(
     given = [t for t in tangents if t is not None]
     mask = "".join("0" if t is None else "1" for t in tangents)
     transposed = graph.derived(f"gradient:{mask}")
-    count = sum(end.dtype.is_floating_point for end in graph.outputs)
+    count = sum(end.differentiable for end in graph.outputs)
     twice = transposed.derived(f"gradient:{'1' * count}{'0' * (len(transposed.inputs) - count)}")
     symbols = graph.symbols(inputs)
     known = dict(zip([end.name for end in graph.inputs], inputs, strict=True))
@@ -168,37 +169,42 @@ LIBRARY.define("graph(str key, Tensor[] tensors) -> Tensor[]")
 
 
 def run_graph(key: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Run the graph of this key (`torch.ops.onnx_fuse.graph`).
-
-    One that ends in "forward:" and a mask may return the results of the graph before it alone.
-    """
-    if plain(tensors[0]) and own(tensors):
-        if not (torch.is_grad_enabled() and _wants_gradients(tensors)):
-            return find(key).run(tensors)
-        ready = _trained(key, tensors)
-        if ready:
-            made: Any = eager.apply(ready, *tensors)
-            return list(made) if isinstance(made, tuple) else [made]
+    """Run the graph of this key (`torch.ops.onnx_fuse.graph`)."""
+    wants = torch.is_grad_enabled() and _wants_gradients(tensors)
+    if not wants and plain(tensors[0]) and own(tensors):
+        return find(key).run(tensors)
     if _transformed():
         return list(_UnderTransforms.apply(_Any, key, *tensors))
     found: list[Tensor] = torch.ops.onnx_fuse.graph(key, list(tensors))
     return found
 
 
-def _trained(key: str, tensors: Sequence[Tensor]) -> Ready | None:
-    """What runs a forward with its gradient; None where only the dispatcher can."""
-    base, _, part = key.rpartition("/")
-    mask = part.removeprefix("forward:") if part.startswith("forward:") else ""
-    if not mask or gpu.current_device() != tensors[0].get_device():
-        return None
-    graph = find(base)
-    kind = (mask, gpu.state(), *map(gpu.KIND, tensors))
-    if kind not in graph.ready:
-        if len(graph.ready) >= KINDS:
-            graph.ready.clear()
-        ready = Ready(graph, tensors, mask, _again)
-        graph.ready[kind] = ready if ready.turn is not None else None
-    return graph.ready[kind]  # type: ignore[no-any-return]
+def call_graph(graph: Graph, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The outputs of a graph, with its gradient for autograd."""
+    ready: Any = None
+    first = tensors[0]
+    if eager.on_gpu(first) and type(first) in OWN and not torch.compiler.is_compiling():
+        key = torch.is_grad_enabled(), gpu.state()
+        ready = graph.ready.find(key, tensors)
+        if ready is None and plain(first) and own(tensors):
+            ready = graph.ready.enter(key, tensors, _ready(graph, tensors))
+    if ready:
+        if not ready.mask:
+            return ready.run(tensors)[0]  # type: ignore[no-any-return]
+        made: Any = eager.apply(ready, *tensors)
+        return made if isinstance(made, tuple) else (made,)
+    mask = mask_of(tensors) if torch.is_grad_enabled() else ""
+    name = f"{graph.key}/forward:{mask}" if "1" in mask else graph.key
+    return run_graph(name, tensors)[: len(graph.outputs)]
+
+
+def _ready(graph: Graph, tensors: Sequence[Tensor]) -> Ready | bool:
+    """What runs a graph and keeps what its gradient reads; False where the dispatcher must."""
+    if gpu.current_device() != tensors[0].get_device():
+        return False
+    mask = mask_of(tensors) if torch.is_grad_enabled() else ""
+    found = Ready(graph, tensors, mask if "1" in mask else "", _again)
+    return found if found.turn is not None else False
 
 
 def _again(
@@ -224,7 +230,8 @@ class _Any:
         ctx.key = base if ctx.mask else key
         ctx.set_materialize_grads(False)
         ends = find(ctx.key).outputs
-        ctx.mark_non_differentiable(*output[len(ends) :])
+        fixed = [y for y, end in zip(output, ends, strict=False) if not end.differentiable]
+        ctx.mark_non_differentiable(*fixed, *output[len(ends) :])
         ctx.shapes = [y.shape for y in output[: len(ends)]]
         ctx.kept = len(output) if ctx.mask else 0
         ctx.save_for_backward(*output[: ctx.kept], *tensors)
@@ -234,7 +241,7 @@ class _Any:
     def jvp(ctx: Any, *tangents: Tensor | None) -> list[Tensor | None]:
         graph = find(ctx.key)
         made = iter(tangent(graph, tangents[1:], ctx.saved_tensors[ctx.kept :]))
-        return [next(made) if e.dtype.is_floating_point else None for e in graph.outputs]
+        return [next(made) if e.differentiable else None for e in graph.outputs]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -247,7 +254,7 @@ class _Any:
         dys = [
             inputs[0].new_zeros(shape, dtype=end.dtype) if dy is None else dy
             for dy, shape, end in zip(grads, ctx.shapes, graph.outputs, strict=False)
-            if end.dtype.is_floating_point
+            if end.differentiable
         ]
         wanted = ctx.needs_input_grad[1:]
         return None, *gradients(graph, wanted, dys, inputs, known, ctx.mask)
@@ -316,24 +323,34 @@ class Operator:
     """Axes that the first tensor has in the graph: those before them are made one. 0 leaves it."""
     rows: bool = False
     """Whether each row of the first tensor makes a row of every result."""
-    ready: dict[Any, Any] = field(default_factory=dict)
-    """What `_ready` found for a call, by its kind."""
+    optional: int = field(init=False)
+    """The number of the tensor that may be None; -1 where there is none."""
+    ready: Kinds = field(default_factory=Kinds)
+    """What `_ready` found for calls."""
+
+    def __post_init__(self) -> None:
+        number = next((i for i, t in enumerate(self.tensors) if t.endswith("?")), -1)
+        assert sum(t.endswith("?") for t in self.tensors) <= 1
+        object.__setattr__(self, "optional", number)
 
     def __call__(self, *args: Any) -> Tensor:
         """Run it; `args` are the tensors and the attributes."""
         count = len(self.tensors)
-        given = [x for x in args[:count] if x is not None]
-        save = torch.is_grad_enabled() and _wants_gradients(given)
-        if plain(given[0]):
-            key = (save, gpu.state(), args[count:], *map(type, given), *map(gpu.KIND, given))
-            ready = self.ready.get(key)
-            if ready is None:
-                ready = self.ready[key] = self._ready(args, given, save)
+        tensors = args[:count]
+        missing = self.optional >= 0 and tensors[self.optional] is None
+        given = [x for x in tensors if x is not None] if missing else tensors
+        first = given[0]
+        if eager.on_gpu(first) and type(first) in OWN and not torch.compiler.is_compiling():
+            key = torch.is_grad_enabled(), gpu.state(), args[count:], first.shape
+            ready = self.ready.find(key, given)
+            if ready is None and plain(first):
+                ready = self.ready.enter(key, given, self._ready(args, given))
             if ready:
-                if save:
-                    made: Tensor = eager.apply(ready, *args[:count])
+                if ready.mask:
+                    made: Tensor = eager.apply(ready, *tensors)
                     return made
-                return ready.run(given)[0][0]
+                return ready.run(given)[0][0]  # type: ignore[no-any-return]
+        save = torch.is_grad_enabled() and _wants_gradients(given)
         found: tuple[Tensor, ...]
         if _transformed():
             found = _UnderTransforms.apply(self, *args, False)
@@ -341,13 +358,12 @@ class Operator:
             found = self.call(*args, save)
         return found[0]
 
-    def _ready(self, args: Sequence[Any], given: Sequence[Tensor], save: bool) -> Any:
+    def _ready(self, args: Sequence[Any], given: Sequence[Tensor]) -> Ready | bool:
         """What runs calls like this one; False where only the dispatcher can run them."""
-        if len(self.ready) >= KINDS:
-            self.ready.clear()
         if not own(given) or gpu.current_device() != given[0].get_device():
             return False
         graph = self.graph(*args)
+        save = torch.is_grad_enabled() and _wants_gradients(given)
         mask = graph.floats if save else ""
         found = Ready(graph, given, mask, self._again, self.flat, self.rows)
         return found if found.turn is not None else False

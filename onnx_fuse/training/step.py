@@ -13,7 +13,7 @@ import onnx_ir
 
 from onnx_fuse import autodiff, passes
 from onnx_fuse.errors import ModelError, UsageError
-from onnx_fuse.onnx.build import bind_defaults, const_array, replace_node
+from onnx_fuse.onnx.build import bind_defaults, replace_node
 from onnx_fuse.onnx.common import FUSE, Model
 from onnx_fuse.onnx.load import load, read
 from onnx_fuse.ops.fused import linear_cross_entropy
@@ -26,6 +26,7 @@ from onnx_fuse.passes.rotation import split_rotations
 from onnx_fuse.program.problem import TRAINING_PRECISIONS
 from onnx_fuse.training import float8, losses, optim, spread
 from onnx_fuse.training.batchnorm import synchronised
+from onnx_fuse.training.dropout import draw_masks
 from onnx_fuse.training.groups import Choice
 from onnx_fuse.training.losses import Given, Target, Term
 from onnx_fuse.training.merged import Merging, Sums, add_to_weights
@@ -332,22 +333,8 @@ class _Step:
 
     def dropouts(self) -> None:
         """Draw the masks of training Dropout from `rng`, so that a resumed run draws the same."""
-        for index, node in enumerate([n for n in self.graph if n.op_type == "Dropout"]):
-            x, ratio, training = (*node.inputs, None, None)[:3]
-            on = const_array(training)
-            if on is None or not on.any() or (len(node.outputs) > 1 and node.outputs[1].uses()):
-                continue
-            assert x is not None
-            (old, *_), y = node.outputs, x
-            if not self.evaluates:
-                ratio = self.op.constant(0.5) if ratio is None else ratio
-                inputs = [self.op.Shape(x), ratio, self.scalar("rng", onnx_ir.DataType.INT64)]
-                scale = self.op.node("DropoutScale", inputs, domain=FUSE, stream=index)
-                scale.dtype, scale.shape = onnx_ir.DataType.FLOAT, old.shape
-                y = self.op.Mul(x, self.op.CastLike(scale, x))
-            if old.is_graph_output():
-                y = self.op.Identity(y)
-            replace_node(self.graph, node, self.op, y)
+        rng = None if self.evaluates else lambda: self.scalar("rng", onnx_ir.DataType.INT64)
+        draw_masks(self.graph, self.op, rng)
 
     def attach_loss(self, terms: Sequence[Term], fused: bool) -> None:
         self.outputs = list(self.graph.outputs)

@@ -1,0 +1,254 @@
+"""A module's forward as an ONNX graph with its training behaviour, or the reason why it is none."""
+
+from __future__ import annotations
+
+import operator
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import onnx_ir as ir
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as tree
+
+from onnx_fuse.errors import UsageError
+from onnx_fuse.onnx.common import one_line
+
+_LOCK = threading.RLock()
+PLAIN = (type(None), bool, int, float, str)
+"""What an argument or a result may be besides a tensor."""
+PREFIX = "module."
+"""What the names of initializers begin with, before those of the module's tensors."""
+
+
+@dataclass
+class Exported:
+    """What a module computes for tensors of given shapes, in its present mode."""
+
+    model: ir.Model
+    """Its inputs are the tensors of the arguments; initializers are called `PREFIX` and the name of
+    the module's tensor. Behind the module's outputs there are new contents of buffers."""
+    results: Callable[[Sequence[Tensor]], Any]
+    """What forward returns, of the tensors in it."""
+    updated: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """The buffers that the last outputs are for, in their order. The new content is the first
+    number times the old one, and the second times the output."""
+    counted: list[str] = field(default_factory=list)
+    """The buffers that each call adds 1 to."""
+
+
+class _Flat(nn.Module):
+    """A module as a function from tensors to tensors."""
+
+    def __init__(self, module: nn.Module, leaves: Sequence[Any], spec: Any) -> None:
+        super().__init__()
+        self.module = module
+        self._leaves, self._spec = [None if isinstance(x, Tensor) else x for x in leaves], spec
+        self._taken = [isinstance(x, Tensor) for x in leaves]
+        self.seen = SimpleNamespace()  # torch.export undoes what a forward does to its module
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """The tensors that the module returns."""
+        given = iter(tensors)
+        leaves = [
+            next(given) if taken else x for taken, x in zip(self._taken, self._leaves, strict=True)
+        ]
+        args, named = tree.tree_unflatten(leaves, self._spec)
+        with _Attention():
+            found, spec = tree.tree_flatten(self.module(*args, **named))
+        unique = {id(y): y for y in found if isinstance(y, Tensor)}  # a graph returns each once
+        own = {id(x) for x in (*tensors, *self.parameters(), *self.buffers())}
+        unique = {key: y.clone() if key in own else y for key, y in unique.items()}
+        numbers = {key: i for i, key in enumerate(unique)}
+        self.seen.leaves = [numbers.get(id(y), (y,)) for y in found]
+        self.seen.spec = spec
+        return tuple(unique.values())
+
+    def results(self) -> Callable[[Sequence[Tensor]], Any]:
+        """What builds the module's result of its tensors."""
+        leaves, spec = self.seen.leaves, self.seen.spec
+        for leaf in leaves:
+            if isinstance(leaf, tuple) and not isinstance(leaf[0], PLAIN):
+                raise UsageError(f"its forward returns an object of class {type(leaf[0]).__name__}")
+        if spec.is_leaf():
+            return operator.itemgetter(0)
+
+        def build(tensors: Sequence[Tensor]) -> Any:
+            found = [tensors[x] if isinstance(x, int) else x[0] for x in leaves]
+            return tree.tree_unflatten(found, spec)
+
+        return build
+
+
+def export(module: nn.Module, leaves: Sequence[Any], spec: Any) -> Exported:
+    """The graph of a module's forward for arguments, which are given flat.
+
+    Raises UsageError, which says why, where the graph would not train as the module does.
+    """
+    flat = _Flat(module, leaves, spec)
+    tensors = tuple(x.detach() for x in leaves if isinstance(x, Tensor))
+    with _LOCK, _no_functions_of_autograd(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        flat.training = module.training
+        try:
+            program = torch.export.export(flat, tensors, strict=False)
+            _refuse(program, module)
+            results = flat.results()
+            mutated = {
+                name.removeprefix(PREFIX)
+                for name in program.run_decompositions(
+                    {}
+                ).graph_signature.buffers_to_mutate.values()
+            }
+            made = torch.onnx.export(
+                program, dynamo=True, verbose=False, optimize=False, opset_version=23
+            )
+        except UsageError:
+            raise
+        except Exception as error:  # of any kind, as the module's own code may raise
+            raise UsageError(f"torch cannot export it: {one_line(error)}") from error
+    assert made is not None
+    model: ir.Model = made.model
+    found = Exported(model, results)
+    _batch_norms(program, found)
+    found.counted = sorted(n for n in mutated if n.endswith("num_batches_tracked"))
+    rest = mutated - set(found.updated) - set(found.counted)
+    if rest:
+        raise UsageError(f"its forward changes the buffer '{min(rest)}'")
+    return found
+
+
+def _refuse(program: Any, module: nn.Module) -> None:
+    """Raise UsageError for what has other gradients in ONNX, or acts on what it is given."""
+    signature = program.graph_signature
+    trained = {*signature.inputs_to_parameters, *signature.user_inputs}
+    live: set[Any] = set()
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            value = node.meta.get("val")
+            if node.name in trained and isinstance(value, Tensor) and value.is_floating_point():
+                live.add(node)
+            continue
+        if node.op != "call_function" or not live.intersection(node.all_input_nodes):
+            continue
+        name = str(node.target)
+        if name.startswith("aten.detach"):
+            raise UsageError("its forward detaches a value, which ONNX cannot express")
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            raise UsageError(f"its forward has a region of its own ({name})")
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable and any(
+            a.op == "placeholder" and a.name in signature.user_inputs
+            for a, s in zip(node.args, schema.arguments, strict=False)
+            if isinstance(a, torch.fx.Node) and s.alias_info is not None and s.alias_info.is_write
+        ):  # fmt: skip
+            raise UsageError(f"its forward changes an argument in place ({name})")
+        live.add(node)
+    for name, each in module.named_modules():
+        norm = each if isinstance(each, nn.modules.batchnorm._NormBase) else None
+        if norm is not None and norm.training and norm.momentum is None:
+            raise UsageError(f"'{name}' has a cumulative average (momentum=None)")
+
+
+class _Attention(TorchFunctionMode):
+    """Writes out attention with dropout, which torch.onnx would export without it."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return _attention(*args, **named)
+        return func(*args, **named)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """F.scaled_dot_product_attention, whose arguments these are."""
+    if not dropout_p:
+        found: Tensor = F.scaled_dot_product_attention(
+            query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        return found
+    if enable_gqa:
+        times = query.shape[-3] // key.shape[-3]
+        key, value = (x.repeat_interleave(times, -3) for x in (key, value))
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = (query * factor) @ key.transpose(-2, -1)
+    if is_causal:
+        attn_mask = query.new_ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if attn_mask is None:
+        return F.dropout(scores.softmax(-1), dropout_p) @ value
+    if attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, float("-inf"))
+    else:
+        scores = scores + attn_mask
+    blind = (scores == float("-inf")).all(-1, keepdim=True)  # a query that sees no key gets zeros
+    shares = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+    return F.dropout(shares, dropout_p) @ value
+
+
+def _batch_norms(program: Any, found: Exported) -> None:
+    """Let BatchNormalizations train where the module's do, with torch's new statistics."""
+    graph = found.model.graph
+    calls = [n for n in program.graph.nodes if str(n.target) == "aten.batch_norm.default"]
+    nodes = [n for n in graph if n.op_type == "BatchNormalization" and not n.domain]
+    other = [n for n in program.graph.nodes if "norm" in str(n.target) and n not in calls
+             and any(k in str(n.target) for k in ("batch_norm", "instance_norm"))]  # fmt: skip
+    if len(calls) != len(nodes) or other:
+        raise UsageError("torch exports its BatchNorms in a way that is not known")
+    for call, node in zip(calls, nodes, strict=True):
+        _, _, _, mean, var, training, momentum, *_ = call.args
+        if not training:
+            continue
+        if mean is None or var is None:
+            raise UsageError("a BatchNorm has no running statistics")
+        old = [v for v in node.inputs[3:5] if v is not None]
+        x = call.args[0].meta["val"]
+        count = x.numel() // x.shape[1]
+        node.resize_outputs(3)
+        node.attributes["training_mode"] = ir.AttrInt64("training_mode", 1)
+        node.attributes["momentum"] = ir.AttrFloat32("momentum", 1 - momentum)
+        # ONNX takes the variance of the batch by its size n, torch by n - 1
+        unbiased = count / max(count - 1, 1)
+        factors = ((0.0, 1.0), ((1 - momentum) * (1 - unbiased), unbiased))
+        for value, new, factor in zip(old, node.outputs[1:3], factors, strict=True):
+            new.name, new.type, new.shape = f"{value.name}.next", value.type, value.shape
+            found.updated[str(value.name).removeprefix(PREFIX)] = factor
+            graph.outputs.append(new)
+
+
+@contextmanager
+def _no_functions_of_autograd() -> Iterator[None]:
+    """Raise UsageError where an autograd.Function is called, whose gradient no graph would have.
+
+    Other threads call theirs meanwhile.
+    """
+    kind, own = torch.autograd.Function, threading.get_ident()
+    before = kind.__dict__["apply"]
+
+    def apply(cls: type, *args: Any, **named: Any) -> Any:
+        if threading.get_ident() != own:
+            return before.__func__(cls, *args, **named)
+        raise UsageError(f"its forward calls the autograd.Function '{cls.__name__}'")
+
+    kind.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        kind.apply = before  # type: ignore[method-assign]

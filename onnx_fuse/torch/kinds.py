@@ -1,0 +1,47 @@
+"""Calls told apart by what they are given, at a cost to the host that a fast operator can bear."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+KINDS = 256
+"""Kinds of calls that an operator keeps; then it begins anew."""
+
+
+class Kinds:
+    """What runs calls, by their kind: a key, and the types, shapes and strides of their tensors.
+
+    The tensors are compared by the guards of torch.compile, which take the host a quarter of the
+    time of a key of all that. They notice tracing, transforms and subclasses of Tensor, too.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Any, list[tuple[Callable[..., bool], Any]]] = {}
+        self._count = 0
+
+    def find(self, key: Any, tensors: Sequence[Tensor]) -> Any:
+        """What was entered for a call like this one; None where nothing was."""
+        for fits, found in self._known.get(key, ()):
+            if fits(*tensors):
+                return found
+        return None
+
+    def enter(self, key: Any, tensors: Sequence[Tensor], found: Any) -> Any:
+        """Keep what runs calls like this one; returns it."""
+        if self._count >= KINDS:
+            self._known.clear()
+            self._count = 0
+        self._count += 1
+        self._known.setdefault(key, []).insert(0, (_guard(tensors), found))
+        return found
+
+
+def _guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """A function of tensors that tells whether they are like these, in autograd's eyes too."""
+    none = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
+    made: Any = torch._C._dynamo.guards.TensorGuards(*tensors, **none)
+    return made.check  # type: ignore[no-any-return]

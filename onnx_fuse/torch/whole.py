@@ -1,0 +1,328 @@
+"""Modules whose whole forward is one graph: `fuse(module, whole=True)`.
+
+For each kind of call (mode, types and shapes) the forward is exported once and imported as an ONNX
+file is. Parameters and buffers stay the module's own, and are read where they are at each call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import cache
+from operator import is_
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as tree
+
+from onnx_fuse import autodiff, passes, session
+from onnx_fuse.errors import UsageError
+from onnx_fuse.onnx.build import all_nodes, bind_defaults
+from onnx_fuse.onnx.evaluate import DRAWS
+from onnx_fuse.passes.precision import lower_precision
+from onnx_fuse.passes.slices import slices_as_splits
+from onnx_fuse.torch import exports
+from onnx_fuse.torch.imported import opened
+from onnx_fuse.torch.library import call_graph
+from onnx_fuse.training.dropout import draw_masks
+from onnx_fuse.training.weights import model_names
+
+PROGRAMS = 64
+"""Kinds of calls that a module keeps programs for; then it begins anew."""
+_RNG = "dropout.rng"
+_NARROW = {torch.bfloat16: ir.DataType.BFLOAT16, torch.float16: ir.DataType.FLOAT16}
+
+
+class Whole(nn.Module):
+    """A module, of the class behind this one, whose forward is a graph of ours.
+
+    Under torch.compile, torch.export and torch.func its own forward runs.
+    """
+
+    _programs: Programs
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        """What the module's own forward returns."""
+        if (
+            torch.compiler.is_compiling()
+            or torch._C._are_functorch_transforms_active()
+            or torch._C._len_torch_dispatch_stack()
+        ):
+            return super().forward(*args, **named)
+        return self._programs(self, args, named)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As its own class, which a copy or a file is made of, and whole again."""
+        state = {key: x for key, x in vars(self).items() if key != "_programs"}
+        return _again, (type(self).__mro__[2],), state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._programs = Programs(self)
+
+
+def _again(kind: Any) -> Any:
+    whole = _class(kind)
+    return whole.__new__(whole)
+
+
+@cache
+def _class(kind: Any) -> Any:
+    """The class of modules of a class that are fused whole."""
+    return type(kind.__name__, (Whole, kind), {"__module__": kind.__module__})
+
+
+def make_whole(module: nn.Module) -> None:
+    """Let a module's forward be one graph from now on. Raises UsageError for what is none."""
+    if isinstance(module, Whole):
+        return
+    for name, each in module.named_modules():
+        if isinstance(each, Whole):
+            raise UsageError(f"'{name}' is one graph already")
+        hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        if name and any(getattr(each, hook, None) for hook in hooks):
+            raise UsageError(f"'{name}' has hooks, which a graph does not call")
+    kind: Any = type(module)
+    module.__class__ = _class(kind)
+    module._programs = Programs(module)  # type: ignore[assignment]
+
+
+class Programs:
+    """The programs of a module, by the kind of call."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._lock = threading.RLock()
+        self._begin(module)
+
+    def _begin(self, module: nn.Module) -> None:
+        self._known: dict[Any, Program] = {}
+        every = [*module.modules()]
+        self._tables = [each._modules for each in every]
+        self._children = [child for table in self._tables for child in table.values()]
+        self._modules = every
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Run the program for these arguments, which is made for the first call of its kind."""
+        children = [child for table in self._tables for child in table.values()]
+        if len(children) != len(self._children) or not all(map(is_, children, self._children)):
+            self._begin(module)
+        leaves: Sequence[Any] = (*args, *named.values())
+        spec: Any = len(args), (*named,)
+        if any(not isinstance(x, (Tensor, *exports.PLAIN)) for x in leaves):
+            leaves, nested = tree.tree_flatten((args, named))
+            spec = str(nested)
+            for x in leaves:
+                if not isinstance(x, (Tensor, *exports.PLAIN, torch.dtype, torch.device)):
+                    raise UsageError(f"an argument is of class {type(x).__name__}")
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        if not tensors:
+            raise UsageError("none of the arguments is a tensor, so that no graph can be made")
+        key = (
+            spec,
+            tuple([each.training for each in self._modules]),
+            _autocast(tensors[0].device.type),
+            *[(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else repr(x) for x in leaves],
+        )
+        program = self._known.get(key)
+        if program is None or program.is_stale():
+            program = self._made(module, args, named, key)
+        try:
+            return program(tensors)
+        except (ValueError, AttributeError, KeyError):  # a tensor does not fit, or is gone
+            if program.fits():
+                raise
+            del self._known[key]
+        return self._made(module, args, named, key)(tensors)
+
+    def _made(
+        self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], key: Any
+    ) -> Program:
+        with self._lock:
+            return self._export(module, args, named, key)
+
+    def _export(
+        self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], key: Any
+    ) -> Program:
+        found = self._known.get(key)
+        if found is not None and not found.is_stale():
+            return found
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise UsageError(
+                "a CUDA graph is being captured, and this kind of call has not run before: run "
+                "once before the capture"
+            )
+        if len(self._known) >= PROGRAMS:
+            self._known.clear()
+        leaves, spec = tree.tree_flatten((args, named))
+        own = type(module)
+        device = next(x.device.type for x in leaves if isinstance(x, Tensor))
+        narrow = _autocast(device)
+        module.__class__ = own.__mro__[2]
+        try:
+            with torch.autocast(device, enabled=False), torch.enable_grad():
+                exported = exports.export(module, leaves, spec)
+            found = self._known[key] = Program(module, exported, narrow)
+        except UsageError as error:
+            name = own.__name__
+            raise UsageError(f"{name} cannot be fused whole: {error}") from error
+        finally:
+            module.__class__ = own
+        return found
+
+
+def _autocast(device: str) -> torch.dtype | None:
+    """The type of an autocast region; None outside of one."""
+    if not torch._C._is_any_autocast_enabled() or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+class Program:
+    """The graph of a module's forward for one kind of call."""
+
+    def __init__(
+        self, module: nn.Module, exported: exports.Exported, narrow: torch.dtype | None
+    ) -> None:
+        """`narrow` is the type to compute in, where it is not the module's own."""
+        tables = _tables(module)
+        self._results = exported.results
+        # outside of a graph's eyes: what it reads must not have changed until its backward
+        changed = set(exported.updated)
+        self._counted = [tables[name] for name in exported.counted]
+        self._updated = [(tables[name], *f) for name, f in exported.updated.items()]
+        graph, names, self._draws = _prepared(module, exported, narrow)
+        self._graph = graph
+        self._places = [tables[name] for name in names if name not in changed]
+        self._stats = [tables[name] for name in names if name in changed]
+        order = [n for n in names if n not in changed] + [n for n in names if n in changed]
+        position = {name: i for i, name in enumerate(order)}
+        self._order = [position[name] for name in names] if order != [*names] else None
+        self._outputs = len(graph.outputs) - len(self._updated)
+        baked = [
+            tables[name]
+            for name, buffer in module.named_buffers(remove_duplicate=False)
+            if name in tables and not buffer.is_floating_point() and name not in exported.counted
+        ]
+        self._kinds = self._present()
+        self._baked = [(*place, _read(place), _read(place)._version) for place in baked]
+
+    def _present(self) -> list[Any]:
+        """The shapes and types of the module's tensors that the graph reads, None where gone."""
+        found = [table.get(name) for table, name in (*self._places, *self._stats)]
+        return [None if x is None else (x.shape, x.dtype) for x in found]
+
+    def fits(self) -> bool:
+        """Whether the module's tensors have the shapes and types that the graph was made for."""
+        return self._present() == self._kinds
+
+    def is_stale(self) -> bool:
+        """Whether a buffer that is a constant of the graph has changed."""
+        for table, name, tensor, version in self._baked:
+            now = table.get(name)
+            if now is not tensor or now._version != version:
+                return True
+        return False
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        """What forward returns for the tensors of its arguments."""
+        weights = [table[name] for table, name in self._places]
+        # a buffer that this call changes must not count as changed for its own backward
+        weights += [table[name].data for table, name in self._stats]
+        if self._order is not None:
+            weights = [weights[i] for i in self._order]
+        draws = []
+        if self._draws:
+            draws = [torch.empty((), dtype=torch.int64, device=tensors[0].device).random_()]
+        found = call_graph(self._graph, [*tensors, *draws, *weights])
+        if self._updated or self._counted:
+            self._update(found[self._outputs :])
+        return self._results(found[: self._outputs])
+
+    def _update(self, made: Sequence[Tensor]) -> None:
+        """Give the running statistics their new contents."""
+        with torch.no_grad():
+            if self._counted:
+                torch._foreach_add_([table[name] for (table, name) in self._counted], 1)
+            if not self._updated:
+                return
+            buffers = [table[name] for (table, name), *_ in self._updated]
+            old = [first for _, first, _ in self._updated]
+            new = [second for *_, second in self._updated]
+            torch._foreach_mul_(buffers, old)
+            torch._foreach_add_(buffers, torch._foreach_mul(made, new))
+
+
+def _tables(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
+    """Where each parameter and buffer stands: the dict of its module, and its name there."""
+    found = {}
+    for prefix, each in module.named_modules(remove_duplicate=False):
+        for table in (each._parameters, each._buffers):
+            for name, tensor in table.items():
+                if tensor is not None:
+                    found[f"{prefix}.{name}" if prefix else name] = (table, name)
+    return found
+
+
+def _read(place: tuple[dict[str, Any], str]) -> Tensor:
+    table, name = place
+    found: Tensor = table[name]
+    return found
+
+
+def _prepared(
+    module: nn.Module, exported: exports.Exported, narrow: torch.dtype | None
+) -> tuple[Any, list[str], bool]:
+    """The graph whose further inputs are the module's tensors, their names, whether it draws.
+
+    The number that masks are drawn from is its first input behind the arguments.
+    """
+    floats = {
+        exports.PREFIX + name
+        for name, x in (
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        )
+        if x.is_floating_point()
+    }
+    buffers = {exports.PREFIX + name for name, _ in module.named_buffers(remove_duplicate=False)}
+    early = floats & buffers
+    while True:
+        model = session.load(exported.model.clone())
+        bind_defaults(model)
+        graph = model.graph
+        rng: list[ir.Value] = []
+
+        def number(graph: ir.Graph = graph, rng: list[ir.Value] = rng) -> ir.Value:
+            if not rng:
+                kind = ir.TensorType(ir.DataType.INT64)
+                rng.append(ir.Value(name=_RNG, type=kind, shape=ir.Shape([])))
+                graph.inputs.append(rng[0])
+            return rng[0]
+
+        draw_masks(graph, autodiff.Emitter(model), number)
+        for node in all_nodes(graph):
+            if node.op_type in DRAWS and not node.domain:
+                raise UsageError(f"its forward draws random numbers ({node.op_type})")
+        slices_as_splits(model)
+        first = []
+        for value in [v for v in graph.initializers.values() if v.name in floats]:
+            if value.name in early or not autodiff.is_weight(value):
+                del graph.initializers[str(value.name)]
+                value.const_value = None
+                graph.inputs.append(value)
+                first.append(str(value.name))
+        known = {str(v.name) for v in graph.initializers.values() if v.uses()} & floats
+        passes.optimize(model, level=2, training=True)
+        if narrow in _NARROW:
+            lower_precision(model, _NARROW[narrow], masters=True)
+        weights = [v for v in graph.initializers.values() if floats.issuperset(model_names(v))]
+        lost = known.difference(n for v in weights for n in model_names(v))
+        if not lost:
+            break
+        early = early | lost  # a pass took them for constants
+    fixed = [str(v.name) for v in graph.outputs[len(graph.outputs) - len(exported.updated) :]]
+    made, names = opened(model, weights, fixed if exported.updated else ())
+    names = [name.removeprefix(exports.PREFIX) for name in (*first, *names)]
+    return made, names, bool(rng)
