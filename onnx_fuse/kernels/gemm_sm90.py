@@ -48,6 +48,8 @@ long, or 6 % less where k is long; but they read a third less from L2, and a chi
 limit of power: a step of GPT-2 took 29.0 ms in place of 29.4 (H200 at 675 W, 2026-11)."""
 SIDE_SECONDS, OWN_SECONDS = 3e-6, 0.6e-6
 """What the first tiles wait for statistics made beside them; from the only one (H200, 2026-11)."""
+MOMENT_SECONDS = 2.5e-11
+"""An element's share of the moments of its column: some six instructions."""
 SIDE_WARPS = 3
 STREAM = 0
 """In the place of the number of splits: CTAs share the k-steps of all tiles (gemm/stream.cuh)."""
@@ -135,6 +137,11 @@ class Wgmma:
                 return "column sums are of one a whose rows are of whole 16 bytes"
             if problem.rows or problem.parts or problem.epilogue.dw:
                 return "column sums come alone"
+        if problem.epilogue.column_moments:
+            other = ("accumulate", "dw", "dx", "moments", "column_sums", "save_z", "save_act")
+            found = [*problem.among(*other), *problem.among("rows", "parts", "ldy", "planes")]
+            if found or problem.batch or direct(problem):
+                return "moments of columns come alone, of one product's 16-bit rows of 16 bytes"
         if parts and problem.n not in {parts * bn for _, bn, _ in TILES}:
             return f"no tile is a row of {problem.n} in {parts}"
         if problem.align % 16 or any(step % 16 for step in steps):
@@ -165,6 +172,8 @@ class Wgmma:
         if splits <= 1:  # a split product has no epilogue: the reduction runs it
             sets = 2 if pingpong and not own else 1
             rest += sets * columns(problem) * bn * 4 + (512 if own else 0)
+        if problem.epilogue.column_moments:
+            rest += 8 * bn * 10  # of each warp's rows: two sums, and one number of 16 bits
         wide = bn if problem.trans_b else ceil(bn / 64) * 64
         return (rows + wide) * BK * 2 + 16, box, rest
 
@@ -193,10 +202,12 @@ class Wgmma:
                 continue
             if problem.epilogue.gate and bn % 128:  # a TMA store has 64 columns of y
                 continue
-            if problem.ldy and bn % 64:  # its last columns go by plain stores
+            # its last columns go by plain stores
+            if (problem.ldy or problem.epilogue.column_moments) and bn % 64:
                 continue
             apart = (problem.epilogue.moments, problem.parts, problem.ldy,
-                     problem.epilogue.column_sums, problem.epilogue.save_act)  # fmt: skip
+                     problem.epilogue.column_sums, problem.epilogue.save_act,
+                     problem.epilogue.column_moments)  # fmt: skip
             alone = whole or problem.epilogue.dw == "turned" or any(apart)
             if whole and (tiles_n > hw.sm_count or not pingpong):
                 continue  # they wait for each other in the epilogue, which only pingpong hides
@@ -281,6 +292,9 @@ class Wgmma:
         tail += slope_seconds(problem, bm * bn / (128 if pingpong else 256))
         if problem.epilogue.moments or problem.parts:
             tail += 0.5e-6
+        if problem.epilogue.column_moments:
+            tail += MOMENT_SECONDS * bm * bn
+            epilogue += 0.0 if pingpong else MOMENT_SECONDS * bm * bn
         if problem.rows in ("stats", "rms") and splits == 1:
             tail += OWN_SECONDS if self.own(problem, config, hw) else SIDE_SECONDS
         seconds = waves * (products + epilogue) + tail
@@ -401,6 +415,8 @@ class Wgmma:
             types |= {"SIDE": "COLUMNS"}
         if problem.epilogue.moments:
             types |= {"MOMENTS": "1"}
+        if problem.epilogue.column_moments:
+            types |= {"COLUMN_MOMENTS": "1"}
         if parts := problem.parts:
             types |= {"PARTS": str(parts)}
         epilogue = epilogue_defines(problem)
