@@ -364,15 +364,16 @@ class Reduce(AnyProblem):
 
 @dataclass(frozen=True)
 class SumSquares(AnyProblem):
-    """The sum of the squares of all elements of several tensors "x.i" of these `sizes`."""
+    """The sum of the squares of all elements of tensors "x.i" of these `sizes` and `dtypes`."""
 
     sizes: tuple[int, ...]
-    dtype: str
+    dtypes: tuple[str, ...]
+    out_dtype: str
 
     @property
     def bytes(self) -> int:
         """The bytes of all tensors, which are read."""
-        return sum(self.sizes) * ITEMSIZE[self.dtype]
+        return sum(n * ITEMSIZE[d] for n, d in zip(self.sizes, self.dtypes, strict=True))
 
 
 @dataclass(frozen=True)
