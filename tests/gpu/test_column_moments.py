@@ -45,7 +45,7 @@ PRODUCTS = [
     Problem.of(
         "Gemm", m=m, n=n, k=264, dtype=dtype, trans_b=trans_b, bias=True, column_moments=True
     )
-    for m, n in ((300, 384), (513, 72), (2200, 136), (64, 64), (17, 256), (1, 8))
+    for m, n in ((300, 384), (513, 72), (2200, 136), (64, 64), (17, 256), (1, 8), (40000, 328))
     for dtype, trans_b in (("float16", False), ("bfloat16", True))
 ]  # fmt: skip
 
