@@ -26,14 +26,17 @@ from onnx_fuse.program.expression import Expression, Row
 from onnx_fuse.program.moves import PointwiseMany, ScatterND
 from onnx_fuse.program.problem import AnyProblem, Problem, Product
 from onnx_fuse.program.problems import (
+    ChannelNorm,
     Conv,
     ConvWeightGrad,
     CrossEntropyChunk,
     Float8,
+    MergedMoments,
     PartSums,
     Pool,
     Reduce,
     Resample,
+    RunningStats,
     SlopeProduct,
 )
 from onnx_fuse.program.products import Attention, IntegerProduct, PackedProduct
@@ -207,6 +210,13 @@ def interpret(
             results = [_sums(call.problem, memory.view(call.reads[0][1]))]
         elif isinstance(call.problem, Conv | ConvWeightGrad | Pool | Reduce | Resample):
             results = [_image(call, memory)]
+            if isinstance(call.problem, Conv) and call.problem.column_moments:
+                rounded = results[0].astype(dtype_of(call.problem.dtype))
+                results += [interpret_images.column_moments(rounded)]
+        elif isinstance(call.problem, MergedMoments | ChannelNorm | RunningStats):
+            read = {name: memory.view(t).astype(np.float64) for name, t in call.reads}
+            found = interpret_images.normalized(call.problem, read)
+            results = [found[name] for name, _ in call.writes]
         elif call.kernel.startswith("Copy x"):
             read = {name: memory.view(t).copy() for name, t in call.reads}
             results = [read[f"0{name[1:]}"] for name, _ in call.writes]
@@ -392,6 +402,7 @@ def _product(p: Problem, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         "residual",
         "moments",
         "column_sums",
+        "column_moments",
         "parts",
         "folded",
         "epsilon",
@@ -443,6 +454,8 @@ def _product(p: Problem, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         out["part"] = np.stack([tiles.mean(-1).T, tiles.var(-1).T * tiles.shape[-1]], -1)
     if p.epilogue.column_sums:
         out["part"] = np.add.reduceat(a, np.arange(0, p.m, 64), axis=0)
+    if p.epilogue.column_moments:
+        out["part"] = interpret_images.column_moments(v.astype(dtype_of(p.out)))
     return out | {"y": v}
 
 

@@ -1,4 +1,4 @@
-"""NumPy's answer to the problems of images: Conv channels last, Pool, and Reduce in one pass."""
+"""NumPy's answer to the problems of images: Conv channels last, Pool, norms, Reduce in a pass."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ from typing import Any
 import numpy as np
 
 from onnx_fuse.ops.activations import BY_KEY
-from onnx_fuse.program.problems import Conv, ConvWeightGrad, Pool, Reduce, Resample, Window
+from onnx_fuse.program.problems import (
+    ChannelNorm,
+    Conv,
+    ConvWeightGrad,
+    MergedMoments,
+    Pool,
+    Reduce,
+    Resample,
+    RunningStats,
+    Window,
+)
 
 
 def windows(x: np.ndarray, window: Window, outer: tuple[int, ...], fill: float) -> np.ndarray:
@@ -111,3 +121,32 @@ def reduction(p: Reduce, x: np.ndarray) -> np.ndarray:
     result: np.ndarray = x.mean(1) if p.reducer == "Mean" else x.max(1)
     assert result.size == prod((p.outer, p.inner))
     return result
+
+
+def column_moments(y: np.ndarray) -> np.ndarray:
+    """[rows / 64, columns, 2]: the mean and the sum of squared deviations of 64 rows each."""
+    rows = y.astype(np.float64).reshape(-1, y.shape[-1])
+    parts = [rows[at : at + 64] for at in range(0, len(rows), 64)]
+    return np.stack([np.stack([p.mean(0), p.var(0) * len(p)], -1) for p in parts])
+
+
+def normalized(
+    p: MergedMoments | ChannelNorm | RunningStats, read: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """The statistics of columns from parts of them, or what they make of x or of older ones."""
+    if isinstance(p, MergedMoments):
+        count = np.minimum(p.m - 64 * np.arange(p.parts), 64)[:, None]
+        mean, square = np.moveaxis(read["part"], 2, 0)
+        whole = (mean * count).sum(0) / p.m
+        return {"mean": whole, "variance": (square + count * (mean - whole) ** 2).sum(0) / p.m}
+    if isinstance(p, RunningStats):
+        names = ("mean", "variance")
+        keep = p.momentum
+        return {f"new_{n}": keep * read[f"old_{n}"] + (1 - keep) * read[n] for n in names}
+    assert not p.group
+    assert p.tail is None
+    x = read["x"].reshape(-1, p.channels, p.inner)
+    scale, bias, mean, variance = (
+        read[name][:, None] for name in ("scale", "bias", "mean", "variance")
+    )
+    return {"y": (x - mean) / np.sqrt(variance + p.epsilon) * scale + bias}

@@ -8,12 +8,18 @@ import ml_dtypes
 import numpy as np
 
 from onnx_fuse.cuda.launch import Step, bind
+from onnx_fuse.kernels import candidates
+from onnx_fuse.kernels.gemm_sm90 import STREAM
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.program.problem import Config, Hardware, Problem
 from onnx_fuse.runtime import device
 
 TYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32,
          "float64": np.float64, "int32": np.int32}  # fmt: skip
+
+# relative Frobenius error, output rounding included: a bound each type or kind of product must meet
+TOLERANCE = {"bfloat16": 6e-3, "float16": 1e-3, "float64": 1e-13, "int32": 0.0,
+             "ieee": 2e-6, "tf32": 1e-3, "bf16x3": 2e-5, "bf16x6": 5e-6}  # fmt: skip
 
 
 class Memory:
@@ -51,3 +57,28 @@ class Memory:
 
 def wide(x: np.ndarray) -> np.ndarray:
     return x.astype(np.float64)
+
+
+def random(rng: np.random.Generator, dtype: str, *shape: int) -> np.ndarray:
+    if dtype == "int32":
+        return rng.integers(-9, 9, shape).astype(np.int32)
+    return rng.standard_normal(shape).astype(TYPES[dtype])
+
+
+def poison(dtype: str, *shape: int) -> np.ndarray:
+    return np.full(shape, -7 if dtype == "int32" else np.nan).astype(TYPES[dtype])
+
+
+def error(got: np.ndarray, want: np.ndarray) -> float:
+    return float(np.linalg.norm(wide(got) - want) / (np.linalg.norm(want) or 1.0))
+
+
+def each(problem: Problem, hw: Hardware) -> list[tuple[Kernel, Config]]:
+    """Every legal kernel: its two likeliest configurations, its last, those that share steps."""
+    found = []
+    for kernel in candidates(problem.op):
+        if kernel.supports(problem, hw) is None:
+            hows = sorted(kernel.configs(problem, hw), key=lambda h: kernel.cost(problem, h, hw))
+            shared = [h for h in hows if STREAM in (h.attr("splits", 1), h.attr("dw_splits", 1))]
+            found += [(kernel, how) for how in dict.fromkeys([*hows[:2], hows[-1], *shared])]
+    return found

@@ -29,7 +29,7 @@ from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.load import read
 from onnx_fuse.program.problem import CHIPS, Config, Hardware, Launch, Problem
-from onnx_fuse.program.problems import Float8
+from onnx_fuse.program.problems import Conv, Float8, MergedMoments, Window
 from onnx_fuse.program.products import Attention
 from onnx_fuse.runtime import instance
 from onnx_fuse.training import optim
@@ -45,6 +45,11 @@ H200, A100, B200 = CHIPS["H200"], CHIPS["A100"], CHIPS["B200"]
 PARKED = {"(2, 192, 1)": 256, "simt tile=128": 176, "simt tile=64": 8, "dw_tile=(2, 128, 1)": 12}
 
 BF16 = {"dtype": "bfloat16"}
+THREE = Window((1, 3, 3), (1, 1, 1), (1, 1, 1), (0, 1, 1), (0, 1, 1))
+CONV = Conv(
+    64, 1, 128, 128, (1, 28, 28), (1, 28, 28), THREE, "bfloat16", channels_last=True,
+    column_moments=True,
+)  # fmt: skip
 FLOAT8 = {"dtype": E4M3, "out_dtype": "bfloat16"}
 # op problem: what of the code it reaches
 PROBLEMS = (
@@ -57,6 +62,9 @@ PROBLEMS = (
     Problem.of("Gemm", m=128, n=768, k=768, bias=True, residual="norm", dtype="float16"),
     Problem.of("Gemm", m=4096, n=768, k=768, bias=True, residual="norm", moments=4, **BF16),
     Problem.of("LayerNormGemm", m=4096, n=2304, k=768, bias=True, folded=True, parts=4, **BF16),
+    Problem.of("Gemm", m=50176, n=512, k=128, trans_b=True, column_moments=True, **BF16),
+    CONV,
+    *(MergedMoments(m, 128) for m in (12544, 50176, 200704)),
     Problem.of("Gemm", m=512, n=768, k=768, dact=True, act="gelu_tanh", **BF16),
     Problem.of(
         "Gemm",

@@ -276,10 +276,15 @@ def test_the_gradient_of_a_batch_norm_takes_the_forwards_statistics():
     assert {"channel_sums", "channel_params", "channel_dx"} <= set(entries)
 
 
-def norm_graph(sizes: list[int], dtype: str = "float") -> str:
-    """y = Σ g² over tensors of these sizes."""
-    inputs = ", ".join(f"{dtype}[{n}] g{i}" for i, n in enumerate(sizes))
-    squares = " ".join(f"s{i} = ReduceSumSquare <keepdims = 0> (g{i})" for i in range(len(sizes)))
+def norm_graph(sizes: list[int], dtype: str = "float", short: str = "") -> str:
+    """y = Σ g² over tensors of these sizes; every other one is `short` before a Cast."""
+    types = [short if short and i % 2 else dtype for i in range(len(sizes))]
+    inputs = ", ".join(f"{t}[{n}] g{i}" for i, (t, n) in enumerate(zip(types, sizes, strict=True)))
+    squares = " ".join(f"w{i} = Cast <to = 1> (g{i})" for i, t in enumerate(types) if t != dtype)
+    named = ["g" if t == dtype else "w" for t in types]
+    squares += " ".join(
+        f" s{i} = ReduceSumSquare <keepdims = 0> ({name}{i})" for i, name in enumerate(named)
+    )
     terms = ", ".join(f"s{i}" for i in range(len(sizes)))
     return f"agraph ({inputs}) => ({dtype}[] y) {{ {squares} y = Sum({terms}) }}"
 
@@ -297,9 +302,15 @@ def test_a_global_norm_is_two_launches(monkeypatch):
         assert all(entry.clean for entry in found.values())
     monkeypatch.setattr(reduce_kernels, "ROWS", 2)  # a table holds so many: more take more launches
     (call,) = program_of(text_model(norm_graph(sizes)), feeds).calls
-    assert [x.grid[0] for x in call.launches] == [2, 2, 3, 1]
-    parts = [x.args[-1].offset for x in call.launches[:3]]
-    assert parts == [0, 8, 16]
+    assert [x.grid[0] for x in call.launches] == [2, 5, 1]
+    parts = [x.args[-1].offset for x in call.launches[:2]]
+    assert parts == [0, 8]
+    # one that a Cast has widened is read as it was
+    feeds |= {f"g{i}": np.zeros(sizes[i], np.float16) for i in (1, 3)}
+    (call,) = program_of(text_model(norm_graph(sizes, short="float16")), feeds).calls
+    assert call.problem.bytes == sum(array.nbytes for array in feeds.values())
+    assert [x.grid[0] for x in call.launches] == [1 + 2, 3, 1, 1]  # by type
+    feeds |= {f"g{i}": np.zeros(sizes[i], np.float32) for i in (1, 3)}
     # a sum of other things stays one expression
     other = norm_graph(sizes[:3]).replace("s0 = ReduceSumSquare", "s0 = ReduceSum")
     assert len(program_of(text_model(other), feeds).calls) > 1

@@ -12,6 +12,8 @@
 //            part [ceil(N / BN), 2, M] f32: EPI_DW's row sums of each tile; EPI_DW 2: [ceil(M / 16), 2, N]. MOMENTS: part [N / BN, M] pairs
 //            of f32, (mean, sum of squared deviations) of y's rows in each tile.
 //            splits > 1: split s writes its partial sums to y + s M N (f32, no epilogue).
+//            COLUMN_MOMENTS: part [ceil(M / 64), N] pairs of f32, the same of y's columns in 64 rows each
+//            (DIRECT 0, BN a multiple of 64).
 //            SIDE: rstd, mean to row0, row1 too, made by the producer's idle warps (gemm/side.cuh), or
 //            COLUMNS: part [ceil(M / 64), K] f32, column sums of a (SINGLE, PASSES 1, not TRANS_A); PARTS:
 //            made from part [PARTS, M], the moments that the product before left of a's rows.
@@ -21,7 +23,7 @@
 //            OWN: at most one tile a CTA, MI 1, PINGPONG, CLUSTER 1.
 //            STREAM: CTAs share the k-steps of all tiles evenly (gemm/stream.cuh; SINGLE, PINGPONG 0, CLUSTER 1, no SIDE).
 // Macros   : T, TO, TV, TRANS_A, TRANS_B, MI, BN, PINGPONG, CLUSTER, STAGES, GROUP, DIRECT, PASSES, SIDE,
-//            SIDE_LANES, MOMENTS, PARTS, STATIC_B (b does not change while the graph runs: it is read ahead),
+//            SIDE_LANES, MOMENTS, COLUMN_MOMENTS, PARTS, STATIC_B (b does not change while the graph runs: it is read ahead),
 //            SINGLE (one product, k not split), NEXT_ALONE (the next launch's blocks take an SM each),
 //            EVEN (DIRECT y and c are float, N is a multiple of 4: two elements an access),
 //            PAIRS (DIRECT y is float, without c and z, N is even: two where y begins at 8 bytes);
@@ -45,6 +47,7 @@
 #if EIGHT
 #include "gemm/eight.cuh"
 #endif
+#include "gemm/column_moments.cuh"
 #ifndef PASSES
 #define PASSES 1
 #endif
@@ -53,6 +56,9 @@
 #endif
 #ifndef MOMENTS
 #define MOMENTS 0
+#endif
+#ifndef COLUMN_MOMENTS
+#define COLUMN_MOMENTS 0
 #endif
 #ifndef PARTS
 #define PARTS 0
@@ -191,6 +197,9 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
     u32 full = base + BAR_AT, empty = full + STAGES * 8, c_bar = empty + STAGES * 8;
     int* limit = (int*)(smem + BAR_AT + STAGES * 16 + 8 * C_BOXES * 8);
     float2* own = (float2*)(smem + BAR_AT + STAGES * 16 + 8 * C_BOXES * 8 + 16);  // ALONE: rstd, mean
+#if COLUMN_MOMENTS
+    auto* boxes = (Differences<TO, BN>*)own;  // of each warp's 16 rows
+#endif
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     int rank = CLUSTER > 1 ? (int)cluster_rank() : 0;
 
@@ -795,6 +804,11 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                                             packed_z[3]);
                         }
                     }
+#if COLUMN_MOMENTS
+                    __syncwarp();  // the warp's 16 rows are whole
+                    box_moments(smem + (to - base), lane, M - m, boxes[warp - 4].sums + j * 64,
+                                boxes[warp - 4].from + j * 64);
+#endif
                     if (!plain && (half || !(PAIRED || GATE))) {
                         fence_proxy_async();
                         __syncwarp();
@@ -824,6 +838,13 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                         }
                     }
                 }
+#if COLUMN_MOMENTS
+                bar_sync(7 + group, 128);
+                const int first = m - warp % 4 * 16;  // of the warpgroup's 64 rows
+                merge_boxes(boxes + group * 4, me % 128, M - first, N - t.n,
+                            (float2*)part + (i64)(first / 64) * N + t.n);
+                bar_sync(7 + group, 128);
+#endif
                 if (MOMENTS) {
 #pragma unroll
                     for (int h = 0; h < 2; h++) {

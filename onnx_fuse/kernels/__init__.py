@@ -51,7 +51,7 @@ MODULES: dict[str, str] = {
     **dict.fromkeys(("Resample", "GridSample", "Col2Im"), "pool"),
     "CrossEntropy": "loss",
     "CrossEntropyChunk": "loss",
-    **dict.fromkeys(("SlopeProduct", "PartSums", "Fold"), "sums"),
+    **dict.fromkeys(("SlopeProduct", "PartSums", "MergedMoments", "Fold"), "sums"),
     "Float8": "float8",
     **dict.fromkeys(("GatherElements", "GatherND", "ScatterElements", "ScatterND"), "indexing"),
     **dict.fromkeys(("CumulativeSum", "TopK", "SortedRows"), "scan"),

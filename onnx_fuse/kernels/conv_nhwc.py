@@ -68,6 +68,7 @@ class ChannelsLast(RuleBased):
 
     planar = False  # whether x has its channels first
     gaps = False  # whether y's pixels may stand apart
+    moments = False  # whether the channels' moments are left for a norm
     axes = 2  # spatial axes at most
     maths: tuple[str, ...] = ()  # how products of float32 may be computed
 
@@ -87,6 +88,8 @@ class ChannelsLast(RuleBased):
             return "at most two spatial axes"
         if problem.y_strides and not self.gaps:
             return "y's pixels stand apart"
+        if problem.column_moments and not self.moments:
+            return "no moments of channels"
         strided = not (problem.depthwise or problem.planar)
         piece = 16 // ITEMSIZE[problem.dtype]
         if strided and any(step % piece for step in image_strides(problem)):
@@ -413,6 +416,7 @@ class Im2col(Chosen):
     name = "wgmma"
     source = Wgmma.source
     gaps = True
+    moments = True
 
     def __init__(self) -> None:
         self.many, self.few = Wgmma(), Cluster()
@@ -425,6 +429,7 @@ class Im2col(Chosen):
         """The product of the same tiles, whose k is the taps' channels in steps of 64."""
         epilogue = epilogue_of(problem)
         assert epilogue is not None
+        epilogue = replace(epilogue, column_moments=problem.column_moments)
         extra = {"static_b": True} if problem.static_weight else {}
         return Problem.of(
             "Gemm", m=problem.batch * prod(problem.outer), n=problem.filters,
@@ -440,6 +445,8 @@ class Im2col(Chosen):
             return "no epilogue of a product does what stands behind it"
         if problem.y_strides and (problem.tail or problem.filters % 8):
             return "y's pixels stand apart: no operands as y, and filters a multiple of 8"
+        if problem.y_strides and problem.column_moments:
+            return "y's pixels stand apart, so that no box of them is whole"
         reason = unboxed(problem) or super().supports(problem, hw)
         return reason or self.many.supports(self._product(problem), hw)
 

@@ -60,7 +60,8 @@ class CublasLt(Unconditional):
             return "no product float64 -> float32"
         # its GELU is the tanh form, and its stored ReLU input a mask
         own = ("layernorm", "rows", "save_z", "dact", "dx", "dw", "moments", "parts", "accumulate",
-               "row_bias", "layer_scale", "gate", "ldy", "column_sums")  # fmt: skip
+               "row_bias", "layer_scale", "gate", "ldy", "column_sums",
+               "column_moments")  # fmt: skip
         if found := [*problem.among(*own), *(["residual=norm"] if normed(problem) else [])]:
             return f"no such epilogue: {', '.join(found)}"
         act = problem.epilogue.act

@@ -48,7 +48,8 @@ class EightBits(AroundProduct):
             return "float8 operands lie along k"
         if problem.batch:
             return "no batches"
-        own = ("layernorm", "row_bias", "dx", "dw", "moments", "column_sums", "accumulate", "gate")
+        own = ("layernorm", "row_bias", "dx", "dw", "moments", "column_sums", "column_moments",
+               "accumulate", "gate")  # fmt: skip
         if found := [*problem.among(*own), *problem.among("rows", "parts", "planes")]:
             return f"no such epilogue: {', '.join(found)}"
         if problem.epilogue.alpha != 1 or problem.epilogue.residual == "norm":

@@ -30,7 +30,7 @@ def gate_refusal(problem: Problem) -> str | None:
     if problem.n % 16 or problem.trans_b:
         return f"gates come in blocks of 8 columns, b's rows along k: n={problem.n}"
     with_c = ("save_z", "beta", "dact", "dx", "dw", "residual", "accumulate", "moments",
-              "column_sums")  # fmt: skip
+              "column_sums", "column_moments")  # fmt: skip
     other = problem.epilogue.among(*with_c)
     if problem.batch or other or not problem.epilogue.act:
         return f"a gate has an activation and no {', '.join(other) or 'batches'}"
@@ -44,7 +44,7 @@ def store_refusal(problem: Problem) -> str | None:
 
 def plain_refusal(problem: Problem) -> str | None:
     """Why an epilogue with one dense operand and a bias a column is not enough; None if it is."""
-    own = ("dw", "moments", "column_sums", "save_act")
+    own = ("dw", "moments", "column_sums", "column_moments", "save_act")
     if problem.epilogue.among(*own) or problem.parts:
         return "no sums of rows, columns or parts, no second activation"
     if problem.epilogue.row_bias:
@@ -162,7 +162,7 @@ class _Portable(WithoutWorkspace):
     source: str
 
     def _refusal(self, problem: Problem) -> str | None:
-        if problem.epilogue.among("dw", "moments", "column_sums", "save_act"):
+        if problem.epilogue.among("dw", "moments", "column_sums", "column_moments", "save_act"):
             return "sums over a row need a block that owns whole rows of its tile"
         if len(problem.batch) > 3:
             return f"{len(problem.batch)} batch dims (at most 3)"

@@ -49,6 +49,10 @@ long, or 6 % less where k is long; but they read a third less from L2, and a chi
 limit of power: a step of GPT-2 took 29.0 ms in place of 29.4 (H200 at 675 W, 2026-11)."""
 SIDE_SECONDS, OWN_SECONDS = 3e-6, 0.6e-6
 """What the first tiles wait for statistics made beside them; from the only one (H200, 2026-11)."""
+MOMENT_SECONDS, MOMENT_HIDDEN = 4e-11, 1.4e-6
+"""An element's share of the moments of its column, and the products of a tile from which on the
+other warpgroup's hide a part: 200704 x 64 x 256 took 58.7 us in place of 38.3, 12544 x 256 x 1024
+16.2 in place of 11.8, 50176 x 512 x 128 19.6 in place of 18.2 (H200, 2026-11)."""
 SIDE_WARPS = 3
 ACT_AND_Z = 2e-10
 """Seconds that an SM needs for an element whose activation and pre-activation are both stored:
@@ -148,6 +152,11 @@ class Wgmma:
                 return "column sums are of one a whose rows are of whole 16 bytes"
             if problem.rows or problem.parts or problem.epilogue.dw:
                 return "column sums come alone"
+        if problem.epilogue.column_moments:
+            other = ("accumulate", "dw", "dx", "moments", "column_sums", "save_z", "save_act")
+            found = [*problem.among(*other), *problem.among("rows", "parts", "ldy", "planes")]
+            if found or problem.batch or direct(problem):
+                return "moments of columns come alone, of one product's 16-bit rows of 16 bytes"
         if parts and problem.n not in {parts * bn for _, bn, _ in TILES}:
             return f"no tile is a row of {problem.n} in {parts}"
         if problem.align % 16 or any(step % 16 for step in steps):
@@ -180,6 +189,8 @@ class Wgmma:
         if splits <= 1:  # a split product has no epilogue: the reduction runs it
             sets = 2 if pingpong and not own else 1
             rest += sets * columns(problem) * bn * 4 + (512 if own else 0)
+        if problem.epilogue.column_moments:
+            rest += 8 * bn * 10  # of each warp's rows: two sums, and one number of 16 bits
         wide = bn if problem.trans_b else ceil(bn / 64) * 64
         return (rows + wide) * BK * 2 + 16, box, rest
 
@@ -208,10 +219,12 @@ class Wgmma:
                 continue
             if problem.epilogue.gate and bn % 128:  # a TMA store has 64 columns of y
                 continue
-            if problem.ldy and bn % 64:  # its last columns go by plain stores
+            # its last columns go by plain stores
+            if (problem.ldy or problem.epilogue.column_moments) and bn % 64:
                 continue
             apart = (problem.epilogue.moments, problem.parts, problem.ldy,
-                     problem.epilogue.column_sums, problem.epilogue.save_act)  # fmt: skip
+                     problem.epilogue.column_sums, problem.epilogue.save_act,
+                     problem.epilogue.column_moments)  # fmt: skip
             alone = whole or problem.epilogue.dw == "turned" or any(apart)
             if whole and (tiles_n > hw.sm_count or not pingpong):
                 continue  # they wait for each other in the epilogue, which only pingpong hides
@@ -301,6 +314,9 @@ class Wgmma:
         tail += slope_seconds(problem, bm * bn / (128 if pingpong else 256))
         if problem.epilogue.moments or problem.parts:
             tail += 0.5e-6
+        if problem.epilogue.column_moments:
+            shown = min(1.0, MOMENT_HIDDEN / products) if pingpong else 1.0
+            epilogue += MOMENT_SECONDS * bm * bn * shown
         if problem.rows in ("stats", "rms") and splits == 1:
             tail += OWN_SECONDS if self.own(problem, config, hw) else SIDE_SECONDS
         seconds = waves * (products + epilogue) + tail
@@ -421,6 +437,8 @@ class Wgmma:
             types |= {"SIDE": "COLUMNS"}
         if problem.epilogue.moments:
             types |= {"MOMENTS": "1"}
+        if problem.epilogue.column_moments:
+            types |= {"COLUMN_MOMENTS": "1"}
         if parts := problem.parts:
             types |= {"PARTS": str(parts)}
         epilogue = epilogue_defines(problem)

@@ -48,7 +48,7 @@ class Vector(WithoutWorkspace):
         if problem.op == "LayerNormGemm" and problem.stats:
             return "it makes the statistics itself"
         more = ("dact", "dx", "dw", "moments", "parts", "rows", "gate", "accumulate", "row_bias",
-                "ldy", "column_sums")  # fmt: skip
+                "ldy", "column_sums", "column_moments")  # fmt: skip
         if other := problem.among(*more):
             return f"its epilogue has no {', '.join(other)}"
         if problem.epilogue.beta and problem.epilogue.residual:

@@ -120,44 +120,49 @@ class Column(RuleBased):
 
 
 class Squares(RuleBased):
-    """reduce/sum_squares.cu: a launch for every 1024 tensors, and one that adds their sums up.
+    """reduce/sum_squares.cu: a launch for 1024 tensors of a type, and one that adds their sums up.
 
     Operands: x.0, x.1, ... y.
     """
 
     source = "reduce/sum_squares.cu"
 
-    def _firsts(self, problem: SumSquares) -> list[int]:
+    def _firsts(self, sizes: Sequence[int]) -> list[int]:
         """The first block of each tensor, and after the last."""
-        return list(accumulate((-(-size // CHUNK) for size in problem.sizes), initial=0))
+        return list(accumulate((-(-size // CHUNK) for size in sizes), initial=0))
 
     def _item(self, problem: SumSquares) -> int:
-        return 8 if accumulator(problem.dtype) == "double" else 4
+        return 8 if accumulator(problem.out_dtype) == "double" else 4
 
     def workspace(self, problem: SumSquares, config: Config, hw: Hardware) -> int:
         """The bytes of one sum for each block."""
-        return self._firsts(problem)[-1] * self._item(problem)
+        return self._firsts(problem.sizes)[-1] * self._item(problem)
 
     def launch(self, problem: SumSquares, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The launches, whose tables have the tensors' addresses."""
-        firsts, size, dtype = self._firsts(problem), self._item(problem), C_TYPES[problem.dtype]
+        size, wide = self._item(problem), accumulator(problem.out_dtype)
         launches: list[Launch] = []
-        for k in range(0, len(problem.sizes), ROWS):
-            few = problem.sizes[k : k + ROWS]
-            rows = pow2(len(few))  # few distinct sources for many counts
-            words: list[Ptr | int] = []
-            for i, (count, first) in enumerate(zip(few, firsts[k:], strict=False), k):
-                words += [Ptr(f"x.{i}"), count, first - firsts[k]]
-            words += [0] * (3 * (rows - len(few)))
-            launches.append(Launch(
-                self.source, "sum_squares", (firsts[k + len(few)] - firsts[k], 1, 1),
-                (256, 1, 1),
-                (Table(tuple(words)), Num("i32", len(few)), Ptr("workspace", firsts[k] * size)),
-                defines(T=dtype, U=dtype, ACC=accumulator(problem.dtype), CHUNK=CHUNK, ROWS=rows),
-            ))  # fmt: skip
+        begun = 0  # blocks of the launches before
+        for dtype in dict.fromkeys(problem.dtypes):
+            of = [i for i, d in enumerate(problem.dtypes) if d == dtype]
+            for k in range(0, len(of), ROWS):
+                few = of[k : k + ROWS]
+                firsts = self._firsts([problem.sizes[i] for i in few])
+                rows = pow2(len(few))  # few distinct sources for many counts
+                words: list[Ptr | int] = []
+                for i, first in zip(few, firsts, strict=False):
+                    words += [Ptr(f"x.{i}"), problem.sizes[i], first]
+                words += [0] * (3 * (rows - len(few)))
+                launches.append(Launch(
+                    self.source, "sum_squares", (firsts[-1], 1, 1), (256, 1, 1),
+                    (Table(tuple(words)), Num("i32", len(few)), Ptr("workspace", begun * size)),
+                    defines(T=C_TYPES[dtype], U=C_TYPES[problem.out_dtype], ACC=wide,
+                            CHUNK=CHUNK, ROWS=rows),
+                ))  # fmt: skip
+                begun += firsts[-1]
         total = Launch(
             self.source, "sum_squares_total", (1, 1, 1), (1024, 1, 1),
-            (Ptr("workspace"), Num("i64", firsts[-1]), Ptr("y")), launches[-1].defines,
+            (Ptr("workspace"), Num("i64", begun), Ptr("y")), launches[-1].defines,
         )  # fmt: skip
         return (*launches, total)
 

@@ -1,14 +1,15 @@
-"""SlopeProduct, PartSums and Fold: the passes over weights and gradients between products."""
+"""SlopeProduct, PartSums, MergedMoments and Fold: the small passes between products."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from onnx_fuse.cuda.macros import defines
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rows import act_grad, fold, fold_many, sum_parts
 from onnx_fuse.kernels.rule_based import RuleBased
-from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch
-from onnx_fuse.program.problems import Fold, PartSums, SlopeProduct
+from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Num, Ptr
+from onnx_fuse.program.problems import Fold, MergedMoments, PartSums, SlopeProduct
 
 
 class Slope(RuleBased):
@@ -38,6 +39,24 @@ class Parts(RuleBased):
         return (sum_parts(problem.parts, problem.n, 1, problem.out_dtype),)
 
 
+class Merged(RuleBased):
+    """norm/merge_moments.cu. Operands: part mean variance."""
+
+    source = "norm/merge_moments.cu"
+
+    def launch(self, problem: MergedMoments, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """One launch; a block has fewer columns where these are long, as there are few."""
+        columns, rows = (
+            (4, 256) if problem.parts > 1024 else (8, 128 if problem.parts > 256 else 32)
+        )
+        return (Launch(
+            self.source, "merge_moments", (-(-problem.n // columns), 1, 1), (columns * rows, 1, 1),
+            (Ptr("part"), Num("i32", problem.m), Num("i32", problem.n), Ptr("mean"),
+             Ptr("variance")),
+            defines(COLUMNS=columns, ROWS=rows),
+        ),)  # fmt: skip
+
+
 class Columns(RuleBased):
     """norm/fold.cu. Operands: w gamma beta c low wq cs cv, of several folds with their number."""
 
@@ -64,5 +83,6 @@ class Columns(RuleBased):
 KERNELS: dict[str, Sequence[Kernel]] = {
     "SlopeProduct": (Slope(),),
     "PartSums": (Parts(),),
+    "MergedMoments": (Merged(),),
     "Fold": (Columns(),),
 }

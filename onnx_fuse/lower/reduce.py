@@ -168,7 +168,7 @@ def arg(ctx: Context, node: ir.Node) -> str | None:
 
 
 def sum_of_squares(ctx: Context, node: ir.Node) -> str | None:
-    """Sum of ReduceSumSquares over whole tensors (a global norm): two launches for all of them.
+    """Sum of ReduceSumSquares over whole tensors (a global norm): few launches for all of them.
 
     What the ReduceSumSquares themselves emitted is dropped, as nothing reads it any more.
     """
@@ -178,15 +178,29 @@ def sum_of_squares(ctx: Context, node: ir.Node) -> str | None:
         whole = made is not None and made.op_type == "ReduceSumSquare" and made.domain == ""
         if made is None or not whole or ctx.view(node, i).shape or ctx.has(made, 1):
             return folded(ctx, node)
-        tensors.append(ctx.dense(made, 0))
-    dtype = tensors[0].dtype
-    if len(tensors) < 2 or dtype not in FLOATS or any(t.dtype != dtype for t in tensors):
+        tensors.append(_before_cast(ctx, made))
+    dtype = ctx.view(node, 0).dtype
+    if len(tensors) < 2 or dtype not in FLOATS or not any(t.size for t in tensors):
         return folded(ctx, node)
-    if not any(t.size for t in tensors):
-        return folded(ctx, node)
+    tensors = [t for t in tensors if t.size]  # a launch has blocks
     reads = {f"x.{i}": t for i, t in enumerate(tensors)}
-    problem = SumSquares(tuple(t.size for t in tensors), dtype)
+    problem = SumSquares(tuple(t.size for t in tensors), tuple(t.dtype for t in tensors), dtype)
     return ctx.select(node, problem, reads, {"y": ctx.output(node, 0)})
+
+
+def _before_cast(ctx: Context, square: ir.Node) -> Tensor:
+    """What is squared, or what it was in 16 bits: a Cast to float32 changes no number.
+
+    Of a gradient only the update then reads the Cast, and takes it into its own call.
+    """
+    wide = ctx.dense(square, 0)
+    value = square.inputs[0]
+    cast = value.producer() if value is not None else None
+    if cast is None or (cast.op_type, cast.domain) != ("Cast", "") or wide.dtype != "float32":
+        return wide
+    short = ctx.view(cast, 0)
+    whole = short.dtype in ("float16", "bfloat16") and short.dense
+    return ctx.contiguous(short) if whole else wide
 
 
 folded = elementwise.LOWERINGS["", "Sum"]

@@ -66,6 +66,9 @@ class Epilogue:
     column_sums: bool = False
     """"part" [m / 64, k], float32, takes the sums of the columns of a, of 64 rows each: the
     gradient of a bias, where a is that of a layer's output."""
+    column_moments: bool = False
+    """"part" [m / 64, n, 2], float32, takes the mean and the sum of squared deviations of the
+    columns of y, of 64 rows each: what a BatchNormalization in training needs of its input."""
 
     @property
     def given(self) -> dict[str, Any]:

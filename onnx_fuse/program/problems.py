@@ -246,6 +246,8 @@ class Conv(_Filtering):
     `planar`: x is [batch, channels, *inner] nevertheless, of few channels, and the weights are
     [filters, rows, run]: a row's pixels of 4 or 8 channels, zeros up to a multiple of 16 elements.
     `math` is how the products of channels-last float32 may be computed, as for Gemm.
+    `column_moments`: "part" [pixels / 64, filters, 2] takes the moments of y's channels, as an
+    `Epilogue` says.
     """
 
     op = "Conv"
@@ -260,6 +262,7 @@ class Conv(_Filtering):
     static_weight: bool = False
     planar: bool = False
     math: str = "ieee"
+    column_moments: bool = False
 
     @property
     def bytes(self) -> int:
@@ -270,7 +273,7 @@ class Conv(_Filtering):
     @property
     def stored(self) -> str:
         """The operand that holds the result."""
-        return "" if self.tail else "y"
+        return "" if self.tail or self.column_moments else "y"
 
     def rate(self, hw: Hardware) -> float:
         """The rate of products of its type, or of those that stand for them."""
@@ -361,15 +364,16 @@ class Reduce(AnyProblem):
 
 @dataclass(frozen=True)
 class SumSquares(AnyProblem):
-    """The sum of the squares of all elements of several tensors "x.i" of these `sizes`."""
+    """The sum of the squares of all elements of tensors "x.i" of these `sizes` and `dtypes`."""
 
     sizes: tuple[int, ...]
-    dtype: str
+    dtypes: tuple[str, ...]
+    out_dtype: str
 
     @property
     def bytes(self) -> int:
         """The bytes of all tensors, which are read."""
-        return sum(self.sizes) * ITEMSIZE[self.dtype]
+        return sum(n * ITEMSIZE[d] for n, d in zip(self.sizes, self.dtypes, strict=True))
 
 
 @dataclass(frozen=True)
@@ -591,6 +595,27 @@ class PartSums(AnyProblem):
     def bytes(self) -> int:
         """The bytes of the parts, which are read."""
         return 4 * self.parts * self.n
+
+
+@dataclass(frozen=True)
+class MergedMoments(AnyProblem):
+    """ "mean" and "variance" [n], float32, of the columns of a matrix [m, n], from "part".
+
+    "part" [m / 64, n, 2], float32, has the mean and the sum of squared deviations of 64 rows each.
+    """
+
+    m: int
+    n: int
+
+    @property
+    def parts(self) -> int:
+        """The parts of a column."""
+        return -(-self.m // 64)
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of the parts, which are read."""
+        return 8 * self.parts * self.n
 
 
 @dataclass(frozen=True)

@@ -5,51 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from curves import CURVES, gelu
-from on_device import TYPES, Memory, wide
+from on_device import TOLERANCE, TYPES, Memory, each, error, poison, random, wide
 
 from onnx_fuse.cuda.launch import bind
 from onnx_fuse.kernels import candidates, cublaslt
-from onnx_fuse.kernels.gemm_sm90 import STREAM
-from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rows import fold, fold_many
 from onnx_fuse.lower.gated import interleaved
 from onnx_fuse.onnx.build import text_model
-from onnx_fuse.program.problem import Config, Hardware, Problem
+from onnx_fuse.program.problem import Hardware, Problem
 from onnx_fuse.runtime.executable import Executable
-
-# relative Frobenius error, output rounding included: a bound each type or kind of product must meet
-TOLERANCE = {"bfloat16": 6e-3, "float16": 1e-3, "float64": 1e-13, "int32": 0.0,
-             "ieee": 2e-6, "tf32": 1e-3, "bf16x3": 2e-5, "bf16x6": 5e-6}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def hw() -> Hardware:
     return Hardware.detect(0)
-
-
-def random(rng: np.random.Generator, dtype: str, *shape: int) -> np.ndarray:
-    if dtype == "int32":
-        return rng.integers(-9, 9, shape).astype(np.int32)
-    return rng.standard_normal(shape).astype(TYPES[dtype])
-
-
-def poison(dtype: str, *shape: int) -> np.ndarray:
-    return np.full(shape, -7 if dtype == "int32" else np.nan).astype(TYPES[dtype])
-
-
-def error(got: np.ndarray, want: np.ndarray) -> float:
-    return float(np.linalg.norm(wide(got) - want) / (np.linalg.norm(want) or 1.0))
-
-
-def each(problem: Problem, hw: Hardware) -> list[tuple[Kernel, Config]]:
-    """Every legal kernel: its two likeliest configurations, its last, those that share steps."""
-    found = []
-    for kernel in candidates(problem.op):
-        if kernel.supports(problem, hw) is None:
-            hows = sorted(kernel.configs(problem, hw), key=lambda h: kernel.cost(problem, h, hw))
-            shared = [h for h in hows if STREAM in (h.attr("splits", 1), h.attr("dw_splits", 1))]
-            found += [(kernel, how) for how in dict.fromkeys([*hows[:2], hows[-1], *shared])]
-    return found
 
 
 GEMMS = (

@@ -329,16 +329,18 @@ RANDOM = """agraph () => (float[100000] u, float[100000] n, float[100000] f, int
 
 @pytest.mark.launches("reduce/sum_squares.cu", "sum_squares")
 @pytest.mark.launches("reduce/sum_squares.cu", "sum_squares_total")
-@pytest.mark.parametrize("dtype", ["float", "double", "float16"])
+@pytest.mark.parametrize("dtype", ["float", "double", "float16", "mixed"])
 def test_the_global_norm_of_many_tensors(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reduce_kernels, "ROWS", 8)  # several tables
     sizes, rng = [1, 7, 8192, 8193, 0, 100_003, 40, 65536, 3, 12, 20000], np.random.default_rng(2)
-    kind = {"float": np.float32, "double": np.float64, "float16": np.float16}[dtype]
-    feeds = {f"g{i}": (rng.standard_normal(n) / 16).astype(kind) for i, n in enumerate(sizes)}
+    kinds = {"float": "ff", "double": "dd", "float16": "ee", "mixed": "fe"}[dtype]
+    drawn = [rng.standard_normal(n) / 16 for n in sizes]
+    feeds = {f"g{i}": array.astype(kinds[i % 2]) for i, array in enumerate(drawn)}
     want = sum(float((g.astype(np.float64) ** 2).sum()) for g in feeds.values())
-    model = text_model(test_lower.norm_graph(sizes, dtype))
+    how = ("float", "float16") if dtype == "mixed" else (dtype,)
+    model = text_model(test_lower.norm_graph(sizes, *how))
     found = [Executable(model).run(None, feeds)[0] for _ in range(2)]
-    rounding = {"float": 1e-6, "double": 1e-13, "float16": 5e-4}[dtype]
+    rounding = {"float": 1e-6, "mixed": 1e-6, "double": 1e-13, "float16": 5e-4}[dtype]
     np.testing.assert_allclose(found[0], want, rtol=rounding)
     assert found[0].tobytes() == found[1].tobytes()
 

@@ -10,6 +10,7 @@ from onnx_fuse.program.call import Call, PassContext
 from onnx_fuse.program.passes.activation_again import make_activation_again
 from onnx_fuse.program.passes.buckets import by_bucket
 from onnx_fuse.program.passes.callgraph import Calls, Rule, rewrite
+from onnx_fuse.program.passes.column_moments import leave_moments
 from onnx_fuse.program.passes.column_sums import sum_columns
 from onnx_fuse.program.passes.copy_forwarding import forward_copies
 from onnx_fuse.program.passes.cse import eliminate_common, eliminate_dead
@@ -42,6 +43,7 @@ PIPELINE: tuple[tuple[str, Pass], ...] = (
     *((f"few columns: {rule.__name__}", partial(_each, rule)) for rule in FEW_COLUMNS),
     ("activations again", partial(_each, make_activation_again)),
     ("column sums", partial(_each, sum_columns)),
+    ("column moments", partial(_each, leave_moments)),
     ("norm deferral", defer),
     ("shared loads", lambda calls, keep, _: share_loads(calls, keep)),
     ("folds of weights", lambda calls, keep, ctx: fold_together(calls, keep, ctx.hw)),

@@ -19,7 +19,8 @@ ROWS = 64
 
 def sum_columns(calls: Calls, i: int, call: Call) -> None:
     """Put product and sum of parts in the place of a product and of the sums that begin at `i`."""
-    places, summed = _passes(calls, i), _summed(call)
+    summed = _summed(call)
+    places = [] if summed is None else passes_of(calls, i)
     if not places or summed is None:
         return
     (_, x), end = call.reads[0], calls.calls[places[-1]]
@@ -64,14 +65,12 @@ def _summed(call: Call) -> tuple[int, int] | None:
     return problem.length, problem.inner
 
 
-def _passes(calls: Calls, i: int) -> list[int]:
-    """The places of the passes of a sum over the rows of a matrix, the first of which is at `i`.
+def passes_of(calls: Calls, i: int) -> list[int]:
+    """The places of the passes of a reduction, the first of which is at `i`.
 
-    There are none where it is another reduction.
+    There are none where something else reads what they leave to each other.
     """
     problem, places = calls.calls[i].problem, [i]
-    if _summed(calls.calls[i]) is None:
-        return []
     while (isinstance(problem, Reduce) and problem.to_state) or (
         isinstance(problem, SlopeProduct) and calls.calls[i].writes[0][0] == "part"
     ):
