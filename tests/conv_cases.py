@@ -6,6 +6,7 @@ from typing import Any
 
 Shape = tuple[int, ...]
 AROUND = {"pads": [1, 1, 1, 1]}
+WITHIN = {"pads": [1] * 6}
 
 # note, attributes, the shapes of the inputs; float32
 CHANNELS_FIRST: tuple[tuple[str, dict[str, Any], tuple[Shape, ...]], ...] = (
@@ -39,4 +40,11 @@ CHANNELS_LAST: tuple[tuple[dict[str, Any], Shape, Shape, str], ...] = (
     ({"group": 40, "strides": [2, 2], "pads": [2] * 4}, (2, 40, 15, 17), (40, 1, 5, 5), "float16"),
     ({"pads": [1, 2]}, (3, 20, 33), (21, 20, 4), "float16"),
     (AROUND, (1, 512, 7, 7), (64, 512, 3, 3), "float16"),
+    # volumes, by tensor maps of five axes
+    (WITHIN, (2, 72, 5, 6, 7), (40, 72, 3, 3, 3), "float16"),
+    (WITHIN, (2, 72, 5, 6, 7), (40, 72, 3, 3, 3), "bfloat16"),
+    ({"pads": [1, 0, 2, 0, 1, 2], "strides": [2, 1, 3], "dilations": [1, 2, 1]},
+     (2, 16, 9, 8, 11), (136, 16, 2, 3, 4), "float16"),
+    ({"strides": [2, 2, 2]}, (3, 64, 4, 6, 5), (24, 64, 1, 1, 1), "bfloat16"),
+    (WITHIN, (3, 16, 1, 9, 8), (72, 16, 3, 3, 3), "float16"),  # planes beyond the only one
 )  # fmt: skip

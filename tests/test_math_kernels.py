@@ -22,8 +22,8 @@ from onnx_fuse.lower.reduce import passes, pieces
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.program.call import Program
-from onnx_fuse.program.problem import CHIPS, Launch, Num, Ptr
-from onnx_fuse.program.problems import Conv, Softmax, Window
+from onnx_fuse.program.problem import CHIPS, Launch, Num, Ptr, TensorMap
+from onnx_fuse.program.problems import Conv, ConvWeightGrad, Softmax, Window
 from onnx_fuse.program.products import Attention, AttentionGrad
 
 
@@ -224,6 +224,43 @@ def test_resize_weights_add_up_to_one(mode, antialias):
         np.testing.assert_allclose(weight.sum(1), 1, atol=1e-6)
 
 
+_CUBE = Window((3, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1), (1, 1, 1))
+_VOLUME = (1, 128, 128, (16, 32, 32), (16, 32, 32), _CUBE, "float16")
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [Conv(2, *_VOLUME, channels_last=True), ConvWeightGrad(2, *_VOLUME, "float16")],
+    ids=["Conv", "ConvWeightGrad"],
+)
+def test_each_tile_over_volumes_compiles_without_spills(problem):
+    """By tensor maps of five axes, which have a window of nine numbers."""
+    (kernel,) = (k for k in candidates(problem.op) if k.name == "wgmma")
+    assert kernel.supports(problem, H200) is None
+    tiles = {how.attr("tile"): how for how in kernel.configs(problem, H200)[1:]}
+    assert len(tiles) > 3
+    for how in tiles.values():
+        product, *_ = kernel.launch(problem, how, H200)
+        assert any(isinstance(a, TensorMap) and len(a.window) == 9 for a in product.args)
+        for entry in nvrtc.resources(product.source, product.defines, "sm_90a").values():
+            parked = 256 if how.attr("tile") == (2, 192, 1) else 0  # as of products
+            assert entry.spill_bytes <= parked, (how, entry)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dilations": (16, 1, 1), "before": (16, 1, 1), "after": (16, 1, 1)}, "does not hold"),
+        ({"after": (1, 1, 2)}, "elsewhere"),
+    ],
+)
+def test_volumes_by_tensor_maps_say_why_not(change, reason):
+    problem = Conv(2, *_VOLUME, channels_last=True)
+    problem = replace(problem, window=replace(problem.window, **change))
+    (kernel,) = (k for k in candidates("Conv") if k.name == "wgmma")
+    assert reason in str(kernel.supports(problem, H200))
+
+
 # ---- attention ----------------------------------------------------------------------------------
 
 
@@ -267,6 +304,16 @@ def test_every_attention_configuration_compiles_without_spills():
         ("Sdpa", 128, (8, 8, 8, 1), 200),
         ("Sdpa", 256, (), 200),
         ("Sdpa", 256, (0, 0, 0, 1), 200),
+        ("Sdpa", 40, (), 77),
+        ("Sdpa", 40, (), 200),
+        ("Sdpa", 40, (8, 8, 8, 1), 200),
+        ("Sdpa", 64, (), 77),
+        ("Sdpa", 72, (), 200),
+        ("Sdpa", 80, (), 77),
+        ("Sdpa", 80, (8, 8, 8, 1), 200),
+        ("Sdpa", 96, (), 200),
+        ("Sdpa", 160, (), 77),
+        ("Sdpa", 160, (8, 8, 8, 1), 200),
         ("SdpaGrad", 64, (8, 8, 8, 1), 104),
         ("SdpaGrad", 128, (), 104),
     )

@@ -46,6 +46,10 @@ GRAPHS = {
     ),
     "groups": ("float16", (2, 8, 7, 6), (16, 4, 3, 2), "Conv <group=2, dilations=[2,1]> (x, w)"),
     "line": ("float16", (2, 8, 9), (16, 8, 3), "Conv <strides=[2]> (x, w)"),
+    "volume": (
+        "float16", (2, 8, 4, 7, 6), (16, 8, 3, 3, 2),
+        "Conv <pads=[1,1,1,1,1,0], strides=[1,2,1]> (x, w)",
+    ),
     "transposed": (
         "float16", (2, 16, 5, 4), (16, 8, 3, 3),
         "ConvTranspose <pads=[1,1,1,1], strides=[2,2]> (x, w)",
@@ -159,6 +163,12 @@ WEIGHTS = {
     "a row": (
         (6, 64, 17), (6, 3, 19), {"kernel_shape": [3], "pads": [0, 0], "strides": [1],
                                   "dilations": [1], "swap": [1, 0, 2]},
+    ),
+    "a volume": (
+        (2, 16, 3, 4, 5), (2, 40, 5, 4, 9), {
+            "kernel_shape": [3, 3, 2], "pads": [1, 1, 0, 1, 1, 1], "strides": [2, 1, 2],
+            "dilations": [1] * 3, "swap": [1, 0, 2, 3, 4],
+        },
     ),
 }  # fmt: skip
 

@@ -75,6 +75,17 @@ def rows() -> Iterator[Row]:
                                        "dilations": [1], "swap": [1, 0, 2]}),
         ):  # fmt: skip
             yield _row("ConvWeightGrad", (dy, x), square | how, 1, dtype, FUSE)
+        cube = {"kernel_shape": [3] * 3, "strides": [1] * 3, "dilations": [1] * 3, "pads": [1] * 6}
+        cube |= {"group": 1, "swap": [1, 0, 2, 3, 4]}
+        for dy, x, how in (
+            ((2, 72, 4, 5, 7), (2, 40, 4, 5, 7), {}),
+            ((2, 136, 3, 4, 3), (2, 96, 6, 7, 5), {"strides": [2, 2, 2]}),
+            ((3, 16, 3, 5, 4), (3, 64, 5, 5, 8), {
+                "kernel_shape": [2, 3, 4], "dilations": [2, 1, 1], "strides": [1, 1, 2],
+                "pads": [0, 1, 1, 0, 1, 2],
+            }),
+        ):  # fmt: skip
+            yield _row("ConvWeightGrad", (dy, x), cube | how, 1, dtype, FUSE, note="3-D")
     seven = square | {"kernel_shape": [7, 7], "pads": [3] * 4, "group": 66}
     for dtype in (F32, F16, BF16, F64):
         yield _row("ConvWeightGrad", ((5, 66, 14, 15), (5, 66, 14, 15)), seven, 1, dtype, FUSE)

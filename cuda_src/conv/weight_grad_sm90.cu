@@ -7,7 +7,7 @@
 //            of one tap is dw itself.
 // Inputs   : dy T [pixels, filters], x T [n, h, w, channels] by TMA: filters and channels are multiples of 8.
 // Outputs  : part PART (f32, or dw's type) [splits, filters, TAPS * channels].
-// Macros   : T PART BM BN (filters and columns of a block) STAGES IM2COL, geometry.cuh's.
+// Macros   : T PART BM BN (filters and columns of a block) STAGES IM2COL DEEP, geometry.cuh's.
 // Launch   : tiles x splits blocks of 384 threads.
 // Numerics : f32 sums, pixels in order.
 // Bound    : tensor cores, or HBM where a filter has one tap; L2 for what the tiles share.
@@ -22,7 +22,7 @@ constexpr int CONSUMERS = 8;                          // warps
 
 extern "C" __global__ void __launch_bounds__(384, 1)
     conv_weight_grad_wgmma(const __grid_constant__ TensorMap map_dy, const __grid_constant__ TensorMap map_x,
-                           PART* part, u32 pixels, int channels, int filters, int oh, int ow, u32 chunk) {
+                           PART* part, u32 pixels, int channels, int filters, PIXEL_SIZES, u32 chunk) {
     extern __shared__ __align__(1024) u8 smem[];
     const u32 base = smem_address(smem), full = base + STAGES * STAGE, empty = full + STAGES * 8;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 mbarrier_expect(bar, STAGE);
 #pragma unroll
                 for (int i = 0; i < A_BOXES; i++) tma_load(a + i * BOX, map_dy, bar, m0 + i * 64, p, 0);
-                const Pixel pixel = first_pixel(p, oh, ow);
+                const Pixel pixel = first_pixel(p, PIXELS_OF_Y);
 #pragma unroll
                 for (int i = 0; i < B_BOXES; i++) {  // past the last block there are no channels: zeros
                     const int block = first_block + i, tap = min(block / blocks, TAPS - 1);

@@ -331,7 +331,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
 #endif
         };
 #if IM2COL
-        Pixel pixel = first_pixel(m0 + side * (ROWS / SHARE), oh, ow);
+        Pixel pixel = first_pixel(m0 + side * (ROWS / SHARE), PIXELS_OF_Y);
 #endif
         auto load_a = [&](int step) {  // this CTA's share of the rows (TRANS_A: of k), to all sharers
             int s = step % STAGES, k = (first + step) * BK;

@@ -308,7 +308,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
             for (int id = start; id < count; next(id)) {
                 int steps = steps_of(t.split);
 #if IM2COL
-                Pixel pixel = first_pixel(t.m, oh, ow);
+                Pixel pixel = first_pixel(t.m, PIXELS_OF_Y);
 #endif
                 if (EARLY) atomicExch(limit, (t.m / BAND + 2) * BAND);
 #pragma unroll 1

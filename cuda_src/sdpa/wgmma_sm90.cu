@@ -11,17 +11,18 @@
 //            MASK 1: a row a query, by TMA too (0 strides: size 1); MASK 2: one row, by its strides.
 //            One mask at most, which is added or (KEEP) selects.
 // Outputs  : y by TMA, in any order of memory; lse f32 [B, H, S, 2] (or null).
-// Macros   : operands.cuh's; WGS, ROUNDS, TILE (64, 128), STAGES, PINGPONG, ONE, BLOCKS (an SM's), NEXT_ALONE (the next launch's take one each).
+// Macros   : operands.cuh's; WGS, ROUNDS, TILE (64, 80, 96, 128; masked: 64, 128), STAGES, PINGPONG, ONE, BLOCKS (an SM's), NEXT_ALONE (the next launch's take one each).
 // Launch   : grid (rows of 64 WGS ROUNDS queries, heads, batch), 128 WGS threads (not INLINE: 128 more).
 // Numerics : f32 accumulate; probabilities rounded to T as operands; bits depend on TILE alone.
 // Bound    : exp and the tensor core, as much of each at a head size of 64; bytes for short rows.
 #include "sdpa/operands.cuh"
-#include "sm90.cuh"
+#include "sdpa/wgmma_widths.cuh"
 #ifndef NEXT_ALONE
 #define NEXT_ALONE 0
 #endif
 
 constexpr int KD = (D + 63) / 64, VD = (DV + 63) / 64;  // boxes of 64 columns, 128 bytes a row
+constexpr int VN = wgmma_width(DV);                     // columns of the second product: few more than DV
 constexpr int BOX = 64 * 128, TILES = WGS * ROUNDS;     // a box of 64 rows; tiles of 64 queries
 // a tile's results leave from where its queries were
 constexpr int Q_BYTES = KD * BOX, Q_PITCH = (KD > VD ? KD : VD) * BOX;
@@ -33,6 +34,7 @@ constexpr int BAR_AT = MASK_AT + STAGES * MASK_BYTES;
 // (an SM's lie in four parts: beside a fifth warp alone the others would have a quarter less).
 constexpr bool INLINE = ONE || WGS == 1, GROW = !INLINE && BLOCKS == 1;
 constexpr int THREADS = WGS * 128 + (INLINE ? 0 : 128), LOADER = INLINE ? 0 : WGS * 4;  // a warp
+static_assert(TILE % 64 == 0 || !MASK, "a mask's tiles are boxes of 64 keys");
 static_assert(ONE || STAGES > 1, "the next tile of keys is awaited before this one's values are free");
 
 // s[64, TILE] = q . k^T
@@ -40,16 +42,16 @@ DEVICE void dots(float (&s)[TILE / 2], u32 q, u32 k) {
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < (D + 15) / 16; i++)
-        Wgmma<T, TILE, 0, 0>::run(s, wgmma_at(wgmma_low<true>(q) + i / 4 * (BOX / 16) + i % 4 * 2),
+        WideWgmma<T, TILE, 0, 0>::run(s, wgmma_at(wgmma_low<true>(q) + i / 4 * (BOX / 16) + i % 4 * 2),
                                   wgmma_at(wgmma_low<true>(k) + i / 4 * (TILE * 8) + i % 4 * 2), i);
     wgmma_commit();
 }
 // acc[64, DV] (+)= p . v
-DEVICE void gather(float (&acc)[VD * 32], const u32 (&p)[TILE / 4], u32 v, int add) {
+DEVICE void gather(float (&acc)[VN / 2], const u32 (&p)[TILE / 4], u32 v, int add) {
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < TILE / 16; i++)
-        Wgmma<T, VD * 64, 0, 1>::run(acc, p + 4 * i, wgmma_at(wgmma_low<false, TILE * 128>(v) + i * 128), add | i);
+        WideWgmma<T, VN, 0, 1>::run(acc, p + 4 * i, wgmma_at(wgmma_low<false, TILE * 128>(v) + i * 128), add | i);
     wgmma_commit();
 }
 // What a row mask's tile holds for a key: what is added, or +inf where a logit is kept, else what it is.
@@ -245,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
             const int tile = round * WGS + wg, row = first + tile * 64 + warp % 4 * 16 + lane / 4;
             if (ROUNDS > 1 && first + tile * 64 >= queries) break;
             const u32 q = base + tile * Q_PITCH;
-            float s[TILE / 2], acc[VD * 32], sum[2] = {}, fade[2];
+            float s[TILE / 2], acc[VN / 2], sum[2] = {}, fade[2];
             float top[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY};
             u32 p[TILE / 4];
             // logits of tile j, which lies in a stage: then the stage is free
@@ -297,7 +299,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
                 if (lane == 0) mbarrier_arrive(v_empty + before * 8);
                 wgmma_hold(acc);
 #pragma unroll
-                for (int i = 0; i < VD * 32; i++) acc[i] *= fade[i / 2 % 2];
+                for (int i = 0; i < VN / 2; i++) acc[i] *= fade[i / 2 % 2];
                 pack(p, s);
                 if (INLINE && loader) {  // by now the other warps are done with them too
                     if (j + STAGES < tiles) {
@@ -328,17 +330,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
             bar_sync(5 + wg, 128);  // all have read this tile's queries
             const u32 to = q + warp % 4 * 2048, swizzled = to + lane % 16 * 128;
 #pragma unroll
-            for (int c = 0; c < VD; c++) {
+            for (int i = 0; i < (VN + 15) / 16; i++) {
+                u32 out[4] = {};  // of 16 columns, or the last 8
 #pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    u32 out[4];
-#pragma unroll
-                    for (int e = 0; e < 4; e++) {
-                        const float* from = acc + c * 32 + i * 8 + e * 2;
-                        out[e] = pack2<T>(from[0] * factor[e % 2], from[1] * factor[e % 2]);
-                    }
-                    stmatrix_x4(swizzled + c * BOX + ((i * 2 + lane / 16 ^ lane % 8) << 4), out[0], out[1], out[2], out[3]);
+                for (int e = 0; e < (i < VN / 16 ? 4 : 2); e++) {
+                    const float* from = acc + i * 8 + e * 2;
+                    out[e] = pack2<T>(from[0] * factor[e % 2], from[1] * factor[e % 2]);
                 }
+                stmatrix_x4(swizzled + i / 4 * BOX + ((i % 4 * 2 + lane / 16 ^ lane % 8) << 4), out[0], out[1], out[2], out[3]);
             }
             if (GUARD == 2) {  // rows without weights, over what the other lanes wrote
                 __syncwarp();

@@ -157,8 +157,9 @@ def _encoded(arg: TensorMap, address: int) -> Any:
     swizzle = driver.CUtensorMapSwizzle
     if arg.window:
         encode = driver.cuTensorMapEncodeIm2col
-        steps = [ones[0], *map(driver.cuuint32_t, arg.window[4:]), ones[0]]
-        how = [list(arg.window[:2]), list(arg.window[2:4]), *arg.box, steps]
+        axes = len(arg.shape) - 2
+        low, high, each = (list(arg.window[i * axes : (i + 1) * axes]) for i in range(3))
+        how = [low, high, *arg.box, [ones[0], *map(driver.cuuint32_t, each), ones[0]]]
     else:
         encode, how = driver.cuTensorMapEncodeTiled, [box, ones]
     code, found = encode(

@@ -10,7 +10,14 @@ from collections.abc import Sequence
 from math import prod
 
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, as_defines, defines, pow2
-from onnx_fuse.kernels.conv_nhwc import gathered, image_strides, unboxed, unpaired
+from onnx_fuse.kernels.conv_nhwc import (
+    gathered,
+    gathering,
+    image_strides,
+    is_deep,
+    unboxed,
+    unpaired,
+)
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import RuleBased, access_width, window_macros
 from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr, TensorMap
@@ -43,8 +50,6 @@ def _unlike(problem: ConvWeightGrad) -> str | None:
         return f"for 16-bit operands, not {problem.dtype}"
     if problem.filters % 8 or any(n % 8 for n in (problem.channels, *image_strides(problem))):
         return "the channels or filters of a group are no multiple of 8"
-    if problem.inner[0] != 1 or problem.outer[0] != 1:
-        return "at most two spatial axes"
     if problem.batch * prod(problem.outer) >= 2**31 - 2**16:
         return "more pixels than 31 bits count"
     return None
@@ -92,7 +97,7 @@ class Mma(RuleBased):
         """Refuse other types, channels that copies of 16 bytes would cut, and three axes."""
         if hw.cc < 80:
             return f"mma.sync with cp.async needs sm_80, this is {hw.arch}"
-        return _unlike(problem)
+        return "at most two spatial axes" if is_deep(problem) else _unlike(problem)
 
     def configs(self, problem: ConvWeightGrad, hw: Hardware) -> Sequence[Config]:
         """The rule's, then every tile with the parts that the rule has for it."""
@@ -203,8 +208,8 @@ class Wgmma(RuleBased):
     def launch(self, problem: ConvWeightGrad, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The products of the parts, then their sum."""
         _, (bm, bn), tiles, chunk = self._ruled(problem, config)
-        _, oh, ow = problem.outer
-        pixels, m, c = problem.batch * oh * ow, problem.filters, problem.channels
+        outer = problem.outer[0 if is_deep(problem) else 1 :]
+        pixels, m, c = problem.batch * prod(outer), problem.filters, problem.channels
         splits, stage = -(-pixels // chunk), (bm + bn) * 128
         direct = self._direct(problem, splits)
         stages = min(8, (hw.smem_per_block - 1024) // (stage + 16))
@@ -216,8 +221,8 @@ class Wgmma(RuleBased):
         product = Launch(
             self.source, "conv_weight_grad_wgmma", (tiles, splits, 1), (384, 1, 1),
             (slopes, gathered(problem, 64), Ptr("dw" if direct else "workspace"),
-             Num("u32", pixels), *(Num("i32", n) for n in (c, m, oh, ow)), Num("u32", chunk)),
-            as_defines(macros, window_macros(problem.window)),
+             Num("u32", pixels), *(Num("i32", n) for n in (c, m, *outer)), Num("u32", chunk)),
+            as_defines(macros, gathering(problem), window_macros(problem.window)),
             stages * (stage + 16),
         )  # fmt: skip
         return (product,) if direct else (product, _total(problem, splits))
@@ -239,7 +244,7 @@ class Depthwise(RuleBased):
         """Refuse channels that share, that are no pairs, three axes, and too wide filters."""
         if reason := unpaired(problem):
             return reason
-        if problem.inner[0] != 1 or problem.outer[0] != 1:
+        if is_deep(problem):
             return "at most two spatial axes"
         if problem.window.kernel[2] > 16 or self._span(problem, 1) > 32:
             return "the filter is too wide"

@@ -51,6 +51,11 @@ def image_strides(problem: Conv | ConvWeightGrad) -> tuple[int, ...]:
     return (prod(problem.inner) * pixel, problem.inner[2] * pixel, pixel)
 
 
+def is_deep(problem: Conv | ConvWeightGrad) -> bool:
+    """Whether the first of three spatial axes is more than one plane under a filter of one."""
+    return max(problem.inner[0], problem.outer[0], problem.window.kernel[0]) > 1
+
+
 def _padded(problem: Conv) -> int:
     """The channels of a row of the weights."""
     return -(-problem.channels // 8) * 8
@@ -84,7 +89,7 @@ class ChannelsLast(RuleBased):
             return f"no tensor core products for {problem.dtype}"
         if problem.dtype == "float32" and problem.math not in self.maths:
             return f"for 16-bit operands, not float32 by {problem.math} products"
-        if self.axes < 3 and (problem.inner[0] != 1 or problem.outer[0] != 1):
+        if self.axes < 3 and is_deep(problem):
             return "at most two spatial axes"
         if problem.y_strides and not self.gaps:
             return "y's pixels stand apart"
@@ -340,11 +345,11 @@ class Mma(Chosen):
         sn, sy, sx = image_strides(problem)
         types = {"T": C_TYPES[problem.dtype], "ACC": "float", "TRANSPOSED": False}
         sizes = {"BM": bm, "BN": bn, "WM": wm, "WN": wn, "BK": bk, "STAGES": stages,
-                 "SPLIT_BF16": problem.math == "bf16x3"}  # fmt: skip
+                 "SPLIT_BF16": problem.math == "bf16x3", "DEEP": is_deep(problem)}  # fmt: skip
         tail, vec = tail_macros(problem.tail), 8 if problem.filters % 8 == 0 else 1
         numbers = (problem.groups, problem.channels, problem.filters, *problem.inner,
                    *problem.outer)  # fmt: skip
-        sz, deep = problem.inner[1] * sy, max(problem.inner[0], problem.outer[0]) > 1
+        sz = problem.inner[1] * sy
         product = Launch(
             self.source, "conv_nhwc", (blocks, 1, split),
             (32 * (bm // wm) * (bn // wn), 1, 1),
@@ -353,7 +358,7 @@ class Mma(Chosen):
              *(Num("i32", n) for n in (sz, sy, sx, _padded(problem), chunk)),
              Num("f32", problem.act_alpha)),
             as_defines(types, sizes, window_macros(problem.window), act_macros(problem),
-                       {"SPLIT": split > 1, "VEC": vec, "DEEP": deep}, {} if split > 1 else tail),
+                       {"SPLIT": split > 1, "VEC": vec}, {} if split > 1 else tail),
             max(stages * (bm + bn) * (tile[4] + 8) * 2, bm * (bn + 4) * 4),
         )  # fmt: skip
         if split == 1:
@@ -417,6 +422,7 @@ class Im2col(Chosen):
     source = Wgmma.source
     gaps = True
     moments = True
+    axes = 3
 
     def __init__(self) -> None:
         self.many, self.few = Wgmma(), Cluster()
@@ -447,6 +453,8 @@ class Im2col(Chosen):
             return "y's pixels stand apart: no operands as y, and filters a multiple of 8"
         if problem.y_strides and problem.column_moments:
             return "y's pixels stand apart, so that no box of them is whole"
+        if problem.y_strides and is_deep(problem):
+            return "y's pixels stand apart along three axes"
         reason = unboxed(problem) or super().supports(problem, hw)
         return reason or self.many.supports(self._product(problem), hw)
 
@@ -488,6 +496,7 @@ class Im2col(Chosen):
         assert isinstance(b, TensorMap)
         _, oh, ow = problem.outer
         window, ldw = problem.window, _padded(problem)
+        sizes = tuple(Num("i32", n) for n in problem.outer[0 if is_deep(problem) else 1 :])
         images = gathered(problem, a.box[1])
         taps = prod(window.kernel)
         filters = TensorMap(
@@ -504,41 +513,57 @@ class Im2col(Chosen):
                 window=(0, 0, 0, 0, 1, 1),
             )  # fmt: skip
             gaps = {"GAPS": 1}
-        args: tuple[Arg, ...] = (images, filters, y, *product.args[3:], Num("i32", oh),
-                                 Num("i32", ow), steps)  # fmt: skip
-        macros = as_defines(dict(product.defines), {"IM2COL": 1}, gaps, window_macros(window))
+        args: tuple[Arg, ...] = (images, filters, y, *product.args[3:], *sizes, steps)
+        macros = as_defines(
+            dict(product.defines), {"IM2COL": 1}, gathering(problem), gaps, window_macros(window)
+        )
         names = {"a": Ptr("x"), "c": Ptr("e1"), "col1": Ptr("bias")}
         found = (replace(product, args=args, defines=macros), *rest)
         return tuple(rename(launch, names) for launch in found)
 
 
-def _corners(problem: Conv | ConvWeightGrad) -> tuple[int, int, int, int]:
-    """Left, top, right and bottom of the box of a window's first taps, beyond the image."""
-    (_, top, left), window = problem.window.before, problem.window
+def _axes(problem: Conv | ConvWeightGrad) -> tuple[int, ...]:
+    """The spatial axes of the images' tensor map, the innermost first."""
+    return (2, 1, 0) if is_deep(problem) else (2, 1)
+
+
+def _corners(problem: Conv | ConvWeightGrad) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Both corners of the box of a window's first taps, beyond the image, by `_axes`."""
+    window = problem.window
     reach = [(k - 1) * d for k, d in zip(window.kernel, window.dilations, strict=True)]
-    return -left, -top, window.after[2] - reach[2], window.after[1] - reach[1]
+    axes = _axes(problem)
+    return tuple(-window.before[i] for i in axes), tuple(window.after[i] - reach[i] for i in axes)
 
 
 def unboxed(problem: Conv | ConvWeightGrad) -> str | None:
     """Why TMA cannot gather the pixels of x that a tap of the filter sees, or None if it can."""
-    window, corners = problem.window, _corners(problem)
-    taps = [(k - 1) * d for k, d in zip(window.kernel, window.dilations, strict=True)]
-    if max(window.strides) > 8 or max(taps) > 255 or min(corners) < -128 or max(corners) > 127:
+    window, axes, (low, high) = problem.window, _axes(problem), _corners(problem)
+    taps = [(window.kernel[i] - 1) * window.dilations[i] for i in axes]
+    bits = 8 if len(axes) == 2 else 5  # of an offset along each axis, in a descriptor of its rank
+    beyond = min(low + high) < -(1 << bits - 1) or max(low + high) >= 1 << bits - 1
+    if max(window.strides) > 8 or max(taps) >= 1 << bits or beyond:
         return "a stride, an offset or a padding that a TMA descriptor does not hold"
-    for i in (1, 2):
-        first, last = corners[2 - i], problem.inner[i] - 1 + corners[4 - i]
-        if (last - first) // window.strides[i] + 1 != problem.outer[i]:
+    for i, first, last in zip(axes, low, high, strict=True):
+        if (problem.inner[i] - 1 + last - first) // window.strides[i] + 1 != problem.outer[i]:
             return "y ends elsewhere than the window"
     return None
 
 
+def gathering(problem: Conv | ConvWeightGrad) -> dict[str, object]:
+    """The macro by which gemm/im2col.cuh gathers along three axes."""
+    return {"DEEP": 1} if is_deep(problem) else {}
+
+
 def gathered(problem: Conv | ConvWeightGrad, pixels: int) -> TensorMap:
     """The images x, so many pixels at a time."""
-    (_, h, w), window = problem.inner, problem.window
+    axes, (low, high) = _axes(problem), _corners(problem)
+    images, row, pixel = image_strides(problem)
+    steps = (pixel, row, problem.inner[1] * row)[: len(axes)]
     return TensorMap(
-        Ptr("x"), problem.dtype, (problem.channels, w, h, problem.batch),
-        tuple(2 * step for step in reversed(image_strides(problem))), (64, pixels),
-        window=(*_corners(problem), window.strides[2], window.strides[1]),
+        Ptr("x"), problem.dtype,
+        (problem.channels, *(problem.inner[i] for i in axes), problem.batch),
+        tuple(2 * step for step in (*steps, images)), (64, pixels),
+        window=(*low, *high, *(problem.window.strides[i] for i in axes)),
     )  # fmt: skip
 
 

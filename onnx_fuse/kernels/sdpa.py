@@ -224,6 +224,8 @@ class Mma(Unconditional, _Attention):
         share = 0.105 if split else (0.23 if width <= 128 else 0.28 + 0.03 * mt)
         cut = 1 + rows / p.n if p.causal else 1.0  # what the diagonal's blocks do in vain
         read = 2 * p.batches * width * (p.m + p.n * tiles)
+        tile = config.integer("tile")  # a whole one is computed for the last keys
+        cut *= 1.0 if split or p.m <= FEW else -(-p.n // tile) * tile / p.n
         together = p.flops * padded * cut / (hw.rate(p.dtype) * share) + 0.1 * read / hw.bandwidth
         return max(alone, together)
 
@@ -270,13 +272,26 @@ class Mma(Unconditional, _Attention):
 # largest head size -> ((fewest, most keys), (warpgroups, rounds, tile, stages, pingpong, blocks an
 # SM)): what registers hold without a spill, and what was fastest on an H200
 _ANY = 1 << 40
+_WIDTHS = (32, 40, 48, 64, 72, 80, 96, 128, 160, 192, 256)  # of the second product
+_PROMPT = (65, 80)  # keys of one tile, as the 77 tokens of a prompt
+_SHORT = (  # of heads up to 64, against keys of one tile
+    *((_PROMPT, (wgs, rounds, 80, 1, 0, blocks))
+      for wgs, rounds, blocks in ((2, 1, 2), (1, 2, 4), (1, 1, 4))),
+    *(((low, most), (wgs, rounds, most, 1, 0, blocks)) for low, most in ((1, 64), (65, 128))
+      for wgs, rounds, blocks in ((2, 1, 2), (1, 2, 3), (1, 1, 4))),
+)  # fmt: skip
+_ALONE, _PAIR = ((129, _ANY), (1, 1, 128, 2, 0, 3)), ((129, _ANY), (2, 1, 128, 2, 1, 1))
 _HOPPER: dict[int, tuple[tuple[tuple[int, int], tuple[int, ...]], ...]] = {
-    64: (
-        *(((low, most), (wgs, rounds, most, 1, 0, blocks)) for low, most in ((1, 64), (65, 128))
-          for wgs, rounds, blocks in ((2, 1, 2), (1, 2, 3), (1, 1, 4))),
-        ((129, _ANY), (1, 1, 128, 2, 0, 3)),
+    32: (*_SHORT, _ALONE),
+    48: ((_PROMPT, (2, 2, 80, 1, 0, 2)), *_SHORT, _PAIR, _ALONE),
+    64: (*_SHORT, _ALONE),
+    80: ((_PROMPT, (1, 1, 80, 1, 0, 3)), ((1, 128), (1, 1, 128, 1, 0, 2)), _PAIR),
+    128: (((1, 128), (1, 1, 128, 1, 0, 2)), _PAIR),
+    160: (
+        (_PROMPT, (1, 1, 80, 1, 0, 2)),
+        ((81, 512), (1, 1, 64, 2, 0, 1)),
+        ((65, _ANY), (2, 1, 64, 2, 1, 1)),
     ),
-    128: (((1, 128), (1, 1, 128, 1, 0, 2)), ((129, _ANY), (2, 1, 128, 2, 1, 1))),
     256: (((65, _ANY), (2, 1, 64, 2, 1, 1)),),
 }  # fmt: skip
 
@@ -303,7 +318,7 @@ class Wgmma(Unconditional):
         found = [
             Config.of(**dict(zip(names, tile, strict=True)))
             for (fewest, most), tile in tiles
-            if fewest <= p.n <= most
+            if fewest <= p.n <= most and not (p.mask and tile[2] % 64)  # a mask's boxes
         ]
         if p.keep and MMA.mask(p) == 2:  # it takes a register more than a third leaves
             found = [c.replace(blocks=min(c.integer("blocks"), 2)) for c in found]
@@ -316,12 +331,18 @@ class Wgmma(Unconditional):
         high = -(-p.m // (64 * own))
         blocks, width = p.batches * high, p.k + p.dv
         # a tile's products, and its exponentials at 16 a clock
-        boxes = sum(-(-n // 64) for n in (p.k, p.dv))
-        one = 64 * tile * (128 * boxes * hw.sm_count / hw.rate(p.dtype) + 1 / 30e9)
+        columns = -(-p.k // 16) * 16 + next((n for n in _WIDTHS if p.dv <= n), p.dv)
+        one = 64 * tile * (2 * columns * hw.sm_count / hw.rate(p.dtype) + 1 / 30e9)
         one *= 1.6 if width > 256 else 1.1 if p.n > tile and p.causal else 1.0
         keys = (p.n + 64 * own) / 2 if p.causal else p.n
         waves = blocks / (hw.sm_count * most)
         waves = -(-blocks // hw.sm_count) / most if waves <= 1 else max(2.0, waves)
+        if waves > 1 and config.integer("wgs") * most == 1:
+            one *= 1.4  # nothing runs beside its softmax
+        # heads of 40 took 276 us, and 160 with two tiles of queries a block, which halve the rows
+        # of keys that TMA loads; heads of 64 are no faster so
+        if own == 1 and p.n > tile and 32 < max(p.k, p.dv) < 64:
+            one *= 1.9
         tiles = max(1.0, keys / tile)
         chain = config.integer("rounds") * (1.5 * tiles - 0.7) * one  # of one warpgroup
         products = max(chain, waves * most * own * tiles * one)

@@ -20,12 +20,14 @@ def weight_grad(ctx: Context, node: ir.Node) -> str | None:
     """ConvWeightGrad: sums over the pixels of dy and x, whose channels are made the last axis."""
     dy, x = ctx.view(node, 0), ctx.view(node, 1)
     rank = len(x.shape) - 2
-    if not 1 <= rank <= 2 or not (dy.size and x.size):
+    if not 1 <= rank <= 3 or not (dy.size and x.size):
         return f"{rank} spatial axes, or nothing to sum"
     groups, kernel = ctx.attr(node, "group", 1), ctx.attr(node, "kernel_shape")
     taps = window(ctx, node, kernel, x.shape[2:], dy.shape[2:])
     channels = x.shape[1] // groups
     padded = -(-channels // 8) * 8 if groups == 1 else channels  # an access takes 8 of them
+    if rank == 3 and padded != channels:
+        return f"{channels} channels of a volume (a multiple of 8)"
     problem = ConvWeightGrad(
         x.shape[0], groups, padded, dy.shape[1] // groups, triple(x.shape[2:]),
         triple(dy.shape[2:]), taps, x.dtype, x.dtype,

@@ -150,12 +150,15 @@ def weight_grad(
     spatial = list(range(2, 2 + n))
     half = weight.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
     depthwise = group == dim(weight, 0) and dim(weight, 1) == 1
-    if op.fused and n < 3 and (half or depthwise):
+    whole = dim(weight, 1)  # TMA gathers volumes of channels that are a multiple of 16 bytes
+    volume = half and group == 1 and isinstance(whole, int) and whole % 8 == 0
+    pointwise = set(kernel) == set(strides) == set(dilations) == {1} and not any(pads)
+    if op.fused and (half or depthwise if n < 3 else n == 3 and volume and not pointwise):
         how = {"kernel_shape": kernel, "strides": strides, "dilations": dilations, "pads": pads}
         swap = [1, 0, *spatial]
         (dw,) = emit(op, "ConvWeightGrad", [dy, x], [weight], group=group, swap=swap, **how)
         return dw
-    if set(kernel) == set(strides) == set(dilations) == {1} and not any(pads) and group == 1:
+    if pointwise and group == 1:
         # A 1x1 convolution is a matrix product, summed over batch and places.
         return _pointwise_weight_grad(op, x, dy, weight)
     if group == 1:

@@ -375,8 +375,9 @@ class _Decoder:
             _sizes(windows[0], -128, 127, "a tensor map's window") if windows else (),
         )
         rank = len(made.shape)
-        boxed = len(made.box) == rank if not made.window else (rank, len(made.box)) == (4, 2)
-        if not boxed or len(made.window) not in (0, 6) or not rank == len(made.strides) + 1 <= 5:
+        images = (len(made.box), len(made.window)) == (2, 3 * (rank - 2)) and rank in (4, 5)
+        boxed = images if made.window else len(made.box) == rank
+        if not boxed or not rank == len(made.strides) + 1 <= 5:
             raise _fault("a tensor map of unequal ranks")
         last = sum((d - 1) * s for d, s in zip(made.shape[1:], made.strides, strict=True))
         reach = offset + last + made.shape[0] * ITEMSIZE[dtype]
