@@ -24,7 +24,7 @@ from onnx_fuse.session import load
 from onnx_fuse.validation.arrays import Array
 from onnx_fuse.validation.compare import Tolerance, difference
 from onnx_fuse.validation.inputs import Feeds, reference_pairs
-from onnx_fuse.validation.reference import reference_evaluator
+from onnx_fuse.validation.reference import reference_evaluator, write_recurrences
 from onnx_fuse.validation.slopes import Slopes
 from onnx_fuse.validation.values import by_name, values_of
 
@@ -560,6 +560,7 @@ def _by_reader(
 def _evaluator(model: onnx_ir.Model, names: Sequence[str]) -> Callable[[Feeds], dict[str, Array]]:
     """The model in float64: onnxruntime where it has the kernels, else the ONNX reference."""
     model = to_double(model)
+    write_recurrences(model)
     model.graph.outputs[:] = list(by_name(model, names).values())
     _without_unused(model)  # ONNX's evaluator runs every node, for a slope the whole backward too
     try:
