@@ -162,6 +162,13 @@ def check_gradients(
     given = [feeds] if feeds else None
     pairs = reference_pairs(plain, lambda f: ort.run(session, f), given, seed, check.notes)
     inputs, outputs = pairs[0]
+    for value, y in zip(plain.graph.outputs, outputs, strict=True):
+        maker = value.producer()
+        if value.type is None and maker is not None and not isinstance(y, np.ndarray):
+            raise ModelError(
+                f"output '{value.name}' is no tensor: {maker.op_type} '{maker.name}', which makes "
+                "it, has no gradient"
+            )
     hostile = _hostile(plain, inputs, outputs)
     rng = np.random.default_rng(seed)
     names = [v.name or "" for v in plain.graph.outputs]
@@ -453,7 +460,27 @@ def _gradients(
     single = values_of(backward, feeds, [*wanted, *names], **how)
     rounded = {name: single.pop(name) for name in names}
     progress.report("running the backward in float64")
-    return single, _evaluator(inline(held), wanted)(_doubles(feeds) | rounded), rounded
+    wide = _doubles(feeds) | rounded
+    try:
+        return single, _evaluator(inline(held), wanted)(wide), rounded
+    except Exception as error:
+        if not isinstance(error, ModelError) and not ort.is_fault(error):
+            raise
+        _refuse_other_sizes(held, wide)
+        raise
+
+
+def _refuse_other_sizes(backward: onnx_ir.Model, wide: Feeds) -> None:
+    """Raise ModelError if an output's shape in float64 is not that of its given gradient."""
+    ends = [n for v in backward.graph.outputs if f"{(n := v.name or '')}{_GRAD}" in wide]
+    for y, array in _evaluator(inline(backward), ends)(wide).items():
+        given = wide[f"{y}{_GRAD}"]
+        if array.shape != given.shape:
+            raise ModelError(
+                f"output '{y}' has shape {[*array.shape]} in float64 and {[*given.shape]} in its "
+                "own type: the graph selects another number of results, and its gradients cannot "
+                "be checked by differences"
+            )
 
 
 _ROUNDS = {"QuantizeLinear": (0,), "DynamicQuantizeLinear": (0, 2)}
@@ -637,6 +664,7 @@ def _evaluator(model: onnx_ir.Model, names: Sequence[str]) -> Callable[[Feeds], 
     except Exception as error:
         if not type(error).__module__.startswith("onnxruntime"):
             raise
+        missing = ort.plain(error)
     reference = reference_evaluator(model)
 
     def evaluate(feeds: Feeds) -> dict[str, Array]:
@@ -646,7 +674,7 @@ def _evaluator(model: onnx_ir.Model, names: Sequence[str]) -> Callable[[Feeds], 
         except (IndexError, RuntimeError, TypeError, ValueError) as error:
             raise ModelError(
                 f"nothing here runs the graph in float64, which checks its gradients: onnxruntime "
-                f"has no kernels for it, ONNX's own evaluator says '{one_line(error)}'"
+                f"says '{missing}', ONNX's own evaluator says '{one_line(error)}'"
             ) from error
         return dict(zip(names, found, strict=True))
 
