@@ -6,7 +6,9 @@ import numpy as np
 from gradient_rows import F32, rng, row, scalar, within
 
 
-def recurrent(name, kind, call="", states=1, outputs=None, dtype=F32, length=None, **more):
+def recurrent(
+    name, kind, call="", states=1, outputs=None, dtype=F32, length=None, peepholes=False, **more
+):
     """A recurrent node of 4 steps, 3 sequences, 2 inputs and 5 hidden units with all operands."""
     gates, count = {"LSTM": 4, "GRU": 3, "RNN": 1}[kind], 2 if "bidirectional" in call else 1
     names = outputs or ("y", "h", "c")[: 3 if kind == "LSTM" else 2]
@@ -19,14 +21,16 @@ def recurrent(name, kind, call="", states=1, outputs=None, dtype=F32, length=Non
         **({"n": np.array(length, np.int32)} if length else {}),
         **({"h0": lead(count, 3, 5)} if states else {}),
         **({"c0": lead(count, 3, 5)} if states and kind == "LSTM" else {}),
+        **({"p": (count, 15)} if peepholes else {}),
     }
-    reach = 0.1 if "Relu" in call else 0.7
+    kinked = kind == "RNN" and "Relu" in call
+    reach = 0.1 if kinked else 0.7
     inputs |= {
         k: rng(3).uniform(-reach, reach, v) for k, v in inputs.items() if isinstance(v, tuple)
     }
-    if "Relu" in call:  # far from its kink
+    if kinked and "b" in inputs:  # far from its kink
         inputs["b"] = inputs["b"] + [1.0, -1.0, 1.0, -1.0, 1.0] * 2
-    order = ["x", "w", "r", "b", "n", "h0", "c0"]
+    order = ["x", "w", "r", "b", "n", "h0", "c0", "p"]
     called = ", ".join(k if k in inputs else "" for k in order).rstrip(", ")
     attributes = ", ".join(["hidden_size = 5", *([call] if call else [])])
     left = ", ".join(n if n in names else "" for n in ("y", "h", "c")).rstrip(", ")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnx_ir
 import pytest
 from lowering import program_of
@@ -508,6 +509,33 @@ def test_a_graph_that_nothing_runs_in_float64_is_said_so(monkeypatch: pytest.Mon
     text = "g (float[N,2,3] x) => (float[N,2,3] y) <float[2,2,1] k = {1,2,3,5}> { y = Conv (x, k) }"
     with pytest.raises(ModelError, match=r"float64.*no such kernel"):
         check_gradients(text_model(text))
+
+
+UNCHECKED = {
+    "an output that is no tensor": (
+        '<ir_version: 10, opset_import: ["" : 24, "ai.onnx.ml" : 3]>\n'
+        "g (float[2,2] x) => (float[2,2] p, seq(map(int64, float)) y) <float[2] w = {1, 2}> "
+        "{ p = Mul (x, w) y = ai.onnx.ml.ZipMap <classlabels_int64s = [3, 5]> (p) }",
+        [[1, 2], [3, 4]],
+        r"output 'y' is no tensor: ZipMap '.*', which makes it, has no gradient",
+    ),
+    "another number of results": (
+        '<ir_version: 10, opset_import: ["" : 24]>\n'
+        "g (float[2] x) => (float[N] y) <float[2] w = {2, 3}> {"
+        " far = Constant <value_float = 1e8> () up = Add (x, far) s = Sub (up, far)"
+        " zero = Constant <value_float = 0.0> () c = Greater (s, zero) z = Mul (x, w)"
+        " y = Compress <axis = 0> (z, c) }",
+        [1, 100],
+        r"output 'y' has shape \[2\] in float64 and \[1\] in its own type",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNCHECKED)
+def test_what_no_difference_checks_is_said_so(name: str) -> None:
+    text, x, said = UNCHECKED[name]
+    with pytest.raises(ModelError, match=said):
+        check_gradients(onnx.parser.parse_model(text), feeds={"x": np.float32(x)})
 
 
 @pytest.mark.parametrize(("stash", "limit"), [(1, 5e-5), (11, 1e-9)])

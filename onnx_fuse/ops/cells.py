@@ -201,9 +201,14 @@ class Written:
             outputs=len(start) + 1,
             attributes={"body": body, "num_scan_inputs": len(scanned), **(way if reverse else {})},
         )
+        last = made[:-1]
+        if self.lengths is not None:  # onnxruntime's last state of an empty sequence is 0, not h0
+            some = op.Greater(self.lengths, op.constant(np.int32(0)))
+            zero = op.constant(np.zeros((), cell.dtype.numpy()))
+            last = [op.Where(some, v, zero) for v in last]
         return [
             op.Unsqueeze(made[-1], op.constant([1])),
-            *(op.Unsqueeze(v, first) for v in made[:-1]),
+            *(op.Unsqueeze(v, first) for v in last),
         ]
 
     def _start(self, cell: Cell, given: ir.Value | None, products: ir.Value) -> ir.Value:

@@ -235,13 +235,15 @@ def widened(model: ir.Model, narrow: Collection[ir.DataType], wide: ir.DataType)
     """A copy with the bodies written out that computes in `wide` what was in a type of `narrow`.
 
     Inputs, weights, constants, casts and created tensors change; values in between have no declared
-    type afterwards. A Resize's scales stay: 8 times 1.9999999 is 16 in float32 alone.
-    NonMaxSuppression takes nothing but float32, so that it reads Casts.
+    type afterwards, but for results of bodies: onnxruntime's Scan asks for their ranks, which it
+    does not always find by itself. A Resize's scales stay: 8 times 1.9999999 is 16 in float32
+    alone. NonMaxSuppression takes nothing but float32, so that it reads Casts.
     """
     model = inline(model)
     graph = model.graph
     scales = {v for n in graph if n.op_type == "Resize" for v in n.inputs[1:3]}
     graphs = (graph, *graph.subgraphs())
+    results = {v for g in graphs[1:] for v in g.outputs if isinstance(v.type, ir.TensorType)}
     for value in (v for g in graphs for v in (*g.inputs, *g.initializers.values())):
         if value in scales:
             continue
@@ -272,7 +274,10 @@ def widened(model: ir.Model, narrow: Collection[ir.DataType], wide: ir.DataType)
                     node.replace_input_with(i, op.Cast(node.inputs[i], to=F32))
             node.graph.insert_before(node, op.nodes)
         for value in node.outputs:
-            value.type = value.shape = None
+            if value not in results:
+                value.type = value.shape = None
+            elif value.dtype in narrow:
+                value.type = ir.TensorType(wide)
     return model
 
 

@@ -21,10 +21,10 @@ from onnx_fuse.onnx.shapes import fix_shapes, infer_shapes
 from onnx_fuse.passes.precision import widened
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import load
-from onnx_fuse.validation.arrays import Array
+from onnx_fuse.validation.arrays import Array, is_added
 from onnx_fuse.validation.compare import Tolerance, difference
 from onnx_fuse.validation.inputs import Feeds, reference_pairs
-from onnx_fuse.validation.reference import reference_evaluator
+from onnx_fuse.validation.reference import reference_evaluator, write_recurrences
 from onnx_fuse.validation.slopes import Slopes
 from onnx_fuse.validation.values import by_name, values_of
 
@@ -162,6 +162,14 @@ def check_gradients(
     given = [feeds] if feeds else None
     pairs = reference_pairs(plain, lambda f: ort.run(session, f), given, seed, check.notes)
     inputs, outputs = pairs[0]
+    for value, y in zip(plain.graph.outputs, outputs, strict=True):
+        maker = value.producer()
+        if value.type is None and maker is not None and not isinstance(y, np.ndarray):
+            raise ModelError(
+                f"output '{value.name}' is no tensor: {maker.op_type} '{maker.name}', which makes "
+                "it, has no gradient"
+            )
+    hostile = _hostile(plain, inputs, outputs)
     rng = np.random.default_rng(seed)
     names = [v.name or "" for v in plain.graph.outputs]
     cotangents = {
@@ -169,6 +177,9 @@ def check_gradients(
         for name, y in zip(names, outputs, strict=True)
         if isinstance(y, np.ndarray) and DataType.from_numpy(y.dtype).is_floating_point()
     }
+    if hostile:
+        known = dict(zip(names, outputs, strict=True))
+        cotangents = {y: _where_finite(c, known[y]) for y, c in cotangents.items()}
     progress.report("making the backward")
     fused = plain.clone()
     passes.optimize(fused, training=True)
@@ -196,11 +207,14 @@ def check_gradients(
     _compare(
         check, rng, forward, inputs, parameters, cotangents, single, double, every=every, own=own,
         rounded=rounded, kernels=kernels, changes=lambda: _changes(backward, seeds, double, rng),
-        elsewhere=lambda point: _gradients_at(backward, seeds, wanted, point),
+        elsewhere=lambda point: _gradients_at(backward, seeds, wanted, point), hostile=hostile,
     )  # fmt: skip
     if not check.ok and (soft := _softened(forward)):
         again, double = GradientCheck(), _softly(backward, seeds, wanted)
-        _compare(again, rng, soft, inputs, parameters, cotangents, double, double, every=every)
+        _compare(
+            again, rng, soft, inputs, parameters, cotangents, double, double, every=every,
+            hostile=hostile,
+        )  # fmt: skip
         _accept(check, again)
     return check
 
@@ -224,6 +238,7 @@ def check_written(
     with ort.faults("the gradient graph"):
         session = ort.session(backward)
     names = [v.name or "" for v in backward.graph.outputs]
+    hostile = False
     if feeds:
         pairs = reference_pairs(backward, lambda f: ort.run(session, f), [feeds], 0, check.notes)
         inputs = pairs[0][0]
@@ -234,6 +249,11 @@ def check_written(
                     f"input '{y}{_GRAD}' has shape {[*given.shape]}, its output '{y}' "
                     f"{[*array.shape]}"
                 )
+        own = {y: a for y, a in zip(names, pairs[0][1], strict=True) if not y.endswith(_GRAD)}
+        hostile = _hostile(backward, inputs, [*own.values()])
+        for y, array in own.items() if hostile else ():
+            if (given := inputs.get(f"{y}{_GRAD}")) is not None:
+                inputs[f"{y}{_GRAD}"] = _where_finite(given, array)
     else:
         inputs = _generated(backward, check.notes)
     seeds = {k.removesuffix(_GRAD): a for k, a in inputs.items() if k.endswith(_GRAD)}
@@ -262,11 +282,14 @@ def check_written(
     _compare(
         check, rng, forward, inputs, parameters, cotangents, single, double, every=False,
         rounded=rounded, changes=lambda: _changes(backward, inputs, double, rng),
-        elsewhere=lambda point: _gradients_at(backward, inputs, wanted, point),
+        elsewhere=lambda point: _gradients_at(backward, inputs, wanted, point), hostile=hostile,
     )  # fmt: skip
     if not check.ok and (soft := _softened(forward)):
         again, double = GradientCheck(), _softly(backward, inputs, wanted)
-        _compare(again, rng, soft, inputs, parameters, cotangents, double, double, every=False)
+        _compare(
+            again, rng, soft, inputs, parameters, cotangents, double, double, every=False,
+            hostile=hostile,
+        )  # fmt: skip
         _accept(check, again)
     return check
 
@@ -316,16 +339,28 @@ def _compare(
     kernels: Mapping[str, str] | None = None,
     changes: Callable[[], Mapping[str, float]] | None = None,
     elsewhere: Callable[[Feeds], Mapping[str, Array]] | None = None,
+    hostile: bool = False,
 ) -> None:
-    """Enter each parameter's gradient, in its own type and in float64, against the slopes."""
+    """Enter each parameter's gradient, in its own type and in float64, against the slopes.
+
+    Of a `hostile` point, entries of the float64 gradient that are not finite are left out, and so
+    are tensors along which the loss is not finite.
+    """
     held, names = _roundings_held(inline(forward))
     evaluate = _evaluator(held, list(cotangents))
     integers = _evaluator(forward, names) if names else None
-    floor = _ZERO * max((float(np.abs(g).max()) for g in double.values() if g.size), default=0.0)
+    largest = (float(np.abs(g[np.isfinite(g)]).max(initial=0.0)) for g in double.values())
+    floor = _ZERO * max(largest, default=0.0)
 
     limits = _coarsest(forward)
     readers = {w: node for node, w in _by_reader(forward, parameters)}
     expected = {w: double[f"{w}{_GRAD}"] for w in readers}
+    finite = {w: np.isfinite(g) for w, g in expected.items()} if hostile else {}
+    left_out = sum(int(np.count_nonzero(~known)) for known in finite.values())
+    readers = {w: node for w, node in readers.items() if w not in finite or finite[w].any()}
+
+    def kept(w: str, gradient: Array) -> Array:
+        return np.where(finite[w], gradient, 0.0) if w in finite else gradient
 
     def slopes_at(point: Feeds, gradients: Mapping[str, Array], known: Feeds) -> Slopes:
         fixed = _doubles(inputs) | point
@@ -334,9 +369,11 @@ def _compare(
 
         def loss(changed: Mapping[str, Array]) -> float:
             values = evaluate(fixed | dict(changed))
-            return sum(float(np.vdot(values[n], c)) for n, c in cotangents.items())
+            pairs = ((np.where(c == 0, 0.0, values[n]), c) for n, c in cotangents.items())
+            return sum(float(np.vdot(y, c)) for y, c in pairs)
 
-        return Slopes(loss, point, gradients, limits.slope, floor, rng)
+        gradients = {w: kept(w, g) for w, g in gradients.items()}
+        return Slopes(loss, point, gradients, limits.slope, floor, rng, finite)
 
     slopes = slopes_at(parameters, expected, rounded or {})
     compared = slopes.each(list(readers)) if every else slopes.sampled(list(readers), split=False)
@@ -358,7 +395,11 @@ def _compare(
     rounding: Mapping[str, float] = {}
     for w, node in readers.items():
         slope = compared[w]
-        found = difference(w, expected[w], single[f"{w}{_GRAD}"].astype(np.float64), tolerance)
+        if hostile and not math.isfinite(slope.measured):
+            left_out += int(np.count_nonzero(finite[w]))
+            continue
+        own_type = kept(w, single[f"{w}{_GRAD}"].astype(np.float64))
+        found = difference(w, kept(w, expected[w]), own_type, tolerance)
         limit = found.limit
         if not found.ok and changes is not None:
             rounding = rounding or changes()
@@ -377,6 +418,37 @@ def _compare(
                 ok=slope.ok and (found.ok or found.max_abs <= limit),
             )
         )
+    if left_out:
+        check.notes.append(
+            f"{left_out} of {sum(known.size for known in finite.values())} numbers of the "
+            "gradients are left out: the inputs hold NaN or infinity, and the slopes there are "
+            "not finite"
+        )
+
+
+def _hostile(model: onnx_ir.Model, inputs: Feeds, outputs: Sequence[Any]) -> bool:
+    """Whether NaN or infinities among the inputs may make right gradients not finite.
+
+    A mask's infinities do so only where outputs are not finite either: a rule that makes NaN of
+    them alone is wrong.
+    """
+    added = {v.name for v in model.graph.inputs if is_added(v)}
+    endless = [name for name, array in inputs.items() if not _finite(array)]
+    plain = any(name not in added for name in endless)
+    return plain or (bool(endless) and not all(_finite(y) for y in outputs))
+
+
+def _finite(array: Any) -> bool:
+    """Whether an array holds finite numbers alone, or no floats."""
+    if not isinstance(array, np.ndarray):
+        return True
+    floats = DataType.from_numpy(array.dtype).is_floating_point()
+    return not floats or bool(np.isfinite(array.astype(np.float64)).all())
+
+
+def _where_finite(cotangent: Array, y: Array) -> Array:
+    """The cotangent, 0 where the output is not finite: no loss is made of it."""
+    return np.where(np.isfinite(y.astype(np.float64)), cotangent, np.zeros((), cotangent.dtype))
 
 
 def _gradients(
@@ -388,7 +460,27 @@ def _gradients(
     single = values_of(backward, feeds, [*wanted, *names], **how)
     rounded = {name: single.pop(name) for name in names}
     progress.report("running the backward in float64")
-    return single, _evaluator(inline(held), wanted)(_doubles(feeds) | rounded), rounded
+    wide = _doubles(feeds) | rounded
+    try:
+        return single, _evaluator(inline(held), wanted)(wide), rounded
+    except Exception as error:
+        if not isinstance(error, ModelError) and not ort.is_fault(error):
+            raise
+        _refuse_other_sizes(held, wide)
+        raise
+
+
+def _refuse_other_sizes(backward: onnx_ir.Model, wide: Feeds) -> None:
+    """Raise ModelError if an output's shape in float64 is not that of its given gradient."""
+    ends = [n for v in backward.graph.outputs if f"{(n := v.name or '')}{_GRAD}" in wide]
+    for y, array in _evaluator(inline(backward), ends)(wide).items():
+        given = wide[f"{y}{_GRAD}"]
+        if array.shape != given.shape:
+            raise ModelError(
+                f"output '{y}' has shape {[*array.shape]} in float64 and {[*given.shape]} in its "
+                "own type: the graph selects another number of results, and its gradients cannot "
+                "be checked by differences"
+            )
 
 
 _ROUNDS = {"QuantizeLinear": (0,), "DynamicQuantizeLinear": (0, 2)}
@@ -436,7 +528,8 @@ def _changes(
             value.const_value = onnx_ir.tensor(_last_bit(array, rng), name=value.name)
     near = {k: a if k.endswith(_GRAD) else _last_bit(a, rng) for k, a in feeds.items()}
     found = _evaluator(moved, list(double))(_doubles(near))
-    return {name: float(np.abs(found[name] - g).max(initial=0.0)) for name, g in double.items()}
+    moves = {name: np.abs(found[name] - g) for name, g in double.items()}
+    return {name: float(np.fmax.reduce(a, axis=None, initial=0.0)) for name, a in moves.items()}
 
 
 def _gradients_at(
@@ -560,6 +653,7 @@ def _by_reader(
 def _evaluator(model: onnx_ir.Model, names: Sequence[str]) -> Callable[[Feeds], dict[str, Array]]:
     """The model in float64: onnxruntime where it has the kernels, else the ONNX reference."""
     model = to_double(model)
+    write_recurrences(model)
     model.graph.outputs[:] = list(by_name(model, names).values())
     _without_unused(model)  # ONNX's evaluator runs every node, for a slope the whole backward too
     try:
@@ -570,6 +664,7 @@ def _evaluator(model: onnx_ir.Model, names: Sequence[str]) -> Callable[[Feeds], 
     except Exception as error:
         if not type(error).__module__.startswith("onnxruntime"):
             raise
+        missing = ort.plain(error)
     reference = reference_evaluator(model)
 
     def evaluate(feeds: Feeds) -> dict[str, Array]:
@@ -579,7 +674,7 @@ def _evaluator(model: onnx_ir.Model, names: Sequence[str]) -> Callable[[Feeds], 
         except (IndexError, RuntimeError, TypeError, ValueError) as error:
             raise ModelError(
                 f"nothing here runs the graph in float64, which checks its gradients: onnxruntime "
-                f"has no kernels for it, ONNX's own evaluator says '{one_line(error)}'"
+                f"says '{missing}', ONNX's own evaluator says '{one_line(error)}'"
             ) from error
         return dict(zip(names, found, strict=True))
 

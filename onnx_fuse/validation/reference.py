@@ -1,4 +1,4 @@
-"""ONNX's own evaluator, which runs in float64 what onnxruntime has no kernels for."""
+"""What runs in float64 where onnxruntime has no kernels: ONNX's own evaluator, and Scans."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from numpy.lib.stride_tricks import sliding_window_view
 from onnx import NodeProto
 
 from onnx_fuse import progress
+from onnx_fuse.autodiff.emit import Emitter, expand
 from onnx_fuse.onnx.save import to_proto
+from onnx_fuse.onnx.shapes import infer_shapes
+from onnx_fuse.ops.recurrent import GATES
 from onnx_fuse.validation.arrays import Array
 
 
@@ -159,6 +162,25 @@ def reference_evaluator(model: onnx_ir.Model) -> Any:
     evaluator = ReferenceEvaluator(to_proto(model), new_ops=own)
     evaluator.rt_nodes_ = _Watched(evaluator.rt_nodes_)
     return evaluator
+
+
+def write_recurrences(model: onnx_ir.Model) -> None:
+    """Turn LSTM, GRU and RNN into Scans of their steps, in place.
+
+    onnxruntime has these operators in float32 alone (1.32), and ONNX's evaluator ignores
+    `sequence_lens` and knows one direction of an LSTM or a GRU.
+    """
+    nodes = [
+        node
+        for node in onnx_ir.traversal.RecursiveGraphIterator(model.graph)
+        if node.op_type in GATES and not node.domain
+    ]
+    if nodes:
+        infer_shapes(model)
+        op = Emitter(model)
+        for node in nodes:
+            assert isinstance(node.graph, onnx_ir.Graph)
+            expand(node.graph, op, node)
 
 
 class _Watched(list[Any]):

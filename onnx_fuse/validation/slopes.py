@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -56,6 +56,8 @@ class Slopes:
     limit: float
     floor: float
     rng: np.random.Generator
+    moving: Mapping[str, Array] = field(default_factory=dict)
+    """The entries that directions change, of tensors of which they do not change all."""
 
     def each(self, names: Sequence[str]) -> dict[str, Slope]:
         """Compare every tensor along directions of its own."""
@@ -135,6 +137,7 @@ class Slopes:
         for _ in range(_DIRECTIONS):
             directions: dict[str, Array] = {
                 name: np.asarray(self.rng.standard_normal(self.parameters[name].shape) * size)
+                * self.moving.get(name, 1)
                 for name, size in zip(names, sizes, strict=True)
             }
             predicted = sum(float(np.vdot(self.gradients[n], d)) for n, d in directions.items())
