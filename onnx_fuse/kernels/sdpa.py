@@ -318,7 +318,9 @@ class Wgmma(Unconditional):
         found = [
             Config.of(**dict(zip(names, tile, strict=True)))
             for (fewest, most), tile in tiles
-            if fewest <= p.n <= most and not (p.mask and tile[2] % 64)  # a mask's boxes
+            # the boxes of a mask are of 64 keys; queries that are the keys would be parted into
+            # one more class of lengths
+            if not (tile[2] % 64 and (p.mask or p.m == p.n)) and fewest <= p.n <= most
         ]
         if p.keep and MMA.mask(p) == 2:  # it takes a register more than a third leaves
             found = [c.replace(blocks=min(c.integer("blocks"), 2)) for c in found]
