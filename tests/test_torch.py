@@ -282,7 +282,7 @@ def test_what_does_not_fit_is_refused() -> None:
 @pytest.mark.parametrize("save", [True, False])
 def test_opcheck(save: bool) -> None:
     _, _, shapes = CASES["layer norm gelu"]
-    given = (*drawn(shapes, torch.float32), 1e-5, "gelu", save)
+    given = (*drawn(shapes, torch.float32), 1e-5, "gelu", False, save)
     torch.library.opcheck(torch.ops.onnx_fuse.layernorm_linear.default, given)
 
 
