@@ -136,7 +136,11 @@ def locked_folder(parent: Path, prefix: str, suffix: str = "") -> Iterator[Path]
         yield folder
     finally:
         if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+            try:
+                shutil.rmtree(folder, ignore_errors=True)
+            except BaseException:  # a signal came meanwhile
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
         if lock is not None:
             lock.close()
 
