@@ -138,6 +138,15 @@ def unique_name(graph: ir.Graph, stem: str) -> str:
     )
 
 
+def add_initializer(graph: ir.Graph, name: str, content: np.ndarray) -> ir.Value:
+    """A new initializer of `graph` with these numbers; no other value may have its name."""
+    tensor = ir.tensor(content, name=name)
+    shape, kind = ir.Shape(content.shape), ir.TensorType(tensor.dtype)
+    value = ir.Value(name=name, const_value=tensor, shape=shape, type=kind)
+    graph.register_initializer(value)
+    return value
+
+
 def tell_bodies_apart(graph: ir.Graph) -> None:
     """Rename results in bodies of If, Loop and Scan that are called as a value outside.
 

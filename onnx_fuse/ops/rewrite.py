@@ -16,7 +16,16 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, all_nodes, const_array, dim, rank, subgraphs, unique_name
+from onnx_fuse.onnx.build import (
+    Builder,
+    add_initializer,
+    all_nodes,
+    const_array,
+    dim,
+    rank,
+    subgraphs,
+    unique_name,
+)
 from onnx_fuse.onnx.common import FUSE
 
 PACKED = "onnx_fuse.packed"
@@ -127,19 +136,8 @@ class Rewriter:
             if same and held is not None and held.tobytes() == array.tobytes():
                 return existing
         name = unique_name(self.graph, key)
-        value = self._register(name, array)
+        value = add_initializer(self.graph, name, array)
         value.metadata_props[CONSTANT] = "1"
-        return value
-
-    def _register(self, name: str, array: np.ndarray) -> ir.Value:
-        tensor = ir.tensor(array, name=name)
-        value = ir.Value(
-            name=name,
-            const_value=tensor,
-            shape=ir.Shape(array.shape),
-            type=ir.TensorType(tensor.dtype),
-        )
-        self.graph.register_initializer(value)
         return value
 
     def zeros(self, like: ir.Value, *shape: int) -> ir.Value:
@@ -188,7 +186,7 @@ class Rewriter:
                 return value
         packed = np.asarray(arrays[0], order="C") if axis is None else np.concatenate(arrays, axis)
         # Always a new one: sharing equal bytes of another origin would tie them in training.
-        value = self._register(unique_name(self.graph, f"const.{stem}"), packed)
+        value = add_initializer(self.graph, unique_name(self.graph, f"const.{stem}"), packed)
         value.metadata_props[PACKED] = record
         return value
 
@@ -309,6 +307,13 @@ def typed(
     if shape is not None:
         value.shape = shape if isinstance(shape, ir.Shape) else ir.Shape(shape)
     return value
+
+
+def cast_to(op: Builder, value: ir.Value, like: ir.Value) -> ir.Value:
+    """`value` in the dtype of `like`, where that is known."""
+    if like.dtype is None or value.dtype == like.dtype:
+        return value
+    return typed(op.Cast(value, to=like.dtype.value), like, value.shape)
 
 
 # A view moves whole rows where the elements of a row stay one axis, in their order: it commutes

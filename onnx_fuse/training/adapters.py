@@ -30,11 +30,11 @@ import onnx_ir
 from onnx_fuse import autodiff, files
 from onnx_fuse.autodiff.emit import expand
 from onnx_fuse.errors import DataError, ModelError, UsageError
-from onnx_fuse.onnx.build import Builder, unique_name
+from onnx_fuse.onnx.build import Builder, add_initializer, unique_name
 from onnx_fuse.onnx.common import FUSE, Model
 from onnx_fuse.onnx.load import load, read
 from onnx_fuse.onnx.save import save
-from onnx_fuse.ops.rewrite import is_float, typed
+from onnx_fuse.ops.rewrite import cast_to, is_float, typed
 from onnx_fuse.passes.constants import set_parameter
 from onnx_fuse.training import peft
 from onnx_fuse.training.merged import Factors
@@ -224,10 +224,11 @@ def _adapt(
     wide = weight.dtype.numpy() if weight.dtype == onnx_ir.DataType.DOUBLE else np.float32
     rng = np.random.Generator(np.random.PCG64([seed, zlib.crc32(str(weight.name).encode())]))
     bound = 1 / math.sqrt(max(k, 1))
-    a = _initializer(
-        graph, f"{weight.name}.lora_a", rng.uniform(-bound, bound, (k, lora.rank)), wide
+    first = rng.uniform(-bound, bound, (k, lora.rank)), np.zeros((lora.rank, n))
+    a, b = (
+        add_initializer(graph, unique_name(graph, f"{weight.name}.lora_{key}"), x.astype(wide))
+        for key, x in zip("ab", first, strict=True)
     )
-    b = _initializer(graph, f"{weight.name}.lora_b", np.zeros((lora.rank, n)), wide)
     scale = lora.alpha / lora.rank
     for number, (node, _) in enumerate(products):
         op = Builder()
@@ -235,7 +236,7 @@ def _adapt(
         alpha = node.attributes.get("alpha")
         factor = scale if alpha is None else scale * alpha.as_float()
         scaled = a if factor == 1 else typed(op.Mul(a, factor), a, a.shape)
-        mine, other = (_in_type_of(op, weight, v) for v in (scaled, b))
+        mine, other = (cast_to(op, v, weight) for v in (scaled, b))
         low = typed(op.MatMul(x, mine), weight)
         low = typed(op.MatMul(low, other), weight, y.shape)
         y = _sums_behind(y)
@@ -267,25 +268,6 @@ def _sums_behind(y: onnx_ir.Value) -> onnx_ir.Value:
     row = other.is_initializer() and other.shape is not None and len(other.shape) <= 1
     alike = total.shape == y.shape and (row or other.shape == y.shape)
     return _sums_behind(total) if alike else y
-
-
-def _in_type_of(op: Builder, weight: onnx_ir.Value, v: onnx_ir.Value) -> onnx_ir.Value:
-    if weight.dtype is None or v.dtype == weight.dtype:
-        return v
-    return typed(op.Cast(v, to=weight.dtype.value), weight, v.shape)
-
-
-def _initializer(graph: onnx_ir.Graph, name: str, content: Array, dtype: Any) -> onnx_ir.Value:
-    name = unique_name(graph, name)
-    tensor = onnx_ir.tensor(content.astype(dtype), name=name)
-    value = onnx_ir.Value(
-        name=name,
-        const_value=tensor,
-        type=onnx_ir.TensorType(tensor.dtype),
-        shape=onnx_ir.Shape(content.shape),
-    )
-    graph.register_initializer(value)
-    return value
 
 
 # ---- files -------------------------------------------------------------------------------------

@@ -20,10 +20,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx_ir
 
-from onnx_fuse.onnx.build import Builder, dim
+from onnx_fuse.onnx.build import Builder, add_initializer, dim
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.names import FusedName
-from onnx_fuse.ops.rewrite import typed
+from onnx_fuse.ops.rewrite import cast_to, typed
 from onnx_fuse.passes import params
 
 __all__ = ["ByRows", "Factors", "Merging", "Sums", "add_to_weights"]
@@ -78,13 +78,13 @@ class _Product:
     def added_to(self, op: Builder, w: onnx_ir.Value) -> onnx_ir.Value:
         """Its sum with a weight of its shape, worked out in the type of A."""
         kind, shape = w.dtype, w.shape
-        w, (a, b) = _cast(op, w, self.a), self.low
+        w, (a, b) = cast_to(op, w, self.a), self.low
         pair, how = ((b, a), {"transA": 1, "transB": 1}) if self.turned else ((a, b), {})
         if a is self.a:
             total = typed(op.Gemm(*pair, w, alpha=self.scale, **how), w, shape)
         else:
             change = typed(op.Gemm(*pair, alpha=self.scale, **how), a, shape)
-            total = typed(op.Add(w, _cast(op, change, w)), w, shape)
+            total = typed(op.Add(w, cast_to(op, change, w)), w, shape)
         if kind is None or kind == total.dtype:
             return total
         narrow: onnx_ir.Value = op.Cast(total, to=kind.value)
@@ -116,7 +116,9 @@ class _Product:
         self, op: Builder, like: onnx_ir.Value, *found: onnx_ir.Value
     ) -> list[onnx_ir.Value]:
         factors = (self.a, self.b)
-        return [_cast(op, typed(g, like, v.shape), v) for v, g in zip(factors, found, strict=True)]
+        return [
+            cast_to(op, typed(g, like, v.shape), v) for v, g in zip(factors, found, strict=True)
+        ]
 
 
 class Sums:
@@ -287,7 +289,7 @@ def add_to_weights(model: onnx_ir.Model, merging: Merging) -> Sums:
                     for name, first in zip((each.a, each.b), each.first, strict=True)
                 )
                 turned = each.transposed != (part.perm == (1, 0))
-                narrow = (_cast(casts, a, low), _cast(casts, b, low))
+                narrow = (cast_to(casts, a, low), cast_to(casts, b, low))
                 product = _Product(a, b, narrow, each.scale, turned)
                 piece = product.added_to(op, piece)
             products.append((product, 0 if axis is None else part.packed_shape[axis]))
@@ -305,22 +307,9 @@ def add_to_weights(model: onnx_ir.Model, merging: Merging) -> Sums:
     return found
 
 
-def _cast(op: Builder, v: onnx_ir.Value, like: onnx_ir.Value) -> onnx_ir.Value:
-    if like.dtype is None or v.dtype == like.dtype:
-        return v
-    return typed(op.Cast(v, to=like.dtype.value), like, v.shape)
-
-
 def _initializer(graph: onnx_ir.Graph, name: str, content: Array) -> onnx_ir.Value:
     if name not in graph.initializers:  # else of a weight that stands in two packed ones
-        tensor = onnx_ir.tensor(content, name=name)
-        value = onnx_ir.Value(
-            name=name,
-            const_value=tensor,
-            type=onnx_ir.TensorType(tensor.dtype),
-            shape=onnx_ir.Shape(content.shape),
-        )
-        graph.register_initializer(value)
+        add_initializer(graph, name, content)
     return graph.initializers[name]
 
 
