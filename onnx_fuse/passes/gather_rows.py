@@ -14,7 +14,7 @@ from math import prod
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, const_array, dim, unique_name
+from onnx_fuse.onnx.build import Builder, add_initializer, const_array, dim, unique_name
 from onnx_fuse.onnx.evaluate import exact
 from onnx_fuse.ops.rewrite import attribute, consumers
 
@@ -86,7 +86,8 @@ def _replace(
             if any(row.tobytes() != fills[0].tobytes() for row in fills):
                 return False
             if place.tobytes() not in held:  # blocks of a stage share theirs
-                held[place.tobytes()] = _index(graph, np.maximum(place, 0))
+                own = np.maximum(place, 0)
+                held[place.tobytes()] = add_initializer(graph, unique_name(graph, "rows"), own)
             index = held[place.tobytes()]
             _emit(graph, last, source, rows, place, rest, index, fills[0] if fills else None)
             taken.update(chain)
@@ -235,16 +236,6 @@ def _by_batch(place: np.ndarray, rows: int, unit: int, first: int) -> tuple[int,
         if (moved == moved[0]).all() and moved.min() >= -1 and moved.max() < each:
             return each, moved[0]
     return rows, place
-
-
-def _index(graph: ir.Graph, place: np.ndarray) -> ir.Value:
-    tensor = ir.tensor(place, name=unique_name(graph, "rows"))
-    value = ir.Value(
-        name=tensor.name, shape=ir.Shape(place.shape), type=ir.TensorType(tensor.dtype)
-    )
-    value.const_value = tensor
-    graph.register_initializer(value)
-    return value
 
 
 def _emit(
