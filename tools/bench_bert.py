@@ -31,7 +31,7 @@ from onnx_fuse.program.problem import Hardware
 from onnx_fuse.session import InferenceSession
 from onnx_fuse.tune import calls_of, tune
 
-SHAPES = ((1, 128), (32, 128))
+SHAPES = ((1, 128), (32, 128), (8, 512))
 ORT = {(1, 128): 509, (32, 128): 1882, (8, 512): 2027}
 """us of onnxruntime's CUDA EP (1.31.1, its optimizer, CUDA graph) on an H200, measured 2026-11."""
 
