@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rank_program import step_program
 from rank_worker import CASES, RANKS, WIDTHS
 
 from onnx_fuse.cuda.launch import bind
@@ -23,10 +24,9 @@ from onnx_fuse.distributed.environment import Place, place
 from onnx_fuse.distributed.watch import Sign, hang
 from onnx_fuse.distributed.world import pieces
 from onnx_fuse.errors import DeviceError, UsageError
-from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.save import save
 from onnx_fuse.ops.collective import COLLECTIVES
-from onnx_fuse.program.call import Call, Program
+from onnx_fuse.program.call import Call
 from onnx_fuse.program.passes.recompute import Memory
 from onnx_fuse.program.problem import CHIPS, Collective
 from onnx_fuse.report import trace
@@ -34,9 +34,7 @@ from onnx_fuse.runtime import timeline
 from onnx_fuse.runtime.plan import plan
 from onnx_fuse.runtime.schedule import by_dependency, sequential
 from onnx_fuse.runtime.timeline import Communication, Exchange, Timeline
-from onnx_fuse.training import optim
-from onnx_fuse.training.ranks import Measure, Ranks, counted
-from onnx_fuse.training.step import training_model
+from onnx_fuse.training.ranks import Measure, counted
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 import mlp
@@ -136,29 +134,6 @@ def test_a_loss_counts_what_it_is_the_mean_of(measure: Measure, count: float) ->
 
 
 # ---- the program of a step ---------------------------------------------------------------------
-
-
-def step_program(
-    shard: str = "", bucket: int = 1 << 14, widths: tuple[int, ...] = (64, 128, 128, 128, 8)
-) -> Program:
-    """The calls of a step in bfloat16 on one of two ranks, for an H200."""
-    graph, spec = training_model(
-        mlp.build(mlp.Config(widths)),
-        loss="cross_entropy",
-        optimizer=optim.AdamW(),
-        precision="bf16",
-        level=2,
-        clip_norm=1.0,
-        fused=True,
-        whole=lambda node: True,
-        ranks=Ranks(1, 2, "bf16", shard, bucket=bucket),
-    )
-    shapes = {
-        str(v.name): (tuple(d if isinstance(d, int) else 32 for d in v.shape), v.dtype.numpy().name)
-        for v in graph.graph.inputs
-    }
-    states = {s.next: s.name for s in spec.states if s.next}
-    return lower(graph, shapes, CHIPS["H200"], state=states)
 
 
 @pytest.mark.parametrize("shard", ["", "optimizer", "all"])
