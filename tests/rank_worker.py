@@ -1,7 +1,7 @@
 """What a process of tests/test_distributed.py does: `python rank_worker.py TASK FOLDER`.
 
 With RANK in the environment it is one of several ranks, else it accumulates as many batches. CASES
-and DEVICE name what it trains, and on what.
+and DEVICE name what it trains, and on what; RANKS is the number of ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import mlp
 
 import onnx_fuse as of
 
-RANKS, STEPS, ROWS = 2, 50, 4
+RANKS = int(os.environ.get("RANKS", "2"))
+STEPS, ROWS = 50, 4
 WIDTHS = (16, 256, 5)
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -84,7 +85,9 @@ def curves(folder: Path) -> None:
                 own_rows = slice(ROWS * t.world.rank, ROWS * (t.world.rank + 1))
                 losses.append(float(t.step({k: a[own_rows] for k, a in batch.items()})))
                 continue
-            pieces = [slice(None)] if whole else [slice(i, i + ROWS) for i in (0, ROWS)]
+            pieces = (
+                [slice(None)] if whole else [slice(ROWS * i, ROWS * i + ROWS) for i in range(RANKS)]
+            )
             each = [float(t.step({k: a[p] for k, a in batch.items()})) for p in pieces]
             losses.append(float(np.mean(each)))
         result |= {f"{case} {name}": array for name, array in t.weights().items()}

@@ -270,6 +270,24 @@ def test_ranks_train_as_one_process_with_their_batches(
             np.testing.assert_array_equal(got, curves[other][name], err_msg=f"{other} {name}")
 
 
+def test_four_ranks_train_as_one_process_with_their_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases = ("masked", "spread")
+    monkeypatch.setenv("CASES", ",".join(cases))
+    monkeypatch.setenv("RANKS", "4")
+    assert launch.run(worker("curves", tmp_path), 4) == 0
+    subprocess.run(worker("curves", tmp_path), check=True)
+    one, *ranks = (dict(np.load(tmp_path / f"{who}.npz")) for who in ("one", *range(4)))
+    for name in [name for name in one if not name.endswith(" bytes")]:
+        expected = one[name]
+        for got in ranks:
+            np.testing.assert_array_equal(got[name], ranks[0][name], err_msg=name)
+        np.testing.assert_allclose(
+            ranks[0][name], expected, rtol=TOLERANCE, atol=TOLERANCE, err_msg=name
+        )
+
+
 @pytest.mark.parametrize("case", ["sharded", "spread"])
 def test_sharded_states_take_a_ranks_part_of_the_memory(
     curves: dict[str, dict[str, np.ndarray]], case: str
