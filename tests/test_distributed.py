@@ -34,6 +34,7 @@ from onnx_fuse.runtime import timeline
 from onnx_fuse.runtime.plan import plan
 from onnx_fuse.runtime.schedule import by_dependency, sequential
 from onnx_fuse.runtime.timeline import Communication, Exchange, Timeline
+from onnx_fuse.training.backends import gpu_of
 from onnx_fuse.training.ranks import Measure, counted
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
@@ -89,6 +90,31 @@ def test_variables_that_contradict_each_other_are_refused(
 ) -> None:
     with pytest.raises(UsageError, match=message):
         place(environ)
+
+
+@pytest.mark.parametrize(
+    ("device", "number", "rank", "found"),
+    [
+        ("cpu", None, None, ("cpu", 0)),
+        ("cuda", None, None, ("cuda", 0)),
+        ("cuda:1", None, None, ("cuda", 1)),
+        ("cuda", 2, None, ("cuda", 2)),
+        ("cuda:2", 2, None, ("cuda", 2)),
+        ("cuda", None, 3, ("cuda", 3)),
+        ("cuda:1", None, 3, ("cuda", 1)),
+        ("cuda:1", 2, None, "contradict"),
+        ("cpu", 1, None, "contradict"),
+        ("cuda", -1, None, "contradict"),
+    ],
+)
+def test_a_device_is_named_or_that_of_the_rank(
+    device: str, number: int | None, rank: int | None, found: tuple[str, int] | str
+) -> None:
+    if isinstance(found, tuple):
+        assert gpu_of(device, number, rank) == found
+        return
+    with pytest.raises(UsageError, match=found):
+        gpu_of(device, number, rank)
 
 
 @pytest.mark.parametrize(
@@ -252,8 +278,9 @@ AGAIN = ("plain", "spread")
 """Cases that are run once more, for the same bits."""
 TOLERANCE = 2e-4
 """Of 50 steps of AdamW: where a gradient is near 0, its sign decides about a step of lr."""
-WIDE = {"fp16": 3e-2}
-"""In float16 each batch's own products are rounded to three digits, in another order."""
+WIDE = {"fp16": 3e-2, "overflow": 3e-2, "low": 3e-2}
+"""In float16 each batch's own products are rounded to three digits, in another order; gradients
+that are added in bfloat16 have three as well."""
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -288,6 +315,28 @@ def test_four_ranks_train_as_one_process_with_their_batches(
         )
 
 
+def test_all_ranks_skip_the_steps_that_overflow_on_one(
+    curves: dict[str, dict[str, np.ndarray]],
+) -> None:
+    """The scale of the loss is halved as often as in one process, which sees all gradients."""
+    scales = [float(curves[who]["overflow scale"]) for who in ("first", "first other", "one")]
+    assert len(set(scales)) == 1
+    assert scales[0] < CASES["overflow"]["loss_scale"]
+
+
+def test_gradients_are_added_in_bfloat16_where_that_is_asked_for(
+    curves: dict[str, dict[str, np.ndarray]],
+) -> None:
+    low, plain = (curves["first"][f"{case} losses"] for case in ("low", "plain"))
+    assert (low != plain).any()
+
+
+def test_a_callback_of_one_rank_ends_the_run_of_all(tmp_path: Path) -> None:
+    assert launch.run(worker("stops", tmp_path), RANKS) == 0
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    assert [each["steps"] for each in found] == [5, 5]
+
+
 @pytest.mark.parametrize("case", ["sharded", "spread"])
 def test_sharded_states_take_a_ranks_part_of_the_memory(
     curves: dict[str, dict[str, np.ndarray]], case: str
@@ -307,7 +356,9 @@ def test_sharded_states_take_a_ranks_part_of_the_memory(
             "rank 1 has not come to collective 2 of the",
             {"ONNX_FUSE_PATIENCE": "3"},
         ),
-        ("raises", "ValueError: the data of this rank is torn", {}),
+        ("raises", "rank 1 ended with exit code 1: ValueError: the data of this rank is torn", {}),
+        ("memory", "rank 1 ended with exit code 1: onnx_fuse.errors.DeviceError: the GPU has", {}),
+        ("nan", "the loss is nan", {}),
     ],
 )
 def test_a_rank_that_ends_or_hangs_ends_all(
