@@ -17,8 +17,10 @@ from onnx_fuse.errors import UsageError
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.program.call import Call, Program, Tensor
+from onnx_fuse.program.open import Open
 from onnx_fuse.program.passes.recompute import Memory, gathered_twice, recomputed
 from onnx_fuse.program.problem import CHIPS, Collective
+from onnx_fuse.program.size import Trace
 from onnx_fuse.runtime import budget
 from onnx_fuse.runtime.plan import plan
 from onnx_fuse.training import optim
@@ -60,13 +62,13 @@ def batches() -> list[dict[str, Array]]:
     ]
 
 
-def step(rank: int, ranks: int, shard: str, rows: int = 0) -> tuple[Program, Spec]:
+def step(rank: int, ranks: int, shard: str, rows: int | None = None) -> tuple[Program, Spec]:
     """A rank's step of `rows` rows, its part of the batch where no other number is given."""
     given = Ranks(rank, ranks, shard=shard, bucket=2 * WIDTH * WIDTH * 4) if ranks > 1 else None
     graph, spec = training_model(
         network(), loss="loss", optimizer=optim.AdamW(lr=1e-3), clip_norm=0.5, ranks=given
     )
-    sizes = {"n": rows or ROWS // ranks}
+    sizes = {"n": ROWS // ranks if rows is None else rows}
     shapes = {
         str(v.name): (
             tuple(d if isinstance(d, int) else sizes[d.value] for d in v.shape),
@@ -229,6 +231,28 @@ def test_a_copy_that_is_gathered_later_serves_no_earlier_run() -> None:
     assert losses == same
     for name in expected[0]:
         np.testing.assert_array_equal(found[0][name], expected[0][name], err_msg=name)
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+def test_open_rows_stay_open(shard: str) -> None:
+    """What is chosen for the most rows of a class serves fewer, which have the layout of these."""
+    trace, wide = Trace(), {"widths": (512,) * 9, "bucket": 1 << 18}
+    rows = trace.symbol("rows", 1000)
+    whole = step_program(shard, rows=rows, **wide)  # type: ignore[arg-type]
+    found = budget.within(Open(whole, trace).at(trace.largest()), "min", H200)
+    assert found.calls
+    guards = set(trace.guards)
+    made = Open(recomputed(whole, found.turn, found.calls), trace)
+    assert set(trace.guards) == guards
+    largest = trace.largest()["rows"]
+    for fewer in (1000, largest):
+        assert made.holds({"rows": fewer})
+        closed = step_program(shard, rows=fewer, **wide)  # type: ignore[arg-type]
+        again = recomputed(closed, found.turn, found.calls)
+        assert peak(made.at({"rows": fewer})) == peak(again)
+        opened = [c.kernel for c in made.at({"rows": fewer}).calls]
+        assert opened == [c.kernel for c in again.calls]
+    assert peak(made.at(trace.largest())) == found.after
 
 
 def test_parts_that_change_in_between_are_no_copies() -> None:
