@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 from onnx_fuse.errors import UsageError
 from onnx_fuse.kernels import costs
 from onnx_fuse.program.call import Call, Program
-from onnx_fuse.program.passes.recompute import Memory, recomputed
+from onnx_fuse.program.passes.recompute import Memory, gathered_twice, recomputed
 from onnx_fuse.program.problem import Collective, Hardware
 from onnx_fuse.runtime.plan import plan
 
@@ -118,8 +118,11 @@ def within(program: Program, budget: Budget, hw: Hardware) -> Recompute:
     best = min(tried, key=lambda found: (found.after, found.seconds))
     if budget == "min":
         return best
+    hint = ""
+    if ranks > 1 and not gathered_twice(program.calls):
+        hint = '; shard="all" may take less'
     raise UsageError(
         f"a memory of {budget / 2**30:.2f} GiB is too little: a step of these shapes needs at "
         f"least {best.after / 2**30:.2f} GiB{f' on each of {ranks} GPUs' if ranks > 1 else ''}, "
-        f"{fixed / 2**30:.2f} of them for weights, states, inputs and outputs"
+        f"{fixed / 2**30:.2f} of them for weights, states, inputs and outputs{hint}"
     )
