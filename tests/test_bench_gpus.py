@@ -7,12 +7,16 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from rank_program import step_program
 
 from onnx_fuse.distributed import buckets
+from onnx_fuse.program.passes.recompute import Memory
+from onnx_fuse.program.problem import Collective
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 import bench_gpus
@@ -121,6 +125,19 @@ def test_curves_are_compared_by_case_and_by_rank(tmp_path: Path) -> None:
     assert found["differences"] == dict.fromkeys(bench_gpus.EQUAL, 0.0) | {"plain": 0.25}
     np.savez(tmp_path / "1.npz", **{"plain w": np.array([1.5]), "clip losses": np.array([2.0])})
     assert not bench_gpus.compared(tmp_path, 2)["same bits on all ranks"]
+
+
+def test_the_backward_is_what_stands_between_the_loss_and_the_update() -> None:
+    """A step of calls that take 1 s each; those of the forward, and the update, are no part."""
+    program = step_program(widths=(64, 128, 128, 128, 8))
+    kernels = [c for c in program.calls if c.launches and not isinstance(c.problem, Collective)]
+    instance = SimpleNamespace(program=program, profile=lambda: [(c, 1.0) for c in kernels])
+    update = max(range(len(kernels)), key=lambda i: len(kernels[i].writes))
+    turn = program.calls[Memory(program).turn]
+    forward = sum(program.calls.index(c) <= program.calls.index(turn) for c in kernels)
+    assert 0 < forward < update
+    found = bench_gpus.backward_share(instance)
+    assert found == pytest.approx((update - forward) / len(kernels))
 
 
 # ---- the model on paper ------------------------------------------------------------------------
