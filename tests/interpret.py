@@ -24,7 +24,7 @@ from onnx_fuse.ops.activations import BY_KEY
 from onnx_fuse.program.call import Call, Program, Tensor
 from onnx_fuse.program.expression import Expression, Row
 from onnx_fuse.program.moves import PointwiseMany, ScatterND
-from onnx_fuse.program.problem import AnyProblem, Problem, Product
+from onnx_fuse.program.problem import AnyProblem, Collective, Problem, Product
 from onnx_fuse.program.problems import (
     ChannelNorm,
     Conv,
@@ -38,11 +38,13 @@ from onnx_fuse.program.problems import (
     Resample,
     RunningStats,
     SlopeProduct,
+    SumSquares,
 )
 from onnx_fuse.program.products import Attention, IntegerProduct, PackedProduct
 from onnx_fuse.runtime.plan import Plan, plan
 from onnx_fuse.runtime.tensor import dtype_of
 
+Exchange = Callable[[Collective, list[np.ndarray]], list[np.ndarray]]
 Lowered = Callable[[ir.Model, Mapping[str, np.ndarray]], Program]
 
 _ERF = np.vectorize(math.erf, otypes=[float])
@@ -176,10 +178,12 @@ def interpret(
     feeds: Mapping[str, np.ndarray],
     weights: Mapping[str, np.ndarray],
     lowered: Lowered | None = None,
+    exchange: Exchange | None = None,
 ) -> dict[str, np.ndarray]:
     """The program's outputs; temporaries really share memory as planned.
 
     Its later stages are lowered by `lowered`, and interpreted in their turn, or run by onnxruntime.
+    Collectives are what `exchange` makes of this rank's tensors.
     """
     memory = Memory(program, plan(program))
     for name, tensor in program.inputs:
@@ -233,8 +237,14 @@ def interpret(
             read = {name: memory.view(t).copy() for name, t in call.reads}
             found = cross_entropy_chunk(call.problem, read)
             results = [found[name] for name, _ in call.writes]
+        elif isinstance(call.problem, SumSquares):
+            given = (memory.view(t).astype(np.float64) for _, t in call.reads)
+            results = [np.sum([np.square(x).sum() for x in given])]
         elif isinstance(call.problem, PartSums):
             results = [memory.view(call.reads[0][1]).sum(0)]
+        elif isinstance(call.problem, Collective):
+            assert exchange is not None, "a program of one rank of several"
+            results = exchange(call.problem, [memory.view(t).copy() for _, t in call.reads])
         elif call.kernel == "DynamicQuantizeLinear":
             results = _range(memory.view(call.reads[0][1]))
         elif isinstance(call.problem, ScatterND):

@@ -1,11 +1,12 @@
 """What a process of tests/test_distributed.py does: `python rank_worker.py TASK FOLDER`.
 
 With RANK in the environment it is one of several ranks, else it accumulates as many batches. CASES
-and DEVICE name what it trains, and on what.
+and DEVICE name what it trains, and on what; RANKS is the number of ranks.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -20,8 +21,10 @@ import convnet
 import mlp
 
 import onnx_fuse as of
+from onnx_fuse.errors import DeviceError
 
-RANKS, STEPS, ROWS = 2, 50, 4
+RANKS = int(os.environ.get("RANKS", "2"))
+STEPS, ROWS = 50, 4
 WIDTHS = (16, 256, 5)
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -31,11 +34,17 @@ CASES: dict[str, dict[str, Any]] = {
     "weights": {"loss_options": {"weight": [1.0, 2.0, 0.5, 1.0, 3.0]}},
     "sum": {"loss_options": {"reduction": "sum"}, "optimizer": of.optim.AdamW(lr=1e-4)},
     "fp16": {"precision": "fp16", "loss_scale": 1024.0},
+    "overflow": {"precision": "fp16", "loss_scale": 2.0**21},
+    "low": {"reduce_dtype": "bf16"},
     "batchnorm": {"sync_batchnorm": True},
     "sharded": {"shard": "optimizer", "clip_norm": 0.5},
     "spread": {"shard": "all", "clip_norm": 0.5, "accumulate": 2},
     "adapters": {"lora": of.Lora(4, merged=True), "trainable": ["*.bias"], "shard": "all"},
 }
+
+
+OF_RANKS = ("shard", "sync_batchnorm", "reduce_dtype")
+"""What one process is not given."""
 
 
 def batches(case: str) -> list[dict[str, np.ndarray]]:
@@ -45,6 +54,8 @@ def batches(case: str) -> list[dict[str, np.ndarray]]:
     for step in range(STEPS):
         shape = (3, 8, 8) if case == "batchnorm" else (WIDTHS[0],)
         x = rng.normal(size=(RANKS * ROWS, *shape)).astype(np.float32)
+        if case == "overflow":  # in float16 the first rank's gradients are beyond its range first
+            x[:ROWS] *= 8
         labels = rng.integers(0, WIDTHS[-1], RANKS * ROWS)
         if case == "masked":
             labels[: step % (ROWS + 1)] = -100
@@ -67,7 +78,7 @@ def curves(folder: Path) -> None:
     result: dict[str, np.ndarray] = {}
     for case in os.environ.get("CASES", ",".join(CASES)).split(","):
         given = CASES[case]
-        own = {k: v for k, v in given.items() if k not in ("shard", "sync_batchnorm")}
+        own = {k: v for k, v in given.items() if k not in OF_RANKS}
         # counts differ, or statistics are of all rows: all rows are one batch then
         whole = case in ("masked", "weights", "sum", "batchnorm")
         parts = 1 if whole else RANKS
@@ -75,7 +86,7 @@ def curves(folder: Path) -> None:
             t = trainer(case, distributed=True)
         else:
             again = parts * own.get("accumulate", 1)
-            alone = {name: type(given[name])() for name in given if name not in own}
+            alone = {"shard": "", "sync_batchnorm": False, "reduce_dtype": "fp32"}
             t = trainer(case, accumulate=again, **alone)
         losses = []
         for batch in batches(case):
@@ -84,11 +95,15 @@ def curves(folder: Path) -> None:
                 own_rows = slice(ROWS * t.world.rank, ROWS * (t.world.rank + 1))
                 losses.append(float(t.step({k: a[own_rows] for k, a in batch.items()})))
                 continue
-            pieces = [slice(None)] if whole else [slice(i, i + ROWS) for i in (0, ROWS)]
+            pieces = (
+                [slice(None)] if whole else [slice(ROWS * i, ROWS * i + ROWS) for i in range(RANKS)]
+            )
             each = [float(t.step({k: a[p] for k, a in batch.items()})) for p in pieces]
             losses.append(float(np.mean(each)))
         result |= {f"{case} {name}": array for name, array in t.weights().items()}
         result[f"{case} losses"] = np.array(losses)
+        if case == "overflow":
+            result[f"{case} scale"] = np.array(t._device.array("loss_scale"))
         if case in ("sharded", "spread"):
             states = [s for s in t.spec().states if s.kind in ("slot", "parameter")]
             result[f"{case} bytes"] = np.array(sum(s.initial.nbytes for s in states))
@@ -121,6 +136,10 @@ def fault(folder: Path, kind: str) -> None:
                 time.sleep(600)
             if kind == "raises":
                 raise ValueError("the data of this rank is torn")
+            if kind == "memory":
+                raise DeviceError("the GPU has 1.50 of 80.00 GiB left, 2.00 are needed")
+            if kind == "nan":
+                batch["x"][...] = np.nan
             if kind == "inside" and os.environ.get("DEVICE") == "cuda":
                 never_ends(t)
         if i == 3 and kind == "inside" and "DEVICE" not in os.environ:
@@ -131,6 +150,24 @@ def fault(folder: Path, kind: str) -> None:
     (folder / "finished").touch()
 
 
+class Ends(of.callbacks.Callback):
+    """Ends the run of the rank that has it, at its fifth step."""
+
+    def on_step(self, fit: Any) -> None:
+        if len(fit.history.losses) == 5:
+            fit.stop("enough")
+
+
+def stops(folder: Path) -> None:
+    """A callback of rank 1 alone ends the run of all; each says after how many steps."""
+    t = trainer("plain", distributed=True)
+    assert t.world is not None
+    rank, data = t.world.rank, batches("plain")[0]
+    history = t.fit(data, batch_size=2, epochs=4, callbacks=[Ends()] if rank else [])
+    (folder / f"{rank}.json").write_text(json.dumps({"steps": len(history.losses)}))
+
+
 if __name__ == "__main__":
     task, where = sys.argv[1], Path(sys.argv[2])
-    curves(where) if task == "curves" else fault(where, task)
+    named = {"curves": curves, "stops": stops}
+    named[task](where) if task in named else fault(where, task)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rank_program import step_program
 from rank_worker import CASES, RANKS, WIDTHS
 
 from onnx_fuse.cuda.launch import bind
@@ -23,10 +24,9 @@ from onnx_fuse.distributed.environment import Place, place
 from onnx_fuse.distributed.watch import Sign, hang
 from onnx_fuse.distributed.world import pieces
 from onnx_fuse.errors import DeviceError, UsageError
-from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.save import save
 from onnx_fuse.ops.collective import COLLECTIVES
-from onnx_fuse.program.call import Call, Program
+from onnx_fuse.program.call import Call
 from onnx_fuse.program.passes.recompute import Memory
 from onnx_fuse.program.problem import CHIPS, Collective
 from onnx_fuse.report import trace
@@ -34,9 +34,8 @@ from onnx_fuse.runtime import timeline
 from onnx_fuse.runtime.plan import plan
 from onnx_fuse.runtime.schedule import by_dependency, sequential
 from onnx_fuse.runtime.timeline import Communication, Exchange, Timeline
-from onnx_fuse.training import optim
-from onnx_fuse.training.ranks import Measure, Ranks, counted
-from onnx_fuse.training.step import training_model
+from onnx_fuse.training.backends import gpu_of
+from onnx_fuse.training.ranks import Measure, counted
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 import mlp
@@ -94,6 +93,31 @@ def test_variables_that_contradict_each_other_are_refused(
 
 
 @pytest.mark.parametrize(
+    ("device", "number", "rank", "found"),
+    [
+        ("cpu", None, None, ("cpu", 0)),
+        ("cuda", None, None, ("cuda", 0)),
+        ("cuda:1", None, None, ("cuda", 1)),
+        ("cuda", 2, None, ("cuda", 2)),
+        ("cuda:2", 2, None, ("cuda", 2)),
+        ("cuda", None, 3, ("cuda", 3)),
+        ("cuda:1", None, 3, ("cuda", 1)),
+        ("cuda:1", 2, None, "contradict"),
+        ("cpu", 1, None, "contradict"),
+        ("cuda", -1, None, "contradict"),
+    ],
+)
+def test_a_device_is_named_or_that_of_the_rank(
+    device: str, number: int | None, rank: int | None, found: tuple[str, int] | str
+) -> None:
+    if isinstance(found, tuple):
+        assert gpu_of(device, number, rank) == found
+        return
+    with pytest.raises(UsageError, match=found):
+        gpu_of(device, number, rank)
+
+
+@pytest.mark.parametrize(
     ("sizes", "planned"),
     [
         ([], []),
@@ -136,29 +160,6 @@ def test_a_loss_counts_what_it_is_the_mean_of(measure: Measure, count: float) ->
 
 
 # ---- the program of a step ---------------------------------------------------------------------
-
-
-def step_program(
-    shard: str = "", bucket: int = 1 << 14, widths: tuple[int, ...] = (64, 128, 128, 128, 8)
-) -> Program:
-    """The calls of a step in bfloat16 on one of two ranks, for an H200."""
-    graph, spec = training_model(
-        mlp.build(mlp.Config(widths)),
-        loss="cross_entropy",
-        optimizer=optim.AdamW(),
-        precision="bf16",
-        level=2,
-        clip_norm=1.0,
-        fused=True,
-        whole=lambda node: True,
-        ranks=Ranks(1, 2, "bf16", shard, bucket=bucket),
-    )
-    shapes = {
-        str(v.name): (tuple(d if isinstance(d, int) else 32 for d in v.shape), v.dtype.numpy().name)
-        for v in graph.graph.inputs
-    }
-    states = {s.next: s.name for s in spec.states if s.next}
-    return lower(graph, shapes, CHIPS["H200"], state=states)
 
 
 @pytest.mark.parametrize("shard", ["", "optimizer", "all"])
@@ -277,8 +278,9 @@ AGAIN = ("plain", "spread")
 """Cases that are run once more, for the same bits."""
 TOLERANCE = 2e-4
 """Of 50 steps of AdamW: where a gradient is near 0, its sign decides about a step of lr."""
-WIDE = {"fp16": 3e-2}
-"""In float16 each batch's own products are rounded to three digits, in another order."""
+WIDE = {"fp16": 3e-2, "overflow": 3e-2, "low": 3e-2}
+"""In float16 each batch's own products are rounded to three digits, in another order; gradients
+that are added in bfloat16 have three as well."""
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -293,6 +295,46 @@ def test_ranks_train_as_one_process_with_their_batches(
         np.testing.assert_allclose(got, expected, rtol=limit, atol=limit, err_msg=name)
         for other in ("first other", *(("again", "again other") if case in AGAIN else ())):
             np.testing.assert_array_equal(got, curves[other][name], err_msg=f"{other} {name}")
+
+
+def test_four_ranks_train_as_one_process_with_their_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases = ("masked", "spread")
+    monkeypatch.setenv("CASES", ",".join(cases))
+    monkeypatch.setenv("RANKS", "4")
+    assert launch.run(worker("curves", tmp_path), 4) == 0
+    subprocess.run(worker("curves", tmp_path), check=True)
+    one, *ranks = (dict(np.load(tmp_path / f"{who}.npz")) for who in ("one", *range(4)))
+    for name in [name for name in one if not name.endswith(" bytes")]:
+        expected = one[name]
+        for got in ranks:
+            np.testing.assert_array_equal(got[name], ranks[0][name], err_msg=name)
+        np.testing.assert_allclose(
+            ranks[0][name], expected, rtol=TOLERANCE, atol=TOLERANCE, err_msg=name
+        )
+
+
+def test_all_ranks_skip_the_steps_that_overflow_on_one(
+    curves: dict[str, dict[str, np.ndarray]],
+) -> None:
+    """The scale of the loss is halved as often as in one process, which sees all gradients."""
+    scales = [float(curves[who]["overflow scale"]) for who in ("first", "first other", "one")]
+    assert len(set(scales)) == 1
+    assert scales[0] < CASES["overflow"]["loss_scale"]
+
+
+def test_gradients_are_added_in_bfloat16_where_that_is_asked_for(
+    curves: dict[str, dict[str, np.ndarray]],
+) -> None:
+    low, plain = (curves["first"][f"{case} losses"] for case in ("low", "plain"))
+    assert (low != plain).any()
+
+
+def test_a_callback_of_one_rank_ends_the_run_of_all(tmp_path: Path) -> None:
+    assert launch.run(worker("stops", tmp_path), RANKS) == 0
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    assert [each["steps"] for each in found] == [5, 5]
 
 
 @pytest.mark.parametrize("case", ["sharded", "spread"])
@@ -314,7 +356,9 @@ def test_sharded_states_take_a_ranks_part_of_the_memory(
             "rank 1 has not come to collective 2 of the",
             {"ONNX_FUSE_PATIENCE": "3"},
         ),
-        ("raises", "ValueError: the data of this rank is torn", {}),
+        ("raises", "rank 1 ended with exit code 1: ValueError: the data of this rank is torn", {}),
+        ("memory", "rank 1 ended with exit code 1: onnx_fuse.errors.DeviceError: the GPU has", {}),
+        ("nan", "the loss is nan", {}),
     ],
 )
 def test_a_rank_that_ends_or_hangs_ends_all(

@@ -2,9 +2,9 @@
 
     python tools/scale_model.py --step 23.5 --backward 14.5 [--model gpt2-small] [--reduce bf16]
 
-The step of one GPU is measured (`tools/bench_gpus.py --alone`), in milliseconds, and so is the part
-of it that is the backward. Gradients are ready in the order of the layers, the buckets are those
-that the Trainer plans, and each is reduced as soon as it is full and the one before is done:
+The step of one GPU is measured (`tools/bench_gpus.py --only one`), in milliseconds, and so is the
+part of it that is the backward. Gradients are ready in the order of the layers, the buckets are
+those that the Trainer plans, and each is reduced as soon as it is full and the one before is done:
 
     seconds(bucket) = latency(N) + 2 (N - 1) / N * bytes / bandwidth        a ring within a machine
                     + 2 (M - 1) / M * bytes / (N * network)                 over M machines of N

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from onnx_fuse.errors import UsageError
 from onnx_fuse.kernels import costs
 from onnx_fuse.program.call import Call, Program
-from onnx_fuse.program.passes.recompute import Memory, recomputed
-from onnx_fuse.program.problem import Hardware
+from onnx_fuse.program.passes.recompute import Memory, gathered_twice, recomputed
+from onnx_fuse.program.problem import Collective, Hardware
 from onnx_fuse.runtime.plan import plan
 
 Budget: TypeAlias = "int | Literal['min']"
 """The most bytes that a program may take, or "min" for the fewest that recomputing leaves."""
 STEPS = 32
 """How many amounts of recomputing are tried before the smallest that suffices is looked for."""
+NAMED = 5
+"""Kinds of calls that a message names."""
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
@@ -52,13 +55,22 @@ class Recompute:
     """Bytes that it takes with them: inputs, weights, states, outputs and temporaries."""
     seconds: float
     """What they cost, as predicted."""
+    fixed: int = 0
+    """Bytes of `after` for weights, states, inputs and outputs."""
+    kernels: tuple[str, ...] = ()
+    """The most frequent calls by name, each with how many of it there are."""
+    ranks: int = 1
+    """The GPUs that train together; the bytes are those of one of them."""
 
     def __str__(self) -> str:
+        each = f" on each of {self.ranks} GPUs" if self.ranks > 1 else ""
+        head = f"memory: {self.after / 2**30:.2f} GiB{each}"
+        kept = f"{self.fixed / 2**30:.2f} for weights, states, inputs and outputs"
         if not self.calls:
-            return f"memory: {self.after / 2**30:.2f} GiB; nothing is computed again"
+            return f"{head}, {kept}; nothing is computed again"
         return (
-            f"memory: {self.after / 2**30:.2f} GiB instead of {self.before / 2**30:.2f}; "
-            f"{len(self.calls)} calls run again in the backward, {self.seconds * 1e3:.2f} ms"
+            f"{head} instead of {self.before / 2**30:.2f}, {kept}; {len(self.calls)} calls run "
+            f"again in the backward, {self.seconds * 1e3:.2f} ms: {', '.join(self.kernels)}"
         )
 
 
@@ -69,8 +81,10 @@ def within(program: Program, budget: Budget, hw: Hardware) -> Recompute:
     """
     fixed = sum(b.nbytes for b in program.buffers if b.kind != "temp")
     before = fixed + plan(program).arena
+    exchanged = (c.problem for c in program.calls if isinstance(c.problem, Collective))
+    ranks = next((problem.ranks for problem in exchanged), 1)
     if budget != "min" and before <= budget:
-        return Recompute(0, frozenset(), before, before, 0.0)
+        return Recompute(0, frozenset(), before, before, 0.0, fixed, ranks=ranks)
     memory = Memory(program)
 
     def seconds(call: Call) -> float:
@@ -82,7 +96,10 @@ def within(program: Program, budget: Budget, hw: Hardware) -> Recompute:
         calls = frozenset(i for choice in choices[:count] for i in choice.calls)
         arena = plan(recomputed(program, memory.turn, calls)).arena if calls else before - fixed
         cost = sum(seconds(program.calls[i]) for i in calls)
-        return Recompute(memory.turn, calls, before, fixed + arena, cost)
+        names = Counter(program.calls[i].kernel for i in sorted(calls))
+        kernels = tuple(f"{n} {name}" for name, n in names.most_common(NAMED))
+        after = fixed + arena
+        return Recompute(memory.turn, calls, before, after, cost, fixed, kernels, ranks)
 
     low, tried = 0, []
     for count in sorted({len(choices) * k // STEPS for k in range(STEPS + 1)}):
@@ -101,8 +118,11 @@ def within(program: Program, budget: Budget, hw: Hardware) -> Recompute:
     best = min(tried, key=lambda found: (found.after, found.seconds))
     if budget == "min":
         return best
+    hint = ""
+    if ranks > 1 and not gathered_twice(program.calls):
+        hint = '; shard="all" may take less'
     raise UsageError(
         f"a memory of {budget / 2**30:.2f} GiB is too little: a step of these shapes needs at "
-        f"least {best.after / 2**30:.2f} GiB, {fixed / 2**30:.2f} of them for weights, states, "
-        "inputs and outputs"
+        f"least {best.after / 2**30:.2f} GiB{f' on each of {ranks} GPUs' if ranks > 1 else ''}, "
+        f"{fixed / 2**30:.2f} of them for weights, states, inputs and outputs{hint}"
     )

@@ -30,26 +30,33 @@ def _ranks() -> None:
         pytest.skip(str(error))
 
 
-def curves(folder: Path, *, ranked: bool) -> list[dict[str, np.ndarray]]:
+def curves(folder: Path, ranks: int, *, ranked: bool) -> list[dict[str, np.ndarray]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DEVICE", "cuda")
+        patch.setenv("RANKS", str(ranks))
         if not ranked:
             subprocess.run([*WORKER, str(folder)], check=True)
             return [dict(np.load(folder / "one.npz"))]
-        assert launch.run([*WORKER, str(folder)], RANKS) == 0
-    return [dict(np.load(folder / f"{rank}.npz")) for rank in range(RANKS)]
+        assert launch.run([*WORKER, str(folder)], ranks) == 0
+    return [dict(np.load(folder / f"{rank}.npz")) for rank in range(ranks)]
 
 
-def test_ranks_train_as_one_gpu_with_their_batches(tmp_path: Path) -> None:
-    (one,) = curves(tmp_path, ranked=False)
-    first, other = curves(tmp_path, ranked=True)
-    again, _ = curves(tmp_path, ranked=True)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_train_as_one_gpu_with_their_batches(tmp_path: Path, ranks: int) -> None:
+    try:
+        device.probe(ranks - 1)
+    except DeviceError as error:
+        pytest.skip(str(error))
+    (one,) = curves(tmp_path, ranks, ranked=False)
+    first, *others = curves(tmp_path, ranks, ranked=True)
+    again = curves(tmp_path, ranks, ranked=True)[0]
     for name, expected in one.items():
         case, what = name.split(maxsplit=1)
         assert case in CASES
         if what == "bytes":
             continue
-        np.testing.assert_array_equal(first[name], other[name], err_msg=f"rank 1, {name}")
+        for other in others:
+            np.testing.assert_array_equal(first[name], other[name], err_msg=name)
         np.testing.assert_array_equal(first[name], again[name], err_msg=f"again, {name}")
         limit = TOLERANCE.get(case, 1e-3)
         np.testing.assert_allclose(first[name], expected, rtol=limit, atol=limit, err_msg=name)

@@ -200,8 +200,12 @@ def _batched(members: Sequence[Call], choice: Choice) -> Call:
 
 
 def fold_together(calls: Sequence[Call], keep: Collection[int], hw: Hardware) -> list[Call]:
-    """Folds of weights become one launch where the first stood, which casts float32 masters too."""
+    """Folds of weights become one launch where the first stood, which casts float32 masters too.
+
+    Of weights that ranks gather, those of one bucket: others would be gathered long before use.
+    """
     readers, writers = of = uses(calls)
+    buckets = last_buckets(calls)
     groups: dict[object, list[tuple[int, int | None]]] = defaultdict(list)
     for i, call in enumerate(calls):
         if not isinstance(call.problem, Fold):
@@ -209,7 +213,8 @@ def fold_together(calls: Sequence[Call], keep: Collection[int], hw: Hardware) ->
         ((k, n),) = call.problem.shapes
         w = dict(call.reads)["w"].buffer
         for cast in dict.fromkeys((_cast_for(calls, i, of, keep), None)):
-            group = groups[fold_kind(k, n, call.problem.dtype, hw), cast is None]
+            kind = fold_kind(k, n, call.problem.dtype, hw)
+            group = groups[kind, cast is None, buckets[i]]
             first = group[0][0] if group else i
             made = [j for _, t in call.reads for j in writers[t.buffer] if j < i and j != cast]
             if max(made, default=-1) >= first or (cast is not None and min(readers[w]) < first):
