@@ -273,7 +273,7 @@ class _Child:
             "state": specializer.state,
             "part": part,
         }
-        path = os.pathsep.join(p for p in sys.path if p)
+        path = os.pathsep.join(p or str(Path.cwd()) for p in sys.path)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "onnx_fuse.runtime.precompile_worker"],
             stdin=subprocess.PIPE,
@@ -282,6 +282,7 @@ class _Child:
             env={
                 **os.environ,
                 "PYTHONPATH": path,
+                "PYTHONSAFEPATH": "1",  # the current folder may have another onnx_fuse in it
                 "CUDA_VISIBLE_DEVICES": "",
                 "ONNX_FUSE_DUMP": "",
             },
