@@ -26,7 +26,7 @@ from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.save import save
 from onnx_fuse.passes.precision import in_precision
 from onnx_fuse.program.problem import CHIPS
-from onnx_fuse.runtime import precompile, precompile_worker, program_cache
+from onnx_fuse.runtime import plan, precompile, precompile_worker, program_cache
 from onnx_fuse.runtime.plan import PlannedProgram
 from onnx_fuse.runtime.precompile import Precompiler
 from onnx_fuse.runtime.program_cache import ProgramCache
@@ -106,6 +106,25 @@ def test_a_later_process_lowers_nothing(name: str, fresh: bool, cache: Path) -> 
     other.cache_under("another graph")
     other.of(with_length(other, 40))
     assert other.traced == 1
+
+
+def test_a_program_is_kept_with_the_layout_of_a_small_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where that of the largest batch of the class would waste memory."""
+    monkeypatch.setattr(plan, "LARGE", 0)
+    specializer = encoder()
+    specializer.cache_under("a graph")
+    shapes = with_length(specializer, 40)
+    made = specializer.of(shapes)
+    specializer.written()
+    numbers = specializer.numbers(shapes)
+    assert specializer.programs is not None
+    found = specializer.programs.find(specializer.key(shapes, {}), numbers)
+    assert found is not None
+    assert len(found._layouts) == 2
+    assert found.at(numbers).plan == made.plan
+    assert len(found._layouts) == 2
 
 
 @pytest.mark.parametrize("kept", ["lowered", "read", "read, collector off", "read, frozen"])

@@ -101,14 +101,14 @@ class Specializer:
         """Within the block Python's cyclic garbage collector is off: it would walk the whole model
         again and again, which takes half of a lowering's time.
         """
-        was, before = gc.isenabled(), self._opened_so_far
+        was, opened, traced = gc.isenabled(), self._opened_so_far, self.traced
         gc.disable()
         try:
             yield
         finally:
             if was:
-                if self._opened_so_far > before:
-                    _settle()
+                if self._opened_so_far > opened:
+                    _settle(garbage=self.traced > traced)
                 gc.enable()
 
     def cache_as(self, origin: Future[Origin | None]) -> None:
@@ -211,22 +211,24 @@ class Specializer:
                 kept.insert(0, kept.pop(i))
                 return entry.at(numbers)
         found = None if self.programs is None or values else self.programs.find(key, numbers)
-        if found is None or not self._serves(found):
+        lowered = found is None or not self._serves(found)
+        if found is None or lowered:
             began = time.perf_counter()
             found = self._traced(shapes, values, symbols, numbers)
             if found is None:
                 self.is_open = any(self._kept.values())  # of this model some shapes are served
                 return None
             found.seconds = time.perf_counter() - began
-            if not values:
-                self._unwritten.append((key, found, found.seconds))
-                if self.programs is not None:
-                    self._write()
+        made = found.at(numbers)
+        if lowered and not values:  # a layout that these sizes need is written as well
+            self._unwritten.append((key, found, found.seconds))
+            if self.programs is not None:
+                self._write()
         self.seconds = found.seconds
         self._opened_so_far += 1
         kept.insert(0, found)
         del kept[KEPT:]
-        return found.at(numbers)
+        return made
 
     def _serves(self, kept: PlannedOpenProgram) -> bool:
         """Whether the model has the weights that a program of the cache reads."""
@@ -314,13 +316,14 @@ class _Free:
     """The symbols, by which groups have equal sizes."""
 
 
-def _settle() -> None:
-    """Count what there is, but for new garbage, among the old objects of Python's collector.
+def _settle(*, garbage: bool) -> None:
+    """Count what there is, but for new `garbage`, among the old objects of Python's collector.
 
     It would come to count the parts of a new program as old by itself, and walk everything in the
     process because there are so many more.
     """
-    gc.collect(0)
+    if garbage:  # what is read from the cache leaves none
+        gc.collect(0)
     if not gc.get_freeze_count():  # what another froze stays so
         gc.freeze()
         gc.unfreeze()
