@@ -373,6 +373,36 @@ def test_the_process_ends(end: str, cache: Path, tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.parametrize("ending", [True, False])
+def test_a_process_that_ends_at_once_is_silent(ending: bool) -> None:
+    """A command whose only run is its last act: what cannot be started then is no error."""
+    code = (
+        "import atexit, threading, time\n"
+        "from onnx_fuse.onnx.build import text_model\n"
+        "from onnx_fuse.program.problem import CHIPS\n"
+        "from onnx_fuse.runtime import precompile\n"
+        "from onnx_fuse.runtime.specialize import Specializer\n"
+        "def child(*given):\n"
+        f"    while threading.main_thread().is_alive() and {ending}: time.sleep(0.01)\n"
+        "    raise RuntimeError('no thread can be started')\n"
+        "precompile.CORES, precompile._Child = 1, child\n"
+        "atexit.register(time.sleep, 1.0)\n"
+        f"s = Specializer(text_model({CHAIN!r}), CHIPS['H200'])\n"
+        "a = precompile.Precompiler(s)\n"
+        "a.expect({'x': ((3, 40), 'float32')}, 1.0)\n"
+        f"while a._busy and not {ending}: time.sleep(0.01)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert ("no thread can be started" in done.stderr) != ending
+
+
 def test_how_many_processes_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     specializer = encoder()
     weights = specializer.model.graph.initializers.values()

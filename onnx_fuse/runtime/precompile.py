@@ -135,7 +135,8 @@ class Precompiler:
             with self._changed:
                 self._busy = False
                 self._changed.notify_all()
-            raise
+            if threading.main_thread().is_alive():  # an ending process starts no thread anymore
+                raise
 
     def _next(self) -> _Wish | None:
         with self._changed:
