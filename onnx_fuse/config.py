@@ -83,8 +83,8 @@ AHEAD = Variable(
     "ONNX_FUSE_AHEAD",
     _flag,
     True,
-    "0 starts no process of low priority that prepares programs and kernels for other sizes of a "
-    "dimension that varies",
+    "0 starts no process of low priority that prepares programs and kernels for other lengths, and "
+    "other sizes of a dimension that varies",
 )
 CACHE_DIR = Variable(
     "ONNX_FUSE_CACHE_DIR", Path, _cache_dir(), "compiled kernels, graphs, programs, records"

@@ -68,6 +68,39 @@ def test_graph_gives_onnxruntimes_results(name, moves_only):
         np.testing.assert_allclose(got[value.name], want, rtol=1e-6, atol=1e-6)
 
 
+# the four differ from the first by nothing, an attribute, the value of an input, a type
+SUMS = """
+agraph (float[3,3] x, double[3,3] z) => (float[1,3] a, float[1,3] b, float[3] c, float[3,1] d,
+                                         double[1,3] e) {
+    first = Constant<value_ints = [0]>()
+    last = Constant<value_ints = [1]>()
+    a = ReduceSum(x, first)
+    n = Neg(x)
+    b = ReduceSum(n, first)
+    c = ReduceSum<keepdims = 0>(x, first)
+    d = ReduceSum(x, last)
+    e = ReduceSum(z, first)
+}
+"""
+
+
+def test_equal_nodes_are_inferred_once(monkeypatch):
+    """Those that differ by type, attribute or a small value are inferred by themselves."""
+    model, asked, inner = text_model(SUMS), [], walk.Lowerer._infer_node
+
+    def infer_node(self, node):
+        asked.append(node.op_type)
+        return inner(self, node)
+
+    monkeypatch.setattr(walk.Lowerer, "_infer_node", infer_node)
+    feeds = {name: np.arange(9).reshape(3, 3).astype(t) for name, t in (("x", "f4"), ("z", "f8"))}
+    made = dict(program_of(model, feeds).outputs)
+    assert asked.count("ReduceSum") == 4
+    for value in model.graph.outputs:
+        assert made[value.name].shape == tuple(value.shape)
+        assert made[value.name].dtype == value.dtype.numpy().name
+
+
 def test_rows_that_stand_apart_are_one_product():
     """As torch's MultiheadAttention asks for: a product for each place takes 20 times as long."""
     text, feeds = GRAPHS["a product of rows that stand apart"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import signal
@@ -25,7 +26,7 @@ from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.save import save
 from onnx_fuse.passes.precision import in_precision
 from onnx_fuse.program.problem import CHIPS
-from onnx_fuse.runtime import precompile, precompile_worker, program_cache
+from onnx_fuse.runtime import plan, precompile, precompile_worker, program_cache
 from onnx_fuse.runtime.plan import PlannedProgram
 from onnx_fuse.runtime.precompile import Precompiler
 from onnx_fuse.runtime.program_cache import ProgramCache
@@ -33,6 +34,7 @@ from onnx_fuse.runtime.specialize import Specializer
 
 H200 = CHIPS["H200"]
 CHAIN = "agraph (float[N,T] x) => (float[N,T] y) { a = Exp(x) b = Neg(a) y = Tanh(b) }"
+IMAGE = "agraph (float[3,H,W] x) => (float[3,H,W] y) { y = Exp(x) }"
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +106,52 @@ def test_a_later_process_lowers_nothing(name: str, fresh: bool, cache: Path) -> 
     other.cache_under("another graph")
     other.of(with_length(other, 40))
     assert other.traced == 1
+
+
+def test_a_program_is_kept_with_the_layout_of_a_small_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where that of the largest batch of the class would waste memory."""
+    monkeypatch.setattr(plan, "LARGE", 0)
+    specializer = encoder()
+    specializer.cache_under("a graph")
+    shapes = with_length(specializer, 40)
+    made = specializer.of(shapes)
+    specializer.written()
+    numbers = specializer.numbers(shapes)
+    assert specializer.programs is not None
+    found = specializer.programs.find(specializer.key(shapes, {}), numbers)
+    assert found is not None
+    assert len(found._layouts) == 2
+    assert found.at(numbers).plan == made.plan
+    assert len(found._layouts) == 2
+
+
+@pytest.mark.parametrize("kept", ["lowered", "read", "read, collector off", "read, frozen"])
+def test_a_new_program_is_old_to_the_garbage_collector(kept: str) -> None:
+    """What stays is not walked as what is young; what a program froze or turned off stays so."""
+    specializers = chain(), chain()
+    for specializer in specializers:
+        specializer.cache_under("a graph")
+    one = specializers[kept != "lowered"]
+    if kept != "lowered":
+        specializers[0].of(of_chain(8))
+        specializers[0].written()
+    try:
+        if kept.endswith("frozen"):
+            gc.freeze()
+        if kept.endswith("off"):
+            gc.disable()
+        frozen = gc.get_freeze_count()
+        one.of(of_chain(8))
+        old = {id(each) for each in gc.get_objects(generation=2)}
+        (made,) = next(iter(one._kept.values()))
+        assert (id(made) in old) == (kept in ("lowered", "read"))
+        assert gc.get_freeze_count() == frozen
+        assert gc.isenabled() != kept.endswith("off")
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 @pytest.mark.parametrize(
@@ -190,18 +238,23 @@ def test_a_session_takes_programs_from_the_cache(
 # ---- the process --------------------------------------------------------------------------------
 
 
-def test_a_process_makes_the_other_sizes(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After two lengths, all others cost no lowering, and their kernels are compiled."""
+def test_a_process_makes_the_other_sizes(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """After one length, all others cost no lowering, and their kernels are compiled.
+
+    The process runs this package, not one that happens to be in the current folder.
+    """
+    if sys.version_info >= (3, 11):  # before that Python looks into the current folder first
+        (tmp_path / "onnx_fuse").mkdir()
+        (tmp_path / "onnx_fuse" / "__init__.py").write_text("raise SystemExit(7)")
+        monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(precompile, "FAR", 16)
     monkeypatch.setattr(precompile, "CORES", 1)
     specializer = chain()
     beside = Precompiler(specializer)
     own = [specializer.of(of_chain(8)).source]
     beside.expect(of_chain(8), 1.0)
-    beside.wait()
-    assert not beside.children  # one size so far: nothing says that it varies
-    own.append(specializer.of(of_chain(7)).source)
-    beside.expect(of_chain(7), 0.001)
     beside.wait()
     assert beside.children
     assert {c._process.returncode for c in beside.children} == {0}
@@ -218,20 +271,71 @@ def test_a_process_makes_the_other_sizes(cache: Path, monkeypatch: pytest.Monkey
     assert others
 
 
-@pytest.mark.parametrize("why", ["fast", "one size", "few cores"])
+@pytest.mark.parametrize("why", ["fast", "one size of several dimensions", "few cores"])
 def test_no_process_where_it_would_not_pay(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[object] = []
     monkeypatch.setattr(precompile, "_Child", lambda *given: started.append(given))
     monkeypatch.setattr(precompile, "CORES", 1000 if why == "few cores" else 1)
-    specializer = encoder()
+    several = why.startswith("one size")
+    specializer = Specializer(text_model(IMAGE), H200) if several else encoder()
     beside = Precompiler(specializer)
-    for length in (40, 40) if why == "one size" else (40, 48):
-        specializer.of(with_length(specializer, length))
-        beside.expect(with_length(specializer, length), 0.01 if why == "fast" else 1.0)
+    for length in (40, 40) if several else (40, 48):
+        shapes = {"x": ((3, length, 9), "float32")} if several else with_length(specializer, length)
+        specializer.of(shapes)
+        specializer.seconds = 0.01 if why == "fast" else 1.0
+        beside.expect(shapes, 0.01)
     beside.wait()
     assert not started
     # what is not prepared is kept at least
     assert (specializer.programs is None) == (why == "fast")
+
+
+def test_what_took_long_in_an_earlier_process_is_prepared_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A first run whose program is in the cache says what others would take."""
+    asked: list[dict[str, int]] = []
+    monkeypatch.setattr(precompile, "processes", lambda _: 1)
+    monkeypatch.setattr(precompile, "missing", lambda _, shapes, wanted: asked.append(wanted))
+    first, second = chain(), chain()
+    first.cache_under("a graph")
+    first.of(of_chain(8))
+    (kept,) = next(iter(first._kept.values()))
+    assert 0 < kept.seconds == first.seconds
+    first.written()
+    second.cache_under("a graph")
+    second.of(of_chain(8))
+    assert second.traced == 0
+    assert second.seconds == first.seconds
+    monkeypatch.setattr(precompile, "WORTH", second.seconds / 2)
+    beside = Precompiler(second)
+    beside.expect(of_chain(8), 0.0)
+    beside.wait()
+    assert asked == [{"s1": precompile.FAR}]
+
+
+@pytest.mark.parametrize(
+    ("dimensions", "wanted"),
+    [
+        ({"ids": ("N", "T"), "mask": ("N", "T")}, {"T"}),
+        ({"ids": ("T", "N")}, {"N"}),  # whichever is behind the first axis
+        ({"image": ("N", "", "H", "W")}, set()),
+        ({"ids": ("N", "T"), "past": ("N", "", "P")}, set()),
+        ({"rows": ("N", "")}, set()),
+        ({"ids": ("N", "T"), "mask": ("T", "T")}, set()),
+    ],
+)
+def test_which_dimension_is_likely_to_vary(
+    dimensions: dict[str, tuple[str, ...]], wanted: set[str]
+) -> None:
+    """The only one behind the first axis; "" is a dimension that is not free."""
+    symbols = [
+        (name, axis, symbol)
+        for name, shape in dimensions.items()
+        for axis, symbol in enumerate(shape)
+        if symbol
+    ]
+    assert precompile.likely_to_vary(tuple(symbols)) == wanted
 
 
 @pytest.mark.parametrize("end", ["dropped", "parent ends", "parent is killed"])
@@ -267,6 +371,36 @@ def test_the_process_ends(end: str, cache: Path, tmp_path: Path) -> None:
     while running(int(pid)):
         assert time.monotonic() < deadline, "it is still there"
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("ending", [True, False])
+def test_a_process_that_ends_at_once_is_silent(ending: bool) -> None:
+    """A command whose only run is its last act: what cannot be started then is no error."""
+    code = (
+        "import atexit, threading, time\n"
+        "from onnx_fuse.onnx.build import text_model\n"
+        "from onnx_fuse.program.problem import CHIPS\n"
+        "from onnx_fuse.runtime import precompile\n"
+        "from onnx_fuse.runtime.specialize import Specializer\n"
+        "def child(*given):\n"
+        f"    while threading.main_thread().is_alive() and {ending}: time.sleep(0.01)\n"
+        "    raise RuntimeError('no thread can be started')\n"
+        "precompile.CORES, precompile._Child = 1, child\n"
+        "atexit.register(time.sleep, 1.0)\n"
+        f"s = Specializer(text_model({CHAIN!r}), CHIPS['H200'])\n"
+        "a = precompile.Precompiler(s)\n"
+        "a.expect({'x': ((3, 40), 'float32')}, 1.0)\n"
+        f"while a._busy and not {ending}: time.sleep(0.01)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert ("no thread can be started" in done.stderr) != ending
 
 
 def test_how_many_processes_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

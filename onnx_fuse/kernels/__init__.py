@@ -304,7 +304,7 @@ def site(call: Call, hw: Hardware) -> Site:
     )
 
 
-@lru_cache(4096)
+@lru_cache(128)
 def _by_cost(
     kernels: tuple[Kernel, ...], problem: AnyProblem, hw: Hardware, why: str
 ) -> tuple[Choice, ...]:

@@ -9,6 +9,7 @@ with `folded`: x wq cs cv instead of gamma beta w c. "r" is the residual.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import ceil
 
 from onnx_fuse.kernels.cublaslt import CublasLt
@@ -31,14 +32,23 @@ def _pad(size: int) -> int:
 
 def gemm_problem(problem: Problem, **values: Value) -> Problem:
     """The Gemm inside a LayerNormGemm, with the epilogue that it keeps."""
+    make = _plain_gemm if problem.trace is None else _gemm
+    return make(problem, tuple(values.items()))
+
+
+def _gemm(problem: Problem, values: tuple[tuple[str, Value], ...]) -> Problem:
     given = problem.extras
     kept = {name: given[name] for name in KEPT if given.get(name)}
     kept |= {"static_b": True} if problem.static_b and problem.folded else {}
     return Problem.of(
         "Gemm",
         m=problem.m, n=problem.n, k=problem.k, dtype=problem.dtype, out_dtype=problem.out,
-        trans_b=problem.trans_b, math=problem.math, **(kept | values),
+        trans_b=problem.trans_b, math=problem.math, **(kept | dict(values)),
     )  # fmt: skip
+
+
+_plain_gemm = lru_cache(1024)(_gemm)
+"""The same for plain sizes: a product's every configuration asks for it."""
 
 
 _APART = 1e-6
@@ -73,14 +83,24 @@ class Fold(AroundProduct):
 
         Its idle warps have few rows in flight at a time, so that a pass of its own may be faster.
         """
-        problem = problem.upper_bound()
+        return self._how(problem.upper_bound(), config, hw)[0]
+
+    def _how(self, problem: Problem, config: Config, hw: Hardware) -> tuple[bool, float]:
+        """The answer of `_side` for plain sizes, and the seconds of product and statistics so."""
         gemm = self._gemm(problem)
         if not (gemm.rows or gemm.parts) or config.integer("splits", 1) > 1:
-            return False
-        if gemm.parts or not isinstance(self.inner, Wgmma):
-            return True
-        plain = self.inner.cost(self._gemm(problem, apart=True), config, hw)
-        return self.inner.cost(gemm, config, hw) <= plain + stats_seconds(problem, hw) + _APART
+            side = False
+        elif gemm.parts or not isinstance(self.inner, Wgmma):
+            side = True
+        else:
+            own = self.inner.cost(gemm, config, hw)
+            plain = self.inner.cost(self._gemm(problem, apart=True), config, hw)
+            apart = plain + stats_seconds(problem, hw)
+            side = own <= apart + _APART
+            return side, own if side else apart
+        apart = not (problem.stats or side)
+        seconds = self.inner.cost(self._gemm(problem, apart=apart), config, hw)
+        return side, seconds + stats_seconds(problem, hw) if apart else seconds
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         if problem.dtype not in ("bfloat16", "float16"):
@@ -92,10 +112,7 @@ class Fold(AroundProduct):
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """The GEMM, one read of x, and the weights' preparation where it is not done before."""
-        apart = not problem.stats and not self._side(problem, config, hw)
-        seconds = self.inner.cost(self._gemm(problem, apart=apart), config, hw)
-        if apart:
-            seconds += stats_seconds(problem, hw)
+        _, seconds = self._how(problem, config, hw)
         if not problem.folded:
             seconds += fold_seconds(problem.k, problem.n, problem.dtype, hw)
         return seconds

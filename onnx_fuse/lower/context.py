@@ -104,6 +104,7 @@ class Context(ABC):
         self._owner = ""
         self._plain = False  # whether ONNX is told the numbers of open sizes
         self._open_sizes: dict[str, Any] = {}  # by the name that stands for one in ONNX
+        self._inferences: dict[Any, list[tuple[str, tuple[int, ...]] | None] | None] = {}
 
     def _name(self, values: Sequence[ir.Value]) -> None:
         for value in values:
@@ -184,6 +185,46 @@ class Context(ABC):
 
     def _inferred(self, node: ir.Node) -> list[tuple[str, tuple[int, ...]] | None] | None:
         """(dtype, shape) of each output, None where inference does not know."""
+        key, known = self._node_key(node), self._small_values(node)
+        if key is None or known is None:
+            return self._infer_node(node)
+        both = key, known, self._plain
+        if both not in self._inferences:
+            self._inferences[both] = self._infer_node(node)
+        return self._inferences[both]
+
+    def _node_key(self, node: ir.Node) -> tuple[Any, ...] | None:
+        """A key that is equal for nodes of one operator, with equal attributes and types of inputs.
+
+        None for a node with a tensor or a graph among its attributes.
+        """
+        kinds = {attribute.type for attribute in node.attributes.values()}
+        if kinds & {ir.AttributeType.GRAPH, ir.AttributeType.TENSOR}:
+            return None
+        given = {v: i for i, v in enumerate(dict.fromkeys(node.inputs)) if v is not None}
+        types = tuple(
+            (dtype, tuple(map(sizes.expression, shape))) for dtype, shape in map(self._type, given)
+        )
+        return (
+            node.op_identifier(),
+            tuple(sorted((name, repr(a.value)) for name, a in node.attributes.items())),
+            tuple(None if v is None else given[v] for v in node.inputs),
+            types,
+            tuple(bool(v.name) for v in node.outputs),
+        )
+
+    def _small_values(self, node: ir.Node) -> tuple[bytes | None, ...] | None:
+        """The inputs' values that inference may look at; None where one holds open sizes."""
+        arrays = [None if v is None else self.slots[v].host for v in node.inputs]
+        if any(array is not None and host.is_open(array) for array in arrays):
+            return None
+        return tuple(
+            None if array is None or array.size > WEIGHT_LIMIT else array.tobytes()
+            for array in arrays
+        )
+
+    def _infer_node(self, node: ir.Node) -> list[tuple[str, tuple[int, ...]] | None] | None:
+        """What `_inferred` gives, by ONNX's inference."""
         single = self._single(node)
         if carries_body(node) or contrib.lookup(node) is not None:
             infer_shapes(single)

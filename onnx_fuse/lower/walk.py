@@ -488,20 +488,7 @@ class Lowerer(Control):
 
     def _call_key(self, node: ir.Node) -> tuple[Any, ...] | None:
         """A key that is equal for nodes that may share one body; None for a node that may not."""
-        kinds = {attribute.type for attribute in node.attributes.values()}
-        if not carries_body(node) or kinds & {ir.AttributeType.GRAPH, ir.AttributeType.TENSOR}:
-            return None
-        given = {v: i for i, v in enumerate(dict.fromkeys(node.inputs)) if v is not None}
-        types = tuple(
-            (dtype, tuple(map(sizes.expression, shape))) for dtype, shape in map(self._type, given)
-        )
-        return (
-            node.op_identifier(),
-            tuple(sorted((name, repr(a.value)) for name, a in node.attributes.items())),
-            tuple(None if v is None else given[v] for v in node.inputs),
-            types,
-            tuple(bool(v.name) for v in node.outputs),
-        )
+        return self._node_key(node) if carries_body(node) else None
 
     def walk(self, nodes: Sequence[ir.Node], results: Sequence[ir.Value]) -> None:
         self._results.update(results)

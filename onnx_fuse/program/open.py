@@ -29,7 +29,7 @@ class Open:
         guards = tuple(sorted(trace.guards, key=lambda guard: guard.count(" <= ") < 2))
         checks = "".join(f"    if not ({guard}): return False\n" for guard in guards)
         code = _compiled(f"def holds({', '.join(symbols)}):\n{checks}    return True\n")
-        recipes = {name: Recipe(value, symbols) for name, value in (parts or {}).items()}
+        recipes = {name: Recipe(part, symbols, often=True) for name, part in (parts or {}).items()}
         self._set(symbols, guards, code, Recipe(made, symbols), recipes)
 
     def _set(
@@ -79,16 +79,19 @@ def _function(code: CodeType, name: str) -> Callable[..., Any]:
 
 Step = tuple[int, tuple[int, ...], Callable[[Sequence[Any]], Any]]
 """(place of the result, places of its parts, what makes it of them)."""
+_Work = tuple[int, Callable[[list[Any]], Sequence[Any]], Callable[[Sequence[Any]], Any] | None]
 
 
 class Recipe:
     """The steps that rebuild an object for other sizes; parts without open sizes are shared.
 
     The recipe fills a list of places. A place holds a part without open sizes, what a step makes of
-    earlier places, or one of the open sizes, which are counted from the end.
+    earlier places, or one of the open sizes, which are counted from the end. One that is evaluated
+    `often` keeps a getter for each step, which is faster; Python's garbage collector, which walks
+    all that is kept, has less to do with the others.
     """
 
-    def __init__(self, value: Any, symbols: Sequence[str]) -> None:
+    def __init__(self, value: Any, symbols: Sequence[str], *, often: bool = False) -> None:
         self._places: list[Any] = []
         self._steps: list[Step] = []
         self._sizes: dict[str, int] = {}  # expression -> its place
@@ -97,29 +100,28 @@ class Recipe:
         result = self._place(value)
         text = "".join(f"{size}, " for size in reversed(self._sizes))
         code = _compiled(f"def numbers({', '.join(symbols)}):\n    return ({text})\n")
-        self._set(self._places, self._steps, result, code)
+        self._set(self._places, self._steps, result, code, often)
         del self._sizes, self._known, self._objects
 
-    def _set(self, places: list[Any], steps: list[Step], result: int, code: CodeType) -> None:
+    def _set(
+        self, places: list[Any], steps: list[Step], result: int, code: CodeType, often: bool
+    ) -> None:
         self._places, self._steps, self._result, self._code = places, steps, result, code
         self._numbers = _function(code, "numbers")
-        # what takes several places out of a list gives a tuple already
-        self._work = [
-            (place, _getter(parts), None if make is tuple and len(parts) > 1 else make)
-            for place, parts, make in steps
-        ]
+        self._work: list[_Work] | None = [_work(step) for step in steps] if often else None
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return self._places, self._steps, self._result, marshal.dumps(self._code)
+        often = self._work is not None
+        return self._places, self._steps, self._result, marshal.dumps(self._code), often
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        places, steps, result, code = state
-        self._set(places, steps, result, marshal.loads(code))
+        places, steps, result, code, often = state
+        self._set(places, steps, result, marshal.loads(code), often)
 
     def at(self, values: Iterable[int]) -> Any:
         """The object with the sizes that these values of the symbols give."""
         places = [*self._places, *self._numbers(*values)]
-        for place, get, make in self._work:
+        for place, get, make in map(_work, self._steps) if self._work is None else self._work:
             parts = get(places)
             places[place] = parts if make is None else make(parts)
         return places[self._result]
@@ -180,7 +182,7 @@ class Recipe:
         fixed, names, parts = {}, [], []
         for name in _fields(kind):
             inner = getattr(value, name)
-            place = self._open(inner)
+            place = None if type(inner) in _PLAIN else self._open(inner)
             if place is None:
                 fixed[name] = inner
             else:
@@ -190,10 +192,17 @@ class Recipe:
 
     def _parts(self, values: Iterable[Any]) -> list[int] | None:
         """The places of several values, None where none of them holds sizes."""
-        places = [(self._open(value), value) for value in values]
+        places = [(None if type(value) in _PLAIN else self._open(value), value) for value in values]
         if all(place is None for place, _ in places):
             return None
         return [self._closed(value) if place is None else place for place, value in places]
+
+
+def _work(step: Step) -> _Work:
+    """A step with a function that gets its parts."""
+    place, parts, make = step
+    # what takes several places out of a list gives a tuple already
+    return place, _getter(parts), None if make is tuple and len(parts) > 1 else make
 
 
 def _getter(places: tuple[int, ...]) -> Callable[[list[Any]], Sequence[Any]]:

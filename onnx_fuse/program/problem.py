@@ -43,6 +43,8 @@ FEW = 16
 """Queries up to which attention is a token's or a few: the kernels then have one tile of them."""
 
 
+_PLAIN = frozenset({type(None), bool, int, float, str})
+"""The types of most fields, none of which holds an open size."""
 # made once: `int | Size` in a call of isinstance is made at each
 _INTEGERS = (int, Size)
 
@@ -55,14 +57,19 @@ def _names(kind: Any) -> tuple[str, ...]:
 
 def _sizes(value: object) -> Iterator[Size]:
     """The open sizes in a field or an extra."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return
     if isinstance(value, Size):
         yield value
     elif isinstance(value, tuple):
         for part in value:
             yield from _sizes(part)
     elif is_dataclass(value):
-        for name in _names(type(value)):  # type: ignore[arg-type]
-            yield from _sizes(getattr(value, name))
+        for name in _names(kind):
+            inner = getattr(value, name)
+            if type(inner) not in _PLAIN:
+                yield from _sizes(inner)
 
 
 def _open(value: object) -> bool:
@@ -128,9 +135,11 @@ class AnyProblem:
 
     def upper_bound(self: P) -> P:
         """This problem at the largest sizes of its class: what its choices are made for."""
+        if self.trace is None:
+            return self
         changed = {}
         for name, value in self.fields().items():
-            if _open(value):
+            if type(value) not in _PLAIN and _open(value):
                 classes = wide_size_class if name in self.wide else size_class
                 changed[name] = _with(value, partial(upper_bound, classes=classes))
         return replace(self, **changed) if changed else self  # type: ignore[type-var]

@@ -244,6 +244,9 @@ class PlannedOpenProgram:
     size rounded up to a power of two.
     """
 
+    seconds = 0.0
+    """What lowering took, wherever that was."""
+
     def __init__(self, source: OpenProgram, largest: Mapping[str, int]) -> None:
         self.source, self.largest = source, largest
         whole: Program = source.at(largest)

@@ -27,7 +27,7 @@ from onnx_fuse.onnx.save import serialized_without_weights
 from onnx_fuse.program.size import size_class
 from onnx_fuse.runtime import graphs
 from onnx_fuse.runtime.program_cache import Origin
-from onnx_fuse.runtime.specialize import Specializer
+from onnx_fuse.runtime.specialize import Specializer, Symbols
 
 if TYPE_CHECKING:
     from onnx_fuse.lower.walk import Shapes
@@ -63,6 +63,9 @@ def processes(specializer: Specializer) -> int:
 class Precompiler:
     """Has the other size classes prepared of the dimensions that vary from run to run.
 
+    The one dimension behind the first axis that a model leaves free, the length of its sequences,
+    is expected to vary from the first run on; any other once it has had two sizes.
+
     A model that no file of the cache holds gets its name there from its content, so that its
     programs are kept as well.
     """
@@ -81,17 +84,17 @@ class Precompiler:
     def expect(self, shapes: Shapes, seconds: float) -> None:
         """Prepare what may come after these shapes, whose program took so long to make.
 
-        Nothing happens until a program has taken WORTH; nothing is prepared until some dimension
-        has had two sizes.
+        Nothing happens until a program has taken WORTH, here or before it was in the cache.
         """
         specializer = self._specializer()
         if specializer is None:
             return
         numbers = specializer.numbers(shapes)
+        self._varying |= likely_to_vary(specializer.symbols(shapes))
         for symbol, number in numbers.items():
             if self._first.setdefault(symbol, number) != number:
                 self._varying.add(symbol)
-        begins = seconds > WORTH and not self._worth
+        begins = max(seconds, specializer.seconds) > WORTH and not self._worth
         self._worth |= begins
         if not self._worth:
             return
@@ -132,7 +135,8 @@ class Precompiler:
             with self._changed:
                 self._busy = False
                 self._changed.notify_all()
-            raise
+            if threading.main_thread().is_alive():  # an ending process starts no thread anymore
+                raise
 
     def _next(self) -> _Wish | None:
         with self._changed:
@@ -167,6 +171,17 @@ class Precompiler:
         plain = {name: [list(shape), dtype] for name, (shape, dtype) in shapes.items()}
         for child in self.children:
             child.say({"shapes": plain, "sizes": wanted})
+
+
+def likely_to_vary(symbols: Symbols) -> set[str]:
+    """The symbol of the only open dimension behind the first axis; none where there are several.
+
+    To prepare each of several (an image's height and width) by itself would be work in vain where
+    they change together.
+    """
+    leading = {symbol for _, axis, symbol in symbols if not axis}
+    inner = {symbol for _, _, symbol in symbols} - leading
+    return inner if len(inner) == 1 else set()
 
 
 def nearest_first(number: int, far: int, part: int = 0, parts: int = 1) -> list[int]:
@@ -259,7 +274,7 @@ class _Child:
             "state": specializer.state,
             "part": part,
         }
-        path = os.pathsep.join(p for p in sys.path if p)
+        path = os.pathsep.join(p or str(Path.cwd()) for p in sys.path)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "onnx_fuse.runtime.precompile_worker"],
             stdin=subprocess.PIPE,
@@ -268,6 +283,7 @@ class _Child:
             env={
                 **os.environ,
                 "PYTHONPATH": path,
+                "PYTHONSAFEPATH": "1",  # the current folder may have another onnx_fuse in it
                 "CUDA_VISIBLE_DEVICES": "",
                 "ONNX_FUSE_DUMP": "",
             },

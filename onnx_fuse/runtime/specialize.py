@@ -64,6 +64,8 @@ class Specializer:
         self.is_open = True
         self.traced = 0
         """Lowerings so far."""
+        self.seconds = 0.0
+        """What it took to lower the program that came last, here or before it was in the cache."""
         self.recompute: Recompute | None = None
         """What the last program that was lowered within the budget runs a second time."""
         self.origin: Future[Origin | None] | None = None
@@ -71,6 +73,7 @@ class Specializer:
         self.programs: ProgramCache | None = None
         """The programs in the cache, once their name there is known."""
         self._kept: dict[Key, list[PlannedOpenProgram]] = {}
+        self._opened_so_far = 0  # open programs that were lowered or read
         # what the cache does not have yet, and how long it took
         self._unwritten: list[tuple[Key, PlannedOpenProgram, float]] = []
         self._writers: list[threading.Thread] = []
@@ -84,7 +87,7 @@ class Specializer:
 
         `values` are inputs known at lowering. Raises what `lower` raises.
         """
-        with self.lock, _no_collection():
+        with self.lock, self._no_collection():
             found = self._opened(shapes, values or {}) if self.is_open else None
             if found is not None:
                 return found
@@ -92,6 +95,21 @@ class Specializer:
             if self.memory is not None:
                 program = self._recomputing(program, program, self.memory)
             return PlannedProgram(program, plan(program))
+
+    @contextlib.contextmanager
+    def _no_collection(self) -> Iterator[None]:
+        """Within the block Python's cyclic garbage collector is off: it would walk the whole model
+        again and again, which takes half of a lowering's time.
+        """
+        was, opened, traced = gc.isenabled(), self._opened_so_far, self.traced
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was:
+                if self._opened_so_far > opened:
+                    _settle(garbage=self.traced > traced)
+                gc.enable()
 
     def cache_as(self, origin: Future[Origin | None]) -> None:
         """Keep programs in the cache under the name of what the model was made of, if it gets one.
@@ -193,19 +211,24 @@ class Specializer:
                 kept.insert(0, kept.pop(i))
                 return entry.at(numbers)
         found = None if self.programs is None or values else self.programs.find(key, numbers)
-        if found is None or not self._serves(found):
+        lowered = found is None or not self._serves(found)
+        if found is None or lowered:
             began = time.perf_counter()
             found = self._traced(shapes, values, symbols, numbers)
             if found is None:
                 self.is_open = any(self._kept.values())  # of this model some shapes are served
                 return None
-            if not values:
-                self._unwritten.append((key, found, time.perf_counter() - began))
-                if self.programs is not None:
-                    self._write()
+            found.seconds = time.perf_counter() - began
+        made = found.at(numbers)
+        if lowered and not values:  # a layout that these sizes need is written as well
+            self._unwritten.append((key, found, found.seconds))
+            if self.programs is not None:
+                self._write()
+        self.seconds = found.seconds
+        self._opened_so_far += 1
         kept.insert(0, found)
         del kept[KEPT:]
-        return found.at(numbers)
+        return made
 
     def _serves(self, kept: PlannedOpenProgram) -> bool:
         """Whether the model has the weights that a program of the cache reads."""
@@ -293,18 +316,17 @@ class _Free:
     """The symbols, by which groups have equal sizes."""
 
 
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Within the block Python's cyclic garbage collector is off: it would walk the whole model
-    again and again, which takes half of a lowering's time.
+def _settle(*, garbage: bool) -> None:
+    """Count what there is, but for new `garbage`, among the old objects of Python's collector.
+
+    It would come to count the parts of a new program as old by itself, and walk everything in the
+    process because there are so many more.
     """
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
+    if garbage:  # what is read from the cache leaves none
+        gc.collect(0)
+    if not gc.get_freeze_count():  # what another froze stays so
+        gc.freeze()
+        gc.unfreeze()
 
 
 def opened_program(program: Program, trace: Trace) -> Open:
