@@ -15,11 +15,10 @@ from onnx_fuse import progress
 from onnx_fuse.errors import DataError, UsageError
 from onnx_fuse.training import checkpoint
 from onnx_fuse.training.history import History
+from onnx_fuse.training.learner import Learner
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from onnx_fuse.training.trainer import Trainer
 
 __all__ = [
     "BestWeights",
@@ -39,7 +38,7 @@ Array = np.ndarray[Any, Any]
 class Fit:
     """A call of `fit`, as its callbacks see it."""
 
-    trainer: Trainer
+    trainer: Learner
     """The Trainer, whose `lr` may be set."""
     history: History
     """The course of the run so far. Callbacks read it and leave it as it is."""

@@ -9,19 +9,16 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import onnx_ir
 
-from onnx_fuse.distributed.world import pieces
+from onnx_fuse.distributed.world import World, pieces
 from onnx_fuse.errors import DataError, UsageError
 from onnx_fuse.training import data as arrays_of
+from onnx_fuse.training.learner import Learner
 from onnx_fuse.training.ranks import Spare
-
-if TYPE_CHECKING:
-    from onnx_fuse.distributed.world import World
-    from onnx_fuse.training.trainer import Trainer
 
 __all__ = ["Data", "Source", "as_feeds", "source"]
 
@@ -108,7 +105,7 @@ def _part(rows: int, world: World | None) -> tuple[slice, bool]:
 
 
 def source(
-    trainer: Trainer,
+    trainer: Learner,
     data: Data,
     batch_size: int,
     *,
@@ -226,7 +223,7 @@ def _collated(examples: Sequence[Any]) -> Any:
 def _rows(
     select: Callable[[Array], dict[str, Array]],
     examples: int,
-    trainer: Trainer,
+    trainer: Learner,
     batch_size: int,
     shuffle: bool,
     world: World | None,
@@ -242,7 +239,7 @@ def _rows(
     return _Rows(select, examples, batch_size, steps, trainer.seed, shuffle, world)
 
 
-def _fixed(trainer: Trainer, batch_size: int, world: World | None) -> bool:
+def _fixed(trainer: Learner, batch_size: int, world: World | None) -> bool:
     """Whether the model fixes its batch. Raises UsageError where that is not a rank's part."""
     first = [v.shape[0] for v in trainer.spec().feeds if v.shape is not None and len(v.shape)]
     fixed = next((d for d in first if isinstance(d, int)), None)
@@ -255,7 +252,7 @@ def _fixed(trainer: Trainer, batch_size: int, world: World | None) -> bool:
     return fixed is not None
 
 
-def _check_arrays(trainer: Trainer, data: Mapping[str, Array]) -> int:
+def _check_arrays(trainer: Learner, data: Mapping[str, Array]) -> int:
     spec = trainer.spec()
     examples = arrays_of.count(data, spec.feeds)
     for target in spec.targets:
