@@ -16,7 +16,9 @@ from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.save import to_proto
+from onnx_fuse.ops import OPS
 from onnx_fuse.ops.activations import ACTIVATIONS, activation_macros
 from onnx_fuse.ops.fused.gated import OPS as GATED
 from onnx_fuse.program.problem import CHIPS
@@ -62,6 +64,18 @@ def test_the_derivative_is_that_of_the_value(act: str) -> None:
     # the quotient is off by step² of the third derivative and by 1e-16 / step; the constants of the
     # text are float32's, off by 3e-8, some of them times 36
     np.testing.assert_allclose(run(row.derivative, "d", z), slope, atol=1e-6)
+
+
+# ---- bodies -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [d.name for d in OPS.values() if d.body])
+def test_each_operators_body_is_a_function(name: str) -> None:
+    """Of values that are each made once, whatever the activation's text calls its own."""
+    definition = OPS[FUSE, name]
+    for exposed, overload in ((), ""), (definition.saves, ""), ((), "newer"):
+        function = definition.function(exposed, overload=overload)
+        assert all(value.producer() for value in function.outputs)
 
 
 # ---- one call -----------------------------------------------------------------------------------
