@@ -16,6 +16,7 @@ from onnx_fuse.nn.tensor import Tensor
 from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE, body_of
 from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops import OPS
+from onnx_fuse.ops.formula import written_out
 from onnx_fuse.runtime.tensor import dtype_of
 
 __all__ = ["OperatorPlan", "plan"]
@@ -46,8 +47,10 @@ class OperatorPlan:
         function = body((), CANONICAL_OPSET, "")
         self.operands = [str(value.name) for value in function.inputs]
         """The names of the operands, in the order of `forward`."""
-        text = f'<opset_import: ["" : {CANONICAL_OPSET}], domain: "{FUSE}">{OPS[FUSE, op].body}'
-        inner = {name for node in onnx.parser.parse_function(text).node for name in node.output}
+        text = written_out(OPS[FUSE, op].body)
+        head = f'<opset_import: ["" : {CANONICAL_OPSET}], domain: "{FUSE}">'
+        proto = onnx.parser.parse_function(head + text)
+        inner = {name for node in proto.node for name in node.output}
         if set(shapes) != set(self.operands):
             raise UsageError(f"{op} has the operands {', '.join(self.operands)}: shapes differ")
         for name in save:

@@ -27,10 +27,10 @@ from onnx_fuse.ops.rewrite import (
     sole_consumer,
 )
 
-_BODY = """  first = Constant <value_ints: ints = [0]> ()
-  rest = Constant <value_ints: ints = [-1]> ()
-  count = Constant <value_int: int = @num_groups> ()
-  groups = Unsqueeze (count, first)
+_BODY = """
+  first = [0]
+  rest = [-1]
+  groups = Unsqueeze (Constant <value_int: int = @num_groups> (), first)
   by_group = Concat <axis: int = 0> (first, groups, rest)
   x_shape = Shape (x)
   xs = Cast <to: int = @stash_type> (x)
@@ -39,14 +39,14 @@ _BODY = """  first = Constant <value_ints: ints = [0]> ()
   nothings = ConstantOfShape <value: tensor = float[1] {0.0}> (groups)
   ones = CastLike (units, xs)
   zeros = CastLike (nothings, xs)
-  ng = InstanceNormalization <epsilon: float = @epsilon> (xg, ones, zeros)
-  ns = Reshape (ng, x_shape)
+  ns = Reshape (InstanceNormalization <epsilon: float = @epsilon> (xg, ones, zeros), x_shape)
   n = CastLike (ns, x)
-  m = Mul (n, scale)
+  m = n * scale
 """
 
 
-_NODE = """  rest = Constant <value_ints: ints = [-1]> ()
+_NODE = """
+  rest = [-1]
   scale1 = Reshape (scale, rest)
   bias1 = Reshape (bias, rest)
   {z} = GroupNormalization <num_groups: int = @num_groups, epsilon: float = @epsilon,

@@ -39,17 +39,14 @@ STASH = "stash_type: int = 1"
 # Pow, Div and Mul in this order are what onnxruntime's own SimplifiedLayerNormalization fusion
 # finds.
 RMS_TEXT = """  xs = Cast <to: int = @stash_type> (x)
-  two_f = Constant <value_float: float = 2.0> ()
-  two = CastLike (two_f, xs)
+  two = CastLike (Constant <value_float: float = 2.0> (), xs)
   sq = Pow (xs, two)
-  axes = Constant <value_ints: ints = [-1]> ()
+  axes = [-1]
   ms = ReduceMean <keepdims: int = 1> (sq, axes)
-  eps_f = Constant <value_float: float = @epsilon> ()
-  eps = CastLike (eps_f, xs)
-  v = Add (ms, eps)
+  v = ms + CastLike (Constant <value_float: float = @epsilon> (), xs)
   std = Sqrt (v)
   rstd = Reciprocal (std)
-  ns = Div (xs, std)
+  ns = xs / std
   nx = CastLike (ns, x)
 """
 LAYER_NORM_TEXT = (
