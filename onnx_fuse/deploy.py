@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from onnx_fuse.training.trainer import Trainer
 
 __all__ = ["CHIPS", "Compiled", "Hardware", "compile"]
+__dir__ = __all__.copy
 
 Shapes = Mapping[str, Sequence[int]]
 Closed = dict[str, tuple[tuple[int, ...], str]]
@@ -484,7 +485,3 @@ def _weights(graph: ir.Model, program: Program, tensors: dict[str, np.ndarray[An
             value = graph.graph.initializers[b.name].const_value
             assert value is not None
             tensors[b.name] = value.numpy()
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -16,6 +16,7 @@ from onnx_fuse.errors import UsageError
 from onnx_fuse.session import InferenceSession
 
 __all__ = ["Replicas", "run_together"]
+__dir__ = __all__.copy
 
 Feeds = Mapping[str, Any]
 _Job = tuple["Sequence[str] | None", Feeds, "Future[list[Any]]"]
@@ -180,7 +181,3 @@ def run_together(session: Runs, requests: Sequence[Feeds]) -> list[list[Any]]:
             for i, part in zip(members, np.split(output, ends[:-1]), strict=True):
                 found[i].append(part)
     return found
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

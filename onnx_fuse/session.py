@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from onnx_fuse.runtime.program_cache import Origin
 
 __all__ = ["InferenceSession"]
+__dir__ = __all__.copy
 
 DEVICES = ("cpu", "cuda")
 
@@ -548,7 +549,3 @@ def load(model: Model) -> onnx_ir.Model:
 
         expand_training_ops(graph)
     return graph
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -24,6 +24,7 @@ from onnx_fuse.nn.tensor import Tensor, _wrap
 from onnx_fuse.onnx.save import save
 
 __all__ = ["Block", "Capture", "CaptureWarning", "capture"]
+__dir__ = __all__.copy
 
 
 class Captured:
@@ -420,7 +421,3 @@ def sole(x: Tensor) -> Any:
         owner.stream.move(made.address, array.address, made.nbytes)
     made.ready = owner.stream
     return made
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

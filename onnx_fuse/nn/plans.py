@@ -20,6 +20,7 @@ from onnx_fuse.ops.formula import written_out
 from onnx_fuse.runtime.tensor import dtype_of
 
 __all__ = ["OperatorPlan", "plan"]
+__dir__ = __all__.copy
 
 
 class OperatorPlan:
@@ -127,7 +128,3 @@ def plan(
         UsageError: There is no such operator, operand or inner value.
     """
     return OperatorPlan(op, shapes, dtypes, save, dict(attributes or {}), device)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

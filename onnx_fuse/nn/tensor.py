@@ -26,6 +26,7 @@ from onnx_fuse.nn.runner import Array
 from onnx_fuse.runtime.tensor import dtype_of
 
 __all__ = ["Tensor", "tensor"]
+__dir__ = __all__.copy
 
 Number: TypeAlias = "bool | int | float"
 
@@ -657,7 +658,3 @@ def promoted(a: Tensor, b: Any) -> tuple[Any, Any]:
 
 def _several(made: Any) -> tuple[Tensor, ...]:
     return made if isinstance(made, tuple) else (made,)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

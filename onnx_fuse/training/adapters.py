@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from onnx_fuse.lower.low_rank import LowRank
 
 __all__ = ["Adapter", "Lora", "merge"]
+__dir__ = __all__.copy
 
 Array = np.ndarray[Any, Any]
 _METADATA = "onnx_fuse.adapters"
@@ -395,7 +396,3 @@ def _check_shape(path: Any, name: str, tensor: Any, shape: Sequence[int]) -> Non
         raise DataError(
             f"{os.fspath(path)}: '{name}' is {own} in the model, {list(shape)} in the adapters"
         )
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -30,6 +30,7 @@ __all__ = [
     "TensorBoard",
     "Watch",
 ]
+__dir__ = __all__.copy
 
 Array = np.ndarray[Any, Any]
 
@@ -365,7 +366,3 @@ class Progress(Callback):
         self._bars.stop()
         if fit.stopped:
             self._bars.console.print(f"stopped: {fit.stopped}", markup=False, soft_wrap=True)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

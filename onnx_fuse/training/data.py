@@ -18,6 +18,7 @@ from onnx_fuse.runtime import ort
 from onnx_fuse.runtime.tensor import DeviceTensor
 
 __all__ = ["Fitting", "check_freed_batch", "count", "fit", "load", "order"]
+__dir__ = __all__.copy
 
 Array = np.ndarray[Any, Any]
 NOT_ARRAYS = (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
@@ -215,7 +216,3 @@ def check_freed_batch(
             got = found[name][i : i + size]
             if got.shape != y.shape or not np.allclose(got, y, rtol=1e-3, atol=1e-4):
                 raise ModelError(f"{head}: its output '{name}' changes")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -24,6 +24,7 @@ from onnx_fuse.training.loss import Run
 from onnx_fuse.training.metrics import Selection, begin
 
 __all__ = ["evaluate", "fit", "start_or_resume"]
+__dir__ = __all__.copy
 
 Array = np.ndarray[Any, Any]
 
@@ -285,7 +286,3 @@ def start_or_resume(trainer: Learner, folder: str | os.PathLike[str], *, resume:
             "folder"
         )
     trainer.restore(folder)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

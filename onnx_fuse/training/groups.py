@@ -18,6 +18,7 @@ from onnx_fuse.ops.rewrite import is_float
 from onnx_fuse.training.weights import literal
 
 __all__ = ["Group", "layer_decay"]
+__dir__ = __all__.copy
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,3 @@ def _layer(value: onnx_ir.Value) -> tuple[str, int] | None:
         if found := re.match(r"(.*?\.)(\d+)(?:\.|$)", path):
             return found[1], int(found[2])
     return None
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -15,6 +15,7 @@ from onnx_fuse.training.metrics import Evaluation
 from onnx_fuse.training.step import Mode, Spec
 
 __all__ = ["Learner"]
+__dir__ = __all__.copy
 
 Array = np.ndarray[Any, Any]
 
@@ -68,7 +69,3 @@ class Learner(Protocol):
 
     def restore(self, folder: str | os.PathLike[str]) -> None:
         """Continue from the newest whole checkpoint in `folder`."""
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -22,6 +22,7 @@ from onnx_fuse.ops.loss import LOSSES, class_axis, ignored_label
 from onnx_fuse.ops.rewrite import is_float, typed
 
 __all__ = ["Given", "Target", "Term"]
+__dir__ = __all__.copy
 
 Array = np.ndarray[Any, Any]
 Given: TypeAlias = Any
@@ -316,7 +317,3 @@ def _rename(
             for inner in subgraphs(attribute):
                 for value in inner.inputs:
                     value.name = op.fresh(f"loss/{value.name}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -25,6 +25,7 @@ __all__ = [
     "begin",
     "evaluation",
 ]
+__dir__ = __all__.copy
 
 Array = np.ndarray[Any, Any]
 
@@ -281,7 +282,3 @@ def _metric(given: Given) -> Metric:
     if callable(given):
         return Mean(given)
     raise UsageError(f"a metric of type {type(given).__name__}: give a name or a function")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -21,6 +21,7 @@ from onnx_fuse.training.learner import Learner
 from onnx_fuse.training.ranks import Spare
 
 __all__ = ["Data", "Source", "as_feeds", "source"]
+__dir__ = __all__.copy
 
 Array = np.ndarray[Any, Any]
 Data: TypeAlias = Any
@@ -340,7 +341,3 @@ def _array(name: str, found: Any, dtype: onnx_ir.DataType | None) -> Array:
     if array.dtype.kind == "f" and own.kind in "iub":
         return array  # refused with the model's type, later
     return array.astype(own)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -35,6 +35,7 @@ from onnx_fuse.training.state import State
 from onnx_fuse.training.weights import ancestors, model_names
 
 __all__ = ["Mode", "Spec", "training_model"]
+__dir__ = __all__.copy
 
 Array = np.ndarray[Any, Any]
 Mode = Literal["update", "accumulate", "evaluate", "average"]
@@ -676,7 +677,3 @@ class _Step:
             measures=self.measures,
         )
         return self.model, spec
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

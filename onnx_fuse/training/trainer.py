@@ -43,6 +43,7 @@ from onnx_fuse.training.step import Mode, Spec, training_model
 from onnx_fuse.training.weights import literal
 
 __all__ = ["Evaluation", "Loss", "Trainer"]
+__dir__ = __all__.copy
 
 Array = np.ndarray[Any, Any]
 
@@ -694,7 +695,3 @@ class Trainer:
     def _fingerprint(self) -> str:
         """Equal for models that differ at most in the content of the trained weights."""
         return settings.fingerprint(self._source, set(settings.weight_names(self._specs["update"])))
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
