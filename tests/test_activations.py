@@ -20,6 +20,7 @@ from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.save import to_proto
 from onnx_fuse.ops import OPS
 from onnx_fuse.ops.activations import ACTIVATIONS, activation_macros
+from onnx_fuse.ops.formula import written_out
 from onnx_fuse.ops.fused.gated import OPS as GATED
 from onnx_fuse.program.problem import CHIPS
 
@@ -52,7 +53,8 @@ def test_the_derivative_is_that_of_the_value(act: str) -> None:
 
     def run(text: str, result: str, feed: np.ndarray) -> np.ndarray:
         body = text.replace("@alpha", str(ALPHA.get(act)))
-        model = text_model(f"agraph (double[N] z) => (double[N] {result}) {{\n{body}}}")
+        body = written_out(body)
+        model = text_model(f"agraph (double[N] z) => (double[N] {result}) {{\n{body}\n}}")
         proto = onnx.shape_inference.infer_shapes(to_proto(model))
         proto = onnx.inliner.inline_selected_functions(
             proto, [("", "Gelu")], exclude=False, inline_schema_functions=True
