@@ -215,7 +215,8 @@ def body(kind: Kind) -> str:
             "from = [0]",
             "to = [1]",
             "first = Slice (p, from, to, last)",
-            "dead = IsNaN (ReduceSum <keepdims: int = 1> (first, last))",  # no, where there are no keys
+            # where there are no keys the sum is 0, and no row is dead
+            "dead = IsNaN (ReduceSum <keepdims: int = 1> (first, last))",
             "row = Concat <axis: int = 0> (to, Shape <start: int = 2, end: int = 3> (k))",
             "none = ConstantOfShape <value: tensor = float[1] {0.0}> (row)",
             "yz = MatMul (CastLike (none, v), v)",
