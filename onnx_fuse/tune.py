@@ -23,7 +23,7 @@ from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.launch import Step, bind
 from onnx_fuse.kernels import Choice, candidates, select, tuning
 from onnx_fuse.program.call import Call, Program, Tensor
-from onnx_fuse.program.passes.select import chosen
+from onnx_fuse.program.passes.select import with_launches
 from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Hardware, Problem
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.tensor import dtype_of
@@ -112,7 +112,7 @@ def _tune(
 ) -> tuple[Tuned, dict[str, object]]:
     math = problem.math if isinstance(problem, Problem) else "ieee"
     present = choices[0]
-    tries = [chosen(call, choice, hw) for choice in choices]
+    tries = [with_launches(call, choice, hw) for choice in choices]
     with progress.watched(None):  # its kernels are a part of the step
         nvrtc.compile_all((launch for t in tries for launch in t.launches), hw.arch)
     operands = Operands(call, max(t.workspace for t in tries), hw)

@@ -1,4 +1,7 @@
-"""One row: each block's weights in registers before the launch before ends (gemm/vector.cu)."""
+"""A product of one row: a block loads its weights while the previous launch still runs.
+
+The source is gemm/vector.cu.
+"""
 
 from __future__ import annotations
 

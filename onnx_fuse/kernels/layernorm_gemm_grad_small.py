@@ -166,7 +166,7 @@ class FewRows:
         return self._plan(problem, config, hw)[1]
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """dz (with an activation), the products, what crosses their blocks."""
+        """The pass that makes dz, if there is an activation; the products; sums across blocks."""
         return self._plan(problem, config, hw)[0]
 
     def _plan(

@@ -41,7 +41,7 @@ class Control(HostValues):
     def walk(self, nodes: Sequence[ir.Node], results: Sequence[ir.Value]) -> None:
         """Lower nodes that stand in no graph; `results` count as used, though no node has them."""
 
-    def ask(self, node: ir.Node, i: int) -> None:
+    def require_operand(self, node: ir.Node, i: int) -> None:
         """Raise NeedsValues where inputs of the model decide about operand `i`."""
         if names := self._deciding(node, i):
             raise NeedsValues(names)

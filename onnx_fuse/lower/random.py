@@ -73,7 +73,7 @@ def dropout(ctx: Context, node: ir.Node) -> str | None:
     training = ctx.host(node, 2) if ctx.has(node, 2) else np.zeros((), bool)
     ratio = ctx.host(node, 1) if ctx.has(node, 1) else np.array(0.5)
     if training is None or (training.any() and ratio is None):
-        return f"whether and how much it drops is {UNKNOWN}"
+        return f"its ratio, or whether it trains, is {UNKNOWN}"
     share = float(ratio.reshape(-1)[0]) if ratio is not None else 0.0
     if not training.any() or share == 0:
         ctx.alias(node, 0, x)

@@ -252,14 +252,16 @@ class Tensor:
     def to(self, to: DType) -> Tensor:
         """The elements in the dtype `to`, or on the device "cpu", "cuda" or "cuda:N"."""
         if isinstance(to, str) and to.partition(":")[0] in ("cpu", "cuda"):
-            return self if to in (self.device, self.device.partition(":")[0]) else self._moved(to)
+            return (
+                self if to in (self.device, self.device.partition(":")[0]) else self._on_device(to)
+            )
         dtype = dtype_of(np_name(to))
         if dtype == self._data.dtype:
             return self
         made: Tensor = operators.cast(self, dtype=dtype.name)
         return made
 
-    def _moved(self, device: str) -> Tensor:
+    def _on_device(self, device: str) -> Tensor:
         if MODE.recorder is not None and MODE.recorder.knows(self):
             raise UsageError("a captured function cannot move its tensors to another device")
         if self._edge is not None and MODE.grad:
@@ -589,9 +591,9 @@ class Tensor:
         return self
 
     def __getitem__(self, key: Any) -> Tensor:
-        from onnx_fuse.nn.indexing import take
+        from onnx_fuse.nn.indexing import indexed
 
-        found: Tensor = take(self, key)
+        found: Tensor = indexed(self, key)
         return found
 
     def __setitem__(self, key: Any, value: Any) -> None:

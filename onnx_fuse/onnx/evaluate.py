@@ -63,11 +63,11 @@ def evaluate(
         return found
     key = _key(nodes[0], known, opsets) if len(nodes) == 1 else None
     if key is None:
-        found.update(_ask(asked, {**known, **found}, opsets))
+        found.update(_run_what_runs(asked, {**known, **found}, opsets))
         return found
     remembered = _REMEMBERED.get(key)
     if remembered is None:
-        computed = _ask(asked, known, opsets)
+        computed = _run_what_runs(asked, known, opsets)
         remembered = [computed.get(value) for value in nodes[0].outputs]
         if len(_REMEMBERED) >= _MOST:
             _REMEMBERED.clear()
@@ -105,7 +105,7 @@ def _key(
 _FEW = 256  # bytes of a node's inputs with which its answers are remembered
 
 
-def _ask(
+def _run_what_runs(
     nodes: Sequence[ir.Node], known: Mapping[ir.Value, Array], opsets: Mapping[str, int]
 ) -> dict[ir.Value, Array]:
     try:
@@ -116,7 +116,7 @@ def _ask(
     found: dict[ir.Value, Array] = {}
     for node in nodes:
         if all(v is None or v in known or v in found for v in node.inputs):
-            found.update(_ask([node], {**known, **found}, opsets))
+            found.update(_run_what_runs([node], {**known, **found}, opsets))
     return found
 
 

@@ -513,7 +513,7 @@ def isolated_subgraphs(graph: ir.Graph) -> Iterator[None]:
     run often or never, or out of it. Constants are the same everywhere and stay as they are.
     """
     taken: list[tuple[ir.Node, int, list[tuple[int, ir.Value]]]] = []
-    _take_apart(graph, taken)
+    _detach_bodies(graph, taken)
     try:
         yield
     finally:
@@ -526,7 +526,7 @@ def isolated_subgraphs(graph: ir.Graph) -> Iterator[None]:
             node.resize_inputs(count)
 
 
-def _take_apart(
+def _detach_bodies(
     graph: ir.Graph, taken: list[tuple[ir.Node, int, list[tuple[int, ir.Value]]]]
 ) -> None:
     for node in graph:
@@ -544,7 +544,7 @@ def _take_apart(
                 stand_ins.append((len(node.inputs) - 1, stand_in))
         taken.append((node, count, stand_ins))
         for body in bodies:
-            _take_apart(body, taken)
+            _detach_bodies(body, taken)
 
 
 def _captured(body: ir.Graph) -> dict[ir.Value, list[tuple[ir.Node, int]]]:

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
 from onnx_fuse.errors import ModelError
-from onnx_fuse.onnx.build import all_nodes, const_array, outputs_kept, tell_bodies_apart
+from onnx_fuse.onnx.build import all_nodes, const_array, outputs_kept, rename_shadowing_values
 from onnx_fuse.onnx.common import DEFAULT, FUSE, one_line, quiet
 from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.ops.rewrite import (
@@ -34,7 +34,7 @@ def clean(model: ir.Model) -> None:
     """Remove dead and repeated nodes and unused initializers; sort the rest topologically."""
     with outputs_kept(model):
         common_passes.RemoveUnusedNodesPass()(model)
-    tell_bodies_apart(model.graph)
+    rename_shadowing_values(model.graph)
     common_passes.TopologicalSortPass()(model)
     nodes = all_nodes(model.graph)
     if not any(n.op_type in ("Bernoulli", "Dropout") or n.domain not in _PURE for n in nodes):

@@ -437,7 +437,7 @@ class Collective(AnyProblem):
 
     @property
     def bytes(self) -> int:
-        """The bytes that a rank gives."""
+        """The bytes that each rank contributes to the exchange."""
         pairs = zip(self.sizes, self.dtypes, strict=True)
         return sum(size * ITEMSIZE[dtype] for size, dtype in pairs)
 

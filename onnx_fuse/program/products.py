@@ -83,7 +83,7 @@ class Attention(AnyProblem):
         """The rate of products of its type."""
         return hw.rate(self.dtype)
 
-    def lies(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def layout(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(shape [B, H, S, D], strides of its first three axes) of q, k, v, y or a gradient."""
         batch, heads = self.batch
         lead = (heads // self.group, self.n) if name[-1] in "kv" else (heads, self.m)

@@ -231,7 +231,10 @@ def _origins(before: _Graph, after: _Graph) -> dict[int, set[int]]:
 
 
 def _groups(before: _Graph, after: _Graph, origins: Mapping[int, set[int]]) -> list[str]:
-    """The fused operator that each node became part of, "" where it stayed, "-" where it went."""
+    """The fused operator that each node of `before` is now a part of.
+
+    It is "" for a node that is still there, and "-" for one that was removed.
+    """
     groups = ["-"] * len(before.nodes)
     smallest = [len(before.nodes) + 1] * len(before.nodes)
     for i, region in origins.items():

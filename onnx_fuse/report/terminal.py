@@ -182,7 +182,7 @@ def models_rows(models: Sequence[Summary]) -> list[list[str]]:
     return rows
 
 
-def share(found: Difference) -> str:
+def relative_size(found: Difference) -> str:
     """How large a difference is beside the output's largest value, as a phrase; "" for none."""
     if not found.max_abs or not found.scale or found.max_abs == float("inf"):
         return ""
@@ -204,7 +204,8 @@ def check_lines(check: Check) -> list[str]:
         verdict = "ok" if check.ok else "FAILED"
         lines.append(
             f"check {verdict}: largest difference {worst.max_abs:.3g} (limit {worst.limit:.3g}) at "
-            f"{worst.where}{share(worst)}" + ("" if check.ok else f"; both run {worst.level}")
+            f"{worst.where}{relative_size(worst)}"
+            + ("" if check.ok else f"; both run {worst.level}")
         )
     sizes = "; ".join(
         ", ".join(f"{name} {shape}" for name, shape in feed.items()) for feed in check.feeds

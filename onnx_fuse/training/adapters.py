@@ -240,7 +240,7 @@ def _adapt(
         mine, other = (cast_to(op, v, weight) for v in (scaled, b))
         low = typed(op.MatMul(x, mine), weight)
         low = typed(op.MatMul(low, other), weight, y.shape)
-        y = _sums_behind(y)
+        y = _biased_output(y)
         last, uses = y.producer(), list(y.uses())
         assert last is not None
         total = typed(op.Add(y, low), weight, y.shape)
@@ -256,7 +256,7 @@ def _adapt(
     return Adapter(str(weight.name), str(a.name), str(b.name), scale, transposed, module)
 
 
-def _sums_behind(y: onnx_ir.Value) -> onnx_ir.Value:
+def _biased_output(y: onnx_ir.Value) -> onnx_ir.Value:
     """`y`, or its sum with the bias and the residual that nothing but they are added to."""
     uses = list(y.uses())
     if len(uses) != 1 or y.is_graph_output() or y.shape is None:
@@ -268,7 +268,7 @@ def _sums_behind(y: onnx_ir.Value) -> onnx_ir.Value:
     assert other is not None
     row = other.is_initializer() and other.shape is not None and len(other.shape) <= 1
     alike = total.shape == y.shape and (row or other.shape == y.shape)
-    return _sums_behind(total) if alike else y
+    return _biased_output(total) if alike else y
 
 
 # ---- files -------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ register(
 
 
 @dataclass(frozen=True)
-class _Behind:
+class _Tail:
     """What follows a sum: views, then an activation of it."""
 
     views: tuple[ir.Node, ...]
@@ -84,7 +84,7 @@ class _Behind:
     operands: tuple[ir.Value, ...] = ()
 
 
-def _activation(z: ir.Value) -> _Behind | None:
+def _activation(z: ir.Value) -> _Tail | None:
     """The activation among the readers of `z`, which may have others, or of views of it."""
     # An activation is elementwise: it may as well run before a Reshape or Transpose.
     views = consumer_views(z)
@@ -94,10 +94,10 @@ def _activation(z: ir.Value) -> _Behind | None:
             slope = other_operand(node, z)
             if node.inputs[0] is not z or slope is None or slope is z:
                 return None  # the result is the slope
-            return _Behind((), node, _PRELU, {}, (slope,))
+            return _Tail((), node, _PRELU, {}, (slope,))
         found = activation_of(node)
         if found is not None:
-            return _Behind(tuple(views), node, *found)
+            return _Tail(tuple(views), node, *found)
     return None
 
 

@@ -334,7 +334,7 @@ def product_parts(node: ir.Node) -> Parts | None:
     return Parts(name.norm, name.activation, tuple(head), w, c)
 
 
-def _merge(rw: Rewriter, node: ir.Node) -> bool:
+def _fuse_siblings(rw: Rewriter, node: ir.Node) -> bool:
     """One wider product for all that read the same input through the same norm, then Split."""
     parts = product_parts(node)
     if parts is None:
@@ -530,6 +530,6 @@ _FAMILY = (
     *(str(FusedName.make("Gemm", a, norm=p)) for p in PROLOGUES for a in ("", *ACTIVATIONS)),
 )
 FUSE_GEMM = Rule("Gemm", 1, ("MatMul", "Gemm"), _fuse)
-MERGE = Rule("MergedGemm", 2, _FAMILY, _merge)
+MERGE = Rule("MergedGemm", 2, _FAMILY, _fuse_siblings)
 KEEP = Rule("LayerNormGemm", 1, _NORMS, _keep)
 FOLD_AFFINE = Rule("FoldAffine", 3, _FAMILY, _fold_affine, training=False)

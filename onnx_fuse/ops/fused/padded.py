@@ -87,7 +87,7 @@ def replay_padded_views(
     axes, width = _axes(x, views), dim(y, -1) or 0
     normed = views[0].inputs[0]
     moved: dict[ir.Value | None, ir.Value] = {normed: y}
-    _tell_shape(op, normed, y, axes[normed])
+    _replace_shape_nodes(op, normed, y, axes[normed])
     for view in views:
         inputs = [moved.get(v, v) for v in view.inputs]
         axis = axes[view.outputs[0]]
@@ -106,11 +106,11 @@ def replay_padded_views(
                 there = op.constant(_is_there(view))
                 after = typed(op.Where(there, after, op.constant(fill)), y, shape)
             moved[before] = after
-            _tell_shape(op, before, after, axes.get(before, axis))
+            _replace_shape_nodes(op, before, after, axes.get(before, axis))
     return moved[x]
 
 
-def _tell_shape(op: Builder, old: ir.Value | None, new: ir.Value, axis: int) -> None:
+def _replace_shape_nodes(op: Builder, old: ir.Value | None, new: ir.Value, axis: int) -> None:
     """Shape nodes of `old` are worked out from `new`, which differs from it along `axis` alone."""
     for reader in [n for n in consumers(old) if n.op_type == "Shape"] if old is not None else ():
         sizes = [op.Shape(new, end=axis), op.constant([dim(old, axis)])]

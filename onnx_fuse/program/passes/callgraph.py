@@ -39,12 +39,12 @@ def steps_of(call: Call) -> list[str]:
 
 
 def rename_buffer(tensor: Tensor, same: Mapping[int, int]) -> Tensor:
-    """The tensor in the buffer that replaces its own."""
+    """The tensor, moved to the buffer that `same` names for its own, if any."""
     return replace(tensor, buffer=same[tensor.buffer]) if tensor.buffer in same else tensor
 
 
 def rename_buffers(call: Call, same: Mapping[int, int]) -> Call:
-    """The call on other buffers."""
+    """The call with each buffer replaced by the one that `same` names for it, if any."""
     if call.buffers.isdisjoint(same):
         return call
     reads, writes = (
