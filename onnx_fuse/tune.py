@@ -188,7 +188,7 @@ class Operands:
         return [bind(launch, places, self.hw) for launch in call.launches]
 
     def results(self, call: Call) -> list[np.ndarray]:
-        """Both ends of everything the call writes, on the first set."""
+        """The first and last elements of each result of the call, on the first set of buffers."""
         places = self.sets[0]
         for name, tensor in self.written:
             self.stream.fill(places[name], 0, tensor.span * ITEMSIZE[tensor.dtype])

@@ -242,7 +242,7 @@ def _is_view(value: ir.Value | None) -> bool:
 
 
 def _viewed(view: ir.Value) -> ir.Value | None:
-    """What a view shows, where nothing but constants says how."""
+    """The tensor that a view is of, or None where the view depends on more than constants."""
     maker = view.producer()
     if maker is None or maker.op_type == "DropoutScale":
         return None

@@ -88,7 +88,7 @@ class Cluster(WithoutWorkspace):
         return self._steps(problem, config) if self.norms else 0
 
     def _smem(self, problem: Problem, config: Config) -> Callable[[int], int]:
-        """How many bytes of shared memory so many stages take."""
+        """A function from the number of stages to the bytes of shared memory that they take."""
         wgm, bn, split, share, _ = self._shape(config)
         rows, held = self._rows(problem, wgm, share), self._held(problem, config)
         stage = ((0 if held else rows) + bn) * BK * 2

@@ -309,7 +309,7 @@ class Fma(_Portable):
         return (4 if 4 * size <= 80 << 10 else 3 if 3 * size <= 96 << 10 else 2), size
 
     def _smem(self, problem: Problem, config: Config) -> int:
-        """Stages of both tiles, or the teams' sums; the cluster's sums behind them."""
+        """Bytes for the stages of both tiles or the teams' sums, followed by the cluster's sums."""
         (bm, bn), split = config.integers("tile"), config.integer("split")
         tiles = prod(self._stages(problem, config))
         rest = (bm * bn if split > 1 else 0) + self._room(problem, config)

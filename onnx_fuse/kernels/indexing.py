@@ -34,7 +34,7 @@ def _dims(dims: tuple[int, ...]) -> tuple[Num, ...]:
 
 
 class _Tuples(RuleBased):
-    """Kernels of tuples of at most so many indices."""
+    """Kernels that read tuples of up to MAX_TUPLE indices."""
 
     def supports(self, problem: GatherND | ScatterND, hw: Hardware) -> str | None:
         """Refuse tuples of more indices than the kernel has arguments for."""

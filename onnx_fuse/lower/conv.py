@@ -172,7 +172,7 @@ def convolution(
 
 
 def plain(ctx: Context, node: ir.Node) -> str | None:
-    """Conv and ConvTranspose as they stand."""
+    """Lower Conv and ConvTranspose of ai.onnx."""
     return convolution(ctx, node)
 
 

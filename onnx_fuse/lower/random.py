@@ -39,7 +39,7 @@ def _dtype(ctx: Context, node: ir.Node, default: str) -> str:
 
 
 def draw(ctx: Context, node: ir.Node) -> str | None:
-    """RandomUniform, RandomNormal, and those shaped like their input."""
+    """RandomUniform, RandomNormal, RandomUniformLike and RandomNormalLike."""
     like = node.op_type.endswith("Like")
     shape = ctx.view(node, 0).shape if like else tuple(ctx.attr(node, "shape"))
     dtype = _dtype(ctx, node, ctx.view(node, 0).dtype if like else "float32")

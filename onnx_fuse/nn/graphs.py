@@ -101,7 +101,7 @@ class Captured:
         )
 
     def _is_steady(self) -> bool:
-        """Whether the tensors from outside are those of the last replay."""
+        """Whether the captured graph reads the same outer tensors as in the last replay."""
         self._steady = self._again is not None and self._again.holds()
         return self._steady
 
@@ -209,7 +209,7 @@ class Again:
         self._arrays = [t._data for t in in_place]
 
     def holds(self) -> bool:
-        """Whether the tensors from outside are what they were."""
+        """Whether the outer tensors that the graph reads are still those of the capture."""
         return (
             all(map(is_, map(_DATA, self._written), self._arrays))
             and [t.requires_grad for t in self._written] == self._gradients

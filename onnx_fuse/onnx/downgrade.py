@@ -160,7 +160,7 @@ def _layer_norm(node: ir.Node, op: Builder) -> list[ir.Value] | None:
 
 
 def _some_sizes(node: ir.Node, op: Builder) -> list[ir.Value]:
-    """A Shape with start or end."""
+    """Write a Shape with `start` or `end` as a Slice of a Shape."""
     whole, last = op.Shape(node.inputs[0]), np.iinfo(np.int64).max
     ends = (("start", 0), ("end", last))
     bounds = [op.constant([node.attributes.get_int(name, other)]) for name, other in ends]

@@ -194,7 +194,7 @@ def _integer_division(node: ir.Node) -> bool:
 
 
 def _may_trap(arrays: Sequence[Array | None]) -> bool:
-    """Whether a division by this divisor could end the process, whatever it divides."""
+    """Whether an integer division by this divisor could end the process, as one by 0 does."""
     divisor = arrays[1] if len(arrays) > 1 else None
     return divisor is None or bool((divisor == 0).any() or (divisor == -1).any())
 

@@ -300,7 +300,7 @@ def _add_to_windows(op: Any, node: ir.Node, dy: Tensor, x: ir.Value) -> Tensor:
 
 
 def _average_pool(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node) -> Tensor:
-    """dy / (places the window counts), spread over the window."""
+    """Each dy, divided by the number of places its window counts, is added to all of the window."""
     n = known_rank(x) - 2
     kernel = _kernel(node, None, n)
     strides, dilations, extent = _window(node, n, kernel)

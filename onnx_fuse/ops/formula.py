@@ -65,7 +65,7 @@ class _Formula:
         return self._temporary()
 
     def _sum(self, level: int) -> str:
-        """A value made by the signs of `level` and those that bind more."""
+        """Parse operands joined by the signs of `level`, or of a higher precedence."""
         if level == len(_SIGNS):
             return self._operand()
         left = self._sum(level + 1)

@@ -410,7 +410,7 @@ def _climb(
     seen: dict[tuple[ir.Value, int], _Climb | None],
     left: int,
 ) -> _Climb | None:
-    """`through_row_views` with the rows along `axis`; None where they never lie last."""
+    """`through_row_views` for rows along `axis`; None where that never becomes the last axis."""
     if (value, axis) in seen:
         return seen[value, axis]
     node = value.producer()

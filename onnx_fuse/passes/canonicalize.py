@@ -114,7 +114,7 @@ def tidy_inlined(model: ir.Model) -> None:
 
 
 def _sequences(model: ir.Model) -> list[str]:
-    """Remove sequences that are put together to be taken apart, by onnxscript's folding."""
+    """Remove, by onnxscript's folding, sequences that are made only for their elements to be read."""
     if not any(
         n.op_type in ("ConcatFromSequence", "SequenceAt", "SplitToSequence") and not n.domain
         for n in all_nodes(model.graph)
@@ -149,7 +149,7 @@ def _keeps_axes(node: ir.Node) -> bool:
 
 
 def _repeats(node: ir.Node, *ops: str) -> bool:
-    """Whether it is one of `ops` behind another of its kind."""
+    """Whether the node is one of `ops` and reads the result of a node of the same operator."""
     x = node.inputs[0] if node.op_type in ops and node.inputs else None
     maker = None if x is None else x.producer()
     return maker is not None and maker.op_type == node.op_type

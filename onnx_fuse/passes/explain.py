@@ -78,7 +78,7 @@ _MAX_SEEN = 256
 def explain(
     graph: ir.Graph, refusals: Sequence[Refusal], off: Collection[str], *, training: bool
 ) -> list[Leftover]:
-    """The reasons of all that stays, those of the most nodes first.
+    """The reasons why nodes were not fused, those of the most nodes first.
 
     `refusals` are the rules' own; `off` names the fusions that level or user turned off.
     """

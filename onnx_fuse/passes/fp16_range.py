@@ -57,7 +57,7 @@ def masks_of(node: ir.Node) -> tuple[int, ...]:
 
 
 def find_out_of_range(graph: ir.Graph, *, training: bool = False) -> OutOfRange:
-    """What constants beyond float16's range reach by moves and arithmetic alone.
+    """The values that a constant beyond float16's range reaches by moves and arithmetic alone.
 
     Of a graph's float32 inputs those count too that become an attention's mask in this way. With
     `training` a mask that depends on weights does not: its gradient is the body's, without a floor.

@@ -102,7 +102,7 @@ class Trace:
 
     @contextlib.contextmanager
     def formatting(self) -> Iterator[None]:
-        """Inside, text is for people: reasons and messages, never macros or names."""
+        """Within the block sizes may be formatted without a guard, for messages and never for code."""
         self.text_depth += 1
         try:
             yield

@@ -118,7 +118,7 @@ class _Graph:
 
 
 class _Numbers:
-    """Numbers for things, in the order in which they come."""
+    """Numbers objects in the order in which they are first asked for."""
 
     def __init__(self) -> None:
         self.names: list[Any] = []

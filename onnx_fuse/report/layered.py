@@ -27,7 +27,7 @@ _STRAIGHT = 8.0  # how much more a bend within an edge counts than one at its en
 
 @dataclass
 class Layout:
-    """Where the boxes and the edges of a graph stand."""
+    """The coordinates of the boxes and the edges of a drawn graph."""
 
     x: list[int]
     """The middle of each node's box, from the left."""

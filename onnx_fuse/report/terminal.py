@@ -96,7 +96,9 @@ class Printer:
 
         class Unread(Console):
             def on_broken_pipe(self) -> None:
-                """The reader left: the work goes on, for the files that it writes."""
+                """Ignore that the reader of the output has gone: the command still writes its
+                files.
+                """
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 self.begin_capture()
                 self.end_capture()  # drops what could not be written

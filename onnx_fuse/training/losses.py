@@ -242,7 +242,7 @@ def _proto(loss: Given, outputs: Mapping[str, onnx_ir.Value], first: str) -> Any
 
 
 def _typed(name: str, like: onnx_ir.Value | None) -> onnx.ValueInfoProto:
-    """An input in the type and shape of an output of the model."""
+    """A new input of the type and shape of an output of the model."""
     dtype = onnx_ir.DataType.FLOAT if like is None or like.dtype is None else like.dtype
     shape = None
     if like is not None and like.shape is not None:

@@ -87,7 +87,7 @@ Selection: TypeAlias = "Sequence[Given] | Mapping[str, Function] | None"
 
 
 class _Counting:
-    """The share of some count in another."""
+    """A ratio of two counts."""
 
     name = ""
 

@@ -368,7 +368,7 @@ class _Step:
         return Reduction(self.ranks, self.op)
 
     def agree(self) -> None:
-        """The loss and the running statistics become those of all ranks."""
+        """Replace the loss and the running statistics by those over the rows of all ranks."""
         if self.ranks is None:
             return
         assert self.rows is not None

@@ -371,7 +371,7 @@ class Trainer:
         return run
 
     def _scalars(self, spec: Spec, rate: float) -> dict[str, Array]:
-        """What a step reads beside its batch and the states."""
+        """The inputs of a step other than its batch and the states, such as the learning rate."""
         draw = self.calls
         if self.world is not None:  # as if one process had the ranks' batches one by one
             draw = self.calls * self.world.size + self.world.rank

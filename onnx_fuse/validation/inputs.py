@@ -220,7 +220,7 @@ def reference_pairs(
     *,
     rare: bool = False,
 ) -> list[tuple[Feeds, list[Any]]]:
-    """`feeds`, or generated ones, with what `run` answers; `rare` adds extremes to generated ones.
+    """Pairs of feeds, given or generated, and what `run` answers; `rare` adds extreme values.
 
     Raises ModelError where the original does not run on feeds given.
     """

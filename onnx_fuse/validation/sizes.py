@@ -21,7 +21,7 @@ class Atom:
 
     @cached_property
     def depth(self) -> int:
-        """How many atoms are nested in each other."""
+        """The depth to which atoms are nested."""
         inner = (s.depth for a in self.args for m in a.terms for s in m if isinstance(s, Atom))
         return 1 + max(inner, default=0)
 

@@ -283,7 +283,7 @@ def _as_long(query: ir.Value, key: ir.Value | None) -> bool:
 
 
 def _width(x: ir.Value | None, heads: int) -> int | None:
-    """N·h of an operand in whichever form it comes."""
+    """The hidden size N·h of an operand, from any of the shapes that the operator allows."""
     size, head = rank(x), dim(x, -1)
     return head if head is None or size == 3 else heads * head
 

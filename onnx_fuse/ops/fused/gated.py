@@ -336,7 +336,7 @@ def written_out(op: Builder, node: ir.Node, columns: int) -> ir.Value:
 
 
 def _apart(rw: Rewriter, node: ir.Node) -> bool:
-    """The form that training uses: product and gate apart."""
+    """The form that training uses: the product, and the gate as nodes of its own."""
     columns = dim(node.inputs[-2], 1)
     if columns is None:
         return False

@@ -441,7 +441,7 @@ def merged_bias(
     like: ir.Value,
     stem: str,
 ) -> ir.Value:
-    """The biases end to end; absent ones are zeros."""
+    """All biases in one vector; a missing one counts as zeros."""
     if all(c is None or is_additive_identity(c) for c in biases):
         return rw.zeros(like)
     parts = [

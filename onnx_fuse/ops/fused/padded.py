@@ -137,7 +137,7 @@ def _width(node: ir.Node, x: ir.Value) -> int:
 
 
 def _axes(x: ir.Value, views: Sequence[ir.Node]) -> dict[ir.Value | None, int]:
-    """The axis of each value between along which the rows of `x` lie."""
+    """The axis, in each value between, along which the rows of `x` are stored."""
     axes: dict[ir.Value | None, int] = {x: (rank(x) or 0) - 1}
     for view in reversed(views):
         axis = next(axes[v] for v in view.outputs if v in axes)

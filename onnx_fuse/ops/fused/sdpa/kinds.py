@@ -111,7 +111,7 @@ def _fold(kind: Kind, *names: str) -> list[str]:
 
 
 def _unfold(kind: Kind, name: str, made: str) -> list[str]:
-    """`name` = `made`, a product over folded rows, with the heads apart again."""
+    """Lines that set `name` to the product `made`, with the heads that it joins unfolded again."""
     if kind.grouped:
         return [f"{name}g = {made}", f"{name} = Reshape ({name}g, unfold)"]
     return [f"{name} = {made}"]
