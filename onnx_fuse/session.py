@@ -143,7 +143,7 @@ class InferenceSession:
 
     @cached_property
     def _session(self) -> Any:
-        """onnxruntime on the same graph; on "cuda" made when something else of it is asked for."""
+        """The onnxruntime session of the same graph; on "cuda" it is made at its first use."""
         from onnx_fuse.runtime import ort
 
         made = ort.session(self.model, self._options)

@@ -34,7 +34,7 @@ class EightBits(AroundProduct):
         self.inner = Wgmma()
 
     def _gemm(self, problem: Problem) -> Problem:
-        """The product of 16-bit words that has the same bytes."""
+        """The same product with each two float8 elements taken as one 16-bit word."""
         lda, ldb = ld(problem)
         epilogue = replace(problem.epilogue, bias_dtype=problem.epilogue.bias_dtype or problem.out)
         return replace(

@@ -205,7 +205,7 @@ class Again:
         self._inputs += [t._data if id(t) in written else None for t in tensors]
         self._addresses = [0 if a is None else a.address for a in self._inputs]
         self._moving = [i for i, a in enumerate(self._inputs) if a is None]
-        """Where arguments, and what is not written to, stand among the inputs."""
+        """The indices of the inputs whose tensors may change from run to run."""
         self._arrays = [t._data for t in in_place]
 
     def holds(self) -> bool:

@@ -114,7 +114,7 @@ def tidy_inlined(model: ir.Model) -> None:
 
 
 def _sequences(model: ir.Model) -> list[str]:
-    """Remove, by onnxscript's folding, sequences that are made only for their elements to be read."""
+    """Remove, by onnxscript's folding, sequences whose elements alone are read again."""
     if not any(
         n.op_type in ("ConcatFromSequence", "SequenceAt", "SplitToSequence") and not n.domain
         for n in all_nodes(model.graph)

@@ -112,7 +112,7 @@ def name(node: ir.Node) -> str:
 
 
 def _readers(value: ir.Value) -> list[ir.Node]:
-    """What reads the numbers of `value`, views passed over; the nearest of very many."""
+    """The nodes that read the numbers of `value`, directly or through views, nearest first."""
     found: dict[ir.Node, None] = {}
     seen, todo = {value}, deque([value])
     while todo and len(seen) + len(found) < _MAX_SEEN:

@@ -29,10 +29,11 @@ _MOVES: dict[str, tuple[int, ...] | None] = {
     "Where": (1, 2),
     "Concat": None,
 }
-# Arithmetic whose result is of its operands' size; a bound of the last ones is no operand.
+# Arithmetic whose results are about as large as its operands. A bound of Max, Min or Clip is not
+# counted as an operand.
 _ARITHMETIC = ("Add", "Sub", "Mul", "Div", "Neg", "Abs", "Sum", "Pow", "Reciprocal", "CumSum")
 _BOUNDED = ("Max", "Min", "Clip")
-# What reads such numbers as they are and gives others.
+# Operators that read numbers beyond the range, but whose results are within it.
 _ENDS = ("Softmax", "LogSoftmax", "Less", "LessOrEqual", "Greater", "GreaterOrEqual", "Equal")
 
 

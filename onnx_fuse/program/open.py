@@ -25,7 +25,7 @@ class Open:
     def __init__(self, made: Any, trace: Trace, parts: Mapping[str, Any] | None = None) -> None:
         """`parts` are objects that `part` makes by themselves, for less than `made` costs."""
         symbols = tuple(trace.values)
-        # classes first: most programs are told apart by them
+        # guards of size classes first, since most programs differ in these
         guards = tuple(sorted(trace.guards, key=lambda guard: guard.count(" <= ") < 2))
         checks = "".join(f"    if not ({guard}): return False\n" for guard in guards)
         code = _compiled(f"def holds({', '.join(symbols)}):\n{checks}    return True\n")

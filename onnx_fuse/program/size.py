@@ -102,7 +102,7 @@ class Trace:
 
     @contextlib.contextmanager
     def formatting(self) -> Iterator[None]:
-        """Within the block sizes may be formatted without a guard, for messages and never for code."""
+        """Within the block sizes are formatted without a guard: for messages, never for code."""
         self.text_depth += 1
         try:
             yield

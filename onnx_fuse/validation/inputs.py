@@ -166,7 +166,7 @@ def generate(
 
 def _feed(roles: dict[str, Role], choice: Choice, rng: np.random.Generator, top: int) -> Feeds:
     shapes = choice.shapes
-    # A mask over more places than a position has says how many are in the past.
+    # A mask that is longer than the step gives the length of past and step together.
     widths = [shapes[k][-1] for k, r in roles.items() if r.masks and shapes[k]]
     feed = {}
     for name, role in roles.items():

@@ -151,7 +151,7 @@ class Size:
 
     @property
     def whole(self) -> bool:
-        """Whether it is an integer wherever the symbols are."""
+        """Whether its value is an integer for all integers that its symbols may stand for."""
         return all(
             isinstance(c, int) and not any(isinstance(s, Atom) and s.op == "quotient" for s in m)
             for m, c in self.terms.items()

@@ -141,7 +141,7 @@ def _logits(kind: Kind) -> tuple[list[str], str]:
             "unfold = Concat <axis: int = 0> (apart_head, rows, at0)",
         ]
     lines += _fold(kind, "q")
-    # beside the MatMul, onnxruntime makes the two one
+    # onnxruntime fuses this Mul with the MatMul that follows
     lines += [f"qa = {_folded(kind, 'q')} * a"]
     lines += _unfold(kind, "s", "MatMul (qa, kt)")
     z = "s"

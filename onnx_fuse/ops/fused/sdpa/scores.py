@@ -21,7 +21,7 @@ SMALL = 128.0
 """The largest number of a mask that may be added twice as one: swinv2 hides by -100, twice."""
 
 RANGE = (2.0**-20, 2.0**20)
-"""The number of factors of the scores that are looked at."""
+"""The least and the largest factor of the scores that a kernel's scale may take in."""
 
 _VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Expand", "Transpose", "Identity", "Slice")
 
