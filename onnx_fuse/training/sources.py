@@ -137,25 +137,16 @@ def source(
     def convert(batch: Any) -> dict[str, Array]:
         return as_feeds(batch, inputs)
 
+    def chosen_by(select: Callable[[Array], dict[str, Array]], examples: int) -> _Rows:
+        return _rows(select, examples, trainer, batch_size, shuffle, world)
+
     if isinstance(data, Mapping):
         examples = _check_arrays(trainer, data)
-        return _rows(
-            lambda rows: {v.name or "": data[v.name or ""][rows] for v in inputs},
-            examples,
-            trainer,
-            batch_size,
-            shuffle,
-            world,
+        return chosen_by(
+            lambda rows: {v.name or "": data[v.name or ""][rows] for v in inputs}, examples
         )
     if hasattr(data, "column_names") and hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-        return _rows(
-            lambda rows: convert(data[rows.tolist()]),
-            len(data),
-            trainer,
-            batch_size,
-            shuffle,
-            world,
-        )
+        return chosen_by(lambda rows: convert(data[rows.tolist()]), len(data))
     if hasattr(data, "column_names") and callable(getattr(data, "iter", None)):
         _fixed(trainer, batch_size, world)
         return _Stream(
@@ -166,14 +157,7 @@ def source(
             world=world,
         )
     if _of_examples(data, convert, inputs):
-        return _rows(
-            lambda rows: convert(_collated([data[int(i)] for i in rows])),
-            len(data),
-            trainer,
-            batch_size,
-            shuffle,
-            world,
-        )
+        return chosen_by(lambda rows: convert(_collated([data[int(i)] for i in rows])), len(data))
     if callable(data) and not isinstance(data, Iterable):
         return _Stream(data, convert, once=False, world=world)
     if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
