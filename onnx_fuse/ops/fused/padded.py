@@ -16,6 +16,7 @@ import onnx_ir as ir
 
 from onnx_fuse.onnx.build import Builder, const_array, dim, rank
 from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.rewrite import attribute, constant_ints, consumers, row_axis, typed
 
 Fill = np.ndarray | None
@@ -127,7 +128,9 @@ def _replace_shape_nodes(op: Builder, old: ir.Value | None, new: ir.Value, axis:
 
 def _width(node: ir.Node, x: ir.Value) -> int:
     """Columns of a product of `x` with a weight; 0 for any other node."""
-    fused = node.domain == FUSE and node.op_type.startswith("Gemm")
+    name = FusedName.of(node.op_type)
+    before = name.norm or name.place or name.grad
+    fused = node.domain == FUSE and name.family == "Gemm" and not before
     if not (fused or (node.domain == "" and node.op_type in ("MatMul", "Gemm"))):
         return 0
     w = node.inputs[1]
