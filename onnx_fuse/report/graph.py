@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from onnx_fuse.onnx.build import const_array
 from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE, base_name, body_of
+from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.rewrite import label
 from onnx_fuse.report.layered import layered
 from onnx_fuse.report.page import View
@@ -181,7 +182,7 @@ def _body(node: ir.Node) -> str:
     body = body_of(node.op_type)
     if body is None:
         return ""
-    _, *exposed = node.op_type.split("_")
+    exposed = FusedName.of(node.op_type).exposed
     function = body(exposed, CANONICAL_OPSET, node.overload)
     return str(onnx.printer.to_text(ir.serde.serialize_function(function)))
 
