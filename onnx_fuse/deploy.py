@@ -279,7 +279,9 @@ def _free(graph: ir.Model, ranges: Mapping[str, tuple[int, int]]) -> Free:
         if not places:
             raise UsageError(f"no input has a dimension called '{symbol}'")
         if not 1 <= low <= high:
-            raise UsageError(f"'{symbol}' from {low} to {high}: no range of sizes")
+            raise UsageError(
+                f"'{symbol}' from {low} to {high}: expected sizes from 1 on, such as 1 to 512"
+            )
         found[symbol] = (low, high), places
     if prod(high - low + 1 for (low, high), _ in found.values()) > MOST:
         raise UsageError(f"the ranges of {', '.join(found)} have over {MOST:,} shapes: fewer sizes")

@@ -112,7 +112,10 @@ class Replicas:
         split = [name for name, size in first.items() if size == symbol and name in feeds]
         sizes = {len(feeds[name]) for name in split}
         if len(sizes) != 1:
-            raise UsageError(f"'{symbol}' is {', '.join(map(str, sorted(sizes)))} in the inputs")
+            raise UsageError(
+                f"'{symbol}' is {', '.join(map(str, sorted(sizes)))} in the inputs: give all of "
+                "them one size"
+            )
         (rows,) = sizes
         count = max(1, min(rows, len(self.sessions)))
         parts = [pieces(rows, count, i) for i in range(count)]

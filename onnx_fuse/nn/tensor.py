@@ -265,7 +265,10 @@ class Tensor:
         if MODE.recorder is not None and MODE.recorder.knows(self):
             raise UsageError("a captured function cannot move its tensors to another device")
         if self._edge is not None and MODE.grad:
-            raise UsageError("a gradient does not pass from one device to another")
+            raise UsageError(
+                "a gradient does not pass from one device to another: move the tensor before the "
+                "computation, or its .detach()"
+            )
         return Tensor(placed(self._data, device), requires_grad=self.requires_grad)
 
     astype = to

@@ -156,7 +156,10 @@ def read(folder: str | os.PathLike[str]) -> tuple[dict[str, Array], dict[str, An
     whole = filter(None, map(_read, _steps(Path(folder)).values()))
     found = next(whole, None)
     if found is None:
-        raise DataError(f"{folder}: the folder holds no whole checkpoint to resume from")
+        raise DataError(
+            f"{folder}: the folder holds no whole checkpoint to resume from: give the folder that "
+            "the run was given, or begin a new run"
+        )
     return found
 
 

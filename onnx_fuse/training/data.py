@@ -35,7 +35,10 @@ def load(path: str | os.PathLike[str]) -> dict[str, Array]:
         if path.is_dir():
             arrays = {p.stem: np.load(p, mmap_mode="r") for p in sorted(path.glob("*.npy"))}
             if not arrays:
-                raise DataError(f"{path}: the folder holds no .npy file")
+                raise DataError(
+                    f"{path}: the folder holds no .npy file: it needs one for each input, by its "
+                    "name, and labels.npy"
+                )
             return arrays
         loaded = np.load(path)
         if isinstance(loaded, np.lib.npyio.NpzFile):

@@ -269,7 +269,7 @@ def _attach_model(
                 f"is {output.dtype}"
             )
     if not part.graph.outputs:
-        raise ModelError("the loss has no output")
+        raise ModelError("the model of the loss has no output: it needs one, which is the loss")
     loss = part.graph.outputs[0]
     fed = [v for v in part.graph.inputs if v not in bound]
     for domain, version in part.graph.opset_imports.items():
