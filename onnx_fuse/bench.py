@@ -51,7 +51,7 @@ def timing(seconds: Array) -> Timing:
     return Timing(median, low, high)
 
 
-Clock = Callable[[int], float]  # seconds that one of so many runs takes
+Clock = Callable[[int], float]  # mean seconds of a run, by the number of runs
 MODES = ("kernel", "end2end")
 """What is timed on a GPU: its work alone, or a call from arrays in host memory to results there."""
 

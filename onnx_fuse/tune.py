@@ -150,7 +150,8 @@ def medians(runs: Sequence[Callable[[], float]]) -> list[float]:
     best = inf
     for turn in range(5):
         for i, run in enumerate(runs):
-            if turn == 0 or statistics.median(times[i]) < 1.15 * best:  # others are far behind
+            # slower candidates are timed once
+            if turn == 0 or statistics.median(times[i]) < 1.15 * best:
                 times[i].append(run())
         best = min(statistics.median(t) for t in times)
     return [statistics.median(t) for t in times]

@@ -55,7 +55,7 @@ class Control(HostValues):
         self._rewind(mark)
         del self.later[later:]
         self.fallbacks = known
-        deciding = {"If": 1, "Loop": 2, "Scan": 0}[node.op_type]  # the first so many operands
+        deciding = {"If": 1, "Loop": 2, "Scan": 0}[node.op_type]  # the number of leading operands
         names = [n for i in range(deciding) if self.has(node, i) for n in self._deciding(node, i)]
         if names:
             raise NeedsValues(list(dict.fromkeys(names)))

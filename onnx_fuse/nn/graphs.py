@@ -59,7 +59,7 @@ class Captured:
         ]
         gpu = any(t.device != "cpu" for t in (*arguments, *(t for t, _ in recorder.inputs)))
         self.model = recorder.finished(values, gpu)
-        """The ONNX graph; its first inputs are the arguments, the others what is outside."""
+        """The ONNX graph; its first inputs are the arguments, the others tensors of outside."""
         inputs = self.model.graph.inputs
         others = [value for _, value in recorder.inputs]
         first = [value for value in inputs if value not in others]

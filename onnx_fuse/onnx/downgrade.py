@@ -15,7 +15,7 @@ from onnx_fuse.onnx.build import Builder, all_nodes, const_array
 from onnx_fuse.onnx.upgrade import UPGRADES
 
 Rule = Callable[[ir.Node], bool]
-"""Respells the node in place; False where the older operator cannot say what it says."""
+"""Rewrites the node in place for an older opset; False where that opset cannot express it."""
 
 DOWNGRADES: dict[tuple[str, int], Rule] = {}
 """The rules by (operator, first opset that means something else), as in `upgrade.UPGRADES`."""

@@ -498,7 +498,7 @@ def nodes_in_order(graph: ir.Graph, anchors: Sequence[str]) -> Iterator[ir.Node]
 
 
 _READ = ("", FUSE, "com.microsoft")
-"""Domains whose operators are what their names say; those of any other stay as they are."""
+"""Domains whose operators are known here; an operator of any other domain is left unchanged."""
 
 
 # ---- bodies of If, Loop and Scan -------------------------------------------------------------

@@ -46,7 +46,7 @@ class OutOfRange:
     values: dict[ir.Value, None] = field(default_factory=dict)
     """The float32 values beyond float16's range."""
     masks: list[tuple[ir.Node, int, float]] = field(default_factory=list)
-    """(attention, index of its mask, what float16's lowest stands for there)."""
+    """(attention, index of its mask, the number that float16's lowest replaces there)."""
 
 
 def masks_of(node: ir.Node) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ class Layout:
     y: list[int]
     """The top of each node's box."""
     paths: list[list[int]]
-    """The places through which each edge goes, as x0, y0, x1, y1, ..., its ends included."""
+    """The points of each edge, as x0, y0, x1, y1, ..., its ends included."""
     width: int
     height: int
 

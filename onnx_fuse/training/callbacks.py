@@ -42,7 +42,7 @@ class Fit:
     trainer: Learner
     """The Trainer, whose `lr` may be set."""
     history: History
-    """The course of the run so far. Callbacks read it and leave it as it is."""
+    """The course of the run so far. Callbacks read it and do not change it."""
     epochs: int
     """The number of epochs after which the run ends."""
     steps: int | None

@@ -71,7 +71,7 @@ class Choice:
     trainable: Sequence[str] | None
     """Globs of the weights that train; None for all."""
     frozen: Sequence[str]
-    """Globs of those that do not."""
+    """Globs of the weights that do not train."""
     groups: Sequence[Group]
     """Groups, some of which are frozen."""
 

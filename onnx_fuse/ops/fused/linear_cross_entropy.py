@@ -37,7 +37,7 @@ from onnx_fuse.ops.rewrite import (
 
 NAME = "LinearCrossEntropy"
 LEAST_CLASSES = 2048
-"""Classes from which the scores weigh more than the operands that they are made of."""
+"""The number of classes from which the scores take more memory than the operands of the product."""
 _HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _VIEWS = 16
 """Nodes between a product and its loss that are looked over at most."""

@@ -13,7 +13,7 @@ from onnx_fuse.program.call import Call, PassContext, Tensor
 from onnx_fuse.program.problem import AnyProblem
 
 LARGE = 1 << 16
-"""Elements from which a pass over a tensor weighs more than its launch."""
+"""The number of elements from which a pass over a tensor takes longer than its launch."""
 Uses: TypeAlias = dict[int, list[int]]
 
 
@@ -65,7 +65,7 @@ class Calls:
         self.calls, self.keep, self.ctx = calls, keep, ctx
         self.hw, self.prefs = ctx.hw, ctx.prefs
         self.now: list[tuple[Call, ...]] = [(call,) for call in calls]
-        """What stands at each place."""
+        """The calls that now replace the call at each index; none where it was fused away."""
         self.readers, self.writers = uses(calls)
 
     def sole_producer(self, i: int, tensor: Tensor) -> tuple[int, Call] | None:
