@@ -249,7 +249,7 @@ class _Inliner:
             metadata_props=props,
         )
         for old, new in zip(node.outputs, made.outputs, strict=True):
-            # An output that is left out has no name. A type in the body need not be this call's.
+            # An output that is left out has no name. The type is not copied: it may differ in this call.
             new.name = self._unique(old.name) if old.name else ""
             scope.values[old] = new
         nodes.append(made)

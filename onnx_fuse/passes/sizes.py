@@ -267,7 +267,7 @@ def _read(value: ir.Value | None, known: Mapping[ir.Value, Sizes]) -> Sizes | No
 
 
 def _unread(value: ir.Value | None) -> Sizes | None:
-    """The entries of a vector, all unknown yet; None where their number is not known."""
+    """A list of None for each entry of a vector; None where its length is not known."""
     whole = value is not None and value.dtype == ir.DataType.INT64
     length = dim(value, 0) if whole and rank(value) == 1 else None
     return None if length is None or length > _LONGEST else [None] * length

@@ -53,7 +53,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Array]:
 
 
 def why_not_arrays(error: BaseException) -> str:
-    """What is wrong with a file, from one of NOT_ARRAYS that NumPy raised for it."""
+    """Explain the error, one of NOT_ARRAYS, with which NumPy refused a file."""
     said = getattr(error, "strerror", None) or one_line(error)
     # NumPy takes any file that it does not know for pickled objects
     return "it is another kind of file, or has Python objects" if "pickle" in said else said

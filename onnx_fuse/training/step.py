@@ -70,7 +70,7 @@ class Spec:
     counts: str = ""
     """The input of what this rank's losses are means of, and of its rows: float64."""
     measures: tuple[Measure, ...] = ()
-    """What the losses are means of, where there are several ranks."""
+    """The numbers by which each rank's mean losses are weighted, where there are several ranks."""
 
     @cached_property
     def strict(self) -> bool:

@@ -196,7 +196,7 @@ def extremes(model: onnx_ir.Model, feed: Feeds) -> list[tuple[str, Feeds]]:
     """
     roles = {v.name or "": role_of(v) for v in required(model)}
     masks = {k: a for k, a in feed.items() if roles[k].masks and a.ndim}
-    # Generated masks are full in their first row: one that is false there hides by true.
+    # The first row of a generated mask hides nothing. If it is false there, true means hidden.
     inverted = any(
         a.dtype == bool and a.size > 0 and not a[(0,) * (a.ndim - 1)].any() for a in masks.values()
     )

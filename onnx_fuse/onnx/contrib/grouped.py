@@ -139,7 +139,7 @@ def _mask(
 
 
 def _softmax(op: Body, node: ir.Node, scores: ir.Value, heads: int) -> ir.Value:
-    """Over the keys, and over a key without a value: of score 0, or of the head's own."""
+    """Softmax over the keys and, with a sink, over one more score: 0, or the number of the head."""
     sink = given(node, 11)
     if sink is None and attr(node, "smooth_softmax", 0) != 1:
         plain: ir.Value = op.Softmax(scores, axis=-1)

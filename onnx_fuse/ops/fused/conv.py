@@ -121,7 +121,7 @@ def _residual(conv: ir.Node, z: ir.Value) -> tuple[ir.Node, ir.Value] | None:
     sizes = [(dim(r, i), dim(z, i)) for i in range(rank(z) or 0)]
     if any(a != b and None not in (a, b) for a, b in sizes) or not is_float(r):
         return None
-    # Of two convolutions the larger filter takes the sum: one of a single tap is a plain product.
+    # If both operands are convolutions, the one with the larger filter takes the sum in.
     rival = producer(r, "Conv")
     if rival is not None and sole_consumer(r) is add and _taps(rival) > _taps(conv):
         return None

@@ -156,7 +156,7 @@ def _with_bias(rw: Rewriter, site: _Site) -> _Site:
         return site
     shape = [dim(c, i) for i in range(rank(c) or 0)]
     column = all(d == 1 for d in shape[:-1]) and (not shape or shape[-1] in (1, width))
-    # A bias per row has the rows of the product: it might make more of a single one.
+    # A bias with a number for each row must have the product's rows: else it could add rows.
     row = bool(shape) and shape[-1] == 1 and is_constant(c)
     row &= all(d == 1 or d == dim(site.output, i - len(shape)) for i, d in enumerate(shape))
     if rank(c) is None or not (column or row):
