@@ -125,7 +125,7 @@ def _causal(
     column = counted(op, total)
     keep = op.LessOrEqual(column, op.Unsqueeze(row, op.ints(1)))
     if new is not rows:
-        # where there are as many keys as queries, the causal mask lets the last query see all keys too
+        # with as many keys as queries the causal mask, too, lets the last query see all of them
         final = op.Equal(counted(op, rows), op.Sub(rows, op.ints(1)))
         keep = op.Or(keep, op.Unsqueeze(final, op.ints(1)))
     other = op.number(0.0, like) if padding is None else padding
