@@ -249,7 +249,7 @@ class _Inliner:
             metadata_props=props,
         )
         for old, new in zip(node.outputs, made.outputs, strict=True):
-            # An output that is left out has no name. Its type is not copied: this call's may differ.
+            # An output that is left out has no name. The type is not copied: it may differ here.
             new.name = self._unique(old.name) if old.name else ""
             scope.values[old] = new
         nodes.append(made)
