@@ -27,7 +27,7 @@ def _float64(*attributes: str) -> str:
         lines += [
             f"{x}_f = Constant <value_float: float = @{x}> ()",
             f"{x} = Cast <to = 11> ({x}_f)",
-            f"{x}_c = Sub (one, {x})",
+            f"{x}_c = one - {x}",
         ]
     return "\n".join(lines)
 

@@ -84,7 +84,7 @@ register(
         OpDef(
             f"{a.name}Grad",
             FUSE,
-            body=_bodies(a, f"{a.name}Grad", "dy, z", f"{a.derivative}  y = Mul (dy, d)\n"),
+            body=_bodies(a, f"{a.name}Grad", "dy, z", f"{a.derivative}  y = dy * d\n"),
         )
         for a in ACTIVATIONS.values()
     ),

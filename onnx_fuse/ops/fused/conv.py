@@ -56,7 +56,7 @@ def _define(activation: Activation | None, residual: bool) -> OpDef:
         FUSE,
         body=f"{name} {head}({', '.join(inputs)}) => (y) {{\n"
         f"  {'m' if residual else 'z'} = Conv <{_BODY_ATTRIBUTES}> (x, w, c)\n"
-        + (f"  {'z' if activation else 'y'} = Add (m, r)\n" if residual else "")
+        + (f"  {'z' if activation else 'y'} = m + r\n" if residual else "")
         + (activation.forward if activation else "")
         + "}",
         saves=("z",) if own else (),

@@ -108,11 +108,11 @@ def _gradient(op: Any, node: ir.Node, dys: Values) -> Values:
 def _define(activation: Activation | None) -> tuple[OpDef, OpDef]:
     """The operator and its gradient."""
     name, attributes, saves = NAME, "", SAVED
-    text = f"{_LINEAR}y = Add (product, c)"
+    text = f"{_LINEAR}y = product + c"
     reads = "dy, xt, wq, xscale, wscale, dz_history"
     if activation is not None:
         name, attributes = name + activation.name, activation.attributes
-        text = f"{_LINEAR}z = Add (product, c)\n{renamed(activation.forward, 'y')}"
+        text = f"{_LINEAR}z = product + c\n{renamed(activation.forward, 'y')}"
         saves = ("z", *SAVED)
         reads += ", z"
     given, made = "x, w, c, x_history, w_history, dz_history", "y, xnext, wnext"

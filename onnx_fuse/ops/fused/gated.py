@@ -54,7 +54,7 @@ def _define(prefix: str, place: str, activation: Activation) -> OpDef:
         name,
         FUSE,
         body=f"{name} {head}({inputs}) => (y) {{\n{prologue.text}"
-        f"  m = MatMul ({'n' if prefix else 'x'}, w)\n  both = Add (m, c)\n"
+        f"  m = MatMul ({'n' if prefix else 'x'}, w)\n  both = m + c\n"
         f"  {halves} = Split <axis: int = -1, num_outputs: int = 2> (both)\n"
         f"{gate}  y = Mul ({factors})\n}}",
     )

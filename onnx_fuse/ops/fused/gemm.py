@@ -71,9 +71,7 @@ PROLOGUES = {
         LAYER_NORM_TEXT.format(n="n", x="x"),
         ("mean", "rstd"),
     ),
-    "RMSNorm": Prologue(
-        ("scale",), (EPSILON, STASH), RMS_TEXT + "  n = Mul (nx, scale)\n", ("rstd",)
-    ),
+    "RMSNorm": Prologue(("scale",), (EPSILON, STASH), RMS_TEXT + "  n = nx * scale\n", ("rstd",)),
 }
 
 
@@ -88,7 +86,7 @@ def _define(prefix: str, activation: Activation | None) -> OpDef:
         FUSE,
         body=f"{name} {head}({inputs}) => (y) {{\n{prologue.text}"
         f"  m = MatMul ({'n' if prefix else 'x'}, w)\n"
-        f"  {'z' if activation else 'y'} = Add (m, c)\n{tail}}}",
+        f"  {'z' if activation else 'y'} = m + c\n{tail}}}",
         saves=prologue.saves + (("z",) if activation else ()),
         grad=gemm_grad,
     )

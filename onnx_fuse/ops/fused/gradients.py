@@ -106,20 +106,19 @@ _NORMED = """
     dscale = ReduceSum <keepdims: int = 0> (w * gw, second)
     {dw}
 """
+_CENTRED = "xm = Cast <to: int = @stash_type> (x) - Cast <to: int = @stash_type> (mean)"
 _LAYER_NORM = _NORMED.format(
-    centre="xs = Cast <to: int = @stash_type> (x)\n means = Cast <to: int = @stash_type> (mean)\n"
-    " xm = Sub (xs, means)",
-    shift="bias_row = Unsqueeze (bias, first)\n bw = MatMul (bias_row, w)\n cv = Add (bw, c)",
+    centre=_CENTRED,
+    shift="cv = MatMul (Unsqueeze (bias, first), w) + c",
     c1=_C1,
-    dw="sg = Mul (scale_col, gw)\n bias_col = Unsqueeze (bias, second)\n"
-    " bdc = Mul (bias_col, dc)\n dw = Add (sg, bdc)\n"
-    " dc_col = Unsqueeze (dc, second)\n db = MatMul (w, dc_col)\n dbias = Squeeze (db, second)",
+    dw="dw = scale_col * gw + Unsqueeze (bias, second) * dc\n"
+    " dbias = Squeeze (MatMul (w, Unsqueeze (dc, second)), second)",
 )
 _RMS_NORM = _NORMED.format(
     centre="xm = Cast <to: int = @stash_type> (x)",
     shift="cv = Identity (c)",
     c1="d0 = Identity (gs)",
-    dw="dw = Mul (scale_col, gw)",
+    dw="dw = scale_col * gw",
 )
 # prefix: (body, inputs, outputs), without what an activation adds
 _GEMMS = {
@@ -148,7 +147,7 @@ def dz_text(activation: Activation | None) -> str:
     """dz from dy, and from z where there is an activation."""
     if activation is None:
         return "dz = Identity (dy)"
-    return f"{renamed(activation.derivative, 'd')}\n dz = Mul (dy, d)"
+    return f"{renamed(activation.derivative, 'd')}\n dz = dy * d"
 
 
 def gemm_grad_def(prefix: str, activation: Activation | None) -> OpDef:
@@ -269,18 +268,13 @@ _BATCH_NORM = """
 
 def _norm_def(name: str, centred: bool, skip: bool) -> OpDef:
     text = _NORM.format(
-        centre="xs = Cast <to: int = @stash_type> (x)\n"
-        " means = Cast <to: int = @stash_type> (mean)\n xm = Sub (xs, means)"
-        if centred
-        else "xm = Cast <to: int = @stash_type> (x)",
-        mean="m1 = ReduceMean <keepdims: int = 1> (g, last)\n d0 = Sub (g, m1)"
+        centre=_CENTRED if centred else "xm = Cast <to: int = @stash_type> (x)",
+        mean="d0 = g - ReduceMean <keepdims: int = 1> (g, last)"
         if centred
         else "d0 = Identity (g)",
-        skip="dss = Cast <to: int = @stash_type> (ds)\n d3 = Add (d2, dss)"
-        if skip
-        else "d3 = Identity (d2)",
-        dbias="dy2 = Reshape (dys, rows_k)\n bs = ReduceSum <keepdims: int = 0> (dy2, first)\n"
-        " dbias = CastLike (bs, scale)"
+        skip="d3 = d2 + Cast <to: int = @stash_type> (ds)" if skip else "d3 = Identity (d2)",
+        dbias="sums = ReduceSum <keepdims: int = 0> (Reshape (dys, rows_k), first)\n"
+        " dbias = CastLike (sums, scale)"
         if centred
         else "",
     )

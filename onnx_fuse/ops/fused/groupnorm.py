@@ -68,7 +68,7 @@ def _define(activation: Activation | None) -> OpDef:
     return OpDef(
         name,
         FUSE,
-        body=f"{head}{_BODY}  {z} = Add (m, bias)\n{tail}",
+        body=f"{head}{_BODY}  {z} = m + bias\n{tail}",
         newer=f"{head}{_NODE.format(z=z)}{tail}",
     )
 

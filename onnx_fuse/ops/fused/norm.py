@@ -59,7 +59,7 @@ register(
         "RMSNormalization",
         FUSE,
         body=f"RMSNormalization <{EPSILON}, {STASH}> (x, scale) => (y) {{\n"
-        f"{RMS_TEXT}  y = Mul (nx, scale)\n}}",
+        f"{RMS_TEXT}  y = nx * scale\n}}",
         saves=("rstd",),
         grad=rms_norm_grad,
     ),
@@ -67,7 +67,7 @@ register(
         "SkipLayerNorm",
         FUSE,
         body=f"SkipLayerNorm <{EPSILON}> (x, residual, scale, bias) => (y, s) {{\n"
-        f"  s = Add (x, residual)\n{LAYER_NORM_TEXT.format(n='y', x='s')}}}",
+        f"  s = x + residual\n{LAYER_NORM_TEXT.format(n='y', x='s')}}}",
         saves=("mean", "rstd"),
         grad=skip_norm_grad,
     ),
@@ -75,8 +75,8 @@ register(
         "SkipRMSNorm",
         FUSE,
         body=f"SkipRMSNorm <{EPSILON}, {STASH}> (x, residual, scale) => (y, s) {{\n"
-        "  s = Add (x, residual)\n"
-        f"{RMS_TEXT.replace('(x)', '(s)').replace('(ns, x)', '(ns, s)')}  y = Mul (nx, scale)\n}}",
+        "  s = x + residual\n"
+        f"{RMS_TEXT.replace('(x)', '(s)').replace('(ns, x)', '(ns, s)')}  y = nx * scale\n}}",
         saves=("rstd",),
         grad=skip_norm_grad,
     ),
