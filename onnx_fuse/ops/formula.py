@@ -12,6 +12,7 @@ first of a node that holds a graph, is ONNX text and stays as it is.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 _LINE = re.compile(r"(\s*)((?:\w+\s*,\s*)*\w+) = (.+)")
 _TOKEN = re.compile(r"\s*(<[^<>]*>|\[[^\]]*\]|\w+|[-+*/(),])")
@@ -19,6 +20,7 @@ _SIGNS = ({"+": "Add", "-": "Sub"}, {"*": "Mul", "/": "Div"})
 """The operators of the signs, those that bind least first."""
 
 
+@lru_cache(1024)
 def written_out(text: str) -> str:
     """The text of a function with its formulas as nodes."""
     lines = []
