@@ -36,7 +36,7 @@ class Exported:
     """Its inputs are the tensors of the arguments; initializers are called `PREFIX` and the name of
     the module's tensor. Behind the module's outputs there are new contents of buffers."""
     results: Callable[[Sequence[Tensor]], Any]
-    """Puts output tensors into the structure that forward returns, such as a tuple or a mapping."""
+    """What forward returns, of the tensors in it."""
     updated: dict[str, tuple[float, float]] = field(default_factory=dict)
     """The buffers that the last outputs are for, in their order. The new content is the first
     number times the old one, and the second times the output."""
