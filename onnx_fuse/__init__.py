@@ -80,6 +80,7 @@ _MODULES = {
 }
 
 __all__ = [*_NAMES, *_MODULES, "__version__"]
+__dir__ = __all__.copy
 
 
 def __getattr__(name: str) -> Any:
@@ -90,7 +91,3 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES or name == "torch":  # which needs PyTorch, and so is not in __all__
         return importlib.import_module(f"onnx_fuse.{_MODULES.get(name, name)}")
     raise AttributeError(f"module 'onnx_fuse' has no attribute '{name}'")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

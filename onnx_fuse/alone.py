@@ -143,7 +143,7 @@ def io_shapes(op: str, m: int, k: int, n: int) -> tuple[tuple[int, ...], tuple[i
 
 
 def _weights(m: int, k: int, n: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of weights, of zeros; of x's type but for 4-bit ones."""
+    """Initializers of these shapes, all zeros, of x's type unless they have 4 bits."""
     return {
         "w": (k, n), "c": (n,), "gamma": (k,), "beta": (k,), "s": (n, -(-k // 32)),
         "q": (n, -(-k // 32), 16), "filters": (n, k, 3, 3), "gates": (1, 3 * n, k),

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import onnx_ir
 
 __all__ = ["gradient", "load", "optimize"]
+__dir__ = __all__.copy
 
 Result: TypeAlias = "onnx.ModelProto | bytes | onnx_ir.Model"
 
@@ -114,7 +115,3 @@ def _in_kind(source: Model, result: onnx_ir.Model) -> Result:
         return result
     proto = to_proto(result, shapes=False)
     return proto.SerializeToString() if isinstance(source, bytes) else proto
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

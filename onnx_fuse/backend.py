@@ -24,6 +24,7 @@ __all__ = [
     "run_node",
     "supports_device",
 ]
+__dir__ = __all__.copy
 
 _DEVICES = {DeviceType.CPU: "cpu", DeviceType.CUDA: "cuda"}
 
@@ -144,7 +145,3 @@ prepare = Backend.prepare
 run_model = Backend.run_model
 run_node = Backend.run_node
 supports_device = Backend.supports_device
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -51,7 +51,7 @@ def timing(seconds: Array) -> Timing:
     return Timing(median, low, high)
 
 
-Clock = Callable[[int], float]  # seconds that one of so many runs takes
+Clock = Callable[[int], float]  # mean seconds of a run, by the number of runs
 MODES = ("kernel", "end2end")
 """What is timed on a GPU: its work alone, or a call from arrays in host memory to results there."""
 
@@ -215,7 +215,7 @@ class _GpuClock:
         self.memory = executable.weights.nbytes + states + instance.plan.arena
 
     def __call__(self, runs: int) -> float:
-        """Seconds of one of so many runs."""
+        """Mean seconds of a run, over this number of runs."""
         if self._whole is None:
             return self._stream.timed(self._launch, runs)
         started = time.perf_counter()
@@ -303,7 +303,7 @@ def _session(model: Path | onnx_ir.Model, threads: int) -> Any:
 
 @dataclass
 class RunResult:
-    """One run: outputs, time, and where asked for what took the time."""
+    """The outputs and the time of one run and, where a profile was asked for, its parts."""
 
     feeds: Feeds
     outputs: dict[str, Array]

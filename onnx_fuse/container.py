@@ -316,7 +316,7 @@ def digest_of(parts: Sequence[Any]) -> str:
 
 
 def digest_of_file(path: Path) -> str:
-    """SHA-256 over those of the file's pieces, which threads take."""
+    """SHA-256 over the digests of the file's pieces, which threads compute."""
     with path.open("rb") as file, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         size = os.fstat(file.fileno()).st_size
         pieces = range(0, size, PIECE)

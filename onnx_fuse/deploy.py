@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from onnx_fuse.training.trainer import Trainer
 
 __all__ = ["CHIPS", "Compiled", "Hardware", "compile"]
+__dir__ = __all__.copy
 
 Shapes = Mapping[str, Sequence[int]]
 Closed = dict[str, tuple[tuple[int, ...], str]]
@@ -278,7 +279,9 @@ def _free(graph: ir.Model, ranges: Mapping[str, tuple[int, int]]) -> Free:
         if not places:
             raise UsageError(f"no input has a dimension called '{symbol}'")
         if not 1 <= low <= high:
-            raise UsageError(f"'{symbol}' from {low} to {high}: no range of sizes")
+            raise UsageError(
+                f"'{symbol}' from {low} to {high}: expected sizes from 1 on, such as 1 to 512"
+            )
         found[symbol] = (low, high), places
     if prod(high - low + 1 for (low, high), _ in found.values()) > MOST:
         raise UsageError(f"the ranges of {', '.join(found)} have over {MOST:,} shapes: fewer sizes")
@@ -484,7 +487,3 @@ def _weights(graph: ir.Model, program: Program, tensors: dict[str, np.ndarray[An
             value = graph.graph.initializers[b.name].const_value
             assert value is not None
             tensors[b.name] = value.numpy()
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

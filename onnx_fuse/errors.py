@@ -10,6 +10,7 @@ __all__ = [
     "OnnxFuseError",
     "UsageError",
 ]
+__dir__ = __all__.copy
 
 INSTALL_CUDA = 'pip install ".[cuda13]"'
 """The command that installs the CUDA packages, in a checkout of this project."""
@@ -65,7 +66,3 @@ def printable(text: str) -> str:
         c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode("ascii")
         for c in text
     )
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -19,7 +19,7 @@ from onnx_fuse.errors import DeviceError, UsageError
 from onnx_fuse.kernels import Choice, candidates, tuning
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.program.call import Call
-from onnx_fuse.program.passes.select import chosen
+from onnx_fuse.program.passes.select import with_launches
 from onnx_fuse.program.problem import AnyProblem, Config, Hardware, Launch, Problem
 
 CASES = (
@@ -141,7 +141,7 @@ def _compared(
     call: Call, plain: Choice, tries: Sequence[Choice], hw: Hardware
 ) -> Iterator[tuple[Choice, str]]:
     """Each choice, with what is wrong with its results."""
-    calls = [chosen(call, choice, hw) for choice in (plain, *tries)]
+    calls = [with_launches(call, choice, hw) for choice in (plain, *tries)]
     with progress.watched(None):
         nvrtc.compile_all((launch for c in calls for launch in c.launches), hw.arch)
     operands = tune.Operands(call, max(c.workspace for c in calls), hw)
@@ -177,7 +177,7 @@ def measure(
             )  # fmt: skip
             good = [c for c in ranked if (c.kernel.name, str(c.config)) in sound]
             tries += good[:top]
-    calls = [chosen(call, choice, hw) for choice in tries]
+    calls = [with_launches(call, choice, hw) for choice in tries]
     with progress.watched(None):
         nvrtc.compile_all((launch for c in calls for launch in c.launches), hw.arch)
     if not calls:

@@ -41,6 +41,7 @@ __all__ = [
     "register_op",
     "unregister",
 ]
+__dir__ = __all__.copy
 
 Kernel = RuleBased
 """The base of kernels: a subclass gives a name, `supports`, `configs`, `cost` and `launch`."""
@@ -154,7 +155,3 @@ def load() -> list[str]:
         _loaded.add(entry.value)
         found.append(entry.name)
     return found
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

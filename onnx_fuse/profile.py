@@ -37,7 +37,7 @@ class Span:
     start: float
     seconds: float
     note: str = ""
-    """What else is known, such as shapes."""
+    """Further facts about the span, such as shapes."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Profile:
 
     spans: list[Span]
     lane: str
-    """What ran the spans, such as a stream."""
+    """The name of what ran the spans, such as a stream."""
     memory: list[tuple[float, int]] = field(default_factory=list)
     """Bytes of onnxruntime's memory in use, by the time of the run."""
     events: list[Mapping[str, Any]] = field(default_factory=list)

@@ -16,6 +16,7 @@ from onnx_fuse.errors import UsageError
 from onnx_fuse.session import InferenceSession
 
 __all__ = ["Replicas", "run_together"]
+__dir__ = __all__.copy
 
 Feeds = Mapping[str, Any]
 _Job = tuple["Sequence[str] | None", Feeds, "Future[list[Any]]"]
@@ -111,7 +112,10 @@ class Replicas:
         split = [name for name, size in first.items() if size == symbol and name in feeds]
         sizes = {len(feeds[name]) for name in split}
         if len(sizes) != 1:
-            raise UsageError(f"'{symbol}' is {', '.join(map(str, sorted(sizes)))} in the inputs")
+            raise UsageError(
+                f"'{symbol}' is {', '.join(map(str, sorted(sizes)))} in the inputs: give all of "
+                "them one size"
+            )
         (rows,) = sizes
         count = max(1, min(rows, len(self.sessions)))
         parts = [pieces(rows, count, i) for i in range(count)]
@@ -180,7 +184,3 @@ def run_together(session: Runs, requests: Sequence[Feeds]) -> list[list[Any]]:
             for i, part in zip(members, np.split(output, ends[:-1]), strict=True):
                 found[i].append(part)
     return found
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

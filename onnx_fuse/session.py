@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from onnx_fuse.runtime.program_cache import Origin
 
 __all__ = ["InferenceSession"]
+__dir__ = __all__.copy
 
 DEVICES = ("cpu", "cuda")
 
@@ -142,7 +143,7 @@ class InferenceSession:
 
     @cached_property
     def _session(self) -> Any:
-        """onnxruntime on the same graph; on "cuda" made when something else of it is asked for."""
+        """The onnxruntime session of the same graph; on "cuda" it is made at its first use."""
         from onnx_fuse.runtime import ort
 
         made = ort.session(self.model, self._options)
@@ -548,7 +549,3 @@ def load(model: Model) -> onnx_ir.Model:
 
         expand_training_ops(graph)
     return graph
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

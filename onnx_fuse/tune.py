@@ -23,7 +23,7 @@ from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.launch import Step, bind
 from onnx_fuse.kernels import Choice, candidates, select, tuning
 from onnx_fuse.program.call import Call, Program, Tensor
-from onnx_fuse.program.passes.select import chosen
+from onnx_fuse.program.passes.select import with_launches
 from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Hardware, Problem
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.tensor import dtype_of
@@ -112,7 +112,7 @@ def _tune(
 ) -> tuple[Tuned, dict[str, object]]:
     math = problem.math if isinstance(problem, Problem) else "ieee"
     present = choices[0]
-    tries = [chosen(call, choice, hw) for choice in choices]
+    tries = [with_launches(call, choice, hw) for choice in choices]
     with progress.watched(None):  # its kernels are a part of the step
         nvrtc.compile_all((launch for t in tries for launch in t.launches), hw.arch)
     operands = Operands(call, max(t.workspace for t in tries), hw)
@@ -150,7 +150,8 @@ def medians(runs: Sequence[Callable[[], float]]) -> list[float]:
     best = inf
     for turn in range(5):
         for i, run in enumerate(runs):
-            if turn == 0 or statistics.median(times[i]) < 1.15 * best:  # others are far behind
+            # slower candidates are timed once
+            if turn == 0 or statistics.median(times[i]) < 1.15 * best:
                 times[i].append(run())
         best = min(statistics.median(t) for t in times)
     return [statistics.median(t) for t in times]
@@ -188,7 +189,7 @@ class Operands:
         return [bind(launch, places, self.hw) for launch in call.launches]
 
     def results(self, call: Call) -> list[np.ndarray]:
-        """Both ends of everything the call writes, on the first set."""
+        """The first and last elements of each result of the call, on the first set of buffers."""
         places = self.sets[0]
         for name, tensor in self.written:
             self.stream.fill(places[name], 0, tensor.span * ITEMSIZE[tensor.dtype])

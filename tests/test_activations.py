@@ -16,8 +16,11 @@ from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.save import to_proto
+from onnx_fuse.ops import OPS
 from onnx_fuse.ops.activations import ACTIVATIONS, activation_macros
+from onnx_fuse.ops.formula import written_out
 from onnx_fuse.ops.fused.gated import OPS as GATED
 from onnx_fuse.program.problem import CHIPS
 
@@ -50,7 +53,8 @@ def test_the_derivative_is_that_of_the_value(act: str) -> None:
 
     def run(text: str, result: str, feed: np.ndarray) -> np.ndarray:
         body = text.replace("@alpha", str(ALPHA.get(act)))
-        model = text_model(f"agraph (double[N] z) => (double[N] {result}) {{\n{body}}}")
+        body = written_out(body)
+        model = text_model(f"agraph (double[N] z) => (double[N] {result}) {{\n{body}\n}}")
         proto = onnx.shape_inference.infer_shapes(to_proto(model))
         proto = onnx.inliner.inline_selected_functions(
             proto, [("", "Gelu")], exclude=False, inline_schema_functions=True
@@ -62,6 +66,18 @@ def test_the_derivative_is_that_of_the_value(act: str) -> None:
     # the quotient is off by step² of the third derivative and by 1e-16 / step; the constants of the
     # text are float32's, off by 3e-8, some of them times 36
     np.testing.assert_allclose(run(row.derivative, "d", z), slope, atol=1e-6)
+
+
+# ---- bodies -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [d.name for d in OPS.values() if d.body])
+def test_each_operators_body_is_a_function(name: str) -> None:
+    """Of values that are each made once, whatever the activation's text calls its own."""
+    definition = OPS[FUSE, name]
+    for exposed, overload in ((), ""), (definition.saves, ""), ((), "newer"):
+        function = definition.function(exposed, overload=overload)
+        assert all(value.producer() for value in function.outputs)
 
 
 # ---- one call -----------------------------------------------------------------------------------

@@ -44,9 +44,6 @@ LAYERS = (
 )
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-CALLED_BY_TRAINER = ("callbacks", "fit", "sources")
-"""Modules of `training` whose functions users and the Trainer itself hand the Trainer to: they name
-it in annotations, and import nothing of it when they run."""
 
 
 def module_of(path: Path) -> str:
@@ -130,11 +127,33 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     """Imports inside of functions and for types count; what `__init__` names for users does not."""
     known = modules()
     graph = {name: imported(path, known) - {name} for name, path in known.items()}
-    for name in CALLED_BY_TRAINER:
-        graph[f"onnx_fuse.training.{name}"].remove("onnx_fuse.training.trainer")
     graph["onnx_fuse"] = set()  # its names are imported when they are asked for
     assert circle(graph) == []
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+
+
+def test_no_folders_import_each_other_in_a_circle() -> None:
+    """Of the files and folders in each folder; a folder with a layer of its own counts as one."""
+    known = modules()
+    read = {name: imported(path, known) for name, path in known.items() if name != "onnx_fuse"}
+    parts = {name: place_of(name) for name in read}
+    for folder in {place[:n] for place in parts.values() for n in range(len(place))}:
+        graph: dict[str, set[str]] = {}
+        for name, place in parts.items():
+            for other in {name, *read[name] & read.keys()}:
+                inside = [p[: len(folder) + 1] for p in (place, parts[other])]
+                if all(p[:-1] == folder for p in inside):
+                    own, its = (p[-1] for p in inside)
+                    graph.setdefault(own, set()).update({its} - {own})
+                    graph.setdefault(its, set())
+        assert circle(graph) == [], ".".join(folder)
+
+
+def place_of(module: str) -> tuple[str, ...]:
+    """The folders that a module is in, and its own name."""
+    parts = module.removeprefix("onnx_fuse.").split(".")
+    layer = layer_of(parts)
+    return (layer, *parts[layer.count(".") + 1 :])
 
 
 def test_no_file_is_longer_than_a_reader_keeps_in_mind() -> None:

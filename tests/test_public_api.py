@@ -23,8 +23,8 @@ PUBLIC = (
     "onnx_fuse",
     *(f"onnx_fuse.{name}" for name in ("api", "backend", "deploy", "errors", "session")),
     *(f"onnx_fuse.training.{name}" for name in ("adapters", "callbacks", "data", "fit")),
-    *(f"onnx_fuse.training.{name}" for name in ("history", "metrics", "optim", "sources")),
-    *(f"onnx_fuse.training.{name}" for name in ("checkpoint", "step", "trainer")),
+    *(f"onnx_fuse.training.{name}" for name in ("history", "learner", "metrics", "optim")),
+    *(f"onnx_fuse.training.{name}" for name in ("checkpoint", "sources", "step", "trainer")),
     "onnx_fuse.nn",
     *(
         f"onnx_fuse.nn.{name}"
@@ -79,7 +79,7 @@ def test_every_public_name_has_a_docstring() -> None:
 
 
 OBVIOUS = {"self", "cls", "model", "path", "feeds", "input_feed", "step", "device"}
-OBVIOUS |= {"trainer", "fit", "spec"}
+OBVIOUS |= {"trainer", "learner", "fit", "spec"}
 """Arguments that mean the same wherever they stand."""
 
 

@@ -139,7 +139,7 @@ SHARES = [
 @pytest.mark.parametrize(("error", "scale", "text"), SHARES)
 def test_a_relative_error_is_said_in_words(error: float, scale: float, text: str) -> None:
     found = Difference("y", error, 0.0, 1.0, "y[0]", True, scale=scale)
-    assert report.share(found).removeprefix("; ") == text
+    assert report.relative_size(found).removeprefix("; ") == text
 
 
 # ---- progress --------------------------------------------------------------------------------

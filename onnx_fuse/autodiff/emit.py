@@ -60,7 +60,7 @@ class Emitter(Builder):
         """Emit a node, or return the results of an equal one that was emitted before."""
         result = super().node(op_type, inputs, **keywords)
         node = self.nodes.pop()
-        # a node whose outputs the caller names stands for itself
+        # a node whose outputs the caller names is never merged with an equal one
         key = _key(node) if isinstance(keywords.get("outputs", 1), int) else None
         same = self._seen.get(key) if key is not None else None
         if same is not None:

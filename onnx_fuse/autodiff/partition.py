@@ -222,7 +222,7 @@ def _kept(
         if whole is not None and all(v in kept for v in node.outputs):  # views of what it splits
             for v in node.outputs:
                 del kept[v]
-            while is_view(whole) and (source := _moved(whole)) is not None:
+            while is_view(whole) and (source := _viewed(whole)) is not None:
                 whole = source
             if whole.producer() is not None:
                 kept[whole] = None
@@ -241,8 +241,8 @@ def _is_view(value: ir.Value | None) -> bool:
     return (maker.op_type in _VIEWS and not maker.domain) or maker.op_type == "DropoutScale"
 
 
-def _moved(view: ir.Value) -> ir.Value | None:
-    """What a view shows, where nothing but constants says how."""
+def _viewed(view: ir.Value) -> ir.Value | None:
+    """The tensor that a view is of, or None where the view depends on more than constants."""
     maker = view.producer()
     if maker is None or maker.op_type == "DropoutScale":
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,38 +18,20 @@ def check(
     original: Path,
     candidate: Any,
     *,
-    shapes: Mapping[str, Sequence[int]],
-    dims: Mapping[str, int] | None = None,
     inputs: Path | None = None,
-    rtol: float | None = None,
-    atol: float | None = None,
     device: str = "cpu",
-    precision: str = "fp32",
-    blame: bool = False,
-    along: bool = False,
+    **options: Any,
 ) -> Check:
-    """Compare `candidate` with the file `original`; arguments and errors of `validation.validate`.
+    """Compare `candidate` with the file `original`, on the arrays of the file `inputs` if given.
 
-    `inputs` is an .npz file of inputs, and `along` that of `check_outputs`.
+    `options` are further arguments of `check_outputs`, whose errors this raises.
     """
     from onnx_fuse.validation.check import check_outputs
     from onnx_fuse.validation.inputs import read_feeds
 
     def work() -> Check:
         feeds = [read_feeds(inputs, files.load(original, str(original)))] if inputs else None
-        return check_outputs(
-            original,
-            candidate,
-            feeds=feeds,
-            shapes=shapes,
-            dims=dims,
-            rtol=rtol,
-            atol=atol,
-            device=device,
-            precision=precision,
-            blame=blame,
-            along=along,
-        )
+        return check_outputs(original, candidate, feeds=feeds, device=device, **options)
 
     checked: Check = guarded(work, str(original), device)
     return checked
@@ -59,16 +41,13 @@ def gradients(
     model: Path,
     written: Path | None = None,
     *,
-    shapes: Mapping[str, Sequence[int]],
-    dims: Mapping[str, int],
     inputs: Path | None = None,
     device: str = "cpu",
-    precision: str = "fp32",
-    every: bool = False,
+    **options: Any,
 ) -> GradientCheck:
     """Check every gradient of `model`, or those that the file `written` for it computes.
 
-    `every` compares each tensor along directions of its own.
+    `options` are further arguments of `check_gradients`, or of `check_written`.
     """
     from onnx_fuse.validation.gradients import check_gradients, check_written
     from onnx_fuse.validation.inputs import read_feeds
@@ -78,12 +57,9 @@ def gradients(
         graph: Any = files.load(source, str(source)) if inputs else None
         if written is not None:
             feeds = None if inputs is None else _with_cotangents(inputs, graph, model)
-            return check_written(written, feeds=feeds, shapes=shapes, dims=dims)
+            return check_written(written, feeds=feeds, **options)
         feeds = None if inputs is None else read_feeds(inputs, graph)
-        return check_gradients(
-            model, feeds=feeds, shapes=shapes, dims=dims, device=device, precision=precision,
-            every=every,
-        )  # fmt: skip
+        return check_gradients(model, feeds=feeds, device=device, **options)
 
     checked: GradientCheck = guarded(work, str(model), device)
     return checked

@@ -218,7 +218,7 @@ def _names(item: Sequence[str]) -> set[str]:
 
 
 def _closing(tokens: Sequence[str], start: int) -> int:
-    """The index behind the bracket that closes the one at `start`."""
+    """The index after the bracket that closes the one at `start`."""
     depth = 0
     for i in range(start, len(tokens)):
         depth += (tokens[i] in _OPENS) - (tokens[i] in _CLOSES)
@@ -228,7 +228,7 @@ def _closing(tokens: Sequence[str], start: int) -> int:
 
 
 def _angles(tokens: Sequence[str], start: int) -> int:
-    """The index behind the `>` that closes the `<` at `start`."""
+    """The index after the `>` that closes the `<` at `start`."""
     depth = 0
     for i in range(start, len(tokens)):
         depth += (tokens[i] == "<") - (tokens[i] == ">") - 2 * (tokens[i] == ">>")
@@ -288,7 +288,7 @@ def _folded(tokens: Sequence[str], calls: Collection[str]) -> list[str]:
 
 
 def _statement(tokens: Sequence[str], start: int, calls: Collection[str]) -> int:
-    """The index behind the statement at `start`; one that is a macro may end without `;`."""
+    """The index after the statement at `start`; a statement that is a macro may end without `;`."""
     i = start
     while tokens[i].startswith("#"):
         i += 1

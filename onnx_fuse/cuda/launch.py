@@ -166,7 +166,7 @@ class Bound:
         return True
 
     def rewrite(self, grid: tuple[int, int, int], words: Sequence[Any], sync: int) -> None:
-        """Take another grid and all arguments, addresses included, but for that of "sync".
+        """Replace the grid and all arguments, addresses included, except the address of "sync".
 
         Where the bytes of that are others, it is new memory: what a run leaves in it lies by them.
         """

@@ -512,7 +512,7 @@ class Code:
         return "step", len(self.steps) - 1
 
     def expression(self, *stores: Ref) -> Expression:
-        """The Expression that stores these operands."""
+        """The Expression of all loads and steps so far, which stores the values `stores`."""
         first = {"load": 0, "scalar": len(self.reads)}
         first["step"] = first["scalar"] + len(self.scalars)
 

@@ -41,7 +41,7 @@ def can_batch(choice: Choice, problem: AnyProblem, hw: Hardware) -> bool:
 
 
 class BatchedKernel(RuleBased):
-    """The kernel as a device function, called once a row of a table of pointers."""
+    """The kernel as a device function, which is called once for each row of a table of pointers."""
 
     name = "batched"
 

@@ -76,7 +76,7 @@ class _Tiled(RuleBased):
         return CHANNELS_LAST if problem.channels_last else super().supports(problem, hw)
 
     def configs(self, problem: Conv, hw: Hardware) -> Sequence[Config]:
-        """The rule's, then both tiles with sums in one, two, four and eight parts."""
+        """The rule's configuration, then both tiles with a sum in one to eight parts."""
         wide = (64,) if problem.dtype == "float64" else (64, 128)
         return [
             Config.of(),

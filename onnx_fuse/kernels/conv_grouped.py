@@ -82,7 +82,7 @@ class Grouped(Chosen):
         ]
 
     def seconds(self, problem: Conv, config: Config, hw: Hardware) -> float:
-        """The bytes, x's with what tiles share, or the gathers from shared memory."""
+        """Seconds of the bytes, which count x again for each tile, or of the gathers if longer."""
         high, wide = config.integers("tile")
         _, oh, ow = problem.outer
         c, size = problem.channels, problem.groups * problem.channels

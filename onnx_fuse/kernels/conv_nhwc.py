@@ -390,7 +390,7 @@ def epilogue_of(problem: Conv) -> Epilogue | None:
 
 
 def _with_tail(plain: Epilogue, tail: Tail, dtype: str) -> Epilogue | None:
-    """The epilogue with a sum, an activation, or both behind each other."""
+    """The epilogue followed by a sum, an activation, or one and then the other."""
     names = [step.name for step in tail.expression.steps]
     expression, first = tail.expression, tail.expression.loads + len(tail.expression.scalars)
     if tail.dtype != dtype or expression.stores != (first + len(names) - 1,):
@@ -555,7 +555,7 @@ def gathering(problem: Conv | ConvWeightGrad) -> dict[str, object]:
 
 
 def gathered(problem: Conv | ConvWeightGrad, pixels: int) -> TensorMap:
-    """The images x, so many pixels at a time."""
+    """The descriptor of the images x, of which one load gathers this number of pixels."""
     axes, (low, high) = _axes(problem), _corners(problem)
     images, row, pixel = image_strides(problem)
     steps = (pixel, row, problem.inner[1] * row)[: len(axes)]

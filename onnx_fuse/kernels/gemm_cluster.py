@@ -8,7 +8,10 @@ from math import ceil
 from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.kernels.gemm_portable import (
     each_has_steps,
+    epilogue_args,
     epilogue_defines,
+    fold_norm,
+    half_refusal,
     plain_refusal,
     slope_seconds,
     type_defines,
@@ -41,10 +44,8 @@ class Cluster(WithoutWorkspace):
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         if hw.arch != "sm_90a":
             return f"wgmma needs sm_90a, this is {hw.arch}"
-        if problem.dtype not in ("float16", "bfloat16"):
-            return f"for 16-bit operands, not {problem.dtype}"
-        if problem.out not in ("float16", "bfloat16", "float32"):
-            return f"no {problem.out} result"
+        if reason := half_refusal(problem):
+            return reason
         if problem.batch or problem.planes:
             return "one product at a time"
         norm = problem.op == "LayerNormGemm"
@@ -87,7 +88,7 @@ class Cluster(WithoutWorkspace):
         return self._steps(problem, config) if self.norms else 0
 
     def _smem(self, problem: Problem, config: Config) -> Callable[[int], int]:
-        """How many bytes of shared memory so many stages take."""
+        """A function from the number of stages to the bytes of shared memory that they take."""
         wgm, bn, split, share, _ = self._shape(config)
         rows, held = self._rows(problem, wgm, share), self._held(problem, config)
         stage = ((0 if held else rows) + bn) * BK * 2
@@ -197,9 +198,7 @@ class Cluster(WithoutWorkspace):
         if self.norms:
             epilogue |= {"NORM": 1, "HELD": self._held(problem, config)}
         elif norm:
-            types["TV"] = "float"
-            epilogue |= {"EPI_LN": 1}
-            epilogue.pop("EPI_BIAS", None)  # it is in cv
+            fold_norm(types, epilogue)
         defines = as_defines(
             types, epilogue,
             {"TRANS_A": problem.trans_a, "TRANS_B": problem.trans_b, "WGM": wgm, "ROWS": rows,
@@ -239,9 +238,7 @@ class Cluster(WithoutWorkspace):
             map_a, map_b, Ptr("y"), Ptr("z"), Ptr(c if operand(problem) else "none"),
             Num("i32", m), Num("i32", n), Num("i32", k),
             Num("f32", problem.epsilon), Ptr("mean"), Ptr("rstd"),
-            Ptr(row0), Ptr(row1), Ptr("row2"), Ptr("row3"), Ptr(col0), Ptr(col1),
-            Num("f32", problem.epilogue.alpha), Num("f32", problem.epilogue.beta),
-            Num("f32", problem.epilogue.act_alpha),
+            *epilogue_args(problem, (col0, col1), (row0, row1)),
             Ptr("gamma" if self.norms else "none"), Ptr("beta" if self.norms else "none"),
         )  # fmt: skip
         threads = 128 * wgm + (128 if stats else 0) + 32

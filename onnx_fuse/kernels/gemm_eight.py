@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from onnx_fuse.cuda.macros import as_defines
+from onnx_fuse.kernels.gemm_portable import result_refusal
 from onnx_fuse.kernels.gemm_sm90 import STREAM, Wgmma
 from onnx_fuse.kernels.rows import rename
 from onnx_fuse.kernels.rule_based import AroundProduct
@@ -33,7 +34,7 @@ class EightBits(AroundProduct):
         self.inner = Wgmma()
 
     def _gemm(self, problem: Problem) -> Problem:
-        """The product of 16-bit words that has the same bytes."""
+        """The same product with each two float8 elements taken as one 16-bit word."""
         lda, ldb = ld(problem)
         epilogue = replace(problem.epilogue, bias_dtype=problem.epilogue.bias_dtype or problem.out)
         return replace(
@@ -54,8 +55,8 @@ class EightBits(AroundProduct):
             return f"no such epilogue: {', '.join(found)}"
         if problem.epilogue.alpha != 1 or problem.epilogue.residual == "norm":
             return "the sum is multiplied by the operands' scales alone"
-        if problem.out not in ("bfloat16", "float16", "float32"):
-            return f"no {problem.out} result"
+        if reason := result_refusal(problem):
+            return reason
         if any(step % 16 for step in (problem.k, *ld(problem))):
             return f"rows of float8 are multiples of 16, not k={problem.k}"
         return self.inner.supports(self._gemm(problem), hw)

@@ -22,6 +22,8 @@ from onnx_fuse.program.problem import (
     ldc,
 )
 
+HALVES = ("float16", "bfloat16")
+
 
 def gate_refusal(problem: Problem) -> str | None:
     """The reason why no epilogue makes the gated product; None where one can, or without a gate."""
@@ -35,6 +37,24 @@ def gate_refusal(problem: Problem) -> str | None:
     if problem.batch or other or not problem.epilogue.act:
         return f"a gate has an activation and no {', '.join(other) or 'batches'}"
     return None
+
+
+def half_refusal(problem: Problem) -> str | None:
+    """Why operands are not of 16 bits, or the result of no type that they give; None if so."""
+    if problem.dtype not in HALVES:
+        return f"for 16-bit operands, not {problem.dtype}"
+    return result_refusal(problem)
+
+
+def result_refusal(problem: Problem) -> str | None:
+    """Why no tensor core's sum is stored as the result's type; None where it is."""
+    return None if problem.out in (*HALVES, "float32") else f"no {problem.out} result"
+
+
+def activation_refusal(problem: Problem) -> str | None:
+    """Why the epilogue's activation is in no kernel; None where it is, or without one."""
+    act = problem.epilogue.act
+    return f"no activation {act!r}" if act and act not in BY_KEY else None
 
 
 def store_refusal(problem: Problem) -> str | None:
@@ -54,8 +74,7 @@ def plain_refusal(problem: Problem) -> str | None:
         return f"the epilogue takes one extra operand, not {extra}"
     if extra and ldc(problem) != (problem.n, 1):
         return f"c is read as a dense [M, N], its strides are {ldc(problem)}"
-    act = problem.epilogue.act
-    return f"no activation {act!r}" if act and act not in BY_KEY else store_refusal(problem)
+    return activation_refusal(problem) or store_refusal(problem)
 
 
 def normed(problem: Problem) -> bool:
@@ -110,6 +129,28 @@ def aligned(problem: Problem) -> bool:
     return problem.align % 16 == 0 and all(step * size % 16 == 0 for step in [*steps, *dense])
 
 
+def epilogue_args(
+    problem: Problem,
+    columns: tuple[str, str] = ("col0", "col1"),
+    rows: tuple[str, str] = ("row0", "row1"),
+) -> tuple[Arg, ...]:
+    """The arguments of an epilogue behind y, z and c: vectors of rows and columns, and numbers.
+
+    A folded norm has its own names for the first vectors.
+    """
+    epilogue = problem.epilogue
+    vectors = (*rows, "row2", "row3", *columns)
+    numbers = (epilogue.alpha, epilogue.beta, epilogue.act_alpha)
+    return (*map(Ptr, vectors), *(Num("f32", x) for x in numbers))
+
+
+def fold_norm(types: dict[str, str], epilogue: dict[str, object]) -> None:
+    """Set the macros of a norm whose parameters are folded: float32 columns, the bias in cv."""
+    types["TV"] = "float"
+    epilogue["EPI_LN"] = 1
+    epilogue.pop("EPI_BIAS", None)
+
+
 def portable_args(problem: Problem) -> tuple[Arg, ...]:
     """The arguments GEMM_PARAMS of gemm/portable.cuh, in order."""
     m, n, k = problem.m, problem.n, problem.k
@@ -125,9 +166,7 @@ def portable_args(problem: Problem) -> tuple[Arg, ...]:
         Num("i64", lda), Num("i64", ldb), Num("i32", sizes[1]), Num("i32", sizes[2]),
         *strides("a", m * k), *strides("b", k * n),
         Ptr("c"), *strides("c", m * n), Num("i64", crow), Num("i64", ccol),
-        Ptr("z"), Ptr("row0"), Ptr("row1"), Ptr("row2"), Ptr("row3"), Ptr("col0"), Ptr("col1"),
-        Num("f32", problem.epilogue.alpha), Num("f32", problem.epilogue.beta),
-        Num("f32", problem.epilogue.act_alpha), Ptr("part"),
+        Ptr("z"), *epilogue_args(problem), Ptr("part"),
     )  # fmt: skip
 
 
@@ -173,9 +212,8 @@ class _Portable(WithoutWorkspace):
         rows = problem.epilogue.among("bias", "layernorm", "dx", "dw")
         if problem.epilogue.row_bias and (rows or normed(problem) or problem.dtype == "float64"):
             return f"a bias a row in float, and alone: not {rows or problem.dtype}"
-        act = problem.epilogue.act
-        if act and act not in BY_KEY:
-            return f"no activation {act!r}"
+        if reason := activation_refusal(problem):
+            return reason
         if any(size >= 2**31 for size in (problem.m, problem.n, problem.k)):
             return "a dimension of 2^31 or more"
         return store_refusal(problem)
@@ -271,7 +309,7 @@ class Fma(_Portable):
         return (4 if 4 * size <= 80 << 10 else 3 if 3 * size <= 96 << 10 else 2), size
 
     def _smem(self, problem: Problem, config: Config) -> int:
-        """Stages of both tiles, or the teams' sums; the cluster's sums behind them."""
+        """Bytes for the stages of both tiles or the teams' sums, followed by the cluster's sums."""
         (bm, bn), split = config.integers("tile"), config.integer("split")
         tiles = prod(self._stages(problem, config))
         rest = (bm * bn if split > 1 else 0) + self._room(problem, config)
@@ -360,13 +398,11 @@ class Mma(Unconditional, _Portable):
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         if hw.cc < 80:
             return f"mma.sync with cp.async needs sm_80, this is {hw.arch}"
-        if problem.dtype not in ("float16", "bfloat16", "float32"):
+        if problem.dtype not in (*HALVES, "float32"):
             return f"no tensor core products for {problem.dtype}"
         if problem.dtype == "float32" and problem.math not in ("tf32", "bf16x3"):
             return f"products asked for are {problem.math}"
-        if problem.out not in ("float16", "bfloat16", "float32"):
-            return f"no {problem.out} result"
-        return self._refusal(problem)
+        return result_refusal(problem) or self._refusal(problem)
 
     def _tile(self, problem: Problem, config: Config) -> dict[str, object]:
         bm, bn, wm, wn = config.integers("tile")

@@ -8,7 +8,10 @@ from math import ceil
 from onnx_fuse.cuda.macros import C_TYPES, as_defines
 from onnx_fuse.kernels.gemm_portable import (
     aligned,
+    epilogue_args,
     epilogue_defines,
+    fold_norm,
+    half_refusal,
     plain_refusal,
     slope_seconds,
     type_defines,
@@ -38,10 +41,8 @@ class Skinny(WithoutWorkspace):
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         if hw.cc < 80:
             return f"mma.sync with bf16 needs sm_80, this is {hw.arch}"
-        if problem.dtype not in ("float16", "bfloat16"):
-            return f"for 16-bit operands, not {problem.dtype}"
-        if problem.out not in ("float16", "bfloat16", "float32"):
-            return f"no {problem.out} result"
+        if reason := half_refusal(problem):
+            return reason
         if problem.batch or problem.trans_a:
             return "no batches, and rows of x contiguous"
         if coarse(problem.m) > 512:
@@ -113,13 +114,11 @@ class Skinny(WithoutWorkspace):
         mt, nt, wn, warps, cluster = self._shape(config)
         norm = problem.op == "LayerNormGemm"
         mode = 0 if not norm else 1 if problem.folded else 2
-        folded = {"EPI_LN": 1} if mode == 1 else {}
-        types = type_defines(problem) | ({"TV": "float"} if mode == 1 else {})
-        epilogue = epilogue_defines(problem)
+        types, epilogue = type_defines(problem), epilogue_defines(problem)
         if mode == 1:
-            epilogue.pop("EPI_BIAS", None)  # it is in cv
+            fold_norm(types, epilogue)
         defines = as_defines(
-            types, epilogue, folded,
+            types, epilogue,
             {"TP": C_TYPES[problem.dtype], "TRANS_B": problem.trans_b, "MT": mt, "NT": nt,
              "WN": wn, "WARPS": warps, "CLUSTER": cluster, "HALF": problem.m <= 8,
              "UNROLL": self._unroll(mt, nt, warps, mode == 2), "LN": mode},
@@ -136,9 +135,7 @@ class Skinny(WithoutWorkspace):
             Num("i32", problem.m), Num("i32", problem.n), Num("i32", problem.k),
             Num("i64", lda), Num("i64", ldb), Num("f32", problem.epsilon),
             Ptr("mean"), Ptr("rstd"), Ptr("gamma"), Ptr("beta"),
-            Ptr("row0"), Ptr("row1"), Ptr("row2"), Ptr("row3"), Ptr(col0), Ptr(col1),
-            Num("f32", problem.epilogue.alpha), Num("f32", problem.epilogue.beta),
-            Num("f32", problem.epilogue.act_alpha),
+            *epilogue_args(problem, (col0, col1)),
         )  # fmt: skip
         columns = 8 * nt * wn
         grid = (cluster * ceil(problem.n / columns), ceil(problem.m / (16 * mt)), 1)

@@ -8,18 +8,21 @@ from math import ceil
 
 from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.kernels.gemm_portable import (
+    HALVES,
+    activation_refusal,
     each_has_steps,
+    epilogue_args,
     epilogue_defines,
     gate_refusal,
     normed,
+    result_refusal,
     slope_seconds,
     type_defines,
 )
 from onnx_fuse.kernels.rows import rename, row_stats
-from onnx_fuse.ops.activations import BY_KEY
+from onnx_fuse.kernels.rule_based import AroundProduct
 from onnx_fuse.program.problem import (
     ITEMSIZE,
-    Arg,
     Config,
     Hardware,
     Launch,
@@ -111,15 +114,12 @@ class Wgmma:
         if hw.arch != "sm_90a":
             return f"wgmma needs sm_90a, this is {hw.arch}"
         planes = problem.planes
-        if problem.dtype not in ("float16", "bfloat16"):
+        if problem.dtype not in HALVES:
             return f"no wgmma candidate for {problem.dtype} operands"
-        if problem.out not in ("float16", "bfloat16", "float32"):
-            return f"no {problem.out} result"
+        if reason := result_refusal(problem) or activation_refusal(problem):
+            return reason
         if planes and (problem.batch or planes not in (2, 3)):
             return f"planes={planes} with batch={problem.batch}"
-        act = problem.epilogue.act
-        if act and act not in BY_KEY:
-            return f"no activation {act!r}"
         extra = problem.epilogue.among("beta", "dact", "dx", "dw", "residual")
         if len(extra) > 1:
             return f"the epilogue takes one extra operand, not {extra}"
@@ -145,7 +145,7 @@ class Wgmma:
         parts = problem.epilogue.moments
         if parts and (planes or problem.batch or direct(problem) or problem.epilogue.accumulate):
             return "moments are of a single product's 16-bit rows of whole 16 bytes"
-        if problem.epilogue.save_act and not (problem.epilogue.dact and act):
+        if problem.epilogue.save_act and not (problem.epilogue.dact and problem.epilogue.act):
             return "it stores the activation by whose slope it multiplies"
         if problem.epilogue.column_sums:
             if planes or problem.batch or problem.trans_a or problem.k % 8 or parts:
@@ -395,11 +395,7 @@ class Wgmma:
                 (wide * out_size, m * wide * out_size), (64, 16, 1),
             )  # fmt: skip
 
-        vectors: tuple[Arg, ...] = (
-            Ptr("row0"), Ptr("row1"), Ptr("row2"), Ptr("row3"), Ptr("col0"), Ptr("col1"),
-            Num("f32", problem.epilogue.alpha), Num("f32", problem.epilogue.beta),
-            Num("f32", problem.epilogue.act_alpha), Ptr("part"),
-        )  # fmt: skip
+        vectors = (*epilogue_args(problem), Ptr("part"))
         stream = splits == STREAM
         units = ceil(ceil(m / bm) / cluster) * ceil(n / bn) * batches * max(splits, 1)
         types = type_defines(problem)
@@ -481,7 +477,7 @@ class Wgmma:
         return (gemm, reduce)
 
 
-class SplitWgmma:
+class SplitWgmma(AroundProduct):
     """fp32 operands as sums of bf16 planes, multiplied plane by plane by Wgmma.
 
     bf16x3: 2 planes, 3 products, 4e-6 relative error; bf16x6: 3 planes, 6 products, as fp32 itself.
@@ -513,14 +509,6 @@ class SplitWgmma:
             return "no batches"
         return self.inner.supports(self._gemm(problem), hw)
 
-    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
-        """The configurations of the bf16 product."""
-        return self.inner.configs(self._gemm(problem), hw)
-
-    def fits(self, problem: Problem, config: Config) -> bool:
-        """Whether the bf16 product can run the configuration."""
-        return self.inner.fits(self._gemm(problem), config)
-
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """Both splittings (4 bytes read, 2 a plane written) and the passes."""
         moved = (4 + 2 * self.planes(problem)) * problem.k * (problem.m + problem.n)
@@ -531,9 +519,8 @@ class SplitWgmma:
         each = 2 * self.planes(problem) * problem.k
         return ceil(each * problem.m / 256) * 256, ceil(each * problem.n / 256) * 256
 
-    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
-        """a's planes, b's planes, the product's own."""
-        return sum(self._sizes(problem)) + self.inner.workspace(self._gemm(problem), config, hw)
+    def _own_bytes(self, problem: Problem) -> int:
+        return sum(self._sizes(problem))
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """Split a, split b, multiply."""

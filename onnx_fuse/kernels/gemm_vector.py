@@ -1,4 +1,7 @@
-"""One row: each block's weights in registers before the launch before ends (gemm/vector.cu)."""
+"""A product of one row: a block loads its weights while the previous launch still runs.
+
+The source is gemm/vector.cu.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,16 @@ from collections.abc import Sequence
 from math import ceil
 
 from onnx_fuse.cuda.macros import as_defines
-from onnx_fuse.kernels.gemm_portable import aligned, epilogue_defines, type_defines
+from onnx_fuse.kernels.gemm_portable import (
+    activation_refusal,
+    aligned,
+    epilogue_args,
+    epilogue_defines,
+    fold_norm,
+    half_refusal,
+    type_defines,
+)
 from onnx_fuse.kernels.rule_based import WithoutWorkspace
-from onnx_fuse.ops.activations import BY_KEY
 from onnx_fuse.program.problem import (
     ITEMSIZE,
     Config,
@@ -37,10 +47,8 @@ class Vector(WithoutWorkspace):
             return f"for one row, not {problem.m}"
         if hw.cc < 80:
             return f"bf16 needs sm_80, this is {hw.arch}"
-        if problem.dtype not in ("float16", "bfloat16"):
-            return f"for 16-bit operands, not {problem.dtype}"
-        if problem.out not in ("float16", "bfloat16", "float32"):
-            return f"no {problem.out} result"
+        if reason := half_refusal(problem):
+            return reason
         if problem.batch or problem.trans_a or problem.planes:
             return "no batches, and x contiguous"
         if problem.op == "LayerNormGemm" and not problem.folded:
@@ -55,9 +63,8 @@ class Vector(WithoutWorkspace):
             return "the epilogue takes one extra operand"
         if operand(problem) and problem.epilogue.c_cols != 1:
             return "c is read as a dense row"
-        act = problem.epilogue.act
-        if act and act not in BY_KEY:
-            return f"no activation {act!r}"
+        if reason := activation_refusal(problem):
+            return reason
         if not aligned(problem) or (problem.k if problem.trans_b else problem.n) % 8:
             return "rows of w are not of 16-byte pieces"
         return None if self.configs(problem, hw) else f"k={problem.k} does not fit into registers"
@@ -103,9 +110,7 @@ class Vector(WithoutWorkspace):
         steps = self._steps(problem.k, problem.trans_b, warps, columns)
         types, epilogue = type_defines(problem), epilogue_defines(problem)
         if norm:
-            types["TV"] = "float"
-            epilogue |= {"EPI_LN": 1}
-            epilogue.pop("EPI_BIAS", None)  # it is in cv
+            fold_norm(types, epilogue)
         defines = as_defines(
             types, epilogue,
             {"TRANS_B": problem.trans_b, "WARPS": warps, "STEPS": steps, "LN": norm,
@@ -119,9 +124,7 @@ class Vector(WithoutWorkspace):
             Ptr(x), Ptr(w), Ptr("y"), Ptr("z"), Ptr(c), Num("i32", problem.n),
             Num("i32", problem.k), Num("i64", ld(problem)[1]),
             Num("f32", problem.epsilon), Ptr("mean"), Ptr("rstd"),
-            Ptr("row0"), Ptr("row1"), Ptr("row2"), Ptr("row3"), Ptr(col0), Ptr(col1),
-            Num("f32", problem.epilogue.alpha), Num("f32", problem.epilogue.beta),
-            Num("f32", problem.epilogue.act_alpha),
+            *epilogue_args(problem, (col0, col1)),
         )  # fmt: skip
         grid = (ceil(problem.n / (columns * warps if each else columns)), 1, 1)
         return (Launch(self.source, "gemm_vector", grid, (32 * warps, 1, 1), args, defines),)

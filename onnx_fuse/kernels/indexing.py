@@ -16,7 +16,7 @@ from onnx_fuse.program.size import coarse
 THREADS = 256
 MAX_TUPLE = 6
 FEW = 64
-"""Updates up to which a block of indexing/scatter.cu finds those before its own in one look."""
+"""The most updates of which a block of indexing/scatter.cu finds the earlier ones in one pass."""
 IDS = 512
 """Rows of the table whose updates a block of indexing/row_sums.cu finds."""
 FILLED = 1 << 16
@@ -34,7 +34,7 @@ def _dims(dims: tuple[int, ...]) -> tuple[Num, ...]:
 
 
 class _Tuples(RuleBased):
-    """Kernels of tuples of at most so many indices."""
+    """Kernels that read tuples of up to MAX_TUPLE indices."""
 
     def supports(self, problem: GatherND | ScatterND, hw: Hardware) -> str | None:
         """Refuse tuples of more indices than the kernel has arguments for."""

@@ -132,7 +132,7 @@ class FewRows:
         return config.integer("splits") <= max(1, ceil(problem.n / N_STEP) // 2)
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
-        """The blocks over the SMs' slots or the bytes, whichever is longer; the second launch."""
+        """Waves of blocks, or the bytes if they take longer, and the second launch."""
         tiles, splits = self._shape(config)
         m, n, k, size = problem.m, problem.n, problem.k, ITEMSIZE[problem.dtype]
         step_g, step_dw, share, rest_g, rest_dw = tiles.micros
@@ -166,7 +166,7 @@ class FewRows:
         return self._plan(problem, config, hw)[1]
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """dz (with an activation), the products, what crosses their blocks."""
+        """The pass that makes dz, if there is an activation; the products; sums across blocks."""
         return self._plan(problem, config, hw)[0]
 
     def _plan(

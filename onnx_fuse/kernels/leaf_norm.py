@@ -41,7 +41,7 @@ class LeafFma(Fma):
         return 0 if config.integer("join") else 8 * prod(self._parts(problem, config))
 
     def _room(self, problem: Problem, config: Config) -> int:
-        """Further floats of shared memory: each thread's sums of dt, and those joined."""
+        """Further floats of shared memory: each thread's sums of dt, and their totals."""
         bm, bn = config.integers("tile")
         met = 2 * config.integer("join") * (bm if problem.turned else bn)
         return 4 * self.threads(config) + met

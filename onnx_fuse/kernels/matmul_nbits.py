@@ -49,7 +49,7 @@ class FewRows(WithoutWorkspace, Unconditional):
         return ceil(min(problem.m, ROWS) * self._columns(problem) / 8)
 
     def configs(self, problem: PackedProduct, hw: Hardware) -> Sequence[Config]:
-        """Warps that share k, tiles of 16 rows of weights a warp."""
+        """Numbers of warps that divide k among them, and of tiles of 16 rows of weights a warp."""
         wide = self._sets(problem) > 1 or problem.dtype == "float32"
         return [
             Config.of(warps=warps, tiles=tiles)

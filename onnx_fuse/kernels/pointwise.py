@@ -44,7 +44,7 @@ class Tiles(RuleBased):
         return (found,)
 
 
-def _moved(tensor: Tensor, apart: int, gathered: bool = False) -> int:
+def _bytes_moved(tensor: Tensor, apart: int, gathered: bool = False) -> int:
     """The bytes of a view: what it repeats counts once, but not the rows that indices name."""
     size, item = 1, ITEMSIZE[tensor.dtype]
     for length, stride in zip(tensor.shape, tensor.strides, strict=True):
@@ -63,8 +63,8 @@ class Generated(RuleBased):
     def cost(self, problem: Pointwise, config: Config, hw: Hardware) -> float:
         """A pass over its views, which takes longer where neighbours stand apart."""
         rows = {row.load for row in problem.expression.rows}
-        moved = sum(_moved(t, READ_APART, i in rows) for i, t in enumerate(problem.reads))
-        moved += sum(_moved(t, WRITTEN_APART) for t in problem.writes)
+        moved = sum(_bytes_moved(t, READ_APART, i in rows) for i, t in enumerate(problem.reads))
+        moved += sum(_bytes_moved(t, WRITTEN_APART) for t in problem.writes)
         return max(problem.flops / problem.rate(hw), moved / hw.bandwidth) + hw.launch_seconds
 
     def launch(self, problem: Pointwise, config: Config, hw: Hardware) -> tuple[Launch, ...]:

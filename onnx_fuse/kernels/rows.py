@@ -76,7 +76,7 @@ def row_stats(
 
 
 def fold_seconds(k: int, n: int, dtype: str, hw: Hardware) -> float:
-    """What `fold` takes: w read, wq written."""
+    """Predicted seconds of `fold`: w is read and wq written."""
     return 2 * ITEMSIZE[dtype] * k * n / (0.85 * hw.bandwidth) + hw.launch_seconds
 
 

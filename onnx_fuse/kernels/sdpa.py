@@ -37,7 +37,7 @@ def _operands(p: Attention) -> tuple[Arg, ...]:
 
 def _strides(p: Attention, name: str) -> tuple[Num, ...]:
     """(batch, head, row) of "y" or "dy"."""
-    return tuple(Num("i64", s) for s in p.lies(name)[1])
+    return tuple(Num("i64", s) for s in p.layout(name)[1])
 
 
 def boxes(
@@ -45,7 +45,7 @@ def boxes(
 ) -> TensorMap:
     """Boxes of `rows` rows and 64 columns of a tensor of [B, H, S, D]; 0 strides: a broadcast."""
     if not shape:
-        shape, strides = p.lies(name)
+        shape, strides = p.layout(name)
     size = ITEMSIZE[p.dtype]
     sizes = tuple(n if s else 1 for n, s in zip(shape, strides, strict=False))
     steps = tuple(s * size if n > 1 else 16 for n, s in zip(sizes, strides, strict=False))
@@ -86,7 +86,7 @@ def tma_refusal(p: Attention, hw: Hardware, names: Sequence[str]) -> str | None:
     if p.mask2:
         return "two masks: it takes one"
     for name in names:
-        shape, strides = p.lies(name)
+        shape, strides = p.layout(name)
         if any(n > 1 and not 0 < s < 2**39 for s, n in zip(strides, shape[:3], strict=True)):
             return f"{name} is broadcast, or too large for TMA"
     if MMA.mask(p) == 1 and not MMA.macros(p, Config())["MASK_PIECES"]:

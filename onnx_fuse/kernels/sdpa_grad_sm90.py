@@ -94,7 +94,7 @@ class WgmmaGrad(Unconditional):
             *(boxes(p, name, 64) for name in own), *(boxes(p, name, TILE) for name in other),
             *(boxes(p, name, 16) for name in results), mask_boxes(p, TILE if keys else 64),
             Ptr("mask"), *(Num("i64", mask[i]) for i in (0, 1, 3)),
-            Ptr("y"), *(Num("i64", s) for s in p.lies("y")[1]), Ptr("lse"), Ptr("workspace"),
+            Ptr("y"), *(Num("i64", s) for s in p.layout("y")[1]), Ptr("lse"), Ptr("workspace"),
             *(Num("i32", n) for n in (group, p.m, p.n, self._padded(p))),
             *(Num("f32", number) for number in (p.scale, p.lowest)),
             Num("f64", p.fill),

@@ -110,7 +110,7 @@ _KINDS: dict[str, type[AnyProblem]] = {
 
 
 def _words(text: str) -> list[str]:
-    """What stands between the spaces that are in no brackets."""
+    """The text split at spaces, except at those within brackets."""
     words, depth = [""], 0
     for c in text:
         depth += (c in "([") - (c in ")]")

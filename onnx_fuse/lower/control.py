@@ -41,7 +41,7 @@ class Control(HostValues):
     def walk(self, nodes: Sequence[ir.Node], results: Sequence[ir.Value]) -> None:
         """Lower nodes that stand in no graph; `results` count as used, though no node has them."""
 
-    def ask(self, node: ir.Node, i: int) -> None:
+    def require_operand(self, node: ir.Node, i: int) -> None:
         """Raise NeedsValues where inputs of the model decide about operand `i`."""
         if names := self._deciding(node, i):
             raise NeedsValues(names)
@@ -55,7 +55,7 @@ class Control(HostValues):
         self._rewind(mark)
         del self.later[later:]
         self.fallbacks = known
-        deciding = {"If": 1, "Loop": 2, "Scan": 0}[node.op_type]  # the first so many operands
+        deciding = {"If": 1, "Loop": 2, "Scan": 0}[node.op_type]  # the number of leading operands
         names = [n for i in range(deciding) if self.has(node, i) for n in self._deciding(node, i)]
         if names:
             raise NeedsValues(list(dict.fromkeys(names)))

@@ -133,7 +133,7 @@ def convolution(
         return f"{rank} spatial axes"
     reads: dict[str, Tensor] = {}
     known = ctx.host(node, 2) if ctx.has(node, 2) else None
-    if ctx.has(node, 2) and (known is None or known.any()):  # zeros stand for no bias
+    if ctx.has(node, 2) and (known is None or known.any()):  # a missing bias is zeros
         reads["bias"] = ctx.dense(node, 2)
     groups = ctx.attr(node, "group", 1)
     if x.shape[1] != (weight.shape[0] if transposed else weight.shape[1] * groups):
@@ -172,7 +172,7 @@ def convolution(
 
 
 def plain(ctx: Context, node: ir.Node) -> str | None:
-    """Conv and ConvTranspose as they stand."""
+    """Lower Conv and ConvTranspose of ai.onnx."""
     return convolution(ctx, node)
 
 

@@ -233,7 +233,7 @@ def _runs(
     ctx: Context, node: ir.Node, weight: Tensor, shape: Conv, channels: int, multiple: int,
     merged: bool = True,
 ) -> Tensor:  # fmt: skip
-    """A weight [filters, channels, *taps] as [filters, rows, pixels of so many `channels`].
+    """A weight [filters, channels, *taps] as [filters, rows, pixels], padded to `channels` a pixel.
 
     Zeros stand for the channels that it has not, and up to a `multiple` of elements. Unless
     `merged`, each pixel is a row of its own.

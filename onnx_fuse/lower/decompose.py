@@ -70,7 +70,7 @@ def norm_gemm(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results:
 
 
 def group_norm(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results:
-    """GroupNorm<Act> as the norm, whose kernel takes in the activation behind it."""
+    """GroupNorm<Act> as the norm and the activation, which the norm's kernel then applies."""
     x, scale, bias = node.inputs
     groups, epsilon = attr(node, "num_groups", 1), attr(node, "epsilon", 1e-5)
     scale, bias = (op.Reshape(value, [-1]) for value in (scale, bias))

@@ -29,7 +29,7 @@ from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.problem import ITEMSIZE, Problem
 
 BLOCK = 8
-"""Gates that stand together with what they let through."""
+"""Columns of gates that are stored beside as many columns of the values that they multiply."""
 
 
 def interleaved(w: np.ndarray, place: str) -> np.ndarray:

@@ -32,7 +32,7 @@ class HostValues(Context):
         values = [v for v in (*node.inputs, *captured(node)) if v is not None]
         arrays = [self.slots[v].host for v in values]
         if node.op_type == "CastLike" and arrays[0] is not None and arrays[0].size == 1:
-            # a known number takes the dtype of a tensor whose values do not matter
+            # a known number is cast on the host: of the second input only the dtype is needed
             dtype = self._type(values[1])[0]
             self._known(node.outputs[0], arrays[0].astype(dtype.numpy()))
             return True

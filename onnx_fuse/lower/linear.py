@@ -319,7 +319,7 @@ def _fold_pays(ctx: Context, problem: Problem, master: bool) -> bool:
 
 
 def _folded_here(ctx: Context, node: ir.Node, reads: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A call that folds the weights; what it writes is the gradient's too."""
+    """Append a call that folds the weights; the gradient reads its results as well."""
     given = {name: reads[name] for name in ("w", "gamma", "beta", "c") if name in reads}
     k, n = given["w"].shape
     made = {"wq": ctx.scratch(given["w"].dtype, (k, n))}

@@ -29,7 +29,7 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Costs:
-    """What the low-rank products of a training step cost; rows not known are taken for ROWS."""
+    """What the low-rank products of a training step cost; an open number of rows counts as ROWS."""
 
     dtype: str
     """The type of a step's products; weights and their gradients are float32."""
@@ -44,7 +44,7 @@ class Costs:
         """
         beside = within = 0.0
         for each in products:
-            within += total(self._merge(each.k, each.n, each.rank), self.hw)
+            within += total(self._merged_weight(each.k, each.n, each.rank), self.hw)
             for rows in each.rows:
                 sizes = (rows, each.k, each.n, each.rank)
                 apart = self._seconds(_beside, *sizes)
@@ -58,7 +58,7 @@ class Costs:
         sizes = (rows, k, n, rank)
         return self._seconds(_by_rows, *sizes) < self._seconds(_by_weight, *sizes)
 
-    def _merge(self, k: int, n: int, rank: int) -> Iterator[AnyProblem]:
+    def _merged_weight(self, k: int, n: int, rank: int) -> Iterator[AnyProblem]:
         """A·B, and a pass over W, the sum and what is left of A·B, which all weights share."""
         sizes: dict[str, Value] = {"m": k, "n": n, "k": rank, "dtype": self.dtype}
         if self.dtype == "float32":

@@ -39,7 +39,7 @@ def _dtype(ctx: Context, node: ir.Node, default: str) -> str:
 
 
 def draw(ctx: Context, node: ir.Node) -> str | None:
-    """RandomUniform, RandomNormal, and those shaped like their input."""
+    """RandomUniform, RandomNormal, RandomUniformLike and RandomNormalLike."""
     like = node.op_type.endswith("Like")
     shape = ctx.view(node, 0).shape if like else tuple(ctx.attr(node, "shape"))
     dtype = _dtype(ctx, node, ctx.view(node, 0).dtype if like else "float32")
@@ -73,7 +73,7 @@ def dropout(ctx: Context, node: ir.Node) -> str | None:
     training = ctx.host(node, 2) if ctx.has(node, 2) else np.zeros((), bool)
     ratio = ctx.host(node, 1) if ctx.has(node, 1) else np.array(0.5)
     if training is None or (training.any() and ratio is None):
-        return f"whether and how much it drops is {UNKNOWN}"
+        return f"its ratio, or whether it trains, is {UNKNOWN}"
     share = float(ratio.reshape(-1)[0]) if ratio is not None else 0.0
     if not training.any() or share == 0:
         ctx.alias(node, 0, x)

@@ -32,7 +32,7 @@ REDUCERS = {
 }  # fmt: skip
 _STATES = {"LogSumExp": 2, "Moments": 3}  # accumulators in a State; Arg* also keeps the index
 _BLOCKS = 1024  # blocks a pass should have: a fixed aim, so that the order is the shape's alone
-SHORT = 256  # columns of up to so many elements are one launch
+SHORT = 256  # the most elements of a column that one launch reduces
 
 
 def passes(

@@ -58,7 +58,7 @@ def sequence(low: Control, node: ir.Node) -> bool:
     placed = low.has(node, where) and node.op_type in WITH_PLACE
     at = low.host(node, where) if placed else None
     if placed and at is None:
-        low.ask(node, where)
+        low.require_operand(node, where)
         return False
     result: Slot
     match node.op_type:

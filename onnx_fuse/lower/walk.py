@@ -444,7 +444,7 @@ class Lowerer(Control):
         body = self._body(node) if known is None else known
         if body is None:
             return False
-        self._in_stead(node, body)
+        self._lower_in_place(node, body)
         if known is not None and len(self.later) > later:
             self._rewind(mark)  # a later stage would have one body's nodes and names twice
             del self.later[later:]
@@ -456,9 +456,9 @@ class Lowerer(Control):
         return True
 
     def _updated(self, node: ir.Node, key: tuple[Any, ...]) -> bool:
-        """Lower an optimizer's update, with the fused calls of an equal one if there was one.
+        """Lower an optimizer's update; one like an earlier update takes over its fused calls.
 
-        False where its operands or its body are not known.
+        Returns False where the operands or the body are not known.
         """
         found = [self.slots[v].tensor for v in dict.fromkeys(node.inputs) if v is not None]
         operands = [t for t in found if t is not None]
@@ -472,15 +472,15 @@ class Lowerer(Control):
         body, start = self._body(node), len(self.calls)
         if body is None:
             return False
-        self._in_stead(node, body)
+        self._lower_in_place(node, body)
         made = [t for v in wanted if (t := self.slots[v].tensor) is not None]
         if len(made) == len(wanted):
             own = self.calls[start:]
             self.calls[start:] = self._updates.keep(key, own, operands, made)
         return True
 
-    def _in_stead(self, node: ir.Node, body: ir.Graph) -> None:
-        """Lower a body in place of the node, or of an earlier node with the same key."""
+    def _lower_in_place(self, node: ir.Node, body: ir.Graph) -> None:
+        """Lower `body`, made for this node or for an earlier one of equal key, as the node."""
         given = list(dict.fromkeys(v for v in node.inputs if v is not None))
         for value, outer in zip(body.inputs, given, strict=True):
             self.slots[value], self.origin[value] = self.slots[outer], outer

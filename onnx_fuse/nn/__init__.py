@@ -50,7 +50,4 @@ __all__ = [
     "tensor",
     "where",
 ]
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = __all__.copy

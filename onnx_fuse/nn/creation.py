@@ -11,6 +11,7 @@ from onnx_fuse.nn.tensor import Tensor
 from onnx_fuse.runtime.tensor import dtype_of
 
 __all__ = ["arange", "eye", "full", "full_like", "ones", "ones_like", "zeros", "zeros_like"]
+__dir__ = __all__.copy
 
 
 def _filled(shape: Any, value: Any, dtype: DType, device: str | None) -> Tensor:
@@ -57,7 +58,3 @@ def arange(start: int, end: int | None = None, step: int = 1, device: str | None
     """The int64 numbers from `start` to `end` - 1 by `step`, on `device`; up to `start` alone."""
     first, last = (0, start) if end is None else (start, end)
     return Tensor(np.arange(first, last, step, dtype=np.int64), device=device)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -35,7 +35,7 @@ class _Mode(threading.local):
 MODE = _Mode()
 _numbers = itertools.count()
 _make: Callable[..., Any]
-"""Makes a Tensor of (array, edge, index): `nn.tensor` sets it, which stands below."""
+"""Makes a Tensor of (array, edge, index). `nn.tensor`, a layer below, sets it."""
 
 
 def use(make: Callable[..., Any]) -> None:

@@ -52,6 +52,7 @@ __all__ = [
     "tanh",
     "where",
 ]
+__dir__ = __all__.copy
 
 
 _ONE = ir.tensor(np.ones(1, np.float32))
@@ -467,7 +468,3 @@ def one_hot(index: Tensor, num_classes: int) -> Tensor:
     """int64 vectors of `num_classes` entries, 1 at `index` and 0 elsewhere."""
     made: Tensor = op_call("OneHot", [index, np.array(num_classes), [0, 1]])
     return made
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

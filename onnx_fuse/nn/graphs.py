@@ -24,6 +24,7 @@ from onnx_fuse.nn.tensor import Tensor, _wrap
 from onnx_fuse.onnx.save import save
 
 __all__ = ["Block", "Capture", "CaptureWarning", "capture"]
+__dir__ = __all__.copy
 
 
 class Captured:
@@ -58,7 +59,7 @@ class Captured:
         ]
         gpu = any(t.device != "cpu" for t in (*arguments, *(t for t, _ in recorder.inputs)))
         self.model = recorder.finished(values, gpu)
-        """The ONNX graph; its first inputs are the arguments, the others what is outside."""
+        """The ONNX graph; its first inputs are the arguments, the others tensors of outside."""
         inputs = self.model.graph.inputs
         others = [value for _, value in recorder.inputs]
         first = [value for value in inputs if value not in others]
@@ -100,7 +101,7 @@ class Captured:
         )
 
     def _is_steady(self) -> bool:
-        """Whether the tensors from outside are those of the last replay."""
+        """Whether the captured graph reads the same outer tensors as in the last replay."""
         self._steady = self._again is not None and self._again.holds()
         return self._steady
 
@@ -204,11 +205,11 @@ class Again:
         self._inputs += [t._data if id(t) in written else None for t in tensors]
         self._addresses = [0 if a is None else a.address for a in self._inputs]
         self._moving = [i for i, a in enumerate(self._inputs) if a is None]
-        """Where arguments, and what is not written to, stand among the inputs."""
+        """The indices of the inputs whose tensors may change from run to run."""
         self._arrays = [t._data for t in in_place]
 
     def holds(self) -> bool:
-        """Whether the tensors from outside are what they were."""
+        """Whether the outer tensors that the graph reads are still those of the capture."""
         return (
             all(map(is_, map(_DATA, self._written), self._arrays))
             and [t.requires_grad for t in self._written] == self._gradients
@@ -420,7 +421,3 @@ def sole(x: Tensor) -> Any:
         owner.stream.move(made.address, array.address, made.nbytes)
     made.ready = owner.stream
     return made
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

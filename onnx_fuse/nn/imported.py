@@ -19,6 +19,7 @@ from onnx_fuse.onnx.load import load
 from onnx_fuse.passes.constants import lift_parameters
 
 __all__ = ["ImportedModule", "from_onnx"]
+__dir__ = __all__.copy
 
 
 class ImportedModule(Module):
@@ -81,7 +82,3 @@ def from_onnx(model: Model, trainable: bool = True) -> ImportedModule:
         trainable: Whether float weights require gradients.
     """
     return ImportedModule(model, trainable)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

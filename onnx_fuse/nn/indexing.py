@@ -12,7 +12,7 @@ from onnx_fuse.nn.dispatch import constants, op_call, operation
 _FROM, _TO = np.iinfo(np.int64).min + 1, np.iinfo(np.int64).max
 
 
-def take(x: Any, key: Any) -> Any:
+def indexed(x: Any, key: Any) -> Any:
     """`x[key]` of a Tensor by NumPy's rules, but for index tensors that stand apart.
 
     Raises UsageError for a key that is not supported, IndexError for too many indices or an

@@ -36,6 +36,7 @@ __all__ = [
     "Softmax",
     "Tanh",
 ]
+__dir__ = __all__.copy
 
 
 def _uniform(bound: float, *shape: int) -> Parameter:
@@ -414,7 +415,3 @@ class BCEWithLogitsLoss(Module):
     def forward(self, x: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
         """The loss of scores `x` for the labels `target` (0 to 1)."""
         return F.binary_cross_entropy_with_logits(x, target, **self.options)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

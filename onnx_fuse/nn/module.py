@@ -15,6 +15,7 @@ from onnx_fuse.nn.dispatch import MODE
 from onnx_fuse.nn.tensor import Tensor
 
 __all__ = ["Module", "ModuleDict", "ModuleList", "Parameter", "Sequential", "load", "save"]
+__dir__ = __all__.copy
 
 M = TypeVar("M", bound="Module")
 
@@ -325,7 +326,3 @@ def load(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     except (OSError, SafetensorError) as error:
         raise DataError(f"{path}: {error}") from error
     return {name: Tensor(array) for name, array in found.items()}
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

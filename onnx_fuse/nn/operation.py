@@ -156,7 +156,7 @@ class Plan:
         self.seeds = [i for i, is_float in enumerate(self.floats) if is_float]
         """The results whose gradients the backward reads."""
         self.blocked = ""
-        """Why it reads no others."""
+        """The reason why the backward reads the gradients of no other results, or ""."""
         self.wrt = [i for i in range(len(ends)) if needs >> i & 1]
         """The inputs that the backward gives gradients of, in its order."""
         self.sources: list[int] = []

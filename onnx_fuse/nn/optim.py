@@ -14,6 +14,7 @@ from onnx_fuse.nn.tensor import Tensor
 from onnx_fuse.training import optim as rules
 
 __all__ = ["SGD", "Adagrad", "Adam", "AdamW", "Lion", "Optimizer"]
+__dir__ = __all__.copy
 
 
 class Optimizer:
@@ -123,7 +124,3 @@ Adam = _named(rules.Adam)
 AdamW = _named(rules.AdamW)
 Adagrad = _named(rules.Adagrad)
 Lion = _named(rules.Lion)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

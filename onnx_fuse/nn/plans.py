@@ -16,9 +16,11 @@ from onnx_fuse.nn.tensor import Tensor
 from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE, body_of
 from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops import OPS
+from onnx_fuse.ops.formula import written_out
 from onnx_fuse.runtime.tensor import dtype_of
 
 __all__ = ["OperatorPlan", "plan"]
+__dir__ = __all__.copy
 
 
 class OperatorPlan:
@@ -46,8 +48,10 @@ class OperatorPlan:
         function = body((), CANONICAL_OPSET, "")
         self.operands = [str(value.name) for value in function.inputs]
         """The names of the operands, in the order of `forward`."""
-        text = f'<opset_import: ["" : {CANONICAL_OPSET}], domain: "{FUSE}">{OPS[FUSE, op].body}'
-        inner = {name for node in onnx.parser.parse_function(text).node for name in node.output}
+        text = written_out(OPS[FUSE, op].body)
+        head = f'<opset_import: ["" : {CANONICAL_OPSET}], domain: "{FUSE}">'
+        proto = onnx.parser.parse_function(head + text)
+        inner = {name for node in proto.node for name in node.output}
         if set(shapes) != set(self.operands):
             raise UsageError(f"{op} has the operands {', '.join(self.operands)}: shapes differ")
         for name in save:
@@ -124,7 +128,3 @@ def plan(
         UsageError: There is no such operator, operand or inner value.
     """
     return OperatorPlan(op, shapes, dtypes, save, dict(attributes or {}), device)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -11,6 +11,7 @@ from onnx_fuse.nn.dispatch import MODE
 from onnx_fuse.nn.tensor import Tensor
 
 __all__ = ["generator", "manual_seed", "rand", "randint", "randn"]
+__dir__ = __all__.copy
 
 
 class _Source(threading.local):
@@ -71,7 +72,3 @@ def rand(*shape: int, device: str | None = None, requires_grad: bool = False) ->
 def randint(low: int, high: int, shape: tuple[int, ...], device: str | None = None) -> Tensor:
     """An int64 Tensor of this `shape` on `device`, drawn evenly from `low` to `high` - 1."""
     return Tensor(np.asarray(_SOURCE.generator.integers(low, high, shape)), device=device)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -59,7 +59,7 @@ class Recorder:
         self.differentiates = False
         self._values: dict[int, tuple[weakref.ref[Any], ir.Value]] = {}
         self._before: set[ir.Value] = set()  # of leaves, before they were assigned to
-        self._kept: list[Any] = []  # so that no identity comes twice
+        self._kept: list[Any] = []  # kept alive, so that no id() is used twice
 
     # ---- what `nn` tells it ----
 

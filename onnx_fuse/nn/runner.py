@@ -277,7 +277,7 @@ class Turn:
         self._turn = Launched(layout, self.stream)
         self._results, self._stays = layout.results, layout.stays
         self._own: Any = None
-        """The arena of a graph that replaces its inputs, as a training step that comes again."""
+        """The arena of a graph that replaces its inputs, as a repeated training step does."""
 
     def run(self, arrays: Sequence[Array]) -> list[Array]:
         """The outputs."""

@@ -26,6 +26,7 @@ from onnx_fuse.nn.runner import Array
 from onnx_fuse.runtime.tensor import dtype_of
 
 __all__ = ["Tensor", "tensor"]
+__dir__ = __all__.copy
 
 Number: TypeAlias = "bool | int | float"
 
@@ -251,18 +252,23 @@ class Tensor:
     def to(self, to: DType) -> Tensor:
         """The elements in the dtype `to`, or on the device "cpu", "cuda" or "cuda:N"."""
         if isinstance(to, str) and to.partition(":")[0] in ("cpu", "cuda"):
-            return self if to in (self.device, self.device.partition(":")[0]) else self._moved(to)
+            return (
+                self if to in (self.device, self.device.partition(":")[0]) else self._on_device(to)
+            )
         dtype = dtype_of(np_name(to))
         if dtype == self._data.dtype:
             return self
         made: Tensor = operators.cast(self, dtype=dtype.name)
         return made
 
-    def _moved(self, device: str) -> Tensor:
+    def _on_device(self, device: str) -> Tensor:
         if MODE.recorder is not None and MODE.recorder.knows(self):
             raise UsageError("a captured function cannot move its tensors to another device")
         if self._edge is not None and MODE.grad:
-            raise UsageError("a gradient does not pass from one device to another")
+            raise UsageError(
+                "a gradient does not pass from one device to another: move the tensor before the "
+                "computation, or its .detach()"
+            )
         return Tensor(placed(self._data, device), requires_grad=self.requires_grad)
 
     astype = to
@@ -588,9 +594,9 @@ class Tensor:
         return self
 
     def __getitem__(self, key: Any) -> Tensor:
-        from onnx_fuse.nn.indexing import take
+        from onnx_fuse.nn.indexing import indexed
 
-        found: Tensor = take(self, key)
+        found: Tensor = indexed(self, key)
         return found
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -657,7 +663,3 @@ def promoted(a: Tensor, b: Any) -> tuple[Any, Any]:
 
 def _several(made: Any) -> tuple[Tensor, ...]:
     return made if isinstance(made, tuple) else (made,)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

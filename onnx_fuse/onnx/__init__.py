@@ -26,7 +26,7 @@ class _Sympy(ModuleType):
 
 
 def _import_onnx_ir() -> None:
-    """Import onnx_ir without sympy; nobody else sees what it gets in its place."""
+    """Import onnx_ir without sympy. It gets a stand-in, which no other module sees."""
     if {"sympy", "onnx_ir"} & set(sys.modules):
         return
     sys.modules["sympy"] = _Sympy("sympy")

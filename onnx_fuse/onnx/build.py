@@ -147,7 +147,7 @@ def add_initializer(graph: ir.Graph, name: str, content: np.ndarray) -> ir.Value
     return value
 
 
-def tell_bodies_apart(graph: ir.Graph) -> None:
+def rename_shadowing_values(graph: ir.Graph) -> None:
     """Rename results in bodies of If, Loop and Scan that are called as a value outside.
 
     Each graph numbers its new values by itself, and ONNX does not let a body hide an outer name.

@@ -15,7 +15,7 @@ from onnx_fuse.onnx.build import Builder, all_nodes, const_array
 from onnx_fuse.onnx.upgrade import UPGRADES
 
 Rule = Callable[[ir.Node], bool]
-"""Respells the node in place; False where the older operator cannot say what it says."""
+"""Rewrites the node in place for an older opset; False where that opset cannot express it."""
 
 DOWNGRADES: dict[tuple[str, int], Rule] = {}
 """The rules by (operator, first opset that means something else), as in `upgrade.UPGRADES`."""
@@ -160,7 +160,7 @@ def _layer_norm(node: ir.Node, op: Builder) -> list[ir.Value] | None:
 
 
 def _some_sizes(node: ir.Node, op: Builder) -> list[ir.Value]:
-    """A Shape with start or end."""
+    """Write a Shape with `start` or `end` as a Slice of a Shape."""
     whole, last = op.Shape(node.inputs[0]), np.iinfo(np.int64).max
     ends = (("start", 0), ("end", last))
     bounds = [op.constant([node.attributes.get_int(name, other)]) for name, other in ends]

@@ -63,11 +63,11 @@ def evaluate(
         return found
     key = _key(nodes[0], known, opsets) if len(nodes) == 1 else None
     if key is None:
-        found.update(_ask(asked, {**known, **found}, opsets))
+        found.update(_run_what_runs(asked, {**known, **found}, opsets))
         return found
     remembered = _REMEMBERED.get(key)
     if remembered is None:
-        computed = _ask(asked, known, opsets)
+        computed = _run_what_runs(asked, known, opsets)
         remembered = [computed.get(value) for value in nodes[0].outputs]
         if len(_REMEMBERED) >= _MOST:
             _REMEMBERED.clear()
@@ -105,7 +105,7 @@ def _key(
 _FEW = 256  # bytes of a node's inputs with which its answers are remembered
 
 
-def _ask(
+def _run_what_runs(
     nodes: Sequence[ir.Node], known: Mapping[ir.Value, Array], opsets: Mapping[str, int]
 ) -> dict[ir.Value, Array]:
     try:
@@ -116,7 +116,7 @@ def _ask(
     found: dict[ir.Value, Array] = {}
     for node in nodes:
         if all(v is None or v in known or v in found for v in node.inputs):
-            found.update(_ask([node], {**known, **found}, opsets))
+            found.update(_run_what_runs([node], {**known, **found}, opsets))
     return found
 
 
@@ -194,7 +194,7 @@ def _integer_division(node: ir.Node) -> bool:
 
 
 def _may_trap(arrays: Sequence[Array | None]) -> bool:
-    """Whether a division by this divisor could end the process, whatever it divides."""
+    """Whether an integer division by this divisor could end the process, as one by 0 does."""
     divisor = arrays[1] if len(arrays) > 1 else None
     return divisor is None or bool((divisor == 0).any() or (divisor == -1).any())
 

@@ -36,7 +36,7 @@ def inline_functions(model: ir.Model) -> None:
 def inline_branches(graph: ir.Graph, taken: Iterable[tuple[ir.Node, ir.Graph]]) -> None:
     """Put the nodes of each branch in the place of its If; `graph` is the model's whole graph."""
     inliner = _Inliner({})
-    inliner.take_names(graph)
+    inliner.note_names(graph)
     for node, branch in taken:
         home = node.graph
         assert isinstance(home, ir.Graph)
@@ -138,7 +138,7 @@ class _Inliner:
         self.taken: set[str] = set()
         self.next: dict[str, int] = {}
 
-    def take_names(self, graph: ir.Graph) -> None:
+    def note_names(self, graph: ir.Graph) -> None:
         """Note the names that values of a graph have."""
         for inner in (graph, *graph.subgraphs()):
             self.taken.update(v.name or "" for v in (*inner.inputs, *inner.initializers.values()))
@@ -147,7 +147,7 @@ class _Inliner:
 
     def run(self, graph: ir.Graph) -> None:
         """Write out all calls in a graph."""
-        self.take_names(graph)
+        self.note_names(graph)
         for node in list(all_nodes(graph)):
             function = self.functions.get(node.op_identifier())
             if function is not None:
@@ -249,7 +249,7 @@ class _Inliner:
             metadata_props=props,
         )
         for old, new in zip(node.outputs, made.outputs, strict=True):
-            # An output that is left out has no name. A type in the body need not be this call's.
+            # An output that is left out has no name. The type is not copied: it may differ here.
             new.name = self._unique(old.name) if old.name else ""
             scope.values[old] = new
         nodes.append(made)

@@ -41,7 +41,7 @@ def canonical(model: ir.Model) -> ir.Model:
             infer_shapes(model)
         upgrade(graph, version, target)
         graph.opset_imports[""] = target
-    if _tell_nodes_apart(graph):
+    if _rename_equal_nodes(graph):
         model.meta[MENDED] = "onnxruntime takes no two nodes of one name"
     check_sizes(model)
     model.ir_version = max(model.ir_version, 10)
@@ -63,7 +63,7 @@ MENDED = "onnx_fuse.mended"
 """meta key of a model that onnxruntime takes for another one, or refuses, as its file is: why."""
 
 
-def _tell_nodes_apart(graph: ir.Graph) -> bool:
+def _rename_equal_nodes(graph: ir.Graph) -> bool:
     """Give nodes of one name in one graph names of their own, as onnxruntime asks for."""
     found = False
     for each in (graph, *graph.subgraphs()):

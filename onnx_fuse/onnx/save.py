@@ -16,7 +16,7 @@ from onnx_fuse import files
 from onnx_fuse.container import WEIGHTS
 from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx import contrib
-from onnx_fuse.onnx.build import all_nodes, outputs_kept, tell_bodies_apart
+from onnx_fuse.onnx.build import all_nodes, outputs_kept, rename_shadowing_values
 from onnx_fuse.onnx.common import (
     CAME_IN,
     CANONICAL_OPSET,
@@ -190,7 +190,7 @@ def inline(model: ir.Model, chosen: Callable[[ir.Node], bool] = lambda node: Tru
         del flat.functions[key]
         flat.graph.opset_imports.pop(key[0], None)
     flat.graph.opset_imports.pop(FUSE, None)
-    tell_bodies_apart(flat.graph)
+    rename_shadowing_values(flat.graph)
     return flat
 
 
@@ -243,7 +243,7 @@ def at_opset(model: ir.Model, opset: int) -> ir.Model:
     model.graph.opset_imports[""] = opset
     with outputs_kept(model):
         common_passes.RemoveUnusedNodesPass()(model)
-    tell_bodies_apart(model.graph)
+    rename_shadowing_values(model.graph)
     with functions_attached(model):  # whose bodies have to be written in it, too
         return model
 

@@ -67,7 +67,7 @@ def _infer(model: ir.Model, *, data_prop: bool) -> None:
             found = onnx.shape_inference.infer_shapes(proto, data_prop=data_prop)
         except (onnx.shape_inference.InferenceError, RuntimeError, ValueError):
             return  # a file that contradicts itself: what is known stays, and onnxruntime says why
-        _merge(model.graph, found.graph, kept)
+        _assign_inferred(model.graph, found.graph, kept)
         again = complete_types(all_nodes(model.graph), model.graph.opset_imports.get("", 1))
 
 
@@ -129,7 +129,7 @@ def without_weights(model: ir.Model) -> Iterator[None]:
             graph.initializers[value.name or ""] = value
 
 
-def _merge(
+def _assign_inferred(
     graph: ir.Graph, proto: onnx.GraphProto, kept: Collection[ir.Value], *, inner: bool = False
 ) -> None:
     """Give the values of a graph and its subgraphs the types and shapes inferred for them."""
@@ -155,7 +155,7 @@ def _merge(
             texts = {a.name: [a.g] if a.HasField("g") else a.graphs for a in described.attribute}
             for name, attribute in node.attributes.items():
                 for body, text in zip(subgraphs(attribute), texts[name], strict=False):
-                    _merge(body, text, kept, inner=True)
+                    _assign_inferred(body, text, kept, inner=True)
 
 
 def _dim(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:

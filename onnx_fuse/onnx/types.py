@@ -31,7 +31,7 @@ NCHWC = "com.microsoft.nchwc"
 
 
 def _blocked_shape(node: ir.Node, x: ir.Shape) -> list[int | ir.SymbolicDim | None] | None:
-    """What is known of the output's shape of an operator on [N, C, H, W] in blocks of channels."""
+    """The output shape, as far as known, of an operator on [N, C, H, W] in blocks of channels."""
     if len(x) != 4:
         return None
     match node.op_type:

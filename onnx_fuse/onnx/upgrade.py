@@ -71,7 +71,7 @@ def _rule(since: int, *ops: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def _taken(node: ir.Node, name: str, default: Any = None) -> Any:
+def _pop_attribute(node: ir.Node, name: str, default: Any = None) -> Any:
     """The value of an attribute, which the node loses."""
     attribute = node.attributes.pop(name, None)
     return default if attribute is None else attribute.value
@@ -122,13 +122,13 @@ def _rank(value: ir.Value) -> int | None:
     "ReduceSumSquare",
 )
 def _axes(node: ir.Node, op: Builder) -> None:
-    if axes := _taken(node, "axes"):  # none and an empty list are all axes
+    if axes := _pop_attribute(node, "axes"):  # none and an empty list are all axes
         _set_input(node, 1, _int64(op, axes))
 
 
 @_rule(13, "Split")
 def _split(node: ir.Node, op: Builder) -> None:
-    if (sizes := _taken(node, "split")) is not None:
+    if (sizes := _pop_attribute(node, "split")) is not None:
         _set_input(node, 1, _int64(op, sizes))
 
 
@@ -140,33 +140,33 @@ def _split_count(node: ir.Node, op: Builder) -> None:
 
 @_rule(10, "TopK")
 def _top_k(node: ir.Node, op: Builder) -> None:
-    _set_input(node, 1, _int64(op, [_taken(node, "k", 0)]))
+    _set_input(node, 1, _int64(op, [_pop_attribute(node, "k", 0)]))
 
 
 @_rule(10, "Slice")
 def _slice(node: ir.Node, op: Builder) -> None:
     for i, name in enumerate(("starts", "ends", "axes"), 1):
-        if (numbers := _taken(node, name)) is not None:
+        if (numbers := _pop_attribute(node, name)) is not None:
             _set_input(node, i, _int64(op, numbers))
 
 
 @_rule(11, "Clip")
 def _clip(node: ir.Node, op: Builder) -> None:
     for i, name in enumerate(("min", "max"), 1):
-        if (bound := _taken(node, name)) is not None:
+        if (bound := _pop_attribute(node, name)) is not None:
             _set_input(node, i, _like(op, bound, _read(node)))
 
 
 @_rule(11, "Pad")
 def _pad(node: ir.Node, op: Builder) -> None:
-    _set_input(node, 1, _int64(op, _taken(node, "pads", ())))
-    if value := _taken(node, "value"):
+    _set_input(node, 1, _int64(op, _pop_attribute(node, "pads", ())))
+    if value := _pop_attribute(node, "value"):
         _set_input(node, 2, _like(op, value, _read(node)))
 
 
 @_rule(20, "DFT")
 def _dft(node: ir.Node, op: Builder) -> None:
-    _set_input(node, 2, op.constant(np.array(_taken(node, "axis", 1), np.int64)))
+    _set_input(node, 2, op.constant(np.array(_pop_attribute(node, "axis", 1), np.int64)))
 
 
 # ---- other names and defaults --------------------------------------------------------------------
@@ -185,7 +185,7 @@ def _roi_align(node: ir.Node, op: Builder) -> None:
 
 @_rule(20, "GridSample")
 def _grid_sample(node: ir.Node, op: Builder) -> None:
-    if (mode := _taken(node, "mode")) is not None:
+    if (mode := _pop_attribute(node, "mode")) is not None:
         mode = {"bilinear": "linear", "bicubic": "cubic"}.get(mode, mode)
         node.attributes["mode"] = ir.AttrString("mode", mode)
 
@@ -197,7 +197,7 @@ def _grid_sample(node: ir.Node, op: Builder) -> None:
 def _softmax(node: ir.Node, op: Builder) -> Sequence[ir.Value] | None:
     """Before opset 13 all axes from `axis` on are one: a matrix's columns."""
     x = _read(node)
-    axis, rank = _taken(node, "axis", 1), _rank(x)
+    axis, rank = _pop_attribute(node, "axis", 1), _rank(x)
     if axis == -1 or (rank is not None and axis == rank - 1):
         node.attributes["axis"] = ir.AttrInt64("axis", -1)
         return None
@@ -207,7 +207,7 @@ def _softmax(node: ir.Node, op: Builder) -> Sequence[ir.Value] | None:
 
 @_rule(12, "Dropout")
 def _dropout(node: ir.Node, op: Builder) -> None:
-    ratio = _taken(node, "ratio", 0.5)
+    ratio = _pop_attribute(node, "ratio", 0.5)
     _set_input(node, 1, _like(op, ratio, _read(node)))
 
 
@@ -243,7 +243,7 @@ def _drop_mask(node: ir.Node, op: Builder, *, typed: bool) -> None:
 @_rule(9, "BatchNormalization")
 def _batch_norm_spatial(node: ir.Node, op: Builder) -> Sequence[ir.Value] | None:
     """spatial=0: a mean and a variance for each element of a sample, not for each channel."""
-    if _taken(node, "spatial", 1) != 0:
+    if _pop_attribute(node, "spatial", 1) != 0:
         return None
     if len(node.outputs) > 1 or len(node.inputs) < 5:
         raise ModelError(f"node '{node.name}': BatchNormalization with spatial=0 cannot train")
@@ -284,7 +284,7 @@ def _group_norm(node: ir.Node, op: Builder) -> None:
 
 @_rule(9, "Upsample")
 def _upsample_attribute(node: ir.Node, op: Builder) -> None:
-    _set_input(node, 1, op.constant(np.array(_taken(node, "scales", ()), np.float32)))
+    _set_input(node, 1, op.constant(np.array(_pop_attribute(node, "scales", ()), np.float32)))
 
 
 @_rule(10, "Upsample")
@@ -375,7 +375,7 @@ def _slope_of_other_types(node: ir.Node, op: Any) -> list[ir.Value] | None:
     slope = node.inputs[1] if len(node.inputs) > 1 else None
     dtype = x.dtype.numpy()
     if slope is None:
-        slope = op.constant(np.array(np.float32(_taken(node, "alpha", 0.01)), dtype))
+        slope = op.constant(np.array(np.float32(_pop_attribute(node, "alpha", 0.01)), dtype))
     below = op.Less(x, op.constant(np.zeros((), dtype)))
     return [op.Where(below, op.Mul(slope, x), x)]
 
@@ -405,19 +405,23 @@ def _activation_of_float64(node: ir.Node, op: Any) -> list[ir.Value] | None:
 
     match node.op_type:
         case "Elu":
-            scaled = op.Mul(number(_taken(node, "alpha", 1.0)), op.Sub(op.Exp(x), number(1)))
+            scaled = op.Mul(
+                number(_pop_attribute(node, "alpha", 1.0)), op.Sub(op.Exp(x), number(1))
+            )
             return [op.Where(op.Less(x, number(0)), scaled, x)]
         case "Selu":
-            alpha = number(_taken(node, "alpha", 1.67326319217681884765625))
-            gamma = number(_taken(node, "gamma", 1.05070102214813232421875))
+            alpha = number(_pop_attribute(node, "alpha", 1.67326319217681884765625))
+            gamma = number(_pop_attribute(node, "gamma", 1.05070102214813232421875))
             scaled = op.Mul(gamma, op.Sub(op.Mul(alpha, op.Exp(x)), alpha))
             return [op.Where(op.Less(x, number(0)), scaled, op.Mul(gamma, x))]
         case "HardSigmoid":
-            return [hard_sigmoid(_taken(node, "alpha", 0.2), _taken(node, "beta", 0.5))]
+            return [
+                hard_sigmoid(_pop_attribute(node, "alpha", 0.2), _pop_attribute(node, "beta", 0.5))
+            ]
         case "HardSwish":
             return [op.Mul(x, hard_sigmoid(1 / 6, 0.5))]
         case "ThresholdedRelu":
-            least = number(_taken(node, "alpha", 1.0))
+            least = number(_pop_attribute(node, "alpha", 1.0))
             return [op.Where(op.Less(least, x), x, number(0))]
         case "Softsign":
             return [op.Div(x, op.Add(number(1), op.Abs(x)))]

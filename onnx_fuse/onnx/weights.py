@@ -128,7 +128,7 @@ def parts(path: Path) -> tuple[bytes, InMemory | None]:
 
 
 class _Unusual(Exception):
-    """Bytes that are for the parser to understand, or to refuse."""
+    """The file has bytes that only the general parser understands or refuses."""
 
 
 def _fields(data: Any, at: int, end: int) -> Iterator[tuple[int, int, int, int, int]]:

@@ -23,7 +23,8 @@ class Activation:
     default first where the standard has one; `attributes` is the one number a fused op takes over,
     as an ONNX signature with its default, which is `alpha` in every text.
 
-    ONNX: `forward` computes y from z, `derivative` computes d = act'(z) from z.
+    ONNX, in the formulas of `ops.formula`: `forward` computes y from z, `derivative` computes
+    d = act'(z) from z.
 
     CUDA, in float: `value` is the body of a function of x and alpha that returns act(x), `slope`
     that of one of y, z and alpha that returns y act'(z). `Out` is the type that the result is
@@ -76,21 +77,13 @@ def signature(*attributes: str) -> str:
 
 
 def _const(name: str, value: float | str) -> str:
-    return (
-        f"  {name}_f = Constant <value_float: float = {value}> ()\n"
-        f"  {name} = CastLike ({name}_f, z)\n"
-    )
+    return f"  {name} = CastLike (Constant <value_float: float = {value}> (), z)\n"
 
 
 SQRT_2_PI = math.sqrt(2 / math.pi)
 SELU = (("alpha", 1.67326319217681884765625), ("gamma", 1.05070102214813232421875))
-_SIGMOID_DERIVATIVE = "  s = Sigmoid (z)\n  s2 = Mul (s, s)\n  d = Sub (s, s2)\n"
-_QUICK_FORWARD = _const("a", "@alpha") + "  az = Mul (a, z)\n  s = Sigmoid (az)\n  y = Mul (z, s)\n"
 # d/dz z·σ(az) = σ + az σ (1 - σ)
-_SILU_TAIL = (
-    "  s = Sigmoid (az)\n  azs = Mul (az, s)\n  azs2 = Mul (azs, s)\n  t = Sub (azs, azs2)\n"
-    "  d = Add (s, t)\n"
-)
+_SILU_TAIL = "  s = Sigmoid (az)\n  azs = az * s\n  d = s + (azs - azs * s)\n"
 
 
 def _below_zero(slope: str, above: str) -> str:
@@ -98,7 +91,7 @@ def _below_zero(slope: str, above: str) -> str:
     return (
         _const("zero", "0.0")
         + _const("above", above)
-        + f"  p = Less (z, zero)\n  d = Where (p, {slope}, above)\n"
+        + f"  d = Where (Less (z, zero), {slope}, above)\n"
     )
 
 
@@ -109,7 +102,7 @@ ACTIVATIONS: dict[str, Activation] = {
             "Relu",
             "Relu",
             "  y = Relu (z)\n",
-            _const("zero", "0.0") + "  p = Greater (z, zero)\n  d = CastLike (p, z)\n",
+            _const("zero", "0.0") + "  d = CastLike (Greater (z, zero), z)\n",
             pointwise="{0} < 0 ? ({t})0 : {0}",
             value="return max_nan(x, 0.0f);",
             slope="return z > 0.0f ? y : 0.0f;",
@@ -121,8 +114,7 @@ ACTIVATIONS: dict[str, Activation] = {
             _const("zero", "0.0")
             + _const("one", "1.0")
             + _const("a", "@alpha")
-            + "  under = Less (z, zero)\n  over = Greater (z, a)\n  p = Or (under, over)\n"
-            "  d = Where (p, zero, one)\n",
+            + "  d = Where (Or (Less (z, zero), Greater (z, a)), zero, one)\n",
             attributes="alpha: float = 6.0",
             domain=FUSE,
             pointwise="{0} < 0 ? ({t})0 : {0} > ({t}){1} ? ({t}){1} : {0}",
@@ -143,9 +135,7 @@ ACTIVATIONS: dict[str, Activation] = {
             "Elu",
             "Elu",
             "  y = Elu <alpha: float = @alpha> (z)\n",
-            _const("a", "@alpha")
-            + "  ez = Exp (z)\n  aez = Mul (a, ez)\n"
-            + _below_zero("aez", "1.0"),
+            _const("a", "@alpha") + "  aez = a * Exp (z)\n" + _below_zero("aez", "1.0"),
             attributes="alpha: float = 1.0",
             pointwise="{0} < 0 ? {1} * m_expm1({0}) : {0}",
             value="return x < 0.0f ? alpha * expm1f(x) : x;",
@@ -156,7 +146,7 @@ ACTIVATIONS: dict[str, Activation] = {
             "Selu",
             "  y = Selu (z)\n",
             _const("a", repr(SELU[0][1] * SELU[1][1]))
-            + "  ez = Exp (z)\n  aez = Mul (a, ez)\n"
+            + "  aez = a * Exp (z)\n"
             + _below_zero("aez", repr(SELU[1][1])),
             fixed=SELU,
             pointwise="{2} * ({0} > 0 ? {0} : {1} * m_expm1({0}))",
@@ -172,9 +162,8 @@ ACTIVATIONS: dict[str, Activation] = {
             + _const("one", "1.0")
             + _const("r", repr(math.sqrt(0.5)))
             + _const("g", repr(1 / math.sqrt(2 * math.pi)))
-            + "  zr = Mul (z, r)\n  e = Erf (zr)\n  e1 = Add (e, one)\n  cdf = Mul (e1, half)\n"
-            "  zr2 = Mul (zr, zr)\n  nzr2 = Neg (zr2)\n  ex = Exp (nzr2)\n  pdf = Mul (ex, g)\n"
-            "  zpdf = Mul (z, pdf)\n  d = Add (cdf, zpdf)\n",
+            + "  zr = z * r\n  cdf = (Erf (zr) + one) * half\n  pdf = Exp (Neg (zr * zr)) * g\n"
+            "  d = cdf + z * pdf\n",
             fixed=(("approximate", "none"),),
             pointwise="({t})0.5 * {0} * (1 + m_erf({0} * ({t})0.70710678118654752))",
             value="return x * normal_cdf(x);",
@@ -191,11 +180,8 @@ ACTIVATIONS: dict[str, Activation] = {
             + _const("b", repr(SQRT_2_PI))
             + _const("c", "0.044715")
             + _const("c3", "0.134145")
-            + "  z2 = Mul (z, z)\n  cz2 = Mul (c, z2)\n  cz2_1 = Add (cz2, one)\n"
-            "  zb = Mul (z, b)\n  u = Mul (zb, cz2_1)\n  t = Tanh (u)\n  t1 = Add (t, one)\n"
-            "  left = Mul (t1, half)\n  tt = Mul (t, t)\n  dt = Sub (one, tt)\n"
-            "  c3z2 = Mul (c3, z2)\n  c3z2_1 = Add (c3z2, one)\n  du = Mul (zb, c3z2_1)\n"
-            "  dtdu = Mul (dt, du)\n  right = Mul (dtdu, half)\n  d = Add (left, right)\n",
+            + "  z2 = z * z\n  cubic = c * z2 + one\n  zb = z * b\n  t = Tanh (zb * cubic)\n"
+            "  d = (t + one) * half + (one - t * t) * (zb * (c3 * z2 + one)) * half\n",
             fixed=(("approximate", "tanh"),),
             pointwise="({t})0.5 * {0} * (1 + m_tanh(({t})0.79788456080286536 * "
             "({0} + ({t})0.044715 * {0} * {0} * {0})))",
@@ -207,8 +193,8 @@ ACTIVATIONS: dict[str, Activation] = {
         Activation(
             "QuickGelu",
             "QuickGelu",
-            _QUICK_FORWARD,
-            _const("a", "@alpha") + "  az = Mul (a, z)\n" + _SILU_TAIL,
+            _const("a", "@alpha") + "  y = z * Sigmoid (a * z)\n",
+            _const("a", "@alpha") + "  az = a * z\n" + _SILU_TAIL,
             attributes="alpha: float = 1.702",
             domain=FUSE,
             pointwise="{0} * m_sigmoid({1} * {0})",
@@ -219,7 +205,7 @@ ACTIVATIONS: dict[str, Activation] = {
         Activation(
             "Silu",
             "Silu",
-            "  s = Sigmoid (z)\n  y = Mul (z, s)\n",
+            "  y = z * Sigmoid (z)\n",
             "  az = Identity (z)\n" + _SILU_TAIL,
             domain=FUSE,
             pointwise="{0} * m_sigmoid({0})",
@@ -232,9 +218,7 @@ ACTIVATIONS: dict[str, Activation] = {
             "  y = Mish (z)\n",
             # t = tanh(softplus(z));  t + z σ(z) (1 - t²)
             _const("one", "1.0")
-            + "  sp = Softplus (z)\n  t = Tanh (sp)\n  s = Sigmoid (z)\n  zs = Mul (z, s)\n"
-            "  tt = Mul (t, t)\n  dt = Sub (one, tt)\n  right = Mul (zs, dt)\n"
-            "  d = Add (t, right)\n",
+            + "  t = Tanh (Softplus (z))\n  d = t + z * Sigmoid (z) * (one - t * t)\n",
             pointwise="{0} * m_tanh(m_softplus({0}))",
             value="return x * tanh_softplus(x);",
             # finite where it meets 1 - t^2 = 0
@@ -245,7 +229,7 @@ ACTIVATIONS: dict[str, Activation] = {
             "Sigmoid",
             "Sigmoid",
             "  y = Sigmoid (z)\n",
-            _SIGMOID_DERIVATIVE,
+            "  s = Sigmoid (z)\n  d = s - s * s\n",
             pointwise="m_sigmoid({0})",
             value="return sigmoid<Out>(x);",
             slope="const float s = sigmoid<Out>(z); return y * (s * (1.0f - s));",
@@ -258,8 +242,7 @@ ACTIVATIONS: dict[str, Activation] = {
             + _const("half", "0.5")
             + _const("zero", "0.0")
             + _const("one", "1.0")
-            + "  az = Mul (z, a)\n  v = Add (az, half)\n  low = Greater (v, zero)\n"
-            "  high = Less (v, one)\n  p = And (low, high)\n  d = Where (p, a, zero)\n",
+            + "  v = z * a + half\n  d = Where (And (Greater (v, zero), Less (v, one)), a, zero)\n",
             attributes="alpha: float = 0.2",
             fixed=(("beta", 0.5),),
             pointwise="m_max(({t})0, m_min(({t})1, {1} * {0} + {2}))",
@@ -278,8 +261,8 @@ ACTIVATIONS: dict[str, Activation] = {
             + _const("one", "1.0")
             + _const("three", "3.0")
             + _const("from", "-3.0")
-            + "  z3 = Mul (z, third)\n  line = Add (z3, half)\n  low = Greater (z, from)\n"
-            "  high = Less (z, three)\n  l = Where (low, line, zero)\n  d = Where (high, l, one)\n",
+            + "  line = z * third + half\n  low = Greater (z, from)\n  high = Less (z, three)\n"
+            "  d = Where (high, Where (low, line, zero), one)\n",
             pointwise="{0} * m_max(({t})0, m_min(({t})1, {0} / 6 + ({t})0.5))",
             value="return x * __saturatef(x * 0.166666667f + 0.5f);",
             slope="return z >= 3.0f ? y : z > -3.0f ? y * (z * 0.333333333f + 0.5f) : 0.0f;",
@@ -288,7 +271,7 @@ ACTIVATIONS: dict[str, Activation] = {
             "Tanh",
             "Tanh",
             "  y = Tanh (z)\n",
-            _const("one", "1.0") + "  t = Tanh (z)\n  tt = Mul (t, t)\n  d = Sub (one, tt)\n",
+            _const("one", "1.0") + "  t = Tanh (z)\n  d = one - t * t\n",
             pointwise="m_tanh({0})",
             value="return tanhf(x);",
             slope="const float t = tanhf(z); return y * (1.0f - t * t);",

@@ -52,9 +52,7 @@ register(
         "ReduceScatter",
         FUSE,
         f"""ReduceScatter <ranks: int = 1, bucket: int = 0> (x) => (y) {{{_PART}
-    zero = Constant <value = int64[1] {{0}}> ()
-    part = Div (shape, count)
-    y = Slice (x, zero, part)
+    y = Slice (x, Constant <value = int64[1] {{0}}> (), shape / count)
 }}""",
         grad=_REASON,
     ),
@@ -66,10 +64,7 @@ register(
     zero = Constant <value = int64[1] {{0}}> ()
     all = Constant <value = int64[1] {{-1}}> ()
     ranks = Reshape (count, all)
-    row = Unsqueeze (x, zero)
-    wanted = Concat <axis = 0> (ranks, shape)
-    rows = Expand (row, wanted)
-    y = Reshape (rows, all)
+    y = Reshape (Expand (Unsqueeze (x, zero), Concat <axis = 0> (ranks, shape)), all)
 }}""",
         grad=_REASON,
     ),

@@ -8,7 +8,7 @@ exchanged. A pool other than MaxPool is a depthwise convolution with a constant 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -40,12 +40,23 @@ from onnx_fuse.ops.grad_helpers import (
 from onnx_fuse.ops.opdef import OpDef, register
 
 
-def _window(node: ir.Node, n: int, kernel: list[int]) -> tuple[list[int], list[int], list[int]]:
-    """(strides, dilations, extent of the dilated kernel) of `n` spatial axes."""
+class _Window(NamedTuple):
+    """A node's filter or window along the spatial axes; `extent` is its size with dilations."""
+
+    kernel: list[int]
+    strides: list[int]
+    dilations: list[int]
+    extent: list[int]
+    group: int
+
+
+def _window(node: ir.Node, weight: ir.Value | None, n: int) -> _Window:
+    """The window of a convolution with `weight`, or of a pool, over `n` spatial axes."""
+    kernel = _kernel(node, weight, n)
     strides = ints_attribute(node, "strides", [1] * n) or []
     dilations = ints_attribute(node, "dilations", [1] * n) or []
     extent = [d * (k - 1) + 1 for d, k in zip(dilations, kernel, strict=True)]
-    return strides, dilations, extent
+    return _Window(kernel, strides, dilations, extent, node.attributes.get_int("group", 1))
 
 
 def _kernel(node: ir.Node, weight: ir.Value | None, n: int) -> list[int]:
@@ -58,12 +69,11 @@ def _kernel(node: ir.Node, weight: ir.Value | None, n: int) -> list[int]:
     return [s for s in sizes if s is not None]
 
 
-def _padded(
-    op: Any, node: ir.Node, x: ir.Value, strides: list[int], extent: list[int]
-) -> tuple[Tensor, list[int]]:
+def _padded(op: Any, node: ir.Node, x: ir.Value, window: _Window) -> tuple[Tensor, list[int]]:
     """The image and the explicit pads (begins, then ends) that auto_pad stands for; sizes known at
     run time only are padded there, and no pads remain.
     """
+    strides, extent = window.strides, window.extent
     n, mode = len(strides), text(node, "auto_pad", "NOTSET")
     if mode == "NOTSET":
         return x, ints_attribute(node, "pads", [0] * 2 * n) or []
@@ -95,17 +105,10 @@ def _padded(
 
 
 def image_grad(
-    op: Any,
-    dy: ir.Value,
-    weight: ir.Value,
-    x: ir.Value,
-    strides: list[int],
-    dilations: list[int],
-    extent: list[int],
-    pads: list[int],
-    group: int,
+    op: Any, dy: ir.Value, weight: ir.Value, x: ir.Value, window: _Window, pads: list[int]
 ) -> Tensor:
     """d loss / d image of Conv: ConvTranspose(dy, weight), of the image's own size."""
+    _, strides, dilations, extent, group = window
     n = len(strides)
     sizes = [dim(x, 2 + a) for a in range(n)]
     # A stride skips the last few rows of some images: how many, output_padding says. Where sizes
@@ -135,17 +138,10 @@ def image_grad(
 
 
 def weight_grad(
-    op: Any,
-    x: ir.Value,
-    dy: ir.Value,
-    weight: ir.Value,
-    kernel: list[int],
-    strides: list[int],
-    dilations: list[int],
-    pads: list[int],
-    group: int,
+    op: Any, x: ir.Value, dy: ir.Value, weight: ir.Value, window: _Window, pads: list[int]
 ) -> Tensor:
     """d loss / d weight of Conv: the image convolved with dy, channels in the batch's place."""
+    kernel, strides, dilations, _, group = window
     n = len(strides)
     spatial = list(range(2, 2 + n))
     half = weight.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -194,15 +190,13 @@ def _bias_grad(op: Any, dy: ir.Value, n: int) -> Tensor:
 
 def conv_grad(op: Any, node: ir.Node, dys: Values) -> Values:
     (x, weight, _), dy = arguments(node, 3), dys[0]
-    n, group = known_rank(x) - 2, node.attributes.get_int("group", 1)
-    kernel = _kernel(node, weight, n)
-    strides, dilations, extent = _window(node, n, kernel)
-    image, pads = _padded(op, node, x, strides, extent)
-    dx = image_grad(op, dy, weight, image, strides, dilations, extent, pads, group)
+    n = known_rank(x) - 2
+    window = _window(node, weight, n)
+    image, pads = _padded(op, node, x, window)
+    dx = image_grad(op, dy, weight, image, window, pads)
     if image is not x:
         dx = _unpad(op, dx, image)
-    dw = weight_grad(op, image, dy, weight, kernel, strides, dilations, pads, group)
-    return [dx, dw, _bias_grad(op, dy, n)]
+    return [dx, weight_grad(op, image, dy, weight, window, pads), _bias_grad(op, dy, n)]
 
 
 def _unpad(op: Any, dx: Tensor, image: ir.Value) -> Tensor:
@@ -215,9 +209,9 @@ def _unpad(op: Any, dx: Tensor, image: ir.Value) -> Tensor:
 def _conv_transpose(op: Any, node: ir.Node, dys: Values) -> Values:
     """The roles swap: dx = Conv(dy, weight); the weight's gradient sees dy as the image."""
     (x, weight, _), dy = arguments(node, 3), dys[0]
-    n, group = known_rank(x) - 2, node.attributes.get_int("group", 1)
-    kernel = _kernel(node, weight, n)
-    strides, dilations, extent = _window(node, n, kernel)
+    n = known_rank(x) - 2
+    window = _window(node, weight, n)
+    _, strides, dilations, extent, group = window
     pads = ints_attribute(node, "pads", [0] * 2 * n) or []
     shape, mode = ints_attribute(node, "output_shape"), text(node, "auto_pad", "NOTSET")
     if mode == "VALID":
@@ -240,8 +234,7 @@ def _conv_transpose(op: Any, node: ir.Node, dys: Values) -> Values:
             ends.append(total - begin)
         pads = begins + ends
     dx = op.Conv(dy, weight, strides=strides, dilations=dilations, pads=pads, group=group)
-    dw = weight_grad(op, dy, x, weight, kernel, strides, dilations, pads, group)
-    return [dx, dw, _bias_grad(op, dy, n)]
+    return [dx, weight_grad(op, dy, x, weight, window, pads), _bias_grad(op, dy, n)]
 
 
 # ---- pools -----------------------------------------------------------------------------------
@@ -269,9 +262,9 @@ def _add_to_windows(op: Any, node: ir.Node, dy: Tensor, x: ir.Value) -> Tensor:
     """Each output's gradient added to all of its window: ConvTranspose with ones, by channel."""
     n = known_rank(x) - 2
     spatial = list(range(2, 2 + n))
-    kernel = _kernel(node, None, n)
-    strides, dilations, extent = _window(node, n, kernel)
-    image, pads = _padded(op, node, x, strides, extent)
+    place = _window(node, None, n)
+    kernel, strides, dilations, extent, _ = place
+    image, pads = _padded(op, node, x, place)
     begin = op.constant(pads[:n])
     if extent == strides:
         # Windows that tile the image: every value is repeated over its own.
@@ -300,10 +293,10 @@ def _add_to_windows(op: Any, node: ir.Node, dy: Tensor, x: ir.Value) -> Tensor:
 
 
 def _average_pool(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node) -> Tensor:
-    """dy / (places the window counts), spread over the window."""
+    """Each dy, divided by the number of places its window counts, is added to all of the window."""
     n = known_rank(x) - 2
-    kernel = _kernel(node, None, n)
-    strides, dilations, extent = _window(node, n, kernel)
+    place = _window(node, None, n)
+    kernel, strides, dilations, _, _ = place
     ceil = node.attributes.get_int("ceil_mode", 0)
     include = node.attributes.get_int("count_include_pad", 0)
     padded = any(ints_attribute(node, "pads") or []) or text(node, "auto_pad", "NOTSET").startswith(
@@ -313,7 +306,7 @@ def _average_pool(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node
         return _add_to_windows(op, node, op.Mul(dy, 1 / math.prod(kernel)), x)
     ones = filled(op, op.Concat([1, 1], op.Shape(x, start=2), axis=0), x.dtype, 1.0)
     ones.shape = ir.Shape([1, 1, *(x.shape or ())[2:]])
-    image, pads = _padded(op, node, ones, strides, extent)
+    image, pads = _padded(op, node, ones, place)
     if ceil:
         pads = [*pads[:n], *(p + s - 1 for p, s in zip(pads[n:], strides, strict=True))]
     window = op.constant(np.ones([1, 1, *kernel], (x.dtype or ir.DataType.FLOAT).numpy()))
@@ -340,10 +333,6 @@ def _lp_pool(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node) -> 
     return op.Mul(x if p == 2 else op.Mul(x, op.Pow(op.Abs(x), float(p - 2))), around)
 
 
-def _global_axes(op: Any, x: ir.Value) -> Tensor:
-    return op.constant(list(range(2, known_rank(x))))
-
-
 def _global_average(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     sizes = [dim(x, a) for a in range(2, known_rank(x))]
     if None not in sizes:
@@ -356,7 +345,8 @@ def _global_average(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node)
 
 def _global_max(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     mask = to_like(op, op.Equal(x, y), x)
-    count = op.ReduceSum(mask, _global_axes(op, x), keepdims=1)
+    axes = op.constant(list(range(2, known_rank(x))))
+    count = op.ReduceSum(mask, axes, keepdims=1)
     return op.Mul(mask, op.Div(dy, count))
 
 

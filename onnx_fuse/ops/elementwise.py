@@ -290,13 +290,13 @@ def _dynamic_scale(op: Any, node: ir.Node, dys: Values) -> Values:
     if dscale is None:
         return [None]
 
-    def share(extreme: Tensor, beyond: Tensor) -> Tensor:
-        """1 where x is the extreme, ties evenly; 0 everywhere where 0 is the extreme."""
+    def slope(extreme: Tensor, beyond: Tensor) -> Tensor:
+        """d extreme / d x, divided evenly among equal elements; 0 where the extreme is 0 itself."""
         here = to_like(op, op.And(op.Equal(x, extreme), beyond), x)
         return op.Div(here, op.Max(op.ReduceSum(here, keepdims=0), 1.0))
 
-    above = share(op.ReduceMax(x, keepdims=0), op.Greater(x, 0.0))
-    below = share(op.ReduceMin(x, keepdims=0), op.Less(x, 0.0))
+    above = slope(op.ReduceMax(x, keepdims=0), op.Greater(x, 0.0))
+    below = slope(op.ReduceMin(x, keepdims=0), op.Less(x, 0.0))
     return [op.Mul(op.Sub(above, below), op.Div(dscale, 255.0))]
 
 

@@ -141,7 +141,10 @@ def known_rank(value: ir.Value) -> int:
     if value.shape is None:
         producer = value.producer()
         if producer is None:
-            raise ModelError(f"the gradient needs the rank of '{value.name}', which is unknown")
+            raise ModelError(
+                f"the gradient needs the rank of '{value.name}', which is unknown: give the input "
+                "a shape in the file, whose sizes may be open"
+            )
         foreign = producer.domain not in ("", FUSE)
         why = f"what {producer.domain}.{producer.op_type} computes is not known here; " * foreign
         raise fail(producer, f"{why}the rank of '{value.name}' is unknown")

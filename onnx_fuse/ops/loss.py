@@ -103,9 +103,8 @@ register(
         FUSE,
         body="""SoftmaxCrossEntropyGrad (x, label, slope) => (dx) {
   p = Softmax <axis: int = 1> (x)
-  all = Mul (p, slope)
-  own = Neg (slope)
-  dx = ScatterElements <axis: int = 1, reduction: string = "add"> (all, label, own)
+  all = p * slope
+  dx = ScatterElements <axis: int = 1, reduction: string = "add"> (all, label, Neg (slope))
 }""",
     ),
     OpDef(
@@ -117,33 +116,21 @@ register(
   each = Expand (weight, classes)
   hard, log_p = SoftmaxCrossEntropyLoss
     <reduction: string = "sum", ignore_index: int = @ignore_index> (x, labels, each)
-  skipped_id = Constant <value_int: int = @ignore_index> ()
-  skipped = CastLike (skipped_id, labels)
-  ignored = Equal (labels, skipped)
-  first_id = Constant <value_int: int = 0> ()
-  first = CastLike (first_id, labels)
-  safe = Where (ignored, first, labels)
+  ignored = Equal (labels, CastLike (Constant <value_int: int = @ignore_index> (), labels))
+  safe = Where (ignored, CastLike (Constant <value_int: int = 0> (), labels), labels)
   own = Gather (each, safe)
-  zero_f = Constant <value_float: float = 0.0> ()
-  zero = CastLike (zero_f, x)
+  zero = CastLike (Constant <value_float: float = 0.0> (), x)
   counted = Where (ignored, zero, own)
   total = ReduceSum <keepdims: int = 0> (counted)
-  second = Constant <value_ints: ints = [1]> ()
-  weighted = Mul (log_p, each)
-  sums = ReduceSum <keepdims: int = 0> (weighted, second)
-  kept = Where (ignored, zero, sums)
+  second = [1]
+  kept = Where (ignored, zero, ReduceSum <keepdims: int = 0> (log_p * each, second))
   every = ReduceSum <keepdims: int = 0> (kept)
-  epsilon_f = Constant <value_float: float = @label_smoothing> ()
-  epsilon = CastLike (epsilon_f, x)
-  one_f = Constant <value_float: float = 1.0> ()
-  one = CastLike (one_f, x)
-  keep = Sub (one, epsilon)
+  epsilon = CastLike (Constant <value_float: float = @label_smoothing> (), x)
+  one = CastLike (Constant <value_float: float = 1.0> (), x)
+  keep = one - epsilon
   count = Squeeze (classes)
-  count_x = CastLike (count, x)
-  share = Div (epsilon, count_x)
-  sharp = Mul (hard, keep)
-  soft = Mul (every, share)
-  loss = Sub (sharp, soft)
+  share = epsilon / CastLike (count, x)
+  loss = hard * keep - every * share
 }""",
     ),
     OpDef("NegativeLogLikelihoodLoss", grad=_nll),

@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onnx_fuse.onnx.build import Builder
 from onnx_fuse.onnx.common import BODIES, CANONICAL_OPSET, FUSE, base_name
 from onnx_fuse.onnx.names import FusedName
+from onnx_fuse.ops.formula import written_out
 
 GradRule = Callable[[Builder, ir.Node, Sequence["ir.Value | None"]], Sequence["ir.Value | None"]]
 """`grad(op, node, dys)` emits the gradient of each input of `node` with `op` and returns them in
@@ -35,8 +36,8 @@ class OpDef:
     domain: str = ""
     """The operator's domain; "" is ai.onnx."""
     body: str = ""
-    """For a fused operator, the text of one ONNX function without imports. Attributes are by
-    reference, and a call binds every input."""
+    """For a fused operator, the text of one ONNX function without imports, in which calls may stand
+    within calls (`ops.formula`). Attributes are by reference, and a call binds every input."""
     newer: str = ""
     """The same function by an operator of a later opset, which a node asks for with the overload
     "newer". It is for graphs that had that operator; onnxruntime runs it in fewer passes."""
@@ -60,7 +61,8 @@ class OpDef:
         # a file may put the overload on any op of ours; inner values are the first body's alone
         newer = self.newer if overload == "newer" and not exposed else ""
         proto = onnx.parser.parse_function(
-            f'<opset_import: ["" : {opset}], domain: "{self.domain}">\n{newer or self.body}'
+            f'<opset_import: ["" : {opset}], domain: "{self.domain}">\n'
+            f"{written_out(newer or self.body)}"
         )
         proto.name, proto.overload = self.op_type(exposed), overload
         proto.output.extend(exposed)

@@ -66,31 +66,20 @@ def _uint64(**constants: int) -> str:
 _DROPOUT_SCALE = f"""DropoutScale <stream: int = 0> (shape, ratio, rng) => (scale) {{
     {_uint64(f1=0xBF58476D1CE4E5B9, f2=0x94D049BB133111EB, golden=0x9E3779B97F4A7C15)}
     {_uint64(n30=30, n27=27, n31=31, n40=40)}
-    stream_i = Constant <value_int: int = @stream> ()
-    stream_u = Cast <to = 13> (stream_i)
-    step = Cast <to = 13> (rng)
-    spread = Mul (step, golden)
-    key = Add (spread, stream_u)
+    stream_u = Cast <to = 13> (Constant <value_int: int = @stream> ())
+    key = Cast <to = 13> (rng) * golden + stream_u
     {_mix("key", "start")}
     zero = Constant <value = int64 {{0}}> ()
     one = Constant <value = int64 {{1}}> ()
-    size = ReduceProd <keepdims = 0> (shape)
-    index_i = Range (zero, size, one)
-    index = Cast <to = 13> (index_i)
-    stride = Mul (index, golden)
-    counter = Add (stride, start)
+    stride = Cast <to = 13> (Range (zero, ReduceProd <keepdims = 0> (shape), one)) * golden
+    counter = stride + start
     {_mix("counter", "bits")}
-    top = BitShift <direction = "RIGHT"> (bits, n40)
-    number = Cast <to = 1> (top)
-    unit = Constant <value = float {{5.9604644775390625e-08}}> ()
-    u = Mul (number, unit)
+    number = Cast <to = 1> (BitShift <direction = "RIGHT"> (bits, n40))
+    u = number * Constant <value = float {{5.9604644775390625e-08}}> ()
     ratio_f = Cast <to = 1> (ratio)
     keep = GreaterOrEqual (u, ratio_f)
     one_f = Constant <value = float {{1.0}}> ()
     none = Constant <value = float {{0.0}}> ()
-    left = Sub (one_f, ratio_f)
-    gain = Div (one_f, left)
-    flat = Where (keep, gain, none)
-    scale = Reshape (flat, shape)
+    scale = Reshape (Where (keep, one_f / (one_f - ratio_f), none), shape)
 }}"""
 register(OpDef("DropoutScale", FUSE, _DROPOUT_SCALE, grad=NoGrad("its result is drawn at random")))

@@ -84,7 +84,7 @@ def ways(reverse: bool, back: tuple[int, int] | None = None) -> dict[str, list[i
 
 
 def of_direction(op: Any, value: Tensor, direction: int, count: int, axis: int = 0) -> Tensor:
-    """One direction's part; the axis of directions goes."""
+    """The part of one direction, without the axis of directions."""
     if count == 1:
         return op.Squeeze(value, op.constant([axis]))
     return op.Gather(value, op.constant(np.int64(direction)), axis=axis)

@@ -410,7 +410,7 @@ def _climb(
     seen: dict[tuple[ir.Value, int], _Climb | None],
     left: int,
 ) -> _Climb | None:
-    """`through_row_views` with the rows along `axis`; None where they never lie last."""
+    """`through_row_views` for rows along `axis`; None where that never becomes the last axis."""
     if (value, axis) in seen:
         return seen[value, axis]
     node = value.producer()
@@ -498,7 +498,7 @@ def nodes_in_order(graph: ir.Graph, anchors: Sequence[str]) -> Iterator[ir.Node]
 
 
 _READ = ("", FUSE, "com.microsoft")
-"""Domains whose operators are what their names say; those of any other stay as they are."""
+"""Domains whose operators are known here; an operator of any other domain is left unchanged."""
 
 
 # ---- bodies of If, Loop and Scan -------------------------------------------------------------
@@ -513,7 +513,7 @@ def isolated_subgraphs(graph: ir.Graph) -> Iterator[None]:
     run often or never, or out of it. Constants are the same everywhere and stay as they are.
     """
     taken: list[tuple[ir.Node, int, list[tuple[int, ir.Value]]]] = []
-    _take_apart(graph, taken)
+    _detach_bodies(graph, taken)
     try:
         yield
     finally:
@@ -526,7 +526,7 @@ def isolated_subgraphs(graph: ir.Graph) -> Iterator[None]:
             node.resize_inputs(count)
 
 
-def _take_apart(
+def _detach_bodies(
     graph: ir.Graph, taken: list[tuple[ir.Node, int, list[tuple[int, ir.Value]]]]
 ) -> None:
     for node in graph:
@@ -544,7 +544,7 @@ def _take_apart(
                 stand_ins.append((len(node.inputs) - 1, stand_in))
         taken.append((node, count, stand_ins))
         for body in bodies:
-            _take_apart(body, taken)
+            _detach_bodies(body, taken)
 
 
 def _captured(body: ir.Graph) -> dict[ir.Value, list[tuple[ir.Node, int]]]:

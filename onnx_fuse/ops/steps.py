@@ -22,22 +22,17 @@ _TIMES = """
     zero = Constant <value = int64 {0}> ()
     one = Constant <value = int64 {1}> ()
     steps = Shape <start = 0, end = 1> (z)
-    count = Squeeze (steps)
-    range = Range (zero, count, one)
-    times = Cast <to = 6> (range)
+    times = Cast <to = 6> (Range (zero, Squeeze (steps), one))
 """
 _UNIT = """
-        one_f = Constant <value = float {1}> ()
-        unit = CastLike (one_f, dh)
+        unit = CastLike (Constant <value = float {1}> (), dh)
 """
 _ALIVE = """
         last = Constant <value = int64[1] {-1}> ()
-        early = Less (t, lengths)
-        alive = Unsqueeze (early, last)
+        alive = Unsqueeze (Less (t, lengths), last)
 """
 _NONE = """
-        none_f = Constant <value = float {0}> ()
-        none = CastLike (none_f, STATE)
+        none = CastLike (Constant <value = float {0}> (), STATE)
 """
 
 
@@ -88,7 +83,7 @@ def _grad(
         scan_input_directions: ints = @reads_back, scan_output_directions: ints = @writes_back,
         body = step ({olds}, {steps_read}, t) => ({news}, {", ".join(f"{o}t" for o in made)}) {{
 {_NONE.replace("STATE", "dh")}{_UNIT}
-        dhy = Add (dh, dy_t)
+        dhy = dh + dy_t
 {body}{_ALIVE}{kept}
 {zeros}
     }}> ({", ".join(f"d{s}_T" for s in names)}, {", ".join(reads)}, times)
@@ -102,49 +97,25 @@ _LSTM_GATES = """
         o = Sigmoid (zo)
         f = Sigmoid (zf)
         g = Tanh (zg)
-        fc = Mul (f, c)
-        ig = Mul (i, g)
-        c1 = Add (fc, ig)
+        c1 = f * c + i * g
 """
-_LSTM = (
-    """
-        own = MatMul (h, rt)
-        s = Add (zt, own)"""
-    + _LSTM_GATES
-    + """
-        tc = Tanh (c1)
-        h1 = Mul (o, tc)
+_LSTM = f"""
+        s = zt + MatMul (h, rt){_LSTM_GATES}
+        h1 = o * Tanh (c1)
 """
-)
 # σ' = σ (1 - σ), tanh' = 1 - tanh²
 _LSTM_GRAD = (
-    _LSTM_GATES.replace("(s)", "(z_t)").replace("(f, c)", "(f, c_t)")
+    _LSTM_GATES.replace("(s)", "(z_t)").replace("f * c ", "f * c_t ")
     + """
         tc = Tanh (c1)
-        do = Mul (dhy, tc)
-        tc2 = Mul (tc, tc)
-        slope_c = Sub (unit, tc2)
-        oh = Mul (dhy, o)
-        of_h = Mul (oh, slope_c)
-        dcs = Add (dc, of_h)
-        di = Mul (dcs, g)
-        df = Mul (dcs, c_t)
-        dg = Mul (dcs, i)
-        ni = Sub (unit, i)
-        no = Sub (unit, o)
-        nf = Sub (unit, f)
-        si = Mul (i, ni)
-        so = Mul (o, no)
-        sf = Mul (f, nf)
-        g2 = Mul (g, g)
-        sg = Sub (unit, g2)
-        dzi = Mul (di, si)
-        dzo = Mul (do, so)
-        dzf = Mul (df, sf)
-        dzg = Mul (dg, sg)
+        dcs = dc + dhy * o * (unit - tc * tc)
+        dzi = dcs * g * (i * (unit - i))
+        dzo = dhy * tc * (o * (unit - o))
+        dzf = dcs * c_t * (f * (unit - f))
+        dzg = dcs * i * (unit - g * g)
         dz1 = Concat <axis = -1> (dzi, dzo, dzf, dzg)
         dh1 = MatMul (dz1, r)
-        dc1 = Mul (dcs, f)
+        dc1 = dcs * f
 """
 )
 _LSTM_STATES = f"""
@@ -156,83 +127,53 @@ _LSTM_STATES = f"""
     }}> (c0, z, times)
 """
 _GRU_NEW = """
-        one_f = Constant <value = float {1}> ()
-        unit = CastLike (one_f, h)
-        nz = Sub (unit, zg)
-        fresh = Mul (nz, n)
-        stays = Mul (zg, h)
-        h1 = Add (fresh, stays)
+        unit = CastLike (Constant <value = float {1}> (), h)
+        h1 = (unit - zg) * n + zg * h
 """
 _GRU_FORWARD = (
     """
         xz, xr, xn = Split <axis = -1, num_outputs = 3> (zt)
-        own = MatMul (h, rt_gates)
-        hz, hr = Split <axis = -1, num_outputs = 2> (own)
-        sz = Add (xz, hz)
-        sr = Add (xr, hr)
-        zg = Sigmoid (sz)
-        rg = Sigmoid (sr)
-        kept = Mul (rg, h)
-        hn0 = MatMul (kept, rt_new)
-        sn = Add (xn, hn0)
-        n = Tanh (sn)"""
+        hz, hr = Split <axis = -1, num_outputs = 2> (MatMul (h, rt_gates))
+        zg = Sigmoid (xz + hz)
+        rg = Sigmoid (xr + hr)
+        n = Tanh (xn + MatMul (rg * h, rt_new))"""
     + _GRU_NEW
 )
 _GRU_LINEAR = (
     """
-        own = MatMul (h, rt)
         xz, xr, xn = Split <axis = -1, num_outputs = 3> (zt)
-        hz, hr, hn0 = Split <axis = -1, num_outputs = 3> (own)
-        sz = Add (xz, hz)
-        sr = Add (xr, hr)
-        zg = Sigmoid (sz)
-        rg = Sigmoid (sr)
-        hnb = Add (hn0, bn)
-        kept = Mul (rg, hnb)
-        sn = Add (xn, kept)
-        n = Tanh (sn)"""
+        hz, hr, hc = Split <axis = -1, num_outputs = 3> (MatMul (h, rt))
+        zg = Sigmoid (xz + hz)
+        rg = Sigmoid (xr + hr)
+        n = Tanh (xn + rg * (hc + bn))"""
     + _GRU_NEW
 )
 _GRU_GRAD = """
-        nz = Sub (unit, zg)
-        n2 = Mul (n, n)
-        sn = Sub (unit, n2)
-        dn0 = Mul (dhy, nz)
-        dn = Mul (dn0, sn)
-        diff = Sub (h_t, n)
-        dz0 = Mul (dhy, diff)
-        sz = Mul (zg, nz)
-        dzz = Mul (dz0, sz)
-        nr = Sub (unit, rg)
-        sr = Mul (rg, nr)
-        stays = Mul (dhy, zg)
+        nz = unit - zg
+        dn = dhy * nz * (unit - n * n)
+        dzz = dhy * (h_t - n) * (zg * nz)
+        sr = rg * (unit - rg)
+        stays = dhy * zg
 """
 
 
 def _rnn(act: str) -> list[OpDef]:
     slope = {
-        "Tanh": "a = Tanh (z_t)\n        a2 = Mul (a, a)\n        slope = Sub (unit, a2)",
-        "Relu": "on = Greater (z_t, none)\n        slope = CastLike (on, z_t)",
+        "Tanh": "a = Tanh (z_t)\n        slope = unit - a * a",
+        "Relu": "slope = CastLike (Greater (z_t, none), z_t)",
     }[act]
     forward = f"""
-        own = MatMul (h, rt)
-        s = Add (zt, own)
-        h1 = {act} (s)
+        h1 = {act} (zt + MatMul (h, rt))
 """
-    return [
-        _steps(f"RNN{act}Steps", "z, rt, h0, lengths", "h", forward),
-        _grad(
-            f"RNN{act}StepsGrad",
-            "z, r, lengths, dy, dh_T",
-            "h",
-            "dy z",
-            "dz",
-            f"""
+    backward = f"""
         {slope}
-        dz1 = Mul (dhy, slope)
+        dz1 = dhy * slope
         dh1 = MatMul (dz1, r)
-""",
-        ),
+"""
+    name, reads = f"RNN{act}Steps", "z, r, lengths, dy, dh_T"
+    return [
+        _steps(name, "z, rt, h0, lengths", "h", forward),
+        _grad(f"{name}Grad", reads, "h", "dy z", "dz", backward),
     ]
 
 
@@ -256,23 +197,16 @@ register(
         "dz dzh",
         """
         xz, xr, xn = Split <axis = -1, num_outputs = 3> (z_t)
-        hz, hr, hn0 = Split <axis = -1, num_outputs = 3> (zh_t)
-        sums_z = Add (xz, hz)
-        sums_r = Add (xr, hr)
-        zg = Sigmoid (sums_z)
-        rg = Sigmoid (sums_r)
-        kept = Mul (rg, hn0)
-        sums_n = Add (xn, kept)
-        n = Tanh (sums_n)"""
+        hz, hr, hc = Split <axis = -1, num_outputs = 3> (zh_t)
+        zg = Sigmoid (xz + hz)
+        rg = Sigmoid (xr + hr)
+        n = Tanh (xn + rg * hc)"""
         + _GRU_GRAD
         + """
-        dr0 = Mul (dn, hn0)
-        dzr = Mul (dr0, sr)
-        dnr = Mul (dn, rg)
+        dzr = dn * hc * sr
         dz1 = Concat <axis = -1> (dzz, dzr, dn)
-        dzh1 = Concat <axis = -1> (dzz, dzr, dnr)
-        own = MatMul (dzh1, r)
-        dh1 = Add (stays, own)
+        dzh1 = Concat <axis = -1> (dzz, dzr, dn * rg)
+        dh1 = stays + MatMul (dzh1, r)
 """,
         """
     h = Identity (before)
@@ -286,20 +220,14 @@ register(
         "dy z zn h",
         "dz",
         """
-        gates = Sigmoid (z_t)
-        zg, rg = Split <axis = -1, num_outputs = 2> (gates)
+        zg, rg = Split <axis = -1, num_outputs = 2> (Sigmoid (z_t))
         n = Tanh (zn_t)"""
         + _GRU_GRAD
         + """
         u = MatMul (dn, r_new)
-        dr0 = Mul (u, h_t)
-        dzr = Mul (dr0, sr)
-        dgates = Concat <axis = -1> (dzz, dzr)
+        dgates = Concat <axis = -1> (dzz, u * h_t * sr)
         dz1 = Concat <axis = -1> (dgates, dn)
-        of_new = Mul (u, rg)
-        of_gates = MatMul (dgates, r_gates)
-        more = Add (of_new, of_gates)
-        dh1 = Add (stays, more)
+        dh1 = stays + (u * rg + MatMul (dgates, r_gates))
 """,
         """
     h = Identity (before)

@@ -27,7 +27,7 @@ def _float64(*attributes: str) -> str:
         lines += [
             f"{x}_f = Constant <value_float: float = @{x}> ()",
             f"{x} = Cast <to = 11> ({x}_f)",
-            f"{x}_c = Sub (one, {x})",
+            f"{x}_c = one - {x}",
         ]
     return "\n".join(lines)
 
@@ -44,34 +44,21 @@ _ADAM = f"""
     t = Cast <to = 11> (step)
     beta1_t = Pow (beta1, t)
     beta2_t = Pow (beta2, t)
-    left1 = Sub (one, beta1_t)
-    left2 = Sub (one, beta2_t)
-    root2 = Sqrt (left2)
-    lr_d = Cast <to = 11> (lr)
-    lr_root2 = Mul (lr_d, root2)
-    rate_d = Div (lr_root2, left1)
-    eps_d = Mul (epsilon, root2)
+    left1 = one - beta1_t
+    root2 = Sqrt (one - beta2_t)
+    rate_d = Cast <to = 11> (lr) * root2 / left1
+    eps_d = epsilon * root2
     {_like_w(b1="beta1", b1c="beta1_c", b2="beta2", b2c="beta2_c", rate="rate_d", eps="eps_d")}
-    m_kept = Mul (b1, m)
-    m_new = Mul (b1c, g)
-    m1 = Add (m_kept, m_new)
-    v_kept = Mul (b2, v)
-    gg = Mul (g, g)
-    v_new = Mul (b2c, gg)
-    v1 = Add (v_kept, v_new)
-    root = Sqrt (v1)
-    denominator = Add (root, eps)
-    direction = Div (m1, denominator)
-    change = Mul (rate, direction)
+    m1 = b1 * m + b1c * g
+    v1 = b2 * v + b2c * (g * g)
+    change = rate * (m1 / (Sqrt (v1) + eps))
 """
 # w (1 - lr λ): decay that the gradient's statistics do not see.
 _DECAYED = f"""
     {_float64("weight_decay")}
-    lr_f64 = Cast <to = 11> (lr)
-    shrink = Mul (lr_f64, weight_decay)
-    keep = Sub (one, shrink)
+    keep = one - Cast <to = 11> (lr) * weight_decay
     {_like_w(kept_part="keep")}
-    kept = Mul (kept_part, w)
+    kept = kept_part * w
 """
 
 
@@ -88,8 +75,7 @@ register(
         "SgdUpdate",
         """(w, g, lr) => (w1) {
     rate = CastLike (lr, w)
-    change = Mul (rate, g)
-    w1 = Sub (w, change)
+    w1 = w - rate * g
 }""",
     ),
     # m1 = μ m + g; w1 = w - lr m1
@@ -98,10 +84,8 @@ register(
         f"""<momentum: float = 0.9> (w, g, m, lr) => (w1, m1) {{
     {_float64("momentum")}
     {_like_w(mu="momentum", rate="lr")}
-    kept = Mul (mu, m)
-    m1 = Add (kept, g)
-    change = Mul (rate, m1)
-    w1 = Sub (w, change)
+    m1 = mu * m + g
+    w1 = w - rate * m1
 }}""",
     ),
     # m1 = μ m + g; w1 = w - lr (g + μ m1)
@@ -110,12 +94,8 @@ register(
         f"""<momentum: float = 0.9> (w, g, m, lr) => (w1, m1) {{
     {_float64("momentum")}
     {_like_w(mu="momentum", rate="lr")}
-    kept = Mul (mu, m)
-    m1 = Add (kept, g)
-    ahead = Mul (mu, m1)
-    direction = Add (g, ahead)
-    change = Mul (rate, direction)
-    w1 = Sub (w, change)
+    m1 = mu * m + g
+    w1 = w - rate * (g + mu * m1)
 }}""",
     ),
     # m1 = β1 m + (1-β1) g; v1 = β2 v + (1-β2) g²; w1 = w - lr m̂ / (√v̂ + ε)
@@ -123,7 +103,7 @@ register(
         "AdamUpdate",
         f"""<{_ADAM_ATTRIBUTES}> (w, g, m, v, lr, step) => (w1, m1, v1) {{
     {_ADAM}
-    w1 = Sub (w, change)
+    w1 = w - change
 }}""",
     ),
     # Adam of w (1 - lr λ)
@@ -133,7 +113,7 @@ register(
     (w, g, m, v, lr, step) => (w1, m1, v1) {{
     {_ADAM}
     {_DECAYED.replace("one = Constant <value = double {1.0}> ()", "")}
-    w1 = Sub (kept, change)
+    w1 = kept - change
 }}""",
     ),
     # s1 = s + g²; w1 = w - lr g / (√s1 + ε)
@@ -142,13 +122,8 @@ register(
         f"""<epsilon: float = 1e-10> (w, g, s, lr) => (w1, s1) {{
     {_float64("epsilon")}
     {_like_w(eps="epsilon", rate="lr")}
-    gg = Mul (g, g)
-    s1 = Add (s, gg)
-    root = Sqrt (s1)
-    denominator = Add (root, eps)
-    direction = Div (g, denominator)
-    change = Mul (rate, direction)
-    w1 = Sub (w, change)
+    s1 = s + g * g
+    w1 = w - rate * (g / (Sqrt (s1) + eps))
 }}""",
     ),
     # w1 = w (1 - lr λ) - lr sign(β1 m + (1-β1) g); m1 = β2 m + (1-β2) g
@@ -158,16 +133,10 @@ register(
     (w, g, m, lr) => (w1, m1) {{
     {_float64("beta1", "beta2")}
     {_like_w(b1="beta1", b1c="beta1_c", b2="beta2", b2c="beta2_c", rate="lr")}
-    m_seen = Mul (b1, m)
-    g_seen = Mul (b1c, g)
-    seen = Add (m_seen, g_seen)
-    direction = Sign (seen)
-    change = Mul (rate, direction)
+    change = rate * Sign (b1 * m + b1c * g)
     {_DECAYED.replace("one = Constant <value = double {1.0}> ()", "")}
-    w1 = Sub (kept, change)
-    m_kept = Mul (b2, m)
-    m_new = Mul (b2c, g)
-    m1 = Add (m_kept, m_new)
+    w1 = kept - change
+    m1 = b2 * m + b2c * g
 }}""",
     ),
     # norm = √Σ g² over all gradients; factor = min(1, max_norm / (norm + 1e-6))
@@ -175,15 +144,10 @@ register(
         "ClipFactor",
         """<max_norm: float = 1.0> (sum_squares) => (norm, factor) {
     norm = Sqrt (sum_squares)
-    limit_f = Constant <value_float: float = @max_norm> ()
-    limit = CastLike (limit_f, norm)
-    tiny_f = Constant <value_float = 1e-6> ()
-    tiny = CastLike (tiny_f, norm)
-    one_f = Constant <value_float = 1.0> ()
-    one = CastLike (one_f, norm)
-    padded = Add (norm, tiny)
-    ratio = Div (limit, padded)
-    factor = Min (ratio, one)
+    limit = CastLike (Constant <value_float: float = @max_norm> (), norm)
+    tiny = CastLike (Constant <value_float = 1e-6> (), norm)
+    one = CastLike (Constant <value_float = 1.0> (), norm)
+    factor = Min (limit / (norm + tiny), one)
 }""",
     ),
 )

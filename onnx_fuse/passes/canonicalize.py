@@ -10,7 +10,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
 from onnx_fuse.errors import ModelError
-from onnx_fuse.onnx.build import all_nodes, const_array, outputs_kept, tell_bodies_apart
+from onnx_fuse.onnx.build import all_nodes, const_array, outputs_kept, rename_shadowing_values
 from onnx_fuse.onnx.common import DEFAULT, FUSE, one_line, quiet
 from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.ops.rewrite import (
@@ -34,7 +34,7 @@ def clean(model: ir.Model) -> None:
     """Remove dead and repeated nodes and unused initializers; sort the rest topologically."""
     with outputs_kept(model):
         common_passes.RemoveUnusedNodesPass()(model)
-    tell_bodies_apart(model.graph)
+    rename_shadowing_values(model.graph)
     common_passes.TopologicalSortPass()(model)
     nodes = all_nodes(model.graph)
     if not any(n.op_type in ("Bernoulli", "Dropout") or n.domain not in _PURE for n in nodes):
@@ -114,7 +114,7 @@ def tidy_inlined(model: ir.Model) -> None:
 
 
 def _sequences(model: ir.Model) -> list[str]:
-    """Remove sequences that are put together to be taken apart, by onnxscript's folding."""
+    """Remove, by onnxscript's folding, sequences whose elements alone are read again."""
     if not any(
         n.op_type in ("ConcatFromSequence", "SequenceAt", "SplitToSequence") and not n.domain
         for n in all_nodes(model.graph)
@@ -149,7 +149,7 @@ def _keeps_axes(node: ir.Node) -> bool:
 
 
 def _repeats(node: ir.Node, *ops: str) -> bool:
-    """Whether it is one of `ops` behind another of its kind."""
+    """Whether the node is one of `ops` and reads the result of a node of the same operator."""
     x = node.inputs[0] if node.op_type in ops and node.inputs else None
     maker = None if x is None else x.producer()
     return maker is not None and maker.op_type == node.op_type

@@ -81,7 +81,7 @@ def write_products(model: ir.Model) -> bool:
 
 
 def _product(rw: Rewriter, node: ir.Node, terms: list[str], out: _Letters) -> bool:
-    """Replace `node`, and a constant that is added behind it, by a product."""
+    """Replace `node`, and an Add of a constant that follows it, by a product."""
     values = dict(zip(terms, node.inputs, strict=True))
     if len(values) < 2:  # both operands have the same letters: no product
         return False

@@ -78,7 +78,7 @@ _MAX_SEEN = 256
 def explain(
     graph: ir.Graph, refusals: Sequence[Refusal], off: Collection[str], *, training: bool
 ) -> list[Leftover]:
-    """The reasons of all that stays, those of the most nodes first.
+    """The reasons why nodes were not fused, those of the most nodes first.
 
     `refusals` are the rules' own; `off` names the fusions that level or user turned off.
     """
@@ -112,7 +112,7 @@ def name(node: ir.Node) -> str:
 
 
 def _readers(value: ir.Value) -> list[ir.Node]:
-    """What reads the numbers of `value`, views passed over; the nearest of very many."""
+    """The nodes that read the numbers of `value`, directly or through views, nearest first."""
     found: dict[ir.Node, None] = {}
     seen, todo = {value}, deque([value])
     while todo and len(seen) + len(found) < _MAX_SEEN:
@@ -158,17 +158,22 @@ def _kind(node: ir.Node) -> str:
     return "a sum" if op in ("Add", "Sum") else "other arithmetic"
 
 
+def _fused(node: ir.Node) -> FusedName:
+    """The parts of a fused operator's name; all empty for another operator."""
+    return FusedName.of(node.op_type if node.domain == FUSE else "")
+
+
 def _is_product(node: ir.Node | None) -> bool:
     return node is not None and (
         (node.op_type in _PRODUCTS and not node.domain)
-        or (node.domain == FUSE and ("Gemm" in node.op_type or "Conv" in node.op_type))
+        or _fused(node).family in ("Gemm", "Conv", "ConvAdd")
     )
 
 
 def _takes_norm(node: ir.Node) -> bool:
     """Whether it is a matrix product without a norm before it."""
     plain = node.op_type in ("MatMul", "Gemm") and not node.domain
-    return plain or (node.domain == FUSE and "Gemm" in node.op_type and "Norm" not in node.op_type)
+    return plain or (_fused(node).family == "Gemm" and not _fused(node).norm)
 
 
 # ---- a reason by class -----------------------------------------------------------------------
@@ -187,7 +192,7 @@ def _norm(node: ir.Node, off: Collection[str], training: bool) -> str:
         return "its result is an output of the model, which no product reads"
     products = [n for n in readers if _takes_norm(n)]
     if not products:
-        own = [n for n in readers if _is_product(n) and "Norm" in n.op_type]
+        own = [n for n in readers if _is_product(n) and _fused(n).norm]
         beside = " (a product that has a norm of its own among them)" if own else ""
         return f"only a product with a weight takes a norm over: it is read by {_kinds(readers)}" \
             f"{beside}"  # fmt: skip
@@ -289,7 +294,7 @@ def _gates(node: ir.Node, source: ir.Node) -> bool:
 def _residual(node: ir.Node, off: Collection[str], training: bool) -> str:
     sources = [_source(v) for v in node.inputs]
     readers = _readers(node.outputs[0])
-    if any(n.domain == FUSE and "Norm" in n.op_type for n in readers):
+    if any(_fused(n).norm for n in readers):
         return "the norm behind it is part of a product now, and others read the sum as well"
     behind = f"what follows is {_kinds(readers)}" if readers else "it is an output"
     plain = any(s is not None and name(s) in ("MatMul", "Gemm") for s in sources)

@@ -29,10 +29,11 @@ _MOVES: dict[str, tuple[int, ...] | None] = {
     "Where": (1, 2),
     "Concat": None,
 }
-# Arithmetic whose result is of its operands' size; a bound of the last ones is no operand.
+# Arithmetic whose results are about as large as its operands. A bound of Max, Min or Clip is not
+# counted as an operand.
 _ARITHMETIC = ("Add", "Sub", "Mul", "Div", "Neg", "Abs", "Sum", "Pow", "Reciprocal", "CumSum")
 _BOUNDED = ("Max", "Min", "Clip")
-# What reads such numbers as they are and gives others.
+# Operators that read numbers beyond the range, but whose results are within it.
 _ENDS = ("Softmax", "LogSoftmax", "Less", "LessOrEqual", "Greater", "GreaterOrEqual", "Equal")
 
 
@@ -45,7 +46,7 @@ class OutOfRange:
     values: dict[ir.Value, None] = field(default_factory=dict)
     """The float32 values beyond float16's range."""
     masks: list[tuple[ir.Node, int, float]] = field(default_factory=list)
-    """(attention, index of its mask, what float16's lowest stands for there)."""
+    """(attention, index of its mask, the number that float16's lowest replaces there)."""
 
 
 def masks_of(node: ir.Node) -> tuple[int, ...]:
@@ -57,25 +58,25 @@ def masks_of(node: ir.Node) -> tuple[int, ...]:
 
 
 def find_out_of_range(graph: ir.Graph, *, training: bool = False) -> OutOfRange:
-    """What constants beyond float16's range reach by moves and arithmetic alone.
+    """The values that a constant beyond float16's range reaches by moves and arithmetic alone.
 
     Of a graph's float32 inputs those count too that become an attention's mask in this way. With
     `training` a mask that depends on weights does not: its gradient is the body's, without a floor.
     """
-    reach = {v: n for v in _constants(graph) if (n := _far(v))}
+    reach = {v: n for v in _constants(graph) if (n := _lowest(v))}
     reach |= dict.fromkeys(_mask_inputs(graph), LOWEST)
     found = OutOfRange()
     arithmetic: list[ir.Node] = []
     for node in graph:
-        taken = _taken(node, reach)
+        taken = _passed_inputs(node, reach)
         numbers = [reach[v] for i in taken if (v := node.inputs[i]) is not None and v in reach]
         if not numbers:
             continue
-        if node.op_type in _MOVES and _made(node):
+        if node.op_type in _MOVES and _computes_float32(node):
             reach |= dict.fromkeys(node.outputs, min(numbers))
         elif node.op_type in _ENDS:
             arithmetic.append(node)
-        elif _made(node):
+        elif _computes_float32(node):
             reach |= dict.fromkeys(node.outputs, min(numbers))
             arithmetic.append(node)
 
@@ -89,7 +90,9 @@ def find_out_of_range(graph: ir.Graph, *, training: bool = False) -> OutOfRange:
             maker = at.producer()
             if maker is not None and maker.op_type != "Constant":
                 found.nodes[maker] = None
-                todo += [v for i in _taken(maker, reach) if (v := maker.inputs[i]) is not None]
+                todo += [
+                    v for i in _passed_inputs(maker, reach) if (v := maker.inputs[i]) is not None
+                ]
 
     for node in arithmetic:
         if node.op_type not in _ENDS:
@@ -118,11 +121,11 @@ def narrowed(op: Builder, value: ir.Value) -> ir.Value:
     return made
 
 
-def _made(node: ir.Node) -> bool:
+def _computes_float32(node: ir.Node) -> bool:
     return not node.domain and all(v.dtype == F32 for v in node.outputs)
 
 
-def _taken(node: ir.Node, reach: dict[ir.Value, float]) -> tuple[int, ...]:
+def _passed_inputs(node: ir.Node, reach: dict[ir.Value, float]) -> tuple[int, ...]:
     """The inputs through which a number beyond the range gets into the node's result."""
     every, kind = tuple(range(len(node.inputs))), node.op_type
     if node.domain:
@@ -146,10 +149,10 @@ def _constants(graph: ir.Graph) -> list[ir.Value]:
         n.outputs[0] for n in graph if n.op_type in ("Constant", "ConstantOfShape") and not n.domain
     ]
     every = [v for v in (*graph.initializers.values(), *made) if v.dtype == F32]
-    return [v for v in every if any(use.idx in _taken(use.node, {}) for use in v.uses())]
+    return [v for v in every if any(use.idx in _passed_inputs(use.node, {}) for use in v.uses())]
 
 
-def _far(value: ir.Value) -> float:
+def _lowest(value: ir.Value) -> float:
     """Minus the largest finite magnitude in a constant where float16 does not reach it, else 0."""
     array, maker = const_array(value), value.producer()
     if array is None and maker is not None and maker.op_type == "ConstantOfShape":
@@ -173,7 +176,7 @@ def _mask_inputs(graph: ir.Graph) -> list[ir.Value]:
         seen[value] = None
         maker = value.producer()
         if maker is not None:
-            todo += [maker.inputs[i] for i in _taken(maker, {})]
+            todo += [maker.inputs[i] for i in _passed_inputs(maker, {})]
     return [v for v in graph.inputs if v in seen]
 
 

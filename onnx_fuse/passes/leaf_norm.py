@@ -24,7 +24,7 @@ MIN_ROWS = 16
 def without_rows(
     op: Any, graph: ir.Graph, gradients: Mapping[str, ir.Value]
 ) -> dict[str, ir.Value]:
-    """Rewrite such LayerNormGrads; `gradients`, which the graph does not return yet, updated."""
+    """Rewrite LayerNormGrads whose dx nobody reads; returns `gradients` with the new values."""
     found = dict(gradients)
     for node in list(graph):
         nodes = _parts(node, set(found.values()))

@@ -108,7 +108,7 @@ def lower_precision(model: ir.Model, dtype: ir.DataType, *, masters: bool = Fals
             graph.insert_after(maker, here.nodes)
     arrays = [value.const_value.numpy() for value in weights if value.const_value is not None]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # NumPy lets other threads run
-        made = pool.map(_near if masters else _cast, arrays, [dtype] * len(arrays))
+        made = pool.map(_clipped if masters else _cast, arrays, [dtype] * len(arrays))
         for value, array, new in zip(weights, arrays, made, strict=True):
             if not masters:
                 value.const_value = ir.tensor(new, name=value.name)
@@ -220,10 +220,10 @@ def _node(node: ir.Node, dtype: ir.DataType, kept: Collection[ir.Value]) -> None
 
 
 def _cast(array: np.ndarray, dtype: ir.DataType) -> np.ndarray:
-    return _near(array, dtype).astype(dtype.numpy())
+    return _clipped(array, dtype).astype(dtype.numpy())
 
 
-def _near(array: np.ndarray, dtype: ir.DataType) -> np.ndarray:
+def _clipped(array: np.ndarray, dtype: ir.DataType) -> np.ndarray:
     """`array`, its finite numbers within the range of `dtype`."""
     low, high = float(dtype.min), float(dtype.max)
     if not array.size or (low <= array.min() and array.max() <= high):

@@ -27,7 +27,7 @@ def _split(graph: ir.Graph, join: ir.Node) -> bool:
     if len(join.inputs) != 2 or not _last_axis(join, join.outputs[0]):
         return False
     negated, first = join.inputs
-    neg = _made(negated, "Neg")
+    neg = _only_producer(negated, "Neg")
     halves = _half(first), _half(neg.inputs[0] if neg is not None else None)
     if halves[0] is None or halves[1] is None or [h[1] for h in halves if h] != [0, 1]:
         return False
@@ -37,7 +37,7 @@ def _split(graph: ir.Graph, join: ir.Node) -> bool:
     if x is not halves[1][0] or product is None or total is None:
         return False
     sin = _other(product, join.outputs[0])
-    straight = _made(_other(total, product.outputs[0]), "Mul")
+    straight = _only_producer(_other(total, product.outputs[0]), "Mul")
     cos = None if straight is None or x not in straight.inputs else _other(straight, x)
     size, level = dim(x, -1), rank(x)
     if sin is None or cos is None or level is None or not isinstance(size, int):
@@ -62,7 +62,7 @@ def _last_axis(node: ir.Node, value: ir.Value) -> bool:
     return level is not None and node.attributes.get_int("axis", 0) in (-1, level - 1)
 
 
-def _made(value: ir.Value | None, op_type: str) -> ir.Node | None:
+def _only_producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
     """The node of this type that makes a value which one other alone reads."""
     node = None if value is None else value.producer()
     if value is None or node is None or node.op_type != op_type or node.domain:

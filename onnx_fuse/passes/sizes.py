@@ -267,7 +267,7 @@ def _read(value: ir.Value | None, known: Mapping[ir.Value, Sizes]) -> Sizes | No
 
 
 def _unread(value: ir.Value | None) -> Sizes | None:
-    """The entries of a vector, all unknown yet; None where their number is not known."""
+    """A list of None for each entry of a vector; None where its length is not known."""
     whole = value is not None and value.dtype == ir.DataType.INT64
     length = dim(value, 0) if whole and rank(value) == 1 else None
     return None if length is None or length > _LONGEST else [None] * length
@@ -299,9 +299,9 @@ def _entries(
             part = _quotient(whole, by) if by[0] is not None and not by[0][1] else None
             return None if part is None else [part]
         case "Where":
-            return _chosen(node, known)
+            return _where_entries(node, known)
         case "Gather" | "Slice" if first is not None and first in known:
-            return _taken(node, known[first])
+            return _indexed_entries(node, known[first])
         case "Shape":
             found = _sizes(first, meaning)
             start, end = attribute(node, "start", 0), attribute(node, "end")
@@ -310,7 +310,7 @@ def _entries(
     return None
 
 
-def _chosen(node: ir.Node, known: Mapping[ir.Value, Sizes]) -> Sizes | None:
+def _where_entries(node: ir.Node, known: Mapping[ir.Value, Sizes]) -> Sizes | None:
     """The entries of Where(sizes == -1, x, sizes), by which exporters write torch's expand."""
     condition, other, sizes = node.inputs
     equal = condition.producer() if condition is not None else None
@@ -325,7 +325,7 @@ def _chosen(node: ir.Node, known: Mapping[ir.Value, Sizes]) -> Sizes | None:
     return [x if size == (-1, ()) else size for size, x in zip(given, instead, strict=True)]
 
 
-def _taken(node: ir.Node, entries: Sizes) -> Sizes | None:
+def _indexed_entries(node: ir.Node, entries: Sizes) -> Sizes | None:
     """The entries that a Gather or a Slice takes."""
     numbers = [const_array(v) for v in node.inputs[1:]]
     if any(array is None for array in numbers):

@@ -56,7 +56,7 @@ class Tensor:
 
     @property
     def span(self) -> int:
-        """Elements from the first to the last in memory, those between them counted."""
+        """The number of elements of memory from the first to the last, gaps included."""
         if not self.size:
             return 0
         return 1 + sum(abs(s) * (d - 1) for d, s in zip(self.shape, self.strides, strict=True))

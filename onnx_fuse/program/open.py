@@ -25,7 +25,7 @@ class Open:
     def __init__(self, made: Any, trace: Trace, parts: Mapping[str, Any] | None = None) -> None:
         """`parts` are objects that `part` makes by themselves, for less than `made` costs."""
         symbols = tuple(trace.values)
-        # classes first: most programs are told apart by them
+        # guards of size classes first, since most programs differ in these
         guards = tuple(sorted(trace.guards, key=lambda guard: guard.count(" <= ") < 2))
         checks = "".join(f"    if not ({guard}): return False\n" for guard in guards)
         code = _compiled(f"def holds({', '.join(symbols)}):\n{checks}    return True\n")
@@ -143,7 +143,7 @@ class Recipe:
             self._known[key] = self._new(value)  # kept, so that its id stays its own
         return self._known[key]
 
-    def _made(self, parts: Sequence[int], make: Callable[[Sequence[Any]], Any]) -> int:
+    def _append(self, parts: Sequence[int], make: Callable[[Sequence[Any]], Any]) -> int:
         """Append a step, and return the place of what it makes."""
         place = self._new()
         self._steps.append((place, tuple(parts), make))
@@ -171,14 +171,14 @@ class Recipe:
             return (
                 None
                 if found is None
-                else self._made(found, tuple if isinstance(value, tuple) else list)
+                else self._append(found, tuple if isinstance(value, tuple) else list)
             )
         if isinstance(value, dict):
             found = self._parts(value.values())
-            return None if found is None else self._made(found, _Dict(tuple(value)))
+            return None if found is None else self._append(found, _Dict(tuple(value)))
         if isinstance(value, np.ndarray):
             found = self._parts(value.reshape(-1)) if value.dtype == object else None
-            return None if found is None else self._made(found, _Array(value.shape))
+            return None if found is None else self._append(found, _Array(value.shape))
         fixed, names, parts = {}, [], []
         for name in _fields(kind):
             inner = getattr(value, name)
@@ -188,7 +188,7 @@ class Recipe:
             else:
                 names.append(name)
                 parts.append(place)
-        return self._made(parts, _Instance(kind, fixed, tuple(names))) if parts else None
+        return self._append(parts, _Instance(kind, fixed, tuple(names))) if parts else None
 
     def _parts(self, values: Iterable[Any]) -> list[int] | None:
         """The places of several values, None where none of them holds sizes."""

@@ -307,7 +307,7 @@ class Problem(Product):
     b_strides: tuple[int, ...] = ()
     c_strides: tuple[int, ...] = ()
     align: int = 16
-    """What the operands' addresses are multiples of, in bytes; 16 stands for more."""
+    """The alignment of the operands' addresses in bytes; 16 also stands for any larger one."""
     static_b: bool = False
     """b, or what was folded into it, is the same throughout a graph: it may be read ahead of it."""
     epsilon: float = 1e-5
@@ -331,9 +331,9 @@ class Problem(Product):
     frozen: bool = False
     """Of a gradient: dx alone is read, so that what else there is may be left out."""
     turned: bool = False
-    """The weights of a LayerNormLeafGrad lie as [k, n]."""
+    """The weights of a LayerNormLeafGrad are stored as [k, n]."""
     planes: int = 0
-    """The operands are so many bfloat16 planes of float32 numbers."""
+    """The number of bfloat16 planes that represent the float32 operands; 0: they are no planes."""
     b_dtype: str = ""
     """The type of b where it is not a's: of two float8 operands. They have "scale_a" and "scale_b",
     a float32 each, by which the sum is multiplied."""
@@ -446,7 +446,7 @@ class Collective(AnyProblem):
 
     @property
     def bytes(self) -> int:
-        """The bytes that a rank gives."""
+        """The bytes that each rank contributes to the exchange."""
         pairs = zip(self.sizes, self.dtypes, strict=True)
         return sum(size * ITEMSIZE[dtype] for size, dtype in pairs)
 

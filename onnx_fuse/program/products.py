@@ -47,7 +47,7 @@ class Attention(AnyProblem):
     fill: float = 0.0
     fill2: float = 0.0
     lowest: float = 0.0
-    """float16: what an added -65504 stands for (`passes.fp16_range`); 0: itself."""
+    """float16: the number that an added -65504 replaces (`passes.fp16_range`); 0: -65504 itself."""
     guard: int = 0
     """1: a row that is -inf throughout gives 0; 2: weights that are NaN are 0."""
 
@@ -83,7 +83,7 @@ class Attention(AnyProblem):
         """The rate of products of its type."""
         return hw.rate(self.dtype)
 
-    def lies(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def layout(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(shape [B, H, S, D], strides of its first three axes) of q, k, v, y or a gradient."""
         batch, heads = self.batch
         lead = (heads // self.group, self.n) if name[-1] in "kv" else (heads, self.m)

@@ -102,7 +102,7 @@ class Trace:
 
     @contextlib.contextmanager
     def formatting(self) -> Iterator[None]:
-        """Inside, text is for people: reasons and messages, never macros or names."""
+        """Within the block sizes are formatted without a guard: for messages, never for code."""
         self.text_depth += 1
         try:
             yield
@@ -143,7 +143,7 @@ class Size:
         return _combined(-self, other, 1) if _whole(other) else other - self.plain()
 
     def __neg__(self) -> Any:
-        return _made(self.trace, {atoms: -n for atoms, n in self.terms}, -self.value)
+        return _normalized(self.trace, {atoms: -n for atoms, n in self.terms}, -self.value)
 
     def __pos__(self) -> Any:
         return self
@@ -164,7 +164,7 @@ class Size:
             for b, m in other.terms:
                 key = tuple(sorted((*a, *b)))
                 found[key] = found.get(key, 0) + n * m
-        return _made(self.trace, found, self.value * other.value)
+        return _normalized(self.trace, found, self.value * other.value)
 
     __rmul__ = __mul__
 
@@ -438,7 +438,7 @@ def _terms(size: int | Size) -> dict[tuple[str, ...], int]:
     return {(): int(size)} if size else {}
 
 
-def _made(trace: Trace, terms: dict[tuple[str, ...], int], number: int) -> Any:
+def _normalized(trace: Trace, terms: dict[tuple[str, ...], int], number: int) -> Any:
     kept = tuple(sorted((atoms, n) for atoms, n in terms.items() if n))
     if not kept:
         return 0
@@ -457,7 +457,7 @@ def _combined(a: Size, b: int | Size, sign: int) -> Any:
     found = dict(a.terms)
     for atoms, n in _terms(b).items():
         found[atoms] = found.get(atoms, 0) + sign * n
-    return _made(a.trace, found, a.value + sign * hint(cast(int, b)))
+    return _normalized(a.trace, found, a.value + sign * hint(cast(int, b)))
 
 
 def _compared(a: Size, b: Any, how: str) -> bool:
@@ -505,7 +505,7 @@ def _divided(a: int | Size, b: int | Size) -> Any:
     if isinstance(a, Size):
         exact = _quotient(a.terms, _terms(b))
         if exact is not None:
-            return _made(trace, exact, number)
+            return _normalized(trace, exact, number)
         if isinstance(b, Size) and a.terms == b.terms:
             return 1
     atom = f"({expression(cast(int, a))}//{expression(cast(int, b))})"
@@ -522,7 +522,7 @@ def _remainder(a: int | Size, b: int | Size) -> Any:
         if not isinstance(b, Size):
             b = int(b)
             rest = {atoms: n % b for atoms, n in a.terms if n % b}
-            reduced = _made(trace, rest, 1)
+            reduced = _normalized(trace, rest, 1)
             if not isinstance(reduced, Size):
                 return reduced % b
             atom = f"({text_of(reduced.terms)}%{b})"

@@ -9,7 +9,7 @@ from onnx_fuse.report.terminal import (
     file_bytes,
     gradient_lines,
     models_rows,
-    share,
+    relative_size,
     summary,
 )
 
@@ -21,7 +21,7 @@ __all__ = [
     "file_bytes",
     "gradient_lines",
     "models_rows",
-    "share",
+    "relative_size",
     "summary",
     "write_json",
     "write_whole",

@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from onnx_fuse.onnx.build import const_array
 from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE, base_name, body_of
+from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.rewrite import label
 from onnx_fuse.report.layered import layered
 from onnx_fuse.report.page import View
@@ -118,7 +119,7 @@ class _Graph:
 
 
 class _Numbers:
-    """Numbers for things, in the order in which they come."""
+    """Numbers objects in the order in which they are first asked for."""
 
     def __init__(self) -> None:
         self.names: list[Any] = []
@@ -181,7 +182,7 @@ def _body(node: ir.Node) -> str:
     body = body_of(node.op_type)
     if body is None:
         return ""
-    _, *exposed = node.op_type.split("_")
+    exposed = FusedName.of(node.op_type).exposed
     function = body(exposed, CANONICAL_OPSET, node.overload)
     return str(onnx.printer.to_text(ir.serde.serialize_function(function)))
 
@@ -231,7 +232,10 @@ def _origins(before: _Graph, after: _Graph) -> dict[int, set[int]]:
 
 
 def _groups(before: _Graph, after: _Graph, origins: Mapping[int, set[int]]) -> list[str]:
-    """The fused operator that each node became part of, "" where it stayed, "-" where it went."""
+    """The fused operator that each node of `before` is now a part of.
+
+    It is "" for a node that is still there, and "-" for one that was removed.
+    """
     groups = ["-"] * len(before.nodes)
     smallest = [len(before.nodes) + 1] * len(before.nodes)
     for i, region in origins.items():

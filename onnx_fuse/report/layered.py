@@ -27,14 +27,14 @@ _STRAIGHT = 8.0  # how much more a bend within an edge counts than one at its en
 
 @dataclass
 class Layout:
-    """Where the boxes and the edges of a graph stand."""
+    """The coordinates of the boxes and the edges of a drawn graph."""
 
     x: list[int]
     """The middle of each node's box, from the left."""
     y: list[int]
     """The top of each node's box."""
     paths: list[list[int]]
-    """The places through which each edge goes, as x0, y0, x1, y1, ..., its ends included."""
+    """The points of each edge, as x0, y0, x1, y1, ..., its ends included."""
     width: int
     height: int
 

@@ -49,7 +49,7 @@ class View:
 
     kind: str
     label: str
-    """What the drawing shows, for those who do not see it."""
+    """The text alternative of the drawing, for a reader who cannot see it."""
     data: Mapping[str, Any]
 
 
@@ -82,7 +82,7 @@ class Page:
     ok: bool | None = None
     """Whether the verdict is good; None where it is neither good nor bad."""
     facts: Mapping[str, str] = field(default_factory=dict)
-    """What else stands in the heading, such as the device."""
+    """Further facts for the heading, such as the device."""
     refresh: float = 0.0
     """Seconds after which the page loads itself again, as the command still runs; 0 for never."""
 

@@ -13,7 +13,7 @@ from onnx_fuse.report.terminal import Summary, check_lines, gradient_lines, mode
 
 if TYPE_CHECKING:
     from onnx_fuse.passes import Report
-    from onnx_fuse.validation.along import Along, Spread
+    from onnx_fuse.validation.along import Along, Distribution
     from onnx_fuse.validation.check import Check
     from onnx_fuse.validation.gradients import GradientCheck
 
@@ -140,13 +140,13 @@ def check_sections(checked: Check) -> list[Section]:
             )
         )
         if along.outputs:
-            spreads = [part for spread in along.outputs for part in _spread(spread)]
+            spreads = [part for spread in along.outputs for part in _distribution(spread)]
             sections.append(Section("Errors by entry", spreads))
     return sections
 
 
 def _errors_chart(along: Along) -> View:
-    shares = [share(d.max_abs, d.limit) for d in along.values]
+    shares = [error_ratio(d.max_abs, d.limit) for d in along.values]
     labels = [
         f"{node}\n{d.where}: {d.max_abs:.3g}, limit {d.limit:.3g}"
         for node, d in zip(along.nodes, along.values, strict=True)
@@ -168,7 +168,7 @@ def _errors_chart(along: Along) -> View:
 def _errors_table(along: Along) -> Table:
     worst = sorted(
         zip(along.nodes, along.values, strict=True),
-        key=lambda item: (item[1].ok, -share(item[1].max_abs, item[1].limit)),
+        key=lambda item: (item[1].ok, -error_ratio(item[1].max_abs, item[1].limit)),
     )[:20]
     rows = [
         [node, percent(d.max_abs, d.limit), f"{d.max_abs:.3g}", f"{d.limit:.3g}", d.where]
@@ -178,7 +178,7 @@ def _errors_table(along: Along) -> Table:
     return Table("the largest", head, rows)
 
 
-def _spread(spread: Spread) -> Iterable[Part]:
+def _distribution(spread: Distribution) -> Iterable[Part]:
     rows = [[decade, count] for decade, count in spread.decades.items()]
     yield View(
         "bars",
@@ -220,7 +220,7 @@ def _checked_graph(
                 if d.max_abs
                 else "none"
             )
-            errors[node] = max(errors.get(node, 0.0), share(d.max_abs, d.limit))
+            errors[node] = max(errors.get(node, 0.0), error_ratio(d.max_abs, d.limit))
     return graph.Drawn(title, model, known, {"error": errors} if errors else {})
 
 
@@ -233,14 +233,14 @@ def named(nodes: Sequence[str]) -> str:
     return ", ".join(nodes[:_NAMED]) + more
 
 
-def share(error: float, limit: float) -> float:
+def error_ratio(error: float, limit: float) -> float:
     """An error as a share of its limit; where nothing is allowed, any error is infinitely much."""
     return error / limit if limit else (0.0 if not error else float("inf"))
 
 
 def percent(error: float, limit: float) -> str:
-    """`share` for a reader."""
-    found = share(error, limit)
+    """`error_ratio` for a reader."""
+    found = error_ratio(error, limit)
     return f"{found:.1%}" if found < 100 else f"{found:.3g} times"
 
 

@@ -96,7 +96,9 @@ class Printer:
 
         class Unread(Console):
             def on_broken_pipe(self) -> None:
-                """The reader left: the work goes on, for the files that it writes."""
+                """Ignore that the reader of the output has gone: the command still writes its
+                files.
+                """
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 self.begin_capture()
                 self.end_capture()  # drops what could not be written
@@ -182,7 +184,7 @@ def models_rows(models: Sequence[Summary]) -> list[list[str]]:
     return rows
 
 
-def share(found: Difference) -> str:
+def relative_size(found: Difference) -> str:
     """How large a difference is beside the output's largest value, as a phrase; "" for none."""
     if not found.max_abs or not found.scale or found.max_abs == float("inf"):
         return ""
@@ -204,7 +206,8 @@ def check_lines(check: Check) -> list[str]:
         verdict = "ok" if check.ok else "FAILED"
         lines.append(
             f"check {verdict}: largest difference {worst.max_abs:.3g} (limit {worst.limit:.3g}) at "
-            f"{worst.where}{share(worst)}" + ("" if check.ok else f"; both run {worst.level}")
+            f"{worst.where}{relative_size(worst)}"
+            + ("" if check.ok else f"; both run {worst.level}")
         )
     sizes = "; ".join(
         ", ".join(f"{name} {shape}" for name, shape in feed.items()) for feed in check.feeds

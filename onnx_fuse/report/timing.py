@@ -111,7 +111,7 @@ def profile_sections(profile: Profile, of: str = "") -> list[Section]:
 
 
 def times(found: Mapping[str, Sequence[Sequence[str | float]]]) -> list[Section]:
-    """Bars of (name, seconds) for each of several problems, by what it is."""
+    """A bar chart of (name, seconds) for each of several problems, by the problem's title."""
     return [
         Section(title, [View("bars", title, {"title": "time", "unit": "s", "rows": rows})])
         for title, rows in found.items()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 HOST, GPU, STEP = 1, 2, 3
 """Processes of a trace; STEP is a training step that was profiled by itself."""
 _APART = 10
-"""Between the processes of one rank and those of the next."""
+"""The distance between the process numbers of one rank and of the next."""
 Event = dict[str, Any]
 
 

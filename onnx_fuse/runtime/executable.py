@@ -430,7 +430,7 @@ class Executable:
                 adopt(value, stream.handle)  # what its library still does with it comes first
             inputs = {n: v for n, v in adopted.items() if isinstance(v, DeviceTensor)}
             instance = self.instance(adopted, inputs, binding.places)
-            # between kernels, hosts and later stages work in the stream of this
+            # host calls and later stages use the stream of this executable
             where = stream if instance.whole_on_gpu else own
             stream.before(where)
             self.shared.order.enter(where)

@@ -117,10 +117,11 @@ def _one_by_one(program: Program, wanted: list[list[int]]) -> list[list[int]]:
 
 
 def sequential(program: Program) -> Order:
-    """Each call follows the one before, but for collectives: they run beside the others.
+    """The order in which each call waits for the one before; collectives run beside the others.
 
-    A collective follows what it reads, and the collective before. One that gathers follows the
-    call that stands before it, too: what it makes is not to take memory long before it is read.
+    A collective waits for the calls whose results it reads, and for the collective before it. One
+    that gathers also waits for the call before it in the program, so that its result does not
+    occupy memory long before it is read.
     """
     if not any(map(collective, program.calls)):
         return _order([i - 1] if i else [] for i in range(len(program.calls)))

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from onnx_fuse.lower.low_rank import LowRank
 
 __all__ = ["Adapter", "Lora", "merge"]
+__dir__ = __all__.copy
 
 Array = np.ndarray[Any, Any]
 _METADATA = "onnx_fuse.adapters"
@@ -239,7 +240,7 @@ def _adapt(
         mine, other = (cast_to(op, v, weight) for v in (scaled, b))
         low = typed(op.MatMul(x, mine), weight)
         low = typed(op.MatMul(low, other), weight, y.shape)
-        y = _sums_behind(y)
+        y = _biased_output(y)
         last, uses = y.producer(), list(y.uses())
         assert last is not None
         total = typed(op.Add(y, low), weight, y.shape)
@@ -255,7 +256,7 @@ def _adapt(
     return Adapter(str(weight.name), str(a.name), str(b.name), scale, transposed, module)
 
 
-def _sums_behind(y: onnx_ir.Value) -> onnx_ir.Value:
+def _biased_output(y: onnx_ir.Value) -> onnx_ir.Value:
     """`y`, or its sum with the bias and the residual that nothing but they are added to."""
     uses = list(y.uses())
     if len(uses) != 1 or y.is_graph_output() or y.shape is None:
@@ -267,7 +268,7 @@ def _sums_behind(y: onnx_ir.Value) -> onnx_ir.Value:
     assert other is not None
     row = other.is_initializer() and other.shape is not None and len(other.shape) <= 1
     alike = total.shape == y.shape and (row or other.shape == y.shape)
-    return _sums_behind(total) if alike else y
+    return _biased_output(total) if alike else y
 
 
 # ---- files -------------------------------------------------------------------------------------
@@ -395,7 +396,3 @@ def _check_shape(path: Any, name: str, tensor: Any, shape: Sequence[int]) -> Non
         raise DataError(
             f"{os.fspath(path)}: '{name}' is {own} in the model, {list(shape)} in the adapters"
         )
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

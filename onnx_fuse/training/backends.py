@@ -95,7 +95,7 @@ class Portable:
         return lambda: found
 
     def adopt(self, feeds: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The feeds as they are: onnxruntime reads arrays."""
+        """The feeds unchanged, since onnxruntime reads arrays."""
         return feeds
 
     def resume_updates(self) -> None:

@@ -15,11 +15,10 @@ from onnx_fuse import progress
 from onnx_fuse.errors import DataError, UsageError
 from onnx_fuse.training import checkpoint
 from onnx_fuse.training.history import History
+from onnx_fuse.training.learner import Learner
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from onnx_fuse.training.trainer import Trainer
 
 __all__ = [
     "BestWeights",
@@ -31,6 +30,7 @@ __all__ = [
     "TensorBoard",
     "Watch",
 ]
+__dir__ = __all__.copy
 
 Array = np.ndarray[Any, Any]
 
@@ -39,10 +39,10 @@ Array = np.ndarray[Any, Any]
 class Fit:
     """A call of `fit`, as its callbacks see it."""
 
-    trainer: Trainer
+    trainer: Learner
     """The Trainer, whose `lr` may be set."""
     history: History
-    """The course of the run so far. Callbacks read it and leave it as it is."""
+    """The course of the run so far. Callbacks read it and do not change it."""
     epochs: int
     """The number of epochs after which the run ends."""
     steps: int | None
@@ -366,7 +366,3 @@ class Progress(Callback):
         self._bars.stop()
         if fit.stopped:
             self._bars.console.print(f"stopped: {fit.stopped}", markup=False, soft_wrap=True)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -25,6 +25,7 @@ from onnx_fuse import files
 from onnx_fuse.errors import DataError, UsageError
 
 __all__ = ["exists", "locked", "read", "write"]
+__dir__ = __all__.copy
 
 FORMAT = 1
 KEEP = 2  # the number that stay: the older one is there in case the newer is damaged later
@@ -155,7 +156,10 @@ def read(folder: str | os.PathLike[str]) -> tuple[dict[str, Array], dict[str, An
     whole = filter(None, map(_read, _steps(Path(folder)).values()))
     found = next(whole, None)
     if found is None:
-        raise DataError(f"{folder}: the folder holds no whole checkpoint to resume from")
+        raise DataError(
+            f"{folder}: the folder holds no whole checkpoint to resume from: give the folder that "
+            "the run was given, or begin a new run"
+        )
     return found
 
 
@@ -189,7 +193,3 @@ def _parse(path: Path) -> tuple[dict[str, Array], dict[str, Any]]:
     if hashlib.sha256(data).hexdigest() != manifest["sha256"]:
         raise ValueError(f"{_TENSORS} is not what was written")
     return dict(load(data)), manifest
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

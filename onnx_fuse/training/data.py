@@ -18,6 +18,7 @@ from onnx_fuse.runtime import ort
 from onnx_fuse.runtime.tensor import DeviceTensor
 
 __all__ = ["Fitting", "check_freed_batch", "count", "fit", "load", "order"]
+__dir__ = __all__.copy
 
 Array = np.ndarray[Any, Any]
 NOT_ARRAYS = (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
@@ -34,7 +35,10 @@ def load(path: str | os.PathLike[str]) -> dict[str, Array]:
         if path.is_dir():
             arrays = {p.stem: np.load(p, mmap_mode="r") for p in sorted(path.glob("*.npy"))}
             if not arrays:
-                raise DataError(f"{path}: the folder holds no .npy file")
+                raise DataError(
+                    f"{path}: the folder holds no .npy file: it needs one for each input, by its "
+                    "name, and labels.npy"
+                )
             return arrays
         loaded = np.load(path)
         if isinstance(loaded, np.lib.npyio.NpzFile):
@@ -49,7 +53,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Array]:
 
 
 def why_not_arrays(error: BaseException) -> str:
-    """What is wrong with a file, from one of NOT_ARRAYS that NumPy raised for it."""
+    """Explain the error, one of NOT_ARRAYS, with which NumPy refused a file."""
     said = getattr(error, "strerror", None) or one_line(error)
     # NumPy takes any file that it does not know for pickled objects
     return "it is another kind of file, or has Python objects" if "pickle" in said else said
@@ -215,7 +219,3 @@ def check_freed_batch(
             got = found[name][i : i + size]
             if got.shape != y.shape or not np.allclose(got, y, rtol=1e-3, atol=1e-4):
                 raise ModelError(f"{head}: its output '{name}' changes")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,19 +19,18 @@ from onnx_fuse.training import checkpoint, sources
 from onnx_fuse.training import history as histories
 from onnx_fuse.training.callbacks import Callback, Fit
 from onnx_fuse.training.history import History
+from onnx_fuse.training.learner import Learner
 from onnx_fuse.training.loss import Run
 from onnx_fuse.training.metrics import Selection, begin
 
-if TYPE_CHECKING:
-    from onnx_fuse.training.trainer import Trainer
-
 __all__ = ["evaluate", "fit", "start_or_resume"]
+__dir__ = __all__.copy
 
 Array = np.ndarray[Any, Any]
 
 
 def fit(
-    trainer: Trainer,
+    trainer: Learner,
     data: sources.Data,
     *,
     epochs: int = 1,
@@ -105,12 +104,12 @@ def fit(
     return run.history
 
 
-def is_first(trainer: Trainer) -> bool:
+def is_first(trainer: Learner) -> bool:
     """Whether this process is the only one of the run, or the one that writes for all ranks."""
     return trainer.world is None or trainer.world.rank == 0
 
 
-def _history(trainer: Trainer, source: sources.Source) -> History:
+def _history(trainer: Learner, source: sources.Source) -> History:
     """The History of a new run, or of the one that was resumed, if that had the same data."""
     history = History(source.examples, source.batch_size)
     if "fit" not in trainer.extra:
@@ -237,7 +236,7 @@ class _Loop:
 
 
 def evaluate(
-    trainer: Trainer,
+    trainer: Learner,
     data: sources.Data,
     batch_size: int = 32,
     metrics: Selection = None,
@@ -274,7 +273,7 @@ def evaluate(
     return {"validation_loss": total / rows, **{m.name: float(m.result()) for m in found}}
 
 
-def start_or_resume(trainer: Trainer, folder: str | os.PathLike[str], *, resume: bool) -> None:
+def start_or_resume(trainer: Learner, folder: str | os.PathLike[str], *, resume: bool) -> None:
     """Restore the run in `folder`, if there is one.
 
     Raises UsageError where there is one and `resume` is False, and the errors of `Trainer.restore`.
@@ -287,7 +286,3 @@ def start_or_resume(trainer: Trainer, folder: str | os.PathLike[str], *, resume:
             "folder"
         )
     trainer.restore(folder)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -107,7 +107,7 @@ _OF_NORMS = ("epsilon", "stash_type")
 
 
 def _turned(node: ir.Node) -> bool:
-    """Whether the weight of a product lies as [N, K]."""
+    """Whether the weight of a product is stored as [N, K]."""
     return bool(attribute(node, "transB", 0))
 
 

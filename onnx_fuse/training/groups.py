@@ -18,6 +18,7 @@ from onnx_fuse.ops.rewrite import is_float
 from onnx_fuse.training.weights import literal
 
 __all__ = ["Group", "layer_decay"]
+__dir__ = __all__.copy
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Choice:
     trainable: Sequence[str] | None
     """Globs of the weights that train; None for all."""
     frozen: Sequence[str]
-    """Globs of those that do not."""
+    """Globs of the weights that do not train."""
     groups: Sequence[Group]
     """Groups, some of which are frozen."""
 
@@ -134,7 +135,3 @@ def _layer(value: onnx_ir.Value) -> tuple[str, int] | None:
         if found := re.match(r"(.*?\.)(\d+)(?:\.|$)", path):
             return found[1], int(found[2])
     return None
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -10,6 +10,7 @@ from typing import Any
 from onnx_fuse.errors import DataError
 
 __all__ = ["History", "read"]
+__dir__ = __all__.copy
 
 
 @dataclass
@@ -72,7 +73,3 @@ def steps_done(history: History) -> int:
     """The number of steps in the epochs that are over."""
     last: Mapping[str, float] = history.epochs[-1] if history.epochs else {"step": 0.0}
     return int(last["step"])
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

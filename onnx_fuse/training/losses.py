@@ -22,6 +22,7 @@ from onnx_fuse.ops.loss import LOSSES, class_axis, ignored_label
 from onnx_fuse.ops.rewrite import is_float, typed
 
 __all__ = ["Given", "Target", "Term"]
+__dir__ = __all__.copy
 
 Array = np.ndarray[Any, Any]
 Given: TypeAlias = Any
@@ -241,7 +242,7 @@ def _proto(loss: Given, outputs: Mapping[str, onnx_ir.Value], first: str) -> Any
 
 
 def _typed(name: str, like: onnx_ir.Value | None) -> onnx.ValueInfoProto:
-    """An input in the type and shape of an output of the model."""
+    """A new input of the type and shape of an output of the model."""
     dtype = onnx_ir.DataType.FLOAT if like is None or like.dtype is None else like.dtype
     shape = None
     if like is not None and like.shape is not None:
@@ -268,7 +269,7 @@ def _attach_model(
                 f"is {output.dtype}"
             )
     if not part.graph.outputs:
-        raise ModelError("the loss has no output")
+        raise ModelError("the model of the loss has no output: it needs one, which is the loss")
     loss = part.graph.outputs[0]
     fed = [v for v in part.graph.inputs if v not in bound]
     for domain, version in part.graph.opset_imports.items():
@@ -316,7 +317,3 @@ def _rename(
             for inner in subgraphs(attribute):
                 for value in inner.inputs:
                     value.name = op.fresh(f"loss/{value.name}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -27,6 +27,7 @@ from onnx_fuse.ops.rewrite import cast_to, typed
 from onnx_fuse.passes import params
 
 __all__ = ["ByRows", "Factors", "Merging", "Sums", "add_to_weights"]
+__dir__ = __all__.copy
 
 Array = np.ndarray[Any, Any]
 ByRows: TypeAlias = Callable[[int | None, int, int, int], bool]
@@ -311,7 +312,3 @@ def _initializer(graph: onnx_ir.Graph, name: str, content: Array) -> onnx_ir.Val
     if name not in graph.initializers:  # else of a weight that stands in two packed ones
         add_initializer(graph, name, content)
     return graph.initializers[name]
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -25,6 +25,7 @@ __all__ = [
     "begin",
     "evaluation",
 ]
+__dir__ = __all__.copy
 
 Array = np.ndarray[Any, Any]
 
@@ -86,7 +87,7 @@ Selection: TypeAlias = "Sequence[Given] | Mapping[str, Function] | None"
 
 
 class _Counting:
-    """The share of some count in another."""
+    """A ratio of two counts."""
 
     name = ""
 
@@ -281,7 +282,3 @@ def _metric(given: Given) -> Metric:
     if callable(given):
         return Mean(given)
     raise UsageError(f"a metric of type {type(given).__name__}: give a name or a function")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

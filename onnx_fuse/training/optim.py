@@ -34,6 +34,7 @@ __all__ = [
     "step",
     "to_json",
 ]
+__dir__ = __all__.copy
 
 # ---- schedules ---------------------------------------------------------------------------------
 
@@ -339,7 +340,3 @@ def from_json(data: Mapping[str, Any]) -> Optimizer:
     """Make the optimizer that `to_json` described by `data`."""
     groups = tuple(Group(**group) for group in data["groups"])
     return make(**{**data, "lr": Schedule(**data["lr"]), "groups": groups})
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -23,6 +23,7 @@ from onnx_fuse import files
 from onnx_fuse.errors import DataError, UsageError
 
 __all__ = ["Peft", "find", "module_of", "read", "write"]
+__dir__ = __all__.copy
 
 Array = np.ndarray[Any, Any]
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -171,7 +172,3 @@ def find(folder: str | os.PathLike[str], name: str, own: Collection[str]) -> str
             f"{os.fspath(folder)}: '{name}' {found}, which has {known or 'no names of PyTorch'}"
         )
     return fits[0]
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

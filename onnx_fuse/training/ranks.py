@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from onnx_fuse.training.state import State
 
 __all__ = ["Measure", "Ranks", "Reduction", "Spare"]
+__dir__ = __all__.copy
 
 Array = np.ndarray[Any, Any]
 COUNTS, LOSS, GRADIENTS = 0, 1, 2
@@ -261,7 +262,3 @@ def _narrow(op: Builder, g: onnx_ir.Value, kind: onnx_ir.DataType | None) -> onn
     found = typed(op.Cast(g, to=kind.value), None, g.shape)
     found.dtype = kind
     return found
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -48,8 +48,8 @@ def check(
 ) -> None:
     """Raise UsageError for the first setting that differs from the one stored in `folder`.
 
-    The number of steps of a schedule may differ, and so may a bound that clips nothing, and the
-    place of adapters, which is another one on another GPU.
+    Three settings may differ: the number of steps of a schedule, a bound on the norm that clips
+    nothing, and whether adapters are merged, which depends on the GPU.
     """
     for key, (value, old) in _differences(own, stored).items():
         if key in ("optimizer.lr.steps", "lora.merged"):

@@ -9,21 +9,19 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import onnx_ir
 
-from onnx_fuse.distributed.world import pieces
+from onnx_fuse.distributed.world import World, pieces
 from onnx_fuse.errors import DataError, UsageError
 from onnx_fuse.training import data as arrays_of
+from onnx_fuse.training.learner import Learner
 from onnx_fuse.training.ranks import Spare
 
-if TYPE_CHECKING:
-    from onnx_fuse.distributed.world import World
-    from onnx_fuse.training.trainer import Trainer
-
 __all__ = ["Data", "Source", "as_feeds", "source"]
+__dir__ = __all__.copy
 
 Array = np.ndarray[Any, Any]
 Data: TypeAlias = Any
@@ -108,7 +106,7 @@ def _part(rows: int, world: World | None) -> tuple[slice, bool]:
 
 
 def source(
-    trainer: Trainer,
+    trainer: Learner,
     data: Data,
     batch_size: int,
     *,
@@ -139,25 +137,16 @@ def source(
     def convert(batch: Any) -> dict[str, Array]:
         return as_feeds(batch, inputs)
 
+    def chosen_by(select: Callable[[Array], dict[str, Array]], examples: int) -> _Rows:
+        return _rows(select, examples, trainer, batch_size, shuffle, world)
+
     if isinstance(data, Mapping):
         examples = _check_arrays(trainer, data)
-        return _rows(
-            lambda rows: {v.name or "": data[v.name or ""][rows] for v in inputs},
-            examples,
-            trainer,
-            batch_size,
-            shuffle,
-            world,
+        return chosen_by(
+            lambda rows: {v.name or "": data[v.name or ""][rows] for v in inputs}, examples
         )
     if hasattr(data, "column_names") and hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-        return _rows(
-            lambda rows: convert(data[rows.tolist()]),
-            len(data),
-            trainer,
-            batch_size,
-            shuffle,
-            world,
-        )
+        return chosen_by(lambda rows: convert(data[rows.tolist()]), len(data))
     if hasattr(data, "column_names") and callable(getattr(data, "iter", None)):
         _fixed(trainer, batch_size, world)
         return _Stream(
@@ -168,14 +157,7 @@ def source(
             world=world,
         )
     if _of_examples(data, convert, inputs):
-        return _rows(
-            lambda rows: convert(_collated([data[int(i)] for i in rows])),
-            len(data),
-            trainer,
-            batch_size,
-            shuffle,
-            world,
-        )
+        return chosen_by(lambda rows: convert(_collated([data[int(i)] for i in rows])), len(data))
     if callable(data) and not isinstance(data, Iterable):
         return _Stream(data, convert, once=False, world=world)
     if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
@@ -226,7 +208,7 @@ def _collated(examples: Sequence[Any]) -> Any:
 def _rows(
     select: Callable[[Array], dict[str, Array]],
     examples: int,
-    trainer: Trainer,
+    trainer: Learner,
     batch_size: int,
     shuffle: bool,
     world: World | None,
@@ -242,7 +224,7 @@ def _rows(
     return _Rows(select, examples, batch_size, steps, trainer.seed, shuffle, world)
 
 
-def _fixed(trainer: Trainer, batch_size: int, world: World | None) -> bool:
+def _fixed(trainer: Learner, batch_size: int, world: World | None) -> bool:
     """Whether the model fixes its batch. Raises UsageError where that is not a rank's part."""
     first = [v.shape[0] for v in trainer.spec().feeds if v.shape is not None and len(v.shape)]
     fixed = next((d for d in first if isinstance(d, int)), None)
@@ -255,7 +237,7 @@ def _fixed(trainer: Trainer, batch_size: int, world: World | None) -> bool:
     return fixed is not None
 
 
-def _check_arrays(trainer: Trainer, data: Mapping[str, Array]) -> int:
+def _check_arrays(trainer: Learner, data: Mapping[str, Array]) -> int:
     spec = trainer.spec()
     examples = arrays_of.count(data, spec.feeds)
     for target in spec.targets:
@@ -343,7 +325,3 @@ def _array(name: str, found: Any, dtype: onnx_ir.DataType | None) -> Array:
     if array.dtype.kind == "f" and own.kind in "iub":
         return array  # refused with the model's type, later
     return array.astype(own)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -94,7 +94,7 @@ def _reads(node: onnx_ir.Node) -> set[onnx_ir.Value]:
 
 
 def _levels(model: onnx_ir.Model) -> dict[onnx_ir.Node, int]:
-    """The number of collectives, one behind another, that each node waits for."""
+    """The length of the longest chain of collectives that each node waits for."""
     of: dict[onnx_ir.Value, int] = {}
     found: dict[onnx_ir.Node, int] = {}
     for node in model.graph:

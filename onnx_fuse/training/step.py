@@ -24,7 +24,7 @@ from onnx_fuse.passes.patches import patches_as_products
 from onnx_fuse.passes.precision import cast_frozen, lower_precision
 from onnx_fuse.passes.rotation import split_rotations
 from onnx_fuse.program.problem import TRAINING_PRECISIONS
-from onnx_fuse.training import float8, losses, optim, spread
+from onnx_fuse.training import float8, losses, optim, sharding
 from onnx_fuse.training.batchnorm import synchronised
 from onnx_fuse.training.dropout import draw_masks
 from onnx_fuse.training.groups import Choice
@@ -35,6 +35,7 @@ from onnx_fuse.training.state import State
 from onnx_fuse.training.weights import ancestors, model_names
 
 __all__ = ["Mode", "Spec", "training_model"]
+__dir__ = __all__.copy
 
 Array = np.ndarray[Any, Any]
 Mode = Literal["update", "accumulate", "evaluate", "average"]
@@ -69,7 +70,7 @@ class Spec:
     counts: str = ""
     """The input of what this rank's losses are means of, and of its rows: float64."""
     measures: tuple[Measure, ...] = ()
-    """What the losses are means of, where there are several ranks."""
+    """The numbers by which each rank's mean losses are weighted, where there are several ranks."""
 
     @cached_property
     def strict(self) -> bool:
@@ -161,7 +162,7 @@ def training_model(
             if mode == "average":
                 w.name = _average(w)
         if ranks is not None and ranks.shard:
-            step.spread(weights, ranks)
+            step.shard(weights, ranks)
         return step.finish()
     if precision == "fp16":
         step.scale(loss_scale)
@@ -177,7 +178,7 @@ def training_model(
         gradients = step.check(step.reduce(gradients))
         step.update(step.clip(gradients, clip_norm), ema)
     elif ranks is not None and ranks.shard:
-        step.spread(list(gradients), ranks)
+        step.shard(list(gradients), ranks)
     return step.finish()
 
 
@@ -202,7 +203,7 @@ def _prepare(
 
 
 class _Step:
-    """A training graph as it grows: its model, the states found so far, the ends of note."""
+    """A training graph while it is built: its model, its states, and the outputs it is to have."""
 
     def __init__(
         self,
@@ -367,7 +368,7 @@ class _Step:
         return Reduction(self.ranks, self.op)
 
     def agree(self) -> None:
-        """The loss and the running statistics become those of all ranks."""
+        """Replace the loss and the running statistics by those over the rows of all ranks."""
         if self.ranks is None:
             return
         assert self.rows is not None
@@ -382,7 +383,7 @@ class _Step:
         """The gradients of all ranks' batches together."""
         if self.ranks is None:
             return gradients
-        self.parts = spread.candidates(self.graph, list(gradients), self.reduction)
+        self.parts = sharding.candidates(self.graph, list(gradients), self.reduction)
         return self.reduction.gradients(gradients, self.ready, self.parts)
 
     def weights(self, statistics: set[onnx_ir.Value], choice: Choice) -> list[onnx_ir.Value]:
@@ -612,9 +613,9 @@ class _Step:
             self.place()
             self.gather(self.ranks)
 
-    def spread(self, weights: Sequence[onnx_ir.Value], ranks: Ranks) -> None:
+    def shard(self, weights: Sequence[onnx_ir.Value], ranks: Ranks) -> None:
         """Let this rank hold its part of the weights, which nothing updates here."""
-        self.parts = spread.candidates(self.graph, weights, Reduction(ranks, self.op))
+        self.parts = sharding.candidates(self.graph, weights, Reduction(ranks, self.op))
         self.place()
         self.gather(ranks)
 
@@ -622,7 +623,7 @@ class _Step:
         """Gather the weights of `parts` where they are read, and hold this rank's part of them."""
         self.wholes |= {w: tuple(w.shape.numpy()) for w in self.parts if w.shape is not None}
         reduction = Reduction(ranks, self.op)
-        spread.gather(self.graph, self.parts, reduction, self.loss, ranks.bucket)
+        sharding.gather(self.graph, self.parts, reduction, self.loss, ranks.bucket)
         self.states = [
             (w, kind, reduction.share(initial) if w in self.parts else initial)
             for w, kind, initial in self.states
@@ -676,7 +677,3 @@ class _Step:
             measures=self.measures,
         )
         return self.model, spec
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

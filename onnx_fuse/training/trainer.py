@@ -43,6 +43,7 @@ from onnx_fuse.training.step import Mode, Spec, training_model
 from onnx_fuse.training.weights import literal
 
 __all__ = ["Evaluation", "Loss", "Trainer"]
+__dir__ = __all__.copy
 
 Array = np.ndarray[Any, Any]
 
@@ -370,7 +371,7 @@ class Trainer:
         return run
 
     def _scalars(self, spec: Spec, rate: float) -> dict[str, Array]:
-        """What a step reads beside its batch and the states."""
+        """The inputs of a step other than its batch and the states, such as the learning rate."""
         draw = self.calls
         if self.world is not None:  # as if one process had the ranks' batches one by one
             draw = self.calls * self.world.size + self.world.rank
@@ -694,7 +695,3 @@ class Trainer:
     def _fingerprint(self) -> str:
         """Equal for models that differ at most in the content of the trained weights."""
         return settings.fingerprint(self._source, set(settings.weight_names(self._specs["update"])))
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -17,7 +17,4 @@ __all__ = [
     "check_gradients",
     "validate",
 ]
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = __all__.copy

@@ -34,7 +34,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Spread:
+class Distribution:
     """How the differences of an output's elements are spread."""
 
     output: str
@@ -52,7 +52,7 @@ class Along:
     """The node of the checked model that computes each value, in the order of its graph."""
     values: list[Difference] = field(default_factory=list)
     """The difference at each of these values."""
-    outputs: list[Spread] = field(default_factory=list)
+    outputs: list[Distribution] = field(default_factory=list)
     """The spread at each output of numbers."""
 
 
@@ -103,7 +103,7 @@ def errors_along(
                 found.nodes.append(makers[name])
                 found.values.append(difference(name, a, b, tolerance))
                 if name in outputs and a.dtype.kind not in "OUSc" and a.size:
-                    found.outputs.append(_spread(name, a, b))
+                    found.outputs.append(_distribution(name, a, b))
     return found
 
 
@@ -134,7 +134,7 @@ def _showing(model: onnx_ir.Model, names: Sequence[str]) -> onnx_ir.Model:
     return model
 
 
-def _spread(name: str, expected: Array, got: Array) -> Spread:
+def _distribution(name: str, expected: Array, got: Array) -> Distribution:
     a, b = expected.astype(np.float64).ravel(), got.astype(np.float64).ravel()
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         error = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
@@ -149,7 +149,7 @@ def _spread(name: str, expected: Array, got: Array) -> Spread:
         for i in last
         if error[i] > 0
     ]
-    return Spread(name, counts, worst)
+    return Distribution(name, counts, worst)
 
 
 def _decade(power: float) -> str:

@@ -26,7 +26,7 @@ class Culprit:
     """A node of the fused model that turns right inputs into wrong outputs."""
 
     nodes: list[str]
-    """Names of the nodes: several where only all of them together can be told apart."""
+    """Names of the nodes; several where the fault cannot be attributed to one of them."""
     ops: list[str]
     """Operators of `nodes`, in the same order."""
     output: str
@@ -38,7 +38,7 @@ class Culprit:
     where: str
     """The place of the largest difference, as `name[index]`."""
     confirmed: bool
-    """Whether the model is right once the original's value stands in place of `output`."""
+    """Whether the model is right once `output` is replaced by the original's value."""
 
     def __str__(self) -> str:
         what = ", ".join(f"{op} '{name}'" for op, name in zip(self.ops, self.nodes, strict=True))
@@ -71,7 +71,7 @@ def find_culprits(
     expected = values_of(reference, feeds, _computed(reference))
     common = [name for name in _computed(suspect) if name in expected]
     seen = values_of(suspect, feeds, common)
-    # A value that changed its layout under its old name cannot stand in for the original's.
+    # A value that kept its name but changed its layout cannot be compared with the original's.
     common = [n for n in common if _alike(expected[n], seen[n])]
     cut = _cut(suspect, {name: expected[name] for name in common})
     given = feeds | {name + ORACLE: expected[name] for name in common}

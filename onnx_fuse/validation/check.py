@@ -349,7 +349,7 @@ def _answers(
     *,
     as_written: bool = False,
 ) -> list[list[Any]]:
-    """The fused model's outputs on all feeds, from a session that lives no longer."""
+    """The fused model's outputs on all feeds, from a session that is closed afterwards."""
     with ort.faults("the fused model"):
         if device == "cpu":
             session = ort.session(_runnable(fused), as_written=as_written)

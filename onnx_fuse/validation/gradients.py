@@ -226,7 +226,7 @@ def check_written(
     shapes: Mapping[str, Sequence[int]] | None = None,
     dims: Mapping[str, int] | None = None,
 ) -> GradientCheck:
-    """The outputs `w.grad` of a graph that `autodiff.gradient` made, as `check_gradients` has it.
+    """Compare the outputs `w.grad` that `autodiff.gradient` wrote, as `check_gradients` does.
 
     The graph's own forward gives the slopes: of its outputs times their `y.grad`, or of its loss.
     Raises ModelError where onnxruntime cannot run the graph.
@@ -264,7 +264,7 @@ def check_written(
         cotangents = {"loss" if "loss" in loss else loss[0]: np.ones(())} if loss else {}
     known = {*_inputs(backward), *backward.graph.initializers}
     grads = [v for v in backward.graph.outputs if (v.name or "").endswith(_GRAD)]
-    # One element is a constant of the graph rather than a parameter, where there are others.
+    # A tensor of one element is probably a constant; it is checked only if there is no other.
     grads = [v for v in grads if _elements(v) != 1] or grads
     wanted = [v.name or "" for v in grads if (v.name or "").removesuffix(_GRAD) in known]
     check.notes.extend(

@@ -166,7 +166,7 @@ def generate(
 
 def _feed(roles: dict[str, Role], choice: Choice, rng: np.random.Generator, top: int) -> Feeds:
     shapes = choice.shapes
-    # A mask over more places than a position has says how many are in the past.
+    # A mask that is longer than the step gives the length of past and step together.
     widths = [shapes[k][-1] for k, r in roles.items() if r.masks and shapes[k]]
     feed = {}
     for name, role in roles.items():
@@ -196,7 +196,7 @@ def extremes(model: onnx_ir.Model, feed: Feeds) -> list[tuple[str, Feeds]]:
     """
     roles = {v.name or "": role_of(v) for v in required(model)}
     masks = {k: a for k, a in feed.items() if roles[k].masks and a.ndim}
-    # Generated masks are full in their first row: one that is false there hides by true.
+    # The first row of a generated mask hides nothing. If it is false there, true means hidden.
     inverted = any(
         a.dtype == bool and a.size > 0 and not a[(0,) * (a.ndim - 1)].any() for a in masks.values()
     )
@@ -220,7 +220,7 @@ def reference_pairs(
     *,
     rare: bool = False,
 ) -> list[tuple[Feeds, list[Any]]]:
-    """`feeds`, or generated ones, with what `run` answers; `rare` adds extremes to generated ones.
+    """Pairs of feeds, given or generated, and what `run` answers; `rare` adds extreme values.
 
     Raises ModelError where the original does not run on feeds given.
     """

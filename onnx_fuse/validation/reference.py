@@ -21,7 +21,7 @@ from onnx_fuse.validation.arrays import Array
 
 
 def reference_evaluator(model: onnx_ir.Model) -> Any:
-    """ONNX's own evaluator, but for what it does otherwise (onnx 1.23).
+    """ONNX's own evaluator, with operators corrected in which it departs from the standard (1.23).
 
     Its Erf rounds to float32, its GatherElements takes no negative axis, its Pad no negative pads,
     its Scan no directions and no axes but 0; its Loop makes no step without a condition and stacks

@@ -21,7 +21,7 @@ class Atom:
 
     @cached_property
     def depth(self) -> int:
-        """How many atoms are nested in each other."""
+        """The depth to which atoms are nested."""
         inner = (s.depth for a in self.args for m in a.terms for s in m if isinstance(s, Atom))
         return 1 + max(inner, default=0)
 
@@ -151,7 +151,7 @@ class Size:
 
     @property
     def whole(self) -> bool:
-        """Whether it is an integer wherever the symbols are."""
+        """Whether its value is an integer for all integers that its symbols may stand for."""
         return all(
             isinstance(c, int) and not any(isinstance(s, Atom) and s.op == "quotient" for s in m)
             for m, c in self.terms.items()

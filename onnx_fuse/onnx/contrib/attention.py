@@ -125,7 +125,7 @@ def _causal(
     column = counted(op, total)
     keep = op.LessOrEqual(column, op.Unsqueeze(row, op.ints(1)))
     if new is not rows:
-        # with as many keys as queries this is all the last query sees anyway
+        # with as many keys as queries the causal mask, too, lets the last query see all of them
         final = op.Equal(counted(op, rows), op.Sub(rows, op.ints(1)))
         keep = op.Or(keep, op.Unsqueeze(final, op.ints(1)))
     other = op.number(0.0, like) if padding is None else padding
@@ -283,7 +283,7 @@ def _as_long(query: ir.Value, key: ir.Value | None) -> bool:
 
 
 def _width(x: ir.Value | None, heads: int) -> int | None:
-    """N·h of an operand in whichever form it comes."""
+    """The hidden size N·h of an operand, from any of the shapes that the operator allows."""
     size, head = rank(x), dim(x, -1)
     return head if head is None or size == 3 else heads * head
 

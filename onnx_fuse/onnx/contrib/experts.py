@@ -68,7 +68,7 @@ def _hidden(op: Body, node: ir.Node, x: ir.Value) -> ir.Value:
         if other is None:
             raise Unwritable("its third weights are missing")
         return _swiglu(op, node, first, _projected(op, x, other, given(node, 7)))
-    if way == 1:  # gate and up in turn
+    if way == 1:  # columns of gate and up alternate
         pairs = op.Reshape(first, op.ints(0, 0, -1, 2))
         gate, up = (op.Squeeze(v, op.ints(3)) for v in op.Split(
             pairs, outputs=2, axis=3, num_outputs=2))  # fmt: skip

@@ -46,15 +46,15 @@ def _cached(
 
 
 def _shared(op: Body, x: ir.Value, groups: int, heads: int, head: int) -> ir.Value:
-    """[B, K, T, h] with each head `groups` times: [B, N, T, h]."""
+    """Repeat each of the K heads of x [B, K, T, h] `groups` times, which gives [B, N, T, h]."""
     if groups == 1:
         return x
     one = op.Unsqueeze(x, op.ints(2))
     each = op.Expand(one, op.ints(1, 1, groups, 1, 1))
-    spread: ir.Value = op.Reshape(
+    repeated: ir.Value = op.Reshape(
         each, op.shape(op.Shape(x, start=0, end=1), heads, op.Shape(x, start=2, end=3), head)
     )
-    return spread
+    return repeated
 
 
 # On a CPU, a token over a cache of 1024 takes 0.3 ms whole and 0.6 as fused parts (1.32).
@@ -139,7 +139,7 @@ def _mask(
 
 
 def _softmax(op: Body, node: ir.Node, scores: ir.Value, heads: int) -> ir.Value:
-    """Over the keys, and over a key without a value: of score 0, or of the head's own."""
+    """Softmax over the keys and, with a sink, over one more score: 0, or the number of the head."""
     sink = given(node, 11)
     if sink is None and attr(node, "smooth_softmax", 0) != 1:
         plain: ir.Value = op.Softmax(scores, axis=-1)

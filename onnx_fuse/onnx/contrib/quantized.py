@@ -37,7 +37,7 @@ def dequantized(op: Body, node: ir.Node, first: int, *, axis: int | None = None)
 def quantized(
     op: Body, y: ir.Value, scale: ir.Value, zero: ir.Value | None, kind: ir.DataType | None
 ) -> ir.Value:
-    """`y` in integers; without a zero point those of type `kind`, around 0."""
+    """`y` quantized to integers; without a zero point they are of type `kind` and around 0."""
     if zero is None:
         if kind is None:
             raise Unwritable("the type of its result is not known")

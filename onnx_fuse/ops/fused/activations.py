@@ -84,7 +84,7 @@ register(
         OpDef(
             f"{a.name}Grad",
             FUSE,
-            body=_bodies(a, f"{a.name}Grad", "dy, z", f"{a.derivative}  y = Mul (dy, d)\n"),
+            body=_bodies(a, f"{a.name}Grad", "dy, z", f"{a.derivative}  y = dy * d\n"),
         )
         for a in ACTIVATIONS.values()
     ),
@@ -174,7 +174,7 @@ Coefficients = dict[tuple[int, int], Collection[float]]
 
 
 def _stored(number: float, dtype: ir.DataType) -> float:
-    """The constant of `dtype` that stands for `number`: the nearest.
+    """The number of type `dtype` that is nearest to `number`.
 
     That is what PyTorch's exporters write for 1.4142135, 0.7978845608, 0.044715 and the like, in
     every type (2.13, opsets 13 to 23); a constant of fewer digits is another function.
@@ -194,7 +194,7 @@ def _cubic_argument(dtype: ir.DataType) -> Coefficients:
 
 
 def _agrees(p: Polynomial | None, wanted: Coefficients, tolerance: float = 0.0) -> bool:
-    """Whether the coefficients are among those `wanted`; a tolerance finds near misses."""
+    """Whether the coefficients agree with one of those `wanted`, within the tolerance."""
     if p is None:
         return False
     p = {k: c for k, c in p.items() if c}

@@ -56,7 +56,7 @@ def _define(activation: Activation | None, residual: bool) -> OpDef:
         FUSE,
         body=f"{name} {head}({', '.join(inputs)}) => (y) {{\n"
         f"  {'m' if residual else 'z'} = Conv <{_BODY_ATTRIBUTES}> (x, w, c)\n"
-        + (f"  {'z' if activation else 'y'} = Add (m, r)\n" if residual else "")
+        + (f"  {'z' if activation else 'y'} = m + r\n" if residual else "")
         + (activation.forward if activation else "")
         + "}",
         saves=("z",) if own else (),
@@ -74,7 +74,7 @@ register(
 
 
 @dataclass(frozen=True)
-class _Behind:
+class _Tail:
     """What follows a sum: views, then an activation of it."""
 
     views: tuple[ir.Node, ...]
@@ -84,7 +84,7 @@ class _Behind:
     operands: tuple[ir.Value, ...] = ()
 
 
-def _activation(z: ir.Value) -> _Behind | None:
+def _activation(z: ir.Value) -> _Tail | None:
     """The activation among the readers of `z`, which may have others, or of views of it."""
     # An activation is elementwise: it may as well run before a Reshape or Transpose.
     views = consumer_views(z)
@@ -94,10 +94,10 @@ def _activation(z: ir.Value) -> _Behind | None:
             slope = other_operand(node, z)
             if node.inputs[0] is not z or slope is None or slope is z:
                 return None  # the result is the slope
-            return _Behind((), node, _PRELU, {}, (slope,))
+            return _Tail((), node, _PRELU, {}, (slope,))
         found = activation_of(node)
         if found is not None:
-            return _Behind(tuple(views), node, *found)
+            return _Tail(tuple(views), node, *found)
     return None
 
 
@@ -121,7 +121,7 @@ def _residual(conv: ir.Node, z: ir.Value) -> tuple[ir.Node, ir.Value] | None:
     sizes = [(dim(r, i), dim(z, i)) for i in range(rank(z) or 0)]
     if any(a != b and None not in (a, b) for a, b in sizes) or not is_float(r):
         return None
-    # Of two convolutions the larger filter takes the sum: one of a single tap is a plain product.
+    # If both operands are convolutions, the one with the larger filter takes the sum in.
     rival = producer(r, "Conv")
     if rival is not None and sole_consumer(r) is add and _taps(rival) > _taps(conv):
         return None

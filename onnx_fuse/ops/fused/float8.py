@@ -40,32 +40,23 @@ _NUMBERS = """
     largest = Constant <value_float: float = 3.4028234663852886e38> ()
     from = Constant <value_float: float = -60.0> ()
     to = Constant <value_float: float = 61.0> ()
-    first = Constant <value_ints: ints = [0]> ()
-    end = Constant <value_ints: ints = [-1]> ()
-    exponents = Range (from, to, one)
-    powers = Pow (two, exponents)
+    first = [0]
+    end = [-1]
+    powers = Pow (two, Range (from, to, one))
 """
 _ROUND = """
     {v}top = ReduceMax <keepdims: int = 0> ({v}_history)
     {v}most = Constant <value_float: float = {most}> ()
-    {v}reach = Mul (powers, {v}most)
-    {v}enough = GreaterOrEqual ({v}reach, {v}top)
-    {v}those = Where ({v}enough, powers, last)
+    {v}those = Where (GreaterOrEqual (powers * {v}most, {v}top), powers, last)
     {v}least = ReduceMin <keepdims: int = 0> ({v}those)
     {v}none = Equal ({v}top, zero)
-    {v}start = Constant <value_float: float = {start}> ()
-    {v}scale = Where ({v}none, {v}start, {v}least)
+    {v}scale = Where ({v}none, Constant <value_float: float = {start}> (), {v}least)
     {v}wide = Cast <to: int = 1> ({v})
-    {v}divided = Div ({v}wide, {v}scale)
-    {v}low = Neg ({v}most)
-    {v}clipped = Clip ({v}divided, {v}low, {v}most)
+    {v}clipped = Clip ({v}wide / {v}scale, Neg ({v}most), {v}most)
     {v}abs = Abs ({v}wide)
-    {v}finite = LessOrEqual ({v}abs, largest)
-    {v}magnitudes = Where ({v}finite, {v}abs, zero)
-    {v}largest = ReduceMax <keepdims: int = 0> ({v}magnitudes)
-    {v}newest = Unsqueeze ({v}largest, first)
-    {v}earlier = Slice ({v}_history, first, end)
-    {v}next = Concat <axis: int = 0> ({v}newest, {v}earlier)
+    {v}magnitudes = Where (LessOrEqual ({v}abs, largest), {v}abs, zero)
+    {v}newest = Unsqueeze (ReduceMax <keepdims: int = 0> ({v}magnitudes), first)
+    {v}next = Concat <axis: int = 0> ({v}newest, Slice ({v}_history, first, end))
 """
 
 
@@ -75,32 +66,22 @@ def _round(v: str, kind: ir.DataType) -> str:
 
 
 _LINEAR = f"""{_NUMBERS}{_round("x", E4M3)}{_round("w", E4M3)}
-    x_turned = Transpose <perm: ints = [1, 0]> (xclipped)
-    xt = Cast <to: int = {E4M3:d}> (x_turned)
+    xt = Cast <to: int = {E4M3:d}> (Transpose <perm: ints = [1, 0]> (xclipped))
     wq = Cast <to: int = {E4M3:d}> (wclipped)
     xf = Cast <to: int = 1> (xt)
     wf = Cast <to: int = 1> (wq)
-    xs = Mul (xf, xscale)
-    ws = Mul (wf, wscale)
-    xr = Transpose <perm: ints = [1, 0]> (xs)
-    wide = MatMul (xr, ws)
-    product = CastLike (wide, x)
+    xs = xf * xscale
+    ws = wf * wscale
+    product = CastLike (MatMul (Transpose <perm: ints = [1, 0]> (xs), ws), x)
 """
 _GRADIENT = f"""{_NUMBERS}{_round("dz", E5M2)}
-    dzq = Cast <to: int = {E5M2:d}> (dzclipped)
-    dzf = Cast <to: int = 1> (dzq)
-    g = Mul (dzf, dzscale)
+    g = Cast <to: int = 1> (Cast <to: int = {E5M2:d}> (dzclipped)) * dzscale
     xf = Cast <to: int = 1> (xt)
     wf = Cast <to: int = 1> (wq)
-    xs = Mul (xf, xscale)
-    ws = Mul (wf, wscale)
-    wt = Transpose <perm: ints = [1, 0]> (ws)
-    dxw = MatMul (g, wt)
-    dx = CastLike (dxw, dy)
-    dww = MatMul (xs, g)
-    dw = CastLike (dww, dy)
-    sums = ReduceSum <keepdims: int = 0> (dzwide, first)
-    dc = CastLike (sums, dy)
+    xs = xf * xscale
+    dx = CastLike (MatMul (g, Transpose <perm: ints = [1, 0]> (wf * wscale)), dy)
+    dw = CastLike (MatMul (xs, g), dy)
+    dc = CastLike (ReduceSum <keepdims: int = 0> (dzwide, first), dy)
 """
 SAVED: tuple[str, ...] = ("xt", "wq", "xscale", "wscale")
 """x8 / s [K, M] and w8 / s [K, N] in e4m3, and both s: what the gradient reads."""
@@ -127,11 +108,11 @@ def _gradient(op: Any, node: ir.Node, dys: Values) -> Values:
 def _define(activation: Activation | None) -> tuple[OpDef, OpDef]:
     """The operator and its gradient."""
     name, attributes, saves = NAME, "", SAVED
-    text = f"{_LINEAR}y = Add (product, c)"
+    text = f"{_LINEAR}y = product + c"
     reads = "dy, xt, wq, xscale, wscale, dz_history"
     if activation is not None:
         name, attributes = name + activation.name, activation.attributes
-        text = f"{_LINEAR}z = Add (product, c)\n{renamed(activation.forward, 'y')}"
+        text = f"{_LINEAR}z = product + c\n{renamed(activation.forward, 'y')}"
         saves = ("z", *SAVED)
         reads += ", z"
     given, made = "x, w, c, x_history, w_history, dz_history", "y, xnext, wnext"

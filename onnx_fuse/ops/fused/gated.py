@@ -54,7 +54,7 @@ def _define(prefix: str, place: str, activation: Activation) -> OpDef:
         name,
         FUSE,
         body=f"{name} {head}({inputs}) => (y) {{\n{prologue.text}"
-        f"  m = MatMul ({'n' if prefix else 'x'}, w)\n  both = Add (m, c)\n"
+        f"  m = MatMul ({'n' if prefix else 'x'}, w)\n  both = m + c\n"
         f"  {halves} = Split <axis: int = -1, num_outputs: int = 2> (both)\n"
         f"{gate}  y = Mul ({factors})\n}}",
     )
@@ -336,7 +336,7 @@ def written_out(op: Builder, node: ir.Node, columns: int) -> ir.Value:
 
 
 def _apart(rw: Rewriter, node: ir.Node) -> bool:
-    """The form that training uses: product and gate apart."""
+    """The form that training uses: the product, and the gate as nodes of its own."""
     columns = dim(node.inputs[-2], 1)
     if columns is None:
         return False

@@ -71,9 +71,7 @@ PROLOGUES = {
         LAYER_NORM_TEXT.format(n="n", x="x"),
         ("mean", "rstd"),
     ),
-    "RMSNorm": Prologue(
-        ("scale",), (EPSILON, STASH), RMS_TEXT + "  n = Mul (nx, scale)\n", ("rstd",)
-    ),
+    "RMSNorm": Prologue(("scale",), (EPSILON, STASH), RMS_TEXT + "  n = nx * scale\n", ("rstd",)),
 }
 
 
@@ -88,7 +86,7 @@ def _define(prefix: str, activation: Activation | None) -> OpDef:
         FUSE,
         body=f"{name} {head}({inputs}) => (y) {{\n{prologue.text}"
         f"  m = MatMul ({'n' if prefix else 'x'}, w)\n"
-        f"  {'z' if activation else 'y'} = Add (m, c)\n{tail}}}",
+        f"  {'z' if activation else 'y'} = m + c\n{tail}}}",
         saves=prologue.saves + (("z",) if activation else ()),
         grad=gemm_grad,
     )
@@ -156,7 +154,7 @@ def _with_bias(rw: Rewriter, site: _Site) -> _Site:
         return site
     shape = [dim(c, i) for i in range(rank(c) or 0)]
     column = all(d == 1 for d in shape[:-1]) and (not shape or shape[-1] in (1, width))
-    # A bias per row has the rows of the product: it might make more of a single one.
+    # A bias with a number for each row must have the product's rows: else it could add rows.
     row = bool(shape) and shape[-1] == 1 and is_constant(c)
     row &= all(d == 1 or d == dim(site.output, i - len(shape)) for i, d in enumerate(shape))
     if rank(c) is None or not (column or row):
@@ -334,7 +332,7 @@ def product_parts(node: ir.Node) -> Parts | None:
     return Parts(name.norm, name.activation, tuple(head), w, c)
 
 
-def _merge(rw: Rewriter, node: ir.Node) -> bool:
+def _fuse_siblings(rw: Rewriter, node: ir.Node) -> bool:
     """One wider product for all that read the same input through the same norm, then Split."""
     parts = product_parts(node)
     if parts is None:
@@ -441,7 +439,7 @@ def merged_bias(
     like: ir.Value,
     stem: str,
 ) -> ir.Value:
-    """The biases end to end; absent ones are zeros."""
+    """All biases in one vector; a missing one counts as zeros."""
     if all(c is None or is_additive_identity(c) for c in biases):
         return rw.zeros(like)
     parts = [
@@ -530,6 +528,6 @@ _FAMILY = (
     *(str(FusedName.make("Gemm", a, norm=p)) for p in PROLOGUES for a in ("", *ACTIVATIONS)),
 )
 FUSE_GEMM = Rule("Gemm", 1, ("MatMul", "Gemm"), _fuse)
-MERGE = Rule("MergedGemm", 2, _FAMILY, _merge)
+MERGE = Rule("MergedGemm", 2, _FAMILY, _fuse_siblings)
 KEEP = Rule("LayerNormGemm", 1, _NORMS, _keep)
 FOLD_AFFINE = Rule("FoldAffine", 3, _FAMILY, _fold_affine, training=False)

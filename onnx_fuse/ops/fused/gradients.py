@@ -62,9 +62,9 @@ def cotangents(node: ir.Node, dys: Values, outputs: int, handled: str = "") -> T
 # ---- Gemm ------------------------------------------------------------------------------------
 
 _ROWS = """
-    first = Constant <value_ints: ints = [0]> ()
-    second = Constant <value_ints: ints = [1]> ()
-    last = Constant <value_ints: ints = [-1]> ()
+    first = [0]
+    second = [1]
+    last = [-1]
     k1 = Shape <start: int = 0, end: int = 1> (w)
     n1 = Shape <start: int = 1, end: int = 2> (w)
     rows_k = Concat <axis: int = 0> (last, k1)
@@ -75,63 +75,50 @@ _ROWS = """
 """
 _PLAIN = """
     x2 = Reshape (x, rows_k)
-    dx2 = Gemm <transB: int = 1> (dz2, w)
-    dx = Reshape (dx2, x_shape)
+    dx = Reshape (Gemm <transB: int = 1> (dz2, w), x_shape)
     dw = Gemm <transA: int = 1> (x2, dz2)
 """
 _C1 = """
     cs = ReduceSum <keepdims: int = 0> (wq, first)
-    css = Cast <to: int = @stash_type> (cs)
-    cs_col = Unsqueeze (css, second)
-    s1 = MatMul (dzs, cs_col)
-    c1 = Div (s1, ks)
-    d0 = Sub (gs, c1)
+    c1 = MatMul (dzs, Unsqueeze (Cast <to: int = @stash_type> (cs), second)) / ks
+    d0 = gs - c1
 """
 # onnxruntime 1.31 computes MatMul(Transpose(w), v) wrongly for a v of rank 1: hence columns.
 _NORMED = """
     scale_col = Unsqueeze (scale, second)
-    wq = Mul (w, scale_col)
+    wq = w * scale_col
     {centre}
     rs = Cast <to: int = @stash_type> (rstd)
-    xhs = Mul (xm, rs)
+    xhs = xm * rs
     xh = CastLike (xhs, x)
     {shift}
     zs = Cast <to: int = @stash_type> (z)
     cvs = Cast <to: int = @stash_type> (cv)
     dzs = Cast <to: int = @stash_type> (dz)
     ks = Cast <to: int = @stash_type> (k1)
-    zc = Sub (zs, cvs)
-    t2 = Mul (dzs, zc)
-    s2 = ReduceSum <keepdims: int = 1> (t2, last)
-    c2 = Div (s2, ks)
-    g2 = Gemm <transB: int = 1> (dz2, wq)
-    g = Reshape (g2, x_shape)
+    c2 = ReduceSum <keepdims: int = 1> (dzs * (zs - cvs), last) / ks
+    g = Reshape (Gemm <transB: int = 1> (dz2, wq), x_shape)
     gs = Cast <to: int = @stash_type> (g)
     {c1}
-    xc = Mul (xhs, c2)
-    d1 = Sub (d0, xc)
-    d2 = Mul (d1, rs)
+    d2 = (d0 - xhs * c2) * rs
     dx = CastLike (d2, x)
-    xh2 = Reshape (xh, rows_k)
-    gw = Gemm <transA: int = 1> (xh2, dz2)
-    wgw = Mul (w, gw)
-    dscale = ReduceSum <keepdims: int = 0> (wgw, second)
+    gw = Gemm <transA: int = 1> (Reshape (xh, rows_k), dz2)
+    dscale = ReduceSum <keepdims: int = 0> (w * gw, second)
     {dw}
 """
+_CENTRED = "xm = Cast <to: int = @stash_type> (x) - Cast <to: int = @stash_type> (mean)"
 _LAYER_NORM = _NORMED.format(
-    centre="xs = Cast <to: int = @stash_type> (x)\n means = Cast <to: int = @stash_type> (mean)\n"
-    " xm = Sub (xs, means)",
-    shift="bias_row = Unsqueeze (bias, first)\n bw = MatMul (bias_row, w)\n cv = Add (bw, c)",
+    centre=_CENTRED,
+    shift="cv = MatMul (Unsqueeze (bias, first), w) + c",
     c1=_C1,
-    dw="sg = Mul (scale_col, gw)\n bias_col = Unsqueeze (bias, second)\n"
-    " bdc = Mul (bias_col, dc)\n dw = Add (sg, bdc)\n"
-    " dc_col = Unsqueeze (dc, second)\n db = MatMul (w, dc_col)\n dbias = Squeeze (db, second)",
+    dw="dw = scale_col * gw + Unsqueeze (bias, second) * dc\n"
+    " dbias = Squeeze (MatMul (w, Unsqueeze (dc, second)), second)",
 )
 _RMS_NORM = _NORMED.format(
     centre="xm = Cast <to: int = @stash_type> (x)",
     shift="cv = Identity (c)",
     c1="d0 = Identity (gs)",
-    dw="dw = Mul (scale_col, gw)",
+    dw="dw = scale_col * gw",
 )
 # prefix: (body, inputs, outputs), without what an activation adds
 _GEMMS = {
@@ -160,7 +147,7 @@ def dz_text(activation: Activation | None) -> str:
     """dz from dy, and from z where there is an activation."""
     if activation is None:
         return "dz = Identity (dy)"
-    return f"{renamed(activation.derivative, 'd')}\n dz = Mul (dy, d)"
+    return f"{renamed(activation.derivative, 'd')}\n dz = dy * d"
 
 
 def gemm_grad_def(prefix: str, activation: Activation | None) -> OpDef:
@@ -231,64 +218,49 @@ def gemm_grad(op: Any, node: ir.Node, dys: Values) -> Values:
 # ---- norms -----------------------------------------------------------------------------------
 
 _NORM = """
-    last = Constant <value_ints: ints = [-1]> ()
-    first = Constant <value_ints: ints = [0]> ()
+    last = [-1]
+    first = [0]
     k1 = Shape (scale)
     rows_k = Concat <axis: int = 0> (last, k1)
     dys = Cast <to: int = @stash_type> (dy)
     scales = Cast <to: int = @stash_type> (scale)
     rs = Cast <to: int = @stash_type> (rstd)
     {centre}
-    xh = Mul (xm, rs)
-    g = Mul (dys, scales)
-    gx = Mul (g, xh)
-    m2 = ReduceMean <keepdims: int = 1> (gx, last)
+    xh = xm * rs
+    g = dys * scales
+    m2 = ReduceMean <keepdims: int = 1> (g * xh, last)
     {mean}
-    xm2 = Mul (xh, m2)
-    d1 = Sub (d0, xm2)
-    d2 = Mul (d1, rs)
+    d2 = (d0 - xh * m2) * rs
     {skip}
     dx = CastLike (d3, x)
-    p = Mul (dys, xh)
-    p2 = Reshape (p, rows_k)
-    ps = ReduceSum <keepdims: int = 0> (p2, first)
-    dscale = CastLike (ps, scale)
+    dscale = CastLike (ReduceSum <keepdims: int = 0> (Reshape (dys * xh, rows_k), first), scale)
     {dbias}
 """
 
 
 _BATCH_NORM = """
-    planes = Constant <value_ints: ints = [0, 0, -1]> ()
-    column = Constant <value_ints: ints = [-1, 1]> ()
-    axes = Constant <value_ints: ints = [0, 2]> ()
-    x3 = Reshape (x, planes)
-    xs = Cast <to: int = @stash_type> (x3)
-    dy3 = Reshape (dy, planes)
-    dys = Cast <to: int = @stash_type> (dy3)
+    planes = [0, 0, -1]
+    column = [-1, 1]
+    axes = [0, 2]
+    xs = Cast <to: int = @stash_type> (Reshape (x, planes))
+    dys = Cast <to: int = @stash_type> (Reshape (dy, planes))
     mean = ReduceMean <keepdims: int = 1> (xs, axes)
-    xm = Sub (xs, mean)
-    squares = Mul (xm, xm)
-    variance = ReduceMean <keepdims: int = 1> (squares, axes)
-    eps_f = Constant <value_float: float = @epsilon> ()
-    eps = CastLike (eps_f, xs)
-    padded = Add (variance, eps)
-    std = Sqrt (padded)
-    xh = Div (xm, std)
-    p = Mul (dys, xh)
+    xm = xs - mean
+    variance = ReduceMean <keepdims: int = 1> (xm * xm, axes)
+    std = Sqrt (variance + CastLike (Constant <value_float: float = @epsilon> (), xs))
+    xh = xm / std
+    p = dys * xh
     m1 = ReduceMean <keepdims: int = 1> (dys, axes)
     m2 = ReduceMean <keepdims: int = 1> (p, axes)
-    d0 = Sub (dys, m1)
-    xm2 = Mul (xh, m2)
-    d1 = Sub (d0, xm2)
+    d0 = dys - m1
+    d1 = d0 - xh * m2
     rows = Reshape (scale, column)
     scales = Cast <to: int = @stash_type> (rows)
-    factor = Div (scales, std)
-    d2 = Mul (d1, factor)
+    d2 = d1 * (scales / std)
     x_shape = Shape (x)
     d3 = Reshape (d2, x_shape)
     dx = CastLike (d3, x)
-    ps = ReduceSum <keepdims: int = 0> (p, axes)
-    dscale = CastLike (ps, scale)
+    dscale = CastLike (ReduceSum <keepdims: int = 0> (p, axes), scale)
     bs = ReduceSum <keepdims: int = 0> (dys, axes)
     dbias = CastLike (bs, scale)
 """
@@ -296,18 +268,13 @@ _BATCH_NORM = """
 
 def _norm_def(name: str, centred: bool, skip: bool) -> OpDef:
     text = _NORM.format(
-        centre="xs = Cast <to: int = @stash_type> (x)\n"
-        " means = Cast <to: int = @stash_type> (mean)\n xm = Sub (xs, means)"
-        if centred
-        else "xm = Cast <to: int = @stash_type> (x)",
-        mean="m1 = ReduceMean <keepdims: int = 1> (g, last)\n d0 = Sub (g, m1)"
+        centre=_CENTRED if centred else "xm = Cast <to: int = @stash_type> (x)",
+        mean="d0 = g - ReduceMean <keepdims: int = 1> (g, last)"
         if centred
         else "d0 = Identity (g)",
-        skip="dss = Cast <to: int = @stash_type> (ds)\n d3 = Add (d2, dss)"
-        if skip
-        else "d3 = Identity (d2)",
-        dbias="dy2 = Reshape (dys, rows_k)\n bs = ReduceSum <keepdims: int = 0> (dy2, first)\n"
-        " dbias = CastLike (bs, scale)"
+        skip="d3 = d2 + Cast <to: int = @stash_type> (ds)" if skip else "d3 = Identity (d2)",
+        dbias="sums = ReduceSum <keepdims: int = 0> (Reshape (dys, rows_k), first)\n"
+        " dbias = CastLike (sums, scale)"
         if centred
         else "",
     )
@@ -319,21 +286,19 @@ def _norm_def(name: str, centred: bool, skip: bool) -> OpDef:
 # y = LN(x), t = y · w + c and x needs no gradient: those of w, of LN's parameters and of c, from
 # dt [M,n] and xh = (x - mean) rstd [M,k] alone; w is [n,k], or ("Turned") [k,n].
 _LEAF = """
-    first = Constant <value_ints: ints = [0]> ()
-    last = Constant <value_ints: ints = [1]> ()
-    row = Constant <value_ints: ints = [1, -1]> ()
-    flat = Constant <value_ints: ints = [-1]> ()
+    first = [0]
+    last = [1]
+    row = [1, -1]
+    flat = [-1]
     dc = ReduceSum <keepdims: int = 0> (dt, first)
     g = Gemm <transA: int = 1> ({operands})
     {features}
-    wg = Mul (w, g)
-    dgamma = ReduceSum <keepdims: int = 0> (wg, {axis})
-    dcs = Reshape (dc, row)
-    sums = Gemm <transB: int = {turned}> (dcs, w)
+    dgamma = ReduceSum <keepdims: int = 0> (w * g, {axis})
+    sums = Gemm <transB: int = {turned}> (Reshape (dc, row), w)
     dbeta = Reshape (sums, flat)
-    scaled = Mul (g, gammas)
-    bias = Mul (dcn, betas)
-    dw = Add (scaled, bias)
+    scaled = g * gammas
+    bias = dcn * betas
+    dw = scaled + bias
 """
 
 

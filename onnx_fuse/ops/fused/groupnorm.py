@@ -27,26 +27,26 @@ from onnx_fuse.ops.rewrite import (
     sole_consumer,
 )
 
-_BODY = """  first = Constant <value_ints: ints = [0]> ()
-  rest = Constant <value_ints: ints = [-1]> ()
-  count = Constant <value_int: int = @num_groups> ()
-  groups = Unsqueeze (count, first)
+_BODY = """
+  first = [0]
+  rest = [-1]
+  groups = Unsqueeze (Constant <value_int: int = @num_groups> (), first)
   by_group = Concat <axis: int = 0> (first, groups, rest)
   x_shape = Shape (x)
   xs = Cast <to: int = @stash_type> (x)
   xg = Reshape (xs, by_group)
-  one = ConstantOfShape <value: tensor = float[1] {1.0}> (groups)
-  zero = ConstantOfShape <value: tensor = float[1] {0.0}> (groups)
-  ones = CastLike (one, xs)
-  zeros = CastLike (zero, xs)
-  ng = InstanceNormalization <epsilon: float = @epsilon> (xg, ones, zeros)
-  ns = Reshape (ng, x_shape)
+  units = ConstantOfShape <value: tensor = float[1] {1.0}> (groups)
+  nothings = ConstantOfShape <value: tensor = float[1] {0.0}> (groups)
+  ones = CastLike (units, xs)
+  zeros = CastLike (nothings, xs)
+  ns = Reshape (InstanceNormalization <epsilon: float = @epsilon> (xg, ones, zeros), x_shape)
   n = CastLike (ns, x)
-  m = Mul (n, scale)
+  m = n * scale
 """
 
 
-_NODE = """  rest = Constant <value_ints: ints = [-1]> ()
+_NODE = """
+  rest = [-1]
   scale1 = Reshape (scale, rest)
   bias1 = Reshape (bias, rest)
   {z} = GroupNormalization <num_groups: int = @num_groups, epsilon: float = @epsilon,
@@ -68,7 +68,7 @@ def _define(activation: Activation | None) -> OpDef:
     return OpDef(
         name,
         FUSE,
-        body=f"{head}{_BODY}  {z} = Add (m, bias)\n{tail}",
+        body=f"{head}{_BODY}  {z} = m + bias\n{tail}",
         newer=f"{head}{_NODE.format(z=z)}{tail}",
     )
 

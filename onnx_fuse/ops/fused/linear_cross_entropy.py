@@ -37,26 +37,23 @@ from onnx_fuse.ops.rewrite import (
 
 NAME = "LinearCrossEntropy"
 LEAST_CLASSES = 2048
-"""Classes from which the scores weigh more than the operands that they are made of."""
+"""The number of classes from which the scores take more memory than the operands of the product."""
 _HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _VIEWS = 16
 """Nodes between a product and its loss that are looked over at most."""
 
 _BODY = """LinearCrossEntropy <ignore_index: int = -100, label_smoothing: float = 0.0,
     stash_type: int = 1> (x, w, bias, labels, weight) => (loss, total) {
-  wt = Transpose <perm: ints = [1, 0]> (w)
-  product = MatMul (x, wt)
-  scores = Add (product, bias)
+  product = MatMul (x, Transpose <perm: ints = [1, 0]> (w))
+  scores = product + bias
   z = Cast <to: int = @stash_type> (scores)
   log_p = LogSoftmax <axis: int = 1> (z)
   zero_id = Constant <value_int: int = 0> ()
   one_id = Constant <value_int: int = 1> ()
-  second = Constant <value_ints: ints = [1]> ()
+  second = [1]
   ids = Cast <to: int = 7> (labels)
-  skipped = Constant <value_int: int = @ignore_index> ()
-  ignored = Equal (ids, skipped)
-  safe = Where (ignored, zero_id, ids)
-  index = Unsqueeze (safe, second)
+  ignored = Equal (ids, Constant <value_int: int = @ignore_index> ())
+  index = Unsqueeze (Where (ignored, zero_id, ids), second)
   out = Unsqueeze (ignored, second)
   zero = CastLike (zero_id, z)
   one = CastLike (one_id, z)
@@ -66,45 +63,27 @@ _BODY = """LinearCrossEntropy <ignore_index: int = -100, label_smoothing: float 
   own = Gather (each, index)
   counted = Where (out, zero, own)
   total = ReduceSum <keepdims: int = 0> (counted)
-  epsilon = Constant <value_float: float = @label_smoothing> ()
-  smooth = CastLike (epsilon, z)
-  keep = Sub (one, smooth)
+  smooth = CastLike (Constant <value_float: float = @label_smoothing> (), z)
+  keep = one - smooth
   count = Squeeze (classes)
-  count_z = CastLike (count, z)
-  share = Div (smooth, count_z)
-  hard = Mul (counted, keep)
-  own_log = GatherElements <axis: int = 1> (log_p, index)
-  hard_log = Mul (hard, own_log)
-  weighted = Mul (log_p, each)
-  every = ReduceSum <keepdims: int = 1> (weighted, second)
-  spread = Mul (every, share)
-  is_hard = Equal (smooth, zero)
-  soft_log = Where (is_hard, zero, spread)
-  row_log = Add (hard_log, soft_log)
-  row = Where (out, zero, row_log)
+  share = smooth / CastLike (count, z)
+  hard = counted * keep
+  hard_log = hard * GatherElements <axis: int = 1> (log_p, index)
+  spread = ReduceSum <keepdims: int = 1> (log_p * each, second) * share
+  row = Where (out, zero, hard_log + Where (Equal (smooth, zero), zero, spread))
   sum = ReduceSum <keepdims: int = 0> (row)
   loss = Neg (sum)
   p = Exp (log_p)
   numbers = Range (zero_id, count, one_id)
-  is_own = Equal (numbers, index)
-  label = Where (is_own, hard, zero)
-  mass = ReduceSum <keepdims: int = 0> (each)
-  soft_mass = Mul (share, mass)
-  slope = Add (hard, soft_mass)
-  soft = Mul (share, each)
-  pull = Mul (slope, p)
-  push = Add (label, soft)
-  both = Sub (pull, push)
-  g = Where (out, zero, both)
+  label = Where (Equal (numbers, index), hard, zero)
+  slope = hard + share * ReduceSum <keepdims: int = 0> (each)
+  soft = share * each
+  g = Where (out, zero, slope * p - (label + soft))
   gz = CastLike (g, x)
   gx = MatMul (gz, w)
-  gt = Transpose <perm: ints = [1, 0]> (gz)
-  gts = Cast <to: int = @stash_type> (gt)
-  xs = Cast <to: int = @stash_type> (x)
-  gw = MatMul (gts, xs)
-  gzs = Cast <to: int = @stash_type> (gz)
-  first = Constant <value_ints: ints = [0]> ()
-  gb = ReduceSum <keepdims: int = 0> (gzs, first)
+  gts = Cast <to: int = @stash_type> (Transpose <perm: ints = [1, 0]> (gz))
+  gw = MatMul (gts, Cast <to: int = @stash_type> (x))
+  gb = ReduceSum <keepdims: int = 0> (Cast <to: int = @stash_type> (gz), [0])
 }"""
 
 

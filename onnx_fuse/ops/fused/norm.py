@@ -39,17 +39,14 @@ STASH = "stash_type: int = 1"
 # Pow, Div and Mul in this order are what onnxruntime's own SimplifiedLayerNormalization fusion
 # finds.
 RMS_TEXT = """  xs = Cast <to: int = @stash_type> (x)
-  two_f = Constant <value_float: float = 2.0> ()
-  two = CastLike (two_f, xs)
+  two = CastLike (Constant <value_float: float = 2.0> (), xs)
   sq = Pow (xs, two)
-  axes = Constant <value_ints: ints = [-1]> ()
+  axes = [-1]
   ms = ReduceMean <keepdims: int = 1> (sq, axes)
-  eps_f = Constant <value_float: float = @epsilon> ()
-  eps = CastLike (eps_f, xs)
-  v = Add (ms, eps)
+  v = ms + CastLike (Constant <value_float: float = @epsilon> (), xs)
   std = Sqrt (v)
   rstd = Reciprocal (std)
-  ns = Div (xs, std)
+  ns = xs / std
   nx = CastLike (ns, x)
 """
 LAYER_NORM_TEXT = (
@@ -62,7 +59,7 @@ register(
         "RMSNormalization",
         FUSE,
         body=f"RMSNormalization <{EPSILON}, {STASH}> (x, scale) => (y) {{\n"
-        f"{RMS_TEXT}  y = Mul (nx, scale)\n}}",
+        f"{RMS_TEXT}  y = nx * scale\n}}",
         saves=("rstd",),
         grad=rms_norm_grad,
     ),
@@ -70,7 +67,7 @@ register(
         "SkipLayerNorm",
         FUSE,
         body=f"SkipLayerNorm <{EPSILON}> (x, residual, scale, bias) => (y, s) {{\n"
-        f"  s = Add (x, residual)\n{LAYER_NORM_TEXT.format(n='y', x='s')}}}",
+        f"  s = x + residual\n{LAYER_NORM_TEXT.format(n='y', x='s')}}}",
         saves=("mean", "rstd"),
         grad=skip_norm_grad,
     ),
@@ -78,8 +75,8 @@ register(
         "SkipRMSNorm",
         FUSE,
         body=f"SkipRMSNorm <{EPSILON}, {STASH}> (x, residual, scale) => (y, s) {{\n"
-        "  s = Add (x, residual)\n"
-        f"{RMS_TEXT.replace('(x)', '(s)').replace('(ns, x)', '(ns, s)')}  y = Mul (nx, scale)\n}}",
+        "  s = x + residual\n"
+        f"{RMS_TEXT.replace('(x)', '(s)').replace('(ns, x)', '(ns, s)')}  y = nx * scale\n}}",
         saves=("rstd",),
         grad=skip_norm_grad,
     ),

@@ -16,6 +16,7 @@ import onnx_ir as ir
 
 from onnx_fuse.onnx.build import Builder, const_array, dim, rank
 from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.rewrite import attribute, constant_ints, consumers, row_axis, typed
 
 Fill = np.ndarray | None
@@ -87,7 +88,7 @@ def replay_padded_views(
     axes, width = _axes(x, views), dim(y, -1) or 0
     normed = views[0].inputs[0]
     moved: dict[ir.Value | None, ir.Value] = {normed: y}
-    _tell_shape(op, normed, y, axes[normed])
+    _replace_shape_nodes(op, normed, y, axes[normed])
     for view in views:
         inputs = [moved.get(v, v) for v in view.inputs]
         axis = axes[view.outputs[0]]
@@ -106,11 +107,11 @@ def replay_padded_views(
                 there = op.constant(_is_there(view))
                 after = typed(op.Where(there, after, op.constant(fill)), y, shape)
             moved[before] = after
-            _tell_shape(op, before, after, axes.get(before, axis))
+            _replace_shape_nodes(op, before, after, axes.get(before, axis))
     return moved[x]
 
 
-def _tell_shape(op: Builder, old: ir.Value | None, new: ir.Value, axis: int) -> None:
+def _replace_shape_nodes(op: Builder, old: ir.Value | None, new: ir.Value, axis: int) -> None:
     """Shape nodes of `old` are worked out from `new`, which differs from it along `axis` alone."""
     for reader in [n for n in consumers(old) if n.op_type == "Shape"] if old is not None else ():
         sizes = [op.Shape(new, end=axis), op.constant([dim(old, axis)])]
@@ -127,7 +128,9 @@ def _tell_shape(op: Builder, old: ir.Value | None, new: ir.Value, axis: int) -> 
 
 def _width(node: ir.Node, x: ir.Value) -> int:
     """Columns of a product of `x` with a weight; 0 for any other node."""
-    fused = node.domain == FUSE and node.op_type.startswith("Gemm")
+    name = FusedName.of(node.op_type)
+    before = name.norm or name.place or name.grad
+    fused = node.domain == FUSE and name.family == "Gemm" and not before
     if not (fused or (node.domain == "" and node.op_type in ("MatMul", "Gemm"))):
         return 0
     w = node.inputs[1]
@@ -137,7 +140,7 @@ def _width(node: ir.Node, x: ir.Value) -> int:
 
 
 def _axes(x: ir.Value, views: Sequence[ir.Node]) -> dict[ir.Value | None, int]:
-    """The axis of each value between along which the rows of `x` lie."""
+    """The axis, in each value between, along which the rows of `x` are stored."""
     axes: dict[ir.Value | None, int] = {x: (rank(x) or 0) - 1}
     for view in reversed(views):
         axis = next(axes[v] for v in view.outputs if v in axes)

@@ -66,7 +66,7 @@ def _pointwise(node: ir.Node | None) -> _Pointwise | None:
 
 
 def _channels_first(size: int) -> list[int]:
-    """The perm of a Transpose that brings the last axis behind the first."""
+    """The perm of a Transpose that makes the last axis the second."""
     return [0, size - 1, *range(1, size - 1)]
 
 

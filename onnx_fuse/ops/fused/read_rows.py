@@ -91,7 +91,7 @@ class _Region:
     wanted: dict[ir.Value, int] = field(default_factory=dict)
 
     def grow(self) -> None:
-        """Take in producers until no other fits."""
+        """Add producers of the region's inputs to it until no further one fits."""
         assert self.pick.inputs[0] is not None
         self.wanted[self.pick.inputs[0]] = self.axis
         grown = True

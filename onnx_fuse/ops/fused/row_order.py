@@ -146,7 +146,7 @@ class _Axes:
         return True
 
     def _split(self, factor: int, size: int, left: list[int]) -> bool:
-        """Split a factor into `size` and what is left, which comes next."""
+        """Split a factor into two: `size`, and the quotient after it."""
         if self.sizes[factor] % size:
             return False
         rest = max(self.sizes) + 1

@@ -13,33 +13,27 @@ from onnx_fuse.ops.opdef import OpDef, register
 # A convolution of x with dy: batch and channels change places, as do strides and dilations. Each
 # group sees images of its own. `swap` is the exchange of the first two axes.
 _WEIGHT = """
-    one = Constant <value_ints: ints = [1]> ()
-    group_i = Constant <value_int: int = @group> ()
-    groups = Reshape (group_i, one)
+    one = [1]
+    groups = Reshape (Constant <value_int: int = @group> (), one)
     xt = Transpose <perm: ints = @swap> (x)
     channels = Shape <start: int = 0, end: int = 1> (xt)
     batch = Shape <start: int = 1, end: int = 2> (xt)
     spatial = Shape <start: int = 2> (xt)
-    each = Div (channels, groups)
-    plane = ReduceProd <keepdims: int = 1> (spatial)
-    length = Mul (batch, plane)
-    apart = Concat <axis: int = 0> (groups, each, length)
-    x3 = Reshape <allowzero: int = 1> (xt, apart)
+    each = channels / groups
+    length = batch * ReduceProd <keepdims: int = 1> (spatial)
+    x3 = Reshape <allowzero: int = 1> (xt, Concat <axis: int = 0> (groups, each, length))
     x3t = Transpose <perm: ints = [1, 0, 2]> (x3)
-    joined = Mul (groups, batch)
-    shape = Concat <axis: int = 0> (each, joined, spatial)
+    shape = Concat <axis: int = 0> (each, groups * batch, spatial)
     images = Reshape <allowzero: int = 1> (x3t, shape)
     taps = Transpose <perm: ints = @swap> (dy)
     full = Conv <strides: ints = @dilations, dilations: ints = @strides, pads: ints = @pads,
         group: int = @group> (images, taps)
     ends = Constant <value_ints: ints = @kernel_shape> ()
-    starts = Sub (ends, ends)
+    starts = ends - ends
     size = Size (ends)
     two = Constant <value_int: int = 2> ()
     step = Constant <value_int: int = 1> ()
-    last = Add (size, two)
-    axes = Range (two, last, step)
-    cut = Slice (full, starts, ends, axes)
+    cut = Slice (full, starts, ends, Range (two, size + two, step))
     dw = Transpose <perm: ints = @swap> (cut)
 """
 
@@ -51,17 +45,13 @@ _HOW = (
 # dy added at the positions that the pool reports, the first of equal maxima.
 _MAX_POOL = f"""
     y, indices = MaxPool <{_HOW}> (x)
-    flat = Constant <value_ints: ints = [-1]> ()
-    nothing = Constant <value_float: float = 0.0> ()
-    zero = CastLike (nothing, x)
-    size = Size (x)
-    length = Reshape (size, flat)
-    zeros = Expand (zero, length)
+    flat = [-1]
+    zero = CastLike (Constant <value_float: float = 0.0> (), x)
+    zeros = Expand (zero, Reshape (Size (x), flat))
     places = Reshape (indices, flat)
     updates = Reshape (dy, flat)
     sums = ScatterElements <axis: int = 0, reduction: string = "add"> (zeros, places, updates)
-    shape = Shape (x)
-    dx = Reshape <allowzero: int = 1> (sums, shape)
+    dx = Reshape <allowzero: int = 1> (sums, Shape (x))
 """
 
 POOL_ATTRIBUTES = "kernel_shape, strides, pads, dilations, auto_pad, ceil_mode"

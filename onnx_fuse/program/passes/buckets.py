@@ -53,7 +53,7 @@ def first_buckets(calls: Sequence[Call]) -> list[int | None]:
 
 def last_buckets(calls: Sequence[Call]) -> list[int | None]:
     """The last bucket whose results each call waits for, None where it waits for none."""
-    made: dict[int, int] = {}  # buffer -> the last bucket that it comes from
+    made: dict[int, int] = {}  # buffer -> the last bucket whose result it depends on
     found: list[int | None] = []
     for call in calls:
         waited = [made[t.buffer] for _, t in call.reads if t.buffer in made]

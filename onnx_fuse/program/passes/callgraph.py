@@ -13,7 +13,7 @@ from onnx_fuse.program.call import Call, PassContext, Tensor
 from onnx_fuse.program.problem import AnyProblem
 
 LARGE = 1 << 16
-"""Elements from which a pass over a tensor weighs more than its launch."""
+"""The number of elements from which a pass over a tensor takes longer than its launch."""
 Uses: TypeAlias = dict[int, list[int]]
 
 
@@ -39,12 +39,12 @@ def steps_of(call: Call) -> list[str]:
 
 
 def rename_buffer(tensor: Tensor, same: Mapping[int, int]) -> Tensor:
-    """The tensor in the buffer that replaces its own."""
+    """The tensor, moved to the buffer that `same` names for its own, if any."""
     return replace(tensor, buffer=same[tensor.buffer]) if tensor.buffer in same else tensor
 
 
 def rename_buffers(call: Call, same: Mapping[int, int]) -> Call:
-    """The call on other buffers."""
+    """The call with each buffer replaced by the one that `same` names for it, if any."""
     if call.buffers.isdisjoint(same):
         return call
     reads, writes = (
@@ -65,7 +65,7 @@ class Calls:
         self.calls, self.keep, self.ctx = calls, keep, ctx
         self.hw, self.prefs = ctx.hw, ctx.prefs
         self.now: list[tuple[Call, ...]] = [(call,) for call in calls]
-        """What stands at each place."""
+        """The calls that now replace the call at each index; none where it was fused away."""
         self.readers, self.writers = uses(calls)
 
     def sole_producer(self, i: int, tensor: Tensor) -> tuple[int, Call] | None:

@@ -33,7 +33,7 @@ def forward_copies(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
         pieces: dict[int, int] = defaultdict(int)  # elements by the places' first one
         for j in makers:
             maker = moved.get(j, now[j])
-            to = None if maker is None else _moved(maker, x, y)
+            to = None if maker is None else _redirected(maker, x, y)
             if to is None:
                 break
             moved[j], (first, size) = to
@@ -50,7 +50,7 @@ def forward_copies(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
     return [call for call in now if call is not None]
 
 
-def _moved(call: Call, x: Tensor, y: Tensor) -> tuple[Call, tuple[int, int]] | None:
+def _redirected(call: Call, x: Tensor, y: Tensor) -> tuple[Call, tuple[int, int]] | None:
     """The call that writes its part of x's buffer to where a copy of x puts it in y, and that
     part's first place and size; None where it is no pointwise call or the part no block of x.
     """

@@ -130,7 +130,7 @@ def scale(calls: Calls, i: int, call: Call) -> None:
 
 
 def _norm_of(call: Call, total: Tensor) -> Call:
-    """The LayerNormalization of a SkipLayerNorm whose sum stands elsewhere."""
+    """The LayerNormalization that is left of a SkipLayerNorm whose sum another call computes."""
     assert isinstance(call.problem, Norm)
     reads = {"x": total} | {n: t for n, t in call.reads if n not in ("x", "residual")}
     return replace(

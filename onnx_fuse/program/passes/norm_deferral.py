@@ -244,7 +244,7 @@ def _norm_gemm(call: Call, norm: Rows, parts: int = 0) -> Problem:
 
 
 def _added(call: Call) -> Problem:
-    """The product that adds the norm of what it added before."""
+    """The product with the residual that it added replaced by the norm of that residual."""
     return _problem(call).with_epilogue(residual="norm", bias=True)
 
 

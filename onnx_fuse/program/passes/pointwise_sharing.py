@@ -27,7 +27,7 @@ def share_loads(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
     """The calls, those that read the same tensors joined, then results made again where they are
     read together with what they are made of.
     """
-    return forget_unread(_made_again(_joined(calls)), keep)
+    return forget_unread(_recomputed(_joined(calls)), keep)
 
 
 def _large(tensor: Tensor) -> bool:
@@ -76,7 +76,7 @@ def _may_wait(calls: Sequence[Call | None], i: int, j: int) -> bool:
     return True
 
 
-def _made_again(calls: Sequence[Call]) -> list[Call]:
+def _recomputed(calls: Sequence[Call]) -> list[Call]:
     """Calls that read a result and all that it was made of make it themselves."""
     now = list(calls)
     _, writers = uses(calls)

@@ -14,7 +14,7 @@ from onnx_fuse.program.problem import Hardware
 from onnx_fuse.program.size import upper_bound, wide_size_class
 
 
-def chosen(call: Call, choice: Choice, hw: Hardware) -> Call:
+def with_launches(call: Call, choice: Choice, hw: Hardware) -> Call:
     """The call with the launches of the candidate chosen for its problem."""
     assert call.problem is not None
     how = f"{choice.kernel.name} {choice.config}".removesuffix(" -") + f": {choice.why}"
@@ -43,7 +43,7 @@ def _selected(call: Call, hw: Hardware, prefs: Mapping[str, str] | None) -> Call
     assert call.problem is not None
     choice = select(call.problem.op, call.problem, hw, prefs)
     assert choice is not None, f"no kernel serves {call.problem}"
-    return chosen(call, choice, hw)
+    return with_launches(call, choice, hw)
 
 
 def call_early(calls: Sequence[Call], hw: Hardware) -> tuple[Call, ...]:

@@ -89,7 +89,7 @@ def _pool(w: Walk, node: Node) -> list[Fact]:
 
 
 def _windows(w: Walk, node: Node, x: Sequence[Size], kernel: Sequence[Size]) -> list[Size]:
-    """Places of a window along each axis; there must be one."""
+    """The number of positions of a window along each axis, each of which must be positive."""
     n = len(x)
     strides = node.attributes.get_ints("strides", [1] * n)
     dilations = node.attributes.get_ints("dilations", [1] * n)

@@ -60,7 +60,7 @@ class Walk:
     lengths: dict[str, Lengths] = field(default_factory=dict)
     """Inputs that say how many tokens there are, by name."""
     alike: list[tuple[Size, Size]] = field(default_factory=list)
-    """Sizes that a Reshape to the same rank puts in each other's place."""
+    """Pairs of sizes that a Reshape to the same rank exchanges, axis by axis."""
     _named: dict[str, Size] = field(default_factory=dict)
 
     def graph(self, graph: onnx_ir.Graph) -> None:

@@ -214,7 +214,7 @@ def _triangle(node: ir.Node, depth: int) -> _Form | None:
 # ---- views ---------------------------------------------------------------------------------------
 
 
-def _moved(form: _Form, places: dict[int, int]) -> _Form:
+def _permuted(form: _Form, places: dict[int, int]) -> _Form:
     """The form with its axes elsewhere."""
     factors = tuple(sorted((places[axis], factor) for axis, factor in form.factors))
     return replace(form, factors=factors, sizes={places[a]: s for a, s in form.sizes.items()})
@@ -227,7 +227,7 @@ def _unsqueeze(node: ir.Node, form: _Form) -> _Form | None:
     total = size + len(axes)
     new = {axis % total for axis in axes}
     kept = [axis - total for axis in range(total) if axis not in new]
-    return _moved(form, dict(zip(range(-size, 0), kept, strict=True)))
+    return _permuted(form, dict(zip(range(-size, 0), kept, strict=True)))
 
 
 def _squeeze(node: ir.Node, form: _Form) -> _Form | None:
@@ -239,7 +239,7 @@ def _squeeze(node: ir.Node, form: _Form) -> _Form | None:
     kept = [axis for axis in range(-size, 0) if axis not in gone]
     if gone & set(form.sizes):
         return None
-    return _moved(form, {axis: i - len(kept) for i, axis in enumerate(kept)})
+    return _permuted(form, {axis: i - len(kept) for i, axis in enumerate(kept)})
 
 
 def _reshape(node: ir.Node, form: _Form) -> _Form | None:
@@ -247,7 +247,7 @@ def _reshape(node: ir.Node, form: _Form) -> _Form | None:
     shape, size = constant_ints(node.inputs[1]), rank(node.inputs[0])
     if shape is None or size != 1 or sorted(shape) != [-1, *[1] * (len(shape) - 1)]:
         return None
-    return _moved(form, {-1: shape.index(-1) - len(shape)})
+    return _permuted(form, {-1: shape.index(-1) - len(shape)})
 
 
 def _slice(node: ir.Node, form: _Form) -> _Form | None:

@@ -190,7 +190,7 @@ def _unfolded(op: Builder, value: ir.Value, heads: int | None) -> ir.Value | Non
 
 
 def _merged(op: Builder, q: ir.Value, k: ir.Value, v: ir.Value, product: ir.Value) -> Frame | str:
-    """Five and more axes: all but the last three are one."""
+    """Merge all axes but the last three into one, where there are five or more."""
     size = rank(product) or 0
     for axis in range(size - 3):
         if not (same_size(q, axis, k, axis) and same_size(q, axis, v, axis)):

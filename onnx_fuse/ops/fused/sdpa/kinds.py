@@ -95,10 +95,9 @@ KINDS: dict[str, Kind] = {kind.name: kind for kind in _kinds()}
 """Every attention operator by its name."""
 
 
-def _number(name: str, value: str, like: str) -> list[str]:
+def _number(name: str, value: str, like: str) -> str:
     """`name`: a scalar, by value or attribute reference, in the dtype of `like`."""
-    how = f"value_float: float = {value}"
-    return [f"{name}_f = Constant <{how}> ()", f"{name} = CastLike ({name}_f, {like})"]
+    return f"{name} = CastLike (Constant <value_float: float = {value}> (), {like})"
 
 
 def _folded(kind: Kind, name: str) -> str:
@@ -112,7 +111,7 @@ def _fold(kind: Kind, *names: str) -> list[str]:
 
 
 def _unfold(kind: Kind, name: str, made: str) -> list[str]:
-    """`name` = `made`, a product over folded rows, with the heads apart again."""
+    """Lines that set `name` to the product `made`, with the heads that it joins unfolded again."""
     if kind.grouped:
         return [f"{name}g = {made}", f"{name} = Reshape ({name}g, unfold)"]
     return [f"{name} = {made}"]
@@ -121,35 +120,33 @@ def _unfold(kind: Kind, name: str, made: str) -> list[str]:
 def _logits(kind: Kind) -> tuple[list[str], str]:
     """Lines of a body up to the softmax's input, in q's dtype, and its name there."""
     lines = [
-        *_number("a", "@scale", "q"),
+        _number("a", "@scale", "q"),
         "kt = Transpose <perm: ints = [0, 1, 3, 2]> (k)",
-        "last = Constant <value_ints: ints = [-1]> ()",
+        "last = [-1]",
     ]
     if kind.grouped:
         lines += [
             # Reshape cannot find a size of -1 beside one of 0, so that it is worked out here.
             "folded = Constant <value_ints: ints = @kv_rows> ()",
             "apart = Constant <value_ints: ints = @q_rows> ()",
-            "at0 = Constant <value_ints: ints = [0]> ()",
-            "at1 = Constant <value_ints: ints = [1]> ()",
-            "at2 = Constant <value_ints: ints = [2]> ()",
+            "at0 = [0]",
+            "at1 = [1]",
+            "at2 = [2]",
             "folded_head = Slice (folded, at0, at2)",
             "apart_head = Slice (apart, at0, at2)",
-            "h = Slice (apart, at1, at2)",
-            "h_kv = Slice (folded, at1, at2)",
-            "group = Div (h, h_kv)",
+            "group = Slice (apart, at1, at2) / Slice (folded, at1, at2)",
             "rows = Shape <start: int = 2, end: int = 3> (q)",
-            "all_rows = Mul (rows, group)",
+            "all_rows = rows * group",
             "fold = Concat <axis: int = 0> (folded_head, all_rows, at0)",
             "unfold = Concat <axis: int = 0> (apart_head, rows, at0)",
         ]
     lines += _fold(kind, "q")
-    # beside the MatMul, onnxruntime makes the two one
-    lines += [f"qa = Mul ({_folded(kind, 'q')}, a)"]
+    # onnxruntime fuses this Mul with the MatMul that follows
+    lines += [f"qa = {_folded(kind, 'q')} * a"]
     lines += _unfold(kind, "s", "MatMul (qa, kt)")
     z = "s"
     if kind.softcap:
-        lines += ["t = Tanh (s)", *_number("cap", "@softcap", "s"), "zc = Mul (t, cap)"]
+        lines += ["t = Tanh (s)", _number("cap", "@softcap", "s"), "zc = t * cap"]
         z = "zc"
     if kind.causal:
         lines += [
@@ -157,18 +154,16 @@ def _logits(kind: Kind) -> tuple[list[str], str]:
             "k_size = Shape <start: int = 2, end: int = 3> (k)",
             "square = Concat <axis: int = 0> (q_size, k_size)",
             "ones = ConstantOfShape <value: tensor = float[1] {1.0}> (square)",
-            "lower = Trilu <upper: int = 0> (ones)",
-            "seen = Cast <to: int = 9> (lower)",
-            "low_f = Constant <value: tensor = float {-inf}> ()",
-            "low = CastLike (low_f, s)",
-            *_number("nil", "0.0", "s"),
+            "seen = Cast <to: int = 9> (Trilu <upper: int = 0> (ones))",
+            "low = CastLike (Constant <value: tensor = float {-inf}> (), s)",
+            _number("nil", "0.0", "s"),
             f"mask = Where (seen, {'mask1' if kind.steps else 'nil'}, low)",
-            f"z1 = Add ({z}, mask)",
+            f"z1 = {z} + mask",
         ]
         return lines, "z1"
     for i, step in enumerate(kind.steps, 1):
         if step == "Mask":
-            lines += [f"z{i} = Add ({z}, mask{i})"]
+            lines += [f"z{i} = {z} + mask{i}"]
         else:
             # kernels hand their body a keep of another dtype, for which this Cast stands
             lines += [f"kept{i} = Cast <to: int = 9> (keep{i})"]
@@ -180,11 +175,7 @@ def _logits(kind: Kind) -> tuple[list[str], str]:
 def _softmax(kind: Kind, logits: str) -> list[str]:
     """p = softmax(logits) in q's dtype."""
     if kind.wide:
-        return [
-            f"zw = Cast <to: int = 1> ({logits})",
-            "pw = Softmax <axis: int = -1> (zw)",
-            "p = CastLike (pw, q)",
-        ]
+        return [f"p = CastLike (Softmax <axis: int = -1> (Cast <to: int = 1> ({logits})), q)"]
     return [f"p = Softmax <axis: int = -1> ({logits})"]
 
 
@@ -197,8 +188,7 @@ def body(kind: Kind) -> str:
     lines += [
         f"zf = Cast <to: int = 1> ({z})",
         "top = ReduceMax <keepdims: int = 1> (zf, last)",
-        "under = Sub (zf, top)",
-        "spread = ReduceLogSumExp <keepdims: int = 1> (under, last)",
+        "spread = ReduceLogSumExp <keepdims: int = 1> (zf - top, last)",
         "lse = Concat <axis: int = -1> (top, spread)",
     ]
     y = "yn" if kind.guard else "y"
@@ -208,9 +198,9 @@ def body(kind: Kind) -> str:
         lines += [
             f"highest = ReduceMax <keepdims: int = 1> ({mask}, last)",
             "dead = IsInf <detect_positive: int = 0> (highest)",
-            *_number("zero", "0.0", "s"),
-            f"living = Where (dead, zero, {mask})",
-            f"alive = Add ({logits}, living)",  # without `lse`, z1 is not computed
+            _number("zero", "0.0", "s"),
+            # without `lse`, z1 is not computed
+            f"alive = {logits} + Where (dead, zero, {mask})",
         ]
         z = "alive"
     lines += _softmax(kind, z)
@@ -222,23 +212,17 @@ def body(kind: Kind) -> str:
         # A softmax is NaN in a whole row or nowhere, so one weight tells of its row; what 0 weights
         # make of v is 0, or NaN where v is not finite. All this is far less than the weights are.
         lines += [
-            "from = Constant <value_ints: ints = [0]> ()",
-            "to = Constant <value_ints: ints = [1]> ()",
+            "from = [0]",
+            "to = [1]",
             "first = Slice (p, from, to, last)",
-            "probe = ReduceSum <keepdims: int = 1> (first, last)",  # 0 where there are no keys
-            "dead = IsNaN (probe)",
-            "keys = Shape <start: int = 2, end: int = 3> (k)",
-            "row = Concat <axis: int = 0> (to, keys)",
-            "none_f = ConstantOfShape <value: tensor = float[1] {0.0}> (row)",
-            "none = CastLike (none_f, v)",
-            "yz = MatMul (none, v)",
+            # where there are no keys the sum is 0, and no row is dead
+            "dead = IsNaN (ReduceSum <keepdims: int = 1> (first, last))",
+            "row = Concat <axis: int = 0> (to, Shape <start: int = 2, end: int = 3> (k))",
+            "none = ConstantOfShape <value: tensor = float[1] {0.0}> (row)",
+            "yz = MatMul (CastLike (none, v), v)",
         ]
         if kind.grouped:
-            lines += [
-                "deadg = Reshape (dead, fold)",
-                "yw = Where (deadg, yz, yng)",
-                "y = Reshape (yw, unfold)",
-            ]
+            lines += ["y = Reshape (Where (Reshape (dead, fold), yz, yng), unfold)"]
         else:
             lines += ["y = Where (dead, yz, yn)"]
     inputs = ", ".join(kind.inputs)
@@ -256,40 +240,33 @@ def grad_body(kind: Kind, masks: bool = False) -> str:
     lines += [
         f"zf = CastLike ({z}, lse)",
         "top, spread = Split <axis: int = -1, num_outputs: int = 2> (lse)",
-        "under = Sub (zf, top)",
-        "zl = Sub (under, spread)",
-        f"{e} = Exp (zl)",
+        f"{e} = Exp (zf - top - spread)",
     ]
     if kind.guard:
         lines += [
             "nan = IsNaN (en)",
-            *_number("zero_e", "0.0", "en"),
+            _number("zero_e", "0.0", "en"),
             "e = Where (nan, zero_e, en)",
         ]
     lines += [
         "p = CastLike (e, q)",
-        "dyy = Mul (dy, y)",
-        "delta = ReduceSum <keepdims: int = 1> (dyy, last)",
+        "delta = ReduceSum <keepdims: int = 1> (dy * y, last)",
         *_fold(kind, "p", "dy"),
         "vt = Transpose <perm: ints = [0, 1, 3, 2]> (v)",
         *_unfold(kind, "dp", f"MatMul ({_folded(kind, 'dy')}, vt)"),
-        "dpd = Sub (dp, delta)",
-        "dz = Mul (p, dpd)",
+        "dz = p * (dp - delta)",
     ]
     ds = "dz"
     for i in range(len(kind.steps), 0, -1):
         lines += [f"dz{i} = Identity ({ds})"]
         ds = f"dz{i}"
         if kind.steps[i - 1] == "Where":
-            lines += [*_number(f"off{i}", "0.0", "p"), f"open{i} = Where (kept{i}, {ds}, off{i})"]
+            lines += [_number(f"off{i}", "0.0", "p"), f"open{i} = Where (kept{i}, {ds}, off{i})"]
             ds = f"open{i}"
     if kind.softcap:
         lines += [
-            *_number("one", "1.0", "p"),
-            "tt = Mul (t, t)",
-            "slope_t = Sub (one, tt)",
-            "slope = Mul (slope_t, cap)",
-            f"dc = Mul ({ds}, slope)",
+            _number("one", "1.0", "p"),
+            f"dc = {ds} * ((one - t * t) * cap)",
         ]
         ds = "dc"
     lines += [f"ds = Identity ({ds})", *_fold(kind, "ds")]
@@ -297,7 +274,7 @@ def grad_body(kind: Kind, masks: bool = False) -> str:
         f"dst = Transpose <perm: ints = [0, 1, 3, 2]> ({_folded(kind, 'ds')})",
         f"pt = Transpose <perm: ints = [0, 1, 3, 2]> ({_folded(kind, 'p')})",
         *_unfold(kind, "dqa", f"MatMul ({_folded(kind, 'ds')}, k)"),
-        "dq = Mul (dqa, a)",
+        "dq = dqa * a",
         "dk = MatMul (dst, qa)",
         f"dv = MatMul (pt, {_folded(kind, 'dy')})",
     ]

@@ -196,7 +196,7 @@ class _View:
 
     @property
     def plain(self) -> bool:
-        """Whether a mask is the one that is_causal stands for."""
+        """Whether a mask is exactly the one that the attribute is_causal describes."""
         return self.left < 0 and self.right == 0
 
 

@@ -407,7 +407,7 @@ def transposed(op: Builder, x: ir.Value, perm: Sequence[int]) -> ir.Value:
 
 
 def _ungrouped(value: ir.Value) -> ir.Value | None:
-    """The [B, Hkv, T, D] behind a head repetition: Reshape(Expand(Unsqueeze(k, 2)))."""
+    """The [B, Hkv, T, D] that Reshape(Expand(Unsqueeze(k, 2))) repeats for each query head."""
     reshape = producer(value, "Reshape")
     expand = producer(reshape.inputs[0], "Expand") if reshape else None
     unsqueeze = producer(expand.inputs[0], "Unsqueeze", "Reshape") if expand else None

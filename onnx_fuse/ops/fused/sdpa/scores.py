@@ -21,7 +21,7 @@ SMALL = 128.0
 """The largest number of a mask that may be added twice as one: swinv2 hides by -100, twice."""
 
 RANGE = (2.0**-20, 2.0**20)
-"""The number of factors of the scores that are looked at."""
+"""The least and the largest factor of the scores that a kernel's scale may take in."""
 
 _VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Expand", "Transpose", "Identity", "Slice")
 
@@ -32,7 +32,7 @@ class Step:
 
     value: ir.Value
     at: ir.Value
-    """The logits behind the step, whose axes the value's stand under."""
+    """The logits after the step, to whose axes the value broadcasts."""
     factor: float = 1.0
     """The factor by which the sum was scaled after a mask was added."""
     negated: bool = False
@@ -40,7 +40,7 @@ class Step:
     fill: np.ndarray | None = None
     """The scalar, in the logits' dtype, that replaces logits where a condition says so."""
     conditions: list[tuple[ir.Value, bool]] = field(default_factory=list)
-    """(condition, what it is where the logits are kept); all must hold."""
+    """(condition, its value where the logits are kept); all must hold."""
 
 
 @dataclass
@@ -54,9 +54,9 @@ class Scores:
     softcap: float | None = None
     steps: list[Step] = field(default_factory=list)
     wide: bool = False
-    """Cast to float32 behind all that."""
+    """Whether the result of all these steps is cast to float32."""
     viewed: bool = False
-    """The leading axes are other ones than the product's for a while."""
+    """Whether some of the steps see the leading axes in another form than the product."""
 
 
 def trace_scores(value: ir.Value | None, depth: int = REACH) -> Scores | str | None:
