@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -73,6 +74,81 @@ def test_a_transformer_trains_alike_in_every_mode_and_copy(way: str) -> None:
         drawn.append(model(ids))
     assert torch.equal(*drawn)
     assert len(programs(model)) == 3
+
+
+class Shaped(nn.Module):
+    """A forward that looks at the shape of its input, or does not."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.norm, self.kind = nn.Linear(8, 8), nn.BatchNorm1d(8), kind
+
+    def forward(self, x: Any) -> Any:
+        y = self.linear(x)
+        if self.kind == "long" and x.shape[0] > 5:
+            return y.tanh()
+        if self.kind == "even" and x.shape[0] % 2:
+            return y.sigmoid()
+        if self.kind == "halves" and x.shape[0] == 2 * x.shape[1]:
+            return y.relu()
+        if self.kind == "counted":
+            return y, x.shape[0]
+        return self.norm(y) if self.kind == "norm" else y
+
+
+# kind: rows of one call after another, and the exports of all
+SHAPED: dict[str, tuple[tuple[int, ...], int]] = {
+    "any": ((3, 4, 7, 4, 1, 3, 9), 3),  # 1 has one of its own: torch makes a constant of it
+    "long": ((3, 4, 5, 7, 8, 2), 3),
+    "even": ((2, 3, 4, 5, 6, 7), 3),
+    "halves": ((4, 16, 5, 6, 16), 3),
+    "norm": ((4, 6, 5, 6), 3),  # the statistics of a batch depend on the count
+    "counted": ((4, 6, 5, 6), 3),
+}
+
+
+@pytest.mark.parametrize("kind", SHAPED)
+def test_sizes_that_change_are_open_from_then_on(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, most = SHAPED[kind]
+    plain, counts = Shaped(kind), []
+    model = oft.fuse(copy.deepcopy(plain), whole=True)
+    exported = exports.export
+    monkeypatch.setattr(exports, "export", lambda *a: (counts.append(a[3]), exported(*a))[1])
+    each = kind in ("norm", "counted")
+    with pytest.warns(UserWarning, match="for each shape") if each else nullcontext():
+        for n in rows:
+            x = torch.randn(n, 8)
+            given = [x.clone().requires_grad_() for _ in range(2)]
+            (y, *rest), (z, *wanted) = [
+                found if isinstance(found, tuple) else (found,)
+                for found in (m(g) for m, g in zip((model, plain), given, strict=True))
+            ]
+            assert rest == wanted
+            torch.testing.assert_close(y, z, atol=1e-5, rtol=1e-4)
+            dy = torch.randn_like(y)
+            pairs = ((y, given[0], model), (z, given[1], plain))
+            made, exact = (
+                torch.autograd.grad(y, [g, *m.linear.parameters()], dy) for y, g, m in pairs
+            )
+            for a, b in zip(made, exact, strict=True):
+                torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    for a, b in zip(model.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    assert len(counts) <= most + each  # one that fails counts
+
+
+def test_a_transformer_of_any_length_is_two_exports(way: str) -> None:
+    """They are the same fused operators."""
+    plain = Unbound(64).eval()
+    model = oft.fuse(copy.deepcopy(plain), whole=True)
+    for length in (6, 9, 16, 5):
+        x = torch.randn(2, length, 64)
+        torch.testing.assert_close(model(x), plain(x), atol=1e-5, rtol=1e-4)
+    (kind,) = model._programs._kinds.values()
+    first, rest = ([n.op_type for n in p._graph.model.graph] for p in kind.programs)
+    assert first == rest
 
 
 def test_parts_of_one_product_are_neither_copied_nor_added_up() -> None:
