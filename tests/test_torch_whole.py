@@ -17,7 +17,7 @@ import onnx_ir as ir  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
-from torch_models import Gpt, Unbound, losses  # noqa: E402
+from torch_models import Block, Gpt, Unbound, losses  # noqa: E402
 
 import onnx_fuse.torch as oft  # noqa: E402
 from onnx_fuse.errors import CheckFailed, UsageError  # noqa: E402
@@ -139,16 +139,43 @@ def test_sizes_that_change_are_open_from_then_on(
     assert len(counts) <= most + each  # one that fails counts
 
 
-def test_a_transformer_of_any_length_is_two_exports(way: str) -> None:
-    """They are the same fused operators."""
+def kernels(program: Any, **shapes: tuple[int, ...]) -> list[list[str]]:
+    """Those of forward and backward on an H200, for arguments of these shapes."""
+    found, mask = [], program._graph.floats
+    for part in ("forward", "backward"):
+        half, ends = program._graph.derived(f"{part}:{mask}"), {}
+        for e in half.inputs:
+            sizes = shapes.get(e.name.removesuffix(".grad"), e.sizes)
+            ends[e.name] = (sizes, str(e.dtype).removeprefix("torch."))
+        made = Specializer(half.model.clone(), CHIPS["H200"]).of(ends).program
+        assert not made.stages
+        assert not any(call.host for call in made.calls)
+        shapes |= {name: tuple(map(int, t.shape)) for name, t in made.outputs}
+        found.append([call.kernel for call in made.calls])
+    return found
+
+
+def test_a_transformer_of_any_length_is_two_exports() -> None:
     plain = Unbound(64).eval()
     model = oft.fuse(copy.deepcopy(plain), whole=True)
     for length in (6, 9, 16, 5):
         x = torch.randn(2, length, 64)
         torch.testing.assert_close(model(x), plain(x), atol=1e-5, rtol=1e-4)
     (kind,) = model._programs._kinds.values()
-    first, rest = ([n.op_type for n in p._graph.model.graph] for p in kind.programs)
-    assert first == rest
+    assert [program.sizes.open for program in kind.programs] == [False, True]
+
+
+def test_open_lengths_have_the_kernels_of_known_ones() -> None:
+    """Dropout's masks are of sizes that the backward knows without asking the GPU."""
+    model, other = (oft.fuse(Block(64, 4), whole=True) for _ in range(2))
+    for module, lengths in ((model, (8, 128)), (other, (128,))):
+        for length in lengths:
+            module(torch.randn(2, length, 64))
+    ((_, opened), (known,)) = (next(iter(m._programs._kinds.values())).programs
+                               for m in (model, other))  # fmt: skip
+    assert opened.sizes.open
+    shape = (2, 128, 64)
+    assert kernels(opened, tensors_0=shape) == kernels(known, tensors_0=shape)
 
 
 def test_parts_of_one_product_are_neither_copied_nor_added_up() -> None:
@@ -156,18 +183,11 @@ def test_parts_of_one_product_are_neither_copied_nor_added_up() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model(torch.randn(2, 128, 256))
     (program,) = programs(model)
-    mask = program._graph.floats
-    kernels = []
-    for part in ("forward", "backward"):
-        half = program._graph.derived(f"{part}:{mask}")
-        ends = {e.name: (e.sizes, str(e.dtype).removeprefix("torch.")) for e in half.inputs}
-        made = Specializer(half.model.clone(), CHIPS["H200"]).of(ends)
-        assert not made.program.stages
-        kernels.append([call.kernel for call in made.program.calls])
-    assert "SdpaCausal_lse" in kernels[0]
-    assert not [k for k in kernels[0] if k.startswith("Copy")]
-    assert "SdpaCausalGrad" in kernels[1]
-    assert not [k for k in kernels[1] if "Add" in k or "Pad" in k]
+    forward, backward = kernels(program)
+    assert "SdpaCausal_lse" in forward
+    assert not [k for k in forward if k.startswith("Copy")]
+    assert "SdpaCausalGrad" in backward
+    assert not [k for k in backward if "Add" in k or "Pad" in k]
 
 
 class Images(nn.Module):
