@@ -20,10 +20,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch_models import Block, Gpt, Unbound, losses  # noqa: E402
 
 import onnx_fuse.torch as oft  # noqa: E402
-from onnx_fuse.errors import CheckFailed, UsageError  # noqa: E402
+from onnx_fuse.errors import CheckFailed, ModelError, UsageError  # noqa: E402
 from onnx_fuse.program.problem import CHIPS  # noqa: E402
 from onnx_fuse.runtime.specialize import Specializer  # noqa: E402
 from onnx_fuse.torch import exports  # noqa: E402
+from onnx_fuse.torch.graph import Graph  # noqa: E402
 
 CURVE = 1e-4
 """Between two float32 trainings of 50 steps that sum in other orders."""
@@ -137,6 +138,27 @@ def test_sizes_that_change_are_open_from_then_on(
     for a, b in zip(model.buffers(), plain.buffers(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
     assert len(counts) <= most + each  # one that fails counts
+
+
+def test_a_gradient_that_needs_known_sizes_is_of_each_shape(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    derived = Graph.derived
+
+    def refused(graph: Graph, part: str) -> Graph:
+        if any(isinstance(size, str) for size in graph.inputs[0].sizes or ()):
+            raise ModelError("its gradient needs known sizes")
+        return derived(graph, part)
+
+    monkeypatch.setattr(Graph, "derived", refused)
+    plain = Shaped("any")
+    model = oft.fuse(copy.deepcopy(plain), whole=True)
+    model(torch.randn(3, 8))
+    with pytest.warns(UserWarning, match="for each shape: its gradient needs known sizes"):
+        y = model(torch.randn(4, 8))
+    y.sum().backward()
+    (kind,) = model._programs._kinds.values()
+    assert [program.sizes.open for program in kind.programs] == [False, False]
 
 
 def kernels(program: Any, **shapes: tuple[int, ...]) -> list[list[str]]:

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as tree
 
 from onnx_fuse import autodiff, passes, session
-from onnx_fuse.errors import UsageError
+from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.onnx.build import all_nodes, bind_defaults
 from onnx_fuse.onnx.evaluate import DRAWS
 from onnx_fuse.passes.precision import lower_precision
 from onnx_fuse.passes.slices import slices_as_splits
 from onnx_fuse.torch import exports
 from onnx_fuse.torch.imported import opened
-from onnx_fuse.torch.library import call_graph
+from onnx_fuse.torch.library import call_graph, mask_of
 from onnx_fuse.training.dropout import draw_masks
 from onnx_fuse.training.weights import model_names
 
@@ -187,13 +187,18 @@ class Programs:
                     with torch.autocast(device, enabled=False), torch.enable_grad():
                         exported = exports.export(module, leaves, spec, axes)
                     found = Program(module, exported, narrow)
+                    if any(axes):
+                        found.check([x for x in leaves if isinstance(x, Tensor)])
                     break
-                except UsageError as error:
+                except (UsageError, ModelError) as error:
                     name = own.__name__
-                    if not any(axes):
+                    if any(axes):
+                        kind.closed = True
+                        warnings.warn(f"{name} is exported for each shape: {error}", stacklevel=2)
+                    elif isinstance(error, UsageError):
                         raise UsageError(f"{name} cannot be fused whole: {error}") from error
-                    kind.closed = True
-                    warnings.warn(f"{name} is exported for each shape: {error}", stacklevel=2)
+                    else:
+                        raise
         finally:
             module.__class__ = own
         assert found is not None, "the last way has no open axes"
@@ -283,17 +288,35 @@ class Program:
                 return True
         return False
 
-    def __call__(self, tensors: Sequence[Tensor]) -> Any:
-        """What forward returns for the tensors of its arguments."""
+    def _given(self, tensors: Sequence[Tensor], draws: Sequence[Tensor]) -> list[Tensor]:
+        """What the graph reads."""
         weights = [table[name] for table, name in self._places]
         # a buffer that this call changes must not count as changed for its own backward
         weights += [table[name].data for table, name in self._stats]
         if self._order is not None:
             weights = [weights[i] for i in self._order]
+        return [*tensors, *draws, *weights]
+
+    def check(self, tensors: Sequence[Tensor]) -> None:
+        """Raise UsageError or ModelError where it has no gradient, or waits for the host."""
+        where = tensors[0].device
+        draws = [torch.empty((), dtype=torch.int64, device=where)] if self._draws else []
+        given = self._given(tensors, draws)
+        mask = mask_of(given) if torch.is_grad_enabled() else ""
+        graph = self._graph.derived(f"forward:{mask}") if "1" in mask else self._graph
+        if where.type != "cuda":
+            return
+        with torch.cuda.device(where):
+            turn = graph.turn([t.detach().contiguous() for t in given])
+        if turn is None:
+            raise UsageError("its kernels would wait for sizes that the GPU computes")
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        """What forward returns for the tensors of its arguments."""
         draws = []
         if self._draws:
             draws = [torch.empty((), dtype=torch.int64, device=tensors[0].device).random_()]
-        found = call_graph(self._graph, [*tensors, *draws, *weights])
+        found = call_graph(self._graph, self._given(tensors, draws))
         if self._updated or self._counted:
             self._update(found[self._outputs :])
         return self._results(found[: self._outputs])
