@@ -196,9 +196,12 @@ def _sizes(program: Any, tensors: Sequence[Tensor]) -> Sizes:
                for s in d.free_symbols}  # fmt: skip
     if not symbols:
         return Sizes([tuple(t.shape) for t in tensors])
-    ranges = {s: program.range_constraints[s] for s in symbols}
+    ranges = {s: (r.lower, r.upper) for s, r in program.range_constraints.items() if s in symbols}
     guards = tuple([guard.expr for guard in values[0].fake_mode.shape_env.guards])
-    return Sizes(shapes, {s: (r.lower, r.upper) for s, r in ranges.items()}, guards)
+    found = Sizes(shapes, ranges, guards)
+    if not found.serve([tuple(t.shape) for t in tensors]):
+        raise UsageError("torch does not say for which sizes its graph holds")
+    return found
 
 
 def _refuse(program: Any, module: nn.Module) -> None:
