@@ -100,6 +100,12 @@ GRAPHS = {
         "y = Transpose<perm=[1,2,0]>(c) z = Gather(c, one) }",
         {"x": X},
     ),
+    "casts into the parts of one tensor": (
+        "agraph (float[6,8] a, float[6,16] b, float[16] c, float[8] d) => "
+        "(float16[6,24] y, float16[24] z) { f = Cast<to=10>(a) g = Cast<to=10>(b) "
+        "y = Concat<axis=1>(f, g) h = Cast<to=10>(c) k = Cast<to=10>(d) z = Concat<axis=0>(h, k) }",
+        arrays(a=(6, 8), b=(6, 16), c=(16,), d=(8,)),
+    ),
     "pad, constant and cropped": (
         "agraph (float[3,4,6] x) => (float[y0,y1,y2] y) "
         "<int64[6] p = {1, -1, 0, 0, 2, -3}, float v = {7}> { y = Pad(x, p, v) }",

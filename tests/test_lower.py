@@ -290,6 +290,25 @@ def test_the_copies_of_a_concat_share_a_launch(name):
         np.testing.assert_array_equal(got[value.name], want)
 
 
+PIECES = "a = Cast<to=10>(x) b = Cast<to=10>(z) y = Concat<axis=0>(a, b)"
+
+
+@pytest.mark.parametrize(("first", "nodes", "kernels"), [
+    (16, PIECES, ["CastFloat16 x2"]),
+    (4, PIECES, ["CastFloat16", "CastFloat16"]),  # the second could not be written 16 bytes at once
+    (16, f"{PIECES} w = Tanh(y)", ["CastFloat16 x2", "Tanh"]),
+])  # fmt: skip
+def test_casts_into_parts_of_one_buffer_share_a_launch(first, nodes, kernels):
+    """As those of the biases of a merged product."""
+    more = ", float16[M] w" if "w =" in nodes else ""
+    text = f"agraph (float[{first}] x, float[24] z) => (float16[N] y{more}) {{ {nodes} }}"
+    feeds = arrays(x=(first,), z=(24,))
+    program = program_of(text_model(text), feeds)
+    assert [call.kernel for call in program.calls] == kernels
+    got = interpret(program, feeds, {})["y"]
+    np.testing.assert_array_equal(got, np.concatenate([feeds["x"], feeds["z"]]).astype("float16"))
+
+
 def test_small_equal_calls_share_a_launch():
     text = "agraph (float[7,96] x, float[7,96] z) => (float[7,96] y, float[7,96] w) "
     text += "{ y = Softmax(x) w = Softmax(z) }"

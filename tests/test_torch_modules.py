@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 
 import host_turn  # noqa: E402
 import onnx  # noqa: E402
+import onnx_ir as ir  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
@@ -476,6 +477,27 @@ def test_an_output_whose_size_depends_on_data_may_have_no_gradient() -> None:
     assert gradient.tolist() == [1, 4]
     (gradient,) = torch.autograd.grad(z.square().sum(), [module.w])
     assert gradient.tolist() == [4, 96]
+
+
+def test_rows_of_a_table_are_cast_and_their_gradients_summed_wide() -> None:
+    """One that is multiplied by, too, is cast as a whole anyway."""
+    numbers = ", ".join(map(str, range(1, 21)))
+    text = f"""agraph (int64[N] i) => (float[N,4] y, float[N,5] z)
+    <float[5,4] table = {{{numbers}}}, float[5,4] tied = {{{numbers}}}>
+    {{ r = Gather(table, i) t = Gather(tied, i) y = Add(r, t) u = Transpose(tied)
+       z = MatMul(y, u) }}"""
+    module = oft.from_onnx(text_model(text), precision="bf16")
+    graph = module._graph.model.graph
+    cast = {n.inputs[0].name for n in graph if n.op_type == "Cast"}
+    assert "tied" in cast
+    assert "table" not in cast
+    backward = module._graph.derived("backward:011").model.graph
+    kinds = {n.outputs[0].dtype for n in backward if n.op_type == "ScatterND"}
+    assert kinds == {ir.DataType.FLOAT, ir.DataType.BFLOAT16}
+    y, _ = module(torch.tensor([3, 1, 3]))
+    y.sum().backward()
+    assert module.table.grad.tolist() == [[n] * 4 for n in (0, 1, 0, 2, 0)]
+    assert torch.equal(module.table.grad, module.tied.grad)
 
 
 # ---- nn.Module and ONNXProgram where a path goes ---------------------------------------------

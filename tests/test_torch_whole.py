@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,13 +17,14 @@ import onnx_ir as ir  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
-from torch_models import Gpt, Unbound, losses  # noqa: E402
+from torch_models import Block, Gpt, Unbound, losses  # noqa: E402
 
 import onnx_fuse.torch as oft  # noqa: E402
-from onnx_fuse.errors import CheckFailed, UsageError  # noqa: E402
+from onnx_fuse.errors import CheckFailed, ModelError, UsageError  # noqa: E402
 from onnx_fuse.program.problem import CHIPS  # noqa: E402
 from onnx_fuse.runtime.specialize import Specializer  # noqa: E402
 from onnx_fuse.torch import exports  # noqa: E402
+from onnx_fuse.torch.graph import Graph  # noqa: E402
 
 CURVE = 1e-4
 """Between two float32 trainings of 50 steps that sum in other orders."""
@@ -75,23 +77,139 @@ def test_a_transformer_trains_alike_in_every_mode_and_copy(way: str) -> None:
     assert len(programs(model)) == 3
 
 
+class Shaped(nn.Module):
+    """A forward that looks at the shape of its input, or does not."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.norm, self.kind = nn.Linear(8, 8), nn.BatchNorm1d(8), kind
+
+    def forward(self, x: Any) -> Any:
+        y = self.linear(x)
+        if self.kind == "long" and x.shape[0] > 5:
+            return y.tanh()
+        if self.kind == "even" and x.shape[0] % 2:
+            return y.sigmoid()
+        if self.kind == "halves" and x.shape[0] == 2 * x.shape[1]:
+            return y.relu()
+        if self.kind == "counted":
+            return y, x.shape[0]
+        return self.norm(y) if self.kind == "norm" else y
+
+
+# kind: rows of one call after another, and the exports of all
+SHAPED: dict[str, tuple[tuple[int, ...], int]] = {
+    "any": ((3, 4, 7, 4, 1, 3, 9), 3),  # 1 has one of its own: torch makes a constant of it
+    "long": ((3, 4, 5, 7, 8, 2), 3),
+    "even": ((2, 3, 4, 5, 6, 7), 3),
+    "halves": ((4, 16, 5, 6, 16), 3),
+    "norm": ((4, 6, 5, 6), 3),  # the statistics of a batch depend on the count
+    "counted": ((4, 6, 5, 6), 3),
+}
+
+
+@pytest.mark.parametrize("kind", SHAPED)
+def test_sizes_that_change_are_open_from_then_on(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, most = SHAPED[kind]
+    plain, counts = Shaped(kind), []
+    model = oft.fuse(copy.deepcopy(plain), whole=True)
+    exported = exports.export
+    monkeypatch.setattr(exports, "export", lambda *a: (counts.append(a[3]), exported(*a))[1])
+    each = kind in ("norm", "counted")
+    with pytest.warns(UserWarning, match="for each shape") if each else nullcontext():
+        for n in rows:
+            x = torch.randn(n, 8)
+            given = [x.clone().requires_grad_() for _ in range(2)]
+            (y, *rest), (z, *wanted) = [
+                found if isinstance(found, tuple) else (found,)
+                for found in (m(g) for m, g in zip((model, plain), given, strict=True))
+            ]
+            assert rest == wanted
+            torch.testing.assert_close(y, z, atol=1e-5, rtol=1e-4)
+            dy = torch.randn_like(y)
+            pairs = ((y, given[0], model), (z, given[1], plain))
+            made, exact = (
+                torch.autograd.grad(y, [g, *m.linear.parameters()], dy) for y, g, m in pairs
+            )
+            for a, b in zip(made, exact, strict=True):
+                torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    for a, b in zip(model.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    assert len(counts) <= most + each  # one that fails counts
+
+
+def test_a_gradient_that_needs_known_sizes_is_of_each_shape(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    derived = Graph.derived
+
+    def refused(graph: Graph, part: str) -> Graph:
+        if any(isinstance(size, str) for size in graph.inputs[0].sizes or ()):
+            raise ModelError("its gradient needs known sizes")
+        return derived(graph, part)
+
+    monkeypatch.setattr(Graph, "derived", refused)
+    plain = Shaped("any")
+    model = oft.fuse(copy.deepcopy(plain), whole=True)
+    model(torch.randn(3, 8))
+    with pytest.warns(UserWarning, match="for each shape: its gradient needs known sizes"):
+        y = model(torch.randn(4, 8))
+    y.sum().backward()
+    (kind,) = model._programs._kinds.values()
+    assert [program.sizes.open for program in kind.programs] == [False, False]
+
+
+def kernels(program: Any, **shapes: tuple[int, ...]) -> list[list[str]]:
+    """Those of forward and backward on an H200, for arguments of these shapes."""
+    found, mask = [], program._graph.floats
+    for part in ("forward", "backward"):
+        half, ends = program._graph.derived(f"{part}:{mask}"), {}
+        for e in half.inputs:
+            sizes = shapes.get(e.name.removesuffix(".grad"), e.sizes)
+            ends[e.name] = (sizes, str(e.dtype).removeprefix("torch."))
+        made = Specializer(half.model.clone(), CHIPS["H200"]).of(ends).program
+        assert not made.stages
+        assert not any(call.host for call in made.calls)
+        shapes |= {name: tuple(map(int, t.shape)) for name, t in made.outputs}
+        found.append([call.kernel for call in made.calls])
+    return found
+
+
+def test_a_transformer_of_any_length_is_two_exports() -> None:
+    plain = Unbound(64).eval()
+    model = oft.fuse(copy.deepcopy(plain), whole=True)
+    for length in (6, 9, 16, 5):
+        x = torch.randn(2, length, 64)
+        torch.testing.assert_close(model(x), plain(x), atol=1e-5, rtol=1e-4)
+    (kind,) = model._programs._kinds.values()
+    assert [program.sizes.open for program in kind.programs] == [False, True]
+
+
+def test_open_lengths_have_the_kernels_of_known_ones() -> None:
+    """Dropout's masks are of sizes that the backward knows without asking the GPU."""
+    model, other = (oft.fuse(Block(64, 4), whole=True) for _ in range(2))
+    for module, lengths in ((model, (8, 128)), (other, (128,))):
+        for length in lengths:
+            module(torch.randn(2, length, 64))
+    ((_, opened), (known,)) = (next(iter(m._programs._kinds.values())).programs
+                               for m in (model, other))  # fmt: skip
+    assert opened.sizes.open
+    shape = (2, 128, 64)
+    assert kernels(opened, tensors_0=shape) == kernels(known, tensors_0=shape)
+
+
 def test_parts_of_one_product_are_neither_copied_nor_added_up() -> None:
     model = oft.fuse(Unbound(256), whole=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model(torch.randn(2, 128, 256))
     (program,) = programs(model)
-    mask = program._graph.floats
-    kernels = []
-    for part in ("forward", "backward"):
-        half = program._graph.derived(f"{part}:{mask}")
-        ends = {e.name: (e.sizes, str(e.dtype).removeprefix("torch.")) for e in half.inputs}
-        made = Specializer(half.model.clone(), CHIPS["H200"]).of(ends)
-        assert not made.program.stages
-        kernels.append([call.kernel for call in made.program.calls])
-    assert "SdpaCausal_lse" in kernels[0]
-    assert not [k for k in kernels[0] if k.startswith("Copy")]
-    assert "SdpaCausalGrad" in kernels[1]
-    assert not [k for k in kernels[1] if "Add" in k or "Pad" in k]
+    forward, backward = kernels(program)
+    assert "SdpaCausal_lse" in forward
+    assert not [k for k in forward if k.startswith("Copy")]
+    assert "SdpaCausalGrad" in backward
+    assert not [k for k in backward if "Add" in k or "Pad" in k]
 
 
 class Images(nn.Module):

@@ -25,6 +25,7 @@ _VIEWS = frozenset(("Transpose", "Identity", "Reshape", "Squeeze", "Unsqueeze", 
 So is a mask of Dropout, which is a hash of a number."""
 _ATTENTION = ("Attention", "Sdpa", "GroupedSdpa")
 """How the names of operators begin whose results are attention's."""
+_INTEGERS = (ir.DataType.INT64, ir.DataType.INT32)
 _SIZES = frozenset(("Shape", "Size"))
 """Operators whose result is kept in place of the tensor that they measure."""
 
@@ -193,7 +194,7 @@ def _kept(
     for node in graph:
         if any(v in depends for v in reads(node)):
             depends.update(node.outputs)
-    needed = ancestors(gradients)
+    needed, counted = ancestors(gradients), _counted(graph)
     kept: dict[ir.Value, None] = {}
     sizes: dict[ir.Value, ir.Value | None] = {}
     seen: set[ir.Value] = set()
@@ -209,7 +210,7 @@ def _kept(
         seen.add(value)
         if maker.op_type in _SIZES and not maker.domain and not is_view(maker.inputs[0]):
             sizes[value] = maker.inputs[0]
-        elif maker in first and not is_view(value) and maker.op_type not in _SIZES:
+        elif maker in first and not is_view(value) and value not in counted:
             if maker.op_type != "Constant":
                 kept[value] = None
         else:
@@ -228,6 +229,23 @@ def _kept(
                 kept[whole] = None
     order = {v: i for i, v in enumerate(v for node in graph for v in node.outputs)}
     return sorted(kept, key=order.__getitem__)
+
+
+def _counted(graph: ir.Graph) -> set[ir.Value]:
+    """Integers that are made of sizes and constants alone.
+
+    The host knows them, and makes them again: a kept value would have to come back from the GPU.
+    """
+    found: set[ir.Value] = set()
+    for node in graph:
+        given = [v for v in reads(node) if v is not None]
+        counts = node.op_type in _SIZES or (
+            any(v in found for v in given)
+            and all(v in found or v.is_initializer() or const_array(v) is not None for v in given)
+        )
+        if counts and not node.domain:
+            found.update(v for v in node.outputs if v.dtype in _INTEGERS)
+    return found
 
 
 def _is_view(value: ir.Value | None) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 from weakref import WeakSet
@@ -18,6 +18,7 @@ import numpy as np
 from onnx_fuse import config
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.launch import bind
+from onnx_fuse.errors import DeviceError
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.problem import ITEMSIZE
 from onnx_fuse.runtime import device
@@ -136,6 +137,7 @@ class Steps:
         self._address = dict(layout.fixed)
         self._stand(places)
         self._runs = 0
+        self._only: Callable[[int], None] | None = None
         plan, hw = layout.plan, layout.hw
         known: Sequence[Launches | None] = (
             [None] * len(layout.segments) if like is None else like._parts
@@ -144,6 +146,7 @@ class Steps:
             Launches(segment, plan.order, hw, self._address, part)
             for segment, part in zip(layout.segments, known, strict=True)
         ]
+        self._only = self._parts[0].only if len(self._parts) == 1 else None
 
     def _stand(self, places: Sequence[int]) -> None:
         plan, arena = self._layout.plan, places[0]
@@ -179,12 +182,19 @@ class Steps:
                 part.move_all()
             else:
                 part.move(moved)
+        self._only = self._parts[0].only if len(self._parts) == 1 else None
         if moved is None:
             self._runs = 0
             _CAPTURED.discard(self)
 
     def launch(self, stream: device.Stream, *, repeats: bool = True) -> None:
         """Enqueue all: one by one, and as a CUDA graph once they have come often (`repeats`)."""
+        if self._only is not None:
+            try:
+                self._only(stream.handle)
+            except DeviceError as error:
+                raise self._parts[0].fault(0, error) from error
+            return
         if repeats and self._runs < RUNS:
             self._runs += 1
             many = self._layout.count >= MANY and len(_CAPTURED) < GRAPHS
@@ -209,6 +219,7 @@ class Turn:
         self.layout, self.stream = layout, stream
         self._steps: OrderedDict[Sequence[int], Steps] = OrderedDict()
         self._latest: tuple[Sequence[int], Steps | None] = ((), None)
+        """The ends of the last call, and its launches."""
         self._kept: list[Steps] = []
         self._lock = threading.Lock()
 
@@ -220,15 +231,16 @@ class Turn:
         """
         layout = self.layout
         device.start(layout.device_id)  # a thread that another library has begun has no context
-        places = ends if layout.moves_all else [ends[i] for i in layout.moving]
         with self._lock:
             before, steps = self._latest
-            if keep:
-                steps = Steps(layout, places)
-                self._kept.append(steps)
-            elif steps is None or before != places:
-                steps = self._standing(places)
-                self._latest = places, steps
+            if keep or steps is None or before != ends:
+                places = ends if layout.moves_all else [ends[i] for i in layout.moving]
+                if keep:
+                    steps = Steps(layout, places)
+                    self._kept.append(steps)
+                else:
+                    steps = self._standing(places)
+                    self._latest = ends, steps
             steps.launch(self.stream, repeats=not keep)
             for i, source, nbytes in layout.copied:
                 if nbytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -168,16 +168,23 @@ class Launches:
                     if self._watched:
                         stream.wait("after its launch")
         except DeviceError as error:
-            raise self._fault(k, error) from error
+            raise self.fault(k, error) from error
+
+    @property
+    def only(self) -> Callable[[int], None] | None:
+        """What enqueues its one launch in a stream of this handle, where it has no more to do."""
+        if len(self._steps) != 1 or self._idle or self._watched or self._graph is not None:
+            return None
+        return self._steps[0].enqueue
 
     def _enqueue(self, k: int, stream: device.Stream) -> None:
         try:
             self._steps[k].enqueue(stream.handle)
         except DeviceError as error:
-            raise self._fault(k, error) from error
+            raise self.fault(k, error) from error
 
-    def _fault(self, k: int, error: DeviceError) -> DeviceError:
-        """The error of a step, which says whose it is."""
+    def fault(self, k: int, error: DeviceError) -> DeviceError:
+        """The error of step `k`, which says whose it is."""
         call = self._segment.calls[self._calls[k]]
         entry = call.launches[k - self._calls.index(self._calls[k])].entry
         return DeviceError(f"{_label(call)} {entry}: {error}")

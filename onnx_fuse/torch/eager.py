@@ -82,7 +82,11 @@ class Ready:
         """`again(graph, needs, dys, tensors)`: the gradients of the tensors alone."""
         self.tensors = len(tensors)
         # all tensors of a kind have the same strides
-        self._addresses = gpu.aligned if all(map(gpu.DENSE, tensors)) else gpu.addresses
+        self._dense = all(map(gpu.DENSE, tensors))
+        self._latest: tuple[list[int], list[int]] = [], []
+        """Addresses of the last call whose tensors were read where they are, which mostly come
+        again: those of the tensors, the result and what is kept; and all that launches are given.
+        """
         self.floats = [end.differentiable for end in graph.outputs]
         """Which results have gradients."""
         forward = graph.derived(f"forward:{mask}") if mask else graph
@@ -99,7 +103,6 @@ class Ready:
             for first, _, kind in self.turn.results[:count]
             for shape in [(*lead, *first[1:]) if rows else first]
         ]
-        self._one = self._results[0] if count == 1 else None
         self._new = self.turn.new
         kept = self.turn.results[count:]
         *self._offsets, self._bytes = _offsets(kept)
@@ -114,20 +117,19 @@ class Ready:
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor | None]:
         """The results, and the memory of what is kept."""
+        made = [self._new(*result) for result in self._results]
+        kept = self._new((self._bytes,), (1,), torch.uint8) if self._bytes else None
+        base = 0 if kept is None else kept.data_ptr()
+        now = [*map(gpu.ADDRESS, tensors), *map(gpu.ADDRESS, made), base]
+        before, ends = self._latest
+        if now != before:
+            read, places = gpu.aligned(tensors) if self._dense else gpu.addresses(tensors)
+            ends = [*places, *map(gpu.ADDRESS, made), *[base + at for at in self._offsets]]
+            if places == now[: len(places)]:
+                self._latest = now, ends
+            tensors = read  # copies stay alive until the launches are in the stream
         assert self.turn is not None
-        tensors, places = self._addresses(tensors)
-        if self._one:  # as of every operator, whose host time counts
-            y = self._new(*self._one)
-            made, kept = [y], None
-            places.append(y.data_ptr())
-        else:
-            made, kept = [self._new(*result) for result in self._results], None
-            places += map(gpu.ADDRESS, made)
-        if self._bytes:
-            kept = self._new((self._bytes,), (1,), torch.uint8)
-            base = kept.data_ptr()
-            places += [base + at for at in self._offsets]
-        self.turn.enqueue(places)
+        self.turn.enqueue(ends)
         return made, kept
 
     def gradients(
@@ -241,14 +243,14 @@ class Direct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ready: Ready, *args: Tensor | None) -> Any:
-        given = args if len(args) == ready.tensors else [x for x in args if x is not None]
-        made, kept = ready.run(given)
-        ctx.ready = ready
-        if given is not args:
+        ctx.ready, given = ready, args
+        if len(args) != ready.tensors:
+            given = tuple([x for x in args if x is not None])
             ctx.present = [x is not None for x in args]
+        made, kept = ready.run(given)
         if len(made) == 1:
-            (y,), (keeps,) = made, ready.keeps
-            ctx.save_for_backward(*given, y if keeps else None, kept)
+            y = made[0]
+            ctx.save_for_backward(*given, y if ready.keeps[0] else None, kept)
             return y
         read = [y if keeps else None for y, keeps in zip(made, ready.keeps, strict=True)]
         ctx.save_for_backward(*given, *read, kept)

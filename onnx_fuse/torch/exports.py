@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -28,15 +28,59 @@ PREFIX = "module."
 """What the names of initializers begin with, before those of the module's tensors."""
 
 
+Shapes = Sequence[tuple[int, ...]]
+"""The shapes of the tensors among a call's arguments."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The shapes that an export holds for: sizes, and formulas of open ones with their guards."""
+
+    shapes: Sequence[tuple[Any, ...]]
+    """Of each tensor; an open size is a sympy expression."""
+    ranges: Mapping[Any, tuple[Any, Any]] = field(default_factory=dict)
+    """The least and the largest size of each symbol."""
+    guards: tuple[Any, ...] = ()
+    """What must be true of the symbols: branches that the forward took."""
+
+    @property
+    def open(self) -> bool:
+        """Whether other shapes than one are served."""
+        return bool(self.ranges)
+
+    def serve(self, shapes: Shapes) -> bool:
+        """Whether the export holds for these shapes."""
+        known: dict[Any, int] = {}
+        for mine, given in zip(self.shapes, shapes, strict=True):
+            for want, size in zip(mine, given, strict=True):
+                if want in self.ranges and known.setdefault(want, size) != size:
+                    return False
+        # torch traces as if no open size were 0 or 1
+        for symbol, size in known.items():
+            low, high = self.ranges[symbol]
+            if size < 2 or not low <= size <= high:
+                return False
+        for mine, given in zip(self.shapes, shapes, strict=True):
+            if any(_valued(w, known) != n for w, n in zip(mine, given, strict=True)):
+                return False
+        return all(_valued(guard, known) == True for guard in self.guards)  # noqa: E712 - sympy's
+
+
+def _valued(formula: Any, known: Mapping[Any, int]) -> Any:
+    """A formula with these numbers for its symbols."""
+    return formula if isinstance(formula, int) else formula.xreplace(known)
+
+
 @dataclass
 class Exported:
-    """What a module computes for tensors of given shapes, in its present mode."""
+    """What a module computes for tensors of the shapes in `sizes`, in its present mode."""
 
     model: ir.Model
     """Its inputs are the tensors of the arguments; initializers are called `PREFIX` and the name of
     the module's tensor. Behind the module's outputs there are new contents of buffers."""
     results: Callable[[Sequence[Tensor]], Any]
     """What forward returns, of the tensors in it."""
+    sizes: Sizes
     updated: dict[str, tuple[float, float]] = field(default_factory=dict)
     """The buffers that the last outputs are for, in their order. The new content is the first
     number times the old one, and the second times the output."""
@@ -87,10 +131,14 @@ class _Flat(nn.Module):
         return build
 
 
-def export(module: nn.Module, leaves: Sequence[Any], spec: Any) -> Exported:
+def export(
+    module: nn.Module, leaves: Sequence[Any], spec: Any, axes: Sequence[Collection[int]] = ()
+) -> Exported:
     """The graph of a module's forward for arguments, which are given flat.
 
-    Raises UsageError, which says why, where the graph would not train as the module does.
+    `axes` has for each tensor those whose sizes may be others: they are open where torch finds
+    nothing against it. Raises UsageError, which says why, where the graph would not train as the
+    module does.
     """
     flat = _Flat(module, leaves, spec)
     tensors = tuple(x.detach() for x in leaves if isinstance(x, Tensor))
@@ -98,7 +146,10 @@ def export(module: nn.Module, leaves: Sequence[Any], spec: Any) -> Exported:
         warnings.simplefilter("ignore")
         flat.training = module.training
         try:
-            program = torch.export.export(flat, tensors, strict=False)
+            marks: Any = None
+            if any(axes):
+                marks = (tuple(dict.fromkeys(each, torch.export.Dim.AUTO) for each in axes),)
+            program = torch.export.export(flat, tensors, strict=False, dynamic_shapes=marks)
             _refuse(program, module)
             results = flat.results()
             mutated = {
@@ -116,12 +167,40 @@ def export(module: nn.Module, leaves: Sequence[Any], spec: Any) -> Exported:
             raise UsageError(f"torch cannot export it: {one_line(error)}") from error
     assert made is not None
     model: ir.Model = made.model
-    found = Exported(model, results)
+    found = Exported(model, results, _sizes(program, tensors))
+    for value in model.graph.inputs:
+        value.shape = ir.Shape([*map(_known_size, value.shape or ())])
     _batch_norms(program, found)
     found.counted = sorted(n for n in mutated if n.endswith("num_batches_tracked"))
     rest = mutated - set(found.updated) - set(found.counted)
     if rest:
         raise UsageError(f"its forward changes the buffer '{min(rest)}'")
+    return found
+
+
+def _known_size(size: Any) -> Any:
+    """A size of an input: torch calls one that it made a constant by its digits."""
+    name = size.value if isinstance(size, ir.SymbolicDim) else None
+    return int(name) if name is not None and name.isdigit() else size
+
+
+def _sizes(program: Any, tensors: Sequence[Tensor]) -> Sizes:
+    """The shapes that a program of torch.export holds for."""
+    names = program.graph_signature.user_inputs
+    nodes = {n.name: n.meta["val"] for n in program.graph.nodes if n.op == "placeholder"}
+    values = [nodes[name] for name in names]
+    shapes = [
+        tuple([d if isinstance(d, int) else d.node.expr for d in value.shape]) for value in values
+    ]
+    symbols = {s for shape in shapes for d in shape if not isinstance(d, int)
+               for s in d.free_symbols}  # fmt: skip
+    if not symbols:
+        return Sizes([tuple(t.shape) for t in tensors])
+    ranges = {s: (r.lower, r.upper) for s, r in program.range_constraints.items() if s in symbols}
+    guards = tuple([guard.expr for guard in values[0].fake_mode.shape_env.guards])
+    found = Sizes(shapes, ranges, guards)
+    if not found.serve([tuple(t.shape) for t in tensors]):
+        raise UsageError("torch does not say for which sizes its graph holds")
     return found
 
 
@@ -221,6 +300,8 @@ def _batch_norms(program: Any, found: Exported) -> None:
         old = [v for v in node.inputs[3:5] if v is not None]
         x = call.args[0].meta["val"]
         count = x.numel() // x.shape[1]
+        if not isinstance(count, int):
+            raise UsageError("a BatchNorm's statistics depend on the number of rows")
         node.resize_outputs(3)
         node.attributes["training_mode"] = ir.AttrInt64("training_mode", 1)
         node.attributes["momentum"] = ir.AttrFloat32("momentum", 1 - momentum)

@@ -305,8 +305,11 @@ def fused_layernorm_linear(
     """
     ln_weight = x.new_ones(x.shape[-1:]) if ln_weight is None else ln_weight
     ln_bias = x.new_zeros(x.shape[-1:]) if ln_bias is None else ln_bias
-    tensors = _autocast(x, weight, bias, ln_weight, ln_bias)
-    return _LAYERNORM_LINEAR(*tensors, eps, _activation(activation), transposed)
+    name = "" if activation is None else _activation(activation)
+    if torch._C._is_any_autocast_enabled():
+        tensors = _autocast(x, weight, bias, ln_weight, ln_bias)
+        return _LAYERNORM_LINEAR(*tensors, eps, name, transposed)
+    return _LAYERNORM_LINEAR(x, weight, bias, ln_weight, ln_bias, eps, name, transposed)
 
 
 def rms_norm_linear(

@@ -134,6 +134,7 @@ def opened(
     """
     names = autodiff.open_parameters(model, weights)
     _cast_parts(model)
+    _cast_rows(model)
     data = to_proto(model, shapes=False).SerializeToString(deterministic=True)
     digest = hashlib.blake2b(data, digest_size=16).hexdigest()
     return enter(Graph(f"onnx:{digest}", model, fused=True, fixed=fixed)), names
@@ -180,6 +181,37 @@ def _cast_parts(model: ir.Model) -> None:
         graph.insert_before(node, op.nodes)
         whole.type = cast.outputs[0].type
         ir.convenience.replace_all_uses_with(cast.outputs[0], whole, replace_graph_outputs=True)
+        graph.remove(cast, safe=True)
+
+
+def _cast_rows(model: ir.Model) -> None:
+    """Let rows of a table be cast behind their lookup, so that its gradient is summed in its type.
+
+    It would be made in the narrow type and cast as a whole otherwise.
+    """
+    graph = model.graph
+    for cast in [n for n in graph if n.op_type == "Cast" and not n.domain]:
+        table, (narrow,) = cast.inputs[0], cast.outputs
+        reads = [(n, i) for n, i in narrow.uses() if n.op_type == "Gather" and not n.domain]
+        if (
+            table is None
+            or not table.is_graph_input()
+            or narrow.is_graph_output()
+            or len(reads) != len(narrow.uses())
+            or any(i or n.graph is not graph for n, i in reads)
+        ):
+            continue
+        for node, _ in reads:
+            op = autodiff.Emitter(model)
+            op.stem = node.name or "rows"
+            (rows,) = node.outputs
+            wide = op.Gather(table, node.inputs[1], axis=node.attributes.get_int("axis", 0))
+            wide.type, wide.shape = table.type, rows.shape
+            made = op.Cast(wide, to=cast.attributes.get_int("to"))
+            made.type, made.shape, made.name = rows.type, rows.shape, rows.name
+            graph.insert_before(node, op.nodes)
+            ir.convenience.replace_all_uses_with(rows, made, replace_graph_outputs=True)
+            graph.remove(node, safe=True)
         graph.remove(cast, safe=True)
 
 

@@ -325,6 +325,8 @@ class Operator:
     """Whether each row of the first tensor makes a row of every result."""
     optional: int = field(init=False)
     """The number of the tensor that may be None; -1 where there is none."""
+    count: int = field(init=False)
+    """The number of tensors, those left out included."""
     ready: Kinds = field(default_factory=Kinds)
     """What `_ready` found for calls."""
 
@@ -332,16 +334,17 @@ class Operator:
         number = next((i for i, t in enumerate(self.tensors) if t.endswith("?")), -1)
         assert sum(t.endswith("?") for t in self.tensors) <= 1
         object.__setattr__(self, "optional", number)
+        object.__setattr__(self, "count", len(self.tensors))
 
     def __call__(self, *args: Any) -> Tensor:
         """Run it; `args` are the tensors and the attributes."""
-        count = len(self.tensors)
+        count = self.count
         tensors = args[:count]
         missing = self.optional >= 0 and tensors[self.optional] is None
         given = [x for x in tensors if x is not None] if missing else tensors
         first = given[0]
         if eager.on_gpu(first) and type(first) in OWN and not torch.compiler.is_compiling():
-            key = torch.is_grad_enabled(), gpu.state(), args[count:], first.shape
+            key = missing, torch.is_grad_enabled(), args[count:], *gpu.state()
             ready = self.ready.find(key, given)
             if ready is None and plain(first):
                 ready = self.ready.enter(key, given, self._ready(args, given))

@@ -1,12 +1,14 @@
 """Modules whose whole forward is one graph: `fuse(module, whole=True)`.
 
-For each kind of call (mode, types and shapes) the forward is exported once and imported as an ONNX
-file is. Parameters and buffers stay the module's own, and are read where they are at each call.
+For each kind of call (mode, types and ranks) the forward is exported and imported as an ONNX file
+is: for the shapes of the first call, and once more, with sizes that are open, when some of them
+change. Parameters and buffers stay the module's own, and are read where they are at each call.
 """
 
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Sequence
 from functools import cache
 from operator import is_
@@ -18,19 +20,21 @@ from torch import Tensor, nn
 from torch.utils import _pytree as tree
 
 from onnx_fuse import autodiff, passes, session
-from onnx_fuse.errors import UsageError
+from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.onnx.build import all_nodes, bind_defaults
 from onnx_fuse.onnx.evaluate import DRAWS
 from onnx_fuse.passes.precision import lower_precision
 from onnx_fuse.passes.slices import slices_as_splits
 from onnx_fuse.torch import exports
 from onnx_fuse.torch.imported import opened
-from onnx_fuse.torch.library import call_graph
+from onnx_fuse.torch.library import call_graph, mask_of
 from onnx_fuse.training.dropout import draw_masks
 from onnx_fuse.training.weights import model_names
 
 PROGRAMS = 64
-"""Kinds of calls that a module keeps programs for; then it begins anew."""
+"""Programs that a module keeps; then it begins anew."""
+CALLS = 1024
+"""Kinds of calls with their shapes whose programs are known without a search."""
 _RNG = "dropout.rng"
 _NARROW = {torch.bfloat16: ir.DataType.BFLOAT16, torch.float16: ir.DataType.FLOAT16}
 
@@ -98,6 +102,7 @@ class Programs:
 
     def _begin(self, module: nn.Module) -> None:
         self._known: dict[Any, Program] = {}
+        self._kinds: dict[Any, Kind] = {}
         every = [*module.modules()]
         self._tables = [each._modules for each in every]
         self._children = [child for table in self._tables for child in table.values()]
@@ -119,12 +124,13 @@ class Programs:
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         if not tensors:
             raise UsageError("none of the arguments is a tensor, so that no graph can be made")
-        key = (
+        kind = (
             spec,
             tuple([each.training for each in self._modules]),
             _autocast(tensors[0].device.type),
-            *[(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else repr(x) for x in leaves],
+            *[(x.dim(), x.dtype, x.device) if isinstance(x, Tensor) else repr(x) for x in leaves],
         )
+        key = kind, *[x.shape for x in tensors]
         program = self._known.get(key)
         if program is None or program.is_stale():
             program = self._made(module, args, named, key)
@@ -133,8 +139,15 @@ class Programs:
         except (ValueError, AttributeError, KeyError):  # a tensor does not fit, or is gone
             if program.fits():
                 raise
-            del self._known[key]
+            self._forget(program)
         return self._made(module, args, named, key)(tensors)
+
+    def _forget(self, program: Program) -> None:
+        """Drop a program that serves no more."""
+        with self._lock:
+            self._known = {key: each for key, each in self._known.items() if each is not program}
+            for kind in self._kinds.values():
+                kind.programs = [each for each in kind.programs if each is not program]
 
     def _made(
         self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], key: Any
@@ -145,31 +158,80 @@ class Programs:
     def _export(
         self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], key: Any
     ) -> Program:
-        found = self._known.get(key)
-        if found is not None and not found.is_stale():
+        kind, shapes = self._kinds.setdefault(key[0], Kind()), [tuple(s) for s in key[1:]]
+        for old in [each for each in kind.programs if each.is_stale()]:
+            self._forget(old)
+        found = next((each for each in kind.programs if each.sizes.serve(shapes)), None)
+        if found is not None:
+            if len(self._known) >= CALLS:
+                self._known.clear()
+            self._known[key] = found
             return found
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise UsageError(
                 "a CUDA graph is being captured, and this kind of call has not run before: run "
                 "once before the capture"
             )
-        if len(self._known) >= PROGRAMS:
+        if sum(len(each.programs) for each in self._kinds.values()) >= PROGRAMS:
             self._known.clear()
+            self._kinds = {key[0]: kind}
+            kind.programs = []
         leaves, spec = tree.tree_flatten((args, named))
         own = type(module)
         device = next(x.device.type for x in leaves if isinstance(x, Tensor))
         narrow = _autocast(device)
         module.__class__ = own.__mro__[2]
         try:
-            with torch.autocast(device, enabled=False), torch.enable_grad():
-                exported = exports.export(module, leaves, spec)
-            found = self._known[key] = Program(module, exported, narrow)
-        except UsageError as error:
-            name = own.__name__
-            raise UsageError(f"{name} cannot be fused whole: {error}") from error
+            for axes in kind.ways(shapes):
+                try:
+                    with torch.autocast(device, enabled=False), torch.enable_grad():
+                        exported = exports.export(module, leaves, spec, axes)
+                    found = Program(module, exported, narrow)
+                    if any(axes):
+                        found.check([x for x in leaves if isinstance(x, Tensor)])
+                    break
+                except (UsageError, ModelError) as error:
+                    name = own.__name__
+                    if any(axes):
+                        kind.closed = True
+                        warnings.warn(f"{name} is exported for each shape: {error}", stacklevel=2)
+                    elif isinstance(error, UsageError):
+                        raise UsageError(f"{name} cannot be fused whole: {error}") from error
+                    else:
+                        raise
         finally:
             module.__class__ = own
+        assert found is not None, "the last way has no open axes"
+        kind.programs.append(found)
+        self._known[key] = found
         return found
+
+
+class Kind:
+    """Calls that differ in the sizes of their tensors alone, and the programs for them."""
+
+    def __init__(self) -> None:
+        self.programs: list[Program] = []
+        self.closed = False
+        """Whether torch cannot export with open sizes."""
+        self._first: exports.Shapes | None = None
+        self._changing: list[set[int]] = []
+
+    def ways(self, shapes: exports.Shapes) -> list[Sequence[set[int]]]:
+        """The axes of each tensor to leave open for these shapes: those that have changed so far.
+
+        The way that is tried last leaves none open.
+        """
+        if self._first is None:
+            self._first, self._changing = shapes, [set() for _ in shapes]
+        for axes, before, now in zip(self._changing, self._first, shapes, strict=True):
+            axes.update(i for i, (a, b) in enumerate(zip(before, now, strict=True)) if a != b)
+        # torch makes a constant of a size of 0 or 1
+        found = [
+            {i for i in axes if now[i] > 1}
+            for axes, now in zip(self._changing, shapes, strict=True)
+        ]
+        return [found, ()] if any(found) and not self.closed else [()]
 
 
 def _autocast(device: str) -> torch.dtype | None:
@@ -187,7 +249,8 @@ class Program:
     ) -> None:
         """`narrow` is the type to compute in, where it is not the module's own."""
         tables = _tables(module)
-        self._results = exported.results
+        self._results, self.sizes = exported.results, exported.sizes
+        """`sizes`: the shapes of arguments that it serves"""
         # outside of a graph's eyes: what it reads must not have changed until its backward
         changed = set(exported.updated)
         self._counted = [tables[name] for name in exported.counted]
@@ -225,17 +288,35 @@ class Program:
                 return True
         return False
 
-    def __call__(self, tensors: Sequence[Tensor]) -> Any:
-        """What forward returns for the tensors of its arguments."""
+    def _given(self, tensors: Sequence[Tensor], draws: Sequence[Tensor]) -> list[Tensor]:
+        """What the graph reads."""
         weights = [table[name] for table, name in self._places]
         # a buffer that this call changes must not count as changed for its own backward
         weights += [table[name].data for table, name in self._stats]
         if self._order is not None:
             weights = [weights[i] for i in self._order]
+        return [*tensors, *draws, *weights]
+
+    def check(self, tensors: Sequence[Tensor]) -> None:
+        """Raise UsageError or ModelError where it has no gradient, or waits for the host."""
+        where = tensors[0].device
+        draws = [torch.empty((), dtype=torch.int64, device=where)] if self._draws else []
+        given = self._given(tensors, draws)
+        mask = mask_of(given) if torch.is_grad_enabled() else ""
+        graph = self._graph.derived(f"forward:{mask}") if "1" in mask else self._graph
+        if where.type != "cuda":
+            return
+        with torch.cuda.device(where):
+            turn = graph.turn([t.detach().contiguous() for t in given])
+        if turn is None:
+            raise UsageError("its kernels would wait for sizes that the GPU computes")
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        """What forward returns for the tensors of its arguments."""
         draws = []
         if self._draws:
             draws = [torch.empty((), dtype=torch.int64, device=tensors[0].device).random_()]
-        found = call_graph(self._graph, [*tensors, *draws, *weights])
+        found = call_graph(self._graph, self._given(tensors, draws))
         if self._updated or self._counted:
             self._update(found[self._outputs :])
         return self._results(found[: self._outputs])

@@ -15,9 +15,9 @@ from onnx_fuse.program.passes import copy_fusion
 from onnx_fuse.program.passes.buckets import first_buckets, last_buckets
 from onnx_fuse.program.passes.callgraph import LARGE, Uses, nodes_of, steps_of, uses, whole
 from onnx_fuse.program.passes.pointwise_fusion import pointwise, view
-from onnx_fuse.program.problem import Hardware
+from onnx_fuse.program.problem import ITEMSIZE, Hardware
 from onnx_fuse.program.problems import Fold
-from onnx_fuse.program.size import coarse
+from onnx_fuse.program.size import Size, coarse
 
 MAX_WAIT = 2 << 20
 """The most bytes that a call which waits for others may read: they are kept that long."""
@@ -68,7 +68,7 @@ def _runs(calls: Sequence[Call], members: Sequence[int]) -> list[list[int]]:
     """Split the members, the last one first, into runs whose members may wait for its first."""
     runs: list[list[int]] = []
     for i in reversed(members):
-        beside = runs[-1] if runs and copy_fusion.piece_of(calls[i]) is not None else ()
+        beside = runs[-1] if runs and calls[i].expression is not None else ()
         if runs and _may_wait(calls, i, runs[-1][0], beside) and _small(calls[i]):
             runs[-1].append(i)
         else:
@@ -150,18 +150,46 @@ def _single(tensor: Tensor) -> bool:
 
 
 def _may_wait(calls: Sequence[Call], i: int, until: int, beside: Collection[int]) -> bool:
-    """Whether call `i` may run where `until` stands, with copies `beside` it in one launch."""
+    """Whether call `i` may run where `until` stands, with those `beside` it in one launch."""
     reads = {t.buffer for _, t in calls[i].reads}
     writes = {t.buffer for _, t in calls[i].writes}
     for j in range(i + 1, until + 1):
         call = calls[j]
-        if j in beside and copy_fusion.independent(calls[i], call):
+        if j in beside and _independent(calls[i], call):
             continue
         if not call.buffers.isdisjoint(writes):
             return False
         if any(t.buffer in reads for _, t in call.writes):
             return False
     return True
+
+
+def _independent(first: Call, second: Call) -> bool:
+    """Whether two calls may run side by side: what one writes, the other does not touch."""
+    if copy_fusion.piece_of(first) is not None and copy_fusion.piece_of(second) is not None:
+        return copy_fusion.independent(first, second)
+    return all(
+        _apart(written, t)
+        for one, other in ((first, second), (second, first))
+        for _, written in one.writes
+        for _, t in (*other.reads, *other.writes)
+    )
+
+
+def _apart(a: Tensor, b: Tensor) -> bool:
+    """Whether no element of one view is known to be one of the other."""
+    if a.buffer != b.buffer:
+        return True
+    if b.offset < a.offset:
+        a, b = b, a
+    if any(isinstance(n, Size) for t in (a, b) for n in (t.offset, *t.shape, *t.strides)):
+        return False
+    if a.dtype != b.dtype or any(s < 0 for t in (a, b) for s in t.strides):
+        return False
+    whole = max(16 // ITEMSIZE[a.dtype], 1)
+    if a.offset % whole or b.offset % whole:
+        return False  # all tensors of a launch would be read in accesses of less than 16 bytes
+    return a.offset + sum((d - 1) * s for d, s in zip(a.shape, a.strides, strict=True)) < b.offset
 
 
 def _many(members: Sequence[Call], choice: Choice) -> Call:
