@@ -514,6 +514,7 @@ USAGE = [
     ("optimize", ENCODER, "--skip", "NoSuchFusion", "--no-check"),
     ("run", ENCODER, "--device", "tpu"),
     ("run", ENCODER, "--explain"),
+    ("train", ENCODER, "--data", "x.npz", "--loss", "mse", "--explain"),
     ("optimize", ENCODER, "--target", "abacus"),
     ("inspect",),
 ]

@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from curves import CURVES
 
 import onnx_fuse as of
 from onnx_fuse import UsageError, nn
+from onnx_fuse.ops.activations import ACTIVATIONS
 
 RNG = np.random.default_rng(0)
 SHAPES = {"x": (4, 8), "scale": (8,), "bias": (8,), "w": (8, 6), "c": (6,)}
@@ -63,3 +65,30 @@ def test_operands_are_those_that_were_planned() -> None:
     a["c"] = a["c"].astype(np.float64)
     with pytest.raises(UsageError, match=r"the plan's c is float32\[6\], not float64\[6\]"):
         plan.forward(*a.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("shape", [(6,), (1,), (), (4, 1), (4, 6)], ids=str)
+@pytest.mark.parametrize("act", ["", "Relu", "Gelu", "Silu", "Tanh"])
+def test_gradients_for_a_bias_of_any_shape(act: str, shape: tuple[int, ...], dtype: str) -> None:
+    """Bias one a column, one for all, one a row, and one an element; y is act(z)."""
+    shapes = {"x": (4, 8), "w": (8, 6), "c": shape}
+    given = {k: RNG.standard_normal(s).astype(dtype) for k, s in shapes.items()}
+    dy = RNG.standard_normal((4, 6)).astype(dtype)
+    plan = of.plan(f"Gemm{act}", shapes, dtype, save=("z",) if act else ())
+    y = plan.forward(*given.values()).numpy()
+    x, w, c = (v.astype(np.float64) for v in given.values())
+    value, slope = CURVES[ACTIVATIONS[act].key](x @ w + c) if act else (x @ w + c, np.float64(1))
+    dz = dy.astype(np.float64) * slope
+    axes = tuple(i for i in range(2) if (1, 1, *shape)[-2:][i] == 1)
+    want = {"x": dz @ w.T, "w": x.T @ dz, "c": dz.sum(axes).reshape(shape) if axes else dz}
+    bound = {"float32": 1e-5, "float16": 2e-2}[dtype]  # float16 rounds z and each step of act'
+    np.testing.assert_allclose(y, value, rtol=bound, atol=bound)
+    if act:
+        np.testing.assert_allclose(plan.saved["z"].numpy(), x @ w + c, rtol=bound, atol=bound)
+    found = plan.backward(dy)
+    assert set(found) == set(want)
+    for name, value in want.items():
+        array = found[name].numpy()
+        assert (array.shape, array.dtype) == (shapes[name], np.dtype(dtype))
+        np.testing.assert_allclose(array, value, rtol=bound, atol=bound)

@@ -133,6 +133,8 @@ def kernels(
         f"inputs: {shapes}",
         f"memory: {plan(program)}",
     )
+    for part in program.in_parts if explain else ():
+        printer.text(f"in parts: {part}")
     for fallback in program.fallbacks:
         printer.text(f"on onnxruntime: {fallback}")
     if len(shown) < len(sites):

@@ -230,6 +230,14 @@ def train(
             "second time in the backward; min asks for the least possible.",
         ),
     ] = None,
+    explain: Annotated[
+        bool,
+        typer.Option(
+            "--explain",
+            help="List the norms and products that the GPU trains as two operators because no "
+            "fused kernel is faster, with the predicted times.",
+        ),
+    ] = False,
     compiled: Annotated[
         Path | None,
         typer.Option(
@@ -349,6 +357,8 @@ def train(
     if checkpoint is not None and first:
         context.with_resource(folders.locked(checkpoint))
     check_device(precision, device)
+    if explain and device == "cpu":
+        raise UsageError("--explain compares a GPU's kernels: add --device cuda")
     arrays, held_out = load(data), load(val) if val else None
     options = trainer_settings(model, context.params)
     if options["clip_norm"] is None and (html or curve):
@@ -368,6 +378,8 @@ def train(
         by_module(trainer.adapters)
     for note in trainer.notes:
         printer.text(f"note: {note}")
+    for pair in trainer.in_parts if explain else ():
+        printer.text(f"in parts: {pair}")
     source = sources.source(trainer, arrays, batch_size, split=True)
     span = epochs * (source.steps or 0) // accumulate if schedule in ("linear", "cosine") else 0
     trainer.schedule(optim.Schedule(lr, schedule, span, warmup, every=lr_every))
@@ -444,6 +456,7 @@ def train(
         "output": str(output),
         "weights": weights,
         "notes": trainer.notes,
+        "in_parts": trainer.in_parts,
     }
     found = asdict(history)
     if trace is not None:

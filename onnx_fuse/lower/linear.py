@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import inf, prod
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import FLOATS
-from onnx_fuse.kernels import select
+from onnx_fuse.kernels import forced, refusals, select
 from onnx_fuse.kernels.costs import Passes, pays, seconds, total
 from onnx_fuse.kernels.rows import act_parts
 from onnx_fuse.lower.context import Context, Lowering, copy
@@ -358,11 +359,13 @@ def norm_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
     )
     if not any(v.uses() or v.is_graph_output() for v in node.outputs[1:]):
         problem = problem.replace(frozen=True)
-    choice = select("LayerNormGemmGrad", problem, ctx.hw)
-    if choice is None:
-        return f"no kernel serves {problem}"
-    if x.dtype == "float32" and not pays(_apart(problem), (problem,), ctx.hw):
-        return "its products and passes apart are faster"
+    if select(problem.op, problem, ctx.hw, ctx.prefs) is None:
+        why = refusals(problem.op, problem, ctx.hw).items()
+        return "; ".join(f"{kernel}: {reason}" for kernel, reason in why) or "it has no rows"
+    if x.dtype == "float32" and problem.op not in forced(ctx.prefs):
+        fused, apart = (total(p, ctx.hw, ctx.prefs) for p in ((problem,), _apart(problem)))
+        if apart <= fused:
+            return f"its parts are faster: {apart * 1e6:.1f} µs against {fused * 1e6:.1f}"
     if turned := _turned(ctx, problem, w):
         problem = problem.replace(trans_b=True)
     reads = {
@@ -401,17 +404,33 @@ def _turned(ctx: Context, problem: Problem, w: Tensor) -> bool:
 def gradient_pays(node: ir.Node, math: str, hw: Hardware) -> bool:
     """Whether a fused float32 norm and product are faster than the two operators by themselves.
 
-    The gradient of the fused form is one call. The costs compared are those of forward and
-    backward; an unknown number of rows is taken to be 1024.
+    The gradient of the fused form is one call.
+    """
+    found = gradient_costs(node, math, hw)
+    return found is not None and found.whole < found.apart
+
+
+class Costs(NamedTuple):
+    """Predicted seconds of forward and backward: fused, and of a norm and a product [m, k, n]."""
+
+    whole: float
+    apart: float
+    shape: tuple[int, int, int]
+
+
+def gradient_costs(node: ir.Node, math: str, hw: Hardware) -> Costs | None:
+    """What a fused float32 norm and product cost; None for a node that is no such pair.
+
+    An unknown number of rows is taken to be 1024.
     """
     name = FusedName.of(node.op_type)
     suffix = name.activation
     if name.family != "Gemm" or not name.norm or name.place or name.exposed:
-        return False
+        return None
     x, w = node.inputs[0], node.inputs[2 if name.rms else 3]
     k, n = dim(w, 0), dim(w, 1)
     if x is None or x.shape is None or not k or not n:
-        return False
+        return None
     rows = [dim(x, i) for i in range(len(x.shape) - 1)]
     m = 1024 if None in rows else prod(d for d in rows if d is not None)
     act: dict[str, Value] = {"act": ACTIVATIONS[suffix]} if suffix else {}
@@ -428,7 +447,8 @@ def gradient_pays(node: ir.Node, math: str, hw: Hardware) -> bool:
     )
     # the norm and its gradient, dz, its sums; small launches beside others take half their time
     moved = 4 * (5 * m * k + (4 if act else 1) * m * n)
-    return pays((*apart, Passes(moved, 4 if act else 3)), whole, hw)
+    passes = Passes(moved, 4 if act else 3)
+    return Costs(total(whole, hw), total((*apart, passes), hw), (m, k, n))
 
 
 def _apart(problem: Problem) -> tuple[AnyProblem, ...]:

@@ -101,6 +101,7 @@ class Lowerer(Control):
         # inputs of a body -> what it was called on; results of a node -> those of its body
         self.origin: dict[ir.Value, ir.Value] = {}
         self.fallbacks: dict[str, str] = {}
+        self.in_parts: dict[str, str] = {}
         self._packed: dict[str, Tensor] = {}
         self._bodies: dict[tuple[Any, ...] | None, ir.Graph] = {}
         self._updates = Updates()
@@ -172,6 +173,7 @@ class Lowerer(Control):
             tuple(f"{op}: {why}" for op, why in self.fallbacks.items()),
             rest,
             setup,
+            in_parts=tuple(f"{op}: {why}" for op, why in self.in_parts.items()),
         )
 
     def _once_only(
@@ -315,6 +317,8 @@ class Lowerer(Control):
                 self._defer(node)
             elif not self._expand(node):
                 self._fallback(node, reason)
+            elif lowering is not None:
+                self.in_parts.setdefault(node.op_type, reason)
         finally:
             if own:
                 self._owner = ""

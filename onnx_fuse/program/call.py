@@ -325,6 +325,8 @@ class Program:
     are buffers of kind constant that `constants` does not hold."""
     sequential: bool = False
     """Whether the calls run one after another, which keeps temporaries short-lived."""
+    in_parts: tuple[str, ...] = ()
+    """Operators with kernels of ours that are lowered as their bodies, each with the reason."""
 
     def __str__(self) -> str:
         lines = [f"input {name} = {tensor}" for name, tensor in self.inputs]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir
 
 from onnx_fuse.errors import UsageError
+from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.program.problem import TRAINING_PRECISIONS, Hardware
 from onnx_fuse.runtime import ort
 from onnx_fuse.training import adapters
@@ -201,11 +203,27 @@ class Cuda:
         """Nothing is left to do."""
 
 
-def whole(node: onnx_ir.Node, math: str, hw: Hardware | None, gpu: int) -> bool:
+class Whole:
     """Whether a fused node's gradients are best made by one call, on `hw` or the GPU here."""
-    from onnx_fuse.lower.linear import gradient_pays
 
-    return gradient_pays(node, math, hw or Hardware.detect(gpu))
+    def __init__(self, math: str, hw: Hardware | None, gpu: int) -> None:
+        self.math, self.hw, self.gpu = math, hw, gpu
+        self.in_parts: list[str] = []
+        """Each size of a norm and a product that are two operators, with the predicted times."""
+
+    def __call__(self, node: onnx_ir.Node) -> bool:
+        from onnx_fuse.lower.linear import gradient_costs
+
+        found = gradient_costs(node, self.math, self.hw or Hardware.detect(self.gpu))
+        if found is None or found.whole < found.apart:
+            return found is not None
+        size, norm = " x ".join(map(str, found.shape)), FusedName.of(node.op_type).norm
+        fused = (
+            f"{found.whole * 1e6:.1f} fused" if found.whole < inf else "no kernel has them fused"
+        )
+        line = f"{norm} and product of {size}: {found.apart * 1e6:.1f} µs as two operators, {fused}"
+        self.in_parts += [line] if line not in self.in_parts else []
+        return False
 
 
 def merging(

@@ -226,9 +226,9 @@ class Trainer:
         math = TRAINING_PRECISIONS[precision][1]
         self.hardware, self.precision = hardware, precision
         """`hardware` is the GPU that the steps are only compiled for, or None."""
-        self._whole = (
-            partial(backends.whole, math=math, hw=hardware, gpu=gpu) if device == "cuda" else None
-        )
+        self._whole = backends.Whole(math, hardware, gpu) if device == "cuda" else None
+        self.in_parts: list[str] = self._whole.in_parts if self._whole else []
+        """Norms and products that the GPU trains as two operators, with the predicted times."""
         self.seed, self.accumulate = seed, accumulate
         self._batch_unchecked: bool = free_batch
         self.calls = 0

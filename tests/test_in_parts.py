@@ -1,0 +1,99 @@
+"""Why an operator with kernels of its own is lowered, or trained, in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.parser
+import onnx_ir
+import pytest
+from lowering import H200
+
+from onnx_fuse import Trainer
+from onnx_fuse.lower import walk
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.program.call import Program
+from onnx_fuse.program.problem import CHIPS, Problem
+
+GRADIENT = """agraph ({d}[{m},{n}] dy, {d}[{m},{k}] x, {d}[{k}] s,
+        {d}[{k}] b, {d}[{k},{n}] w, {d}[{n}] c, float[{m},1] mean, float[{m},1] rstd,
+        {d}[{m},{n}] z)
+    => ({d}[{m},{k}] dx, {d}[{k}] ds, {d}[{k}] db, {d}[{k},{n}] dw, {d}[{n}] dc)
+    {{ dx, ds, db, dw, dc = onnx_fuse.LayerNormGemmGrad (dy, x, s, b, w, c, mean, rstd, z) }}"""
+
+
+def program_of(shape: tuple[int, int, int], dtype: str, math: str, chip: str) -> Program:
+    m, k, n = shape
+    model = text_model(GRADIENT.format(m=m, k=k, n=n, d=dtype))
+    feeds = {v.name: (tuple(v.shape), v.dtype.numpy().name) for v in model.graph.inputs}
+    return walk.lower(model, feeds, CHIPS[chip], math=math)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "math", "chip", "reason"),
+    [
+        ((8192, 1024, 4096), "float", "bf16x6", "H200", None),
+        ((8192, 1024, 4096), "bfloat16", "ieee", "H200", None),
+        ((64, 64, 128), "float16", "ieee", "A100", None),
+        ((64, 64, 128), "float", "ieee", "H200", "two_gemms: fp32 by bf16x3 or bf16x6, not ieee"),
+        ((64, 60, 128), "float", "bf16x6", "H200", "k=60, n=128: only rows of multiples of 8"),
+        ((8192, 64, 64), "float", "bf16x6", "H200", "its parts are faster: "),
+        ((8192, 64, 64), "bfloat16", "ieee", "A100", "few_rows: 8192 rows (at most 4096)"),
+    ],
+)
+def test_the_reason_is_kept(
+    shape: tuple[int, int, int], dtype: str, math: str, chip: str, reason: str | None
+) -> None:
+    program = program_of(shape, dtype, math, chip)
+    fused = [c for c in program.calls if isinstance(c.problem, Problem) and "Grad" in c.problem.op]
+    assert len(fused) == (reason is None)
+    if reason is None:
+        assert program.in_parts == ()
+    else:
+        (found,) = program.in_parts
+        assert found.startswith("LayerNormGemmGrad: ")
+        assert reason in found
+
+
+def test_who_forces_the_kernel_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONNX_FUSE_KERNEL", "LayerNormGemmGrad=two_gemms")
+    program = program_of((8192, 64, 64), "float", "bf16x6", "H200")
+    assert [c.problem.op for c in program.calls if c.problem] == ["LayerNormGemmGrad"]
+    assert not program.in_parts
+
+
+def test_explain_prints_it(cli: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "gradient.onnx"
+    onnx_ir.save(text_model(GRADIENT.format(m=64, k=64, n=128, d="float")), path)
+    options = ["--target", "h200", "--no-check", "-o", tmp_path / "o.onnx"]
+    reason = "in parts: LayerNormGemmGrad: "
+    assert reason in cli("optimize", path, *options, "--explain").out
+    assert reason not in cli("optimize", path, *options).out
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "precision", "said"),
+    [
+        (8192, 768, "bf16x3", ""),
+        (64, 768, "bf16x3", "LayerNorm and product of 64 x 768 x 768: "),
+        (8192, 768, "fp32", "no kernel has them fused"),
+        (8192, 768, "bf16", ""),
+    ],
+)
+def test_a_trainer_says_what_it_trains_in_parts(
+    rows: int, width: int, precision: str, said: str
+) -> None:
+    model = onnx.parser.parse_model(f"""<ir_version: 9, opset_import: ["" : 20]>
+        g (float[{rows},{width}] x) => (float[{rows},{width}] y) {{
+        h = LayerNormalization <axis = -1> (x, g0, b0) p = MatMul (h, w0) r = Add (p, c0)
+        n = LayerNormalization <axis = -1> (r, g1, b1) q = MatMul (n, w1) y = Add (q, c1) }}""")
+    for name in ("w0", "g0", "b0", "c0", "w1", "g1", "b1", "c1"):
+        ones = np.ones((width, width) if name[0] == "w" else width, np.float32)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(ones, name))
+    trainer = Trainer(model, loss="mse", precision=precision, level=1, device="cuda", hardware=H200)
+    assert len(trainer.in_parts) == bool(said)  # a size stands there once
+    assert all(said in line for line in trainer.in_parts)
