@@ -1,6 +1,6 @@
 """The single convolutions of ResNet-50 in fp16 on one GPU, 32 images, beside cuDNN's.
 
-    python tools/bench_convolutions.py [--json FILE]
+    python tools/bench_convolutions.py [--only forward dgrad wgrad] [--json FILE]
 
 Each runs through `InferenceSession`, images channels last and bound in place: forward, and the
 gradients of the images and of the weight. cuDNN's are those of PyTorch, as CUDA graphs. Times are
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from math import exp, log
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ CONVOLUTIONS = (
     (512, 7, 2048, 1, 1), (2048, 7, 512, 1, 1), (512, 7, 512, 3, 1),
 )  # fmt: skip
 
+WHAT = ("forward", "dgrad", "wgrad")
 TURN = Turn()  # a process of no tool: it does not wait
 
 
@@ -48,7 +49,7 @@ def replayed(once: Once) -> float:
 
 
 def convolution(
-    c: int, image: int, m: int, k: int, s: int, batch: int = 32
+    c: int, image: int, m: int, k: int, s: int, only: Collection[str], batch: int = 32
 ) -> Iterator[tuple[str, float, float]]:
     """Of a convolution of channels-last images: what, and microseconds (ours, cuDNN's)."""
     pad, out = k // 2, (image + 2 * (k // 2) - k) // s + 1
@@ -86,26 +87,29 @@ def convolution(
             dy, given, w, None, [s, s], [pad, pad], [1, 1], False, [0, 0], 1, wanted
         )
 
-    yield (
-        "forward",
-        ours(forward, np.float16, [x], "fp32", TURN),
-        replayed(lambda: t.nn.functional.conv2d(given, w, None, s, pad)),
-    )
-    if c > 3:  # images need no gradient
+    if "forward" in only:
+        yield (
+            "forward",
+            ours(forward, np.float16, [x], "fp32", TURN),
+            replayed(lambda: t.nn.functional.conv2d(given, w, None, s, pad)),
+        )
+    if "dgrad" in only and c > 3:  # images need no gradient
         yield (
             "dgrad",
             ours(data, np.float16, [y], "fp32", TURN),
             replayed(lambda: backward(True, False, False)),
         )
-    yield (
-        "wgrad",
-        ours(filters, np.float16, [y, x], "fp32", TURN),
-        replayed(lambda: backward(False, True, False)),
-    )
+    if "wgrad" in only:
+        yield (
+            "wgrad",
+            ours(filters, np.float16, [y, x], "fp32", TURN),
+            replayed(lambda: backward(False, True, False)),
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=WHAT, default=WHAT)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     t.backends.cudnn.benchmark = True
@@ -113,7 +117,7 @@ def main() -> None:
     ratios: dict[str, list[float]] = {}
     print(f"{t.cuda.get_device_name()}, torch {t.__version__}: us, cuDNN's, the ratio", flush=True)
     for c, image, m, k, s in CONVOLUTIONS:
-        for what, mine, theirs in convolution(c, image, m, k, s):
+        for what, mine, theirs in convolution(c, image, m, k, s, args.only):
             name = f"{c} x {image}^2 to {m}, {k} x {k} / {s}, {what}"
             found[name] = mine, theirs
             ratios.setdefault(what, []).append(log(mine / theirs))
