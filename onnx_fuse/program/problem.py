@@ -57,7 +57,7 @@ def _names(kind: Any) -> tuple[str, ...]:
 
 def _sizes(value: object) -> Iterator[Size]:
     """The open sizes in a field or an extra."""
-    kind = type(value)
+    kind: Any = type(value)
     if kind in _PLAIN:
         return
     if isinstance(value, Size):
