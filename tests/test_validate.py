@@ -568,6 +568,15 @@ REFERENCE = {
         [(2, 4, 5, 6), (4, 2, 3, 2), (4,)],
     ),
     "turned dilations": ("ConvTranspose <dilations = [2]> (x, w)", [(1, 3, 7), (3, 2, 3)]),
+    "turned to the same sizes": (
+        'ConvTranspose <auto_pad = "SAME_LOWER", strides = [2,3]> (x, w)',
+        [(1, 3, 5, 4), (3, 2, 3, 4)],
+    ),
+    "turned to a shape": (
+        'ConvTranspose <auto_pad = "SAME_UPPER", output_shape = [9], strides = [2]> (x, w)',
+        [(1, 3, 5), (3, 2, 4)],
+    ),
+    "channels side by side": ("LRN <size = 5, alpha = 0.5, bias = 2.0> (x)", [(2, 7, 4, 3)]),
     "scan backwards": (
         "Scan <num_scan_inputs = 1, scan_input_axes = [1], scan_input_directions = [1],"
         " scan_output_axes = [-1], scan_output_directions = [1], body = f (float[3] s, float[3] r)"
