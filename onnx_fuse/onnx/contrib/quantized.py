@@ -18,6 +18,7 @@ from onnx_fuse.onnx.contrib.table import (
     Unwritable,
     attr,
     contrib,
+    count,
     known_rank,
     needed,
 )
@@ -101,8 +102,16 @@ def _channels_first(op: Body, node: ir.Node, x: ir.Value, size: int, *, back: bo
 _POOL = ("auto_pad", "ceil_mode", "count_include_pad", "kernel_shape", "pads", "strides")
 
 
+def _pool_rank(node: ir.Node) -> int:
+    """The rank of what a pool takes. Raises Unwritable."""
+    window = attr(node, "kernel_shape")
+    if not window:
+        raise Unwritable("its attribute 'kernel_shape' is missing")
+    return len(window) + 2
+
+
 def _average(op: Body, node: ir.Node, x: list[ir.Value]) -> ir.Value:
-    size = len(attr(node, "kernel_shape")) + 2
+    size = _pool_rank(node)
     taken = {name: attr(node, name) for name in _POOL}
     first = _channels_first(op, node, x[0], size, back=False)
     y = op.node("AveragePool", [first], attributes=taken)
@@ -162,7 +171,7 @@ def qlinear_conv(op: Body, node: ir.Node) -> Results:
 
 @contrib("NhwcMaxPool", recognized=False)
 def nhwc_max_pool(op: Body, node: ir.Node) -> Results:
-    x, size = needed(node, 0), len(attr(node, "kernel_shape")) + 2
+    x, size = needed(node, 0), _pool_rank(node)
     names = ("auto_pad", "ceil_mode", "dilations", "kernel_shape", "pads", "strides")
     spatial = range(1, size - 1)
     first = op.Transpose(x, perm=[0, size - 1, *spatial])
@@ -275,8 +284,8 @@ def _first(op: Body, x: ir.Value, columns: int) -> ir.Value:
 def unpacked_weights(op: Body, node: ir.Node) -> ir.Value:
     """The weights [N, K] of a MatMulNBits in the type of its scales."""
     b, scales, zeros, groups = needed(node, 1), needed(node, 2), given(node, 3), given(node, 4)
-    bits, size = attr(node, "bits", 4), attr(node, "block_size")
-    n, k = attr(node, "N"), attr(node, "K")
+    bits, size = attr(node, "bits", 4), count(node, "block_size")
+    n, k = count(node, "N"), count(node, "K")
     if bits not in (2, 4, 8) or attr(node, "weight_prepacked", 0):
         raise Unwritable("its weights are packed in another way")
     if zeros is not None and groups is not None:
@@ -319,7 +328,7 @@ def matmul_nbits(op: Body, node: ir.Node) -> Results:
 def gather_block_quantized(op: Body, node: ir.Node) -> Results:
     """Rows of a table of few bits, as floats; indices are taken to be within the table."""
     data, ids, scales, zeros = needed(node, 0), needed(node, 1), needed(node, 2), given(node, 3)
-    size, bits = attr(node, "block_size", 128), attr(node, "bits", 4)
+    size, bits = count(node, "block_size", 128), count(node, "bits", 4)
     columns, axis = dim(data, 1), attr(node, "quantize_axis", 1)
     if rank(data) != 2 or columns is None or axis not in (1, -1):
         raise Unwritable("its table is no matrix with blocks along the rows")
