@@ -300,7 +300,9 @@ def _quantized_rows() -> list[Row]:
             Row("QLinearMul", (*a, *b, *y), **near),
             Row("QLinearSigmoid", (*a, number(1 / 256), number(low, kind)), **near),
             Row("QLinearLeakyRelu", (*a, *y), {"alpha": 0.1}, **near),
-            Row("QLinearSoftmax", (*a, number(1 / 256), number(low, kind)), {"opset": 13}, **near),
+            *(Row("QLinearSoftmax", (*a, number(scale), number(low, kind)), {"opset": 13},
+                  name=f"{label} in steps of {scale:.4f}", weights=(1, 2, 3, 4))
+              for scale in (1 / 256, 0.0026, 0.0039)),
             Row("QLinearConcat", (*y, q(2, 3), *scales[:1], za, q(2, 5), *scales[1:2], zb),
                 {"axis": 1}, **near),
             Row("QLinearWhere", (q(2, 3, 4) > 9, *a, q(2, 3, 4, seed=2), *b[1:], *y), **near),

@@ -78,15 +78,19 @@ def _enter(
     contrib(name, recognized=False)(build)
 
 
-def _softmax(op: Body, node: ir.Node, x: list[ir.Value]) -> ir.Value:
+@contrib("QLinearSoftmax", recognized=False)
+def qlinear_softmax(op: Body, node: ir.Node) -> Results:
+    """onnxruntime counts the steps of its result in 1 / scale, rounded down to a whole number."""
     axis = attr(node, "axis", -1)
     if attr(node, "opset", 13) < 13:
         size = known_rank(needed(node, 0), "X")
         if axis % size != size - 1:
             raise Unwritable("it flattens several axes")
         axis = -1
-    y: ir.Value = op.Softmax(x[0], axis=axis)
-    return y
+    scale = needed(node, 3)
+    y = op.Softmax(dequantized(op, node, 0), axis=axis)
+    steps = op.Mul(y, op.Floor(op.Reciprocal(scale)))
+    return [quantized(op, steps, op.number(1.0, scale), given(node, 4), needed(node, 0).dtype)]
 
 
 def _channels_first(op: Body, node: ir.Node, x: ir.Value, size: int, *, back: bool) -> ir.Value:
@@ -135,7 +139,6 @@ _enter("QLinearAdd", lambda op, node, x: op.Add(*x), 2)
 _enter("QLinearMul", lambda op, node, x: op.Mul(*x), 2)
 _enter("QLinearSigmoid", lambda op, node, x: op.Sigmoid(x[0]))
 _enter("QLinearLeakyRelu", lambda op, node, x: op.LeakyRelu(x[0], alpha=attr(node, "alpha", 0.01)))
-_enter("QLinearSoftmax", _softmax)
 _enter("QLinearAveragePool", _average)
 _enter("QLinearGlobalAveragePool", _global_average)
 _enter("QLinearReduceMean", _mean)
