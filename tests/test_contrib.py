@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -298,7 +300,9 @@ def _quantized_rows() -> list[Row]:
             Row("QLinearMul", (*a, *b, *y), **near),
             Row("QLinearSigmoid", (*a, number(1 / 256), number(low, kind)), **near),
             Row("QLinearLeakyRelu", (*a, *y), {"alpha": 0.1}, **near),
-            Row("QLinearSoftmax", (*a, number(1 / 256), number(low, kind)), {"opset": 13}, **near),
+            *(Row("QLinearSoftmax", (*a, number(scale), number(low, kind)), {"opset": 13},
+                  name=f"{label} in steps of {scale:.4f}", weights=(1, 2, 3, 4))
+              for scale in (1 / 256, 0.0026, 0.0039)),
             Row("QLinearConcat", (*y, q(2, 3), *scales[:1], za, q(2, 5), *scales[1:2], zb),
                 {"axis": 1}, **near),
             Row("QLinearWhere", (q(2, 3, 4) > 9, *a, q(2, 3, 4, seed=2), *b[1:], *y), **near),
@@ -433,6 +437,29 @@ def test_a_body_computes_what_onnxruntimes_kernel_does(row: Row) -> None:
             assert np.abs(wide - narrow).max(initial=0) <= row.steps
         else:
             assert error.max(initial=0) <= row.limit
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_a_node_with_an_attribute_less_or_of_no_sense_has_a_body_or_a_reason(row: Row) -> None:
+    """onnxruntime's quantizer writes QAttention without heads for the standard's Attention."""
+    for name, value in row.attributes.items():
+        rest = {k: v for k, v in row.attributes.items() if k != name}
+        changed = [{**rest, name: bad} for bad in (0, -1)] if isinstance(value, int) else []
+        for attributes in (rest, *changed):
+            model = replace(row, attributes=attributes).model()
+            [node] = [n for n in model.graph if contrib.lookup(n)]
+            with suppress(contrib.Unwritable):
+                contrib.write(node)
+
+
+@pytest.mark.parametrize("heads", [{}, {"num_heads": 0}])
+def test_attention_without_heads_says_so(heads: dict[str, int]) -> None:
+    row = next(row for row in ROWS if row.op == "QAttention")
+    given = {k: v for k, v in row.attributes.items() if k != "num_heads"} | heads
+    model = replace(row, attributes=given).model()
+    [node] = [n for n in model.graph if contrib.lookup(n)]
+    with pytest.raises(contrib.Unwritable, match="'num_heads' is missing, or is no positive"):
+        contrib.write(node)
 
 
 def test_the_docs_name_every_operator_that_has_a_body() -> None:

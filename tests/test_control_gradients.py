@@ -1,4 +1,4 @@
-"""Gradients through Loops whose states have names for sizes."""
+"""Gradients through bodies, of states that have names for sizes; and what has none."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import onnx_ir
 import pytest
 
 from onnx_fuse import autodiff
-from onnx_fuse.errors import ModelError
+from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.load import load
 from onnx_fuse.onnx.shapes import infer_shapes
+from onnx_fuse.runtime import ort
 from onnx_fuse.validation import check_gradients
 
 
@@ -23,6 +24,45 @@ def test_a_state_that_grows_is_refused():
     }"""
     with pytest.raises(ModelError, match=r"\(Loop\): its state 'x' changes its shape from step"):
         autodiff.gradient(text_model(text), wrt=["x"])
+
+
+REFUSED = {
+    "a body that is run for each element": (
+        "g (float[3,4] x, float[4,4] w) => (float[3,4] y) { s = SplitToSequence <axis = 0> (x)"
+        " o = SequenceMap <body = b (float[M,4] e) => (float[M,4] r) { r = MatMul (e, w) }> (s)"
+        " y = ConcatFromSequence <axis = 0> (o) }",
+        r"'w' has no gradient: .* \(SequenceMap\): sequences have no gradient",
+    ),
+    "an output of maps": (
+        "g (float[2,2] w) => (seq(map(int64, float)) y)"
+        " { y = ai.onnx.ml.ZipMap <classlabels_int64s = [3, 5]> (w) }",
+        r"output 'y' is no tensor: ZipMap '.*', which makes it, has no gradient",
+    ),
+    "codes of 8 bits": (
+        "g (float[N,2] x, float8e4m3fn[2,2] w) => (float[N,2] y)"
+        " <float s = {2}> { v = DequantizeLinear (w, s) y = MatMul (x, v) }",
+        "'w' is of type FLOAT8E4M3FN: it has no gradient",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_number_has_no_gradient(name):
+    text, said = REFUSED[name]
+    head = '<ir_version: 10, opset_import: ["" : 21, "ai.onnx.ml" : 3]>'
+    with pytest.raises((ModelError, UsageError), match=said):
+        autodiff.gradient(onnx.parser.parse_model(f"{head} {text}"), wrt=["w"])
+
+
+def test_codes_of_8_bits_are_no_parameters():
+    model = text_model("""<ir_version: 10, opset_import: ["" : 21]>
+      agraph (float[N,2] x) => (float[N,2] y, float8e4m3fn[2,2] c) <float[2] s = {2, 3}> {
+        k = Constant <value = float[2,2] {1, 2, 3, 4}> () c = Cast <to = 17> (k)
+        w = DequantizeLinear <axis = 1> (c, s) y = MatMul (x, w) }""")
+    made = autodiff.gradient(model)
+    assert {v.name for v in made.graph.inputs} == {"x", "y.grad"}
+    assert {v.name for v in made.graph.outputs} >= {"s.grad"}
+    ort.session(made)
 
 
 def test_a_loop_whose_state_has_two_names_for_a_size():

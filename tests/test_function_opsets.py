@@ -14,6 +14,7 @@ import onnx
 import pytest
 
 from onnx_fuse import passes
+from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx.load import load
 from onnx_fuse.onnx.save import to_proto
 from onnx_fuse.runtime import ort
@@ -105,3 +106,15 @@ def test_a_functions_nodes_are_those_of_its_opset(row: Function) -> None:
         passes.optimize(model)
         [found] = ort.run(ort.session(to_proto(model).SerializeToString()), x)
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_a_constant_whose_number_the_call_does_not_give_is_named() -> None:
+    proto = onnx.parser.parse_model(
+        '<ir_version: 9, opset_import: ["" : 18, "local" : 1]>'
+        " g (float[B] x) => (float[B] y) { y = local.f (x) }"
+        ' <domain: "local", opset_import: ["" : 18]>'
+        " f <alpha> (x) => (y)"
+        " { s = Constant <value_float: float = @alpha> () y = Mul (x, s) }"
+    )
+    with pytest.raises(ModelError, match=r"'s': a Constant has one attribute, this has 0"):
+        load(proto)

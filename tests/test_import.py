@@ -228,6 +228,20 @@ def test_a_split_of_no_elements_is_an_empty_sequence() -> None:
     assert session.run(None, {"x": np.empty((0, 3), np.float32)}) == [0]
 
 
+def test_an_optional_without_a_value_stays() -> None:
+    kind = onnx.helper.make_tensor_type_proto(onnx.TensorProto.FLOAT, [2])
+    nodes = [
+        onnx.helper.make_node("Optional", [], ["o"], type=kind),
+        onnx.helper.make_node("OptionalHasElement", ["o"], ["h"]),
+    ]
+    found = onnx.helper.make_tensor_value_info("h", onnx.TensorProto.BOOL, [])
+    graph = onnx.helper.make_graph(nodes, "g", [], [found])
+    opsets = [onnx.helper.make_opsetid("", 18)]
+    model = load(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=8))
+    passes.optimize(model)
+    assert run(to_proto(model).SerializeToString(), {}) == [False]
+
+
 def test_external_data_is_read_and_written(tmp_path: Path) -> None:
     model = load(annotated())
     feeds = {k: np.ones((2, 4), np.float32) * i for i, k in enumerate(("second", "first"))}

@@ -7,6 +7,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnx_ir
 import pytest
 from support import Cli
@@ -18,7 +19,7 @@ from onnx_fuse.onnx.save import save
 from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.runtime import ort
-from onnx_fuse.session import load
+from onnx_fuse.session import InferenceSession, load
 from onnx_fuse.validation.arrays import index_bound, role_of
 from onnx_fuse.validation.check import check_outputs
 from onnx_fuse.validation.inputs import Feeds, extremes, generate, read_feeds
@@ -396,3 +397,20 @@ def test_a_gradient_check_draws_what_a_file_of_inputs_lacks(tmp_path: Path, cli:
     result = cli("gradient", path, "-o", out, "--check", "--inputs", tmp_path / "f.npz")
     assert result.code == 0, result.err
     assert "gradients ok: 1 tensors" in result.out
+
+
+def test_a_sequence_is_given_in_python_alone(cli: Cli, tmp_path: Path) -> None:
+    kind = onnx.helper.make_tensor_sequence_value_info("s", onnx.TensorProto.FLOAT, ["N", 2])
+    found = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["N", "M"])
+    node = onnx.helper.make_node("ConcatFromSequence", ["s"], ["y"], axis=1)
+    graph = onnx.helper.make_graph([node], "g", [kind], [found])
+    path, out, given = tmp_path / "m.onnx", tmp_path / "o.onnx", tmp_path / "f.npz"
+    onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)]), path)
+    np.savez(given, s=np.ones((3, 2, 2), np.float32))
+    for more in ((), ("--inputs", given)):
+        result = cli("optimize", path, "-o", out, *more)
+        assert (result.code, result.err.count("\n")) == (1, 1)
+        assert "input 's' is a sequence of tensors" in result.err
+    assert cli("optimize", path, "-o", out, "--no-check").code == 0
+    x = np.ones((2, 2), np.float32)
+    assert InferenceSession(out, device="cpu").run(None, {"s": [x, x]})[0].shape == (2, 4)

@@ -76,6 +76,9 @@ ROWS = [
         "peepholes, reverse, lengths", "LSTM", peepholes=True, **ALL_WAYS["reverse, lengths"]
     ),
     recurrent("peepholes, coupled", "LSTM", peepholes=True, call="input_forget = 1, clip = 0.5"),
+    recurrent("no name for h, plain", "LSTM", states=0, outputs=("y", "c")),  # as in Y, "", Y_c
+    recurrent("no name for y and h, plain", "LSTM", states=0, outputs=("c",)),
+    recurrent("no name for y, plain", "GRU", states=0, outputs=("h",)),
 ]
 WEIGHTS = ("w", "r", "b", "p")
 CHECKED = [row for row in ROWS if row.name.endswith((" plain", "one empty", " peepholes"))]

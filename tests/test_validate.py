@@ -524,7 +524,8 @@ UNCHECKED = {
         "g (float[2] x) => (float[N] y) <float[2] w = {2, 3}> {"
         " far = Constant <value_float = 1e8> () up = Add (x, far) s = Sub (up, far)"
         " zero = Constant <value_float = 0.0> () c = Greater (s, zero) z = Mul (x, w)"
-        " y = Compress <axis = 0> (z, c) }",
+        " at = Constant <value_ints = [0]> () i = Cast <to = 7> (c)"
+        " n = ReduceSum (i, at) y = Slice (z, at, n) }",
         [1, 100],
         r"output 'y' has shape \[2\] in float64 and \[1\] in its own type",
     ),
@@ -536,6 +537,35 @@ def test_what_no_difference_checks_is_said_so(name: str) -> None:
     text, x, said = UNCHECKED[name]
     with pytest.raises(ModelError, match=said):
         check_gradients(onnx.parser.parse_model(text), feeds={"x": np.float32(x)})
+
+
+SELECTED = {
+    "a condition": ("", "y = Compress <axis = 0> (z, c)"),
+    "places": (
+        "",
+        "p = NonZero (c) at = Constant <value_int = 0> () r = Gather (p, at) y = Gather (z, r)",
+    ),
+    "boxes": (
+        ", float[1,2,4] b = {0,0,1,1,5,5,6,6}, int64 m = {2}, float t = {0.5}",
+        "k = Constant <value_ints = [1, 1, 2]> () f = Cast <to = 1> (c) g = Reshape (f, k)"
+        " n = NonMaxSuppression (b, g, m, t, t)"
+        " two = Constant <value_int = 2> () r = Gather <axis = 1> (n, two) y = Gather (z, r)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SELECTED)
+def test_what_float64_would_select_otherwise_is_held(name: str) -> None:
+    more, nodes = SELECTED[name]
+    model = text_model(
+        f"g (float[2] x) => (float[N] y) <float[2] w = {{2, 3}}{more}> {{"
+        " far = Constant <value_float = 1e8> () up = Add (x, far) s = Sub (up, far)"
+        f" zero = Constant <value_float = 0.0> () c = Greater (s, zero) z = Mul (x, w) {nodes} }}"
+    )
+    check = check_gradients(model, feeds={"x": np.float32([1, 100])})
+    assert [(e.tensor, e.ok) for e in check.errors] == [("w", True)]
+    assert abs(check.errors[0].expected) > 1e-3
+    assert "is held: gradients are those of the elements that the model selects" in check.notes[0]
 
 
 @pytest.mark.parametrize(("stash", "limit"), [(1, 5e-5), (11, 1e-9)])
@@ -568,6 +598,15 @@ REFERENCE = {
         [(2, 4, 5, 6), (4, 2, 3, 2), (4,)],
     ),
     "turned dilations": ("ConvTranspose <dilations = [2]> (x, w)", [(1, 3, 7), (3, 2, 3)]),
+    "turned to the same sizes": (
+        'ConvTranspose <auto_pad = "SAME_LOWER", strides = [2,3]> (x, w)',
+        [(1, 3, 5, 4), (3, 2, 3, 4)],
+    ),
+    "turned to a shape": (
+        'ConvTranspose <auto_pad = "SAME_UPPER", output_shape = [9], strides = [2]> (x, w)',
+        [(1, 3, 5), (3, 2, 4)],
+    ),
+    "channels side by side": ("LRN <size = 5, alpha = 0.5, bias = 2.0> (x)", [(2, 7, 4, 3)]),
     "scan backwards": (
         "Scan <num_scan_inputs = 1, scan_input_axes = [1], scan_input_directions = [1],"
         " scan_output_axes = [-1], scan_output_directions = [1], body = f (float[3] s, float[3] r)"

@@ -277,7 +277,8 @@ def _as_scans(graph: ir.Graph, op: Emitter, node: ir.Node) -> list[ir.Node] | No
                 steps = None if source is None or source.shape is None else source.shape[0]
                 value.shape = ir.Shape([steps, *end.shape])
         op.adopt(inner)
-    pairs = list(zip(node.outputs, written.results, strict=False))
+    # An omitted output, whose name is "", gives none to what would be its value.
+    pairs = [(o, n) for o, n in zip(node.outputs, written.results, strict=False) if o.name]
     for old, new in pairs:
         new.type, new.shape = new.type or old.type, old.shape or new.shape
     made = written.op.nodes

@@ -11,9 +11,9 @@ import onnx_ir as ir
 
 from onnx_fuse.autodiff.emit import Emitter, roots
 from onnx_fuse.autodiff.walk import backward
-from onnx_fuse.errors import UsageError
+from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.onnx.build import rank
-from onnx_fuse.onnx.common import DEFAULT, Model
+from onnx_fuse.onnx.common import DEFAULT, MAP_TYPE, Model
 from onnx_fuse.onnx.load import load
 from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.ops.grad_helpers import may_be_float
@@ -83,7 +83,7 @@ def trainable(model: ir.Model) -> list[ir.Value]:
     return [
         v
         for v in model.graph.initializers.values()
-        if v.dtype and may_be_float(v) and CONSTANT not in v.metadata_props
+        if v.dtype and _differentiable(v) and CONSTANT not in v.metadata_props
         if not v.uses() or any(n.op_type != "Resize" or i not in (1, 2) for n, i in v.uses())
     ]
 
@@ -106,7 +106,7 @@ def gradient(
     for v in trainable(model):
         for part in parts(v)[1]:
             holders.setdefault(part.name, []).append(v)
-    holders.update({str(v.name): [v] for v in graph.inputs if may_be_float(v)})
+    holders.update({str(v.name): [v] for v in graph.inputs if _differentiable(v)})
     targets = list(holders) if wrt is None else list(dict.fromkeys(wrt))
     if wrt is None:
         targets = [name for name in targets if all(map(is_weight, holders[name]))]
@@ -120,7 +120,13 @@ def gradient(
     else:
         op = Emitter(model)
         for y in graph.outputs:
-            if may_be_float(y) and y not in dys:
+            maker = y.producer()
+            if MAP_TYPE in y.meta and maker is not None:
+                raise ModelError(
+                    f"output '{y.name}' is no tensor: {maker.op_type} '{maker.name}', which makes "
+                    "it, has no gradient"
+                )
+            if _differentiable(y) and y not in dys:
                 dy = ir.Value(
                     name=op.fresh(f"{_typeable(y.name)}.grad"), type=y.type, shape=y.shape
                 )
@@ -186,6 +192,14 @@ def is_weight(value: ir.Value) -> bool:
     return bool(array.max(initial=0) < limit and array.min(initial=0) > -limit)
 
 
+def _differentiable(value: ir.Value) -> bool:
+    """Whether a gradient can be asked for or given here; an unknown dtype may be one that can.
+
+    Floats of 8 and 4 bits are codes, as integers of so few bits are: no operator adds them.
+    """
+    return may_be_float(value) and (value.dtype is None or value.dtype.bitwidth >= 16)
+
+
 def _typeable(name: str | None) -> str:
     """The name with "_" in place of what needs quoting in a shell."""
     return re.sub(r"[^A-Za-z0-9_.,:/@%+=\[\]-]", "_", name or "")
@@ -195,8 +209,8 @@ def _unknown(graph: ir.Graph, name: str) -> str:
     for value in roots(graph):
         if value.name == name:
             return f"'{name}' is of type {value.dtype}: it has no gradient"
-    inputs = [v for v in graph.inputs if may_be_float(v)]
-    weights = [v for v in graph.initializers.values() if may_be_float(v) and is_weight(v)]
+    inputs = [v for v in graph.inputs if _differentiable(v)]
+    weights = [v for v in graph.initializers.values() if _differentiable(v) and is_weight(v)]
     known = [str(v.name) for v in (*inputs, *weights)]
     listed = f"{', '.join(known[:8])}{', …' if len(known) > 8 else ''}"
     return f"the model has no initializer or input '{name}': it has {listed}"

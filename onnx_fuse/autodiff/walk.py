@@ -87,7 +87,7 @@ def _walk(
     for x in wrt:
         op.stem = f"{x.name}.grad"
         found = _total(op, pending.get(x))
-        if found is None and (why := _stopped(x, stops)) is not None:
+        if found is None and (why := _stopped(x, graph, stops)) is not None:
             if strict:
                 raise ModelError(f"'{x.name}' has no gradient: {why}")
             continue
@@ -220,17 +220,17 @@ def _total(op: Emitter, terms: Sequence[ir.Value] | None) -> ir.Value | None:
     return total
 
 
-def _stopped(x: ir.Value, stops: Sequence[tuple[ir.Node, str]]) -> str | None:
-    """The reason why `x` has no gradient, if a node without one stopped it."""
-    seen, todo = {x}, [x]
-    while todo:
-        for node, _ in todo.pop().uses():
-            for stop, reason in stops:
-                if stop is node:
-                    return str(fail(node, reason))
-            new = [v for v in node.outputs if v not in seen]
-            seen.update(new)
-            todo.extend(new)
+def _stopped(x: ir.Value, graph: ir.Graph, stops: Sequence[tuple[ir.Node, str]]) -> str | None:
+    """The reason why `x` has no gradient, if a node without one stopped it.
+
+    The node may read `x`, or what was made of it, from within its subgraphs.
+    """
+    reached, reasons = {x}, dict(stops)
+    for node in graph if reasons else ():
+        if any(v in reached for v in reads(node)):
+            if node in reasons:
+                return str(fail(node, reasons[node]))
+            reached.update(node.outputs)
     return None
 
 

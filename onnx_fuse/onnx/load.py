@@ -63,10 +63,13 @@ def load(source: Model) -> ir.Model:
     model = read(source)
     model.meta.pop(_READ, None)
     with _faults(_name(source)):
-        late = _checked_late(model)
+        late, called = _checked_late(model), bool(model.functions)
         model = canonical(model)
         if late:
             _check_operators(model)
+        if called:  # an attribute by reference, which a call does not give, is there no longer
+            for node in all_nodes(model.graph):
+                _check_attributes(node)
         return model
 
 
@@ -298,7 +301,7 @@ def _check_graph(model: ir.Model) -> None:
         if own or node.op_identifier() in known:
             continue
         opset = model.graph.opset_imports.get(node.domain)
-        what = f"node '{node.name or node.outputs[0].name if node.outputs else node.name}'"
+        what = _called(node)
         if node.domain == "":
             if not (
                 onnx.defs.has(node.op_type, max_inclusive_version=opset or 1)
@@ -307,7 +310,7 @@ def _check_graph(model: ir.Model) -> None:
                 raise ModelError(f"{what}: ai.onnx opset {opset} has no operator '{node.op_type}'")
         elif opset is None:
             raise ModelError(f"{what}: the model does not import its domain '{node.domain}'")
-        _check_attributes(node, what)
+        _check_attributes(node)
     _check_defined(model.graph, set())
     try:
         common_passes.TopologicalSortPass()(model)
@@ -320,10 +323,15 @@ def _check_graph(model: ir.Model) -> None:
 _ELEMENT_TYPES = ("dtype", "output_dtype", "softmax_precision", "stash_type", "to")
 
 
-def _check_attributes(node: ir.Node, what: str) -> None:
+def _called(node: ir.Node) -> str:
+    return f"node '{node.name or node.outputs[0].name if node.outputs else node.name}'"
+
+
+def _check_attributes(node: ir.Node) -> None:
     """Check attributes that ONNX's checker does not look at and its inference trusts."""
     if node.domain:
         return
+    what = _called(node)
     if node.op_type == "Constant" and len(node.attributes) != 1:
         raise ModelError(f"{what}: a Constant has one attribute, this has {len(node.attributes)}")
     parts = node.attributes.get_int("num_outputs", 0) if node.op_type == "Split" else 0

@@ -37,10 +37,21 @@ def clean(model: ir.Model) -> None:
     rename_shadowing_values(model.graph)
     common_passes.TopologicalSortPass()(model)
     nodes = all_nodes(model.graph)
-    if not any(n.op_type in ("Bernoulli", "Dropout") or n.domain not in _PURE for n in nodes):
-        # The pass knows the other random operators, but would make one of two Dropouts, or of
-        # two nodes of which nobody knows what they do.
+    if not any(_stays_apart(n) for n in nodes):
         common_passes.CommonSubexpressionEliminationPass()(model)
+
+
+def _stays_apart(node: ir.Node) -> bool:
+    """Whether onnx-ir's elimination of repeated nodes must not see this one.
+
+    It knows the other random operators, but would make one of two Dropouts, or of two nodes of
+    which nobody knows what they do; and it cannot hash an Optional's type.
+    """
+    return (
+        node.op_type in ("Bernoulli", "Dropout")
+        or node.domain not in _PURE
+        or any(a.type == ir.AttributeType.TYPE_PROTO for a in node.attributes.values())
+    )
 
 
 def refresh(model: ir.Model) -> None:

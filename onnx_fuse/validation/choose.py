@@ -58,12 +58,20 @@ class Choice:
         return ", ".join(parts) or "the shapes given"
 
 
+OF_A_LIST = (  # what is said of such an input
+    "is a sequence of tensors, which no .npz file holds: optimize it with --no-check, and run it "
+    "by InferenceSession in Python"
+)
+
+
 def dims_of(model: onnx_ir.Model) -> dict[str, list[Dim]]:
     """The inputs' axes: a size, or a symbol (`name.axis` where the file gives none)."""
     result: dict[str, list[Dim]] = {}
     for value in required(model):
         name = value.name or ""
         if not isinstance(value.type, onnx_ir.TensorType):
+            if isinstance(value.type, onnx_ir.SequenceType):
+                raise ModelError(f"input '{name}' {OF_A_LIST}")
             raise ModelError(f"input '{name}' is no tensor: give inputs (--inputs FILE.npz)")
         # An input without a shape is taken for a matrix.
         dims = [None, None] if value.shape is None else list(value.shape)

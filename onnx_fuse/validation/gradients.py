@@ -23,6 +23,7 @@ from onnx_fuse.runtime import ort
 from onnx_fuse.session import load
 from onnx_fuse.validation.arrays import Array, is_added
 from onnx_fuse.validation.compare import Tolerance, difference
+from onnx_fuse.validation.held import hold, roundings, selections
 from onnx_fuse.validation.inputs import Feeds, reference_pairs
 from onnx_fuse.validation.reference import reference_evaluator, write_recurrences
 from onnx_fuse.validation.slopes import Slopes
@@ -162,13 +163,6 @@ def check_gradients(
     given = [feeds] if feeds else None
     pairs = reference_pairs(plain, lambda f: ort.run(session, f), given, seed, check.notes)
     inputs, outputs = pairs[0]
-    for value, y in zip(plain.graph.outputs, outputs, strict=True):
-        maker = value.producer()
-        if value.type is None and maker is not None and not isinstance(y, np.ndarray):
-            raise ModelError(
-                f"output '{value.name}' is no tensor: {maker.op_type} '{maker.name}', which makes "
-                "it, has no gradient"
-            )
     hostile = _hostile(plain, inputs, outputs)
     rng = np.random.default_rng(seed)
     names = [v.name or "" for v in plain.graph.outputs]
@@ -197,10 +191,14 @@ def check_gradients(
         return check
     kernels: dict[str, str] = {}
     how = {"device": device, "precision": precision, "kernels": kernels}
+    chosen = _chosen(plain, backward, inputs, check.notes)
+    backward, seeds = hold(backward, list(chosen)), seeds | chosen
     single, double, rounded = _gradients(backward, seeds, wanted, **how)
     # What is folded in float32 on one side alone may cross an integer there (T5's buckets).
     passes.optimize(plain, level=0, training=True)
     forward, parameters = _forward(plain, [name.removesuffix(_GRAD) for name in wanted])
+    kept = [name for name in selections(forward) if name in chosen]
+    forward, inputs = hold(forward, kept), inputs | chosen
     lost = [name for name in wanted if name.removesuffix(_GRAD) not in parameters]
     check.notes.extend(f"{name}: made while loading, its slope is not compared" for name in lost)
     own = _limits_in(precision, forward)
@@ -217,6 +215,21 @@ def check_gradients(
         )  # fmt: skip
         _accept(check, again)
     return check
+
+
+def _chosen(
+    plain: onnx_ir.Model, backward: onnx_ir.Model, inputs: Feeds, notes: list[str]
+) -> Feeds:
+    """What both graphs select, as the model does in its own type; a note says so."""
+    made = set(selections(backward))
+    names = [name for name in selections(plain) if name in made]
+    if not names:
+        return {}
+    notes.append(
+        f"which elements are selected ({', '.join(names[:3])}{', …' if len(names) > 3 else ''}) is "
+        "held: gradients are those of the elements that the model selects in its own type"
+    )
+    return values_of(plain, inputs, names)
 
 
 def check_written(
@@ -346,8 +359,8 @@ def _compare(
     Of a `hostile` point, entries of the float64 gradient that are not finite are left out, and so
     are tensors along which the loss is not finite.
     """
-    held, names = _roundings_held(inline(forward))
-    evaluate = _evaluator(held, list(cotangents))
+    names = roundings(inline(forward))
+    evaluate = _evaluator(hold(inline(forward), names), list(cotangents))
     integers = _evaluator(forward, names) if names else None
     largest = (float(np.abs(g[np.isfinite(g)]).max(initial=0.0)) for g in double.values())
     floor = _ZERO * max(largest, default=0.0)
@@ -369,6 +382,7 @@ def _compare(
 
         def loss(changed: Mapping[str, Array]) -> float:
             values = evaluate(fixed | dict(changed))
+            _refuse_other_sizes(values, cotangents)
             pairs = ((np.where(c == 0, 0.0, values[n]), c) for n, c in cotangents.items())
             return sum(float(np.vdot(y, c)) for y, c in pairs)
 
@@ -455,7 +469,8 @@ def _gradients(
     backward: onnx_ir.Model, feeds: Feeds, wanted: Sequence[str], **how: Any
 ) -> tuple[Feeds, Feeds, Feeds]:
     """The gradients in their own types, in float64, and the integers that both round to."""
-    held, names = _roundings_held(backward)
+    names = roundings(backward)
+    held = hold(backward, names)
     progress.report("running the backward")
     single = values_of(backward, feeds, [*wanted, *names], **how)
     rounded = {name: single.pop(name) for name in names}
@@ -466,51 +481,21 @@ def _gradients(
     except Exception as error:
         if not isinstance(error, ModelError) and not ort.is_fault(error):
             raise
-        _refuse_other_sizes(held, wide)
+        ends = {v.name: f"{v.name}{_GRAD}" for v in backward.graph.outputs}
+        given = {y: wide[dy] for y, dy in ends.items() if y and dy in wide}
+        _refuse_other_sizes(_evaluator(inline(held), list(given))(wide), given)
         raise
 
 
-def _refuse_other_sizes(backward: onnx_ir.Model, wide: Feeds) -> None:
+def _refuse_other_sizes(outputs: Feeds, cotangents: Feeds) -> None:
     """Raise ModelError if an output's shape in float64 is not that of its given gradient."""
-    ends = [n for v in backward.graph.outputs if f"{(n := v.name or '')}{_GRAD}" in wide]
-    for y, array in _evaluator(inline(backward), ends)(wide).items():
-        given = wide[f"{y}{_GRAD}"]
-        if array.shape != given.shape:
+    for y, given in cotangents.items():
+        if (array := outputs[y]).shape != given.shape:
             raise ModelError(
                 f"output '{y}' has shape {[*array.shape]} in float64 and {[*given.shape]} in its "
                 "own type: the graph selects another number of results, and its gradients cannot "
                 "be checked by differences"
             )
-
-
-_ROUNDS = {"QuantizeLinear": (0,), "DynamicQuantizeLinear": (0, 2)}
-_ROUNDS |= dict.fromkeys(("QLinearConv", "QLinearMatMul"), (0,))
-"""Operators that round to integers, and the outputs that are these integers."""
-
-
-def _roundings_held(model: onnx_ir.Model) -> tuple[onnx_ir.Model, list[str]]:
-    """The model with the integers that roundings make as inputs, and the names of these.
-
-    Their derivative is 0 wherever it exists. A difference sees the jumps between instead: where a
-    scale moves, some of many values round to another integer within any step. Nor do all values
-    round to the same integer in float32 and in float64.
-    """
-    made = [
-        (node, k)
-        for node in model.graph
-        for k in _ROUNDS.get(node.op_type, ())
-        if not node.domain and k < len(node.outputs) and node.outputs[k].name
-    ]
-    names = [node.outputs[k].name or "" for node, k in made]
-    if not names:
-        return model, []
-    held = model.clone()
-    for name, value in by_name(held, names).items():
-        known = onnx_ir.Value(name=name, type=value.type, shape=value.shape)
-        onnx_ir.convenience.replace_all_uses_with(value, known, replace_graph_outputs=True)
-        value.name = f"{name}.rounded"
-        held.graph.inputs.append(known)
-    return held, names
 
 
 def _changes(

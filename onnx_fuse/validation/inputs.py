@@ -24,7 +24,7 @@ from onnx_fuse.validation.arrays import (
     role_of,
     with_hidden_row,
 )
-from onnx_fuse.validation.choose import Choice, choices
+from onnx_fuse.validation.choose import OF_A_LIST, Choice, choices
 
 Feeds = dict[str, Array]
 Run = Callable[[Feeds], list[Any]]
@@ -61,6 +61,8 @@ def read_feeds(
 def _fitting(value: onnx_ir.Value, array: Array, file: str) -> Array:
     """The array of a file for an input. Raises ModelError where it has another type or shape."""
     where = f"{file}: input '{value.name}'"
+    if isinstance(value.type, onnx_ir.SequenceType):
+        raise ModelError(f"{where} {OF_A_LIST}")
     if value.dtype == DataType.BFLOAT16 and (array.dtype == "V2" or array.dtype.kind == "f"):
         kind = DataType.BFLOAT16.numpy()
         array = array.view(kind) if array.dtype == "V2" else array.astype(kind)

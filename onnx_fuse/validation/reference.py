@@ -26,7 +26,8 @@ def reference_evaluator(model: onnx_ir.Model) -> Any:
     Its Erf rounds to float32, its GatherElements takes no negative axis, its Pad no negative pads,
     its Scan no directions and no axes but 0; its Loop makes no step without a condition and stacks
     along no axis of its own; its DynamicQuantizeLinear takes the scale for a float32; its STFT has
-    no signals of two axes; its convolutions of groups raise, and all are slow.
+    no signals of two axes; its LRN sums over as many channels as there are images; its convolutions
+    of groups raise, and all are slow.
     """
     from onnx.reference import ReferenceEvaluator
     from onnx.reference.op_run import OpRun
@@ -87,6 +88,15 @@ def reference_evaluator(model: onnx_ir.Model) -> Any:
             y = y[..., : size // 2 + 1 if onesided else size]
             return (np.stack([y.real, y.imag], -1).astype(x.dtype),)
 
+    class LRN(OpRun):
+        def _run(
+            self, x: Array, alpha: float = 1e-4, beta: float = 0.75, bias: float = 1.0,
+            size: int = 1,
+        ) -> tuple[Array]:  # fmt: skip
+            ends = [(0, 0), ((size - 1) // 2, size // 2), *[(0, 0)] * (x.ndim - 2)]
+            squares = sliding_window_view(np.pad(x * x, ends), size, 1).sum(-1)
+            return (x / (bias + alpha / size * squares) ** beta,)
+
     class Conv(OpRun):
         def _run(
             self, x: Array, w: Array, b: Array | None = None, auto_pad: str = "NOTSET",
@@ -104,8 +114,18 @@ def reference_evaluator(model: onnx_ir.Model) -> Any:
             output_shape: Sequence[int] | None = None, pads: Sequence[int] | None = None,
             strides: Sequence[int] | None = None,
         ) -> tuple[Array]:  # fmt: skip
-            if auto_pad != "NOTSET" or output_shape:
-                raise RuntimeError("ConvTranspose with auto_pad or output_shape")
+            n = x.ndim - 2
+            steps, every = strides or [1] * n, dilations or [1] * n
+            more, spans = output_padding or [0] * n, zip(w.shape[2:], every, strict=True)
+            whole = [(length - 1) * s + (k - 1) * d + 1 + p for length, s, (k, d), p in
+                     zip(x.shape[2:], steps, spans, more, strict=True)]  # fmt: skip
+            sizes = list(output_shape or ())[-n:]
+            if not sizes and auto_pad.startswith("SAME"):
+                sizes = [length * s for length, s in zip(x.shape[2:], steps, strict=True)]
+            if sizes:
+                cut = [max(a - b, 0) for a, b in zip(whole, sizes, strict=True)]
+                less, rest = [c // 2 for c in cut], [c - c // 2 for c in cut]
+                pads = less + rest if auto_pad == "SAME_UPPER" else rest + less
             return (_turned_conv(x, w, b, dilations, group or 1, pads, strides, output_padding),)
 
     forward: Any = op_scan.Scan
@@ -158,7 +178,7 @@ def reference_evaluator(model: onnx_ir.Model) -> Any:
             return self._steps[-1]
 
     own: list[Any] = [Erf, Gelu, GatherElements, Pad, DynamicQuantizeLinear, Conv, ConvTranspose]
-    own += [STFT, Scan, Loop]
+    own += [LRN, STFT, Scan, Loop]
     evaluator = ReferenceEvaluator(to_proto(model), new_ops=own)
     evaluator.rt_nodes_ = _Watched(evaluator.rt_nodes_)
     return evaluator

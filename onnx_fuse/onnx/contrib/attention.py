@@ -18,6 +18,7 @@ from onnx_fuse.onnx.contrib.table import (
     Unwritable,
     attr,
     contrib,
+    count,
     known_rank,
     needed,
     wants,
@@ -177,7 +178,7 @@ def attention_of(
     for name in ("do_rotary", "past_present_share_buffer"):
         if attr(node, name, 0):
             raise Unwritable(f"its attribute {name} is not supported")
-    heads = attr(node, "num_heads")
+    heads = count(node, "num_heads")
     parts = op.Split(qkv, op.ints(*sizes), outputs=3, axis=-1)
     q, k, v = (split_heads(op, x, heads, size) for x, size in zip(parts, sizes, strict=True))
     if past is not None:
@@ -222,7 +223,7 @@ def multi_head_attention(op: Body, node: ir.Node) -> Results:
     query, key, value, bias = needed(node, 0), given(node, 1), given(node, 2), given(node, 3)
     if given(node, 8) is not None or given(node, 9) is not None:
         raise Unwritable("its buffer is shared between past and present")
-    heads = attr(node, "num_heads")
+    heads = count(node, "num_heads")
     form = (rank(query), rank(key), rank(value))
     total = dim(bias, 0)
     parts: list[ir.Value | None] = [None, None, None]

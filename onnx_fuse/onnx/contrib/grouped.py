@@ -6,6 +6,8 @@ seqlens_k[b] + 1 tokens after the call, of which P[b] = max(T[b] - S, 0) were ca
 
 from __future__ import annotations
 
+from typing import Any
+
 import onnx_ir as ir
 
 from onnx_fuse.onnx.build import dim, given, rank
@@ -17,7 +19,16 @@ from onnx_fuse.onnx.contrib.attention import (
     scaled_scores,
     split_heads,
 )
-from onnx_fuse.onnx.contrib.table import Body, Results, Unwritable, attr, contrib, needed, wants
+from onnx_fuse.onnx.contrib.table import (
+    Body,
+    Results,
+    Unwritable,
+    attr,
+    contrib,
+    count,
+    needed,
+    wants,
+)
 
 _REFUSED = {12: "k_scale", 13: "v_scale", 14: "q_norm_weight", 15: "k_norm_weight",
             16: "query_seqlens"}  # fmt: skip
@@ -65,7 +76,7 @@ def group_query_attention(op: Body, node: ir.Node) -> Results:
     lengths, total = needed(node, 5), needed(node, 6)
     if query is None:
         raise Unwritable("its query is missing")
-    heads, kv_heads = attr(node, "num_heads"), attr(node, "kv_num_heads")
+    heads, kv_heads = count(node, "num_heads"), count(node, "kv_num_heads")
     width = dim(query, 2)
     if width is None:
         raise Unwritable("the size of its heads is not known")
@@ -83,7 +94,7 @@ def group_query_attention(op: Body, node: ir.Node) -> Results:
     places = op.Add(starts, counted(op, rows))  # of the new tokens: [B, S]
     if attr(node, "do_rotary", 0):
         angles = _angles(op, node, places, rows, total)
-        for_both = {
+        for_both: dict[str, Any] = {
             "half": angles[2],
             "interleaved": bool(attr(node, "rotary_interleaved", 0)),
             "head": head,

@@ -15,6 +15,7 @@ from onnx_fuse.onnx.contrib.table import (
     Unwritable,
     attr,
     contrib,
+    count,
     known_rank,
     needed,
 )
@@ -69,8 +70,7 @@ def nhwc_conv(op: Body, node: ir.Node) -> Results:
 @contrib("CausalConvWithState")
 def causal_conv(op: Body, node: ir.Node) -> Results:
     """A convolution of each channel over the last places and the new ones, which it hands on."""
-    x, w, bias, past = (given(node, i) for i in range(4))
-    assert x is not None
+    x, w, bias, past = needed(node, 0), *(given(node, i) for i in range(1, 4))
     usual = {"ndim": 1, "state_update_capacity": 0, "state_window": 0, "state_length": 0,
              "channels_last": 0, "input_channel_offset": 0, "input_channels": 0,
              "state_channels_last": -1}  # fmt: skip
@@ -114,7 +114,7 @@ _NF4 = [
 def matmul_bnb4(op: Body, node: ir.Node) -> Results:
     """x times weights of 4-bit numbers, two a byte, the first above, and a scale a block."""
     x, packed, scales = (needed(node, i) for i in range(3))
-    rows, columns, block = attr(node, "N"), attr(node, "K"), attr(node, "block_size")
+    rows, columns, block = (count(node, name) for name in ("N", "K", "block_size"))
     if rows * columns % block or rows * columns % 2 or x.dtype is None:
         raise Unwritable("its last block or byte is not full")
     numbers = _NF4 if attr(node, "quant_type") == 1 else [*_FP4, *(-v for v in _FP4)]
@@ -177,7 +177,7 @@ def gated_relative_position_bias(op: Body, node: ir.Node) -> Results:
     if given(node, 6) is not None or known_rank(needed(node, 0), "its queries") != 3:
         raise Unwritable("its tokens are packed")
     queries, shift, places, weights, bias, scale = (needed(node, i) for i in range(6))
-    heads, width = attr(node, "num_heads"), dim(weights, 1)
+    heads, width = count(node, "num_heads"), dim(weights, 1)
     if width is None:
         raise Unwritable("the size of its weights is not known")
     rows = op.Reshape(op.Add(queries, shift), op.ints(0, 0, heads, -1))

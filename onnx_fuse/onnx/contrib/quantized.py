@@ -18,6 +18,7 @@ from onnx_fuse.onnx.contrib.table import (
     Unwritable,
     attr,
     contrib,
+    count,
     known_rank,
     needed,
 )
@@ -77,15 +78,19 @@ def _enter(
     contrib(name, recognized=False)(build)
 
 
-def _softmax(op: Body, node: ir.Node, x: list[ir.Value]) -> ir.Value:
+@contrib("QLinearSoftmax", recognized=False)
+def qlinear_softmax(op: Body, node: ir.Node) -> Results:
+    """onnxruntime counts the steps of its result in 1 / scale, rounded down to a whole number."""
     axis = attr(node, "axis", -1)
     if attr(node, "opset", 13) < 13:
         size = known_rank(needed(node, 0), "X")
         if axis % size != size - 1:
             raise Unwritable("it flattens several axes")
         axis = -1
-    y: ir.Value = op.Softmax(x[0], axis=axis)
-    return y
+    scale = needed(node, 3)
+    y = op.Softmax(dequantized(op, node, 0), axis=axis)
+    steps = op.Mul(y, op.Floor(op.Reciprocal(scale)))
+    return [quantized(op, steps, op.number(1.0, scale), given(node, 4), needed(node, 0).dtype)]
 
 
 def _channels_first(op: Body, node: ir.Node, x: ir.Value, size: int, *, back: bool) -> ir.Value:
@@ -101,8 +106,16 @@ def _channels_first(op: Body, node: ir.Node, x: ir.Value, size: int, *, back: bo
 _POOL = ("auto_pad", "ceil_mode", "count_include_pad", "kernel_shape", "pads", "strides")
 
 
+def _pool_rank(node: ir.Node) -> int:
+    """The rank of what a pool takes. Raises Unwritable."""
+    window = attr(node, "kernel_shape")
+    if not window:
+        raise Unwritable("its attribute 'kernel_shape' is missing")
+    return len(window) + 2
+
+
 def _average(op: Body, node: ir.Node, x: list[ir.Value]) -> ir.Value:
-    size = len(attr(node, "kernel_shape")) + 2
+    size = _pool_rank(node)
     taken = {name: attr(node, name) for name in _POOL}
     first = _channels_first(op, node, x[0], size, back=False)
     y = op.node("AveragePool", [first], attributes=taken)
@@ -126,7 +139,6 @@ _enter("QLinearAdd", lambda op, node, x: op.Add(*x), 2)
 _enter("QLinearMul", lambda op, node, x: op.Mul(*x), 2)
 _enter("QLinearSigmoid", lambda op, node, x: op.Sigmoid(x[0]))
 _enter("QLinearLeakyRelu", lambda op, node, x: op.LeakyRelu(x[0], alpha=attr(node, "alpha", 0.01)))
-_enter("QLinearSoftmax", _softmax)
 _enter("QLinearAveragePool", _average)
 _enter("QLinearGlobalAveragePool", _global_average)
 _enter("QLinearReduceMean", _mean)
@@ -162,7 +174,7 @@ def qlinear_conv(op: Body, node: ir.Node) -> Results:
 
 @contrib("NhwcMaxPool", recognized=False)
 def nhwc_max_pool(op: Body, node: ir.Node) -> Results:
-    x, size = needed(node, 0), len(attr(node, "kernel_shape")) + 2
+    x, size = needed(node, 0), _pool_rank(node)
     names = ("auto_pad", "ceil_mode", "dilations", "kernel_shape", "pads", "strides")
     spatial = range(1, size - 1)
     first = op.Transpose(x, perm=[0, size - 1, *spatial])
@@ -275,8 +287,8 @@ def _first(op: Body, x: ir.Value, columns: int) -> ir.Value:
 def unpacked_weights(op: Body, node: ir.Node) -> ir.Value:
     """The weights [N, K] of a MatMulNBits in the type of its scales."""
     b, scales, zeros, groups = needed(node, 1), needed(node, 2), given(node, 3), given(node, 4)
-    bits, size = attr(node, "bits", 4), attr(node, "block_size")
-    n, k = attr(node, "N"), attr(node, "K")
+    bits, size = attr(node, "bits", 4), count(node, "block_size")
+    n, k = count(node, "N"), count(node, "K")
     if bits not in (2, 4, 8) or attr(node, "weight_prepacked", 0):
         raise Unwritable("its weights are packed in another way")
     if zeros is not None and groups is not None:
@@ -319,7 +331,7 @@ def matmul_nbits(op: Body, node: ir.Node) -> Results:
 def gather_block_quantized(op: Body, node: ir.Node) -> Results:
     """Rows of a table of few bits, as floats; indices are taken to be within the table."""
     data, ids, scales, zeros = needed(node, 0), needed(node, 1), needed(node, 2), given(node, 3)
-    size, bits = attr(node, "block_size", 128), attr(node, "bits", 4)
+    size, bits = count(node, "block_size", 128), count(node, "bits", 4)
     columns, axis = dim(data, 1), attr(node, "quantize_axis", 1)
     if rank(data) != 2 or columns is None or axis not in (1, -1):
         raise Unwritable("its table is no matrix with blocks along the rows")

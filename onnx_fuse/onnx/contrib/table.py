@@ -173,6 +173,14 @@ def attr(node: ir.Node, name: str, default: Any = None) -> Any:
     return found.value
 
 
+def count(node: ir.Node, name: str, default: int = 0) -> int:
+    """An attribute that counts something, such as heads. Raises Unwritable where it counts none."""
+    found = attr(node, name, default)
+    if not isinstance(found, int) or found < 1:
+        raise Unwritable(f"its attribute '{name}' is missing, or is no positive number")
+    return found
+
+
 def known_ints(value: ir.Value | None) -> tuple[int, ...] | None:
     """The few integers of a constant; those of an initializer that is an input may change."""
     if value is None or (value.is_initializer() and value.is_graph_input()):

@@ -1,0 +1,62 @@
+"""What a check of gradients holds: the integers that values round to, and the choice of elements.
+
+Their derivative is 0 wherever it exists, and a difference sees the jumps between instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir
+
+from onnx_fuse.validation.values import by_name
+
+_ROUNDS = {"QuantizeLinear": (0,), "DynamicQuantizeLinear": (0, 2)}
+_ROUNDS |= dict.fromkeys(("QLinearConv", "QLinearMatMul"), (0,))
+"""Operators that round to integers, and the outputs that are these integers."""
+_SELECTS = ("NonZero", "NonMaxSuppression")
+"""Operators whose output, places of elements, is as long as the values have it. Of a Compress it is
+the condition that says so."""
+
+
+def roundings(model: onnx_ir.Model) -> list[str]:
+    """The names of the integers that nodes round to.
+
+    Where a scale moves, some of many values round to another integer within any step. Nor do all
+    values round to the same integer in float32 and in float64.
+    """
+    made = [
+        node.outputs[k].name or ""
+        for node in model.graph
+        for k in _ROUNDS.get(node.op_type, ())
+        if not node.domain and k < len(node.outputs)
+    ]
+    return [name for name in made if name]
+
+
+def selections(model: onnx_ir.Model) -> list[str]:
+    """The names of the values that say which elements follow, and so how many.
+
+    A score beside a threshold may be chosen in float32 alone: the results in float64 are others.
+    """
+    found: dict[str, None] = {}
+    for node in model.graph:
+        value = node.outputs[0] if node.op_type in _SELECTS else None
+        if node.op_type == "Compress":
+            value = node.inputs[1]
+        if not node.domain and value is not None and value.producer() is not None and value.name:
+            found[value.name] = None
+    return list(found)
+
+
+def hold(model: onnx_ir.Model, names: Sequence[str]) -> onnx_ir.Model:
+    """The model with the values of these names as inputs; the same model where there are none."""
+    if not names:
+        return model
+    held = model.clone()
+    for name, value in by_name(held, names).items():
+        known = onnx_ir.Value(name=name, type=value.type, shape=value.shape)
+        onnx_ir.convenience.replace_all_uses_with(value, known, replace_graph_outputs=True)
+        value.name = f"{name}.computed"
+        held.graph.inputs.append(known)
+    return held
