@@ -542,11 +542,21 @@ def test_the_gradient_of_gather_takes_32_bit_indices() -> None:
         np.testing.assert_array_equal(found["w.grad"], expected)
 
 
-def test_amounts_of_a_pad_in_two_dimensions_are_left_to_the_check() -> None:
-    """A Pad's amounts have one dimension; nothing may take others apart before that is said."""
-    text = """agraph (float[2,6,8] x, float[8] g, float[8] b, float[8,8] w) => (float[2,P,8] y)
-    { n = LayerNormalization (x, g, b) by = Constant <value = int64[1,6] {0, 0, 0, 0, 2, 0}> ()
-      p = Pad (n, by) y = MatMul (p, w) }"""
+@pytest.mark.parametrize(
+    ("amounts", "axes"),
+    [
+        ("int64[1,6] {0, 0, 0, 0, 2, 0}", ""),
+        ("int64[4] {0, 0, 2, 0}", ""),
+        ("int64[8] {0, 0, 0, 0, 0, 2, 0, 0}", ""),
+        ("int64[2] {0, 2}", ", , axes"),
+    ],
+)
+def test_amounts_that_no_pad_may_have_are_left_to_the_check(amounts: str, axes: str) -> None:
+    """Two for each axis, in one dimension; nothing may take others apart before that is said."""
+    text = f"""agraph (float[2,6,8] x) => (float[Q,P,8] y)
+    <int64[1] axes = {{3}}, int64[1] s = {{1}}, int64[1] e = {{4}}>
+    {{ by = Constant <value = {amounts}> () p = Pad (x, by{axes})
+      t = Transpose <perm = [1, 0, 2]> (p) u = Slice (t, s, e) y = Abs (u) }}"""
     model = text_model(text)
     passes.optimize(model)
     assert "Pad" in {node.op_type for node in model.graph}

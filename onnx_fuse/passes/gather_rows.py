@@ -203,14 +203,14 @@ def _padded(node: ir.Node, arrays: Sequence[np.ndarray | None]) -> np.ndarray | 
     value, axes = [*more, None, None][:2]
     if attribute(node, "mode", "constant") != "constant" or x is None or pads is None:
         return None
-    if pads.ndim != 1:  # no Pad: the check of the model says so
-        return None
     if value is not None and (value.any() or np.signbit(value).any()):
         return None
     around = [(0, 0)] * x.ndim
-    half = pads.size // 2
-    for k, axis in enumerate(range(x.ndim) if axes is None else axes.reshape(-1)):
-        around[int(axis)] = int(pads[k]), int(pads[k + half])
+    padded = list(range(x.ndim)) if axes is None else [int(axis) for axis in axes.reshape(-1)]
+    if pads.shape != (2 * len(padded),) or not all(-x.ndim <= axis < x.ndim for axis in padded):
+        return None  # no Pad: the check of the model says so
+    for axis, before, after in zip(padded, *pads.reshape(2, -1).tolist(), strict=True):
+        around[axis] = before, after
     if min(min(pair) for pair in around) < 0:
         return None
     return np.pad(x, around, constant_values=-1)
