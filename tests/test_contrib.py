@@ -271,6 +271,10 @@ def number(value: float, kind: Any = np.float32) -> Array:
     return np.array(value, kind)
 
 
+# (alpha, the result's scale) of a QGemm of which a sum is a tie that another order rounds otherwise
+TIES = ((1.0, 0.048), (0.7, 0.03528))
+
+
 def _quantized_rows() -> list[Row]:
     rows = []
     scales = number(0.02), number(0.05), number(0.03)
@@ -328,7 +332,12 @@ def _quantized_rows() -> list[Row]:
                 name=f"{label} by column"),
             Row("QGemm", (q(3, 4), *scales[:1], za, q(5, 4), *scales[1:2], zb, whole(5, high=99)),
                 {"transB": 1, "alpha": 0.5}, name=label),
-            Row("QGemm", (q(3, 4), *scales[:1], za, q(4, 5), *scales[1:2], zb, None, *y), **near),
+            Row("QGemm", (q(3, 4), *scales[:1], za, q(4, 5), *scales[1:2], zb, None, *y),
+                name=f"{label} rounded"),
+            *(Row("QGemm", (q(32, 64), number(0.03), za, q(64, 32, seed=1), number(0.002), zb,
+                            whole(32, high=900), number(by), zy),
+                  {"alpha": alpha}, name=f"{label} in steps of {by}", weights=tuple(range(1, 9)))
+              for alpha, by in TIES),
         ]  # fmt: skip
     bytes_ = whole(2, 5, 8, high=256, dtype=np.uint8), whole(8, 24, high=256, dtype=np.uint8)
     zero = number(128, np.uint8)

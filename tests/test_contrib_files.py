@@ -151,7 +151,8 @@ _FIRST: dict[Any, Row] = {}
 _UNREAD = {"QLinearLeakyRelu", "DynamicQuantizeMatMul", "GatherBlockQuantized"}
 for _row in ROWS:
     if _row.op not in _UNREAD:  # the interpreter knows not all that they are made of
-        _FIRST.setdefault((_row.op, _row.attributes.get("do_rotary")), _row)
+        _steps = "in steps of" in _row.name
+        _FIRST.setdefault((_row.op, _row.attributes.get("do_rotary"), _steps), _row)
 
 
 @pytest.mark.parametrize("row", _FIRST.values(), ids=str)

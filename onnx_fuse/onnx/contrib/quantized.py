@@ -236,12 +236,15 @@ def qgemm(op: Body, node: ir.Node) -> Results:
     product = op.MatMulInteger(a, b, given(node, 2), given(node, 5))
     if given(node, 6) is not None:
         product = op.Add(product, given(node, 6))
-    scale, alpha = op.Mul(a_scale, b_scale), attr(node, "alpha", 1.0)
-    if alpha != 1.0:
-        scale = op.Mul(scale, op.number(alpha, a_scale))
+    if (alpha := attr(node, "alpha", 1.0)) != 1.0:
+        a_scale = op.Mul(op.number(alpha, a_scale), a_scale)
+    scale = op.Mul(a_scale, b_scale)
+    rounds = given(node, 7) is not None
+    if rounds:  # by one product, in the order of onnxruntime's kernel: ties fall alike
+        scale = op.Div(scale, needed(node, 7))
     y = op.Mul(op.cast_like(op.Cast(product, to=ir.DataType.FLOAT), scale), scale)
-    if given(node, 7) is not None:
-        y = quantized(op, y, needed(node, 7), given(node, 8), a.dtype)
+    if rounds:
+        y = quantized(op, y, op.number(1.0, scale), given(node, 8), a.dtype)
     return [y]
 
 
