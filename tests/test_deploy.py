@@ -336,8 +336,8 @@ def test_a_run_in_any_size_of_a_range(tmp_path: Path, monkeypatch: pytest.Monkey
 
 RANGES = {
     "an unknown symbol": ({"Z": (1, 2)}, "no input has a dimension called 'Z'"),
-    "no sizes": ({"N": (3, 2)}, "from 3 to 2: no range"),
-    "nothing": ({"N": (0, 2)}, "from 0 to 2: no range"),
+    "no sizes": ({"N": (3, 2)}, "from 3 to 2: expected sizes from 1 on"),
+    "nothing": ({"N": (0, 2)}, "from 0 to 2: expected sizes from 1 on"),
     "too many": ({"N": (1, 1 << 20)}, "over 131,072 shapes"),
 }
 
