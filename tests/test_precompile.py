@@ -343,6 +343,18 @@ def test_which_dimension_is_likely_to_vary(
     assert precompile.likely_to_vary(tuple(symbols)) == wanted
 
 
+def in_python(code: str, *, check: bool) -> subprocess.CompletedProcess[str]:
+    """Run the code in a process of its own, which finds the modules that this one does."""
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=check,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+
+
 @pytest.mark.parametrize("end", ["dropped", "parent ends", "parent is killed"])
 def test_the_process_ends(end: str, cache: Path, tmp_path: Path) -> None:
     """With the session, and with its parent, however that ends."""
@@ -361,14 +373,7 @@ def test_the_process_ends(end: str, cache: Path, tmp_path: Path) -> None:
         "if end == 'parent is killed': os.kill(os.getpid(), signal.SIGKILL)\n"
         "if end == 'dropped': del a; gc.collect(); print(child.ended.wait(20))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )
+    done = in_python(code, check=False)
     assert done.returncode in (0, -signal.SIGKILL), done.stderr
     pid, *more = done.stdout.split()
     assert more == (["True"] if end == "dropped" else [])
@@ -397,14 +402,7 @@ def test_a_process_that_ends_at_once_is_silent(ending: bool) -> None:
         "a.expect({'x': ((3, 40), 'float32')}, 1.0)\n"
         f"while a._busy and not {ending}: time.sleep(0.01)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )
+    done = in_python(code, check=True)
     assert ("no thread can be started" in done.stderr) != ending
 
 
