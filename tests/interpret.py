@@ -23,7 +23,7 @@ from onnx_fuse.lower.stages import run_loop
 from onnx_fuse.ops.activations import BY_KEY
 from onnx_fuse.program.call import Call, Program, Tensor
 from onnx_fuse.program.expression import Expression, Row
-from onnx_fuse.program.moves import PointwiseMany, ScatterND
+from onnx_fuse.program.moves import PointwiseMany, PointwiseSums, ScatterND
 from onnx_fuse.program.problem import AnyProblem, Collective, Problem, Product
 from onnx_fuse.program.problems import (
     ChannelNorm,
@@ -224,6 +224,13 @@ def interpret(
         elif call.kernel.startswith("Copy x"):
             read = {name: memory.view(t).copy() for name, t in call.reads}
             results = [read[f"0{name[1:]}"] for name, _ in call.writes]
+        elif isinstance(call.problem, PointwiseSums):
+            views = call.problem.pointwise
+            pairs = zip(views.reads, call.reads, strict=True)
+            reads = [memory.view(replace(t, buffer=old.buffer)).copy() for t, (_, old) in pairs]
+            results = _evaluate(views.expression, reads, list(views.writes))
+            axis = {"columns": 0, "rows": 1, "all": None}[call.problem.over]
+            results.append(np.asarray(results[call.problem.summed], np.float32).sum(axis))
         elif isinstance(call.problem, PointwiseMany):
             views = {name: memory.view(t).copy() for name, t in call.reads}
             tensors, results = dict(call.writes), []

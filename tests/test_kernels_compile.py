@@ -42,7 +42,10 @@ H200, A100, B200 = CHIPS["H200"], CHIPS["A100"], CHIPS["B200"]
 # addresses are parked; at its worst (gelu, z kept, sm_80) the loop reads 18 back beside 1024 FMAs.
 # The smaller tile parks one address where a column's scale and a residual follow.
 # dw in float32 has 128 accumulators and the row sums of four columns: three values are parked.
-PARKED = {"(2, 192, 1)": 256, "simt tile=128": 176, "simt tile=64": 8, "dw_tile=(2, 128, 1)": 12}
+PARKED = {
+    "(2, 192, 1)": 256, "simt tile=128": 176, "simt tile=64": 8, "dw_tile=(2, 128, 1)": 12,
+    "simt dx_tile=128": 96, "simt dw_tile=128": 48,
+}  # fmt: skip
 
 BF16 = {"dtype": "bfloat16"}
 THREE = Window((1, 3, 3), (1, 1, 1), (1, 1, 1), (0, 1, 1), (0, 1, 1))
@@ -121,6 +124,12 @@ PROBLEMS = (
     Problem.of("LayerNormGemmGrad", m=512, n=3072, k=768, math="bf16x6", add="here"),
     Problem.of("LayerNormGemmGrad", m=8192, n=3072, k=768, trans_b=True, **BF16),  # column sums
     Problem.of("LayerNormGemmGrad", m=8192, n=3072, k=768, frozen=True, **BF16),  # dx alone
+    Problem.of("LayerNormGemmGrad", m=100, n=77, k=33, act="gelu", **BF16),  # ragged
+    Problem.of("LayerNormGemmGrad", m=100, n=77, k=33, act="gelu", add="here"),
+    Problem.of("LayerNormGemmGrad", m=512, n=3072, k=768, act="gelu"),
+    Problem.of("LayerNormGemmGrad", m=8192, n=3072, k=768, math="tf32", rms=True),
+    Problem.of("Gemm", m=768, n=3072, k=8192, trans_a=True, dw=True),
+    Problem.of("Gemm", m=768, n=3072, k=8192, trans_a=True, dw=True, math="tf32"),
     Problem.of("Gemm", m=768, n=3072, k=8192, trans_a=True, accumulate=True, **BF16),
     Problem.of("Gemm", m=4096, n=5632, k=1024, bias=True, act="silu", gate=True, **BF16),
     Problem.of("Gemm", m=8, n=768, k=768, act="gelu", gate=True, dtype="float16"),

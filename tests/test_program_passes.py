@@ -16,7 +16,7 @@ from onnx_fuse.lower import linear, walk
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.passes.precision import lower_precision
-from onnx_fuse.program.problem import Problem
+from onnx_fuse.program.problem import CHIPS, Problem
 from onnx_fuse.training import optim
 from onnx_fuse.training.step import training_model
 
@@ -204,36 +204,48 @@ def test_a_norm_before_a_product_has_one_gradient_call(dtype, math, act, norm):
     }
     calls = walk.lower(model, feeds, H200, math=math).calls
     kinds = [call.problem.op for call in calls if isinstance(call.problem, Problem)]
-    if dtype == "bfloat16" or math.startswith("bf16"):
-        assert kinds == ["LayerNormGemmGrad"]
-        assert calls[0].problem.epilogue.act == act.lower()
-        assert bool(calls[0].problem.rms) != layer
-        names = ["dy", "x", "gamma", "beta", "w", "c", "mean", "rstd", "z"]
-        names = [name for name in names if layer or name not in ("beta", "mean")]
-        assert [name for name, _ in calls[0].reads] == names
-        assert ("dbeta" in dict(calls[0].writes)) == layer
-    else:  # no kernel for fp32 as it is: the op's body
-        assert set(kinds) == {"Gemm"}
+    assert kinds == ["LayerNormGemmGrad"]
+    assert calls[0].problem.epilogue.act == act.lower()
+    assert bool(calls[0].problem.rms) != layer
+    names = ["dy", "x", "gamma", "beta", "w", "c", "mean", "rstd", "z"]
+    names = [name for name in names if layer or name not in ("beta", "mean")]
+    assert [name for name, _ in calls[0].reads] == names
+    assert ("dbeta" in dict(calls[0].writes)) == layer
 
 
+GRADIENT = """agraph ({d}[{m},{n}] dy, {d}[{m},{k}] x, {d}[{k}] s,
+        {d}[{k}] b, {d}[{k},{n}] w, {d}[{n}] c, float[{m},1] mean, float[{m},1] rstd,
+        {d}[{m},{n}] z)
+    => ({d}[{m},{k}] dx, {d}[{k}] ds, {d}[{k}] db, {d}[{k},{n}] dw, {d}[{n}] dc)
+    {{ dx, ds, db, dw, dc = onnx_fuse.LayerNormGemmGrad (dy, x, s, b, w, c, mean, rstd, z) }}"""
+
+
+def gradient_program(shape, dtype, chip, math):
+    m, k, n = shape
+    model = text_model(GRADIENT.format(m=m, k=k, n=n, d=dtype))
+    feeds = {v.name: (tuple(v.shape), v.dtype.numpy().name) for v in model.graph.inputs}
+    return walk.lower(model, feeds, CHIPS[chip], math=math)
+
+
+@pytest.mark.parametrize("chip", ["A100", "L4", "H200", "B200"])
 @pytest.mark.parametrize(
-    ("shape", "kinds"),
+    ("dtype", "math"),
     [
-        ((8192, 1024, 4096), {"LayerNormGemmGrad"}),
-        ((8192, 64, 64), {"Gemm"}),  # splitting its operands costs more than the products
-        ((64, 60, 128), {"Gemm"}),  # rows of no whole 16 bytes
+        ("bfloat16", "ieee"),
+        ("float16", "ieee"),
+        *(("float", p) for p in ("ieee", "tf32", "bf16x3")),
     ],
 )
-def test_a_float32_gradient_by_split_products_is_one_call_where_that_is_faster(shape, kinds):
-    m, k, n = shape
-    model = text_model(f"""agraph (float[{m},{n}] dy, float[{m},{k}] x, float[{k}] s,
-        float[{k}] b, float[{k},{n}] w, float[{n}] c, float[{m},1] mean, float[{m},1] rstd,
-        float[{m},{n}] z)
-    => (float[{m},{k}] dx, float[{k}] ds, float[{k}] db, float[{k},{n}] dw, float[{n}] dc)
-    {{ dx, ds, db, dw, dc = onnx_fuse.LayerNormGemmGrad (dy, x, s, b, w, c, mean, rstd, z) }}""")
-    feeds = {v.name: (tuple(v.shape), "float32") for v in model.graph.inputs}
-    calls = walk.lower(model, feeds, H200, math="bf16x6").calls
-    assert {call.problem.op for call in calls if isinstance(call.problem, Problem)} == kinds
+@pytest.mark.parametrize(
+    "shape", [(8192, 768, 3072), (8192, 64, 64), (64, 60, 130), (1, 100, 77)], ids=str
+)
+def test_a_gradient_behind_a_norm_is_one_call_on_every_chip(shape, dtype, math, chip):
+    program = gradient_program(shape, dtype, chip, math)
+    (call,) = program.calls
+    assert call.problem.op == "LayerNormGemmGrad"
+    assert not program.in_parts
+    if (chip != "H200" and shape[0] > 4096) or (dtype == "float" and math != "bf16x3"):
+        assert call.why.startswith("portable"), call.why
 
 
 @pytest.mark.parametrize(("rows", "folds"), [(8192, 1), (64, 0)])

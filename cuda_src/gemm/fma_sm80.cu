@@ -342,7 +342,11 @@ extern "C" __global__ __launch_bounds__(THREADS, (LEAF ? 256 : 384) / THREADS) v
 #pragma unroll
     for (int u = 0; u < EACH; u++) {
         const int r = r0 + u * APART, m = m0 + rank * ROWS + r;
+#if EPI_DW
+        if (r >= ROWS || m >= M) continue;  // what lies beyond the columns adds nothing to a row's sums
+#else
         if (r >= ROWS || m >= M || n >= N) continue;
+#endif
         auto v = SPLIT > 1 ? sum<SPLIT>([&](int s) { return smem + ROOM + (s * ROWS + r) * BN + c4; }) : sum_teams(smem, r, c4);
         const Row row = GEMM_ROW(m);
         const i64 at = (i64)m * N + n;
@@ -363,10 +367,16 @@ extern "C" __global__ __launch_bounds__(THREADS, (LEAF ? 256 : 384) / THREADS) v
         activate_all(v.at, operand, act_alpha);
 #pragma unroll
         for (int j = 0; j < 4; j++) {
+#if EPI_DW
+            if (n + j >= N) v.at[j] = 0.0f;  // an infinity in a row of a, times the zeros there
+#endif
             v.at[j] = after_act(v.at[j], row, cols0[j], cols1[j], operand[j], pre.at[j], dots);
             if (!ACCUMULATE || n + j < N) v.at[j] = stored<float>(v.at[j], y + at + j);
         }
         store_four(y + at - n, n, N, v);
         if (SAVE_Z) store_four(z + at - n, n, N, pre);
+#if EPI_DW
+        store_dots<BN / 4>(dots, part, n0 / BN, m, M);
+#endif
     }
 }

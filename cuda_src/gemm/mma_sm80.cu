@@ -5,6 +5,7 @@
 //            hi.hi + hi.lo + lo.hi summed (SPLIT 3): 4e-6 relative error at a third of bf16's rate.
 // Inputs   : as gemm/simt.cu; VEC > 1: strides and addresses are multiples of 16 bytes (cp.async),
 //            VEC 1: any (plain loads).
+// EPI_DW   : part [ceil(N/BN) BN/WN, 2, M] f32, the sums of each row of a warp's tile.
 // Macros   : T in {bf16, f16, float}, TO, TV, TRANS_A, TRANS_B, BM, BN, BK, WM, WN, STAGES, VEC, SPLIT.
 // Launch   : grid (ceil(M/BM) * ceil(N/BN), 1, batches), 32 * (BM/WM) * (BN/WN) threads.
 // Numerics : f32 accumulation, k in order: bits depend on the tile's k-step alone.
@@ -175,5 +176,8 @@ extern "C" __global__ __launch_bounds__(THREADS) void gemm_mma(GEMM_PARAMS) {
                             GEMM_STORE_GATED(float, acc[i][j][h * 2], acc[i][j][h * 2 + 1], m, n, row)
                     } else if (n < N) GEMM_STORE(float, acc[i][j][h * 2 + q], m, n, row, dots)
                 }
+#if EPI_DW
+            store_dots<4>(dots, part, blockIdx.x % tiles_n * WARPS_N + warp % WARPS_N, m, M);
+#endif
         }
 }

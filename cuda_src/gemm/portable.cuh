@@ -44,3 +44,18 @@
                           EPI_COLS > 0 ? (S)widen(col1[(n) + e_]) : (S)0, (S)0, alpha, beta, z_);  \
         y[(i64)(m) * (N / 2) + gate_column(n)] = narrow<TO>(gated<S>(v_[0], v_[1], act_alpha));    \
     }
+
+#if EPI_DW
+// What neighbouring LANES hold of row m's sums, to plane `at` of part [planes, 2, M].
+template <int LANES> DEVICE void store_dots(Dots dots, float *part, int at, int m, int M) {
+    u32 lane = threadIdx.x % 32, mates = (LANES < 32 ? (1u << LANES) - 1 : ~0u) << (lane & ~(LANES - 1));
+#pragma unroll
+    for (int step = LANES / 2; step; step >>= 1) {
+        dots.gamma += __shfl_xor_sync(mates, dots.gamma, step);
+        dots.beta += __shfl_xor_sync(mates, dots.beta, step);
+    }
+    if (lane & (LANES - 1)) return;
+    part[(i64)at * 2 * M + m] = dots.gamma;
+    part[((i64)at * 2 + 1) * M + m] = dots.beta;
+}
+#endif

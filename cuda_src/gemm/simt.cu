@@ -3,6 +3,7 @@
 //            buffers; the next step's global loads fly while this one multiplies.
 // Inputs   : a [M,K] (TRANS_A: [K,M]), b [K,N] (TRANS_B: [N,K]), row strides lda, ldb; VEC elements a
 //            load, so strides and addresses are multiples of VEC.
+// EPI_DW   : part [ceil(N/BN), 2, M] f32, the sums of each row of a tile.
 // Macros   : T, TO, TV, TRANS_A, TRANS_B, BM, BN, BK, TM, TN, VEC; epilogue's (gemm/epilogue.cuh).
 // Launch   : grid (ceil(M/BM) * ceil(N/BN), 1, batches), (BM/TM) * (BN/TN) threads.
 // Numerics : IEEE products and sums in T's accumulator, k in order: bits depend on nothing else.
@@ -41,7 +42,7 @@ DEVICE void stash(S (*tile)[ROWS + 4], const Vec<T, VEC>& v, int i) {
         (CONTIG_K ? tile[k + j][r] : tile[k][r + j]) = widen(v.at[j]);
 }
 
-constexpr bool WIDE = sizeof(S) == 8 || EPI_DACT || (SAVE_Z && EPI_OPERAND);
+constexpr bool WIDE = sizeof(S) == 8 || EPI_DACT || EPI_DW || (SAVE_Z && EPI_OPERAND);
 extern "C" __global__ __launch_bounds__(THREADS, TM < 8 ? (WIDE ? 2 : 3) : VEC > 1 ? 2 : 1) void gemm_simt(GEMM_PARAMS) {
     after_previous_launch();
     __shared__ __align__(16) S as[2][BK][BM + 4], bs[2][BK][BN + 4];
@@ -103,5 +104,8 @@ extern "C" __global__ __launch_bounds__(THREADS, TM < 8 ? (WIDE ? 2 : 3) : VEC >
                 if (j % 2 == 0 && n < N) GEMM_STORE_GATED(S, acc[i][j], acc[i][j | 1], m, n, row)
             } else if (n < N) GEMM_STORE(S, acc[i][j], m, n, row, dots)
         }
+#if EPI_DW
+        store_dots<BN / TN>(dots, part, blockIdx.x % tiles_n, m, M);
+#endif
     }
 }

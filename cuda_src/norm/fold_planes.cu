@@ -1,17 +1,42 @@
-// norm/fold_planes.cu: LayerNorm's scale moved into float32 weights, as bf16 planes for the tensor core.
+// norm/fold_planes.cu: LayerNorm's scale moved into float32 weights, for products in float32.
 //   wq = gamma w    part[b] = over the ROWS rows k of block b: sum wq[k, n], sum beta[k] w[k, n]
 // Idea     : a block 128 columns, a warp every eighth row, 4 columns a lane; a warp's rows are all on
 //            their way at once. The warps' sums meet in smem; norm/sum_parts.cu adds up the parts.
-// Inputs   : w [K,N], gamma, beta [K] or null, c [N], f32; N a multiple of 4, rows 16-byte aligned.
-// Outputs  : wq [PLANES,K,N] bf16; part [ceil(K / ROWS), 2, N] f32: of cs, and of cv (c in the first).
-// Macros   : PLANES, ROWS (a multiple of 8).   Launch: (ceil(N / 128), ceil(K / ROWS)) blocks of 256.
+// Inputs   : w [K,N], gamma, beta [K] or null, c [N], f32; N a multiple of 4, rows 16-byte aligned;
+//            RAGGED: any N, one element an access, no PLANES.
+// Outputs  : wq [PLANES,K,N] bf16, or with PLANES 0 [K,N] f32;
+//            part [ceil(K / ROWS), 2, N] f32: of cs, and of cv (c in the first).
+// Macros   : PLANES, ROWS (a multiple of 8), RAGGED.   Launch: (ceil(N / 128), ceil(K / ROWS)) blocks of 256.
 // Numerics : f32 sums in an order that depends on ROWS alone.
 // Bound    : bytes, w read and wq written.
 #include "norm/planes.cuh"
+#ifndef RAGGED
+#define RAGGED 0
+#endif
+#if PLANES
+typedef bf16 TQ;
+#else
+typedef float TQ;
+#endif
+
+// Four neighbours, of which `count` are there.
+DEVICE Vec<float, 4> load_four(const float* p, int count) {
+    if (!RAGGED) return load<4>(p);
+    Vec<float, 4> v;
+#pragma unroll
+    for (int j = 0; j < 4; j++) v.at[j] = j < count ? p[j] : 0.0f;
+    return v;
+}
+DEVICE void store_four(float* p, const Vec<float, 4>& v, int count) {
+    if (!RAGGED) return store<4>(p, v);
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+        if (j < count) p[j] = v.at[j];
+}
 
 extern "C" __global__ __launch_bounds__(256) void fold_planes(const float* w, const float* gamma,
                                                               const float* beta, const float* c, int K,
-                                                              int N, bf16* wq, float* part) {
+                                                              int N, TQ* wq, float* part) {
     after_previous_launch();
     __shared__ float sums[8][2][128];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, n = blockIdx.x * 128 + lane * 4;
@@ -23,7 +48,7 @@ extern "C" __global__ __launch_bounds__(256) void fold_planes(const float* w, co
         for (int i = 0; i < ROWS / 8; i++) {
             int k = blockIdx.y * ROWS + i * 8 + warp;
             if (k >= K) continue;
-            from[i] = load<4>(w + (i64)k * N + n);
+            from[i] = load_four(w + (i64)k * N + n, N - n);
             g[i] = gamma[k], b[i] = beta ? beta[k] : 0.0f;
         }
 #pragma unroll
@@ -36,7 +61,14 @@ extern "C" __global__ __launch_bounds__(256) void fold_planes(const float* w, co
                 q[j] = g[i] * from[i].at[j];
                 s[j] += q[j], v[j] += b[i] * from[i].at[j];
             }
-            store_planes<PLANES>(wq + (i64)k * N + n, (i64)K * N, q);
+            TQ* to = wq + (i64)k * N + n;
+#if PLANES
+            store_planes<PLANES>(to, (i64)K * N, q);
+#else
+#pragma unroll
+            for (int j = 0; j < 4; j++) from[i].at[j] = q[j];
+            store_four(to, from[i], N - n);
+#endif
         }
     }
     store<4>(&sums[warp][0][lane * 4], Vec<float, 4>{{s[0], s[1], s[2], s[3]}});

@@ -5,11 +5,14 @@
 //            16 warps' column sums meet in smem, in warp order. One pass over dy and z.
 // Inputs   : dy, z [M,N] T; cs, cv [N] f32.   Outputs: c1, c2 [M] f32, part [ceil(M/ROWS), N] f32,
 //            dz [M,N] T (with ACT; or, T float, [PLANES,M,N] bf16 that add up to it).
-//            N a multiple of 8, rows 16-byte aligned.
-// Macros   : T, ACT, RPW, PLANES.   Launch: ceil(M / (16 RPW)) blocks of 512 threads.
+//            N a multiple of 8, rows 16-byte aligned; RAGGED: any N, one element an access, no PLANES.
+// Macros   : T, ACT, RPW, PLANES, RAGGED.   Launch: ceil(M / (16 RPW)) blocks of 512 threads.
 // Bound    : bytes of dy and z (and dz).
 #ifndef PLANES
 #define PLANES 0
+#endif
+#ifndef RAGGED
+#define RAGGED 0
 #endif
 #include "common.cuh"
 #include "norm/planes.cuh"
@@ -19,6 +22,21 @@ typedef bf16 TZ;
 #else
 typedef T TZ;
 #endif
+
+// Eight neighbours, of which `count` are there.
+template <class E> DEVICE Vec<E, 8> load_eight(const E* p, int count) {
+    if (!RAGGED) return load<8>(p);
+    Vec<E, 8> v;
+#pragma unroll
+    for (int j = 0; j < 8; j++) v.at[j] = j < count ? p[j] : E{};
+    return v;
+}
+template <class E> DEVICE void store_eight(E* p, const Vec<E, 8>& v, int count) {
+    if (!RAGGED) return store<8>(p, v);
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+        if (j < count) p[j] = v.at[j];
+}
 
 extern "C" __global__ __launch_bounds__(512) void row_dots(
     const T* dy, const T* z, const float* cs,
@@ -36,10 +54,10 @@ extern "C" __global__ __launch_bounds__(512) void row_dots(
 #pragma unroll
             for (int r = 0; r < RPW; r++)
                 if (m0 + r < M) {
-                    g[r] = load<8>(dy + (i64)(m0 + r) * N + n);
-                    v[r] = load<8>(z + (i64)(m0 + r) * N + n);
+                    g[r] = load_eight(dy + (i64)(m0 + r) * N + n, N - n);
+                    v[r] = load_eight(z + (i64)(m0 + r) * N + n, N - n);
                 }
-            Vec<float, 8> k1 = load<8>(cs + n), k2 = load<8>(cv + n);
+            Vec<float, 8> k1 = load_eight(cs + n, N - n), k2 = load_eight(cv + n, N - n);
 #pragma unroll
             for (int r = 0; r < RPW; r++) {
                 if (m0 + r >= M) continue;
@@ -61,7 +79,7 @@ extern "C" __global__ __launch_bounds__(512) void row_dots(
 #if PLANES
                 store_planes<PLANES>(to, (i64)M * N, whole);
 #else
-                if (ACTIVE) store<8>(to, out);
+                if (ACTIVE) store_eight(to, out, N - n);
 #endif
             }
         }

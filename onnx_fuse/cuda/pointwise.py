@@ -22,6 +22,8 @@ from onnx_fuse.program.expression import Expression, Row, Step
 from onnx_fuse.program.problem import ITEMSIZE, Arg, Launch, Num, Ptr, Table
 
 THREADS = 256
+ROWS_AT_ONCE, SUM_BLOCKS = 8, 1024
+"""Of a kernel that also sums a result: rows that a block takes at a time, blocks of a launch."""
 REGISTERS = 96
 """Elements of all operands together that a thread may hold: more would spill."""
 FEW_ELEMENTS = 1 << 18
@@ -341,6 +343,107 @@ def launch_of(expression: Expression, reads: Sequence[Tensor], writes: Sequence[
     blocks = -(-prod(dims) // (width * THREADS))
     args = tuple(arg for _, arg in given)
     return Launch(source, "pointwise", (blocks, 1, 1), (THREADS, 1, 1), args)
+
+
+def sum_blocks(n: int, width: int) -> tuple[int, int]:
+    """Strips of columns, and at most how many parts of rows: blocks where a result is summed."""
+    strips = -(-n // (32 * width))
+    return strips, max(1, SUM_BLOCKS // strips)
+
+
+def launch_sums(
+    expression: Expression,
+    reads: Sequence[Tensor],
+    writes: Sequence[Tensor],
+    summed: int,
+    over: str,
+    out_dtype: str,
+) -> Launch:
+    """The generated kernel of an expression over views [m, n] that also sums a result.
+
+    A block's warps walk down its part of the rows of 32 vectors side by side. It leaves its sums in
+    "workspace", and the last block to do so adds up those of all parts, in order.
+    """
+    m, n = writes[0].shape
+    tensors, width = [*reads, *writes], sums_width(reads, writes)
+    strips, most = sum_blocks(n, width)
+    parts = sizes.minimum(-(-m // ROWS_AT_ONCE), most)
+    wide = m * n >= INT32_LIMIT or any(t.wide for t in tensors)
+    index, kind = ("i64", "i64") if wide else ("int", "i32")
+    names = [f"a{i}" for i in range(len(reads))] + [f"y{i}" for i in range(len(writes))]
+    given: list[tuple[str, Arg]] = [
+        (f"{'const ' * (name[0] == 'a')}{STORAGE[tensor.dtype]}* {name}", Ptr(name))
+        for name, tensor in zip(names, tensors, strict=True)
+    ]
+    given += [*_scalars(expression), (f"{index} m", Num(kind, m)), (f"{index} n", Num(kind, n)),
+              ("float* part", Ptr("workspace")), ("u32* counters", Ptr("sync")),
+              (f"{STORAGE[out_dtype]}* sum", Ptr("sum"))]  # fmt: skip
+    body = []
+    for name, tensor in zip(names, tensors, strict=True):
+        down, along = tensor.strides
+        where = name
+        if down:
+            given.append((f"{index} {name}_0", Num(kind, down)))
+            where += f" + row * {name}_0"
+        if along:
+            given.append((f"{index} {name}_1", Num(kind, along)))
+            where += f" + column * {name}_1"
+        vec = f"Vec<{STORAGE[tensor.dtype]}, {width}>"
+        if name[0] == "y":
+            body.append(f"{STORAGE[tensor.dtype]}* const {name}p = {where}; {vec} {name}v;")
+        elif along == 1:
+            body.append(f"const {vec} {name}v = load<{width}>({where});")
+        else:
+            step = f"v * {name}_1" if along else "0"
+            body.append(
+                f"{vec} {name}v; for (int v = 0; v < {width}; v++) "
+                f"{name}v.at[v] = ({where})[{step}];"
+            )
+    body += arithmetic(expression, [t.dtype for t in reads], [t.dtype for t in writes], width)
+    body += [f"store(y{i}p, y{i}v);" for i in range(len(writes))]
+    body.append(f"for (int v = 0; v < {width}; v++) found[v] = to_float(y{summed}v.at[v]);")
+    lines = "\n            ".join(body)
+    scope = {"columns": "blockIdx.x", "rows": "blockIdx.y", "all": "0"}[over]
+    others = {"columns": "gridDim.y", "rows": "gridDim.x", "all": "gridDim.x * gridDim.y"}[over]
+    source = (
+        f"{includes(expression, [*(t.dtype for t in tensors), out_dtype])}"
+        f"constexpr int W = {width};\n"
+        f"#define OVER_{over.upper()}\n"
+        '#include "pointwise/sums.cuh"\n'
+        f'extern "C" __global__ void __launch_bounds__({THREADS}) pointwise_sums(\n'
+        f"    {', '.join(text for text, _ in given)}) {{\n"
+        f"    after_previous_launch();\n"
+        f"    const {index} column = ({index})(blockIdx.x * 32 + threadIdx.x % 32) * W;\n"
+        f"    const {index} each = (m + gridDim.y - 1) / gridDim.y, from = blockIdx.y * each;\n"
+        f"    const {index} to = from + each < m ? from + each : m;\n"
+        f"    float total[W] = {{}};\n"
+        f"    for ({index} row = from + threadIdx.x / 32; row < to; row += {THREADS // 32}) {{\n"
+        f"        float found[W] = {{}};\n"
+        f"        if (column < n) {{\n            {lines}\n        }}\n"
+        f"        add_row(total, found, part + blockIdx.x * ({index})m + row);\n"
+        f"    }}\n"
+        f"    leave_sums(total, part, (i64)n);\n"
+        f"    if (!last_to_come(counters + {scope}, {others})) return;\n"
+        f"    add_parts(part, (i64)m, (i64)n, (i64)from, (i64)to, sum);\n}}\n"
+    )
+    count = {"columns": strips, "rows": most, "all": 1}[over]
+    args = tuple(arg for _, arg in given)
+    grid, block = (strips, parts, 1), (THREADS, 1, 1)
+    return Launch(source, "pointwise_sums", grid, block, args, sync=4 * count)
+
+
+def sums_width(reads: Sequence[Tensor], writes: Sequence[Tensor]) -> int:
+    """Columns that a thread handles: accesses of 16 bytes where all rows are aligned to them."""
+    tensors = [*reads, *writes]
+    width = 16 // max(ITEMSIZE[t.dtype] for t in tensors)
+    while width > 2 and width * len(tensors) > REGISTERS:
+        width //= 2
+    unit = [t for t in tensors if t.strides[1] == 1]
+    while width > 1 and (
+        writes[0].shape[1] % width or any(t.offset % width or t.strides[0] % width for t in unit)
+    ):
+        width //= 2
+    return width
 
 
 def _scalars(expression: Expression) -> list[tuple[str, Arg]]:

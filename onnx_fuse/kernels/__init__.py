@@ -55,7 +55,7 @@ MODULES: dict[str, str] = {
     "Float8": "float8",
     **dict.fromkeys(("GatherElements", "GatherND", "ScatterElements", "ScatterND"), "indexing"),
     **dict.fromkeys(("CumulativeSum", "TopK", "SortedRows"), "scan"),
-    "Pointwise": "pointwise",
+    **dict.fromkeys(("Pointwise", "PointwiseSums"), "pointwise"),
     "Collective": "collective",
     **dict.fromkeys(("BatchedCalls", "PointwiseMany", "CopyMany"), "batched"),
     "Recurrence": "recurrent",

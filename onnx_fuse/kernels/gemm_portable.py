@@ -201,8 +201,10 @@ class _Portable(WithoutWorkspace):
     source: str
 
     def _refusal(self, problem: Problem) -> str | None:
-        if problem.epilogue.among("dw", "moments", "column_sums", "column_moments", "save_act"):
+        if problem.epilogue.among("moments", "column_sums", "column_moments", "save_act"):
             return "sums over a row need a block that owns whole rows of its tile"
+        if problem.epilogue.dw and (problem.epilogue.dw == "turned" or problem.batch):
+            return "a weight's gradient is one matrix with sums of its rows"
         if len(problem.batch) > 3:
             return f"{len(problem.batch)} batch dims (at most 3)"
         if problem.batches > 65535:
@@ -217,6 +219,10 @@ class _Portable(WithoutWorkspace):
         if any(size >= 2**31 for size in (problem.m, problem.n, problem.k)):
             return "a dimension of 2^31 or more"
         return store_refusal(problem)
+
+    def parts(self, problem: Problem, config: Config) -> int:
+        """How many [2, m] planes of "part" hold the sums of the rows of a weight's gradient."""
+        return ceil(problem.n / config.integers("tile")[1])
 
 
 SIMT_TILES: dict[int, dict[str, int]] = {
@@ -254,6 +260,10 @@ class Simt(Unconditional, _Portable):
         per_sm = hw.rate(kind) * efficiency / hw.sm_count
         slope = slope_seconds(problem, SIMT_TILES[size]["TM"] * SIMT_TILES[size]["TN"])
         return tile_seconds(problem, size, size, per_sm, hw, 0.6, 16) + slope
+
+    def parts(self, problem: Problem, config: Config) -> int:
+        """How many [2, m] planes of "part" hold the sums of the rows of a weight's gradient."""
+        return ceil(problem.n / config.integer("tile"))
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         tile = SIMT_TILES[config.integer("tile")]
@@ -403,6 +413,11 @@ class Mma(Unconditional, _Portable):
         if problem.dtype == "float32" and problem.math not in ("tf32", "bf16x3"):
             return f"products asked for are {problem.math}"
         return result_refusal(problem) or self._refusal(problem)
+
+    def parts(self, problem: Problem, config: Config) -> int:
+        """How many [2, m] planes of "part" hold the sums of the rows of a weight's gradient."""
+        _, bn, _, wn = config.integers("tile")
+        return ceil(problem.n / bn) * (bn // wn)
 
     def _tile(self, problem: Problem, config: Config) -> dict[str, object]:
         bm, bn, wm, wn = config.integers("tile")

@@ -10,8 +10,8 @@ activation in the epilogue. With `frozen` only dx is made.
 Pointers: dy x gamma beta w c mean rstd z (wq cs cv add) -> dx dgamma dbeta dw dc. rms: RMSNorm's,
 where mean, beta and c1 are 0 and beta, mean and dbeta unbound.
 
-float32 goes by bf16x3 or bf16x6: dz, xh and wq are split into bf16 planes by the passes that make
-them, once for both products.
+On Hopper float32 goes by bf16x3 or bf16x6: dz, xh and wq are split into bf16 planes by the passes
+that make them, once for both products. The portable products take float32 as it is.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import ceil
 
+from onnx_fuse.kernels.gemm_portable import Fma, Mma, Simt
 from onnx_fuse.kernels.gemm_skinny import Skinny
 from onnx_fuse.kernels.gemm_sm90 import PLANES, Wgmma
 from onnx_fuse.kernels.kernel import Kernel
@@ -42,9 +43,10 @@ class TwoGemms:
     def __init__(self) -> None:
         self.inner = Wgmma()
         # tiles: a row's tiles run at once and add up c1, c2 and dbias's parts themselves
-        self.for_dx: dict[str, Wgmma | Skinny] = {
+        self.for_dx: Mapping[str, Wgmma | Skinny | Mma | Fma | Simt] = {
             "tiles": self.inner, "wgmma": self.inner, "skinny": Skinny(),
         }  # fmt: skip
+        self.for_dw: Mapping[str, Wgmma | Mma | Fma | Simt] = {"wgmma": self.inner}
 
     def _planes(self, problem: Problem) -> int:
         """bf16 planes of an fp32 operand; 0 for 16-bit ones."""
@@ -104,15 +106,15 @@ class TwoGemms:
             every = [
                 (how.replace(kernel=name), self._cost(gemm, how.replace(kernel=name), hw))
                 for name, gemm in gemms.items()
-                if self.for_dx[name].supports(gemm, hw) is None
-                for how in self.for_dx[name].configs(gemm, hw)
+                if (kernel := self._product(gemm, name)).supports(gemm, hw) is None
+                for how in kernel.configs(gemm, hw)
             ]
             return [how for how, _ in sorted(every, key=lambda pair: pair[1])][:6]
 
         names = [name for name in self.for_dx if name != "tiles" or not problem.epilogue.act]
         names = ["wgmma"] if self._planes(problem) else names
         dx = best({name: self._dx(problem, name) for name in names})
-        dw = best({"wgmma": self._dw(problem)})
+        dw = best({name: self._dw(problem) for name in self.for_dw})
         pairs = [(dx[0], how) for how in dw] + [(how, dw[0]) for how in dx[1:]]
         return [
             Config.of(
@@ -122,17 +124,20 @@ class TwoGemms:
             for first, second in pairs
         ]
 
+    def _product(self, gemm: Problem, name: str) -> Wgmma | Skinny | Mma | Fma | Simt:
+        return (self.for_dw if gemm.epilogue.dw else self.for_dx)[name]
+
     def fits(self, problem: Problem, config: Config) -> bool:
         """Whether both products can run their configurations."""
         dx, dw = self._split(config)
         name = dx.text("kernel")
-        return self.for_dx[name].fits(self._dx(problem, name), dx) and self.inner.fits(
-            self._dw(problem), dw
-        )
+        return self.for_dx[name].fits(self._dx(problem, name), dx) and self.for_dw[
+            dw.text("kernel")
+        ].fits(self._dw(problem), dw)
 
     def _cost(self, gemm: Problem, how: Config, hw: Hardware) -> float:
         """A product, and before dx the pass over dy and z where its tiles do not make the dots."""
-        seconds = self.for_dx[how.text("kernel")].cost(gemm, how, hw)
+        seconds = self._product(gemm, how.text("kernel")).cost(gemm, how, hw)
         if gemm.epilogue.dw or gemm.rows:
             return seconds
         planes, fed = gemm.planes, 0.7
@@ -179,8 +184,9 @@ class TwoGemms:
         gemm_dx, gemm_dw = self._dx(problem, how_dx.text("kernel")), self._dw(problem)
         own = bool(gemm_dx.rows)
         dots, rows = row_dots(
-            m, n, k, dtype, act=act, act_alpha=problem.epilogue.act_alpha, planes=planes
-        )
+            m, n, k, dtype, act=act, act_alpha=problem.epilogue.act_alpha, planes=planes,
+            align=problem.align,
+        )  # fmt: skip
         arena = Arena()
         xh, dz = (
             arena.allocate(size * m * k),
@@ -193,22 +199,26 @@ class TwoGemms:
         if own:
             rows = self.inner.row_tiles(gemm_dx, how_dx)
         # partial sums of the fold, of dbias, of a split k: one after the other
-        tiles = self.inner.parts(gemm_dw, how_dw)
-        whole, strips = fold_planes(k, n, planes)
+        product_dx = self.for_dx[how_dx.text("kernel")]
+        product_dw = self.for_dw[how_dw.text("kernel")]
+        tiles = product_dw.parts(gemm_dw, how_dw)
+        whole, strips = fold_planes(k, n, planes, align=problem.align)
         scratch = max(
             4 * rows * n,
-            8 * strips * n if planes else 0,
-            self.for_dx[how_dx.text("kernel")].workspace(gemm_dx, how_dx, hw),
-            self.inner.workspace(gemm_dw, how_dw, hw),
+            8 * strips * n if dtype == "float32" else 0,
+            product_dx.workspace(gemm_dx, how_dx, hw),
+            product_dw.workspace(gemm_dw, how_dw, hw),
         )
         part, dots_part = arena.allocate(scratch), arena.allocate(8 * tiles * k)
         first = rename(dots, {"cs": cs, "cv": cv, "dz": dz, "c1": c1, "c2": c2, "part": part})
         db = rename(sum_parts(rows, n, 1, dtype), {"part": part, "wide": dc, "out0": Ptr("dc")})
         folds: tuple[Launch, ...] = (
-            () if problem.folded else (fold(k, n, dtype, problem.trans_b, hw),)
+            (whole, sum_parts(strips, n, 2, "float32"))
+            if dtype == "float32"
+            else ()
+            if problem.folded
+            else (fold(k, n, dtype, problem.trans_b, hw, align=problem.align),)
         )
-        if planes:
-            folds = (whole, sum_parts(strips, n, 2, "float32"))
         normed = row_stats(
             m, k, dtype, stats=False, norm=True, given=True, planes=planes,
             rms=problem.rms,
@@ -233,7 +243,7 @@ class TwoGemms:
                     "a": dz, "b": wq, "y": Ptr("dx"), "z": xh, "c": Ptr("x"), "row0": Ptr("rstd"),
                     "row1": Ptr("mean"), "row2": c1, "row3": c2, "workspace": part, "part": part,
                 })
-                for call in self.for_dx[how_dx.text("kernel")].launch(gemm_dx, how_dx, hw)
+                for call in product_dx.launch(gemm_dx, how_dx, hw)
             ),
         ]  # fmt: skip
         if problem.frozen:
@@ -245,7 +255,7 @@ class TwoGemms:
                 if planes
                 else ()
             ),
-            *(rename(call, ends) for call in self.inner.launch(gemm_dw, how_dw, hw)),
+            *(rename(call, ends) for call in product_dw.launch(gemm_dw, how_dw, hw)),
             rename(sum_parts(tiles, k, 2, dtype), {
                 "part": dots_part, "wide": Ptr("none"), "out0": Ptr("dgamma"), "out1": Ptr("dbeta"),
             }),
@@ -253,4 +263,66 @@ class TwoGemms:
         return tuple(calls), arena.size
 
 
-KERNELS: dict[str, Sequence[Kernel]] = {"LayerNormGemmGrad": (FewRows(), TwoGemms())}
+class Portable(TwoGemms):
+    """The gradients on mma.sync, or on ordinary cores: any sizes and alignment, every chip.
+
+    16-bit types, and float32 by tf32, bf16x3 (both mma.sync) or IEEE products. Other ways to split
+    float32 than those of mma.sync take IEEE products, which are more exact.
+    """
+
+    name = "portable"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.for_dx = self.for_dw = {"mma": Mma(), "fma": Fma(), "simt": Simt()}
+
+    def _planes(self, problem: Problem) -> int:
+        return 0
+
+    def _types(self, problem: Problem) -> dict[str, str | int]:
+        return {"dtype": problem.dtype, "math": problem.math, "align": problem.align}
+
+    def _dx(self, problem: Problem, kernel: str = "") -> Problem:
+        return super()._dx(problem).replace(save_z=not problem.frozen)
+
+    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+        if problem.trans_b:
+            return "w is [k, n]"
+        if problem.add == "apart":
+            return "dx is added to what is there, not to another tensor"
+        if problem.dtype not in ("float32", "float16", "bfloat16"):
+            return f"no row statistics in {problem.dtype}"
+        if problem.dtype == "float32" and problem.folded:
+            return "fp32 weights are folded here"
+        if any(size < 1 for size in (problem.m, problem.n, problem.k)):
+            return "empty"
+        gemms = self._dx(problem), self._dw(problem)
+        return next((why for gemm in gemms if (why := Simt().supports(gemm, hw))), None)
+
+    def _cost(self, gemm: Problem, how: Config, hw: Hardware) -> float:
+        """A product, what its epilogue reads and writes beside its result."""
+        seconds = self.for_dx[how.text("kernel")].cost(gemm, how, hw)
+        moved = gemm.m * gemm.n * (1 + gemm.epilogue.save_z) * ITEMSIZE[gemm.out]
+        return seconds + moved / (0.7 * hw.bandwidth)
+
+    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+        """Both products, the fold of the weights, the pass over dy and z, the last sums."""
+        dx, dw = self._split(config)
+        m, n, k, size = problem.m, problem.n, problem.k, ITEMSIZE[problem.dtype]
+        seconds = self._cost(self._dx(problem), dx, hw)
+        launches = 1 if problem.folded else 2 if problem.dtype != "float32" else 3
+        moved = 0.0 if problem.folded else 2.0 * size * k * n
+        if not problem.frozen:
+            gemm = self._dw(problem)
+            seconds += self._cost(gemm, dw, hw)
+            moved += 16 * k * self.for_dw[dw.text("kernel")].parts(gemm, dw)
+            launches += 2
+        # 16 rows a block of the dots, few of which cannot draw the memory's whole rate
+        fed = min(1.0, 2 * ceil(m / 16) / hw.sm_count)
+        moved += (3 if problem.epilogue.act else 2) * size * m * n / fed
+        return seconds + moved / (0.8 * hw.bandwidth) + launches * hw.launch_seconds
+
+
+KERNELS: dict[str, Sequence[Kernel]] = {
+    "LayerNormGemmGrad": (FewRows(), TwoGemms(), Portable()),
+}

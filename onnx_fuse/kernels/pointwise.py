@@ -7,12 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onnx_fuse.cuda.pointwise import launch_of, launch_transpose
+from onnx_fuse.cuda.pointwise import (
+    launch_of,
+    launch_sums,
+    launch_transpose,
+    sum_blocks,
+    sums_width,
+)
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import RuleBased
 from onnx_fuse.program.call import Tensor
-from onnx_fuse.program.moves import Pointwise
+from onnx_fuse.program.moves import Pointwise, PointwiseSums
 from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch
+from onnx_fuse.program.size import Size
 
 FEW_BYTES = 1 << 20
 """Bytes of a view whose order does not matter."""
@@ -71,4 +78,40 @@ class Generated(RuleBased):
         return (launch_of(problem.expression, problem.reads, problem.writes),)
 
 
-KERNELS: dict[str, Sequence[Kernel]] = {"Pointwise": (Tiles(), Generated())}
+class Sums(RuleBased):
+    """A kernel whose text is the expression, with the sums of one result. Operands: a0 y0 sum."""
+
+    name = "generated"
+
+    def supports(self, problem: PointwiseSums, hw: Hardware) -> str | None:
+        """Results that are dense, and views without rows that indices choose."""
+        views, shape = problem.pointwise, problem.pointwise.writes[0].shape
+        if len(shape) != 2 or views.expression.rows:
+            return "its views are no matrices"
+        if any(t.strides != (shape[1], 1) for t in views.writes):
+            return "its results are not dense"
+        added = {views.writes[problem.summed].dtype, problem.out_dtype}
+        if not added <= {"float32", "float16", "bfloat16"}:
+            return f"sums are in float32, not of {' and '.join(sorted(added))}"
+        return f"{shape[1]} columns: an open number" if isinstance(shape[1], Size) else None
+
+    def cost(self, problem: PointwiseSums, config: Config, hw: Hardware) -> float:
+        """That of the expression, and the last block's sums of parts."""
+        return Generated().cost(problem.pointwise, config, hw) + 1e-6
+
+    def workspace(self, problem: PointwiseSums, config: Config, hw: Hardware) -> int:
+        """One float for each block and column, or row, or one for each block."""
+        views = problem.pointwise
+        m, n = views.writes[0].shape
+        strips, parts = sum_blocks(n, sums_width(views.reads, views.writes))
+        return 4 * {"columns": parts * n, "rows": strips * m, "all": strips * parts}[problem.over]
+
+    def launch(self, problem: PointwiseSums, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        views, result = problem.pointwise, (problem.summed, problem.over, problem.out_dtype)
+        return (launch_sums(views.expression, views.reads, views.writes, *result),)
+
+
+KERNELS: dict[str, Sequence[Kernel]] = {
+    "Pointwise": (Tiles(), Generated()),
+    "PointwiseSums": (Sums(),),
+}

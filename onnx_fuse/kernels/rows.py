@@ -142,9 +142,13 @@ def fold_many(folds: Sequence[Launch], master: bool) -> Launch:
     )
 
 
-def fold_planes(k: int, n: int, planes: int) -> tuple[Launch, int]:
-    """Pointers w, gamma, beta, c -> wq, bf16 planes, and part [parts, 2, n]; and how many parts."""
-    rows = 64
+def fold_planes(k: int, n: int, planes: int, *, align: int = 16) -> tuple[Launch, int]:
+    """Pointers w, gamma, beta, c -> wq, part [parts, 2, n]; and how many parts.
+
+    wq is `planes` bf16 planes, or with 0 of them float32.
+    """
+    rows = 64 if planes else 32  # whose loads fit into the registers
+    ragged = {} if n % 4 == 0 and align % 16 == 0 else {"RAGGED": 1}
     call = Launch(
         "norm/fold_planes.cu",
         "fold_planes",
@@ -154,16 +158,25 @@ def fold_planes(k: int, n: int, planes: int) -> tuple[Launch, int]:
             Ptr("w"), Ptr("gamma"), Ptr("beta"), Ptr("c"), Num("i32", k), Num("i32", n),
             Ptr("wq"), Ptr("part"),
         ),
-        as_defines({"PLANES": planes, "ROWS": rows}),
+        as_defines({"PLANES": planes, "ROWS": rows} | ragged),
     )  # fmt: skip
     return call, ceil(k / rows)
 
 
 def row_dots(
-    m: int, n: int, k: int, dtype: str, *, act: str = "", act_alpha: float = 1.0, planes: int = 0
+    m: int,
+    n: int,
+    k: int,
+    dtype: str,
+    *,
+    act: str = "",
+    act_alpha: float = 1.0,
+    planes: int = 0,
+    align: int = 16,
 ) -> tuple[Launch, int]:
     """Pointers dy, z, cs, cv -> c1, c2, part (dz with `act`, planes); how many parts of dbias."""
-    held = (2, 1) if planes else (4, 2, 1)
+    held = (2, 1) if dtype == "float32" else (4, 2, 1)
+    ragged = {} if n % 8 == 0 and align % 16 == 0 else {"RAGGED": 1}
     rpw = next(r for r in held if ceil(coarse(m) / (16 * r)) >= 100 or r == 1)
     parts = ceil(m / (16 * rpw))
     call = Launch(
@@ -180,6 +193,7 @@ def row_dots(
             {"T": C_TYPES[dtype], "RPW": rpw},
             activation_macros(act),
             {"PLANES": planes} if planes else {},
+            ragged,
         ),
     )  # fmt: skip
     return call, parts

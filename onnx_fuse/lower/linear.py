@@ -362,7 +362,7 @@ def norm_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
     if select(problem.op, problem, ctx.hw, ctx.prefs) is None:
         why = refusals(problem.op, problem, ctx.hw).items()
         return "; ".join(f"{kernel}: {reason}" for kernel, reason in why) or "it has no rows"
-    if x.dtype == "float32" and problem.op not in forced(ctx.prefs):
+    if problem.op not in forced(ctx.prefs):
         fused, apart = (total(p, ctx.hw, ctx.prefs) for p in ((problem,), _apart(problem)))
         if apart <= fused:
             return f"its parts are faster: {apart * 1e6:.1f} µs against {fused * 1e6:.1f}"
@@ -459,10 +459,11 @@ def _apart(problem: Problem) -> tuple[AnyProblem, ...]:
     problem = problem.upper_bound()
     m, n, k = problem.m, problem.n, problem.k
     passes = 8 * m * n + 6 * m * k + 12 * k * n + (2 * m * n if problem.epilogue.act else 0)
+    how: dict[str, Value] = {"dtype": problem.dtype, "math": problem.math}
     return (
-        Problem.of("Gemm", m=m, n=k, k=n, trans_b=True, math=problem.math),
-        Problem.of("Gemm", m=k, n=n, k=m, trans_a=True, math=problem.math),
-        Passes(4 * passes, 15),
+        Problem.of("Gemm", m=m, n=k, k=n, trans_b=True, **how),
+        Problem.of("Gemm", m=k, n=n, k=m, trans_a=True, **how),
+        Passes(ITEMSIZE[problem.dtype] * passes, 15),
     )
 
 

@@ -46,6 +46,38 @@ class Pointwise(AnyProblem):
 
 
 @dataclass(frozen=True)
+class PointwiseSums(AnyProblem):
+    """An expression over views [m, n], and the sum of one of its results over an axis or both.
+
+    The sums of the result `summed`, as it is stored, go to "sum", of `out_dtype`: those of the
+    "columns" [n], of the "rows" [m], or of "all".
+    """
+
+    pointwise: Pointwise
+    summed: int
+    over: str
+    out_dtype: str
+
+    @property
+    def flops(self) -> int:
+        """The expression's operations, and one addition an element."""
+        return self.pointwise.flops + self.pointwise.writes[0].size
+
+    @property
+    def bytes(self) -> int:
+        """Every view of the expression."""
+        return self.pointwise.bytes
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is no element."""
+        return self.pointwise.empty
+
+    def __str__(self) -> str:
+        return f"{self.op} of {self.over}, {self.pointwise}"
+
+
+@dataclass(frozen=True)
 class PointwiseMany(AnyProblem):
     """An expression over many flat tensors: (reads, writes) an item.
 

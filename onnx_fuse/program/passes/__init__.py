@@ -21,6 +21,7 @@ from onnx_fuse.program.passes.narrow_products import FEW_COLUMNS
 from onnx_fuse.program.passes.norm_deferral import defer
 from onnx_fuse.program.passes.pointwise_fusion import as_problem, fuse
 from onnx_fuse.program.passes.pointwise_sharing import share_loads
+from onnx_fuse.program.passes.pointwise_sums import sum_results
 from onnx_fuse.program.passes.select import select_kernels
 
 Pass: TypeAlias = Callable[[Sequence[Call], Collection[int], PassContext], Sequence[Call]]
@@ -50,6 +51,7 @@ PIPELINE: tuple[tuple[str, Pass], ...] = (
     # twice: what the first has moved to the end lets its producers wait as well
     ("horizontal fusion", lambda calls, _, ctx: batch(calls, ctx.hw, ctx.prefs)),
     ("horizontal fusion", lambda calls, _, ctx: batch(calls, ctx.hw, ctx.prefs)),
+    ("sums of results", partial(_each, sum_results)),  # those that share no launch
     ("buckets", lambda calls, *_: by_bucket(calls)),
     ("pointwise problems", lambda calls, *_: [as_problem(call) for call in calls]),
     ("select", lambda calls, _, ctx: select_kernels(calls, ctx.hw, ctx.prefs)),

@@ -1,0 +1,90 @@
+"""A pointwise call that also sums a result, without a GPU: the program, its numbers, its code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from interpret import interpret
+from lowering import program_of
+from sums_rows import OVER, TOLERANCE, feeds_of, text_of, wanted
+
+from onnx_fuse import autodiff
+from onnx_fuse.cuda import nvrtc
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.program.moves import PointwiseSums
+from onnx_fuse.session import load
+
+
+@pytest.mark.parametrize("over", OVER)
+@pytest.mark.parametrize(("m", "n"), [(32, 64), (1030, 77)])
+def test_one_call_stores_and_sums(m: int, n: int, over: str) -> None:
+    feeds = feeds_of(m, n, "float")
+    program = program_of(text_model(text_of(m, n, "float", over)), feeds)
+    (call,) = program.calls
+    assert isinstance(call.problem, PointwiseSums)
+    assert call.problem.over == over
+    assert len(call.launches) == 1
+    found: dict[str, Any] = interpret(program, feeds, {})
+    for name, want in wanted(feeds, found["dz"], over).items():
+        error = np.linalg.norm(found[name] - want) / np.linalg.norm(want)
+        assert error <= TOLERANCE["float"], name
+
+
+@pytest.mark.parametrize("dtype", ["float", "float16", "bfloat16"])
+@pytest.mark.parametrize("over", OVER)
+def test_its_code_spills_nothing(over: str, dtype: str) -> None:
+    for m, n in ((64, 64), (64, 77)):
+        program = program_of(text_model(text_of(m, n, dtype, over)), feeds_of(m, n, dtype))
+        (call,) = program.calls
+        (launch,) = call.launches
+        for arch in ("sm_80", "sm_90a", "sm_100a"):
+            found = nvrtc.resources(launch.source, launch.defines, arch)
+            assert all(entry.clean for entry in found.values())
+
+
+@pytest.mark.parametrize("shape", ["64", "1", "32,1", "32,64"])
+def test_gradients_of_z_c_and_bias_are_one_launch(shape: str) -> None:
+    """y = gelu(a b + c), in float32; the rest of the backward is the two products."""
+    model = load(
+        text_model(f"""agraph (float[32,16] x, float[16,64] w, float[{shape}] c)
+        => (float[32,64] y) {{ y = onnx_fuse.GemmGelu (x, w, c) }}""")
+    )
+    graph = autodiff.gradient(model, wrt=["x", "w", "c"])
+    feeds = {v.name: np.ones(v.shape.numpy(), np.float32) for v in graph.graph.inputs}
+    calls = program_of(graph, feeds).calls
+    names = [type(call.problem).__name__ for call in calls]
+    behind = names[names.index("Problem") + 1 :]
+    kind = "Pointwise" if shape == "32,64" else "PointwiseSums"  # whose gradient is dz itself
+    assert behind == [kind, "Problem", "Problem"]
+    assert all(len(call.launches) == 1 for call in calls)
+
+
+def test_alpha_beta_c_and_a_bias_are_one_launch() -> None:
+    model = load(
+        text_model("""agraph (float[32,16] x, float[16,64] w, float[32,64] c, float[64] b)
+        => (float[32,64] y) { p = Gemm <alpha = 0.5, beta = 2.0> (x, w, c) z = Add (p, b)
+        y = Gelu (z) }""")
+    )
+    graph = autodiff.gradient(model, wrt=["x", "w", "c", "b"])
+    feeds = {v.name: np.ones(v.shape.numpy(), np.float32) for v in graph.graph.inputs}
+    calls = program_of(graph, feeds).calls
+    (call,) = (c for c in calls if isinstance(c.problem, PointwiseSums))
+    assert {"c.grad", "b.grad"} <= {b.name for b in program_of(graph, feeds).buffers}
+    assert len(call.launches) == 1
+    assert len(calls) == 4  # two products more, and the forward's
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        "dz = Relu (x) db = ReduceMax <keepdims = 0> (dz, axes)",
+        "dz = Relu (x) e = Neg (x) db = ReduceSum <keepdims = 0> (e, axes) f = Relu (db)",
+    ],
+)
+def test_other_reductions_stay_calls_of_their_own(nodes: str) -> None:
+    model = text_model(f"""agraph (double[64,32] x) => (double[64,32] dz, double[32] db)
+        <int64[1] axes = {{0}}> {{ {nodes} }}""")
+    calls = program_of(model, {"x": np.ones((64, 32))}).calls
+    assert not any(isinstance(call.problem, PointwiseSums) for call in calls)
