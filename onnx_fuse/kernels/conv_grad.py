@@ -35,11 +35,15 @@ _TILES: dict[tuple[int, ...], float] = {
 }
 
 
-# wgmma's tiles, and what the rule weighs, in seconds: a product of 64 pixels and a row of an
-# operand's step, of which the longer counts; a block's begin and end; a byte of a part, written and
-# read; a launch, and that of the sum (H200)
-_WGMMA_TILES = ((128, 256), (128, 192), (128, 128), (64, 256), (64, 128))
-_PRODUCT, _OPERAND, _BLOCK, _PART = 2.4e-11, 1.6e-9, 2.5e-6, 4.7e-13
+# wgmma's tiles: filters, columns, blocks of a multiprocessor
+_WGMMA_TILES = (
+    (128, 256, 1), (256, 128, 1), (128, 192, 1), (128, 128, 1), (128, 128, 2), (256, 64, 1),
+    (64, 256, 1), (64, 128, 1), (64, 128, 2), (128, 64, 2),
+)  # fmt: skip
+# what the rule weighs, in seconds: a product of 64 pixels and a row of an operand's step, of which
+# the longer counts; a block's begin and end; a byte of a part, written and read; a launch, and that
+# of the sum (H200)
+_PRODUCT, _OPERAND, _BLOCK, _PART = 2.4e-11, 1.2e-9, 2.5e-6, 4.7e-13
 _LAUNCH, _SUM = 1e-6, 1e-6
 _SMS = 132
 
@@ -155,7 +159,8 @@ class Mma(RuleBased):
 class Wgmma(RuleBased):
     """conv/weight_grad_sm90.cu: the same product by TMA and wgmma.
 
-    Configurations: `tile` (filters, columns of blocks of 64 channels of a tap).
+    Configurations: `tile` (filters, columns of blocks of 64 channels of a tap, blocks of a
+    multiprocessor) and `split` parts of the sum.
     """
 
     name = "wgmma"
@@ -187,18 +192,21 @@ class Wgmma(RuleBased):
         blocks = -(-problem.channels // 64) * prod(problem.window.kernel)
         size = 4 * problem.filters * problem.depth
         found = []
-        for bm, bn in (config.integers("tile"),) if config.attrs else _WGMMA_TILES:
+        for tile in (config.integers("tile"),) if config.attrs else _WGMMA_TILES:
+            bm, bn, resident = tile
             tiles = -(-problem.filters // bm) * -(-blocks // (bn // 64))
-            step = max(bm * bn * _PRODUCT, (bm + bn) * _OPERAND)
-            for waves in (1, 2):
-                splits = max(1, min(steps // 4, waves * _SMS // tiles))
+            step = max(bm * bn * _PRODUCT, (bm + bn) * _OPERAND) * resident
+            places = resident * _SMS
+            most = (places // tiles, 2 * places // tiles)
+            for aim in (config.integer("split"),) if config.attr("split") else most:
+                splits = max(1, min(steps // 4, aim))
                 each = -(-steps // splits)
                 splits = -(-steps // each)
-                rounds = -(-tiles * splits // _SMS)
+                rounds = -(-tiles * splits // places)
                 direct = self._direct(problem, splits)
                 parts = 0.0 if direct else _SUM + size * splits * _PART
                 seconds = rounds * (each * step + _BLOCK) + parts + _LAUNCH
-                found.append((seconds, (bm, bn), tiles, each * 64))
+                found.append((seconds, tile, tiles, each * 64))
         return min(found)
 
     def _direct(self, problem: ConvWeightGrad, splits: int) -> bool:
@@ -207,19 +215,21 @@ class Wgmma(RuleBased):
 
     def launch(self, problem: ConvWeightGrad, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The products of the parts, then their sum."""
-        _, (bm, bn), tiles, chunk = self._ruled(problem, config)
+        _, (bm, bn, resident), tiles, chunk = self._ruled(problem, config)
         outer = problem.outer[0 if is_deep(problem) else 1 :]
         pixels, m, c = problem.batch * prod(outer), problem.filters, problem.channels
         splits, stage = -(-pixels // chunk), (bm + bn) * 128
         direct = self._direct(problem, splits)
-        stages = min(8, (hw.smem_per_block - 1024) // (stage + 16))
+        room = (hw.smem_per_block + 1024) // resident - 1024  # of which each block's 1024 are lost
+        stages = min(8, (room - 1024) // (stage + 16))
         slopes = TensorMap(
             Ptr("dy"), problem.dtype, (m, pixels, 1), (2 * m, 2 * m * pixels), (64, 64, 1)
         )
-        macros = {"T": C_TYPES[problem.dtype], "BM": bm, "BN": bn, "STAGES": stages, "IM2COL": 1,
-                  "PART": C_TYPES[problem.out_dtype if direct else "float32"]}  # fmt: skip
+        part = C_TYPES[problem.out_dtype if direct else "float32"]
+        macros = {"T": C_TYPES[problem.dtype], "BM": bm, "BN": bn, "STAGES": stages,
+                  "RESIDENT": resident, "IM2COL": 1, "PART": part}  # fmt: skip
         product = Launch(
-            self.source, "conv_weight_grad_wgmma", (tiles, splits, 1), (384, 1, 1),
+            self.source, "conv_weight_grad_wgmma", (tiles, splits, 1), (288, 1, 1),
             (slopes, gathered(problem, 64), Ptr("dw" if direct else "workspace"),
              Num("u32", pixels), *(Num("i32", n) for n in (c, m, *outer)), Num("u32", chunk)),
             as_defines(macros, gathering(problem), window_macros(problem.window)),
