@@ -11,7 +11,7 @@ from math import ceil, prod
 
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, as_defines, defines, lanes
 from onnx_fuse.kernels.gemm_cluster import Cluster
-from onnx_fuse.kernels.gemm_sm90 import Wgmma
+from onnx_fuse.kernels.gemm_sm90 import MOMENT_SECONDS, Wgmma
 from onnx_fuse.kernels.rows import rename
 from onnx_fuse.kernels.rule_based import RuleBased, tail_macros, window_macros
 from onnx_fuse.ops.activations import ACTIVATIONS, activation_macros
@@ -195,6 +195,7 @@ class FewChannels(ChannelsLast):
     name = "few_channels"
     source = "conv/few_channels_sm80.cu"
     planar = True
+    moments = True
 
     def supports(self, problem: Conv, hw: Hardware) -> str | None:
         """At most 8 channels of NCHW images, and a part of them that shared memory holds."""
@@ -208,6 +209,8 @@ class FewChannels(ChannelsLast):
             return f"{problem.outer[1]} rows of y, of the 16 that a block makes"
         if problem.tail or problem.slope:
             return "nothing stands behind its activation, which has one slope"
+        if problem.column_moments and (problem.outer[1] % 16 or problem.outer[2] % 16):
+            return "moments are of whole blocks of 16 x 16 pixels"
         if self._smem(problem) > min(100 << 10, hw.smem_per_block):
             return "16 x 16 pixels of y lie over too much of x"
         return super().supports(problem, hw)
@@ -235,6 +238,7 @@ class FewChannels(ChannelsLast):
         blocks = problem.batch * -(-oh // 16) * -(-ow // 16) * -(-problem.filters // bn)
         per_sm = hw.rate(problem.dtype) / hw.sm_count
         each = 2 * 256 * bn * kh * run / (0.26 * per_sm) + 1.3e-6
+        each += MOMENT_SECONDS * 256 * bn * problem.column_moments
         work = each * max(1.0, blocks / hw.sm_count)
         return max(problem.floor(hw), work) + hw.launch_seconds
 
@@ -247,10 +251,11 @@ class FewChannels(ChannelsLast):
             self.source, "conv_few", (tiles, -(-problem.filters // bn), 1), (256, 1, 1),
             (*map(Ptr, ("x", "weight", "bias", "y")),
              *(Num("i32", n) for n in (problem.filters, h, w, oh, ow)),
-             Num("f32", problem.act_alpha)),
+             Num("f32", problem.act_alpha), Ptr("part")),
             defines(T=C_TYPES[problem.dtype], CHANNELS=problem.channels, PIXEL=pixel_of(problem),
                     BN=bn, TRANSPOSED=False, **window_macros(problem.window),
-                    **act_macros(problem)),
+                    **act_macros(problem),
+                    **({"COLUMN_MOMENTS": 1} if problem.column_moments else {})),
             self._smem(problem),
         ),)  # fmt: skip
 

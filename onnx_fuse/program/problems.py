@@ -245,9 +245,8 @@ class Conv(_Filtering):
     writes to the weights.
     `planar`: x is [batch, channels, *inner] nevertheless, of few channels, and the weights are
     [filters, rows, run]: a row's pixels of 4 or 8 channels, zeros up to a multiple of 16 elements.
-    `math` is how the products of channels-last float32 may be computed, as for Gemm.
-    `column_moments`: "part" [pixels / 64, filters, 2] takes the moments of y's channels, as an
-    `Epilogue` says.
+    `math`: how products of channels-last float32 may be computed, as for Gemm. `column_moments`:
+    "part" [pixels / 64, filters, 2] takes y's moments, as of an `Epilogue`, or of 4 rows of 16.
     """
 
     op = "Conv"
