@@ -20,7 +20,7 @@ from onnx_fuse.kernels.conv_nhwc import (
 )
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import RuleBased, access_width, window_macros
-from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr, TensorMap
+from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Num, Ptr, TensorMap
 from onnx_fuse.program.problems import ConvWeightGrad
 
 _BLOCKS = 264  # blocks a launch should have
@@ -48,10 +48,11 @@ _LAUNCH, _SUM = 1e-6, 1e-6
 _SMS = 132
 
 
-def _unlike(problem: ConvWeightGrad) -> str | None:
-    """Why no product over 16-bit pixels makes it, or None."""
-    if problem.dtype not in ("float16", "bfloat16"):
-        return f"for 16-bit operands, not {problem.dtype}"
+def _unlike(problem: ConvWeightGrad, tf32: bool = False) -> str | None:
+    """Why no product over pixels of 16 bits, or of float32 by `tf32`, makes it; None if one can."""
+    narrow = problem.dtype in ("float16", "bfloat16")
+    if not narrow and not (tf32 and (problem.dtype, problem.math) == ("float32", "tf32")):
+        return f"for 16-bit operands{' or tf32' * tf32}, not {problem.dtype} by {problem.math}"
     if problem.filters % 8 or any(n % 8 for n in (problem.channels, *image_strides(problem))):
         return "the channels or filters of a group are no multiple of 8"
     if problem.batch * prod(problem.outer) >= 2**31 - 2**16:
@@ -89,9 +90,9 @@ def _total(problem: ConvWeightGrad, splits: int) -> Launch:
 
 
 class Mma(RuleBased):
-    """conv/weight_grad_sm80.cu: a product over the pixels on the tensor cores, in 16 bits.
+    """conv/weight_grad_sm80.cu: a product over the pixels on the tensor cores, in 16 bits or tf32.
 
-    Configurations: `tile` (BM, BN, WM, WN, BK, stages) and `split` parts of the sum.
+    Configurations: `tile` (BM, BN, WM, WN, BK of 16 bits, stages) and `split` parts of the sum.
     """
 
     name = "mma"
@@ -101,7 +102,7 @@ class Mma(RuleBased):
         """Refuse other types, channels that copies of 16 bytes would cut, and three axes."""
         if hw.cc < 80:
             return f"mma.sync with cp.async needs sm_80, this is {hw.arch}"
-        return "at most two spatial axes" if is_deep(problem) else _unlike(problem)
+        return "at most two spatial axes" if is_deep(problem) else _unlike(problem, tf32=True)
 
     def configs(self, problem: ConvWeightGrad, hw: Hardware) -> Sequence[Config]:
         """The rule's, then every tile with the parts that the rule has for it."""
@@ -120,7 +121,7 @@ class Mma(RuleBased):
 
         tile = config.integers("tile") or min(_TILES, key=seconds)
         parts = max(1, min(pixels // _LEAST, _BLOCKS // tiles(tile)))
-        step = tile[4]
+        step = tile[4] * 2 // ITEMSIZE[problem.dtype]
         return tile, tiles(tile), -(-pixels // (parts * step)) * step
 
     def cost(self, problem: ConvWeightGrad, config: Config, hw: Hardware) -> float:
@@ -131,11 +132,12 @@ class Mma(RuleBased):
         """The products of the parts, then their sum."""
         tile, tiles, chunk = self._ruled(problem, config)
         bm, bn, wm, wn, bk, stages = tile
+        size = ITEMSIZE[problem.dtype]
         (_, h, w), (_, oh, ow) = problem.inner, problem.outer
         pixels = problem.batch * oh * ow
         splits = -(-pixels // chunk)
         geometry, (sn, sy, sx) = window_macros(problem.window), image_strides(problem)
-        macros = dict(zip(("BM", "BN", "WM", "WN", "BK", "STAGES"), tile, strict=True))
+        macros = {"BM": bm, "BN": bn, "WM": wm, "WN": wn, "BK": bk * 2 // size, "STAGES": stages}
         product = Launch(
             self.source, "conv_weight_grad", (tiles, splits, 1), (32 * bm * bn // (wm * wn), 1, 1),
             (Ptr("x"), Ptr("dy"), Ptr("workspace"), Num("u32", pixels),
@@ -145,7 +147,7 @@ class Mma(RuleBased):
             as_defines(
                 {"T": C_TYPES[problem.dtype], "DENSE": not problem.x_strides}, macros, geometry
             ),
-            stages * bk * (bm + bn + 16) * 2,
+            stages * bk * 2 * (bm + bn + 16),
         )  # fmt: skip
         return product, _total(problem, splits)
 
