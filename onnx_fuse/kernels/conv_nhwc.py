@@ -56,7 +56,7 @@ def is_deep(problem: Conv | ConvWeightGrad) -> bool:
     return max(problem.inner[0], problem.outer[0], problem.window.kernel[0]) > 1
 
 
-def _padded(problem: Conv) -> int:
+def row_of_weights(problem: Conv) -> int:
     """The channels of a row of the weights."""
     return -(-problem.channels // 8) * 8
 
@@ -360,7 +360,7 @@ class Mma(Chosen):
             (32 * (bm // wm) * (bn // wn), 1, 1),
             (Ptr("x"), Ptr("weight"), *ENDS, Ptr("workspace"), Num("i64", rows),
              *(Num("i32", n) for n in numbers), Num("i64", sn),
-             *(Num("i32", n) for n in (sz, sy, sx, _padded(problem), chunk)),
+             *(Num("i32", n) for n in (sz, sy, sx, row_of_weights(problem), chunk)),
              Num("f32", problem.act_alpha)),
             as_defines(types, sizes, window_macros(problem.window), act_macros(problem),
                        {"SPLIT": split > 1, "VEC": vec}, {} if split > 1 else tail),
@@ -500,7 +500,7 @@ class Im2col(Chosen):
         assert isinstance(a, TensorMap)
         assert isinstance(b, TensorMap)
         _, oh, ow = problem.outer
-        window, ldw = problem.window, _padded(problem)
+        window, ldw = problem.window, row_of_weights(problem)
         sizes = tuple(Num("i32", n) for n in problem.outer[0 if is_deep(problem) else 1 :])
         images = gathered(problem, a.box[1])
         taps = prod(window.kernel)
@@ -560,14 +560,15 @@ def gathering(problem: Conv | ConvWeightGrad) -> dict[str, object]:
 
 
 def gathered(problem: Conv | ConvWeightGrad, pixels: int) -> TensorMap:
-    """The images x, so many pixels at a time."""
+    """The images x, so many pixels of 128 bytes of channels at a time."""
     axes, (low, high) = _axes(problem), _corners(problem)
     images, row, pixel = image_strides(problem)
     steps = (pixel, row, problem.inner[1] * row)[: len(axes)]
+    size = ITEMSIZE[problem.dtype]
     return TensorMap(
-        Ptr("x"), problem.dtype,
+        Ptr("x"), "tf32" if problem.dtype == "float32" else problem.dtype,
         (problem.channels, *(problem.inner[i] for i in axes), problem.batch),
-        tuple(2 * step for step in (*steps, images)), (64, pixels),
+        tuple(size * step for step in (*steps, images)), (128 // size, pixels),
         window=(*low, *high, *(problem.window.strides[i] for i in axes)),
     )  # fmt: skip
 
