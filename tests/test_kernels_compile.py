@@ -53,6 +53,12 @@ CONV = Conv(
     64, 1, 128, 128, (1, 28, 28), (1, 28, 28), THREE, "bfloat16", channels_last=True,
     column_moments=True,
 )  # fmt: skip
+FIRST = Conv(
+    64, 1, 3, 64, (1, 224, 224), (1, 112, 112),
+    Window((1, 7, 7), (1, 2, 2), (1, 1, 1), (0, 3, 3), (0, 3, 3)), "bfloat16",
+    channels_last=True, planar=True, column_moments=True,
+)  # fmt: skip
+TF32 = Problem.of("Gemm", m=4096, n=768, k=768, trans_b=True, math="tf32")
 FLOAT8 = {"dtype": E4M3, "out_dtype": "bfloat16"}
 # op problem: what of the code it reaches
 PROBLEMS = (
@@ -90,6 +96,13 @@ PROBLEMS = (
     Problem.of("Gemm", m=100, n=76, k=32, trans_a=True, trans_b=True, dtype="float64"),
     Problem.of("Gemm", m=100, n=77, k=33, dtype="int32"),
     Problem.of("Gemm", m=512, n=768, k=768, math="tf32"),
+    TF32.replace(bias=True, act="gelu", save_z=True),
+    TF32.replace(bias=True, beta=1.0, act="relu"),
+    TF32.replace(dact=True, act="gelu"),
+    TF32.replace(m=200, k=4096, residual=True, act="silu"),  # split k
+    dataclasses.replace(CONV, dtype="float32", math="tf32", act="relu", column_moments=False),
+    FIRST,
+    dataclasses.replace(FIRST, column_moments=False),
     Problem.of("Gemm", m=512, n=768, k=768, math="bf16x6"),
     Problem.of("Gemm", m=512, n=768, k=768, trans_b=True, b_dtype=E4M3, **FLOAT8),
     Problem.of("Gemm", m=768, n=3072, k=8192, trans_b=True, b_dtype=E5M2, **FLOAT8),  # split k

@@ -146,6 +146,21 @@ def test_a_step_of_a_residual_network_keeps_its_images_channels_last() -> None:
     assert not any(call.host for call in calls)
 
 
+@pytest.mark.parametrize(("math", "sums"), [("tf32", 3), ("ieee", 0)])
+@pytest.mark.parametrize("chip", ["H200", "A100"])
+def test_a_step_of_tf32_sums_over_the_pixels_too(chip: str, math: str, sums: int) -> None:
+    """Of IEEE products the gradient is a convolution of x with dy; that of one tap is a product."""
+    graph, spec = training_model(
+        network(), loss="mse", optimizer=optim.SGD(lr=0.1), precision="fp32", fused=True
+    )
+    feeds = {"x": np.zeros((4, 3, 32, 32), np.float32), "labels": np.zeros((4, 32), np.float32)}
+    feeds |= {s.name: np.asarray(s.initial) for s in spec.states}
+    feeds |= {spec.lr: np.array(0.1, np.float32)}
+    calls = program_of(graph, feeds, CHIPS[chip], math=math).calls
+    found = [c.problem for c in calls if isinstance(c.problem, ConvWeightGrad)]
+    assert [p.math for p in found] == [math] * sums
+
+
 WEIGHTS = {
     "dense": ((2, 16, 9, 8), (2, 24, 9, 8), {}),
     "groups": ((3, 32, 9, 8), (3, 48, 9, 8), {"group": 2}),

@@ -5,13 +5,18 @@
 //            stand. A warp has two rows of pixels and all BN filters.
 // Inputs   : x T [n, channels, h, w], weight T [filters, KH, RUN] with zeros where channels and taps end, bias T or
 //            null; filters are a multiple of 8.
-// Outputs  : y T [n, oh, ow, filters].
-// Macros   : T (16 bits) CHANNELS PIXEL BN, geometry.cuh's with DW 1, ACT.   SW PIXEL is a multiple of 8.
+// Outputs  : y T [n, oh, ow, filters]. COLUMN_MOMENTS: part [pixels / 64, filters] pairs of f32, mean and sum of
+//            squared deviations of y's filters in four rows of 16 pixels each; oh and ow are multiples of 16.
+// Macros   : T (16 bits) CHANNELS PIXEL BN COLUMN_MOMENTS, geometry.cuh's with DW 1, ACT.   SW PIXEL is a
+//            multiple of 8.
 // Launch   : (tiles of a row * tiles of a column * n, ceil(filters / BN)) blocks of 256 threads.
 // Numerics : f32 accumulate, one rounding. What follows a run in memory is no part of it: it counts as 0.
 // Bound    : HBM, y written once.
 #include "sm80.cuh"
 #include "conv/geometry.cuh"
+#ifndef COLUMN_MOMENTS
+#define COLUMN_MOMENTS 0
+#endif
 
 constexpr int RUN = (KW * PIXEL + 15) / 16 * 16, LEFT = KW * PIXEL % 16;  // LEFT of the last 16 count, 0: all
 constexpr int HIGH = 15 * SH + (KH - 1) * DH + 1, WIDE = (15 * SW + RUN / PIXEL + 1) / 2 * 2;
@@ -20,7 +25,7 @@ typedef Vec<T, PIXEL> Pixel;
 
 extern "C" __global__ void __launch_bounds__(256, BN > 32 ? 2 : 3)
     conv_few(const T* x, const T* weight, const T* bias, T* y, int filters, int h, int w, int oh, int ow,
-             float alpha) {
+             float alpha, float* part) {
     after_previous_launch();
     extern __shared__ __align__(16) u8 memory[];
     T *filter = (T*)memory, *image = filter + BN * PITCH, *out = (T*)memory;
@@ -98,6 +103,22 @@ extern "C" __global__ void __launch_bounds__(256, BN > 32 ? 2 : 3)
         }
     }
     __syncthreads();
+#if COLUMN_MOMENTS  // differences from one of the numbers themselves err little, whatever the mean
+    for (int i = threadIdx.x; i < 4 * BN; i += 256) {
+        const int f = i % BN, of = i / BN;
+        const T* from = out + of * 64 * OUT + f;
+        const float c = to_float(from[0]);
+        float sum = 0, square = 0;
+#pragma unroll 16
+        for (int r = 0; r < 64; r++) {
+            const float d = to_float(from[r * OUT]) - c;
+            sum += d;
+            square = fmaf(d, d, square);
+        }
+        const float mean = sum * 0.015625f, m2 = isinf(square) ? square : max_nan(fmaf(-sum, mean, square), 0.0f);
+        if (f0 + f < filters) ((float2*)part)[((i64)blockIdx.x * 4 + of) * filters + f0 + f] = {c + mean, m2};
+    }
+#endif
     for (int i = threadIdx.x; i < 256 * BN / 8; i += 256) {
         const int pixel = i / (BN / 8), f = i % (BN / 8) * 8, yy = oy + pixel / 16, xx = ox + pixel % 16;
         if (yy < oh && xx < ow && f0 + f < filters)

@@ -1,4 +1,4 @@
-// conv/weight_grad_sm80.cu: dw[m, tap, c] = sum over pixels p of dy[p, m] x[p + tap, c], 16 bits, mma.sync.
+// conv/weight_grad_sm80.cu: dw[m, tap, c] = sum over pixels p of dy[p, m] x[p + tap, c], 16 bits or tf32, mma.sync.
 // Idea     : a product whose k are the output pixels and whose columns are (tap, channel): rows of both tiles
 //            are pixels, 16 bytes of channels a copy (cp.async), zeros where a tap falls outside; both
 //            operands are read transposed. A column's tap is fixed, so a thread works out one place a row.
@@ -7,9 +7,9 @@
 // Inputs   : x T [n, h, w, groups * channels], `sn`, `sy`, `sx` between images, rows and pixels; dy T [n, oh, ow, groups * filters]; channels and filters are
 //            multiples of 8. `plane` and `row` divide by oh * ow and by ow (Divide).
 // Outputs  : part f32 [splits, groups * filters, TAPS * channels].
-// Macros   : T BM BN (filters and columns of a block) WM WN (of a warp) BK STAGES DENSE (x), geometry.cuh's.
+// Macros   : T (16 bits, or float) BM BN (filters and columns of a block) WM WN (of a warp) BK STAGES DENSE (x), geometry.cuh's.
 // Launch   : tiles x splits blocks of 32 BM BN / (WM WN) threads.
-// Numerics : f32 sums, pixels in order.
+// Numerics : f32 sums, pixels in order; float32 is rounded to tf32.
 // Bound    : mma.sync's rate (about half of wgmma's on Hopper).
 #include "sm80.cuh"
 #include "conv/geometry.cuh"
@@ -19,8 +19,10 @@ struct Divide { u32 by, shift; };
 DEVICE u32 quotient(u32 n, Divide d) { return (__umulhi(n, d.by) + n) >> d.shift; }
 
 constexpr int WARPS_N = BN / WN, THREADS = 32 * (BM / WM) * WARPS_N;
+constexpr bool WIDE = sizeof(T) == 2;                 // 16 bits: ldmatrix transposes; float32 is read one by one
+constexpr int CHUNK = 16 / sizeof(T);
 constexpr int PA = BM + 8, PB = BN + 8, STAGE = BK * (PA + PB);  // pitches without bank conflicts
-constexpr int A_STEP = THREADS / (BM / 8), B_STEP = THREADS / (BN / 8);  // rows copied at once
+constexpr int A_STEP = THREADS / (BM / CHUNK), B_STEP = THREADS / (BN / CHUNK);  // rows copied at once
 constexpr int MT = WM / 16, NT = WN / 8;
 constexpr bool POINTS = DENSE && TAPS == 1 && SH == 1 && SW == 1 && PH == 0 && PW == 0;
 static_assert(BK % A_STEP == 0 && BK % B_STEP == 0 && NT % 2 == 0, "tile and threads");
@@ -37,8 +39,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const u32 first = blockIdx.y * chunk, last = min(first + chunk, pixels);
     const Divide by_plane = {plane_by, plane_shift}, by_row = {row_by, row_shift};
 
-    const int am = threadIdx.x % (BM / 8) * 8, a_row = threadIdx.x / (BM / 8);
-    const int bn = threadIdx.x % (BN / 8) * 8, b_row = threadIdx.x / (BN / 8);
+    const int am = threadIdx.x % (BM / CHUNK) * CHUNK, a_row = threadIdx.x / (BM / CHUNK);
+    const int bn = threadIdx.x % (BN / CHUNK) * CHUNK, b_row = threadIdx.x / (BN / CHUNK);
     const T* a_from = dy + g * filters + m0 + am;
     const int a_bytes = m0 + am < filters ? 16 : 0, a_pitch = groups * filters;
     const int tap = (n0 + bn) / channels, ky = tap / KW * DH - PH, kx = tap % KW * DW - PW;
@@ -79,19 +81,39 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         cp_async_wait<STAGES - 2>();
         __syncthreads();
         fill(p0 + (STAGES - 1) * BK, s ? s - 1 : STAGES - 1);
-        const T* a = tiles + s * STAGE + (matrix / 2 * 8 + r) * PA + wm + matrix % 2 * 8;
-        const T* b = tiles + s * STAGE + BK * PA + (matrix % 2 * 8 + r) * PB + wn + matrix / 2 * 8;
+        if constexpr (WIDE) {
+            const T* a = tiles + s * STAGE + (matrix / 2 * 8 + r) * PA + wm + matrix % 2 * 8;
+            const T* b = tiles + s * STAGE + BK * PA + (matrix % 2 * 8 + r) * PB + wn + matrix / 2 * 8;
 #pragma unroll
-        for (int k = 0; k < BK; k += 16) {
-            u32 u[MT][4], v[NT / 2][4];
+            for (int k = 0; k < BK; k += 16) {
+                u32 u[MT][4], v[NT / 2][4];
 #pragma unroll
-            for (int i = 0; i < MT; i++) ldmatrix_x4<true>(u[i], smem_address(a + k * PA + i * 16));
+                for (int i = 0; i < MT; i++) ldmatrix_x4<true>(u[i], smem_address(a + k * PA + i * 16));
 #pragma unroll
-            for (int j = 0; j < NT / 2; j++) ldmatrix_x4<true>(v[j], smem_address(b + k * PB + j * 16));
+                for (int j = 0; j < NT / 2; j++) ldmatrix_x4<true>(v[j], smem_address(b + k * PB + j * 16));
 #pragma unroll
-            for (int i = 0; i < MT; i++)
+                for (int i = 0; i < MT; i++)
 #pragma unroll
-                for (int j = 0; j < NT; j++) mma(acc[i][j], u[i], v[j / 2] + j % 2 * 2, T());
+                    for (int j = 0; j < NT; j++) mma(acc[i][j], u[i], v[j / 2] + j % 2 * 2, T());
+            }
+        } else {
+            const T* a = tiles + s * STAGE + lane % 4 * PA + wm + lane / 4;
+            const T* b = tiles + s * STAGE + BK * PA + lane % 4 * PB + wn + lane / 4;
+#pragma unroll
+            for (int k = 0; k < BK; k += 8) {
+                u32 u[MT][4];
+#pragma unroll
+                for (int i = 0; i < MT; i++)
+#pragma unroll
+                    for (int q = 0; q < 4; q++)
+                        u[i][q] = to_tf32(to_float(a[(k + q / 2 * 4) * PA + i * 16 + q % 2 * 8]));
+#pragma unroll
+                for (int j = 0; j < NT; j++) {
+                    const u32 v[2] = {to_tf32(to_float(b[k * PB + j * 8])), to_tf32(to_float(b[(k + 4) * PB + j * 8]))};
+#pragma unroll
+                    for (int i = 0; i < MT; i++) mma(acc[i][j], u[i], v, T());
+                }
+            }
         }
         s = s + 1 == STAGES ? 0 : s + 1;
     }

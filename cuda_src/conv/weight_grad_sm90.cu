@@ -1,14 +1,16 @@
 // conv/weight_grad_sm90.cu: dw[m, tap, c] = sum over pixels p of dy[p, m] x[p + tap, c], 16 bits, wgmma.
 // Idea     : a product whose k are the output pixels, 64 a step; its columns are blocks of 64 channels of a
 //            tap. A producer's thread keeps STAGES steps on their way by TMA: boxes of dy as it lies, and of
-//            x gathered from the images under the block's tap (gemm/im2col.cuh), zeros outside. Both operands
-//            have m or n contiguous. Two warpgroups multiply, each its 64 rows (BM 128) or its half of the
-//            columns (BM 64). A block has `chunk` pixels; weight_sum.cu adds the parts. The only part of filters
-//            of one tap is dw itself.
+//            x gathered from the images under the block's tap (gemm/im2col.cuh), zeros outside. It goes from
+//            pixel to pixel by sums: divisions would take longer than a step's products. Both operands have m
+//            or n contiguous. Two warpgroups multiply, DOWN below each other and the others beside: each has
+//            64 MI rows and OWN columns. A block has `chunk` pixels; weight_sum.cu adds the parts. The only
+//            part of filters of one tap is dw itself.
 // Inputs   : dy T [pixels, filters], x T [n, h, w, channels] by TMA: filters and channels are multiples of 8.
 // Outputs  : part PART (f32, or dw's type) [splits, filters, TAPS * channels].
-// Macros   : T PART BM BN (filters and columns of a block) STAGES IM2COL DEEP, geometry.cuh's.
-// Launch   : tiles x splits blocks of 384 threads.
+// Macros   : T PART BM BN (filters and columns of a block) STAGES RESIDENT (blocks of a multiprocessor) IM2COL
+//            DEEP, geometry.cuh's.
+// Launch   : tiles x splits blocks of 288 threads, whose last warp is the producer.
 // Numerics : f32 sums, pixels in order.
 // Bound    : tensor cores, or HBM where a filter has one tap; L2 for what the tiles share.
 #include "conv/geometry.cuh"
@@ -16,11 +18,44 @@
 #include "gemm/im2col.cuh"
 
 constexpr int BK = 64, BOX = BK * 128;                // bytes of 64 pixels of 64 filters or channels
-constexpr int OWN = BM == 128 ? BN : BN / 2;          // columns of a warpgroup
+constexpr int DOWN = BM > 64 ? 2 : 1, MI = BM / (64 * DOWN), OWN = BN * DOWN / 2;
 constexpr int A_BOXES = BM / 64, B_BOXES = BN / 64, STAGE = (A_BOXES + B_BOXES) * BOX;
 constexpr int CONSUMERS = 8;                          // warps
 
-extern "C" __global__ void __launch_bounds__(384, 1)
+// Where the window of each step's first pixel begins.
+struct Walk {
+    int x, y, z, image, dx, dy, dz, images;  // of y; what 64 pixels are in x, y, z and images
+    int od, oh, ow;
+    DEVICE Walk(int p, int od, int oh, int ow) : od(od), oh(oh), ow(ow) {
+        x = p % ow, y = p / ow % oh, z = p / (oh * ow) % od, image = p / (oh * ow) / od;
+        dx = BK % ow, dy = BK / ow % oh, dz = BK / (oh * ow) % od, images = BK / (oh * ow) / od;
+    }
+    DEVICE void next() {
+        x += dx;
+        const int row = x >= ow;
+        x -= row ? ow : 0;
+        y += dy + row;
+        const int plane = y >= oh;
+        y -= plane ? oh : 0;
+#ifdef DEEP
+        z += dz + plane;
+        const int whole = z >= od;
+        z -= whole ? od : 0;
+        image += images + whole;
+#else
+        image += dz * od + images + plane;
+#endif
+    }
+    DEVICE Pixel pixel() const {
+#ifdef DEEP
+        return {x * SW - PW, y * SH - PH, z * SD - PD, image};
+#else
+        return {x * SW - PW, y * SH - PH, image};
+#endif
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(288, RESIDENT)
     conv_weight_grad_wgmma(const __grid_constant__ TensorMap map_dy, const __grid_constant__ TensorMap map_x,
                            PART* part, u32 pixels, int channels, int filters, PIXEL_SIZES, u32 chunk) {
     extern __shared__ __align__(1024) u8 smem[];
@@ -30,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     const int m0 = blockIdx.x / tiles_n * BM, first_block = blockIdx.x % tiles_n * B_BOXES;
     const u32 first = blockIdx.y * chunk, last = min(first + chunk, pixels);
     const int steps = (int)((last - first + BK - 1) / BK);
-    if (warp == 0 && elect()) {
+    if (warp == CONSUMERS && elect()) {
         for (int s = 0; s < STAGES; s++) {
             mbarrier_init(full + s * 8, 1);
             mbarrier_init(empty + s * 8, CONSUMERS);
@@ -42,44 +77,52 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     __syncthreads();
     after_previous_launch();
 
-    if (warp < 4) {  // ---- producer ----
-        registers_shrink<40>();
-        if (warp == 0 && elect()) {
+    if (warp == CONSUMERS) {  // ---- producer ----
+        if (elect()) {
+            int channel[B_BOXES], tap[B_BOXES];
+#pragma unroll
+            for (int i = 0; i < B_BOXES; i++) {  // past the last block there are no channels: zeros
+                tap[i] = min((first_block + i) / blocks, TAPS - 1);
+                channel[i] = (first_block + i - tap[i] * blocks) * 64;
+            }
+#ifdef DEEP
+            Walk at(first, od, oh, ow);
+#else
+            Walk at(first, 1, oh, ow);
+#endif
             int s = 0;
             u32 phase = 1;
 #pragma unroll 1
             for (int step = 0; step < steps; step++) {
-                const u32 p = first + step * BK, a = base + s * STAGE, bar = full + s * 8;
+                const u32 a = base + s * STAGE, bar = full + s * 8;
                 mbarrier_wait(empty + s * 8, phase);
                 mbarrier_expect(bar, STAGE);
 #pragma unroll
-                for (int i = 0; i < A_BOXES; i++) tma_load(a + i * BOX, map_dy, bar, m0 + i * 64, p, 0);
-                const Pixel pixel = first_pixel(p, PIXELS_OF_Y);
+                for (int i = 0; i < A_BOXES; i++)
+                    tma_load(a + i * BOX, map_dy, bar, m0 + i * 64, first + step * BK, 0);
 #pragma unroll
-                for (int i = 0; i < B_BOXES; i++) {  // past the last block there are no channels: zeros
-                    const int block = first_block + i, tap = min(block / blocks, TAPS - 1);
-                    load_pixels(a + (A_BOXES + i) * BOX, map_x, bar, (block - tap * blocks) * 64, pixel, tap);
-                }
+                for (int i = 0; i < B_BOXES; i++)
+                    load_pixels(a + (A_BOXES + i) * BOX, map_x, bar, channel[i], at.pixel(), tap[i]);
+                at.next();
                 if (++s == STAGES) s = 0, phase ^= 1;
             }
         }
     } else {  // ---- consumers ----
-        registers_grow<232>();
-        const int group = warp / 4 - 1, n0 = BM == 128 ? 0 : group * OWN;
-        const int row = (BM == 128 ? group * 64 : 0) + warp % 4 * 16 + lane / 4;
-        float acc[OWN / 2];
+        const int group = warp / 4, below = DOWN == 2 ? group * MI : 0, n0 = DOWN == 2 ? 0 : group * OWN;
+        float acc[MI][OWN / 2];
         int s = 0;
         u32 phase = 0;
 #pragma unroll 1
         for (int step = 0; step < steps; step++) {
-            const u32 a = base + s * STAGE + (BM == 128 ? group * BOX : 0);
-            const u32 b = base + s * STAGE + A_BOXES * BOX + n0 / 64 * BOX;
+            const u32 a = base + s * STAGE + below * BOX, b = base + s * STAGE + (A_BOXES + n0 / 64) * BOX;
             mbarrier_wait(full + s * 8, phase);
             wgmma_fence();
 #pragma unroll
             for (int q = 0; q < BK / 16; q++)
-                Wgmma<T, OWN, 1, 1>::run(acc, wgmma_descriptor<false>(a + q * 2048),
-                                         wgmma_descriptor<false>(b + q * 2048), step > 0 || q > 0);
+#pragma unroll
+                for (int i = 0; i < MI; i++)
+                    Wgmma<T, OWN, 1, 1>::run(acc[i], wgmma_descriptor<false>(a + i * BOX + q * 2048),
+                                             wgmma_descriptor<false>(b + q * 2048), step > 0 || q > 0);
             wgmma_commit();
             if (step > 0) {  // the step before is done: its stage is free
                 wgmma_wait<1>();
@@ -88,18 +131,23 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             if (++s == STAGES) s = 0, phase ^= 1;
         }
         wgmma_wait<0>();
-        wgmma_hold(acc);
         part += (i64)blockIdx.y * filters * TAPS * channels;
 #pragma unroll
-        for (int j = 0; j < OWN / 8; j++) {
-            const int block = first_block + n0 / 64 + j / 8, tap = block / blocks;
-            const int c = (block - tap * blocks) * 64 + j % 8 * 8 + lane % 4 * 2;
-            if (tap >= TAPS || c >= channels) continue;
+        for (int i = 0; i < MI; i++) {
+            wgmma_hold(acc[i]);
+            const int row = m0 + (below + i) * 64 + warp % 4 * 16 + lane / 4;
 #pragma unroll
-            for (int h = 0; h < 2; h++)
-                if (m0 + row + h * 8 < filters)
-                    store<2>(part + ((i64)(m0 + row + h * 8) * TAPS + tap) * channels + c,
-                             Vec<PART, 2>{narrow<PART>(acc[j * 4 + h * 2]), narrow<PART>(acc[j * 4 + h * 2 + 1])});
+            for (int j = 0; j < OWN / 8; j++) {
+                const int block = first_block + n0 / 64 + j / 8, tap = block / blocks;
+                const int c = (block - tap * blocks) * 64 + j % 8 * 8 + lane % 4 * 2;
+                if (tap >= TAPS || c >= channels) continue;
+#pragma unroll
+                for (int h = 0; h < 2; h++)
+                    if (row + h * 8 < filters)
+                        store<2>(part + ((i64)(row + h * 8) * TAPS + tap) * channels + c,
+                                 Vec<PART, 2>{narrow<PART>(acc[i][j * 4 + h * 2]),
+                                              narrow<PART>(acc[i][j * 4 + h * 2 + 1])});
+            }
         }
     }
 }

@@ -193,6 +193,7 @@ def _constants(
         "bfloat16": kind.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         "float16": kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         "float32": kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+        "tf32": kind.CU_TENSOR_MAP_DATA_TYPE_TFLOAT32,
     }
     return (
         kinds[dtype],

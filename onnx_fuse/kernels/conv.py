@@ -13,6 +13,7 @@ from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines
 from onnx_fuse.kernels import conv_nhwc
 from onnx_fuse.kernels.conv_grouped import Grouped
 from onnx_fuse.kernels.conv_nhwc import ENDS, act_macros
+from onnx_fuse.kernels.conv_tf32 import Tf32Im2col
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import RuleBased, tail_macros, window_macros
 from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Num, Ptr
@@ -204,5 +205,5 @@ class Implicit(_Tiled):
 
 
 KERNELS: dict[str, Sequence[Kernel]] = {
-    "Conv": (Grouped(), *conv_nhwc.KERNELS, Direct(), Mma(), Implicit())
+    "Conv": (Grouped(), Tf32Im2col(), *conv_nhwc.KERNELS, Direct(), Mma(), Implicit())
 }

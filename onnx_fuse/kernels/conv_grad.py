@@ -20,7 +20,7 @@ from onnx_fuse.kernels.conv_nhwc import (
 )
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import RuleBased, access_width, window_macros
-from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr, TensorMap
+from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Num, Ptr, TensorMap
 from onnx_fuse.program.problems import ConvWeightGrad
 
 _BLOCKS = 264  # blocks a launch should have
@@ -35,19 +35,24 @@ _TILES: dict[tuple[int, ...], float] = {
 }
 
 
-# wgmma's tiles, and what the rule weighs, in seconds: a product of 64 pixels and a row of an
-# operand's step, of which the longer counts; a block's begin and end; a byte of a part, written and
-# read; a launch, and that of the sum (H200)
-_WGMMA_TILES = ((128, 256), (128, 192), (128, 128), (64, 256), (64, 128))
-_PRODUCT, _OPERAND, _BLOCK, _PART = 2.4e-11, 1.6e-9, 2.5e-6, 4.7e-13
+# wgmma's tiles: filters, columns, blocks of a multiprocessor
+_WGMMA_TILES = (
+    (128, 256, 1), (256, 128, 1), (128, 192, 1), (128, 128, 1), (128, 128, 2), (256, 64, 1),
+    (64, 256, 1), (64, 128, 1), (64, 128, 2), (128, 64, 2),
+)  # fmt: skip
+# what the rule weighs, in seconds: a product of 64 pixels and a row of an operand's step, of which
+# the longer counts; a block's begin and end; a byte of a part, written and read; a launch, and that
+# of the sum (H200)
+_PRODUCT, _OPERAND, _BLOCK, _PART = 2.4e-11, 1.2e-9, 2.5e-6, 4.7e-13
 _LAUNCH, _SUM = 1e-6, 1e-6
 _SMS = 132
 
 
-def _unlike(problem: ConvWeightGrad) -> str | None:
-    """Why no product over 16-bit pixels makes it, or None."""
-    if problem.dtype not in ("float16", "bfloat16"):
-        return f"for 16-bit operands, not {problem.dtype}"
+def _unlike(problem: ConvWeightGrad, tf32: bool = False) -> str | None:
+    """Why no product over pixels of 16 bits, or of float32 by `tf32`, makes it; None if one can."""
+    narrow = problem.dtype in ("float16", "bfloat16")
+    if not narrow and not (tf32 and (problem.dtype, problem.math) == ("float32", "tf32")):
+        return f"for 16-bit operands{' or tf32' * tf32}, not {problem.dtype} by {problem.math}"
     if problem.filters % 8 or any(n % 8 for n in (problem.channels, *image_strides(problem))):
         return "the channels or filters of a group are no multiple of 8"
     if problem.batch * prod(problem.outer) >= 2**31 - 2**16:
@@ -85,9 +90,9 @@ def _total(problem: ConvWeightGrad, splits: int) -> Launch:
 
 
 class Mma(RuleBased):
-    """conv/weight_grad_sm80.cu: a product over the pixels on the tensor cores, in 16 bits.
+    """conv/weight_grad_sm80.cu: a product over the pixels on the tensor cores, in 16 bits or tf32.
 
-    Configurations: `tile` (BM, BN, WM, WN, BK, stages) and `split` parts of the sum.
+    Configurations: `tile` (BM, BN, WM, WN, BK of 16 bits, stages) and `split` parts of the sum.
     """
 
     name = "mma"
@@ -97,7 +102,7 @@ class Mma(RuleBased):
         """Refuse other types, channels that copies of 16 bytes would cut, and three axes."""
         if hw.cc < 80:
             return f"mma.sync with cp.async needs sm_80, this is {hw.arch}"
-        return "at most two spatial axes" if is_deep(problem) else _unlike(problem)
+        return "at most two spatial axes" if is_deep(problem) else _unlike(problem, tf32=True)
 
     def configs(self, problem: ConvWeightGrad, hw: Hardware) -> Sequence[Config]:
         """The rule's, then every tile with the parts that the rule has for it."""
@@ -116,7 +121,7 @@ class Mma(RuleBased):
 
         tile = config.integers("tile") or min(_TILES, key=seconds)
         parts = max(1, min(pixels // _LEAST, _BLOCKS // tiles(tile)))
-        step = tile[4]
+        step = tile[4] * 2 // ITEMSIZE[problem.dtype]
         return tile, tiles(tile), -(-pixels // (parts * step)) * step
 
     def cost(self, problem: ConvWeightGrad, config: Config, hw: Hardware) -> float:
@@ -127,11 +132,12 @@ class Mma(RuleBased):
         """The products of the parts, then their sum."""
         tile, tiles, chunk = self._ruled(problem, config)
         bm, bn, wm, wn, bk, stages = tile
+        size = ITEMSIZE[problem.dtype]
         (_, h, w), (_, oh, ow) = problem.inner, problem.outer
         pixels = problem.batch * oh * ow
         splits = -(-pixels // chunk)
         geometry, (sn, sy, sx) = window_macros(problem.window), image_strides(problem)
-        macros = dict(zip(("BM", "BN", "WM", "WN", "BK", "STAGES"), tile, strict=True))
+        macros = {"BM": bm, "BN": bn, "WM": wm, "WN": wn, "BK": bk * 2 // size, "STAGES": stages}
         product = Launch(
             self.source, "conv_weight_grad", (tiles, splits, 1), (32 * bm * bn // (wm * wn), 1, 1),
             (Ptr("x"), Ptr("dy"), Ptr("workspace"), Num("u32", pixels),
@@ -141,7 +147,7 @@ class Mma(RuleBased):
             as_defines(
                 {"T": C_TYPES[problem.dtype], "DENSE": not problem.x_strides}, macros, geometry
             ),
-            stages * bk * (bm + bn + 16) * 2,
+            stages * bk * 2 * (bm + bn + 16),
         )  # fmt: skip
         return product, _total(problem, splits)
 
@@ -155,7 +161,8 @@ class Mma(RuleBased):
 class Wgmma(RuleBased):
     """conv/weight_grad_sm90.cu: the same product by TMA and wgmma.
 
-    Configurations: `tile` (filters, columns of blocks of 64 channels of a tap).
+    Configurations: `tile` (filters, columns of blocks of 64 channels of a tap, blocks of a
+    multiprocessor) and `split` parts of the sum.
     """
 
     name = "wgmma"
@@ -187,18 +194,21 @@ class Wgmma(RuleBased):
         blocks = -(-problem.channels // 64) * prod(problem.window.kernel)
         size = 4 * problem.filters * problem.depth
         found = []
-        for bm, bn in (config.integers("tile"),) if config.attrs else _WGMMA_TILES:
+        for tile in (config.integers("tile"),) if config.attrs else _WGMMA_TILES:
+            bm, bn, resident = tile
             tiles = -(-problem.filters // bm) * -(-blocks // (bn // 64))
-            step = max(bm * bn * _PRODUCT, (bm + bn) * _OPERAND)
-            for waves in (1, 2):
-                splits = max(1, min(steps // 4, waves * _SMS // tiles))
+            step = max(bm * bn * _PRODUCT, (bm + bn) * _OPERAND) * resident
+            places = resident * _SMS
+            most = (places // tiles, 2 * places // tiles)
+            for aim in (config.integer("split"),) if config.attr("split") else most:
+                splits = max(1, min(steps // 4, aim))
                 each = -(-steps // splits)
                 splits = -(-steps // each)
-                rounds = -(-tiles * splits // _SMS)
+                rounds = -(-tiles * splits // places)
                 direct = self._direct(problem, splits)
                 parts = 0.0 if direct else _SUM + size * splits * _PART
                 seconds = rounds * (each * step + _BLOCK) + parts + _LAUNCH
-                found.append((seconds, (bm, bn), tiles, each * 64))
+                found.append((seconds, tile, tiles, each * 64))
         return min(found)
 
     def _direct(self, problem: ConvWeightGrad, splits: int) -> bool:
@@ -207,19 +217,21 @@ class Wgmma(RuleBased):
 
     def launch(self, problem: ConvWeightGrad, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The products of the parts, then their sum."""
-        _, (bm, bn), tiles, chunk = self._ruled(problem, config)
+        _, (bm, bn, resident), tiles, chunk = self._ruled(problem, config)
         outer = problem.outer[0 if is_deep(problem) else 1 :]
         pixels, m, c = problem.batch * prod(outer), problem.filters, problem.channels
         splits, stage = -(-pixels // chunk), (bm + bn) * 128
         direct = self._direct(problem, splits)
-        stages = min(8, (hw.smem_per_block - 1024) // (stage + 16))
+        room = (hw.smem_per_block + 1024) // resident - 1024  # of which each block's 1024 are lost
+        stages = min(8, (room - 1024) // (stage + 16))
         slopes = TensorMap(
             Ptr("dy"), problem.dtype, (m, pixels, 1), (2 * m, 2 * m * pixels), (64, 64, 1)
         )
-        macros = {"T": C_TYPES[problem.dtype], "BM": bm, "BN": bn, "STAGES": stages, "IM2COL": 1,
-                  "PART": C_TYPES[problem.out_dtype if direct else "float32"]}  # fmt: skip
+        part = C_TYPES[problem.out_dtype if direct else "float32"]
+        macros = {"T": C_TYPES[problem.dtype], "BM": bm, "BN": bn, "STAGES": stages,
+                  "RESIDENT": resident, "IM2COL": 1, "PART": part}  # fmt: skip
         product = Launch(
-            self.source, "conv_weight_grad_wgmma", (tiles, splits, 1), (384, 1, 1),
+            self.source, "conv_weight_grad_wgmma", (tiles, splits, 1), (288, 1, 1),
             (slopes, gathered(problem, 64), Ptr("dw" if direct else "workspace"),
              Num("u32", pixels), *(Num("i32", n) for n in (c, m, *outer)), Num("u32", chunk)),
             as_defines(macros, gathering(problem), window_macros(problem.window)),

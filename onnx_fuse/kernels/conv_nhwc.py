@@ -11,7 +11,7 @@ from math import ceil, prod
 
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, as_defines, defines, lanes
 from onnx_fuse.kernels.gemm_cluster import Cluster
-from onnx_fuse.kernels.gemm_sm90 import Wgmma
+from onnx_fuse.kernels.gemm_sm90 import MOMENT_SECONDS, Wgmma
 from onnx_fuse.kernels.rows import rename
 from onnx_fuse.kernels.rule_based import RuleBased, tail_macros, window_macros
 from onnx_fuse.ops.activations import ACTIVATIONS, activation_macros
@@ -56,7 +56,7 @@ def is_deep(problem: Conv | ConvWeightGrad) -> bool:
     return max(problem.inner[0], problem.outer[0], problem.window.kernel[0]) > 1
 
 
-def _padded(problem: Conv) -> int:
+def row_of_weights(problem: Conv) -> int:
     """The channels of a row of the weights."""
     return -(-problem.channels // 8) * 8
 
@@ -195,6 +195,7 @@ class FewChannels(ChannelsLast):
     name = "few_channels"
     source = "conv/few_channels_sm80.cu"
     planar = True
+    moments = True
 
     def supports(self, problem: Conv, hw: Hardware) -> str | None:
         """At most 8 channels of NCHW images, and a part of them that shared memory holds."""
@@ -208,6 +209,8 @@ class FewChannels(ChannelsLast):
             return f"{problem.outer[1]} rows of y, of the 16 that a block makes"
         if problem.tail or problem.slope:
             return "nothing stands behind its activation, which has one slope"
+        if problem.column_moments and (problem.outer[1] % 16 or problem.outer[2] % 16):
+            return "moments are of whole blocks of 16 x 16 pixels"
         if self._smem(problem) > min(100 << 10, hw.smem_per_block):
             return "16 x 16 pixels of y lie over too much of x"
         return super().supports(problem, hw)
@@ -235,6 +238,7 @@ class FewChannels(ChannelsLast):
         blocks = problem.batch * -(-oh // 16) * -(-ow // 16) * -(-problem.filters // bn)
         per_sm = hw.rate(problem.dtype) / hw.sm_count
         each = 2 * 256 * bn * kh * run / (0.26 * per_sm) + 1.3e-6
+        each += MOMENT_SECONDS * 256 * bn * problem.column_moments
         work = each * max(1.0, blocks / hw.sm_count)
         return max(problem.floor(hw), work) + hw.launch_seconds
 
@@ -247,10 +251,11 @@ class FewChannels(ChannelsLast):
             self.source, "conv_few", (tiles, -(-problem.filters // bn), 1), (256, 1, 1),
             (*map(Ptr, ("x", "weight", "bias", "y")),
              *(Num("i32", n) for n in (problem.filters, h, w, oh, ow)),
-             Num("f32", problem.act_alpha)),
+             Num("f32", problem.act_alpha), Ptr("part")),
             defines(T=C_TYPES[problem.dtype], CHANNELS=problem.channels, PIXEL=pixel_of(problem),
                     BN=bn, TRANSPOSED=False, **window_macros(problem.window),
-                    **act_macros(problem)),
+                    **act_macros(problem),
+                    **({"COLUMN_MOMENTS": 1} if problem.column_moments else {})),
             self._smem(problem),
         ),)  # fmt: skip
 
@@ -355,7 +360,7 @@ class Mma(Chosen):
             (32 * (bm // wm) * (bn // wn), 1, 1),
             (Ptr("x"), Ptr("weight"), *ENDS, Ptr("workspace"), Num("i64", rows),
              *(Num("i32", n) for n in numbers), Num("i64", sn),
-             *(Num("i32", n) for n in (sz, sy, sx, _padded(problem), chunk)),
+             *(Num("i32", n) for n in (sz, sy, sx, row_of_weights(problem), chunk)),
              Num("f32", problem.act_alpha)),
             as_defines(types, sizes, window_macros(problem.window), act_macros(problem),
                        {"SPLIT": split > 1, "VEC": vec}, {} if split > 1 else tail),
@@ -495,7 +500,7 @@ class Im2col(Chosen):
         assert isinstance(a, TensorMap)
         assert isinstance(b, TensorMap)
         _, oh, ow = problem.outer
-        window, ldw = problem.window, _padded(problem)
+        window, ldw = problem.window, row_of_weights(problem)
         sizes = tuple(Num("i32", n) for n in problem.outer[0 if is_deep(problem) else 1 :])
         images = gathered(problem, a.box[1])
         taps = prod(window.kernel)
@@ -555,14 +560,15 @@ def gathering(problem: Conv | ConvWeightGrad) -> dict[str, object]:
 
 
 def gathered(problem: Conv | ConvWeightGrad, pixels: int) -> TensorMap:
-    """The descriptor of the images x, of which one load gathers this number of pixels."""
+    """The descriptor of the images x: a load gathers so many pixels, 128 bytes of channels each."""
     axes, (low, high) = _axes(problem), _corners(problem)
     images, row, pixel = image_strides(problem)
     steps = (pixel, row, problem.inner[1] * row)[: len(axes)]
+    size = ITEMSIZE[problem.dtype]
     return TensorMap(
-        Ptr("x"), problem.dtype,
+        Ptr("x"), "tf32" if problem.dtype == "float32" else problem.dtype,
         (problem.channels, *(problem.inner[i] for i in axes), problem.batch),
-        tuple(2 * step for step in (*steps, images)), (64, pixels),
+        tuple(size * step for step in (*steps, images)), (128 // size, pixels),
         window=(*low, *high, *(problem.window.strides[i] for i in axes)),
     )  # fmt: skip
 

@@ -103,6 +103,22 @@ def streamed(problem: Problem) -> int:
     return problem.bytes + more * each
 
 
+def sum_of_parts(problem: Problem, splits: int) -> Launch:
+    """The sum of parts of a product in the workspace, with the product's epilogue."""
+    types = {name: t for name, t in type_defines(problem).items() if name in ("TO", "TV", "TR")}
+    epilogue = problem.epilogue
+    return Launch(
+        "gemm/reduce.cu", "gemm_reduce", (problem.m, ceil(problem.n / 1024), 1), (256, 1, 1),
+        (
+            Ptr("workspace"), Num("i32", splits), Num("i32", problem.m), Num("i32", problem.n),
+            Ptr("y"), Ptr("z"), Ptr("c"), Ptr("row0"), Ptr("row1"), Ptr("row2"), Ptr("row3"),
+            Ptr("col0"), Ptr("col1"), Num("f32", epilogue.alpha), Num("f32", epilogue.beta),
+            Num("f32", epilogue.act_alpha), Ptr("part"),
+        ),
+        as_defines(types, epilogue_defines(problem)),
+    )  # fmt: skip
+
+
 class Wgmma:
     """The candidate of gemm/wgmma_sm90.cu."""
 
@@ -438,7 +454,6 @@ class Wgmma:
         if parts := problem.parts:
             types |= {"PARTS": str(parts)}
         epilogue = epilogue_defines(problem)
-        row_type = {"TR": types["TR"]} if "TR" in types else {}
         gemm = Launch(
             self.source,
             "gemm_wgmma",
@@ -463,18 +478,7 @@ class Wgmma:
         )  # fmt: skip
         if splits <= 1:
             return (gemm,)
-        reduce = Launch(
-            "gemm/reduce.cu",
-            "gemm_reduce",
-            (m, ceil(n / 1024), 1),
-            (256, 1, 1),
-            (
-                Ptr("workspace"), Num("i32", splits), Num("i32", m), Num("i32", n),
-                Ptr("y"), Ptr("z"), Ptr("c"), *vectors,
-            ),
-            as_defines({"TO": types["TO"], "TV": types["TV"]}, row_type, epilogue),
-        )  # fmt: skip
-        return (gemm, reduce)
+        return (gemm, sum_of_parts(problem, splits))
 
 
 class SplitWgmma(AroundProduct):

@@ -28,9 +28,10 @@ def weight_grad(ctx: Context, node: ir.Node) -> str | None:
     padded = -(-channels // 8) * 8 if groups == 1 else channels  # an access takes 8 of them
     if rank == 3 and padded != channels:
         return f"{channels} channels of a volume (a multiple of 8)"
+    math = ctx.math if x.dtype == "float32" else "ieee"
     problem = ConvWeightGrad(
         x.shape[0], groups, padded, dy.shape[1] // groups, triple(x.shape[2:]),
-        triple(dy.shape[2:]), taps, x.dtype, x.dtype,
+        triple(dy.shape[2:]), taps, x.dtype, x.dtype, math=math,
     )  # fmt: skip
     if not serves("ConvWeightGrad", problem, ctx.hw, ctx.prefs):
         return "no kernel for its type, channels or axes"

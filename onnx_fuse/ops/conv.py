@@ -149,7 +149,10 @@ def weight_grad(
     whole = dim(weight, 1)  # TMA gathers volumes of channels that are a multiple of 16 bytes
     volume = half and group == 1 and isinstance(whole, int) and whole % 8 == 0
     pointwise = set(kernel) == set(strides) == set(dilations) == {1} and not any(pads)
-    if op.fused and (half or depthwise if n < 3 else n == 3 and volume and not pointwise):
+    # as tf32; of other float32 products the body is what stands below
+    single = weight.dtype == ir.DataType.FLOAT and group == 1 and not pointwise
+    flat = half or depthwise or single
+    if op.fused and (flat if n < 3 else n == 3 and volume and not pointwise):
         how = {"kernel_shape": kernel, "strides": strides, "dilations": dilations, "pads": pads}
         swap = [1, 0, *spatial]
         (dw,) = emit(op, "ConvWeightGrad", [dy, x], [weight], group=group, swap=swap, **how)

@@ -245,9 +245,8 @@ class Conv(_Filtering):
     writes to the weights.
     `planar`: x is [batch, channels, *inner] nevertheless, of few channels, and the weights are
     [filters, rows, run]: a row's pixels of 4 or 8 channels, zeros up to a multiple of 16 elements.
-    `math` is how the products of channels-last float32 may be computed, as for Gemm.
-    `column_moments`: "part" [pixels / 64, filters, 2] takes the moments of y's channels, as an
-    `Epilogue` says.
+    `math`: how products of channels-last float32 may be computed, as for Gemm. `column_moments`:
+    "part" [pixels / 64, filters, 2] takes y's moments, as of an `Epilogue`, or of 4 rows of 16.
     """
 
     op = "Conv"
@@ -286,12 +285,13 @@ class Conv(_Filtering):
 class ConvWeightGrad(_Filtering):
     """dw [groups * filters, channels, *window.kernel] of a Conv: sums of dy x over the pixels.
 
-    x is [batch, *inner, groups * channels], or has `x_strides` as a Conv's, and dy
-    [batch, *outer, groups * filters]. A ConvTranspose has it too, with its x as dy and its dy as x.
+    x is [batch, *inner, groups * channels], or has `x_strides` as a Conv's, and dy [batch, *outer,
+    groups * filters]. A ConvTranspose has it too, its x as dy, its dy as x. `math`: as a Conv's.
     """
 
     out_dtype: str
     x_strides: tuple[int, ...] = ()
+    math: str = "ieee"
 
     @property
     def bytes(self) -> int:
@@ -302,7 +302,8 @@ class ConvWeightGrad(_Filtering):
 
     def rate(self, hw: Hardware) -> float:
         """The rate of products of its type, without tensor cores where channels stand alone."""
-        return hw.rate("float32" if self.depthwise else self.dtype)
+        kind = "tf32" if self.math == "tf32" else self.dtype
+        return hw.rate("float32" if self.depthwise else kind)
 
 
 @dataclass(frozen=True)

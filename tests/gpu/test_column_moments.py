@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from interpret_images import column_moments, convolution
@@ -128,6 +130,42 @@ def test_a_convolution_leaves_the_moments_of_its_channels(problem: Conv, hw: Har
         y, sound = memory.read("y"), np.isfinite(wide(bias))
         assert error(y[:, sound], want[:, sound]) <= TOLERANCE[problem.dtype], f"{how}"
         check(memory.read("part"), y, how)
+
+
+FIRST = [
+    Conv(
+        3, 1, 3, filters, (1, 64, size), (1, 32, size // 2),
+        Window((1, 7, 7), (1, 2, 2), (1, 1, 1), (0, 3, 3), (0, 3, 3)), dtype, act=act,
+        channels_last=True, planar=True, column_moments=True,
+    )
+    for filters, size, dtype, act in (
+        (64, 96, "float16", ""), (40, 64, "bfloat16", "relu"), (136, 32, "bfloat16", ""),
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("problem", FIRST, ids=str)
+def test_a_first_layer_leaves_the_moments_of_its_channels(problem: Conv, hw: Hardware) -> None:
+    """Of four rows of 16 pixels each, in the order of the blocks of 16 x 16."""
+    rng, (_, oh, ow) = np.random.default_rng(6), problem.outer
+    images = random(rng, problem.dtype, 3, 3, *problem.inner[1:])
+    weight = np.zeros((problem.filters, 7, 8, 4))  # a row is 7 pixels of 3 channels, then zeros
+    weight[:, :, :7, :3] = rng.standard_normal((problem.filters, 7, 7, 3)) / 147**0.5
+    bias = hostile(7, problem.filters, problem.dtype)
+    blank = {"y": poison(problem.dtype, 3 * oh * ow, problem.filters),
+             "part": poison("float32", 3 * oh * ow // 64, problem.filters, 2)}  # fmt: skip
+    given = {"x": images, "weight": weight.astype(TYPES[problem.dtype]), "bias": bias}
+    ways = each(problem, hw)
+    assert [kernel.name for kernel, _ in ways] == ["few_channels"]
+    for kernel, how in ways:
+        memory = Memory(given | blank)
+        memory.run(kernel, problem, how, hw)
+        y = memory.read("y")
+        plain = Memory(given | {"y": blank["y"]})
+        plain.run(kernel, replace(problem, column_moments=False), how, hw)
+        assert plain.read("y").tobytes() == y.tobytes()
+        blocks = y.reshape(3, oh // 16, 4, 4, ow // 16, 16, -1).transpose(0, 1, 4, 2, 3, 5, 6)
+        check(memory.read("part"), blocks.reshape(-1, problem.filters), how)
 
 
 MERGED = [MergedMoments(m, n) for m, n in ((1, 3), (64, 72), (200, 5), (20000, 40), (70001, 66))]

@@ -1,4 +1,4 @@
-"""Convolutions of float32 on tensor cores: tf32 and split bfloat16 against float64, equal bits."""
+"""Convolutions of float32 on tensor cores, and their weights' gradients, against float64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from onnx_fuse.kernels import Choice, candidates
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.program.problem import Hardware
-from onnx_fuse.program.problems import Conv
+from onnx_fuse.program.problems import Conv, ConvWeightGrad
 from onnx_fuse.runtime.executable import Executable
 
 # |y - truth| as a part of the largest |truth|: a factor is rounded to 11 bits, or split in 8 + 8
@@ -52,6 +52,51 @@ def test_each_tile(row: int, math: str) -> None:
             (y,), (again,) = run.run(None, feeds), run.run(None, feeds)
         assert y.tobytes() == again.tobytes(), how
         assert np.abs(y - truth).max() <= TOLERANCE[math] * np.abs(truth).max(), how
+
+
+# attributes but the filter's size, the shapes of dy and x
+GRADIENTS: tuple[tuple[dict[str, int], tuple[int, ...], tuple[int, ...]], ...] = (
+    ({"pad": 1}, (3, 72, 11, 12), (3, 40, 11, 12)),
+    ({"pad": 1, "stride": 2}, (2, 136, 9, 8), (2, 200, 17, 16)),
+    ({"pad": 2, "dilation": 2}, (2, 64, 31, 17), (2, 64, 31, 17)),
+    ({"pad": 3, "stride": 2}, (3, 64, 9, 13), (3, 3, 18, 26)),  # rows of a filter
+)
+
+
+@pytest.mark.parametrize("row", range(len(GRADIENTS)))
+def test_each_tile_of_a_gradient_of_weights(row: int) -> None:
+    how, dy, x = GRADIENTS[row]
+    pad, stride, dilation = how["pad"], how.get("stride", 1), how.get("dilation", 1)
+    size = 7 if pad == 3 else 3
+    attributes = f"pads={[pad] * 4}, strides={[stride] * 2}, dilations={[dilation] * 2}"
+    model = text_model(
+        f"agraph (float{list(dy)} dy, float{list(x)} x) => (float{[dy[1], x[1], size, size]} dw)"
+        f" {{ dw = onnx_fuse.ConvWeightGrad <{attributes}, kernel_shape={[size] * 2}, group=1,"
+        " swap=[1,0,2,3]> (dy, x) }"
+    )
+    rng = np.random.default_rng(row)
+    feeds = {n: rng.standard_normal(s).astype(np.float32) for n, s in (("dy", dy), ("x", x))}
+    padded = np.pad(widen(feeds["x"]), ((0, 0), (0, 0), (pad, pad + stride), (pad, pad + stride)))
+    truth = np.zeros((dy[1], x[1], size, size))
+    for a, b in np.ndindex(size, size):
+        rows, columns = (
+            slice(at * dilation, at * dilation + stride * (dy[axis] - 1) + 1, stride)
+            for at, axis in ((a, 2), (b, 3))
+        )
+        seen = padded[:, :, rows, columns]
+        truth[:, :, a, b] = np.einsum("nmij,ncij->mc", widen(feeds["dy"]), seen, optimize=True)
+    hw = Hardware.detect()
+    shapes: Any = {n: (a.shape, "float32") for n, a in feeds.items()}
+    calls = lower(model, shapes, hw, math="tf32").calls
+    (problem,) = (c.problem for c in calls if isinstance(c.problem, ConvWeightGrad))
+    kernels = [k for k in candidates("ConvWeightGrad") if k.supports(problem, hw) is None]
+    assert [k.name for k in kernels] == ["mma"]
+    for kernel, config in ((k, c) for k in kernels for c in k.configs(problem, hw)):
+        with only(Choice(kernel, config, 0.0, "each")):
+            run = Executable(model, math="tf32")
+            (dw,), (again,) = run.run(None, feeds), run.run(None, feeds)
+        assert dw.tobytes() == again.tobytes(), config
+        assert np.abs(dw - truth).max() <= TOLERANCE["tf32"] * np.abs(truth).max(), config
 
 
 def _in_float64(model: ir.Model) -> Any:

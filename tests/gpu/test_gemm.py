@@ -61,6 +61,17 @@ GEMMS = (
         for dtype in ("bfloat16", "float32")
         for attrs in ({"residual": True, "act": "gelu"}, {"dact": True, "act": "gelu"})
     ]
+    + [  # TMA and wgmma round to tf32; k is shared out where tiles are few
+        Problem.of("Gemm", m=m, n=n, k=k, math="tf32", trans_b=True, **attrs)
+        for m, n, k in ((5, 66, 20), (200, 264, 776), (1160, 1800, 264))
+        for attrs in (
+            {"bias": True, "act": "gelu", "save_z": True},
+            {"bias": True, "beta": 0.5, "act": "relu"},
+            {"residual": True, "act": "silu"},
+            {"dact": True, "act": "gelu"},
+            {"accumulate": True},
+        )
+    ]
     + [
         Problem.of("Gemm", m=m, n=n, k=264, dtype=dtype, bias=True, residual="norm", static_b=True)
         for m, n in ((5, 256), (128, 768), (257, 264))

@@ -1,0 +1,157 @@
+// gemm/tf32_sm90.cu: y = epilogue(a . op(b)) of float32 on Hopper: TMA and wgmma, products of tf32.
+// Idea     : a block makes 128 x BN elements of y. Its last warp keeps STAGES steps of 32 k on their way by TMA,
+//            which rounds what it copies to tf32; two warpgroups multiply, 64 rows each. RESIDENT blocks share a
+//            multiprocessor: one multiplies while the other stores. IM2COL: a is gathered from channels-last
+//            images under a filter's taps (gemm/im2col.cuh).
+// Inputs   : a [M, K], b [N, K] (wgmma takes tf32 with k contiguous alone) by TMA: row strides and addresses are
+//            multiples of 16 bytes, M and K any, N even. IM2COL: x [n, h, w, channels], b [N, taps, channels],
+//            K 32 times all taps' blocks of 32 channels.
+// Outputs  : y [M, N] f32 by plain stores; where the blocks of a tile share its steps, `chunk` each, part s of the
+//            sums, without an epilogue, to y + s M N.
+// Macros   : BN STAGES RESIDENT TV TR, gemm/epilogue.cuh's, IM2COL DEEP.
+// Launch   : ceil(M / 128) * ceil(N / BN) x parts blocks of 288 threads.
+// Numerics : operands rounded to 11 bits, f32 sums, k in order.
+// Bound    : HBM, for convolutions of few taps; tensor cores where k is long.
+#define T float
+#define TO float
+#include "gemm/portable.cuh"
+#include "sm90.cuh"
+#include "gemm/im2col.cuh"
+
+constexpr int BM = 128, BK = 32;                      // of 128 bytes, a line of the swizzle
+constexpr int A_BYTES = BM * 128, STAGE = A_BYTES + BN * 128;
+constexpr int CONSUMERS = 8;                          // warps
+
+#define TF32_(n, regs, da, db, sc, ...)                                                            \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #sc ", 0;\n"                                 \
+                 "wgmma.mma_async.sync.aligned.m64n" #n "k8.f32.tf32.tf32 {" regs "}, %" #da       \
+                 ", %" #db ", p, 1, 1;\n}"                                                         \
+                 : __VA_ARGS__                                                                     \
+                 : "l"(a), "l"(b), "r"(add))
+DEVICE void multiply(float (&d)[32], u64 a, u64 b, int add) {
+    TF32_(64, R30_ "%30,%31", 32, 33, 34, F32_(0));
+}
+DEVICE void multiply(float (&d)[64], u64 a, u64 b, int add) {
+    TF32_(128, R60_ "%60,%61,%62,%63", 64, 65, 66, F32_(0), F32_(32));
+}
+DEVICE void multiply(float (&d)[128], u64 a, u64 b, int add) {
+    TF32_(256, R120_ "%120,%121,%122,%123,%124,%125,%126,%127", 128, 129, 130, F32_(0), F32_(32), F32_(64),
+          F32_(96));
+}
+
+extern "C" __global__ void __launch_bounds__(288, RESIDENT)
+    gemm_tf32(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
+              GEMM_PARAMS, int chunk IM2COL_PARAMS) {
+    extern __shared__ __align__(1024) u8 smem[];
+    const u32 base = smem_address(smem), full = base + STAGES * STAGE, empty = full + STAGES * 8;
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+    const int tiles_n = (N + BN - 1) / BN, m0 = blockIdx.x / tiles_n * BM, n0 = blockIdx.x % tiles_n * BN;
+    const int begin = blockIdx.y * chunk, steps = min(chunk, (K + BK - 1) / BK - begin);
+    if (warp == CONSUMERS && elect()) {
+        for (int s = 0; s < STAGES; s++) {
+            mbarrier_init(full + s * 8, 1);
+            mbarrier_init(empty + s * 8, CONSUMERS);
+        }
+        fence_barrier_init();
+        tma_prefetch(map_a);
+        tma_prefetch(map_b);
+    }
+    __syncthreads();
+    after_previous_launch();
+
+    if (warp == CONSUMERS) {  // ---- producer ----
+        if (elect()) {
+            int s = 0;
+            u32 phase = 1;
+#if IM2COL
+            const Pixel pixel = first_pixel(m0, PIXELS_OF_Y);
+            int tap = begin / blocks, at = begin % blocks * BK;
+#else
+            int at = begin * BK;
+#endif
+#pragma unroll 1
+            for (int step = 0; step < steps; step++) {
+                const u32 to = base + s * STAGE, bar = full + s * 8;
+                mbarrier_wait(empty + s * 8, phase);
+                mbarrier_expect(bar, STAGE);
+#if IM2COL
+                load_pixels(to, map_a, bar, at, pixel, tap);
+                tma_load(to + A_BYTES, map_b, bar, at, n0, tap);
+                if ((at += BK) == blocks * BK) at = 0, tap++;
+#else
+                tma_load(to, map_a, bar, at, m0, 0);
+                tma_load(to + A_BYTES, map_b, bar, at, n0, 0);
+                at += BK;
+#endif
+                if (++s == STAGES) s = 0, phase ^= 1;
+            }
+        }
+        return;
+    }
+    // ---- consumers ----
+    const int group = warp / 4;
+    float acc[BN / 2];
+    int s = 0;
+    u32 phase = 0;
+#pragma unroll 1
+    for (int step = 0; step < steps; step++) {
+        const u32 u = base + s * STAGE + group * 64 * 128, v = base + s * STAGE + A_BYTES;
+        mbarrier_wait(full + s * 8, phase);
+        wgmma_fence();
+#pragma unroll
+        for (int q = 0; q < 4; q++)
+            multiply(acc, wgmma_descriptor<true>(u + q * 32), wgmma_descriptor<true>(v + q * 32), step > 0 || q > 0);
+        wgmma_commit();
+        if (step > 0) {  // the step before is done: its stage is free
+            wgmma_wait<1>();
+            if (lane == 0) mbarrier_arrive(empty + (s == 0 ? STAGES - 1 : s - 1) * 8);
+        }
+        if (++s == STAGES) s = 0, phase ^= 1;
+    }
+    wgmma_wait<0>();
+    wgmma_hold(acc);
+    const int m = m0 + group * 64 + warp % 4 * 16 + lane / 4, n = n0 + lane % 4 * 2, columns = N - n;
+    const i64 at = (i64)m * N + n;
+    y += (i64)blockIdx.y * M * N + at;
+    if (EPI_OPERAND) c += at;
+    if (SAVE_Z) z += at;
+    if (EPI_COLS > 0) col1 += n;
+    if (EPI_COLS > 1) col0 += n;
+    Row rows[2] = {};
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+        if (EPI_ROWS && m + h * 8 < M) rows[h] = GEMM_ROW(m + h * 8);
+    constexpr int AHEAD = EPI_OPERAND || BN == 128 ? 2 : 4;  // eights of columns read before any is stored
+#pragma unroll
+    for (int first = 0; first < BN; first += 8 * AHEAD) {
+        float2 k0[AHEAD] = {}, k1[AHEAD] = {}, more[AHEAD][2] = {};
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+            const int j = first + i * 8;
+            if (j >= columns) continue;
+            if (EPI_COLS > 0) k1[i] = {to_float(col1[j]), to_float(col1[j + 1])};
+            if (EPI_COLS > 1) k0[i] = {to_float(col0[j]), to_float(col0[j + 1])};
+#pragma unroll
+            for (int h = 0; h < 2; h++)
+                if (EPI_OPERAND && m + h * 8 < M) more[i][h] = *(const float2*)(c + h * 8 * N + j);
+        }
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+            const int j = first + i * 8;
+            if (j >= columns) continue;
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                if (m + h * 8 >= M) continue;
+                float2 v = {acc[j / 2 + h * 2], acc[j / 2 + h * 2 + 1]}, before = {};
+                Dots none = {};
+                v.x = epilogue<float>(v.x, rows[h], k0[i].x, k1[i].x, more[i][h].x, alpha, beta, act_alpha, before.x,
+                                      none);
+                v.y = epilogue<float>(v.y, rows[h], k0[i].y, k1[i].y, more[i][h].y, alpha, beta, act_alpha, before.y,
+                                      none);
+                const int to = h * 8 * N + j;
+                if (SAVE_Z) *(float2*)(z + to) = before;
+                *(float2*)(y + to) = {stored(v.x, y + to), stored(v.y, y + to + 1)};
+            }
+        }
+    }
+}

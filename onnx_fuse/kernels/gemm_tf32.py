@@ -1,0 +1,125 @@
+"""The Hopper Gemm candidate for float32 products of tf32: TMA and wgmma (gemm/tf32_sm90.cu)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+
+from onnx_fuse.cuda.macros import C_TYPES, as_defines
+from onnx_fuse.kernels.gemm_portable import (
+    aligned,
+    each_has_steps,
+    epilogue_defines,
+    plain_refusal,
+    portable_args,
+    slope_seconds,
+)
+from onnx_fuse.kernels.gemm_sm90 import sum_of_parts
+from onnx_fuse.kernels.rows import rename
+from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Problem, Ptr, TensorMap, ld
+
+BK = 32
+"""k of a step, 128 bytes."""
+TILES = ((64, 2), (128, 2), (256, 1))
+"""Columns of a tile of 128 rows, and the blocks that share a multiprocessor."""
+OPERAND_SECONDS, TILE_SECONDS = 1.2e-9, 2e-6
+"""A row of an operand's step, and the begin and end of a tile, which a second block hides."""
+
+
+class Tf32:
+    """The candidate of gemm/tf32_sm90.cu.
+
+    Configurations: `tile` (columns, blocks of a multiprocessor) and `splits` parts of k.
+    """
+
+    name = "wgmma_tf32"
+    source = "gemm/tf32_sm90.cu"
+
+    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+        """The reason why this kernel cannot serve `problem`, or None if it can."""
+        if hw.arch != "sm_90a":
+            return f"wgmma needs sm_90a, this is {hw.arch}"
+        if (problem.dtype, problem.out, problem.math) != ("float32", "float32", "tf32"):
+            return f"{problem.dtype} {problem.math} -> {problem.out}: float32 by tf32 alone"
+        if problem.batch or problem.trans_a or not problem.trans_b:
+            return "wgmma takes single products of tf32 whose k is contiguous"
+        if problem.rows or problem.planes or problem.epilogue.gate:
+            return "no statistics of rows, no planes, no gates"
+        if problem.n % 2 or not aligned(problem):
+            return "N is even, and rows begin at multiples of 16 bytes"
+        if min(problem.m, problem.n, problem.k) < 1 or problem.m * problem.n >= 2**40:
+            return "empty or too large"
+        return plain_refusal(problem)
+
+    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
+        """Each tile that is no wider than y needs, with k in parts where tiles are few."""
+        steps, rows = ceil(problem.k / BK), ceil(problem.m / 128)
+        found = []
+        for bn, resident in TILES:
+            if bn >= 2 * problem.n and bn > 64:
+                continue
+            tiles = rows * ceil(problem.n / bn)
+            for splits in (1, 2, 3, 4, 6, 8):
+                few = tiles * splits <= 2 * resident * hw.sm_count and steps >= 4 * splits
+                if splits == 1 or (few and each_has_steps(steps, splits)):
+                    found.append(Config.of(tile=(bn, resident), splits=splits))
+        return found
+
+    def fits(self, problem: Problem, config: Config) -> bool:
+        """Whether each part has steps of k."""
+        splits = config.integer("splits")
+        return splits <= 1 or each_has_steps(ceil(problem.k / BK), splits)
+
+    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
+        """The sums of the parts of k."""
+        splits = config.integer("splits")
+        return 4 * splits * problem.m * problem.n if splits > 1 else 0
+
+    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+        """Waves of tiles, at least the time of what is read and written."""
+        seconds = self.tile_seconds(problem, config, hw)
+        return max(seconds, problem.bytes / hw.bandwidth) + hw.launch_seconds
+
+    def tile_seconds(self, problem: Problem, config: Config, hw: Hardware) -> float:
+        """A multiprocessor's tiles; a step's products, or its operands, whichever takes longer."""
+        (bn, resident), splits = config.integers("tile"), config.integer("splits")
+        blocks = ceil(problem.m / 128) * ceil(problem.n / bn) * splits
+        each = ceil(blocks / hw.sm_count)
+        products = 2 * 128 * bn * BK / (0.85 * hw.rate("tf32") / hw.sm_count)
+        step = max(products, (128 + bn) * OPERAND_SECONDS)
+        tail = TILE_SECONDS * bn / 128 + slope_seconds(problem, bn / 2)
+        steps = ceil(ceil(problem.k / BK) / splits)
+        seconds = each * steps * step + ceil(each / resident) * tail
+        if splits > 1:
+            seconds += 4 * problem.m * problem.n * (splits + 1) / hw.bandwidth + 4e-6
+        return seconds
+
+    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """The product, then the sum of its parts where k has several."""
+        (bn, resident), splits = config.integers("tile"), max(1, config.integer("splits"))
+        m, n, k = problem.m, problem.n, problem.k
+        lda, ldb = ld(problem)
+
+        def rows(name: str, count: int, stride: int, box: int) -> TensorMap:
+            return TensorMap(
+                Ptr(name), "tf32", (k, count, 1), (4 * stride, 4 * stride * count), (BK, box, 1)
+            )
+
+        stage = (128 + bn) * 128 + 16
+        room = (hw.smem_per_block + 1024) // resident - 1024  # of which each block's 1024 are lost
+        stages = min(8, (room - 1024) // stage)
+        kind = C_TYPES[problem.epilogue.bias_dtype or "float32"]
+        macros = {"BN": bn, "STAGES": stages, "RESIDENT": resident, "TV": kind}
+        if problem.epilogue.row_bias:
+            macros["TR"] = kind
+        more = epilogue_defines(problem) if splits == 1 else {}
+        args = (rows("a", m, lda, 128), rows("b", n, ldb, bn), *portable_args(problem))
+        product = Launch(
+            self.source, "gemm_tf32", (ceil(m / 128) * ceil(n / bn), splits, 1), (288, 1, 1),
+            (*args, Num("i32", ceil(ceil(k / BK) / splits))), as_defines(macros, more),
+            stages * stage,
+        )  # fmt: skip
+        if splits == 1:
+            return (product,)
+        parts = rename(product, {"y": Ptr("workspace")})
+        return parts, sum_of_parts(problem, splits)
