@@ -5,9 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
+import onnx_ir as ir
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
@@ -15,6 +18,9 @@ import predictions
 
 from onnx_fuse import alone
 from onnx_fuse.kernels import select, site
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.load import load
+from onnx_fuse.onnx.save import save
 from onnx_fuse.program.call import Call, Tensor
 from onnx_fuse.program.expression import Expression, Row, Step
 from onnx_fuse.program.moves import Pointwise, ScatterND
@@ -117,3 +123,60 @@ def test_calls_that_are_alike_are_timed_once(
     found = [replace(row, measured=1.4 * row.predicted) for row in found]
     predictions.show("model", found, 20.0, 0)
     assert capsys.readouterr().out.startswith("model: 2 of 2 calls over 20 us")
+
+
+def test_a_network_that_pytorch_exports_is_exported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network of more than one file is read back whole, its inputs in their order."""
+    made: list[SimpleNamespace] = []
+    runs: list[tuple[ir.Model, dict[str, np.ndarray]]] = []
+
+    def graph(row: SimpleNamespace) -> ir.Model:
+        made.append(row)
+        return text_model("g (float[2,3] a, float[3] b) => (float[2,3] y) <float[3] w = {1, 2, 3}> "
+                          "{ s = Add (a, b) y = Mul (s, w) }")  # fmt: skip
+
+    class Session:
+        """A session of no GPU, which keeps what it was asked to run."""
+
+        def __init__(self, model: ir.Model, device: str, precision: str) -> None:
+            self.model = load(model)
+
+        def get_inputs(self) -> list[ir.Value]:
+            return list(self.model.graph.inputs)
+
+        def run(self, names: None, feeds: dict[str, np.ndarray]) -> None:
+            runs.append((self.model, feeds))
+
+        def _on_cuda(self) -> SimpleNamespace:
+            return SimpleNamespace(instance=id)
+
+    rows = {"net": SimpleNamespace(shapes=((2, 3), (3,)), built=None)}
+    monkeypatch.setitem(sys.modules, "bench_vision", SimpleNamespace(ROWS=rows, graph=graph))
+    monkeypatch.setattr(predictions, "InferenceSession", Session)
+    monkeypatch.setattr(predictions, "save", partial(save, external=True))
+    for _ in range(2):
+        predictions.vision("net", tmp_path)
+    assert len(made) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"net.onnx", "net.onnx.data"}
+    for model, feeds in runs:
+        assert {name: a.shape for name, a in feeds.items()} == {"a": (2, 3), "b": (3,)}
+        weight = model.graph.initializers["w"].const_value
+        assert weight is not None
+        assert weight.numpy().tolist() == [1, 2, 3]
+    first, second = (feeds for _, feeds in runs)
+    assert all(first[name].tobytes() == second[name].tobytes() for name in first)
+
+
+def test_every_network_is_a_row_of_the_tool_that_times_it() -> None:
+    pytest.importorskip("torch")
+    import bench_train
+    import bench_vision
+
+    for name, measured in predictions.MODELS.items():
+        how = getattr(measured, "func", None)
+        if how is predictions.vision:
+            assert name in bench_vision.ROWS
+        elif how is predictions.step:
+            assert name.removesuffix("-step") in bench_train.ROWS

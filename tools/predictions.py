@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,6 +36,7 @@ from gpu_turns import Place, Turn, devices
 
 from onnx_fuse import InferenceSession, Trainer, config, optim
 from onnx_fuse.kernels import site, tuning
+from onnx_fuse.onnx.save import save
 from onnx_fuse.program.call import Call
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.runtime.instance import Instance
@@ -58,9 +59,10 @@ def step(name: str, folder: Path) -> Instance:
     return found[0]
 
 
-def run(model: Any, feeds: dict[str, Any]) -> Instance:
-    """A run in fp16."""
+def run(model: Any, arrays: Sequence[np.ndarray]) -> Instance:
+    """A run in fp16, of arrays in the order of the model's inputs."""
     session = InferenceSession(model, device="cuda", precision="fp16")
+    feeds = dict(zip([v.name for v in session.get_inputs()], arrays, strict=True))
     session.run(None, feeds)
     found: Instance = session._on_cuda().instance(feeds)
     return found
@@ -70,27 +72,29 @@ def bert(batch: int, tokens: int, folder: Path) -> Instance:
     """A run of BERT-base."""
     row = bench_train.ROWS["bert"]
     feeds = row.feeds(row.config(0), batch, tokens, np.random.default_rng(0))
-    del feeds["labels"]
-    return run(row.model(replace(row, more={}).config(0)), feeds)
+    model = row.model(replace(row, more={}).config(0))
+    return run(model, [feeds[str(v.name)] for v in model.graph.inputs])
 
 
 def vision(name: str, folder: Path) -> Instance:
-    """A run of a row of bench_vision.py."""
+    """A run of a row of bench_vision.py; what PyTorch exports is kept, in one file or two.
+
+    A session of the file itself might find a program that an earlier one kept, whose calls no
+    longer know their problems.
+    """
     bench_vision = importlib.import_module("bench_vision")
     row, path = bench_vision.ROWS[name], folder / f"{name}.onnx"
     if row.built is not None:
         bench_train._quick_weights()
         model = bench_vision.graph(row)
     elif path.exists():
-        model = onnx_ir.load(path)
+        model = onnx_ir.external_data.load_to_model(onnx_ir.load(path))
     else:
         folder.mkdir(parents=True, exist_ok=True)
         model = bench_vision.graph(row)
-        onnx_ir.save(model, path)
+        save(model, path)
     rng = np.random.default_rng(0)
-    images = (rng.standard_normal(shape, np.float32) for shape in row.shapes)
-    names = [value.name for value in model.graph.inputs]
-    return run(model, dict(zip(names, images, strict=True)))
+    return run(model, [rng.standard_normal(shape, np.float32) for shape in row.shapes])
 
 
 MODELS: dict[str, Callable[[Path], Instance]] = {
@@ -100,7 +104,7 @@ MODELS: dict[str, Callable[[Path], Instance]] = {
         name: partial(vision, name)
         for name in (
             "vit-32", "resnet50-1", "resnet50-32", "resnet50-128", "convnext-16",
-            "efficientnet-32", "segformer-1",
+            "efficientnet-32", "swin-16", "mobilenetv3-32", "segformer-1", "unet-2", "vae-1",
         )
     },
 }  # fmt: skip
