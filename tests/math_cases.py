@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
+import group_norms
 import ml_dtypes
 import numpy as np
 import onnx
@@ -361,7 +362,7 @@ def _windows() -> Iterator[Case]:
         yield Case("ConvTranspose", ((2, 6, 7, 5), (6, 10, 3, 4), (10,)), attrs, 1, dtype)
     yield Case("ConvTranspose", ((2, 6, 7, 5), (6, 5, 3, 3)), {"group": 2, "dilations": [2, 1]})
     yield Case("ConvTranspose", ((2, 6, 9), (6, 70, 3)), {"strides": [2]}, note="1-D")
-    yield from (Case(*row) for row in window_gradients.rows())
+    yield from (Case(*row) for row in (*window_gradients.rows(), *group_norms.rows()))
     for op, attrs in (
         ("MaxPool", {}), ("MaxPool", {"dilations": [2, 1]}), ("AveragePool", {}),
         ("AveragePool", {"count_include_pad": 1}), ("LpPool", {"p": 3}),

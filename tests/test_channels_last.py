@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import group_norms
 import numpy as np
 import onnx_ir as ir
 import onnxruntime
@@ -13,7 +14,10 @@ from onnx_fuse import gradient, passes
 from onnx_fuse.kernels import site
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.save import to_proto
-from onnx_fuse.program.problems import Conv, Pool
+from onnx_fuse.program.norms import GroupGrad
+from onnx_fuse.program.problems import ChannelNorm, Conv, Pool, Reduce
+from onnx_fuse.training import optim
+from onnx_fuse.training.step import training_model
 
 # the shapes of x and of the weights, that of y, the nodes, and how many copies there may be
 STRETCHES: dict[str, tuple[dict[str, tuple[int, ...]], tuple[int, ...], str, int]] = {
@@ -172,3 +176,50 @@ def test_a_group_norm_between_two_convolutions_copies_nothing():
     between = kernels[first + 1 : last]
     assert between.count("Copy") <= 1, kernels  # of the second filter, which is an input
     assert not any(k in ("Silu", "Sigmoid", "Mul") for k in between), kernels
+
+
+@pytest.mark.parametrize("act", ["", "Silu"])
+@pytest.mark.parametrize("row", group_norms.GROUPED, ids=str)
+def test_the_gradient_of_a_group_norm_stays_in_the_stretch(row: tuple[int, ...], act: str) -> None:
+    """It takes two passes over the images, and writes dx in their order."""
+    sizes = dict(zip("nhcg", row, strict=True))
+    model = text_model(group_norms.GRAD.format(act=act, **sizes))
+    feeds = {v.name or "": np.zeros(v.shape.numpy(), np.float16) for v in model.graph.inputs}
+    problems = [c.problem for c in program_of(model, feeds).calls]
+    grads = [p for p in problems if isinstance(p, GroupGrad)]
+    assert [p.stage for p in grads] == ["sums", "params", "dx"]
+    assert all(p.last for p in grads)
+
+
+STEP = """agraph (float[2,16,8,8] x, float[32,16,3,3] u, float[32,1,1] s,
+                  float[32,1,1] b, float[16,32,3,3] v) => (float[2,16,8,8] y)
+    <int64[3] by_group = {0, 8, -1}, float[8] one = {1, 1, 1, 1, 1, 1, 1, 1},
+     float[8] zero = {0, 0, 0, 0, 0, 0, 0, 0}> {
+    a = Conv<pads=[1,1,1,1]>(x, u) whole = Shape(a) g = Reshape(a, by_group)
+    i = InstanceNormalization<epsilon=0.001>(g, one, zero) n = Reshape(i, whole)
+    m = Mul(n, s) z = Add(m, b) e = Sigmoid(z) h = Mul(z, e) y = Conv<pads=[1,1,1,1]>(h, v) }"""
+
+
+def test_a_step_takes_the_moments_of_a_group_norm_once() -> None:
+    """As exporters write it, with SiLU: two passes backward, and three that make the statistics."""
+    model = text_model(STEP)
+    for value in list(model.graph.inputs)[1:]:
+        value.const_value = ir.tensor(
+            np.full(value.shape.numpy(), 0.5, np.float32), name=value.name
+        )
+        model.graph.register_initializer(value)
+    del model.graph.inputs[1:]
+    graph, spec = training_model(
+        model, loss="mse", optimizer=optim.SGD(lr=0.1), precision="bf16", level=2, fused=True
+    )
+    feeds = {"x": np.zeros((2, 16, 8, 8), np.float32), spec.lr: np.array(0.1, np.float32)}
+    feeds |= {"labels": np.zeros((2, 16, 8, 8), np.float32)}
+    feeds |= {s.name: np.asarray(s.initial) for s in spec.states}
+    problems = [c.problem for c in program_of(graph, feeds).calls]
+    grads = [p for p in problems if isinstance(p, GroupGrad)]
+    assert [(p.stage, p.act, p.last) for p in grads] == [
+        (stage, "silu", True) for stage in ("sums", "params", "dx")
+    ]
+    moments = [p for p in problems if isinstance(p, Reduce) and p.reducer == "Moments"]
+    assert sum(not p.from_state for p in moments) == 1
+    assert sum(isinstance(p, ChannelNorm) for p in problems) == 1

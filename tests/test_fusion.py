@@ -339,8 +339,8 @@ def test_gradients_of_inputs_and_weights_are_those_of_the_plain_graph(case: Fusi
         model = load(case.model())
         names = [*model.graph.initializers, *(v.name for v in model.graph.inputs)]
         wrt = [str(n) for n in names if n in case.fed or f" {n}" in case.inputs]
-        if fuse:  # the graph of a GroupNorm stays in training; a file may hold the operator
-            passes.optimize(model, training=not case.name.startswith("group_norm"))
+        if fuse:
+            passes.optimize(model, training=True)
         backward = autodiff.gradient(model, wrt=wrt)
         feeds = case.feeds(**SIZES[0])
         rng = np.random.default_rng(3)

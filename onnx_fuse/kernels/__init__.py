@@ -44,7 +44,7 @@ MODULES: dict[str, str] = {
     "Conv": "conv",
     "ConvWeightGrad": "conv_grad",
     **dict.fromkeys(("Norm", "NormGrad", "NormGradSums"), "norm"),
-    **dict.fromkeys(("ChannelNorm", "RunningStats", "ChannelGrad"), "channel"),
+    **dict.fromkeys(("ChannelNorm", "RunningStats", "ChannelGrad", "GroupGrad"), "channel"),
     "Softmax": "softmax",
     **dict.fromkeys(("Reduce", "SumSquares"), "reduce"),
     **dict.fromkeys(("Pool", "MaxPoolGrad", "ChannelWindow"), "pool"),

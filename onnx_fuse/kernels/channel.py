@@ -1,4 +1,4 @@
-"""ChannelNorm, RunningStats, ChannelGrad: norms by statistics of channels that stand elsewhere."""
+"""ChannelNorm, RunningStats, ChannelGrad, GroupGrad: norms by statistics that stand elsewhere."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines, lanes
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import RuleBased, access_width, tail_macros
-from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr
+from onnx_fuse.ops.activations import activation_macros
+from onnx_fuse.program.norms import GroupGrad
+from onnx_fuse.program.problem import Arg, Config, Hardware, Launch, Num, Ptr
 from onnx_fuse.program.problems import ChannelGrad, ChannelNorm, RunningStats
+from onnx_fuse.program.size import coarse
 
 
 class Apply(RuleBased):
@@ -150,8 +153,90 @@ def channel_chunks(problem: ChannelGrad) -> tuple[int, int]:
     return -(-length // chunk), chunk
 
 
+class Groups(RuleBased):
+    """layernorm/group_grad.cu. Operands: x dy scale bias mean variance part dscale dbias total
+    means dx."""
+
+    source = "layernorm/group_grad.cu"
+    free_axes = "z"
+
+    def supports(self, problem: GroupGrad, hw: Hardware) -> str | None:
+        """What 32-bit indices reach; activations are computed in float32."""
+        if problem.act and problem.dtype == "float64":
+            return "its activation is computed in float32"
+        return None
+
+    def launch(self, problem: GroupGrad, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """One launch of the stage."""
+        p, across = problem, group_across(problem)
+        images, channels, pixels, per = p.images, p.channels, p.pixels, p.per
+        vec, team = _group_width(p), _team(p)
+        macros = defines(
+            T=C_TYPES[p.dtype], P=C_TYPES[p.param], ACC=accumulator(p.dtype), VEC=vec,
+            LAST=p.last, TX=across, TEAM=team, **activation_macros(p.act),
+        )  # fmt: skip
+        sizes = (images, channels, pixels, per)
+        epsilon, alpha = Num("f32", p.epsilon), Num("f32", p.act_alpha)
+
+        def one(entry: str, blocks: int, names: str, splits: int, *more: Num) -> Launch:
+            numbers = (*(Num("u32", n) for n in (*sizes, splits)), *more)
+            threads = 1024 if entry == "group_params" else 256
+            args: tuple[Arg, ...] = (*map(Ptr, names.split()), *numbers)
+            return Launch(self.source, entry, (blocks, 1, 1), (threads, 1, 1), args, macros)
+
+        if p.stage == "params":
+            names = "part scale variance dscale dbias total means"
+            return (one("group_params", channels // per, names, p.splits, epsilon),)
+        if p.stage == "sums":
+            tiles = -(-channels // (across * vec))
+            blocks = tiles * p.splits * images
+            if not p.last:
+                blocks = -(-images * channels * p.splits * team // 256)
+            names, chunk = "x dy scale bias mean variance part", p.chunk
+            return (one("group_sums", blocks, names, p.splits, Num("u32", chunk), epsilon, alpha),)
+        chunk = _ROWS * team
+        if p.last:
+            splits = _slots(pixels, images * channels // vec, 2 * 256 * hw.sm_count)
+            blocks = -(-images * (channels // vec) * splits // 256)
+        else:
+            splits = -(-pixels // (vec * chunk))
+            blocks = -(-images * channels * splits * team // 256)
+        names = "x dy scale bias mean variance means dx"
+        return (one("group_dx", blocks, names, splits, Num("u32", chunk), epsilon, alpha),)
+
+
+def _group_width(problem: GroupGrad) -> int:
+    """Elements an access."""
+    return access_width(problem.channels if problem.last else problem.pixels, problem.dtype)
+
+
+def group_across(problem: GroupGrad) -> int:
+    """Threads side by side of a block that sums channels that are last."""
+    return lanes(-(-problem.channels // _group_width(problem))) if problem.last else 1
+
+
+def _team(problem: GroupGrad) -> int:
+    """Threads of a channel's pixels: a warp where a block would have too little to do."""
+    return 32 if coarse(problem.pixels) // _group_width(problem) <= 512 else 256
+
+
+def group_chunks(problem: GroupGrad) -> tuple[int, int]:
+    """(splits, vectors or rows of a chunk) of the sums of an image's channel."""
+    vec, across = _group_width(problem), group_across(problem)
+    if problem.last:
+        blocks = coarse(problem.images) * -(-problem.channels // (across * vec))
+        length, least = problem.pixels, 2 * _ROWS * (256 // across)
+    else:
+        blocks = coarse(problem.images) * problem.channels * _team(problem) // 256
+        length, least = problem.pixels // vec, 2 * _ROWS * _team(problem)
+    splits = max(1, min(coarse(length) // least, -(-_BLOCKS // max(1, blocks))))
+    chunk = -(-length // splits)
+    return -(-length // chunk), chunk
+
+
 KERNELS: dict[str, Sequence[Kernel]] = {
     "ChannelNorm": (Apply(),),
     "RunningStats": (Running(),),
     "ChannelGrad": (Grad(),),
+    "GroupGrad": (Groups(),),
 }

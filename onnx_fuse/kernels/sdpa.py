@@ -281,9 +281,10 @@ _SHORT = (  # of heads up to 64, against keys of one tile
       for wgs, rounds, blocks in ((2, 1, 2), (1, 2, 3), (1, 1, 4))),
 )  # fmt: skip
 _ALONE, _PAIR = ((129, _ANY), (1, 1, 128, 2, 0, 3)), ((129, _ANY), (2, 1, 128, 2, 1, 1))
+_THREE = tuple(((129, _ANY), (3, 1, 128, 2, pingpong, 1)) for pingpong in (1, 0))
 _HOPPER: dict[int, tuple[tuple[tuple[int, int], tuple[int, ...]], ...]] = {
     32: (*_SHORT, _ALONE),
-    48: ((_PROMPT, (2, 2, 80, 1, 0, 2)), *_SHORT, _PAIR, _ALONE),
+    48: ((_PROMPT, (2, 2, 80, 1, 0, 2)), *_SHORT, _PAIR, _ALONE, *_THREE),
     64: (*_SHORT, _ALONE),
     80: ((_PROMPT, (1, 1, 80, 1, 0, 3)), ((1, 128), (1, 1, 128, 1, 0, 2)), _PAIR),
     128: (((1, 128), (1, 1, 128, 1, 0, 2)), _PAIR),
@@ -321,6 +322,8 @@ class Wgmma(Unconditional):
             # the boxes of a mask are of 64 keys; queries that are the keys would be parted into
             # one more class of lengths
             if not (tile[2] % 64 and (p.mask or p.m == p.n)) and fewest <= p.n <= most
+            # a mask's row takes registers that three warpgroups do not leave
+            if tile[0] < 3 or not p.mask
         ]
         if p.keep and MMA.mask(p) == 2:  # it takes a register more than a third leaves
             found = [c.replace(blocks=min(c.integer("blocks"), 2)) for c in found]

@@ -19,7 +19,7 @@ from onnx_fuse import config
 from onnx_fuse.cuda.digest import code_digest
 from onnx_fuse.kernels import cublaslt
 from onnx_fuse.kernels.kernel import Kernel
-from onnx_fuse.program import call, expression, moves, problems, products
+from onnx_fuse.program import call, expression, moves, norms, problems, products
 from onnx_fuse.program.epilogue import Epilogue
 from onnx_fuse.program.problem import AnyProblem, Config, Hardware, Problem, Product, ld
 
@@ -97,7 +97,7 @@ def read(name: str) -> AnyProblem:
 
 _PARTS: dict[str, type[Any]] = {
     kind.__name__: kind
-    for module in (call, expression, moves, problems, products)
+    for module in (call, expression, moves, norms, problems, products)
     for kind in vars(module).values()
     if is_dataclass(kind) and isinstance(kind, type)
 }

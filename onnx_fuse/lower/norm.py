@@ -12,7 +12,7 @@ from math import prod
 import onnx_ir as ir
 
 from onnx_fuse.cuda.macros import FLOATS
-from onnx_fuse.kernels.channel import by_columns, channel_chunks
+from onnx_fuse.kernels.channel import by_columns, channel_chunks, group_chunks
 from onnx_fuse.kernels.norm import grad_parts
 from onnx_fuse.lower.channels_last import channels_last, in_stretch, stored_last
 from onnx_fuse.lower.context import Context, Lowering
@@ -20,7 +20,9 @@ from onnx_fuse.lower.elementwise import relu_of
 from onnx_fuse.lower.reduce import reduction
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.names import FusedName
+from onnx_fuse.ops.activations import ACTIVATIONS
 from onnx_fuse.program.call import Tensor
+from onnx_fuse.program.norms import GroupGrad
 from onnx_fuse.program.problems import (
     ChannelGrad,
     ChannelNorm,
@@ -114,17 +116,13 @@ def group_norm(ctx: Context, node: ir.Node) -> str | None:
     length = per * inner
     if in_stretch(ctx, x):
         x, y = channels_last(x), channels_last(stored_last(ctx, node, y))
-        mean, variance = (ctx.scratch(_stat(x), (rows,)) for _ in range(2))
-        shape = (batch, inner, groups, per)
-        reduction(ctx, node, x, mean, "Moments", [1, 3], variance, shape, outermost=True)
-        given = (x, scale, bias, mean, variance)
-        _apply(ctx, node, given, y, (channels, 1), per, epsilon, inner)
+        stats = _group_moments(ctx, node, x, (batch, inner, groups, per), True)
+        _apply(ctx, node, (x, scale, bias, *stats), y, (channels, 1), per, epsilon, inner)
         return None
     x = ctx.contiguous(x)
     if length > 32768 or (length > 4096 and rows < 64):
-        mean, variance = (ctx.scratch(_stat(x), (rows,)) for _ in range(2))
-        reduction(ctx, node, x, mean, "Moments", [1], variance, (rows, length))
-        _apply(ctx, node, (x, scale, bias, mean, variance), y, (channels, inner), per, epsilon)
+        stats = _group_moments(ctx, node, x, (batch, inner, groups, per), False)
+        _apply(ctx, node, (x, scale, bias, *stats), y, (channels, inner), per, epsilon)
         return None
     problem = Norm(
         rows, length, x.dtype, scale.dtype, affine=2, groups=groups, channels=per, inner=inner,
@@ -132,6 +130,69 @@ def group_norm(ctx: Context, node: ir.Node) -> str | None:
     )  # fmt: skip
     reads = {"x": x, "scale": scale, "bias": bias}
     return ctx.select(node, problem, reads, {"y": y}, inplace=[("y", "x")])
+
+
+def _group_moments(
+    ctx: Context, node: ir.Node, x: Tensor, sizes: tuple[int, int, int, int], last: bool
+) -> tuple[Tensor, Tensor]:
+    """Mean and variance of each image's groups: by the same calls in forward and gradient.
+
+    `sizes` are the images, pixels, groups and channels a group; `last`: channels are x's last axis.
+    """
+    images, pixels, groups, per = sizes
+    rows = images * groups
+    mean, variance = (ctx.scratch(_stat(x), (rows,)) for _ in range(2))
+    if last:
+        reduction(ctx, node, x, mean, "Moments", [1, 3], variance, sizes, outermost=True)
+    else:
+        reduction(ctx, node, x, mean, "Moments", [1], variance, (rows, per * pixels))
+    return mean, variance
+
+
+def group_norm_grad(ctx: Context, node: ir.Node) -> str | None:
+    """GroupNormGrad and its forms with an activation: dx, dscale, dbias from dy and x."""
+    dy, x = ctx.view(node, 0), ctx.view(node, 1)
+    scale, bias = ctx.dense(node, 2), ctx.dense(node, 3)
+    if x.dtype not in FLOATS or dy.dtype != x.dtype:
+        return f"no kernel for {x.dtype}"
+    if not x.size or x.size >= 2**32:
+        return "nothing to reduce, or 32-bit indices do not reach"
+    outer, last = x.shape, in_stretch(ctx, x)
+    images, channels, pixels = outer[0], outer[1], prod(outer[2:])
+    groups = ctx.attr(node, "num_groups", channels)
+    if scale.size != channels or bias.size != channels or channels % groups:
+        return "scale and bias are not a number a channel"
+    act = ACTIVATIONS.get(FusedName.of(node.op_type).activation)
+    if act is not None and x.dtype == "float64":
+        return "its activation is computed in float32"
+    problem = GroupGrad(
+        "sums", images, channels, pixels, channels // groups, last, 1, 1, x.dtype, scale.dtype,
+        ctx.attr(node, "epsilon", 1e-5), act.key if act else "",
+        ctx.attr(node, "alpha", act.alpha) if act else 0.0,
+    )  # fmt: skip
+    splits, chunk = group_chunks(problem)
+    problem = replace(problem, splits=splits, chunk=chunk)
+    dy, x = (ctx.contiguous(channels_last(t) if last else t) for t in (dy, x))
+    sizes = (images, pixels, groups, problem.per)
+    mean, variance = _group_moments(ctx, node, x, sizes, last)
+    stat = _stat(x)
+    part = ctx.scratch(stat, (images, 2, channels, splits))
+    total, means = (ctx.scratch(stat, (images, 2, n)) for n in (channels, groups))
+    given = {"x": x, "dy": dy, "scale": scale, "bias": bias, "mean": mean, "variance": variance}
+    ctx.select(node, problem, given, {"part": part})
+    params = {name: ctx.output(node, i, scale.shape, scale.dtype)
+              for i, name in ((1, "dscale"), (2, "dbias")) if ctx.wants(node, i)}  # fmt: skip
+    reads = {"part": part, "scale": scale, "variance": variance}
+    writes = {**params, "total": total, "means": means}
+    ctx.select(node, replace(problem, stage="params"), reads, writes)
+    if not ctx.wants(node, 0):
+        return None
+    dx = ctx.output(node, 0, outer, x.dtype)
+    dx = channels_last(stored_last(ctx, node, dx)) if last else dx
+    inplace = [("dx", "dy"), ("dx", "x")]
+    return ctx.select(
+        node, replace(problem, stage="dx"), {**given, "means": means}, {"dx": dx}, inplace=inplace
+    )
 
 
 def batch_norm(ctx: Context, node: ir.Node) -> str | None:
@@ -263,6 +324,10 @@ LOWERINGS: dict[tuple[str, str], Lowering] = {
     (FUSE, "SkipRMSNormGrad"): layer_norm_grad,
     ("", "GroupNormalization"): group_norm,
     ("", "InstanceNormalization"): group_norm,
+    **{
+        (FUSE, str(FusedName.make("GroupNorm", act, grad=True))): group_norm_grad
+        for act in ("", *ACTIVATIONS)
+    },
     ("", "BatchNormalization"): batch_norm,
     (FUSE, "BatchNormGrad"): batch_norm_grad,
 }

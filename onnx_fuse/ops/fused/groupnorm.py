@@ -2,10 +2,15 @@
 
 x [N, C, ...], scale and bias [C, 1, ...]; mean and variance are of each of `num_groups`
 groups of channels. The body is what exporters write, InstanceNormalization of [N, groups, rest].
-In training the graph stays as it is: the gradient would be that of the body.
+
+The gradient is one operator too, GroupNorm<Act>Grad, which keeps nothing of the forward but x. With
+xh = (x - mean) rstd, z = xh scale + bias, dz = dy act'(z) and means over a group:
+dx = rstd (dz scale - mean(dz scale) - xh mean(dz scale xh)),  dscale = sum dz xh,  dbias = sum dz.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -15,6 +20,8 @@ from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.activations import ACTIVATIONS, Activation, signature
 from onnx_fuse.ops.fused.activations import activation_of
+from onnx_fuse.ops.fused.gradients import STASH, body
+from onnx_fuse.ops.grad_helpers import Values, emit
 from onnx_fuse.ops.opdef import OpDef, register
 from onnx_fuse.ops.rewrite import (
     Rewriter,
@@ -54,6 +61,80 @@ _NODE = """
 """
 """The body where the graph had that node: of huge numbers onnxruntime's own variance is another."""
 
+_GRAD = """
+    first = Constant <value_ints: ints = [0]> ()
+    rest = Constant <value_ints: ints = [-1]> ()
+    count = Constant <value_int: int = @num_groups> ()
+    groups = Unsqueeze (count, first)
+    by_group = Concat <axis: int = 0> (first, groups, rest)
+    by_channel = Constant <value_ints: ints = [0, 0, -1]> ()
+    column = Constant <value_ints: ints = [-1, 1]> ()
+    last = Constant <value_ints: ints = [2]> ()
+    others = Constant <value_ints: ints = [0, 2]> ()
+    x_shape = Shape (x)
+    scale_shape = Shape (scale)
+    xs = Cast <to: int = @stash_type> (x)
+    xg = Reshape (xs, by_group)
+    mean = ReduceMean <keepdims: int = 1> (xg, last)
+    xm = Sub (xg, mean)
+    squares = Mul (xm, xm)
+    variance = ReduceMean <keepdims: int = 1> (squares, last)
+    eps_f = Constant <value_float: float = @epsilon> ()
+    eps = CastLike (eps_f, xs)
+    padded = Add (variance, eps)
+    std = Sqrt (padded)
+    xhg = Div (xm, std)
+    xhx = Reshape (xhg, x_shape)
+    xh = Reshape (xhx, by_channel)
+    dy3 = Reshape (dy, by_channel)
+    dys = CastLike (dy3, xs)
+    scale2 = Reshape (scale, column)
+    scales = CastLike (scale2, xs)
+    bias2 = Reshape (bias, column)
+    biases = CastLike (bias2, xs)
+    scaled = Mul (xh, scales)
+    z = Add (scaled, biases)
+    {slope}
+    dz = Mul (dys, d)
+    dzxh = Mul (dz, xh)
+    ps = ReduceSum <keepdims: int = 0> (dzxh, others)
+    ps2 = Reshape (ps, scale_shape)
+    dscale = CastLike (ps2, scale)
+    bs = ReduceSum <keepdims: int = 0> (dz, others)
+    bs2 = Reshape (bs, scale_shape)
+    dbias = CastLike (bs2, scale)
+    g3 = Mul (dz, scales)
+    gx = Reshape (g3, x_shape)
+    dxh = Reshape (gx, by_group)
+    m1 = ReduceMean <keepdims: int = 1> (dxh, last)
+    dxhx = Mul (dxh, xhg)
+    m2 = ReduceMean <keepdims: int = 1> (dxhx, last)
+    d0 = Sub (dxh, m1)
+    xhm = Mul (xhg, m2)
+    d1 = Sub (d0, xhm)
+    d2 = Div (d1, std)
+    d3 = Reshape (d2, x_shape)
+    dx = CastLike (d3, x)
+"""
+_WITHOUT = "one_f = Constant <value_float: float = 1.0> ()\n d = CastLike (one_f, z)\n"
+
+
+def _grad(op: Any, node: ir.Node, dys: Values) -> Values:
+    activation = FusedName.of(node.op_type).activation
+    name = str(FusedName.make("GroupNorm", activation, grad=True))
+    attributes = {k: a.value for k, a in node.attributes.items()}
+    return list(emit(op, name, [dys[0], *node.inputs], list(node.inputs), **attributes))
+
+
+def _define_grad(activation: Activation | None) -> OpDef:
+    act = activation.name if activation else ""
+    name = str(FusedName.make("GroupNorm", act, grad=True))
+    attributes = ["num_groups", "epsilon: float = 1e-05", STASH]
+    attributes += [activation.attributes] if activation and activation.attributes else []
+    text = _GRAD.format(slope=activation.derivative if activation else _WITHOUT)
+    made = body(name, ", ".join(attributes), "dy, x, scale, bias", "dx, dscale, dbias", text)
+    return OpDef(name, FUSE, body=made)
+
 
 def _define(activation: Activation | None) -> OpDef:
     name = str(FusedName.make("GroupNorm", activation.name if activation else ""))
@@ -70,10 +151,11 @@ def _define(activation: Activation | None) -> OpDef:
         FUSE,
         body=f"{head}{_BODY}  {z} = m + bias\n{tail}",
         newer=f"{head}{_NODE.format(z=z)}{tail}",
+        grad=_grad,
     )
 
 
-register(*(_define(a) for a in (None, *ACTIVATIONS.values())))
+register(*(make(a) for make in (_define, _define_grad) for a in (None, *ACTIVATIONS.values())))
 
 
 # ---- recognition -----------------------------------------------------------------------------
@@ -199,6 +281,6 @@ def _by_channel(value: ir.Value, op_type: str, channels: int) -> tuple[ir.Value,
 
 
 RULES = (
-    Rule("GroupNorm", 1, ("InstanceNormalization",), _written_out, training=False),
-    Rule("GroupNorm", 1, ("GroupNormalization",), _native, training=False),
+    Rule("GroupNorm", 1, ("InstanceNormalization",), _written_out),
+    Rule("GroupNorm", 1, ("GroupNormalization",), _native),
 )
