@@ -100,6 +100,19 @@ GRAPHS = {
         "y = Transpose<perm=[1,2,0]>(c) z = Gather(c, one) }",
         {"x": X},
     ),
+    "parts of packed parameters that are cast": (
+        "agraph (float[6,8] a, float[6,16] b, float[6,8] c, float[6,8] p, float[16] d, "
+        "float[8] e) => (float16[6,24] y, float16[6,16] z, float16[24] v) { f = Cast<to=10>(a) "
+        "g = Cast<to=10>(b) h = Cast<to=10>(c) k = Cast<to=10>(p) y = Concat<axis=1>(f, g) "
+        "z = Concat<axis=1>(h, k) m = Cast<to=10>(d) n = Cast<to=10>(e) v = Concat<axis=0>(m, n) }",
+        arrays(a=(6, 8), b=(6, 16), c=(6, 8), p=(6, 8), d=(16,), e=(8,)),
+    ),
+    "casts of the parts of a packed gradient": (
+        "agraph (float16[6,32] x) => (float[6,8] a, float[6,16] b, float[6,8] c) "
+        "<int64[3] n = {8, 16, 8}> { u, v, w = Split<axis=1>(x, n) a = Cast<to=1>(u) "
+        "b = Cast<to=1>(v) c = Cast<to=1>(w) }",
+        {"x": arrays(x=(6, 32))["x"].astype(np.float16)},
+    ),
     "casts into the parts of one tensor": (
         "agraph (float[6,8] a, float[6,16] b, float[16] c, float[8] d) => "
         "(float16[6,24] y, float16[24] z) { f = Cast<to=10>(a) g = Cast<to=10>(b) "

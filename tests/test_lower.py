@@ -290,6 +290,34 @@ def test_the_copies_of_a_concat_share_a_launch(name):
         np.testing.assert_array_equal(got[value.name], want)
 
 
+CASTS = {  # the kernels of a row of GRAPHS: one of rows with gaps between them, one of vectors
+    "parts of packed parameters that are cast": ["CastFloat16 x2", "CastFloat16 x4"],
+    "casts of the parts of a packed gradient": ["Cast x3"],
+}
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_casts_of_packed_parts_share_a_launch(name):
+    text, feeds = GRAPHS[name]
+    program = program_of(text_model(text), feeds)
+    assert sorted(call.kernel for call in program.calls) == CASTS[name]
+
+
+@pytest.mark.parametrize(("length", "at", "count"), [(8, 8, 1), (8, 4, 2), (12, 16, 2)])
+def test_casts_share_a_launch_where_whole_accesses_fit(length, at, count):
+    """Rows of whole 16-byte accesses alone: others would have to be read one by one."""
+    text = f"""agraph (float[6,64] x) => (float16[6,{length}] a, float16[6,{length}] b)
+        <int64[2] s = {{0, {at}}}, int64[2] e = {{6, {at + length}}}, int64[2] t = {{0, 32}},
+        int64[2] f = {{6, {32 + length}}}> {{ u = Slice(x, s, e) v = Slice(x, t, f)
+        a = Cast<to=10>(u) b = Cast<to=10>(v) }}"""
+    x = np.random.default_rng(0).standard_normal((6, 64)).astype(np.float32)
+    program = program_of(text_model(text), {"x": x})
+    assert len(program.calls) == count
+    got = interpret(program, {"x": x}, {})
+    np.testing.assert_array_equal(got["a"], x[:, at : at + length].astype(np.float16))
+    np.testing.assert_array_equal(got["b"], x[:, 32 : 32 + length].astype(np.float16))
+
+
 PIECES = "a = Cast<to=10>(x) b = Cast<to=10>(z) y = Concat<axis=0>(a, b)"
 
 

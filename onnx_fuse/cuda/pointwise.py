@@ -485,6 +485,16 @@ def launch_transpose(x: Tensor, y: Tensor) -> Launch | None:
     )  # fmt: skip
 
 
+def rows_of(tensor: Tensor) -> tuple[int, int] | None:
+    """The length of a view's rows and their distance, where gaps of one size are between them."""
+    if any(isinstance(n, sizes.Size) for n in (*tensor.shape, *tensor.strides)):
+        return None
+    dims, (strides,) = collapse(tensor.shape, [tensor.strides])
+    if len(dims) != 2 or strides[1] != 1 or strides[0] < dims[1]:
+        return None
+    return dims[1], strides[0]
+
+
 def launch_many(
     expression: Expression,
     shared: Sequence[Tensor | None],
@@ -493,7 +503,9 @@ def launch_many(
     """One launch of an expression over many flat tensors: (reads, writes) an item.
 
     Operand r of item t is bound as "r.t", or as "a<r>" where `shared[r]` is one number for all. The
-    addresses travel in a Table, one row an item: operands, elements, first block.
+    addresses travel in a Table, one row an item: operands, elements, first block. An operand that
+    has gaps between rows (`rows_of`) in one item has them in all; then the length of a row is
+    there too, and the gap behind each of these operands' rows.
     """
     reads, writes = items[0]
     dtypes = [t.dtype for t in (*reads, *writes)]
@@ -501,14 +513,18 @@ def launch_many(
     while any(t.offset % width for pair in items for part in pair for t in part):
         width //= 2
     own = [r for r in range(len(dtypes)) if r >= len(reads) or shared[r] is None]
+    apart = [r for r in own if not (*reads, *writes)[r].dense]
     words: list[Ptr | int] = []
     blocks = 0
-    for i, (_, stored) in enumerate(items):
+    for i, (read, stored) in enumerate(items):
         n = stored[0].size
         words += [*(Ptr(f"{k}.{i}") for k in own), n, blocks]
+        found = [each for r in apart if (each := rows_of((*read, *stored)[r])) is not None]
+        assert len(found) == len(apart), "an operand has gaps in every item"
+        words += [found[0][0], *(pitch - length for length, pitch in found)] if found else []
         blocks += -(-n // (width * THREADS))
     rows = 1 << (len(items) - 1).bit_length()  # few distinct sources for many counts
-    words += [0] * ((rows - len(items)) * (len(own) + 2))
+    words += [0] * ((rows - len(items)) * (len(words) // len(items)))
     given: list[tuple[str, Arg]] = [
         ("const __grid_constant__ Rows table", Table(tuple(words))),
         ("int rows", Num("i32", len(items))),
@@ -517,9 +533,12 @@ def launch_many(
     ]
     body = []
     names = [f"a{i}" for i in range(len(reads))] + [f"y{i}" for i in range(len(writes))]
+    if apart:
+        body.append("const i64 row = (int)i / (int)table.at[t].length;")
     for column, r in enumerate(own):
         ctype = STORAGE[dtypes[r]]
-        body.append(f"{ctype}* const {names[r]}p = ({ctype}*)table.at[t].p[{column}] + i;")
+        gaps = f" + row * table.at[t].gap[{apart.index(r)}]" if r in apart else ""
+        body.append(f"{ctype}* const {names[r]}p = ({ctype}*)table.at[t].p[{column}] + i{gaps};")
     for r, dtype in enumerate(dtypes):
         vec = f"Vec<{STORAGE[dtype]}, {width}> {names[r]}v"
         if r >= len(reads):
@@ -537,9 +556,10 @@ def launch_many(
             f"if (i + {width} <= n) store(y{i}p, y{i}v); else store_part(y{i}p, y{i}v, n - i);"
         )
     lines = "\n    ".join(body)
+    more = f" i64 length; i64 gap[{len(apart)}];" if apart else ""
     source = (
         f"{includes(expression, dtypes)}"
-        f"struct Row {{ u64 p[{len(own)}]; i64 n; i64 first; }};\n"
+        f"struct Row {{ u64 p[{len(own)}]; i64 n; i64 first;{more} }};\n"
         f"struct Rows {{ Row at[{rows}]; }};\n"
         f'extern "C" __global__ void __launch_bounds__({THREADS}) pointwise_many(\n'
         f"    {', '.join(text for text, _ in given)}) {{\n"

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from math import prod
 
+from onnx_fuse.cuda.pointwise import rows_of
 from onnx_fuse.kernels import Choice, select
 from onnx_fuse.kernels.batched import can_batch
 from onnx_fuse.kernels.rows import fold_kind
@@ -98,7 +99,9 @@ def _place(
     then = [i for i in large if depths[i] == last < max(depths[j] for j in members)]
     apart = {*early, *then}
     rest = [i for i in members if i not in apart]
-    columns = len(calls[run[0]].reads) + len(calls[run[0]].writes) + 2
+    tensors = [t for _, t in (*calls[run[0]].reads, *calls[run[0]].writes)]
+    gaps = sum(not (t.dense or _single(t)) for t in tensors)
+    columns = len(tensors) + 2 + (gaps + 1 if gaps else 0)
     most = MAX_TABLE // (8 * columns)
     most = 1 << (most.bit_length() - 1)
     for some in (early, then, rest):
@@ -117,10 +120,29 @@ def _kind(call: Call) -> object | None:
         return None
     tensors = [t for _, t in (*call.reads, *call.writes)]
     flat = call.writes[0][1]
-    if any(t.wide or not (t.dense or _single(t)) for t in tensors) or flat.size == 1:
+    if any(t.wide for t in tensors) or flat.size == 1:
+        return None
+    gaps = tuple(not (t.dense or _single(t)) for t in tensors)
+    if any(gaps) and not _in_rows([t for t, gap in zip(tensors, gaps, strict=True) if gap], call):
         return None
     shared = tuple(t.buffer if _single(t) else -1 for _, t in call.reads)
-    return call.expression, shared, tuple(t.dtype for t in tensors)
+    return call.expression, shared, tuple(t.dtype for t in tensors), gaps
+
+
+def _in_rows(tensors: Sequence[Tensor], call: Call) -> bool:
+    """Whether the tensors, which have gaps, are equally long rows of whole 16-byte accesses.
+
+    So are the parts of packed parameters and of their gradients, which are cast where they stand.
+    Copies have launches of their own kind.
+    """
+    found = [rows_of(t) for t in tensors]
+    if not call.expression or not call.expression.steps or None in found:
+        return False
+    width = 16 // min(ITEMSIZE[t.dtype] for _, t in (*call.reads, *call.writes))
+    lengths = {rows[0] for rows in found if rows is not None}
+    numbers = [n for rows in found if rows is not None for n in rows]
+    numbers += [t.offset for _, t in (*call.reads, *call.writes)]
+    return len(lengths) == 1 and all(type(n) is int and n % width == 0 for n in numbers)
 
 
 def _batch_key(call: Call) -> object | None:
@@ -189,7 +211,13 @@ def _apart(a: Tensor, b: Tensor) -> bool:
     whole = max(16 // ITEMSIZE[a.dtype], 1)
     if a.offset % whole or b.offset % whole:
         return False  # all tensors of a launch would be read in accesses of less than 16 bytes
-    return a.offset + sum((d - 1) * s for d, s in zip(a.shape, a.strides, strict=True)) < b.offset
+    reach = sum((d - 1) * s for d, s in zip(a.shape, a.strides, strict=True))
+    if a.offset + reach < b.offset:
+        return True
+    one, two = rows_of(a), rows_of(b)
+    if one is None or two is None or one[1] != two[1]:
+        return False
+    return a.offset + one[0] <= b.offset and b.offset + two[0] <= a.offset + one[1]
 
 
 def _many(members: Sequence[Call], choice: Choice) -> Call:
