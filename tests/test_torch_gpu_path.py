@@ -25,6 +25,7 @@ from onnx_fuse.session import load  # noqa: E402
 from onnx_fuse.torch import functional  # noqa: E402
 from onnx_fuse.torch import gpu as module  # noqa: E402
 from onnx_fuse.torch.graph import Graph, find  # noqa: E402
+from onnx_fuse.torch.kinds import Kinds  # noqa: E402
 
 TEXT = """agraph (float[N,8] x, float[8] b) => (float[N,8] y, float[8,N] z, float[N,8] same,
 int64[2] s) { q = Add(x, b) y = Tanh(q) t = Transpose(y) z = Neg(t) same = Identity(x)
@@ -108,6 +109,17 @@ def test_a_capture_needs_a_run_before_and_keeps_its_launches(gpu: FakeGpu, now: 
     check(run, 4)
     assert not [n for n in gpu.counts if "Alloc" in n or "Synchronize" in n or "Event" in n]
     assert [len(turn._kept) for turn in made._turns.values()] == [0, 1]
+
+
+def test_a_tensor_given_twice_is_a_kind_of_its_own() -> None:
+    a, b, c = (torch.zeros(3) for _ in range(3))
+    kinds = Kinds()
+    kinds.enter("key", [a, b, a], "twice")
+    assert kinds.find("key", [c, a, c]) == "twice"
+    assert kinds.find("key", [a, b, c]) is None
+    assert kinds.find("key", [a, a, a]) is None
+    kinds.enter("key", [a, b, c], "apart")
+    assert [kinds.find("key", x) for x in ([b, c, a], [b, a, b])] == ["apart", "twice"]
 
 
 def test_old_shapes_go(gpu: FakeGpu, now: Torch, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,18 @@ class Kinds:
 
 def _guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """A function of tensors that tells whether they are like these, in autograd's eyes too."""
+    # torch's guards refuse a tensor that is given twice, so they see one in its first place only
+    first = {id(t): i for i, t in reversed([*enumerate(tensors)])}
+    places = [first[id(t)] for t in tensors]
+    chosen = [i for i, place in enumerate(places) if i == place]
     none = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
-    made: Any = torch._C._dynamo.guards.TensorGuards(*tensors, **none)
-    return made.check  # type: ignore[no-any-return]
+    made: Any = torch._C._dynamo.guards.TensorGuards(*[tensors[i] for i in chosen], **none)
+    check: Callable[..., bool] = made.check
+    if len(chosen) == len(tensors):
+        return check
+
+    def fits(*given: Tensor) -> bool:
+        again = zip(given, places, strict=True)
+        return all(t is given[i] for t, i in again) and check(*[given[i] for i in chosen])
+
+    return fits
