@@ -28,9 +28,11 @@ def gradients(module: Any, y: Any, dy: Any) -> list[Any]:
     return list(torch.autograd.grad(y, [*module.parameters()], dy))
 
 
-def near(found: Any, exact: Any, tolerance: float) -> None:
-    scale = exact.abs().max().clamp_min(1e-6)
-    assert float((found.double() - exact.double()).abs().max() / scale) < tolerance
+def near(found: Any, exact: Any, tolerance: float, least: float = 1e-6) -> None:
+    """Differences are less than this share of the largest number, or of `least` if that is more."""
+    found, exact = found.detach().double(), exact.detach().double()
+    scale = exact.abs().max().clamp_min(least)
+    assert float((found - exact).abs().max() / scale) < tolerance
 
 
 def test_a_transformer_trains_as_torch_s() -> None:
@@ -54,7 +56,9 @@ def test_lengths_that_change(lengths: tuple[int, ...]) -> None:
         near(y, exact, 2e-5)  # float32 sums in other orders
         pairs = zip(gradients(fused, y, dy), gradients(plain, exact, dy), strict=True)
         for a, b in pairs:
-            near(a, b, 1e-4)  # sums over all tokens
+            # Sums over all tokens. That of a key's bias, and of one token's query and key, is of
+            # numbers near 1 that cancel: what is left of it are roundings.
+            near(a, b, 1e-4, least=0.1)
     (kind,) = fused._programs._kinds.values()
     assert [program.sizes.open for program in kind.programs] == [False, True, False]
 
