@@ -8,7 +8,7 @@ for autograd. Values that only the backward reads share one allocation.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, starmap
 from math import prod
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from onnx_fuse.program.call import dense_strides
 from onnx_fuse.torch import gpu
+from onnx_fuse.torch.gpu import ADDRESS
 from onnx_fuse.torch.graph import Graph
 from onnx_fuse.torch.kinds import KINDS
 
@@ -103,9 +104,10 @@ class Ready:
             for first, _, kind in self.turn.results[:count]
             for shape in [(*lead, *first[1:]) if rows else first]
         ]
-        self._new = self.turn.new
+        self._new, self._enqueue = self.turn.new, self.turn.enqueue
         kept = self.turn.results[count:]
         *self._offsets, self._bytes = _offsets(kept)
+        self._memory = (self._bytes,), (1,), torch.uint8
         ends = zip(forward.outputs[count:], self._offsets, kept, strict=True)
         self._kept = {end.name: (offset, kind) for end, offset, kind in ends}
         self._names = [end.name for end in graph.outputs]
@@ -117,19 +119,18 @@ class Ready:
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor | None]:
         """The results, and the memory of what is kept."""
-        made = [self._new(*result) for result in self._results]
-        kept = self._new((self._bytes,), (1,), torch.uint8) if self._bytes else None
+        made = [*starmap(self._new, self._results)]
+        kept = self._new(*self._memory) if self._bytes else None
         base = 0 if kept is None else kept.data_ptr()
-        now = [*map(gpu.ADDRESS, tensors), *map(gpu.ADDRESS, made), base]
+        now = [*map(ADDRESS, tensors), *map(ADDRESS, made), base]
         before, ends = self._latest
         if now != before:
             read, places = gpu.aligned(tensors) if self._dense else gpu.addresses(tensors)
-            ends = [*places, *map(gpu.ADDRESS, made), *[base + at for at in self._offsets]]
+            ends = [*places, *map(ADDRESS, made), *[base + at for at in self._offsets]]
             if places == now[: len(places)]:
                 self._latest = now, ends
             tensors = read  # copies stay alive until the launches are in the stream
-        assert self.turn is not None
-        self.turn.enqueue(ends)
+        self._enqueue(ends)
         return made, kept
 
     def gradients(
@@ -226,8 +227,8 @@ class Half:
                 for (shape, strides, _), start in zip(self._results, self._starts, strict=True)
             ]
         else:
-            found = [turn.new(*result) for result in self._results]
-        turn.enqueue([*places, *map(gpu.ADDRESS, found)])
+            found = [*starmap(turn.new, self._results)]
+        turn.enqueue([*places, *map(ADDRESS, found)])
         del alive  # copies of tensors with gaps, until the launches are in the stream
         return [None if i < 0 else found[i] for i in self._places]
 
@@ -243,7 +244,8 @@ class Direct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ready: Ready, *args: Tensor | None) -> Any:
-        ctx.ready, given = ready, args
+        ctx.ready = ready
+        given = args
         if len(args) != ready.tensors:
             given = tuple([x for x in args if x is not None])
             ctx.present = [x is not None for x in args]
