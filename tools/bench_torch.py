@@ -4,10 +4,12 @@
 
 Rows have processes of their own; those of the host's time share one. All prepare (compile, warm up)
 at the same time and say when they are ready; then they are measured one after another, so that
-nothing else uses the GPU. What is not ready within the limit is given up, and the others go on. The
-arms of a row take turns and their times are medians, so that ratios hold from run to run. `host` is
-the time until the calls of a step return: where it is nearly the step's own, the host is what is
-measured. --profile lists the kernels of each arm. Needs torch and one GPU.
+nothing else uses the GPU. No programs are made ahead of time for other lengths: they would take
+turns with a row in its process. What is not ready within the limit is given up, and the others go
+on. The arms of a row take turns and their times are medians, so that ratios hold from run to run.
+`host` is the time until the calls of a step return: where it is nearly the step's own, the host is
+what is measured. --profile lists the kernels of each arm, and times a norm and a product as CUDA
+graphs. Needs torch and one GPU.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import copy
 import json
 import multiprocessing
 import operator
+import os
 import statistics
 import sys
 import time
@@ -269,6 +272,34 @@ def measured(arms: dict[str, Work], rounds: int, enough: float = 40) -> dict[str
     }  # fmt: skip
 
 
+def replayed(arms: dict[str, Work], rounds: int, replays: int = 20) -> dict[str, float]:
+    """Medians of the milliseconds of each arm as a CUDA graph: what the GPU takes, without a host.
+
+    The arms allocate with torch alone. They take turns, since the clock sinks as the GPU warms.
+    """
+    graphs: dict[str, Any] = {}
+    side = torch.cuda.Stream()
+    for name, work in arms.items():
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                work()
+        torch.cuda.synchronize()
+        graphs[name] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[name], stream=side):
+            work()
+    found: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in range(rounds):
+        for name, graph in graphs.items():
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+            for _ in range(replays):
+                graph.replay()
+            last.record()
+            last.synchronize()
+            found[name].append(first.elapsed_time(last) / replays)
+    return {name: statistics.median(each) for name, each in found.items()}
+
+
 def called(arms: dict[str, Work], rounds: int) -> dict[str, Any]:
     """The least microseconds of the host for a call; the GPU's queue never fills."""
     found: dict[str, float] = {}
@@ -280,7 +311,10 @@ def called(arms: dict[str, Work], rounds: int) -> dict[str, Any]:
 
 
 def kernels(work: Work, calls: int = 3) -> list[tuple[float, float, str]]:
-    """(microseconds, launches, name) of each kernel in a call, the longest first."""
+    """(microseconds, launches, name) of each kernel in a call, the longest first.
+
+    A kernel that starts while the one before it ends counts its wait: the sum is more than a call.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
@@ -304,6 +338,9 @@ def serve(names: list[str], rounds: int, profile: bool, parent: Connection) -> N
         parent.recv()
         for name, (arms, bar) in rows.items():
             found = called(arms, rounds) if name in HOST else measured(arms, rounds)
+            if profile and name.startswith("norm_linear"):
+                for arm, ms in replayed(arms, rounds).items():
+                    found[arm]["graph_ms"] = ms
             if profile and name in ROWS:
                 for arm, work in arms.items():
                     found[arm]["kernels"] = kernels(work)
@@ -323,6 +360,9 @@ def show(found: dict[str, Any]) -> None:
         print(f"{found['row']:28} {own['ms']:8.3f} ms (host {own['host_ms']:.3f})   "
               f"{peer} {theirs['ms']:8.3f} ms (host {theirs['host_ms']:.3f})   "
               f"ratio {own['ms'] / theirs['ms']:.3f} (bar {found['bar']})", flush=True)  # fmt: skip
+    if "graph_ms" in own:
+        print(f"    as CUDA graphs {own['graph_ms']:.3f} ms, {peer} {theirs['graph_ms']:.3f} ms, "
+              f"ratio {own['graph_ms'] / theirs['graph_ms']:.3f}", flush=True)  # fmt: skip
     for arm, figures in found["arms"].items():
         spent = figures.get("kernels", [])
         if spent:
@@ -340,6 +380,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--profile", action="store_true", help="list the kernels of each arm")
     options = parser.parse_args()
+    os.environ.setdefault("ONNX_FUSE_AHEAD", "0")
     began, context = time.monotonic(), multiprocessing.get_context("spawn")
     chosen = options.only or every
     groups = [[name] for name in chosen if name in ROWS]
