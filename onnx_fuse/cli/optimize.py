@@ -247,8 +247,7 @@ def _refusal(graph: Any, path: Path) -> str | None:
             return ort.plain(error)
         return None
 
-    answer: str | None = checking.guarded(work, str(path), "cpu")
-    return answer
+    return checking.guarded(work, str(path), "cpu")
 
 
 def _opset(given: str | None) -> int | None:

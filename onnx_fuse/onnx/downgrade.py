@@ -130,8 +130,7 @@ def _gelu(node: ir.Node, op: Builder) -> list[ir.Value] | None:
     def number(value: float) -> ir.Value:
         if x.dtype is not None:
             return op.constant(np.array(value, x.dtype.numpy()))
-        made: ir.Value = op.CastLike(op.constant(np.array(value, np.float32)), x)
-        return made
+        return op.CastLike(op.constant(np.array(value, np.float32)), x)
 
     if node.attributes.get_string("approximate", "none") == "tanh":
         cube = op.Mul(op.Mul(op.Mul(x, x), x), number(0.044715))

@@ -256,8 +256,7 @@ def _at(arrays: Sequence[Any], index: int) -> Any:
 
 @_exactly("Identity")
 def _identity(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
-    same: Array = arrays[0]
-    return same
+    return arrays[0]
 
 
 @_exactly("Reshape")
@@ -265,8 +264,7 @@ def _reshape(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
     x, shape = arrays
     if node.attributes.get_int("allowzero", 0) == 0:
         shape = [x.shape[i] if d == 0 else d for i, d in enumerate(shape.tolist())]
-    made: Array = x.reshape([int(d) for d in shape])
-    return made
+    return x.reshape([int(d) for d in shape])
 
 
 @_exactly("Flatten")
@@ -274,8 +272,7 @@ def _flatten(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
     (x,) = arrays
     axis = node.attributes.get_int("axis", 1)
     rows = math.prod(x.shape[:axis])
-    made: Array = x.reshape(rows, -1 if rows and x.size else math.prod(x.shape[axis:]))
-    return made
+    return x.reshape(rows, -1 if rows and x.size else math.prod(x.shape[axis:]))
 
 
 @_exactly("Transpose")
@@ -306,8 +303,7 @@ def _concat(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
 def _gather(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
     x, index = arrays
     axis = node.attributes.get_int("axis", 0)
-    made: Array = np.take(x, index, axis)  # raises where an index is out of bounds
-    return made
+    return np.take(x, index, axis)  # raises where an index is out of bounds
 
 
 @_exactly("Slice")
@@ -327,8 +323,7 @@ def _slice(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
             last = min(max(last, -1), size - 1)
             first = min(max(first, 0), size - 1)
             cut[axis] = slice(first, None if last < 0 else last, step)
-    made: Array = x[tuple(cut)]
-    return made
+    return x[tuple(cut)]
 
 
 @_exactly("Shape")

@@ -121,8 +121,7 @@ def serialized_without_weights(model: ir.Model) -> bytes:
                 shape=ir.Shape(tensor.shape.numpy()),
                 name=name,
             )
-        data: bytes = to_proto(model).SerializeToString()
-        return data
+        return to_proto(model).SerializeToString()
     finally:
         for name, tensor in held.items():
             graph.initializers[name].const_value = tensor

@@ -100,8 +100,7 @@ def _like(op: Builder, number: float, x: ir.Value) -> ir.Value:
     if x.dtype is not None and x.dtype.is_floating_point():
         with np.errstate(over="ignore"):  # a bound beyond float16 is none
             return op.constant(np.array(number, np.float32).astype(x.dtype.numpy()))
-    made: ir.Value = op.CastLike(op.constant(np.array(number, np.float32)), x)
-    return made
+    return op.CastLike(op.constant(np.array(number, np.float32)), x)
 
 
 def _int64(op: Builder, numbers: Sequence[int]) -> ir.Value:
@@ -310,7 +309,7 @@ def _resize(node: ir.Node, op: Builder) -> Sequence[ir.Value]:
 def _resized(
     op: Builder, x: ir.Value, scales: ir.Value | None, mode: str, nearest: str
 ) -> ir.Value:
-    made: ir.Value = op.Resize(
+    return op.Resize(
         x,
         None,
         scales,
@@ -318,7 +317,6 @@ def _resized(
         coordinate_transformation_mode="asymmetric",
         nearest_mode=nearest if mode == "nearest" else None,
     )
-    return made
 
 
 @_rule(13, "Resize")
@@ -395,13 +393,11 @@ def _activation_of_float64(node: ir.Node, op: Any) -> list[ir.Value] | None:
         return None
 
     def number(value: float) -> ir.Value:
-        found: ir.Value = op.constant(np.array(np.float32(value), np.float64))
-        return found
+        return op.constant(np.array(np.float32(value), np.float64))
 
     def hard_sigmoid(alpha: float, beta: float) -> ir.Value:
         line = op.Add(op.Mul(x, number(alpha)), number(beta))
-        found: ir.Value = op.Max(op.Min(line, number(1)), number(0))
-        return found
+        return op.Max(op.Min(line, number(1)), number(0))
 
     match node.op_type:
         case "Elu":

@@ -48,8 +48,7 @@ class Cell:
 
     def mine(self, value: ir.Value) -> ir.Value:
         """The part of a stacked tensor that belongs to this direction."""
-        found: ir.Value = self.op.Gather(value, self.at, axis=0)
-        return found
+        return self.op.Gather(value, self.at, axis=0)
 
     def act(self, which: int, value: ir.Value) -> ir.Value:
         """Activation `which` of the clipped value."""
@@ -118,8 +117,7 @@ class Cell:
             recurrent = op.Split(self.r, num_outputs=3, axis=-1, outputs=3)[2]
             candidate = plus(op.Add(xh, op.MatMul(op.Mul(r, self.h), recurrent)), bh)
         new = self.act(1, candidate)
-        found: ir.Value = op.Add(new, op.Mul(z, op.Sub(self.h, new)))
-        return found
+        return op.Add(new, op.Mul(z, op.Sub(self.h, new)))
 
 
 def activations(node: ir.Node, directions: int) -> list[Activation] | None:
@@ -220,5 +218,4 @@ class Written:
         batch = op.Shape(products, start=1, end=2)
         hidden = op.Shape(cell.r, start=0, end=1)
         zero = op.constant(np.zeros((), cell.dtype.numpy()))
-        found: ir.Value = op.Expand(zero, op.Concat(batch, hidden, axis=0))
-        return found
+        return op.Expand(zero, op.Concat(batch, hidden, axis=0))

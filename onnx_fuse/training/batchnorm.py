@@ -39,8 +39,7 @@ def synchronised(
 
     def total(value: onnx_ir.Value, bucket: int) -> onnx_ir.Value:
         value.dtype = wide
-        found: onnx_ir.Value = reduction.node("AllReduce", value, STATISTICS + bucket)
-        return found
+        return reduction.node("AllReduce", value, STATISTICS + bucket)
 
     def per_channel(value: onnx_ir.Value) -> onnx_ir.Value:
         own = op.Mul(op.ReduceSum(value, op.constant(axes), keepdims=0), counted)

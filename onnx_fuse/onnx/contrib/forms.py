@@ -106,8 +106,7 @@ def _group_norm(op: Body, node: ir.Node, x: ir.Value) -> ir.Value:
         y = op.Mul(y, op.Sigmoid(y))
     if last:
         y = op.Transpose(y, perm=[0, *(i + 1 for i in spatial), 1])
-    normed: ir.Value = y
-    return normed
+    return y
 
 
 @contrib("GroupNorm")

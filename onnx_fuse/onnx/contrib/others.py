@@ -146,8 +146,7 @@ def relative_position_bias(op: Body, node: ir.Node) -> Results:
 
     def steps(count: ir.Value, axis: int) -> ir.Value:
         number = op.Cast(op.Reshape(count, flat), to=ir.DataType.INT64)
-        row: ir.Value = op.Unsqueeze(op.Range(zero, number, one), op.ints(axis))
-        return row
+        return op.Unsqueeze(op.Range(zero, number, one), op.ints(axis))
 
     distance = op.Sub(steps(keys, 0), steps(queries, 1))
     base = None

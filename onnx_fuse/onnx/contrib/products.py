@@ -31,8 +31,7 @@ def _operand(op: Body, x: ir.Value, what: str, trans: bool, batch: bool) -> ir.V
     order = [*range(1, size - 1), 0, size - 1] if batch else list(range(size))
     if trans:
         order[-2:] = order[-1], order[-2]
-    turned: ir.Value = op.Transpose(x, perm=order)
-    return turned
+    return op.Transpose(x, perm=order)
 
 
 def _product(op: Body, node: ir.Node) -> ir.Value:

@@ -99,8 +99,7 @@ def _channels_first(op: Body, node: ir.Node, x: ir.Value, size: int, *, back: bo
         return x
     spatial = range(1, size - 1)
     order = [0, *(i + 1 for i in spatial), 1] if back else [0, size - 1, *spatial]
-    moved: ir.Value = op.Transpose(x, perm=order)
-    return moved
+    return op.Transpose(x, perm=order)
 
 
 _POOL = ("auto_pad", "ceil_mode", "count_include_pad", "kernel_shape", "pads", "strides")
@@ -129,10 +128,7 @@ def _global_average(op: Body, node: ir.Node, x: list[ir.Value]) -> ir.Value:
 
 
 def _mean(op: Body, node: ir.Node, x: list[ir.Value]) -> ir.Value:
-    y: ir.Value = op.ReduceMean(
-        x[0], op.ints(*attr(node, "axes")), keepdims=attr(node, "keepdims", 1)
-    )
-    return y
+    return op.ReduceMean(x[0], op.ints(*attr(node, "axes")), keepdims=attr(node, "keepdims", 1))
 
 
 _enter("QLinearAdd", lambda op, node, x: op.Add(*x), 2)
@@ -197,8 +193,7 @@ def _integer_product(
     product = op.Cast(op.MatMulInteger(a, b, *zeros), to=ir.DataType.FLOAT)
     y = op.Mul(product, op.cast_like(scale, product))
     y = y if bias is None else op.Add(y, op.cast_like(bias, y))
-    result: ir.Value = y
-    return result
+    return y
 
 
 def _one_scale(value: ir.Value) -> None:
@@ -268,8 +263,7 @@ def qattention(op: Body, node: ir.Node) -> Results:
 def _unpacked(op: Body, packed: ir.Value, bits: int, shape: list[int]) -> ir.Value:
     """The numbers of `bits` bits that bytes hold, the lowest bits first, as uint8 of a shape."""
     if bits == 8:
-        whole: ir.Value = op.Reshape(packed, op.ints(*shape))
-        return whole
+        return op.Reshape(packed, op.ints(*shape))
     mask = op.constant(np.array((1 << bits) - 1, np.uint8))
     flat = op.Reshape(packed, op.ints(-1, 1))
     parts = []
@@ -278,13 +272,11 @@ def _unpacked(op: Body, packed: ir.Value, bits: int, shape: list[int]) -> ir.Val
         if low:
             moved = op.BitShift(flat, op.constant(np.array(low, np.uint8)), direction="RIGHT")
         parts.append(op.BitwiseAnd(moved, mask))
-    joined: ir.Value = op.Reshape(op.Concat(*parts, axis=1), op.ints(*shape))
-    return joined
+    return op.Reshape(op.Concat(*parts, axis=1), op.ints(*shape))
 
 
 def _first(op: Body, x: ir.Value, columns: int) -> ir.Value:
-    kept: ir.Value = op.Slice(x, op.ints(0), op.ints(columns), op.ints(1))
-    return kept
+    return op.Slice(x, op.ints(0), op.ints(columns), op.ints(1))
 
 
 def unpacked_weights(op: Body, node: ir.Node) -> ir.Value:
@@ -313,8 +305,7 @@ def unpacked_weights(op: Body, node: ir.Node) -> ir.Value:
     if groups is not None:  # the block of each row of the weights, instead of its place
         flat = _first(op, op.Reshape(q, op.ints(n, blocks * size)), k)
         scale = op.Gather(scale, groups, axis=1)
-        weights: ir.Value = op.Mul(op.Sub(op.cast_like(flat, scales), zero), scale)
-        return weights
+        return op.Mul(op.Sub(op.cast_like(flat, scales), zero), scale)
     last = op.ints(2)
     zero = zero if zeros is None else op.Unsqueeze(zero, last)
     w = op.Mul(op.Sub(op.cast_like(q, scales), zero), op.Unsqueeze(scale, last))

@@ -113,8 +113,7 @@ class Body(Builder):
         if x.dtype is not None and x.dtype == like.dtype:
             return x
         known = like.dtype is not None
-        cast: ir.Value = self.Cast(x, to=like.dtype) if known else self.CastLike(x, like)
-        return cast
+        return self.Cast(x, to=like.dtype) if known else self.CastLike(x, like)
 
     def number(self, value: float, like: ir.Value) -> ir.Value:
         """A scalar constant of the dtype of `like`, known or not."""
@@ -131,17 +130,13 @@ class Body(Builder):
         extent = dim(x, axis)
         if extent is not None:
             return self.ints(extent)
-        size: ir.Value = self.Shape(x, start=axis, end=axis + 1)
-        return size
+        return self.Shape(x, start=axis, end=axis + 1)
 
     def shape(self, *sizes: int | ir.Value) -> ir.Value:
         """A shape vector of numbers and of vectors."""
         if all(isinstance(s, int) for s in sizes):
             return self.ints(*(s for s in sizes if isinstance(s, int)))
-        joined: ir.Value = self.Concat(
-            *(self.ints(s) if isinstance(s, int) else s for s in sizes), axis=0
-        )
-        return joined
+        return self.Concat(*(self.ints(s) if isinstance(s, int) else s for s in sizes), axis=0)
 
 
 # ---- what a body asks of its node ------------------------------------------------------------

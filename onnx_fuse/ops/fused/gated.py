@@ -305,8 +305,7 @@ def _upright(rw: Rewriter, op: Builder, w: ir.Value) -> ir.Value:
     """A weight [columns, K] as [K, columns]."""
     if is_initializer(w):
         return rw.pack(op, [w], [1, 0], None, f"{w.name}.T")
-    turned: ir.Value = op.Transpose(w)
-    return turned
+    return op.Transpose(w)
 
 
 def written_out(op: Builder, node: ir.Node, columns: int) -> ir.Value:

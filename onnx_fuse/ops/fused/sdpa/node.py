@@ -215,8 +215,7 @@ def _seen(
     zero, one = (op.constant(np.int64(n)) for n in (0, 1))
 
     def count(x: ir.Value) -> ir.Value:
-        size: ir.Value = op.Reshape(op.Shape(x, start=2, end=3), op.constant(np.empty(0, np.int64)))
-        return size
+        return op.Reshape(op.Shape(x, start=2, end=3), op.constant(np.empty(0, np.int64)))
 
     queries = op.Unsqueeze(op.Range(zero, count(q), one), op.constant([1]))
     keys = op.Range(zero, count(k), one)
