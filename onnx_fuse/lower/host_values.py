@@ -67,11 +67,10 @@ class HostValues(Context):
         """Evaluate a node that reads open sizes; False where the device has to compute it."""
         if node.op_type in ("ConstantOfShape", "Expand") and self._filled(node, arrays):
             return True
-        given = {name: self.attr(node, name) for name in node.attributes}
         moves = node.op_type in ("Expand", "Gather", "Slice", "Tile")
         if node.op_type == "Range" or (moves and not host.is_open(arrays[0])):
             return False  # an open number of elements: on the device
-        found = host.evaluate(node.op_type, arrays, given)
+        found = host.evaluate(node, arrays)
         if found is not None:
             self._known(node.outputs[0], found)
             return True

@@ -239,75 +239,37 @@ def viewer(node: ir.Node) -> Callable[[Sequence[Array | None]], Array]:
 
 
 _Exact = Callable[[ir.Node, Sequence[Any]], "Array | None"]
-_EXACT: dict[str, _Exact] = {}
-
-
-def _exactly(*ops: str) -> Callable[[_Exact], _Exact]:
-    def register(function: _Exact) -> _Exact:
-        _EXACT.update(dict.fromkeys(ops, function))
-        return function
-
-    return register
 
 
 def _at(arrays: Sequence[Any], index: int) -> Any:
     return arrays[index] if index < len(arrays) else None
 
 
-@_exactly("Identity")
-def _identity(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
-    return arrays[0]
+def _ints(array: Any) -> tuple[int, ...]:
+    return tuple(int(n) for n in np.reshape(array, -1))
 
 
-@_exactly("Reshape")
-def _reshape(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
-    x, shape = arrays
+def _reshape(node: ir.Node, arrays: Sequence[Any]) -> Array:
+    x, shape = arrays[0], _ints(arrays[1])
     if node.attributes.get_int("allowzero", 0) == 0:
-        shape = [x.shape[i] if d == 0 else d for i, d in enumerate(shape.tolist())]
-    return x.reshape([int(d) for d in shape])
+        shape = tuple(x.shape[i] if d == 0 else d for i, d in enumerate(shape))
+    return x.reshape(shape)
 
 
-@_exactly("Flatten")
-def _flatten(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
+def _flatten(node: ir.Node, arrays: Sequence[Any]) -> Array:
     (x,) = arrays
     axis = node.attributes.get_int("axis", 1)
     rows = math.prod(x.shape[:axis])
     return x.reshape(rows, -1 if rows and x.size else math.prod(x.shape[axis:]))
 
 
-@_exactly("Transpose")
-def _transpose(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
-    order = node.attributes.get_ints("perm")
-    return np.asarray(np.transpose(arrays[0], None if order is None else list(order)))
-
-
-@_exactly("Squeeze")
-def _squeeze(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
-    axes = _at(arrays, 1)
-    return np.asarray(np.squeeze(arrays[0], None if axes is None else tuple(map(int, axes))))
-
-
-@_exactly("Unsqueeze")
-def _unsqueeze(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
-    return np.expand_dims(arrays[0], tuple(int(a) for a in arrays[1].reshape(-1)))
-
-
-@_exactly("Concat")
 def _concat(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
     if any(a is None or a.dtype != arrays[0].dtype for a in arrays):
         return None
     return np.concatenate(arrays, node.attributes["axis"].as_int())
 
 
-@_exactly("Gather")
-def _gather(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
-    x, index = arrays
-    axis = node.attributes.get_int("axis", 0)
-    return np.take(x, index, axis)  # raises where an index is out of bounds
-
-
-@_exactly("Slice")
-def _slice(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
+def _slice(node: ir.Node, arrays: Sequence[Any]) -> Array:
     x, starts, ends = arrays[:3]
     axes, steps = _at(arrays, 3), _at(arrays, 4)
     axes = range(len(starts)) if axes is None else axes.tolist()
@@ -326,107 +288,89 @@ def _slice(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
     return x[tuple(cut)]
 
 
-@_exactly("Shape")
-def _shape(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
+def _shape(node: ir.Node, arrays: Sequence[Any]) -> Array:
     start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end")
     return np.array(arrays[0].shape[start:end], np.int64)
 
 
-@_exactly("Size")
-def _size(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
-    return np.array(arrays[0].size, np.int64)
-
-
-@_exactly("Expand")
-def _expand(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
-    x, shape = arrays
-    wide = np.broadcast_shapes(x.shape, tuple(int(d) for d in shape))
-    return np.broadcast_to(x, wide)
-
-
-@_exactly("ConstantOfShape")
-def _constant_of_shape(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
+def _constant_of_shape(node: ir.Node, arrays: Sequence[Any]) -> Array:
     value = node.attributes.get_tensor("value")
     number = np.zeros(1, np.float32) if value is None else value.numpy()
-    return np.full(tuple(int(d) for d in arrays[0]), number.reshape(-1)[0], number.dtype)
+    return np.full(_ints(arrays[0]), number.reshape(-1)[0], number.dtype)
 
 
-@_exactly("Cast")
 def _cast(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
     (x,), to = arrays, ir.DataType(node.attributes["to"].as_int())
     if to == ir.DataType.STRING or x.dtype.kind not in "biu":
         return None
     kind = to.numpy()
-    if kind == np.bool_ or (kind.kind in "iu" and kind.itemsize == 8):
-        return np.asarray(x.astype(kind))
-    exactly = kind in (np.int32, np.float32, np.float64)
-    return np.asarray(x.astype(kind)) if exactly else None
+    whole = kind == np.bool_ or (kind.kind in "iu" and kind.itemsize == 8)
+    exactly = whole or kind in (np.int32, np.float32, np.float64)
+    return x.astype(kind) if exactly else None
 
 
-@_exactly("Where")
 def _where(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
     condition, a, b = arrays
     return np.where(condition, a, b) if a.dtype == b.dtype else None
 
 
-_INTEGERS: dict[str, Callable[[Any, Any], Any]] = {
-    "Add": np.add,
-    "Sub": np.subtract,
-    "Mul": np.multiply,
-    "Equal": np.equal,
-    "Less": np.less,
-    "LessOrEqual": np.less_equal,
-    "Greater": np.greater,
-    "GreaterOrEqual": np.greater_equal,
-}
-
-
-@_exactly(*_INTEGERS)
-def _integers(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
-    a, b = arrays
-    if a.dtype != b.dtype or a.dtype not in (np.int64, np.int32):
-        return None
-    return np.asarray(_INTEGERS[node.op_type](a, b))
-
-
-@_exactly("Div")
-def _divide(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
-    """Towards zero, as C++ divides."""
-    a, b = arrays
-    if a.dtype != b.dtype or a.dtype not in (np.int64, np.int32) or traps(node, arrays):
-        return None
-    return np.asarray((a - np.fmod(a, b)) // b)
-
-
-_BOOLEANS: dict[str, Callable[[Any, Any], Any]] = {
-    "And": np.logical_and,
-    "Or": np.logical_or,
-    "Xor": np.logical_xor,
-}
-
-
-@_exactly(*_BOOLEANS)
-def _booleans(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
-    return np.asarray(_BOOLEANS[node.op_type](*arrays))
-
-
-@_exactly("Not")
-def _not(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
-    return np.asarray(np.logical_not(arrays[0]))
-
-
-@_exactly("Neg", "Abs")
-def _sign(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
-    (x,) = arrays
-    if x.dtype not in (np.int64, np.int32):
-        return None
-    return np.asarray(-x if node.op_type == "Neg" else np.abs(x))
-
-
-@_exactly("Range")
 def _range(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
     start, limit, delta = arrays
     if start.dtype not in (np.int64, np.int32) or not delta.any():
         return None
     numbers = range(int(start), int(limit), int(delta))
     return np.array(numbers, start.dtype) if len(numbers) <= 1 << 20 else None
+
+
+def _integers(function: Callable[..., Any]) -> _Exact:
+    """A function of integers of one type, 4 or 8 bytes wide."""
+
+    def compute(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
+        kinds = {a.dtype for a in arrays}
+        whole = len(kinds) == 1 and arrays[0].dtype in (np.int64, np.int32)
+        return function(*arrays) if whole and not traps(node, arrays) else None
+
+    return compute
+
+
+_EXACT: dict[str, _Exact] = {
+    "Identity": lambda node, arrays: arrays[0],
+    "Reshape": _reshape,
+    "Flatten": _flatten,
+    "Transpose": lambda node, arrays: np.transpose(arrays[0], node.attributes.get_ints("perm")),
+    "Squeeze": lambda node, arrays: np.squeeze(
+        arrays[0], None if _at(arrays, 1) is None else _ints(arrays[1])
+    ),
+    "Unsqueeze": lambda node, arrays: np.expand_dims(arrays[0], _ints(arrays[1])),
+    "Concat": _concat,
+    # take raises IndexError where an index is out of bounds
+    "Gather": lambda node, arrays: np.take(
+        arrays[0], arrays[1], node.attributes.get_int("axis", 0)
+    ),
+    "Slice": _slice,
+    "Shape": _shape,
+    "Size": lambda node, arrays: np.array(arrays[0].size, np.int64),
+    "Expand": lambda node, arrays: np.broadcast_to(
+        arrays[0], np.broadcast_shapes(arrays[0].shape, _ints(arrays[1]))
+    ),
+    "ConstantOfShape": _constant_of_shape,
+    "Cast": _cast,
+    "Where": _where,
+    "Range": _range,
+    "Add": _integers(np.add),
+    "Sub": _integers(np.subtract),
+    "Mul": _integers(np.multiply),
+    "Div": _integers(lambda a, b: (a - np.fmod(a, b)) // b),  # towards zero, as C++ divides
+    "Neg": _integers(np.negative),
+    "Abs": _integers(np.abs),
+    "Equal": _integers(np.equal),
+    "Less": _integers(np.less),
+    "LessOrEqual": _integers(np.less_equal),
+    "Greater": _integers(np.greater),
+    "GreaterOrEqual": _integers(np.greater_equal),
+    "And": lambda node, arrays: np.logical_and(*arrays),
+    "Or": lambda node, arrays: np.logical_or(*arrays),
+    "Xor": lambda node, arrays: np.logical_xor(*arrays),
+    "Not": lambda node, arrays: np.logical_not(arrays[0]),
+}
+"""What each operator computes; None where it is left to onnxruntime."""
