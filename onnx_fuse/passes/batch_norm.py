@@ -122,13 +122,10 @@ def _folded(
     with np.errstate(all="ignore"):
         weight, *bias, gamma, beta, mean, var = [a.astype(np.float64) for a in kept]
         epsilon = attribute(norm, "epsilon", 1e-5)
-        assert isinstance(epsilon, float)
         scale = gamma / np.sqrt(var + epsilon)
         before = bias[0] if bias else np.zeros(())
         if product.op_type == "Gemm":
-            factor = attribute(product, "beta", 1.0)
-            assert isinstance(factor, float)
-            before = before * factor
+            before = before * attribute(product, "beta", 1.0)
             if before.ndim > 1 and before.shape[0] != 1:
                 return None  # a bias per row
         by_channel = _by_channel(product, weight, scale)
@@ -146,7 +143,6 @@ def _by_channel(product: ir.Node, weight: np.ndarray, scale: np.ndarray) -> np.n
     """`scale` in a shape that multiplies `weight` by its output channels; None if it cannot."""
     if product.op_type == "ConvTranspose":  # [C, M / group, ...], channels in order of the groups
         group = attribute(product, "group", 1)
-        assert isinstance(group, int)
         if scale.size != weight.shape[1] * group or weight.shape[0] % group:
             return None
         rows = np.repeat(scale.reshape(group, -1), weight.shape[0] // group, axis=0)

@@ -125,6 +125,18 @@ class Body(Builder):
         """A constant vector of int64 with these numbers."""
         return self.constant(np.array(values, np.int64))
 
+    def like(self, op_type: str, node: ir.Node, inputs: Sequence[Any], names: str) -> Any:
+        """A node with those of `node`'s attributes that are named."""
+        return self.node(op_type, inputs, attributes={k: attr(node, k) for k in names.split()})
+
+    def channels_first(self, x: ir.Value, size: int) -> ir.Value:
+        """`x` [N, ..., C] of `size` axes as [N, C, ...]."""
+        return self.Transpose(x, perm=[0, size - 1, *range(1, size - 1)])
+
+    def channels_last(self, x: ir.Value, size: int) -> ir.Value:
+        """`x` [N, C, ...] of `size` axes as [N, ..., C]."""
+        return self.Transpose(x, perm=[0, *range(2, size), 1])
+
     def size(self, x: ir.Value, axis: int) -> ir.Value:
         """The extent of an axis (not negative) as a vector of one int64."""
         extent = dim(x, axis)
@@ -137,6 +149,10 @@ class Body(Builder):
         if all(isinstance(s, int) for s in sizes):
             return self.ints(*(s for s in sizes if isinstance(s, int)))
         return self.Concat(*(self.ints(s) if isinstance(s, int) else s for s in sizes), axis=0)
+
+
+CONV = "auto_pad dilations group kernel_shape pads strides"
+"""Attributes of a convolution."""
 
 
 # ---- what a body asks of its node ------------------------------------------------------------

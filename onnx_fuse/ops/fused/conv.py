@@ -6,7 +6,6 @@ with one ConvAdd or ConvAdd<Act>; ConvPRelu has a slope for each filter besides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -193,7 +192,7 @@ def _with_what_follows(rw: Rewriter, conv: ir.Node) -> bool:
         return rw.refuse("Conv+activation", nodes, "auto_pad depends on the input's size")
     size, channels = rank(w), dim(w, 0)
     kernel = attribute(conv, "kernel_shape") or [dim(w, i) for i in range(2, size or 2)]
-    if size is None or channels is None or not isinstance(kernel, Sequence) or None in kernel:
+    if size is None or channels is None or None in kernel:
         return rw.refuse("Conv+activation", nodes, "the weight's shape is not known")
     if size < 3:
         return rw.refuse("Conv+activation", nodes, "the weight has no spatial axes")

@@ -186,8 +186,7 @@ def _axis(node: ir.Node, size: int | None) -> int | None:
     if size is None:
         return None
     if node.op_type == "Split":
-        axis = attribute(node, "axis", 0)
-        return axis % size if isinstance(axis, int) else None
+        return attribute(node, "axis", 0) % size
     axes = (
         constant_ints(node.inputs[3])
         if len(node.inputs) > 3 and node.inputs[3] is not None

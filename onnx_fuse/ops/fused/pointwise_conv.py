@@ -11,7 +11,6 @@ where the one before moved C.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -58,8 +57,6 @@ def _pointwise(node: ir.Node | None) -> _Pointwise | None:
     if any(d != 1 for d in taps) or attribute(node, "group", 1) != 1:
         return None
     pads, strides = attribute(node, "pads", []), attribute(node, "strides", [])
-    assert isinstance(pads, Sequence)
-    assert isinstance(strides, Sequence)
     if any(pads) or any(step != 1 for step in strides):
         return None
     return _Pointwise(node, x, w, filters, channels)
@@ -103,7 +100,6 @@ def _rewrite(rw: Rewriter, node: ir.Node) -> bool:
         return False
     rows = turn.inputs[0]
     perm = attribute(turn, "perm", [])
-    assert isinstance(perm, Sequence)
     below, _ = through_row_views(rows)
     norm = canonical_norm(below.producer() if below is not None else None)
     if list(perm) != _channels_first(rank(conv.x) or 0) or norm is None:

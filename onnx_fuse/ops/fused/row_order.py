@@ -43,9 +43,7 @@ def _sizes(value: ir.Value | None) -> list[int] | None:
 
 
 def _perm(turn: ir.Node) -> list[int]:
-    given = attribute(turn, "perm")
-    size = rank(turn.inputs[0]) or 0
-    return [*given] if isinstance(given, Sequence) else [*range(size)][::-1]
+    return [*attribute(turn, "perm", range(rank(turn.inputs[0]) or 0)[::-1])]
 
 
 def _biased(value: ir.Value) -> ir.Node | None:
