@@ -35,7 +35,7 @@ def axes_of(node: ir.Node) -> list[int] | None:
 
 def _keep(op: Any, value: ir.Value, x: ir.Value, node: ir.Node) -> Tensor:
     """A reduced value (dy, y) with its reduced axes put back as ones."""
-    if node.attributes.get_int("keepdims", 1):
+    if node.attributes.get_int("keepdims", 1) or _is_noop(node):
         return value
     axes = axes_of(node)
     if axes is None and given(node, 1) is None:
@@ -203,13 +203,9 @@ REDUCE: dict[str, Unary] = {
     "ReduceMax": _extremum,
     "ReduceMin": _extremum,
     "ReduceProd": _prod,
-    "ReduceL1": lambda op, dy, x, y, n: op.Mul(
-        dy if _is_noop(n) else _keep(op, dy, x, n), op.Sign(x)
-    ),
+    "ReduceL1": lambda op, dy, x, y, n: op.Mul(_keep(op, dy, x, n), op.Sign(x)),
     "ReduceL2": _l2,
-    "ReduceSumSquare": lambda op, dy, x, y, n: op.Mul(
-        dy if _is_noop(n) else _keep(op, dy, x, n), op.Add(x, x)
-    ),
+    "ReduceSumSquare": lambda op, dy, x, y, n: op.Mul(_keep(op, dy, x, n), op.Add(x, x)),
     "ReduceLogSum": _log_sum,
     "ReduceLogSumExp": _log_sum_exp,
     "Softmax": _softmax,

@@ -313,7 +313,7 @@ def written_out(op: Builder, node: ir.Node, columns: int) -> ir.Value:
     `columns`: of its weight.
     """
     name = OPS[node.op_type]
-    row, y = ACTIVATIONS[name.activation], node.outputs[0]
+    y = node.outputs[0]
     *head, w, c = node.inputs
     shape = None if y.shape is None else [*y.shape[:-1], columns]
     if not name.norm and is_additive_identity(c):
@@ -323,12 +323,10 @@ def written_out(op: Builder, node: ir.Node, columns: int) -> ir.Value:
         both = op.node(plain, [*head, w, c], domain=FUSE, attributes=_norm_of(node))
     widths = op.constant([columns // 2] * 2)
     halves = list(op.Split(typed(both, y, shape), widths, axis=-1, outputs=2))
-    kept = {k: a.value for k, a in node.attributes.items() if f"{k}:" in row.attributes}
-    attributes = {**kept, **dict(row.fixed)}
     at = 0 if name.place == "GateFirst" else 1
     for half in halves:
         typed(half, y, y.shape)
-    halves[at] = op.node(row.op_type, [halves[at]], domain=row.domain, attributes=attributes)
+    halves[at] = ACTIVATIONS[name.activation].alone(op, halves[at], node)
     typed(halves[at], y, y.shape)
     return typed(op.Mul(*halves), y)
 

@@ -392,10 +392,7 @@ def _fuse_siblings(rw: Rewriter, node: ir.Node) -> bool:
         peer_act = (product_parts(peer) or ("", ""))[1]
         typed(piece, peer.outputs[0], peer.outputs[0].shape)
         if peer_act and not act:
-            row = ACTIVATIONS[peer_act]
-            kept = {k: v.value for k, v in peer.attributes.items() if k not in norms}
-            kept.update(row.fixed)
-            piece = op.node(row.op_type, [piece], domain=row.domain, attributes=kept)
+            piece = ACTIVATIONS[peer_act].alone(op, piece, peer)
         results.append(piece)
     rw.fusions["MergedGemm"] += 1
     rw.notes.append(f"merged into one {name}: {', '.join(label(n) for n in family)}")
