@@ -36,7 +36,7 @@ RANGES = {
     "int8": (-128, 127), "uint8": (0, 255), "int16": (-32768, 32767), "uint16": (0, 65535),
     "int4": (-8, 7), "uint4": (0, 15), "int2": (-2, 1), "uint2": (0, 3),
 }  # fmt: skip
-"""The integers that are quantized to."""
+"""The range of each integer type that is quantized to."""
 FLOATS = ("float32", "float16", "bfloat16")
 View = Callable[[Tensor], Tensor]
 
@@ -151,7 +151,7 @@ def quantize(ctx: Context, node: ir.Node) -> str | None:
 
 
 def to_integer(code: Code, value: Ref, dtype: str, zero: Ref | None) -> Ref:
-    """The float32 value, rounded and put upon its zero point, as the nearest integer of `dtype`."""
+    """The float32 value, rounded and shifted by its zero point, as the nearest `dtype`."""
     value = code.step("Round", "float32", value)
     if zero is not None:
         value = code.step("Add", "float32", value, code.step("Cast", "float32", zero))

@@ -80,7 +80,7 @@ def _respell(node: ir.Node, version: int, opset: int) -> None:
 
 
 def _written_out(node: ir.Node, version: int, opset: int) -> bool:
-    """Put what an operator that `opset` lacks is made of in its place, where that is known."""
+    """Replace an operator that `opset` lacks by those that it is made of, where they are known."""
     write, op, graph = WRITTEN_OUT.get(node.op_type), Builder(), node.graph
     results = write(node, op) if write is not None else None
     if results is None or graph is None:
@@ -119,8 +119,8 @@ def _check_type(
 
 
 WRITTEN_OUT: dict[str, Callable[[ir.Node, Builder], list[ir.Value] | None]] = {}
-"""Operators that older opsets lack, in whole or in an attribute, by what they are made of; None
-where that is not known."""
+"""By operator, what emits the operators that it is made of, for opsets that lack it or one of its
+attributes; None for a node that it cannot write."""
 
 
 def _gelu(node: ir.Node, op: Builder) -> list[ir.Value] | None:
@@ -293,15 +293,12 @@ def _batch_norm(node: ir.Node) -> bool:
     return mode is None or mode.value == 0
 
 
-@_rule(9, "BatchNormalization")
-def _batch_norm_spatial(node: ir.Node) -> bool:
-    return True  # spatial=1, its default
-
-
+@_rule(9, "BatchNormalization")  # spatial=1 is the older operator's default
 @_rule(19, "LeakyRelu", "PRelu", "Elu", "HardSigmoid", "HardSwish", "Mish", "Selu", "Softplus")
 @_rule(19, "Softsign", "ThresholdedRelu")
-def _slope(node: ir.Node) -> bool:
-    return True  # what it is of no longer matters
+def _means_the_same(node: ir.Node) -> bool:
+    """The older operator computes the same; only on the way up it is written otherwise."""
+    return True
 
 
 @_rule(16, "RoiAlign")

@@ -42,7 +42,7 @@ def evaluate(
     """
     found: dict[ir.Value, Array] = {}
     asked: list[ir.Node] = []
-    coming: set[ir.Value] = set()  # what the nodes asked for give
+    coming: set[ir.Value] = set()  # the outputs of `asked`
     for node in nodes:
         given = [None if v is None else found.get(v, known.get(v)) for v in node.inputs]
         complete = all(a is not None or v is None for a, v in zip(given, node.inputs, strict=True))
@@ -102,7 +102,7 @@ def _key(
     )
 
 
-_FEW = 256  # bytes of a node's inputs with which its answers are remembered
+_FEW = 256  # the answers of a node are remembered if its inputs have at most these bytes
 
 
 def _run_what_runs(
@@ -110,7 +110,7 @@ def _run_what_runs(
 ) -> dict[ir.Value, Array]:
     try:
         return _run(nodes, known, opsets)
-    except Exception:  # noqa: BLE001 - whatever it raises, it has no answer for all of them
+    except Exception:  # noqa: BLE001 - whatever it raises, the nodes are then run one by one
         if len(nodes) == 1:
             return {}
     found: dict[ir.Value, Array] = {}
@@ -171,7 +171,7 @@ def _run(
 _SMALL = 1 << 12  # bytes of a model whose answers are remembered: each layer asks for the same
 DRAWS = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli",
          "Multinomial", "Dropout"}  # fmt: skip
-"""Operators of which two runs give two results."""
+"""Operators whose results differ from run to run."""
 
 
 @lru_cache(1024)
@@ -200,12 +200,12 @@ def _may_trap(arrays: Sequence[Array | None]) -> bool:
 
 
 def traps(node: ir.Node, arrays: Sequence[Array | None]) -> bool:
-    """Whether a division of integers would end the process: by 0, or of the smallest by -1."""
+    """Whether an integer division would end the process: by 0, or of the smallest integer by -1."""
     if not _integer_division(node) or len(arrays) < 2:
         return False
     a, b = arrays[0], arrays[1]
     if a is None or b is None or {a.dtype.kind, b.dtype.kind} - {"i", "u"}:
-        return False  # of different kinds it is no valid division, which inference says
+        return False  # inference reports that the types differ
     smallest = b.dtype.kind == "i" and (b == -1).any() and (a == np.iinfo(a.dtype).min).any()
     return bool((b == 0).any() or smallest)
 

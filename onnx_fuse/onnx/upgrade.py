@@ -17,8 +17,8 @@ from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx.build import Builder, all_nodes, const_array, given, rank
 
 Rule = Callable[[ir.Node, Builder], "Sequence[ir.Value] | None"]
-"""Changes the node in place, with the nodes it needs before it in the builder; or answers the
-values that stand for the node's outputs."""
+"""Changes the node in place and emits the nodes that it then reads, or returns the values that
+replace the node's outputs."""
 
 UPGRADES: dict[tuple[str, int], Rule] = {}
 
@@ -72,7 +72,7 @@ def _rule(since: int, *ops: str) -> Callable[[Rule], Rule]:
 
 
 def _pop_attribute(node: ir.Node, name: str, default: Any = None) -> Any:
-    """The value of an attribute, which the node loses."""
+    """Remove an attribute from the node and return its value."""
     attribute = node.attributes.pop(name, None)
     return default if attribute is None else attribute.value
 
@@ -94,7 +94,7 @@ def _read(node: ir.Node) -> ir.Value:
 def _like(op: Builder, number: float, x: ir.Value) -> ir.Value:
     """A scalar of x's type."""
     if x.dtype is not None and x.dtype.is_floating_point():
-        with np.errstate(over="ignore"):  # a bound beyond float16 is none
+        with np.errstate(over="ignore"):  # a bound beyond float16 becomes infinite
             return op.constant(np.array(number, np.float32).astype(x.dtype.numpy()))
     return op.CastLike(op.constant(np.array(number, np.float32)), x)
 
@@ -128,7 +128,7 @@ def _as_inputs(moved: Sequence[Moved]) -> Rule:
         for i, name, kind, default in moved:
             value = _pop_attribute(node, name, default)
             if value is None or (name in ("axes", "value") and not value):
-                continue  # no axes are all axes
+                continue  # without axes it reduces all
             if kind == "float":
                 _set_input(node, i, _like(op, value, _read(node)))
             else:
@@ -337,8 +337,9 @@ def _scan(node: ir.Node, op: Builder) -> Sequence[ir.Value]:
 
 @_rule(19, "LeakyRelu", "PRelu")
 def _slope_of_other_types(node: ir.Node, op: Any) -> list[ir.Value] | None:
-    """onnxruntime's kernel is of float32; other types run by the standard's body, which it takes
-    up to opset 18 alone (1.32).
+    """Write the operator out for types of which onnxruntime (1.32) has no kernel.
+
+    It runs them by the standard's body, but only up to opset 18.
     """
     x = node.inputs[0]
     if x is None or x.dtype is None or x.dtype in _KERNEL_TYPES:
@@ -357,9 +358,9 @@ _KERNEL_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 @_rule(19, "Elu", "HardSigmoid", "HardSwish", "Mish", "Selu", "Softplus", "Softsign")
 @_rule(19, "ThresholdedRelu")
 def _activation_of_float64(node: ir.Node, op: Any) -> list[ir.Value] | None:
-    """As for LeakyRelu: onnxruntime runs float64 by the standard's body at opset 18 alone (1.32).
+    """Write the operator out for float64, of which onnxruntime (1.32) has no kernel.
 
-    The formulas are those bodies, in their order of operations.
+    It runs the standard's body, but only up to opset 18; the formulas have its order of operations.
     """
     x = node.inputs[0]
     if x is None or x.dtype != ir.DataType.DOUBLE:

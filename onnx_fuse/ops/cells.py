@@ -121,7 +121,7 @@ class Cell:
 
 
 def activations(node: ir.Node, directions: int) -> list[Activation] | None:
-    """The node's activations with their numbers; None where onnxruntime's reading is not plain."""
+    """The node's activations with their numbers; None where onnxruntime may read them otherwise."""
     default = DEFAULT[node.op_type] * directions
     names = list(node.attributes.get_strings("activations", default))
     if len(names) != len(default) or any(name not in TAKES for name in names):

@@ -25,7 +25,7 @@ from onnx_fuse.ops.rewrite import (
 )
 
 FOLD_BATCH_NORM = "FoldBatchNorm"
-"""name of the rewrite in reports and for --fuse and --skip."""
+"""The name of the rewrite in reports and for --fuse and --skip."""
 
 
 def fold_batch_norm(rw: Rewriter) -> int:
@@ -35,7 +35,7 @@ def fold_batch_norm(rw: Rewriter) -> int:
 
 
 def _climbed(norm: ir.Node) -> tuple[ir.Node, ir.Node | None, list[ir.Node]] | None:
-    """The product whose channels these are, the Add of its bias, and the views upward."""
+    """The product whose channels the norm scales, the Add of its bias, and the views between."""
     value, axis, views = norm.inputs[0], 1, list[ir.Node]()
     while (view := producer(value, *_VIEWS)) is not None and len(views) < _MOST:
         below = row_axis(view, axis)

@@ -296,7 +296,7 @@ def function(node: ir.Node, opsets: Mapping[str, int], overload: str = "") -> ir
 
 
 def signature(node: ir.Node) -> Any:
-    """Equal for nodes of one operator whose bodies are the same; None where that is unknown."""
+    """A key, equal for nodes of one operator with the same body; None where that is unknown."""
     attributes = []
     for name, attribute in sorted(node.attributes.items()):
         value = None if attribute.is_ref() else attribute.value
@@ -305,7 +305,7 @@ def signature(node: ir.Node) -> Any:
         elif not isinstance(value, str | int | float):
             return None
         attributes.append((name, value))
-    symbols: dict[str, int] = {}  # by which equal sizes are told, whatever they are called
+    symbols: dict[str, int] = {}  # a number for each, so that the symbols' names do not matter
 
     def size(d: int | ir.SymbolicDim) -> Any:
         if isinstance(d, int):

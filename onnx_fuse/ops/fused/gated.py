@@ -40,7 +40,7 @@ from onnx_fuse.ops.rewrite import (
 
 NAME = "GatedGemm"
 PLACES = {"GateFirst": ("z, u", "g, u"), "GateLast": ("u, z", "u, g")}
-"""Which half is the gate -> the halves z (the gate's) and u of the product; their order in y."""
+"""By the gate's half: the halves of the product in order, and the factors of y; g = act(z)."""
 
 
 def _define(prefix: str, place: str, activation: Activation) -> OpDef:
@@ -196,7 +196,9 @@ def _axis(node: ir.Node, size: int | None) -> int | None:
 
 
 def _plain(node: ir.Node | None) -> tuple[Parts, bool] | None:
-    """A product without an activation, one of ONNX's Gemm too; whether its w is [columns, K]."""
+    """The parts of a product without an activation (ONNX's Gemm included), and whether it reads a
+    weight [columns, K].
+    """
     if node is None:
         return None
     parts = product_parts(node)
