@@ -144,7 +144,7 @@ def _gelu(node: ir.Node, op: Builder) -> list[ir.Value] | None:
 def _layer_norm(node: ir.Node, op: Builder) -> list[ir.Value] | None:
     """Write a norm over the last axis of float32 or double; other types need unknown casts."""
     x, scale = node.inputs[:2]
-    bias = node.inputs[2] if len(node.inputs) > 2 else None
+    bias = given(node, 2)
     if x is None or x.dtype not in (ir.DataType.FLOAT, ir.DataType.DOUBLE):
         return None
     axis = node.attributes.get_int("axis", -1)

@@ -344,7 +344,7 @@ def _slope_of_other_types(node: ir.Node, op: Any) -> list[ir.Value] | None:
     x = node.inputs[0]
     if x is None or x.dtype is None or x.dtype in _KERNEL_TYPES:
         return None
-    slope = node.inputs[1] if len(node.inputs) > 1 else None
+    slope = given(node, 1)
     dtype = x.dtype.numpy()
     if slope is None:
         slope = op.constant(np.array(np.float32(_pop_attribute(node, "alpha", 0.01)), dtype))

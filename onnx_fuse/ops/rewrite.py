@@ -23,6 +23,7 @@ from onnx_fuse.onnx.build import (
     all_nodes,
     const_array,
     dim,
+    given,
     rank,
     subgraphs,
     unique_name,
@@ -434,10 +435,10 @@ def _pads_rows(node: ir.Node, axis: int) -> bool:
     """Whether a Pad adds zeros, and along other axes than `axis` alone."""
     if node.op_type != "Pad" or node.domain or attribute(node, "mode", "constant") != "constant":
         return False
-    if len(node.inputs) > 2 and node.inputs[2] is not None and scalar(node.inputs[2]) != 0:
+    if given(node, 2) is not None and scalar(node.inputs[2]) != 0:
         return False
     size, pads = rank(node.inputs[0]), constant_ints(node.inputs[1])
-    if size is None or (len(node.inputs) > 3 and node.inputs[3] is not None):
+    if size is None or given(node, 3) is not None:
         return False
     return pads is not None and pads[axis] == pads[axis + size] == 0
 

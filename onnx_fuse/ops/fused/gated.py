@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, dim, rank
+from onnx_fuse.onnx.build import Builder, dim, given, rank
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.activations import ACTIVATIONS, Activation, signature
@@ -171,7 +171,7 @@ def _piece(value: ir.Value | None) -> tuple[ir.Value, int | None, ir.Node] | Non
         return whole, None if None in sizes else sum(size or 0 for size in sizes), node
     if node.op_type == "Slice":
         starts, steps = constant_ints(node.inputs[1]), None
-        if len(node.inputs) > 4 and node.inputs[4] is not None:
+        if given(node, 4) is not None:
             steps = constant_ints(node.inputs[4])
             if steps != [1]:
                 return None
@@ -187,11 +187,7 @@ def _axis(node: ir.Node, size: int | None) -> int | None:
         return None
     if node.op_type == "Split":
         return attribute(node, "axis", 0) % size
-    axes = (
-        constant_ints(node.inputs[3])
-        if len(node.inputs) > 3 and node.inputs[3] is not None
-        else [0]
-    )
+    axes = constant_ints(node.inputs[3]) if given(node, 3) is not None else [0]
     return axes[0] % size if axes is not None and len(axes) == 1 else None
 
 

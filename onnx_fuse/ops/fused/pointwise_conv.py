@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, const_array, dim, rank
+from onnx_fuse.onnx.build import Builder, const_array, dim, given, rank
 from onnx_fuse.ops.fused.activations import activation_of
 from onnx_fuse.ops.fused.norm import canonical_norm
 from onnx_fuse.ops.rewrite import (
@@ -77,7 +77,7 @@ def _product(rw: Rewriter, op: Builder, conv: _Pointwise, x: ir.Value) -> ir.Val
     else:
         w = rw.initializer(f"{conv.w.name}.T", array.reshape(shape).T)
     y = op.MatMul(x, w)
-    bias = conv.node.inputs[2] if len(conv.node.inputs) > 2 else None
+    bias = given(conv.node, 2)
     sizes = [*(x.shape or ())[:-1], conv.filters]
     y = typed(y, x, sizes)
     return y if bias is None else typed(op.Add(y, bias), x, sizes)
