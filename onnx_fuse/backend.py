@@ -48,10 +48,9 @@ class Rep(BackendRep):
                 raise ValueError(f"{len(values)} inputs given, the model takes {len(names)}")
             inputs = dict(zip(names, values, strict=False))
         outputs = [v.name for v in self.session.get_outputs()]
-        named: tuple[Any, ...] = namedtupledict("Outputs", outputs)(
+        return namedtupledict("Outputs", outputs)(
             *self.session.run(None, inputs, kwargs.get("run_options"))
         )
-        return named
 
 
 class Backend(Base):

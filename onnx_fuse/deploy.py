@@ -169,9 +169,7 @@ def _compiled(
     with cublaslt.left_out():
         made = []
         for target, hw in targets.items():
-            programs = Specializer(
-                graph, hw, math=math, state=state
-            )  # what a session has for a shape
+            programs = Specializer(graph, hw, math=math, state=state)  # as a session has it
             for i, closed in enumerate(wanted):
                 progress.report(f"lowering for {target}", i, len(wanted))
                 if free:

@@ -205,8 +205,7 @@ class InferenceSession:
             for name in names:
                 if name not in self._output_names:
                     raise _invalid(f"Invalid output name:{name}")
-        found: list[Any] = self._executable.run(names, self._feeds(input_feed))
-        return found
+        return self._executable.run(names, self._feeds(input_feed))
 
     def io_binding(self) -> Any:
         """An object that says where inputs come from and where outputs go, as onnxruntime has it.
@@ -530,8 +529,7 @@ def _invalid(text: str) -> Exception:
         from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
     except ImportError:  # onnx-fuse-runtime does without
         return UsageError(text)
-    error: Exception = InvalidArgument(f"[ONNXRuntimeError] : 2 : INVALID_ARGUMENT : {text}")
-    return error
+    return InvalidArgument(f"[ONNXRuntimeError] : 2 : INVALID_ARGUMENT : {text}")
 
 
 def load(model: Model) -> onnx_ir.Model:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import onnx
 import onnx_ir
@@ -18,7 +16,7 @@ from onnx_fuse.cuda import nvrtc, pointwise
 from onnx_fuse.errors import ModelError
 from onnx_fuse.kernels import reduce as reduce_kernels
 from onnx_fuse.kernels import site
-from onnx_fuse.lower import elementwise, indexing, linear, views, walk
+from onnx_fuse.lower import elementwise, indexing, views, walk
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.save import to_proto
 from onnx_fuse.onnx.shapes import infer_shapes
@@ -28,6 +26,7 @@ from onnx_fuse.program.call import NeedsValues, Tensor, reshape_strides
 from onnx_fuse.program.problem import CHIPS, Problem
 from onnx_fuse.runtime.states import SOUND, guarded
 from onnx_fuse.training import optim
+from onnx_fuse.training.backends import Whole
 from onnx_fuse.training.step import training_model
 from onnx_fuse.training.trainer import Trainer
 
@@ -429,7 +428,7 @@ def test_a_trainers_float32_gradients_by_split_products_are_one_call(rows, hw, c
         model.graph.initializer.append(onnx.numpy_helper.from_array(ones, name))
     graph, _ = training_model(
         model, loss="mse", optimizer=optim.SGD(lr=0.1), precision="bf16x3", fused=True, level=1,
-        whole=partial(linear.gradient_pays, math="bf16x3", hw=hw),
+        whole=Whole("bf16x3", hw, 0),
     )  # fmt: skip
     shapes = {
         v.name: (tuple(d if isinstance(d, int) else 2048 for d in v.shape), v.dtype.numpy().name)

@@ -274,15 +274,15 @@ def test_host_arithmetic() -> None:
     trace = Trace()
     b, t = trace.symbol("b", 2), trace.symbol("t", 6)
     shape = np.array([b, t, 64], object)
-    picked = host.evaluate("Gather", [shape, np.array([0, 1])], {"axis": 0})
-    product = host.evaluate("Mul", [picked, np.array([1, 2])], {})
-    target = host.evaluate("Concat", [product, np.array([-1, 8])], {"axis": 0})
+    picked = host.evaluate(ir.node("Gather", []), [shape, np.array([0, 1])])
+    product = host.evaluate(ir.node("Mul", []), [picked, np.array([1, 2])])
+    target = host.evaluate(ir.node("Concat", [], {"axis": 0}), [product, np.array([-1, 8])])
     assert target is not None
     assert [type(v) for v in target] == [Size, Size, int, int]
     assert Open((tuple(target),), trace).at({"b": 5, "t": 7}) == ((5, 14, -1, 8),)
-    assert host.evaluate("Equal", [target, np.array([2, 12, -1, 8])], {}).all()  # type: ignore[union-attr]
+    assert host.evaluate(ir.node("Equal", []), [target, np.array([2, 12, -1, 8])]).all()
     assert {"(12+-2*t) == 0", "(2+-1*b) == 0"} == set(trace.guards)
-    assert host.evaluate("TopK", [target], {}) is None
+    assert host.evaluate(ir.node("TopK", []), [target]) is None
 
 
 # ---- whole models -------------------------------------------------------------------------------

@@ -33,8 +33,7 @@ def check(
         feeds = [read_feeds(inputs, files.load(original, str(original)))] if inputs else None
         return check_outputs(original, candidate, feeds=feeds, device=device, **options)
 
-    checked: Check = guarded(work, str(original), device)
-    return checked
+    return guarded(work, str(original), device)
 
 
 def gradients(
@@ -61,8 +60,7 @@ def gradients(
         feeds = None if inputs is None else read_feeds(inputs, graph)
         return check_gradients(model, feeds=feeds, device=device, **options)
 
-    checked: GradientCheck = guarded(work, str(model), device)
-    return checked
+    return guarded(work, str(model), device)
 
 
 def _with_cotangents(inputs: Path, backward: Any, model: Path) -> Feeds:

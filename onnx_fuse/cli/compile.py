@@ -18,6 +18,7 @@ from onnx_fuse.cli.options import (
     Precision,
     check_precision,
     hardware_of,
+    output_option,
     shape_sets,
     size_ranges,
     split_names,
@@ -49,15 +50,7 @@ def compile(
             "machine, which is the default.",
         ),
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "-o",
-            "--output",
-            metavar="OUT",
-            help="Write to this file. The default is MODEL with the ending .fused.",
-        ),
-    ] = None,
+    output: Annotated[Path | None, output_option(".fused")] = None,
     precision: Precision = "fp32",
     level: Annotated[
         int,

@@ -16,6 +16,7 @@ from onnx_fuse.cli.options import (
     Json,
     ModelArg,
     Shapes,
+    output_option,
     parse_dims,
     parse_shapes,
     split_names,
@@ -35,15 +36,7 @@ EXAMPLES = (
 
 def gradient(
     model: ModelArg,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "-o",
-            "--output",
-            metavar="OUT",
-            help="Write to this file. The default is MODEL with the ending .grad.onnx.",
-        ),
-    ] = None,
+    output: Annotated[Path | None, output_option(".grad.onnx")] = None,
     loss: Annotated[
         str | None,
         typer.Option(

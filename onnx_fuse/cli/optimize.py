@@ -20,6 +20,7 @@ from onnx_fuse.cli.options import (
     Shapes,
     check_precision,
     hardware_of,
+    output_option,
     parse_dims,
     parse_shapes,
     split_names,
@@ -44,15 +45,7 @@ def optimize(
         Path | None,
         typer.Argument(metavar="MODEL", help="The .onnx file to fuse.", show_default=False),
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "-o",
-            "--output",
-            metavar="OUT",
-            help="Write to this file. The default is MODEL with the ending .fused.onnx.",
-        ),
-    ] = None,
+    output: Annotated[Path | None, output_option(".fused.onnx")] = None,
     level: Annotated[
         int,
         typer.Option(min=0, max=3, help="Fuse up to this level; --list says what each level does."),
@@ -247,8 +240,7 @@ def _refusal(graph: Any, path: Path) -> str | None:
             return ort.plain(error)
         return None
 
-    answer: str | None = checking.guarded(work, str(path), "cpu")
-    return answer
+    return checking.guarded(work, str(path), "cpu")
 
 
 def _opset(given: str | None) -> int | None:

@@ -76,6 +76,12 @@ Dims = Annotated[
 ]
 
 
+def output_option(ending: str) -> Any:
+    """-o, the file that a command writes; the model's name with another ending by default."""
+    text = f"Write to this file. The default is MODEL with the ending {ending}."
+    return typer.Option("-o", "--output", metavar="OUT", help=text)
+
+
 def check_device(device: str) -> None:
     """Raise UsageError for a device that there is not."""
     if device not in ("cpu", "cuda"):

@@ -19,6 +19,7 @@ from onnx_fuse.cli.options import (
     ModelArg,
     Shapes,
     Trace,
+    output_option,
     parse_dims,
     parse_shapes,
     split_names,
@@ -60,15 +61,7 @@ def train(
             "scalar output, or an .onnx file that computes it.",
         ),
     ],
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "-o",
-            "--output",
-            metavar="OUT",
-            help="Write to this file. The default is MODEL with the ending .tuned.onnx.",
-        ),
-    ] = None,
+    output: Annotated[Path | None, output_option(".tuned.onnx")] = None,
     config: Config = None,
     val: Annotated[
         Path | None,

@@ -135,8 +135,7 @@ def _once(memo: dict[Any, Any] | None, key: object, make: Callable[[], T]) -> T:
         return make()
     if key not in memo:
         memo[key] = make()
-    found: T = memo[key]
-    return found
+    return memo[key]
 
 
 _CHOICES: ContextVar[dict[Any, Any] | None] = ContextVar("choices", default=None)

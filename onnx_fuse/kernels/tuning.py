@@ -80,8 +80,7 @@ def read(name: str) -> AnyProblem:
     rest = [word for word, equals, _ in words if not equals]
     try:
         if op in _KINDS and rest == [op]:
-            found: AnyProblem = _made(_KINDS[op], values)
-            return found
+            return _made(_KINDS[op], values)
         kind, types, layout, *math = rest
         if kind != op or not set(layout) <= {"N", "T"}:
             raise ValueError(text)

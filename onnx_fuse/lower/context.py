@@ -91,8 +91,7 @@ class Context(ABC):
         self._copies: dict[Tensor, Tensor] = {}
         self._known_constants: dict[Any, Tensor] = {}
         self.folds: dict[tuple[tuple[int, int], ...], dict[str, Tensor]] = {}
-        """Weights that the program folds in each run: where gamma, beta, w, c stand -> wq, cs,
-        cv."""
+        """wq, cs, cv that the program computes in each run, by the places of gamma, beta, w, c."""
         self.fold_pays: dict[tuple[Problem, bool], bool] = {}
         self.channels_last: set[int] = set()
         """Buffers of images whose channels are the last axis in memory (`channels_last`)."""
@@ -100,7 +99,7 @@ class Context(ABC):
         self._names, self._prefix = 0, "value"
         self._random: Tensor | None = None
         self._streams = 0
-        self._results: set[ir.Value] = set()  # of decompositions: used, though by no node
+        self._results: set[ir.Value] = set()  # outputs of decompositions, which later calls read
         self._owner = ""
         self._plain = False  # whether ONNX is told the numbers of open sizes
         self._open_sizes: dict[str, Any] = {}  # by the name that stands for one in ONNX
@@ -303,7 +302,7 @@ class Context(ABC):
         return node.name or (node.outputs[0].name if node.outputs else "") or node.op_type
 
     def _tensor(self, slot: Slot) -> Tensor:
-        """The node as messages name it."""
+        """The slot's tensor; a value known on the host becomes a constant in device memory."""
         if slot.tensor is None:
             assert slot.host is not None
             slot.tensor = self.constant(slot.host)

@@ -40,9 +40,7 @@ def four_bits(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results |
         return None
     z = y = op.Add(op.MatMul(x, w), c)
     if name.activation:
-        row = TABLE[name.activation]
-        kept = {k: a.value for k, a in node.attributes.items()} | dict(row.fixed)
-        y = op.node(row.op_type, [z], domain=row.domain, attributes=kept)
+        y = TABLE[name.activation].alone(op, z, node)
     return [y, z][: 1 + len(name.exposed)]
 
 
@@ -76,10 +74,7 @@ def group_norm(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results:
     scale, bias = (op.Reshape(value, [-1]) for value in (scale, bias))
     y = op.GroupNormalization(x, scale, bias, num_groups=groups, epsilon=epsilon)
     row = TABLE.get(FusedName.of(node.op_type).activation)
-    if row is not None:
-        kept = {k: a.value for k, a in node.attributes.items() if f"{k}:" in row.attributes}
-        y = op.node(row.op_type, [y], domain=row.domain, attributes=dict(row.fixed) | kept)
-    return [y]
+    return [y if row is None else row.alone(op, y, node)]
 
 
 def gated(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results:

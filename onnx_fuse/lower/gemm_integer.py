@@ -15,7 +15,7 @@ from onnx_fuse.kernels.gemm_integer import BYTES, LINE
 from onnx_fuse.lower import linear
 from onnx_fuse.lower.context import Context, Lowering, copy, emit
 from onnx_fuse.lower.conv import window
-from onnx_fuse.lower.quant import RANGES
+from onnx_fuse.lower.quant import to_integer
 from onnx_fuse.lower.views import reshaped
 from onnx_fuse.program import size as sizes
 from onnx_fuse.program.call import Tensor
@@ -196,11 +196,7 @@ def _requantize(
         sa, sb, sy = (code.step("Cast", "float32", number(i)) for i in places[:3])
         scale = code.step("Div", "float32", code.step("Scale", "float32", sa, sb), sy)
     value = code.step("Scale", "float32", code.step("Cast", "float32", value), scale)
-    value = code.step("Round", "float32", value)
-    value = code.step("Add", "float32", value, code.step("Cast", "float32", number(places[3])))
-    ends = [code.scalar(end, "float32") for end in RANGES[dtype]]
-    value = code.step("Cast", dtype, code.step("Saturate", "float32", value, *ends))
-    emit(ctx, code, node, value, y)
+    emit(ctx, code, node, to_integer(code, value, dtype, number(places[3])), y)
     return None
 
 

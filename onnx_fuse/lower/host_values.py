@@ -9,13 +9,11 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.lower.context import WEIGHT_LIMIT, Context, Slot, captured
-from onnx_fuse.onnx.evaluate import evaluate
+from onnx_fuse.onnx.evaluate import DRAWS, evaluate
 from onnx_fuse.program import host
 from onnx_fuse.program import size as sizes
 from onnx_fuse.program.problem import ITEMSIZE
 
-RANDOM = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli",
-          "Multinomial", "Dropout"}  # fmt: skip
 HOST_LIMIT = 1 << 22
 """Elements up to which a node whose inputs are all known is evaluated at lowering."""
 
@@ -25,7 +23,7 @@ class HostValues(Context):
 
     def _evaluate(self, node: ir.Node) -> bool:
         """Evaluate a node on the host if its results do not depend on the values of the feeds."""
-        if (node.op_type in RANDOM and node.domain == "") or node.domain not in ("", "ai.onnx.ml"):
+        if (node.op_type in DRAWS and node.domain == "") or node.domain not in ("", "ai.onnx.ml"):
             return False
         if node.op_type in ("Shape", "Size"):
             return self._shape(node)
@@ -67,11 +65,10 @@ class HostValues(Context):
         """Evaluate a node that reads open sizes; False where the device has to compute it."""
         if node.op_type in ("ConstantOfShape", "Expand") and self._filled(node, arrays):
             return True
-        given = {name: self.attr(node, name) for name in node.attributes}
         moves = node.op_type in ("Expand", "Gather", "Slice", "Tile")
         if node.op_type == "Range" or (moves and not host.is_open(arrays[0])):
             return False  # an open number of elements: on the device
-        found = host.evaluate(node.op_type, arrays, given)
+        found = host.evaluate(node, arrays)
         if found is not None:
             self._known(node.outputs[0], found)
             return True

@@ -401,15 +401,6 @@ def _turned(ctx: Context, problem: Problem, w: Tensor) -> bool:
     return pays((problem, copies), (turned,), ctx.hw)
 
 
-def gradient_pays(node: ir.Node, math: str, hw: Hardware) -> bool:
-    """Whether a fused float32 norm and product are faster than the two operators by themselves.
-
-    The gradient of the fused form is one call.
-    """
-    found = gradient_costs(node, math, hw)
-    return found is not None and found.whole < found.apart
-
-
 class Costs(NamedTuple):
     """Predicted seconds of forward and backward: fused, and of a norm and a product [m, k, n]."""
 
@@ -421,7 +412,7 @@ class Costs(NamedTuple):
 def gradient_costs(node: ir.Node, math: str, hw: Hardware) -> Costs | None:
     """What a fused float32 norm and product cost; None for a node that is no such pair.
 
-    An unknown number of rows is taken to be 1024.
+    The gradient of the fused form is one call. An unknown number of rows is taken to be 1024.
     """
     name = FusedName.of(node.op_type)
     suffix = name.activation

@@ -36,7 +36,7 @@ RANGES = {
     "int8": (-128, 127), "uint8": (0, 255), "int16": (-32768, 32767), "uint16": (0, 65535),
     "int4": (-8, 7), "uint4": (0, 15), "int2": (-2, 1), "uint2": (0, 3),
 }  # fmt: skip
-"""The integers that are quantized to."""
+"""The range of each integer type that is quantized to."""
 FLOATS = ("float32", "float16", "bfloat16")
 View = Callable[[Tensor], Tensor]
 
@@ -142,17 +142,21 @@ def quantize(ctx: Context, node: ir.Node) -> str | None:
             # a quotient of 16-bit floats that is rounded to float first is rounded right
             value = code.step(cast_step(how), how, code.step("Div", "float32", value, divisor))
         if dtype in RANGES:
-            zero = _number(ctx, code, node, 2, numbers)
-            value = code.step("Round", "float32", value)
-            if zero is not None:
-                value = code.step("Add", "float32", value, code.step("Cast", "float32", zero))
-            ends = [code.scalar(end, "float32") for end in RANGES[dtype]]
-            value = code.step("Cast", dtype, code.step("Saturate", "float32", value, *ends))
+            value = to_integer(code, value, dtype, _number(ctx, code, node, 2, numbers))
         else:
             saturate = bool(ctx.attr(node, "saturate", 1)) or dtype == "float4_e2m1fn"
             value = rounded(code, value, dtype, saturate)
         emit(ctx, code, node, value, elements(y))
     return None
+
+
+def to_integer(code: Code, value: Ref, dtype: str, zero: Ref | None) -> Ref:
+    """The float32 value, rounded and shifted by its zero point, as the nearest `dtype`."""
+    value = code.step("Round", "float32", value)
+    if zero is not None:
+        value = code.step("Add", "float32", value, code.step("Cast", "float32", zero))
+    ends = [code.scalar(end, "float32") for end in RANGES[dtype]]
+    return code.step("Cast", dtype, code.step("Saturate", "float32", value, *ends))
 
 
 def dequantize(ctx: Context, node: ir.Node) -> str | None:
@@ -271,11 +275,7 @@ def dynamic_quantize(ctx: Context, node: ir.Node) -> str | None:
         return None
     code = Code()
     value = code.step("Div", "float32", code.load(x), code.load(scale.expand(x.shape)))
-    value = code.step("Round", "float32", value)
-    offset = code.step("Cast", "float32", code.load(zero.expand(x.shape)))
-    value = code.step("Add", "float32", value, offset)
-    ends = [code.scalar(end, "float32") for end in RANGES["uint8"]]
-    value = code.step("Cast", "uint8", code.step("Saturate", "float32", value, *ends))
+    value = to_integer(code, value, "uint8", code.load(zero.expand(x.shape)))
     emit(ctx, code, node, value, y)
     return None
 

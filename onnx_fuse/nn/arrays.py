@@ -69,8 +69,7 @@ def _from_dlpack(data: Any) -> Array:
         return adopt(data)
     if str(getattr(data, "dtype", "")).endswith("bfloat16"):
         return bfloat16_array(data)
-    array: np.ndarray[Any, Any] = np.from_dlpack(data)
-    return array
+    return np.from_dlpack(data)
 
 
 def exported(array: Array, options: Mapping[str, Any]) -> Any:

@@ -20,6 +20,7 @@ from onnx_fuse.errors import UsageError
 from onnx_fuse.nn.operation import Build, Operation, Plan
 from onnx_fuse.nn.runner import Array
 from onnx_fuse.onnx.common import CANONICAL_OPSET
+from onnx_fuse.onnx.evaluate import DRAWS
 
 Input: TypeAlias = Any
 """A `nn.tensor.Tensor`, an array, or None."""
@@ -188,19 +189,11 @@ def _operator(name: str, attributes: dict[str, Any], domain: str, outputs: int) 
 
     def build(op: Any, *values: Any) -> Any:
         # named outputs: one draw of a random operator is not another's
-        names = [op.fresh(f"{name}_{i}") for i in range(outputs)] if name in _DRAWS else outputs
+        names = [op.fresh(f"{name}_{i}") for i in range(outputs)] if name in DRAWS else outputs
         return op.node(name, values, outputs=names, domain=domain, attributes=attributes)
 
     domains = {domain: 1} if domain else None
-    return Operation(name, build, opset=opset, domains=domains, random=name in _DRAWS)
-
-
-_DRAWS = frozenset(
-    (
-        *("Bernoulli", "Dropout", "Multinomial", "RandomNormal", "RandomNormalLike"),
-        *("RandomUniform", "RandomUniformLike"),
-    )
-)
+    return Operation(name, build, opset=opset, domains=domains, random=name in DRAWS)
 
 
 def frozen(value: Any) -> Any:

@@ -78,32 +78,27 @@ def tanh(x: Tensor) -> Tensor:
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """x P(X < x) for a normal X, of each element of `x`; `approximate` may be "tanh"."""
-    made: Tensor = op_call("Gelu", [x], {"approximate": approximate})
-    return made
+    return op_call("Gelu", [x], {"approximate": approximate})
 
 
 def silu(x: Tensor) -> Tensor:
     """x · sigmoid(x), of each element of `x`."""
-    made: Tensor = op_call("Silu", [x], domain="onnx_fuse")
-    return made
+    return op_call("Silu", [x], domain="onnx_fuse")
 
 
 def leaky_relu(x: Tensor, negative_slope: float = 0.01) -> Tensor:
     """`x` where it is positive, else `negative_slope` · x."""
-    made: Tensor = op_call("LeakyRelu", [x], {"alpha": float(negative_slope)})
-    return made
+    return op_call("LeakyRelu", [x], {"alpha": float(negative_slope)})
 
 
 def elu(x: Tensor, alpha: float = 1.0) -> Tensor:
     """`x` where it is positive, else `alpha` · (exp(x) - 1)."""
-    made: Tensor = op_call("Elu", [x], {"alpha": float(alpha)})
-    return made
+    return op_call("Elu", [x], {"alpha": float(alpha)})
 
 
 def softplus(x: Tensor) -> Tensor:
     """log(1 + exp(x)) of each element of `x`."""
-    made: Tensor = op_call("Softplus", [x])
-    return made
+    return op_call("Softplus", [x])
 
 
 def softmax(x: Tensor, dim: int = -1) -> Tensor:
@@ -129,8 +124,7 @@ def _linear(op: Any, x: Any, weight: Any, bias: Any) -> Any:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x` · `weight`ᵀ + `bias`, with x [..., K], weight [N, K] and bias [N]."""
-    made: Tensor = _linear(x, weight, bias)
-    return made
+    return _linear(x, weight, bias)
 
 
 @operation
@@ -152,22 +146,19 @@ def layer_norm(
     `normalized_shape` has the sizes of these axes of `x`, which `weight` and `bias` have too.
     """
     count = 1 if isinstance(normalized_shape, int) else len(normalized_shape)
-    made: Tensor = _layer_norm(x, weight, bias, axis=-count, epsilon=float(eps))
-    return made
+    return _layer_norm(x, weight, bias, axis=-count, epsilon=float(eps))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
     """x / √(mean(x²) + eps) · weight over the last axis of `x`."""
-    made: Tensor = op_call(
+    return op_call(
         "RMSNormalization", [x, weight], {"axis": -1, "epsilon": float(eps)}, "onnx_fuse"
     )
-    return made
 
 
 def embedding(index: Tensor, weight: Tensor) -> Tensor:
     """The rows of `weight` [V, D] that `index` names."""
-    made: Tensor = op_call("Gather", [weight, index], {"axis": 0})
-    return made
+    return op_call("Gather", [weight, index], {"axis": 0})
 
 
 def _two(value: int | Sequence[int]) -> list[int]:
@@ -193,8 +184,7 @@ def conv2d(
         "dilations": _two(dilation),
         "group": groups,
     }
-    made: Tensor = op_call("Conv", [x, weight, bias], given)
-    return made
+    return op_call("Conv", [x, weight, bias], given)
 
 
 def max_pool2d(
@@ -213,8 +203,7 @@ def max_pool2d(
         "strides": _two(kernel_size if stride is None else stride),
         "pads": _two(padding) * 2,
     }
-    made: Tensor = op_call("MaxPool", [x], given)
-    return made
+    return op_call("MaxPool", [x], given)
 
 
 @operation
@@ -248,13 +237,11 @@ def batch_norm(
     given = [x, weight, bias, running_mean, running_var]
     made = _batch_norm(*given, training=training, momentum=float(momentum), eps=float(eps))
     if not training:
-        plain: Tensor = made
-        return plain
+        return made
     y, mean, variance = made
     running_mean.copy_(mean.detach())
     running_var.copy_(variance.detach())
-    found: Tensor = y
-    return found
+    return y
 
 
 @operation
@@ -271,10 +258,8 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     if not training or p == 0:
         return x
     if p == 1:
-        none: Tensor = x * 0.0
-        return none
-    made: Tensor = _dropout(x, random.draw(), p=float(p))
-    return made
+        return x * 0.0
+    return _dropout(x, random.draw(), p=float(p))
 
 
 @operation
@@ -326,8 +311,7 @@ def scaled_dot_product_attention(
     if dropout_p:
         raise UsageError("attention has no dropout of its own: leave dropout_p at 0")
     factor = None if scale is None else np.array(scale, query.dtype)
-    made: Tensor = _attention(query, key, value, attn_mask, factor, causal=bool(is_causal))
-    return made
+    return _attention(query, key, value, attn_mask, factor, causal=bool(is_causal))
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
@@ -338,8 +322,7 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
 
 def merge_heads(x: Tensor) -> Tensor:
     """`x` [N, heads, L, D] as [N, L, heads · D]."""
-    made: Tensor = op_call("Reshape", [x.permute(0, 2, 1, 3), [0, 0, -1]])
-    return made
+    return op_call("Reshape", [x.permute(0, 2, 1, 3), [0, 0, -1]])
 
 
 # ---- losses ------------------------------------------------------------------------------------
@@ -364,8 +347,7 @@ def _loss_of(
 ) -> Tensor:
     if options["reduction"] not in ("mean", "sum"):
         raise UsageError(f"there is no reduction '{options['reduction']}': choose mean or sum")
-    made: Tensor = _loss(x, target, weight, pos_weight, kind=kind, **options)
-    return made
+    return _loss(x, target, weight, pos_weight, kind=kind, **options)
 
 
 def cross_entropy(
@@ -440,14 +422,12 @@ def binary_cross_entropy_with_logits(
 
 def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """`tensors` one after the other along axis `dim`."""
-    made: Tensor = op_call("Concat", list(tensors), {"axis": dim})
-    return made
+    return op_call("Concat", list(tensors), {"axis": dim})
 
 
 def einsum(equation: str, *tensors: Tensor) -> Tensor:
     """The sum of products of `tensors` that `equation` writes, as "ij,jk->ik"."""
-    made: Tensor = operators.einsum(*tensors, equation=equation)
-    return made
+    return operators.einsum(*tensors, equation=equation)
 
 
 def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
@@ -460,11 +440,9 @@ def pad(x: Tensor, padding: Sequence[int], value: float = 0.0) -> Tensor:
     pairs = [tuple(padding[i : i + 2]) for i in range(0, len(padding), 2)][::-1]
     lead = [(0, 0)] * (x.ndim - len(pairs))
     sizes = [p[0] for p in (*lead, *pairs)] + [p[1] for p in (*lead, *pairs)]
-    made: Tensor = op_call("Pad", [x, sizes, np.array(value, x.dtype)])
-    return made
+    return op_call("Pad", [x, sizes, np.array(value, x.dtype)])
 
 
 def one_hot(index: Tensor, num_classes: int) -> Tensor:
     """int64 vectors of `num_classes` entries, 1 at `index` and 0 elsewhere."""
-    made: Tensor = op_call("OneHot", [index, np.array(num_classes), [0, 1]])
-    return made
+    return op_call("OneHot", [index, np.array(num_classes), [0, 1]])

@@ -245,8 +245,7 @@ class MultiheadAttention(Module):
             parts = tuple(F.linear(*each) for each in zip(given, weights, biases, strict=True))
         q, k, v = (self._heads(part) for part in parts)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=is_causal)
-        made: Tensor = self.out_proj(F.merge_heads(y))
-        return made
+        return self.out_proj(F.merge_heads(y))
 
 
 class Dropout(Module):

@@ -19,6 +19,7 @@ from onnx_fuse.autodiff.subgraphs import ancestors, reads
 from onnx_fuse.errors import ModelError
 from onnx_fuse.nn.runner import Array, Run, runner
 from onnx_fuse.onnx.common import CANONICAL_OPSET
+from onnx_fuse.onnx.evaluate import DRAWS
 from onnx_fuse.onnx.shapes import infer_shapes
 
 Build: TypeAlias = Callable[..., Any]
@@ -225,7 +226,9 @@ class Plan:
         graph.extend(op.nodes)
         first = ancestors(graph.outputs)
         second = ancestors(results) - first
-        if operation.random and any(n in second for n in graph if _draws(n)):
+        if operation.random and any(
+            n in second and n.op_type in DRAWS and not n.domain for n in graph
+        ):
             raise ModelError(f"{self._name} draws anew: its gradient cannot draw the same")
         read = dict.fromkeys(v for n in graph if n in second for v in reads(n) if v is not None)
         crossing = [v for v in read if v.producer() in first or v.name in order]
@@ -265,10 +268,3 @@ class Plan:
 def _is_constant(value: ir.Value) -> bool:
     node = value.producer()
     return node is not None and node.op_type == "Constant" and not node.domain
-
-
-def _draws(node: ir.Node) -> bool:
-    return not node.domain and (node.op_type.startswith("Random") or node.op_type in _RANDOM)
-
-
-_RANDOM = frozenset(("Bernoulli", "Dropout", "Multinomial"))

@@ -89,8 +89,7 @@ class OperatorPlan:
         self.saved = {
             name: value.detach() for name, value in zip(self._saves, results[1:], strict=True)
         }
-        found_result: Tensor = results[0].detach()
-        return found_result
+        return results[0].detach()
 
     def backward(self, dy: Any) -> dict[str, Tensor]:
         """The gradients of the last `forward` by operand, for the gradient `dy` of its result."""

@@ -35,8 +35,7 @@ def _unary(name: str, text: str, call: Any = None) -> Callable[[Tensor], Tensor]
     call = call or operators.emitter(name)
 
     def method(self: Tensor) -> Tensor:
-        made: Tensor = call(self)
-        return made
+        return call(self)
 
     method.__doc__ = text
     return method
@@ -104,8 +103,7 @@ class Tensor:
     @property
     def dtype(self) -> np.dtype[Any]:
         """The element type, as NumPy's."""
-        found: np.dtype[Any] = self._data.dtype
-        return found
+        return self._data.dtype
 
     @property
     def ndim(self) -> int:
@@ -157,8 +155,7 @@ class Tensor:
         if MODE.recorder is not None:
             MODE.recorder.values_read(self)
         data = self._data
-        found: np.ndarray[Any, Any] = data if type(data) is np.ndarray else data.numpy()
-        return found
+        return data if type(data) is np.ndarray else data.numpy()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         array = self.numpy()
@@ -258,8 +255,7 @@ class Tensor:
         dtype = dtype_of(np_name(to))
         if dtype == self._data.dtype:
             return self
-        made: Tensor = operators.cast(self, dtype=dtype.name)
-        return made
+        return operators.cast(self, dtype=dtype.name)
 
     def _on_device(self, device: str) -> Tensor:
         if MODE.recorder is not None and MODE.recorder.knows(self):
@@ -337,8 +333,7 @@ class Tensor:
     minimum = _binary(operators.emitter("Min"), "The smaller of each element and `other`'s.")
 
     def __invert__(self) -> Tensor:
-        made: Tensor = operators.invert(self)
-        return made
+        return operators.invert(self)
 
     __neg__ = _unary("Neg", "The elements with the other sign.")
     __abs__ = _unary("Abs", "The absolute value of each element.")
@@ -371,25 +366,21 @@ class Tensor:
         """The elements limited to `min` from below and to `max` from above."""
         dtype = self._data.dtype
         bounds = [None if b is None else np.array(b, dtype) for b in (min, max)]
-        made: Tensor = operators.clip(self, *bounds)
-        return made
+        return operators.clip(self, *bounds)
 
     clip = clamp
 
     def softmax(self, dim: int = -1) -> Tensor:
         """exp(x) / Σ exp(x) along axis `dim`."""
-        made: Tensor = op_call("Softmax", [self], {"axis": dim})
-        return made
+        return op_call("Softmax", [self], {"axis": dim})
 
     def log_softmax(self, dim: int = -1) -> Tensor:
         """x - log Σ exp(x) along axis `dim`."""
-        made: Tensor = op_call("LogSoftmax", [self], {"axis": dim})
-        return made
+        return op_call("LogSoftmax", [self], {"axis": dim})
 
     def masked_fill(self, mask: Tensor, value: Number) -> Tensor:
         """The elements with `value` where the boolean `mask` is true."""
-        made: Tensor = operators.select(mask, np.array(value, self._data.dtype), self)
-        return made
+        return operators.select(mask, np.array(value, self._data.dtype), self)
 
     # ---- reductions ----
 
@@ -398,30 +389,25 @@ class Tensor:
 
     def sum(self, dim: Any = None, keepdim: bool = False) -> Tensor:
         """The sum over axes `dim` (one, several or all), which `keepdim` leaves with size 1."""
-        made: Tensor = (self.long() if self._data.dtype.kind == "b" else self)._reduced(
+        return (self.long() if self._data.dtype.kind == "b" else self)._reduced(
             "ReduceSum", dim, keepdim
         )
-        return made
 
     def mean(self, dim: Any = None, keepdim: bool = False) -> Tensor:
         """The mean over axes `dim`, as in `sum`, with `keepdim` as there."""
-        made: Tensor = self._reduced("ReduceMean", dim, keepdim)
-        return made
+        return self._reduced("ReduceMean", dim, keepdim)
 
     def prod(self, dim: Any = None, keepdim: bool = False) -> Tensor:
         """The product over axes `dim`, with `keepdim` as in `sum`."""
-        made: Tensor = self._reduced("ReduceProd", dim, keepdim)
-        return made
+        return self._reduced("ReduceProd", dim, keepdim)
 
     def amax(self, dim: Any = None, keepdim: bool = False) -> Tensor:
         """The largest element over axes `dim`, with `keepdim` as in `sum`."""
-        made: Tensor = self._reduced("ReduceMax", dim, keepdim)
-        return made
+        return self._reduced("ReduceMax", dim, keepdim)
 
     def amin(self, dim: Any = None, keepdim: bool = False) -> Tensor:
         """The smallest element over axes `dim`, with `keepdim` as in `sum`."""
-        made: Tensor = self._reduced("ReduceMin", dim, keepdim)
-        return made
+        return self._reduced("ReduceMin", dim, keepdim)
 
     def max(self, dim: int | None = None, keepdim: bool = False) -> Any:
         """The largest element; along an axis `dim` the pair (values, their indices) (`keepdim`)."""
@@ -433,10 +419,7 @@ class Tensor:
 
     def var(self, dim: Any = None, keepdim: bool = False, correction: int = 1) -> Tensor:
         """Σ (x - mean)² / (n - `correction`) over axes `dim`, with `keepdim` as in `sum`."""
-        made: Tensor = operators.variance(
-            self, axes=axes_of(dim), keepdim=keepdim, correction=correction
-        )
-        return made
+        return operators.variance(self, axes=axes_of(dim), keepdim=keepdim, correction=correction)
 
     def std(self, dim: Any = None, keepdim: bool = False, correction: int = 1) -> Tensor:
         """The square root of `var`, with the same `dim`, `keepdim` and `correction`."""
@@ -445,8 +428,7 @@ class Tensor:
     def _arg(self, kind: str, dim: int | None, keepdim: bool) -> Tensor:
         x = self.reshape(-1) if dim is None else self
         given = {"axis": 0 if dim is None else dim, "keepdims": int(keepdim)}
-        made: Tensor = op_call(kind, [x], given)
-        return made
+        return op_call(kind, [x], given)
 
     def argmax(self, dim: int | None = None, keepdim: bool = False) -> Tensor:
         """The index (int64) of the first largest element along `dim`, or of all (`keepdim`)."""
@@ -458,13 +440,11 @@ class Tensor:
 
     def logsumexp(self, dim: Any, keepdim: bool = False) -> Tensor:
         """log Σ exp(x) over axes `dim`, with `keepdim` as in `sum`."""
-        made: Tensor = self._reduced("ReduceLogSumExp", dim, keepdim)
-        return made
+        return self._reduced("ReduceLogSumExp", dim, keepdim)
 
     def norm(self, dim: Any = None, keepdim: bool = False) -> Tensor:
         """√Σ x² over axes `dim`, with `keepdim` as in `sum`."""
-        made: Tensor = operators.norm(self, axes=axes_of(dim), keepdim=keepdim)
-        return made
+        return operators.norm(self, axes=axes_of(dim), keepdim=keepdim)
 
     def sort(self, dim: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
         """The elements in order along `dim` (`descending` or not), and their indices."""
@@ -472,8 +452,7 @@ class Tensor:
 
     def cumsum(self, dim: int) -> Tensor:
         """The running sum along axis `dim`."""
-        made: Tensor = op_call("CumSum", [self, np.array(dim)])
-        return made
+        return op_call("CumSum", [self, np.array(dim)])
 
     def topk(self, k: int, dim: int = -1, largest: bool = True) -> tuple[Tensor, Tensor]:
         """The `k` largest (or not `largest`) elements along `dim`, and their indices, in order."""
@@ -493,22 +472,19 @@ class Tensor:
 
     def reshape(self, *shape: Any) -> Tensor:
         """The elements in another shape, in which one size may be -1; a view."""
-        made: Tensor = op_call("Reshape", [self, ints(shape)], {"allowzero": 1})
-        return made
+        return op_call("Reshape", [self, ints(shape)], {"allowzero": 1})
 
     view = reshape
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Tensor:
         """The tensor with the axes from `start_dim` to `end_dim` made one; a view."""
         n = self.ndim
-        made: Tensor = operators.flatten(self, start=start_dim % max(n, 1), end=end_dim % max(n, 1))
-        return made
+        return operators.flatten(self, start=start_dim % max(n, 1), end=end_dim % max(n, 1))
 
     def permute(self, *dims: Any) -> Tensor:
         """The tensor with its axes in the order `dims`; a view."""
         order = ints(dims).tolist()
-        made: Tensor = op_call("Transpose", [self], {"perm": [d % self.ndim for d in order]})
-        return made
+        return op_call("Transpose", [self], {"perm": [d % self.ndim for d in order]})
 
     def transpose(self, dim0: int, dim1: int) -> Tensor:
         """The tensor with the axes `dim0` and `dim1` exchanged; a view."""
@@ -530,27 +506,23 @@ class Tensor:
         """The tensor without the axes `dim`, whose size is 1; without all such axes for None."""
         if dim is None:
             dim = [i for i, d in enumerate(self.shape) if d == 1]
-        made: Tensor = op_call("Squeeze", [self, list(axes_of(dim) or ())])
-        return made
+        return op_call("Squeeze", [self, list(axes_of(dim) or ())])
 
     def unsqueeze(self, dim: Any) -> Tensor:
         """The tensor with new axes of size 1 at `dim`."""
-        made: Tensor = op_call("Unsqueeze", [self, list(axes_of(dim) or ())])
-        return made
+        return op_call("Unsqueeze", [self, list(axes_of(dim) or ())])
 
     def expand(self, *shape: Any) -> Tensor:
         """The tensor repeated along axes of size 1 to `shape`, where -1 keeps a size; a view."""
         sizes = ints(shape)
         sizes = np.where(sizes == -1, 1, sizes)  # ONNX broadcasts both ways
-        made: Tensor = op_call("Expand", [self, sizes])
-        return made
+        return op_call("Expand", [self, sizes])
 
     def repeat(self, *times: Any) -> Tensor:
         """The tensor repeated `times` along each axis."""
         counts = ints(times)
         x = self[(None,) * (len(counts) - self.ndim)] if len(counts) > self.ndim else self
-        made: Tensor = op_call("Tile", [x, counts])
-        return made
+        return op_call("Tile", [x, counts])
 
     def split(self, sizes: int | Sequence[int], dim: int = 0) -> tuple[Tensor, ...]:
         """Parts of these `sizes` along axis `dim`; of one size, but for a shorter last part."""
@@ -566,28 +538,23 @@ class Tensor:
 
     def tril(self, diagonal: int = 0) -> Tensor:
         """The lower triangle of each matrix, up to `diagonal`; 0 above it."""
-        made: Tensor = op_call("Trilu", [self, np.array(diagonal)], {"upper": 0})
-        return made
+        return op_call("Trilu", [self, np.array(diagonal)], {"upper": 0})
 
     def triu(self, diagonal: int = 0) -> Tensor:
         """The upper triangle of each matrix, from `diagonal` on; 0 below it."""
-        made: Tensor = op_call("Trilu", [self, np.array(diagonal)], {"upper": 1})
-        return made
+        return op_call("Trilu", [self, np.array(diagonal)], {"upper": 1})
 
     def gather(self, dim: int, index: Tensor) -> Tensor:
         """The elements at `index` along axis `dim`: ONNX's GatherElements."""
-        made: Tensor = op_call("GatherElements", [self, index], {"axis": dim})
-        return made
+        return op_call("GatherElements", [self, index], {"axis": dim})
 
     def index_select(self, dim: int, index: Tensor) -> Tensor:
         """The slices at `index` along axis `dim`: ONNX's Gather."""
-        made: Tensor = op_call("Gather", [self, index], {"axis": dim})
-        return made
+        return op_call("Gather", [self, index], {"axis": dim})
 
     def clone(self) -> Tensor:
         """A tensor of the same elements, through which the gradient flows."""
-        made: Tensor = op_call("Identity", [self])
-        return made
+        return op_call("Identity", [self])
 
     def contiguous(self) -> Tensor:
         """Itself: operators take any view."""
@@ -596,8 +563,7 @@ class Tensor:
     def __getitem__(self, key: Any) -> Tensor:
         from onnx_fuse.nn.indexing import indexed
 
-        found: Tensor = indexed(self, key)
-        return found
+        return indexed(self, key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         raise UsageError(
@@ -631,8 +597,7 @@ def where(condition: Tensor, a: Any, b: Any) -> Tensor:
         a, b = promoted(a, b) if isinstance(a, Tensor) else promoted(b, a)[::-1]
     else:
         a, b = Tensor(a), Tensor(b)
-    made: Tensor = operators.select(condition, a, b)
-    return made
+    return operators.select(condition, a, b)
 
 
 # ---- types -------------------------------------------------------------------------------------

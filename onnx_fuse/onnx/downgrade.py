@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,8 @@ import onnx
 import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError
-from onnx_fuse.onnx.build import Builder, all_nodes, const_array
-from onnx_fuse.onnx.upgrade import UPGRADES
+from onnx_fuse.onnx.build import Builder, all_nodes, const_array, given
+from onnx_fuse.onnx.upgrade import BECAME_INPUTS, UPGRADES
 
 Rule = Callable[[ir.Node], bool]
 """Rewrites the node in place for an older opset; False where that opset cannot express it."""
@@ -59,10 +60,10 @@ def _respell(node: ir.Node, version: int, opset: int) -> None:
     for key in list(node.attributes):
         if key not in old.attributes:
             default = new.attributes[key].default_value if key in new.attributes else None
-            given = node.attributes[key]
+            attribute = node.attributes[key]
             known = ir.serde.deserialize_attribute(default) if default is not None else None
-            if given.is_ref() or known is None or known.value != given.value:
-                if not given.is_ref() and _written_out(node, version, opset):
+            if attribute.is_ref() or known is None or known.value != attribute.value:
+                if not attribute.is_ref() and _written_out(node, version, opset):
                     return
                 raise ModelError(
                     f"{name}: '{key}' needs opset {_first(node, opset, version, key)} or newer: it "
@@ -79,7 +80,7 @@ def _respell(node: ir.Node, version: int, opset: int) -> None:
 
 
 def _written_out(node: ir.Node, version: int, opset: int) -> bool:
-    """Put what an operator that `opset` lacks is made of in its place, where that is known."""
+    """Replace an operator that `opset` lacks by those that it is made of, where they are known."""
     write, op, graph = WRITTEN_OUT.get(node.op_type), Builder(), node.graph
     results = write(node, op) if write is not None else None
     if results is None or graph is None:
@@ -118,8 +119,8 @@ def _check_type(
 
 
 WRITTEN_OUT: dict[str, Callable[[ir.Node, Builder], list[ir.Value] | None]] = {}
-"""Operators that older opsets lack, in whole or in an attribute, by what they are made of; None
-where that is not known."""
+"""By operator, what emits the operators that it is made of, for opsets that lack it or one of its
+attributes; None for a node that it cannot write."""
 
 
 def _gelu(node: ir.Node, op: Builder) -> list[ir.Value] | None:
@@ -130,8 +131,7 @@ def _gelu(node: ir.Node, op: Builder) -> list[ir.Value] | None:
     def number(value: float) -> ir.Value:
         if x.dtype is not None:
             return op.constant(np.array(value, x.dtype.numpy()))
-        made: ir.Value = op.CastLike(op.constant(np.array(value, np.float32)), x)
-        return made
+        return op.CastLike(op.constant(np.array(value, np.float32)), x)
 
     if node.attributes.get_string("approximate", "none") == "tanh":
         cube = op.Mul(op.Mul(op.Mul(x, x), x), number(0.044715))
@@ -144,7 +144,7 @@ def _gelu(node: ir.Node, op: Builder) -> list[ir.Value] | None:
 def _layer_norm(node: ir.Node, op: Builder) -> list[ir.Value] | None:
     """Write a norm over the last axis of float32 or double; other types need unknown casts."""
     x, scale = node.inputs[:2]
-    bias = node.inputs[2] if len(node.inputs) > 2 else None
+    bias = given(node, 2)
     if x is None or x.dtype not in (ir.DataType.FLOAT, ir.DataType.DOUBLE):
         return None
     axis = node.attributes.get_int("axis", -1)
@@ -210,53 +210,42 @@ def _rule(since: int, *ops: str) -> Callable[[Rule], Rule]:
 
 
 def _numbers(node: ir.Node, index: int) -> np.ndarray | None:
-    return const_array(node.inputs[index]) if index < len(node.inputs) else None
+    return const_array(given(node, index))
 
 
-def _given(node: ir.Node, index: int) -> bool:
-    return index < len(node.inputs) and node.inputs[index] is not None
-
-
-def _ints(node: ir.Node, index: int, name: str) -> bool:
-    """Make an input of constant integers an attribute; True where there is none, too."""
-    if not _given(node, index):
-        return True
-    array = _numbers(node, index)
-    if array is None:
-        return False
-    node.attributes[name] = ir.AttrInt64s(name, [int(i) for i in array.reshape(-1)])
-    node.replace_input_with(index, None)
+def _as_attributes(node: ir.Node, since: int) -> bool:
+    """Make the inputs of opset `since` that are constants the attributes that they were before."""
+    for i, name, kind, _ in BECAME_INPUTS[node.op_type, since]:
+        if given(node, i) is None:
+            if kind in ("size", "int"):
+                return False
+            continue
+        array = _numbers(node, i)
+        if array is None or (array.size != 1 and kind != "ints"):
+            return False
+        if kind == "ints":
+            made = ir.AttrInt64s(name, array.reshape(-1).tolist())
+        else:
+            number = array.reshape(()).item()
+            made = ir.AttrFloat32(name, number) if kind == "float" else ir.AttrInt64(name, number)
+        node.attributes[name] = made
+        node.replace_input_with(i, None)
     return True
 
 
-def _float(node: ir.Node, index: int, name: str) -> bool:
-    if not _given(node, index):
-        return True
-    array = _numbers(node, index)
-    if array is None or array.size != 1:
-        return False
-    node.attributes[name] = ir.AttrFloat32(name, float(array.reshape(())))
-    node.replace_input_with(index, None)
-    return True
-
-
-@_rule(13, "ReduceSum", "Squeeze", "Unsqueeze")
-@_rule(
-    18,
-    *(f"Reduce{k}" for k in ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod")),
-    "ReduceSumSquare",
+DOWNGRADES.update(
+    {key: partial(_as_attributes, since=key[1]) for key in BECAME_INPUTS if key[0] != "ReduceSum"}
 )
+
+
+@_rule(13, "ReduceSum")
+@_rule(18, *(op for op, since in BECAME_INPUTS if since == 18))
 def _axes(node: ir.Node) -> bool:
     array = _numbers(node, 1)
     if node.attributes.get_int("noop_with_empty_axes", 0) and (array is None or not array.size):
         return False
     node.attributes.pop("noop_with_empty_axes", None)
-    return _ints(node, 1, "axes")
-
-
-@_rule(13, "Split")
-def _split(node: ir.Node) -> bool:
-    return _ints(node, 1, "split")
+    return _as_attributes(node, 13 if node.op_type == "ReduceSum" else 18)
 
 
 @_rule(18, "Split")
@@ -269,47 +258,23 @@ def _split_count(node: ir.Node) -> bool:
     return isinstance(size, int) and size % count.as_int() == 0
 
 
-@_rule(10, "TopK")
-def _top_k(node: ir.Node) -> bool:
-    k = _numbers(node, 1)
-    if k is None or k.size != 1:
-        return False
-    node.attributes["k"] = ir.AttrInt64("k", int(k.reshape(())))
-    node.replace_input_with(1, None)
-    return True
-
-
 @_rule(10, "Slice")
 def _slice(node: ir.Node) -> bool:
     steps = _numbers(node, 4)
-    if _given(node, 4) and (steps is None or (steps != 1).any()):
+    if given(node, 4) is not None and (steps is None or (steps != 1).any()):
         return False
     node.resize_inputs(min(len(node.inputs), 4))
-    return all(_ints(node, i, n) for i, n in enumerate(("starts", "ends", "axes"), 1))
-
-
-@_rule(11, "Clip")
-def _clip(node: ir.Node) -> bool:
-    return all(_float(node, i, name) for i, name in enumerate(("min", "max"), 1))
-
-
-@_rule(11, "Pad")
-def _pad(node: ir.Node) -> bool:
-    return _ints(node, 1, "pads") and _float(node, 2, "value")
+    return _as_attributes(node, 10)
 
 
 @_rule(12, "Dropout")
 def _dropout(node: ir.Node) -> bool:
-    return len(node.outputs) == 1 and not _given(node, 2) and _float(node, 1, "ratio")
+    return len(node.outputs) == 1 and given(node, 2) is None and _as_attributes(node, 12)
 
 
 @_rule(10, "Dropout")
-def _dropout_mask(node: ir.Node) -> bool:
-    return len(node.outputs) == 1
-
-
 @_rule(11, "Dropout")
-def _dropout_mask_11(node: ir.Node) -> bool:
+def _dropout_mask(node: ir.Node) -> bool:
     return len(node.outputs) == 1
 
 
@@ -328,15 +293,12 @@ def _batch_norm(node: ir.Node) -> bool:
     return mode is None or mode.value == 0
 
 
-@_rule(9, "BatchNormalization")
-def _batch_norm_spatial(node: ir.Node) -> bool:
-    return True  # spatial=1, its default
-
-
+@_rule(9, "BatchNormalization")  # spatial=1 is the older operator's default
 @_rule(19, "LeakyRelu", "PRelu", "Elu", "HardSigmoid", "HardSwish", "Mish", "Selu", "Softplus")
 @_rule(19, "Softsign", "ThresholdedRelu")
-def _slope(node: ir.Node) -> bool:
-    return True  # what it is of no longer matters
+def _means_the_same(node: ir.Node) -> bool:
+    """The older operator computes the same; only on the way up it is written otherwise."""
+    return True
 
 
 @_rule(16, "RoiAlign")
@@ -353,16 +315,6 @@ def _grid_sample(node: ir.Node) -> bool:
     return True
 
 
-@_rule(20, "DFT")
-def _dft(node: ir.Node) -> bool:
-    axis = _numbers(node, 2)
-    if not _given(node, 2) or axis is None:
-        return False
-    node.attributes["axis"] = ir.AttrInt64("axis", int(axis.reshape(())))
-    node.replace_input_with(2, None)
-    return True
-
-
 @_rule(13, "Resize")
 def _resize(node: ir.Node) -> bool:
-    return _given(node, 1) and _given(node, 2)
+    return given(node, 1) is not None and given(node, 2) is not None

@@ -42,7 +42,7 @@ def evaluate(
     """
     found: dict[ir.Value, Array] = {}
     asked: list[ir.Node] = []
-    coming: set[ir.Value] = set()  # what the nodes asked for give
+    coming: set[ir.Value] = set()  # the outputs of `asked`
     for node in nodes:
         given = [None if v is None else found.get(v, known.get(v)) for v in node.inputs]
         complete = all(a is not None or v is None for a, v in zip(given, node.inputs, strict=True))
@@ -102,7 +102,7 @@ def _key(
     )
 
 
-_FEW = 256  # bytes of a node's inputs with which its answers are remembered
+_FEW = 256  # the answers of a node are remembered if its inputs have at most these bytes
 
 
 def _run_what_runs(
@@ -110,7 +110,7 @@ def _run_what_runs(
 ) -> dict[ir.Value, Array]:
     try:
         return _run(nodes, known, opsets)
-    except Exception:  # noqa: BLE001 - whatever it raises, it has no answer for all of them
+    except Exception:  # noqa: BLE001 - whatever it raises, the nodes are then run one by one
         if len(nodes) == 1:
             return {}
     found: dict[ir.Value, Array] = {}
@@ -171,7 +171,7 @@ def _run(
 _SMALL = 1 << 12  # bytes of a model whose answers are remembered: each layer asks for the same
 DRAWS = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli",
          "Multinomial", "Dropout"}  # fmt: skip
-"""Operators of which two runs give two results."""
+"""Operators whose results differ from run to run."""
 
 
 @lru_cache(1024)
@@ -200,12 +200,12 @@ def _may_trap(arrays: Sequence[Array | None]) -> bool:
 
 
 def traps(node: ir.Node, arrays: Sequence[Array | None]) -> bool:
-    """Whether a division of integers would end the process: by 0, or of the smallest by -1."""
+    """Whether an integer division would end the process: by 0, or of the smallest integer by -1."""
     if not _integer_division(node) or len(arrays) < 2:
         return False
     a, b = arrays[0], arrays[1]
     if a is None or b is None or {a.dtype.kind, b.dtype.kind} - {"i", "u"}:
-        return False  # of different kinds it is no valid division, which inference says
+        return False  # inference reports that the types differ
     smallest = b.dtype.kind == "i" and (b == -1).any() and (a == np.iinfo(a.dtype).min).any()
     return bool((b == 0).any() or smallest)
 
@@ -239,79 +239,37 @@ def viewer(node: ir.Node) -> Callable[[Sequence[Array | None]], Array]:
 
 
 _Exact = Callable[[ir.Node, Sequence[Any]], "Array | None"]
-_EXACT: dict[str, _Exact] = {}
-
-
-def _exactly(*ops: str) -> Callable[[_Exact], _Exact]:
-    def register(function: _Exact) -> _Exact:
-        _EXACT.update(dict.fromkeys(ops, function))
-        return function
-
-    return register
 
 
 def _at(arrays: Sequence[Any], index: int) -> Any:
     return arrays[index] if index < len(arrays) else None
 
 
-@_exactly("Identity")
-def _identity(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
-    same: Array = arrays[0]
-    return same
+def _ints(array: Any) -> tuple[int, ...]:
+    return tuple(int(n) for n in np.reshape(array, -1))
 
 
-@_exactly("Reshape")
-def _reshape(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
-    x, shape = arrays
+def _reshape(node: ir.Node, arrays: Sequence[Any]) -> Array:
+    x, shape = arrays[0], _ints(arrays[1])
     if node.attributes.get_int("allowzero", 0) == 0:
-        shape = [x.shape[i] if d == 0 else d for i, d in enumerate(shape.tolist())]
-    made: Array = x.reshape([int(d) for d in shape])
-    return made
+        shape = tuple(x.shape[i] if d == 0 else d for i, d in enumerate(shape))
+    return x.reshape(shape)
 
 
-@_exactly("Flatten")
-def _flatten(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
+def _flatten(node: ir.Node, arrays: Sequence[Any]) -> Array:
     (x,) = arrays
     axis = node.attributes.get_int("axis", 1)
     rows = math.prod(x.shape[:axis])
-    made: Array = x.reshape(rows, -1 if rows and x.size else math.prod(x.shape[axis:]))
-    return made
+    return x.reshape(rows, -1 if rows and x.size else math.prod(x.shape[axis:]))
 
 
-@_exactly("Transpose")
-def _transpose(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
-    order = node.attributes.get_ints("perm")
-    return np.asarray(np.transpose(arrays[0], None if order is None else list(order)))
-
-
-@_exactly("Squeeze")
-def _squeeze(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
-    axes = _at(arrays, 1)
-    return np.asarray(np.squeeze(arrays[0], None if axes is None else tuple(map(int, axes))))
-
-
-@_exactly("Unsqueeze")
-def _unsqueeze(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
-    return np.expand_dims(arrays[0], tuple(int(a) for a in arrays[1].reshape(-1)))
-
-
-@_exactly("Concat")
 def _concat(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
     if any(a is None or a.dtype != arrays[0].dtype for a in arrays):
         return None
     return np.concatenate(arrays, node.attributes["axis"].as_int())
 
 
-@_exactly("Gather")
-def _gather(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
-    x, index = arrays
-    axis = node.attributes.get_int("axis", 0)
-    made: Array = np.take(x, index, axis)  # raises where an index is out of bounds
-    return made
-
-
-@_exactly("Slice")
-def _slice(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
+def _slice(node: ir.Node, arrays: Sequence[Any]) -> Array:
     x, starts, ends = arrays[:3]
     axes, steps = _at(arrays, 3), _at(arrays, 4)
     axes = range(len(starts)) if axes is None else axes.tolist()
@@ -327,111 +285,92 @@ def _slice(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
             last = min(max(last, -1), size - 1)
             first = min(max(first, 0), size - 1)
             cut[axis] = slice(first, None if last < 0 else last, step)
-    made: Array = x[tuple(cut)]
-    return made
+    return x[tuple(cut)]
 
 
-@_exactly("Shape")
-def _shape(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
+def _shape(node: ir.Node, arrays: Sequence[Any]) -> Array:
     start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end")
     return np.array(arrays[0].shape[start:end], np.int64)
 
 
-@_exactly("Size")
-def _size(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
-    return np.array(arrays[0].size, np.int64)
-
-
-@_exactly("Expand")
-def _expand(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
-    x, shape = arrays
-    wide = np.broadcast_shapes(x.shape, tuple(int(d) for d in shape))
-    return np.broadcast_to(x, wide)
-
-
-@_exactly("ConstantOfShape")
-def _constant_of_shape(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
+def _constant_of_shape(node: ir.Node, arrays: Sequence[Any]) -> Array:
     value = node.attributes.get_tensor("value")
     number = np.zeros(1, np.float32) if value is None else value.numpy()
-    return np.full(tuple(int(d) for d in arrays[0]), number.reshape(-1)[0], number.dtype)
+    return np.full(_ints(arrays[0]), number.reshape(-1)[0], number.dtype)
 
 
-@_exactly("Cast")
 def _cast(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
     (x,), to = arrays, ir.DataType(node.attributes["to"].as_int())
     if to == ir.DataType.STRING or x.dtype.kind not in "biu":
         return None
     kind = to.numpy()
-    if kind == np.bool_ or (kind.kind in "iu" and kind.itemsize == 8):
-        return np.asarray(x.astype(kind))
-    exactly = kind in (np.int32, np.float32, np.float64)
-    return np.asarray(x.astype(kind)) if exactly else None
+    whole = kind == np.bool_ or (kind.kind in "iu" and kind.itemsize == 8)
+    exactly = whole or kind in (np.int32, np.float32, np.float64)
+    return x.astype(kind) if exactly else None
 
 
-@_exactly("Where")
 def _where(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
     condition, a, b = arrays
     return np.where(condition, a, b) if a.dtype == b.dtype else None
 
 
-_INTEGERS: dict[str, Callable[[Any, Any], Any]] = {
-    "Add": np.add,
-    "Sub": np.subtract,
-    "Mul": np.multiply,
-    "Equal": np.equal,
-    "Less": np.less,
-    "LessOrEqual": np.less_equal,
-    "Greater": np.greater,
-    "GreaterOrEqual": np.greater_equal,
-}
-
-
-@_exactly(*_INTEGERS)
-def _integers(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
-    a, b = arrays
-    if a.dtype != b.dtype or a.dtype not in (np.int64, np.int32):
-        return None
-    return np.asarray(_INTEGERS[node.op_type](a, b))
-
-
-@_exactly("Div")
-def _divide(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
-    """Towards zero, as C++ divides."""
-    a, b = arrays
-    if a.dtype != b.dtype or a.dtype not in (np.int64, np.int32) or traps(node, arrays):
-        return None
-    return np.asarray((a - np.fmod(a, b)) // b)
-
-
-_BOOLEANS: dict[str, Callable[[Any, Any], Any]] = {
-    "And": np.logical_and,
-    "Or": np.logical_or,
-    "Xor": np.logical_xor,
-}
-
-
-@_exactly(*_BOOLEANS)
-def _booleans(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
-    return np.asarray(_BOOLEANS[node.op_type](*arrays))
-
-
-@_exactly("Not")
-def _not(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
-    return np.asarray(np.logical_not(arrays[0]))
-
-
-@_exactly("Neg", "Abs")
-def _sign(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
-    (x,) = arrays
-    if x.dtype not in (np.int64, np.int32):
-        return None
-    return np.asarray(-x if node.op_type == "Neg" else np.abs(x))
-
-
-@_exactly("Range")
 def _range(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
     start, limit, delta = arrays
     if start.dtype not in (np.int64, np.int32) or not delta.any():
         return None
     numbers = range(int(start), int(limit), int(delta))
     return np.array(numbers, start.dtype) if len(numbers) <= 1 << 20 else None
+
+
+def _integers(function: Callable[..., Any]) -> _Exact:
+    """A function of integers of one type, 4 or 8 bytes wide."""
+
+    def compute(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
+        kinds = {a.dtype for a in arrays}
+        whole = len(kinds) == 1 and arrays[0].dtype in (np.int64, np.int32)
+        return function(*arrays) if whole and not traps(node, arrays) else None
+
+    return compute
+
+
+_EXACT: dict[str, _Exact] = {
+    "Identity": lambda node, arrays: arrays[0],
+    "Reshape": _reshape,
+    "Flatten": _flatten,
+    "Transpose": lambda node, arrays: np.transpose(arrays[0], node.attributes.get_ints("perm")),
+    "Squeeze": lambda node, arrays: np.squeeze(
+        arrays[0], None if _at(arrays, 1) is None else _ints(arrays[1])
+    ),
+    "Unsqueeze": lambda node, arrays: np.expand_dims(arrays[0], _ints(arrays[1])),
+    "Concat": _concat,
+    # take raises IndexError where an index is out of bounds
+    "Gather": lambda node, arrays: np.take(
+        arrays[0], arrays[1], node.attributes.get_int("axis", 0)
+    ),
+    "Slice": _slice,
+    "Shape": _shape,
+    "Size": lambda node, arrays: np.array(arrays[0].size, np.int64),
+    "Expand": lambda node, arrays: np.broadcast_to(
+        arrays[0], np.broadcast_shapes(arrays[0].shape, _ints(arrays[1]))
+    ),
+    "ConstantOfShape": _constant_of_shape,
+    "Cast": _cast,
+    "Where": _where,
+    "Range": _range,
+    "Add": _integers(np.add),
+    "Sub": _integers(np.subtract),
+    "Mul": _integers(np.multiply),
+    "Div": _integers(lambda a, b: (a - np.fmod(a, b)) // b),  # towards zero, as C++ divides
+    "Neg": _integers(np.negative),
+    "Abs": _integers(np.abs),
+    "Equal": _integers(np.equal),
+    "Less": _integers(np.less),
+    "LessOrEqual": _integers(np.less_equal),
+    "Greater": _integers(np.greater),
+    "GreaterOrEqual": _integers(np.greater_equal),
+    "And": lambda node, arrays: np.logical_and(*arrays),
+    "Or": lambda node, arrays: np.logical_or(*arrays),
+    "Xor": lambda node, arrays: np.logical_xor(*arrays),
+    "Not": lambda node, arrays: np.logical_not(arrays[0]),
+}
+"""What each operator computes; None where it is left to onnxruntime."""

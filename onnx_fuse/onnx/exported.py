@@ -37,8 +37,7 @@ def exported(model: Any, args: Any = None, dynamic_shapes: Any = None) -> Model:
         return _export(model, args, dynamic_shapes)
     if args is not None:
         raise UsageError("`args` are the arguments of an nn.Module, and the model is none")
-    found: Model = model
-    return found
+    return model
 
 
 def _is_module(model: Any) -> bool:
@@ -76,8 +75,7 @@ def _export(module: Any, args: Any, dynamic_shapes: Any) -> onnx.ModelProto:
     finally:
         for each, mode in modes.items():
             each.training = mode
-    proto: onnx.ModelProto = program.model_proto
-    return proto
+    return program.model_proto
 
 
 def _first_axis(value: Any) -> Any:

@@ -16,7 +16,7 @@ from onnx_fuse import files
 from onnx_fuse.container import WEIGHTS
 from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx import contrib
-from onnx_fuse.onnx.build import all_nodes, outputs_kept, rename_shadowing_values
+from onnx_fuse.onnx.build import all_nodes, given, outputs_kept, rename_shadowing_values
 from onnx_fuse.onnx.common import (
     CAME_IN,
     CANONICAL_OPSET,
@@ -121,8 +121,7 @@ def serialized_without_weights(model: ir.Model) -> bytes:
                 shape=ir.Shape(tensor.shape.numpy()),
                 name=name,
             )
-        data: bytes = to_proto(model).SerializeToString()
-        return data
+        return to_proto(model).SerializeToString()
     finally:
         for name, tensor in held.items():
             graph.initializers[name].const_value = tensor
@@ -216,7 +215,7 @@ _TYPED_QUANTIZE = 21  # since when QuantizeLinear has output_dtype
 
 
 def _gives_int8(node: ir.Node) -> bool:
-    zero = node.inputs[2] if len(node.inputs) > 2 else None
+    zero = given(node, 2)
     return zero is not None and zero.dtype == ir.DataType.INT8
 
 

@@ -14,11 +14,11 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError
-from onnx_fuse.onnx.build import Builder, all_nodes, const_array
+from onnx_fuse.onnx.build import Builder, all_nodes, const_array, given, rank
 
 Rule = Callable[[ir.Node, Builder], "Sequence[ir.Value] | None"]
-"""Changes the node in place, with the nodes it needs before it in the builder; or answers the
-values that stand for the node's outputs."""
+"""Changes the node in place and emits the nodes that it then reads, or returns the values that
+replace the node's outputs."""
 
 UPGRADES: dict[tuple[str, int], Rule] = {}
 
@@ -72,13 +72,9 @@ def _rule(since: int, *ops: str) -> Callable[[Rule], Rule]:
 
 
 def _pop_attribute(node: ir.Node, name: str, default: Any = None) -> Any:
-    """The value of an attribute, which the node loses."""
+    """Remove an attribute from the node and return its value."""
     attribute = node.attributes.pop(name, None)
     return default if attribute is None else attribute.value
-
-
-def _input(node: ir.Node, index: int) -> ir.Value | None:
-    return node.inputs[index] if index < len(node.inputs) else None
 
 
 def _set_input(node: ir.Node, index: int, value: ir.Value | None) -> None:
@@ -89,7 +85,7 @@ def _set_input(node: ir.Node, index: int, value: ir.Value | None) -> None:
 
 def _read(node: ir.Node) -> ir.Value:
     """The first input, which every operator here has."""
-    value = _input(node, 0)
+    value = given(node, 0)
     if value is None:
         raise ModelError(f"node '{node.name}' ({node.op_type}) lacks its first input")
     return value
@@ -98,75 +94,57 @@ def _read(node: ir.Node) -> ir.Value:
 def _like(op: Builder, number: float, x: ir.Value) -> ir.Value:
     """A scalar of x's type."""
     if x.dtype is not None and x.dtype.is_floating_point():
-        with np.errstate(over="ignore"):  # a bound beyond float16 is none
+        with np.errstate(over="ignore"):  # a bound beyond float16 becomes infinite
             return op.constant(np.array(number, np.float32).astype(x.dtype.numpy()))
-    made: ir.Value = op.CastLike(op.constant(np.array(number, np.float32)), x)
-    return made
-
-
-def _int64(op: Builder, numbers: Sequence[int]) -> ir.Value:
-    return op.constant(np.array(numbers, np.int64))
-
-
-def _rank(value: ir.Value) -> int | None:
-    return None if value.shape is None else len(value.shape)
+    return op.CastLike(op.constant(np.array(number, np.float32)), x)
 
 
 # ---- attributes that became inputs ---------------------------------------------------------------
 
 
-@_rule(13, "ReduceSum", "Squeeze", "Unsqueeze")
-@_rule(
-    18,
-    *(f"Reduce{k}" for k in ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod")),
-    "ReduceSumSquare",
-)
-def _axes(node: ir.Node, op: Builder) -> None:
-    if axes := _pop_attribute(node, "axes"):  # none and an empty list are all axes
-        _set_input(node, 1, _int64(op, axes))
+Moved = tuple[int, str, str, Any]
+"""(input, attribute that it was, kind, default of the attribute, None where it has none).
+
+The kinds are "ints", a vector; "size", a vector of one; "int", a scalar; "float", a scalar in the
+type of the first input."""
+_AXES: tuple[Moved, ...] = ((1, "axes", "ints", None),)
+_REDUCTIONS = ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare")
+BECAME_INPUTS: dict[tuple[str, int], tuple[Moved, ...]] = {
+    **dict.fromkeys(((name, 13) for name in ("ReduceSum", "Squeeze", "Unsqueeze")), _AXES),
+    **dict.fromkeys(((f"Reduce{kind}", 18) for kind in _REDUCTIONS), _AXES),
+    ("Split", 13): ((1, "split", "ints", None),),
+    ("TopK", 10): ((1, "k", "size", None),),
+    ("Slice", 10): tuple((i, n, "ints", None) for i, n in enumerate(("starts", "ends", "axes"), 1)),
+    ("Clip", 11): ((1, "min", "float", None), (2, "max", "float", None)),
+    ("Pad", 11): ((1, "pads", "ints", None), (2, "value", "float", None)),
+    ("Dropout", 12): ((1, "ratio", "float", 0.5),),
+    ("DFT", 20): ((2, "axis", "int", 1),),
+}
+"""The attributes that became inputs, by (operator, first opset that has the inputs)."""
 
 
-@_rule(13, "Split")
-def _split(node: ir.Node, op: Builder) -> None:
-    if (sizes := _pop_attribute(node, "split")) is not None:
-        _set_input(node, 1, _int64(op, sizes))
+def _as_inputs(moved: Sequence[Moved]) -> Rule:
+    def rule(node: ir.Node, op: Builder) -> None:
+        for i, name, kind, default in moved:
+            value = _pop_attribute(node, name, default)
+            if value is None or (name in ("axes", "value") and not value):
+                continue  # without axes it reduces all
+            if kind == "float":
+                _set_input(node, i, _like(op, value, _read(node)))
+            else:
+                numbers = [value] if kind == "size" else value
+                _set_input(node, i, op.constant(np.array(numbers, np.int64)))
+
+    return rule
+
+
+UPGRADES.update({key: _as_inputs(moved) for key, moved in BECAME_INPUTS.items()})
 
 
 @_rule(18, "Split")
 def _split_count(node: ir.Node, op: Builder) -> None:
-    if _input(node, 1) is None:
+    if given(node, 1) is None:
         node.attributes["num_outputs"] = ir.AttrInt64("num_outputs", len(node.outputs))
-
-
-@_rule(10, "TopK")
-def _top_k(node: ir.Node, op: Builder) -> None:
-    _set_input(node, 1, _int64(op, [_pop_attribute(node, "k", 0)]))
-
-
-@_rule(10, "Slice")
-def _slice(node: ir.Node, op: Builder) -> None:
-    for i, name in enumerate(("starts", "ends", "axes"), 1):
-        if (numbers := _pop_attribute(node, name)) is not None:
-            _set_input(node, i, _int64(op, numbers))
-
-
-@_rule(11, "Clip")
-def _clip(node: ir.Node, op: Builder) -> None:
-    for i, name in enumerate(("min", "max"), 1):
-        if (bound := _pop_attribute(node, name)) is not None:
-            _set_input(node, i, _like(op, bound, _read(node)))
-
-
-@_rule(11, "Pad")
-def _pad(node: ir.Node, op: Builder) -> None:
-    _set_input(node, 1, _int64(op, _pop_attribute(node, "pads", ())))
-    if value := _pop_attribute(node, "value"):
-        _set_input(node, 2, _like(op, value, _read(node)))
-
-
-@_rule(20, "DFT")
-def _dft(node: ir.Node, op: Builder) -> None:
-    _set_input(node, 2, op.constant(np.array(_pop_attribute(node, "axis", 1), np.int64)))
 
 
 # ---- other names and defaults --------------------------------------------------------------------
@@ -197,18 +175,12 @@ def _grid_sample(node: ir.Node, op: Builder) -> None:
 def _softmax(node: ir.Node, op: Builder) -> Sequence[ir.Value] | None:
     """Before opset 13 all axes from `axis` on are one: a matrix's columns."""
     x = _read(node)
-    axis, rank = _pop_attribute(node, "axis", 1), _rank(x)
-    if axis == -1 or (rank is not None and axis == rank - 1):
+    axis, size = _pop_attribute(node, "axis", 1), rank(x)
+    if axis == -1 or (size is not None and axis == size - 1):
         node.attributes["axis"] = ir.AttrInt64("axis", -1)
         return None
     rows = op.node(node.op_type, [op.Flatten(x, axis=axis)], axis=-1)
     return [op.Reshape(rows, op.Shape(x), allowzero=1)]
-
-
-@_rule(12, "Dropout")
-def _dropout(node: ir.Node, op: Builder) -> None:
-    ratio = _pop_attribute(node, "ratio", 0.5)
-    _set_input(node, 1, _like(op, ratio, _read(node)))
 
 
 @_rule(10, "Dropout")
@@ -275,11 +247,11 @@ def _group_norm(node: ir.Node, op: Builder) -> None:
             f"node '{node.name}' (GroupNormalization): num_groups is {groups}, not positive"
         )
     channels = op.Shape(_read(node), start=1, end=2)
-    each = op.Concat(_int64(op, [groups]), op.Div(channels, _int64(op, [groups])), axis=0)
+    each = op.Concat(op.constant([groups]), op.Div(channels, op.constant([groups])), axis=0)
     for i in (1, 2):
-        value = _input(node, i)
-        wide = op.Expand(op.Reshape(value, _int64(op, [groups, 1])), each)
-        _set_input(node, i, op.Reshape(wide, _int64(op, [-1])))
+        value = given(node, i)
+        wide = op.Expand(op.Reshape(value, op.constant([groups, 1])), each)
+        _set_input(node, i, op.Reshape(wide, op.constant([-1])))
 
 
 @_rule(9, "Upsample")
@@ -290,13 +262,13 @@ def _upsample_attribute(node: ir.Node, op: Builder) -> None:
 @_rule(10, "Upsample")
 def _upsample(node: ir.Node, op: Builder) -> Sequence[ir.Value]:
     mode = node.attributes.get_string("mode", "nearest")
-    return [_resized(op, _read(node), _input(node, 1), mode, "floor")]
+    return [_resized(op, _read(node), given(node, 1), mode, "floor")]
 
 
 @_rule(11, "Resize")
 def _resize(node: ir.Node, op: Builder) -> Sequence[ir.Value]:
     """Opset 10: x_original = x / scale; the nearest is the next below, above where it shrinks."""
-    x, scales, mode = _read(node), _input(node, 1), node.attributes.get_string("mode", "nearest")
+    x, scales, mode = _read(node), given(node, 1), node.attributes.get_string("mode", "nearest")
     known = const_array(scales)
     if mode != "nearest" or (known is not None and (known >= 1).all()):
         return [_resized(op, x, scales, mode, "floor")]
@@ -310,7 +282,7 @@ def _resize(node: ir.Node, op: Builder) -> Sequence[ir.Value]:
 def _resized(
     op: Builder, x: ir.Value, scales: ir.Value | None, mode: str, nearest: str
 ) -> ir.Value:
-    made: ir.Value = op.Resize(
+    return op.Resize(
         x,
         None,
         scales,
@@ -318,31 +290,30 @@ def _resized(
         coordinate_transformation_mode="asymmetric",
         nearest_mode=nearest if mode == "nearest" else None,
     )
-    return made
 
 
 @_rule(13, "Resize")
 def _resize_sizes(node: ir.Node, op: Builder) -> None:
     """Before opset 13 an empty tensor stands for scales that sizes replace."""
-    if _input(node, 3) is not None:
+    if given(node, 3) is not None:
         _set_input(node, 2, None)
 
 
 @_rule(9, "Scan")
 def _scan(node: ir.Node, op: Builder) -> Sequence[ir.Value]:
     """Opset 8's Scan has a batch first: a Scan over it whose body is the Scan of one element."""
-    if _input(node, 0) is not None:
+    if given(node, 0) is not None:
         raise ModelError(
             f"node '{node.name}': opset 8's Scan with a length for each sequence is not supported"
         )
     stem = node.name or node.outputs[0].name
     count, ways = node.attributes.get_int("num_scan_inputs", 1), node.attributes.get("directions")
-    given = list(node.inputs[1:])
-    elements = [ir.Value(name=f"{stem}.element.{i}") for i in range(len(given))]
-    for value, whole in zip(elements, given, strict=True):
-        if whole is not None and whole.type is not None:
-            value.type = whole.type
-            value.shape = None if whole.shape is None else ir.Shape(whole.shape[1:])
+    whole = list(node.inputs[1:])
+    elements = [ir.Value(name=f"{stem}.element.{i}") for i in range(len(whole))]
+    for value, source in zip(elements, whole, strict=True):
+        if source is not None and source.type is not None:
+            value.type = source.type
+            value.shape = None if source.shape is None else ir.Shape(source.shape[1:])
     body = node.attributes.pop("body").as_graph()
     directions = {} if ways is None else {"scan_input_directions": ways.as_ints()}
     inner = ir.node(
@@ -357,22 +328,23 @@ def _scan(node: ir.Node, op: Builder) -> Sequence[ir.Value]:
     batch = ir.Graph(elements, inner.outputs, nodes=[inner], name=f"{stem}.batch")
     made = op.node(
         "Scan",
-        given,
+        whole,
         outputs=len(node.outputs),
-        attributes={"body": batch, "num_scan_inputs": len(given)},
+        attributes={"body": batch, "num_scan_inputs": len(whole)},
     )
     return list(made) if isinstance(made, tuple) else [made]
 
 
 @_rule(19, "LeakyRelu", "PRelu")
 def _slope_of_other_types(node: ir.Node, op: Any) -> list[ir.Value] | None:
-    """onnxruntime's kernel is of float32; other types run by the standard's body, which it takes
-    up to opset 18 alone (1.32).
+    """Write the operator out for types of which onnxruntime (1.32) has no kernel.
+
+    It runs them by the standard's body, but only up to opset 18.
     """
     x = node.inputs[0]
     if x is None or x.dtype is None or x.dtype in _KERNEL_TYPES:
         return None
-    slope = node.inputs[1] if len(node.inputs) > 1 else None
+    slope = given(node, 1)
     dtype = x.dtype.numpy()
     if slope is None:
         slope = op.constant(np.array(np.float32(_pop_attribute(node, "alpha", 0.01)), dtype))
@@ -386,22 +358,20 @@ _KERNEL_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 @_rule(19, "Elu", "HardSigmoid", "HardSwish", "Mish", "Selu", "Softplus", "Softsign")
 @_rule(19, "ThresholdedRelu")
 def _activation_of_float64(node: ir.Node, op: Any) -> list[ir.Value] | None:
-    """As for LeakyRelu: onnxruntime runs float64 by the standard's body at opset 18 alone (1.32).
+    """Write the operator out for float64, of which onnxruntime (1.32) has no kernel.
 
-    The formulas are those bodies, in their order of operations.
+    It runs the standard's body, but only up to opset 18; the formulas have its order of operations.
     """
     x = node.inputs[0]
     if x is None or x.dtype != ir.DataType.DOUBLE:
         return None
 
     def number(value: float) -> ir.Value:
-        found: ir.Value = op.constant(np.array(np.float32(value), np.float64))
-        return found
+        return op.constant(np.array(np.float32(value), np.float64))
 
     def hard_sigmoid(alpha: float, beta: float) -> ir.Value:
         line = op.Add(op.Mul(x, number(alpha)), number(beta))
-        found: ir.Value = op.Max(op.Min(line, number(1)), number(0))
-        return found
+        return op.Max(op.Min(line, number(1)), number(0))
 
     match node.op_type:
         case "Elu":

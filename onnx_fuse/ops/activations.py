@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from onnx_fuse.onnx.common import FUSE
 
@@ -68,6 +69,12 @@ class Activation:
         """What a kernel is compiled with to have it: see common.cuh."""
         found = {"ACT": self.name, "ACT_VALUE": self.value, "ACT_SLOPE": self.slope}
         return found | ({"ACT_NORMAL": "1"} if self.normal else {})
+
+    def alone(self, op: Any, x: Any, fused: Any) -> Any:
+        """The standalone op of x, with the attribute that the fused node took over."""
+        own = {k: a.value for k, a in fused.attributes.items() if f"{k}:" in self.attributes}
+        attributes = own | dict(self.fixed)
+        return op.node(self.op_type, [x], domain=self.domain, attributes=attributes)
 
 
 def signature(*attributes: str) -> str:

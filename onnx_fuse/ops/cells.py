@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.onnx.build import Builder
+from onnx_fuse.ops.grad_helpers import arguments
 
 DEFAULT = {"RNN": ["Tanh"], "GRU": ["Sigmoid", "Tanh"], "LSTM": ["Sigmoid", "Tanh", "Tanh"]}
 TAKES: dict[str, tuple[float | None, ...]] = {
@@ -33,13 +34,8 @@ class Cell:
         self.coupled = bool(node.attributes.get_int("input_forget", 0))
         self.linear = bool(node.attributes.get_int("linear_before_reset", 0))
         self.at = op.constant(np.int64(direction))
-        x, w, r, *rest = node.inputs
-        assert x is not None
-        assert w is not None
-        assert r is not None
+        x, w, r, b, _, self.h0, self.c0, p = arguments(node, 8)
         self.dtype = x.dtype or ir.DataType.FLOAT
-        rest += [None] * (5 - len(rest))
-        b, _, self.h0, self.c0, p = rest
         self.w, self.r = (op.Transpose(self.mine(v), perm=[1, 0]) for v in (w, r))
         self.b = [] if b is None else op.Split(self.mine(b), num_outputs=2, axis=0, outputs=2)
         self.p = [] if p is None else op.Split(self.mine(p), num_outputs=3, axis=0, outputs=3)
@@ -48,8 +44,7 @@ class Cell:
 
     def mine(self, value: ir.Value) -> ir.Value:
         """The part of a stacked tensor that belongs to this direction."""
-        found: ir.Value = self.op.Gather(value, self.at, axis=0)
-        return found
+        return self.op.Gather(value, self.at, axis=0)
 
     def act(self, which: int, value: ir.Value) -> ir.Value:
         """Activation `which` of the clipped value."""
@@ -118,12 +113,11 @@ class Cell:
             recurrent = op.Split(self.r, num_outputs=3, axis=-1, outputs=3)[2]
             candidate = plus(op.Add(xh, op.MatMul(op.Mul(r, self.h), recurrent)), bh)
         new = self.act(1, candidate)
-        found: ir.Value = op.Add(new, op.Mul(z, op.Sub(self.h, new)))
-        return found
+        return op.Add(new, op.Mul(z, op.Sub(self.h, new)))
 
 
 def activations(node: ir.Node, directions: int) -> list[Activation] | None:
-    """The node's activations with their numbers; None where onnxruntime's reading is not plain."""
+    """The node's activations with their numbers; None where onnxruntime may read them otherwise."""
     default = DEFAULT[node.op_type] * directions
     names = list(node.attributes.get_strings("activations", default))
     if len(names) != len(default) or any(name not in TAKES for name in names):
@@ -151,11 +145,10 @@ class Written:
         way = attributes.get_string("direction", "forward")
         self.layout = attributes.get_int("layout", 0) == 1
         count, each = 2 if way == "bidirectional" else 1, len(DEFAULT[node.op_type])
-        op, x = self.op, node.inputs[0]
-        self.lengths = node.inputs[4] if len(node.inputs) > 4 else None
+        op = self.op
+        x, _, _, _, self.lengths = arguments(node, 5)
         if self.lengths is not None:
             self.lengths = op.Unsqueeze(self.lengths, op.constant([1]))
-        assert x is not None
         self.rows: ir.Value = op.Transpose(x, perm=[1, 0, 2]) if self.layout else x
         found = [
             self._direction(i, acts[i * each : (i + 1) * each], bool(i) or way == "reverse")
@@ -220,5 +213,4 @@ class Written:
         batch = op.Shape(products, start=1, end=2)
         hidden = op.Shape(cell.r, start=0, end=1)
         zero = op.constant(np.zeros((), cell.dtype.numpy()))
-        found: ir.Value = op.Expand(zero, op.Concat(batch, hidden, axis=0))
-        return found
+        return op.Expand(zero, op.Concat(batch, hidden, axis=0))

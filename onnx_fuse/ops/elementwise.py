@@ -88,10 +88,6 @@ def _hard_swish(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> 
     return op.Mul(dy, _where(op, op.Less(x, 3.0), slope, 1, x))
 
 
-def _shrink(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
-    return _where(op, op.Greater(op.Abs(x), n.attributes.get_float("lambd", 0.5)), dy, 0, x)
-
-
 def _exp_below_0(op: Any, dy: ir.Value, x: ir.Value, below: ir.Value, above: float) -> Tensor:
     return op.Mul(dy, _where(op, op.Less(x, 0.0), below, above, x))
 
@@ -145,7 +141,9 @@ UNARY: dict[str, Unary] = {
     "Mish": _mish,
     "HardSigmoid": _hard_sigmoid,
     "HardSwish": _hard_swish,
-    "Shrink": _shrink,
+    "Shrink": lambda op, dy, x, y, n: _where(
+        op, op.Greater(op.Abs(x), n.attributes.get_float("lambd", 0.5)), dy, 0, x
+    ),
     "Cast": lambda op, dy, x, y, n: to_like(op, dy, x),
     "CastLike": lambda op, dy, x, y, n: to_like(op, dy, x),
 }
@@ -157,10 +155,6 @@ table(UNARY)
 
 def _add(op: Any, node: ir.Node, dys: Values) -> Values:
     return [dys[0]] * len(node.inputs)
-
-
-def _sub(op: Any, node: ir.Node, dys: Values) -> Values:
-    return [dys[0], op.Neg(dys[0])]
 
 
 def _mul(op: Any, node: ir.Node, dys: Values) -> Values:
@@ -221,10 +215,6 @@ def _extremum(op: Any, node: ir.Node, dys: Values) -> Values:
         others = [op.node(ahead, [x, v]) for k, v in enumerate(node.inputs) if k != i]
         masks.append(to_like(op, reduce(op.And, others), y))
     return split_evenly(op, dy, masks)
-
-
-def _mean(op: Any, node: ir.Node, dys: Values) -> Values:
-    return [op.Mul(dys[0], 1 / len(node.inputs))] * len(node.inputs)
 
 
 def _where_rule(op: Any, node: ir.Node, dys: Values) -> Values:
@@ -311,14 +301,16 @@ register(
     ),
     OpDef("Add", grad=_add),
     OpDef("Sum", grad=_add),
-    OpDef("Sub", grad=_sub),
+    OpDef("Sub", grad=lambda op, node, dys: [dys[0], op.Neg(dys[0])]),
     OpDef("Mul", grad=_mul),
     OpDef("Div", grad=_div),
     OpDef("Pow", grad=_pow),
     OpDef("Mod", grad=_mod),
     OpDef("Max", grad=_extremum),
     OpDef("Min", grad=_extremum),
-    OpDef("Mean", grad=_mean),
+    OpDef(
+        "Mean", grad=lambda op, node, dys: [op.Mul(dys[0], 1 / len(node.inputs))] * len(node.inputs)
+    ),
     OpDef("Where", grad=_where_rule),
     OpDef("PRelu", grad=_prelu),
     OpDef("Clip", grad=_clip),

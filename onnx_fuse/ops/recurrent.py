@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import dim
+from onnx_fuse.onnx.build import dim, given
 from onnx_fuse.ops.grad_helpers import (
     Tensor,
     Values,
@@ -58,7 +58,7 @@ def steps_kind(node: ir.Node) -> tuple[list[str], str]:
     each = [tuple(names[i * len(default) : (i + 1) * len(default)]) for i in range(count)]
     if node.attributes.get_float("clip", 0.0):
         return [], "its gates are clipped"
-    if len(node.inputs) > 7 and node.inputs[7] is not None:
+    if given(node, 7) is not None:
         return [], "it has peepholes"
     if node.attributes.get_int("input_forget", 0):
         return [], "its input and forget gates are coupled"

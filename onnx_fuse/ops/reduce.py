@@ -35,7 +35,7 @@ def axes_of(node: ir.Node) -> list[int] | None:
 
 def _keep(op: Any, value: ir.Value, x: ir.Value, node: ir.Node) -> Tensor:
     """A reduced value (dy, y) with its reduced axes put back as ones."""
-    if node.attributes.get_int("keepdims", 1):
+    if node.attributes.get_int("keepdims", 1) or _is_noop(node):
         return value
     axes = axes_of(node)
     if axes is None and given(node, 1) is None:
@@ -56,10 +56,6 @@ def _is_noop(node: ir.Node) -> bool:
 
 def _full(op: Any, g: ir.Value, x: ir.Value) -> Tensor:
     return op.Expand(g, shape_of(op, x))
-
-
-def _sum(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
-    return dy if _is_noop(n) else _full(op, _keep(op, dy, x, n), x)
 
 
 def _mean(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
@@ -124,14 +120,6 @@ def _log_sum(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Ten
     if _is_noop(n):
         return op.Div(dy, x)
     return _full(op, op.Div(_keep(op, dy, x, n), op.Exp(_keep(op, y, x, n))), x)
-
-
-def _l1(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
-    return op.Mul(dy if _is_noop(n) else _keep(op, dy, x, n), op.Sign(x))
-
-
-def _sum_square(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
-    return op.Mul(dy if _is_noop(n) else _keep(op, dy, x, n), op.Add(x, x))
 
 
 def _softmax(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
@@ -210,14 +198,14 @@ def _lp_normalization(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Nod
 
 
 REDUCE: dict[str, Unary] = {
-    "ReduceSum": _sum,
+    "ReduceSum": lambda op, dy, x, y, n: dy if _is_noop(n) else _full(op, _keep(op, dy, x, n), x),
     "ReduceMean": _mean,
     "ReduceMax": _extremum,
     "ReduceMin": _extremum,
     "ReduceProd": _prod,
-    "ReduceL1": _l1,
+    "ReduceL1": lambda op, dy, x, y, n: op.Mul(_keep(op, dy, x, n), op.Sign(x)),
     "ReduceL2": _l2,
-    "ReduceSumSquare": _sum_square,
+    "ReduceSumSquare": lambda op, dy, x, y, n: op.Mul(_keep(op, dy, x, n), op.Add(x, x)),
     "ReduceLogSum": _log_sum,
     "ReduceLogSumExp": _log_sum_exp,
     "Softmax": _softmax,

@@ -12,6 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -22,6 +23,7 @@ from onnx_fuse.onnx.build import (
     all_nodes,
     const_array,
     dim,
+    given,
     rank,
     subgraphs,
     unique_name,
@@ -279,7 +281,7 @@ def constant_ints(value: ir.Value | None) -> list[int] | None:
     return None if array is None or array.dtype.kind not in "iu" else [int(i) for i in array.flat]
 
 
-def attribute(node: ir.Node, name: str, default: object = None) -> object:
+def attribute(node: ir.Node, name: str, default: Any = None) -> Any:
     """The value of an attribute, or the default where it is absent or a reference."""
     found = node.attributes.get(name)
     return default if found is None or found.is_ref() else found.value
@@ -337,17 +339,15 @@ def row_axis(node: ir.Node, axis: int) -> int | None:
             return axis
         case "Transpose":
             perm = attribute(node, "perm", list(range(size))[::-1])
-            return int(perm[axis]) if isinstance(perm, Sequence) else None
+            return int(perm[axis])
         case "Reshape" | "Flatten" | "Squeeze" | "Unsqueeze":
             return _same_axis(x, y, axis)
         case "Concat" | "Split":
-            along = attribute(node, "axis", 0)
-            return axis if isinstance(along, int) and along % size != axis else None
+            return axis if attribute(node, "axis", 0) % size != axis else None
         case "Gather":
-            along, picked = attribute(node, "axis", 0), rank(node.inputs[1])
-            if not isinstance(along, int) or picked is None:
+            along, picked = attribute(node, "axis", 0) % size, rank(node.inputs[1])
+            if picked is None:
                 return None
-            along %= size
             return axis if axis < along else axis - picked + 1 if axis >= along + picked else None
         case "Slice":
             axes = constant_ints(node.inputs[3]) if len(node.inputs) > 3 else list(range(size))
@@ -435,10 +435,10 @@ def _pads_rows(node: ir.Node, axis: int) -> bool:
     """Whether a Pad adds zeros, and along other axes than `axis` alone."""
     if node.op_type != "Pad" or node.domain or attribute(node, "mode", "constant") != "constant":
         return False
-    if len(node.inputs) > 2 and node.inputs[2] is not None and scalar(node.inputs[2]) != 0:
+    if given(node, 2) is not None and scalar(node.inputs[2]) != 0:
         return False
     size, pads = rank(node.inputs[0]), constant_ints(node.inputs[1])
-    if size is None or (len(node.inputs) > 3 and node.inputs[3] is not None):
+    if size is None or given(node, 3) is not None:
         return False
     return pads is not None and pads[axis] == pads[axis + size] == 0
 

@@ -41,10 +41,6 @@ def _like(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor
     return reshape_like(op, dy, x)
 
 
-def _unsqueeze(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
-    return op.Squeeze(dy, n.inputs[1])
-
-
 def _squeeze(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     axes = given(n, 1)
     return reshape_like(op, dy, x) if axes is None else op.Unsqueeze(dy, axes)
@@ -55,10 +51,6 @@ def _transpose(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> T
     if perm is None:
         return op.Transpose(dy)
     return op.Transpose(dy, perm=[int(i) for i in np.argsort(perm)])
-
-
-def _trilu(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
-    return op.Trilu(dy, given(n, 1), upper=n.attributes.get_int("upper", 1))
 
 
 def _tile(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
@@ -212,10 +204,6 @@ def _slice_steps(op: Any, node: ir.Node, x: ir.Value, dy: ir.Value, axes: list[i
     return dy
 
 
-def _expand(op: Any, node: ir.Node, dys: Values) -> Values:
-    return [dys[0]]
-
-
 def _depth_to_space(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     block = n.attributes.get_int("blocksize", 1)
     if text(n, "mode", "DCR") == "DCR":
@@ -226,10 +214,6 @@ def _depth_to_space(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node)
         raise fail(n, "mode CRD with a dynamic number of channels")
     sizes = [batch, channels // (block * block), height, block, width, block]
     return reshape_like(op, op.Transpose(reshape(op, dy, sizes), perm=[0, 1, 3, 5, 2, 4]), x)
-
-
-def _space_to_depth(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
-    return op.DepthToSpace(dy, blocksize=n.attributes.get_int("blocksize", 1), mode="DCR")
 
 
 def _reverse_sequence(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
@@ -252,13 +236,17 @@ def _range(op: Any, node: ir.Node, dys: Values) -> Values:
 SHAPE: dict[str, Unary] = {
     "Reshape": _like,
     "Flatten": _like,
-    "Unsqueeze": _unsqueeze,
+    "Unsqueeze": lambda op, dy, x, y, n: op.Squeeze(dy, n.inputs[1]),
     "Squeeze": _squeeze,
     "Transpose": _transpose,
-    "Trilu": _trilu,
+    "Trilu": lambda op, dy, x, y, n: op.Trilu(
+        dy, given(n, 1), upper=n.attributes.get_int("upper", 1)
+    ),
     "Tile": _tile,
     "DepthToSpace": _depth_to_space,
-    "SpaceToDepth": _space_to_depth,
+    "SpaceToDepth": lambda op, dy, x, y, n: op.DepthToSpace(
+        dy, blocksize=n.attributes.get_int("blocksize", 1), mode="DCR"
+    ),
     "ReverseSequence": _reverse_sequence,
 }
 table(SHAPE)
@@ -267,7 +255,7 @@ register(
     OpDef("Concat", grad=_concat),
     OpDef("Split", grad=_split),
     OpDef("Slice", grad=_slice),
-    OpDef("Expand", grad=_expand),
+    OpDef("Expand", grad=lambda op, node, dys: [dys[0]]),
     OpDef("Range", grad=_range),
 )
 no_grad(

@@ -25,7 +25,7 @@ from onnx_fuse.ops.rewrite import (
 )
 
 FOLD_BATCH_NORM = "FoldBatchNorm"
-"""name of the rewrite in reports and for --fuse and --skip."""
+"""The name of the rewrite in reports and for --fuse and --skip."""
 
 
 def fold_batch_norm(rw: Rewriter) -> int:
@@ -35,7 +35,7 @@ def fold_batch_norm(rw: Rewriter) -> int:
 
 
 def _climbed(norm: ir.Node) -> tuple[ir.Node, ir.Node | None, list[ir.Node]] | None:
-    """The product whose channels these are, the Add of its bias, and the views upward."""
+    """The product whose channels the norm scales, the Add of its bias, and the views between."""
     value, axis, views = norm.inputs[0], 1, list[ir.Node]()
     while (view := producer(value, *_VIEWS)) is not None and len(views) < _MOST:
         below = row_axis(view, axis)
@@ -122,13 +122,10 @@ def _folded(
     with np.errstate(all="ignore"):
         weight, *bias, gamma, beta, mean, var = [a.astype(np.float64) for a in kept]
         epsilon = attribute(norm, "epsilon", 1e-5)
-        assert isinstance(epsilon, float)
         scale = gamma / np.sqrt(var + epsilon)
         before = bias[0] if bias else np.zeros(())
         if product.op_type == "Gemm":
-            factor = attribute(product, "beta", 1.0)
-            assert isinstance(factor, float)
-            before = before * factor
+            before = before * attribute(product, "beta", 1.0)
             if before.ndim > 1 and before.shape[0] != 1:
                 return None  # a bias per row
         by_channel = _by_channel(product, weight, scale)
@@ -146,7 +143,6 @@ def _by_channel(product: ir.Node, weight: np.ndarray, scale: np.ndarray) -> np.n
     """`scale` in a shape that multiplies `weight` by its output channels; None if it cannot."""
     if product.op_type == "ConvTranspose":  # [C, M / group, ...], channels in order of the groups
         group = attribute(product, "group", 1)
-        assert isinstance(group, int)
         if scale.size != weight.shape[1] * group or weight.shape[0] % group:
             return None
         rows = np.repeat(scale.reshape(group, -1), weight.shape[0] // group, axis=0)

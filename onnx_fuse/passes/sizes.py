@@ -305,8 +305,7 @@ def _entries(
         case "Shape":
             found = _sizes(first, meaning)
             start, end = attribute(node, "start", 0), attribute(node, "end")
-            assert isinstance(start, int)
-            return None if found is None else found[start : end if isinstance(end, int) else None]
+            return None if found is None else found[start:end]
     return None
 
 

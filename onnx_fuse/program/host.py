@@ -6,17 +6,18 @@ guard on each size (see `size`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
-from onnx_fuse.program.size import Size, maximum, minimum, number
+from onnx_fuse.onnx.evaluate import viewer
+from onnx_fuse.program.size import Size, maximum, minimum
 
-INT64 = 7  # onnx.TensorProto.INT64
-Arrays = Sequence["np.ndarray | None"]
-Attributes = Mapping[str, Any]
+Arrays = Sequence[Any]
+"""An array for each input, None for one that is left out."""
 
 
 def is_open(array: np.ndarray | None) -> bool:
@@ -31,13 +32,11 @@ def closed(array: np.ndarray) -> np.ndarray:
     return np.array([int(v) for v in array.reshape(-1)], np.int64).reshape(array.shape)
 
 
-def evaluate(name: str, arrays: Arrays, attributes: Attributes) -> np.ndarray | None:
-    """The only result of the default domain's operator `name`; None for one that is not here."""
-    rule = RULES.get(name)
-    found = None if rule is None else rule(arrays, attributes)
-    if found is None:
-        return None
-    if found.dtype == object and not is_open(found):
+def evaluate(node: ir.Node, arrays: Arrays) -> np.ndarray | None:
+    """The only result of a node of the default domain; None where it has no rule here."""
+    rule = RULES.get(node.op_type)
+    found = None if rule is None else rule(node, arrays)
+    if found is not None and found.dtype == object and not is_open(found):
         found = closed(found)
     return found
 
@@ -48,7 +47,7 @@ def evaluate(name: str, arrays: Arrays, attributes: Attributes) -> np.ndarray | 
 def _elementwise(one: Callable[..., Any], kind: Any = object) -> Any:
     made = np.frompyfunc(one, one.__code__.co_argcount, 1)
 
-    def rule(arrays: Arrays, attributes: Attributes) -> np.ndarray | None:
+    def rule(node: ir.Node, arrays: Arrays) -> np.ndarray | None:
         return np.asarray(made(*arrays), kind)
 
     return rule
@@ -61,133 +60,73 @@ def _quotient(a: Any, b: Any) -> Any:
     return int(abs(int(a)) // abs(int(b)) * (1 if (int(a) < 0) == (int(b) < 0) else -1))
 
 
-def _ints(array: np.ndarray | None) -> list[int]:
-    return [] if array is None else [number(v) for v in array.reshape(-1)]
+def _cast(node: ir.Node, arrays: Arrays) -> np.ndarray | None:
+    return arrays[0] if node.attributes["to"].as_int() == ir.DataType.INT64 else None
 
 
-def _cast(arrays: Arrays, attributes: Attributes) -> np.ndarray | None:
-    return arrays[0] if attributes.get("to") == INT64 else None
+def _moved(node: ir.Node, arrays: Arrays) -> np.ndarray | None:
+    """The elements where the node moves them; where to, guarded numbers say."""
+    if node.op_type == "Concat":  # the parts' types may differ
+        given = [a.astype(object) for a in arrays]
+    elif node.op_type == "Where":
+        given = [arrays[0].astype(bool), *(a.astype(object) for a in arrays[1:])]
+    else:
+        given = [arrays[0], *(a if a is None else closed(a) for a in arrays[1:])]
+    try:
+        return viewer(node)(given)
+    except (ValueError, IndexError):
+        return None  # no valid node: onnxruntime says what is wrong with it
 
 
-def _gather(arrays: Arrays, attributes: Attributes) -> np.ndarray | None:
-    data, at = arrays
-    assert data is not None
-    assert at is not None
-    axis = attributes.get("axis", 0)
-    size = data.shape[axis]
-    places = np.array([int(i) for i in at.reshape(-1)], np.int64).reshape(at.shape)
-    if np.any(places < -size) or np.any(places >= size):
-        return None
-    return np.asarray(np.take(data, places, axis=axis), object)
-
-
-def _concat(arrays: Arrays, attributes: Attributes) -> np.ndarray | None:
-    parts = [a for a in arrays if a is not None]
-    return np.concatenate([a.astype(object) for a in parts], attributes["axis"])
-
-
-def _slice(arrays: Arrays, attributes: Attributes) -> np.ndarray | None:
-    data, starts, ends, *more = arrays
-    assert data is not None
-    axes = _ints(more[0]) if more and more[0] is not None else range(len(_ints(starts)))
-    steps = _ints(more[1]) if len(more) > 1 and more[1] is not None else [1] * len(_ints(starts))
-    where = [slice(None)] * data.ndim
-    for start, end, axis, step in zip(_ints(starts), _ints(ends), axes, steps, strict=True):
-        size = data.shape[axis]
-        first, last = (max(-size - 1, min(int(v), size)) for v in (start, end))
-        stop = None if step < 0 and last < -size else last
-        where[axis] = slice(first, stop, int(step))
-    return data[tuple(where)]
-
-
-def _unsqueeze(arrays: Arrays, attributes: Attributes) -> np.ndarray | None:
-    data, axes = arrays[0], _ints(arrays[1])
-    assert data is not None
-    rank = data.ndim + len(axes)
-    return np.expand_dims(data, tuple(a % rank for a in axes))
-
-
-def _squeeze(arrays: Arrays, attributes: Attributes) -> np.ndarray | None:
-    data = arrays[0]
-    assert data is not None
-    given = arrays[1] if len(arrays) > 1 else None
-    return np.squeeze(data) if given is None else np.squeeze(data, tuple(_ints(given)))
-
-
-def _reshape(arrays: Arrays, attributes: Attributes) -> np.ndarray | None:
-    data = arrays[0]
-    assert data is not None
-    wanted = [int(n) for n in _ints(arrays[1])]
-    if not attributes.get("allowzero", 0):
-        wanted = [data.shape[k] if n == 0 else n for k, n in enumerate(wanted)]
-    return data.reshape(wanted)
+def _repeated(node: ir.Node, arrays: Arrays) -> np.ndarray | None:
+    data, by = arrays[0], closed(arrays[1]).tolist()
+    if node.op_type == "Tile":
+        return np.tile(data, by) if data.size * prod(by) <= 64 else None
+    shape = np.broadcast_shapes(data.shape, tuple(by))
+    return np.broadcast_to(data, shape) if prod(shape) <= 64 else None
 
 
 def _reduce(one: Callable[[Sequence[Any]], Any]) -> Any:
-    def rule(arrays: Arrays, attributes: Attributes) -> np.ndarray | None:
-        data = arrays[0]
+    def rule(node: ir.Node, arrays: Arrays) -> np.ndarray | None:
+        data, attributes = arrays[0], node.attributes
         if data is None or data.ndim > 1:
             return None
-        if len(arrays) > 1 and arrays[1] is None and attributes.get("noop_with_empty_axes", 0):
+        if (
+            len(arrays) > 1
+            and arrays[1] is None
+            and attributes.get_int("noop_with_empty_axes", False)
+        ):
             return data
         found = np.empty(1, object)
         found[0] = one(list(data.reshape(-1)))
-        return found if attributes.get("keepdims", 1) and data.ndim else found.reshape(())
+        return found if attributes.get_int("keepdims", 1) and data.ndim else found.reshape(())
 
     return rule
 
 
-def _where(arrays: Arrays, attributes: Attributes) -> np.ndarray | None:
-    condition, a, b = arrays
-    assert condition is not None
-    assert a is not None
-    assert b is not None
-    return np.where(condition.astype(bool), a.astype(object), b.astype(object))
-
-
-def _expand(arrays: Arrays, attributes: Attributes) -> np.ndarray | None:
-    data, shape = arrays
-    assert data is not None
-    wanted = np.broadcast_shapes(data.shape, tuple(int(n) for n in _ints(shape)))
-    return np.broadcast_to(data, wanted) if prod(wanted) <= 64 else None
-
-
-def _tile(arrays: Arrays, attributes: Attributes) -> np.ndarray | None:
-    data, repeats = arrays
-    assert data is not None
-    counts = [int(n) for n in _ints(repeats)]
-    return np.tile(data, counts) if data.size * prod(counts) <= 64 else None
-
-
-RULES: dict[str, Callable[[Arrays, Attributes], np.ndarray | None]] = {
+RULES: dict[str, Callable[[ir.Node, Arrays], np.ndarray | None]] = {
+    **dict.fromkeys(("Concat", "Gather", "Identity", "Reshape", "Slice", "Squeeze"), _moved),
+    **dict.fromkeys(("Unsqueeze", "Where"), _moved),
     "Abs": _elementwise(lambda a: abs(a)),
     "Add": _elementwise(lambda a, b: a + b),
     "Cast": _cast,
-    "Concat": _concat,
     "Div": _elementwise(_quotient),
     "Equal": _elementwise(lambda a, b: a == b, bool),
-    "Expand": _expand,
-    "Gather": _gather,
+    "Expand": _repeated,
     "Greater": _elementwise(lambda a, b: a > b, bool),
     "GreaterOrEqual": _elementwise(lambda a, b: a >= b, bool),
-    "Identity": lambda arrays, attributes: arrays[0],
     "Less": _elementwise(lambda a, b: a < b, bool),
     "LessOrEqual": _elementwise(lambda a, b: a <= b, bool),
-    "Max": lambda arrays, attributes: _pairwise(maximum, arrays),
-    "Min": lambda arrays, attributes: _pairwise(minimum, arrays),
+    "Max": lambda node, arrays: _pairwise(maximum, arrays),
+    "Min": lambda node, arrays: _pairwise(minimum, arrays),
     "Mul": _elementwise(lambda a, b: a * b),
     "Neg": _elementwise(lambda a: -a),
     "ReduceMax": _reduce(lambda values: _fold(maximum, values)),
     "ReduceMin": _reduce(lambda values: _fold(minimum, values)),
     "ReduceProd": _reduce(prod),
     "ReduceSum": _reduce(sum),
-    "Reshape": _reshape,
-    "Slice": _slice,
-    "Squeeze": _squeeze,
     "Sub": _elementwise(lambda a, b: a - b),
-    "Tile": _tile,
-    "Unsqueeze": _unsqueeze,
-    "Where": _where,
+    "Tile": _repeated,
 }
 
 

@@ -526,7 +526,7 @@ class Graph:
         self.raw = check(driver.cuGraphInstantiate(graph, 0), "graph instantiation")
 
     def update(self, i: int, arguments: int) -> None:
-        """Let the kernel of step `i` take its arguments from there, in the launches from now on."""
+        """From now on, launch the kernel of step `i` with the arguments at this address."""
         if i not in self._params:
             found = self._driver.cuGraphKernelNodeGetParams(self._nodes[i])
             self._params[i] = check(found, "a graph's kernel")

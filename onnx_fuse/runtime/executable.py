@@ -125,9 +125,8 @@ class Executable:
         later where it is kept."""
         self._resident_shapes: dict[str, tuple[tuple[int, ...], str]] = {}
         self._deciding: list[str] = []  # feeds whose values decide about shapes
-        self._once: dict[
-            OpenProgram | None, Shape
-        ] = {}  # shapes that have come once, by their source
+        self._once: dict[OpenProgram | None, Shape] = {}
+        """Shapes that have come once, by their source."""
 
     @cached_property
     def specializer(self) -> Specializer:

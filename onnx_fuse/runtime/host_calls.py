@@ -125,8 +125,7 @@ class Stages:
                 self._hosts[k] = ort.session(stage.model)
         self._calls.owner.stream.wait("before a stage on onnxruntime")
         arrays = {name: np.asarray(value) for name, value in feeds.items()}
-        found: list[Any] = self._hosts[k].run(list(stage.outputs), arrays)
-        return found
+        return self._hosts[k].run(list(stage.outputs), arrays)
 
     def _runner(self, k: int) -> StageRunner:
         if k not in self._inner:

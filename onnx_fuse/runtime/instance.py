@@ -622,11 +622,9 @@ class Instance:
     def _known(self, name: str, value: Any, later: Mapping[str, Any]) -> Array:
         """The value of an output that needs no copy from a run: known, empty, a state, or later."""
         if value is None:
-            made: Array = later[name]
-            return made
+            return later[name]
         if not isinstance(value, Tensor):
-            known: Array = value.copy()
-            return known
+            return value.copy()
         if name in self.owner.state:
             return self.owner.weights.read(self.owner.state[name])
         return np.empty(value.shape, dtype_of(value.dtype))

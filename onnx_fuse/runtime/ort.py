@@ -241,8 +241,7 @@ def guarded(work: Callable[[], T], name: str) -> T:
     ok, value = answer
     if not ok:
         raise value
-    result: T = value
-    return result
+    return value
 
 
 def _answer(pipe: IO[bytes]) -> tuple[bool, Any] | None:

@@ -30,8 +30,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
         import ml_dtypes
 
         name = getattr(ml_dtypes, name)
-    found: np.dtype[Any] = np.dtype(name)
-    return found
+    return np.dtype(name)
 
 
 class DeviceTensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx_ir
 
 from onnx_fuse.autodiff import Emitter
+from onnx_fuse.ops.grad_helpers import arguments
 from onnx_fuse.ops.rewrite import typed
 from onnx_fuse.training.ranks import Reduction
 
@@ -23,10 +24,7 @@ def synchronised(
     squares of what is left without the mean. A rank whose rows do not count adds nothing. `counts`
     ends in the rank's number of rows, `index` is the node's among all.
     """
-    x, scale, bias, mean, var = node.inputs
-    assert x is not None
-    assert scale is not None
-    assert bias is not None
+    x, scale, bias, mean, var = arguments(node, 5)
     if x.shape is None:
         raise ValueError("a synchronised BatchNormalization needs to know the rank of its input")
     wide, axes = onnx_ir.DataType.FLOAT, [0, *range(2, len(x.shape))]
@@ -39,8 +37,7 @@ def synchronised(
 
     def total(value: onnx_ir.Value, bucket: int) -> onnx_ir.Value:
         value.dtype = wide
-        found: onnx_ir.Value = reduction.node("AllReduce", value, STATISTICS + bucket)
-        return found
+        return reduction.node("AllReduce", value, STATISTICS + bucket)
 
     def per_channel(value: onnx_ir.Value) -> onnx_ir.Value:
         own = op.Mul(op.ReduceSum(value, op.constant(axes), keepdims=0), counted)
@@ -60,7 +57,6 @@ def synchronised(
     momentum = float(node.attributes.get_float("momentum", 0.9))
     news = []
     for old, new in ((mean, means), (var, variance)):
-        assert old is not None
         kept = op.Add(op.Mul(old, momentum), op.CastLike(op.Mul(new, 1 - momentum), old))
         news.append(typed(kept, old, old.shape))
     return [typed(op.CastLike(y, x), x, x.shape), *news]

@@ -176,8 +176,7 @@ def attach(
 def _like(op: autodiff.Emitter, value: onnx_ir.Value, total: onnx_ir.Value) -> onnx_ir.Value:
     if value.dtype == total.dtype or total.dtype is None:
         return value
-    found: onnx_ir.Value = op.Cast(value, to=total.dtype.value)
-    return found
+    return op.Cast(value, to=total.dtype.value)
 
 
 def _shared(model: onnx_ir.Model, label: onnx_ir.Value, name: str) -> onnx_ir.Value:

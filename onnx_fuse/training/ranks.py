@@ -194,8 +194,7 @@ class Reduction:
     def mean(self, x: onnx_ir.Value, share: onnx_ir.Value) -> onnx_ir.Value:
         """The mean over all rows of statistics, each rank's by its rows."""
         own = typed(self.op.Mul(x, self.op.CastLike(share, x)), x, x.shape)
-        found: onnx_ir.Value = self.node("AllReduce", own, LOSS)
-        return found
+        return self.node("AllReduce", own, LOSS)
 
     def part_of(self, w: onnx_ir.Value) -> int:
         """The elements of a weight that each rank holds; 0 where all hold the whole of it.

@@ -24,8 +24,7 @@ def as_json(settings: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(found["loss"], str) or found["loss"].endswith(".onnx"):
         terms = losses.terms(*(found[k] for k in ("loss", "loss_options", "output")))
         found |= {"loss": [term.to_json() for term in terms], "loss_options": {}, "output": None}
-    result: dict[str, Any] = json.loads(json.dumps(found, default=np.ndarray.tolist))
-    return result
+    return json.loads(json.dumps(found, default=np.ndarray.tolist))
 
 
 def stored_loss(folder: str | os.PathLike[str], stored: Any) -> str | list[losses.Term]:

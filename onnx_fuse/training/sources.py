@@ -130,8 +130,7 @@ def source(
             is not the one that the model fixes.
     """
     if all(hasattr(data, name) for name in ("examples", "batch_size", "steps", "batches")):
-        found: Source = data
-        return found
+        return data
     inputs, world = trainer.spec().feeds, trainer.world if split else None
 
     def convert(batch: Any) -> dict[str, Array]:

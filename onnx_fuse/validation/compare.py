@@ -10,7 +10,8 @@ import numpy as np
 import onnx_ir
 from onnx_ir import DataType, Value
 
-from onnx_fuse.onnx.build import const_array, subgraphs
+from onnx_fuse.onnx.build import const_array, given, subgraphs
+from onnx_fuse.onnx.evaluate import DRAWS
 from onnx_fuse.validation.arrays import Array
 
 
@@ -163,12 +164,6 @@ def severity(d: Difference) -> tuple[bool, float]:
     return not d.ok, d.max_abs / (d.limit or 1.0)
 
 
-_RANDOM = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"} | {
-    "Bernoulli",
-    "Multinomial",
-}
-
-
 def random_outputs(model: onnx_ir.Model) -> list[str]:
     """Outputs that depend on a random operator (or a Dropout that drops)."""
     tainted: set[Value] = set()
@@ -181,10 +176,10 @@ def random_outputs(model: onnx_ir.Model) -> list[str]:
 
 
 def _is_random(node: onnx_ir.Node) -> bool:
-    if node.op_type == "Dropout" and len(node.inputs) > 2 and node.inputs[2] is not None:
-        training = const_array(node.inputs[2])
-        return training is None or bool(training.any())
-    return node.op_type in _RANDOM
+    if node.op_type == "Dropout":
+        training = const_array(given(node, 2))
+        return given(node, 2) is not None and (training is None or bool(training.any()))
+    return node.op_type in DRAWS
 
 
 def _inner_nodes(node: onnx_ir.Node) -> Iterator[onnx_ir.Node]:

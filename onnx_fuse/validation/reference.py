@@ -273,5 +273,4 @@ def _turned_conv(
         y[(..., *(slice(i * d, i * d + (n - 1) * s + 1, s) for i, d, s, n in grid))] += part
     inside = zip(ends[:rank], ends[rank:], whole, strict=True)
     y = y[(..., *(slice(a, n - e) for a, e, n in inside))]
-    result: Array = y if b is None else y + b.reshape(-1, *[1] * rank)
-    return result
+    return y if b is None else y + b.reshape(-1, *[1] * rank)

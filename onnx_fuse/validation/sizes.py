@@ -356,6 +356,7 @@ class System:
             self.known[symbol] = rest
 
     def place(self, symbol: str) -> int:
+        """How early the inputs name the symbol; symbols that they do not name come last."""
         return self.order.index(symbol) if symbol in self.order else len(self.order)
 
     def violated(self, sizes: Mapping[Symbol, int]) -> list[Constraint]:

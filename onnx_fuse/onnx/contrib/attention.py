@@ -32,15 +32,13 @@ def split_heads(op: Body, x: ir.Value, heads: int, width: int | None = None) -> 
     size = width if width is not None else dim(x, 2)
     head = -1 if size is None else size // heads
     rows = op.Reshape(x, op.ints(0, 0, heads, head))
-    turned: ir.Value = op.Transpose(rows, perm=[0, 2, 1, 3])
-    return turned
+    return op.Transpose(rows, perm=[0, 2, 1, 3])
 
 
 def join_heads(op: Body, x: ir.Value, width: int | None) -> ir.Value:
     """[B, N, S, h] as [B, S, N·h]."""
     rows = op.Transpose(x, perm=[0, 2, 1, 3])
-    joined: ir.Value = op.Reshape(rows, op.ints(0, 0, -1 if width is None else width))
-    return joined
+    return op.Reshape(rows, op.ints(0, 0, -1 if width is None else width))
 
 
 def scaled_scores(
@@ -50,23 +48,19 @@ def scaled_scores(
     scores = op.MatMul(q, op.Transpose(k, perm=[0, 1, 3, 2]))
     if not scale and head is None:
         width = op.Sqrt(op.cast_like(op.Shape(q, start=3, end=4), q))
-        divided: ir.Value = op.Div(scores, width)
-        return divided
-    scaled: ir.Value = op.Mul(scores, op.number(scale or 1 / math.sqrt(head or 1), q))
-    return scaled
+        return op.Div(scores, width)
+    return op.Mul(scores, op.number(scale or 1 / math.sqrt(head or 1), q))
 
 
 def scalar(op: Body, size: ir.Value) -> ir.Value:
     """A vector of one as a scalar."""
-    number: ir.Value = op.Squeeze(size)
-    return number
+    return op.Squeeze(size)
 
 
 def counted(op: Body, size: ir.Value) -> ir.Value:
     """0, 1, … up to a size, which is a vector of one."""
     zero, one = (op.constant(np.array(i, np.int64)) for i in (0, 1))
-    numbers: ir.Value = op.Range(zero, scalar(op, size), one)
-    return numbers
+    return op.Range(zero, scalar(op, size), one)
 
 
 def lowest(like: ir.Value) -> float:
@@ -105,8 +99,7 @@ def _padding(
         keep = op.Unsqueeze(seen, op.ints(*((1, 2) if size == 2 else (1,))))
     else:
         raise Unwritable(f"its mask has {size} dimensions")
-    added: ir.Value = op.Where(keep, zero, filled)
-    return added
+    return op.Where(keep, zero, filled)
 
 
 def _causal(
@@ -130,8 +123,7 @@ def _causal(
         final = op.Equal(counted(op, rows), op.Sub(rows, op.ints(1)))
         keep = op.Or(keep, op.Unsqueeze(final, op.ints(1)))
     other = op.number(0.0, like) if padding is None else padding
-    mask: ir.Value = op.Where(keep, other, op.number(lowest(like), like))
-    return mask
+    return op.Where(keep, other, op.number(lowest(like), like))
 
 
 def _attend(
@@ -326,8 +318,7 @@ def rotated(
         y = op.Reshape(joined, op.ints(0, 0, 0, 2 * half))
     else:
         y = op.Concat(left, right, axis=-1)
-    whole: ir.Value = op.Concat(y, *rest, axis=-1) if rest else y
-    return whole
+    return op.Concat(y, *rest, axis=-1) if rest else y
 
 
 @contrib("RotaryEmbedding")

@@ -40,8 +40,7 @@ def _swiglu(op: Body, node: ir.Node, gate: ir.Value, up: ir.Value) -> ir.Value:
     alpha, beta = attr(node, "activation_alpha", 1.0), attr(node, "activation_beta", 0.0)
     scaled = gate if alpha == 1.0 else op.Mul(gate, op.number(alpha, gate))
     shifted = up if beta == 0.0 else op.Add(up, op.number(beta, up))
-    y: ir.Value = op.Mul(op.Mul(gate, op.Sigmoid(scaled)), shifted)
-    return y
+    return op.Mul(op.Mul(gate, op.Sigmoid(scaled)), shifted)
 
 
 def _hidden(op: Body, node: ir.Node, x: ir.Value) -> ir.Value:
@@ -53,11 +52,11 @@ def _hidden(op: Body, node: ir.Node, x: ir.Value) -> ir.Value:
             raise Unwritable(f"its third weights do not go with {kind}")
         match kind:
             case "relu":
-                return op.Relu(first)  # type: ignore[no-any-return]
+                return op.Relu(first)
             case "gelu":
-                return op.Gelu(first, approximate="tanh")  # type: ignore[no-any-return]
+                return op.Gelu(first, approximate="tanh")
             case "silu":
-                return op.Mul(first, op.Sigmoid(first))  # type: ignore[no-any-return]
+                return op.Mul(first, op.Sigmoid(first))
             case "identity":
                 return first
         raise Unwritable(f"its activation '{kind}' is not known")
@@ -92,8 +91,7 @@ def moe(op: Body, node: ir.Node) -> Results:
     y = _projected(op, _hidden(op, node, tokens), needed(node, 4), given(node, 5))
 
     def of_experts(value: ir.Value) -> ir.Value:
-        turned: ir.Value = op.Unsqueeze(op.Transpose(value, perm=[1, 0]), op.ints(2))
-        return turned
+        return op.Unsqueeze(op.Transpose(value, perm=[1, 0]), op.ints(2))
 
     weighed = op.Mul(y, of_experts(weights))
     counted = op.Where(of_experts(chosen), weighed, op.constant(np.zeros((), x.dtype.numpy())))

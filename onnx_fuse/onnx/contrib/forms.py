@@ -95,19 +95,15 @@ def grid_sample(op: Body, node: ir.Node) -> Results:
 def _group_norm(op: Body, node: ir.Node, x: ir.Value) -> ir.Value:
     """The norm of each group of channels, then SiLU where the node asks for it."""
     last, size = attr(node, "channels_last", 1), known_rank(needed(node, 0), "X")
-    spatial = range(1, size - 1)
     if last:
-        x = op.Transpose(x, perm=[0, size - 1, *spatial])
+        x = op.channels_first(x, size)
     gamma, beta = (op.cast_like(needed(node, i), x) for i in (1, 2))
     epsilon = attr(node, "epsilon", 1e-5)
     groups = attr(node, "groups")
     y = op.GroupNormalization(x, gamma, beta, epsilon=epsilon, num_groups=groups)
     if attr(node, "activation", 0):
         y = op.Mul(y, op.Sigmoid(y))
-    if last:
-        y = op.Transpose(y, perm=[0, *(i + 1 for i in spatial), 1])
-    normed: ir.Value = y
-    return normed
+    return op.channels_last(y, size) if last else y
 
 
 @contrib("GroupNorm")

@@ -52,8 +52,7 @@ def _cached(
     """The cache [B, K, ·, h] after the call: what `index` [B, K, ·, 1] names, else zeros."""
     both = new if past is None else op.Concat(past, new, axis=2)
     found = op.GatherND(both, index, batch_dims=2)
-    kept: ir.Value = op.Where(valid, found, op.number(0.0, new))
-    return kept
+    return op.Where(valid, found, op.number(0.0, new))
 
 
 def _shared(op: Body, x: ir.Value, groups: int, heads: int, head: int) -> ir.Value:
@@ -62,10 +61,9 @@ def _shared(op: Body, x: ir.Value, groups: int, heads: int, head: int) -> ir.Val
         return x
     one = op.Unsqueeze(x, op.ints(2))
     each = op.Expand(one, op.ints(1, 1, groups, 1, 1))
-    repeated: ir.Value = op.Reshape(
+    return op.Reshape(
         each, op.shape(op.Shape(x, start=0, end=1), heads, op.Shape(x, start=2, end=3), head)
     )
-    return repeated
 
 
 # On a CPU, a token over a cache of 1024 takes 0.3 ms whole and 0.6 as fused parts (1.32).
@@ -145,24 +143,21 @@ def _mask(
         if window > 0:
             keep = op.And(keep, op.Greater(column, op.Sub(row, op.ints(window))))
     keep = op.Unsqueeze(keep, op.ints(1))
-    mask: ir.Value = op.Where(keep, op.number(0.0, like), op.number(lowest(like), like))
-    return mask
+    return op.Where(keep, op.number(0.0, like), op.number(lowest(like), like))
 
 
 def _softmax(op: Body, node: ir.Node, scores: ir.Value, heads: int) -> ir.Value:
     """Softmax over the keys and, with a sink, over one more score: 0, or the number of the head."""
     sink = given(node, 11)
     if sink is None and attr(node, "smooth_softmax", 0) != 1:
-        plain: ir.Value = op.Softmax(scores, axis=-1)
-        return plain
+        return op.Softmax(scores, axis=-1)
     first = op.Slice(scores, op.ints(0), op.ints(1), op.ints(3))
     if sink is None:
         extra = op.Expand(op.number(0.0, scores), op.Shape(first))
     else:
         extra = op.Expand(op.Reshape(sink, op.ints(1, heads, 1, 1)), op.Shape(first))
     p = op.Softmax(op.Concat(scores, extra, axis=-1), axis=-1)
-    kept: ir.Value = op.Slice(p, op.ints(0), op.ints(-1), op.ints(3))
-    return kept
+    return op.Slice(p, op.ints(0), op.ints(-1), op.ints(3))
 
 
 def _angles(

@@ -59,8 +59,7 @@ def _nothing(op: Body, like: ir.Value) -> ir.Value:
     """A vector of -0.0, which added to x leaves every x as it is."""
     size = dim(like, 0)
     if size is None or like.dtype is None:
-        vector: ir.Value = op.Expand(op.number(-0.0, like), op.Shape(like))
-        return vector
+        return op.Expand(op.number(-0.0, like), op.Shape(like))
     return op.constant(np.full(size, -0.0, like.dtype.numpy()))
 
 
@@ -76,8 +75,7 @@ def _residual(op: Body, x: ir.Value, skip: ir.Value, bias: ir.Value | None) -> i
             skip = op.Add(skip, bias)
         else:
             x = op.Add(x, bias)
-    total: ir.Value = op.Add(x, skip)
-    return total
+    return op.Add(x, skip)
 
 
 @contrib("SkipLayerNormalization")

@@ -10,6 +10,7 @@ import onnx_ir as ir
 from onnx_fuse.onnx.build import dim, given, rank
 from onnx_fuse.onnx.contrib.attention import multi_head_attention
 from onnx_fuse.onnx.contrib.table import (
+    CONV,
     Body,
     Results,
     Unwritable,
@@ -55,16 +56,11 @@ def inverse(op: Body, node: ir.Node) -> Results:
     return [y if kind == wide else op.Cast(y, to=kind)]
 
 
-_CONV = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
-
-
 @contrib("NhwcConv")
 def nhwc_conv(op: Body, node: ir.Node) -> Results:
     """Conv of images and filters whose channels come last."""
-    x, w = (op.Transpose(needed(node, i), perm=[0, 3, 1, 2]) for i in range(2))
-    taken = {k: attr(node, k) for k in _CONV}
-    y = op.node("Conv", [x, w, given(node, 2)], attributes=taken)
-    return [op.Transpose(y, perm=[0, 2, 3, 1])]
+    x, w = (op.channels_first(needed(node, i), 4) for i in range(2))
+    return [op.channels_last(op.like("Conv", node, [x, w, given(node, 2)], CONV), 4)]
 
 
 @contrib("CausalConvWithState")
@@ -146,8 +142,7 @@ def relative_position_bias(op: Body, node: ir.Node) -> Results:
 
     def steps(count: ir.Value, axis: int) -> ir.Value:
         number = op.Cast(op.Reshape(count, flat), to=ir.DataType.INT64)
-        row: ir.Value = op.Unsqueeze(op.Range(zero, number, one), op.ints(axis))
-        return row
+        return op.Unsqueeze(op.Range(zero, number, one), op.ints(axis))
 
     distance = op.Sub(steps(keys, 0), steps(queries, 1))
     base = None

@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 from onnx_fuse.onnx.build import given
 from onnx_fuse.onnx.contrib.table import (
+    CONV,
     Body,
     Results,
     Unwritable,
@@ -18,35 +19,31 @@ from onnx_fuse.onnx.contrib.table import (
 )
 
 
-def _operand(op: Body, x: ir.Value, what: str, trans: bool, batch: bool) -> ir.Value:
-    """The matrices of an operand of FusedMatMul.
+def _operand(op: Body, node: ir.Node, i: int, side: str) -> ir.Value:
+    """The matrices of operand A or B of FusedMatMul.
 
-    With `batch` the axes before the last stand one place to the right: (m, batch..., k).
+    With `transBatch` the axes before the last stand one place to the right: (m, batch..., k).
     """
+    x, trans, batch = (
+        needed(node, i),
+        attr(node, f"trans{side}", 0),
+        attr(node, f"transBatch{side}", 0),
+    )
     if not trans and not batch:
         return x
-    size = known_rank(x, what)
+    size = known_rank(x, side)
     if size < 2:
         return x  # a vector has nothing to transpose
     order = [*range(1, size - 1), 0, size - 1] if batch else list(range(size))
     if trans:
         order[-2:] = order[-1], order[-2]
-    turned: ir.Value = op.Transpose(x, perm=order)
-    return turned
+    return op.Transpose(x, perm=order)
 
 
 def _product(op: Body, node: ir.Node) -> ir.Value:
-    a = _operand(
-        op, needed(node, 0), "A", bool(attr(node, "transA", 0)), bool(attr(node, "transBatchA", 0))
-    )
-    b = _operand(
-        op, needed(node, 1), "B", bool(attr(node, "transB", 0)), bool(attr(node, "transBatchB", 0))
-    )
-    alpha = attr(node, "alpha", 1.0)
-    y: ir.Value = op.MatMul(a, b)
-    if alpha != 1.0:
-        y = op.Mul(y, op.number(alpha, y))
-    return y
+    a, b = (_operand(op, node, i, side) for i, side in enumerate("AB"))
+    y, alpha = op.MatMul(a, b), attr(node, "alpha", 1.0)
+    return y if alpha == 1.0 else op.Mul(y, op.number(alpha, y))
 
 
 @contrib("FusedMatMul", "TransposeMatMul")
@@ -86,23 +83,18 @@ def activated(op: Body, y: ir.Value, name: str, parameters: Sequence[float | Non
 @contrib("FusedGemm")
 def fused_gemm(op: Body, node: ir.Node) -> Results:
     operands = [needed(node, 0), needed(node, 1), given(node, 2)]
-    taken = {k: attr(node, k) for k in ("alpha", "beta", "transA", "transB")}
-    y = op.node("Gemm", operands, attributes=taken)
+    y = op.like("Gemm", node, operands, "alpha beta transA transB")
     name = attr(node, "activation", "")
     second = "gamma" if name == "Selu" else "beta"
     parameters = [attr(node, f"activation_{k}") for k in ("alpha", second)]
     return [activated(op, y, name, parameters)]
 
 
-_CONV = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
-
-
 @contrib("FusedConv")
 def fused_conv(op: Body, node: ir.Node) -> Results:
     """act(Conv(X, W, B) + Z)."""
     x, added = needed(node, 0), given(node, 3)
-    taken = {k: attr(node, k) for k in _CONV}
-    y = op.node("Conv", [x, needed(node, 1), given(node, 2)], attributes=taken)
+    y = op.like("Conv", node, [x, needed(node, 1), given(node, 2)], CONV)
     if added is not None:
         y = op.Add(y, added)
     parameters = attr(node, "activation_params", ())

@@ -13,6 +13,7 @@ import onnx_ir as ir
 from onnx_fuse.onnx.build import dim, given, rank
 from onnx_fuse.onnx.contrib.attention import attention_of
 from onnx_fuse.onnx.contrib.table import (
+    CONV,
     Body,
     Results,
     Unwritable,
@@ -93,17 +94,13 @@ def qlinear_softmax(op: Body, node: ir.Node) -> Results:
     return [quantized(op, steps, op.number(1.0, scale), given(node, 4), needed(node, 0).dtype)]
 
 
-def _channels_first(op: Body, node: ir.Node, x: ir.Value, size: int, *, back: bool) -> ir.Value:
-    """Move the channels between NHWC and NCHW where the node has them last."""
+def _with_channels_first(
+    op: Body, node: ir.Node, x: ir.Value, size: int, compute: Callable[[ir.Value], ir.Value]
+) -> ir.Value:
+    """What `compute` makes of [N, C, ...], for a node that may have its channels last."""
     if not attr(node, "channels_last", 0):
-        return x
-    spatial = range(1, size - 1)
-    order = [0, *(i + 1 for i in spatial), 1] if back else [0, size - 1, *spatial]
-    moved: ir.Value = op.Transpose(x, perm=order)
-    return moved
-
-
-_POOL = ("auto_pad", "ceil_mode", "count_include_pad", "kernel_shape", "pads", "strides")
+        return compute(x)
+    return op.channels_last(compute(op.channels_first(x, size)), size)
 
 
 def _pool_rank(node: ir.Node) -> int:
@@ -115,24 +112,19 @@ def _pool_rank(node: ir.Node) -> int:
 
 
 def _average(op: Body, node: ir.Node, x: list[ir.Value]) -> ir.Value:
-    size = _pool_rank(node)
-    taken = {name: attr(node, name) for name in _POOL}
-    first = _channels_first(op, node, x[0], size, back=False)
-    y = op.node("AveragePool", [first], attributes=taken)
-    return _channels_first(op, node, y, size, back=True)
+    names = "auto_pad ceil_mode count_include_pad kernel_shape pads strides"
+    return _with_channels_first(
+        op, node, x[0], _pool_rank(node), lambda v: op.like("AveragePool", node, [v], names)
+    )
 
 
 def _global_average(op: Body, node: ir.Node, x: list[ir.Value]) -> ir.Value:
     size = known_rank(needed(node, 0), "X") if attr(node, "channels_last", 0) else 0
-    y = op.GlobalAveragePool(_channels_first(op, node, x[0], size, back=False))
-    return _channels_first(op, node, y, size, back=True)
+    return _with_channels_first(op, node, x[0], size, op.GlobalAveragePool)
 
 
 def _mean(op: Body, node: ir.Node, x: list[ir.Value]) -> ir.Value:
-    y: ir.Value = op.ReduceMean(
-        x[0], op.ints(*attr(node, "axes")), keepdims=attr(node, "keepdims", 1)
-    )
-    return y
+    return op.ReduceMean(x[0], op.ints(*attr(node, "axes")), keepdims=attr(node, "keepdims", 1))
 
 
 _enter("QLinearAdd", lambda op, node, x: op.Add(*x), 2)
@@ -158,28 +150,21 @@ def qlinear_where(op: Body, node: ir.Node) -> Results:
     return [quantized(op, chosen, needed(node, 7), needed(node, 8), None)]
 
 
-_CONV = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
-
-
 @contrib("QLinearConv", recognized=False)
 def qlinear_conv(op: Body, node: ir.Node) -> Results:
     """ai.onnx's, with channels last or first."""
-    size = known_rank(needed(node, 3), "w")
-    operands = list(node.inputs)
-    operands[0] = _channels_first(op, node, needed(node, 0), size, back=False)
-    taken = {name: attr(node, name) for name in _CONV}
-    y = op.node("QLinearConv", operands, attributes=taken)
-    return [_channels_first(op, node, y, size, back=True)]
+    size, others = known_rank(needed(node, 3), "w"), node.inputs[1:]
+    made = _with_channels_first(
+        op, node, needed(node, 0), size, lambda v: op.like("QLinearConv", node, [v, *others], CONV)
+    )
+    return [made]
 
 
 @contrib("NhwcMaxPool", recognized=False)
 def nhwc_max_pool(op: Body, node: ir.Node) -> Results:
-    x, size = needed(node, 0), _pool_rank(node)
-    names = ("auto_pad", "ceil_mode", "dilations", "kernel_shape", "pads", "strides")
-    spatial = range(1, size - 1)
-    first = op.Transpose(x, perm=[0, size - 1, *spatial])
-    y = op.node("MaxPool", [first], attributes={name: attr(node, name) for name in names})
-    return [op.Transpose(y, perm=[0, *(i + 1 for i in spatial), 1])]
+    x, size = op.channels_first(needed(node, 0), _pool_rank(node)), _pool_rank(node)
+    names = "auto_pad ceil_mode dilations kernel_shape pads strides"
+    return [op.channels_last(op.like("MaxPool", node, [x], names), size)]
 
 
 # ---- products of integers --------------------------------------------------------------------
@@ -196,9 +181,7 @@ def _integer_product(
     """(a - a_zero)(b - b_zero) · scale + bias, the product in int32."""
     product = op.Cast(op.MatMulInteger(a, b, *zeros), to=ir.DataType.FLOAT)
     y = op.Mul(product, op.cast_like(scale, product))
-    y = y if bias is None else op.Add(y, op.cast_like(bias, y))
-    result: ir.Value = y
-    return result
+    return y if bias is None else op.Add(y, op.cast_like(bias, y))
 
 
 def _one_scale(value: ir.Value) -> None:
@@ -268,8 +251,7 @@ def qattention(op: Body, node: ir.Node) -> Results:
 def _unpacked(op: Body, packed: ir.Value, bits: int, shape: list[int]) -> ir.Value:
     """The numbers of `bits` bits that bytes hold, the lowest bits first, as uint8 of a shape."""
     if bits == 8:
-        whole: ir.Value = op.Reshape(packed, op.ints(*shape))
-        return whole
+        return op.Reshape(packed, op.ints(*shape))
     mask = op.constant(np.array((1 << bits) - 1, np.uint8))
     flat = op.Reshape(packed, op.ints(-1, 1))
     parts = []
@@ -278,13 +260,11 @@ def _unpacked(op: Body, packed: ir.Value, bits: int, shape: list[int]) -> ir.Val
         if low:
             moved = op.BitShift(flat, op.constant(np.array(low, np.uint8)), direction="RIGHT")
         parts.append(op.BitwiseAnd(moved, mask))
-    joined: ir.Value = op.Reshape(op.Concat(*parts, axis=1), op.ints(*shape))
-    return joined
+    return op.Reshape(op.Concat(*parts, axis=1), op.ints(*shape))
 
 
 def _first(op: Body, x: ir.Value, columns: int) -> ir.Value:
-    kept: ir.Value = op.Slice(x, op.ints(0), op.ints(columns), op.ints(1))
-    return kept
+    return op.Slice(x, op.ints(0), op.ints(columns), op.ints(1))
 
 
 def unpacked_weights(op: Body, node: ir.Node) -> ir.Value:
@@ -313,8 +293,7 @@ def unpacked_weights(op: Body, node: ir.Node) -> ir.Value:
     if groups is not None:  # the block of each row of the weights, instead of its place
         flat = _first(op, op.Reshape(q, op.ints(n, blocks * size)), k)
         scale = op.Gather(scale, groups, axis=1)
-        weights: ir.Value = op.Mul(op.Sub(op.cast_like(flat, scales), zero), scale)
-        return weights
+        return op.Mul(op.Sub(op.cast_like(flat, scales), zero), scale)
     last = op.ints(2)
     zero = zero if zeros is None else op.Unsqueeze(zero, last)
     w = op.Mul(op.Sub(op.cast_like(q, scales), zero), op.Unsqueeze(scale, last))

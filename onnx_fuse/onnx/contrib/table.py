@@ -113,8 +113,7 @@ class Body(Builder):
         if x.dtype is not None and x.dtype == like.dtype:
             return x
         known = like.dtype is not None
-        cast: ir.Value = self.Cast(x, to=like.dtype) if known else self.CastLike(x, like)
-        return cast
+        return self.Cast(x, to=like.dtype) if known else self.CastLike(x, like)
 
     def number(self, value: float, like: ir.Value) -> ir.Value:
         """A scalar constant of the dtype of `like`, known or not."""
@@ -126,22 +125,34 @@ class Body(Builder):
         """A constant vector of int64 with these numbers."""
         return self.constant(np.array(values, np.int64))
 
+    def like(self, op_type: str, node: ir.Node, inputs: Sequence[Any], names: str) -> Any:
+        """A node with those of `node`'s attributes that are named."""
+        return self.node(op_type, inputs, attributes={k: attr(node, k) for k in names.split()})
+
+    def channels_first(self, x: ir.Value, size: int) -> ir.Value:
+        """`x` [N, ..., C] of `size` axes as [N, C, ...]."""
+        return self.Transpose(x, perm=[0, size - 1, *range(1, size - 1)])
+
+    def channels_last(self, x: ir.Value, size: int) -> ir.Value:
+        """`x` [N, C, ...] of `size` axes as [N, ..., C]."""
+        return self.Transpose(x, perm=[0, *range(2, size), 1])
+
     def size(self, x: ir.Value, axis: int) -> ir.Value:
         """The extent of an axis (not negative) as a vector of one int64."""
         extent = dim(x, axis)
         if extent is not None:
             return self.ints(extent)
-        size: ir.Value = self.Shape(x, start=axis, end=axis + 1)
-        return size
+        return self.Shape(x, start=axis, end=axis + 1)
 
     def shape(self, *sizes: int | ir.Value) -> ir.Value:
         """A shape vector of numbers and of vectors."""
         if all(isinstance(s, int) for s in sizes):
             return self.ints(*(s for s in sizes if isinstance(s, int)))
-        joined: ir.Value = self.Concat(
-            *(self.ints(s) if isinstance(s, int) else s for s in sizes), axis=0
-        )
-        return joined
+        return self.Concat(*(self.ints(s) if isinstance(s, int) else s for s in sizes), axis=0)
+
+
+CONV = "auto_pad dilations group kernel_shape pads strides"
+"""Attributes of a convolution."""
 
 
 # ---- what a body asks of its node ------------------------------------------------------------
@@ -285,7 +296,7 @@ def function(node: ir.Node, opsets: Mapping[str, int], overload: str = "") -> ir
 
 
 def signature(node: ir.Node) -> Any:
-    """Equal for nodes of one operator whose bodies are the same; None where that is unknown."""
+    """A key, equal for nodes of one operator with the same body; None where that is unknown."""
     attributes = []
     for name, attribute in sorted(node.attributes.items()):
         value = None if attribute.is_ref() else attribute.value
@@ -294,7 +305,7 @@ def signature(node: ir.Node) -> Any:
         elif not isinstance(value, str | int | float):
             return None
         attributes.append((name, value))
-    symbols: dict[str, int] = {}  # by which equal sizes are told, whatever they are called
+    symbols: dict[str, int] = {}  # a number for each, so that the symbols' names do not matter
 
     def size(d: int | ir.SymbolicDim) -> Any:
         if isinstance(d, int):

@@ -6,13 +6,12 @@ with one ConvAdd or ConvAdd<Act>; ConvPRelu has a slope for each filter besides.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, const_array, dim, rank
+from onnx_fuse.onnx.build import Builder, const_array, dim, given, rank
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.activations import ACTIVATIONS, Activation, signature
@@ -149,7 +148,7 @@ def _biased(rw: Rewriter, conv: ir.Node) -> ir.Node | None:
     size, filters = rank(w), dim(w, 0)
     if add is None or c is None or array is None or size is None or filters is None:
         return None
-    if len(conv.inputs) > 2 and conv.inputs[2] is not None:
+    if given(conv, 2) is not None:
         return None
     if array.shape not in ((filters, *[1] * (size - 2)), (1, filters, *[1] * (size - 2))):
         return None
@@ -193,12 +192,12 @@ def _with_what_follows(rw: Rewriter, conv: ir.Node) -> bool:
         return rw.refuse("Conv+activation", nodes, "auto_pad depends on the input's size")
     size, channels = rank(w), dim(w, 0)
     kernel = attribute(conv, "kernel_shape") or [dim(w, i) for i in range(2, size or 2)]
-    if size is None or channels is None or not isinstance(kernel, Sequence) or None in kernel:
+    if size is None or channels is None or None in kernel:
         return rw.refuse("Conv+activation", nodes, "the weight's shape is not known")
     if size < 3:
         return rw.refuse("Conv+activation", nodes, "the weight has no spatial axes")
     spatial = size - 2
-    bias = conv.inputs[2] if len(conv.inputs) > 2 else None
+    bias = given(conv, 2)
     op = Builder()
     inputs = [x, w, bias if bias is not None else rw.zeros(w, channels)]
     inputs += [sum_of[1]] if sum_of else []

@@ -141,7 +141,4 @@ def linear(
     x, w, _ = operands
     y = ir.Value(type=x.type, shape=ir.Shape([dim(x, 0), dim(w, 1)]))
     like = [y, *histories[:2]]
-    made: tuple[ir.Value, ir.Value, ir.Value] = emit(
-        op, NAME + act, [*operands, *histories], like, **attributes
-    )
-    return made
+    return emit(op, NAME + act, [*operands, *histories], like, **attributes)

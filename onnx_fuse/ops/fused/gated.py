@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, dim, rank
+from onnx_fuse.onnx.build import Builder, dim, given, rank
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.activations import ACTIVATIONS, Activation, signature
@@ -40,7 +40,7 @@ from onnx_fuse.ops.rewrite import (
 
 NAME = "GatedGemm"
 PLACES = {"GateFirst": ("z, u", "g, u"), "GateLast": ("u, z", "u, g")}
-"""Which half is the gate -> the halves z (the gate's) and u of the product; their order in y."""
+"""By the gate's half: the halves of the product in order, and the factors of y; g = act(z)."""
 
 
 def _define(prefix: str, place: str, activation: Activation) -> OpDef:
@@ -171,7 +171,7 @@ def _piece(value: ir.Value | None) -> tuple[ir.Value, int | None, ir.Node] | Non
         return whole, None if None in sizes else sum(size or 0 for size in sizes), node
     if node.op_type == "Slice":
         starts, steps = constant_ints(node.inputs[1]), None
-        if len(node.inputs) > 4 and node.inputs[4] is not None:
+        if given(node, 4) is not None:
             steps = constant_ints(node.inputs[4])
             if steps != [1]:
                 return None
@@ -186,18 +186,15 @@ def _axis(node: ir.Node, size: int | None) -> int | None:
     if size is None:
         return None
     if node.op_type == "Split":
-        axis = attribute(node, "axis", 0)
-        return axis % size if isinstance(axis, int) else None
-    axes = (
-        constant_ints(node.inputs[3])
-        if len(node.inputs) > 3 and node.inputs[3] is not None
-        else [0]
-    )
+        return attribute(node, "axis", 0) % size
+    axes = constant_ints(node.inputs[3]) if given(node, 3) is not None else [0]
     return axes[0] % size if axes is not None and len(axes) == 1 else None
 
 
 def _plain(node: ir.Node | None) -> tuple[Parts, bool] | None:
-    """A product without an activation, one of ONNX's Gemm too; whether its w is [columns, K]."""
+    """The parts of a product without an activation (ONNX's Gemm included), and whether it reads a
+    weight [columns, K].
+    """
     if node is None:
         return None
     parts = product_parts(node)
@@ -305,8 +302,7 @@ def _upright(rw: Rewriter, op: Builder, w: ir.Value) -> ir.Value:
     """A weight [columns, K] as [K, columns]."""
     if is_initializer(w):
         return rw.pack(op, [w], [1, 0], None, f"{w.name}.T")
-    turned: ir.Value = op.Transpose(w)
-    return turned
+    return op.Transpose(w)
 
 
 def written_out(op: Builder, node: ir.Node, columns: int) -> ir.Value:
@@ -315,7 +311,7 @@ def written_out(op: Builder, node: ir.Node, columns: int) -> ir.Value:
     `columns`: of its weight.
     """
     name = OPS[node.op_type]
-    row, y = ACTIVATIONS[name.activation], node.outputs[0]
+    y = node.outputs[0]
     *head, w, c = node.inputs
     shape = None if y.shape is None else [*y.shape[:-1], columns]
     if not name.norm and is_additive_identity(c):
@@ -325,12 +321,10 @@ def written_out(op: Builder, node: ir.Node, columns: int) -> ir.Value:
         both = op.node(plain, [*head, w, c], domain=FUSE, attributes=_norm_of(node))
     widths = op.constant([columns // 2] * 2)
     halves = list(op.Split(typed(both, y, shape), widths, axis=-1, outputs=2))
-    kept = {k: a.value for k, a in node.attributes.items() if f"{k}:" in row.attributes}
-    attributes = {**kept, **dict(row.fixed)}
     at = 0 if name.place == "GateFirst" else 1
     for half in halves:
         typed(half, y, y.shape)
-    halves[at] = op.node(row.op_type, [halves[at]], domain=row.domain, attributes=attributes)
+    halves[at] = ACTIVATIONS[name.activation].alone(op, halves[at], node)
     typed(halves[at], y, y.shape)
     return typed(op.Mul(*halves), y)
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, const_array, dim, rank
+from onnx_fuse.onnx.build import Builder, const_array, dim, given, rank
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.activations import ACTIVATIONS, Activation, signature
@@ -136,7 +136,7 @@ def _product(rw: Rewriter, node: ir.Node) -> _Site | None:
         rw.refuse("Gemm", [node], "transA=1: the left operand is transposed")
         return None
     scaled = [k for k in ("alpha", "beta") if attribute(node, k, 1.0) != 1.0]
-    c = node.inputs[2] if len(node.inputs) > 2 else None
+    c = given(node, 2)
     if "alpha" in scaled or ("beta" in scaled and c is not None):
         rw.refuse("Gemm", [node], f"{' and '.join(scaled)} other than 1")
         return None
@@ -392,10 +392,7 @@ def _fuse_siblings(rw: Rewriter, node: ir.Node) -> bool:
         peer_act = (product_parts(peer) or ("", ""))[1]
         typed(piece, peer.outputs[0], peer.outputs[0].shape)
         if peer_act and not act:
-            row = ACTIVATIONS[peer_act]
-            kept = {k: v.value for k, v in peer.attributes.items() if k not in norms}
-            kept.update(row.fixed)
-            piece = op.node(row.op_type, [piece], domain=row.domain, attributes=kept)
+            piece = ACTIVATIONS[peer_act].alone(op, piece, peer)
         results.append(piece)
     rw.fusions["MergedGemm"] += 1
     rw.notes.append(f"merged into one {name}: {', '.join(label(n) for n in family)}")

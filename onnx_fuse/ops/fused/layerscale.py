@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import const_array, rank
+from onnx_fuse.onnx.build import const_array, given, rank
 from onnx_fuse.ops.rewrite import (
     Rewriter,
     Rule,
@@ -103,7 +103,7 @@ def _fold(name: str, rw: Rewriter, node: ir.Node) -> bool:
     if weight.ndim < 2 or weight.shape[axis] != columns:  # one of a single axis has no columns
         return False
     sums = [(add, add.inputs.index(c), c) for c in add.inputs if is_constant(c)] if add else []
-    if product.op_type != "MatMul" and len(product.inputs) > 2 and product.inputs[2] is not None:
+    if product.op_type != "MatMul" and given(product, 2) is not None:
         sums.append((product, 2, product.inputs[2]))
     parts = [(weight, axis)]
     for owner, _, c in sums:

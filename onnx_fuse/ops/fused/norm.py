@@ -105,7 +105,6 @@ def canonical_norm(node: ir.Node | None) -> Norm | None:
     if node is None:
         return None
     epsilon = attribute(node, "epsilon", 1e-5)
-    assert isinstance(epsilon, float)
     x, *affine = node.inputs
     bound = [v for v in (x, *affine) if v is not None]
     match node.domain, node.op_type:
@@ -115,9 +114,7 @@ def canonical_norm(node: ir.Node | None) -> Norm | None:
                 return None
             return Norm(node, "LayerNorm", bound[0], tuple(bound[1:]), {"epsilon": epsilon})
         case "onnx_fuse", "RMSNormalization":
-            stash = attribute(node, "stash_type", 1)
-            assert isinstance(stash, int)
-            attributes: dict[str, float | int] = {"epsilon": epsilon, "stash_type": stash}
+            attributes = {"epsilon": epsilon, "stash_type": attribute(node, "stash_type", 1)}
             return Norm(node, "RMSNorm", bound[0], tuple(bound[1:]), attributes)
     return None
 

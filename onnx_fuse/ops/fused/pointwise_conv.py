@@ -11,12 +11,11 @@ where the one before moved C.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, const_array, dim, rank
+from onnx_fuse.onnx.build import Builder, const_array, dim, given, rank
 from onnx_fuse.ops.fused.activations import activation_of
 from onnx_fuse.ops.fused.norm import canonical_norm
 from onnx_fuse.ops.rewrite import (
@@ -58,8 +57,6 @@ def _pointwise(node: ir.Node | None) -> _Pointwise | None:
     if any(d != 1 for d in taps) or attribute(node, "group", 1) != 1:
         return None
     pads, strides = attribute(node, "pads", []), attribute(node, "strides", [])
-    assert isinstance(pads, Sequence)
-    assert isinstance(strides, Sequence)
     if any(pads) or any(step != 1 for step in strides):
         return None
     return _Pointwise(node, x, w, filters, channels)
@@ -80,7 +77,7 @@ def _product(rw: Rewriter, op: Builder, conv: _Pointwise, x: ir.Value) -> ir.Val
     else:
         w = rw.initializer(f"{conv.w.name}.T", array.reshape(shape).T)
     y = op.MatMul(x, w)
-    bias = conv.node.inputs[2] if len(conv.node.inputs) > 2 else None
+    bias = given(conv.node, 2)
     sizes = [*(x.shape or ())[:-1], conv.filters]
     y = typed(y, x, sizes)
     return y if bias is None else typed(op.Add(y, bias), x, sizes)
@@ -103,7 +100,6 @@ def _rewrite(rw: Rewriter, node: ir.Node) -> bool:
         return False
     rows = turn.inputs[0]
     perm = attribute(turn, "perm", [])
-    assert isinstance(perm, Sequence)
     below, _ = through_row_views(rows)
     norm = canonical_norm(below.producer() if below is not None else None)
     if list(perm) != _channels_first(rank(conv.x) or 0) or norm is None:

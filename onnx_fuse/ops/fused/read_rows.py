@@ -48,8 +48,8 @@ def _row_axes(node: ir.Node, axis: int) -> _Axes | None:
     if node.op_type == "MatMul" and rank(node.inputs[1]) == 2:
         return [axis, None] if rank(node.inputs[0]) == size and axis < size - 1 else None
     if node.op_type in _NORMS:
-        first = attribute(node, "axis", -1)
-        if not isinstance(first, int) or axis >= (first := first % size):
+        first = attribute(node, "axis", -1) % size
+        if axis >= first:
             return None
         scales = node.inputs[1:]
         whole = all(v is None or (rank(v) or 0) <= size - first for v in scales)
@@ -152,8 +152,7 @@ def _along(pick: ir.Node) -> int | None:
     if not size:
         return None
     if pick.op_type == "Gather":
-        axis = attribute(pick, "axis", 0)
-        return axis % size if isinstance(axis, int) else None
+        return attribute(pick, "axis", 0) % size
     axes = constant_ints(pick.inputs[3]) if len(pick.inputs) > 3 else None
     return None if axes is None or len(axes) != 1 else axes[0] % size
 

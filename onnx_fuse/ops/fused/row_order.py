@@ -17,7 +17,7 @@ from math import prod
 
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, rank
+from onnx_fuse.onnx.build import Builder, given, rank
 from onnx_fuse.ops.rewrite import (
     Rewriter,
     Rule,
@@ -43,9 +43,7 @@ def _sizes(value: ir.Value | None) -> list[int] | None:
 
 
 def _perm(turn: ir.Node) -> list[int]:
-    given = attribute(turn, "perm")
-    size = rank(turn.inputs[0]) or 0
-    return [*given] if isinstance(given, Sequence) else [*range(size)][::-1]
+    return [*attribute(turn, "perm", range(rank(turn.inputs[0]) or 0)[::-1])]
 
 
 def _biased(value: ir.Value) -> ir.Node | None:
@@ -90,7 +88,7 @@ def _turn_ahead(rw: Rewriter, node: ir.Node) -> bool:
     gemm = producer(split.inputs[0], "Gemm")
     if gemm is None or attribute(gemm, "transA", 0) or sole_consumer(gemm.outputs[0]) is not split:
         return False
-    bias = gemm.inputs[2] if len(gemm.inputs) > 2 else None
+    bias = given(gemm, 2)
     if bias is not None and rank(bias) != 1:
         return False
     merged = producer(gemm.inputs[0], "Reshape")

@@ -55,16 +55,14 @@ def fuse_node(rw: Rewriter, node: ir.Node) -> bool:
     flat = rank(q) == 3
     heads, groups = attribute(node, "q_num_heads"), attribute(node, "kv_num_heads")
     if flat:
-        if not isinstance(heads, int) or not isinstance(groups, int):
+        if not heads or not groups:
             return rw.refuse("Sdpa", [node], "head count or head size is not static")
         q, k, v = (_split_heads(op, t, n) for t, n in ((q, heads), (k, groups), (v, groups)))
     else:
         heads, groups = dim(q, 1), dim(k, 1)
     if heads is None or groups is None or dim(q, -1) is None:
         return rw.refuse("Sdpa", [node], "head count or head size is not static")
-    scale = attribute(node, "scale")
-    if not isinstance(scale, float) or scale == 0.0:
-        scale = 1 / math.sqrt(dim(q, -1) or 1)
+    scale = attribute(node, "scale") or 1 / math.sqrt(dim(q, -1) or 1)
     if past_k is not None and past_v is not None:
         k, v = (_joined(op, past, new) for past, new in ((past_k, k), (past_v, v)))
     present = [k, v]
@@ -78,14 +76,13 @@ def fuse_node(rw: Rewriter, node: ir.Node) -> bool:
         mask = _hidden_too(op, rw, mask, seen, q, sums)
     if mask is not None and mask.dtype == ir.DataType.BOOL:
         mask = _added(op, rw, mask, q)
-    capped = isinstance(softcap, float) and softcap != 0.0
+    capped = bool(softcap)
     q, k, v, grouped = grouping(q, k, v)
     steps, guard = (("Mask",), "Guard") if mask is not None else ((), "")
     kind = Kind(grouped is not None, False, capped, causal, steps, guard)
     inputs = [q, k, v] + ([mask] if mask is not None else [])
     step = causal_step([Step(mask, mask)] if mask is not None else [])
     if capped:
-        assert isinstance(softcap, float)
         y = emit(op, kind, grouped, inputs, scale / softcap, softcap, step)
     else:
         y = emit(op, kind, grouped, inputs, scale, causal=step)
@@ -215,8 +212,7 @@ def _seen(
     zero, one = (op.constant(np.int64(n)) for n in (0, 1))
 
     def count(x: ir.Value) -> ir.Value:
-        size: ir.Value = op.Reshape(op.Shape(x, start=2, end=3), op.constant(np.empty(0, np.int64)))
-        return size
+        return op.Reshape(op.Shape(x, start=2, end=3), op.constant(np.empty(0, np.int64)))
 
     queries = op.Unsqueeze(op.Range(zero, count(q), one), op.constant([1]))
     keys = op.Range(zero, count(k), one)

@@ -359,7 +359,7 @@ def _key(op: Builder, right: ir.Value) -> tuple[ir.Value, float]:
     swap = swapped(size)
     node = producer(right, "Transpose")
     perm = attribute(node, "perm") if node is not None else None
-    if node is None or not isinstance(perm, Sequence) or node.inputs[0] is None:
+    if node is None or perm is None or node.inputs[0] is None:
         return transposed(op, right, swap), outer
     composed = [perm[i] for i in swap]
     source, inner = strip_scales(node.inputs[0])
@@ -377,8 +377,7 @@ def _unflattened(op: Builder, right: ir.Value) -> ir.Value | None:
     flat = turn.inputs[0] if turn is not None else None
     if reshape is None or turn is None or flat is None or rank(right) != 4:
         return None
-    perm = attribute(turn, "perm")
-    turned = isinstance(perm, Sequence) and [*perm] == [0, 2, 1]
+    turned = [*attribute(turn, "perm", ())] == [0, 2, 1]
     if not turned or not same_rows(turn.outputs[0], right):
         return None
     below = producer(flat, "Reshape")
