@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import os
 import signal
 import subprocess
@@ -21,7 +20,6 @@ from fake_gpu import FakeGpu
 import onnx_fuse
 from onnx_fuse import InferenceSession, session
 from onnx_fuse.cuda import nvrtc
-from onnx_fuse.cuda.source import source_text
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.save import save
 from onnx_fuse.passes.precision import in_precision
@@ -159,6 +157,22 @@ def test_a_new_program_is_old_to_the_garbage_collector(kept: str) -> None:
             gc.freeze()
 
 
+def test_a_new_length_leaves_nothing_to_collect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a class has come, the collector has not one object more to walk after a run."""
+    FakeGpu().use(monkeypatch)
+    opened = InferenceSession(text_model(CHAIN), device="cuda")
+    feeds = [{"x": np.ones((3, n), np.float32)} for n in range(65, 129)]
+    for each in feeds[:4]:
+        opened.run(None, each)
+    gc.collect()
+    collected: list[int] = []
+    monkeypatch.setattr(gc, "callbacks", [lambda _, info: collected.append(info["generation"])])
+    for each in feeds[4:]:
+        opened.run(None, each)
+    assert 2 not in collected
+    assert gc.isenabled()
+
+
 @pytest.mark.parametrize(
     "damage", ["guards", "program", "length", "empty", "cut", "weights", "no weights"]
 )
@@ -268,9 +282,7 @@ def test_a_process_makes_the_other_sizes(
         made = specializer.of(of_chain(length))
         for call in made.program.calls if made.source not in own else ():
             for x in call.launches:
-                key = (source_text(x.source), x.defines, "sm_90a", nvrtc._compiler())
-                name = hashlib.sha256(repr(key).encode()).hexdigest()
-                assert (cache / "cubin" / name[:2] / name).is_file()
+                assert nvrtc.cache_path(x.source, x.defines, "sm_90a").is_file()
         others += made.source not in own
     assert specializer.traced == lowered
     assert others
@@ -406,15 +418,21 @@ def test_a_process_that_ends_at_once_is_silent(ending: bool) -> None:
     assert ("no thread can be started" in done.stderr) != ending
 
 
-def test_how_many_processes_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_many_processes_there_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     specializer = encoder()
     weights = specializer.model.graph.initializers.values()
     nbytes = sum(v.const_value.nbytes for v in weights if v.const_value is not None)
-    rows = [  # cores, models whose weights have room, processes there already, how many more
-        (1, 9, 0, 0), (4, 9, 0, 1), (16, 9, 0, 4), (99, 9, 0, 4), (16, 2, 0, 2), (16, 0, 0, 0),
-        (16, 9, 3, 1), (16, 9, 9, 1),
+    quota = tmp_path / "cpu.max"
+    monkeypatch.setattr(precompile, "QUOTA", quota)
+    none = "max 100000\n"
+    rows = [  # cores, a container's limit, models whose weights have room, processes, how many more
+        (1, none, 9, 0, 0), (4, none, 9, 0, 1), (16, none, 9, 0, 4), (99, none, 9, 0, 4),
+        (16, none, 2, 0, 2), (16, none, 0, 0, 0), (16, none, 9, 3, 1), (16, none, 9, 9, 1),
+        (16, "450000 100000\n", 9, 0, 1), (16, "350000 100000\n", 9, 0, 0), (16, "", 9, 0, 4),
+        (4, "1600000 100000\n", 9, 0, 1),
     ]  # fmt: skip
-    for cores, room, living, wanted in rows:
+    for cores, limit, room, living, wanted in rows:
+        quota.write_text(limit)
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, n=cores: set(range(n)))
         monkeypatch.setattr(precompile, "LARGEST", room * nbytes)
         monkeypatch.setattr(precompile, "_LIVING", set(range(living)))

@@ -40,6 +40,8 @@ CORES = 4
 """Fewer would be taken from the runs; with more there is a process for each so many."""
 PROCESSES = 4
 """At most, since NVRTC compiles one kernel after another in a process, whatever its threads."""
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
+"""The processor time that a container may take, and in which time, in microseconds."""
 LARGEST = 4 << 30
 """Bytes of weights that all those processes may hold."""
 
@@ -57,7 +59,16 @@ def processes(specializer: Specializer) -> int:
     weights = specializer.model.graph.initializers.values()
     nbytes = sum(v.const_value.nbytes for v in weights if v.const_value is not None)
     free = max(1, PROCESSES - len(_LIVING))
-    return min(free, len(os.sched_getaffinity(0)) // CORES, LARGEST // max(1, nbytes))
+    return min(free, int(_cores()) // CORES, LARGEST // max(1, nbytes))
+
+
+def _cores() -> float:
+    """The processors that this process may use, a container's limit included."""
+    found = float(len(os.sched_getaffinity(0)))
+    with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+        quota, period = QUOTA.read_text().split()
+        found = min(found, int(quota) / int(period))  # "max" is no limit
+    return found
 
 
 class Precompiler:
@@ -90,6 +101,8 @@ class Precompiler:
         if specializer is None:
             return
         numbers = specializer.numbers(shapes)
+        if not numbers:
+            return  # all sizes are fixed: there is one program, which has been made
         self._varying |= likely_to_vary(specializer.symbols(shapes))
         for symbol, number in numbers.items():
             if self._first.setdefault(symbol, number) != number:
@@ -286,6 +299,8 @@ class _Child:
                 "PYTHONSAFEPATH": "1",  # the current folder may have another onnx_fuse in it
                 "CUDA_VISIBLE_DEVICES": "",
                 "ONNX_FUSE_DUMP": "",
+                "OMP_NUM_THREADS": "1",
+                "OPENBLAS_NUM_THREADS": "1",
             },
             pass_fds=() if copy is None else (copy.file,),
             start_new_session=True,  # Ctrl-C is for this process

@@ -77,6 +77,7 @@ class ProgramCache:
         self.folder, self._array, self.given = folder, array, frozenset(given)
         self._guards: dict[Path, Guards | None] = {}  # of the files seen so far
         self._containers: dict[Path, Container | None] = {}
+        self._folders: dict[Key, Path] = {}
         self._pruned = False
         self._lock = threading.Lock()
 
@@ -116,7 +117,9 @@ class ProgramCache:
             warnings.warn(f"the program is not kept: {error}", stacklevel=2)
 
     def _of(self, key: Key) -> Path:
-        return self.folder / digest_of([repr(key).encode()])
+        if key not in self._folders:
+            self._folders[key] = self.folder / digest_of([repr(key).encode()])
+        return self._folders[key]
 
     def _paths(self, key: Key) -> Iterator[Path]:
         try:
