@@ -13,39 +13,52 @@ import threading
 from collections.abc import Iterator
 
 
-class _Kept(threading.local):
-    """What this thread's block has made so far: objects that stay, and garbage beside them."""
+class _State:
+    """The blocks of all threads, since the collector is the process's."""
 
+    lock = threading.RLock()  # a collection may run what enters a block again
+    blocks = 0
+    was = False
+    """Whether the collector was on before the first of them."""
     stays = False
-    garbage = False
-
-
-_KEPT = _Kept()
+    """Whether one of them made objects that stay."""
+    generation = -1
+    """The oldest objects among which there may be garbage; none of -1."""
 
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """Within the block nothing is collected. Blocks may stand inside each other.
+    """Within the block nothing is collected. Blocks may stand inside and beside each other.
 
     What a block allocates and frees again does not count for the collector, which would otherwise
     take it for objects that stay, and walk everything because there are so many. A collector that
     the user has turned off stays off.
     """
-    was = gc.isenabled()
-    gc.disable()
+    with _State.lock:
+        if not _State.blocks:
+            _State.was = gc.isenabled()
+            gc.disable()
+        _State.blocks += 1
     try:
         yield
     finally:
-        if was:
-            if _KEPT.stays:
-                _settle()
-            gc.enable()
+        with _State.lock:
+            _State.blocks -= 1
+            if not _State.blocks:
+                if _State.was:
+                    _settle()
+                    gc.enable()
+                _State.stays, _State.generation = False, -1
 
 
-def keep(*, garbage: bool = False) -> None:
-    """Say within a block that it has made objects that stay, and perhaps garbage beside them."""
-    _KEPT.stays = True
-    _KEPT.garbage |= garbage
+def keep(*, garbage: bool = False, everything: bool = False) -> None:
+    """Say within a block that it has made objects that stay, and perhaps garbage beside them.
+
+    With `everything` the collector walks all there is once, at the end of the block: a run that has
+    taken seconds takes a tenth more, so that a later one of milliseconds does not.
+    """
+    _State.stays = True
+    _State.generation = max(_State.generation, 2 if everything else 0 if garbage else -1)
 
 
 def _settle() -> None:
@@ -54,9 +67,8 @@ def _settle() -> None:
     It would come to count the parts of a new program as old by itself, and walk everything in the
     process because there are so many more.
     """
-    if _KEPT.garbage:
-        gc.collect(0)
-    _KEPT.stays = _KEPT.garbage = False
-    if not gc.get_freeze_count():  # what another froze stays so
+    if _State.generation >= 0:
+        gc.collect(_State.generation)
+    if _State.stays and not gc.get_freeze_count():  # what another froze stays so
         gc.freeze()
         gc.unfreeze()

@@ -25,7 +25,7 @@ from onnx_fuse import config
 from onnx_fuse.container import GRAPH, digest_of, write
 from onnx_fuse.onnx.save import serialized_without_weights
 from onnx_fuse.program.size import size_class
-from onnx_fuse.runtime import graphs
+from onnx_fuse.runtime import collector, graphs
 from onnx_fuse.runtime.program_cache import Origin
 from onnx_fuse.runtime.specialize import Specializer, Symbols
 
@@ -233,14 +233,17 @@ class _Copy:
     @classmethod
     def of(cls, specializer: Specializer) -> _Copy | None:
         """A copy of the specializer's model, or None where its weights are too large."""
-        with specializer.lock:
-            parts = graphs.parts(specializer.model, beside=False)
-            graph = specializer.model.clone()
-        assert parts is not None
-        if sum(array.nbytes for array in parts.tensors.values()) > LARGEST:
-            return None
-        parts.manifest["own"] = [n for n in graph.graph.initializers if n in parts.tensors]
-        return cls(serialized_without_weights(graph), parts)
+        with collector.paused():  # nothing of the clone stays
+            with specializer.lock:
+                parts = graphs.parts(specializer.model, beside=False)
+                graph = specializer.model.clone()
+            assert parts is not None
+            if sum(array.nbytes for array in parts.tensors.values()) > LARGEST:
+                return None
+            parts.manifest["own"] = [n for n in graph.graph.initializers if n in parts.tensors]
+            data = serialized_without_weights(graph)
+            del graph
+        return cls(data, parts)
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:

@@ -36,6 +36,7 @@ from onnx_fuse.files import written
 from onnx_fuse.kernels import cublaslt, tuning
 from onnx_fuse.program.formula import Guards
 from onnx_fuse.program.problem import Hardware
+from onnx_fuse.runtime import collector
 from onnx_fuse.runtime.plan import PlannedOpenProgram
 from onnx_fuse.runtime.tensor import dtype_of
 
@@ -213,7 +214,8 @@ def _pickled(kept: PlannedOpenProgram) -> bytes:
             return names.get(id(obj)) if type(obj) is np.ndarray else None
 
     found = io.BytesIO()
-    Pickler(found, protocol=5).dump(kept)
+    with collector.paused():  # nothing of what it makes stays
+        Pickler(found, protocol=5).dump(kept)
     return found.getvalue()
 
 

@@ -208,7 +208,8 @@ class Specializer:
             if self.programs is not None:
                 self._write()
         self.seconds = found.seconds
-        collector.keep(garbage=lowered)  # what is read leaves none
+        first = lowered and self.traced == 1
+        collector.keep(garbage=lowered, everything=first)  # what is read leaves no garbage
         kept.insert(0, found)
         del kept[KEPT:]
         return made
