@@ -24,7 +24,10 @@ from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.save import save
 from onnx_fuse.passes.precision import in_precision
 from onnx_fuse.program.problem import CHIPS
-from onnx_fuse.runtime import plan, precompile, precompile_worker, program_cache
+from onnx_fuse.runtime import collector, plan, precompile, precompile_worker, program_cache
+from onnx_fuse.runtime.instance import Instance
+from onnx_fuse.runtime.launches import Launches
+from onnx_fuse.runtime.plan import PlannedOpenProgram as Plan
 from onnx_fuse.runtime.plan import PlannedProgram
 from onnx_fuse.runtime.precompile import Precompiler
 from onnx_fuse.runtime.program_cache import ProgramCache
@@ -157,20 +160,54 @@ def test_a_new_program_is_old_to_the_garbage_collector(kept: str) -> None:
             gc.freeze()
 
 
-def test_a_new_length_leaves_nothing_to_collect(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once a class has come, the collector has not one object more to walk after a run."""
+@pytest.mark.parametrize(
+    "step", [(Instance, "__init__"), (Instance, "update"), (Launches, "rewrite"), (Plan, "at")]
+)
+def test_nothing_is_collected_while_a_shape_is_set_up(
+    step: tuple[type, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new class of lengths and a new length of it, but for what runs."""
     FakeGpu().use(monkeypatch)
+    on: list[bool] = []
+    work = getattr(*step)
+
+    def watched(*given: object, **named: object) -> object:
+        on.append(gc.isenabled())
+        return work(*given, **named)
+
+    monkeypatch.setattr(*step, watched)
     opened = InferenceSession(text_model(CHAIN), device="cuda")
-    feeds = [{"x": np.ones((3, n), np.float32)} for n in range(65, 129)]
-    for each in feeds[:4]:
-        opened.run(None, each)
-    gc.collect()
-    collected: list[int] = []
-    monkeypatch.setattr(gc, "callbacks", [lambda _, info: collected.append(info["generation"])])
-    for each in feeds[4:]:
-        opened.run(None, each)
-    assert 2 not in collected
+    for length in (70, 80, 90):
+        opened.run(None, {"x": np.ones((3, length), np.float32)})
+    assert on
+    assert not any(on)
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_the_collector_is_as_before_once_all_blocks_have_ended(on: bool) -> None:
+    """Of two threads whose blocks overlap, the one that began first ends first."""
+    inside, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with collector.paused():
+            inside.set()
+            leave.wait()
+
+    thread = threading.Thread(target=other)
+    try:
+        if not on:
+            gc.disable()
+        with collector.paused(), collector.paused():
+            thread.start()
+            inside.wait()
+        assert not gc.isenabled()
+        leave.set()
+        thread.join()
+        assert gc.isenabled() == on
+    finally:
+        leave.set()
+        gc.enable()
 
 
 @pytest.mark.parametrize(
