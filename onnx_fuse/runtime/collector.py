@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import threading
 from collections.abc import Iterator
 
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 class _State:
     """The blocks of all threads, since the collector is the process's."""
 
-    lock = threading.RLock()  # a collection may run what enters a block again
+    lock = threading.RLock()  # a finalizer may begin a block anywhere
     blocks = 0
     was = False
     """Whether the collector was on before the first of them."""
@@ -24,6 +25,15 @@ class _State:
     """Whether one of them made objects that stay."""
     generation = -1
     """The oldest objects among which there may be garbage; none of -1."""
+
+
+def _forget() -> None:
+    """A forked child has none of its parent's other threads, which may have been in blocks."""
+    _State.lock, _State.blocks = threading.RLock(), 0
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
 @contextlib.contextmanager
@@ -43,12 +53,19 @@ def paused() -> Iterator[None]:
         yield
     finally:
         with _State.lock:
+            last = _State.blocks == 1
+            generation = _State.generation if last else -1
+            if last:
+                _State.generation = -1
+        if generation >= 0 and _State.was:
+            gc.collect(generation)  # what that frees may wait for locks of other blocks
+        with _State.lock:
             _State.blocks -= 1
             if not _State.blocks:
                 if _State.was:
                     _settle()
                     gc.enable()
-                _State.stays, _State.generation = False, -1
+                _State.stays = False
 
 
 def keep(*, garbage: bool = False, everything: bool = False) -> None:
@@ -62,13 +79,11 @@ def keep(*, garbage: bool = False, everything: bool = False) -> None:
 
 
 def _settle() -> None:
-    """Count what there is, but for new garbage, among the old objects of the collector.
+    """Count what has been made among the old objects of the collector.
 
     It would come to count the parts of a new program as old by itself, and walk everything in the
     process because there are so many more.
     """
-    if _State.generation >= 0:
-        gc.collect(_State.generation)
     if _State.stays and not gc.get_freeze_count():  # what another froze stays so
         gc.freeze()
         gc.unfreeze()
