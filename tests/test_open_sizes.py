@@ -8,7 +8,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,7 @@ from onnx_fuse.passes.precision import in_precision
 from onnx_fuse.program import host
 from onnx_fuse.program.call import NeedsValues, Program, Tensor
 from onnx_fuse.program.open import Open
-from onnx_fuse.program.problem import CHIPS, Config, Problem
+from onnx_fuse.program.problem import CHIPS, Config, Num, Problem
 from onnx_fuse.program.size import (
     Size,
     Trace,
@@ -206,6 +206,24 @@ def test_whatever_holds_sizes_is_built_anew() -> None:
             assert each.part("part", {"t": n}) == (n // 4,)
             assert each.part("plain", {"t": n}) == closed
     assert opened.part("other", {"t": 6}) is None
+
+
+def test_equal_parts_are_one_object_once_pickled() -> None:
+    """Those that differ in a type or in the bits of a number stay apart."""
+    trace = Trace()
+    size = trace.symbol("s0", 5)
+    number = partial(Num, "f32")
+    parts = [number(x) for x in (0.0, -0.0, 1, 1.0, True, float("nan"), math.inf)]
+    rows = [(Tensor(3, (2, 4), (4, 1), "float32"), part) for part in parts]
+    twice = [*rows, *[(replace(tensor), replace(part)) for tensor, part in rows]]
+    made = Open({"size": size, "rows": tuple(twice)}, trace, {"rows": (size, *twice)})
+    read = pickle.loads(pickle.dumps(made))
+    found = read.at({"s0": 5})["rows"]
+    assert repr(found) == repr(tuple(twice)) == repr(read.part("rows", {"s0": 5})[1:])
+    assert repr(read.at({"s0": 7})) == repr(made.at({"s0": 7}))
+    both = [*found, *read.part("rows", {"s0": 5})[1:]]
+    assert len({id(tensor) for tensor, _ in both}) == 1
+    assert len({id(part) for _, part in both}) == len(parts)
 
 
 def test_a_limit_by_the_way_is_asked_of_the_largest_lengths() -> None:

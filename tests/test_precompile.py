@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import os
 import signal
 import subprocess
@@ -21,12 +20,14 @@ from fake_gpu import FakeGpu
 import onnx_fuse
 from onnx_fuse import InferenceSession, session
 from onnx_fuse.cuda import nvrtc
-from onnx_fuse.cuda.source import source_text
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.save import save
 from onnx_fuse.passes.precision import in_precision
 from onnx_fuse.program.problem import CHIPS
-from onnx_fuse.runtime import plan, precompile, precompile_worker, program_cache
+from onnx_fuse.runtime import collector, plan, precompile, precompile_worker, program_cache
+from onnx_fuse.runtime.instance import Instance
+from onnx_fuse.runtime.launches import Launches
+from onnx_fuse.runtime.plan import PlannedOpenProgram as Plan
 from onnx_fuse.runtime.plan import PlannedProgram
 from onnx_fuse.runtime.precompile import Precompiler
 from onnx_fuse.runtime.program_cache import ProgramCache
@@ -160,6 +161,56 @@ def test_a_new_program_is_old_to_the_garbage_collector(kept: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "step", [(Instance, "__init__"), (Instance, "update"), (Launches, "rewrite"), (Plan, "at")]
+)
+def test_nothing_is_collected_while_a_shape_is_set_up(
+    step: tuple[type, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new class of lengths and a new length of it, but for what runs."""
+    FakeGpu().use(monkeypatch)
+    on: list[bool] = []
+    work = getattr(*step)
+
+    def watched(*given: object, **named: object) -> object:
+        on.append(gc.isenabled())
+        return work(*given, **named)
+
+    monkeypatch.setattr(*step, watched)
+    opened = InferenceSession(text_model(CHAIN), device="cuda")
+    for length in (70, 80, 90):
+        opened.run(None, {"x": np.ones((3, length), np.float32)})
+    assert on
+    assert not any(on)
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_the_collector_is_as_before_once_all_blocks_have_ended(on: bool) -> None:
+    """Of two threads whose blocks overlap, the one that began first ends first."""
+    inside, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with collector.paused():
+            inside.set()
+            leave.wait()
+
+    thread = threading.Thread(target=other)
+    try:
+        if not on:
+            gc.disable()
+        with collector.paused(), collector.paused():
+            thread.start()
+            inside.wait()
+        assert not gc.isenabled()
+        leave.set()
+        thread.join()
+        assert gc.isenabled() == on
+    finally:
+        leave.set()
+        gc.enable()
+
+
+@pytest.mark.parametrize(
     "damage", ["guards", "program", "length", "empty", "cut", "weights", "no weights"]
 )
 def test_what_is_damaged_counts_as_absent(damage: str, cache: Path) -> None:
@@ -268,9 +319,7 @@ def test_a_process_makes_the_other_sizes(
         made = specializer.of(of_chain(length))
         for call in made.program.calls if made.source not in own else ():
             for x in call.launches:
-                key = (source_text(x.source), x.defines, "sm_90a", nvrtc._compiler())
-                name = hashlib.sha256(repr(key).encode()).hexdigest()
-                assert (cache / "cubin" / name[:2] / name).is_file()
+                assert nvrtc.cache_path(x.source, x.defines, "sm_90a").is_file()
         others += made.source not in own
     assert specializer.traced == lowered
     assert others
@@ -406,15 +455,21 @@ def test_a_process_that_ends_at_once_is_silent(ending: bool) -> None:
     assert ("no thread can be started" in done.stderr) != ending
 
 
-def test_how_many_processes_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_many_processes_there_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     specializer = encoder()
     weights = specializer.model.graph.initializers.values()
     nbytes = sum(v.const_value.nbytes for v in weights if v.const_value is not None)
-    rows = [  # cores, models whose weights have room, processes there already, how many more
-        (1, 9, 0, 0), (4, 9, 0, 1), (16, 9, 0, 4), (99, 9, 0, 4), (16, 2, 0, 2), (16, 0, 0, 0),
-        (16, 9, 3, 1), (16, 9, 9, 1),
+    quota = tmp_path / "cpu.max"
+    monkeypatch.setattr(precompile, "QUOTA", quota)
+    none = "max 100000\n"
+    rows = [  # cores, a container's limit, models whose weights have room, processes, how many more
+        (1, none, 9, 0, 0), (4, none, 9, 0, 1), (16, none, 9, 0, 4), (99, none, 9, 0, 4),
+        (16, none, 2, 0, 2), (16, none, 0, 0, 0), (16, none, 9, 3, 1), (16, none, 9, 9, 1),
+        (16, "450000 100000\n", 9, 0, 1), (16, "350000 100000\n", 9, 0, 0), (16, "", 9, 0, 4),
+        (4, "1600000 100000\n", 9, 0, 1),
     ]  # fmt: skip
-    for cores, room, living, wanted in rows:
+    for cores, limit, room, living, wanted in rows:
+        quota.write_text(limit)
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, n=cores: set(range(n)))
         monkeypatch.setattr(precompile, "LARGEST", room * nbytes)
         monkeypatch.setattr(precompile, "_LIVING", set(range(living)))

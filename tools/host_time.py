@@ -87,6 +87,10 @@ class Driver:
     def CUmemPoolProps() -> Any:
         return SimpleNamespace(location=SimpleNamespace())
 
+    @staticmethod
+    def cuCtxGetDevice() -> tuple[int, int]:
+        return 0, 0
+
     def cuMemAlloc(self, nbytes: int) -> tuple[int, int]:
         self._next, address = self._next + -(-nbytes // 256) * 256, self._next
         return 0, address

@@ -68,11 +68,14 @@ class Arguments:
 
     def place(self, pointers: Mapping[str, int]) -> None:
         """Write all arguments; `pointers` maps their names to addresses, null where one lacks."""
-        words = [*self._words]
+        words, find = [*self._words], pointers.get
         for at, name, offset, arg in self._spots:
-            found = pointers.get(name, 0)
-            place = found and found + offset
-            words[at] = place if arg is None else _descriptor(arg, place)
+            place = find(name)
+            if place:
+                place += offset
+                words[at] = place if arg is None else _descriptor(arg, place)
+            elif arg is not None:
+                words[at] = _descriptor(arg, 0)
         self._layout[0].pack_into(self._memory, self._skipped, *words)
 
 
@@ -80,35 +83,33 @@ def _words(
     args: tuple[Arg, ...],
 ) -> tuple[tuple[Any, ...], tuple[tuple[int, str, int, TensorMap | None], ...]]:
     """The words of arguments, and which are addresses: (word, operand, offset, map)."""
-    words: list[Any] = []
+    words: list[Any] = []  # an address is 0 until it is known
     spots: list[tuple[int, str, int, TensorMap | None]] = []
-
-    def point(ptr: Ptr, arg: TensorMap | None = None) -> None:
-        spots.append((len(words), ptr.name, ptr.offset, arg))
-        words.append(0)
-
     for arg in args:
-        if isinstance(arg, Num):
+        if type(arg) is Num:
             words.append(arg.value)
-        elif isinstance(arg, Ptr):
-            point(arg)
-        elif isinstance(arg, Table):
-            for word in arg.words:
-                if isinstance(word, Ptr):
-                    point(word)
-                else:
-                    words.append(word)
-        else:
-            point(arg.ptr, arg)
+        elif type(arg) is Ptr:
+            spots.append((len(words), arg.name, arg.offset, None))
+            words.append(0)
+        elif type(arg) is Table:
+            at = len(words)
+            ptrs = [(i, word) for i, word in enumerate(arg.words, at) if type(word) is Ptr]
+            words += arg.words
+            for i, ptr in ptrs:
+                spots.append((i, ptr.name, ptr.offset, None))
+                words[i] = 0
+        elif type(arg) is TensorMap:
+            spots.append((len(words), arg.ptr.name, arg.ptr.offset, arg))
+            words.append(0)
     return tuple(words), tuple(spots)
 
 
 def _code(arg: Arg) -> str:
     """The argument's format in `struct`, of 8 bytes or a multiple."""
-    if isinstance(arg, Num):
-        return _NUMBERS[arg.ctype]
     if isinstance(arg, Ptr):
         return "Q"
+    if isinstance(arg, Num):
+        return _NUMBERS[arg.ctype]
     return f"{len(arg.words)}Q" if isinstance(arg, Table) else _MAP
 
 

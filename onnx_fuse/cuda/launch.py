@@ -69,7 +69,7 @@ def _check(result: Sequence[Any], launch: Launch) -> Any:
 class _Flags:
     """Device memory that is zero, cut into pieces; freed when the last piece goes."""
 
-    SIZE = 256 << 10
+    SIZE = 2 << 20  # what the driver takes at least
 
     def __init__(self, nbytes: int, launch: Launch) -> None:
         driver = self._driver = _driver()

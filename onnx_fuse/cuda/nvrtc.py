@@ -16,9 +16,10 @@ import warnings
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from onnx_fuse import config, progress
 from onnx_fuse.cuda.source import GIVEN, Defines, source_text
@@ -132,9 +133,7 @@ def compile(source: str, defines: Defines = (), arch: str = "sm_90a") -> bytes:
     """Cubin of a source for `arch`: given, or from the disk cache where it is there and whole."""
     if given := GIVEN.get((source, defines, arch)):
         return bytes(given)
-    text = source_text(source)
-    key = hashlib.sha256(repr((text, defines, arch, _compiler())).encode()).hexdigest()
-    path = config.CACHE_DIR.value / "cubin" / key[:2] / key
+    text, path = source_text(source), cache_path(source, defines, arch)
     cubin = _stored(path)
     if cubin is None:
         cubin, _ = _nvrtc(text, defines, arch)
@@ -142,6 +141,21 @@ def compile(source: str, defines: Defines = (), arch: str = "sm_90a") -> bytes:
     if config.DUMP.value:
         _dump(config.DUMP.value, source, text, defines, arch, cubin)
     return cubin
+
+
+def cache_path(source: str, defines: Defines, arch: str) -> Path:
+    """The place of its cubin in the disk cache."""
+    digest = _hashed(source).copy()
+    digest.update(repr((defines, arch, _compiler())).encode())
+    key: str = digest.hexdigest()
+    folder: Path = config.CACHE_DIR.value / "cubin"
+    return folder / key[:2] / key
+
+
+@lru_cache(maxsize=4096)
+def _hashed(source: str) -> Any:
+    """A hash of the source's text, which takes longer than all else of a key."""
+    return hashlib.sha256(f"{source_text(source)}\0".encode())
 
 
 def _stored(path: Path) -> bytes | None:
@@ -217,6 +231,8 @@ def _disassembler() -> tuple[str, ...]:
 def compile_all(launches: Iterable[Launch], arch: str, workers: int = 0) -> None:
     """Compile every distinct module of `launches` in threads; later binds find them cached.
 
+    Those that the disk cache has are left alone: whoever binds them reads them.
+
     `workers` is the number of threads; 0: one a processor, 8 to 32.
     """
     wanted = {(x.source, x.defines) for x in launches if not x.of_library}
@@ -224,6 +240,7 @@ def compile_all(launches: Iterable[Launch], arch: str, workers: int = 0) -> None
     if not config.DUMP.value:
         with LOCK:
             wanted = {key for key in wanted if (*key, arch) not in LOADED}
+        wanted = {key for key in wanted if not cache_path(*key, arch).is_file()}
     if not wanted:
         return
     workers = workers or min(32, max(8, os.cpu_count() or 8))

@@ -46,7 +46,10 @@ class Open:
 
     def __getstate__(self) -> tuple[Any, ...]:
         """For pickle, with the compiled code: to compile it anew takes ten times as long."""
-        return self.symbols, self.guards, marshal.dumps(self._code), self._whole, self._parts
+        table = _Table()
+        parts = {name: recipe.sharing(table) for name, recipe in self._parts.items()}
+        code = marshal.dumps(self._code)
+        return self.symbols, self.guards, code, self._whole.sharing(table), parts
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         symbols, guards, code, whole, parts = state
@@ -118,12 +121,23 @@ class Recipe:
         places, steps, result, code, often = state
         self._set(places, steps, result, marshal.loads(code), often)
 
+    def sharing(self, table: _Table) -> Recipe:
+        """The same recipe, in which equal parts are one object, also with others of the table."""
+        made = object.__new__(Recipe)
+        places, steps = map(table.one, self._places), map(table.one, self._steps)
+        made._set([*places], [*steps], self._result, self._code, self._work is not None)
+        return made
+
     def at(self, values: Iterable[int]) -> Any:
         """The object with the sizes that these values of the symbols give."""
         places = [*self._places, *self._numbers(*values)]
-        for place, get, make in map(_work, self._steps) if self._work is None else self._work:
-            parts = get(places)
-            places[place] = parts if make is None else make(parts)
+        if self._work is None:
+            for place, parts, make in self._steps:
+                places[place] = make([places[part] for part in parts])
+            return places[self._result]
+        for place, get, known in self._work:
+            found = get(places)
+            places[place] = found if known is None else known(found)
         return places[self._result]
 
     def _new(self, content: Any = None) -> int:
@@ -213,7 +227,7 @@ def _getter(places: tuple[int, ...]) -> Callable[[list[Any]], Sequence[Any]]:
     return itemgetter(*places)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Dict:
     keys: tuple[Any, ...]
 
@@ -221,7 +235,7 @@ class _Dict:
         return dict(zip(self.keys, parts, strict=True))
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Array:
     shape: tuple[int, ...]
 
@@ -229,7 +243,7 @@ class _Array:
         return np.array(parts, np.int64).reshape(self.shape)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Instance:
     """An instance of a dataclass, unchecked: some fields are as they were."""
 
@@ -239,9 +253,64 @@ class _Instance:
 
     def __call__(self, parts: Sequence[Any]) -> Any:
         made = object.__new__(self.kind)
-        made.__dict__.update(self.fixed)
-        made.__dict__.update(zip(self.names, parts, strict=True))
+        inside = made.__dict__
+        inside.update(self.fixed)
+        inside.update(zip(self.names, parts))  # noqa: B905 (as many as names)
         return made
+
+
+class _Table:
+    """Parts that never change, each of which stands here once however many are equal to it.
+
+    Half of a program's parts are equal to others, and to read them takes as long as all the rest.
+    """
+
+    def __init__(self) -> None:
+        self._objects: dict[int, tuple[Any, Any]] = {}  # kept, so that their ids stay their own
+        self._known: dict[Any, Any] = {}
+
+    def one(self, value: Any) -> Any:
+        """The object that stands for all that are equal to this one in type and bits."""
+        if type(value) in _PLAIN:
+            return value
+        found = self._objects.get(id(value))
+        if found is None:
+            found = self._objects[id(value)] = value, self._of(value)
+        return found[1]
+
+    def _of(self, value: Any) -> Any:
+        kind: Any = type(value)
+        if kind is tuple:
+            made = tuple([self.one(part) for part in value])
+            return self._known.setdefault((kind, *map(_token, made)), made)
+        if not _is_frozen(kind):
+            return value
+        inside = {name: self.one(part) for name, part in vars(value).items()}
+        if kind is _Instance:  # whose dict nobody changes
+            fixed = {name: self.one(part) for name, part in value.fixed.items()}
+            key = ("fixed", *fixed, *map(_token, fixed.values()))
+            inside["fixed"] = self._known.setdefault(key, fixed)
+        made = object.__new__(kind)
+        made.__dict__.update(inside)
+        return self._known.setdefault((kind, *inside, *map(_token, inside.values())), made)
+
+
+def _token(part: Any) -> Any:
+    """What two parts have in common that are the same: 1, 1.0 and True are not, nor 0.0 and -0.0.
+
+    One that is not plain is the same object.
+    """
+    kind = type(part)
+    if kind is float:
+        return kind, part.hex()
+    return (kind, part) if kind in _PLAIN else id(part)
+
+
+@cache
+def _is_frozen(kind: Any) -> bool:
+    """Whether it is a dataclass of objects that never change, which their fields make up."""
+    found = getattr(kind, "__dataclass_params__", None)
+    return found is not None and found.frozen and not hasattr(kind, "__slots__")
 
 
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})

@@ -16,6 +16,7 @@ import numpy as np
 
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.errors import INSTALL_CUDA, DeviceError
+from onnx_fuse.runtime import collector
 
 
 def bindings() -> Any:
@@ -466,10 +467,9 @@ class Stream:
         flags = driver.CUstreamUpdateCaptureDependencies_flags
         replaced = int(flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES)
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-        with self.idle:
+        # memory that is freed while this thread captures would spoil the graph
+        with collector.paused(), self.idle:
             check(driver.cuStreamBeginCapture(self.raw, mode), "graph capture")
-            collects = gc.isenabled()
-            gc.disable()  # memory that is freed while this thread captures would spoil the graph
             try:
                 for i, step in enumerate(steps):
                     if after is not None:
@@ -502,9 +502,6 @@ class Stream:
             except BaseException:
                 driver.cuStreamEndCapture(self.raw)
                 raise
-            finally:
-                if collects:
-                    gc.enable()
             graph = check(driver.cuStreamEndCapture(self.raw), "graph capture")
         return Graph(graph, [last[0] if last else None for last in nodes])
 

@@ -22,7 +22,7 @@ import numpy as np
 from onnx_fuse import config
 from onnx_fuse.errors import UsageError
 from onnx_fuse.program.call import NeedsValues, Program, Tensor
-from onnx_fuse.runtime import device
+from onnx_fuse.runtime import collector, device
 from onnx_fuse.runtime.binding import Binding
 from onnx_fuse.runtime.deployed import Deployed
 from onnx_fuse.runtime.host_calls import Stages
@@ -490,31 +490,46 @@ class Executable:
         outputs: Mapping[str, DeviceTensor],
     ) -> Instance:
         key = self._key(feeds)
-        shape, new, began = self._shapes.get(key), False, 0.0
+        shape = self._shapes.get(key)
+        if shape is not None:
+            self._shapes.move_to_end(key)
+        if shape is None or shape.instance is None:
+            with collector.paused():
+                shape = self._made(shape, feeds, inputs, outputs)
+        device.start(self.device_id)  # this thread may be another than the one that made it
+        assert shape.instance is not None
+        if shape.instance.runs and self._once.get(shape.made.source) is shape:
+            del self._once[shape.made.source]  # a shape that comes again keeps its own
+        return shape.instance
+
+    def _made(
+        self,
+        shape: Shape | None,
+        feeds: Feeds,
+        inputs: Mapping[str, DeviceTensor],
+        outputs: Mapping[str, DeviceTensor],
+    ) -> Shape:
+        """The shape, which is new or has no instance, with one."""
+        new, began = shape is None, time.perf_counter()
         if shape is None:
-            new, began = True, time.perf_counter()
             shape = Shape(self._lowered(feeds))
-            key = self._key(feeds)  # which may have become longer
-            self._shapes[key] = shape
+            self._shapes[self._key(feeds)] = shape  # the key may have become longer
             self._take_over(shape, inputs, outputs)
             while len(self._shapes) > INSTANCES:
                 self._drop(self._shapes.popitem(last=False)[1])
-        else:
-            self._shapes.move_to_end(key)
-        device.start(self.device_id)  # this thread may be another than the one that made it
+        device.start(self.device_id)
         if shape.instance is None:
             shape.instance = self._instance(shape.made, inputs, outputs)
+            collector.keep()
             source = shape.made.source
             if source is not None and (
                 source not in self._once or self._once[source].instance is None
             ):
                 self._once[source] = shape
-        elif shape.instance.runs and self._once.get(shape.made.source) is shape:
-            del self._once[shape.made.source]  # a shape that comes again keeps its own
         if new and shape.made.source is not None and config.AHEAD.value and self._ahead is not None:
             shapes = {name: (value.shape, _name_of(value.dtype)) for name, value in feeds.items()}
             self._ahead.expect({**self._resident(), **shapes}, time.perf_counter() - began)
-        return shape.instance
+        return shape
 
     def _take_over(
         self, shape: Shape, inputs: Mapping[str, DeviceTensor], outputs: Mapping[str, DeviceTensor]

@@ -19,7 +19,7 @@ from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.launch import Step, bind
 from onnx_fuse.program.call import Call, Program, Tensor
 from onnx_fuse.program.problem import ITEMSIZE
-from onnx_fuse.runtime import device
+from onnx_fuse.runtime import collector, device
 from onnx_fuse.runtime.changes import operands, workspace_key
 from onnx_fuse.runtime.deployed import Deployed
 from onnx_fuse.runtime.host_calls import HostCall, Stages
@@ -212,7 +212,8 @@ class Instance:
         assert isinstance(part, Launches)
         assert changes is not None
         pairs = zip(self.movable, self._current.where, self.now.where, strict=True)
-        part.rewrite(changes, [b for b, old, new in pairs if old != new])
+        with collector.paused():
+            part.rewrite(changes, [b for b, old, new in pairs if old != new])
         self._current.where, self._stale = self.now.where, False
 
     def _set_tensors(self) -> None:

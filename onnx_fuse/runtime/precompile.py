@@ -25,7 +25,7 @@ from onnx_fuse import config
 from onnx_fuse.container import GRAPH, digest_of, write
 from onnx_fuse.onnx.save import serialized_without_weights
 from onnx_fuse.program.size import size_class
-from onnx_fuse.runtime import graphs
+from onnx_fuse.runtime import collector, graphs
 from onnx_fuse.runtime.program_cache import Origin
 from onnx_fuse.runtime.specialize import Specializer, Symbols
 
@@ -40,6 +40,8 @@ CORES = 4
 """Fewer would be taken from the runs; with more there is a process for each so many."""
 PROCESSES = 4
 """At most, since NVRTC compiles one kernel after another in a process, whatever its threads."""
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
+"""The processor time that a container may take, and in which time, in microseconds."""
 LARGEST = 4 << 30
 """Bytes of weights that all those processes may hold."""
 
@@ -57,7 +59,16 @@ def processes(specializer: Specializer) -> int:
     weights = specializer.model.graph.initializers.values()
     nbytes = sum(v.const_value.nbytes for v in weights if v.const_value is not None)
     free = max(1, PROCESSES - len(_LIVING))
-    return min(free, len(os.sched_getaffinity(0)) // CORES, LARGEST // max(1, nbytes))
+    return min(free, int(_cores()) // CORES, LARGEST // max(1, nbytes))
+
+
+def _cores() -> float:
+    """The processors that this process may use, a container's limit included."""
+    found = float(len(os.sched_getaffinity(0)))
+    with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+        quota, period = QUOTA.read_text().split()
+        found = min(found, int(quota) / int(period))  # "max" is no limit
+    return found
 
 
 class Precompiler:
@@ -90,6 +101,8 @@ class Precompiler:
         if specializer is None:
             return
         numbers = specializer.numbers(shapes)
+        if not numbers:
+            return  # all sizes are fixed: there is one program, which has been made
         self._varying |= likely_to_vary(specializer.symbols(shapes))
         for symbol, number in numbers.items():
             if self._first.setdefault(symbol, number) != number:
@@ -220,14 +233,17 @@ class _Copy:
     @classmethod
     def of(cls, specializer: Specializer) -> _Copy | None:
         """A copy of the specializer's model, or None where its weights are too large."""
-        with specializer.lock:
-            parts = graphs.parts(specializer.model, beside=False)
-            graph = specializer.model.clone()
-        assert parts is not None
-        if sum(array.nbytes for array in parts.tensors.values()) > LARGEST:
-            return None
-        parts.manifest["own"] = [n for n in graph.graph.initializers if n in parts.tensors]
-        return cls(serialized_without_weights(graph), parts)
+        with collector.paused():  # nothing of the clone stays
+            with specializer.lock:
+                parts = graphs.parts(specializer.model, beside=False)
+                graph = specializer.model.clone()
+            assert parts is not None
+            if sum(array.nbytes for array in parts.tensors.values()) > LARGEST:
+                return None
+            parts.manifest["own"] = [n for n in graph.graph.initializers if n in parts.tensors]
+            data = serialized_without_weights(graph)
+            del graph
+        return cls(data, parts)
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
@@ -286,6 +302,8 @@ class _Child:
                 "PYTHONSAFEPATH": "1",  # the current folder may have another onnx_fuse in it
                 "CUDA_VISIBLE_DEVICES": "",
                 "ONNX_FUSE_DUMP": "",
+                "OMP_NUM_THREADS": "1",
+                "OPENBLAS_NUM_THREADS": "1",
             },
             pass_fds=() if copy is None else (copy.file,),
             start_new_session=True,  # Ctrl-C is for this process

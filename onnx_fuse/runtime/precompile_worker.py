@@ -31,8 +31,13 @@ from onnx_fuse.runtime.specialize import Specializer
 
 IDLE = 10.0
 """Seconds without anything to do after which the process ends."""
+
+LOWEST = 19
+"""How far its work stands behind other processes."""
 NICE = 10
-"""How far it stands behind other processes."""
+"""How far its session does, where Linux weighs sessions whatever their processes ask for."""
+WRITING = threading.Lock()
+"""Held while a program is written, so that no part of it is left where the process ends."""
 
 Request = tuple[Shapes, str, int]
 """Shapes, and the symbol that is to have other sizes up to some."""
@@ -56,7 +61,8 @@ class Requests:
                 for symbol, far in message.get("sizes", {}).items():
                     self._waiting.appendleft((shapes, symbol, far))
                 self._changed.notify()
-        os._exit(0)  # whoever asked is gone
+        with WRITING:
+            os._exit(0)  # whoever asked is gone
 
     @property
     def waiting(self) -> bool:
@@ -107,18 +113,26 @@ class CompilingCache(ProgramCache):
         launches = [x for call in (*program.setup, *program.calls) for x in call.launches]
         with self._turns:
             nvrtc.compile_all(launches, self.arch, workers=1)
-        super().keep(key, kept)
+        with WRITING:
+            super().keep(key, kept)
+
+
+def _stand_back() -> None:
+    """Let this thread, and those it starts, run where a processor has nothing better to do."""
+    os.setpriority(os.PRIO_PROCESS, 0, LOWEST)
+    with contextlib.suppress(OSError):  # there are no such weights
+        Path("/proc/self/autogroup").write_text(str(NICE))
 
 
 def main() -> None:
     """Do what the lines of standard input ask for."""
-    os.nice(NICE)
     lines = sys.stdin.buffer
     first = lines.readline()
     if not first:
         return  # whoever started it is gone
     job = json.loads(first)
     requests = Requests(lines)
+    _stand_back()  # but for the thread that waits for the end
     model = None if job["model"] is None else Path(job["model"])
     hw = dict(job["hardware"], flops=tuple((kind, rate) for kind, rate in job["hardware"]["flops"]))
     graph = graphs.opened(Container(job["graph"]), model)

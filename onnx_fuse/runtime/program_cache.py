@@ -36,6 +36,7 @@ from onnx_fuse.files import written
 from onnx_fuse.kernels import cublaslt, tuning
 from onnx_fuse.program.formula import Guards
 from onnx_fuse.program.problem import Hardware
+from onnx_fuse.runtime import collector
 from onnx_fuse.runtime.plan import PlannedOpenProgram
 from onnx_fuse.runtime.tensor import dtype_of
 
@@ -77,6 +78,7 @@ class ProgramCache:
         self.folder, self._array, self.given = folder, array, frozenset(given)
         self._guards: dict[Path, Guards | None] = {}  # of the files seen so far
         self._containers: dict[Path, Container | None] = {}
+        self._folders: dict[Key, Path] = {}
         self._pruned = False
         self._lock = threading.Lock()
 
@@ -116,7 +118,9 @@ class ProgramCache:
             warnings.warn(f"the program is not kept: {error}", stacklevel=2)
 
     def _of(self, key: Key) -> Path:
-        return self.folder / digest_of([repr(key).encode()])
+        if key not in self._folders:
+            self._folders[key] = self.folder / digest_of([repr(key).encode()])
+        return self._folders[key]
 
     def _paths(self, key: Key) -> Iterator[Path]:
         try:
@@ -210,7 +214,8 @@ def _pickled(kept: PlannedOpenProgram) -> bytes:
             return names.get(id(obj)) if type(obj) is np.ndarray else None
 
     found = io.BytesIO()
-    Pickler(found, protocol=5).dump(kept)
+    with collector.paused():  # nothing of what it makes stays
+        Pickler(found, protocol=5).dump(kept)
     return found.getvalue()
 
 

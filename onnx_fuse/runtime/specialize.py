@@ -8,13 +8,11 @@ itself, as it always was.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import threading
 import time
 import warnings
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,6 +27,7 @@ from onnx_fuse.program.open import Open
 from onnx_fuse.program.passes.recompute import recomputed
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.program.size import Size, Trace, expression
+from onnx_fuse.runtime import collector
 from onnx_fuse.runtime.budget import Budget, Recompute, within
 from onnx_fuse.runtime.changes import changes
 from onnx_fuse.runtime.graphs import derived_weights
@@ -73,7 +72,6 @@ class Specializer:
         self.programs: ProgramCache | None = None
         """The programs in the cache, once their name there is known."""
         self._kept: dict[Key, list[PlannedOpenProgram]] = {}
-        self._opened_so_far = 0  # open programs that were lowered or read
         # what the cache does not have yet, and how long it took
         self._unwritten: list[tuple[Key, PlannedOpenProgram, float]] = []
         self._writers: list[threading.Thread] = []
@@ -87,7 +85,7 @@ class Specializer:
 
         `values` are inputs known at lowering. Raises what `lower` raises.
         """
-        with self.lock, self._no_collection():
+        with self.lock, collector.paused():  # a collection would walk the model again and again
             found = self._opened(shapes, values or {}) if self.is_open else None
             if found is not None:
                 return found
@@ -95,21 +93,6 @@ class Specializer:
             if self.memory is not None:
                 program = self._recomputing(program, program, self.memory)
             return PlannedProgram(program, plan(program))
-
-    @contextlib.contextmanager
-    def _no_collection(self) -> Iterator[None]:
-        """Within the block Python's cyclic garbage collector is off: it would walk the whole model
-        again and again, which takes half of a lowering's time.
-        """
-        was, opened, traced = gc.isenabled(), self._opened_so_far, self.traced
-        gc.disable()
-        try:
-            yield
-        finally:
-            if was:
-                if self._opened_so_far > opened:
-                    _settle(garbage=self.traced > traced)
-                gc.enable()
 
     def cache_as(self, origin: Future[Origin | None]) -> None:
         """Keep programs in the cache under the name of what the model was made of, if it gets one.
@@ -225,7 +208,8 @@ class Specializer:
             if self.programs is not None:
                 self._write()
         self.seconds = found.seconds
-        self._opened_so_far += 1
+        first = lowered and self.traced == 1
+        collector.keep(garbage=lowered, everything=first)  # what is read leaves no garbage
         kept.insert(0, found)
         del kept[KEPT:]
         return made
@@ -314,19 +298,6 @@ class _Free:
     groups: tuple[tuple[int, ...], ...]
     symbols: dict[tuple[bool, ...], Symbols] = field(default_factory=dict)
     """The symbols, by which groups have equal sizes."""
-
-
-def _settle(*, garbage: bool) -> None:
-    """Count what there is, but for new `garbage`, among the old objects of Python's collector.
-
-    It would come to count the parts of a new program as old by itself, and walk everything in the
-    process because there are so many more.
-    """
-    if garbage:  # what is read from the cache leaves none
-        gc.collect(0)
-    if not gc.get_freeze_count():  # what another froze stays so
-        gc.freeze()
-        gc.unfreeze()
 
 
 def opened_program(program: Program, trace: Trace) -> Open:

@@ -190,9 +190,12 @@ def _independent(first: Call, second: Call) -> bool:
     """Whether two calls may run side by side: what one writes, the other does not touch."""
     if copy_fusion.piece_of(first) is not None and copy_fusion.piece_of(second) is not None:
         return copy_fusion.independent(first, second)
+    pairs = ((first, second), (second, first))
+    if all(t.buffer not in other.buffers for one, other in pairs for _, t in one.writes):
+        return True  # as nearly always
     return all(
         _apart(written, t)
-        for one, other in ((first, second), (second, first))
+        for one, other in pairs
         for _, written in one.writes
         for _, t in (*other.reads, *other.writes)
     )
