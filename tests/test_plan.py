@@ -11,7 +11,14 @@ from onnx_fuse.program.call import Buffer, Call, Program, Tensor, dense_strides
 from onnx_fuse.program.problem import CHIPS, Launch
 from onnx_fuse.runtime import plan as module
 from onnx_fuse.runtime.plan import aligned, plan
-from onnx_fuse.runtime.schedule import aliasable, by_dependency, overlappable, segments, sequential
+from onnx_fuse.runtime.schedule import (
+    aliasable,
+    by_dependency,
+    overlappable,
+    put_off,
+    segments,
+    sequential,
+)
 
 H200 = CHIPS["H200"]
 
@@ -137,6 +144,45 @@ def test_the_longest_row_alone_is_launched_early() -> None:
     assert overlappable(after) == [(), (0,), (), (1,), (), (3,), (), (6,)]
     longer = [[], [0], [0], [2], [3]]  # the second of two followers has more behind it
     assert overlappable(longer) == [(), (), (0,), (2,), (3,)]
+
+
+ROW = [(), (0,), (1,), (2,), (3,), (4,), (5,), (6,)]
+"""A row of eight steps; each test puts others beside it."""
+
+
+@pytest.mark.parametrize(
+    ("beside", "last", "blocks", "waits"),
+    [
+        ([(0,)], (7, 8), 64, {8: 3}),  # it may follow any of the first seven
+        ([(0,)], (7, 8), 65, {}),  # too large
+        ([(3,)], (7, 8), 1, {}),  # its reader comes soon
+        ([(1,)], (7, 8), 1, {8: 4}),
+        ([(0,), (8,)], (7, 9), 1, {}),  # a row of its own
+        ([(0,), (0,)], (7, 8, 9), 1, {8: 3, 9: 3}),
+        ([(0,)], (7,), 1, {}),  # nothing reads it
+        ([()], (7, 8), 1, {}),  # it follows nothing
+    ],
+)
+def test_small_steps_wait_until_the_longest_row_is_half_way(
+    beside: list[tuple[int, ...]], last: tuple[int, ...], blocks: int, waits: dict[int, int]
+) -> None:
+    after = [*ROW, *beside, last]
+    sequence, found = put_off(after, [blocks] * len(after))
+    assert sorted(sequence) == list(range(len(after)))
+    assert all(k < i for i, steps in enumerate(found) for k in steps)
+    new = {i: {sequence[k] for k in steps} for i, steps in zip(sequence, found, strict=True)}
+    assert new == {i: {waits[i]} if i in waits else set(steps) for i, steps in enumerate(after)}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_step_that_is_put_off_comes_after_all_that_it_followed(seed: int) -> None:
+    order = by_dependency(random_program(seed))
+    sequence, found = put_off(order.after, [1] * len(order.after))
+    before = [0] * len(sequence)
+    for i, steps in zip(sequence, found, strict=True):
+        for k in steps:
+            before[i] |= before[sequence[k]] | 1 << sequence[k]
+    assert all(new & old == old for new, old in zip(before, order.before, strict=True))
 
 
 @pytest.mark.parametrize("seed", range(5))

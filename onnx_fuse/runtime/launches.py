@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 from onnx_fuse import config
@@ -12,11 +13,18 @@ from onnx_fuse.cuda.launch import Bound, Step, bind
 from onnx_fuse.cuda.source import waits_first
 from onnx_fuse.errors import DeviceError
 from onnx_fuse.program.call import Call
-from onnx_fuse.program.problem import Hardware
+from onnx_fuse.program.problem import Hardware, Launch
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.changes import Change, Spots, operands, spots
 from onnx_fuse.runtime.changes import words as words_of
-from onnx_fuse.runtime.schedule import Order, Segment, collective, copies, overlappable
+from onnx_fuse.runtime.schedule import (
+    Order,
+    Segment,
+    collective,
+    copies,
+    overlappable,
+    put_off,
+)
 from onnx_fuse.runtime.timeline import Timeline
 
 
@@ -186,8 +194,12 @@ class Launches:
     def fault(self, k: int, error: DeviceError) -> DeviceError:
         """The error of step `k`, which says whose it is."""
         call = self._segment.calls[self._calls[k]]
-        entry = call.launches[k - self._calls.index(self._calls[k])].entry
-        return DeviceError(f"{_label(call)} {entry}: {error}")
+        return DeviceError(f"{_label(call)} {self._launch(k).entry}: {error}")
+
+    def _launch(self, k: int) -> Launch:
+        """The launch of step `k`, as its call has it."""
+        i = self._calls[k]
+        return self._segment.calls[i].launches[k - self._calls.index(i)]
 
     @property
     def captured(self) -> bool:
@@ -247,7 +259,7 @@ class Launches:
         if self._graph is not None or not self._steps:
             return
         self._nodes = {}
-        after: list[list[int]] = []
+        after: list[Sequence[int]] = []
         last: dict[int, list[int]] = {}  # call -> its last launch, or those it stands for
         of: dict[int, list[int]] = defaultdict(list)
         for k, i in enumerate(self._calls):
@@ -262,12 +274,17 @@ class Launches:
                 after.append(list(dict.fromkeys(heads)))
                 heads = [self._nodes[k]]
             last[number] = heads
+        aside, calls = self._aside(), self._segment.calls
+        if aside and not any(map(collective, calls)):
+            blocks = [prod(self._launch(k).grid) for k in self._nodes]
+            sequence, found = put_off(after, blocks)
+            after, numbers = list(found), list(self._nodes)
+            self._nodes = {numbers[i]: n for n, i in enumerate(sequence)}
         steps = [partial(self._enqueue, k, stream) for k in self._nodes]
         self._what = f"a graph of {len(steps)} launches"
-        if not self._aside():
+        if not aside:
             self._graph = stream.capture(steps)
             return
-        calls = self._segment.calls
         waits = self._hw.cc >= 90  # kernels themselves, by griddepcontrol
         early = overlappable(after) if waits else [()] * len(after)
         # a library's kernels neither wait by themselves nor call for what follows them
