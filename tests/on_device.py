@@ -74,11 +74,13 @@ def error(got: np.ndarray, want: np.ndarray) -> float:
 
 
 def each(problem: Problem, hw: Hardware) -> list[tuple[Kernel, Config]]:
-    """Every legal kernel: its two likeliest configurations, its last, those that share steps."""
+    """Every legal kernel: its two likeliest configurations, its last, those that share steps, and
+    the likeliest whose last clusters start late."""
     found = []
     for kernel in candidates(problem.op):
         if kernel.supports(problem, hw) is None:
             hows = sorted(kernel.configs(problem, hw), key=lambda h: kernel.cost(problem, h, hw))
             shared = [h for h in hows if STREAM in (h.attr("splits", 1), h.attr("dw_splits", 1))]
-            found += [(kernel, how) for how in dict.fromkeys([*hows[:2], hows[-1], *shared])]
+            late = [h for h in hows if h.attr("late")][:1]
+            found += [(kernel, how) for how in dict.fromkeys([*hows[:2], hows[-1], *shared, *late])]
     return found

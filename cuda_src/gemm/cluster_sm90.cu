@@ -9,14 +9,16 @@
 //            that will multiply make (a - mean) rstd gamma + beta of it; gamma and beta are then not in b.
 //            STATIC_B: b does not change while the graph runs, so its loads start before the launch
 //            before is through (programmatic dependent launch); everything else waits for that.
+//            LATE: the last third of the clusters, which find no room before then, load a beside b,
+//            step by step: all of b ahead of it would only delay the first products.
 //            IM2COL: a is gathered from images (gemm/im2col.cuh).
 // Inputs   : a [M,K] (TRANS_A: [K,M]), b [K,N] (TRANS_B: [N,K]), bf16 or f16, by TMA: row strides and
 //            addresses multiples of 16 bytes; STATS: K a multiple of 8.
 // Outputs  : y, z [M,N] TO; mean, rstd [M] f32 (STATS).
 // Macros   : T, TO, TV, TRANS_A, TRANS_B, WGM (64-row blocks of a tile, a warpgroup each), ROWS (rows
 //            loaded of the 64 WGM), BN, SPLIT, SHARE, STAGES, RING (1: a CTA has more steps of 64 k than
-//            STAGES), STATS, RMS, NORM (with STATS), HELD (its steps of 64 k), STATIC_B, N_STEP (1, 2, 8
-//            or 64: divides N); the epilogue's.
+//            STAGES), STATS, RMS, NORM (with STATS), HELD (its steps of 64 k), STATIC_B, LATE (with
+//            STATIC_B, not NORM), N_STEP (1, 2, 8 or 64: divides N); the epilogue's.
 // Launch   : grid SPLIT SHARE ceil(M / (64 WGM)) ceil(N / (BN SHARE)), clusters of SPLIT SHARE.
 // Numerics : f32 sums, each CTA's k in order, CTAs in order: bits depend on K and SPLIT alone.
 // Bound    : bytes of b from memory; latency below a few MB.
@@ -32,6 +34,9 @@
 #ifndef NORM
 #define NORM 0
 #define HELD 0
+#endif
+#ifndef LATE
+#define LATE 0
 #endif
 constexpr int BK = 64, A_BYTES = ROWS * BK * 2, B_BYTES = BN * BK * 2;
 constexpr int STAGE = (NORM ? 0 : A_BYTES) + B_BYTES;  // of the ring, behind what of a stays
@@ -353,6 +358,9 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
                 else tma_load_multicast(to, map_a, bar, x, row, 0, sharers);
             }
         };
+#if LATE
+        const bool ahead = 3 * tile < 2 * (int)(gridDim.x / CLUSTER);
+#endif
         if (one_lane()) {
             tma_prefetch(map_b);
             tma_prefetch(map_a);
@@ -366,7 +374,11 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
             fence_barrier_init();
             if (SPLIT > 1) mbarrier_expect(summed, SUM_BYTES);
             if (STATS && CLUSTER > 1) mbarrier_expect(counted, MOMENT_BYTES);
+#if LATE
+            if (ahead)
+#else
             if (STATIC_B)
+#endif
                 for (int step = 0; step < STAGES && step < steps; step++) load_b(step);
         }
         __syncwarp();
@@ -379,7 +391,11 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
             if (NORM)
                 for (int step = 0; step < steps; step++) load_a(step);
             for (int step = 0; step < STAGES && step < steps; step++) {
+#if LATE
+                if (!ahead) load_b(step);
+#else
                 if (!STATIC_B) load_b(step);
+#endif
                 if (!NORM) load_a(step);
             }
         }
