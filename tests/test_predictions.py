@@ -76,6 +76,8 @@ def product(m: int, n: int, k: int, dtype: str, **how: bool | float | str) -> Pr
 
 STEM = ((1, 224, 224), (1, 112, 112), window(3, 2, 1), "float16")
 DEEP = ((1, 56, 56), (1, 56, 56), window(7, 1, 3), "bfloat16", "bfloat16")
+SMALL = ((1, 14, 14), (1, 14, 14), window(1, 1, 0), "float16")
+MIDDLE = ((1, 28, 28), (1, 28, 28), window(3, 1, 1), "float32")
 HEADS = AttentionGrad(128, 128, 64, (32, 12), "bfloat16", 64, mask=(128, 0, 0, 1))
 FOLDS = ((768, 2304), (768, 3072)) * 12
 
@@ -94,6 +96,9 @@ FOLDS = ((768, 2304), (768, 3072)) * 12
         (Reduce("Sum", 1, 64, 151296, 64, 64, *["bfloat16"] * 2, 4, short=True), 21.3),
         (ConvWeightGrad(32, 96, 1, 1, *DEEP), 165.2),
         (Conv(32, 1, 3, 32, *STEM, act="silu", channels_last=True, planar=True), 27.0),
+        (ConvWeightGrad(32, 1, 1024, 256, *SMALL, "float16"), 11.0),
+        (Conv(32, 1, 128, 128, *MIDDLE, act="relu", channels_last=True, math="tf32"), 27.8),
+        (product(25088, 128, 512, "float32", trans_b=True, act="relu", math="tf32"), 22.9),
         (product(401408, 256, 64, "float16", trans_b=True, act="relu", beta=1.0, bias=True), 122.0),
         (product(200704, 256, 128, "bfloat16", residual=True), 73.9),
     ],

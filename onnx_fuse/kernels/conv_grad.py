@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import NamedTuple
 
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, as_defines, defines, pow2
 from onnx_fuse.kernels.conv_nhwc import (
@@ -18,9 +19,20 @@ from onnx_fuse.kernels.conv_nhwc import (
     unboxed,
     unpaired,
 )
+from onnx_fuse.kernels.gemm_sm90 import Wgmma as Gemm
 from onnx_fuse.kernels.kernel import Kernel
+from onnx_fuse.kernels.rows import rename
 from onnx_fuse.kernels.rule_based import RuleBased, access_width, window_macros
-from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Num, Ptr, TensorMap
+from onnx_fuse.program.problem import (
+    ITEMSIZE,
+    Config,
+    Hardware,
+    Launch,
+    Num,
+    Problem,
+    Ptr,
+    TensorMap,
+)
 from onnx_fuse.program.problems import ConvWeightGrad
 
 _BLOCKS = 264  # blocks a launch should have
@@ -38,14 +50,17 @@ _TILES: dict[tuple[int, ...], float] = {
 # wgmma's tiles: filters, columns, blocks of a multiprocessor
 _WGMMA_TILES = (
     (128, 256, 1), (256, 128, 1), (128, 192, 1), (128, 128, 1), (128, 128, 2), (256, 64, 1),
-    (64, 256, 1), (64, 128, 1), (64, 128, 2), (128, 64, 2),
+    (64, 256, 1), (64, 128, 1), (64, 128, 2), (128, 64, 1), (128, 64, 2),
 )  # fmt: skip
-# what the rule weighs, in seconds: a product of 64 pixels and a row of an operand's step, of which
-# the longer counts; a block's begin and end; a byte of a part, written and read; a launch, and that
-# of the sum (H200)
-_PRODUCT, _OPERAND, _BLOCK, _PART = 2.4e-11, 1.2e-9, 2.5e-6, 4.7e-13
-_LAUNCH, _SUM = 1e-6, 1e-6
 _SMS = 132
+# what the rule weighs, in seconds, fitted to 22 shapes of ResNet-50 on an H200 (2026-11): a product
+# of 64 pixels; a step that no other block of the multiprocessor hides; a block's begin and end; a
+# row of an operand's step from L2, for all blocks, and what one of gathered pixels takes of that; a
+# byte from memory; a byte of a part, written and read; a launch. What takes longest counts, and of
+# the others a share
+_PRODUCT, _STEP, _BLOCK, _ROW, _GATHERED = 2.2e-11, 3.6e-8, 1.8e-6, 6.7e-12, 1.6
+_BYTE, _PART, _LAUNCH, _REST = 2.6e-13, 4.2e-13, 3e-7, 0.1
+_PRODUCT_TILES = 96  # tiles of 64 x 128 from which on a product with its pixels in one part pays
 
 
 def _unlike(problem: ConvWeightGrad, tf32: bool = False) -> str | None:
@@ -158,6 +173,19 @@ class Mma(RuleBased):
         return 4 * splits * problem.groups * problem.filters * problem.depth
 
 
+class _Way(NamedTuple):
+    """How Wgmma runs: its tile, tiles of dw, parts of the sum, and pixels of a part."""
+
+    tile: tuple[int, ...]
+    tiles: int
+    parts: int
+    chunk: int
+
+    def direct(self, problem: ConvWeightGrad) -> bool:
+        """Whether the only part is dw as it lies."""
+        return self.parts == 1 and prod(problem.window.kernel) == 1
+
+
 class Wgmma(RuleBased):
     """conv/weight_grad_sm90.cu: the same product by TMA and wgmma.
 
@@ -186,64 +214,132 @@ class Wgmma(RuleBased):
         # half of a block of 64 channels is idle: 1.6 of what the rule weighs (H200, 2026-11)
         return max(problem.floor(hw), seconds * (1.5 if problem.channels <= 32 else 1.0))
 
-    def _ruled(
-        self, problem: ConvWeightGrad, config: Config
-    ) -> tuple[float, tuple[int, ...], int, int]:
-        """Predicted seconds, the tile, its tiles of the result, and the pixels of a part."""
+    def _ruled(self, problem: ConvWeightGrad, config: Config) -> tuple[float, _Way]:
+        """Predicted seconds, and how."""
         steps = -(-problem.batch * prod(problem.outer) // 64)
         blocks = -(-problem.channels // 64) * prod(problem.window.kernel)
-        size = 4 * problem.filters * problem.depth
         found = []
         for tile in (config.integers("tile"),) if config.attrs else _WGMMA_TILES:
             bm, bn, resident = tile
+            if not config.attrs and bm > 64 and bm >= 2 * problem.filters:
+                continue  # half of it would be idle
             tiles = -(-problem.filters // bm) * -(-blocks // (bn // 64))
-            step = max(bm * bn * _PRODUCT, (bm + bn) * _OPERAND) * resident
-            places = resident * _SMS
-            most = (places // tiles, 2 * places // tiles)
-            for aim in (config.integer("split"),) if config.attr("split") else most:
-                splits = max(1, min(steps // 4, aim))
-                each = -(-steps // splits)
-                splits = -(-steps // each)
-                rounds = -(-tiles * splits // places)
-                direct = self._direct(problem, splits)
-                parts = 0.0 if direct else _SUM + size * splits * _PART
-                seconds = rounds * (each * step + _BLOCK) + parts + _LAUNCH
-                found.append((seconds, tile, tiles, each * 64))
+            most = resident * _SMS // tiles
+            for aim in (config.integer("split"),) if config.attr("split") else (most, 2 * most):
+                each = -(-steps // max(1, min(steps // 4, aim)))
+                way = _Way(tile, tiles, -(-steps // each), each * 64)
+                found.append((self._seconds(problem, way), way))
         return min(found)
 
-    def _direct(self, problem: ConvWeightGrad, splits: int) -> bool:
-        """Whether the only part is dw as it lies."""
-        return splits == 1 and prod(problem.window.kernel) == 1
+    def _seconds(self, problem: ConvWeightGrad, way: _Way) -> float:
+        """A multiprocessor's blocks, what all read from L2 or memory, then what adds the parts."""
+        bm, bn, resident = way.tile
+        size = 4 * problem.filters * problem.depth
+        blocks, steps = way.tiles * way.parts, way.chunk // 64
+        rounds = -(-blocks // (_SMS * resident))
+        together = -((-blocks // _SMS) // rounds)
+        product = bm * bn * _PRODUCT
+        step = max(product * together, product + _STEP)
+        times = (
+            rounds * (steps * step + _BLOCK),
+            blocks * steps * (bm + _GATHERED * bn) * _ROW + _BLOCK,
+            self._moved(problem) * _BYTE + _BLOCK,
+        )
+        seconds = max(times) * (1 - _REST) + sum(times) * _REST + _LAUNCH
+        return seconds if way.direct(problem) else seconds + size * way.parts * _PART
+
+    def _moved(self, problem: ConvWeightGrad) -> int:
+        """Bytes of dy and of the pixels that a tap sees."""
+        window = zip(problem.inner, problem.outer, problem.window.kernel, strict=True)
+        seen = prod(min(i, o * k) for i, o, k in window)
+        each = problem.channels * seen + problem.filters * prod(problem.outer)
+        return problem.batch * each * ITEMSIZE[problem.dtype]
 
     def launch(self, problem: ConvWeightGrad, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The products of the parts, then their sum."""
-        _, (bm, bn, resident), tiles, chunk = self._ruled(problem, config)
+        way = self._ruled(problem, config)[1]
+        bm, bn, resident = way.tile
         outer = problem.outer[0 if is_deep(problem) else 1 :]
         pixels, m, c = problem.batch * prod(outer), problem.filters, problem.channels
-        splits, stage = -(-pixels // chunk), (bm + bn) * 128
-        direct = self._direct(problem, splits)
+        stage = (bm + bn) * 128
         room = (hw.smem_per_block + 1024) // resident - 1024  # of which each block's 1024 are lost
         stages = min(8, (room - 1024) // (stage + 16))
         slopes = TensorMap(
             Ptr("dy"), problem.dtype, (m, pixels, 1), (2 * m, 2 * m * pixels), (64, 64, 1)
         )
+        direct = way.direct(problem)
         part = C_TYPES[problem.out_dtype if direct else "float32"]
         macros = {"T": C_TYPES[problem.dtype], "BM": bm, "BN": bn, "STAGES": stages,
                   "RESIDENT": resident, "IM2COL": 1, "PART": part}  # fmt: skip
         product = Launch(
-            self.source, "conv_weight_grad_wgmma", (tiles, splits, 1), (288, 1, 1),
+            self.source, "conv_weight_grad_wgmma", (way.tiles, way.parts, 1), (288, 1, 1),
             (slopes, gathered(problem, 64), Ptr("dw" if direct else "workspace"),
-             Num("u32", pixels), *(Num("i32", n) for n in (c, m, *outer)), Num("u32", chunk)),
+             Num("u32", pixels), *(Num("i32", n) for n in (c, m, *outer)), Num("u32", way.chunk)),
             as_defines(macros, gathering(problem), window_macros(problem.window)),
             stages * (stage + 16),
         )  # fmt: skip
-        return (product,) if direct else (product, _total(problem, splits))
+        return (product,) if direct else (product, _total(problem, way.parts))
 
     def workspace(self, problem: ConvWeightGrad, config: Config, hw: Hardware) -> int:
         """The parts' sums."""
-        *_, chunk = self._ruled(problem, config)
-        splits = -(-problem.batch * prod(problem.outer) // chunk)
-        return 0 if self._direct(problem, splits) else 4 * splits * problem.filters * problem.depth
+        way = self._ruled(problem, config)[1]
+        return 0 if way.direct(problem) else 4 * way.parts * problem.filters * problem.depth
+
+
+class Product(RuleBased):
+    """A filter of one tap: a Gemm of dy's and x's pixels, where its tiles are many."""
+
+    name = "product"
+    source = Gemm.source
+
+    def __init__(self) -> None:
+        self.inner = Gemm()
+
+    def _gemm(self, problem: ConvWeightGrad) -> Problem:
+        """The product, whose k is the pixels."""
+        return Problem.of(
+            "Gemm", m=problem.filters, n=problem.channels, k=problem.batch * prod(problem.outer),
+            dtype=problem.dtype, out_dtype=problem.out_dtype, trans_a=True,
+        )  # fmt: skip
+
+    def supports(self, problem: ConvWeightGrad, hw: Hardware) -> str | None:
+        """Refuse all but dense pixels as they lie, and products that need k in parts."""
+        window = problem.window
+        if problem.groups > 1 or problem.x_strides or max(*window.kernel, *window.strides) > 1:
+            return "for filters of one tap over dense images, in one group"
+        if any((*window.before, *window.after)):
+            return "pixels beyond the image are no part of a product"
+        if -(-problem.filters // 64) * -(-problem.channels // 128) < _PRODUCT_TILES:
+            return "tiles are few, so that pixels are summed in parts"
+        return _unlike(problem) or self.inner.supports(self._gemm(problem), hw)
+
+    def _tiles(self, problem: ConvWeightGrad, hw: Hardware) -> list[Config]:
+        """The product's configurations whose sums are whole."""
+        found = self.inner.configs(self._gemm(problem), hw)
+        return [how for how in found if how.integer("splits") == 1]
+
+    def configs(self, problem: ConvWeightGrad, hw: Hardware) -> Sequence[Config]:
+        """The rule's, then each."""
+        return [Config.of(), *self._tiles(problem, hw)]
+
+    def _ruled(self, problem: ConvWeightGrad, config: Config, hw: Hardware) -> Config:
+        """The configuration itself, or the cheapest."""
+        product = self._gemm(problem)
+        return config if config.attrs else min(
+            self._tiles(problem, hw), key=lambda how: self.inner.cost(product, how, hw)
+        )  # fmt: skip
+
+    def cost(self, problem: ConvWeightGrad, config: Config, hw: Hardware) -> float:
+        """The product's."""
+        how = self._ruled(problem, config, hw)
+        return self.inner.cost(self._gemm(problem), how, hw)
+
+    def launch(self, problem: ConvWeightGrad, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """The product."""
+        how = self._ruled(problem, config, hw)
+        names = {"a": Ptr("dy"), "b": Ptr("x"), "y": Ptr("dw")}
+        made = self.inner.launch(self._gemm(problem), how, hw)
+        return tuple(rename(launch, names) for launch in made)
 
 
 class Depthwise(RuleBased):
@@ -313,4 +409,4 @@ class Depthwise(RuleBased):
         return wide * splits * problem.groups * problem.depth
 
 
-KERNELS: dict[str, Sequence[Kernel]] = {"ConvWeightGrad": (Depthwise(), Wgmma(), Mma())}
+KERNELS: dict[str, Sequence[Kernel]] = {"ConvWeightGrad": (Depthwise(), Product(), Wgmma(), Mma())}

@@ -309,16 +309,22 @@ class Mma(Chosen):
     def _steps(self, problem: Conv, tile: tuple[int, ...]) -> int:
         return -(-problem.channels // self._depth(problem, tile)) * prod(problem.window.kernel)
 
+    def _smem(self, tile: tuple[int, ...]) -> int:
+        """Bytes of the stages, or of the result, which takes their place."""
+        bm, bn, _, _, bk, stages = tile
+        return max(stages * (bm + bn) * (bk + 8) * 2, bm * (bn + 4) * 4)
+
     def _depth(self, problem: Conv, tile: tuple[int, ...]) -> int:
         """Channels of a step."""
         return tile[4] * 2 // ITEMSIZE[problem.dtype]
 
     def tiles(self, problem: Conv, hw: Hardware) -> Sequence[Config]:
-        """Each tile, the sum in parts of at least four steps."""
-        steps = {tile: self._steps(problem, tile) for tile in TILES}
+        """Each tile that shared memory holds, the sum in parts of at least four steps."""
+        fitting = [tile for tile in TILES if self._smem(tile) <= hw.smem_per_block]
+        steps = {tile: self._steps(problem, tile) for tile in fitting}
         return [
             Config.of(tile=tile, split=split)
-            for tile in TILES
+            for tile in fitting
             for split in (1, 2, 3, 4, 6, 8, 12, 16)
             if split == 1 or 4 * split <= steps[tile] > (split - 1) * -(-steps[tile] // split)
         ]
@@ -364,7 +370,7 @@ class Mma(Chosen):
              Num("f32", problem.act_alpha)),
             as_defines(types, sizes, window_macros(problem.window), act_macros(problem),
                        {"SPLIT": split > 1, "VEC": vec}, {} if split > 1 else tail),
-            max(stages * (bm + bn) * (tile[4] + 8) * 2, bm * (bn + 4) * 4),
+            self._smem(tile),
         )  # fmt: skip
         if split == 1:
             return (product,)

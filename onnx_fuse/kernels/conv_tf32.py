@@ -62,8 +62,11 @@ class Tf32Im2col(Chosen):
 
     def seconds(self, problem: Conv, config: Config, hw: Hardware) -> float:
         """The time of the product, whose a is the images once and not tap by tap."""
-        tiles = self.inner.tile_seconds(self._product(problem), config, hw)
-        return max(tiles, problem.bytes / hw.bandwidth) + hw.launch_seconds
+        product = self._product(problem)
+        window = zip(problem.inner, problem.outer, problem.window.kernel, strict=True)
+        seen = prod(min(i, o * k) for i, o, k in window)
+        read = 4 * (problem.batch * problem.channels * seen + product.n * product.k)
+        return self.inner.seconds(product, config, hw, read)
 
     def fits(self, problem: Conv, config: Config) -> bool:
         """Whether each part of the sum has steps."""

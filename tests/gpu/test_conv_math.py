@@ -17,7 +17,8 @@ from onnx_fuse.program.problem import Hardware
 from onnx_fuse.program.problems import Conv, ConvWeightGrad
 from onnx_fuse.runtime.executable import Executable
 
-# |y - truth| as a part of the largest |truth|: a factor is rounded to 11 bits, or split in 8 + 8
+# |y - truth| as a part of the largest |truth|: a factor is rounded to 11 bits, or split in 8 + 8;
+# and a result of 16 bits is
 TOLERANCE = {"tf32": 1e-3, "bf16x3": 2e-5}
 # attributes, the shapes of x and of the filters
 CASES: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = (
@@ -60,22 +61,25 @@ GRADIENTS: tuple[tuple[dict[str, int], tuple[int, ...], tuple[int, ...]], ...] =
     ({"pad": 1, "stride": 2}, (2, 136, 9, 8), (2, 200, 17, 16)),
     ({"pad": 2, "dilation": 2}, (2, 64, 31, 17), (2, 64, 31, 17)),
     ({"pad": 3, "stride": 2}, (3, 64, 9, 13), (3, 3, 18, 26)),  # rows of a filter
+    ({"pad": 0}, (3, 768, 9, 8), (3, 1024, 9, 8)),  # a product
 )
 
 
+@pytest.mark.parametrize("kind", ["float", "float16"])
 @pytest.mark.parametrize("row", range(len(GRADIENTS)))
-def test_each_tile_of_a_gradient_of_weights(row: int) -> None:
+def test_each_tile_of_a_gradient_of_weights(row: int, kind: str) -> None:
+    """In tf32 and in 16 bits."""
     how, dy, x = GRADIENTS[row]
     pad, stride, dilation = how["pad"], how.get("stride", 1), how.get("dilation", 1)
-    size = 7 if pad == 3 else 3
+    size, dtype = {0: 1, 3: 7}.get(pad, 3), "float32" if kind == "float" else kind
     attributes = f"pads={[pad] * 4}, strides={[stride] * 2}, dilations={[dilation] * 2}"
     model = text_model(
-        f"agraph (float{list(dy)} dy, float{list(x)} x) => (float{[dy[1], x[1], size, size]} dw)"
+        f"agraph ({kind}{list(dy)} dy, {kind}{list(x)} x) => ({kind}{[dy[1], x[1], size, size]} dw)"
         f" {{ dw = onnx_fuse.ConvWeightGrad <{attributes}, kernel_shape={[size] * 2}, group=1,"
         " swap=[1,0,2,3]> (dy, x) }"
     )
     rng = np.random.default_rng(row)
-    feeds = {n: rng.standard_normal(s).astype(np.float32) for n, s in (("dy", dy), ("x", x))}
+    feeds = {n: rng.standard_normal(s).astype(dtype) for n, s in (("dy", dy), ("x", x))}
     padded = np.pad(widen(feeds["x"]), ((0, 0), (0, 0), (pad, pad + stride), (pad, pad + stride)))
     truth = np.zeros((dy[1], x[1], size, size))
     for a, b in np.ndindex(size, size):
@@ -86,11 +90,12 @@ def test_each_tile_of_a_gradient_of_weights(row: int) -> None:
         seen = padded[:, :, rows, columns]
         truth[:, :, a, b] = np.einsum("nmij,ncij->mc", widen(feeds["dy"]), seen, optimize=True)
     hw = Hardware.detect()
-    shapes: Any = {n: (a.shape, "float32") for n, a in feeds.items()}
+    shapes: Any = {n: (a.shape, dtype) for n, a in feeds.items()}
     calls = lower(model, shapes, hw, math="tf32").calls
     (problem,) = (c.problem for c in calls if isinstance(c.problem, ConvWeightGrad))
     kernels = [k for k in candidates("ConvWeightGrad") if k.supports(problem, hw) is None]
-    assert [k.name for k in kernels] == ["mma"]
+    narrow = ["product"] * (size == 1) + ["wgmma"]
+    assert [k.name for k in kernels] == (narrow if dtype == "float16" else []) + ["mma"]
     for kernel, config in ((k, c) for k in kernels for c in k.configs(problem, hw)):
         with only(Choice(kernel, config, 0.0, "each")):
             run = Executable(model, math="tf32")

@@ -1,0 +1,98 @@
+"""lower_precision: graphs in 16 bits, with float32 where it is needed; no GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_ir
+import pytest
+from lowering import program_of
+from onnx.reference import ReferenceEvaluator
+
+from onnx_fuse import autodiff
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.save import to_proto
+from onnx_fuse.onnx.shapes import infer_shapes
+from onnx_fuse.passes.precision import lower_precision
+
+
+@pytest.mark.parametrize("dtype", ["FLOAT16", "BFLOAT16"])
+def test_lower_precision_leaves_the_model_it_was_cloned_from(dtype):
+    text = """agraph (float[2,4] x) => (float[2,3] y) <float[4,3] w = {1,2,3,4,5,6,7,8,9,10,11,12}>
+    { a = MatMul(x, w) y = Exp(a) }"""
+    model = text_model(text)
+    infer_shapes(model)
+    half = model.clone()
+    lower_precision(half, onnx_ir.DataType[dtype])
+    feeds = {"x": np.ones((2, 4), np.float32)}
+    matmul = next(c for c in program_of(half, feeds).calls if "MatMul" in c.kernel)
+    assert {t.dtype for _, t in (*matmul.reads, *matmul.writes)} == {dtype.lower()}
+    assert {v.dtype for n in model.graph for v in n.outputs} == {onnx_ir.DataType.FLOAT}
+    assert [v.dtype for v in half.graph.outputs] == [onnx_ir.DataType.FLOAT]
+
+
+@pytest.mark.parametrize("dtype", ["FLOAT16", "BFLOAT16"])
+def test_ends_keep_their_types_in_16_bits(dtype):
+    """Those that had 16 bits too, as a cache has."""
+    kind, number = dtype.lower(), onnx_ir.DataType[dtype].value
+    text = f"""agraph ({kind}[2,4] p, float[2,4] x) => ({kind}[4,4] q, float[4,4] y)
+    {{ h = Cast<to={number}>(x) q = Concat<axis=0>(p, h) w = Cast<to=1>(q) y = Exp(w) }}"""
+    model = text_model(text)
+    infer_shapes(model)
+    lower_precision(model, onnx_ir.DataType[dtype])
+    kinds = [onnx_ir.DataType[dtype], onnx_ir.DataType.FLOAT]
+    for ends in (model.graph.inputs, model.graph.outputs):
+        assert [v.dtype for v in ends] == kinds
+
+
+@pytest.mark.parametrize("initializer", [False, True])
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("dtype", ["FLOAT16", "BFLOAT16"])
+def test_a_mask_of_the_lowest_float_stays_finite_in_16_bits(dtype, masters, initializer):
+    low = "low = Constant <value = float {-3.4028234e38}> ()"
+    text = f"""agraph (float[2,4] keep, float[2,4] s) => (float[2,4] y)
+    {"<float low = {-3.4028234e38}>" if initializer else ""}
+    {{ one = Constant <value_float = 1.0> () {"" if initializer else low}
+      gone = Sub(one, keep) mask = Mul(gone, low) t = Add(s, mask) y = Softmax(t) }}"""
+    model = text_model(text)
+    infer_shapes(model)
+    lower_precision(model, onnx_ir.DataType[dtype], masters=masters)
+    keep, s = np.float32([[1, 1, 0, 0], [1, 1, 1, 1]]), np.zeros((2, 4), np.float32)
+    (y,) = ReferenceEvaluator(to_proto(model)).run(None, {"keep": keep, "s": s})
+    np.testing.assert_array_equal(y, [[0.5, 0.5, 0, 0], [0.25] * 4])
+
+
+@pytest.mark.parametrize("dtype", ["FLOAT16", "BFLOAT16"])
+def test_what_an_opset_has_in_wider_types_only_trains_between_casts(dtype):
+    text = """agraph (float[3,4] x) => (float[3,4] y, float[3,4] c)
+    <float[4,4] w = {1,0,0,2,0,1,0,0,0,0,1,0,0,0,0,1}>
+    { a = Celu<alpha = 2.0>(x) b = Celu(a) m = MatMul(b, w) c = Celu(m) y = Add(m, c) }"""
+    model, x = text_model(text), np.float32([[-1, 2, 0.5, -4], [1, 1, 1, 1], [0, -8, 8, 0.25]])
+    infer_shapes(model)
+    want = ReferenceEvaluator(to_proto(model)).run(None, {"x": x})
+    lower_precision(model, onnx_ir.DataType[dtype], masters=True)
+    kinds = [(n.op_type, n.inputs[0].dtype.name) for n in model.graph if n.op_type != "Cast"]
+    assert kinds == [("Celu", "FLOAT")] * 2 + [("MatMul", dtype), ("Celu", "FLOAT"), ("Add", dtype)]
+    found = ReferenceEvaluator(to_proto(model)).run(None, {"x": x})
+    for y, exact in zip(found, want, strict=True):
+        np.testing.assert_allclose(y, exact, rtol=2**-7, atol=2**-7)  # bfloat16 has 8 bits
+    onnx.checker.check_model(to_proto(autodiff.gradient(model)), full_check=True)
+
+
+@pytest.mark.parametrize("masters", [False, True])
+def test_what_stays_float32_is_cast_for_others_that_read_it(masters):
+    """Equal initializers are one: a GroupNormalization may read a BatchNormalization's scale.
+
+    And the sizes a Resize reads are worked out in float32.
+    """
+    text = """agraph (float[2,4,3,1] x, float s) => (float[2,4,P,1] y)
+    <float[4] g = {1,2,3,4}, float[4] b = {4,3,2,1}, float[2] pair = {1,1}, float[1] last = {1}>
+    { n = BatchNormalization(x, g, b, b, g) m = GroupNormalization<num_groups = 2>(n, g, b)
+      t = Add(s, last) z = Concat<axis = 0>(pair, t, last) y = Resize<mode = "linear">(m, , z) }"""
+    model = text_model(text)
+    infer_shapes(model)
+    lower_precision(model, onnx_ir.DataType.BFLOAT16, masters=masters)
+    onnx.checker.check_model(to_proto(model), full_check=True)
+    assert {n.inputs[0].dtype.name for n in model.graph if n.op_type in ("Add", "Concat")} == {
+        "FLOAT"
+    }
