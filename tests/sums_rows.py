@@ -21,8 +21,8 @@ def text_of(m: int, n: int, dtype: str, over: str) -> str:
     axes, kept, shape = OVER[over]
     return f"""agraph ({dtype}[{m},{n}] dy, {dtype}[{m},{n}] z, {dtype}[{m},1] s)
         => ({dtype}[{m},{n}] dz, {dtype}[{m},{n}] dc, {dtype}[{shape.format(m=m, n=n)}] db)
-        <{dtype} two = {{2}}, int64[{len(axes.split(","))}] axes = {{{axes}}}> {{
-        t = onnx_fuse.GeluGrad (dy, z) dz = Mul (t, s) dc = Mul (dz, two)
+        <int64[{len(axes.split(","))}] axes = {{{axes}}}> {{
+        t = onnx_fuse.GeluGrad (dy, z) dz = Mul (t, s) dc = Add (dz, dz)
         db = ReduceSum <keepdims = {kept}> (dz, axes) }}"""
 
 

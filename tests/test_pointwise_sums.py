@@ -17,11 +17,12 @@ from onnx_fuse.program.moves import PointwiseSums
 from onnx_fuse.session import load
 
 
+@pytest.mark.parametrize("dtype", ["float", "float16", "bfloat16"])
 @pytest.mark.parametrize("over", OVER)
 @pytest.mark.parametrize(("m", "n"), [(32, 64), (1030, 77)])
-def test_one_call_stores_and_sums(m: int, n: int, over: str) -> None:
-    feeds = feeds_of(m, n, "float")
-    program = program_of(text_model(text_of(m, n, "float", over)), feeds)
+def test_one_call_stores_and_sums(m: int, n: int, over: str, dtype: str) -> None:
+    feeds = feeds_of(m, n, dtype)
+    program = program_of(text_model(text_of(m, n, dtype, over)), feeds)
     (call,) = program.calls
     assert isinstance(call.problem, PointwiseSums)
     assert call.problem.over == over
@@ -29,7 +30,7 @@ def test_one_call_stores_and_sums(m: int, n: int, over: str) -> None:
     found: dict[str, Any] = interpret(program, feeds, {})
     for name, want in wanted(feeds, found["dz"], over).items():
         error = np.linalg.norm(found[name] - want) / np.linalg.norm(want)
-        assert error <= TOLERANCE["float"], name
+        assert error <= TOLERANCE[dtype], name
 
 
 @pytest.mark.parametrize("dtype", ["float", "float16", "bfloat16"])
