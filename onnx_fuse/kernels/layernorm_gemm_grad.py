@@ -18,10 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import ceil
+from typing import TypeAlias
 
 from onnx_fuse.kernels.gemm_portable import Fma, Mma, Simt
 from onnx_fuse.kernels.gemm_skinny import Skinny
 from onnx_fuse.kernels.gemm_sm90 import PLANES, Wgmma
+from onnx_fuse.kernels.gemm_tf32 import Tf32, TurnedTf32
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.layernorm_gemm_grad_small import Arena, FewRows
 from onnx_fuse.kernels.rows import (
@@ -34,6 +36,9 @@ from onnx_fuse.kernels.rows import (
 )
 from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Problem, Ptr
 
+OfWeights: TypeAlias = Wgmma | Mma | Fma | Simt | Tf32
+Product: TypeAlias = OfWeights | Skinny
+
 
 class TwoGemms:
     """The gradients on Hopper's GEMM."""
@@ -43,10 +48,10 @@ class TwoGemms:
     def __init__(self) -> None:
         self.inner = Wgmma()
         # tiles: a row's tiles run at once and add up c1, c2 and dbias's parts themselves
-        self.for_dx: Mapping[str, Wgmma | Skinny | Mma | Fma | Simt] = {
+        self.for_dx: Mapping[str, Product] = {
             "tiles": self.inner, "wgmma": self.inner, "skinny": Skinny(),
         }  # fmt: skip
-        self.for_dw: Mapping[str, Wgmma | Mma | Fma | Simt] = {"wgmma": self.inner}
+        self.for_dw: Mapping[str, OfWeights] = {"wgmma": self.inner}
 
     def _planes(self, problem: Problem) -> int:
         """bf16 planes of an fp32 operand; 0 for 16-bit ones."""
@@ -124,7 +129,7 @@ class TwoGemms:
             for first, second in pairs
         ]
 
-    def _product(self, gemm: Problem, name: str) -> Wgmma | Skinny | Mma | Fma | Simt:
+    def _product(self, gemm: Problem, name: str) -> Product:
         return (self.for_dw if gemm.epilogue.dw else self.for_dx)[name]
 
     def fits(self, problem: Problem, config: Config) -> bool:
@@ -202,7 +207,8 @@ class TwoGemms:
         product_dx = self.for_dx[how_dx.text("kernel")]
         product_dw = self.for_dw[how_dw.text("kernel")]
         tiles = product_dw.parts(gemm_dw, how_dw)
-        whole, strips = fold_planes(k, n, planes, align=problem.align)
+        turned = not problem.trans_b and not gemm_dx.trans_b
+        whole, strips = fold_planes(k, n, planes, align=problem.align, turned=turned)
         scratch = max(
             4 * rows * n,
             8 * strips * n if dtype == "float32" else 0,
@@ -266,15 +272,19 @@ class TwoGemms:
 class Portable(TwoGemms):
     """The gradients on mma.sync, or on ordinary cores: any sizes and alignment, every chip.
 
-    16-bit types, and float32 by tf32, bf16x3 (both mma.sync) or IEEE products. Other ways to split
-    float32 than those of mma.sync take IEEE products, which are more exact.
+    16-bit types, and float32 by tf32 (on Hopper by wgmma), bf16x3 or IEEE products. Other ways to
+    split float32 than those of mma.sync take IEEE products, which are more exact. Ordinary cores
+    read folded weights along their lines: the fold leaves them transposed.
     """
 
     name = "portable"
 
     def __init__(self) -> None:
         super().__init__()
-        self.for_dx = self.for_dw = {"mma": Mma(), "fma": Fma(), "simt": Simt()}
+        every: dict[str, OfWeights] = {"mma": Mma(), "fma": Fma(), "simt": Simt()}
+        self.for_dx, self.for_dw = every | {"wgmma_tf32": Tf32()}, every | {
+            "wgmma_tf32_turned": TurnedTf32(),
+        }  # fmt: skip
 
     def _planes(self, problem: Problem) -> int:
         return 0
@@ -283,7 +293,8 @@ class Portable(TwoGemms):
         return {"dtype": problem.dtype, "math": problem.math, "align": problem.align}
 
     def _dx(self, problem: Problem, kernel: str = "") -> Problem:
-        return super()._dx(problem).replace(save_z=not problem.frozen)
+        turned = problem.dtype == "float32" and kernel in ("fma", "simt")
+        return super()._dx(problem).replace(save_z=not problem.frozen, trans_b=not turned)
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         if problem.trans_b:
@@ -296,12 +307,12 @@ class Portable(TwoGemms):
             return "fp32 weights are folded here"
         if any(size < 1 for size in (problem.m, problem.n, problem.k)):
             return "empty"
-        gemms = self._dx(problem), self._dw(problem)
+        gemms = self._dx(problem, "simt"), self._dw(problem)
         return next((why for gemm in gemms if (why := Simt().supports(gemm, hw))), None)
 
     def _cost(self, gemm: Problem, how: Config, hw: Hardware) -> float:
         """A product, what its epilogue reads and writes beside its result."""
-        seconds = self.for_dx[how.text("kernel")].cost(gemm, how, hw)
+        seconds = self._product(gemm, how.text("kernel")).cost(gemm, how, hw)
         moved = gemm.m * gemm.n * (1 + gemm.epilogue.save_z) * ITEMSIZE[gemm.out]
         return seconds + moved / (0.7 * hw.bandwidth)
 
@@ -309,7 +320,7 @@ class Portable(TwoGemms):
         """Both products, the fold of the weights, the pass over dy and z, the last sums."""
         dx, dw = self._split(config)
         m, n, k, size = problem.m, problem.n, problem.k, ITEMSIZE[problem.dtype]
-        seconds = self._cost(self._dx(problem), dx, hw)
+        seconds = self._cost(self._dx(problem, dx.text("kernel")), dx, hw)
         launches = 1 if problem.folded else 2 if problem.dtype != "float32" else 3
         moved = 0.0 if problem.folded else 2.0 * size * k * n
         if not problem.frozen:
