@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from math import ceil
 
 from onnx_fuse.cuda.macros import C_TYPES, as_defines
-from onnx_fuse.cuda.pointwise import launch_transpose
 from onnx_fuse.kernels.gemm_portable import (
     aligned,
     each_has_steps,
@@ -17,15 +16,12 @@ from onnx_fuse.kernels.gemm_portable import (
 )
 from onnx_fuse.kernels.gemm_sm90 import sum_of_parts
 from onnx_fuse.kernels.rows import rename
-from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Problem, Ptr, TensorMap, ld
 
 BK = 32
 """k of a step, 128 bytes."""
 TILES = ((64, 2), (128, 2), (256, 1))
 """Columns of a tile of 128 rows, and the blocks that share a multiprocessor."""
-TRANSPOSE_RATE = 0.77
-"""The share of the memory's rate at which an operand is transposed (H200, 2026-11)."""
 OPERAND_SECONDS, TILE_SECONDS = 1.2e-9, 2e-6
 """A row of an operand's step, and the begin and end of a tile, which a second block hides."""
 
@@ -132,71 +128,3 @@ class Tf32:
             return (product,)
         parts = rename(product, {"y": Ptr("workspace")})
         return parts, sum_of_parts(problem, splits)
-
-
-class TurnedTf32(Tf32):
-    """The same product of operands whose k is not contiguous: they are transposed before it."""
-
-    name = "wgmma_tf32_turned"
-
-    def _turned(self, problem: Problem) -> Problem:
-        """The product of the transposed operands, whose rows start at multiples of 16 bytes."""
-        lda, ldb = ld(problem)
-        pitch = ceil(problem.k / 4) * 4
-        both = problem.trans_a and not problem.trans_b
-        return problem.replace(
-            trans_a=False, trans_b=True, align=16 if both else problem.align,
-            lda=pitch if problem.trans_a else lda, ldb=ldb if problem.trans_b else pitch,
-        )  # fmt: skip
-
-    def _transposes(self, problem: Problem) -> list[tuple[str, int, Launch | None]]:
-        """Name of each operand to transpose, elements of its copy, and what makes it."""
-        lda, ldb = ld(problem)
-        pitch = ceil(problem.k / 4) * 4
-        found = []
-        for name, turn, lines, step in (
-            ("a", problem.trans_a, problem.m, lda), ("b", not problem.trans_b, problem.n, ldb),
-        ):  # fmt: skip
-            if turn:
-                x = Tensor(0, "float32", (lines, problem.k), (1, step))
-                y = Tensor(0, "float32", (lines, problem.k), (pitch, 1))
-                found.append((name, lines * pitch, launch_transpose(x, y)))
-        return found
-
-    def supports(self, problem: Problem, hw: Hardware) -> str | None:
-        """The reason why this kernel cannot serve `problem`, or None if it can."""
-        if problem.batch or (problem.trans_b and not problem.trans_a):
-            return "single products of an operand to transpose"
-        if min(problem.m, problem.n, problem.k) < 1:
-            return "empty"
-        if reason := super().supports(self._turned(problem), hw):
-            return reason
-        if any(launch is None for *_, launch in self._transposes(problem)):
-            return "too narrow to be transposed by tiles"
-        return None
-
-    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
-        """The sums of the parts of k, and the transposed operands."""
-        sums = super().workspace(self._turned(problem), config, hw)
-        return ceil(sums / 256) * 256 + sum(
-            ceil(4 * size / 256) * 256 for _, size, _ in self._transposes(problem)
-        )
-
-    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
-        """The product's, and a pass over each operand that is transposed."""
-        copies = self._transposes(problem)
-        moved = 8 * sum(size for _, size, _ in copies)
-        passes = moved / (TRANSPOSE_RATE * hw.bandwidth) + len(copies) * hw.launch_seconds
-        return super().cost(self._turned(problem), config, hw) + passes
-
-    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """The transposes, then the product."""
-        turned = self._turned(problem)
-        place = ceil(super().workspace(turned, config, hw) / 256) * 256
-        calls, names = [], {}
-        for name, size, launch in self._transposes(problem):
-            assert launch is not None
-            names[name] = Ptr("workspace", place)
-            calls.append(rename(launch, {"a0": Ptr(name), "y0": names[name]}))
-            place += ceil(4 * size / 256) * 256
-        return (*calls, *(rename(x, names) for x in super().launch(turned, config, hw)))

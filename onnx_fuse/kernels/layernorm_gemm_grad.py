@@ -23,7 +23,8 @@ from typing import TypeAlias
 from onnx_fuse.kernels.gemm_portable import Fma, Mma, Simt
 from onnx_fuse.kernels.gemm_skinny import Skinny
 from onnx_fuse.kernels.gemm_sm90 import PLANES, Wgmma
-from onnx_fuse.kernels.gemm_tf32 import Tf32, TurnedTf32
+from onnx_fuse.kernels.gemm_tf32 import Tf32
+from onnx_fuse.kernels.gemm_turned import TurnedTf32
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.layernorm_gemm_grad_small import Arena, FewRows
 from onnx_fuse.kernels.rows import (
@@ -36,7 +37,7 @@ from onnx_fuse.kernels.rows import (
 )
 from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Problem, Ptr
 
-OfWeights: TypeAlias = Wgmma | Mma | Fma | Simt | Tf32
+OfWeights: TypeAlias = Wgmma | Mma | Fma | Simt | Tf32 | TurnedTf32
 Product: TypeAlias = OfWeights | Skinny
 
 

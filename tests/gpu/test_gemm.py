@@ -72,8 +72,9 @@ GEMMS = (
             {"accumulate": True},
         )
     ]
-    + [  # operands that wgmma_tf32 transposes first
-        Problem.of("Gemm", m=m, n=n, k=k, math="tf32", trans_a=a, trans_b=b, **attrs)
+    + [  # operands that are transposed first
+        Problem.of("Gemm", m=m, n=n, k=k, math=math, trans_a=a, trans_b=b, **attrs)
+        for math in ("tf32", "ieee")
         for m, n, k in ((100, 66, 131), (200, 264, 776), (1160, 1800, 264))
         for a, b in ((True, False), (False, False), (True, True))
         for attrs in ({}, {"bias": True, "act": "gelu", "save_z": True}, {"beta": 0.5})
