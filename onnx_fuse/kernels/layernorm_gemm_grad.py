@@ -274,8 +274,8 @@ class Portable(TwoGemms):
     """The gradients on mma.sync, or on ordinary cores: any sizes and alignment, every chip.
 
     16-bit types, and float32 by tf32 (on Hopper by wgmma), bf16x3 or IEEE products. Other ways to
-    split float32 than those of mma.sync take IEEE products, which are more exact. Ordinary cores
-    read folded weights along their lines: the fold leaves them transposed.
+    split float32 than those of mma.sync take IEEE products, which are more exact. gemm/fma_sm80.cu
+    reads folded weights along their lines: the fold leaves them transposed.
     """
 
     name = "portable"
@@ -294,8 +294,7 @@ class Portable(TwoGemms):
         return {"dtype": problem.dtype, "math": problem.math, "align": problem.align}
 
     def _dx(self, problem: Problem, kernel: str = "") -> Problem:
-        turned = problem.dtype == "float32" and kernel in ("fma", "simt")
-        return super()._dx(problem).replace(save_z=not problem.frozen, trans_b=not turned)
+        return super()._dx(problem).replace(save_z=not problem.frozen, trans_b=kernel != "fma")
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         if problem.trans_b:
