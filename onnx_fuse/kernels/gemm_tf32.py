@@ -47,7 +47,8 @@ class Tf32:
             return "no statistics of rows, no planes, no gates"
         if problem.n % 2 or not aligned(problem):
             return "N is even, and rows begin at multiples of 16 bytes"
-        if min(problem.m, problem.n, problem.k) < 1 or problem.m * problem.n >= 2**40:
+        empty = any(size < 1 for size in (problem.m, problem.n, problem.k))
+        if empty or problem.m * problem.n >= 2**40:
             return "empty or too large"
         return plain_refusal(problem.replace(dw=False) if problem.epilogue.dw is True else problem)
 

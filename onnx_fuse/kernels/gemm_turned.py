@@ -56,7 +56,7 @@ class _Turned(AroundProduct):
 
     def _refusal(self, problem: Problem, hw: Hardware) -> str | None:
         """Why the product or a transpose is not served; None where they are."""
-        if min(problem.m, problem.n, problem.k) < 1:
+        if any(size < 1 for size in (problem.m, problem.n, problem.k)):
             return "empty"
         if reason := self.inner.supports(self._gemm(problem), hw):
             return reason
@@ -115,6 +115,8 @@ class TurnedTf32(_Turned):
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         """The reason why this kernel cannot serve `problem`, or None if it can."""
+        if problem.math != "tf32" or problem.dtype != "float32":
+            return f"float32 by tf32 alone, not {problem.dtype} {problem.math}"
         if problem.batch or (problem.trans_b and not problem.trans_a):
             return "single products of an operand to transpose"
         return self._refusal(problem, hw)
