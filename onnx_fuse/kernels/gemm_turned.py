@@ -5,24 +5,23 @@ from __future__ import annotations
 from math import ceil
 from typing import NamedTuple
 
-from onnx_fuse.cuda.pointwise import launch_transpose
 from onnx_fuse.kernels.gemm_portable import Fma
 from onnx_fuse.kernels.gemm_tf32 import Tf32
 from onnx_fuse.kernels.rows import rename
 from onnx_fuse.kernels.rule_based import AroundProduct
-from onnx_fuse.program.call import Tensor
-from onnx_fuse.program.problem import Config, Hardware, Launch, Problem, Ptr, ld
+from onnx_fuse.program.call import INT32_LIMIT
+from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Problem, Ptr, ld
 
 TRANSPOSE_RATE = 0.77
 """The share of the memory's rate at which an operand is transposed (H200, 2026-11)."""
 
 
 class Copy(NamedTuple):
-    """An operand's transpose: whose, its bytes, and the launch (None where tiles are too large)."""
+    """An operand's transpose: whose, its bytes, and the launch."""
 
     name: str
     nbytes: int
-    launch: Launch | None
+    launch: Launch
 
 
 def _pitch(columns: int) -> int:
@@ -31,11 +30,19 @@ def _pitch(columns: int) -> int:
 
 
 def _transpose(name: str, rows: int, columns: int, step: int) -> Copy:
-    """[columns, rows], whose rows lie `step` apart, as [rows, columns]."""
-    x = Tensor(0, "float32", (rows, columns), (1, step))
-    y = Tensor(0, "float32", (rows, columns), (_pitch(columns), 1))
-    nbytes = ceil(4 * rows * _pitch(columns) / 256) * 256
-    return Copy(name, nbytes, launch_transpose(x, y))
+    """[columns, rows], whose rows lie `step` apart, as [rows, columns].
+
+    Sizes are compared with numbers alone: what is open stays so.
+    """
+    pitch = _pitch(columns)
+    wide = columns * step >= INT32_LIMIT or rows * pitch >= INT32_LIMIT
+    sizes = (rows, columns, step, pitch, 1, 1, *(0,) * 6)
+    launch = Launch(
+        "indexing/transpose.cu", "transpose", (ceil(rows / 32) * ceil(columns / 32), 1, 1),
+        (256, 1, 1), (Ptr("a0"), Ptr("y0"), *(Num("i64" if wide else "i32", n) for n in sizes)),
+        (("IDX", "i64" if wide else "int"), ("T", "u32"), ("VEC", "1")),
+    )  # fmt: skip
+    return Copy(name, ceil(4 * rows * pitch / 256) * 256, launch)
 
 
 class _Turned(AroundProduct):
@@ -55,14 +62,10 @@ class _Turned(AroundProduct):
         return sum(copy.nbytes for copy in self._copies(problem))
 
     def _refusal(self, problem: Problem, hw: Hardware) -> str | None:
-        """Why the product or a transpose is not served; None where they are."""
+        """Why the product is not served; None where it is."""
         if any(size < 1 for size in (problem.m, problem.n, problem.k)):
             return "empty"
-        if reason := self.inner.supports(self._gemm(problem), hw):
-            return reason
-        if any(copy.launch is None for copy in self._copies(problem)):
-            return "too narrow to be transposed by tiles"
-        return None
+        return self.inner.supports(self._gemm(problem), hw)
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """The product's, and a pass over each operand that is transposed."""
@@ -77,7 +80,6 @@ class _Turned(AroundProduct):
         names: dict[str, Ptr] = {"workspace": Ptr("workspace", self._own_bytes(problem))}
         place = 0
         for name, nbytes, launch in self._copies(problem):
-            assert launch is not None
             names[name] = Ptr("workspace", place)
             calls.append(rename(launch, {"a0": Ptr(name), "y0": names[name]}))
             place += nbytes

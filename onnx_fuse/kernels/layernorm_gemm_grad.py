@@ -36,6 +36,7 @@ from onnx_fuse.kernels.rows import (
     sum_parts,
 )
 from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Problem, Ptr
+from onnx_fuse.program.size import maximum
 
 OfWeights: TypeAlias = Wgmma | Mma | Fma | Simt | Tf32 | TurnedTf32
 Product: TypeAlias = OfWeights | Skinny
@@ -210,12 +211,13 @@ class TwoGemms:
         tiles = product_dw.parts(gemm_dw, how_dw)
         turned = not problem.trans_b and not gemm_dx.trans_b
         whole, strips = fold_planes(k, n, planes, align=problem.align, turned=turned)
-        scratch = max(
-            4 * rows * n,
+        scratch = 4 * rows * n
+        for room in (
             8 * strips * n if dtype == "float32" else 0,
             product_dx.workspace(gemm_dx, how_dx, hw),
             product_dw.workspace(gemm_dw, how_dw, hw),
-        )
+        ):
+            scratch = maximum(scratch, room)
         part, dots_part = arena.allocate(scratch), arena.allocate(8 * tiles * k)
         first = rename(dots, {"cs": cs, "cv": cv, "dz": dz, "c1": c1, "c2": c2, "part": part})
         db = rename(sum_parts(rows, n, 1, dtype), {"part": part, "wide": dc, "out0": Ptr("dc")})
