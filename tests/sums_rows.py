@@ -6,7 +6,10 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 from curves import CURVES
+
+from onnx_fuse.program.passes import pointwise_sums
 
 TYPES = {"float": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 OVER = {  # what is added up: the axes, kept or not, the bias's shape
@@ -14,6 +17,12 @@ OVER = {  # what is added up: the axes, kept or not, the bias's shape
 }  # fmt: skip
 TOLERANCE = {"float": 2e-6, "float16": 1e-3, "bfloat16": 6e-3}
 """Of the norm: float32 sums of up to 8192 terms, or the result's rounding."""
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums join the call that stores their terms, faster or not."""
+    monkeypatch.setattr(pointwise_sums, "joins", lambda *_: True)
 
 
 def text_of(m: int, n: int, dtype: str, over: str) -> str:

@@ -65,24 +65,13 @@ DEVICE bool last_to_come(u32* counter, u32 blocks) {
 template <class E>
 DEVICE void add_parts(const float* part, i64 m, i64 n, i64 from, i64 to, E* sum) {
 #ifdef OVER_COLUMNS
-    // a warp has every eighth part, and the warps' sums meet in order
-    __shared__ float sums[8][32 * W];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const i64 first = (i64)blockIdx.x * 32 * W;
-    float some[W] = {};
-#pragma unroll 4
-    for (u32 p = warp; p < gridDim.y; p += 8)
-#pragma unroll
-        for (int v = 0; v < W; v++)
-            if (first + v * 32 + lane < n) some[v] += __ldcg(part + p * n + first + v * 32 + lane);
-#pragma unroll
-    for (int v = 0; v < W; v++) sums[warp][v * 32 + lane] = some[v];
-    __syncthreads();
     for (int c = threadIdx.x; c < 32 * W; c += 256) {
+        i64 column = (i64)blockIdx.x * 32 * W + c;
+        if (column >= n) continue;
         float all = 0;
-#pragma unroll
-        for (int w = 0; w < 8; w++) all += sums[w][c];
-        if (first + c < n) sum[first + c] = from_float<E>(all);
+#pragma unroll 8
+        for (u32 p = 0; p < gridDim.y; p++) all += __ldcg(part + p * n + column);
+        sum[column] = from_float<E>(all);
     }
 #endif
 #ifdef OVER_ROWS

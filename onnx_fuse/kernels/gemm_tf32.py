@@ -22,8 +22,11 @@ BK = 32
 """k of a step, 128 bytes."""
 TILES = ((64, 2), (128, 2), (256, 1))
 """Columns of a tile of 128 rows, and the blocks that share a multiprocessor."""
-OPERAND_SECONDS, TILE_SECONDS = 1.2e-9, 2e-6
-"""A row of an operand's step, and the begin and end of a tile, which a second block hides."""
+GATHERED, ROWS = (0.85, 1.2e-9), (1.04, 1.5e-9)
+"""The share of the chip's rate of products, and the seconds of a row of an operand's step: where a
+comes from images by pixels, and by rows (H200, 2026-11)."""
+TILE_SECONDS = 2e-6
+"""The begin and end of a tile, which a second block hides."""
 
 
 class Tf32:
@@ -78,7 +81,7 @@ class Tf32:
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """Waves of tiles, at least the time of what is read and written."""
-        seconds = self.tile_seconds(problem, config, hw)
+        seconds = self.tile_seconds(problem, config, hw, ROWS)
         return max(seconds, problem.bytes / hw.bandwidth) + hw.launch_seconds
 
     def parts(self, problem: Problem, config: Config) -> int:
@@ -86,13 +89,20 @@ class Tf32:
         columns = 1024 if config.integer("splits") > 1 else config.integers("tile")[0]
         return ceil(problem.n / columns)
 
-    def tile_seconds(self, problem: Problem, config: Config, hw: Hardware) -> float:
+    def tile_seconds(
+        self,
+        problem: Problem,
+        config: Config,
+        hw: Hardware,
+        rates: tuple[float, float] = GATHERED,
+    ) -> float:
         """A multiprocessor's tiles; a step's products, or its operands, whichever takes longer."""
+        share, row = rates
         (bn, resident), splits = config.integers("tile"), config.integer("splits")
         blocks = ceil(problem.m / 128) * ceil(problem.n / bn) * splits
         each = ceil(blocks / hw.sm_count)
-        products = 2 * 128 * bn * BK / (0.85 * hw.rate("tf32") / hw.sm_count)
-        step = max(products, (128 + bn) * OPERAND_SECONDS)
+        products = 2 * 128 * bn * BK / (share * hw.rate("tf32") / hw.sm_count)
+        step = max(products, (128 + bn) * row)
         tail = TILE_SECONDS * bn / 128 + slope_seconds(problem, bn / 2)
         steps = ceil(ceil(problem.k / BK) / splits)
         seconds = each * steps * step + ceil(each / resident) * tail

@@ -12,8 +12,9 @@ from onnx_fuse.kernels.rule_based import AroundProduct
 from onnx_fuse.program.call import INT32_LIMIT
 from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Problem, Ptr, ld
 
-TRANSPOSE_RATE = 0.77
-"""The share of the memory's rate at which an operand is transposed (H200, 2026-11)."""
+TRANSPOSE_RATE, TRANSPOSE_SECONDS = 0.77, 3e-6
+"""The share of the memory's rate at which an operand is transposed, and what it takes beside that
+(H200, 2026-11)."""
 
 
 class Copy(NamedTuple):
@@ -71,7 +72,7 @@ class _Turned(AroundProduct):
         """The product's, and a pass over each operand that is transposed."""
         copies = self._copies(problem)
         moved = 2 * sum(copy.nbytes for copy in copies)
-        passes = moved / (TRANSPOSE_RATE * hw.bandwidth) + len(copies) * hw.launch_seconds
+        passes = moved / (TRANSPOSE_RATE * hw.bandwidth) + len(copies) * TRANSPOSE_SECONDS
         return self.inner.cost(self._gemm(problem), config, hw) + passes
 
     def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:

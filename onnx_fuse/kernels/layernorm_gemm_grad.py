@@ -330,10 +330,11 @@ class Portable(TwoGemms):
             seconds += self._cost(gemm, dw, hw)
             moved += 16 * k * self.for_dw[dw.text("kernel")].parts(gemm, dw)
             launches += 2
-        # 16 rows a block of the dots, few of which cannot draw the memory's whole rate
-        fed = min(1.0, 2 * ceil(m / 16) / hw.sm_count)
+        # 16 rows a block of the dots, few of which cannot draw the memory's whole rate; small
+        # launches take 3.5 us, and there is one more of them (H200, 2026-11)
+        fed = min(1.0, ceil(m / 16) / hw.sm_count)
         moved += (3 if problem.epilogue.act else 2) * size * m * n / fed
-        return seconds + moved / (0.8 * hw.bandwidth) + launches * hw.launch_seconds
+        return seconds + moved / (0.8 * hw.bandwidth) + 1.6 * launches * hw.launch_seconds
 
 
 KERNELS: dict[str, Sequence[Kernel]] = {

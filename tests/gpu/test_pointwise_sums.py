@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from curves import CURVES
 from on_device import error
-from sums_rows import OVER, TOLERANCE, feeds_of, text_of, wanted
+from sums_rows import OVER, TOLERANCE, always, feeds_of, text_of, wanted
 
 import onnx_fuse as of
 from onnx_fuse import autodiff
@@ -14,6 +14,9 @@ from onnx_fuse.onnx.build import text_model
 from onnx_fuse.program.moves import PointwiseSums
 from onnx_fuse.runtime.executable import Executable
 from onnx_fuse.session import load
+
+__all__ = ["always"]  # a fixture
+pytestmark = pytest.mark.usefixtures("always")
 
 
 @pytest.mark.parametrize("dtype", ["float", "float16", "bfloat16"])
