@@ -22,7 +22,7 @@ BK = 32
 """k of a step, 128 bytes."""
 TILES = ((64, 2), (128, 2), (256, 1))
 """Columns of a tile of 128 rows, and the blocks that share a multiprocessor."""
-GATHERED, ROWS = (0.85, 1.2e-9), (1.04, 1.5e-9)
+GATHERED, ROWS = (0.85, 1.2e-9), (0.88, 1.5e-9)
 """The share of the chip's rate of products, and the seconds of a row of an operand's step: where a
 comes from images by pixels, and by rows (H200, 2026-11)."""
 TILE_SECONDS = 2e-6
