@@ -53,6 +53,8 @@ def test_a_plan_runs_again_and_again_and_gives_what_it_saves() -> None:
         ({"op": "LayerNormGemm_mean"}, "no fused operator"),
         ({"shapes": {"x": (4, 8)}}, "operands x, scale, bias, w, c"),
         ({"save": ("middle",)}, "no inner value 'middle'"),
+        ({"attributes": {"alpha": 0.5}}, "LayerNormGemm has no attribute 'alpha'"),
+        ({"alpha": 0.5}, "alpha and beta are of a product alone, not of LayerNormGemm"),
     ],
 )
 def test_what_is_no_plan_is_refused(given: dict[str, Any], reason: str) -> None:
@@ -69,23 +71,29 @@ def test_operands_are_those_that_were_planned() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("shape", [(6,), (1,), (), (4, 1), (4, 6)], ids=str)
-@pytest.mark.parametrize("act", ["", "Relu", "Gelu", "Silu", "Tanh"])
-def test_gradients_for_a_bias_of_any_shape(act: str, shape: tuple[int, ...], dtype: str) -> None:
+@pytest.mark.parametrize("act", ["", "Relu", "LeakyRelu", "Gelu", "Silu", "Tanh"])
+@pytest.mark.parametrize(("alpha", "beta"), [(1.0, 1.0), (0.5, -2.0)])
+def test_gradients_for_a_bias_of_any_shape(
+    alpha: float, beta: float, act: str, shape: tuple[int, ...], dtype: str
+) -> None:
     """Bias one a column, one for all, one a row, and one an element; y is act(z)."""
     shapes = {"x": (4, 8), "w": (8, 6), "c": shape}
     given = {k: RNG.standard_normal(s).astype(dtype) for k, s in shapes.items()}
     dy = RNG.standard_normal((4, 6)).astype(dtype)
-    plan = of.plan(f"Gemm{act}", shapes, dtype, save=("z",) if act else ())
+    save = ("z",) if act else ()
+    plan = of.plan(f"Gemm{act}", shapes, dtype, save=save, alpha=alpha, beta=beta)
     y = plan.forward(*given.values()).numpy()
     x, w, c = (v.astype(np.float64) for v in given.values())
-    value, slope = CURVES[ACTIVATIONS[act].key](x @ w + c) if act else (x @ w + c, np.float64(1))
+    z = alpha * x @ w + beta * c
+    value, slope = CURVES[ACTIVATIONS[act].key](z) if act else (z, np.float64(1))
     dz = dy.astype(np.float64) * slope
     axes = tuple(i for i in range(2) if (1, 1, *shape)[-2:][i] == 1)
-    want = {"x": dz @ w.T, "w": x.T @ dz, "c": dz.sum(axes).reshape(shape) if axes else dz}
+    dc = beta * (dz.sum(axes).reshape(shape) if axes else dz)
+    want = {"x": alpha * dz @ w.T, "w": alpha * x.T @ dz, "c": dc}
     bound = {"float32": 1e-5, "float16": 2e-2}[dtype]  # float16 rounds z and each step of act'
     np.testing.assert_allclose(y, value, rtol=bound, atol=bound)
     if act:
-        np.testing.assert_allclose(plan.saved["z"].numpy(), x @ w + c, rtol=bound, atol=bound)
+        np.testing.assert_allclose(plan.saved["z"].numpy(), z, rtol=bound, atol=bound)
     found = plan.backward(dy)
     assert set(found) == set(want)
     for name, value in want.items():

@@ -7,21 +7,26 @@ from typing import Any
 import numpy as np
 import pytest
 from interpret import interpret
-from lowering import program_of
-from sums_rows import OVER, TOLERANCE, feeds_of, text_of, wanted
+from lowering import H200, program_of
+from sums_rows import OVER, TOLERANCE, always, feeds_of, text_of, wanted
 
 from onnx_fuse import autodiff
 from onnx_fuse.cuda import nvrtc
+from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.program.moves import PointwiseSums
 from onnx_fuse.session import load
 
+__all__ = ["always"]  # a fixture
 
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("dtype", ["float", "float16", "bfloat16"])
 @pytest.mark.parametrize("over", OVER)
 @pytest.mark.parametrize(("m", "n"), [(32, 64), (1030, 77)])
-def test_one_call_stores_and_sums(m: int, n: int, over: str) -> None:
-    feeds = feeds_of(m, n, "float")
-    program = program_of(text_model(text_of(m, n, "float", over)), feeds)
+def test_one_call_stores_and_sums(m: int, n: int, over: str, dtype: str) -> None:
+    feeds = feeds_of(m, n, dtype)
+    program = program_of(text_model(text_of(m, n, dtype, over)), feeds)
     (call,) = program.calls
     assert isinstance(call.problem, PointwiseSums)
     assert call.problem.over == over
@@ -29,9 +34,10 @@ def test_one_call_stores_and_sums(m: int, n: int, over: str) -> None:
     found: dict[str, Any] = interpret(program, feeds, {})
     for name, want in wanted(feeds, found["dz"], over).items():
         error = np.linalg.norm(found[name] - want) / np.linalg.norm(want)
-        assert error <= TOLERANCE["float"], name
+        assert error <= TOLERANCE[dtype], name
 
 
+@pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("dtype", ["float", "float16", "bfloat16"])
 @pytest.mark.parametrize("over", OVER)
 def test_its_code_spills_nothing(over: str, dtype: str) -> None:
@@ -42,6 +48,28 @@ def test_its_code_spills_nothing(over: str, dtype: str) -> None:
         for arch in ("sm_80", "sm_90a", "sm_100a"):
             found = nvrtc.resources(launch.source, launch.defines, arch)
             assert all(entry.clean for entry in found.values())
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "over", "joined"),  # beside one another on an H200, in float32: us of one and of two
+    [
+        (8192, 3072, "columns", True),  # 115 and 128
+        (8192, 3072, "rows", True),  # 114 and 125
+        (8192, 3072, "all", True),  # 117 and 127
+        (8192, 768, "rows", True),  # 31 and 32
+        (512, 256, "rows", True),  # 3.7 and 4.4
+        (512, 256, "all", True),  # 3.4 and 4.1
+        (512, 256, "columns", False),  # 5.8 and 5.1
+        (512, 3072, "all", False),  # 10.7 and 9.1
+        (8192, 128, "columns", False),  # 35 and 10
+        (65536, 64, "rows", False),  # 28 and 24
+    ],
+)
+def test_sums_join_where_that_is_faster(m: int, n: int, over: str, joined: bool) -> None:
+    model = text_model(text_of(m, n, "float", over))
+    shapes = {v.name: (tuple(v.shape.numpy()), "float32") for v in model.graph.inputs}
+    calls = lower(model, shapes, H200).calls
+    assert any(isinstance(call.problem, PointwiseSums) for call in calls) == joined
 
 
 @pytest.mark.parametrize("shape", ["64", "1", "32,1", "32,64"])

@@ -6,6 +6,7 @@
 // Inputs   : a [M, K], b [N, K] (wgmma takes tf32 with k contiguous alone) by TMA: row strides and addresses are
 //            multiples of 16 bytes, M and K any, N even. IM2COL: x [n, h, w, channels], b [N, taps, channels],
 //            K 32 times all taps' blocks of 32 channels.
+// EPI_DW   : part [ceil(N / BN), 2, M] f32, the sums of each row of a tile.
 // Outputs  : y [M, N] f32 by plain stores; where the blocks of a tile share its steps, `chunk` each, part s of the
 //            sums, without an epilogue, to y + s M N.
 // Macros   : BN STAGES RESIDENT TV TR, gemm/epilogue.cuh's, IM2COL DEEP.
@@ -118,10 +119,12 @@ extern "C" __global__ void __launch_bounds__(288, RESIDENT)
     if (EPI_COLS > 0) col1 += n;
     if (EPI_COLS > 1) col0 += n;
     Row rows[2] = {};
+    Dots dots[2] = {};
 #pragma unroll
     for (int h = 0; h < 2; h++)
         if (EPI_ROWS && m + h * 8 < M) rows[h] = GEMM_ROW(m + h * 8);
-    constexpr int AHEAD = EPI_OPERAND || BN == 128 ? 2 : 4;  // eights of columns read before any is stored
+    // eights of columns read before any is stored
+    constexpr int AHEAD = EPI_DX && BN == 128 ? 1 : EPI_OPERAND || BN == 128 ? 2 : 4;
 #pragma unroll
     for (int first = 0; first < BN; first += 8 * AHEAD) {
         float2 k0[AHEAD] = {}, k1[AHEAD] = {}, more[AHEAD][2] = {};
@@ -143,15 +146,19 @@ extern "C" __global__ void __launch_bounds__(288, RESIDENT)
             for (int h = 0; h < 2; h++) {
                 if (m + h * 8 >= M) continue;
                 float2 v = {acc[j / 2 + h * 2], acc[j / 2 + h * 2 + 1]}, before = {};
-                Dots none = {};
                 v.x = epilogue<float>(v.x, rows[h], k0[i].x, k1[i].x, more[i][h].x, alpha, beta, act_alpha, before.x,
-                                      none);
+                                      dots[h]);
                 v.y = epilogue<float>(v.y, rows[h], k0[i].y, k1[i].y, more[i][h].y, alpha, beta, act_alpha, before.y,
-                                      none);
+                                      dots[h]);
                 const int to = h * 8 * N + j;
                 if (SAVE_Z) *(float2*)(z + to) = before;
                 *(float2*)(y + to) = {stored(v.x, y + to), stored(v.y, y + to + 1)};
             }
         }
     }
+#if EPI_DW
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+        if (m + h * 8 < M) store_dots<4>(dots[h], part, blockIdx.x % tiles_n, m + h * 8, M);
+#endif
 }

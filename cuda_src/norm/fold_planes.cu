@@ -4,14 +4,17 @@
 //            their way at once. The warps' sums meet in smem; norm/sum_parts.cu adds up the parts.
 // Inputs   : w [K,N], gamma, beta [K] or null, c [N], f32; N a multiple of 4, rows 16-byte aligned;
 //            RAGGED: any N, one element an access, no PLANES.
-// Outputs  : wq [PLANES,K,N] bf16, or with PLANES 0 [K,N] f32;
+// Outputs  : wq [PLANES,K,N] bf16, or with PLANES 0 [K,N] f32, with TURNED [N,K];
 //            part [ceil(K / ROWS), 2, N] f32: of cs, and of cv (c in the first).
-// Macros   : PLANES, ROWS (a multiple of 8), RAGGED.   Launch: (ceil(N / 128), ceil(K / ROWS)) blocks of 256.
+// Macros   : PLANES, ROWS (a multiple of 8), RAGGED, TURNED.   Launch: (ceil(N / 128), ceil(K / ROWS)) blocks of 256.
 // Numerics : f32 sums in an order that depends on ROWS alone.
 // Bound    : bytes, w read and wq written.
 #include "norm/planes.cuh"
 #ifndef RAGGED
 #define RAGGED 0
+#endif
+#ifndef TURNED
+#define TURNED 0
 #endif
 #if PLANES
 typedef bf16 TQ;
@@ -39,6 +42,9 @@ extern "C" __global__ __launch_bounds__(256) void fold_planes(const float* w, co
                                                               int N, TQ* wq, float* part) {
     after_previous_launch();
     __shared__ float sums[8][2][128];
+#if TURNED
+    __shared__ float tile[128][ROWS + 1];
+#endif
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, n = blockIdx.x * 128 + lane * 4;
     float s[4] = {}, v[4] = {};
     if (n < N) {
@@ -61,19 +67,27 @@ extern "C" __global__ __launch_bounds__(256) void fold_planes(const float* w, co
                 q[j] = g[i] * from[i].at[j];
                 s[j] += q[j], v[j] += b[i] * from[i].at[j];
             }
-            TQ* to = wq + (i64)k * N + n;
 #if PLANES
-            store_planes<PLANES>(to, (i64)K * N, q);
+            store_planes<PLANES>(wq + (i64)k * N + n, (i64)K * N, q);
+#elif TURNED
+#pragma unroll
+            for (int j = 0; j < 4; j++) tile[lane * 4 + j][i * 8 + warp] = q[j];
 #else
 #pragma unroll
             for (int j = 0; j < 4; j++) from[i].at[j] = q[j];
-            store_four(to, from[i], N - n);
+            store_four(wq + (i64)k * N + n, from[i], N - n);
 #endif
         }
     }
     store<4>(&sums[warp][0][lane * 4], Vec<float, 4>{{s[0], s[1], s[2], s[3]}});
     store<4>(&sums[warp][1][lane * 4], Vec<float, 4>{{v[0], v[1], v[2], v[3]}});
     __syncthreads();
+#if TURNED
+    for (int i = threadIdx.x; i < 128 * ROWS; i += 256) {
+        int column = blockIdx.x * 128 + i / ROWS, k = blockIdx.y * ROWS + i % ROWS;
+        if (column < N && k < K) wq[(i64)column * K + k] = tile[i / ROWS][i % ROWS];
+    }
+#endif
     int which = threadIdx.x / 128, column = threadIdx.x % 128, at = blockIdx.x * 128 + column;
     if (at >= N) return;
     float total = which && blockIdx.y == 0 ? c[at] : 0.0f;

@@ -83,13 +83,10 @@ DEVICE void add_parts(const float* part, i64 m, i64 n, i64 from, i64 to, E* sum)
     }
 #endif
 #ifdef OVER_ALL
-    __shared__ float sums[256];
+    __shared__ float scratch[8];
     float all = 0;
     for (u32 p = threadIdx.x; p < gridDim.x * gridDim.y; p += 256) all += __ldcg(part + p);
-    sums[threadIdx.x] = all;
-    __syncthreads();
-    if (threadIdx.x) return;
-    for (int t = 1; t < 256; t++) all += sums[t];
-    *sum = from_float<E>(all);
+    all = block_sum<256>(all, scratch);
+    if (threadIdx.x == 0) *sum = from_float<E>(all);
 #endif
 }

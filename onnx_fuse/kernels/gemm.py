@@ -17,6 +17,7 @@ from onnx_fuse.kernels.gemm_portable import Fma, Mma, Simt
 from onnx_fuse.kernels.gemm_skinny import Skinny
 from onnx_fuse.kernels.gemm_sm90 import SplitWgmma, Wgmma
 from onnx_fuse.kernels.gemm_tf32 import Tf32
+from onnx_fuse.kernels.gemm_turned import TurnedFma, TurnedTf32
 from onnx_fuse.kernels.gemm_vector import Vector
 from onnx_fuse.kernels.kernel import Kernel
 
@@ -24,7 +25,7 @@ __all__ = ["C_TYPES", "KERNELS"]
 
 KERNELS: dict[str, Sequence[Kernel]] = {
     "Gemm": (
-        Cluster(), Vector(), Skinny(), Wgmma(), SplitWgmma(), Tf32(), EightBits(), CublasLt(),
-        Mma(), Fma(), Simt(),
+        Cluster(), Vector(), Skinny(), Wgmma(), SplitWgmma(), Tf32(), TurnedTf32(),
+        EightBits(), CublasLt(), Mma(), Fma(), TurnedFma(), Simt(),
     ),
 }  # fmt: skip

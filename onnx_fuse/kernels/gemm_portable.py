@@ -286,7 +286,7 @@ class Simt(Unconditional, _Portable):
 # BM, BN -> teams, microseconds a wave takes for 64 of k and with trans_b (H200, 2026-11)
 FMA_TILES: dict[tuple[int, ...], tuple[int, float, float]] = {
     (64, 64): (4, 1.75, 1.9),
-    (32, 64): (4, 0.8, 0.93),
+    (32, 64): (4, 0.8, 0.88),
     (32, 32): (8, 0.53, 0.55),
 }
 
@@ -313,9 +313,17 @@ class Fma(_Portable):
         return [config for config in found if self._smem(problem, config) <= hw.smem_per_block]
 
     def _stages(self, problem: Problem, config: Config) -> tuple[int, int]:
-        """How many tiles are on their way, and bytes of each: room is left for other blocks."""
-        bm, bn = config.integers("tile")
+        """How many tiles are on their way, and bytes of each: room is left for other blocks.
+
+        Where a block's k is long, three blocks of 128 threads on a multiprocessor of Hopper, 75 KiB
+        each, gain more than a third tile on its way does (H200, 2026-11).
+        """
+        (bm, bn), split = config.integers("tile"), config.integer("split")
         size = 256 * ((bm if problem.trans_a else bm + 4) + bn) + 16 * bn * problem.trans_b
+        crowded = 3 * size + (4 * bm * bn if split > 1 else 0) > 75 << 10
+        alike = self.threads(config) == 128 and split <= 2 and not problem.trans_a
+        if alike and crowded and not self._room(problem, config) and problem.k >= 1024 * split:
+            return 2, size
         return (4 if 4 * size <= 80 << 10 else 3 if 3 * size <= 96 << 10 else 2), size
 
     def _smem(self, problem: Problem, config: Config) -> int:

@@ -66,9 +66,10 @@ class Tf32:
             return "no statistics of rows, no planes, no gates"
         if problem.n % 2 or not aligned(problem):
             return "N is even, and rows begin at multiples of 16 bytes"
-        if min(problem.m, problem.n, problem.k) < 1 or problem.m * problem.n >= 2**40:
+        empty = any(size < 1 for size in (problem.m, problem.n, problem.k))
+        if empty or problem.m * problem.n >= 2**40:
             return "empty or too large"
-        return plain_refusal(problem)
+        return plain_refusal(problem.replace(dw=False) if problem.epilogue.dw is True else problem)
 
     def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
         """Each tile that is no wider than y needs, with k in parts where tiles are few."""
@@ -93,6 +94,11 @@ class Tf32:
         """The sums of the parts of k."""
         splits = config.integer("splits")
         return 4 * splits * problem.m * problem.n if splits > 1 else 0
+
+    def parts(self, problem: Problem, config: Config) -> int:
+        """How many [2, m] planes of "part" hold the sums of the rows of a weight's gradient."""
+        columns = 1024 if config.integer("splits") > 1 else config.integers("tile")[0]
+        return ceil(problem.n / columns)
 
     def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
         """Predicted seconds."""

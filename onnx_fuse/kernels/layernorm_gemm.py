@@ -11,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from math import ceil
+from typing import TypeAlias
 
 from onnx_fuse.kernels.cublaslt import CublasLt
 from onnx_fuse.kernels.gemm_cluster import Cluster, NormCluster
 from onnx_fuse.kernels.gemm_portable import Fma, Mma, Simt
 from onnx_fuse.kernels.gemm_skinny import Skinny
 from onnx_fuse.kernels.gemm_sm90 import SplitWgmma, Wgmma
+from onnx_fuse.kernels.gemm_tf32 import Tf32
+from onnx_fuse.kernels.gemm_turned import TurnedTf32
 from onnx_fuse.kernels.gemm_vector import Vector
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rows import fold, fold_seconds, rename, row_stats
@@ -164,13 +167,16 @@ class Fold(AroundProduct):
         return tuple(calls)
 
 
+Product: TypeAlias = Cluster | Wgmma | SplitWgmma | Tf32 | TurnedTf32 | CublasLt | Mma | Fma | Simt
+
+
 class Apply(AroundProduct):
     """The plain way: rows normalised into the workspace, then any Gemm; serves every problem.
 
     fp32 tensors through SplitWgmma skip the copy: the pass that normalises writes the planes.
     """
 
-    def __init__(self, inner: Cluster | Wgmma | SplitWgmma | CublasLt | Mma | Fma | Simt) -> None:
+    def __init__(self, inner: Product) -> None:
         self.inner = inner
         self.name = f"apply_{inner.name}"
 
@@ -227,7 +233,7 @@ class Apply(AroundProduct):
 KERNELS: dict[str, Sequence[Kernel]] = {
     "LayerNormGemm": (
         Cluster(), NormCluster(), Vector(), Skinny(), Fold(Wgmma()), Apply(SplitWgmma()),
-        Fold(Mma()), Apply(Cluster()), Apply(Wgmma()), Apply(CublasLt()), Apply(Mma()),
-        Apply(Fma()), Apply(Simt()),
+        Fold(Mma()), Apply(Cluster()), Apply(Wgmma()), Apply(Tf32()), Apply(TurnedTf32()),
+        Apply(CublasLt()), Apply(Mma()), Apply(Fma()), Apply(Simt()),
     ),
 }  # fmt: skip

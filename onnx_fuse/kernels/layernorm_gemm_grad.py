@@ -18,10 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import ceil
+from typing import TypeAlias
 
 from onnx_fuse.kernels.gemm_portable import Fma, Mma, Simt
 from onnx_fuse.kernels.gemm_skinny import Skinny
 from onnx_fuse.kernels.gemm_sm90 import PLANES, Wgmma
+from onnx_fuse.kernels.gemm_tf32 import Tf32
+from onnx_fuse.kernels.gemm_turned import TurnedTf32
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.layernorm_gemm_grad_small import Arena, FewRows
 from onnx_fuse.kernels.rows import (
@@ -33,6 +36,10 @@ from onnx_fuse.kernels.rows import (
     sum_parts,
 )
 from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Problem, Ptr
+from onnx_fuse.program.size import maximum
+
+OfWeights: TypeAlias = Wgmma | Mma | Fma | Simt | Tf32 | TurnedTf32
+Product: TypeAlias = OfWeights | Skinny
 
 
 class TwoGemms:
@@ -43,10 +50,10 @@ class TwoGemms:
     def __init__(self) -> None:
         self.inner = Wgmma()
         # tiles: a row's tiles run at once and add up c1, c2 and dbias's parts themselves
-        self.for_dx: Mapping[str, Wgmma | Skinny | Mma | Fma | Simt] = {
+        self.for_dx: Mapping[str, Product] = {
             "tiles": self.inner, "wgmma": self.inner, "skinny": Skinny(),
         }  # fmt: skip
-        self.for_dw: Mapping[str, Wgmma | Mma | Fma | Simt] = {"wgmma": self.inner}
+        self.for_dw: Mapping[str, OfWeights] = {"wgmma": self.inner}
 
     def _planes(self, problem: Problem) -> int:
         """bf16 planes of an fp32 operand; 0 for 16-bit ones."""
@@ -124,7 +131,7 @@ class TwoGemms:
             for first, second in pairs
         ]
 
-    def _product(self, gemm: Problem, name: str) -> Wgmma | Skinny | Mma | Fma | Simt:
+    def _product(self, gemm: Problem, name: str) -> Product:
         return (self.for_dw if gemm.epilogue.dw else self.for_dx)[name]
 
     def fits(self, problem: Problem, config: Config) -> bool:
@@ -202,13 +209,15 @@ class TwoGemms:
         product_dx = self.for_dx[how_dx.text("kernel")]
         product_dw = self.for_dw[how_dw.text("kernel")]
         tiles = product_dw.parts(gemm_dw, how_dw)
-        whole, strips = fold_planes(k, n, planes, align=problem.align)
-        scratch = max(
-            4 * rows * n,
+        turned = not problem.trans_b and not gemm_dx.trans_b
+        whole, strips = fold_planes(k, n, planes, align=problem.align, turned=turned)
+        scratch = 4 * rows * n
+        for room in (
             8 * strips * n if dtype == "float32" else 0,
             product_dx.workspace(gemm_dx, how_dx, hw),
             product_dw.workspace(gemm_dw, how_dw, hw),
-        )
+        ):
+            scratch = maximum(scratch, room)
         part, dots_part = arena.allocate(scratch), arena.allocate(8 * tiles * k)
         first = rename(dots, {"cs": cs, "cv": cv, "dz": dz, "c1": c1, "c2": c2, "part": part})
         db = rename(sum_parts(rows, n, 1, dtype), {"part": part, "wide": dc, "out0": Ptr("dc")})
@@ -266,15 +275,19 @@ class TwoGemms:
 class Portable(TwoGemms):
     """The gradients on mma.sync, or on ordinary cores: any sizes and alignment, every chip.
 
-    16-bit types, and float32 by tf32, bf16x3 (both mma.sync) or IEEE products. Other ways to split
-    float32 than those of mma.sync take IEEE products, which are more exact.
+    16-bit types, and float32 by tf32 (on Hopper by wgmma), bf16x3 or IEEE products. Other ways to
+    split float32 than those of mma.sync take IEEE products, which are more exact. gemm/fma_sm80.cu
+    reads folded weights along their lines: the fold leaves them transposed.
     """
 
     name = "portable"
 
     def __init__(self) -> None:
         super().__init__()
-        self.for_dx = self.for_dw = {"mma": Mma(), "fma": Fma(), "simt": Simt()}
+        every: dict[str, OfWeights] = {"mma": Mma(), "fma": Fma(), "simt": Simt()}
+        self.for_dx, self.for_dw = every | {"wgmma_tf32": Tf32()}, every | {
+            "wgmma_tf32_turned": TurnedTf32(),
+        }  # fmt: skip
 
     def _planes(self, problem: Problem) -> int:
         return 0
@@ -283,7 +296,7 @@ class Portable(TwoGemms):
         return {"dtype": problem.dtype, "math": problem.math, "align": problem.align}
 
     def _dx(self, problem: Problem, kernel: str = "") -> Problem:
-        return super()._dx(problem).replace(save_z=not problem.frozen)
+        return super()._dx(problem).replace(save_z=not problem.frozen, trans_b=kernel != "fma")
 
     def supports(self, problem: Problem, hw: Hardware) -> str | None:
         if problem.trans_b:
@@ -296,12 +309,12 @@ class Portable(TwoGemms):
             return "fp32 weights are folded here"
         if any(size < 1 for size in (problem.m, problem.n, problem.k)):
             return "empty"
-        gemms = self._dx(problem), self._dw(problem)
+        gemms = self._dx(problem, "simt"), self._dw(problem)
         return next((why for gemm in gemms if (why := Simt().supports(gemm, hw))), None)
 
     def _cost(self, gemm: Problem, how: Config, hw: Hardware) -> float:
         """A product, what its epilogue reads and writes beside its result."""
-        seconds = self.for_dx[how.text("kernel")].cost(gemm, how, hw)
+        seconds = self._product(gemm, how.text("kernel")).cost(gemm, how, hw)
         moved = gemm.m * gemm.n * (1 + gemm.epilogue.save_z) * ITEMSIZE[gemm.out]
         return seconds + moved / (0.7 * hw.bandwidth)
 
@@ -309,7 +322,7 @@ class Portable(TwoGemms):
         """Both products, the fold of the weights, the pass over dy and z, the last sums."""
         dx, dw = self._split(config)
         m, n, k, size = problem.m, problem.n, problem.k, ITEMSIZE[problem.dtype]
-        seconds = self._cost(self._dx(problem), dx, hw)
+        seconds = self._cost(self._dx(problem, dx.text("kernel")), dx, hw)
         launches = 1 if problem.folded else 2 if problem.dtype != "float32" else 3
         moved = 0.0 if problem.folded else 2.0 * size * k * n
         if not problem.frozen:
@@ -317,10 +330,11 @@ class Portable(TwoGemms):
             seconds += self._cost(gemm, dw, hw)
             moved += 16 * k * self.for_dw[dw.text("kernel")].parts(gemm, dw)
             launches += 2
-        # 16 rows a block of the dots, few of which cannot draw the memory's whole rate
-        fed = min(1.0, 2 * ceil(m / 16) / hw.sm_count)
+        # 16 rows a block of the dots, few of which cannot draw the memory's whole rate; small
+        # launches take 3.5 us, and there is one more of them (H200, 2026-11)
+        fed = min(1.0, ceil(m / 16) / hw.sm_count)
         moved += (3 if problem.epilogue.act else 2) * size * m * n / fed
-        return seconds + moved / (0.8 * hw.bandwidth) + launches * hw.launch_seconds
+        return seconds + moved / (0.8 * hw.bandwidth) + 1.6 * launches * hw.launch_seconds
 
 
 KERNELS: dict[str, Sequence[Kernel]] = {

@@ -142,10 +142,12 @@ def fold_many(folds: Sequence[Launch], master: bool) -> Launch:
     )
 
 
-def fold_planes(k: int, n: int, planes: int, *, align: int = 16) -> tuple[Launch, int]:
+def fold_planes(
+    k: int, n: int, planes: int, *, align: int = 16, turned: bool = False
+) -> tuple[Launch, int]:
     """Pointers w, gamma, beta, c -> wq, part [parts, 2, n]; and how many parts.
 
-    wq is `planes` bf16 planes, or with 0 of them float32.
+    wq is `planes` bf16 planes, or with 0 of them float32, `turned` [n, k].
     """
     rows = 64 if planes else 32  # whose loads fit into the registers
     ragged = {} if n % 4 == 0 and align % 16 == 0 else {"RAGGED": 1}
@@ -158,7 +160,7 @@ def fold_planes(k: int, n: int, planes: int, *, align: int = 16) -> tuple[Launch
             Ptr("w"), Ptr("gamma"), Ptr("beta"), Ptr("c"), Num("i32", k), Num("i32", n),
             Ptr("wq"), Ptr("part"),
         ),
-        as_defines({"PLANES": planes, "ROWS": rows} | ragged),
+        as_defines({"PLANES": planes, "ROWS": rows} | ragged | ({"TURNED": 1} if turned else {})),
     )  # fmt: skip
     return call, ceil(k / rows)
 

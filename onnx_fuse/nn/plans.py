@@ -11,11 +11,13 @@ import onnx
 from onnx_fuse.errors import UsageError
 from onnx_fuse.nn import dispatch
 from onnx_fuse.nn.arrays import DType, is_float, np_name
-from onnx_fuse.nn.dispatch import no_grad, op_call
+from onnx_fuse.nn.dispatch import apply, no_grad, op_call
+from onnx_fuse.nn.operation import Operation
 from onnx_fuse.nn.tensor import Tensor
 from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE, body_of
 from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops import OPS
+from onnx_fuse.ops.activations import ACTIVATIONS
 from onnx_fuse.ops.formula import written_out
 from onnx_fuse.runtime.tensor import dtype_of
 
@@ -30,7 +32,8 @@ class OperatorPlan:
     read where they are.
 
     Args:
-        op: The operator; `shapes`, `dtypes`, `save`, `attributes` and `device` are those of `plan`.
+        op: The operator; `shapes`, `dtypes`, `save`, `attributes`, `device`, `alpha` and `beta` are
+            those of `plan`.
     """
 
     def __init__(
@@ -41,6 +44,8 @@ class OperatorPlan:
         save: Sequence[str],
         attributes: Mapping[str, Any],
         device: str,
+        alpha: float = 1.0,
+        beta: float = 1.0,
     ) -> None:
         body = body_of(op)
         if FusedName.of(op).exposed or body is None:
@@ -57,9 +62,15 @@ class OperatorPlan:
         for name in save:
             if name not in inner:
                 raise UsageError(f"{op} has no inner value '{name}' to save")
+        for name in attributes:
+            if name not in function.attributes:
+                raise UsageError(f"{op} has no attribute '{name}'")
         self._saves, self._device = tuple(save), device
         self._type = str(FusedName.of(op).exposing(*save))
         self._attributes = dict(attributes)
+        self._scaled: Operation | None = None
+        if (alpha, beta) != (1.0, 1.0):
+            self._scaled = _scaled(op, float(alpha), float(beta), attributes, self._saves)
         kinds = dtypes if isinstance(dtypes, Mapping) else dict.fromkeys(self.operands, dtypes)
         self._ends = [
             (tuple(shapes[name]), dtype_of(np_name(kinds[name]))) for name in self.operands
@@ -83,7 +94,11 @@ class OperatorPlan:
                 found = f"{leaf._data.dtype.name}{list(leaf._data.shape)}"
                 raise UsageError(f"the plan's {name} is {wanted}, not {found}")
             leaves.append(leaf.requires_grad_(is_float(dtype)))
-        made = op_call(self._type, leaves, self._attributes, FUSE, outputs=1 + len(self._saves))
+        made = (
+            op_call(self._type, leaves, self._attributes, FUSE, outputs=1 + len(self._saves))
+            if self._scaled is None
+            else apply(self._scaled, leaves)
+        )
         results = made if isinstance(made, tuple) else (made,)
         self._leaves, self._result = leaves, results[0]
         self.saved = {
@@ -101,6 +116,28 @@ class OperatorPlan:
         return {names[id(leaf)]: Tensor(array) for leaf, array in found}
 
 
+def _scaled(
+    op: str, alpha: float, beta: float, attributes: Mapping[str, Any], saves: Sequence[str]
+) -> Operation:
+    """act(alpha x w + beta c) as ONNX's Gemm and the activation, which one kernel computes."""
+    name = FusedName.of(op)
+    if name.family != "Gemm" or name.norm or name.place:
+        raise UsageError(f"alpha and beta are of a product alone, not of {op}")
+    row = ACTIVATIONS.get(name.activation)
+    for other in set(saves) - ({"z"} if row else set()):
+        raise UsageError(f"{op} with alpha or beta has no inner value '{other}' to save")
+
+    def build(make: Any, x: Any, w: Any, c: Any) -> Any:
+        z = make.node("Gemm", [x, w, c], attributes={"alpha": alpha, "beta": beta})
+        if row is None:
+            return z
+        how = dict(row.fixed) | dict(attributes)
+        y = make.node(row.op_type, [z], domain=row.domain, attributes=how)
+        return (y, *[z] * len(saves)) if saves else y
+
+    return Operation(op, build, domains={FUSE: 1})
+
+
 def plan(
     op: str,
     shapes: Mapping[str, Sequence[int]],
@@ -109,6 +146,8 @@ def plan(
     save: Sequence[str] = (),
     attributes: Mapping[str, Any] | None = None,
     device: str = "cpu",
+    alpha: float = 1.0,
+    beta: float = 1.0,
 ) -> OperatorPlan:
     """Make a fused operator ready to run: kernels are chosen and compiled, memory is planned.
 
@@ -119,11 +158,14 @@ def plan(
         save: Inner values that `forward` keeps, such as "mean", "rstd" and "z".
         attributes: The operator's attributes.
         device: "cpu", "cuda" or "cuda:N".
+        alpha: What the product is multiplied by, where no norm is before it: z = alpha x w + beta c
+            of matrices x and w.
+        beta: What c is multiplied by there.
 
     Returns:
         A plan with `forward(*operands)`, `saved` and `backward(dy)`.
 
     Raises:
-        UsageError: There is no such operator, operand or inner value.
+        UsageError: There is no such operator, operand, attribute or inner value.
     """
-    return OperatorPlan(op, shapes, dtypes, save, dict(attributes or {}), device)
+    return OperatorPlan(op, shapes, dtypes, save, dict(attributes or {}), device, alpha, beta)

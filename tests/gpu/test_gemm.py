@@ -72,6 +72,13 @@ GEMMS = (
             {"accumulate": True},
         )
     ]
+    + [  # operands that are transposed first
+        Problem.of("Gemm", m=m, n=n, k=k, math=math, trans_a=a, trans_b=b, **attrs)
+        for math in ("tf32", "ieee")
+        for m, n, k in ((100, 66, 131), (200, 264, 776), (1160, 1800, 264))
+        for a, b in ((True, False), (False, False), (True, True))
+        for attrs in ({}, {"bias": True, "act": "gelu", "save_z": True}, {"beta": 0.5})
+    ]
     + [
         Problem.of("Gemm", m=m, n=n, k=264, dtype=dtype, bias=True, residual="norm", static_b=True)
         for m, n in ((5, 256), (128, 768), (257, 264))

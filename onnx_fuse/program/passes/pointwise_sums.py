@@ -6,6 +6,7 @@ dz, and what else it stores of it, adds that up as well.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 
@@ -41,7 +42,7 @@ def sum_results(calls: Calls, i: int, call: Call) -> None:
         return
     wanted = PointwiseSums(views, number, over, y.dtype)
     before: list[AnyProblem] = [p for j in places if (p := calls.calls[j].problem) is not None]
-    if not calls.serves(wanted) or not calls.pays((pointwise(made), *before), (wanted,)):
+    if not calls.serves(wanted) or not joins(calls, (pointwise(made), *before), wanted):
         return
     for j in places:
         calls.now[j] = ()
@@ -52,6 +53,11 @@ def sum_results(calls: Calls, i: int, call: Call) -> None:
             writes=(*made.writes, ("sum", y)), flops=wanted.flops, bytes=wanted.bytes,
         ),
     )  # fmt: skip
+
+
+def joins(calls: Calls, before: Sequence[AnyProblem], wanted: PointwiseSums) -> bool:
+    """Whether the one call is the faster way."""
+    return calls.pays(before, (wanted,))
 
 
 def _over(first: Reduce, made: Call) -> tuple[str, int, int]:

@@ -1,0 +1,147 @@
+"""Gemm candidates that transpose an operand before the product of another candidate."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import NamedTuple
+
+from onnx_fuse.kernels.gemm_portable import Fma
+from onnx_fuse.kernels.gemm_tf32 import Tf32
+from onnx_fuse.kernels.rows import rename
+from onnx_fuse.kernels.rule_based import AroundProduct
+from onnx_fuse.program.call import INT32_LIMIT
+from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Problem, Ptr, ld
+
+TRANSPOSE_RATE, TRANSPOSE_SECONDS = 0.77, 3e-6
+"""The share of the memory's rate at which an operand is transposed, and what it takes beside that
+(H200, 2026-11)."""
+
+
+class Copy(NamedTuple):
+    """An operand's transpose: whose, its bytes, and the launch."""
+
+    name: str
+    nbytes: int
+    launch: Launch
+
+
+def _pitch(columns: int) -> int:
+    """Elements from row to row of a transpose of float32: rows begin at multiples of 16 bytes."""
+    return ceil(columns / 4) * 4
+
+
+def _transpose(name: str, rows: int, columns: int, step: int) -> Copy:
+    """[columns, rows], whose rows lie `step` apart, as [rows, columns].
+
+    Sizes are compared with numbers alone: what is open stays so.
+    """
+    pitch = _pitch(columns)
+    wide = columns * step >= INT32_LIMIT or rows * pitch >= INT32_LIMIT
+    sizes = (rows, columns, step, pitch, 1, 1, *(0,) * 6)
+    launch = Launch(
+        "indexing/transpose.cu", "transpose", (ceil(rows / 32) * ceil(columns / 32), 1, 1),
+        (256, 1, 1), (Ptr("a0"), Ptr("y0"), *(Num("i64" if wide else "i32", n) for n in sizes)),
+        (("IDX", "i64" if wide else "int"), ("T", "u32"), ("VEC", "1")),
+    )  # fmt: skip
+    return Copy(name, ceil(4 * rows * pitch / 256) * 256, launch)
+
+
+class _Turned(AroundProduct):
+    """The product of another candidate, for which operands are transposed into the workspace."""
+
+    inner: Tf32 | Fma
+
+    def _gemm(self, problem: Problem) -> Problem:
+        raise NotImplementedError
+
+    def _copies(self, problem: Problem) -> list[Copy]:
+        """What is transposed first."""
+        raise NotImplementedError
+
+    def _own_bytes(self, problem: Problem) -> int:
+        """The bytes of the transposed operands."""
+        return sum(copy.nbytes for copy in self._copies(problem))
+
+    def _refusal(self, problem: Problem, hw: Hardware) -> str | None:
+        """Why the product is not served; None where it is."""
+        if any(size < 1 for size in (problem.m, problem.n, problem.k)):
+            return "empty"
+        return self.inner.supports(self._gemm(problem), hw)
+
+    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+        """The product's, and a pass over each operand that is transposed."""
+        copies = self._copies(problem)
+        moved = 2 * sum(copy.nbytes for copy in copies)
+        passes = moved / (TRANSPOSE_RATE * hw.bandwidth) + len(copies) * TRANSPOSE_SECONDS
+        return self.inner.cost(self._gemm(problem), config, hw) + passes
+
+    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """The transposes, then the product."""
+        calls: list[Launch] = []
+        names: dict[str, Ptr] = {"workspace": Ptr("workspace", self._own_bytes(problem))}
+        place = 0
+        for name, nbytes, launch in self._copies(problem):
+            names[name] = Ptr("workspace", place)
+            calls.append(rename(launch, {"a0": Ptr(name), "y0": names[name]}))
+            place += nbytes
+        product = self.inner.launch(self._gemm(problem), config, hw)
+        return (*calls, *(rename(call, names) for call in product))
+
+    def parts(self, problem: Problem, config: Config) -> int:
+        """How many [2, m] planes of "part" hold the sums of the rows of a weight's gradient."""
+        return self.inner.parts(problem, config)
+
+
+class TurnedTf32(_Turned):
+    """gemm/tf32_sm90.cu for operands whose k is not contiguous, as wgmma needs it in tf32."""
+
+    name = "wgmma_tf32_turned"
+
+    inner = Tf32()
+
+    def _gemm(self, problem: Problem) -> Problem:
+        """The product of rows along k."""
+        lda, ldb = ld(problem)
+        both = problem.trans_a and not problem.trans_b
+        return problem.replace(
+            trans_a=False, trans_b=True, align=16 if both else problem.align,
+            lda=_pitch(problem.k) if problem.trans_a else lda,
+            ldb=ldb if problem.trans_b else _pitch(problem.k),
+        )  # fmt: skip
+
+    def _copies(self, problem: Problem) -> list[Copy]:
+        """Those of a and b that do not lie along k."""
+        lda, ldb = ld(problem)
+        a = [_transpose("a", problem.m, problem.k, lda)] if problem.trans_a else []
+        b = [] if problem.trans_b else [_transpose("b", problem.n, problem.k, ldb)]
+        return a + b
+
+    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+        """The reason why this kernel cannot serve `problem`, or None if it can."""
+        if problem.math != "tf32" or problem.dtype != "float32":
+            return f"float32 by tf32 alone, not {problem.dtype} {problem.math}"
+        if problem.batch or (problem.trans_b and not problem.trans_a):
+            return "single products of an operand to transpose"
+        return self._refusal(problem, hw)
+
+
+class TurnedFma(_Turned):
+    """gemm/fma_sm80.cu for a b that lies along k, which it would read by pairs."""
+
+    name = "fma_turned"
+
+    inner = Fma()
+
+    def _gemm(self, problem: Problem) -> Problem:
+        """The product with b's rows along n."""
+        return problem.replace(trans_b=False, ldb=_pitch(problem.n))
+
+    def _copies(self, problem: Problem) -> list[Copy]:
+        """That of b."""
+        return [_transpose("b", problem.k, problem.n, ld(problem)[1])]
+
+    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+        """The reason why this kernel cannot serve `problem`, or None if it can."""
+        if problem.batch or not problem.trans_b or problem.dtype != "float32":
+            return "single products in float32 of a b to transpose"
+        return self._refusal(problem, hw)
