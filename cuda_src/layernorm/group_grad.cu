@@ -1,19 +1,19 @@
 // layernorm/group_grad.cu: the gradient of y = act(xh scale + bias), xh = (x - mean) rstd, in groups of channels.
 // Idea     : z = xh scale + bias is worked out again, dz = dy act'(z). group_sums: the sums of dz and dz (x - mean)
-//            of each image's channel, in `splits` parts. group_params adds them up, a block a group: over the
-//            images to dbias and dscale, over the group to the means that dx takes. group_dx reads x and dy once
+//            of each image's channel, in `splits` parts. group_params adds them up: a block for each image's group
+//            gives the means that dx takes, a warp a channel dbias and dscale. group_dx reads x and dy once
 //            more: dx = scale rstd dz - mean(scale dz) rstd - (x - mean) rstd^3 mean(scale dz (x - mean)).
 //            LAST: channels are last; a thread has a vector of VEC channels, and in group_sums TX of them stand side
 //            by side in a block. Else TEAM threads walk along one channel's pixels.
 // Inputs   : x, dy T [images, channels, pixels], or LAST [images, pixels, channels]; VEC divides what is last.
 //            scale, bias P [channels]; mean, variance ACC [images, channels / per].
-// Outputs  : part ACC [images, 2, channels, splits]; dscale, dbias P (or null); total ACC [images, 2, channels] (or
-//            part, with one split); means ACC [images, channels / per, 2]; dx T.
-// Macros   : T P ACC VEC LAST TX TEAM, ACT (common.cuh's).   Launch: 256 threads, group_params 1024.
+// Outputs  : part ACC [images, 2, channels, splits]; dscale, dbias P (or null); means ACC [images, channels / per, 2];
+//            dx T.
+// Macros   : T P ACC VEC LAST TX TEAM, ACT (common.cuh's).   Launch: 256 threads.
 // Numerics : ACC; the order depends on the shape alone.
 // Bound    : HBM, x and dy twice, dx once.
 #include "layernorm/channels.cuh"
-constexpr int ROWS = 4, WARPS = 32;
+constexpr int ROWS = 4;
 constexpr int DX_ROWS = LAST && ACT_NORMAL ? 2 : ROWS;  // what registers hold beside five numbers a channel
 
 // d loss / dz of elements at which x - mean is `centred`.
@@ -111,56 +111,41 @@ extern "C" __global__ void __launch_bounds__(256)
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(1024)
-    group_params(const ACC* part, const P* scale, const ACC* variance, P* dscale, P* dbias, ACC* total, ACC* means,
-                 u32 images, u32 channels, u32 pixels, u32 per, u32 splits, float epsilon) {
+extern "C" __global__ void __launch_bounds__(256)
+    group_params(const ACC* part, const P* scale, const ACC* variance, P* dscale, P* dbias, ACC* means, u32 images,
+                 u32 channels, u32 pixels, u32 per, u32 splits, float epsilon) {
     after_previous_launch();
-    const u32 group = blockIdx.x, groups = gridDim.x, first = group * per, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (splits > 1) {
-        const u32 sums = images * 2 * per;
-        for (u32 k = warp; k < sums; k += WARPS * ROWS) {
-            ACC s[ROWS] = {};
-#pragma unroll
-            for (int i = 0; i < ROWS; i++) {
-                const u32 own = k + i * WARPS;
-                const ACC* from = part + ((i64)(own / per) * channels + first + own % per) * splits;
-                for (u32 j = lane; own < sums && j < splits; j += 32) s[i] += from[j];
-            }
-#pragma unroll
-            for (int i = 0; i < ROWS; i++) {
-                const u32 own = k + i * WARPS;
-                s[i] = warp_sum(s[i]);
-                if (lane == 0 && own < sums) total[(i64)(own / per) * channels + first + own % per] = s[i];
-            }
+    const u32 groups = channels / per, teams = images * groups;
+    const i64 next = (i64)channels * splits;  // from a channel's sum of dz to that of dz (x - mean)
+    ACC s = 0, t = 0;
+    if (blockIdx.x < teams) {
+        __shared__ ACC scratch[8];
+        const u32 first = blockIdx.x % groups * per;
+        const ACC* from = part + ((i64)(blockIdx.x / groups) * 2 * channels + first) * splits;
+#pragma unroll 8
+        for (u32 k = threadIdx.x; k < per * splits; k += 256) {
+            const ACC weight = widen(scale[first + k / splits]);
+            s += weight * from[k], t += weight * from[k + next];
         }
-        __syncthreads();
+        s = block_sum<256>(s, scratch), t = block_sum<256>(t, scratch);
+        if (threadIdx.x) return;
+        const ACC count = (ACC)per * pixels, padded = variance[blockIdx.x] + (ACC)epsilon, root = sqrt(padded);
+        means[2 * blockIdx.x] = s / count / root;
+        means[2 * blockIdx.x + 1] = t / count / padded / root;
+        return;
     }
-    const ACC* of = splits > 1 ? total : part;
-    const ACC count = (ACC)per * pixels;
-    for (u32 image = warp; image < images; image += WARPS) {
-        ACC s = 0, t = 0;
-        for (u32 j = lane; j < per; j += 32) {
-            const ACC weight = widen(scale[first + j]);
-            s += weight * of[(i64)(image * 2) * channels + first + j];
-            t += weight * of[(i64)(image * 2 + 1) * channels + first + j];
-        }
-        s = warp_sum(s), t = warp_sum(t);
-        if (lane == 0) {
-            const u32 at = image * groups + group;
-            const ACC padded = variance[at] + (ACC)epsilon, root = sqrt(padded);
-            means[2 * at] = s / count / root;
-            means[2 * at + 1] = t / count / padded / root;
-        }
+    const u32 c = (blockIdx.x - teams) * 8 + threadIdx.x / 32;
+    if (c >= channels) return;
+#pragma unroll 8
+    for (u32 k = threadIdx.x % 32; k < images * splits; k += 32) {
+        const u32 image = k / splits;
+        const ACC* from = part + ((i64)image * 2 * channels + c) * splits + k % splits;
+        s += from[0], t += from[next] / sqrt(variance[image * groups + c / per] + (ACC)epsilon);
     }
-    for (u32 j = threadIdx.x; j < per; j += 1024) {
-        ACC s = 0, t = 0;
-        for (u32 image = 0; image < images; image++) {
-            s += of[(i64)(image * 2) * channels + first + j];
-            t += of[(i64)(image * 2 + 1) * channels + first + j] / sqrt(variance[image * groups + group] + (ACC)epsilon);
-        }
-        if (dbias) dbias[first + j] = narrow<P>(s);
-        if (dscale) dscale[first + j] = narrow<P>(t);
-    }
+    s = warp_sum(s), t = warp_sum(t);
+    if (threadIdx.x % 32) return;
+    if (dbias) dbias[c] = narrow<P>(s);
+    if (dscale) dscale[c] = narrow<P>(t);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 2)

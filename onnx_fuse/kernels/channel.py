@@ -9,7 +9,7 @@ from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import RuleBased, access_width, tail_macros
 from onnx_fuse.ops.activations import activation_macros
 from onnx_fuse.program.norms import GroupGrad
-from onnx_fuse.program.problem import Arg, Config, Hardware, Launch, Num, Ptr
+from onnx_fuse.program.problem import ITEMSIZE, Arg, Config, Hardware, Launch, Num, Ptr
 from onnx_fuse.program.problems import ChannelGrad, ChannelNorm, RunningStats
 from onnx_fuse.program.size import coarse
 
@@ -114,6 +114,13 @@ _BLOCKS = 512  # of a channel's sums: fixed, so that they are the shape's alone
 _SHORT = (
     16  # elements of a channel that side by side are too few for vectors or blocks of their own
 )
+_FEW = 1 << 22
+"""Elements that are few for a group's gradient: 2 x 320 x 64 x 64 took 7.2 and 5.9 us, sums and
+dx, in accesses of 8 bytes, in those of 16 bytes 9.3 and 7.5; 8 x 128 x 256 x 256 took 3 % less in
+those of 16 (H200, 2026-11)."""
+_GROUP_BYTES = 4096
+"""The blocks of a group's sums times the bytes of an access: of 16 bytes 256 blocks are faster than
+512 or more (72.7 us, 77.0 and 84.8 of 8 x 128 x 256 x 256, H200, 2026-11)."""
 _ROWS = 4  # rows of columns that a thread takes at a time: ROWS of the kernels
 
 
@@ -154,8 +161,8 @@ def channel_chunks(problem: ChannelGrad) -> tuple[int, int]:
 
 
 class Groups(RuleBased):
-    """layernorm/group_grad.cu. Operands: x dy scale bias mean variance part dscale dbias total
-    means dx."""
+    """layernorm/group_grad.cu. Operands: x dy scale bias mean variance part dscale dbias means
+    dx."""
 
     source = "layernorm/group_grad.cu"
     free_axes = "z"
@@ -180,13 +187,13 @@ class Groups(RuleBased):
 
         def one(entry: str, blocks: int, names: str, splits: int, *more: Num) -> Launch:
             numbers = (*(Num("u32", n) for n in (*sizes, splits)), *more)
-            threads = 1024 if entry == "group_params" else 256
             args: tuple[Arg, ...] = (*map(Ptr, names.split()), *numbers)
-            return Launch(self.source, entry, (blocks, 1, 1), (threads, 1, 1), args, macros)
+            return Launch(self.source, entry, (blocks, 1, 1), (256, 1, 1), args, macros)
 
         if p.stage == "params":
-            names = "part scale variance dscale dbias total means"
-            return (one("group_params", channels // per, names, p.splits, epsilon),)
+            names = "part scale variance dscale dbias means"
+            blocks = images * (channels // per) + -(-channels // 8)
+            return (one("group_params", blocks, names, p.splits, epsilon),)
         if p.stage == "sums":
             tiles = -(-channels // (across * vec))
             blocks = tiles * p.splits * images
@@ -206,8 +213,10 @@ class Groups(RuleBased):
 
 
 def _group_width(problem: GroupGrad) -> int:
-    """Elements an access."""
-    return access_width(problem.channels if problem.last else problem.pixels, problem.dtype)
+    """Elements an access: of channels that are last and few fewer, so that more threads share."""
+    p = problem
+    few = p.last and coarse(p.images) * p.channels * coarse(p.pixels) <= _FEW
+    return access_width(p.channels if p.last else p.pixels, p.dtype, 8 if few else 16)
 
 
 def group_across(problem: GroupGrad) -> int:
@@ -229,7 +238,8 @@ def group_chunks(problem: GroupGrad) -> tuple[int, int]:
     else:
         blocks = coarse(problem.images) * problem.channels * _team(problem) // 256
         length, least = problem.pixels // vec, 2 * _ROWS * _team(problem)
-    splits = max(1, min(coarse(length) // least, -(-_BLOCKS // max(1, blocks))))
+    wanted = _GROUP_BYTES // (vec * ITEMSIZE[problem.dtype]) if problem.last else _BLOCKS
+    splits = max(1, min(coarse(length) // least, -(-wanted // max(1, blocks))))
     chunk = -(-length // splits)
     return -(-length // chunk), chunk
 

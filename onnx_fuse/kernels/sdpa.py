@@ -281,10 +281,10 @@ _SHORT = (  # of heads up to 64, against keys of one tile
       for wgs, rounds, blocks in ((2, 1, 2), (1, 2, 3), (1, 1, 4))),
 )  # fmt: skip
 _ALONE, _PAIR = ((129, _ANY), (1, 1, 128, 2, 0, 3)), ((129, _ANY), (2, 1, 128, 2, 1, 1))
-_THREE = tuple(((129, _ANY), (3, 1, 128, 2, pingpong, 1)) for pingpong in (1, 0))
+_THREE = ((129, _ANY), (3, 1, 128, 2, 0, 1))
 _HOPPER: dict[int, tuple[tuple[tuple[int, int], tuple[int, ...]], ...]] = {
     32: (*_SHORT, _ALONE),
-    48: ((_PROMPT, (2, 2, 80, 1, 0, 2)), *_SHORT, _PAIR, _ALONE, *_THREE),
+    48: ((_PROMPT, (2, 2, 80, 1, 0, 2)), *_SHORT, _THREE, _PAIR, _ALONE),
     64: (*_SHORT, _ALONE),
     80: ((_PROMPT, (1, 1, 80, 1, 0, 3)), ((1, 128), (1, 1, 128, 1, 0, 2)), _PAIR),
     128: (((1, 128), (1, 1, 128, 1, 0, 2)), _PAIR),
@@ -344,10 +344,10 @@ class Wgmma(Unconditional):
         waves = -(-blocks // hw.sm_count) / most if waves <= 1 else max(2.0, waves)
         if waves > 1 and config.integer("wgs") * most == 1:
             one *= 1.4  # nothing runs beside its softmax
-        # heads of 40 took 276 us, and 160 with two tiles of queries a block, which halve the rows
-        # of keys that TMA loads; heads of 64 are no faster so
-        if own == 1 and p.n > tile and 32 < max(p.k, p.dv) < 64:
-            one *= 1.9
+        # TMA loads a row of keys in so many clocks, be it full or not, and the tiles of a block
+        # share it: heads of 40 took 276 us with one tile, 160 with two, 148 with three
+        if p.n > tile and 32 < max(p.k, p.dv) < 64:
+            one *= {1: 1.9, 2: 1.15}.get(own, 1.05)
         tiles = max(1.0, keys / tile)
         chain = config.integer("rounds") * (1.5 * tiles - 0.7) * one  # of one warpgroup
         products = max(chain, waves * most * own * tiles * one)

@@ -177,13 +177,13 @@ def group_norm_grad(ctx: Context, node: ir.Node) -> str | None:
     mean, variance = _group_moments(ctx, node, x, sizes, last)
     stat = _stat(x)
     part = ctx.scratch(stat, (images, 2, channels, splits))
-    total, means = (ctx.scratch(stat, (images, 2, n)) for n in (channels, groups))
+    means = ctx.scratch(stat, (images, groups, 2))
     given = {"x": x, "dy": dy, "scale": scale, "bias": bias, "mean": mean, "variance": variance}
     ctx.select(node, problem, given, {"part": part})
     params = {name: ctx.output(node, i, scale.shape, scale.dtype)
               for i, name in ((1, "dscale"), (2, "dbias")) if ctx.wants(node, i)}  # fmt: skip
     reads = {"part": part, "scale": scale, "variance": variance}
-    writes = {**params, "total": total, "means": means}
+    writes = {**params, "means": means}
     ctx.select(node, replace(problem, stage="params"), reads, writes)
     if not ctx.wants(node, 0):
         return None
