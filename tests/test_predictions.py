@@ -26,7 +26,7 @@ from onnx_fuse.program.expression import Expression, Row, Step
 from onnx_fuse.program.moves import Pointwise, ScatterND
 from onnx_fuse.program.problem import CHIPS, AnyProblem, Hardware, Problem
 from onnx_fuse.program.problems import Conv, ConvWeightGrad, Fold, NormGrad, Reduce, Window
-from onnx_fuse.program.products import AttentionGrad
+from onnx_fuse.program.products import Attention, AttentionGrad
 
 H200 = CHIPS["H200"]
 
@@ -78,6 +78,9 @@ STEM = ((1, 224, 224), (1, 112, 112), window(3, 2, 1), "float16")
 DEEP = ((1, 56, 56), (1, 56, 56), window(7, 1, 3), "bfloat16", "bfloat16")
 SMALL = ((1, 14, 14), (1, 14, 14), window(1, 1, 0), "float16")
 MIDDLE = ((1, 28, 28), (1, 28, 28), window(3, 1, 1), "float32")
+WINDOWS = Attention(
+    49, 49, 32, (1024, 3), "float16", 32, mask=(0, 2401, 49, 1), mask2=(2401, 0, 49, 1)
+)
 HEADS = AttentionGrad(128, 128, 64, (32, 12), "bfloat16", 64, mask=(128, 0, 0, 1))
 FOLDS = ((768, 2304), (768, 3072)) * 12
 
@@ -101,6 +104,10 @@ FOLDS = ((768, 2304), (768, 3072)) * 12
         (product(25088, 128, 512, "float32", trans_b=True, act="relu", math="tf32"), 22.9),
         (product(401408, 256, 64, "float16", trans_b=True, act="relu", beta=1.0, bias=True), 122.0),
         (product(200704, 256, 128, "bfloat16", residual=True), 73.9),
+        (product(401408, 64, 16, "float16", trans_b=True, act="relu", bias=True), 41.9),
+        (product(100352, 24, 72, "float16", trans_b=True, bias=True, residual=True), 17.9),
+        (WINDOWS, 63.8),
+        (Attention(4096, 4096, 40, (2, 8), "float16", 40, *(3 * [(1310720, 40, 320)])), 147.8),
     ],
     ids=lambda value: value.op if isinstance(value, AnyProblem) else "",
 )

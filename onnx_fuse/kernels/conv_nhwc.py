@@ -149,15 +149,19 @@ class Depthwise(ChannelsLast):
         return [Config.of(), *found]
 
     def cost(self, problem: Conv, config: Config, hw: Hardware) -> float:
-        """The floor, or the instructions of an output, of which there are more behind a stride."""
-        taps, outputs = prod(problem.window.kernel), problem.groups * prod(problem.outer)
-        each = (1.6 + 0.16 * taps) * (1.7 if max(problem.window.strides) > 1 else 1.0)
-        # fitted to eight shapes on an H200 (2026-11), in picoseconds
-        work = problem.batch * outputs * each * 1e-12 * 50e12 / hw.rate("float32")
+        """The floor, or the instructions of the outputs, more behind a stride, on full blocks."""
+        wide, tall, _, _, tiles, grid = self._tiling(problem, config, hw)
+        taps, outputs = prod(problem.window.kernel), tiles * wide * tall * problem.groups
+        each = (1.1 + 0.107 * taps) * (1.6 if max(problem.window.strides) > 1 else 1.0)
+        # fitted to thirty shapes on an H200 (2026-11), in picoseconds
+        work = outputs * each * 1e-12 * 50e12 / hw.rate("float32")
+        work *= max(1.0, _RESIDENT * hw.sm_count / prod(grid))
         return max(problem.floor(hw), work) + hw.launch_seconds
 
-    def launch(self, problem: Conv, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """One launch; a warp has 32 neighbours, or as many as there are channels."""
+    def _tiling(
+        self, problem: Conv, config: Config, hw: Hardware
+    ) -> tuple[int, int, int, int, int, tuple[int, int, int]]:
+        """Outputs a thread along both axes, its pairs, neighbours in a warp, tiles, and blocks."""
         _, oh, ow = problem.outer
         wide, tall, pairs = (config.integer(name) for name in ("wide", "tall", "pairs"))
         if not wide:
@@ -171,10 +175,16 @@ class Depthwise(ChannelsLast):
         tiles = problem.batch * -(-oh // tall) * -(-ow // wide)
         turns = -(-tiles * width // 256)  # of blocks; each block has as many as the others
         rows = -(-turns // -(-turns // max(1, _RESIDENT * hw.sm_count // columns)))
+        return wide, tall, pairs, width, tiles, (rows, columns, 1)
+
+    def launch(self, problem: Conv, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """One launch; a warp has 32 neighbours, or as many as there are channels."""
+        _, oh, ow = problem.outer
+        wide, tall, pairs, width, tiles, grid = self._tiling(problem, config, hw)
         sn, sy, sx = image_strides(problem)
         return (Launch(
             self.source, "conv_depthwise",
-            (rows, columns, 1), (256, 1, 1),
+            grid, (256, 1, 1),
             (Ptr("x"), Ptr("weight"), *ENDS, Num("i64", tiles),
              *(Num("i32", n) for n in (problem.groups, *problem.inner[1:], oh, ow)),
              Num("i64", sn), Num("i32", sy), Num("i32", sx), Num("f32", problem.act_alpha)),
@@ -490,7 +500,7 @@ class Im2col(Chosen):
         product = self._product(problem)
         if not config.attr("tile"):
             return self.few.cost(product, config, hw)
-        tiles = self.many.tile_seconds(product, config, hw)
+        tiles = self.many.tile_seconds(product, config, hw, pixels=True)
         return max(tiles, problem.bytes / hw.bandwidth) + hw.launch_seconds
 
     def workspace(self, problem: Conv, config: Config, hw: Hardware) -> int:

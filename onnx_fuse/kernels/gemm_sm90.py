@@ -60,6 +60,16 @@ SIDE_WARPS = 3
 ACT_AND_Z = 2e-10
 """Seconds that an SM needs for an element whose activation and pre-activation are both stored:
 25088 x 768 with k = 192 took 38 us (H200, 2026-11)."""
+PAST_SECONDS, PIXEL_SECONDS, FETCH_SECONDS = 3.9e-9, 2.5e-9, 4e-7
+"""TMA's 6.9 clocks for a row of a box that reaches past its tensor's end, in part or as a whole,
+4.4 for one of pixels by im2col, and what a tile takes besides, twice where nothing runs beside its
+epilogue. It fills in zeros slowly: 2048 x 640
+with k = 5760, whose last tile has 64 of 192 columns, took 49 us where its products take 27; 401408
+x 16 with k = 16 and c took 60 us, of which 48 are for such rows of a, b and c (H200, 2026-11)."""
+SHARED_ROW = 1e-8
+"""A row of b that shares its line of 128 bytes with others, which all multiprocessors ask for at
+once; twice as much where it begins within a sector. 401408 x 64 with k = 16 took 51 us, and 34 with
+each row in a line of its own; 100352 x 72 with k = 24 took 25 and 16 (H200, 2026-11)."""
 TIE = 1e-3
 """How much of its own time a tile's rank is where what it waits for is the same for all tiles."""
 STREAM = 0
@@ -286,8 +296,34 @@ class Wgmma:
             least = max(least, each * ACT_AND_Z)
         return max(rank, least + TIE * rank) + hw.launch_seconds
 
-    def tile_seconds(self, problem: Problem, config: Config, hw: Hardware) -> float:
-        """Waves of tiles; a tile's time is its products, its epilogue where nothing hides it."""
+    def fetch_seconds(self, problem: Problem, config: Config, alone: bool, pixels: bool) -> float:
+        """What TMA needs for a tile's rows of zeros: for the last column of tiles where `alone`."""
+        mi, bn, pingpong = config.integers("tile")
+        bm, cluster = (64 if pingpong else 128) * mi, config.integer("cluster")
+        steps, tiles_n = self._steps(problem), ceil(problem.n / bn)
+        steps = ceil(steps / max(1, config.integer("splits")))
+        short = problem.k % BK
+        past = (tiles_n * bn - problem.n) / (1 if alone else tiles_n)
+        rows: float = steps * past  # of b, or as many zeros in its rows of 64 columns
+        if short:
+            rows += bm * (not problem.trans_a)
+            rows += bn - past if problem.trans_b else (BK - short) * bn / 64
+        if operand(problem) and not direct(problem):
+            rows += bm * past / 64
+        pitch, seconds = 2 * ld(problem)[1], rows * PAST_SECONDS
+        if problem.trans_b and (pitch < 128 or pitch % 32):
+            shared = min(problem.n, bn) * (2 if pitch % 32 else 1)
+            seconds += shared * SHARED_ROW / cluster * (pitch < 256)
+        seconds += FETCH_SECONDS * (1 if pingpong else 2)
+        return seconds + bm * steps * PIXEL_SECONDS * pixels
+
+    def tile_seconds(
+        self, problem: Problem, config: Config, hw: Hardware, pixels: bool = False
+    ) -> float:
+        """Waves of tiles; a tile's time is its products, its epilogue where nothing hides it.
+
+        `pixels`: TMA gathers the rows of a from images.
+        """
         mi, bn, pingpong = config.integers("tile")
         cluster, splits = config.integer("cluster"), config.integer("splits")
         bm = (64 if pingpong else 128) * mi
@@ -335,7 +371,10 @@ class Wgmma:
             epilogue += MOMENT_SECONDS * bm * bn * shown
         if problem.rows in ("stats", "rms") and splits == 1:
             tail += OWN_SECONDS if self.own(problem, config, hw) else SIDE_SECONDS
-        seconds = waves * (products + epilogue) + tail
+        each = products + epilogue
+        if splits != STREAM:
+            each = max(each, self.fetch_seconds(problem, config, waves == 1, pixels))
+        seconds = waves * each + tail
         if problem.rows in ("stats", "rms") and splits == 1 and not self.own(problem, config, hw):
             seconds = max(seconds, side_seconds(problem, hw) + SIDE_SECONDS)
         if splits == STREAM:

@@ -134,7 +134,8 @@ def test_gemm(problem: Problem, hw: Hardware) -> None:
     if problem.a_strides[:1] == (0,):
         a[1:] = a[:1]
     by_row = bool(problem.epilogue.row_bias)
-    full = problem.epilogue.residual or problem.epilogue.dact or by_row
+    dense = bool(problem.epilogue.beta) and problem.epilogue.c_rows is None
+    full = problem.epilogue.residual or problem.epilogue.dact or by_row or dense
     bias = random(rng, dtype, n)
     c = random(rng, dtype, *((*problem.batch, m, n) if full else (n,)))
     gamma = random(rng, dtype, n)
@@ -147,8 +148,8 @@ def test_gemm(problem: Problem, hw: Hardware) -> None:
     z = want
     if problem.epilogue.dact:
         want = z * gelu(wide(c))[1]
-    elif problem.epilogue.act == "gelu":
-        want = gelu(z)[0]
+    elif problem.epilogue.act:
+        want = CURVES[problem.epilogue.act](z)[0]
     if problem.epilogue.layer_scale:
         want = want * wide(gamma)
     if problem.epilogue.residual == "norm":
