@@ -15,6 +15,7 @@
 #include "layernorm/channels.cuh"
 constexpr int ROWS = 4;
 constexpr int DX_ROWS = LAST && ACT_NORMAL ? 2 : ROWS;  // what registers hold beside five numbers a channel
+constexpr int PARTS = sizeof(ACC) > 4 ? 1 : 8;  // a double's square root is a call, around which others would spill
 
 // d loss / dz of elements at which x - mean is `centred`.
 DEVICE ACC slope(T dy, ACC centred, ACC a, ACC b, float alpha) {
@@ -122,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(256)
         __shared__ ACC scratch[8];
         const u32 first = blockIdx.x % groups * per;
         const ACC* from = part + ((i64)(blockIdx.x / groups) * 2 * channels + first) * splits;
-#pragma unroll 8
+#pragma unroll PARTS
         for (u32 k = threadIdx.x; k < per * splits; k += 256) {
             const ACC weight = widen(scale[first + k / splits]);
             s += weight * from[k], t += weight * from[k + next];
@@ -136,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(256)
     }
     const u32 c = (blockIdx.x - teams) * 8 + threadIdx.x / 32;
     if (c >= channels) return;
-#pragma unroll 8
+#pragma unroll PARTS
     for (u32 k = threadIdx.x % 32; k < images * splits; k += 32) {
         const u32 image = k / splits;
         const ACC* from = part + ((i64)image * 2 * channels + c) * splits + k % splits;

@@ -144,4 +144,6 @@ class TurnedFma(_Turned):
         """The reason why this kernel cannot serve `problem`, or None if it can."""
         if problem.batch or not problem.trans_b or problem.dtype != "float32":
             return "single products in float32 of a b to transpose"
+        if problem.n % 4:  # rows of the transpose would end in elements that nobody wrote
+            return f"16 bytes of b's rows are read at once: n={problem.n}"
         return self._refusal(problem, hw)
