@@ -62,61 +62,38 @@ _NODE = """
 """The body where the graph had that node: of huge numbers onnxruntime's own variance is another."""
 
 _GRAD = """
-    first = Constant <value_ints: ints = [0]> ()
-    rest = Constant <value_ints: ints = [-1]> ()
-    count = Constant <value_int: int = @num_groups> ()
-    groups = Unsqueeze (count, first)
+    first = [0]
+    rest = [-1]
+    groups = Unsqueeze (Constant <value_int: int = @num_groups> (), first)
     by_group = Concat <axis: int = 0> (first, groups, rest)
-    by_channel = Constant <value_ints: ints = [0, 0, -1]> ()
-    column = Constant <value_ints: ints = [-1, 1]> ()
-    last = Constant <value_ints: ints = [2]> ()
-    others = Constant <value_ints: ints = [0, 2]> ()
+    by_channel = [0, 0, -1]
+    column = [-1, 1]
+    last = [2]
+    others = [0, 2]
     x_shape = Shape (x)
     scale_shape = Shape (scale)
     xs = Cast <to: int = @stash_type> (x)
     xg = Reshape (xs, by_group)
-    mean = ReduceMean <keepdims: int = 1> (xg, last)
-    xm = Sub (xg, mean)
-    squares = Mul (xm, xm)
-    variance = ReduceMean <keepdims: int = 1> (squares, last)
-    eps_f = Constant <value_float: float = @epsilon> ()
-    eps = CastLike (eps_f, xs)
-    padded = Add (variance, eps)
-    std = Sqrt (padded)
-    xhg = Div (xm, std)
-    xhx = Reshape (xhg, x_shape)
-    xh = Reshape (xhx, by_channel)
-    dy3 = Reshape (dy, by_channel)
-    dys = CastLike (dy3, xs)
-    scale2 = Reshape (scale, column)
-    scales = CastLike (scale2, xs)
-    bias2 = Reshape (bias, column)
-    biases = CastLike (bias2, xs)
-    scaled = Mul (xh, scales)
-    z = Add (scaled, biases)
+    xm = xg - ReduceMean <keepdims: int = 1> (xg, last)
+    eps = CastLike (Constant <value_float: float = @epsilon> (), xs)
+    std = Sqrt (ReduceMean <keepdims: int = 1> (xm * xm, last) + eps)
+    xhg = xm / std
+    xh = Reshape (Reshape (xhg, x_shape), by_channel)
+    dys = CastLike (Reshape (dy, by_channel), xs)
+    scales = CastLike (Reshape (scale, column), xs)
+    z = xh * scales + CastLike (Reshape (bias, column), xs)
     {slope}
-    dz = Mul (dys, d)
-    dzxh = Mul (dz, xh)
-    ps = ReduceSum <keepdims: int = 0> (dzxh, others)
-    ps2 = Reshape (ps, scale_shape)
-    dscale = CastLike (ps2, scale)
+    dz = dys * d
+    ps = ReduceSum <keepdims: int = 0> (dz * xh, others)
+    dscale = CastLike (Reshape (ps, scale_shape), scale)
     bs = ReduceSum <keepdims: int = 0> (dz, others)
-    bs2 = Reshape (bs, scale_shape)
-    dbias = CastLike (bs2, scale)
-    g3 = Mul (dz, scales)
-    gx = Reshape (g3, x_shape)
-    dxh = Reshape (gx, by_group)
+    dbias = CastLike (Reshape (bs, scale_shape), scale)
+    dxh = Reshape (Reshape (dz * scales, x_shape), by_group)
     m1 = ReduceMean <keepdims: int = 1> (dxh, last)
-    dxhx = Mul (dxh, xhg)
-    m2 = ReduceMean <keepdims: int = 1> (dxhx, last)
-    d0 = Sub (dxh, m1)
-    xhm = Mul (xhg, m2)
-    d1 = Sub (d0, xhm)
-    d2 = Div (d1, std)
-    d3 = Reshape (d2, x_shape)
-    dx = CastLike (d3, x)
+    m2 = ReduceMean <keepdims: int = 1> (dxh * xhg, last)
+    dx = CastLike (Reshape ((dxh - m1 - xhg * m2) / std, x_shape), x)
 """
-_WITHOUT = "one_f = Constant <value_float: float = 1.0> ()\n d = CastLike (one_f, z)\n"
+_WITHOUT = "d = CastLike (Constant <value_float: float = 1.0> (), z)\n"
 
 
 def _grad(op: Any, node: ir.Node, dys: Values) -> Values:
