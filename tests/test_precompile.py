@@ -210,6 +210,19 @@ def test_the_collector_is_as_before_once_all_blocks_have_ended(on: bool) -> None
         gc.enable()
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a process that forks")
+def test_the_collector_of_a_forked_child_is_on() -> None:
+    """Also where the parent had paused it, and where the child leaves the parent's block."""
+    with collector.paused():
+        child = os.fork()
+        on = gc.isenabled()
+    if not child:
+        os._exit(0 if on and gc.isenabled() else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert not on
+    assert gc.isenabled()
+
+
 @pytest.mark.parametrize(
     "damage", ["guards", "program", "length", "empty", "cut", "weights", "no weights"]
 )

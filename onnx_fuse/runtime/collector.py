@@ -29,6 +29,8 @@ class _State:
 
 def _forget() -> None:
     """A forked child has none of its parent's other threads, which may have been in blocks."""
+    if _State.blocks and _State.was:
+        gc.enable()
     _State.lock, _State.blocks = threading.RLock(), 0
 
 
@@ -60,7 +62,7 @@ def paused() -> Iterator[None]:
         if generation >= 0 and _State.was:
             gc.collect(generation)  # what that frees may wait for locks of other blocks
         with _State.lock:
-            _State.blocks -= 1
+            _State.blocks = max(0, _State.blocks - 1)  # a fork within the block has forgotten it
             if not _State.blocks:
                 if _State.was:
                     _settle()
