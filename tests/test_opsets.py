@@ -162,6 +162,7 @@ ROWS: list[tuple[int, str, str]] = [
     (18, "(double[2,3] x) => (double[2,3] y)", "z = Softplus (x)  y = Mish (z)"),
     (18, "(double[2,3] x) => (double[2,3] y)", "z = Softsign (x)  y = ThresholdedRelu (z)"),
     (18, "(int32[2,3] x, int32[3] p) => (int32[2,3] y)", "y = PRelu (x, p)"),
+    (18, "(int64[2,3] x) => (int64[2,3] y)", "y = Relu (x)"),
     (
         9,
         "(float[4,3] x, int64[2,3] i, float[2,3] u) => (float[4,3] y)",

@@ -295,7 +295,7 @@ def _batch_norm(node: ir.Node) -> bool:
 
 @_rule(9, "BatchNormalization")  # spatial=1 is the older operator's default
 @_rule(19, "LeakyRelu", "PRelu", "Elu", "HardSigmoid", "HardSwish", "Mish", "Selu", "Softplus")
-@_rule(19, "Softsign", "ThresholdedRelu")
+@_rule(19, "Softsign", "ThresholdedRelu", "Relu")
 def _means_the_same(node: ir.Node) -> bool:
     """The older operator computes the same; only on the way up it is written otherwise."""
     return True

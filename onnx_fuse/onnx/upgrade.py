@@ -355,6 +355,15 @@ def _slope_of_other_types(node: ir.Node, op: Any) -> list[ir.Value] | None:
 _KERNEL_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
+@_rule(19, "Relu")
+def _relu_of_int64(node: ir.Node, op: Any) -> list[ir.Value] | None:
+    """Write the operator out for int64, which onnxruntime (1.32) runs up to opset 18 alone."""
+    x = node.inputs[0]
+    if x is None or x.dtype != ir.DataType.INT64:
+        return None
+    return [op.Max(x, op.constant(np.zeros((), np.int64)))]
+
+
 @_rule(19, "Elu", "HardSigmoid", "HardSwish", "Mish", "Selu", "Softplus", "Softsign")
 @_rule(19, "ThresholdedRelu")
 def _activation_of_float64(node: ir.Node, op: Any) -> list[ir.Value] | None:
