@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from math import ceil
 from typing import NamedTuple
 
@@ -46,17 +47,18 @@ def _transpose(name: str, rows: int, columns: int, step: int) -> Copy:
     return Copy(name, ceil(4 * rows * pitch / 256) * 256, launch)
 
 
-class _Turned(AroundProduct):
+class _Turned(AroundProduct, ABC):
     """The product of another candidate, for which operands are transposed into the workspace."""
 
     inner: Tf32 | Fma
 
+    @abstractmethod
     def _gemm(self, problem: Problem) -> Problem:
-        raise NotImplementedError
+        """The product of operands that lie as `inner` reads them."""
 
+    @abstractmethod
     def _copies(self, problem: Problem) -> list[Copy]:
         """What is transposed first."""
-        raise NotImplementedError
 
     def _own_bytes(self, problem: Problem) -> int:
         """The bytes of the transposed operands."""
