@@ -15,7 +15,7 @@ from onnx_fuse import config, kernels
 from onnx_fuse.cuda.source import source_root, source_text
 from onnx_fuse.errors import UsageError
 from onnx_fuse.kernels import CALLS_EARLY, MODULES, candidates, select, site, tuning
-from onnx_fuse.kernels.costs import pays, seconds
+from onnx_fuse.kernels.costs import pays, seconds, total
 from onnx_fuse.kernels.gemm_sm90 import STREAM
 from onnx_fuse.kernels.rule_based import RuleBased
 from onnx_fuse.lower import walk
@@ -126,6 +126,20 @@ def test_a_tuning_record_sets_the_configuration(
     assert after.why == "tuning record"
     main = next(x for x in after.launch(problem, H200) if macro in dict(x.defines))
     assert dict(main.defines)[macro] == value
+
+
+def test_a_timing_is_not_compared_with_a_guess(tmp_path: Any, monkeypatch: Any) -> None:
+    """A record of one of two ways, ten times its prediction, does not decide for both."""
+    monkeypatch.setenv(config.CACHE_DIR.name, str(tmp_path))
+    plain = Problem.of("Gemm", m=640, n=320, k=192, dtype="float16")
+    ways = (plain, plain.replace(bias=True))
+    before = [total((way,), H200) for way in ways]
+    choice = select("Gemm", plain, H200)
+    assert choice is not None
+    record = tuning.record(plain, choice.kernel, choice.config, 1e7 * choice.seconds, H200)
+    tuning.save([("Gemm", plain, record)], H200, tmp_path / "tuning", candidates)
+    assert seconds(plain, H200) == pytest.approx(10 * choice.seconds, rel=1e-2)
+    assert [total((way,), H200) for way in ways] == before
 
 
 def test_an_epsilon_does_not_part_tuning_records() -> None:

@@ -97,8 +97,8 @@ class Calls:
         )
 
     def seconds(self, problem: AnyProblem) -> float:
-        """Seconds of the kernel that would be chosen; infinity where there is none."""
-        return seconds(problem, self.hw, self.prefs)
+        """Seconds of the kernel that the models choose; infinity where there is none."""
+        return seconds(problem, self.hw, self.prefs, records=False)
 
     def pays(self, before: Iterable[AnyProblem], after: Iterable[AnyProblem]) -> bool:
         """Whether the problems after a rewrite cost less than those before it."""
