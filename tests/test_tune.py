@@ -113,6 +113,16 @@ def test_the_fastest_that_agrees_is_kept_and_selected(played: Path) -> None:
     assert found.before != f"{found.kernel} {found.config}"
 
 
+@pytest.mark.parametrize(("faster", "replaced"), [(0.005, False), (0.02, True)])
+def test_what_is_hardly_faster_replaces_nothing(
+    faster: float, replaced: bool, played: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune, "medians", lambda runs: [1.0, *(1 - faster for _ in runs[1:])])
+    calls = tune.calls_of(alone.program_of("LayerNormGemm", SHAPE, "bf16", H200))
+    (found,) = tune.tune(calls, H200)
+    assert (found.before != f"{found.kernel} {found.config}") == replaced
+
+
 def test_records_go_where_they_are_asked_to(played: Path) -> None:
     calls = tune.calls_of(alone.program_of("Gemm", SHAPE, "fp16", H200))
     (found,) = tune.tune(calls, H200, folder=played / "mine")
