@@ -347,7 +347,9 @@ def test_every_attention_configuration_compiles_without_spills():
     for problem in problems:
         hopper = sdpa.Wgmma() if problem.op == "Sdpa" else sdpa_grad_sm90.WgmmaGrad()
         alone = problem.mask2 or (hopper.supports(problem, H200) or "")[:9] == "a softcap"
-        for kernel in (sdpa.Mma(), *(() if alone else (hopper,))):
+        few = problem.op == "Sdpa" and problem.k == 64 and not problem.mask2
+        more = ((sdpa.Direct(),) if few else ()) + (() if alone else (hopper,))
+        for kernel in (sdpa.Mma(), *more):
             assert kernel.supports(problem, H200) is None
             for config in kernel.configs(problem, H200):
                 for call in kernel.launch(problem, config, H200):
@@ -380,6 +382,44 @@ def test_attention_takes_the_hopper_kernel_where_it_was_faster():
                 attention(op, width, "float16"), batch=(batch, 12), m=tokens, n=tokens
             )
             assert select(op, problem, H200).kernel.name == "wgmma"
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"k": 32, "dv": 32}, "not of 64"),
+        ({"dtype": "float32"}, "16-bit"),
+        ({"m": 16}, "few queries"),
+        ({"n": 257}, "257 keys"),
+        ({"mask": (8, 8, 8, 1), "mask2": (8, 8, 8, 1)}, "two masks"),
+        ({"k_strides": (512, 512, 1 << 31)}, "31 bits"),
+    ],
+)
+def test_attention_of_few_keys_says_why_not(more, reason):
+    problem, kernel = attention("Sdpa", 64, "float16"), sdpa.Direct()
+    assert kernel.supports(problem, H200) is None
+    assert reason in str(kernel.supports(replace(problem, **more), H200))
+    assert "sm_90 alone" in str(kernel.supports(problem, CHIPS["A100"]))
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "chosen"),
+    [
+        (1, 64, "tiles=1"),
+        (2, 64, ""),
+        (1, 128, ""),
+        (1, 200, "tiles=2"),
+        (1, 256, "tiles=2"),
+        (2, 128, ""),
+        (2, 256, ""),
+        (4, 128, ""),
+    ],
+)
+def test_attention_of_few_keys_takes_what_was_fastest(batch, tokens, chosen):
+    problem = attention("Sdpa", 64, "float16", mask=(0, 0, 0, 1))
+    choice = select("Sdpa", replace(problem, batch=(batch, 12), m=tokens, n=tokens), H200)
+    assert (choice.kernel.name == "direct") == bool(chosen)
+    assert chosen in str(choice.config)
 
 
 def test_the_gradient_of_attention_by_tma_says_why_not():

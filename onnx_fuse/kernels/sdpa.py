@@ -19,6 +19,7 @@ from onnx_fuse.program.problem import (
     TensorMap,
 )
 from onnx_fuse.program.products import Attention, AttentionGrad
+from onnx_fuse.program.size import upper_bound
 
 ROWS, TILE = 64, 32  # of simt.cu
 
@@ -496,8 +497,70 @@ class OneQuery(Unconditional):
         return (Launch(self.source, "sdpa_one_query", grid, block, args, macros, cluster=cluster),)
 
 
+class Direct(Unconditional):
+    """sdpa/direct_sm80.cu: the forward of few keys in 16-bit floats, nothing staged."""
+
+    name, source = "direct", "sdpa/direct_sm80.cu"
+    KEYS = 256
+    """The most keys: a warp holds two steps of 16 in registers, and rescales for two more."""
+
+    def supports(self, problem: Attention, hw: Hardware) -> str | None:
+        p = problem
+        if hw.cc != 90:
+            return "it was measured on sm_90 alone"
+        if reason := half_refusal(p, hw):
+            return reason
+        if (p.k, p.dv) != (64, 64):
+            return f"heads of {p.k} and {p.dv} numbers, not of 64"
+        if p.mask2:
+            return "two masks: it takes one"
+        if upper_bound(p.m) <= FEW:
+            return "few queries leave its warps empty, and may have keys of any number"
+        if upper_bound(p.n) > self.KEYS:
+            return f"{p.n} keys (at most {self.KEYS})"
+        steps = [p.layout(name)[1][2] for name in "qkv"] + list(p.mask[3:])
+        if any(step >= 1 << 30 for step in steps):
+            return f"strides of {steps}: they are 31 bits"
+        return None
+
+    def configs(self, problem: Attention, hw: Hardware) -> Sequence[Config]:
+        """Tiles of 16 queries a block, and the warps that share a tile's keys."""
+        return [Config.of(tiles=tiles, sharers=4) for tiles in (1, 2)]
+
+    def cost(self, problem: Attention, config: Config, hw: Hardware) -> float:
+        """What gives each shape of BERT-base on an H200 its fastest kernel (docs/kernel-notes.md).
+
+        One tile a block where all keys are one step of its warps, two where they are many.
+        """
+        p, tiles = problem, config.integer("tiles")
+        share = p.batches * -(-p.m // (16 * tiles)) / hw.sm_count
+        if tiles == 1:
+            more = 0.0 if p.n <= 64 else 0.6e-6 + 15e-9 * (p.n - 64)
+            seconds = 0.2e-6 + 0.55e-6 * share + more
+        else:
+            seconds = 0.95e-6 + 0.2e-6 * share + 4e-9 * max(0, p.n - 128)
+        return hw.launch_seconds + seconds + (1e-6 * share if share > 1 else 0.0)
+
+    def workspace(self, problem: Attention, config: Config, hw: Hardware) -> int:
+        return 0
+
+    def launch(self, problem: Attention, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        p, (batch, heads) = problem, problem.batch
+        tiles, sharers = config.integer("tiles"), config.integer("sharers")
+        how = {
+            "TILES": tiles, "SHARERS": sharers, "CHUNKS": -(-upper_bound(p.n) // (16 * sharers)),
+            "MASK": MMA.mask(p), "MASK_PIECES": MMA.macros(p, Config())["MASK_PIECES"],
+            "GROUPED": p.group > 1,
+        }  # fmt: skip
+        macros = defines(**{**common_macros(p), **how})
+        args = (*_operands(p), Ptr("y"), Ptr("lse"), *_strides(p, "y"))
+        grid = (-(-p.m // (16 * tiles)), heads, batch)
+        block = (32 * sharers * tiles, 1, 1)
+        return (Launch(self.source, "sdpa_direct", grid, block, args, macros),)
+
+
 MMA, SIMT = Mma(), Simt()
-KERNELS = {"Sdpa": (Wgmma(), OneQuery(), MMA, SIMT)}
+KERNELS = {"Sdpa": (Wgmma(), OneQuery(), Direct(), MMA, SIMT)}
 
 
 # ---- lowering ---------------------------------------------------------------------------------
