@@ -527,6 +527,10 @@ def _attention(p: Attention, read: dict[str, np.ndarray]) -> dict[str, np.ndarra
                 z = z + mask
         if p.causal:
             z = np.where(np.tri(*z.shape[2:], dtype=bool), z, -np.inf)
+        if p.window:
+            ahead = np.arange(z.shape[3]) - np.arange(z.shape[2])[:, None]
+            left, right = (np.inf if n < 0 else n for n in p.window)
+            z = np.where((ahead >= -left) & (ahead <= right), z, -np.inf)
         e = np.exp(z - z.max(-1, keepdims=True))
         w = e / e.sum(-1, keepdims=True)
         top = z.max(-1)
