@@ -127,6 +127,31 @@ ONES = f"{SQUARE} ones = ConstantOfShape <value = float[1] {{1}}> (both)"
 FROM = (
     f"{SQUARE} back = Constant <value = int64 {{-3}}> () zero = Constant <value = int64 {{0}}> ()"
 )
+# as transformers exports open sizes: a text begins where positions do not go on by one, and
+# positions are gathered by the numbers of texts and rows
+TEXTS = f"""{POSITIONS} batch = Shape <start = 0, end = 1> (q)
+    sizes = Concat <axis = 0> (batch, size) {FOUR}
+    places = Expand (keys, sizes) last = Constant <value_ints = [-1]> ()
+    start = Slice (places, none, first, first) before = Sub (start, by)
+    line = Concat <axis = -1> (before, places) end = Constant <value_ints = [9999]> ()
+    later = Slice (line, first, end, first) sooner = Slice (line, none, last, first)
+    step = Sub (later, sooner) goes_on = Equal (step, by) jumps = Not (goes_on)
+    numbers = Cast <to = 7> (jumps) text = CumSum (numbers, by)
+    every = Squeeze (batch, none) texts = Range (from, every, by)
+    three = Constant <value_ints = [1, 2, 3]> () two = Constant <value_ints = [0, 1, 3]> ()
+    front = Constant <value_ints = [0, 1, 2]> () texts4 = Unsqueeze (texts, three)
+    rows4 = Unsqueeze (at, two) columns4 = Unsqueeze (at, front)
+    row_sizes = Concat <axis = 0> (batch, first, size, first)
+    column_sizes = Concat <axis = 0> (batch, first, first, size)
+    texts_a = Expand (texts4, row_sizes) rows_a = Expand (rows4, row_sizes)
+    texts_b = Expand (texts4, column_sizes) columns_b = Expand (columns4, column_sizes)
+    ta = Unsqueeze (texts_a, last) ra = Unsqueeze (rows_a, last)
+    tb = Unsqueeze (texts_b, last) cb = Unsqueeze (columns_b, last)
+    ia = Concat <axis = -1> (ta, ra) ib = Concat <axis = -1> (tb, cb)
+    text_a = GatherND (text, ia) text_b = GatherND (text, ib) one_text = Equal (text_a, text_b)
+    qa = GatherND (places, ia) kb = GatherND (places, ib) begin = Sub (qa, four)
+    near = Greater (kb, begin) seen = LessOrEqual (kb, qa) inside = And (near, seen)
+    keep = And (one_text, inside)"""
 # name: what makes the mask, what the logits are, (left, right), whether the mask is read besides
 WINDOWS = {
     "near and not late": (f"""{NEAR} seen = LessOrEqual (keys, queries) keep = And (near, seen)""",
@@ -155,6 +180,11 @@ WINDOWS = {
     "less than a distance": (f"""{POSITIONS} apart = Sub (keys, queries) distance = Abs (apart)
         two = Constant <value = int64 {{2}}> () near = Greater (two, distance)""",
         f"low = {LOW} z = Where (near, s, low)", (1, 1), False),
+    "of texts by their positions": (TEXTS, KEPT, (3, 0), False),
+    "from no index below zero": (f"""{NEAR} seen = LessOrEqual (keys, queries)
+        there = GreaterOrEqual (queries, from) inside = And (near, seen)
+        keep = And (inside, there)""",
+        KEPT, (3, 0), False),
     "not early": (NEAR, f"low = {LOW} z = Where (near, s, low)", (3, -1), False),
     "one key ahead": (f"""{ONES} by = Constant <value = int64 {{1}}> ()
         lower = Trilu <upper = 0> (ones, by) keep = Cast <to = 9> (lower)""", KEPT, (-1, 1), False),
@@ -175,6 +205,10 @@ NO_WINDOWS = {  # name: what makes the mask, what the logits are
         seen = And (inside, some) mask = Where (seen, nil, low)""", ADDED),
     "outside of a band": (f"""{NEAR} seen = LessOrEqual (keys, queries) inside = And (near, seen)
         keep = Not (inside)""", KEPT),
+    "of texts that begin anew": (TEXTS.replace("(line, first, end", "(line, none, last"),
+        KEPT),
+    "squares of positions": (f"""{NEAR} square = Mul (queries, queries) product = Mul (keys, keys)
+        seen = LessOrEqual (product, square) keep = And (near, seen)""", KEPT),
     "every second key": (BUFFER.replace("triangle", "stripes") + " keep = Cast <to = 9> (seen)",
         KEPT),
 }  # fmt: skip
@@ -193,7 +227,8 @@ def model_of(mask: str, logits: str, keys: str = "S") -> ir.Model:
         text_model(f"""{head} agraph (float[B,H,S,8] q, float[B,H,{keys},8] k,
         float[B,H,{keys},8] v, float[B,1,1,{keys}] padding) => (float[B,H,S,8] y)
         <float[1,1,32,32] triangle = {{{TRIANGLE}}}, float[1,1,32,32] band = {{{BAND}}},
-        float[1,1,32,32] stripes = {{{STRIPES}}}> {{
+        float[1,1,32,32] stripes = {{{STRIPES}}}, int64[B,S] later, int64[B,S] sooner,
+        int64[B,1] start> {{
         {mask}
         kt = Transpose <perm = [0, 1, 3, 2]> (k)
         s = MatMul (q, kt)

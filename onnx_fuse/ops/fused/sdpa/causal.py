@@ -148,8 +148,12 @@ def _form(value: ir.Value | None, depth: int) -> _Form | None:
         return _range(node)
     if node.op_type == "Trilu":
         return _triangle(node, depth)
-    if node.op_type in ("ConstantOfShape", "Expand"):
+    if node.op_type in ("ConstantOfShape", "Expand", "CumSum"):
         return _filled(node, depth)
+    if node.op_type == "GatherND":
+        return _gathered(node, depth)
+    if node.op_type == "Concat":
+        return _continued(node, depth)
     if node.op_type in _VIEWS:
         form = _form(node.inputs[0], depth - 1)
         return None if form is None else _VIEWS[node.op_type](node, form)
@@ -238,17 +242,70 @@ def _source(node: ir.Node, axis: int, made: object) -> object:
 
 
 def _filled(node: ir.Node, depth: int) -> _Form | None:
-    """The form of a tensor that is one number everywhere."""
-    out, axes = node.outputs[0], rank(node.outputs[0])
-    if node.op_type == "Expand":
-        form = _form(node.inputs[0], depth - 1)
-        number = None if form is None else form.number
-    else:
+    """The form of a tensor that is one number everywhere, or of positions along further axes."""
+    axes = rank(node.outputs[0])
+    if node.op_type == "ConstantOfShape":
         fill = node.attributes.get("value")
-        number = 0.0 if fill is None else float(fill.value.numpy().reshape(-1)[0])
-    if number is None or axes is None:
+        form = _Form(0.0 if fill is None else float(fill.value.numpy().reshape(-1)[0]))
+    else:
+        given = _form(node.inputs[0], depth - 1)
+        if given is None or (node.op_type == "CumSum" and given.number != 0):
+            return None
+        form = given
+    if axes is None:
         return None
-    return _Form(number, sizes={a: _source(node, a, (out, a)) for a in range(-axes, 0)})
+    sizes = _sizes(node, axes)
+    if form.number is None and any(sizes[axis] != source for axis, source in form.sizes.items()):
+        return None
+    return replace(form, sizes=sizes)
+
+
+def _sizes(node: ir.Node, axes: int) -> dict[int, object]:
+    """Where the sizes of a result of so many axes come from; without those that are 1."""
+    found = {axis: _source(node, axis, (node.outputs[0], axis)) for axis in range(-axes, 0)}
+    return {axis: source for axis, source in found.items() if source != 1}
+
+
+def _gathered(node: ir.Node, depth: int) -> _Form | None:
+    """Elements of what is one number, or positions along its last axis, by positions."""
+    form, axes = _form(node.inputs[0], depth - 1), rank(node.outputs[0])
+    if form is None or axes is None or form.choice is not None or form.absolute:
+        return None
+    if form.number is not None:
+        return _Form(form.number, sizes=_sizes(node, axes))
+    indices = None if node.inputs[1] is None else node.inputs[1].producer()
+    if indices is None or indices.op_type != "Concat" or attribute(node, "batch_dims", 0):
+        return None
+    if len(indices.inputs) != rank(node.inputs[0]) or dict(form.factors).keys() != {-1}:
+        return None
+    if attribute(indices, "axis", 0) not in (-1, axes) or dim(indices.inputs[-1], -1) != 1:
+        return None
+    at = _form(indices.inputs[-1], depth - 1)
+    if at is None or at.number is not None or at.choice is not None or at.absolute:
+        return None
+    if at.offset < 0 or any(axis == -1 or factor < 0 for axis, factor in at.factors):
+        return None  # which counts from the end
+    ((_, factor),) = form.factors
+    factors = tuple((axis + 1, factor * step) for axis, step in at.factors)
+    return _Form(None, factors, form.offset + factor * at.offset, sizes=_sizes(node, axes))
+
+
+def _continued(node: ir.Node, depth: int) -> _Form | None:
+    """Positions behind one number that continues them backwards."""
+    if attribute(node, "axis", 0) not in (-1, (rank(node.outputs[0]) or 0) - 1):
+        return None
+    if len(node.inputs) != 2 or node.inputs[0] is None or dim(node.inputs[0], -1) != 1:
+        return None
+    first, rest = (_form(value, depth - 1) for value in node.inputs)
+    if first is None or rest is None or rest.number is not None or rest.choice is not None:
+        return None
+    if rest.absolute or len(rest.factors) != 1 or rest.factors[0][0] != -1:
+        return None
+    offset = rest.offset - rest.factors[0][1]
+    if first.number != offset:
+        return None
+    source = _source(node, -1, (node.outputs[0], -1))
+    return replace(rest, offset=offset, sizes={**rest.sizes, -1: source})
 
 
 def _triangle(node: ir.Node, depth: int) -> _Form | None:
@@ -312,20 +369,28 @@ def _reshape(node: ir.Node, form: _Form) -> _Form | None:
 
 
 def _slice(node: ir.Node, form: _Form) -> _Form | None:
-    """The form of a Slice that takes every element from the first one on."""
+    """The form of a Slice that takes every element from one on, or that one alone."""
     starts, size = constant_ints(node.inputs[1]), rank(node.inputs[0])
-    steps = constant_ints(node.inputs[4]) if len(node.inputs) > 4 else [1]
+    steps = constant_ints(node.inputs[4]) if len(node.inputs) > 4 else None
     given = node.inputs[3] if len(node.inputs) > 3 else None
     axes = constant_ints(given) if given is not None else list(range(len(starts or ())))
-    if starts is None or axes is None or size is None or steps is None:
+    if starts is None or axes is None or size is None or any(start < 0 for start in starts):
         return None
-    if any(starts) or any(step != 1 for step in steps):
+    if any(step != 1 for step in steps or [1]):
         return None
-    sizes = {**form.sizes}
-    for axis in (axis % size - size for axis in axes):
-        if axis in sizes:
+    sizes, factors, offset = {**form.sizes}, dict(form.factors), form.offset
+    for axis, start in zip((axis % size - size for axis in axes), starts, strict=True):
+        if start and form.choice is not None:
+            return None
+        offset += start * factors.get(axis, 0)
+        if dim(node.outputs[0], axis) == 1 and form.choice is None:
+            factors.pop(axis, None)
+            sizes.pop(axis, None)
+        elif axis in sizes:
             sizes[axis] = _source(node, axis, (node.inputs[2], axis, sizes[axis]))
-    return replace(form, sizes=sizes)
+    if form.number is None and not factors:
+        return _Form(float(offset), sizes=sizes)
+    return replace(form, factors=tuple(sorted(factors.items())), offset=offset, sizes=sizes)
 
 
 def _cast(node: ir.Node, form: _Form) -> _Form | None:
@@ -436,17 +501,30 @@ def _of_positions(op_type: str, a: _Form, b: _Form, sizes: dict[int, object]) ->
             factors[axis] = factors.get(axis, 0) + sign * factor
         left, right = (f.offset if f.number is None else int(f.number) for f in (a, b))
         kept = tuple(sorted((axis, factor) for axis, factor in factors.items() if factor))
-        return _Form(None, kept, left + sign * right, sizes=sizes)
+        total = left + sign * right
+        return _Form(None if kept else float(total), kept, total if kept else 0, sizes=sizes)
 
     if op_type in ("Add", "Sub"):
         return combined(1 if op_type == "Add" else -1)
     difference = combined(-1)
+    if difference.number is not None and op_type in ("Equal", *_MIRRORED):
+        return _mapped(difference, lambda x: float(_POINTWISE[op_type](x, 0.0)))
     if op_type in ("GreaterOrEqual", "Less"):  # a - b >= 0, or not
-        return replace(difference, choice=(1.0, 0.0) if op_type != "Less" else (0.0, 1.0))
+        return _settled(replace(difference, choice=(1.0, 0.0) if op_type != "Less" else (0.0, 1.0)))
     if op_type in ("Greater", "LessOrEqual"):  # a - b - 1 >= 0, or not
         choice = (1.0, 0.0) if op_type == "Greater" else (0.0, 1.0)
-        return replace(difference, offset=difference.offset - 1, choice=choice)
+        return _settled(replace(difference, offset=difference.offset - 1, choice=choice))
     return None
+
+
+def _settled(form: _Form) -> _Form:
+    """A choice by one sum, or the number that it always is, since no index is below zero."""
+    assert form.choice is not None
+    signs = {factor > 0 for _, factor in form.factors}
+    for sign, number in zip((True, False), form.choice, strict=True):
+        if signs == {sign} and (form.offset >= 0) == sign:
+            return _Form(number, sizes=form.sizes)
+    return form
 
 
 _MIRRORED = {"Less": "Greater", "LessOrEqual": "GreaterOrEqual",
