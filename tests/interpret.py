@@ -22,14 +22,15 @@ from onnx_fuse.cuda.pointwise import LARGEST
 from onnx_fuse.lower.stages import run_loop
 from onnx_fuse.ops.activations import BY_KEY
 from onnx_fuse.program.call import Call, Program, Tensor
+from onnx_fuse.program.epilogue import EXP_COLUMNS
 from onnx_fuse.program.expression import Expression, Row
+from onnx_fuse.program.losses import CrossEntropyChunk, ExpRows, LabelScore
 from onnx_fuse.program.moves import PointwiseMany, PointwiseSums, ScatterND
 from onnx_fuse.program.problem import AnyProblem, Collective, Problem, Product
 from onnx_fuse.program.problems import (
     ChannelNorm,
     Conv,
     ConvWeightGrad,
-    CrossEntropyChunk,
     Float8,
     MergedMoments,
     PartSums,
@@ -240,9 +241,9 @@ def interpret(
                 here = [views.get(name, one[k]) for k, name in enumerate(names)]
                 to = [tensors[f"{len(reads) + k}.{row}"] for k in range(len(writes))]
                 results += _evaluate(call.problem.expression, here, to)
-        elif isinstance(call.problem, CrossEntropyChunk):
+        elif isinstance(call.problem, CrossEntropyChunk | LabelScore | ExpRows):
             read = {name: memory.view(t).copy() for name, t in call.reads}
-            found = cross_entropy_chunk(call.problem, read)
+            found = LOSSES[type(call.problem)](call.problem, read)
             results = [found[name] for name, _ in call.writes]
         elif isinstance(call.problem, SumSquares):
             given = (memory.view(t).astype(np.float64) for _, t in call.reads)
@@ -340,6 +341,40 @@ def cross_entropy_chunk(
     return {"rows": np.stack([loss, weight], 1), "dx": g}
 
 
+def label_score(p: LabelScore, read: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The references of a head's rows."""
+    label = read["target"]
+    counts = (label != p.ignored) & (label >= 0) & (label < p.classes)
+    own = read["w"][np.where(counts, label, 0)].astype(np.float64)
+    score = (read["x"].astype(np.float64) * own).sum(1)
+    score = score + (
+        read["bias"].astype(np.float64)[np.where(counts, label, 0)] if "bias" in read else 0
+    )
+    near = np.where(np.abs(score) < 1e30, score / np.log(2) + 64, 0)
+    return {"to": np.where(counts, near, np.inf)}
+
+
+def exp_rows(p: ExpRows, read: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The losses of rows of exponentials, and what is left of their gradient."""
+    e, label, rows = read["e"].astype(np.float64), read["target"], np.arange(p.rows)
+    counts, total = label != p.ignored, read["part"].astype(np.float64).sum(0)
+    safe = np.where(counts, label, 0)
+    own = e[rows, safe]
+    assert ((own > 2.0**-80) & (total < 2.0**96))[counts].all(), "rows to be made anew"
+    weight = read["weight"].astype(np.float64)[safe] if "weight" in read else np.ones(p.rows)
+    weight, total = np.where(counts, weight, 0), np.where(counts, total, 1)
+    scale, loss = weight / total, weight * np.log(total / np.where(counts, own, 1))
+    e[rows, safe] -= np.where(counts, total, 0)
+    scaled = scale[:, None] * read["x"].astype(np.float64)
+    return {"e": e, "rows": np.stack([loss, weight], 1), "scale": scale, "scaled": scaled,
+            "narrow": scale}  # fmt: skip
+
+
+LOSSES: dict[type[AnyProblem], Callable[..., dict[str, np.ndarray]]] = {
+    CrossEntropyChunk: cross_entropy_chunk, LabelScore: label_score, ExpRows: exp_rows,
+}  # fmt: skip
+
+
 def _sums(p: Reduce, x: np.ndarray) -> np.ndarray:
     """One pass of a sum over 4-byte floats, by chunks; partial sums travel as bytes."""
     assert (p.reducer, p.state) == ("Sum", 4), p
@@ -426,6 +461,7 @@ def _product(p: Problem, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         "static_b",
     }
     known |= {"gate", "rms", "act_alpha", "row_bias", "beta", "layer_scale", "save_z"}
+    known |= {"exp", "row_scale"}
     known |= {"align", "lda", "ldb", "ldy", "b_dtype", "bias_dtype"}
     assert {name for name, v in p.extras.items() if v} <= known, p
     a, b = (
@@ -434,6 +470,7 @@ def _product(p: Problem, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     )
     b = b.reshape(p.n, p.k).T * read["scale_a"] * read["scale_b"] if p.b_dtype else b
     v, out = a @ b.reshape(p.k, p.n), {}
+    v = v * read["row0"][:, None] if p.epilogue.row_scale else v
     if p.op == "LayerNormGemm":
         assert p.folded
         mean, square = a.mean(-1), a.var(-1) * p.k
@@ -465,6 +502,13 @@ def _product(p: Problem, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         if p.epilogue.residual == "norm":
             c = (c - read["row1"].reshape(-1, 1)) * read["row0"].reshape(-1, 1) * read["col0"]
         v = v + c
+    if p.epilogue.exp:
+        v = (
+            np.exp2(v / np.log(2) - read["row0"][:, None])
+            .astype(dtype_of(p.out))
+            .astype(np.float64)
+        )
+        out["part"] = np.add.reduceat(v, np.arange(0, p.n, EXP_COLUMNS), axis=1).T
     if p.epilogue.moments:
         tiles = v.astype(dtype_of(p.out)).astype(np.float64)
         tiles = tiles.reshape(p.m, p.epilogue.moments, -1)
@@ -527,6 +571,10 @@ def _attention(p: Attention, read: dict[str, np.ndarray]) -> dict[str, np.ndarra
                 z = z + mask
         if p.causal:
             z = np.where(np.tri(*z.shape[2:], dtype=bool), z, -np.inf)
+        if p.window:
+            ahead = np.arange(z.shape[3]) - np.arange(z.shape[2])[:, None]
+            left, right = (np.inf if n < 0 else n for n in p.window)
+            z = np.where((ahead >= -left) & (ahead <= right), z, -np.inf)
         e = np.exp(z - z.max(-1, keepdims=True))
         w = e / e.sum(-1, keepdims=True)
         top = z.max(-1)

@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir
+import sdpa_windows
 import window_gradients
 from conv_cases import CHANNELS_FIRST, CHANNELS_LAST
 from onnx import helper
@@ -38,8 +39,7 @@ from onnx_fuse.program.problem import CHIPS, AnyProblem, Hardware, Launch
 
 H200 = CHIPS["H200"]
 F32, F16, BF16, F64 = "float32", "float16", "bfloat16", "float64"
-# Largest |y - truth| as a part of the largest |truth| of the tensor: half an ulp of the type, and
-# what sums in float32 add.
+# Largest |y - truth| over the largest |truth|: half an ulp of the type, and sums in float32
 TOLERANCE = {F64: 1e-11, F32: 6e-6, F16: 1e-3, BF16: 8e-3}
 
 
@@ -583,14 +583,15 @@ def _attention() -> Iterator[Case]:
         ("", (1, 2, 2), (130, 200), (96, 80), None),
         ("", (1, 2, 2), (70, 200), (32, 96), None),
     )
+    sizes = ((2, 4, 9, 8), (2, 2, 13, 8), (2, 2, 13, 16))
     for attrs in ({}, {"is_causal": 1}, {"scale": 0.5}):
-        sizes = ((2, 4, 9, 8), (2, 2, 13, 8), (2, 2, 13, 16))
-        yield Case("Attention", sizes, attrs, 1, F32, opset=23, note=str(attrs))
-        yield Case("Attention", sizes, attrs, 1, F16, opset=23, note=str(attrs))
+        for dtype in (F32, F16):
+            yield Case("Attention", sizes, attrs, 1, dtype, opset=23, note=str(attrs))
     if onnx.defs.onnx_opset_version() >= 25:  # the installed onnx knows windows
         for attrs in ({"left_window_size": 3}, {"left_window_size": 2, "is_causal": 1},
                       {"left_window_size": 1, "right_window_size": 4}):  # fmt: skip
-            yield Case("Attention", sizes, attrs, 1, F32, opset=25, note=str(attrs))
+            for dtype in (F32, F16):
+                yield Case("Attention", sizes, attrs, 1, dtype, opset=25, note=str(attrs))
     rng = np.random.default_rng(7)
     for kind, (b, h, hkv), (s, t), (d, dv), mask in shapes:
         for dtype in (F32, F16, BF16) if d < 256 else (F32,):
@@ -604,6 +605,8 @@ def _attention() -> Iterator[Case]:
                 masks.append(m.astype(dtype_of(dtype)))
             yield from _sdpa(rng, kind, (b, h, hkv), (s, t), (d, dv), dtype, masks)
     yield from _sdpa_steps()
+    for row in sdpa_windows.rows():
+        yield from _sdpa(rng, "Mask", *row)
 
 
 def _sdpa_steps() -> Iterator[Case]:
@@ -658,16 +661,16 @@ def _sdpa_steps() -> Iterator[Case]:
 
 def _sdpa(
     rng: np.random.Generator, kind: str, heads: tuple[int, int, int], sizes: tuple[int, int],
-    widths: tuple[int, int], dtype: str, masks: Sequence[np.ndarray],
+    widths: tuple[int, int], dtype: str, masks: Sequence[np.ndarray], more: Any = (),
 ) -> Iterator[Case]:  # fmt: skip
     """One attention operator and its gradient on the same operands."""
     (b, h, hkv), (s, t), (d, dv) = heads, sizes, widths
     shapes = ((b, h, s, d), (b, hkv, t, d), (b, hkv, t, dv))
     arrays = [rng.standard_normal(n).astype(dtype_of(dtype)) for n in shapes]
-    attrs: dict[str, Any] = {"scale": d**-0.5} | ({"softcap": 1.5} if "Softcap" in kind else {})
+    attrs = {"scale": d**-0.5, **dict(more)} | ({"softcap": 1.5} if "Softcap" in kind else {})
     if kind == "NanGuard":
         arrays[0][0, 0, 5, 3], arrays[2][0, 1, 2, 4] = np.nan, np.inf
-    name = f"{'Grouped' if h != hkv else ''}Sdpa{kind}"
+    name = f"{'Grouped' * (h != hkv)}Sdpa{kind}"
     if h != hkv:
         attrs |= {"q_rows": [0, h, -1, 0], "kv_rows": [0, hkv, -1, 0]}
     given = (*arrays, *masks)

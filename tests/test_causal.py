@@ -13,6 +13,7 @@ from onnx_fuse import autodiff, passes
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.load import load
+from onnx_fuse.passes.precision import in_precision
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.program.products import Attention
 from onnx_fuse.program.size import Trace
@@ -119,8 +120,104 @@ KEPT_AS_THEY_ARE = {
 }  # fmt: skip
 
 
+FOUR = "four = Constant <value = int64 {4}> ()"
+NEAR = f"{POSITIONS} {FOUR} start = Sub (queries, four) near = Greater (keys, start)"
+LATE = f"{POSITIONS} late = Greater (keys, queries) low = {LOW} nil = {NIL}"
+ONES = f"{SQUARE} ones = ConstantOfShape <value = float[1] {{1}}> (both)"
+FROM = (
+    f"{SQUARE} back = Constant <value = int64 {{-3}}> () zero = Constant <value = int64 {{0}}> ()"
+)
+# as transformers exports open sizes: a text begins where positions do not go on by one, and
+# positions are gathered by the numbers of texts and rows
+TEXTS = f"""{POSITIONS} batch = Shape <start = 0, end = 1> (q)
+    sizes = Concat <axis = 0> (batch, size) {FOUR}
+    places = Expand (keys, sizes) last = Constant <value_ints = [-1]> ()
+    start = Slice (places, none, first, first) before = Sub (start, by)
+    line = Concat <axis = -1> (before, places) end = Constant <value_ints = [9999]> ()
+    later = Slice (line, first, end, first) sooner = Slice (line, none, last, first)
+    step = Sub (later, sooner) goes_on = Equal (step, by) jumps = Not (goes_on)
+    numbers = Cast <to = 7> (jumps) text = CumSum (numbers, by)
+    every = Squeeze (batch, none) texts = Range (from, every, by)
+    three = Constant <value_ints = [1, 2, 3]> () two = Constant <value_ints = [0, 1, 3]> ()
+    front = Constant <value_ints = [0, 1, 2]> () texts4 = Unsqueeze (texts, three)
+    rows4 = Unsqueeze (at, two) columns4 = Unsqueeze (at, front)
+    row_sizes = Concat <axis = 0> (batch, first, size, first)
+    column_sizes = Concat <axis = 0> (batch, first, first, size)
+    texts_a = Expand (texts4, row_sizes) rows_a = Expand (rows4, row_sizes)
+    texts_b = Expand (texts4, column_sizes) columns_b = Expand (columns4, column_sizes)
+    ta = Unsqueeze (texts_a, last) ra = Unsqueeze (rows_a, last)
+    tb = Unsqueeze (texts_b, last) cb = Unsqueeze (columns_b, last)
+    ia = Concat <axis = -1> (ta, ra) ib = Concat <axis = -1> (tb, cb)
+    text_a = GatherND (text, ia) text_b = GatherND (text, ib) one_text = Equal (text_a, text_b)
+    qa = GatherND (places, ia) kb = GatherND (places, ib) begin = Sub (qa, four)
+    near = Greater (kb, begin) seen = LessOrEqual (kb, qa) inside = And (near, seen)
+    keep = And (one_text, inside)"""
+# name: what makes the mask, what the logits are, (left, right), whether the mask is read besides
+WINDOWS = {
+    "near and not late": (f"""{NEAR} seen = LessOrEqual (keys, queries) keep = And (near, seen)""",
+        KEPT, (3, 0), False),
+    "of a mask that holds everywhere": (f"""{NEAR}
+        everything = Constant <value = bool {{1}}> ()
+        first_two = And (everything, near) seen = LessOrEqual (keys, queries)
+        both_of = And (first_two, seen) low = {INF} nil = {NIL} mask = Where (both_of, nil, low)""",
+        ADDED, (3, 0), False),
+    "late or early": (f"""{LATE} {FOUR} start = Sub (queries, four)
+        early = LessOrEqual (keys, start) out = Or (late, early) mask = Where (out, low, nil)""",
+        ADDED, (3, 0), False),
+    "one fill after the other": (f"""{LATE} mask0 = Where (late, low, nil)
+        both = Concat <axis = 0> (size, size)
+        yes = Constant <value = float {{1.0}}> () ones = Expand (yes, both)
+        behind = Constant <value = int64 {{-4}}> () lower = Trilu <upper = 0> (ones, behind)
+        early = Cast <to = 9> (lower) mask = Where (early, low, mask0)""", ADDED, (3, 0), False),
+    "two triangles and their logarithm": (f"""{FROM}
+        ones = ConstantOfShape <value = float[1] {{1}}> (both)
+        lower = Trilu <upper = 0> (ones, zero) inside = Trilu <upper = 1> (lower, back)
+        mask = Log (inside)""", ADDED, (3, 0), False),
+    "a distance": (f"""{POSITIONS} apart = Sub (queries, keys) distance = Abs (apart)
+        two = Constant <value = int64 {{2}}> () near = LessOrEqual (distance, two)
+        far = Not (near) low = {LOW} nil = {NIL} mask = Where (far, low, nil)""",
+        ADDED, (2, 2), False),
+    "less than a distance": (f"""{POSITIONS} apart = Sub (keys, queries) distance = Abs (apart)
+        two = Constant <value = int64 {{2}}> () near = Greater (two, distance)""",
+        f"low = {LOW} z = Where (near, s, low)", (1, 1), False),
+    "of texts by their positions": (TEXTS, KEPT, (3, 0), False),
+    "from no index below zero": (f"""{NEAR} seen = LessOrEqual (keys, queries)
+        there = GreaterOrEqual (queries, from) inside = And (near, seen)
+        keep = And (inside, there)""",
+        KEPT, (3, 0), False),
+    "not early": (NEAR, f"low = {LOW} z = Where (near, s, low)", (3, -1), False),
+    "one key ahead": (f"""{ONES} by = Constant <value = int64 {{1}}> ()
+        lower = Trilu <upper = 0> (ones, by) keep = Cast <to = 9> (lower)""", KEPT, (-1, 1), False),
+    "a buffer": (BUFFER.replace("triangle", "band") + " keep = Cast <to = 9> (seen)",
+        KEPT, (3, 0), False),
+    "and padding": (f"""{NEAR} nil = {NIL} low = {INF} some = Greater (padding, nil)
+        before = LessOrEqual (keys, queries) inside = And (before, near)
+        seen = And (inside, some) mask = Where (seen, nil, low)""", ADDED, (3, 0), True),
+}  # fmt: skip
+NO_WINDOWS = {  # name: what makes the mask, what the logits are
+    "itself too early": (f"""{POSITIONS} seen = LessOrEqual (keys, queries)
+        near = Greater (keys, queries) keep = And (near, seen)""", KEPT),
+    "two numbers beyond": (f"""{LATE} mask0 = Where (late, low, nil) {FOUR}
+        start = Sub (queries, four) early = LessOrEqual (keys, start)
+        least = Constant <value = float {{-1e38}}> () mask = Where (early, least, mask0)""", ADDED),
+    "by lowest and padding": (f"""{NEAR} nil = {NIL} low = {LOW} some = Greater (padding, nil)
+        before = LessOrEqual (keys, queries) inside = And (before, near)
+        seen = And (inside, some) mask = Where (seen, nil, low)""", ADDED),
+    "outside of a band": (f"""{NEAR} seen = LessOrEqual (keys, queries) inside = And (near, seen)
+        keep = Not (inside)""", KEPT),
+    "of texts that begin anew": (TEXTS.replace("(line, first, end", "(line, none, last"),
+        KEPT),
+    "squares of positions": (f"""{NEAR} square = Mul (queries, queries) product = Mul (keys, keys)
+        seen = LessOrEqual (product, square) keep = And (near, seen)""", KEPT),
+    "every second key": (BUFFER.replace("triangle", "stripes") + " keep = Cast <to = 9> (seen)",
+        KEPT),
+}  # fmt: skip
+
 SIZES = {"q": (2, 3, 9, 8), "k": (2, 3, 9, 8), "v": (2, 3, 9, 8), "padding": (2, 1, 1, 9)}
 TRIANGLE = ", ".join("1" if j <= i else "0" for i in range(32) for j in range(32))
+
+BAND = ", ".join("1" if 0 <= i - j <= 3 else "0" for i in range(32) for j in range(32))
+STRIPES = ", ".join("1" if (i - j) % 2 == 0 else "0" for i in range(32) for j in range(32))
 
 
 def model_of(mask: str, logits: str, keys: str = "S") -> ir.Model:
@@ -129,7 +226,9 @@ def model_of(mask: str, logits: str, keys: str = "S") -> ir.Model:
     return load(
         text_model(f"""{head} agraph (float[B,H,S,8] q, float[B,H,{keys},8] k,
         float[B,H,{keys},8] v, float[B,1,1,{keys}] padding) => (float[B,H,S,8] y)
-        <float[1,1,32,32] triangle = {{{TRIANGLE}}}> {{
+        <float[1,1,32,32] triangle = {{{TRIANGLE}}}, float[1,1,32,32] band = {{{BAND}}},
+        float[1,1,32,32] stripes = {{{STRIPES}}}, int64[B,S] later, int64[B,S] sooner,
+        int64[B,1] start> {{
         {mask}
         kt = Transpose <perm = [0, 1, 3, 2]> (k)
         s = MatMul (q, kt)
@@ -167,6 +266,48 @@ def test_a_mask_is_dropped_only_where_it_is_proved_causal(name: str) -> None:
     weights = {n: v.const_value.numpy() for n, v in model.graph.initializers.items()}
     got = interpret(lower(model, shapes, CHIPS["H200"]), feeds, weights)["y"]
     np.testing.assert_allclose(got, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", [*WINDOWS, *NO_WINDOWS])
+def test_a_window_is_skipped_only_where_it_is_proved(name: str) -> None:
+    """In float16, whose kernel knows windows; in float32 the mask is read."""
+    mask, logits, window, read = WINDOWS.get(name, (*NO_WINDOWS.get(name, ("", "")), (), True))
+    model = model_of(mask, logits)
+    rng = np.random.default_rng(1)
+    sizes = {n: tuple(16 if size == 9 else size for size in s) for n, s in SIZES.items()}
+    feeds = {n: rng.standard_normal(s).astype(np.float32) for n, s in sizes.items()}
+    feeds["padding"][..., ::3] = 1.0  # each window has a key that is no padding
+    plain = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
+    used = {i.name for i in plain.get_inputs()}
+    feeds = {n: a for n, a in feeds.items() if n in used}
+    (expected,) = plain.run(None, feeds)
+    passes.optimize(model)
+    narrow, _ = in_precision(model, "fp16")
+    shapes = {n: (a.shape, "float32") for n, a in feeds.items()}
+    for one, bound, seen in ((model, 2e-6, ()), (narrow, 4e-3, window)):
+        program = lower(one, shapes, CHIPS["H200"])
+        (problem,) = [c.problem for c in program.calls if isinstance(c.problem, Attention)]
+        assert problem.window == seen
+        assert bool(problem.mask) == (read or seen == ())
+        weights = {n: v.const_value.numpy() for n, v in one.graph.initializers.items()}
+        got = interpret(program, feeds, weights)["y"]
+        np.testing.assert_allclose(got, expected, atol=bound)
+
+
+def test_a_window_over_all_keys_is_causal() -> None:
+    """And one that leaves a query without a key is read as a mask."""
+    mask, logits, _, _ = WINDOWS["near and not late"]
+    model = model_of(mask, logits, keys="T")
+    passes.optimize(model)
+    model, _ = in_precision(model, "fp16")
+    for queries, keys, causal, window in ((4, 4, True, ()), (5, 5, False, (3, 0))):
+        sizes = {
+            "q": (2, 3, queries, 8),
+            "padding": (2, 1, 1, keys),
+            **dict.fromkeys("kv", (2, 3, keys, 8)),
+        }
+        found = attention_of(model, sizes)
+        assert (found.causal, found.window, found.mask) == (causal, window, ())
 
 
 ALL = f"""{LENGTH}

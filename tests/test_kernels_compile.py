@@ -30,7 +30,7 @@ from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.load import read
 from onnx_fuse.program.problem import CHIPS, Config, Hardware, Launch, Problem
 from onnx_fuse.program.problems import Conv, Float8, MergedMoments, Window
-from onnx_fuse.program.products import Attention
+from onnx_fuse.program.products import Attention, AttentionGrad
 from onnx_fuse.runtime import instance
 from onnx_fuse.training import optim
 from onnx_fuse.training.step import training_model
@@ -72,6 +72,9 @@ PROBLEMS = (
     Problem.of("Gemm", m=4096, n=768, k=768, bias=True, residual="norm", moments=4, **BF16),
     Problem.of("LayerNormGemm", m=4096, n=2304, k=768, bias=True, folded=True, parts=4, **BF16),
     Problem.of("Gemm", m=50176, n=512, k=128, trans_b=True, column_moments=True, **BF16),
+    Problem.of("Gemm", m=4096, n=50257, k=768, trans_b=True, ldy=50304, exp=True, **BF16),
+    Problem.of("Gemm", m=4096, n=50257, k=768, ldb=50304, ldy=50304, exp=True, bias=True, **BF16),
+    Problem.of("Gemm", m=4096, n=768, k=50257, lda=50304, row_scale=True, **BF16),
     CONV,
     *(MergedMoments(m, 128) for m in (12544, 50176, 200704)),
     Problem.of("Gemm", m=512, n=768, k=768, dact=True, act="gelu_tanh", **BF16),
@@ -164,6 +167,12 @@ PROBLEMS = (
         q_strides=(1024, 128, 1024),
         k_strides=(2**19, 2**16, 128),
         v_strides=(2**19, 2**16, 128),
+    ),
+    *(
+        kind(512, 512, d, (2, 4), "bfloat16", d, window=(100, 9), mask=mask)
+        for kind in (Attention, AttentionGrad)
+        for d in (64, 128)
+        for mask in ((), (0, 0, 512, 1), (0, 0, 0, 1))
     ),
 )
 LIKELIEST = 3  # configurations of a kernel that every problem compiles, the first by cost

@@ -25,12 +25,15 @@ from lowering import program_of
 
 from onnx_fuse import autodiff, optim, passes
 from onnx_fuse.cuda import nvrtc
-from onnx_fuse.kernels.loss import Chunk
-from onnx_fuse.lower import linear_cross_entropy
+from onnx_fuse.kernels import candidates
+from onnx_fuse.kernels.gemm_sm90 import Wgmma
+from onnx_fuse.kernels.loss import Chunk, Exp, Label
+from onnx_fuse.lower import linear_cross_entropy, walk
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.save import to_proto
+from onnx_fuse.program.losses import CrossEntropyChunk, ExpRows, LabelScore
 from onnx_fuse.program.problem import CHIPS, Config, Problem
-from onnx_fuse.program.problems import CrossEntropyChunk
+from onnx_fuse.runtime.specialize import Specializer
 from onnx_fuse.training.step import training_model
 
 
@@ -47,6 +50,101 @@ def test_chunks_of_rows_make_the_loss_and_its_gradients(
     assert {p.stride for p in problems} == {2112}
     assert not program.fallbacks
     assert_near(interpret(program, feeds, {}), truth(feeds, weight), kind)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_products_take_exponentials_in_place_of_a_pass(
+    head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scores are not rounded before their exp: half the error of the other way."""
+    monkeypatch.setattr(linear_cross_entropy, "CHUNK_BYTES", 256 * 2176 * 4)
+    errors = []
+    for pays in (False, True):
+        monkeypatch.setattr(linear_cross_entropy, "pays", lambda *_, pays=pays: pays)
+        model, feeds = head_model(head, "bfloat16"), head_feeds(head, "bfloat16")
+        program = program_of(model, feeds)
+        kinds = [type(call.problem) for call in program.calls]
+        assert (kinds.count(ExpRows), kinds.count(LabelScore)) == ((2, 1) if pays else (0, 0))
+        assert kinds.count(CrossEntropyChunk) == (0 if pays else 2)
+        assert not program.fallbacks
+        got, want = interpret(program, feeds, {}), truth(feeds, HEADS[head][0])
+        assert_near(got, want, "bfloat16")
+        errors.append(
+            {name: np.linalg.norm(a.astype(np.float64) - want[name]) for name, a in got.items()}
+        )
+    for name in ("x.grad", "w.grad"):
+        assert errors[1][name] < 0.7 * errors[0][name], name
+
+
+GPT2 = Problem.of("Gemm", m=4096, n=50257, k=768, trans_b=True, dtype="bfloat16", ldy=50304)
+
+
+def big_head(dtype: str, biased: bool) -> tuple[ir.Model, dict]:
+    """The loss of a head of GPT-2's size and its gradients, and the types of its weights."""
+    product = "l = Gemm <transB = 1> (x, w, c)" if biased else HEAD
+    bias = f", {dtype}[50257] c" if biased else ""
+    model = gradient_of(
+        f"({dtype}[M, 768] x, {dtype}[50257, 768] w{bias}, int64[M] labels) => (float loss) "
+        f"{{ {product} z = Cast <to = 1> (l) {LOSS} }}",
+        ["x", "w", *(["c"] if biased else [])],
+    )
+    types = {"w": ((50257, 768), dtype), "loss.grad": ((), "float32")}
+    return model, types | ({"c": ((50257,), dtype)} if biased else {})
+
+
+@pytest.mark.parametrize(
+    ("chip", "dtype", "biased", "prefs", "chosen"),
+    [
+        ("H200", "bfloat16", False, {}, ExpRows),
+        ("H200", "bfloat16", False, {"CrossEntropyChunk": "block"}, CrossEntropyChunk),
+        ("H200", "bfloat16", True, {}, ExpRows),
+        ("H200", "float16", False, {}, CrossEntropyChunk),  # exponentials need bfloat16's exponents
+        ("A100", "bfloat16", False, {}, CrossEntropyChunk),
+        ("B200", "bfloat16", False, {}, CrossEntropyChunk),
+    ],
+)
+def test_where_products_take_exponentials(
+    chip: str, dtype: str, biased: bool, prefs: dict[str, str], chosen: type
+) -> None:
+    model, types = big_head(dtype, biased)
+    shapes = types | {"x": ((4096, 768), dtype), "labels": ((4096,), "int64")}
+    program = walk.lower(model, shapes, CHIPS[chip], prefs=prefs)
+    kinds = {type(call.problem) for call in program.calls} & {ExpRows, CrossEntropyChunk}
+    assert kinds == {chosen}
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_another_number_of_rows_keeps_the_program(biased: bool) -> None:
+    model, types = big_head("bfloat16", biased)
+    shapes = [types | {"x": ((m, 768), "bfloat16"), "labels": ((m,), "int64")}
+              for m in (5000, 5011, 4999)]  # fmt: skip
+    specializer = Specializer(model, CHIPS["H200"])
+    made = [specializer.of(each) for each in shapes]
+    assert specializer.traced == 1
+    assert ExpRows in {type(call.problem) for call in made[-1].program.calls}
+    again = Specializer(model, CHIPS["H200"]).of(shapes[-1])
+    assert repr(again.program) == repr(made[-1].program)
+
+
+REFUSED_EXP = [
+    {"n": 50257, "ldy": 0}, {"dtype": "float16"}, {"dtype": "float32"}, {"out_dtype": "float32"},
+    {"batch": (2,)}, {"accumulate": True}, {"save_z": True}, {"act": "gelu"}, {"alpha": 2.0},
+    {"row_scale": True}, {"residual": True}, {"row_bias": True},
+]  # fmt: skip
+
+
+def test_one_candidate_takes_exponentials() -> None:
+    hw = CHIPS["H200"]
+    full = GPT2.replace(exp=True, bias=True)
+    assert [k.name for k in candidates("Gemm") if k.supports(full, hw) is None] == ["wgmma"]
+    assert {how.integers("tile")[1] for how in Wgmma().configs(full, hw)} == {192}
+    assert {how.integer("splits") for how in Wgmma().configs(full, hw)} == {1}
+    for changes in REFUSED_EXP:
+        assert all(kernel.supports(full.replace(**changes), hw) for kernel in candidates("Gemm"))
+    scaled = GPT2.replace(row_scale=True)
+    assert [k.name for k in candidates("Gemm") if k.supports(scaled, hw) is None] == ["wgmma"]
+    for changes in ({"row_bias": True}, {"layernorm": True}, {"residual": "norm"}, {"dx": True}):
+        assert all(kernel.supports(scaled.replace(**changes), hw) for kernel in candidates("Gemm"))
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -186,4 +284,17 @@ def test_its_kernel_compiles_without_spills(chip: str, dtype: str) -> None:
             4096, 50257, 50304, dtype, "int64", smoothing=smoothing, gradient=gradient
         )
         (call,) = Chunk().launch(problem, Config.of(), hw)
+        assert all(r.clean for r in nvrtc.resources(call.source, call.defines, hw.arch).values())
+
+
+@pytest.mark.parametrize("chip", ["H200", "A100", "B200"])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("k", [768, 33])
+def test_rows_of_exponentials_compile_without_spills(chip: str, turned: bool, k: int) -> None:
+    hw, types = CHIPS[chip], ("bfloat16", "int64")
+    ldw = 50304 if turned else k
+    label = LabelScore(16384, k, 50257, k, ldw, *types, turned=turned)
+    rows = ExpRows(4096, k, 50257, 50304, 262, k, ldw, *types, turned=turned, scaled=k > 33)
+    for kernel, problem in ((Label(), label), (Exp(), rows)):
+        (call,) = kernel.launch(problem, Config.of(), hw)
         assert all(r.clean for r in nvrtc.resources(call.source, call.defines, hw.arch).values())

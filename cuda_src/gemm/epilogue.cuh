@@ -1,9 +1,11 @@
 // gemm/epilogue.cuh: what happens to one accumulator between the sum over k and the store.
 // Row vectors r0..r3 [M] TR, column vectors col0, col1 [N], c: the element (m, n) of one more operand.
 //   ALPHA    v = alpha v
+//   ROW_SCALE v = r0 v
 //   EPI_LN   v = rstd (v - mean cs) + cv             r0 = rstd, r1 = mean, col0 = cs, col1 = cv
 //   EPI_BIAS v = v + bias                            col1 = bias, 2: r0 = bias, one number a row
 //   EPI_C    v = v + beta c                          ONNX Gemm's C, before the activation
+//   EPI_EXP  v = exp(v - r0)                         r0 in units of log 2; 0 where r0 is inf
 //   SAVE_Z   z = v                                   the pre-activation; with EPI_DX: (c - mean) rstd
 //   ACT      v = act(v)
 //   EPI_SCALE v = v scale                            col0 = scale, with a bias (of columns)
@@ -58,9 +60,18 @@
 #ifndef GATE
 #define GATE 0
 #endif
+#ifndef ROW_SCALE
+#define ROW_SCALE 0
+#endif
+#ifndef EPI_EXP
+#define EPI_EXP 0
+#endif
 #if EPI_DW == 2
 #define EPI_ROWS 1
 #define EPI_COLS 2
+#elif ROW_SCALE || EPI_EXP
+#define EPI_ROWS 1
+#define EPI_COLS (EPI_SCALE ? 2 : EPI_BIAS == 1 ? 1 : 0)
 #else
 #define EPI_ROWS (EPI_DX ? 4 : EPI_LN || EPI_DW || EPI_RES == 2 ? 2 : EPI_BIAS == 2 ? 1 : 0)
 #define EPI_COLS (EPI_LN || EPI_RES == 2 || EPI_SCALE ? 2 : EPI_BIAS == 1 || EPI_DW ? 1 : 0)
@@ -94,9 +105,11 @@ template <> struct Activate<float> {
 template <class S>
 DEVICE S before_act(S v, const Row& row, S col0, S col1, S c, float alpha, float beta, S& z) {
     if (ALPHA) v *= alpha;
+    if (ROW_SCALE) v *= row.r0;
     if (EPI_LN) v = row.r0 * (v - row.r1 * col0) + col1;
     if (EPI_BIAS) v += EPI_BIAS == 2 ? (S)row.r0 : col1;
     if (EPI_C) v += beta * c;
+    if (EPI_EXP) v = ex2(fmaf((float)v, 1.4426950408889634f, -row.r0));
     if (SAVE_Z && !EPI_DX) z = v;
     return v;
 }

@@ -11,6 +11,7 @@
 // Outputs  : y [M,N] TO; DIRECT 0: 16-bit by TMA, DIRECT 1: any type and N by plain stores.
 //            part [ceil(N / BN), 2, M] f32: EPI_DW's row sums of each tile; EPI_DW 2: [ceil(M / 16), 2, N]. MOMENTS: part [N / BN, M] pairs
 //            of f32, (mean, sum of squared deviations) of y's rows in each tile.
+//            EPI_EXP: y is 0 from column N on, and part [ceil(N / BN), M] f32: sums of y's rows in each tile.
 //            splits > 1: split s writes its partial sums to y + s M N (f32, no epilogue).
 //            COLUMN_MOMENTS: part [ceil(M / 64), N] pairs of f32, the same of y's columns in 64 rows each
 //            (DIRECT 0, BN a multiple of 64).
@@ -699,6 +700,9 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                                 v.y = before_act(v.y, rows[i][h], k0[q][e / 2].y, k1[q][e / 2].y, cc.y, alpha,
                                                  beta, zz.y);
                             }
+#if EPI_EXP
+                            if (t.n + BN > N) v.x = gn < N ? v.x : 0.0f, v.y = gn + 1 < N ? v.y : 0.0f;
+#endif
                             vs[e * 2] = v.x, vs[e * 2 + 1] = v.y;
                             slope[e * 2] = cc.x, slope[e * 2 + 1] = cc.y;
                         }
@@ -769,6 +773,10 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                             packed[e] = pack2<TO>(v.x, v.y);
                             if (PACKED_ACT) packed[e] = gelu_f16x2(packed[e]);
                             if (SAVE_Z && !TWICE) packed_z[e] = pack2<TO>(zz.x, zz.y);
+#endif
+#if EPI_EXP  // of the values as they are stored
+                            v = unpack2<TO>(packed[e]);
+                            of[h].sum += v.x + v.y;
 #endif
 #if MOMENTS  // of the values as they are stored, about the row's first
                             v = unpack2<TO>(packed[e]);
@@ -844,6 +852,14 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                 merge_boxes(boxes + group * 4, me % 128, M - first, N - t.n,
                             (float2*)part + (i64)(first / 64) * N + t.n);
                 bar_sync(7 + group, 128);
+#endif
+#if EPI_EXP
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    float sum = quad_sum(of[h].sum);
+                    int gm = m + h * 8 + lane / 4;
+                    if (lane % 4 == 0 && gm < M) part[(i64)(t.n / BN) * M + gm] = sum;
+                }
 #endif
                 if (MOMENTS) {
 #pragma unroll

@@ -11,13 +11,21 @@
 //            MASK 2: one row, by its strides. One mask at most, which is added or (KEEP) selects.
 // Outputs  : without KEYS, which comes first, dq, and in `rows` of [B, H, padded S] what KEYS makes
 //            probabilities with; then dk, dv. By TMA in any order of memory.
-// Macros   : operands.cuh's; KEYS, WGS, TILE (64), STAGES, BLOCKS (an SM's).
+// Macros   : operands.cuh's; WINDOW (a query sees `left` keys before its own and `right` behind it); KEYS, WGS, TILE (64), STAGES, BLOCKS (an SM's).
 // Launch   : grid (blocks of 64 WGS rows, heads of the owned side, batch), 128 WGS threads.
 // Numerics : f32 accumulate; probabilities and their gradients rounded to T as operands; bits depend on
 //            TILE alone.
 // Bound    : tensor core, with half as many cycles of exp beside it at a head size of 64.
 #include "sdpa/operands.cuh"
 #include "sm90.cuh"
+#ifndef WINDOW
+#define WINDOW 0
+#endif
+#if WINDOW
+#define REACH_ , int left, int right
+#else
+#define REACH_
+#endif
 
 constexpr int KD = (D + 63) / 64, VD = (DV + 63) / 64;  // boxes of 64 columns, 128 bytes a row
 constexpr int BOX = 64 * 128, OWN_BYTES = (KD + VD) * BOX, THREADS = WGS * 128;
@@ -82,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_gradients(
     const __grid_constant__ TensorMap map_out1, const __grid_constant__ TensorMap map_out2,
     const __grid_constant__ TensorMap map_mask, const T* mask, i64 mask_batch, i64 mask_head, i64 mask_column,
     const T* y, i64 y_batch, i64 y_head, i64 y_row, const float* lse, float* rows, int group, int queries, int keys,
-    int padded, float scale, float floor, double fill) {
+    int padded, float scale, float floor, double fill REACH_) {
     extern __shared__ __align__(1024) u8 smem[];
     const u32 base = smem_address(smem), own_full = base + BAR_AT, full = own_full + 8, empty = full + STAGES * 8;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, wg = warp / 4;
@@ -110,8 +118,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_gradients(
     const int block = CAUSAL && !KEYS ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     const int first = block * (WGS * 64), mine = first + wg * 64;
     const int own_head = blockIdx.y, b = blockIdx.z, heads = KEYS ? gridDim.y * group : gridDim.y;
+#if WINDOW  // rows of the other side from `before` ahead of an own row to `behind` it
+    const int before = KEYS ? right : left, beyond = KEYS ? left : right;
+    const int begin = max(0, first - before) / TILE * TILE, end = min(KEYS ? queries : keys, first + WGS * 64 + beyond);
+#else
     const int begin = KEYS && CAUSAL ? first : 0;
     const int end = KEYS ? queries : CAUSAL ? min(keys, first + WGS * 64) : keys;
+#endif
     const int tiles = max(0, (end - begin + TILE - 1) / TILE), steps = KEYS ? tiles * group : tiles;
 
     // KEYS: all tiles of the first head of queries, then of the second
@@ -153,9 +166,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_gradients(
     float own_rows[2][NUMBERS];  // of queries
 
     // Whether no own row of the warpgroup meets one of the tile.
+#if WINDOW
+    auto hidden = [&](int t) {
+        return mine >= (KEYS ? keys : queries) || t + TILE <= mine - before || t > mine + 63 + beyond;
+    };
+#else
     auto hidden = [&](int t) {
         return mine >= (KEYS ? keys : queries) || (CAUSAL && (KEYS ? t + TILE <= mine : t > mine + 63));
     };
+#endif
     auto wait_full = [&](int j) { mbarrier_wait(full + j % STAGES * 8, j / STAGES & 1); };
     // Tile j is read. The one before it is, by all warps or soon: its stage takes the next tile.
     auto release = [&](int j) {
@@ -261,6 +280,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_gradients(
                 }
             }
         }
+#if WINDOW
+        if ((!KEYS && t + TILE > keys) || t < mine + 63 - before || t + TILE > mine + 1 + beyond) {
+#pragma unroll
+            for (int i = 0; i < TILE / 2; i++) {
+                const int mine_ = row + i / 2 % 2 * 8, other = t + i / 4 * 8 + lane % 4 * 2 + i % 2;
+                if ((!KEYS && other >= keys) || other < mine_ - before || other > mine_ + beyond) s[i] = 0;
+            }
+        }
+#else
         if ((!KEYS && t + TILE > keys) || (CAUSAL && (KEYS ? t < mine + 63 : t + TILE > mine + 1))) {
 #pragma unroll
             for (int i = 0; i < TILE / 2; i++) {
@@ -268,6 +296,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_gradients(
                 if ((!KEYS && other >= keys) || (CAUSAL && (KEYS ? mine_ > other : other > mine_))) s[i] = 0;
             }
         }
+#endif
         if (KEYS) {
 #pragma unroll
             for (int i = 0; i < TILE / 4; i++) p[i] = pack2<T>(s[2 * i], s[2 * i + 1]);

@@ -11,7 +11,7 @@
 //            MASK 1: a row a query, by TMA too (0 strides: size 1); MASK 2: one row, by its strides.
 //            One mask at most, which is added or (KEEP) selects.
 // Outputs  : y by TMA, in any order of memory; lse f32 [B, H, S, 2] (or null).
-// Macros   : operands.cuh's; WGS, ROUNDS, TILE (64, 80, 96, 128; masked: 64, 128), STAGES, PINGPONG, ONE, BLOCKS (an SM's), NEXT_ALONE (the next launch's take one each).
+// Macros   : operands.cuh's; WINDOW (a query sees `left` keys before its own and `right` behind it); WGS, ROUNDS, TILE (64, 80, 96, 128; masked: 64, 128), STAGES, PINGPONG, ONE, BLOCKS (an SM's), NEXT_ALONE (the next launch's take one each).
 // Launch   : grid (rows of 64 WGS ROUNDS queries, heads, batch), 128 WGS threads (not INLINE: 128 more).
 // Numerics : f32 accumulate; probabilities rounded to T as operands; bits depend on TILE alone.
 // Bound    : exp and the tensor core, as much of each at a head size of 64; bytes for short rows.
@@ -19,6 +19,18 @@
 #include "sdpa/wgmma_widths.cuh"
 #ifndef NEXT_ALONE
 #define NEXT_ALONE 0
+#endif
+#ifndef WINDOW
+#define WINDOW 0
+#endif
+#if WINDOW
+#define REACH_ , int left, int right
+#define GIVEN_ , left, right
+#define FROM_ begin * TILE +
+#else
+#define REACH_
+#define GIVEN_
+#define FROM_
 #endif
 
 constexpr int KD = (D + 63) / 64, VD = (DV + 63) / 64;  // boxes of 64 columns, 128 bytes a row
@@ -101,6 +113,16 @@ DEVICE void to_logits(float (&s)[TILE / 2], const u8* mask, float scale, float s
 #endif
 }
 // -inf where the tile's column is none of the keys that the row (or that 8 below) sees.
+#if WINDOW
+DEVICE void hide(float (&s)[TILE / 2], int key, int row, int keys, int left, int right) {
+    key += threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < TILE / 2; i++) {
+        const int at = key + i / 4 * 8 + i % 2, own = row + i / 2 % 2 * 8;
+        if (at >= keys || at < own - left || at > own + right) s[i] = NEGATIVE_INFINITY;
+    }
+}
+#else
 DEVICE void hide(float (&s)[TILE / 2], int key, int row, int keys) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -112,6 +134,7 @@ DEVICE void hide(float (&s)[TILE / 2], int key, int row, int keys) {
                 if (n * 8 + e >= end) s[4 * n + 2 * i + e] = NEGATIVE_INFINITY;
     }
 }
+#endif
 // Logits to probabilities under the rows' new tops; fade: what the sums so far shrink by.
 DEVICE void softmax(float (&s)[TILE / 2], float (&top)[2], float (&sum)[2], float (&fade)[2], float scale) {
     float now[2][2];
@@ -124,7 +147,11 @@ DEVICE void softmax(float (&s)[TILE / 2], float (&top)[2], float (&sum)[2], floa
     for (int i = 0; i < 2; i++) {
         const float best = fmaxf(top[i], quad_max(fmaxf(now[i][0], now[i][1])));
         // NATURAL logits are as large as a mask: their difference comes before the factor
+#if WINDOW  // the first tile may be hidden from a row
+        zero[i] = NATURAL ? safe(best) : safe(best) * scale;
+#else
         zero[i] = NATURAL ? safe(best) : best * scale;
+#endif
         fade[i] = NATURAL ? power2((top[i] - zero[i]) * LOG2E) : power2(top[i] * scale - zero[i]);
         top[i] = best;
     }
@@ -145,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
     const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_y,
     const __grid_constant__ TensorMap map_mask, const T* mask, i64 mask_batch, i64 mask_head,
     i64 mask_column, const T* v, i64 v_batch, i64 v_head, i64 v_row, float* lse, int group, int queries, int keys,
-    float scale, float softcap, float floor, double fill) {
+    float scale, float softcap, float floor, double fill REACH_) {
     extern __shared__ __align__(1024) u8 smem[];
     const u32 base = smem_address(smem), q_full = base + BAR_AT, k_full = q_full + TILES * 8;
     const u32 v_full = k_full + STAGES * 8, k_empty = v_full + STAGES * 8, v_empty = k_empty + STAGES * 8;
@@ -174,8 +201,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
     // the last rows of a causal problem have the most keys: they start first
     const int block = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     const int first = block * (TILES * 64), h = blockIdx.y, b = blockIdx.z, kv = h / group;
+#if WINDOW
+    const int end = min(keys, first + TILES * 64 + right), begin = ONE ? 0 : max(0, first - left) / TILE;
+    const int tiles = ONE ? 1 : (end + TILE - 1) / TILE - begin;
+#else
     const int end = CAUSAL ? min(keys, first + TILES * 64) : keys;
     const int tiles = ONE ? 1 : (end + TILE - 1) / TILE;
+#endif
 
     const bool loader = warp == LOADER;
     // by all lanes of the loading warp: tile j of the keys or values to its stage
@@ -183,31 +215,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
         const u32 bar = k_full + s * 8, to = base + K_AT + s * K_BYTES;
         if (!elect()) return;
         mbarrier_expect(bar, K_BYTES + (MASK == 1 ? MASK_BYTES : 0));
-        for (int c = 0; c < KD; c++) tma_load(to + c * (TILE * 128), map_k, bar, c * 64, j * TILE, kv, b);
+        for (int c = 0; c < KD; c++) tma_load(to + c * (TILE * 128), map_k, bar, c * 64, FROM_ j * TILE, kv, b);
         if (MASK == 1)
             for (int i = 0; i < TILES * (TILE / 64); i++)
-                tma_load(base + MASK_AT + s * MASK_BYTES + i * BOX, map_mask, bar, j * TILE + i % (TILE / 64) * 64,
+                tma_load(base + MASK_AT + s * MASK_BYTES + i * BOX, map_mask, bar, FROM_ j * TILE + i % (TILE / 64) * 64,
                          first + i / (TILE / 64) * 64, mask_head ? h : 0, mask_batch ? b : 0);
     };
     auto load_values = [&](int j, int s) {
         const u32 bar = v_full + s * 8, to = base + V_AT + s * V_BYTES;
         if (!elect()) return;
         mbarrier_expect(bar, V_BYTES);
-        for (int c = 0; c < VD; c++) tma_load(to + c * (TILE * 128), map_v, bar, c * 64, j * TILE, kv, b);
+        for (int c = 0; c < VD; c++) tma_load(to + c * (TILE * 128), map_v, bar, c * 64, FROM_ j * TILE, kv, b);
     };
     // the mask's row of tile j, through registers in which it may still be on its way; -inf where no key is
     T row_mask[TILE / 32];
     auto read_mask = [&](int j) {
 #pragma unroll
         for (int i = 0; MASK == 2 && i < TILE / 32; i++)
-            row_mask[i] = mask[b * mask_batch + h * mask_head + min(j * TILE + i * 32 + lane, keys - 1) * mask_column];
+            row_mask[i] = mask[b * mask_batch + h * mask_head + min(FROM_ j * TILE + i * 32 + lane, keys - 1) * mask_column];
     };
     auto write_mask = [&](int j, int s) {
         if (MASK != 2) return;
 #pragma unroll
         for (int i = 0; i < TILE / 32; i++)
             *(float*)(smem + MASK_AT + s * MASK_BYTES + (i * 32 + lane) * 4) =
-                j * TILE + i * 32 + lane < keys ? row_entry(to_float(row_mask[i]), (float)fill, floor) : NEGATIVE_INFINITY;
+                FROM_ j * TILE + i * 32 + lane < keys ? row_entry(to_float(row_mask[i]), (float)fill, floor) : NEGATIVE_INFINITY;
         mbarrier_arrive(k_full + s * 8);
     };
     if (loader) {
@@ -257,9 +289,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_wgmma(
                 to_logits(s, from, scale, softcap, (float)fill, floor);
                 __syncwarp();
                 if (!ONE && arrives(lane)) mbarrier_arrive(k_empty + stage * 8);
-                const int key = j * TILE;
+                const int key = FROM_ j * TILE;
+#if WINDOW
+                if ((MASK != 2 && key + TILE > keys) || key + TILE > first + tile * 64 + right + 1 ||
+                    key < first + tile * 64 + 63 - left)
+#else
                 if ((MASK != 2 && key + TILE > keys) || (CAUSAL && key + TILE > first + tile * 64 + 1))
-                    hide(s, key, row, keys);
+#endif
+                    hide(s, key, row, keys GIVEN_);
                 softmax(s, top, sum, fade, power);
                 wgmma_hold(s);  // done before what is waited for next
             };

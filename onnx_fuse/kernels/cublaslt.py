@@ -61,7 +61,7 @@ class CublasLt(Unconditional):
         # its GELU is the tanh form, and its stored ReLU input a mask
         own = ("layernorm", "rows", "save_z", "dact", "dx", "dw", "moments", "parts", "accumulate",
                "row_bias", "layer_scale", "gate", "ldy", "column_sums",
-               "column_moments")  # fmt: skip
+               "column_moments", "exp", "row_scale")  # fmt: skip
         if found := [*problem.among(*own), *(["residual=norm"] if normed(problem) else [])]:
             return f"no such epilogue: {', '.join(found)}"
         act = problem.epilogue.act

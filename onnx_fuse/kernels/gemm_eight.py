@@ -50,7 +50,7 @@ class EightBits(AroundProduct):
         if problem.batch:
             return "no batches"
         own = ("layernorm", "row_bias", "dx", "dw", "moments", "column_sums", "column_moments",
-               "accumulate", "gate")  # fmt: skip
+               "accumulate", "gate", "exp", "row_scale")  # fmt: skip
         if found := [*problem.among(*own), *problem.among("rows", "parts", "planes")]:
             return f"no such epilogue: {', '.join(found)}"
         if problem.epilogue.alpha != 1 or problem.epilogue.residual == "norm":

@@ -64,9 +64,9 @@ def store_refusal(problem: Problem) -> str | None:
 
 def plain_refusal(problem: Problem) -> str | None:
     """Why an epilogue with one dense operand and a bias a column is not enough; None if it is."""
-    own = ("dw", "moments", "column_sums", "column_moments", "save_act")
+    own = ("dw", "moments", "column_sums", "column_moments", "save_act", "exp", "row_scale")
     if problem.epilogue.among(*own) or problem.parts:
-        return "no sums of rows, columns or parts, no second activation"
+        return "no sums of rows, columns or parts, no second activation, no factor a row"
     if problem.epilogue.row_bias:
         return "a bias is one number a column"
     extra = problem.epilogue.among("beta", "dact", "dx", "residual")
@@ -86,9 +86,11 @@ def epilogue_defines(problem: Problem) -> dict[str, object]:
     """The epilogue's macros; defaults are left out, so that equal code has one key."""
     flags = {
         "ALPHA": problem.epilogue.alpha != 1.0,
+        "ROW_SCALE": problem.epilogue.row_scale,
         "EPI_LN": problem.epilogue.layernorm,
         "EPI_BIAS": problem.epilogue.bias or problem.epilogue.row_bias,
         "EPI_C": problem.epilogue.beta,
+        "EPI_EXP": problem.epilogue.exp,
         "SAVE_Z": problem.epilogue.save_z or problem.epilogue.save_act,
         "SAVE_ACT": problem.epilogue.save_act,
         "EPI_DACT": problem.epilogue.dact,
@@ -205,7 +207,8 @@ class _Portable(WithoutWorkspace):
     source: str
 
     def _refusal(self, problem: Problem) -> str | None:
-        if problem.epilogue.among("moments", "column_sums", "column_moments", "save_act"):
+        own = ("moments", "column_sums", "column_moments", "save_act", "exp", "row_scale")
+        if problem.epilogue.among(*own):
             return "sums over a row need a block that owns whole rows of its tile"
         if problem.epilogue.dw and (problem.epilogue.dw == "turned" or problem.batch):
             return "a weight's gradient is one matrix with sums of its rows"

@@ -21,6 +21,7 @@ from onnx_fuse.kernels.gemm_portable import (
 )
 from onnx_fuse.kernels.rows import rename, row_stats
 from onnx_fuse.kernels.rule_based import AroundProduct
+from onnx_fuse.program.epilogue import EXP_COLUMNS
 from onnx_fuse.program.problem import (
     ITEMSIZE,
     Config,
@@ -178,6 +179,14 @@ class Wgmma:
                 return "column sums are of one a whose rows are of whole 16 bytes"
             if problem.rows or problem.parts or problem.epilogue.dw:
                 return "column sums come alone"
+        if problem.epilogue.row_scale and (rows or problem.epilogue.row_bias or normed(problem)):
+            return f"a factor a row comes without {rows or 'other numbers of rows'}"
+        if problem.epilogue.exp:
+            given = {*problem.epilogue.given, *problem.among("rows", "parts", "planes")}
+            if given - {"exp", "bias", "bias_dtype"} or problem.batch or direct(problem):
+                return "exponentials are of one product with a bias, stored in rows of 16 bytes"
+            if problem.out != "bfloat16":
+                return f"{problem.out} has no room for exponentials of any score"
         if problem.epilogue.column_moments:
             other = ("accumulate", "dw", "dx", "moments", "column_sums", "save_z", "save_act")
             found = [*problem.among(*other), *problem.among("rows", "parts", "ldy", "planes")]
@@ -243,6 +252,8 @@ class Wgmma:
             whole = problem.rows == "tiles"  # a row's tiles are on the chip at once
             if problem.epilogue.moments and problem.n != problem.epilogue.moments * bn:
                 continue
+            if problem.epilogue.exp and bn != EXP_COLUMNS:
+                continue
             if problem.epilogue.gate and bn % 128:  # a TMA store has 64 columns of y
                 continue
             # its last columns go by plain stores
@@ -250,7 +261,7 @@ class Wgmma:
                 continue
             apart = (problem.epilogue.moments, problem.parts, problem.ldy,
                      problem.epilogue.column_sums, problem.epilogue.save_act,
-                     problem.epilogue.column_moments)  # fmt: skip
+                     problem.epilogue.column_moments, problem.epilogue.exp)  # fmt: skip
             alone = whole or problem.epilogue.dw == "turned" or any(apart)
             if whole and (tiles_n > hw.sm_count or not pingpong):
                 continue  # they wait for each other in the epilogue, which only pingpong hides

@@ -56,7 +56,7 @@ class Vector(WithoutWorkspace):
         if problem.op == "LayerNormGemm" and problem.stats:
             return "it makes the statistics itself"
         more = ("dact", "dx", "dw", "moments", "parts", "rows", "gate", "accumulate", "row_bias",
-                "ldy", "column_sums", "column_moments")  # fmt: skip
+                "ldy", "column_sums", "column_moments", "exp", "row_scale")  # fmt: skip
         if other := problem.among(*more):
             return f"its epilogue has no {', '.join(other)}"
         if problem.epilogue.beta and problem.epilogue.residual:

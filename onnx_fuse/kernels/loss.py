@@ -1,4 +1,4 @@
-"""CrossEntropy: a row a team of threads, or a thread where the classes are not the last axis."""
+"""Cross-entropies: of rows of scores, or of exponentials that a product has taken of them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from onnx_fuse.kernels.rule_based import (
     team_size,
     thread_choices,
 )
+from onnx_fuse.program.losses import CrossEntropy, CrossEntropyChunk, ExpRows, LabelScore
 from onnx_fuse.program.problem import ITEMSIZE, Arg, Config, Hardware, Launch, Num, Ptr
-from onnx_fuse.program.problems import CrossEntropy, CrossEntropyChunk
 from onnx_fuse.program.size import minimum, upper_bound
 
 _MOST = 512  # threads a row
 _LONG = 64 << 10  # bytes of a row, of which a multiprocessor's shared memory holds three at most
 _NONE_IGNORED = -(2**62)
+EXP_SECONDS = 5e-6
+"""A row's sums wait for memory, and its x for them: 4096 rows of 50257 classes took 9 to 15 us in
+place of 6 (H200, 2026-11)."""
 
 
 class Rows(RuleBased):
@@ -124,7 +127,66 @@ class Chunk(RuleBased):
         )  # fmt: skip
 
 
+class _OfProduct(RuleBased):
+    """What loss/exp_rows.cu makes beside a product of scores whose epilogue takes exponentials."""
+
+    name = "exp"
+    source = "loss/exp_rows.cu"
+
+    def supports(self, problem: LabelScore | ExpRows, hw: Hardware) -> str | None:
+        """The type whose exponents are float32's."""
+        if problem.dtype != "bfloat16":
+            return f"exponentials of {problem.dtype} have no room for any score"
+        sizes = (problem.ldx, problem.ldw, problem.classes)
+        return "too many classes" if any(size >= 2**30 for size in sizes) else None
+
+    def macros(self, problem: LabelScore | ExpRows) -> dict[str, Any]:
+        """The types, how x and W are read, and the macros of the other entry as it needs none."""
+        steps = (problem.k, problem.ldx, *(() if problem.turned else (problem.ldw,)))
+        vec = min(access_width(step, problem.dtype) for step in steps)
+        return {
+            "T": C_TYPES[problem.dtype], "I": C_TYPES[problem.labels], "W": "float",
+            "ACC": "float", "VEC": vec, "TURNED": problem.turned, "SCALED": False,
+        }  # fmt: skip
+
+
+class Label(_OfProduct):
+    """Its entry label_score. Operands: those of LabelScore."""
+
+    def launch(self, problem: LabelScore, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """A warp a row."""
+        numbers = (problem.rows, problem.k, problem.classes, problem.ldx, problem.ldw)
+        return self.one(
+            "label_score", -(-problem.rows // 8), 256,
+            *map(Ptr, ("x", "w", "bias", "target", "to")),
+            *(Num("i32", n) for n in numbers), Num("i64", problem.ignored), **self.macros(problem),
+        )  # fmt: skip
+
+
+class Exp(_OfProduct):
+    """Its entry exp_rows. Operands: those of ExpRows."""
+
+    def cost(self, problem: ExpRows, config: Config, hw: Hardware) -> float:
+        """What the chip needs at least, a launch, and what waits for what before it."""
+        return super().cost(problem, config, hw) + EXP_SECONDS
+
+    def launch(self, problem: ExpRows, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """A block 16 rows."""
+        names = ("e", "part", "x", "w", "bias", "target", "weight", "rows", "scale",
+                 "narrow", "scaled")  # fmt: skip
+        numbers = (problem.rows, problem.k, problem.classes, problem.stride, problem.parts,
+                   problem.ldx, problem.ldw)  # fmt: skip
+        own = {"W": C_TYPES[problem.weights], "SCALED": problem.scaled}
+        return self.one(
+            "exp_rows", -(-problem.rows // 16), 512, *map(Ptr, names),
+            *(Num("i32", n) for n in numbers), Num("i64", problem.ignored),
+            **(self.macros(problem) | own),
+        )  # fmt: skip
+
+
 KERNELS: dict[str, Sequence[Kernel]] = {
     "CrossEntropy": (Rows(),),
     "CrossEntropyChunk": (Chunk(),),
+    "LabelScore": (Label(),),
+    "ExpRows": (Exp(),),
 }

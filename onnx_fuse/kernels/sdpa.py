@@ -78,6 +78,19 @@ def joined_refusal(p: Attention) -> str | None:
     return "the gradients are parts of one tensor" if joined else None
 
 
+def _narrow(p: Attention) -> str | None:
+    """Why a kernel that knows no windows cannot; None where there is none."""
+    return "a window: it takes that for a mask" if p.window else None
+
+
+UNBOUNDED = 1 << 29
+
+
+def reach(p: Attention) -> tuple[Num, ...]:
+    """How many keys before and behind its own a query sees, as arguments; none without a window."""
+    return tuple(Num("i32", n if n >= 0 else UNBOUNDED) for n in p.window)
+
+
 def tma_refusal(p: Attention, hw: Hardware, names: Sequence[str]) -> str | None:
     """Why a kernel on wgmma and TMA cannot take the operands of these names; None where it can."""
     if reason := half_refusal(p, hw):
@@ -192,7 +205,7 @@ class Mma(Unconditional, _Attention):
     name, source = "mma", "sdpa/mma_sm80.cu"
 
     def supports(self, problem: Attention, hw: Hardware) -> str | None:
-        if reason := half_refusal(problem, hw) or joined_refusal(problem):
+        if reason := half_refusal(problem, hw) or joined_refusal(problem) or _narrow(problem):
             return reason
         return None if self.configs(problem, hw) else "the head size is too large for shared memory"
 
@@ -348,7 +361,7 @@ class Wgmma(Unconditional):
         columns = -(-p.k // 16) * 16 + next((n for n in _WIDTHS if p.dv <= n), p.dv)
         one = 64 * tile * (2 * columns * hw.sm_count / hw.rate(p.dtype) + 1 / 30e9)
         one *= 1.6 if width > 256 else 1.1 if p.n > tile and p.causal else 1.0
-        keys = (p.n + 64 * own) / 2 if p.causal else p.n
+        keys = (p.n + 64 * own) / 2 if p.causal else p.seen(p.n, 64 * own + tile)
         waves = blocks / (hw.sm_count * most)
         waves = -(-blocks // hw.sm_count) / most if waves <= 1 else max(2.0, waves)
         if waves > 1 and config.integer("wgs") * most == 1:
@@ -389,9 +402,10 @@ class Wgmma(Unconditional):
             Ptr("v"), *(Num("i64", s) for s in p.v_strides),
             Ptr("lse"), *(Num("i32", n) for n in (group, p.m, p.n)),
             Num("f32", p.scale), Num("f32", p.softcap),
-            Num("f32", p.lowest), Num("f64", p.fill),
+            Num("f32", p.lowest), Num("f64", p.fill), *reach(p),
         )  # fmt: skip
         how = {name.upper(): value for name, value in config.attrs}
+        how |= {"WINDOW": 1} if p.window else {}
         macros = defines(**{**common_macros(p), "MASK": MMA.mask(p), "ONE": one, **how})
         grid = (-(-p.m // (64 * tiles)), heads, batch)
         loaders = 0 if wgs == 1 or one else 128  # INLINE in the source
@@ -407,7 +421,7 @@ class Simt(Unconditional, _Attention):
     def supports(self, problem: Attention, hw: Hardware) -> str | None:
         if problem.dtype not in FLOATS:
             return f"no kernel for {problem.dtype}"
-        if reason := joined_refusal(problem):
+        if reason := joined_refusal(problem) or _narrow(problem):
             return reason
         entries = ("sdpa_dq", "sdpa_dkv") if problem.op == "SdpaGrad" else ("sdpa_forward",)
         need = max(self.smem(problem, Config(), e) for e in entries)

@@ -12,6 +12,7 @@ from onnx_fuse.kernels.sdpa import (
     boxes,
     common_macros,
     mask_boxes,
+    reach,
     tma_refusal,
 )
 from onnx_fuse.program.problem import Arg, Config, Hardware, Launch, Num, Ptr
@@ -67,7 +68,8 @@ class WgmmaGrad(Unconditional):
             (p.m, p.n, config.integer("queries"), 1.5 / beside),
         ):
             rows = -(-own // (64 * count)) * 64 * count
-            steps = (other + 64 * count) / 2 if p.causal else -(-other // 64) * 64
+            seen = p.seen(other, 64 * count)
+            steps = (other + 64 * count) / 2 if p.causal else -(-seen // 64) * 64
             busy = min(1.0, p.batches * rows / (64 * count) / hw.sm_count)
             work = 2 * p.batches * rows * steps * width * products
             seconds += work / (hw.rate(p.dtype) * share * busy)
@@ -97,7 +99,7 @@ class WgmmaGrad(Unconditional):
             Ptr("y"), *(Num("i64", s) for s in p.layout("y")[1]), Ptr("lse"), Ptr("workspace"),
             *(Num("i32", n) for n in (group, p.m, p.n, self._padded(p))),
             *(Num("f32", number) for number in (p.scale, p.lowest)),
-            Num("f64", p.fill),
+            Num("f64", p.fill), *reach(p),
         )  # fmt: skip
         macros = defines(**self._macros(p, config, keys))
         rows, over = (p.n, heads // group) if keys else (p.m, heads)
@@ -110,6 +112,7 @@ class WgmmaGrad(Unconditional):
             **common_macros(p), "MASK": MMA.mask(p), "KEYS": keys, "TILE": TILE,
             "WGS": config.integer("keys" if keys else "queries"), "STAGES": self._stages(p),
             "BLOCKS": 1 if keys else config.integer("blocks"),
+            **({"WINDOW": 1} if p.window else {}),
         }  # fmt: skip
 
     def _stages(self, p: Attention) -> int:

@@ -6,15 +6,18 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from onnx_fuse.kernels import serves
+from onnx_fuse.kernels import forced, serves
+from onnx_fuse.kernels.costs import Passes, pays
 from onnx_fuse.lower.context import Context, Lowering, copy
 from onnx_fuse.lower.linear import bias_row, product
+from onnx_fuse.lower.matrices import alignment
 from onnx_fuse.lower.reduce import reduction
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.program.call import Tensor
+from onnx_fuse.program.epilogue import EXP_COLUMNS
+from onnx_fuse.program.losses import CrossEntropyChunk, ExpRows, LabelScore
 from onnx_fuse.program.problem import ITEMSIZE, Problem
-from onnx_fuse.program.problems import CrossEntropyChunk
 from onnx_fuse.program.size import coarse
 
 CHUNK_BYTES = 416 << 20
@@ -22,6 +25,12 @@ CHUNK_BYTES = 416 << 20
 4096 rows give each multiprocessor a tile of the gradient of x of width 768."""
 ROWS, COLUMNS = 256, 64
 """A chunk's rows, and the elements between two of its rows, are multiples of these."""
+
+
+Fields = dict[str, object]
+"""Fields of a problem or of its epilogue, by name."""
+Operands = dict[str, Tensor]
+"""What a call reads or writes, by name."""
 
 
 def chunk_rows(rows: int, stride: int, dtype: str) -> int:
@@ -51,44 +60,206 @@ class _Chunks:
     def _z(self, start: int, end: int) -> Tensor:
         return replace(self.z, shape=(end - start, self.classes))
 
+    def _beside_scores(self, start: int, end: int) -> tuple[Fields, Operands, Operands]:
+        """The epilogue of the scores' product, what that reads and what it writes."""
+        return ({}, {}, {}) if self.row is None else ({"bias": True}, {"col1": self.row}, {})
+
     def scores(self, start: int, end: int) -> str | None:
         """z = x · Wᵀ + c; of as many columns as `w` has rows, the last ones of any number."""
         columns, stride = self.w.shape[0], self.z.shape[1]
-        attrs: dict[str, object] = {} if self.row is None else {"bias": True}
+        attrs, extra, writes = self._beside_scores(start, end)
         attrs |= {"ldy": stride} if stride != columns else {}
-        extra = {} if self.row is None else {"col1": self.row}
         x, z = rows_of(self.x, start, end), replace(self.z, shape=(end - start, columns))
-        return product(self.ctx, self.node, x, self.w.permute((1, 0)), z, extra, attrs=attrs)
+        w = self.w.permute((1, 0))
+        return product(self.ctx, self.node, x, w, z, extra, writes, attrs)
 
     def losses(self, start: int, end: int, to: Tensor, *, gradient: bool) -> str | None:
         """Make each row's loss and weight and, with `gradient`, z's gradient in its place."""
         ctx, node = self.ctx, self.node
         labels, weight = ctx.dense(node, 3), ctx.dense(node, 4)
-        problem = CrossEntropyChunk(
-            end - start, self.classes, self.z.shape[1], self.z.dtype, labels.dtype,
-            weight.dtype, int(ctx.attr(node, "ignore_index", -100)),
-            float(ctx.attr(node, "label_smoothing", 0.0)), gradient,
-        )  # fmt: skip
+        problem = chunk_problem(ctx, node, end - start, self.classes, self.z.shape[1], gradient)
         z = self._z(start, end)
         reads = {"x": z, "target": rows_of(labels, start, end)}
         reads |= {"weight": weight} if weight.shape else {}
         writes = {"rows": rows_of(to, start, end)} | ({"dx": z} if gradient else {})
         return ctx.select(node, problem, reads, writes)
 
+    def _beside_gx(self, rows: int) -> tuple[Fields, Operands]:
+        """The epilogue of the product for gx, and what that reads."""
+        return {}, {}
+
     def of_x(self, start: int, end: int, gx: Tensor) -> str | None:
         """gx = g · W for these rows."""
-        y = rows_of(gx, start, end)
-        w = rows_of(self.w, 0, self.classes)
-        return product(self.ctx, self.node, self._z(start, end), w, y)
+        attrs, extra = self._beside_gx(end - start)
+        y, w = rows_of(gx, start, end), rows_of(self.w, 0, self.classes)
+        return product(self.ctx, self.node, self._z(start, end), w, y, extra, attrs=attrs)
+
+    def factor(self, start: int, end: int) -> Tensor:
+        """What the transposed gradient of these rows of z is multiplied by."""
+        return rows_of(self.x, start, end)
 
     def of_w(self, start: int, end: int, gw: Tensor) -> str | None:
         """gw += gᵀ · x, in float32; what is contiguous in W is so in gw."""
-        g, x = self._z(start, end), rows_of(self.x, start, end)
+        g, x = self._z(start, end), self.factor(start, end)
         attrs: dict[str, object] = {"accumulate": True} if start else {}
         if gw.dense:
             return product(self.ctx, self.node, g.permute((1, 0)), x, gw, attrs=attrs)
         turned = gw.permute((1, 0))
         return product(self.ctx, self.node, x.permute((1, 0)), g, turned, attrs=attrs)
+
+    def _whole(self, rows: int) -> Tensor:
+        """z with the columns between two rows, which are zeros."""
+        return replace(self.z, shape=(rows, self.z.shape[1]))
+
+    def of_bias(self, start: int, end: int, to: Tensor) -> str | None:
+        """The sums of g's columns for these rows, to [1, stride]."""
+        reduction(self.ctx, self.node, self._whole(end - start), to, "Sum", [0])
+        return None
+
+
+@dataclass(frozen=True)
+class _Exponentials(_Chunks):
+    """The same, where the product of the scores takes their exponentials (loss/exp_rows.cu).
+
+    `z` then holds d loss / d scores but for a factor of each row, `scale` [rows], which the product
+    for gx multiplies by, and the rows of x for that of gw: `scaled` [rows, K]; `narrow` is `scale`
+    in x's type, for the gradient of the bias. The exponentials are
+    of what a score has more than the row's `reference` [M]; `part` takes sums of them.
+    """
+
+    reference: Tensor
+    part: Tensor
+    scale: Tensor
+    scaled: Tensor | None
+    narrow: Tensor | None
+
+    def _beside_scores(self, start: int, end: int) -> tuple[Fields, Operands, Operands]:
+        attrs, extra, _ = super()._beside_scores(start, end)
+        extra |= {"row0": rows_of(self.reference, start, end)}
+        return {"exp": True, **attrs}, extra, {"part": self._part(end - start)}
+
+    def _part(self, rows: int) -> Tensor:
+        return replace(self.part, shape=(self.part.shape[0], rows), strides=(rows, 1))
+
+    def losses(self, start: int, end: int, to: Tensor, *, gradient: bool) -> str | None:
+        """Make each row's loss, weight and factor, and z's gradient but for that."""
+        ctx, node, z = self.ctx, self.node, self._z(start, end)
+        weight, reads = ctx.dense(node, 4), label_operands(self, start, end)
+        reads |= {"e": z, "part": self._part(end - start)}
+        reads |= {"weight": weight} if weight.shape else {}
+        writes = {"rows": rows_of(to, start, end), "scale": rows_of(self.scale, 0, end - start)}
+        writes |= {"e": z}
+        if self.scaled is not None:
+            writes["scaled"] = rows_of(self.scaled, 0, end - start)
+        if self.narrow is not None:
+            writes["narrow"] = rows_of(self.narrow, 0, end - start)
+        made = rows_problem(self, end - start, scaled=self.scaled is not None)
+        return ctx.select(node, made, reads, writes)
+
+    def _beside_gx(self, rows: int) -> tuple[Fields, Operands]:
+        return {"row_scale": True}, {"row0": rows_of(self.scale, 0, rows)}
+
+    def factor(self, start: int, end: int) -> Tensor:
+        """scale x."""
+        assert self.scaled is not None
+        return rows_of(self.scaled, 0, end - start)
+
+    def of_bias(self, start: int, end: int, to: Tensor) -> str | None:
+        """The same, each row times its factor."""
+        assert self.narrow is not None
+        g, made = self._whole(end - start), bias_problem(self, end - start)
+        scale = rows_of(self.narrow, 0, end - start).view((end - start, 1))
+        reads = {"a": g.permute((1, 0)), "b": scale}
+        return self.ctx.select(self.node, made, reads, {"y": to.permute((1, 0))})
+
+
+def label_operands(chunks: _Exponentials, start: int, end: int) -> Operands:
+    """The operands by which the score of a row's label is made anew."""
+    reads = {"x": rows_of(chunks.x, start, end), "w": chunks.w}
+    reads |= {} if chunks.row is None else {"bias": chunks.row}
+    return reads | {"target": rows_of(chunks.ctx.dense(chunks.node, 3), start, end)}
+
+
+def ignored(ctx: Context, node: ir.Node) -> int:
+    """The label whose rows count nothing."""
+    return int(ctx.attr(node, "ignore_index", -100))
+
+
+def chunk_problem(
+    ctx: Context, node: ir.Node, rows: int, classes: int, stride: int, gradient: bool
+) -> CrossEntropyChunk:
+    """The pass over the scores of so many rows."""
+    x, labels, weight = (ctx.view(node, i) for i in (0, 3, 4))
+    return CrossEntropyChunk(
+        rows, classes, stride, x.dtype, labels.dtype, weight.dtype, ignored(ctx, node),
+        float(ctx.attr(node, "label_smoothing", 0.0)), gradient,
+    )  # fmt: skip
+
+
+def rows_problem(chunks: _Chunks, rows: int, *, scaled: bool) -> ExpRows:
+    """What is left to do for so many rows of exponentials."""
+    ctx, node, x, w = chunks.ctx, chunks.node, chunks.x, chunks.w
+    labels, weight = ctx.view(node, 3), ctx.view(node, 4)
+    return ExpRows(
+        rows, x.shape[1], chunks.classes, chunks.z.shape[1], -(-chunks.classes // EXP_COLUMNS),
+        x.strides[0], max(w.strides), x.dtype, labels.dtype, weight.dtype, ignored(ctx, node),
+        w.strides[1] != 1, scaled,
+    )  # fmt: skip
+
+
+def bias_problem(chunks: _Chunks, rows: int) -> Problem:
+    """The product of so many rows of z, transposed, and their factors: the bias's gradient."""
+    most, stride = chunks.z.shape
+    return Problem.of(
+        "Gemm", m=stride, n=1, k=rows, dtype=chunks.x.dtype, out_dtype="float32", trans_a=True,
+        trans_b=True, lda=stride, ldb=most,
+    )  # fmt: skip
+
+
+def exponentials(chunks: _Chunks, of_x: bool, of_w: bool, of_bias: bool) -> _Chunks:
+    """`chunks`, or their kind whose products take exponentials where that costs less.
+
+    There is no pass over the scores then, whose bytes take a tenth of the head's time; but only in
+    bfloat16, which has room for exponentials of whatever size, and without a smoothed loss. Who
+    forces a kernel of CrossEntropyChunk gets that pass.
+    """
+    ctx, node, x, w, z = chunks.ctx, chunks.node, chunks.x, chunks.w, chunks.z
+    (rows, stride), k, classes, hw = z.shape, x.shape[1], chunks.classes, ctx.hw
+    line, turned = max(w.strides), w.strides[1] != 1
+    whole = x.strides[0] >= k and line >= (classes if turned else k)
+    if x.strides[1] != 1 or 1 not in w.strides or not whole or alignment(x, w) != 16:
+        return chunks
+    if ctx.attr(node, "label_smoothing", 0.0) or "CrossEntropyChunk" in forced(ctx.prefs):
+        return chunks
+    scores = Problem.of(
+        "Gemm", m=rows, n=classes, k=k, dtype=x.dtype, trans_b=not turned, lda=x.strides[0],
+        ldb=line, ldy=stride if stride != classes else 0, bias=chunks.row is not None,
+    )  # fmt: skip
+    gx = Problem.of("Gemm", m=rows, n=k, k=classes, dtype=x.dtype, trans_b=turned, lda=stride,
+                    ldb=line)  # fmt: skip
+    label = LabelScore(
+        x.shape[0], k, classes, x.strides[0], line, x.dtype, ctx.view(node, 3).dtype,
+        ignored(ctx, node), turned,
+    )  # fmt: skip
+    rest = rows_problem(chunks, rows, scaled=of_w)
+    before = [scores, chunk_problem(ctx, node, rows, classes, stride, True), *([gx] * of_x)]
+    after = [scores.replace(exp=True), replace(label, rows=rows), rest,
+             *([gx.replace(row_scale=True)] * of_x)]  # fmt: skip
+    if of_bias:
+        before.append(Passes(rows * stride * ITEMSIZE[x.dtype]))
+        after.append(bias_problem(chunks, rows))
+    if not pays(before, after, hw, ctx.prefs):
+        return chunks
+    reference = ctx.scratch("float32", (x.shape[0],))
+    row = None if chunks.row is None else rows_of(chunks.row, 0, classes)
+    found = _Exponentials(
+        ctx, node, x, rows_of(w, 0, classes), z, row, classes, reference,
+        ctx.scratch("float32", (rest.parts, rows)), ctx.scratch("float32", (rows,)),
+        ctx.scratch(x.dtype, (rows, k)) if of_w else None,
+        ctx.scratch(x.dtype, (rows,)) if of_bias else None,
+    )  # fmt: skip
+    ctx.select(node, label, label_operands(found, 0, x.shape[0]), {"to": reference})
+    return found
 
 
 def rows_of(t: Tensor, start: int, end: int) -> Tensor:
@@ -120,6 +291,8 @@ def linear_cross_entropy(ctx: Context, node: ir.Node) -> str | None:
         row = None if row is None else _longer(ctx, node, row, stride)
         w = _longer(ctx, node, w, stride)
     chunks = _Chunks(ctx, node, x, w, ctx.scratch(x.dtype, (rows, stride)), row, classes)
+    if any(wanted):
+        chunks = exponentials(chunks, *wanted)
     starts = [0]
     while starts[-1] + rows < m:
         starts.append(starts[-1] + rows)
@@ -139,11 +312,10 @@ def linear_cross_entropy(ctx: Context, node: ir.Node) -> str | None:
             why = why or chunks.of_x(start, end, gx)
         if gw is not None:
             why = why or chunks.of_w(start, end, gw)
+        if sums is not None:
+            why = why or chunks.of_bias(start, end, rows_of(sums, i, i + 1))
         if why is not None:
             return why
-        if sums is not None:  # the columns between two rows are zeros
-            g = replace(chunks.z, shape=(end - start, stride))
-            reduction(ctx, node, g, rows_of(sums, i, i + 1), "Sum", [0])
     if sums is not None:
         gb = ctx.scratch("float32", (stride,))
         reduction(ctx, node, sums, gb, "Sum", [0])

@@ -11,7 +11,7 @@ from onnx_fuse.cuda.macros import FLOATS, accumulator
 from onnx_fuse.lower.context import Context, Lowering
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.program.call import Tensor
-from onnx_fuse.program.problems import CrossEntropy
+from onnx_fuse.program.losses import CrossEntropy
 
 
 def cross_entropy(ctx: Context, node: ir.Node) -> str | None:

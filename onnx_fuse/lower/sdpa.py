@@ -11,12 +11,12 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import Code, cast_step
-from onnx_fuse.kernels import forced
+from onnx_fuse.kernels import forced, serves
 from onnx_fuse.kernels.costs import Passes, total
 from onnx_fuse.lower.context import Context, Lowering, emit
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.names import FusedName
-from onnx_fuse.ops.fused.sdpa.causal import CAUSAL
+from onnx_fuse.ops.fused.sdpa.causal import CAUSAL, WINDOW
 from onnx_fuse.ops.fused.sdpa.kinds import FLOOR, KINDS
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.problem import ITEMSIZE, Problem, Value
@@ -82,8 +82,26 @@ def _problem(
     )  # fmt: skip
 
 
-def _masks(ctx: Context, node: ir.Node, first: int, q: Tensor, k: Tensor) -> _Masks | str:
-    """The masks from input `first` on, seen as [B, H, S, T]; why a kernel takes none of them."""
+def _window(left: int, right: int, queries: int, keys: int) -> dict[str, Any] | None:
+    """The fields of a window; None where a query may see no key through it.
+
+    A window that reaches back over all keys is causal.
+    """
+    closed = not (isinstance(queries, Size) or isinstance(keys, Size))
+    if left >= 0 and queries is not keys and not (closed and queries - left <= keys):
+        return None
+    if right == 0 and (left < 0 or keys <= left + 1):
+        return {"causal": True}
+    return {"window": (left, right)}
+
+
+def _masks(
+    ctx: Context, node: ir.Node, first: int, q: Tensor, k: Tensor, *, windows: bool = True
+) -> _Masks | str:
+    """The masks from input `first` on, seen as [B, H, S, T]; why a kernel takes none of them.
+
+    Without `windows`, a mask is read that hides what is outside of a window.
+    """
     kind = KINDS[FusedName.of(node.op_type).kind]
     found, at = _Masks(), first
     for number, step in enumerate(kind.steps, 1):
@@ -95,9 +113,12 @@ def _masks(ctx: Context, node: ir.Node, first: int, q: Tensor, k: Tensor) -> _Ma
             n not in (1, m) for n, m in zip(tensor.shape, behind, strict=True)
         )
         if number == abs(proved) and tensor.shape[-2:] == shape[-2:] and not larger:
-            found.fields["causal"] = True
-            if proved > 0:
-                break  # it is the last one
+            left, right = ctx.attr(node, WINDOW, (-1, 0))
+            seen = _window(left, right, q.shape[2], k.shape[2])
+            if seen is not None and (windows or "causal" in seen):
+                found.fields.update(seen)
+                if proved > 0:
+                    break  # it is the last one
         name = ("mask", "mask2")[number - 1]
         if step == "Where":
             fill = ctx.host(node, at + 1)
@@ -143,11 +164,14 @@ def sdpa(ctx: Context, node: ir.Node) -> str | None:
         writes["lse"] = ctx.output(node, 1, (*q.shape[:3], 2), "float32")
     if not prod(y.shape) or not k.shape[2]:
         return "it is empty"
-    reads = {"q": q, "k": k, "v": v} | masks.reads
     problem = _problem(ctx, node, Attention, q, k, v, masks, y=y)
+    if problem.window and not serves(problem.op, problem, ctx.hw, ctx.prefs):
+        masks = _masks(ctx, node, 3, q, k, windows=False)
+        assert not isinstance(masks, str)
+        problem = _problem(ctx, node, Attention, q, k, v, masks, y=y)
     if _apart_pays(ctx, problem, 2 * len(exposed)):
         return APART
-    return ctx.select(node, problem, reads, writes)
+    return ctx.select(node, problem, {"q": q, "k": k, "v": v} | masks.reads, writes)
 
 
 def _apart_pays(ctx: Context, problem: Attention, more: int = 0) -> bool:
@@ -181,7 +205,7 @@ def _apart_pays(ctx: Context, problem: Attention, more: int = 0) -> bool:
 def attention(ctx: Context, node: ir.Node) -> str | None:
     """ai.onnx Attention of heads that stand apart, without mask, past or softcap.
 
-    A sliding window becomes a mask known at lowering.
+    A sliding window that no kernel skips becomes a mask known at lowering.
     """
     if len(ctx.view(node, 0).shape) != 4 or any(ctx.has(node, i) for i in range(3, 7)):
         return "it has a mask or a past, or its heads are not apart"
@@ -193,21 +217,21 @@ def attention(ctx: Context, node: ir.Node) -> str | None:
         return "it is empty, or its types differ"
     reads = {"q": q, "k": k, "v": v}
     left, right = (ctx.attr(node, f"{side}_window_size", -1) for side in ("left", "right"))
-    if left >= 0 or right >= 0:
-        ahead = np.arange(k.shape[2]) - np.arange(q.shape[2])[:, None]
-        seen = (ahead >= -left) if left >= 0 else np.ones_like(ahead, bool)
-        seen &= (ahead <= right) if right >= 0 else True
-        if ctx.attr(node, "is_causal", 0):
-            seen &= ahead <= 0
-        if not seen.any(1).all():
-            return "a query sees no key through its window"
-        low = np.where(seen, 0, -np.inf).astype(q.dtype)
-        reads["mask"] = ctx.constant(low).expand((*q.shape[:3], k.shape[2]))
-    masks = _Masks(fields={"mask": reads["mask"].strides} if "mask" in reads else {})
+    right = 0 if ctx.attr(node, "is_causal", 0) else right
     y = _output(ctx, node, 0, shape, q.dtype)
-    problem = _problem(ctx, node, Attention, q, k, v, masks, y=y)
-    if "mask" in reads:
-        problem = replace(problem, causal=False)
+    problem = _problem(ctx, node, Attention, q, k, v, _Masks(), y=y)
+    if left >= 0 or right > 0:
+        fields = _window(left, right, q.shape[2], k.shape[2])
+        if fields is None:
+            return "a query sees no key through its window"
+        problem = replace(problem, **{"causal": False, **fields})
+        if problem.window and not serves(problem.op, problem, ctx.hw, ctx.prefs):
+            ahead = np.arange(k.shape[2]) - np.arange(q.shape[2])[:, None]
+            seen = (ahead >= -left) if left >= 0 else np.ones_like(ahead, bool)
+            seen &= (ahead <= right) if right >= 0 else True
+            low = np.where(seen, 0, -np.inf).astype(q.dtype)
+            reads["mask"] = ctx.constant(low).expand((*q.shape[:3], k.shape[2]))
+            problem = replace(problem, causal=False, window=(), mask=reads["mask"].strides)
     return ctx.select(node, problem, reads, {"y": y})
 
 
@@ -220,9 +244,14 @@ def sdpa_grad(ctx: Context, node: ir.Node) -> str | None:
         return masks
     if not (prod(q.shape) and prod(k.shape) and prod(v.shape)):
         return "it is empty"
+    asked = _problem(ctx, node, AttentionGrad, q, k, v, masks, dy=dy, y=y)
+    if asked.window and not serves(asked.op, asked, ctx.hw, ctx.prefs):
+        masks = _masks(ctx, node, 6, q, k, windows=False)
+        assert not isinstance(masks, str)
+        asked = _problem(ctx, node, AttentionGrad, q, k, v, masks, dy=dy, y=y)
     reads = {"q": q, "k": k, "v": v, "dy": dy, "y": y, "lse": lse} | masks.reads
     names, shapes = ("dq", "dk", "dv"), (q.shape, k.shape, v.shape)
-    if _apart_pays(ctx, _problem(ctx, node, AttentionGrad, q, k, v, masks, dy=dy, y=y)):
+    if _apart_pays(ctx, asked):
         return APART
     merged = _merged(ctx, node, shapes, q.dtype)
     if merged is not None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+EXP_COLUMNS = 192
+"""The columns whose exponentials are summed by themselves: the widest tile of large products."""
+
 
 @dataclass(frozen=True)
 class Epilogue:
@@ -16,6 +19,8 @@ class Epilogue:
 
     alpha: float = 1.0
     """The sum is multiplied by it."""
+    row_scale: bool = False
+    """The sum is multiplied by the column "row0", float32."""
     layernorm: bool = False
     """A LayerNormalization of a's rows that was left to the epilogue: b holds its scale. "row0" is
     rstd and "row1" mean; "col0" is cs and "col1" cv, in float32 (`kernels.layernorm_gemm`)."""
@@ -31,6 +36,10 @@ class Epilogue:
     """The stride of c's rows in elements; None: its rows are dense."""
     c_cols: int = 1
     """The stride of c's columns in elements."""
+    exp: bool = False
+    """y is exp(v - row0), with "row0" in units of log 2, and 0 from column n on. "part" [ceil(n /
+    EXP_COLUMNS), m], float32, takes the sums of so many columns of each row, as they are stored.
+    This goes with a bias alone."""
     save_z: bool = False
     """The pre-activation is stored to "z"; with dx, (x - mean) rstd is."""
     act: str = ""

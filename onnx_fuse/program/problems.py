@@ -509,62 +509,6 @@ class Col2Im(AnyProblem):
 
 
 @dataclass(frozen=True)
-class CrossEntropy(AnyProblem):
-    """-weight[t] log p[t] for each of `rows` rows of x [batch, classes, inner], t its label.
-
-    `stage` "rows": to "loss", or with its weight to "rows"; "total": their sum, or their mean;
-    "grad": dx = slope (softmax(x) - [class is the label]). `log_softmax`: x are logits.
-    """
-
-    stage: str
-    rows: int
-    classes: int
-    inner: int
-    dtype: str
-    labels: str
-    ignored: int | None = None
-    log_softmax: bool = True
-    mean: bool = False
-
-    @property
-    def bytes(self) -> int:
-        """x read; written too by the gradient."""
-        if self.stage == "total":
-            return 8 * self.rows
-        tensors = 2 if self.stage == "grad" else 1
-        return tensors * self.rows * self.classes * ITEMSIZE[self.dtype]
-
-    @property
-    def empty(self) -> bool:
-        """Whether there is no row; the total of none is a number."""
-        return not self.rows and self.stage != "total"
-
-
-@dataclass(frozen=True)
-class CrossEntropyChunk(AnyProblem):
-    """The cross-entropy of a chunk of `rows` rows of scores "x", `stride` elements apart.
-
-    "rows" [rows, 2] takes each row's loss and the weight of its label. With `gradient`, what
-    d loss / d x is takes the place of x, with zeros from column `classes` on.
-    """
-
-    rows: int
-    classes: int
-    stride: int
-    dtype: str
-    labels: str
-    weights: str = "float32"
-    ignored: int = -100
-    smoothing: float = 0.0
-    gradient: bool = False
-
-    @property
-    def bytes(self) -> int:
-        """x read; written too with the gradient."""
-        return (1 + self.gradient) * self.rows * self.stride * ITEMSIZE[self.dtype]
-
-
-@dataclass(frozen=True)
 class SlopeProduct(AnyProblem):
     """dz = dy act'(z) [m, n], and its column sums: to "dbias", or to `parts` parts "part" [n].
 

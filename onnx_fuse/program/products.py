@@ -8,7 +8,7 @@ from math import prod
 
 from onnx_fuse.program.call import dense_strides
 from onnx_fuse.program.problem import FEW, ITEMSIZE, AnyProblem, Hardware, Product
-from onnx_fuse.program.size import upper_bound
+from onnx_fuse.program.size import minimum, upper_bound
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,9 @@ class Attention(AnyProblem):
     """Heads of queries that share a head of keys."""
     scale: float = 1.0
     causal: bool = False
+    window: tuple[int, ...] = ()
+    """(left, right): query i sees the keys from i - left to i + right, -1 is no bound; (): all, or
+    with `causal` those up to i."""
     softcap: float = 0.0
     """0: there is none."""
     mask: tuple[int, ...] = ()
@@ -64,9 +67,15 @@ class Attention(AnyProblem):
 
     @property
     def flops(self) -> int:
-        """The operations of its two products, half of them where it is causal."""
-        whole = 2 * self.batches * self.m * self.n * (self.k + self.dv)
+        """The operations of its two products, of the keys that the queries see."""
+        whole = 2 * self.batches * self.m * self.seen(self.n) * (self.k + self.dv)
         return whole // 2 if self.causal else whole
+
+    def seen(self, length: int, block: int = 1) -> int:
+        """The most rows of `length` that a block of rows of the other side has in its window."""
+        if not self.window or min(self.window) < 0:
+            return length
+        return minimum(length, sum(self.window) + block)
 
     @property
     def bytes(self) -> int:

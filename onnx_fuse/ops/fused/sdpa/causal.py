@@ -1,7 +1,7 @@
-"""Proof that a mask hides from each query just the keys behind it, whatever the sizes are.
+"""Proof that a mask hides from each query just the keys outside its window, whatever the sizes are.
 
-A mask is followed up to constants and positions. Its elements are then one number where an integer
-combination of their indices is at least zero, and another number elsewhere. Nothing is assumed of
+A mask is followed up to constants and positions. Its elements are then one number where integer
+combinations of their indices are at least zero, and another number elsewhere. Nothing is assumed of
 open sizes but that an axis which two operands share comes from one and the same source in both.
 """
 
@@ -19,13 +19,17 @@ from onnx_fuse.ops.rewrite import attribute, constant_ints, is_float, scalar
 
 CAUSAL = "causal"
 """An attribute that kernels read and no body has: the step, counted from 1, whose mask is proved to
-hide the keys behind each query where it has the sizes of the scores. Kernels then read no mask.
-Less than 0: it hides them by -inf, and may hide more, so that it is read for the others."""
+hide the keys outside each query's window where it has the sizes of the scores. Kernels then read no
+mask. Less than 0: it hides them by -inf, and may hide more, so that it is read for the others."""
+
+WINDOW = "window"
+"""An attribute beside `CAUSAL`: query i sees the keys from i - left to i + right, (left, right); -1
+is no bound. Where there is none, the mask is causal: (-1, 0)."""
 
 HIDDEN = -1e37
 """What is added to a hidden logit is this or less: its weight is 0 beside a logit that is above."""
 
-_DEPTH = 24
+_DEPTH = 32
 """How many nodes above a mask its positions are looked for."""
 _LARGEST = 1 << 24
 """Elements of a constant that is looked at, and the largest position that float32 holds."""
@@ -36,58 +40,76 @@ class _Form:
     """What the elements of a tensor are, by their indices; axes are counted from the last, -1.
 
     The value is `number`, if there is one, else the sum s of `offset` and each index times its
-    factor; with `choice` (yes, no) it is `yes` where s >= 0, else `no`. NaN is a number not known.
+    factor; with `choice` (yes, no) it is `yes` where s >= 0 and so are the sums of `also`, else
+    `no`. NaN is a number not known.
     """
 
     number: float | None = None
     factors: tuple[tuple[int, int], ...] = ()
     offset: int = 0
     choice: tuple[float, float] | None = None
+    also: tuple[tuple[tuple[tuple[int, int], ...], int], ...] = ()
+    """(factors, offset) of further sums."""
+    absolute: bool = False
+    """The value is |s|."""
     sizes: dict[int, object] = field(default_factory=dict, compare=False)
     """Where the sizes of axes come from; those that are not listed are 1."""
 
     @property
-    def turned(self) -> _Form:
-        """The same choice by the opposite sum."""
-        assert self.choice is not None
+    def both_ways(self) -> tuple[_Form, ...]:
+        """The form and, where there is one sum, the same choice by the opposite sum."""
+        if self.choice is None or self.also:
+            return (self,)
         factors = tuple((axis, -factor) for axis, factor in self.factors)
-        return replace(
-            self, factors=factors, offset=-self.offset - 1, choice=(self.choice[1], self.choice[0])
-        )
+        choice = (self.choice[1], self.choice[0])
+        return self, replace(self, factors=factors, offset=-self.offset - 1, choice=choice)
+
+    @property
+    def window(self) -> tuple[int, int] | None:
+        """(left, right) if `yes` is at [i, j] where i - left <= j <= i + right; -1 is no bound.
+
+        None for any other form, and where j = i is not within.
+        """
+        bounds = [-1, -1]
+        for factors, offset in ((self.factors, self.offset), *self.also):
+            side = (((-2, -1), (-1, 1)), ((-2, 1), (-1, -1)))
+            if offset < 0 or factors not in side or bounds[at := side.index(factors)] >= 0:
+                return None
+            bounds[at] = offset
+        return bounds[0], bounds[1]
 
 
-def causal_step(steps: list[Step]) -> int:
-    """What `CAUSAL` is to be: the step by which key j is hidden from query i where j > i; 0: none.
+def causal_step(steps: list[Step]) -> tuple[int, tuple[int, int]]:
+    """What `CAUSAL` and `WINDOW` are to be; (0, (-1, -1)) where no step is proved to hide keys.
 
     It must be the last one. Of two steps it must hide by -inf, so that a row which the other step
     hides as a whole stays as it is.
     """
+    found: tuple[int, tuple[int, int]] = 0, (-1, -1)
     if not steps or len(steps) > 2:
-        return 0
-    step, found = steps[-1], 0
+        return found
+    step = steps[-1]
     if step.factor != 1 or step.negated:
-        return 0
+        return found
     for value, holds in step.conditions or [(step.value, True)]:
         form = _form(value, _DEPTH)
-        if form is None or form.choice is None:
+        if form is None or form.choice is None or not {-2, -1} <= set(form.sizes):
             continue
-        if dict(form.factors) == {-2: 1, -1: -1}:
-            form = form.turned
-        if dict(form.factors) != {-2: -1, -1: 1} or form.offset != -1:
-            continue
-        assert form.choice is not None
-        hidden, seen = form.choice
-        if step.fill is not None:
-            known = not np.isnan(hidden) and bool(hidden) != holds
-            hidden = float(step.fill) if known else np.nan
-            exact = len(step.conditions) == 1 and not np.isnan(seen) and bool(seen) == holds
-        else:
-            exact = seen == 0
-        if not {-2, -1} <= set(form.sizes) or np.isnan(hidden):
-            continue
-        if exact and hidden <= (HIDDEN if len(steps) == 1 else -np.inf):
-            return len(steps)
-        found = -len(steps) if hidden == -np.inf else found
+        for way in form.both_ways:
+            assert way.choice is not None
+            window, (seen, hidden) = way.window, way.choice
+            if step.fill is not None:
+                known = not np.isnan(hidden) and bool(hidden) != holds
+                hidden = float(step.fill) if known else np.nan
+                exact = len(step.conditions) == 1 and not np.isnan(seen) and bool(seen) == holds
+            else:
+                exact = seen == 0
+            if window is None or np.isnan(hidden):
+                continue
+            if exact and hidden <= (HIDDEN if len(steps) == 1 else -np.inf):
+                return len(steps), window
+            if hidden == -np.inf:
+                found = -len(steps), window
     return found
 
 
@@ -126,8 +148,12 @@ def _form(value: ir.Value | None, depth: int) -> _Form | None:
         return _range(node)
     if node.op_type == "Trilu":
         return _triangle(node, depth)
-    if node.op_type in ("ConstantOfShape", "Expand"):
+    if node.op_type in ("ConstantOfShape", "Expand", "CumSum"):
         return _filled(node, depth)
+    if node.op_type == "GatherND":
+        return _gathered(node, depth)
+    if node.op_type == "Concat":
+        return _continued(node, depth)
     if node.op_type in _VIEWS:
         form = _form(node.inputs[0], depth - 1)
         return None if form is None else _VIEWS[node.op_type](node, form)
@@ -135,6 +161,10 @@ def _form(value: ir.Value | None, depth: int) -> _Form | None:
         return _where([_form(v, depth - 1) for v in node.inputs])
     if node.op_type == "And":
         return _both(node, depth)
+    if node.op_type == "Abs":
+        form = _form(node.inputs[0], depth - 1)
+        plain = form is not None and form.number is None and form.choice is None
+        return replace(form, absolute=True) if form is not None and plain else None
     if node.op_type in _POINTWISE:
         forms = [_form(v, depth - 1) for v in node.inputs]
         return _pointwise(node.op_type, [f for f in forms if f is not None], len(forms))
@@ -145,7 +175,7 @@ def _form(value: ir.Value | None, depth: int) -> _Form | None:
 
 
 def _constant(array: np.ndarray) -> _Form | None:
-    """A number, positions along one axis, or a triangle in the last two axes."""
+    """A number, positions along one axis, or a band of diagonals in the last two axes."""
     if not 0 < array.size <= _LARGEST or array.dtype.kind not in "biuf":
         return None
     sizes: dict[int, object] = {
@@ -159,11 +189,7 @@ def _constant(array: np.ndarray) -> _Form | None:
     if (flat == first).all():
         return _Form(float(first), sizes=sizes)
     if flat.ndim == 2 and {-2, -1} <= set(sizes):
-        above = np.triu(np.ones(flat.shape, bool), 1)
-        high, low = np.unique(flat[above]), np.unique(flat[~above])
-        if len(high) == len(low) == 1:
-            choice = (float(high[0]), float(low[0]))
-            return _Form(None, ((-2, -1), (-1, 1)), -1, choice, sizes)
+        return _band(flat, sizes)
     if array.dtype.kind not in "iu":
         return None
     varied = [axis for axis in sizes if array.shape[axis] > 1 and np.diff(array, axis=axis).any()]
@@ -172,8 +198,30 @@ def _constant(array: np.ndarray) -> _Form | None:
         line = np.moveaxis(array, axis, -1).reshape(-1)[: array.shape[axis]].astype(np.int64)
         step = int(line[1] - line[0])
         if (np.diff(line) == step).all():
-            return _Form(None, ((axis, step),), int(first), None, sizes)
+            return _Form(None, ((axis, step),), int(first), sizes=sizes)
     return None
+
+
+def _band(array: np.ndarray, sizes: dict[int, object]) -> _Form | None:
+    """The form of a matrix of two numbers, one on neighbouring diagonals about the main one."""
+    rows, columns = array.shape
+    line = np.concatenate([array[:0:-1, 0], array[0]])  # of each diagonal, from the lowest one
+    diagonals = np.lib.stride_tricks.sliding_window_view(line, columns)[::-1]
+    inside = line == line[rows - 1]
+    (places,) = inside.nonzero()
+    if np.ptp(places) + 1 != len(places) or not (diagonals == array).all():
+        return None
+    others = np.unique(line[~inside])
+    if len(others) != 1:
+        return None
+    bounds = []
+    if places[0] > 0:
+        bounds.append((((-2, -1), (-1, 1)), int(rows - 1 - places[0])))
+    if places[-1] < len(line) - 1:
+        bounds.append((((-2, 1), (-1, -1)), int(places[-1] - rows + 1)))
+    (factors, offset), *also = bounds
+    choice = (float(line[rows - 1]), float(others[0]))
+    return _Form(None, factors, offset, choice, tuple(also), sizes=sizes)
 
 
 def _range(node: ir.Node) -> _Form | None:
@@ -181,34 +229,99 @@ def _range(node: ir.Node) -> _Form | None:
     start, delta = scalar(node.inputs[0]), scalar(node.inputs[2])
     if start is None or delta is None or is_float(node.outputs[0]) or not delta:
         return None
-    source = (start, delta, node.inputs[1])
-    return _Form(None, ((-1, int(delta)),), int(start), None, {-1: source})
+    source = _source(node, -1, (start, delta, node.inputs[1]))
+    return _Form(None, ((-1, int(delta)),), int(start), sizes={-1: source})
+
+
+def _source(node: ir.Node, axis: int, made: object) -> object:
+    """Where the size of a result's axis comes from: itself or its name, else what makes it."""
+    shape = node.outputs[0].shape
+    size = None if shape is None else shape[axis]
+    known = size if isinstance(size, int) or size is None else size.value
+    return made if known is None else known
 
 
 def _filled(node: ir.Node, depth: int) -> _Form | None:
-    """The form of a tensor that is one number everywhere."""
-    out, axes = node.outputs[0], rank(node.outputs[0])
-    if node.op_type == "Expand":
-        form = _form(node.inputs[0], depth - 1)
-        number = None if form is None else form.number
-    else:
+    """The form of a tensor that is one number everywhere, or of positions along further axes."""
+    axes = rank(node.outputs[0])
+    if node.op_type == "ConstantOfShape":
         fill = node.attributes.get("value")
-        number = 0.0 if fill is None else float(fill.value.numpy().reshape(-1)[0])
-    if number is None or axes is None:
+        form = _Form(0.0 if fill is None else float(fill.value.numpy().reshape(-1)[0]))
+    else:
+        given = _form(node.inputs[0], depth - 1)
+        if given is None or (node.op_type == "CumSum" and given.number != 0):
+            return None
+        form = given
+    if axes is None:
         return None
-    return _Form(number, sizes={axis: (out, axis) for axis in range(-axes, 0)})
+    sizes = _sizes(node, axes)
+    if form.number is None and any(sizes[axis] != source for axis, source in form.sizes.items()):
+        return None
+    return replace(form, sizes=sizes)
+
+
+def _sizes(node: ir.Node, axes: int) -> dict[int, object]:
+    """Where the sizes of a result of so many axes come from; without those that are 1."""
+    found = {axis: _source(node, axis, (node.outputs[0], axis)) for axis in range(-axes, 0)}
+    return {axis: source for axis, source in found.items() if source != 1}
+
+
+def _gathered(node: ir.Node, depth: int) -> _Form | None:
+    """Elements of what is one number, or positions along its last axis, by positions."""
+    form, axes = _form(node.inputs[0], depth - 1), rank(node.outputs[0])
+    if form is None or axes is None or form.choice is not None or form.absolute:
+        return None
+    if form.number is not None:
+        return _Form(form.number, sizes=_sizes(node, axes))
+    indices = None if node.inputs[1] is None else node.inputs[1].producer()
+    if indices is None or indices.op_type != "Concat" or attribute(node, "batch_dims", 0):
+        return None
+    if len(indices.inputs) != rank(node.inputs[0]) or dict(form.factors).keys() != {-1}:
+        return None
+    if attribute(indices, "axis", 0) not in (-1, axes) or dim(indices.inputs[-1], -1) != 1:
+        return None
+    at = _form(indices.inputs[-1], depth - 1)
+    if at is None or at.number is not None or at.choice is not None or at.absolute:
+        return None
+    if at.offset < 0 or any(axis == -1 or factor < 0 for axis, factor in at.factors):
+        return None  # which counts from the end
+    ((_, factor),) = form.factors
+    factors = tuple((axis + 1, factor * step) for axis, step in at.factors)
+    return _Form(None, factors, form.offset + factor * at.offset, sizes=_sizes(node, axes))
+
+
+def _continued(node: ir.Node, depth: int) -> _Form | None:
+    """Positions behind one number that continues them backwards."""
+    if attribute(node, "axis", 0) not in (-1, (rank(node.outputs[0]) or 0) - 1):
+        return None
+    if len(node.inputs) != 2 or node.inputs[0] is None or dim(node.inputs[0], -1) != 1:
+        return None
+    first, rest = (_form(value, depth - 1) for value in node.inputs)
+    if first is None or rest is None or rest.number is not None or rest.choice is not None:
+        return None
+    if rest.absolute or len(rest.factors) != 1 or rest.factors[0][0] != -1:
+        return None
+    offset = rest.offset - rest.factors[0][1]
+    if first.number != offset:
+        return None
+    source = _source(node, -1, (node.outputs[0], -1))
+    return replace(rest, offset=offset, sizes={**rest.sizes, -1: source})
 
 
 def _triangle(node: ir.Node, depth: int) -> _Form | None:
     """The form of a Trilu: a number above or below a diagonal, 0 elsewhere."""
     form = _form(node.inputs[0], depth - 1)
     at = constant_ints(node.inputs[1]) if len(node.inputs) > 1 and node.inputs[1] else [0]
-    if form is None or form.number is None or not at or not {-2, -1} <= set(form.sizes):
+    if form is None or not at or not {-2, -1} <= set(form.sizes):
         return None
     upper = bool(attribute(node, "upper", 1))
     # the upper triangle has j - i >= k; the lower one has what the one from k + 1 on has not
-    offset, choice = (-at[0], (form.number, 0.0)) if upper else (-at[0] - 1, (0.0, form.number))
-    return _Form(None, ((-2, -1), (-1, 1)), offset, choice, form.sizes)
+    offset, choice = (-at[0], (1.0, 0.0)) if upper else (-at[0] - 1, (0.0, 1.0))
+    triangle = _Form(None, ((-2, -1), (-1, 1)), offset, choice, sizes=form.sizes)
+    if form.number is not None:
+        number = form.number
+        return _mapped(triangle, lambda inside: number if inside else 0.0)
+    return _combined(triangle, form, lambda inside, x: x if inside else 0.0)
 
 
 # ---- views ---------------------------------------------------------------------------------------
@@ -216,8 +329,13 @@ def _triangle(node: ir.Node, depth: int) -> _Form | None:
 
 def _permuted(form: _Form, places: dict[int, int]) -> _Form:
     """The form with its axes elsewhere."""
-    factors = tuple(sorted((places[axis], factor) for axis, factor in form.factors))
-    return replace(form, factors=factors, sizes={places[a]: s for a, s in form.sizes.items()})
+
+    def moved(factors: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+        return tuple(sorted((places[axis], factor) for axis, factor in factors))
+
+    also = tuple((moved(factors), offset) for factors, offset in form.also)
+    sizes = {places[axis]: source for axis, source in form.sizes.items()}
+    return replace(form, factors=moved(form.factors), also=also, sizes=sizes)
 
 
 def _unsqueeze(node: ir.Node, form: _Form) -> _Form | None:
@@ -251,20 +369,28 @@ def _reshape(node: ir.Node, form: _Form) -> _Form | None:
 
 
 def _slice(node: ir.Node, form: _Form) -> _Form | None:
-    """The form of a Slice that takes every element from the first one on."""
+    """The form of a Slice that takes every element from one on, or that one alone."""
     starts, size = constant_ints(node.inputs[1]), rank(node.inputs[0])
-    steps = constant_ints(node.inputs[4]) if len(node.inputs) > 4 else [1]
+    steps = constant_ints(node.inputs[4]) if len(node.inputs) > 4 else None
     given = node.inputs[3] if len(node.inputs) > 3 else None
     axes = constant_ints(given) if given is not None else list(range(len(starts or ())))
-    if starts is None or axes is None or size is None or steps is None:
+    if starts is None or axes is None or size is None or any(start < 0 for start in starts):
         return None
-    if any(starts) or any(step != 1 for step in steps):
+    if any(step != 1 for step in steps or [1]):
         return None
-    sizes = {**form.sizes}
-    for axis in (axis % size - size for axis in axes):
-        if axis in sizes:
-            sizes[axis] = (node.inputs[2], axis, sizes[axis])
-    return replace(form, sizes=sizes)
+    sizes, factors, offset = {**form.sizes}, dict(form.factors), form.offset
+    for axis, start in zip((axis % size - size for axis in axes), starts, strict=True):
+        if start and form.choice is not None:
+            return None
+        offset += start * factors.get(axis, 0)
+        if dim(node.outputs[0], axis) == 1 and form.choice is None:
+            factors.pop(axis, None)
+            sizes.pop(axis, None)
+        elif axis in sizes:
+            sizes[axis] = _source(node, axis, (node.inputs[2], axis, sizes[axis]))
+    if form.number is None and not factors:
+        return _Form(float(offset), sizes=sizes)
+    return replace(form, factors=tuple(sorted(factors.items())), offset=offset, sizes=sizes)
 
 
 def _cast(node: ir.Node, form: _Form) -> _Form | None:
@@ -291,7 +417,8 @@ _VIEWS: dict[str, Callable[[ir.Node, _Form], _Form | None]] = {
 
 _POINTWISE: dict[str, Callable[..., np.generic]] = {
     "Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Neg": np.negative,
-    "Not": np.logical_not, "Equal": np.equal, "Greater": np.greater, "Less": np.less,
+    "Not": np.logical_not, "Or": np.logical_or, "Log": np.log,
+    "Equal": np.equal, "Greater": np.greater, "Less": np.less,
     "GreaterOrEqual": np.greater_equal, "LessOrEqual": np.less_equal,
 }  # fmt: skip
 
@@ -325,7 +452,8 @@ def _pointwise(op_type: str, forms: list[_Form], count: int) -> _Form | None:
         one = forms[0]
         if one.number is None and one.choice is None:
             return None
-        return _mapped(one, lambda x: float(work(x)))
+        with np.errstate(all="ignore"):
+            return _mapped(one, lambda x: float(work(x)))
     a, b = forms
     with np.errstate(all="ignore"):
         if b.number is not None and (a.number is not None or a.choice is not None):
@@ -334,9 +462,29 @@ def _pointwise(op_type: str, forms: list[_Form], count: int) -> _Form | None:
         if a.number is not None and b.choice is not None:
             left = a.number
             return replace(_mapped(b, lambda x: float(work(left, x))), sizes=sizes)
+    if a.choice is not None and b.choice is not None:
+        return _combined(a, b, lambda x, y: float(work(x, y)))
     if a.choice is not None or b.choice is not None:
         return None
     return _of_positions(op_type, a, b, sizes)
+
+
+def _combined(a: _Form, b: _Form, work: Callable[[float, float], float]) -> _Form | None:
+    """Two choices under a function of numbers, where it gives one number but where both say yes."""
+    sizes = _joined([a, b])
+    if sizes is None or a.choice is None or b.choice is None:
+        return None
+    for one in a.both_ways:
+        for other in b.both_ways:
+            assert one.choice is not None
+            assert other.choice is not None
+            with np.errstate(all="ignore"):
+                values = [work(x, y) for x in one.choice for y in other.choice]
+            if np.isnan(values).any() or len(set(values[1:])) > 1:
+                continue
+            also = (*one.also, (other.factors, other.offset), *other.also)
+            return replace(one, choice=(values[0], values[1]), also=also, sizes=sizes)
+    return None
 
 
 def _of_positions(op_type: str, a: _Form, b: _Form, sizes: dict[int, object]) -> _Form | None:
@@ -344,6 +492,8 @@ def _of_positions(op_type: str, a: _Form, b: _Form, sizes: dict[int, object]) ->
     for form in (a, b):
         if form.number is not None and not form.number.is_integer():
             return None
+    if a.absolute or b.absolute:
+        return _of_distances(op_type, a, b, sizes)
 
     def combined(sign: int) -> _Form:
         factors = dict(a.factors)
@@ -351,23 +501,60 @@ def _of_positions(op_type: str, a: _Form, b: _Form, sizes: dict[int, object]) ->
             factors[axis] = factors.get(axis, 0) + sign * factor
         left, right = (f.offset if f.number is None else int(f.number) for f in (a, b))
         kept = tuple(sorted((axis, factor) for axis, factor in factors.items() if factor))
-        return _Form(None, kept, left + sign * right, None, sizes)
+        total = left + sign * right
+        return _Form(None if kept else float(total), kept, total if kept else 0, sizes=sizes)
 
     if op_type in ("Add", "Sub"):
         return combined(1 if op_type == "Add" else -1)
     difference = combined(-1)
+    if difference.number is not None and op_type in ("Equal", *_MIRRORED):
+        return _mapped(difference, lambda x: float(_POINTWISE[op_type](x, 0.0)))
     if op_type in ("GreaterOrEqual", "Less"):  # a - b >= 0, or not
-        return replace(difference, choice=(1.0, 0.0) if op_type != "Less" else (0.0, 1.0))
+        return _settled(replace(difference, choice=(1.0, 0.0) if op_type != "Less" else (0.0, 1.0)))
     if op_type in ("Greater", "LessOrEqual"):  # a - b - 1 >= 0, or not
         choice = (1.0, 0.0) if op_type == "Greater" else (0.0, 1.0)
-        return replace(difference, offset=difference.offset - 1, choice=choice)
+        return _settled(replace(difference, offset=difference.offset - 1, choice=choice))
     return None
+
+
+def _settled(form: _Form) -> _Form:
+    """A choice by one sum, or the number that it always is, since no index is below zero."""
+    assert form.choice is not None
+    signs = {factor > 0 for _, factor in form.factors}
+    for sign, number in zip((True, False), form.choice, strict=True):
+        if signs == {sign} and (form.offset >= 0) == sign:
+            return _Form(number, sizes=form.sizes)
+    return form
+
+
+_MIRRORED = {"Less": "Greater", "LessOrEqual": "GreaterOrEqual",
+             "Greater": "Less", "GreaterOrEqual": "LessOrEqual"}  # fmt: skip
+
+
+def _of_distances(op_type: str, a: _Form, b: _Form, sizes: dict[int, object]) -> _Form | None:
+    """|s| compared with an integer n: |s| <= n is n - s >= 0 and n + s >= 0."""
+    if op_type not in _MIRRORED:
+        return None
+    if b.absolute:
+        a, b, op_type = b, a, _MIRRORED[op_type]
+    if b.number is None:
+        return None
+    near = op_type in ("Less", "LessOrEqual")
+    most = int(b.number) - (op_type in ("Less", "GreaterOrEqual"))
+    back = tuple((axis, -factor) for axis, factor in a.factors)
+    choice = (1.0, 0.0) if near else (0.0, 1.0)
+    also = ((a.factors, most + a.offset),)
+    return _Form(None, back, most - a.offset, choice, also, sizes=sizes)
 
 
 def _both(node: ir.Node, depth: int) -> _Form | None:
     """False where one operand is: what the other one may be there does not matter."""
     values = node.inputs[:2]
     forms = [_form(value, depth - 1) for value in values]
+    if forms[0] is not None and forms[1] is not None:
+        whole = _combined(forms[0], forms[1], lambda x, y: float(bool(x) and bool(y)))
+        if whole is not None:
+            return whole
     for i in (0, 1):
         form, other, own, beside = forms[i], forms[1 - i], values[i], values[1 - i]
         if other is not None and other.number and form is not None:
@@ -387,19 +574,31 @@ def _both(node: ir.Node, depth: int) -> _Form | None:
 
 
 def _where(forms: list[_Form | None]) -> _Form | None:
-    """One of two numbers by a choice, or the one that a condition always chooses."""
+    """One of two numbers, or of a number and a choice, by a choice or by what always holds."""
     condition, yes, no = forms
     if condition is None or yes is None or no is None:
         return None
     sizes = _joined([condition, yes, no])
-    if sizes is None or yes.number is None or no.number is None:
+    if sizes is None:
         return None
     if condition.number is not None:
         return replace(yes if condition.number else no, sizes=sizes)
     if condition.choice is None:
         return None
-    high, low = (
-        chosen if np.isnan(chosen) else yes.number if chosen else no.number
-        for chosen in condition.choice
-    )
-    return replace(condition, choice=(high, low), sizes=sizes)
+    if yes.number is not None and no.number is not None:
+        high, low = (
+            chosen if np.isnan(chosen) else yes.number if chosen else no.number
+            for chosen in condition.choice
+        )
+        return replace(condition, choice=(high, low), sizes=sizes)
+    if np.isnan(condition.choice).any():
+        return None
+    if no.choice is not None and yes.number is not None:
+        fill = yes.number
+        made = _combined(condition, no, lambda holds, x: fill if holds else x)
+    elif yes.choice is not None and no.number is not None:
+        fill = no.number
+        made = _combined(condition, yes, lambda holds, x: x if holds else fill)
+    else:
+        return None
+    return None if made is None else replace(made, sizes=sizes)

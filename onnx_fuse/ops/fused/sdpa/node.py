@@ -85,7 +85,7 @@ def fuse_node(rw: Rewriter, node: ir.Node) -> bool:
     if capped:
         y = emit(op, kind, grouped, inputs, scale / softcap, softcap, step)
     else:
-        y = emit(op, kind, grouped, inputs, scale, causal=step)
+        y = emit(op, kind, grouped, inputs, scale, proved=step)
     made = y.producer()
     assert made is not None
     if lengths is None:  # whose mask may have one row, as onnxruntime's Attention takes none (1.32)

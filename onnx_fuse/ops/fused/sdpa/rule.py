@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from onnx_fuse.onnx.build import Builder, dim, rank
 from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.ops.fused.sdpa.causal import CAUSAL, causal_step, is_idle
+from onnx_fuse.ops.fused.sdpa.causal import CAUSAL, WINDOW, causal_step, is_idle
 from onnx_fuse.ops.fused.sdpa.frame import Frame, make_frame
 from onnx_fuse.ops.fused.sdpa.kinds import KINDS, STEPS, Kind
 from onnx_fuse.ops.fused.sdpa.scores import (
@@ -472,12 +472,15 @@ def emit(
     inputs: Sequence[ir.Value],
     scale: float,
     softcap: float | None = None,
-    causal: int = 0,
+    proved: tuple[int, tuple[int, int]] = (0, (-1, -1)),
 ) -> ir.Value:
-    """The node, and its output typed like q; `causal` as `causal_step` gives it."""
+    """The node, and its output typed like q; `proved` as `causal_step` gives it."""
     attributes: dict[str, object] = {"scale": float(scale)}
-    if causal:
-        attributes[CAUSAL] = causal
+    step, window = proved
+    if step:
+        attributes[CAUSAL] = step
+    if step and window != (-1, 0):
+        attributes[WINDOW] = list(window)
     if softcap is not None:
         attributes["softcap"] = float(softcap)
     if heads is not None:
