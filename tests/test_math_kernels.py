@@ -391,6 +391,7 @@ def test_attention_takes_the_hopper_kernel_where_it_was_faster():
         ({"dtype": "float32"}, "16-bit"),
         ({"m": 16}, "few queries"),
         ({"n": 257}, "257 keys"),
+        ({"window": (3, 3)}, "a window"),
         ({"mask": (8, 8, 8, 1), "mask2": (8, 8, 8, 1)}, "two masks"),
         ({"k_strides": (512, 512, 1 << 31)}, "31 bits"),
     ],

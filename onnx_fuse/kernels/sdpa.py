@@ -522,7 +522,7 @@ class Direct(Unconditional):
         p = problem
         if hw.cc != 90:
             return "it was measured on sm_90 alone"
-        if reason := half_refusal(p, hw):
+        if reason := half_refusal(p, hw) or _narrow(p):
             return reason
         if (p.k, p.dv) != (64, 64):
             return f"heads of {p.k} and {p.dv} numbers, not of 64"
