@@ -582,6 +582,9 @@ def _attention() -> Iterator[Case]:
         ("Mask", (1, 2, 2), (70, 136), (40, 40), (1, 2, 70, 136)),
         ("", (1, 2, 2), (130, 200), (96, 80), None),
         ("", (1, 2, 2), (70, 200), (32, 96), None),
+        # more heads than clusters of two blocks, and of four
+        ("Causal", (1, 70, 70), (150, 150), (64, 64), None),
+        ("Causal", (1, 34, 34), (400, 400), (64, 64), None),
     )
     for attrs in ({}, {"is_causal": 1}, {"scale": 0.5}):
         sizes = ((2, 4, 9, 8), (2, 2, 13, 8), (2, 2, 13, 16))

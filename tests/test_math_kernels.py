@@ -382,6 +382,40 @@ def test_attention_takes_the_hopper_kernel_where_it_was_faster():
             assert select(op, problem, H200).kernel.name == "wgmma"
 
 
+@pytest.mark.parametrize("more", [{}, {"causal": True}, {"causal": True, "guard": 2}])
+def test_the_joint_gradient_of_attention_compiles_without_spills(more):
+    kernel = sdpa_grad_sm90.WgmmaGradJoint()
+    for width, dv in ((64, 64), (40, 32)):
+        problem = replace(attention("SdpaGrad", width, "bfloat16", **more), m=400, n=400, dv=dv)
+        assert [c.integer("split") for c in kernel.configs(problem, H200)] == [1, 2, 4]
+        for config in kernel.configs(problem, H200):
+            (launch,) = kernel.launch(problem, config, H200)
+            for entry in nvrtc.resources(launch.source, launch.defines, "sm_90a").values():
+                assert entry.clean, (config, entry)
+
+
+def test_the_joint_gradient_of_attention_says_why_not():
+    kernel = sdpa_grad_sm90.WgmmaGradJoint()
+    problem = attention("SdpaGrad", 64, "float16")
+    for more, reason in (
+        ({"softcap": 2.0}, "softcap"),
+        ({"mask": (8, 8, 0, 1)}, "a mask"),
+        ({"group": 2}, "share keys"),
+        ({"dv": 72}, "larger than 64"),
+        ({"m": 4097}, "4096 queries"),
+        ({"causal": True}, "behind the last query"),
+        ({"dq_strides": (512, 64, 12)}, "16 bytes"),
+    ):
+        assert reason in str(kernel.supports(replace(problem, **more), H200))
+    assert kernel.supports(problem, H200) is None
+    assert [c.integer("split") for c in kernel.configs(problem, H200)] == [1]
+    longest = replace(problem, m=4096, n=4096)
+    for config in kernel.configs(longest, H200):
+        (launch,) = kernel.launch(longest, config, H200)
+        assert launch.smem <= H200.smem_per_block
+        assert launch.grid[0] % launch.cluster == 0
+
+
 def test_the_gradient_of_attention_by_tma_says_why_not():
     kernel = sdpa_grad_sm90.WgmmaGrad()
     problem = attention("SdpaGrad", 64, "float16")

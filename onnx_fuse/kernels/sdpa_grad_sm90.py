@@ -1,4 +1,4 @@
-"""The Hopper candidate of attention's gradient (sdpa/wgmma_grad_sm90.cu), and all of SdpaGrad's."""
+"""The Hopper candidate of attention's gradient by two launches, and all of SdpaGrad's."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from onnx_fuse.kernels.sdpa import (
     mask_boxes,
     tma_refusal,
 )
+from onnx_fuse.kernels.sdpa_grad_joint_sm90 import WgmmaGradJoint
 from onnx_fuse.program.problem import Arg, Config, Hardware, Launch, Num, Ptr
 from onnx_fuse.program.products import Attention
 
@@ -132,4 +133,4 @@ class WgmmaGrad(Unconditional):
         return count * boxes * 8192 + stages * (tile + rows + 16) + 8
 
 
-KERNELS = {"SdpaGrad": (WgmmaGrad(), MMA, SIMT)}
+KERNELS = {"SdpaGrad": (WgmmaGrad(), WgmmaGradJoint(), MMA, SIMT)}
