@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
         fence_barrier_init();
     }
     __syncthreads();
-    cluster_sync();  // the peers' shared memory is there
+    if (SPLIT > 1) cluster_sync();  // the peers' shared memory is there
     after_previous_launch();
 
     const int rank = SPLIT > 1 ? blockIdx.x % SPLIT : 0, cluster = blockIdx.x / SPLIT, clusters = gridDim.x / SPLIT;
@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
         registers_shrink<24>();
         u32 step = 0, count = 0;
         for (int head = cluster; head < batches; head += clusters) {
-            cluster_arrive();
+            if (SPLIT > 1) cluster_arrive();
             const int b = head / heads, h = head - b * heads;
             for (int i = 0; warp == CONSUMERS && block_of(i) < blocks; i++, count++) {
                 const int block = block_of(i);
@@ -102,13 +102,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
                     __syncwarp();
                 }
             }
-            cluster_wait();
-            cluster_arrive();
-            cluster_wait();
+            if (SPLIT > 1) {
+                cluster_wait();
+                cluster_arrive();
+                cluster_wait();
+            }
         }
         return;
     }
     registers_grow<240>();
+    // All warps with products, of all blocks of the cluster. (A block that is no cluster would arrive with
+    // its wait only, before which the loads come.)
+    auto meet = [] {
+        if (SPLIT > 1)
+            cluster_sync();
+        else
+            bar_sync(1, CONSUMERS * 32);
+    };
 
     float* const levels = (float*)(smem + ROWS_AT);
     const int padded = tiles * TILE;
@@ -154,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
                 }
             }
         }
-        cluster_sync();
+        meet();
 
         bool behind = false, pending = false;  // the stage, and dq's part, of the tile before are open
         int before = 0;                        // that tile
@@ -323,7 +333,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
         if (pending) leave_keys(count - 1);
         if (lane == 0) tma_store_wait<0>();
         __syncwarp();
-        cluster_sync();
+        meet();
         for (int t = rank * 2 + wg; blocks > 1 && t < tiles; t += SPLIT * 2) {
             const float4* from = (const float4*)(sums + ((i64)cluster * SPLIT * tiles + t) * (TILE * 64)) + warp % 4 * 256 + lane;
             float4 parts[SPLIT][8];

@@ -13,6 +13,9 @@ from onnx_fuse.program.size import minimum
 
 TILE, KEYS, LONGEST = 64, 128, 4096
 _STAGES = 4
+_SMEM = 2 * 32768 + 2 * 16384 + _STAGES * 16384 + 8 * 4096 + 128 + LONGEST * 8
+"""Two blocks of keys and values, two tiles of dS, stages of queries and dy, parts of dq, barriers,
+and the rows' numbers: of the most, since a block has a multiprocessor for itself."""
 _PART = TILE // 4 * 64 * 4
 """Bytes of a warp's part of a tile of dq's sums."""
 
@@ -82,7 +85,7 @@ class WgmmaGradJoint(Unconditional):
         return (
             Launch(
                 self.source, "sdpa_gradients_joint", grid, (384, 1, 1), args, macros,
-                self._smem(p), cluster=split,
+                _SMEM, cluster=split,
             ),
         )  # fmt: skip
 
@@ -92,7 +95,3 @@ class WgmmaGradJoint(Unconditional):
 
     def _clusters(self, p: Attention, config: Config, hw: Hardware) -> int:
         return minimum(p.batches, self._most(config.integer("split"), hw))
-
-    def _smem(self, p: Attention) -> int:
-        """Two blocks of keys and values, two tiles of dS, stages, parts of dq, barriers, rows."""
-        return 2 * 32768 + 2 * 16384 + _STAGES * 16384 + 8 * 4096 + 128 + -(-p.m // TILE) * TILE * 8
