@@ -11,11 +11,11 @@ from onnx_fuse.program.problem import Arg, Config, Hardware, Launch, Num, Ptr, T
 from onnx_fuse.program.products import Attention
 from onnx_fuse.program.size import minimum
 
-TILE, KEYS, LONGEST = 64, 128, 4096
-_STAGES = 4
-_SMEM = 2 * 32768 + 2 * 16384 + _STAGES * 16384 + 8 * 4096 + 128 + LONGEST * 8
-"""Two blocks of keys and values, two tiles of dS, stages of queries and dy, parts of dq, barriers,
-and the rows' numbers: of the most, since a block has a multiprocessor for itself."""
+TILE, KEYS, LONGEST = 64, 128, 2048
+_STAGES = 3
+_SMEM = 2 * 32768 + 2 * 16384 + _STAGES * 16384 + 8 * 4096 + 3 * 2048 + 128 + 2 * LONGEST * 8
+"""Two blocks of keys and values, two tiles of dS, stages of queries and dy, parts of dq on their
+way, barriers, and two heads' numbers of rows: of the most rows, for a block fills an SM anyway."""
 _PART = TILE // 4 * 64 * 4
 """Bytes of a warp's part of a tile of dq's sums."""
 
@@ -59,16 +59,14 @@ class WgmmaGradJoint(Unconditional):
         return hw.launch_seconds + 4e-6 + turns * (6e-6 + steps / split * tile)
 
     def workspace(self, problem: Attention, config: Config, hw: Hardware) -> int:
-        """Each block's sums of dq."""
+        """Each block's sums of dq, of a head and of the one before."""
         grid = self._clusters(problem, config, hw) * config.integer("split")
-        return grid * -(-problem.m // TILE) * 4 * _PART
+        return 2 * grid * -(-problem.m // TILE) * 4 * _PART
 
     def launch(self, problem: Attention, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch of clusters that stay."""
         p, split = problem, config.integer("split")
-        parts = (
-            self.workspace(p, config, hw) // _PART
-        )  # of a warp's 16 rows, as its lanes have them
+        parts = self.workspace(p, config, hw) // _PART
         sums = TensorMap(
             Ptr("workspace"), "float32", (256, 4, parts), (1024, 4096), (256, 4, 1), swizzle=0
         )
@@ -80,12 +78,12 @@ class WgmmaGradJoint(Unconditional):
             Ptr("lse"), Ptr("workspace"),
             *(Num("i32", n) for n in (p.batches, p.batch[1], p.m, p.n)), Num("f32", p.scale),
         )  # fmt: skip
-        macros = defines(**common_macros(p), TILE=TILE, SPLIT=split, STAGES=_STAGES)
+        how = {"TILE": TILE, "SPLIT": split, "STAGES": _STAGES, "LONGEST": LONGEST}
         grid = (self._clusters(p, config, hw) * split, 1, 1)
         return (
             Launch(
-                self.source, "sdpa_gradients_joint", grid, (384, 1, 1), args, macros,
-                _SMEM, cluster=split,
+                self.source, "sdpa_gradients_joint", grid, (384, 1, 1), args,
+                defines(**common_macros(p), **how), _SMEM, cluster=split,
             ),
         )  # fmt: skip
 
