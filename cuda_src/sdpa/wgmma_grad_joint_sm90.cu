@@ -124,6 +124,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
             }
         }
     };
+    // What make_rows will read comes to L2.
+    auto fetch_rows = [&](int head, int worker, int workers) {
+        const int b = head / heads, h = head - b * heads, mine = (tiles - rank + SPLIT - 1) / SPLIT * TILE;
+#pragma unroll 1
+        for (int i = worker * 32 + lane; i < mine; i += workers * 32) {
+            const int row = min((rank + i / TILE * SPLIT) * TILE + i % TILE, queries - 1);
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(y + b * y_batch + h * y_head + row * y_row));
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(dy + b * dy_batch + h * dy_head + row * dy_row));
+        }
+    };
     const i64 turn_sums = (i64)gridDim.x * tiles * (TILE * 64);  // of all blocks
     // A head's dq: the sums of the cluster's blocks, by rank, 16 rows at a time
     auto finish = [&](int head, const float* from, u32 to, int worker, int workers) {
@@ -169,6 +179,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
         const u32 to = base + HELP_AT + (warp - CONSUMERS - 1) * 2048;
         for (int head = cluster, n = 0; head < batches; head += clusters, n++) {
             meet();
+            if (head + clusters < batches) fetch_rows(head + clusters, warp - CONSUMERS - 1, HELPERS);
             if (n > 0) finish(head - clusters, sums + (n + 1) % 2 * turn_sums, to, warp - CONSUMERS - 1, HELPERS);
             if (head + clusters < batches)
                 make_rows(Number<2>(), head + clusters, base + ROWS_AT + (n + 1) % 2 * ROWS_BYTES, warp - CONSUMERS - 1, HELPERS);
