@@ -401,7 +401,7 @@ def test_the_joint_gradient_of_attention_says_why_not():
         ({"softcap": 2.0}, "softcap"),
         ({"mask": (8, 8, 0, 1)}, "a mask"),
         ({"group": 2}, "share keys"),
-        ({"dv": 72}, "larger than 64"),
+        ({"dv": 72}, "from 32 to 64"),
         ({"m": 2049}, "2048 queries"),
         ({"causal": True}, "behind the last query"),
         ({"dq_strides": (512, 64, 12)}, "16 bytes"),

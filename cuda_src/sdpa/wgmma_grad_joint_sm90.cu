@@ -92,6 +92,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
         const int b = head / heads, h = head - b * heads, column = min(lane % 8 * 8, DV - 8);
         const int groups = (tiles - rank + SPLIT - 1) / SPLIT * (TILE / 4);
         auto row_of = [&](int g) { return (rank + g / (TILE / 4) * SPLIT) * TILE + g % (TILE / 4) * 4 + lane / 8; };
+#pragma unroll 1
         for (int g = worker; g < groups; g += workers * FLIGHT) {
             Vec<T, 8> one[FLIGHT], two[FLIGHT];
             float2 pair[FLIGHT];
@@ -138,6 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
     // A head's dq: the sums of the cluster's blocks, by rank, 16 rows at a time
     auto finish = [&](int head, const float* from, u32 to, int worker, int workers) {
         const int b = head / heads, h = head - b * heads;
+#pragma unroll 1
         for (int m = worker; blocks > 1; m += workers) {
             const int t = rank * 2 + m / 8 * SPLIT * 2 + m / 4 % 2;
             if (t - m / 4 % 2 >= tiles) break;
@@ -182,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
             if (head + clusters < batches) fetch_rows(head + clusters, warp - CONSUMERS - 1, HELPERS);
             if (n > 0) finish(head - clusters, sums + (n + 1) % 2 * turn_sums, to, warp - CONSUMERS - 1, HELPERS);
             if (head + clusters < batches)
-                make_rows(Number<2>(), head + clusters, base + ROWS_AT + (n + 1) % 2 * ROWS_BYTES, warp - CONSUMERS - 1, HELPERS);
+                make_rows(Number<(DV == 64 ? 2 : 1)>(), head + clusters, base + ROWS_AT + (n + 1) % 2 * ROWS_BYTES, warp - CONSUMERS - 1, HELPERS);
         }
         meet();
         if (lane == 0) tma_store_wait_read<0>();

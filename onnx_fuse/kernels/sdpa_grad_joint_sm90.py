@@ -36,8 +36,8 @@ class WgmmaGradJoint(Unconditional):
             return "a mask or a softcap: they take registers that there are not"
         if p.group > 1:
             return "queries' heads share keys, whose gradients it keeps for one"
-        if max(p.k, p.dv) > 64:
-            return "the head size is larger than 64"
+        if min(p.k, p.dv) < 32 or max(p.k, p.dv) > 64:
+            return "the head size is not from 32 to 64"
         if p.m > LONGEST:
             return f"shared memory has room for the rows of {LONGEST} queries"
         if p.causal and p.n > p.m:
