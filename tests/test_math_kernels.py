@@ -379,7 +379,19 @@ def test_attention_takes_the_hopper_kernel_where_it_was_faster():
             problem = replace(
                 attention(op, width, "float16"), batch=(batch, 12), m=tokens, n=tokens
             )
-            assert select(op, problem, H200).kernel.name == "wgmma"
+            narrow = op == "SdpaGrad" and width == 64
+            assert select(op, problem, H200).kernel.name == ("wgmma_joint" if narrow else "wgmma")
+
+
+def test_the_joint_gradient_of_attention_is_taken_where_it_was_faster():
+    for batch, tokens, causal, split in (
+        (16, 1024, True, 2), (64, 197, False, 1), (5, 2048, True, 2), (32, 128, False, 1),
+        (16, 1024, False, 2), (8, 512, True, 1),
+    ):  # fmt: skip
+        problem = attention("SdpaGrad", 64, "bfloat16", causal=causal)
+        problem = replace(problem, batch=(batch, 12), m=tokens, n=tokens)
+        choice = select("SdpaGrad", problem, H200)
+        assert (choice.kernel.name, choice.config.attrs) == ("wgmma_joint", (("split", split),))
 
 
 @pytest.mark.parametrize("more", [{}, {"causal": True}, {"causal": True, "guard": 2}])

@@ -21,8 +21,7 @@ constexpr int KEY_ROWS = 128, THREADS = 384, CONSUMERS = 8;  // warps of the two
 constexpr int KV_BYTES = 4 * BOX, SLOPES = 2 * BOX, STAGE_BYTES = 2 * BOX, PART = 4096;
 // k and v of two blocks of keys; two tiles of dS; tiles of q and dy; a warp's part of dq; barriers; the rows'
 constexpr int SLOPES_AT = 2 * KV_BYTES, STAGE_AT = SLOPES_AT + 2 * SLOPES, PART_AT = STAGE_AT + STAGES * STAGE_BYTES;
-constexpr int HELPERS = 3, HELP_AT = PART_AT + CONSUMERS * PART, BAR_AT = HELP_AT + HELPERS * 2048;
-constexpr int ROWS_AT = BAR_AT + 128, ROWS_BYTES = LONGEST * 8;
+constexpr int BAR_AT = PART_AT + CONSUMERS * PART, ROWS_AT = BAR_AT + 128;
 static_assert(8 * (2 * STAGES + 8) <= 128, "");
 
 DEVICE void store_shared(u32 to, float a, float b, float c, float d) {
@@ -38,7 +37,6 @@ DEVICE void store_peer(u32 to, float x, u32 rank) {
 template <int N> DEVICE void tma_store_wait() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory"); }
 
 template <bool V> struct Constant { static constexpr bool value = V; };
-template <int N> struct Number { static constexpr int value = N; };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
     const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_dy,
@@ -75,127 +73,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
     auto block_of = [&](int i) { return i * SPLIT + (i % 2 ? SPLIT - 1 - rank : rank); };
     auto first_tile = [&](int block) { return CAUSAL ? block * (KEY_ROWS / TILE) : 0; };
 
-    const int padded = tiles * TILE;
-    const bool helper = warp > CONSUMERS;
-    // All warps but those that load, of all blocks of the cluster. (A block that is no cluster would arrive
-    // with its wait only, before which the loads come.)
-    auto meet = [] {
-        if (SPLIT > 1)
-            cluster_sync();
-        else
-            bar_sync(1, (CONSUMERS + HELPERS) * 32);
-    };
-    // A head's levels, in units of log 2, and its sums of dy y: each block makes some for all, a warp four
-    // rows at a time, with FLIGHT of those.
-    auto make_rows = [&](auto flight, int head, u32 to, int worker, int workers) {
-        constexpr int FLIGHT = flight.value;
-        const int b = head / heads, h = head - b * heads, column = min(lane % 8 * 8, DV - 8);
-        const int groups = (tiles - rank + SPLIT - 1) / SPLIT * (TILE / 4);
-        auto row_of = [&](int g) { return (rank + g / (TILE / 4) * SPLIT) * TILE + g % (TILE / 4) * 4 + lane / 8; };
-#pragma unroll 1
-        for (int g = worker; g < groups; g += workers * FLIGHT) {
-            Vec<T, 8> one[FLIGHT], two[FLIGHT];
-            float2 pair[FLIGHT];
-#pragma unroll
-            for (int i = 0; i < FLIGHT; i++) {
-                const int row = min(row_of(g + i * workers), queries - 1);
-                one[i] = load<8>(y + b * y_batch + h * y_head + row * y_row + column);
-                two[i] = load<8>(dy + b * dy_batch + h * dy_head + row * dy_row + column);
-                pair[i] = ((const float2*)lse)[(i64)head * queries + row];
-            }
-#pragma unroll
-            for (int i = 0; i < FLIGHT; i++) {
-                const int row = row_of(g + i * workers);
-                float sum = 0;
-#pragma unroll
-                for (int e = 0; e < 8; e++) sum += to_float(one[i].at[e]) * to_float(two[i].at[e]);
-                if (lane % 8 * 8 >= DV) sum = 0;
-#pragma unroll
-                for (int d = 1; d < 8; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
-                if (lane % 8 == 0 && row < padded) {
-                    const bool there = row < queries && !(GUARD && pair[i].y != pair[i].y);
-                    const float level = there ? (pair[i].x + pair[i].y) * LOG2E : -NEGATIVE_INFINITY;
-                    if (row >= queries) sum = 0;  // past the last row: no probabilities
-#pragma unroll
-                    for (int r = 0; r < SPLIT; r++) {
-                        store_peer(to + row * 4, level, r);
-                        store_peer(to + (padded + row) * 4, sum, r);
-                    }
-                }
-            }
-        }
-    };
-    // What make_rows will read comes to L2.
-    auto fetch_rows = [&](int head, int worker, int workers) {
-        const int b = head / heads, h = head - b * heads, mine = (tiles - rank + SPLIT - 1) / SPLIT * TILE;
-#pragma unroll 1
-        for (int i = worker * 32 + lane; i < mine; i += workers * 32) {
-            const int row = min((rank + i / TILE * SPLIT) * TILE + i % TILE, queries - 1);
-            asm volatile("prefetch.global.L2 [%0];" ::"l"(y + b * y_batch + h * y_head + row * y_row));
-            asm volatile("prefetch.global.L2 [%0];" ::"l"(dy + b * dy_batch + h * dy_head + row * dy_row));
-        }
-    };
-    const i64 turn_sums = (i64)gridDim.x * tiles * (TILE * 64);  // of all blocks
-    // A head's dq: the sums of the cluster's blocks, by rank, 16 rows at a time
-    auto finish = [&](int head, const float* from, u32 to, int worker, int workers) {
-        const int b = head / heads, h = head - b * heads;
-#pragma unroll 1
-        for (int m = worker; blocks > 1; m += workers) {
-            const int t = rank * 2 + m / 8 * SPLIT * 2 + m / 4 % 2;
-            if (t - m / 4 % 2 >= tiles) break;
-            if (t >= tiles) continue;
-            const float4* at = (const float4*)(from + ((i64)cluster * SPLIT * tiles + t) * (TILE * 64)) + m % 4 * 256 + lane;
-            if (lane == 0) tma_store_wait_read<0>();
-            __syncwarp();
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                float sum[16] = {};
-#pragma unroll 2
-                for (int r = 0; r < SPLIT; r++) {
-#pragma unroll
-                    for (int e = 0; e < 4; e++) {
-                        const float4 one = __ldcg(at + (i64)(t < first_tile(r) ? 0 : r) * tiles * (TILE * 16) + (half * 4 + e) * 32);
-                        if (t >= first_tile(r))
-                            sum[4 * e] += one.x, sum[4 * e + 1] += one.y, sum[4 * e + 2] += one.z, sum[4 * e + 3] += one.w;
-                    }
-                }
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    u32 out[4];
-#pragma unroll
-                    for (int e = 0; e < 4; e++) out[e] = pack2<T>(sum[i * 8 + e * 2] * scale, sum[i * 8 + e * 2 + 1] * scale);
-                    stmatrix_x4(to + lane % 16 * 128 + (((half * 2 + i) * 2 + lane / 16 ^ lane % 8) << 4), out[0], out[1], out[2], out[3]);
-                }
-            }
-            fence_proxy_async();
-            __syncwarp();
-            if (lane == 0) {
-                tma_store(map_dq, to, 0, t * TILE + m % 4 * 16, h, b);
-                tma_store_commit();
-            }
-        }
-    };
-
-    if (wg == 2) registers_shrink<(SPLIT > 2 ? 56 : 40)>();  // helpers address all of SPLIT blocks
-    if (helper) {
-        const u32 to = base + HELP_AT + (warp - CONSUMERS - 1) * 2048;
-        for (int head = cluster, n = 0; head < batches; head += clusters, n++) {
-            meet();
-            if (head + clusters < batches) fetch_rows(head + clusters, warp - CONSUMERS - 1, HELPERS);
-            if (n > 0) finish(head - clusters, sums + (n + 1) % 2 * turn_sums, to, warp - CONSUMERS - 1, HELPERS);
-            if (head + clusters < batches)
-                make_rows(Number<(DV == 64 ? 2 : 1)>(), head + clusters, base + ROWS_AT + (n + 1) % 2 * ROWS_BYTES, warp - CONSUMERS - 1, HELPERS);
-        }
-        meet();
-        if (lane == 0) tma_store_wait_read<0>();
-        return;
-    }
     if (wg == 2) {
+        registers_shrink<24>();
         u32 step = 0, count = 0;
         for (int head = cluster; head < batches; head += clusters) {
             if (SPLIT > 1) cluster_arrive();
             const int b = head / heads, h = head - b * heads;
-            for (int i = 0; block_of(i) < blocks; i++, count++) {
+            for (int i = 0; warp == CONSUMERS && block_of(i) < blocks; i++, count++) {
                 const int block = block_of(i);
                 const u32 kv = base + count % 2 * KV_BYTES, kv_bar = kv_full + count % 2 * 8;
                 if (count >= 2) mbarrier_wait(kv_empty + count % 2 * 8, count / 2 + 1 & 1);
@@ -218,27 +102,68 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
                     __syncwarp();
                 }
             }
-            if (SPLIT > 1) cluster_wait();
-        }
-        if (SPLIT > 1) {
-            cluster_arrive();
-            cluster_wait();
+            if (SPLIT > 1) {
+                cluster_wait();
+                cluster_arrive();
+                cluster_wait();
+            }
         }
         return;
     }
-    registers_grow<(SPLIT > 2 ? 224 : 232)>();
+    registers_grow<240>();
+    // All warps with products, of all blocks of the cluster. (A block that is no cluster would arrive with
+    // its wait only, before which the loads come.)
+    auto meet = [] {
+        if (SPLIT > 1)
+            cluster_sync();
+        else
+            bar_sync(1, CONSUMERS * 32);
+    };
+
+    float* const levels = (float*)(smem + ROWS_AT);
+    const int padded = tiles * TILE;
     const u32 own_part = base + PART_AT + warp * PART;
+    const int own_sums = (cluster * SPLIT + rank) * tiles * 4 + warp % 4;  // of tile 0, in parts
     const float power = scale * LOG2E;
     float dk[32], dv[32];
     u32 step = 0, count = 0;  // tiles and blocks of keys walked over, of all heads
 
-    make_rows(Number<8>(), cluster, base + ROWS_AT, warp, CONSUMERS);
-    int last = 0, n = 0;
-    for (int head = cluster; head < batches; head += clusters, n++) {
+    for (int head = cluster; head < batches; head += clusters) {
         const int b = head / heads, h = head - b * heads;
-        const float* const levels = (const float*)(smem + ROWS_AT + n % 2 * ROWS_BYTES);
-        const int own_sums = (n % 2 * (int)gridDim.x + cluster * SPLIT + rank) * tiles * 4 + warp % 4;  // of tile 0, in parts
-        last = head;
+        // The rows' levels, in units of log 2, and the sums of dy y: each block makes some for all. A warp
+        // has four rows at a time, and eight of four tiles in flight.
+        for (int t = rank; t < tiles; t += 4 * SPLIT) {
+            Vec<T, 8> one[8], two[8];
+            float2 pair[8];
+            const int column = min(lane % 8 * 8, DV - 8);
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                const int row = min((t + i / 2 * SPLIT) * TILE + warp * 8 + i % 2 * 4 + lane / 8, queries - 1);
+                one[i] = load<8>(y + b * y_batch + h * y_head + row * y_row + column);
+                two[i] = load<8>(dy + b * dy_batch + h * dy_head + row * dy_row + column);
+                pair[i] = ((const float2*)lse)[(i64)head * queries + row];
+            }
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                const int row = (t + i / 2 * SPLIT) * TILE + warp * 8 + i % 2 * 4 + lane / 8;
+                float sum = 0;
+#pragma unroll
+                for (int e = 0; e < 8; e++) sum += to_float(one[i].at[e]) * to_float(two[i].at[e]);
+                if (lane % 8 * 8 >= DV) sum = 0;
+#pragma unroll
+                for (int d = 1; d < 8; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+                if (lane % 8 == 0 && row < padded) {
+                    const bool there = row < queries && !(GUARD && pair[i].y != pair[i].y);
+                    const float level = there ? (pair[i].x + pair[i].y) * LOG2E : -NEGATIVE_INFINITY;
+                    if (row >= queries) sum = 0;  // past the last row: no probabilities
+#pragma unroll
+                    for (int r = 0; r < SPLIT; r++) {
+                        store_peer(base + ROWS_AT + row * 4, level, r);
+                        store_peer(base + ROWS_AT + (padded + row) * 4, sum, r);
+                    }
+                }
+            }
+        }
         meet();
 
         bool behind = false, pending = false;  // the stage, and dq's part, of the tile before are open
@@ -408,8 +333,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sdpa_gradients_joint(
         if (pending) leave_keys(count - 1);
         if (lane == 0) tma_store_wait<0>();
         __syncwarp();
+        meet();
+        for (int t = rank * 2 + wg; blocks > 1 && t < tiles; t += SPLIT * 2) {
+            const float4* from = (const float4*)(sums + ((i64)cluster * SPLIT * tiles + t) * (TILE * 64)) + warp % 4 * 256 + lane;
+            float4 parts[SPLIT][8];
+#pragma unroll
+            for (int r = 0; r < SPLIT; r++)
+#pragma unroll
+                for (int e = 0; e < 8; e++)
+                    parts[r][e] = __ldcg(from + (i64)(t < first_tile(r) ? 0 : r) * tiles * (TILE * 16) + e * 32);
+            float dq[32];
+#pragma unroll
+            for (int e = 0; e < 32; e++) {
+                dq[e] = 0;
+#pragma unroll
+                for (int r = 0; r < SPLIT; r++)
+                    if (t >= first_tile(r)) dq[e] += (&parts[r][e / 4].x)[e % 4];
+            }
+            if (lane == 0) tma_store_wait<0>();
+            __syncwarp();
+            tma_store_rows<1>(map_dq, own_part, dq, scale, t * TILE + warp % 4 * 16, h, b);
+        }
     }
-    meet();
-    finish(last, sums + (n + 1) % 2 * turn_sums, own_part, warp, CONSUMERS);
     if (lane == 0) tma_store_wait_read<0>();  // a block's memory is there while it is read
 }
