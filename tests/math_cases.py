@@ -582,16 +582,15 @@ def _attention() -> Iterator[Case]:
         ("Mask", (1, 2, 2), (70, 136), (40, 40), (1, 2, 70, 136)),
         ("", (1, 2, 2), (130, 200), (96, 80), None),
         ("", (1, 2, 2), (70, 200), (32, 96), None),
+        # more heads than clusters of two blocks, and of four
+        ("Causal", (1, 70, 70), (150, 150), (64, 64), None),
+        ("Causal", (1, 34, 34), (400, 400), (64, 64), None),
     )
     sizes = ((2, 4, 9, 8), (2, 2, 13, 8), (2, 2, 13, 16))
-    for attrs in ({}, {"is_causal": 1}, {"scale": 0.5}):
+    for attrs in ({}, {"is_causal": 1}, {"scale": 0.5}, *sdpa_windows.NODES):
+        opset = 25 if attrs in sdpa_windows.NODES else 23
         for dtype in (F32, F16):
-            yield Case("Attention", sizes, attrs, 1, dtype, opset=23, note=str(attrs))
-    if onnx.defs.onnx_opset_version() >= 25:  # the installed onnx knows windows
-        for attrs in ({"left_window_size": 3}, {"left_window_size": 2, "is_causal": 1},
-                      {"left_window_size": 1, "right_window_size": 4}):  # fmt: skip
-            for dtype in (F32, F16):
-                yield Case("Attention", sizes, attrs, 1, dtype, opset=25, note=str(attrs))
+            yield Case("Attention", sizes, attrs, 1, dtype, opset=opset, note=str(attrs))
     rng = np.random.default_rng(7)
     for kind, (b, h, hkv), (s, t), (d, dv), mask in shapes:
         for dtype in (F32, F16, BF16) if d < 256 else (F32,):

@@ -6,10 +6,21 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import onnx
 
 from onnx_fuse.ops.fused.sdpa.causal import CAUSAL, WINDOW
 from onnx_fuse.runtime.tensor import dtype_of
 
+NODES: tuple[dict[str, Any], ...] = (
+    (
+        {"left_window_size": 3},
+        {"left_window_size": 2, "is_causal": 1},
+        {"left_window_size": 1, "right_window_size": 4},
+    )
+    if onnx.defs.onnx_opset_version() >= 25
+    else ()
+)
+"""Attributes of the Attention node, where the installed onnx knows windows."""
 # (B, H, Hkv), (S, T), (D, Dv), (left, right), whether the mask also hides every fifth key
 ROWS = (
     ((1, 2, 2), (264, 264), (64, 64), (3, 0), False),

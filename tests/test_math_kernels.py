@@ -381,7 +381,53 @@ def test_attention_takes_the_hopper_kernel_where_it_was_faster():
             problem = replace(
                 attention(op, width, "float16"), batch=(batch, 12), m=tokens, n=tokens
             )
-            assert select(op, problem, H200).kernel.name == "wgmma"
+            narrow = op == "SdpaGrad" and width == 64
+            assert select(op, problem, H200).kernel.name == ("wgmma_joint" if narrow else "wgmma")
+
+
+def test_the_joint_gradient_of_attention_is_taken_where_it_was_faster():
+    for batch, tokens, causal, split in (
+        (16, 1024, True, 2), (64, 197, False, 1), (5, 2048, True, 2), (32, 128, False, 1),
+        (16, 1024, False, 2), (8, 512, True, 1),
+    ):  # fmt: skip
+        problem = attention("SdpaGrad", 64, "bfloat16", causal=causal)
+        problem = replace(problem, batch=(batch, 12), m=tokens, n=tokens)
+        choice = select("SdpaGrad", problem, H200)
+        assert (choice.kernel.name, choice.config.attrs) == ("wgmma_joint", (("split", split),))
+
+
+@pytest.mark.parametrize("more", [{}, {"causal": True}, {"causal": True, "guard": 2}])
+def test_the_joint_gradient_of_attention_compiles_without_spills(more):
+    kernel = sdpa_grad_sm90.WgmmaGradJoint()
+    for width, dv in ((64, 64), (40, 32)):
+        problem = replace(attention("SdpaGrad", width, "bfloat16", **more), m=400, n=400, dv=dv)
+        assert [c.integer("split") for c in kernel.configs(problem, H200)] == [1, 2, 4]
+        for config in kernel.configs(problem, H200):
+            (launch,) = kernel.launch(problem, config, H200)
+            for entry in nvrtc.resources(launch.source, launch.defines, "sm_90a").values():
+                assert entry.clean, (config, entry)
+
+
+def test_the_joint_gradient_of_attention_says_why_not():
+    kernel = sdpa_grad_sm90.WgmmaGradJoint()
+    problem = attention("SdpaGrad", 64, "float16")
+    for more, reason in (
+        ({"softcap": 2.0}, "softcap"),
+        ({"mask": (8, 8, 0, 1)}, "a mask"),
+        ({"group": 2}, "share keys"),
+        ({"dv": 72}, "from 32 to 64"),
+        ({"m": 2049}, "2048 queries"),
+        ({"causal": True}, "behind the last query"),
+        ({"dq_strides": (512, 64, 12)}, "16 bytes"),
+    ):
+        assert reason in str(kernel.supports(replace(problem, **more), H200))
+    assert kernel.supports(problem, H200) is None
+    assert [c.integer("split") for c in kernel.configs(problem, H200)] == [1]
+    longest = replace(problem, m=2048, n=2048)
+    for config in kernel.configs(longest, H200):
+        (launch,) = kernel.launch(longest, config, H200)
+        assert launch.smem <= H200.smem_per_block
+        assert launch.grid[0] % launch.cluster == 0
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,7 @@
 // Numerics : f32 accumulate; probabilities and their gradients rounded to T as operands; bits depend on
 //            TILE alone.
 // Bound    : tensor core, with half as many cycles of exp beside it at a head size of 64.
-#include "sdpa/operands.cuh"
-#include "sm90.cuh"
+#include "sdpa/wgmma_grad.cuh"
 #ifndef WINDOW
 #define WINDOW 0
 #endif
@@ -28,7 +27,7 @@
 #endif
 
 constexpr int KD = (D + 63) / 64, VD = (DV + 63) / 64;  // boxes of 64 columns, 128 bytes a row
-constexpr int BOX = 64 * 128, OWN_BYTES = (KD + VD) * BOX, THREADS = WGS * 128;
+constexpr int OWN_BYTES = (KD + VD) * BOX, THREADS = WGS * 128;
 
 // What a query's logits are made probabilities with, and the sum of dy y: for the rows of a tile one after
 // the other its level in units of log 2, or its largest logit and (SPREAD) the log of its sum, then DELTA.
@@ -40,48 +39,6 @@ constexpr int MASK_BYTES = MASK == 1 ? WGS * TILE * 128 : 0, ROW_BYTES = KEYS ? 
 constexpr int STAGE_AT = WGS * OWN_BYTES, STAGE_BYTES = FIRST_BYTES + SECOND_BYTES + MASK_BYTES;
 constexpr int ROWS_AT = STAGE_AT + STAGES * STAGE_BYTES, BAR_AT = ROWS_AT + STAGES * ROW_BYTES;
 static_assert(TILE == 64, "what a mask drops are 32 bits a thread");
-
-// s[64, TILE] = a . b^T over WIDTH; operands by the lower words of their descriptors
-template <int WIDTH> DEVICE void dots(float (&s)[TILE / 2], u32 a, u32 b) {
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < (WIDTH + 15) / 16; i++)
-        Wgmma<T, TILE, 0, 0>::run(s, wgmma_at(a + i / 4 * (BOX / 16) + i % 4 * 2),
-                                  wgmma_at(b + i / 4 * (TILE * 8) + i % 4 * 2), i);
-    wgmma_commit();
-}
-// acc[64, 64 BOXES] += p . b
-template <int BOXES> DEVICE void gather(float (&acc)[BOXES * 32], const u32 (&p)[TILE / 4], u32 b) {
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < TILE / 16; i++)
-        Wgmma<T, BOXES * 64, 0, 1>::run(acc, p + 4 * i, wgmma_at(b + i * 128), 1);
-    wgmma_commit();
-}
-// Sums to the warp's 16 rows in shared memory, and from there by TMA.
-template <int BOXES>
-DEVICE void tma_store_rows(const TensorMap& map, u32 to, float (&acc)[BOXES * 32], float factor, int row, int head, int b) {
-    const int lane = threadIdx.x % 32;
-    to += threadIdx.x / 32 % 4 * 2048;
-#pragma unroll
-    for (int c = 0; c < BOXES; c++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            u32 out[4];
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const float* from = acc + c * 32 + i * 8 + e * 2;
-                out[e] = pack2<T>(from[0] * factor, from[1] * factor);
-            }
-            stmatrix_x4(to + lane % 16 * 128 + c * BOX + ((i * 2 + lane / 16 ^ lane % 8) << 4), out[0], out[1], out[2], out[3]);
-        }
-    fence_proxy_async();
-    __syncwarp();
-    if (lane == 0) {
-        for (int c = 0; c < BOXES; c++) tma_store(map, to + c * BOX, c * 64, row, head, b);
-        tma_store_commit();
-    }
-}
 
 // own1, own2, first, second: k, v, q, dy, or q, dy, k, v; out1, out2: dk, dv, or dq and nothing.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_gradients(
@@ -327,8 +284,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) sdpa_gradients(
     bar_sync(1 + wg, 128);  // all have read the warpgroup's own rows
     const int out_row = mine + warp % 4 * 16;
     if (out_row < (KEYS ? keys : queries)) {
-        tma_store_rows<KD>(map_out1, own1, acc1, scale, out_row, own_head, b);
-        if (KEYS) tma_store_rows<VD>(map_out2, own2, acc2, 1, out_row, own_head, b);
+        const u32 to1 = own1 + warp % 4 * 2048, to2 = own2 + warp % 4 * 2048;
+        tma_store_rows<KD>(map_out1, to1, acc1, scale, out_row, own_head, b);
+        if (KEYS) tma_store_rows<VD>(map_out2, to2, acc2, 1, out_row, own_head, b);
         if (lane == 0) tma_store_wait_read<0>();  // a block's memory is there while it is read
     }
 }

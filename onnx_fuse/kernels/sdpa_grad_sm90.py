@@ -1,4 +1,4 @@
-"""The Hopper candidate of attention's gradient (sdpa/wgmma_grad_sm90.cu), and all of SdpaGrad's."""
+"""The Hopper candidate of attention's gradient by two launches, and all of SdpaGrad's."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from onnx_fuse.kernels.sdpa import (
     reach,
     tma_refusal,
 )
+from onnx_fuse.kernels.sdpa_grad_joint_sm90 import WgmmaGradJoint
 from onnx_fuse.program.problem import Arg, Config, Hardware, Launch, Num, Ptr
 from onnx_fuse.program.products import Attention
 
@@ -60,17 +61,19 @@ class WgmmaGrad(Unconditional):
         """Four products of keys' tiles and three of queries'; as on an H200."""
         p = problem
         width = sum(-(-n // 64) * 64 for n in (p.k, p.dv))
-        share = 0.5 if width <= 128 else 0.75  # of the chip's rate; tiles of 64 columns are narrow
-        seconds = hw.launch_seconds + 6e-6 + 2 * p.batches * p.m * p.dv / hw.bandwidth
+        # parts of the chip's rate (tiles of 64 columns are narrow), start, and a block's own
+        share, start, each = (0.54, 2e-6, 3e-6) if width <= 128 else (0.75, 6e-6, 0.0)
+        seconds = hw.launch_seconds + start + 2 * p.batches * p.m * p.dv / hw.bandwidth
         beside = _ALONE[config.integer("queries") * config.integer("blocks")]
-        for own, other, count, products in (
-            (p.n, p.m, config.integer("keys"), 2.0),
-            (p.m, p.n, config.integer("queries"), 1.5 / beside),
+        for own, other, count, products, at_once in (
+            (p.n, p.m, config.integer("keys"), 2.0, 1),
+            (p.m, p.n, config.integer("queries"), 1.5 / beside, config.integer("blocks")),
         ):
             rows = -(-own // (64 * count)) * 64 * count
             seen = p.seen(other, 64 * count)
             steps = (other + 64 * count) / 2 if p.causal else -(-seen // 64) * 64
-            busy = min(1.0, p.batches * rows / (64 * count) / hw.sm_count)
+            turns = p.batches * rows / (64 * count) / hw.sm_count
+            busy, seconds = min(1.0, turns), seconds + each * max(1.0, turns) / at_once
             work = 2 * p.batches * rows * steps * width * products
             seconds += work / (hw.rate(p.dtype) * share * busy)
         # a mask is loaded for each tile (40 us in place of 25 for BERT's 32 x 128 tokens on an
@@ -135,4 +138,4 @@ class WgmmaGrad(Unconditional):
         return count * boxes * 8192 + stages * (tile + rows + 16) + 8
 
 
-KERNELS = {"SdpaGrad": (WgmmaGrad(), MMA, SIMT)}
+KERNELS = {"SdpaGrad": (WgmmaGrad(), WgmmaGradJoint(), MMA, SIMT)}

@@ -1,0 +1,96 @@
+"""The Hopper candidate of attention's gradient that makes its logits once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from onnx_fuse.cuda.macros import defines
+from onnx_fuse.kernels.rule_based import Unconditional
+from onnx_fuse.kernels.sdpa import boxes, common_macros, tma_refusal
+from onnx_fuse.program.problem import Arg, Config, Hardware, Launch, Num, Ptr, TensorMap
+from onnx_fuse.program.products import Attention
+from onnx_fuse.program.size import minimum
+
+TILE, KEYS, LONGEST = 64, 128, 2048
+_STAGES = 4
+_SMEM = 2 * 32768 + 2 * 16384 + _STAGES * 16384 + 8 * 4096 + 128 + LONGEST * 8
+"""Two blocks of keys and values, two tiles of dS, stages of queries and dy, parts of dq on their
+way, barriers and the rows' numbers: of the most rows, for a block fills a multiprocessor anyway."""
+_PART = TILE // 4 * 64 * 4
+"""Bytes of a warp's part of a tile of dq's sums."""
+
+
+class WgmmaGradJoint(Unconditional):
+    """sdpa/wgmma_grad_joint_sm90.cu: dq, dk, dv in 16-bit floats by five products a tile.
+
+    `split` blocks of a cluster share the keys of a head; clusters take one head after another.
+    """
+
+    name, source = "wgmma_joint", "sdpa/wgmma_grad_joint_sm90.cu"
+
+    def supports(self, problem: Attention, hw: Hardware) -> str | None:
+        p = problem
+        if reason := tma_refusal(p, hw, ("q", "k", "v", "y", "dy")):
+            return reason
+        if p.softcap or p.mask or p.window:
+            return "a mask, a window or a softcap: they take registers that there are not"
+        if p.group > 1:
+            return "queries' heads share keys, whose gradients it keeps for one"
+        if min(p.k, p.dv) < 32 or max(p.k, p.dv) > 64:
+            return "the head size is not from 32 to 64"
+        if p.m > LONGEST:
+            return f"shared memory has room for the rows of {LONGEST} queries"
+        if p.causal and p.n > p.m:
+            return "causal, and keys behind the last query"
+        return None
+
+    def configs(self, problem: Attention, hw: Hardware) -> Sequence[Config]:
+        """So many blocks a head, where each has keys."""
+        return [Config.of(split=n) for n in (1, 2, 4) if n == 1 or problem.n > KEYS * (n - 1)]
+
+    def cost(self, problem: Attention, config: Config, hw: Hardware) -> float:
+        """A turn for each head of a cluster: its rows and sums, then its tiles; as on an H200."""
+        p, split = problem, config.integer("split")
+        tiles, blocks = -(-p.m // TILE), -(-p.n // KEYS)
+        steps = tiles * (blocks + 1) / 2 if p.causal else tiles * blocks
+        turns = -(-p.batches // self._most(split, hw))
+        # 1.65 us for 64 queries and 128 keys where all multiprocessors work
+        tile = 2 * TILE * KEYS * 5 * 64 * hw.sm_count / (hw.rate(p.dtype) * 0.53)
+        sums = 0.7e-6 * tiles if blocks > 1 else 0.0
+        return hw.launch_seconds + 2e-6 + turns * (3.5e-6 + (sums + tile * steps) / split)
+
+    def workspace(self, problem: Attention, config: Config, hw: Hardware) -> int:
+        """Each block's sums of dq."""
+        grid = self._clusters(problem, config, hw) * config.integer("split")
+        return grid * -(-problem.m // TILE) * 4 * _PART
+
+    def launch(self, problem: Attention, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """One launch of clusters that stay."""
+        p, split = problem, config.integer("split")
+        parts = self.workspace(p, config, hw) // _PART
+        sums = TensorMap(
+            Ptr("workspace"), "float32", (256, 4, parts), (1024, 4096), (256, 4, 1), swizzle=0
+        )
+        args: tuple[Arg, ...] = (
+            *(boxes(p, name, TILE) for name in ("q", "dy", "k", "v")),
+            *(boxes(p, name, 16) for name in ("dq", "dk", "dv")), sums,
+            Ptr("y"), *(Num("i64", s) for s in p.layout("y")[1]),
+            Ptr("dy"), *(Num("i64", s) for s in p.layout("dy")[1]),
+            Ptr("lse"), Ptr("workspace"),
+            *(Num("i32", n) for n in (p.batches, p.batch[1], p.m, p.n)), Num("f32", p.scale),
+        )  # fmt: skip
+        macros = defines(**common_macros(p), TILE=TILE, SPLIT=split, STAGES=_STAGES)
+        grid = (self._clusters(p, config, hw) * split, 1, 1)
+        return (
+            Launch(
+                self.source, "sdpa_gradients_joint", grid, (384, 1, 1), args,
+                macros, _SMEM, cluster=split,
+            ),
+        )  # fmt: skip
+
+    def _most(self, split: int, hw: Hardware) -> int:
+        """Clusters that surely run at once: 32 of four blocks did not, on an H200."""
+        return hw.sm_count // split if split < 4 else hw.sm_count * 2 // 11
+
+    def _clusters(self, p: Attention, config: Config, hw: Hardware) -> int:
+        return minimum(p.batches, self._most(config.integer("split"), hw))
