@@ -288,7 +288,8 @@ def test_attention_always_has_a_legal_kernel(op, width, chip):
             widest = 128 if op == "SdpaGrad" else 256
             if chip == "H200":
                 half = dtype == "bfloat16" and width % 8 == 0 and width <= widest
-                assert choice.kernel.name in (("wgmma", "mma") if half else ("simt",))
+                fast = ("wgmma", "wgmma_joint", "direct", "mma")
+                assert choice.kernel.name in (fast if half else ("simt",))
             for launch in choice.launch(problem, hw):
                 assert launch.smem <= hw.smem_per_block
 
