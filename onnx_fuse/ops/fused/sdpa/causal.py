@@ -255,7 +255,7 @@ def _filled(node: ir.Node, depth: int) -> _Form | None:
     if axes is None:
         return None
     sizes = _sizes(node, axes)
-    if form.number is None and any(sizes[axis] != source for axis, source in form.sizes.items()):
+    if form.number is None and any(sizes.get(a, 1) != source for a, source in form.sizes.items()):
         return None
     return replace(form, sizes=sizes)
 
