@@ -391,3 +391,27 @@ def test_the_gradient_skips_what_the_forward_skips() -> None:
         ("Sdpa", True, ()),
         ("SdpaGrad", True, ()),
     ]
+
+
+@pytest.mark.skipif(onnx.defs.onnx_opset_version() < 25, reason="onnx knows no windows yet")
+@pytest.mark.parametrize(
+    ("attributes", "causal", "window"),
+    [
+        ("right_window_size = 0", True, ()),
+        ("is_causal = 1", True, ()),
+        ("is_causal = 1, left_window_size = 2", False, (2, 0)),
+        ("left_window_size = 2", False, (2, -1)),
+        ("right_window_size = 1", False, (-1, 1)),
+        ("left_window_size = 8, right_window_size = 0", True, ()),
+    ],
+)
+def test_an_attention_node_says_its_window(
+    attributes: str, causal: bool, window: tuple[int, ...]
+) -> None:
+    """As it is lowered without a pass before, in float16."""
+    model = text_model(f"""<ir_version: 10, opset_import: ["" : 25]>
+        agraph (float16[2,3,9,8] q, float16[2,3,9,8] k, float16[2,3,9,8] v) => (float16[2,3,9,8] y)
+        {{ y = Attention <{attributes}> (q, k, v) }}""")
+    program = lower(model, {n: (SIZES[n], "float16") for n in "qkv"}, CHIPS["H200"])
+    (problem,) = [c.problem for c in program.calls if isinstance(c.problem, Attention)]
+    assert (problem.causal, problem.window, problem.mask) == (causal, window, ())

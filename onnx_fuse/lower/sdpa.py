@@ -220,7 +220,7 @@ def attention(ctx: Context, node: ir.Node) -> str | None:
     right = 0 if ctx.attr(node, "is_causal", 0) else right
     y = _output(ctx, node, 0, shape, q.dtype)
     problem = _problem(ctx, node, Attention, q, k, v, _Masks(), y=y)
-    if left >= 0 or right > 0:
+    if left >= 0 or right >= 0:
         fields = _window(left, right, q.shape[2], k.shape[2])
         if fields is None:
             return "a query sees no key through its window"
