@@ -17,9 +17,10 @@ import numpy as np
 from onnx_fuse import config
 from onnx_fuse.container import digest_of_file, is_container, stamp
 from onnx_fuse.errors import UsageError
+from onnx_fuse.program.call import dtype_of
 from onnx_fuse.program.problem import PRECISIONS
 from onnx_fuse.runtime.deployed import Deployed
-from onnx_fuse.runtime.tensor import Argument, DeviceTensor, dtype_of
+from onnx_fuse.runtime.tensor import Argument, DeviceTensor
 
 if TYPE_CHECKING:
     import onnx_ir

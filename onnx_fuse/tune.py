@@ -22,11 +22,10 @@ from onnx_fuse import config, progress
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.launch import Step, bind
 from onnx_fuse.kernels import Choice, candidates, select, tuning
-from onnx_fuse.program.call import Call, Program, Tensor
+from onnx_fuse.program.call import Call, Program, Tensor, dtype_of
 from onnx_fuse.program.passes.select import with_launches
 from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Hardware, Problem
 from onnx_fuse.runtime import device
-from onnx_fuse.runtime.tensor import dtype_of
 
 SETS = 16  # of operands at most
 NOISE = 0.01  # timings of one kernel differ by as much: what is less faster is no winner

@@ -14,18 +14,17 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-import interpret
 import numpy as np
 import pytest
 
 from onnx_fuse.cuda import arguments, nvrtc
 from onnx_fuse.cuda import launch as launching
 from onnx_fuse.cuda.launch import Bound
-from onnx_fuse.program.call import Call, Program, Tensor
+from onnx_fuse.program.call import Call, Program, Tensor, dtype_of
+from onnx_fuse.program.interpret.steps import evaluate
 from onnx_fuse.program.open import Open
 from onnx_fuse.program.problem import CHIPS, Hardware, Launch, Ptr, Table
 from onnx_fuse.runtime import device, instance, specialize
-from onnx_fuse.runtime.tensor import dtype_of
 
 
 class _Kinds:
@@ -242,7 +241,7 @@ class FakeGpu:
             results = [reads[f"0{name[1:]}"] for name, _ in call.writes]
         else:
             assert call.expression is not None, call.kernel
-            results = interpret._evaluate(call.expression, list(reads.values()), writes)
+            results = evaluate(call.expression, list(reads.values()), writes)
         for (name, t), result in zip(call.writes, results, strict=True):
             view(name, t)[...] = result
 

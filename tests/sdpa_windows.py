@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 
 from onnx_fuse.ops.fused.sdpa.causal import CAUSAL, WINDOW
-from onnx_fuse.runtime.tensor import dtype_of
+from onnx_fuse.program.call import dtype_of
 
 NODES: tuple[dict[str, Any], ...] = (
     (

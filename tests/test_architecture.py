@@ -20,6 +20,7 @@ LAYERS = (
     ("onnx",),
     ("program",),
     ("ops",),
+    ("program.interpret",),
     ("passes",),
     ("autodiff",),
     ("cuda",),

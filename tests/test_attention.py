@@ -11,7 +11,6 @@ import onnxruntime
 import pytest
 from cases import NEWEST_OPSET, FusionCase
 from fusion_cases import FUSION_CASES
-from interpret import interpret
 from onnx.reference import ReferenceEvaluator
 
 from onnx_fuse import autodiff, passes
@@ -21,6 +20,7 @@ from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.load import load
 from onnx_fuse.onnx.save import inline, to_proto
+from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.program.products import Attention
 

@@ -7,13 +7,13 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from interpret import interpret
 
 from onnx_fuse import autodiff, passes
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.load import load
 from onnx_fuse.passes.precision import in_precision
+from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.program.products import Attention
 from onnx_fuse.program.size import Trace

@@ -7,13 +7,13 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from interpret import interpret
 from lowering import H200, arrays, program_of, weights_of
 
 from onnx_fuse import gradient, passes
 from onnx_fuse.kernels import site
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.save import to_proto
+from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.norms import GroupGrad
 from onnx_fuse.program.problems import ChannelNorm, Conv, Pool, Reduce
 from onnx_fuse.training import optim

@@ -13,7 +13,6 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 from cases import DATA, FusionCase
-from interpret import interpret
 from onnxruntime import quantization
 from onnxruntime.quantization import matmul_nbits_quantizer
 from support import Cli
@@ -27,6 +26,7 @@ from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.load import load
 from onnx_fuse.onnx.save import inline, save, to_proto
 from onnx_fuse.program.call import NeedsValues
+from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.training import optim
 from onnx_fuse.training.trainer import Trainer

@@ -9,13 +9,13 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 from float8_net import net
-from interpret import interpret
 from lowering import H200, program_of
 
 from onnx_fuse.errors import UsageError
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.save import inline, to_proto
 from onnx_fuse.ops.fused.float8 import HISTORY
+from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS, Problem
 from onnx_fuse.program.problems import Float8, PartSums, SlopeProduct
 from onnx_fuse.training import optim

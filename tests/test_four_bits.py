@@ -7,13 +7,13 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from interpret import interpret
 from onnx import numpy_helper
 
 from onnx_fuse import passes
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.load import load
 from onnx_fuse.onnx.save import to_proto
+from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS, Product
 from onnx_fuse.runtime import ort
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 import pytest
-from interpret import interpret
 from test_attention import session
 
 from onnx_fuse import autodiff, passes
@@ -14,6 +13,7 @@ from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.passes.precision import lower_precision
 from onnx_fuse.program import passes as program_passes
+from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.validation.compare import COMPUTED
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir
 import pytest
-from interpret import interpret
 from lowering import program_of, weights_of
 
 from onnx_fuse.kernels import cublaslt
 from onnx_fuse.onnx.build import text_model
+from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS, Problem
 
 GATED = """<ir_version: 10, opset_import: ["": 21, "onnx_fuse": 1]>

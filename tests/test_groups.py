@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from interpret import interpret
 from lowering import program_of, weights_of
 
 from onnx_fuse.errors import UsageError
 from onnx_fuse.lower import elementwise, views, walk
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.program import passes as program_passes
+from onnx_fuse.program.interpret import interpret
 from onnx_fuse.runtime.weights import zeros
 from onnx_fuse.training import optim
 from onnx_fuse.training.step import training_model

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 import pytest
-from interpret import interpret
 from test_attention import session
 
 from onnx_fuse import passes
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.build import text_model
+from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS, Problem
 
 K, N = 32, 8

@@ -20,7 +20,6 @@ from head_rows import (
     head_model,
     truth,
 )
-from interpret import interpret
 from lowering import program_of
 
 from onnx_fuse import autodiff, optim, passes
@@ -31,6 +30,7 @@ from onnx_fuse.kernels.loss import Chunk, Exp, Label
 from onnx_fuse.lower import linear_cross_entropy, walk
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.save import to_proto
+from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.losses import CrossEntropyChunk, ExpRows, LabelScore
 from onnx_fuse.program.problem import CHIPS, Config, Problem
 from onnx_fuse.runtime.specialize import Specializer

@@ -6,7 +6,6 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from interpret import interpret
 from lowering import GRAPHS, H200, X, arrays, program_of, weights_of
 
 from onnx_fuse import passes, session
@@ -19,6 +18,7 @@ from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.save import to_proto
 from onnx_fuse.program import passes as program_passes
 from onnx_fuse.program.call import NeedsValues, Tensor, reshape_strides
+from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS, Problem
 from onnx_fuse.runtime.states import SOUND, guarded
 from onnx_fuse.training import optim

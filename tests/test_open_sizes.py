@@ -15,7 +15,6 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from cases import real_cases
-from interpret import interpret
 
 import onnx_fuse
 from onnx_fuse.cuda.macros import lanes, pow2
@@ -25,6 +24,7 @@ from onnx_fuse.onnx.build import text_model
 from onnx_fuse.passes.precision import in_precision
 from onnx_fuse.program import host
 from onnx_fuse.program.call import NeedsValues, Program, Tensor
+from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.open import Open
 from onnx_fuse.program.problem import CHIPS, Config, Num, Problem
 from onnx_fuse.program.size import (

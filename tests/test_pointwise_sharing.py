@@ -6,13 +6,13 @@ from itertools import product
 
 import numpy as np
 import pytest
-from interpret import interpret
 from lowering import program_of
 from onnx.reference import ReferenceEvaluator
 
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.save import to_proto
 from onnx_fuse.program.call import Tensor
+from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.passes.pointwise_fusion import _meet
 
 ROWS = {

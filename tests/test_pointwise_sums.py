@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from interpret import interpret
 from lowering import H200, program_of
 from sums_rows import OVER, TOLERANCE, always, feeds_of, text_of, wanted
 
@@ -14,6 +13,7 @@ from onnx_fuse import autodiff
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.build import text_model
+from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.moves import PointwiseSums
 from onnx_fuse.session import load
 

@@ -8,7 +8,6 @@ import math_cases
 import numpy as np
 import onnx_ir
 import pytest
-from interpret import interpret
 from lowering import GRAPHS, H200, RNG, arrays, program_of, weights_of
 
 from onnx_fuse import autodiff, passes, session
@@ -16,6 +15,7 @@ from onnx_fuse.lower import linear, walk
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.passes.precision import lower_precision
+from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS, Problem
 from onnx_fuse.training import optim
 from onnx_fuse.training.step import training_model

@@ -7,7 +7,6 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
-from interpret import interpret
 from quant_cases import CASES, HELD, Quantized
 
 from onnx_fuse.cuda import nvrtc
@@ -16,6 +15,7 @@ from onnx_fuse.lower import walk
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.load import load
 from onnx_fuse.program.epilogue import Epilogue
+from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.program.products import IntegerProduct, PackedProduct
 

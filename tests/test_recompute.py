@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from interpret import interpret
 
 from onnx_fuse.errors import UsageError
 from onnx_fuse.kernels import costs
@@ -14,6 +13,7 @@ from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.load import load
 from onnx_fuse.program.call import Program
+from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.open import Open
 from onnx_fuse.program.passes.recompute import Memory, recomputed
 from onnx_fuse.program.problem import CHIPS

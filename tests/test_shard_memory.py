@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import onnx_ir
 import pytest
-from interpret import interpret
 from rank_program import Exchange, step_program
 
 from onnx_fuse.errors import UsageError
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.program.call import Call, Program, Tensor
+from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.open import Open
 from onnx_fuse.program.passes.recompute import Memory, gathered_twice, recomputed
 from onnx_fuse.program.problem import CHIPS, Collective

@@ -8,7 +8,6 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from interpret import interpret
 
 from onnx_fuse.lower import elementwise, scan, views, walk
 from onnx_fuse.onnx.build import text_model
@@ -16,6 +15,7 @@ from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.save import to_proto
 from onnx_fuse.program import passes as program_passes
 from onnx_fuse.program.call import NeedsValues, Program
+from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS
 
 H200 = CHIPS["H200"]

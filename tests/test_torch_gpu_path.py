@@ -17,10 +17,10 @@ from lowering import program_of  # noqa: E402
 
 from onnx_fuse.errors import UsageError  # noqa: E402
 from onnx_fuse.onnx.build import text_model  # noqa: E402
+from onnx_fuse.program.call import dtype_of  # noqa: E402
 from onnx_fuse.program.problem import CHIPS  # noqa: E402
 from onnx_fuse.runtime import direct  # noqa: E402
 from onnx_fuse.runtime.specialize import Specializer  # noqa: E402
-from onnx_fuse.runtime.tensor import dtype_of  # noqa: E402
 from onnx_fuse.session import load  # noqa: E402
 from onnx_fuse.torch import functional  # noqa: E402
 from onnx_fuse.torch import gpu as module  # noqa: E402

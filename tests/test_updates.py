@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-from interpret import interpret
 from lowering import program_of
 
 from onnx_fuse.lower.updates import Updates
 from onnx_fuse.onnx.build import text_model
+from onnx_fuse.program.interpret import interpret
 from onnx_fuse.training import optim
 
 STEP = """agraph (float[6,8] w0, float[6,8] w1, float[5] w2, float[1] w3, float[6,8] g, float[5] h,

@@ -20,10 +20,9 @@ from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.load import load as load_model
 from onnx_fuse.onnx.save import to_proto
 from onnx_fuse.onnx.shapes import fix_shapes, infer_shapes
-from onnx_fuse.program.call import Program
+from onnx_fuse.program.call import Program, dtype_of
 from onnx_fuse.program.problem import CHIPS, Hardware
 from onnx_fuse.runtime import ort
-from onnx_fuse.runtime.tensor import dtype_of
 from onnx_fuse.session import load
 from onnx_fuse.validation import values
 from onnx_fuse.validation.arrays import Array, index_bound

@@ -6,10 +6,10 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import pytest
-from interpret import interpret
 from lowering import program_of, weights_of
 
 from onnx_fuse.onnx.build import text_model
+from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import Problem
 
 # m, n, k; whether b is a weight, stored [N, K]; the copies, and the row strides of a, b and y

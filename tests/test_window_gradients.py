@@ -6,7 +6,6 @@ from itertools import product
 
 import numpy as np
 import pytest
-from interpret import interpret
 from lowering import program_of
 from math_cases import Case
 from test_gradients import session
@@ -17,6 +16,7 @@ from onnx_fuse.kernels import candidates
 from onnx_fuse.lower.conv_transpose import phases
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS, Num
 from onnx_fuse.program.problems import (
     ChannelGrad,

@@ -10,14 +10,13 @@ passes hand on stays on the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnx_fuse.errors import ModelError
 from onnx_fuse.lower.context import Slot, captured, data_type, type_proto
 from onnx_fuse.lower.control import Control
 from onnx_fuse.onnx.build import subgraphs
@@ -201,42 +200,6 @@ def _empty(value: ir.Value) -> np.ndarray:
     assert value.dtype is not None
     row = [d if isinstance(d, int) else 0 for d in value.shape or ()]
     return np.zeros((0, *row), value.dtype.numpy())
-
-
-def run_loop(
-    loop: Loop,
-    feeds: Mapping[str, Any],
-    once: Callable[[Mapping[str, Any]], Sequence[Any]],
-    stack: Callable[[Sequence[Any]], Any],
-) -> list[Any]:
-    """The results of a Loop: `once` runs its model, `stack` puts arrays along a new first axis.
-
-    Values may be anything with a shape that `numpy.asarray` reads. Raises ModelError where passes
-    stack arrays of different shapes.
-    """
-    values = {**loop.known, **feeds}
-    limit = _number(values[loop.trips]) if loop.trips else None
-    going = not loop.condition or bool(_number(values[loop.condition]))
-    states = [values[name] for name in loop.start]
-    piles: list[list[Any]] = [[] for _ in loop.empty]
-    number = 0
-    while going and (limit is None or number < limit):
-        first = [np.array(number, np.int64), np.array(True), *states]
-        condition, *made = once({**feeds, **dict(zip(loop.inputs, first, strict=True))})
-        states = made[: len(states)]
-        for pile, row in zip(piles, made[len(states) :], strict=True):
-            pile.append(row)
-        going = bool(_number(condition))
-        number += 1
-    for name, pile in zip(loop.outputs[1 + len(states) :], piles, strict=True):
-        if len({tuple(row.shape) for row in pile}) > 1:
-            raise ModelError(f"the passes of a Loop give '{name}' in different shapes")
-    stacks = [stack(p) if p else e for p, e in zip(piles, loop.empty, strict=True)]
-    return [[*states, *stacks][i] for i in loop.results]
-
-
-def _number(value: Any) -> int:
-    return int(np.asarray(value).reshape(-1)[0])
 
 
 def use_oldest_opset(low: Control, model: onnx.ModelProto, nodes: Sequence[ir.Node]) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from onnx_fuse.nn.arrays import DType, np_name
 from onnx_fuse.nn.tensor import Tensor
-from onnx_fuse.runtime.tensor import dtype_of
+from onnx_fuse.program.call import dtype_of
 
 __all__ = ["arange", "eye", "full", "full_like", "ones", "ones_like", "zeros", "zeros_like"]
 __dir__ = __all__.copy

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.nn.dispatch import operation
-from onnx_fuse.runtime.tensor import dtype_of
+from onnx_fuse.program.call import dtype_of
 
 
 def emitter(name: str, attributes: dict[str, Any] | None = None, **kinds: Any) -> Any:

@@ -19,7 +19,7 @@ from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops import OPS
 from onnx_fuse.ops.activations import ACTIVATIONS
 from onnx_fuse.ops.formula import written_out
-from onnx_fuse.runtime.tensor import dtype_of
+from onnx_fuse.program.call import dtype_of
 
 __all__ = ["OperatorPlan", "plan"]
 __dir__ = __all__.copy

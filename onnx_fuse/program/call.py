@@ -7,14 +7,15 @@ offset included. Building a Program needs no GPU. How a graph becomes calls is s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from onnx_fuse.errors import ModelError
 from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Hardware, Launch
 
 if TYPE_CHECKING:
@@ -25,6 +26,16 @@ INT32_LIMIT = 2**31
 UNKNOWN = "not known before it runs"
 """Part of the reason where an operand's value would have to be known at lowering. Small integer
 feeds that such an operand comes from are then made part of the shape key."""
+
+
+@cache
+def dtype_of(name: str) -> np.dtype[Any]:
+    """NumPy dtype of a ITEMSIZE name."""
+    if name.startswith(("bfloat", "float8", "float4", "int4", "uint4", "int2", "uint2")):
+        import ml_dtypes
+
+        name = getattr(ml_dtypes, name)
+    return np.dtype(name)
 
 
 def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -278,6 +289,42 @@ class Loop:
     known: Mapping[str, np.ndarray] = field(repr=False)
     results: tuple[int, ...]
     empty: tuple[np.ndarray, ...]
+
+
+def run_loop(
+    loop: Loop,
+    feeds: Mapping[str, Any],
+    once: Callable[[Mapping[str, Any]], Sequence[Any]],
+    stack: Callable[[Sequence[Any]], Any],
+) -> list[Any]:
+    """The results of a Loop: `once` runs its model, `stack` puts arrays along a new first axis.
+
+    Values may be anything with a shape that `numpy.asarray` reads. Raises ModelError where passes
+    stack arrays of different shapes.
+    """
+    values = {**loop.known, **feeds}
+    limit = _first_number(values[loop.trips]) if loop.trips else None
+    going = not loop.condition or bool(_first_number(values[loop.condition]))
+    states = [values[name] for name in loop.start]
+    piles: list[list[Any]] = [[] for _ in loop.empty]
+    number = 0
+    while going and (limit is None or number < limit):
+        first = [np.array(number, np.int64), np.array(True), *states]
+        condition, *made = once({**feeds, **dict(zip(loop.inputs, first, strict=True))})
+        states = made[: len(states)]
+        for pile, row in zip(piles, made[len(states) :], strict=True):
+            pile.append(row)
+        going = bool(_first_number(condition))
+        number += 1
+    for name, pile in zip(loop.outputs[1 + len(states) :], piles, strict=True):
+        if len({tuple(row.shape) for row in pile}) > 1:
+            raise ModelError(f"the passes of a Loop give '{name}' in different shapes")
+    stacks = [stack(p) if p else e for p, e in zip(piles, loop.empty, strict=True)]
+    return [[*states, *stacks][i] for i in loop.results]
+
+
+def _first_number(value: Any) -> int:
+    return int(np.asarray(value).reshape(-1)[0])
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ import numpy as np
 from onnx_fuse.container import Container
 from onnx_fuse.cuda.source import give
 from onnx_fuse.errors import DeviceError, ModelError, UsageError
-from onnx_fuse.program.call import Program
+from onnx_fuse.program.call import Program, dtype_of
 from onnx_fuse.program.formula import Guards
 from onnx_fuse.program.problem import ITEMSIZE, Hardware
 from onnx_fuse.runtime.encoding import FORMAT, Modules, Template, decode
 from onnx_fuse.runtime.plan import PlannedOpenProgram, PlannedProgram, plan
-from onnx_fuse.runtime.tensor import Argument, dtype_of
+from onnx_fuse.runtime.tensor import Argument
 
 Shapes = Mapping[str, tuple[tuple[int, ...], str]]
 RECOMPILE = "recompile=True (--recompile) compiles the ONNX model inside anew, with NVRTC"

@@ -17,11 +17,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from onnx_fuse.errors import ModelError
-from onnx_fuse.program.call import Buffer, Call, Program, Tensor, dense_strides
+from onnx_fuse.program.call import Buffer, Call, Program, Tensor, dense_strides, dtype_of
 from onnx_fuse.program.formula import Numbers
 from onnx_fuse.program.problem import ITEMSIZE, Arg, Launch, Num, Ptr, Table, TensorMap
 from onnx_fuse.program.size import Size, expression, number, text_of
-from onnx_fuse.runtime.tensor import dtype_of
 
 FORMAT = 2
 """Version of what `encode` writes; a reader takes this one alone."""

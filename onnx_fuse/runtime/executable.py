@@ -21,7 +21,7 @@ import numpy as np
 
 from onnx_fuse import config
 from onnx_fuse.errors import UsageError
-from onnx_fuse.program.call import NeedsValues, Program, Tensor
+from onnx_fuse.program.call import NeedsValues, Program, Tensor, dtype_of
 from onnx_fuse.runtime import collector, device
 from onnx_fuse.runtime.binding import Binding
 from onnx_fuse.runtime.deployed import Deployed
@@ -30,7 +30,7 @@ from onnx_fuse.runtime.instance import Fetch, Instance, Placement
 from onnx_fuse.runtime.plan import OpenProgram, PlannedProgram, aligned
 from onnx_fuse.runtime.resources import Resources
 from onnx_fuse.runtime.staging import Pending
-from onnx_fuse.runtime.tensor import DeviceTensor, adopt, dtype_of
+from onnx_fuse.runtime.tensor import DeviceTensor, adopt
 from onnx_fuse.runtime.weights import Weights
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from onnx_fuse.container import GRAPH, WEIGHTS, Container
 from onnx_fuse.onnx.load import reread
 from onnx_fuse.onnx.save import is_large_weight
 from onnx_fuse.onnx.weights import PLACE, Place, read_places
-from onnx_fuse.runtime.tensor import dtype_of
+from onnx_fuse.program.call import dtype_of
 
 if TYPE_CHECKING:
     import onnx_ir as ir

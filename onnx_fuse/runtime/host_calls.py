@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from onnx_fuse.program.call import Loop, Program, Stage, Tensor
+from onnx_fuse.program.call import Loop, Program, Stage, Tensor, dtype_of, run_loop
 from onnx_fuse.program.problem import ITEMSIZE
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.resources import Resources
 from onnx_fuse.runtime.schedule import Segment
-from onnx_fuse.runtime.tensor import DeviceTensor, dtype_of
+from onnx_fuse.runtime.tensor import DeviceTensor
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -150,8 +150,6 @@ class Stages:
         def once(given: Mapping[str, Any]) -> list[Any]:
             own = {name: value for name, value in given.items() if name in read}
             return inner.run_in_place(loop.outputs, own, on_device=True)
-
-        from onnx_fuse.lower.stages import run_loop
 
         results = run_loop(loop, feeds, once, self._stacked)
         given = [id(value) for value in feeds.values()]  # memory that the next run writes

@@ -17,7 +17,7 @@ import numpy as np
 from onnx_fuse import config
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.launch import Step, bind
-from onnx_fuse.program.call import Call, Program, Tensor
+from onnx_fuse.program.call import Call, Program, Tensor, dtype_of
 from onnx_fuse.program.problem import ITEMSIZE
 from onnx_fuse.runtime import collector, device
 from onnx_fuse.runtime.changes import operands, workspace_key
@@ -27,7 +27,7 @@ from onnx_fuse.runtime.launches import Launches
 from onnx_fuse.runtime.plan import PlannedProgram, aligned
 from onnx_fuse.runtime.schedule import aliasable, collective, segments
 from onnx_fuse.runtime.staging import Array, Pending, Room, copied
-from onnx_fuse.runtime.tensor import DeviceTensor, dtype_of
+from onnx_fuse.runtime.tensor import DeviceTensor
 from onnx_fuse.runtime.timeline import Communication
 from onnx_fuse.runtime.turns import AFTER, Places, Pools, Turn, Turns
 from onnx_fuse.runtime.zero_copy import ZeroCopy

@@ -34,11 +34,11 @@ from onnx_fuse.cuda.source import source_root
 from onnx_fuse.errors import ModelError
 from onnx_fuse.files import written
 from onnx_fuse.kernels import cublaslt, tuning
+from onnx_fuse.program.call import dtype_of
 from onnx_fuse.program.formula import Guards
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.runtime import collector
 from onnx_fuse.runtime.plan import PlannedOpenProgram
-from onnx_fuse.runtime.tensor import dtype_of
 
 if TYPE_CHECKING:
     from onnx_fuse.runtime.budget import Budget

@@ -16,9 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from onnx_fuse.program.call import Tensor
+from onnx_fuse.program.call import Tensor, dtype_of
 from onnx_fuse.runtime import device
-from onnx_fuse.runtime.tensor import dtype_of
 
 Array = np.ndarray[Any, Any]
 PIECE = 2 << 20

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from onnx_fuse.errors import DeviceError, UsageError
-from onnx_fuse.program.call import dense_strides
+from onnx_fuse.program.call import dense_strides, dtype_of
 from onnx_fuse.runtime import device
 
 
@@ -21,16 +20,6 @@ class Argument(NamedTuple):
     name: str
     type: str
     shape: list[int | str | None]
-
-
-@cache
-def dtype_of(name: str) -> np.dtype[Any]:
-    """NumPy dtype of a problem.ITEMSIZE name."""
-    if name.startswith(("bfloat", "float8", "float4", "int4", "uint4", "int2", "uint2")):
-        import ml_dtypes
-
-        name = getattr(ml_dtypes, name)
-    return np.dtype(name)
 
 
 class DeviceTensor:

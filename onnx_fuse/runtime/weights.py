@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from onnx_fuse.errors import UsageError
-from onnx_fuse.program.call import Program, Tensor, dense_strides
+from onnx_fuse.program.call import Program, Tensor, dense_strides, dtype_of
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.plan import aligned
-from onnx_fuse.runtime.tensor import dtype_of
 
 RANDOM = "random"
 """Where the random generator's state stands."""

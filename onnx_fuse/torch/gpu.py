@@ -18,10 +18,9 @@ import onnx_ir as ir
 import torch
 
 from onnx_fuse.errors import UsageError
-from onnx_fuse.program.call import NeedsValues, dense_strides
+from onnx_fuse.program.call import NeedsValues, dense_strides, dtype_of
 from onnx_fuse.runtime import device, direct
 from onnx_fuse.runtime.executable import Executable
-from onnx_fuse.runtime.tensor import dtype_of
 
 SHAPES = 256
 """Sets of shapes and streams whose launches are kept; the least recently used go first."""

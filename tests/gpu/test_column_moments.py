@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from interpret_images import column_moments, convolution
 from on_device import TOLERANCE, TYPES, Memory, each, error, poison, random, wide
 
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.onnx.build import text_model
+from onnx_fuse.program.interpret.images import column_moments, convolution
 from onnx_fuse.program.problem import CHIPS, Config, Hardware, Problem
 from onnx_fuse.program.problems import Conv, MergedMoments, Window
 from onnx_fuse.runtime.executable import Executable
@@ -119,7 +119,7 @@ def test_a_convolution_leaves_the_moments_of_its_channels(problem: Conv, hw: Har
     images = random(rng, problem.dtype, 3, *problem.inner, problem.channels)
     bias = hostile(7, problem.filters, problem.dtype)
     given = {"x": images, "weight": weight.astype(TYPES[problem.dtype]), "bias": bias}
-    want = convolution(problem, {k: wide(v) for k, v in given.items()}, lambda _: None)
+    want = convolution(problem, {k: wide(v) for k, v in given.items()})
     want = want.reshape(-1, problem.filters)
     parts = -(-want.shape[0] // 64)
     blank = {"y": poison(problem.dtype, *want.shape),

@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from head_rows import CLASSES, HEADS, NAMES, assert_near, head_feeds, head_model, truth
-from interpret import cross_entropy_chunk
 from on_device import TYPES, Memory, each, poison, random, wide
 
 from onnx_fuse.kernels.loss import Chunk, Exp, Label
 from onnx_fuse.lower import linear_cross_entropy
 from onnx_fuse.program.epilogue import EXP_COLUMNS
+from onnx_fuse.program.interpret.run import cross_entropy_chunk
 from onnx_fuse.program.losses import CrossEntropyChunk, ExpRows, LabelScore
 from onnx_fuse.program.problem import Config, Hardware, Problem
 from onnx_fuse.runtime.executable import Executable

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from math import prod
-from typing import Any
 
 import numpy as np
 
-from onnx_fuse.ops.activations import BY_KEY
+from onnx_fuse.program.interpret.steps import activation
 from onnx_fuse.program.problems import (
     ChannelNorm,
     Conv,
@@ -61,7 +60,7 @@ def weight_gradient(p: ConvWeightGrad, read: Mapping[str, np.ndarray]) -> np.nda
     return np.einsum("ptgc,pgf->gfct", found, dy)
 
 
-def convolution(p: Conv, read: Mapping[str, np.ndarray], act: Callable[[str], Any]) -> np.ndarray:
+def convolution(p: Conv, read: Mapping[str, np.ndarray]) -> np.ndarray:
     """What a Conv stores before its tail, from operands in float64."""
     assert p.channels_last, p
     x, size = _images(p, read["x"]), p.groups * p.channels
@@ -82,11 +81,7 @@ def convolution(p: Conv, read: Mapping[str, np.ndarray], act: Callable[[str], An
         y = np.einsum("n...tgc,gftc->n...gf", parts, w).reshape(*found.shape[:4], -1)
     y = y + read["bias"]
     if p.act:
-        row = BY_KEY[p.act]
-        numbers = dict(row.numbers)
-        if row.attributes:
-            numbers["alpha"] = p.act_alpha
-        y = act(row.name)(y, *numbers.values())
+        y = activation(p.act, p.act_alpha, y)
     return y
 
 

@@ -1,29 +1,24 @@
-"""A Program run by NumPy: pointwise calls step by step, products by their Problem, others as nodes.
+"""A Program run by NumPy: each call as its problem defines it, host calls by onnxruntime.
 
-Lowered with a table of the families under test alone, all other nodes of a model become host calls,
-so lowering, views, chain merging and the plan are checked against onnxruntime without a GPU.
+Lowering, views, passes and memory plans are so checked against onnxruntime without a GPU.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import interpret_images
 import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime
 
-from onnx_fuse.cuda.pointwise import LARGEST
-from onnx_fuse.lower.stages import run_loop
-from onnx_fuse.ops.activations import BY_KEY
-from onnx_fuse.program.call import Call, Program, Tensor
+from onnx_fuse.program.call import Call, Program, Tensor, dtype_of, run_loop
 from onnx_fuse.program.epilogue import EXP_COLUMNS
-from onnx_fuse.program.expression import Expression, Row
+from onnx_fuse.program.interpret import images
+from onnx_fuse.program.interpret.memory import Memory
+from onnx_fuse.program.interpret.steps import activated, evaluate
 from onnx_fuse.program.losses import CrossEntropyChunk, ExpRows, LabelScore
 from onnx_fuse.program.moves import PointwiseMany, PointwiseSums, ScatterND
 from onnx_fuse.program.problem import AnyProblem, Collective, Problem, Product
@@ -42,79 +37,9 @@ from onnx_fuse.program.problems import (
     SumSquares,
 )
 from onnx_fuse.program.products import Attention, IntegerProduct, PackedProduct
-from onnx_fuse.runtime.plan import Plan, plan
-from onnx_fuse.runtime.tensor import dtype_of
 
 Exchange = Callable[[Collective, list[np.ndarray]], list[np.ndarray]]
 Lowered = Callable[[ir.Model, Mapping[str, np.ndarray]], Program]
-
-_ERF = np.vectorize(math.erf, otypes=[float])
-
-
-def _trunc_div(a: Any, b: Any) -> Any:
-    return a / b if np.asarray(a).dtype.kind == "f" else np.trunc(np.true_divide(a, b))
-
-
-STEPS: dict[str, Any] = {
-    "Elu": lambda x, a: np.where(x < 0, a * np.expm1(x), x),
-    "ClippedRelu": lambda x, a: np.clip(x, 0, a),
-    "HardSigmoid": lambda x, a, b: np.clip(a * x + b, 0, 1),
-    "HardSwish": lambda x: x * np.clip(x / 6 + 0.5, 0, 1),
-    "Mish": lambda x: x * np.tanh(np.logaddexp(0, x)),
-    "Selu": lambda x, a, g: g * np.where(x < 0, a * np.expm1(x), x),
-    "Softplus": lambda x: np.logaddexp(0, x),
-    "LeakyRelu": lambda x, a: np.where(x < 0, a * x, x),
-    "ThresholdedRelu": lambda x, a: np.where(x > a, x, 0),
-    "Identity": lambda x: x,
-    "Cast": lambda x: x,
-    "CastFloat16": lambda x: np.asarray(x).astype(np.float16),
-    "CastBFloat16": lambda x: np.asarray(x).astype(dtype_of("bfloat16")),
-    "CastBool": lambda x: np.asarray(x) != 0,
-    "Abs": np.abs,
-    "Add": np.add,
-    "And": np.logical_and,
-    "ClipMax": np.minimum,
-    "ClipMin": np.maximum,
-    "Cos": np.cos,
-    "Div": _trunc_div,
-    "Equal": np.equal,
-    "Erf": _ERF,
-    "Exp": np.exp,
-    "Gelu": lambda x: 0.5 * x * (1 + _ERF(x * 0.7071067811865476)),
-    "GeluTanh": lambda x: 0.5 * x * (1 + np.tanh(0.7978845608028654 * (x + 0.044715 * x**3))),
-    "Greater": np.greater,
-    "GreaterOrEqual": np.greater_equal,
-    "IsNaN": np.isnan,
-    "Less": np.less,
-    "LessOrEqual": np.less_equal,
-    "Log": np.log,
-    "Max": np.maximum,
-    "Min": np.minimum,
-    "Mod": np.mod,
-    "Mul": np.multiply,
-    "Neg": np.negative,
-    "Not": np.logical_not,
-    "Or": np.logical_or,
-    "Xor": np.logical_xor,
-    "Pow": np.power,
-    "QuickGelu": lambda x, a: x / (1 + np.exp(-a * x)),
-    "Reciprocal": lambda x: 1 / x,
-    "Round": np.rint,
-    "Saturate": lambda x, low, high: np.where(x >= low, np.minimum(x, high), low),
-    "Scale": np.multiply,
-    **{f"Cast{name}": lambda x: x for name in LARGEST},  # rounded as what it is kept in
-    "Relu": lambda x: np.maximum(x, 0),
-    "Sigmoid": lambda x: 1 / (1 + np.exp(-x)),
-    "Sign": np.sign,
-    "Silu": lambda x: x / (1 + np.exp(-x)),
-    "Sin": np.sin,
-    "Sqrt": np.sqrt,
-    "Square": lambda x: x * x,
-    "Sub": np.subtract,
-    "Tanh": np.tanh,
-    "Where": np.where,
-}
-
 
 BATCHED = {"align", "lda", "ldb", "a_strides", "b_strides", "static_b"}
 BATCHED |= {"row_bias", "residual", "beta", "act", "act_alpha"}
@@ -122,44 +47,33 @@ NORMS = ("LayerNormalization", "RMSNormalization")
 """Attributes of a plain product of several matrices."""
 
 
-def activated(p: Problem, v: np.ndarray) -> np.ndarray:
-    """act(v), as the problem's epilogue has it."""
-    row = BY_KEY[p.epilogue.act]
-    numbers = dict(row.numbers)
-    if row.attributes:
-        numbers["alpha"] = p.epilogue.act_alpha
-    found: np.ndarray = STEPS[row.name](v, *numbers.values())
+def initializers(model: ir.Model) -> dict[str, np.ndarray]:
+    """The arrays of a graph's initializers."""
+    values = {name: v.const_value for name, v in model.graph.initializers.items()}
+    return {name: value.numpy() for name, value in values.items() if value is not None}
+
+
+def by_onnxruntime(
+    model: bytes, outputs: Sequence[str], feeds: Mapping[str, np.ndarray]
+) -> list[np.ndarray]:
+    """The outputs of a serialized model, run on the CPU."""
+    import onnxruntime
+
+    found: list[np.ndarray] = onnxruntime.InferenceSession(model).run(list(outputs), dict(feeds))
     return found
 
 
-class Memory:
-    """Buffers of a program as bytes: temporaries in one arena at the plan's offsets."""
-
-    def __init__(self, program: Program, layout: Plan) -> None:
-        self.arena = np.full(layout.arena, 0xA5, np.uint8)
-        self.parts = {}
-        for b in program.buffers:
-            if b.id in layout.offsets:
-                at = layout.offsets[b.id]
-                self.parts[b.id] = self.arena[at : at + b.nbytes]
-            else:
-                self.parts[b.id] = np.full(b.nbytes, 0xA5, np.uint8)
-
-    def view(self, t: Tensor) -> np.ndarray:
-        dtype = dtype_of(t.dtype)
-        flat = self.parts[t.buffer].view(f"V{dtype.itemsize}")[t.offset :]  # float8's is no code
-        strides = [s * dtype.itemsize for s in t.strides]
-        return np.lib.stride_tricks.as_strided(flat, t.shape, strides).view(dtype)
-
-    def rows(self, t: Tensor, row: Row, index: np.ndarray) -> np.ndarray:
-        """`t`, each element `row.step` elements further for each of `index`."""
-        k = np.where(index < 0, index + row.size, index)
-        inside = (k >= 0) & (k < row.size)
-        at = t.offset + np.where(inside, k, 0) * row.step
-        for places, step in zip(np.indices(t.shape), t.strides, strict=True):
-            at = at + places * step
-        found: np.ndarray = self.parts[t.buffer].view(dtype_of(t.dtype))[at]
-        return np.where(inside, found, np.zeros((), found.dtype))
+def _many(
+    p: PointwiseMany, read: Mapping[str, np.ndarray], writes: Mapping[str, Tensor]
+) -> list[np.ndarray]:
+    """One expression over several sets of tensors; a number that all share is read once."""
+    results = []
+    for row, (reads, stores) in enumerate(p.items):
+        names = [f"{k}.{row}" for k in range(len(reads))]
+        values = [read[n] if n in read else read[f"a{k}"].flat[0] for k, n in enumerate(names)]
+        to = [writes[f"{len(reads) + k}.{row}"] for k in range(len(stores))]
+        results += evaluate(p.expression, values, to)
+    return results
 
 
 def _scattered(p: ScatterND, read: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -180,13 +94,16 @@ def interpret(
     weights: Mapping[str, np.ndarray],
     lowered: Lowered | None = None,
     exchange: Exchange | None = None,
+    offsets: Mapping[int, int] | None = None,
 ) -> dict[str, np.ndarray]:
-    """The program's outputs; temporaries really share memory as planned.
+    """The program's outputs, by their names, of arrays `feeds` and `weights` by theirs.
 
-    Its later stages are lowered by `lowered`, and interpreted in their turn, or run by onnxruntime.
-    Collectives are what `exchange` makes of this rank's tensors.
+    Buffers stand at `offsets` (id to bytes) of one arena, each that has none by itself. The later
+    stages are lowered by `lowered`, and interpreted in their turn, or run by onnxruntime.
+    Collectives are what `exchange` makes of this rank's tensors. Raises AssertionError for a
+    problem or a flag that has no interpretation.
     """
-    memory = Memory(program, plan(program))
+    memory = Memory(program, offsets or {})
     for name, tensor in program.inputs:
         memory.view(tensor)[...] = feeds[name]
     for b in program.buffers:
@@ -201,7 +118,7 @@ def interpret(
             reads = [memory.view(t).copy() for _, t in call.reads]
             for row in call.expression.rows:
                 reads[row.load] = memory.rows(call.reads[row.load][1], row, reads[row.index])
-            results = _evaluate(call.expression, reads, [t for _, t in call.writes])
+            results = evaluate(call.expression, reads, [t for _, t in call.writes])
         elif (
             isinstance(call.problem, Product | Attention | Float8 | SlopeProduct)
             or call.kernel in NORMS
@@ -217,10 +134,10 @@ def interpret(
             results = [_image(call, memory)]
             if isinstance(call.problem, Conv) and call.problem.column_moments:
                 rounded = results[0].astype(dtype_of(call.problem.dtype))
-                results += [interpret_images.column_moments(rounded)]
+                results += [images.column_moments(rounded)]
         elif isinstance(call.problem, MergedMoments | ChannelNorm | RunningStats):
             read = {name: memory.view(t).astype(np.float64) for name, t in call.reads}
-            found = interpret_images.normalized(call.problem, read)
+            found = images.normalized(call.problem, read)
             results = [found[name] for name, _ in call.writes]
         elif call.kernel.startswith("Copy x"):
             read = {name: memory.view(t).copy() for name, t in call.reads}
@@ -229,18 +146,12 @@ def interpret(
             views = call.problem.pointwise
             pairs = zip(views.reads, call.reads, strict=True)
             reads = [memory.view(replace(t, buffer=old.buffer)).copy() for t, (_, old) in pairs]
-            results = _evaluate(views.expression, reads, list(views.writes))
+            results = evaluate(views.expression, reads, list(views.writes))
             axis = {"columns": 0, "rows": 1, "all": None}[call.problem.over]
             results.append(np.asarray(results[call.problem.summed], np.float32).sum(axis))
         elif isinstance(call.problem, PointwiseMany):
-            views = {name: memory.view(t).copy() for name, t in call.reads}
-            tensors, results = dict(call.writes), []
-            for row, (reads, writes) in enumerate(call.problem.items):
-                names = [f"{k}.{row}" for k in range(len(reads))]
-                one = [views[f"a{k}"].flat[0] if n not in views else 0 for k, n in enumerate(names)]
-                here = [views.get(name, one[k]) for k, name in enumerate(names)]
-                to = [tensors[f"{len(reads) + k}.{row}"] for k in range(len(writes))]
-                results += _evaluate(call.problem.expression, here, to)
+            read = {name: memory.view(t).copy() for name, t in call.reads}
+            results = _many(call.problem, read, dict(call.writes))
         elif isinstance(call.problem, CrossEntropyChunk | LabelScore | ExpRows):
             read = {name: memory.view(t).copy() for name, t in call.reads}
             found = LOSSES[type(call.problem)](call.problem, read)
@@ -261,34 +172,33 @@ def interpret(
         elif call.kernel == "SortedRows":
             rows = memory.view(call.reads[0][1])
             order = np.lexsort(rows.T[::-1])
-            results = [order if name == "indices" else 0 for name, _ in call.writes]
+            results = [order if n == "indices" else np.zeros(1) for n, _ in call.writes]
         else:
             assert call.host, f"no interpreter for {call.kernel}"
-            session = onnxruntime.InferenceSession(call.host)
-            results = session.run(
-                [n for n, _ in call.writes], {n: memory.view(t).copy() for n, t in call.reads}
-            )
+            read = {n: memory.view(t).copy() for n, t in call.reads}
+            results = by_onnxruntime(call.host, [n for n, _ in call.writes], read)
         for (_, tensor), result in zip(call.writes, results, strict=True):
             memory.view(tensor)[...] = np.reshape(result, tensor.shape)
-    known = {}
+    known: dict[str, np.ndarray] = {}
     for name, value in program.outputs:
-        known[name] = memory.view(value).copy() if isinstance(value, Tensor) else value
+        if value is not None:
+            known[name] = memory.view(value).copy() if isinstance(value, Tensor) else value
     made: dict[str, np.ndarray] = {}
     for stage in program.stages:
         inputs = {n: made[n] if t is None else memory.view(t).copy() for n, t in stage.inputs}
         if stage.host or lowered is None:
-            session = onnxruntime.InferenceSession(stage.model)
-            made.update(zip(stage.outputs, session.run(list(stage.outputs), inputs), strict=True))
+            results = by_onnxruntime(stage.model, stage.outputs, inputs)
+            made.update(zip(stage.outputs, results, strict=True))
             continue
         model = ir.serde.deserialize_model(onnx.ModelProto.FromString(stage.model))
-        constants = {n: v.const_value.numpy() for n, v in model.graph.initializers.items()}
+        constants = initializers(model)
         if stage.loop is None:
             made |= interpret(lowered(model, inputs), inputs, constants, lowered)
             continue
-        read, outputs = [v.name for v in model.graph.inputs], stage.loop.outputs
+        names, outputs = [v.name or "" for v in model.graph.inputs], stage.loop.outputs
 
         def once(given: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-            own = {name: given[name] for name in read}  # noqa: B023 - called before the next stage
+            own = {name: given[name] for name in names}  # noqa: B023 - called before the next stage
             found = interpret(lowered(model, own), own, constants, lowered)  # noqa: B023
             return [found[name] for name in outputs]  # noqa: B023
 
@@ -301,23 +211,23 @@ def _image(call: Call, memory: Memory) -> np.ndarray:
     p, (_, y) = call.problem, call.writes[0]
     read = {name: memory.view(t).astype(np.float64) for name, t in call.reads}
     if isinstance(p, Conv):
-        v = interpret_images.convolution(p, read, STEPS.__getitem__)
+        v = images.convolution(p, read)
         if p.tail is not None:
             others = iter([name for name in ("e1", "e2", "e3") if name in read])
             loads = [
                 v if i == p.tail.own else read[next(others)].reshape(v.shape)
                 for i in range(p.tail.expression.loads)
             ]
-            (v,) = _evaluate(p.tail.expression, loads, [replace(y, shape=v.shape)])
+            (v,) = evaluate(p.tail.expression, loads, [replace(y, shape=v.shape)])
     elif isinstance(p, ConvWeightGrad):
-        v = interpret_images.weight_gradient(p, read)
+        v = images.weight_gradient(p, read)
     elif isinstance(p, Pool):
-        v = interpret_images.pool(p, read["x"])
+        v = images.pool(p, read["x"])
     elif isinstance(p, Resample):
-        v = interpret_images.resample(p, read)
+        v = images.resample(p, read)
     else:
         assert isinstance(p, Reduce)
-        v = interpret_images.reduction(p, read["x"])
+        v = images.reduction(p, read["x"])
     return v.reshape(y.shape)
 
 
@@ -423,7 +333,8 @@ def _evaluated(p: AnyProblem | None, read: dict[str, np.ndarray]) -> dict[str, n
 def _rounded(p: Float8, read: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """A tensor in float8 by its scale, its transpose, and its history with its largest number."""
     kind = dtype_of(p.kind)
-    most, top = float(ml_dtypes.finfo(kind).max), read["history"].max()
+    limits: Any = ml_dtypes.finfo
+    most, top = float(limits(kind).max), read["history"].max()
     x, start = read["x"].reshape(p.m, p.k), -16 if p.kind == "float8_e5m2" else 0
     exponent = np.clip(np.ceil(np.log2(float(top) / most)), -60, 60) if top else start
     q = np.clip(np.ldexp(x, -int(exponent)), -most, most).astype(np.float32).astype(kind)
@@ -516,7 +427,7 @@ def _product(p: Problem, read: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     if p.epilogue.column_sums:
         out["part"] = np.add.reduceat(a, np.arange(0, p.m, 64), axis=0)
     if p.epilogue.column_moments:
-        out["part"] = interpret_images.column_moments(v.astype(dtype_of(p.out)))
+        out["part"] = images.column_moments(v.astype(dtype_of(p.out)))
     return out | {"y": v}
 
 
@@ -570,7 +481,7 @@ def _attention(p: Attention, read: dict[str, np.ndarray]) -> dict[str, np.ndarra
             else:
                 z = z + mask
         if p.causal:
-            z = np.where(np.tri(*z.shape[2:], dtype=bool), z, -np.inf)
+            z = np.where(np.tri(*z.shape[2:]) != 0, z, -np.inf)
         if p.window:
             ahead = np.arange(z.shape[3]) - np.arange(z.shape[2])[:, None]
             left, right = (np.inf if n < 0 else n for n in p.window)
@@ -589,20 +500,3 @@ def _attention(p: Attention, read: dict[str, np.ndarray]) -> dict[str, np.ndarra
     heads = (read["k"].shape[0], read["k"].shape[1], group, *dk.shape[2:3])
     dk, dv = (g.reshape(*heads, g.shape[-1]).sum(2) for g in (dk, dv))
     return {"dq": dz @ k, "dk": dk, "dv": dv}
-
-
-def _evaluate(
-    expression: Expression, reads: list[np.ndarray], writes: list[Tensor]
-) -> list[np.ndarray]:
-    values: list[Any] = [*reads, *(np.asarray(v) for _, v in expression.scalars)]
-    with np.errstate(all="ignore"):
-        for step in expression.steps:
-            if step.name == "Iota":
-                result = np.arange(writes[0].size).reshape(writes[0].shape)
-            else:
-                result = STEPS[step.name](*(values[a] for a in step.args))
-            # kernels compute what is stored in 16 bits in float
-            kind = "float32" if step.dtype in ("float16", "bfloat16") else step.dtype
-            values.append(np.asarray(result).astype(dtype_of(kind)))
-    stored = zip(expression.stores, writes, strict=True)
-    return [np.broadcast_to(values[s], t.shape).astype(dtype_of(t.dtype)) for s, t in stored]
