@@ -97,7 +97,6 @@ DECISIONS: dict[str, Callable[[int, int], object]] = {
     "index": lambda b, t: list(range(600))[t],
     "range": lambda b, t: len(range(t)),
     "float value": lambda b, t: t * 0.5,
-    "key": lambda b, t: {130: "found"}.get(t),
     "sorted": lambda b, t: sorted((t, b, 64)) == [b, 64, t],
     "bits": lambda b, t: t.bit_length(),
     "broadcast": lambda b, t: broadcast((b, 1, t), (1, t)),
@@ -126,6 +125,13 @@ def test_a_decision_is_a_guard(name: str) -> None:
             assert same or not opened.holds({"b": b, "t": t})
             others += not same
     assert others or name in ("broadcast", "class")
+
+
+def test_a_set_holds_what_is_equal_at_every_size() -> None:
+    trace = Trace()
+    b, t = trace.symbol("b", 3), trace.symbol("t", 3)
+    assert len({b, t, b + t, t + b, 2 * b - b, 3}) == 4
+    assert not trace.guards
 
 
 def test_the_class_of_a_size() -> None:

@@ -215,8 +215,9 @@ class Size:
         return not _compared(self, 0, "==")
 
     def __hash__(self) -> int:
-        # an entry that is found was compared, which is a guard; one that is not is no decision
-        return hash(self.value)
+        # A set or dict tells sizes apart that are equal at the sizes traced alone. That is no
+        # decision, so that what is looked up must not depend on which is found.
+        return hash(self.terms)
 
     # ---- where it becomes a plain integer ----
 
