@@ -218,7 +218,9 @@ def _steps(expression: Expression, values: list[str]) -> list[str]:
 
 def inline(expression: Expression, loads: Sequence[str]) -> str | None:
     """The one stored value as a C++ expression of `loads`; None where it can't be written."""
-    if expression.rows or not np.isfinite([value for _, value in expression.scalars]).all():
+    if expression.rows or expression.counts:
+        return None
+    if not np.isfinite([value for _, value in expression.scalars]).all():
         return None
     numbers = [f"({SCALAR[ctype]}){value!r}" for ctype, value in expression.scalars]
     values = [*loads, *numbers]
@@ -295,7 +297,7 @@ def launch_of(expression: Expression, reads: Sequence[Tensor], writes: Sequence[
                 terms.append(f"{coordinate} * {name}_{k}")
         where = " + ".join([name, *terms])
         vec = f"Vec<{STORAGE[tensor.dtype]}, {width}>"
-        step = {0: "0", 1: "v"}.get(s[-1], f"v * {name}_{rank - 1}")
+        step = "0" if s[-1] == 0 else "v" if s[-1] == 1 else f"v * {name}_{rank - 1}"
         one = row is None or strides[row.index][-1] == 0
         inside = "true"
         if row is not None:

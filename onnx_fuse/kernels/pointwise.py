@@ -88,7 +88,7 @@ class Sums(RuleBased):
     def supports(self, problem: PointwiseSums, hw: Hardware) -> str | None:
         """Results that are dense, and views without rows that indices choose."""
         views, shape = problem.pointwise, problem.pointwise.writes[0].shape
-        if len(shape) != 2 or views.expression.rows:
+        if len(shape) != 2 or views.expression.rows or views.expression.counts:
             return "its views are no matrices"
         if any(t.strides != (shape[1], 1) for t in views.writes):
             return "its results are not dense"

@@ -41,6 +41,15 @@ class Expression:
     rows: tuple[Row, ...] = ()
 
     @property
+    def counts(self) -> bool:
+        """Whether a step is an element's place in row-major order in the call's own shape.
+
+        Such a call may be reshaped. It may not be broadcast, permuted, or become a part of a kernel
+        that walks other axes.
+        """
+        return any(step.name == "Iota" for step in self.steps)
+
+    @property
     def name(self) -> str:
         """The steps' names in order, for listings."""
         return "+".join(["Gather"] * len(self.rows) + [s.name for s in self.steps]) or "Copy"

@@ -19,7 +19,7 @@ def in_memory_order(calls: Sequence[Call]) -> list[Call]:
 
 def _ordered(call: Call) -> Call:
     expression = call.expression
-    if expression is None or any(step.name == "Iota" for step in expression.steps):
+    if expression is None or expression.counts:
         return call
     (_, y), *_ = call.writes
     axes = list(range(len(y.shape)))

@@ -118,13 +118,14 @@ def _order(groups: dict[int, Call], parents: dict[int, set[int]]) -> list[int]:
 
 
 def forget_unread(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
-    """Drop stores that nothing reads, then steps and loads without a use."""
+    """Drop stores that nothing reads, then steps and loads without a use, and calls without any."""
     read = set(keep)
     for call in calls:
         read.update(t.buffer for _, t in call.reads)
-    return [
+    found = [
         without_stores(call, lambda b: b not in read) if call.expression else call for call in calls
     ]
+    return [call for call in found if call.writes]
 
 
 def without_stores(call: Call, unread: Callable[[int], bool]) -> Call:
@@ -176,11 +177,30 @@ def broadcast_call(a: Call, b: Call) -> Call:
     shape = b.writes[0][1].shape
     if any(t.size != 1 for _, t in (*a.reads, *a.writes)) or prod(shape) == 1:
         return a
+    if a.expression is not None and a.expression.counts:
+        a = _first(a, a.expression)
 
     def all_over(part: Sequence[tuple[str, Tensor]]) -> tuple[tuple[str, Tensor], ...]:
         return tuple((n, replace(t, shape=shape, strides=(0,) * len(shape))) for n, t in part)
 
     return replace(a, reads=all_over(a.reads), writes=all_over(a.writes))
+
+
+def _first(call: Call, expression: Expression) -> Call:
+    """The call of one element, whose place is 0, with that number where it counted elements."""
+    first = expression.loads + len(expression.scalars)
+    number = [i + (i >= first) for i in range(first + len(expression.steps))]
+    for i, step in enumerate(expression.steps):
+        if step.name == "Iota":
+            number[first + i] = first
+    fresh = Expression(
+        expression.loads,
+        (*expression.scalars, ("i64", 0)),
+        tuple([_numbered(step, number) for step in expression.steps]),
+        tuple([number[s] for s in expression.stores]),
+        tuple([replace(row, index=number[row.index]) for row in expression.rows]),
+    )
+    return _renamed(call, fresh, [t for _, t in call.reads], [t for _, t in call.writes])
 
 
 def refine(a: Sequence[int], b: Sequence[int]) -> list[int] | None:
