@@ -92,23 +92,29 @@ def lp_normalization(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Re
 
 def hardmax(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | None:
     """1 at the first largest element along the axis."""
-    x, shape = node.inputs[0], shapes[0]
-    axis = attr(node, "axis", -1) % len(shape)
-    place = [shape[axis] if k == axis else 1 for k in range(len(shape))]
+    x, axis = node.inputs[0], attr(node, "axis", -1) % len(shapes[0])
     first = op.ArgMax(x, axis=axis, keepdims=1)
-    classes = op.constant(np.arange(shape[axis]).reshape(place))
-    return [op.CastLike(op.Equal(first, classes), x)]
+    return [op.CastLike(op.Equal(first, _places(op, x, axis, len(shapes[0]))), x)]
+
+
+def _places(op: Any, x: Any, axis: int, rank: int) -> ir.Value:
+    """int64 [1, .., d, .., 1]: the places 0 to d - 1 along an axis of `x`, which may be open."""
+    size = op.Squeeze(op.Shape(x, start=axis, end=axis + 1), [0])
+    places = op.Range(op.constant(0), size, op.constant(1))
+    others = [k for k in range(rank) if k != axis]
+    found: ir.Value = op.Unsqueeze(places, op.constant(others)) if others else places
+    return found
 
 
 def reverse_sequence(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | None:
     """y[t, b] = x[length[b] - 1 - t, b] for t < length[b], else x[t, b]."""
-    (x, lengths), shape = node.inputs, shapes[0]
+    x, lengths = node.inputs
     time, batch = attr(node, "time_axis", 0), attr(node, "batch_axis", 1)
-    rank = len(shape)
-    t = op.constant(np.arange(shape[time]).reshape([-1 if k == time else 1 for k in range(rank)]))
+    rank = len(shapes[0])
+    t = _places(op, x, time, rank)
     n = op.Reshape(lengths, [-1 if k == batch else 1 for k in range(rank)])
     place = op.Where(op.Less(t, n), op.Sub(op.Sub(n, 1), t), t)
-    return [op.GatherElements(x, op.Expand(place, list(shape)), axis=time)]
+    return [op.GatherElements(x, op.Expand(place, op.Shape(x)), axis=time)]
 
 
 def einsum(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | None:
@@ -175,7 +181,7 @@ def _transform(
     op: Any, x: Any, shape: Sequence[int], axis: int, n: int, inverse: bool, onesided: bool
 ) -> Any:
     """The Fourier transform along `axis` of [..., 1 or 2] as a product in float64."""
-    size, parts = shape[axis], shape[-1]
+    size, parts = int(shape[axis]), int(shape[-1])
     table = _fourier(n, size, parts, inverse, onesided)
     if table.size > MAX_TABLE:
         return None
@@ -193,7 +199,8 @@ def dft(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | None:
     assert x is not None
     axis = (attr(node, "axis", -2) if at is None else int(at.reshape(-1)[0])) % len(shape)
     inverse, onesided = bool(attr(node, "inverse", 0)), bool(attr(node, "onesided", 0))
-    default = 2 * (shape[axis] - 1) if inverse and onesided else shape[axis]
+    size = int(shape[axis])  # the table of one length
+    default = 2 * (size - 1) if inverse and onesided else size
     n = default if length is None else int(length.reshape(-1)[0])
     if axis == len(shape) - 1 or shape[-1] not in (1, 2) or n < 1:
         return None
@@ -216,7 +223,7 @@ def stft(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | None
     wide = () if window is None else shapes[2]
     n = int(length.reshape(-1)[0]) if length is not None else (*wide, 0)[0]
     every = int(step.reshape(-1)[0])
-    starts = np.arange(0, shape[1] - n + 1, every)
+    starts = np.arange(0, int(shape[1]) - n + 1, every)
     if n < 1 or every < 1 or not len(starts) or len(shape) != 3:
         return None
     frames = op.Gather(x, op.constant(starts[:, None] + np.arange(n)), axis=1)
@@ -258,14 +265,12 @@ def tensor_scatter(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Resu
     past, update, *more = node.inputs
     (cache, new), axis = shapes[:2], attr(node, "axis", -2)
     axis %= len(cache)
-    place = op.constant(
-        np.arange(new[axis]).reshape([-1 if k == axis else 1 for k in range(len(new))])
-    )
+    place = _places(op, update, axis, len(new))
     if more and more[0] is not None:
         place = op.Add(place, op.Reshape(more[0], [-1 if k == 0 else 1 for k in range(len(new))]))
     if attr(node, "mode", "linear") == "circular":
         place = op.Mod(place, cache[axis])
-    return [op.ScatterElements(past, op.Expand(place, list(new)), update, axis=axis)]
+    return [op.ScatterElements(past, op.Expand(place, op.Shape(update)), update, axis=axis)]
 
 
 def mel_weight_matrix(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | None:

@@ -631,7 +631,8 @@ class Lowerer(Control):
         for info, (name, tensor) in zip(model.graph.output, writes.items(), strict=True):
             info.CopyFrom(
                 onnx.ValueInfoProto(
-                    name=name, type=type_proto(data_type(tensor.dtype), tensor.shape)
+                    name=name,
+                    type=type_proto(data_type(tensor.dtype), [*map(sizes.plain, tensor.shape)]),
                 )
             )
         self.calls.append(

@@ -72,7 +72,9 @@ class Builder:
     def constant(self, value: Any, dtype: ir.DataType | None = None) -> ir.Value:
         """A Constant node; Python floats take `dtype`, integers and lists of integers int64."""
         if isinstance(value, np.ndarray | np.generic):
-            tensor = ir.Tensor(np.asarray(value))
+            array = np.asarray(value)
+            # objects are sizes, of which a constant holds the integers
+            tensor = ir.Tensor(array.astype(np.int64) if array.dtype == object else array)
         else:
             array = np.asarray(value)
             floating = array.dtype.kind == "f"
