@@ -21,10 +21,11 @@ from onnx_fuse.ops.fused.sdpa.kinds import FLOOR, KINDS
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.problem import ITEMSIZE, Problem, Value
 from onnx_fuse.program.products import Attention, AttentionGrad
-from onnx_fuse.program.size import Size
+from onnx_fuse.program.size import Size, broadcast
 
 A = TypeVar("A", bound=Attention)
 APART = "its products are faster apart"
+BROADCAST = "its queries, keys and values have batches or heads that broadcast"
 SCORES = 1 << 30
 """Bytes of scores in memory that speed may cost."""
 MARGIN = 1.3
@@ -37,6 +38,28 @@ def _rows(ctx: Context, node: ir.Node, i: int) -> Tensor:
     size = ITEMSIZE[x.dtype]
     aligned = x.offset * size % 16 == 0 and all(s * size % 16 == 0 for s in x.strides[:3])
     return x if x.strides[3] == 1 and aligned else ctx.contiguous(x)
+
+
+def _fitted(ctx: Context, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Queries [B, H, S, D], keys and values [B, Hkv, T, .], copied where a product would broadcast
+    their batches or heads; H is a multiple of Hkv. None where they do not fit together.
+    """
+    if k.shape[3] != q.shape[3] or v.shape[2] != k.shape[2]:
+        return None
+    try:
+        (batch,) = broadcast(q.shape[:1], k.shape[:1], v.shape[:1])
+        (shared,) = broadcast(k.shape[1:2], v.shape[1:2])
+        heads = q.shape[1]
+        if not shared or heads % shared:  # heads of keys to which one of queries is broadcast
+            (heads,) = broadcast((heads,), (shared,))
+    except ValueError:
+        return None
+    wanted = ((batch, heads), (batch, shared), (batch, shared))
+    found = [
+        t if t.shape[:2] == lead else ctx.contiguous(t.expand((*lead, *t.shape[2:])))
+        for t, lead in zip((q, k, v), wanted, strict=True)
+    ]
+    return found[0], found[1], found[2]
 
 
 def _output(ctx: Context, node: ir.Node, i: int, shape: tuple[int, ...], dtype: str) -> Tensor:
@@ -64,10 +87,6 @@ def _problem(
 ) -> A:  # fmt: skip
     kind = KINDS.get(FusedName.of(node.op_type).kind)
     batch, heads, queries, width = q.shape
-    if k.shape != (batch, k.shape[1], k.shape[2], width) or v.shape[:3] != k.shape[:3]:
-        raise ValueError("queries, keys and values do not fit together")
-    if heads % k.shape[1]:
-        raise ValueError(f"{heads} heads of queries over {k.shape[1]} of keys")
     scale = ctx.attr(node, "scale", width**-0.5 if kind is None else 1.0)
     more: dict[str, Any] = {"causal": bool(ctx.attr(node, "is_causal", 0))}
     if kind is not None:
@@ -154,7 +173,10 @@ def sdpa(ctx: Context, node: ir.Node) -> str | None:
         return f"it returns {', '.join(exposed)}"
     if len(ctx.view(node, 0).shape) != 4:
         return "its operands are not [B, H, S, D]"
-    q, k, v = (_rows(ctx, node, i) for i in range(3))
+    fitted = _fitted(ctx, *(_rows(ctx, node, i) for i in range(3)))
+    if fitted is None:
+        return BROADCAST
+    q, k, v = fitted
     masks = _masks(ctx, node, 3, q, k)
     if isinstance(masks, str):
         return masks
@@ -211,7 +233,10 @@ def attention(ctx: Context, node: ir.Node) -> str | None:
         return "it has a mask or a past, or its heads are not apart"
     if any(ctx.wants(node, i) for i in range(1, 4)) or ctx.attr(node, "softcap", 0.0):
         return "it has a softcap, or returns more than the attention"
-    q, k, v = (_rows(ctx, node, i) for i in range(3))
+    fitted = _fitted(ctx, *(_rows(ctx, node, i) for i in range(3)))
+    if fitted is None:
+        return BROADCAST
+    q, k, v = fitted
     shape = (*q.shape[:3], v.shape[3])
     if not prod(shape) or not k.shape[2] or len({q.dtype, k.dtype, v.dtype}) > 1:
         return "it is empty, or its types differ"
@@ -238,6 +263,8 @@ def attention(ctx: Context, node: ir.Node) -> str | None:
 def sdpa_grad(ctx: Context, node: ir.Node) -> str | None:
     """dq, dk, dv from dy, y and the saved log-sum-exp."""
     dy, y, q, k, v = (_rows(ctx, node, i) for i in (0, 1, 3, 4, 5))
+    if _fitted(ctx, q, k, v) != (q, k, v):
+        return BROADCAST
     lse = ctx.dense(node, 2)
     masks = _masks(ctx, node, 6, q, k)
     if isinstance(masks, str):

@@ -21,18 +21,20 @@ def gradient(op: Any, node: ir.Node, dys: Sequence[ir.Value | None]) -> Sequence
     dy, (y, lse), (q, k, v, *masks) = dys[0], node.outputs, node.inputs
     assert q is not None
     lse.dtype = ir.DataType.FLOAT
-    if q.shape is not None:
-        lse.shape = ir.Shape([*q.shape[:3], 2])
+    # batches and heads may be broadcast: the walker sums what the backward gives for all of them
+    lead = None if y.shape is None or q.shape is None else [*y.shape[:2]]
+    if lead is not None and q.shape is not None:
+        lse.shape = ir.Shape([*lead, q.shape[2], 2])
     attributes = {key: a.value for key, a in node.attributes.items()}
     inputs = [dy, y, lse, q, k, v, *masks]
     name = f"{kind.name}Grad"
     dq, dk, dv = op.node(name, inputs, outputs=3, domain=FUSE, attributes=attributes)
     for d, x in ((dq, q), (dk, k), (dv, v)):
         assert x is not None
-        d.dtype, d.shape = x.dtype, x.shape
-        if x is not q and not kind.grouped and q.shape and x.shape:
-            # One key head may be broadcast over all query heads: the walker sums it back.
-            d.shape = ir.Shape([*q.shape[:2], *x.shape[2:]])
+        d.dtype, d.shape = x.dtype, None
+        if lead is not None and x.shape is not None:
+            own = [lead[0], x.shape[1]] if kind.grouped else lead
+            d.shape = ir.Shape([*own, *x.shape[2:]])
     answers: dict[str, ir.Value] = {}
     if kind.added:
         results = op.node(
@@ -43,8 +45,8 @@ def gradient(op: Any, node: ir.Node, dys: Sequence[ir.Value | None]) -> Sequence
             kind.added, results if isinstance(results, tuple) else (results,), strict=True
         ):
             result.dtype = q.dtype
-            if q.shape is not None and k is not None and k.shape is not None:
-                result.shape = ir.Shape([*q.shape[:3], k.shape[2]])
+            if lead is not None and q.shape and k is not None and k.shape is not None:
+                result.shape = ir.Shape([*lead, q.shape[2], k.shape[2]])
             answers[f"mask{i}"] = result
     return [dq, dk, dv, *(answers.get(name) for name in kind.inputs[3:])]
 

@@ -217,7 +217,7 @@ def body(kind: Kind) -> str:
             "first = Slice (p, from, to, last)",
             # where there are no keys the sum is 0, and no row is dead
             "dead = IsNaN (ReduceSum <keepdims: int = 1> (first, last))",
-            "row = Concat <axis: int = 0> (to, Shape <start: int = 2, end: int = 3> (k))",
+            "row = Concat <axis: int = 0> (to, Shape <start: int = 2, end: int = 3> (v))",
             "none = ConstantOfShape <value: tensor = float[1] {0.0}> (row)",
             "yz = MatMul (CastLike (none, v), v)",
         ]

@@ -488,7 +488,11 @@ def emit(
         attributes |= {"q_rows": [0, heads[0], -1, 0], "kv_rows": [0, heads[1], -1, 0]}
     assert kind.name in KINDS, kind.name
     y: ir.Value = op.node(kind.name, list(inputs), domain=FUSE, attributes=attributes)
-    q, v = inputs[0], inputs[2]
-    if q.shape is not None and v.shape is not None:
-        return typed(y, q, [*q.shape[:3], v.shape[3]])
-    return typed(y, q)
+    q, k, v = inputs[:3]
+    if q.shape is None or k.shape is None or v.shape is None:
+        return typed(y, q)
+    lead = [
+        q.shape[i] if all(same_size(q, i, other, i) for other in others) else None
+        for i, others in ((0, (k, v)), (1, () if heads is not None else (k, v)))
+    ]
+    return typed(y, q, [*lead, q.shape[2], v.shape[3]])
