@@ -292,7 +292,10 @@ def _sums(p: Reduce, x: np.ndarray) -> np.ndarray:
     if p.from_state:
         flat = flat.view(np.float32)
     parts = flat.astype(np.float64).reshape(p.outer, p.length, p.inner)
-    sums = np.add.reduceat(parts, np.arange(p.splits) * p.chunk, axis=1)
+    if not p.length:
+        sums = np.zeros((p.outer, p.splits, p.inner))
+    else:
+        sums = np.add.reduceat(parts, np.arange(p.splits) * p.chunk, axis=1)
     return sums.astype(np.float32).reshape(-1).view(np.uint8) if p.to_state else sums
 
 

@@ -1,0 +1,234 @@
+"""Proof that a program lowered over open sizes is right at every size, 0 and 1 among them.
+
+For each shape, the program that a `Specializer` evaluates is held against the one that is lowered
+for that shape over open sizes of its own (the same problems on the same buffers), against the one
+that is lowered for plain integers, and against onnxruntime (the same results, by the interpreter).
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+
+from onnx_fuse.lower.walk import lower
+from onnx_fuse.onnx.build import required
+from onnx_fuse.onnx.save import inline, to_proto
+from onnx_fuse.program.call import NeedsValues, Program
+from onnx_fuse.program.interpret import interpret
+from onnx_fuse.program.interpret.run import initializers
+from onnx_fuse.program.open import Open
+from onnx_fuse.program.problem import CHIPS
+from onnx_fuse.program.size import Trace
+from onnx_fuse.runtime.specialize import Specializer
+from onnx_fuse.validation import choose, inputs
+from onnx_fuse.validation.arrays import role_of
+from onnx_fuse.validation.symbolic import caches
+
+H200 = CHIPS["H200"]
+SIZES = (0, 1, 2, 3, 7, 64, 129)
+"""What each dynamic dimension is in turn."""
+USUAL = tuple(size for size in SIZES if size > 1)
+LARGE = 1 << 19
+"""Elements of all inputs together above which problems alone are compared, not results."""
+RTOL = {"float16": 2e-2, "bfloat16": 6e-2, "float32": 2e-4, "float64": 1e-8}
+"""Of an output's largest finite number: sums in another order."""
+Feeds = dict[str, np.ndarray]
+Sizes = dict[str, int]
+
+
+@dataclass
+class Subject:
+    """A model, the graph that is lowered for it, and the inputs that are always the same."""
+
+    name: str
+    original: ir.Model
+    graph: ir.Model
+    fixed: Feeds = field(default_factory=dict)
+
+    @cached_property
+    def session(self) -> onnxruntime.InferenceSession:
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4
+        options.intra_op_num_threads = 1
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        content = to_proto(self.original).SerializeToString()
+        return onnxruntime.InferenceSession(content, options)
+
+    @cached_property
+    def assignment(self) -> Any:
+        """The constraints on sizes that the original graph shows."""
+        plain = self.original
+        if any(node.domain for node in plain.graph):
+            plain = inline(plain, lambda node: not caches.is_grouped(node))
+        return choose._assignment(plain, choose.dims_of(self.original), {})
+
+    @property
+    def symbols(self) -> list[str]:
+        """The dimensions that may have any size."""
+        return list(self.assignment.free)
+
+    def feed(self, sizes: Sizes, rng: np.random.Generator) -> Feeds:
+        """Inputs for these sizes of the symbols."""
+        way = self.assignment
+        shapes = {n: [max(way._value(d, sizes), 0) for d in s] for n, s in way.shapes.items()}
+        lengths = {
+            n: way._tokens(told, shapes[n], sizes) for n, told in way.lengths.items() if n in shapes
+        }
+        choice = choose.Choice(sizes, shapes, {}, True, [], lengths)
+        roles = {v.name or "": role_of(v) for v in required(self.original)}
+        return inputs._feed(roles, choice, rng, 2) | self.fixed
+
+    def run(self, feed: Feeds) -> Feeds | None:
+        """What onnxruntime makes of it, None where it refuses the sizes."""
+        names = [v.name for v in self.original.graph.outputs]
+        try:
+            return dict(zip(names, self.session.run(names, feed), strict=True))
+        except Exception as error:
+            if "onnxruntime" not in type(error).__module__:
+                raise
+            return None
+
+
+def sample(symbols: list[str], seed: int) -> Iterator[Sizes]:
+    """Sizes of the symbols, without end: each is 1 alone and with each other one, then any."""
+    rng = random.Random(seed)
+    singles = [(s,) for s in symbols]
+    for ones in ((), *singles, *itertools.combinations(symbols, 2), tuple(symbols)):
+        yield {s: 1 if s in ones else rng.choice(USUAL) for s in symbols}
+    while True:
+        yield {s: rng.choice(SIZES) for s in symbols}
+
+
+@dataclass
+class Report:
+    """How many shapes of a subject came out in which way; what differs, in words."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return " ".join(f"{name} {count}" for name, count in sorted(self.counts.items()))
+
+
+def prove(subject: Subject, shapes: int, seed: int = 0, *, results: bool = True) -> Report:
+    """Compare at so many shapes that onnxruntime takes; without `results`, problems alone."""
+    report, specializer = Report(), Specializer(subject.graph, H200)
+    weights = initializers(subject.graph)
+    done: set[tuple[int, ...]] = set()
+    symbols = subject.symbols
+    for number, sizes in enumerate(sample(symbols, seed)):
+        key = tuple(sizes.values())
+        if report.counts["shapes"] >= shapes or number > 20 * shapes:
+            break
+        if key in done:
+            if len(done) >= len(SIZES) ** len(symbols):
+                break
+            continue
+        done.add(key)
+        feed = subject.feed(sizes, np.random.default_rng([seed, number]))
+        want = subject.run(feed)
+        if want is None:
+            report.counts["refused"] += 1
+            continue
+        report.counts["shapes"] += 1
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                fault = _compared(specializer, feed, want, weights, report.counts, results)
+        except Exception as error:  # noqa: BLE001 - a fault of this shape, whatever it is
+            fault = f"{type(error).__name__}: {error}"
+        report.counts["different" if fault else "equal"] += 1
+        if fault:
+            report.faults.append(f"{subject.name} at {sizes}: {fault}"[:600])
+    return report
+
+
+def _compared(
+    specializer: Specializer,
+    feed: Feeds,
+    want: Feeds,
+    weights: Feeds,
+    counts: Counter[str],
+    results: bool,
+) -> str:
+    """What differs at one shape; "" where all is equal."""
+    shapes = {name: (array.shape, array.dtype.name) for name, array in feed.items()}
+    values: Feeds = {}
+    while True:
+        try:
+            made = specializer.of(shapes, values)
+            break
+        except NeedsValues as needs:
+            values |= {name: feed[name] for name in needs.names}
+    model, math = specializer.model, specializer.math
+    programs = {"open": made.program}
+    if made.source is None:
+        counts["by itself"] += 1
+    else:
+        numbers = specializer.numbers(shapes)
+        trace = Trace()
+        opened = {s: trace.symbol(s, n) for s, n in numbers.items()}
+        there = specializer.changed(shapes, opened)
+        again = Open(lower(model, there, H200, math=math, values=values), trace)
+        if text := _problems(made.program, again.at(numbers)):
+            return text
+        programs["closed"] = lower(model, shapes, H200, math=math, values=values)
+    if not results or sum(a.size for a in (*feed.values(), *want.values())) > LARGE:
+        return ""
+    for name, program in programs.items():
+        try:
+            got = interpret(program, feed, weights)
+        except AssertionError:  # a problem that has no interpretation
+            counts["not interpreted"] += 1
+            return ""
+        if text := differ(got, want):
+            return f"{name} program: {text}"
+    counts["results"] += 1
+    return ""
+
+
+def _problems(program: Program, other: Program) -> str:
+    """The first call that is another in the other program."""
+    pairs = itertools.zip_longest((*program.setup, *program.calls), (*other.setup, *other.calls))
+    for i, (a, b) in enumerate(pairs):
+        if a is None or b is None:
+            return f"call {i}: {a or b} is in one program only"
+        for what in ("kernel", "problem", "expression", "reads", "writes", "launches"):
+            if getattr(a, what) != getattr(b, what):
+                return f"call {i}: {what} {getattr(a, what)} is {getattr(b, what)} by itself"
+    ends = [
+        [(n, t) for n, t in p.outputs if not isinstance(t, np.ndarray)] for p in (program, other)
+    ]
+    return "" if ends[0] == ends[1] else f"outputs {ends[0]} are {ends[1]} by itself"
+
+
+def differ(got: Mapping[str, np.ndarray], want: Mapping[str, Any]) -> str:
+    """The first output that is not what is wanted."""
+    for name, expected in want.items():
+        y = got[name]
+        if y.shape != expected.shape or y.dtype != expected.dtype:
+            return f"{name} is {y.dtype}{list(y.shape)}, not {expected.dtype}{list(expected.shape)}"
+        if expected.dtype.kind in "biu":
+            if (y != expected).any():
+                return f"{name} has other integers"
+            continue
+        y, expected = y.astype(np.float64), expected.astype(np.float64)
+        finite = np.isfinite(expected)
+        same = np.isnan(y) & np.isnan(expected) | (y == expected)
+        limit = RTOL[want[name].dtype.name] * max(np.abs(expected[finite]).max(initial=0), 1e-30)
+        with np.errstate(invalid="ignore"):
+            near = finite & (np.abs(y - expected) <= limit)
+        if not (same | near).all():
+            place = np.unravel_index(int(np.argmin(same | near)), y.shape)
+            return f"{name}{[int(i) for i in place]} is {y[place]}, not {expected[place]}"
+    return ""
