@@ -56,7 +56,7 @@ DEBUG = Variable(
     int,
     0,
     "1 prints the memory plan of each program, and waits after each launch outside CUDA graphs, so "
-    "that an error names its kernel; 2 also prints the program",
+    "that an error names its kernel, and checks the program after each pass; 2 also prints it",
 )
 DUMP = Variable(
     "ONNX_FUSE_DUMP",

@@ -13,6 +13,10 @@ from onnx_fuse import cli as command
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.save import save as save_model
+from onnx_fuse.program import passes
+
+passes.CHECKED = True
+"""Every program that a test lowers is held to `program.spec` after each pass."""
 
 
 @pytest.fixture(autouse=True)

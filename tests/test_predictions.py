@@ -60,7 +60,7 @@ LAST, FIRST = (
     ((64, 28, 28, 512), (401408, 14336, 512, 1)),
     ((64, 28, 28, 512), (401408, 28, 1, 784)),
 )
-KEPT = Expression(2, (("float", 0.0),), (Step("Greater", "float32", (0, 2)),
+KEPT = Expression(2, (("f32", 0.0),), (Step("Greater", "float32", (0, 2)),
                   Step("Where", "float32", (3, 1, 2))), (4, 4))  # fmt: skip
 TWO_ORDERS = Pointwise(KEPT, views("bfloat16", LAST, LAST), views("bfloat16", FIRST, LAST))
 

@@ -8,7 +8,7 @@ last. `launch` is pure: it returns Launch records that name their arguments ("a"
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from onnx_fuse.kernels import tuning
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import RuleBased
 from onnx_fuse.program.problem import AnyProblem, Config, Hardware, Launch
+from onnx_fuse.program.spec import GRID, of_launch
 
 if TYPE_CHECKING:
     from onnx_fuse.program.call import Call
@@ -168,23 +169,25 @@ def _select(
         if reason := refusal(kernel, problem, hw):
             raise UsageError(f"{op}={want} does not serve {problem}: {reason}")
         if isinstance(kernel, RuleBased):
-            return _by_rule(kernel, problem, hw, "forced")
-        return _first_that_fits(problem, _by_cost((kernel,), problem.upper_bound(), hw, "forced"))
+            return _by_rule([kernel], problem, hw, "forced")
+        return _first_that_fits(
+            problem, _by_cost((kernel,), problem.upper_bound(), hw, "forced"), hw
+        )
     if not isinstance(kernels[0], RuleBased):
         problem.upper_bound()  # rough limits in `supports` then know the class of each dimension
     legal = [kernel for kernel in kernels if refusal(kernel, problem, hw) is None]
     if not legal:
         return None
     if isinstance(legal[0], RuleBased) and not (records and tuning.has(op, hw)):
-        return _by_rule(legal[0], problem, hw, "its rule")
+        return _by_rule(legal, problem, hw, "its rule")
     largest = problem.upper_bound()
     if records and (record := tuning.lookup(op, largest, hw, legal)):
         kernel, best, seconds = record
         if kernel.fits(problem, best):
             return Choice(kernel, best, seconds, "tuning record")
     if isinstance(legal[0], RuleBased):
-        return _by_rule(legal[0], problem, hw, "its rule")
-    return _first_that_fits(problem, _by_cost(tuple(legal), largest, hw, "cost model"))
+        return _by_rule(legal, problem, hw, "its rule")
+    return _first_that_fits(problem, _by_cost(tuple(legal), largest, hw, "cost model"), hw)
 
 
 def serves(
@@ -208,26 +211,48 @@ def _serves(op: str, problem: AnyProblem, hw: Hardware) -> bool:
         problem.upper_bound()  # as `_select` does
     legal = [kernel for kernel in kernels if refusal(kernel, problem, hw) is None]
     if legal and isinstance(legal[0], RuleBased):
-        return True
+        return _by_rule(legal, problem, hw, "") is not None
     largest = problem.upper_bound()
     # the last one is the plain kernel, whose few configurations nearly always fit
     ways = ((kernel, how) for kernel in reversed(legal) for how in kernel.configs(largest, hw))
-    return any(kernel.fits(problem, how) for kernel, how in ways)
+    return any(
+        kernel.fits(problem, how) and not beyond(kernel, how, largest, hw) for kernel, how in ways
+    )
 
 
-def _by_rule(kernel: RuleBased, problem: AnyProblem, hw: Hardware, why: str) -> Choice:
-    """The kernel by its own rule, which looks at open sizes themselves and not at their class."""
-    how = Config.of()
-    return Choice(kernel, how, kernel.cost(problem.concrete(), how, hw), why)
+def _by_rule(
+    kernels: Sequence[Kernel], problem: AnyProblem, hw: Hardware, why: str
+) -> Choice | None:
+    """The first kernel by its own rule, which looks at open sizes themselves and not at their
+    class; the next one where its launch is none that a GPU takes.
+    """
+    how, here = Config.of(), problem.concrete()
+    for kernel in kernels:
+        if isinstance(kernel, RuleBased) and not beyond(kernel, how, here, hw):
+            return Choice(kernel, how, kernel.cost(here, how, hw), why)
+    return None
 
 
-def _first_that_fits(problem: AnyProblem, choices: Sequence[Choice]) -> Choice | None:
-    """The cheapest for the class of `problem` that serves `problem` itself.
+def _first_that_fits(problem: AnyProblem, choices: Sequence[Choice], hw: Hardware) -> Choice | None:
+    """The cheapest for the class of `problem` that serves `problem` itself, by launches that a GPU
+    takes at the largest sizes of the class.
 
     The same shape gets the same choice whichever shape of its class came first: what does not fit
     is a guard as well as what does.
     """
-    return next((c for c in choices if c.kernel.fits(problem, c.config)), None)
+    largest = problem.upper_bound()
+    fitting = (c for c in choices if c.kernel.fits(problem, c.config))
+    return next((c for c in fitting if not beyond(c.kernel, c.config, largest, hw)), None)
+
+
+def beyond(kernel: Kernel, how: Config, problem: AnyProblem, hw: Hardware) -> str:
+    """What of a kernel's launches is beyond a GPU's limits for a problem of plain sizes, or "".
+
+    The limits are those of grids, blocks and shared memory, and of the arguments' types.
+    """
+    if problem.bytes <= GRID[1]:  # fewer bytes than blocks along y or z
+        return ""
+    return next((t for x in kernel.launch(problem, how, hw) for t in of_launch(x, hw)), "")
 
 
 def refusal(kernel: Kernel, problem: AnyProblem, hw: Hardware) -> str | None:
@@ -240,8 +265,24 @@ def refusal(kernel: Kernel, problem: AnyProblem, hw: Hardware) -> str | None:
 
 def refusals(op: str, problem: AnyProblem, hw: Hardware) -> dict[str, str]:
     """Candidate -> why it does not serve `problem`: what --explain prints."""
-    reasons = {kernel.name: refusal(kernel, problem, hw) for kernel in candidates(op)}
+    here, reasons = problem.concrete(), {}
+    for kernel in candidates(op):
+        reason = refusal(kernel, problem, hw)
+        if not reason:
+            ways = (beyond(kernel, how, here, hw) for how in kernel.configs(here, hw))
+            reason = _against_all(ways)
+        reasons[kernel.name] = reason
     return {name: reason for name, reason in reasons.items() if reason}
+
+
+def _against_all(reasons: Iterable[str]) -> str:
+    """The first of the reasons against each configuration; "" where there is none against one."""
+    first = ""
+    for reason in reasons:
+        if not reason:
+            return ""
+        first = first or reason
+    return first
 
 
 def refused(problem: AnyProblem, hw: Hardware, prefs: Mapping[str, str] | None = None) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from math import ceil, prod
 
 from onnx_fuse.cuda.macros import C_TYPES, as_defines
+from onnx_fuse.kernels.rows import rename
 from onnx_fuse.kernels.rule_based import Unconditional, WithoutWorkspace
 from onnx_fuse.ops.activations import BY_KEY, activation_macros
 from onnx_fuse.program.problem import (
@@ -21,6 +23,7 @@ from onnx_fuse.program.problem import (
     ld,
     ldc,
 )
+from onnx_fuse.program.spec import GRID
 
 HALVES = ("float16", "bfloat16")
 
@@ -200,7 +203,40 @@ def slope_seconds(problem: Problem, elements: float) -> float:
     return 4.6e-8 * elements if problem.epilogue.dact else 0.0
 
 
-class _Portable(WithoutWorkspace):
+def parts_of_batch(problem: Problem) -> list[tuple[Problem, dict[str, Ptr]]]:
+    """The problem in parts that a grid's z axis has room for, and where their operands begin."""
+    most = GRID[2]
+    if not problem.batch or problem.batches <= most:
+        return [(problem, {})]
+    m, n, k, axes = problem.m, problem.n, problem.k, len(problem.batch)
+    inner = problem.batches // problem.batch[0]  # matrices at one place along the first axis
+    size = max(1, most // inner)
+    size_in, size_out = ITEMSIZE[problem.dtype], ITEMSIZE[problem.out]
+    a, b, c = (
+        batch_strides(problem, name, dense)[3 - axes :]
+        for name, dense in (("a", m * k), ("b", k * n), ("c", m * n))
+    )
+    rest = 1 if inner > most else 0  # the others by themselves where they are too many as well
+    found = []
+    for first in range(0, problem.batch[0], size):
+        length = min(size, int(problem.batch[0]) - first)
+        part = problem.replace(
+            batch=(length, *problem.batch[1:])[rest:],
+            a_strides=a[rest:], b_strides=b[rest:], c_strides=c[rest:],
+        )  # fmt: skip
+        at = {
+            "a": first * a[0] * size_in, "b": first * b[0] * size_in,
+            "c": first * c[0] * size_out, "z": first * inner * m * n * size_out,
+            "y": first * inner * m * (n // 2 if problem.epilogue.gate else n) * size_out,
+        }  # fmt: skip
+        found += [
+            (each, {name: Ptr(name, at[name] + more.get(name, Ptr(name)).offset) for name in at})
+            for each, more in parts_of_batch(part)
+        ]
+    return found
+
+
+class _Portable(WithoutWorkspace, ABC):
     """What the two portable kernels share."""
 
     name: str
@@ -214,8 +250,6 @@ class _Portable(WithoutWorkspace):
             return "a weight's gradient is one matrix with sums of its rows"
         if len(problem.batch) > 3:
             return f"{len(problem.batch)} batch dims (at most 3)"
-        if problem.batches > 65535:
-            return f"{problem.batches} matrices (at most 65535 grid rows)"
         if len(problem.epilogue.among("beta", "dact", "dx", "residual")) > 1:
             return "the epilogue takes one extra operand"
         rows = problem.epilogue.among("bias", "layernorm", "dx", "dw")
@@ -226,6 +260,19 @@ class _Portable(WithoutWorkspace):
         if any(size >= 2**31 for size in (problem.m, problem.n, problem.k)):
             return "a dimension of 2^31 or more"
         return store_refusal(problem)
+
+    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """One launch, or one for each part of a batch that a grid has no room for."""
+        parts = parts_of_batch(problem)
+        if len(parts) == 1:
+            return self._launch(problem, config, hw)
+        return tuple(
+            rename(call, at) for part, at in parts for call in self._launch(part, config, hw)
+        )
+
+    @abstractmethod
+    def _launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """The launch of a batch of at most 65,535 matrices."""
 
     def parts(self, problem: Problem, config: Config) -> int:
         """How many [2, m] planes of "part" hold the sums of the rows of a weight's gradient."""
@@ -274,7 +321,7 @@ class Simt(Unconditional, _Portable):
         """How many [2, m] planes of "part" hold the sums of the rows of a weight's gradient."""
         return ceil(problem.n / config.integer("tile"))
 
-    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def _launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         tile = SIMT_TILES[config.integer("tile")]
         vec = max(1, min(4, 16 // ITEMSIZE[problem.dtype])) if aligned(problem) else 1
         layout = {"TRANS_A": problem.trans_a, "TRANS_B": problem.trans_b, "VEC": vec}
@@ -370,7 +417,7 @@ class Fma(_Portable):
         slope = slope_seconds(problem, 64 / groups / split)
         return max(work + share, problem.bytes / hw.bandwidth) + hw.launch_seconds + slope
 
-    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def _launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         (bm, bn), split = config.integers("tile"), config.integer("split")
         groups, vec = FMA_TILES[bm, bn][0], 4 if aligned(problem) else 1
         lying = (
@@ -484,7 +531,7 @@ class Mma(Unconditional, _Portable):
             seconds += waves * ceil(problem.k / 32) * 2.2e-6 * (bm + bn) / 256
         return seconds + slope_seconds(problem, wm * wn / 32)
 
-    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def _launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         bm, bn, wm, wn = config.integers("tile")
         layout = {
             "TRANS_A": problem.trans_a,

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator, defines
+from onnx_fuse.kernels.rows import rename
 from onnx_fuse.kernels.rule_based import Unconditional
 from onnx_fuse.program.problem import (
     FEW,
@@ -20,6 +21,7 @@ from onnx_fuse.program.problem import (
 )
 from onnx_fuse.program.products import Attention, AttentionGrad
 from onnx_fuse.program.size import upper_bound
+from onnx_fuse.program.spec import GRID
 
 ROWS, TILE = 64, 32  # of simt.cu
 
@@ -148,20 +150,24 @@ class _Attention(ABC):
 
     def launch(self, problem: Attention, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         p, macros = problem, defines(**self.macros(problem, config))
-        batch, heads = p.batch
-        operands, rows = _operands(p), self.rows(config)
-        over_queries = (-(-p.m // rows), heads, batch)
-        over_keys = (-(-p.n // rows), heads // p.group, batch)
-        block = (self.threads(config), 1, 1)
+        _, heads = p.batch
+        rows, block = self.rows(config), (self.threads(config), 1, 1)
+        grad = p.op == "SdpaGrad"
+        arguments = (*_operands(p), *map(Ptr, ("dy",) * grad))
+        strides = _strides(p, "dy" if grad else "y")
 
-        def one(entry: str, grid: tuple[int, int, int], *more: str) -> Launch:
-            strides = _strides(p, "y" if p.op == "Sdpa" else "dy")
-            arguments = (*operands, *map(Ptr, more), *strides)
+        def each(entry: str, tall: int, group: int, *more: str) -> list[Launch]:
             smem = self.smem(p, config, entry)
-            return Launch(self.source, entry, grid, block, arguments, macros, smem)
+            args = (*arguments, *map(Ptr, more), *strides)
+            launches = []
+            for size, at in parts_of_batch(p):
+                grid = (-(-tall // rows), size[1] // group, size[0])
+                launch = Launch(self.source, entry, grid, block, args, macros, smem)
+                launches.append(rename(launch, at) if at else launch)
+            return launches
 
-        if p.op == "Sdpa":
-            return (one("sdpa_forward", over_queries, "y", "lse"),)
+        if not grad:
+            return tuple(each("sdpa_forward", p.m, 1, "y", "lse"))
         count = p.batches * p.m
         simt = defines(**common_macros(p), ACC=accumulator(p.dtype))
         delta = Launch(
@@ -171,9 +177,37 @@ class _Attention(ABC):
         )  # fmt: skip
         return (
             delta,
-            one("sdpa_dq", over_queries, "dy", "lse", "workspace", "dq"),
-            one("sdpa_dkv", over_keys, "dy", "lse", "workspace", "dk", "dv"),
+            *each("sdpa_dq", p.m, 1, "lse", "workspace", "dq"),
+            *each("sdpa_dkv", p.n, p.group, "lse", "workspace", "dk", "dv"),
         )
+
+
+def parts_of_batch(p: Attention) -> list[tuple[tuple[int, int], dict[str, Ptr]]]:
+    """The batch in parts of (B, H) that the y and z axes of a grid have room for, and where the
+    operands of each begin. A part has whole groups of heads.
+    """
+    batch, heads = p.batch
+    if batch <= GRID[2] and heads <= GRID[1]:
+        return [((batch, heads), {})]
+    size = ITEMSIZE[p.dtype]
+    names = ("q", "k", "v", "y", "dq", "dk", "dv", *(("dy",) if p.op == "SdpaGrad" else ()))
+    strides = {name: p.layout(name)[1] for name in names}
+    strides |= {name: own for name, own in (("mask", p.mask), ("mask2", p.mask2)) if own}
+    steps = {name: (own[0] * size, own[1] * size) for name, own in strides.items()}
+    for name, wide in (("lse", 8), ("workspace", 8 if p.dtype == "float64" else 4)):
+        steps[name] = (p.m * heads * wide, p.m * wide)
+    shared = {"k", "v", "dk", "dv"}  # by the heads of a group
+    found = []
+    most = max(1, GRID[1] // p.group) * p.group
+    for b in range(0, batch, GRID[2]):
+        for h in range(0, heads, most):
+            place = {
+                name: b * over + (h // p.group if name in shared else h) * each
+                for name, (over, each) in steps.items()
+            }
+            part = min(GRID[2], int(batch) - b), min(most, int(heads) - h)
+            found.append((part, {name: Ptr(name, at) for name, at in place.items()}))
+    return found
 
 
 # (op, masked) -> largest head size -> (row tiles a warp, tile, warps, split, stages, blocks an SM):

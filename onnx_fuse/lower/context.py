@@ -378,14 +378,20 @@ class Context(ABC):
                 raise NotStatic(f"the shape of output {i}")
             dtype = dtype or found[0]
             shape = shape if shape is not None else found[1]
+        self._hold_sizes(node, i, shape)
         tensor = self.scratch(dtype, shape)
         self.slots[node.outputs[i]] = Slot(tensor=tensor)
         return tensor
 
     def alias(self, node: ir.Node, i: int, tensor: Tensor) -> None:
         """Let output `i` be `tensor`, a view that costs nothing."""
+        self._hold_sizes(node, i, tensor.shape)
         if i < len(node.outputs):
             self.slots[node.outputs[i]] = Slot(tensor=tensor)
+
+    def _hold_sizes(self, node: ir.Node, i: int, shape: Sequence[int]) -> None:
+        if any(map(sizes.negative, shape)):
+            raise self.fault(node, f"output {i} would have the negative size {_listed(shape)}")
 
     def scratch(self, dtype: str, shape: Sequence[int]) -> Tensor:
         """A new temporary between the calls of one lowering."""
@@ -407,6 +413,8 @@ class Context(ABC):
 
     def _buffer(self, kind: str, shape: Sequence[int], dtype: str, name: str = "") -> Tensor:
         shape = tuple(map(sizes.number, shape))
+        if any(map(sizes.negative, shape)):
+            raise ModelError(f"{name or 'a tensor'} would have the negative size {_listed(shape)}")
         count = prod(shape)
         if count * ITEMSIZE.get(dtype, 1) >= 2**46:
             raise ModelError(f"{name or 'a tensor'} of shape {list(shape)} is too large")
@@ -566,6 +574,10 @@ def captured(node: ir.Node) -> list[ir.Value]:
 
 def type_proto(dtype: ir.DataType, shape: Sequence[int | str]) -> onnx.TypeProto:
     return onnx.helper.make_tensor_type_proto(dtype.value, list(shape))
+
+
+def _listed(shape: Sequence[int]) -> list[int]:
+    return [sizes.hint(n) for n in shape]
 
 
 def _as_float16(proto: onnx.TypeProto) -> onnx.TypeProto:

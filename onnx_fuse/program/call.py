@@ -254,6 +254,7 @@ class PassContext(Protocol):
 
     hw: Hardware
     prefs: Mapping[str, str] | None
+    buffers: list[Buffer]
 
     def scratch(self, dtype: str, shape: Sequence[int]) -> Tensor:
         """A new temporary."""

@@ -350,6 +350,13 @@ def hint(size: int) -> int:
     return size.value if isinstance(size, Size) else size
 
 
+def negative(size: int) -> bool:
+    """Whether a size is below 0. Of one that is a sum of dimensions alone that needs no guard."""
+    if isinstance(size, Size) and "-" not in text_of(size.terms):
+        return False
+    return size < 0
+
+
 def upper_bound(size: int, classes: Classes = size_class) -> int:
     """The size with each open dimension at the largest of its class, for estimates.
 

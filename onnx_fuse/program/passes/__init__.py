@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TypeAlias
 
+from onnx_fuse import config
+from onnx_fuse.program import spec
 from onnx_fuse.program.call import Call, PassContext
 from onnx_fuse.program.passes.activation_again import make_activation_again
 from onnx_fuse.program.passes.buckets import by_bucket
@@ -59,8 +61,35 @@ PIPELINE: tuple[tuple[str, Pass], ...] = (
 """Name and pass, in order."""
 
 
+CHECKED = False
+"""Whether every pass is held to `program.spec`: so it is in tests, and with ONNX_FUSE_DEBUG."""
+
+
 def run(calls: Sequence[Call], keep: Collection[int], ctx: PassContext) -> tuple[Call, ...]:
-    """The calls to run, in order; buffers in `keep` hold their final values afterwards."""
-    for _, each in PIPELINE:
+    """The calls to run, in order; buffers in `keep` hold their final values afterwards.
+
+    Raises AssertionError where they are checked and a pass breaks the spec of programs.
+    """
+    check = _Check(ctx) if CHECKED or config.DEBUG.value else None
+    if check is not None:
+        check("lowering", calls)
+    for name, each in PIPELINE:
         calls = each(calls, keep, ctx)
+        if check is not None:
+            check(name, calls)
     return tuple(calls)
+
+
+class _Check:
+    """Holds the calls after each pass to the spec; those that a pass has left alone once only."""
+
+    def __init__(self, ctx: PassContext) -> None:
+        self._ctx = ctx
+        self._seen: dict[int, Call] = {}  # by identity: a hash of a call takes longer than a look
+
+    def __call__(self, name: str, calls: Sequence[Call]) -> None:
+        fresh = [call for call in calls if id(call) not in self._seen]
+        self._seen |= {id(call): call for call in fresh}
+        found = spec.of_calls(fresh, self._ctx.buffers)
+        found += [text for call in fresh for text in spec.of_launches(call, self._ctx.hw)]
+        assert not found, f"after {name}: {'; '.join(found)}"

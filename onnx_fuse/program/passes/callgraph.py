@@ -11,6 +11,7 @@ from onnx_fuse.kernels import refused, serves
 from onnx_fuse.kernels.costs import pays, seconds
 from onnx_fuse.program.call import Call, PassContext, Tensor
 from onnx_fuse.program.problem import AnyProblem
+from onnx_fuse.program.spec import misaligned
 
 LARGE = 1 << 16
 """The number of elements from which a pass over a tensor takes longer than its launch."""
@@ -108,9 +109,12 @@ class Calls:
         """Replace the calls at `at` and `i` by `call`, with the calls `after` at `i`.
 
         `call` stands at `at`, or at `i` if `here`. Returns False, and does nothing, where its
-        problem is another than that of `at` and no kernel serves it.
+        problem is another than that of `at` and no kernel serves it, or where an operand, read or
+        written, stands at an address that its kernels do not take: a part of another buffer.
         """
         (old,) = self.now[at]
+        if any(misaligned(each) for each in (call, *after)):
+            return False
         differs = call.problem is not None and call.problem != old.problem
         if differs and call.problem is not None and not self.serves(call.problem):
             return False

@@ -7,23 +7,33 @@ from dataclasses import replace
 from itertools import pairwise
 from math import prod
 
-from onnx_fuse.kernels import CALLS_EARLY, Choice, select
+from onnx_fuse.errors import ModelError
+from onnx_fuse.kernels import CALLS_EARLY, Choice, refusals, select
 from onnx_fuse.kernels.rule_based import RuleBased
 from onnx_fuse.program.call import Call
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.program.size import upper_bound, wide_size_class
+from onnx_fuse.program.spec import GRID
 
 
 def with_launches(call: Call, choice: Choice, hw: Hardware) -> Call:
-    """The call with the launches of the candidate chosen for its problem."""
+    """The call with the launches of the candidate chosen for its problem.
+
+    Other sizes with too many blocks along y or z of a grid do not meet the guards.
+    """
     assert call.problem is not None
     how = f"{choice.kernel.name} {choice.config}".removesuffix(" -") + f": {choice.why}"
     # by a rule the time is that of the sizes lowered, and an open program has others as well
     if call.problem.trace is None or not isinstance(choice.kernel, RuleBased):
         how += f", {choice.seconds * 1e6:.1f} us"
+    launches = choice.launch(call.problem, hw)
+    for launch in launches:
+        for size, most in zip(launch.grid[1:], GRID[1:], strict=True):
+            # legal here; of an open size it is a decision, so that another shape is asked as well
+            assert size <= most, f"{launch.entry}: {size} blocks"
     return replace(
         call,
-        launches=choice.launch(call.problem, hw),
+        launches=launches,
         workspace=choice.workspace(call.problem, hw),
         why=how,
     )
@@ -34,7 +44,8 @@ def select_kernels(
 ) -> list[Call]:
     """The calls, each problem with the launches of the kernel chosen for it.
 
-    Raises UsageError where one that the user asks for does not serve its problem.
+    Raises UsageError where one that the user asks for does not serve its problem, and ModelError
+    where none does: its launch would be beyond what a GPU takes.
     """
     return [call if call.problem is None else _selected(call, hw, prefs) for call in calls]
 
@@ -42,7 +53,12 @@ def select_kernels(
 def _selected(call: Call, hw: Hardware, prefs: Mapping[str, str] | None) -> Call:
     assert call.problem is not None
     choice = select(call.problem.op, call.problem, hw, prefs)
-    assert choice is not None, f"no kernel serves {call.problem}"
+    if choice is None:
+        reasons = refusals(call.problem.op, call.problem, hw).items()
+        raise ModelError(
+            f"{call.kernel} ({', '.join(call.nodes[:3])}): no kernel serves it at this size: "
+            + "; ".join(f"{name}: {why}" for name, why in reasons)
+        )
     return with_launches(call, choice, hw)
 
 
