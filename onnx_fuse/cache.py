@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from onnx_fuse import config
 from onnx_fuse.container import GRAPH, Container, digest_of_file, stamp, write
 from onnx_fuse.errors import ModelError
-from onnx_fuse.files import written
+from onnx_fuse.files import opened_private, private_folder, written_private
 from onnx_fuse.onnx.common import MAP_TYPE
 from onnx_fuse.onnx.save import serialized_without_weights
 from onnx_fuse.runtime import graphs
@@ -46,7 +46,8 @@ class Entry:
     def load(self) -> tuple[ir.Model, Origin] | None:
         """The graph as `store` was given it; None where it is not there, or not whole."""
         try:
-            written = self._path.stat().st_mtime_ns
+            with opened_private(self._path) as file:
+                written = os.fstat(file.fileno()).st_mtime_ns
             os.utime(self._path, ns=(time.time_ns(), written))  # read now, for prune
             container = Container(self._path)
             manifest = container.manifest
@@ -89,8 +90,9 @@ class Entry:
                 if not same or not self._unchanged():
                     return None
                 members = {GRAPH: serialized_without_weights(copy)}
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                with written(self._path) as draft:
+                if not private_folder(self._path.parent):
+                    return None
+                with written_private(self._path) as draft:
                     write(draft, manifest, members, parts.tensors)
                 prune(limit)
                 return self._origin(Container(self._path).manifest)

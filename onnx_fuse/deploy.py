@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -27,12 +27,14 @@ from onnx_fuse.onnx.common import DEFAULT, Model
 from onnx_fuse.onnx.save import is_large_weight, serialized_without_weights
 from onnx_fuse.ops.update import expand_standard_updates
 from onnx_fuse.passes.precision import in_precision
+from onnx_fuse.program import template
 from onnx_fuse.program.call import Call, NeedsValues, Program
-from onnx_fuse.program.formula import Guards
+from onnx_fuse.program.formula import Formulas, Guards
+from onnx_fuse.program.open import Open
 from onnx_fuse.program.problem import CHIPS, TRAINING_PRECISIONS, Hardware, Launch
 from onnx_fuse.program.size import Trace
-from onnx_fuse.runtime.encoding import FORMAT, encode, template
-from onnx_fuse.runtime.plan import OpenProgram, PlannedProgram
+from onnx_fuse.runtime.encoding import FORMAT
+from onnx_fuse.runtime.plan import PlannedProgram
 from onnx_fuse.runtime.specialize import Specializer, Symbols
 from onnx_fuse.runtime.states import graph_digest
 
@@ -193,12 +195,14 @@ def _compiled(
         inputs = {name: [list(shape), dtype] for name, (shape, dtype) in one.shapes.items()}
         member = f"programs/{i}.json"
         entry = {"target": one.target, "inputs": inputs, "member": member}
-        if one.served is None:
-            data = encode(_renamed(_without_weights(one.program), names), modules, store)
-            text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-        else:
-            text, entry["open"] = _written(one, one.served, names, modules, store)
-        members[member] = text.encode()
+        program, trace = one.program, Trace()
+        if one.served is not None:
+            program, entry["open"] = _opened(one.served, trace)
+        opened = Open(_renamed(_without_weights(program), names), trace)
+        guards = opened.guards if one.served is None else one.served.source.guards
+        entry["guards"] = guards.formulas.data
+        data = template.write(opened, store)
+        members[member] = json.dumps(data, separators=(",", ":"), allow_nan=False).encode()
         entries.append(entry)
     given = defaults(graph)
     kept = [[name, store(a), [list(a.shape), a.dtype.name]] for name, a in given.items()]
@@ -252,7 +256,7 @@ class _Served:
     `own` their symbols.
     """
 
-    source: OpenProgram
+    source: Open
     symbols: Symbols
     sizes: list[dict[str, int]]
     ends: dict[str, list[str]]
@@ -319,27 +323,18 @@ def _over(programs: Specializer, target: str, closed: Closed, free: Free) -> lis
         else:
             shapes = programs.changed(closed, numbers)
             made = _lowered(programs, shapes)
-            if made.source is None:
+            if not isinstance(made.source, Open):
                 raise ModelError(f"{', '.join(free)} must be given size by size: {_FIXED}")
             served = _Served(made.source, symbols, [numbers], ends, ranges, own)
             found.append(_Made(target, programs.hw, dict(shapes), made.program, served))
     return found
 
 
-def _written(
-    one: _Made,
-    served: _Served,
-    names: Mapping[Module, Module],
-    modules: Sequence[Module],
-    store: Callable[[np.ndarray[Any, Any]], str],
-) -> tuple[str, dict[str, Any]]:
-    """The text of an open program, and what the manifest says of it."""
-    trace = Trace()
+def _opened(served: _Served, trace: Trace) -> tuple[Program, dict[str, Any]]:
+    """The program over open sizes, and what the manifest says of them."""
     opened = {symbol: trace.symbol(symbol, n) for symbol, n in served.sizes[0].items()}
-    program = _without_weights(served.source.at(opened))
-    text, formulas = template(encode(_renamed(program, names), modules, store))
-    guards = [*served.source.guards, *trace.guards]
-    checks = Guards(trace.guards)
+    program: Program = served.source.traced(opened)
+    checks = Guards(Formulas.of(trace.guards, tuple(opened)))
     if not all(checks.hold(sizes) for sizes in served.sizes):
         raise ModelError(f"{', '.join(served.ranges)} must be given size by size: {_FIXED}")
     largest: dict[str, int] | None = {
@@ -347,10 +342,8 @@ def _written(
     }
     if largest not in served.sizes:
         largest = None  # one layout for all of them would be of a program that there is not
-    return text, {
+    return program, {
         "symbols": [list(place) for place in served.symbols],
-        "formulas": formulas,
-        "guards": guards,
         "largest": largest,
         "names": served.ends,
         "ranges": [[label, *served.ranges[label], symbol] for label, symbol in served.own.items()],

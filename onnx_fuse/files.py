@@ -16,10 +16,12 @@ import stat
 import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from onnx_fuse import config
 from onnx_fuse.errors import ModelError
 
 try:
@@ -30,6 +32,67 @@ except ImportError:  # not a POSIX system
 _RANDOM = "[a-z0-9_]{8}"  # the part of a name that is drawn
 _OPEN = {"/dev/stdout": "1", "/dev/stderr": "2"}
 _BUSY = (errno.EWOULDBLOCK, errno.EACCES)
+
+
+_REFUSED: set[Path] = set()
+
+
+def private_folder(path: Path, *, make: bool = True) -> bool:
+    """Make the cache's folder, for this user alone; whether nobody else may write to it.
+
+    What stands in the cache runs with the user's rights, kernels included. So a folder of somebody
+    else's, or one that a group or all may write to, is not used, and one warning says so.
+    """
+    root: Path = config.CACHE_DIR.value
+    folders = [p for p in (path, *path.parents) if p == root or root in p.parents] or [path]
+    for folder in reversed(folders):
+        if make:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if reason := _not_private(folder.stat()):
+            if folder not in _REFUSED:
+                _REFUSED.add(folder)
+                warnings.warn(
+                    f"the cache folder {folder} is not used, since it {reason}: what stands there "
+                    f"is run; make it yours alone (chmod go-w), or set {config.CACHE_DIR.name} to "
+                    "a folder of your own",
+                    stacklevel=2,
+                )
+            return False
+    return True
+
+
+def _not_private(found: os.stat_result) -> str:
+    """Why somebody else may write there, as the end of a sentence; "" where nobody may."""
+    if sys.platform == "win32":  # whose folders have other rights
+        return ""
+    if found.st_uid != os.geteuid():
+        return f"belongs to user {found.st_uid}, and this process is of user {os.geteuid()}"
+    return "may be written to by other users" if found.st_mode & 0o022 else ""
+
+
+def opened_private(path: Path) -> BinaryIO:
+    """The file of a cache, open to be read. Raises OSError for one that others may have written."""
+    if not private_folder(path.parent, make=False):
+        raise FileNotFoundError(errno.ENOENT, "in a folder of others", str(path))
+    file = path.open("rb")
+    if _not_private(os.fstat(file.fileno())):
+        file.close()
+        raise FileNotFoundError(errno.ENOENT, "a file of others", str(path))
+    return file
+
+
+@contextlib.contextmanager
+def written_private(path: Path) -> Iterator[Path]:
+    """As `written`, for a file that only this user may read."""
+    with written(path) as draft:
+        yield draft
+        draft.chmod(0o600)
+
+
+def read_private(path: Path) -> bytes:
+    """The bytes of a file of a cache; see `opened_private`."""
+    with opened_private(path) as file:
+        return file.read()
 
 
 def is_stream(path: str | os.PathLike[str]) -> bool:

@@ -11,6 +11,7 @@ import ctypes
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -46,6 +47,7 @@ class FakeGpu:
     # by the identity of a launch; of all GPUs, since eager operators outlive the test's
     _calls: ClassVar[dict[int, Call]] = {}
     _launches: ClassVar[dict[int, Launch]] = {}
+    _expressions: ClassVar[dict[Any, Any]] = {}
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -64,6 +66,11 @@ class FakeGpu:
         def told(program: Program) -> None:
             for call in (*program.setup, *program.calls):
                 for launch in call.launches:
+                    module = launch.source, launch.defines, launch.entry
+                    if call.expression is None:  # as a file has it
+                        call = replace(call, expression=self._expressions.get(module))
+                    elif len(call.launches) == 1:
+                        self._expressions[module] = call.expression
                     self._calls[id(launch)], self._launches[id(launch)] = call, launch
 
         def of(specializer: specialize.Specializer, *given: Any) -> specialize.Made:

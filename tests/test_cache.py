@@ -82,7 +82,7 @@ def described(p: Program, path: Path, **options: Any) -> tuple[Any, ...]:
         if b.kind == "weight"
     }
     constants = {k: (v.dtype, v.shape, v.tobytes()) for k, v in p.constants.items()}
-    made = (p.setup, p.calls)
+    made = repr((p.setup, p.calls))  # of the cache they are without their problems
     return made, p.buffers, p.inputs, constants, {k: v.tobytes() for k, v in weights.items()}
 
 

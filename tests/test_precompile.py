@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import gc
+import hashlib
+import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +23,7 @@ from cases import real_cases
 from fake_gpu import FakeGpu
 
 import onnx_fuse
-from onnx_fuse import InferenceSession, session
+from onnx_fuse import InferenceSession, files, session
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.save import save
@@ -247,6 +252,83 @@ def test_what_is_damaged_counts_as_absent(damage: str, cache: Path) -> None:
     second.cache_under("a graph")
     assert described(second.of(with_length(second, 40))) == described(made)
     assert second.traced == 1
+
+
+HOSTILE: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a class of Python's": lambda d: d["program"]["groups"][0].__setitem__(0, "os.system"),
+    "a value of another type": lambda d: d["program"]["plain"].append({}),
+    "no recipes": lambda d: d["program"].update(recipes={}),
+    "another source": lambda d: d["program"].update(
+        plain=["../" + x if str(x).endswith(".cu") else x for x in d["program"]["plain"]]
+    ),
+    "no layouts": lambda d: d.pop("layouts"),
+    "layouts of text": lambda d: d.update(layouts="1"),
+    "an arena too small": lambda d: d["layouts"]["of"][0].__setitem__(5, 0),
+    "a temporary without a place": lambda d: d["layouts"]["of"][0][3].clear(),
+    "a list": lambda d: None,
+}
+
+
+@pytest.mark.parametrize("fault", HOSTILE)
+def test_a_program_that_somebody_else_wrote_counts_as_absent(fault: str, cache: Path) -> None:
+    """Its digests are right; one warning says that it is not used."""
+    path = next(c.path for c in real_cases() if c.name == "bert__ts13")
+    first = half(path)
+    first.cache_under("a graph")
+    made = first.of(with_length(first, 40))
+    first.written()
+    (program,) = cache.rglob("*.program")
+    data = program.read_bytes()
+    start = program_cache._HEAD + program_cache._LENGTH.unpack_from(data, 64)[0]
+    length, words = program_cache._LENGTHS.unpack_from(data, start)
+    end = start + program_cache._LENGTHS.size + length
+    text = json.loads(data[start + program_cache._LENGTHS.size : end])
+    HOSTILE[fault](text)
+    written = json.dumps([text] if fault == "a list" else text).encode()
+    body = program_cache._LENGTHS.pack(len(written), words) + written + data[end:]
+    program.write_bytes(data[:32] + hashlib.sha256(body).digest() + data[64:start] + body)
+    second = half(path)
+    second.cache_under("a graph")
+    with pytest.warns(UserWarning, match="is not used and is written anew") as warned:
+        assert described(second.of(with_length(second, 40))) == described(made)
+    assert len(warned) == 1
+    assert second.traced == 1
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such modes")
+@pytest.mark.parametrize("folder", ["", "programs", "cubin", "a file"])
+def test_a_cache_that_others_may_write_to_is_not_read(
+    folder: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither programs nor cubins of it; files and folders that are made are the user's alone."""
+    monkeypatch.setattr(files, "_REFUSED", set())
+    monkeypatch.setattr(nvrtc, "_compiler", lambda: "13.0")
+    first = chain()
+    first.cache_under("a graph")
+    first.of(of_chain(40))
+    first.written()
+    cubin = nvrtc.cache_path("gemm/simt.cu", (), "sm_90a")
+    nvrtc._store(cubin, b"code")
+    assert nvrtc._stored(cubin) == b"code"
+    for path in (cache, *cache.rglob("*")):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+    if folder == "a file":
+        for path in (cubin, *cache.rglob("*.program")):
+            path.chmod(0o666)
+    else:
+        (cache / folder).chmod(0o777)
+    second = chain()
+    second.cache_under("a graph")
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        second.of(of_chain(40))
+        second.written()
+        found = nvrtc._stored(cubin)
+    assert second.traced == (folder != "cubin")
+    assert found == (b"code" if folder == "programs" else None)
+    said = [str(w.message) for w in warned if "cache folder" in str(w.message)]
+    assert len(said) == (folder != "a file")
+    assert all("chmod go-w" in text for text in said)
 
 
 def test_programs_depend_on_all_that_lowering_depends_on(

@@ -12,14 +12,14 @@ from onnx_fuse.kernels import costs
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.load import load
+from onnx_fuse.program import template
 from onnx_fuse.program.call import Program
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.open import Open
 from onnx_fuse.program.passes.recompute import Memory, recomputed
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.program.size import Trace
-from onnx_fuse.runtime import budget
-from onnx_fuse.runtime.encoding import decode, encode
+from onnx_fuse.runtime import budget, encoding
 from onnx_fuse.runtime.plan import plan
 from onnx_fuse.training.trainer import Trainer
 
@@ -153,10 +153,9 @@ def test_open_sizes_stay_open() -> None:
 
 @pytest.mark.parametrize("sequential", [False, True])
 def test_a_program_in_a_file_keeps_its_order(sequential: bool) -> None:
-    whole = replace(program(network()), sequential=sequential)
-    modules = [*{(x.source, x.defines): 0 for call in whole.calls for x in call.launches}]
-    data = encode(whole, modules, lambda array: "")
-    read = decode(data, modules, lambda name: np.zeros(0))
+    opened = Open(replace(program(network()), sequential=sequential), Trace())
+    data = template.write(opened, lambda array: "")
+    read = encoding.read(data, opened.guards, lambda *given: np.zeros(0)).at({})
     assert read.sequential == sequential
 
 

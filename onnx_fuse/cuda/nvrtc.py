@@ -24,6 +24,7 @@ from typing import Any
 from onnx_fuse import config, progress
 from onnx_fuse.cuda.source import GIVEN, Defines, source_text
 from onnx_fuse.errors import INSTALL_CUDA, DeviceError
+from onnx_fuse.files import private_folder, read_private
 from onnx_fuse.program.problem import Launch
 
 LOCK = threading.Lock()
@@ -161,7 +162,7 @@ def _hashed(source: str) -> Any:
 def _stored(path: Path) -> bytes | None:
     """A cache entry is digest + cubin: a torn or altered one counts as absent."""
     try:
-        entry = path.read_bytes()
+        entry = read_private(path)
     except OSError:
         return None
     return entry[32:] if hashlib.sha256(entry[32:]).digest() == entry[:32] else None
@@ -170,7 +171,8 @@ def _stored(path: Path) -> bytes | None:
 def _store(path: Path, cubin: bytes) -> None:
     """Write a file beside and rename it: another process sees the whole entry or none."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if not private_folder(path.parent):
+            return
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(hashlib.sha256(cubin).digest() + cubin)
         os.replace(file.name, path)

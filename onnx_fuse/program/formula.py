@@ -1,68 +1,228 @@
-"""Expressions over sizes as text, as they stand in a file, and their values for given sizes.
+"""Expressions over sizes as tables of integer operations: what a file holds, and what is evaluated.
 
-`size.text_of` writes them: whole numbers, symbols, arithmetic, `min`, `max`, comparisons. Nothing
-else is evaluated, so the text may come from anywhere.
+A table lists constants, then the symbols, then operations on two rows above them each. So a file
+names operations by their place in `OPERATIONS` and operands by numbers, which `Formulas.read`
+checks: nothing in a file is ever compiled or looked up by name. `size.text_of` writes expressions
+as text, which `Formulas.of` reads; that text is of this process alone.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from types import CodeType
+import ast
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import chain
 from typing import Any
 
-_ALLOWED = re.compile(r"(?:s\d{1,9}\b|\d{1,25}\b|(?:min|max)\(|not |<=|==|//|[-+*%<,() ])*\Z")
-_LONGEST = 1 << 20
-_FUNCTIONS = {"__builtins__": {}, "min": min, "max": max}
+OPERATIONS: tuple[tuple[str, Callable[[Any, Any], Any]], ...] = (
+    ("add", operator.add), ("sub", operator.sub), ("mul", operator.mul),
+    ("floordiv", operator.floordiv), ("mod", operator.mod), ("min", min), ("max", max),
+    ("lt", operator.lt), ("le", operator.le), ("eq", operator.eq), ("ne", operator.ne),
+    ("gt", operator.gt), ("ge", operator.ge),
+    ("and", lambda a, b: a and b), ("or", lambda a, b: a or b),
+)  # fmt: skip
+"""What a row may be of two others; a file has the place in this list."""
+_PLACES = {name: place for place, (name, _) in enumerate(OPERATIONS)}
+_NUMERIC = _PLACES["max"]  # the last whose result is a number
+_AST = {
+    ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.FloorDiv: "floordiv", ast.Mod: "mod",
+    ast.Lt: "lt", ast.LtE: "le", ast.Eq: "eq", ast.NotEq: "ne", ast.Gt: "gt", ast.GtE: "ge",
+    ast.And: "and", ast.Or: "or",
+}  # fmt: skip
+_MOST = 1 << 20  # rows of a table
+_BITS = 46  # of a symbol: a dimension has fewer elements than a buffer may have bytes
+_MOST_BITS = 512
+
+Row = tuple[int, int, int]
+"""(operation, row, row)"""
 
 
-def compiled(text: str) -> CodeType:
-    """The code of an expression. Raises ValueError for text that is no such expression."""
-    # numbers stay small without powers and shifts
-    wrong = "**" in text or "<<" in text or len(text) > _LONGEST
-    if wrong or not _ALLOWED.match(text):
-        raise ValueError(f"{text[:40]!r} is no expression over sizes")
-    try:
-        return compile(text, "<sizes>", "eval")
-    except (SyntaxError, RecursionError, MemoryError) as error:
-        raise ValueError(f"{text[:40]!r} is no expression over sizes") from error
+class Formulas:
+    """Several expressions over the same symbols; `roots` are the rows of their values."""
 
+    def __init__(
+        self,
+        symbols: Sequence[str],
+        constants: Sequence[int],
+        rows: Sequence[Row],
+        roots: Sequence[int],
+    ) -> None:
+        self.symbols, self.constants, self.rows, self.roots = symbols, constants, rows, roots
+        self._work = [(OPERATIONS[op][1], a, b) for op, a, b in rows]
 
-def evaluated(code: CodeType, symbols: Mapping[str, int]) -> Any:
-    """The value of compiled text for these sizes. Raises ValueError where it has none."""
-    try:
-        return eval(code, _FUNCTIONS, dict(symbols))
-    except (NameError, TypeError, ArithmeticError) as error:
-        raise ValueError(f"no value for {dict(symbols)}: {error}") from error
+    @classmethod
+    def of(cls, texts: Iterable[str], symbols: Sequence[str]) -> Formulas:
+        """The expressions that these texts are. Raises ValueError where one is none."""
+        writer = _Writer(symbols)
+        return writer.formulas([writer.row(_tree(text)) for text in texts])
+
+    @classmethod
+    def read(cls, data: Any, *, conditions: bool = False) -> Formulas:
+        """The expressions that `data` described: whole numbers, or conditions.
+
+        Raises ValueError for anything else, and for numbers that could become too large.
+        """
+        try:
+            symbols, constants, flat, roots = data
+            plain = {type(x) for x in chain(constants, flat, roots)} <= {int}
+            if not plain or {type(x) for x in symbols} - {str} or len(flat) > _MOST:
+                raise ValueError("a table of expressions has something that is no number")
+            rows = list(zip(flat[::3], flat[1::3], flat[2::3], strict=True))
+            _check(len(symbols), constants, rows, roots, conditions)
+        except TypeError as error:
+            raise ValueError("no table of expressions") from error
+        return cls(tuple(symbols), constants, rows, roots)
+
+    @property
+    def data(self) -> list[Any]:
+        """Lists and numbers, as a file holds them."""
+        return [list(self.symbols), list(self.constants), [*chain(*self.rows)], list(self.roots)]
+
+    def at(self, values: Iterable[Any], **functions: Callable[[Any, Any], Any]) -> list[Any]:
+        """The values, for these of the symbols; `functions` replace operations by name.
+
+        Raises ValueError for a division by zero.
+        """
+        found = [*self.constants, *values]
+        append = found.append
+        try:
+            if functions:
+                for op, a, b in self.rows:
+                    name, do = OPERATIONS[op]
+                    append(functions.get(name, do)(found[a], found[b]))
+            else:
+                for do, a, b in self._work:
+                    append(do(found[a], found[b]))
+        except ZeroDivisionError as error:
+            raise ValueError(f"no value for {found[len(self.constants) :][:9]}") from error
+        return [found[root] for root in self.roots]
 
 
 class Guards:
-    """What must hold for a program to serve some sizes; each is compiled when it is first asked."""
+    """Conditions in order: what must hold for a program to serve some sizes."""
 
-    def __init__(self, texts: Iterable[str]) -> None:
-        self._parts: list[str | CodeType] = list(texts)
+    def __init__(self, formulas: Formulas) -> None:
+        self.formulas = formulas
+        begin, self._parts = 0, []
+        first = len(formulas.constants) + len(formulas.symbols)
+        for root in formulas.roots:
+            end = max(begin, root + 1 - first)
+            self._parts.append((formulas._work[begin:end], root))
+            begin = end
 
-    def hold(self, symbols: Mapping[str, int]) -> bool:
-        """Whether these sizes meet all of them. Raises ValueError where one is no expression."""
-        for i, part in enumerate(self._parts):
-            if isinstance(part, str):
-                part = self._parts[i] = compiled(part)
-            if not evaluated(part, symbols):
-                return False
+    def hold(self, values: Mapping[str, int]) -> bool:
+        """Whether these sizes meet all of them; False where one has no value for them."""
+        try:
+            found = [*self.formulas.constants, *[values[s] for s in self.formulas.symbols]]
+            append = found.append
+            for work, root in self._parts:
+                for do, a, b in work:
+                    append(do(found[a], found[b]))
+                if not found[root]:
+                    return False
+        except (KeyError, ZeroDivisionError):
+            return False
         return True
 
 
-class Numbers:
-    """Several expressions, evaluated at once. Raises ValueError where one is none."""
+def value(text: str, symbols: Mapping[str, Any], **functions: Callable[[Any, Any], Any]) -> Any:
+    """The value of one expression; `functions` take the place of operations by name."""
+    return _one(text, tuple(symbols)).at(symbols.values(), **functions)[0]
 
-    def __init__(self, texts: Sequence[str]) -> None:
-        for text in texts:
-            compiled(text)  # each by itself is one
-        self._code = compiled("".join(f"({text})," for text in texts) or "()")
 
-    def at(self, symbols: Mapping[str, int]) -> tuple[int, ...]:
-        """Their values, whole numbers. Raises ValueError where one is none."""
-        found: tuple[int, ...] = evaluated(self._code, symbols)
-        if any(type(value) is not int for value in found):
-            raise ValueError("an expression is no whole number")
-        return found
+@lru_cache(256)
+def _one(text: str, symbols: tuple[str, ...]) -> Formulas:
+    return Formulas.of([text], symbols)
+
+
+@lru_cache(1024)
+def _tree(text: str) -> ast.expr:
+    try:
+        return ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{text[:40]!r} is no expression over sizes") from error
+
+
+def _check(
+    symbols: int,
+    constants: Sequence[int],
+    rows: Sequence[Row],
+    roots: Sequence[int],
+    conditions: bool,
+) -> None:
+    """Raise ValueError for a row that reads no row above it, and for numbers without a bound."""
+    bits = [*map(int.bit_length, constants), *[_BITS] * symbols]
+    numbers = len(bits)
+    for op, a, b in rows:
+        if not 0 <= op < len(OPERATIONS) or not (0 <= a < len(bits) and 0 <= b < len(bits)):
+            raise ValueError("an expression of what is not there")
+        wide = bits[a] + bits[b] if op == 2 else max(bits[a], bits[b]) + (op < 2)
+        if wide > _MOST_BITS:
+            raise ValueError("an expression that may become too large")
+        bits.append(1 if op > _NUMERIC else wide)
+    for root in roots:
+        if not 0 <= root < len(bits):
+            raise ValueError("an expression that is not there")
+        if conditions != (root >= numbers and rows[root - numbers][0] > _NUMERIC):
+            raise ValueError("a condition where a number is expected, or a number for a condition")
+
+
+class _Writer:
+    """Makes the rows of expressions, each once."""
+
+    def __init__(self, symbols: Sequence[str]) -> None:
+        self._symbols = {name: -1 - i for i, name in enumerate(symbols)}
+        self._constants: dict[int, int] = {}
+        self._rows: dict[tuple[int, Any, Any], int] = {}
+
+    # While rows are made, a symbol is a negative number, a constant a text, and a row its place.
+
+    def row(self, tree: ast.AST) -> Any:
+        """The row of a tree. Raises ValueError for one that is no expression over the symbols."""
+        if isinstance(tree, ast.Constant) and type(tree.value) is int:
+            self._constants.setdefault(tree.value, len(self._constants))
+            return str(tree.value)
+        if isinstance(tree, ast.Name) and tree.id in self._symbols:
+            return self._symbols[tree.id]
+        if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.USub):
+            if isinstance(tree.operand, ast.Constant) and type(tree.operand.value) is int:
+                return self.row(ast.Constant(-tree.operand.value))
+            return self._add("sub", self.row(ast.Constant(0)), self.row(tree.operand))
+        if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.Not):
+            return self._add("eq", self.row(tree.operand), self.row(ast.Constant(0)))
+        if isinstance(tree, ast.BinOp) and type(tree.op) in _AST:
+            left = self.row(tree.left)
+            return self._add(_AST[type(tree.op)], left, self.row(tree.right))
+        if isinstance(tree, ast.BoolOp):
+            return self._all(_AST[type(tree.op)], [self.row(part) for part in tree.values])
+        if isinstance(tree, ast.Compare) and {*map(type, tree.ops)} <= _AST.keys():
+            parts = [self.row(part) for part in (tree.left, *tree.comparators)]
+            pairs = zip(tree.ops, parts, parts[1:], strict=False)
+            return self._all("and", [self._add(_AST[type(op)], a, b) for op, a, b in pairs])
+        if isinstance(tree, ast.Call) and getattr(tree.func, "id", "") in ("min", "max"):
+            assert isinstance(tree.func, ast.Name)
+            return self._all(tree.func.id, [self.row(part) for part in tree.args])
+        raise ValueError(f"{ast.unparse(tree)[:40]!r} is no expression over sizes")
+
+    def _all(self, name: str, parts: list[Any]) -> Any:
+        first, *rest = parts
+        for part in rest:
+            first = self._add(name, first, part)
+        return first
+
+    def _add(self, name: str, a: Any, b: Any) -> int:
+        return self._rows.setdefault((_PLACES[name], a, b), len(self._rows))
+
+    def formulas(self, roots: Sequence[Any]) -> Formulas:
+        """The table, in which every operand is the number of its row."""
+        first = len(self._constants)
+        last = first + len(self._symbols)
+
+        def place(operand: Any) -> int:
+            if isinstance(operand, str):
+                return self._constants[int(operand)]
+            return first - 1 - operand if operand < 0 else last + operand
+
+        rows = [(op, place(a), place(b)) for op, a, b in self._rows]
+        return Formulas([*self._symbols], [*self._constants], rows, [*map(place, roots)])

@@ -1,21 +1,21 @@
 """A Program over open sizes: what was lowered once, for every shape that meets its guards.
 
-The guards and the program's numbers are Python code made from the polynomials of `size`, so that
-another shape costs an evaluation: no lowering, no choice of kernels, no text of kernels.
+The guards and the program's numbers are tables of operations made from the polynomials of `size`
+(see `formula`), so that another shape costs an evaluation: no lowering, no choice of kernels, no
+text of kernels. `program.template` writes one to a file, and reads it.
 """
 
 from __future__ import annotations
 
-import marshal
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from operator import itemgetter
-from types import CodeType
 from typing import Any
 
 import numpy as np
 
+from onnx_fuse.program.formula import Formulas, Guards
 from onnx_fuse.program.size import Size, Trace, expression, maximum, minimum
 
 
@@ -26,151 +26,165 @@ class Open:
         """`parts` are objects that `part` makes by themselves, for less than `made` costs."""
         symbols = tuple(trace.values)
         # guards of size classes first, since most programs differ in these
-        guards = tuple(sorted(trace.guards, key=lambda guard: guard.count(" <= ") < 2))
-        checks = "".join(f"    if not ({guard}): return False\n" for guard in guards)
-        code = _compiled(f"def holds({', '.join(symbols)}):\n{checks}    return True\n")
-        recipes = {name: Recipe(part, symbols, often=True) for name, part in (parts or {}).items()}
-        self._set(symbols, guards, code, Recipe(made, symbols), recipes)
+        guards = sorted(trace.guards, key=lambda guard: guard.count(" <= ") < 2)
+        recipes = {
+            name: Recipe.of(part, symbols, often=True) for name, part in (parts or {}).items()
+        }
+        recipes[""] = Recipe.of(made, symbols)
+        self.set(Guards(Formulas.of(guards, symbols)), recipes)
 
-    def _set(
-        self,
-        symbols: tuple[str, ...],
-        guards: tuple[str, ...],
-        code: CodeType,
-        whole: Recipe,
-        parts: Mapping[str, Recipe],
-    ) -> None:
-        self.symbols, self.guards, self._code = symbols, guards, code
-        self._whole, self._parts = whole, parts
-        self._holds: Callable[..., bool] = _function(code, "holds")
-
-    def __getstate__(self) -> tuple[Any, ...]:
-        """For pickle, with the compiled code: to compile it anew takes ten times as long."""
-        table = _Table()
-        parts = {name: recipe.sharing(table) for name, recipe in self._parts.items()}
-        code = marshal.dumps(self._code)
-        return self.symbols, self.guards, code, self._whole.sharing(table), parts
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        symbols, guards, code, whole, parts = state
-        self._set(symbols, guards, marshal.loads(code), whole, parts)
+    def set(self, guards: Guards, recipes: Mapping[str, Recipe]) -> None:
+        """Take what was made before; the recipe of the whole object is called ""."""
+        self.guards, self.recipes = guards, recipes
+        self.symbols = tuple(guards.formulas.symbols)
 
     def holds(self, values: Mapping[str, int]) -> bool:
         """Whether these values meet all guards, so that lowering would take the same decisions."""
-        return self._holds(*(values[name] for name in self.symbols))
+        return self.guards.hold(values)
 
     def at(self, values: Mapping[str, int]) -> Any:
         """The object for these values of the symbols, which must meet the guards (see `holds`)."""
-        return self._whole.at(values[name] for name in self.symbols)
+        return self.recipes[""].at(values[name] for name in self.symbols)
+
+    def traced(self, values: Mapping[str, int]) -> Any:
+        """The object over other open sizes."""
+        return self.recipes[""].at(
+            (values[name] for name in self.symbols), min=minimum, max=maximum
+        )
 
     def part(self, name: str, values: Mapping[str, int]) -> Any:
         """The part of this name for these values of the symbols, None where there is none."""
-        recipe = self._parts.get(name)
+        recipe = self.recipes.get(name)
         return None if recipe is None else recipe.at(values[symbol] for symbol in self.symbols)
 
 
-def _compiled(text: str) -> CodeType:
-    return compile(text, "<open sizes>", "exec")  # text of our own making
-
-
-def _function(code: CodeType, name: str) -> Callable[..., Any]:
-    names: dict[str, Any] = {"min": minimum, "max": maximum}  # which leave sizes open
-    exec(code, names)
-    found: Callable[..., Any] = names[name]
-    return found
-
-
-Step = tuple[int, tuple[int, ...], Callable[[Sequence[Any]], Any]]
-"""(place of the result, places of its parts, what makes it of them)."""
-_Work = tuple[int, Callable[[list[Any]], Sequence[Any]], Callable[[Sequence[Any]], Any] | None]
+Maker = Callable[[Sequence[Any]], Any]
+"""What makes an object of its parts: `tuple`, `list`, or one of the classes below."""
+Step = tuple[Maker, Sequence[int]]
+"""A maker, and the places of the parts."""
+_Place = tuple[int, int]  # closed part, size or result of a step (0, 1, 2), and which of them
 
 
 class Recipe:
     """The steps that rebuild an object for other sizes; parts without open sizes are shared.
 
-    The recipe fills a list of places. A place holds a part without open sizes, what a step makes of
-    earlier places, or one of the open sizes, which are counted from the end. One that is evaluated
-    `often` keeps a getter for each step, which is faster; Python's garbage collector, which walks
-    all that is kept, has less to do with the others.
+    The recipe fills a list of places: first the parts without open sizes, then the sizes, then what
+    each step makes of earlier places. One that is evaluated `often` keeps a getter for each step,
+    which is faster; Python's garbage collector, which walks all that is kept, has less to do with
+    the others.
     """
 
-    def __init__(self, value: Any, symbols: Sequence[str], *, often: bool = False) -> None:
-        self._places: list[Any] = []
-        self._steps: list[Step] = []
-        self._sizes: dict[str, int] = {}  # expression -> its place
-        self._known: dict[Any, int] = {}
-        self._objects: dict[int, tuple[Any, int | None]] = {}
-        result = self._place(value)
-        text = "".join(f"{size}, " for size in reversed(self._sizes))
-        code = _compiled(f"def numbers({', '.join(symbols)}):\n    return ({text})\n")
-        self._set(self._places, self._steps, result, code, often)
-        del self._sizes, self._known, self._objects
-
-    def _set(
-        self, places: list[Any], steps: list[Step], result: int, code: CodeType, often: bool
+    def __init__(
+        self,
+        closed: list[Any],
+        sizes: Formulas,
+        steps: list[Step],
+        result: int,
+        *,
+        often: bool = False,
     ) -> None:
-        self._places, self._steps, self._result, self._code = places, steps, result, code
-        self._numbers = _function(code, "numbers")
-        self._work: list[_Work] | None = [_work(step) for step in steps] if often else None
+        self.closed, self.sizes, self.steps, self.result = closed, sizes, steps, result
+        self.often = often
+        self._work = [(_getter(parts), _unless_made(*step)) for step in steps
+                      for parts in (step[1],)] if often else None  # fmt: skip
 
-    def __getstate__(self) -> tuple[Any, ...]:
-        often = self._work is not None
-        return self._places, self._steps, self._result, marshal.dumps(self._code), often
+    @classmethod
+    def of(cls, value: Any, symbols: Sequence[str], *, often: bool = False) -> Recipe:
+        """The recipe of an object over these symbols."""
+        return _Planner(value).recipe(symbols, often)
 
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        places, steps, result, code, often = state
-        self._set(places, steps, result, marshal.loads(code), often)
-
-    def sharing(self, table: _Table) -> Recipe:
-        """The same recipe, in which equal parts are one object, also with others of the table."""
-        made = object.__new__(Recipe)
-        places, steps = map(table.one, self._places), map(table.one, self._steps)
-        made._set([*places], [*steps], self._result, self._code, self._work is not None)
-        return made
-
-    def at(self, values: Iterable[int]) -> Any:
-        """The object with the sizes that these values of the symbols give."""
-        places = [*self._places, *self._numbers(*values)]
+    def at(self, values: Iterable[Any], **functions: Callable[[Any, Any], Any]) -> Any:
+        """The object with the sizes that these values give; `functions`: see `Formulas.at`."""
+        places = [*self.closed, *self.sizes.at(values, **functions)]
+        append = places.append
         if self._work is None:
-            for place, parts, make in self._steps:
-                places[place] = make([places[part] for part in parts])
-            return places[self._result]
-        for place, get, known in self._work:
-            found = get(places)
-            places[place] = found if known is None else known(found)
-        return places[self._result]
+            for make, parts in self.steps:
+                append(make([places[part] for part in parts]))
+        else:
+            for get, finish in self._work:
+                found = get(places)
+                append(found if finish is None else finish(found))
+        return places[self.result]
 
-    def _new(self, content: Any = None) -> int:
-        self._places.append(content)
-        return len(self._places) - 1
+    def without(self, leave_out: Callable[[str, Any], bool]) -> Recipe:
+        """The recipe of the object in which some fields are as by default.
 
-    def _place(self, value: Any) -> int:
+        `leave_out` is asked with "Class.field" and the field's value or the maker of it.
+        """
+        first = len(self.closed) + len(self.sizes.roots)
+
+        def of(place: int) -> Any:
+            if place >= first:
+                return self.steps[place - first][0]
+            return self.closed[place] if place < len(self.closed) else None
+
+        steps: dict[int, Step] = {}
+        wanted = {self.result}
+        for place in range(first + len(self.steps) - 1, first - 1, -1):
+            make, parts = self.steps[place - first]
+            if place in wanted:
+                if isinstance(make, Instance):
+                    make, parts = make.without(parts, of, leave_out)
+                steps[place] = make, parts
+                wanted.update(parts)
+        closed = [p for p in sorted(wanted) if p < len(self.closed)]
+        sizes = range(len(self.closed), first)
+        moved = {place: i for i, place in enumerate((*closed, *sizes, *sorted(steps)))}
+        return Recipe(
+            [self.closed[p] for p in closed],
+            self.sizes,
+            [(make, [moved[p] for p in parts]) for _, (make, parts) in sorted(steps.items())],
+            moved[self.result],
+            often=self.often,
+        )
+
+
+class _Planner:
+    """Finds the steps of an object."""
+
+    def __init__(self, value: Any) -> None:
+        self._parts: list[Any] = []
+        self._steps: list[tuple[Maker, list[_Place]]] = []
+        self._sizes: dict[str, _Place] = {}  # by expression
+        self._known: dict[Any, _Place] = {}
+        self._objects: dict[int, tuple[Any, _Place | None]] = {}
+        self._result = self._place(value)
+
+    def recipe(self, symbols: Sequence[str], often: bool) -> Recipe:
+        """The recipe, in which places are counted through."""
+        first = (0, len(self._parts), len(self._parts) + len(self._sizes))
+        steps: list[Step] = [(make, [first[kind] + i for kind, i in parts])
+                             for make, parts in self._steps]  # fmt: skip
+        kind, i = self._result
+        sizes = Formulas.of(self._sizes, symbols)
+        return Recipe(self._parts, sizes, steps, first[kind] + i, often=often)
+
+    def _place(self, value: Any) -> _Place:
         """The place of a value, whether or not it holds sizes."""
         found = self._open(value)
         return self._closed(value) if found is None else found
 
-    def _closed(self, value: Any) -> int:
+    def _closed(self, value: Any) -> _Place:
         """The place of a part without open sizes."""
         kind = type(value)
         key = (kind, value) if kind is int or kind is str else id(value)
         if key not in self._known:
-            self._known[key] = self._new(value)  # kept, so that its id stays its own
+            self._known[key] = 0, len(self._parts)
+            self._parts.append(value)  # kept, so that its id stays its own
         return self._known[key]
 
-    def _append(self, parts: Sequence[int], make: Callable[[Sequence[Any]], Any]) -> int:
+    def _append(self, parts: list[_Place], make: Maker) -> _Place:
         """Append a step, and return the place of what it makes."""
-        place = self._new()
-        self._steps.append((place, tuple(parts), make))
-        return place
+        self._steps.append((make, parts))
+        return 2, len(self._steps) - 1
 
-    def _open(self, value: Any) -> int | None:
+    def _open(self, value: Any) -> _Place | None:
         """The place of a value that holds open sizes; None for a value without any."""
         kind = type(value)
-        if kind in _PLAIN:
+        if kind in PLAIN:
             return None
         if kind is Size:
-            text = expression(value)
-            return self._sizes.setdefault(text, -1 - len(self._sizes))
+            return self._sizes.setdefault(expression(value), (1, len(self._sizes)))
         known = self._objects.get(id(value))
         if known is not None:
             return known[1]
@@ -178,57 +192,53 @@ class Recipe:
         self._objects[id(value)] = value, found  # kept, so that its id stays its own
         return found
 
-    def _structure(self, value: Any) -> int | None:
+    def _structure(self, value: Any) -> _Place | None:
         kind: Any = type(value)
         if isinstance(value, tuple | list):
-            found = self._parts(value)
-            return (
-                None
-                if found is None
-                else self._append(found, tuple if isinstance(value, tuple) else list)
-            )
+            found = self._places(value)
+            make: Maker = tuple if isinstance(value, tuple) else list
+            return None if found is None else self._append(found, make)
         if isinstance(value, dict):
-            found = self._parts(value.values())
-            return None if found is None else self._append(found, _Dict(tuple(value)))
+            found = self._places(value.values())
+            return None if found is None else self._append(found, Dict(tuple(value)))
         if isinstance(value, np.ndarray):
-            found = self._parts(value.reshape(-1)) if value.dtype == object else None
-            return None if found is None else self._append(found, _Array(value.shape))
+            found = self._places(value.reshape(-1)) if value.dtype == object else None
+            return None if found is None else self._append(found, Array(value.shape))
         fixed, names, parts = {}, [], []
-        for name in _fields(kind):
+        for name in field_names(kind):
             inner = getattr(value, name)
-            place = None if type(inner) in _PLAIN else self._open(inner)
+            place = None if type(inner) in PLAIN else self._open(inner)
             if place is None:
                 fixed[name] = inner
             else:
                 names.append(name)
                 parts.append(place)
-        return self._append(parts, _Instance(kind, fixed, tuple(names))) if parts else None
+        return self._append(parts, Instance(kind, fixed, tuple(names))) if parts else None
 
-    def _parts(self, values: Iterable[Any]) -> list[int] | None:
+    def _places(self, values: Iterable[Any]) -> list[_Place] | None:
         """The places of several values, None where none of them holds sizes."""
-        places = [(None if type(value) in _PLAIN else self._open(value), value) for value in values]
+        places = [(None if type(value) in PLAIN else self._open(value), value) for value in values]
         if all(place is None for place, _ in places):
             return None
         return [self._closed(value) if place is None else place for place, value in places]
 
 
-def _work(step: Step) -> _Work:
-    """A step with a function that gets its parts."""
-    place, parts, make = step
+def _unless_made(make: Maker, parts: Sequence[int]) -> Maker | None:
     # what takes several places out of a list gives a tuple already
-    return place, _getter(parts), None if make is tuple and len(parts) > 1 else make
+    return None if make is tuple and len(parts) > 1 else make
 
 
-def _getter(places: tuple[int, ...]) -> Callable[[list[Any]], Sequence[Any]]:
+def _getter(places: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
     """A function that takes the items at these places out of a list."""
     if len(places) == 1:
-        first = places[0]
-        return itemgetter(slice(first, first + 1 or None))
+        return itemgetter(slice(places[0], places[0] + 1))
     return itemgetter(*places)
 
 
 @dataclass(frozen=True)
-class _Dict:
+class Dict:
+    """Makes a dict of its values."""
+
     keys: tuple[Any, ...]
 
     def __call__(self, parts: Sequence[Any]) -> dict[Any, Any]:
@@ -236,7 +246,9 @@ class _Dict:
 
 
 @dataclass(frozen=True)
-class _Array:
+class Array:
+    """Makes an array of int64 of its elements."""
+
     shape: tuple[int, ...]
 
     def __call__(self, parts: Sequence[Any]) -> np.ndarray[Any, Any]:
@@ -244,8 +256,8 @@ class _Array:
 
 
 @dataclass(frozen=True)
-class _Instance:
-    """An instance of a dataclass, unchecked: some fields are as they were."""
+class Instance:
+    """Makes an instance of a dataclass, unchecked, of the fields `names`; others are `fixed`."""
 
     kind: Any
     fixed: dict[str, Any]
@@ -255,68 +267,40 @@ class _Instance:
         made = object.__new__(self.kind)
         inside = made.__dict__
         inside.update(self.fixed)
-        inside.update(zip(self.names, parts))  # noqa: B905 (as many as names)
+        inside.update(zip(self.names, parts, strict=True))
         return made
 
-
-class _Table:
-    """Parts that never change, each of which stands here once however many are equal to it.
-
-    Half of a program's parts are equal to others, and to read them takes as long as all the rest.
-    """
-
-    def __init__(self) -> None:
-        self._objects: dict[int, tuple[Any, Any]] = {}  # kept, so that their ids stay their own
-        self._known: dict[Any, Any] = {}
-
-    def one(self, value: Any) -> Any:
-        """The object that stands for all that are equal to this one in type and bits."""
-        if type(value) in _PLAIN:
-            return value
-        found = self._objects.get(id(value))
-        if found is None:
-            found = self._objects[id(value)] = value, self._of(value)
-        return found[1]
-
-    def _of(self, value: Any) -> Any:
-        kind: Any = type(value)
-        if kind is tuple:
-            made = tuple([self.one(part) for part in value])
-            return self._known.setdefault((kind, *map(_token, made)), made)
-        if not _is_frozen(kind):
-            return value
-        inside = {name: self.one(part) for name, part in vars(value).items()}
-        if kind is _Instance:  # whose dict nobody changes
-            fixed = {name: self.one(part) for name, part in value.fixed.items()}
-            key = ("fixed", *fixed, *map(_token, fixed.values()))
-            inside["fixed"] = self._known.setdefault(key, fixed)
-        made = object.__new__(kind)
-        made.__dict__.update(inside)
-        return self._known.setdefault((kind, *inside, *map(_token, inside.values())), made)
+    def without(
+        self,
+        parts: Sequence[int],
+        of: Callable[[int], Any],
+        leave_out: Callable[[str, Any], bool],
+    ) -> tuple[Instance, list[int]]:
+        """The maker that leaves fields as they are by default, and its parts."""
+        label, usual = self.kind.__name__, defaults(self.kind)
+        pairs, fixed = [], {}
+        for name, place in zip(self.names, parts, strict=True):
+            if leave_out(f"{label}.{name}", of(place)):
+                fixed[name] = usual[name]
+            else:
+                pairs.append((name, place))
+        for name, value in self.fixed.items():
+            fixed[name] = usual[name] if leave_out(f"{label}.{name}", value) else value
+        made = Instance(self.kind, fixed, tuple(name for name, _ in pairs))
+        return made, [place for _, place in pairs]
 
 
-def _token(part: Any) -> Any:
-    """What two parts have in common that are the same: 1, 1.0 and True are not, nor 0.0 and -0.0.
-
-    One that is not plain is the same object.
-    """
-    kind = type(part)
-    if kind is float:
-        return kind, part.hex()
-    return (kind, part) if kind in _PLAIN else id(part)
+PLAIN = frozenset({type(None), bool, int, float, str, bytes})
+"""The types of values that have no parts."""
 
 
 @cache
-def _is_frozen(kind: Any) -> bool:
-    """Whether it is a dataclass of objects that never change, which their fields make up."""
-    found = getattr(kind, "__dataclass_params__", None)
-    return found is not None and found.frozen and not hasattr(kind, "__slots__")
-
-
-_PLAIN = frozenset({type(None), bool, int, float, str, bytes})
-
-
-@cache
-def _fields(kind: Any) -> tuple[str, ...]:
+def field_names(kind: Any) -> tuple[str, ...]:
     """Names of a dataclass's fields; nothing else holds sizes."""
     return tuple(f.name for f in fields(kind)) if is_dataclass(kind) else ()
+
+
+@cache
+def defaults(kind: Any) -> dict[str, Any]:
+    """The default values of a dataclass's fields that have one."""
+    return {f.name: f.default for f in fields(kind) if f.default is not MISSING}

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
 from math import ceil, floor, isfinite
-from types import CodeType
 from typing import Any, cast
 
 import numpy as np
+
+from onnx_fuse.program import formula
 
 Polynomial = tuple[tuple[tuple[str, ...], int], ...]
 """Sum of terms: (atoms, coefficient), sorted by atoms. An atom is a symbol or the text of an
@@ -364,7 +364,8 @@ def upper_bound(size: int, classes: Classes = size_class) -> int:
     """
     if not isinstance(size, Size):
         return size
-    return int(value(text_of(size.terms), size.trace.class_bound(size.terms, classes)))
+    bounds = size.trace.class_bound(size.terms, classes)
+    return int(formula.value(text_of(size.terms), bounds))
 
 
 def coarse(size: int) -> int:
@@ -379,8 +380,8 @@ def coarse(size: int) -> int:
     known = {name: last for name, (first, last) in classes.items() if last <= 2 * first}
     others = {name: Size(size.trace, (((name,), 1),), number)
               for name, number in size.trace.values.items()}  # fmt: skip
-    code = compiled(text_of(size.terms))
-    return cast(int, eval(code, {"min": minimum, "max": maximum}, {**others, **known}))
+    symbols = {**others, **known}
+    return cast(int, formula.value(text_of(size.terms), symbols, min=minimum, max=maximum))
 
 
 def broadcast(*shapes: Sequence[int]) -> tuple[int, ...]:
@@ -417,17 +418,6 @@ def text_of(terms: Polynomial) -> str:
 def expression(size: int) -> str:
     """A size as a Python expression over the symbols."""
     return text_of(size.terms) if isinstance(size, Size) else str(size)
-
-
-@lru_cache(256)
-def compiled(text: str) -> CodeType:
-    """The code of an expression made here."""
-    return compile(text, "<sizes>", "eval")
-
-
-def value(text: str, symbols: Mapping[str, int]) -> Any:
-    """The value of an expression made here for these values of the symbols."""
-    return eval(compiled(text), {"min": min, "max": max}, dict(symbols))
 
 
 # ---- helpers ------------------------------------------------------------------------------------

@@ -16,9 +16,10 @@ from onnx_fuse.container import Container
 from onnx_fuse.cuda.source import give
 from onnx_fuse.errors import DeviceError, ModelError, UsageError
 from onnx_fuse.program.call import Program, dtype_of
-from onnx_fuse.program.formula import Guards
+from onnx_fuse.program.formula import Formulas, Guards
 from onnx_fuse.program.problem import ITEMSIZE, Hardware
-from onnx_fuse.runtime.encoding import FORMAT, Modules, Template, decode
+from onnx_fuse.runtime import encoding
+from onnx_fuse.runtime.encoding import FORMAT, CheckedOpen, Module
 from onnx_fuse.runtime.plan import PlannedOpenProgram, PlannedProgram, plan
 from onnx_fuse.runtime.tensor import Argument
 
@@ -46,7 +47,7 @@ class Deployed:
             self.outputs = [_end(e) for e in manifest["outputs"]]
             self.targets = {str(k): _hardware(str(k), v) for k, v in manifest["targets"].items()}
             modules = [_module(m) for m in manifest["modules"]]
-            self._modules: Modules = [module for module, _, _ in modules]
+            self._modules: list[Module] = [module for module, _, _ in modules]
             self._compiled = [(cubins, waits) for _, cubins, waits in modules]
             self._programs = [_Entry(p) for p in manifest["programs"]]
             self._defaults = {str(k): (str(n), _shape(s)) for k, n, s in manifest["defaults"]}
@@ -141,9 +142,7 @@ class Deployed:
     def _closed(self, entry: _Entry, arch: str) -> PlannedProgram:
         if entry.member not in self._read:
             self._give(arch)
-            data = self.container.json(entry.member)
-            program = decode(data, self._modules, self.container.tensor)
-            program = self._checked(program, entry.shapes)
+            program = self._checked(self._source(entry).at({}), entry.shapes)
             self._read[entry.member] = PlannedProgram(program, plan(program))
         return self._read[entry.member]
 
@@ -151,17 +150,22 @@ class Deployed:
         assert entry.open is not None
         if entry.member not in self._open:
             self._give(arch)
-            text = str(self.container.member(entry.member), "utf-8")
-            template = Template(text, entry.formulas, self._modules, self.container.tensor)
-            source = _Open(self, entry, template)
+            source = _Open(self, entry, self._source(entry))
             self._open[entry.member] = (
-                PlannedOpenProgram(source, entry.largest) if entry.largest else source
+                PlannedOpenProgram.of(source, entry.largest) if entry.largest else source
             )
         found = self._open[entry.member]
         if isinstance(found, PlannedOpenProgram):
             return found.at(numbers)
         program = found.at(numbers)
         return PlannedProgram(program, plan(program), found, None, numbers)
+
+    def _source(self, entry: _Entry) -> CheckedOpen:
+        data = self.container.json(entry.member)
+        return encoding.read(data, entry.guards, self._array, {*self._modules})
+
+    def _array(self, name: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        return self.container.tensor(name).view(dtype_of(dtype)).reshape(shape)
 
     def _listing(self, target: str) -> str:
         """The first of the shapes that can be run."""
@@ -203,20 +207,20 @@ class _Entry:
         self.shapes = _shapes(data["inputs"])
         self.open: list[tuple[str, int, str]] | None = None
         """(input, axis, symbol) of the sizes that may be others."""
+        self.guards = Guards(Formulas.read(data["guards"], conditions=True))
         found = data.get("open")
         if found is None:
             return
         self.open = [(str(name), _axis(axis), str(s)) for name, axis, s in found["symbols"]]
         for name, axis, _ in self.open:
             self.shapes[name][0][axis]  # there is one
-        self.formulas = [_text(text) for text in found["formulas"]]
-        self.guards = tuple(_text(text) for text in found["guards"])
-        self._guards = Guards(self.guards)
         largest = found["largest"]
         self.largest = None if largest is None else {str(k): _axis(n) for k, n in largest.items()}
         names = {symbol for _, _, symbol in self.open}
         if self.largest is not None and self.largest.keys() != names:
             raise ValueError("the largest sizes")
+        if {*self.guards.formulas.symbols} != names:
+            raise ValueError("guards of other symbols")
         self._ranges = {
             str(symbol): (str(name), _axis(low), _axis(high))
             for name, low, high, symbol in found["ranges"]
@@ -240,7 +244,7 @@ class _Entry:
                     return None
                 if symbol and found.setdefault(symbol, size) != size:
                     return None
-        return found if self._guards.hold(found) else None
+        return found if self.guards.hold(found) else None
 
     def at(self, numbers: Mapping[str, int]) -> dict[str, tuple[tuple[int, ...], str]]:
         """The shapes with these sizes."""
@@ -261,17 +265,17 @@ class _Entry:
 class _Open:
     """An open program, each of whose shapes is checked as it is made."""
 
-    def __init__(self, owner: Deployed, entry: _Entry, template: Template) -> None:
+    def __init__(self, owner: Deployed, entry: _Entry, source: CheckedOpen) -> None:
         self.guards = entry.guards
-        self._owner, self._entry, self._template = owner, entry, template
+        self._owner, self._entry, self._source = owner, entry, source
 
     def holds(self, values: Mapping[str, int]) -> bool:
         """Whether it serves these sizes."""
-        return self._entry._guards.hold(values)
+        return self.guards.hold(values)
 
     def at(self, values: Mapping[str, int]) -> Program:
         """The program for these sizes."""
-        return self._owner._checked(self._template.at(values), self._entry.at(values))
+        return self._owner._checked(self._source.at(values), self._entry.at(values))
 
     def part(self, name: str, values: Mapping[str, int]) -> Any:
         """Return None, since only a whole program is checked."""
@@ -289,12 +293,6 @@ _SHOWN = 8  # shapes that an error names
 def _axis(value: Any) -> int:
     if type(value) is not int or value < 0:
         raise ValueError("a size or an axis")
-    return value
-
-
-def _text(value: Any) -> str:
-    if type(value) is not str:
-        raise TypeError("an expression")
     return value
 
 

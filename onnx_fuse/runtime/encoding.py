@@ -1,6 +1,6 @@
-"""Programs as plain data for a file: `encode` writes lists, numbers and strings, `decode` checks.
+"""Programs from files: what they say is checked before anything is made of it.
 
-A file may be damaged or made by somebody else, so `decode` believes nothing: every size, name and
+A file may be damaged or made by somebody else, so `check` believes nothing: every size, name and
 index is checked, and every view must lie inside its buffer. What passes cannot make the runtime
 read or write beyond its own allocations on its own account; what the machine code of a kernel does
 with its arguments no check of the data can tell, so a file is to be trusted as a program is.
@@ -8,26 +8,34 @@ with its arguments no check of the data can tell, so a file is to be trusted as 
 
 from __future__ import annotations
 
-import json
+import contextlib
 import re
-from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
 from onnx_fuse.errors import ModelError
-from onnx_fuse.program.call import Buffer, Call, Program, Tensor, dense_strides, dtype_of
-from onnx_fuse.program.formula import Numbers
-from onnx_fuse.program.problem import ITEMSIZE, Arg, Launch, Num, Ptr, Table, TensorMap
-from onnx_fuse.program.size import Size, expression, number, text_of
+from onnx_fuse.program import template
+from onnx_fuse.program.call import Buffer, Call, Program, Tensor
+from onnx_fuse.program.formula import Guards
+from onnx_fuse.program.open import Open, Recipe
+from onnx_fuse.program.problem import (
+    ITEMSIZE,
+    Collective,
+    Launch,
+    Num,
+    Problem,
+    Ptr,
+    Table,
+    TensorMap,
+)
 
-FORMAT = 2
-"""Version of what `encode` writes; a reader takes this one alone."""
+FORMAT = 3
+"""Version of what is written; a reader takes this one alone."""
 
-Modules = Sequence[tuple[str, tuple[tuple[str, str], ...]]]
-"""(source, defines) of each compiled module: a launch names its own by the index."""
-T = TypeVar("T")
+Module = tuple[str, tuple[tuple[str, str], ...]]
+"""(source, defines) of a compiled module."""
 
 _KINDS = ("input", "output", "weight", "constant", "temp", "random")
 _NUMBERS = {
@@ -40,352 +48,320 @@ _NUMBERS = {
 _LARGEST = 2**46  # bytes of a buffer, as lowering has it
 _GRID = (2**31 - 1, 65535, 65535)  # blocks of a grid by axis: CUDA's own limits
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*\Z", re.ASCII)
+_MACRO = re.compile(r"[A-Za-z_]\w*(?:\([\w, ]*\))?\Z", re.ASCII)
+_SOURCE = re.compile(r"\w+(?:/\w+)*\.cu\Z", re.ASCII)
 
 
-# ---- writing ------------------------------------------------------------------------------------
+def read(
+    data: Any,
+    guards: Guards,
+    array: Callable[[str, str, tuple[int, ...]], np.ndarray[Any, Any]],
+    modules: Collection[Module] | None = None,
+) -> CheckedOpen:
+    """The open program of these data; `array` is as in `template.read`.
 
-
-def encode(
-    program: Program, modules: Modules, store: Callable[[np.ndarray[Any, Any]], str]
-) -> dict[str, Any]:
-    """The program as data. `store` keeps an array and gives back the name it is read by.
-
-    The program must have no call of onnxruntime, no later stage and no library's product, which are
-    no data: `deploy` refuses them by name. A call loses its `problem` or `expression`, which
-    only passes over the program read.
-    """
-    index = {module: i for i, module in enumerate(modules)}
-
-    def launch(x: Launch) -> dict[str, Any]:
-        made: dict[str, Any] = {
-            "module": index[x.source, x.defines],
-            "entry": x.entry,
-            "grid": list(x.grid),
-            "block": list(x.block),
-            "args": [_arg(arg) for arg in x.args],
-        }
-        rare = {"smem": x.smem, "sync": x.sync, "cooperative": x.cooperative}
-        rare = {k: v for k, v in rare.items() if isinstance(v, Size) or v}
-        return made | rare | {"cluster": x.cluster}
-
-    def call(x: Call) -> dict[str, Any]:
-        made: dict[str, Any] = {
-            "kernel": x.kernel,
-            "nodes": list(x.nodes),
-            "launches": [launch(one) for one in x.launches],
-            "reads": [[name, _tensor(t)] for name, t in x.reads],
-            "writes": [[name, _tensor(t)] for name, t in x.writes],
-            "inplace": [list(pair) for pair in x.inplace],
-        }
-        plain = ("workspace", "flops", "bytes", "why")
-        return made | {name: getattr(x, name) for name in plain}
-
-    return {
-        "buffers": [[b.id, b.kind, b.nbytes, b.name] for b in program.buffers],
-        "setup": [call(x) for x in program.setup],
-        "calls": [call(x) for x in program.calls],
-        "inputs": [[name, _tensor(t)] for name, t in program.inputs],
-        "outputs": [
-            [name, _tensor(t) if isinstance(t, Tensor) else _array(t, store)]
-            for name, t in program.outputs
-        ],
-        "constants": [[k, store(v)] for k, v in program.constants.items()],
-        "sequential": program.sequential,
-    }
-
-
-def _tensor(t: Tensor) -> list[Any]:
-    dense = list(map(expression, t.strides)) == list(map(expression, dense_strides(t.shape)))
-    return [t.buffer, t.dtype, list(t.shape), None if dense else list(t.strides), t.offset]
-
-
-def _array(
-    array: np.ndarray[Any, Any] | None, store: Callable[[np.ndarray[Any, Any]], str]
-) -> dict[str, Any]:
-    assert array is not None, "an output of a later stage"
-    return {"array": store(array), "dtype": array.dtype.name, "shape": list(array.shape)}
-
-
-def _arg(arg: Arg) -> list[Any]:
-    if isinstance(arg, Ptr):
-        return ["ptr", arg.name, arg.offset]
-    if isinstance(arg, Num):
-        if _NUMBERS[arg.ctype] is None:
-            return ["num", arg.ctype, _number(float(arg.value))]
-        return ["num", arg.ctype, number(arg.value)]
-    if isinstance(arg, TensorMap):
-        sizes = [list(arg.shape), list(arg.strides), list(arg.box)]
-        window = [list(arg.window)] if arg.window else []
-        return ["map", arg.ptr.name, arg.ptr.offset, arg.dtype, *sizes, arg.swizzle, *window]
-    return ["table", [[w.name, w.offset] if isinstance(w, Ptr) else w for w in arg.words]]
-
-
-def _number(value: float) -> float | str:
-    """JSON has no infinities and no NaN: those are words."""
-    return value if np.isfinite(value) else str(value)
-
-
-_MARK = "\x01"
-"""Before the number of a formula, where a size stands in the text of an open program."""
-_MARKED = re.compile(r'"\\u0001(\d+)"')
-
-
-def template(data: Any) -> tuple[str, list[str]]:
-    """What `encode` made of a program over open sizes, as text, and the formulas of its sizes.
-
-    Raises ModelError where a name in it could be taken for a size.
-    """
-    formulas: dict[str, int] = {}
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Size):
-            return f"{_MARK}{formulas.setdefault(text_of(value.terms), len(formulas))}"
-        if isinstance(value, list):
-            return [plain(part) for part in value]
-        if isinstance(value, dict):
-            return {key: plain(part) for key, part in value.items()}
-        if isinstance(value, str) and _MARK in value:
-            raise ModelError(f"the name {value!r} has a control character")
-        return value
-
-    return json.dumps(plain(data), separators=(",", ":"), allow_nan=False), list(formulas)
-
-
-# ---- reading ------------------------------------------------------------------------------------
-
-
-def decode(data: Any, modules: Modules, array: Callable[[str], np.ndarray[Any, Any]]) -> Program:
-    """The program that `encode` wrote. `array` gives the bytes kept under a name, as uint8.
-
-    Constants stay bytes. Raises ModelError, without the file's name, for anything that no program
-    of `encode` has.
+    Raises ModelError, without the file's name, for anything that no program has; a launch of a
+    kernel must be of one of the `modules`, or of a source of this package or a text.
     """
     try:
-        return _Decoder(modules, array).program(data)
-    except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError) as error:
-        raise ModelError(f"its programs are damaged ({type(error).__name__}: {error})") from error
+        return CheckedOpen(guards, template.read(data, guards, array), modules)
+    except (ValueError, TypeError) as error:
+        raise _fault(str(error)) from error
 
 
-class Template:
-    """A program over open sizes of a file: its text with formulas in the place of sizes.
-
-    Raises ModelError as `decode` does.
-    """
+class CheckedOpen(Open):
+    """An open program of a file, each of whose shapes is checked as it is made."""
 
     def __init__(
-        self,
-        text: str,
-        formulas: Sequence[str],
-        modules: Modules,
-        array: Callable[[str], np.ndarray[Any, Any]],
+        self, guards: Guards, recipes: Mapping[str, Recipe], modules: Collection[Module] | None
     ) -> None:
-        self._modules, self._array = modules, array
-        parts = _MARKED.split(text)
-        self._text, self._which = parts[::2], [int(n) for n in parts[1::2]]
-        if any(n >= len(formulas) for n in self._which):
-            raise _fault("a formula is missing")
-        try:
-            self._numbers = Numbers(formulas)
-        except ValueError as error:
-            raise _fault(str(error)) from error
+        self.set(guards, recipes)
+        self._modules = modules
 
     def at(self, values: Mapping[str, int]) -> Program:
-        """The program for these sizes, checked as any other."""
-        try:
-            numbers = [str(n) for n in self._numbers.at(values)]
-            filled = (numbers[n] for n in self._which)
-            data = json.loads("".join(chain(*zip(self._text, chain(filled, ("",)), strict=True))))
-        except (ValueError, RecursionError) as error:
-            raise _fault(str(error)) from error
-        return decode(data, self._modules, self._array)
+        """The program for these sizes. Raises ModelError where it is none."""
+        with _damage():
+            program = super().at(values)
+            _Checker(self._modules).program(program)
+        found: Program = program
+        return found
+
+    def check_parts(self, values: Mapping[str, int]) -> Program:
+        """The program for these sizes, of which all parts are such: so they are for any others."""
+        with _damage():
+            program = super().at(values)
+            checker = _Checker(self._modules)
+            checker.program(program)
+            sizes, changes = self.part("sizes", values), self.part("changes", values)
+            if sizes is not None:
+                _sizes(sizes, 0, _LARGEST * len(program.buffers), "a list of sizes")
+            for i, j, grid, words, sync in changes or ():
+                launch = program.calls[i].launches[j]
+                if (grid, sync) != (launch.grid, launch.sync) or type(words) is not tuple:
+                    raise _fault("a launch that changes is another")
+                if not {*map(type, words)} <= {int, float}:
+                    _check_words(words)
+            ends = self.part("ends", values)
+            if ends is not None:
+                _a(ends, Program, "a program's ends")
+                checker.ends(ends)
+        found: Program = program
+        return found
+
+
+def _check_words(words: Iterable[Any]) -> None:
+    for word in words:
+        if type(word) is tuple:
+            (descriptor, offset) = word
+            _a(descriptor, TensorMap, "an argument")
+            _whole(offset, 0, _LARGEST, "an argument")
+        elif type(word) not in (int, float):
+            raise _fault("an argument is no number")
+
+
+@contextlib.contextmanager
+def _damage() -> Iterator[None]:
+    """Raise ModelError for what data that no program has lead to."""
+    try:
+        yield
+    except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
+        raise _fault(f"{type(error).__name__}: {error}") from error
 
 
 def _fault(what: str) -> ModelError:
     return ModelError(f"its programs are damaged ({what})")
 
 
-def _whole(value: Any, low: int, high: int, what: str) -> int:
+def _a(value: Any, kind: type, what: str) -> None:
+    if type(value) is not kind:
+        raise _fault(f"{what} is {str(value)[:40]!r}")
+
+
+def _whole(value: Any, low: int, high: int, what: str) -> None:
     if type(value) is not int or not low <= value <= high:
         raise _fault(f"{what} is {str(value)[:40]!r}")
-    return value
 
 
-def _sizes(values: Any, low: int, high: int, what: str) -> tuple[int, ...]:
-    if not isinstance(values, list):
-        raise _fault(f"{what} is no list")
-    return tuple(_whole(v, low, high, what) for v in values)
+def _sizes(values: Any, low: int, high: int, what: str) -> None:
+    _a(values, tuple, what)
+    whole = {*map(type, values)} <= {int}
+    if not whole or (values and not low <= min(values) <= max(values) <= high):
+        raise _fault(f"{what} is {str(values)[:40]}")
 
 
-def _word(value: Any, what: str) -> str:
-    if not isinstance(value, str):
-        raise _fault(f"{what} is no text")
-    return value
+def _words(values: Any, what: str) -> None:
+    _a(values, tuple, what)
+    if not {*map(type, values)} <= {str}:
+        raise _fault(f"{what} is {str(values)[:40]}")
 
 
-def _identifier(value: Any, what: str) -> str:
-    if not isinstance(value, str) or not _IDENTIFIER.match(value):
-        raise _fault(f"{what} is no name")
-    return value
+_Ends = dict[tuple[str, bool], int]
+"""How far a launch reaches into an operand, by a pointer and (True) by a descriptor."""
 
 
-def _yes(value: Any, what: str) -> bool:
-    if type(value) is not bool:
-        raise _fault(f"{what} is neither true nor false")
-    return value
+class _Checker:
+    """What many share, such as the shapes of equal layers, is looked at once."""
 
-
-class _Decoder:
-    def __init__(self, modules: Modules, array: Callable[[str], np.ndarray[Any, Any]]) -> None:
-        self.modules, self.array = modules, array
+    def __init__(self, modules: Collection[Module] | None) -> None:
+        self.modules = modules
         self.buffers: dict[int, Buffer] = {}
+        self.tensors: dict[int, Any] = {}
+        self.reaches: dict[tuple[int, int], tuple[int, int, int]] = {}
+        self.launches: dict[int, _Ends] = {}
+        self.kernels: set[Any] = set()
 
-    def program(self, data: Any) -> Program:
-        for id_, kind, nbytes, name in data["buffers"]:
-            _whole(id_, 0, 2**31, "a buffer's number")
-            if kind not in _KINDS or id_ in self.buffers:
-                raise _fault(f"buffer {id_} is of the kind {str(kind)[:40]!r}, or there twice")
-            size = _whole(nbytes, 0, _LARGEST, "a buffer's size")
-            self.buffers[id_] = Buffer(id_, kind, size, _word(name, "a buffer's name"))
-        constants = {}
-        for id_, name in data["constants"]:
-            found = self.array(_word(name, "a constant's name"))
-            if id_ not in self.buffers or found.nbytes != self.buffers[id_].nbytes:
+    def program(self, program: Any) -> None:
+        _a(program, Program, "a program")
+        _a(program.buffers, tuple, "a list of buffers")
+        for b in program.buffers:
+            self._buffer(b)
+        _a(program.calls, tuple, "a list of calls")
+        for call in program.calls:
+            self._call(call)
+        self.ends(program)
+
+    def ends(self, program: Any) -> None:
+        """Check what a program has beside calls and buffers."""
+        _a(program.setup, tuple, "a list of calls")
+        for call in program.setup:
+            self._call(call)
+        _a(program.constants, dict, "a list of constants")
+        for id_, array in program.constants.items():
+            _a(array, np.ndarray, "a constant")
+            if id_ not in self.buffers or array.nbytes != self.buffers[id_].nbytes:
                 raise _fault(f"constant {id_} does not fit its buffer")
-            constants[id_] = found
-        setup = tuple(self._call(x) for x in data["setup"])
-        made = {t.buffer for call in setup for _, t in call.writes}
+        made = {t.buffer for call in program.setup for _, t in call.writes}
         for b in self.buffers.values():
-            if b.kind == "constant" and b.id not in constants and b.id not in made:
+            if b.kind == "constant" and b.id not in program.constants and b.id not in made:
                 raise _fault(f"constant {b.id} has no data")
-        outputs: list[tuple[str, Tensor | np.ndarray[Any, Any] | None]] = []
-        for name, value in data["outputs"]:
-            whole = self._known(value) if isinstance(value, dict) else self._tensor(value)
-            outputs.append((_word(name, "an output's name"), whole))
-        return Program(
-            tuple(self._call(x) for x in data["calls"]),
-            tuple(self.buffers.values()),
-            tuple((_word(n, "an input's name"), self._tensor(t)) for n, t in data["inputs"]),
-            tuple(outputs),
-            constants,
-            setup=setup,
-            sequential=bool(data.get("sequential")),  # of files before recomputing: no
-        )
+        self._tensors(program.inputs, "an input")
+        _a(program.outputs, tuple, "a list of outputs")
+        for name, value in program.outputs:
+            _a(name, str, "an output's name")
+            if type(value) is not np.ndarray:
+                self._tensor(value)
+        _a(program.sequential, bool, "whether calls run in line")
+        _words(program.fallbacks, "a list of operators")
+        _words(program.in_parts, "a list of operators")
+        if program.stages != ():
+            raise _fault("a program has later stages")
 
-    def _tensor(self, data: Any) -> Tensor:
-        buffer, dtype, shape, strides, offset = data
-        if buffer not in self.buffers or type(buffer) is not int or dtype not in ITEMSIZE:
-            raise _fault(f"a tensor is of buffer {str(buffer)[:20]}, {str(dtype)[:20]}")
-        shape = _sizes(shape, 0, _LARGEST, "a tensor's shape")
-        if strides is None:
-            strides = dense_strides(shape)
-        else:
-            strides = _sizes(strides, -_LARGEST, _LARGEST, "a tensor's strides")
-        tensor = Tensor(buffer, dtype, shape, strides, _whole(offset, 0, _LARGEST, "an offset"))
-        spans = [(d - 1) * s for d, s in zip(shape, strides, strict=True)]
-        low = tensor.offset + sum(s for s in spans if s < 0)
-        high = tensor.offset + sum(s for s in spans if s > 0) + 1
+    def _buffer(self, b: Any) -> None:
+        _a(b, Buffer, "a buffer")
+        if not (type(b.id) is type(b.nbytes) is int and 0 <= b.nbytes <= _LARGEST and b.id >= 0):
+            raise _fault(f"buffer {str(b.id)[:40]} of {str(b.nbytes)[:40]} bytes")
+        if b.kind not in _KINDS or b.id in self.buffers or type(b.name) is not str:
+            raise _fault(f"buffer {b.id} is of the kind {str(b.kind)[:40]!r}, or there twice")
+        self.buffers[b.id] = b
+
+    def _tensors(self, pairs: Any, what: str) -> None:
+        _a(pairs, tuple, what)
+        known = self.tensors
+        for name, tensor in pairs:
+            if id(tensor) not in known:
+                self._tensor(tensor)
+            if type(name) is not str:
+                raise _fault(f"the name of {what}")
+
+    def _tensor(self, t: Any) -> None:
+        _a(t, Tensor, "a tensor")
+        if type(t.buffer) is not int or t.buffer not in self.buffers or t.dtype not in ITEMSIZE:
+            raise _fault(f"a tensor is of buffer {str(t.buffer)[:20]}, {str(t.dtype)[:20]}")
+        if type(t.offset) is not int or not 0 <= t.offset <= _LARGEST:
+            raise _fault(f"an offset is {str(t.offset)[:40]}")
+        key = id(t.shape), id(t.strides)
+        low, high, size = self.reaches.get(key) or self._reach(key, t)
         # one without elements reads nothing, wherever it stands
-        if tensor.size and (low < 0 or high * ITEMSIZE[dtype] > self.buffers[buffer].nbytes):
-            raise _fault(f"a tensor reaches beyond buffer {buffer}")
-        return tensor
+        inside = (t.offset + high + 1) * ITEMSIZE[t.dtype] <= self.buffers[t.buffer].nbytes
+        if size and (t.offset + low < 0 or not inside):
+            raise _fault(f"a tensor reaches beyond buffer {t.buffer}")
+        self.tensors[id(t)] = t
 
-    def _known(self, data: Mapping[str, Any]) -> np.ndarray[Any, Any]:
-        if data["dtype"] not in ITEMSIZE:
-            raise _fault(f"an output is of type {str(data['dtype'])[:40]!r}")
-        dtype, shape = dtype_of(data["dtype"]), _sizes(data["shape"], 0, _LARGEST, "a shape")
-        return self.array(_word(data["array"], "an output's array")).view(dtype).reshape(shape)
+    def _reach(self, key: tuple[int, int], t: Tensor) -> tuple[int, int, int]:
+        """The first and the last element of a tensor from its offset on, and their number."""
+        _sizes(t.shape, 0, _LARGEST, "a tensor's shape")
+        _sizes(t.strides, -_LARGEST, _LARGEST, "a tensor's strides")
+        spans = [(d - 1) * s for d, s in zip(t.shape, t.strides, strict=True)]
+        found = sum(s for s in spans if s < 0), sum(s for s in spans if s > 0), t.size
+        self.reaches[key] = found
+        return found
 
-    def _call(self, data: Any) -> Call:
-        reads = tuple((_word(n, "an operand"), self._tensor(t)) for n, t in data["reads"])
-        writes = tuple((_word(n, "a result"), self._tensor(t)) for n, t in data["writes"])
-        workspace = _whole(data["workspace"], 0, _LARGEST, "a workspace")
-        tensors = dict((*reads, *writes))
-        room = {name: self.buffers[t.buffer].nbytes - t.offset * ITEMSIZE[t.dtype]
-                for name, t in tensors.items()}  # fmt: skip
-        room["workspace"] = workspace
-        read, written = dict(reads), dict(writes)
-        inplace = tuple((_word(y, "a result"), _word(x, "an operand")) for y, x in data["inplace"])
-        if any(y not in written or x not in read for y, x in inplace):
-            raise _fault("a call writes in place what it does not have")
-        return Call(
-            _word(data["kernel"], "a kernel's name"),
-            tuple(_word(n, "a node's name") for n in data["nodes"]),
-            tuple(self._launch(x, room) for x in data["launches"]),
-            reads,
-            writes,
-            workspace,
-            _whole(data["flops"], 0, 2**80, "a count of operations"),
-            _whole(data["bytes"], 0, 2**80, "a count of bytes"),
-            _word(data["why"], "a reason"),
-            inplace,
-        )
+    def _call(self, call: Any) -> None:
+        _a(call, Call, "a call")
+        self._tensors(call.reads, "an operand")
+        self._tensors(call.writes, "a result")
+        numbers = call.workspace, call.flops, call.bytes
+        if not {*map(type, numbers)} == {int} or not 0 <= min(numbers) <= max(numbers) < 2**80:
+            raise _fault(f"a call of {str(numbers)[:80]}")
+        _whole(call.workspace, 0, _LARGEST, "a workspace")
+        if call.inplace:
+            read, written = dict(call.reads), dict(call.writes)
+            if any(y not in written or x not in read for y, x in call.inplace):
+                raise _fault("a call writes in place what it does not have")
+        if not (type(call.inplace) is type(call.launches) is tuple
+                and type(call.kernel) is type(call.why) is str):  # fmt: skip
+            raise _fault("a call is of no kind")
+        _words(call.nodes, "a list of nodes")
+        if call.host != b"" or type(call.problem) not in (type(None), Collective):
+            raise _fault("a call holds what no file has")
+        for launch in call.launches:
+            ends = self.launches.get(id(launch))
+            for (name, mapped), end in (self._launch(launch) if ends is None else ends).items():
+                room = {"workspace": call.workspace, "sync": launch.sync}
+                for operand, t in (*call.reads, *call.writes):
+                    room[operand] = self.buffers[t.buffer].nbytes - t.offset * ITEMSIZE[t.dtype]
+                if end > room.get(name, end if mapped else 0):
+                    raise _fault(f"a launch reaches beyond {name[:40]}")
 
-    def _launch(self, data: Any, room: Mapping[str, int]) -> Launch:
-        source, defines = self.modules[_whole(data["module"], 0, len(self.modules) - 1, "a module")]
-        grid, block = (_sizes(data[k], 1, 2**31 - 1, f"a {k}") for k in ("grid", "block"))
-        fits = len(grid) == len(block) == 3 and all(map(int.__le__, grid, _GRID))
-        if not fits or block[0] * block[1] * block[2] > 1024:
-            raise _fault(f"a launch of {list(grid)} blocks of {list(block)} threads")
-        sync = _whole(data.get("sync", 0), 0, 1 << 30, "a launch's own memory")
-        room = {**room, "sync": sync}
-        return Launch(
-            source,
-            _identifier(data["entry"], "a kernel"),
-            (grid[0], grid[1], grid[2]),
-            (block[0], block[1], block[2]),
-            tuple(self._arg(arg, room) for arg in data["args"]),
-            defines,
-            _whole(data.get("smem", 0), 0, 1 << 20, "a launch's shared memory"),
-            _whole(data["cluster"], 1, 16, "a cluster"),
-            sync,
-            _yes(data.get("cooperative", False), "whether a launch is cooperative"),
-        )
+    def _launch(self, x: Any) -> _Ends:
+        """How far it reaches into its operands, in bytes, as far as its arguments say."""
+        _a(x, Launch, "a launch")
+        _sizes(x.grid, 1, 2**31 - 1, "a grid")
+        _sizes(x.block, 1, 1024, "a block")
+        fits = len(x.grid) == len(x.block) == 3 and all(map(int.__le__, x.grid, _GRID))
+        if not fits or x.block[0] * x.block[1] * x.block[2] > 1024:
+            raise _fault(f"a launch of {list(x.grid)} blocks of {list(x.block)} threads")
+        _whole(x.sync, 0, 1 << 30, "a launch's own memory")
+        _whole(x.smem, 0, 1 << 20, "a launch's shared memory")
+        _whole(x.cluster, 1, 16, "a cluster")
+        _a(x.cooperative, bool, "whether a launch is cooperative")
+        _a(x.args, tuple, "a list of arguments")
+        ends: _Ends = {}
+        for arg in x.args:
+            _argument(arg, ends)
+        library = type(x.product) is Problem, type(x.collective) is Collective
+        if not (self.modules is None and any(library)):
+            if (x.product, x.collective) != (None, None):
+                raise _fault("a launch of a library")
+            self._kernel(x)
+        self.launches[id(x)] = ends
+        return ends
 
-    def _arg(self, data: Any, room: Mapping[str, int]) -> Arg:
-        kind, *rest = data
-        if kind == "ptr":
-            return _pointer(room, *rest)
-        if kind == "num":
-            ctype, value = rest
-            bounds = _NUMBERS[ctype]
-            if bounds is None:
-                return Num(ctype, float(value))
-            return Num(ctype, _whole(value, *bounds, "an argument"))
-        if kind == "table":
-            words = [
-                _whole(w, -(2**63), 2**64 - 1, "an argument")
-                if type(w) is int
-                else _pointer(room, *w)
-                for w in rest[0]
-            ]
-            return Table(tuple(words))
-        if kind != "map":
-            raise _fault(f"an argument is a {str(kind)[:40]!r}")
-        name, offset, dtype, shape, strides, box, swizzle, *windows = rest
-        if dtype not in ("bfloat16", "float16", "float32") or swizzle not in (0, 128):
-            raise _fault("a tensor map of an unknown kind")
-        made = TensorMap(
-            _pointer(room, name, offset),
-            dtype,
-            _sizes(shape, 1, 2**32, "a tensor map's shape"),
-            _sizes(strides, 0, 2**40, "a tensor map's strides"),
-            _sizes(box, 1, 256, "a tensor map's box"),
-            swizzle,
-            _sizes(windows[0], -128, 127, "a tensor map's window") if windows else (),
-        )
-        rank = len(made.shape)
-        images = (len(made.box), len(made.window)) == (2, 3 * (rank - 2)) and rank in (4, 5)
-        boxed = images if made.window else len(made.box) == rank
-        if not boxed or not rank == len(made.strides) + 1 <= 5:
-            raise _fault("a tensor map of unequal ranks")
-        last = sum((d - 1) * s for d, s in zip(made.shape[1:], made.strides, strict=True))
-        reach = offset + last + made.shape[0] * ITEMSIZE[dtype]
-        if name in room and reach > room[name]:
-            raise _fault(f"a tensor map reaches beyond {name}")
-        return made
+    def _kernel(self, x: Launch) -> None:
+        key = x.source, x.defines, x.entry
+        if key in self.kernels:
+            return
+        _a(x.source, str, "a kernel's source")
+        _a(x.defines, tuple, "a kernel's macros")
+        if not _IDENTIFIER.match(x.entry):
+            raise _fault("a kernel is no name")
+        if self.modules is not None and (x.source, x.defines) not in self.modules:
+            raise _fault("a launch of a module that is not there")
+        for name, value in x.defines:
+            _a(value, str, "a macro")
+            if self.modules is None and not _MACRO.match(name):
+                raise _fault(f"a macro is {str(name)[:40]!r}")
+        if self.modules is None and "\n" not in x.source and not _SOURCE.match(x.source):
+            raise _fault(f"a kernel of {x.source[:40]!r}")
+        self.kernels.add(key)
 
 
-def _pointer(room: Mapping[str, int], name: Any, offset: Any) -> Ptr:
+def _argument(arg: Any, ends: _Ends) -> None:
+    kind = type(arg)
+    if kind is Ptr:
+        _pointer(arg, ends)
+    elif kind is Num:
+        bounds = _NUMBERS[arg.ctype]
+        if bounds is not None:
+            _whole(arg.value, *bounds, "an argument")
+        elif type(arg.value) not in (int, float):
+            raise _fault("an argument is no number")
+    elif kind is Table:
+        _a(arg.words, tuple, "a table")
+        for word in arg.words:
+            if type(word) is Ptr:
+                _pointer(word, ends)
+            else:
+                _whole(word, -(2**63), 2**64 - 1, "an argument")
+    elif kind is TensorMap:
+        _map(arg, ends)
+    else:
+        raise _fault(f"an argument is a {kind.__name__}")
+
+
+def _pointer(ptr: Ptr, ends: _Ends) -> None:
     """An operand that is not bound is a null pointer, which some kernels take for its absence."""
-    high = room.get(_word(name, "a pointer"), 0)
-    return Ptr(name, _whole(offset, 0, high, f"the offset into {name}"))
+    if type(ptr.name) is not str or type(ptr.offset) is not int or ptr.offset < 0:
+        raise _fault("a pointer")
+    if ptr.offset > ends.get((ptr.name, False), 0):
+        ends[ptr.name, False] = ptr.offset
+
+
+def _map(arg: TensorMap, ends: _Ends) -> None:
+    _a(arg.ptr, Ptr, "a tensor map's operand")
+    _pointer(arg.ptr, ends)
+    if arg.dtype not in ("bfloat16", "float16", "float32") or arg.swizzle not in (0, 128):
+        raise _fault("a tensor map of an unknown kind")
+    _whole(arg.swizzle, 0, 128, "a tensor map's swizzle")
+    _sizes(arg.shape, 1, 2**32, "a tensor map's shape")
+    _sizes(arg.strides, 0, 2**40, "a tensor map's strides")
+    _sizes(arg.box, 1, 256, "a tensor map's box")
+    _sizes(arg.window, -128, 127, "a tensor map's window")
+    rank = len(arg.shape)
+    images = (len(arg.box), len(arg.window)) == (2, 3 * (rank - 2)) and rank in (4, 5)
+    boxed = images if arg.window else len(arg.box) == rank
+    if not boxed or not rank == len(arg.strides) + 1 <= 5:
+        raise _fault("a tensor map of unequal ranks")
+    last = sum((d - 1) * s for d, s in zip(arg.shape[1:], arg.strides, strict=True))
+    reach = arg.ptr.offset + last + arg.shape[0] * ITEMSIZE[arg.dtype]
+    ends[arg.ptr.name, True] = max(reach, ends.get((arg.ptr.name, True), 0))

@@ -245,7 +245,10 @@ def guarded(work: Callable[[], T], name: str) -> T:
 
 
 def _answer(pipe: IO[bytes]) -> tuple[bool, Any] | None:
-    """What the child wrote at last, or None if it ended before; reports of progress go on."""
+    """What the child wrote at last, or None if it ended before; reports of progress go on.
+
+    The other end of the pipe is a fork of this process alone, so it may be pickled.
+    """
     while True:
         try:
             found = pickle.load(pipe)

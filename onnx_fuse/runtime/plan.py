@@ -7,13 +7,14 @@ where that takes much of it, the calls run one after another.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import le
 from typing import TYPE_CHECKING, Any, Protocol
 
 from onnx_fuse.program.call import Call, Program, Tensor
+from onnx_fuse.program.formula import Guards
 from onnx_fuse.runtime.schedule import Order, by_dependency, sequential
 
 if TYPE_CHECKING:
@@ -138,9 +139,9 @@ def _may_share(call: Call, x: Tensor, y: Tensor) -> bool:
 
 
 class OpenProgram(Protocol):
-    """A program over open sizes; `guards` are expressions that are true where it serves."""
+    """A program over open sizes; `guards` are true where it serves."""
 
-    guards: tuple[str, ...]
+    guards: Guards
 
     def part(self, name: str, values: Mapping[str, int]) -> Any:
         """What of the program `specialize.opened_program` calls so; None where it is not known."""
@@ -210,13 +211,24 @@ class PlannedProgram:
 class _Layout:
     """A memory layout for some sizes, which smaller sizes fit too, whatever the guards say."""
 
-    def __init__(self, source: OpenProgram, whole: Program, numbers: Mapping[str, int]) -> None:
-        self.plan = plan(whole)
-        self.room = {buffer.id: buffer.nbytes for buffer in whole.buffers}
-        self._bytes = sum(self.room.values())
-        self._workspaces = [call.workspace for call in whole.calls]
+    def __init__(
+        self,
+        source: OpenProgram,
+        plan: Plan,
+        room: Mapping[int, int],
+        workspaces: Sequence[int],
+        numbers: Mapping[str, int],
+    ) -> None:
+        self.plan, self.room, self.workspaces = plan, room, workspaces
+        self._bytes = sum(room.values())
         found = source.part("sizes", numbers)
         self._sizes: tuple[int, ...] | None = None if found is None else found[:-1]
+
+    @classmethod
+    def of(cls, source: OpenProgram, whole: Program, numbers: Mapping[str, int]) -> _Layout:
+        """The layout of the program for these sizes."""
+        room = {buffer.id: buffer.nbytes for buffer in whole.buffers}
+        return cls(source, plan(whole), room, [call.workspace for call in whole.calls], numbers)
 
     def _wastes(self, total: int) -> bool:
         """Whether it takes much more than the bytes that are needed."""
@@ -229,12 +241,40 @@ class _Layout:
 
     def fits(self, program: Program) -> bool:
         """Whether the buffers and workspaces of the program fit."""
-        pairs = zip(program.calls, self._workspaces, strict=True)
+        pairs = zip(program.calls, self.workspaces, strict=True)
         return (
             all(b.nbytes <= self.room[b.id] for b in program.buffers)
             and all(call.workspace <= nbytes for call, nbytes in pairs)
             and not self._wastes(sum(b.nbytes for b in program.buffers))
         )
+
+
+def _whole_numbers(values: Iterable[Any]) -> None:
+    """Raise ValueError where one is no whole number from 0 on."""
+    found = [*values]
+    if found and not ({*map(type, found)} == {int} and min(found) >= 0):
+        raise ValueError("a number of a layout")
+
+
+def _check_layout(
+    plan: Plan, room: Mapping[int, int], workspaces: Sequence[int], program: Program
+) -> None:
+    """Raise ValueError where a temporary has no place in the arena that is as large as its room."""
+    _whole_numbers((*plan.offsets.keys(), *plan.offsets.values(), *plan.workspaces.keys()))
+    _whole_numbers((*plan.workspaces.values(), *room.keys(), *room.values()))
+    used = {t.buffer for call in program.calls for _, t in (*call.reads, *call.writes)}
+    temporary = {b.id for b in program.buffers if b.kind == "temp"}
+    ends = [at + room[b] for b, at in plan.offsets.items()]
+    ends += [at + workspaces[i] for i, at in plan.workspaces.items()]
+    if (
+        room.keys() != {b.id for b in program.buffers}
+        or not temporary & used <= plan.offsets.keys() <= temporary
+        or len(workspaces) != len(program.calls)
+        or not {i for i, nbytes in enumerate(workspaces) if nbytes} <= plan.workspaces.keys()
+        or max(ends, default=0) > plan.arena
+        or any(at % ALIGN for at in (*plan.offsets.values(), *plan.workspaces.values()))
+    ):
+        raise ValueError("a temporary without a place")
 
 
 class PlannedOpenProgram:
@@ -247,10 +287,18 @@ class PlannedOpenProgram:
     seconds = 0.0
     """What lowering took, wherever that was."""
 
-    def __init__(self, source: OpenProgram, largest: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        source: OpenProgram,
+        largest: Mapping[str, int],
+        layouts: Mapping[tuple[int, ...], _Layout],
+        whole: Program,
+        numbers: Mapping[str, int],
+    ) -> None:
+        """`whole` is the program for the sizes `numbers`."""
         self.source, self.largest = source, largest
-        whole: Program = source.at(largest)
-        self._layouts = {tuple(largest.values()): _Layout(source, whole, largest)}
+        self._layouts = dict(layouts)
+        self._latest: tuple[Mapping[str, int], Program] | None = (numbers, whole)
         self.weights = {
             b.name: whole.constants[b.id]
             for b in whole.buffers
@@ -262,13 +310,64 @@ class PlannedOpenProgram:
         )
         """The model's own weights that it reads."""
 
+    @classmethod
+    def of(cls, source: OpenProgram, largest: Mapping[str, int]) -> PlannedOpenProgram:
+        """The open program with the layout for the largest sizes."""
+        whole: Program = source.at(largest)
+        layout = _Layout.of(source, whole, largest)
+        return cls(source, largest, {tuple(largest.values()): layout}, whole, largest)
+
+    def layouts(self) -> dict[str, Any]:
+        """The layouts as plain data, for a file."""
+        return {
+            "largest": dict(self.largest),
+            "seconds": self.seconds,
+            "of": [
+                [list(sizes), list(layout.room.items()), layout.workspaces,
+                 list(layout.plan.offsets.items()), list(layout.plan.workspaces.items()),
+                 layout.plan.arena, layout.plan.naive, layout.plan.inplace,
+                 layout.plan.order.after]
+                for sizes, layout in self._layouts.items()
+            ],
+        }  # fmt: skip
+
+    @classmethod
+    def read(
+        cls, source: OpenProgram, data: Any, whole: Program, numbers: Mapping[str, int]
+    ) -> PlannedOpenProgram:
+        """The open program with the layouts that `layouts` described; `whole` as in `__init__`.
+
+        Raises ValueError or TypeError for what is no layout of such a program.
+        """
+        largest, found = data["largest"], {}
+        _whole_numbers(largest.values())
+        if largest.keys() != numbers.keys():
+            raise ValueError("the largest sizes")
+        for sizes, room, workspaces, offsets, spaces, arena, naive, inplace, after in data["of"]:
+            _whole_numbers((*sizes, *workspaces, arena, naive, inplace))
+            order = Order.of(after, len(whole.calls))
+            layout = Plan(dict(offsets), dict(spaces), arena, naive, inplace, order)
+            room = dict(room)
+            _check_layout(layout, room, workspaces, whole)
+            bounds = dict(zip(largest, sizes, strict=True))
+            found[tuple(sizes)] = _Layout(source, layout, room, workspaces, bounds)
+        made = cls(source, largest, found, whole, numbers)
+        made.seconds = float(data["seconds"])
+        return made
+
     def at(self, numbers: Mapping[str, int]) -> PlannedProgram:
         """The Program for these sizes, and a layout that it fits."""
         needs = self.source.part("sizes", numbers)
-        program: Program | None = None if needs is not None else self.source.at(numbers)
+        latest, self._latest = self._latest, None
+        program: Program | None = None
+        if latest is not None and latest[0] == numbers:
+            program = latest[1]
+        elif needs is None:
+            program = self.source.at(numbers)
         for bounds in (self.largest, self._nearer(numbers)):
             layout = self._for(bounds)
-            if layout.serves(needs[:-1], needs[-1]) if program is None else layout.fits(program):
+            served = needs is not None and layout.serves(needs[:-1], needs[-1])
+            if served or (needs is None and program is not None and layout.fits(program)):
                 return PlannedProgram(program, layout.plan, self.source, layout.room, numbers)
         program = self.source.at(numbers) if program is None else program
         return PlannedProgram(program, plan(program), self.source, None, numbers)
@@ -284,6 +383,6 @@ class PlannedOpenProgram:
     def _for(self, bounds: Mapping[str, int]) -> _Layout:
         key = tuple(bounds.values())
         if key not in self._layouts:  # a new table, since a thread may be writing this one
-            made = _Layout(self.source, self.source.at(bounds), bounds)
+            made = _Layout.of(self.source, self.source.at(bounds), bounds)
             self._layouts = {**self._layouts, key: made}
         return self._layouts[key]

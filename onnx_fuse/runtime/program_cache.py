@@ -1,19 +1,18 @@
 """The folder of the cache that keeps the open programs of one model.
 
-A file holds the guards and, pickled, the program: a process that meets a shape that meets them
-lowers nothing. Weights that lowering made stand in files of their own, each once for all programs.
-The cache is the user's own and is trusted as Python's byte code is; what is damaged or was written
-by other code counts as absent.
+A file holds the guards and the program as data (`program.template`), with its layouts and the bytes
+of its constants: a process that meets a shape that meets the guards lowers nothing. Weights that
+lowering made stand in files of their own, each once for all programs. What is damaged, or was
+written by other code, counts as absent, and a folder that others may write to is not read at all.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
-import io
 import json
 import os
-import pickle
 import shutil
 import struct
 import sys
@@ -32,12 +31,14 @@ from onnx_fuse import config
 from onnx_fuse.container import Container, digest_of, write
 from onnx_fuse.cuda.source import source_root
 from onnx_fuse.errors import ModelError
-from onnx_fuse.files import written
+from onnx_fuse.files import opened_private, private_folder, read_private, written_private
 from onnx_fuse.kernels import cublaslt, tuning
+from onnx_fuse.program import template
 from onnx_fuse.program.call import dtype_of
-from onnx_fuse.program.formula import Guards
+from onnx_fuse.program.formula import Formulas, Guards
+from onnx_fuse.program.open import Open
 from onnx_fuse.program.problem import Hardware
-from onnx_fuse.runtime import collector
+from onnx_fuse.runtime import collector, encoding
 from onnx_fuse.runtime.plan import PlannedOpenProgram
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class ProgramCache:
         """The program of this key whose guards these sizes meet, None where there is none."""
         with self._lock:
             for path in self._paths(key):
-                if self._meets(path, numbers) and (found := self._read(path)) is not None:
+                if self._meets(path, numbers) and (found := self._read(path, numbers)) is not None:
                     return found
         return None
 
@@ -100,15 +101,15 @@ class ProgramCache:
 
         Warns where the cache cannot be written to.
         """
-        header = json.dumps(kept.source.guards).encode()
+        header = json.dumps(kept.source.guards.formulas.data).encode()
         path = self._of(key) / f"{digest_of([header])}.program"
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if path.exists():
+            if not private_folder(path.parent) or path.exists():
                 return
             self._keep_weights(kept.weights)
-            body = _pickled(kept)
-            with written(path) as draft:
+            with collector.paused():  # nothing of what it makes stays
+                body = _written(kept)
+            with written_private(path) as draft:
                 parts = (hashlib.sha256(header).digest(), hashlib.sha256(body).digest())
                 draft.write_bytes(b"".join((*parts, _LENGTH.pack(len(header)), header, body)))
             if not self._pruned:
@@ -137,18 +138,52 @@ class ProgramCache:
         guards = self._guards[path]
         return guards is not None and guards.hold(numbers)
 
-    def _read(self, path: Path) -> PlannedOpenProgram | None:
+    def _read(self, path: Path, numbers: Mapping[str, int]) -> PlannedOpenProgram | None:
         try:
-            data = path.read_bytes()
+            data = memoryview(read_private(path))
             start = _HEAD + _LENGTH.unpack_from(data, 64)[0]
-            if hashlib.sha256(memoryview(data)[start:]).digest() != data[32:64]:
-                raise ValueError("damaged")
-            found: PlannedOpenProgram = _Unpickler(data[start:], self._weight).load()
+            if hashlib.sha256(data[start:]).digest() != data[32:64]:
+                raise ValueError("it is not what was written")
+            guards = self._guards[path]
+            assert guards is not None
+            found = self._decoded(guards, data[start:], numbers)
             os.utime(self.folder)  # used now, for who removes what is old
-        except (OSError, ModelError, LookupError, ValueError, struct.error, *_UNREADABLE):
-            self._guards[path] = None  # as if it were not there
-            return None
+        except FileNotFoundError:  # another process has removed it, or what it reads
+            found = None
+        except _DAMAGE as error:
+            warnings.warn(f"{path} is not used and is written anew: {error}", stacklevel=2)
+            found = None
+        if found is None:
+            self._guards[path] = None  # as if it were not there, and so it is written anew
+            with contextlib.suppress(OSError):
+                path.unlink()
         return found
+
+    def _decoded(
+        self, guards: Guards, body: memoryview, numbers: Mapping[str, int]
+    ) -> PlannedOpenProgram:
+        """The program of a file; whatever the file says is checked, for these sizes."""
+        length, words = _LENGTHS.unpack_from(body)
+        text = json.loads(bytes(body[_LENGTHS.size : _LENGTHS.size + length]))
+        data, stored = text["program"], body[_LENGTHS.size + length :]
+        data["words"] = np.frombuffer(stored, np.int32, words)
+        stored = stored[4 * words :]
+
+        def array(name: str, dtype: str, shape: tuple[int, ...]) -> Array:
+            kind, _, rest = name.partition(" ")
+            if kind == "weight":
+                found = self._weight(rest)
+            else:
+                at, nbytes = map(int, rest.split())
+                found = np.frombuffer(stored, np.uint8, nbytes, at).view(dtype_of(dtype))
+                found = found.reshape(shape)
+            if (found.dtype.name, found.shape) != (dtype, shape):
+                raise ValueError(f"{rest} is of another shape")
+            return found
+
+        source = encoding.read(data, guards, array)
+        whole = source.check_parts(numbers)
+        return PlannedOpenProgram.read(source, text["layouts"], whole, numbers)
 
     # ---- what lowering made of weights ----
 
@@ -160,8 +195,9 @@ class ProgramCache:
             return
         described = {name: [a.dtype.name, list(a.shape)] for name, a in new.items()}
         folder = self.folder / "weights"
-        folder.mkdir(parents=True, exist_ok=True)
-        with written(folder / f"{digest_of([repr(described).encode()])}.made") as draft:
+        if not private_folder(folder):
+            return
+        with written_private(folder / f"{digest_of([repr(described).encode()])}.made") as draft:
             write(draft, {"arrays": described}, {}, new)
 
     def _made(self) -> Iterator[Container]:
@@ -169,14 +205,15 @@ class ProgramCache:
         for path in sorted(folder.glob("*.made")):
             if path not in self._containers:
                 try:
+                    opened_private(path).close()
                     self._containers[path] = Container(path)
-                except ModelError:
+                except (OSError, ModelError):
                     self._containers[path] = None
             if (found := self._containers[path]) is not None:
                 yield found
 
     def _weight(self, name: str) -> Array:
-        """A made weight. Raises LookupError where neither this process nor the folder has it."""
+        """A made weight. Raises FileNotFoundError where nobody has it."""
         found = self._array(name)
         if found is not None:
             return found
@@ -184,48 +221,49 @@ class ProgramCache:
             if name in container.manifest["arrays"]:
                 dtype, shape = container.manifest["arrays"][name]
                 return container.tensor(name).view(dtype_of(dtype)).reshape(shape)
-        raise LookupError(name)
+        raise FileNotFoundError(errno.ENOENT, "a made weight", name)
 
 
-# what pickle raises for what other code has written
-_UNREADABLE = (pickle.PickleError, AttributeError, ImportError, EOFError, TypeError)
+_DAMAGE = (
+    *(OSError, ModelError, LookupError, ValueError, TypeError, AttributeError, OverflowError),
+    *(RecursionError, struct.error),
+)
+"""What is raised for a file that is no program, whoever wrote it."""
 _LENGTH = struct.Struct("<Q")
+_LENGTHS = struct.Struct("<QQ")  # bytes of the text, number of words
 _HEAD = 64 + _LENGTH.size  # digests of guards and program, bytes of the guards
 
 
 def _guards(path: Path) -> Guards | None:
     """The guards of a file, None of a damaged one."""
     try:
-        with path.open("rb") as file:
+        with opened_private(path) as file:
             head = file.read(_HEAD)
-            header = file.read(_LENGTH.unpack_from(head, 64)[0])
+            length = _LENGTH.unpack_from(head, 64)[0]
+            header = file.read(min(length, 1 << 24))
         whole = hashlib.sha256(header).digest() == head[:32]
-        return Guards(json.loads(header)) if whole else None
-    except (OSError, ValueError, struct.error, OverflowError, MemoryError):
+        return Guards(Formulas.read(json.loads(header), conditions=True)) if whole else None
+    except (OSError, ValueError, RecursionError, struct.error):
         return None
 
 
-def _pickled(kept: PlannedOpenProgram) -> bytes:
-    """The pickled program, in which the weights that lowering made stand by name."""
+def _written(kept: PlannedOpenProgram) -> bytes:
+    """The program as JSON, and the bytes of arrays that are no weights that lowering made."""
     names = {id(array): name for name, array in kept.weights.items()}
+    stored: list[bytes] = []
 
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, obj: Any) -> str | None:
-            return names.get(id(obj)) if type(obj) is np.ndarray else None
+    def store(array: Array) -> str:
+        if id(array) in names:
+            return f"weight {names[id(array)]}"
+        stored.append(np.ascontiguousarray(array).tobytes())
+        return f"array {sum(map(len, stored[:-1]))} {len(stored[-1])}"
 
-    found = io.BytesIO()
-    with collector.paused():  # nothing of what it makes stays
-        Pickler(found, protocol=5).dump(kept)
-    return found.getvalue()
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, weight: Callable[[str], Array]) -> None:
-        super().__init__(io.BytesIO(data))
-        self._weight = weight
-
-    def persistent_load(self, pid: Any) -> Array:
-        return self._weight(pid)
+    assert isinstance(kept.source, Open)
+    program = template.write(kept.source, store)
+    words = np.array(program.pop("words"), np.int32)
+    data = {"program": program, "layouts": kept.layouts()}
+    text = json.dumps(data, separators=(",", ":")).encode()
+    return b"".join((_LENGTHS.pack(len(text), len(words)), text, words.tobytes(), *stored))
 
 
 # ---- names --------------------------------------------------------------------------------------

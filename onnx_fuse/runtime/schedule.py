@@ -59,6 +59,22 @@ class Order:
     after: tuple[tuple[int, ...], ...]
     before: tuple[int, ...]
 
+    @classmethod
+    def of(cls, after: Iterable[Sequence[int]], calls: int) -> Order:
+        """The Order of so many calls with these `after`. Raises ValueError where it is none."""
+        before: list[int] = []
+        rows = tuple(map(tuple, after))
+        for i, direct in enumerate(rows):
+            mask = 0
+            for j in direct:
+                if type(j) is not int or not 0 <= j < i:
+                    raise ValueError("a call that comes after a later one")
+                mask |= before[j] | 1 << j
+            before.append(mask)
+        if len(rows) != calls:
+            raise ValueError("an order of other calls")
+        return cls(rows, tuple(before))
+
 
 def _order(wanted: Iterable[Iterable[int]]) -> Order:
     """The Order of calls that must each follow some earlier ones; implied edges are left out."""

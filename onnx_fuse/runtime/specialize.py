@@ -236,7 +236,7 @@ class Specializer:
             if self.memory is not None:
                 sized = Open(program, trace).at(trace.largest())
                 program = self._recomputing(program, sized, self.memory)
-            return PlannedOpenProgram(opened_program(program, trace), trace.largest())
+            return PlannedOpenProgram.of(opened_program(program, trace), trace.largest())
         except (NeedsValues, OnnxFuseError):
             raise
         except (

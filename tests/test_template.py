@@ -1,0 +1,207 @@
+"""Programs as data, as the cache and compiled files hold them: faults are one error, never code."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from onnx_fuse.errors import ModelError
+from onnx_fuse.lower.walk import lower
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.program import formula, template
+from onnx_fuse.program.call import Program
+from onnx_fuse.program.open import Open
+from onnx_fuse.program.problem import CHIPS, Num, Problem, Ptr, TensorMap
+from onnx_fuse.program.size import Trace
+from onnx_fuse.runtime import encoding
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("(-1*((-768*s1)//2048))", 48),
+        ("not (1+-1*s0) == 0", False),
+        ("2 <= s0 <= 16", False),
+        ("min((s1),(3+s0))+max(s0,7)", 11),
+        ("((s1)%8)", 0),
+    ],
+)
+def test_expressions_over_sizes(text: str, wanted: int) -> None:
+    table = formula.Formulas.of([text], ["s0", "s1"])
+    read = formula.Formulas.read(table.data, conditions=isinstance(wanted, bool))
+    assert table.at([1, 128]) == read.at([1, 128]) == [wanted]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["s0.real", "__import__('os')", "s0 ** s1", "1 << s0", "s0 s1", "(s0)(s1)", "s0 is s1",
+     "lambda: 0", "[s0]", "'a'", "min", "True", "s0 if s1 else s0", "", "s1(3)", "1 // 0"],
+)  # fmt: skip
+def test_nothing_else_is_evaluated(text: str) -> None:
+    with pytest.raises(ValueError, match=r"no expression|no value"):
+        formula.Formulas.of([text], ["s0", "s1"]).at([1, 2])
+
+
+# [symbols, constants, flat rows of (operation, a, b), roots]: s0 + 1 and its faults
+TABLES: dict[str, tuple[Any, bool]] = {
+    "a number": ([["s0"], [1], [0, 1, 0], [2]], True),
+    "a condition": ([["s0"], [1], [7, 1, 0], [2]], False),
+    "text": ("s0 + 1", False),
+    "an operation of text": ([["s0"], [1], ["add", 1, 0], [2]], False),
+    "an operation that is none": ([["s0"], [1], [99, 1, 0], [2]], False),
+    "an operand that comes later": ([["s0"], [1], [0, 2, 0], [2]], False),
+    "an operand before the first": ([["s0"], [1], [0, -1, 0], [2]], False),
+    "a root that is not there": ([["s0"], [1], [0, 1, 0], [3]], False),
+    "a row that is cut": ([["s0"], [1], [0, 1], [1]], False),
+    "a constant of yes": ([["s0"], [True], [0, 1, 0], [2]], False),
+    "a symbol that is a number": ([[0], [1], [0, 1, 0], [2]], False),
+    "the square of a square, again and again": (
+        [["s0"], [1], [x for i in range(99) for x in (2, i + 1, i + 1)], [100]],
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_of_expressions_is_checked(name: str) -> None:
+    data, right = TABLES[name]
+    if right:
+        assert formula.Formulas.read(data).at([41]) == [42]
+        return
+    with pytest.raises(ValueError, match=r"\w"):
+        formula.Formulas.read(data)
+
+
+@cache
+def softmaxes() -> Program:
+    text = (
+        "agraph (float[2,4] x) => (float[2,4] y, float[2,4] z)"
+        "{ s = Softmax(x) y = Tanh(s) z = Softmax<axis = 0>(y) }"
+    )
+    return lower(text_model(text), {"x": ((2, 4), "float32")}, CHIPS["H200"])
+
+
+def _set(*keys: Any, to: Any) -> Callable[[Any], None]:
+    def change(data: Any) -> None:
+        for key in keys[:-1]:
+            data = data[key]
+        data[keys[-1]] = to
+
+    return change
+
+
+def put(*path: Any, to: Any) -> Callable[[Any], Any]:
+    """Change one part of an object of dataclasses and tuples."""
+
+    def change(value: Any) -> Any:
+        key, *rest = path
+        if isinstance(value, tuple):
+            new = put(*rest, to=to)(value[key]) if rest else to
+            return (*value[:key], new, *value[key + 1 :])
+        new = put(*rest, to=to)(getattr(value, key)) if rest else to
+        return replace(value, **{key: new})
+
+    return change
+
+
+_LAUNCH = ("calls", 0, "launches", 0)
+BAD_PROGRAMS = {
+    "a buffer of negative size": put("buffers", 0, "nbytes", to=-1),
+    "a buffer too small": put("buffers", 0, "nbytes", to=4),
+    "a buffer twice": lambda p: replace(p, buffers=(*p.buffers, p.buffers[0])),
+    "a kind of buffer": put("buffers", 0, "kind", to="file"),
+    "a view beyond its buffer": put("inputs", 0, 1, "offset", to=1),
+    "a shape of text": put("inputs", 0, 1, "shape", to="12"),
+    "a size of yes": put("inputs", 0, 1, "shape", to=(True, 4)),
+    "a size of 2^70": put("inputs", 0, 1, "shape", to=(2**70, 4)),
+    "an unknown dtype": put("inputs", 0, 1, "dtype", to="float7"),
+    "a buffer that is not there": put("inputs", 0, 1, "buffer", to=99),
+    "an input that is a buffer": lambda p: put("inputs", 0, 1, to=p.buffers[0])(p),
+    "strides beyond": put("calls", 0, "reads", 0, 1, "strides", to=(1 << 30, 1)),
+    "strides before": put("calls", 0, "reads", 0, 1, "strides", to=(-4, 1)),
+    "a module that is not there": put(*_LAUNCH, "source", to="elsewhere.cu"),
+    "a kernel's name": put(*_LAUNCH, "entry", to="a b"),
+    "no blocks": put(*_LAUNCH, "grid", to=(0, 1, 1)),
+    "a grid of two axes": put(*_LAUNCH, "grid", to=(1, 1)),
+    "too many threads": put(*_LAUNCH, "block", to=(1024, 2, 1)),
+    "an offset beyond": put(*_LAUNCH, "args", 0, to=Ptr("x", 1 << 20)),
+    "an argument of another kind": put(*_LAUNCH, "args", 0, to=("file", "x")),
+    "an argument of text": put(*_LAUNCH, "args", 0, to=Num("i32", "1")),  # type: ignore[arg-type]
+    "an argument too large": put(*_LAUNCH, "args", 0, to=Num("i32", 2**31)),
+    "a number of no type": put(*_LAUNCH, "args", 0, to=Num("i7", 1)),
+    "a map of seven axes": put(
+        *(*_LAUNCH, "args", 0), to=TensorMap(Ptr("x"), "float32", (1,) * 7, (4,) * 6, (1,) * 7)
+    ),
+    "a map beyond its tensor": put(
+        *(*_LAUNCH, "args", 0), to=TensorMap(Ptr("x"), "float32", (4, 9), (16,), (4, 8))
+    ),
+    "a launch of a library": put(*_LAUNCH, "product", to=Problem("Gemm", 8, 8, 8)),
+    "a workspace of -1": put("calls", 0, "workspace", to=-1),
+    "in place of nothing": put("calls", 0, "inplace", to=(("y", "nothing"),)),
+    "a constant that is not there": put("constants", to={0: np.zeros(3)}),
+    "no calls": put("calls", to=None),
+    "a tuple": lambda p: (p,),
+}
+BAD_DATA: dict[str, Callable[[Any], Any]] = {
+    "a list": lambda d: [d],
+    "no words": lambda d: d.pop("words"),
+    "a word less": lambda d: d["words"].pop(),
+    "a word of text": _set("words", 0, to="os"),
+    "a word of 2^80": _set("words", 0, to=2**80),
+    "words in a list": lambda d: d.update(words=[d["words"]]),
+    "an object that comes later": lambda d: d.update(words=[10**6, *d["words"][1:]]),
+    "an object before the first": lambda d: d.update(words=[-1, *d["words"][1:]]),
+    "a class of Python's": _set("groups", 0, 0, to="os.system"),
+    "a class of ours that no program has": _set("groups", -1, 0, to="Session"),
+    "a field that is none": _set("groups", -1, 1, to=["__class__"]),
+    "a count of text": _set("groups", 0, -1, to="1"),
+    "a negative count": _set("groups", 0, -1, to=-1),
+    "a count of 2^40": _set("groups", 0, -1, to=2**40),
+    "a value of another type": _set("plain", 0, to={"a": 1}),
+    "no whole": lambda d: d.update(recipes={}),
+    "a result that comes later": lambda d: d["recipes"][""].__setitem__(-1, 10**6),
+    "a recipe too short": lambda d: d["recipes"][""].pop(),
+}
+
+
+def stored(program: Any) -> Any:
+    """What a file holds of a program."""
+    return json.loads(json.dumps(template.write(Open(program, Trace()), lambda array: "none")))
+
+
+def read(data: Any) -> Program:
+    """The program of these data, whose kernels the file has."""
+    modules = {(x.source, x.defines) for call in softmaxes().calls for x in call.launches}
+    guards = Open(None, Trace()).guards
+    return encoding.read(data, guards, lambda *given: np.zeros(3), modules).at({})
+
+
+def test_a_program_comes_back_as_it_was() -> None:
+    program = softmaxes()
+    assert repr(read(stored(program))) == repr(program)
+
+
+@pytest.mark.parametrize("fault", [*BAD_PROGRAMS, *BAD_DATA])
+def test_a_program_that_nobody_lowered_is_refused(fault: str) -> None:
+    if fault in BAD_PROGRAMS:
+        data = stored(BAD_PROGRAMS[fault](softmaxes()))
+    else:
+        data = copy.deepcopy(stored(softmaxes()))
+        changed = BAD_DATA[fault](data)
+        data = changed if fault == "a list" else data
+    with pytest.raises(ModelError, match="damaged") as caught:
+        read(data)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_other_class_is_written() -> None:
+    """What could not be read again is not written."""
+    with pytest.raises(ModelError, match="a file cannot hold"):
+        stored((print,))
