@@ -531,9 +531,10 @@ def test_a_float16_step_overflows_and_recovers(moves_only, monkeypatch):
 
 @pytest.mark.parametrize(("op", "gates"), [("RNN", 1), ("GRU", 3), ("LSTM", 4)])
 def test_a_recurrence_of_no_steps_is_onnxruntimes(op, gates):
-    text = f"agraph (float[T,2,3] x) => (float[T,1,2,4] y) <float[1,{gates * 4},3] w = "
+    ends = "float[T,1,2,4] y, float[1,2,4] h"
+    text = f"agraph (float[T,2,3] x) => ({ends}) <float[1,{gates * 4},3] w = "
     text += f"{{{'1,' * (gates * 12 - 1)}1}}, float[1,{gates * 4},4] r = "
-    text += f"{{{'1,' * (gates * 16 - 1)}1}}> {{ y = {op} <hidden_size = 4> (x, w, r) }}"
+    text += f"{{{'1,' * (gates * 16 - 1)}1}}> {{ y, h = {op} <hidden_size = 4> (x, w, r) }}"
     model = text_model(text)
     found = [program_of(model, {"x": np.zeros((t, 2, 3), np.float32)}).fallbacks for t in (0, 1)]
     assert found == [(f"{op}: no kernel",), ()]

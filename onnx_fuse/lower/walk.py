@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -289,8 +290,28 @@ class Lowerer(Control):
             return
         if node.op_type in CONTROL and node.domain == "" and self._control(node):
             return
-        if not self._evaluate(node) and not (self.of_sequences and sequence(self, node)):
+        if self._evaluate(node) or (self.of_sequences and sequence(self, node)):
+            return
+        if not self._empty(node):
             self._lower(node)
+
+    def _empty(self, node: ir.Node) -> bool:
+        """Give a node that reads a tensor without elements its results, where these have none.
+
+        Bodies, ONNX's own among them, are written for elements: their Reshape takes 0 for a size to
+        keep.
+        """
+        read = [self.slots[v].tensor for v in node.inputs if v is not None]
+        if not any(t is not None and not t.size for t in read) or captured(node):
+            return False
+        types = self.infer(node)
+        made = [(i, types and types[i]) for i, v in enumerate(node.outputs) if v.name]
+        found = [(i, *type_) for i, type_ in made if type_ is not None]
+        if len(found) < len(made) or any(d not in ITEMSIZE or prod(s) for _, d, s in found):
+            return False
+        for i, dtype, shape in found:
+            self.output(node, i, shape, dtype)
+        return True
 
     def _lower(self, node: ir.Node) -> None:
         lowering = lowerings().get((node.domain, base_name(node)))
@@ -631,8 +652,7 @@ class Lowerer(Control):
         for info, (name, tensor) in zip(model.graph.output, writes.items(), strict=True):
             info.CopyFrom(
                 onnx.ValueInfoProto(
-                    name=name,
-                    type=type_proto(data_type(tensor.dtype), [*map(sizes.plain, tensor.shape)]),
+                    name=name, type=type_proto(data_type(tensor.dtype), tensor.shape)
                 )
             )
         self.calls.append(

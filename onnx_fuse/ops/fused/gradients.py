@@ -75,7 +75,7 @@ _ROWS = """
 """
 _PLAIN = """
     x2 = Reshape (x, rows_k)
-    dx = Reshape (Gemm <transB: int = 1> (dz2, w), x_shape)
+    dx = Reshape <allowzero: int = 1> (Gemm <transB: int = 1> (dz2, w), x_shape)
     dw = Gemm <transA: int = 1> (x2, dz2)
 """
 _C1 = """
@@ -97,7 +97,7 @@ _NORMED = """
     dzs = Cast <to: int = @stash_type> (dz)
     ks = Cast <to: int = @stash_type> (k1)
     c2 = ReduceSum <keepdims: int = 1> (dzs * (zs - cvs), last) / ks
-    g = Reshape (Gemm <transB: int = 1> (dz2, wq), x_shape)
+    g = Reshape <allowzero: int = 1> (Gemm <transB: int = 1> (dz2, wq), x_shape)
     gs = Cast <to: int = @stash_type> (g)
     {c1}
     d2 = (d0 - xhs * c2) * rs
@@ -258,7 +258,7 @@ _BATCH_NORM = """
     scales = Cast <to: int = @stash_type> (rows)
     d2 = d1 * (scales / std)
     x_shape = Shape (x)
-    d3 = Reshape (d2, x_shape)
+    d3 = Reshape <allowzero: int = 1> (d2, x_shape)
     dx = CastLike (d3, x)
     dscale = CastLike (ReduceSum <keepdims: int = 0> (p, axes), scale)
     bs = ReduceSum <keepdims: int = 0> (dys, axes)

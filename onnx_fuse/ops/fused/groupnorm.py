@@ -46,7 +46,8 @@ _BODY = """
   nothings = ConstantOfShape <value: tensor = float[1] {0.0}> (groups)
   ones = CastLike (units, xs)
   zeros = CastLike (nothings, xs)
-  ns = Reshape (InstanceNormalization <epsilon: float = @epsilon> (xg, ones, zeros), x_shape)
+  ng = InstanceNormalization <epsilon: float = @epsilon> (xg, ones, zeros)
+  ns = Reshape <allowzero: int = 1> (ng, x_shape)
   n = CastLike (ns, x)
   m = n * scale
 """
@@ -78,7 +79,7 @@ _GRAD = """
     eps = CastLike (Constant <value_float: float = @epsilon> (), xs)
     std = Sqrt (ReduceMean <keepdims: int = 1> (xm * xm, last) + eps)
     xhg = xm / std
-    xh = Reshape (Reshape (xhg, x_shape), by_channel)
+    xh = Reshape (Reshape <allowzero: int = 1> (xhg, x_shape), by_channel)
     dys = CastLike (Reshape (dy, by_channel), xs)
     scales = CastLike (Reshape (scale, column), xs)
     z = xh * scales + CastLike (Reshape (bias, column), xs)
@@ -88,10 +89,11 @@ _GRAD = """
     dscale = CastLike (Reshape (ps, scale_shape), scale)
     bs = ReduceSum <keepdims: int = 0> (dz, others)
     dbias = CastLike (Reshape (bs, scale_shape), scale)
-    dxh = Reshape (Reshape (dz * scales, x_shape), by_group)
+    dxh = Reshape (Reshape <allowzero: int = 1> (dz * scales, x_shape), by_group)
     m1 = ReduceMean <keepdims: int = 1> (dxh, last)
     m2 = ReduceMean <keepdims: int = 1> (dxh * xhg, last)
-    dx = CastLike (Reshape ((dxh - m1 - xhg * m2) / std, x_shape), x)
+    dxg = (dxh - m1 - xhg * m2) / std
+    dx = CastLike (Reshape <allowzero: int = 1> (dxg, x_shape), x)
 """
 _WITHOUT = "d = CastLike (Constant <value_float: float = 1.0> (), z)\n"
 
