@@ -573,7 +573,9 @@ def captured(node: ir.Node) -> list[ir.Value]:
 
 
 def type_proto(dtype: ir.DataType, shape: Sequence[int | str]) -> onnx.TypeProto:
-    return onnx.helper.make_tensor_type_proto(dtype.value, list(shape))
+    """The type as ONNX has it, of the integers that open sizes are here."""
+    dims = [size if isinstance(size, str) else sizes.plain(size) for size in shape]
+    return onnx.helper.make_tensor_type_proto(dtype.value, dims)
 
 
 def _listed(shape: Sequence[int]) -> list[int]:
