@@ -1,0 +1,147 @@
+"""The models whose programs are proved at every size: see every_size.py and tools/open_sizes.py."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from functools import partial
+from io import StringIO
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+import test_models
+from cases import NEWEST_OPSET, real_cases
+from fusion_cases import FUSION_CASES
+from test_contrib import ROWS
+
+import onnx_fuse
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.load import load
+from onnx_fuse.training import optim
+from onnx_fuse.training.step import training_model
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+DECODERS = Path(__file__).parent / "data" / "decoders"
+Make = Callable[[], tuple[ir.Model, ...]]
+"""Makes a model, the graph that is lowered for it and, of a gradient, the model before it."""
+
+
+def optimized(make: Callable[[], ir.Model]) -> Make:
+    """The model as it is, and fused."""
+    return lambda: (make(), onnx_fuse.optimize(make()))
+
+
+def differentiated(make: Callable[[], ir.Model]) -> Make:
+    """The gradient of the model as it is, and of the fused one."""
+
+    def both() -> tuple[ir.Model, ...]:
+        fused = onnx_fuse.gradient(onnx_fuse.optimize(make()))
+        return onnx_fuse.gradient(make()), fused, make()
+
+    return both
+
+
+def stepped(make: Callable[[], ir.Model], loss: str) -> Make:
+    """A training step, which onnxruntime runs by the bodies of its operators."""
+    how = {"loss": loss, "optimizer": optim.SGD(lr=0.1, momentum=0.9), "level": 2}
+    return lambda: (training_model(make(), **how)[0], training_model(make(), **how)[0])
+
+
+def built(name: str, options: list[str]) -> ir.Model:
+    """A model of models/, as its command writes it with these options."""
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()):
+        path = test_models.write(name, Path(folder) / "model.onnx", *options)
+        return ir.serde.deserialize_model(onnx.load(path))
+
+
+def subjects() -> Iterator[tuple[str, Make]]:
+    """The name of each model, and what makes it."""
+    for name, text in GRAPHS.items():
+        yield name, optimized(lambda text=text: text_model(text))
+    for case in real_cases():
+        yield case.name, optimized(lambda case=case: load(case.path))
+    for path in sorted(DECODERS.glob("*.onnx")):
+        yield f"decoder {path.stem}", optimized(lambda path=path: load(path))
+    for name, (module, options, *_) in test_models.CASES.items():
+        make = partial(built, module, options)
+        yield f"models {name}", optimized(make)
+        loss = "mse" if module == "mlp" else "cross_entropy"
+        yield f"step {name}", stepped(make, loss)
+    for case in FUSION_CASES:
+        if case.opset <= NEWEST_OPSET:
+            yield f"fusion {case.name}", optimized(case.model)
+            yield f"gradient {case.name}", differentiated(case.model)
+    for i, row in enumerate(ROWS):
+        yield f"contrib {i} {row}", optimized(row.model)
+
+
+# text of a graph: each row names the decision that its sizes take
+GRAPHS = {
+    "a count of one, broadcast over a batch": """
+        agraph (float[B,S,4] x, int64[B,1] start) => (int64[B,S] y) <int64 one = {1}> {
+            zero = Constant<value_int = 0>() step = Constant<value_int = 1>() dims = Shape(x)
+            length = Gather(dims, one) places = Range(zero, length, step) y = Add(start, places) }
+        """,
+    "a count of one between axes": """
+        agraph (float[B,S,T] x) => (float[B,S,T] y) <int64 at = {1}> {
+            zero = Constant<value_int = 0>() step = Constant<value_int = 3>() dims = Shape(x)
+            size = Gather(dims, at) limit = Mul(size, step) places = Range(zero, limit, step)
+            axes = Constant<value_ints = [1]>() column = Unsqueeze(places, axes)
+            f = Cast<to = 1>(column) y = Add(x, f) }
+        """,
+    "counts in a mask": """
+        agraph (float[B,S,T] x) => (float[B,S,T] y, bool[S,T] m) {
+            zero = Constant<value_int = 0>() one = Constant<value_int = 1>() dims = Shape(x)
+            two = Constant<value_int = 2>() s = Gather(dims, one) t = Gather(dims, two)
+            rows = Range(zero, s, one) columns = Range(zero, t, one)
+            axes = Constant<value_ints = [1]>() column = Unsqueeze(rows, axes)
+            m = LessOrEqual(columns, column) low = Constant<value_float = -1e30>()
+            y = Where(m, x, low) }
+        """,
+    "a count behind a product": """
+        agraph (float[B,S,4] x, float[4,T] w) => (float[B,S,T] y) {
+            zero = Constant<value_int = 0>() one = Constant<value_int = 1>() dims = Shape(w)
+            t = Gather(dims, one) places = Range(zero, t, one) f = Cast<to = 1>(places)
+            z = MatMul(x, w) a = Add(z, f) y = Tanh(a) }
+        """,
+    "a count that is summed": """
+        agraph (float[B,S] x) => (float[1,S] y, float[B,S] z) {
+            zero = Constant<value_int = 0>() one = Constant<value_int = 1>() dims = Shape(x)
+            s = Gather(dims, one) places = Range(zero, s, one) f = Cast<to = 1>(places)
+            z = Mul(x, f) axes = Constant<value_ints = [0]>() y = ReduceSum(z, axes) }
+        """,
+    "Hardmax": "agraph (float[B,S] x) => (float[B,S] y) { y = Hardmax<axis = -1>(x) }",
+    "reversed sequences": """
+        agraph (float[S,B,4] x) => (float[S,B,4] y) {
+            at = Constant<value_ints = [0]>() to = Constant<value_ints = [1]>() dims = Shape(x)
+            s = Slice(dims, at, to) end = Constant<value_ints = [2]>() b = Slice(dims, to, end)
+            n = Expand(s, b) y = ReverseSequence<time_axis = 0, batch_axis = 1>(x, n) }
+        """,
+    "a Fourier transform": """
+        agraph (float[B,S,1] x) => (float[B,S,2] y) { axis = Constant<value_int = 1>()
+            y = DFT(x, , axis) }
+        """,
+    "one element of a Concat": """
+        agraph (float[N] x, float[1] v) => (float y) <int64 k = {1}> {
+            c = Concat <axis = 0> (v, x, v) y = Gather(c, k) }
+        """,
+    "attention whose batches broadcast": """
+        agraph (float[1,S,4] q, float[B,T,4] k, float[B,T,4] v) => (float[B,S,4] y) {
+            t = Transpose <perm = [0, 2, 1]> (k) s = MatMul(q, t) w = Softmax <axis = -1> (s)
+            y = MatMul(w, v) }
+        """,
+    "attention whose heads broadcast": """
+        agraph (float[B,1,S,4] q, float[C,H,T,4] k, float[B,H,T,4] v) => (float[B,H,S,4] y) {
+            t = Transpose <perm = [0, 1, 3, 2]> (k) s = MatMul(q, t) w = Softmax <axis = -1> (s)
+            y = MatMul(w, v) }
+        """,
+    "attention of one key, broadcast by its mask": """
+        agraph (float[B,1,S,4] q, float[B,1,T,4] k, float[B,1,2,4] v) => (float[B,1,S,4] y)
+        <float[1,1,1,2] mask = {0.5, -0.5}, float[1] zero = {0}> {
+            t = Transpose <perm = [0, 1, 3, 2]> (k) s = MatMul(q, t) z = Add(s, mask)
+            w = Softmax <axis = -1> (z) nan = IsNaN(w) g = Where(nan, zero, w) y = MatMul(g, v) }
+        """,
+}

@@ -1,0 +1,75 @@
+"""Every dynamic dimension at 0, 1, 2, 3, 7, 64 and 129: open programs, closed ones, onnxruntime.
+
+    python tools/open_sizes.py [--only NAME] [--shapes 60] [--seed 0] [--problems]
+
+The models are the stored exports and decoders, those of models/, the graphs of fusions and contrib
+operators in tests/ with their gradients, and training steps. More exports are read from the folder
+that ONNX_FUSE_CASES names. For each shape that onnxruntime takes, what a GPU would run is compared
+as tests/every_size.py says: the problems of a program that holds for all sizes with those of one
+lowered for this shape, and the results of both, by NumPy, with onnxruntime's. `--problems` leaves
+results out, which is ten times as fast. Prints a line a model and the totals; exits with 1 where
+something differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from every_size import Report, Subject, prove
+from every_size_models import Make, subjects
+
+import onnx_fuse
+
+CONTEXT = multiprocessing.get_context("fork")
+
+
+def examine(name: str, make: Make, given: argparse.Namespace, queue: Any) -> None:
+    """Put the report on one model into the queue, in a process of its own."""
+    try:
+        subject = Subject(name, *make())
+    except onnx_fuse.OnnxFuseError as error:
+        queue.put(Report(Counter({f"left out, {error}": 1})))
+        return
+    queue.put(prove(subject, given.shapes, given.seed, results=not given.problems))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="part of a model's name")
+    parser.add_argument("--shapes", type=int, default=60, help="shapes of each model")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--problems", action="store_true", help="compare no results")
+    given = parser.parse_args()
+    total, faults, began = Counter[str](), 0, time.perf_counter()
+    for name, make in subjects():
+        if given.only not in name:
+            continue
+        queue = CONTEXT.SimpleQueue()
+        work = CONTEXT.Process(target=examine, args=(name, make, given, queue))
+        work.start()
+        while work.is_alive() and queue.empty():
+            work.join(0.05)
+        # onnxruntime itself may crash, at sizes that its kernel does not check
+        report = Report(Counter({"crashed": 1})) if queue.empty() else queue.get()
+        work.join()
+        print(f"{name}: {report}", flush=True)
+        for fault in report.faults[:3]:
+            print(f"    {fault}", flush=True)
+        total += report.counts
+        faults += bool(report.faults)
+    seconds = time.perf_counter() - began
+    counts = " ".join(f"{key} {number}" for key, number in sorted(total.items()))
+    print(f"all: {counts}; {faults} models with differences, {seconds:.0f} s")
+    return int(total["different"] > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
