@@ -10,7 +10,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from onnx_fuse import passes
+from onnx_fuse import autodiff, nn, passes
 from onnx_fuse.errors import (
     CheckFailed,
     DataError,
@@ -76,6 +76,31 @@ def test_the_scales_of_a_resize_are_no_weights() -> None:
     model = text_model("""agraph (float[B,1,4,4] x) => (float[B,1,8,8] y)
       <float[1,1,1,1] w = {2}, float[4] scales = {1,1,2,2}>
       { z = Mul (x, w) y = Resize <mode = "nearest"> (z, , scales) }""")
+    _, spec = training_model(model, loss="mse", optimizer=optim.AdamW())
+    assert [s.name for s in spec.states if s.kind == "parameter"] == ["w"]
+
+
+SIZES = {
+    "made by Concat": "scales = Concat <axis = 0> (ones, factors)",
+    "made by Mul and Max": "m = Mul (four, factor) scales = Max (m, four)",
+    "read in a branch": """yes = Constant <value = bool {1}> ()
+        scales = If (yes) <
+          then_branch = g () => (float[4] s) { s = Concat <axis = 0> (ones, factors) },
+          else_branch = h () => (float[4] t) { t = Identity (four) }>""",
+}
+
+
+@pytest.mark.parametrize("form", SIZES)
+def test_what_reaches_only_sizes_does_not_train(form: str) -> None:
+    model = text_model(f"""agraph (float[B,1,4,4] x) => (float[B,1,8,8] y)
+      <float[1,1,1,2] w = {{2, 3}}, float[2] ones = {{1,1}}, float[2] factors = {{2,2}},
+       float[4] four = {{1,1,2,2}}, float[4] factor = {{1,1,1,1}}>
+      {{ z = Conv (x, w) {SIZES[form]} y = Resize <mode = "nearest"> (z, , scales) }}""")
+    for name, value in list(model.graph.initializers.items()):
+        if not value.uses():
+            del model.graph.initializers[name]
+    assert [v.name for v in autodiff.gradient(model.clone()).graph.outputs] == ["y", "w.grad"]
+    assert list(nn.from_onnx(model).state_dict()) == ["w"]
     _, spec = training_model(model, loss="mse", optimizer=optim.AdamW())
     assert [s.name for s in spec.states if s.kind == "parameter"] == ["w"]
 

@@ -16,6 +16,7 @@ from onnx_fuse.onnx.build import rank
 from onnx_fuse.onnx.common import DEFAULT, MAP_TYPE, Model
 from onnx_fuse.onnx.load import load
 from onnx_fuse.onnx.shapes import infer_shapes
+from onnx_fuse.onnx.traits import only_sizes
 from onnx_fuse.ops.grad_helpers import may_be_float
 from onnx_fuse.ops.loss import LOSSES, label_value
 from onnx_fuse.ops.rewrite import CONSTANT
@@ -78,13 +79,13 @@ def attach_loss(
 def trainable(model: ir.Model) -> list[ir.Value]:
     """The float initializers that are the model's own: what `wrt` means where nothing is said.
 
-    The scales of a Resize are sizes.
+    What reaches the outputs only as sizes, such as the scales of a Resize, is none.
     """
+    sizes = only_sizes(model.graph)
     return [
         v
         for v in model.graph.initializers.values()
-        if v.dtype and _differentiable(v) and CONSTANT not in v.metadata_props
-        if not v.uses() or any(n.op_type != "Resize" or i not in (1, 2) for n, i in v.uses())
+        if v.dtype and _differentiable(v) and CONSTANT not in v.metadata_props and v not in sizes
     ]
 
 

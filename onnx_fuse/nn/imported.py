@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 
+from onnx_fuse import autodiff
 from onnx_fuse.errors import UsageError
 from onnx_fuse.nn.dispatch import apply
 from onnx_fuse.nn.module import Module, Parameter
@@ -41,8 +41,9 @@ class ImportedModule(Module):
         self.inputs = [str(v.name) for v in graph.inputs]
         self.outputs = [str(v.name) for v in graph.outputs]
         self._order: list[str] = []
+        weights = set(autodiff.trainable(graph_model))
         for name, value in list(graph.initializers.items()):
-            if not _is_weight(value):
+            if value not in weights or not value.shape:
                 continue
             assert value.const_value is not None
             array = value.const_value.numpy()
@@ -66,12 +67,6 @@ class ImportedModule(Module):
             raise UsageError(f"the graph has the inputs {wanted}: {len(args)} were given")
         given = [a if isinstance(a, Tensor) else Tensor(a) for a in args]
         return apply(self._operation, [*given, *(vars(self)[n] for n in self._order)])
-
-
-def _is_weight(value: ir.Value) -> bool:
-    """Whether an initializer is a weight: a float one that is no scalar."""
-    floating = value.dtype is not None and value.dtype.is_floating_point()
-    return floating and value.shape is not None and len(value.shape) > 0
 
 
 def from_onnx(model: Model, trainable: bool = True) -> ImportedModule:
