@@ -348,6 +348,18 @@ def test_losses(loss, shape, options):
         assert np.vdot(got["x.grad"], d) == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.parametrize("options", [{}, {"weight": WEIGHT}, {"label_smoothing": 0.2}], ids=str)
+@pytest.mark.parametrize("loss", ["cross_entropy", "nll"])
+def test_where_no_row_counts_the_loss_is_nan_and_its_gradient_zero(loss, options):
+    if loss == "nll":
+        options = {k: v for k, v in options.items() if k == "weight"}
+    model = text_model("agraph (double[B, 4] x) => (double[B, 4] y) { y = Identity (x) }")
+    found = autodiff.gradient(model, wrt=["x"], loss=loss, **options)
+    got = run(found, {"x": rng().standard_normal((3, 4)), "labels": np.full(3, -100)})
+    assert np.isnan(got["loss"])
+    np.testing.assert_array_equal(got["x.grad"], np.zeros((3, 4)))
+
+
 def test_an_output_may_be_the_loss():
     model = text_model(
         "agraph (float[N] x) => (float[N] y, float total) "

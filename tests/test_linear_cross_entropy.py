@@ -223,8 +223,9 @@ def test_a_training_step_on_a_gpu_has_it_and_an_evaluation_gives_scores(precisio
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("classes", [CLASSES, 7])
 @pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("labels", [[0, 3, -1, 6, 2, -1], [-1] * 6], ids=["some", "no row counts"])
 def test_a_smoothed_loss_takes_over_many_scores(
-    weighted: bool, classes: int, reduction: str
+    labels: list[int], weighted: bool, classes: int, reduction: str
 ) -> None:
     """The step with our operators gives the losses and weights of the one without them."""
     text = f"""agraph (float[M, 4] x, float[4, {classes}] w) => (float[M, {classes}] scores)
@@ -236,7 +237,7 @@ def test_a_smoothed_loss_takes_over_many_scores(
     w = rng.standard_normal((4, classes)).astype(np.float32)
     feeds = {
         "x": rng.standard_normal((6, 4)).astype(np.float32),
-        "labels": np.array([0, 3, -1, 6, 2, -1]),
+        "labels": np.array(labels),
         "w": w,
     }
     found = []
@@ -259,6 +260,20 @@ def test_a_smoothed_loss_takes_over_many_scores(
         found.append([got[spec.loss], got[next(s.next for s in spec.states if s.name == "w")]])
     for with_ours, without in zip(*found, strict=True):
         np.testing.assert_allclose(with_ours, without, rtol=2e-5, atol=1e-6)
+    if max(labels) < 0:
+        np.testing.assert_array_equal(found[0][1], w)
+
+
+@pytest.mark.parametrize("kind", ["float", "bfloat16"])
+def test_where_no_row_counts_the_loss_is_nan_and_its_gradients_are_zero(kind: str) -> None:
+    """As PyTorch has it: the count of 0 that the loss is divided by reaches no gradient."""
+    feeds = head_feeds("a Gemm with a bias", kind)
+    feeds["labels"] = np.full_like(feeds["labels"], -100)
+    program = program_of(head_model("a Gemm with a bias", kind), feeds)
+    assert not program.fallbacks
+    got = interpret(program, feeds, {})
+    assert np.isnan(got.pop("loss"))
+    assert all(not array.any() for array in got.values())
 
 
 @pytest.mark.parametrize("chip", ["H200", "A100", "B200"])

@@ -47,26 +47,28 @@ def _nll_slope(op: Any, node: ir.Node, dy: ir.Value) -> tuple[Tensor, Tensor]:
     ignore = node.attributes.get("ignore_index")
     one = op.constant([1])
     index = op.Unsqueeze(labels, one)
-    counted = None
+    counted = zero = None
     if ignore is not None:
         kind = (labels.dtype or ir.DataType.INT64).numpy()
         counted = op.Not(op.Equal(index, op.constant(np.array(ignore.as_int(), kind))))
         index = op.Where(counted, index, op.constant(np.array(0, kind)))
-        counted = to_like(op, counted, x)
-    each = counted
-    if weight is not None:
-        each = op.Gather(weight, index)
-        each = each if counted is None else op.Mul(each, counted)
+        zero = op.constant(0.0, x.dtype)
+    each = None if weight is None else op.Gather(weight, index)
     if reduction == "none":
         dy = op.Unsqueeze(dy, one)
-        return (dy if each is None else op.Mul(dy, each)), index
-    if each is None:
-        if reduction == "mean":
-            dy = op.Div(dy, to_like(op, op.Size(index), x))
-        return op.Expand(dy, op.Shape(index)), index
-    if reduction == "mean":
-        dy = op.Div(dy, op.ReduceSum(each, keepdims=0))
-    return op.Mul(each, dy), index
+    elif reduction == "mean":
+        if each is None and counted is None:
+            total = to_like(op, op.Size(index), x)
+        elif each is None:
+            total = op.ReduceSum(to_like(op, counted, x), keepdims=0)
+        else:
+            summed = each if counted is None else op.Where(counted, each, zero)
+            total = op.ReduceSum(summed, keepdims=0)
+        dy = op.Div(dy, total)
+    slope = dy if each is None else op.Mul(each, dy)
+    if counted is not None:  # not a product: dy is infinite where no row counts
+        return op.Where(counted, slope, zero), index
+    return op.Expand(slope, op.Shape(index)), index
 
 
 def _nll(op: Any, node: ir.Node, dys: Values) -> Values:
@@ -164,6 +166,24 @@ def _rows(
     return logits, labels, axis
 
 
+def counted_rows(op: Any, labels: Tensor, ignore: int, like: Tensor) -> Tensor:
+    """The number of labels that count, in the type of `like`."""
+    kind = (labels.dtype or ir.DataType.INT64).numpy()
+    counted = op.Not(op.Equal(labels, op.constant(np.array(ignore, kind))))
+    return op.ReduceSum(to_like(op, counted, like), keepdims=0)
+
+
+def mean_of(op: Any, loss: Tensor, total: Tensor, counted: Tensor) -> Tensor:
+    """loss / total; where no row is counted NaN, through which no gradient flows.
+
+    `counted` is 0 there alone. A gradient of the sum would be infinite, and its rows NaN.
+    """
+    kind = (loss.dtype or ir.DataType.FLOAT).numpy()
+    none = op.Equal(counted, op.constant(np.zeros((), kind)))
+    mean = op.Div(loss, op.Where(none, op.constant(np.ones((), kind)), total))
+    return op.Where(none, op.constant(np.full((), np.nan, kind)), mean)
+
+
 def ignored_label(options: Options) -> int:
     """The label that does not count."""
     found = options.get("ignore_index")
@@ -181,7 +201,8 @@ def cross_entropy(op: Any, logits: ir.Value, labels: ir.Value, options: Options)
             SMOOTHED, [x, labels, weight], outputs=2, domain=FUSE, ignore_index=ignore,
             label_smoothing=smooth,
         )  # fmt: skip
-        return op.Div(loss, total) if reduction == "mean" else loss
+        counted = total if options.get("weight") is None else counted_rows(op, labels, ignore, x)
+        return mean_of(op, loss, total, counted) if reduction == "mean" else loss
     loss, log_p = op.SoftmaxCrossEntropyLoss(
         x, labels, weight, reduction=reduction, ignore_index=ignore, outputs=2
     )
@@ -192,12 +213,13 @@ def cross_entropy(op: Any, logits: ir.Value, labels: ir.Value, options: Options)
     kind = (labels.dtype or ir.DataType.INT64).numpy()
     counted = op.Not(op.Equal(index, op.constant(np.array(ignore, kind))))
     index = op.Where(counted, index, op.constant(np.array(0, kind)))
-    total = counted = to_like(op, counted, x)
+    zero = op.constant(0.0, x.dtype)
+    total = to_like(op, counted, x)
     if weight is not None:
         lead = list(range(1, known_rank(x) - 1))
         log_p = op.Mul(log_p, op.Unsqueeze(weight, op.constant(lead)) if lead else weight)
-        total = op.Mul(op.Gather(weight, index), counted)
-    every = op.Mul(op.ReduceSum(log_p, one, keepdims=1), counted)
+        total = op.Where(counted, op.Gather(weight, index), zero)
+    every = op.Where(counted, op.ReduceSum(log_p, one, keepdims=1), zero)
     every = op.Neg(op.ReduceSum(every, keepdims=0))
     classes = to_like(op, op.Squeeze(op.Shape(x, start=1, end=2), op.constant([0])), x)
     if reduction == "mean":

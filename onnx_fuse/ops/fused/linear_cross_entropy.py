@@ -22,7 +22,7 @@ from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.fused.gradients import cotangents, saved
 from onnx_fuse.ops.grad_helpers import Values
-from onnx_fuse.ops.loss import SMOOTHED
+from onnx_fuse.ops.loss import SMOOTHED, counted_rows, mean_of
 from onnx_fuse.ops.opdef import OpDef, register
 from onnx_fuse.ops.rewrite import (
     Rewriter,
@@ -241,7 +241,10 @@ def _apply(rw: Rewriter, loss: ir.Node) -> bool:
         value.dtype, value.shape = stash, ir.Shape([])
     results = [total, count]
     if not smoothed:
-        results = [total if reduction == "sum" else typed(op.Div(total, count), total, [])]
+        # where all class weights are one number, their sum tells whether any row counts
+        rows = count if given(loss, 2) is None else counted_rows(op, ids, ignored, total)
+        mean = total if reduction == "sum" else mean_of(op, total, count, rows)
+        results = [typed(mean, total, [])]
     ends = list(loss.outputs[: len(results)])
     for k, end in enumerate(ends):
         if end.dtype is not None and end.dtype != stash:
