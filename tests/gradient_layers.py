@@ -562,6 +562,16 @@ QUANTIZED = (
     ]
     + [
         row(
+            "DequantizeLinear vector",
+            "y = DequantizeLinear <axis = 0> (x, s, z)",
+            x=rng().integers(-9, 9, 4).astype(np.int32),
+            s=(4,),
+            z=np.zeros(4, np.int32),
+            dtype=F32,
+        )
+    ]
+    + [
+        row(
             f"DequantizeLinear {name}",
             f"y = DequantizeLinear <axis = {axis}, block_size = 4> (x, s{', z' if zero else ''})",
             x=rng().integers(-9, 9, (2, 8 - short, 3)).astype(np.int8),

@@ -28,7 +28,7 @@ ELEMENTWISE = frozenset(
         *("Where", "PRelu", "Expand"),
     )
 )
-MATRIX = frozenset(("MatMul", "Gemm"))
+MATRIX = frozenset(("MatMul", "Gemm", "Einsum"))
 
 
 def backward(

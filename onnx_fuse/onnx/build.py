@@ -70,14 +70,17 @@ class Builder:
         return node.outputs[0] if count == 1 else tuple(node.outputs)
 
     def constant(self, value: Any, dtype: ir.DataType | None = None) -> ir.Value:
-        """A Constant node; Python floats take `dtype`, integers and lists of integers int64."""
+        """A Constant node; Python floats take `dtype`, integers and lists of integers int64.
+
+        A list without entries counts as one of integers: axes, sizes.
+        """
         if isinstance(value, np.ndarray | np.generic):
             array = np.asarray(value)
             # objects are sizes, of which a constant holds the integers
             tensor = ir.Tensor(array.astype(np.int64) if array.dtype == object else array)
         else:
             array = np.asarray(value)
-            floating = array.dtype.kind == "f"
+            floating = array.dtype.kind == "f" and bool(array.size)
             kind = (dtype or ir.DataType.FLOAT) if floating else ir.DataType.INT64
             tensor = ir.Tensor(array.astype(kind.numpy()), kind)
         output: ir.Value = self.node("Constant", (), value=tensor)

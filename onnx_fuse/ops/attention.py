@@ -59,10 +59,18 @@ def _attention(op: Any, node: ir.Node, dys: Values) -> Values:
 
     def fold(x: Tensor) -> Tensor:
         """[B, H, S, E] as [B, Hkv, (H/Hkv) S, E]: the rows that share keys, together."""
-        return x if heads == shared else reshape(op, x, [0, shared, -1, sizes_of(op, x)[3]])
+        if heads == shared:
+            return x
+        batch, _, rows, width = sizes_of(op, x)
+        times = heads // shared
+        rows = rows * times if isinstance(rows, int) else op.Mul(rows, times)
+        return reshape(op, x, [batch, shared, rows, width])
 
     def unfold(x: Tensor) -> Tensor:
-        return x if heads == shared else reshape(op, x, [0, heads, sizes_of(op, q4)[2], -1])
+        if heads == shared:
+            return x
+        batch, _, _, width = sizes_of(op, x)
+        return reshape(op, x, [batch, heads, sizes_of(op, q4)[2], width])
 
     scale = node.attributes.get_float("scale", 0.0)
     width = dim(q4, 3)
@@ -168,7 +176,10 @@ def _rotary(op: Any, node: ir.Node, dys: Values) -> Values:
 
     def halves(value: Tensor) -> tuple[Tensor, Tensor]:
         if known_rank(value) == 3:
-            value = op.Reshape(value, op.constant([0, 0, heads, -1]))
+            size, (batch, length, _) = dim(value, 2), sizes_of(op, value)
+            whole = op.Shape(value, start=2)
+            each = op.Div(whole, heads) if size is None else size // heads
+            value = reshape(op, value, [batch, length, heads, each])
         if turned:
             value = op.Slice(value, [0], [turned], [-1])
         if attributes.get("interleaved", 0):

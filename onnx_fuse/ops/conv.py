@@ -19,6 +19,7 @@ from onnx_fuse.ops.grad_helpers import (
     Unary,
     Values,
     arguments,
+    elements,
     emit,
     fail,
     filled,
@@ -165,7 +166,9 @@ def weight_grad(
     else:
         # [N, g, C/g, ...] -> [C/g, g N, ...]: each group sees its own N images
         batch, channels, *rest = sizes_of(op, x)
-        each = channels // group if isinstance(channels, int) else -1
+        each = dim(weight, 1)
+        if each is None:
+            each = channels // group if isinstance(channels, int) else op.Div(channels, group)
         split = reshape(op, x, [batch, group, each, *rest])
         swapped = op.Transpose(split, perm=[2, 1, 0, *(s + 1 for s in spatial)])
         merged = batch * group if isinstance(batch, int) else op.Mul(batch, group)
@@ -181,8 +184,9 @@ def weight_grad(
 
 def _pointwise_weight_grad(op: Any, x: ir.Value, dy: ir.Value, weight: ir.Value) -> Tensor:
     """[M, C, 1, …] from Σ_n dy[n] [M, P] · x[n]ᵀ [P, C]."""
-    rows = op.Reshape(dy, op.constant([0, 0, -1]))
-    columns = op.Transpose(op.Reshape(x, op.constant([0, 0, -1])), perm=[0, 2, 1])
+    rows = reshape(op, dy, [*sizes_of(op, dy)[:2], elements(op, dy, 2)])
+    image = reshape(op, x, [*sizes_of(op, x)[:2], elements(op, x, 2)])
+    columns = op.Transpose(image, perm=[0, 2, 1])
     product = op.ReduceSum(op.MatMul(rows, columns), op.constant([0]), keepdims=0)
     return reshape_like(op, product, weight)
 
@@ -425,11 +429,15 @@ def _resize(op: Any, node: ir.Node, dys: Values) -> Values:
         flat = (
             dy
             if axis == n - 2
-            else op.Reshape(dy, vector(op, [*before, op.Shape(dy, start=axis, end=axis + 1), -1]))
+            else reshape(
+                op,
+                dy,
+                [*before, op.Shape(dy, start=axis, end=axis + 1), elements(op, dy, axis + 1)],
+            )
         )
         dy = op.MatMul(matrix, flat)
         if axis != n - 2:
-            dy = op.Reshape(dy, vector(op, [*before, size, *after]))
+            dy = reshape(op, dy, [*before, size, *after])
     return [dy]
 
 

@@ -24,9 +24,11 @@ from onnx_fuse.ops.grad_helpers import (
     reshape,
     reshape_like,
     split_evenly,
+    sum_over,
     table,
     text,
     to_like,
+    unbroadcast,
 )
 from onnx_fuse.ops.opdef import NoGrad, OpDef, register
 
@@ -270,8 +272,10 @@ def _dequantize(op: Any, node: ir.Node, dys: Values) -> Values:
             shift = op.Unsqueeze(shift, op.constant(list(range(1, n - axis))))
         whole = op.Sub(whole, shift)
     axes = [a for a in range(n) if a != axis] if axis is None or not block else [axis + 1]
-    dscale = op.ReduceSum(op.Mul(dy, whole), op.constant(axes), keepdims=0)
-    return [None, reshape_like(op, to_like(op, dscale, scale), scale)]
+    dscale = to_like(op, sum_over(op, op.Mul(dy, whole), axes), scale)
+    if per_axis and not block:  # an open size may be 1, for all of the axis
+        return [None, unbroadcast(op, dscale, scale)]
+    return [None, reshape_like(op, dscale, scale)]
 
 
 def _dynamic_scale(op: Any, node: ir.Node, dys: Values) -> Values:

@@ -6,6 +6,7 @@ them makes one node of equal ones, so a rule may ask for `Shape(x)` as often as 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -171,6 +172,14 @@ def same_shape(a: ir.Value, b: ir.Value) -> bool:
     return len(a.shape) == len(b.shape) and all(map(same_dim, a.shape, b.shape))
 
 
+def spans(vector: ir.Value, x: ir.Value, axis: int = -1) -> bool:
+    """Whether a vector has the size of an axis of x for certain: no open size that may be 1."""
+    size = vector.shape[0] if vector.shape is not None and len(vector.shape) == 1 else None
+    if size is None or x.shape is None or not x.shape:
+        return False
+    return (isinstance(size, int) and size != 1) or same_dim(size, x.shape[axis])
+
+
 def shape_of(op: Any, value: ir.Value, axes: Sequence[int] | None = None) -> Tensor:
     """The shape (of some axes) as an int64 vector: a constant where it is known."""
     if axes is None:
@@ -194,8 +203,29 @@ def sizes_of(op: Any, value: ir.Value) -> list[Any]:
 
 
 def reshape(op: Any, value: ir.Value, sizes: Sequence[Any]) -> Tensor:
-    """Reshape to numbers and int64 vectors (of any length), in order; -1 as in Reshape."""
-    return op.Reshape(value, vector(op, sizes), allowzero=None)
+    """Reshape to numbers and int64 vectors (of any length), in order; -1 as in Reshape.
+
+    Beside a -1 a number of 0 copies a size; without one, every size is meant as it is. A value
+    without elements has no -1 that onnxruntime finds where another size is 0.
+    """
+    copies = any(isinstance(s, int) and s < 0 for s in sizes)
+    open_sizes = not all(isinstance(s, int) for s in sizes)
+    zeros = any(isinstance(s, int) and s == 0 for s in sizes)
+    exact = not copies and (open_sizes or zeros)
+    return op.Reshape(value, vector(op, sizes), allowzero=1 if exact else None)
+
+
+def elements(op: Any, value: ir.Value, start: int = 0) -> Any:
+    """The number of elements along the axes from `start` on; an int64 vector of one if unknown."""
+    sizes = [dim(value, a) for a in range(start, known_rank(value))]
+    if None in sizes:
+        return op.ReduceProd(op.Shape(value, start=start), keepdims=1)
+    return math.prod(s for s in sizes if s is not None)
+
+
+def ratio(op: Any, x: ir.Value, y: ir.Value) -> Tensor:
+    """How many elements of x there are for each of y (of which there may be none): an int64."""
+    return op.Div(op.Size(x), op.Max(op.Size(y), op.constant(np.int64(1))))
 
 
 def vector(op: Any, sizes: Sequence[Any]) -> Tensor:
@@ -312,6 +342,16 @@ def scatter_add(
         base, updates = (op.Cast(v, to=int(ir.DataType.FLOAT)) for v in (base, updates))
     added = op.node(kind, [base, indices, updates], reduction="add", **attributes)
     return to_type(op, added, dtype)
+
+
+def sum_over(op: Any, value: Tensor, axes: Sequence[int], keepdims: int = 0) -> Tensor:
+    """The sum over these axes: the value itself over none, where ReduceSum sums over all."""
+    return op.ReduceSum(value, op.constant(list(axes)), keepdims=keepdims) if axes else value
+
+
+def mean_over(op: Any, value: Tensor, axes: Sequence[int]) -> Tensor:
+    """The mean over these axes, which keep the size 1: the value itself over none."""
+    return op.ReduceMean(value, op.constant(list(axes)), keepdims=1) if axes else value
 
 
 def split_evenly(op: Any, dy: ir.Value, masks: Sequence[ir.Value]) -> list[Tensor]:

@@ -17,6 +17,7 @@ from onnx_fuse.ops.grad_helpers import (
     may_be_float,
     reshape,
     reshape_like,
+    same_dim,
     swap_last,
     text,
 )
@@ -103,6 +104,12 @@ def _einsum(op: Any, node: ir.Node, dys: Values) -> Values:
     if any("." in term for term in terms):
         raise fail(node, "its equation has an ellipsis, of axes whose number is not known")
     dy = dys[0]
+    sizes: dict[str, Any] = {}
+    equal = all(
+        same_dim(sizes.setdefault(letter, size), size)
+        for x, term in zip(node.inputs, terms, strict=True)
+        for letter, size in zip(term, x.shape if x is not None and x.shape else (), strict=False)
+    )
     answers: list[ir.Value | None] = []
     for i, (x, term) in enumerate(zip(node.inputs, terms, strict=True)):
         if not may_be_float(x) or x is None:
@@ -124,7 +131,8 @@ def _einsum(op: Any, node: ir.Node, dys: Values) -> Values:
         )
         if kept != term:
             g = op.Unsqueeze(g, op.constant([k for k, c in enumerate(term) if c not in known]))
-        answers.append(op.Expand(g, op.Shape(x)) if kept != term else g)
+        # a letter of several sizes is 1 in some operand, and broadcast: the walker sums it back
+        answers.append(g if kept == term and equal else op.Expand(g, op.Shape(x)))
     return answers
 
 

@@ -9,72 +9,58 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import dim
 from onnx_fuse.ops.grad_helpers import (
     Tensor,
     Unary,
     Values,
     arguments,
+    elements,
     emit,
     ints_attribute,
     known_rank,
+    mean_over,
     norm_axis,
     output,
     pad,
+    ratio,
     reshape,
     reshape_like,
     sizes_of,
+    spans,
+    sum_over,
     table,
     to_like,
     to_type,
+    unbroadcast,
 )
 from onnx_fuse.ops.opdef import OpDef, register
 
 
 def normalized(
-    op: Any, g: ir.Value, xh: ir.Value, rstd: ir.Value, axes: ir.Value, centred: bool = True
+    op: Any, g: ir.Value, xh: ir.Value, rstd: ir.Value, axes: Sequence[int], centred: bool = True
 ) -> Tensor:
     """dx of xh = (x - mean)·rstd (or x·rstd), from g = d loss / d xh."""
-    inner = op.ReduceMean(op.Mul(g, xh), axes, keepdims=1)
+    inner = mean_over(op, op.Mul(g, xh), axes)
     if centred:
-        g = op.Sub(g, op.ReduceMean(g, axes, keepdims=1))
+        g = op.Sub(g, mean_over(op, g, axes))
     return op.Mul(op.Sub(g, op.Mul(xh, inner)), rstd)
 
 
-def _axes(op: Any, axes: Sequence[int]) -> Tensor:
-    return op.constant(list(axes))
-
-
 def _affine(
-    op: Any, dy: ir.Value, xh: ir.Value, lead: int, scale: ir.Value, bias: ir.Value | None
+    op: Any, dy: ir.Value, xh: ir.Value, scale: ir.Value, bias: ir.Value | None
 ) -> tuple[Tensor, Tensor]:
-    """dscale, dbias: sums over the axes before the normalized ones."""
-    axes = _axes(op, range(lead))
-    dscale, dbias = op.Mul(dy, xh), dy
-    if lead:
-        dscale = op.ReduceSum(dscale, axes, keepdims=0)
-        dbias = op.ReduceSum(dy, axes, keepdims=0)
+    """dscale, dbias: sums over what scale and bias were broadcast along."""
     return (
-        _fit(op, dscale, scale),
-        None if bias is None else _fit(op, dbias, bias),
+        unbroadcast(op, op.Mul(dy, xh), scale),
+        None if bias is None else unbroadcast(op, dy, bias),
     )
-
-
-def _fit(op: Any, g: ir.Value, like: ir.Value) -> Tensor:
-    """Sum away what `like` (of the normalized shape, or ones) was broadcast over."""
-    if like.shape is not None and g.shape is not None and len(like.shape) <= len(g.shape):
-        lead = len(g.shape) - len(like.shape)
-        ones = [i + lead for i, s in enumerate(like.shape) if s == 1 and g.shape[i + lead] != 1]
-        axes = [*range(lead), *ones]
-        g = op.ReduceSum(g, op.constant(axes), keepdims=1) if axes else g
-    return reshape_like(op, g, like)
 
 
 def _layer_norm(op: Any, node: ir.Node, dys: Values) -> Values:
     """The gradient from the saved Mean and InvStdDev, in their own type (stash_type)."""
     x, scale, bias = arguments(node, 3)
     axis, n = norm_axis(node.attributes.get_int("axis", -1), x), known_rank(x)
-    axes = _axes(op, range(axis, n))
+    axes = range(axis, n)
     wide = ir.DataType(node.attributes.get_int("stash_type", 1))
     if x.dtype == ir.DataType.DOUBLE and wide != x.dtype:
         # the statistics of the node are rounded to float32
@@ -88,6 +74,7 @@ def _layer_norm(op: Any, node: ir.Node, dys: Values) -> Values:
             if value.shape is None and x.shape is not None:
                 value.shape = ir.Shape([*x.shape[:axis], *[1] * (n - axis)])
         last = axis == n - 1 and bias is not None and x.dtype == scale.dtype == bias.dtype
+        last = last and spans(scale, x) and spans(bias, x)
         if op.fused and last and not any(dy is not None for dy in dys[1:]):
             inputs = [dys[0], x, scale, mean, rstd]
             return list(emit(op, "LayerNormGrad", inputs, [x, scale, bias], stash_type=int(wide)))
@@ -97,11 +84,11 @@ def _layer_norm(op: Any, node: ir.Node, dys: Values) -> Values:
     )
     dx, dscale, dbias = None, None, None
     if dy is not None:
-        dscale, dbias = _affine(op, dy, xh, axis, scale, bias)
+        dscale, dbias = _affine(op, dy, xh, scale, bias)
         dx = normalized(op, op.Mul(dy, to_type(op, scale, wide)), xh, rstd, axes)
     if dmean is not None or drstd is not None:
         # mean = Σ x / K;  rstd = (var + ε)^-½:  d rstd / dx = -rstd² xh / K
-        count = to_type(op, op.Div(op.Size(x), op.Size(rstd)), wide)
+        count = to_type(op, ratio(op, x, rstd), wide)
         if dmean is not None:
             part = op.Expand(op.Div(dmean, count), op.Shape(x))
             dx = part if dx is None else op.Add(dx, part)
@@ -114,19 +101,19 @@ def _layer_norm(op: Any, node: ir.Node, dys: Values) -> Values:
 def _rms_norm(op: Any, node: ir.Node, dys: Values) -> Values:
     (x, scale), dy = arguments(node, 2), dys[0]
     axis = norm_axis(node.attributes.get_int("axis", -1), x)
-    axes = _axes(op, range(axis, known_rank(x)))
-    square = op.ReduceMean(op.Mul(x, x), axes, keepdims=1)
+    axes = range(axis, known_rank(x))
+    square = mean_over(op, op.Mul(x, x), axes)
     epsilon = node.attributes.get_float("epsilon", 1e-5)
     rstd = op.Reciprocal(op.Sqrt(op.Add(square, epsilon)))
     xh = op.Mul(x, rstd)
-    dscale, _ = _affine(op, dy, xh, axis, scale, None)
+    dscale, _ = _affine(op, dy, xh, scale, None)
     return [normalized(op, op.Mul(dy, scale), xh, rstd, axes, centred=False), dscale]
 
 
-def _moments(op: Any, x: ir.Value, axes: ir.Value, epsilon: float) -> tuple[Tensor, Tensor]:
+def _moments(op: Any, x: ir.Value, axes: Sequence[int], epsilon: float) -> tuple[Tensor, Tensor]:
     """(x - mean)·rstd and rstd over `axes`."""
-    centred = op.Sub(x, op.ReduceMean(x, axes, keepdims=1))
-    variance = op.ReduceMean(op.Mul(centred, centred), axes, keepdims=1)
+    centred = op.Sub(x, mean_over(op, x, axes))
+    variance = mean_over(op, op.Mul(centred, centred), axes)
     rstd = op.Reciprocal(op.Sqrt(op.Add(variance, epsilon)))
     return op.Mul(centred, rstd), rstd
 
@@ -143,15 +130,15 @@ def _batch_norm(op: Any, node: ir.Node, grads: Values) -> Values:
     dys = [None if dy is None else to_like(op, dy, scale) for dy in grads]
     n, epsilon = known_rank(x), node.attributes.get_float("epsilon", 1e-5)
     momentum = node.attributes.get_float("momentum", 0.9)
-    axes = _axes(op, [0, *range(2, n)])
+    axes = [0, *range(2, n)]
     if not node.attributes.get_int("training_mode", 0):
         dy = dys[0]
         assert dy is not None
         rstd = op.Reciprocal(op.Sqrt(op.Add(variance, epsilon)))
         rstd = to_like(op, rstd, scale)
-        dbias = op.ReduceSum(dy, axes, keepdims=0)
+        dbias = sum_over(op, dy, axes)
         centred = op.Sub(x, _per_channel(op, to_like(op, mean, x), n))
-        inner = op.ReduceSum(op.Mul(dy, centred), axes, keepdims=0)  # Σ dy (x - mean)
+        inner = sum_over(op, op.Mul(dy, centred), axes)  # Σ dy (x - mean)
         dscale = op.Mul(inner, rstd)
         factor = op.Mul(scale, rstd)
         # y = factor (x - mean) + bias, where factor = scale (var + ε)^-½
@@ -169,11 +156,11 @@ def _batch_norm(op: Any, node: ir.Node, grads: Values) -> Values:
     dx = dscale = dbias = dmean = dvar = None
     if dys[0] is not None:
         dy = dys[0]
-        dscale = op.ReduceSum(op.Mul(dy, xh), axes, keepdims=0)
-        dbias = op.ReduceSum(dy, axes, keepdims=0)
+        dscale = sum_over(op, op.Mul(dy, xh), axes)
+        dbias = sum_over(op, dy, axes)
         # dx = scale rstd (dy - mean(dy) - xh mean(dy xh)): the means are those sums over the count,
         # which float16 may not hold
-        count = op.Cast(op.Div(op.Size(x), op.Size(scale)), to=ir.DataType.DOUBLE)
+        count = op.Cast(ratio(op, x, scale), to=ir.DataType.DOUBLE)
         mean_dy, inner = (
             _per_channel(op, to_like(op, op.Div(op.Cast(v, to=ir.DataType.DOUBLE), count), x), n)
             for v in (dbias, dscale)
@@ -185,7 +172,7 @@ def _batch_norm(op: Any, node: ir.Node, grads: Values) -> Values:
         dr = dys[k] if k < len(dys) else None
         if dr is None:
             continue
-        count = op.Div(op.Size(x), op.Size(scale))
+        count = ratio(op, x, scale)
         each = op.Div(to_like(op, op.Mul(dr, 1 - momentum), x), to_like(op, count, x))
         each = _per_channel(op, each, n)
         part = op.Expand(each, op.Shape(x))
@@ -201,38 +188,38 @@ def _batch_norm(op: Any, node: ir.Node, grads: Values) -> Values:
 def _instance_norm(op: Any, node: ir.Node, dys: Values) -> Values:
     (x, scale, _), dy = arguments(node, 3), dys[0]
     n = known_rank(x)
-    axes = _axes(op, range(2, n))
+    axes = range(2, n)
     xh, rstd = _moments(op, x, axes, node.attributes.get_float("epsilon", 1e-5))
-    others = _axes(op, [0, *range(2, n)])
-    dscale = op.ReduceSum(op.Mul(dy, xh), others, keepdims=0)
-    dbias = op.ReduceSum(dy, others, keepdims=0)
+    others = [0, *range(2, n)]
+    dscale = sum_over(op, op.Mul(dy, xh), others)
+    dbias = sum_over(op, dy, others)
     return [normalized(op, op.Mul(dy, _per_channel(op, scale, n)), xh, rstd, axes), dscale, dbias]
 
 
 def _group_norm(op: Any, node: ir.Node, dys: Values) -> Values:
     """Opset 21: scale and bias are per channel."""
-    (x, scale), dy = arguments(node, 2), dys[0]
+    (x, scale, bias), dy = arguments(node, 3), dys[0]
     groups, n = node.attributes.get_int("num_groups", 1), known_rank(x)
-    sizes = sizes_of(op, x)
-    grouped = [sizes[0], groups, -1]
-    if not isinstance(sizes[0], int) and None in [dim(x, a) for a in range(1, n)]:
-        grouped = [0, groups, -1]
-    axes = _axes(op, [2])
+    image = elements(op, x, 1)
+    each = image // groups if isinstance(image, int) else op.Div(image, groups)
+    grouped = [sizes_of(op, x)[0], groups, each]
+    axes = [2]
     xh, rstd = _moments(
         op, reshape(op, x, grouped), axes, node.attributes.get_float("epsilon", 1e-5)
     )
     flat = reshape_like(op, xh, x)
-    others = _axes(op, [0, *range(2, n)])
-    dscale = op.ReduceSum(op.Mul(dy, flat), others, keepdims=0)
-    dbias = op.ReduceSum(dy, others, keepdims=0)
+    others = [0, *range(2, n)]
+    # either may be one number for all channels
+    dscale = unbroadcast(op, sum_over(op, op.Mul(dy, flat), others), scale)
+    dbias = unbroadcast(op, sum_over(op, dy, others), bias)
     g = reshape(op, op.Mul(dy, _per_channel(op, scale, n)), grouped)
     return [reshape_like(op, normalized(op, g, xh, rstd, axes), x), dscale, dbias]
 
 
 def _mean_variance(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
-    axes = _axes(op, ints_attribute(n, "axes", [0, 2, 3]) or [])
-    centred = op.Sub(x, op.ReduceMean(x, axes, keepdims=1))
-    deviation = op.Sqrt(op.ReduceMean(op.Mul(centred, centred), axes, keepdims=1))
+    axes = ints_attribute(n, "axes", [0, 2, 3]) or []
+    centred = op.Sub(x, mean_over(op, x, axes))
+    deviation = op.Sqrt(mean_over(op, op.Mul(centred, centred), axes))
     # the operator divides by (standard deviation + 1e-9)
     rstd = op.Reciprocal(op.Add(deviation, 1e-9))
     return normalized(op, dy, op.Mul(centred, rstd), rstd, axes)

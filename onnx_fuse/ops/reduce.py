@@ -18,6 +18,7 @@ from onnx_fuse.ops.grad_helpers import (
     known_rank,
     no_grad,
     norm_axis,
+    ratio,
     reshape_like,
     shape_of,
     static_ints,
@@ -68,11 +69,7 @@ def _mean(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor
     count = 1
     for size in sizes:
         count *= size or 0
-    if count:
-        dy = op.Mul(dy, 1 / count)
-    else:
-        ratio = op.Div(op.Size(x), op.Size(y))
-        dy = op.Div(dy, to_like(op, ratio, dy))
+    dy = op.Mul(dy, 1 / count) if count else op.Div(dy, to_like(op, ratio(op, x, y), dy))
     return _full(op, _keep(op, dy, x, n), x)
 
 
@@ -179,7 +176,7 @@ def _stft(op: Any, node: ir.Node, dys: Values) -> Values:
         count, one = op.Squeeze(op.Shape(dy, start=1, end=2), op.constant([0])), np.int64(1)
         starts = op.Mul(op.Range(op.constant(np.int64(0)), count, op.constant(one)), step)
         places = op.Add(op.Unsqueeze(starts, op.constant([1])), op.constant(np.arange(size)))
-        flat = op.Reshape(x, op.constant([0, -1]))
+        flat = op.Squeeze(x, op.constant([2])) if known_rank(x) == 3 else x
         frames = op.Gather(flat, places, axis=1)
         dframes = op.MatMul(columns, op.Squeeze(basis, op.constant([1])))
         dwindow = op.ReduceSum(op.Mul(frames, dframes), op.constant([0, 1]), keepdims=0)

@@ -22,7 +22,7 @@ from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.activations import Activation, signature
 from onnx_fuse.ops.conv import conv_grad
 from onnx_fuse.ops.fused.activations import act_grad
-from onnx_fuse.ops.grad_helpers import Tensor, Values, arguments, emit, fail, reshape_like
+from onnx_fuse.ops.grad_helpers import Tensor, Values, arguments, emit, fail, unbroadcast
 from onnx_fuse.ops.opdef import OpDef, lookup
 
 STASH = "stash_type: int = 1"
@@ -202,9 +202,9 @@ def gemm_grad(op: Any, node: ir.Node, dys: Values) -> Values:
         )
         if per_column or not op.wants(c):
             *found, dc = emit(op, str(grad), inputs, like, **attributes)
-            if shape == [] or (shape[-1] == 1 and dim(w, 1) != 1):
-                dc = op.ReduceSum(dc, keepdims=0)
-            found.append(reshape_like(op, dc, c) if per_column else None)
+            for _ in shape[1:]:
+                dc = op.Unsqueeze(dc, op.constant([0]))
+            found.append(unbroadcast(op, dc, c) if per_column else None)
         else:
             *found, _, dz = emit(op, str(grad.exposing("dz")), inputs, [*like, y], **attributes)
             found.append(dz)

@@ -17,6 +17,7 @@ import onnx_ir as ir
 from onnx_fuse.onnx.build import Builder, dim, rank
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.ops.fused.gradients import NORM_GRADS, rms_norm_grad, skip_norm_grad
+from onnx_fuse.ops.grad_helpers import spans
 from onnx_fuse.ops.opdef import OpDef, register
 from onnx_fuse.ops.rewrite import (
     Rewriter,
@@ -107,9 +108,11 @@ def canonical_norm(node: ir.Node | None) -> Norm | None:
     epsilon = attribute(node, "epsilon", 1e-5)
     x, *affine = node.inputs
     bound = [v for v in (x, *affine) if v is not None]
+    if not all(spans(v, bound[0]) for v in bound[1:]):
+        return None
     match node.domain, node.op_type:
         case "", "LayerNormalization":
-            canonical = attribute(node, "axis", -1) == -1 and [rank(v) for v in bound[1:]] == [1, 1]
+            canonical = attribute(node, "axis", -1) == -1 and len(bound) == 3
             if not canonical or attribute(node, "stash_type", 1) != 1:
                 return None
             return Norm(node, "LayerNorm", bound[0], tuple(bound[1:]), {"epsilon": epsilon})
@@ -133,7 +136,7 @@ def _native(rw: Rewriter, node: ir.Node) -> bool:
     if node.op_type == "RMSNormalization":
         op = Builder()
         centred, size, stash = _EXACT.centred(x), dim(scale, 0), attribute(node, "stash_type", 1)
-        if x.dtype != scale.dtype or (size == 1 and dim(x, -1) != 1):
+        if x.dtype != scale.dtype or not spans(scale, x):
             return rw.refuse("RMSNormalization", [node], "its scale is of another type or width")
         if centred is not None and size and stash == 1 and x.dtype == ir.DataType.FLOAT:
             # What exporters make of a LayerNorm by hand; in 16 bits the deviation is rounded first.

@@ -1,0 +1,180 @@
+"""Every gradient rule where an axis of open size has no element, or one, at run time.
+
+Each row of `test_gradients` is differentiated once, with every axis dynamic; then each axis alone,
+and all axes of one size together, are 0 and 1. What onnxruntime computes then has gradients of the
+shapes of its inputs, and the slope of central differences.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import pytest
+from gradient_rows import F32, rng, within
+from test_gradients import ROWS, STEP, TOLERANCE, build, draw, session
+
+from onnx_fuse import autodiff, passes
+from onnx_fuse.onnx.load import load
+from onnx_fuse.runtime import ort
+
+# Rows by the start of their names, with the sizes that are left out, and why.
+EXCEPT = {
+    "Einsum": (0, "onnxruntime's Einsum dies of an empty matrix (SIGFPE, 1.32)"),
+    "ConvTranspose": (0, "onnxruntime's ConvTranspose does not end, or dies, without places"),
+    "Squeeze all": (0, 1, "another rank than the graph's output has"),
+    "GroupNormalization, then the largest": (1, "two of the largest are nearly equal"),
+    "Compress": (0, 1, "a condition longer than the axis"),
+    "GatherND batch": (1, "indices for more batches than there are"),
+    "Concat": (0, "onnxruntime leaves out what has no element, whatever its other sizes"),
+    "Conv pads": (0, "an image of padding alone"),
+    "AveragePool 3-D": (1, "a window larger than the image"),
+    "LpNormalization": (1, "one number over its own size has a kink at 0"),
+    "RMSNormalization": (1, "one number over its own size has a kink at 0"),
+}
+
+
+def variants(case):
+    """(size, the axes that have it) as pairs of an input's name and an axis."""
+    spots = [
+        (name, axis)
+        for name, value in case.inputs.items()
+        if isinstance(value, tuple) and name not in (*case.static, *case.fixed)
+        for axis in range(len(value))
+        if case.dynamic is True or axis in (case.dynamic or ())
+    ]
+    together = defaultdict(list)
+    for name, axis in spots:
+        together[case.inputs[name][axis]].append((name, axis))
+    sets = dict.fromkeys([*map(tuple, together.values()), *((spot,) for spot in spots)])
+    left_out = [s for name, (*s, _) in EXCEPT.items() if case.name.startswith(name)]
+    return [
+        (size, chosen)
+        for chosen in sets
+        for size in (0, 1)
+        if not any(size in sizes for sizes in left_out)
+        and any(case.inputs[name][axis] != size for name, axis in chosen)
+    ]
+
+
+@pytest.mark.parametrize("case", [c for c in ROWS if variants(c)], ids=lambda case: case.name)
+def test_axes_of_no_element_and_of_one(case):
+    arrays = draw(case)
+    model = build(case, arrays, dynamic=True)
+    forward = session(model)
+    fed = {i.name for i in forward.get_inputs()}
+    wrt = [name for name in fed if arrays[name].dtype.kind == "f"]
+    for value in model.graph.output:  # a rank, and no sizes: the input's tell them
+        for dim in value.type.tensor_type.shape.dim:
+            dim.Clear()
+    backward = session(autodiff.gradient(model, wrt=wrt))
+    for size, chosen in variants(case):
+        shapes = {n: list(v) for n, v in case.inputs.items() if isinstance(v, tuple)}
+        for name, axis in chosen:
+            shapes[name][axis] = size
+        inputs = {n: tuple(shapes.get(n, ())) if n in shapes else v for n, v in case.inputs.items()}
+        drawn = draw(replace(case, inputs=inputs))
+        feeds = {name: array for name, array in drawn.items() if name in fed}
+        try:
+            outputs = forward.run(list(case.outputs), feeds)
+        except Exception as error:
+            if not ort.is_fault(error):
+                raise
+            continue  # no valid sizes
+        compare(case, forward, backward, feeds, outputs, wrt, f"{size} at {chosen}")
+
+
+def compare(case, forward, backward, feeds, outputs, wrt, where):
+    generator = rng(11)
+    dys = [np.asarray(generator.standard_normal(y.shape), case.dtype) for y in outputs]
+    given = {f"{name}.grad": dy for name, dy in zip(case.outputs, dys, strict=True)}
+    names = [f"{name}.grad" for name in wrt]
+    grads = dict(zip(wrt, backward.run(names, {**feeds, **given}), strict=True))
+    for name in wrt:
+        assert grads[name].shape == feeds[name].shape, (name, where)
+    scale = sum(float(np.abs(dy * y).sum()) for dy, y in zip(dys, outputs, strict=True)) + 1
+    if not np.isfinite(scale):  # a mean of nothing
+        return
+    direction = {n: np.asarray(generator.uniform(-1, 1, feeds[n].shape)) for n in wrt}
+    h, f = STEP[case.dtype], []
+    for step in (-2 * h, -h, h, 2 * h):
+        moved = {n: np.asarray(feeds[n] + step * d, case.dtype) for n, d in direction.items()}
+        found = forward.run(list(case.outputs), {**feeds, **moved})
+        pairs = zip(dys, found, strict=True)
+        f.append(sum(float(np.vdot(np.float64(dy), np.float64(y))) for dy, y in pairs))
+    expected = (8 * (f[2] - f[1]) - (f[3] - f[0])) / (12 * h)
+    got = sum(float(np.vdot(direction[n], np.float64(grads[n]))) for n in wrt)
+    # the drawn numbers are others than in `test_gradients`, and fewer: a wider margin
+    wide = 30 if case.dtype is F32 else 4
+    assert got == pytest.approx(expected, abs=wide * TOLERANCE[case.dtype] * scale), where
+
+
+VECTORS = {  # inputs, nodes, sizes at run time
+    "a bias of a product": (
+        "float[3, 5] x, float[5, 2] w, float[D] s",
+        "h = Gemm (x, w, s) y = Relu (h)",
+        {"x": (3, 5), "w": (5, 2), "s": (1,)},
+    ),
+    "a row as a product's bias": (
+        "float[3, 5] x, float[5, 2] w, float[1, D] s",
+        "h = Gemm (x, w, s) y = Relu (h)",
+        {"x": (3, 5), "w": (5, 2), "s": (1, 1)},
+    ),
+    "a norm's scale": (
+        "float[4, 4] x, float[D] s, float[4] b",
+        "y = LayerNormalization (x, s, b)",
+        {"x": (4, 4), "s": (1,), "b": (4,)},
+    ),
+    "a norm's bias": (
+        "float[4, 4] x, float[4] s, float[D] b",
+        "y = LayerNormalization (x, s, b)",
+        {"x": (4, 4), "s": (4,), "b": (1,)},
+    ),
+    "a norm over two axes": (
+        "float[2, 3, 4] x, float[C, D] s, float[E] b",
+        "y = LayerNormalization <axis = 1> (x, s, b)",
+        {"x": (2, 3, 4), "s": (3, 1), "b": (1,)},
+    ),
+    "a norm before a product": (
+        "float[4, 4] x, float[D] s, float[E] b, float[4, 2] w, float[F] c",
+        "n = LayerNormalization (x, s, b) h = MatMul (n, w) y = Add (h, c)",
+        {"x": (4, 4), "s": (1,), "b": (1,), "w": (4, 2), "c": (1,)},
+    ),
+    "a norm of a sum": (
+        "float[4, 4] x, float[4, 4] r, float[D] s, float[E] b",
+        "a = Add (x, r) n = LayerNormalization (a, s, b) y = Add (n, a)",
+        {"x": (4, 4), "r": (4, 4), "s": (1,), "b": (1,)},
+    ),
+    "RMSNormalization": (
+        "float[4, 4] x, float[D] s, float[4, 2] w",
+        "n = RMSNormalization (x, s) y = MatMul (n, w)",
+        {"x": (4, 4), "s": (1,), "w": (4, 2)},
+    ),
+}
+
+
+@pytest.mark.parametrize("level", [0, 1, 3])
+@pytest.mark.parametrize("name", VECTORS)
+def test_a_vector_whose_open_size_is_one_gets_a_sum(name, level):
+    inputs, nodes, shapes = VECTORS[name]
+    model = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["" : 23]> g ({inputs}) => (float[?, ?] y) {{ {nodes} }}'
+    )
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    feeds = {n: within(-1, 1, *shape).astype(F32) for n, shape in shapes.items()}
+    forward = session(model)
+    (y,) = forward.run(None, feeds)
+    fused = load(model)
+    passes.optimize(fused, level=level, training=True)
+    dy = within(-1, 1, *y.shape).astype(F32)
+    grads = session(autodiff.gradient(fused, wrt=[*feeds])).run(
+        [f"{n}.grad" for n in feeds], {**feeds, "y.grad": dy}
+    )
+    for (key, array), grad in zip(feeds.items(), grads, strict=True):
+        assert grad.shape == array.shape
+        step = F32(2.0**-8) * within(-1, 1, *array.shape).astype(F32)
+        up, down = (forward.run(None, {**feeds, key: array + k * step})[0] for k in (1, -1))
+        slope = np.vdot(np.float64(up) - down, dy) / 2
+        assert slope == pytest.approx(np.vdot(step, np.float64(grad)), rel=2e-3, abs=2e-5)
