@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx import contrib
+from onnx_fuse.onnx.actual_sizes import correct_types
 from onnx_fuse.onnx.build import Builder
 from onnx_fuse.onnx.common import carries_body, one_line
 from onnx_fuse.onnx.save import fused_function
@@ -123,9 +124,12 @@ class Emitter(Builder):
             if carries_body(node):
                 return self._infer_body(node, types)
             schema = onnx.defs.get_schema(node.op_type, self.opset, node.domain)
-            return onnx.shape_inference.infer_node_outputs(
-                schema, ir.serde.serialize_node(node), types, data, None, self._imports
+            proto = ir.serde.serialize_node(node)
+            found: dict[str, onnx.TypeProto] = onnx.shape_inference.infer_node_outputs(
+                schema, proto, types, data, None, self._imports
             )
+            correct_types(proto, types, data, found, write=False)
+            return found
         except (onnx.defs.SchemaError, onnx.shape_inference.InferenceError):
             return {}
         except onnx.checker.ValidationError as error:  # what a wrongly typed model leads to

@@ -44,6 +44,7 @@ from onnx_fuse.cuda.pointwise import Code, call_of, dtype_name
 from onnx_fuse.errors import ModelError
 from onnx_fuse.kernels import refusals, serves
 from onnx_fuse.onnx import contrib
+from onnx_fuse.onnx.actual_sizes import correct_types
 from onnx_fuse.onnx.build import subgraphs
 from onnx_fuse.onnx.common import FUSE, carries_body, one_line
 from onnx_fuse.onnx.shapes import infer_shapes
@@ -267,6 +268,7 @@ class Context(ABC):
                 result = infer(types, data)
         except onnx.shape_inference.InferenceError as error:
             raise self.fault(node, one_line(error)) from error
+        correct_types(proto, types, data, result)
         known = [self._static_proto(result.get(v.name or "")) for v in node.outputs]
         if halved:
             known = [k and ("bfloat16" if k[0] == "float16" else k[0], k[1]) for k in known]

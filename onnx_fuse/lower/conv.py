@@ -12,6 +12,7 @@ from onnx_fuse.cuda.macros import FLOATS
 from onnx_fuse.lower import conv_nhwc, conv_transpose
 from onnx_fuse.lower.context import Context, Lowering, copy
 from onnx_fuse.lower.linear import product
+from onnx_fuse.onnx.actual_sizes import POOLS, pooled
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.activations import ACTIVATIONS
@@ -37,7 +38,11 @@ def window(
     pads = list(ctx.attr(node, "pads") or [0] * (2 * rank))
     auto = ctx.attr(node, "auto_pad", "NOTSET")
     transposed = node.op_type == "ConvTranspose"
-    if auto.startswith("SAME") or (transposed and ctx.attr(node, "output_shape")):
+    if auto.startswith("SAME") and node.op_type in POOLS:
+        axes = zip(x, kernel, strides, dilations, strict=True)
+        around = [pooled(n, k, s, (0, 0), d, auto, ceil=False)[1] for n, k, s, d in axes]
+        pads = [before for before, _ in around] + [after for _, after in around]
+    elif auto.startswith("SAME") or (transposed and ctx.attr(node, "output_shape")):
         extra = ctx.attr(node, "output_padding") or [0] * rank
         for i in range(rank):
             reach = (kernel[i] - 1) * dilations[i] + 1
@@ -62,6 +67,8 @@ def spatial(
     """Output sizes of a Conv, ConvTranspose or pool over open sizes `x`; None: inference knows."""
     auto = ctx.attr(node, "auto_pad", "NOTSET")
     given = ctx.attr(node, "ceil_mode", 0) or ctx.attr(node, "output_shape")
+    if auto.startswith("SAME") and any(d != 1 for d in ctx.attr(node, "dilations") or []):
+        return None
     if given or not any(isinstance(size, Size) for size in x):
         return None
     rank = len(kernel)
@@ -74,10 +81,12 @@ def spatial(
     for i, size in enumerate(x):
         reach = (kernel[i] - 1) * dilations[i] + 1
         around = pads[i] + pads[rank + i] if auto == "NOTSET" else 0
-        if auto.startswith("SAME"):
-            found.append(size * strides[i] if transposed else -(-size // strides[i]))
-        elif transposed:
-            found.append(strides[i] * (size - 1) + extra[i] + reach - around)
+        if transposed:
+            whole = strides[i] * (size - 1) + extra[i] + reach - around
+            same = size * strides[i] if auto.startswith("SAME") else whole
+            found.append(whole if whole < same else same)
+        elif auto.startswith("SAME"):
+            found.append(-(-size // strides[i]))
         else:
             found.append((size + around - reach) // strides[i] + 1)
     return found

@@ -24,6 +24,8 @@ from onnx_fuse.program.size import number
 
 _TAPS = 16
 """Elements that one pass adds up; more, as to reduce an image without aliasing, are of two."""
+_TIE = np.float32(1e-6)
+"""How near to the middle of two pixels a position of Resize counts as the middle."""
 KINDS = {"MaxPool": "max", "AveragePool": "average", "LpPool": "lp"}
 
 
@@ -91,6 +93,39 @@ def lrn(ctx: Context, node: ir.Node) -> str | None:
 # ---- Resize -----------------------------------------------------------------------------------
 
 
+def _positions(
+    length: int, resized: int, scale: np.float32, transform: str, roi: tuple[float, float]
+) -> np.ndarray:
+    """Where in an axis of `length` each element of the resized one lies.
+
+    In float32, step by step as onnxruntime has it: which pixel is the nearest depends on it.
+    """
+    half, i = np.float32(0.5), np.arange(resized, dtype=np.float32)
+    last = np.float32(length - 1)
+    if scale == 1:
+        return i
+    match transform:
+        case "align_corners":
+            return i * last / np.float32(resized - 1) if resized > 1 else 0 * i
+        case "asymmetric":
+            return i / scale
+        case "tf_half_pixel_for_nn":
+            return (i + half) / scale
+        case "pytorch_half_pixel":
+            return (i + half) / scale - half if resized > 1 else 0 * i
+        case "half_pixel_symmetric":
+            # the resized length is a rounded one: keep the centres where they were
+            adjust = np.float32(resized) / (scale * np.float32(length))
+            shift = float(np.float32(length / 2) * (1 - adjust))
+            return (shift + (i + half).astype(float) / float(scale) - 0.5).astype(np.float32)
+        case "tf_crop_and_resize":
+            start, end = map(np.float32, roi)
+            if resized > 1:
+                return start * last + i * (end - start) * last / np.float32(resized - 1)
+            return half * (start + end) * last + 0 * i
+    return (i + half) / scale - half
+
+
 def taps(
     length: int, resized: int, scale: float, *, mode: str, transform: str, nearest: str,
     cubic: float, exclude_outside: bool, antialias: bool, roi: tuple[float, float],
@@ -99,35 +134,19 @@ def taps(
 
     `transform` and `mode` are ONNX Resize's coordinate_transformation_mode and mode.
     """
-    i = np.arange(resized, dtype=np.float64)
-    match transform:
-        case "align_corners":
-            at = i * (length - 1) / (resized - 1) if resized > 1 else 0 * i
-        case "asymmetric":
-            at = i / scale
-        case "pytorch_half_pixel":
-            at = (i + 0.5) / scale - 0.5 if resized > 1 else 0 * i
-        case "half_pixel_symmetric":
-            # the resized length is a rounded one: keep the centres where they were
-            adjust = resized / (scale * length)
-            at = length / 2 * (1 - adjust) + (i + 0.5) / scale - 0.5
-        case "tf_crop_and_resize":
-            start, end = roi
-            step = (end - start) * (length - 1) / (resized - 1) if resized > 1 else 0.0
-            first = start * (length - 1) if resized > 1 else 0.5 * (start + end) * (length - 1)
-            at = first + i * step
-        case _:
-            at = (i + 0.5) / scale - 0.5
+    at = _positions(length, resized, np.float32(scale), transform, roi)
     outside = (at < 0) | (at > length - 1) if transform == "tf_crop_and_resize" else at != at
     if mode == "nearest":
-        if nearest == "round_prefer_ceil":
-            source = np.floor(at + 0.5)
-        elif nearest == "floor":
-            source = np.floor(at)
+        below = np.floor(at)
+        beyond = at - (below + np.float32(0.5))  # onnxruntime (1.32) lets this be off by rounding
+        if nearest == "floor":
+            source = below
         elif nearest == "ceil":
             source = np.ceil(at)
+        elif nearest == "round_prefer_ceil":
+            source = below + (beyond > -_TIE)
         else:
-            source = np.ceil(at - 0.5)
+            source = below + (beyond >= _TIE)
         index = np.clip(source, 0, length - 1).astype(np.int64)[:, None]
         weight = np.ones_like(index, np.float64)
     else:
@@ -164,14 +183,17 @@ def resize(ctx: Context, node: ir.Node) -> str | None:
     scales = dict.fromkeys(range(rank), 1.0)
     given = ctx.host(node, 2) if ctx.has(node, 2) else None
     if given is not None and given.size:
-        scales |= dict(zip(axes, map(float, given), strict=True))
+        scales |= dict(zip(axes, given.reshape(-1).tolist(), strict=True))
     elif ctx.has(node, 3):
         # not_larger and not_smaller give all axes one factor; the output's size is rounded after
         policy = ctx.attr(node, "keep_aspect_ratio_policy", "stretch")
         sizes = ctx.host(node, 3)
         if sizes is None:
             return "its sizes are not known before it runs"
-        ratios = [int(s) / x.shape[a] for s, a in zip(sizes, axes, strict=True)]
+        lengths = [int(x.shape[a]) or 1 for a in axes]
+        ratios = [
+            float(np.float32(int(s)) / np.float32(n)) for s, n in zip(sizes, lengths, strict=True)
+        ]
         if policy != "stretch":
             ratios = [(min if policy == "not_larger" else max)(ratios)] * len(axes)
         scales |= dict(zip(axes, ratios, strict=True))
@@ -181,8 +203,11 @@ def resize(ctx: Context, node: ir.Node) -> str | None:
     roi = ctx.host(node, 1) if ctx.has(node, 1) else None
     if transform == "tf_crop_and_resize" and roi is None:
         return "its region of interest is not known before it runs"
-    todo = [a for a in range(rank) if scales[a] != 1 or transform == "tf_crop_and_resize"]
-    if not todo:
+    antialias = bool(ctx.attr(node, "antialias", 0))
+    todo = [
+        a for a in range(rank) if scales[a] != 1 and not (antialias and x.shape[a] == y.shape[a])
+    ]
+    if x.shape == y.shape or not todo:  # copied, whatever the scales
         ctx.alias(node, 0, x)
         return None
     if not y.size:
@@ -200,11 +225,12 @@ def resize(ctx: Context, node: ir.Node) -> str | None:
             (float(roi[at]), float(roi[at + len(axes)])) if roi is not None and roi.size else (0, 1)
         )
         tables[places[axis]] = taps(
-            x.shape[axis], y.shape[places[axis]], scales[axis], mode=mode, transform=transform,
+            int(x.shape[axis]), int(y.shape[places[axis]]), scales[axis], mode=mode,
+            transform=transform,
             nearest=ctx.attr(node, "nearest_mode", "round_prefer_floor"),
             cubic=ctx.attr(node, "cubic_coeff_a", -0.75),
             exclude_outside=bool(ctx.attr(node, "exclude_outside", 0)),
-            antialias=bool(ctx.attr(node, "antialias", 0)), roi=crop,
+            antialias=antialias, roi=crop,
         )  # fmt: skip
     source = channels_last(x) if last_axis else x
     if _repeated(ctx, node, source, y, tables):
@@ -243,9 +269,9 @@ def _repeated(
         times = 1
         if a in tables:
             index, _ = tables[a]
-            times = len(index) // size
-            steps = np.arange(len(index)) // max(times, 1)
-            if index.shape[1] > 1 or not np.array_equal(index[:, 0], steps):
+            times, rest = divmod(len(index), int(size))
+            steps = np.repeat(np.arange(int(size)), times)
+            if rest or index.shape[1] > 1 or not np.array_equal(index[:, 0], steps):
                 return False
         shape += [size, 1]
         pairs += [size, times]

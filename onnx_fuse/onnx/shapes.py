@@ -6,12 +6,14 @@ import contextlib
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 
 import onnx
 import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.onnx import contrib
+from onnx_fuse.onnx.actual_sizes import infer_actual
 from onnx_fuse.onnx.build import all_nodes, subgraphs
 from onnx_fuse.onnx.save import functions_attached, serialized
 from onnx_fuse.onnx.types import READ_BY_INFERENCE, complete_types
@@ -64,7 +66,9 @@ def _infer(model: ir.Model, *, data_prop: bool) -> None:
             _known_in_bodies(proto.graph, {})
             kept |= unread
         try:
-            found = onnx.shape_inference.infer_shapes(proto, data_prop=data_prop)
+            found = infer_actual(
+                proto, partial(onnx.shape_inference.infer_shapes, data_prop=data_prop)
+            )
         except (onnx.shape_inference.InferenceError, RuntimeError, ValueError):
             return  # a file that contradicts itself: what is known stays, and onnxruntime says why
         _assign_inferred(model.graph, found.graph, kept)

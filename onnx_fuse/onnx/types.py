@@ -15,6 +15,7 @@ from collections.abc import Iterable
 import onnx
 import onnx_ir as ir
 
+from onnx_fuse.onnx.actual_sizes import infer_actual
 from onnx_fuse.onnx.build import all_nodes, subgraphs
 
 _ELEMENT = {
@@ -200,7 +201,7 @@ def shapes_of_body(body: ir.Graph, opset: int) -> list[ir.Shape | None]:
     opsets = [onnx.helper.make_opsetid(*each) for each in domains.items()]
     model = onnx.helper.make_model(graph, opset_imports=opsets)
     try:
-        found = onnx.shape_inference.infer_shapes(model).graph.output
+        found = infer_actual(model, onnx.shape_inference.infer_shapes).graph.output
     except (onnx.shape_inference.InferenceError, RuntimeError, ValueError):
         return [None] * len(body.outputs)  # a body that contradicts itself
     return [

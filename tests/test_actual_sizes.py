@@ -1,0 +1,188 @@
+"""Sizes and values of Resize, Upsample and pools: onnxruntime's, in inference and in programs.
+
+One model holds all nodes of a table, each with an input and an output of its own.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from lowering import program_of, weights_of
+from onnx import TensorProto, helper, numpy_helper
+
+from onnx_fuse import passes
+from onnx_fuse.lower import walk
+from onnx_fuse.onnx.load import load
+from onnx_fuse.onnx.save import to_proto
+from onnx_fuse.onnx.shapes import infer_shapes
+from onnx_fuse.program.interpret import interpret
+
+SCALES = (0.3, 0.5, 0.7, 1.0, 1.2, 1.3, 2.0, 2.5)
+NEAREST = ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil")
+TRANSFORMS = ("half_pixel", "asymmetric", "align_corners", "pytorch_half_pixel")
+
+
+class Table:
+    """A model of many nodes, and what they read."""
+
+    def __init__(self, opset: int) -> None:
+        self.opset = opset
+        self.nodes: list[onnx.NodeProto] = []
+        self.held: list[onnx.TensorProto] = []
+        self.feeds: dict[str, np.ndarray] = {}
+
+    def add(self, op: str, shape: tuple[int, ...], *more: object, **attributes: object) -> None:
+        """A node that reads a random array of `shape`, and constants; None leaves one out."""
+        k = len(self.nodes)
+        rng = np.random.default_rng(k)
+        self.feeds[f"x{k}"] = rng.standard_normal(shape).astype(np.float32)
+        names = [f"x{k}"]
+        for i, array in enumerate(more):
+            names.append("" if array is None else f"c{k}_{i}")
+            if array is not None:
+                self.held.append(numpy_helper.from_array(np.asarray(array), names[-1]))
+        self.nodes.append(helper.make_node(op, names, [f"y{k}"], f"n{k}", **attributes))
+
+    def model(self) -> bytes:
+        inputs = [
+            helper.make_tensor_value_info(name, TensorProto.FLOAT, x.shape)
+            for name, x in self.feeds.items()
+        ]
+        outputs = [
+            helper.make_tensor_value_info(f"y{k}", TensorProto.FLOAT, None)
+            for k in range(len(self.nodes))
+        ]
+        graph = helper.make_graph(self.nodes, "table", inputs, outputs, self.held)
+        opsets = [helper.make_opsetid("", self.opset)]
+        return helper.make_model(graph, opset_imports=opsets, ir_version=8).SerializeToString()
+
+
+def pools(opset: int) -> Table:
+    table = Table(opset)
+    pads = ((0, 0), (1, 0), (0, 1), (1, 1), (2, 1))
+    modes = [("NOTSET", around) for around in pads]
+    modes += [(auto, (0, 0)) for auto in ("VALID", "SAME_UPPER", "SAME_LOWER")]
+    for op, k, s, d, (auto, around), ceil in product(
+        ("MaxPool", "AveragePool", "LpPool"), (1, 2, 3), (1, 2, 3), (1, 2), modes, (0, 1)
+    ):
+        since = {"MaxPool": 10, "AveragePool": 19, "LpPool": 18}[op]
+        if (d > 1 and opset < since) or (ceil and opset < min(since, 10)):
+            continue
+        if op == "LpPool" and ceil and opset < 18:
+            continue
+        for size in (2, 3, 5, 7):
+            reach = d * (k - 1) + 1
+            if max(around) >= k or reach > size or (auto.startswith("SAME") and s > k):
+                continue  # onnxruntime refuses the rest
+            attributes: dict[str, object] = {"kernel_shape": [k], "strides": [s]}
+            attributes |= {"pads": around} if auto == "NOTSET" else {"auto_pad": auto}
+            attributes |= {"dilations": [d]} if d > 1 else {}
+            attributes |= {"ceil_mode": 1} if ceil else {}
+            table.add(op, (1, 1, size), **attributes)
+    return table
+
+
+def resizes(opset: int) -> Table:
+    table = Table(opset)
+    lengths = (2, 5, 7) if opset in (13, 18) else range(1, 10)
+    if opset < 11:
+        for size, scale, mode in product(range(1, 10), SCALES, ("nearest", "linear")):
+            if opset == 10:
+                table.add("Resize", (size, 2), np.float32([scale, 1]), mode=mode)
+            elif scale >= 1 and opset == 9:
+                table.add("Upsample", (size, 2), np.float32([scale, 1]), mode=mode)
+            elif scale >= 1:
+                table.add("Upsample", (size, 2), mode=mode, scales=[scale, 1.0])
+        return table
+    empty = np.float32([]) if opset < 13 else None
+    transforms = [*TRANSFORMS]
+    transforms += ["tf_half_pixel_for_nn"] if opset == 11 else []
+    transforms += ["half_pixel_symmetric"] if opset >= 19 else []
+    for size, scale, how in product(lengths, SCALES, transforms):
+        key = "coordinate_transformation_mode"
+        scales = np.float32([scale, 1])
+        for nearest in NEAREST:
+            table.add(
+                "Resize", (size, 2), empty, scales, mode="nearest", nearest_mode=nearest,
+                **{key: how},
+            )  # fmt: skip
+        table.add("Resize", (size, 2), empty, scales, mode="linear", **{key: how})
+        table.add(
+            "Resize", (size, 2), empty, scales, mode="cubic", exclude_outside=size % 2, **{key: how}
+        )
+        if opset >= 18:
+            for mode in ("linear", "cubic"):
+                table.add("Resize", (size, 2), empty, scales, mode=mode, antialias=1, **{key: how})
+    for size, new, how, nearest in product(lengths[::2], (1, 2, 4, 9), transforms, NEAREST):
+        sizes = np.int64([new, 2])
+        table.add(
+            "Resize", (size, 2), empty, empty, sizes, mode="nearest", nearest_mode=nearest,
+            coordinate_transformation_mode=how,
+        )  # fmt: skip
+        for policy in ("not_larger", "not_smaller") if opset >= 18 else ():
+            table.add(
+                "Resize", (size, 2), None, None, sizes, mode="nearest", nearest_mode=nearest,
+                coordinate_transformation_mode=how, keep_aspect_ratio_policy=policy,
+            )  # fmt: skip
+    return table
+
+
+def turned(opset: int) -> Table:
+    """ConvTransposes with SAME, output_padding and dilations."""
+    table = Table(opset)
+    for size, k, s, d, more, auto in product(
+        (1, 2, 5), (1, 2, 3), (1, 2, 3), (1, 2), (0, 1), ("SAME_UPPER", "SAME_LOWER", "VALID")
+    ):
+        if more < s:
+            table.add(
+                "ConvTranspose", (1, 1, size), np.ones((1, 1, k), np.float32), strides=[s],
+                dilations=[d], auto_pad=auto, output_padding=[more],
+            )  # fmt: skip
+    return table
+
+
+TABLES = {
+    **{f"pools of opset {v}": (pools, v) for v in (10, 18, 22)},
+    **{f"resizes of opset {v}": (resizes, v) for v in (7, 9, 10, 11, 13, 18, 19)},
+    "transposed convolutions": (turned, 11),
+}
+
+
+def answers(data: bytes, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(data, options)
+    names = [v.name for v in session.get_outputs()]
+    return dict(zip(names, session.run(None, feeds), strict=True))
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_sizes_and_values_are_onnxruntimes(name, monkeypatch):
+    # calls stay apart, as nodes are: to join hundreds takes longer than all else
+    monkeypatch.setattr(walk.program_passes, "run", lambda calls, keep, low: calls)
+    make, opset = TABLES[name]
+    table = make(opset)
+    expected = answers(table.model(), table.feeds)
+    model = load(table.model())
+    infer_shapes(model)
+    for node in model.graph:
+        y = node.outputs[0]
+        if y.is_graph_output() and y.shape is not None:
+            actual = expected[y.name].shape
+            known = [(d, n) for d, n in zip(y.shape, actual, strict=True) if isinstance(d, int)]
+            assert all(d == n for d, n in known), (node.op_type, node.attributes, actual)
+    passes.optimize(model, level=2)
+    optimized = answers(to_proto(model).SerializeToString(), table.feeds)
+    program = program_of(model, table.feeds)
+    for output, tensor in program.outputs:
+        assert tensor.shape == expected[output].shape, output
+        np.testing.assert_array_equal(optimized[output], expected[output])
+    if make is resizes:
+        got = interpret(program, table.feeds, weights_of(model))
+        for output, y in expected.items():
+            np.testing.assert_allclose(got[output], y, rtol=1e-5, atol=1e-5, err_msg=output)
