@@ -40,6 +40,15 @@ GRAPHS = {
         "{ s = Add(x, b) t = Tanh(s) y = Mul(t, s) }",
         {"x": X, "b": X[0, 0]},
     ),
+    "the absent bounds of a Clip": (
+        "agraph (float[8] x, double[8] z) => (float[8] a, float[8] b, double[8] c) "
+        "<float one = {1}, double low = {-2}> "
+        '{ a = Clip(x, "", one) b = Clip(x) c = Clip(z, low) }',
+        {
+            "x": np.float32([-np.inf, np.inf, np.nan, 0.5, 3, -3.4e38, -0.0, 1]),
+            "z": np.array([-np.inf, np.inf, np.nan, 0.5, 3, -3.4e38, -0.0, 1]),
+        },
+    ),
     "a number worked out where it is read": (
         "agraph (float[3,4,6] x) => (float[3,4,6] y) <float one = {1}> "
         "{ m = ReduceMax <keepdims = 0> (x) r = Div(one, m) n = Neg(r) y = Mul(x, n) }",

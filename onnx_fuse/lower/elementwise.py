@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
@@ -130,14 +132,19 @@ def where(ctx: Context, node: ir.Node) -> str | None:
 
 
 def clip(ctx: Context, node: ir.Node) -> str | None:
-    """y = min(max, max(min, x)); either bound may be absent."""
+    """y = min(max, max(min, x)); onnxruntime takes the largest number for an absent bound."""
     x = ctx.view(node, 0)
     code = Code()
     value = code.load(x)
-    for i, step in ((1, "ClipMin"), (2, "ClipMax")):
+    for i, step, sign in ((1, "ClipMin", -1), (2, "ClipMax", 1)):
         if ctx.has(node, i):
             bound, _ = operand(ctx, code, node, i, x.shape)
-            value = code.step(step, x.dtype, value, bound)
+        elif x.dtype in FLOATS:
+            limits: Any = ml_dtypes.finfo
+            bound = code.scalar(sign * float(limits(x.dtype).max), x.dtype)
+        else:
+            continue
+        value = code.step(step, x.dtype, value, bound)
     _store(ctx, code, node, value, x.shape, x.dtype)
     return None
 
