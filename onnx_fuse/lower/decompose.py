@@ -77,6 +77,21 @@ def group_norm(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results:
     return [y if row is None else row.alone(op, y, node)]
 
 
+def layer_norm(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results | None:
+    """A norm whose scale or bias differs between rows as one without, and the rest after it."""
+    x, scale, bias = (*node.inputs, None)[:3]
+    axis = attr(node, "axis", -1) % len(shapes[0])
+    row = shapes[0][axis:]
+    if not any(len(s) > len(row) and s[: -len(row)] != (1,) * axis for s in shapes[1:]):
+        return None
+    ones = op.CastLike(op.Expand(op.constant(np.ones((), np.float32)), list(row)), scale)
+    kept = {k: a.value for k, a in node.attributes.items()}
+    made = op.node("LayerNormalization", [x, ones], outputs=len(node.outputs), attributes=kept)
+    normed, *stats = made if isinstance(made, tuple) else (made,)
+    y = op.Mul(normed, scale)
+    return [y if bias is None else op.Add(y, bias), *stats]
+
+
 def gated(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Results:
     """A gated product as the product, its halves and a pass over them."""
     shape = shapes[-2]
@@ -285,6 +300,7 @@ DECOMPOSED: dict[tuple[str, str], Decomposition] = {
     ("", "Einsum"): einsum,
     **{("", name): recurrent for name in GATES},
     ("", "Hardmax"): hardmax,
+    ("", "LayerNormalization"): layer_norm,
     ("", "LpNormalization"): lp_normalization,
     ("", "MaxUnpool"): max_unpool,
     ("", "MelWeightMatrix"): mel_weight_matrix,

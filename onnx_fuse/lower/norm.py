@@ -40,10 +40,10 @@ def layer_norm(ctx: Context, node: ir.Node) -> str | None:
     x = ctx.dense(node, 0)
     if x.dtype not in FLOATS:
         return f"no kernel for {x.dtype}"
-    scale = ctx.dense(node, 1 + skip)
     axis = ctx.attr(node, "axis", -1) % len(x.shape)
     length = prod(x.shape[axis:])
-    if scale.size != length:
+    scale = _row(ctx, node, 1 + skip, x.shape[axis:])
+    if scale is None:
         return "the scale does not have the shape of a row"
     reads = {"x": x, "scale": scale}
     if skip:
@@ -51,7 +51,10 @@ def layer_norm(ctx: Context, node: ir.Node) -> str | None:
         if reads["residual"].shape != x.shape:
             return "the residual is broadcast"
     if not rms and ctx.has(node, 2 + skip):
-        reads["bias"] = ctx.dense(node, 2 + skip)
+        bias = _row(ctx, node, 2 + skip, x.shape[axis:])
+        if bias is None:
+            return "the bias does not have the shape of a row"
+        reads["bias"] = bias
     outputs = ["y", "sum"] if skip else ["y"]
     outputs += name.exposed if node.domain == FUSE else ["mean", "rstd"]
     writes = {
@@ -67,6 +70,18 @@ def layer_norm(ctx: Context, node: ir.Node) -> str | None:
         epsilon=ctx.attr(node, "epsilon", 1e-5),
     )  # fmt: skip
     return ctx.select(node, problem, reads, writes, inplace=[("y", "x")])
+
+
+def _row(ctx: Context, node: ir.Node, i: int, row: tuple[int, ...]) -> Tensor | None:
+    """Input `i` spread to the shape of a row; None where it is another one for other rows."""
+    value = ctx.view(node, i)
+    lead = len(value.shape) - len(row)
+    shape = (*[1] * -lead, *value.shape[max(lead, 0) :])
+    if any(n != 1 for n in value.shape[: max(lead, 0)]):
+        return None
+    if not all(n in (1, size) for n, size in zip(shape, row, strict=True)):
+        return None
+    return ctx.contiguous(ctx.contiguous(value).view(shape).expand(row))
 
 
 def layer_norm_grad(ctx: Context, node: ir.Node) -> str | None:
