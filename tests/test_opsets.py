@@ -106,7 +106,26 @@ ROWS: list[tuple[int, str, str]] = [
     (7, "(double[2,3] x) => (double[2,3] y, double[2,3] m)", "y, m = Dropout (x)"),
     (10, "(float[2,3] x) => (float[2,3] y, bool[2,3] m)", "y, m = Dropout (x)"),
     (10, "(float[2,0] x) => (float[2,0] y, bool[2,0] m)", "y, m = Dropout <ratio = 0.1> (x)"),
+    (11, "(float[2,3] x) => (float[2,3] y, bool[2,3] m)", "y, m = Dropout <ratio = 0.1> (x)"),
     (12, "(float[2,3] x) => (float[2,3] y, bool[2,3] m)", "y, m = Dropout (x)"),
+    # statistics in the type of x, and not in float32
+    *(
+        (
+            v,
+            "(double[2,4,3] x, double[2] g, double[2] b) => (double[2,4,3] y)",
+            "y = GroupNormalization <num_groups = 2> (x, g, b)",
+        )
+        for v in (18, 20)
+    ),
+    *(
+        (
+            11,
+            f"{IMAGE} => (float[1,2,H,W] y) <float[4] c = {{1,1,1.7,0.6}}, float[0] r = {{}}>",
+            f'y = Resize <mode: string = "{mode}", coordinate_transformation_mode: string = '
+            '"tf_half_pixel_for_nn"> (x, r, c)',
+        )
+        for mode in ("nearest", "linear", "cubic")
+    ),
     # attributes that became inputs
     (7, "(float[12] x) => (float[12] y)", "y = Clip <min = -1.0, max = 1.0> (x)"),
     (7, "(float[12] x) => (float[12] y)", "y = Clip (x)"),
@@ -295,7 +314,8 @@ def test_the_node_is_written_back_at_its_opset() -> None:
     assert [r for r in reasons if not re.fullmatch(pattern, r)] == []
     # Upsample and Resize 10 become Resize 13; a matrix of several axes is reshaped by opset 14
     matrices = {"Softmax", "LogSoftmax", "Hardmax"}
-    assert set(refused) <= {"Scatter", "Upsample", "Resize", "Dropout", *matrices}
+    asked = {"Scatter", "Upsample", "Resize", "Dropout", "GroupNormalization", *matrices}
+    assert set(refused) <= asked
 
 
 def test_what_fusions_read_of_shapes_is_written_in_opset_13() -> None:

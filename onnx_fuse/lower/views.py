@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onnx_fuse.cuda.pointwise import Code, cast_step, dtype_name
 from onnx_fuse.lower.channels_last import follow
 from onnx_fuse.lower.context import Context, Lowering, copy, emit
+from onnx_fuse.onnx.evaluate import TO_THE_END
 from onnx_fuse.program import size as sizes
 from onnx_fuse.program.call import UNKNOWN, Tensor
 from onnx_fuse.program.problem import ITEMSIZE
@@ -103,8 +104,11 @@ def expand(ctx: Context, node: ir.Node) -> str | None:
 def _part(begin: int, end: int, step: int, size: int) -> tuple[int, int]:
     """The first element of x[begin:end:step] on an axis of `size`, and their number."""
     if step < 0:
-        where = range(*slice(int(begin), int(end), step).indices(int(size)))
-        return where.start, len(where)
+        length = int(size)
+        first, last = (int(v) + length if v < 0 else int(v) for v in (begin, end))
+        first = min(max(first, 0), length - 1)
+        last = -1 if int(end) in TO_THE_END else min(max(last, -1), length - 1)
+        return max(first, 0), len(range(first, last, step))
     begin, end = (v + size if v < 0 else v for v in (begin, end))
     begin, end = (0 if v < 0 else size if v > size else v for v in (begin, end))
     return begin, -((begin - end) // step) if end > begin else 0

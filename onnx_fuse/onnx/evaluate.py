@@ -269,6 +269,10 @@ def _concat(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
     return np.concatenate(arrays, node.attributes["axis"].as_int())
 
 
+TO_THE_END = (2**31 - 1, 2**63 - 1)
+"""Ends of a Slice that mean the whole rest in either direction, to onnxruntime: not so to ONNX."""
+
+
 def _slice(node: ir.Node, arrays: Sequence[Any]) -> Array:
     x, starts, ends = arrays[:3]
     axes, steps = _at(arrays, 3), _at(arrays, 4)
@@ -282,7 +286,7 @@ def _slice(node: ir.Node, arrays: Sequence[Any]) -> Array:
         if step > 0:
             cut[axis] = slice(min(max(first, 0), size), min(max(last, 0), size), step)
         else:
-            last = min(max(last, -1), size - 1)
+            last = -1 if end in TO_THE_END else min(max(last, -1), size - 1)
             first = min(max(first, 0), size - 1)
             cut[axis] = slice(first, None if last < 0 else last, step)
     return x[tuple(cut)]

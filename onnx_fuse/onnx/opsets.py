@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import onnx
 import onnx.version_converter
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
 from onnx_fuse.errors import ModelError
-from onnx_fuse.onnx.build import all_nodes
+from onnx_fuse.onnx.build import Builder, all_nodes, const_array
 from onnx_fuse.onnx.common import CAME_IN, CANONICAL_OPSET, DEFAULT, body_of, one_line
+from onnx_fuse.onnx.evaluate import TO_THE_END
 from onnx_fuse.onnx.functions import inline_functions
 from onnx_fuse.onnx.save import fused_function
 from onnx_fuse.onnx.shapes import check_sizes, infer_shapes
@@ -41,11 +43,33 @@ def canonical(model: ir.Model) -> ir.Model:
             infer_shapes(model)
         upgrade(graph, version, target)
         graph.opset_imports[""] = target
+    _write_backward_ends(graph)
     if _rename_equal_nodes(graph):
         model.meta[MENDED] = "onnxruntime takes no two nodes of one name"
     check_sizes(model)
     model.ir_version = max(model.ir_version, 10)
     return model
+
+
+def _write_backward_ends(graph: ir.Graph) -> None:
+    """Write an end of a backward Slice that stands for the whole rest as one that everybody reads.
+
+    onnxruntime takes the largest integer for it. ONNX's inference, and NumPy, clamp it to the
+    front, where nothing is left; the smallest integer is the rest to all of them.
+    """
+    for node in list(all_nodes(graph)):
+        if node.op_type != "Slice" or node.domain or len(node.inputs) < 5 or node.graph is None:
+            continue
+        ends, steps = (const_array(node.inputs[i]) for i in (2, 4))
+        if ends is None or steps is None or ends.shape != steps.shape:
+            continue
+        backward = (steps < 0) & np.isin(ends, TO_THE_END)
+        if backward.any():
+            op = Builder()
+            node.replace_input_with(
+                2, op.constant(np.where(backward, np.iinfo(ends.dtype).min, ends))
+            )
+            node.graph.insert_before(node, op.nodes)
 
 
 def _read_otherwise(graph: ir.Graph, version: int) -> bool:
@@ -148,7 +172,7 @@ def _types_matter(graph: ir.Graph) -> bool:
 _TYPED = {
     *("Clip", "Pad", "Dropout", "Softmax", "LogSoftmax", "Hardmax"),
     *("LeakyRelu", "PRelu", "Elu", "HardSigmoid", "HardSwish", "Mish", "Selu", "Softplus"),
-    *("Softsign", "ThresholdedRelu"),
+    *("Softsign", "ThresholdedRelu", "GroupNormalization"),
 }
 
 

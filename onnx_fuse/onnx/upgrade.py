@@ -188,10 +188,11 @@ def _dropout_float_mask(node: ir.Node, op: Builder) -> None:
     _drop_mask(node, op, typed=False)
 
 
-@_rule(11, "Dropout")
+@_rule(12, "Dropout")
 def _dropout_mask(node: ir.Node, op: Builder) -> None:
-    """Opsets 10 and 11 (11 has no Dropout of its own: the rule stands before 12's)."""
+    """Opsets 10 and 11: a mask of bool, and the ratio an attribute."""
     _drop_mask(node, op, typed=True)
+    _as_inputs(BECAME_INPUTS["Dropout", 12])(node, op)
 
 
 def _drop_mask(node: ir.Node, op: Builder, *, typed: bool) -> None:
@@ -240,7 +241,13 @@ def _batch_norm_training(node: ir.Node, op: Builder) -> None:
 
 @_rule(21, "GroupNormalization")
 def _group_norm(node: ir.Node, op: Builder) -> None:
-    """Before opset 21 scale and bias have an entry a group, later one a channel."""
+    """Before opset 21 scale and bias have an entry a group, later one a channel.
+
+    The statistics of float64 are then of float32 where nothing says otherwise.
+    """
+    if _read(node).dtype == ir.DataType.DOUBLE:
+        kind = ir.AttrInt64("stash_type", int(ir.DataType.DOUBLE))
+        node.attributes.setdefault(kind.name, kind)
     groups = node.attributes.get_int("num_groups", 1)
     if groups < 1:
         raise ModelError(
