@@ -560,3 +560,48 @@ def test_amounts_that_no_pad_may_have_are_left_to_the_check(amounts: str, axes: 
     model = text_model(text)
     passes.optimize(model)
     assert "Pad" in {node.op_type for node in model.graph}
+
+
+# ---- where onnxruntime answers otherwise than ONNX's inference, or NumPy ------------------------
+
+
+OTHERWISE = {
+    "the size of a Resize is a product of float32": """
+        g (float[1,1,20,30] x) => (float[] y) <float[4] sc = {1,1,1.3,1.3}>
+        { r = Resize <mode = "nearest", coordinate_transformation_mode = "asymmetric"> (x, "", sc)
+          s = Shape (r)  k = ConstantOfShape (s)  y = Add (r, k) }""",
+    "the size that a file declares is of onnxruntime's, and its own inference is not": """
+        g (float[1,1,20,30] x) => (float[] y) <float[4] sc = {1,1,1.3,1.3}, float[1,1,26,39] r>
+        { r = Resize <mode = "nearest", coordinate_transformation_mode = "asymmetric"> (x, "", sc)
+          s = Shape (r)  k = ConstantOfShape (s)  y = Add (r, k) }""",
+    "windows that begin beyond the image are dropped": """
+        g (float[1,1,8,8] x) => (float[] y, int64[] s)
+        { y = MaxPool <kernel_shape = [1,1], strides = [2,2], ceil_mode = 1> (x)
+          s = Shape (y) }""",
+    "sizes in a vector keep the axis of a SplitToSequence": """
+        g (float[N,3] x) => (float[] y) <int64[3] sp = {1,1,1}, int64 i = {-1}>
+        { s = SplitToSequence <axis = 1, keepdims = 0> (x, sp)  a = SequenceAt (s, i)
+          y = Neg (a) }""",
+    "the parts of a SplitToSequence are of several lengths": """
+        g (float[N,3] x) => (float[] y) <int64[2] sp = {1,2}, int64 i = {-1}>
+        { s = SplitToSequence <axis = 1, keepdims = 0> (x, sp)  a = SequenceAt (s, i)
+          y = Neg (a) }""",
+    "the largest end of a backward Slice is the front": """
+        g (float[2,3,4] x) => (int64[] y, float[] z)
+        <int64[1] s = {2147483647}, int64[1] e = {9223372036854775807}, int64[1] a = {0},
+         int64[1] t = {-1}>
+        { h = Shape (x)  r = Slice (h, s, e, a, t)  y = Add (r, r)  z = Slice (x, s, e, a, t) }""",
+    "folded weights that are outputs": """
+        g (float[1,2,3,3] x) => (float[] y, float[2,2,1,1] w, float[2] b)
+        <float[2,2,1,1] w = {1,2,3,4}, float[2] b = {1,2}, float[2] ga = {2,3}, float[2] be = {0,1},
+         float[2] mu = {0,1}, float[2] va = {3,8}>
+        { c = Conv (x, w, b)  y = BatchNormalization <epsilon = 1.0> (c, ga, be, mu, va) }""",
+}
+
+
+@pytest.mark.parametrize("case", OTHERWISE)
+def test_the_answer_is_onnxruntimes(case):
+    proto = parsed(OTHERWISE[case])
+    shape = [d.dim_value or 2 for d in proto.graph.input[0].type.tensor_type.shape.dim]
+    x = np.random.default_rng(0).integers(-4, 5, shape).astype(np.float32)
+    same(proto, {"x": x})

@@ -103,14 +103,12 @@ def _parts(low: Control, node: ir.Node, sizes: np.ndarray | None) -> tuple[Slot,
     x = low.view(node, 0)
     axis = low.attr(node, "axis", 0) % len(x.shape)
     length = x.shape[axis]
-    squeezed = False
-    if sizes is None:
-        lengths, squeezed = [1] * length, not low.attr(node, "keepdims", 1)
-    elif sizes.ndim == 0:
-        each = int(sizes)
-        lengths = [min(each, length - i) for i in range(0, length, each)]
-    else:
+    each = 1 if sizes is None else int(sizes) if sizes.ndim == 0 else 0
+    squeezed = each == 1 and not low.attr(node, "keepdims", 1)  # sizes in a vector keep the axis
+    if sizes is not None and sizes.ndim:
         lengths = [int(n) for n in sizes]
+    else:
+        lengths = [min(each, length - i) for i in range(0, length, each)]
     parts, start = [], 0
     for n in lengths:
         parts.append(Slot(tensor=x.at(axis, start) if squeezed else x.part(axis, start, n)))

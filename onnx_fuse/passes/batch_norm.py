@@ -90,15 +90,8 @@ def _fold(rw: Rewriter, norm: ir.Node) -> bool:
     if folded is None:
         return rw.refuse(FOLD_BATCH_NORM, nodes, "the folded weights are not finite, or lost")
     weight, bias = folded
-    w.const_value = ir.tensor(weight, name=w.name)
-    if b is not None and len(b.uses()) == 1:
-        b.const_value = ir.tensor(bias, name=b.name)
-        b.shape = ir.Shape(bias.shape)
-    else:
-        tensor = ir.tensor(bias, name=unique_name(rw.graph, f"{w.name}_bias"))
-        b = ir.Value(name=tensor.name, shape=ir.Shape(bias.shape), type=ir.TensorType(tensor.dtype))
-        b.const_value = tensor
-        rw.graph.register_initializer(b)
+    b = _initializer(rw.graph, b, bias, f"{w.name}_bias")
+    w = _initializer(rw.graph, w, weight, f"{w.name}_folded")
     kept = {name: a.value for name, a in product.attributes.items() if name != "beta"}
     op = Builder()
     if product.op_type == "MatMul":
@@ -110,6 +103,18 @@ def _fold(rw: Rewriter, norm: ir.Node) -> bool:
         move_shape_readers(node.outputs[0], made)
     y = replay_views(op, views, last, typed(made, w, last.shape))
     return rw.replace(norm, op, [norm.outputs[0]], [y])
+
+
+def _initializer(graph: ir.Graph, old: ir.Value | None, array: np.ndarray, name: str) -> ir.Value:
+    """An initializer with this content: `old`, if the product alone reads it, or a new one."""
+    value = old
+    if value is None or len(value.uses()) > 1 or value.is_graph_output():
+        value = ir.Value(name=unique_name(graph, name))
+    value.const_value = ir.tensor(array, name=value.name)
+    value.shape, value.type = ir.Shape(array.shape), ir.TensorType(value.const_value.dtype)
+    if value is not old:
+        graph.register_initializer(value)
+    return value
 
 
 def _folded(

@@ -10,7 +10,14 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 
 from onnx_fuse.errors import ModelError
-from onnx_fuse.onnx.build import all_nodes, const_array, outputs_kept, rename_shadowing_values
+from onnx_fuse.onnx.build import (
+    all_nodes,
+    const_array,
+    given,
+    outputs_kept,
+    rank,
+    rename_shadowing_values,
+)
 from onnx_fuse.onnx.common import DEFAULT, FUSE, one_line, quiet
 from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.ops.rewrite import (
@@ -133,6 +140,9 @@ def _sequences(model: ir.Model) -> list[str]:
         return []
     from onnxscript.optimizer import fold_constants as fold_sequences
 
+    for node in all_nodes(model.graph):
+        if node.op_type == "SplitToSequence" and not node.domain and rank(given(node, 1)) == 1:
+            node.attributes.pop("keepdims", None)  # sizes in a vector keep the axis; it asks first
     with quiet("onnxscript"):  # it logs what it leaves alone
         # It evaluates nothing, since its evaluator is not onnxruntime.
         try:

@@ -126,7 +126,9 @@ def reference_evaluator(model: onnx_ir.Model) -> Any:
                 cut = [max(a - b, 0) for a, b in zip(whole, sizes, strict=True)]
                 less, rest = [c // 2 for c in cut], [c - c // 2 for c in cut]
                 pads = less + rest if auto_pad == "SAME_UPPER" else rest + less
-            return (_turned_conv(x, w, b, dilations, group or 1, pads, strides, output_padding),)
+            if output_shape:  # which may be longer than what the kernel reaches
+                more = [p + max(b - a, 0) for p, a, b in zip(more, whole, sizes, strict=True)]
+            return (_turned_conv(x, w, b, dilations, group or 1, pads, strides, more),)
 
     forward: Any = op_scan.Scan
 

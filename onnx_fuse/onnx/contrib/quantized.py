@@ -113,6 +113,8 @@ def _pool_rank(node: ir.Node) -> int:
 
 def _average(op: Body, node: ir.Node, x: list[ir.Value]) -> ir.Value:
     names = "auto_pad ceil_mode count_include_pad kernel_shape pads strides"
+    if attr(node, "ceil_mode", 0) and attr(node, "count_include_pad", 0):
+        raise Unwritable("its windows that pass the padding are divided by the whole kernel's size")
     return _with_channels_first(
         op, node, x[0], _pool_rank(node), lambda v: op.like("AveragePool", node, [v], names)
     )
