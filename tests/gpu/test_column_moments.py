@@ -119,7 +119,7 @@ def test_a_convolution_leaves_the_moments_of_its_channels(problem: Conv, hw: Har
     images = random(rng, problem.dtype, 3, *problem.inner, problem.channels)
     bias = hostile(7, problem.filters, problem.dtype)
     given = {"x": images, "weight": weight.astype(TYPES[problem.dtype]), "bias": bias}
-    want = convolution(problem, {k: wide(v) for k, v in given.items()})
+    want = convolution(problem, {k: wide(v) for k, v in given.items()}, wide(images))
     want = want.reshape(-1, problem.filters)
     parts = -(-want.shape[0] // 64)
     blank = {"y": poison(problem.dtype, *want.shape),

@@ -12,7 +12,7 @@ from on_device import TYPES, Memory, each, poison, random, wide
 from onnx_fuse.kernels.loss import Chunk, Exp, Label
 from onnx_fuse.lower import linear_cross_entropy
 from onnx_fuse.program.epilogue import EXP_COLUMNS
-from onnx_fuse.program.interpret.run import cross_entropy_chunk
+from onnx_fuse.program.interpret.losses import chunk_losses
 from onnx_fuse.program.losses import CrossEntropyChunk, ExpRows, LabelScore
 from onnx_fuse.program.problem import Config, Hardware, Problem
 from onnx_fuse.runtime.executable import Executable
@@ -57,7 +57,7 @@ def test_a_chunk(row: tuple[object, ...], hw: Hardware) -> None:
         read["weight"] = np.abs(rng.standard_normal(classes)).astype(np.float32)
     if smoothing:
         x[3, 1] = -30  # its share of the loss would be infinite
-    want = cross_entropy_chunk(problem, read)
+    want = chunk_losses(problem, read)
     few = replace(hw, sm_count=2)  # so that a block has several rows in turn
     for how in Chunk().configs(problem, few):
         memory = Memory({**read, "x": x, "rows": np.full((9, 2), np.nan, np.float32)})
@@ -203,7 +203,7 @@ def test_rows_of_exponentials(row: tuple[object, ...], hw: Hardware) -> None:
     read["x"][~counts[some]] = 0
     read |= {"weight": given["weight"]} if weighted else {}
     with np.errstate(all="ignore"):
-        want = cross_entropy_chunk(replace(chunk, rows=len(some)), read)
+        want = chunk_losses(replace(chunk, rows=len(some)), read)
     assert np.isnan(rows[[8, 9, 11], 0]).all()
     assert np.isnan(scale[[8, 9, 11]]).all()
     assert np.isnan(rows[8, 1])

@@ -1,27 +1,35 @@
-"""NumPy's answer to the problems of images: Conv channels last, Pool, norms, Reduce in a pass."""
+"""NumPy's answers to the problems of images: convolutions and their gradients, pools, samples."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from math import prod
 
 import numpy as np
 
-from onnx_fuse.program.interpret.steps import activation
+from onnx_fuse.ops.activations import BY_KEY
+from onnx_fuse.program.call import dtype_of
+from onnx_fuse.program.interpret.memory import Operands
+from onnx_fuse.program.interpret.moves import Results
+from onnx_fuse.program.interpret.norms import column_moments, with_tail
+from onnx_fuse.program.interpret.steps import STEPS, activation
 from onnx_fuse.program.problems import (
-    ChannelNorm,
+    ChannelWindow,
+    Col2Im,
     Conv,
     ConvWeightGrad,
-    MergedMoments,
+    GridSample,
+    MaxPoolGrad,
     Pool,
-    Reduce,
     Resample,
-    RunningStats,
     Window,
 )
 
+Sizes = tuple[int, ...]
 
-def windows(x: np.ndarray, window: Window, outer: tuple[int, ...], fill: float) -> np.ndarray:
+
+def windows(x: np.ndarray, window: Window, outer: Sizes, fill: float) -> np.ndarray:
     """[N, *outer, *kernel, C] of images x [N, D, H, W, C], `fill` around them."""
     more = [(0, 0)]
     for i in range(3):
@@ -37,111 +45,243 @@ def windows(x: np.ndarray, window: Window, outer: tuple[int, ...], fill: float) 
     return np.lib.stride_tricks.as_strided(x, shape, (own[0], *steps, *taps, own[4]))
 
 
-def _images(p: Conv | ConvWeightGrad, x: np.ndarray) -> np.ndarray:
-    """x with the strides that the problem gives it."""
-    x = np.ascontiguousarray(x)
-    if not p.x_strides:
-        return x
-    image, row, pixel = (8 * step for step in p.x_strides)
-    shape = (p.batch, *p.inner, p.groups * p.channels)
-    last = sum((n - 1) * s for n, s in zip(shape, (image, 0, row, pixel, 8), strict=True))
-    assert last < x.nbytes, "reads beyond the end of the images"
-    return np.lib.stride_tricks.as_strided(x, shape, (image, 0, row, pixel, 8))
+def tap_places(window: Window, outer: Sizes) -> Iterator[list[np.ndarray]]:
+    """Where each tap in order stands along each axis, for all places of `outer`."""
+    for tap in product(*map(range, window.kernel)):
+        yield [
+            np.arange(n) * window.strides[i] - window.before[i] + tap[i] * window.dilations[i]
+            for i, n in enumerate(outer)
+        ]
 
 
-def weight_gradient(p: ConvWeightGrad, read: Mapping[str, np.ndarray]) -> np.ndarray:
-    """dw [groups * filters, channels, *kernel], from operands in float64."""
+def taps(window: Window, inner: Sizes, outer: Sizes) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(place in an image of `inner`, whether it is inside it) [*outer], of each tap in order."""
+    for at in tap_places(window, outer):
+        there = _all([(a >= 0) & (a < n) for a, n in zip(at, inner, strict=True)])
+        z, y, x = np.ix_(*at)
+        yield np.where(there, (z * inner[1] + y) * inner[2] + x, 0), there
+
+
+def _all(along: Sequence[np.ndarray]) -> np.ndarray:
+    """Where the conditions of all axes hold."""
+    z, y, x = along
+    result: np.ndarray = z[:, None, None] & y[:, None] & x
+    return result
+
+
+def _images(p: Conv | ConvWeightGrad, of: Operands) -> np.ndarray:
+    """x [batch, *inner, groups * channels] with the strides that the problem gives it."""
     size = p.groups * p.channels
-    x = np.ascontiguousarray(_images(p, read["x"])).reshape(p.batch, *p.inner, size)
-    found = windows(x, p.window, p.outer, 0.0).reshape(
-        -1, prod(p.window.kernel), p.groups, p.channels
+    if not p.x_strides:
+        return of.dense("x", p.batch, *p.inner, size)
+    image, row, pixel = p.x_strides
+    shape = (p.batch, *p.inner, size)
+    return of.strided("x", shape, (image, row * p.inner[1], row, pixel, 1))
+
+
+def weight_gradient(p: ConvWeightGrad, of: Operands) -> Results:
+    """dw [groups * filters, channels, *kernel]."""
+    found = windows(_images(p, of), p.window, p.outer, 0.0).reshape(
+        p.batch * prod(p.outer), prod(p.window.kernel), p.groups, p.channels
     )
-    dy = read["dy"].reshape(-1, p.groups, p.filters)
-    return np.einsum("ptgc,pgf->gfct", found, dy)
+    dy = of.dense("dy", p.batch * prod(p.outer), p.groups, p.filters)
+    return {"dw": np.einsum("ptgc,pgf->gfct", found, dy, optimize=True)}
 
 
-def convolution(p: Conv, read: Mapping[str, np.ndarray]) -> np.ndarray:
-    """What a Conv stores before its tail, from operands in float64."""
-    assert p.channels_last, p
-    x, size = _images(p, read["x"]), p.groups * p.channels
-    if p.planar:
-        x = np.moveaxis(x.reshape(p.batch, size, *p.inner), 1, -1)
-    x = np.ascontiguousarray(x).reshape(p.batch, *p.inner, size)
-    found = windows(x, p.window, p.outer, 0.0).reshape(p.batch, *p.outer, -1, size)
-    weight = read["weight"]
+def _weights(p: Conv, weight: np.ndarray) -> np.ndarray:
+    """[groups, filters, taps, channels] of the layout that the problem says."""
+    count = prod(p.window.kernel)
     if p.planar:  # runs of pixels of more channels
         kw = p.window.kernel[2]
         pixel = 4 if p.channels <= 4 and p.window.strides[2] % 2 == 0 else 8
-        weight = weight[..., : kw * pixel].reshape(p.filters, -1, pixel)
-    if p.depthwise:
-        y = (found * weight.reshape(-1, size)).sum(-2)
+        runs = weight.reshape(p.filters, count // kw, -1)[..., : kw * pixel]
+        return runs.reshape(1, p.filters, count, pixel)[..., : p.channels]
+    if p.channels_last and p.depthwise:
+        return weight.reshape(count, p.groups, 1, 1).transpose(1, 2, 0, 3)
+    if p.channels_last:
+        wide = weight.reshape(p.groups, p.filters, count, -1)
+        return wide[..., : p.channels]
+    if p.transposed:
+        return weight.reshape(p.groups, p.channels, p.filters, count).transpose(0, 2, 3, 1)
+    return weight.reshape(p.groups, p.filters, p.channels, count).swapaxes(2, 3)
+
+
+def convolved(p: Conv, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Sums [batch, *outer, groups * filters] of x [batch, *inner, groups * channels]."""
+    w, size = _weights(p, weight), p.groups * p.filters
+    if not p.transposed:
+        found = windows(x, p.window, p.outer, 0.0)
+        parts = found.reshape(*found.shape[:4], -1, p.groups, p.channels)
+        y = np.einsum("ndhwtgc,gftc->ndhwgf", parts, w, optimize=True)
+        return y.reshape(*y.shape[:4], size)
+    parts = x.reshape(p.batch, -1, p.groups, p.channels)
+    y = np.zeros((p.batch, prod(p.outer), p.groups, p.filters))
+    for t, (place, there) in enumerate(taps(p.window, p.outer, p.inner)):  # where x's pixels go
+        some = parts[:, there.reshape(-1)]
+        y[:, place[there]] += np.einsum("npgc,gfc->npgf", some, w[:, :, t], optimize=True)
+    return y.reshape(p.batch, *p.outer, size)
+
+
+def convolution(p: Conv, read: Mapping[str, np.ndarray], x: np.ndarray) -> np.ndarray:
+    """What a Conv stores before its tail, [batch, *outer, groups * filters], of such an x."""
+    y = convolved(p, x, read["weight"])
+    y = y + (read["bias"].reshape(-1) if "bias" in read else 0)
+    if p.act and p.slope:
+        return np.asarray(STEPS[BY_KEY[p.act].name](y, read["slope"].reshape(-1)))
+    return activation(p.act, p.act_alpha, y) if p.act else y
+
+
+def conv(p: Conv, of: Operands) -> Results:
+    """y through its tail, and the moments of its columns."""
+    if p.channels_last and not p.planar:
+        x = _images(p, of)
     else:
-        w = weight.reshape(p.groups, p.filters, -1, weight.shape[-1])[..., : p.channels]
-        parts = found.reshape(*found.shape[:-1], p.groups, p.channels)
-        y = np.einsum("n...tgc,gftc->n...gf", parts, w).reshape(*found.shape[:4], -1)
-    y = y + read["bias"]
-    if p.act:
-        y = activation(p.act, p.act_alpha, y)
-    return y
+        x = np.moveaxis(of.dense("x", p.batch, p.groups * p.channels, *p.inner), 1, -1)
+    names = [name for name in ("weight", "bias", "slope") if name in of]
+    y = convolution(p, {name: of[name] for name in names}, np.ascontiguousarray(x))
+    y = with_tail(p.tail, of, "y", y if p.channels_last else np.moveaxis(y, -1, 1))
+    moments = {"part": column_moments(y.astype(dtype_of(p.dtype)))} if p.column_moments else {}
+    return {"y": y} | moments
 
 
-def pool(p: Pool, x: np.ndarray) -> np.ndarray:
-    """The largest, or the mean of those inside, of each window."""
-    assert p.channels
-    assert p.kind == "max" or not p.include_pad
-    x = x.reshape(-1, *p.inner, p.channels)
-    fill = -np.inf if p.kind == "max" else np.nan
-    found = windows(x, p.window, p.outer, fill).reshape(x.shape[0], *p.outer, -1, p.channels)
-    result: np.ndarray = found.max(-2) if p.kind == "max" else np.nanmean(found, -2)
-    return result
-
-
-def resample(p: Resample, read: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Weighted sums along one axis or two."""
-    length, resized, taps = p.rows
-    x = read["x"].reshape(p.outer, length, p.length, p.inner)
-    index, weight = (read[name].reshape(p.resized, p.taps) for name in ("source", "weight"))
-    assert (index >= 0).all()
-    if taps:
-        above, other = (read[n].reshape(resized, taps) for n in ("above", "above_weight"))
-        x = np.einsum("oisrc,is->oirc", x[:, above.astype(int)], other)
-    return np.einsum("oirtc,rt->oirc", x[:, :, index.astype(int)], weight)
-
-
-def reduction(p: Reduce, x: np.ndarray) -> np.ndarray:
-    """A mean or a largest that one pass makes."""
-    assert p.splits == 1
-    assert p.reducer in ("Mean", "Max")
-    x = x.reshape(p.outer, p.length, p.inner)
-    result: np.ndarray = x.mean(1) if p.reducer == "Mean" else x.max(1)
-    assert result.size == prod((p.outer, p.inner))
-    return result
-
-
-def column_moments(y: np.ndarray) -> np.ndarray:
-    """[rows / 64, columns, 2]: the mean and the sum of squared deviations of 64 rows each."""
-    rows = y.astype(np.float64).reshape(-1, y.shape[-1])
-    parts = [rows[at : at + 64] for at in range(0, len(rows), 64)]
-    return np.stack([np.stack([p.mean(0), p.var(0) * len(p)], -1) for p in parts])
-
-
-def normalized(
-    p: MergedMoments | ChannelNorm | RunningStats, read: Mapping[str, np.ndarray]
-) -> dict[str, np.ndarray]:
-    """The statistics of columns from parts of them, or what they make of x or of older ones."""
-    if isinstance(p, MergedMoments):
-        count = np.minimum(p.m - 64 * np.arange(p.parts), 64)[:, None]
-        mean, square = np.moveaxis(read["part"], 2, 0)
-        whole = (mean * count).sum(0) / p.m
-        return {"mean": whole, "variance": (square + count * (mean - whole) ** 2).sum(0) / p.m}
-    if isinstance(p, RunningStats):
-        names = ("mean", "variance")
-        keep = p.momentum
-        return {f"new_{n}": keep * read[f"old_{n}"] + (1 - keep) * read[n] for n in names}
-    assert not p.group
-    assert p.tail is None
-    x = read["x"].reshape(-1, p.channels, p.inner)
-    scale, bias, mean, variance = (
-        read[name][:, None] for name in ("scale", "bias", "mean", "variance")
+def pool(p: Pool, of: Operands) -> Results:
+    """The largest and its place, the mean or the norm of each window."""
+    channels = p.channels or 1
+    images = p.planes // channels
+    x = of.shaped("x", images, prod(p.inner), channels)
+    shape = (images, *p.outer, channels)
+    best, total, count = np.full(shape, -1), np.zeros(shape), np.zeros((*p.outer, 1))
+    top = np.full(shape, -np.inf)
+    places = np.arange(prod(p.inner))
+    if p.column_major:
+        depth, height, _ = p.inner
+        z, y, w = np.unravel_index(places, p.inner)
+        places = (w * height + y) * depth + z
+    ends = [n + after for n, after in zip(p.inner, p.window.after, strict=True)]
+    padded = (
+        _all([a < end for a, end in zip(at, ends, strict=True)])
+        for at in tap_places(p.window, p.outer)
     )
-    return {"y": (x - mean) / np.sqrt(variance + p.epsilon) * scale + bias}
+    with np.errstate(all="ignore"):
+        for (place, there), counted in zip(taps(p.window, p.inner, p.outer), padded, strict=True):
+            v, inside = x[:, place], there[..., None]
+            count += (counted if p.include_pad else there)[..., None]
+            if p.kind == "max":
+                take = inside & ((best < 0) | ~((top >= v) | np.isnan(top)))
+                top = np.where(take, v, top)
+                best = np.where(take, places[place][..., None], best)
+            else:
+                v = v if p.kind == "average" else np.abs(v) ** p.p
+                total += np.where(inside, v, 0)
+        if p.kind == "max":
+            base = np.arange(images).reshape(-1, 1, 1, 1, 1) * prod(p.inner)
+            return {"y": top, "indices": np.where(best < 0, -1, base + best)}
+        return {"y": total / count if p.kind == "average" else total ** (1 / p.p)}
+
+
+def max_pool_grad(p: MaxPoolGrad, of: Operands) -> Results:
+    """Each dy added to where the first maximum of its window was."""
+    x = of.shaped("x", p.planes, prod(p.inner), p.channels)
+    dy = of.shaped("dy", p.planes, *p.outer, p.channels)
+    best, top = np.full(dy.shape, -1), np.full(dy.shape, -np.inf)
+    for place, there in taps(p.window, p.inner, p.outer):
+        v = x[:, place]
+        take = there[..., None] & ((best < 0) | ~((top >= v) | np.isnan(top)))
+        top, best = np.where(take, v, top), np.where(take, place[..., None], best)
+    dx = np.zeros(x.shape)
+    plane = np.arange(p.planes).reshape(-1, 1, 1, 1, 1)
+    where = (*np.broadcast_arrays(plane, best, np.arange(p.channels)),)
+    some = best >= 0
+    np.add.at(dx, tuple(w[some] for w in where), dy[some])
+    return {"dx": dx}
+
+
+def channel_window(p: ChannelWindow, of: Operands) -> Results:
+    """x by the squares of its neighbours."""
+    x = of.shaped("x", -1, p.channels, p.inner)
+    before, after = (p.width - 1) // 2, p.width // 2
+    squares = np.pad(x**2, ((0, 0), (before, after), (0, 0)))
+    total = sum(squares[:, i : i + p.channels] for i in range(p.width))
+    return {"y": x / (p.bias + p.alpha / p.width * total) ** p.beta}
+
+
+def resample(p: Resample, of: Operands) -> Results:
+    """Weighted sums along one axis or two; `outside` where a source is -1."""
+    length, resized, above_taps = p.rows
+    x = of.shaped("x", p.outer, length, p.length, p.inner)
+    index, weight = (of.shaped(name, p.resized, p.taps) for name in ("source", "weight"))
+    outside = np.asarray((index < 0).any(1))[None, :]
+    if above_taps:
+        above, other = (of.shaped(n, resized, above_taps) for n in ("above", "above_weight"))
+        outside = outside | np.asarray((above < 0).any(1))[:, None]
+    else:
+        above, other = np.arange(length)[:, None], np.ones((length, 1))
+    y = np.zeros((p.outer, len(above), p.resized, p.inner))
+    with np.errstate(all="ignore"):
+        for s, t in product(range(above.shape[1]), range(p.taps)):
+            by = other[:, s, None] * weight[None, :, t]
+            v = x[:, np.maximum(above[:, s], 0)][:, :, np.maximum(index[:, t], 0)]
+            y += np.where(by[..., None] == 0, 0, by[..., None] * v)
+    return {"y": np.where(outside[..., None], p.outside, y)}
+
+
+def _reflected(x: np.ndarray, low: float, high: float) -> np.ndarray:
+    span = high - low
+    if span <= 0:
+        return np.full_like(x, low)
+    x = np.abs(x - low)
+    x = x - 2 * span * np.floor(x / (2 * span))
+    return low + np.where(x > span, 2 * span - x, x)
+
+
+def _settled(p: GridSample, x: np.ndarray, size: int) -> np.ndarray:
+    """Positions in the image, as the padding has it."""
+    if p.padding == 2:
+        x = _reflected(x, 0, size - 1) if p.align else _reflected(x, -0.5, size - 0.5)
+    return np.clip(x, 0, size - 1) if p.padding else x
+
+
+def _axis_taps(p: GridSample, u: np.ndarray, size: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(index, -1 for a zero; weight) of each tap along one axis."""
+    at = (u + 1) / 2 * (size - 1) if p.align else ((u + 1) * size - 1) / 2
+    at = _settled(p, at, size) if p.mode < 2 else at
+    base = np.rint(at) if p.mode == 0 else np.floor(at)
+    found, a = [], -0.75
+    for tap in range((1, 2, 4)[p.mode]):
+        shift = tap - (p.mode == 2)
+        source = _settled(p, base + shift, size) if p.mode == 2 else base + shift
+        index = np.where((source >= 0) & (source < size), source, -1).astype(np.int64)
+        d = np.abs(at - base - shift)
+        near = ((a + 2) * d - (a + 3)) * d * d + 1
+        far = ((a * d - 5 * a) * d + 8 * a) * d - 4 * a
+        found.append((index, (np.ones_like(d), 1 - d, np.where(d <= 1, near, far))[p.mode]))
+    return found
+
+
+def grid_sample(p: GridSample, of: Operands) -> Results:
+    """Images at the positions of a grid."""
+    x = of.shaped("x", p.batch, p.channels, prod(p.inner))
+    grid = of.shaped("grid", p.batch, p.points, p.rank)
+    zero = np.zeros((p.batch, p.points), np.int64)
+    sizes = p.inner[::-1][: p.rank]
+    with np.errstate(all="ignore"):
+        axes = [_axis_taps(p, grid[..., i], size) for i, size in enumerate(sizes)]
+        axes += [[(zero, np.ones(zero.shape))]] * (3 - p.rank)
+        y = np.zeros((p.batch, p.channels, p.points))
+        for (ix, wx), (iy, wy), (iz, wz) in product(*axes):
+            inside = (ix >= 0) & (iy >= 0) & (iz >= 0)
+            place = np.where(inside, (iz * p.inner[1] + iy) * p.inner[2] + ix, 0)
+            v = np.take_along_axis(x, np.broadcast_to(place[:, None], y.shape), 2)
+            y += np.where(inside[:, None], (wx * wy * wz)[:, None] * v, 0)
+    return {"y": y}
+
+
+def col2im(p: Col2Im, of: Operands) -> Results:
+    """Each pixel the sum of what the columns hold of it."""
+    planes, blocks = p.size // prod(p.image), prod(p.blocks)
+    x = of.shaped("x", planes, prod(p.window.kernel), blocks)
+    y = np.zeros((planes, prod(p.image)))
+    for t, (place, there) in enumerate(taps(p.window, p.image, p.blocks)):
+        inside = there.reshape(-1)
+        np.add.at(y.T, place.reshape(-1)[inside], x[:, t, inside].T)
+    return {"y": y}

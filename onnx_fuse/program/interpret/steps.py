@@ -3,91 +3,141 @@
 from __future__ import annotations
 
 import math
-from functools import partial
+from collections.abc import Sequence
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.save import to_proto
 from onnx_fuse.ops.activations import BY_KEY
+from onnx_fuse.ops.formula import written_out
 from onnx_fuse.program.call import Tensor, dtype_of
 from onnx_fuse.program.expression import Expression
-from onnx_fuse.program.problem import Problem
+from onnx_fuse.program.interpret.memory import NARROW
+from onnx_fuse.program.problem import Product
 
 _ERF = np.vectorize(math.erf, otypes=[float])
-
-
 NARROW_FLOATS = (
     "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float4_e2m1fn",
 )  # fmt: skip
 
 
 def _rounded_to(name: str, x: Any) -> Any:
-    return np.asarray(x).astype(np.float32).astype(dtype_of(name))
+    return np.asarray(x).astype(np.float32).astype(dtype_of(name)).astype(np.float32)
 
 
-def _trunc_div(a: Any, b: Any) -> Any:
-    return a / b if np.asarray(a).dtype.kind == "f" else np.trunc(np.true_divide(a, b))
+def _floating(a: Any) -> bool:
+    return np.asarray(a).dtype.kind == "f"
 
+
+def _div(a: Any, b: Any) -> Any:
+    """Of integers towards zero, and 0 where b is."""
+    if _floating(a):
+        return a / b
+    safe = np.where(b == 0, 1, b)
+    whole = a // safe
+    whole = whole + ((whole < 0) & (whole * safe != a))
+    return np.where(b == 0, 0, whole)
+
+
+def _pow(a: Any, b: Any) -> Any:
+    """Of integers modulo their width, and 0 below 1."""
+    if _floating(a):
+        return np.power(a, b)
+    odd = np.where(np.asarray(b) & 1, a, 1)
+    below = np.where(a == 1, 1, np.where(a == -1, odd, 0)) if np.asarray(a).dtype.kind == "i" else 0
+    return np.where(b < 0, below, np.power(a, np.maximum(b, 0)))
+
+
+def _is_inf(x: Any, negative: Any, positive: Any) -> Any:
+    return np.isinf(x) & (((x < 0) & (negative != 0)) | ((x > 0) & (positive != 0)))
+
+
+def _shift_left(a: Any, b: Any) -> Any:
+    bits = 8 * np.asarray(a).dtype.itemsize
+    inside = (b >= 0) & (b < bits)
+    return np.where(inside, np.left_shift(a, np.where(inside, b, 0)), 0)
+
+
+def _shift_right(a: Any, b: Any) -> Any:
+    bits = 8 * np.asarray(a).dtype.itemsize
+    inside = (b >= 0) & (b < bits)
+    return np.right_shift(a, np.where(inside, b, bits - 1)) * np.where(inside | (a < 0), 1, 0)
+
+
+def _sigmoid(x: Any) -> Any:
+    return 1 / (1 + np.exp(-x))
+
+
+_ALIKE = ("Div", "FMod", "Max", "Min", "Mod", "Pow")
+"""Steps whose operands are brought to the type of the result first."""
 
 STEPS: dict[str, Any] = {
-    "Elu": lambda x, a: np.where(x < 0, a * np.expm1(x), x),
-    "ClippedRelu": lambda x, a: np.clip(x, 0, a),
-    "HardSigmoid": lambda x, a, b: np.clip(a * x + b, 0, 1),
-    "HardSwish": lambda x: x * np.clip(x / 6 + 0.5, 0, 1),
-    "Mish": lambda x: x * np.tanh(np.logaddexp(0, x)),
-    "Selu": lambda x, a, g: g * np.where(x < 0, a * np.expm1(x), x),
-    "Softplus": lambda x: np.logaddexp(0, x),
-    "LeakyRelu": lambda x, a: np.where(x < 0, a * x, x),
-    "ThresholdedRelu": lambda x, a: np.where(x > a, x, 0),
-    "Identity": lambda x: x,
-    "Cast": lambda x: x,
-    "CastFloat16": lambda x: np.asarray(x).astype(np.float16),
-    "CastBFloat16": lambda x: np.asarray(x).astype(dtype_of("bfloat16")),
-    "CastBool": lambda x: np.asarray(x) != 0,
-    "Abs": np.abs,
-    "Add": np.add,
+    **{name: getattr(np, name.lower()) for name in (
+        "Abs", "Add", "Cos", "Cosh", "Equal", "Exp", "FMod", "Floor", "Ceil", "Greater", "IsNaN",
+        "Less", "Log", "Mod", "Sign", "Sin", "Sinh", "Sqrt", "Square", "Tan", "Tanh",
+    )},
+    **{name: getattr(np, f"arc{name.lower().removeprefix('a')}") for name in (
+        "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh",
+    )},
+    **{f"Cast{name}": partial(_rounded_to, name) for name in NARROW_FLOATS},
     "And": np.logical_and,
-    "ClipMax": np.minimum,
-    "ClipMin": np.maximum,
-    "Cos": np.cos,
-    "Div": _trunc_div,
-    "Equal": np.equal,
+    "BitwiseAnd": np.bitwise_and,
+    "BitwiseNot": np.invert,
+    "BitwiseOr": np.bitwise_or,
+    "BitwiseXor": np.bitwise_xor,
+    "Cast": lambda x: x,
+    "CastBFloat16": lambda x: np.asarray(x).astype(np.float32).astype(dtype_of("bfloat16")),
+    "CastBool": lambda x: np.asarray(x) != 0,
+    "CastFloat16": lambda x: np.asarray(x).astype(np.float16),
+    "Celu": lambda x, a: np.maximum(x, 0) + np.minimum(0, a * np.expm1(x / a)),
+    "ClipMax": lambda x, most: np.where(x > most, most, x),
+    "ClipMin": lambda x, least: np.where(x < least, least, x),
+    "ClippedRelu": lambda x, a: np.where(x < 0, 0, np.where(x > a, a, x)),
+    "Div": _div,
+    "Elu": lambda x, a: np.where(x < 0, a * np.expm1(x), x),
     "Erf": _ERF,
-    "Exp": np.exp,
     "Gelu": lambda x: 0.5 * x * (1 + _ERF(x * 0.7071067811865476)),
     "GeluTanh": lambda x: 0.5 * x * (1 + np.tanh(0.7978845608028654 * (x + 0.044715 * x**3))),
-    "Greater": np.greater,
     "GreaterOrEqual": np.greater_equal,
-    "IsNaN": np.isnan,
-    "Less": np.less,
+    "HardSigmoid": lambda x, a, b: np.clip(a * x + b, 0, 1),
+    "HardSwish": lambda x: x * np.clip(x / 6 + 0.5, 0, 1),
+    "Identity": lambda x: x,
+    "IsInf": _is_inf,
+    "LeakyRelu": lambda x, a: np.where(x < 0, a * x, x),
     "LessOrEqual": np.less_equal,
-    "Log": np.log,
     "Max": np.maximum,
     "Min": np.minimum,
-    "Mod": np.mod,
+    "Mish": lambda x: x * np.tanh(np.logaddexp(0, x)),
     "Mul": np.multiply,
     "Neg": np.negative,
     "Not": np.logical_not,
     "Or": np.logical_or,
-    "Xor": np.logical_xor,
-    "Pow": np.power,
-    "QuickGelu": lambda x, a: x / (1 + np.exp(-a * x)),
+    "PRelu": lambda x, slope: np.where(x < 0, slope * x, x),
+    "Pow": _pow,
+    "QuickGelu": lambda x, a: x * _sigmoid(a * x),
     "Reciprocal": lambda x: 1 / x,
+    "Relu": lambda x: np.where(x < 0, 0, x),
     "Round": np.rint,
     "Saturate": lambda x, low, high: np.where(x >= low, np.minimum(x, high), low),
     "Scale": np.multiply,
-    **{f"Cast{name}": partial(_rounded_to, name) for name in NARROW_FLOATS},
-    "Relu": lambda x: np.maximum(x, 0),
-    "Sigmoid": lambda x: 1 / (1 + np.exp(-x)),
-    "Sign": np.sign,
-    "Silu": lambda x: x / (1 + np.exp(-x)),
-    "Sin": np.sin,
-    "Sqrt": np.sqrt,
-    "Square": lambda x: x * x,
+    "Selu": lambda x, a, g: g * np.where(x < 0, a * np.expm1(x), x),
+    "ShiftLeft": _shift_left,
+    "ShiftRight": _shift_right,
+    "Shrink": lambda x, b, end: np.where(x < -end, x + b, np.where(x > end, x - b, 0)),
+    "Sigmoid": _sigmoid,
+    "Silu": lambda x: x * _sigmoid(x),
+    "Softplus": lambda x: np.logaddexp(0, x),
+    "Softsign": lambda x: x / (1 + np.abs(x)),
     "Sub": np.subtract,
-    "Tanh": np.tanh,
+    "Swish": lambda x, a: x * _sigmoid(a * x),
+    "ThresholdedRelu": lambda x, a: np.where(x > a, x, 0),
     "Where": np.where,
-}
+    "Xor": np.not_equal,
+}  # fmt: skip
+"""Every step of `cuda.pointwise.TABLE`, over arrays; but Iota, which counts the results."""
 
 
 def activation(key: str, alpha: float, v: np.ndarray) -> np.ndarray:
@@ -100,24 +150,70 @@ def activation(key: str, alpha: float, v: np.ndarray) -> np.ndarray:
     return result
 
 
-def activated(p: Problem, v: np.ndarray) -> np.ndarray:
+@cache
+def _derivative(key: str, alpha: float) -> Any:
+    """The derivative of an activation as its row says it in ONNX, for arrays of float64."""
+    from onnx.reference import ReferenceEvaluator
+
+    row = BY_KEY[key]
+    body = written_out(row.derivative).replace("@alpha", repr(alpha))
+    text = f"agraph (double[N] z) => (double[N] d) {{\n{body}}}"
+    return ReferenceEvaluator(to_proto(text_model(text)))
+
+
+def derivative(key: str, alpha: float, z: np.ndarray) -> np.ndarray:
+    """act'(z)."""
+    (d,) = _derivative(key, alpha).run(None, {"z": z.reshape(-1).astype(np.float64)})
+    result: np.ndarray = d.reshape(z.shape)
+    return result
+
+
+def activated(p: Product, v: np.ndarray) -> np.ndarray:
     """act(v), as the problem's epilogue has it."""
     return activation(p.epilogue.act, p.epilogue.act_alpha, v)
 
 
 def evaluate(
-    expression: Expression, reads: list[np.ndarray], writes: list[Tensor]
+    expression: Expression, reads: Sequence[np.ndarray], writes: Sequence[Tensor]
 ) -> list[np.ndarray]:
-    """What an expression stores, in the shapes and dtypes of `writes`."""
-    values: list[Any] = [*reads, *(np.asarray(v) for _, v in expression.scalars)]
+    """What an expression stores, in the shapes and dtypes of `writes`.
+
+    Each step's result has its dtype, that of narrow floats float32, as a kernel's register has.
+    """
+    values: list[Any] = [*map(_register, reads), *(np.asarray(v) for _, v in expression.scalars)]
     with np.errstate(all="ignore"):
         for step in expression.steps:
+            kind = _register_type(step.dtype)
             if step.name == "Iota":
                 result = np.arange(writes[0].size).reshape(writes[0].shape)
             else:
-                result = STEPS[step.name](*(values[a] for a in step.args))
-            # kernels compute what is stored in 16 bits in float
-            kind = "float32" if step.dtype in ("float16", "bfloat16") else step.dtype
-            values.append(np.asarray(result).astype(dtype_of(kind)))
+                given = [values[a] for a in step.args]
+                if step.name in _ALIKE:
+                    given = [np.asarray(v).astype(kind) for v in given]
+                result = STEPS[step.name](*given)
+            values.append(np.asarray(result).astype(kind))
     stored = zip(expression.stores, writes, strict=True)
-    return [np.broadcast_to(values[s], t.shape).astype(dtype_of(t.dtype)) for s, t in stored]
+    return [_stored(np.broadcast_to(values[s], t.shape), t.dtype) for s, t in stored]
+
+
+def _register_type(dtype: str) -> np.dtype[Any]:
+    """What kernels compute with for an element type."""
+    if dtype in NARROW:
+        return np.dtype(np.int32)
+    short = "float" in dtype and dtype not in ("float32", "float64")
+    return np.dtype(np.float32) if short else dtype_of(dtype)
+
+
+def _register(array: np.ndarray) -> np.ndarray:
+    return array.astype(_register_type(array.dtype.name))
+
+
+def _stored(values: np.ndarray, dtype: str) -> np.ndarray:
+    """The values rounded to a type, as a store does; narrow integers lose their upper bits."""
+    if dtype in NARROW:
+        bits = int(dtype[-1])
+        low = values.astype(np.int64) & (2**bits - 1)
+        sign = 2 ** (bits - 1) if dtype.startswith("int") else 0
+        values = (low ^ sign) - sign
+    with np.errstate(all="ignore"):
+        return values.astype(dtype_of(dtype))

@@ -1,0 +1,255 @@
+"""NumPy's answers to products: Gemm in all its forms, norms and products, packed weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+import numpy as np
+
+from onnx_fuse.program.call import dtype_of
+from onnx_fuse.program.epilogue import EXP_COLUMNS
+from onnx_fuse.program.interpret.memory import Operands
+from onnx_fuse.program.interpret.moves import Results
+from onnx_fuse.program.interpret.norms import column_moments
+from onnx_fuse.program.interpret.steps import activated, derivative
+from onnx_fuse.program.problem import Problem, batch_strides, ld, ldc
+from onnx_fuse.program.problems import SlopeProduct
+from onnx_fuse.program.products import IntegerProduct, PackedProduct
+
+
+def _batched(p: Problem, of: Operands, name: str, rows: tuple[int, int, int, int]) -> np.ndarray:
+    """An operand [*batch, m, n]: (m, n, the strides of both), batch strides by the problem."""
+    m, n, row, column = rows
+    dense = {"a": p.m * p.k, "b": p.k * p.n, "c": p.m * p.n}.get(name, 0)
+    batch = batch_strides(p, name, dense)[3 - len(p.batch) :] if p.batch else ()
+    return of.strided(name, (*p.batch, m, n), (*batch, row, column))
+
+
+def _left(p: Problem, of: Operands, name: str = "a") -> np.ndarray:
+    row, _ = ld(p)
+    return _batched(p, of, name, (p.m, p.k, 1, row) if p.trans_a else (p.m, p.k, row, 1))
+
+
+def _right(p: Problem, of: Operands, name: str = "b") -> np.ndarray:
+    _, row = ld(p)
+    return _batched(p, of, name, (p.k, p.n, 1, row) if p.trans_b else (p.k, p.n, row, 1))
+
+
+def _row(of: Operands, name: str) -> np.ndarray:
+    return of[name].reshape(-1)
+
+
+def _column(of: Operands, name: str) -> np.ndarray:
+    return of[name].reshape(-1)[:, None]
+
+
+def gemm(p: Problem, of: Operands) -> Results:
+    """A problem of products, as `op` says."""
+    return {
+        "Gemm": _gemm, "LayerNormGemm": _norm_gemm, "LayerNormGemmGrad": _norm_gemm_grad,
+        "LayerNormLeafGrad": _leaf_grad,
+    }[p.op](p, of)  # fmt: skip
+
+
+def _gemm(p: Problem, of: Operands) -> Results:
+    assert not p.rows, p  # a kernel's own, inside of other problems
+    assert not p.planes, p
+    a, b = _left(p, of), _right(p, of)
+    with np.errstate(all="ignore"):
+        v = a @ b
+        v = v * (_row(of, "scale_a") * _row(of, "scale_b")) if p.b_dtype else v
+        found: Results = {}
+        if p.parts:
+            mean, rstd = _statistics(p, of, np.zeros((p.m, p.k)))
+            found |= {"row0": rstd, "row1": mean}
+        c = None
+        if p.epilogue.among("beta", "dact", "residual"):
+            c = _batched(p, of, "c", (p.m, p.n, *ldc(p)))
+        found |= _behind(p, of, v, c)
+    if p.epilogue.column_sums:
+        found["part"] = np.add.reduceat(a, np.arange(0, p.m, 64), axis=0)
+    return found
+
+
+def _behind(p: Problem, of: Operands, v: np.ndarray, c: np.ndarray | None) -> Results:
+    """What the epilogue makes of the sums v, in the order of its fields."""
+    e, found = p.epilogue, Results()
+    assert not e.dx, p  # a kernel's own, inside of LayerNormGemmGrad
+    assert not e.dw, p
+    v = v * e.alpha
+    v = v * _column(of, "row0") if e.row_scale else v
+    if e.layernorm:
+        shift = 0 if p.rms else _column(of, "row1") * _row(of, "col0")
+        v = _column(of, "row0") * (v - shift) + _row(of, "col1")
+    elif e.bias:
+        v = v + _row(of, "col1")
+    elif e.row_bias:
+        v = v + _column(of, "row0")
+    if e.beta and c is not None:
+        v = v + e.beta * c
+    if e.exp:
+        v = np.exp2(v / np.log(2) - _column(of, "row0"))
+        v = v.astype(dtype_of(p.out)).astype(np.float64)
+        found["part"] = np.add.reduceat(v, np.arange(0, p.n, EXP_COLUMNS), axis=1).T
+    through = None
+    if e.gate:  # pairs of a gate and another, 8 to a block: the even columns first
+        blocks = v.reshape(p.m, -1, 2, 4, 2).swapaxes(2, 3).reshape(p.m, -1, 2)
+        found["z"] = v
+        v, through = blocks[..., 0], blocks[..., 1]
+    elif e.save_z:
+        found["z"] = v
+    if e.dact and c is not None:
+        v = v * derivative(e.act, e.act_alpha, c)
+        found |= {"z": activated(p, c)} if e.save_act else {}
+    elif e.act:
+        v = activated(p, v)
+    v = v * through if through is not None else v
+    v = v * _row(of, "col0") if e.layer_scale else v
+    if e.residual and c is not None:
+        if e.residual == "norm":
+            c = (c - _column(of, "row1")) * _column(of, "row0") * _row(of, "col0")
+        v = v + c
+    if e.accumulate:
+        v = v.astype(dtype_of(p.out)).astype(np.float64)
+        v = v + of.former("y").reshape(v.shape)
+    if e.moments:
+        tiles = v.astype(dtype_of(p.out)).astype(np.float64).reshape(p.m, e.moments, -1)
+        found["part"] = np.stack([tiles.mean(-1).T, tiles.var(-1).T * tiles.shape[-1]], -1)
+    if e.column_moments:
+        found["part"] = column_moments(v.astype(dtype_of(p.out)))
+    if e.exp:  # zeros from column n on
+        wide = np.zeros((p.m, of.writes["y"].shape[-1]))
+        wide[:, : p.n] = v
+        v = wide
+    return found | {"y": v}
+
+
+def _statistics(p: Problem, of: Operands, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """mean and rstd [m, 1] of x's rows, from the parts or as they are given where they are."""
+    if p.stats:
+        return (np.zeros((p.m, 1)) if p.rms else _column(of, "mean")), _column(of, "rstd")
+    if p.parts:
+        means, squares = np.moveaxis(of.dense("part", p.parts, p.m, 2), 2, 0)
+        mean = means.mean(0)
+        square = squares.sum(0) + ((means - mean) ** 2).sum(0) * (p.k / p.parts)
+        mean, square = mean[:, None], square[:, None]
+    else:
+        mean = np.zeros((p.m, 1)) if p.rms else x.mean(1, keepdims=True)
+        square = np.square(x - mean).sum(1, keepdims=True)
+    return mean, 1 / np.sqrt(square / p.k + p.epsilon)
+
+
+def _norm_gemm(p: Problem, of: Operands) -> Results:
+    """act(N(x) · w + c), by folded weights or by the norm's parameters."""
+    assert not p.trans_a | bool(p.batch), p
+    x = of.dense("x", p.m, p.k)
+    with np.errstate(all="ignore"):
+        mean, rstd = _statistics(p, of, x)
+        if p.folded:
+            v = rstd * (x @ _right(p, of, "wq") - mean * _row(of, "cs")) + _row(of, "cv")
+        else:
+            rows = (x - mean) * rstd * _row(of, "gamma")
+            rows = rows + (_row(of, "beta") if "beta" in of else 0)
+            v = rows @ _right(p, of, "w") + (_row(of, "c") if p.epilogue.bias else 0)
+        r = of.dense("r", p.m, p.n) if p.epilogue.residual else None
+        inner = replace(p, epilogue=replace(p.epilogue, bias=False))
+        return {"mean": mean, "rstd": rstd} | _behind(inner, of, v, r)
+
+
+def _norm_gemm_grad(p: Problem, of: Operands) -> Results:
+    """The gradients of act(N(x) · w + c) by dy, x, the statistics and z."""
+    shape = (p.n, p.k) if p.trans_b else (p.k, p.n)
+    dy, x, w = of.dense("dy", p.m, p.n), of.dense("x", p.m, p.k), of.dense("w", *shape)
+    w = w.T if p.trans_b else w
+    gamma, rstd = _row(of, "gamma"), _column(of, "rstd")
+    mean = 0 if p.rms else _column(of, "mean")
+    beta = 0 if p.rms else _row(of, "beta")
+    with np.errstate(all="ignore"):
+        dz = dy
+        if p.epilogue.act:
+            z = of.dense("z", p.m, p.n)
+            dz = dy * derivative(p.epilogue.act, p.epilogue.act_alpha, z)
+        xh = (x - mean) * rstd
+        dn = dz @ (gamma[:, None] * w).T
+        dx = dn - xh * (dn * xh).mean(1, keepdims=True)
+        dx = rstd * (dx if p.rms else dx - dn.mean(1, keepdims=True))
+        if p.add:
+            dx = dx + (of.dense("add", p.m, p.k) if p.add == "apart" else _held(p, of))
+        dc, g = dz.sum(0), xh.T @ dz
+        dw = gamma[:, None] * g + (0 if p.rms else np.outer(beta, dc))
+    results = {"dx": dx, "dgamma": (w * g).sum(1), "dbeta": w @ dc, "dc": dc}
+    return results | {"dw": dw.T if p.trans_b else dw}
+
+
+def _held(p: Problem, of: Operands) -> np.ndarray:
+    """What dx holds before, which the gradient is added to."""
+    return of.former("dx").reshape(p.m, p.k)
+
+
+def _leaf_grad(p: Problem, of: Operands) -> Results:
+    """The gradients of W behind a norm whose x needs none."""
+    a, b = _left(p, of), _right(p, of)
+    g = a @ b  # of dt and xh, or `turned` of xh and dt
+    w, gamma, beta = of.dense("w", p.m, p.n), _row(of, "gamma"), _row(of, "beta")
+    if p.turned:
+        dc = b.sum(0)
+        dw = gamma[:, None] * g + np.outer(beta, dc)
+        return {"dw": dw, "dgamma": (w * g).sum(1), "dbeta": w @ dc, "dc": dc}
+    dc = a.sum(1)
+    dw = g * gamma + np.outer(dc, beta)
+    return {"dw": dw, "dgamma": (w * g).sum(0), "dbeta": dc @ w, "dc": dc}
+
+
+def integers(p: IntegerProduct, of: Operands) -> Results:
+    """Sums of products of integers, modulo 2^32."""
+    lda, ldb = p.lda or p.k, p.ldb or p.k
+    a = of.strided("a", (*p.batch, p.m, p.k), (*_steps(p.a_strides, p.batch, p.m * lda), lda, 1))
+    b = of.strided("b", (*p.batch, p.n, p.k), (*_steps(p.b_strides, p.batch, p.n * ldb), ldb, 1))
+    if p.za == "each" and p.za_step:
+        a = a - of.strided("za", (p.batch[-1], p.m, 1), (p.za_step, 1, 1))
+    elif p.za:
+        a = a - _column(of, "za")
+    b = b - _column(of, "zb") if p.zb else b
+    y = (a @ b.swapaxes(-1, -2)).astype(np.int64)
+    return {"y": ((y + 2**31) % 2**32 - 2**31).astype(np.int32)}
+
+
+def _steps(given: tuple[int, ...], batch: tuple[int, ...], dense: int) -> tuple[int, ...]:
+    """The strides of batch axes, dense where none are given."""
+    if given:
+        return given
+    return tuple(dense * prod(batch[i + 1 :]) for i in range(len(batch)))
+
+
+def packed(p: PackedProduct, of: Operands) -> Results:
+    """a · wᵀ of weights of a few bits."""
+
+    def unpacked(name: str) -> np.ndarray:
+        each = of.raw(name).astype(np.uint8).reshape(p.n, -1, 1) >> np.arange(0, 8, p.bits)
+        return (each & (2**p.bits - 1)).reshape(p.n, -1).astype(np.float64)
+
+    scale = of.shaped("scale", p.n, p.blocks)
+    zero = np.full((p.n, p.blocks), 2.0 ** (p.bits - 1))
+    if p.zero == "packed":
+        zero = unpacked("zero")[:, : p.blocks]
+    elif p.zero:
+        zero = of.shaped("zero", p.n, p.blocks)
+    group = _row(of, "groups") if p.groups else np.arange(p.k) // p.block
+    w = (unpacked("q")[:, : p.k] - zero[:, group]) * scale[:, group]
+    return _behind_packed(p, of, of.dense("a", p.m, p.k) @ w.T)
+
+
+def _behind_packed(p: PackedProduct, of: Operands, y: np.ndarray) -> Results:
+    assert set(p.epilogue.given) <= {"bias"}, p
+    return {"y": y + _row(of, "bias") if p.epilogue.bias else y}
+
+
+def slope_product(p: SlopeProduct, of: Operands) -> Results:
+    """dz = dy act'(z), and its column sums, whole or in parts of rows."""
+    dz = of.dense("dy", p.m, p.n)
+    if p.act:
+        dz = dz * derivative(p.act, p.act_alpha, of.dense("z", p.m, p.n))
+    each = -(-p.m // p.parts)
+    part = np.stack([dz[i * each : (i + 1) * each].sum(0) for i in range(p.parts)])
+    return {"dz": dz, "part": part, "dbias": dz.sum(0)}
