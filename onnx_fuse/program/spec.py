@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from onnx_fuse.program import moves, norms, problems, products
+from onnx_fuse.program import losses, moves, norms, problems, products
 from onnx_fuse.program.call import Buffer, Call, Program, Tensor
 from onnx_fuse.program.problem import (
     ITEMSIZE,
@@ -351,7 +351,11 @@ BY_ELEMENTS = (
     Collective,
 )
 """Problems whose kernels look at each operand's offset, and need no alignment but an element's."""
-UPDATES = (*BY_ELEMENTS, moves.ScatterElements, moves.ScatterND, problems.RunningStats)
+UPDATES = (
+    *BY_ELEMENTS,
+    *(losses.CrossEntropyChunk, losses.ExpRows),
+    *(moves.ScatterElements, moves.ScatterND, problems.RunningStats),
+)
 """Problems whose kernels read an element before they write that very element."""
 
 
