@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rank_program import step_program
-from rank_worker import CASES, RANKS, WIDTHS
+from rank_worker import CASES, RANKS, WIDE, WIDTHS
 
 from onnx_fuse.cuda.launch import bind
 from onnx_fuse.distributed import buckets, launch, nccl
@@ -278,9 +278,6 @@ AGAIN = ("plain", "spread")
 """Cases that are run once more, for the same bits."""
 TOLERANCE = 2e-4
 """Of 50 steps of AdamW: where a gradient is near 0, its sign decides about a step of lr."""
-WIDE = {"fp16": 3e-2, "overflow": 3e-2, "low": 3e-2}
-"""In float16 each batch's own products are rounded to three digits, in another order; gradients
-that are added in bfloat16 have three as well."""
 
 
 @pytest.mark.parametrize("case", CASES)

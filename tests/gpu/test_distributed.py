@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rank_worker import CASES, RANKS
+from rank_worker import CASES, RANKS, WIDE
 
 from onnx_fuse.distributed import launch, nccl
 from onnx_fuse.errors import DeviceError
@@ -16,9 +16,8 @@ from onnx_fuse.runtime import device
 
 pytestmark = pytest.mark.gpu
 WORKER = [sys.executable, str(Path(__file__).parents[1] / "rank_worker.py"), "curves"]
-TOLERANCE = {"fp16": 3e-2}
-"""In float16 each batch's own products are rounded to three digits; others agree to 50 steps of
-AdamW, whose step is that of the rate wherever a gradient's sign is a matter of rounding."""
+TOLERANCE = 1e-3
+"""Of 50 steps of AdamW: where a gradient is near 0, its sign decides about a step of lr."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,7 +57,7 @@ def test_ranks_train_as_one_gpu_with_their_batches(tmp_path: Path, ranks: int) -
         for other in others:
             np.testing.assert_array_equal(first[name], other[name], err_msg=name)
         np.testing.assert_array_equal(first[name], again[name], err_msg=f"again, {name}")
-        limit = TOLERANCE.get(case, 1e-3)
+        limit = WIDE.get(case, TOLERANCE)
         np.testing.assert_allclose(first[name], expected, rtol=limit, atol=limit, err_msg=name)
 
 
