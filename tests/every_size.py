@@ -11,7 +11,7 @@ import itertools
 import random
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -179,7 +179,7 @@ def prove(subject: Subject, shapes: int, seed: int = 0, *, results: bool = True)
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("error", message="each shape is lowered by itself")
-                fault = _compared(specializer, feed, want, weights, report.counts, results)
+                fault = compared(specializer, feed, want, weights, report.counts, results)
         except Exception as error:  # noqa: BLE001 - a fault of this shape, whatever it is
             fault = f"{type(error).__name__}: {error}"
         report.counts["different" if fault else "equal"] += 1
@@ -188,15 +188,16 @@ def prove(subject: Subject, shapes: int, seed: int = 0, *, results: bool = True)
     return report
 
 
-def _compared(
+def compared(
     specializer: Specializer,
     feed: Feeds,
     want: Feeds,
     weights: Feeds,
     counts: Counter[str],
     results: bool,
+    unlike: Callable[[Mapping[str, np.ndarray], Mapping[str, Any]], str] | None = None,
 ) -> str:
-    """What differs at one shape; "" where all is equal."""
+    """What differs at one shape, results by `unlike` (`differ`); "" where all is equal."""
     shapes = {name: (array.shape, array.dtype.name) for name, array in feed.items()}
     values: Feeds = {}
     while True:
@@ -226,7 +227,7 @@ def _compared(
         except AssertionError:  # a problem that has no interpretation
             counts["not interpreted"] += 1
             return ""
-        if text := differ(got, want):
+        if text := (unlike or differ)(got, want):
             return f"{name} program: {text}"
     counts["results"] += 1
     return ""

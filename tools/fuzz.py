@@ -1,21 +1,28 @@
-"""Structural mutants of the test graphs: what `optimize` writes must equal what was read.
+"""Graphs made at random: whatever this package makes of one must equal what onnxruntime makes.
 
-    python tools/fuzz.py [--count 20000] [--seed 0] [--workers 2] [--keep DIR]
+    python tools/fuzz.py [--count 20000] [--seed 0] [--mode MODE ...] [--workers 2] [--keep DIR]
 
-A mutant is one of the graphs in tests/fusion_cases.py, or a stored export, with one to three
-changes: a node bypassed, its operands exchanged or rewired, its operator or an attribute replaced,
-a constant changed or raised in rank, a value made an output, a pair of Casts or a neutral operator
-put between two nodes, a node moved into a branch or a Loop, an initializer made an overridable
-input or stored elsewhere, another type, opset, order or sign of an axis (tools/mutations.py).
+The modes take turns:
 
-Where onnxruntime runs the mutant, it is optimized at levels 0 to 3 and inlined, and each result
+- `mutants`: a graph of tests/fusion_cases.py, or a stored export, with one to three changes: a node
+  bypassed, its operands exchanged or rewired, its operator or an attribute replaced, a constant
+  changed or raised in rank, a value made an output, and others (tools/mutations.py).
+- `graphs`: nodes drawn over the operator set, with attributes, types, dynamic dimensions, and sizes
+  of 0 and 1 (tools/fuzz_graphs.py).
+- `equivalents`: a graph of either kind under changes that keep its meaning (tools/equivalents.py).
+  Its answer is that of the graph before.
+- `gradients`: the gradients of a graph that was drawn, of it as it is and optimized, are equal.
+
+Where onnxruntime runs the graph, it is optimized at levels 0 to 3 and inlined, and each result
 must give onnxruntime's outputs (both at onnxruntime's own lowest optimization level), on a random
-feed and on one with -0, 0, infinities, NaN and large numbers. Where onnxruntime refuses the mutant,
-`optimize` may do what it likes but raise an error of another kind than its own.
+feed and on one with -0, 0, infinities, NaN and large numbers. Graphs of the last three modes are
+also lowered for an H200, over open sizes and at each shape by itself, and the programs are
+interpreted (tests/every_size.py); `--device cuda` runs them on a GPU instead. Where onnxruntime
+refuses the graph, `optimize` may do what it likes but raise an error of another kind than its own.
 
-What a difference is measured against: the same mutant under all of onnxruntime's optimizations, and
-on inputs moved by one unit in the last place. An ill-conditioned mutant differs from itself by as
-much as from its fusion; such outputs are compared no more closely than that.
+What a difference is measured against: the same graph under all of onnxruntime's optimizations, by
+onnx.reference, and on inputs moved by one unit in the last place. An ill-conditioned graph differs
+from itself by as much as from its fusion; such outputs are compared no more closely than that.
 """
 
 from __future__ import annotations
@@ -29,8 +36,10 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -42,13 +51,16 @@ from onnx import ModelProto, TensorProto
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
+import fuzz_graphs
+import every_size
 from cases import NEWEST_OPSET, real_cases
+from equivalents import equivalent
 from fusion_cases import FUSION_CASES
 from mutations import mutant
 
 Feeds = dict[str, np.ndarray]
 Phase = Any
-"""A shared number: 0 while onnxruntime runs the mutant itself, 1 after."""
+"""A shared number: 0 while onnxruntime runs the graph itself, 1 after."""
 QUIET = ("equal", "invalid", "refused")
 LEVELS = (0, 1, 2, 3)
 SECONDS = 60
@@ -104,7 +116,7 @@ def fed(model: ModelProto, feeds: Feeds) -> Feeds:
 def moved(feeds: Feeds) -> Feeds:
     """Each float by one unit in the last place."""
     return {
-        name: np.nextafter(a, np.array(np.inf, a.dtype)) if a.dtype.kind == "f" else a
+        name: np.asarray(np.nextafter(a, np.array(np.inf, a.dtype))) if a.dtype.kind == "f" else a
         for name, a in feeds.items()
     }
 
@@ -146,6 +158,7 @@ def typed(
             tensor = value.type.tensor_type
             tensor.elem_type = ELEMENTS[kind]
             if shapes:
+                del tensor.shape.dim[:]
                 tensor.shape.dim.extend(onnx.TensorShapeProto.Dimension() for _ in array.shape)
     return model.SerializeToString()
 
@@ -203,27 +216,90 @@ def _alarm(*_: object) -> None:
     raise TooLong
 
 
-def outcome(
-    model: ModelProto, feeds: Feeds, rng: np.random.Generator, phase: Phase
-) -> tuple[str, str]:
+def reference(model: ModelProto, feeds: Feeds, output: int, want: Any, got: Any) -> str:
+    """With whom onnx's reference implementation agrees, in brackets; "" where it has no answer."""
+    from onnx.reference import ReferenceEvaluator
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            its = ReferenceEvaluator(model).run(None, feeds)[output]
+    except Exception:  # noqa: BLE001 - it lacks operators, and fails in many ways
+        return ""
+    sides = {"onnxruntime": not differs(want, its, []), "this package": not differs(got, its, [])}
+    agrees = [name for name, same in sides.items() if same]
+    return f" (onnx.reference agrees with {' and '.join(agrees) or 'neither'})"
+
+
+@dataclass
+class Run:
+    """A feed, onnxruntime's outputs for it, and by other ways, from which they may differ."""
+
+    label: str
+    feed: Feeds
+    want: list[Any]
+    own: list[list[Any]]
+
+    def fault(self, model: ModelProto, got: Sequence[Any], coarse: str) -> str:
+        """Why these are not the outputs; empty where they are."""
+        for i, (a, b) in enumerate(zip(self.want, got, strict=True)):
+            if why := differs(a, b, [o[i] for o in self.own], coarse):
+                return f"{self.label}, output {i}: {why}{reference(model, self.feed, i, a, b)}"
+        return ""
+
+
+def references(
+    original: ModelProto, feeds: Sequence[Feeds], rng: np.random.Generator, harsh: bool
+) -> list[Run]:
+    """onnxruntime's outputs for the feeds that it takes. Raises what it raises for the first."""
+    runs: list[Run] = []
+    data = original.SerializeToString()
+    plain, full = session(data, False), session(data, True)
+    labelled = [(f"feed {i}", feed) for i, feed in enumerate(feeds)]
+    if harsh:
+        labelled.insert(1, ("hostile feed", hostile(feeds[0], rng)))
+    for label, feed in labelled:
+        try:
+            want = outputs(plain, feed)
+            runs.append(Run(label, feed, want, [outputs(full, feed), outputs(plain, moved(feed))]))
+        except Exception:  # noqa: PERF203 - each feed may be refused
+            if not runs:
+                raise
+    return runs
+
+
+@dataclass
+class Subject:
+    """A model to try, the one whose answer counts, and feeds; the first feed must run."""
+
+    model: ModelProto
+    original: ModelProto
+    feeds: list[Feeds]
+    harsh: bool = False
+    """Whether infinities, NaN and the like are fed, too."""
+    device: str = ""
+    """Where its programs run: "interpreted", "cuda", or "" for nowhere."""
+
+
+def outcome(subject: Subject, rng: np.random.Generator, phase: Phase) -> tuple[str, str]:
     """(equal, refused, invalid or a fault; what exactly)."""
     from onnx_fuse import passes
     from onnx_fuse.errors import ModelError
     from onnx_fuse.onnx.load import load
     from onnx_fuse.onnx.save import inline, to_proto
 
+    model, original = subject.model, subject.original
     data = model.SerializeToString()
-    runs: list[tuple[Feeds, list[Any], list[list[Any]]]] = []
+    coarse = "float16" if narrow(original) else ""
+    runs: list[Run] = []
     refused = ""
     phase.value = 0
-    feeds, coarse = fed(model, feeds), "float16" if narrow(model) else ""
     try:
-        plain, full = session(data, False), session(data, True)
-        for feed in (feeds, hostile(feeds, rng)):
-            want = outputs(plain, feed)
-            if not runs:
-                data = typed(model, plain, want, shapes=rng.random() < 0.95)
-            runs.append((feed, want, [outputs(full, feed), outputs(plain, moved(feed))]))
+        runs = references(original, subject.feeds, rng, subject.harsh)
+        data = typed(model, session(data, False), runs[0].want, shapes=rng.random() < 0.95)
+        if model is not original:  # a change that onnxruntime itself does not see as one
+            got = outputs(session(data, False), runs[0].feed)
+            refused = runs[0].fault(original, got, coarse)
     except Exception as error:  # noqa: BLE001 - onnxruntime's faults share no base
         refused = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
     phase.value = 1
@@ -249,66 +325,212 @@ def outcome(
                 made = session(proto.SerializeToString(), False)
             except Exception as error:  # noqa: BLE001
                 return "unloadable", f"level {level}{how}: {str(error)[:300]}"
-            for which, (feed, want, own) in enumerate(runs):
+            for run in runs:
                 try:
-                    got = outputs(made, feed)
+                    got = outputs(made, run.feed)
                 except Exception as error:  # noqa: BLE001
-                    return "unrunnable", f"level {level}{how}: {str(error)[:300]}"
-                for i, (a, b) in enumerate(zip(want, got, strict=True)):
-                    if why := differs(a, b, [o[i] for o in own], coarse):
-                        name = ("random", "hostile")[which]
-                        return "wrong", f"level {level}{how}, {name} feed, output {i}: {why}"
-    return ("invalid", refused) if refused else ("equal", "")
+                    return "unrunnable", f"level {level}{how}, {run.label}: {str(error)[:300]}"
+                if why := run.fault(original, got, coarse):
+                    return "wrong", f"level {level}{how}, {why}"
+    if refused:
+        return "invalid", refused
+    return programs(subject, data, runs, coarse) if subject.device else ("equal", "")
 
 
-def work(numbers: range, keep: str | None, seed: int, progress: Connection, phase: Phase) -> None:
-    """Try these mutants, each drawn from a seed of its own, and tell the parent of each."""
+def programs(subject: Subject, data: bytes, runs: list[Run], coarse: str) -> tuple[str, str]:
+    """The same of the programs for a GPU, at each size that onnxruntime takes."""
+    from onnx_fuse import InferenceSession, passes
+    from onnx_fuse.errors import OnnxFuseError
+    from onnx_fuse.onnx.load import load
+    from onnx_fuse.program.interpret.run import initializers
+    from onnx_fuse.runtime.specialize import Specializer
+
+    names = [v.name for v in subject.model.graph.output]
+    try:
+        if subject.device == "cuda":
+            on_gpu = InferenceSession(data, device="cuda")
+        else:
+            graph = load(data)
+            passes.optimize(graph, level=2)
+            specializer, weights = Specializer(graph, every_size.H200), initializers(graph)
+        for run in runs:
+            if run.label.startswith("hostile"):
+                continue  # NumPy's functions are not the kernels' there
+
+            def unlike(got: Mapping[str, Any], want: Mapping[str, Any], run: Run = run) -> str:
+                return run.fault(subject.original, [got[name] for name in names], coarse)
+
+            if subject.device == "cuda":
+                wanted = {v.name for v in on_gpu.get_inputs()}
+                feed = {k: v for k, v in run.feed.items() if k in wanted}
+                why = unlike(dict(zip(names, on_gpu.run(names, feed), strict=True)), {})
+            else:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    want = dict(zip(names, run.want, strict=True))
+                    given = {v.name: run.feed[v.name] for v in graph.graph.inputs}
+                    why = every_size.compared(
+                        specializer, given, want, weights, Counter(), True, unlike
+                    )
+            if why:
+                return "wrong", f"{run.label} {shapes_text(run.feed)}: {why}"
+    except TooLong:
+        raise
+    except OnnxFuseError as error:
+        return "refused", f"lowered: {error}"
+    except Exception:  # noqa: BLE001 - the fault that is looked for
+        return "crash", f"lowered: {traceback.format_exc(limit=-4)}"
+    return "equal", ""
+
+
+def shapes_text(feed: Feeds) -> str:
+    return str({name: list(array.shape) for name, array in feed.items()})
+
+
+def gradients(subject: Subject, rng: np.random.Generator, phase: Phase) -> tuple[str, str]:
+    """Whether the optimized graph has the gradients of the graph as it is, on onnxruntime."""
+    import onnx_fuse
+    from onnx_fuse.errors import OnnxFuseError
+
+    phase.value = 0
+    model = subject.original
+    coarse = "float16" if narrow(model) else ""
+    floats = [
+        v.name
+        for v in model.graph.input
+        if v.type.tensor_type.elem_type in (TensorProto.FLOAT, TensorProto.DOUBLE)
+    ]
+    try:
+        runs = references(model, subject.feeds, rng, False)
+        typed(model, session(model.SerializeToString(), False), runs[0].want, shapes=True)
+    except Exception as error:  # noqa: BLE001
+        return "invalid", str(error)[:200]
+    if not floats:
+        return "invalid", "no input of floats"
+    phase.value = 1
+    results: list[tuple[str, ModelProto]] = []
+    try:
+        for level in (0, 2):
+            graph = onnx_fuse.optimize(model, level=level)
+            results.append((f"level {level}", onnx_fuse.gradient(graph, wrt=floats)))
+    except TooLong:
+        raise
+    except OnnxFuseError as error:
+        return "refused", f"gradient: {error}"
+    except Exception:  # noqa: BLE001
+        return "crash", f"gradient: {traceback.format_exc(limit=-4)}"
+    try:
+        sessions = [session(proto.SerializeToString(), False) for _, proto in results]
+    except Exception as error:  # noqa: BLE001
+        return "unloadable", f"gradient: {str(error)[:300]}"
+    for run in runs:
+        feed = dict(run.feed)
+        by_name = dict(zip((v.name for v in model.graph.output), run.want, strict=True))
+        for value in sessions[0].get_inputs():
+            if value.name.endswith(".grad"):
+                y = by_name[value.name.removesuffix(".grad")]
+                feed[value.name] = rng.standard_normal(y.shape).astype(y.dtype)
+        answers: list[dict[str, Any]] = []
+        for one in sessions:
+            try:
+                values = [v.name for v in one.get_outputs()]
+                answers.append(dict(zip(values, outputs(one, feed), strict=True)))
+            except Exception as error:  # noqa: BLE001, PERF203
+                return (
+                    "unrunnable",
+                    f"gradient, {run.label} {shapes_text(feed)}: {str(error)[:300]}",
+                )
+        near = outputs(sessions[0], moved(feed))
+        for i, (name, want) in enumerate(answers[0].items()):
+            if name.endswith(".grad") and want.shape != feed[name.removesuffix(".grad")].shape:
+                return "wrong", f"{name} has shape {want.shape}, {run.label} {shapes_text(feed)}"
+            if why := differs(want, answers[1][name], [near[i]], coarse):
+                return "wrong", f"gradient {name}, {run.label} {shapes_text(feed)}: {why}"
+    return "equal", ""
+
+
+MODES = ("mutants", "graphs", "equivalents", "gradients")
+
+
+def drawn(mode: str, bases: Sequence[tuple[str, ModelProto, Feeds]], device: str,
+          rng: np.random.Generator) -> tuple[str, Subject]:  # fmt: skip
+    """What one number of a mode tries, and what it is called."""
+    if mode == "mutants" or (mode == "equivalents" and rng.random() < 0.5):
+        name, source, feeds = bases[int(rng.integers(len(bases)))]
+        if mode == "mutants":
+            model, done = mutant(source, rng)
+            return f"{name} {'+'.join(done)}", Subject(model, model, [fed(model, feeds)], True)
+        case = fuzz_graphs.Case(source, [feeds], [])
+    else:
+        case, name = fuzz_graphs.graph(rng), "drawn"
+    if mode == "equivalents":
+        model, done = equivalent(case.model, rng)
+        return f"{name} {'+'.join(done)}", Subject(model, case.model, case.feeds, device=device)
+    harsh = bool(rng.random() < 0.3)
+    return name, Subject(case.model, case.model, case.feeds, harsh, device)
+
+
+def work(numbers: range, options: argparse.Namespace, progress: Connection, phase: Phase) -> None:
+    """Try these numbers, each drawn from a seed of its own, and tell the parent of each."""
     faulthandler.enable()
     signal.signal(signal.SIGALRM, _alarm)
-    bases = list(sources())
+    bases = list(sources()) if {"mutants", "equivalents"} & {*options.mode} else []
     for number in numbers:
-        rng = np.random.default_rng([seed, number])
-        name, source, feeds = bases[int(rng.integers(len(bases)))]
-        phase.value = 0  # ONNX's converter of opsets dies of some mutants
-        model, done = mutant(source, rng)
+        rng = np.random.default_rng([options.seed, number])
+        mode = options.mode[number % len(options.mode)]
+        phase.value = 0  # ONNX's converter of opsets dies of some mutants, onnxruntime of others
+        name, subject = drawn(mode, bases, options.device, rng)
+        operators = [node.op_type for node in subject.model.graph.node]
         signal.alarm(SECONDS)
         try:
-            kind, why = outcome(model, feeds, rng, phase)
+            attempt = gradients if mode == "gradients" else outcome
+            kind, why = attempt(subject, rng, phase)
         except TooLong:
             kind, why = "hang", f"over {SECONDS} s"
         finally:
             signal.alarm(0)
-        text = f"{kind} {number} {name} {'+'.join(done)}: {why}"
-        if keep is not None and kind not in QUIET:
-            stem = Path(keep) / f"{number}_{name}"
-            stem.with_suffix(".onnx").write_bytes(model.SerializeToString())
-            np.savez(stem.with_suffix(".npz"), **feeds)
-        progress.send((number, kind, text))
+        text = f"{kind} {number} {mode} {name}: {why}"
+        if options.keep is not None and kind not in QUIET:
+            stem = Path(options.keep) / f"{number}_{mode}"
+            stem.with_suffix(".onnx").write_bytes(subject.model.SerializeToString())
+            np.savez(stem.with_suffix(".npz"), **subject.feeds[0])
+        progress.send((number, mode, kind, text, operators if kind == "equal" else []))
 
 
-def share(k: int, n: int, count: int, keep: str | None, seed: int, counts: Counter[str]) -> None:
-    """Mutants k, k + n, ... in processes of their own: onnxruntime dies of some."""
+@dataclass
+class Tally:
+    """How the numbers of one worker ended, by mode, and how often each operator came out equal."""
+
+    kinds: Counter[tuple[str, str]] = field(default_factory=Counter)
+    operators: Counter[str] = field(default_factory=Counter)
+
+
+def share(k: int, options: argparse.Namespace, tally: Tally) -> None:
+    """Numbers k, k + workers, ... in processes of their own: onnxruntime dies of some."""
     context = multiprocessing.get_context("spawn")
-    todo = range(k, count, n)
+    n = options.workers
+    todo = range(k, options.count, n)
     while todo:
         ours, theirs = context.Pipe(duplex=False)
         phase = context.Value("b", 0)
-        process = context.Process(target=work, args=(todo, keep, seed, theirs, phase))
+        process = context.Process(target=work, args=(todo, options, theirs, phase))
         process.start()
         theirs.close()
         try:
             while True:
-                number, kind, text = ours.recv()
-                todo = range(number + n, count, n)
-                counts[kind] += 1
+                number, mode, kind, text, operators = ours.recv()
+                todo = range(number + n, options.count, n)
+                tally.kinds[mode, kind] += 1
+                tally.operators.update(set(operators))
                 if kind not in ("equal", "invalid"):
                     print(text, flush=True)
         except EOFError:
             process.join()
         if todo and process.exitcode:
             kind = "died" if phase.value else "invalid"
-            counts[kind] += 1
-            print(f"{kind} {todo[0]}: exit code {process.exitcode}", flush=True)
+            mode = options.mode[todo[0] % len(options.mode)]
+            tally.kinds[mode, kind] += 1
+            print(f"{kind} {todo[0]} {mode}: exit code {process.exitcode}", flush=True)
             todo = todo[1:]
 
 
@@ -317,28 +539,34 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=20000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--keep", metavar="DIR", help="write mutants that are at fault there")
+    parser.add_argument("--mode", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--device", choices=("interpreted", "cuda"), default="interpreted")
+    parser.add_argument("--keep", metavar="DIR", help="write graphs that are at fault there")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.keep:
         Path(options.keep).mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
-    totals = [Counter[str]() for _ in range(options.workers)]
+    tallies = [Tally() for _ in range(options.workers)]
     threads = [
-        threading.Thread(
-            target=share,
-            args=(k, options.workers, options.count, options.keep, options.seed, counts),
-        )
-        for k, counts in enumerate(totals)
+        threading.Thread(target=share, args=(k, options, tally)) for k, tally in enumerate(tallies)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    total = sum(totals, Counter())
-    print(f"{options.count} mutants in {time.perf_counter() - started:.0f} s: {dict(total)}")
+    kinds = sum((t.kinds for t in tallies), Counter())
+    operators = sum((t.operators for t in tallies), Counter())
+    by_mode = {m: {k: n for (of, k), n in sorted(kinds.items()) if of == m} for m in options.mode}
+    print("operators in equal cases:", " ".join(f"{k} {n}" for k, n in operators.most_common()))
+    for mode, counts in by_mode.items():
+        print(f"{mode}: {counts}")
+    totals: Counter[str] = Counter()
+    for (_, kind), count in kinds.items():
+        totals[kind] += count
+    print(f"{options.count} cases in {time.perf_counter() - started:.0f} s: {dict(totals)}")
     if options.json:
-        options.json.write_text(json.dumps(dict(total)))
+        options.json.write_text(json.dumps({"modes": by_mode, "operators": dict(operators)}))
 
 
 if __name__ == "__main__":
