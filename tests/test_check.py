@@ -13,12 +13,14 @@ from support import Cli
 
 from onnx_fuse import autodiff, report
 from onnx_fuse.errors import ModelError
+from onnx_fuse.onnx import shapes
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.load import load
 from onnx_fuse.onnx.save import inline, save, to_proto
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import InferenceSession
 from onnx_fuse.validation import check as check_module
+from onnx_fuse.validation import shapes as inferred
 from onnx_fuse.validation.check import AS_WRITTEN, OPTIMIZED, check_outputs
 from onnx_fuse.validation.choose import choices
 from onnx_fuse.validation.compare import tolerance_of
@@ -407,3 +409,50 @@ def test_an_answer_is_steady_where_the_original_gives_it_again() -> None:
     known = {0: [np.maximum(x, 0)], 1: [np.maximum(x, 0) + 1]}
     args = (model, [{"x": x}, {"x": x}], known, ["y"], tolerance_of(model))
     assert check_module._unsteady(*args) == {1}
+
+
+RESIZED = """g (float[1,1,20,30] x) => (float[] y) <float[4] sc = {1,1,1.3,1.3}>
+{ r = Resize <mode = "nearest", coordinate_transformation_mode = "asymmetric"> (x, "", sc)
+  y = Neg (r) }"""
+
+
+def test_inferred_sizes_are_compared_with_actual_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = text_model(RESIZED)
+    assert check_outputs(model, model).ok
+    monkeypatch.setattr(shapes, "infer_actual", lambda proto, infer: infer(proto))  # ONNX's alone
+    check = check_outputs(text_model(RESIZED), model)
+    assert not check.ok
+    assert all(d.ok for d in check.differences)
+    first, *others = check.sizes
+    assert "(Resize): 'r' has size 26 along axis 2 on onnxruntime, inference says 25" in first
+    assert len(others) == 1  # the Neg behind it
+    assert check.to_dict()["sizes"] == check.sizes
+    assert f"  wrong size: {first}" in report.check_lines(check)
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        (["N", "M"], None),
+        (["N", "N"], "has size 4 along axis 1 on onnxruntime, inference says 3 (N)"),
+        (["other", "other"], "has size 4 along axis 1 on onnxruntime, inference says 3 (other)"),
+        (["N"], "has 2 axes on onnxruntime, inference says 1"),
+    ],
+)
+def test_a_symbol_has_one_size_in_a_run(monkeypatch, said, sentence) -> None:
+    def infer(model: onnx_ir.Model) -> None:
+        for node in model.graph:
+            node.outputs[0].shape = onnx_ir.Shape(said)
+
+    monkeypatch.setattr(inferred, "infer_shapes", infer)
+    model = text_model("g (float[N,M] x, float[N,4] z) => (float[N,M] y) { y = Neg (x) }")
+    feeds = {"x": np.zeros((3, 4), np.float32), "z": np.zeros((3, 4), np.float32)}
+    notes: list[str] = []
+    found = inferred.wrong_sizes(model, [feeds], notes)
+    assert [sentence in each for each in found] == ([True] if sentence else [])
+    feeds["z"] = feeds["z"][:2]  # a symbol that inputs contradict says nothing
+    found = inferred.wrong_sizes(model, [feeds], notes)
+    assert [sentence in each for each in found] == (
+        [True] if sentence and said != ["N", "N"] else []
+    )
+    assert notes == []

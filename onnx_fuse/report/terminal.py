@@ -207,13 +207,14 @@ def check_lines(check: Check) -> list[str]:
         lines.append(
             f"check {verdict}: largest difference {worst.max_abs:.3g} (limit {worst.limit:.3g}) at "
             f"{worst.where}{relative_size(worst)}"
-            + ("" if check.ok else f"; both run {worst.level}")
+            + ("" if worst.ok else f"; both run {worst.level}")
         )
     sizes = "; ".join(
         ", ".join(f"{name} {shape}" for name, shape in feed.items()) for feed in check.feeds
     )
     lines.append(f"  inputs: {sizes}")
     lines.append(f"  tolerance: {check.tolerance.reason}")
+    lines.extend(f"  wrong size: {sentence}" for sentence in check.sizes)
     lines.extend(f"  note: {note}" for note in check.notes)
     for culprit in check.culprits:
         certainty = "confirmed" if culprit.confirmed else "not the only cause"

@@ -31,6 +31,7 @@ from onnx_fuse.validation.compare import (
 )
 from onnx_fuse.validation.inputs import Feeds, reference_pairs
 from onnx_fuse.validation.quantized import Steps
+from onnx_fuse.validation.shapes import wrong_sizes
 
 AS_WRITTEN, OPTIMIZED = "as written", "with onnxruntime's optimizations"
 
@@ -63,13 +64,15 @@ class Check:
     """The nodes that make a difference, the worst first, where they were asked for."""
     raised: dict[str, float] = field(default_factory=dict)
     """The outputs whose limit is the original's own difference between levels, with it."""
+    sizes: list[str] = field(default_factory=list)
+    """A sentence for each node of the original whose inferred sizes are not onnxruntime's."""
     along: Along | None = None
     """The differences at every value on the inputs of the worst one, where they were asked for."""
 
     @property
     def ok(self) -> bool:
-        """Whether every output stays within its limit."""
-        return all(d.ok for d in self.differences)
+        """Whether every output stays within its limit, and inferred sizes are the actual ones."""
+        return all(d.ok for d in self.differences) and not self.sizes
 
     @property
     def worst(self) -> Difference | None:
@@ -89,6 +92,7 @@ class Check:
             "feeds": self.feeds,
             "notes": self.notes,
             "raised": self.raised,
+            "sizes": self.sizes,
             "outputs": [asdict(d) for d in self.differences],
             "blame": [asdict(c) for c in self.culprits],
         }
@@ -173,7 +177,8 @@ def check_outputs(
 
     The oracle is onnxruntime on `original`. On the CPU both run as they are written, and again with
     onnxruntime's own optimizations on; like is compared with like, and the limit of an output is
-    at least what these optimizations change in the original. On "cuda" `fused` runs in the
+    at least what these optimizations change in the original. Inferred sizes of the original are
+    compared with those of a run, too. On "cuda" `fused` runs in the
     session's `precision` and is compared with the original as it is written. `along` also compares
     the values inside both graphs (`Check.along`). The arguments and errors are those of `validate`.
     """
@@ -201,6 +206,9 @@ def check_outputs(
     pairs = reference_pairs(model, run, feeds, seed, check.notes, rare=True)
     del oracle, run  # its copy of the weights
     every = [feed for feed, _ in pairs]
+    if device == "cpu":
+        progress.report("comparing inferred sizes with actual ones")
+        check.sizes = wrong_sizes(model, every, check.notes)
     progress.report("running the original with onnxruntime's optimizations")
     optimized = _optimized(original, every, check.notes)
     progress.report("running the fused model")
@@ -244,7 +252,8 @@ def check_outputs(
                     f"'{name}' is NaN everywhere in the original too (inputs {i + 1})"
                 )
     unsteady = set[int]()
-    if feeds is None and not check.ok:
+    wrong = any(not d.ok for d in check.differences)
+    if feeds is None and wrong:
         unsteady = _unsteady(original, every, doubtful, names, check.tolerance)
     if unsteady and len(unsteady) < len(every):
         again = check_outputs(
@@ -271,7 +280,7 @@ def check_outputs(
             f"the limit of {len(check.raised)} outputs is what onnxruntime's own optimizations "
             f"change in the original: {check.raised[worst_raised]:.3g} in '{worst_raised}'"
         )
-    if blame and precision == "fp32" and not check.ok:
+    if blame and precision == "fp32" and wrong:
         bad = next(i for i, d in enumerate(check.differences) if not d.ok)
         progress.report("looking for the operator that differs")
         as_written = check.differences[bad].level == AS_WRITTEN

@@ -1,0 +1,109 @@
+"""Inferred sizes against those that onnxruntime makes: passes and programs believe the former."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import onnx_ir
+
+from onnx_fuse.onnx.build import Builder
+from onnx_fuse.onnx.shapes import infer_shapes
+from onnx_fuse.runtime import ort
+from onnx_fuse.validation.inputs import Feeds
+
+_STRING = onnx_ir.DataType.STRING
+_RUNS = 2
+"""Inputs of other shapes that are run at most: two sizes of each free axis, as they are made."""
+
+
+def wrong_sizes(model: onnx_ir.Model, feeds: Sequence[Feeds], notes: list[str]) -> list[str]:
+    """A sentence for each node whose inferred sizes are not those of a run on onnxruntime.
+
+    All results of the main graph are looked at, by a Shape node each: their numbers take no memory.
+    What the file declares is left out, so that inference alone speaks. A symbol has to have one
+    size in a run. `notes` takes why nothing could be compared.
+    """
+    plain = model.clone()
+    for node in plain.graph:
+        for value in node.outputs:
+            value.shape = None
+    infer_shapes(plain)
+    values = [
+        value
+        for node in plain.graph
+        for value in node.outputs
+        if value.name and value.shape is not None and isinstance(value.type, onnx_ir.TensorType)
+    ]
+    packed = [v for v in values if v.dtype not in (None, _STRING) and v.dtype.bitwidth < 8]
+    if packed:  # onnxruntime (1.32) has no Shape of these types
+        notes.append(f"{len(packed)} inferred sizes of types of few bits are not compared")
+        values = [v for v in values if v not in packed]
+    op = Builder()
+    shapes = [op.Shape(value) for value in values]
+    for value, shape in zip(values, shapes, strict=True):
+        shape.name, shape.dtype = f"{value.name} sizes", onnx_ir.DataType.INT64
+    plain.graph.extend(op.nodes)
+    plain.graph.outputs[:] = shapes
+    found: dict[onnx_ir.Node, str] = {}
+    try:
+        session = ort.session(plain, as_written=True) if values else None
+        for feed in _of_other_shapes(feeds) if values else ():
+            answers = ort.run(session, feed)
+            sizes = _symbols(plain, feed)
+            for value, actual in zip(values, answers, strict=True):
+                maker = value.producer()
+                said = _contradiction(value, [int(n) for n in actual], sizes)
+                if said and maker is not None:
+                    text = (
+                        f"node '{maker.name or value.name}' ({maker.op_type}): '{value.name}' "
+                        f"{said}, which fusion relies on: please report this file"
+                    )
+                    found.setdefault(maker, text)
+    except Exception as error:
+        if not ort.is_fault(error):
+            raise
+        notes.append(f"inferred sizes are not compared with actual ones ({ort.plain(error)})")
+    return list(found.values())
+
+
+def _of_other_shapes(feeds: Sequence[Feeds]) -> Iterator[Feeds]:
+    """The first few feeds of which each has other shapes."""
+    seen = set[tuple[tuple[str, tuple[int, ...]], ...]]()
+    for feed in feeds:
+        key = tuple((name, np.shape(array)) for name, array in sorted(feed.items()))
+        if key not in seen and len(seen) < _RUNS:
+            seen.add(key)
+            yield feed
+
+
+def _symbols(model: onnx_ir.Model, feed: Feeds) -> dict[str, int | None]:
+    """The sizes that inputs give to symbols; None where they give several."""
+    sizes: dict[str, int | None] = {}
+    for value in model.graph.inputs:
+        array = feed.get(value.name or "")
+        if not isinstance(array, np.ndarray) or value.shape is None:
+            continue
+        for dim, size in zip(value.shape, array.shape, strict=False):
+            if isinstance(dim, onnx_ir.SymbolicDim) and dim.value is not None:
+                same = sizes.setdefault(dim.value, size) == size
+                sizes[dim.value] = size if same else None
+    return sizes
+
+
+def _contradiction(
+    value: onnx_ir.Value, actual: Sequence[int], sizes: dict[str, int | None]
+) -> str | None:
+    """What is wrong with the inferred shape of a value; symbols without a size get the actual."""
+    inferred = value.shape
+    assert inferred is not None
+    if len(inferred) != len(actual):
+        return f"has {len(actual)} axes on onnxruntime, inference says {len(inferred)}"
+    for axis, (dim, size) in enumerate(zip(inferred, actual, strict=True)):
+        said = dim if isinstance(dim, int) else None
+        if isinstance(dim, onnx_ir.SymbolicDim) and dim.value is not None:
+            said = sizes.setdefault(dim.value, size)
+        if said is not None and said != size:
+            name = "" if isinstance(dim, int) else f" ({dim.value})"
+            return f"has size {size} along axis {axis} on onnxruntime, inference says {said}{name}"
+    return None
