@@ -147,7 +147,7 @@ def gemm(ctx: Context, node: ir.Node) -> str | None:
     if ctx.has(node, 2) and beta != 0:
         c = ctx.view(node, 2).expand(shape)
         if beta == 1 and alpha == 1 and c.strides == (0, 1) and a.dtype in FLOATS:
-            extra["col1"], attrs["bias"] = c, True
+            extra["col1"], attrs["bias"] = c.at(0, 0), True
         else:
             extra["c"] = c
             attrs |= {"beta": beta, "c_rows": c.strides[0], "c_cols": c.strides[1]}
