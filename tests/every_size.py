@@ -218,9 +218,10 @@ def compared(
         again = Open(lower(model, there, H200, math=math, values=values), trace)
         if text := _problems(made.program, again.at(numbers)):
             return text
-        programs["closed"] = lower(model, shapes, H200, math=math, values=values)
     if not results or sum(a.size for a in (*feed.values(), *want.values())) > LARGE:
         return ""
+    if made.source is not None:
+        programs["closed"] = lower(model, shapes, H200, math=math, values=values)
     for name, program in programs.items():
         try:
             got = interpret(program, feed, weights)

@@ -51,8 +51,8 @@ from onnx import ModelProto, TensorProto
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-import fuzz_graphs
 import every_size
+import fuzz_graphs
 from cases import NEWEST_OPSET, real_cases
 from equivalents import equivalent
 from fusion_cases import FUSION_CASES
