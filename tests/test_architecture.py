@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "onnx_fuse"
 LAYERS = (
     ("errors",),
     ("config", "progress"),
-    ("files", "container", "layout"),
+    ("files", "container", "guard", "layout"),
     ("distributed",),
     ("onnx",),
     ("program",),

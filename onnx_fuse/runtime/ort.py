@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
-import pickle
 import re
-import signal
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx_ir
 from onnx_ir import DataType
 
-from onnx_fuse import progress
 from onnx_fuse.container import is_container
 from onnx_fuse.errors import ModelError, OnnxFuseError
+from onnx_fuse.guard import Crash, in_child
 from onnx_fuse.onnx.load import read
 from onnx_fuse.onnx.save import fits_protobuf, save, to_proto
 from onnx_fuse.passes.precision import widened
@@ -28,9 +25,6 @@ from onnx_fuse.runtime.tensor import Argument
 
 T = TypeVar("T")
 Array = np.ndarray[Any, Any]
-_NAMES_CLASH = "Attempt to replace the existing tensor"
-"""onnxruntime (1.32) says so where a name that its optimizations choose is taken, as in files that
-its transformers package has optimized."""
 FATAL = 4  # onnxruntime's log severity: what it logs, it also raises
 
 
@@ -39,12 +33,14 @@ def session(
     options: Any = None,
     *,
     as_written: bool = False,
+    fallback: bool = True,
 ) -> Any:
     """An onnxruntime.InferenceSession of a path, bytes or ir.Model (fused ops carry their bodies).
 
     `as_written` switches onnxruntime's own graph rewrites off: the oracle runs the nodes as they
-    stand in the file. A bfloat16 graph, which onnxruntime's CPU has hardly a kernel for, becomes a
-    `Widened` session. Raises what onnxruntime raises.
+    stand in the file. With `fallback` they are off, after a warning, where they break the graph.
+    A bfloat16 graph, which onnxruntime's CPU has hardly a kernel for, becomes a `Widened` session.
+    Raises what onnxruntime raises.
     """
     import onnxruntime as ort
 
@@ -53,8 +49,14 @@ def session(
     if options is None:
         options = ort.SessionOptions()
         options.log_severity_level = FATAL
-    if as_written:
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    chosen, off = options.graph_optimization_level, ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if as_written and chosen != off:
+        options.graph_optimization_level = off
+        try:
+            return session(model, options)
+        finally:
+            options.graph_optimization_level = chosen  # the caller's, who may use them again
+    fallback = fallback and chosen != off
     try:
         found = _session(model, options)
     except Exception as error:
@@ -63,17 +65,31 @@ def session(
         graph = _graph(model)
         if any(v.dtype == DataType.BFLOAT16 for v in _values(graph)):
             return Widened(graph, options)
-        if _INT8_CLASH in str(error) and not as_written:
+        if _INT8_CLASH in str(error) and chosen != off:
             return _session(model, options, disabled_optimizers=[_INT8_REWRITE])
-        if _NAMES_CLASH not in str(error) or as_written:
+        if not fallback:
             raise
-        warnings.warn(
-            "onnxruntime's own optimizations fail on this graph: it runs without them", stacklevel=3
-        )
-        return session(model, options, as_written=True)
+        try:
+            found = session(model, options, as_written=True)
+        except Exception as again:
+            if not is_fault(again):
+                raise
+            raise error from None
+        _warn_of_optimizations(error)
+        return found
     # Its Python API has no arrays of this type.
     ends = [*found.get_inputs(), *found.get_outputs()]
-    return Widened(_graph(model), options) if any(e.type == _BFLOAT16 for e in ends) else found
+    if any(e.type == _BFLOAT16 for e in ends):
+        return Widened(_graph(model), options)
+    return WithFallback(found, model, options) if fallback else found
+
+
+def _warn_of_optimizations(error: BaseException) -> None:
+    warnings.warn(
+        "onnxruntime's own optimizations break this graph, which runs without them: "
+        f"{plain(error)}",
+        stacklevel=4,
+    )
 
 
 # What `onnx.save.loadable` describes, and the rewrite that makes int8 uint8.
@@ -114,7 +130,52 @@ def _values(model: onnx_ir.Model) -> Iterator[onnx_ir.Value]:
 _BFLOAT16 = "tensor(bfloat16)"
 
 
-class Widened:
+class _Around:
+    """A session around onnxruntime's, which answers what is not defined here."""
+
+    _inner: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+
+_NODE_FAILED = "Non-zero status code returned while running"
+
+
+class WithFallback(_Around):
+    """A session that runs its graph as written once onnxruntime's optimizations broke it."""
+
+    def __init__(
+        self, inner: Any, model: str | os.PathLike[str] | bytes | onnx_ir.Model, options: Any
+    ) -> None:
+        self._inner, self._source = inner, (model, options)
+        self._as_written: Any = None
+
+    def run(
+        self, names: Sequence[str] | None, feeds: Mapping[str, Array], options: Any = None
+    ) -> list[Any]:
+        """Run the session; what fails in a node is run as written, if that does not fail too."""
+        try:
+            return list(self._inner.run(names, feeds, options))
+        except Exception as error:
+            if _NODE_FAILED not in str(error) or self._inner is self._as_written:
+                raise
+            try:
+                if self._as_written is None:
+                    self._as_written = session(*self._source, as_written=True)
+                found = list(self._as_written.run(names, feeds, options))
+            except Exception as again:
+                if not is_fault(again):
+                    raise
+                raise error from None
+            _warn_of_optimizations(error)
+        self._inner = self._as_written
+        return found
+
+
+class Widened(_Around):
     """A session of a bfloat16 graph that computes in float32 between ends of their own types.
 
     Results are rounded to bfloat16 once, at the outputs. All else is the session's.
@@ -153,11 +214,6 @@ class Widened:
                 y.astype(kind) if n in self._narrow else y
                 for n, y in zip(names, found, strict=True)
             ]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._inner, name)
 
 
 def run(session: Any, feeds: Mapping[str, Array], names: Sequence[str] | None = None) -> list[Any]:
@@ -209,76 +265,14 @@ def is_fault(error: BaseException) -> bool:
 def guarded(work: Callable[[], T], name: str) -> T:
     """`work()` in a forked child: a crash inside onnxruntime becomes a ModelError about `name`.
 
-    onnxruntime can die on a graph that the checker accepts (a bad attribute, a size it trusts). The
-    child shares this process's memory, so the fork itself takes a few milliseconds. What the work
-    reports of its progress reaches the watcher here.
+    onnxruntime can die on a graph that the checker accepts (a bad attribute, a size it trusts).
     """
-    if not hasattr(os, "fork"):
+
+    def faults_named() -> T:
         with faults(name):
             return work()
-    reader, writer = os.pipe()
-    with warnings.catch_warnings():
-        # Python warns of any fork beside threads; the child only runs onnxruntime and leaves.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        os.close(reader)
-        _child(work, name, writer)
-    os.close(writer)
-    try:
-        with os.fdopen(reader, "rb") as pipe:
-            answer = _answer(pipe)
-        status = os.waitpid(child, 0)[1]
-    except BaseException:
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-        raise
-    if os.WIFSIGNALED(status) or answer is None:
-        number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-        cause = signal.strsignal(number) if number else "it left without an answer"
-        raise ModelError(f"{name}: onnxruntime crashed on this graph ({cause})")
-    ok, value = answer
-    if not ok:
-        raise value
-    return value
-
-
-def _answer(pipe: IO[bytes]) -> tuple[bool, Any] | None:
-    """What the child wrote at last, or None if it ended before; reports of progress go on.
-
-    The other end of the pipe is a fork of this process alone, so it may be pickled.
-    """
-    while True:
-        try:
-            found = pickle.load(pipe)
-        except (EOFError, pickle.UnpicklingError):
-            return None
-        if len(found) == 2:
-            ok, value = found
-            return ok, value
-        progress.report(*found)
-
-
-def _child(work: Callable[[], Any], name: str, writer: int) -> None:
-    # A session inherited from the parent has no threads here: collecting it would wait for them.
-    gc.disable()
-
-    def send(what: str, done: int, total: int) -> None:
-        os.write(writer, pickle.dumps((what, done, total), protocol=5))
 
     try:
-        try:
-            with faults(name), progress.watched(send if progress.watcher() else None):
-                answer = (True, work())
-        except OnnxFuseError as error:
-            text = str(error)
-            answer = (False, type(error)(text if name in text else f"{name}: {text}"))
-        except MemoryError:
-            answer = (False, ModelError(f"{name}: out of memory"))
-        except Exception as error:  # noqa: BLE001 - the parent raises it
-            answer = (False, RuntimeError(f"{name}: {type(error).__name__}: {error}"))
-        with os.fdopen(writer, "wb") as pipe:
-            pickle.dump(answer, pipe, protocol=5)
-    finally:
-        os._exit(0)
+        return in_child(faults_named, name)
+    except Crash as error:
+        raise ModelError(f"{name}: onnxruntime crashed on this graph ({error})") from error

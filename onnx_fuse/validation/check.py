@@ -351,7 +351,7 @@ def _runnable(model: Model) -> Any:
 def _optimized(original: Model, feeds: Sequence[Feeds], notes: list[str]) -> list[list[Any]] | None:
     """The original's outputs with onnxruntime's own optimizations; None where these break it."""
     try:
-        session = ort.session(_runnable(original))
+        session = ort.session(_runnable(original), fallback=False)
         return [ort.run(session, feed) for feed in feeds]
     except Exception as error:
         if not ort.is_fault(error):
@@ -372,7 +372,7 @@ def _answers(
     """The fused model's outputs on all feeds, from a session that is closed afterwards."""
     with ort.faults("the fused model"):
         if device == "cpu":
-            session = ort.session(_runnable(fused), as_written=as_written)
+            session = ort.session(_runnable(fused), as_written=as_written, fallback=False)
         else:
             session = InferenceSession(fused, device=device, optimize=False, precision=precision)
         given = [v.name for v in session.get_outputs()]
