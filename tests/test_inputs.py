@@ -17,13 +17,14 @@ from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.save import save
 from onnx_fuse.onnx.shapes import infer_shapes
+from onnx_fuse.onnx.sizes import evaluate, larger, size, smaller, unknown
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import InferenceSession, load
 from onnx_fuse.validation.arrays import index_bound, role_of
 from onnx_fuse.validation.check import check_outputs
 from onnx_fuse.validation.inputs import Feeds, extremes, generate, read_feeds
-from onnx_fuse.validation.sizes import System, evaluate, larger, size, smaller, unknown
+from onnx_fuse.validation.sizes import System
 
 DECODERS = sorted((Path(__file__).parent / "data" / "decoders").glob("*.onnx"))
 

@@ -15,6 +15,7 @@ from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.onnx import contrib
 from onnx_fuse.onnx.actual_sizes import infer_actual
 from onnx_fuse.onnx.build import all_nodes, subgraphs
+from onnx_fuse.onnx.inference import inferred
 from onnx_fuse.onnx.save import functions_attached, serialized
 from onnx_fuse.onnx.types import READ_BY_INFERENCE, complete_types
 
@@ -66,9 +67,7 @@ def _infer(model: ir.Model, *, data_prop: bool) -> None:
             _known_in_bodies(proto.graph, {})
             kept |= unread
         try:
-            found = infer_actual(
-                proto, partial(onnx.shape_inference.infer_shapes, data_prop=data_prop)
-            )
+            found = infer_actual(proto, partial(inferred, data_prop=data_prop))
         except (onnx.shape_inference.InferenceError, RuntimeError, ValueError):
             return  # a file that contradicts itself: what is known stays, and onnxruntime says why
         _assign_inferred(model.graph, found.graph, kept)

@@ -1,244 +1,24 @@
-"""Sizes as polynomials over a model's symbols, and the constraints that a graph puts on them."""
+"""The constraints that a graph puts on the sizes of its inputs, and what they make of these."""
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from typing import Any, TypeAlias
 
-
-@dataclass(frozen=True)
-class Atom:
-    """A term that is no polynomial: a quotient rounded down, a minimum, or an unknown."""
-
-    op: str
-    args: tuple[Size, ...] = ()
-    number: int = 0
-
-    @cached_property
-    def depth(self) -> int:
-        """The depth to which atoms are nested."""
-        inner = (s.depth for a in self.args for m in a.terms for s in m if isinstance(s, Atom))
-        return 1 + max(inner, default=0)
-
-    @cached_property
-    def text(self) -> str:
-        inner = ", ".join(map(str, self.args)) if self.args else str(self.number)
-        return f"{self.op}({inner})"
-
-    def __str__(self) -> str:
-        return self.text
-
-
-_unknowns = itertools.count(1)
-# Beyond these a size is an unknown: chains of products and quotients grow without end.
-_TERMS, _DEGREE, _DEPTH, _LARGEST = 64, 12, 6, 1 << 62
-
-
-def unknown() -> Size:
-    """A new size of which nothing is known."""
-    return Size({(Atom("unknown", (), next(_unknowns)),): 1})
-
-
-def _atom_of(op: str, *args: Size) -> Size:
-    made = Atom(op, args)
-    return Size({(made,): 1}) if made.depth <= _DEPTH else unknown()
-
-
-Symbol: TypeAlias = str | Atom
-Number: TypeAlias = int | Fraction
-Monomial: TypeAlias = tuple[Symbol, ...]
-
-
-class Size:
-    """A polynomial with rational coefficients; equal sizes are equal objects."""
-
-    __slots__ = ("_hash", "terms")
-
-    def __init__(self, terms: Mapping[Monomial, Number]) -> None:
-        self.terms = {
-            m: c.numerator if isinstance(c, Fraction) and c.denominator == 1 else c
-            for m, c in terms.items()
-            if c
-        }
-        self._hash = hash(frozenset(self.terms.items()))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Size) and self.terms == other.terms
-
-    def __bool__(self) -> bool:
-        return bool(self.terms)
-
-    def __add__(self, other: Any) -> Size:
-        terms = dict(self.terms)
-        for m, c in size(other).terms.items():
-            terms[m] = terms.get(m, 0) + c
-        too_many = len(terms) > _TERMS or any(_large(c) for c in terms.values())
-        return unknown() if too_many else Size(terms)
-
-    def __mul__(self, other: Any) -> Size:
-        terms: dict[Monomial, Number] = {}
-        factor = size(other)
-        if len(self.terms) * len(factor.terms) > _TERMS:
-            return unknown()
-        for m, c in self.terms.items():
-            for n, d in factor.terms.items():
-                key = tuple(sorted((*m, *n), key=str))
-                terms[key] = terms.get(key, 0) + c * d
-                if len(key) > _DEGREE or _large(terms[key]):
-                    return unknown()
-        return Size(terms)
-
-    def __neg__(self) -> Size:
-        return self * -1
-
-    def __sub__(self, other: Any) -> Size:
-        return self + -size(other)
-
-    def __rsub__(self, other: Any) -> Size:
-        return size(other).__sub__(self)
-
-    __radd__, __rmul__ = __add__, __mul__
-
-    def __floordiv__(self, other: Any) -> Size:
-        return rounded_down(self / other)
-
-    def __rfloordiv__(self, other: Any) -> Size:
-        return rounded_down(size(other) / self)
-
-    def __truediv__(self, other: Any) -> Size:
-        divisor = size(other)
-        if len(divisor.terms) == 1:
-            [(n, d)] = divisor.terms.items()
-            parts = {_without(m, n): Fraction(c) / d for m, c in self.terms.items()}
-            if None not in parts and not any(_large(c) for c in parts.values()):
-                return Size({m: c for m, c in parts.items() if m is not None})
-        return _atom_of("quotient", self, divisor)
-
-    def __rtruediv__(self, other: Any) -> Size:
-        return size(other).__truediv__(self)
-
-    def __mod__(self, other: Any) -> Size:
-        return self - self // size(other) * size(other)
-
-    def __rmod__(self, other: Any) -> Size:
-        return size(other).__mod__(self)
-
-    def __str__(self) -> str:
-        if not self.terms:
-            return "0"
-        parts = []
-        for m, c in self.terms.items():
-            factors = [str(s) for s in m]
-            parts.append("*".join(factors if c == 1 and m else [str(c), *factors]))
-        return " + ".join(parts)
-
-    __repr__ = __str__
-
-    @property
-    def number(self) -> Number | None:
-        """The value, if it is a constant."""
-        if not self.terms:
-            return 0
-        return self.terms.get(()) if len(self.terms) == 1 else None
-
-    @property
-    def whole(self) -> bool:
-        """Whether its value is an integer for all integers that its symbols may stand for."""
-        return all(
-            isinstance(c, int) and not any(isinstance(s, Atom) and s.op == "quotient" for s in m)
-            for m, c in self.terms.items()
-        )
-
-    @property
-    def symbols(self) -> set[Symbol]:
-        """All symbols and atoms, those inside of atoms too."""
-        found: set[Symbol] = set()
-        for m in self.terms:
-            for s in m:
-                found.add(s)
-                if isinstance(s, Atom):
-                    for arg in s.args:
-                        found |= arg.symbols
-        return found
-
-    @property
-    def least(self) -> Number | None:
-        """A lower bound where every symbol is at least 1 and every atom at least 0."""
-        total: Number = 0
-        for m, c in self.terms.items():
-            if c < 0 and m:
-                return None
-            total += c if not any(isinstance(s, Atom) for s in m) else 0
-        return total
-
-
-def _large(number: Number) -> bool:
-    return max(abs(number.numerator), number.denominator) > _LARGEST
-
-
-def size(value: Any) -> Size:
-    """A number or a symbol as a Size; a Size as it is."""
-    if isinstance(value, Size):
-        return value
-    if isinstance(value, str | Atom):
-        return Size({(value,): 1})
-    number = value if isinstance(value, Fraction) else int(value)
-    return Size({(): number}) if not _large(number) else unknown()
-
-
-def _without(m: Monomial, n: Monomial) -> Monomial | None:
-    left = list(m)
-    for s in n:
-        if s not in left:
-            return None
-        left.remove(s)
-    return tuple(left)
-
-
-def rounded_down(value: Size) -> Size:
-    """The floor: what is whole stays a polynomial, the rest becomes an atom."""
-    whole: dict[Monomial, Number] = {}
-    rest: dict[Monomial, Number] = {}
-    for m, c in value.terms.items():
-        # An atom that is not rounded itself (a quotient) is no integer.
-        integral = not any(isinstance(s, Atom) and s.op == "quotient" for s in m)
-        kept = c if isinstance(c, int) and integral else math.floor(c) if integral else 0
-        whole[m] = kept
-        rest[m] = c - kept
-    left = Size(rest)
-    known = left.number
-    if known is not None:
-        return Size(whole) + math.floor(known)
-    return Size(whole) + _atom_of("floor", left)
-
-
-def smaller(a: Size, b: Size) -> Size:
-    """The size min(a, b), where it can be told or as an atom."""
-    if (low := (b - a).least) is not None and low >= 0:
-        return a
-    if (low := (a - b).least) is not None and low >= 0:
-        return b
-    return _atom_of("min", a, b)
-
-
-def larger(a: Size, b: Size) -> Size:
-    """The size max(a, b), where it can be told or as an atom."""
-    return -smaller(-a, -b)
-
-
-def product(values: Iterable[Size]) -> Size:
-    total = size(1)
-    for value in values:
-        total = total * value
-    return total
+from onnx_fuse.onnx.sizes import (
+    Atom,
+    Monomial,
+    Size,
+    Symbol,
+    evaluate,
+    product,
+    rounded_down,
+    size,
+    smaller,
+    without,
+)
 
 
 @dataclass(frozen=True)
@@ -262,32 +42,6 @@ class Constraint:
         if self.kind == "least":
             return a >= b
         return b != 0 and a % b == 0
-
-
-def evaluate(value: Size, sizes: Mapping[Symbol, int]) -> Number | None:
-    """The value for given symbols; None where an unknown decides."""
-    total: Number = 0
-    for m, c in value.terms.items():
-        term = c
-        for s in m:
-            factor = _atom(s, sizes) if isinstance(s, Atom) else sizes.get(s)
-            if factor is None:
-                return None
-            term *= factor
-        total += term
-    return total
-
-
-def _atom(atom: Atom, sizes: Mapping[Symbol, int]) -> Number | None:
-    args = [evaluate(a, sizes) for a in atom.args]
-    numbers = [a for a in args if a is not None]
-    if atom.op == "unknown" or len(numbers) < len(args):
-        return None
-    if atom.op == "floor":
-        return math.floor(numbers[0])
-    if atom.op == "min":
-        return min(numbers)
-    return Fraction(numbers[0]) / numbers[1] if numbers[1] else None
 
 
 @dataclass
@@ -337,7 +91,7 @@ class System:
 
     def _solve(self, zero: Size) -> None:
         common = _common(list(zero.terms))
-        zero = Size({_without(m, common) or (): c for m, c in zero.terms.items()})
+        zero = Size({without(m, common) or (): c for m, c in zero.terms.items()})
         found: list[tuple[int, int, Symbol, Size]] = []
         for m, c in zero.terms.items():
             if len(m) != 1 or (isinstance(m[0], Atom) and m[0].op != "unknown"):

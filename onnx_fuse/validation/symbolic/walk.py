@@ -12,7 +12,8 @@ import onnx_ir
 from onnx_ir import Node, Value
 
 from onnx_fuse.onnx.build import const_array
-from onnx_fuse.validation.sizes import Size, System, size, unknown
+from onnx_fuse.onnx.sizes import Size, size, unknown
+from onnx_fuse.validation.sizes import System
 
 Array = np.ndarray[Any, Any]
 Shape = tuple[Size, ...]

@@ -1,0 +1,169 @@
+"""ONNX's own inference of types and shapes, as far as it can be believed.
+
+What it follows of the entries of shapes is a list without a rank (onnx 1.23): it reads a Slice
+whose start is not known as one from 0, rows of a matrix as entries, and casts as if they kept every
+number. Where that may be wrong, an Identity, which it does not look through, keeps the entries from
+those who read them; `entries` knows these graphs better. Its C++ ends the process where a Slice
+meets a negative size, as a window longer than its image makes: such graphs are inferred in a child.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import onnx
+
+from onnx_fuse.errors import ModelError
+from onnx_fuse.guard import Crash, in_child
+
+_INTEGERS = (onnx.TensorProto.INT64, onnx.TensorProto.INT32)
+_GRAPHS = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
+_BARRIER = "onnx_fuse entries of "
+
+
+def inferred(proto: onnx.ModelProto, *, data_prop: bool) -> onnx.ModelProto:
+    """The model with the types and shapes of its values.
+
+    Raises what onnx.shape_inference raises, and ModelError where it would end the process.
+    """
+    barred = data_prop and _keep_entries(proto.graph, {}, {})
+    try:
+        found = _infer(proto, data_prop=data_prop)
+    finally:
+        if barred:
+            _without_barriers(proto.graph)
+    if barred:
+        _without_barriers(found.graph)
+    return found
+
+
+def _infer(proto: onnx.ModelProto, *, data_prop: bool) -> onnx.ModelProto:
+    def infer() -> bytes:
+        found = onnx.shape_inference.infer_shapes(proto, data_prop=data_prop)
+        return bytes(found.SerializeToString())
+
+    if not _may_crash(proto.graph):
+        return onnx.shape_inference.infer_shapes(proto, data_prop=data_prop)
+    try:
+        return onnx.ModelProto.FromString(in_child(infer, silent=True))
+    except Crash as error:
+        raise ModelError(
+            f"ONNX's shape inference crashed on this graph ({error}): a Slice reads a size "
+            "below 0, as a window that is longer than its input makes"
+        ) from error
+
+
+_SHRINKS = frozenset(
+    (
+        *("Conv", "ConvInteger", "QLinearConv", "ConvTranspose", "DeformConv", "AveragePool"),
+        *("MaxPool", "LpPool", "MaxUnpool", "MaxRoiPool", "RoiAlign", "Col2Im", "Pad"),
+        *("CenterCropPad", "AffineGrid", "DFT", "STFT", "Resize", "Upsample", "Tile", "Split"),
+        *("ConstantOfShape", "Expand", "OneHot", "TopK", "Sub"),
+    )
+)
+"""Operators by whose attributes or operands a size may come out below 0."""
+
+
+def _may_crash(graph: onnx.GraphProto) -> bool:
+    kinds = {node.op_type for node in _all_nodes(graph)}
+    return "Slice" in kinds and not kinds.isdisjoint(_SHRINKS)
+
+
+def _all_nodes(graph: onnx.GraphProto) -> Iterable[onnx.NodeProto]:
+    for node in graph.node:
+        yield node
+        for body in _bodies(node):
+            yield from _all_nodes(body)
+
+
+def _bodies(node: onnx.NodeProto) -> Iterable[onnx.GraphProto]:
+    for attribute in node.attribute:
+        if attribute.type in _GRAPHS:
+            yield from (attribute.g, *attribute.graphs)
+
+
+_ALIKE = ("Add", "Sub", "Mul", "Concat")
+_FOLLOWED = frozenset((*_ALIKE, "Gather", "Slice", "Cast", "CastLike", "Squeeze", "Unsqueeze"))
+_TOO_MANY = 2  # axes: of what has them, a list of entries says too little
+
+
+def _keep_entries(
+    graph: onnx.GraphProto, outside: Mapping[str, int], constants: Mapping[str, int]
+) -> bool:
+    """Bar entries from the readers of nodes that misread them; whether there are any.
+
+    `outside` has the ranks of the values around a body whose entries inference follows, and
+    `constants` the numbers of entries of those that are constants.
+    """
+    ranks, lengths = dict(outside), dict(constants)
+    for tensor in graph.initializer:
+        lengths[tensor.name] = math.prod(tensor.dims)
+        if tensor.data_type in _INTEGERS:
+            ranks[tensor.name] = len(tensor.dims)
+    barred: list[int] = []
+    inner = False
+    for place, node in enumerate(graph.node):
+        kind = node.op_type
+        if kind == "Constant":
+            held = [a.t for a in node.attribute if a.name == "value"]
+            lengths[node.output[0]] = math.prod(held[0].dims) if held else 1
+            ranks[node.output[0]] = len(held[0].dims) if held else 1
+        elif kind in ("Shape", "Size"):
+            ranks[node.output[0]] = 1 if kind == "Shape" else 0
+        elif kind in _FOLLOWED and not node.domain:
+            rank = _rank_followed(node, ranks, lengths)
+            if rank is not None and rank < _TOO_MANY:
+                ranks[node.output[0]] = rank
+            elif kind == "Slice" or node.input[0] in ranks:
+                barred.append(place)
+        elif node.attribute:
+            for body in _bodies(node):
+                inner = _keep_entries(body, ranks, lengths) or inner
+    for place in reversed(barred):
+        node = graph.node[place]
+        name = f"{_BARRIER}{node.output[0]}"
+        graph.node.insert(
+            place + 1, onnx.NodeProto(op_type="Identity", input=[name], output=node.output[:1])
+        )
+        node.output[0] = name
+    return inner or bool(barred)
+
+
+def _rank_followed(
+    node: onnx.NodeProto, ranks: Mapping[str, int], lengths: Mapping[str, int]
+) -> int | None:
+    """The rank of a node's result whose entries inference follows rightly, if it does."""
+    kind = node.op_type
+    if kind == "Slice":  # a vector's length, if nothing else, is followed wherever it comes from
+        fixed = all(name in lengths for name in node.input[1:] if name)
+        return ranks.get(node.input[0], 1) if fixed else None
+    if node.input[0] not in ranks:
+        return None
+    rank = ranks[node.input[0]]
+    if kind in _ALIKE:
+        return max(ranks.get(name, 1) for name in node.input)
+    if rank >= _TOO_MANY:
+        return None
+    if kind == "Gather":
+        return ranks.get(node.input[1])
+    if kind in ("Cast", "CastLike"):
+        to = next((a.i for a in node.attribute if a.name == "to"), 0)
+        return rank if to in _INTEGERS else None
+    if kind == "Squeeze":
+        return 0  # of one entry
+    axes = next((len(a.ints) for a in node.attribute if a.name == "axes"), None)
+    if axes is None:
+        axes = lengths.get(node.input[1]) if len(node.input) > 1 else None
+    return None if axes is None else rank + axes
+
+
+def _without_barriers(graph: onnx.GraphProto) -> None:
+    for place in reversed(range(len(graph.node))):
+        node = graph.node[place]
+        if node.op_type == "Identity" and node.input[0].startswith(_BARRIER):
+            graph.node[place - 1].output[0] = node.output[0]
+            del graph.node[place]
+        else:
+            for body in _bodies(node):
+                _without_barriers(body)

@@ -1,0 +1,125 @@
+"""Sizes that are computed in the graph: what is followed of them is what onnxruntime computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+from shape_graphs import SIZES, shape_graph
+
+import onnx_fuse
+from onnx_fuse.errors import ModelError
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.load import load
+from onnx_fuse.onnx.save import to_proto
+from onnx_fuse.passes import optimize
+from onnx_fuse.runtime import ort
+
+Array = np.ndarray[Any, Any]
+HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
+CONSTANTS = """<int64[1] one = {1}, int64[1] m = {-1}, int64[2] tt = {2, 2}, int64[1] zero = {0},
+    int64[1] two = {2}, int64 one0 = {1}, int64[1] big = {9223372036854775807}>"""
+# name: (inputs and outputs, nodes, what is fed)
+GRAPHS: dict[str, tuple[str, str, dict[str, Array]]] = {
+    "a Concat along the second axis": (
+        "(float[a,3] x, float[n] z) => (float[k,l] y)",
+        """s = Shape (x)  u = Unsqueeze (s, one)  c = Concat <axis = 1> (u, u)
+        r = Reshape (c, m)  t = Gather (r, one)  e = Concat <axis = 0> (t, m)
+        y = Reshape (z, e)""",
+        {"x": np.ones((2, 3)), "z": np.arange(12)},
+    ),
+    "a row of a matrix": (
+        "(float[a,3,4,5] x) => (int64[k] y)",
+        "s = Shape (x)  u = Reshape (s, tt)  g = Gather <axis = 0> (u, one0)  y = Add (g, g)",
+        {"x": np.ones((2, 3, 4, 5))},
+    ),
+    "a Slice of a matrix": (
+        "(float[a,3,4,5] x) => (int64[k,l] y)",
+        "s = Shape (x)  u = Reshape (s, tt)  g = Slice (u, one, two)  y = Add (g, g)",
+        {"x": np.ones((2, 3, 4, 5))},
+    ),
+    "a column of a matrix": (
+        "(float[a,3,4,5] x, float[n] z) => (float[k,l] y)",
+        """s = Shape (x)  u = Reshape (s, tt)  g = Gather <axis = 1> (u, one0)
+        y = Reshape (z, g)""",
+        {"x": np.ones((2, 3, 4, 5)), "z": np.arange(15)},
+    ),
+    "a Slice from a start that is fed": (
+        "(float[2,3,4,5] x, int64[1] st) => (int64 y)",
+        """s = Shape (x)  a = Slice (s, st, m)  b = Slice (s, m, big)
+        c = Concat <axis = 0> (m, a, b)  r = Reshape (x, c)  q = Shape (r)  z = Size (q)
+        y = Add (z, z)""",
+        {"x": np.ones((2, 3, 4, 5)), "st": np.array([-2])},
+    ),
+    "a size as a condition": (
+        "(float[a] x, float[n] z) => (float[k,l] y)",
+        """s = Shape (x)  b = Cast <to = 9> (s)  i = Cast <to = 7> (b)
+        e = Concat <axis = 0> (i, m)  y = Reshape (z, e)""",
+        {"x": np.ones(3), "z": np.arange(6)},
+    ),
+}
+
+
+@pytest.mark.parametrize("level", [0, 2])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_entries_have_places_in_a_tensor_of_its_rank(name: str, level: int) -> None:
+    ends, nodes, given = GRAPHS[name]
+    model = text_model(f"{HEAD}g {ends} {CONSTANTS} {{{nodes}}}")
+    feeds = {k: a if k == "st" else a.astype(np.float32) for k, a in given.items()}
+    expected = ort.run(ort.session(load(model), as_written=True), feeds)
+    graph = load(model)
+    optimize(graph, level=level)
+    for y, want in zip(ort.run(ort.session(graph), feeds), expected, strict=True):
+        np.testing.assert_array_equal(y, want, strict=True)
+
+
+def quiet_session(model: bytes) -> Any:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level, options.intra_op_num_threads = 4, 1
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return onnxruntime.InferenceSession(model, options, ["CPUExecutionProvider"])
+
+
+def outputs(session: Any, feeds: dict[str, Array]) -> list[Array] | None:
+    """The outputs; None where onnxruntime finds that the sizes do not fit."""
+    try:
+        return ort.run(session, feeds)
+    except Exception as error:
+        if not ort.is_fault(error):
+            raise
+        return None
+
+
+@pytest.mark.parametrize("seed", range(0, 60, 10))
+def test_random_arithmetic_of_shapes_is_onnxruntimes(seed: int) -> None:
+    runs = 0
+    for each in range(seed, seed + 10):
+        grown = shape_graph(each)
+        model, rng = grown.model(), np.random.default_rng(each)
+        original = quiet_session(model.SerializeToString())
+        graph = load(model)
+        optimize(graph, level=each % 4)
+        fused = quiet_session(to_proto(graph, shapes=False).SerializeToString())
+        for i in range(6):
+            free = {s: int(rng.choice(SIZES)) for s in grown.sizes}
+            feeds = grown.feeds(free if i else grown.sizes)
+            expected = outputs(original, feeds)
+            if expected is not None:  # sizes that do not fit are no case
+                runs += 1
+                for y, want in zip(ort.run(fused, feeds), expected, strict=True):
+                    np.testing.assert_array_equal(y, want, err_msg=f"{each}, {feeds}", strict=True)
+    assert runs > 10
+
+
+SHORT = f"""{HEAD}g (float[1,1,n] x) => (float[a,b,c] y)
+<float[1,1,7] w = {{1, 1, 1, 1, 1, 1, 1}}, int64[1] zero = {{0}}, int64[1] far = {{9}},
+ int64[1] two = {{2}}>
+{{ c = Conv (x, w)  y = Slice (c, zero, far, two) }}"""
+
+
+def test_a_size_that_ends_inference_is_an_error_of_one_sentence() -> None:
+    with pytest.raises(ModelError, match="below 0"):
+        onnx_fuse.optimize(text_model(SHORT.replace("1,1,n", "1,1,2")))
+    assert onnx_fuse.optimize(text_model(SHORT)) is not None
