@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,12 @@ def _count(text: str) -> int:
 
 def _cache_dir() -> Path:
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "onnx-fuse"
+    if base:
+        return Path(base) / "onnx-fuse"
+    try:
+        return Path.home() / ".cache" / "onnx-fuse"
+    except RuntimeError:  # a user without a home, as in many containers
+        return Path(tempfile.gettempdir()) / f"onnx-fuse-{getattr(os, 'getuid', lambda: 0)()}"
 
 
 DEBUG = Variable(

@@ -534,17 +534,7 @@ def _invalid(text: str) -> Exception:
 
 
 def load(model: Model) -> onnx_ir.Model:
-    """Read, check and bring to the canonical opset a path, bytes, ModelProto or ir.Model.
-
-    Local functions are inlined, this project's fused ops stay nodes, and the standard's training
-    operators (Gradient, Adam, Adagrad, Momentum) are written out. Raises ModelError.
-    """
+    """Read, check and bring to the canonical opset a model: `onnx.load.load`, imported late."""
     from onnx_fuse.onnx.load import load as load_model
-    from onnx_fuse.ops.update import PREVIEW
 
-    graph = load_model(model)
-    if PREVIEW in graph.graph.opset_imports:
-        from onnx_fuse.autodiff import expand_training_ops
-
-        expand_training_ops(graph)
-    return graph
+    return load_model(model)

@@ -12,7 +12,7 @@ import onnx_ir as ir
 from onnx_fuse.autodiff.emit import Emitter, roots
 from onnx_fuse.autodiff.walk import backward
 from onnx_fuse.errors import ModelError, UsageError
-from onnx_fuse.onnx.build import rank
+from onnx_fuse.onnx.build import rank, rename_shadowing_values
 from onnx_fuse.onnx.common import DEFAULT, MAP_TYPE, Model
 from onnx_fuse.onnx.load import load
 from onnx_fuse.onnx.shapes import infer_shapes
@@ -150,6 +150,7 @@ def gradient(
             out.type, out.shape = x.type, g.shape if x.is_initializer() else x.shape
             graph.outputs.append(out)
     graph.extend(op.nodes)
+    rename_shadowing_values(graph)
     return model
 
 

@@ -153,7 +153,7 @@ def add_initializer(graph: ir.Graph, name: str, content: np.ndarray) -> ir.Value
 
 
 def rename_shadowing_values(graph: ir.Graph) -> None:
-    """Rename results in bodies of If, Loop and Scan that are called as a value outside.
+    """Rename values in bodies of If, Loop and Scan that are called as a value outside.
 
     Each graph numbers its new values by itself, and ONNX does not let a body hide an outer name.
     """
@@ -161,7 +161,8 @@ def rename_shadowing_values(graph: ir.Graph) -> None:
     taken = set[str | None]().union(*(_names(each) for each in (graph, *inner))) if inner else set()
 
     def visit(each: ir.Graph, outside: set[str | None]) -> None:
-        for value in (v for node in each for v in node.outputs):
+        results = (v for node in each for v in node.outputs)
+        for value in (*each.inputs, *each.initializers.values(), *results):
             if value.name and value.name in outside:
                 stem, i = value.name, 1
                 while value.name in taken:

@@ -15,6 +15,8 @@ from onnx_fuse.onnx.names import FusedName
 
 FUSE = "onnx_fuse"
 """Domain of the fused operators."""
+PREVIEW = "ai.onnx.preview.training"
+"""Domain of the standard's training operators."""
 CANONICAL_OPSET = 21
 """Opset that older models are brought up to: the newest that onnxruntime 1.22 implements whole.
 Newer models stay at theirs; what this project emits means the same in all of them."""

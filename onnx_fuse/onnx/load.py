@@ -7,6 +7,7 @@ them, and every fault becomes a `ModelError` of one sentence.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import logging
 import mmap
@@ -24,11 +25,12 @@ from onnx_fuse import progress
 from onnx_fuse.container import GRAPH, Container, is_container, stamp
 from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx import contrib
-from onnx_fuse.onnx.build import all_nodes, subgraphs
+from onnx_fuse.onnx.build import all_nodes, rename_shadowing_values, subgraphs
 from onnx_fuse.onnx.common import (
     CANONICAL_OPSET,
     FUSE,
     MAP_TYPE,
+    PREVIEW,
     Model,
     body_of,
     carries_body,
@@ -58,7 +60,8 @@ def load(source: Model) -> ir.Model:
     """Parse, check and canonicalize the opset of `source`: a path, bytes, ModelProto or ir.Model.
 
     Local functions are inlined, except this project's own fused ops, whose bodies are taken off and
-    put back by `save`. Raises ModelError for anything that is not a valid model.
+    put back by `save`. The standard's training operators (Gradient, Adam, Adagrad, Momentum) are
+    written out. Raises ModelError for anything that is not a valid model.
     """
     model = read(source)
     model.meta.pop(_READ, None)
@@ -70,6 +73,10 @@ def load(source: Model) -> ir.Model:
         if called:  # an attribute by reference, which a call does not give, is there no longer
             for node in all_nodes(model.graph):
                 _check_attributes(node)
+        if PREVIEW in model.graph.opset_imports:
+            # in a module below this one, as the bodies that `body_of` imports are
+            importlib.import_module("onnx_fuse.autodiff").expand_training_ops(model)
+        rename_shadowing_values(model.graph)
         return model
 
 
@@ -121,6 +128,7 @@ def read(source: Model) -> ir.Model:
             for value in (*model.graph.inputs, *model.graph.outputs):
                 if value.name in maps:
                     value.meta[MAP_TYPE] = maps[value.name]
+            _shapes_of_weights(model)
             model.graph.opset_imports.setdefault("", CANONICAL_OPSET)
             if folders or weights is not None:
                 _map_external(model, folders, weights)
@@ -230,6 +238,16 @@ def _to_mend(proto: onnx.ModelProto) -> bool:
     )
 
 
+def _shapes_of_weights(model: ir.Model) -> None:
+    """An initializer has its tensor's shape, whatever value_info says; one that is an input and
+    may be overridden has the shape that is declared for it."""
+    for graph in (model.graph, *model.graph.subgraphs()):
+        for value in graph.initializers.values():
+            tensor = value.const_value
+            if tensor is not None and not value.is_graph_input():
+                value.shape, value.dtype = ir.Shape(tensor.shape.numpy()), tensor.dtype
+
+
 @contextlib.contextmanager
 def _unlogged() -> Iterator[None]:
     """Without onnx-ir's log lines: what is wrong with a file is said once, as the error."""
@@ -281,7 +299,7 @@ def _mapped(tensor: Any, folders: Sequence[Path], weights: Weights | None) -> An
     own = ir.ExternalTensor(
         str(target),
         tensor.offset,
-        tensor.length,
+        tensor.length or None,  # as `_check_external` reads it
         tensor.dtype,
         shape=tensor.shape,
         name=tensor.name or "",
@@ -385,7 +403,7 @@ def _check_operators(model: ir.Model) -> None:
     onnx.checker.check_model(proto)
 
 
-_KNOWN_DOMAINS = ("", FUSE, "ai.onnx.ml", "ai.onnx.preview.training", "com.microsoft", NCHWC)
+_KNOWN_DOMAINS = ("", FUSE, "ai.onnx.ml", PREVIEW, "com.microsoft", NCHWC)
 
 
 def opaque(model: ir.Model) -> str | None:

@@ -128,7 +128,11 @@ def serialized_without_weights(model: ir.Model) -> bytes:
 
 
 def serialized(model: ir.Model) -> onnx.ModelProto:
-    """The model as it is, with the types that onnx-ir cannot hold."""
+    """The model as it is, with the types that onnx-ir cannot hold.
+
+    Values in bodies that are called as one outside get names of their own.
+    """
+    rename_shadowing_values(model.graph)
     with quiet("onnx_ir"):  # it logs values that have a shape and no type
         proto = ir.serde.serialize_model(model)
     graph = proto.graph

@@ -86,7 +86,9 @@ def _check_external(
     if not folders:
         raise ModelError(f"{where} is in the external file '{location}': pass the model as a path")
     try:
-        offset, length = int(entries.get("offset", 0)), int(entries.get("length", nbytes))
+        offset = int(entries.get("offset", 0))
+        # onnxruntime takes a length of 0 for one that is not stated, and some exporters write it
+        length = int(entries.get("length", 0)) or nbytes
     except ValueError as error:
         raise ModelError(f"{where}: external data '{location}': {error}") from error
     target = external_file(location, folders)

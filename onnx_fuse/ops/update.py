@@ -14,10 +14,8 @@ from typing import Any
 import onnx_ir as ir
 
 from onnx_fuse.onnx.build import Builder
-from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.onnx.common import FUSE, PREVIEW
 from onnx_fuse.ops.opdef import NoGrad, OpDef, register
-
-PREVIEW = "ai.onnx.preview.training"
 
 
 def _float64(*attributes: str) -> str:
