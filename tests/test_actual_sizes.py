@@ -74,7 +74,7 @@ def pools(opset: int) -> Table:
             continue
         if op == "LpPool" and ceil and opset < 18:
             continue
-        for size in (2, 3, 5, 7):
+        for size in (4, 7):
             reach = d * (k - 1) + 1
             if max(around) >= k or reach > size or (auto.startswith("SAME") and s > k):
                 continue  # onnxruntime refuses the rest
@@ -146,7 +146,7 @@ def turned(opset: int) -> Table:
 
 
 TABLES = {
-    **{f"pools of opset {v}": (pools, v) for v in (10, 18, 22)},
+    **{f"pools of opset {v}": (pools, v) for v in (10, 22)},
     **{f"resizes of opset {v}": (resizes, v) for v in (7, 9, 10, 11, 13, 18, 19)},
     "transposed convolutions": (turned, 11),
 }
@@ -182,7 +182,6 @@ def test_sizes_and_values_are_onnxruntimes(name, monkeypatch):
     for output, tensor in program.outputs:
         assert tensor.shape == expected[output].shape, output
         np.testing.assert_array_equal(optimized[output], expected[output])
-    if make is resizes:
-        got = interpret(program, table.feeds, weights_of(model))
-        for output, y in expected.items():
-            np.testing.assert_allclose(got[output], y, rtol=1e-5, atol=1e-5, err_msg=output)
+    got = interpret(program, table.feeds, weights_of(model))
+    for output, y in expected.items():
+        np.testing.assert_allclose(got[output], y, rtol=1e-5, atol=1e-5, err_msg=output)

@@ -51,6 +51,25 @@ def test_a_fourier_transform_is_rounded_once(size, inverse):
     assert (np.abs(y - exact) <= error).all()
 
 
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("scale", ["4", "1", "3,1", "4,3,4", "4,1,1", "1,3,1", ""])
+@pytest.mark.parametrize("bias", [None, "4", "1", "4,1,1"])
+def test_the_scale_of_a_norm_is_broadcast(axis, scale, bias):
+    text = f"g (float[4,3,4] x, float{f'[{scale}]' if scale else ''} s"
+    text += f", float[{bias}] b" if bias else ""
+    text += f") => (float[4,3,4] y, float[] m) {{ y, m = LayerNormalization <axis = {axis}> "
+    model = text_model(text + f"(x, s{', b' if bias else ''}) }}")
+    rng = np.random.default_rng(0)
+    feeds = {
+        v.name: rng.standard_normal([int(d) for d in v.shape]).astype(np.float32)
+        for v in model.graph.inputs
+    }
+    expected = onnxruntime.InferenceSession(to_proto(model).SerializeToString()).run(None, feeds)
+    got = interpret(program_of(model, feeds), feeds, weights_of(model))
+    for name, y in zip("ym", expected, strict=True):
+        np.testing.assert_allclose(got[name], y, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", GRAPHS)
 def test_graph_gives_onnxruntimes_results(name, moves_only):
     text, feeds = GRAPHS[name]
