@@ -9,6 +9,7 @@ from itertools import product
 
 import numpy as np
 import onnx
+import onnx_ir
 import onnxruntime
 import pytest
 from lowering import program_of, weights_of
@@ -16,10 +17,13 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onnx_fuse import passes
 from onnx_fuse.lower import walk
+from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.load import load
 from onnx_fuse.onnx.save import to_proto
 from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.program.interpret import interpret
+from onnx_fuse.validation.gradients import check_gradients
+from onnx_fuse.validation.reference import reference_evaluator
 
 SCALES = (0.3, 0.5, 0.7, 1.0, 1.2, 1.3, 2.0, 2.5)
 NEAREST = ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil")
@@ -185,3 +189,36 @@ def test_sizes_and_values_are_onnxruntimes(name, monkeypatch):
     got = interpret(program, table.feeds, weights_of(model))
     for output, y in expected.items():
         np.testing.assert_allclose(got[output], y, rtol=1e-5, atol=1e-5, err_msg=output)
+
+
+@pytest.mark.parametrize("opset", [11, 18])
+def test_the_evaluator_of_gradient_checks_resizes_as_onnxruntime_does(opset):
+    table = resizes(opset)
+    expected = answers(table.model(), table.feeds)
+    evaluator = reference_evaluator(load(table.model()))
+    found = evaluator.run(None, table.feeds)
+    for name, y in zip(evaluator.output_names, found, strict=True):
+        assert y.shape == expected[name].shape, name
+        np.testing.assert_allclose(y, expected[name], rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("size", ["20,30", "h,w"])
+def test_gradients_behind_sizes_that_inference_has_wrong(size):
+    rng = np.random.default_rng(0)
+    model = text_model(f"""g (float[2,1,{size}] x, float[3,1,3,3] w) => (float[] y)
+    <float[4] sc = {{1,1,1.3,1.3}}>
+    {{ r = Resize <mode = "linear"> (x, "", sc)
+       p = MaxPool <kernel_shape = [1,1], strides = [2,2], ceil_mode = 1> (r)
+       y = Conv <pads = [1,1,1,1]> (p, w) }}""")
+    feeds = {
+        "x": rng.standard_normal((2, 1, 20, 30)).astype(np.float32),
+        "w": rng.standard_normal((3, 1, 3, 3)).astype(np.float32),
+    }
+    weight = feeds.pop("w")
+    value = next(v for v in model.graph.inputs if v.name == "w")
+    model.graph.inputs.remove(value)
+    value.const_value = onnx_ir.tensor(weight, name="w")
+    model.graph.register_initializer(value)
+    check = check_gradients(model, feeds=feeds)
+    assert check.ok
+    assert [e.tensor for e in check.errors] == ["w"]

@@ -14,6 +14,7 @@ from onnx import NodeProto
 
 from onnx_fuse import progress
 from onnx_fuse.autodiff.emit import Emitter, expand
+from onnx_fuse.lower.pool import taps
 from onnx_fuse.onnx.save import to_proto
 from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.ops.recurrent import GATES
@@ -26,8 +27,8 @@ def reference_evaluator(model: onnx_ir.Model) -> Any:
     Its Erf rounds to float32, its GatherElements takes no negative axis, its Pad no negative pads,
     its Scan no directions and no axes but 0; its Loop makes no step without a condition and stacks
     along no axis of its own; its DynamicQuantizeLinear takes the scale for a float32; its STFT has
-    no signals of two axes; its LRN sums over as many channels as there are images; its convolutions
-    of groups raise, and all are slow.
+    no signals of two axes; its Resize multiplies in float64; its LRN sums over as many channels as
+    there are images; its convolutions of groups raise, and all are slow.
     """
     from onnx.reference import ReferenceEvaluator
     from onnx.reference.op_run import OpRun
@@ -130,6 +131,45 @@ def reference_evaluator(model: onnx_ir.Model) -> Any:
                 more = [p + max(b - a, 0) for p, a, b in zip(more, whole, sizes, strict=True)]
             return (_turned_conv(x, w, b, dilations, group or 1, pads, strides, more),)
 
+    class Resize(OpRun):
+        def _run(
+            self, x: Array, roi: Array | None = None, scales: Array | None = None,
+            sizes: Array | None = None, antialias: int = 0, axes: Sequence[int] | None = None,
+            coordinate_transformation_mode: str = "half_pixel", cubic_coeff_a: float = -0.75,
+            exclude_outside: int = 0, extrapolation_value: float = 0.0,
+            keep_aspect_ratio_policy: str = "stretch", mode: str = "nearest",
+            nearest_mode: str = "round_prefer_floor",
+        ) -> tuple[Array]:  # fmt: skip
+            along = [a % x.ndim for a in axes or range(x.ndim)]
+            lengths = np.array([x.shape[a] for a in along], np.float32)
+            if scales is not None and scales.size:
+                factors = scales.astype(np.float32)
+                wanted = np.trunc(lengths * factors)
+            else:
+                wanted = np.asarray(sizes)
+                factors = wanted.astype(np.float32) / np.maximum(lengths, 1)
+                if keep_aspect_ratio_policy != "stretch":
+                    pick = np.min if keep_aspect_ratio_policy == "not_larger" else np.max
+                    factors = np.full_like(factors, pick(factors))
+                    wanted = np.floor((lengths * factors).astype(float) + 0.5)
+            if (wanted == lengths).all():
+                return (x,)
+            ends = np.array([0, 1]).repeat(len(along)) if roi is None or not roi.size else roi
+            y = x
+            for i, (a, size, factor) in enumerate(zip(along, wanted, factors, strict=True)):
+                if factor == 1 or (antialias and size == x.shape[a]):
+                    continue
+                index, weight = taps(
+                    x.shape[a], int(size), float(factor), mode=mode, nearest=nearest_mode,
+                    transform=coordinate_transformation_mode, cubic=cubic_coeff_a,
+                    exclude_outside=bool(exclude_outside), antialias=bool(antialias),
+                    roi=(float(ends[i]), float(ends[i + len(along)])),
+                )  # fmt: skip
+                read = np.moveaxis(y, a, -1)[..., np.maximum(index, 0)]
+                read = np.where(index < 0, extrapolation_value, read)
+                y = np.moveaxis((read * weight).sum(-1), -1, a)
+            return (y.astype(x.dtype),)
+
     forward: Any = op_scan.Scan
 
     class Scan(forward):  # type: ignore[misc]
@@ -180,7 +220,7 @@ def reference_evaluator(model: onnx_ir.Model) -> Any:
             return self._steps[-1]
 
     own: list[Any] = [Erf, Gelu, GatherElements, Pad, DynamicQuantizeLinear, Conv, ConvTranspose]
-    own += [LRN, STFT, Scan, Loop]
+    own += [LRN, STFT, Resize, Scan, Loop]
     evaluator = ReferenceEvaluator(to_proto(model), new_ops=own)
     evaluator.rt_nodes_ = _Watched(evaluator.rt_nodes_)
     return evaluator
