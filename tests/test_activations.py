@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 
+import cuda_on_host
 import numpy as np
 import onnx
 import onnx.inliner
@@ -45,27 +47,32 @@ class Erf(OpRun):
 # ---- in float64 ---------------------------------------------------------------------------------
 
 
+def _run(act: str, text: str, result: str, feed: np.ndarray) -> np.ndarray:
+    """What an ONNX text of an activation makes of z, in float64."""
+    body = written_out(text.replace("@alpha", str(ALPHA.get(act))))
+    model = text_model(f"agraph (double[N] z) => (double[N] {result}) {{\n{body}\n}}")
+    proto = onnx.shape_inference.infer_shapes(to_proto(model))
+    proto = onnx.inliner.inline_selected_functions(
+        proto, [("", "Gelu")], exclude=False, inline_schema_functions=True
+    )
+    (found,) = ReferenceEvaluator(proto, new_ops=[Erf]).run(None, {"z": feed})
+    return np.asarray(found)
+
+
+def _difference(act: str, z: np.ndarray, step: float = 1e-5) -> np.ndarray:
+    """The slope at z by the central difference of the forward text."""
+    above, below = (_run(act, ACTIVATIONS[act].forward, "y", z + d) for d in (step, -step))
+    return (above - below) / (2 * step)
+
+
 @pytest.mark.parametrize("act", ACTIVATIONS)
 def test_the_derivative_is_that_of_the_value(act: str) -> None:
     """By central differences of the forward text in float64, away from where there is a corner."""
-    row = ACTIVATIONS[act]
-    z, step = np.linspace(-6.03, 6.07, 203), 1e-5
-
-    def run(text: str, result: str, feed: np.ndarray) -> np.ndarray:
-        body = text.replace("@alpha", str(ALPHA.get(act)))
-        body = written_out(body)
-        model = text_model(f"agraph (double[N] z) => (double[N] {result}) {{\n{body}\n}}")
-        proto = onnx.shape_inference.infer_shapes(to_proto(model))
-        proto = onnx.inliner.inline_selected_functions(
-            proto, [("", "Gelu")], exclude=False, inline_schema_functions=True
-        )
-        (found,) = ReferenceEvaluator(proto, new_ops=[Erf]).run(None, {"z": feed})
-        return np.asarray(found)
-
-    slope = (run(row.forward, "y", z + step) - run(row.forward, "y", z - step)) / (2 * step)
+    z = np.linspace(-6.03, 6.07, 203)
     # the quotient is off by step² of the third derivative and by 1e-16 / step; the constants of the
     # text are float32's, off by 3e-8, some of them times 36
-    np.testing.assert_allclose(run(row.derivative, "d", z), slope, atol=1e-6)
+    derivative = _run(act, ACTIVATIONS[act].derivative, "d", z)
+    np.testing.assert_allclose(derivative, _difference(act, z), atol=1e-6)
 
 
 # ---- bodies -------------------------------------------------------------------------------------
@@ -174,3 +181,59 @@ def test_the_cuda_text_compiles_to_registers_alone(act: str) -> None:
     for source, defines in (("pointwise/act_grad.cu", slope), ("conv/finish.cu", value)):
         for found in nvrtc.resources(source, defines, "sm_80").values():
             assert found.clean, (source, found)
+
+
+FUNCTIONS = """
+extern "C" void value_{0}_{1}(long n, const float* x, float* y) {{
+    for (long i = 0; i < n; i++) y[i] = act<{1}>(x[i], {2});
+}}
+extern "C" void slope_{0}_{1}(long n, const float* z, const float* dy, float* y) {{
+    for (long i = 0; i < n; i++) y[i] = times_slope<{1}>(dy[i], z[i], {2});
+}}
+"""
+POINTWISE = """
+extern "C" void pointwise_{0}_{1}(long n, const {1}* x, {1}* y) {{
+    for (long i = 0; i < n; i++) y[i] = {2};
+}}
+"""
+ROUNDED = {"float": 2e-6, "f16": 1e-4, "bf16": 8e-4}
+"""The type that a result is rounded to -> the largest error of GELU, as common.cuh states it, and
+of a slope times a dy up to 2; others are as of float."""
+
+
+@pytest.fixture(scope="module")
+def on_host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The CUDA texts of all activations, each in a namespace, as a library of this machine."""
+    text = cuda_on_host.text_of("pointwise/math.cuh")
+    parts = []
+    for act, row in ACTIVATIONS.items():
+        alpha = ALPHA.get(act, 1.0)
+        macros = "".join(f"#define {name} {value}\n" for name, value in row.macros.items())
+        own = "".join(FUNCTIONS.format(row.key, out, f"{alpha}f") for out in ROUNDED)
+        numbers = [alpha if name in row.attributes else value for name, value in row.numbers]
+        for kind in ("float", "double"):
+            shown = row.pointwise.format("x[i]", *(f"({kind}){n!r}" for n in numbers), t=kind)
+            own += POINTWISE.format(row.key, kind, shown)
+        names = "".join(f"#undef {name}\n" for name in (*row.macros, "ACT_NORMAL", "DEVICE"))
+        parts.append(f"{macros}namespace {row.key}_ {{ {text}\n{own} }}\n{names}")
+    return cuda_on_host.library("\n".join(parts), tmp_path_factory.mktemp("activations"))
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_the_cuda_text_computes_the_value_and_its_slope(act: str, on_host: ctypes.CDLL) -> None:
+    """Run on this machine, against the ONNX text and its differences in float64."""
+    row = ACTIVATIONS[act]
+    z = np.linspace(-6.03, 6.07, 203).astype(np.float32)
+    wide = z.astype(np.float64)
+    y, slope = _run(act, row.forward, "y", wide), _difference(act, wide)
+    dy = np.random.default_rng(0).uniform(-2, 2, z.size).astype(np.float32)
+    for out in ROUNDED:
+        error = ROUNDED[out if row.normal else "float"]
+        for name, wanted, given in (("value", y, (z,)), ("slope", dy * slope, (z, dy))):
+            found = cuda_on_host.over(getattr(on_host, f"{name}_{row.key}_{out}"), *given)
+            np.testing.assert_allclose(found, wanted, rtol=error, atol=error, err_msg=name + out)
+    for kind, error in (("float", 2e-6), ("double", 2e-7)):  # the text has float32's constants
+        run = getattr(on_host, f"pointwise_{row.key}_{kind}")
+        np.testing.assert_allclose(
+            cuda_on_host.over(run, z if kind == "float" else wide), y, rtol=error, atol=error
+        )

@@ -444,7 +444,11 @@ COMPILER_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "no NVRTC": ({"nvrtcVersion": gone}, "NVRTC.*not found.*: pip install nvidia-cuda-nvrtc"),
     "an old driver": (
         {"cuDriverGetVersion": lambda: (OK, 12080)},
-        "runs CUDA 12 at most.*update the driver, or pip install 'nvidia-cuda-nvrtc<13'",
+        "runs CUDA 12 at most.*update the driver to one for CUDA 13",
+    ),
+    "an old NVRTC": (
+        {"nvrtcVersion": lambda: (OK, 12, 9)},
+        r"NVRTC 12.9 is not supported.*pip install 'nvidia-cuda-nvrtc>=13,<14'",
     ),
 }
 

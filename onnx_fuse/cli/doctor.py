@@ -111,11 +111,15 @@ def _try_onnxruntime() -> str:
 def _gpu() -> list[str]:
     """Lines that describe the GPU, or that say what is missing and how to install it."""
     from onnx_fuse.cuda import nvrtc
-    from onnx_fuse.program.problem import Hardware
-    from onnx_fuse.runtime import device
+    from onnx_fuse.runtime import calibration, device
 
     if faults := device.faults():
         return [f"not usable: {fault}" for fault in faults]
-    hw = Hardware.detect()
+    found = calibration.of()
+    hw = found.hw
     driver = f"{hw.driver // 1000}.{hw.driver % 1000 // 10}"
-    return [f"ok: {hw.name} ({hw.arch}), driver for CUDA {driver}, NVRTC {nvrtc.check_compiler()}"]
+    rates = f"{hw.rate('bfloat16') / 1e12:.0f} TFLOP/s in bfloat16, {hw.bandwidth / 1e12:.2f} TB/s"
+    return [
+        f"ok: {hw.name} ({hw.arch}), driver for CUDA {driver}, NVRTC {nvrtc.check_compiler()}",
+        f"ok: {rates}, L2 cache of {hw.l2_bytes >> 20} MiB ({found.source})",
+    ]

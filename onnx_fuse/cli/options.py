@@ -101,13 +101,13 @@ def hardware_of(target: str) -> Any:
 
     Raises UsageError for an unknown name, DeviceError where this machine has no usable GPU.
     """
-    from onnx_fuse.program.problem import CHIPS, Hardware
+    from onnx_fuse.program.problem import CHIPS
 
     if target == "cuda":
-        from onnx_fuse.runtime import device
+        from onnx_fuse.runtime import calibration, device
 
         device.probe()
-        return Hardware.detect()
+        return calibration.of().hw
     chips = {name.lower(): hw for name, hw in CHIPS.items()}
     if target.lower() not in chips:
         raise UsageError(f"--target {target}: choose cuda or one of {', '.join(chips)}")

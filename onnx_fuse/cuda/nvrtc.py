@@ -25,8 +25,10 @@ from onnx_fuse import config, progress
 from onnx_fuse.cuda.source import GIVEN, Defines, source_text
 from onnx_fuse.errors import INSTALL_CUDA, DeviceError
 from onnx_fuse.files import private_folder, read_private
-from onnx_fuse.program.problem import Launch
+from onnx_fuse.program.problem import Launch, hold_capability
 
+NVRTC = 13
+"""The release of NVRTC that the kernels are tested with, from 13.0.88 on."""
 LOCK = threading.Lock()
 LOADED: set[tuple[str, Defines, str]] = set()
 """Modules of which this process has loaded some kernel: `compile_all` leaves them."""
@@ -63,7 +65,9 @@ def _compiler() -> str:
 
 @cache
 def _nvrtc_version() -> tuple[int, int]:
-    """(major, minor). Raises DeviceError without NVRTC, or where the driver is too old for it."""
+    """(major, minor). Raises DeviceError without NVRTC, for one of a release that the kernels are
+    not tested with, or where the driver is too old for it.
+    """
     try:
         from cuda.bindings import driver, nvrtc
 
@@ -78,6 +82,11 @@ def _nvrtc_version() -> tuple[int, int]:
             f"NVRTC, which compiles the kernels, was not found ({_line(error)}): "
             "pip install nvidia-cuda-nvrtc"
         ) from error
+    if major != NVRTC:
+        raise DeviceError(
+            f"NVRTC {major}.{minor} is not supported: the kernels are tested with release {NVRTC}: "
+            f"pip install 'nvidia-cuda-nvrtc>={NVRTC},<{NVRTC + 1}'"
+        )
     try:
         newest = int(driver.cuDriverGetVersion()[1]) // 1000
     except RuntimeError:  # no driver here: this compiles for another machine
@@ -85,7 +94,7 @@ def _nvrtc_version() -> tuple[int, int]:
     if major > newest:
         raise DeviceError(
             f"the NVIDIA driver runs CUDA {newest} at most, but NVRTC makes code for CUDA {major}: "
-            f"update the driver, or pip install 'nvidia-cuda-nvrtc<{newest + 1}'"
+            f"update the driver to one for CUDA {major}"
         )
     return major, minor
 
@@ -108,6 +117,7 @@ def _defined(text: str, defines: Defines) -> str:
 
 
 def _nvrtc(text: str, defines: Defines, arch: str) -> tuple[bytes, str]:
+    hold_capability(arch, int("".join(filter(str.isdigit, arch))))
     check_compiler()
     from cuda.core import Program, ProgramOptions
 

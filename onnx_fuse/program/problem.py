@@ -8,6 +8,7 @@ from functools import cache, cached_property, partial
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from onnx_fuse.errors import DeviceError
 from onnx_fuse.program.epilogue import DEFAULTS as EPILOGUE_FIELDS
 from onnx_fuse.program.epilogue import NONE as NO_EPILOGUE
 from onnx_fuse.program.epilogue import Epilogue
@@ -516,7 +517,8 @@ class Hardware:
     def detect(cls, device_id: int = 0) -> Hardware:
         """The GPU `device_id`, completed from the table of known chips or scaled from one.
 
-        A part of a chip, or a card with slower memory, has no more than its own.
+        A part of a chip, or a card with slower memory, has no more than its own. Raises DeviceError
+        for a GPU that is too old.
         """
         from cuda.bindings import driver
 
@@ -529,6 +531,7 @@ class Hardware:
 
         name = driver.cuDeviceGetName(256, device_id)[1].partition(b"\0")[0].decode()
         major, minor = (number(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
+        hold_capability(name, 10 * major + minor)
         sm_count = number("MULTIPROCESSOR_COUNT")
         # kHz * bits: two transfers a clock on every memory these chips use
         wide = number("MEMORY_CLOCK_RATE") * number("GLOBAL_MEMORY_BUS_WIDTH") * 250.0
@@ -576,6 +579,19 @@ CHIPS: dict[str, Hardware] = {
     "L4": _chip("NVIDIA L4", "sm_89", 58, 101376, 48, 0.27, (0.4, 22, 55, 110, 110)),
     "4090": _chip("NVIDIA GeForce RTX 4090", "sm_89", 128, 101376, 72, 0.9, (1, 60, 75, 150, 150)),
 }  # fmt: skip
+
+
+OLDEST = 80
+"""The least compute capability that the kernels run on, as major * 10 + minor."""
+
+
+def hold_capability(name: str, cc: int) -> None:
+    """Raise DeviceError where a GPU, or an architecture, is older than what the kernels need."""
+    if cc < OLDEST:
+        raise DeviceError(
+            f"{name} has compute capability {cc // 10}.{cc % 10}, and the kernels need "
+            f"{OLDEST // 10}.{OLDEST % 10} (Ampere) or newer: use device 'cpu'"
+        )
 
 
 def operand(problem: Problem) -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.errors import INSTALL_CUDA, DeviceError
+from onnx_fuse.program.problem import Hardware
 from onnx_fuse.runtime import collector
 
 
@@ -123,6 +124,8 @@ def faults() -> list[str]:
         return ""
 
     found = dict.fromkeys(fault(work) for work in (bindings, nvrtc.check_compiler, start))
+    if not any(found):
+        found[fault(Hardware.detect)] = None
     return [text for text in found if text]
 
 

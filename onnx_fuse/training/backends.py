@@ -13,7 +13,7 @@ import onnx_ir
 from onnx_fuse.errors import UsageError
 from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.program.problem import TRAINING_PRECISIONS, Hardware
-from onnx_fuse.runtime import ort
+from onnx_fuse.runtime import calibration, ort
 from onnx_fuse.training import adapters
 from onnx_fuse.training.adapters import Adapter
 from onnx_fuse.training.merged import Merging
@@ -214,7 +214,7 @@ class Whole:
     def __call__(self, node: onnx_ir.Node) -> bool:
         from onnx_fuse.lower.linear import gradient_costs
 
-        found = gradient_costs(node, self.math, self.hw or Hardware.detect(self.gpu))
+        found = gradient_costs(node, self.math, self.hw or calibration.of(self.gpu).hw)
         if found is None or found.whole < found.apart:
             return found is not None
         size, norm = " x ".join(map(str, found.shape)), FusedName.of(node.op_type).norm
@@ -258,7 +258,7 @@ def merging(
     if device == "cpu":
         return Merging(factors)
     dtype, math = TRAINING_PRECISIONS[precision]
-    costs = low_rank.Costs(dtype, math, hw or Hardware.detect(gpu))
+    costs = low_rank.Costs(dtype, math, hw or calibration.of(gpu).hw)
     products = adapters.sizes(sized, found)
     if not wanted and not costs.merging_pays(products):
         return None
