@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
+import compiled
 import onnx_ir
 import pytest
 from support import Cli, Result
@@ -17,6 +19,17 @@ from onnx_fuse.program import passes
 
 passes.CHECKED = True
 """Every program that a test lowers is held to `program.spec` after each pass."""
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The compiler's answers are kept for all tests, and for all workers of a run: each variant of
+    a kernel is compiled once, whatever cache folder a test gives to the package.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        folder = folder.parent  # that of the run
+    compiled.keep(folder / "compiled")
 
 
 @pytest.fixture(autouse=True)

@@ -36,15 +36,25 @@ from onnx_fuse.training import optim
 from onnx_fuse.training.step import training_model
 
 H200, A100, B200 = CHIPS["H200"], CHIPS["A100"], CHIPS["B200"]
+OTHERS = (
+    dataclasses.replace(CHIPS["L4"], arch="sm_86"), CHIPS["L4"],
+    dataclasses.replace(CHIPS["4090"], arch="sm_120a"),
+)  # fmt: skip
+"""Chips with less shared memory, for which the best configuration of each kernel is compiled: the
+code is that of sm_80, or of sm_90 where it asks for that, but configurations and registers differ.
+"""
 
 # Exceptions to "no spills", in bytes. 192 accumulators a thread leave 40 registers: a few values
 # are parked around the main loop. The SIMT tile has 128 registers, so that two blocks share an SM:
 # addresses are parked; at its worst (gelu, z kept, sm_80) the loop reads 18 back beside 1024 FMAs.
 # The smaller tile parks one address where a column's scale and a residual follow.
+# NVRTC 13.0 parks more than 13.5 does where the tile has dx's epilogue (116 and 96 bytes, sm_80).
+# One query's kernel keeps 8 bytes in local memory on sm_86 and sm_89, without a spill.
 # dw in float32 has 128 accumulators and the row sums of four columns: three values are parked.
 PARKED = {
     "(2, 192, 1)": 256, "simt tile=128": 176, "simt tile=64": 8, "dw_tile=(2, 128, 1)": 12,
-    "simt dx_tile=128": 96, "simt dw_tile=128": 48,
+    "simt dx_tile=128": 144, "simt dw_tile=128": 48,
+    "one_query cluster=1": 8,
 }  # fmt: skip
 
 BF16 = {"dtype": "bfloat16"}
@@ -175,7 +185,7 @@ PROBLEMS = (
         for mask in ((), (0, 0, 512, 1), (0, 0, 0, 1))
     ),
 )
-LIKELIEST = 3  # configurations of a kernel that every problem compiles, the first by cost
+LIKELIEST = 2  # configurations of a kernel that every problem compiles, the first by cost
 
 
 def _launches(hw: Hardware, likeliest: int) -> dict[tuple[str, Defines], str]:
@@ -205,6 +215,23 @@ def _launches(hw: Hardware, likeliest: int) -> dict[tuple[str, Defines], str]:
     return found
 
 
+def _best(hw: Hardware) -> dict[tuple[str, Defines], str]:
+    """(source, defines) -> who asked for it: each kernel's best configuration by one of PROBLEMS,
+    the one that gives it the most macros.
+    """
+    best: dict[str, tuple[int, list[Launch], str]] = {}
+    for problem in PROBLEMS:
+        for kernel in candidates(problem.op):
+            if kernel.supports(problem, hw) or not (ways := kernel.configs(problem, hw)):
+                continue
+            how = min(ways, key=lambda how: kernel.cost(problem, how, hw))
+            calls = [c for c in kernel.launch(problem, how, hw) if c.product is None]
+            macros, name = sum(len(c.defines) for c in calls), f"{problem.op} {kernel.name}"
+            if macros > best.get(name, (0,))[0]:
+                best[name] = macros, calls, f"{kernel.name} {how} {problem}"
+    return {(c.source, c.defines): who for _, calls, who in best.values() for c in calls}
+
+
 def _dirty(item: tuple[tuple[str, Defines], str], arch: str) -> list[str]:
     (source, defines), who = item
     allowed = max((size for tile, size in PARKED.items() if tile in who), default=0)
@@ -215,9 +242,10 @@ def _dirty(item: tuple[tuple[str, Defines], str], arch: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("hw", [A100, H200, B200], ids=lambda hw: hw.arch)
+@pytest.mark.parametrize("hw", [A100, H200, B200, *OTHERS], ids=lambda hw: hw.arch)
 def test_every_kernel_compiles_without_spills(hw: Hardware) -> None:
-    items = list(_launches(hw, LIKELIEST if hw is H200 else 0).items())
+    found = _best(hw) if hw in OTHERS else _launches(hw, LIKELIEST if hw is H200 else 0)
+    items = list(found.items())
     with ThreadPoolExecutor(max_workers=2) as pool:
         reports = pool.map(lambda item: _dirty(item, hw.arch), items)
         assert [line for report in reports for line in report] == []

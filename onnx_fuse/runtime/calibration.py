@@ -118,8 +118,8 @@ def measured(hw: Hardware, timer: Timer) -> Hardware:
         rate = REACHED * total / _held(kind, timer.seconds(launch, {"out": 4}))
         flops.append((kind, rate * (HOPPER if hw.cc == 90 and macro in _SHAPES else 1)))
     nbytes = max(_COPIED, 4 * hw.l2_bytes // 16 * 16)
-    args = (Ptr("x"), Ptr("y"), Num("i64", nbytes // 16))
-    launch = Launch(COPY, "copy", (8 * hw.sm_count, 1, 1), (256, 1, 1), args)
+    operands = (Ptr("x"), Ptr("y"), Num("i64", nbytes // 16))
+    launch = Launch(COPY, "copy", (8 * hw.sm_count, 1, 1), (256, 1, 1), operands)
     seconds = _held("a copy", timer.seconds(launch, {"x": nbytes, "y": nbytes}))
     return replace(hw, flops=tuple(flops), bandwidth=2 * nbytes / seconds)
 
