@@ -204,7 +204,7 @@ def _windows(
         size, around = x[axis], (pads[i], pads[rank + i])
         if size is not None:
             step = (kernel[i], strides[i], around, dilations[i], auto)
-            y[axis] = max(pooled(size, *step, ceil=ceil)[0], 0)
+            y[axis] = pooled(size, *step, ceil=ceil)[0]
     return y
 
 

@@ -23,6 +23,7 @@ from onnx_fuse import config
 from onnx_fuse.cuda.launch import bind
 from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.errors import DeviceError
+from onnx_fuse.files import private_folder, read_private
 from onnx_fuse.program.problem import CHIPS, Hardware, Launch, Num, Ptr
 from onnx_fuse.runtime import device
 
@@ -152,7 +153,10 @@ def calibrated(hw: Hardware, timer: Timer) -> Calibrated:
             )
             return Calibrated(hw, f"rates of a similar GPU: measuring failed: {reason}")
         _keep(place, made)
-        found = _kept(place, hw) or made
+        kept = _kept(place, hw)
+        if kept is None:
+            return Calibrated(made, "rates measured on this GPU, which could not be kept")
+        found = kept
     return Calibrated(found, f"rates measured on this GPU, kept in {place}")
 
 
@@ -166,7 +170,7 @@ def _place(hw: Hardware) -> Path:
 def _kept(place: Path, hw: Hardware) -> Hardware | None:
     """What the file says; a torn or foreign file counts as none."""
     try:
-        rates = json.loads(place.read_text())
+        rates = json.loads(read_private(place))
         flops = tuple((kind, _held(kind, float(rates["flops"][kind]))) for kind in _KINDS)
         bandwidth = _held("a copy", float(rates["bandwidth"]))
     except (OSError, ValueError, TypeError, KeyError, DeviceError):
@@ -178,7 +182,8 @@ def _keep(place: Path, hw: Hardware) -> None:
     """Write the file beside and link it, so that the first of several processes stays."""
     text = json.dumps({"flops": dict(hw.flops), "bandwidth": hw.bandwidth})
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
+        if not private_folder(place.parent):
+            return
         with tempfile.NamedTemporaryFile("w", dir=place.parent, delete=False) as file:
             file.write(text)
         try:
