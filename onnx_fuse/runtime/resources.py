@@ -11,7 +11,7 @@ import numpy as np
 
 from onnx_fuse.program.call import Program
 from onnx_fuse.program.problem import Hardware
-from onnx_fuse.runtime import calibration, device
+from onnx_fuse.runtime import device
 from onnx_fuse.runtime.deployed import Deployed
 from onnx_fuse.runtime.memory import Arena, Constants
 from onnx_fuse.runtime.staging import Downloads, Uploads
@@ -39,9 +39,12 @@ class Resources:
     ) -> None:
         """`home` lends its stream and its weights; `retire` lets go of the arena's block."""
         self.model, self.state, self.device_id = model, state, device_id
-        # a deployed file has chosen its kernels
-        deployed = isinstance(model, Deployed)
-        self.hw = Hardware.detect(device_id) if deployed else calibration.of(device_id).hw
+        if isinstance(model, Deployed):  # its kernels are chosen, and nothing here can compile
+            self.hw = Hardware.detect(device_id)
+        else:
+            from onnx_fuse.runtime import calibration
+
+            self.hw = calibration.of(device_id).hw
         self.uploads, self.downloads = Uploads(), Downloads()
         self._home, self._retire = home, retire
         self._stream: device.Stream | None = None
