@@ -24,7 +24,7 @@ from onnx_fuse.validation import shapes as inferred
 from onnx_fuse.validation.check import AS_WRITTEN, OPTIMIZED, check_outputs
 from onnx_fuse.validation.choose import choices
 from onnx_fuse.validation.compare import tolerance_of
-from onnx_fuse.validation.gradients import check_written
+from onnx_fuse.validation.gradients import check_gradients, check_written
 from onnx_fuse.validation.inputs import read_feeds
 from onnx_fuse.validation.quantized import COUNT, Steps
 
@@ -428,6 +428,16 @@ def test_inferred_sizes_are_compared_with_actual_ones(monkeypatch: pytest.Monkey
     assert len(others) == 1  # the Neg behind it
     assert check.to_dict()["sizes"] == check.sizes
     assert f"  wrong size: {first}" in report.check_lines(check)
+    gradients = check_gradients(text_model(WEIGHED))
+    assert not gradients.ok
+    assert all(e.ok for e in gradients.errors)
+    assert any("(Resize): 'r' has size 26 along axis 2" in each for each in gradients.sizes)
+    assert any("  wrong size:" in line for line in report.gradient_lines(gradients))
+
+
+WEIGHED = """g (float[1,1,20,30] x) => (float[] y) <float[4] sc = {1,1,1.3,1.3}, float[2] w = {1,2}>
+{ r = Resize <mode = "nearest", coordinate_transformation_mode = "asymmetric"> (x, "", sc)
+  m = ReduceMean (r)  y = Mul (m, w) }"""
 
 
 @pytest.mark.parametrize(

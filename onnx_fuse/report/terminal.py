@@ -234,6 +234,7 @@ def gradient_lines(check: GradientCheck) -> list[str]:
         f"{f', written by {e.kernel}' if e.kernel else ''}"
         for e in check.failed
     )
+    lines.extend(f"  wrong size: {sentence}" for sentence in check.sizes)
     lines.extend(f"  note: {note}" for note in check.notes)
     return lines
 

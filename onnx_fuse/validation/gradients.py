@@ -26,6 +26,7 @@ from onnx_fuse.validation.compare import Tolerance, difference
 from onnx_fuse.validation.held import hold, roundings, selections
 from onnx_fuse.validation.inputs import Feeds, reference_pairs
 from onnx_fuse.validation.reference import reference_evaluator, write_recurrences
+from onnx_fuse.validation.shapes import wrong_sizes
 from onnx_fuse.validation.slopes import Slopes
 from onnx_fuse.validation.values import by_name, values_of
 
@@ -95,11 +96,13 @@ class GradientCheck:
     """One GradientError for each trainable tensor, in the order of the nodes that read them."""
     notes: list[str] = field(default_factory=list)
     """Sentences that a reader should know, such as tensors that could not be compared."""
+    sizes: list[str] = field(default_factory=list)
+    """A sentence for each node of the backward whose inferred sizes are not onnxruntime's."""
 
     @property
     def ok(self) -> bool:
-        """Whether every gradient is right."""
-        return all(e.ok for e in self.errors)
+        """Whether every gradient is right, and inferred sizes are the actual ones."""
+        return all(e.ok for e in self.errors) and not self.sizes
 
     @property
     def failed(self) -> list[GradientError]:
@@ -114,6 +117,7 @@ class GradientCheck:
         return {
             "ok": self.ok,
             "notes": self.notes,
+            "sizes": self.sizes,
             "tensors": [asdict(e) for e in self.errors],
         }
 
@@ -214,6 +218,8 @@ def check_gradients(
             hostile=hostile,
         )  # fmt: skip
         _accept(check, again)
+    if device == "cpu":
+        check.sizes = wrong_sizes(backward, [seeds], check.notes)
     return check
 
 
@@ -304,6 +310,7 @@ def check_written(
             hostile=hostile,
         )  # fmt: skip
         _accept(check, again)
+    check.sizes = wrong_sizes(backward, [inputs], check.notes)
     return check
 
 

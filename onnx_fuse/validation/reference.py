@@ -143,8 +143,8 @@ def reference_evaluator(model: onnx_ir.Model) -> Any:
             along = [a % x.ndim for a in axes or range(x.ndim)]
             lengths = np.array([x.shape[a] for a in along], np.float32)
             if scales is not None and scales.size:
-                factors = scales.astype(np.float32)
-                wanted = np.trunc(lengths * factors)
+                factors: Array = scales.astype(np.float32)
+                wanted: Array = np.trunc(lengths * factors)
             else:
                 wanted = np.asarray(sizes)
                 factors = wanted.astype(np.float32) / np.maximum(lengths, 1)
