@@ -34,7 +34,8 @@ def pointwise_sums(p: PointwiseSums, of: Operands) -> Results:
     reads = [memory.view(replace(t, buffer=old.buffer)).copy() for t, old in pairs]
     results = evaluate(views.expression, reads, views.writes)
     summed = widened(results[p.summed], views.writes[p.summed].dtype)
-    total = summed.sum({"columns": 0, "rows": 1, "all": None}[p.over])
+    total = np.asarray(summed.sum({"columns": 0, "rows": 1, "all": None}[p.over]))
+    assert total.size == of.writes["sum"].size, (p, of.writes["sum"])
     return dict(zip(of.writes, [*results, total], strict=True))
 
 

@@ -36,12 +36,13 @@ def _right(p: Problem, of: Operands, name: str = "b") -> np.ndarray:
     return _batched(p, of, name, (p.k, p.n, 1, row) if p.trans_b else (p.k, p.n, row, 1))
 
 
-def _row(of: Operands, name: str) -> np.ndarray:
-    return of[name].reshape(-1)
+def _row(of: Operands, name: str, n: int) -> np.ndarray:
+    """The n numbers from the first one of what is read."""
+    return of.dense(name, n)
 
 
-def _column(of: Operands, name: str) -> np.ndarray:
-    return of[name].reshape(-1)[:, None]
+def _column(of: Operands, name: str, m: int) -> np.ndarray:
+    return of.dense(name, m, 1)
 
 
 def gemm(p: Problem, of: Operands) -> Results:
@@ -58,7 +59,7 @@ def _gemm(p: Problem, of: Operands) -> Results:
     a, b = _left(p, of), _right(p, of)
     with np.errstate(all="ignore"):
         v = a @ b
-        v = v * (_row(of, "scale_a") * _row(of, "scale_b")) if p.b_dtype else v
+        v = v * (_row(of, "scale_a", 1) * _row(of, "scale_b", 1)) if p.b_dtype else v
         found: Results = {}
         if p.parts:
             mean, rstd = _statistics(p, of, np.zeros((p.m, p.k)))
@@ -78,18 +79,18 @@ def _behind(p: Problem, of: Operands, v: np.ndarray, c: np.ndarray | None) -> Re
     assert not e.dx, p  # a kernel's own, inside of LayerNormGemmGrad
     assert not e.dw, p
     v = v * e.alpha
-    v = v * _column(of, "row0") if e.row_scale else v
+    v = v * _column(of, "row0", p.m) if e.row_scale else v
     if e.layernorm:
-        shift = 0 if p.rms else _column(of, "row1") * _row(of, "col0")
-        v = _column(of, "row0") * (v - shift) + _row(of, "col1")
+        shift = 0 if p.rms else _column(of, "row1", p.m) * _row(of, "col0", p.n)
+        v = _column(of, "row0", p.m) * (v - shift) + _row(of, "col1", p.n)
     elif e.bias:
-        v = v + _row(of, "col1")
+        v = v + _row(of, "col1", p.n)
     elif e.row_bias:
-        v = v + _column(of, "row0")
+        v = v + _column(of, "row0", p.m)
     if e.beta and c is not None:
         v = v + e.beta * c
     if e.exp:
-        v = np.exp2(v / np.log(2) - _column(of, "row0"))
+        v = np.exp2(v / np.log(2) - _column(of, "row0", p.m))
         v = v.astype(dtype_of(p.out)).astype(np.float64)
         found["part"] = np.add.reduceat(v, np.arange(0, p.n, EXP_COLUMNS), axis=1).T
     through = None
@@ -105,10 +106,10 @@ def _behind(p: Problem, of: Operands, v: np.ndarray, c: np.ndarray | None) -> Re
     elif e.act:
         v = activated(p, v)
     v = v * through if through is not None else v
-    v = v * _row(of, "col0") if e.layer_scale else v
+    v = v * _row(of, "col0", v.shape[-1]) if e.layer_scale else v
     if e.residual and c is not None:
         if e.residual == "norm":
-            c = (c - _column(of, "row1")) * _column(of, "row0") * _row(of, "col0")
+            c = (c - _column(of, "row1", p.m)) * _column(of, "row0", p.m) * _row(of, "col0", p.n)
         v = v + c
     if e.accumulate:
         v = v.astype(dtype_of(p.out)).astype(np.float64)
@@ -128,7 +129,7 @@ def _behind(p: Problem, of: Operands, v: np.ndarray, c: np.ndarray | None) -> Re
 def _statistics(p: Problem, of: Operands, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """mean and rstd [m, 1] of x's rows, from the parts or as they are given where they are."""
     if p.stats:
-        return (np.zeros((p.m, 1)) if p.rms else _column(of, "mean")), _column(of, "rstd")
+        return (np.zeros((p.m, 1)) if p.rms else _column(of, "mean", p.m)), _column(of, "rstd", p.m)
     if p.parts:
         means, squares = np.moveaxis(of.dense("part", p.parts, p.m, 2), 2, 0)
         mean = means.mean(0)
@@ -147,11 +148,11 @@ def _norm_gemm(p: Problem, of: Operands) -> Results:
     with np.errstate(all="ignore"):
         mean, rstd = _statistics(p, of, x)
         if p.folded:
-            v = rstd * (x @ _right(p, of, "wq") - mean * _row(of, "cs")) + _row(of, "cv")
+            v = rstd * (x @ _right(p, of, "wq") - mean * _row(of, "cs", p.n)) + _row(of, "cv", p.n)
         else:
-            rows = (x - mean) * rstd * _row(of, "gamma")
-            rows = rows + (_row(of, "beta") if "beta" in of else 0)
-            v = rows @ _right(p, of, "w") + (_row(of, "c") if p.epilogue.bias else 0)
+            rows = (x - mean) * rstd * _row(of, "gamma", p.k)
+            rows = rows + (_row(of, "beta", p.k) if "beta" in of else 0)
+            v = rows @ _right(p, of, "w") + (_row(of, "c", p.n) if p.epilogue.bias else 0)
         r = of.dense("r", p.m, p.n) if p.epilogue.residual else None
         inner = replace(p, epilogue=replace(p.epilogue, bias=False))
         return {"mean": mean, "rstd": rstd} | _behind(inner, of, v, r)
@@ -162,9 +163,9 @@ def _norm_gemm_grad(p: Problem, of: Operands) -> Results:
     shape = (p.n, p.k) if p.trans_b else (p.k, p.n)
     dy, x, w = of.dense("dy", p.m, p.n), of.dense("x", p.m, p.k), of.dense("w", *shape)
     w = w.T if p.trans_b else w
-    gamma, rstd = _row(of, "gamma"), _column(of, "rstd")
-    mean = 0 if p.rms else _column(of, "mean")
-    beta = 0 if p.rms else _row(of, "beta")
+    gamma, rstd = _row(of, "gamma", p.k), _column(of, "rstd", p.m)
+    mean = 0 if p.rms else _column(of, "mean", p.m)
+    beta = 0 if p.rms else _row(of, "beta", p.k)
     with np.errstate(all="ignore"):
         dz = dy
         if p.epilogue.act:
@@ -191,7 +192,8 @@ def _leaf_grad(p: Problem, of: Operands) -> Results:
     """The gradients of W behind a norm whose x needs none."""
     a, b = _left(p, of), _right(p, of)
     g = a @ b  # of dt and xh, or `turned` of xh and dt
-    w, gamma, beta = of.dense("w", p.m, p.n), _row(of, "gamma"), _row(of, "beta")
+    w, features = of.dense("w", p.m, p.n), p.m if p.turned else p.n
+    gamma, beta = (_row(of, name, features) for name in ("gamma", "beta"))
     if p.turned:
         dc = b.sum(0)
         dw = gamma[:, None] * g + np.outer(beta, dc)
@@ -209,8 +211,8 @@ def integers(p: IntegerProduct, of: Operands) -> Results:
     if p.za == "each" and p.za_step:
         a = a - of.strided("za", (p.batch[-1], p.m, 1), (p.za_step, 1, 1))
     elif p.za:
-        a = a - _column(of, "za")
-    b = b - _column(of, "zb") if p.zb else b
+        a = a - _column(of, "za", p.m if p.za == "each" else 1)
+    b = b - _column(of, "zb", p.n if p.zb == "each" else 1) if p.zb else b
     y = (a @ b.swapaxes(-1, -2)).astype(np.int64)
     return {"y": ((y + 2**31) % 2**32 - 2**31).astype(np.int32)}
 
@@ -235,14 +237,14 @@ def packed(p: PackedProduct, of: Operands) -> Results:
         zero = unpacked("zero")[:, : p.blocks]
     elif p.zero:
         zero = of.shaped("zero", p.n, p.blocks)
-    group = _row(of, "groups") if p.groups else np.arange(p.k) // p.block
+    group = _row(of, "groups", p.k) if p.groups else np.arange(p.k) // p.block
     w = (unpacked("q")[:, : p.k] - zero[:, group]) * scale[:, group]
     return _behind_packed(p, of, of.dense("a", p.m, p.k) @ w.T)
 
 
 def _behind_packed(p: PackedProduct, of: Operands, y: np.ndarray) -> Results:
     assert set(p.epilogue.given) <= {"bias"}, p
-    return {"y": y + _row(of, "bias") if p.epilogue.bias else y}
+    return {"y": y + _row(of, "bias", p.n) if p.epilogue.bias else y}
 
 
 def slope_product(p: SlopeProduct, of: Operands) -> Results:

@@ -38,7 +38,10 @@ def sum_results(calls: Calls, i: int, call: Call) -> None:
     views = _matrices(made, m, n)
     end = calls.calls[places[-1]]
     (_, y) = end.writes[0]
-    if not over or views is None or not whole(y.size, y) or not calls.may_write(at, places[-1], y):
+    if not over or views is None or not calls.may_write(at, places[-1], y):
+        return
+    # a reduction over axes apart has further passes, over these sums
+    if not whole({"columns": n, "rows": m, "all": 1}[over], y):
         return
     wanted = PointwiseSums(views, number, over, y.dtype)
     before: list[AnyProblem] = [p for j in places if (p := calls.calls[j].problem) is not None]
