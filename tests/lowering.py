@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from onnx_fuse.lower import walk
-from onnx_fuse.program.call import Program
+from onnx_fuse.program.call import NeedsValues, Program
+from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS
+from onnx_fuse.runtime.plan import plan
 
 H200 = CHIPS["H200"]
 
@@ -14,6 +16,22 @@ H200 = CHIPS["H200"]
 def program_of(model, feeds, hw=H200, **options) -> Program:
     shapes = {name: (a.shape, a.dtype.name) for name, a in feeds.items()}
     return walk.lower(model, shapes, hw, **options)
+
+
+def with_values(model, feeds, known=None) -> Program:
+    """The program of a model for these feeds, some of whose values decide about shapes."""
+    try:
+        return program_of(model, feeds, values=known)
+    except NeedsValues as needs:
+        asked = {name: np.asarray(feeds[name]) for name in needs.names}
+    return with_values(model, feeds, {**(known or {}), **asked})
+
+
+def interpreted(model, feeds) -> dict[str, np.ndarray]:
+    """What the whole program of a model, and of all its stages, gives: by NumPy, without a GPU."""
+    program = with_values(model, feeds)
+    offsets = plan(program).offsets
+    return interpret(program, feeds, weights_of(model), with_values, offsets=offsets)
 
 
 def weights_of(model) -> dict[str, np.ndarray]:

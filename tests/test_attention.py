@@ -432,21 +432,12 @@ def test_attention_nodes_that_see_some_of_their_keys(name: str) -> None:
 
 LOWERED = [c for c in FUSION_CASES if c.name.startswith("attention") and "S" in "".join(c.fused)]
 LOWERED = [c for c in LOWERED if c.opset <= NEWEST_OPSET]
-# their gradients sum broadcast axes, by a kernel that the interpreter does not know
-SUMMED = (
-    "attention_heads_known_at_run_time",
-    "attention_in_shifted_windows",
-    "attention_mask_in_parts",
-    "attention_grouped_heads_turned_in_the_batch",
-    "attention_node_past_float_causal",
-)
 
 
 @pytest.mark.parametrize(
     ("case", "gradient"),
-    [pytest.param(c, g, id=f"{c.name}{'-gradient' * g}") for c in LOWERED for g in (False, True)
-     if not (g and c.name in SUMMED)],
-)  # fmt: skip
+    [pytest.param(c, g, id=f"{c.name}{'-gradient' * g}") for c in LOWERED for g in (False, True)],
+)
 def test_lowered_programs_agree(case: FusionCase, gradient: bool) -> None:
     """The program of a GPU, its attention by NumPy from what the kernel is told."""
     model = load(case.model())

@@ -19,7 +19,7 @@ from support import Cli
 from test_contrib import ROWS, Array, Row, random, run
 
 from onnx_fuse import autodiff, passes
-from onnx_fuse.lower import elementwise, indexing, views, walk
+from onnx_fuse.lower import walk
 from onnx_fuse.onnx import contrib
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.common import FUSE
@@ -148,18 +148,13 @@ def test_hostile_numbers(row: FusionCase, dtype: str) -> None:
 # ---- lowering --------------------------------------------------------------------------------
 
 _FIRST: dict[Any, Row] = {}
-_UNREAD = {"QLinearLeakyRelu", "DynamicQuantizeMatMul", "GatherBlockQuantized"}
 for _row in ROWS:
-    if _row.op not in _UNREAD:  # the interpreter knows not all that they are made of
-        _steps = "in steps of" in _row.name
-        _FIRST.setdefault((_row.op, _row.attributes.get("do_rotary"), _steps), _row)
+    _steps = "in steps of" in _row.name
+    _FIRST.setdefault((_row.op, _row.attributes.get("do_rotary"), _steps), _row)
 
 
 @pytest.mark.parametrize("row", _FIRST.values(), ids=str)
-def test_a_node_is_lowered_by_its_body(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Moves and pointwise work by their kernels, all else of a body by onnxruntime."""
-    table = {**elementwise.LOWERINGS, **views.LOWERINGS, ("", "Gather"): indexing.gather}
-    monkeypatch.setattr(walk, "lowerings", lambda: table)
+def test_a_node_is_lowered_by_its_body(row: Row) -> None:
     model, feeds = row.model(), row.feeds()
     known: dict[str, Array] = {}
     while True:

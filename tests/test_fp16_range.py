@@ -12,7 +12,6 @@ from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.passes.precision import lower_precision
-from onnx_fuse.program import passes as program_passes
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.validation.compare import COMPUTED
@@ -112,12 +111,7 @@ def interpreted(model: ir.Model, feeds: dict[str, np.ndarray]) -> np.ndarray:
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "apart"])
 @pytest.mark.parametrize("graph", GRAPHS)
-def test_a_row_masked_whole_attends_as_in_float32(
-    graph: str, fused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        program_passes, "batch", lambda calls, *_: list(calls)
-    )  # the interpreter takes one call at a time
+def test_a_row_masked_whole_attends_as_in_float32(graph: str, fused: bool) -> None:
     model = model_of(graph)
     feeds = feeds_of(model)
     expected = session(model)(feeds)

@@ -9,11 +9,9 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 
-from onnx_fuse.lower import elementwise, scan, views, walk
+from onnx_fuse.lower import walk
 from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.save import to_proto
-from onnx_fuse.program import passes as program_passes
 from onnx_fuse.program.call import NeedsValues, Program
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS
@@ -147,15 +145,6 @@ GRAPHS = {
         {"x": X},
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def moves_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pointwise operators, views and the sort of rows are kernels, other nodes host calls."""
-    kernels = {**elementwise.LOWERINGS, **views.LOWERINGS, (FUSE, "SortedRows"): scan.sorted_rows}
-    monkeypatch.setattr(walk, "lowerings", lambda: kernels)
-    monkeypatch.setattr(walk.Lowerer, "_body", lambda self, node: None)
-    monkeypatch.setattr(program_passes, "batch", lambda calls, *_: list(calls))
 
 
 def lowered(

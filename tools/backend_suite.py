@@ -1,6 +1,6 @@
 """The ONNX backend tests on the GPU: how many pass with no case on onnxruntime, and which do not.
 
-    python tools/backend_suite.py [--workers 8] [--json FILE] [--names PATTERN]
+    python tools/backend_suite.py [--workers 8] [--json FILE] [--names PATTERN] [--numpy]
 
 Counted are the cases whose ends are tensors of float32, float16, bfloat16, int64, int32 or bool
 (no strings, sequences, optionals, ai.onnx.ml). A case passes where every output has its dtype,
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import sys
 import warnings
 from collections import Counter
 from fnmatch import fnmatch
@@ -31,6 +32,8 @@ from onnx import TensorProto, numpy_helper
 from onnx.backend.test.case import model as model_cases
 from onnx.backend.test.case import node as node_cases
 from onnx.backend.test.loader import load_model_tests
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 TYPES = {
     *(TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16),
@@ -159,8 +162,10 @@ def _array(value: Any) -> Any:
     return np.asarray(value) if isinstance(value, np.ndarray | np.generic | float | int) else None
 
 
-def outcome(case: Any) -> tuple[str, str]:
+def outcome(case: Any, *, by_numpy: bool = False) -> tuple[str, str]:
     """(pass, fallback, wrong, error or uncounted; the reason, or what a pass was held against)."""
+    from lowering import interpreted
+
     from onnx_fuse.autodiff import expand_training_ops
     from onnx_fuse.errors import OnnxFuseError
     from onnx_fuse.onnx.build import defaults
@@ -176,12 +181,16 @@ def outcome(case: Any) -> tuple[str, str]:
     try:
         graph = load(model)
         expand_training_ops(graph)  # as a session does
-        runner = Executable(graph)
         names = [v.name for v in graph.graph.inputs]
         feeds = defaults(graph) | dict(zip(names, inputs, strict=False))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            got = runner.run(None, feeds)
+            runner = None if by_numpy else Executable(graph)
+            if runner is None:
+                found = interpreted(graph, feeds)
+                got = [found[v.name] for v in graph.graph.outputs]
+            else:
+                got = runner.run(None, feeds)
     except (OnnxFuseError, ValueError, RuntimeError) as error:
         return "error", f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
     except Exception as error:  # noqa: BLE001 - onnxruntime's faults share no base
@@ -199,15 +208,15 @@ def outcome(case: Any) -> tuple[str, str]:
                 note = f"output {i} is nearer to float64 than the suite's"
                 continue
             return "wrong", f"output {i} differs by {np.nanmax(np.abs(a * 1.0 - b * 1.0)):.2g}"
-    fallbacks = {f for i in runner.programs() for f in i.fallbacks}
+    fallbacks = {f for i in runner.programs() for f in i.fallbacks} if runner else set()
     return ("fallback", "; ".join(sorted(fallbacks))) if fallbacks else ("pass", note)
 
 
-def share(part: tuple[int, int, str]) -> dict[str, tuple[str, str]]:
+def share(part: tuple[int, int, str, bool]) -> dict[str, tuple[str, str]]:
     """Every n-th case from the k-th on."""
-    k, n, pattern = part
+    k, n, pattern, by_numpy = part
     chosen = [c for i, c in enumerate(cases()) if i % n == k and fnmatch(c.name, pattern)]
-    return {case.name: outcome(case) for case in chosen}
+    return {case.name: outcome(case, by_numpy=by_numpy) for case in chosen}
 
 
 def main() -> None:
@@ -215,9 +224,11 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--names", default="*")
+    parser.add_argument("--numpy", action="store_true", help="what an H200 would run, by NumPy")
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
-    parts = [(k, options.workers, options.names) for k in range(options.workers)]
+    how = options.workers, options.names, options.numpy
+    parts = [(k, *how) for k in range(options.workers)]
     with context.Pool(options.workers) as pool:
         results = {k: v for found in pool.map(share, parts) for k, v in found.items()}
     for name, (kind, why) in sorted(results.items(), key=lambda item: (item[1][0], item[0])):

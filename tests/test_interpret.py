@@ -1,0 +1,130 @@
+"""Whole programs, as they are lowered for an H200, by NumPy: every problem, against onnxruntime."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from every_size import Subject, differ, sample
+from every_size_models import GRAPHS, subjects
+from lowering import interpreted, with_values
+
+from onnx_fuse import program
+from onnx_fuse.cuda import pointwise
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.save import to_proto
+from onnx_fuse.program.interpret import interpret
+from onnx_fuse.program.interpret.memory import Memory
+from onnx_fuse.program.interpret.recurrences import philox
+from onnx_fuse.program.interpret.run import ANSWERS
+from onnx_fuse.program.interpret.steps import STEPS
+from onnx_fuse.program.moves import Pointwise
+from onnx_fuse.program.problem import AnyProblem, Collective, Product
+from onnx_fuse.program.problems import Registered
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+
+ELSEWHERE = {Pointwise, Collective, Registered}
+"""Answered by a call's expression, by what ranks exchange, and by a body that a user wrote."""
+
+
+def kinds(base: type[AnyProblem] = AnyProblem) -> Iterator[type[AnyProblem]]:
+    """Every class of problems of the package."""
+    for kind in base.__subclasses__():
+        if kind.__module__.startswith(f"{program.__name__}."):
+            yield kind
+        yield from kinds(kind)
+
+
+def test_every_kind_of_problem_has_an_answer() -> None:
+    for module in pkgutil.iter_modules(program.__path__, f"{program.__name__}."):
+        importlib.import_module(module.name)
+    shared = {Product, *(kind for kind in kinds() if kind.__name__.startswith("_"))}
+    assert set(kinds()) - shared - ELSEWHERE == set(ANSWERS)
+
+
+def test_every_step_of_an_expression_has_an_answer() -> None:
+    assert set(pointwise.TABLE) - {"Iota"} <= set(STEPS)
+
+
+MODELS = dict(subjects())
+LARGE = [name for name in MODELS if not name.startswith(("fusion", "gradient", "contrib"))]
+LARGE = [name for name in LARGE if name not in GRAPHS and "b16" not in name]
+"""onnxruntime has no bfloat16 on a CPU."""
+SOME = [name for name in MODELS if name.startswith(("fusion", "gradient"))][5::6]
+
+
+@pytest.mark.parametrize("name", LARGE + SOME)
+def test_a_whole_model_gives_onnxruntimes_results(name: str) -> None:
+    """What is lowered is the graph that onnxruntime runs, by the bodies of its operators."""
+    subject = Subject(name, *MODELS[name]())
+    for seed, sizes in zip(range(20), sample(subject.symbols, 0), strict=False):
+        fitted = subject.fitted({symbol: min(size, 7) for symbol, size in sizes.items()})
+        feed = subject.feed(fitted, np.random.default_rng(seed))
+        want = None if feed is None else subject.lowered_results(feed)
+        if feed is not None and want is not None:
+            break
+    else:
+        pytest.fail("onnxruntime refuses all sizes")
+    assert not differ(interpreted(subject.graph, feed), want)
+
+
+def suite() -> list[object]:
+    """A part of the ONNX backend tests, of every operator."""
+    from backend_suite import node_cases
+
+    return list(node_cases.collect_testcases(None))
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_the_backend_tests_pass_by_numpy(part: int) -> None:
+    from backend_suite import outcome
+
+    cases = suite()[part::32]
+    found = {case.name: outcome(case, by_numpy=True) for case in cases}
+    assert {k: v for k, v in found.items() if v[0] not in ("pass", "uncounted")} == {}
+    assert sum(kind == "pass" for kind, _ in found.values()) > 20
+
+
+def test_random_numbers_are_philoxs() -> None:
+    """The vectors that come with its publication, https://doi.org/10.1145/2063384.2063405."""
+    zero, ones = philox(np.zeros((1, 4), np.uint64), 0), 0xFFFFFFFF
+    np.testing.assert_array_equal(zero, [[0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]])
+    most = philox(np.full((1, 4), ones, np.uint64), 2**64 - 1)
+    np.testing.assert_array_equal(most, [[0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]])
+
+
+def test_memory_that_nothing_has_written_shows() -> None:
+    model = text_model("agraph (float[4] x) => (float[4] y) { n = Neg(x) y = Exp(n) }")
+    feeds = {"x": np.ones(4, np.float32)}
+    whole = with_values(model, feeds)
+    memory = Memory(whole, {})
+    assert all((part == 0xA5).all() for part in memory.parts.values())
+    (name, tensor), *_ = whole.outputs
+    with pytest.raises(ValueError, match="reaches beyond"):
+        memory.view(tensor.part(0, 2, 3))
+    np.testing.assert_allclose(interpret(whole, feeds, {})[name], np.exp(-feeds["x"]), rtol=1e-6)
+
+
+def test_a_convolutions_bias_has_the_sum_over_images_and_pixels() -> None:
+    """Two passes of a reduction, of which a pointwise call took the first one's rows for all."""
+    import onnx_fuse
+
+    model = text_model(
+        "agraph (float[7,3,7,2] x, float[6,3,3,3] w, float[6] b) => (float[7,6,7,2] y) "
+        "{ z = Conv <pads = [1,1,1,1]> (x, w, b) y = Relu(z) }"
+    )
+    graph = onnx_fuse.gradient(onnx_fuse.optimize(model), wrt=["b"])
+    rng = np.random.default_rng(0)
+    feeds = {
+        v.name: rng.standard_normal(v.shape.numpy()).astype(np.float32) for v in graph.graph.inputs
+    }
+    subject = Subject("", graph, graph)
+    want = subject.lowered_results(feeds)
+    assert to_proto(graph).graph.output[-1].name == "b.grad"
+    assert not differ(interpreted(graph, feeds), want)
