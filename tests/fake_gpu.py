@@ -57,6 +57,7 @@ class FakeGpu:
         self._numbers = itertools.count(100)
         self._memory: dict[int, Any] = {}
         self._capture: list[list[Any]] | None = None
+        self._capturing: int | None = None  # the stream
 
     def use(self, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         """Run what comes on this."""
@@ -100,7 +101,7 @@ class FakeGpu:
         monkeypatch.setattr(device, "probe", lambda device_id=0: None)
         monkeypatch.setattr(Hardware, "detect", classmethod(lambda cls, _=0: CHIPS["H200"]))
         monkeypatch.setattr(launching, "_driver", lambda: self)
-        monkeypatch.setattr(launching, "_kernel", lambda launch, arch: id(launch))
+        monkeypatch.setattr(launching, "_kernel", lambda launch, arch: SimpleNamespace(function=id(launch)))
         monkeypatch.setattr(launching, "_settings", lambda *given: given[-1])
         monkeypatch.setattr(nvrtc, "compile_all", lambda launches, arch: None)
         monkeypatch.setattr(specialize.Specializer, "of", of)
@@ -153,6 +154,7 @@ class FakeGpu:
     cuMemFreeHost = cuMemFree
 
     def cuMemFreeAsync(self, address: int, stream: int) -> tuple[int]:
+        assert stream != self._capturing, "a graph would free it with each run"
         self.counts["cuMemFreeAsync"] += 1
         return self.cuMemFree(address)
 
@@ -222,7 +224,8 @@ class FakeGpu:
 
     def cuLaunchKernelEx(self, stream: int, kernel: int, place: int, extra: int) -> tuple[int]:
         operands = self._operands(kernel, place)
-        if self._capture is not None:
+        if stream == self._capturing:
+            assert self._capture is not None
             self._capture.append([kernel, operands])
             return (0,)
         self.counts["cuLaunchKernelEx"] += 1
@@ -253,7 +256,7 @@ class FakeGpu:
             view(name, t)[...] = result
 
     def cuStreamBeginCapture(self, stream: int, mode: Any) -> tuple[int]:
-        self._capture = []
+        self._capture, self._capturing = [], stream
         return (0,)
 
     def cuStreamGetCaptureInfo(self, stream: int) -> tuple[Any, ...]:
@@ -262,7 +265,7 @@ class FakeGpu:
 
     def cuStreamEndCapture(self, stream: int) -> tuple[int, Any]:
         self.counts["capture"] += 1
-        found, self._capture = self._capture, None
+        found, self._capture, self._capturing = self._capture, None, None
         return 0, found
 
     def cuGraphInstantiate(self, graph: Any, flags: int) -> tuple[int, Any]:

@@ -99,7 +99,6 @@ def test_nothing_is_collected_while_a_graph_is_captured(
     ends = ["cuStreamEndCapture"] if fails else ["cuStreamGetCaptureInfo", "cuStreamEndCapture"]
     assert calls[: 3 + (not fails)] == ["cuStreamBeginCapture", "collects: False", *ends]
     assert gc.isenabled()
-    assert not stream.idle.locked()
 
 
 def model() -> onnx.ModelProto:

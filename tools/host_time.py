@@ -136,7 +136,7 @@ def without_a_gpu() -> None:
         (device, "probe", lambda device_id=0: None),
         (Hardware, "detect", classmethod(lambda cls, _=0: hopper)),
         (launching, "_driver", lambda: driver),
-        (launching, "_kernel", lambda launch, arch: 1),
+        (launching, "_kernel", lambda launch, arch: SimpleNamespace(function=1)),
         (launching, "_settings", lambda *given: given),
         (nvrtc, "compile_all", lambda launches, arch, progress=True: None),
         (arguments, "_descriptor", lambda arg, address: bytes(128)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -12,12 +13,9 @@ from typing import Any, Protocol
 from onnx_fuse.cuda import cublaslt
 from onnx_fuse.cuda.arguments import Arguments
 from onnx_fuse.cuda.nvrtc import LOADED, LOCK, compile
-from onnx_fuse.cuda.source import Defines, waits
+from onnx_fuse.cuda.source import KEPT, Defines, waits
 from onnx_fuse.errors import DeviceError
 from onnx_fuse.program.problem import Hardware, Launch
-
-_KERNELS: dict[tuple[str, str, Defines, str, int], Any] = {}  # CUkernel; libraries stay loaded
-_SMEM: dict[tuple[str, str, Defines, str, int], int] = {}  # dynamic shared memory allowed so far
 
 
 @cache
@@ -27,27 +25,67 @@ def _driver() -> Any:
     return driver
 
 
-def _kernel(launch: Launch, arch: str) -> Any:
-    """The CUfunction of a launch, loaded on the current device."""
-    driver = _driver()
-    device = int(_check(driver.cuCtxGetDevice(), launch))
+class Kernel:
+    """A kernel that is loaded on a device; its library goes with the last one that uses it."""
+
+    def __init__(self, launch: Launch, arch: str, device: int) -> None:
+        driver = self._driver = _driver()
+        cubin = compile(launch.source, launch.defines, arch)
+        self._library = _check(driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0), launch)
+        found = driver.cuLibraryGetKernel(self._library, launch.entry.encode())
+        self._raw, self._device, self._smem = _check(found, launch), device, 48 << 10
+        self.function = driver.CUfunction(int(self._raw))
+
+    def allow(self, launch: Launch) -> None:
+        """Let it take the launch's shared memory: two may ask for different sizes."""
+        if launch.smem > self._smem:
+            kinds = self._driver.CUfunction_attribute
+            limit = kinds.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            done = self._driver.cuKernelSetAttribute(limit, launch.smem, self._raw, self._device)
+            _check(done, launch)
+            self._smem = launch.smem
+
+    def __del__(self) -> None:
+        if hasattr(self, "_library") and not sys.is_finalizing():
+            _UNUSED.append((self._driver, self._library))
+
+
+_KERNELS: OrderedDict[tuple[str, str, Defines, str, int], Kernel] = OrderedDict()
+_UNUSED: deque[tuple[Any, Any]] = deque()  # libraries that nobody uses, to be unloaded
+
+
+def _kernel(launch: Launch, arch: str) -> Kernel:
+    """The kernel of a launch, loaded on the current device.
+
+    The last `KEPT` that were asked for stay loaded, as do those that somebody has.
+    """
+    device = int(_check(_driver().cuCtxGetDevice(), launch))
     key = (launch.source, launch.entry, launch.defines, arch, device)
     with LOCK:
         found = _KERNELS.get(key)
     if found is None:
-        cubin = compile(launch.source, launch.defines, arch)
-        library = _check(driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0), launch)
-        kernel = _check(driver.cuLibraryGetKernel(library, launch.entry.encode()), launch)
+        made = Kernel(launch, arch, device)
         with LOCK:
-            found = _KERNELS.setdefault(key, kernel)
+            found = _KERNELS.setdefault(key, made)
             LOADED.add((launch.source, launch.defines, arch))
     with LOCK:
-        # two launches of one kernel may ask for different sizes: the limit is the largest
-        if launch.smem > max(48 << 10, _SMEM.get(key, 0)):
-            limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _check(driver.cuKernelSetAttribute(limit, launch.smem, found, device), launch)
-            _SMEM[key] = launch.smem
-    return driver.CUfunction(int(found))
+        found.allow(launch)
+        _KERNELS.move_to_end(key)
+        while len(_KERNELS) > KEPT:
+            old, _ = _KERNELS.popitem(last=False)
+            LOADED.discard((old[0], *old[2:4]))
+    _unload()
+    return found
+
+
+def _unload() -> None:
+    """Unload what nobody uses any more, once the device has run it."""
+    while _UNUSED:
+        driver, library = _UNUSED.popleft()
+        if driver.cuCtxSynchronize()[0]:  # not while a stream captures
+            _UNUSED.append((driver, library))
+            return
+        driver.cuLibraryUnload(library)
 
 
 def bound() -> set[tuple[str, str]]:
@@ -78,6 +116,7 @@ class _Flags:
         relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         before = _check(driver.cuThreadExchangeStreamCaptureMode(relaxed), launch)
         try:
+            self._context = _check(driver.cuCtxGetCurrent(), launch)
             self.address = int(_check(driver.cuMemAlloc(nbytes), launch))
             _check(driver.cuMemsetD8(self.address, 0, nbytes), launch)
             # the memset is ordered with no other stream
@@ -86,8 +125,11 @@ class _Flags:
             driver.cuThreadExchangeStreamCaptureMode(before)
 
     def __del__(self) -> None:
-        if hasattr(self, "address") and not sys.is_finalizing():
+        if not hasattr(self, "address") or sys.is_finalizing():
+            return
+        if not self._driver.cuCtxPushCurrent(self._context)[0]:
             self._driver.cuMemFree(self.address)
+            self._driver.cuCtxPopCurrent()
 
 
 _FLAGS: dict[int, _Flags] = {}  # device -> what the next pieces come from
@@ -129,7 +171,8 @@ class Bound:
     def __init__(self, launch: Launch, pointers: Mapping[str, int], hw: Hardware) -> None:
         self.launch, self.early = launch, hw.cc >= 90 and waits(launch.source)
         self._grid = launch.grid
-        self._kernel = _kernel(launch, hw.arch)
+        self._loaded = _kernel(launch, hw.arch)
+        self._kernel = self._loaded.function
         self._sync = _Zeroed(launch) if launch.sync else None
         self._settings: tuple[int, bool, Any] = (-1, False, None)
         self._enqueue = _driver().cuLaunchKernelEx

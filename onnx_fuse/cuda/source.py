@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-from functools import cache
+from collections import Counter
+from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
+KEPT = 4096
+"""Kernels, and texts of kernels, that a process keeps; the least recently used go first."""
 Defines = tuple[tuple[str, str], ...]
 _INCLUDE = re.compile(r'^[ \t]*#include[ \t]+"([^"]+)".*$', re.MULTILINE)
 
@@ -18,7 +23,7 @@ def source_root() -> Path:
     return inside if inside.is_dir() else package.parent / "cuda_src"
 
 
-@cache
+@lru_cache(KEPT)
 def source_text(source: str) -> str:
     """The text of a path under cuda_src/ (or of a text), each own #include expanded once."""
     seen: set[str] = set()
@@ -51,6 +56,7 @@ def without_bounds(text: str) -> str:
 GIVEN: dict[tuple[str, Defines, str], bytes | memoryview] = {}
 """Code compiled elsewhere, by source, macros and architecture."""
 _GIVEN_WAITS: dict[str, tuple[bool, bool]] = {}
+_GIVERS: Counter[Any] = Counter()  # of each key above
 
 
 def give(
@@ -61,9 +67,22 @@ def give(
     `source` is then a name alone, which must tell the text apart from any other.
     """
     GIVEN[source, defines, arch], _GIVEN_WAITS[source] = cubin, waiting
+    _GIVERS.update(((source, defines, arch), source))
 
 
-@cache
+def take_back(given: Iterable[tuple[str, Defines, str]]) -> None:
+    """Let go of code that was given so often as it is named here, unless others have given it."""
+    for key in given:
+        _GIVERS.subtract((key, key[0]))
+        if _GIVERS[key] <= 0:
+            GIVEN.pop(key, None)
+            del _GIVERS[key]
+        if _GIVERS[key[0]] <= 0:
+            _GIVEN_WAITS.pop(key[0], None)
+            del _GIVERS[key[0]]
+
+
+@lru_cache(KEPT)
 def waits(source: str) -> bool:
     """Whether its kernels wait for the launch before by themselves, so may start while it runs."""
     if source in _GIVEN_WAITS:
@@ -72,7 +91,7 @@ def waits(source: str) -> bool:
     return all(re.search(r"\b(after_previous_launch|grid_dependency_wait)\(\)", k) for k in kernels)
 
 
-@cache
+@lru_cache(KEPT)
 def waits_first(source: str) -> bool:
     """Whether its kernels do nothing before they wait, and so may follow any launches early."""
     if source in _GIVEN_WAITS:
@@ -82,7 +101,7 @@ def waits_first(source: str) -> bool:
     return all(re.search(r"\b(after_previous_launch|grid_dependency_wait)\(\)", h) for h in heads)
 
 
-@cache
+@lru_cache(KEPT)
 def source_hash(source: str) -> str:
     """12 hex digits over the expanded text."""
     return hashlib.sha256(source_text(source).encode()).hexdigest()[:12]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from onnx_fuse.errors import UsageError
+from onnx_fuse.program.call import Tensor, dtype_of
 from onnx_fuse.program.problem import ITEMSIZE
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.staging import Pending
@@ -165,3 +166,12 @@ class Binding:
     def copy_outputs_to_cpu(self) -> list[np.ndarray[Any, Any]]:
         """Wait for the bound outputs, and return them as arrays."""
         return [np.asarray(result) for result in self.get_outputs()]
+
+
+def check_place(name: str, target: DeviceTensor, value: Any) -> None:
+    """Refuse a place of another shape or type than the output's, unless that comes later."""
+    if value is None:
+        return
+    dtype = dtype_of(value.dtype) if isinstance(value, Tensor) else value.dtype
+    if (target.shape, target.dtype) != (tuple(value.shape), dtype):
+        raise UsageError(f"output {name} is {dtype}{list(value.shape)}, not {target}")

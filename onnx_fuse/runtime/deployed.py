@@ -7,13 +7,14 @@ imports. The fused ONNX graph is in the file as well: `onnx.load.read` reads it.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from onnx_fuse.container import Container
-from onnx_fuse.cuda.source import give
+from onnx_fuse.cuda.source import give, take_back
 from onnx_fuse.errors import DeviceError, ModelError, UsageError
 from onnx_fuse.program.call import Program, dtype_of
 from onnx_fuse.program.formula import Formulas, Guards
@@ -193,9 +194,12 @@ class Deployed:
         if arch in self._given:
             return
         self._given.add(arch)
+        keys = []
         for (source, defines), (cubins, waits) in zip(self._modules, self._compiled, strict=True):
             if arch in cubins:
                 give(source, defines, arch, self.container.member(cubins[arch]), waits)
+                keys.append((source, defines, arch))
+        weakref.finalize(self, take_back, keys).atexit = False
 
 
 class _Entry:

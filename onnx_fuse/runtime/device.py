@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import os
 import sys
 import threading
 from collections import deque
@@ -98,6 +99,7 @@ def begin(device_id: int = 0) -> None:
 
 def probe(device_id: int = 0) -> None:
     """Raise DeviceError, which says what to do, where this GPU does not exist or cannot be used."""
+    check_process()
     driver = bindings()
     try:
         result = driver.cuInit(0)
@@ -129,14 +131,46 @@ def faults() -> list[str]:
     return [text for text in found if text]
 
 
+_CONTEXTS: dict[int, Any] = {}
+"""The primary contexts that this process has, by GPU, each taken once for all threads."""
+_RETAINING = threading.Lock()
+_started_in = 0  # in a fork of a process that has started a GPU, that process
+
+
+def _forget() -> None:
+    global _started_in, _RETAINING
+    _RETAINING = threading.Lock()  # a thread that is not here may have held it
+    if _CONTEXTS:
+        _started_in = _started_in or os.getppid()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+def check_process() -> None:
+    """Raise DeviceError in a fork of a process that has used CUDA: a call might never return."""
+    if _started_in:
+        raise DeviceError(
+            f"the GPU was started in process {_started_in}; CUDA cannot be used after fork: start "
+            "the worker with 'spawn'"
+        )
+
+
 def _context(device_id: int) -> Any:
     """The GPU's primary context, which the first call makes; other threads wait for it."""
     probe(device_id)
-    return check(bindings().cuDevicePrimaryCtxRetain(device_id), f"a context on GPU {device_id}")
+    with _RETAINING:
+        if device_id not in _CONTEXTS:
+            found = bindings().cuDevicePrimaryCtxRetain(device_id)
+            _CONTEXTS[device_id] = check(found, f"a context on GPU {device_id}")
+        return _CONTEXTS[device_id]
 
 
 def start(device_id: int = 0) -> None:
     """Make the GPU's primary context current on this thread; what is missing is a DeviceError."""
+    if _started_in:
+        check_process()
     if getattr(_thread, "device", None) != device_id:
         check(bindings().cuCtxSetCurrent(_context(device_id)), f"the context of GPU {device_id}")
         _thread.device = device_id
@@ -151,35 +185,58 @@ def wait_for_all() -> None:
     check(bindings().cuCtxSynchronize(), "waiting for the GPU")
 
 
-class Memory:
+class Owned:
+    """What the driver gives back in the context that it was made in, when the object goes.
+
+    The thread that lets go of it may have another context, or none.
+    """
+
+    _made: tuple[Any, Any, Callable[..., Any], Any] | None = None
+
+    def own(self, destroy: str, handle: Any) -> None:
+        """Have the driver's function of this name called with the handle at the end."""
+        driver = bindings()
+        found = driver.cuCtxGetCurrent()
+        if found[0]:
+            getattr(driver, destroy)(handle)
+        context = check(found, "the present context")
+        self._made = driver, context, getattr(driver, destroy), handle
+
+    def give_up(self) -> None:
+        """Give it back now, unless the process ends, which gives everything back, or is a fork."""
+        made, self._made = self._made, None
+        if made is None or sys.is_finalizing() or _started_in:
+            return
+        driver, context, destroy, handle = made
+        if not driver.cuCtxPushCurrent(context)[0]:
+            try:
+                destroy(handle)
+            finally:
+                driver.cuCtxPopCurrent()
+
+    def __del__(self) -> None:
+        self.give_up()
+
+
+class Memory(Owned):
     """One device allocation; freed when the object goes."""
 
     def __init__(self, nbytes: int, what: str) -> None:
         self.nbytes = max(nbytes, 1)
-        self._free: Callable[..., Any] = bindings().cuMemFree
         taken = allocated(f"{what}: {nbytes:,} bytes", bindings().cuMemAlloc, self.nbytes)
         self.address = int(taken)
-
-    def __del__(self) -> None:
-        if getattr(self, "address", 0):
-            self._free(self.address)
-            self.address = 0
+        self.own("cuMemFree", self.address)
 
 
-class Pinned:
+class Pinned(Owned):
     """Page-locked host memory as a uint8 array."""
 
     def __init__(self, nbytes: int) -> None:
-        self._free: Callable[..., Any] = bindings().cuMemFreeHost
         what = f"{nbytes:,} bytes of pinned memory"
         self.address = int(allocated(what, bindings().cuMemAllocHost, max(nbytes, 1)))
+        self.own("cuMemFreeHost", self.address)
         raw = (ctypes.c_uint8 * max(nbytes, 1)).from_address(self.address)
         self.array: np.ndarray[Any, np.dtype[np.uint8]] = np.ctypeslib.as_array(raw)
-
-    def __del__(self) -> None:
-        if getattr(self, "address", 0):
-            self._free(self.address)
-            self.address = 0
 
 
 @cache
@@ -208,6 +265,7 @@ class Pool:
     def __init__(self, stream: Stream, device_id: int) -> None:
         driver = self._driver = bindings()
         self._stream, self._device_id = stream, device_id
+        self._context = check(driver.cuCtxGetCurrent(), "the present context")
         self._dead: deque[tuple[int, int, bool]] = deque()
         self._idle: dict[int, list[int]] = {}  # by the number of their bytes
         self._idle_bytes = 0
@@ -251,7 +309,7 @@ class Pool:
 
         `lent`: other libraries have used it, in streams that are not known.
         """
-        if sys.is_finalizing():  # the process gives everything back
+        if sys.is_finalizing() or _started_in:  # the process gives everything back
             return
         self._dead.append((address, nbytes, lent))
         # where a run elsewhere may use it, the next taker sweeps
@@ -259,17 +317,12 @@ class Pool:
             self._release()
 
     def _release(self) -> None:
-        """Sweep, unless the stream captures: a graph would record it."""
-        if self._stream.idle.acquire(blocking=False):
-            try:
-                with contextlib.suppress(DeviceError):  # a lost GPU takes nothing back
-                    self._stream.catch_up()
-                    self._sweep()
-            finally:
-                self._stream.idle.release()
+        with contextlib.suppress(DeviceError):  # a lost GPU takes nothing back
+            self._stream.catch_up()
+            self._sweep()
 
     def __del__(self) -> None:
-        if getattr(self, "_raw", None) is None or sys.is_finalizing():
+        if getattr(self, "_raw", None) is None or sys.is_finalizing() or _started_in:
             return
         self._ended, self.keeps = True, 0
         for nbytes, addresses in self._idle.items():
@@ -281,6 +334,13 @@ class Pool:
 
     def _sweep(self) -> None:
         """Enqueue the release of the memory of objects that are gone."""
+        if self._dead and not self._driver.cuCtxPushCurrent(self._context)[0]:
+            try:
+                self._give_back()
+            finally:
+                self._driver.cuCtxPopCurrent()
+
+    def _give_back(self) -> None:
         while self._dead:
             try:
                 address, nbytes, lent = self._dead.popleft()
@@ -290,7 +350,6 @@ class Pool:
                 self._idle.setdefault(nbytes, []).append(address)
                 self._idle_bytes += nbytes
                 continue
-            start(self._device_id)
             if lent and self._driver.cuCtxSynchronize()[0]:  # not while another stream captures
                 self._dead.append((address, nbytes, lent))
                 return
@@ -322,14 +381,20 @@ class Pooled(Memory):
         self._pool.free(self.address, self.nbytes, self.lent)
 
 
-class Event:
+class Event(Owned):
     """A point in a stream's order that the host, or another stream, can wait for."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, timed: bool = False) -> None:
+        """One that is `timed` says how long it is `until` another."""
         driver = self._driver = bindings()
-        flags = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
-        self.raw = check(driver.cuEventCreate(int(flags)), "an event")
-        self._destroy: Callable[..., Any] = driver.cuEventDestroy
+        flags = 0 if timed else int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        self.raw = check(driver.cuEventCreate(flags), "an event")
+        self.own("cuEventDestroy", self.raw)
+
+    def until(self, other: Event) -> float:
+        """The seconds from this point to another one that has passed as well; both are timed."""
+        found = self._driver.cuEventElapsedTime(self.raw, other.raw)
+        return float(check(found, "timing")) / 1e3
 
     def record(self, stream: Stream) -> None:
         """Move to the end of what the stream holds now."""
@@ -347,44 +412,35 @@ class Event:
         """Wait until the stream has reached this point; raises DeviceError if a kernel failed."""
         check(self._driver.cuEventSynchronize(self.raw), what)
 
-    def __del__(self) -> None:
-        if hasattr(self, "_destroy"):
-            self._destroy(self.raw)
 
-
-class Stream:
+class Stream(Owned):
     """A CUDA stream, and the copies and graphs that go through it; `handle`: one of a caller's.
 
     A stream of its own does not wait for the legacy default stream, nor that for it, and is
     destroyed with the object.
     """
 
-    _own = False
-
     def __init__(self, handle: int | None = None) -> None:
         driver = self._driver = bindings()
         if handle is None:
             flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
             self.raw = allocated("a CUDA stream", driver.cuStreamCreate, int(flags))
-            self._own = True
+            self.own("cuStreamDestroy", self.raw)
         else:
             self.raw = driver.CUstream(handle)
         self.handle = int(self.raw)
-        self.idle = threading.Lock()
-        """This lock is held while the stream captures a graph: what another thread enqueues would
-        join it."""
         self.behind: Event | None = None
         """What was enqueued in another stream, to be done before what this one is given next."""
 
     def __del__(self) -> None:
-        if not self._own or sys.is_finalizing():
+        if self._made is None or sys.is_finalizing() or _started_in:
             return
         # memory in one cycle of garbage with the stream may go after it, by the default stream
         with contextlib.suppress(DeviceError):  # a lost GPU has no order
             end = Event()
             end.record(self)
             self.behind = end
-        self._driver.cuStreamDestroy(self.raw)  # which lets what is enqueued run to its end
+        self.give_up()  # which lets what is enqueued run to its end
         self.raw, self.handle = self._driver.CUstream(LEGACY), LEGACY
 
     def upload(self, address: int, source: int, nbytes: int) -> None:
@@ -427,23 +483,21 @@ class Stream:
     def catch_up(self) -> None:
         """Let work enqueued from now on begin after what other streams were given."""
         if self.behind is not None:
-            event, self.behind = self.behind, None
+            event = self.behind
             self.wait_event(event)
+            if self.behind is event:  # another thread may have put a later one there
+                self.behind = None
 
     def timed(self, enqueue: Callable[[], None], repeats: int = 20) -> float:
         """Seconds that one `enqueue` takes on the GPU, by events around `repeats` of them."""
-        driver = bindings()
-        begin, end = (check(driver.cuEventCreate(0), "an event") for _ in range(2))
+        begin, end = Event(timed=True), Event(timed=True)
         enqueue()
-        check(driver.cuEventRecord(begin, self.raw), "an event")
+        begin.record(self)
         for _ in range(repeats):
             enqueue()
-        check(driver.cuEventRecord(end, self.raw), "an event")
-        check(driver.cuEventSynchronize(end), "timing")
-        milliseconds = float(check(driver.cuEventElapsedTime(begin, end), "timing"))
-        for event in (begin, end):
-            check(driver.cuEventDestroy(event), "an event")
-        return milliseconds / 1e3 / repeats
+        end.record(self)
+        end.wait("timing")
+        return begin.until(end) / repeats
 
     def capture(
         self,
@@ -453,8 +507,9 @@ class Stream:
         joined: Sequence[int] = (),
         asides: Sequence[tuple[Callable[[], None], Sequence[int]]] = (),
     ) -> Graph:
-        """An executable graph of what the steps enqueue, in their order.
+        """An executable graph of what the steps enqueue in this stream, in their order.
 
+        It must be one that nobody else knows, since what another thread enqueues would join.
         With `after`, each step is one kernel or a library's call, and step i follows the steps
         `after[i]`, all earlier ones; its kernel itself waits for the end of those in `early[i]`,
         and may be launched before it. The graph ends in the steps `joined`, but for the last, as
@@ -471,7 +526,7 @@ class Stream:
         replaced = int(flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES)
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         # memory that is freed while this thread captures would spoil the graph
-        with collector.paused(), self.idle:
+        with collector.paused():
             check(driver.cuStreamBeginCapture(self.raw, mode), "graph capture")
             try:
                 for i, step in enumerate(steps):
@@ -503,7 +558,9 @@ class Stream:
                     )
                     check(set_to, "graph capture")
             except BaseException:
-                driver.cuStreamEndCapture(self.raw)
+                ended = driver.cuStreamEndCapture(self.raw)
+                if not ended[0]:
+                    driver.cuGraphDestroy(ended[1])
                 raise
             graph = check(driver.cuStreamEndCapture(self.raw), "graph capture")
         return Graph(graph, [last[0] if last else None for last in nodes])
@@ -513,7 +570,7 @@ class Stream:
         check(self._driver.cuGraphLaunch(graph.raw, self.raw), what)
 
 
-class Graph:
+class Graph(Owned):
     """An executable CUDA graph, whose kernels can be given other arguments.
 
     `nodes` are the last node of each step that was captured. Destroyed when the object goes.
@@ -521,9 +578,11 @@ class Graph:
 
     def __init__(self, graph: Any, nodes: Sequence[Any]) -> None:
         driver = self._driver = bindings()
-        self._graph, self._nodes = graph, nodes  # the nodes live as long as the graph
+        self._captured, self._nodes = Owned(), nodes  # the nodes live as long as the graph
+        self._captured.own("cuGraphDestroy", graph)
         self._params: dict[int, Any] = {}
         self.raw = check(driver.cuGraphInstantiate(graph, 0), "graph instantiation")
+        self.own("cuGraphExecDestroy", self.raw)
 
     def update(self, i: int, arguments: int) -> None:
         """From now on, launch the kernel of step `i` with the arguments at this address."""
@@ -534,10 +593,3 @@ class Graph:
         params.kernelParams = arguments
         done = self._driver.cuGraphExecKernelNodeSetParams(self.raw, self._nodes[i], params)
         check(done, "a graph's kernel")
-
-    def __del__(self) -> None:
-        if sys.is_finalizing():  # the driver's functions may be gone
-            return
-        if hasattr(self, "raw"):
-            self._driver.cuGraphExecDestroy(self.raw)
-        self._driver.cuGraphDestroy(self._graph)

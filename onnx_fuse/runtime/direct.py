@@ -96,7 +96,6 @@ class Layout:
         self.segments = segments(program)
         self.count = sum(len(call.launches) for call in program.calls)
         """The number of launches."""
-        self.stream = executable.stream
 
     def _upload(self, executable: Executable, array: np.ndarray[Any, Any]) -> int:
         """The address of a copy of an output that lowering knew."""
@@ -201,7 +200,7 @@ class Steps:
             if self._runs == RUNS and many and config.GRAPH.value:
                 _CAPTURED.add(self)
                 for part in self._parts:
-                    part.capture(self._layout.stream)
+                    part.capture()
         for part in self._parts:
             part.launch(stream)
 

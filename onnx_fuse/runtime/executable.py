@@ -9,10 +9,10 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from onnx_fuse import config
-from onnx_fuse.errors import UsageError
-from onnx_fuse.program.call import NeedsValues, Program, Tensor, dtype_of
+from onnx_fuse.errors import DeviceError, UsageError
+from onnx_fuse.program.call import NeedsValues, Program, Tensor
 from onnx_fuse.runtime import collector, device
-from onnx_fuse.runtime.binding import Binding
+from onnx_fuse.runtime.binding import Binding, check_place
 from onnx_fuse.runtime.deployed import Deployed
 from onnx_fuse.runtime.host_calls import Stages
 from onnx_fuse.runtime.instance import Fetch, Instance, Placement
 from onnx_fuse.runtime.plan import OpenProgram, PlannedProgram, aligned
-from onnx_fuse.runtime.resources import Resources
+from onnx_fuse.runtime.resources import Resources, weakly
 from onnx_fuse.runtime.staging import Pending
 from onnx_fuse.runtime.tensor import DeviceTensor, adopt
 from onnx_fuse.runtime.weights import Weights
@@ -110,7 +110,7 @@ class Executable:
             expand_standard_updates(model)
         self.model, self.math, self.prefs, self.state = model, math, prefs, dict(state or {})
         self.device_id = device_id
-        retire = _weakly(self._retire)
+        retire = weakly(self._retire)
         self.shared = Resources(model, self.state, device_id, home, retire)
         """What its instances refer to, and not to this."""
         self.hw, self._memory = self.shared.hw, memory
@@ -185,7 +185,7 @@ class Executable:
         Feeds are arrays, or GPU tensors of any library that has DLPack or the CUDA array interface.
         """
         stream, direct = self.stream, None
-        with self._lock:
+        with self._lock, self._anew_after_a_fault():
             adopted = self._adopted(feeds, stream)
             instance = self.instance(adopted)
             stream.catch_up()
@@ -225,7 +225,7 @@ class Executable:
 
     def send(self, names: Sequence[str], feeds: Feeds) -> Pending:
         """Start a run and return at once: the outputs named, no states, are on their way."""
-        with self._lock:
+        with self._lock, self._anew_after_a_fault():
             adopted = self._adopted(feeds, self.stream)
             instance = self.instance(adopted)
             stream = self.stream
@@ -295,7 +295,7 @@ class Executable:
         """
         targets = dict(places)
         for name, target in places.items():
-            _check_place(name, target, instance.outputs[name])
+            check_place(name, target, instance.outputs[name])
         unplaced = {n: instance.outputs[n] for n in names if n not in places}
         made = self._memories({n: v for n, v in unplaced.items() if isinstance(v, Tensor)})
         for name, tensor in made.items():
@@ -349,7 +349,7 @@ class Executable:
         """An output that lowering knew or a later stage made, at `target` if there is one."""
         if target is None:
             return made.copy() if isinstance(made, np.ndarray) else made
-        _check_place(name, target, made)
+        check_place(name, target, made)
         if isinstance(made, DeviceTensor):
             self.stream.move(target.address, made.address, made.nbytes)
         elif made.nbytes:
@@ -394,17 +394,21 @@ class Executable:
         instance = prepared.instance
         device.start(self.device_id)
         with self._lock:
-            self.shared.order.enter(stream)
-            instance.place(prepared.placement)
-            if prepared.copies:
-                instance.feed(prepared.feeds, stream)
-            instance.launch(stream)
-            if prepared.fetch is None:
-                binding.late = None
-            else:
-                binding.late = instance.send(prepared.fetch, stream)
-                self.shared.downloads.limit_pending(binding.late)
-            self.shared.order.leave(stream)
+            try:
+                self.shared.order.enter(stream)
+                instance.place(prepared.placement)
+                if prepared.copies:
+                    instance.feed(prepared.feeds, stream)
+                instance.launch(stream)
+                if prepared.fetch is None:
+                    binding.late = None
+                else:
+                    binding.late = instance.send(prepared.fetch, stream)
+                    self.shared.downloads.limit_pending(binding.late)
+                self.shared.order.leave(stream)
+            except DeviceError:
+                self._forget_all()
+                raise
         binding.results = prepared.results if prepared.fetch is None else dict(prepared.results)
 
     def ready(self, binding: Binding, stream: Any = None) -> Prepared | None:
@@ -423,7 +427,7 @@ class Executable:
         kept = [n for n, place in binding.targets.items() if place == "cuda"]
         fetched = [n for n in binding.targets if n not in kept]
         own = self.stream
-        with self._lock:
+        with self._lock, self._anew_after_a_fault():
             adopted = self._adopted(feeds, stream)
             for value in binding.lent.values():
                 adopt(value, stream.handle)  # what its library still does with it comes first
@@ -456,7 +460,7 @@ class Executable:
     def run_in_place(self, names: Sequence[str], feeds: Feeds, *, on_device: bool) -> list[Any]:
         """Do what `run` does, but read GPU tensors in place."""
         stream = self.stream
-        with self._lock:
+        with self._lock, self._anew_after_a_fault():
             adopted = self._adopted(feeds, stream)
             inputs = {n: v for n, v in adopted.items() if isinstance(v, DeviceTensor)}
             instance = self.instance(adopted, inputs)
@@ -559,6 +563,23 @@ class Executable:
                 raise
             self._give_up()
             return Instance(self.shared, made, inputs, outputs)
+
+    @contextmanager
+    def _anew_after_a_fault(self) -> Iterator[None]:
+        """Have the next run set up its shape anew where the driver refuses a call in the block."""
+        try:
+            yield
+        except DeviceError:
+            self._forget_all()
+            raise
+
+    def _forget_all(self) -> None:
+        """Let go of what a call that failed may have left half done; weights and states stay."""
+        with suppress(DeviceError):  # a lost GPU does nothing anymore
+            self.stream.wait("after a fault")
+        self._retire()
+        self._shapes.clear()
+        self.shared.forget()
 
     def _retire(self) -> None:
         """Release the memory of all shapes; each is set up anew when it comes again."""
@@ -666,18 +687,6 @@ class Executable:
         self.shared.pool.trim()
 
 
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """A function that calls a bound method as long as its object lives."""
-    own = weakref.WeakMethod(method)
-
-    def call() -> None:
-        found = own()
-        if found is not None:
-            found()
-
-    return call
-
-
 @cache
 def _name_of(dtype: np.dtype) -> str:
     """The name of a dtype, kept because NumPy composes it at each call."""
@@ -688,12 +697,3 @@ def _settled(result: Any) -> Any:
     if isinstance(result, DeviceTensor):
         result.ready = None
     return result
-
-
-def _check_place(name: str, target: DeviceTensor, value: Any) -> None:
-    """Refuse a place of another shape or type than the output's, unless that comes later."""
-    if value is None:
-        return
-    dtype = dtype_of(value.dtype) if isinstance(value, Tensor) else value.dtype
-    if (target.shape, target.dtype) != (tuple(value.shape), dtype):
-        raise UsageError(f"output {name} is {dtype}{list(value.shape)}, not {target}")

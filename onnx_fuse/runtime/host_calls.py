@@ -82,7 +82,7 @@ class HostCall:
     def move(self, buffers: Collection[int]) -> None:
         """Addresses are looked up at each run."""
 
-    def capture(self, stream: device.Stream) -> None:
+    def capture(self) -> None:
         """Do nothing: no CUDA graph holds a call on the host."""
 
 

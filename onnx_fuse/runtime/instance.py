@@ -533,7 +533,7 @@ class Instance:
             self.runs = max(self.runs, self._captures_at)
             self._current.captured = True
             for part in self._current.parts:
-                part.capture(self.owner.stream)
+                part.capture()
 
     def communication(self) -> Communication | None:
         """The collectives of the last run, which must be over; None if no graph has had any."""
@@ -552,12 +552,14 @@ class Instance:
                 pointers = operands(self.address, i, call)
                 bound = [bind(x, pointers, self.owner.hw) for x in call.launches]
 
-                def enqueue(steps: list[Step] = bound) -> None:
+                own = device.Stream()
+
+                def enqueue(steps: list[Step] = bound, handle: int = own.handle) -> None:
                     for _ in range(20):
                         for step in steps:
-                            step.enqueue(self.owner.stream.handle)
+                            step.enqueue(handle)
 
-                graph = self.owner.stream.capture([enqueue])
+                graph = own.capture([enqueue])
                 launch = partial(self.owner.stream.launch, graph, "a graph")
                 times = [self.owner.stream.timed(launch, 3) for _ in range(3)]
                 found.append((call, min(times) / 20))

@@ -254,11 +254,15 @@ class Launches:
             self._stands(k, call, addresses)
             self._steps[k].place(addresses)
 
-    def capture(self, stream: device.Stream) -> None:
-        """Become one graph, which takes the host half the time of a single launch."""
+    def capture(self) -> None:
+        """Become one graph, which takes the host half the time of a single launch.
+
+        The stream of the capture is its own: what other threads, or other executables, enqueue
+        where this runs would become a part of the graph.
+        """
         if self._graph is not None or not self._steps:
             return
-        self._nodes = {}
+        self._nodes, stream = {}, device.Stream()
         after: list[Sequence[int]] = []
         last: dict[int, list[int]] = {}  # call -> its last launch, or those it stands for
         of: dict[int, list[int]] = defaultdict(list)

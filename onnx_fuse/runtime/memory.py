@@ -79,12 +79,12 @@ class Constants:
             return found
         total = sum(aligned(len(content)) for content, _ in new.values())
         block = self._pool.allocate(total, f"{len(new)} constants")
-        at, pieces = block.address, []
-        for key, (content, numbers) in new.items():
-            made = self._kept[key] = Constant(block, at, len(content))
-            found |= dict.fromkeys(numbers, made)
-            pieces.append(content.ljust(aligned(len(content)), b"\0"))
-            at += len(pieces[-1])
+        pieces = [content.ljust(aligned(len(content)), b"\0") for content, _ in new.values()]
         staged = np.frombuffer(b"".join(pieces), np.uint8)
         self._stream.upload(block.address, staged.ctypes.data, total)
+        at = block.address
+        for (key, (content, numbers)), piece in zip(new.items(), pieces, strict=True):
+            made = self._kept[key] = Constant(block, at, len(content))
+            found |= dict.fromkeys(numbers, made)
+            at += len(piece)
         return found

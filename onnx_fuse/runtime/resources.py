@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -52,7 +53,8 @@ class Resources:
 
     @property
     def stream(self) -> device.Stream:
-        """The stream of all work."""
+        """The stream of all work. Raises DeviceError in a fork of the process that started it."""
+        device.check_process()
         if self._stream is None:
             with self._lock:  # one, whatever threads come first
                 if self._stream is None:
@@ -89,6 +91,12 @@ class Resources:
         """The constants of all programs, on the device."""
         return Constants(self.pool, self.stream)
 
+    def forget(self) -> None:
+        """Let go of the arena and of host memory whose copies may not have come to their end."""
+        self.uploads, self.downloads = Uploads(), Downloads()
+        if "arena" in vars(self):
+            self.arena.release()
+
     @property
     def has_residents(self) -> bool:
         """Whether weights or states may be on the device; asks nothing of it."""
@@ -105,3 +113,15 @@ class Resources:
         value = self.model.graph.initializers[name].const_value
         assert value is not None
         return value.numpy()
+
+
+def weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """A function that calls a bound method as long as its object lives."""
+    own = weakref.WeakMethod(method)
+
+    def call() -> None:
+        found = own()
+        if found is not None:
+            found()
+
+    return call

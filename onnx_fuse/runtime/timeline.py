@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -145,27 +144,17 @@ def _hidden_by(calls: Sequence[Call], after: Sequence[Sequence[int]]) -> dict[in
     return found
 
 
-class _Moment:
+class _Moment(device.Event):
     """An event of a graph that keeps its time."""
 
     def __init__(self) -> None:
-        driver = self._driver = device.bindings()
-        self._raw: Any = device.check(driver.cuEventCreate(0), "an event")
+        super().__init__(timed=True)
 
     def record(self, stream: device.Stream) -> None:
         """Take the time here, in each launch of the graph that `stream` captures."""
         flag = self._driver.CUevent_record_flags.CU_EVENT_RECORD_EXTERNAL
-        done = self._driver.cuEventRecordWithFlags(self._raw, stream.raw, int(flag))
+        done = self._driver.cuEventRecordWithFlags(self.raw, stream.raw, int(flag))
         device.check(done, "an event")
-
-    def until(self, other: _Moment) -> float:
-        """The seconds from this moment to another one of the same launch."""
-        found = self._driver.cuEventElapsedTime(self._raw, other._raw)
-        return float(device.check(found, "the time of a collective")) / 1e3
-
-    def __del__(self) -> None:
-        if hasattr(self, "_raw"):
-            self._driver.cuEventDestroy(self._raw)
 
 
 def _length(spans: Sequence[tuple[float, float]]) -> float:

@@ -68,11 +68,10 @@ class Weights:
         device.start(self._device_id)
         sizes = {name: aligned(array.nbytes) for name, array in arrays.items()}
         block = device.Memory(sum(sizes.values()), f"{len(arrays)} weights")
-        self._blocks.append(block)
-        at = block.address
+        at, resident = block.address, {}
         for name, array in arrays.items():
             tensor = Tensor(-1, array.dtype.name, array.shape, dense_strides(array.shape))
-            self.resident[name] = (tensor, at)
+            resident[name] = (tensor, at)
             if zeros(array):
                 self._stream.fill(at, 0, array.nbytes)
             elif array.nbytes:
@@ -80,6 +79,8 @@ class Weights:
                 self._stream.upload(at, dense.ctypes.data, dense.nbytes)
                 self._stream.wait(f"uploading {name}")
             at += sizes[name]
+        self._blocks.append(block)
+        self.resident |= resident  # all of them, or none where a copy failed
 
     def read(self, name: str) -> np.ndarray:
         """The present value of a weight or state."""
