@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -38,7 +40,7 @@ class _Kinds:
 class FakeGpu:
     """The module cuda.bindings.driver, as far as it is used; `counts` says how often what was."""
 
-    CUstream = staticmethod(int)
+    CUstream = CUfunction = staticmethod(int)
     cuuint64_t = staticmethod(int)
     CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC = 1
     CUgraphEdgeData = SimpleNamespace
@@ -95,13 +97,16 @@ class FakeGpu:
             for step, launch in zip(made._current.parts[0]._steps, launches, strict=True):
                 step._kernel = id(launch)
 
+        def loaded(launch: Launch, arch: str) -> Any:
+            return SimpleNamespace(function=id(launch))
+
         monkeypatch.setenv("ONNX_FUSE_AHEAD", "0")
         monkeypatch.setattr(device, "bindings", lambda: self)
         monkeypatch.setattr(device, "start", lambda device_id=0: None)
         monkeypatch.setattr(device, "probe", lambda device_id=0: None)
         monkeypatch.setattr(Hardware, "detect", classmethod(lambda cls, _=0: CHIPS["H200"]))
         monkeypatch.setattr(launching, "_driver", lambda: self)
-        monkeypatch.setattr(launching, "_kernel", lambda launch, arch: SimpleNamespace(function=id(launch)))
+        monkeypatch.setattr(launching, "_kernel", loaded)
         monkeypatch.setattr(launching, "_settings", lambda *given: given[-1])
         monkeypatch.setattr(nvrtc, "compile_all", lambda launches, arch: None)
         monkeypatch.setattr(specialize.Specializer, "of", of)
@@ -126,6 +131,9 @@ class FakeGpu:
 
         return call
 
+    def cuCtxGetDevice(self) -> tuple[int, int]:
+        return 0, 0
+
     # ---- memory ----
 
     def _new(self, nbytes: int) -> tuple[int, int]:
@@ -146,17 +154,17 @@ class FakeGpu:
         self.counts["cuMemAllocFromPoolAsync"] += 1
         return self._new(nbytes)
 
-    def cuMemFree(self, address: int) -> tuple[int]:
+    def _freed(self, address: int) -> tuple[int]:
         # stays readable, as something else: what uses it after its end is wrong, not a crash
         self._memory[address][...] = 0x5A
         return (0,)
 
-    cuMemFreeHost = cuMemFree
+    cuMemFree = cuMemFreeHost = _freed
 
     def cuMemFreeAsync(self, address: int, stream: int) -> tuple[int]:
         assert stream != self._capturing, "a graph would free it with each run"
         self.counts["cuMemFreeAsync"] += 1
-        return self.cuMemFree(address)
+        return self._freed(address)
 
     def _copy(self, name: str, target: int, source: int, nbytes: int, stream: int) -> tuple[int]:
         self.counts[name] += 1
@@ -287,3 +295,67 @@ class FakeGpu:
         for kernel, operands in graph:
             self._run(kernel, operands)
         return (0,)
+
+
+class FaultyGpu(FakeGpu):
+    """One whose n-th call fails, and which counts what it has given and not got back."""
+
+    FREE: ClassVar[dict[str, str]] = {
+        "cuMemFree": "cuMemAlloc",
+        "cuMemFreeHost": "cuMemAllocHost",
+        "cuMemFreeAsync": "cuMemAllocFromPoolAsync",
+        "cuStreamDestroy": "cuStreamCreate",
+        "cuEventDestroy": "cuEventCreate",
+        "cuGraphDestroy": "cuStreamEndCapture",
+        "cuGraphExecDestroy": "cuGraphInstantiate",
+    }
+    """What takes back, and what gave."""
+    SURE = ("cuGetErrorName", "cuGetErrorString", "cuCtxPushCurrent", "cuCtxPopCurrent", *FREE)
+    """Calls that do not fail: nobody could do anything about it."""
+    SHORT = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: Counter[str] = Counter()
+        self.called = 0
+        self.fails_at = 0
+        """The number of the call that fails; 0: none does."""
+        self.failed, self.told = "", False
+        """The call that failed, and whether somebody is there to be told."""
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        called = name.startswith("cu") and name[2].isupper()
+        return partial(self._tried, name, found) if called else found
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        called = name.startswith("cu") and name[2].isupper()
+        return partial(self._tried, name, found) if called else found
+
+    def _tried(self, name: str, call: Any, *given: Any) -> tuple[Any, ...]:
+        if name not in self.SURE:
+            self.called += 1
+            # memory that is short is short when it is asked for again
+            short = "Alloc" in name or "Create" in name
+            again = short and self.called == self.fails_at + 1 and name == self.failed
+            if self.fails_at and (self.called == self.fails_at or again):
+                self.failed, frame = name, sys._getframe()
+                while frame is not None and frame.f_code.co_name not in ("__del__", "begin"):
+                    frame = frame.f_back  # type: ignore[assignment]
+                self.told = frame is None
+                if name == "cuStreamEndCapture":
+                    super().__getattribute__(name)(*given)  # what was captured is lost
+                return (self.SHORT if short else 999, None)
+        result: tuple[Any, ...] = call(*given)
+        if name in self.FREE:
+            self.live[self.FREE[name]] -= 1
+        elif name in self.FREE.values():
+            self.live[name] += 1
+        return result
+
+    def cuGetErrorName(self, code: int) -> tuple[int, bytes]:
+        return 0, b"CUDA_ERROR_OUT_OF_MEMORY" if code == self.SHORT else b"CUDA_ERROR_UNKNOWN"
+
+    def cuGetErrorString(self, code: int) -> tuple[int, bytes]:
+        return 0, b"out of memory" if code == self.SHORT else b"unknown error"

@@ -14,7 +14,6 @@ import pytest
 from fake_gpu import FakeGpu
 
 from onnx_fuse import InferenceSession, Trainer, config
-from onnx_fuse.cuda import launch as launching
 from onnx_fuse.cuda.arguments import Arguments
 from onnx_fuse.errors import DataError, UsageError
 from onnx_fuse.onnx.build import text_model
@@ -360,32 +359,6 @@ def test_nothing_is_given_back_into_a_graph_that_is_captured(gpu: FakeGpu) -> No
     device.Stream().capture([step])
     memory.pop()
     assert gpu.counts["cuMemFreeAsync"] == 2
-
-
-def test_what_another_executable_runs_is_no_part_of_a_graph(
-    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may share the stream, and come from another thread, while a graph is captured."""
-    monkeypatch.setenv("ONNX_FUSE_CAPTURE", "2")
-    first = Executable(text_model(CHAIN))
-    second = Executable(text_model(CHAIN), home=first.shared)
-    feeds = [{"x": x_of(4, i), "b": BIAS} for i in range(4)]
-    enqueue, between = launching.Bound.enqueue, []
-
-    def enqueued(bound: launching.Bound, stream: int) -> None:
-        if gpu._capturing is not None and not between:
-            between.append(None)
-            thread = threading.Thread(target=lambda: between.append(second.run(None, feeds[3])))
-            thread.start()
-            thread.join()
-        enqueue(bound, stream)
-
-    monkeypatch.setattr(launching.Bound, "enqueue", enqueued)
-    for given in feeds:
-        same(first.run(None, given), given["x"])
-    assert gpu.counts["capture"] == 1
-    same(between[1], feeds[3]["x"])
-    assert gpu.counts["cuLaunchKernelEx"] == 4, "of the first run, and of the one between"
 
 
 def test_what_another_library_has_seen_goes_back_when_the_gpu_is_idle(gpu: FakeGpu) -> None:

@@ -96,9 +96,7 @@ def bound() -> set[tuple[str, str]]:
 
 def _check(result: Sequence[Any], launch: Launch) -> Any:
     if int(result[0]):
-        from cuda.bindings import driver
-
-        reason = driver.cuGetErrorName(result[0])[1]
+        reason = _driver().cuGetErrorName(result[0])[1]
         name = reason.decode() if isinstance(reason, bytes) else reason
         raise DeviceError(f"{launch.entry} grid={launch.grid} block={launch.block}: {name}")
     return result[1] if len(result) > 1 else None

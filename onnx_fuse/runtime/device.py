@@ -73,6 +73,9 @@ _FATAL = (
 )
 
 
+_NOT_READY = 600  # CUDA_ERROR_NOT_READY
+
+
 class DeviceMemoryError(DeviceError):
     """The GPU has too little free memory."""
 
@@ -402,7 +405,10 @@ class Event(Owned):
 
     def passed(self) -> bool:
         """Whether the stream has come this far (or it was never recorded)."""
-        return int(self._driver.cuEventQuery(self.raw)[0]) == 0
+        found = self._driver.cuEventQuery(self.raw)
+        if int(found[0]) != _NOT_READY:
+            check(found, "an event")
+        return not found[0]
 
     def before(self, other: Stream) -> None:
         """Let work that `other` gets from now on begin after this point."""
