@@ -1,4 +1,4 @@
-"""The driver: any call fails and the next run is right, nothing is kept for ever, forks, captures."""
+"""Faults of the driver, what is kept and given back, forks, captures: a GPU whose n-th call fails."""
 
 from __future__ import annotations
 
