@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import compiled
@@ -36,6 +37,22 @@ def _compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
 def _no_width(monkeypatch: pytest.MonkeyPatch) -> None:
     """pytest-xdist gives its workers a width of 80 columns; output has the one of a pipe."""
     monkeypatch.delenv("COLUMNS", raising=False)
+
+
+@pytest.fixture
+def signals_end() -> Iterator[None]:
+    """Signals end the processes that the test starts, even where a shell started the tests so
+    that they ignore Ctrl-C, as in the background: an ignored signal stays so in a child."""
+    handlers = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
+    for number, handler in handlers.items():
+        if handler is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

@@ -558,14 +558,12 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
     assert (tmp_path / "encoder.fused.onnx").exists()
 
 
+@pytest.mark.usefixtures("signals_end")
 def test_ctrl_c_ends_quietly(tmp_path: Path) -> None:
     fifo = tmp_path / "slow.onnx"
     os.mkfifo(fifo)
     command = [sys.executable, "-m", "onnx_fuse", "optimize", str(fifo)]
-    process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell may ignore it
-    )  # fmt: skip
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     writer = os.open(fifo, os.O_WRONLY)  # opens once the command reads
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)

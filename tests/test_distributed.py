@@ -452,17 +452,16 @@ def test_the_command_gives_the_curve_of_one_process_and_resumes_on_more(small: P
     assert len(list((small / "run").glob("step-*"))) == 2
 
 
+@pytest.mark.usefixtures("signals_end")
 def test_ctrl_c_ends_all_ranks(small: Path) -> None:
     command = [sys.executable, "-m", "onnx_fuse", "train", "model.onnx", "--data", "data.npz"]
     command += ["--loss", "cross_entropy", "--epochs", "1000000", "--gpus", "2"]
     command += ["--checkpoint", "run", "--checkpoint-every", "2"]
-    # who starts tests in the background of a shell ignores Ctrl-C, and so would its children
     process = subprocess.Popen(
         command,
         cwd=small,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         while not list(small.glob("run/step-*")):

@@ -418,6 +418,7 @@ STRIKES = {
 }
 
 
+@pytest.mark.usefixtures("signals_end")
 @pytest.mark.parametrize("strike", STRIKES)
 def test_signals_end_in_one_line_and_leave_nothing(strike: str, tmp_path: Path) -> None:
     text, code, word = STRIKES[strike]
@@ -494,6 +495,7 @@ def training(folder: Path) -> Iterator[Callable[[], subprocess.Popen[str]]]:
         child.communicate()
 
 
+@pytest.mark.usefixtures("signals_end")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_one_training_a_folder_and_its_end(
     number: signal.Signals,
