@@ -163,9 +163,10 @@ def _backwards(graph: onnx_ir.Model, feeds: Feeds) -> tuple[list[onnx_ir.Model],
         found.append(autodiff.gradient(model))
     plain = ort.session(graph)
     names = [v.name for v in plain.get_outputs()]
+    cotangents = autodiff.gradient_names(found[0].graph.inputs)
     rng = np.random.default_rng(0)
     seeds = {
-        f"{name}.grad": np.asarray(rng.standard_normal(np.shape(y)), np.asarray(y).dtype)
+        cotangents[name]: np.asarray(rng.standard_normal(np.shape(y)), np.asarray(y).dtype)
         for name, y in zip(names, ort.run(plain, feeds), strict=True)
         if onnx_ir.DataType.from_numpy(np.asarray(y).dtype).is_floating_point()
     }

@@ -7,7 +7,14 @@
 from __future__ import annotations
 
 from onnx_fuse.autodiff.emit import Emitter, Whole
-from onnx_fuse.autodiff.model import attach_loss, gradient, is_weight, open_parameters, trainable
+from onnx_fuse.autodiff.model import (
+    attach_loss,
+    gradient,
+    gradient_names,
+    is_weight,
+    open_parameters,
+    trainable,
+)
 from onnx_fuse.autodiff.partition import Partition, partition
 from onnx_fuse.autodiff.training_ops import expand_training_ops
 from onnx_fuse.autodiff.walk import backward
@@ -20,6 +27,7 @@ __all__ = [
     "backward",
     "expand_training_ops",
     "gradient",
+    "gradient_names",
     "is_weight",
     "open_parameters",
     "partition",

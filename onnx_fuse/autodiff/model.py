@@ -24,6 +24,18 @@ from onnx_fuse.passes.canonicalize import canonicalize
 from onnx_fuse.passes.constants import lift_parameters, starts_recurrence
 from onnx_fuse.passes.params import pack_values, parts, unpack_values
 
+GRADIENT_OF = "onnx_fuse.gradient_of"
+"""Key of the metadata of an input or output that is a gradient: the name of what it is one of."""
+
+
+def gradient_names(values: Sequence[ir.Value]) -> dict[str, str]:
+    """The names of the gradients among a graph's inputs or outputs, by what they are gradients of.
+
+    A name is not always "<name>.grad": that may be taken, or need quoting in a shell.
+    """
+    noted = {v.metadata_props.get(GRADIENT_OF): v.name or "" for v in values}
+    return {of: name for of, name in noted.items() if of is not None}
+
 
 def attach_loss(
     model: ir.Model,
@@ -131,6 +143,7 @@ def gradient(
                 dy = ir.Value(
                     name=op.fresh(f"{_typeable(y.name)}.grad"), type=y.type, shape=y.shape
                 )
+                dy.metadata_props[GRADIENT_OF] = y.name or ""
                 dys[y] = dy
                 graph.inputs.append(dy)
     values = list(dict.fromkeys(v for name in targets for v in holders[name]))
@@ -147,6 +160,7 @@ def gradient(
         if name in grads:
             g, x = grads[name]
             out = op.node("Identity", [g], outputs=[op.fresh(f"{_typeable(name)}.grad")])
+            out.metadata_props[GRADIENT_OF] = name
             out.type, out.shape = x.type, g.shape if x.is_initializer() else x.shape
             graph.outputs.append(out)
     graph.extend(op.nodes)

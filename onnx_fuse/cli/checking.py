@@ -67,12 +67,14 @@ def _with_cotangents(inputs: Path, backward: Any, model: Path) -> Feeds:
     """The arrays of a file for a graph of gradients; random `y.grad` for outputs it has none of."""
     import numpy as np
 
+    from onnx_fuse.autodiff import gradient_names
     from onnx_fuse.runtime import ort
     from onnx_fuse.validation.inputs import read_feeds
 
     forward = files.load(model, str(model))
     names = [v.name for v in forward.graph.outputs]
-    feeds = read_feeds(inputs, backward, [f"{name}.grad" for name in names])
+    gradients = gradient_names(backward.graph.inputs)
+    feeds = read_feeds(inputs, backward, [*gradients.values()])
     asked = {v.name for v in backward.graph.inputs} - set(feeds)
     if asked:
         own = {v.name for v in forward.graph.inputs}
@@ -81,8 +83,8 @@ def _with_cotangents(inputs: Path, backward: Any, model: Path) -> Feeds:
             outputs = ort.run(ort.session(forward), given, names)
         rng = np.random.default_rng(0)
         for name, y in zip(names, outputs, strict=True):
-            if f"{name}.grad" in asked:
-                feeds[f"{name}.grad"] = np.asarray(rng.standard_normal(y.shape), y.dtype)
+            if gradients.get(name) in asked:
+                feeds[gradients[name]] = np.asarray(rng.standard_normal(y.shape), y.dtype)
     return feeds
 
 

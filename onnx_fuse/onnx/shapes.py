@@ -55,6 +55,23 @@ def check_sizes(model: ir.Model) -> None:
             node = value.producer()
             where = f"node '{node.name}' ({node.op_type})" if node else f"input '{value.name}'"
             raise ModelError(f"{where} has shape {value.shape}: its size overflows")
+    for node in all_nodes(model.graph):
+        _check_axis(node)
+
+
+def _check_axis(node: ir.Node) -> None:
+    """Refuse an axis so far out that a list of the axes before it would fill the memory."""
+    attribute = node.attributes.get("axis")
+    if attribute is None or attribute.is_ref() or attribute.type != ir.AttributeType.INT:
+        return
+    shape = node.inputs[0].shape if node.inputs and node.inputs[0] is not None else None
+    quantizes = node.op_type in ("QuantizeLinear", "DequantizeLinear")  # one scale needs no axis
+    if shape is None or quantizes or -len(shape) - 1 <= attribute.value <= len(shape) + 1:
+        return
+    raise ModelError(
+        f"node '{node.name or node.outputs[0].name}' ({node.op_type}): axis {attribute.value} is "
+        f"out of range for its input of {len(shape)} axes"
+    )
 
 
 def _infer(model: ir.Model, *, data_prop: bool) -> None:

@@ -48,7 +48,8 @@ _NARROWER = {DataType.FLOAT16: _Limits(1e-3, 2e-2), DataType.BFLOAT16: _Limits(8
 _TIED = 1e-3
 """The limit `own` behind a scale that is found at run time: values near the minimum of a GELU are
 equal in float32 alone, and share the slope of the scale there."""
-_GRAD = ".grad"
+_GRAD = ", its gradient"
+"""Suffix of the names that gradients have here, which no name in a file is likely to end in."""
 _ABSORBS, _SOFT = 1e6, 1e5
 """Numbers beyond the first leave few of a score's digits in a sum; the second hides as well."""
 _ROUNDINGS = 8.0
@@ -182,7 +183,8 @@ def check_gradients(
     fused = plain.clone()
     passes.optimize(fused, training=True)
     backward = autodiff.gradient(fused)
-    seeds = {f"{name}.grad": c for name, c in cotangents.items()}
+    _named_for_what_they_are(backward)
+    seeds = {f"{name}{_GRAD}": c for name, c in cotangents.items()}
     seeds = feeds_of(backward, inputs | seeds)
     # One element is a constant of the graph (a scale, a mask's -inf), not a parameter.
     wanted = [
@@ -223,6 +225,18 @@ def check_gradients(
     return check
 
 
+def _named_for_what_they_are(backward: onnx_ir.Model) -> dict[str, str]:
+    """Call each gradient of a graph by what it is one of and _GRAD; the new names by the old."""
+    from onnx_fuse import autodiff
+
+    names: dict[str, str] = {}
+    for values in (backward.graph.inputs, backward.graph.outputs):
+        for of, name in autodiff.gradient_names(values).items():
+            value = next(v for v in values if v.name == name)
+            value.name = names[name] = f"{of}{_GRAD}"
+    return names
+
+
 def _chosen(
     plain: onnx_ir.Model, backward: onnx_ir.Model, inputs: Feeds, notes: list[str]
 ) -> Feeds:
@@ -253,6 +267,8 @@ def check_written(
     backward = load(model)
     fix_shapes(backward, shapes or {}, dims)
     infer_shapes(backward)
+    new_names = _named_for_what_they_are(backward)
+    feeds = {new_names.get(name, name): a for name, a in feeds.items()} if feeds else feeds
     check = GradientCheck()
     with ort.faults("the gradient graph"):
         session = ort.session(backward)
@@ -265,7 +281,7 @@ def check_written(
             given = inputs.get(f"{y}{_GRAD}")
             if given is not None and given.shape != array.shape:
                 raise ModelError(
-                    f"input '{y}{_GRAD}' has shape {[*given.shape]}, its output '{y}' "
+                    f"the gradient given of output '{y}' has shape {[*given.shape]}, the output "
                     f"{[*array.shape]}"
                 )
         own = {y: a for y, a in zip(names, pairs[0][1], strict=True) if not y.endswith(_GRAD)}

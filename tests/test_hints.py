@@ -1,0 +1,138 @@
+"""What a file says of itself and onnxruntime does not ask for, and names that others have taken."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from support import Cli
+
+import onnx_fuse
+from onnx_fuse import autodiff
+from onnx_fuse.errors import ModelError
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.load import load
+from onnx_fuse.onnx.save import to_proto
+from onnx_fuse.runtime import ort
+from onnx_fuse.session import InferenceSession
+from onnx_fuse.validation.gradients import check_gradients
+
+HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
+DENSE = f"""{HEAD}g (float[N,2] x) => (float[N,2] y) <float[2,2] w = {{1, 2, 3, 4}}>
+{{ a = MatMul (x, w)  y = Tanh (a) }}"""
+
+
+def test_external_data_of_length_0_has_the_length_of_its_shape(tmp_path: Path) -> None:
+    proto = to_proto(text_model(DENSE))
+    [tensor] = proto.graph.initializer
+    array = onnx.numpy_helper.to_array(tensor)
+    (tmp_path / "m.data").write_bytes(array.tobytes())
+    tensor.ClearField("raw_data")
+    tensor.ClearField("float_data")
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    for key, value in (("location", "m.data"), ("offset", "0"), ("length", "0")):
+        tensor.external_data.add(key=key, value=value)
+    (tmp_path / "m.onnx").write_bytes(proto.SerializeToString())
+    weight = load(tmp_path / "m.onnx").graph.initializers["w"].const_value
+    assert weight is not None
+    np.testing.assert_array_equal(weight.numpy(), array)
+
+
+def test_an_initializer_has_the_shape_of_its_tensor() -> None:
+    proto = to_proto(text_model(DENSE))
+    proto.graph.value_info.append(onnx.helper.make_tensor_value_info("w", 1, [20]))
+    assert list(load(proto).graph.initializers["w"].shape or ()) == [2, 2]
+
+
+BROKEN = f"""{HEAD}g (float[1,1] x) => (float[1,2] y)
+<float two = {{2}}, float eps = {{0.00001}}, int64[1] ax = {{-1}}, float[2] g = {{-2, 0.5}}>
+{{ sq = Pow (x, two)  m = ReduceMean <keepdims = 1> (sq, ax)  e = Add (m, eps)  s = Sqrt (e)
+n = Div (x, s)  y = Mul (n, g) }}"""
+
+
+def test_what_onnxruntime_breaks_runs_as_written_after_one_warning() -> None:
+    session = InferenceSession(text_model(BROKEN), optimize=False)
+    feeds = {"x": np.array([[0.5]], np.float32)}
+    with pytest.warns(UserWarning, match="own optimizations break this graph") as warned:
+        [y] = session.run(None, feeds)
+        session.run(None, feeds)
+    assert len(warned) == 1
+    np.testing.assert_allclose(y, [[-2, 0.5]], rtol=1e-4)
+
+
+def test_a_file_is_one_model_by_every_entry() -> None:
+    text = """<ir_version: 10, opset_import: ["" : 21, "ai.onnx.preview.training" : 1]>
+    g (float[2] x) => (float[2] dx)
+    { y = Mul (x, x)  dx = ai.onnx.preview.training.Gradient <xs = ["x"], y = "y"> (x) }"""
+    graph = load(text_model(text))
+    assert {node.domain for node in graph.graph} == {""}
+
+
+BODIES: dict[str, str] = {
+    "an upgraded sum beside an If": """<ir_version: 10, opset_import: ["" : 12]>
+    g (float[2,3] x, bool c) => (float[2,3] y, float[2] z) {
+    y = If (c) <then_branch = a () => (float[2,3] u) { u = LogSoftmax <axis = 0> (x) },
+    else_branch = b () => (float[2,3] v) { v = Exp (x) }>
+    z = ReduceSum <axes = [1], keepdims = 0> (x) }""",
+    "a recurrence beside val_0": f"""{HEAD}
+    g (float[2,2,3] x, float[1,4,3] w, float[1,4,1] r) => (float[2,1,2,1] y, float[2,2,3] z)
+    <float[1,3] p = {{1, 2, 3}}>
+    {{ y = LSTM <hidden_size = 1> (x, w, r, "", "", "", "", p)  val_0 = Neg (x)
+    z = Neg (val_0) }}""",
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_bodies_of_gradients_have_names_of_their_own(name: str) -> None:
+    model = onnx_fuse.gradient(text_model(BODIES[name]), wrt=["x"])
+    ort.session(to_proto(model).SerializeToString())
+
+
+NAMES: dict[str, str] = {
+    "quoted": DENSE.replace(" y)", ' "out;put")').replace("y =", '"out;put" ='),
+    "taken": DENSE.replace("float[N,2] x)", 'float[N,2] x, float[N,2] "y.grad")').replace(
+        "y = Tanh (a)", 'b = Add (a, "y.grad")  y = Tanh (b)'
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_are_found_by_what_they_are_of(name: str, cli: Cli, tmp_path: Path) -> None:
+    model = text_model(NAMES[name])
+    assert check_gradients(model).ok
+    graph = autodiff.gradient(model)
+    given = autodiff.gradient_names(graph.graph.inputs)
+    assert given and set(given) < {v.name for v in graph.graph.outputs}
+    path = tmp_path / "m.onnx"
+    path.write_bytes(to_proto(model).SerializeToString())
+    assert cli("gradient", path, "--check").code == 0
+
+
+def test_an_axis_far_out_of_range_is_refused_before_lists_of_axes() -> None:
+    text = f"""{HEAD}g (float[2,3,4] x) => (float[2,3,4] y) <float[4] s = {{1, 1, 1, 1}}>
+    {{ y = LayerNormalization <axis = 4611686018427387904> (x, s) }}"""
+    with pytest.raises(ModelError, match="out of range"):
+        load(text_model(text))
+
+
+def test_a_user_without_a_home_has_a_cache() -> None:
+    code = (
+        "import pathlib\n"
+        "def home(): raise RuntimeError('no home')\n"
+        "pathlib.Path.home = home\n"
+        "from onnx_fuse import config\n"
+        "print(config.CACHE_DIR.value)\n"
+    )
+    environment: dict[str, Any] = {**os.environ}
+    for name in ("XDG_CACHE_HOME", "ONNX_FUSE_CACHE_DIR"):
+        environment.pop(name, None)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    )
+    assert "onnx-fuse" in done.stdout
