@@ -83,12 +83,47 @@ def _infer(model: ir.Model, *, data_prop: bool) -> None:
             proto = serialized(model)
             _known_in_bodies(proto.graph, {})
             kept |= unread
+        declared = _without_sizes_of_results(proto.graph)
         try:
             found = infer_actual(proto, partial(inferred, data_prop=data_prop))
         except (onnx.shape_inference.InferenceError, RuntimeError, ValueError):
             return  # a file that contradicts itself: what is known stays, and onnxruntime says why
+        _declare_what_is_open(found.graph, declared)
         _assign_inferred(model.graph, found.graph, kept)
         again = complete_types(all_nodes(model.graph), model.graph.opset_imports.get("", 1))
+
+
+Sizes = Mapping[str, Sequence[int]]
+"""The numbers declared for the axes of results by name; 0 where none is."""
+
+
+def _without_sizes_of_results(graph: onnx.GraphProto) -> Sizes:
+    """Take the numbers off the shapes that the file declares for its outputs, and return them.
+
+    A batch that was set free at the inputs alone is still a number there, which inference believes.
+    """
+    computed = {name for node in graph.node for name in node.output}
+    declared: dict[str, Sequence[int]] = {}
+    for info in graph.output:
+        dims = info.type.tensor_type.shape.dim
+        if info.name in computed and any(d.dim_value for d in dims):
+            declared[info.name] = [d.dim_value for d in dims]
+            for d in dims:
+                if d.dim_value:
+                    d.Clear()
+    return declared
+
+
+def _declare_what_is_open(graph: onnx.GraphProto, declared: Sizes) -> None:
+    """Give results the numbers declared for axes that are no number, and no input's symbol."""
+    symbols = {d.dim_param for i in graph.input for d in i.type.tensor_type.shape.dim}
+    for info in graph.output if declared else ():
+        dims, numbers = info.type.tensor_type.shape.dim, declared.get(info.name, ())
+        if not info.type.tensor_type.HasField("shape") or len(dims) != len(numbers):
+            continue
+        for d, number in zip(dims, numbers, strict=True):
+            if number and not d.dim_value and (not d.dim_param or d.dim_param not in symbols):
+                d.dim_value = number
 
 
 def _known_in_bodies(graph: onnx.GraphProto, outside: Mapping[str, onnx.TensorProto]) -> None:
