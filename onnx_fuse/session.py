@@ -199,14 +199,54 @@ class InferenceSession:
         """
         if self._executable is None:
             feeds = {name: _host(value) for name, value in input_feed.items()}
-            return list(self._session.run(output_names or None, feeds, run_options))
+            session = self._session if self._names_hold(feeds) else self._as_it_came
+            return list(session.run(output_names or None, feeds, run_options))
         names = self._output_names
         if output_names:
             names = list(output_names)
             for name in names:
                 if name not in self._output_names:
                     raise _invalid(f"Invalid output name:{name}")
+        self._names_hold(input_feed)
         return self._executable.run(names, self._feeds(input_feed))
+
+    @cached_property
+    def _shared_sizes(self) -> dict[str, list[tuple[str, int]]]:
+        """The inputs' axes by the name of their size, where several inputs have one of that name.
+
+        A graph that nothing was made of does not depend on the names.
+        """
+        places: dict[str, list[tuple[str, int]]] = {}
+        for end in self.get_inputs() if self._level is not None else ():
+            for axis, size in enumerate(end.shape or ()):
+                if isinstance(size, str):
+                    places.setdefault(size, []).append((end.name, axis))
+        return {size: axes for size, axes in places.items() if len({n for n, _ in axes}) > 1}
+
+    def _names_hold(self, feeds: Mapping[str, Any]) -> bool:
+        """Whether sizes of one name are equal, by which the graph was optimized; else warn."""
+        for size, axes in self._shared_sizes.items():
+            try:
+                name, axis = axes[0]
+                first = feeds[name].shape[axis]
+                equal = all(feeds[name].shape[axis] == first for name, axis in axes)
+            except (AttributeError, LookupError):
+                continue  # no arrays, or not of the model's ranks: the run says so
+            if not equal:
+                warnings.warn(
+                    f"the model calls sizes of its inputs '{size}' that differ here"
+                    + (": it is run as it came" if self._executable is None else ""),
+                    stacklevel=3,
+                )
+                return False
+        return True
+
+    @cached_property
+    def _as_it_came(self) -> Any:
+        """The onnxruntime session of the graph before it was optimized."""
+        from onnx_fuse.runtime import ort
+
+        return ort.session(load(self._source), self._options)
 
     def io_binding(self) -> Any:
         """An object that says where inputs come from and where outputs go, as onnxruntime has it.

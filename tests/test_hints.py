@@ -147,3 +147,15 @@ def test_an_output_has_the_size_that_is_inferred_where_its_file_declares_another
     batch = {"x": np.ones((3, 2), np.float32), "labels": np.ones((3, 2), np.float32)}
     assert np.isfinite(trainer.step(batch))
     assert check_gradients(model).ok
+
+
+def test_inputs_that_contradict_the_names_of_their_sizes_run_the_graph_as_it_came() -> None:
+    text = f"""{HEAD}g (float[n,4] x, float[n,4] z) => (float[a,b] y)
+    {{ s = Shape (z)  e = Expand (x, s)  y = Neg (e) }}"""
+    session = InferenceSession(text_model(text))
+    x, z = np.arange(4, dtype=np.float32).reshape(1, 4), np.zeros((3, 4), np.float32)
+    with pytest.warns(UserWarning, match="'n' that differ"):
+        [y] = session.run(None, {"x": x, "z": z})
+    np.testing.assert_array_equal(y, -np.repeat(x, 3, 0))
+    [y] = session.run(None, {"x": x, "z": z[:1]})
+    np.testing.assert_array_equal(y, -x)
