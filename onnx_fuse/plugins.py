@@ -24,6 +24,7 @@ from onnx_fuse.ops.body_rule import body_rule
 from onnx_fuse.ops.rewrite import Rule
 from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr
 from onnx_fuse.program.problems import Registered
+from onnx_fuse.runtime.specialize import forget_programs
 
 __all__ = [
     "Config",
@@ -94,6 +95,8 @@ def register_op(definition: OpDef, *, fuse: bool | Rule = False, level: int = 1)
 def register_kernel(op: str, kernel: Any) -> None:
     """Add a candidate kernel, which is preferred to those that are there where it serves a problem.
 
+    Eager operators and captured functions use it from their next run on, sessions for shapes that
+    they have not run yet.
     Among kernels with a cost model the cheapest is chosen, as ever.
 
     Args:
@@ -116,12 +119,14 @@ def register_kernel(op: str, kernel: Any) -> None:
     kernels.ADDED.setdefault(op, []).insert(0, kernel)
     if domain:
         lowerings()[domain, name] = registered
+    forget_programs(has_only_ours=not kernels.ADDED)
 
 
 def unregister(name: str) -> None:
     """Take back what was registered for an operator `name`, written "domain::Name"."""
     domain, _, own = name.rpartition("::")
     kernels.ADDED.pop(name, None)
+    forget_programs(has_only_ours=not kernels.ADDED)
     if not domain:
         return
     OPS.pop((domain, own), None)

@@ -14,7 +14,12 @@ from onnx_fuse import UsageError, nn
 from onnx_fuse.cuda.pointwise import Code
 from onnx_fuse.nn import functional as F
 from onnx_fuse.nn import graphs, runner
+from onnx_fuse.onnx.build import text_model
+from onnx_fuse.plugins import Kernel, unregister
+from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.runtime import direct
+from onnx_fuse.runtime.specialize import Specializer
+from onnx_fuse.session import load
 
 
 @pytest.fixture
@@ -135,3 +140,44 @@ def test_a_number_of_64_bits_without_a_sign_is_passed_as_its_bits() -> None:
     code.scalar(np.uint64(0xBF58476D1CE4E5B9), "uint64")  # of dropout's hash
     code.scalar(np.uint64(30), "uint64")
     assert code.scalars == [("i64", 0xBF58476D1CE4E5B9 - (1 << 64)), ("i64", 30)]
+
+
+def test_a_kernel_that_is_registered_later_is_used_at_once(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was lowered before is lowered anew, also where launches are replayed."""
+    lowered: list[Any] = []
+    lower = Specializer._lower
+
+    def counted(specializer: Specializer, *given: Any) -> Any:
+        lowered.append(specializer)
+        return lower(specializer, *given)
+
+    monkeypatch.setattr(Specializer, "_lower", counted)
+    captured = of.capture(lambda x: x.tanh() * 2)
+    x = nn.tensor(X, device="cuda")
+    for _ in range(4):
+        x.tanh(), captured(x)
+    for change in (lambda: of.register_kernel("Softmax", Mine()), lambda: unregister("Softmax")):
+        lowered.clear()
+        x.tanh(), captured(x)
+        assert not lowered
+        change()
+        np.testing.assert_allclose(captured(x).numpy(), 2 * x.tanh().numpy(), rtol=1e-6)
+        assert len(lowered) == 2
+
+
+class Mine(Kernel):
+    name = "mine"
+
+    def supports(self, problem: Any, hw: Any) -> str:
+        return "it is for no problem"
+
+
+def test_a_graph_that_draws_is_not_launched_again(gpu: FakeGpu) -> None:
+    """Its numbers are drawn for each run: launches that are kept have nobody to do so."""
+    model = text_model("agraph (float[4,16] x) => (float[4,16] y) { y = RandomUniformLike (x) }")
+    program = Specializer(load(model), CHIPS["H200"]).of({"x": ((4, 16), "float32")}).program
+    assert not direct.is_direct(program)
+    run = runner.runner(load(model), 0, "a draw")
+    assert runner.turn_of(run, [nn.tensor(X, device="cuda")._data]) is None

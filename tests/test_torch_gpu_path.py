@@ -122,6 +122,13 @@ def test_a_tensor_given_twice_is_a_kind_of_its_own() -> None:
     assert [kinds.find("key", x) for x in ([b, c, a], [b, a, b])] == ["apart", "twice"]
 
 
+def test_a_graph_that_draws_is_not_launched_again(gpu: FakeGpu, now: Torch) -> None:
+    """Its numbers are drawn for each run: launches that are kept have nobody to do so."""
+    text = "agraph (float[N,8] x) => (float[N,8] y) { y = RandomUniformLike (x) }"
+    graph = Graph("draw", load(text_model(text)))
+    assert module.GpuRunner(graph.model, 0).turn(graph, [torch.ones(2, 8)]) is None
+
+
 def test_old_shapes_go(gpu: FakeGpu, now: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SHAPES", 2)
     made, run = runner()

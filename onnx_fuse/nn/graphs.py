@@ -38,6 +38,7 @@ class Captured:
         self, recorder: Recorder, arguments: Sequence[Tensor], results: Sequence[Tensor]
     ) -> None:
         self.sizes, self.shapes = recorder.sizes, [t._data.shape for t in arguments]
+        self._empty = [0 in shape for shape in self.shapes]
         self._modules, self._count = recorder.modules, len(results)
         self._differentiates = recorder.differentiates
         leaves = list(recorder.leaves.values())
@@ -48,6 +49,7 @@ class Captured:
         values = [recorder.value(tensor) for tensor in ends]
         # A target is a tensor, or the number of an argument: each replay has others of these.
         place = {id(t): i for i, t in enumerate(arguments)}
+        self._checks = [(place[id(t)], check) for t, check in recorder.checks if id(t) in place]
         self._states, self._held, self._leaves, self._fresh = (
             [place.get(id(t), t) for t in tensors] for tensors in (states, held, leaves, fresh)
         )
@@ -80,6 +82,10 @@ class Captured:
         """Whether a replay changes no tensor but those of `_in_place`."""
         self._quiet = recorder.differentiates or not recorder.grad
         self._again: Again | None = None
+        if gpu:
+            from onnx_fuse.runtime.specialize import KEEPERS
+
+            KEEPERS.add(self)
         self._steady = False
         imports = self.model.graph.opset_imports
         self._operation = Operation(
@@ -92,10 +98,15 @@ class Captured:
             state=state,
         )
 
+    def forget(self) -> None:
+        """Launch nothing again that was found before."""
+        self._again, self._steady = None, False
+
     def fits(self, arguments: Sequence[Tensor]) -> bool:
         """Whether a replay with these arguments does what the function would."""
         return (
             (not self.sizes or [t._data.shape for t in arguments] == self.shapes)
+            and [0 in t._data.shape for t in arguments] == self._empty
             and all(module.training is mode for module, mode in self._modules)
             and (self._is_steady() or all(_kind(t) == kind for t, kind in self._outside))
         )
@@ -110,6 +121,9 @@ class Captured:
 
         `fits` has just been asked.
         """
+
+        for number, check in self._checks:
+            check(arguments[number]._data)
 
         def tensor(target: Any) -> Tensor:
             return arguments[target] if type(target) is int else target

@@ -195,7 +195,7 @@ def turn_of(run: Run, arrays: Sequence[Array]) -> Turn | None:
 class _Direct:
     """A graph on a GPU, launched where its inputs are; through the executable where it cannot be:
 
-    a step of the graph runs on the host. Then no output replaces an input.
+    a step of the graph runs on the host, or draws random numbers. Then no output replaces an input.
     """
 
     def __init__(
@@ -206,10 +206,17 @@ class _Direct:
         outputs: Sequence[str],
         state: Mapping[int, int],
     ) -> None:
+        from onnx_fuse.runtime.specialize import KEEPERS
+
         self._model, self._gpu = model, gpu
         self._inputs, self._outputs = inputs, outputs
         self._state = {outputs[i]: inputs[k] for i, k in state.items()}
         self._turns: dict[Any, Turn | None] = {}
+        KEEPERS.add(self)
+
+    def forget(self) -> None:
+        """Lower the graph anew for each kind of inputs that comes."""
+        self._turns.clear()
 
     @cached_property
     def _launched(self) -> Executable:
@@ -249,7 +256,7 @@ class _Direct:
     def _made(self, arrays: Sequence[Array]) -> Turn | None:
         """A new turn for inputs of these kinds."""
         from onnx_fuse.program.call import NeedsValues
-        from onnx_fuse.runtime.direct import Layout
+        from onnx_fuse.runtime.direct import Layout, is_direct
 
         if any(type(a) is np.ndarray and a.dtype.kind in "OSU" for a in arrays):
             return None
@@ -259,9 +266,7 @@ class _Direct:
             made = executable.specializer.of({n: (a.shape, a.dtype.name) for n, a in ends})
         except NeedsValues:  # of inputs that decide about shapes
             return None
-        if made.program.stages or any(call.host for call in made.program.calls):
-            return None
-        if any(b.kind == "random" for b in made.program.buffers):
+        if not is_direct(made.program):
             return None
         return Turn(executable, Layout(executable, made, self._inputs))
 

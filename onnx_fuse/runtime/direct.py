@@ -19,7 +19,7 @@ from onnx_fuse import config
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.launch import bind
 from onnx_fuse.errors import DeviceError
-from onnx_fuse.program.call import Tensor
+from onnx_fuse.program.call import Program, Tensor
 from onnx_fuse.program.problem import ITEMSIZE
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.changes import operands, workspace_key
@@ -27,6 +27,7 @@ from onnx_fuse.runtime.executable import Executable
 from onnx_fuse.runtime.launches import Launches
 from onnx_fuse.runtime.plan import PlannedProgram
 from onnx_fuse.runtime.schedule import segments
+from onnx_fuse.runtime.weights import RANDOM
 
 PLACES = 256
 """Sets of addresses of one shape in one stream that have launches of their own: the layers of a
@@ -39,6 +40,18 @@ GRAPHS = 256
 """CUDA graphs at a time, which take the GPU's memory: what comes later is enqueued one by one."""
 FEW = 8
 """The share of the launches, as 1 / FEW, that may take other addresses in the graph they are in."""
+
+
+def is_direct(program: Program) -> bool:
+    """Whether a program runs by launches alone: no host between them, no random numbers.
+
+    Those are drawn anew for each run, and a Turn has nobody to write them where kernels read.
+    """
+    return not (
+        program.stages
+        or any(call.host for call in program.calls)
+        or any(buffer.kind == RANDOM for buffer in program.buffers)
+    )
 
 
 class Layout:

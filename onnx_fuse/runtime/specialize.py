@@ -16,7 +16,8 @@ from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakSet
 
 import numpy as np
 import onnx_ir as ir
@@ -44,8 +45,29 @@ Symbols = tuple[tuple[str, int, str], ...]
 """(input, axis, symbol) of each open dimension."""
 
 
+class _Keeper(Protocol):
+    def forget(self) -> None: ...
+
+
+KEEPERS: WeakSet[_Keeper] = WeakSet()
+"""What keeps programs, or launches of programs."""
+
+
+def forget_programs(*, has_only_ours: bool) -> None:
+    """Lower anew from now on: kernels were registered, or taken back.
+
+    The cache on disk is left alone unless all kernels are of this package (`has_only_ours`).
+    """
+    Specializer.has_only_ours = has_only_ours
+    for keeper in list(KEEPERS):
+        keeper.forget()
+
+
 class Specializer:
     """The programs of one model on one GPU."""
+
+    has_only_ours = True
+    """Whether all kernels are of this package."""
 
     def __init__(
         self,
@@ -79,6 +101,14 @@ class Specializer:
         """This lock is held while the model is lowered, which changes it."""
         self._inputs = {value.name for value in model.graph.inputs}
         self._free: dict[tuple[tuple[str, int], ...], _Free] = {}
+        KEEPERS.add(self)
+
+    def forget(self) -> None:
+        """Lower the model anew for each shape that comes."""
+        with self.lock:
+            self._kept.clear()
+            self._unwritten.clear()
+            self.is_open = True
 
     def of(self, shapes: Shapes, values: Mapping[str, np.ndarray] | None = None) -> PlannedProgram:
         """The Program for inputs of these (shape, dtype), by name, and its plan.
@@ -193,7 +223,8 @@ class Specializer:
             if entry.source.holds(numbers):
                 kept.insert(0, kept.pop(i))
                 return entry.at(numbers)
-        found = None if self.programs is None or values else self.programs.find(key, numbers)
+        programs = None if values or not self.has_only_ours else self.programs
+        found = None if programs is None else programs.find(key, numbers)
         lowered = found is None or not self._serves(found)
         if found is None or lowered:
             began = time.perf_counter()
@@ -203,7 +234,9 @@ class Specializer:
                 return None
             found.seconds = time.perf_counter() - began
         made = found.at(numbers)
-        if lowered and not values:  # a layout that these sizes need is written as well
+        if (
+            lowered and not values and self.has_only_ours
+        ):  # a layout that these sizes need is written as well
             self._unwritten.append((key, found, found.seconds))
             if self.programs is not None:
                 self._write()

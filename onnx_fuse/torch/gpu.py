@@ -21,6 +21,7 @@ from onnx_fuse.errors import UsageError
 from onnx_fuse.program.call import NeedsValues, dense_strides, dtype_of
 from onnx_fuse.runtime import device, direct
 from onnx_fuse.runtime.executable import Executable
+from onnx_fuse.runtime.specialize import KEEPERS
 
 SHAPES = 256
 """Sets of shapes and streams whose launches are kept; the least recently used go first."""
@@ -130,6 +131,13 @@ class GpuRunner:
         self._turns: dict[tuple[Any, ...], Turn] = {}
         self._calls = itertools.count(1)
         self._lock = threading.Lock()
+        KEEPERS.add(self)
+
+    def forget(self) -> None:
+        """Lower the graph anew for each set of shapes that comes."""
+        with self._lock:
+            self._turns.clear()
+            self._layouts.clear()
 
     def run(self, graph: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The outputs of the Graph in torch's current stream.
@@ -145,7 +153,8 @@ class GpuRunner:
     def turn(self, graph: Any, tensors: Sequence[torch.Tensor]) -> Turn | None:
         """What runs tensors like these in torch's current stream, on torch's current device.
 
-        None for a graph that needs the host between its kernels. Raises as `run` does.
+        None for a graph that needs the host between its kernels, or random numbers.
+        Raises as `run` does.
         """
         device.start(self.device_id)
         handle = current_stream(self.device_id)
@@ -199,7 +208,7 @@ class GpuRunner:
             made = executable.specializer.of(shapes)
         except NeedsValues:  # of inputs that decide about shapes
             return None
-        if made.program.stages or any(call.host for call in made.program.calls):
+        if not direct.is_direct(made.program):
             return None
         return direct.Layout(executable, made, names)
 
