@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import index
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from onnx_fuse.errors import UsageError
+from onnx_fuse.nn.dispatch import MODE
 from onnx_fuse.nn.runner import Array, adopt, upload
 from onnx_fuse.runtime.tensor import DeviceTensor, bfloat16_array, capsule
 
@@ -26,11 +28,60 @@ def np_name(dtype: DType) -> str:
     return {float: "float32", int: "int64", bool: "bool"}.get(dtype) or np.dtype(dtype).name  # type: ignore[arg-type]
 
 
-def axes_of(dim: Any) -> tuple[int, ...] | None:
-    """One axis or several as a tuple; None for all."""
+def axis_of(dim: int, rank: int) -> int:
+    """An axis of so many, counted from the front. A Tensor without axes has axis 0, and -1.
+
+    Raises IndexError for one that there is not.
+    """
+    place = index(dim)
+    if not -max(rank, 1) <= place < max(rank, 1):
+        raise IndexError(f"axis {place} is out of range for a Tensor of {rank} axes")
+    return place % max(rank, 1)
+
+
+def axes_of(dim: Any, rank: int) -> tuple[int, ...] | None:
+    """One axis or several of so many, as a tuple; None for all, and for all of no axes.
+
+    Raises IndexError for an axis that there is not, UsageError for one that is named twice.
+    """
     if dim is None:
         return None
-    return (int(dim),) if isinstance(dim, int | np.integer) else tuple(int(d) for d in dim)
+    dims = [dim] if isinstance(dim, int | np.integer) else list(dim)
+    axes = tuple([axis_of(d, rank) for d in dims])
+    if len(set(axes)) < len(axes):
+        raise UsageError(f"an axis is named twice: {dims}")
+    return axes if rank else None
+
+
+def number_of(value: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """A number in a type. Raises UsageError for one with a fraction in a type of integers."""
+    if not is_float(dtype) and isinstance(value, float) and not value.is_integer():
+        raise UsageError(f"{value} is no number of type {dtype.name}: take x.float() first")
+    return np.array(value, dtype)
+
+
+def within(places: Any, size: int | None = None, besides: int | None = None) -> None:
+    """Refuse negative places in host memory, as PyTorch does: ONNX counts them from the end.
+
+    So are those from `size` on, which onnxruntime refuses itself but in OneHot. `besides` is
+    allowed. A captured function checks its arguments at each replay.
+
+    Raises UsageError.
+    """
+
+    def check(array: Array) -> None:
+        if type(array) is not np.ndarray or array.dtype.kind not in "iu" or not array.size:
+            return
+        outside = array < 0 if size is None else (array < 0) | (array >= size)
+        if besides is not None:
+            outside &= array != besides
+        if outside.any():
+            limit = "" if size is None else f" to {size - 1}"
+            raise UsageError(f"{array[outside][0]} is out of range: places count from 0{limit}")
+
+    check(places._data if hasattr(places, "_data") else places)
+    if MODE.recorder is not None:
+        MODE.recorder.checked(places, check)
 
 
 def ints(given: Sequence[Any]) -> np.ndarray[Any, Any]:

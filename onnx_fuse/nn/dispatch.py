@@ -17,7 +17,7 @@ import numpy as np
 import onnx
 
 from onnx_fuse.errors import UsageError
-from onnx_fuse.nn.operation import Build, Operation, Plan
+from onnx_fuse.nn.operation import Build, Operation, Plan, Recent
 from onnx_fuse.nn.runner import Array
 from onnx_fuse.onnx.common import CANONICAL_OPSET
 from onnx_fuse.onnx.evaluate import DRAWS
@@ -123,7 +123,9 @@ def _array(x: Input) -> Array | None:
 
 # ---- operators by name -------------------------------------------------------------------------
 
-_operators: dict[Any, Operation] = {}
+KINDS = 512
+"""Operations with values of their attributes that are kept, with their sessions."""
+_KINDS: Recent[Operation] = Recent(KINDS)
 
 
 def op_call(
@@ -154,9 +156,9 @@ def op_call(
         UsageError: There is no such operator, or it does not take these inputs.
     """
     key = (name, domain, outputs, frozen(attributes) if attributes else None)
-    operation = _operators.get(key)
+    operation = _KINDS.get(key)
     if operation is None:
-        operation = _operators[key] = _operator(name, dict(attributes or {}), domain, outputs)
+        operation = _KINDS.put(key, _operator(name, dict(attributes or {}), domain, outputs))
     return apply(operation, constants(inputs))
 
 
@@ -218,19 +220,21 @@ def operation(build: Build) -> Callable[..., Any]:
     Its nodes run as one, and are differentiated as one. Positional arguments are Tensors, arrays,
     numbers or None; keyword arguments are static: each combination makes a graph of its own.
     """
-    made: dict[Any, Operation] = {}
     name = build.__name__.strip("_")
+    plain = Operation(name, build, domains={"onnx_fuse": 1})
 
     @wraps(build)
     def call(*inputs: Any, **static: Any) -> Any:
-        key = frozen(static) if static else None
-        found = made.get(key)
+        if not static:
+            return apply(plain, inputs)
+        key = (build, frozen(static))
+        found = _KINDS.get(key)
         if found is None:
 
             def emit(op: Any, *values: Any) -> Any:
                 return build(op, *values, **static)
 
-            found = made[key] = Operation(name, emit, domains={"onnx_fuse": 1})
+            found = _KINDS.put(key, Operation(name, emit, domains={"onnx_fuse": 1}))
         return apply(found, inputs)
 
     return call

@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from onnx_fuse.errors import UsageError
 from onnx_fuse.nn import operators, random
+from onnx_fuse.nn.arrays import axis_of, is_float, number_of, within
 from onnx_fuse.nn.dispatch import op_call, operation
 from onnx_fuse.nn.tensor import Tensor, where
 from onnx_fuse.ops.loss import LOSSES
@@ -145,7 +146,10 @@ def layer_norm(
 
     `normalized_shape` has the sizes of these axes of `x`, which `weight` and `bias` have too.
     """
-    count = 1 if isinstance(normalized_shape, int) else len(normalized_shape)
+    sizes = (normalized_shape,) if isinstance(normalized_shape, int) else (*normalized_shape,)
+    count = len(sizes)
+    if not count or x._data.shape[-count:] != sizes:
+        raise UsageError(f"the last axes of x, {[*x._data.shape]}, are not {[*sizes]}")
     return _layer_norm(x, weight, bias, axis=-count, epsilon=float(eps))
 
 
@@ -158,6 +162,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
 
 def embedding(index: Tensor, weight: Tensor) -> Tensor:
     """The rows of `weight` [V, D] that `index` names."""
+    within(index)
     return op_call("Gather", [weight, index], {"axis": 0})
 
 
@@ -347,6 +352,12 @@ def _loss_of(
 ) -> Tensor:
     if options["reduction"] not in ("mean", "sum"):
         raise UsageError(f"there is no reduction '{options['reduction']}': choose mean or sum")
+    if not is_float(x._data.dtype):
+        raise UsageError(f"the loss of a Tensor of {x._data.dtype.name}: take x.float()")
+    if LOSSES[kind].classes:
+        within(target, besides=options["ignore_index"])
+    if options["reduction"] == "mean" and 0 in x._data.shape and not LOSSES[kind].classes:
+        return _loss_of(kind, x, target, {**options, "reduction": "sum"}, pos_weight=pos_weight) / 0
     return _loss(x, target, weight, pos_weight, kind=kind, **options)
 
 
@@ -432,17 +443,21 @@ def einsum(equation: str, *tensors: Tensor) -> Tensor:
 
 def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """`tensors` of one shape along a new axis `dim`."""
+    dim = axis_of(dim, tensors[0].ndim + 1)
     return cat([t.unsqueeze(dim) for t in tensors], dim)
 
 
 def pad(x: Tensor, padding: Sequence[int], value: float = 0.0) -> Tensor:
     """`x` with `value` around it: `padding` is (before, after) of the last axis, then others."""
+    if len(padding) % 2 or len(padding) > 2 * x.ndim:
+        raise UsageError(f"pad takes (before, after) of up to {x.ndim} axes, not {len(padding)}")
     pairs = [tuple(padding[i : i + 2]) for i in range(0, len(padding), 2)][::-1]
     lead = [(0, 0)] * (x.ndim - len(pairs))
     sizes = [p[0] for p in (*lead, *pairs)] + [p[1] for p in (*lead, *pairs)]
-    return op_call("Pad", [x, sizes, np.array(value, x.dtype)])
+    return op_call("Pad", [x, sizes, number_of(value, x.dtype)])
 
 
 def one_hot(index: Tensor, num_classes: int) -> Tensor:
     """int64 vectors of `num_classes` entries, 1 at `index` and 0 elsewhere."""
+    within(index, num_classes)
     return op_call("OneHot", [index, np.array(num_classes), [0, 1]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -28,16 +29,27 @@ def indexed(x: Any, key: Any) -> Any:
     rest = [slice(None)] * (x.ndim - used)
     at = next((i for i, p in enumerate(parts) if p is Ellipsis), len(parts))
     parts = [*parts[:at], *rest, *parts[at + 1 :]]
+    axis = 0
+    for part in parts:
+        count = _axes(part)
+        if _is_mask(part) and _data(part).shape != x._data.shape[axis : axis + count]:
+            sizes = [*x._data.shape[axis : axis + count]]
+            raise IndexError(f"a mask of {[*_data(part).shape]} for axes of {sizes}")
+        axis += count
     x, where = _sliced(x, parts)
     return x if not where else _gathered(x, where)
 
 
 def _tensor(part: Any) -> Any:
     """Lists and arrays as arrays; Tensors, numbers and slices as they are."""
+    if isinstance(part, bool | np.bool_) or (_is_mask(part) and not _data(part).ndim):
+        raise UsageError("True or False is no index of an axis: None makes a new axis")
     if isinstance(part, list):
-        part = np.asarray(part)
-    if isinstance(part, np.ndarray) and part.dtype.kind in "iu" and part.dtype != np.int64:
-        part = part.astype(np.int64)
+        part = np.asarray(part, None if len(part) else np.int64)
+    if _is_index(part) and _data(part).dtype.kind not in "iub":
+        raise IndexError(f"an index is of integers or booleans, not of {_data(part).dtype.name}")
+    if _is_index(part) and _data(part).dtype.kind in "iu" and _data(part).dtype != np.int64:
+        part = part.astype("int64")
     return part
 
 
@@ -76,10 +88,17 @@ def _sliced(x: Any, parts: list[Any]) -> tuple[Any, list[tuple[int, Any]]]:
             continue
         if isinstance(part, slice):
             if part != slice(None):
-                step = 1 if part.step is None else int(part.step)
+                step = 1 if part.step is None else index(part.step)
+                if not step:
+                    raise ValueError("the step of a slice is 0")
                 first, last = (_FROM, _TO) if step > 0 else (_TO, _FROM)
-                starts.append(first if part.start is None else int(part.start))
-                ends.append(last if part.stop is None else int(part.stop))
+                start = first if part.start is None else index(part.start)
+                if step < 0 and part.start is not None and start < -x._data.shape[source]:
+                    first = x.shape[source]  # ONNX would begin at the first element
+                    start, step, last = first, 1, first
+                    part = slice(start, first)
+                starts.append(start)
+                ends.append(last if part.stop is None else index(part.stop))
                 axes.append(source)
                 steps.append(step)
             target += 1
@@ -104,12 +123,12 @@ def _sliced(x: Any, parts: list[Any]) -> tuple[Any, list[tuple[int, Any]]]:
 
 def _gathered(x: Any, where: list[tuple[int, Any]]) -> Any:
     if len(where) == 1:
-        axis, index = where[0]
-        if not _is_mask(index):
-            return op_call("Gather", [x, index], {"axis": axis})
+        axis, places = where[0]
+        if not _is_mask(places):
+            return op_call("Gather", [x, places], {"axis": axis})
         if axis:
             raise UsageError("a boolean mask selects from the first axes of a Tensor")
-        return _masked(*constants([x, index]))
+        return _masked(*constants([x, places]))
     first = where[0][0]
     if any(_is_mask(p) for _, p in where) or [a for a, _ in where] != list(
         range(first, first + len(where))
@@ -155,8 +174,8 @@ def _masked(op: Any, x: Any, mask: Any) -> Any:
 @operation
 def _gather_several(op: Any, x: Any, *indices: Any) -> Any:
     total = indices[0]
-    for index in indices[1:]:
-        total = op.Add(total, index)  # for the shape that all broadcast to
+    for places in indices[1:]:
+        total = op.Add(total, places)  # for the shape that all broadcast to
     shape, last = op.Shape(total), op.constant([-1])
-    wide = [op.Unsqueeze(op.Expand(index, shape), last) for index in indices]
+    wide = [op.Unsqueeze(op.Expand(places, shape), last) for places in indices]
     return op.GatherND(x, op.Concat(*wide, axis=-1))

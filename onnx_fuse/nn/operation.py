@@ -8,7 +8,7 @@ backward from `autodiff` and is cut in two: the forward also returns what the ba
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -18,7 +18,7 @@ from onnx_fuse.autodiff.partition import cut
 from onnx_fuse.autodiff.subgraphs import ancestors, reads
 from onnx_fuse.errors import ModelError
 from onnx_fuse.nn.runner import Array, Run, runner
-from onnx_fuse.onnx.common import CANONICAL_OPSET
+from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE
 from onnx_fuse.onnx.evaluate import DRAWS
 from onnx_fuse.onnx.shapes import infer_shapes
 
@@ -26,7 +26,41 @@ Build: TypeAlias = Callable[..., Any]
 """`build(op, *values)` emits nodes with `op` and returns one value or several."""
 Shape: TypeAlias = "tuple[int | str, ...]"
 KEPT = 4096
-"""Entries for exact shapes that an operation keeps; classes of shapes are kept all."""
+"""Entries for exact shapes that an operation keeps."""
+CLASSES = 256
+"""Classes of shapes of which an operation keeps the sessions."""
+
+
+Kept = TypeVar("Kept")
+
+
+class Recent(Generic[Kept]):
+    """What is found by a key, up to a number of entries: the one least recently used goes first."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._found = most, dict[Any, Kept]()
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def get(self, key: Any) -> Kept | None:
+        """What was put under this key, if it is still here."""
+        found = self._found.get(key)
+        if found is not None and 2 * len(self._found) > self._most:
+            self.put(key, found)  # the order matters once there are many
+        return found
+
+    def put(self, key: Any, value: Kept) -> Kept:
+        """Keep `value`, which is returned."""
+        self._found.pop(key, None)
+        self._found[key] = value
+        while len(self._found) > self._most:
+            self._found.pop(next(iter(self._found)), None)
+        return value
+
+    def drop(self, key: Any) -> None:
+        """Forget what was put under this key."""
+        self._found.pop(key, None)
 
 
 class Operation:
@@ -62,7 +96,7 @@ class Operation:
         self.fuses, self.state = fuses and whole is not None, state
         self.plans: dict[Any, Plan] = {}
         """By what `key` gives: the inputs whose gradients are asked for, dtypes and shapes."""
-        self._classes: dict[Any, Plan] = {}
+        self._classes: Recent[Plan] = Recent(CLASSES)
 
     def plan(self, key: Any, arrays: Sequence[Array | None], needs: int, gpu: int | None) -> Plan:
         """The plan for arrays of these types and shapes; `needs` has a bit for each gradient."""
@@ -73,12 +107,12 @@ class Operation:
         found = self._classes.get(general)
         if found is None:
             ends = [None if s is None else (k, s) for k, s in zip(kinds, shapes, strict=True)]
-            found = self._classes[general] = Plan(self, ends, needs, gpu)
+            found = self._classes.put(general, Plan(self, ends, needs, gpu))
             if found.refusal:  # sizes may be what a gradient lacks
                 exact = [None if a is None else (a.dtype, tuple(a.shape)) for a in arrays]
                 special = Plan(self, exact, needs, gpu)
                 if not special.refusal:
-                    del self._classes[general]
+                    self._classes.drop(general)
                     found = special
         if len(self.plans) >= KEPT:
             self.plans.clear()
@@ -249,10 +283,14 @@ class Plan:
     def _stopped(
         self, operation: Operation, ends: Sequence[Any], grads: Mapping[str, ir.Value]
     ) -> None:
-        """Note which inputs have no gradient, and why."""
-        self.stops = [i for i in self.wrt if f"x{i}" not in grads]
-        self.wrt = [i for i in self.wrt if i not in self.stops]
+        """Note which inputs have no gradient, and why. Those that are detached want none."""
+        stops = [i for i in self.wrt if f"x{i}" not in grads]
+        self.wrt = [i for i in self.wrt if i not in stops]
         model = operation.model(ends)
+        flowing = _flowing(model.graph)
+        self.stops = [i for i in stops if f"x{i}" in flowing]
+        if not self.stops:
+            return
         named = {str(v.name): v for v in model.graph.inputs}
         dys: dict[ir.Value, ir.Value | None] = {
             y: ir.Value(name=f"dy{i}", type=y.type, shape=y.shape)
@@ -263,6 +301,19 @@ class Plan:
             autodiff.backward(model, dys, [named[f"x{i}"] for i in self.stops])
         except ModelError as error:
             self.reason = str(error)
+
+
+def _flowing(graph: ir.Graph) -> set[str]:
+    """The names of the values that reach an output on a path without StopGradient."""
+    todo = list(graph.outputs)
+    reached = set(todo)
+    while todo:
+        node = todo.pop().producer()
+        if node is not None and (node.domain, node.op_type) != (FUSE, "StopGradient"):
+            fresh = {v for v in reads(node) if v is not None} - reached
+            reached |= fresh
+            todo += fresh
+    return {str(v.name) for v in reached}
 
 
 def _is_constant(value: ir.Value) -> bool:

@@ -31,16 +31,28 @@ def divide(op: Any, a: Any, b: Any) -> Any:
 
 @operation
 def floor_divide(op: Any, a: Any, b: Any) -> Any:
-    if a.dtype.is_floating_point():
-        return op.Floor(op.Div(a, b))
-    return op.Div(op.Sub(a, op.Mod(a, b)), b)  # Mod has the divisor's sign, so this is exact
+    if not a.dtype.is_floating_point():
+        return op.Div(op.Sub(a, op.Mod(a, b)), b)  # Mod has the divisor's sign: this is exact
+    rest, other = _rest(op, a, b)
+    whole = op.Sub(op.Div(op.Sub(a, rest), b), op.CastLike(other, a))
+    low = op.Floor(whole)  # which the quotient's rounding may have made one too small
+    low = op.Add(low, op.CastLike(op.Greater(op.Sub(whole, low), 0.5), a))
+    return op.Where(op.Equal(b, 0.0), op.Div(a, b), low)
+
+
+def _rest(op: Any, a: Any, b: Any) -> tuple[Any, Any]:
+    """a - trunc(a / b) · b, exactly, and where it is not 0 and of another sign than b."""
+    rest = op.Mod(a, b, fmod=1)
+    other = op.Xor(op.Less(rest, 0.0), op.Less(b, 0.0))
+    return rest, op.And(other, op.Not(op.Equal(rest, 0.0)))
 
 
 @operation
 def remainder(op: Any, a: Any, b: Any) -> Any:
-    if a.dtype.is_floating_point():
-        return op.Sub(a, op.Mul(op.Floor(op.Div(a, b)), b))
-    return op.Mod(a, b)
+    if not a.dtype.is_floating_point():
+        return op.Mod(a, b)
+    rest, other = _rest(op, a, b)
+    return op.Where(other, op.Add(rest, b), rest)
 
 
 @operation
@@ -77,6 +89,7 @@ def variance(
     d = op.Sub(x, op.ReduceMean(x, over, keepdims=1))
     sizes = op.Shape(x) if over is None else op.Gather(op.Shape(x), over)
     n = op.Sub(op.ReduceProd(sizes, keepdims=0), op.constant(np.array(correction)))
+    n = op.Max(n, op.constant(np.array(0)))
     return op.Div(op.ReduceSum(op.Mul(d, d), over, keepdims=int(keepdim)), op.CastLike(n, x))
 
 

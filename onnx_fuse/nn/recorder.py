@@ -56,6 +56,8 @@ class Recorder:
         """Identities of the parameters whose gradients were forgotten before they got one."""
         self.modules: list[tuple[Any, bool]] = []
         """The modules that were called, with their modes."""
+        self.checks: list[tuple[Any, Callable[[Array], None]]] = []
+        """Tensors with what their elements must be, which a replay asks again of its arguments."""
         self.differentiates = False
         self._values: dict[int, tuple[weakref.ref[Any], ir.Value]] = {}
         self._before: set[ir.Value] = set()  # of leaves, before they were assigned to
@@ -153,6 +155,10 @@ class Recorder:
     def renewed(self, tensor: Any, refresh: Callable[[], Array]) -> None:
         """Note that a tensor has another value at each replay, which `refresh` makes."""
         self.renewals[self.value(tensor)] = refresh
+
+    def checked(self, tensor: Any, check: Callable[[Array], None]) -> None:
+        """Note that `check` raises for elements of a tensor that the function refuses."""
+        self.checks.append((tensor, check))
 
     def cleared_gradient(self, leaf: Any) -> None:
         """Note that the gradient of a leaf was forgotten."""

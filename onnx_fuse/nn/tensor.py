@@ -14,12 +14,15 @@ from onnx_fuse.nn.arrays import (
     DType,
     as_array,
     axes_of,
+    axis_of,
     exported,
     ints,
     is_float,
     np_name,
+    number_of,
     ones_like,
     placed,
+    within,
 )
 from onnx_fuse.nn.dispatch import MODE, no_grad, op_call, unrecorded
 from onnx_fuse.nn.runner import Array
@@ -67,6 +70,7 @@ class Tensor:
         requires_grad: Whether `backward` gives it a gradient.
     """
 
+    __array_ufunc__ = None  # NumPy's operators leave `array * tensor` to the Tensor, on the tape
     __slots__ = ("__weakref__", "_data", "_edge", "_index", "grad", "requires_grad")
 
     _data: Array
@@ -365,6 +369,8 @@ class Tensor:
     def clamp(self, min: Number | None = None, max: Number | None = None) -> Tensor:
         """The elements limited to `min` from below and to `max` from above."""
         dtype = self._data.dtype
+        if not is_float(dtype) and any(isinstance(b, float) for b in (min, max)):
+            return self.float().clamp(min, max)
         bounds = [None if b is None else np.array(b, dtype) for b in (min, max)]
         return operators.clip(self, *bounds)
 
@@ -380,12 +386,24 @@ class Tensor:
 
     def masked_fill(self, mask: Tensor, value: Number) -> Tensor:
         """The elements with `value` where the boolean `mask` is true."""
-        return operators.select(mask, np.array(value, self._data.dtype), self)
+        return operators.select(mask, number_of(value, self._data.dtype), self)
 
     # ---- reductions ----
 
     def _reduced(self, kind: str, dim: Any, keepdim: bool) -> Any:
-        return operators.reduce(self, kind=kind, axes=axes_of(dim), keepdim=keepdim)
+        return operators.reduce(self, kind=kind, axes=axes_of(dim, self.ndim), keepdim=keepdim)
+
+    def _floating(self, what: str) -> Tensor:
+        """Itself. Raises UsageError for integers, whose `what` would be rounded to one."""
+        if not is_float(self._data.dtype):
+            raise UsageError(f"the {what} of a Tensor of {self._data.dtype.name}: take x.float()")
+        return self
+
+    def _extreme(self, kind: str, dim: Any, keepdim: bool) -> Any:
+        axes = axes_of(dim, self.ndim)
+        if any(self._data.shape[a] == 0 for a in axes or range(self.ndim)):
+            raise UsageError("no element is the largest or smallest of none: the axis is empty")
+        return operators.reduce(self, kind=kind, axes=axes, keepdim=keepdim)
 
     def sum(self, dim: Any = None, keepdim: bool = False) -> Tensor:
         """The sum over axes `dim` (one, several or all), which `keepdim` leaves with size 1."""
@@ -394,7 +412,12 @@ class Tensor:
         )
 
     def mean(self, dim: Any = None, keepdim: bool = False) -> Tensor:
-        """The mean over axes `dim`, as in `sum`, with `keepdim` as there."""
+        """The mean over axes `dim`, as in `sum`, with `keepdim` as there: NaN of no elements.
+
+        Raises UsageError for integers.
+        """
+        if 0 in self._floating("mean")._data.shape:
+            return self.sum(dim, keepdim) / 0.0
         return self._reduced("ReduceMean", dim, keepdim)
 
     def prod(self, dim: Any = None, keepdim: bool = False) -> Tensor:
@@ -403,11 +426,11 @@ class Tensor:
 
     def amax(self, dim: Any = None, keepdim: bool = False) -> Tensor:
         """The largest element over axes `dim`, with `keepdim` as in `sum`."""
-        return self._reduced("ReduceMax", dim, keepdim)
+        return self._extreme("ReduceMax", dim, keepdim)
 
     def amin(self, dim: Any = None, keepdim: bool = False) -> Tensor:
         """The smallest element over axes `dim`, with `keepdim` as in `sum`."""
-        return self._reduced("ReduceMin", dim, keepdim)
+        return self._extreme("ReduceMin", dim, keepdim)
 
     def max(self, dim: int | None = None, keepdim: bool = False) -> Any:
         """The largest element; along an axis `dim` the pair (values, their indices) (`keepdim`)."""
@@ -419,7 +442,8 @@ class Tensor:
 
     def var(self, dim: Any = None, keepdim: bool = False, correction: int = 1) -> Tensor:
         """Σ (x - mean)² / (n - `correction`) over axes `dim`, with `keepdim` as in `sum`."""
-        return operators.variance(self, axes=axes_of(dim), keepdim=keepdim, correction=correction)
+        axes = axes_of(dim, self._floating("variance").ndim)
+        return operators.variance(self, axes=axes, keepdim=keepdim, correction=correction)
 
     def std(self, dim: Any = None, keepdim: bool = False, correction: int = 1) -> Tensor:
         """The square root of `var`, with the same `dim`, `keepdim` and `correction`."""
@@ -427,7 +451,9 @@ class Tensor:
 
     def _arg(self, kind: str, dim: int | None, keepdim: bool) -> Tensor:
         x = self.reshape(-1) if dim is None else self
-        given = {"axis": 0 if dim is None else dim, "keepdims": int(keepdim)}
+        given = {"axis": axis_of(dim or 0, x.ndim), "keepdims": int(keepdim)}
+        if x.ndim and x._data.shape[given["axis"]] == 0:
+            raise UsageError("no element is the largest or smallest of none: the axis is empty")
         return op_call(kind, [x], given)
 
     def argmax(self, dim: int | None = None, keepdim: bool = False) -> Tensor:
@@ -440,11 +466,12 @@ class Tensor:
 
     def logsumexp(self, dim: Any, keepdim: bool = False) -> Tensor:
         """log Σ exp(x) over axes `dim`, with `keepdim` as in `sum`."""
-        return self._reduced("ReduceLogSumExp", dim, keepdim)
+        return self._floating("logsumexp")._reduced("ReduceLogSumExp", dim, keepdim)
 
     def norm(self, dim: Any = None, keepdim: bool = False) -> Tensor:
         """√Σ x² over axes `dim`, with `keepdim` as in `sum`."""
-        return operators.norm(self, axes=axes_of(dim), keepdim=keepdim)
+        axes = axes_of(dim, self._floating("norm").ndim)
+        return operators.norm(self, axes=axes, keepdim=keepdim)
 
     def sort(self, dim: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
         """The elements in order along `dim` (`descending` or not), and their indices."""
@@ -456,17 +483,19 @@ class Tensor:
 
     def topk(self, k: int, dim: int = -1, largest: bool = True) -> tuple[Tensor, Tensor]:
         """The `k` largest (or not `largest`) elements along `dim`, and their indices, in order."""
+        if k < 0:
+            raise UsageError(f"topk gives a number of elements from 0 on, not {k}")
         given = {"axis": dim, "largest": int(largest)}
         values, indices = op_call("TopK", [self, [k]], given, outputs=2)
         return values, indices
 
     def any(self) -> Tensor:
         """Whether an element is not 0."""
-        return self.to("bool").long().amax().to("bool")
+        return self.to("bool").sum() > 0
 
     def all(self) -> Tensor:
         """Whether no element is 0."""
-        return self.to("bool").long().amin().to("bool")
+        return (~self.to("bool")).sum() == 0
 
     # ---- shapes ----
 
@@ -478,19 +507,24 @@ class Tensor:
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Tensor:
         """The tensor with the axes from `start_dim` to `end_dim` made one; a view."""
-        n = self.ndim
-        return operators.flatten(self, start=start_dim % max(n, 1), end=end_dim % max(n, 1))
+        start, end = axis_of(start_dim, self.ndim), axis_of(end_dim, self.ndim)
+        if start > end:
+            raise UsageError(f"flatten from axis {start} to {end}: the first is behind the last")
+        return operators.flatten(self, start=start, end=end)
 
     def permute(self, *dims: Any) -> Tensor:
         """The tensor with its axes in the order `dims`; a view."""
-        order = ints(dims).tolist()
-        return op_call("Transpose", [self], {"perm": [d % self.ndim for d in order]})
+        order = axes_of(ints(dims), self.ndim) or ()
+        if len(order) != self.ndim:
+            raise UsageError(f"permute takes each of {self.ndim} axes once, not {len(order)} axes")
+        return op_call("Transpose", [self], {"perm": list(order)})
 
     def transpose(self, dim0: int, dim1: int) -> Tensor:
         """The tensor with the axes `dim0` and `dim1` exchanged; a view."""
-        order = list(range(self.ndim))
+        dim0, dim1 = axis_of(dim0, self.ndim), axis_of(dim1, self.ndim)
+        order = list(range(self.ndim or 1))
         order[dim0], order[dim1] = order[dim1], order[dim0]
-        return self.permute(order)
+        return self.permute(order) if self.ndim else self
 
     @property
     def T(self) -> Tensor:
@@ -506,33 +540,53 @@ class Tensor:
         """The tensor without the axes `dim`, whose size is 1; without all such axes for None."""
         if dim is None:
             dim = [i for i, d in enumerate(self.shape) if d == 1]
-        return op_call("Squeeze", [self, list(axes_of(dim) or ())])
+        return op_call("Squeeze", [self, list(axes_of(dim, self.ndim) or ())])
 
     def unsqueeze(self, dim: Any) -> Tensor:
         """The tensor with new axes of size 1 at `dim`."""
-        return op_call("Unsqueeze", [self, list(axes_of(dim) or ())])
+        count = 1 if isinstance(dim, int | np.integer) else len(dim)
+        return op_call("Unsqueeze", [self, list(axes_of(dim, self.ndim + count) or ())])
 
     def expand(self, *shape: Any) -> Tensor:
         """The tensor repeated along axes of size 1 to `shape`, where -1 keeps a size; a view."""
         sizes = ints(shape)
+        own = (*[1] * (len(sizes) - self.ndim), *self._data.shape)
+        if len(sizes) < self.ndim or (sizes[: len(sizes) - self.ndim] < 0).any():
+            raise UsageError(f"expand gives no sizes to all axes of {[*own]}: {sizes.tolist()}")
+        if any(d not in (-1, size) and size != 1 for d, size in zip(sizes, own, strict=True)):
+            raise UsageError(f"expand repeats axes of size 1 alone: {[*own]} to {sizes.tolist()}")
         sizes = np.where(sizes == -1, 1, sizes)  # ONNX broadcasts both ways
         return op_call("Expand", [self, sizes])
 
     def repeat(self, *times: Any) -> Tensor:
         """The tensor repeated `times` along each axis."""
         counts = ints(times)
+        if len(counts) < self.ndim or (counts < 0).any():
+            raise UsageError(f"repeat takes a count from 0 on for each axis, not {counts.tolist()}")
         x = self[(None,) * (len(counts) - self.ndim)] if len(counts) > self.ndim else self
         return op_call("Tile", [x, counts])
 
     def split(self, sizes: int | Sequence[int], dim: int = 0) -> tuple[Tensor, ...]:
         """Parts of these `sizes` along axis `dim`; of one size, but for a shorter last part."""
+        dim = axis_of(dim, self.ndim)
         if isinstance(sizes, int):
+            if sizes <= 0:
+                raise UsageError(f"split takes parts of a size from 1 on, not {sizes}")
             whole = self.shape[dim]
-            sizes = [builtins.min(sizes, whole - i) for i in range(0, whole, sizes)]
+            sizes = [builtins.min(sizes, whole - i) for i in range(0, whole or 1, sizes)]
         return _several(op_call("Split", [self, list(sizes)], {"axis": dim}, outputs=len(sizes)))
 
     def chunk(self, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
-        """`chunks` parts along axis `dim`, of one size but for a smaller last one."""
+        """`chunks` parts along axis `dim`, of one size but for a smaller last one.
+
+        There are fewer where so many of that size have all elements already.
+        """
+        dim = axis_of(dim, self.ndim)
+        if chunks < 1:
+            raise UsageError(f"chunk makes one part or more, not {chunks}")
+        each = -(-self._data.shape[dim] // chunks)
+        if each * (chunks - 1) >= self._data.shape[dim]:
+            return self.split(builtins.max(each, 1), dim) if each else (self,) * chunks
         given = {"axis": dim, "num_outputs": chunks}
         return _several(op_call("Split", [self], given, outputs=chunks))
 
@@ -546,10 +600,12 @@ class Tensor:
 
     def gather(self, dim: int, index: Tensor) -> Tensor:
         """The elements at `index` along axis `dim`: ONNX's GatherElements."""
+        within(index)
         return op_call("GatherElements", [self, index], {"axis": dim})
 
     def index_select(self, dim: int, index: Tensor) -> Tensor:
         """The slices at `index` along axis `dim`: ONNX's Gather."""
+        within(index)
         return op_call("Gather", [self, index], {"axis": dim})
 
     def clone(self) -> Tensor:
