@@ -28,7 +28,7 @@ def np_name(dtype: DType) -> str:
     return {float: "float32", int: "int64", bool: "bool"}.get(dtype) or np.dtype(dtype).name  # type: ignore[arg-type]
 
 
-def axis_of(dim: int, rank: int) -> int:
+def axis_of(dim: Any, rank: int) -> int:
     """An axis of so many, counted from the front. A Tensor without axes has axis 0, and -1.
 
     Raises IndexError for one that there is not.

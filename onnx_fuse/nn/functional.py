@@ -170,6 +170,15 @@ def _two(value: int | Sequence[int]) -> list[int]:
     return [value, value] if isinstance(value, int) else list(value)
 
 
+def _fits(
+    x: Tensor, kernel: Sequence[int], padding: int | Sequence[int], dilation: Sequence[int] = (1, 1)
+) -> None:
+    """Refuse a window that is larger than the image, as PyTorch does."""
+    sides = zip(x._data.shape[2:], kernel, _two(padding), dilation, strict=False)
+    if any(size + 2 * pad < step * (width - 1) + 1 for size, width, pad, step in sides):
+        raise UsageError(f"the window {[*kernel]} is larger than the image {[*x._data.shape[2:]]}")
+
+
 def conv2d(
     x: Tensor,
     weight: Tensor,
@@ -183,6 +192,7 @@ def conv2d(
 
     `stride`, `padding` and `dilation` are one number, or one for each of H and W.
     """
+    _fits(x, weight._data.shape[2:], padding, _two(dilation))
     given = {
         "strides": _two(stride),
         "pads": _two(padding) * 2,
@@ -203,6 +213,7 @@ def max_pool2d(
     `kernel_size`, `stride` (the kernel's size where it is None) and `padding` are one number, or
     one for each of H and W.
     """
+    _fits(x, _two(kernel_size), padding)
     given = {
         "kernel_shape": _two(kernel_size),
         "strides": _two(kernel_size if stride is None else stride),

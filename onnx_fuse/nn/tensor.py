@@ -34,10 +34,15 @@ __dir__ = __all__.copy
 Number: TypeAlias = "bool | int | float"
 
 
-def _unary(name: str, text: str, call: Any = None) -> Callable[[Tensor], Tensor]:
+def _unary(
+    name: str, text: str, call: Any = None, integers: str = ""
+) -> Callable[[Tensor], Tensor]:
+    """A method; `integers` become "float32" first, or stay the "same"."""
     call = call or operators.emitter(name)
 
     def method(self: Tensor) -> Tensor:
+        if integers and not is_float(self._data.dtype):
+            return self if integers == "same" else call(self.float())
         return call(self)
 
     method.__doc__ = text
@@ -349,29 +354,33 @@ class Tensor:
     div = __truediv__
     pow = __pow__
     matmul = __matmul__
-    exp = _unary("Exp", "e to the power of each element.")
-    log = _unary("Log", "The natural logarithm of each element.")
-    sqrt = _unary("Sqrt", "The square root of each element.")
-    rsqrt = _unary("rsqrt", "1 / √x of each element.", operators.rsqrt)
-    sin = _unary("Sin", "The sine of each element.")
-    cos = _unary("Cos", "The cosine of each element.")
-    tanh = _unary("Tanh", "The hyperbolic tangent of each element.")
-    sigmoid = _unary("Sigmoid", "1 / (1 + exp(-x)).")
+    exp = _unary("Exp", "e to the power of each element.", integers="float32")
+    log = _unary("Log", "The natural logarithm of each element.", integers="float32")
+    sqrt = _unary("Sqrt", "The square root of each element.", integers="float32")
+    rsqrt = _unary("rsqrt", "1 / √x of each element.", operators.rsqrt, "float32")
+    sin = _unary("Sin", "The sine of each element.", integers="float32")
+    cos = _unary("Cos", "The cosine of each element.", integers="float32")
+    tanh = _unary("Tanh", "The hyperbolic tangent of each element.", integers="float32")
+    sigmoid = _unary("Sigmoid", "1 / (1 + exp(-x)).", integers="float32")
     relu = _unary("Relu", "The larger of x and 0.")
-    erf = _unary("Erf", "The error function of each element.")
-    floor = _unary("Floor", "The largest integer that is not larger.")
-    ceil = _unary("Ceil", "The smallest integer that is not smaller.")
-    round = _unary("Round", "The nearest integer, of two the even one.")
+    erf = _unary("Erf", "The error function of each element.", integers="float32")
+    floor = _unary("Floor", "The largest integer that is not larger.", integers="same")
+    ceil = _unary("Ceil", "The smallest integer that is not smaller.", integers="same")
+    round = _unary("Round", "The nearest integer, of two the even one.", integers="same")
     sign = _unary("Sign", "-1, 0 or 1.")
-    reciprocal = _unary("Reciprocal", "1 / x of each element.")
-    isnan = _unary("IsNaN", "Whether each element is not a number.")
+    reciprocal = _unary("Reciprocal", "1 / x of each element.", integers="float32")
+    isnan = _unary("IsNaN", "Whether each element is not a number.", integers="float32")
 
     def clamp(self, min: Number | None = None, max: Number | None = None) -> Tensor:
         """The elements limited to `min` from below and to `max` from above."""
         dtype = self._data.dtype
         if not is_float(dtype) and any(isinstance(b, float) for b in (min, max)):
             return self.float().clamp(min, max)
-        bounds = [None if b is None else np.array(b, dtype) for b in (min, max)]
+        # of a missing bound onnxruntime makes the largest finite number
+        given: list[Any] = [-np.inf if min is None else min, np.inf if max is None else max]
+        if not is_float(dtype):
+            given = [min, max]
+        bounds = [None if b is None else np.array(b, dtype) for b in given]
         return operators.clip(self, *bounds)
 
     clip = clamp
@@ -393,6 +402,10 @@ class Tensor:
     def _reduced(self, kind: str, dim: Any, keepdim: bool) -> Any:
         return operators.reduce(self, kind=kind, axes=axes_of(dim, self.ndim), keepdim=keepdim)
 
+    def _widened(self) -> Tensor:
+        """Itself, integers and booleans as int64: their sums do not fit their type."""
+        return self if is_float(self._data.dtype) else self.long()
+
     def _floating(self, what: str) -> Tensor:
         """Itself. Raises UsageError for integers, whose `what` would be rounded to one."""
         if not is_float(self._data.dtype):
@@ -407,9 +420,7 @@ class Tensor:
 
     def sum(self, dim: Any = None, keepdim: bool = False) -> Tensor:
         """The sum over axes `dim` (one, several or all), which `keepdim` leaves with size 1."""
-        return (self.long() if self._data.dtype.kind == "b" else self)._reduced(
-            "ReduceSum", dim, keepdim
-        )
+        return self._widened()._reduced("ReduceSum", dim, keepdim)
 
     def mean(self, dim: Any = None, keepdim: bool = False) -> Tensor:
         """The mean over axes `dim`, as in `sum`, with `keepdim` as there: NaN of no elements.
@@ -422,7 +433,7 @@ class Tensor:
 
     def prod(self, dim: Any = None, keepdim: bool = False) -> Tensor:
         """The product over axes `dim`, with `keepdim` as in `sum`."""
-        return self._reduced("ReduceProd", dim, keepdim)
+        return self._widened()._reduced("ReduceProd", dim, keepdim)
 
     def amax(self, dim: Any = None, keepdim: bool = False) -> Tensor:
         """The largest element over axes `dim`, with `keepdim` as in `sum`."""
@@ -475,11 +486,12 @@ class Tensor:
 
     def sort(self, dim: int = -1, descending: bool = False) -> tuple[Tensor, Tensor]:
         """The elements in order along `dim` (`descending` or not), and their indices."""
-        return self.topk(self.shape[dim], dim, largest=descending)
+        size = self.shape[axis_of(dim, self.ndim)] if self.ndim else 1
+        return self.topk(size, dim, largest=descending)
 
     def cumsum(self, dim: int) -> Tensor:
         """The running sum along axis `dim`."""
-        return op_call("CumSum", [self, np.array(dim)])
+        return op_call("CumSum", [self._widened(), np.array(axis_of(dim, self.ndim))])
 
     def topk(self, k: int, dim: int = -1, largest: bool = True) -> tuple[Tensor, Tensor]:
         """The `k` largest (or not `largest`) elements along `dim`, and their indices, in order."""

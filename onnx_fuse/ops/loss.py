@@ -57,13 +57,13 @@ def _nll_slope(op: Any, node: ir.Node, dy: ir.Value) -> tuple[Tensor, Tensor]:
     if reduction == "none":
         dy = op.Unsqueeze(dy, one)
     elif reduction == "mean":
-        if each is None and counted is None:
-            total = to_like(op, op.Size(index), x)
-        elif each is None:
-            total = op.ReduceSum(to_like(op, counted, x), keepdims=0)
-        else:
+        if each is not None:
             summed = each if counted is None else op.Where(counted, each, zero)
             total = op.ReduceSum(summed, keepdims=0)
+        elif counted is not None:
+            total = op.ReduceSum(to_like(op, counted, x), keepdims=0)
+        else:
+            total = to_like(op, op.Size(index), x)
         dy = op.Div(dy, total)
     slope = dy if each is None else op.Mul(each, dy)
     if counted is not None:  # not a product: dy is infinite where no row counts
