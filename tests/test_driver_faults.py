@@ -1,4 +1,4 @@
-"""Faults of the driver, what is kept and given back, forks, captures: a GPU whose n-th call fails."""
+"""Faults of the driver, what is given back, forks, captures: a GPU whose n-th call fails."""
 
 from __future__ import annotations
 

@@ -10,9 +10,9 @@ import threading
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from onnx_fuse.runtime.deployed import Deployed
 from onnx_fuse.runtime.host_calls import Stages
 from onnx_fuse.runtime.instance import Fetch, Instance, Placement
 from onnx_fuse.runtime.plan import OpenProgram, PlannedProgram, aligned
-from onnx_fuse.runtime.resources import Resources, weakly
+from onnx_fuse.runtime.resources import AfterFault, Resources, weakly
 from onnx_fuse.runtime.staging import Pending
 from onnx_fuse.runtime.tensor import DeviceTensor, adopt
 from onnx_fuse.runtime.weights import Weights
@@ -116,6 +116,7 @@ class Executable:
         self.hw, self._memory = self.shared.hw, memory
         self._shapes: OrderedDict[tuple[Any, ...], Shape] = OrderedDict()
         self._lock = threading.RLock()
+        self._fresh_after_fault = AfterFault(weakly(self._forget_all))
         self._warned: set[str] = set()
         self.input_names = sorted(v.name or "" for v in self._ends(model).inputs)
         replaced = set(self.state.values())
@@ -185,7 +186,7 @@ class Executable:
         Feeds are arrays, or GPU tensors of any library that has DLPack or the CUDA array interface.
         """
         stream, direct = self.stream, None
-        with self._lock, self._anew_after_a_fault():
+        with self._lock, self._fresh_after_fault:
             adopted = self._adopted(feeds, stream)
             instance = self.instance(adopted)
             stream.catch_up()
@@ -225,7 +226,7 @@ class Executable:
 
     def send(self, names: Sequence[str], feeds: Feeds) -> Pending:
         """Start a run and return at once: the outputs named, no states, are on their way."""
-        with self._lock, self._anew_after_a_fault():
+        with self._lock, self._fresh_after_fault:
             adopted = self._adopted(feeds, self.stream)
             instance = self.instance(adopted)
             stream = self.stream
@@ -427,7 +428,7 @@ class Executable:
         kept = [n for n, place in binding.targets.items() if place == "cuda"]
         fetched = [n for n in binding.targets if n not in kept]
         own = self.stream
-        with self._lock, self._anew_after_a_fault():
+        with self._lock, self._fresh_after_fault:
             adopted = self._adopted(feeds, stream)
             for value in binding.lent.values():
                 adopt(value, stream.handle)  # what its library still does with it comes first
@@ -460,7 +461,7 @@ class Executable:
     def run_in_place(self, names: Sequence[str], feeds: Feeds, *, on_device: bool) -> list[Any]:
         """Do what `run` does, but read GPU tensors in place."""
         stream = self.stream
-        with self._lock, self._anew_after_a_fault():
+        with self._lock, self._fresh_after_fault:
             adopted = self._adopted(feeds, stream)
             inputs = {n: v for n, v in adopted.items() if isinstance(v, DeviceTensor)}
             instance = self.instance(adopted, inputs)
@@ -563,15 +564,6 @@ class Executable:
                 raise
             self._give_up()
             return Instance(self.shared, made, inputs, outputs)
-
-    @contextmanager
-    def _anew_after_a_fault(self) -> Iterator[None]:
-        """Have the next run set up its shape anew where the driver refuses a call in the block."""
-        try:
-            yield
-        except DeviceError:
-            self._forget_all()
-            raise
 
     def _forget_all(self) -> None:
         """Let go of what a call that failed may have left half done; weights and states stay."""

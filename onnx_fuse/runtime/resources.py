@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from onnx_fuse.errors import DeviceError
 from onnx_fuse.program.call import Program
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.runtime import device
@@ -113,6 +114,20 @@ class Resources:
         value = self.model.graph.initializers[name].const_value
         assert value is not None
         return value.numpy()
+
+
+class AfterFault:
+    """A block that calls `forget` where the driver refuses something in it."""
+
+    def __init__(self, forget: Callable[[], None]) -> None:
+        self._forget = forget
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and issubclass(kind, DeviceError):
+            self._forget()
 
 
 def weakly(method: Callable[[], None]) -> Callable[[], None]:
