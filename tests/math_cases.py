@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import group_norms
+import long_rows
 import ml_dtypes
 import numpy as np
 import onnx
@@ -513,11 +514,7 @@ def _indexing() -> Iterator[Case]:
     yield Case("ScatterElements", ((7, 5, 6), unlike.astype(np.int32), (7, 5, 6)), {}, 1, F16)
     yield Case("ScatterND", ((70, 300), rng.integers(-70, 70, (300, 1)), (300, 300)),
                {"reduction": "add"}, 1, "int64", note="many")  # fmt: skip
-    yield from _row_sums(rng)
-
-
-def _row_sums(rng: np.random.Generator) -> Iterator[Case]:
-    """Sums of rows into zeros and into what there is: most once, few often, some never."""
+    # sums of rows into zeros and into what there is: most once, few often, some never
     add = {"reduction": "add"}
     often = np.minimum(rng.integers(-300, 300, (700, 1)), rng.integers(0, 300, (700, 1)))
     for dtype in (F32, F16, BF16, F64):
@@ -694,6 +691,7 @@ def cases() -> list[Case]:
         *_regions(),
         *_scans(),
         *_indexing(),
+        *(Case(*row) for row in long_rows.rows()),
         *_losses(),
         *_attention(),
     ]

@@ -98,16 +98,20 @@ def test_the_gradient_of_positions_is_a_column_sum(how: str) -> None:
 
 
 def test_what_sums_of_rows_are_made_by() -> None:
-    """A sort where there are many, a search where they are few or are no sums."""
-    grouped, searched = (k.name for k in candidates("ScatterND"))
+    """One launch that sorts where there are many, passes where there are more, a search of few."""
+    grouped, last, passes, searched = (k.name for k in candidates("ScatterND"))
     usual = {"dims": (50257,), "inner": 768, "dtype": "bfloat16", "index": "int64"}
     for problem, kernel in (
         (ScatterND(16384, **usual, reduction="add", fresh=True), grouped),
         (ScatterND(16384, **usual, reduction="add"), grouped),
         (ScatterND(3, **usual, reduction="add", fresh=True), grouped),
         (ScatterND(3, **usual, reduction="add"), searched),
-        (ScatterND(16384, **usual, reduction="max"), searched),
-        (ScatterND(1 << 20, (1 << 20, 1 << 9), 1, "float32", "int64", "add"), searched),
+        (ScatterND(16384, **usual, reduction="max"), grouped),
+        (ScatterND(16384, **usual), last),
+        (ScatterND(3, **usual), searched),
+        (ScatterND(50000, (200000,), 1, "float32", "int64", "add"), passes),
+        (ScatterND(1 << 20, (1 << 20, 1 << 9), 1, "float32", "int64", "add"), passes),
+        (ScatterND(1 << 20, (1 << 20, 1 << 12), 1, "float32", "int64", "add"), searched),
     ):
         choice = select("ScatterND", problem, H200)
         assert choice is not None

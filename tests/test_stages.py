@@ -140,6 +140,10 @@ GRAPHS = {
         "k = Compress <axis = 0> (z, c) y = Neg (k) }",
         {"x": np.nan_to_num(X), "c": np.arange(15) % 4 == 1},
     ),
+    "nonzero of many tiles": (
+        "(bool[3,100000] x) => (int64[2,N] y) { y = NonZero (x) }",
+        {"x": np.random.default_rng(7).random((3, 100000)) < 0.3},
+    ),
     "a shape that a stage decides": (
         "(float[3,5,4] x) => (int64[2] y) { n = NonZero (x) y = Shape (n) }",
         {"x": X},

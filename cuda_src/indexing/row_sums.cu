@@ -1,41 +1,32 @@
-// indexing/row_sums.cu: rows of update added to rows of a table that may repeat: an embedding's gradient.
+// indexing/row_sums.cu: rows of update combined with rows of a table that may repeat: an embedding's gradient.
 // Idea     : `group_rows` sorts the places j of update by the row that index[j] names, equal rows by j. A block has
 //            IDS rows of the table; its warps have consecutive parts of the index, which they read twice: to count
 //            their j of each row, and to put these where the counts before them end. Meanwhile other blocks fill a
 //            FRESH table with zeros. `sum_parts` sums every `part` sorted places of a row that has more of them, so
-//            that a frequent row is many blocks' work; `sum_rows` sums the others and those parts.
-// Inputs   : index IDX [count, Q], counted from the end if negative; a tuple outside the sizes d names no row.
-//            update, y T [., inner], aligned to VEC elements. start u32 [rows + 1]: the first sorted place of each
-//            row; row, order u32 [count]: each sorted place's row and j; sums [2 chunks, inner] of accumulators.
-// Macros   : T IDX Q VEC TEAM IDS, FRESH: y is `elements` zeros before; otherwise sums are added to what y holds.
+//            that a frequent row is many blocks' work; `sum_rows` sums the others and those parts. More updates are
+//            sorted by scan/radix.cu instead (indexing/places.cu). A sum may be another reduction.
+// Inputs   : index IDX and sizes Q, d as indexing/places.cuh reads them; an index outside its axis names no row.
+//            update, y T [., inner], aligned to VEC elements. start, stop u32: the first sorted place of each row, and
+//            the one after the last; found u32 [1]: the sorted places in all; both null where `group_rows` has
+//            written start [rows + 1], which holds them. row, order u32 [count]: each sorted place's row and j; sums
+//            [2 chunks, inner] of accumulators.
+// Macros   : T IDX ELEMENTS Q VEC TEAM IDS, FRESH: y is `elements` zeros before; otherwise sums are added to what y holds.
+//            REDUCE 1 add, 2 mul, 3 max, 4 min; without IDX there is no `group_rows`.
 // Launch   : group_rows: a block of 1024 threads for IDS rows with (32 IDS + 32) words of shared memory, and any
 //            number more for the zeros. sum_parts: a block for `part` places (x) and TEAM VEC columns (y). sum_rows:
 //            TEAM threads for a sorted place (x) and TEAM VEC columns (y).
 // Numerics : sums of floats in 16 bits are kept in fp32 and rounded once. Their order is that of j, within parts that
 //            depend on the index alone: no atomics on floats, same bits.
 // Bound    : memory: update read once, the rows written once.
-#include "common.cuh"
+#include "pointwise/math.cuh"
+#ifdef IDX
+#include "indexing/places.cuh"
+#endif
 #define WARPS 32
 #define THREADS 256
 typedef Accumulator<T>::type Acc;
 
-struct Sizes { i64 d[6]; };
-
-// The row that a tuple of indices names, -1 for none.
-DEVICE int place(const IDX* index, int j, const Sizes& sizes) {
-    int to = 0;
-    bool inside = true;
-    index += (i64)j * Q;
-#pragma unroll
-    for (int a = 0; a < Q; a++) {
-        i64 k = (i64)index[a];
-        if (k < 0) k += sizes.d[a];
-        inside = inside && k >= 0 && k < sizes.d[a];
-        to = to * (int)sizes.d[a] + (int)k;
-    }
-    return inside ? to : -1;
-}
-
+#ifdef IDX
 // The block's share of p's zeros, of which `blocks` have all.
 DEVICE void put_zeros(T* p, i64 elements, int block, int blocks) {
     constexpr int EACH = 16 / sizeof(T);
@@ -64,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
     u32 below = 0;
 #pragma unroll 4
     for (int j = first + lane; j < last; j += 32) {
-        const int to = place(index, j, sizes), k = to - low;
+        const int to = (int)place(index, j, Q, sizes), k = to - low;
         below += to >= 0 && k < 0;
         if (k >= 0 && k < own) atomicAdd(&next[warp][k], 1u);
     }
@@ -99,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
 
 #pragma unroll 2
     for (int from = first; from < last; from += 32) {
-        const int j = from + lane, k = j < last ? place(index, j, sizes) - low : -1;
+        const int j = from + lane, k = j < last ? (int)place(index, j, Q, sizes) - low : -1;
         const bool mine = k >= 0 && k < own;
         if (!__ballot_sync(~0u, mine)) continue;
         const u32 peers = __match_any_sync(~0u, mine ? k : -1);
@@ -111,10 +102,33 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
         if (mine) row[at] = low + k, order[at] = j;
     }
 }
+#endif
 
-// VEC columns of the rows that take(0), ..., take(count - 1) point to, added to sum in order.
+DEVICE Acc combine(Acc a, Acc b) {
+    if (REDUCE == 2) return a * b;
+    if (REDUCE == 3) return m_max(a, b);
+    if (REDUCE == 4) return m_min(a, b);
+    return a + b;
+}
+
+// What combines with any number to that number: -0 of a sum, which keeps -0 + -0.
+template <class S> DEVICE S least() { return (S)-1 < (S)0 ? (S)(1ull << (8 * sizeof(S) - 1)) : (S)0; }
+template <> DEVICE float least<float>() { return __int_as_float(0xff800000); }
+template <> DEVICE double least<double>() { return __longlong_as_double(0xfff0000000000000ull); }
+template <class S> DEVICE S most() { return (S)((u64)least<S>() - 1); }
+template <> DEVICE bool most<bool>() { return true; }
+template <> DEVICE float most<float>() { return -least<float>(); }
+template <> DEVICE double most<double>() { return -least<double>(); }
+DEVICE Acc unit() {
+    if (REDUCE == 2) return (Acc)1;
+    if (REDUCE == 3) return least<Acc>();
+    if (REDUCE == 4) return most<Acc>();
+    return (Acc)(FRESH ? 0.0 : -0.0);
+}
+
+// VEC columns of the rows that take(0), ..., take(count - 1) point to, combined with sum in order.
 template <class S, class Take> DEVICE void add_rows(Acc (&sum)[VEC], u32 count, Take take) {
-    constexpr int AHEAD = 32 / sizeof(Acc);  // rows whose loads are under way at once
+    constexpr int AHEAD = sizeof(Acc) < 4 ? 8 : 32 / sizeof(Acc);  // rows whose loads are under way at once
     u32 k = 0;
     for (; k + AHEAD <= count; k += AHEAD) {
         const S* from[AHEAD];
@@ -126,48 +140,51 @@ template <class S, class Take> DEVICE void add_rows(Acc (&sum)[VEC], u32 count, 
 #pragma unroll
         for (int u = 0; u < AHEAD; u++)
 #pragma unroll
-            for (int i = 0; i < VEC; i++) sum[i] += widen(v[u].at[i]);
+            for (int i = 0; i < VEC; i++) sum[i] = combine(sum[i], widen(v[u].at[i]));
     }
     for (; k < count; k++) {
         const Vec<S, VEC> v = load<VEC>(take(k));
 #pragma unroll
-        for (int i = 0; i < VEC; i++) sum[i] += widen(v.at[i]);
+        for (int i = 0; i < VEC; i++) sum[i] = combine(sum[i], widen(v.at[i]));
     }
 }
 
 // Slot 0 of a chunk of `part` sorted places is of the row that its first place has, slot 1 of the row that its last
 // one has: no third row in between has more than `part`. The teams of a block have consecutive places of a chunk.
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
-    sum_parts(const u32* start, const u32* row, const u32* order, const T* update, Acc* sums, int rows, int inner,
-              int part) {
+    sum_parts(const u32* start, const u32* stop, const u32* found, const u32* row, const u32* order,
+              const T* update, Acc* sums, int rows, int inner, int part) {
     after_previous_launch();
+    if (!stop) stop = start + 1, found = start + rows;
     constexpr int TEAMS = THREADS / TEAM, WIDE = TEAM * VEC;
     __shared__ __align__(16) Acc shared[TEAMS][WIDE];
     const int team = threadIdx.x / TEAM, own = threadIdx.x % TEAM * VEC, left = inner - blockIdx.y * WIDE;
-    const u32 found = start[rows], begin = blockIdx.x * part;
-    if (begin >= found) return;
-    const u32 end = found - begin < part ? found : begin + part;
+    const u32 places = *found, begin = blockIdx.x * part;
+    if (begin >= places) return;
+    const u32 end = places - begin < part ? places : begin + part;
     const u32 head = row[begin], tail = row[end - 1];
     update += blockIdx.y * WIDE + own;
     sums += (i64)2 * blockIdx.x * inner + blockIdx.y * WIDE;
 #pragma unroll 1
     for (int slot = 0; slot < 2; slot++, sums += inner) {
-        const u32 of = slot ? tail : head, from = start[of], to = start[of + 1];
+        const u32 of = slot ? tail : head, from = start[of], to = stop[of];
         if (to - from <= part || (slot && head == tail)) continue;  // the same for the block
         const u32 low = from > begin ? from : begin, high = to < end ? to : end;
         const u32 each = (high - low + TEAMS - 1) / TEAMS, first = low + team * each;
         u32 count = first >= high ? 0 : high - first < each ? high - first : each;
         if (own >= left) count = 0;
-        Acc sum[VEC] = {};
+        Acc sum[VEC];
+#pragma unroll
+        for (int i = 0; i < VEC; i++) sum[i] = unit();
         add_rows<T>(sum, count, [&](u32 k) { return update + (i64)order[first + k] * inner; });
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < VEC; i++) shared[team][own + i] = sum[i];
         __syncthreads();
         for (int c = threadIdx.x; c < WIDE && c < left; c += THREADS) {
-            Acc total = 0;
+            Acc total = unit();
 #pragma unroll 8
-            for (int k = 0; k < TEAMS; k++) total += shared[k][c];
+            for (int k = 0; k < TEAMS; k++) total = combine(total, shared[k][c]);
             sums[c] = total;
         }
     }
@@ -175,16 +192,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
 
 // A sorted place that is its row's first sums the row.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-    sum_rows(const u32* start, const u32* row, const u32* order, const T* update, const Acc* sums, T* y, int rows,
-             int inner, int part) {
+    sum_rows(const u32* start, const u32* stop, const u32* found, const u32* row, const u32* order, const T* update,
+             const Acc* sums, T* y, int rows, int inner, int part) {
     after_previous_launch();
+    if (!stop) stop = start + 1, found = start + rows;
     const u32 at = blockIdx.x * (THREADS / TEAM) + threadIdx.x / TEAM;
     const int column = (blockIdx.y * TEAM + threadIdx.x % TEAM) * VEC;
-    if (at >= start[rows] || column >= inner) return;
-    const u32 own = row[at], from = start[own], count = start[own + 1] - from;
+    if (at >= *found || column >= inner) return;
+    const u32 own = row[at], from = start[own], count = stop[own] - from;
     if (at != from) return;
     y += (i64)own * inner + column;
-    Acc sum[VEC] = {};
+    Acc sum[VEC];
+#pragma unroll
+    for (int i = 0; i < VEC; i++) sum[i] = unit();
     if (!FRESH) add_rows<T>(sum, 1, [&](u32) { return y; });
     if (count <= part) {
         update += column;

@@ -55,6 +55,7 @@ MODULES: dict[str, str] = {
     "Float8": "float8",
     **dict.fromkeys(("GatherElements", "GatherND", "ScatterElements", "ScatterND"), "indexing"),
     **dict.fromkeys(("CumulativeSum", "TopK", "SortedRows"), "scan"),
+    **dict.fromkeys(("KeptCounts", "KeptPositions"), "scan"),
     **dict.fromkeys(("Pointwise", "PointwiseSums"), "pointwise"),
     "Collective": "collective",
     **dict.fromkeys(("BatchedCalls", "PointwiseMany", "CopyMany"), "batched"),
@@ -295,7 +296,8 @@ def refused(problem: AnyProblem, hw: Hardware, prefs: Mapping[str, str] | None =
 class Site:
     """One call of a program, as --explain shows it: what runs, how long, and why it was chosen.
 
-    `floor` is the time that no kernel beats; where a rule chooses, `seconds` is that and a launch.
+    `floor` is the time that no kernel beats; where a rule chooses, `seconds` is what the kernel's
+    threads need for its bytes, and its launches.
     """
 
     nodes: tuple[str, ...]

@@ -1,13 +1,19 @@
-"""GatherElements, GatherND, ScatterElements, ScatterND: an element, or a line of them, a thread."""
+"""GatherElements, GatherND, ScatterElements, ScatterND.
+
+Few updates are written in their order by one thread or block a line; of many the last of each
+element is found, or a sort brings those of an element together.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from onnx_fuse.cuda.macros import C_TYPES, FLOATS, defines, lanes
+from onnx_fuse.cuda.macros import C_TYPES, defines, lanes
 from onnx_fuse.cuda.pointwise import STORAGE
 from onnx_fuse.kernels.kernel import Kernel
+from onnx_fuse.kernels.radix import RadixSort, aligned
 from onnx_fuse.kernels.rule_based import RuleBased, access_width
 from onnx_fuse.program.moves import GatherElements, GatherND, ScatterElements, ScatterND
 from onnx_fuse.program.problem import ITEMSIZE, Arg, Config, Hardware, Launch, Num, Ptr
@@ -21,8 +27,15 @@ IDS = 512
 """Rows of the table whose updates a block of indexing/row_sums.cu finds."""
 FILLED = 1 << 16
 """Elements that a block of it fills with zeros."""
-MOST_READ = 1 << 31
-"""Index tuples that all of its blocks may read together: some milliseconds."""
+MOST_READ = 1 << 24
+"""Index tuples that all of its blocks may read together: beyond it a radix sort is faster."""
+MOST_ROWS = (1 << 31) - 1
+"""Rows, and updates, that the numbers of indexing/places.cu count."""
+SHORT, LONG, FEWEST = 16, 256, 4
+"""Updates that a thread writes one after another: of few lines, of many side by side, and of many
+lines each of which stands by itself, so that the threads of a warp read far apart."""
+MANY = 1 << 15
+"""Lines that give the chip threads enough."""
 _UNITS = {1: "u8", 2: "u16", 4: "u32", 8: "u64", 16: "u128"}
 _INDEX_TYPES = {"int64": "i64", "int32": "int"}
 _REDUCTIONS = {"none": 0, "add": 1, "mul": 2, "max": 3, "min": 4}
@@ -31,6 +44,12 @@ _REDUCTIONS = {"none": 0, "add": 1, "mul": 2, "max": 3, "min": 4}
 def _dims(dims: tuple[int, ...]) -> tuple[Num, ...]:
     """The sizes that a tuple of indices counts along, 1 for those it has not."""
     return tuple(Num("i64", d) for d in (*dims, *(1,) * (MAX_TUPLE - len(dims))))
+
+
+def _units(inner: int, dtype: str) -> tuple[int, str]:
+    """Elements of an access of at most 16 bytes, and the C type of as many bytes."""
+    width = access_width(inner, dtype)
+    return width, _UNITS[width * ITEMSIZE[dtype]]
 
 
 class _Tuples(RuleBased):
@@ -65,22 +84,118 @@ class Tuples(_Tuples):
 
     def launch(self, problem: GatherND, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """One launch, up to 16 bytes a thread."""
-        size = ITEMSIZE[problem.dtype]
-        width = 16 // size
-        while problem.inner % width:
-            width //= 2
+        width, unit = _units(problem.inner, problem.dtype)
         n = problem.batch * problem.rows * problem.inner // width
         return self.one(
             "gather_nd", -(-n // THREADS), THREADS,
             Ptr("x"), Ptr("index"), Ptr("y"), Num("i64", n), Num("i64", problem.inner // width),
             Num("i64", problem.rows), Num("i32", len(problem.dims)), *_dims(problem.dims),
-            IDX=_INDEX_TYPES[problem.index], T=_UNITS[width * size],
+            IDX=_INDEX_TYPES[problem.index], T=unit,
         )  # fmt: skip
 
 
 def _scatter_macros(problem: ScatterElements | ScatterND) -> dict[str, Any]:
     reduce = _REDUCTIONS[problem.reduction]
     return {"IDX": _INDEX_TYPES[problem.index], "REDUCE": reduce, "T": STORAGE[problem.dtype]}
+
+
+@dataclass(frozen=True)
+class _Updates:
+    """`count` updates of `inner` elements for the `rows` of y, as indexing/places.cu sees them."""
+
+    count: int
+    rows: int
+    inner: int
+    sizes: tuple[Num, ...]
+    elements: bool
+
+    @classmethod
+    def of(cls, problem: ScatterElements | ScatterND) -> _Updates:
+        if isinstance(problem, ScatterND):
+            sizes = Num("i32", len(problem.dims)), *_dims(problem.dims)
+            return cls(problem.count, problem.rows, problem.inner, sizes, False)
+        lines = problem.lines
+        sizes = Num("i32", 0), *_dims((problem.inner, problem.given, problem.length))
+        return cls(lines * problem.given, lines * problem.length, 1, sizes, True)
+
+
+def _short_lines(problem: ScatterElements) -> str | None:
+    """Why a thread a line is better: lines are short, or side by side and many."""
+    lines, given = problem.lines, problem.given
+    few = SHORT if lines < MANY else FEWEST
+    most = LONG if problem.inner >= 32 and lines >= MANY else few  # of neighbours
+    if given <= most:
+        return f"{lines} lines of {given} updates are short"
+    return None
+
+
+class _Many(RuleBased):
+    """Kernels that find out which updates are for the same row of y."""
+
+    source = "indexing/places.cu"
+
+    def supports(self, problem: ScatterElements | ScatterND, hw: Hardware) -> str | None:
+        """Many updates, of which no thread has a short line to itself."""
+        if isinstance(problem, ScatterElements):
+            if reason := _short_lines(problem):
+                return reason
+        elif problem.fresh:
+            return "it writes no zeros"
+        elif len(problem.dims) > MAX_TUPLE:
+            return f"index tuples of {len(problem.dims)}"
+        updates = _Updates.of(problem)
+        if updates.count <= FEW:
+            return f"only {updates.count} updates"
+        if updates.count > MOST_ROWS or updates.rows > MOST_ROWS:
+            return f"{updates.count} updates of {updates.rows} rows pass its numbers"
+        return None
+
+    def _macros(self, problem: ScatterElements | ScatterND, unit: str) -> dict[str, Any]:
+        elements = isinstance(problem, ScatterElements)
+        return {"IDX": _INDEX_TYPES[problem.index], "T": unit, "ELEMENTS": elements}
+
+
+class Last(_Many):
+    """indexing/places.cu: the last update of each row is written. Operands: y index update."""
+
+    name = "last"
+
+    def supports(self, problem: ScatterElements | ScatterND, hw: Hardware) -> str | None:
+        """Updates that are not combined."""
+        if problem.reduction != "none":
+            return f"reduction {problem.reduction}"
+        return super().supports(problem, hw)
+
+    def workspace(self, problem: ScatterElements | ScatterND, config: Config, hw: Hardware) -> int:
+        """A number for each row of y."""
+        return 4 * _Updates.of(problem).rows
+
+    def moved(self, problem: ScatterElements | ScatterND) -> int:
+        """The indices twice, and the numbers of y's rows: cleared, and looked up in sectors."""
+        updates = _Updates.of(problem)
+        return 2 * problem.bytes + 4 * updates.rows + 64 * updates.count
+
+    def launch(
+        self, problem: ScatterElements | ScatterND, config: Config, hw: Hardware
+    ) -> tuple[Launch, ...]:
+        """Numbers of 0, the largest number of an update of each row, and those updates."""
+        updates = _Updates.of(problem)
+        width, unit = _units(updates.inner, problem.dtype)
+        macros = self._macros(problem, unit)
+        index, last = Ptr("index"), Ptr("workspace")
+
+        def each(entry: str, size: int, *args: Arg) -> tuple[Launch, ...]:
+            return self.one(entry, -(-size // THREADS), THREADS, *args, **macros)
+
+        units = updates.inner // width
+        total = updates.count * units
+        return (
+            *each("clear_last", updates.rows, last, Num("i64", updates.rows)),
+            *each("mark_last", updates.count, index, last, Num("i64", updates.count),
+                  *updates.sizes),
+            *each("write_last", total, index, Ptr("update"), last, Ptr("y"), Num("i64", total),
+                  Num("i64", units), *updates.sizes),
+        )  # fmt: skip
 
 
 class Lines(RuleBased):
@@ -107,79 +222,193 @@ class Grouped(RuleBased):
     name = "grouped"
     source = "indexing/row_sums.cu"
 
-    def supports(self, problem: ScatterND, hw: Hardware) -> str | None:
-        """Sums of rows; not so few that the launches weigh more, nor in too large a table."""
-        count, rows = problem.count, problem.rows
-        if problem.reduction != "add":
-            return f"reduction {problem.reduction}"
-        if problem.dtype not in (*FLOATS, "int32", "int64"):
+    def supports(self, problem: ScatterElements | ScatterND, hw: Hardware) -> str | None:
+        """Combined updates; not so few that the launches weigh more, nor in too large a table."""
+        if problem.reduction == "none":
+            return "reduction none"
+        if problem.dtype not in C_TYPES:
             return f"rows of {problem.dtype}"
-        if len(problem.dims) > MAX_TUPLE:
+        elements = isinstance(problem, ScatterElements)
+        if isinstance(problem, ScatterElements):
+            if reason := _short_lines(problem):
+                return reason
+        elif len(problem.dims) > MAX_TUPLE:
             return f"index tuples of {len(problem.dims)}"
-        if count <= FEW and not problem.fresh:
+        updates = _Updates.of(problem)
+        fresh = isinstance(problem, ScatterND) and problem.fresh
+        count, rows = updates.count, updates.rows
+        if count <= FEW and not fresh:
             return f"only {count} updates"
-        large = any(size >= 1 << 30 for size in (count, rows, problem.inner))
-        if large or -(-rows // IDS) * count > MOST_READ:
+        large = any(size >= 1 << 30 for size in (count, rows, updates.inner))
+        # an element's place takes divisions
+        if large or -(-rows // IDS) * count * (8 if elements else 1) > MOST_READ:
             return f"{count} updates in {rows} rows are too many to read once for {IDS} rows"
         return None
 
-    def cost(self, problem: ScatterND, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: ScatterElements | ScatterND, config: Config, hw: Hardware) -> float:
         """The sort, and the updates, read in its order at 0.13 of a copy's rate (H200, 2026-11)."""
-        updates = problem.count * problem.inner * ITEMSIZE[problem.dtype]
-        return super().cost(problem, config, hw) + updates / (0.13 * hw.bandwidth)
+        updates = _Updates.of(problem)
+        read = updates.count * updates.inner * ITEMSIZE[problem.dtype]
+        return super().cost(problem, config, hw) + read / (0.13 * hw.bandwidth)
 
-    def configs(self, problem: ScatterND, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: ScatterElements | ScatterND, hw: Hardware) -> Sequence[Config]:
         """The rule's, then smaller and larger parts."""
-        part = self._part(problem)
+        part = _part(_Updates.of(problem).count)
         return [Config.of(), *(Config.of(part=n) for n in (part // 2, 2 * part))]
 
-    @staticmethod
-    def _part(problem: ScatterND) -> int:
-        """About the square root of all, so that parts and their sums are about as long."""
-        return 1 << max(6, (coarse(problem.count) - 1).bit_length() // 2)
-
-    def _room(self, problem: ScatterND, config: Config) -> tuple[int, int, int]:
+    def _room(self, problem: ScatterElements | ScatterND, config: Config) -> tuple[int, int, int]:
         """Sorted updates a part, the offset of the parts' sums in the workspace, and its bytes."""
-        part = config.integer("part") or self._part(problem)
-        at = _aligned(4 * (problem.rows + 1)) + 2 * _aligned(4 * problem.count)
-        size = 8 if problem.dtype in ("float64", "int64") else 4
-        return part, at, at + 2 * -(-problem.count // part) * problem.inner * size
+        updates = _Updates.of(problem)
+        part = config.integer("part") or _part(updates.count)
+        at = aligned(4 * (updates.rows + 1)) + 2 * aligned(4 * updates.count)
+        size = max(4, ITEMSIZE[problem.dtype])
+        return part, at, at + 2 * -(-updates.count // part) * updates.inner * size
 
-    def workspace(self, problem: ScatterND, config: Config, hw: Hardware) -> int:
+    def workspace(self, problem: ScatterElements | ScatterND, config: Config, hw: Hardware) -> int:
         """The bytes of the order of the updates and of the sums of parts."""
         return self._room(problem, config)[2]
 
-    def launch(self, problem: ScatterND, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(
+        self, problem: ScatterElements | ScatterND, config: Config, hw: Hardware
+    ) -> tuple[Launch, ...]:
         """The sort, the sums of parts if a row can have several, and the sums of rows."""
-        count, rows, inner = problem.count, problem.rows, problem.inner
+        updates = _Updates.of(problem)
+        count, rows, inner = updates.count, updates.rows, updates.inner
+        fresh = isinstance(problem, ScatterND) and problem.fresh
         part, at, _ = self._room(problem, config)
-        vec = access_width(inner, problem.dtype)
-        team = lanes(-(-inner // vec))
-        first = _aligned(4 * (rows + 1))
+        first = aligned(4 * (rows + 1))
         start, row = Ptr("workspace"), Ptr("workspace", first)
-        order, sums = Ptr("workspace", first + _aligned(4 * count)), Ptr("workspace", at)
-        macros = defines(
-            T=C_TYPES[problem.dtype], IDX=_INDEX_TYPES[problem.index], Q=len(problem.dims),
-            VEC=vec, TEAM=team, IDS=IDS, FRESH=problem.fresh,
+        order = Ptr("workspace", first + aligned(4 * count))
+        sums = _RowSums(
+            count, rows, inner, part, problem.dtype,
+            (start, Ptr("stop"), Ptr("found"), row, order), Ptr("workspace", at),
+            (("FRESH", fresh), ("IDS", IDS), ("IDX", _INDEX_TYPES[problem.index]),
+             ("ELEMENTS", updates.elements), ("Q", updates.sizes[0].value),
+             ("REDUCE", _REDUCTIONS[problem.reduction])),
         )  # fmt: skip
-
-        def summing(entry: str, blocks: int, *args: Arg) -> Launch:
-            grid = (blocks, -(-inner // (team * vec)), 1)
-            given = (start, row, order, Ptr("update"), sums, *args)
-            numbers = (Num("i32", n) for n in (rows, inner, part))
-            return Launch(self.source, entry, grid, (THREADS, 1, 1), (*given, *numbers), macros)
-
-        filling = -(-rows * inner // FILLED) if problem.fresh else 0
+        filling = -(-rows * inner // FILLED) if fresh else 0
         sort = Launch(
             self.source, "group_rows", (-(-rows // IDS) + filling, 1, 1), (1024, 1, 1),
             (Ptr("index"), start, row, order, Ptr("y"), Num("i32", count), Num("i32", rows),
-             Num("i64", rows * inner), *_dims(problem.dims)),
-            macros, smem=4 * (32 * IDS + 32),
+             Num("i64", rows * inner), *updates.sizes[1:]),
+            sums.macros, smem=4 * (32 * IDS + 32),
+        )  # fmt: skip
+        return (sort, *sums.launches())
+
+
+@dataclass(frozen=True)
+class _RowSums:
+    """The launches of indexing/row_sums.cu behind a sort of `count` updates.
+
+    `order` points to start, stop, found, row and order, of which stop and found may be null; `part`
+    sorted updates are one block's.
+    """
+
+    count: int
+    rows: int
+    inner: int
+    part: int
+    dtype: str
+    order: tuple[Ptr, ...]
+    sums: Ptr
+    more: tuple[tuple[str, object], ...]
+
+    @property
+    def _team(self) -> tuple[int, int]:
+        vec = access_width(self.inner, self.dtype)
+        return vec, lanes(-(-self.inner // vec))
+
+    @property
+    def macros(self) -> tuple[tuple[str, str], ...]:
+        """Those of the sort in the same source as well."""
+        vec, team = self._team
+        return defines(T=STORAGE[self.dtype], VEC=vec, TEAM=team, **dict(self.more))
+
+    def launches(self) -> tuple[Launch, ...]:
+        """The sums of parts if a row can have several, and the sums of rows."""
+        vec, team = self._team
+
+        def summing(entry: str, blocks: int, *args: Arg) -> Launch:
+            grid = (blocks, -(-self.inner // (team * vec)), 1)
+            pointers = (*self.order, Ptr("update"), self.sums, *args)
+            numbers = (Num("i32", n) for n in (self.rows, self.inner, self.part))
+            return Launch(
+                "indexing/row_sums.cu", entry, grid, (THREADS, 1, 1), (*pointers, *numbers),
+                self.macros,
+            )  # fmt: skip
+
+        parts = -(-self.count // self.part)
+        return (
+            *((summing("sum_parts", parts),) if self.count > self.part else ()),
+            summing("sum_rows", -(-self.count * team // THREADS), Ptr("y")),
+        )
+
+
+def _part(count: int) -> int:
+    """About the square root of all, so that parts and their sums are about as long."""
+    return 1 << max(6, (coarse(count) - 1).bit_length() // 2)
+
+
+class Sorted(_Many):
+    """scan/radix.cu and indexing/row_sums.cu: any reduction of many. Operands: y index update."""
+
+    name = "sorted"
+
+    def supports(self, problem: ScatterElements | ScatterND, hw: Hardware) -> str | None:
+        """Updates that are combined."""
+        if problem.reduction == "none":
+            return "reduction none"
+        if problem.dtype not in C_TYPES:
+            return f"rows of {problem.dtype}"
+        return super().supports(problem, hw)
+
+    def _sort(self, problem: ScatterElements | ScatterND) -> RadixSort:
+        updates = _Updates.of(problem)
+        return RadixSort(1, updates.count, updates.rows.bit_length())
+
+    def _room(self, problem: ScatterElements | ScatterND) -> tuple[int, int, int]:
+        """The offsets of stop, found and the parts' sums in the workspace, behind start."""
+        stop = self._sort(problem).end + aligned(4 * _Updates.of(problem).rows)
+        found = stop + aligned(4 * _Updates.of(problem).rows)
+        return stop, found, found + 16
+
+    def workspace(self, problem: ScatterElements | ScatterND, config: Config, hw: Hardware) -> int:
+        """The sort's bytes, where the updates of each row begin and end, and the sums of parts."""
+        updates = _Updates.of(problem)
+        parts = -(-updates.count // _part(updates.count))
+        return self._room(problem)[2] + 16 * parts * updates.inner
+
+    def moved(self, problem: ScatterElements | ScatterND) -> int:
+        """The sort, and the updates in its order: a sector each at least."""
+        updates = _Updates.of(problem)
+        size = max(32, updates.inner * ITEMSIZE[problem.dtype])
+        return self._sort(problem).moved + problem.bytes + (3 * size + 32) * updates.count
+
+    def launch(
+        self, problem: ScatterElements | ScatterND, config: Config, hw: Hardware
+    ) -> tuple[Launch, ...]:
+        """The updates' rows, their sort, where each row begins and ends, and the sums."""
+        updates, sort = _Updates.of(problem), self._sort(problem)
+        stop, found, sums = self._room(problem)
+        start = Ptr("workspace", sort.end)
+        row, order = sort.sorted
+        ends = (start, Ptr("workspace", stop), Ptr("workspace", found))
+        count, none = Num("i64", updates.count), Num("i32", updates.rows)
+        macros = self._macros(problem, "u32")
+
+        def each(entry: str, *args: Arg) -> tuple[Launch, ...]:
+            return self.one(entry, -(-updates.count // THREADS), THREADS, *args, **macros)
+
+        adding = _RowSums(
+            updates.count, updates.rows, updates.inner, _part(updates.count), problem.dtype,
+            (*ends, row, order), Ptr("workspace", sums),
+            (("FRESH", False), ("REDUCE", _REDUCTIONS[problem.reduction])),
         )  # fmt: skip
         return (
-            sort,
-            *((summing("sum_parts", -(-count // part)),) if count > part else ()),
-            summing("sum_rows", -(-count * team // THREADS), Ptr("y")),
+            *each("row_keys", Ptr("index"), sort.keys, count, none, *updates.sizes),
+            *sort.launches(),
+            *each("mark_runs", row, *ends, count, none),
+            *adding.launches(),
         )
 
 
@@ -205,14 +434,9 @@ class Rows(_Tuples):
         )  # fmt: skip
 
 
-def _aligned(nbytes: int) -> int:
-    """The bytes up to the next multiple of 16, where a tensor may begin."""
-    return -(-nbytes // 16) * 16
-
-
 KERNELS: dict[str, Sequence[Kernel]] = {
     "GatherElements": (Elements(),),
     "GatherND": (Tuples(),),
-    "ScatterElements": (Lines(),),
-    "ScatterND": (Grouped(), Rows()),
+    "ScatterElements": (Last(), Grouped(), Sorted(), Lines()),
+    "ScatterND": (Grouped(), Last(), Sorted(), Rows()),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from onnx_fuse.cuda.macros import defines, pow2
@@ -15,6 +16,8 @@ from onnx_fuse.program.size import coarse
 
 BLOCK = 256
 """Threads of a block where nothing asks for more."""
+ACCESS, LATENCY = 32, 0.6e-6
+"""Bytes that a thread waits for at once, and the seconds that memory takes (H200, 2026-11)."""
 
 
 class Unconditional:
@@ -79,10 +82,25 @@ class RuleBased(WithoutWorkspace, Unconditional):
         """The rule's own."""
         return (Config.of(),)
 
+    def moved(self, problem: Any) -> int:
+        """The bytes that its launches read and write together: the problem's, unless it says so."""
+        total: int = problem.bytes
+        return total
+
     def cost(self, problem: Any, config: Config, hw: Hardware) -> float:
-        """What the chip needs at least, and a launch."""
+        """What the chip needs at least or its threads to move the bytes, and the launches.
+
+        A thread has ACCESS bytes on their way at a time, and a multiprocessor has a limit as well:
+        few threads or blocks leave most of the memory's rate unused, however fast the chip is.
+        """
         known: AnyProblem = problem
-        return known.floor(hw) + hw.launch_seconds
+        launches = self.launch(problem, config, hw)
+        threads = max(prod(x.grid) * prod(x.block) for x in launches)
+        blocks = max(prod(x.grid) for x in launches)
+        rate = min(hw.bandwidth, threads * ACCESS / LATENCY,
+                   2 * blocks * hw.bandwidth / hw.sm_count)  # fmt: skip
+        took = max(known.floor(hw), self.moved(problem) / rate)
+        return took + len(launches) * hw.launch_seconds
 
     def launch(self, problem: Any, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The kernel calls, in order."""

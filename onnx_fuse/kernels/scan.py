@@ -1,20 +1,37 @@
-"""CumulativeSum, TopK, SortedRows."""
+"""CumulativeSum, TopK, SortedRows, KeptCounts, KeptPositions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines, lanes, pow2
+from onnx_fuse.cuda.macros import C_TYPES, accumulator, lanes, pow2
 from onnx_fuse.kernels.kernel import Kernel
+from onnx_fuse.kernels.radix import RadixSort, aligned
 from onnx_fuse.kernels.rule_based import RuleBased
-from onnx_fuse.program.moves import CumulativeSum, SortedRows, TopK
-from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr
+from onnx_fuse.program.moves import CumulativeSum, KeptCounts, KeptPositions, SortedRows, TopK
+from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Num, Ptr
+from onnx_fuse.program.size import coarse
 
 PAIRS = 1024
 """Pairs that a block of scan/sort.cu exchanges; its shared memory holds twice as many elements."""
 TOPK_MAX = 2048
 """The largest k of scan/topk.cu where a row is longer than 4096; others are sorted whole."""
+FEW_BLOCKS = 264
+"""Rows, or tiles of columns, below which each of them is cut into chunks for several blocks."""
+CHUNK = 4096
+"""The least elements of such a chunk."""
+BLOCKS = 1024
+"""Blocks that chunks are to give, whatever the chip: the order of a sum is the shape's alone."""
+THREADS = 256
+
+
+def chunk_length(blocks: int, length: int, least: int = CHUNK, multiple: int = 4) -> int:
+    """Elements of a chunk of a row, of which there are `blocks` where it is not cut."""
+    chunks = min(coarse(length) // least, -(-BLOCKS // max(1, blocks)))
+    if blocks >= FEW_BLOCKS or chunks < 2:
+        return length
+    return -(-length // (chunks * multiple)) * multiple
 
 
 class Cumulative(RuleBased):
@@ -23,30 +40,58 @@ class Cumulative(RuleBased):
     source = "scan/cumsum.cu"
     free_axes = "yz"
 
-    def launch(self, problem: CumulativeSum, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """One launch: a block a row, or for up to 32 columns."""
+    @staticmethod
+    def _of_rows(problem: CumulativeSum) -> bool:
+        return problem.inner == 1 and problem.length >= 16
+
+    def _cut(self, problem: CumulativeSum) -> tuple[int, int, int]:
+        """(blocks of a chunk of all rows, elements of a chunk, chunks a row)."""
         outer, length, inner = problem.outer, problem.length, problem.inner
-        row = inner == 1 and length >= 16
+        rows = self._of_rows(problem)
+        blocks = outer if rows else -(-inner // lanes(inner)) * outer
+        chunk = chunk_length(blocks, length, CHUNK if rows else CHUNK // lanes(inner))
+        return blocks, chunk, -(-length // chunk)
+
+    def workspace(self, problem: CumulativeSum, config: Config, hw: Hardware) -> int:
+        """A sum for each chunk."""
+        chunks = self._cut(problem)[2]
+        return 8 * problem.outer * problem.inner * chunks if chunks > 1 else 0
+
+    def moved(self, problem: CumulativeSum) -> int:
+        """x is read twice where it is cut, and of columns."""
+        twice = self._cut(problem)[2] > 1 or not self._of_rows(problem)
+        return problem.bytes * 3 // 2 if twice else problem.bytes
+
+    def launch(self, problem: CumulativeSum, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """A block a row, or for up to 32 columns; of chunks their sums first."""
+        length, inner = problem.length, problem.inner
+        blocks, chunk, chunks = self._cut(problem)
+        row = self._of_rows(problem)
         macros: dict[str, Any]
         if row:
             block = min(512, max(32, pow2(length) // 4))
-            macros, grid = {"BLOCK": block}, outer
+            macros = {"BLOCK": block, "VEC": 1 if length % 4 else 4}
         else:
             bx = lanes(inner)
-            by = min(1024 // bx, max(1, pow2(length) // 8))
+            by = min(1024 // bx, max(1, pow2(chunk) // 8))
             block, macros = bx * by, {"BX": bx, "BY": by}
-            grid = -(-inner // bx) * outer
-        sizes = (length,) if row else (length, inner)
-        return self.one(
-            "cumsum_row" if row else "cumsum_column", grid, block,
-            Ptr("x"), Ptr("y"), *(Num("i64", n) for n in sizes),
-            T=C_TYPES[problem.dtype], ACC=accumulator(problem.dtype), **macros,
-            EXCLUSIVE=problem.exclusive, REVERSE=problem.reverse, PRODUCT=problem.product,
-        )  # fmt: skip
+        entry = "cumsum_row" if row else "cumsum_column"
+        sizes = (length, *(() if row else (inner,)), chunk, chunks)
+        numbers = tuple(Num("i64", n) for n in sizes)
+        macros |= {"T": C_TYPES[problem.dtype], "ACC": accumulator(problem.dtype),
+                   "EXCLUSIVE": problem.exclusive, "REVERSE": problem.reverse,
+                   "PRODUCT": problem.product}  # fmt: skip
+        parts = Ptr("workspace" if chunks > 1 else "parts")
+
+        def one(name: str, *pointers: Ptr) -> tuple[Launch, ...]:
+            return self.one(name, blocks * chunks, block, *pointers, *numbers, **macros)
+
+        sums = one(f"{entry}_parts", Ptr("x"), parts) if chunks > 1 else ()
+        return sums + one(entry, Ptr("x"), Ptr("y"), parts)
 
 
 class InBlock(RuleBased):
-    """scan/topk.cu: a block a row. Operands: x values indices."""
+    """scan/topk.cu: a block a row, or a chunk of few long rows. Operands: x values indices."""
 
     name = "block"
     source = "scan/topk.cu"
@@ -58,89 +103,116 @@ class InBlock(RuleBased):
             return f"{problem.k} of {problem.length} elements do not fit in shared memory"
         return None
 
-    def launch(self, problem: TopK, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        length, k = problem.length, problem.k
-        # longer rows than `size` pass through it: k stay, and a block's worth may always join
-        size = pow2(length)
-        if length > 1024:
-            size = min(size, max(1024, 4 * pow2(k)), 2 * TOPK_MAX)
+    def _levels(self, problem: TopK) -> list[tuple[int, int]]:
+        """(length, chunks) of each launch: one takes the k of what the chunks of another found."""
+        rows, length = problem.outer * problem.inner, problem.length
+        found: list[tuple[int, int]] = []
+        while rows < FEW_BLOCKS and length >= 2 * max(CHUNK, 8 * problem.k):
+            least = max(CHUNK, 8 * problem.k)
+            chunks = min(length // least, -(-BLOCKS // max(1, rows)))
+            found.append((length, chunks))
+            length = chunks * problem.k
+        return [*found, (length, 1)]
+
+    @staticmethod
+    def _block(problem: TopK, length: int, chunks: int) -> tuple[int, int]:
+        """(pairs that shared memory holds, threads) of a block that has one of the chunks."""
+        # longer chunks than `size` pass through it: k stay, and a block's worth may always join
+        part = -(-length // chunks)
+        size = pow2(part)
+        if part > 1024:
+            size = min(size, max(1024, 4 * pow2(problem.k)), 2 * TOPK_MAX)
         size = max(32, size)
-        block = min(256, size // 2) if length > size else min(1024, max(32, size // 2))
-        return self.one(
-            "topk", problem.outer * problem.inner, block, Ptr("x"), Ptr("values"), Ptr("indices"),
-            *(Num("i64", n) for n in (length, problem.inner, k)), smem=12 * size + 16,  # a counter
-            T=C_TYPES[problem.dtype], SIZE=size, BLOCK=block, LARGEST=problem.largest,
-        )  # fmt: skip
+        return size, min(256, size // 2) if part > size else min(512, max(32, size // 2))
 
+    def cost(self, problem: TopK, config: Config, hw: Hardware) -> float:
+        """The rounds of a block and the exchanges of its sorts, and the blocks one after another.
 
-def _padded(length: int) -> int:
-    """Elements of a row that scan/sort.cu sorts."""
-    return max(pow2(length), 2 * PAIRS)
+        A round of loads takes 0.7 us, and an exchange of a thread's pairs 0.25 us (H200, 2026-11).
+        """
+        seconds = problem.bytes / hw.bandwidth
+        for length, chunks in self._levels(problem):
+            size, block = self._block(problem, length, chunks)
+            rounds = -(-length // (chunks * block))
+            sorts = 1 if rounds * block <= size else 3
+            exchanges = size.bit_length() ** 2 // 2 * -(-size // (2 * block))
+            blocks = problem.outer * problem.inner * chunks
+            waves = max(1.0, blocks * block / (hw.sm_count * 1024))
+            took = rounds * 0.7e-6 + sorts * exchanges * 0.25e-6
+            seconds += took * waves + hw.launch_seconds
+        return seconds
 
+    @staticmethod
+    def _side(problem: TopK, chunks: int) -> tuple[int, int]:
+        """(offset of the indices, bytes) of what `chunks` a row have found."""
+        count = problem.outer * problem.inner * chunks * problem.k
+        at = aligned(count * ITEMSIZE[problem.dtype])
+        return at, at + aligned(8 * count)
 
-def _room(rows: int, length: int, keys: int) -> tuple[Ptr, Ptr, int]:
-    """The offsets of keys and indices in the workspace, and its bytes."""
-    at = -(-8 * keys // 16) * 16
-    return Ptr("workspace"), Ptr("workspace", at), at + 4 * rows * _padded(length)
+    def workspace(self, problem: TopK, config: Config, hw: Hardware) -> int:
+        """What the first two levels have found: each later one writes over the one before last."""
+        return sum(self._side(problem, n)[1] for _, n in self._levels(problem)[:-1][:2])
 
-
-def _sorting(
-    rows: int, sizes: tuple[int, int, int, int], dtype: str, *, largest: bool, wide: bool
-) -> tuple[list[Launch], Ptr, int]:
-    """The launches that sort rows by scan/sort.cu, where the indices stand, and the workspace.
-
-    `sizes` are a row's elements, the elements within which rows alternate, and an element's stride
-    and width. Wide rows have one key each, which is not stored.
-    """
-    padded = _padded(sizes[0])
-    key, at, room = _room(rows, sizes[0], 1 if wide else rows * padded)
-    macros = defines(T=C_TYPES[dtype], SIZE=2 * PAIRS, BLOCK=PAIRS, LARGEST=largest, WIDE=wide)
-    grid = (rows * padded // (2 * PAIRS), 1, 1)
-
-    def launch(entry: str, *more: int) -> Launch:
-        numbers = (Num("i64", n) for n in (*sizes, padded, *more))
-        return Launch(
-            "scan/sort.cu", entry, grid, (PAIRS, 1, 1), (Ptr("x"), key, at, *numbers), macros
-        )  # fmt: skip
-
-    launches, size = [launch("sort_chunks")], 4 * PAIRS
-    while size <= padded:
-        step = size // 2
-        while step > PAIRS:
-            launches.append(launch("sort_step", size, step))
-            step //= 2
-        launches.append(launch("sort_merge", size))
-        size *= 2
-    return launches, at, room
+    def launch(self, problem: TopK, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """A launch a level."""
+        rows, inner, k = problem.outer * problem.inner, problem.inner, problem.k
+        levels = self._levels(problem)
+        base = self._side(problem, levels[0][1])[1]
+        launches: tuple[Launch, ...] = ()
+        x, source = Ptr("x"), Ptr("from")
+        for level, (length, chunks) in enumerate(levels):
+            first, last = level == 0, level == len(levels) - 1
+            start = base * (level % 2)
+            values = Ptr("values") if last else Ptr("workspace", start)
+            at = self._side(problem, chunks)[0]
+            indices = Ptr("indices") if last else Ptr("workspace", start + at)
+            size, block = self._block(problem, length, chunks)
+            numbers = (length, inner if first else 1, inner if last else 1, k, chunks)
+            launches += self.one(
+                "topk", rows * chunks, block, x, source, values, indices,
+                *(Num("i64", n) for n in numbers), smem=12 * size + 16,  # a counter
+                T=C_TYPES[problem.dtype], SIZE=size, BLOCK=block, LARGEST=problem.largest,
+            )  # fmt: skip
+            x, source = values, indices
+        return launches
 
 
 class WholeRows(RuleBased):
-    """scan/sort.cu: rows are sorted whole. Operands: x values indices."""
+    """scan/radix.cu: rows are sorted whole. Operands: x values indices."""
 
     name = "sort"
-    source = "scan/sort.cu"
-    free_axes = "yz"
+    source = "scan/ranked.cu"
 
-    def _sorted(self, problem: TopK) -> tuple[list[Launch], Ptr, int]:
-        rows, inner = problem.outer * problem.inner, problem.inner
-        sizes = (problem.length, inner, inner, 1)
-        return _sorting(rows, sizes, problem.dtype, largest=problem.largest, wide=False)
+    def _sort(self, problem: TopK) -> RadixSort:
+        floating = problem.dtype in ("float32", "float16", "bfloat16")
+        bits = 32 if floating else 8 * ITEMSIZE[problem.dtype]
+        return RadixSort(problem.outer * problem.inner, problem.length, bits)
 
     def workspace(self, problem: TopK, config: Config, hw: Hardware) -> int:
         """The bytes of keys and indices."""
-        return self._sorted(problem)[2]
+        return self._sort(problem).end
+
+    def moved(self, problem: TopK) -> int:
+        """What the passes of the sort move beside the operands."""
+        return problem.bytes + self._sort(problem).moved
 
     def launch(self, problem: TopK, config: Config, hw: Hardware) -> tuple[Launch, ...]:
-        """The steps of the sort, and the choice of the first k."""
-        sort, at, _ = self._sorted(problem)
-        total = problem.outer * problem.inner * problem.k
-        numbers = (problem.length, problem.inner, _padded(problem.length), problem.k, total)
-        take = Launch(
-            self.source, "sort_take", (-(-total // PAIRS), 1, 1), (PAIRS, 1, 1),
-            (Ptr("x"), at, Ptr("values"), Ptr("indices"), *(Num("i64", n) for n in numbers)),
-            sort[0].defines,
-        )  # fmt: skip
-        return (*sort, take)
+        """The keys, the passes of the sort, and the choice of the first k."""
+        sort = self._sort(problem)
+        length, inner, k = problem.length, problem.inner, problem.k
+        macros: dict[str, Any] = {"T": C_TYPES[problem.dtype], "KEY": sort.key, "BITS": sort.bits,
+                  "LARGEST": problem.largest}  # fmt: skip
+
+        def each(entry: str, size: int, *args: Ptr | Num) -> tuple[Launch, ...]:
+            return self.one(entry, -(-size // THREADS), THREADS, *args, **macros)
+
+        total = sort.rows * length
+        keys = each("rank_keys", total, Ptr("x"), sort.keys,
+                    *(Num("i64", n) for n in (length, inner, total)))  # fmt: skip
+        taken = sort.rows * k
+        take = each("take_ranked", taken, Ptr("x"), sort.sorted[1], Ptr("values"), Ptr("indices"),
+                    *(Num("i64", n) for n in (length, inner, k, taken)))  # fmt: skip
+        return keys + sort.launches() + take
 
 
 class Order(RuleBased):
@@ -148,30 +220,71 @@ class Order(RuleBased):
 
     name = "sort"
     source = "scan/sort.cu"
-    free_axes = "yz"
 
-    def _sorted(self, problem: SortedRows) -> tuple[list[Launch], Ptr, int]:
-        count, width = problem.count, problem.width
-        sizes = (count, 1, width, width)
-        return _sorting(1, sizes, problem.dtype, largest=False, wide=True)
+    @staticmethod
+    def _padded(problem: SortedRows) -> int:
+        return max(pow2(problem.count), 2 * PAIRS)
 
     def workspace(self, problem: SortedRows, config: Config, hw: Hardware) -> int:
         """The bytes of the indices."""
-        return self._sorted(problem)[2]
+        return 4 * self._padded(problem)
+
+    def moved(self, problem: SortedRows) -> int:
+        """Each step of the network reads both rows of every pair."""
+        steps = self._padded(problem).bit_length() ** 2 // 2
+        return problem.bytes * steps
 
     def launch(self, problem: SortedRows, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         """The steps of the sort, and its order."""
-        sort, at, _ = self._sorted(problem)
-        count = problem.count
-        order = Launch(
-            self.source, "sort_order", (-(-count // PAIRS), 1, 1), (PAIRS, 1, 1),
-            (at, Ptr("indices"), Num("i64", count)), sort[0].defines,
-        )  # fmt: skip
-        return (*sort, order)
+        padded, count = self._padded(problem), problem.count
+        at, width = Ptr("workspace"), problem.width
+        macros: dict[str, Any] = {"T": C_TYPES[problem.dtype], "SIZE": 2 * PAIRS, "BLOCK": PAIRS}
+
+        def step(entry: str, *sizes: int) -> tuple[Launch, ...]:
+            numbers = (Num("i64", n) for n in sizes)
+            blocks = padded // (2 * PAIRS)
+            return self.one(entry, blocks, PAIRS, Ptr("x"), at, *numbers, **macros)
+
+        launches, size = step("sort_chunks", count, width), 4 * PAIRS
+        while size <= padded:
+            apart = size // 2
+            while apart > PAIRS:
+                launches += step("sort_step", width, size, apart)
+                apart //= 2
+            launches += step("sort_merge", width, size)
+            size *= 2
+        order = self.one(
+            "sort_order", -(-count // PAIRS), PAIRS, at, Ptr("indices"), Num("i64", count), **macros
+        )
+        return launches + order
+
+
+class Votes(RuleBased):
+    """scan/compact.cu. Operands: keep first, or keep first position."""
+
+    source = "scan/compact.cu"
+
+    def workspace(self, problem: KeptCounts | KeptPositions, config: Config, hw: Hardware) -> int:
+        """A number for each tile that is counted."""
+        return 4 * problem.tiles if isinstance(problem, KeptCounts) else 0
+
+    def launch(
+        self, problem: KeptCounts | KeptPositions, config: Config, hw: Hardware
+    ) -> tuple[Launch, ...]:
+        """The counts and their sums; or the positions."""
+        keep, first, length = Ptr("keep"), Ptr("first"), Num("i64", problem.length)
+        tiles = problem.tiles
+        if isinstance(problem, KeptPositions):
+            return self.one("kept_positions", tiles, 256, keep, first, Ptr("position"), length)
+        counts = self.one("kept_counts", tiles, 256, keep, Ptr("workspace"), length)
+        numbers = Num("i64", tiles)
+        return counts + self.one("kept_offsets", 1, 1024, Ptr("workspace"), first, numbers)
 
 
 KERNELS: dict[str, Sequence[Kernel]] = {
     "CumulativeSum": (Cumulative(),),
     "TopK": (InBlock(), WholeRows()),
     "SortedRows": (Order(),),
+    "KeptCounts": (Votes(),),
+    "KeptPositions": (Votes(),),
 }

@@ -17,8 +17,12 @@ from onnx_fuse.kernels.rule_based import (
 )
 from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr
 from onnx_fuse.program.problems import Softmax
+from onnx_fuse.program.size import coarse
 
 _KEPT = 32  # elements of a row a thread may hold in registers
+_PART = 8192  # the least elements of a long row's chunk, of which a block has one
+_FEW, _BLOCKS = 128, 1024  # rows that leave the chip idle, and blocks that they are cut into
+_THREADS = 256
 
 
 def _macros(problem: Softmax) -> dict[str, Any]:
@@ -56,6 +60,52 @@ class Row(RuleBased):
         )  # fmt: skip
 
 
+class Parts(RuleBased):
+    """softmax/parts.cu: few long rows, each by many blocks. Operands: x y."""
+
+    name = "parts"
+    source = "softmax/parts.cu"
+
+    def supports(self, problem: Softmax, hw: Hardware) -> str | None:
+        """Rows of several chunks that are too few for a block each to fill the chip."""
+        if problem.inner != 1:
+            return "a row's elements do not stand side by side"
+        if problem.outer >= _FEW or problem.length < 4 * _PART:
+            return f"{problem.outer} rows of {problem.length} are not few and long"
+        return None
+
+    def _cut(self, problem: Softmax) -> tuple[int, int]:
+        """(elements of a chunk, chunks a row)."""
+        vec = access_width(problem.length, problem.dtype)
+        chunks = min(coarse(problem.length) // _PART, -(-_BLOCKS // problem.outer))
+        chunk = -(-problem.length // (chunks * vec)) * vec
+        return chunk, -(-problem.length // chunk)
+
+    def workspace(self, problem: Softmax, config: Config, hw: Hardware) -> int:
+        """Two accumulators for each chunk."""
+        return 16 * problem.outer * self._cut(problem)[1]
+
+    def moved(self, problem: Softmax) -> int:
+        """x is read twice."""
+        return problem.bytes * 3 // 2
+
+    def launch(self, problem: Softmax, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """What each chunk has, and the row by what all of its chunks have."""
+        chunk, chunks = self._cut(problem)
+        numbers = tuple(Num("i64", n) for n in (problem.length, chunk, chunks))
+        vec = access_width(problem.length, problem.dtype)
+
+        def each(entry: str, *pointers: str) -> tuple[Launch, ...]:
+            return self.one(
+                entry, problem.outer * chunks, _THREADS, *map(Ptr, pointers), *numbers,
+                **_macros(problem), VEC=vec, BLOCK=_THREADS,
+            )  # fmt: skip
+
+        return each("softmax_parts", "x", "workspace") + each(
+            "softmax_apply", "x", "y", "workspace"
+        )
+
+
 class Column(RuleBased):
     """softmax/column.cu. Operands: x y."""
 
@@ -75,4 +125,4 @@ class Column(RuleBased):
         )  # fmt: skip
 
 
-KERNELS: dict[str, Sequence[Kernel]] = {"Softmax": (Row(), Column())}
+KERNELS: dict[str, Sequence[Kernel]] = {"Softmax": (Parts(), Row(), Column())}

@@ -114,7 +114,7 @@ def scatter_elements(ctx: Context, node: ir.Node) -> str | None:
         return None
     given, length, inner = index.shape[axis], x.shape[axis], prod(x.shape[axis + 1 :])
     reduction, lines = ctx.attr(node, "reduction", "none"), index.size // given
-    if lines == 1 and reduction == "add":
+    if lines == 1 and reduction == "add":  # which may write the zeros of x as well
         rows = ScatterND(given, (length,), 1, update.dtype, index.dtype, reduction)
         return _scattered(ctx, node, rows, x, index, update, y)
     copy(ctx, node, x, y)

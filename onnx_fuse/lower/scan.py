@@ -1,4 +1,4 @@
-"""CumSum, CumProd, TopK and sorting along one axis."""
+"""CumSum, CumProd, TopK and sorting along one axis, and the positions of flags that are set."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import onnx_ir as ir
 
 from onnx_fuse.lower.context import Context, Lowering
 from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.program.moves import CumulativeSum, SortedRows, TopK
+from onnx_fuse.program.call import UNKNOWN
+from onnx_fuse.program.moves import CumulativeSum, KeptCounts, KeptPositions, SortedRows, TopK
 
 
 def cumsum(ctx: Context, node: ir.Node) -> str | None:
@@ -48,9 +49,32 @@ def sorted_rows(ctx: Context, node: ir.Node) -> str | None:
     return ctx.select(node, SortedRows(count, width, x.dtype), {"x": x}, {"indices": indices})
 
 
+def kept_counts(ctx: Context, node: ir.Node) -> str | None:
+    """int64 [tiles + 1]: the flags of a bool [length] set before each tile, and last of all."""
+    keep = ctx.dense(node, 0)
+    problem = KeptCounts(keep.size)
+    first = ctx.output(node, 0, (problem.tiles + 1,), "int64")
+    return ctx.select(node, problem, {"keep": keep}, {"first": first})
+
+
+def kept_positions(ctx: Context, node: ir.Node) -> str | None:
+    """int64 [count]: the positions of the flags that are set, by their counts and their number."""
+    keep, first, number = ctx.dense(node, 0), ctx.dense(node, 1), ctx.host(node, 2)
+    if number is None:
+        return f"its shape is {UNKNOWN}"
+    count = int(number.reshape(-1)[0])
+    position = ctx.output(node, 0, (count,), "int64")
+    if not count:
+        return None
+    reads = {"keep": keep, "first": first}
+    return ctx.select(node, KeptPositions(keep.size, count), reads, {"position": position})
+
+
 LOWERINGS: dict[tuple[str, str], Lowering] = {
     ("", "CumSum"): cumsum,
     ("", "CumProd"): cumsum,
     ("", "TopK"): topk,
+    (FUSE, "KeptCounts"): kept_counts,
+    (FUSE, "KeptPositions"): kept_positions,
     (FUSE, "SortedRows"): sorted_rows,
 }

@@ -1,7 +1,7 @@
 """NonZero, Compress, Unique and NonMaxSuppression, whose output sizes depend on data.
 
-Counting needs no unknown size: each element gets a flag, and the flags a running sum. The kept
-elements then go to a tensor of that many elements, whose size is read back; see `stages`.
+Counting needs no unknown size: each element gets a flag, and each tile of flags a count. The
+positions then go to a tensor of as many elements, whose size is read back; see `stages`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.program.moves import KEPT_TILE
 
 MAX_COLUMNS = 4
 """Elements of a slice up to which Unique sorts slices in one pass an element."""
@@ -27,27 +28,12 @@ def attr(node: ir.Node, name: str, default: Any) -> Any:
     return default if attribute is None else attribute.value
 
 
-def _running(op: Any, keep: Any, length: int) -> tuple[Any, Any]:
-    """(place of each kept element among those kept, int64 [length]; their number, int64 [1])."""
-    total = op.CumSum(op.Cast(keep, to=ir.DataType.INT64), op.constant(0))
-    return op.Sub(total, 1), op.Slice(total, [length - 1], [length])
-
-
-def _kept(op: Any, values: Any, keep: Any, place: Any, count: Any) -> Any:
-    """The kept elements of int64 `values` [length] in order, [count].
-
-    All others go to one place behind the last, which is cut off.
-    """
-    blank = op.ConstantOfShape(op.Add(count, 1), value=ir.tensor(np.zeros(1, np.int64)))
-    filled = op.ScatterElements(blank, op.Where(keep, place, count), values, axis=0)
-    return op.Slice(filled, [0], count)
-
-
-def _positions(op: Any, keep: Any, length: int) -> Any:
-    """Indices of the kept elements of a bool [length], int64 [count]."""
-    place, count = _running(op, keep, length)
-    every = op.Range(op.constant(0), op.constant(length), op.constant(1))
-    return _kept(op, every, keep, place, count)
+def _kept(op: Any, keep: Any, length: int) -> tuple[Any, Any]:
+    """(positions of the set flags of a bool [length], int64 [count]; their number, int64 [1])."""
+    first = op.KeptCounts(keep, domain=FUSE)
+    tiles = -(-length // KEPT_TILE)
+    count = op.Slice(first, [tiles], [tiles + 1])
+    return op.KeptPositions(keep, first, count, domain=FUSE), count
 
 
 def nonzero(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Sequence[ir.Value] | None:
@@ -60,12 +46,13 @@ def nonzero(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Sequence[ir
     flat = op.Reshape(x, [length])
     zero = op.CastLike(op.constant(0), x)
     keep = flat if x.dtype == ir.DataType.BOOL else op.Not(op.Equal(flat, zero))
-    at = _positions(op, keep, length)
+    at, _ = _kept(op, keep, length)
     rows, step = [], length
     for size in shape:
-        step //= size
-        rows.append(op.Unsqueeze(op.Mod(op.Div(at, step), size), [0]))
-    return [op.Concat(*rows, axis=0)]
+        left, step = length // step, step // size
+        row = at if step == 1 else op.Div(at, step)
+        rows.append(op.Unsqueeze(row if left == 1 else op.Mod(row, size), [0]))
+    return [op.Concat(*rows, axis=0) if len(rows) > 1 else rows[0]]
 
 
 def compress(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Sequence[ir.Value] | None:
@@ -78,7 +65,7 @@ def compress(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Sequence[i
     if not length:
         return None
     keep = condition if length == flags[0] else op.Slice(condition, [0], [length])
-    return [op.Gather(x, _positions(op, keep, length), axis=axis)]
+    return [op.Gather(x, _kept(op, keep, length)[0], axis=axis)]
 
 
 def _order(op: Any, rows: Any, count: int, width: int) -> Any:
@@ -123,8 +110,9 @@ def unique(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Sequence[Any
     changed = op.ReduceMax(op.Cast(unlike, to=ir.DataType.INT64), [1], keepdims=0)
     first = op.Concat(op.constant([1]), changed, axis=0)
     keep = op.Cast(first, to=ir.DataType.BOOL)
-    group, total = _running(op, keep, count)
-    where = _kept(op, order, keep, group, total)
+    group = op.Sub(op.CumSum(op.Cast(keep, to=ir.DataType.INT64), op.constant(0)), 1)
+    begins, total = _kept(op, keep, count)
+    where = op.Gather(order, begins)
     inverse = op.ScatterElements(op.constant(np.zeros(count, np.int64)), order, group, axis=0)
     if not attr(node, "sorted", 1):  # in the order in which they first stand
         _, rank = op.TopK(where, total, axis=0, largest=0, sorted=1, outputs=2)
@@ -155,7 +143,7 @@ def nms(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Sequence[ir.Val
     rank = op.constant(np.arange(boxes).reshape(1, 1, -1))
     length = batch * classes * boxes
     keep = op.Reshape(op.Less(rank, op.Unsqueeze(found, [2])), [length])
-    at = _positions(op, keep, length)
+    at, _ = _kept(op, keep, length)
     columns = (
         op.Div(at, classes * boxes),
         op.Mod(op.Div(at, boxes), classes),

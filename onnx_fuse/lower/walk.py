@@ -381,8 +381,8 @@ class Lowerer(Control):
                 )
                 if tensor is not None and counts and len(tensor.shape) <= 1 and tensor.size <= 64:
                     found[value.name or ""] = None
-                else:
-                    return []
+                elif value not in direct or tensor is None or tensor.size <= 64:
+                    return []  # a larger operand is data beside what decides
             producer = value.producer()
             todo += [v for v in (producer.inputs if producer is not None else ()) if v is not None]
         return list(found)

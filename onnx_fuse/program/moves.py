@@ -298,6 +298,45 @@ class SortedRows(AnyProblem):
         return self.count * (self.width * ITEMSIZE[self.dtype] + 8)
 
 
+KEPT_TILE = 4096
+"""Flags of which KeptCounts gives one count."""
+
+
+@dataclass(frozen=True)
+class KeptCounts(AnyProblem):
+    """How many of `length` flags are set before each tile of KEPT_TILE, and how many in all."""
+
+    length: int
+
+    @property
+    def tiles(self) -> int:
+        """The tiles that the flags make."""
+        return -(-self.length // KEPT_TILE)
+
+    @property
+    def bytes(self) -> int:
+        """Flags read."""
+        return self.length + 8 * self.tiles
+
+
+@dataclass(frozen=True)
+class KeptPositions(AnyProblem):
+    """The positions of the `count` flags of `length` that are set, by the counts before tiles."""
+
+    length: int
+    count: int
+
+    @property
+    def tiles(self) -> int:
+        """The tiles that the flags make."""
+        return -(-self.length // KEPT_TILE)
+
+    @property
+    def bytes(self) -> int:
+        """Flags read, positions written."""
+        return self.length + 8 * self.count
+
+
 @dataclass(frozen=True)
 class Recurrence(AnyProblem):
     """All steps of an LSTM, GRU or RNN in one direction, or their gradient (`grad`).

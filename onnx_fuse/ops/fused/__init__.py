@@ -9,6 +9,7 @@ from onnx_fuse.ops.fused import (
     gated,
     gemm,
     groupnorm,
+    kept,  # noqa: F401  (lowering asks for its operators, no rule)
     layerscale,
     linear_cross_entropy,
     loss,

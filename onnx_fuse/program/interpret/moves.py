@@ -10,10 +10,13 @@ import numpy as np
 from onnx_fuse.program.interpret.memory import Operands, widened
 from onnx_fuse.program.interpret.steps import evaluate
 from onnx_fuse.program.moves import (
+    KEPT_TILE,
     CopyMany,
     CumulativeSum,
     GatherElements,
     GatherND,
+    KeptCounts,
+    KeptPositions,
     NGrams,
     PointwiseMany,
     PointwiseSums,
@@ -157,6 +160,17 @@ def sorted_rows(p: SortedRows, of: Operands) -> Results:
     """The order of rows by their first numbers that differ."""
     ranks = _ranked(of.shaped("x", p.count, p.width), False)
     return {"indices": np.lexsort(ranks.T[::-1])}
+
+
+def kept_counts(p: KeptCounts, of: Operands) -> Results:
+    """The set flags before each tile, and all of them."""
+    running = np.append(0, np.cumsum(of.shaped("keep", p.length)))
+    return {"first": running[[*range(0, p.length, KEPT_TILE), p.length]]}
+
+
+def kept_positions(p: KeptPositions, of: Operands) -> Results:
+    """The positions of the set flags."""
+    return {"position": np.flatnonzero(of.shaped("keep", p.length))}
 
 
 def n_grams(p: NGrams, of: Operands) -> Results:

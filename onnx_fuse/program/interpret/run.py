@@ -60,6 +60,8 @@ ANSWERS: dict[type[AnyProblem], Answer] = {
     move_problems.Determinant: regions.determinant,
     move_problems.GatherElements: moves.gather_elements,
     move_problems.GatherND: moves.gather_nd,
+    move_problems.KeptCounts: moves.kept_counts,
+    move_problems.KeptPositions: moves.kept_positions,
     move_problems.NGrams: moves.n_grams,
     move_problems.NmsChosen: regions.nms_chosen,
     move_problems.PointwiseMany: moves.pointwise_many,

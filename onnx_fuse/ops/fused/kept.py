@@ -1,0 +1,38 @@
+"""Positions of the flags of a bool [length] that are set, in two operators for two stages.
+
+KeptCounts (keep) -> first, int64 [tiles + 1]: the set flags before each tile of 4096, and all.
+KeptPositions (keep, first, count) -> position, int64 [count]: theirs, where count is the last of
+`first`, whose value decides about the size. NonZero and its relatives are lowered to them.
+"""
+
+from __future__ import annotations
+
+from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.ops.fused.gradients import body
+from onnx_fuse.ops.opdef import NoGrad, OpDef, register
+from onnx_fuse.program.moves import KEPT_TILE
+
+_COUNTS = f"""
+    zero = [0]
+    axis = Constant <value_int: int = 0> ()
+    running = CumSum (Cast <to: int = 7> (keep), axis)
+    before = Concat <axis: int = 0> (zero, running)
+    all = Slice (before, [-1], [{2**63 - 1}], zero)
+    tiles = Slice (before, zero, [-1], zero, [{KEPT_TILE}])
+    first = Concat <axis: int = 0> (tiles, all)
+"""
+_POSITIONS = """
+    axes = [0]
+    position = Squeeze (NonZero (keep), axes)
+"""
+_WHY = NoGrad("it gives positions")
+
+register(
+    OpDef("KeptCounts", FUSE, body=body("KeptCounts", "", "keep", "first", _COUNTS), grad=_WHY),
+    OpDef(
+        "KeptPositions",
+        FUSE,
+        body=body("KeptPositions", "", "keep, first, count", "position", _POSITIONS),
+        grad=_WHY,
+    ),
+)
