@@ -43,7 +43,7 @@ def _infer(proto: onnx.ModelProto, *, data_prop: bool) -> onnx.ModelProto:
         found = onnx.shape_inference.infer_shapes(proto, data_prop=data_prop)
         return bytes(found.SerializeToString())
 
-    if not _may_crash(proto.graph):
+    if not _may_crash(proto.graph, _SHRINKS if data_prop else _SHRINKS | _ASKED):
         return onnx.shape_inference.infer_shapes(proto, data_prop=data_prop)
     try:
         return onnx.ModelProto.FromString(in_child(infer, silent=True))
@@ -58,16 +58,17 @@ _SHRINKS = frozenset(
     (
         *("Conv", "ConvInteger", "QLinearConv", "ConvTranspose", "DeformConv", "AveragePool"),
         *("MaxPool", "LpPool", "MaxUnpool", "MaxRoiPool", "RoiAlign", "Col2Im", "Pad"),
-        *("CenterCropPad", "AffineGrid", "DFT", "STFT", "Resize", "Upsample", "Tile", "Split"),
-        *("ConstantOfShape", "Expand", "OneHot", "TopK", "Sub"),
+        *("CenterCropPad", "AffineGrid", "DFT", "STFT", "Resize", "Upsample"),
     )
 )
-"""Operators by whose attributes or operands a size may come out below 0."""
+"""Operators that may make a size below 0 of good ones."""
+_ASKED = frozenset(("ConstantOfShape", "Expand", "OneHot", "Split", "Tile", "TopK"))
+"""Operators that a bad file may ask for a size below 0: its first inference finds out."""
 
 
-def _may_crash(graph: onnx.GraphProto) -> bool:
+def _may_crash(graph: onnx.GraphProto, shrinking: frozenset[str]) -> bool:
     kinds = {node.op_type for node in _all_nodes(graph)}
-    return "Slice" in kinds and not kinds.isdisjoint(_SHRINKS)
+    return "Slice" in kinds and not kinds.isdisjoint(shrinking)
 
 
 def _all_nodes(graph: onnx.GraphProto) -> Iterable[onnx.NodeProto]:
