@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 from every_size import Subject, differ, sample
 from every_size_models import GRAPHS, subjects
 from lowering import interpreted, with_values
+from math_cases import TOLERANCE, Case, cases, widen
 
 from onnx_fuse import program
 from onnx_fuse.cuda import pointwise
@@ -89,6 +91,25 @@ def test_the_backend_tests_pass_by_numpy(part: int) -> None:
     found = {case.name: outcome(case, by_numpy=True) for case in cases}
     assert {k: v for k, v in found.items() if v[0] not in ("pass", "uncounted")} == {}
     assert sum(kind == "pass" for kind, _ in found.values()) > 20
+
+
+OPERATORS = [case for case in cases()[7::24] if "float64" not in case.dtype]
+
+
+@pytest.mark.parametrize("case", OPERATORS, ids=lambda case: case.name)
+def test_an_operator_gives_float64s_results(case: Case) -> None:
+    """A part of the cases that a GPU runs, within the same tolerances."""
+    arrays, truths = case.arrays(), case.oracle()
+    model = ir.serde.deserialize_model(case.model(arrays))
+    found = interpreted(model, {v.name: arrays[int(v.name[1:])] for v in model.graph.inputs})
+    for value, truth in zip(model.graph.outputs, truths, strict=True):
+        y = found[value.name]
+        assert y.shape == truth.shape
+        allowed = max(TOLERANCE.get(kind, 0) for kind in (case.dtype, y.dtype.name))
+        y, finite = widen(y), np.isfinite(truth)
+        np.testing.assert_array_equal(np.isfinite(y), finite)
+        largest = np.abs(truth[finite]).max(initial=1e-30)
+        assert (np.abs(y - truth)[finite] <= allowed * largest).all()
 
 
 def test_random_numbers_are_philoxs() -> None:
