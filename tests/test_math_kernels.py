@@ -26,6 +26,10 @@ from onnx_fuse.program.problem import CHIPS, Launch, Num, Ptr, TensorMap
 from onnx_fuse.program.problems import Conv, ConvWeightGrad, Softmax, Window
 from onnx_fuse.program.products import Attention, AttentionGrad
 
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
+PARKED = {("softmax/column.cu", "sm_120a"): 32}
+"""(source, architecture) -> the bytes that ptxas spills although it could take more registers."""
+
 
 @pytest.fixture(scope="module")
 def programs() -> dict[str, Program]:
@@ -77,14 +81,14 @@ def test_modules_compile_without_spills(programs):
     dirty: list[object] = []
     for source, found in by_source.items():
         modules = sorted(found)
-        archs = ("sm_90a",) if "sm90" in source else ("sm_80", "sm_90a", "sm_100a")
+        archs = ("sm_90a",) if "sm90" in source else ARCHS
         wanted = [(modules[0], arch) for arch in archs]
         wanted += [(modules[i], "sm_90a") for i in {len(modules) // 2, len(modules) - 1} - {0}]
         dirty += [
             (source, arch, dict(defines), entry)
             for defines, arch in wanted
             for entry in nvrtc.resources(source, defines, arch).values()
-            if not entry.clean
+            if not entry.clean and not 0 < entry.spill_bytes <= PARKED.get((source, arch), 0)
         ]
     assert dirty == []
 
