@@ -80,6 +80,16 @@ def subjects() -> Iterator[tuple[str, Make]]:
 
 # text of a graph: each row names the decision that its sizes take
 GRAPHS = {
+    "rows of a norm": """
+        agraph (float[B,S,4] x, float[4] w) => (float[N,S,4] y) {
+            zero = Constant<value_ints = [0]>() one = Constant<value_ints = [1]>()
+            n = LayerNormalization(x, w) first = Slice(n, zero, one, zero) y = Tanh(first) }
+        """,
+    "a mean that may be of nothing": """
+        agraph (float[B,S] x) => (float[1,S] y, float[A] z) {
+            zero = Constant<value_ints = [0]>() none = Slice(zero, zero, zero, zero)
+            y = ReduceMean(x, zero) z = Squeeze(y, none) }
+        """,
     "a count of one, broadcast over a batch": """
         agraph (float[B,S,4] x, int64[B,1] start) => (int64[B,S] y) <int64 one = {1}> {
             zero = Constant<value_int = 0>() step = Constant<value_int = 1>() dims = Shape(x)

@@ -110,6 +110,18 @@ GRAPHS = {
         "{ y = Slice(x, s, e, a, k) }",
         {"x": X},
     ),
+    "the first row of a norm, in another type": (
+        "agraph (float[3,4,6] x, float[6] w) => (float16[1,4,6] y) <int64[1] zero = {0}, int64[1] "
+        "one = {1}> { n = LayerNormalization(x, w) s = Slice(n, zero, one, zero) "
+        "y = Cast<to=10>(s) }",
+        {"x": X, "w": X[0, 0]},
+    ),
+    "the first rows of a product, and a residual": (
+        "agraph (float[3,4,6] x, float[6,6] w) => (float[2,4,6] y) <int64[1] zero = {0}, int64[1] "
+        "two = {2}> { m = MatMul(x, w) s = Slice(m, zero, two, zero) r = Slice(x, zero, two, zero) "
+        "y = Add(s, r) }",
+        {"x": X, "w": arrays(w=(6, 6))["w"]},
+    ),
     "split and concat": (
         "agraph (float[3,4,6] x) => (float[3,4,6] y) "
         "{ a, b, c = Split<axis=2, num_outputs=3>(x) n = Neg(b) y = Concat<axis=2>(c, n, a) }",

@@ -1,6 +1,6 @@
 """Graphs made at random: whatever this package makes of one must equal what onnxruntime makes.
 
-    python tools/fuzz.py [--count 20000] [--seed 0] [--mode MODE ...] [--workers 2] [--keep DIR]
+    python tools/fuzz.py [--count 20000] [--seed 0] [--first 0] [--mode MODE ...] [--workers 2] [--keep DIR]
 
 The modes take turns:
 
@@ -8,7 +8,7 @@ The modes take turns:
   bypassed, its operands exchanged or rewired, its operator or an attribute replaced, a constant
   changed or raised in rank, a value made an output, and others (tools/mutations.py).
 - `graphs`: nodes drawn over the operator set, with attributes, types, dynamic dimensions, and sizes
-  of 0 and 1 (tools/fuzz_graphs.py).
+  of 0 and 1 (tools/fuzz_operators.py).
 - `equivalents`: a graph of either kind under changes that keep its meaning (tools/equivalents.py).
   Its answer is that of the graph before.
 - `gradients`: the gradients of a graph that was drawn, of it as it is and optimized, are equal.
@@ -52,10 +52,11 @@ from onnx import ModelProto, TensorProto
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import every_size
-import fuzz_graphs
+import fuzz_operators
 from cases import NEWEST_OPSET, real_cases
 from equivalents import equivalent
 from fusion_cases import FUSION_CASES
+from fuzz_graphs import Case
 from mutations import mutant
 
 Feeds = dict[str, np.ndarray]
@@ -463,9 +464,9 @@ def drawn(mode: str, bases: Sequence[tuple[str, ModelProto, Feeds]], device: str
         if mode == "mutants":
             model, done = mutant(source, rng)
             return f"{name} {'+'.join(done)}", Subject(model, model, [fed(model, feeds)], True)
-        case = fuzz_graphs.Case(source, [feeds], [])
+        case = Case(source, [feeds], [])
     else:
-        case, name = fuzz_graphs.graph(rng), "drawn"
+        case, name = fuzz_operators.graph(rng), "drawn"
     if mode == "equivalents":
         model, done = equivalent(case.model, rng)
         return f"{name} {'+'.join(done)}", Subject(model, case.model, case.feeds, device=device)
@@ -512,7 +513,8 @@ def share(k: int, options: argparse.Namespace, tally: Tally) -> None:
     """Numbers k, k + workers, ... in processes of their own: onnxruntime dies of some."""
     context = multiprocessing.get_context("spawn")
     n = options.workers
-    todo = range(k, options.count, n)
+    end = options.first + options.count
+    todo = range(options.first + k, end, n)
     while todo:
         ours, theirs = context.Pipe(duplex=False)
         phase = context.Value("b", 0)
@@ -522,7 +524,7 @@ def share(k: int, options: argparse.Namespace, tally: Tally) -> None:
         try:
             while True:
                 number, mode, kind, text, operators = ours.recv()
-                todo = range(number + n, options.count, n)
+                todo = range(number + n, end, n)
                 tally.kinds[mode, kind] += 1
                 tally.operators.update(set(operators))
                 if kind not in ("equal", "invalid"):
@@ -540,6 +542,7 @@ def share(k: int, options: argparse.Namespace, tally: Tally) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--count", type=int, default=20000)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first case")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--mode", nargs="+", choices=MODES, default=list(MODES))

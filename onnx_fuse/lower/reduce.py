@@ -147,6 +147,8 @@ def reduce(ctx: Context, node: ir.Node) -> str | None:
         x, axes = channels_last(x), sorted((0, rank - 1, *range(1, rank - 1))[a] for a in axes)
     x = ctx.contiguous(x)
     y = ctx.output(node, 0)
+    if y.size and not x.size and reducer == "Mean":
+        reducer = "Sum"  # onnxruntime's mean of nothing is 0
     if y.size and not x.size and reducer in ("Max", "Min") and x.dtype not in FLOATS:
         code = Code()  # the type's own least or largest value: accumulators are wider
         ends = (0, 1) if x.dtype == "bool" else (np.iinfo(x.dtype).min, np.iinfo(x.dtype).max)

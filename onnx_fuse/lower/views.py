@@ -56,7 +56,7 @@ def squeeze(ctx: Context, node: ir.Node) -> str | None:
     if ctx.has(node, 1) and ctx.host(node, 1) is None:
         return SHAPE_UNKNOWN
     axes = _axes(ctx, node, len(x.shape))
-    if axes is None:
+    if not axes:  # onnxruntime takes an empty list for none
         axes = [k for k, d in enumerate(x.shape) if d == 1]
     kept = [k for k in range(len(x.shape)) if k not in axes]
     shape, strides = tuple(x.shape[k] for k in kept), tuple(x.strides[k] for k in kept)

@@ -78,10 +78,13 @@ class Calls:
         return self.producer(tensor) if alone else None
 
     def producer(self, tensor: Tensor) -> tuple[int, Call] | None:
-        """The one call that writes it, and its place."""
+        """The one call that writes it, all of it and nothing else in its buffer, and its place."""
         writers = self.writers[tensor.buffer]
         now = self.now[writers[0]] if len(writers) == 1 else ()
-        return (writers[0], now[0]) if now else None
+        if not now:
+            return None
+        written = sum(t.size for _, t in now[0].writes if t.buffer == tensor.buffer)
+        return (writers[0], now[0]) if written == tensor.size else None
 
     def may_write(self, at: int, i: int, tensor: Tensor) -> bool:
         """Whether call `at` may write the tensor in place of call `i`.

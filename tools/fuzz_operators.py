@@ -1,0 +1,565 @@
+"""Graphs drawn at random over the operator set, for tools/fuzz.py.
+
+A row of OPERATORS says how a node of an operator is drawn: from values that are there already, or
+from new inputs and constants. `graph(rng)` gives a model and several feeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from fuzz_graphs import (
+    ANY,
+    BOOL,
+    FLOATS,
+    INTEGERS,
+    NUMBERS,
+    SMALL_INTEGERS,
+    SYMBOLS,
+    Case,
+    Graph,
+    Refused,
+    Shape,
+    finished,
+    run_alone,
+)
+from fuzz_moves import (
+    compress,
+    concat,
+    counted,
+    expand,
+    flatten,
+    gather,
+    gather_nd,
+    one_hot,
+    pad,
+    range_,
+    reshape,
+    scatter_elements,
+    shape_of,
+    shaped,
+    slice_,
+    split,
+    squeeze,
+    tile,
+    transpose,
+    trilu,
+)
+from onnx import TensorProto, helper
+
+Draw = Callable[[Graph, str], None]
+
+
+def unary(dtypes: Sequence[str], **attributes: Callable[[Graph], Any]) -> Draw:
+    def draw(g: Graph, operator: str) -> None:
+        given = {k: f(g) for k, f in attributes.items() if g.chance(0.6)}
+        g.node(operator, [g.value(dtypes)], **given)
+
+    return draw
+
+
+def binary(dtypes: Sequence[str], **attributes: Callable[[Graph], Any]) -> Draw:
+    def draw(g: Graph, operator: str) -> None:
+        a = g.value(dtypes)
+        pair = [a, g.beside(a)]
+        if g.chance(0.5):
+            pair.reverse()
+        given = {k: f(g) for k, f in attributes.items()}
+        g.node(operator, pair, **given)
+
+    return draw
+
+
+def several(dtypes: Sequence[str]) -> Draw:
+    def draw(g: Graph, operator: str) -> None:
+        a = g.value(dtypes)
+        g.node(operator, [a, *(g.beside(a) for _ in range(g.number(0, 2)))])
+
+    return draw
+
+
+def mod(g: Graph, operator: str) -> None:
+    a = g.value(NUMBERS)
+    shape = g.of(a).shape if g.chance(0.6) else ()
+    by = g.array(g.dtype(a), shape, positive=True) + np.array(1, g.dtype(a))
+    g.node(operator, [a, g.constant(by)], fmod=1 if g.dtype(a).startswith("f") else g.number(0, 1))
+
+
+def divide(g: Graph, operator: str) -> None:
+    a = g.value(NUMBERS)
+    by = g.array(g.dtype(a), g.of(a).shape if g.chance(0.6) else (), positive=True)
+    g.node(operator, [a, g.constant(by + np.array(1, g.dtype(a)))])
+
+
+def power(g: Graph, operator: str) -> None:
+    exponent = g.one_of((2.0, 3.0, 0.5, 1.0, 0.0, -1.0))
+    a = g.value(FLOATS)
+    g.node(operator, [a, g.constant(exponent, g.one_of((g.dtype(a), "float32")))])
+
+
+def shift(g: Graph, operator: str) -> None:
+    a = g.fresh("uint8", g.shape(g.number(0, 3)))
+    by = g.constant(g.rng.integers(0, 4, g.of(a).shape), "uint8")
+    g.node(operator, [a, by], direction=g.one_of(("LEFT", "RIGHT")))
+
+
+def where(g: Graph, operator: str) -> None:
+    a = g.value(ANY)
+    b = g.beside(a)
+    g.node(operator, [g.beside(a, "bool"), a, b])
+
+
+def clip(g: Graph, operator: str) -> None:
+    x = g.value((*FLOATS, "int64", "int32"))
+    low = g.constant(-1, g.dtype(x)) if g.chance(0.7) else ""
+    high = g.constant(2, g.dtype(x)) if g.chance(0.7) else ""
+    g.node(operator, [x, low, high] if high else [x, low] if low else [x])
+
+
+def prelu(g: Graph, operator: str) -> None:
+    x = g.value(FLOATS)
+    shape = g.of(x).shape
+    slope = shape[g.number(0, len(shape)) :] if shape else ()
+    g.node(operator, [x, g.fresh(g.dtype(x), tuple(g.one_of((1, s)) for s in slope))])
+
+
+def cast(g: Graph, operator: str) -> None:
+    target = g.one_of((*ANY, "int8", "uint8"))
+    x = g.value(ANY)
+    if operator == "CastLike":
+        return g.node(operator, [x, g.fresh(target, ())])
+    g.node(operator, [x], to=helper.np_dtype_to_tensor_dtype(np.dtype(target)))
+
+
+def softmax(g: Graph, operator: str) -> None:
+    x = g.value(FLOATS, (1, 4))
+    g.node(operator, [x], **({"axis": g.axis(x)} if g.chance(0.8) else {}))
+
+
+def reduction(g: Graph, operator: str) -> None:
+    x = g.value((*FLOATS, "int64", "int32") if operator != "ReduceLogSum" else FLOATS)
+    if operator == "ReduceLogSum":
+        x = g.fresh(g.dtype(x), g.shape(g.number(0, 4)))
+        g.values[x] = np.abs(g.values[x]) + np.array(0.5, g.dtype(x))
+        if x in g.constants:
+            g.constants[x] = g.values[x]
+        else:
+            g.node("Abs", [x])
+            x = g.nodes[-1].output[0]
+    given: dict[str, Any] = {"keepdims": g.number(0, 1)} if g.chance(0.7) else {}
+    if g.chance(0.2):
+        given["noop_with_empty_axes"] = g.number(0, 1)
+    axes = g.axes(x)
+    inputs = [x] if g.chance(0.2) else [x, g.constant(axes, "int64")]
+    g.node(operator, inputs, **given)
+
+
+def argument(g: Graph, operator: str) -> None:
+    x = g.value((*FLOATS, "int32"), (1, 4))
+    g.node(
+        operator,
+        [x],
+        axis=g.axis(x),
+        keepdims=g.number(0, 1),
+        select_last_index=g.number(0, 1),
+    )
+
+
+def top_k(g: Graph, operator: str) -> None:
+    x = g.value(FLOATS, (1, 3))
+    axis = g.axis(x)
+    size = g.of(x).shape[axis]
+    k = g.constant([g.number(0, size)], "int64")
+    g.node(operator, [x, k], 2, axis=axis, largest=g.number(0, 1), sorted=1)
+
+
+def cumulative(g: Graph, operator: str) -> None:
+    x = g.value((*FLOATS, "int64", "int32"), (1, 4))
+    axis = g.constant(g.axis(x), g.one_of(("int64", "int32")))
+    g.node(operator, [x, axis], exclusive=g.number(0, 1), reverse=g.number(0, 1))
+
+
+def matmul(g: Graph, operator: str) -> None:
+    a = g.value(FLOATS, (1, 4))
+    k = g.of(a).shape[-1]
+    batch = [g.one_of((1, s)) for s in g.of(a).shape[:-2]] if g.chance(0.5) else []
+    n = g.one_of((*SYMBOLS, 1, 3, 8))
+    shape: Shape = (*batch, k, n) if g.chance(0.9) else (k,)
+    domain = "com.microsoft" if operator == "FusedMatMul" else ""
+    if domain and len(shape) > 1:
+        shape = (*batch, n, k)
+        g.node(operator, [a, g.fresh(g.dtype(a), shape)], domain=domain, transB=1, alpha=0.5)
+    elif not domain:
+        g.node(operator, [a, g.fresh(g.dtype(a), shape)])
+
+
+def gemm(g: Graph, operator: str) -> None:
+    a = g.value(FLOATS, (2, 2))
+    flags = {"transA": g.number(0, 1), "transB": g.number(0, 1)}
+    m, k = g.of(a).shape[::-1] if flags["transA"] else g.of(a).shape
+    n = g.number(1, 8)
+    b = g.fresh(g.dtype(a), (n, k) if flags["transB"] else (k, n))
+    c = [g.fresh(g.dtype(a), g.one_of(((n,), (1, n), (m, 1), (m, n), ())))]
+    if g.chance(0.3):
+        flags |= {"alpha": 0.5, "beta": g.one_of((2.0, 0.0))}
+    g.node(operator, [a, b, *(c if g.chance(0.8) else [])], **flags)
+
+
+def einsum(g: Graph, operator: str) -> None:
+    a = g.value(("float32", "float64"), (3, 3))
+    b, i, j = g.of(a).shape
+    text, shape = g.one_of((
+        ("bij,jk->bik", (j, 3)), ("bij,bjk->bik", (b, j, 2)), ("bij,bij->b", (b, i, j)),
+        ("bij,bik->bjk", (b, i, 2)), ("bij,k->bkij", (2,)), ("bij,ji->b", (j, i)),
+    ))  # fmt: skip
+    g.node(operator, [a, g.fresh(g.dtype(a), shape)], equation=text)
+
+
+def layer_norm(g: Graph, operator: str) -> None:
+    x = g.value(FLOATS, (1, 4), lambda a: a.size > 0)
+    axis = g.axis(x)
+    shape = g.of(x).shape[axis:]
+    scale = g.fresh(g.dtype(x), shape if g.chance(0.8) else tuple(1 for _ in shape))
+    bias = [g.fresh(g.dtype(x), shape)] if operator == "LayerNormalization" else []
+    g.node(operator, [x, scale, *(bias if g.chance(0.7) else [])], axis=axis, epsilon=1e-5)
+
+
+def channel_norm(g: Graph, operator: str) -> None:
+    x = g.value(FLOATS, (3, 4), lambda a: a.size > 0)
+    c = g.of(x).shape[1]
+    pair = [g.fresh(g.dtype(x), (c,)) for _ in range(2)]
+    if operator == "BatchNormalization":
+        mean, var = g.fresh(g.dtype(x), (c,)), g.constant(g.array(g.dtype(x), (c,), positive=True))
+        return g.node(operator, [x, *pair, mean, var])
+    given = {"num_groups": g.one_of([n for n in (1, 2, c) if not c % n])}
+    g.node(operator, [x, *pair], **(given if operator == "GroupNormalization" else {}))
+
+
+def window(g: Graph, spatial: int) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    if g.chance(0.5):
+        given["strides"] = [g.number(1, 3) for _ in range(spatial)]
+    if g.chance(0.3):
+        given["dilations"] = [g.number(1, 2) for _ in range(spatial)]
+    if g.chance(0.5):
+        given["pads"] = [g.number(0, 1) for _ in range(2 * spatial)]
+    elif g.chance(0.3):
+        given["auto_pad"] = g.one_of(("SAME_UPPER", "SAME_LOWER", "VALID"))
+    return given
+
+
+def image(g: Graph, dtypes: Sequence[str] = ("float32", "float16")) -> str:
+    return g.value(dtypes, (3, 4), lambda a: a.size > 0 and min(a.shape[2:]) > 1)
+
+
+def conv(g: Graph, operator: str) -> None:
+    x = image(g)
+    c, spatial = g.of(x).shape[1], g.of(x).ndim - 2
+    group = g.one_of([n for n in (1, 1, c) if not c % n])
+    m = group * g.number(1, 3)
+    kernel = [g.number(1, 3) for _ in range(spatial)]
+    if operator == "Conv":
+        w = g.fresh(g.dtype(x), (m, c // group, *kernel))
+    else:
+        w = g.fresh(g.dtype(x), (c, m // group, *kernel))
+    bias = [g.fresh(g.dtype(x), (m,))] if g.chance(0.6) else []
+    g.node(operator, [x, w, *bias], group=group, **window(g, spatial))
+
+
+def pool(g: Graph, operator: str) -> None:
+    x = image(g)
+    spatial = g.of(x).ndim - 2
+    given = window(g, spatial) | {"kernel_shape": [g.number(1, 3) for _ in range(spatial)]}
+    if g.chance(0.3):
+        given["ceil_mode"] = 1
+    if operator == "AveragePool" and g.chance(0.4):
+        given["count_include_pad"] = 1
+    if operator == "LpPool" and g.chance(0.5):
+        given["p"] = g.number(1, 3)
+    g.node(operator, [x], 1 + (operator == "MaxPool" and g.chance(0.2)), **given)
+
+
+def global_pool(g: Graph, operator: str) -> None:
+    g.node(operator, [image(g)])
+
+
+def resize(g: Graph, operator: str) -> None:
+    x = g.value(("float32",), (3, 4), lambda a: a.size > 0)
+    rank = g.of(x).ndim
+    modes = ("half_pixel", "asymmetric", "align_corners", "pytorch_half_pixel")
+    given: dict[str, Any] = {
+        "mode": g.one_of(("nearest", "linear", "cubic") if rank == 4 else ("nearest", "linear")),
+        "coordinate_transformation_mode": g.one_of((*modes, "half_pixel_symmetric")),
+    }
+    if given["mode"] == "nearest":
+        ways = ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil")
+        given["nearest_mode"] = g.one_of(ways)
+    factors = [1.0, 1.0, *(g.one_of((0.5, 0.7, 1.0, 1.3, 2.0, 2.5)) for _ in range(rank - 2))]
+    if g.chance(0.6):
+        return g.node(operator, [x, "", g.constant(factors, "float32")], **given)
+    sizes = [max(1, int(s * f)) for s, f in zip(g.of(x).shape, factors, strict=True)]
+    g.node(operator, [x, "", "", g.constant(sizes, "int64")], **given)
+
+
+def blocks(g: Graph, operator: str) -> None:
+    n, h, w = g.one_of((1, 2)), g.number(1, 2), g.number(1, 3)
+    if operator == "DepthToSpace":
+        x = g.fresh("float32", (n, 8, h, w))
+        return g.node(operator, [x], blocksize=2, mode=g.one_of(("DCR", "CRD")))
+    g.node(operator, [g.fresh("float32", (n, 2, 2 * h, 2 * w))], blocksize=2)
+
+
+def grid_sample(g: Graph, operator: str) -> None:
+    x = g.value(("float32",), (4, 4), lambda a: a.size > 0)
+    grid = g.constant(g.rng.uniform(-1.2, 1.2, (g.of(x).shape[0], 2, 3, 2)), "float32")
+    g.node(
+        operator,
+        [x, grid],
+        mode=g.one_of(("linear", "nearest", "cubic")),
+        padding_mode=g.one_of(("zeros", "border", "reflection")),
+        align_corners=g.number(0, 1),
+    )
+
+
+def recurrent(g: Graph, operator: str) -> None:
+    gates = {"LSTM": 4, "GRU": 3, "RNN": 1}[operator]
+    x = g.value(("float32",), (3, 3), lambda a: a.size > 0)
+    steps, batch, width = g.of(x).shape
+    hidden, way = g.number(1, 4), g.one_of(("forward", "reverse", "bidirectional"))
+    ways = 2 if way == "bidirectional" else 1
+    w = g.fresh("float32", (ways, gates * hidden, width))
+    r = g.fresh("float32", (ways, gates * hidden, hidden))
+    b = g.fresh("float32", (ways, 2 * gates * hidden)) if g.chance(0.6) else ""
+    lengths = g.constant(g.rng.integers(1, steps + 1, batch), "int32") if g.chance(0.3) else ""
+    given: dict[str, Any] = {"linear_before_reset": 1} if operator == "GRU" else {}
+    given = given if g.chance(0.5) else {}
+    inputs = [x, w, r, b, lengths]
+    while not inputs[-1]:
+        inputs.pop()
+    g.node(operator, inputs, g.number(1, 2), hidden_size=hidden, direction=way, **given)
+
+
+def attention(g: Graph, operator: str) -> None:
+    batch, heads, group = g.one_of((*SYMBOLS, 1, 2)), g.number(1, 2), g.number(1, 2)
+    queries, keys, width = g.one_of((*SYMBOLS, 1, 4)), g.one_of((*SYMBOLS, 1, 5)), g.one_of((4, 8))
+    dtype = g.one_of(FLOATS)
+    q = g.fresh(dtype, (batch, heads * group, queries, width))
+    k, v = (g.fresh(dtype, (batch, heads, keys, width)) for _ in range(2))
+    sizes = [g.of(q).shape[2], g.of(k).shape[2]]
+    mask = [g.fresh(g.one_of((dtype, "bool")), tuple(sizes))] if g.chance(0.5) else []
+    given = {"is_causal": 1} if g.chance(0.3) else {}
+    if g.chance(0.2):
+        given["softcap"] = 2.0  # type: ignore[assignment]
+    g.node(operator, [q, k, v, *mask], **given)
+
+
+def rotary(g: Graph, operator: str) -> None:
+    batch, steps = g.number(1, 2), g.number(1, 4)
+    x = g.fresh("float32", (batch, 2, steps, 8))
+    cos, sin = (g.fresh("float32", (batch, steps, 4)) for _ in range(2))
+    g.node(operator, [x, cos, sin], interleaved=g.number(0, 1))
+
+
+def quantize(g: Graph, operator: str) -> None:
+    kind = g.one_of(SMALL_INTEGERS)
+    if operator == "DynamicQuantizeLinear":
+        return g.node(operator, [g.value(("float32",), (1, 4))], 3)
+    x = g.value(("float32",), (1, 4))
+    axis = g.axis(x)
+    per_axis = g.chance(0.4)
+    shape = (g.of(x).shape[axis],) if per_axis else ()
+    scale = g.constant(g.array("float32", shape, positive=True) * np.float32(0.05))
+    zero = g.constant(g.rng.integers(0, 9, shape), kind)
+    g.node("QuantizeLinear", [x, scale, zero], axis=axis)
+    g.node("DequantizeLinear", [g.nodes[-1].output[0], scale, zero], axis=axis)
+
+
+def integer_product(g: Graph, operator: str) -> None:
+    k = g.number(1, 5)
+    a = g.fresh("uint8", (*g.shape(g.number(1, 2)), k))
+    g.node(operator, [a, g.fresh(g.one_of(SMALL_INTEGERS), (k, g.number(1, 4)))])
+
+
+def loss(g: Graph, operator: str) -> None:
+    sizes: Shape = tuple(g.number(1, 5) for _ in range(g.number(2, 3)))
+    x = g.fresh(g.one_of(("float32", "float64")), sizes)  # onnxruntime does not check the labels
+    shape = g.of(x).shape
+    labels = g.constant(g.rng.integers(0, shape[1], (shape[0], *shape[2:])), "int64")
+    if operator == "NegativeLogLikelihoodLoss":
+        g.node("LogSoftmax", [x], axis=1)
+        x = g.nodes[-1].output[0]
+    weight = [g.fresh(g.dtype(x), (shape[1],))] if g.chance(0.3) else []
+    given = {"ignore_index": 0} if g.chance(0.3) else {}
+    way = g.one_of(("mean", "sum", "none"))
+    if way == "mean" and given:
+        way = "sum"
+    g.node(operator, [x, labels, *weight], reduction=way, **given)
+
+
+def branches(g: Graph, operator: str) -> None:
+    x = g.value(("float32",), (0, 3))
+    condition = g.fresh("bool", ())
+    bodies = []
+    for inner in (g.one_of(("Relu", "Neg", "Identity")), g.one_of(("Tanh", "Abs", "Identity"))):
+        out = g.name("b")
+        node = helper.make_node(inner, [x], [out])
+        info = [onnx.ValueInfoProto(name=out)]
+        info[0].type.tensor_type.elem_type = TensorProto.FLOAT
+        bodies.append(helper.make_graph([node], inner, [], info))
+    names = [g.name()]
+    node = helper.make_node("If", [condition], names, then_branch=bodies[0], else_branch=bodies[1])
+    choice = bodies[0 if bool(g.of(condition)) else 1].node[0]
+    alone = helper.make_node(choice.op_type, [x], names)
+    g.values[names[0]] = run_alone(alone, {x: g.of(x)}, g.opset)[0]
+    g.nodes.append(node)
+
+
+def scanned(g: Graph, operator: str) -> None:
+    x = g.value(("float32",), (1, 3), lambda a: a.shape[0] > 0)
+    state = g.fresh("float32", g.of(x).shape[1:])
+    s, e, t, y = (g.name("b") for _ in range(4))
+    nodes = [
+        helper.make_node("Add", [s, e], [t]),
+        helper.make_node(g.one_of(("Tanh", "Sigmoid")), [t], [y]),
+    ]
+    info = [helper.make_tensor_value_info(n, TensorProto.FLOAT, None) for n in (s, e, y, t)]
+    body = helper.make_graph(nodes, "step", info[:2], info[2:])
+    g.node("Scan", [state, x], 2, body=body, num_scan_inputs=1)
+
+
+def gelu(g: Graph, operator: str) -> None:
+    g.node(operator, [g.value(FLOATS)], approximate=g.one_of(("none", "tanh")))
+
+
+def microsoft(g: Graph, operator: str) -> None:
+    x = g.value(("float32",), (2, 3), lambda a: a.size > 0)
+    if operator in ("FastGelu", "BiasGelu", "SkipLayerNormalization"):
+        width = g.of(x).shape[-1]
+        bias = g.fresh("float32", (width,))
+        if operator == "SkipLayerNormalization":
+            sizes = g.shape(3)  # onnxruntime does not check all sizes
+            width = g.number(1, 8)
+            x, skip = (g.fresh("float32", (*sizes[:2], width)) for _ in range(2))
+            bias = g.fresh("float32", (width,))
+            pair = [bias, g.fresh("float32", (width,))]
+            return g.node(operator, [x, skip, *pair], domain="com.microsoft")
+        return g.node(operator, [x, bias], domain="com.microsoft")
+    g.node(operator, [x], domain="com.microsoft")
+
+
+def table(draw: Draw, names: str) -> dict[str, Draw]:
+    return dict.fromkeys(names.split(), draw)
+
+
+def small(g: Graph) -> float:
+    return float(g.one_of((0.1, 0.5, 1.0)))
+
+
+OPERATORS: dict[str, Draw] = {
+    **table(
+        unary(FLOATS),
+        "Acos Acosh Asin Asinh Atan Atanh Ceil Cos Cosh Erf Exp Floor Log Reciprocal Round "
+        "Sigmoid Sin Sinh Softplus Softsign Sqrt Tan Tanh IsNaN HardSwish Mish",
+    ),
+    **table(unary((*FLOATS, "int64", "int32")), "Abs Neg Sign Relu"),
+    **table(unary(ANY), "Identity NonZero Size"),
+    **table(unary(BOOL), "Not"),
+    **table(unary(INTEGERS), "BitwiseNot"),
+    **table(unary(FLOATS, alpha=small), "Elu Celu LeakyRelu ThresholdedRelu"),
+    **table(unary(FLOATS, alpha=small, beta=small), "HardSigmoid"),
+    **table(unary(FLOATS, alpha=small, gamma=small), "Selu"),
+    **table(unary(FLOATS, lambd=small, bias=small), "Shrink"),
+    "IsInf": unary(("float32", "float64")),
+    **table(gelu, "Gelu"),
+    **table(binary(NUMBERS), "Add Sub Mul Greater Less GreaterOrEqual LessOrEqual"),
+    "Equal": binary(ANY),
+    **table(binary(BOOL), "And Or Xor"),
+    **table(binary(("int64", "int32", "uint8")), "BitwiseAnd BitwiseOr BitwiseXor"),
+    **table(several(FLOATS), "Sum Mean"),
+    **table(several(NUMBERS), "Max Min"),
+    "Mod": mod,
+    "Div": divide,
+    "Pow": power,
+    "BitShift": shift,
+    "Where": where,
+    "Clip": clip,
+    "PRelu": prelu,
+    **table(cast, "Cast CastLike"),
+    **table(softmax, "Softmax LogSoftmax Hardmax LpNormalization"),
+    **table(
+        reduction,
+        "ReduceSum ReduceMean ReduceMax ReduceMin ReduceProd ReduceL1 ReduceL2 ReduceSumSquare "
+        "ReduceLogSumExp ReduceLogSum",
+    ),
+    **table(argument, "ArgMax ArgMin"),
+    "TopK": top_k,
+    "CumSum": cumulative,
+    "Transpose": transpose,
+    "Reshape": reshape,
+    "Flatten": flatten,
+    **table(squeeze, "Squeeze Unsqueeze"),
+    "Expand": expand,
+    "Tile": tile,
+    "Concat": concat,
+    "Split": split,
+    "Slice": slice_,
+    "Pad": pad,
+    **table(gather, "Gather GatherElements"),
+    **table(gather_nd, "GatherND ScatterND"),
+    "ScatterElements": scatter_elements,
+    "OneHot": one_hot,
+    "Compress": compress,
+    "Trilu": trilu,
+    "Range": range_,
+    "Shape": shape_of,
+    **table(matmul, "MatMul FusedMatMul"),
+    "Gemm": gemm,
+    "Einsum": einsum,
+    **table(layer_norm, "LayerNormalization RMSNormalization"),
+    **table(channel_norm, "BatchNormalization InstanceNormalization GroupNormalization"),
+    **table(conv, "Conv ConvTranspose"),
+    **table(pool, "MaxPool AveragePool LpPool"),
+    **table(global_pool, "GlobalAveragePool GlobalMaxPool GlobalLpPool"),
+    "Resize": resize,
+    **table(blocks, "DepthToSpace SpaceToDepth"),
+    "GridSample": grid_sample,
+    **table(recurrent, "LSTM GRU RNN"),
+    "Attention": attention,
+    "RotaryEmbedding": rotary,
+    **table(quantize, "QuantizeLinear DynamicQuantizeLinear"),
+    "MatMulInteger": integer_product,
+    **table(loss, "SoftmaxCrossEntropyLoss NegativeLogLikelihoodLoss"),
+    "If": branches,
+    "Scan": scanned,
+    **table(microsoft, "FastGelu BiasGelu QuickGelu SkipLayerNormalization"),
+    **table(shaped, "ConstantOfShape"),
+}
+"""How a node of each operator is drawn."""
+SHAPE_WORK: tuple[tuple[Draw, str], ...] = (
+    (counted, "Range"),
+    (counted, "Range"),
+    (shaped, "Reshape"),
+    (shaped, "Expand"),
+)
+"""Groups of nodes that exporters write, and that a graph seldom has by chance."""
+
+
+def graph(rng: np.random.Generator, operators: Sequence[str] = ()) -> Case:
+    """A random graph of 1 to 12 nodes; of these operators alone, if any are named."""
+    names = list(operators or rng.permutation(list(OPERATORS))[:16])
+    sizes = {symbol: int(rng.choice([1, 2, 3, 4, 5, 7])) for symbol in SYMBOLS}
+    g = Graph(rng, int(rng.choice([21, 22, 23])), sizes)
+    wanted = g.number(1, 12)
+    for _ in range(8 * wanted):
+        if len(g.nodes) >= wanted:
+            break
+        draw, operator = g.one_of(SHAPE_WORK) if g.chance(0.06) else (None, g.one_of(names))
+        before = (dict(g.values), dict(g.inputs), dict(g.constants), list(g.nodes))
+        try:
+            (draw or OPERATORS[operator])(g, operator)
+        except Refused:
+            g.values, g.inputs, g.constants, g.nodes = before
+    return finished(g)
