@@ -1,6 +1,6 @@
 """Graphs made at random: whatever this package makes of one must equal what onnxruntime makes.
 
-    python tools/fuzz.py [--count 20000] [--seed 0] [--first 0] [--mode MODE ...] [--workers 2] [--keep DIR]
+    python tools/fuzz.py [--count 20000] [--seed 0] [--mode MODE ...] [--workers 2] [--keep DIR]
 
 The modes take turns:
 
