@@ -67,14 +67,15 @@ _ROWS = """
     last = [-1]
     k1 = Shape <start: int = 0, end: int = 1> (w)
     n1 = Shape <start: int = 1, end: int = 2> (w)
-    rows_k = Concat <axis: int = 0> (last, k1)
-    rows_n = Concat <axis: int = 0> (last, n1)
     x_shape = Shape (x)
-    dz2 = Reshape (dz, rows_n)
+    rows = ReduceProd (Slice (x_shape, first, last))
+    rows_k = Concat <axis: int = 0> (rows, k1)
+    rows_n = Concat <axis: int = 0> (rows, n1)
+    dz2 = Reshape <allowzero: int = 1> (dz, rows_n)
     dc = ReduceSum <keepdims: int = 0> (dz2, first)
 """
 _PLAIN = """
-    x2 = Reshape (x, rows_k)
+    x2 = Reshape <allowzero: int = 1> (x, rows_k)
     dx = Reshape <allowzero: int = 1> (Gemm <transB: int = 1> (dz2, w), x_shape)
     dw = Gemm <transA: int = 1> (x2, dz2)
 """
@@ -102,7 +103,7 @@ _NORMED = """
     {c1}
     d2 = (d0 - xhs * c2) * rs
     dx = CastLike (d2, x)
-    gw = Gemm <transA: int = 1> (Reshape (xh, rows_k), dz2)
+    gw = Gemm <transA: int = 1> (Reshape <allowzero: int = 1> (xh, rows_k), dz2)
     dscale = ReduceSum <keepdims: int = 0> (w * gw, second)
     {dw}
 """
