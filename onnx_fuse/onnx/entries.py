@@ -38,11 +38,9 @@ class Entries:
         """The sizes of a value; None where its rank is not known."""
         if value is None or value.shape is None:
             return None
+        meaning = self.meaning
         dims = [d.value if isinstance(d, ir.SymbolicDim) else d for d in value.shape]
-        return [
-            None if d is None else size(d) if isinstance(d, int) else self.meaning.get(d, size(d))
-            for d in dims
-        ]
+        return [None if d is None else meaning[d] if d in meaning else size(d) for d in dims]
 
     def of(self, value: ir.Value | None) -> Array | None:
         """The entries of a value, None for each that is not known; None if their number is not."""
@@ -88,6 +86,8 @@ class Entries:
             return None if total is None else _filled((), total)
         if kind in _MOVES:
             return self._moved(node)
+        if kind not in _FOLLOWED:
+            return None
         arrays = [self.of(v) for v in node.inputs if v is not None]
         if len(arrays) < len(node.inputs) or any(a is None for a in arrays):
             return None
@@ -255,6 +255,8 @@ _REDUCTIONS: dict[str, tuple[Callable[..., Any], Size | None]] = {
     "ReduceMax": (_NUMBERS["Max"], None),
     "ReduceMin": (_NUMBERS["Min"], None),
 }
+
+_FOLLOWED = {"ConstantOfShape", "Range", "Cast", *_NUMBERS, *_COMPARED, *_LOGIC, *_REDUCTIONS}
 
 
 def _cast_to(node: ir.Node) -> Callable[..., Any]:

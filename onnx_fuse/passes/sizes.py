@@ -68,7 +68,9 @@ def _name_plainly(graph: ir.Graph, known: Entries) -> None:
         for value in node.outputs:
             if value.shape is not None and value not in ends:
                 dims = [d.value if isinstance(d, ir.SymbolicDim) else d for d in value.shape]
-                value.shape = ir.Shape([plain.get(d, d) if isinstance(d, str) else d for d in dims])
+                if not plain.keys().isdisjoint(dims):
+                    value.shape = ir.Shape([plain.get(d, d) if isinstance(d, str) else d
+                                            for d in dims])  # fmt: skip
 
 
 def _constant(node: ir.Node, entries: Array) -> bool:
@@ -192,21 +194,20 @@ _BROADCAST = frozenset(
 
 def _computed(node: ir.Node, known: Entries) -> None:
     """Enter what the symbols in the shape of a sum, a product or a Range mean."""
-    shapes = [known.sizes(v) for v in node.inputs]
     found: Sizes | None = None
     match node.op_type:
         case kind if kind in _BROADCAST:
-            found = _broadcast(shapes)
+            found = _broadcast([known.sizes(v) for v in node.inputs])
         case "Expand":
             wanted = known.vector(node.inputs[1])
             if wanted is not None and all(s is None or s.nonnegative for s in wanted):
-                found = _broadcast([shapes[0], wanted])
+                found = _broadcast([known.sizes(node.inputs[0]), wanted])
         case "ConstantOfShape":
             found = known.vector(node.inputs[0])
             if found is not None:
                 found = [s if s is not None and s.nonnegative else None for s in found]
         case "MatMul":
-            a, b = shapes
+            a, b = (known.sizes(v) for v in node.inputs)
             if a is not None and b is not None and len(a) > 1 and len(b) > 1:
                 batch = _broadcast([a[:-2], b[:-2]])
                 found = None if batch is None else [*batch, a[-2], b[-1]]
@@ -251,13 +252,14 @@ def _enter(y: ir.Value, found: Sizes, known: Entries) -> bool:
         y.shape = ir.Shape([None] * len(found))
     if len(y.shape) != len(found):  # the file declares another rank
         return False
+    symbols = [d.value if isinstance(d, ir.SymbolicDim) else d for d in y.shape]
     dims: list[int | str | None] = []
-    for old, new in zip(y.shape, found, strict=True):
-        symbol = old.value if isinstance(old, ir.SymbolicDim) else old
+    for symbol, new in zip(symbols, found, strict=True):
         if new is not None and isinstance(symbol, str) and new != size(symbol):
             known.meaning.setdefault(symbol, new)
         dims.append(symbol if symbol is not None or new is None else _dim(new))
-    y.shape = ir.Shape(dims)
+    if dims != symbols:
+        y.shape = ir.Shape(dims)
     return True
 
 
