@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,7 +89,6 @@ class InferenceSession:
         self._source, self._options = model, sess_options
         self._level: int | None = None
         self._executable: Executable | None = None
-        self._checked: set[tuple[Any, ...]] = set()  # shapes of feeds that were found good
         if self.device == "cuda" and not recompile and _is_compiled(model):
             from onnx_fuse.runtime import executable
 
@@ -104,6 +104,8 @@ class InferenceSession:
             self._session  # noqa: B018 - what onnxruntime refuses, it refuses now
         else:
             self._executable = self._on_gpu(precision, gpu)
+            if self._shared_sizes:
+                self._executable.on_shape = partial(_warn_of_different, self._shared_sizes)
 
     def _on_gpu(self, precision: str, gpu: int) -> Executable:
         """The graph's Executable; what optimizing and `precision` make of it may be kept."""
@@ -199,7 +201,10 @@ class InferenceSession:
         """
         if self._executable is None:
             feeds = {name: _host(value) for name, value in input_feed.items()}
-            session = self._session if self._names_hold(feeds) else self._as_it_came
+            different = _different(self._shared_sizes, feeds) if self._shared_sizes else None
+            if different is not None:
+                warnings.warn(f"{different}: it is run as it came", stacklevel=2)
+            session = self._session if different is None else self._as_it_came
             return list(session.run(output_names or None, feeds, run_options))
         names = self._output_names
         if output_names:
@@ -207,39 +212,11 @@ class InferenceSession:
             for name in names:
                 if name not in self._output_names:
                     raise _invalid(f"Invalid output name:{name}")
-        self._names_hold(input_feed)
         return self._executable.run(names, self._feeds(input_feed))
 
     @cached_property
     def _shared_sizes(self) -> dict[str, list[tuple[str, int]]]:
-        """The inputs' axes by the name of their size, where several inputs have one of that name.
-
-        A graph that nothing was made of does not depend on the names.
-        """
-        places: dict[str, list[tuple[str, int]]] = {}
-        for end in self.get_inputs() if self._level is not None else ():
-            for axis, size in enumerate(end.shape or ()):
-                if isinstance(size, str):
-                    places.setdefault(size, []).append((end.name, axis))
-        return {size: axes for size, axes in places.items() if len({n for n, _ in axes}) > 1}
-
-    def _names_hold(self, feeds: Mapping[str, Any]) -> bool:
-        """Whether sizes of one name are equal, by which the graph was optimized; else warn."""
-        for size, axes in self._shared_sizes.items():
-            try:
-                name, axis = axes[0]
-                first = feeds[name].shape[axis]
-                equal = all(feeds[name].shape[axis] == first for name, axis in axes)
-            except (AttributeError, LookupError):
-                continue  # no arrays, or not of the model's ranks: the run says so
-            if not equal:
-                warnings.warn(
-                    f"the model calls sizes of its inputs '{size}' that differ here"
-                    + (": it is run as it came" if self._executable is None else ""),
-                    stacklevel=3,
-                )
-                return False
-        return True
+        return _shared_sizes(self.get_inputs()) if self._level is not None else {}
 
     @cached_property
     def _as_it_came(self) -> Any:
@@ -387,6 +364,35 @@ class _Interface:
         inputs = [end for end in compiled.inputs if end.name not in given]
         overridable = [end for end in compiled.inputs if end.name in given]
         return cls(inputs, overridable, compiled.outputs, given)
+
+
+_SharedSizes = dict[str, list[tuple[str, int]]]
+
+
+def _shared_sizes(inputs: Sequence[Any]) -> _SharedSizes:
+    """The inputs' axes by the name of their size, where several inputs have one of that name."""
+    places: _SharedSizes = {}
+    for end in inputs:
+        for axis, size in enumerate(end.shape or ()):
+            if isinstance(size, str):
+                places.setdefault(size, []).append((end.name, axis))
+    return {size: axes for size, axes in places.items() if len({n for n, _ in axes}) > 1}
+
+
+def _different(shared: _SharedSizes, feeds: Mapping[str, Any]) -> str | None:
+    """What to say where sizes of one name, by which the graph was optimized, are not equal."""
+    for size, axes in shared.items():
+        # no arrays, or not of the model's ranks: the run says so
+        with contextlib.suppress(AttributeError, LookupError):
+            if len({feeds[name].shape[axis] for name, axis in axes}) > 1:
+                return f"the model calls sizes of its inputs '{size}' that differ here"
+    return None
+
+
+def _warn_of_different(shared: _SharedSizes, feeds: Mapping[str, Any]) -> None:
+    different = _different(shared, feeds)
+    if different is not None:
+        warnings.warn(different, stacklevel=2)
 
 
 def _require_graphs() -> None:

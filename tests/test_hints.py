@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,8 @@ from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.load import load
 from onnx_fuse.onnx.save import to_proto
-from onnx_fuse.runtime import ort
+from onnx_fuse.program.problem import CHIPS, Hardware
+from onnx_fuse.runtime import device, ort
 from onnx_fuse.session import InferenceSession
 from onnx_fuse.validation.gradients import check_gradients
 
@@ -159,3 +161,22 @@ def test_inputs_that_contradict_the_names_of_their_sizes_run_the_graph_as_it_cam
     np.testing.assert_array_equal(y, -np.repeat(x, 3, 0))
     [y] = session.run(None, {"x": x, "z": z[:1]})
     np.testing.assert_array_equal(y, -x)
+
+
+def test_a_gpu_session_asks_of_sizes_of_one_name_at_new_shapes_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Hardware, "detect", classmethod(lambda cls, device_id=0: CHIPS["H200"]))
+    for name in ("begin", "start", "probe"):
+        monkeypatch.setattr(device, name, lambda device_id=0: None)
+    text = f"{HEAD}g (float[n,4] x, float[n,4] z) => (float[n,4] y) {{ y = Add (x, z) }}"
+    session = InferenceSession(text_model(text), device="cuda")
+    runs = session._executable
+    assert runs is not None
+    monkeypatch.setattr(runs, "_instance", lambda *shape: SimpleNamespace(runs=0))
+    feeds = {"x": np.zeros((1, 4), np.float32), "z": np.zeros((3, 4), np.float32)}
+    with pytest.warns(UserWarning, match="'n' that differ"):
+        runs.instance(feeds)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        runs.instance(feeds)

@@ -2,8 +2,9 @@
 
 A table lists constants, then the symbols, then operations on two rows above them each. So a file
 names operations by their place in `OPERATIONS` and operands by numbers, which `Formulas.read`
-checks: nothing in a file is ever compiled or looked up by name. `size.text_of` writes expressions
-as text, which `Formulas.of` reads; that text is of this process alone.
+checks: no text of a file is ever compiled or looked up by name. `size.text_of` writes expressions
+as text, which `Formulas.of` reads; that text is of this process alone. A table that is evaluated
+often becomes a function of Python, written from its numbers.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class Formulas:
         roots: Sequence[int],
     ) -> None:
         self.symbols, self.constants, self.rows, self.roots = symbols, constants, rows, roots
-        self._work = [(OPERATIONS[op][1], a, b) for op, a, b in rows]
+        self._evaluated = 0
+        self._function: Callable[..., list[Any]] | None = None
 
     @classmethod
     def of(cls, texts: Iterable[str], symbols: Sequence[str]) -> Formulas:
@@ -84,18 +86,19 @@ class Formulas:
 
         Raises ValueError for a division by zero.
         """
-        found = [*self.constants, *values]
-        append = found.append
         try:
-            if functions:
-                for op, a, b in self.rows:
-                    name, do = OPERATIONS[op]
-                    append(functions.get(name, do)(found[a], found[b]))
-            else:
-                for do, a, b in self._work:
-                    append(do(found[a], found[b]))
+            if self._function is not None and not functions:
+                return self._function(*values)
+            found = [*self.constants, *values]
+            append = found.append
+            for op, a, b in self.rows:
+                name, do = OPERATIONS[op]
+                append((functions.get(name, do) if functions else do)(found[a], found[b]))
         except ZeroDivisionError as error:
-            raise ValueError(f"no value for {found[len(self.constants) :][:9]}") from error
+            raise ValueError("no value: a division by zero") from error
+        self._evaluated += 1
+        if self._evaluated == _OFTEN:
+            self._function = _compiled(self)
         return [found[root] for root in self.roots]
 
 
@@ -104,26 +107,72 @@ class Guards:
 
     def __init__(self, formulas: Formulas) -> None:
         self.formulas = formulas
-        begin, self._parts = 0, []
+        begin: int = 0
+        self._parts: list[tuple[Sequence[Row], int]] = []
         first = len(formulas.constants) + len(formulas.symbols)
         for root in formulas.roots:
             end = max(begin, root + 1 - first)
-            self._parts.append((formulas._work[begin:end], root))
+            self._parts.append((formulas.rows[begin:end], root))
             begin = end
+        self._evaluated = 0
+        self._function: Callable[..., bool] | None = None
 
     def hold(self, values: Mapping[str, int]) -> bool:
         """Whether these sizes meet all of them; False where one has no value for them."""
         try:
-            found = [*self.formulas.constants, *[values[s] for s in self.formulas.symbols]]
+            symbols = [values[s] for s in self.formulas.symbols]
+            if self._function is not None:
+                return self._function(*symbols)
+            self._evaluated += 1
+            if self._evaluated == _OFTEN:
+                self._function = _compiled(self.formulas, self._parts)
+            found = [*self.formulas.constants, *symbols]
             append = found.append
-            for work, root in self._parts:
-                for do, a, b in work:
-                    append(do(found[a], found[b]))
+            for rows, root in self._parts:
+                for op, a, b in rows:
+                    append(OPERATIONS[op][1](found[a], found[b]))
                 if not found[root]:
                     return False
         except (KeyError, ZeroDivisionError):
             return False
         return True
+
+
+_OFTEN = 32
+"""Evaluations after which a table is compiled, which takes as long as a hundred of them."""
+_SIGNS = ("+", "-", "*", "//", "%", "", "", "<", "<=", "==", "!=", ">", ">=", "and", "or")
+
+
+def _compiled(
+    formulas: Formulas, parts: Sequence[tuple[Sequence[Row], int]] | None = None
+) -> Callable[..., Any]:
+    """A function of the symbols' values: the list of values, or whether the roots of parts hold.
+
+    Its text has nothing of the table but checked whole numbers: each value is a variable with the
+    number of its row, and an operation the sign at its place here.
+    """
+    first = len(formulas.constants)
+    place = first + len(formulas.symbols)
+    symbols = ", ".join(f"v{first + i}" for i in range(len(formulas.symbols)))
+
+    def operand(row: int) -> str:
+        return f"({formulas.constants[row]:d})" if row < first else f"v{row:d}"
+
+    lines = [f"def evaluated({symbols}):"]
+    for rows, root in [(formulas.rows, None)] if parts is None else parts:
+        for op, a, b in rows:
+            x, y, sign = operand(a), operand(b), _SIGNS[op]
+            named = f"{OPERATIONS[op][0]}({x}, {y})"
+            lines.append(f" v{place:d} = {f'{x} {sign} {y}' if sign else named}")
+            place += 1
+        if root is not None:
+            lines.append(f" if not {operand(root)}: return False")
+    roots = ", ".join(map(operand, formulas.roots))
+    lines.append(f" return [{roots}]" if parts is None else " return True")
+    names: dict[str, Any] = {"__builtins__": {"min": min, "max": max}}
+    exec("\n".join(lines), names)
+    found: Callable[..., Any] = names["evaluated"]
+    return found
 
 
 def value(text: str, symbols: Mapping[str, Any], **functions: Callable[[Any, Any], Any]) -> Any:

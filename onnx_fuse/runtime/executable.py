@@ -121,6 +121,7 @@ class Executable:
         self.input_names = sorted(v.name or "" for v in self._ends(model).inputs)
         replaced = set(self.state.values())
         self._fed_names = [name for name in self.input_names if name not in replaced]
+        self.on_shape: Callable[[Feeds], None] | None = None  # told of feeds whose shape is new
         self.on_lowered: Callable[[ir.Model], Future[Origin | None]] | None = None
         """Told of the graph once it is first lowered, what that made of weights included; says
         later where it is kept."""
@@ -517,6 +518,8 @@ class Executable:
         """The shape, which is new or has no instance, with one."""
         new, began = shape is None, time.perf_counter()
         if shape is None:
+            if self.on_shape is not None:
+                self.on_shape(feeds)
             shape = Shape(self._lowered(feeds))
             self._shapes[self._key(feeds)] = shape  # the key may have become longer
             self._take_over(shape, inputs, outputs)
