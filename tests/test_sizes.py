@@ -53,6 +53,17 @@ GRAPHS: dict[str, tuple[str, str, dict[str, Array]]] = {
         y = Add (z, z)""",
         {"x": np.ones((2, 3, 4, 5)), "st": np.array([-2])},
     ),
+    "the largest of one size and of three": (
+        "(float[a,b] x, float[n] z) => (float[k,l] y)",
+        """s = Shape (x)  a = Gather (s, zero)  b = Gather (s, one)  lone = Max (a)
+        most = Max (lone, zero, b)  e = Concat <axis = 0> (most, m)  y = Reshape (z, e)""",
+        {"x": np.ones((2, 3)), "z": np.arange(6)},
+    ),
+    "the places of a scalar": (
+        "(float x) => (int64[k] y)",
+        "p = NonZero (x)  s = Shape (p)  y = Add (s, s)",
+        {"x": np.array(2.0)},
+    ),
     "a size as a condition": (
         "(float[a] x, float[n] z) => (float[k,l] y)",
         """s = Shape (x)  b = Cast <to = 9> (s)  i = Cast <to = 7> (b)

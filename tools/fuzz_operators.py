@@ -120,10 +120,16 @@ def clip(g: Graph, operator: str) -> None:
 
 
 def prelu(g: Graph, operator: str) -> None:
-    x = g.value(FLOATS)
-    shape = g.of(x).shape
-    slope = shape[g.number(0, len(shape)) :] if shape else ()
-    g.node(operator, [x, g.fresh(g.dtype(x), tuple(g.one_of((1, s)) for s in slope))])
+    sizes = g.shape(g.number(0, 4))
+    dtype = g.one_of(FLOATS)
+    slope = sizes[g.number(0, len(sizes)) :]
+    g.node(
+        operator, [g.fresh(dtype, sizes), g.fresh(dtype, tuple(g.one_of((1, s)) for s in slope))]
+    )
+
+
+def reciprocal(g: Graph, operator: str) -> None:
+    g.node(operator, [g.value(FLOATS, accept=lambda a: bool((np.abs(a) > 0.1).all()))])
 
 
 def cast(g: Graph, operator: str) -> None:
@@ -461,7 +467,7 @@ def small(g: Graph) -> float:
 OPERATORS: dict[str, Draw] = {
     **table(
         unary(FLOATS),
-        "Acos Acosh Asin Asinh Atan Atanh Ceil Cos Cosh Erf Exp Floor Log Reciprocal Round "
+        "Acos Acosh Asin Asinh Atan Atanh Ceil Cos Cosh Erf Exp Floor Log Round "
         "Sigmoid Sin Sinh Softplus Softsign Sqrt Tan Tanh IsNaN HardSwish Mish",
     ),
     **table(unary((*FLOATS, "int64", "int32")), "Abs Neg Sign Relu"),
@@ -487,6 +493,7 @@ OPERATORS: dict[str, Draw] = {
     "Where": where,
     "Clip": clip,
     "PRelu": prelu,
+    "Reciprocal": reciprocal,
     **table(cast, "Cast CastLike"),
     **table(softmax, "Softmax LogSoftmax Hardmax LpNormalization"),
     **table(

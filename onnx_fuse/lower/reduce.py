@@ -128,7 +128,7 @@ def _axes(ctx: Context, node: ir.Node, rank: int) -> list[int] | str:
         listed = [int(a) for a in given.reshape(-1)]
     if not listed:
         return [] if ctx.attr(node, "noop_with_empty_axes", 0) else list(range(rank))
-    return sorted({int(a) % rank for a in listed})
+    return sorted({int(a) % rank for a in listed}) if rank else []  # a scalar's axis 0 is none
 
 
 def reduce(ctx: Context, node: ir.Node) -> str | None:

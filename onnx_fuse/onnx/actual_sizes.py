@@ -21,7 +21,7 @@ Infer = Callable[[onnx.ModelProto], onnx.ModelProto]
 
 POOLS = ("MaxPool", "AveragePool", "LpPool")
 _CONCERNED = {
-    *(("", name) for name in (*POOLS, "ConvTranspose", "Resize", "Upsample")),
+    *(("", name) for name in (*POOLS, "ConvTranspose", "NonZero", "Resize", "Upsample")),
     ("com.microsoft", "QLinearAveragePool"),
     ("com.microsoft", "NhwcMaxPool"),
 }
@@ -116,7 +116,11 @@ def actual_dims(
     output, and `values` are the inputs as far as they are constant.
     """
     x = read[0]
-    if x is None or not _is_concerned(node) or (inferred is not None and len(inferred) != len(x)):
+    if x is None or not _is_concerned(node):
+        return None
+    if node.op_type == "NonZero":  # of a scalar
+        return None if x else [1, None]
+    if inferred is not None and len(inferred) != len(x):
         return None
     attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
     if node.op_type in ("Resize", "Upsample"):

@@ -163,21 +163,24 @@ def divided(whole: Size, by: Size) -> Size | None:
 
 def _remainder(a: Size, b: Size) -> Size | None:
     x, y = a.number, b.number
-    if isinstance(x, int) and isinstance(y, int):
-        return size(x % y) if y else None
+    if isinstance(x, int) and isinstance(y, int) and x >= 0 and y > 0:  # as fmod has it, too
+        return size(x % y)
     quotient = divided(a, b) if a.nonnegative and b.positive else None
     return None if quotient is None else a - quotient * b
 
 
-def _larger(a: Size, b: Size) -> Size | None:
-    least = _smaller(a, b)
-    return None if least is None else b if least is a else a
+def _larger(a: Size, *others: Size) -> Size | None:
+    least = _smaller(-a, *(-b for b in others))
+    return None if least is None else -least
 
 
-def _smaller(a: Size, b: Size) -> Size | None:
-    if a == b or (b - a).nonnegative:
-        return a
-    return b if (a - b).nonnegative else None
+def _smaller(a: Size, *others: Size) -> Size | None:
+    for b in others:
+        if a != b and not (b - a).nonnegative:
+            if not (a - b).nonnegative:
+                return None
+            a = b
+    return a
 
 
 def _absolute(a: Size) -> Size | None:
