@@ -31,10 +31,14 @@ GRADIENT_OF = "onnx_fuse.gradient_of"
 def gradient_names(values: Sequence[ir.Value]) -> dict[str, str]:
     """The names of the gradients among a graph's inputs or outputs, by what they are gradients of.
 
-    A name is not always "<name>.grad": that may be taken, or need quoting in a shell.
+    A name is not always "<name>.grad": that may be taken, or need quoting in a shell. Where nothing
+    is noted, as in files of older versions, the names that end so are those of gradients.
     """
     noted = {v.metadata_props.get(GRADIENT_OF): v.name or "" for v in values}
-    return {of: name for of, name in noted.items() if of is not None}
+    if any(of is not None for of in noted):
+        return {of: name for of, name in noted.items() if of is not None}
+    names = [v.name or "" for v in values]
+    return {name.removesuffix(".grad"): name for name in names if name.endswith(".grad")}
 
 
 def attach_loss(

@@ -280,10 +280,8 @@ def check_written(
         for y, array in zip(names, pairs[0][1], strict=True):
             given = inputs.get(f"{y}{_GRAD}")
             if given is not None and given.shape != array.shape:
-                raise ModelError(
-                    f"the gradient given of output '{y}' has shape {[*given.shape]}, the output "
-                    f"{[*array.shape]}"
-                )
+                shapes_text = f"{[*given.shape]}, the output {[*array.shape]}"
+                raise ModelError(f"the gradient given of output '{y}' has shape {shapes_text}")
         own = {y: a for y, a in zip(names, pairs[0][1], strict=True) if not y.endswith(_GRAD)}
         hostile = _hostile(backward, inputs, [*own.values()])
         for y, array in own.items() if hostile else ():
