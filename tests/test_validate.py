@@ -395,7 +395,7 @@ def test_a_kernel_that_errs_in_a_precision_is_named(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(values, "InferenceSession", Gpu)
     found = check_gradients(model, device="cuda", precision="bf16")
     assert found.ok, found.failed
-    monkeypatch.setattr(Gpu, "wrong", "s.grad")
+    monkeypatch.setattr(Gpu, "wrong", "s, its gradient")
     (error,) = check_gradients(model, device="cuda", precision="bf16").failed
     assert error.tensor == "s"
     assert "ReduceSum" in error.kernel
