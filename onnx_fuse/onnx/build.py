@@ -98,6 +98,10 @@ def text_model(text: str) -> ir.Model:
 
 def const_array(value: ir.Value | None) -> np.ndarray | None:
     """The constant a value holds (initializer or Constant node), else None."""
+    node = value.producer() if value is not None and value.const_value is None else None
+    held = node.attributes.get("value") if node is not None and node.op_type == "Constant" else None
+    if held is not None and not held.is_ref():
+        return held.as_tensor().numpy()  # `get_const_tensor` would give the tensor a name
     tensor = ir.convenience.get_const_tensor(value) if value is not None else None
     return None if tensor is None else tensor.numpy()
 
