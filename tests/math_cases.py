@@ -487,6 +487,7 @@ def _scans() -> Iterator[Case]:
             yield Case("TopK", (shape, i64(k)), {"axis": 1, **attrs}, 2, note=f"k{k}")
     yield Case("TopK", ((2, 9000), i64(8999)), {}, 2, "int64", note="ties of long rows")
     yield Case("Unique", ((70, 600),), {"axis": 0}, 4, note="long slices")
+    yield Case("Unique", ((5000, 6),), {"axis": 0}, 4, note="many slices")
 
 
 def _indexing() -> Iterator[Case]:

@@ -178,7 +178,13 @@ def test_rows_of_ordinary_length_stay_in_registers():
 
 
 def test_softmax_launch_covers_every_row():
-    for outer, length, inner in ((7, 5, 1), (3000, 768, 1), (2, 50257, 1), (4, 9, 33)):
+    choice = select("Softmax", Softmax(2, 50257, 1, "float32"), H200)
+    assert choice is not None
+    for launch in choice.launch(Softmax(2, 50257, 1, "float32"), H200):  # a block a part of a row
+        chunk, chunks = (int(a.value) for a in launch.args[-2:])
+        assert launch.grid[0] == 2 * chunks
+        assert chunk * (chunks - 1) < 50257 <= chunk * chunks
+    for outer, length, inner in ((7, 5, 1), (3000, 768, 1), (200, 50257, 1), (4, 9, 33)):
         launch = softmax_launch(Softmax(outer, length, inner, "float32"))
         macros = dict(launch.defines)
         if inner == 1:

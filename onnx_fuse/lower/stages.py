@@ -98,7 +98,9 @@ def _stage(low: Control, nodes: Sequence[ir.Node], wanted: Sequence[str], *, hos
     if host:
         model = to_proto(ir.serde.deserialize_model(model))
         use_oldest_opset(low, model, nodes)
-    elif not any(map(carries_body, nodes)):
+    elif any(map(carries_body, nodes)):  # onnxruntime may run this model, too
+        model = to_proto(ir.serde.deserialize_model(model), shapes=False)
+    else:
         kept = [o for o in model.opset_import if o.domain != FUSE]
         del model.opset_import[:]
         model.opset_import.extend(kept)

@@ -343,7 +343,7 @@ _EXACT: dict[str, _Exact] = {
     "Flatten": _flatten,
     "Transpose": lambda node, arrays: np.transpose(arrays[0], node.attributes.get_ints("perm")),
     "Squeeze": lambda node, arrays: np.squeeze(
-        arrays[0], None if _at(arrays, 1) is None else _ints(arrays[1])
+        arrays[0], (None if _at(arrays, 1) is None else _ints(arrays[1])) or None
     ),
     "Unsqueeze": lambda node, arrays: np.expand_dims(arrays[0], _ints(arrays[1])),
     "Concat": _concat,
