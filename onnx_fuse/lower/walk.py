@@ -301,6 +301,8 @@ class Lowerer(Control):
         Bodies, ONNX's own among them, are written for elements: their Reshape takes 0 for a size to
         keep.
         """
+        if node.op_type == "Squeeze":  # onnx's inference squeezes nothing by an empty list of axes
+            return False
         read = [self.slots[v].tensor for v in node.inputs if v is not None]
         if not any(t is not None and not t.size for t in read) or captured(node):
             return False

@@ -27,6 +27,9 @@ def inferred(proto: onnx.ModelProto, *, data_prop: bool) -> onnx.ModelProto:
 
     Raises what onnx.shape_inference raises, and ModelError where it would end the process.
     """
+    for node in _all_nodes(proto.graph):  # onnx forgets that STFT is onesided by default
+        if node.op_type == "STFT" and not any(a.name == "onesided" for a in node.attribute):
+            node.attribute.append(onnx.helper.make_attribute("onesided", 1))
     barred = data_prop and _keep_entries(proto.graph, {}, {})
     try:
         found = _infer(proto, data_prop=data_prop)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, all_nodes, const_array
+from onnx_fuse.onnx.build import Builder, all_nodes, const_array, rank
 from onnx_fuse.onnx.evaluate import evaluate
 from onnx_fuse.onnx.functions import inline_branches
 from onnx_fuse.ops.rewrite import CONSTANT, attribute, is_constant
@@ -69,10 +69,23 @@ def _inline_taken_branches(model: ir.Model) -> bool:
         changed = True
 
 
+def _take_scalars(node: ir.Node, graph: ir.Graph | ir.Function) -> bool:
+    """A Range of vectors of one entry, which onnxruntime loads only while it misses their rank."""
+    op, changed = Builder(), False
+    for i, value in enumerate(node.inputs):
+        if value is not None and rank(value) == 1:
+            node.replace_input_with(i, op.Squeeze(value, [0]))
+            changed = True
+    graph.insert_before(node, op.nodes)
+    return changed
+
+
 def _simplify(node: ir.Node) -> bool:
     """Nodes that types alone decide, whatever the values are."""
     if node.domain or node.graph is None or not node.inputs or node.inputs[0] is None:
         return False
+    if node.op_type == "Range":
+        return _take_scalars(node, node.graph)
     op = Builder()
     x, y = node.inputs[0], node.outputs[0]
     match node.op_type:

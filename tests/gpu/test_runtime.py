@@ -345,6 +345,7 @@ def test_the_global_norm_of_many_tensors(dtype: str, monkeypatch: pytest.MonkeyP
     assert found[0].tobytes() == found[1].tobytes()
 
 
+@pytest.mark.launches("scan/compact.cu", "kept_positions")
 @pytest.mark.launches("regions/nms.cu", "nms", "CENTER", "0")
 @pytest.mark.launches("regions/nms.cu", "nms", "CENTER", "1")
 @pytest.mark.parametrize("center", [0, 1])
