@@ -64,10 +64,10 @@ GRAPHS: dict[str, tuple[str, str, dict[str, Array]]] = {
         "p = NonZero (x)  s = Shape (p)  y = Add (s, s)",
         {"x": np.array(2.0)},
     ),
-    "a Range to a vector, whose rank a branch hides": (
+    "a Range to a constant vector that a branch hides": (
         "(float[2,3] x, float[3] z) => (int64[k] y)",
         """s = Size (x)  b = Greater (s, one0)  w = Cast <to = 7> (z)
-        e = If (b) <then_branch = t () => (int64[p] c) { c = Slice (w, one, two) },
+        e = If (b) <then_branch = t () => (int64[p] c) { c = Identity (two) },
             else_branch = f () => (int64[q] d) { d = Identity (w) }>
         o = Squeeze (zero)  y = Range (o, e, one0)""",
         {"x": np.ones((2, 3)), "z": np.arange(3)},
