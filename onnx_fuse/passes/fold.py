@@ -70,7 +70,7 @@ def _inline_taken_branches(model: ir.Model) -> bool:
 
 
 def _take_scalars(node: ir.Node, graph: ir.Graph | ir.Function) -> bool:
-    """A Range of vectors of one entry: onnxruntime runs it, and loads it unless they are constant."""
+    """A Range of vectors of one entry, which onnxruntime does not load where they are constant."""
     op, changed = Builder(), False
     for i, value in enumerate(node.inputs):
         if value is not None and rank(value) == 1:
