@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, dim, rank
+from onnx_fuse.onnx.build import Builder, const_array, dim, rank
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.ops.fused.gradients import NORM_GRADS, rms_norm_grad, skip_norm_grad
 from onnx_fuse.ops.grad_helpers import spans
@@ -150,7 +150,8 @@ def _native(rw: Rewriter, node: ir.Node) -> bool:
         epsilon = attribute(node, "epsilon", 1e-5)
         y = op.RMSNormalization(x, scale, domain=FUSE, epsilon=epsilon, stash_type=stash)
         return rw.replace(node, op, [node.outputs[0]], [y])
-    changed = False
+    changed = _widened(rw, node, x)
+    scale = node.inputs[1] or scale
     while len(node.outputs) > 1 and not consumers(node.outputs[-1]):
         if node.outputs[-1].is_graph_output():
             break
@@ -166,6 +167,24 @@ def _native(rw: Rewriter, node: ir.Node) -> bool:
         node.attributes["axis"] = ir.AttrInt64("axis", -1)
         changed = True
     return changed
+
+
+def _widened(rw: Rewriter, node: ir.Node, x: ir.Value) -> bool:
+    """Expand a scale and a bias of one number to the width of x, where that is known."""
+    width, op = dim(x, -1), Builder()
+    if width is None or width == 1 or node.graph is None:
+        return False
+    for i, value in enumerate(node.inputs[1:], 1):
+        if value is None or rank(value) != 1 or dim(value, 0) != 1:
+            continue
+        array = None if rw.training else const_array(value)
+        if array is None:
+            wide = op.Expand(value, op.constant([width]))
+        else:
+            wide = rw.initializer(f"{value.name}x{width}", np.repeat(array, width))
+        node.replace_input_with(i, wide)
+    node.graph.insert_before(node, op.nodes)
+    return True
 
 
 @dataclass(frozen=True)
