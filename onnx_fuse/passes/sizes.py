@@ -108,9 +108,14 @@ def _reshape(node: ir.Node, wanted: Sizes | None, known: Entries) -> Sizes | Non
     if wanted is None or (literal and _ZERO in wanted):
         return None
     sizes: Sizes = []
+    # Beside a -1 entries are believed: where one is 0 it copies instead, but then the tensor is
+    # empty and the number for -1 ambiguous, and what multiplies it by the other sizes is refused.
+    told: Sizes = []
     for i, entry in enumerate(wanted):
+        told.append(entry if entry is None or entry.nonnegative else None)
         if entry == _ZERO:
             sizes.append(came[i] if came is not None and i < len(came) else None)
+            told[-1] = sizes[-1]
         elif entry == _HOLE:
             sizes.append(entry)
         else:
@@ -121,8 +126,9 @@ def _reshape(node: ir.Node, wanted: Sizes | None, known: Entries) -> Sizes | Non
         hole = sizes.index(_HOLE)
         total, rest = (
             multiplied(came if came is not None else [None]),
-            multiplied(sizes[:hole] + sizes[hole + 1 :]),
+            multiplied(told[:hole] + told[hole + 1 :]),
         )
+        sizes = told
         sizes[hole] = None if total is None or rest is None else _quotient(total, rest)
     if y.is_graph_output() or _HOLE in sizes:
         return None
