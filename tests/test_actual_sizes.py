@@ -14,6 +14,7 @@ import onnxruntime
 import pytest
 from lowering import program_of, weights_of
 from onnx import TensorProto, helper, numpy_helper
+from onnxruntime.capi import onnxruntime_pybind11_state as errors
 
 from onnx_fuse import passes
 from onnx_fuse.lower import walk
@@ -57,8 +58,11 @@ class Table:
             for name, x in self.feeds.items()
         ]
         outputs = [
-            helper.make_tensor_value_info(f"y{k}", TensorProto.FLOAT, None)
-            for k in range(len(self.nodes))
+            helper.make_tensor_value_info(
+                name, TensorProto.INT64 if name[0] == "i" else TensorProto.FLOAT, None
+            )
+            for node in self.nodes
+            for name in node.output
         ]
         graph = helper.make_graph(self.nodes, "table", inputs, outputs, self.held)
         opsets = [helper.make_opsetid("", self.opset)]
@@ -87,6 +91,34 @@ def pools(opset: int) -> Table:
             attributes |= {"dilations": [d]} if d > 1 else {}
             attributes |= {"ceil_mode": 1} if ceil else {}
             table.add(op, (1, 1, size), **attributes)
+    return table
+
+
+def sampled_pools(opset: int) -> Table:
+    """Pools of any window that onnxruntime takes: beyond the padding, in holes, with indices."""
+    table, rng = Table(opset), np.random.default_rng(opset)
+    while len(table.nodes) < 150:
+        n, op = int(rng.integers(1, 3)), str(rng.choice(["MaxPool", "AveragePool", "LpPool"]))
+        auto = str(rng.choice(["NOTSET"] * 3 + ["SAME_UPPER", "SAME_LOWER", "VALID"]))
+        size, kernel, strides = (rng.integers(1, most, n) for most in (7, 5, 4))
+        attributes: dict[str, object] = {"kernel_shape": kernel, "strides": strides}
+        how = {"pads": rng.integers(0, 3, 2 * n)} if auto == "NOTSET" else {"auto_pad": auto}
+        if opset >= {"MaxPool": 10, "AveragePool": 19, "LpPool": 18}[op]:
+            attributes |= {"dilations": rng.integers(1, 3, n)}
+        if op != "LpPool" or opset >= 18:
+            attributes |= {"ceil_mode": int(rng.integers(2))}
+        attributes |= {"count_include_pad": int(rng.integers(2))} if op == "AveragePool" else {}
+        table.add(op, (1, 2, *size), **attributes, **how)
+        if op == "MaxPool" and rng.integers(2):
+            table.nodes[-1].output.append(f"i{len(table.nodes) - 1}")
+        alone = Table(opset)
+        name = table.nodes[-1].input[0]
+        alone.nodes, alone.feeds = table.nodes[-1:], {name: table.feeds[name]}
+        try:
+            answers(alone.model(), alone.feeds)
+        except (errors.Fail, errors.InvalidArgument, errors.RuntimeException):
+            table.feeds.pop(name)
+            table.nodes.pop()
     return table
 
 
@@ -151,6 +183,7 @@ def turned(opset: int) -> Table:
 
 TABLES = {
     **{f"pools of opset {v}": (pools, v) for v in (10, 22)},
+    **{f"sampled pools of opset {v}": (sampled_pools, v) for v in (11, 18, 19, 22)},
     **{f"resizes of opset {v}": (resizes, v) for v in (7, 9, 10, 11, 13, 18, 19)},
     "transposed convolutions": (turned, 11),
 }
@@ -185,7 +218,7 @@ def test_sizes_and_values_are_onnxruntimes(name, monkeypatch):
     program = program_of(model, table.feeds)
     for output, tensor in program.outputs:
         assert tensor.shape == expected[output].shape, output
-        np.testing.assert_array_equal(optimized[output], expected[output])
+        np.testing.assert_allclose(optimized[output], expected[output], rtol=1e-6, atol=1e-6)
     got = interpret(program, table.feeds, weights_of(model))
     for output, y in expected.items():
         np.testing.assert_allclose(got[output], y, rtol=1e-5, atol=1e-5, err_msg=output)

@@ -3,18 +3,20 @@
 // Inputs   : x, y T dense, three spatial axes (leading ones of size 1 where there are fewer).
 //            CHANNELS_LAST: [n, d, h, w, channels], VEC neighbouring channels a thread, no indices.
 // Outputs  : y; indices i64 (or null): position of the maximum in the whole of x, row-major, or
-//            column-major within the plane where COLUMN_MAJOR.
+//            column-major within the plane where COLUMN_MAJOR. Of a window without an element y is LOWEST, or 0,
+//            and the index `nowhere` from the plane's first element on.
 // Macros   : T ACC VEC CHANNELS_LAST MODE (0 max, 1 mean, 2 p-norm); KD KH KW, SD SH SW, DD DH DW (dilation), PD PH PW
-//            (padding before), ED EH EW (padding after); INCLUDE_PAD, COLUMN_MAJOR.
+//            (padding before), ED EH EW (padding after; a mean leaves out what a negative one cuts off);
+//            INCLUDE_PAD, COLUMN_MAJOR; LOWEST (T's lowest finite number).
 // Numerics : max propagates NaN; sums in ACC, row-major order.
 // Bound    : HBM; L1 for overlapping windows.
 #include "reduce/team.cuh"
 #define TAPS (KD * KH * KW)
-constexpr bool SMALL = CHANNELS_LAST && TAPS <= 9;
+constexpr bool SMALL = CHANNELS_LAST && TAPS <= 9, CUT = MODE == 1 && (ED < 0 || EH < 0 || EW < 0);
 
 extern "C" __global__ void __launch_bounds__(256)
     pool(const T* x, T* y, i64* indices, i64 size, int channels, int d, int h, int w, int od, int oh, int ow,
-         float p) {
+         float p, i64 nowhere) {
     after_previous_launch();
     const i64 i = (i64)blockIdx.x * 256 + threadIdx.x;
     if (i >= size) return;
@@ -29,8 +31,11 @@ extern "C" __global__ void __launch_bounds__(256)
     for (int j = 0; j < VEC; j++) s[j] = MODE ? (ACC)0 : -INFINITE;
     int count = 0;
     i64 best = -1;
+    // a window may pass the padding where ceil_mode rounds up: that part never counts
+    auto padded = [&](int z, int y, int x) { return z < d + ED && y < h + EH && x < w + EW; };
     auto inside = [&](int z, int y, int x) {
-        return (unsigned)z < (unsigned)d && (unsigned)y < (unsigned)h && (unsigned)x < (unsigned)w;
+        return (unsigned)z < (unsigned)d && (unsigned)y < (unsigned)h && (unsigned)x < (unsigned)w &&
+               (!CUT || padded(z, y, x));
     };
     auto element = [&](int z, int y, int x) { return ((i64)z * h + y) * w + x; };
     auto take = [&](const Vec<T, VEC>& in, int iz, int iy, int ix) {
@@ -57,23 +62,23 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll
         for (int t = 0; t < TAPS; t++) {
             const int iz = z0 + t / (KH * KW) * DD, iy = y0 + t / KW % KH * DH, ix = x0 + t % KW * DW;
-            // a window may pass the padding where ceil_mode rounds up: that part never counts
-            if (INCLUDE_PAD) count += iz < d + ED && iy < h + EH && ix < w + EW;
+            if (INCLUDE_PAD) count += padded(iz, iy, ix);
             if (inside(iz, iy, ix)) take(in[SMALL ? t : 0], iz, iy, ix);
         }
     } else
         for (int t = 0; t < TAPS; t++) {
             const int iz = z0 + t / (KH * KW) * DD, iy = y0 + t / KW % KH * DH, ix = x0 + t % KW * DW;
-            if (INCLUDE_PAD) count += iz < d + ED && iy < h + EH && ix < w + EW;
+            if (INCLUDE_PAD) count += padded(iz, iy, ix);
             if (inside(iz, iy, ix)) take(load<VEC>(from + element(iz, iy, ix) * step), iz, iy, ix);
         }
     Vec<T, VEC> out;
 #pragma unroll
     for (int j = 0; j < VEC; j++) {
-        if (MODE == 1) s[j] /= count;
+        if (MODE == 0 && best < 0) s[j] = (ACC)LOWEST;
+        if (MODE == 1) s[j] = count ? s[j] / count : (ACC)0;
         if (MODE == 2) s[j] = p == 2 ? sqrt(s[j]) : p == 1 ? s[j] : pow(s[j], 1 / (ACC)p);
         out.at[j] = narrow<T>(s[j]);
     }
     store<VEC>(y + i * VEC, out);
-    if (indices) indices[i] = best;
+    if (indices) indices[i] = best < 0 ? base + nowhere : best;
 }

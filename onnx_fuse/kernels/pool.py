@@ -9,6 +9,7 @@ from typing import Any
 from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import RuleBased, access_width, window_macros
+from onnx_fuse.program.call import LOWEST
 from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Num, Ptr
 from onnx_fuse.program.problems import (
     ChannelWindow,
@@ -43,7 +44,8 @@ class Windows(RuleBased):
         return self.one(
             "pool", -(-size // 256), 256, Ptr("x"), Ptr("y"), Ptr("indices"), Num("i64", size),
             *(Num("i32", n) for n in (problem.channels, *problem.inner, *problem.outer)),
-            Num("f32", problem.p), VEC=vec, CHANNELS_LAST=bool(problem.channels),
+            Num("f32", problem.p), Num("i64", problem.nowhere),
+            VEC=vec, CHANNELS_LAST=bool(problem.channels), LOWEST=LOWEST[dtype],
             T=C_TYPES[dtype], ACC=accumulator(dtype) if dtype in FLOATS else "float",
             MODE=_KINDS.index(problem.kind), INCLUDE_PAD=problem.include_pad,
             COLUMN_MAJOR=problem.column_major, **window_macros(problem.window), **after,

@@ -66,17 +66,20 @@ def spatial(
 ) -> list[int] | None:
     """Output sizes of a Conv, ConvTranspose or pool over open sizes `x`; None: inference knows."""
     auto = ctx.attr(node, "auto_pad", "NOTSET")
-    given = ctx.attr(node, "ceil_mode", 0) or ctx.attr(node, "output_shape")
-    if auto.startswith("SAME") and any(d != 1 for d in ctx.attr(node, "dilations") or []):
-        return None
-    if given or not any(isinstance(size, Size) for size in x):
+    if ctx.attr(node, "output_shape") or not any(isinstance(size, Size) for size in x):
         return None
     rank = len(kernel)
     strides = ctx.attr(node, "strides") or [1] * rank
     dilations = ctx.attr(node, "dilations") or [1] * rank
     pads = ctx.attr(node, "pads") or [0] * (2 * rank)
+    if node.op_type in POOLS:
+        ceil = bool(ctx.attr(node, "ceil_mode", 0))
+        axes = zip(x, kernel, strides, zip(pads, pads[rank:], strict=False), dilations, strict=True)
+        return [pooled(*axis, auto, ceil=ceil)[0] for axis in axes]
     extra = ctx.attr(node, "output_padding") or [0] * rank
     transposed = node.op_type == "ConvTranspose"
+    if auto.startswith("SAME") and any(d != 1 for d in dilations):
+        return None
     found = []
     for i, size in enumerate(x):
         reach = (kernel[i] - 1) * dilations[i] + 1

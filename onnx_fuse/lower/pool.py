@@ -18,7 +18,7 @@ from onnx_fuse.lower.channels_last import (
 from onnx_fuse.lower.context import Context, Lowering, copy
 from onnx_fuse.lower.conv import spatial, triple, window
 from onnx_fuse.lower.reduce import reduction
-from onnx_fuse.program.call import Tensor
+from onnx_fuse.program.call import Tensor, dense_strides
 from onnx_fuse.program.problems import ChannelWindow, Col2Im, GridSample, Pool, Resample
 from onnx_fuse.program.size import number
 
@@ -42,8 +42,11 @@ def pool(ctx: Context, node: ir.Node) -> str | None:
     shape = (*x.shape[:2], *outer) if outer else None
     y = ctx.output(node, 0, shape, x.dtype)
     writes = {"y": y}
+    nowhere, major = -1, bool(ctx.attr(node, "storage_order", 0))
     if len(node.outputs) > 1 and ctx.wants(node, 1):
         writes["indices"] = ctx.output(node, 1, shape, "int64")
+        steps = dense_strides(x.shape[2:][:: -1 if major else 1])
+        nowhere = -sum(map(number, steps))  # onnxruntime's: position -1 along each axis
     if not y.size:
         return None
     inner = x.shape[2:]
@@ -54,7 +57,7 @@ def pool(ctx: Context, node: ir.Node) -> str | None:
     problem = Pool(
         KINDS[node.op_type], y.shape[0] * y.shape[1], triple(inner), triple(y.shape[2:]),
         taps, x.dtype, bool(ctx.attr(node, "count_include_pad", 0)),
-        bool(ctx.attr(node, "storage_order", 0)), float(ctx.attr(node, "p", 2)), channels,
+        major, float(ctx.attr(node, "p", 2)), channels, nowhere,
     )  # fmt: skip
     if last:
         writes["y"] = channels_last(stored_last(ctx, node, y))

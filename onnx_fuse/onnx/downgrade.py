@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx.build import Builder, all_nodes, const_array, given
-from onnx_fuse.onnx.upgrade import BECAME_INPUTS, UPGRADES
+from onnx_fuse.onnx.upgrade import BECAME_INPUTS, UPGRADES, counted_part
 
 Rule = Callable[[ir.Node], bool]
 """Rewrites the node in place for an older opset; False where that opset cannot express it."""
@@ -313,6 +313,17 @@ def _grid_sample(node: ir.Node) -> bool:
     mode = {"linear": "bilinear", "cubic": "bicubic"}.get(mode, mode)
     node.attributes["mode"] = ir.AttrString("mode", mode)
     return True
+
+
+@_rule(19, "AveragePool")
+def _average_pool(node: ir.Node) -> bool:
+    x = given(node, 0)
+    if x is None or counted_part(node, x, Builder()) is None:
+        return True
+    without = not any(node.attributes.get_ints("pads", ()))
+    if without:  # what is counted is the image
+        node.attributes.pop("count_include_pad")
+    return without
 
 
 @_rule(13, "Resize")

@@ -8,7 +8,7 @@ operator answers is what onnxruntime, which still runs it, answers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import onnx_ir as ir
@@ -237,6 +237,60 @@ def _batch_norm_training(node: ir.Node, op: Builder) -> None:
             )
         node.resize_outputs(min(3, len(node.outputs)))
         node.attributes["training_mode"] = ir.AttrInt64("training_mode", 1)
+
+
+@_rule(19, "AveragePool")
+def _average_with_pads(node: ir.Node, op: Builder) -> Sequence[ir.Value] | None:
+    """Before opset 19 what counts pads divides by the whole kernel, even of a smaller image."""
+    factor = counted_part(node, _read(node), op)
+    if factor is None:
+        return None
+    attributes = {key: a.value for key, a in node.attributes.items()}
+    return [op.Mul(op.node("AveragePool", [_read(node)], attributes=attributes), factor)]
+
+
+def counted_part(node: ir.Node, x: ir.Value, op: Builder) -> ir.Value | None:
+    """How much of the kernel of an AveragePool that counts pads lies on the padded image `x`.
+
+    None where that is all of it. From opset 19 on the pool divides by that part alone; windows that
+    pass the padding because of `ceil_mode` are divided so in every opset.
+    """
+    include, ceil = (node.attributes.get_int(k, 0) for k in ("count_include_pad", "ceil_mode"))
+    if not include or ceil or not passes_padding(node, x):
+        return None
+    kernel = node.attributes.get_ints("kernel_shape", ())
+    around = _around(node, len(kernel))
+    size = op.Shape(x, start=2)
+    pad, whole = np.array(around, np.float32), np.array(kernel, np.float32)
+    padded = op.Add(op.Cast(size, to=ir.DataType.FLOAT), op.constant(pad))
+    parts = op.Div(op.Min(padded, op.constant(whole)), op.constant(whole))
+    return cast(ir.Value, op.CastLike(op.ReduceProd(parts, keepdims=0), x))
+
+
+def passes_padding(node: ir.Node, x: ir.Value) -> bool:
+    """Whether a pool's window may be larger than the padded image `x`, without `ceil_mode`.
+
+    onnxruntime, which divides towards zero, admits one where its stride is larger than what lacks.
+    """
+    kernel = node.attributes.get_ints("kernel_shape", ())
+    n = len(kernel)
+    sizes = [*x.shape][2:] if x.shape else [None] * n
+    strides = node.attributes.get_ints("strides", [1] * n)
+    dilations = node.attributes.get_ints("dilations", [1] * n)
+    lacking = [
+        d * (k - 1) + 1 - p - (size if isinstance(size, int) else 1)
+        for k, d, p, size in zip(kernel, dilations, _around(node, n), sizes, strict=False)
+    ]
+    if node.attributes.get_string("auto_pad", "NOTSET").startswith("SAME"):
+        lacking = [d - 1 for d in dilations]  # SAME pads for a kernel without holes
+    return any(s > 1 and b > 0 for s, b in zip(strides, lacking, strict=False))
+
+
+def _around(node: ir.Node, n: int) -> list[int]:
+    """A window's pads on both sides together along `n` axes, where it has them as numbers."""
+    explicit = node.attributes.get_string("auto_pad", "NOTSET") == "NOTSET"
+    pads = node.attributes.get_ints("pads", ()) if explicit else ()
+    return [a + b for a, b in zip(pads, pads[n:], strict=False)] or [0] * n
 
 
 @_rule(21, "GroupNormalization")

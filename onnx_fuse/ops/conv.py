@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
+from onnx_fuse.onnx.actual_sizes import POOLS
 from onnx_fuse.onnx.build import const_array, dim
+from onnx_fuse.onnx.upgrade import passes_padding
 from onnx_fuse.ops.grad_helpers import (
     Tensor,
     Unary,
@@ -72,9 +74,10 @@ def _kernel(node: ir.Node, weight: ir.Value | None, n: int) -> list[int]:
 
 def _padded(op: Any, node: ir.Node, x: ir.Value, window: _Window) -> tuple[Tensor, list[int]]:
     """The image and the explicit pads (begins, then ends) that auto_pad stands for; sizes known at
-    run time only are padded there, and no pads remain.
+    run time only are padded there, and no pads remain. Dilations count for convolutions alone.
     """
-    strides, extent = window.strides, window.extent
+    strides = window.strides
+    extent = window.kernel if node.op_type in POOLS else window.extent
     n, mode = len(strides), text(node, "auto_pad", "NOTSET")
     if mode == "NOTSET":
         return x, ints_attribute(node, "pads", [0] * 2 * n) or []
@@ -273,7 +276,7 @@ def _add_to_windows(op: Any, node: ir.Node, dy: Tensor, x: ir.Value) -> Tensor:
     kernel, strides, dilations, extent, _ = place
     image, pads = _padded(op, node, x, place)
     begin = op.constant(pads[:n])
-    if extent == strides:
+    if kernel == extent == strides:
         # Windows that tile the image: every value is repeated over its own.
         batch, channels, *size = sizes_of(op, dy)
         pairs = [(s, k) for s, k in zip(size, kernel, strict=True)]
@@ -304,21 +307,21 @@ def _average_pool(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node
     n = known_rank(x) - 2
     place = _window(node, None, n)
     kernel, strides, dilations, _, _ = place
-    ceil = node.attributes.get_int("ceil_mode", 0)
+    beyond = node.attributes.get_int("ceil_mode", 0) or passes_padding(node, x)
     include = node.attributes.get_int("count_include_pad", 0)
     padded = any(ints_attribute(node, "pads") or []) or text(node, "auto_pad", "NOTSET").startswith(
         "SAME"
     )
-    if not ceil and (include or not padded):
+    if not beyond and (include or not padded):
         return _add_to_windows(op, node, op.Mul(dy, 1 / math.prod(kernel)), x)
     ones = filled(op, op.Concat([1, 1], op.Shape(x, start=2), axis=0), x.dtype, 1.0)
     ones.shape = ir.Shape([1, 1, *(x.shape or ())[2:]])
     image, pads = _padded(op, node, ones, place)
-    if ceil:
+    if beyond:
         pads = [*pads[:n], *(p + s - 1 for p, s in zip(pads[n:], strides, strict=True))]
     window = op.constant(np.ones([1, 1, *kernel], (x.dtype or ir.DataType.FLOAT).numpy()))
     counts = op.Conv(image, window, strides=strides, dilations=dilations, pads=pads)
-    if ceil:
+    if beyond:
         spatial = list(range(2, 2 + n))
         ends = op.Shape(y, start=2)
         counts = op.Slice(counts, op.constant([0] * n), ends, op.constant(spatial))

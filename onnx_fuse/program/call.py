@@ -7,6 +7,7 @@ offset included. Building a Program needs no GPU. How a graph becomes calls is s
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -26,6 +27,14 @@ INT32_LIMIT = 2**31
 UNKNOWN = "not known before it runs"
 """Part of the reason where an operand's value would have to be known at lowering. Small integer
 feeds that such an operand comes from are then made part of the shape key."""
+
+
+LOWEST = {
+    "float16": -65504.0, "bfloat16": float.fromhex("-0x1.fep127"),
+    "float32": float.fromhex("-0x1.fffffep127"), "float64": -sys.float_info.max,
+    "int8": -128, "uint8": 0,
+}  # fmt: skip
+"""The lowest finite numbers of the types that a pool takes."""
 
 
 @cache

@@ -382,7 +382,8 @@ class Pool(AnyProblem):
     """y [planes, *outer] of the windows of x [planes, *inner]: "max", "average" or "lp".
 
     With `channels`, of which `planes` is a multiple, the tensors are channels last: x is
-    [planes / channels, *inner, channels].
+    [planes / channels, *inner, channels]. `nowhere` is the index, in its plane, of the maximum of a
+    window that holds no element.
     """
 
     kind: str
@@ -395,6 +396,7 @@ class Pool(AnyProblem):
     column_major: bool = False
     p: float = 2.0
     channels: int = 0
+    nowhere: int = -1
 
     @property
     def bytes(self) -> int:

@@ -23,6 +23,7 @@ from onnx_fuse.onnx.contrib.table import (
     known_rank,
     needed,
 )
+from onnx_fuse.onnx.upgrade import counted_part
 
 INT8 = (ir.DataType.INT8, ir.DataType.UINT8)
 
@@ -33,6 +34,7 @@ def dequantized(op: Body, node: ir.Node, first: int, *, axis: int | None = None)
     y: ir.Value = op.DequantizeLinear(x, scale, zero, axis=axis)
     if scale.dtype is not None:
         y.dtype = scale.dtype
+    y.shape = x.shape
     return y
 
 
@@ -115,9 +117,12 @@ def _average(op: Body, node: ir.Node, x: list[ir.Value]) -> ir.Value:
     names = "auto_pad ceil_mode count_include_pad kernel_shape pads strides"
     if attr(node, "ceil_mode", 0) and attr(node, "count_include_pad", 0):
         raise Unwritable("its windows that pass the padding are divided by the whole kernel's size")
-    return _with_channels_first(
-        op, node, x[0], _pool_rank(node), lambda v: op.like("AveragePool", node, [v], names)
-    )
+
+    def pool(v: ir.Value) -> ir.Value:
+        y, factor = op.like("AveragePool", node, [v], names), counted_part(node, v, op)
+        return y if factor is None else op.Mul(y, factor)
+
+    return _with_channels_first(op, node, x[0], _pool_rank(node), pool)
 
 
 def _global_average(op: Body, node: ir.Node, x: list[ir.Value]) -> ir.Value:

@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 
 from onnx_fuse.ops.activations import BY_KEY
-from onnx_fuse.program.call import dtype_of
+from onnx_fuse.program.call import LOWEST, dtype_of
 from onnx_fuse.program.interpret.memory import Operands
 from onnx_fuse.program.interpret.moves import Results
 from onnx_fuse.program.interpret.norms import column_moments, with_tail
@@ -164,6 +164,8 @@ def pool(p: Pool, of: Operands) -> Results:
     )
     with np.errstate(all="ignore"):
         for (place, there), counted in zip(taps(p.window, p.inner, p.outer), padded, strict=True):
+            if p.kind == "average":  # a negative padding behind the image cuts
+                there = there & counted
             v, inside = x[:, place], there[..., None]
             count += (counted if p.include_pad else there)[..., None]
             if p.kind == "max":
@@ -175,8 +177,11 @@ def pool(p: Pool, of: Operands) -> Results:
                 total += np.where(inside, v, 0)
         if p.kind == "max":
             base = np.arange(images).reshape(-1, 1, 1, 1, 1) * prod(p.inner)
-            return {"y": top, "indices": np.where(best < 0, -1, base + best)}
-        return {"y": total / count if p.kind == "average" else total ** (1 / p.p)}
+            top = np.where(best < 0, LOWEST[p.dtype], top)
+            return {"y": top, "indices": base + np.where(best < 0, p.nowhere, best)}
+        if p.kind == "average":
+            return {"y": np.where(count == 0, 0, total / count)}
+        return {"y": total ** (1 / p.p)}
 
 
 def max_pool_grad(p: MaxPoolGrad, of: Operands) -> Results:
