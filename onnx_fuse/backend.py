@@ -13,6 +13,7 @@ from onnx.backend.base import BackendRep, Device, DeviceType, namedtupledict
 
 from onnx_fuse.errors import DeviceError, ModelError
 from onnx_fuse.onnx.common import CANONICAL_OPSET
+from onnx_fuse.onnx.inference import inferred
 from onnx_fuse.session import InferenceSession, load
 
 __all__ = [
@@ -122,7 +123,7 @@ class Backend(Base):
         model = helper.make_model(
             graph, opset_imports=imports, ir_version=helper.find_min_ir_version_for(imports)
         )
-        model = onnx.shape_inference.infer_shapes(model)
+        model = inferred(model, data_prop=False)
         return cls.run_model(model, dict(zip(names, arrays, strict=True)), device, **kwargs)
 
     @classmethod

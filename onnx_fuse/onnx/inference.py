@@ -46,14 +46,14 @@ def _infer(proto: onnx.ModelProto, *, data_prop: bool) -> onnx.ModelProto:
         found = onnx.shape_inference.infer_shapes(proto, data_prop=data_prop)
         return bytes(found.SerializeToString())
 
-    if not _may_crash(proto.graph, _SHRINKS if data_prop else _SHRINKS | _ASKED):
+    if not _may_crash(proto.graph, data_prop=data_prop):
         return onnx.shape_inference.infer_shapes(proto, data_prop=data_prop)
     try:
         return onnx.ModelProto.FromString(in_child(infer, silent=True))
-    except Crash as error:
+    except Crash as error:  # onnxruntime dies of it, too, when it loads the graph
         raise ModelError(
-            f"ONNX's shape inference crashed on this graph ({error}): a Slice reads a size "
-            "below 0, as a window that is longer than its input makes"
+            f"ONNX's shape inference crashed on this graph ({error}): a Slice reads a size below "
+            "0, as a window longer than its input makes, or a size that is asked for"
         ) from error
 
 
@@ -65,13 +65,35 @@ _SHRINKS = frozenset(
     )
 )
 """Operators that may make a size below 0 of good ones."""
-_ASKED = frozenset(("ConstantOfShape", "Expand", "OneHot", "Split", "Tile", "TopK"))
-"""Operators that a bad file may ask for a size below 0: its first inference finds out."""
+_ASKED = {"ConstantOfShape": 0, "Expand": 1, "OneHot": 1, "Split": 1, "Tile": 1, "TopK": 1}
+"""Operators that may be asked for a size below 0, and the place of the input that does it."""
 
 
-def _may_crash(graph: onnx.GraphProto, shrinking: frozenset[str]) -> bool:
-    kinds = {node.op_type for node in _all_nodes(graph)}
-    return "Slice" in kinds and not kinds.isdisjoint(shrinking)
+def _may_crash(graph: onnx.GraphProto, *, data_prop: bool) -> bool:
+    """Whether a size below 0 may reach a Slice."""
+    nodes = list(_all_nodes(graph))
+    kinds = {node.op_type for node in nodes}
+    if "Slice" not in kinds:
+        return False
+    if not kinds.isdisjoint(_SHRINKS):
+        return True
+    asked = [n for n in nodes if n.op_type in _ASKED]
+    if not data_prop or not asked:
+        return bool(asked)
+    makers = {name: node for node in nodes for name in node.output}
+    todo = [n.input[_ASKED[n.op_type]] for n in asked if len(n.input) > _ASKED[n.op_type]]
+    seen = set[str]()
+    while todo:
+        name = todo.pop()
+        maker = makers.get(name)
+        if maker is None or name in seen:
+            continue
+        seen.add(name)
+        if maker.op_type in ("Sub", "Neg"):  # all else makes no size below 0 of good ones
+            return True
+        if maker.op_type in _FOLLOWED:
+            todo += maker.input if maker.op_type in _ALIKE else maker.input[:1]
+    return False
 
 
 def _all_nodes(graph: onnx.GraphProto) -> Iterable[onnx.NodeProto]:

@@ -338,6 +338,8 @@ def _check_graph(model: ir.Model) -> None:
         _check_operators(model)
 
 
+_MOST_AXES = 1024
+"""No tensor has more: inference reads the size of an axis before it looks whether there is one."""
 _ELEMENT_TYPES = ("dtype", "output_dtype", "softmax_precision", "stash_type", "to")
 
 
@@ -357,6 +359,15 @@ def _check_attributes(node: ir.Node) -> None:
         raise ModelError(
             f"{what}: num_outputs is {parts}, but Split has {len(node.outputs)} outputs"
         )
+    for name in ("axis", "batch_dims"):
+        attribute = node.attributes.get(name)
+        if attribute is None or attribute.is_ref() or attribute.type != ir.AttributeType.INT:
+            continue
+        least = -_MOST_AXES if name == "axis" else 0
+        if not least <= attribute.value <= _MOST_AXES:
+            raise ModelError(
+                f"{what} ({node.op_type}): {name} is {attribute.value}, which is out of range"
+            )
     for name in _ELEMENT_TYPES:
         attribute = node.attributes.get(name)
         if attribute is None or attribute.is_ref() or attribute.type != ir.AttributeType.INT:

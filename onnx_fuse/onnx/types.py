@@ -11,12 +11,14 @@ after it. The type needs no size: the schema says which input it follows.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 import onnx
 import onnx_ir as ir
 
 from onnx_fuse.onnx.actual_sizes import infer_actual
 from onnx_fuse.onnx.build import all_nodes, subgraphs
+from onnx_fuse.onnx.inference import inferred
 
 _ELEMENT = {
     f"tensor({t.name.lower()})": t
@@ -201,7 +203,7 @@ def shapes_of_body(body: ir.Graph, opset: int) -> list[ir.Shape | None]:
     opsets = [onnx.helper.make_opsetid(*each) for each in domains.items()]
     model = onnx.helper.make_model(graph, opset_imports=opsets)
     try:
-        found = infer_actual(model, onnx.shape_inference.infer_shapes).graph.output
+        found = infer_actual(model, partial(inferred, data_prop=False)).graph.output
     except (onnx.shape_inference.InferenceError, RuntimeError, ValueError):
         return [None] * len(body.outputs)  # a body that contradicts itself
     return [

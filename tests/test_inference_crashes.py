@@ -1,0 +1,34 @@
+"""Graphs on which ONNX's inference ends the process are refused in one sentence."""
+
+from __future__ import annotations
+
+import onnx
+import pytest
+
+import onnx_fuse
+from onnx_fuse.errors import ModelError
+
+HEAD = '<ir_version: 10, opset_import: ["": 21]>\n'
+SLICED = "o = Constant <value_ints = [0]> () p = Constant <value_ints = [2]> () y = Slice (c, o, p)"
+REFUSED = {
+    "pool": """g (float[1,3,2,2] x) => (float[?,?,?,?] y)
+    { c = AveragePool <kernel_shape = [5, 5]> (x)
+      o = Constant <value_ints = [2]> () p = Constant <value_ints = [3]> ()
+      y = Slice (c, o, p, o) }""",
+    "expand": f"""g (float[1] x) => (float[?] y)
+    {{ s = Constant <value_ints = [-5]> () c = Expand (x, s) {SLICED} }}""",
+    "subtraction": f"""g (float[2,3] x, float[1] w) => (float[?] y)
+    {{ s = Shape <end = 1> (x) f = Constant <value_ints = [7]> () d = Sub (s, f)
+       c = Expand (w, d) {SLICED} }}""",
+    "gather": """g (float[2,3] x, int64[2,1] i) => (float[?] y)
+    { y = GatherND <batch_dims = -1> (x, i) }""",
+    "axis": """g (float[2,3] x, float[3] s) => (float[?,?] y, float[?,?] m)
+    { y, m = LayerNormalization <axis = 2147483648> (x, s) }""",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_size_below_0_is_refused_in_one_sentence(name: str) -> None:
+    with pytest.raises(ModelError, match=r"size below 0|out of range") as error:
+        onnx_fuse.optimize(onnx.parser.parse_model(HEAD + REFUSED[name]))
+    assert "\n" not in str(error.value)
