@@ -84,7 +84,7 @@ def feeds(case: FusionCase, dtype: ir.DataType) -> Iterator[tuple[str, dict[str,
             elif made.dtype.kind == "f":
                 match name:
                     case "nan":
-                        rows[1, 0] = np.nan
+                        rows[1 % len(rows), 0] = np.nan
                     case "infinite":
                         rows[0, -1], rows[-1, 0] = np.inf, -np.inf
                     case "signed_zero":

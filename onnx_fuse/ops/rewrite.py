@@ -53,6 +53,18 @@ class Refusal:
     """The operators of the nodes, by which they are found again in the result."""
 
 
+CONDITIONS = {
+    "readers": "nothing else reads the values within, and none of them is an output of the graph",
+    "constants": "the constants have the values of the formula",
+    "weights": "weights and constants are no inputs of the graph",
+    "types": "no value within is cast to another type and back",
+    "ranks": "the ranks of the inputs are known",
+    "sizes": "the sizes of the inputs are known where the formula needs them",
+    "body": "no node lies in the body of an If, Loop or Scan without the others",
+}
+"""What a rule may ask of a graph beside the operators of its pattern."""
+
+
 @dataclass(frozen=True)
 class Rule:
     """A rewrite around one kind of node."""
@@ -67,6 +79,8 @@ class Rule:
     """`apply(rw, node)` rewrites the graph around `node` and returns True, or returns False."""
     training: bool = True
     """Whether the rule also runs on graphs that train."""
+    conditions: str = ""
+    """Names of CONDITIONS: without one of them alone, some graph is not rewritten that else is."""
 
 
 @dataclass

@@ -493,9 +493,21 @@ def _sixth(node: ir.Node, value: ir.Value) -> bool:
 
 
 RULES = (
-    Rule("Activation", 0, ("Clip",), _shifted),
-    Rule("Activation", 0, ("Tanh", "HardSigmoid"), _older),
-    Rule("Activation", 0, ("PRelu",), _one_slope, training=False),
+    Rule("Activation", 0, ("Clip",), _shifted, conditions="readers constants weights types body"),
+    Rule(
+        "Activation",
+        0,
+        ("Tanh", "HardSigmoid"),
+        _older,
+        conditions="readers constants weights types body",
+    ),
+    Rule("Activation", 0, ("PRelu",), _one_slope, training=False, conditions="weights"),
     Rule("Activation", 0, ("Swish", "SwiGLU"), _native),
-    Rule("Activation", 0, tuple({f.anchor for f in FORMS}), _recognize),
+    Rule(
+        "Activation",
+        0,
+        tuple({f.anchor for f in FORMS}),
+        _recognize,
+        conditions="weights types body",
+    ),
 )

@@ -223,4 +223,4 @@ def _with_what_follows(rw: Rewriter, conv: ir.Node) -> bool:
     return rw.replace(at, op, [at.outputs[0]], [y])
 
 
-RULES = (Rule("Conv", 1, ("Conv",), _fuse),)
+RULES = (Rule("Conv", 1, ("Conv",), _fuse, conditions="readers types ranks body"),)

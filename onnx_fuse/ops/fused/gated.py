@@ -338,4 +338,4 @@ def _apart(rw: Rewriter, node: ir.Node) -> bool:
     return rw.replace(node, op, [node.outputs[0]], [written_out(op, node, columns)])
 
 
-RULE = Rule(NAME, 2, ("Mul", *OPS), _recognize)
+RULE = Rule(NAME, 2, ("Mul", *OPS), _recognize, conditions="readers weights types ranks body")

@@ -524,7 +524,14 @@ _FAMILY = (
     "MatMul",
     *(str(FusedName.make("Gemm", a, norm=p)) for p in PROLOGUES for a in ("", *ACTIVATIONS)),
 )
-FUSE_GEMM = Rule("Gemm", 1, ("MatMul", "Gemm"), _fuse)
-MERGE = Rule("MergedGemm", 2, _FAMILY, _fuse_siblings)
-KEEP = Rule("LayerNormGemm", 1, _NORMS, _keep)
-FOLD_AFFINE = Rule("FoldAffine", 3, _FAMILY, _fold_affine, training=False)
+FUSE_GEMM = Rule("Gemm", 1, ("MatMul", "Gemm"), _fuse, conditions="readers types ranks body")
+MERGE = Rule("MergedGemm", 2, _FAMILY, _fuse_siblings, conditions="ranks")
+KEEP = Rule("LayerNormGemm", 1, _NORMS, _keep, conditions="weights types ranks body")
+FOLD_AFFINE = Rule(
+    "FoldAffine",
+    3,
+    _FAMILY,
+    _fold_affine,
+    training=False,
+    conditions="readers weights types ranks sizes body",
+)

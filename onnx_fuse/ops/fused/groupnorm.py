@@ -260,6 +260,12 @@ def _by_channel(value: ir.Value, op_type: str, channels: int) -> tuple[ir.Value,
 
 
 RULES = (
-    Rule("GroupNorm", 1, ("InstanceNormalization",), _written_out),
-    Rule("GroupNorm", 1, ("GroupNormalization",), _native),
+    Rule(
+        "GroupNorm",
+        1,
+        ("InstanceNormalization",),
+        _written_out,
+        conditions="readers constants weights types ranks sizes body",
+    ),
+    Rule("GroupNorm", 1, ("GroupNormalization",), _native, conditions="ranks sizes"),
 )

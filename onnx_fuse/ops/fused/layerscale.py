@@ -144,6 +144,20 @@ def _scaled(array: np.ndarray, scale: np.ndarray, axis: int) -> np.ndarray | Non
 
 
 RULES = (
-    Rule(NAME, 1, ("Mul",), partial(_fold, NAME), training=False),
-    Rule(NAME_16, 3, ("Mul",), partial(_fold, NAME_16), training=False),
+    Rule(
+        NAME,
+        1,
+        ("Mul",),
+        partial(_fold, NAME),
+        training=False,
+        conditions="readers weights types ranks body",
+    ),
+    Rule(
+        NAME_16,
+        3,
+        ("Mul",),
+        partial(_fold, NAME_16),
+        training=False,
+        conditions="readers weights types ranks body",
+    ),
 )

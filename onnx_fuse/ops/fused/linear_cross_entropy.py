@@ -253,4 +253,10 @@ def _apply(rw: Rewriter, loss: ir.Node) -> bool:
     return rw.replace(loss, op, ends, results)
 
 
-RULE = Rule(NAME, 2, ("SoftmaxCrossEntropyLoss", SMOOTHED), _apply)
+RULE = Rule(
+    NAME,
+    2,
+    ("SoftmaxCrossEntropyLoss", SMOOTHED),
+    _apply,
+    conditions="readers constants weights types ranks body",
+)

@@ -43,5 +43,11 @@ def _cross_entropy(rw: Rewriter, nll: ir.Node) -> bool:
 
 RULES = (
     Rule("SoftmaxCrossEntropyLoss", 1, ("Log",), _log_softmax),
-    Rule("SoftmaxCrossEntropyLoss", 1, ("NegativeLogLikelihoodLoss",), _cross_entropy),
+    Rule(
+        "SoftmaxCrossEntropyLoss",
+        1,
+        ("NegativeLogLikelihoodLoss",),
+        _cross_entropy,
+        conditions="types body",
+    ),
 )

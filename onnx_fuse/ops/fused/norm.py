@@ -437,7 +437,19 @@ def _skip(rw: Rewriter, node: ir.Node) -> bool:
 
 
 CANONICAL = (
-    Rule("Norm", 0, ("LayerNormalization", "RMSNormalization"), _native),
-    Rule("Norm", 0, ("Sqrt", "Pow"), _decomposed),
+    Rule("Norm", 0, ("LayerNormalization", "RMSNormalization"), _native, conditions="ranks"),
+    Rule(
+        "Norm",
+        0,
+        ("Sqrt", "Pow"),
+        _decomposed,
+        conditions="constants weights types ranks sizes body",
+    ),
 )
-SKIP = Rule("SkipLayerNorm", 1, ("LayerNormalization", "RMSNormalization"), _skip)
+SKIP = Rule(
+    "SkipLayerNorm",
+    1,
+    ("LayerNormalization", "RMSNormalization"),
+    _skip,
+    conditions="types ranks body",
+)

@@ -124,4 +124,4 @@ def _rewrite(rw: Rewriter, node: ir.Node) -> bool:
     return rw.replace(last.node, op, [last.node.outputs[0]], [y])
 
 
-RULES = (Rule(NAME, 1, ("Conv",), _rewrite),)
+RULES = (Rule(NAME, 1, ("Conv",), _rewrite, conditions="readers types ranks body"),)

@@ -208,4 +208,4 @@ def _apply(rw: Rewriter, pick: ir.Node) -> bool:
     return rw.replace(pick, op, [pick.outputs[0]], [y])
 
 
-RULES = (Rule(NAME, 1, ("Gather", "Slice"), _apply),)
+RULES = (Rule(NAME, 1, ("Gather", "Slice"), _apply, conditions="readers weights ranks body"),)

@@ -200,7 +200,19 @@ def _regroup(rw: Rewriter, node: ir.Node) -> bool:
 
 
 RULES = (
-    Rule(NAME, 2, ("MatMul",), _sink),
-    Rule(NAME, 2, ("Transpose",), _turn_ahead),
-    Rule(NAME, 2, ("Reshape",), _regroup),
+    Rule(NAME, 2, ("MatMul",), _sink, conditions="types ranks"),
+    Rule(
+        NAME,
+        2,
+        ("Transpose",),
+        _turn_ahead,
+        conditions="readers constants weights types ranks sizes body",
+    ),
+    Rule(
+        NAME,
+        2,
+        ("Reshape",),
+        _regroup,
+        conditions="readers constants weights types ranks sizes body",
+    ),
 )

@@ -12,4 +12,7 @@ from onnx_fuse.ops.fused.sdpa.node import fuse_node
 from onnx_fuse.ops.fused.sdpa.rule import fuse
 from onnx_fuse.ops.rewrite import Rule
 
-RULES = (Rule("Sdpa", 1, ("Softmax",), fuse), Rule("Sdpa", 1, ("Attention",), fuse_node))
+RULES = (
+    Rule("Sdpa", 1, ("Softmax",), fuse, conditions="readers weights types ranks sizes body"),
+    Rule("Sdpa", 1, ("Attention",), fuse_node, conditions="ranks sizes"),
+)

@@ -1,0 +1,90 @@
+"""Each rule states what it asks of a graph, and graphs that miss one thing are computed right."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+
+import hostile
+import onnx_ir as ir
+import pytest
+from cases import NEWEST_OPSET, FusionCase
+from fusion_cases import FUSION_CASES
+from near_misses import ROWS, near_misses
+
+from onnx_fuse import passes
+from onnx_fuse.onnx.load import load
+from onnx_fuse.ops.fused import RULES
+from onnx_fuse.ops.rewrite import CONDITIONS, Rewriter, Rule
+
+# By their first anchor: what says why a graph stays and rewrites none, and another name of a node.
+_UNCONDITIONAL = ("Log", "Swish")
+
+
+def _number(rule: Rule) -> int:
+    return next((k for k, each in enumerate(RULES) if each is rule), -1)
+
+
+def applied(case: FusionCase, level: int) -> Counter[int]:
+    """How often each rule, by its place in RULES, rewrites the graph."""
+    counts: Counter[int] = Counter()
+    run = passes._applied
+
+    def counted(rule: Rule, rw: Rewriter, node: ir.Node) -> object:
+        changed = run(rule, rw, node)
+        counts[_number(rule)] += bool(changed)
+        return changed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(passes, "_applied", counted)
+        passes.optimize(load(case.model()), level=level)
+    return counts
+
+
+@cache
+def rows() -> dict[int, list[FusionCase]]:
+    """The smallest rows that each rule rewrites."""
+    found: dict[int, list[FusionCase]] = {k: [] for k in range(len(RULES))}
+    cases = [c for c in (*ROWS, *FUSION_CASES) if c in ROWS or c.opset <= NEWEST_OPSET]
+    for case in sorted(cases, key=lambda c: len(c.model().graph)):
+        for k in +applied(case, 3):
+            if k >= 0 and len(found[k]) < 3:
+                found[k].append(case)
+    return found
+
+
+RULE = pytest.mark.parametrize(
+    "k", range(len(RULES)), ids=lambda k: f"{RULES[k].name}-{RULES[k].anchors[0]}"
+)
+
+
+@RULE
+def test_a_rule_states_its_conditions(k: int) -> None:
+    """Those that stop it in a row, and no others: the rows break each one alone."""
+    rule, stopping = RULES[k], set[str]()
+    for row in rows()[k]:
+        level = max(row.level, rule.level)
+        whole = applied(row, level)[k]
+        for miss in near_misses(row):
+            if miss.condition not in stopping and applied(miss, level)[k] < whole:
+                stopping.add(miss.condition)
+    assert stopping == set(rule.conditions.split())
+    assert rows()[k] or rule.anchors[0] == "Log"
+    assert rule.conditions or rule.anchors[0] in _UNCONDITIONAL
+
+
+@pytest.mark.parametrize("name", sorted({row.name for k in rows() for row in rows()[k][:1]}))
+def test_a_near_miss_is_computed_right(name: str) -> None:
+    """Fused or not, at every level, on hostile numbers."""
+    row = next(row for found in rows().values() for row in found if row.name == name)
+    if row.opset > NEWEST_OPSET:
+        pytest.skip("onnxruntime is older")
+    wrong = {}
+    for miss in near_misses(row):
+        said = hostile.check(miss, ir.DataType.FLOAT)
+        wrong |= {miss.name: said} if said else {}
+    assert not wrong
+
+
+def test_every_condition_is_some_rule_s() -> None:
+    assert {name for rule in RULES for name in rule.conditions.split()} == set(CONDITIONS)
