@@ -1,14 +1,15 @@
 """Every dynamic dimension at 0, 1, 2, 3, 7, 64 and 129: open programs, closed ones, onnxruntime.
 
-    python tools/open_sizes.py [--only NAME] [--shapes 60] [--seed 0] [--problems]
+    python tools/open_sizes.py [--only NAME] [--shapes 60] [--seed 0] [--problems] [FOLDER]
 
 The models are the stored exports and decoders, those of models/, the graphs of fusions and contrib
-operators in tests/ with their gradients, and training steps. More exports are read from the folder
-that ONNX_FUSE_CASES names. For each shape that onnxruntime takes, what a GPU would run is compared
-as tests/every_size.py says: the problems of a program that holds for all sizes with those of one
-lowered for this shape, and the results of both, by NumPy, with onnxruntime's. `--problems` leaves
-results out, which is ten times as fast. Prints a line a model and the totals; exits with 1 where
-something differs.
+operators in tests/ with their gradients, and training steps. With FOLDER, they are the .onnx files
+there; more exports are read from the folder that ONNX_FUSE_CASES names. For each shape that
+onnxruntime takes, what a GPU would run is compared as tests/every_size.py says: the calls of a
+program that holds for all sizes with those of programs lowered for this shape, and the results, by
+NumPy, with onnxruntime's. `--problems` interprets only where calls differ. A shape at which
+onnxruntime ends the process counts as refused. Prints a line a model and the totals; exits with 1
+where something differs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import onnxruntime
 import onnxruntime.capi.onnxruntime_pybind11_state
 from every_size import Report, Subject, prove
-from every_size_models import Make, subjects
+from every_size_models import Make, exports, subjects
 
 import onnx_fuse
 from onnx_fuse.lower.table import lowerings
@@ -34,17 +35,46 @@ from onnx_fuse.lower.table import lowerings
 CONTEXT = multiprocessing.get_context("fork")
 
 
-def examine(name: str, make: Make, given: argparse.Namespace, queue: Any) -> None:
-    """Put the report on one model into the queue, in a process of its own."""
+def examine(
+    name: str, make: Make, given: argparse.Namespace, queue: Any, at: Any, refused: set[int]
+) -> None:
+    """Put the report on one model into the queue, in a process of its own.
+
+    `at` holds the number of the sample that onnxruntime has, -1 where it has none.
+    """
+
+    def asks(number: int) -> None:
+        at.value = number
+
     try:
         subject = Subject(name, *make())
     except onnx_fuse.OnnxFuseError as error:
         queue.put(Report(Counter({f"left out, {error}": 1})))
         return
     try:
-        queue.put(prove(subject, given.shapes, given.seed, results=not given.problems))
+        how = {"results": not given.problems, "refused": refused, "asks": asks}
+        queue.put(prove(subject, given.shapes, given.seed, **how))
     except onnxruntime.capi.onnxruntime_pybind11_state.NotImplemented:  # a type, on the CPU
         queue.put(Report(Counter({"not onnxruntime's": 1})))
+
+
+def examined(name: str, make: Make, given: argparse.Namespace) -> Report:
+    """The report on one model. A shape at which onnxruntime ends the process counts as refused."""
+    refused: set[int] = set()
+    while True:
+        queue, at = CONTEXT.SimpleQueue(), CONTEXT.Value("q", -1)
+        work = CONTEXT.Process(target=examine, args=(name, make, given, queue, at, refused))
+        work.start()
+        while work.is_alive() and queue.empty():
+            work.join(0.05)
+        if not queue.empty():
+            report = queue.get()
+            work.join()
+            return report
+        if at.value < 0:
+            fault = f"{name}: the process ended with {work.exitcode}"
+            return Report(Counter({"different": 1}), [fault])
+        refused.add(at.value)
 
 
 def main() -> int:
@@ -53,20 +83,15 @@ def main() -> int:
     parser.add_argument("--shapes", type=int, default=60, help="shapes of each model")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--problems", action="store_true", help="compare no results")
+    parser.add_argument("folder", nargs="?", type=Path, help="models to read instead")
     given = parser.parse_args()
+    models = subjects() if given.folder is None else exports(given.folder)
     total, faults, began = Counter[str](), 0, time.perf_counter()
     lowerings()  # what every process would import
-    for name, make in subjects():
+    for name, make in models:
         if given.only not in name:
             continue
-        queue = CONTEXT.SimpleQueue()
-        work = CONTEXT.Process(target=examine, args=(name, make, given, queue))
-        work.start()
-        while work.is_alive() and queue.empty():
-            work.join(0.05)
-        # onnxruntime itself may crash, at sizes that its kernel does not check
-        report = Report(Counter({"crashed": 1})) if queue.empty() else queue.get()
-        work.join()
+        report = examined(name, make, given)
         print(f"{name}: {report}", flush=True)
         for fault in report.faults[:3]:
             print(f"    {fault}", flush=True)

@@ -108,8 +108,6 @@ def _matmul(
     a, b = ctx.view(node, ia), ctx.view(node, ib)
     if a.dtype not in BYTES or b.dtype not in BYTES:
         return None, (), f"no kernel for {a.dtype} and {b.dtype}"
-    if a.shape[-1] == 0:
-        return None, (), "a product over no elements"
     za, zb = _zero(ctx, node, iza), _zero(ctx, node, izb)
     vector_a, vector_b = len(a.shape) == 1, len(b.shape) == 1
     if vector_a:
@@ -124,6 +122,8 @@ def _matmul(
     y = ctx.scratch("int32", (*batch, m, n))
     if not y.size:
         return reshaped(ctx, y, shape), shape, None
+    if k == 0:
+        return ctx.constant(np.zeros((), np.int32)).expand(shape), shape, None
     rows = za is not None and za.size != 1
     columns = zb is not None and zb.size not in (1, n)
     wide = ctx.hw.cc < 80 or columns or (rows and bool(batch))

@@ -22,7 +22,7 @@ from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.activations import ACTIVATIONS as TABLE
 from onnx_fuse.program import size as sizes
-from onnx_fuse.program.call import Tensor, reshape_strides
+from onnx_fuse.program.call import Tensor, dtype_of, reshape_strides
 from onnx_fuse.program.epilogue import Epilogue
 from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Hardware, Problem, Value
 from onnx_fuse.program.problems import Fold, PartSums, SlopeProduct
@@ -64,8 +64,9 @@ def product(
     """y [..., M, N] = a [..., M, K] · b [..., K, N]; batch axes already broadcast to one shape."""
     if 0 in y.shape:
         return None
-    if a.shape[-1] == 0:
-        return "a product over no elements"
+    if a.shape[-1] == 0:  # the sum of nothing, with all that follows it: one product of zeros
+        zero = ctx.constant(np.zeros((), dtype_of(a.dtype)))
+        a, b = zero.expand((*a.shape[:-1], 1)), zero.expand((*b.shape[:-2], 1, b.shape[-1]))
     m, k = a.shape[-2:]
     n = b.shape[-1]
     batch = y.shape[:-2]
@@ -117,8 +118,6 @@ def product(
 def matmul(ctx: Context, node: ir.Node) -> str | None:
     """y = a · b with NumPy's rules for 1-D operands and broadcast batches."""
     a, b = ctx.view(node, 0), ctx.view(node, 1)
-    if a.shape[-1] == 0:
-        return "a product over no elements"
     vector_a, vector_b = len(a.shape) == 1, len(b.shape) == 1
     if vector_a:
         a = Tensor(a.buffer, a.dtype, (1, *a.shape), (0, *a.strides), a.offset)
@@ -137,8 +136,6 @@ def gemm(ctx: Context, node: ir.Node) -> str | None:
     a, b = ctx.view(node, 0), ctx.view(node, 1)
     a = a.permute((1, 0)) if ctx.attr(node, "transA", 0) else a
     b = b.permute((1, 0)) if ctx.attr(node, "transB", 0) else b
-    if a.shape[-1] == 0:
-        return "a product over no elements"
     shape = (a.shape[0], b.shape[1])
     y = ctx.output(node, 0, shape, a.dtype)
     alpha, beta = ctx.attr(node, "alpha", 1.0), ctx.attr(node, "beta", 1.0)

@@ -19,6 +19,7 @@ import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import Code, call_of, dtype_name
 from onnx_fuse.kernels import same_choices
+from onnx_fuse.lower import elementwise, views
 from onnx_fuse.lower.context import (
     WEIGHT_LIMIT,
     Lowering,
@@ -52,6 +53,9 @@ FITTED = {"Attention", "BatchNormalization", "Concat", "Conv", "ConvTranspose", 
           "ScatterElements", "ScatterND", "SoftmaxCrossEntropyLoss"}  # fmt: skip
 """Operators whose kernels believe that the operands fit together: inference is asked before."""
 CONTROL = ("If", "Loop", "Scan")
+DIRECT = views.LOWERINGS.keys() | elementwise.LOWERINGS.keys()
+"""Lowered as ever where a tensor has no elements: ONNX infers other shapes for PRelu and Squeeze,
+and refuses the -1 of a Reshape."""
 PREVIEW = "ai.onnx.preview"
 """Domain of the standard's operators that are on trial; they have bodies, and no kernels."""
 SETUP_LIMIT = 1 << 20
@@ -292,7 +296,7 @@ class Lowerer(Control):
             return
         if self._evaluate(node) or (self.of_sequences and sequence(self, node)):
             return
-        if not self._empty(node):
+        if (node.domain, node.op_type) in DIRECT or not self._empty(node):
             self._lower(node)
 
     def _empty(self, node: ir.Node) -> bool:
@@ -338,7 +342,7 @@ class Lowerer(Control):
                 raise NeedsValues(names)
             if self._learns(node, reason):
                 self._defer(node)
-            elif not self._expand(node):
+            elif not (self._empty(node) or self._expand(node)):
                 self._fallback(node, reason)
             elif lowering is not None:
                 self.in_parts.setdefault(node.op_type, reason)

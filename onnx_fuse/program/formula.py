@@ -39,6 +39,10 @@ Row = tuple[int, int, int]
 """(operation, row, row)"""
 
 
+class NoValue(ValueError):
+    """Expressions have no value for some sizes, at which a guard may fail."""
+
+
 class Formulas:
     """Several expressions over the same symbols; `roots` are the rows of their values."""
 
@@ -84,7 +88,7 @@ class Formulas:
     def at(self, values: Iterable[Any], **functions: Callable[[Any, Any], Any]) -> list[Any]:
         """The values, for these of the symbols; `functions` replace operations by name.
 
-        Raises ValueError for a division by zero.
+        Raises NoValue for a division by zero.
         """
         try:
             if self._function is not None and not functions:
@@ -95,7 +99,7 @@ class Formulas:
                 name, do = OPERATIONS[op]
                 append((functions.get(name, do) if functions else do)(found[a], found[b]))
         except ZeroDivisionError as error:
-            raise ValueError("no value: a division by zero") from error
+            raise NoValue("no value: a division by zero") from error
         self._evaluated += 1
         if self._evaluated == _OFTEN:
             self._function = _compiled(self)

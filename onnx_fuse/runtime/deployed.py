@@ -153,7 +153,7 @@ class Deployed:
             self._give(arch)
             source = _Open(self, entry, self._source(entry))
             self._open[entry.member] = (
-                PlannedOpenProgram.of(source, entry.largest) if entry.largest else source
+                PlannedOpenProgram.of(source, entry.largest, numbers) if entry.largest else source
             )
         found = self._open[entry.member]
         if isinstance(found, PlannedOpenProgram):

@@ -14,7 +14,7 @@ from operator import le
 from typing import TYPE_CHECKING, Any, Protocol
 
 from onnx_fuse.program.call import Call, Program, Tensor
-from onnx_fuse.program.formula import Guards
+from onnx_fuse.program.formula import Guards, NoValue
 from onnx_fuse.runtime.schedule import Order, by_dependency, sequential
 
 if TYPE_CHECKING:
@@ -277,6 +277,16 @@ def _check_layout(
         raise ValueError("a temporary without a place")
 
 
+def evaluated(
+    source: OpenProgram, largest: Mapping[str, int], numbers: Mapping[str, int]
+) -> tuple[Mapping[str, int], Program]:
+    """The program for the largest sizes, or where it has no value there, for these; the sizes."""
+    try:
+        return largest, source.at(largest)
+    except NoValue:
+        return numbers, source.at(numbers)
+
+
 class PlannedOpenProgram:
     """An open program, and the layout for the largest shape of its class.
 
@@ -311,9 +321,13 @@ class PlannedOpenProgram:
         """The model's own weights that it reads."""
 
     @classmethod
-    def of(cls, source: OpenProgram, largest: Mapping[str, int]) -> PlannedOpenProgram:
-        """The open program with the layout for the largest sizes."""
-        whole: Program = source.at(largest)
+    def of(
+        cls, source: OpenProgram, largest: Mapping[str, int], numbers: Mapping[str, int]
+    ) -> PlannedOpenProgram:
+        """The open program with the layout for the largest sizes, or where it has no value for
+        these, as they need not meet its guards, for `numbers`, which do.
+        """
+        largest, whole = evaluated(source, largest, numbers)
         layout = _Layout.of(source, whole, largest)
         return cls(source, largest, {tuple(largest.values()): layout}, whole, largest)
 
@@ -365,7 +379,10 @@ class PlannedOpenProgram:
         elif needs is None:
             program = self.source.at(numbers)
         for bounds in (self.largest, self._nearer(numbers)):
-            layout = self._for(bounds)
+            try:
+                layout = self._for(bounds)
+            except NoValue:  # as bounds need not meet the guards
+                continue
             served = needs is not None and layout.serves(needs[:-1], needs[-1])
             if served or (needs is None and program is not None and layout.fits(program)):
                 return PlannedProgram(program, layout.plan, self.source, layout.room, numbers)

@@ -32,7 +32,7 @@ from onnx_fuse.runtime import collector
 from onnx_fuse.runtime.budget import Budget, Recompute, within
 from onnx_fuse.runtime.changes import changes
 from onnx_fuse.runtime.graphs import derived_weights
-from onnx_fuse.runtime.plan import PlannedOpenProgram, PlannedProgram, plan
+from onnx_fuse.runtime.plan import PlannedOpenProgram, PlannedProgram, evaluated, plan
 from onnx_fuse.runtime.program_cache import Key, Origin, ProgramCache, folder_of
 
 if TYPE_CHECKING:
@@ -261,15 +261,16 @@ class Specializer:
     ) -> PlannedOpenProgram | None:
         """Lower over open sizes; None where each shape is lowered by itself."""
         trace = Trace()
-        opened = {symbol: trace.symbol(symbol, number) for symbol, number in numbers.items()}
+        sizes = {symbol: trace.symbol(symbol, number) for symbol, number in numbers.items()}
         try:
-            program = self._lower(_changed(shapes, symbols, opened), values)
+            program = self._lower(_changed(shapes, symbols, sizes), values)
             if program.stages or program.fallbacks:
                 return None
             if self.memory is not None:
-                sized = Open(program, trace).at(trace.largest())
+                _, sized = evaluated(Open(program, trace), trace.largest(), trace.values)
                 program = self._recomputing(program, sized, self.memory)
-            return PlannedOpenProgram.of(opened_program(program, trace), trace.largest())
+            opened = opened_program(program, trace)
+            return PlannedOpenProgram.of(opened, trace.largest(), trace.values)
         except (NeedsValues, OnnxFuseError):
             raise
         except (

@@ -357,5 +357,9 @@ def rotary_embedding(op: Body, node: ir.Node) -> Results:
         head=head,
     )
     if size == 3:
-        y = op.Reshape(y, op.ints(0, 0, -1 if dim(x, 2) is None else dim(x, 2) or 0))
+        width = dim(x, 2)
+        if width:
+            y = op.Reshape(y, op.ints(0, 0, width))
+        else:  # -1 would be left open where another size is 0
+            y = op.Reshape(y, op.Shape(x), allowzero=1)
     return [y]

@@ -342,4 +342,4 @@ def gather_block_quantized(op: Body, node: ir.Node) -> Results:
         rows = rows if each == blocks else _first(op, rows, blocks)
         zero = op.cast_like(op.Reshape(rows, op.ints(-1, blocks, 1)), scales)
     y = op.Mul(op.Sub(op.cast_like(q, scales), zero), scale)
-    return [op.Reshape(y, op.shape(op.Shape(ids), width))]
+    return [op.Reshape(y, op.shape(op.Shape(ids), width), allowzero=1)]

@@ -45,8 +45,9 @@ def gradient(op: Any, node: ir.Node, dys: Sequence[ir.Value | None]) -> Sequence
             kind.added, results if isinstance(results, tuple) else (results,), strict=True
         ):
             result.dtype = q.dtype
-            if lead is not None and q.shape and k is not None and k.shape is not None:
-                result.shape = ir.Shape([*lead, q.shape[2], k.shape[2]])
+            # a mask may broadcast the logits of one key: v has as many keys as the weights
+            if lead is not None and q.shape and v is not None and v.shape is not None:
+                result.shape = ir.Shape([*lead, q.shape[2], v.shape[2]])
             answers[f"mask{i}"] = result
     return [dq, dk, dv, *(answers.get(name) for name in kind.inputs[3:])]
 

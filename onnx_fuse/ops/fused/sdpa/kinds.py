@@ -269,7 +269,22 @@ def grad_body(kind: Kind, masks: bool = False) -> str:
             f"dc = {ds} * ((one - t * t) * cap)",
         ]
         ds = "dc"
-    lines += [f"ds = Identity ({ds})", *_fold(kind, "ds")]
+    if kind.steps and not masks:
+        # steps may broadcast the logits of one key to several, whose gradients then add up
+        lines += [
+            "keys = Shape <start: int = 2, end: int = 3> (k)",
+            f"many = Shape <start: int = 3, end: int = 4> ({ds})",
+            "single = [1]",
+            "times = many / Max (keys, single)",
+            f"before = Shape <start: int = 0, end: int = 3> ({ds})",
+            "shared = Concat <axis: int = 0> (before, times, keys)",
+            "third = [3]",
+            f"spread_ds = Reshape <allowzero: int = 1> ({ds}, shared)",
+            "ds = ReduceSum <keepdims: int = 0> (spread_ds, third)",
+        ]
+    else:
+        lines += [f"ds = Identity ({ds})"]
+    lines += _fold(kind, "ds")
     lines += [
         f"dst = Transpose <perm: ints = [0, 1, 3, 2]> ({_folded(kind, 'ds')})",
         f"pt = Transpose <perm: ints = [0, 1, 3, 2]> ({_folded(kind, 'p')})",
