@@ -437,7 +437,7 @@ def _skip(rw: Rewriter, node: ir.Node) -> bool:
 
 
 CANONICAL = (
-    Rule("Norm", 0, ("LayerNormalization", "RMSNormalization"), _native, conditions="ranks"),
+    Rule("Norm", 0, ("LayerNormalization", "RMSNormalization"), _native, conditions="ranks sizes"),
     Rule(
         "Norm",
         0,
