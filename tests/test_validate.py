@@ -522,9 +522,9 @@ UNCHECKED = {
         '<ir_version: 10, opset_import: ["" : 24]>\n'
         "g (float[2] x) => (float[N] y) <float[2] w = {2, 3}> {"
         " far = Constant <value_float = 1e8> () up = Add (x, far) s = Sub (up, far)"
-        " zero = Constant <value_float = 0.0> () c = Greater (s, zero) z = Mul (x, w)"
+        " zero = Constant <value_float = 0.0> () c = Greater (s, zero) p = Mul (x, w)"
         " at = Constant <value_ints = [0]> () i = Cast <to = 7> (c)"
-        " n = ReduceSum (i, at) y = Slice (z, at, n) }",
+        " z = Add (p, s) n = ReduceSum (i, at) y = Slice (z, at, n) }",  # s is no size alone
         [1, 100],
         r"output 'y' has shape \[2\] in float64 and \[1\] in its own type",
     ),
