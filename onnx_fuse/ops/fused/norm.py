@@ -171,7 +171,7 @@ def _native(rw: Rewriter, node: ir.Node) -> bool:
 
 def _widened(rw: Rewriter, node: ir.Node, x: ir.Value) -> bool:
     """Expand a scale and a bias of one number to the width of x, where that is known."""
-    width, op = dim(x, -1), Builder()
+    width, op, changed = dim(x, -1), Builder(), False
     if width is None or width == 1 or node.graph is None:
         return False
     for i, value in enumerate(node.inputs[1:], 1):
@@ -183,8 +183,9 @@ def _widened(rw: Rewriter, node: ir.Node, x: ir.Value) -> bool:
         else:
             wide = rw.initializer(f"{value.name}x{width}", np.repeat(array, width))
         node.replace_input_with(i, wide)
+        changed = True
     node.graph.insert_before(node, op.nodes)
-    return True
+    return changed
 
 
 @dataclass(frozen=True)
