@@ -72,6 +72,12 @@ GRAPHS: dict[str, tuple[str, str, dict[str, Array]]] = {
         o = Squeeze (zero)  y = Range (o, e, one0)""",
         {"x": np.ones((2, 3)), "z": np.arange(3)},
     ),
+    "an entry of another tensor, 0 beside a -1": (
+        "(float[a,4] x, float[b,2] z) => (int64[k] y)",
+        """s = Shape <end = 1> (z)  e = Concat <axis = 0> (s, m)  r = Reshape (x, e)
+        t = Shape <end = 1> (r)  d = Sub (t, s)  y = Add (d, one)""",
+        {"x": np.ones((3, 4)), "z": np.ones((0, 2))},
+    ),
     "a size as a condition": (
         "(float[a] x, float[n] z) => (float[k,l] y)",
         """s = Shape (x)  b = Cast <to = 9> (s)  i = Cast <to = 7> (b)

@@ -108,27 +108,19 @@ def _reshape(node: ir.Node, wanted: Sizes | None, known: Entries) -> Sizes | Non
     if wanted is None or (literal and _ZERO in wanted):
         return None
     sizes: Sizes = []
-    # Beside a -1 entries are believed: where one is 0 it copies instead, but then the tensor is
-    # empty and the number for -1 ambiguous, and what multiplies it by the other sizes is refused.
-    told: Sizes = []
+    total = multiplied(came if came is not None else [None])
     for i, entry in enumerate(wanted):
-        told.append(entry if entry is None or entry.nonnegative else None)
         if entry == _ZERO:
             sizes.append(came[i] if came is not None and i < len(came) else None)
-            told[-1] = sizes[-1]
         elif entry == _HOLE:
             sizes.append(entry)
         else:
             size_ = entry is not None and entry.nonnegative
-            holds = size_ and (literal or _no_copy(entry, i, wanted, came))
+            holds = size_ and (literal or _no_copy(entry, i, came, total))
             sizes.append(entry if holds else None)
     if sizes.count(_HOLE) == 1:
         hole = sizes.index(_HOLE)
-        total, rest = (
-            multiplied(came if came is not None else [None]),
-            multiplied(told[:hole] + told[hole + 1 :]),
-        )
-        sizes = told
+        rest = multiplied(sizes[:hole] + sizes[hole + 1 :])
         sizes[hole] = None if total is None or rest is None else _quotient(total, rest)
     if y.is_graph_output() or _HOLE in sizes:
         return None
@@ -141,20 +133,18 @@ def _quotient(total: Size, rest: Size) -> Size | None:
     return found if exactly and found is not None and found.nonnegative else None
 
 
-def _no_copy(entry: Size | None, axis: int, wanted: Sizes, came: Sizes | None) -> bool:
+def _no_copy(entry: Size | None, axis: int, came: Sizes | None, total: Size | None) -> bool:
     """Whether the size at an axis is the entry even where that is 0, by which Reshape copies.
 
-    Then the input's size is 0 as well, or the input is empty and no -1 takes up the difference.
+    Then the input's size is 0 as well, or the input is empty. Beside a -1 an empty tensor may get
+    its size of 0 at another axis; that is not followed, as no attention would fuse.
     """
     if entry is None or entry.positive:
         return entry is not None
-    if came is None:
-        return False
-    here = came[axis] if axis < len(came) else None
+    here = came[axis] if came is not None and axis < len(came) else None
     if here is not None and _is_zero_with(here, entry):
         return True
-    total = multiplied(came)
-    return _HOLE not in wanted and total is not None and _is_zero_with(total, entry)
+    return total is not None and _is_zero_with(total, entry)
 
 
 def _is_zero_with(value: Size, entry: Size) -> bool:
