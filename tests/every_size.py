@@ -243,6 +243,7 @@ def prove(
         if report.counts["shapes"] >= shapes or number > 20 * shapes:
             break
         if number in refused:
+            done.add(tuple(sizes.values()))  # which may come again
             continue
         rng = np.random.default_rng([seed, number])
         feed, want = None, None

@@ -169,6 +169,21 @@ GRAPHS = {
         <int64[1] last = {2}, float[1,1,1,1] slope = {0.5}> {
             n = Tanh(x) y = Squeeze(n, last) z = PRelu(n, slope) }
         """,
+    "a bias and a scale of a product's parts": """
+        agraph (float[B,3] x) => (float[B,2,4] y, float[B,2,4] z)
+        <float[8] b = {1, 2, 3, 4, 5, 6, 7, 8}, float[4] c = {1, 2, 3, 4}, int64[3] to = {0, 2, 4}>
+        {
+            ones = Constant<value_ints = [3, 8]>() w = ConstantOfShape<value = float[1] {0.5}>(ones)
+            m = MatMul(x, w) r = Reshape(m, to) y = Add(r, c)
+            n = Gemm(x, w, b) s = Reshape(n, to) z = Mul(s, c) }
+        """,
+    "heads of no batch": """
+        agraph (float[B,S,8] x, float[B,2,T,4] past) => (float[B,2,U,4] y)
+        <int64[2] heads = {-1, 4}> {
+            rows = Shape<start = 0, end = 2>(x) to = Concat<axis = 0>(rows, heads)
+            n = Tanh(x) r = Reshape<allowzero = 1>(n, to)
+            t = Transpose<perm = [0, 2, 1, 3]>(r) y = Concat<axis = 2>(past, t) }
+        """,
     "attention whose batches broadcast": """
         agraph (float[1,S,4] q, float[B,T,4] k, float[B,T,4] v) => (float[B,S,4] y) {
             t = Transpose <perm = [0, 2, 1]> (k) s = MatMul(q, t) w = Softmax <axis = -1> (s)

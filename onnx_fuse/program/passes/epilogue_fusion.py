@@ -78,7 +78,9 @@ def add(calls: Calls, i: int, call: Call) -> None:
             continue
         at, product, problem = found
         bias, column = not r.dense, _column(r)
-        if column and (problem.op != "Gemm" or problem.batch or y.shape[-1] != problem.n):
+        if column and (problem.op != "Gemm" or problem.batch):
+            continue
+        if bias and y.shape[-1] != problem.n:  # a view of the product in other rows
             continue
         if problem.op != "Gemm" and not bias:  # of 4-bit weights, whose kernels take no residual
             continue
@@ -115,6 +117,8 @@ def scale(calls: Calls, i: int, call: Call) -> None:
         if found is None or not (z.dense and y.dense and _row(g)) or g.offset:
             continue
         at, product, problem = found
+        if g.shape[-1] != problem.n:  # a view of the product in other rows
+            continue
         made = product.writes[0][1]
         same = made.dense and (made.offset, made.size) == (z.offset, z.size) and y.size == z.size
         types = {t.dtype for t in (made, z, g, y)} | {problem.dtype, problem.out}
