@@ -21,6 +21,7 @@ UNARY = {
 """Operators whose entries depend on one entry of one input each."""
 SUMS = {"Add", "Mul"}
 Change = Callable[[ModelProto, np.random.Generator], bool]
+Around = Callable[[ModelProto, NodeProto], list[NodeProto]]
 
 
 def _inner(model: ModelProto) -> set[str]:
@@ -96,65 +97,69 @@ def permute(model: ModelProto, rng: np.random.Generator) -> bool:
     return len(ordered) > 1
 
 
-def reshape_through(model: ModelProto, rng: np.random.Generator) -> bool:
-    """y = f(x) becomes Reshape(f(Reshape(x, [-1])), Shape(x))."""
+def _between(node: NodeProto, x: str, y: str) -> NodeProto:
+    """The same operator from x to y."""
+    copy = NodeProto()
+    copy.CopyFrom(node)
+    copy.input[0], copy.output[0] = x, y
+    return copy
+
+
+def _around(model: ModelProto, rng: np.random.Generator, nodes: Around) -> bool:
+    """Replace some y = f(x) by the nodes that are made of it."""
     index = _drawn(model, rng, UNARY)
     if index is None:
         return False
-    node = model.graph.node[index]
+    _replace(model, index, nodes(model, model.graph.node[index]))
+    return True
+
+
+def _reshaped(model: ModelProto, node: NodeProto) -> list[NodeProto]:
     x, y = node.input[0], node.output[0]
     flat = _constant(model, np.array([-1], np.int64), "flat")
-    inner = NodeProto()
-    inner.CopyFrom(node)
-    inner.input[0], inner.output[0] = f"{y}_flat", f"{y}_flat_out"
-    nodes = [
+    return [
         helper.make_node("Shape", [x], [f"{y}_shape"]),
-        helper.make_node("Reshape", [x, flat], [inner.input[0]]),
-        inner,
-        helper.make_node("Reshape", [inner.output[0], f"{y}_shape"], [y], allowzero=1),
+        helper.make_node("Reshape", [x, flat], [f"{y}_flat"]),
+        _between(node, f"{y}_flat", f"{y}_flat_out"),
+        helper.make_node("Reshape", [f"{y}_flat_out", f"{y}_shape"], [y], allowzero=1),
     ]
-    _replace(model, index, nodes)
-    return True
 
 
-def transpose_through(model: ModelProto, rng: np.random.Generator) -> bool:
-    """y = f(x) becomes a Transpose of f of a Transpose, by the perm of none: all axes reversed."""
-    index = _drawn(model, rng, UNARY)
-    if index is None:
-        return False
-    node = model.graph.node[index]
+def _transposed(model: ModelProto, node: NodeProto) -> list[NodeProto]:
     x, y = node.input[0], node.output[0]
-    inner = NodeProto()
-    inner.CopyFrom(node)
-    inner.input[0], inner.output[0] = f"{y}_turned", f"{y}_turned_out"
-    nodes = [
-        helper.make_node("Transpose", [x], [inner.input[0]]),
-        inner,
-        helper.make_node("Transpose", [inner.output[0]], [y]),
+    return [
+        helper.make_node("Transpose", [x], [f"{y}_turned"]),
+        _between(node, f"{y}_turned", f"{y}_turned_out"),
+        helper.make_node("Transpose", [f"{y}_turned_out"], [y]),
     ]
-    _replace(model, index, nodes)
-    return True
 
 
-def parts(model: ModelProto, rng: np.random.Generator) -> bool:
-    """y = f(x) of one row and of the others, joined again; x has an axis."""
-    index = _drawn(model, rng, UNARY)
-    if index is None:
-        return False
-    node = model.graph.node[index]
+def _in_parts(model: ModelProto, node: NodeProto) -> list[NodeProto]:
     x, y = node.input[0], node.output[0]
     zero, one, end = (
         _constant(model, np.array([n], np.int64), "row") for n in (0, 1, np.iinfo(np.int64).max)
     )
     nodes = []
-    for k, (start, stop) in enumerate(((zero, one), (one, end))):
-        inner = NodeProto()
-        inner.CopyFrom(node)
-        inner.input[0], inner.output[0] = f"{y}_part{k}", f"{y}_part{k}_out"
-        nodes += [helper.make_node("Slice", [x, start, stop, zero], [inner.input[0]]), inner]
+    for part, start, stop in ((f"{y}_part0", zero, one), (f"{y}_part1", one, end)):
+        nodes.append(helper.make_node("Slice", [x, start, stop, zero], [part]))
+        nodes.append(_between(node, part, f"{part}_out"))
     nodes.append(helper.make_node("Concat", [f"{y}_part0_out", f"{y}_part1_out"], [y], axis=0))
-    _replace(model, index, nodes)
-    return True
+    return nodes
+
+
+def reshape_through(model: ModelProto, rng: np.random.Generator) -> bool:
+    """y = f(x) becomes Reshape(f(Reshape(x, [-1])), Shape(x))."""
+    return _around(model, rng, _reshaped)
+
+
+def transpose_through(model: ModelProto, rng: np.random.Generator) -> bool:
+    """y = f(x) becomes Transpose(f(Transpose(x))); without perm all axes are reversed."""
+    return _around(model, rng, _transposed)
+
+
+def parts(model: ModelProto, rng: np.random.Generator) -> bool:
+    """y = f(x) becomes f of the first row and f of the others, joined; x has an axis."""
+    return _around(model, rng, _in_parts)
 
 
 def reassociate(model: ModelProto, rng: np.random.Generator) -> bool:
