@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnx_ir as ir
 import pytest
 from support import Cli
 
@@ -22,7 +21,6 @@ from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.load import load
 from onnx_fuse.onnx.save import to_proto
-from onnx_fuse.passes.precision import widened
 from onnx_fuse.program.problem import CHIPS, Hardware
 from onnx_fuse.runtime import device, ort
 from onnx_fuse.session import InferenceSession
@@ -182,13 +180,3 @@ def test_a_gpu_session_asks_of_sizes_of_one_name_at_new_shapes_alone(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         runs.instance(feeds)
-
-
-def test_scales_worked_out_from_weights_stay_float32_in_a_wider_graph() -> None:
-    text = f"""{HEAD}g (float[1,1,4,4] x) => (float[1,1,a,b] y)
-    <float[2] one = {{1, 1}}, float[2] f = {{2, 2}}>
-    {{ s = Concat <axis = 0> (one, f)  y = Resize (x, , s) }}"""
-    wide = widened(text_model(text), (ir.DataType.FLOAT,), ir.DataType.DOUBLE)
-    kinds = {v.name: v.dtype for v in (*wide.graph.inputs, *wide.graph.initializers.values())}
-    single, double = ir.DataType.FLOAT, ir.DataType.DOUBLE
-    assert kinds == {"x": double, "one": single, "f": single}

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable
-from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, all_nodes, unique_name
+from onnx_fuse.onnx.build import Builder, unique_name
 from onnx_fuse.onnx.save import inline
-from onnx_fuse.onnx.traits import only_sizes
 from onnx_fuse.passes.fp16_range import OutOfRange, find_out_of_range, narrowed, set_floor
 from onnx_fuse.program.problem import PRECISIONS
 
@@ -238,26 +236,22 @@ def widened(model: ir.Model, narrow: Collection[ir.DataType], wide: ir.DataType)
 
     Inputs, weights, constants, casts and created tensors change; values in between have no declared
     type afterwards, but for results of bodies: onnxruntime's Scan asks for their ranks, which it
-    does not always find by itself. What reaches only sizes, such as a Resize's scales, stays: 8
-    times 1.9999999 is 16 in float32 alone. NonMaxSuppression takes nothing but float32, so that it
-    reads Casts.
+    does not always find by itself. A Resize's scales stay: 8 times 1.9999999 is 16 in float32
+    alone. NonMaxSuppression takes nothing but float32, so that it reads Casts.
     """
     model = inline(model)
     graph = model.graph
-    sizes = only_sizes(graph)
-    mixed = [found for n in all_nodes(graph) for found in _mixed(n, sizes, narrow, wide)]
+    scales = {v for n in graph if n.op_type == "Resize" for v in n.inputs[1:3]}
     graphs = (graph, *graph.subgraphs())
     results = {v for g in graphs[1:] for v in g.outputs if isinstance(v.type, ir.TensorType)}
     for value in (v for g in graphs for v in (*g.inputs, *g.initializers.values())):
-        if value in sizes:
+        if value in scales:
             continue
         if value.dtype in narrow:
             value.type = ir.TensorType(wide)
         if value.const_value is not None:
             value.const_value = _wide(value.const_value, narrow, wide)
     for node in list(ir.traversal.RecursiveGraphIterator(graph)):
-        if sizes.intersection(node.outputs):
-            continue
         for name, attribute in list(node.attributes.items()):
             if attribute.type == ir.AttributeType.TENSOR:
                 tensor = _wide(attribute.as_tensor(), narrow, wide)
@@ -284,25 +278,7 @@ def widened(model: ir.Model, narrow: Collection[ir.DataType], wide: ir.DataType)
                 value.type = value.shape = None
             elif value.dtype in narrow:
                 value.type = ir.TensorType(wide)
-    for node, i, kind in mixed:
-        op = Builder()
-        node.replace_input_with(i, op.Cast(node.inputs[i], to=kind))
-        assert node.graph is not None
-        node.graph.insert_before(node, op.nodes)
     return model
-
-
-def _mixed(
-    node: ir.Node, sizes: AbstractSet[ir.Value], narrow: Collection[ir.DataType], wide: ir.DataType
-) -> list[tuple[ir.Node, int, ir.DataType]]:
-    """The inputs of a node that are a size where it computes data, or data where it makes a size,
-    with the type that it reads them in."""
-    reads = [(i, v, v.dtype) for i, v in enumerate(node.inputs) if v is not None and v.dtype]
-    if sizes.isdisjoint(node.outputs):
-        data = reads if node.op_type == "Range" else []  # of its inputs one decides the size
-        return [(node, i, wide) for i, v, kind in data if v in sizes and kind in narrow]
-    data = [] if node.op_type in ("Shape", "Size") else reads
-    return [(node, i, kind) for i, v, kind in data if v not in sizes and kind in narrow]
 
 
 def _wide(
