@@ -78,6 +78,36 @@ GRAPHS: dict[str, tuple[str, str, dict[str, Array]]] = {
         t = Shape <end = 1> (r)  d = Sub (t, s)  y = Add (d, one)""",
         {"x": np.ones((3, 4)), "z": np.ones((0, 2))},
     ),
+    "a size of 0, which copies another beside a -1": (
+        "(float[a,4,t,16] x) => (int64[k] y)",
+        """s = Shape <start = 0, end = 1> (x)  n = Shape <start = 2, end = 3> (x)
+        e = Concat <axis = 0> (s, n, m)  r = Reshape (x, e)  w = Shape <start = 2> (r)
+        y = Sub (w, one)""",
+        {"x": np.ones((2, 4, 0, 16))},
+    ),
+    "the same after a sum": (
+        "(float[a,4,t,16] x) => (int64[k] y)",
+        """s = Shape <start = 0, end = 1> (x)  n = Shape <start = 2, end = 3> (x)
+        e = Concat <axis = 0> (s, n, m)  r = Reshape (x, e)  o = Transpose <perm = [0, 2, 1]> (r)
+        q = MatMul (o, r)  w = Shape <start = 1, end = 2> (q)
+        y = Add (w, w)""",
+        {"x": np.ones((2, 4, 0, 16))},
+    ),
+    "two sizes of 0 without a -1": (
+        "(float[t,4,u] x) => (int64[k] y)",
+        """s = Shape <start = 0, end = 1> (x)  n = Shape <start = 2, end = 3> (x)
+        f = Constant <value = int64[1] {4}> ()
+        e = Concat <axis = 0> (n, s, f)  r = Reshape (x, e)
+        w = Shape <start = 1, end = 2> (r)  d = Sub (w, s)  y = Add (d, one)""",
+        {"x": np.ones((0, 4, 0))},
+    ),
+    "a target whose size of 0 copies another": (
+        "(float[a,4,t,16] x, float[t,64] z) => (float[k,l] y)",
+        """s = Shape <start = 0, end = 1> (x)  n = Shape <start = 2, end = 3> (x)
+        e = Concat <axis = 0> (s, n, m)  r = Reshape (x, e)  w = Shape <start = 1> (r)
+        y = Reshape <allowzero = 1> (z, w)""",
+        {"x": np.ones((2, 4, 0, 16)), "z": np.empty((0, 64))},
+    ),
     "a size as a condition": (
         "(float[a] x, float[n] z) => (float[k,l] y)",
         """s = Shape (x)  b = Cast <to = 9> (s)  i = Cast <to = 7> (b)

@@ -32,6 +32,8 @@ class Entries:
     def __init__(self) -> None:
         self.meaning: dict[str, Size] = {}
         """The sizes that inference calls by a name of its own."""
+        self.believed: set[ir.Value] = set()
+        """Values whose sizes or entries hold only where no size that a Reshape names is 0."""
         self._arrays: dict[ir.Value, Array] = {}
 
     def sizes(self, value: ir.Value | None) -> Sizes | None:

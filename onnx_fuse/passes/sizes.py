@@ -28,10 +28,14 @@ def infer_reshapes(model: ir.Model) -> bool:
     graph, changed = model.graph, False
     known = Entries()
     for node in list(graph):
+        body = any(a.type == ir.AttributeType.GRAPH for a in node.attributes.values())
+        if not known.believed.isdisjoint(node.inputs) or (known.believed and body):
+            known.believed.update(node.outputs)
         if node.domain or not node.inputs:
             continue
         entries = known.follow(node)
-        if entries is not None:
+        holds = known.believed.isdisjoint(node.outputs)
+        if entries is not None and holds:
             changed = _constant(node, entries) or changed
             if node.op_type == "Where":
                 changed = _chooses_nothing(node, entries, known) or changed
@@ -44,10 +48,11 @@ def infer_reshapes(model: ir.Model) -> bool:
             wanted = known.vector(node.inputs[1])
             same = known.sizes(x)
             if node.op_type == "Reshape":
-                changed = _copied(node, wanted, same) or changed
+                changed = (holds and _copied(node, wanted, same)) or changed
                 wanted = _reshape(node, wanted, known)
             whole = same is not None and None not in same and not y.is_graph_output()
-            if x is not None and whole and same == wanted:
+            holds = known.believed.isdisjoint(node.outputs)
+            if x is not None and whole and holds and same == wanted:
                 y.replace_all_uses_with(x)
                 changed = True
     _name_plainly(graph, known)
@@ -115,9 +120,12 @@ def _reshape(node: ir.Node, wanted: Sizes | None, known: Entries) -> Sizes | Non
         elif entry == _HOLE:
             sizes.append(entry)
         else:
-            size_ = entry is not None and entry.nonnegative
-            holds = size_ and (literal or _no_copy(entry, i, came, total))
-            sizes.append(entry if holds else None)
+            if entry is not None and not literal and _may_copy(entry, i, came):
+                if total is not None and _is_zero_with(total, entry):
+                    known.believed.add(y)  # where it copies, the result is empty
+                else:
+                    entry = None
+            sizes.append(entry if entry is not None and entry.nonnegative else None)
     if sizes.count(_HOLE) == 1:
         hole = sizes.index(_HOLE)
         rest = multiplied(sizes[:hole] + sizes[hole + 1 :])
@@ -133,18 +141,12 @@ def _quotient(total: Size, rest: Size) -> Size | None:
     return found if exactly and found is not None and found.nonnegative else None
 
 
-def _no_copy(entry: Size | None, axis: int, came: Sizes | None, total: Size | None) -> bool:
-    """Whether the size at an axis is the entry even where that is 0, by which Reshape copies.
-
-    Then the input's size is 0 as well, or the input is empty. Beside a -1 an empty tensor may get
-    its size of 0 at another axis; that is not followed, as no attention would fuse.
-    """
-    if entry is None or entry.positive:
-        return entry is not None
-    here = came[axis] if came is not None and axis < len(came) else None
-    if here is not None and _is_zero_with(here, entry):
-        return True
-    return total is not None and _is_zero_with(total, entry)
+def _may_copy(entry: Size, axis: int, came: Sizes | None) -> bool:
+    """Whether the entry may be 0 where the input's size is not, so that Reshape copies that."""
+    if entry.positive or (came is not None and axis >= len(came)):  # a 0 there ends the run
+        return False
+    here = None if came is None else came[axis]
+    return here is None or not _is_zero_with(here, entry)
 
 
 def _is_zero_with(value: Size, entry: Size) -> bool:
