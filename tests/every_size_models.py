@@ -35,16 +35,16 @@ def optimized(make: Callable[[], ir.Model]) -> Make:
     return lambda: (make(), onnx_fuse.optimize(make()))
 
 
+def fused_gradient(make: Callable[[], ir.Model], wrt: list[str] | None = None) -> ir.Model:
+    """The gradient of the fused model."""
+    fused = make()
+    passes.optimize(fused, training=True)  # all weights stay as they are
+    return onnx_fuse.gradient(fused, wrt=wrt)
+
+
 def differentiated(make: Callable[[], ir.Model], wrt: list[str] | None = None) -> Make:
     """The gradient of the model as it is, and of the fused one."""
-
-    def both() -> tuple[ir.Model, ...]:
-        fused = make()
-        passes.optimize(fused, training=True)  # all weights stay as they are
-        plain, fused = (onnx_fuse.gradient(model, wrt=wrt) for model in (make(), fused))
-        return plain, fused, make()
-
-    return both
+    return lambda: (onnx_fuse.gradient(make(), wrt=wrt), fused_gradient(make, wrt), make())
 
 
 def gradient_graphs() -> Iterator[tuple[str, Make]]:
@@ -55,10 +55,15 @@ def gradient_graphs() -> Iterator[tuple[str, Make]]:
     yield f"gradient of {name}", lambda: (*make()[:2], text_model(one))
 
 
-def stepped(make: Callable[[], ir.Model], loss: str) -> Make:
+def step(make: Callable[[], ir.Model], loss: str) -> ir.Model:
     """A training step, which onnxruntime runs by the bodies of its operators."""
     how = {"loss": loss, "optimizer": optim.SGD(lr=0.1, momentum=0.9), "level": 2}
-    return lambda: (training_model(make(), **how)[0], training_model(make(), **how)[0])
+    return training_model(make(), **how)[0]
+
+
+def stepped(make: Callable[[], ir.Model], loss: str) -> tuple[ir.Model, ...]:
+    """The training step, twice: it is lowered as it is."""
+    return step(make, loss), step(make, loss)
 
 
 def built(name: str, options: list[str]) -> ir.Model:
@@ -74,28 +79,36 @@ def exports(folder: Path) -> Iterator[tuple[str, Make]]:
         yield path.stem, optimized(lambda path=path: load(path))
 
 
-def subjects() -> Iterator[tuple[str, Make]]:
-    """The name of each model, and what makes it."""
+def sources() -> Iterator[tuple[str, Callable[[], ir.Model], str]]:
+    """The name of each model, what makes it, and its training: "gradient", a loss, or neither."""
     for name, text in GRAPHS.items():
-        yield name, optimized(lambda text=text: text_model(text))
-    yield from gradient_graphs()
+        yield name, lambda text=text: text_model(text), ""
     for case in real_cases():
-        yield case.name, optimized(lambda case=case: load(case.path))
-    for name, make in exports(DECODERS):
-        yield f"decoder {name}", make
+        yield case.name, lambda case=case: load(case.path), ""
+    for path in sorted(DECODERS.glob("*.onnx")):
+        yield f"decoder {path.stem}", lambda path=path: load(path), ""
     for name, (module, options, *_) in test_models.CASES.items():
-        make = partial(built, module, options)
-        yield f"models {name}", optimized(make)
         loss = "mse" if module == "mlp" else "cross_entropy"
-        yield f"step {name}", stepped(make, loss)
+        yield f"models {name}", partial(built, module, options), loss
     for case in FUSION_CASES:
         if case.opset <= NEWEST_OPSET:
-            yield f"fusion {case.name}", optimized(case.model)
-            yield f"gradient {case.name}", differentiated(case.model)
+            yield f"fusion {case.name}", case.model, "gradient"
     for i, row in enumerate(ROWS):
         if row.op == "Inverse" and row.name == "1 rows":
             continue  # onnxruntime writes beyond a matrix that is not square
-        yield f"contrib {i} {row}", optimized(row.model)
+        yield f"contrib {i} {row}", row.model, ""
+
+
+def subjects() -> Iterator[tuple[str, Make]]:
+    """The name of each model, and what makes it."""
+    yield from gradient_graphs()
+    for name, make, training in sources():
+        yield name, optimized(make)
+        row = name.partition(" ")[2]
+        if training == "gradient":
+            yield f"gradient {row}", differentiated(make)
+        elif training:
+            yield f"step {row}", partial(stepped, make, training)
 
 
 # text of a graph: each row names the decision that its sizes take
