@@ -66,8 +66,9 @@ _SPARES = {
     "norm_written_out_without_affine": (
         (
             "signed_zero",
-            "the mean of negative zeros is +0 in onnxruntime's LayerNormalization, and -0 in its "
-            "ReduceMean: the sign of what is normalized differs",
+            "onnxruntime's LayerNormalization starts the sum of a row at +0, so that its mean of "
+            "negative zeros is +0 and -0 - (+0) is -0; its ReduceMean gives -0, and the difference "
+            "+0. A bias of +0 would turn the -0 of other rows round (a test measures both)",
         ),
     )
 }

@@ -6,6 +6,7 @@ from collections import Counter
 from functools import cache
 
 import hostile
+import numpy as np
 import onnx_ir as ir
 import pytest
 from cases import NEWEST_OPSET, FusionCase
@@ -13,9 +14,11 @@ from fusion_cases import FUSION_CASES
 from near_misses import ROWS, near_misses
 
 from onnx_fuse import passes
+from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.load import load
 from onnx_fuse.ops.fused import RULES
 from onnx_fuse.ops.rewrite import CONDITIONS, Rewriter, Rule
+from onnx_fuse.runtime import ort
 
 # What says why a graph stays and rewrites none, and another name of a node.
 _UNCONDITIONAL = ("Log", "SwiGLU")
@@ -93,3 +96,20 @@ def test_a_near_miss_is_computed_right(name: str) -> None:
 
 def test_every_condition_is_some_rule_s() -> None:
     assert {name for rule in RULES for name in rule.conditions.split()} == set(CONDITIONS)
+
+
+@pytest.mark.parametrize("dtype", ["float", "double", "float16"])
+def test_the_mean_of_negative_zeros_has_another_sign_in_a_layer_norm(dtype: str) -> None:
+    """The limit that `near_misses` spares, and why a bias of +0 is no way out."""
+    model = text_model(
+        f"""<ir_version: 10, opset_import: ["" : 21]>
+        g ({dtype}[2,4] x, {dtype}[4] g, {dtype}[4] b)
+            => ({dtype}[2,4] written, {dtype}[2,4] y, {dtype}[2,4] z) <int64[1] axes = {{-1}}>
+        {{ mu = ReduceMean (x, axes)  written = Sub (x, mu)
+        y = LayerNormalization (x, g)  z = LayerNormalization (x, g, b) }}"""
+    )
+    kind = model.graph.inputs[0].type.dtype.numpy()
+    x = np.array([[-0.0] * 4, [-0.0, 0, 1, -1]], kind)
+    feeds = {"x": x, "g": np.ones(4, kind), "b": np.zeros(4, kind)}
+    found = [np.signbit(a[:, 0]).tolist() for a in ort.run(ort.session(model), feeds)]
+    assert found == [[False, True], [True, True], [False, False]]
