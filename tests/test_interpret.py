@@ -28,6 +28,7 @@ from onnx_fuse.program.interpret.steps import STEPS
 from onnx_fuse.program.moves import Pointwise
 from onnx_fuse.program.problem import AnyProblem, Collective, Product
 from onnx_fuse.program.problems import Registered
+from onnx_fuse.runtime import ort
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
@@ -74,6 +75,29 @@ def test_a_whole_model_gives_onnxruntimes_results(name: str) -> None:
     else:
         pytest.fail("onnxruntime refuses all sizes")
     assert not differ(interpreted(subject.graph, feed), want)
+
+
+@pytest.mark.parametrize("indices", [False, True])
+@pytest.mark.parametrize("dtype", ["float", "double", "float16"])
+def test_a_max_pool_of_nan_and_infinities(dtype: str, indices: bool) -> None:
+    """Beside TOLERANCE stands what differs: a NaN, and in float32 -inf, without indices."""
+    outputs = "y, i" if indices else "y"
+    model = text_model(
+        f"""<ir_version: 10, opset_import: ["" : 21]>
+        g ({dtype}[9,1,4] x) => ({dtype}[9,1,1] y{", int64[9,1,1] i" if indices else ""})
+        {{ {outputs} = MaxPool <kernel_shape = [4]> (x) }}"""
+    )
+    nan, inf = np.nan, np.inf
+    rows = [[-inf, 1, inf, -inf], [-inf, -5, -inf, -inf], [-inf] * 4, [nan] * 4, [1, nan, 2, 3]]
+    rows += [[nan, 1, 2, 0], [1, 2, nan, 0], [-inf, nan, -inf, -inf], [1, 0, 0, nan]]
+    x = np.array(rows, model.graph.inputs[0].type.dtype.numpy())[:, None]
+    expected = ort.run(ort.session(model), {"x": x})
+    if not indices and dtype != "double":
+        expected[0][3:] = nan
+        expected[0][2] = -inf
+    found = interpreted(model, {"x": x})
+    for value, want in zip(model.graph.outputs, expected, strict=True):
+        np.testing.assert_array_equal(found[value.name], want, strict=True)
 
 
 def suite() -> list[object]:

@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll
                 for (int j = 0; j < VEC; j++) {
                     const ACC value = widen(v.at[j]);
-                    if (best.at[j] == (CODE)-1 || !(most[j] >= value || most[j] != most[j]))
+                    if (best.at[j] == (CODE)-1 || value > most[j])
                         most[j] = value, best.at[j] = (a * KH + b) * KW + e;
                 }
             }

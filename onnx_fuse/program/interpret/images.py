@@ -152,6 +152,7 @@ def pool(p: Pool, of: Operands) -> Results:
     shape = (images, *p.outer, channels)
     best, total, count = np.full(shape, -1), np.zeros(shape), np.zeros((*p.outer, 1))
     top = np.full(shape, -np.inf)
+    propagates = "indices" not in of.writes and p.dtype != "float64"
     places = np.arange(prod(p.inner))
     if p.column_major:
         depth, height, _ = p.inner
@@ -169,7 +170,7 @@ def pool(p: Pool, of: Operands) -> Results:
             v, inside = x[:, place], there[..., None]
             count += (counted if p.include_pad else there)[..., None]
             if p.kind == "max":
-                take = inside & ((best < 0) | ~((top >= v) | np.isnan(top)))
+                take = inside & ((best < 0) | (v > top) | (np.isnan(v) & propagates))
                 top = np.where(take, v, top)
                 best = np.where(take, places[place][..., None], best)
             else:
@@ -191,7 +192,7 @@ def max_pool_grad(p: MaxPoolGrad, of: Operands) -> Results:
     best, top = np.full(dy.shape, -1), np.full(dy.shape, -np.inf)
     for place, there in taps(p.window, p.inner, p.outer):
         v = x[:, place]
-        take = there[..., None] & ((best < 0) | ~((top >= v) | np.isnan(top)))
+        take = there[..., None] & ((best < 0) | (v > top))
         top, best = np.where(take, v, top), np.where(take, place[..., None], best)
     dx = np.zeros(x.shape)
     plane = np.arange(p.planes).reshape(-1, 1, 1, 1, 1)
