@@ -153,6 +153,18 @@ CONV = (
             ("same upper", 'auto_pad = "SAME_UPPER", strides = [2, 2]', (1, 2, 6, 5), (2, 2, 3, 4)),
             ("same lower", 'auto_pad = "SAME_LOWER"', (1, 2, 5, 6), (2, 2, 4, 3)),
             ("valid", 'auto_pad = "VALID"', (1, 2, 5, 6), (2, 2, 3, 3)),
+            *(
+                (
+                    f"{auto} cuts",
+                    f'auto_pad = "{auto}", strides = [4, 6]',
+                    (1, 2, 8, 6),
+                    (2, 2, 1, 2),
+                )
+                for auto in ("SAME_UPPER", "SAME_LOWER")
+            ),
+            ("no images", "pads = [1, 1, 1, 1]", (0, 4, 5, 6), (4, 4, 3, 3)),
+            ("no channels", "pads = [1, 1, 1, 1]", (2, 0, 5, 6), (4, 0, 3, 3)),
+            ("no filters", "pads = [1, 1, 1, 1]", (2, 4, 5, 6), (0, 4, 3, 3)),
         )
     ]
     + [
@@ -163,6 +175,16 @@ CONV = (
             w=(2, 2, 3, 3),
             dtype=F32,
             static=("w",),
+        ),
+    ]
+    + [
+        row(
+            "Conv no pixels",
+            "y = Conv <pads = [1, 0, 1, 1]> (x, w)",
+            x=(2, 4, 0, 4),
+            w=(4, 4, 2, 3),
+            dtype=F32,
+            dynamic=(0, 1),
         ),
     ]
     + [
@@ -220,13 +242,16 @@ CONV = (
                 1,
                 True,
             ),
-            (
-                "output_shape",
-                "output_shape = [7, 9], strides = [2, 2]",
-                (1, 2, 3, 4),
-                (2, 2, 4, 4),
-                1,
-                (0, 1),
+            *(
+                (
+                    f"output_shape{more}",
+                    f"output_shape = [7, 8], strides = [2, 2]{more}",
+                    (1, 2, 3, 4),
+                    (2, 2, 4, 5),
+                    1,
+                    (0, 1),
+                )
+                for more in ("", ', auto_pad = "VALID"', ', auto_pad = "SAME_UPPER"')
             ),
         )
     ]
@@ -250,6 +275,40 @@ POOL = [
         ("gaps", "kernel_shape = [1, 2], strides = [2, 3]"),
     )
 ] + [
+    *(
+        row(
+            f"{op} {name}",
+            f"y = {op} <kernel_shape = [1, 2], {attributes}> (x)",
+            x=x,
+            dtype=F32,
+        )
+        for op in ("AveragePool", "LpPool")
+        for name, attributes, x in (
+            ("cut like upper", 'strides = [4, 6], auto_pad = "SAME_UPPER"', apart(2, 2, 8, 6)),
+            ("cut like lower", 'strides = [4, 6], auto_pad = "SAME_LOWER"', apart(2, 2, 8, 6)),
+            (
+                "cut, dilated",
+                'strides = [4, 6], dilations = [1, 2], auto_pad = "VALID"',
+                apart(2, 2, 8, 9),
+            ),
+            ("of no images", "strides = [2, 2], pads = [0, 1, 0, 0]", (0, 2, 5, 6)),
+            ("without a window", "strides = [2, 1], ceil_mode = 1", (1, 2, 3, 1)),
+        )
+    ),
+    *(
+        row(
+            f"AveragePool {name}",
+            f"y = AveragePool <kernel_shape = [3], {attributes}> (x)",
+            x=x,
+            dtype=F32,
+        )
+        for name, attributes, x in (
+            ("cut, padding counts", 'strides = [6], auto_pad = "SAME_LOWER"', (2, 3, 12)),
+            ("smaller than its window", "strides = [2], ceil_mode = 1", (1, 4, 1)),
+            ("dilated, padding counts", "strides = [2], dilations = [2], pads = [2, 1]", (2, 3, 8)),
+        )
+        for attributes in [f"{attributes}, count_include_pad = 1"]
+    ),
     row(
         "MaxPool column-major",
         "y, i = MaxPool <kernel_shape = [2, 2], storage_order = 1> (x)",

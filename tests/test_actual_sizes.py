@@ -181,7 +181,31 @@ def turned(opset: int) -> Table:
     return table
 
 
+def convolutions(opset: int) -> Table:
+    """Convs with SAME, which cuts where the stride is larger than the kernel, and over nothing."""
+    table = Table(opset)
+    for size, k, s, auto in product((1, 5, 8), (1, 2, 3), (1, 2, 4, 6), SAME):
+        weight = np.arange(1, k + 1, dtype=np.float32).reshape(1, 1, k)
+        table.add("Conv", (1, 1, size), weight, strides=[s], auto_pad=auto)
+    for op, (x, w), groups in product(
+        ("Conv", "ConvTranspose"),
+        (
+            ((0, 4, 5), (4, 4, 3)), ((2, 0, 5), (4, 0, 3)), ((2, 0, 5), (32, 0, 1)),
+            ((2, 4, 5), (0, 4, 3)), ((2, 4, 0), (4, 4, 3)),
+        ),
+        (1, 2),
+    ):  # fmt: skip
+        w = (w[0], w[1] // groups, w[2]) if op == "Conv" else (x[1], w[0] // groups, w[2])
+        pads = [2, 2] if op == "Conv" and not x[2] else [0, 0]
+        filters = w[0] if op == "Conv" else w[1] * groups
+        bias = np.arange(filters, dtype=np.float32)
+        table.add(op, x, np.ones(w, np.float32), bias, group=groups, pads=pads)
+    return table
+
+
+SAME = ("SAME_UPPER", "SAME_LOWER")
 TABLES = {
+    "convolutions": (convolutions, 22),
     **{f"pools of opset {v}": (pools, v) for v in (10, 22)},
     **{f"sampled pools of opset {v}": (sampled_pools, v) for v in (11, 18, 19, 22)},
     **{f"resizes of opset {v}": (resizes, v) for v in (7, 9, 10, 11, 13, 18, 19)},

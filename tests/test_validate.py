@@ -587,6 +587,14 @@ REFERENCE = {
         [(1, 6, 9, 8), (4, 6, 3, 2), (4,)],
     ),
     "padded like lower": ('Conv <auto_pad = "SAME_LOWER"> (x, w)', [(1, 6, 9, 8), (4, 6, 3, 2)]),
+    "cut like upper": (
+        'Conv <auto_pad = "SAME_UPPER", strides = [5,4]> (x, w)',
+        [(1, 3, 10, 8), (4, 3, 2, 1)],
+    ),
+    "cut like lower": (
+        'Conv <auto_pad = "SAME_LOWER", strides = [5,5]> (x, w)',
+        [(1, 3, 10, 5), (4, 3, 2, 1)],
+    ),
     "volumes": (
         "Conv <pads = [0,1,1,1,0,0]> (x, w, b)",
         [(1, 2, 5, 6, 4), (3, 2, 2, 3, 2), (3,)],

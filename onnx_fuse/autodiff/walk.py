@@ -183,14 +183,22 @@ def _step(
     if rule is None or isinstance(rule, NoGrad):
         raise fail(node, "this operator has no gradient rule")
     op.stem = f"{node.name or node.outputs[0].name}.grad"
+    pairs = zip(node.outputs, dys, strict=True)
+    no_outputs = all(dy is None or _is_empty(y) for y, dy in pairs)
     try:
-        answers = rule(op, node, dys)
+        answers = [None] * len(node.inputs) if no_outputs else rule(op, node, dys)
     except IndexError as error:  # ranks, axes and counts that no valid node has
         raise fail(node, "its inputs and attributes contradict each other") from error
     if len(answers) > len(node.inputs):
         answers = answers[: len(node.inputs)]
     for x, dx in zip(node.inputs, answers, strict=False):
-        if x is None or dx is None or x not in active:
+        if x is None or x not in active:
+            continue
+        if no_outputs or _is_empty(x):
+            # zeros, or nothing: onnxruntime does not run every operator on no elements
+            pending.setdefault(x, []).append(zeros_like(op, x))
+            continue
+        if dx is None:
             continue
         if node.op_type in ELEMENTWISE:
             dx = unbroadcast(op, _shaped(dx, node.outputs[0]), x)
@@ -199,6 +207,10 @@ def _step(
         else:
             dx = _shaped(dx, x)
         pending.setdefault(x, []).append(dx)
+
+
+def _is_empty(value: ir.Value) -> bool:
+    return value.shape is not None and 0 in value.shape
 
 
 _THROUGH = {"If": through_if, "Loop": through_loop, "Scan": through_loop}

@@ -6,17 +6,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 
+import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.cuda.macros import FLOATS
 from onnx_fuse.lower import conv_nhwc, conv_transpose
 from onnx_fuse.lower.context import Context, Lowering, copy
 from onnx_fuse.lower.linear import product
-from onnx_fuse.onnx.actual_sizes import POOLS, pooled
+from onnx_fuse.onnx.actual_sizes import POOLS, pooled, same_pads
 from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.activations import ACTIVATIONS
-from onnx_fuse.program.call import Tensor
+from onnx_fuse.program.call import Tensor, dtype_of
 from onnx_fuse.program.problem import ITEMSIZE
 from onnx_fuse.program.problems import Conv, Triple, Window
 from onnx_fuse.program.size import Size, number
@@ -38,18 +39,18 @@ def window(
     pads = list(ctx.attr(node, "pads") or [0] * (2 * rank))
     auto = ctx.attr(node, "auto_pad", "NOTSET")
     transposed = node.op_type == "ConvTranspose"
-    if auto.startswith("SAME") and node.op_type in POOLS:
-        axes = zip(x, kernel, strides, dilations, strict=True)
-        around = [pooled(n, k, s, (0, 0), d, auto, ceil=False)[1] for n, k, s, d in axes]
+    if auto.startswith("SAME") and not transposed:
+        axes = zip(x, kernel, strides, strict=True)
+        conv = node.op_type not in POOLS
+        around = [same_pads(n, k, s, auto, conv=conv) for n, k, s in axes]
+        if conv:  # what lies behind the last window is not read anyway
+            around = [(before, max(after, 0)) for before, after in around]
         pads = [before for before, _ in around] + [after for _, after in around]
-    elif auto.startswith("SAME") or (transposed and ctx.attr(node, "output_shape")):
+    elif transposed and (auto.startswith("SAME") or ctx.attr(node, "output_shape")):
         extra = ctx.attr(node, "output_padding") or [0] * rank
         for i in range(rank):
             reach = (kernel[i] - 1) * dilations[i] + 1
-            total = (y[i] - 1) * strides[i] + reach - x[i]
-            if transposed:
-                total = strides[i] * (x[i] - 1) + extra[i] + reach - y[i]
-            total = max(total, 0)
+            total = max(strides[i] * (x[i] - 1) + extra[i] + reach - y[i], 0)
             # the spec's text: SAME_UPPER halves in front, everything else the larger half
             pads[i] = total // 2 if auto == "SAME_UPPER" else total - total // 2
             pads[rank + i] = total - pads[i]
@@ -158,6 +159,15 @@ def convolution(
     if slope is not None:
         reads["slope"] = slope
     taps = window(ctx, node, weight.shape[2:], x.shape[2:], y.shape[2:])
+    if min(taps.before) < 0:
+        return "auto_pad cuts the image, where the stride is larger than the kernel"
+    if not x.size:  # no channels or no pixels: the sum of nothing is that of one zero
+        zero = ctx.constant(np.zeros((), dtype_of(x.dtype)))
+        if not x.shape[1]:
+            outside = (groups, weight.shape[1]) if transposed else (weight.shape[0], 1)
+            weight = zero.expand((*outside, *weight.shape[2:]))
+        pixels = (number(n) or 1 for n in x.shape[2:])
+        x = zero.expand((x.shape[0], x.shape[1] or groups, *pixels))
     shape = Conv(
         x.shape[0], groups, x.shape[1] // groups, y.shape[1] // groups, triple(x.shape[2:]),
         triple(y.shape[2:]), taps, x.dtype, transposed, act, alpha, slope is not None,

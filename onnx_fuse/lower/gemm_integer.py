@@ -237,6 +237,8 @@ def _convolution(ctx: Context, node: ir.Node, places: tuple[int, int, int, int])
     if (zx is not None and zx.size != 1) or (zw is not None and zw.size not in (1, w.shape[0])):
         raise ValueError("the zero points do not fit x, or the filters")
     taps = window(ctx, node, w.shape[2:], x.shape[2:], shape[1][2:])
+    if min(taps.before) < 0:
+        return "auto_pad cuts the image, where the stride is larger than the kernel"
     lead = (1,) * (3 - rank)
     x, w = reshaped(ctx, x, (batch, channels, *lead, *x.shape[2:])), ctx.contiguous(w)
     # channels last, so that a tap's are neighbours, and the border is the zero point

@@ -85,16 +85,29 @@ def correct_types(
     return wrong
 
 
+def same_pads(
+    size: int, kernel: int, stride: int, auto_pad: str, *, conv: bool = False
+) -> tuple[int, int]:
+    """What SAME_UPPER or SAME_LOWER adds before and behind one axis of a pool, or of a Conv.
+
+    Negative amounts, which cut, stand where the stride is larger than the kernel: onnxruntime
+    halves them towards zero, and cuts one less in front of a Conv.
+    """
+    total = (-(-size // stride) - 1) * stride + kernel - size
+    twice = total if auto_pad == "SAME_UPPER" else total + 1
+    if conv and total < 0:
+        twice = twice + 1
+    before = twice // 2 if twice >= 0 else -(-twice // 2)
+    return before, total - before
+
+
 def pooled(
     size: int, kernel: int, stride: int, pads: tuple[int, int], dilation: int, auto_pad: str,
     *, ceil: bool,
 ) -> tuple[int, tuple[int, int]]:  # fmt: skip
     """The number of a pool's windows along one axis, and the pads before and behind the image."""
     if auto_pad.startswith("SAME"):
-        total = (-(-size // stride) - 1) * stride + kernel - size
-        twice = total if auto_pad == "SAME_UPPER" else total + 1
-        before = twice // 2 if twice >= 0 else -(-twice // 2)
-        pads = before, total - before
+        pads = same_pads(size, kernel, stride, auto_pad)
     elif auto_pad == "VALID":
         pads = 0, 0
     last = size + sum(pads) - dilation * (kernel - 1) - 1

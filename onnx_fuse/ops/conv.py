@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.actual_sizes import POOLS
+from onnx_fuse.onnx.actual_sizes import POOLS, same_pads
 from onnx_fuse.onnx.build import const_array, dim
 from onnx_fuse.onnx.upgrade import passes_padding
 from onnx_fuse.ops.grad_helpers import (
@@ -73,39 +73,35 @@ def _kernel(node: ir.Node, weight: ir.Value | None, n: int) -> list[int]:
 
 
 def _padded(op: Any, node: ir.Node, x: ir.Value, window: _Window) -> tuple[Tensor, list[int]]:
-    """The image and the explicit pads (begins, then ends) that auto_pad stands for; sizes known at
-    run time only are padded there, and no pads remain. Dilations count for convolutions alone.
+    """The image and the explicit pads (begins, then ends) that auto_pad stands for. Where they are
+    known at run time only, or cut, the image is padded or cut, and no pads remain.
     """
-    strides = window.strides
-    extent = window.kernel if node.op_type in POOLS else window.extent
-    n, mode = len(strides), text(node, "auto_pad", "NOTSET")
+    kernel, strides, n = window.kernel, window.strides, len(window.strides)
+    mode, conv = text(node, "auto_pad", "NOTSET"), node.op_type not in POOLS
     if mode == "NOTSET":
         return x, ints_attribute(node, "pads", [0] * 2 * n) or []
     if mode == "VALID":
         return x, [0] * 2 * n
-    totals: list[int | None] = []
-    for a in range(n):
-        size = dim(x, 2 + a)
-        if strides[a] == 1:
-            totals.append(extent[a] - 1)
-        elif size is None:
-            totals.append(None)
-        else:
-            out = -(-size // strides[a])
-            totals.append(max((out - 1) * strides[a] + extent[a] - size, 0))
-    known = [t for t in totals if t is not None]
-    if len(known) == n:
-        small, large = [t // 2 for t in known], [t - t // 2 for t in known]
-        return x, (small + large if mode == "SAME_UPPER" else large + small)
+    # with a stride of 1, the size drops out
+    sizes = [1 if strides[a] == 1 else dim(x, 2 + a) for a in range(n)]
+    if None not in sizes:
+        axes = zip(sizes, kernel, strides, strict=True)
+        pairs = [same_pads(size or 0, k, s, mode, conv=conv) for size, k, s in axes]
+        pads = [before for before, _ in pairs] + [after for _, after in pairs]
+        if min(pads) >= 0:
+            return x, pads
+        amounts = op.constant([0, 0, *pads[:n], 0, 0, *pads[n:]])
+        return op.Pad(x, amounts), [0] * 2 * n
     size = shape_of(op, x, list(range(2, 2 + n)))
     stride = op.constant(strides)
-    rest = op.Mul(op.Div(op.Sub(size, 1), stride), stride)  # (ceil(size / s) - 1) s
-    total = op.Max(op.Sub(op.Add(rest, op.constant(extent)), size), 0)
-    half = op.Div(total, 2)
-    parts = [half, op.Sub(total, half)]
-    if mode == "SAME_LOWER":
-        parts.reverse()
-    return op.Pad(x, vector(op, [0, 0, parts[0], 0, 0, parts[1]])), [0] * 2 * n
+    ahead = op.Mul(op.Div(op.Sub(op.Add(size, stride), 1), stride), stride)  # ceil(size / s) s
+    total = op.Sub(op.Add(op.Sub(ahead, stride), op.constant(kernel)), size)
+    twice = total if mode == "SAME_UPPER" else op.Add(total, 1)
+    if conv and any(s > k for s, k in zip(strides, kernel, strict=True)):
+        twice = op.Add(twice, op.Cast(op.Less(total, 0), to=int(ir.DataType.INT64)))
+    before = op.Div(twice, 2)  # towards zero
+    amounts = vector(op, [0, 0, before, 0, 0, op.Sub(total, before)])
+    return op.Pad(x, amounts), [0] * 2 * n
 
 
 def image_grad(
@@ -239,7 +235,7 @@ def _conv_transpose(op: Any, node: ir.Node, dys: Values) -> Values:
                 whole += strides[a] * size - shape[-n:][a]
             total = max(whole, 0)
             small = total // 2
-            begin = total - small if mode == "SAME_LOWER" or mode == "NOTSET" else small
+            begin = small if mode == "SAME_UPPER" else total - small
             begins.append(begin)
             ends.append(total - begin)
         pads = begins + ends
@@ -286,7 +282,10 @@ def _add_to_windows(op: Any, node: ir.Node, dy: Tensor, x: ir.Value) -> Tensor:
         whole = reshape(op, tiles, [batch, channels, *tiled])
     else:
         # Channels join the batch, so that one window of ones serves them all.
-        rows = reshape(op, dy, [-1, 1, *sizes_of(op, dy)[2:]])
+        batch, channels, *rest = sizes_of(op, dy)
+        known = isinstance(batch, int) and isinstance(channels, int)
+        images = batch * channels if known else op.Mul(batch, channels)
+        rows = reshape(op, dy, [images, 1, *rest])
         window = op.constant(np.ones([1, 1, *kernel], (x.dtype or ir.DataType.FLOAT).numpy()))
         whole = op.ConvTranspose(rows, window, strides=strides, dilations=dilations)
         batch, channels, *_ = sizes_of(op, x)
@@ -306,7 +305,7 @@ def _average_pool(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node
     """Each dy, divided by the number of places its window counts, is added to all of the window."""
     n = known_rank(x) - 2
     place = _window(node, None, n)
-    kernel, strides, dilations, _, _ = place
+    kernel, strides, dilations, extent, _ = place
     beyond = node.attributes.get_int("ceil_mode", 0) or passes_padding(node, x)
     include = node.attributes.get_int("count_include_pad", 0)
     padded = any(ints_attribute(node, "pads") or []) or text(node, "auto_pad", "NOTSET").startswith(
@@ -317,19 +316,22 @@ def _average_pool(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node
     ones = filled(op, op.Concat([1, 1], op.Shape(x, start=2), axis=0), x.dtype, 1.0)
     ones.shape = ir.Shape([1, 1, *(x.shape or ())[2:]])
     image, pads = _padded(op, node, ones, place)
+    if include:  # padding counts, but not what lies beyond it
+        around = op.constant([p + q for p, q in zip(pads[:n], pads[n:], strict=True)])
+        whole = op.Add(op.Shape(image, start=2), around)
+        image, pads = filled(op, op.Concat([1, 1], whole, axis=0), x.dtype, 1.0), [0] * 2 * n
     if beyond:
-        pads = [*pads[:n], *(p + s - 1 for p, s in zip(pads[n:], strides, strict=True))]
+        more = [max(s, e) - 1 for s, e in zip(strides, extent, strict=True)]
+        pads = [*pads[:n], *(p + m for p, m in zip(pads[n:], more, strict=True))]
     window = op.constant(np.ones([1, 1, *kernel], (x.dtype or ir.DataType.FLOAT).numpy()))
     counts = op.Conv(image, window, strides=strides, dilations=dilations, pads=pads)
     if beyond:
         spatial = list(range(2, 2 + n))
-        ends = op.Shape(y, start=2)
+        ends = op.Shape(dy, start=2)
         counts = op.Slice(counts, op.constant([0] * n), ends, op.constant(spatial))
-    dy = op.Div(dy, counts)
-    if include:
-        # the pool of ones is (places in the image) / divisor
-        dy = op.Mul(dy, op.AveragePool(ones, **{k: a.value for k, a in node.attributes.items()}))
-    return _add_to_windows(op, node, dy, x)
+    each = op.Div(dy, counts)
+    each.shape = dy.shape
+    return _add_to_windows(op, node, each, x)
 
 
 def _lp_pool(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node) -> Tensor:

@@ -15,6 +15,7 @@ from onnx import NodeProto
 from onnx_fuse import progress
 from onnx_fuse.autodiff.emit import Emitter, expand
 from onnx_fuse.lower.pool import taps
+from onnx_fuse.onnx.actual_sizes import same_pads
 from onnx_fuse.onnx.save import to_proto
 from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.ops.recurrent import GATES
@@ -270,10 +271,11 @@ def _conv(
     spans = [(k - 1) * d + 1 for k, d in zip(kernel, every, strict=True)]
     ends = list(pads or [0] * (2 * rank))
     if auto_pad.startswith("SAME"):
-        sizes = zip(x.shape[2:], spans, steps, strict=True)
-        wanted = [max((-(-n // s) - 1) * s + span - n, 0) for n, span, s in sizes]
-        less, more = [p // 2 for p in wanted], [p - p // 2 for p in wanted]
-        ends = more + less if auto_pad == "SAME_LOWER" else less + more
+        sizes = zip(x.shape[2:], kernel, steps, strict=True)
+        around = [same_pads(n, k, s, auto_pad, conv=True) for n, k, s in sizes]
+        ends = [before for before, _ in around] + [max(after, 0) for _, after in around]
+        cut = tuple(slice(max(-before, 0), None) for before in ends[:rank])
+        x, ends = x[(..., *cut)], [max(p, 0) for p in ends]
     wide = np.pad(x, [(0, 0), (0, 0), *zip(ends[:rank], ends[rank:], strict=True)])
     windows: Any = sliding_window_view(wide, spans, tuple(range(2, 2 + rank)))
     windows = windows[(..., *(slice(None, None, d) for d in every))]
