@@ -268,6 +268,10 @@ SHAPE = [
     row("Flatten", "y = Flatten <axis = 2> (x)", x=(2, 3, 4)),
     row("Squeeze", "y = Squeeze (x, a)", x=(2, 1, 4), a=i64(1)),
     row("Squeeze all", "y = Squeeze (x)", x=(2, 1, 4, 1)),
+    *(
+        row(f"Squeeze by no axes{name}", "y = Squeeze (x, a)", x=(2, 1, 4, 1), a=i64(), **how)
+        for name, how in (("", {}), (", at run time", {"runtime": ("a",)}))
+    ),
     row("Unsqueeze", "y = Unsqueeze (x, a)", x=(2, 4), a=i64(0, -1)),
     row("Transpose", "y = Transpose <perm = [2, 0, 1]> (x)", x=(2, 3, 4)),
     row("Transpose default", "y = Transpose (x)", x=(2, 3, 4)),
@@ -488,7 +492,17 @@ INDEXING = [
         v=(2,),
         dtype=F32,
     ),
-    row("Compress", "y = Compress <axis = 1> (x, c)", x=(2, 4), c=np.array([True, False, True])),
+    *(
+        row(
+            f"Compress of {size} by 3{attribute}",
+            f"y = Compress {attribute} (x, c)",
+            x=(size,) if not attribute else (2, size),
+            c=np.array([True, False, True]),
+            runtime=runtime,
+        )
+        for size, runtime in ((4, ()), (2, ()), (2, ("c",)))
+        for attribute in ("", "<axis = 1>", "<axis = -1>")
+    ),
     row(
         "Compress flat",
         "y = Compress (x, c)",

@@ -85,6 +85,12 @@ GRAPHS: dict[str, tuple[str, Callable[[Feeds], bool]]] = {
         "  flat = Reshape (mask, all)  y = Gather (flat, at) }",
         lambda f: f["mask"].shape[1] == f["past"].shape[1] + f["x"].shape[1],
     ),
+    "columns of what is squeezed by no axes": (
+        "g (float[1,N,1] x, float[M,2] w) => (float[1,2] y) <int64[0] none = {}> {"
+        f" v = Squeeze (x, none)  axes = {ints(1)}  u = Unsqueeze (v, axes)"
+        "  t = Transpose <perm = [1, 0]> (u)  y = MatMul (t, w) }",
+        lambda f: f["x"].shape[1] == len(f["w"]),
+    ),
     "windows of 7": (
         f"g (float[N,H,W] x) => (float[N,A,7,C,7] y) {{ y0 = Shape (x)  s = {ints(7)}"
         "  n = Shape <end = 1> (x)  h = Shape <start = 1, end = 2> (x)  w = Shape <start = 2> (x)"

@@ -44,6 +44,7 @@ def canonical(model: ir.Model) -> ir.Model:
         upgrade(graph, version, target)
         graph.opset_imports[""] = target
     _write_backward_ends(graph)
+    _drop_empty_axes(graph)
     if _rename_equal_nodes(graph):
         model.meta[MENDED] = "onnxruntime takes no two nodes of one name"
     check_sizes(model)
@@ -70,6 +71,18 @@ def _write_backward_ends(graph: ir.Graph) -> None:
                 2, op.constant(np.where(backward, np.iinfo(ends.dtype).min, ends))
             )
             node.graph.insert_before(node, op.nodes)
+
+
+def _drop_empty_axes(graph: ir.Graph) -> None:
+    """Write a Squeeze by an empty list of axes without the list, as onnxruntime reads it.
+
+    ONNX's inference squeezes nothing then.
+    """
+    for node in all_nodes(graph):
+        if node.op_type == "Squeeze" and not node.domain and len(node.inputs) > 1:
+            axes = const_array(node.inputs[1])
+            if axes is not None and not axes.size:
+                node.resize_inputs(1)
 
 
 def _read_otherwise(graph: ir.Graph, version: int) -> bool:

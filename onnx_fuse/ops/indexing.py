@@ -12,6 +12,7 @@ from onnx_fuse.ops.grad_helpers import (
     Tensor,
     Values,
     arguments,
+    elements,
     filled,
     known_rank,
     no_grad,
@@ -21,10 +22,12 @@ from onnx_fuse.ops.grad_helpers import (
     reshape,
     reshape_like,
     scatter_add,
+    sizes_of,
     static,
     text,
     to_like,
     to_type,
+    vector,
     zeros_like,
 )
 from onnx_fuse.ops.opdef import OpDef, register
@@ -184,6 +187,11 @@ def _one_hot(op: Any, node: ir.Node, dys: Values) -> Values:
 def _compress(op: Any, node: ir.Node, dys: Values) -> Values:
     (x, condition), dy = arguments(node, 2), dys[0]
     axis = node.attributes.get("axis")
+    length = elements(op, x) if axis is None else sizes_of(op, x)[norm_axis(axis.as_int(), x)]
+    entries = dim(condition, 0)
+    if entries is None or not isinstance(length, int) or entries > length:
+        # entries beyond the axis count for nothing
+        condition = op.Slice(condition, [0], vector(op, [length]), [0])
     rows = op.Squeeze(op.NonZero(condition), op.constant([0]))
     if axis is None:
         flat = op.Reshape(zeros_like(op, x), [-1])

@@ -43,7 +43,7 @@ def _like(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor
 
 def _squeeze(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     axes = given(n, 1)
-    return reshape_like(op, dy, x) if axes is None else op.Unsqueeze(dy, axes)
+    return op.Unsqueeze(dy, axes) if static_ints(axes) else reshape_like(op, dy, x)
 
 
 def _transpose(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:

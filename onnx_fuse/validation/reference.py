@@ -274,8 +274,8 @@ def _conv(
         sizes = zip(x.shape[2:], kernel, steps, strict=True)
         around = [same_pads(n, k, s, auto_pad, conv=True) for n, k, s in sizes]
         ends = [before for before, _ in around] + [max(after, 0) for _, after in around]
-        cut = tuple(slice(max(-before, 0), None) for before in ends[:rank])
-        x, ends = x[(..., *cut)], [max(p, 0) for p in ends]
+        cut = (slice(None),) * 2, (slice(max(-before, 0), None) for before in ends[:rank])
+        x, ends = x[(*cut[0], *cut[1])], [max(p, 0) for p in ends]
     wide = np.pad(x, [(0, 0), (0, 0), *zip(ends[:rank], ends[rank:], strict=True)])
     windows: Any = sliding_window_view(wide, spans, tuple(range(2, 2 + rank)))
     windows = windows[(..., *(slice(None, None, d) for d in every))]

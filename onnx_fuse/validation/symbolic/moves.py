@@ -106,9 +106,10 @@ def _squeeze(w: Walk, node: Node) -> list[Fact]:
     fact, shape = w.fact(node.inputs[0]), w.shape(node.inputs[0])
     if shape is None:
         return [NOTHING]
-    axes = w.ints(node.inputs[1]) if len(node.inputs) > 1 and node.inputs[1] is not None else None
+    axes = w.ints(node.inputs[1]) if len(node.inputs) > 1 and node.inputs[1] is not None else []
     if axes is None:
-        axes = [i for i, d in enumerate(shape) if d.number == 1]
+        return [NOTHING]
+    axes = axes or [i for i, d in enumerate(shape) if d.number == 1]
     gone = {a % len(shape) for a in axes}
     for a in gone:
         w.same(shape[a], size(1))
