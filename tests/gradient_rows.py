@@ -269,7 +269,7 @@ SHAPE = [
     row("Squeeze", "y = Squeeze (x, a)", x=(2, 1, 4), a=i64(1)),
     row("Squeeze all", "y = Squeeze (x)", x=(2, 1, 4, 1)),
     *(
-        row(f"Squeeze by no axes{name}", "y = Squeeze (x, a)", x=(2, 1, 4, 1), a=i64(), **how)
+        row(f"Squeeze all by no axes{name}", "y = Squeeze (x, a)", x=(2, 1, 4, 1), a=i64(), **how)
         for name, how in (("", {}), (", at run time", {"runtime": ("a",)}))
     ),
     row("Unsqueeze", "y = Unsqueeze (x, a)", x=(2, 4), a=i64(0, -1)),

@@ -162,6 +162,8 @@ class _Recurrent:
             raise fail(node, "its hidden size is not known")
         self.hidden: int = hidden
         self.steps, self.batch, self.width = sizes_of(op, x)
+        if self.steps == 0:  # a Scan has one at least, and a GRU ends onnxruntime's process
+            raise fail(node, "its sequences have no steps")
         self.zeros = filled(op, vector(op, [self.batch, self.hidden]), self.dtype)
         length = size_of(op, x, 0)
         self.lengths = self.given
