@@ -291,7 +291,7 @@ POOL = [
                 'strides = [4, 6], dilations = [1, 2], auto_pad = "VALID"',
                 apart(2, 2, 8, 9),
             ),
-            ("of no images", "strides = [2, 2], pads = [0, 1, 0, 0]", (0, 2, 5, 6)),
+            ("of no images", "strides = [2, 2], pads = [0, 1, 0, 0]", np.zeros((0, 2, 5, 6))),
             ("without a window", "strides = [2, 1], ceil_mode = 1", (1, 2, 3, 1)),
         )
     ),

@@ -320,8 +320,10 @@ def _average_pool(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node
         around = op.constant([p + q for p, q in zip(pads[:n], pads[n:], strict=True)])
         whole = op.Add(op.Shape(image, start=2), around)
         image, pads = filled(op, op.Concat([1, 1], whole, axis=0), x.dtype, 1.0), [0] * 2 * n
+    # an image may be smaller than the window at run time, which a Conv refuses
+    beyond = beyond or None in [dim(x, 2 + a) for a in range(n)]
     if beyond:
-        more = [max(s, e) - 1 for s, e in zip(strides, extent, strict=True)]
+        more = [max(s - 1, e) for s, e in zip(strides, extent, strict=True)]
         pads = [*pads[:n], *(p + m for p, m in zip(pads[n:], more, strict=True))]
     window = op.constant(np.ones([1, 1, *kernel], (x.dtype or ir.DataType.FLOAT).numpy()))
     counts = op.Conv(image, window, strides=strides, dilations=dilations, pads=pads)
