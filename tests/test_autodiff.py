@@ -185,14 +185,6 @@ def test_an_operator_without_rule_goes_through_its_body():
             )
             for call, why in (('activations = ["Affine"]', "its activations are affine, not tanh"),)
         ),
-        (
-            "v = Constant <value = float[0,1,1] {}> ()\n n = Identity (v)\n"
-            "w = Constant <value = float[1,1,1] {1}> ()\n a = Constant <value_ints = [0]> ()\n"
-            'h = Unsqueeze (x, a)\n u, s = RNN <hidden_size = 1> (n, w, w, "", "", h)\n'
-            "y = Flatten (s)",
-            ModelError,
-            ["(RNN)", "its sequences have no steps"],
-        ),
         ("y = Det (x)", ModelError, ["node 'y' (Det)", "no gradient rule"]),
         ('y = Einsum <equation = "ii->i"> (x)', ModelError, ["(Einsum)", "diagonal"]),
     ],

@@ -17,6 +17,7 @@ from gradient_rows import F32, rng, within
 from test_gradients import ROWS, STEP, TOLERANCE, build, draw, session
 
 from onnx_fuse import autodiff, passes
+from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx.load import load
 from onnx_fuse.runtime import ort
 
@@ -177,3 +178,12 @@ def test_a_vector_whose_open_size_is_one_gets_a_sum(name, level):
         up, down = (forward.run(None, {**feeds, key: array + k * step})[0] for k in (1, -1))
         slope = np.vdot(np.float64(up) - down, dy) / 2
         assert slope == pytest.approx(np.vdot(step, np.float64(grad)), rel=2e-3, abs=2e-5)
+
+
+def test_a_recurrence_without_steps_is_refused_in_one_sentence():
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21]> g (float[0,2,2] x, float[1,3,2] w,'
+        " float[1,3,3] r) => (float[1,2,3] h) { , h = RNN <hidden_size = 3> (x, w, r) }"
+    )
+    with pytest.raises(ModelError, match=r"\(RNN\): its sequences have no steps$"):
+        autodiff.gradient(model, wrt=["w"])

@@ -12,9 +12,10 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from gradient_layers import ATTENTION, CONV, GRID, LOSS, NORM, POOL, QUANTIZED, RESIZE
+from gradient_layers import ATTENTION, GRID, LOSS, NORM, QUANTIZED, RESIZE
 from gradient_loops import LOOPS, OTHER_RECURRENT, RECURRENT
 from gradient_rows import BINARY, F32, F64, INDEXING, MATMUL, REDUCE, SHAPE, UNARY, rng, within
+from gradient_windows import CONV, POOL
 from onnx import TensorProto, helper, numpy_helper
 
 from onnx_fuse import autodiff

@@ -94,9 +94,7 @@ def same_pads(
     halves them towards zero, and cuts one less in front of a Conv.
     """
     total = (-(-size // stride) - 1) * stride + kernel - size
-    twice = total if auto_pad == "SAME_UPPER" else total + 1
-    if conv and total < 0:
-        twice = twice + 1
+    twice = total + (auto_pad != "SAME_UPPER") + (conv and total < 0)
     before = twice // 2 if twice >= 0 else -(-twice // 2)
     return before, total - before
 

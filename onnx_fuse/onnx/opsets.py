@@ -43,8 +43,7 @@ def canonical(model: ir.Model) -> ir.Model:
             infer_shapes(model)
         upgrade(graph, version, target)
         graph.opset_imports[""] = target
-    _write_backward_ends(graph)
-    _drop_empty_axes(graph)
+    _write_as_all_read(graph)
     if _rename_equal_nodes(graph):
         model.meta[MENDED] = "onnxruntime takes no two nodes of one name"
     check_sizes(model)
@@ -52,13 +51,18 @@ def canonical(model: ir.Model) -> ir.Model:
     return model
 
 
-def _write_backward_ends(graph: ir.Graph) -> None:
-    """Write an end of a backward Slice that stands for the whole rest as one that everybody reads.
+def _write_as_all_read(graph: ir.Graph) -> None:
+    """Write what onnxruntime reads otherwise than ONNX's inference, or NumPy, as all of them read.
 
-    onnxruntime takes the largest integer for it. ONNX's inference, and NumPy, clamp it to the
-    front, where nothing is left; the smallest integer is the rest to all of them.
+    A backward Slice whose end is the largest integer takes the whole rest; others clamp that end to
+    the front, where nothing is left, and take the rest for the smallest integer. A Squeeze by an
+    empty list of axes is one without the list; inference squeezes nothing then.
     """
     for node in list(all_nodes(graph)):
+        if node.op_type == "Squeeze" and not node.domain and len(node.inputs) > 1:
+            axes = const_array(node.inputs[1])
+            if axes is not None and not axes.size:
+                node.resize_inputs(1)
         if node.op_type != "Slice" or node.domain or len(node.inputs) < 5 or node.graph is None:
             continue
         ends, steps = (const_array(node.inputs[i]) for i in (2, 4))
@@ -71,18 +75,6 @@ def _write_backward_ends(graph: ir.Graph) -> None:
                 2, op.constant(np.where(backward, np.iinfo(ends.dtype).min, ends))
             )
             node.graph.insert_before(node, op.nodes)
-
-
-def _drop_empty_axes(graph: ir.Graph) -> None:
-    """Write a Squeeze by an empty list of axes without the list, as onnxruntime reads it.
-
-    ONNX's inference squeezes nothing then.
-    """
-    for node in all_nodes(graph):
-        if node.op_type == "Squeeze" and not node.domain and len(node.inputs) > 1:
-            axes = const_array(node.inputs[1])
-            if axes is not None and not axes.size:
-                node.resize_inputs(1)
 
 
 def _read_otherwise(graph: ir.Graph, version: int) -> bool:

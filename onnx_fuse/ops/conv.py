@@ -170,8 +170,7 @@ def weight_grad(
             each = channels // group if isinstance(channels, int) else op.Div(channels, group)
         split = reshape(op, x, [batch, group, each, *rest])
         swapped = op.Transpose(split, perm=[2, 1, 0, *(s + 1 for s in spatial)])
-        merged = batch * group if isinstance(batch, int) else op.Mul(batch, group)
-        images = reshape(op, swapped, [each, merged, *rest])
+        images = reshape(op, swapped, [each, _times(op, batch, group), *rest])
     taps = op.Transpose(dy, perm=[1, 0, *spatial])
     # strides and dilations change places
     dw = op.Conv(images, taps, strides=dilations, dilations=strides, pads=pads, group=group)
@@ -179,6 +178,10 @@ def weight_grad(
         # rows that the stride skipped make a few taps too many
         dw = op.Slice(dw, op.constant([0] * n), op.constant(kernel), op.constant(spatial))
     return op.Transpose(dw, perm=[1, 0, *spatial])
+
+
+def _times(op: Any, a: Any, b: Any) -> Any:
+    return a * b if isinstance(a, int) and isinstance(b, int) else op.Mul(a, b)
 
 
 def _pointwise_weight_grad(op: Any, x: ir.Value, dy: ir.Value, weight: ir.Value) -> Tensor:
@@ -199,14 +202,14 @@ def conv_grad(op: Any, node: ir.Node, dys: Values) -> Values:
     n = known_rank(x) - 2
     window = _window(node, weight, n)
     image, pads = _padded(op, node, x, window)
-    dx = image_grad(op, dy, weight, image, window, pads)
-    if image is not x:
-        dx = _unpad(op, dx, image)
+    dx = _unpad(op, image_grad(op, dy, weight, image, window, pads), x, image)
     return [dx, weight_grad(op, image, dy, weight, window, pads), _bias_grad(op, dy, n)]
 
 
-def _unpad(op: Any, dx: Tensor, image: ir.Value) -> Tensor:
-    """Cut off what `_padded` added at run time, which its Pad node tells."""
+def _unpad(op: Any, dx: Tensor, x: ir.Value, image: ir.Value) -> Tensor:
+    """Undo what `_padded` made of x, which its Pad node tells."""
+    if image is x:
+        return dx
     node = image.producer()
     assert node is not None
     return op.Pad(dx, op.Neg(node.inputs[1]))
@@ -234,8 +237,7 @@ def _conv_transpose(op: Any, node: ir.Node, dys: Values) -> Values:
                     raise fail(node, "it has an output_shape, and its input a dynamic size")
                 whole += strides[a] * size - shape[-n:][a]
             total = max(whole, 0)
-            small = total // 2
-            begin = small if mode == "SAME_UPPER" else total - small
+            begin = (total + (mode != "SAME_UPPER")) // 2
             begins.append(begin)
             ends.append(total - begin)
         pads = begins + ends
@@ -278,17 +280,14 @@ def _add_to_windows(op: Any, node: ir.Node, dy: Tensor, x: ir.Value) -> Tensor:
         pairs = [(s, k) for s, k in zip(size, kernel, strict=True)]
         ones = reshape(op, dy, [batch, channels, *(v for s, _ in pairs for v in (s, 1))])
         tiles = op.Expand(ones, op.constant([1, 1, *(v for k in kernel for v in (1, k))]))
-        tiled = [s * k if isinstance(s, int) else op.Mul(s, k) for s, k in pairs]
+        tiled = [_times(op, s, k) for s, k in pairs]
         whole = reshape(op, tiles, [batch, channels, *tiled])
     else:
         # Channels join the batch, so that one window of ones serves them all.
         batch, channels, *rest = sizes_of(op, dy)
-        known = isinstance(batch, int) and isinstance(channels, int)
-        images = batch * channels if known else op.Mul(batch, channels)
-        rows = reshape(op, dy, [images, 1, *rest])
+        rows = reshape(op, dy, [_times(op, batch, channels), 1, *rest])
         window = op.constant(np.ones([1, 1, *kernel], (x.dtype or ir.DataType.FLOAT).numpy()))
         whole = op.ConvTranspose(rows, window, strides=strides, dilations=dilations)
-        batch, channels, *_ = sizes_of(op, x)
         whole = op.Reshape(
             whole, vector(op, [batch, channels, op.Shape(whole, start=2)]), allowzero=1
         )
@@ -298,7 +297,7 @@ def _add_to_windows(op: Any, node: ir.Node, dy: Tensor, x: ir.Value) -> Tensor:
     after = op.Sub(op.Add(size, begin), op.Shape(whole, start=2))
     dx = op.Pad(whole, vector(op, [0, 0, op.Neg(begin), 0, 0, after]))
     dx.shape = image.shape
-    return dx if image is x else _unpad(op, dx, image)
+    return _unpad(op, dx, x, image)
 
 
 def _average_pool(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node) -> Tensor:

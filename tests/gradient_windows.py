@@ -1,0 +1,264 @@
+"""Rows for the tests of gradients: convolutions and pools."""
+
+from __future__ import annotations
+
+import numpy as np
+from gradient_rows import F32, apart, row
+
+CONV = (
+    [
+        row(
+            f"Conv {name}",
+            f"y = Conv <{attributes}> (x, w, b)",
+            x=x,
+            w=w,
+            b=w[:1],
+            dtype=F32,
+            static=("w",),
+        )
+        for name, attributes, x, w in (
+            ("plain", "group = 1", (2, 3, 5, 6), (4, 3, 3, 2)),
+            ("1x1", "group = 1", (2, 3, 4, 5), (4, 3, 1, 1)),
+            ("1x1 stride", "strides = [2, 2]", (2, 3, 5, 4), (4, 3, 1, 1)),
+            ("pads", "pads = [1, 0, 2, 1]", (2, 3, 5, 6), (4, 3, 3, 3)),
+            ("stride", "strides = [2, 3], pads = [1, 1, 1, 1]", (2, 3, 7, 9), (4, 3, 3, 3)),
+            ("stride, rows left over", "strides = [3, 2]", (1, 2, 8, 6), (2, 2, 3, 3)),
+            ("dilated", "dilations = [2, 1], strides = [1, 2]", (2, 2, 7, 6), (3, 2, 2, 3)),
+            ("group", "group = 2, pads = [1, 1, 1, 1]", (2, 4, 4, 5), (6, 2, 3, 3)),
+            (
+                "depthwise",
+                "group = 4, strides = [2, 2], pads = [1, 1, 1, 1]",
+                (2, 4, 6, 5),
+                (4, 1, 3, 3),
+            ),
+            ("1-D", "strides = [2], pads = [1, 1]", (2, 3, 8), (4, 3, 3)),
+            (
+                "3-D",
+                "strides = [1, 2, 1], pads = [0, 1, 0, 0, 1, 0]",
+                (1, 2, 3, 4, 3),
+                (2, 2, 2, 3, 2),
+            ),
+            ("same upper", 'auto_pad = "SAME_UPPER", strides = [2, 2]', (1, 2, 6, 5), (2, 2, 3, 4)),
+            ("same lower", 'auto_pad = "SAME_LOWER"', (1, 2, 5, 6), (2, 2, 4, 3)),
+            ("valid", 'auto_pad = "VALID"', (1, 2, 5, 6), (2, 2, 3, 3)),
+            *(
+                (
+                    f"{auto} cuts",
+                    f'auto_pad = "{auto}", strides = [4, 6]',
+                    (1, 2, 8, 6),
+                    (2, 2, 1, 2),
+                )
+                for auto in ("SAME_UPPER", "SAME_LOWER")
+            ),
+            ("no images", "pads = [1, 1, 1, 1]", (0, 4, 5, 6), (4, 4, 3, 3)),
+            ("no channels", "pads = [1, 1, 1, 1]", (2, 0, 5, 6), (4, 0, 3, 3)),
+            ("no filters", "pads = [1, 1, 1, 1]", (2, 4, 5, 6), (0, 4, 3, 3)),
+        )
+    ]
+    + [
+        row(
+            "Conv same upper run-time kernel",
+            'y = Conv <auto_pad = "SAME_UPPER", kernel_shape = [3, 3], strides = [2, 2]> (x, w)',
+            x=(1, 2, 7, 6),
+            w=(2, 2, 3, 3),
+            dtype=F32,
+            static=("w",),
+        ),
+    ]
+    + [
+        row(
+            "Conv no pixels",
+            "y = Conv <pads = [1, 0, 1, 1]> (x, w)",
+            x=(2, 4, 0, 4),
+            w=(4, 4, 2, 3),
+            dtype=F32,
+            dynamic=(0, 1),
+        ),
+    ]
+    + [
+        row(
+            f"ConvTranspose {name}",
+            f"y = ConvTranspose <{attributes}> (x, w, b)",
+            x=x,
+            w=w,
+            dtype=F32,
+            b=(w[1] * groups,),
+            dynamic=dynamic,
+            static=("w",),
+        )
+        for name, attributes, x, w, groups, dynamic in (
+            ("plain", "group = 1", (2, 3, 4, 5), (3, 2, 3, 2), 1, True),
+            (
+                "stride",
+                "strides = [2, 3], pads = [1, 0, 1, 2]",
+                (2, 3, 4, 3),
+                (3, 2, 3, 4),
+                1,
+                True,
+            ),
+            (
+                "output_padding",
+                "strides = [2, 2], output_padding = [1, 1]",
+                (1, 3, 4, 3),
+                (3, 2, 3, 3),
+                1,
+                True,
+            ),
+            (
+                "group, dilated",
+                "group = 2, dilations = [2, 1]",
+                (2, 4, 3, 4),
+                (4, 3, 2, 3),
+                2,
+                True,
+            ),
+            ("1-D", "strides = [2], pads = [1, 1]", (2, 3, 4), (3, 2, 4), 1, True),
+            ("3-D", "strides = [1, 2, 1]", (1, 2, 3, 2, 2), (2, 2, 2, 3, 2), 1, True),
+            (
+                "same upper",
+                'auto_pad = "SAME_UPPER", strides = [2, 2]',
+                (1, 2, 3, 4),
+                (2, 2, 3, 3),
+                1,
+                True,
+            ),
+            (
+                "same lower",
+                'auto_pad = "SAME_LOWER", strides = [2, 2]',
+                (1, 2, 3, 4),
+                (2, 2, 3, 3),
+                1,
+                True,
+            ),
+            *(
+                (
+                    f"output_shape{more}",
+                    f"output_shape = [7, 8], strides = [2, 2]{more}",
+                    (1, 2, 3, 4),
+                    (2, 2, 4, 5),
+                    1,
+                    (0, 1),
+                )
+                for more in ("", ', auto_pad = "VALID"', ', auto_pad = "SAME_UPPER"')
+            ),
+        )
+    ]
+)
+
+POOL = [
+    row(f"{op} {name}", f"y = {op} <{attributes}> (x)", x=x, dtype=F32)
+    for op in ("MaxPool", "AveragePool", "LpPool")
+    for x in (apart(2, 2, 7, 6),)
+    for name, attributes in (
+        ("tiles", "kernel_shape = [2, 2], strides = [2, 2]"),
+        ("overlap", "kernel_shape = [3, 2]"),
+        ("pads", "kernel_shape = [3, 3], strides = [2, 2], pads = [1, 1, 1, 0]"),
+        ("ceil", "kernel_shape = [3, 3], strides = [2, 2], ceil_mode = 1"),
+        (
+            "ceil, pads",
+            "kernel_shape = [3, 3], strides = [2, 2], pads = [1, 0, 1, 0], ceil_mode = 1",
+        ),
+        ("dilated", "kernel_shape = [2, 2], dilations = [2, 3]"),
+        ("same", 'kernel_shape = [3, 2], strides = [2, 2], auto_pad = "SAME_UPPER"'),
+        ("gaps", "kernel_shape = [1, 2], strides = [2, 3]"),
+    )
+] + [
+    *(
+        row(
+            f"{op} {name}",
+            f"y = {op} <kernel_shape = [1, 2], {attributes}> (x)",
+            x=x,
+            dtype=F32,
+        )
+        for op in ("AveragePool", "LpPool")
+        for name, attributes, x in (
+            ("cut like upper", 'strides = [4, 6], auto_pad = "SAME_UPPER"', apart(2, 2, 8, 6)),
+            ("cut like lower", 'strides = [4, 6], auto_pad = "SAME_LOWER"', apart(2, 2, 8, 6)),
+            (
+                "cut, dilated",
+                'strides = [4, 6], dilations = [1, 2], auto_pad = "VALID"',
+                apart(2, 2, 8, 9),
+            ),
+            ("of no images", "strides = [2, 2], pads = [0, 1, 0, 0]", np.zeros((0, 2, 5, 6))),
+            ("without a window", "strides = [2, 1], ceil_mode = 1", (1, 2, 3, 1)),
+        )
+    ),
+    *(
+        row(
+            f"AveragePool {name}",
+            f"y = AveragePool <kernel_shape = [3], {attributes}> (x)",
+            x=x,
+            dtype=F32,
+        )
+        for name, attributes, x in (
+            ("cut, padding counts", 'strides = [6], auto_pad = "SAME_LOWER"', (2, 3, 12)),
+            ("smaller than its window", "strides = [2], ceil_mode = 1", (1, 4, 1)),
+            ("dilated, padding counts", "strides = [2], dilations = [2], pads = [2, 1]", (2, 3, 8)),
+        )
+        for attributes in [f"{attributes}, count_include_pad = 1"]
+    ),
+    row(
+        "MaxPool column-major",
+        "y, i = MaxPool <kernel_shape = [2, 2], storage_order = 1> (x)",
+        x=apart(1, 2, 4, 5),
+        dtype=F32,
+    ),
+    row(
+        "MaxPool 1-D",
+        "y = MaxPool <kernel_shape = [3], strides = [2]> (x)",
+        x=apart(2, 3, 9),
+        dtype=F32,
+    ),
+    row(
+        "MaxPool 3-D",
+        "y = MaxPool <kernel_shape = [2, 2, 2]> (x)",
+        x=apart(1, 2, 3, 4, 3),
+        dtype=F32,
+    ),
+    *(
+        row(
+            f"AveragePool count_include_pad {more}",
+            "y = AveragePool <kernel_shape = [3, 3], strides = [2, 2], pads = [1, 1, 1, 1], "
+            f"count_include_pad = 1{more}> (x)",
+            x=(2, 2, 6, 8),
+            dtype=F32,
+        )
+        for more in ("", ", ceil_mode = 1")
+    ),
+    row(
+        "AveragePool 1-D",
+        "y = AveragePool <kernel_shape = [3], pads = [1, 1]> (x)",
+        x=(2, 3, 7),
+        dtype=F32,
+    ),
+    row(
+        "AveragePool 3-D",
+        "y = AveragePool <kernel_shape = [2, 2, 2], strides = [2, 1, 2]> (x)",
+        x=(1, 2, 4, 3, 5),
+        dtype=F32,
+    ),
+    row(
+        "LpPool p=3",
+        "y = LpPool <kernel_shape = [2, 2], p = 3> (x)",
+        x=apart(1, 2, 4, 5),
+        dtype=F32,
+    ),
+    row(
+        "LpPool p=1",
+        "y = LpPool <kernel_shape = [2, 2], p = 1> (x)",
+        x=apart(1, 2, 4, 5),
+        dtype=F32,
+    ),
+    row("GlobalAveragePool", "y = GlobalAveragePool (x)", x=(2, 3, 4, 5), dtype=F32),
+    row("GlobalMaxPool", "y = GlobalMaxPool (x)", x=apart(2, 3, 4, 5), dtype=F32),
+    *(
+        row(
+            f"GlobalLpPool p={p}",
+            f"y = GlobalLpPool <p = {p}> (x)",
+            x=apart(1, 2, 4, 5),
+            dtype=F32,
+            opset=21,
+        )
+        for p in (1, 2, 3)
+    ),
+]
