@@ -104,8 +104,8 @@ class InferenceSession:
             self._session  # noqa: B018 - what onnxruntime refuses, it refuses now
         else:
             self._executable = self._on_gpu(precision, gpu)
-            if self._shared_sizes:
-                self._executable.on_shape = partial(_warn_of_different, self._shared_sizes)
+            if optimize and (shared := _shared_sizes(self.get_inputs())):
+                self._executable.on_shape = partial(_warn_of_different, shared)
 
     def _on_gpu(self, precision: str, gpu: int) -> Executable:
         """The graph's Executable; what optimizing and `precision` make of it may be kept."""
@@ -201,11 +201,7 @@ class InferenceSession:
         """
         if self._executable is None:
             feeds = {name: _host(value) for name, value in input_feed.items()}
-            different = _different(self._shared_sizes, feeds) if self._shared_sizes else None
-            if different is not None:
-                warnings.warn(f"{different}: it is run as it came", stacklevel=2)
-            session = self._session if different is None else self._as_it_came
-            return list(session.run(output_names or None, feeds, run_options))
+            return list(self._session.run(output_names or None, feeds, run_options))
         names = self._output_names
         if output_names:
             names = list(output_names)
@@ -213,17 +209,6 @@ class InferenceSession:
                 if name not in self._output_names:
                     raise _invalid(f"Invalid output name:{name}")
         return self._executable.run(names, self._feeds(input_feed))
-
-    @cached_property
-    def _shared_sizes(self) -> dict[str, list[tuple[str, int]]]:
-        return _shared_sizes(self.get_inputs()) if self._level is not None else {}
-
-    @cached_property
-    def _as_it_came(self) -> Any:
-        """The onnxruntime session of the graph before it was optimized."""
-        from onnx_fuse.runtime import ort
-
-        return ort.session(load(self._source), self._options)
 
     def io_binding(self) -> Any:
         """An object that says where inputs come from and where outputs go, as onnxruntime has it.
@@ -379,20 +364,15 @@ def _shared_sizes(inputs: Sequence[Any]) -> _SharedSizes:
     return {size: axes for size, axes in places.items() if len({n for n, _ in axes}) > 1}
 
 
-def _different(shared: _SharedSizes, feeds: Mapping[str, Any]) -> str | None:
-    """What to say where sizes of one name, by which the graph was optimized, are not equal."""
+def _warn_of_different(shared: _SharedSizes, feeds: Mapping[str, Any]) -> None:
+    """Warn where sizes of one name, by which the graph was optimized, are not equal."""
     for size, axes in shared.items():
         # no arrays, or not of the model's ranks: the run says so
         with contextlib.suppress(AttributeError, LookupError):
             if len({feeds[name].shape[axis] for name, axis in axes}) > 1:
-                return f"the model calls sizes of its inputs '{size}' that differ here"
-    return None
-
-
-def _warn_of_different(shared: _SharedSizes, feeds: Mapping[str, Any]) -> None:
-    different = _different(shared, feeds)
-    if different is not None:
-        warnings.warn(different, stacklevel=2)
+                text = f"the model calls sizes of its inputs '{size}' that differ here"
+                warnings.warn(text, stacklevel=2)
+                return
 
 
 def _require_graphs() -> None:

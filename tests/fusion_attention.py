@@ -28,10 +28,8 @@ ATTENTION = (
     *(
         FusionCase(
             f"attention_by_einsum_{name}",
-            QKV
-            if name == "bhsd"
-            else f"{q}, {q.replace('S', 'T').replace(' q', ' k')}, "
-            f"{q.replace('S', 'T').replace(' q', ' v')}",
+            f"{q}, {q.replace('S', '5').replace(' q', ' k')}, "
+            f"{q.replace('S', '5').replace(' q', ' v')}",
             f's = Einsum <equation = "{scores}"> (q, k)\n'
             + SCALE
             + "z = Mul (s, f)\n p = Softmax <axis = -1> (z)\n"
@@ -43,8 +41,8 @@ ATTENTION = (
             spares=(("empty", "onnxruntime's Einsum dies of a batch of none (1.32)"),),
         )
         for name, q, scores, mix, y in (
-            ("bhsd", "", "bhid, bhjd -> bhij", "bhij, bhjd -> bhid", ATT["output"]),
-            ("bshd", "float[B,S,4,8] q", "bihd,bjhd->bhij", "bhij,bjhd->bihd", "float[B,S,4,8] y"),
+            ("bhsd", "float[2,3,S,8] q", "bhid, bhjd -> bhij", "bhij, bhjd -> bhid", ATT["output"]),
+            ("bshd", "float[2,S,4,8] q", "bihd,bjhd->bhij", "bhij,bjhd->bihd", "float[B,S,4,8] y"),
         )
     ),
     FusionCase(
@@ -185,8 +183,11 @@ ATTENTION = (
         "b = Shape <start = 0, end = 1> (k)\n t = Shape <start = 2, end = 3> (k)\n"
         "h = Constant <value = int64[1] {4}> ()\n d = Constant <value = int64[1] {8}> ()\n"
         "five = Concat <axis = 0> (b, two, two, t, d)\n four = Concat <axis = 0> (b, h, t, d)\n"
+        "u = Shape <start = 2, end = 3> (v)\n c = Shape <end = 1> (v)\n"
+        "vs = Concat <axis = 0> (c, two, two, u, d)\n"
         "k5 = Unsqueeze (k, two)\n ke = Expand (k5, five)\n kr = Reshape (ke, four)\n"
-        "v5 = Unsqueeze (v, two)\n ve = Expand (v5, five)\n vr = Reshape (ve, four)\n"
+        "v5 = Unsqueeze (v, two)\n ve = Expand (v5, vs)\n v4 = Concat <axis = 0> (c, h, u, d)\n"
+        "vr = Reshape (ve, v4)\n"
         "kt = Transpose <perm = [0,1,3,2]> (kr)\n s = MatMul (q, kt)\n p = Softmax (s)\n"
         "y = MatMul (p, vr)",
         ("GroupedSdpa",),
@@ -217,8 +218,11 @@ ATTENTION = (
         ).replace("i-1", "less")
         + "b = Shape <end = 1> (k)\n t = Shape <start = 2, end = 3> (k)\n"
         "five = Concat <axis = 0> (b, i2, i2, t, i8)\n four = Concat <axis = 0> (b, i4, t, i8)\n"
+        "c = Shape <end = 1> (v)\n u = Shape <start = 2, end = 3> (v)\n"
+        "vs = Concat <axis = 0> (c, i2, i2, u, i8)\n"
         "k5 = Unsqueeze (k, i2)\n ke = Expand (k5, five)\n kr = Reshape (ke, four)\n"
-        "v5 = Unsqueeze (v, i2)\n ve = Expand (v5, five)\n vr = Reshape (ve, four)\n"
+        "v5 = Unsqueeze (v, i2)\n ve = Expand (v5, vs)\n v4 = Concat <axis = 0> (c, i4, u, i8)\n"
+        "vr = Reshape (ve, v4)\n"
         "sizes = Shape (kr)\n lead = Slice (sizes, i0, i2)\n rows = Slice (sizes, i2, i3)\n"
         "columns = Slice (sizes, i3, i4)\n flat = Concat <axis = 0> (less, rows, columns)\n"
         "turned = Concat <axis = 0> (lead, columns, rows)\n kf = Reshape (kr, flat)\n"
@@ -315,7 +319,7 @@ ATTENTION = (
     ),
     FusionCase(
         "attention_conditions_of_one_fill",
-        f"{QKV}, bool[B,1,S,T] mask, bool[S,T] drop",
+        f"{QKV}, bool[B,1,S,T] mask, bool[1,1] drop",
         SCORES
         + scalar("low", -1e4)
         + "n = Not (mask)\n w = Where (n, low, s)\n zm = Where (drop, low, w)\n"
@@ -351,7 +355,7 @@ ATTENTION = (
     ),
     FusionCase(
         "attention_mask_in_parts",  # as vitdet and SAM add theirs by the key's row and column
-        "float[B,6,8] q, float[B,6,8] k, float[B,6,8] v, float[B,2,3,2,1] a, float[1,2,3,1,3] mask",
+        "float[2,6,8] q, float[2,6,8] k, float[2,6,8] v, float[2,2,3,2,1] a, float[1,2,3,1,3] mask",
         "apart = Constant <value = int64[5] {-1, 2, 3, 2, 3}> ()\n"
         "whole = Constant <value = int64[3] {-1, 6, 6}> ()\n"
         "kt = Transpose <perm = [0,2,1]> (k)\n s = MatMul (q, kt)\n s5 = Reshape (s, apart)\n"
@@ -449,7 +453,7 @@ ATTENTION = (
     ),
     FusionCase(
         "attention_in_windows",
-        "float[B,3,2,4,8] q, float[B,3,2,5,8] k, float[B,3,2,5,6] v, float[2,4,5] bias",
+        "float[2,3,2,4,8] q, float[2,3,2,5,8] k, float[2,3,2,5,6] v, float[2,4,5] bias",
         "kt = Transpose <perm = [0,1,2,4,3]> (k)\n s = MatMul (q, kt)\n z = Add (s, bias)\n"
         "p = Softmax (z)\n y = MatMul (p, v)",
         ("SdpaMask",),
@@ -494,8 +498,9 @@ ATTENTION = (
     ),
     FusionCase(
         "attention_heads_in_the_batch_of_free_sizes",  # BLOOM, of torch's first exporter
-        "float[B,4,S,8] q, float[B,4,T,8] k, float[B,4,T,8] v, bool[S,T] keep",
+        "float[B,4,S,8] q, bool[1,1] keep",
         "".join(f"i{i} = Constant <value_ints = [{i}]> ()\n" for i in (1, 4, 8))
+        + "k = Neg (q)\n v = Abs (q)\n"
         + "less = Constant <value_ints = [-1]> ()\n"
         "none = Constant <value = int64[4] {-1,-1,-1,-1}> ()\n"
         "ones = Constant <value = int64[4] {1,1,1,1}> ()\n"
@@ -516,7 +521,7 @@ ATTENTION = (
         "back = Concat <axis = 0> (bhs, rs, less)\n p3 = Reshape (p, back)\n"
         "y = MatMul (p3, v3)",
         ("SdpaWhere",),
-        fed=("q", "k", "v", "keep"),
+        fed=("q", "keep"),
         output="float[M,S,8] y",
     ),
     FusionCase(

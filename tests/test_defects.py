@@ -22,6 +22,7 @@ from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.functions import MAX_NODES
 from onnx_fuse.onnx.load import load
 from onnx_fuse.onnx.save import inline, to_proto
+from onnx_fuse.validation.check import validate
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>'
 
@@ -605,3 +606,74 @@ def test_the_answer_is_onnxruntimes(case):
     shape = [d.dim_value or 2 for d in proto.graph.input[0].type.tensor_type.shape.dim]
     x = np.random.default_rng(0).integers(-4, 5, shape).astype(np.float32)
     same(proto, {"x": x})
+
+
+# ---- names of sizes ------------------------------------------------------------------------------
+
+# Inputs of which onnxruntime takes other sizes than their names say, and what reads them.
+CONTRADICTED = {
+    "expand": (
+        "float[N,4] x, float[N,4] z",
+        "s = Shape (z) e = Expand (x, s) y = Neg (e)",
+        {"x": (1, 4), "z": (3, 4)},
+    ),
+    "square": (
+        "float[N,N] x",
+        "s = Shape (x) t = Transpose (x) r = Reshape (t, s) y = Neg (r)",
+        {"x": (2, 3)},
+    ),
+    "einsum": (
+        "float[B,H,S,8] q, float[B,H,T,8] k, float[B,H,T,8] v",
+        's = Einsum <equation = "bhid, bhjd -> bhij"> (q, k) p = Softmax (s)'
+        ' y = Einsum <equation = "bhij, bhjd -> bhid"> (p, v)',
+        {"q": (2, 3, 4, 8), "k": (2, 3, 1, 8), "v": (2, 3, 5, 8)},
+    ),
+    "windows": (
+        "float[B,3,4,8] q, float[B,3,5,8] k, float[B,3,5,6] v, float[4,5] bias",
+        "t = Transpose <perm = [0,1,3,2]> (k) s = MatMul (q, t) z = Add (s, bias)"
+        " p = Softmax (z) y = MatMul (p, v)",
+        {"q": (1, 3, 4, 8), "k": (2, 3, 5, 8), "v": (2, 3, 5, 6), "bias": (4, 5)},
+    ),
+    "grouped": (
+        "float[B,4,S,8] q, float[B,2,T,8] k, float[B,2,T,8] v",
+        "i = Constant <value_ints = [2]> () f = Constant <value_ints = [4]> ()"
+        " d = Constant <value_ints = [8]> () b = Shape <end = 1> (k)"
+        " t = Shape <start = 2, end = 3> (k) five = Concat <axis = 0> (b, i, i, t, d)"
+        " four = Concat <axis = 0> (b, f, t, d) k5 = Unsqueeze (k, i) ke = Expand (k5, five)"
+        " kr = Reshape (ke, four) v5 = Unsqueeze (v, i) ve = Expand (v5, five)"
+        " vr = Reshape (ve, four) kt = Transpose <perm = [0,1,3,2]> (kr) s = MatMul (q, kt)"
+        " p = Softmax (s) y = MatMul (p, vr)",
+        {"q": (2, 4, 3, 8), "k": (2, 2, 5, 8), "v": (2, 2, 1, 8)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTED)
+def test_equal_names_of_sizes_are_no_proof(name: str) -> None:
+    inputs, body, shapes = CONTRADICTED[name]
+    rng = np.random.default_rng(0)
+    feeds = {k: rng.standard_normal(s).astype(np.float32) for k, s in shapes.items()}
+    proto = parsed(f"g ({inputs}) => (float y) {{ {body} }}")
+    del proto.graph.output[0].type.tensor_type.shape.dim[:]
+    proto.graph.output[0].type.tensor_type.ClearField("shape")
+    expected = run(proto.SerializeToString(), feeds)[0]
+    for level in range(4):
+        model = load(proto)
+        passes.optimize(model, level=level)
+        assert [str(v.shape) for v in model.graph.inputs] == [
+            str(v.shape) for v in load(proto).graph.inputs
+        ]
+        for candidate in (model, inline(model)):
+            [y] = run(to_proto(candidate).SerializeToString(), feeds)
+            np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_check_feeds_unequal_sizes_of_one_name() -> None:
+    inputs, body, _ = CONTRADICTED["expand"]
+    original = parsed(f"g ({inputs}) => (float[?,?] y) {{ {body} }}")
+    believed = parsed(f"g ({inputs}) => (float[?,?] y) {{ y = Neg (x) }}")
+    check = validate(believed, original)
+    assert not check.ok
+    assert check.worst is not None
+    assert check.worst.where == "y: float32[1, 4], not float32[2, 4]"
+    assert validate(original).ok

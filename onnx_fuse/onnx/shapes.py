@@ -242,6 +242,56 @@ def with_shapes(
     return sized
 
 
+@contextlib.contextmanager
+def symbols_apart(model: ir.Model) -> Iterator[None]:
+    """Within the block each open axis of an input has a symbol of its own.
+
+    Runtimes do not ask whether sizes of one name are equal. Afterwards the symbols are the file's.
+    """
+    names: dict[str, str] = {}  # of the new symbols, in the file
+    for value in model.graph.inputs:
+        dims = [_symbol_or_size(d) for d in value.shape or ()]
+        for axis, dim in enumerate(dims):
+            if isinstance(dim, str):
+                fresh = f"{dim} of {value.name}.{axis}" if dim in names else dim
+                names[fresh] = dim
+                dims[axis] = fresh
+        if value.shape is not None:
+            value.shape = ir.Shape(dims)
+    shared = {name for fresh, name in names.items() if fresh != name}
+    declared = [None if v.shape is None else [*v.shape] for v in model.graph.outputs]
+    if shared:
+        _replace_symbols(model, dict.fromkeys(shared))
+    try:
+        yield
+    finally:
+        if shared:
+            for value in model.graph.inputs:
+                dims = [_symbol_or_size(d) for d in value.shape or ()]
+                if value.shape is not None:
+                    value.shape = ir.Shape([names.get(d, d) for d in dims])
+            _replace_symbols(model, names)
+            for value, dims in zip(model.graph.outputs, declared, strict=True):
+                if dims is not None and value.shape is not None and len(value.shape) == len(dims):
+                    pairs = zip(value.shape, map(_symbol_or_size, dims), strict=True)
+                    value.shape = ir.Shape(
+                        [d if isinstance(d, int) or old not in shared else old for d, old in pairs]
+                    )
+
+
+def _replace_symbols(model: ir.Model, names: Mapping[str, str | None]) -> None:
+    """Put the symbols' other names, or None, in the shapes of all results of nodes."""
+    for node in all_nodes(model.graph):
+        for value in node.outputs:
+            dims = [_symbol_or_size(d) for d in value.shape or ()]
+            if not names.keys().isdisjoint(dims):
+                value.shape = ir.Shape([names.get(d, d) for d in dims])
+
+
+def _symbol_or_size(dim: int | ir.SymbolicDim) -> int | str | None:
+    return dim if isinstance(dim, int) else dim.value
+
+
 def fix_shapes(
     model: ir.Model, shapes: Mapping[str, Sequence[int]], dims: Mapping[str, int] | None = None
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from onnx_fuse import progress
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.onnx.build import all_nodes
 from onnx_fuse.onnx.common import FUSE, base_name, carries_body, one_line
-from onnx_fuse.onnx.shapes import infer_shapes
+from onnx_fuse.onnx.shapes import infer_shapes, symbols_apart
 from onnx_fuse.ops import OPS
 from onnx_fuse.ops.fused import RULES
 from onnx_fuse.ops.rewrite import Rewriter, Rule, isolated_subgraphs, nodes_in_order
@@ -162,8 +163,10 @@ def optimize(
 
     report = Report(before=op_counts(model))
     own_kernels |= training
-    reasons = expand_where_fused(model, lambda m: pipeline(m)[1], own_kernels=own_kernels)
-    rw, _ = pipeline(model)
+    # what runs on own kernels asks whether sizes of one name are equal; onnxruntime does not
+    with contextlib.nullcontext() if own_kernels else symbols_apart(model):
+        reasons = expand_where_fused(model, lambda m: pipeline(m)[1], own_kernels=own_kernels)
+        rw, _ = pipeline(model)
     forget_regions(model)
     report.fusions = _fused(model, rw)
     off = {name for name, lowest in FUSIONS.items() if not wanted(name, lowest)}

@@ -12,7 +12,7 @@ import onnx_ir
 from onnx_ir import DataType
 
 from onnx_fuse.errors import DataError, ModelError
-from onnx_fuse.onnx.build import feeds_of, required
+from onnx_fuse.onnx.build import all_nodes, feeds_of, required
 from onnx_fuse.runtime import ort
 from onnx_fuse.training import data
 from onnx_fuse.validation.arrays import (
@@ -24,7 +24,7 @@ from onnx_fuse.validation.arrays import (
     role_of,
     with_hidden_row,
 )
-from onnx_fuse.validation.choose import OF_A_LIST, Choice, choices
+from onnx_fuse.validation.choose import OF_A_LIST, Choice, choices, dims_of
 
 Feeds = dict[str, Array]
 Run = Callable[[Feeds], list[Any]]
@@ -211,6 +211,31 @@ def extremes(model: onnx_ir.Model, feed: Feeds) -> list[tuple[str, Feeds]]:
     if plain:
         found.append(("floats hold 0, -0, a large row and a tiny one", feed | plain))
     return found
+
+
+def with_unequal_sizes(model: onnx_ir.Model, feed: Feeds) -> list[Feeds]:
+    """Feeds in which one axis is cut to 1, of several that the file calls by one name.
+
+    onnxruntime does not ask whether these are equal. Nor does it ask whether labels fit their
+    scores (1.32), and reads beyond them: a graph with a loss gets no such feed.
+    """
+    if any(node.op_type in _LOSSES for node in all_nodes(model.graph)):
+        return []
+    places: dict[str, list[tuple[str, int]]] = {}
+    for name, dims in dims_of(model).items():
+        for axis, dim in enumerate(dims):
+            if isinstance(dim, str) and feed[name].shape[axis] > 1:
+                places.setdefault(dim, []).append((name, axis))
+    cuts = [place for axes in places.values() if len(axes) > 1 for place in axes[:_ENDS]]
+    return [
+        feed | {name: np.ascontiguousarray(feed[name].take([0], axis))}
+        for name, axis in cuts[:_CUTS]
+    ]
+
+
+_LOSSES = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
+_ENDS, _CUTS = 3, 8
+"""Axes of one name that are cut, and feeds of unequal sizes, at most."""
 
 
 def reference_pairs(

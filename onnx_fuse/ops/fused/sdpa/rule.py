@@ -417,6 +417,10 @@ def _ungrouped(value: ir.Value) -> ir.Value | None:
     middle = unsqueeze.outputs[0]
     if rank(middle) != 5 or dim(middle, 2) != 1 or dim(middle, 1) != groups:
         return None
+    assert expand is not None
+    wide = expand.outputs[0]
+    if rank(wide) != 5 or not all(same_size(middle, i, wide, i) for i in (0, 1, 3, 4)):
+        return None  # it may repeat more than the heads
     return source if heads and groups and heads % groups == 0 else None
 
 
