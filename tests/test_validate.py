@@ -82,7 +82,7 @@ def test_ids_stay_within_what_they_index() -> None:
     assert bounds == {"ids": 5, "shifted": None, "label": 2}
     check = check_outputs(model, load(model))
     assert check.ok
-    assert len(check.feeds) == 3  # 'shifted' could be a mask, whose last row then hides everything
+    assert len({str(feed) for feed in check.feeds[:3]}) == 2  # no mask whose last row hides all
 
 
 def test_masks_are_padded_on_the_right_and_positions_count_up() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import TypeAlias
 
 import onnx
 import onnx_ir as ir
@@ -248,9 +249,9 @@ def symbols_apart(model: ir.Model) -> Iterator[None]:
 
     Runtimes do not ask whether sizes of one name are equal. Afterwards the symbols are the file's.
     """
-    names: dict[str, str] = {}  # of the new symbols, in the file
+    names: dict[_Dim, _Dim] = {}  # of the new symbols, in the file
     for value in model.graph.inputs:
-        dims = [_symbol_or_size(d) for d in value.shape or ()]
+        dims = _dims(value)
         for axis, dim in enumerate(dims):
             if isinstance(dim, str):
                 fresh = f"{dim} of {value.name}.{axis}" if dim in names else dim
@@ -258,38 +259,38 @@ def symbols_apart(model: ir.Model) -> Iterator[None]:
                 dims[axis] = fresh
         if value.shape is not None:
             value.shape = ir.Shape(dims)
-    shared = {name for fresh, name in names.items() if fresh != name}
-    declared = [None if v.shape is None else [*v.shape] for v in model.graph.outputs]
-    if shared:
-        _replace_symbols(model, dict.fromkeys(shared))
+    names = {fresh: name for fresh, name in names.items() if fresh != name}
+    shared = dict.fromkeys(names.values())
+    declared = [_dims(v) for v in model.graph.outputs]
+    _replace_symbols(_results(model), shared)
     try:
         yield
     finally:
-        if shared:
-            for value in model.graph.inputs:
-                dims = [_symbol_or_size(d) for d in value.shape or ()]
-                if value.shape is not None:
-                    value.shape = ir.Shape([names.get(d, d) for d in dims])
-            _replace_symbols(model, names)
-            for value, dims in zip(model.graph.outputs, declared, strict=True):
-                if dims is not None and value.shape is not None and len(value.shape) == len(dims):
-                    pairs = zip(value.shape, map(_symbol_or_size, dims), strict=True)
-                    value.shape = ir.Shape(
-                        [d if isinstance(d, int) or old not in shared else old for d, old in pairs]
-                    )
+        _replace_symbols((*model.graph.inputs, *_results(model)), names)
+        for value, dims in zip(model.graph.outputs, declared, strict=True):
+            pairs = list(zip(_dims(value), dims, strict=False))
+            if len(pairs) == len(dims) and any(d in shared for d in dims):
+                new = [old if old in shared and not isinstance(d, int) else d for d, old in pairs]
+                value.shape = ir.Shape(new)
 
 
-def _replace_symbols(model: ir.Model, names: Mapping[str, str | None]) -> None:
-    """Put the symbols' other names, or None, in the shapes of all results of nodes."""
-    for node in all_nodes(model.graph):
-        for value in node.outputs:
-            dims = [_symbol_or_size(d) for d in value.shape or ()]
-            if not names.keys().isdisjoint(dims):
-                value.shape = ir.Shape([names.get(d, d) for d in dims])
+_Dim: TypeAlias = int | str | None
 
 
-def _symbol_or_size(dim: int | ir.SymbolicDim) -> int | str | None:
-    return dim if isinstance(dim, int) else dim.value
+def _dims(value: ir.Value) -> list[_Dim]:
+    return [d if isinstance(d, int) else d.value for d in value.shape or ()]
+
+
+def _results(model: ir.Model) -> Iterator[ir.Value]:
+    return (value for node in all_nodes(model.graph) for value in node.outputs)
+
+
+def _replace_symbols(values: Iterable[ir.Value], names: Mapping[_Dim, _Dim]) -> None:
+    """Put other names, or None, in the place of symbols in the shapes of values."""
+    for value in values if names else ():
+        dims = _dims(value)
+        if not names.keys().isdisjoint(dims):
+            value.shape = ir.Shape([names.get(d, d) for d in dims])
 
 
 def fix_shapes(
