@@ -17,10 +17,12 @@ import pytest
 from cases import real_cases
 
 import onnx_fuse
+from onnx_fuse import passes
 from onnx_fuse.cuda.macros import lanes, pow2
 from onnx_fuse.kernels import candidates, refusals, select
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.load import load
 from onnx_fuse.passes.precision import in_precision
 from onnx_fuse.program import host, template
 from onnx_fuse.program.call import NeedsValues, Program, Tensor
@@ -503,7 +505,9 @@ def test_a_growing_cache_keeps_one_layout() -> None:
 def decoder(name: str) -> tuple[Specializer, Callable[[int], PlannedProgram]]:
     """A stored decoder in float16, and its program for a token after so many."""
     path = Path(__file__).parent / "data" / "decoders" / f"{name}.onnx"
-    graph, precision = in_precision(onnx_fuse.optimize(ir.load(path)), "fp16")
+    model = load(path)
+    passes.optimize(model, own_kernels=True)
+    graph, precision = in_precision(model, "fp16")
     specializer = Specializer(graph, H200, math=precision)
 
     def at(past: int) -> PlannedProgram:
