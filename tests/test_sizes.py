@@ -14,7 +14,9 @@ from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.load import load
 from onnx_fuse.onnx.save import to_proto
+from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.passes import optimize
+from onnx_fuse.passes.sizes import infer_reshapes
 from onnx_fuse.runtime import ort
 
 Array = np.ndarray[Any, Any]
@@ -178,3 +180,16 @@ def test_a_size_that_ends_inference_is_an_error_of_one_sentence() -> None:
     with pytest.raises(ModelError, match="below 0"):
         onnx_fuse.optimize(text_model(SHORT.replace("1,1,n", "1,1,2")))
     assert onnx_fuse.optimize(text_model(SHORT)) is not None
+
+
+def test_a_node_that_is_read_no_more_does_not_count_as_a_change() -> None:
+    model = text_model(
+        """agraph (float[B, 4] x) => (float[B, 4] y) {
+            s = Shape (x)
+            same = Reshape (x, s)
+            y = Relu (same)
+        }"""
+    )
+    infer_shapes(model)
+    assert infer_reshapes(model)
+    assert not infer_reshapes(model)  # the Reshape stands there still, without a reader

@@ -50,7 +50,7 @@ def infer_reshapes(model: ir.Model) -> bool:
             if node.op_type == "Reshape":
                 changed = (holds and _copied(node, wanted, same)) or changed
                 wanted = _reshape(node, wanted, known)
-            whole = same is not None and None not in same and not y.is_graph_output()
+            whole = same is not None and None not in same and _read_inside(y)
             holds = known.believed.isdisjoint(node.outputs)
             if x is not None and whole and holds and same == wanted:
                 y.replace_all_uses_with(x)
@@ -84,7 +84,7 @@ def _constant(node: ir.Node, entries: Array) -> bool:
     numbers = [e.number if isinstance(e, Size) else None for e in entries.flat]
     if y.dtype != ir.DataType.INT64 or not all(isinstance(n, int) for n in numbers):
         return False
-    if not y.uses() or y.is_graph_output() or rank(y) not in (None, entries.ndim):
+    if not _read_inside(y) or rank(y) not in (None, entries.ndim):
         return False
     op = Builder()
     made = op.constant(np.array(numbers, np.int64).reshape(entries.shape))
@@ -100,10 +100,15 @@ def _chooses_nothing(node: ir.Node, entries: Array, known: Entries) -> bool:
     kept = known.of(third)
     if kept is None or kept.shape != entries.shape or any(e is None for e in entries.flat):
         return False
-    if list(kept.flat) != list(entries.flat) or y.is_graph_output() or third is None:
+    if list(kept.flat) != list(entries.flat) or not _read_inside(y) or third is None:
         return False
     y.replace_all_uses_with(third)
     return True
+
+
+def _read_inside(value: ir.Value) -> bool:
+    # what nobody reads any more would count as a change in every round
+    return bool(value.uses()) and not value.is_graph_output()
 
 
 def _reshape(node: ir.Node, wanted: Sizes | None, known: Entries) -> Sizes | None:
