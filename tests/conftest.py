@@ -22,6 +22,14 @@ passes.CHECKED = True
 """Every program that a test lowers is held to `program.spec` after each pass."""
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """The workers of pytest-xdist, which inherit it, take a processor each: NumPy's threads, as
+    many as processors in each of them, would spend most of their time waiting for one.
+    """
+    if getattr(config.option, "numprocesses", 0):
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
     """The compiler's answers are kept for all tests, and for all workers of a run: each variant of

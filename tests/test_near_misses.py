@@ -81,16 +81,16 @@ def test_a_rule_states_its_conditions(k: int) -> None:
     assert rule.conditions or _anchor(rule) in _UNCONDITIONAL
 
 
-@pytest.mark.parametrize("name", sorted({row.name for k in rows() for row in rows()[k][:1]}))
-def test_a_near_miss_is_computed_right(name: str) -> None:
-    """Fused or not, at every level, on hostile numbers."""
-    row = next(row for found in rows().values() for row in found if row.name == name)
-    if row.opset > NEWEST_OPSET:
-        pytest.skip("onnxruntime is older")
+@RULE
+def test_a_near_miss_is_computed_right(k: int) -> None:
+    """Of the rule's smallest row: fused or not, at every level, on hostile numbers."""
     wrong = {}
-    for miss in near_misses(row):
-        said = hostile.check(miss, ir.DataType.FLOAT)
-        wrong |= {miss.name: said} if said else {}
+    for row in rows()[k][:1]:
+        if row.opset > NEWEST_OPSET:
+            pytest.skip("onnxruntime is older")
+        for miss in near_misses(row):
+            said = hostile.check(miss, ir.DataType.FLOAT)
+            wrong |= {miss.name: said} if said else {}
     assert not wrong
 
 

@@ -26,7 +26,8 @@ def _missing() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = [item for item in items if Path(__file__).parent in item.path.parents]
+    folder = Path(__file__).parent
+    here = [item for item in items if item.path.parent == folder]
     reason = _missing() if here else ""
     for item in here:
         item.add_marker(pytest.mark.gpu)

@@ -23,8 +23,8 @@ from math_cases import TOLERANCE, Case, cases, only, widen
 def test_case(case: Case) -> None:
     """Each kernel and configuration twice: equal bits, and within the tolerance of float64."""
     hw, truth = Hardware.detect(), case.oracle()
-    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    nvrtc.compile_all(case.launches(hw), hw.arch, max(1, (os.cpu_count() or 8) // processes))
+    if not os.environ.get("PYTEST_XDIST_WORKER"):  # whose processors are busy with other tests
+        nvrtc.compile_all(case.launches(hw), hw.arch)
     check(case, truth)
     for choice in case.variants(hw):
         with only(choice):

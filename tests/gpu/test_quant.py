@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 
 import ml_dtypes
@@ -19,7 +20,11 @@ from onnx_fuse.runtime.executable import Executable
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled(request: pytest.FixtureRequest) -> None:
-    """All modules at once, in threads: one at a time would take minutes."""
+    """All modules at once, in threads: one at a time would take minutes. Each of several processes
+    compiles those of its own tests.
+    """
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        return
     hw = Hardware.detect()
     launches = set()
     for item in request.session.items:
