@@ -7,8 +7,11 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from cases import FusionCase
+from exact_cases import EXACT_CASES
+from fusion_cases import FUSION_CASES
 
-from onnx_fuse import autodiff, cli
+from onnx_fuse import autodiff, cli, passes
 from onnx_fuse.errors import UsageError
 from onnx_fuse.onnx.build import text_model
 from onnx_fuse.onnx.load import load
@@ -199,3 +202,21 @@ def test_a_tied_run_resumes(tmp_path: Path) -> None:
     first.checkpoint(tmp_path)
     second = Trainer.resume(tmp_path, twice(*TWICE["copy"]))
     np.testing.assert_array_equal(second.weights()["head"], first.weights()["head"])
+
+
+FOLDED = [
+    *(case for case in (*FUSION_CASES, *EXACT_CASES) if "batch_norm" in case.name),
+    *(case for case in FUSION_CASES if "bias_before_a_pad" in case.name and not case.reason),
+]
+
+
+@pytest.mark.parametrize("case", FOLDED, ids=lambda case: case.name)
+def test_a_parameter_that_is_folded_loses_its_name(case: FusionCase) -> None:
+    plain, fused = load(case.model()), load(case.model())
+    report = passes.optimize(fused)
+    before = plain.graph.initializers
+    for name, value in fused.graph.initializers.items():
+        if name in before:
+            np.testing.assert_array_equal(value.const_value, before[name].const_value, name)
+    # rows that a Pad adds are the bias, which the product alone reads no more
+    assert not ("LayerNormGemm" in report.fusions and "c" in fused.graph.initializers)

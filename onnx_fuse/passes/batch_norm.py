@@ -90,8 +90,8 @@ def _fold(rw: Rewriter, norm: ir.Node) -> bool:
     if folded is None:
         return rw.refuse(FOLD_BATCH_NORM, nodes, "the folded weights are not finite, or lost")
     weight, bias = folded
-    b = _initializer(rw.graph, b, bias, f"{w.name}_bias")
-    w = _initializer(rw.graph, w, weight, f"{w.name}_folded")
+    b = _initializer(rw.graph, bias, f"{w.name}_folded_bias")
+    w = _initializer(rw.graph, weight, f"{w.name}_folded")
     kept = {name: a.value for name, a in product.attributes.items() if name != "beta"}
     op = Builder()
     if product.op_type == "MatMul":
@@ -105,15 +105,11 @@ def _fold(rw: Rewriter, norm: ir.Node) -> bool:
     return rw.replace(norm, op, [norm.outputs[0]], [y])
 
 
-def _initializer(graph: ir.Graph, old: ir.Value | None, array: np.ndarray, name: str) -> ir.Value:
-    """An initializer with this content: `old`, if the product alone reads it, or a new one."""
-    value = old
-    if value is None or len(value.uses()) > 1 or value.is_graph_output():
-        value = ir.Value(name=unique_name(graph, name))
-    value.const_value = ir.tensor(array, name=value.name)
-    value.shape, value.type = ir.Shape(array.shape), ir.TensorType(value.const_value.dtype)
-    if value is not old:
-        graph.register_initializer(value)
+def _initializer(graph: ir.Graph, array: np.ndarray, name: str) -> ir.Value:
+    """A new initializer: what is folded is another parameter than the one that had its name."""
+    tensor = ir.tensor(array, name=unique_name(graph, name))
+    value = ir.val(tensor.name, const_value=tensor)
+    graph.register_initializer(value)
     return value
 
 

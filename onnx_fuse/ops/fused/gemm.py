@@ -274,6 +274,8 @@ def _fuse(rw: Rewriter, node: ir.Node) -> bool:
         own = is_initializer(w)
         w = rw.pack(op, [w], [1, 0], None, f"{w.name}.T") if own else op.Transpose(w)
     c = site.c if site.c is not None else rw.zeros(site.output)
+    if site.moved and (bias := const_array(site.c)) is not None:
+        c = op.constant(bias)  # as the added rows are: no parameter any more, which trains
     act = site.activation.name if site.activation else ""
     name = str(FusedName.make("Gemm", act, norm=prefix))
     y = op.node(name, [x, *inputs, w, c], domain=FUSE, attributes=attributes)
