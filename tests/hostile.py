@@ -33,6 +33,8 @@ FEEDS = ("nan", "infinite", "signed_zero", "huge", "tiny", "masked", "empty")
 # Relative to the largest finite number of the output: roundings of sums over some 24 terms, and in
 # 16 bits one more of each step between (onnxruntime computes those in float32 and rounds each).
 TOLERANCE = {"float32": 3e-5, "float64": 1e-12, "float16": 1.5e-2}
+# A MaxPool without indices of float32 or float16: NaN propagates, as in PyTorch, and -inf is the
+# largest of -inf; onnxruntime's vectors may skip a NaN, and have the lowest float32 for -inf.
 _SIZES = {"B": 3, "H": 2, "G": 2, "S": 7, "T": 9}
 
 

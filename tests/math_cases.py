@@ -41,12 +41,7 @@ from onnx_fuse.program.problem import CHIPS, AnyProblem, Hardware, Launch
 
 H200 = CHIPS["H200"]
 F32, F16, BF16, F64 = "float32", "float16", "bfloat16", "float64"
-# Largest |y - truth| over the largest |truth|: half an ulp of the type, and sums in float32
-TOLERANCE = {F64: 1e-11, F32: 6e-6, F16: 1e-3, BF16: 8e-3}
-# MaxPool and GlobalMaxPool without indices, in float32 and float16: NaN propagates here, as in
-# PyTorch, and the largest of nothing but -inf is -inf. In onnxruntime on a CPU the width of its
-# vectors decides whether a NaN counts, and in float32 -inf becomes the lowest finite number. With
-# indices, or in double, both agree: a NaN counts where it is the window's first element.
+TOLERANCE = {F64: 1e-11, F32: 6e-6, F16: 1e-3, BF16: 8e-3}  # half an ulp; sums in float32
 
 
 def dtype_of(name: str) -> np.dtype[Any]:

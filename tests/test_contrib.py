@@ -86,7 +86,13 @@ def _activation_rows() -> list[Row]:
         Row(embed, (ids, ids % 2, w, p, s, v, v, mask), {}, ("y", "m", "e"), weights),
         Row(embed, (ids, None, w, p, None, v, v), {}, ("y", "m"), weights, name="no mask"),
         Row(embed, (ids, None, w, p, None, v, v, mask, ids), {}, ("y", "m"), weights, name="at"),
-    ]
+        Row(embed, (ids[:0], ids[:0], w, p, s, v, v, mask[:0]), {}, ("y", "m", "e"), weights,
+            name="no batch"),
+        Row(embed, (ids[:0], None, w, p, None, v, v), {}, ("y", "m"), weights, name="no ids"),
+        Row(embed, (ids[:, :0], None, w, p, None, v, v), {}, ("y", "m"), weights, name="length 0"),
+        Row(embed, (ids[:0], None, w, p, None, v, v, mask[:0], ids[:0]), {}, ("y", "m"), weights,
+            name="no batch at"),
+    ]  # fmt: skip
 
 
 def _product_rows() -> list[Row]:

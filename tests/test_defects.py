@@ -463,6 +463,12 @@ REFUSED = {
         "g (float[3] x) => (float[3] y) { [n] y = Cast <to = 65536> (x) }",
         "node 'n' (Cast): to is 65536, which is no element type",
     ),
+    "pads_of_a_kernel": (
+        "g (float[1,1,8] x) => (float[1,1,9] y)"
+        ' { [n] y = MaxPool <kernel_shape = [2], pads = [2, 0], auto_pad = "SAME_UPPER"> (x) }',
+        "node 'n' (MaxPool): pads are [2, 0], but each must be smaller than the kernel, which is "
+        "[2]",
+    ),
     "control_characters": (
         'g (float[3] x) => (float[3] y) { ["\x1b[31mEVIL\x1b]0;pwn\x07"] y = No (x) }',
         r"node '\x1b[31mEVIL\x1b]0;pwn\x07': ai.onnx opset 21 has no operator 'No'",

@@ -450,11 +450,13 @@ def test_a_reshape_to_sizes_of_its_own_input_has_a_constant_target(
     passes.optimize(model)
     (reshape,) = [n for n in model.graph if n.op_type == "Reshape"]
     found = const_array(reshape.inputs[1])
+    if how and target == [0, -1, 3]:
+        target = [0, 2, 3]  # beside a 0 that is copied no -1 is found
     assert (None if found is None else found.tolist()) == target
     after = onnxruntime.InferenceSession(to_proto(model).SerializeToString())
     for rows in (2, 4, 0):
         x = np.arange(rows * 5, dtype=np.float32).reshape(rows, 5)
-        if rows == 0 and "rest" in sizes:
+        if rows == 0 and "rest" in sizes and not how:
             continue  # nothing is left to find a size by
         np.testing.assert_array_equal(after.run(None, {"x": x})[0], before.run(None, {"x": x})[0])
 

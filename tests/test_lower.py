@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from lowering import GRAPHS, H200, X, arrays, program_of, weights_of
+from lowering import GRAPHS, H200, X, arrays, interpreted, program_of, weights_of
 
 from onnx_fuse import passes, session
 from onnx_fuse.cuda import nvrtc, pointwise
@@ -19,6 +19,7 @@ from onnx_fuse.onnx.save import to_proto
 from onnx_fuse.program.call import NeedsValues, Tensor, reshape_strides
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS, Problem
+from onnx_fuse.runtime import ort
 from onnx_fuse.runtime.states import SOUND, guarded
 from onnx_fuse.training import optim
 from onnx_fuse.training.backends import Whole
@@ -637,3 +638,22 @@ def test_operands_that_do_not_fit_are_refused_not_read_past_their_end(text, shap
     feeds = {name: np.zeros(s, np.float32) for name, s in zip("xz", shapes, strict=True)}
     with pytest.raises(ModelError, match=r"node '.*' \(\w+\) of \["):
         program_of(model, feeds | {"r": np.zeros(5, np.float32)})
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_a_split_without_its_axis_has_parts_of_one(length: int) -> None:
+    """Where the last part is longer onnxruntime ends with the sizes of its tensors."""
+    model = text_model(
+        """<ir_version: 10, opset_import: ["" : 21]>
+        g (float[n,4] x, int64 i) => (float[4] y) <int64 two = {2}>
+        { s = SplitToSequence <axis = 0, keepdims = 0> (x, two)  y = SequenceAt (s, i) }"""
+    )
+    feeds = {"x": X[0, :length, :4], "i": np.array(-1)}
+    if length == 1:
+        found = interpreted(model, feeds)["y"]
+        np.testing.assert_array_equal(found, ort.run(ort.session(model), feeds)[0], strict=True)
+        return
+    with pytest.raises(Exception, match="Tensor size"):
+        ort.run(ort.session(model), feeds)
+    with pytest.raises(ModelError, match="keepdims = 0 needs parts of 1"):
+        interpreted(model, feeds)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import pytest
+from lowering import interpreted
 from shape_graphs import SIZES, shape_graph
 
 import onnx_fuse
@@ -110,6 +111,23 @@ GRAPHS: dict[str, tuple[str, str, dict[str, Array]]] = {
         y = Reshape <allowzero = 1> (z, w)""",
         {"x": np.ones((2, 4, 0, 16)), "z": np.empty((0, 64))},
     ),
+    **{
+        f"a -1 beside a size of 0, taken as it is, of {shape}": (
+            "(float[a,b,48] x) => (float[h,i,j,k] y, float[l,m,n] w, int64[k] q)",
+            """r = Shape <end = 2> (x)  d = Constant <value = int64[1] {12}> ()
+            e = Concat <axis = 0> (r, m, d)  f = Concat <axis = 0> (r, m)
+            y = Reshape <allowzero = 1> (x, e)  v = Reshape <allowzero = 1> (y, f)
+            w = Neg (v)  t = Shape (w)  q = Add (t, t)""",
+            {"x": np.ones(shape)},
+        )
+        for shape in ((2, 3, 48), (0, 3, 48), (2, 0, 48), (0, 0, 48))
+    },
+    "a -1 beside a size of 0 that is another": (
+        "(float[a,48] x) => (int64[k] q)",
+        """r = Shape <end = 1> (x)  d = Add (r, r)  f = Concat <axis = 0> (d, m)
+        w = Reshape <allowzero = 1> (x, f)  t = Shape (w)  q = Add (t, t)""",
+        {"x": np.ones((0, 48))},
+    ),
     "a size as a condition": (
         "(float[a] x, float[n] z) => (float[k,l] y)",
         """s = Shape (x)  b = Cast <to = 9> (s)  i = Cast <to = 7> (b)
@@ -130,6 +148,9 @@ def test_entries_have_places_in_a_tensor_of_its_rank(name: str, level: int) -> N
     optimize(graph, level=level)
     for y, want in zip(ort.run(ort.session(graph), feeds), expected, strict=True):
         np.testing.assert_array_equal(y, want, strict=True)
+    found = interpreted(load(model), feeds)
+    for value, want in zip(model.graph.outputs, expected, strict=True):
+        np.testing.assert_array_equal(found[value.name], want, strict=True)
 
 
 def quiet_session(model: bytes) -> Any:

@@ -8,8 +8,7 @@
 // Macros   : T ACC VEC CHANNELS_LAST MODE (0 max, 1 mean, 2 p-norm); KD KH KW, SD SH SW, DD DH DW (dilation), PD PH PW
 //            (padding before), ED EH EW (padding after; a mean leaves out what a negative one cuts off);
 //            INCLUDE_PAD, COLUMN_MAJOR; LOWEST (T's lowest finite number).
-// Numerics : max propagates NaN; with indices, or in double, it is the first element's alone that counts, as
-//            in onnxruntime. Sums in ACC, row-major order.
+// Numerics : max propagates NaN, with indices or in double that of the first element; sums in ACC, row-major order.
 // Bound    : HBM; L1 for overlapping windows.
 #include "reduce/team.cuh"
 #define TAPS (KD * KH * KW)
@@ -32,7 +31,6 @@ extern "C" __global__ void __launch_bounds__(256)
     for (int j = 0; j < VEC; j++) s[j] = MODE ? (ACC)0 : -INFINITE;
     int count = 0;
     i64 best = -1;
-    const bool skips = indices || sizeof(ACC) == 8;
     // a window may pass the padding where ceil_mode rounds up: that part never counts
     auto padded = [&](int z, int y, int x) { return z < d + ED && y < h + EH && x < w + EW; };
     auto inside = [&](int z, int y, int x) {
@@ -48,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(256)
             const ACC v = widen(in.at[j]);
             if (MODE == 1) s[j] += v;
             if (MODE == 2) s[j] += p == 2 ? v * v : p == 1 ? fabs(v) : pow(fabs(v), (ACC)p);
-            if (MODE == 0 && (first || v > s[j] || (v != v && !skips))) {
+            if (MODE == 0 && (first || v > s[j] || (v != v && !indices && sizeof(ACC) < 8))) {
                 s[j] = v;
                 best = base + (COLUMN_MAJOR ? ((i64)ix * h + iy) * d + iz : element(iz, iy, ix));
             }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from onnx_fuse.errors import ModelError
 from onnx_fuse.lower.context import Slot
 from onnx_fuse.lower.control import Control
 from onnx_fuse.onnx.build import Builder
@@ -104,11 +105,13 @@ def _parts(low: Control, node: ir.Node, sizes: np.ndarray | None) -> tuple[Slot,
     axis = low.attr(node, "axis", 0) % len(x.shape)
     length = x.shape[axis]
     each = 1 if sizes is None else int(sizes) if sizes.ndim == 0 else 0
-    squeezed = each == 1 and not low.attr(node, "keepdims", 1)  # sizes in a vector keep the axis
+    squeezed = each > 0 and not low.attr(node, "keepdims", 1)  # sizes in a vector keep the axis
     if sizes is not None and sizes.ndim:
         lengths = [int(n) for n in sizes]
     else:
         lengths = [min(each, length - i) for i in range(0, length, each)]
+    if squeezed and max(lengths, default=1) > 1:
+        raise ModelError(f"{low.label(node)}: keepdims = 0 needs parts of 1, its split is {each}")
     parts, start = [], 0
     for n in lengths:
         parts.append(Slot(tensor=x.at(axis, start) if squeezed else x.part(axis, start, n)))

@@ -33,18 +33,15 @@ def reshape(ctx: Context, node: ir.Node) -> str | None:
     x, wanted = ctx.view(node, 0), ctx.host(node, 1)
     if wanted is None:
         return SHAPE_UNKNOWN
-    shape, same = _ints(wanted), set[int]()
+    shape = _ints(wanted)
     if not ctx.attr(node, "allowzero", 0):
-        same = {k for k, d in enumerate(shape) if d == 0}
-        shape = [x.shape[k] if k in same else d for k, d in enumerate(shape)]
-    if -1 in shape:
-        named = prod(d for k, d in enumerate(shape) if d != -1 and k not in same)
-        rest = prod(d for d in shape if d != -1)
-        rows = prod(x.shape[: max(0, len(x.shape) - len(shape) + 1)])
-        if not rest and named:  # what the axes that stay, one of them 0, do not hold
-            rows = prod(d for k, d in enumerate(x.shape) if k not in same) // named
-        shape[shape.index(-1)] = x.size // rest if rest else rows  # which ONNX leaves open
-    if prod(shape) != x.size:
+        shape = [x.shape[k] if d == 0 else d for k, d in enumerate(shape)]
+    held, rest = x.size, prod(d for d in shape if d != -1)
+    if not rest:  # onnxruntime divides the sizes that are not 0
+        held, rest = (prod(d for d in each if d > 0) for each in (x.shape, shape))
+    if -1 in shape and not held % rest:
+        shape[shape.index(-1)] = held // rest
+    if -1 in shape or prod(shape) != x.size:
         raise ValueError(f"it has {x.size} elements, {shape} {prod(shape)}")
     ctx.alias(node, 0, reshaped(ctx, x, shape))
     return None

@@ -25,6 +25,7 @@ from onnx_fuse import progress
 from onnx_fuse.container import GRAPH, Container, is_container, stamp
 from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx import contrib
+from onnx_fuse.onnx.actual_sizes import POOLS
 from onnx_fuse.onnx.build import all_nodes, rename_shadowing_values, subgraphs
 from onnx_fuse.onnx.common import (
     CANONICAL_OPSET,
@@ -359,25 +360,24 @@ def _check_attributes(node: ir.Node) -> None:
         raise ModelError(
             f"{what}: num_outputs is {parts}, but Split has {len(node.outputs)} outputs"
         )
-    for name in ("axis", "batch_dims"):
-        attribute = node.attributes.get(name)
-        if attribute is None or attribute.is_ref() or attribute.type != ir.AttributeType.INT:
+    if node.op_type in POOLS:
+        kernel, pads = (list(node.attributes.get_ints(n, ())) for n in ("kernel_shape", "pads"))
+        if any(pad >= size for pad, size in zip(pads, kernel + kernel, strict=False)):
+            smaller = f"each must be smaller than the kernel, which is {kernel}"
+            raise ModelError(f"{what} ({node.op_type}): pads are {pads}, but {smaller}")
+    for name, attribute in node.attributes.items():
+        if attribute.is_ref() or attribute.type != ir.AttributeType.INT:
             continue
         least = -_MOST_AXES if name == "axis" else 0
-        if not least <= attribute.value <= _MOST_AXES:
+        if name in ("axis", "batch_dims") and not least <= attribute.value <= _MOST_AXES:
             raise ModelError(
                 f"{what} ({node.op_type}): {name} is {attribute.value}, which is out of range"
             )
-    for name in _ELEMENT_TYPES:
-        attribute = node.attributes.get(name)
-        if attribute is None or attribute.is_ref() or attribute.type != ir.AttributeType.INT:
-            continue
-        if attribute.value not in {t.value for t in ir.DataType}:
+        if name in _ELEMENT_TYPES and attribute.value not in {t.value for t in ir.DataType}:
             raise ModelError(
                 f"{what} ({node.op_type}): {name} is {attribute.value}, which is no element type"
             )
-        kind = ir.DataType(attribute.value)
-        if name == "stash_type" and not kind.is_floating_point():
+        if name == "stash_type" and not (kind := ir.DataType(attribute.value)).is_floating_point():
             raise ModelError(
                 f"{what} ({node.op_type}): stash_type is {kind.value} ({kind.name.lower()}), which "
                 "is no floating-point type"

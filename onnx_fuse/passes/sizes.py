@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from onnx_fuse.onnx.build import Builder, const_array, rank
 from onnx_fuse.onnx.entries import Array, Entries, Sizes, divided, multiplied
-from onnx_fuse.onnx.sizes import Size, size
+from onnx_fuse.onnx.sizes import Size, product, size
 from onnx_fuse.ops.rewrite import attribute
 
 _ZERO, _ONE, _HOLE = size(0), size(1), size(-1)
@@ -39,10 +39,7 @@ def infer_reshapes(model: ir.Model) -> bool:
             changed = _constant(node, entries) or changed
             if node.op_type == "Where":
                 changed = _chooses_nothing(node, entries, known) or changed
-        if node.op_type == "Pad":
-            _pad(node, known)
-        else:
-            _computed(node, known)
+        (_pad if node.op_type == "Pad" else _computed)(node, known)
         if node.op_type in ("Reshape", "Expand"):
             x, y = node.inputs[0], node.outputs[0]
             wanted = known.vector(node.inputs[1])
@@ -51,8 +48,7 @@ def infer_reshapes(model: ir.Model) -> bool:
                 changed = (holds and _copied(node, wanted, same)) or changed
                 wanted = _reshape(node, wanted, known)
             whole = same is not None and None not in same and _read_inside(y)
-            holds = known.believed.isdisjoint(node.outputs)
-            if x is not None and whole and holds and same == wanted:
+            if x is not None and whole and same == wanted and y not in known.believed:
                 y.replace_all_uses_with(x)
                 changed = True
     _name_plainly(graph, known)
@@ -133,8 +129,13 @@ def _reshape(node: ir.Node, wanted: Sizes | None, known: Entries) -> Sizes | Non
             sizes.append(entry if entry is not None and entry.nonnegative else None)
     if sizes.count(_HOLE) == 1:
         hole = sizes.index(_HOLE)
-        rest = multiplied(sizes[:hole] + sizes[hole + 1 :])
-        sizes[hole] = None if total is None or rest is None else _quotient(total, rest)
+        others = sizes[:hole] + sizes[hole + 1 :]
+        rest = multiplied(others)
+        quotient = None if total is None or rest is None else _quotient(total, rest)
+        alike = all(s is not None and (s.positive or s in (came or ())) for s in others)
+        if literal and not (alike and quotient is not None and quotient.positive):
+            known.believed.add(y)  # beside a 0 it is what the other sizes leave without zeros
+        sizes[hole] = quotient
     if y.is_graph_output() or _HOLE in sizes:
         return None
     return sizes if _enter(y, sizes, known) else None
@@ -180,6 +181,12 @@ def _copied(node: ir.Node, wanted: Sizes | None, came: Sizes | None) -> bool:
             numbers.append(0)
         else:
             return False
+    if literal and -1 in numbers:  # beside a 0 that is copied no -1 is found
+        held = multiplied(s for i, s in enumerate(came) if i >= len(numbers) or numbers[i])
+        hole = None if held is None else _quotient(held, product(size(n) for n in numbers if n > 0))
+        if hole is None or not isinstance(hole.number, int):
+            return False
+        numbers[numbers.index(-1)] = hole.number
     op = Builder()
     node.replace_input_with(1, op.constant(np.array(numbers, np.int64)))
     node.attributes.pop("allowzero", None)
