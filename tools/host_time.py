@@ -3,10 +3,11 @@
     python tools/host_time.py [bert] [decode] [train] [--layers N] [--top K] [--json FILE]
 
 The driver is replaced by one whose calls do nothing, so what is timed is Python: BERT-base at
-lengths never seen, GPT-2 with a cache that grows by a token each run, GPT-2's training step. "A
-class" is a length whose class is new, and lowered; "a shape" is one of a known class. Each phase
-counts without those inside it. Compiling kernels and all waiting is left out: `bench_session.py`
-has the times that a user waits for on a GPU. --top K adds the K functions that took the longest.
+lengths never seen and its program read from the cache, GPT-2 with a cache that grows by a token
+each run, GPT-2's training step. "A class" is a length whose class is new, and lowered; "a shape" is
+one of a known class. Each phase counts without those inside it. Compiling kernels and all waiting
+is left out: `bench_session.py` has the times that a user waits for on a GPU. --top K adds the K
+functions that took the longest.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from __future__ import annotations
 import argparse
 import cProfile
 import ctypes
+import gc
 import itertools
 import json
 import os
 import pstats
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -251,6 +254,30 @@ def bert(rows: Rows, layers: int) -> None:
         rows.time("bert: a shape", lambda length=length: run(length))
     for _ in range(15):
         rows.time("bert: a known shape", lambda: run(110))
+
+    read_from_cache(rows, session, 128)
+
+
+def read_from_cache(rows: Rows, session: Any, length: int) -> None:
+    """What a process spends on a program of `session` that an earlier one wrote."""
+    from onnx_fuse.runtime.program_cache import ProgramCache
+    from onnx_fuse.runtime.specialize import Specializer
+
+    specializer: Specializer = session._executable.specializer
+    names = ("input_ids", "attention_mask", "token_type_ids")
+    shapes = dict.fromkeys(names, ((1, length), "int64"))
+    with tempfile.TemporaryDirectory() as folder:
+        programs = ProgramCache(Path(folder), specializer.made)
+        lowered = Specializer(specializer.model, specializer.hw, math=specializer.math)
+        lowered.cache_in(programs)
+        lowered.of(shapes)
+        lowered.written()
+        key, numbers = lowered.key(shapes, {}), lowered.numbers(shapes)
+        gc.disable()
+        for _ in range(30):
+            fresh = ProgramCache(Path(folder), specializer.made)
+            assert rows.time("bert: from the cache", lambda c=fresh: c.find(key, numbers))
+        gc.enable()
 
 
 def decode(rows: Rows, layers: int) -> None:

@@ -66,17 +66,17 @@ class Origin:
 class ProgramCache:
     """The folder of one model's programs; any number of processes read and write there.
 
-    `array` gives a weight that lowering made, by its name, None for one that is not there; the
-    names in `given` are there for every reader.
+    `arrays` gives the weights that lowering has made so far, by name; the names in `given` are
+    there for every reader.
     """
 
     seconds = 0.02
     """What took longer to lower is written."""
 
     def __init__(
-        self, folder: Path, array: Callable[[str], Array | None], given: Collection[str] = ()
+        self, folder: Path, arrays: Callable[[], Mapping[str, Array]], given: Collection[str] = ()
     ) -> None:
-        self.folder, self._array, self.given = folder, array, frozenset(given)
+        self.folder, self._arrays, self.given = folder, arrays, frozenset(given)
         self._guards: dict[Path, Guards | None] = {}  # of the files seen so far
         self._containers: dict[Path, Container | None] = {}
         self._folders: dict[Key, Path] = {}
@@ -167,12 +167,12 @@ class ProgramCache:
         text = json.loads(bytes(body[_LENGTHS.size : _LENGTHS.size + length]))
         data, stored = text["program"], body[_LENGTHS.size + length :]
         data["words"] = np.frombuffer(stored, np.int32, words)
-        stored = stored[4 * words :]
+        stored, made = stored[4 * words :], self._arrays()
 
         def array(name: str, dtype: str, shape: tuple[int, ...]) -> Array:
             kind, _, rest = name.partition(" ")
             if kind == "weight":
-                found = self._weight(rest)
+                found = made[rest] if rest in made else self._weight(rest)
             else:
                 at, nbytes = map(int, rest.split())
                 found = np.frombuffer(stored, np.uint8, nbytes, at).view(dtype_of(dtype))
@@ -213,10 +213,7 @@ class ProgramCache:
                 yield found
 
     def _weight(self, name: str) -> Array:
-        """A made weight. Raises FileNotFoundError where nobody has it."""
-        found = self._array(name)
-        if found is not None:
-            return found
+        """A made weight of the cache. Raises FileNotFoundError where nobody has it."""
         for container in self._made():
             if name in container.manifest["arrays"]:
                 dtype, shape = container.manifest["arrays"][name]

@@ -154,9 +154,9 @@ class Specializer:
             self.programs = programs
             self._write()
 
-    def made(self, name: str) -> np.ndarray | None:
-        """A weight that lowering made in this process, or an earlier one in the cached graph."""
-        return dict(derived_weights(self.model)).get(name)
+    def made(self) -> dict[str, np.ndarray]:
+        """The weights that lowering made in this process, or an earlier one in the cached graph."""
+        return dict(derived_weights(self.model))
 
     def _write(self) -> None:
         """Write what is not in the cache yet, in a thread of its own."""
