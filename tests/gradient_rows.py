@@ -212,6 +212,8 @@ REDUCE = [
         ("last, dropped", "keepdims = 0", {"axes": i64(-1)}),
         ("all", "keepdims = 0", {}),
         ("nothing", "noop_with_empty_axes = 1", {"axes": np.zeros(0, np.int64)}),
+        ("all by no axes", "keepdims = 1", {"axes": i64()}),
+        ("all by no axes, dropped", "keepdims = 0", {"axes": i64()}),
     )
 ] + [
     row(

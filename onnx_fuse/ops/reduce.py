@@ -29,9 +29,12 @@ from onnx_fuse.ops.opdef import OpDef, register
 
 
 def axes_of(node: ir.Node) -> list[int] | None:
-    """The reduced axes, from the input or the attribute; None for all of them."""
-    axes = static_ints(given(node, 1))
-    return axes if axes is not None else ints_attribute(node, "axes")
+    """The reduced axes, all of them where none are named; None where they are not known."""
+    x, named = node.inputs[0], given(node, 1)
+    axes = ints_attribute(node, "axes", []) if named is None else static_ints(named)
+    if axes == [] and x is not None and x.shape is not None:
+        return list(range(known_rank(x)))
+    return axes
 
 
 def _keep(op: Any, value: ir.Value, x: ir.Value, node: ir.Node) -> Tensor:
@@ -39,10 +42,6 @@ def _keep(op: Any, value: ir.Value, x: ir.Value, node: ir.Node) -> Tensor:
     if node.attributes.get_int("keepdims", 1) or _is_noop(node):
         return value
     axes = axes_of(node)
-    if axes is None and given(node, 1) is None:
-        if x.shape is None:
-            return value  # of rank 0: it broadcasts against anything
-        axes = list(range(known_rank(x)))
     if axes is None:
         return op.Unsqueeze(value, node.inputs[1])
     return op.Unsqueeze(value, op.constant(axes)) if axes else value
@@ -63,8 +62,6 @@ def _mean(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor
     if _is_noop(n):
         return dy
     axes = axes_of(n)
-    if axes is None and given(n, 1) is None and x.shape is not None:
-        axes = list(range(known_rank(x)))
     sizes = [dim(x, a) for a in axes] if axes is not None and x.shape is not None else [None]
     count = 1
     for size in sizes:
