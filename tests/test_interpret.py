@@ -80,7 +80,7 @@ def test_a_whole_model_gives_onnxruntimes_results(name: str) -> None:
 @pytest.mark.parametrize("indices", [False, True])
 @pytest.mark.parametrize("dtype", ["float", "double", "float16"])
 def test_a_max_pool_of_nan_and_infinities(dtype: str, indices: bool) -> None:
-    """Beside the tolerances of hostile.py stands what differs: a NaN, and in float32 -inf, without indices."""
+    """What differs without indices stands beside the tolerances of hostile.py."""
     outputs = "y, i" if indices else "y"
     model = text_model(
         f"""<ir_version: 10, opset_import: ["" : 21]>

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
 
 from onnx_fuse.lower import walk
-from onnx_fuse.onnx.build import text_model
+from onnx_fuse.onnx.build import all_nodes, text_model
+from onnx_fuse.onnx.common import carries_body
 from onnx_fuse.onnx.save import to_proto
+from onnx_fuse.passes import optimize
 from onnx_fuse.program.call import NeedsValues, Program
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS
@@ -245,3 +248,29 @@ def test_a_body_with_a_deferred_node_is_not_taken_again(monkeypatch: pytest.Monk
     assert lowerer.slots[second.outputs[0]].later
     assert not lowerer.slots[third.outputs[0]].later
     assert len(lowerer.calls) == 4
+
+
+@pytest.mark.parametrize("op", ["If", "Loop"])
+def test_a_later_stage_carries_the_bodies_of_operators_inside_it(op: str) -> None:
+    """onnxruntime may run it, or the part of it that no kernel serves."""
+    norm = "v = LayerNormalization (t, g) m = MatMul (v, w)"
+    inner = {
+        "If": f"y = If (c) <then_branch = a () => (float[K,4] m) {{ {norm} }}, "
+        "else_branch = b () => (float[K,4] n) { n = Neg (t) }>",
+        "Loop": f"y = Loop (, c, t) <body = b (int64 i, bool q, float[K,4] s) => "
+        f"(bool more, float[K,4] m) {{ {norm} k = ReduceMax <keepdims = 0> (m) "
+        "e = Constant <value = float {9}> () more = Less (k, e) }>",
+    }
+    model = text_model(
+        f"""<ir_version: 10, opset_import: ["" : 21]>
+        g (float[N,4] x, bool[N] keep) => (float[K,4] y)
+        <float[4] g = {{1, 2, 3, 4}}, float[4,4] w = {{{", ".join(map(str, range(16)))}}}>
+        {{ t = Compress <axis = 0> (x, keep) p = ReduceMax <keepdims = 0> (t)
+        z = Constant <value = float {{0}}> () c = Less (z, p) {inner[op]} }}"""
+    )
+    optimize(model, level=2)
+    assert any(map(carries_body, all_nodes(model.graph)))
+    program = lowered(model, {"x": np.ones((3, 4), np.float32), "keep": np.ones(3, bool)})
+    (stage,) = program.stages
+    held = onnx.load_model_from_string(stage.model)
+    assert {f.name for f in held.functions} >= {"LayerNormGemm"}

@@ -10,7 +10,7 @@ passes hand on stays on the device.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ import onnx_ir as ir
 
 from onnx_fuse.lower.context import Slot, captured, data_type, type_proto
 from onnx_fuse.lower.control import Control
-from onnx_fuse.onnx.build import subgraphs
+from onnx_fuse.onnx.build import all_nodes, subgraphs
 from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE, carries_body
 from onnx_fuse.onnx.save import to_proto
 from onnx_fuse.onnx.shapes import MAKES_SEQUENCES
@@ -94,22 +94,22 @@ def _stage(low: Control, nodes: Sequence[ir.Node], wanted: Sequence[str], *, hos
         [onnx.ValueInfoProto(name=name) for name in wanted],
     )
     graph.initializer.extend(_tensor(name, array) for name, array in known.items())
-    model = _model(low, graph)
+    model = _model(low, graph, nodes)
     if host:
         model = to_proto(ir.serde.deserialize_model(model))
         use_oldest_opset(low, model, nodes)
-    elif any(map(carries_body, nodes)):  # onnxruntime may run this model, too
-        model = to_proto(ir.serde.deserialize_model(model), shapes=False)
-    else:
+    elif not model.functions:
         kept = [o for o in model.opset_import if o.domain != FUSE]
         del model.opset_import[:]
         model.opset_import.extend(kept)
     return Stage(model.SerializeToString(), tuple(inputs.items()), tuple(wanted), host)
 
 
-def _model(low: Control, graph: onnx.GraphProto) -> onnx.ModelProto:
+def _model(low: Control, graph: onnx.GraphProto, nodes: Iterable[ir.Node]) -> onnx.ModelProto:
     imports = [onnx.helper.make_opsetid(d, v) for d, v in low.opsets.items()]
-    return onnx.helper.make_model(graph, opset_imports=imports, ir_version=10)
+    model = onnx.helper.make_model(graph, opset_imports=imports, ir_version=10)
+    calls = any(map(carries_body, all_nodes(nodes)))  # onnxruntime may run this model, too
+    return to_proto(ir.serde.deserialize_model(model), shapes=False) if calls else model
 
 
 def _given(
@@ -181,7 +181,7 @@ def _loop(low: Control, node: ir.Node, wanted: Collection[str | None]) -> Stage:
         [onnx.ValueInfoProto(name=name) for name in ends],
         [*proto.initializer, *(_tensor(n, a) for n, a in constants.items())],
     )
-    model = _model(low, graph)
+    model = _model(low, graph, body)
     results = [i for i, v in enumerate(node.outputs) if v.name and v.name in wanted]
     loop = Loop(
         inputs=tuple(first),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -195,7 +195,7 @@ def subgraphs(attribute: ir.Attr) -> Sequence[ir.Graph]:
     return tuple(attribute.as_graphs()) if attribute.type == ir.AttributeType.GRAPHS else ()
 
 
-def all_nodes(graph: ir.Graph | ir.Function) -> Iterator[ir.Node]:
+def all_nodes(graph: Iterable[ir.Node]) -> Iterator[ir.Node]:
     """The nodes of a graph and of its subgraphs, each before those inside it."""
     for node in graph:
         yield node
