@@ -168,6 +168,17 @@ def lowered(
     return lowered(model, feeds, {**(values or {}), **asked})
 
 
+def test_positions_are_lowered_for_their_number_alone() -> None:
+    """Not for where they stand: other counts of the tiles before are the same program."""
+    model = text_model("agraph (bool[9000] x) => (int64[1,N] y) { y = NonZero (x) }")
+    (stage,) = walk.lower(model, {"x": ((9000,), "bool")}, H200).stages
+    inner = ir.from_proto(onnx.ModelProto.FromString(stage.model))
+    shapes = {name: (t.shape, t.dtype) for name, t in stage.inputs if t is not None}
+    with pytest.raises(NeedsValues) as needs:
+        walk.lower(inner, shapes, H200)
+    assert [shapes[name][0] for name in needs.value.names] == [(1,)]
+
+
 @pytest.mark.parametrize("name", GRAPHS)
 def test_stages_give_onnxruntimes_results(name: str) -> None:
     text, feeds = GRAPHS[name]

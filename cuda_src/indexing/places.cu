@@ -1,6 +1,6 @@
 // indexing/places.cu: many updates at integer indices: which rows of y they are for, and which is the last of each.
 // Idea     : `mark_last` keeps the largest number of an update of each row of y, and `write_last` writes the update
-//            that has it: onnxruntime's last writer, in any order of the threads. Where updates are combined,
+//            that has it: onnxruntime's last writer, in any order of the threads (last null: each). Where updates are combined,
 //            `row_keys` gives each its row, scan/radix.cu sorts them stably, `mark_runs` notes where a row's run
 //            begins and ends, and indexing/row_sums.cu combines a run in order.
 // Inputs   : index IDX, counted from the end if negative; an index outside the axis names no row. ELEMENTS: update j
@@ -38,7 +38,7 @@ extern "C" __global__ void write_last(const IDX* index, const T* update, const u
     if (t >= total) return;
     const i64 j = t / inner;
     const i64 to = place(index, j, q, {{d0, d1, d2, d3, d4, d5}});
-    if (to >= 0 && last[to] == (u32)j + 1) y[to * inner + t % inner] = update[t];
+    if (to >= 0 && (!last || last[to] == (u32)j + 1)) y[to * inner + t % inner] = update[t];
 }
 
 extern "C" __global__ void row_keys(const IDX* index, u32* key, i64 count, u32 none, int q, i64 d0, i64 d1, i64 d2,

@@ -18,7 +18,7 @@
 // Numerics : sums of floats in 16 bits are kept in fp32 and rounded once. Their order is that of j, within parts that
 //            depend on the index alone: no atomics on floats, same bits.
 // Bound    : memory: update read once, the rows written once.
-#include "pointwise/math.cuh"
+#include "indexing/combine.cuh"
 #ifdef IDX
 #include "indexing/places.cuh"
 #endif
@@ -104,27 +104,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 2)
 }
 #endif
 
-DEVICE Acc combine(Acc a, Acc b) {
-    if (REDUCE == 2) return a * b;
-    if (REDUCE == 3) return m_max(a, b);
-    if (REDUCE == 4) return m_min(a, b);
-    return a + b;
-}
-
-// What combines with any number to that number: -0 of a sum, which keeps -0 + -0.
-template <class S> DEVICE S least() { return (S)-1 < (S)0 ? (S)(1ull << (8 * sizeof(S) - 1)) : (S)0; }
-template <> DEVICE float least<float>() { return __int_as_float(0xff800000); }
-template <> DEVICE double least<double>() { return __longlong_as_double(0xfff0000000000000ull); }
-template <class S> DEVICE S most() { return (S)((u64)least<S>() - 1); }
-template <> DEVICE bool most<bool>() { return true; }
-template <> DEVICE float most<float>() { return -least<float>(); }
-template <> DEVICE double most<double>() { return -least<double>(); }
-DEVICE Acc unit() {
-    if (REDUCE == 2) return (Acc)1;
-    if (REDUCE == 3) return least<Acc>();
-    if (REDUCE == 4) return most<Acc>();
-    return (Acc)(FRESH ? 0.0 : -0.0);
-}
+DEVICE Acc unit() { return REDUCE == 1 && FRESH ? (Acc)0 : combine_unit<Acc>(); }
 
 // VEC columns of the rows that take(0), ..., take(count - 1) point to, combined with sum in order.
 template <class S, class Take> DEVICE void add_rows(Acc (&sum)[VEC], u32 count, Take take) {

@@ -3,8 +3,11 @@
 // Idea     : `radix_count` counts the digits of each tile, `radix_offsets` sums a digit's counts over the tiles
 //            before each, and `radix_scatter` ranks the pairs of a tile (equal digits of a warp meet by
 //            a vote a bit, which is faster than match.any), brings them in order in shared memory, and writes each digit's run side by side.
+//            Digits that all keys of a row share need no pass: `radix_bits` and `radix_sides` find them first. Such
+//            passes are left out two by two, so that the sorted pairs stand where they would; one left over copies.
 // Inputs   : key KEY and at u32 [rows, length] to key_to and at_to; counts u32 [rows, 256, tiles];
 //            totals u32 [rows, 256]. In the FIRST pass an element's index is its place.
+//            bits KEY [rows, tiles]; sides u32 [rows, passes + 1], or null: which of both pairs a pass reads.
 // Macros   : KEY (u32 or u64) FIRST.
 // Launch   : a block of 256 threads a tile of ITEMS elements a thread, rows x tiles; `radix_offsets` rows x 256.
 // Numerics : integers; ranks depend on the keys alone.
@@ -50,10 +53,68 @@ DEVICE u32 before(u32 own, u32& total, u32* sums) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    radix_count(const KEY* key, u32* counts, i64 length, i64 tiles, int shift) {
+    radix_bits(const KEY* key, KEY* bits, i64 length, i64 tiles) {
+    after_previous_launch();
+    __shared__ KEY parts[WARPS];
+    const i64 row = blockIdx.x / tiles, tile = blockIdx.x % tiles;
+    key += row * length;
+    KEY unlike = 0;
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++) {
+        const i64 at = tile * TILE + i * THREADS + threadIdx.x;
+        if (at < length) unlike |= key[at] ^ key[0];
+    }
+#pragma unroll
+    for (int step = 16; step; step /= 2) unlike |= __shfl_xor_sync(~0u, unlike, step);
+    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = unlike;
+    __syncthreads();
+    if (threadIdx.x) return;
+    for (int w = 1; w < WARPS; w++) unlike |= parts[w];
+    bits[blockIdx.x] = unlike;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) radix_sides(const KEY* bits, u32* sides, i64 tiles, int passes) {
+    after_previous_launch();
+    __shared__ KEY parts[WARPS];
+    KEY unlike = 0;
+    for (i64 t = threadIdx.x; t < tiles; t += THREADS) unlike |= bits[blockIdx.x * tiles + t];
+#pragma unroll
+    for (int step = 16; step; step /= 2) unlike |= __shfl_xor_sync(~0u, unlike, step);
+    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = unlike;
+    __syncthreads();
+    if (threadIdx.x) return;
+    for (int w = 1; w < WARPS; w++) unlike |= parts[w];
+    sides += blockIdx.x * (passes + 1);
+    int spare = 0;  // the first pass makes the indices
+    for (int k = 1; k < passes; k++) spare += !digit(unlike, 8 * k);
+    spare -= spare % 2;
+    u32 side = 0;
+    for (int k = 0; k < passes; k++) {
+        sides[k] = side;
+        if (k && spare && !digit(unlike, 8 * k)) spare--;
+        else side ^= 1;
+    }
+    sides[passes] = side;
+}
+
+// Whether a pass is left out; and whether it reads the pair that it would write if none were.
+struct Turn { bool none, turned; };
+DEVICE Turn turn_of(const u32* sides, i64 row, int pass, int passes) {
+    if (!sides) return {false, false};
+    sides += row * (passes + 1) + pass;
+    return {sides[0] == sides[1], sides[0] != (pass & 1)};
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    radix_count(const KEY* key, const KEY* key_to, const u32* sides, u32* counts, i64 length, i64 tiles, int pass,
+                int passes) {
     after_previous_launch();
     __shared__ u32 bins[BINS];
     const i64 row = blockIdx.x / tiles, tile = blockIdx.x % tiles;
+    const Turn turn = turn_of(sides, row, pass, passes);
+    if (turn.none) return;
+    if (turn.turned) key = key_to;
+    const int shift = 8 * pass;
     bins[threadIdx.x] = 0;
     __syncthreads();
     key += row * length;
@@ -66,9 +127,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     counts[(row * BINS + threadIdx.x) * tiles + tile] = bins[threadIdx.x];
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) radix_offsets(u32* counts, u32* totals, i64 tiles) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    radix_offsets(const u32* sides, u32* counts, u32* totals, i64 tiles, int pass, int passes) {
     after_previous_launch();
     __shared__ u32 sums[WARPS];
+    if (turn_of(sides, blockIdx.x / BINS, pass, passes).none) return;
     counts += blockIdx.x * tiles;
     u32 carry = 0, total;
     for (i64 first = 0; first < tiles; first += THREADS) {
@@ -81,14 +144,22 @@ extern "C" __global__ void __launch_bounds__(THREADS) radix_offsets(u32* counts,
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-    radix_scatter(const KEY* key, const u32* at, KEY* key_to, u32* at_to, const u32* counts, const u32* totals,
-                  i64 length, i64 tiles, int shift) {
+    radix_scatter(KEY* key, u32* at, KEY* key_to, u32* at_to, const u32* sides, const u32* counts,
+                  const u32* totals, i64 length, i64 tiles, int pass, int passes) {
     after_previous_launch();
     __shared__ u32 bins[WARPS][BINS], from[BINS], sums[WARPS], order[TILE];
     __shared__ KEY keys[TILE];
     const i64 row = blockIdx.x / tiles, tile = blockIdx.x % tiles;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const u32 begin = (u32)tile * TILE;
+    const Turn turn = turn_of(sides, row, pass, passes);
+    if (turn.none) return;
+    if (turn.turned) {
+        KEY* const k = key;
+        u32* const a = at;
+        key = key_to, key_to = k, at = at_to, at_to = a;
+    }
+    const int shift = 8 * pass;
     const int live = length - begin < TILE ? (int)(length - begin) : TILE;
     key += row * length + begin, at += row * length + begin;
     key_to += row * length, at_to += row * length;

@@ -21,6 +21,8 @@ from onnx_fuse.program.size import coarse
 
 THREADS = 256
 MAX_TUPLE = 6
+RUN_TILE, TILE_BYTES = 2048, 24
+"""Sorted updates of a block of indexing/run_sums.cu, and what it leaves of them."""
 FEW = 64
 """The most updates of which a block of indexing/scatter.cu finds the earlier ones in one pass."""
 IDS = 512
@@ -36,6 +38,10 @@ SHORT, LONG, FEWEST = 16, 256, 4
 lines each of which stands by itself, so that the threads of a warp read far apart."""
 MANY = 1 << 15
 """Lines that give the chip threads enough."""
+WARPS = 4
+"""Lines of a block that has a warp for each."""
+WARP_LENGTH, WARP_GIVEN = 1024, 256
+"""Elements of such a line, and its updates where lines are few; MANY lines may have any number."""
 _UNITS = {1: "u8", 2: "u16", 4: "u32", 8: "u64", 16: "u128"}
 _INDEX_TYPES = {"int64": "i64", "int32": "int"}
 _REDUCTIONS = {"none": 0, "add": 1, "mul": 2, "max": 3, "min": 4}
@@ -119,6 +125,10 @@ class _Updates:
         return cls(lines * problem.given, lines * problem.length, 1, sizes, True)
 
 
+def _distinct(problem: ScatterElements | ScatterND) -> bool:
+    return isinstance(problem, ScatterElements) and problem.distinct
+
+
 def _short_lines(problem: ScatterElements) -> str | None:
     """Why a thread a line is better: lines are short, or side by side and many."""
     lines, given = problem.lines, problem.given
@@ -167,34 +177,85 @@ class Last(_Many):
         return super().supports(problem, hw)
 
     def workspace(self, problem: ScatterElements | ScatterND, config: Config, hw: Hardware) -> int:
-        """A number for each row of y."""
-        return 4 * _Updates.of(problem).rows
+        """A number for each row of y, unless no row has two updates."""
+        return 0 if _distinct(problem) else 4 * _Updates.of(problem).rows
 
     def moved(self, problem: ScatterElements | ScatterND) -> int:
         """The indices twice, and the numbers of y's rows: cleared, and looked up in sectors."""
         updates = _Updates.of(problem)
+        if _distinct(problem):
+            return problem.bytes + 32 * updates.count
         return 2 * problem.bytes + 4 * updates.rows + 64 * updates.count
 
     def launch(
         self, problem: ScatterElements | ScatterND, config: Config, hw: Hardware
     ) -> tuple[Launch, ...]:
-        """Numbers of 0, the largest number of an update of each row, and those updates."""
+        """Numbers of 0, the largest number of an update of each row, and those updates; or all."""
         updates = _Updates.of(problem)
         width, unit = _units(updates.inner, problem.dtype)
         macros = self._macros(problem, unit)
-        index, last = Ptr("index"), Ptr("workspace")
+        distinct = _distinct(problem)
+        index, last = Ptr("index"), Ptr("last" if distinct else "workspace")  # null
 
         def each(entry: str, size: int, *args: Arg) -> tuple[Launch, ...]:
             return self.one(entry, -(-size // THREADS), THREADS, *args, **macros)
 
         units = updates.inner // width
         total = updates.count * units
+        write = each("write_last", total, index, Ptr("update"), last, Ptr("y"), Num("i64", total),
+                     Num("i64", units), *updates.sizes)  # fmt: skip
+        if distinct:
+            return write
         return (
             *each("clear_last", updates.rows, last, Num("i64", updates.rows)),
             *each("mark_last", updates.count, index, last, Num("i64", updates.count),
                   *updates.sizes),
-            *each("write_last", total, index, Ptr("update"), last, Ptr("y"), Num("i64", total),
-                  Num("i64", units), *updates.sizes),
+            *write,
+        )  # fmt: skip
+
+
+class WarpLines(RuleBased):
+    """indexing/scatter.cu: a line in a warp's shared memory. Operands: y index update."""
+
+    name = "warp"
+    source = "indexing/scatter.cu"
+    free_axes = "yz"
+
+    def supports(self, problem: ScatterElements, hw: Hardware) -> str | None:
+        """Lines whose elements stand side by side, few enough for shared memory."""
+        if problem.inner != 1:
+            return "a line's elements do not stand side by side"
+        if problem.dtype not in C_TYPES:
+            return f"rows of {problem.dtype}"
+        if problem.given <= FEWEST or problem.length > WARP_LENGTH:
+            return f"lines of {problem.length} elements and {problem.given} updates"
+        if problem.given > WARP_GIVEN and problem.given * MANY > WARP_GIVEN * problem.lines:
+            return f"{problem.lines} lines of {problem.given} updates are few and long"
+        return None
+
+    def cost(self, problem: ScatterElements, config: Config, hw: Hardware) -> float:
+        """The bytes, or a warp's rounds one after another: 0.5 us for 32 updates."""
+        waves = max(1.0, problem.lines / (64 * hw.sm_count))
+        rounds = (-(-problem.given // 32) + 2) * 0.5e-6
+        return max(super().cost(problem, config, hw), rounds * waves + hw.launch_seconds)
+
+    def moved(self, problem: ScatterElements) -> int:
+        """Indices and updates, and y read and written whole."""
+        size = ITEMSIZE[problem.dtype]
+        given = problem.given * (size + ITEMSIZE[problem.index])
+        return problem.lines * (given + 2 * problem.length * size)
+
+    def launch(self, problem: ScatterElements, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """One launch, four lines a block."""
+        slot = ITEMSIZE[problem.dtype]
+        if problem.reduction != "none" and problem.dtype in ("float16", "bfloat16"):
+            slot = 4
+        lines, length = problem.lines, problem.length
+        return self.one(
+            "scatter_lines", -(-lines // WARPS), 32 * WARPS, Ptr("y"), Ptr("index"), Ptr("update"),
+            Num("i64", lines), Num("i32", problem.given), Num("i32", length),
+            Num("i32", length.bit_length()), smem=aligned(WARPS * length * slot),
+            **_scatter_macros(problem),
         )  # fmt: skip
 
 
@@ -363,8 +424,11 @@ class Sorted(_Many):
         return super().supports(problem, hw)
 
     def _sort(self, problem: ScatterElements | ScatterND) -> RadixSort:
+        """Of the updates themselves where they have the size of an index."""
         updates = _Updates.of(problem)
-        return RadixSort(1, updates.count, updates.rows.bit_length())
+        values = updates.inner == 1 and ITEMSIZE[problem.dtype] == 4
+        payload = Ptr("update") if values else None
+        return RadixSort(1, updates.count, updates.rows.bit_length(), payload=payload)
 
     def _room(self, problem: ScatterElements | ScatterND) -> tuple[int, int, int]:
         """The offsets of stop, found and the parts' sums in the workspace, behind start."""
@@ -375,40 +439,63 @@ class Sorted(_Many):
     def workspace(self, problem: ScatterElements | ScatterND, config: Config, hw: Hardware) -> int:
         """The sort's bytes, where the updates of each row begin and end, and the sums of parts."""
         updates = _Updates.of(problem)
+        if updates.inner == 1:
+            return self._sort(problem).end + TILE_BYTES * -(-updates.count // RUN_TILE)
         parts = -(-updates.count // _part(updates.count))
         return self._room(problem)[2] + 16 * parts * updates.inner
 
     def moved(self, problem: ScatterElements | ScatterND) -> int:
-        """The sort, and the updates in its order: a sector each at least."""
-        updates = _Updates.of(problem)
+        """The sort, and the updates in its order: a sector each at least, unless it moved them."""
+        updates, sort = _Updates.of(problem), self._sort(problem)
         size = max(32, updates.inner * ITEMSIZE[problem.dtype])
-        return self._sort(problem).moved + problem.bytes + (3 * size + 32) * updates.count
+        behind = 2 * size if sort.payload else 3 * size + 32
+        return sort.moved + problem.bytes + behind * updates.count
 
     def launch(
         self, problem: ScatterElements | ScatterND, config: Config, hw: Hardware
     ) -> tuple[Launch, ...]:
-        """The updates' rows, their sort, where each row begins and ends, and the sums."""
+        """The updates' rows, their sort, and their sums: by runs, or for rows by where they end."""
         updates, sort = _Updates.of(problem), self._sort(problem)
-        stop, found, sums = self._room(problem)
-        start = Ptr("workspace", sort.end)
         row, order = sort.sorted
-        ends = (start, Ptr("workspace", stop), Ptr("workspace", found))
         count, none = Num("i64", updates.count), Num("i32", updates.rows)
         macros = self._macros(problem, "u32")
+        reduce = _REDUCTIONS[problem.reduction]
 
         def each(entry: str, *args: Arg) -> tuple[Launch, ...]:
             return self.one(entry, -(-updates.count // THREADS), THREADS, *args, **macros)
 
+        keys = each("row_keys", Ptr("index"), sort.keys, count, none, *updates.sizes)
+        if updates.inner == 1:
+            return (*keys, *sort.launches(), *self._runs(problem, sort))
+        stop, found, sums = self._room(problem)
+        ends = (Ptr("workspace", sort.end), Ptr("workspace", stop), Ptr("workspace", found))
         adding = _RowSums(
             updates.count, updates.rows, updates.inner, _part(updates.count), problem.dtype,
-            (*ends, row, order), Ptr("workspace", sums),
-            (("FRESH", False), ("REDUCE", _REDUCTIONS[problem.reduction])),
+            (*ends, row, order), Ptr("workspace", sums), (("FRESH", False), ("REDUCE", reduce)),
         )  # fmt: skip
         return (
-            *each("row_keys", Ptr("index"), sort.keys, count, none, *updates.sizes),
+            *keys,
             *sort.launches(),
             *each("mark_runs", row, *ends, count, none),
             *adding.launches(),
+        )
+
+    def _runs(self, problem: ScatterElements | ScatterND, sort: RadixSort) -> tuple[Launch, Launch]:
+        """indexing/run_sums.cu: the sums of a tile, and of what reaches beyond tiles."""
+        updates = _Updates.of(problem)
+        blocks = -(-updates.count // RUN_TILE)
+        tiles, y = Ptr("workspace", sort.end), Ptr("y")
+        rows = Num("i32", updates.rows)
+        macros = defines(
+            T=STORAGE[problem.dtype], VALUES=sort.payload is not None,
+            REDUCE=_REDUCTIONS[problem.reduction],
+        )  # fmt: skip
+        source = "indexing/run_sums.cu"
+        given = (*sort.sorted, Ptr("update"), y, tiles, Num("i32", updates.count), rows)
+        left = (tiles, y, Num("i32", blocks), rows)
+        return (
+            Launch(source, "run_sums", (blocks, 1, 1), (THREADS, 1, 1), given, macros),
+            Launch(source, "run_joins", (1, 1, 1), (1024, 1, 1), left, macros),
         )
 
 
@@ -437,6 +524,6 @@ class Rows(_Tuples):
 KERNELS: dict[str, Sequence[Kernel]] = {
     "GatherElements": (Elements(),),
     "GatherND": (Tuples(),),
-    "ScatterElements": (Last(), Grouped(), Sorted(), Lines()),
+    "ScatterElements": (WarpLines(), Last(), Grouped(), Sorted(), Lines()),
     "ScatterND": (Grouped(), Last(), Sorted(), Rows()),
 }

@@ -22,12 +22,14 @@ class RadixSort:
     """A stable sort of `rows` rows of `length` keys, of which the lowest `bits` bits differ.
 
     Its workspace begins at `base`: the keys to sort, their order, another pair of both, and counts.
+    `payload`: 4 bytes of each key that come along in place of its index.
     """
 
     rows: int
     length: int
     bits: int
     base: int = 0
+    payload: Ptr | None = None
 
     @property
     def item(self) -> int:
@@ -61,7 +63,7 @@ class RadixSort:
 
     @property
     def sorted(self) -> tuple[Ptr, Ptr]:
-        """The keys in order, and the index of each in its row."""
+        """The keys in order, and the index of each in its row or its payload."""
         return self._pair(self.passes % 2)
 
     @property
@@ -69,20 +71,42 @@ class RadixSort:
         return 2 * self._pair(1)[0].offset - self.base
 
     @property
+    def _totals(self) -> int:
+        return self._counts + aligned(1024 * self.rows * self.tiles)
+
+    @property
+    def _bits(self) -> int:
+        return self._totals + aligned(1024 * self.rows)
+
+    @property
+    def _sides(self) -> int:
+        return self._bits + aligned(self.item * self.rows * self.tiles)
+
+    @property
+    def _may_skip(self) -> bool:
+        """Keys of 64 bits are seldom that large: passes of digits that all share are left out."""
+        return self.item == 8
+
+    @property
     def end(self) -> int:
         """The first byte after the workspace."""
-        return self._counts + aligned(1024 * self.rows * (self.tiles + 1))
+        if not self._may_skip:
+            return self._bits
+        return self._sides + aligned(4 * self.rows * (self.passes + 1))
 
     @property
     def moved(self) -> int:
         """Bytes read and written: keys twice, pairs once each way, in every pass."""
-        return self.passes * self.rows * self.length * (3 * self.item + 8)
+        passes = self.passes * (3 * self.item + 8) + self._may_skip * self.item
+        return passes * self.rows * self.length
 
     def launches(self) -> tuple[Launch, ...]:
-        """Three launches a pass."""
-        counts = Ptr("workspace", self._counts)
-        totals = Ptr("workspace", self._counts + aligned(1024 * self.rows * self.tiles))
-        length, tiles = Num("i64", self.length), Num("i64", self.tiles)
+        """Three launches a pass, behind those that find which are needed."""
+        counts, totals = Ptr("workspace", self._counts), Ptr("workspace", self._totals)
+        bits = Ptr("workspace", self._bits)
+        sides = Ptr("workspace", self._sides) if self._may_skip else Ptr("sides")  # null
+        length, tiles, passes = Num("i64", self.length), Num("i64", self.tiles), self.passes
+        blocks = self.rows * self.tiles
         found: list[Launch] = []
 
         def add(entry: str, blocks: int, first: bool, *args: Ptr | Num) -> None:
@@ -90,11 +114,17 @@ class RadixSort:
             macros = defines(KEY=self.key, FIRST=first)
             found.append(Launch("scan/radix.cu", entry, grid, block, args, macros))
 
-        for k in range(self.passes):
+        if self._may_skip:
+            add("radix_bits", blocks, False, self.keys, bits, length, tiles)
+            add("radix_sides", self.rows, False, bits, sides, tiles, Num("i32", passes))
+        for k in range(passes):
             (key, at), (key_to, at_to) = self._pair(k % 2), self._pair((k + 1) % 2)
-            shift, blocks = Num("i32", k * DIGIT), self.rows * self.tiles
-            add("radix_count", blocks, not k, key, counts, length, tiles, shift)
-            add("radix_offsets", self.rows << DIGIT, not k, counts, totals, tiles)
-            add("radix_scatter", blocks, not k, key, at, key_to, at_to, counts, totals, length,
-                tiles, shift)  # fmt: skip
+            first = not k and self.payload is None
+            if not k and self.payload is not None:
+                at = self.payload
+            which = Num("i32", k), Num("i32", passes)
+            add("radix_count", blocks, first, key, key_to, sides, counts, length, tiles, *which)
+            add("radix_offsets", self.rows << DIGIT, first, sides, counts, totals, tiles, *which)
+            add("radix_scatter", blocks, first, key, at, key_to, at_to, sides, counts, totals,
+                length, tiles, *which)  # fmt: skip
         return tuple(found)

@@ -429,6 +429,10 @@ class Context(ABC):
         """The value of a tensor that nothing in the program writes to; None for any other."""
 
     @abstractmethod
+    def require_operand(self, node: ir.Node, i: int) -> None:
+        """Raise NeedsValues where inputs of the model decide about operand `i`."""
+
+    @abstractmethod
     def packed(
         self, tensor: Tensor, how: str, make: Callable[[np.ndarray], np.ndarray]
     ) -> Tensor | None:

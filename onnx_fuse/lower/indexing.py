@@ -118,9 +118,21 @@ def scatter_elements(ctx: Context, node: ir.Node) -> str | None:
         rows = ScatterND(given, (length,), 1, update.dtype, index.dtype, reduction)
         return _scattered(ctx, node, rows, x, index, update, y)
     copy(ctx, node, x, y)
-    problem = ScatterElements(lines, inner, given, length, update.dtype, index.dtype, reduction)
+    problem = ScatterElements(
+        lines, inner, given, length, update.dtype, index.dtype, reduction,
+        distinct=_chosen_along(node.inputs[1], axis, rank),
+    )  # fmt: skip
     reads = {"index": index, "update": update, "before": y}
     return ctx.select(node, problem, reads, {"y": y})
+
+
+def _chosen_along(index: ir.Value | None, axis: int, rank: int) -> bool:
+    """Whether `index` is what a TopK has chosen along the axis: no index of a line comes twice."""
+    node = None if index is None else index.producer()
+    if node is None or node.op_type != "TopK" or node.domain or index is not node.outputs[1]:
+        return False
+    along = node.attributes.get("axis")
+    return bool((-1 if along is None else along.as_int()) % rank == axis)
 
 
 def scatter_nd(ctx: Context, node: ir.Node) -> str | None:

@@ -61,6 +61,7 @@ def kept_positions(ctx: Context, node: ir.Node) -> str | None:
     """int64 [count]: the positions of the flags that are set, by their counts and their number."""
     keep, first, number = ctx.dense(node, 0), ctx.dense(node, 1), ctx.host(node, 2)
     if number is None:
+        ctx.require_operand(node, 2)  # the counts of tiles decide about no shape
         return f"its shape is {UNKNOWN}"
     count = int(number.reshape(-1)[0])
     position = ctx.output(node, 0, (count,), "int64")

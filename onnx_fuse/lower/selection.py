@@ -68,17 +68,24 @@ def compress(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Sequence[i
     return [op.Gather(x, _kept(op, keep, length)[0], axis=axis)]
 
 
-def _order(op: Any, rows: Any, count: int, width: int) -> Any:
-    """int64 [count]: the indices that sort the rows; equal rows keep their order."""
-    if width > MAX_COLUMNS:
-        return op.SortedRows(rows, domain=FUSE)
+def _ordered(op: Any, rows: Any, count: int, width: int) -> tuple[Any, Any]:
+    """The sorted rows, one of a number each as [count], and int64 [count], where each has stood.
+
+    Equal rows keep their order.
+    """
+    if width == 1:
+        column = op.Reshape(rows, [count])
+        return op.TopK(column, [count], axis=0, largest=0, sorted=1, outputs=2)
+    order = op.SortedRows(rows, domain=FUSE) if width > MAX_COLUMNS else None
+    if order is not None:
+        return op.Gather(rows, order), order
     order = None
     for k in reversed(range(width)):  # the last column first: each pass keeps the one before
         column = op.Reshape(op.Gather(rows, [k], axis=1), [count])
         ordered = column if order is None else op.Gather(column, order)
         _, by = op.TopK(ordered, [count], axis=0, largest=0, sorted=1, outputs=2)
         order = by if order is None else op.Gather(order, by)
-    return order
+    return op.Gather(rows, order), order
 
 
 def unique(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Sequence[Any] | None:
@@ -101,17 +108,20 @@ def unique(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Sequence[Any
     if not count or not width:
         return None
     rows.dtype = x.dtype
-    order = _order(op, rows, count, width)
-    arranged = op.Gather(rows, order)
+    arranged, order = _ordered(op, rows, count, width)
     pair = op.Slice(arranged, [0], [count - 1], [0]), op.Slice(arranged, [1], [count], [0])
     unlike = op.Not(op.Equal(*pair))
     if x.dtype is not None and x.dtype.is_floating_point():  # NaNs are one value
         unlike = op.And(unlike, op.Not(op.And(*(op.IsNaN(p) for p in pair))))
-    changed = op.ReduceMax(op.Cast(unlike, to=ir.DataType.INT64), [1], keepdims=0)
-    first = op.Concat(op.constant([1]), changed, axis=0)
-    keep = op.Cast(first, to=ir.DataType.BOOL)
-    group = op.Sub(op.CumSum(op.Cast(keep, to=ir.DataType.INT64), op.constant(0)), 1)
+    changed = op.Cast(unlike, to=ir.DataType.INT64)
+    if width > 1:
+        changed = op.ReduceMax(changed, [1], keepdims=0)
+    # groups count from 0, and the first element begins one in any case
+    group = op.CumSum(op.Concat(op.constant([0]), changed, axis=0), op.constant(0))
+    keep = op.Cast(op.Concat(op.constant([1]), changed, axis=0), to=ir.DataType.BOOL)
     begins, total = _kept(op, keep, count)
+    ends = op.Concat(op.Slice(begins, [1], [count], [0]), op.constant([count]), axis=0)
+    often = op.Sub(ends, begins)
     where = op.Gather(order, begins)
     inverse = op.ScatterElements(op.constant(np.zeros(count, np.int64)), order, group, axis=0)
     if not attr(node, "sorted", 1):  # in the order in which they first stand
@@ -122,10 +132,8 @@ def unique(op: Any, node: ir.Node, shapes: Shapes, known: Known) -> Sequence[Any
             op.Range(op.constant(0), op.Squeeze(total, [0]), op.constant(1)),
             axis=0,
         )
-        where, inverse = op.Gather(where, rank), op.Gather(place, inverse)
-    blank = op.ConstantOfShape(total, value=ir.tensor(np.zeros(1, np.int64)))
-    ones = op.Expand(op.constant([1]), [count])
-    often = op.ScatterElements(blank, inverse, ones, axis=0, reduction="add")
+        where, often = op.Gather(where, rank), op.Gather(often, rank)
+        inverse = op.Gather(place, inverse)
     flat = op.Reshape(x, [-1]) if whole else x
     return [op.Gather(flat, where, axis=0 if whole else axis), where, inverse, often]
 

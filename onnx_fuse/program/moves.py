@@ -204,7 +204,10 @@ class GatherND(AnyProblem):
 
 @dataclass(frozen=True)
 class ScatterElements(AnyProblem):
-    """y[o, index[o, j, i], i] (op)= update[o, j, i] for `given` j in order, `lines` of (o, i)."""
+    """y[o, index[o, j, i], i] (op)= update[o, j, i] for `given` j in order, `lines` of (o, i).
+
+    `distinct`: no two updates are for the same element.
+    """
 
     lines: int
     inner: int
@@ -213,6 +216,7 @@ class ScatterElements(AnyProblem):
     dtype: str
     index: str
     reduction: str = "none"
+    distinct: bool = False
 
     @property
     def bytes(self) -> int:
