@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 from window_gradients import Row
 
+from onnx_fuse.onnx.common import FUSE
+
 F32, F16, BF16, F64 = "float32", "float16", "bfloat16", "float64"
 
 
@@ -28,8 +30,24 @@ def rows() -> Iterator[Row]:
     for op, dtype in (("Softmax", F32), ("LogSoftmax", F16), ("Softmax", BF16), ("Softmax", F64)):
         yield op, ((3, 40003),), {}, 1, dtype, "", "long"
         yield op, ((1, 65536),), {}, 1, dtype, "", "long"
+    yield from _norms()
     yield "NonZero", (rng.random((70, 600)) < 0.3,), {}, 1, F32, "", "many"
     yield from _updates(rng)
+
+
+def _norms() -> Iterator[Row]:
+    """LayerNormalization, RMSNormalization, their residual forms and gradients."""
+    for dtype, rows, k in ((F32, 3, 40004), (BF16, 1, 65543), (F64, 2, 33000), (F16, 2, 40000)):
+        x, w = (rows, k), (k,)
+        stat = np.ones((rows, 1), np.float64 if dtype == F64 else np.float32)
+        given = (x, x, w, stat / 2, stat * 2)
+        yield "LayerNormalization", (x, w, w), {}, 3 if dtype == F32 else 1, dtype, "", "long"
+        if dtype != F64:  # whose oracle rounds the statistics to float32
+            yield "LayerNormGrad", given, {}, 3, dtype, FUSE, "long"
+    yield "SkipLayerNorm", (x, x, w, w), {}, 2, F32, FUSE, "long"
+    yield "SkipLayerNormGrad", (x, *given), {}, 3, F16, FUSE, "long"
+    yield "RMSNormalization", (x, w), {}, 1, F32, FUSE, "long"
+    yield "RMSNormalizationGrad", (x, x, w, stat * 2), {}, 2, F32, FUSE, "long"
 
 
 def _updates(rng: np.random.Generator) -> Iterator[Row]:
@@ -46,6 +64,16 @@ def _updates(rng: np.random.Generator) -> Iterator[Row]:
         yield "ScatterElements", given, {"axis": 0, **how}, 1, F64, "", f"columns {reduction}"
         given = ((7, 50, 24), tuples, (5000, 24))
         yield "ScatterND", given, how, 1, F32, "", f"many {reduction}"
+    short = rng.integers(-33, 33, (301, 75))  # a warp a line
+    for reduction, dtype in (("none", F16), ("add", BF16), ("mul", "int32"), ("max", F64)):
+        given = ((301, 33), short, (301, 75))
+        how = {"axis": 1, "reduction": reduction}
+        yield "ScatterElements", given, how, 1, dtype, "", f"short {reduction}"
+    runs = np.repeat(np.arange(40), [8000, *[1, 9, 500] * 13])[None]  # of several tiles, in one
+    for dtype in (F32, "int64"):
+        given = ((1, 40), runs % 37, runs.shape)
+        how = {"axis": 1, "reduction": "add"}
+        yield "ScatterElements", given, how, 1, dtype, "", "runs"
     same = np.full((1, 9000), 2)
     given = ((1, 40), same, (1, 9000))
     how = {"axis": 1, "reduction": "max"}

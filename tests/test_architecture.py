@@ -46,9 +46,9 @@ LAYERS = (
 # Lines of each folder, as ruff formats them; "" are the files beside the folders. A budget may only
 # go down, except by a commit that adds a capability and says so.
 BUDGETS = {
-    "": 4200, "autodiff": 1600, "cli": 3500, "cuda": 2250, "cuda_src": 14100, "distributed": 950,
-    "kernels": 9500, "lower": 8350, "nn": 5000, "onnx": 7450, "ops": 12000, "passes": 3150,
-    "program": 9850, "report": 2100, "runtime": 7950, "torch": 4000, "training": 6500,
+    "": 4200, "autodiff": 1600, "cli": 3500, "cuda": 2250, "cuda_src": 14600, "distributed": 950,
+    "kernels": 9800, "lower": 8400, "nn": 5000, "onnx": 7450, "ops": 12000, "passes": 3150,
+    "program": 9850, "report": 2100, "runtime": 8000, "torch": 4000, "training": 6500,
     "validation": 4750,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}

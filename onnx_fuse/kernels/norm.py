@@ -1,4 +1,6 @@
-"""Norm, NormGrad, NormGradSums: a row a team of threads, in registers where it fits."""
+"""Norm, NormGrad, NormGradSums: a row a team of threads, in registers where it fits; few long rows
+by many blocks each.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,14 @@ from onnx_fuse.kernels.rule_based import (
 )
 from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Num, Ptr
 from onnx_fuse.program.problems import Norm, NormGrad, NormGradSums
-from onnx_fuse.program.size import maximum, minimum, upper_bound
+from onnx_fuse.program.size import coarse, maximum, minimum, upper_bound
 
-_KEPT = 40  # elements of a row a thread may hold in registers
+_KEPT = 40  # elements of a row a thread may hold in registers, half as many of float64
 _GRAD_KEPT = 16  # of dy and x each, in the gradient
 _GRAD_THREADS = 202752  # of a norm gradient's row loops: fixed, for sums of the shape alone
+_FEW, _LONG = 128, 32768  # rows that leave the chip idle, and elements of one worth cutting
+_PART, _BLOCKS = 8192, 1024  # the least elements of a chunk, and blocks that rows are cut into
+_THREADS = 256  # of a chunk
 _SHARE = 320  # bytes of the weights of few columns that a thread may have in registers
 
 
@@ -50,11 +55,85 @@ def grad_shape(problem: NormGrad, threads: int = 0) -> tuple[int, int, int]:
 def grad_parts(problem: NormGrad) -> int:
     """Enough blocks to fill a GPU, few enough that their parts weigh little beside x.
 
-    More rows have no fewer: a layout for the largest size of a class serves all of it.
+    More rows have no fewer: a layout for the largest size of a class serves all of it. Few long
+    rows are one part: a block has a strip of the columns of all of them.
     """
     rows = problem.rows
+    if _uncut(problem) is None:
+        return 1
     most = _GRAD_THREADS // grad_shape(problem)[1]
     return minimum(minimum(rows, maximum(384, -(-rows // 8))), most)
+
+
+def _kept(dtype: str) -> int:
+    return _KEPT // (2 if dtype == "float64" else 1)
+
+
+def _uncut(problem: Norm | NormGrad) -> str | None:
+    """The reason why rows are not cut into chunks for several blocks each, or None."""
+    if problem.rows >= _FEW or problem.length < _LONG:
+        return f"{problem.rows} rows of {problem.length} are not few and long"
+    return None
+
+
+def _cut(problem: Norm | NormGrad, vec: int) -> tuple[int, int]:
+    """(elements of a chunk, chunks a row)."""
+    chunks = min(coarse(problem.length) // _PART, -(-_BLOCKS // problem.rows))
+    chunk = -(-problem.length // (chunks * vec)) * vec
+    return chunk, -(-problem.length // chunk)
+
+
+class Chunks(RuleBased):
+    """layernorm/parts.cu: few long rows. Operands: those of `Row` without w, c and z."""
+
+    name = "parts"
+    source = "layernorm/parts.cu"
+
+    def supports(self, problem: Norm, hw: Hardware) -> str | None:
+        """Rows that are too few for a block each to fill the chip, normalised by element."""
+        if problem.affine == 2:
+            return "scale and bias are numbers a channel"
+        if problem.columns:
+            return f"a product with {problem.columns} columns needs a row in one block"
+        return _uncut(problem) or super().supports(problem, hw)
+
+    @staticmethod
+    def _vec(problem: Norm) -> int:
+        widths = [problem.dtype, *([problem.param] if problem.affine else [])]
+        return min(access_width(problem.length, dtype) for dtype in widths)
+
+    def workspace(self, problem: Norm, config: Config, hw: Hardware) -> int:
+        """Three accumulators for each chunk."""
+        return 24 * problem.rows * _cut(problem, self._vec(problem))[1]
+
+    def moved(self, problem: Norm) -> int:
+        """x is read twice, and a residual."""
+        tensor = problem.rows * problem.length * ITEMSIZE[problem.dtype]
+        return problem.bytes + tensor * (2 if problem.residual else 1)
+
+    def launch(self, problem: Norm, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """What each chunk has, and the row by what all of its chunks have."""
+        vec = self._vec(problem)
+        chunk, chunks = _cut(problem, vec)
+        x = problem.dtype
+        macros: dict[str, Any] = {
+            "T": C_TYPES[x], "P": C_TYPES[problem.param], "M": C_TYPES[problem.stat],
+            "ACC": accumulator(x), "VEC": vec, "ITEMS": row_items(chunk, vec, _THREADS, _kept(x)),
+            "BLOCK": _THREADS, "RMS": problem.rms, "RESIDUAL": problem.residual,
+            "AFFINE": problem.affine, **tail_macros(problem.tail),
+        }  # fmt: skip
+        sizes = tuple(Num("i64", n) for n in (problem.length, chunk, chunks))
+        parts = Ptr("workspace")
+        first = map(Ptr, ("x", "residual", "sum"))
+        names = ("x", "residual", "scale", "bias", "e1", "e2", "e3", "y", "mean", "rstd")
+        blocks = problem.rows * chunks
+        return (
+            *self.one("norm_parts", blocks, _THREADS, *first, parts, *sizes, **macros),
+            *self.one(
+                "norm_apply", blocks, _THREADS, *map(Ptr, names), parts, *sizes,
+                Num("f32", problem.epsilon), **macros,
+            ),
+        )  # fmt: skip
 
 
 class Row(RuleBased):
@@ -93,7 +172,7 @@ class Row(RuleBased):
         if problem.affine == 1:
             vec = min(vec, access_width(length, problem.param))
         threads = config.integer("team") or team_size(problem.rows, length, vec)
-        return vec, threads, row_items(length, vec, threads, _KEPT)
+        return vec, threads, row_items(length, vec, threads, _kept(x))
 
     def launch(self, problem: Norm, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         rows, length, x = problem.rows, problem.length, problem.dtype
@@ -176,8 +255,97 @@ class GradRow(_Grad):
         )  # fmt: skip
 
 
+def _chunk_vec(problem: NormGrad) -> int:
+    return min(access_width(problem.length, dtype) for dtype in (problem.dtype, problem.param))
+
+
+def _chunk_macros(problem: NormGrad, vec: int) -> dict[str, Any]:
+    return {
+        "T": C_TYPES[problem.dtype], "P": C_TYPES[problem.param], "M": C_TYPES[problem.stat],
+        "ACC": accumulator(problem.dtype), "VEC": vec, "BLOCK": _THREADS, "RMS": problem.rms,
+        "SKIP": problem.skip, **tail_macros(problem.tail),
+    }  # fmt: skip
+
+
+class GradChunks(RuleBased):
+    """layernorm/grad_parts.cu: few long rows. Operands: those of `GradRow` without b."""
+
+    name = "parts"
+    source = "layernorm/grad_parts.cu"
+
+    def supports(self, problem: NormGrad, hw: Hardware) -> str | None:
+        """Rows that are too few for a block each to fill the chip, of which dy is there."""
+        if problem.k:
+            return "dy is the product of a row with a matrix"
+        if reason := _uncut(problem):
+            return reason
+        return super().supports(problem, hw) if problem.parts == 1 else f"{problem.parts} parts"
+
+    def _merged(self, problem: NormGrad) -> int:
+        """The offset of the rows' averages in the workspace, behind the chunks' sums."""
+        return 16 * problem.rows * _cut(problem, _chunk_vec(problem))[1]
+
+    def workspace(self, problem: NormGrad, config: Config, hw: Hardware) -> int:
+        """Two accumulators for each chunk, and for each row."""
+        return self._merged(problem) + 16 * problem.rows
+
+    def moved(self, problem: NormGrad) -> int:
+        """x and dy are read twice where dx is wanted."""
+        tensor = problem.rows * problem.length * ITEMSIZE[problem.dtype]
+        return problem.bytes + 2 * tensor * problem.dx
+
+    def launch(self, problem: NormGrad, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """The averages of each row by its chunks, where dx is wanted, and the columns' strips."""
+        vec = _chunk_vec(problem)
+        chunk, chunks = _cut(problem, vec)
+        rows, length = problem.rows, Num("i64", problem.length)
+        parts, whole = Ptr("workspace"), Ptr("workspace", self._merged(problem))
+        macros = _chunk_macros(problem, vec)
+
+        def one(entry: str, blocks: int, *args: Ptr | Num) -> tuple[Launch, ...]:
+            return self.one(entry, blocks, _THREADS, *args, **macros)
+
+        given = tuple(map(Ptr, ("x", "dy", "scale", "mean", "rstd")))
+        more = tuple(map(Ptr, ("ds", "e1", "e2", "e3")))
+        sums = (
+            *one("dx_parts", rows * chunks, *given, parts, length, Num("i64", chunk),
+                 Num("i64", chunks)),
+            *one("dx_merge", rows, parts, whole, length, Num("i64", chunks)),
+        )  # fmt: skip
+        strips = one(
+            "dx_apply", -(-problem.length // (vec * _THREADS)), *given, *more, whole, Ptr("dx"),
+            Ptr("part"), Num("i64", rows), length,
+        )  # fmt: skip
+        return sums + strips if problem.dx else strips
+
+
+class GradRounds(RuleBased):
+    """The one part that few long rows leave, rounded. Operands: part dscale dbias."""
+
+    name = "parts"
+    source = "layernorm/grad_parts.cu"
+
+    def supports(self, problem: NormGradSums, hw: Hardware) -> str | None:
+        """Rows that `GradChunks` serves."""
+        return _uncut(problem.grad)
+
+    def launch(self, problem: NormGradSums, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+        """A thread a column."""
+        grad = problem.grad
+        return (Launch(
+            self.source, "round_params", (-(-grad.length // _THREADS), problem.outputs, 1),
+            (_THREADS, 1, 1),
+            (*map(Ptr, ("part", "dscale", "dbias")), Num("i64", grad.length)),
+            defines(**_chunk_macros(grad, _chunk_vec(grad))),
+        ),)  # fmt: skip
+
+
 class GradSums(_Grad):
     """The sums of the parts. Operands: part dscale dbias."""
+
+    def supports(self, problem: NormGradSums, hw: Hardware) -> str | None:
+        """Sums of several parts, or of rows that one block each has."""
+        return "it has one part of a long row" if _uncut(problem.grad) is None else None
 
     def launch(self, problem: NormGradSums, config: Config, hw: Hardware) -> tuple[Launch, ...]:
         grad = problem.grad
@@ -191,7 +359,7 @@ class GradSums(_Grad):
 
 
 KERNELS: dict[str, Sequence[Kernel]] = {
-    "Norm": (Row(),),
-    "NormGrad": (GradRow(),),
-    "NormGradSums": (GradSums(),),
+    "Norm": (Chunks(), Row()),
+    "NormGrad": (GradChunks(), GradRow()),
+    "NormGradSums": (GradRounds(), GradSums()),
 }
