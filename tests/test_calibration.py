@@ -19,7 +19,7 @@ from onnx_fuse.runtime import calibration
 
 NEW = replace(CHIPS["4090"], name="NVIDIA GeForce RTX 5090", arch="sm_120a", sm_count=170)
 PEAKS = {"FMA": 105e12, "DMMA": 1.6e12, "TF32": 105e12, "BF16": 210e12, "F16": 210e12}
-COPIED = 1.5e12
+COPIED, CACHED = 1.5e12, 5e12
 
 
 class FakeTimer:
@@ -35,7 +35,9 @@ class FakeTimer:
                 raise DeviceError("a launch: CUDA_ERROR_UNKNOWN")
             return self.wrong
         if launch.entry == "copy":
-            return sum(nbytes.values()) / COPIED
+            rounds = launch.args[-1].value if isinstance(launch.args[-1], Num) else 0
+            fits = sum(nbytes.values()) <= NEW.l2_bytes
+            return rounds * sum(nbytes.values()) / (CACHED if fits else COPIED)
         macros = dict(launch.defines)
         (kind,) = macros.keys() & PEAKS.keys()
         rounds = next(a.value for a in launch.args if isinstance(a, Num))
@@ -57,7 +59,9 @@ def test_a_new_gpu_is_measured_once_and_its_rates_are_kept(tmp_path: Path) -> No
     assert found.hw.rate("tf32") == pytest.approx(0.8 * PEAKS["TF32"])
     assert found.hw.rate("float64") == pytest.approx(0.8 * PEAKS["DMMA"])
     assert found.hw.bandwidth == pytest.approx(COPIED)
-    assert replace(found.hw, flops=NEW.flops, bandwidth=NEW.bandwidth) == NEW
+    assert found.hw.cached_bandwidth == pytest.approx(CACHED)
+    rest = {"flops": NEW.flops, "bandwidth": NEW.bandwidth, "l2_bandwidth": 0.0}
+    assert replace(found.hw, **rest) == NEW
     [place] = (tmp_path / "chips").iterdir()
     assert found.source == f"rates measured on this GPU, kept in {place}"
     assert calibration.calibrated(NEW, FakeTimer(fails=1)) == found  # nothing is measured again
@@ -87,7 +91,7 @@ def test_a_torn_file_is_measured_again(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("wrong", [0.0, float("nan"), -1.0])
-@pytest.mark.parametrize("fails", [1, 6])
+@pytest.mark.parametrize("fails", [1, 6, 7])
 def test_rates_that_cannot_be_measured_are_guessed_and_said(
     tmp_path: Path, fails: int, wrong: float
 ) -> None:
@@ -126,7 +130,7 @@ def test_what_measures_compiles_to_registers_alone(arch: str) -> None:
             return super().seconds(launch, nbytes)
 
     calibration.measured(NEW, Keeping())
-    assert len(launches) == 6
+    assert len(launches) == 7
     for launch in launches:
         for found in nvrtc.resources(launch.source, launch.defines, arch).values():
             assert found.clean, found

@@ -155,7 +155,7 @@ class FewRows:
         if not problem.epilogue.act:
             return first + second + added
         passed = 3 * size * m * n  # from L2 where it fits: dy was made just before
-        rate = hw.bandwidth * (2 if passed <= hw.l2_bytes / 2 else 1)
+        rate = hw.cached_bandwidth if passed <= hw.l2_bytes / 2 else hw.bandwidth
         return first + second + added + passed / rate + hw.launch_seconds
 
     def _shape(self, config: Config) -> tuple[Tiles, int]:

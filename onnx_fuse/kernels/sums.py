@@ -21,7 +21,7 @@ class Slope(RuleBased):
     def cost(self, problem: SlopeProduct, config: Config, hw: Hardware) -> float:
         """Seconds for its bytes, at twice the rate where L2 still holds dy."""
         whole = 3 * problem.m * problem.n * ITEMSIZE[problem.dtype]
-        rate = hw.bandwidth * (2 if whole <= hw.l2_bytes / 2 else 1)
+        rate = hw.cached_bandwidth if whole <= hw.l2_bytes / 2 else hw.bandwidth
         return hw.launch_seconds + problem.bytes / rate
 
     def launch(self, problem: SlopeProduct, config: Config, hw: Hardware) -> tuple[Launch, ...]:

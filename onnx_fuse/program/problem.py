@@ -486,6 +486,7 @@ class Hardware:
     """What select and the cost models know of a GPU; rates are achievable, not datasheet peaks.
 
     `flops` maps "float64", "float32", "tf32", "bfloat16", "float16" to operations a second.
+    `l2_bandwidth` is that of what stays in the L2 cache, 0 where nobody has measured it.
     """
 
     name: str
@@ -497,6 +498,12 @@ class Hardware:
     flops: tuple[tuple[str, float], ...]
     launch_seconds: float = 2e-6
     driver: int = 0
+    l2_bandwidth: float = 0.0
+
+    @property
+    def cached_bandwidth(self) -> float:
+        """Bytes a second of what a launch reads that the one before it has left in the L2 cache."""
+        return self.l2_bandwidth or 2 * self.bandwidth
 
     def rate(self, kind: str) -> float:
         """Operations a second for products of `kind`; those of 8 bits are twice float16's."""

@@ -1,7 +1,8 @@
 """The rates of a GPU that no table has: measured once, in a few seconds, and kept in the cache.
 
 A chain of products in registers gives the peak of each type, a copy larger than the L2 cache the
-memory's. Kernels of many threads reach a part of the peak, as on the chips of the table.
+memory's rate, and one of a part of it the cache's. Kernels of many threads reach a part of the
+peak, as on the chips of the table.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ _ROUNDS = 2000
 _CHAINS = 8
 _COPIED = 1 << 28
 """Bytes of the copy, unless the L2 cache is as large."""
+_AGAIN = 32
+"""Times that a copy within that cache is made in one launch, whose start then weighs little."""
 # type -> (operations of a warp's chain in a round, what it computes)
 _KINDS = {
     "float32": (16 * 64, "FMA"), "float64": (_CHAINS * 512, "DMMA"),
@@ -77,9 +80,11 @@ _SHAPES = {
     "F16": "m16n8k16.row.col.f32.f16.f16.f32",
 }  # fmt: skip
 COPY = """#include "common.cuh"
-extern "C" __global__ void __launch_bounds__(256) copy(const float4* x, float4* y, i64 n) {
+extern "C" __global__ void __launch_bounds__(256)
+    copy(const float4* x, float4* y, i64 n, int rounds) {
     after_previous_launch();
-    for (i64 i = blockIdx.x * 256ll + threadIdx.x; i < n; i += gridDim.x * 256ll) y[i] = x[i];
+    for (int r = 0; r < rounds; r++)
+        for (i64 i = blockIdx.x * 256ll + threadIdx.x; i < n; i += gridDim.x * 256ll) y[i] = x[i];
 }
 """
 
@@ -118,11 +123,18 @@ def measured(hw: Hardware, timer: Timer) -> Hardware:
         total = 8 * blocks * _ROUNDS * operations
         rate = REACHED * total / _held(kind, timer.seconds(launch, {"out": 4}))
         flops.append((kind, rate * (HOPPER if hw.cc == 90 and macro in _SHAPES else 1)))
-    nbytes = max(_COPIED, 4 * hw.l2_bytes // 16 * 16)
-    operands = (Ptr("x"), Ptr("y"), Num("i64", nbytes // 16))
+    bandwidth = _copied(hw, timer, max(_COPIED, 4 * hw.l2_bytes))
+    cached = max(bandwidth, _copied(hw, timer, hw.l2_bytes // 4, _AGAIN))
+    return replace(hw, flops=tuple(flops), bandwidth=bandwidth, l2_bandwidth=cached)
+
+
+def _copied(hw: Hardware, timer: Timer, nbytes: int, rounds: int = 1) -> float:
+    """Bytes a second, read and written, of a copy of about `nbytes`, `rounds` times in a launch."""
+    nbytes = max(16, nbytes // 16 * 16)
+    operands = (Ptr("x"), Ptr("y"), Num("i64", nbytes // 16), Num("i32", rounds))
     launch = Launch(COPY, "copy", (8 * hw.sm_count, 1, 1), (256, 1, 1), operands)
     seconds = _held("a copy", timer.seconds(launch, {"x": nbytes, "y": nbytes}))
-    return replace(hw, flops=tuple(flops), bandwidth=2 * nbytes / seconds)
+    return 2 * rounds * nbytes / seconds
 
 
 def _held(what: str, seconds: float) -> float:
@@ -173,14 +185,16 @@ def _kept(place: Path, hw: Hardware) -> Hardware | None:
         rates = json.loads(read_private(place))
         flops = tuple((kind, _held(kind, float(rates["flops"][kind]))) for kind in _KINDS)
         bandwidth = _held("a copy", float(rates["bandwidth"]))
+        cached = _held("a copy", float(rates["l2_bandwidth"]))
     except (OSError, ValueError, TypeError, KeyError, DeviceError):
         return None
-    return replace(hw, flops=flops, bandwidth=bandwidth)
+    return replace(hw, flops=flops, bandwidth=bandwidth, l2_bandwidth=cached)
 
 
 def _keep(place: Path, hw: Hardware) -> None:
     """Write the file beside and link it, so that the first of several processes stays."""
-    text = json.dumps({"flops": dict(hw.flops), "bandwidth": hw.bandwidth})
+    rates = {"flops": dict(hw.flops), "bandwidth": hw.bandwidth, "l2_bandwidth": hw.l2_bandwidth}
+    text = json.dumps(rates)
     try:
         if not private_folder(place.parent):
             return
