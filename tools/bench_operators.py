@@ -1,13 +1,14 @@
-"""Times of the operators beside the products, with torch's kernels in the same run, on one GPU.
+"""Times of every lowered operator, with torch's kernels in the same run, on one GPU.
 
     python tools/bench_operators.py [WORD ...] [--json FILE]    # rows that hold one of the words
 
 Every operator at 10,000 and 10,000,000 elements, as few long rows and as many short ones. Inputs
 stand on the GPU; the launches of a lowered node and torch's call are captured in a CUDA graph each
 and timed by events. What reads a size back (NonZero, Unique) is timed by the host's clock, on both
-sides. A row shows the times, their ratio, the time that the bytes take at the chip's rate,
-and what `--target` predicts; the ten that are worst against their bytes come last. Gemm,
-convolutions, norms and attention have tables of their own (tools/kernel_lab.py, bench_torch.py).
+sides. A row shows the times, their ratio (none where torch has no such operator), the time that
+the bytes take at the chip's rate, and what `--target` predicts; the ten that are worst against
+their bytes come last. Matrix products, convolutions and attention have more tables in
+tools/kernel_lab.py and tools/bench_torch.py.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from math import nan
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,8 +28,9 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(ROOT / "tests")]
-from math_cases import Case, i64  # noqa: E402
-from math_times import program  # noqa: E402
+import onnx_ir  # noqa: E402
+from math_cases import Case, dtype_of, i64  # noqa: E402
+from operator_rows import UNTIMED, every  # noqa: E402
 
 from onnx_fuse import InferenceSession  # noqa: E402
 from onnx_fuse.cuda import nvrtc  # noqa: E402
@@ -35,12 +38,15 @@ from onnx_fuse.cuda.launch import bind  # noqa: E402
 from onnx_fuse.kernels import site  # noqa: E402
 from onnx_fuse.lower.decompose import DECOMPOSED  # noqa: E402
 from onnx_fuse.lower.table import lowerings  # noqa: E402
+from onnx_fuse.lower.walk import lower  # noqa: E402
+from onnx_fuse.onnx.common import FUSE  # noqa: E402
 from onnx_fuse.program.call import Program  # noqa: E402
 from onnx_fuse.program.problem import Hardware  # noqa: E402
 from onnx_fuse.runtime import device  # noqa: E402
 
 Torch = Callable[..., Any]
-ROUNDS = 5
+ROUNDS, WARM = 5, 10
+"""Times that are measured, and runs before them by the host's clock."""
 SHORT = 64
 """Elements of a short row."""
 UNARY = {
@@ -70,7 +76,7 @@ class Row:
     """One operator at one shape, and what torch does with the same tensors."""
 
     case: Case
-    torch: Torch
+    torch: Torch | None
     shape: str
 
     @property
@@ -119,6 +125,8 @@ def rows(n: int) -> Iterator[Row]:
         yield from _of_rows(label, shape)
         yield from _indexed(label, shape)
     yield from _images(n)
+    for case, call, label in every(n):
+        yield Row(case, call, label)
 
 
 def _of_rows(label: str, shape: tuple[int, int]) -> Iterator[Row]:
@@ -139,6 +147,15 @@ def _of_rows(label: str, shape: tuple[int, int]) -> Iterator[Row]:
               lambda x, s, b: functional.layer_norm(x, (x.shape[1],), s, b), label)  # fmt: skip
     yield Row(Case("RMSNormalization", (shape, (length,)), {"axis": 1}, opset=23),
               lambda x, s: functional.rms_norm(x, (x.shape[1],), s), label)  # fmt: skip
+    if length >= 1000:
+        stat = np.ones((count, 1), np.float32)
+
+        def backward(x: Any, dy: Any, s: Any, mean: Any, rstd: Any) -> Any:
+            back = torch.ops.aten.native_layer_norm_backward
+            return back(dy, x, s.shape, mean, rstd, s, s, [True] * 3)
+
+        given = (shape, shape, (length,), stat, stat)
+        yield Row(Case("LayerNormGrad", given, {}, 3, domain=FUSE), backward, label)
     planes = (count, 4, square, max(1, length // square // 4))
     yield Row(Case("InstanceNormalization", (planes, (4,), (4,))),
               lambda x, s, b: functional.instance_norm(x, weight=s, bias=b), label)  # fmt: skip
@@ -270,14 +287,28 @@ def awaited(work: Callable[[], object]) -> float:
     import torch
 
     took = []
-    for repeat in range(ROUNDS + 2):
+    for repeat in range(3 * ROUNDS + WARM):
         torch.cuda.synchronize()
         started = time.perf_counter()
         work()
         torch.cuda.synchronize()
-        if repeat > 1:
+        if repeat >= WARM:
             took.append((time.perf_counter() - started) * 1e6)
     return median(took)
+
+
+def program(case: Case, hw: Hardware) -> Program:
+    """The case lowered from shapes alone: no operand is made on the host."""
+    arrays = [
+        np.broadcast_to(np.zeros(1, dtype_of(case.dtype)), spec)
+        if isinstance(spec, tuple)
+        else spec
+        for spec in case.inputs
+    ]
+    model = onnx_ir.serde.deserialize_model(case.model(arrays))
+    named = {v.name or "": arrays[int((v.name or "x0")[1:])] for v in model.graph.inputs}
+    shapes = {name: (a.shape, a.dtype.name) for name, a in named.items() if a is not None}
+    return lower(model, shapes, hw)
 
 
 def launches(lowered: Program, given: Sequence[Any], hw: Hardware) -> Callable[[], None]:
@@ -322,21 +353,29 @@ def measure(row: Row, lowered: Program, hw: Hardware, n: int) -> Timed:
     ends = [t for _, t in (*lowered.inputs, *lowered.outputs) if hasattr(t, "nbytes")]
     moved = sum(t.nbytes for t in ends if not isinstance(t, np.ndarray))
     predicted = sum(site(c, hw).seconds for c in lowered.calls if c.problem) * 1e6
-    call = lambda: row.torch(*given)  # noqa: E731
+
+    def call() -> None:
+        if row.torch is not None:
+            row.torch(*given)
+
+    def peer(timed: Callable[[], float]) -> float:
+        return timed() if row.torch is not None else nan
+
     if lowered.stages:
         arrays = [None if g is None else g.cpu().numpy() for g in given]
         session = InferenceSession(row.case.model(arrays).SerializeToString(), device="cuda")
         binding = session.io_binding()
-        for i, tensor in enumerate(given):
+        for i in (int(end.name[1:]) for end in session.get_inputs()):
+            tensor = given[i]
             binding.bind_ortvalue_input(f"x{i}", tensor)
         for i in range(row.case.outputs):
             binding.bind_output(f"y{i}", "cuda")
         ours = awaited(lambda: session.run_with_iobinding(binding))
-        torchs = awaited(call)
+        torchs = peer(lambda: awaited(call))
     else:
         repeats = 20 if n < 1 << 20 else 3
         ours = replayed(launches(lowered, given, hw), repeats)
-        torchs = replayed(call, repeats)
+        torchs = peer(lambda: replayed(call, repeats))
     return Timed(row.name, row.shape, ours, torchs, moved / hw.bandwidth * 1e6, predicted)
 
 
@@ -348,6 +387,7 @@ def main() -> None:
     import torch
 
     torch.cuda.init()
+    torch.backends.cudnn.allow_tf32 = False  # as ours, which compute float32 as it is
     torch.zeros(1, device="cuda")
     device.start()
     hw, timed = Hardware.detect(), []
@@ -363,7 +403,7 @@ def main() -> None:
             try:
                 one = measure(row, lowered, hw, n)
             except RuntimeError as error:  # torch may lack a kernel for the shape
-                print(f"{row.name:32s}{row.shape:20s} {str(error).splitlines()[0][:90]}")
+                print(f"{row.name:32s}{row.shape:20s} {str(error)[:90]!r}")
                 torch.cuda.synchronize()
                 continue
             timed.append(one)
@@ -379,8 +419,9 @@ def main() -> None:
     print(f"\n{len(timed)} rows, {len(slow)} above 3 times torch's:")
     for t in slow:
         print(f"{t.name:32s}{t.shape:20s}{t.ours / t.torch:7.2f}")
-    every = {op for domain, op in (*lowerings(), *DECOMPOSED) if not domain}
-    print(f"\nnot timed here: {' '.join(sorted(every - seen))}")
+    lowered = {op for domain, op in (*lowerings(), *DECOMPOSED) if not domain}
+    unneeded = {op for ops in UNTIMED.values() for op in ops}
+    print(f"\nnot timed here: {' '.join(sorted(lowered - seen - unneeded))}")
     if args.json:
         args.json.write_text(json.dumps([asdict(t) for t in timed], indent=1))
 
