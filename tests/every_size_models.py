@@ -157,6 +157,19 @@ GRAPHS = {
             z = Mul(x, f) axes = Constant<value_ints = [0]>() y = ReduceSum(z, axes) }
         """,
     "Hardmax": "agraph (float[B,S] x) => (float[B,S] y) { y = Hardmax<axis = -1>(x) }",
+    "edges of a count, and its scalars": """
+        agraph (float[A] x) => (int64[P,2] y) <int64[4] pads = {1, 0, 1, 1}> {
+            zero = Constant<value_int = 0>() one = Constant<value_int = 1>() dims = Shape(x)
+            axes = Constant<value_ints = [0]>() length = Squeeze(dims, axes)
+            places = Range(zero, length, one) last = Constant<value_ints = [1]>()
+            column = Unsqueeze(places, last) y = Pad<mode = "edge">(column, pads) }
+        """,
+    "logarithms of sums of integers": """
+        agraph (float[A,B] x) => (int64[A] y, int32 z) {
+            scale = Constant<value_float = 3.0>() s = Mul(x, scale) i = Cast<to = 7>(s)
+            axes = Constant<value_ints = [1]>() y = ReduceLogSumExp<keepdims = 0>(i, axes)
+            j = Cast<to = 6>(s) z = ReduceLogSumExp<keepdims = 0>(j) }
+        """,
     "reversed sequences": """
         agraph (float[S,B,4] x) => (float[S,B,4] y) {
             at = Constant<value_ints = [0]>() to = Constant<value_ints = [1]>() dims = Shape(x)

@@ -83,17 +83,20 @@ template <class S> struct Min : Max<S> {
     static DEVICE S take(S s, S x, i64) { return s <= x || s != s ? s : x; }
     static DEVICE S merge(S a, S b) { return take(a, b, 0); }
 };
-template <class S> struct LogSumExp {  // m = largest so far, s = sum of exp(x - m)
+template <class S, bool COUNT = false> struct LogSumExp {  // m the largest, s = sum of exp(x - m)
     struct State { S m, s; };
     static DEVICE State identity() { return {Limits<S>::low(), 0}; }
     static DEVICE State take(State a, S x, i64) { return merge(a, {x, 1}); }
     static DEVICE State merge(State a, State b) {
         const S m = a.m > b.m || a.m != a.m ? a.m : b.m;
         if (m == Limits<S>::low() || m == Limits<S>::high()) return {m, a.s + b.s};
+        if (COUNT) return {m, (a.m == m ? a.s : 0) + (b.m == m ? b.s : 0)};
         return {m, a.s * fast_exp(a.m - m) + b.s * fast_exp(b.m - m)};
     }
     static DEVICE S value(State s, i64) { return s.m + log(s.s); }
 };
+// of integers, whose terms onnxruntime cuts to integers: 1 for each of the largest, else 0
+template <class S> struct LogCount : LogSumExp<S, true> {};
 template <class S, bool MAX, bool LAST> struct Arg {  // ties: the first index, or the last
     struct State { S x; i64 at; };
     static DEVICE State identity() { return {MAX ? Limits<S>::low() : Limits<S>::high(), -1}; }

@@ -23,7 +23,7 @@ def accumulator(dtype: str, reducer: str = "Sum") -> str:
     """C type of sums over `dtype`."""
     if dtype in FLOATS:
         return "double" if dtype == "float64" else "float"
-    if reducer in ("L2", "LogSum", "LogSumExp"):
+    if reducer in ("L2", "LogSum", "LogCount"):
         return "double"
     return C_TYPES[dtype] if dtype in ("int64", "uint64", "uint32") else "int"
 

@@ -30,7 +30,11 @@ REDUCERS = {
     "ReduceL2": "L2", "ReduceLogSum": "LogSum", "ReduceLogSumExp": "LogSumExp",
     "ReduceProd": "Prod", "ReduceMax": "Max", "ReduceMin": "Min",
 }  # fmt: skip
-_STATES = {"LogSumExp": 2, "Moments": 3}  # accumulators in a State; Arg* also keeps the index
+_STATES = {
+    "LogSumExp": 2,
+    "LogCount": 2,
+    "Moments": 3,
+}  # accumulators in a State; Arg* also keeps the index
 _BLOCKS = 1024  # blocks a pass should have: a fixed aim, so that the order is the shape's alone
 SHORT = 256  # the most elements of a column that one launch reduces
 
@@ -149,6 +153,8 @@ def reduce(ctx: Context, node: ir.Node) -> str | None:
     y = ctx.output(node, 0)
     if y.size and not x.size and reducer == "Mean":
         reducer = "Sum"  # onnxruntime's mean of nothing is 0
+    if reducer == "LogSumExp" and x.dtype not in FLOATS:
+        reducer = "LogCount"
     if y.size and not x.size and reducer in ("Max", "Min") and x.dtype not in FLOATS:
         code = Code()  # the type's own least or largest value: accumulators are wider
         ends = (0, 1) if x.dtype == "bool" else (np.iinfo(x.dtype).min, np.iinfo(x.dtype).max)

@@ -32,6 +32,13 @@ def _log_sum_exp(states: States) -> States:
     return [most, scaled.sum(1, keepdims=True)]
 
 
+def _log_count(states: States) -> States:
+    """The largest integer, and how often it is there."""
+    top, total = states
+    most = np.max(top, 1, keepdims=True)
+    return [most, (total * (top == most)).sum(1, keepdims=True)]
+
+
 def _moments(states: States) -> States:
     n, mean, squares = states
     count = n.sum(1, keepdims=True)
@@ -72,6 +79,7 @@ _MERGES: dict[str, Merge] = {
     "ArgMaxLast": partial(_arg, largest=True, last=True),
     "ArgMin": partial(_arg, largest=False, last=False),
     "ArgMinLast": partial(_arg, largest=False, last=True),
+    "LogCount": _log_count,
     "LogSumExp": _log_sum_exp,
     "Max": partial(_extreme, largest=True),
     "Min": partial(_extreme, largest=False),
@@ -119,7 +127,7 @@ def _kinds(p: Reduce, of: Operands) -> np.dtype[Any]:
     floating = "float" in p.dtype
     if p.reducer.startswith("Arg"):
         return np.dtype([("x", np.float64 if floating else np.int64), ("at", np.int64)])
-    count = {"LogSumExp": 2, "Moments": 3}.get(p.reducer, 1)
+    count = {"LogCount": 2, "LogSumExp": 2, "Moments": 3}.get(p.reducer, 1)
     letter = "f" if floating else "u" if p.dtype.startswith("u") else "i"
     return np.dtype([(f"s{i}", f"{letter}{p.state // count}") for i in range(count)])
 
@@ -135,7 +143,7 @@ def _first_states(reducer: str, x: np.ndarray) -> States:
     if reducer.startswith("Arg"):
         at = np.broadcast_to(np.arange(x.shape[1])[:, None], x.shape)
         return [x, at]
-    if reducer == "LogSumExp":
+    if reducer in ("LogSumExp", "LogCount"):
         return [x, np.ones_like(x)]
     if reducer == "Moments":
         return [np.ones_like(x), x, np.zeros_like(x)]
@@ -151,7 +159,8 @@ def _identity(reducer: str, states: States) -> States:
     if kind.kind != "f":
         least, most = np.iinfo(kind).min, np.iinfo(kind).max
     numbers = {
-        "Max": (least,), "Min": (most,), "Prod": (1,), "LogSumExp": (least, 0), "Moments": (0,) * 3,
+        "Max": (least,), "Min": (most,), "Prod": (1,), "Moments": (0,) * 3,
+        **dict.fromkeys(("LogSumExp", "LogCount"), (least, 0)),
     }.get(reducer, (0,))  # fmt: skip
     if reducer.startswith("Arg"):
         numbers = (least if "Max" in reducer else most, -1)
@@ -163,7 +172,7 @@ def _value(reducer: str, states: States, count: int) -> np.ndarray:
         return states[1]
     if reducer == "Mean":
         return _mean(states, count)
-    if reducer == "LogSumExp":
+    if reducer in ("LogSumExp", "LogCount"):
         return states[0] + np.log(states[1])
     if reducer == "Moments":
         return states[1]

@@ -125,7 +125,7 @@ def _kind(call: Call) -> object | None:
     gaps = tuple(not (t.dense or _single(t)) for t in tensors)
     if any(gaps) and not _in_rows([t for t, gap in zip(tensors, gaps, strict=True) if gap], call):
         return None
-    shared = tuple(t.buffer if _single(t) else -1 for _, t in call.reads)
+    shared = tuple((t.buffer, t.offset) if _single(t) else None for _, t in call.reads)
     return call.expression, shared, tuple(t.dtype for t in tensors), gaps
 
 
