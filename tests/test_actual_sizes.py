@@ -204,12 +204,23 @@ def convolutions(opset: int) -> Table:
 
 
 SAME = ("SAME_UPPER", "SAME_LOWER")
+
+
+def slopes(opset: int) -> Table:
+    """PRelu whose input is broadcast to the slope."""
+    table = Table(opset)
+    for x, slope in product(((1, 4, 1, 1), (3, 4, 1, 2)), ((3, 1, 1, 1), (3, 1, 5, 1), (5, 2))):
+        table.add("PRelu", x, np.random.default_rng(len(slope)).random(slope, np.float32))
+    return table
+
+
 TABLES = {
     "convolutions": (convolutions, 22),
     **{f"pools of opset {v}": (pools, v) for v in (10, 22)},
     **{f"sampled pools of opset {v}": (sampled_pools, v) for v in (11, 18, 19, 22)},
     **{f"resizes of opset {v}": (resizes, v) for v in (7, 9, 10, 11, 13, 18, 19)},
     "transposed convolutions": (turned, 11),
+    "slopes": (slopes, 16),
 }
 
 

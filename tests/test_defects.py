@@ -479,6 +479,11 @@ REFUSED = {
         " f (a) => (b) { b = loc.f (a) }",
         "",  # by the specification's checker, where it sees it first
     ),
+    "statistics of channels": (
+        "g (float[1,2,3,3] x) => (float[1,2,1,1] y) <float[2,2,3,3] w, float[2] b = {1,2}>"
+        " { c = Conv (x, w)  y = BatchNormalization (c, w, b, b, b) }",
+        "",  # by onnxruntime: the scale of a BatchNormalization has one axis
+    ),
     "unimported": (
         "g (float[3] x) => (float[3] y) { [n] y = com.nobody.Foo (x) }",
         "node 'n': the model does not import its domain 'com.nobody'",

@@ -12,10 +12,12 @@ from dataclasses import replace
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from gradient_rows import F32, rng, within
 from test_gradients import ROWS, STEP, TOLERANCE, build, draw, session
 
+import onnx_fuse
 from onnx_fuse import autodiff, passes
 from onnx_fuse.errors import ModelError
 from onnx_fuse.onnx.load import load
@@ -187,3 +189,32 @@ def test_a_recurrence_without_steps_is_refused_in_one_sentence():
     )
     with pytest.raises(ModelError, match=r"\(RNN\): its sequences have no steps$"):
         autodiff.gradient(model, wrt=["w"])
+
+
+OPTIMIZED = {
+    "the type of a norm between": """
+        g (float[N,4,3] x, float[4] s, float[4] b) => (float[N,4,3] y) {
+            v = GroupNormalization <num_groups = 2> (x, s, b) w = Exp (v)
+            z = GroupNormalization <num_groups = 4> (v, s, b) y = Add (z, w) }""",
+    "the rank of a sum over axes that sizes decide": """
+        g (float[5,N,4] x, float[1,12,4] w, float[1,12,3] r) => (float[2,5,1,N,3] y)
+        <int64[5] to = {2, 1, 1, 1, 1}> { h = LSTM <hidden_size = 3> (x, w, r) y = Expand (h, to) }
+        """,
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZED)
+def test_an_optimized_file_has_the_gradients_of_the_file(name):
+    proto = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 21]> {OPTIMIZED[name]}')
+    shapes = {v.name: [d.dim_value or 2 for d in v.type.tensor_type.shape.dim]
+              for v in (*proto.graph.input, *proto.graph.output)}  # fmt: skip
+    feeds = {name: rng().standard_normal(shape, "f") for name, shape in shapes.items()}
+    feeds["y.grad"] = feeds.pop("y")
+    wrt = [v.name for v in proto.graph.input]
+    found = []
+    for level in (0, 2):
+        graph = onnx_fuse.gradient(onnx_fuse.optimize(proto, level=level), wrt=wrt)
+        grads = [f"{x}.grad" for x in wrt]
+        found.append(onnxruntime.InferenceSession(graph.SerializeToString()).run(grads, feeds))
+    for x, plain, fused in zip(wrt, *found, strict=True):
+        np.testing.assert_allclose(fused, plain, atol=1e-5, err_msg=x)

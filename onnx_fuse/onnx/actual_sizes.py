@@ -2,7 +2,8 @@
 
 A Resize multiplies in float32. A pool drops the last window of `ceil_mode` that begins beyond the
 image, in every opset, and what SAME adds around an image does not count dilations. A ConvTranspose
-with SAME makes `stride` pixels of each at most, whatever its output_padding.
+with SAME makes `stride` pixels of each at most, whatever its output_padding. A PRelu broadcasts its
+input to the slope, too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Infer = Callable[[onnx.ModelProto], onnx.ModelProto]
 
 POOLS = ("MaxPool", "AveragePool", "LpPool")
 _CONCERNED = {
-    *(("", name) for name in (*POOLS, "ConvTranspose", "NonZero", "Resize", "Upsample")),
+    *(("", name) for name in (*POOLS, "ConvTranspose", "NonZero", "PRelu", "Resize", "Upsample")),
     ("com.microsoft", "QLinearAveragePool"),
     ("com.microsoft", "NhwcMaxPool"),
 }
@@ -134,6 +135,9 @@ def actual_dims(
     if inferred is not None and len(inferred) != len(x):
         return None
     attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+    if node.op_type == "PRelu":
+        y = _broadcast(x, read[1])
+        return None if y == inferred else y
     if node.op_type in ("Resize", "Upsample"):
         y = _resized(node, x, attributes, values)
     else:
@@ -144,6 +148,14 @@ def actual_dims(
         return y
     merged = [a if b is None else b for a, b in zip(inferred, y, strict=True)]
     return None if merged == [*inferred] else merged
+
+
+def _broadcast(x: Dims, slope: Dims | None) -> list[int | None] | None:
+    """The sizes of x and a slope together; None where the slope has more axes."""
+    if slope is None or len(slope) > len(x):
+        return None
+    aligned = [*[1] * (len(x) - len(slope)), *slope]
+    return [s if d == 1 else d for d, s in zip(x, aligned, strict=True)]
 
 
 def _resized(

@@ -18,6 +18,7 @@ import onnx_ir as ir
 
 from onnx_fuse.onnx.actual_sizes import infer_actual
 from onnx_fuse.onnx.build import all_nodes, subgraphs
+from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.onnx.inference import inferred
 
 _ELEMENT = {
@@ -25,8 +26,16 @@ _ELEMENT = {
     for t in ir.DataType
     if t not in (ir.DataType.UNDEFINED, ir.DataType.STRING)
 }
-_KEEPS_SHAPE = frozenset(("GroupNormalization",))
-"""Operators that inference is silent about although the output has the shape of the input."""
+
+
+def _keeps_shape(node: ir.Node) -> bool:
+    """Whether inference is silent about a node whose output has the shape of its input.
+
+    A fused operator whose body is a GroupNormalization is one, as that is.
+    """
+    if node.domain == FUSE:
+        return node.overload == "newer" and node.op_type.startswith("GroupNorm")
+    return node.op_type == "GroupNormalization" and not node.domain
 
 
 READ_BY_INFERENCE = 1000  # bytes of a constant that may be axes or a shape
@@ -100,8 +109,9 @@ def complete_types(nodes: Iterable[ir.Node], opset: int) -> bool:
             if value.type is None and (dtype := element_type(node, i, opset)) is not None:
                 value.type = ir.TensorType(dtype)
         x = node.inputs[0] if node.inputs else None
-        if node.op_type in _KEEPS_SHAPE and not node.domain and x is not None:
+        if _keeps_shape(node) and x is not None:
             y = node.outputs[0]
+            y.type = y.type or x.type
             if y.shape is None and x.shape is not None:
                 y.shape, found = x.shape.copy(), True
     return found

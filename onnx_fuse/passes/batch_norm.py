@@ -122,6 +122,8 @@ def _folded(
     dtype = kept[0].dtype
     with np.errstate(all="ignore"):
         weight, *bias, gamma, beta, mean, var = [a.astype(np.float64) for a in kept]
+        if {v.shape for v in (gamma, beta, mean, var)} != {(gamma.size,)}:
+            return None  # onnxruntime refuses it
         epsilon = attribute(norm, "epsilon", 1e-5)
         scale = gamma / np.sqrt(var + epsilon)
         before = bias[0] if bias else np.zeros(())
