@@ -178,7 +178,7 @@ def drawn(
 ) -> np.ndarray:
     """Random entries of a type: floats around 0, small integers."""
     if dtype == "bool":
-        return rng.random(shape) < 0.5
+        return np.asarray(rng.random(shape) < 0.5)
     if dtype.startswith(("float", "double")):
         array = rng.standard_normal(shape)
         return np.asarray(np.abs(array) + 0.1 if positive else array).astype(dtype)

@@ -48,10 +48,10 @@ def squeeze(g: Graph, operator: str) -> None:
         axes = [int(a) for a in g.rng.permutation(rank)[: rank - g.of(x).ndim]]
     else:
         axes = [i for i, s in enumerate(g.of(x).shape) if s == 1 and g.chance(0.7)]
-        if not axes and not isinstance(g.inputs.get(x), tuple) and g.chance(0.2):
-            g.open_ranks = True  # which axes are 1 differs between feeds
-            return g.node(operator, [x])
         rank = g.of(x).ndim
+        if not axes:  # all axes of size 1 then, and which these are differs between feeds
+            g.open_ranks = True
+            return g.node(operator, [x, *([g.constant([], "int64")] if g.chance(0.5) else [])])
     axes = [a - rank if g.chance(0.3) else a for a in axes]
     g.node(operator, [x, g.constant(axes, "int64")])
 

@@ -446,9 +446,10 @@ def microsoft(g: Graph, operator: str) -> None:
         width = g.of(x).shape[-1]
         bias = g.fresh("float32", (width,))
         if operator == "SkipLayerNormalization":
-            sizes = g.shape(3)  # onnxruntime does not check all sizes
-            width = g.number(1, 8)
-            x, skip = (g.fresh("float32", (*sizes[:2], width)) for _ in range(2))
+            # onnxruntime does not check the sizes: those of a constant must be the other's, too
+            sizes = (g.number(1, 3), g.number(1, 4), g.number(1, 8))
+            x, skip = (g.fresh("float32", sizes) for _ in range(2))
+            width = sizes[-1]
             bias = g.fresh("float32", (width,))
             pair = [bias, g.fresh("float32", (width,))]
             return g.node(operator, [x, skip, *pair], domain="com.microsoft")
