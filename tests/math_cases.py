@@ -249,9 +249,7 @@ def _reductions() -> Iterator[Case]:
     for dtype in ("int32", "int64", "uint64", "uint32"):
         yield Case("ReduceSum", ((5, 70), i64(1)), dtype=dtype)
         yield Case("ReduceMax", ((5, 70), i64(0)), dtype=dtype)
-    for dtype in ("int32", "int64"):
-        yield Case("ReduceLogSumExp", ((5, 70), i64(1)), dtype=dtype)
-        yield Case("ReduceLogSumExp", ((2, 40000), i64(1)), dtype=dtype, note="split")
+    yield Case("ReduceLogSumExp", ((2, 40000), i64(1)), dtype="int32", note="split")
     for dtype in ("int8", "uint8", "bool"):
         yield Case("ReduceMin", ((5, 64), i64(1)), dtype=dtype)
     ties = np.array([[1, 3, 3, 0], [2, 2, 2, 2], [-1, -5, -1, -5]], np.float32)
