@@ -45,7 +45,7 @@ def test_hostile_values(graph: str, guarded: bool, kind: str, queries: int, keys
     sizes = {"B": 2, "H": 3, "S": queries, "K": keys}
     original = model_of(between, inputs, kind, GUARD if guarded else REST, FILL[kind])
     model = load(original)
-    passes.optimize(model)
+    passes.optimize(model, own_kernels=True)  # which takes names of sizes for sizes
     plain = session(original)
     feeds = feeds_of(original, "", sizes)
     hw = Hardware.detect()
