@@ -10,13 +10,13 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnx_fuse import autodiff, passes
+from onnx_fuse import autodiff, rewrite
+from onnx_fuse.importer.shapes import infer_shapes
+from onnx_fuse.ir.build import bind_defaults
 from onnx_fuse.lower.walk import lower
-from onnx_fuse.onnx.build import bind_defaults
-from onnx_fuse.onnx.shapes import infer_shapes
-from onnx_fuse.passes.constants import lift_parameters
 from onnx_fuse.program.call import Program
 from onnx_fuse.program.problem import PRECISIONS, Hardware
+from onnx_fuse.rewrite.constants import lift_parameters
 from onnx_fuse.session import load
 
 Shape = Callable[[int, int, int], tuple[int, ...]]
@@ -188,7 +188,7 @@ def program_of(op: str, shape: tuple[int, int, int], precision: str, hw: Hardwar
     if OPS[op].gradient:
         graph = _gradient(graph)
     else:
-        passes.optimize(graph)
+        rewrite.optimize(graph)
     shapes = {
         str(v.name): (tuple(map(int, v.shape or ())), ir.DataType(v.dtype or 0).numpy().name)  # type: ignore[arg-type]
         for v in graph.graph.inputs
@@ -200,7 +200,7 @@ def _gradient(model: ir.Model) -> ir.Model:
     """The gradient of all inputs and weights, of what a forward has kept."""
     bind_defaults(model)
     lift_parameters(model)
-    passes.optimize(model, training=True)
+    rewrite.optimize(model, training=True)
     weights = [v for v in autodiff.trainable(model) if autodiff.is_weight(v)]
     autodiff.open_parameters(model, weights)
     names = [str(v.name) for v in model.graph.inputs]

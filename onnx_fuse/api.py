@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from onnx_fuse import session
-from onnx_fuse.onnx.common import Model
-from onnx_fuse.onnx.exported import exported
-from onnx_fuse.onnx.save import attach_functions, loadable, to_proto
+from onnx_fuse.importer.exported import exported
+from onnx_fuse.importer.save import attach_functions, loadable, to_proto
+from onnx_fuse.ir.common import Model
 
 if TYPE_CHECKING:
     import onnx
@@ -57,8 +57,8 @@ def optimize(
             torch.nn.Module. It is not changed.
         args: The arguments of a module's forward, which it is exported with in inference mode.
         level: 0 brings the graph to one form, 1 adds exact fusions, 2 merges products and tidies
-            layouts too, 3 adds rewrites that round differently (`passes.LEVELS`).
-        fuse: Names of fusions to turn on whatever the level (`passes.FUSIONS`).
+            layouts too, 3 adds rewrites that round differently (`rewrite.LEVELS`).
+        fuse: Names of fusions to turn on whatever the level (`rewrite.FUSIONS`).
         skip: Names of fusions to turn off.
 
     Returns:
@@ -68,11 +68,11 @@ def optimize(
         ModelError: The file is malformed, or uses what is not supported.
         UsageError: There is no such level or fusion, or a module comes without `args`.
     """
-    from onnx_fuse import passes
+    from onnx_fuse import rewrite
 
     model = exported(model, args)
     graph = session.load(model)
-    passes.optimize(graph, level=level, fuse=fuse, skip=skip)
+    rewrite.optimize(graph, level=level, fuse=fuse, skip=skip)
     return _in_kind(model, loadable(graph))
 
 

@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir
 
-from onnx_fuse import autodiff, passes, progress
+from onnx_fuse import autodiff, progress, rewrite
 from onnx_fuse import profile as profiling
 from onnx_fuse.errors import ModelError, UsageError
+from onnx_fuse.importer.shapes import fix_shapes
+from onnx_fuse.ir.build import feeds_of
 from onnx_fuse.kernels import Site, site
 from onnx_fuse.lower.walk import lower
-from onnx_fuse.onnx.build import feeds_of
-from onnx_fuse.onnx.shapes import fix_shapes
-from onnx_fuse.passes.precision import in_precision
 from onnx_fuse.profile import Profile
 from onnx_fuse.program.call import NeedsValues, Program
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.replicas import Replicas
+from onnx_fuse.rewrite.precision import in_precision
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import InferenceSession
 from onnx_fuse.validation.arrays import Array
@@ -132,7 +132,7 @@ def compare(
             makers[0] = partial(_clock, path, feeds, threads)
     else:
         fused = graph.clone()
-        passes.optimize(fused)
+        rewrite.optimize(fused)
         makers = [partial(_clock, model, feeds, threads) for model in (path, fused)]
     parts = np.array_split(np.arange(repeat), min(PAIRS, repeat))
     groups = []
@@ -159,7 +159,7 @@ def _backwards(graph: onnx_ir.Model, feeds: Feeds) -> tuple[list[onnx_ir.Model],
     found = []
     for level in (0, 2):
         model = graph.clone()
-        passes.optimize(model, level=level, training=True)
+        rewrite.optimize(model, level=level, training=True)
         found.append(autodiff.gradient(model))
     plain = ort.session(graph)
     names = [v.name for v in plain.get_outputs()]

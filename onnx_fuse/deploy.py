@@ -14,25 +14,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse import __version__, passes, progress, session
+from onnx_fuse import __version__, progress, rewrite, session
 from onnx_fuse.container import GRAPH, digest_of, write
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.source import source_hash, waits, waits_first
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.files import written
+from onnx_fuse.importer.save import is_large_weight, serialized_without_weights
+from onnx_fuse.ir.build import defaults
+from onnx_fuse.ir.common import DEFAULT, Model
 from onnx_fuse.kernels import cublaslt
 from onnx_fuse.lower.walk import Shapes as WalkShapes
-from onnx_fuse.onnx.build import defaults
-from onnx_fuse.onnx.common import DEFAULT, Model
-from onnx_fuse.onnx.save import is_large_weight, serialized_without_weights
 from onnx_fuse.ops.update import expand_standard_updates
-from onnx_fuse.passes.precision import in_precision
 from onnx_fuse.program import template
 from onnx_fuse.program.call import Call, NeedsValues, Program
 from onnx_fuse.program.formula import Formulas, Guards
 from onnx_fuse.program.open import Open
 from onnx_fuse.program.problem import CHIPS, TRAINING_PRECISIONS, Hardware, Launch
 from onnx_fuse.program.size import Trace
+from onnx_fuse.rewrite.precision import in_precision
 from onnx_fuse.runtime.encoding import FORMAT
 from onnx_fuse.runtime.plan import PlannedProgram
 from onnx_fuse.runtime.specialize import Specializer, Symbols
@@ -98,7 +98,7 @@ def compile(
         DeviceError: NVRTC is missing.
     """
     graph = session.load(model)
-    passes.optimize(graph, level=level, own_kernels=True)
+    rewrite.optimize(graph, level=level, own_kernels=True)
     graph, math = in_precision(graph, precision)
     return _compiled(graph, path, targets, shapes, ranges or {}, precision, math)
 

@@ -13,15 +13,15 @@ from typing import Any
 
 import onnx
 
-from onnx_fuse import kernels, passes
+from onnx_fuse import kernels, rewrite
 from onnx_fuse.errors import UsageError
+from onnx_fuse.ir.common import BODIES, CANONICAL_OPSET, FUSE
 from onnx_fuse.kernels.rule_based import RuleBased
 from onnx_fuse.lower.registered import registered
 from onnx_fuse.lower.table import lowerings
-from onnx_fuse.onnx.common import BODIES, CANONICAL_OPSET, FUSE
 from onnx_fuse.ops import OPS, NoGrad, OpDef, register
 from onnx_fuse.ops.body_rule import body_rule
-from onnx_fuse.ops.rewrite import Rule
+from onnx_fuse.ops.rules import Rule
 from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr
 from onnx_fuse.program.problems import Registered
 from onnx_fuse.runtime.specialize import forget_programs
@@ -84,12 +84,12 @@ def register_op(definition: OpDef, *, fuse: bool | Rule = False, level: int = 1)
         if len(body.output) != 1:
             raise UsageError(f"'{domain}::{name}' has several outputs: give a Rule to fuse it")
         rule = body_rule(definition, level)
-    if rule is not None and rule.name in passes.FUSIONS:
+    if rule is not None and rule.name in rewrite.FUSIONS:
         raise UsageError(f"there is a fusion '{rule.name}' already")
     register(definition)
     if rule is not None:
-        passes.ADDED.append(rule)
-        passes.FUSIONS[rule.name] = rule.level
+        rewrite.ADDED.append(rule)
+        rewrite.FUSIONS[rule.name] = rule.level
 
 
 def register_kernel(op: str, kernel: Any) -> None:
@@ -132,8 +132,8 @@ def unregister(name: str) -> None:
     OPS.pop((domain, own), None)
     BODIES.pop((domain, own), None)
     lowerings().pop((domain, own), None)
-    passes.ADDED[:] = [rule for rule in passes.ADDED if rule.name != own]
-    passes.FUSIONS.pop(own, None)
+    rewrite.ADDED[:] = [rule for rule in rewrite.ADDED if rule.name != own]
+    rewrite.FUSIONS.pop(own, None)
 
 
 def load() -> list[str]:

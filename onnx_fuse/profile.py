@@ -13,9 +13,9 @@ from typing import Any
 
 import onnx_ir
 
-from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.onnx.save import inline
-from onnx_fuse.ops.rewrite import label
+from onnx_fuse.importer.save import inline
+from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ops.rules import label
 from onnx_fuse.program.call import Call
 from onnx_fuse.runtime import ort
 from onnx_fuse.validation.inputs import Feeds

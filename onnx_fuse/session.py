@@ -26,7 +26,7 @@ from onnx_fuse.runtime.tensor import Argument, DeviceTensor
 if TYPE_CHECKING:
     import onnx_ir
 
-    from onnx_fuse.onnx.common import Model
+    from onnx_fuse.ir.common import Model
     from onnx_fuse.runtime.executable import Executable
     from onnx_fuse.runtime.program_cache import Origin
 
@@ -139,9 +139,9 @@ class InferenceSession:
         """The graph that runs; of a compiled file, the one that its programs were made of."""
         graph = load(self._source)
         if self._level is not None:
-            from onnx_fuse import passes
+            from onnx_fuse import rewrite
 
-            passes.optimize(graph, level=self._level, own_kernels=self.device == "cuda")
+            rewrite.optimize(graph, level=self._level, own_kernels=self.device == "cuda")
         return graph
 
     @cached_property
@@ -336,7 +336,7 @@ class _Interface:
 
     @classmethod
     def of_graph(cls, model: onnx_ir.Model) -> _Interface:
-        from onnx_fuse.onnx.build import defaults, required
+        from onnx_fuse.ir.build import defaults, required
 
         given = defaults(model)
         overridable = [argument(v) for v in model.graph.inputs if v.name in given]
@@ -377,7 +377,7 @@ def _warn_of_different(shared: _SharedSizes, feeds: Mapping[str, Any]) -> None:
 
 def _require_graphs() -> None:
     """Raise UsageError in an installation of onnx-fuse-runtime, which lacks what reads ONNX."""
-    if find_spec("onnx_fuse.onnx") is None:
+    if find_spec("onnx_fuse.importer") is None:
         raise UsageError(
             "onnx-fuse-runtime only runs files of onnx-fuse compile, on device 'cuda' and as they "
             "were compiled: pip install onnx-fuse for ONNX models, device 'cpu' or recompile=True"
@@ -445,7 +445,7 @@ def _begin(gpu: int) -> None:
 
 
 def _executable(model: onnx_ir.Model, precision: str, gpu: int) -> Executable:
-    from onnx_fuse.passes.precision import in_precision
+    from onnx_fuse.rewrite.precision import in_precision
     from onnx_fuse.runtime.executable import Executable
 
     graph, math = in_precision(model, precision)
@@ -561,6 +561,6 @@ def _invalid(text: str) -> Exception:
 
 def load(model: Model) -> onnx_ir.Model:
     """Read, check and bring to the canonical opset a model: `onnx.load.load`, imported late."""
-    from onnx_fuse.onnx.load import load as load_model
+    from onnx_fuse.autodiff.load import load as load_model
 
     return load_model(model)

@@ -17,7 +17,7 @@ import onnx_ir as ir
 import onnxruntime
 import onnxruntime.capi.onnxruntime_pybind11_state
 
-from onnx_fuse.onnx.build import text_model
+from onnx_fuse.ir.build import text_model
 
 DATA = Path(__file__).parent / "data"
 

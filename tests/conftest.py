@@ -14,8 +14,8 @@ from support import Cli, Result
 
 from onnx_fuse import cli as command
 from onnx_fuse.cuda import nvrtc
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.save import save as save_model
+from onnx_fuse.importer.save import save as save_model
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.program import passes
 
 passes.CHECKED = True

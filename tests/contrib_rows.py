@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime
 
-from onnx_fuse.onnx.save import to_proto
+from onnx_fuse.importer.save import to_proto
 
 Array = np.ndarray[Any, Any]
 

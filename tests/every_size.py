@@ -31,9 +31,9 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime
 
+from onnx_fuse.importer.save import inline, to_proto
+from onnx_fuse.ir.build import required
 from onnx_fuse.lower.walk import lower
-from onnx_fuse.onnx.build import required
-from onnx_fuse.onnx.save import inline, to_proto
 from onnx_fuse.program.call import NeedsValues, Program
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.interpret.run import initializers

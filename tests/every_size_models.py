@@ -18,9 +18,9 @@ from fusion_cases import FUSION_CASES
 from test_contrib import ROWS
 
 import onnx_fuse
-from onnx_fuse import passes
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.load import load
+from onnx_fuse import rewrite
+from onnx_fuse.autodiff.load import load
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.training import optim
 from onnx_fuse.training.step import training_model
 
@@ -38,7 +38,7 @@ def optimized(make: Callable[[], ir.Model]) -> Make:
 def fused_gradient(make: Callable[[], ir.Model], wrt: list[str] | None = None) -> ir.Model:
     """The gradient of the fused model."""
     fused = make()
-    passes.optimize(fused, training=True)  # all weights stay as they are
+    rewrite.optimize(fused, training=True)  # all weights stay as they are
     return onnx_fuse.gradient(fused, wrt=wrt)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import text_model
+from onnx_fuse.ir.build import text_model
 
 NET = (
     "agraph (float[B,32] x, float[32,H] w, float[H] c, float[H,16] v, float[16] d)"

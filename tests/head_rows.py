@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse import autodiff, passes
-from onnx_fuse.onnx.build import text_model
+from onnx_fuse import autodiff, rewrite
+from onnx_fuse.ir.build import text_model
 
 CLASSES, WIDTH, ROWS = 2083, 16, 600
 HEAD = "wt = Transpose <perm = [1, 0]> (w) l = MatMul (x, wt)"
@@ -53,7 +53,7 @@ def truth(
 
 def gradient_of(text: str, wrt: list[str]) -> ir.Model:
     model = text_model(f"agraph {text}")
-    report = passes.optimize(model)
+    report = rewrite.optimize(model)
     assert report.fusions == {"LinearCrossEntropy": 1}
     return autodiff.gradient(model, wrt=wrt)
 

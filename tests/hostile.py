@@ -19,10 +19,10 @@ from onnxruntime.capi.onnxruntime_pybind11_state import (
     NotImplemented,
 )
 
-from onnx_fuse import passes
-from onnx_fuse.onnx.build import const_array
-from onnx_fuse.onnx.load import load
-from onnx_fuse.onnx.save import inline, to_proto
+from onnx_fuse import rewrite
+from onnx_fuse.autodiff.load import load
+from onnx_fuse.importer.save import inline, to_proto
+from onnx_fuse.ir.build import const_array
 
 TYPES = {
     "float32": ir.DataType.FLOAT,
@@ -175,9 +175,9 @@ def check(case: FusionCase, dtype: ir.DataType) -> list[str] | None:
         return None
     seen, models = {original}, []
     # what level 2 leaves out of 0 and 1 is the same in every type
-    for level in passes.LEVELS if dtype == ir.DataType.FLOAT else (2, 3):
+    for level in rewrite.LEVELS if dtype == ir.DataType.FLOAT else (2, 3):
         model = load(in_type(case, dtype))
-        passes.optimize(model, level=level)
+        rewrite.optimize(model, level=level)
         for title in (f"level {level}", f"level {level} written out"):
             proto = to_proto(model).SerializeToString()
             if proto in seen:

@@ -30,10 +30,10 @@ import onnx_fuse.ops.fused.gradients
 import onnx_fuse.ops.fused.norm
 import onnx_fuse.ops.fused.window_gradients  # noqa: F401  (these register the fused operators)
 from onnx_fuse import kernels
+from onnx_fuse.importer.save import inline
+from onnx_fuse.ir.common import FUSE
 from onnx_fuse.kernels import Choice, candidates, select
 from onnx_fuse.lower.walk import lower
-from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.onnx.save import inline
 from onnx_fuse.ops.fused.sdpa import KINDS
 from onnx_fuse.program.call import Program
 from onnx_fuse.program.passes import select as selection

@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 from cases import FusionCase
 
-from onnx_fuse.onnx.build import const_array
+from onnx_fuse.ir.build import const_array
 
 ROWS = (
     FusionCase(

@@ -17,9 +17,9 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from onnx_fuse.autodiff.load import load
 from onnx_fuse.kernels import Choice, candidates
 from onnx_fuse.lower.walk import lower
-from onnx_fuse.onnx.load import load
 from onnx_fuse.program.call import Program
 from onnx_fuse.program.problem import CHIPS, Hardware
 

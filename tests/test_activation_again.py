@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from lowering import H200
 
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.lower import walk
-from onnx_fuse.onnx.build import text_model
 from onnx_fuse.program.call import Program, Tensor
 from onnx_fuse.program.passes import activation_again
 from onnx_fuse.program.problem import Problem

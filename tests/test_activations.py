@@ -16,10 +16,10 @@ from onnx.reference.op_run import OpRun
 
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.macros import as_defines
+from onnx_fuse.importer.save import to_proto
+from onnx_fuse.ir.build import text_model
+from onnx_fuse.ir.common import FUSE
 from onnx_fuse.lower.walk import lower
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.onnx.save import to_proto
 from onnx_fuse.ops import OPS
 from onnx_fuse.ops.activations import ACTIVATIONS, activation_macros
 from onnx_fuse.ops.formula import written_out

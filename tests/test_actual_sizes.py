@@ -16,12 +16,12 @@ from lowering import program_of, weights_of
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.capi import onnxruntime_pybind11_state as errors
 
-from onnx_fuse import passes
+from onnx_fuse import rewrite
+from onnx_fuse.autodiff.load import load
+from onnx_fuse.importer.save import to_proto
+from onnx_fuse.importer.shapes import infer_shapes
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.lower import walk
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.load import load
-from onnx_fuse.onnx.save import to_proto
-from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.validation.gradients import check_gradients
 from onnx_fuse.validation.reference import reference_evaluator
@@ -248,7 +248,7 @@ def test_sizes_and_values_are_onnxruntimes(name, monkeypatch):
             actual = expected[y.name].shape
             known = [(d, n) for d, n in zip(y.shape, actual, strict=True) if isinstance(d, int)]
             assert all(d == n for d, n in known), (node.op_type, node.attributes, actual)
-    passes.optimize(model, level=2)
+    rewrite.optimize(model, level=2)
     optimized = answers(to_proto(model).SerializeToString(), table.feeds)
     program = program_of(model, table.feeds)
     for output, tensor in program.outputs:

@@ -14,12 +14,12 @@ import pytest
 import safetensors.numpy
 from cases import real_cases
 
-from onnx_fuse import passes
+from onnx_fuse import rewrite
+from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import DataError, UsageError
+from onnx_fuse.importer.save import inline, save
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.lower.low_rank import Costs, LowRank
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.load import load
-from onnx_fuse.onnx.save import inline, save
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.training import optim
 from onnx_fuse.training.adapters import Lora, attach, factors, merge
@@ -65,7 +65,7 @@ def test_adapters_train_beside_every_form_of_a_product(
     model = text_model(FORMS[form])
     if written == "fused":
         model = load(model)
-        passes.optimize(model, level=2)
+        rewrite.optimize(model, level=2)
     save(model, tmp_path / "model.onnx")
     trainer = Trainer(
         tmp_path / "model.onnx",
@@ -122,7 +122,7 @@ def test_the_low_rank_product_comes_behind_the_bias_and_the_residual() -> None:
     )
     text = text.replace("float[6] d", "float[6] d = {1, 2, 3, 4, 5, 6}")
     model, _ = attach(load(text_model(text.replace("4] y)", "6] y)"))), Lora(2), 0)
-    passes.optimize(model, level=1, training=True)
+    rewrite.optimize(model, level=1, training=True)
     read = {n.op_type: [v.name for v in n.inputs if v is not None] for n in model.graph}
     made = {v.name: n for n in model.graph for v in n.outputs}
     for end, weight, low in (("q", "w", "w.lora_b"), ("y", "v", "v.lora_b")):

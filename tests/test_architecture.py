@@ -17,11 +17,12 @@ LAYERS = (
     ("config", "progress"),
     ("files", "container", "guard", "layout"),
     ("distributed",),
-    ("onnx",),
+    ("ir",),
     ("program",),
     ("ops",),
+    ("importer",),
     ("program.interpret",),
-    ("passes",),
+    ("rewrite",),
     ("autodiff",),
     ("cuda",),
     ("kernels",),
@@ -46,10 +47,10 @@ LAYERS = (
 # Lines of each folder, as ruff formats them; "" are the files beside the folders. A budget may only
 # go down, except by a commit that adds a capability and says so.
 BUDGETS = {
-    "": 4200, "autodiff": 1600, "cli": 3500, "cuda": 2250, "cuda_src": 14600, "distributed": 950,
-    "kernels": 9800, "lower": 8400, "nn": 5000, "onnx": 7450, "ops": 12000, "passes": 3150,
-    "program": 9850, "report": 2100, "runtime": 8000, "torch": 4000, "training": 6500,
-    "validation": 4750,
+    "": 4200, "autodiff": 1650, "cli": 3500, "cuda": 2250, "cuda_src": 14600, "distributed": 950,
+    "importer": 5300, "ir": 2250, "kernels": 9800, "lower": 8400, "nn": 5000, "ops": 12050,
+    "program": 9850, "report": 2100, "rewrite": 3150, "runtime": 8000, "torch": 4000,
+    "training": 6500, "validation": 4850,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))
@@ -66,7 +67,7 @@ def layer_of(parts: Sequence[str]) -> str:
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, layer of what it names) of every import statement, wherever it stands."""
+    """(line, layer of what it names) of every import statement or string, wherever it stands."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -74,6 +75,8 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
             names = [f"onnx_fuse.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            names = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
         else:
             continue
         for name in names:
@@ -185,8 +188,11 @@ def test_no_folder_is_larger_than_its_budget() -> None:
 
 def test_the_rule_notices_an_import_from_below(tmp_path: Path) -> None:
     path = tmp_path / "x.py"
-    path.write_text("def f():\n    from onnx_fuse import cli\n    import onnx_fuse.validation\n")
-    assert list(imports(path)) == [(2, "cli"), (3, "validation")]
+    path.write_text(
+        "def f():\n    from onnx_fuse import cli\n    import onnx_fuse.validation\n"
+        "    importlib.import_module('onnx_fuse.training.fit')\n"
+    )
+    assert list(imports(path)) == [(2, "cli"), (3, "validation"), (4, "training")]
 
 
 def test_the_package_and_its_help_import_nothing_heavy() -> None:
@@ -206,16 +212,16 @@ def test_a_session_on_the_gpu_loads_only_what_a_simple_model_needs() -> None:
     code = (
         "import sys\n"
         "from onnx_fuse import InferenceSession\n"
-        "from onnx_fuse.onnx.load import load\n"
-        "from onnx_fuse import passes\n"
+        "from onnx_fuse.autodiff.load import load\n"
+        "from onnx_fuse import rewrite\n"
         "from onnx_fuse.lower.walk import lower\n"
-        "from onnx_fuse.onnx.build import text_model\n"
+        "from onnx_fuse.ir.build import text_model\n"
         "from onnx_fuse.program.problem import CHIPS\n"
         "from onnx_fuse.runtime import executable\n"
         "m = load(text_model('agraph (float[N,8] x) => (float[N,4] y) <float[8] s = {1,1,1,1,"
         "1,1,1,1}, float[8] b = {0,0,0,0,0,0,0,0}, float[8,4] w = {" + "1," * 31 + "1}, float[4] c"
         " = {1,2,3,4}> { n = LayerNormalization(x, s, b) y = Gemm(n, w, c) }'))\n"
-        "passes.optimize(m)\n"
+        "rewrite.optimize(m)\n"
         "print(len(lower(m, {'x': ((2, 8), 'float32')}, CHIPS['H200']).calls))\n"
         "heavy = {'sympy.core', 'onnxscript', 'onnxruntime', 'onnx.reference', 'rich', 'typer',\n"
         "         'cuda.core', 'cuda.bindings.nvrtc', 'safetensors'}\n"
@@ -240,7 +246,7 @@ def test_sympy_comes_when_it_is_used_and_only_for_onnx_ir() -> None:
     code = (
         "import sys, onnx_fuse\n"
         "before = set(sys.modules)\n"
-        "from onnx_fuse.onnx import load\n"
+        "from onnx_fuse.importer import load\n"
         "import onnx_ir\n"
         "early = 'sympy' in sys.modules\n"
         "d = onnx_ir.SymbolicDim('max(N, 3) + M') * 2\n"

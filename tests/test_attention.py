@@ -13,13 +13,13 @@ from cases import NEWEST_OPSET, FusionCase
 from fusion_cases import FUSION_CASES
 from onnx.reference import ReferenceEvaluator
 
-from onnx_fuse import autodiff, passes
+from onnx_fuse import autodiff, rewrite
+from onnx_fuse.autodiff.load import load
+from onnx_fuse.importer.save import inline, to_proto
+from onnx_fuse.ir.build import text_model
+from onnx_fuse.ir.common import FUSE
 from onnx_fuse.kernels import sdpa
 from onnx_fuse.lower.walk import lower
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.onnx.load import load
-from onnx_fuse.onnx.save import inline, to_proto
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.program.products import Attention
@@ -179,7 +179,7 @@ def test_hostile_values(graph: str, guarded: bool, kind: str) -> None:
     for fill in fills:
         original = model_of(between, inputs, kind, GUARD if guarded else REST, fill)
         model = load(original)
-        passes.optimize(model, own_kernels=True)  # which takes names of sizes for sizes
+        rewrite.optimize(model, own_kernels=True)  # which takes names of sizes for sizes
         if kind == "double" and "Tanh" in between:
             assert not fused_ops(model)
             continue
@@ -201,7 +201,7 @@ def test_zero_sizes(graph: str, guarded: bool, empty: str) -> None:
     between, inputs, _ = GRAPHS[graph]
     original = model_of(between, inputs, "float", GUARD if guarded else REST, -1e9)
     model = load(original)
-    passes.optimize(model)
+    rewrite.optimize(model)
     assert fused_ops(model)
     feeds = feeds_of(original, "", {**SIZES, empty: 0})
     assert_same(run(model, feeds), run(original, feeds), "float", empty)
@@ -211,7 +211,7 @@ def test_zero_sizes(graph: str, guarded: bool, empty: str) -> None:
 def test_zero_sizes_of_grouped_heads(empty: str) -> None:
     case = next(c for c in FUSION_CASES if c.name == "attention_one_key_head_for_all")
     original, model = load(case.model()), load(case.model())
-    passes.optimize(model)
+    rewrite.optimize(model)
     assert fused_ops(model) == ["GroupedSdpa"]
     feeds = case.feeds(**{"B": 2, "S": 3, "T": 4, empty: 0})
     assert_same(run(model, feeds), run(original, feeds), "float", empty)
@@ -227,7 +227,7 @@ def test_a_softmax_in_float32_between_casts_keeps_its_casts() -> None:
     original = text_model(text)
     for training in (False, True):
         model = load(original)
-        passes.optimize(model, training=training)
+        rewrite.optimize(model, training=training)
         assert fused_ops(model) == ["SdpaWideMask"]
     plain, whole = session(original), session(model)
     for case in ("", "large", "larger", "nan in q", "inf in mask"):
@@ -244,7 +244,7 @@ def test_casts_there_and_back_again_count_for_nothing() -> None:
     }}""".replace("T[", "float16[")
     original = text_model(text)
     model = load(original)
-    passes.optimize(model)
+    rewrite.optimize(model)
     assert fused_ops(model) == ["SdpaMask"]
     for case in ("", "larger", "nan in q"):
         feeds = feeds_of(original, case)
@@ -286,7 +286,7 @@ def test_what_stays_has_a_reason(between: str, reason: str) -> None:
         text = text.replace("=> (float[A,C,E,F] y)", "=> (float[A,C,E,F] y, float[G,I,J,L] u)")
     original = text_model(text)
     model = load(original)
-    report = passes.optimize(model)
+    report = rewrite.optimize(model)
     assert fused_ops(model) == []
     assert any(reason in r.reason for r in report.not_fused), report.not_fused
     feeds = feeds_of(original, "")
@@ -300,7 +300,7 @@ def test_what_is_refused_has_no_readers_left() -> None:
         s = MatMul (q, k) s5 = Reshape (s, apart) z5 = Add (s5, a) z = Reshape (z5, whole)
         p = Softmax (z) y = MatMul (p, v) }"""
     model = load(text_model(text))
-    report = passes.optimize(model, training=True)
+    report = rewrite.optimize(model, training=True)
     assert any("double precision" in r.reason for r in report.not_fused)
     nodes = set(model.graph)
     for value in (*model.graph.inputs, *(v for node in nodes for v in node.outputs)):
@@ -310,7 +310,7 @@ def test_what_is_refused_has_no_readers_left() -> None:
 def test_a_softmax_between_no_products_is_no_attention() -> None:
     text = """agraph (float[N,8] x, float[8,4] w) => (float[N,4] y) {
       s = MatMul (x, w) y = Softmax (s) }"""
-    (left,) = passes.optimize(load(text_model(text))).not_fused
+    (left,) = rewrite.optimize(load(text_model(text))).not_fused
     assert "it is no attention" in left.reason
 
 
@@ -347,7 +347,7 @@ def test_attention_nodes(name: str, training: bool) -> None:
     ({outputs}) {{ {results} = Attention <{attributes}> ({call.rstrip(" ,")}) }}"""
     original = text_model(text)
     model = load(original)
-    passes.optimize(model, training=training)
+    rewrite.optimize(model, training=training)
     assert fused_ops(model) == [fused]
     plain = load(to_proto(model))
     for node in plain.graph:
@@ -403,7 +403,7 @@ def test_attention_nodes_that_see_some_of_their_keys(name: str) -> None:
     (float[2,4,3,8] y) {{ y = Attention <{attributes}> ({", ".join(call).rstrip(" ,")}) }}"""
     original = text_model(text)
     model = load(original)
-    passes.optimize(model)
+    rewrite.optimize(model)
     assert len(fused_ops(model)) == 1
     rng = np.random.default_rng(2)
     feeds: dict[str, np.ndarray] = {}
@@ -441,7 +441,7 @@ LOWERED = [c for c in LOWERED if c.opset <= NEWEST_OPSET]
 def test_lowered_programs_agree(case: FusionCase, gradient: bool) -> None:
     """The program of a GPU, its attention by NumPy from what the kernel is told."""
     model = load(case.model())
-    passes.optimize(model, training=gradient)
+    rewrite.optimize(model, training=gradient)
     feeds = case.feeds(B=2, H=2, G=1, S=6, T=5)
     if gradient:
         floats = [v.name for v in model.graph.inputs if v.dtype == ir.DataType.FLOAT]
@@ -472,7 +472,7 @@ def test_lowered_programs_agree(case: FusionCase, gradient: bool) -> None:
 def test_a_kernel_is_told_of_every_step(graph: str, found: dict[str, object]) -> None:
     between, inputs, _ = GRAPHS[graph]
     model = load(model_of(between, inputs, "float", REST, -1e9))
-    passes.optimize(model)
+    rewrite.optimize(model)
     feeds = feeds_of(model, "")
     program = lower(model, {n: (a.shape, a.dtype.name) for n, a in feeds.items()}, CHIPS["H200"])
     (problem,) = [call.problem for call in program.calls if isinstance(call.problem, Attention)]
@@ -517,7 +517,7 @@ agraph (float16[B,S,48] qkv) => (float16[B,S,16] y) {
 def test_the_gradient_of_a_merged_product_is_written_in_place(chip: str, text: str) -> None:
     """By the kernel that writes strided gradients; another one's are joined by copies."""
     model = text_model(text)
-    passes.optimize(model, training=True)
+    rewrite.optimize(model, training=True)
     gradient = autodiff.gradient(model, wrt=["qkv"])
     rng = np.random.default_rng(2)
     shapes = {str(v.name): (2, 9, 48 if v.name == "qkv" else 16) for v in gradient.graph.inputs}

@@ -15,12 +15,12 @@ from onnx.backend.test import BackendTest
 from test_gradients import session
 
 import onnx_fuse.ops.fused  # noqa: F401
-from onnx_fuse import autodiff, backend, passes
+from onnx_fuse import autodiff, backend, rewrite
+from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import ModelError, UsageError
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.onnx.load import load
-from onnx_fuse.onnx.save import inline
+from onnx_fuse.importer.save import inline
+from onnx_fuse.ir.build import text_model
+from onnx_fuse.ir.common import FUSE
 from onnx_fuse.ops import OPS
 from onnx_fuse.ops.activations import ACTIVATIONS
 from onnx_fuse.ops.fused.sdpa import KINDS
@@ -61,7 +61,7 @@ def test_stored_gradients(case, fused):
     model = load(case.path)
     outputs = [v.name for v in model.graph.outputs]
     if fused:
-        passes.optimize(model, training=True)
+        rewrite.optimize(model, training=True)
     found = autodiff.gradient(model, wrt=list(case.gradients))
     feeds, expected = case.feeds[0]
     cotangent = case.arrays["cotangent"]
@@ -434,7 +434,7 @@ def test_gated_products_have_the_gradient_of_their_parts(prefix, activation, pla
     model, arrays = fused(call, **shapes)
     against_body(model, arrays)
     parts = model.clone()
-    passes.optimize(parts, training=True)
+    rewrite.optimize(parts, training=True)
     left = [n.op_type for n in parts.graph if n.domain == FUSE]
     assert left[0] == f"{prefix}Gemm"
     assert not any("Gate" in name for name in left)

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 from support import ENCODER, Cli
 
-from onnx_fuse import passes
+from onnx_fuse import rewrite
+from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import ModelError
-from onnx_fuse.onnx.load import load, read
+from onnx_fuse.importer.load import read
 
 TEXT = """
 <ir_version: 10, opset_import: ["" : 21]>
@@ -549,7 +550,7 @@ def test_transposes_of_unequal_ranks_are_refused() -> None:
         "  y = Transpose <perm = [2, 0, 1]> (t) }"
     )
     with pytest.raises(ModelError, match="do not fit"):
-        passes.optimize(load(model))
+        rewrite.optimize(load(model))
 
 
 @HYPOTHESIS

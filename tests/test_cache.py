@@ -15,16 +15,16 @@ import onnx_ir as ir
 import pytest
 from support import ENCODER
 
-from onnx_fuse import InferenceSession, cache, passes, session
+from onnx_fuse import InferenceSession, cache, rewrite, session
 from onnx_fuse.container import stamp
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.errors import ModelError
-from onnx_fuse.onnx import weights
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.save import save
-from onnx_fuse.passes.precision import in_precision
+from onnx_fuse.importer import weights
+from onnx_fuse.importer.save import save
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.program.call import Program
 from onnx_fuse.program.problem import CHIPS, Hardware
+from onnx_fuse.rewrite.precision import in_precision
 from onnx_fuse.runtime import device, graphs, program_cache
 from onnx_fuse.runtime.executable import Executable
 
@@ -51,13 +51,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def optimized(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """How often a graph was optimized."""
     count = [0]
-    whole = passes.optimize
+    whole = rewrite.optimize
 
     def counted(*arguments: Any, **options: Any) -> Any:
         count[0] += 1
         return whole(*arguments, **options)
 
-    monkeypatch.setattr(passes, "optimize", counted)
+    monkeypatch.setattr(rewrite, "optimize", counted)
     return count
 
 
@@ -217,7 +217,7 @@ def test_the_longest_unused_entries_go(gpu: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_nothing_large_is_kept_beyond_the_bound(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = session.load(ENCODER)
-    passes.optimize(graph, own_kernels=True)
+    rewrite.optimize(graph, own_kernels=True)
     graph, _ = in_precision(graph, "bf16")  # new weights, all of them
     monkeypatch.setattr(nvrtc, "compile", lambda *_: b"")
     entry = cache.Entry(ENCODER, "digest", stamp(ENCODER), {})

@@ -13,8 +13,8 @@ import onnx_ir
 import pytest
 
 from onnx_fuse import bench
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.save import inline
+from onnx_fuse.importer.save import inline
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.session import load
 from onnx_fuse.validation.check import check_outputs

@@ -9,10 +9,10 @@ import onnxruntime
 import pytest
 from lowering import H200, arrays, program_of, weights_of
 
-from onnx_fuse import gradient, passes
+from onnx_fuse import gradient, rewrite
+from onnx_fuse.importer.save import to_proto
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import site
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.save import to_proto
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.norms import GroupGrad
 from onnx_fuse.program.problems import ChannelNorm, Conv, Pool, Reduce
@@ -121,7 +121,7 @@ def test_a_stretch_gives_onnxruntimes_results(name, known):
             value.const_value = ir.tensor(feeds.pop(value.name or ""), name=value.name)
             model.graph.initializers[value.name or ""] = value
         del model.graph.inputs[1:]
-    passes.optimize(model)
+    rewrite.optimize(model)
     program = program_of(model, feeds)
     assert not program.fallbacks
     for call in program.calls:
@@ -170,7 +170,7 @@ def test_a_group_norm_between_two_convolutions_copies_nothing():
     """Its statistics are of columns, and the pass that applies them has the activation."""
     model = text_model(GROUP_NORM)
     feeds = {v.name or "": np.zeros(v.shape.numpy(), np.float16) for v in model.graph.inputs}
-    passes.optimize(model)
+    rewrite.optimize(model)
     kernels = [c.kernel.partition(" ")[0] for c in program_of(model, feeds).calls]
     first, last = kernels.index("Conv"), len(kernels) - 1 - kernels[::-1].index("Conv")
     between = kernels[first + 1 : last]

@@ -12,11 +12,11 @@ import pytest
 from support import Cli
 
 from onnx_fuse import autodiff, report
+from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import ModelError
-from onnx_fuse.onnx import shapes
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.load import load
-from onnx_fuse.onnx.save import inline, save, to_proto
+from onnx_fuse.importer import shapes
+from onnx_fuse.importer.save import inline, save, to_proto
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import InferenceSession
 from onnx_fuse.validation import check as check_module
@@ -277,7 +277,7 @@ def test_a_gradient_that_onnxruntime_does_not_load_is_not_written(
 ) -> None:
     path, out = tmp_path / "m.onnx", tmp_path / "o.onnx"
     save(text_model(SUM), path)
-    monkeypatch.setattr("onnx_fuse.onnx.save.save", lambda model, to: to.write_bytes(forged()))
+    monkeypatch.setattr("onnx_fuse.importer.save.save", lambda model, to: to.write_bytes(forged()))
     done = cli("gradient", path, "-o", out, "--wrt", "p")
     assert done.code == 1
     assert "its gradient: onnxruntime" in done.err

@@ -22,7 +22,7 @@ import pytest
 import safetensors.numpy
 
 from onnx_fuse.errors import CheckFailed, DataError, UsageError
-from onnx_fuse.onnx.build import text_model
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.training import checkpoint, fit, optim, settings
 from onnx_fuse.training.history import History
 from onnx_fuse.training.trainer import Trainer

@@ -23,11 +23,11 @@ from cuda.bindings import driver
 from cuda.bindings import nvrtc as bindings_nvrtc
 from support import ENCODER, Cli
 
-from onnx_fuse import bench, config, passes, session
+from onnx_fuse import bench, config, rewrite, session
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.errors import DeviceError, ModelError
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.ir.build import text_model
+from onnx_fuse.ir.common import FUSE
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime import ort as portable
@@ -51,7 +51,7 @@ def encoder(folder: Path) -> Path:
 
 def break_optimize(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the optimizer produce a wrong graph."""
-    right = passes.optimize
+    right = rewrite.optimize
 
     def wrong(model: Any, **options: Any) -> Any:
         report = right(model, **options)
@@ -59,7 +59,7 @@ def break_optimize(monkeypatch: pytest.MonkeyPatch) -> None:
         node.attributes["epsilon"] = onnx_ir_float("epsilon", 3.0)
         return report
 
-    monkeypatch.setattr(passes, "optimize", wrong)
+    monkeypatch.setattr(rewrite, "optimize", wrong)
 
 
 def onnx_ir_float(name: str, value: float) -> Any:
@@ -229,7 +229,7 @@ def test_external_data(cli: Cli, tmp_path: Path) -> None:
 def test_a_model_over_the_protobuf_limit_gets_a_data_file(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("onnx_fuse.onnx.save.MAX_PROTOBUF", (64 << 20) + 1000)
+    monkeypatch.setattr("onnx_fuse.importer.save.MAX_PROTOBUF", (64 << 20) + 1000)
     path = encoder(tmp_path)
     assert cli("optimize", path).code == 0
     assert (tmp_path / "encoder.fused.onnx.data").stat().st_size > 100_000

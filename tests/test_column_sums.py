@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from lowering import program_of
 
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels.gemm_sm90 import Wgmma
-from onnx_fuse.onnx.build import text_model
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.moves import PointwiseSums
 from onnx_fuse.program.problem import CHIPS, Problem

@@ -20,10 +20,10 @@ import onnxruntime.capi.onnxruntime_pybind11_state
 import pytest
 from contrib_rows import Array, Row, formulas, further_rows, random, run, whole
 
-from onnx_fuse import passes
-from onnx_fuse.onnx import contrib
-from onnx_fuse.onnx.save import inline
-from onnx_fuse.onnx.shapes import infer_shapes
+from onnx_fuse import rewrite
+from onnx_fuse.importer import contrib
+from onnx_fuse.importer.save import inline
+from onnx_fuse.importer.shapes import infer_shapes
 
 # float16: onnxruntime's kernels keep float32 inside where a body rounds between its nodes
 HALF = 4e-3
@@ -604,7 +604,7 @@ def test_a_node_without_a_body_stays(reason: str, row: Row) -> None:
     infer_shapes(model)  # says nothing, and goes on
     kept = inline(model)
     assert [n.op_type for n in kept.graph] == [row.op]
-    report = passes.optimize(model, own_kernels=True)
+    report = rewrite.optimize(model, own_kernels=True)
     assert [n.op_type for n in model.graph] == [row.op]
     if contrib.CONTRIB[row.domain, row.op].recognized:
         assert any(reason in refusal.reason for refusal in report.not_fused)

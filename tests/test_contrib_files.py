@@ -18,13 +18,13 @@ from onnxruntime.quantization import matmul_nbits_quantizer
 from support import Cli
 from test_contrib import ROWS, Array, Row, random, run
 
-from onnx_fuse import autodiff, passes
+from onnx_fuse import autodiff, rewrite
+from onnx_fuse.autodiff.load import load
+from onnx_fuse.importer import contrib
+from onnx_fuse.importer.save import inline, save, to_proto
+from onnx_fuse.ir.build import text_model
+from onnx_fuse.ir.common import FUSE
 from onnx_fuse.lower import walk
-from onnx_fuse.onnx import contrib
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.onnx.load import load
-from onnx_fuse.onnx.save import inline, save, to_proto
 from onnx_fuse.program.call import NeedsValues
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS
@@ -97,11 +97,11 @@ WHOLE = [
 @pytest.mark.parametrize("row", WHOLE, ids=lambda c: c.name)
 def test_what_a_cpu_runs_faster_whole_is_fused_for_our_kernels_alone(row: FusionCase) -> None:
     kept, taken = (load(row.model()) for _ in range(2))
-    passes.optimize(kept)
+    rewrite.optimize(kept)
     assert Counter(n.op_type for n in kept.graph if n.domain) == Counter(
         n.op_type for n in row.model().graph if n.domain
     )
-    passes.optimize(taken, own_kernels=True)
+    rewrite.optimize(taken, own_kernels=True)
     assert [n.op_type.removesuffix("Mask") for n in taken.graph if n.domain == FUSE][-1:] == [
         row.fused[0].removesuffix("Mask")
     ]
@@ -116,7 +116,7 @@ def test_a_fusion_looks_into_the_bodies(row: FusionCase, level: int, tmp_path: P
     path.write_bytes(to_proto(model).SerializeToString())
     before = Counter(n.op_type for n in model.graph if contrib.lookup(n))
     graph = load(path)
-    report = passes.optimize(graph, level=level)
+    report = rewrite.optimize(graph, level=level)
     after = Counter(n.op_type for n in graph.graph if contrib.lookup(n))
     if level and row.fused:
         assert set(row.fused) <= set(report.fusions)
@@ -219,7 +219,7 @@ def test_what_onnxruntimes_optimizer_wrote_is_fused_and_trained(
     assert any(n.domain == _MS or n.op_type == "SimplifiedLayerNormalization"
                for n in proto.graph.node)  # fmt: skip
     graph = load(path)
-    assert fused <= set(passes.optimize(graph).fusions)
+    assert fused <= set(rewrite.optimize(graph).fusions)
     save(graph, tmp_path / "fused.onnx", shapes=False)
     assert check_outputs(source, tmp_path / "fused.onnx").ok
     arrays = np.load(DATA / f"{name}.npz")
@@ -322,7 +322,7 @@ def test_a_block_of_contrib_operators_trains(tmp_path: Path) -> None:
 def test_a_file_need_not_import_what_it_calls(tmp_path: Path) -> None:
     proto = to_proto(CASES[0].model())
     del proto.opset_import[1:]
-    assert passes.optimize(load(proto)).fusions == {"GemmGelu": 1}
+    assert rewrite.optimize(load(proto)).fusions == {"GemmGelu": 1}
 
 
 def test_inline_writes_a_contrib_node_out(cli: Cli, saved: Any, tmp_path: Path) -> None:
@@ -365,7 +365,7 @@ def test_bodies_in_branches_read_what_is_outside(taken: bool) -> None:
     feeds = {"x": random(2, 3, 16), "p": np.array(taken), **weights}
     expected = run(model, feeds)[0]
     written, graph = inline(model), load(model)
-    passes.optimize(graph)
+    rewrite.optimize(graph)
     for candidate in (written, graph, inline(graph)):
         np.testing.assert_allclose(run(candidate, feeds)[0], expected, rtol=1e-5, atol=1e-5)
     assert not [n for n in ir.traversal.RecursiveGraphIterator(written.graph) if n.domain]
@@ -415,7 +415,7 @@ def test_what_onnxruntimes_quantizer_wrote_stays_what_it_is(
     level = "ORT_ENABLE_EXTENDED"
     path = optimized_by_onnxruntime(tmp_path / "quantized.onnx", tmp_path / "ort.onnx", level)
     graph = load(path)
-    passes.optimize(graph)
+    rewrite.optimize(graph)
     assert kept <= {n.op_type for n in graph.graph if n.domain == _MS}
     assert all(v.shape is not None for n in graph.graph for v in n.outputs if v.uses())
     save(graph, tmp_path / "fused.onnx", shapes=False)

@@ -7,10 +7,10 @@ import onnx_ir
 import pytest
 
 from onnx_fuse import autodiff
+from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import ModelError, UsageError
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.load import load
-from onnx_fuse.onnx.shapes import infer_shapes
+from onnx_fuse.importer.shapes import infer_shapes
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.runtime import ort
 from onnx_fuse.validation import check_gradients
 

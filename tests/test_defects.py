@@ -16,12 +16,12 @@ import pytest
 from onnx import TensorProto, helper
 from support import Cli
 
-from onnx_fuse import passes
+from onnx_fuse import rewrite
+from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import ModelError
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.functions import MAX_NODES
-from onnx_fuse.onnx.load import load
-from onnx_fuse.onnx.save import inline, to_proto
+from onnx_fuse.importer.save import inline, to_proto
+from onnx_fuse.ir.build import text_model
+from onnx_fuse.ir.functions import MAX_NODES
 from onnx_fuse.validation.check import validate
 
 HEAD = '<ir_version: 10, opset_import: ["" : 21]>'
@@ -40,7 +40,7 @@ def same(proto: onnx.ModelProto, feeds: dict[str, Any]) -> None:
     expected = run(data, feeds)
     for level in range(4):
         model = load(data)
-        passes.optimize(model, level=level)
+        rewrite.optimize(model, level=level)
         for candidate in (model, inline(model)):
             actual = run(to_proto(candidate).SerializeToString(), feeds)
             for a, b in zip(expected, actual, strict=True):
@@ -143,7 +143,7 @@ def test_an_integer_division_by_zero_is_left_alone() -> None:
             f" {{ c = {op} (a, b)  y = Add (x, c) }}"
         )
         model = load(proto)
-        passes.optimize(model)
+        rewrite.optimize(model)
         assert op in [node.op_type for node in model.graph]
 
 
@@ -153,7 +153,7 @@ def test_a_chain_of_constants_is_one_constant() -> None:
         " { a = Sqrt (k)  b = Exp (a)  c = Neg (b)  d = Mul (c, k)  y = Add (x, d) }"
     )
     model = load(proto)
-    passes.optimize(model)
+    rewrite.optimize(model)
     assert [node.op_type for node in model.graph] == ["Add"]
     same(proto, {"x": np.ones(4, np.float32)})
 
@@ -210,7 +210,7 @@ def test_a_default_is_no_constant() -> None:
     same(proto, {"x": x})
     same(proto, {"x": x, "s": s})
     model = load(proto)
-    report = passes.optimize(model)
+    report = rewrite.optimize(model)
     assert [v.name for v in model.graph.inputs] == ["x", "s"]
     assert "may override (s)" in report.notes[0]
     written = to_proto(load(to_proto(model)))
@@ -222,7 +222,7 @@ def test_a_default_before_ir_version_4_is_a_constant() -> None:
     proto = parsed(OVERRIDDEN)
     proto.ir_version, proto.opset_import[0].version = 3, 8
     model = load(proto)
-    assert not passes.optimize(model).notes
+    assert not rewrite.optimize(model).notes
     assert [v.name for v in model.graph.inputs] == ["x"]
     assert list(model.graph.initializers) == ["s"]
 
@@ -271,7 +271,7 @@ def test_a_doubling_chain_of_shapes_ends(grow: str, rows: int) -> None:
     )
     for level in (0, 3):
         model = load(proto)
-        passes.optimize(model, level=level)
+        rewrite.optimize(model, level=level)
         assert to_proto(inline(model)).graph.node
 
 
@@ -384,7 +384,7 @@ def opaque_model() -> onnx.ModelProto:
 def test_a_node_of_an_unknown_domain_stays(cli: Cli, tmp_path: Path) -> None:
     for level in range(4):
         model = load(opaque_model())
-        passes.optimize(model, level=level)
+        rewrite.optimize(model, level=level)
         foreign = [n.op_type for n in model.graph if n.domain == "com.nobody"]
         assert foreign == ["Foo", "Foo", "Softmax", "LayerNormalization"]
         assert "Identity" not in [n.op_type for n in model.graph]
@@ -570,7 +570,7 @@ def test_amounts_that_no_pad_may_have_are_left_to_the_check(amounts: str, axes: 
     {{ by = Constant <value = {amounts}> () p = Pad (x, by{axes})
       t = Transpose <perm = [1, 0, 2]> (p) u = Slice (t, s, e) y = Abs (u) }}"""
     model = text_model(text)
-    passes.optimize(model)
+    rewrite.optimize(model)
     assert "Pad" in {node.op_type for node in model.graph}
 
 
@@ -670,7 +670,7 @@ def test_equal_names_of_sizes_are_no_proof(name: str) -> None:
     expected = run(proto.SerializeToString(), feeds)[0]
     for level in range(4):
         model = load(proto)
-        passes.optimize(model, level=level)
+        rewrite.optimize(model, level=level)
         assert [str(v.shape) for v in model.graph.inputs] == [
             str(v.shape) for v in load(proto).graph.inputs
         ]

@@ -21,17 +21,17 @@ import pytest
 from fake_gpu import FakeGpu
 from support import ENCODER
 
-from onnx_fuse import InferenceSession, __version__, container, deploy, passes, session
+from onnx_fuse import InferenceSession, __version__, container, deploy, rewrite, session
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.source import waits, waits_first
 from onnx_fuse.errors import DeviceError, ModelError, UsageError
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.passes.precision import in_precision
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.program import template
 from onnx_fuse.program.call import Program
 from onnx_fuse.program.open import Open
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.program.size import Trace
+from onnx_fuse.rewrite.precision import in_precision
 from onnx_fuse.runtime.deployed import Deployed
 from onnx_fuse.runtime.specialize import Specializer
 
@@ -281,7 +281,7 @@ def test_a_range_of_sizes_needs_few_programs(tmp_path: Path) -> None:
     loaded = Deployed(path)
     assert len(made.programs["h"]) == len(loaded._programs) < 20
     graph = session.load(ENCODER)
-    passes.optimize(graph, own_kernels=True)
+    rewrite.optimize(graph, own_kernels=True)
     graph, math = in_precision(graph, "fp16")
     programs = Specializer(graph, H200, math=math)
     plans = set()

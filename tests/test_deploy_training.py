@@ -15,8 +15,8 @@ from test_deploy import H200, told
 
 from onnx_fuse import Trainer, deploy, optim
 from onnx_fuse.errors import UsageError
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.lower.walk import Lowerer
-from onnx_fuse.onnx.build import text_model
 from onnx_fuse.program.call import Program
 from onnx_fuse.runtime.deployed import Deployed
 

@@ -24,7 +24,7 @@ from onnx_fuse.distributed.environment import Place, place
 from onnx_fuse.distributed.watch import Sign, hang
 from onnx_fuse.distributed.world import pieces
 from onnx_fuse.errors import DeviceError, UsageError
-from onnx_fuse.onnx.save import save
+from onnx_fuse.importer.save import save
 from onnx_fuse.ops.collective import COLLECTIVES
 from onnx_fuse.program.call import Call
 from onnx_fuse.program.passes.recompute import Memory

@@ -11,10 +11,10 @@ import pytest
 from cases import RealCase, real_cases
 from support import Cli
 
-from onnx_fuse import passes
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.load import load
-from onnx_fuse.ops.rewrite import is_constant, is_float, label
+from onnx_fuse import rewrite
+from onnx_fuse.autodiff.load import load
+from onnx_fuse.ir.build import text_model
+from onnx_fuse.ops.rules import is_constant, is_float, label
 
 _LN = "float[8] g, float[8] b"
 _IMAGE = "float[2,4,5,5] x, float[4] g, float[4] b"
@@ -98,7 +98,7 @@ def test_what_stays_has_a_reason(name: str) -> None:
         weight.const_value = ir.tensor(ones, name=weight.name)
         model.graph.inputs.remove(weight)
         model.graph.register_initializer(weight)
-    reasons = [left.reason for left in passes.optimize(model).not_fused]
+    reasons = [left.reason for left in rewrite.optimize(model).not_fused]
     for words in wanted:
         assert any(words in reason for reason in reasons), reasons
 
@@ -107,7 +107,7 @@ def test_what_stays_has_a_reason(name: str) -> None:
 @pytest.mark.parametrize("case", real_cases(), ids=lambda c: c.name)
 def test_nothing_stays_without_a_word(case: RealCase, level: int) -> None:
     model = load(case.path)
-    found = passes.optimize(model, level=level).not_fused
+    found = rewrite.optimize(model, level=level).not_fused
     named = {node for left in found for node in left.nodes}
     silent = [
         label(node)
@@ -131,13 +131,13 @@ def test_views_that_part_and_join_are_looked_through_once() -> None:
     )
     ends = "(float[N,M] x0, int64[2] to) => (float[P,Q] y)"
     model = text_model(f"h {ends} {{ {steps} y = Exp (x40) }}")
-    assert passes.optimize(model).not_fused
+    assert rewrite.optimize(model).not_fused
 
 
 def test_a_fusion_that_is_off_is_the_reason() -> None:
     path = next(case.path for case in real_cases() if "LayerNorm" not in case.name)
     model = load(path)
-    reasons = " ".join(left.reason for left in passes.optimize(model, level=0).not_fused)
+    reasons = " ".join(left.reason for left in rewrite.optimize(model, level=0).not_fused)
     assert "is off (--level, --skip)" in reasons or "are off (--level, --skip)" in reasons
 
 
@@ -147,7 +147,7 @@ def test_a_refusal_of_what_a_later_rule_fused_is_not_told() -> None:
         "h (float[3,8] x, float[3,8] r, float[8] g, float[8] b) => (float[3,8] y, float[3,8] s)"
         " { s = Add (x, r) y = LayerNormalization (s, g, b) }"
     )
-    report = passes.optimize(model)
+    report = rewrite.optimize(model)
     assert report.fusions == {"SkipLayerNorm": 1}
     assert report.not_fused == []
 

@@ -23,11 +23,11 @@ import pytest
 from support import Cli
 
 from onnx_fuse import files
+from onnx_fuse.autodiff.load import load
 from onnx_fuse.cli import app, process
 from onnx_fuse.errors import ModelError
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.load import load
-from onnx_fuse.onnx.save import save
+from onnx_fuse.importer.save import save
+from onnx_fuse.ir.build import text_model
 
 MODEL = """net (float[4, 2, 3] x) => (float[4, 4] y)
     <float[6, 4] w = {WEIGHTS}, int64[2] s = {4, 6}> {

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from onnx_fuse.errors import CheckFailed, DataError, OnnxFuseError, UsageError
-from onnx_fuse.onnx.build import text_model
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.training import callbacks, metrics, optim
 from onnx_fuse.training import fit as fitting
 from onnx_fuse.training.history import History

@@ -12,8 +12,8 @@ from float8_net import net
 from lowering import H200, program_of
 
 from onnx_fuse.errors import UsageError
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.save import inline, to_proto
+from onnx_fuse.importer.save import inline, to_proto
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.ops.fused.float8 import HISTORY
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS, Problem

@@ -9,10 +9,10 @@ import onnx_ir as ir
 import pytest
 from onnx import numpy_helper
 
-from onnx_fuse import passes
+from onnx_fuse import rewrite
+from onnx_fuse.autodiff.load import load
+from onnx_fuse.importer.save import to_proto
 from onnx_fuse.lower.walk import lower
-from onnx_fuse.onnx.load import load
-from onnx_fuse.onnx.save import to_proto
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS, Product
 from onnx_fuse.runtime import ort
@@ -69,7 +69,7 @@ def test_the_weights_of_a_product_stay_in_four_bits(
     model = model_of(norm, tail, dtype, contrib)
     feeds = {"x": np.random.default_rng(2).standard_normal((2, 3, K)).astype(dtype)}
     expected = run(model, feeds)
-    passes.optimize(model, level=level, own_kernels=True)
+    rewrite.optimize(model, level=level, own_kernels=True)
     program = lower(model, {"x": (feeds["x"].shape, dtype)}, CHIPS["H200"])
     (product,) = [call.problem for call in program.calls if isinstance(call.problem, Product)]
     assert product.op == "MatMulNBits"
@@ -95,7 +95,7 @@ def test_a_weight_made_of_eight_bits_folds_with_the_norm(dtype: str) -> None:
     model = load(proto)
     feeds = {"x": np.random.default_rng(2).standard_normal((2, 3, k)).astype(dtype)}
     expected = run(model, feeds)
-    passes.optimize(model)
+    rewrite.optimize(model)
     assert [n.op_type for n in model.graph] == ["DequantizeLinear", "LayerNormGemm"]
     for _ in range(2):  # another shape finds what the first has made
         program = lower(model, {"x": (feeds["x"].shape, dtype)}, CHIPS["H200"])

@@ -7,13 +7,13 @@ import onnx_ir as ir
 import pytest
 from test_attention import session
 
-from onnx_fuse import autodiff, passes
+from onnx_fuse import autodiff, rewrite
+from onnx_fuse.importer.shapes import infer_shapes
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.lower.walk import lower
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.shapes import infer_shapes
-from onnx_fuse.passes.precision import lower_precision
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS
+from onnx_fuse.rewrite.precision import lower_precision
 from onnx_fuse.validation.compare import COMPUTED
 
 LOW = -3.4028234663852886e38
@@ -115,7 +115,7 @@ def test_a_row_masked_whole_attends_as_in_float32(graph: str, fused: bool) -> No
     model = model_of(graph)
     feeds = feeds_of(model)
     expected = session(model)(feeds)
-    passes.optimize(model, skip=() if fused else ["Sdpa"])
+    rewrite.optimize(model, skip=() if fused else ["Sdpa"])
     lower_precision(model, ir.DataType.FLOAT16)
     floors = [n.attributes.get_float("floor", 0.0) for n in model.graph if "Sdpa" in n.op_type]
     floor = GRAPHS[graph][2]
@@ -131,7 +131,7 @@ def test_a_graph_of_float16_keeps_its_own_lowest() -> None:
     text = f"agraph ({QKV}, float[B,1,1,T] mask) => (float[B,H,S,16] y) {{ {HEAD}"
     text = (text + f" z = Add (s, mask) {TAIL} }}").replace("float[", "float16[")
     model = text_model(f'<ir_version: 10, opset_import: ["" : 18]>\n{text}')
-    passes.optimize(model)
+    rewrite.optimize(model)
     lower_precision(model, ir.DataType.FLOAT16)
     (node,) = [n for n in model.graph if "Sdpa" in n.op_type]
     assert "floor" not in node.attributes
@@ -147,7 +147,7 @@ def test_a_mask_that_learns_has_no_floor(learned: bool) -> None:
     model = text_model(
         f'<ir_version: 10, opset_import: ["" : 18]>\n{head} {{ {body} z = Add (s, n){TAIL} }}'
     )
-    passes.optimize(model, training=True)
+    rewrite.optimize(model, training=True)
     infer_shapes(model)
     lower_precision(model, ir.DataType.FLOAT16, masters=True)
     (node,) = [n for n in model.graph if "Sdpa" in n.op_type]

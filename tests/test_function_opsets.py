@@ -13,10 +13,10 @@ import numpy as np
 import onnx
 import pytest
 
-from onnx_fuse import passes
+from onnx_fuse import rewrite
+from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import ModelError
-from onnx_fuse.onnx.load import load
-from onnx_fuse.onnx.save import to_proto
+from onnx_fuse.importer.save import to_proto
 from onnx_fuse.runtime import ort
 
 
@@ -103,7 +103,7 @@ def test_a_functions_nodes_are_those_of_its_opset(row: Function) -> None:
     for opset in sorted({row.opset, 13, 18, 21, 22}):
         model = load(row.model(opset))
         assert not model.functions
-        passes.optimize(model)
+        rewrite.optimize(model)
         [found] = ort.run(ort.session(to_proto(model).SerializeToString()), x)
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
 

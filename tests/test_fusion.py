@@ -13,16 +13,16 @@ from cases import NEWEST_OPSET, FusionCase, RealCase, real_cases
 from fusion_cases import FUSION_CASES
 from onnx.reference import ReferenceEvaluator
 
-from onnx_fuse import autodiff, passes
+from onnx_fuse import autodiff, rewrite
+from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import UsageError
-from onnx_fuse.onnx.build import const_array, text_model
-from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.onnx.load import load
-from onnx_fuse.onnx.save import inline, save, to_proto
+from onnx_fuse.importer.save import inline, save, to_proto
+from onnx_fuse.ir.build import const_array, text_model
+from onnx_fuse.ir.common import FUSE
 from onnx_fuse.ops import OPS
 from onnx_fuse.ops.fused.norm import canonical_norm
-from onnx_fuse.ops.rewrite import consumers, through_row_views
-from onnx_fuse.passes import params
+from onnx_fuse.ops.rules import consumers, through_row_views
+from onnx_fuse.rewrite import params
 
 # Relative to the largest value of the output. float32 reassociation over these K stays
 # below 2e-5; float16 outputs hold 11 bits, and the norm's affine part rounds in float16 as well.
@@ -38,7 +38,7 @@ def test_a_wrong_shape_in_the_file_changes_nothing(stale: str, last: str) -> Non
     )
     proto = to_proto(text_model(f"{text} {{ a = Reshape (x, to) {last} }}"))
     model = load(proto)
-    passes.optimize(model)
+    rewrite.optimize(model)
     x = np.arange(-6, 6, dtype=np.float32).reshape(2, 6)
     np.testing.assert_array_equal(run(model, {"x": x})["y"], np.maximum(x.reshape(-1), 0))
 
@@ -76,7 +76,7 @@ SIZES = ({"B": 2, "H": 3, "G": 1, "S": 6, "T": 5}, {"B": 3, "H": 2, "G": 2, "S":
 def test_fusion(case: FusionCase) -> None:
     original = load(case.model())
     model = load(case.model())
-    report = passes.optimize(model, level=case.level)
+    report = rewrite.optimize(model, level=case.level)
     assert tuple(fused_ops(model)) == case.fused
     assert not {node.op_type for node in model.graph}.intersection(case.gone)
     if case.reason:
@@ -100,7 +100,7 @@ def test_training_keeps_every_weight(case: FusionCase) -> None:
         if v.const_value is not None and v.const_value.size > 1 and v.name in case.inputs
     }
     model = load(case.model())
-    passes.optimize(model, training=True)
+    rewrite.optimize(model, training=True)
     found: dict[str, np.ndarray] = {}
     for value in model.graph.initializers.values():
         array = value.const_value.numpy() if value.const_value is not None else np.empty(0)
@@ -117,7 +117,7 @@ def test_real_graphs(case: RealCase, level: int) -> None:
     model = load(case.path)
     names = [[v.name for v in ends] for ends in (model.graph.inputs, model.graph.outputs)]
     shapes = [str(v.shape) for v in (*model.graph.inputs, *model.graph.outputs)]
-    passes.optimize(model, level=level)
+    rewrite.optimize(model, level=level)
     assert [[v.name for v in e] for e in (model.graph.inputs, model.graph.outputs)] == names
     assert [str(v.shape) for v in (*model.graph.inputs, *model.graph.outputs)] == shapes
     for feeds, expected in case.feeds:
@@ -140,7 +140,7 @@ def assert_no_norm_left_before_a_gemm(model: ir.Model) -> None:
 @pytest.mark.parametrize("case", real_cases(), ids=lambda c: c.name)
 def test_inlined_real_graphs_hold_plain_onnx(case: RealCase) -> None:
     model = load(case.path)
-    passes.optimize(model)
+    rewrite.optimize(model)
     flat = inline(model)
     assert {node.domain for node in flat.graph} == {""}
     for feeds, expected in case.feeds:
@@ -150,7 +150,7 @@ def test_inlined_real_graphs_hold_plain_onnx(case: RealCase) -> None:
 def test_fused_file_loads_with_its_ops_and_a_forged_body_is_inlined(tmp_path) -> None:
     case = FUSION_CASES[0]
     model = load(case.model())
-    passes.optimize(model)
+    rewrite.optimize(model)
     save(model, tmp_path / "fused.onnx")
     assert fused_ops(load(tmp_path / "fused.onnx")) == ["LayerNormGemm"]
     proto = to_proto(model)
@@ -170,7 +170,7 @@ def test_an_attention_node_stays_the_body_of_its_sdpa(tmp_path, training) -> Non
     agraph (float[2,4,5,8] q, float[2,2,6,8] k, float[2,2,6,8] v, bool[2,1,5,6] mask)
     => (float[2,4,5,8] y) { y = Attention(q, k, v, mask) }"""
     model = text_model(text)
-    passes.optimize(model, training=training)
+    rewrite.optimize(model, training=training)
     save(model, tmp_path / "fused.onnx")
     model = load(tmp_path / "fused.onnx")
     assert fused_ops(model) == ["GroupedSdpaMaskGuard"]
@@ -182,7 +182,7 @@ def test_an_attention_node_stays_the_body_of_its_sdpa(tmp_path, training) -> Non
 def test_an_op_without_a_newer_body_keeps_its_own_under_that_overload() -> None:
     case = FUSION_CASES[0]
     model = load(case.model())
-    passes.optimize(model)
+    rewrite.optimize(model)
     proto = to_proto(model)
     for called in (*proto.graph.node, *proto.functions):
         if called.domain == FUSE:
@@ -211,7 +211,7 @@ def test_the_operator_of_opset_28_is_a_gated_unit(alpha: str, act: str) -> None:
     x = rng.standard_normal((3, 6)).astype(np.float32)
     a, b = (x @ v.const_value.numpy() for v in model.graph.initializers.values())
     model = load(model)
-    passes.optimize(model)
+    rewrite.optimize(model)
     assert fused_ops(model) == [f"GateFirstGemm{act}"]
     flat = inline(model)
     flat.graph.opset_imports[""] = 21  # its operators are all older
@@ -224,19 +224,19 @@ def test_the_operator_of_opset_28_is_a_gated_unit(alpha: str, act: str) -> None:
 def test_skip_and_fuse_select_by_name() -> None:
     case = next(c for c in FUSION_CASES if c.name == "merge_query_key_value")
     model = load(case.model())
-    passes.optimize(model, skip=["MergedGemm"])
+    rewrite.optimize(model, skip=["MergedGemm"])
     assert fused_ops(model) == ["LayerNormGemm"] * 3
     model = load(case.model())
-    passes.optimize(model, level=0, fuse=["Gemm"])
+    rewrite.optimize(model, level=0, fuse=["Gemm"])
     assert fused_ops(model) == ["LayerNormGemm"] * 3
     with pytest.raises(UsageError, match="there is no fusion 'Gem'"):
-        passes.optimize(model, skip=["Gem"])
+        rewrite.optimize(model, skip=["Gem"])
 
 
 def test_level_3_folds_the_affine_part() -> None:
     case = FUSION_CASES[0]
     model = load(case.model())
-    passes.optimize(model, level=3)
+    rewrite.optimize(model, level=3)
     (node,) = [n for n in model.graph if n.op_type == "LayerNormGemm"]
     scale = node.inputs[1]
     assert scale is not None
@@ -250,7 +250,7 @@ def test_constants_are_compared_exactly() -> None:
     """An epsilon of 1e-12 is no zero: dropping it would divide by zero on a constant row."""
     case = next(c for c in FUSION_CASES if c.name == "norm_written_out_pow_div")
     model = load(case.model())
-    passes.optimize(model)
+    rewrite.optimize(model)
     (node,) = [n for n in model.graph if n.op_type == "LayerNormGemm"]
     assert node.attributes["epsilon"].as_float() == pytest.approx(1e-12)
 
@@ -258,7 +258,7 @@ def test_constants_are_compared_exactly() -> None:
 def test_packed_weights_remember_their_origin() -> None:
     case = next(c for c in FUSION_CASES if c.name == "merge_query_key_value")
     model = load(case.model())
-    passes.optimize(model)
+    rewrite.optimize(model)
     (node,) = [n for n in model.graph if n.op_type == "LayerNormGemm"]
     weight = node.inputs[3]
     assert weight is not None
@@ -287,7 +287,7 @@ def test_tied_weights_stay_tied_in_training() -> None:
     expected = run(load(model), feeds)
     for training, transposes in ((False, 0), (True, 1)):
         fused = load(model)
-        passes.optimize(fused, training=training)
+        rewrite.optimize(fused, training=training)
         assert fused_ops(fused) == ["GemmRelu", "GemmTanh"]
         assert sum(n.op_type == "Transpose" for n in fused.graph) == transposes
         assert_close(run(fused, feeds), expected)
@@ -303,7 +303,7 @@ def test_a_scalar_parameter_is_not_folded_in_training() -> None:
     )
     for training, exps in ((False, 0), (True, 1)):
         fused = load(model)
-        passes.optimize(fused, training=training)
+        rewrite.optimize(fused, training=training)
         assert sum(n.op_type == "Exp" for n in fused.graph) == exps
 
 
@@ -315,7 +315,7 @@ def test_attention_gradients_are_those_of_the_plain_graph(case: FusionCase) -> N
     for fuse in (False, True):
         model = load(case.model())
         if fuse:
-            passes.optimize(model, training=True)
+            rewrite.optimize(model, training=True)
         floats = [v.name for v in model.graph.inputs if v.dtype == ir.DataType.FLOAT]
         wrt = [str(n) for n in floats if n != "mask"]
         backward = autodiff.gradient(model, wrt=wrt)
@@ -340,7 +340,7 @@ def test_gradients_of_inputs_and_weights_are_those_of_the_plain_graph(case: Fusi
         names = [*model.graph.initializers, *(v.name for v in model.graph.inputs)]
         wrt = [str(n) for n in names if n in case.fed or f" {n}" in case.inputs]
         if fuse:
-            passes.optimize(model, training=True)
+            rewrite.optimize(model, training=True)
         backward = autodiff.gradient(model, wrt=wrt)
         feeds = case.feeds(**SIZES[0])
         rng = np.random.default_rng(3)
@@ -354,7 +354,7 @@ def test_gradients_of_inputs_and_weights_are_those_of_the_plain_graph(case: Fusi
 def test_the_report_counts_fused_ops_by_name() -> None:
     case = next(c for c in FUSION_CASES if c.name == "norm_read_by_a_residual")
     model = load(case.model())
-    report = passes.optimize(model)
+    report = rewrite.optimize(model)
     assert report.fusions == {"LayerNormGemm": 1}
     assert any("kept as a second output" in note for note in report.notes)
 
@@ -376,7 +376,7 @@ def test_what_is_worked_out_of_a_filled_tensor_is_folded(body: str, gone: bool) 
      float[1,20] row = {{{row}}}>
     {{ z = ConstantOfShape <value = float[1] {{2}}> (sizes) {body} }}""")
     expected = ReferenceEvaluator(to_proto(model)).run(None, {"x": np.ones((20, 20), np.float32)})
-    passes.optimize(model)
+    rewrite.optimize(model)
     kinds = [n.op_type for n in model.graph]
     assert kinds == (["Add"] if gone else ["ConstantOfShape", *kinds[1:-1], "Add"])
     held = [v.const_value.size for v in model.graph.initializers.values()]
@@ -398,7 +398,7 @@ def test_padding_that_depends_on_the_padding_before_is_folded() -> None:
         f" {{{layers} }}"
     )
     model = text_model(text)
-    report = passes.optimize(model)
+    report = rewrite.optimize(model)
     assert report.fusions == {"LayerNormGemm": 4}
     assert not [node for node in model.graph if node.op_type == "Pad"]
 
@@ -412,7 +412,7 @@ def test_a_large_product_whose_gradient_has_no_kernel_trains_without_its_norm(co
     )
     for training in (False, True):
         model = text_model(text)
-        found = passes.optimize(model, level=1, training=training)
+        found = rewrite.optimize(model, level=1, training=training)
         assert ("LayerNormGemm" in found.fusions) == (fused or not training)
         assert any("multiples of 8" in r.reason for r in found.not_fused) == (
             training and not fused
@@ -447,7 +447,7 @@ def test_a_reshape_to_sizes_of_its_own_input_has_a_constant_target(
         f" t = Concat <axis = 0> ({sizes}) r = Reshape {how}(p, t) y = Neg (r) }}"
     )
     before = onnxruntime.InferenceSession(to_proto(model).SerializeToString())
-    passes.optimize(model)
+    rewrite.optimize(model)
     (reshape,) = [n for n in model.graph if n.op_type == "Reshape"]
     found = const_array(reshape.inputs[1])
     if how and target == [0, -1, 3]:
@@ -469,7 +469,7 @@ def test_a_shape_of_the_weights_is_no_reader_of_theirs() -> None:
         " s = MatMul (q, kt) p = Softmax (s) n = Shape (p) y = MatMul (p, v) }"
     )
     before = onnxruntime.InferenceSession(to_proto(model).SerializeToString())
-    assert passes.optimize(model).fusions == {"Sdpa": 1}
+    assert rewrite.optimize(model).fusions == {"Sdpa": 1}
     after = onnxruntime.InferenceSession(to_proto(model).SerializeToString())
     rng = np.random.default_rng(2)
     rows = {"q": 3, "k": 5, "v": 5}
@@ -494,5 +494,5 @@ def test_rules_of_onnxscript_are_loaded_where_one_applies(
     model = text_model(f"g (float[N, 6] x) => (float[M, K] y) {{ {nodes} }}")
     if left == 3:  # its import takes longer than most graphs
         monkeypatch.setitem(sys.modules, "onnxscript.rewriter", None)
-    passes.optimize(model, level=2)
+    rewrite.optimize(model, level=2)
     assert len(model.graph) == left

@@ -7,8 +7,8 @@ import onnx_ir
 import pytest
 from lowering import program_of, weights_of
 
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import cublaslt
-from onnx_fuse.onnx.build import text_model
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS, Problem
 

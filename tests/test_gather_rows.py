@@ -7,9 +7,9 @@ import onnx_ir as ir
 import pytest
 from test_attention import session
 
-from onnx_fuse import passes
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.passes.gather_rows import GATHER_ROWS
+from onnx_fuse import rewrite
+from onnx_fuse.ir.build import text_model
+from onnx_fuse.rewrite.gather_rows import GATHER_ROWS
 
 
 def ints(name: str, *values: int) -> str:
@@ -104,7 +104,7 @@ def test_gather_rows(row: str, kind: str, batch: str) -> None:
     if kind == "bool" and "padded" in row:
         pytest.skip("onnxruntime pads no booleans")
     plain = session(model)
-    report = passes.optimize(model)
+    report = rewrite.optimize(model)
     left = [n.op_type for n in model.graph if n.op_type in ("Pad", "Slice", "Concat", "Transpose")]
     if row != "a batch that is cut" or batch == "B":  # a fixed batch is rows like any other
         assert report.fusions.get(GATHER_ROWS, 0) == ROWS[row][2]
@@ -127,7 +127,7 @@ def test_gather_rows(row: str, kind: str, batch: str) -> None:
 def test_it_is_turned_off_and_not_for_training() -> None:
     for how in ({"level": 1}, {"skip": [GATHER_ROWS]}, {"training": True}):
         model = model_of("padded, rolled, in windows", "float", "B")
-        assert GATHER_ROWS not in passes.optimize(model, **how).fusions  # type: ignore[arg-type]
+        assert GATHER_ROWS not in rewrite.optimize(model, **how).fusions  # type: ignore[arg-type]
 
 
 def test_an_output_in_the_chain_ends_it() -> None:
@@ -135,7 +135,7 @@ def test_an_output_in_the_chain_ends_it() -> None:
     inner = next(n.outputs[0] for n in model.graph if n.op_type == "Concat")
     model.graph.outputs.append(inner)
     names = [v.name for v in model.graph.outputs]
-    passes.optimize(model)
+    rewrite.optimize(model)
     assert [v.name for v in model.graph.outputs] == names
     x = np.random.default_rng(1).standard_normal((2, 6, 6, 4)).astype(np.float32)
     feeds = {"x": x, "n": np.array([2], np.int64)}

@@ -16,9 +16,9 @@ from onnx_fuse.cuda.pointwise import (
     launch_of,
 )
 from onnx_fuse.cuda.source import without_bounds
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.lower import elementwise
 from onnx_fuse.lower.walk import lower
-from onnx_fuse.onnx.build import text_model
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.problem import CHIPS
 

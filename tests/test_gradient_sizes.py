@@ -18,9 +18,9 @@ from gradient_rows import F32, rng, within
 from test_gradients import ROWS, STEP, TOLERANCE, build, draw, session
 
 import onnx_fuse
-from onnx_fuse import autodiff, passes
+from onnx_fuse import autodiff, rewrite
+from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import ModelError
-from onnx_fuse.onnx.load import load
 from onnx_fuse.runtime import ort
 
 # Rows by the start of their names, with the sizes that are left out, and why.
@@ -169,7 +169,7 @@ def test_a_vector_whose_open_size_is_one_gets_a_sum(name, level):
     forward = session(model)
     (y,) = forward.run(None, feeds)
     fused = load(model)
-    passes.optimize(fused, level=level, training=True)
+    rewrite.optimize(fused, level=level, training=True)
     dy = within(-1, 1, *y.shape).astype(F32)
     grads = session(autodiff.gradient(fused, wrt=[*feeds])).run(
         [f"{n}.grad" for n in feeds], {**feeds, "y.grad": dy}

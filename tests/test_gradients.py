@@ -20,7 +20,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from onnx_fuse import autodiff
 from onnx_fuse.errors import ModelError
-from onnx_fuse.onnx.save import to_proto
+from onnx_fuse.importer.save import to_proto
 
 onnxruntime.set_default_logger_severity(4)
 STEP = {F64: 2.0**-10, F32: 2.0**-6}

@@ -12,7 +12,7 @@ import pytest
 from lowering import program_of, weights_of
 
 from onnx_fuse.errors import UsageError
-from onnx_fuse.onnx.build import text_model
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.runtime.weights import zeros
 from onnx_fuse.training import optim

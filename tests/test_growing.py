@@ -11,7 +11,7 @@ from fake_gpu import FakeGpu
 
 from onnx_fuse import InferenceSession
 from onnx_fuse.cuda.launch import Bound
-from onnx_fuse.onnx.build import text_model
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.program.problem import CHIPS, Launch, Num, Ptr
 
 BIAS = np.linspace(-1, 1, 8, dtype=np.float32)

@@ -17,10 +17,10 @@ from support import Cli
 
 import onnx_fuse
 from onnx_fuse import autodiff
+from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import ModelError
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.load import load
-from onnx_fuse.onnx.save import to_proto
+from onnx_fuse.importer.save import to_proto
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.program.problem import CHIPS, Hardware
 from onnx_fuse.runtime import device, ort
 from onnx_fuse.session import InferenceSession

@@ -8,8 +8,8 @@ from cases import NEWEST_OPSET, FusionCase
 from exact_cases import EXACT_CASES
 from fusion_cases import FUSION_CASES
 
-from onnx_fuse import passes
-from onnx_fuse.onnx.load import load
+from onnx_fuse import rewrite
+from onnx_fuse.autodiff.load import load
 
 ROWS = [
     pytest.param(case, dtype, id=f"{case.name}-{dtype}")
@@ -34,7 +34,7 @@ def test_what_is_nearly_a_fused_operator_says_why_it_stays(case: FusionCase) -> 
     if case.opset > NEWEST_OPSET:
         pytest.skip("onnxruntime is older")
     model = load(case.model())
-    report = passes.optimize(model, level=case.level)
+    report = rewrite.optimize(model, level=case.level)
     assert tuple(n.op_type for n in model.graph if n.domain == "onnx_fuse") == case.fused
     assert not {node.op_type for node in model.graph}.intersection(case.gone)
     reasons = [refusal.reason for refusal in report.not_fused]

@@ -11,7 +11,7 @@ import pytest
 from support import Cli
 
 from onnx_fuse import ops
-from onnx_fuse.onnx.build import text_model
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.validation.gradients import check_gradients
 
 SCALED = "g (float[N,3] x) => (float[N,3] y) <float[3] w = {1, 2, 3}> { y = Mul (x, w) }"

@@ -10,12 +10,12 @@ import onnx_ir
 import onnxruntime
 import pytest
 
-from onnx_fuse import optimize, passes
+from onnx_fuse import optimize, rewrite
+from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import ModelError
-from onnx_fuse.onnx.build import Builder, text_model
-from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE
-from onnx_fuse.onnx.load import load
-from onnx_fuse.onnx.save import at_opset, inline, save, to_proto
+from onnx_fuse.importer.save import at_opset, inline, save, to_proto
+from onnx_fuse.ir.build import Builder, text_model
+from onnx_fuse.ir.common import CANONICAL_OPSET, FUSE
 
 
 def run(source: str | bytes, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
@@ -85,7 +85,7 @@ def test_every_opset_is_brought_up(opset: int) -> None:
     model = load(proto)
     assert model.graph.opset_imports[""] == CANONICAL_OPSET
     assert [v.name for v in model.graph.inputs] == ["x"]
-    passes.optimize(model)
+    rewrite.optimize(model)
     actual = run(to_proto(model).SerializeToString(), {"x": x})
     np.testing.assert_allclose(actual[0], expected[0], rtol=1e-5, atol=1e-6)
 
@@ -101,7 +101,7 @@ def test_a_batch_norm_that_trains_by_its_outputs_still_trains(opset: int) -> Non
     )
     x = np.random.default_rng(0).standard_normal((7, 2)).astype(np.float32) + 3
     model = load(proto)
-    passes.optimize(model)
+    rewrite.optimize(model)
     actual = run(to_proto(model).SerializeToString(), {"x": x})
     unit = (x - x.mean(0)) / np.sqrt(x.var(0) + 1e-5)
     np.testing.assert_allclose(actual[0], np.maximum(unit * [1, 2] + [0, 1], 0), atol=1e-5)
@@ -134,7 +134,7 @@ def annotated() -> onnx.ModelProto:
 
 def test_what_the_user_wrote_is_kept(tmp_path: Path) -> None:
     model = load(annotated())
-    passes.optimize(model)
+    rewrite.optimize(model)
     save(model, tmp_path / "kept.onnx")
     proto = onnx.load(tmp_path / "kept.onnx")
     onnx.checker.check_model(proto)
@@ -166,7 +166,7 @@ def test_local_functions_are_inlined() -> None:
     )
     model = load(proto)
     assert not model.functions
-    passes.optimize(model)
+    rewrite.optimize(model)
     (node,) = list(model.graph)
     assert (node.op_type, len(node.outputs)) == ("LayerNormalization", 1)
     assert node.attributes["epsilon"].as_float() == pytest.approx(0.01)
@@ -186,7 +186,7 @@ def test_what_is_written_anew_in_a_body_and_outside_has_names_of_its_own() -> No
     [want] = onnxruntime.InferenceSession(proto.SerializeToString()).run(None, feeds)
     for level in (0, 2):
         model = load(proto)
-        passes.optimize(model, level=level)
+        rewrite.optimize(model, level=level)
         for candidate in (model, inline(model), at_opset(inline(model), 13)):
             data = to_proto(candidate).SerializeToString()
             [y] = onnxruntime.InferenceSession(data).run(None, feeds)
@@ -223,7 +223,7 @@ def test_a_split_of_no_elements_is_an_empty_sequence() -> None:
           n = SequenceLength (s) }"""
     )
     model = load(proto)
-    passes.optimize(model)
+    rewrite.optimize(model)
     session = onnxruntime.InferenceSession(to_proto(model).SerializeToString())
     assert session.run(None, {"x": np.empty((0, 3), np.float32)}) == [0]
 
@@ -238,7 +238,7 @@ def test_an_optional_without_a_value_stays() -> None:
     graph = onnx.helper.make_graph(nodes, "g", [], [found])
     opsets = [onnx.helper.make_opsetid("", 18)]
     model = load(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=8))
-    passes.optimize(model)
+    rewrite.optimize(model)
     assert run(to_proto(model).SerializeToString(), {}) == [False]
 
 
@@ -250,7 +250,7 @@ def test_external_data_is_read_and_written(tmp_path: Path) -> None:
     save(model, tmp_path / "a.onnx", external=True)
     assert (tmp_path / "a.onnx.data").exists()
     again = load(tmp_path / "a.onnx")
-    passes.optimize(again)
+    rewrite.optimize(again)
     save(again, tmp_path / "b.onnx", external=True)
     for actual, truth in zip(run(str(tmp_path / "b.onnx"), feeds), expected, strict=True):
         np.testing.assert_allclose(actual, truth, rtol=1e-5, atol=1e-6)
@@ -283,7 +283,7 @@ def test_weights_over_two_gigabytes(tmp_path: Path) -> None:
     model.graph.register_initializer(table)
     (tmp_path / "big.onnx").write_bytes(onnx_ir.to_proto(model).SerializeToString())
     loaded = load(tmp_path / "big.onnx")
-    passes.optimize(loaded)
+    rewrite.optimize(loaded)
     save(loaded, tmp_path / "out.onnx")  # no flag: it cannot fit a protobuf
     assert (tmp_path / "out.onnx").stat().st_size < 10_000
     (row,) = run(str(tmp_path / "out.onnx"), {"i": np.array([7])})

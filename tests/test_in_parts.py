@@ -14,8 +14,8 @@ import pytest
 from lowering import H200
 
 from onnx_fuse import Trainer
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.lower import linear, walk
-from onnx_fuse.onnx.build import text_model
 from onnx_fuse.program.call import Program
 from onnx_fuse.program.problem import CHIPS
 

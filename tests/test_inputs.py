@@ -14,10 +14,10 @@ from support import Cli
 
 from onnx_fuse import bench
 from onnx_fuse.errors import ModelError
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.save import save
-from onnx_fuse.onnx.shapes import infer_shapes
-from onnx_fuse.onnx.sizes import evaluate, larger, size, smaller, unknown
+from onnx_fuse.importer.save import save
+from onnx_fuse.importer.shapes import infer_shapes
+from onnx_fuse.ir.build import text_model
+from onnx_fuse.ir.sizes import evaluate, larger, size, smaller, unknown
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import InferenceSession, load

@@ -18,8 +18,8 @@ from math_cases import TOLERANCE, Case, cases, widen
 
 from onnx_fuse import program
 from onnx_fuse.cuda import pointwise
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.save import to_proto
+from onnx_fuse.importer.save import to_proto
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.interpret.memory import Memory
 from onnx_fuse.program.interpret.recurrences import philox

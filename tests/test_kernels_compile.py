@@ -19,6 +19,8 @@ from onnx_fuse import config
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.source import Defines, source_root, waits, waits_first
 from onnx_fuse.errors import DeviceError, UsageError
+from onnx_fuse.importer.load import read
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import candidates, cublaslt, refusals, select, tuning
 from onnx_fuse.kernels.gemm_eight import E4M3, E5M2
 from onnx_fuse.kernels.gemm_sm90 import Wgmma
@@ -26,8 +28,6 @@ from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.layernorm_gemm_grad_small import TILES, FewRows
 from onnx_fuse.kernels.rows import fold, fold_many
 from onnx_fuse.lower.walk import lower
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.load import read
 from onnx_fuse.program.problem import CHIPS, Config, Hardware, Launch, Problem
 from onnx_fuse.program.problems import Conv, Float8, MergedMoments, Window
 from onnx_fuse.program.products import Attention, AttentionGrad

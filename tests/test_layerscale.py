@@ -7,9 +7,9 @@ import onnx_ir as ir
 import pytest
 from test_attention import session
 
-from onnx_fuse import passes
+from onnx_fuse import rewrite
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.lower.walk import lower
-from onnx_fuse.onnx.build import text_model
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS, Problem
 
@@ -58,7 +58,7 @@ def test_layer_scale(row: str) -> None:
     x[4] *= 2.0**-10
     feeds = {"x": x, "r": residual}
     expected = session(model)(feeds)
-    report = passes.optimize(model, level=level)
+    report = rewrite.optimize(model, level=level)
     assert any(n.op_type == "Mul" for n in model.graph) != folds
     if not folds and level:
         said = [str(left) for left in report.not_fused if "scale" in str(left)]
@@ -110,7 +110,7 @@ def test_what_is_not_folded_is_scaled_in_the_products_epilogue(
     expected = {
         "nothing": z * g, "an activation": np.maximum(z * g, 0), "itself": z * g + z
     }.get(after, z * g + r)  # fmt: skip
-    passes.optimize(model, level=level)
+    rewrite.optimize(model, level=level)
     shapes = {n: (a.shape, a.dtype.name) for n, a in feeds.items()}
     program = lower(model, shapes, CHIPS["H200"])
     assert len(program.calls) == count

@@ -22,14 +22,14 @@ from head_rows import (
 )
 from lowering import program_of
 
-from onnx_fuse import autodiff, optim, passes
+from onnx_fuse import autodiff, optim, rewrite
 from onnx_fuse.cuda import nvrtc
+from onnx_fuse.importer.save import to_proto
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import candidates
 from onnx_fuse.kernels.gemm_sm90 import Wgmma
 from onnx_fuse.kernels.loss import Chunk, Exp, Label
 from onnx_fuse.lower import linear_cross_entropy, walk
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.save import to_proto
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.losses import CrossEntropyChunk, ExpRows, LabelScore
 from onnx_fuse.program.problem import CHIPS, Config, Problem
@@ -186,7 +186,7 @@ def test_a_product_whose_scores_are_wanted_stays(case: str) -> None:
         f"agraph (float[M, {WIDTH}] x, float[{CLASSES}, {WIDTH}] w, int64[M] labels) => {outputs} "
         f"{{ {nodes} {LOSS.replace('z', 'l')} }}"
     )
-    report = passes.optimize(model)
+    report = rewrite.optimize(model)
     assert "LinearCrossEntropy" not in report.fusions
     assert any(reason in left.reason for left in report.not_fused)
 

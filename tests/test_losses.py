@@ -14,8 +14,8 @@ from onnxscript import FLOAT
 from onnxscript import opset18 as op
 
 from onnx_fuse.errors import DataError, ModelError, OnnxFuseError, UsageError
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.save import to_proto
+from onnx_fuse.importer.save import to_proto
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.training import fit, optim
 from onnx_fuse.training.losses import Term
 from onnx_fuse.training.trainer import Trainer

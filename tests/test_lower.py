@@ -8,14 +8,14 @@ import onnxruntime
 import pytest
 from lowering import GRAPHS, H200, X, arrays, interpreted, program_of, weights_of
 
-from onnx_fuse import passes, session
+from onnx_fuse import rewrite, session
 from onnx_fuse.cuda import nvrtc, pointwise
 from onnx_fuse.errors import ModelError
+from onnx_fuse.importer.save import to_proto
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import reduce as reduce_kernels
 from onnx_fuse.kernels import site
 from onnx_fuse.lower import elementwise, views, walk
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.save import to_proto
 from onnx_fuse.program.call import NeedsValues, Tensor, reshape_strides
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS, Problem
@@ -137,7 +137,7 @@ def test_a_filter_of_one_tap_is_a_product_with_all_that_follows(batch, act, bias
     feeds = {n: a.astype(kind) for n, a in arrays(**shapes).items()}
     model = text_model(text)
     (expected,) = onnxruntime.InferenceSession(to_proto(model).SerializeToString()).run(None, feeds)
-    passes.optimize(model)
+    rewrite.optimize(model)
     calls = program_of(model, feeds).calls
     copied = dtype == "float16" and width == 7
     assert [isinstance(c.problem, Problem) for c in calls] == [False] * copied + [True]

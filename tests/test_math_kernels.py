@@ -15,12 +15,12 @@ from math_cases import H200, cases
 
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.source import source_root
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import candidates, sdpa, sdpa_grad_sm90, select
 from onnx_fuse.kernels.rule_based import access_width, team_size
 from onnx_fuse.lower.pool import taps
 from onnx_fuse.lower.reduce import passes, pieces
 from onnx_fuse.lower.walk import lower
-from onnx_fuse.onnx.build import text_model
 from onnx_fuse.program.call import Program
 from onnx_fuse.program.problem import CHIPS, Launch, Num, Ptr, TensorMap
 from onnx_fuse.program.problems import Conv, ConvWeightGrad, Softmax, Window

@@ -10,8 +10,8 @@ import pytest
 from fake_gpu import FakeGpu
 
 from onnx_fuse import InferenceSession
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.save import to_proto
+from onnx_fuse.importer.save import to_proto
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.runtime import device
 
 GRAPHS = {

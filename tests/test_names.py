@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from onnx_fuse.onnx.names import FusedName
+from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops import OPS, fused
 from onnx_fuse.ops.activations import ACTIVATIONS
 

@@ -13,11 +13,11 @@ from cases import NEWEST_OPSET, FusionCase
 from fusion_cases import FUSION_CASES
 from near_misses import ROWS, near_misses
 
-from onnx_fuse import passes
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.load import load
+from onnx_fuse import rewrite
+from onnx_fuse.autodiff.load import load
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.ops.fused import RULES
-from onnx_fuse.ops.rewrite import CONDITIONS, Rewriter, Rule
+from onnx_fuse.ops.rules import CONDITIONS, Rewriter, Rule
 from onnx_fuse.runtime import ort
 
 # What says why a graph stays and rewrites none, and another name of a node.
@@ -36,7 +36,7 @@ def _number(rule: Rule) -> int:
 def applied(case: FusionCase, level: int) -> Counter[int]:
     """How often each rule, by its place in RULES, rewrites the graph."""
     counts: Counter[int] = Counter()
-    run = passes._applied
+    run = rewrite._applied
 
     def counted(rule: Rule, rw: Rewriter, node: ir.Node) -> object:
         changed = run(rule, rw, node)
@@ -44,8 +44,8 @@ def applied(case: FusionCase, level: int) -> Counter[int]:
         return changed
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(passes, "_applied", counted)
-        passes.optimize(load(case.model()), level=level)
+        patch.setattr(rewrite, "_applied", counted)
+        rewrite.optimize(load(case.model()), level=level)
     return counts
 
 

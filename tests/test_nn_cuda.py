@@ -12,9 +12,9 @@ from fake_gpu import FakeGpu
 import onnx_fuse as of
 from onnx_fuse import UsageError, nn
 from onnx_fuse.cuda.pointwise import Code
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.nn import functional as F
 from onnx_fuse.nn import graphs, runner
-from onnx_fuse.onnx.build import text_model
 from onnx_fuse.plugins import Kernel, unregister
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.runtime import direct

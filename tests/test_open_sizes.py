@@ -17,13 +17,12 @@ import pytest
 from cases import real_cases
 
 import onnx_fuse
-from onnx_fuse import passes
+from onnx_fuse import rewrite
+from onnx_fuse.autodiff.load import load
 from onnx_fuse.cuda.macros import lanes, pow2
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import candidates, refusals, select
 from onnx_fuse.lower.walk import lower
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.load import load
-from onnx_fuse.passes.precision import in_precision
 from onnx_fuse.program import host, template
 from onnx_fuse.program.call import NeedsValues, Program, Tensor
 from onnx_fuse.program.formula import Formulas, Guards, value
@@ -41,6 +40,7 @@ from onnx_fuse.program.size import (
     upper_bound,
     wide_size_class,
 )
+from onnx_fuse.rewrite.precision import in_precision
 from onnx_fuse.runtime import ort
 from onnx_fuse.runtime import plan as plans
 from onnx_fuse.runtime.changes import spots, words
@@ -506,7 +506,7 @@ def decoder(name: str) -> tuple[Specializer, Callable[[int], PlannedProgram]]:
     """A stored decoder in float16, and its program for a token after so many."""
     path = Path(__file__).parent / "data" / "decoders" / f"{name}.onnx"
     model = load(path)
-    passes.optimize(model, own_kernels=True)
+    rewrite.optimize(model, own_kernels=True)
     graph, precision = in_precision(model, "fp16")
     specializer = Specializer(graph, H200, math=precision)
 

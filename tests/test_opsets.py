@@ -17,13 +17,13 @@ import onnxruntime
 import pytest
 from support import Cli
 
-from onnx_fuse import passes
+from onnx_fuse import rewrite
+from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import ModelError
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.common import CANONICAL_OPSET
-from onnx_fuse.onnx.load import load
-from onnx_fuse.onnx.save import at_opset, inline, to_proto
-from onnx_fuse.onnx.upgrade import UPGRADES
+from onnx_fuse.importer.save import at_opset, inline, to_proto
+from onnx_fuse.importer.upgrade import UPGRADES
+from onnx_fuse.ir.build import text_model
+from onnx_fuse.ir.common import CANONICAL_OPSET
 
 RNG = np.random.default_rng(0)
 AWKWARD = np.array(
@@ -274,7 +274,7 @@ def test_the_upgraded_node_answers_the_same(opset: int, ends: str, nodes: str) -
     model = load(data)
     assert model.graph.opset_imports[""] == CANONICAL_OPSET
     upgraded = to_proto(model).SerializeToString()
-    passes.optimize(model, level=3)
+    rewrite.optimize(model, level=3)
     candidates = [upgraded, to_proto(model).SerializeToString()]
     candidates.append(to_proto(inline(model)).SerializeToString())
     for hostile in (False, True):
@@ -298,7 +298,7 @@ def test_the_node_is_written_back_at_its_opset() -> None:
             f'<ir_version: 8, opset_import: ["" : {opset}]> g {ends} {{ {nodes} }}'
         )
         model = load(proto)
-        passes.optimize(model, level=0)
+        rewrite.optimize(model, level=0)
         try:
             written = to_proto(at_opset(model, opset))
         except ModelError as error:
@@ -381,7 +381,7 @@ def test_a_fused_model_is_written_at_its_opset_and_read_again(text: str, name: s
     text = text.replace("> {", ", float r = {1.4142135}, float one = {1}, float half = {0.5}> {")
     proto = onnx.parser.parse_model(text)
     model = load(proto)
-    passes.optimize(model)
+    rewrite.optimize(model)
     fused = [n.op_type for n in model.graph]
     assert fused == [name]
     x = RNG.standard_normal((3, 4)).astype(np.float32)
@@ -395,7 +395,7 @@ def test_a_fused_model_is_written_at_its_opset_and_read_again(text: str, name: s
     with pytest.raises(ModelError, match=rf"{name}: node .* needs opset 17"):
         at_opset(model, 15)
     plain = inline(model)
-    passes.tidy_inlined(plain)
+    rewrite.tidy_inlined(plain)
     assert "CastLike" not in [n.op_type for n in plain.graph]
     (y,) = run(to_proto(at_opset(plain, 13)).SerializeToString(), {"x": x})
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
@@ -414,7 +414,7 @@ def test_group_normalization_by_group() -> None:
     expected = (unit * s[:, None] + b[:, None]).reshape(x.shape)
     for level in (0, 3):
         optimized = model.clone()
-        passes.optimize(optimized, level=level)
+        rewrite.optimize(optimized, level=level)
         (y,) = run(to_proto(optimized).SerializeToString(), {"x": x, "s": s, "b": b})
         np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
 

@@ -9,7 +9,7 @@ import pytest
 from onnx_fuse import session
 from onnx_fuse.autodiff import Partition, gradient, open_parameters, partition, trainable
 from onnx_fuse.errors import ModelError
-from onnx_fuse.onnx.build import text_model
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.runtime import ort
 
 # name: graph, inputs asked for, inner values that pass from one half to the other
@@ -152,7 +152,7 @@ def test_gradients_of_gradients_are_those_of_differences(name: str) -> None:
 
 
 def test_parameters_that_a_pass_packed_are_inputs_in_their_own_shapes() -> None:
-    from onnx_fuse import passes
+    from onnx_fuse import rewrite
 
     model = session.load(
         text_model(
@@ -168,7 +168,7 @@ def test_parameters_that_a_pass_packed_are_inputs_in_their_own_shapes() -> None:
         for v in model.graph.initializers.values()
         if v.const_value is not None
     }
-    passes.optimize(model, training=True)
+    rewrite.optimize(model, training=True)
     names = open_parameters(model, trainable(model))
     assert sorted(names) == ["a", "b", "c"]
     after = run(model, {"x": x, **weights})

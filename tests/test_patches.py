@@ -8,8 +8,8 @@ import onnxruntime
 import pytest
 
 from onnx_fuse import optim
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.save import to_proto
+from onnx_fuse.importer.save import to_proto
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.training.step import training_model
 
 # attributes of the Conv, shapes of x and w, whether there is a bias; then whether it is a product

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.lower.walk import lower
-from onnx_fuse.onnx.build import text_model
 from onnx_fuse.program.call import Buffer, Call, Program, Tensor, dense_strides
 from onnx_fuse.program.problem import CHIPS, Launch
 from onnx_fuse.runtime import plan as module

@@ -15,11 +15,11 @@ from support import Cli
 
 import onnx_fuse as of
 from onnx_fuse import UsageError, nn, plugins
+from onnx_fuse.autodiff.load import load
 from onnx_fuse.cli import app
 from onnx_fuse.cuda import nvrtc
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.lower.walk import lower
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.load import load
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.runtime import ort
 

@@ -9,8 +9,8 @@ import pytest
 from lowering import program_of
 from onnx.reference import ReferenceEvaluator
 
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.save import to_proto
+from onnx_fuse.importer.save import to_proto
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.passes.pointwise_fusion import _meet

@@ -11,8 +11,8 @@ from sums_rows import OVER, TOLERANCE, always, feeds_of, text_of, wanted
 
 from onnx_fuse import autodiff
 from onnx_fuse.cuda import nvrtc
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.lower.walk import lower
-from onnx_fuse.onnx.build import text_model
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.moves import PointwiseSums
 from onnx_fuse.session import load

@@ -10,10 +10,10 @@ from lowering import program_of
 from onnx.reference import ReferenceEvaluator
 
 from onnx_fuse import autodiff
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.save import to_proto
-from onnx_fuse.onnx.shapes import infer_shapes
-from onnx_fuse.passes.precision import lower_precision
+from onnx_fuse.importer.save import to_proto
+from onnx_fuse.importer.shapes import infer_shapes
+from onnx_fuse.ir.build import text_model
+from onnx_fuse.rewrite.precision import lower_precision
 
 
 @pytest.mark.parametrize("dtype", ["FLOAT16", "BFLOAT16"])

@@ -25,10 +25,10 @@ from fake_gpu import FakeGpu
 import onnx_fuse
 from onnx_fuse import InferenceSession, files, session
 from onnx_fuse.cuda import nvrtc
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.save import save
-from onnx_fuse.passes.precision import in_precision
+from onnx_fuse.importer.save import save
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.program.problem import CHIPS
+from onnx_fuse.rewrite.precision import in_precision
 from onnx_fuse.runtime import collector, plan, precompile, precompile_worker, program_cache
 from onnx_fuse.runtime.instance import Instance
 from onnx_fuse.runtime.launches import Launches
@@ -504,7 +504,7 @@ def test_the_process_ends(end: str, cache: Path, tmp_path: Path) -> None:
     """With the session, and with its parent, however that ends."""
     code = (
         "import gc, os, signal, time\n"
-        "from onnx_fuse.onnx.build import text_model\n"
+        "from onnx_fuse.ir.build import text_model\n"
         "from onnx_fuse.program.problem import CHIPS\n"
         "from onnx_fuse.runtime import precompile\n"
         "from onnx_fuse.runtime.specialize import Specializer\n"
@@ -532,7 +532,7 @@ def test_a_process_that_ends_at_once_is_silent(ending: bool) -> None:
     """A command whose only run is its last act: what cannot be started then is no error."""
     code = (
         "import atexit, threading, time\n"
-        "from onnx_fuse.onnx.build import text_model\n"
+        "from onnx_fuse.ir.build import text_model\n"
         "from onnx_fuse.program.problem import CHIPS\n"
         "from onnx_fuse.runtime import precompile\n"
         "from onnx_fuse.runtime.specialize import Specializer\n"

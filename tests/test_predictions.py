@@ -17,10 +17,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 import predictions
 
 from onnx_fuse import alone
+from onnx_fuse.autodiff.load import load
+from onnx_fuse.importer.save import save
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import select, site
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.load import load
-from onnx_fuse.onnx.save import save
 from onnx_fuse.program.call import Call, Tensor
 from onnx_fuse.program.expression import Expression, Row, Step
 from onnx_fuse.program.moves import Pointwise, ScatterND

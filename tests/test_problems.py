@@ -14,12 +14,12 @@ from cuda.bindings import driver
 from onnx_fuse import config, kernels
 from onnx_fuse.cuda.source import source_root, source_text
 from onnx_fuse.errors import UsageError
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import CALLS_EARLY, MODULES, candidates, select, site, tuning
 from onnx_fuse.kernels.costs import pays, seconds, total
 from onnx_fuse.kernels.gemm_sm90 import STREAM
 from onnx_fuse.kernels.rule_based import RuleBased
 from onnx_fuse.lower import walk
-from onnx_fuse.onnx.build import text_model
 from onnx_fuse.program import passes
 from onnx_fuse.program.call import Call, Program, Tensor
 from onnx_fuse.program.expression import Expression, Step

@@ -10,13 +10,13 @@ import onnx_ir
 import pytest
 from lowering import GRAPHS, H200, RNG, arrays, program_of, weights_of
 
-from onnx_fuse import autodiff, passes, session
+from onnx_fuse import autodiff, rewrite, session
+from onnx_fuse.ir.build import text_model
+from onnx_fuse.ir.common import FUSE
 from onnx_fuse.lower import linear, walk
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.passes.precision import lower_precision
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS, Problem
+from onnx_fuse.rewrite.precision import lower_precision
 from onnx_fuse.training import optim
 from onnx_fuse.training.step import training_model
 
@@ -256,7 +256,7 @@ def test_a_step_folds_the_weights_once_where_that_pays(rows, folds):
         bfloat16[2048,2048] w, bfloat16[2048] c) => (bfloat16[M,2048] y)
         { h = LayerNormalization (x, gamma, beta)  p = MatMul (h, w)  y = Add (p, c) }"""
     )
-    passes.optimize(model)
+    rewrite.optimize(model)
     graph = autodiff.gradient(model, wrt=["x", *sizes])
     shapes = dict.fromkeys(("x", "y.grad"), (rows, 2048)) | sizes
     program = walk.lower(graph, {name: (s, "bfloat16") for name, s in shapes.items()}, H200)
@@ -311,7 +311,7 @@ def test_the_weights_of_a_mixed_precision_step_fold_in_one_launch(monkeypatch):
 def test_an_encoder_layer_moves_nothing():
     """Heads split and merged by strides, positions by a view: in a layer only what computes."""
     model = session.load(Path(__file__).parents[1] / "models/encoder.onnx")
-    passes.optimize(model)
+    rewrite.optimize(model)
     lower_precision(model, onnx_ir.DataType.FLOAT16)
     names = ("input_ids", "attention_mask", "token_type_ids")
     program = program_of(model, {name: np.ones((1, 64), np.int64) for name in names})
@@ -539,7 +539,7 @@ def test_a_product_without_a_bias_has_the_kernel_of_one_with_it(nodes, op):
     text = f"""agraph (float16[40,64] x, float16[64] s, float16[64,72] w, float16[1] c)
     => (float16[40,72] y) {{ {nodes} }}"""
     model = text_model(text)
-    passes.optimize(model)
+    rewrite.optimize(model)
     shapes = {v.name: (tuple(v.shape), "float16") for v in model.graph.inputs}
     program = walk.lower(model, shapes, H200)
     (call,) = [call for call in program.calls if isinstance(call.problem, Problem)]

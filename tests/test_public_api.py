@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import onnx_fuse as of
-from onnx_fuse.onnx.build import text_model
+from onnx_fuse.ir.build import text_model
 
 PUBLIC = (
     "onnx_fuse",

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from quant_cases import CASES, HELD, Quantized
 
+from onnx_fuse.autodiff.load import load
 from onnx_fuse.cuda import nvrtc
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import candidates, select
 from onnx_fuse.lower import walk
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.load import load
 from onnx_fuse.program.epilogue import Epilogue
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS

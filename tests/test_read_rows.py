@@ -10,9 +10,9 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 
-from onnx_fuse import Trainer, optim, passes
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.save import to_proto
+from onnx_fuse import Trainer, optim, rewrite
+from onnx_fuse.importer.save import to_proto
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.ops.fused.read_rows import NAME
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "models"))
@@ -67,7 +67,7 @@ def outputs(found: ir.Model, x: np.ndarray) -> list[np.ndarray]:
 @pytest.mark.parametrize("batch", [1, 3, 0])
 def test_products_of_the_rows_alone(body: str, rows: int, batch: int) -> None:
     before, after = model(body), model(body)
-    assert passes.optimize(after, level=1).fusions[NAME] == 1
+    assert rewrite.optimize(after, level=1).fusions[NAME] == 1
     shapes = [v.shape for node in after.graph for v in node.outputs if node.op_type != "Constant"]
     whole = [s for s in shapes if s is not None and len(s) == 3 and s[1] == 5]
     assert not whole, f"a result of all rows, of which {rows} are read"
@@ -100,7 +100,7 @@ def test_products_of_the_rows_alone(body: str, rows: int, batch: int) -> None:
 )
 def test_other_picks_stay(body: str, also: str) -> None:
     found = model(body, also)
-    assert NAME not in passes.optimize(found, level=1).fusions
+    assert NAME not in rewrite.optimize(found, level=1).fusions
 
 
 def steps_with_and_without(device: str, precision: str, rtol: float) -> None:

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import UsageError
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import costs
 from onnx_fuse.lower.walk import lower
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.load import load
 from onnx_fuse.program import template
 from onnx_fuse.program.call import Program
 from onnx_fuse.program.interpret import interpret

@@ -10,9 +10,9 @@ from test_gradients import build, draw, session
 
 from onnx_fuse import autodiff
 from onnx_fuse.cuda import nvrtc
+from onnx_fuse.ir.build import Builder, text_model
 from onnx_fuse.lower.recurrent import recurrent
 from onnx_fuse.lower.walk import lower
-from onnx_fuse.onnx.build import Builder, text_model
 from onnx_fuse.program.problem import CHIPS
 
 KINDS = {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from onnx_fuse import passes
+from onnx_fuse import rewrite
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 import replay
@@ -28,7 +28,7 @@ def test_a_changed_graph_is_noticed(
     assert "launches: 0 of 2 differ" in counts
     assert "results: 0 of 2 differ" in counts
 
-    monkeypatch.setattr(passes, "optimize", partial(passes.optimize, skip=["Gemm"]))
+    monkeypatch.setattr(rewrite, "optimize", partial(rewrite.optimize, skip=["Gemm"]))
     replay.main(["record", folders[2], *ONLY])
     capsys.readouterr()
     assert replay.main(["compare", folders[0], folders[2]]) == 1

@@ -18,10 +18,10 @@ import pytest
 from fake_gpu import FakeGpu
 from support import ENCODER, Cli
 
-from onnx_fuse import bench, passes, profile, session
+from onnx_fuse import bench, profile, rewrite, session
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import site
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.ops.rewrite import label
+from onnx_fuse.ops.rules import label
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.report import compare, graph, memory, page, pages, terminal, timing, trace, training
 from onnx_fuse.report.layered import HEIGHT, PITCH, layered
@@ -133,7 +133,7 @@ def test_a_graph_too_long_for_placeholders_is_drawn_all_the_same() -> None:
 def test_a_fused_node_stands_for_the_nodes_it_was_made_of() -> None:
     model = session.load(text_model(NORM))
     before = model.clone()
-    passes.optimize(model)
+    rewrite.optimize(model)
     view = graph.view([graph.Drawn("before", before), graph.Drawn("after", model)])
     old, new = view.data["graphs"]
     names = [new["ops"][node[0]] for node in new["nodes"]]
@@ -216,7 +216,7 @@ def test_an_error_where_none_is_allowed_is_infinitely_much() -> None:
 
 def test_a_profile_knows_the_fused_node_that_an_operator_is_part_of() -> None:
     model = session.load(text_model(NORM))
-    passes.optimize(model)
+    rewrite.optimize(model)
     [fused] = [node for node in model.graph if node.domain]
     found = profile.of_onnxruntime(model, {"x": np.ones((2, 8), np.float32)})
     assert label(fused) in {node for span in found.spans for node in span.nodes}
@@ -228,7 +228,7 @@ def test_a_profile_knows_the_fused_node_that_an_operator_is_part_of() -> None:
 
 def program_of(path: Path = ENCODER) -> Any:
     model = session.load(path)
-    passes.optimize(model, own_kernels=True)
+    rewrite.optimize(model, own_kernels=True)
     return bench.program(model, H200)
 
 

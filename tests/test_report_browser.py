@@ -17,8 +17,8 @@ import pytest
 from support import ENCODER
 
 from onnx_fuse import cli as command
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.save import save
+from onnx_fuse.importer.save import save
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.report import graph, page, training
 from onnx_fuse.report.page import Page, Section
 

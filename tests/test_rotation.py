@@ -11,9 +11,9 @@ import onnxruntime
 import pytest
 from lowering import program_of
 
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.shapes import infer_shapes
-from onnx_fuse.passes.rotation import split_rotations
+from onnx_fuse.importer.shapes import infer_shapes
+from onnx_fuse.ir.build import text_model
+from onnx_fuse.rewrite.rotation import split_rotations
 from onnx_fuse.training import optim
 from onnx_fuse.training.step import training_model
 

@@ -7,9 +7,9 @@ import onnxruntime
 import pytest
 from lowering import program_of
 
-from onnx_fuse import passes
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.save import to_proto
+from onnx_fuse import rewrite
+from onnx_fuse.importer.save import to_proto
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.program.call import Call
 
 HEADS, WIDTH, TOKENS = 4, 32, 7
@@ -68,7 +68,7 @@ def optimized(text: str) -> tuple[list[np.ndarray], list[np.ndarray], list[str],
         )
 
     before = run()
-    passes.optimize(model)
+    rewrite.optimize(model)
     return before, run(), [n.op_type for n in model.graph], list(program_of(model, feeds).calls)
 
 
@@ -113,7 +113,7 @@ def test_views_that_undo_each_other(row: int) -> None:
         name = f"v{i}"
     graph = f"agraph (float{list(shape)} x) => (float{list(want.shape)} y)"
     model = text_model(f"{graph} {{ {text} y = Neg({name}) }}")
-    passes.optimize(model)
+    rewrite.optimize(model)
     views = [n.op_type for n in model.graph if n.op_type in ("Reshape", "Transpose")]
     (found,) = onnxruntime.InferenceSession(to_proto(model).SerializeToString()).run(None, {"x": x})
     np.testing.assert_array_equal(found, -want)

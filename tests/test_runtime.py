@@ -16,8 +16,8 @@ from fake_gpu import FakeGpu
 from onnx_fuse import InferenceSession, Trainer, config
 from onnx_fuse.cuda.arguments import Arguments
 from onnx_fuse.errors import DataError, UsageError
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.save import to_proto
+from onnx_fuse.importer.save import to_proto
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.program.problem import Launch, Num, Ptr, Table
 from onnx_fuse.runtime import device, staging
 from onnx_fuse.runtime import executable as module

@@ -7,9 +7,9 @@ import pytest
 from lowering import program_of
 
 from onnx_fuse import gradient
+from onnx_fuse.autodiff.load import load
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import candidates, refusals, select
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.load import load
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.moves import PointwiseSums, ScatterND
 from onnx_fuse.program.problem import CHIPS

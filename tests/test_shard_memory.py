@@ -13,8 +13,8 @@ import pytest
 from rank_program import Exchange, step_program
 
 from onnx_fuse.errors import UsageError
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.lower.walk import lower
-from onnx_fuse.onnx.build import text_model
 from onnx_fuse.program.call import Call, Program, Tensor
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.open import Open

@@ -11,11 +11,11 @@ from cases import FusionCase
 from exact_cases import EXACT_CASES
 from fusion_cases import FUSION_CASES
 
-from onnx_fuse import autodiff, cli, passes
+from onnx_fuse import autodiff, cli, rewrite
+from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import UsageError
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.load import load
-from onnx_fuse.onnx.save import save
+from onnx_fuse.importer.save import save
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.runtime import ort
 from onnx_fuse.training import optim
 from onnx_fuse.training.trainer import Trainer
@@ -213,7 +213,7 @@ FOLDED = [
 @pytest.mark.parametrize("case", FOLDED, ids=lambda case: case.name)
 def test_a_parameter_that_is_folded_loses_its_name(case: FusionCase) -> None:
     plain, fused = load(case.model()), load(case.model())
-    report = passes.optimize(fused)
+    report = rewrite.optimize(fused)
     before = plain.graph.initializers
     for name, value in fused.graph.initializers.items():
         if name in before:

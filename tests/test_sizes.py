@@ -11,13 +11,13 @@ from lowering import interpreted
 from shape_graphs import SIZES, shape_graph
 
 import onnx_fuse
+from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import ModelError
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.load import load
-from onnx_fuse.onnx.save import to_proto
-from onnx_fuse.onnx.shapes import infer_shapes
-from onnx_fuse.passes import optimize
-from onnx_fuse.passes.sizes import infer_reshapes
+from onnx_fuse.importer.save import to_proto
+from onnx_fuse.importer.shapes import infer_shapes
+from onnx_fuse.ir.build import text_model
+from onnx_fuse.rewrite import optimize
+from onnx_fuse.rewrite.sizes import infer_reshapes
 from onnx_fuse.runtime import ort
 
 Array = np.ndarray[Any, Any]

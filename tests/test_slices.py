@@ -7,9 +7,9 @@ import onnx_ir as ir
 import pytest
 
 from onnx_fuse import session
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.save import to_proto
-from onnx_fuse.passes.slices import slices_as_splits
+from onnx_fuse.importer.save import to_proto
+from onnx_fuse.ir.build import text_model
+from onnx_fuse.rewrite.slices import slices_as_splits
 from onnx_fuse.runtime import ort
 
 MANY = 9223372036854775807

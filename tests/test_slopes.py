@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from onnx_fuse import progress
-from onnx_fuse.onnx.build import text_model
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.validation.reference import reference_evaluator
 from onnx_fuse.validation.slopes import Slopes
 

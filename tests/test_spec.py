@@ -10,9 +10,9 @@ import pytest
 from lowering import program_of
 
 from onnx_fuse.errors import ModelError
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import candidates, refusals, select
 from onnx_fuse.lower.walk import lower
-from onnx_fuse.onnx.build import text_model
 from onnx_fuse.program import passes, spec
 from onnx_fuse.program.call import Call, Program, Tensor
 from onnx_fuse.program.problem import CHIPS, Config, Num, Problem, Ptr, batch_strides

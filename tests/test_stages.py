@@ -10,14 +10,14 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 
+from onnx_fuse.importer.save import to_proto
+from onnx_fuse.ir.build import all_nodes, text_model
 from onnx_fuse.lower import walk
-from onnx_fuse.onnx.build import all_nodes, text_model
-from onnx_fuse.onnx.common import carries_body
-from onnx_fuse.onnx.save import to_proto
-from onnx_fuse.passes import optimize
+from onnx_fuse.ops.bodies import carries_body
 from onnx_fuse.program.call import NeedsValues, Program
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS
+from onnx_fuse.rewrite import optimize
 
 H200 = CHIPS["H200"]
 RNG = np.random.default_rng(0)

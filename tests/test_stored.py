@@ -13,8 +13,8 @@ from onnx import TensorProto, helper, numpy_helper
 from support import Cli
 
 import onnx_fuse
-from onnx_fuse.onnx.load import load
-from onnx_fuse.onnx.save import to_proto
+from onnx_fuse.autodiff.load import load
+from onnx_fuse.importer.save import to_proto
 from onnx_fuse.runtime import ort
 from onnx_fuse.validation.check import validate
 

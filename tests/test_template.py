@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from onnx_fuse.errors import ModelError
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.lower.walk import lower
-from onnx_fuse.onnx.build import text_model
 from onnx_fuse.program import formula, template
 from onnx_fuse.program.call import Program
 from onnx_fuse.program.open import Open

@@ -16,7 +16,7 @@ from fake_gpu import FakeGpu  # noqa: E402
 from lowering import program_of  # noqa: E402
 
 from onnx_fuse.errors import UsageError  # noqa: E402
-from onnx_fuse.onnx.build import text_model  # noqa: E402
+from onnx_fuse.ir.build import text_model  # noqa: E402
 from onnx_fuse.program.call import dtype_of  # noqa: E402
 from onnx_fuse.program.problem import CHIPS  # noqa: E402
 from onnx_fuse.runtime import direct  # noqa: E402

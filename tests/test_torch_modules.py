@@ -22,7 +22,7 @@ from torch_models import Block, Gpt, losses  # noqa: E402
 import onnx_fuse as of  # noqa: E402
 import onnx_fuse.torch as oft  # noqa: E402
 from onnx_fuse.errors import CheckFailed, UsageError  # noqa: E402
-from onnx_fuse.onnx.build import text_model  # noqa: E402
+from onnx_fuse.ir.build import text_model  # noqa: E402
 from onnx_fuse.torch import eager  # noqa: E402
 
 CURVE = 1e-4

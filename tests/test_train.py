@@ -10,7 +10,8 @@ import onnx
 import onnxruntime as ort
 import pytest
 
-from onnx_fuse import autodiff, nn, passes
+from onnx_fuse import autodiff, nn, rewrite
+from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import (
     CheckFailed,
     DataError,
@@ -19,10 +20,9 @@ from onnx_fuse.errors import (
     OnnxFuseError,
     UsageError,
 )
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.load import load
-from onnx_fuse.onnx.save import save, to_proto
-from onnx_fuse.onnx.shapes import fix_shapes
+from onnx_fuse.importer.save import save, to_proto
+from onnx_fuse.importer.shapes import fix_shapes
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.training import fit, optim
 from onnx_fuse.training.backends import Cuda, Portable
 from onnx_fuse.training.callbacks import Watch
@@ -330,7 +330,7 @@ def fixed(case: RealCase) -> tuple[Any, dict[str, Array]]:
     feeds, outputs = case.feeds[0]
     model = load(case.path)
     fix_shapes(model, {k: [1, *v.shape[1:]] for k, v in feeds.items()})
-    passes.optimize(model, level=0, training=True)
+    rewrite.optimize(model, level=0, training=True)
     feeds = {**feeds, "labels": 1 + next(iter(outputs.values()))}
     return model, {k: np.concatenate([v[:2], v[:1]]) for k, v in feeds.items()}
 

@@ -11,8 +11,8 @@ import onnxruntime as ort
 import pytest
 
 from onnx_fuse import cli
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.save import save
+from onnx_fuse.importer.save import save
+from onnx_fuse.ir.build import text_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 import mlp

@@ -8,8 +8,8 @@ import numpy as np
 import onnx
 import pytest
 
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.save import to_proto
+from onnx_fuse.importer.save import to_proto
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.training import optim
 from onnx_fuse.training.step import training_model
 from onnx_fuse.training.trainer import Trainer

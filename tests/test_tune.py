@@ -15,9 +15,9 @@ from support import Cli
 from onnx_fuse import alone, config, progress, tune
 from onnx_fuse.cli import bench
 from onnx_fuse.cuda import cublaslt
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import candidates, select, tuning
 from onnx_fuse.lower.walk import lower
-from onnx_fuse.onnx.build import text_model
 from onnx_fuse.program.call import Call
 from onnx_fuse.program.problem import CHIPS, PRECISIONS
 from onnx_fuse.program.problems import Norm

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from fake_gpu import FakeGpu
 
-from onnx_fuse.onnx.build import text_model
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.runtime.device import DeviceMemoryError, Memory
 from onnx_fuse.runtime.executable import Executable
 from onnx_fuse.runtime.tensor import DeviceTensor

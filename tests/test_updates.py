@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from lowering import program_of
 
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.lower.updates import Updates
-from onnx_fuse.onnx.build import text_model
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.training import optim
 

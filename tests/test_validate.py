@@ -13,13 +13,13 @@ import pytest
 from lowering import program_of
 from support import ENCODER, Cli
 
-from onnx_fuse import ops, passes
+from onnx_fuse import ops, rewrite
+from onnx_fuse.autodiff.load import load as load_model
 from onnx_fuse.errors import ModelError, UsageError
-from onnx_fuse.onnx.build import Builder, const_array, text_model
-from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.onnx.load import load as load_model
-from onnx_fuse.onnx.save import to_proto
-from onnx_fuse.onnx.shapes import fix_shapes, infer_shapes
+from onnx_fuse.importer.save import to_proto
+from onnx_fuse.importer.shapes import fix_shapes, infer_shapes
+from onnx_fuse.ir.build import Builder, const_array, text_model
+from onnx_fuse.ir.common import FUSE
 from onnx_fuse.program.call import Program, dtype_of
 from onnx_fuse.program.problem import CHIPS, Hardware
 from onnx_fuse.runtime import ort
@@ -250,7 +250,7 @@ def test_random_outputs_are_found_and_only_their_shapes_compared() -> None:
 
 def fused_encoder() -> Model:
     model = load(ENCODER)
-    passes.optimize(model)
+    rewrite.optimize(model)
     return model
 
 

@@ -9,10 +9,10 @@ import onnx
 import pytest
 from support import ENCODER
 
+from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import ModelError
-from onnx_fuse.onnx import weights
-from onnx_fuse.onnx.load import load
-from onnx_fuse.onnx.save import save
+from onnx_fuse.importer import weights
+from onnx_fuse.importer.save import save
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import onnx_ir as ir
 import pytest
 from lowering import program_of, weights_of
 
-from onnx_fuse.onnx.build import text_model
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import Problem
 

@@ -12,10 +12,10 @@ from test_gradients import session
 from window_gradients import network
 
 from onnx_fuse import autodiff
+from onnx_fuse.ir.build import text_model
+from onnx_fuse.ir.common import FUSE
 from onnx_fuse.kernels import candidates
 from onnx_fuse.lower.conv_transpose import phases
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS, Num
 from onnx_fuse.program.problems import (

@@ -168,7 +168,7 @@ def outcome(case: Any, *, by_numpy: bool = False) -> tuple[str, str]:
 
     from onnx_fuse.autodiff import expand_training_ops
     from onnx_fuse.errors import OnnxFuseError
-    from onnx_fuse.onnx.build import defaults
+    from onnx_fuse.ir.build import defaults
     from onnx_fuse.runtime.executable import Executable
     from onnx_fuse.session import load
 

@@ -22,7 +22,7 @@ import torch as t
 from bench_vision import Once, ours, timed
 from gpu_turns import Turn
 
-from onnx_fuse.onnx.build import text_model
+from onnx_fuse.ir.build import text_model
 
 # channels in, image, filters, kernel, stride
 CONVOLUTIONS = (

@@ -29,7 +29,7 @@ import torch as t
 from kernel_lab import SHAPES, Case, interleaved, make, prepare, rotation
 from performance_page import ARMS, fp16_verdict, save, verdict
 
-from onnx_fuse import autodiff, passes
+from onnx_fuse import autodiff, rewrite
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.launch import Step, bind
 from onnx_fuse.kernels import Choice, candidates, select, tuning
@@ -292,7 +292,7 @@ def linear_gelu_gradient(k: int, n: int) -> Any:
         )
         model.graph.initializer.append(zeros)
     graph = load(model)
-    passes.optimize(graph)
+    rewrite.optimize(graph)
     return autodiff.gradient(graph, wrt=["x", "w", "c"])
 
 

@@ -190,12 +190,12 @@ def reassociate(model: ModelProto, rng: np.random.Generator) -> bool:
 
 def written_out(model: ModelProto, rng: np.random.Generator) -> bool:
     """The graph is fused, and each fused operator is replaced by its body."""
-    from onnx_fuse import passes
-    from onnx_fuse.onnx.load import load
-    from onnx_fuse.onnx.save import inline, to_proto
+    from onnx_fuse import rewrite
+    from onnx_fuse.autodiff.load import load
+    from onnx_fuse.importer.save import inline, to_proto
 
     graph = load(model.SerializeToString())
-    passes.optimize(graph, level=int(rng.integers(1, 4)))
+    rewrite.optimize(graph, level=int(rng.integers(1, 4)))
     model.CopyFrom(to_proto(inline(graph), shapes=False))
     return True
 

@@ -77,7 +77,7 @@ SENSITIVITY = 16
 
 def sources() -> Iterator[tuple[str, ModelProto, Feeds]]:
     """Small graphs of the fusion table, and the stored exports, with a feed each."""
-    from onnx_fuse.onnx.save import to_proto
+    from onnx_fuse.importer.save import to_proto
 
     for case in FUSION_CASES:
         if case.opset <= NEWEST_OPSET:
@@ -294,10 +294,10 @@ class Subject:
 
 def outcome(subject: Subject, rng: np.random.Generator, phase: Phase) -> tuple[str, str]:
     """(equal, refused, invalid or a fault; what exactly)."""
-    from onnx_fuse import passes
+    from onnx_fuse import rewrite
+    from onnx_fuse.autodiff.load import load
     from onnx_fuse.errors import ModelError
-    from onnx_fuse.onnx.load import load
-    from onnx_fuse.onnx.save import inline, to_proto
+    from onnx_fuse.importer.save import inline, to_proto
 
     model, original = subject.model, subject.original
     data = model.SerializeToString()
@@ -317,7 +317,7 @@ def outcome(subject: Subject, rng: np.random.Generator, phase: Phase) -> tuple[s
     for level in LEVELS:
         try:
             graph = load(data)
-            passes.optimize(graph, level=level)
+            rewrite.optimize(graph, level=level)
             results = [("", to_proto(graph, shapes=False))]
             if level == LEVELS[-2]:
                 results.append((" inlined", to_proto(inline(graph), shapes=False)))
@@ -350,9 +350,9 @@ def outcome(subject: Subject, rng: np.random.Generator, phase: Phase) -> tuple[s
 
 def programs(subject: Subject, data: bytes, runs: list[Run], coarse: str) -> tuple[str, str]:
     """The same of the programs for a GPU, at each size that onnxruntime takes."""
-    from onnx_fuse import InferenceSession, passes
+    from onnx_fuse import InferenceSession, rewrite
+    from onnx_fuse.autodiff.load import load
     from onnx_fuse.errors import OnnxFuseError
-    from onnx_fuse.onnx.load import load
     from onnx_fuse.program.interpret.run import initializers
     from onnx_fuse.runtime.specialize import Specializer
 
@@ -362,7 +362,7 @@ def programs(subject: Subject, data: bytes, runs: list[Run], coarse: str) -> tup
             on_gpu = InferenceSession(data, device="cuda")
         else:
             graph = load(data)
-            passes.optimize(graph, level=2)
+            rewrite.optimize(graph, level=2)
             specializer, weights = Specializer(graph, every_size.H200), initializers(graph)
         for run in runs:
             if run.label.startswith("hostile"):

@@ -38,9 +38,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "models"), str(ROOT / "tools")]
 VOCAB = 1009
 """Tokens of each model, no size of a batch; their number costs the host nothing but memory."""
 PHASES = (
-    ("load", "onnx_fuse.onnx.load", "load"),
-    ("passes", "onnx_fuse.passes", "optimize"),
-    ("passes", "onnx_fuse.passes.precision", "in_precision"),
+    ("load", "onnx_fuse.importer.load", "load"),
+    ("passes", "onnx_fuse.rewrite", "optimize"),
+    ("passes", "onnx_fuse.rewrite.precision", "in_precision"),
     ("autodiff", "onnx_fuse.training.step", "training_model"),
     ("lower", "onnx_fuse.lower.walk", "Lowerer.run"),
     ("lower: bodies", "onnx_fuse.lower.walk", "Lowerer._body"),

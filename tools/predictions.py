@@ -35,8 +35,8 @@ import onnx_ir
 from gpu_turns import Place, Turn, devices
 
 from onnx_fuse import InferenceSession, Trainer, config, optim
+from onnx_fuse.importer.save import save
 from onnx_fuse.kernels import site, tuning
-from onnx_fuse.onnx.save import save
 from onnx_fuse.program.call import Call
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.runtime.instance import Instance

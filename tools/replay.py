@@ -46,7 +46,7 @@ from every_size_models import fused_gradient, sources, step
 from replay_text import array_text, graph_text, launch_lines, model_names, program_text
 
 import onnx_fuse
-from onnx_fuse import passes
+from onnx_fuse import rewrite
 from onnx_fuse.lower.table import lowerings
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.program.call import NeedsValues, Program
@@ -74,9 +74,9 @@ class Recorder:
     def record(self, make: Callable[[], ir.Model], training: str) -> Records:
         original = make()
         names = model_names(original)
-        for level in passes.LEVELS:
+        for level in rewrite.LEVELS:
             model = make()
-            report = passes.optimize(model, level=level)
+            report = rewrite.optimize(model, level=level)
             self.records["graph"][f"level {level}"] = graph_text(model, names)
             reasons = [f"{n} {name}" for name, n in sorted(report.fusions.items())] + report.notes
             for left in report.not_fused:

@@ -21,7 +21,7 @@ from test_public_api import named
 
 import onnx_fuse
 from onnx_fuse.cli.app import app, run_command
-from onnx_fuse.onnx.save import to_proto
+from onnx_fuse.importer.save import to_proto
 
 COMMANDS = {
     "optimize": "optimize MODEL -o OUT.onnx --explain",

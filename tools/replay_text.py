@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from onnx_fuse.cuda.nvrtc import compile as compile_cubin
 from onnx_fuse.cuda.source import Defines, source_text
-from onnx_fuse.onnx.build import all_nodes
+from onnx_fuse.ir.build import all_nodes
 from onnx_fuse.program.call import Call, Program
 
 SHOWN = 4

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from onnx_fuse.onnx.build import text_model
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.executable import Executable
 from onnx_fuse.runtime.tensor import DeviceTensor

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import onnx_fuse.ir  # noqa: F401  # it imports onnx_ir without sympy
 from onnx_fuse.autodiff.emit import Emitter, Whole
 from onnx_fuse.autodiff.model import (
     attach_loss,

@@ -9,12 +9,13 @@ import onnx
 import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError
-from onnx_fuse.onnx import contrib
-from onnx_fuse.onnx.actual_sizes import correct_types
-from onnx_fuse.onnx.build import Builder
-from onnx_fuse.onnx.common import carries_body, one_line
-from onnx_fuse.onnx.save import fused_function
-from onnx_fuse.onnx.types import element_type
+from onnx_fuse.importer import contrib
+from onnx_fuse.importer.save import fused_function
+from onnx_fuse.importer.types import element_type
+from onnx_fuse.ir.actual_sizes import correct_types
+from onnx_fuse.ir.build import Builder
+from onnx_fuse.ir.common import one_line
+from onnx_fuse.ops.bodies import carries_body
 from onnx_fuse.ops.cells import Written, activations
 from onnx_fuse.ops.grad_helpers import fail, may_be_float, text
 from onnx_fuse.ops.recurrent import GATES

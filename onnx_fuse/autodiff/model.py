@@ -10,19 +10,19 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.autodiff.emit import Emitter, roots
+from onnx_fuse.autodiff.load import load
 from onnx_fuse.autodiff.walk import backward
 from onnx_fuse.errors import ModelError, UsageError
-from onnx_fuse.onnx.build import rank, rename_shadowing_values
-from onnx_fuse.onnx.common import DEFAULT, MAP_TYPE, Model
-from onnx_fuse.onnx.load import load
-from onnx_fuse.onnx.shapes import infer_shapes
-from onnx_fuse.onnx.traits import only_sizes
+from onnx_fuse.importer.shapes import infer_shapes
+from onnx_fuse.ir.build import rank, rename_shadowing_values
+from onnx_fuse.ir.common import DEFAULT, MAP_TYPE, Model
+from onnx_fuse.ir.traits import only_sizes
 from onnx_fuse.ops.grad_helpers import may_be_float
 from onnx_fuse.ops.loss import LOSSES, label_value
-from onnx_fuse.ops.rewrite import CONSTANT
-from onnx_fuse.passes.canonicalize import canonicalize
-from onnx_fuse.passes.constants import lift_parameters, starts_recurrence
-from onnx_fuse.passes.params import pack_values, parts, unpack_values
+from onnx_fuse.ops.rules import CONSTANT
+from onnx_fuse.rewrite.canonicalize import canonicalize
+from onnx_fuse.rewrite.constants import lift_parameters, starts_recurrence
+from onnx_fuse.rewrite.params import pack_values, parts, unpack_values
 
 GRADIENT_OF = "onnx_fuse.gradient_of"
 """Key of the metadata of an input or output that is a gradient: the name of what it is one of."""

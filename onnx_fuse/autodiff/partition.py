@@ -12,12 +12,12 @@ import onnx_ir as ir
 from onnx_fuse.autodiff.emit import Emitter
 from onnx_fuse.autodiff.subgraphs import ancestors, reads
 from onnx_fuse.autodiff.walk import backward
-from onnx_fuse.onnx.build import Builder, all_nodes, const_array
-from onnx_fuse.onnx.evaluate import DRAWS
-from onnx_fuse.onnx.save import inline
-from onnx_fuse.onnx.shapes import infer_shapes
+from onnx_fuse.importer.save import inline
+from onnx_fuse.importer.shapes import infer_shapes
+from onnx_fuse.ir.build import Builder, all_nodes, const_array
+from onnx_fuse.ir.evaluate import DRAWS
 from onnx_fuse.ops.grad_helpers import fail, may_be_float
-from onnx_fuse.passes.canonicalize import clean
+from onnx_fuse.rewrite.canonicalize import clean
 
 _VIEWS = frozenset(("Transpose", "Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"))
 """Operators whose result is made again for the backward, rather than kept: they move no value.

@@ -9,9 +9,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.autodiff.emit import Emitter
-from onnx_fuse.onnx.build import subgraphs
-from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.onnx.types import shapes_of_body, values_read
+from onnx_fuse.importer.types import shapes_of_body, values_read
+from onnx_fuse.ir.build import subgraphs
+from onnx_fuse.ir.common import FUSE
 from onnx_fuse.ops.grad_helpers import fail, may_be_float, size_of, zeros_like
 
 Walk: TypeAlias = Callable[..., dict[str, ir.Value]]

@@ -11,14 +11,14 @@ import onnx_ir as ir
 from onnx_fuse.autodiff.emit import Emitter, Whole, expand, roots
 from onnx_fuse.autodiff.subgraphs import captures, reads, through_if, through_loop
 from onnx_fuse.errors import ModelError
-from onnx_fuse.onnx import contrib
-from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.onnx.names import FusedName
-from onnx_fuse.onnx.shapes import infer_shapes
+from onnx_fuse.importer import contrib
+from onnx_fuse.importer.shapes import infer_shapes
+from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops import NoGrad, OpDef, lookup
 from onnx_fuse.ops.grad_helpers import fail, may_be_float, unbroadcast, zeros_like
 from onnx_fuse.ops.recurrent import GATES, steps_kind
-from onnx_fuse.passes.leaf_norm import without_rows
+from onnx_fuse.rewrite.leaf_norm import without_rows
 
 # The rules of these answer in a broadcast shape (elementwise: the output's), which the walker sums
 # back; all other rules answer in the shape of the input.

@@ -123,7 +123,7 @@ def bench(
         {"--records": records, "--trace": trace, "--json": json, "--html": html},
     )
     from onnx_fuse import bench as timing
-    from onnx_fuse.onnx.shapes import fix_shapes
+    from onnx_fuse.importer.shapes import fix_shapes
     from onnx_fuse.validation.inputs import read_feeds
 
     printer = show.printer()
@@ -186,11 +186,11 @@ def bench(
         traces.write(trace, str(model), traces.of_profile(run.profile, run.program))
 
     def sections() -> list[Section]:
-        from onnx_fuse import passes
+        from onnx_fuse import rewrite
         from onnx_fuse.report import timing as pages
 
         fused = graph.clone()
-        passes.optimize(fused, own_kernels=device == "cuda")
+        rewrite.optimize(fused, own_kernels=device == "cuda")
         return pages.compared(result, run, fused)
 
     show.write_reports(
@@ -231,8 +231,8 @@ def _to_tune(
     Between them: how often the model has each problem, by its key.
     """
     from onnx_fuse import alone, tune
+    from onnx_fuse.importer.shapes import fix_shapes
     from onnx_fuse.kernels import tuning
-    from onnx_fuse.onnx.shapes import fix_shapes
     from onnx_fuse.session import InferenceSession
     from onnx_fuse.validation.inputs import generate, read_feeds
 

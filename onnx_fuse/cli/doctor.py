@@ -100,7 +100,7 @@ def _try_onnxruntime() -> str:
     """Run a small fused model, so that a broken installation shows here."""
     import numpy as np
 
-    from onnx_fuse.onnx.build import text_model
+    from onnx_fuse.ir.build import text_model
     from onnx_fuse.session import InferenceSession
 
     model = text_model("agraph (float[N] x) => (float[N] y) { y = Relu(x) }")

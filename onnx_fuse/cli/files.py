@@ -63,7 +63,7 @@ def check_paths(reads: Paths, writes: Paths) -> None:
             models.append(path)
     outputs = list(_flat(writes))
     if any(path.exists() for _, path in outputs):
-        from onnx_fuse.onnx.load import external_files
+        from onnx_fuse.importer.load import external_files
 
         for model in models:
             for part in external_files(model):

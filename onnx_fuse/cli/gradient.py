@@ -70,8 +70,8 @@ def gradient(
     """
     from onnx_fuse import autodiff, progress, report
     from onnx_fuse.files import written
-    from onnx_fuse.onnx.load import read
-    from onnx_fuse.onnx.save import save
+    from onnx_fuse.importer.load import read
+    from onnx_fuse.importer.save import save
 
     output = output or files.default_output(model, ".grad.onnx")
     files.check_paths(

@@ -29,7 +29,7 @@ def inspect(
 ) -> None:
     """Show the inputs, outputs, operators and sizes of models, side by side."""
     from onnx_fuse import report
-    from onnx_fuse.onnx.load import read
+    from onnx_fuse.importer.load import read
 
     files.check_paths({"MODEL": models}, {"--json": json, "--html": html})
     printer = show.printer()

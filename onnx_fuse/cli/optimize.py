@@ -114,12 +114,12 @@ def optimize(
         {"-o": files.with_weights(output), "--json": json, "--html": html},
     )
     printer = show.printer()
-    from onnx_fuse import bench, passes, progress, report
+    from onnx_fuse import bench, progress, report, rewrite
     from onnx_fuse.files import written
-    from onnx_fuse.onnx.load import opaque, read
-    from onnx_fuse.onnx.save import at_opset, loadable, save
-    from onnx_fuse.onnx.save import inline as inlined
-    from onnx_fuse.onnx.shapes import fix_shapes
+    from onnx_fuse.importer.load import opaque, read
+    from onnx_fuse.importer.save import at_opset, loadable, save
+    from onnx_fuse.importer.save import inline as inlined
+    from onnx_fuse.importer.shapes import fix_shapes
     from onnx_fuse.validation.inputs import read_feeds
 
     check_precision(precision)
@@ -143,7 +143,7 @@ def optimize(
         graph = files.load(original, str(model))
     loaded: Any = graph.clone() if html else None
     try:
-        found = passes.optimize(graph, level=level, fuse=split_names(fuse), skip=split_names(skip))
+        found = rewrite.optimize(graph, level=level, fuse=split_names(fuse), skip=split_names(skip))
     except ModelError as error:
         raise ModelError(f"{model}: {error}") from error
     if branch:
@@ -157,7 +157,7 @@ def optimize(
         )
     result = inlined(graph) if inline else graph
     if inline:
-        passes.tidy_inlined(result)
+        rewrite.tidy_inlined(result)
     if wanted is None:
         result = loadable(result)
     else:
@@ -183,7 +183,7 @@ def optimize(
     kernels, lowered = [], None
     if hardware is not None:
         on_gpu = graph.clone()
-        passes.optimize(on_gpu, level=level, own_kernels=True)  # as a session on that GPU does
+        rewrite.optimize(on_gpu, level=level, own_kernels=True)  # as a session on that GPU does
         lowered = bench.program(on_gpu, hardware, feeds, precision=precision)
         kernels = show.kernels(printer, lowered, hardware, explain=explain)
     data = {
@@ -292,12 +292,12 @@ def _shortened(nodes: Sequence[str]) -> str:
 
 
 def _list_fusions(printer: report.Printer, json: Path | None, html: Path | None) -> None:
-    from onnx_fuse import passes
+    from onnx_fuse import rewrite
 
     printer.table(
-        "levels", ["level", "what"], [[str(k), v] for k, v in passes.LEVELS.items()], left=2
+        "levels", ["level", "what"], [[str(k), v] for k, v in rewrite.LEVELS.items()], left=2
     )
-    rows = [[name, str(level)] for name, level in passes.FUSIONS.items()]
+    rows = [[name, str(level)] for name, level in rewrite.FUSIONS.items()]
     printer.table("fusions", ["name (for --fuse, --skip)", "from level"], rows)
-    levels = {str(k): v for k, v in passes.LEVELS.items()}
-    show.write_reports(printer, {"levels": levels, "fusions": dict(passes.FUSIONS)}, json, html)
+    levels = {str(k): v for k, v in rewrite.LEVELS.items()}
+    show.write_reports(printer, {"levels": levels, "fusions": dict(rewrite.FUSIONS)}, json, html)

@@ -181,7 +181,7 @@ def shape_sets(
     """
     from itertools import product
 
-    from onnx_fuse.onnx.shapes import fix_shapes
+    from onnx_fuse.importer.shapes import fix_shapes
 
     given: list[list[str]] = [[]]
     for value in shapes or ():

@@ -88,7 +88,7 @@ def run(
     from onnx_fuse import bench
     from onnx_fuse.container import is_container
     from onnx_fuse.files import written
-    from onnx_fuse.onnx.shapes import fix_shapes
+    from onnx_fuse.importer.shapes import fix_shapes
     from onnx_fuse.runtime.deployed import first_shapes
     from onnx_fuse.validation.inputs import read_feeds
 
@@ -156,11 +156,11 @@ def run(
         traces.write(trace, str(model), traces.of_profile(result.profile, result.program))
 
     def sections() -> list[Section]:
-        from onnx_fuse import passes
+        from onnx_fuse import rewrite
         from onnx_fuse.report import timing
 
         fused = graph.clone()
-        passes.optimize(fused, own_kernels=device == "cuda")
+        rewrite.optimize(fused, own_kernels=device == "cuda")
         return timing.ran(result, fused)
 
     show.write_reports(

@@ -106,7 +106,7 @@ def validate(
         {"--json": json, "--html": html},
     )
     from onnx_fuse import report
-    from onnx_fuse.onnx.load import read
+    from onnx_fuse.importer.load import read
 
     printer = show.printer()
     check_device(device)
@@ -121,10 +121,10 @@ def validate(
     candidate: Any = model
     source = files.load(read(original), str(original))
     if against is None:
-        from onnx_fuse import passes
+        from onnx_fuse import rewrite
 
         candidate = source.clone()
-        passes.optimize(candidate)
+        rewrite.optimize(candidate)
     else:
         read(model)
     shapes, dims = parse_shapes(input_shapes), parse_dims(dim)

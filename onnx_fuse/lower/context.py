@@ -42,12 +42,13 @@ import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import Code, call_of, dtype_name
 from onnx_fuse.errors import ModelError
+from onnx_fuse.importer import contrib
+from onnx_fuse.importer.shapes import infer_shapes
+from onnx_fuse.ir.actual_sizes import correct_types
+from onnx_fuse.ir.build import subgraphs
+from onnx_fuse.ir.common import FUSE, one_line
 from onnx_fuse.kernels import refusals, serves
-from onnx_fuse.onnx import contrib
-from onnx_fuse.onnx.actual_sizes import correct_types
-from onnx_fuse.onnx.build import subgraphs
-from onnx_fuse.onnx.common import FUSE, carries_body, one_line
-from onnx_fuse.onnx.shapes import infer_shapes
+from onnx_fuse.ops.bodies import carries_body
 from onnx_fuse.program import host
 from onnx_fuse.program import size as sizes
 from onnx_fuse.program.call import Buffer, Call, Tensor, dense_strides

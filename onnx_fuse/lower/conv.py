@@ -10,12 +10,12 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.cuda.macros import FLOATS
+from onnx_fuse.ir.actual_sizes import POOLS, pooled, same_pads
+from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.names import FusedName
 from onnx_fuse.lower import conv_nhwc, conv_transpose
 from onnx_fuse.lower.context import Context, Lowering, copy
 from onnx_fuse.lower.linear import product
-from onnx_fuse.onnx.actual_sizes import POOLS, pooled, same_pads
-from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.activations import ACTIVATIONS
 from onnx_fuse.program.call import Tensor, dtype_of
 from onnx_fuse.program.problem import ITEMSIZE

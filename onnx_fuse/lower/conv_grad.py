@@ -7,12 +7,12 @@ from dataclasses import replace
 import onnx_ir as ir
 
 from onnx_fuse.cuda.macros import FLOATS
+from onnx_fuse.ir.common import FUSE
 from onnx_fuse.kernels import serves
 from onnx_fuse.lower.channels_last import channels_last, in_stretch, stored_last
 from onnx_fuse.lower.context import Context, Lowering, copy
 from onnx_fuse.lower.conv import triple, window
 from onnx_fuse.lower.conv_nhwc import in_runs
-from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.program.problems import ConvWeightGrad, MaxPoolGrad
 
 

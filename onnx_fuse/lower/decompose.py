@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.names import FusedName
 from onnx_fuse.lower import selection
 from onnx_fuse.lower.recurrent import recurrent
 from onnx_fuse.lower.selection import Known, Shapes, attr
-from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.activations import ACTIVATIONS as TABLE
 from onnx_fuse.ops.fused.gated import OPS as GATED
 from onnx_fuse.ops.fused.gated import written_out

@@ -22,9 +22,9 @@ from onnx_fuse.cuda.pointwise import (
     dtype_name,
     rounded,
 )
+from onnx_fuse.ir.common import FUSE
 from onnx_fuse.lower.channels_last import follow
 from onnx_fuse.lower.context import Context, Lowering, broadcast, emit, operand
-from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.ops.activations import ACTIVATIONS
 from onnx_fuse.program import size as sizes
 from onnx_fuse.program.call import UNKNOWN

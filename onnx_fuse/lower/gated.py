@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import FLOATS
+from onnx_fuse.ir.common import FUSE
 from onnx_fuse.kernels.costs import Passes, pays
 from onnx_fuse.lower.context import Context, Lowering
 from onnx_fuse.lower.linear import (
@@ -23,7 +24,6 @@ from onnx_fuse.lower.linear import (
     norm_product,
     product,
 )
-from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.ops.fused.gated import OPS
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.problem import ITEMSIZE, Problem

@@ -8,8 +8,8 @@ from math import prod
 import numpy as np
 import onnx_ir as ir
 
+from onnx_fuse.ir.evaluate import DRAWS, evaluate
 from onnx_fuse.lower.context import WEIGHT_LIMIT, Context, Slot, captured
-from onnx_fuse.onnx.evaluate import DRAWS, evaluate
 from onnx_fuse.program import host
 from onnx_fuse.program import size as sizes
 from onnx_fuse.program.problem import ITEMSIZE

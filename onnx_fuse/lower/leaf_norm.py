@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import onnx_ir as ir
 
+from onnx_fuse.ir.common import FUSE
 from onnx_fuse.kernels import select
 from onnx_fuse.kernels.costs import Passes, pays
 from onnx_fuse.lower.context import Context, Lowering
 from onnx_fuse.lower.matrices import alignment, matrix
-from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.program.problem import Problem
 
 

@@ -10,6 +10,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import FLOATS
+from onnx_fuse.ir.build import dim
+from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.names import FusedName
 from onnx_fuse.kernels import forced, refusals, select
 from onnx_fuse.kernels.costs import Passes, pays, seconds, total
 from onnx_fuse.kernels.rows import act_parts
@@ -17,9 +20,6 @@ from onnx_fuse.lower.context import Context, Lowering, copy
 from onnx_fuse.lower.matrices import Matrix, Operands, alignment, matrix, with_whole_rows
 from onnx_fuse.lower.quant import stays_packed
 from onnx_fuse.lower.views import reshaped
-from onnx_fuse.onnx.build import dim
-from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.activations import ACTIVATIONS as TABLE
 from onnx_fuse.program import size as sizes
 from onnx_fuse.program.call import Tensor, dtype_of, reshape_strides

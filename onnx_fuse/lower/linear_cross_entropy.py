@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
+from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.names import FusedName
 from onnx_fuse.kernels import forced, serves
 from onnx_fuse.kernels.costs import Passes, pays
 from onnx_fuse.lower.context import Context, Lowering, copy
 from onnx_fuse.lower.linear import bias_row, product
 from onnx_fuse.lower.matrices import alignment
 from onnx_fuse.lower.reduce import reduction
-from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.epilogue import EXP_COLUMNS
 from onnx_fuse.program.losses import CrossEntropyChunk, ExpRows, LabelScore

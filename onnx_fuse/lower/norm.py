@@ -12,14 +12,14 @@ from math import prod
 import onnx_ir as ir
 
 from onnx_fuse.cuda.macros import FLOATS
+from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.names import FusedName
 from onnx_fuse.kernels.channel import by_columns, channel_chunks, group_chunks
 from onnx_fuse.kernels.norm import grad_parts
 from onnx_fuse.lower.channels_last import channels_last, in_stretch, stored_last
 from onnx_fuse.lower.context import Context, Lowering
 from onnx_fuse.lower.elementwise import relu_of
 from onnx_fuse.lower.reduce import reduction
-from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops.activations import ACTIVATIONS
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.norms import GroupGrad

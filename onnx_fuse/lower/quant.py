@@ -26,9 +26,9 @@ from onnx_fuse.cuda.pointwise import (
     dtype_name,
     rounded,
 )
+from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.names import FusedName
 from onnx_fuse.lower.context import Context, Lowering, emit
-from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.moves import Range
 

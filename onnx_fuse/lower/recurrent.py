@@ -13,8 +13,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.cuda.macros import FLOATS
+from onnx_fuse.ir.common import FUSE
 from onnx_fuse.lower.context import Context, Lowering
-from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.ops.cells import DEFAULT, Cell, activations
 from onnx_fuse.ops.recurrent import steps_kind, ways
 from onnx_fuse.program.call import Tensor

@@ -8,10 +8,10 @@ import onnx_ir as ir
 
 from onnx_fuse.cuda.macros import FLOATS
 from onnx_fuse.cuda.pointwise import Code
+from onnx_fuse.ir.common import FUSE
 from onnx_fuse.lower.context import Context, Lowering, emit
 from onnx_fuse.lower.conv import window
 from onnx_fuse.lower.linear import product
-from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.program.moves import DeformColumns, NmsChosen, RoiAlign
 
 

@@ -6,8 +6,8 @@ from math import prod
 
 import onnx_ir as ir
 
+from onnx_fuse.ir.common import FUSE
 from onnx_fuse.lower.context import Context, Lowering
-from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.program.call import UNKNOWN
 from onnx_fuse.program.moves import CumulativeSum, KeptCounts, KeptPositions, SortedRows, TopK
 

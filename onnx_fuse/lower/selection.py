@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.ir.common import FUSE
 from onnx_fuse.program.moves import KEPT_TILE
 
 MAX_COLUMNS = 4

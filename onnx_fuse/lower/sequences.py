@@ -10,10 +10,10 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError
+from onnx_fuse.importer.shapes import MAKES_SEQUENCES
+from onnx_fuse.ir.build import Builder
 from onnx_fuse.lower.context import Slot
 from onnx_fuse.lower.control import Control
-from onnx_fuse.onnx.build import Builder
-from onnx_fuse.onnx.shapes import MAKES_SEQUENCES
 
 READ = {
     *("SequenceAt", "SequenceLength", "ConcatFromSequence"),

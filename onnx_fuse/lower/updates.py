@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
+from onnx_fuse.ir.common import FUSE
 from onnx_fuse.lower.context import Context
-from onnx_fuse.onnx.common import FUSE
 from onnx_fuse.program.call import Call, Tensor
 from onnx_fuse.program.passes.callgraph import rename_buffers
 from onnx_fuse.program.passes.pointwise_fusion import fuse

@@ -9,9 +9,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import Code, cast_step, dtype_name
+from onnx_fuse.ir.evaluate import TO_THE_END
 from onnx_fuse.lower.channels_last import follow
 from onnx_fuse.lower.context import Context, Lowering, copy, emit
-from onnx_fuse.onnx.evaluate import TO_THE_END
 from onnx_fuse.program import size as sizes
 from onnx_fuse.program.call import UNKNOWN, Tensor
 from onnx_fuse.program.problem import ITEMSIZE

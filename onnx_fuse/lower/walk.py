@@ -18,6 +18,10 @@ import onnx
 import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import Code, call_of, dtype_name
+from onnx_fuse.importer import contrib
+from onnx_fuse.importer.save import inline, to_proto
+from onnx_fuse.ir.build import Builder, subgraphs
+from onnx_fuse.ir.common import DEFAULT, base_name, one_line
 from onnx_fuse.kernels import same_choices
 from onnx_fuse.lower import elementwise, views
 from onnx_fuse.lower.context import (
@@ -35,10 +39,7 @@ from onnx_fuse.lower.sequences import followed, sequence
 from onnx_fuse.lower.stages import beyond_tensors, by_passes, stages, use_oldest_opset
 from onnx_fuse.lower.table import lowerings
 from onnx_fuse.lower.updates import Updates, is_update
-from onnx_fuse.onnx import contrib
-from onnx_fuse.onnx.build import Builder, subgraphs
-from onnx_fuse.onnx.common import DEFAULT, base_name, carries_body, one_line
-from onnx_fuse.onnx.save import inline, to_proto
+from onnx_fuse.ops.bodies import carries_body
 from onnx_fuse.program import host
 from onnx_fuse.program import passes as program_passes
 from onnx_fuse.program import size as sizes

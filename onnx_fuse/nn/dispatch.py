@@ -17,10 +17,10 @@ import numpy as np
 import onnx
 
 from onnx_fuse.errors import UsageError
+from onnx_fuse.ir.common import CANONICAL_OPSET
+from onnx_fuse.ir.evaluate import DRAWS
 from onnx_fuse.nn.operation import Build, Operation, Plan, Recent
 from onnx_fuse.nn.runner import Array
-from onnx_fuse.onnx.common import CANONICAL_OPSET
-from onnx_fuse.onnx.evaluate import DRAWS
 
 Input: TypeAlias = Any
 """A `nn.tensor.Tensor`, an array, or None."""

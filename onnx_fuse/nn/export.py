@@ -10,12 +10,12 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.errors import UsageError
+from onnx_fuse.importer.save import save
+from onnx_fuse.importer.shapes import infer_shapes
 from onnx_fuse.nn.dispatch import MODE, no_grad
 from onnx_fuse.nn.nested import names_of
 from onnx_fuse.nn.recorder import Recorder
 from onnx_fuse.nn.tensor import Tensor
-from onnx_fuse.onnx.save import save
-from onnx_fuse.onnx.shapes import infer_shapes
 
 
 def with_initializers(

@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.errors import UsageError
+from onnx_fuse.importer.save import save
 from onnx_fuse.nn.dispatch import MODE, apply, no_grad
 from onnx_fuse.nn.export import with_initializers
 from onnx_fuse.nn.nested import flat, form_of, formed, names_of
@@ -21,7 +22,6 @@ from onnx_fuse.nn.operation import Operation
 from onnx_fuse.nn.recorder import CaptureWarning, Recorder, copied
 from onnx_fuse.nn.runner import Turn, home, kind, turn_of
 from onnx_fuse.nn.tensor import Tensor, _wrap
-from onnx_fuse.onnx.save import save
 
 __all__ = ["Block", "Capture", "CaptureWarning", "capture"]
 __dir__ = __all__.copy

@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 
 from onnx_fuse import autodiff
+from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import UsageError
+from onnx_fuse.ir.build import bind_defaults
+from onnx_fuse.ir.common import Model
 from onnx_fuse.nn.dispatch import apply
 from onnx_fuse.nn.module import Module, Parameter
 from onnx_fuse.nn.operation import Operation
 from onnx_fuse.nn.recorder import copied
 from onnx_fuse.nn.tensor import Tensor
-from onnx_fuse.onnx.build import bind_defaults
-from onnx_fuse.onnx.common import Model
-from onnx_fuse.onnx.load import load
-from onnx_fuse.passes.constants import lift_parameters
+from onnx_fuse.rewrite.constants import lift_parameters
 
 __all__ = ["ImportedModule", "from_onnx"]
 __dir__ = __all__.copy

@@ -13,14 +13,14 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse import autodiff, passes
+from onnx_fuse import autodiff, rewrite
 from onnx_fuse.autodiff.partition import cut
 from onnx_fuse.autodiff.subgraphs import ancestors, reads
 from onnx_fuse.errors import ModelError
+from onnx_fuse.importer.shapes import infer_shapes
+from onnx_fuse.ir.common import CANONICAL_OPSET, FUSE
+from onnx_fuse.ir.evaluate import DRAWS
 from onnx_fuse.nn.runner import Array, Run, runner
-from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE
-from onnx_fuse.onnx.evaluate import DRAWS
-from onnx_fuse.onnx.shapes import infer_shapes
 
 Build: TypeAlias = Callable[..., Any]
 """`build(op, *values)` emits nodes with `op` and returns one value or several."""
@@ -203,7 +203,7 @@ class Plan:
         """Inputs that no gradient flows to, because of `reason`."""
         self.reason = ""
         if operation.fuses:
-            passes.optimize(model, training=bool(needs), level=2, own_kernels=gpu is not None)
+            rewrite.optimize(model, training=bool(needs), level=2, own_kernels=gpu is not None)
         if needs and self.seeds:
             model = self._pair(model, operation, ends)
         state = {} if needs else operation.state

@@ -9,15 +9,16 @@ import numpy as np
 import onnx
 
 from onnx_fuse.errors import UsageError
+from onnx_fuse.ir.common import CANONICAL_OPSET, FUSE
+from onnx_fuse.ir.names import FusedName
 from onnx_fuse.nn import dispatch
 from onnx_fuse.nn.arrays import DType, is_float, np_name
 from onnx_fuse.nn.dispatch import apply, no_grad, op_call
 from onnx_fuse.nn.operation import Operation
 from onnx_fuse.nn.tensor import Tensor
-from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE, body_of
-from onnx_fuse.onnx.names import FusedName
 from onnx_fuse.ops import OPS
 from onnx_fuse.ops.activations import ACTIVATIONS
+from onnx_fuse.ops.bodies import body_of
 from onnx_fuse.ops.formula import written_out
 from onnx_fuse.program.call import dtype_of
 

@@ -16,14 +16,14 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnx_fuse import autodiff, passes
+from onnx_fuse import autodiff, rewrite
 from onnx_fuse.autodiff.subgraphs import reads
 from onnx_fuse.errors import UsageError
+from onnx_fuse.importer.shapes import infer_shapes
+from onnx_fuse.ir.common import CANONICAL_OPSET, FUSE
 from onnx_fuse.nn.operation import Operation
 from onnx_fuse.nn.runner import Array
-from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE
-from onnx_fuse.onnx.shapes import infer_shapes
-from onnx_fuse.passes.canonicalize import clean
+from onnx_fuse.rewrite.canonicalize import clean
 
 _DOMAIN = "onnx_fuse.nn"
 
@@ -278,7 +278,7 @@ def assemble(model: ir.Model, gpu: bool) -> None:
                     node.replace_input_with(i, standins[value])
         graph.outputs.extend(needed)
         infer_shapes(model)
-        passes.optimize(model, training=True, level=2, own_kernels=gpu)
+        rewrite.optimize(model, training=True, level=2, own_kernels=gpu)
         now = dict(zip(needed, graph.outputs, strict=True))
         seed = None if dy is None else now.get(dy, dy)
         wanted = [v for v in leaves if v is not None]

@@ -15,9 +15,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.errors import UsageError
-from onnx_fuse.onnx.build import all_nodes
-from onnx_fuse.onnx.evaluate import viewer
-from onnx_fuse.passes.precision import widened
+from onnx_fuse.ir.build import all_nodes
+from onnx_fuse.ir.evaluate import viewer
+from onnx_fuse.rewrite.precision import widened
 
 if TYPE_CHECKING:
     from onnx_fuse.runtime.direct import Layout

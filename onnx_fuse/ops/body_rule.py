@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, const_array
+from onnx_fuse.ir.build import Builder, const_array
 from onnx_fuse.ops.opdef import OpDef
-from onnx_fuse.ops.rewrite import Rewriter, Rule
+from onnx_fuse.ops.rules import Rewriter, Rule
 
 _COMMUTES = frozenset(("Add", "Mul", "Max", "Min", "And", "Or", "Xor", "Equal"))
 

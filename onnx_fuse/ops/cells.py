@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder
+from onnx_fuse.ir.build import Builder
 from onnx_fuse.ops.grad_helpers import arguments
 
 DEFAULT = {"RNN": ["Tanh"], "GRU": ["Sigmoid", "Tanh"], "LSTM": ["Sigmoid", "Tanh", "Tanh"]}

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.actual_sizes import POOLS, same_pads
-from onnx_fuse.onnx.build import const_array, dim
-from onnx_fuse.onnx.upgrade import passes_padding
+from onnx_fuse.ir.actual_sizes import POOLS, same_pads
+from onnx_fuse.ir.build import const_array, dim
+from onnx_fuse.ir.windows import passes_padding
 from onnx_fuse.ops.grad_helpers import (
     Tensor,
     Unary,

@@ -8,8 +8,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import const_array, dim
-from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.ir.build import const_array, dim
+from onnx_fuse.ir.common import FUSE
 from onnx_fuse.ops.grad_helpers import (
     Tensor,
     Unary,

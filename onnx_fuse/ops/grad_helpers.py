@@ -14,9 +14,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError
-from onnx_fuse.onnx.build import Builder, const_array, dim, given
-from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.onnx.evaluate import exact
+from onnx_fuse.ir.build import Builder, const_array, dim, given
+from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.evaluate import exact
 from onnx_fuse.ops.opdef import GradRule, NoGrad, OpDef, register
 
 Tensor: TypeAlias = Any

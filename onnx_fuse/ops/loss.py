@@ -15,8 +15,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.errors import UsageError
-from onnx_fuse.onnx.build import dim
-from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.ir.build import dim
+from onnx_fuse.ir.common import FUSE
 from onnx_fuse.ops.grad_helpers import (
     Tensor,
     Values,

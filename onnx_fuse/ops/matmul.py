@@ -8,7 +8,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import dim, given, rank
+from onnx_fuse.ir.build import dim, given, rank
 from onnx_fuse.ops.grad_helpers import (
     Values,
     arguments,

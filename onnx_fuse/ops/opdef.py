@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import onnx
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder
-from onnx_fuse.onnx.common import BODIES, CANONICAL_OPSET, FUSE, base_name
-from onnx_fuse.onnx.names import FusedName
+from onnx_fuse.ir.build import Builder
+from onnx_fuse.ir.common import BODIES, CANONICAL_OPSET, FUSE, base_name
+from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.formula import written_out
 
 GradRule = Callable[[Builder, ir.Node, Sequence["ir.Value | None"]], Sequence["ir.Value | None"]]

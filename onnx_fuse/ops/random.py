@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import const_array, given
-from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.ir.build import const_array, given
+from onnx_fuse.ir.common import FUSE
 from onnx_fuse.ops.grad_helpers import Values, no_grad, output, to_like
 from onnx_fuse.ops.opdef import NoGrad, OpDef, register
 

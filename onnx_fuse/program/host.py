@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.evaluate import viewer
+from onnx_fuse.ir.evaluate import viewer
 from onnx_fuse.program.size import Size, maximum, minimum
 
 Arrays = Sequence[Any]

@@ -50,7 +50,7 @@ class Attention(AnyProblem):
     fill: float = 0.0
     fill2: float = 0.0
     lowest: float = 0.0
-    """float16: the number that an added -65504 replaces (`passes.fp16_range`); 0: -65504 itself."""
+    """float16: the number that an added -65504 replaces (`rewrite.fp16_range`); 0: itself."""
     guard: int = 0
     """1: a row that is -inf throughout gives 0; 2: weights that are NaN are 0."""
 

@@ -12,10 +12,11 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import const_array
-from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE, base_name, body_of
-from onnx_fuse.onnx.names import FusedName
-from onnx_fuse.ops.rewrite import label
+from onnx_fuse.ir.build import const_array
+from onnx_fuse.ir.common import CANONICAL_OPSET, FUSE, base_name
+from onnx_fuse.ir.names import FusedName
+from onnx_fuse.ops.bodies import body_of
+from onnx_fuse.ops.rules import label
 from onnx_fuse.report.layered import layered
 from onnx_fuse.report.page import View
 

@@ -12,7 +12,7 @@ from onnx_fuse.report.page import Lines, Part, Section, Table, View
 from onnx_fuse.report.terminal import Summary, check_lines, gradient_lines, models_rows
 
 if TYPE_CHECKING:
-    from onnx_fuse.passes import Report
+    from onnx_fuse.rewrite import Report
     from onnx_fuse.validation.along import Along, Distribution
     from onnx_fuse.validation.check import Check
     from onnx_fuse.validation.gradients import GradientCheck

@@ -48,7 +48,7 @@ def summary(model: onnx_ir.Model, name: str, path: str | os.PathLike[str] | None
     """The Summary of a model; its bytes are those of its files where it has a `path`."""
     import onnx_ir
 
-    from onnx_fuse.onnx.save import weight_bytes
+    from onnx_fuse.importer.save import weight_bytes
 
     graph = model.graph
     ops: Counter[str] = Counter()

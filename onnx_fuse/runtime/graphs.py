@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from onnx_fuse.container import GRAPH, WEIGHTS, Container
-from onnx_fuse.onnx.load import reread
-from onnx_fuse.onnx.save import is_large_weight
-from onnx_fuse.onnx.weights import PLACE, Place, read_places
+from onnx_fuse.importer.load import reread
+from onnx_fuse.importer.save import is_large_weight
+from onnx_fuse.importer.weights import PLACE, Place, read_places
 from onnx_fuse.program.call import dtype_of
 
 if TYPE_CHECKING:

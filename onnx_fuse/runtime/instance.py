@@ -689,7 +689,7 @@ def dump(folder: Path, model: ir.Model | Deployed, program: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     number = next(n for n in _NUMBERS if not (folder / f"{n:02d}.program.txt").exists())
     if not isinstance(model, Deployed):
-        from onnx_fuse.onnx.save import save
+        from onnx_fuse.importer.save import save
 
         save(model, folder / f"{number:02d}.model.onnx")
     (folder / f"{number:02d}.program.txt").write_text(program)

@@ -18,9 +18,9 @@ from onnx_ir import DataType
 from onnx_fuse.container import is_container
 from onnx_fuse.errors import ModelError, OnnxFuseError
 from onnx_fuse.guard import Crash, in_child
-from onnx_fuse.onnx.load import read
-from onnx_fuse.onnx.save import fits_protobuf, save, to_proto
-from onnx_fuse.passes.precision import widened
+from onnx_fuse.importer.load import read
+from onnx_fuse.importer.save import fits_protobuf, save, to_proto
+from onnx_fuse.rewrite.precision import widened
 from onnx_fuse.runtime.tensor import Argument
 
 T = TypeVar("T")

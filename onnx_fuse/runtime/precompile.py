@@ -23,7 +23,7 @@ import numpy as np
 
 from onnx_fuse import config
 from onnx_fuse.container import GRAPH, digest_of, write
-from onnx_fuse.onnx.save import serialized_without_weights
+from onnx_fuse.importer.save import serialized_without_weights
 from onnx_fuse.program.size import size_class
 from onnx_fuse.runtime import collector, graphs
 from onnx_fuse.runtime.program_cache import Origin

@@ -12,11 +12,11 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from onnx_fuse import passes, session
+from onnx_fuse import rewrite, session
 from onnx_fuse.autodiff import Emitter
 from onnx_fuse.errors import UsageError
-from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE
-from onnx_fuse.onnx.names import FusedName
+from onnx_fuse.ir.common import CANONICAL_OPSET, FUSE
+from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.activations import BY_KEY
 from onnx_fuse.ops.loss import LOSSES
 from onnx_fuse.torch.graph import BUILDERS, DTYPES, Graph, built
@@ -63,7 +63,7 @@ class _Sketch:
         self._graph.extend(self.op.nodes)
         self._graph.outputs.append(y)
         model = session.load(self._model)
-        passes.optimize(model, training=True)
+        rewrite.optimize(model, training=True)
         return Graph(key, model)
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from onnx_fuse.onnx.save import inline
-from onnx_fuse.passes.precision import widened
+from onnx_fuse.importer.save import inline
+from onnx_fuse.rewrite.precision import widened
 from onnx_fuse.runtime import ort
 from onnx_fuse.validation.reference import reference_evaluator
 

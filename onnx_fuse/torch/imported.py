@@ -12,15 +12,15 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 
-from onnx_fuse import autodiff, passes, session
+from onnx_fuse import autodiff, rewrite, session
 from onnx_fuse.errors import UsageError
-from onnx_fuse.onnx.build import bind_defaults
-from onnx_fuse.onnx.common import Model
-from onnx_fuse.onnx.load import read
-from onnx_fuse.onnx.save import save, to_proto
-from onnx_fuse.passes.constants import lift_parameters, set_parameter
-from onnx_fuse.passes.precision import lower_precision
+from onnx_fuse.importer.load import read
+from onnx_fuse.importer.save import save, to_proto
+from onnx_fuse.ir.build import bind_defaults
+from onnx_fuse.ir.common import Model
 from onnx_fuse.program.problem import PRECISIONS
+from onnx_fuse.rewrite.constants import lift_parameters, set_parameter
+from onnx_fuse.rewrite.precision import lower_precision
 from onnx_fuse.torch.graph import Graph, enter
 from onnx_fuse.torch.library import call_graph
 from onnx_fuse.training import shared
@@ -56,7 +56,7 @@ class OnnxModule(nn.Module):
         bind_defaults(graph)
         lift_parameters(graph)
         names = set(graph.graph.initializers)
-        passes.optimize(graph, level=2, training=True)
+        rewrite.optimize(graph, level=2, training=True)
         dtype, _ = PRECISIONS[precision]
         if dtype != "float32":
             lower_precision(graph, ir.DataType[dtype.upper()], masters=True)

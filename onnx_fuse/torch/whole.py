@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as tree
 
-from onnx_fuse import autodiff, passes, session
+from onnx_fuse import autodiff, rewrite, session
 from onnx_fuse.errors import ModelError, UsageError
-from onnx_fuse.onnx.build import all_nodes, bind_defaults
-from onnx_fuse.onnx.evaluate import DRAWS
-from onnx_fuse.passes.precision import lower_precision
-from onnx_fuse.passes.slices import slices_as_splits
+from onnx_fuse.ir.build import all_nodes, bind_defaults
+from onnx_fuse.ir.evaluate import DRAWS
+from onnx_fuse.rewrite.precision import lower_precision
+from onnx_fuse.rewrite.slices import slices_as_splits
 from onnx_fuse.torch import exports
 from onnx_fuse.torch.imported import opened
 from onnx_fuse.torch.library import call_graph, mask_of
@@ -395,7 +395,7 @@ def _prepared(
                 graph.inputs.append(value)
                 first.append(str(value.name))
         known = {str(v.name) for v in graph.initializers.values() if v.uses()} & floats
-        passes.optimize(model, level=2, training=True)
+        rewrite.optimize(model, level=2, training=True)
         if narrow in _NARROW:
             lower_precision(model, _NARROW[narrow], masters=True)
         weights = [v for v in graph.initializers.values() if floats.issuperset(model_names(v))]

@@ -29,13 +29,14 @@ import onnx_ir
 
 from onnx_fuse import autodiff, files
 from onnx_fuse.autodiff.emit import expand
+from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import DataError, ModelError, UsageError
-from onnx_fuse.onnx.build import Builder, add_initializer, unique_name
-from onnx_fuse.onnx.common import FUSE, Model
-from onnx_fuse.onnx.load import load, read
-from onnx_fuse.onnx.save import save
-from onnx_fuse.ops.rewrite import cast_to, is_float, typed
-from onnx_fuse.passes.constants import set_parameter
+from onnx_fuse.importer.load import read
+from onnx_fuse.importer.save import save
+from onnx_fuse.ir.build import Builder, add_initializer, unique_name
+from onnx_fuse.ir.common import FUSE, Model
+from onnx_fuse.ops.rules import cast_to, is_float, typed
+from onnx_fuse.rewrite.constants import set_parameter
 from onnx_fuse.training import peft
 from onnx_fuse.training.merged import Factors
 

@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir
 
 from onnx_fuse.errors import UsageError
-from onnx_fuse.onnx.names import FusedName
+from onnx_fuse.ir.names import FusedName
 from onnx_fuse.program.problem import TRAINING_PRECISIONS, Hardware
 from onnx_fuse.runtime import calibration, ort
 from onnx_fuse.training import adapters

@@ -12,9 +12,9 @@ from fnmatch import fnmatchcase
 import onnx_ir
 
 from onnx_fuse.errors import UsageError
-from onnx_fuse.onnx.common import Model
-from onnx_fuse.onnx.load import read
-from onnx_fuse.ops.rewrite import is_float
+from onnx_fuse.importer.load import read
+from onnx_fuse.ir.common import Model
+from onnx_fuse.ops.rules import is_float
 from onnx_fuse.training.weights import literal
 
 __all__ = ["Group", "layer_decay"]

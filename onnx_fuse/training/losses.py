@@ -13,13 +13,13 @@ import onnx
 import onnx_ir
 
 from onnx_fuse import autodiff
+from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import DataError, ModelError, UsageError
-from onnx_fuse.onnx.build import all_nodes, subgraphs
-from onnx_fuse.onnx.load import load
-from onnx_fuse.onnx.save import to_proto
-from onnx_fuse.onnx.shapes import infer_shapes
+from onnx_fuse.importer.save import to_proto
+from onnx_fuse.importer.shapes import infer_shapes
+from onnx_fuse.ir.build import all_nodes, subgraphs
 from onnx_fuse.ops.loss import LOSSES, class_axis, ignored_label
-from onnx_fuse.ops.rewrite import is_float, typed
+from onnx_fuse.ops.rules import is_float, typed
 
 __all__ = ["Given", "Target", "Term"]
 __dir__ = __all__.copy

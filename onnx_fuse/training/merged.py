@@ -20,11 +20,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx_ir
 
-from onnx_fuse.onnx.build import Builder, add_initializer, dim
-from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.onnx.names import FusedName
-from onnx_fuse.ops.rewrite import cast_to, typed
-from onnx_fuse.passes import params
+from onnx_fuse.ir.build import Builder, add_initializer, dim
+from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.names import FusedName
+from onnx_fuse.ops.rules import cast_to, typed
+from onnx_fuse.rewrite import params
 
 __all__ = ["ByRows", "Factors", "Merging", "Sums", "add_to_weights"]
 __dir__ = __all__.copy
@@ -257,7 +257,7 @@ def add_to_weights(model: onnx_ir.Model, merging: Merging) -> Sums:
     """Put W + scale · A·B in the place of each weight W, in place.
 
     Args:
-        model: A graph whose weights may be packed (`passes.params`).
+        model: A graph whose weights may be packed (`rewrite.params`).
         merging: The low-rank products.
 
     Returns:

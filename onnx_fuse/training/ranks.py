@@ -17,10 +17,10 @@ import onnx_ir
 
 from onnx_fuse.distributed import buckets
 from onnx_fuse.errors import UsageError
-from onnx_fuse.onnx.build import Builder
-from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.ir.build import Builder
+from onnx_fuse.ir.common import FUSE
 from onnx_fuse.ops.loss import LOSSES
-from onnx_fuse.ops.rewrite import typed
+from onnx_fuse.ops.rules import typed
 from onnx_fuse.training.losses import Target, Term
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ import numpy as np
 import onnx_ir
 
 from onnx_fuse.distributed import buckets
-from onnx_fuse.onnx.build import Builder
-from onnx_fuse.ops.rewrite import typed
+from onnx_fuse.ir.build import Builder
+from onnx_fuse.ops.rules import typed
 from onnx_fuse.training.ranks import Reduction
 from onnx_fuse.training.weights import ancestors
 

@@ -17,8 +17,8 @@ import onnx_ir as ir
 
 from onnx_fuse.autodiff import is_weight
 from onnx_fuse.errors import UsageError
-from onnx_fuse.onnx.build import Builder, const_array, unique_name
-from onnx_fuse.ops.rewrite import is_float
+from onnx_fuse.ir.build import Builder, const_array, unique_name
+from onnx_fuse.ops.rules import is_float
 
 Array = np.ndarray[Any, Any]
 _LEAST = 16

@@ -11,9 +11,9 @@ import onnx_ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from onnx_fuse.distributed.world import World
-from onnx_fuse.onnx.build import all_nodes, outputs_kept
-from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.onnx.shapes import infer_shapes
+from onnx_fuse.importer.shapes import infer_shapes
+from onnx_fuse.ir.build import all_nodes, outputs_kept
+from onnx_fuse.ir.common import FUSE
 from onnx_fuse.ops.collective import COLLECTIVES
 from onnx_fuse.runtime import ort
 

@@ -11,19 +11,20 @@ from typing import Any, Literal
 import numpy as np
 import onnx_ir
 
-from onnx_fuse import autodiff, passes
+from onnx_fuse import autodiff, rewrite
+from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import ModelError, UsageError
-from onnx_fuse.onnx.build import bind_defaults, replace_node
-from onnx_fuse.onnx.common import FUSE, Model
-from onnx_fuse.onnx.load import load, read
+from onnx_fuse.importer.load import read
+from onnx_fuse.ir.build import bind_defaults, replace_node
+from onnx_fuse.ir.common import FUSE, Model
 from onnx_fuse.ops.fused import linear_cross_entropy
-from onnx_fuse.ops.rewrite import Rewriter, nodes_in_order, typed
-from onnx_fuse.passes import batch
-from onnx_fuse.passes.canonicalize import clean
-from onnx_fuse.passes.patches import patches_as_products
-from onnx_fuse.passes.precision import cast_frozen, lower_precision
-from onnx_fuse.passes.rotation import split_rotations
+from onnx_fuse.ops.rules import Rewriter, nodes_in_order, typed
 from onnx_fuse.program.problem import TRAINING_PRECISIONS
+from onnx_fuse.rewrite import batch
+from onnx_fuse.rewrite.canonicalize import clean
+from onnx_fuse.rewrite.patches import patches_as_products
+from onnx_fuse.rewrite.precision import cast_frozen, lower_precision
+from onnx_fuse.rewrite.rotation import split_rotations
 from onnx_fuse.training import float8, losses, optim, sharding
 from onnx_fuse.training.batchnorm import synchronised
 from onnx_fuse.training.dropout import draw_masks
@@ -192,7 +193,7 @@ def _prepare(
     """The fused model; without merged products where one would mix weights of other settings."""
     for tried in (level, min(level, 1)):
         graph = source.clone()
-        passes.optimize(graph, training=True, level=tried, skip=skip)
+        rewrite.optimize(graph, training=True, level=tried, skip=skip)
         kinds = (
             {(choice(name), optimizer.setting(name)) for name in model_names(value)}
             for value in graph.graph.initializers.values()

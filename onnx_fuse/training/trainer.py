@@ -16,14 +16,14 @@ import onnx_ir
 
 from onnx_fuse.distributed.world import world
 from onnx_fuse.errors import CheckFailed, DataError, UsageError
-from onnx_fuse.onnx.common import Model
-from onnx_fuse.onnx.exported import exported
-from onnx_fuse.onnx.load import read
-from onnx_fuse.onnx.save import save
-from onnx_fuse.onnx.shapes import with_shapes
-from onnx_fuse.passes import params
-from onnx_fuse.passes.constants import lift_parameters, set_parameter
+from onnx_fuse.importer.exported import exported
+from onnx_fuse.importer.load import read
+from onnx_fuse.importer.save import save
+from onnx_fuse.importer.shapes import with_shapes
+from onnx_fuse.ir.common import Model
 from onnx_fuse.program.problem import TRAINING_PRECISIONS, Hardware
+from onnx_fuse.rewrite import params
+from onnx_fuse.rewrite.constants import lift_parameters, set_parameter
 from onnx_fuse.runtime.budget import parse as parse_budget
 from onnx_fuse.runtime.timeline import Communication
 from onnx_fuse.training import adapters, backends, checkpoint, data, fit, optim, settings, shared

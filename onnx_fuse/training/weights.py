@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import onnx_ir
 
-from onnx_fuse.onnx.build import all_nodes, subgraphs
-from onnx_fuse.passes import params
+from onnx_fuse.ir.build import all_nodes, subgraphs
+from onnx_fuse.rewrite import params
 
 
 def model_names(value: onnx_ir.Value) -> list[str]:

@@ -9,10 +9,10 @@ from math import prod
 import numpy as np
 import onnx_ir
 
-from onnx_fuse.onnx.common import Model
-from onnx_fuse.onnx.load import read
-from onnx_fuse.onnx.shapes import fix_shapes, infer_shapes
-from onnx_fuse.ops.rewrite import label
+from onnx_fuse.importer.load import read
+from onnx_fuse.importer.shapes import fix_shapes, infer_shapes
+from onnx_fuse.ir.common import Model
+from onnx_fuse.ops.rules import label
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import InferenceSession
 from onnx_fuse.validation.arrays import Array

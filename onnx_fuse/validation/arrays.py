@@ -10,7 +10,7 @@ import numpy as np
 from onnx_ir import AttributeType, DataType, Node, Value
 
 from onnx_fuse.errors import ModelError
-from onnx_fuse.onnx.build import const_array
+from onnx_fuse.ir.build import const_array
 
 Array = np.ndarray[Any, Any]
 

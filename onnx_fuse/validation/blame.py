@@ -11,9 +11,10 @@ import numpy as np
 import onnx_ir
 from onnx_ir import DataType, Value
 
-from onnx_fuse.onnx.common import Model, carries_body
-from onnx_fuse.onnx.load import read
-from onnx_fuse.onnx.save import functions_attached, fused_function
+from onnx_fuse.importer.load import read
+from onnx_fuse.importer.save import functions_attached, fused_function
+from onnx_fuse.ir.common import Model
+from onnx_fuse.ops.bodies import carries_body
 from onnx_fuse.validation import values
 from onnx_fuse.validation.arrays import Array
 from onnx_fuse.validation.compare import Difference, Tolerance, difference, severity

@@ -15,9 +15,9 @@ from onnx_ir import DataType
 from onnx_fuse import progress
 from onnx_fuse.errors import ModelError
 from onnx_fuse.guard import Crash, in_child
-from onnx_fuse.onnx.common import Model
-from onnx_fuse.onnx.opsets import MENDED
-from onnx_fuse.onnx.shapes import fix_shapes, infer_shapes
+from onnx_fuse.importer.opsets import MENDED
+from onnx_fuse.importer.shapes import fix_shapes, infer_shapes
+from onnx_fuse.ir.common import Model
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import InferenceSession, load
 from onnx_fuse.validation.along import Along, errors_along
@@ -141,10 +141,10 @@ def validate(
     """
     original: Model = model if against is None else against
     if against is None:
-        from onnx_fuse import passes
+        from onnx_fuse import rewrite
 
         model = load(model)
-        passes.optimize(model)
+        rewrite.optimize(model)
     return check_outputs(
         original,
         model,

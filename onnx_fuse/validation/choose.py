@@ -14,9 +14,9 @@ import numpy as np
 import onnx_ir
 
 from onnx_fuse.errors import ModelError
-from onnx_fuse.onnx.build import required
-from onnx_fuse.onnx.save import inline
-from onnx_fuse.onnx.sizes import Size, Symbol, evaluate, size
+from onnx_fuse.importer.save import inline
+from onnx_fuse.ir.build import required
+from onnx_fuse.ir.sizes import Size, Symbol, evaluate, size
 from onnx_fuse.validation.sizes import Constraint, System
 from onnx_fuse.validation.symbolic import caches
 from onnx_fuse.validation.symbolic.graph import controls, follow

@@ -10,8 +10,8 @@ import numpy as np
 import onnx_ir
 from onnx_ir import DataType, Value
 
-from onnx_fuse.onnx.build import const_array, given, subgraphs
-from onnx_fuse.onnx.evaluate import DRAWS
+from onnx_fuse.ir.build import const_array, given, subgraphs
+from onnx_fuse.ir.evaluate import DRAWS
 from onnx_fuse.validation.arrays import Array
 
 

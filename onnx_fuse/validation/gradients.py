@@ -14,11 +14,11 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from onnx_fuse import progress
 from onnx_fuse.errors import ModelError
-from onnx_fuse.onnx.build import const_array, feeds_of, outputs_kept
-from onnx_fuse.onnx.common import Model, one_line
-from onnx_fuse.onnx.save import inline
-from onnx_fuse.onnx.shapes import fix_shapes, infer_shapes
-from onnx_fuse.passes.precision import widened
+from onnx_fuse.importer.save import inline
+from onnx_fuse.importer.shapes import fix_shapes, infer_shapes
+from onnx_fuse.ir.build import const_array, feeds_of, outputs_kept
+from onnx_fuse.ir.common import Model, one_line
+from onnx_fuse.rewrite.precision import widened
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import load
 from onnx_fuse.validation.arrays import Array, is_added
@@ -156,7 +156,7 @@ def check_gradients(
         ModelError: The model is malformed, or onnxruntime cannot run it.
         UsageError: A name or shape does not fit the model.
     """
-    from onnx_fuse import autodiff, passes
+    from onnx_fuse import autodiff, rewrite
 
     plain = load(model)
     fix_shapes(plain, shapes or {}, dims)
@@ -181,7 +181,7 @@ def check_gradients(
         cotangents = {y: _where_finite(c, known[y]) for y, c in cotangents.items()}
     progress.report("making the backward")
     fused = plain.clone()
-    passes.optimize(fused, training=True)
+    rewrite.optimize(fused, training=True)
     backward = autodiff.gradient(fused)
     _named_for_what_they_are(backward)
     seeds = {f"{name}{_GRAD}": c for name, c in cotangents.items()}
@@ -201,7 +201,7 @@ def check_gradients(
     backward, seeds = hold(backward, list(chosen)), seeds | chosen
     single, double, rounded = _gradients(backward, seeds, wanted, **how)
     # What is folded in float32 on one side alone may cross an integer there (T5's buckets).
-    passes.optimize(plain, level=0, training=True)
+    rewrite.optimize(plain, level=0, training=True)
     forward, parameters = _forward(plain, [name.removesuffix(_GRAD) for name in wanted])
     kept = [name for name in selections(forward) if name in chosen]
     forward, inputs = hold(forward, kept), inputs | chosen

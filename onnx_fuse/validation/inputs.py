@@ -12,7 +12,7 @@ import onnx_ir
 from onnx_ir import DataType
 
 from onnx_fuse.errors import DataError, ModelError
-from onnx_fuse.onnx.build import all_nodes, feeds_of, required
+from onnx_fuse.ir.build import all_nodes, feeds_of, required
 from onnx_fuse.runtime import ort
 from onnx_fuse.training import data
 from onnx_fuse.validation.arrays import (

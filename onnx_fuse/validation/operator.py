@@ -9,8 +9,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.errors import UsageError
-from onnx_fuse.onnx.common import CANONICAL_OPSET, FUSE, body_of
-from onnx_fuse.onnx.save import inline, save
+from onnx_fuse.importer.save import inline, save
+from onnx_fuse.ir.common import CANONICAL_OPSET, FUSE
+from onnx_fuse.ops.bodies import body_of
 from onnx_fuse.runtime import ort
 
 _SHAPE = (2, 8)

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir
 from onnx_ir import Node, Value
 
-from onnx_fuse.onnx.build import const_array
+from onnx_fuse.ir.build import const_array
 
 COUNT = 2
 """Steps that an output may move: one where its own rounding falls the other way, one for all such

@@ -14,10 +14,10 @@ from onnx import NodeProto
 
 from onnx_fuse import progress
 from onnx_fuse.autodiff.emit import Emitter, expand
+from onnx_fuse.importer.save import to_proto
+from onnx_fuse.importer.shapes import infer_shapes
+from onnx_fuse.ir.actual_sizes import same_pads
 from onnx_fuse.lower.pool import taps
-from onnx_fuse.onnx.actual_sizes import same_pads
-from onnx_fuse.onnx.save import to_proto
-from onnx_fuse.onnx.shapes import infer_shapes
 from onnx_fuse.ops.recurrent import GATES
 from onnx_fuse.validation.arrays import Array
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import onnx_ir
 
-from onnx_fuse.onnx.build import Builder
-from onnx_fuse.onnx.shapes import infer_shapes
+from onnx_fuse.importer.shapes import infer_shapes
+from onnx_fuse.ir.build import Builder
 from onnx_fuse.runtime import ort
 from onnx_fuse.validation.inputs import Feeds
 

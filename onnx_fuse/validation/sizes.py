@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 
-from onnx_fuse.onnx.sizes import (
+from onnx_fuse.ir.sizes import (
     Atom,
     Monomial,
     Size,

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onnx_fuse import passes
-from onnx_fuse.onnx.load import load
-from onnx_fuse.passes.precision import in_precision
+from onnx_fuse import rewrite
+from onnx_fuse.autodiff.load import load
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.program.products import Attention
+from onnx_fuse.rewrite.precision import in_precision
 from onnx_fuse.runtime.executable import Executable
 from onnx_fuse.validation.compare import COMPUTED
 
@@ -45,7 +45,7 @@ def test_hostile_values(graph: str, guarded: bool, kind: str, queries: int, keys
     sizes = {"B": 2, "H": 3, "S": queries, "K": keys}
     original = model_of(between, inputs, kind, GUARD if guarded else REST, FILL[kind])
     model = load(original)
-    passes.optimize(model, own_kernels=True)  # which takes names of sizes for sizes
+    rewrite.optimize(model, own_kernels=True)  # which takes names of sizes for sizes
     plain = session(original)
     feeds = feeds_of(original, "", sizes)
     hw = Hardware.detect()
@@ -82,7 +82,7 @@ def test_float32_masks_in_float16(graph: str) -> None:
     model = beyond_model(graph)
     feeds = beyond_feeds(model)
     expected = session(model)(feeds)
-    passes.optimize(model)
+    rewrite.optimize(model)
     model, _ = in_precision(model, "fp16")
     hw = Hardware.detect()
     program = lower(model, {n: (a.shape, a.dtype.name) for n, a in feeds.items()}, hw)

@@ -10,8 +10,8 @@ import onnx
 import pytest
 from cases import RealCase, real_cases
 
-from onnx_fuse import autodiff, passes
-from onnx_fuse.onnx.load import read
+from onnx_fuse import autodiff, rewrite
+from onnx_fuse.importer.load import read
 from onnx_fuse.program.problem import PRECISIONS, Hardware, Problem
 from onnx_fuse.session import InferenceSession, load
 from onnx_fuse.training import optim
@@ -42,7 +42,7 @@ def test_outputs(name: str, fused: bool) -> None:
     case: RealCase = CASES[name]
     model = load(case.path)
     if fused:
-        passes.optimize(model)
+        rewrite.optimize(model)
     runner = executable(model)
     for feeds, expected in case.feeds:
         got, again = runner.run(list(expected), feeds), runner.run(list(expected), feeds)
@@ -316,6 +316,6 @@ def test_float16_overflow_is_left_out_and_halves_the_scale(tmp_path) -> None:
 def test_a_precision_is_validated_against_the_original(name: str, precision: str) -> None:
     path = CASES[name].path
     fused = load(read(path))
-    passes.optimize(fused)
+    rewrite.optimize(fused)
     check = check_outputs(path, fused, device="cuda", precision=precision)
     assert check.ok, [d for d in check.differences if not d.ok]

@@ -10,8 +10,8 @@ from lowering import arrays
 from test_channels_last import GROUP_NORM, STRETCHES
 
 from onnx_fuse import InferenceSession
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.save import inline, to_proto
+from onnx_fuse.importer.save import inline, to_proto
+from onnx_fuse.ir.build import text_model
 
 
 def text_of(name: str) -> str:

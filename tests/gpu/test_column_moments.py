@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from on_device import TOLERANCE, TYPES, Memory, each, error, poison, random, wide
 
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels.kernel import Kernel
-from onnx_fuse.onnx.build import text_model
 from onnx_fuse.program.interpret.images import column_moments, convolution
 from onnx_fuse.program.problem import CHIPS, Config, Hardware, Problem
 from onnx_fuse.program.problems import Conv, MergedMoments, Window

@@ -10,9 +10,9 @@ import pytest
 from math_cases import only, widen
 from onnx.reference import ReferenceEvaluator
 
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import Choice, candidates
 from onnx_fuse.lower.walk import lower
-from onnx_fuse.onnx.build import text_model
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.program.problems import Conv, ConvWeightGrad
 from onnx_fuse.runtime.executable import Executable

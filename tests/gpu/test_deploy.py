@@ -15,7 +15,7 @@ from support import ENCODER, Cli
 
 from onnx_fuse import InferenceSession, deploy
 from onnx_fuse.errors import DeviceError, UsageError
-from onnx_fuse.onnx.build import text_model
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.program.problem import CHIPS, Hardware
 from onnx_fuse.runtime.program_cache import ProgramCache
 

@@ -12,8 +12,8 @@ import pytest
 from math_cases import only
 from quant_cases import CASES, FLOATS8, KINDS, Quantized, model_of
 
+from onnx_fuse.autodiff.load import load
 from onnx_fuse.cuda import nvrtc
-from onnx_fuse.onnx.load import load
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.runtime.executable import Executable
 

@@ -21,14 +21,14 @@ import test_program_passes
 import test_train
 from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 
-from onnx_fuse import InferenceSession, alone, bench, passes
+from onnx_fuse import InferenceSession, alone, bench, rewrite
 from onnx_fuse.cuda import pointwise
 from onnx_fuse.errors import DeviceError, UsageError
+from onnx_fuse.importer.load import read
+from onnx_fuse.importer.save import to_proto
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import reduce as reduce_kernels
 from onnx_fuse.lower import elementwise
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.load import read
-from onnx_fuse.onnx.save import to_proto
 from onnx_fuse.program.problem import Hardware, Problem
 from onnx_fuse.runtime import device, plan
 from onnx_fuse.runtime import executable as module
@@ -256,7 +256,7 @@ import sys
 import numpy as np
 from onnx_fuse.errors import DeviceError, UsageError
 from onnx_fuse.cuda.launch import Bound
-from onnx_fuse.onnx.build import text_model
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.runtime.executable import Executable
 
 text = "agraph (float[8,64] x, float[64,8] w) => (float[8,8] y) { y = MatMul (x, w) }"
@@ -619,7 +619,7 @@ def test_what_a_product_stores_may_be_wider_than_its_operands(rows: int) -> None
     shapes = {"x": (rows, 256), "w": (256, 256), "c": (256,), "g": (256,), "b": (256,)}
     feeds = {n: (rng.standard_normal(s) / 16**(n == "w")).astype(np.float16)
              for n, s in shapes.items()}  # fmt: skip
-    passes.optimize(model)
+    rewrite.optimize(model)
     runner = Executable(model)
     got = runner.run(None, feeds)
     x, w, c, g, b = (feeds[n].astype(np.float64) for n in "xwcgb")

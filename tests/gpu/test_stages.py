@@ -7,8 +7,8 @@ import onnxruntime
 import pytest
 import test_stages
 
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.save import to_proto
+from onnx_fuse.importer.save import to_proto
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.runtime.executable import Executable
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import onnx_fuse
 from onnx_fuse import optim
-from onnx_fuse.onnx.build import text_model
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.runtime.executable import Executable
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

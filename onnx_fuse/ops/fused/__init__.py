@@ -20,7 +20,7 @@ from onnx_fuse.ops.fused import (
     sdpa,
     window_gradients,  # noqa: F401  (its operators have no rules)
 )
-from onnx_fuse.ops.rewrite import Rule
+from onnx_fuse.ops.rules import Rule
 
 RULES: tuple[Rule, ...] = (
     *activations.RULES,

@@ -11,14 +11,14 @@ from math import prod
 
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, const_array, dim, given, rank
-from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.onnx.names import FusedName
+from onnx_fuse.ir.build import Builder, const_array, dim, given, rank
+from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.activations import ACTIVATIONS, Activation, signature
 from onnx_fuse.ops.fused.activations import activation_of
 from onnx_fuse.ops.fused.gradients import conv_act_grad
 from onnx_fuse.ops.opdef import OpDef, register
-from onnx_fuse.ops.rewrite import (
+from onnx_fuse.ops.rules import (
     Rewriter,
     Rule,
     attribute,

@@ -17,13 +17,13 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import dim, rank
-from onnx_fuse.onnx.common import FUSE, base_name
+from onnx_fuse.ir.build import dim, rank
+from onnx_fuse.ir.common import FUSE, base_name
 from onnx_fuse.ops.activations import ACTIVATIONS, Activation
 from onnx_fuse.ops.fused.gradients import body, cotangents, dz_text, renamed, saved
 from onnx_fuse.ops.grad_helpers import Values, emit
 from onnx_fuse.ops.opdef import OpDef, register
-from onnx_fuse.ops.rewrite import typed
+from onnx_fuse.ops.rules import typed
 
 NAME = "Float8Linear"
 HISTORY = 16

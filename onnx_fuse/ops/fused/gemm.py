@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, const_array, dim, given, rank
-from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.onnx.names import FusedName
+from onnx_fuse.ir.build import Builder, const_array, dim, given, rank
+from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.activations import ACTIVATIONS, Activation, signature
 from onnx_fuse.ops.fused import padded
 from onnx_fuse.ops.fused.activations import activation_of
@@ -31,7 +31,7 @@ from onnx_fuse.ops.fused.norm import (
     canonical_norm,
 )
 from onnx_fuse.ops.opdef import OpDef, register
-from onnx_fuse.ops.rewrite import (
+from onnx_fuse.ops.rules import (
     CONSTANT,
     PACKED,
     Rewriter,

@@ -16,9 +16,9 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import dim
-from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.onnx.names import FusedName
+from onnx_fuse.ir.build import dim
+from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.activations import Activation, signature
 from onnx_fuse.ops.conv import conv_grad
 from onnx_fuse.ops.fused.activations import act_grad

@@ -13,8 +13,8 @@ from functools import partial
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import const_array, given, rank
-from onnx_fuse.ops.rewrite import (
+from onnx_fuse.ir.build import const_array, given, rank
+from onnx_fuse.ops.rules import (
     Rewriter,
     Rule,
     attribute,

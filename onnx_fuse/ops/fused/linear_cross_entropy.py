@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, dim, given, rank
-from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.onnx.names import FusedName
+from onnx_fuse.ir.build import Builder, dim, given, rank
+from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.fused.gradients import cotangents, saved
 from onnx_fuse.ops.grad_helpers import Values
 from onnx_fuse.ops.loss import SMOOTHED, counted_rows, mean_of
 from onnx_fuse.ops.opdef import OpDef, register
-from onnx_fuse.ops.rewrite import (
+from onnx_fuse.ops.rules import (
     Rewriter,
     Rule,
     attribute,

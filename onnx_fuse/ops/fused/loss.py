@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, rank
-from onnx_fuse.ops.rewrite import Rewriter, Rule, attribute, consumers, depends_on, producer
+from onnx_fuse.ir.build import Builder, rank
+from onnx_fuse.ops.rules import Rewriter, Rule, attribute, consumers, depends_on, producer
 
 
 def _log_softmax(rw: Rewriter, log: ir.Node) -> bool:

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, const_array, dim, rank
-from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.ir.build import Builder, const_array, dim, rank
+from onnx_fuse.ir.common import FUSE
 from onnx_fuse.ops.fused.gradients import NORM_GRADS, rms_norm_grad, skip_norm_grad
 from onnx_fuse.ops.grad_helpers import spans
 from onnx_fuse.ops.opdef import OpDef, register
-from onnx_fuse.ops.rewrite import (
+from onnx_fuse.ops.rules import (
     Rewriter,
     Rule,
     attribute,

@@ -14,10 +14,10 @@ from math import prod
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, const_array, dim, rank
-from onnx_fuse.onnx.common import FUSE
-from onnx_fuse.onnx.names import FusedName
-from onnx_fuse.ops.rewrite import attribute, constant_ints, consumers, row_axis, typed
+from onnx_fuse.ir.build import Builder, const_array, dim, rank
+from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.names import FusedName
+from onnx_fuse.ops.rules import attribute, constant_ints, consumers, row_axis, typed
 
 Fill = np.ndarray | None
 """What each column of an added row is; None where that is 0."""

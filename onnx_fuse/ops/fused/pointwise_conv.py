@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, const_array, dim, given, rank
+from onnx_fuse.ir.build import Builder, const_array, dim, given, rank
 from onnx_fuse.ops.fused.activations import activation_of
 from onnx_fuse.ops.fused.norm import canonical_norm
-from onnx_fuse.ops.rewrite import (
+from onnx_fuse.ops.rules import (
     Rewriter,
     Rule,
     attribute,

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, const_array, dim, rank
-from onnx_fuse.ops.rewrite import Rewriter, Rule, attribute, constant_ints, consumers, typed
+from onnx_fuse.ir.build import Builder, const_array, dim, rank
+from onnx_fuse.ops.rules import Rewriter, Rule, attribute, constant_ints, consumers, typed
 
 NAME = "ReadRows"
 _UNARY = (

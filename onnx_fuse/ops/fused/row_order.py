@@ -17,8 +17,8 @@ from math import prod
 
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, given, rank
-from onnx_fuse.ops.rewrite import (
+from onnx_fuse.ir.build import Builder, given, rank
+from onnx_fuse.ops.rules import (
     Rewriter,
     Rule,
     attribute,

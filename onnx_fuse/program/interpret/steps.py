@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from onnx_fuse.onnx.build import text_model
-from onnx_fuse.onnx.save import to_proto
+from onnx_fuse.importer.save import to_proto
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.ops.activations import BY_KEY
 from onnx_fuse.ops.formula import written_out
 from onnx_fuse.program.call import Tensor, dtype_of

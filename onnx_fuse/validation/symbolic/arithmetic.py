@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir
 from onnx_ir import Node, Value
 
-from onnx_fuse.onnx.sizes import Size, larger, rounded_down, size, smaller
+from onnx_fuse.ir.sizes import Size, larger, rounded_down, size, smaller
 from onnx_fuse.validation.symbolic.walk import Array, Fact, Rule, Shape, Walk, each, small
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import onnx_ir
 from onnx_ir import Node, Value
 
-from onnx_fuse.onnx.build import all_nodes, given
-from onnx_fuse.onnx.contrib import MICROSOFT
-from onnx_fuse.onnx.sizes import Size, size
+from onnx_fuse.importer.contrib import MICROSOFT
+from onnx_fuse.ir.build import all_nodes, given
+from onnx_fuse.ir.sizes import Size, size
 from onnx_fuse.validation.symbolic.walk import Fact, Lengths, Rule, Walk, origin
 
 ONE_TOKEN = "one token over the past"

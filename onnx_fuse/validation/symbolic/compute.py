@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from onnx_ir import Node
 
-from onnx_fuse.onnx.sizes import Size, product, rounded_down, size, unknown
+from onnx_fuse.ir.sizes import Size, product, rounded_down, size, unknown
 from onnx_fuse.validation.symbolic.walk import NOTHING, Fact, Rule, Walk, scalar, sizes_in, vector
 
 

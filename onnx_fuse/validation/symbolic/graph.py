@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import onnx_ir
 from onnx_ir import Node, Value
 
-from onnx_fuse.onnx.build import const_array, subgraphs
+from onnx_fuse.ir.build import const_array, subgraphs
 from onnx_fuse.validation.sizes import System
 from onnx_fuse.validation.symbolic import arithmetic, caches, compute, moves
 from onnx_fuse.validation.symbolic.walk import Fact, Lengths, Rule, Shape, Walk, origin

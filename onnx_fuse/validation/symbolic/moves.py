@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from onnx_ir import Node
 
-from onnx_fuse.onnx.sizes import Size, product, size, smaller, unknown
+from onnx_fuse.ir.sizes import Size, product, size, smaller, unknown
 from onnx_fuse.validation.symbolic.arithmetic import sign_of
 from onnx_fuse.validation.symbolic.walk import (
     ENTRIES,

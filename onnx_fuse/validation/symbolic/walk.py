@@ -11,8 +11,8 @@ import numpy as np
 import onnx_ir
 from onnx_ir import Node, Value
 
-from onnx_fuse.onnx.build import const_array
-from onnx_fuse.onnx.sizes import Size, size, unknown
+from onnx_fuse.ir.build import const_array
+from onnx_fuse.ir.sizes import Size, size, unknown
 from onnx_fuse.validation.sizes import System
 
 Array = np.ndarray[Any, Any]

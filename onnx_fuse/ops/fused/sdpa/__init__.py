@@ -10,7 +10,7 @@ from onnx_fuse.ops.fused.sdpa import grad as grad
 from onnx_fuse.ops.fused.sdpa.kinds import KINDS as KINDS
 from onnx_fuse.ops.fused.sdpa.node import fuse_node
 from onnx_fuse.ops.fused.sdpa.rule import fuse
-from onnx_fuse.ops.rewrite import Rule
+from onnx_fuse.ops.rules import Rule
 
 RULES = (
     Rule("Sdpa", 1, ("Softmax",), fuse, conditions="readers weights types ranks sizes body"),

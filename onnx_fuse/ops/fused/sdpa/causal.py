@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import const_array, dim, rank
+from onnx_fuse.ir.build import const_array, dim, rank
 from onnx_fuse.ops.fused.sdpa.scores import Step, same_size
-from onnx_fuse.ops.rewrite import attribute, constant_ints, is_float, scalar
+from onnx_fuse.ops.rules import attribute, constant_ints, is_float, scalar
 
 CAUSAL = "causal"
 """An attribute that kernels read and no body has: the step, counted from 1, whose mask is proved to

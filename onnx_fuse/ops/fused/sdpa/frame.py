@@ -13,9 +13,9 @@ from math import prod
 
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, dim, rank
+from onnx_fuse.ir.build import Builder, dim, rank
 from onnx_fuse.ops.fused.sdpa.scores import Scores, same_size
-from onnx_fuse.ops.rewrite import attribute, producer, typed
+from onnx_fuse.ops.rules import attribute, producer, typed
 
 
 @dataclass

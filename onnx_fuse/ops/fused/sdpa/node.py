@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, dim, rank
+from onnx_fuse.ir.build import Builder, dim, rank
 from onnx_fuse.ops.fused.sdpa.causal import causal_step
 from onnx_fuse.ops.fused.sdpa.kinds import Kind
 from onnx_fuse.ops.fused.sdpa.rule import emit, grouping, transposed
 from onnx_fuse.ops.fused.sdpa.scores import Step, same_size
-from onnx_fuse.ops.rewrite import Rewriter, attribute, typed
+from onnx_fuse.ops.rules import Rewriter, attribute, typed
 
 _SHORTER, _SUMS = 24, 25
 """The opsets from which a mask may have fewer columns than there are keys, which hides the others,

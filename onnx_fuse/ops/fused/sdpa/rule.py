@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, dim, rank
-from onnx_fuse.onnx.common import FUSE
+from onnx_fuse.ir.build import Builder, dim, rank
+from onnx_fuse.ir.common import FUSE
 from onnx_fuse.ops.fused.sdpa.causal import CAUSAL, WINDOW, causal_step, is_idle
 from onnx_fuse.ops.fused.sdpa.frame import Frame, make_frame
 from onnx_fuse.ops.fused.sdpa.kinds import KINDS, STEPS, Kind
@@ -22,7 +22,7 @@ from onnx_fuse.ops.fused.sdpa.scores import (
     trace_scores,
     whole_rows,
 )
-from onnx_fuse.ops.rewrite import (
+from onnx_fuse.ops.rules import (
     Rewriter,
     attribute,
     constant_ints,

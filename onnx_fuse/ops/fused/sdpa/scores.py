@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.onnx.build import Builder, const_array, dim, rank
-from onnx_fuse.ops.rewrite import is_float, producer, scalar, typed
+from onnx_fuse.ir.build import Builder, const_array, dim, rank
+from onnx_fuse.ops.rules import is_float, producer, scalar, typed
 
 REACH = 24
 """How many nodes above a softmax its product is looked for."""

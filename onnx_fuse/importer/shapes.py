@@ -1,0 +1,336 @@
+"""Types and shapes: infer them, refuse what is too large to address, fix the inputs'."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TypeAlias
+
+import onnx
+import onnx_ir as ir
+
+from onnx_fuse.errors import ModelError, UsageError
+from onnx_fuse.importer import contrib
+from onnx_fuse.importer.inference import inferred
+from onnx_fuse.importer.save import functions_attached, serialized
+from onnx_fuse.importer.types import READ_BY_INFERENCE, complete_types
+from onnx_fuse.ir.actual_sizes import infer_actual
+from onnx_fuse.ir.build import all_nodes, subgraphs
+
+_LONGEST_SHAPE = 1 << 20
+MAKES_SEQUENCES = {
+    *("SequenceConstruct", "SequenceEmpty", "SequenceInsert", "SequenceErase", "SequenceMap"),
+    *("SplitToSequence", "Optional", "OptionalGetElement"),
+}
+
+
+def infer_shapes(model: ir.Model) -> None:
+    """Fill in dtypes and shapes, fused ops through their bodies; what was known stays."""
+    # onnx follows the entries of every vector, shape or not, at 60 bytes each (1.23).
+    _infer(model, data_prop=all(_length(v) <= _LONGEST_SHAPE for v in _values(model)))
+
+
+def _length(value: ir.Value) -> int:
+    """Entries of a vector; 0 for all else."""
+    shape = value.shape
+    dim = shape[0] if shape is not None and len(shape) == 1 else 0
+    return dim if isinstance(dim, int) else 0
+
+
+def _values(model: ir.Model) -> Iterator[ir.Value]:
+    yield from model.graph.inputs
+    yield from model.graph.initializers.values()
+    for node in all_nodes(model.graph):
+        yield from node.outputs
+
+
+def check_sizes(model: ir.Model) -> None:
+    """Shapes that constants ask for: nothing may be too large to address."""
+    _infer(model, data_prop=False)
+    for value in _values(model):
+        dims = [d for d in value.shape or () if isinstance(d, int)]
+        if math.prod(dims) >= 2**48:
+            node = value.producer()
+            where = f"node '{node.name}' ({node.op_type})" if node else f"input '{value.name}'"
+            raise ModelError(f"{where} has shape {value.shape}: its size overflows")
+    for node in all_nodes(model.graph):
+        _check_axis(node)
+
+
+def _check_axis(node: ir.Node) -> None:
+    """Refuse an axis so far out that a list of the axes before it would fill the memory."""
+    attribute = node.attributes.get("axis")
+    if attribute is None or attribute.is_ref() or attribute.type != ir.AttributeType.INT:
+        return
+    shape = node.inputs[0].shape if node.inputs and node.inputs[0] is not None else None
+    quantizes = node.op_type in ("QuantizeLinear", "DequantizeLinear")  # one scale needs no axis
+    if shape is None or quantizes or -len(shape) - 1 <= attribute.value <= len(shape) + 1:
+        return
+    raise ModelError(
+        f"node '{node.name or node.outputs[0].name}' ({node.op_type}): axis {attribute.value} is "
+        f"out of range for its input of {len(shape)} axes"
+    )
+
+
+def _infer(model: ir.Model, *, data_prop: bool) -> None:
+    kept = set(_sequences(model))
+    again = True
+    while again:  # once more for each operator that inference is silent about
+        bodies = contrib.bodies_attached(model)
+        with functions_attached(model), bodies as unread, without_weights(model):
+            proto = serialized(model)
+            _known_in_bodies(proto.graph, {})
+            kept |= unread
+        declared = _without_sizes_of_results(proto.graph)
+        try:
+            found = infer_actual(proto, partial(inferred, data_prop=data_prop))
+        except (onnx.shape_inference.InferenceError, RuntimeError, ValueError):
+            return  # a file that contradicts itself: what is known stays, and onnxruntime says why
+        _declare_what_is_open(found.graph, declared)
+        _assign_inferred(model.graph, found.graph, kept)
+        again = complete_types(all_nodes(model.graph), model.graph.opset_imports.get("", 1))
+
+
+Sizes = Mapping[str, Sequence[int]]
+"""The numbers declared for the axes of results by name; 0 where none is."""
+
+
+def _without_sizes_of_results(graph: onnx.GraphProto) -> Sizes:
+    """Take the numbers off the shapes that the file declares for its outputs, and return them.
+
+    A batch that was set free at the inputs alone is still a number there, which inference believes.
+    """
+    computed = {name for node in graph.node for name in node.output}
+    declared: dict[str, Sequence[int]] = {}
+    for info in graph.output:
+        dims = info.type.tensor_type.shape.dim
+        if info.name in computed and any(d.dim_value for d in dims):
+            declared[info.name] = [d.dim_value for d in dims]
+            for d in dims:
+                if d.dim_value:
+                    d.Clear()
+    return declared
+
+
+def _declare_what_is_open(graph: onnx.GraphProto, declared: Sizes) -> None:
+    """Give results the numbers declared for axes that are no number, and no input's symbol."""
+    symbols = {d.dim_param for i in graph.input for d in i.type.tensor_type.shape.dim}
+    for info in graph.output if declared else ():
+        dims, numbers = info.type.tensor_type.shape.dim, declared.get(info.name, ())
+        if not info.type.tensor_type.HasField("shape") or len(dims) != len(numbers):
+            continue
+        for d, number in zip(dims, numbers, strict=True):
+            if number and not d.dim_value and (not d.dim_param or d.dim_param not in symbols):
+                d.dim_value = number
+
+
+def _known_in_bodies(graph: onnx.GraphProto, outside: Mapping[str, onnx.TensorProto]) -> None:
+    """Give bodies copies of the small constants that they read from outside.
+
+    Inference (onnx 1.23) does not look for the axes or sizes of their nodes there.
+    """
+    bodies = [
+        g for n in graph.node for a in n.attribute for g in (a.g, *a.graphs) if a.type in _GRAPHS
+    ]
+    if not bodies:
+        return
+    known = {**outside, **{t.name: t for t in graph.initializer}}
+    for node in graph.node:
+        held = [a.t for a in node.attribute if a.name == "value"]
+        known.update(dict.fromkeys(node.output, held[0]) if held else {})
+    small = {k: t for k, t in known.items() if t.ByteSize() <= READ_BY_INFERENCE}
+    for body in bodies:
+        _known_in_bodies(body, small)
+        own = {t.name for t in body.initializer} | {v.name for v in body.input}
+        own.update(name for node in body.node for name in node.output)
+        for name in {name for node in body.node for name in node.input} & {*small} - own:
+            body.initializer.add().CopyFrom(small[name])
+            body.initializer[-1].name = name
+
+
+_GRAPHS = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
+
+
+@contextlib.contextmanager
+def without_weights(model: ir.Model) -> Iterator[None]:
+    """Within the block large initializers are inputs: inference needs their types alone."""
+    graph = model.graph
+    large = [
+        v
+        for v in graph.initializers.values()
+        if v.const_value is not None and v.const_value.nbytes > READ_BY_INFERENCE
+    ]
+    inputs, order = list(graph.inputs), list(graph.initializers.values())
+    tensors = [v.const_value for v in large]
+    for value, tensor in zip(large, tensors, strict=True):
+        assert tensor is not None
+        value.dtype = value.dtype or tensor.dtype
+        if value.shape is None:
+            value.shape = ir.Shape(list(tensor.numpy().shape))
+        value.const_value = None
+        del graph.initializers[value.name or ""]
+    graph.inputs.extend(v for v in large if not v.is_graph_input())
+    try:
+        yield
+    finally:
+        graph.inputs.clear()  # deleting a slice would leave the weights marked as inputs (1.1)
+        graph.inputs.extend(inputs)
+        for value, tensor in zip(large, tensors, strict=True):
+            value.const_value = tensor
+        for value in order if large else ():  # each where it was
+            graph.initializers.pop(value.name or "", None)
+            graph.initializers[value.name or ""] = value
+
+
+def _assign_inferred(
+    graph: ir.Graph, proto: onnx.GraphProto, kept: Collection[ir.Value], *, inner: bool = False
+) -> None:
+    """Give the values of a graph and its subgraphs the types and shapes inferred for them."""
+    values = {v.name: v for node in graph for v in node.outputs}
+    if inner:
+        values.update({v.name: v for v in graph.inputs})
+    for info in itertools.chain(proto.value_info, proto.output, proto.input):
+        value = values.get(info.name)
+        if value is None or value in kept or info.type.WhichOneof("value") != "tensor_type":
+            continue
+        tensor = info.type.tensor_type
+        if tensor.elem_type and (value.type is None or value.dtype != tensor.elem_type):
+            value.dtype = ir.DataType(tensor.elem_type)
+        if tensor.HasField("shape"):
+            dims = [_dim(d) for d in tensor.shape.dim]
+            node = value.producer()
+            if node is not None and node.op_type == "Attention" and not node.domain:
+                dims = [d or None for d in dims]  # 0 for the heads of an unknown size (1.23)
+            if value.shape is None or [*value.shape] != dims:
+                value.shape = ir.Shape(dims)
+    for node, described in zip(graph, proto.node, strict=True):
+        if any(a.g.node or a.graphs for a in described.attribute):
+            texts = {a.name: [a.g] if a.HasField("g") else a.graphs for a in described.attribute}
+            for name, attribute in node.attributes.items():
+                for body, text in zip(subgraphs(attribute), texts[name], strict=False):
+                    _assign_inferred(body, text, kept, inner=True)
+
+
+def _dim(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
+    kind = dim.WhichOneof("value")
+    return dim.dim_value if kind == "dim_value" else dim.dim_param or None
+
+
+def _sequences(model: ir.Model) -> list[ir.Value]:
+    """Values that may be sequences or optionals, which onnx-ir (1.1) would infer as tensors."""
+    found: dict[ir.Value, None] = {}
+    for node in all_nodes(model.graph):
+        graphs = [g for a in node.attributes.values() for g in subgraphs(a)]
+        reads = [*node.inputs, *(v for g in graphs for v in g.outputs)]
+        if node.op_type in MAKES_SEQUENCES or (
+            (graphs or node.op_type == "Identity") and any(v in found for v in reads)
+        ):
+            found.update(dict.fromkeys(node.outputs))
+    return list(found)
+
+
+def with_shapes(
+    model: ir.Model, shapes: Mapping[str, Sequence[int]] | None, dims: Mapping[str, int] | None
+) -> ir.Model:
+    """A copy of `model` with its shapes fixed, or itself where none are given."""
+    if not shapes and not dims:
+        return model
+    sized = model.clone()
+    fix_shapes(sized, shapes or {}, dims)
+    return sized
+
+
+@contextlib.contextmanager
+def symbols_apart(model: ir.Model) -> Iterator[None]:
+    """Within the block each open axis of an input has a symbol of its own.
+
+    Runtimes do not ask whether sizes of one name are equal. Afterwards the symbols are the file's.
+    """
+    names: dict[_Dim, _Dim] = {}  # of the new symbols, in the file
+    for value in model.graph.inputs:
+        dims = _dims(value)
+        for axis, dim in enumerate(dims):
+            if isinstance(dim, str):
+                fresh = f"{dim} of {value.name}.{axis}" if dim in names else dim
+                names[fresh] = dim
+                dims[axis] = fresh
+        if value.shape is not None:
+            value.shape = ir.Shape(dims)
+    names = {fresh: name for fresh, name in names.items() if fresh != name}
+    shared = dict.fromkeys(names.values())
+    declared = [_dims(v) for v in model.graph.outputs]
+    _replace_symbols(_results(model), shared)
+    try:
+        yield
+    finally:
+        _replace_symbols((*model.graph.inputs, *_results(model)), names)
+        for value, dims in zip(model.graph.outputs, declared, strict=True):
+            pairs = list(zip(_dims(value), dims, strict=False))
+            if len(pairs) == len(dims) and any(d in shared for d in dims):
+                new = [old if old in shared and not isinstance(d, int) else d for d, old in pairs]
+                value.shape = ir.Shape(new)
+
+
+_Dim: TypeAlias = int | str | None
+
+
+def _dims(value: ir.Value) -> list[_Dim]:
+    return [d if isinstance(d, int) else d.value for d in value.shape or ()]
+
+
+def _results(model: ir.Model) -> Iterator[ir.Value]:
+    return (value for node in all_nodes(model.graph) for value in node.outputs)
+
+
+def _replace_symbols(values: Iterable[ir.Value], names: Mapping[_Dim, _Dim]) -> None:
+    """Put other names, or None, in the place of symbols in the shapes of values."""
+    for value in values if names else ():
+        dims = _dims(value)
+        if not names.keys().isdisjoint(dims):
+            value.shape = ir.Shape([names.get(d, d) for d in dims])
+
+
+def fix_shapes(
+    model: ir.Model, shapes: Mapping[str, Sequence[int]], dims: Mapping[str, int] | None = None
+) -> None:
+    """Give inputs the shapes named and symbols the sizes of `dims`, in place; -1 is left free.
+
+    A symbolic axis that gets a size gets it wherever its name stands. Raises UsageError.
+    """
+    inputs = {v.name: v for v in model.graph.inputs}
+    open_dims = [d for v in inputs.values() for d in v.shape or () if not isinstance(d, int)]
+    symbols = {d.value for d in open_dims if d.value}
+    sizes: dict[str, int] = {}
+    for named, size in (dims or {}).items():
+        if named not in symbols:
+            raise UsageError(
+                f"no input has a size named '{named}': the inputs name "
+                f"{', '.join(sorted(symbols)) or 'none'}"
+            )
+        sizes[named] = size
+    for name, given in shapes.items():
+        if name not in inputs:
+            raise UsageError(f"the model has no input '{name}' (it has {list(inputs)})")
+        own = list(inputs[name].shape or [None] * len(given))
+        if len(own) != len(given):
+            raise UsageError(f"input '{name}' has {len(own)} dimensions, not {len(given)}")
+        for axis, (dim, size) in enumerate(zip(own, given, strict=True)):
+            if size < 0:
+                continue
+            symbol = dim.value if isinstance(dim, ir.SymbolicDim) else None
+            fixed = dim if isinstance(dim, int) else size
+            if symbol:
+                fixed = sizes.setdefault(symbol, size)
+            if fixed != size:
+                raise UsageError(f"input '{name}': axis {axis} is {fixed}, not {size}")
+            own[axis] = size
+        inputs[name].shape = ir.Shape(own)
+    for graph in (model.graph, *model.graph.subgraphs()) if sizes else ():
+        values = [*graph.inputs, *(v for node in graph for v in node.outputs)]
+        for value in values:
+            if value.shape is not None:
+                symbolic = [d.value if isinstance(d, ir.SymbolicDim) else d for d in value.shape]
+                value.shape = ir.Shape([sizes.get(str(d), d) for d in symbolic])

@@ -1,0 +1,444 @@
+"""Nodes of an older ai.onnx opset as a later one spells them, with the results they had.
+
+Most versions of an operator only take further types or attributes, and need nothing. The others
+are in UPGRADES: a rule for each (operator, first opset that means something else). What an old
+operator answers is what onnxruntime, which still runs it, answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.errors import ModelError
+from onnx_fuse.ir.build import Builder, all_nodes, const_array, given, rank
+from onnx_fuse.ir.windows import around, passes_padding
+
+Rule = Callable[[ir.Node, Builder], "Sequence[ir.Value] | None"]
+"""Changes the node in place and emits the nodes that it then reads, or returns the values that
+replace the node's outputs."""
+
+UPGRADES: dict[tuple[str, int], Rule] = {}
+
+
+def upgrade(graph: ir.Graph | ir.Function, version: int, target: int) -> None:
+    """Bring all nodes of a graph, its subgraphs included, from ai.onnx `version` to `target`.
+
+    A node that a function left with a version of its own is brought up from that, and loses it.
+    Types and ranks of values are used where they are known and are not needed. Raises ModelError
+    for a node that later opsets cannot express.
+    """
+    rules: dict[str, list[tuple[int, Rule]]] = {}
+    for (op_type, since), rule in sorted(UPGRADES.items(), key=lambda item: item[0][1]):
+        if since <= target:
+            rules.setdefault(op_type, []).append((since, rule))
+    for node in list(all_nodes(graph)):
+        if node.domain not in ("", "ai.onnx"):
+            continue
+        own, node.version = node.version or version, None
+        for since, rule in rules.get(node.op_type, ()):
+            if own < since and node.graph is not None:  # a rule before may have replaced it
+                _apply(rule, node)
+
+
+def _apply(rule: Rule, node: ir.Node) -> None:
+    op, graph = Builder(), node.graph
+    assert graph is not None
+    results = rule(node, op)
+    for made in op.nodes:
+        made.metadata_props.update(node.metadata_props)
+    graph.insert_before(node, op.nodes)
+    if results is None:
+        return
+    for old, new in zip(node.outputs, results, strict=True):
+        new.name, old.name = old.name, None
+        new.type, new.shape = old.type or new.type, old.shape if old.shape else new.shape
+        new.doc_string = old.doc_string
+        new.metadata_props.update(old.metadata_props)
+    last = op.nodes[-1]
+    last.name, last.doc_string = node.name, node.doc_string
+    ir.convenience.replace_all_uses_with(node.outputs, list(results), replace_graph_outputs=True)
+    graph.remove(node, safe=True)
+
+
+def _rule(since: int, *ops: str) -> Callable[[Rule], Rule]:
+    def register(rule: Rule) -> Rule:
+        UPGRADES.update({(op, since): rule for op in ops})
+        return rule
+
+    return register
+
+
+def _pop_attribute(node: ir.Node, name: str, default: Any = None) -> Any:
+    """Remove an attribute from the node and return its value."""
+    attribute = node.attributes.pop(name, None)
+    return default if attribute is None else attribute.value
+
+
+def _set_input(node: ir.Node, index: int, value: ir.Value | None) -> None:
+    if index >= len(node.inputs):
+        node.resize_inputs(index + 1)
+    node.replace_input_with(index, value)
+
+
+def _read(node: ir.Node) -> ir.Value:
+    """The first input, which every operator here has."""
+    value = given(node, 0)
+    if value is None:
+        raise ModelError(f"node '{node.name}' ({node.op_type}) lacks its first input")
+    return value
+
+
+def _like(op: Builder, number: float, x: ir.Value) -> ir.Value:
+    """A scalar of x's type."""
+    if x.dtype is not None and x.dtype.is_floating_point():
+        with np.errstate(over="ignore"):  # a bound beyond float16 becomes infinite
+            return op.constant(np.array(number, np.float32).astype(x.dtype.numpy()))
+    return op.CastLike(op.constant(np.array(number, np.float32)), x)
+
+
+# ---- attributes that became inputs ---------------------------------------------------------------
+
+
+Moved = tuple[int, str, str, Any]
+"""(input, attribute that it was, kind, default of the attribute, None where it has none).
+
+The kinds are "ints", a vector; "size", a vector of one; "int", a scalar; "float", a scalar in the
+type of the first input."""
+_AXES: tuple[Moved, ...] = ((1, "axes", "ints", None),)
+_REDUCTIONS = ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare")
+BECAME_INPUTS: dict[tuple[str, int], tuple[Moved, ...]] = {
+    **dict.fromkeys(((name, 13) for name in ("ReduceSum", "Squeeze", "Unsqueeze")), _AXES),
+    **dict.fromkeys(((f"Reduce{kind}", 18) for kind in _REDUCTIONS), _AXES),
+    ("Split", 13): ((1, "split", "ints", None),),
+    ("TopK", 10): ((1, "k", "size", None),),
+    ("Slice", 10): tuple((i, n, "ints", None) for i, n in enumerate(("starts", "ends", "axes"), 1)),
+    ("Clip", 11): ((1, "min", "float", None), (2, "max", "float", None)),
+    ("Pad", 11): ((1, "pads", "ints", None), (2, "value", "float", None)),
+    ("Dropout", 12): ((1, "ratio", "float", 0.5),),
+    ("DFT", 20): ((2, "axis", "int", 1),),
+}
+"""The attributes that became inputs, by (operator, first opset that has the inputs)."""
+
+
+def _as_inputs(moved: Sequence[Moved]) -> Rule:
+    def rule(node: ir.Node, op: Builder) -> None:
+        for i, name, kind, default in moved:
+            value = _pop_attribute(node, name, default)
+            if value is None or (name in ("axes", "value") and not value):
+                continue  # without axes it reduces all
+            if kind == "float":
+                _set_input(node, i, _like(op, value, _read(node)))
+            else:
+                numbers = [value] if kind == "size" else value
+                _set_input(node, i, op.constant(np.array(numbers, np.int64)))
+
+    return rule
+
+
+UPGRADES.update({key: _as_inputs(moved) for key, moved in BECAME_INPUTS.items()})
+
+
+@_rule(18, "Split")
+def _split_count(node: ir.Node, op: Builder) -> None:
+    if given(node, 1) is None:
+        node.attributes["num_outputs"] = ir.AttrInt64("num_outputs", len(node.outputs))
+
+
+# ---- other names and defaults --------------------------------------------------------------------
+
+
+@_rule(11, "Scatter")
+def _scatter(node: ir.Node, op: Builder) -> None:
+    node.op_type = "ScatterElements"
+
+
+@_rule(16, "RoiAlign")
+def _roi_align(node: ir.Node, op: Builder) -> None:
+    mode = ir.AttrString("coordinate_transformation_mode", "output_half_pixel")
+    node.attributes.setdefault(mode.name, mode)
+
+
+@_rule(20, "GridSample")
+def _grid_sample(node: ir.Node, op: Builder) -> None:
+    if (mode := _pop_attribute(node, "mode")) is not None:
+        mode = {"bilinear": "linear", "bicubic": "cubic"}.get(mode, mode)
+        node.attributes["mode"] = ir.AttrString("mode", mode)
+
+
+# ---- other meanings ------------------------------------------------------------------------------
+
+
+@_rule(13, "Softmax", "LogSoftmax", "Hardmax")
+def _softmax(node: ir.Node, op: Builder) -> Sequence[ir.Value] | None:
+    """Before opset 13 all axes from `axis` on are one: a matrix's columns."""
+    x = _read(node)
+    axis, size = _pop_attribute(node, "axis", 1), rank(x)
+    if axis == -1 or (size is not None and axis == size - 1):
+        node.attributes["axis"] = ir.AttrInt64("axis", -1)
+        return None
+    rows = op.node(node.op_type, [op.Flatten(x, axis=axis)], axis=-1)
+    return [op.Reshape(rows, op.Shape(x), allowzero=1)]
+
+
+@_rule(10, "Dropout")
+def _dropout_float_mask(node: ir.Node, op: Builder) -> None:
+    _drop_mask(node, op, typed=False)
+
+
+@_rule(12, "Dropout")
+def _dropout_mask(node: ir.Node, op: Builder) -> None:
+    """Opsets 10 and 11: a mask of bool, and the ratio an attribute."""
+    _drop_mask(node, op, typed=True)
+    _as_inputs(BECAME_INPUTS["Dropout", 12])(node, op)
+
+
+def _drop_mask(node: ir.Node, op: Builder, *, typed: bool) -> None:
+    """Before opset 12 onnxruntime fills an inference's mask with zeros, later with ones."""
+    if len(node.outputs) < 2:
+        return
+    x, mask = _read(node), node.outputs[1]
+    if mask.uses() or mask.is_graph_output():
+        shape = op.Shape(x)
+        kind = ir.DataType.BOOL if typed else x.dtype
+        if kind is None:
+            zeros = op.CastLike(op.ConstantOfShape(shape), x)
+        else:
+            zeros = op.ConstantOfShape(shape, value=ir.tensor(np.zeros(1, kind.numpy())))
+        zeros.name, zeros.type, zeros.shape = mask.name, mask.type, mask.shape
+        ir.convenience.replace_all_uses_with(mask, zeros, replace_graph_outputs=True)
+        mask.name = None
+    node.resize_outputs(1)
+
+
+@_rule(9, "BatchNormalization")
+def _batch_norm_spatial(node: ir.Node, op: Builder) -> Sequence[ir.Value] | None:
+    """spatial=0: a mean and a variance for each element of a sample, not for each channel."""
+    if _pop_attribute(node, "spatial", 1) != 0:
+        return None
+    if len(node.outputs) > 1 or len(node.inputs) < 5:
+        raise ModelError(f"node '{node.name}': BatchNormalization with spatial=0 cannot train")
+    x, scale, bias, mean, variance = node.inputs
+    epsilon = _like(op, node.attributes.get_float("epsilon", 1e-5), _read(node))
+    rows = op.Div(op.Sub(x, mean), op.Sqrt(op.Add(variance, epsilon)))
+    return [op.Add(op.Mul(rows, scale), bias)]
+
+
+@_rule(14, "BatchNormalization")
+def _batch_norm_training(node: ir.Node, op: Builder) -> None:
+    """Before opset 14 a BatchNormalization trained where it had outputs beside the first."""
+    if len(node.outputs) > 1:
+        if any(v.uses() or v.is_graph_output() for v in node.outputs[3:]):
+            raise ModelError(
+                f"node '{node.name}' (BatchNormalization): outputs 4 and 5, the statistics of the "
+                "batch, are not supported"
+            )
+        node.resize_outputs(min(3, len(node.outputs)))
+        node.attributes["training_mode"] = ir.AttrInt64("training_mode", 1)
+
+
+@_rule(19, "AveragePool")
+def _average_with_pads(node: ir.Node, op: Builder) -> Sequence[ir.Value] | None:
+    """Before opset 19 what counts pads divides by the whole kernel, even of a smaller image."""
+    factor = counted_part(node, _read(node), op)
+    if factor is None:
+        return None
+    attributes = {key: a.value for key, a in node.attributes.items()}
+    return [op.Mul(op.node("AveragePool", [_read(node)], attributes=attributes), factor)]
+
+
+def counted_part(node: ir.Node, x: ir.Value, op: Builder) -> ir.Value | None:
+    """How much of the kernel of an AveragePool that counts pads lies on the padded image `x`.
+
+    None where that is all of it. From opset 19 on the pool divides by that part alone; windows that
+    pass the padding because of `ceil_mode` are divided so in every opset.
+    """
+    include, ceil = (node.attributes.get_int(k, 0) for k in ("count_include_pad", "ceil_mode"))
+    if not include or ceil or not passes_padding(node, x):
+        return None
+    kernel = node.attributes.get_ints("kernel_shape", ())
+    pads = around(node, len(kernel))
+    size = op.Shape(x, start=2)
+    pad, whole = np.array(pads, np.float32), np.array(kernel, np.float32)
+    padded = op.Add(op.Cast(size, to=ir.DataType.FLOAT), op.constant(pad))
+    parts = op.Div(op.Min(padded, op.constant(whole)), op.constant(whole))
+    return cast(ir.Value, op.CastLike(op.ReduceProd(parts, keepdims=0), x))
+
+
+@_rule(21, "GroupNormalization")
+def _group_norm(node: ir.Node, op: Builder) -> None:
+    """Before opset 21 scale and bias have an entry a group, later one a channel.
+
+    The statistics of float64 are then of float32 where nothing says otherwise.
+    """
+    if _read(node).dtype == ir.DataType.DOUBLE:
+        kind = ir.AttrInt64("stash_type", int(ir.DataType.DOUBLE))
+        node.attributes.setdefault(kind.name, kind)
+    groups = node.attributes.get_int("num_groups", 1)
+    if groups < 1:
+        raise ModelError(
+            f"node '{node.name}' (GroupNormalization): num_groups is {groups}, not positive"
+        )
+    channels = op.Shape(_read(node), start=1, end=2)
+    each = op.Concat(op.constant([groups]), op.Div(channels, op.constant([groups])), axis=0)
+    for i in (1, 2):
+        value = given(node, i)
+        wide = op.Expand(op.Reshape(value, op.constant([groups, 1])), each)
+        _set_input(node, i, op.Reshape(wide, op.constant([-1])))
+
+
+@_rule(9, "Upsample")
+def _upsample_attribute(node: ir.Node, op: Builder) -> None:
+    _set_input(node, 1, op.constant(np.array(_pop_attribute(node, "scales", ()), np.float32)))
+
+
+@_rule(10, "Upsample")
+def _upsample(node: ir.Node, op: Builder) -> Sequence[ir.Value]:
+    mode = node.attributes.get_string("mode", "nearest")
+    return [_resized(op, _read(node), given(node, 1), mode, "floor")]
+
+
+@_rule(11, "Resize")
+def _resize(node: ir.Node, op: Builder) -> Sequence[ir.Value]:
+    """Opset 10: x_original = x / scale; the nearest is the next below, above where it shrinks."""
+    x, scales, mode = _read(node), given(node, 1), node.attributes.get_string("mode", "nearest")
+    known = const_array(scales)
+    if mode != "nearest" or (known is not None and (known >= 1).all()):
+        return [_resized(op, x, scales, mode, "floor")]
+    if known is not None and (known <= 1).all():
+        return [_resized(op, x, scales, mode, "ceil")]
+    one = op.constant(np.array(1, np.float32))
+    smaller = _resized(op, x, op.Min(scales, one), mode, "ceil")
+    return [_resized(op, smaller, op.Max(scales, one), mode, "floor")]
+
+
+def _resized(
+    op: Builder, x: ir.Value, scales: ir.Value | None, mode: str, nearest: str
+) -> ir.Value:
+    return op.Resize(
+        x,
+        None,
+        scales,
+        mode=mode,
+        coordinate_transformation_mode="asymmetric",
+        nearest_mode=nearest if mode == "nearest" else None,
+    )
+
+
+@_rule(13, "Resize")
+def _resize_sizes(node: ir.Node, op: Builder) -> None:
+    """Before opset 13 an empty tensor stands for scales that sizes replace."""
+    if given(node, 3) is not None:
+        _set_input(node, 2, None)
+
+
+@_rule(9, "Scan")
+def _scan(node: ir.Node, op: Builder) -> Sequence[ir.Value]:
+    """Opset 8's Scan has a batch first: a Scan over it whose body is the Scan of one element."""
+    if given(node, 0) is not None:
+        raise ModelError(
+            f"node '{node.name}': opset 8's Scan with a length for each sequence is not supported"
+        )
+    stem = node.name or node.outputs[0].name
+    count, ways = node.attributes.get_int("num_scan_inputs", 1), node.attributes.get("directions")
+    whole = list(node.inputs[1:])
+    elements = [ir.Value(name=f"{stem}.element.{i}") for i in range(len(whole))]
+    for value, source in zip(elements, whole, strict=True):
+        if source is not None and source.type is not None:
+            value.type = source.type
+            value.shape = None if source.shape is None else ir.Shape(source.shape[1:])
+    body = node.attributes.pop("body").as_graph()
+    directions = {} if ways is None else {"scan_input_directions": ways.as_ints()}
+    inner = ir.node(
+        "Scan",
+        elements,
+        {"body": body, "num_scan_inputs": count, **directions},
+        num_outputs=len(node.outputs),
+        name=f"{stem}.element",
+    )
+    for i, value in enumerate(inner.outputs):
+        value.name = f"{stem}.result.{i}"
+    batch = ir.Graph(elements, inner.outputs, nodes=[inner], name=f"{stem}.batch")
+    made = op.node(
+        "Scan",
+        whole,
+        outputs=len(node.outputs),
+        attributes={"body": batch, "num_scan_inputs": len(whole)},
+    )
+    return list(made) if isinstance(made, tuple) else [made]
+
+
+@_rule(19, "LeakyRelu", "PRelu")
+def _slope_of_other_types(node: ir.Node, op: Any) -> list[ir.Value] | None:
+    """Write the operator out for types of which onnxruntime (1.32) has no kernel.
+
+    It runs them by the standard's body, but only up to opset 18.
+    """
+    x = node.inputs[0]
+    if x is None or x.dtype is None or x.dtype in _KERNEL_TYPES:
+        return None
+    slope = given(node, 1)
+    dtype = x.dtype.numpy()
+    if slope is None:
+        slope = op.constant(np.array(np.float32(_pop_attribute(node, "alpha", 0.01)), dtype))
+    below = op.Less(x, op.constant(np.zeros((), dtype)))
+    return [op.Where(below, op.Mul(slope, x), x)]
+
+
+_KERNEL_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+
+@_rule(19, "Relu")
+def _relu_of_int64(node: ir.Node, op: Any) -> list[ir.Value] | None:
+    """Write the operator out for int64, which onnxruntime (1.32) runs up to opset 18 alone."""
+    x = node.inputs[0]
+    if x is None or x.dtype != ir.DataType.INT64:
+        return None
+    return [op.Max(x, op.constant(np.zeros((), np.int64)))]
+
+
+@_rule(19, "Elu", "HardSigmoid", "HardSwish", "Mish", "Selu", "Softplus", "Softsign")
+@_rule(19, "ThresholdedRelu")
+def _activation_of_float64(node: ir.Node, op: Any) -> list[ir.Value] | None:
+    """Write the operator out for float64, of which onnxruntime (1.32) has no kernel.
+
+    It runs the standard's body, but only up to opset 18; the formulas have its order of operations.
+    """
+    x = node.inputs[0]
+    if x is None or x.dtype != ir.DataType.DOUBLE:
+        return None
+
+    def number(value: float) -> ir.Value:
+        return op.constant(np.array(np.float32(value), np.float64))
+
+    def hard_sigmoid(alpha: float, beta: float) -> ir.Value:
+        line = op.Add(op.Mul(x, number(alpha)), number(beta))
+        return op.Max(op.Min(line, number(1)), number(0))
+
+    match node.op_type:
+        case "Elu":
+            scaled = op.Mul(
+                number(_pop_attribute(node, "alpha", 1.0)), op.Sub(op.Exp(x), number(1))
+            )
+            return [op.Where(op.Less(x, number(0)), scaled, x)]
+        case "Selu":
+            alpha = number(_pop_attribute(node, "alpha", 1.67326319217681884765625))
+            gamma = number(_pop_attribute(node, "gamma", 1.05070102214813232421875))
+            scaled = op.Mul(gamma, op.Sub(op.Mul(alpha, op.Exp(x)), alpha))
+            return [op.Where(op.Less(x, number(0)), scaled, op.Mul(gamma, x))]
+        case "HardSigmoid":
+            return [
+                hard_sigmoid(_pop_attribute(node, "alpha", 0.2), _pop_attribute(node, "beta", 0.5))
+            ]
+        case "HardSwish":
+            return [op.Mul(x, hard_sigmoid(1 / 6, 0.5))]
+        case "ThresholdedRelu":
+            least = number(_pop_attribute(node, "alpha", 1.0))
+            return [op.Where(op.Less(least, x), x, number(0))]
+        case "Softsign":
+            return [op.Div(x, op.Add(number(1), op.Abs(x)))]
+    softplus = op.Log(op.Add(op.Exp(x), number(1)))
+    return [softplus if node.op_type == "Softplus" else op.Mul(x, op.Tanh(softplus))]

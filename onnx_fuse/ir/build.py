@@ -1,0 +1,264 @@
+"""Build nodes and small models, and ask a graph what it holds."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.ir.common import CANONICAL_OPSET, DEFAULT, FUSE
+
+
+class Builder:
+    """`op.Mul(a, b)` makes a Mul node and returns its output; the nodes collect in `op.nodes`.
+
+    An input may be a Value, None (absent), or a number, list or array, which becomes a Constant of
+    the first Value input's dtype (floats) or int64 (integers). `outputs=n` returns a tuple of n.
+    `domain=` and `name=` are the node's; all other keywords are attributes.
+    """
+
+    def __init__(self) -> None:
+        self.nodes: list[ir.Node] = []
+
+    def __getattr__(self, op_type: str) -> Callable[..., Any]:
+        if op_type.startswith("_"):
+            raise AttributeError(op_type)
+
+        def build(*inputs: Any, **keywords: Any) -> Any:
+            return self.node(op_type, inputs, **keywords)
+
+        return build
+
+    def node(
+        self,
+        op_type: str,
+        inputs: Sequence[Any],
+        *,
+        outputs: int | Sequence[str] = 1,
+        domain: str = "",
+        name: str | None = None,
+        attributes: Mapping[str, Any] | None = None,
+        **more: Any,
+    ) -> Any:
+        """The node in full: `attributes` and further keywords together are its attributes."""
+        like = next((v.dtype for v in inputs if isinstance(v, ir.Value) and v.dtype), None)
+        values = [
+            v if v is None or isinstance(v, ir.Value) else self.constant(v, like) for v in inputs
+        ]
+        while values and values[-1] is None:
+            values.pop()
+        count = outputs if isinstance(outputs, int) else len(outputs)
+        known = {k: v for k, v in {**(attributes or {}), **more}.items() if v is not None}
+        for key, value in known.items():
+            if isinstance(value, list) and not value:  # onnx-ir warns of it on the terminal
+                known[key] = ir.AttrInt64s(key, value)
+        node = ir.node(
+            op_type,
+            values,
+            known,
+            domain=domain,
+            num_outputs=count,
+            name=name,
+        )
+        if not isinstance(outputs, int):
+            for value, label in zip(node.outputs, outputs, strict=True):
+                value.name = label
+        self.nodes.append(node)
+        return node.outputs[0] if count == 1 else tuple(node.outputs)
+
+    def constant(self, value: Any, dtype: ir.DataType | None = None) -> ir.Value:
+        """A Constant node; Python floats take `dtype`, integers and lists of integers int64.
+
+        A list without entries counts as one of integers: axes, sizes.
+        """
+        if isinstance(value, np.ndarray | np.generic):
+            array = np.asarray(value)
+            # objects are sizes, of which a constant holds the integers
+            tensor = ir.Tensor(array.astype(np.int64) if array.dtype == object else array)
+        else:
+            array = np.asarray(value)
+            floating = array.dtype.kind == "f" and bool(array.size)
+            kind = (dtype or ir.DataType.FLOAT) if floating else ir.DataType.INT64
+            tensor = ir.Tensor(array.astype(kind.numpy()), kind)
+        output: ir.Value = self.node("Constant", (), value=tensor)
+        output.dtype, output.const_value = tensor.dtype, tensor
+        output.shape = ir.Shape(tensor.numpy().shape)
+        return output
+
+
+def text_model(text: str) -> ir.Model:
+    """A model from ONNX text: `agraph (float[N] x) => (float[N] y) { y = Relu(x) }`."""
+    if not text.lstrip().startswith("<"):
+        text = f'<ir_version: 10, opset_import: ["" : {CANONICAL_OPSET}, "{FUSE}" : 1]>\n{text}'
+    return ir.from_onnx_text(text)
+
+
+def const_array(value: ir.Value | None) -> np.ndarray | None:
+    """The constant a value holds (initializer or Constant node), else None."""
+    node = value.producer() if value is not None and value.const_value is None else None
+    held = node.attributes.get("value") if node is not None and node.op_type == "Constant" else None
+    if held is not None and not held.is_ref():
+        return held.as_tensor().numpy()  # `get_const_tensor` would give the tensor a name
+    tensor = ir.convenience.get_const_tensor(value) if value is not None else None
+    return None if tensor is None else tensor.numpy()
+
+
+def rank(value: ir.Value | None) -> int | None:
+    """The number of axes where it is known, or None."""
+    return None if value is None or value.shape is None else len(value.shape)
+
+
+def dim(value: ir.Value | None, axis: int) -> int | None:
+    """The size of an axis where it is statically known, or None."""
+    size = rank(value)
+    if value is None or value.shape is None or size is None or not -size <= axis < size:
+        return None
+    extent = value.shape[axis]
+    return extent if isinstance(extent, int) else None
+
+
+def given(node: ir.Node, index: int) -> ir.Value | None:
+    """Input `index`, None where it is absent."""
+    return node.inputs[index] if index < len(node.inputs) else None
+
+
+def replace_node(graph: ir.Graph, node: ir.Node, op: Builder, y: ir.Value) -> None:
+    """Put a builder's nodes where a node stands, and `y` in the place of its first output.
+
+    The node's other outputs must have no use. The builder is empty afterwards.
+    """
+    old = node.outputs[0]
+    y.type = y.type or old.type
+    y.shape = old.shape if y.shape is None else y.shape
+    graph.insert_before(node, op.nodes)
+    op.nodes = []
+    ir.convenience.replace_all_uses_with(old, y, replace_graph_outputs=True)
+    graph.remove(node, safe=True)
+
+
+def unique_name(graph: ir.Graph, stem: str) -> str:
+    """`stem`, or `stem_1`, `stem_2`, …: a value name new to the graph and its bodies."""
+    taken = set[str | None]().union(*(_names(each) for each in (graph, *graph.subgraphs())))
+    return next(
+        name for i in range(len(taken) + 1) if (name := f"{stem}_{i}" if i else stem) not in taken
+    )
+
+
+def add_initializer(graph: ir.Graph, name: str, content: np.ndarray) -> ir.Value:
+    """A new initializer of `graph` with these numbers; no other value may have its name."""
+    tensor = ir.tensor(content, name=name)
+    shape, kind = ir.Shape(content.shape), ir.TensorType(tensor.dtype)
+    value = ir.Value(name=name, const_value=tensor, shape=shape, type=kind)
+    graph.register_initializer(value)
+    return value
+
+
+def rename_shadowing_values(graph: ir.Graph) -> None:
+    """Rename values in bodies of If, Loop and Scan that are called as a value outside.
+
+    Each graph numbers its new values by itself, and ONNX does not let a body hide an outer name.
+    """
+    inner = list(graph.subgraphs())
+    taken = set[str | None]().union(*(_names(each) for each in (graph, *inner))) if inner else set()
+
+    def visit(each: ir.Graph, outside: set[str | None]) -> None:
+        results = (v for node in each for v in node.outputs)
+        for value in (*each.inputs, *each.initializers.values(), *results):
+            if value.name and value.name in outside:
+                stem, i = value.name, 1
+                while value.name in taken:
+                    value.name, i = f"{stem}.{i}", i + 1
+                taken.add(value.name)
+        names = outside | _names(each)
+        for attribute in (a for node in each for a in node.attributes.values()):
+            for body in subgraphs(attribute):
+                visit(body, names)
+
+    if inner:
+        visit(graph, set())
+
+
+def _names(graph: ir.Graph) -> set[str | None]:
+    results = (v.name for node in graph for v in node.outputs)
+    return {*(v.name for v in graph.inputs), *graph.initializers, *results}
+
+
+def subgraphs(attribute: ir.Attr) -> Sequence[ir.Graph]:
+    """The graphs an attribute holds (If, Loop, Scan)."""
+    if attribute.is_ref():
+        return ()
+    if attribute.type == ir.AttributeType.GRAPH:
+        return (attribute.as_graph(),)
+    return tuple(attribute.as_graphs()) if attribute.type == ir.AttributeType.GRAPHS else ()
+
+
+def all_nodes(graph: Iterable[ir.Node]) -> Iterator[ir.Node]:
+    """The nodes of a graph and of its subgraphs, each before those inside it."""
+    for node in graph:
+        yield node
+        for attribute in node.attributes.values() if node.attributes else ():
+            if attribute.type in _HOLD_GRAPHS:
+                for inner in subgraphs(attribute):
+                    yield from all_nodes(inner)
+
+
+_HOLD_GRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+
+
+def required(model: ir.Model) -> list[ir.Value]:
+    """The inputs that a caller must give: those without a default."""
+    return [v for v in model.graph.inputs if DEFAULT not in v.meta and not v.is_initializer()]
+
+
+def defaults(model: ir.Model) -> dict[str, np.ndarray]:
+    """The values of inputs that a caller may leave out, by name."""
+    given = {v.name or "": v.meta.get(DEFAULT) for v in model.graph.inputs}
+    return {name: tensor.numpy() for name, tensor in given.items() if tensor is not None}
+
+
+def bind_defaults(model: ir.Model) -> None:
+    """Make inputs that have a default initializers, which training may change."""
+    graph = model.graph
+    for value in [v for v in graph.inputs if DEFAULT in v.meta]:
+        value.const_value = value.meta.pop(DEFAULT)
+        graph.inputs.remove(value)
+        graph.register_initializer(value)
+
+
+def feeds_of(model: ir.Model, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The arrays that the model's inputs name."""
+    names = [v.name for v in model.graph.inputs if v.name is not None]
+    return {name: arrays[name] for name in names if name in arrays}
+
+
+@contextlib.contextmanager
+def outputs_kept(model: ir.Model) -> Iterator[None]:
+    """Within the block a pass may drop unused outputs, but for those that decide what a node does.
+
+    onnx-ir's RemoveUnusedNodesPass takes training_mode away from BatchNormalizations whose running
+    statistics nobody reads, and with it their result. onnxruntime runs an Attention that has a past
+    only where the node has outputs for the present (1.32). The pass also takes trailing inputs away
+    that are absent, of which a Loop without states has to name both.
+    """
+    held: dict[ir.Node, tuple[list[str | None], ir.Attr | None]] = {}
+    for node in all_nodes(model.graph):
+        if node.op_type == "BatchNormalization" and "training_mode" in node.attributes:
+            held[node] = [o.name for o in node.outputs], node.attributes["training_mode"]
+        elif node.op_type == "Attention" and not node.domain and any(node.inputs[4:6]):
+            held[node] = [o.name for o in node.outputs[:3]], None
+    yield
+    for node in all_nodes(model.graph):
+        if node.op_type == "Loop" and not node.domain and len(node.inputs) < 2:
+            node.resize_inputs(2)
+    for node, (names, mode) in held.items():
+        if node.graph is None:
+            continue
+        if mode is not None:
+            node.attributes["training_mode"] = mode
+        elif len(node.outputs) < len(names):
+            node.resize_outputs(len(names))
+        for value, name in zip(node.outputs, names, strict=False):
+            value.name = name

@@ -1,0 +1,68 @@
+"""Fusion through contrib operators: their bodies where a fusion takes something of them.
+
+onnxruntime has a kernel for each contrib node, and the written file must not get slower there. So a
+node becomes its body only where a fusion wants part of it, which shows when the passes have run:
+they run on a copy in which every such node is written out, and then on the model itself, where only
+those are that lost something to a fusion in the copy. To write all out and put back what stayed
+whole would need each pass, constant folding among them, to be undone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import onnx_ir as ir
+
+from onnx_fuse.importer import contrib
+from onnx_fuse.ops.rules import REGION, Refusal, is_float, label
+
+
+def regions(model: ir.Model) -> list[tuple[ir.Node, str]]:
+    """The nodes with a result of floats that contrib nodes are written out in, and whose they are.
+
+    Those of a fusion's that are no longer in a graph have become part of it.
+    """
+    return [
+        (node, region)
+        for node in ir.traversal.RecursiveGraphIterator(model.graph)
+        if (region := node.metadata_props.get(REGION)) and any(is_float(v) for v in node.outputs)
+    ]
+
+
+def expand_where_fused(
+    model: ir.Model, taken: Callable[[ir.Model], set[str]], *, own_kernels: bool
+) -> list[Refusal]:
+    """Replace those contrib nodes of `model`, in place, of whose bodies a fusion takes a part.
+
+    Without `own_kernels` those stay that onnxruntime's CPU runs faster whole. `taken` runs the
+    passes on a model and answers the regions that lost nodes to a fusion. Returns why some stay.
+    """
+    nodes, stay = [], []
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        entry = contrib.lookup(node)
+        if entry is None or not entry.recognized:
+            continue
+        if own_kernels or not entry.whole(node):
+            nodes.append(node)
+        else:
+            reason = "onnxruntime's CPU runs it faster whole; a session on a GPU looks into it"
+            stay.append(Refusal(node.op_type, (label(node),), reason))
+    if not nodes:
+        return stay
+    for i, node in enumerate(nodes):
+        node.metadata_props[REGION] = str(i)
+    trial = model.clone()
+    reasons = contrib.expand(trial, lambda node: REGION in node.metadata_props)
+    chosen = taken(trial)
+    for node in nodes:
+        if node.metadata_props[REGION] not in chosen:
+            del node.metadata_props[REGION]
+    contrib.expand(model, lambda node: REGION in node.metadata_props)
+    stay += [Refusal(name, (name,), f"it stays whole: {why}") for name, why in reasons.items()]
+    return stay
+
+
+def forget_regions(model: ir.Model) -> None:
+    """Take the marks off again."""
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        node.metadata_props.pop(REGION, None)

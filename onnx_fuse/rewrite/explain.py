@@ -1,0 +1,376 @@
+"""Why an operator stayed: each norm, attention, activation, residual sum and layout change left.
+
+A rule that came close has recorded its reason (`Rewriter.refuse`), which is given first. Whatever
+else of these classes the optimized graph holds gets one by its class and its neighbours, so that
+nothing stays without a word; equal reasons are one entry with all its nodes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from onnx_fuse.ir.build import rank
+from onnx_fuse.ir.common import FUSE, base_name
+from onnx_fuse.ir.names import FusedName
+from onnx_fuse.ops.activations import OPERATORS
+from onnx_fuse.ops.fused.activations import activation_of
+from onnx_fuse.ops.fused.gated import NAME as GATED
+from onnx_fuse.ops.fused.layerscale import NAME as LAYER_SCALE
+from onnx_fuse.ops.fused.layerscale import NAME_16 as LAYER_SCALE_16
+from onnx_fuse.ops.fused.layerscale import WIDE, scale_of
+from onnx_fuse.ops.rules import (
+    Refusal,
+    attribute,
+    constant_ints,
+    consumers,
+    is_constant,
+    is_float,
+    label,
+    other_operand,
+    producer,
+    scalar,
+)
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """Nodes that stay as they are for one reason, which begins with their operator's name."""
+
+    nodes: tuple[str, ...]
+    reason: str
+
+
+_ROW_NORMS = ("LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization")
+_OTHER_NORMS = (
+    *("GroupNormalization", "InstanceNormalization", "LpNormalization", "LRN", "GroupNorm"),
+    *("MeanVarianceNormalization", "SkipLayerNormalization", "SkipSimplifiedLayerNormalization"),
+    *("EmbedLayerNormalization", "SkipGroupNorm"),
+)
+_ATTENTION = (
+    *("Attention", "MultiHeadAttention", "GroupQueryAttention", "DecoderMaskedMultiHeadAttention"),
+    *("PackedAttention", "PackedMultiHeadAttention", "FlexAttention", "LinearAttention"),
+)
+_ACTIVATIONS = (
+    *OPERATORS,
+    *("Swish", "FastGelu", "BiasGelu", "Celu", "PRelu", "Softsign", "ThresholdedRelu", "Clip"),
+    "Erf",
+)
+_LAYOUT = (
+    *("Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Pad", "DepthToSpace"),
+    "SpaceToDepth",
+)
+_VIEWS = (*_LAYOUT, "Slice", "Gather", "Concat", "Split", "Expand", "Identity", "Cast", "Dropout")
+_SCALED = ("MatMul", "Gemm", "LayerNormGemm", "RMSNormGemm", "Conv")
+_PRODUCTS = ("MatMul", "Gemm", "Conv", "ConvTranspose")
+_KINDS = {
+    "Gemm": "a product", "MatMul": "a product", "Conv": "a convolution", "Norm": "a norm",
+    "Sdpa": "attention", "Attention": "attention", "Softmax": "a softmax", "Pool": "pooling",
+    "Reduce": "a reduction",
+}  # fmt: skip
+_MAX_CLIMB = 64
+_MAX_SEEN = 256
+
+
+def explain(
+    graph: ir.Graph, refusals: Sequence[Refusal], off: Collection[str], *, training: bool
+) -> list[Leftover]:
+    """The reasons why nodes were not fused, those of the most nodes first.
+
+    `refusals` are the rules' own; `off` names the fusions that level or user turned off.
+    """
+    nodes = list(ir.traversal.RecursiveGraphIterator(graph))
+    left = {(label(node), node.op_type): node for node in nodes}
+    found: dict[str, dict[str, None]] = {}
+    known: set[ir.Node] = set()
+    for refusal in refusals:
+        ops = refusal.ops or (refusal.fusion,) * len(refusal.nodes)
+        stays = [left[key] for key in zip(refusal.nodes, ops, strict=True) if key in left]
+        if stays or not refusal.ops:  # an operator refused as a whole names no node
+            known.update(n for n in stays if _reason_of(n) is not None)
+            title = " and ".join(dict.fromkeys(ops))
+            found.setdefault(f"{title}: {refusal.reason}", {}).update(dict.fromkeys(refusal.nodes))
+    for node in nodes:
+        why = _reason_of(node)
+        if why is not None and node not in known:
+            reason = why(node, off, training)
+            found.setdefault(f"{name(node)}: {reason}", {})[label(node)] = None
+    groups = [Leftover(tuple(names), reason) for reason, names in found.items()]
+    return sorted(groups, key=lambda group: -len(group.nodes))
+
+
+def name(node: ir.Node) -> str:
+    """The operator as a user knows it, without the inner values that a fused one exposes."""
+    base = base_name(node)
+    return base if node.domain in ("", FUSE) else f"{node.domain}.{base}"
+
+
+# ---- neighbours ------------------------------------------------------------------------------
+
+
+def _readers(value: ir.Value) -> list[ir.Node]:
+    """The nodes that read the numbers of `value`, directly or through views, nearest first."""
+    found: dict[ir.Node, None] = {}
+    seen, todo = {value}, deque([value])
+    while todo and len(seen) + len(found) < _MAX_SEEN:
+        for node in consumers(todo.popleft()):
+            if node.op_type in _VIEWS and not node.domain:
+                fresh = [v for v in node.outputs if v not in seen]
+                seen.update(fresh)
+                todo.extend(fresh)
+            elif node.op_type != "Shape":
+                found[node] = None
+    return list(found)
+
+
+def _source(value: ir.Value | None) -> ir.Node | None:
+    """What computes `value`, views passed over."""
+    node = value.producer() if value is not None else None
+    for _ in range(_MAX_CLIMB):
+        if node is None or node.op_type not in _VIEWS or node.domain or not node.inputs:
+            break
+        node = node.inputs[0].producer() if node.inputs[0] is not None else None
+    return node
+
+
+def _names(nodes: Sequence[ir.Node]) -> str:
+    """`a Conv and a Mul`, at most three of them."""
+    found = list(dict.fromkeys(name(node) for node in nodes))
+    shown = [f"{'an' if op[0] in 'AEIOU' else 'a'} {op}" for op in found[:3]]
+    if len(found) > 3:
+        shown.append("others")
+    return " and ".join(", ".join(shown).rsplit(", ", 1))
+
+
+def _kinds(nodes: Sequence[ir.Node]) -> str:
+    """`a product and a sum`: the same in fewer words, so that more sites have one reason."""
+    return " and ".join(sorted(set(map(_kind, nodes))))
+
+
+def _kind(node: ir.Node) -> str:
+    op = name(node)
+    for word, kind in _KINDS.items():
+        if word in op:
+            return kind
+    return "a sum" if op in ("Add", "Sum") else "other arithmetic"
+
+
+def _fused(node: ir.Node) -> FusedName:
+    """The parts of a fused operator's name; all empty for another operator."""
+    return FusedName.of(node.op_type if node.domain == FUSE else "")
+
+
+def _is_product(node: ir.Node | None) -> bool:
+    return node is not None and (
+        (node.op_type in _PRODUCTS and not node.domain)
+        or _fused(node).family in ("Gemm", "Conv", "ConvAdd")
+    )
+
+
+def _takes_norm(node: ir.Node) -> bool:
+    """Whether it is a matrix product without a norm before it."""
+    plain = node.op_type in ("MatMul", "Gemm") and not node.domain
+    return plain or (_fused(node).family == "Gemm" and not _fused(node).norm)
+
+
+# ---- a reason by class -----------------------------------------------------------------------
+
+
+def _norm(node: ir.Node, off: Collection[str], training: bool) -> str:
+    if "Gemm" in off:
+        return "the fusion Gemm, which takes norms over, is off (--level, --skip)"
+    axis = attribute(node, "axis", -1)
+    if axis not in (-1, (rank(node.inputs[0]) or 0) - 1):
+        return f"it normalizes from axis {axis} on, a fused norm the last axis alone"
+    if node.domain not in ("", FUSE):
+        return "it stays as its domain's operator: nothing behind it takes it over"
+    readers = _readers(node.outputs[0])
+    if not readers:
+        return "its result is an output of the model, which no product reads"
+    products = [n for n in readers if _takes_norm(n)]
+    if not products:
+        own = [n for n in readers if _is_product(n) and _fused(n).norm]
+        beside = " (a product that has a norm of its own among them)" if own else ""
+        return f"only a product with a weight takes a norm over: it is read by {_kinds(readers)}" \
+            f"{beside}"  # fmt: skip
+    if not any(is_constant(n.inputs[1]) or n.domain for n in products):
+        return "its product is with a computed tensor, not with a weight"
+    views = dict.fromkeys(n.op_type for n in consumers(node.outputs[0]) if n.op_type in _VIEWS)
+    if "Cast" in views:
+        return "a Cast between it and the product rounds what it gives, its scale included"
+    reshapes = [n for n in consumers(node.outputs[0]) if n.op_type == "Reshape"]
+    if any(constant_ints(n.inputs[1]) is None for n in reshapes):
+        return "a Reshape between it and the product has sizes that are known at run time alone"
+    if views:
+        return f"what stands between it and the product ({', '.join(views)}) mixes its rows"
+    return f"{_names(products)} cannot take it over, and others read it too"
+
+
+def _other_norm(node: ir.Node, off: Collection[str], training: bool) -> str:
+    if node.op_type == "InstanceNormalization" and "GroupNorm" in off:
+        return "the fusion GroupNorm is off (--level, --skip)"
+    return f"no kernel fuses {name(node)} with what follows"
+
+
+def _batch_norm(node: ir.Node, off: Collection[str], training: bool) -> str:
+    if attribute(node, "training_mode", 0):
+        return "in training mode it takes the batch's own statistics: nothing to fold"
+    if training:
+        return "its parameters are trained, so it is not folded into the convolution before it"
+    if "FoldBatchNorm" in off:
+        return "the fusion FoldBatchNorm is off (--level, --skip)"
+    source = node.inputs[0].producer() if node.inputs[0] is not None else None
+    if source is None:
+        return "it reads an input of the model: there is no convolution to fold it into"
+    if not _is_product(source) or source.domain:
+        return f"it follows {_names([source])}, not a Conv or Gemm that it could be folded into"
+    if len(consumers(source.outputs[0])) > 1 or source.outputs[0].is_graph_output():
+        return f"the {name(source)} before it has other readers"
+    if not all(map(is_constant, (*source.inputs[1:], *node.inputs[1:]))):
+        return f"its parameters, or the weight of the {name(source)} before it, are computed"
+    return f"its parameters do not fit the {name(source)} before it"
+
+
+def _attention(node: ir.Node, off: Collection[str], training: bool) -> str:
+    if "Sdpa" in off:
+        return "the fusion Sdpa is off (--level, --skip)"
+    return "no fused attention has its inputs and outputs"
+
+
+def _softmax(node: ir.Node, off: Collection[str], training: bool) -> str:
+    readers = [n for n in _readers(node.outputs[0]) if n.op_type in ("MatMul", "Einsum")]
+    if not readers:
+        return "it is no attention: no product of its result with values follows"
+    if "Sdpa" in off:
+        return "the fusion Sdpa is off (--level, --skip)"
+    source = _source(node.inputs[0])
+    made = f"made by {_names([source])}" if source is not None else "an input of the model"
+    return f"attention that is not recognized: its scores are {made}, or what follows differs"
+
+
+def _written_norm(node: ir.Node, off: Collection[str], training: bool) -> str:
+    return "a norm written out, not over the last axis alone or in a form that is not known"
+
+
+def _activation(node: ir.Node, off: Collection[str], training: bool) -> str:
+    if "Gemm" in off and "Conv" in off:
+        return "the fusions Gemm and Conv, which take activations over, are off (--level, --skip)"
+    x = node.inputs[0]
+    source = _source(x)
+    if source is None:
+        return "it reads an input of the model or a weight, not a product"
+    if node.op_type not in OPERATORS and activation_of(node) is None:
+        return "it is none of the activations that fuse behind a product or convolution"
+    if not _is_product(source):
+        return f"it follows {_names([source])}, not a product or convolution"
+    if _gates(node, source):
+        gate = "the gate of a gated unit: it, and its product with the other half, are one pass"
+        if training:
+            return f"{gate} behind the product that makes both, as its gradient needs both"
+        if GATED in off:
+            return f"{gate}; --level 2 makes them part of the product ({GATED})"
+        return f"{gate} behind the product that makes both, which others read too"
+    direct = x.producer() if x is not None else None
+    if x is not None and (len(consumers(x)) > 1 or x.is_graph_output()):
+        return f"what it reads, of {_names([source])}, has other readers"
+    if direct is not source and direct is not None:
+        return f"a {direct.op_type} stands between it and {_names([source])}"
+    if source.domain == FUSE and FusedName.of(source.op_type).activation:
+        return f"the {name(source)} before it has an activation already"
+    if source.op_type == "ConvTranspose":
+        return "it follows a ConvTranspose, behind which no activation fuses"
+    return f"it follows {_names([source])}, behind which it does not fuse"
+
+
+def _gates(node: ir.Node, source: ir.Node) -> bool:
+    """Whether it is multiplied with another part of the product that makes what it reads."""
+    readers = [n for n in consumers(node.outputs[0]) if n.op_type == "Mul" and not n.domain]
+    return any(_source(other_operand(n, node.outputs[0])) is source for n in readers)
+
+
+def _residual(node: ir.Node, off: Collection[str], training: bool) -> str:
+    sources = [_source(v) for v in node.inputs]
+    readers = _readers(node.outputs[0])
+    if any(_fused(n).norm for n in readers):
+        return "the norm behind it is part of a product now, and others read the sum as well"
+    behind = f"what follows is {_kinds(readers)}" if readers else "it is an output"
+    plain = any(s is not None and name(s) in ("MatMul", "Gemm") for s in sources)
+    where = "; a GPU adds it in the epilogue of the product before it" if plain else ""
+    return f"the sum of two tensors fuses with a norm or a convolution; {behind}{where}"
+
+
+def _scale(node: ir.Node, off: Collection[str], training: bool) -> str:
+    if training:
+        return "layer scale: its parameter is trained, so it is not folded into the weight"
+    if (LAYER_SCALE if node.outputs[0].dtype in WIDE else LAYER_SCALE_16) in off:
+        asked = "another --level" if node.outputs[0].dtype in WIDE else "--level 3"
+        return f"layer scale: {asked} folds it into the weight, which rounds differently"
+    return "layer scale that cannot be folded: the product before it has other readers"
+
+
+def _layout(node: ir.Node, off: Collection[str], training: bool) -> str:
+    source, readers = _source(node.inputs[0]), _readers(node.outputs[0])
+    heads = [n for n in (source, *readers) if n is not None and "Sdpa" in n.op_type]
+    if heads:
+        return "it splits or joins the heads around fused attention"
+    if node.op_type == "Pad":
+        return "it adds elements, which no fused operator does"
+    before = _kind(source) if source is not None else "an input or weight"
+    after = _kinds(readers) if readers else "an output of the model"
+    return f"no fusion takes in a change of layout between {before} and {after}"
+
+
+_Why = Callable[[ir.Node, Collection[str], bool], str]
+
+
+def _reason_of(node: ir.Node) -> _Why | None:
+    """The function that explains a node of the classes above; None for any other node."""
+    op, out = node.op_type, node.outputs[0] if node.outputs else None
+    if out is None or (node.domain == FUSE and op not in ("RMSNormalization", *_ACTIVATIONS)):
+        return None
+    if op in _ROW_NORMS:
+        return _norm
+    if op in _OTHER_NORMS:
+        return _other_norm
+    if op == "BatchNormalization":
+        return _batch_norm
+    if op in _ATTENTION:
+        return _attention
+    if not is_float(out) or not node.inputs or (op != "Mul" and is_constant(node.inputs[0])):
+        return None
+    if op in ("Softmax", "LogSoftmax"):
+        return _softmax
+    if op in ("Sqrt", "Pow") and _is_variance(node):
+        return _written_norm
+    if op in _ACTIVATIONS:
+        return _activation
+    if op == "Add" and _is_residual(node):
+        return _residual
+    if op == "Mul" and (scaled := scale_of(node)) is not None:
+        source = _source(scaled[0])
+        return _scale if source is not None and name(source) in _SCALED else None
+    return _layout if op in _LAYOUT else None
+
+
+def _is_variance(node: ir.Node) -> bool:
+    """Whether it is the root of a mean and an epsilon."""
+    if node.op_type == "Pow" and scalar(node.inputs[1]) not in (0.5, -0.5):
+        return False
+    add = producer(node.inputs[0], "Add")
+    return add is not None and any(producer(v, "ReduceMean") is not None for v in add.inputs)
+
+
+def _is_residual(node: ir.Node) -> bool:
+    """Whether it adds two computed tensors of one shape."""
+    a, b = node.inputs[0], node.inputs[1]
+    if a is None or b is None or is_constant(a) or is_constant(b):
+        return False
+    if a.shape is None or b.shape is None:
+        return True
+    return len(a.shape) == len(b.shape) > 0 and all(
+        x == y or not (isinstance(x, int) and isinstance(y, int))
+        for x, y in zip(a.shape, b.shape, strict=True)
+    )

@@ -1,0 +1,282 @@
+"""Sizes that shape inference leaves open: what Reshape and Expand do, from what they read.
+
+[B, 4, C] to [4 · Shape(x)[0], -1] is [4 B, C], whatever B is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.ir.build import Builder, const_array, rank
+from onnx_fuse.ir.entries import Array, Entries, Sizes, divided, multiplied
+from onnx_fuse.ir.sizes import Size, product, size
+from onnx_fuse.ops.rules import attribute
+
+_ZERO, _ONE, _HOLE = size(0), size(1), size(-1)
+
+
+def infer_reshapes(model: ir.Model) -> bool:
+    """Give what Reshape nodes answer, and all that has the same symbols, the sizes it must have.
+
+    The symbols of the model's own inputs and outputs keep their names. A Reshape or Expand to the
+    sizes that its input has goes, and what the sizes fix becomes a constant. True where a node's
+    readers have changed.
+    """
+    graph, changed = model.graph, False
+    known = Entries()
+    for node in list(graph):
+        body = any(a.type == ir.AttributeType.GRAPH for a in node.attributes.values())
+        if not known.believed.isdisjoint(node.inputs) or (known.believed and body):
+            known.believed.update(node.outputs)
+        if node.domain or not node.inputs:
+            continue
+        entries = known.follow(node)
+        holds = known.believed.isdisjoint(node.outputs)
+        if entries is not None and holds:
+            changed = _constant(node, entries) or changed
+            if node.op_type == "Where":
+                changed = _chooses_nothing(node, entries, known) or changed
+        (_pad if node.op_type == "Pad" else _computed)(node, known)
+        if node.op_type in ("Reshape", "Expand"):
+            x, y = node.inputs[0], node.outputs[0]
+            wanted = known.vector(node.inputs[1])
+            same = known.sizes(x)
+            if node.op_type == "Reshape":
+                changed = (holds and _copied(node, wanted, same)) or changed
+                wanted = _reshape(node, wanted, known)
+            whole = same is not None and None not in same and _read_inside(y)
+            if x is not None and whole and same == wanted and y not in known.believed:
+                y.replace_all_uses_with(x)
+                changed = True
+    _name_plainly(graph, known)
+    return changed
+
+
+def _name_plainly(graph: ir.Graph, known: Entries) -> None:
+    """Put numbers and the inputs' symbols in the place of inference's own names for them."""
+    ends = {*graph.inputs, *graph.outputs}
+    kept = {str(d) for value in ends for d in value.shape or ()}
+    plain = {name: d for name, s in known.meaning.items() if (d := _dim(s)) is not None}
+    first: dict[Size, str] = {}  # of the symbols for 4 B, say, one is as good as all
+    for name, composed in known.meaning.items():
+        if name not in kept and _dim(composed) is None:
+            plain[name] = first.setdefault(composed, name)
+    plain = {name: d for name, d in plain.items() if name not in kept}
+    for node in graph if plain else ():
+        for value in node.outputs:
+            if value.shape is not None and value not in ends:
+                dims = [d.value if isinstance(d, ir.SymbolicDim) else d for d in value.shape]
+                if not plain.keys().isdisjoint(dims):
+                    value.shape = ir.Shape([plain.get(d, d) if isinstance(d, str) else d
+                                            for d in dims])  # fmt: skip
+
+
+def _constant(node: ir.Node, entries: Array) -> bool:
+    """Readers of a node whose entries are all numbers read a constant."""
+    y = node.outputs[0]
+    numbers = [e.number if isinstance(e, Size) else None for e in entries.flat]
+    if y.dtype != ir.DataType.INT64 or not all(isinstance(n, int) for n in numbers):
+        return False
+    if not _read_inside(y) or rank(y) not in (None, entries.ndim):
+        return False
+    op = Builder()
+    made = op.constant(np.array(numbers, np.int64).reshape(entries.shape))
+    assert node.graph is not None
+    node.graph.insert_before(node, op.nodes)
+    y.replace_all_uses_with(made)
+    return True
+
+
+def _chooses_nothing(node: ir.Node, entries: Array, known: Entries) -> bool:
+    """Where(sizes == -1, x, sizes), by which exporters write torch's expand, is the sizes."""
+    third, y = node.inputs[2], node.outputs[0]
+    kept = known.of(third)
+    if kept is None or kept.shape != entries.shape or any(e is None for e in entries.flat):
+        return False
+    if list(kept.flat) != list(entries.flat) or not _read_inside(y) or third is None:
+        return False
+    y.replace_all_uses_with(third)
+    return True
+
+
+def _read_inside(value: ir.Value) -> bool:
+    # what nobody reads any more would count as a change in every round
+    return bool(value.uses()) and not value.is_graph_output()
+
+
+def _reshape(node: ir.Node, wanted: Sizes | None, known: Entries) -> Sizes | None:
+    """Enter what the symbols in the output's shape mean; the sizes it has."""
+    y, came = node.outputs[0], known.sizes(node.inputs[0])
+    literal = attribute(node, "allowzero", 0) != 0  # a 0 is a size of 0, and copies none
+    if wanted is None or (literal and _ZERO in wanted):
+        return None
+    sizes: Sizes = []
+    total = multiplied(came if came is not None else [None])
+    for i, entry in enumerate(wanted):
+        if entry == _ZERO:
+            sizes.append(came[i] if came is not None and i < len(came) else None)
+        elif entry == _HOLE:
+            sizes.append(entry)
+        else:
+            if entry is not None and not literal and _may_copy(entry, i, came):
+                if total is not None and _is_zero_with(total, entry):
+                    known.believed.add(y)  # where it copies, the result is empty
+                else:
+                    entry = None
+            sizes.append(entry if entry is not None and entry.nonnegative else None)
+    if sizes.count(_HOLE) == 1:
+        hole = sizes.index(_HOLE)
+        others = sizes[:hole] + sizes[hole + 1 :]
+        rest = multiplied(others)
+        quotient = None if total is None or rest is None else _quotient(total, rest)
+        alike = all(s is not None and (s.positive or s in (came or ())) for s in others)
+        if literal and not (alike and quotient is not None and quotient.positive):
+            known.believed.add(y)  # beside a 0 it is what the other sizes leave without zeros
+        sizes[hole] = quotient
+    if y.is_graph_output() or _HOLE in sizes:
+        return None
+    return sizes if _enter(y, sizes, known) else None
+
+
+def _quotient(total: Size, rest: Size) -> Size | None:
+    found = divided(total, rest)
+    exactly = found is not None and found * rest == total  # what is left over ends the run
+    return found if exactly and found is not None and found.nonnegative else None
+
+
+def _may_copy(entry: Size, axis: int, came: Sizes | None) -> bool:
+    """Whether the entry may be 0 where the input's size is not, so that Reshape copies that."""
+    if entry.positive or (came is not None and axis >= len(came)):  # a 0 there ends the run
+        return False
+    here = None if came is None else came[axis]
+    return here is None or not _is_zero_with(here, entry)
+
+
+def _is_zero_with(value: Size, entry: Size) -> bool:
+    """Whether a product is 0 wherever the product `entry` is."""
+    if value == entry or not value:
+        return True
+    if len(value.terms) != 1 or len(entry.terms) != 1:
+        return False
+    [factors], [others] = value.terms, entry.terms
+    return set(others) <= set(factors)
+
+
+def _copied(node: ir.Node, wanted: Sizes | None, came: Sizes | None) -> bool:
+    """A target of numbers and of sizes that the input has in the same places is a constant."""
+    target, graph = node.inputs[1], node.graph
+    if wanted is None or came is None or graph is None or const_array(target) is not None:
+        return False
+    literal = attribute(node, "allowzero", 0) != 0
+    if literal and _ZERO in wanted:
+        return False
+    numbers = []
+    for i, entry in enumerate(wanted):
+        if entry is not None and isinstance(entry.number, int):
+            numbers.append(entry.number)
+        elif entry is not None and i < len(came) and came[i] == entry:
+            numbers.append(0)
+        else:
+            return False
+    if literal and -1 in numbers:  # beside a 0 that is copied no -1 is found
+        held = multiplied(s for i, s in enumerate(came) if i >= len(numbers) or numbers[i])
+        hole = None if held is None else _quotient(held, product(size(n) for n in numbers if n > 0))
+        if hole is None or not isinstance(hole.number, int):
+            return False
+        numbers[numbers.index(-1)] = hole.number
+    op = Builder()
+    node.replace_input_with(1, op.constant(np.array(numbers, np.int64)))
+    node.attributes.pop("allowzero", None)
+    graph.insert_before(node, op.nodes)
+    return True
+
+
+_BROADCAST = frozenset(
+    (
+        *("Add", "Sub", "Mul", "Div", "Pow", "Mod", "Where", "Max", "Min", "Sum", "Mean"),
+        *("And", "Or", "Xor", "Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual"),
+    )
+)
+
+
+def _computed(node: ir.Node, known: Entries) -> None:
+    """Enter what the symbols in the shape of a sum, a product or a Range mean."""
+    found: Sizes | None = None
+    match node.op_type:
+        case kind if kind in _BROADCAST:
+            found = _broadcast([known.sizes(v) for v in node.inputs])
+        case "Expand":
+            wanted = known.vector(node.inputs[1])
+            if wanted is not None and all(s is None or s.nonnegative for s in wanted):
+                found = _broadcast([known.sizes(node.inputs[0]), wanted])
+        case "ConstantOfShape":
+            found = known.vector(node.inputs[0])
+            if found is not None:
+                found = [s if s is not None and s.nonnegative else None for s in found]
+        case "MatMul":
+            a, b = (known.sizes(v) for v in node.inputs)
+            if a is not None and b is not None and len(a) > 1 and len(b) > 1:
+                batch = _broadcast([a[:-2], b[:-2]])
+                found = None if batch is None else [*batch, a[-2], b[-1]]
+        case "Range":
+            start, limit, step = (known.vector(v) for v in node.inputs)
+            if start == [_ZERO] and step == [_ONE] and limit is not None:
+                found = [s if s is not None and s.nonnegative else None for s in limit]
+    if found is not None and None not in node.outputs and not node.outputs[0].is_graph_output():
+        _enter(node.outputs[0], found, known)
+
+
+def _broadcast(shapes: Sequence[Sizes | None]) -> Sizes | None:
+    """The sizes that all are broadcast to, None where that depends on what is not known."""
+    known = [s for s in shapes if s is not None]
+    if len(known) < len(shapes):
+        return None
+    found: Sizes = []
+    for axis in range(-max((len(s) for s in known), default=0), 0):
+        here = [s[axis] for s in known if len(s) >= -axis]
+        long = list(dict.fromkeys(s for s in here if s != _ONE))
+        fixed = [s for s in long if s is not None and s.number is not None]
+        # A number of 2 and more is broadcast with 1 or with itself alone.
+        found.append(fixed[0] if fixed else long[0] if len(long) == 1 else None)
+        if not long:
+            found[-1] = _ONE
+    return found
+
+
+def _pad(node: ir.Node, known: Entries) -> None:
+    """Enter what the symbols in the output's shape mean: sizes that nothing is added to stay."""
+    y, came = node.outputs[0], known.sizes(node.inputs[0])
+    pads = const_array(node.inputs[1]) if len(node.inputs) in (2, 3) else None
+    if came is None or pads is None or pads.shape != (2 * len(came),) or y.is_graph_output():
+        return
+    by = [bool(pads[i] or pads[i + len(came)]) for i in range(len(came))]
+    _enter(y, [None if padded else s for s, padded in zip(came, by, strict=True)], known)
+
+
+def _enter(y: ir.Value, found: Sizes, known: Entries) -> bool:
+    """Give `y` the sizes found, and its symbols their meaning; False where its rank is another."""
+    if y.shape is None:
+        y.shape = ir.Shape([None] * len(found))
+    if len(y.shape) != len(found):  # the file declares another rank
+        return False
+    symbols = [d.value if isinstance(d, ir.SymbolicDim) else d for d in y.shape]
+    dims: list[int | str | None] = []
+    for symbol, new in zip(symbols, found, strict=True):
+        if new is not None and isinstance(symbol, str) and new != size(symbol):
+            known.meaning.setdefault(symbol, new)
+        dims.append(symbol if symbol is not None or new is None else _dim(new))
+    if dims != symbols:
+        y.shape = ir.Shape(dims)
+    return True
+
+
+def _dim(value: Size) -> int | str | None:
+    """The size as an entry of a shape."""
+    if isinstance(value.number, int):
+        return value.number
+    [(factors, times), *more] = value.terms.items()
+    single = not more and times == 1 and len(factors) == 1 and isinstance(factors[0], str)
+    return str(factors[0]) if single else None

@@ -1,0 +1,62 @@
+"""Slices that take a tensor apart become one Split, whose gradient is one Concat."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.ir.build import Builder, const_array
+
+
+def slices_as_splits(model: ir.Model) -> None:
+    """Make Slices one Split, in place, where they part a known axis without gaps or overlaps.
+
+    The gradient of each Slice alone is a Pad, and these are added up.
+    """
+    graph = model.graph
+    found: dict[tuple[ir.Value, int], dict[tuple[int, int], list[ir.Node]]] = {}
+    for node in graph:
+        part = _part(node)
+        if part is not None:
+            value, axis, start, end = part
+            found.setdefault((value, axis), {}).setdefault((start, end), []).append(node)
+    for (value, axis), parts in found.items():
+        assert value.shape is not None
+        spans = sorted(parts)
+        edges = [0, *(end for _, end in spans)]
+        if len(spans) < 2 or edges[-1] != value.shape[axis] or [s for s, _ in spans] != edges[:-1]:
+            continue
+        op = Builder()
+        sizes = op.constant(np.array([end - start for start, end in spans], np.int64))
+        results = op.node("Split", [value, sizes], outputs=len(spans), axis=axis)
+        for result, span in zip(results, spans, strict=True):
+            first = parts[span][0].outputs[0]
+            result.name, result.type, result.shape = f"{first.name}.part", first.type, first.shape
+            for node in parts[span]:
+                ir.convenience.replace_all_uses_with(node.outputs[0], result)
+        maker = value.producer()
+        if maker is None:
+            graph.insert_before(graph[0], op.nodes)
+        else:
+            graph.insert_after(maker, op.nodes)
+        for node in (n for nodes in parts.values() for n in nodes):
+            graph.remove(node, safe=True)
+
+
+def _part(node: ir.Node) -> tuple[ir.Value, int, int, int] | None:
+    """What a Slice takes of which axis, where it is along one of known size, and not empty."""
+    if node.op_type != "Slice" or node.domain or len(node.inputs) < 4:
+        return None
+    value = node.inputs[0]
+    arrays = [const_array(v) for v in node.inputs[1:]]
+    if value is None or value.shape is None or any(a is None or a.size != 1 for a in arrays):
+        return None
+    if node.outputs[0].is_graph_output():
+        return None
+    start, end, axis, *steps = (int(a.reshape(())) for a in arrays if a is not None)
+    axis += len(value.shape) if axis < 0 else 0
+    size = value.shape[axis]
+    if steps not in ([], [1]) or not isinstance(size, int):
+        return None
+    start, end, _ = slice(start, end).indices(size)
+    return (value, axis, start, end) if start < end else None
