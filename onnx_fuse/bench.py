@@ -19,7 +19,7 @@ from onnx_fuse import profile as profiling
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.importer.shapes import fix_shapes
 from onnx_fuse.ir.build import feeds_of
-from onnx_fuse.kernels import Site, site
+from onnx_fuse.kernels import ExplainRow, site
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.profile import Profile
 from onnx_fuse.program.call import NeedsValues, Program
@@ -418,6 +418,6 @@ def _lowered(graph: onnx_ir.Model, feeds: Feeds, hw: Hardware, math: str) -> Pro
     return lower(graph, shapes, hw, math=math, values=values)
 
 
-def sites(program: Program, hw: Hardware) -> list[Site]:
+def sites(program: Program, hw: Hardware) -> list[ExplainRow]:
     """Each kernel call of the program, explained."""
     return [site(call, hw) for call in program.calls if call.launches]

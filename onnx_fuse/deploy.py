@@ -29,7 +29,7 @@ from onnx_fuse.ops.update import expand_standard_updates
 from onnx_fuse.program import template
 from onnx_fuse.program.call import Call, NeedsValues, Program
 from onnx_fuse.program.formula import Formulas, Guards
-from onnx_fuse.program.open import Open
+from onnx_fuse.program.open import SymbolicProgram
 from onnx_fuse.program.problem import CHIPS, TRAINING_PRECISIONS, Hardware, Launch
 from onnx_fuse.program.size import Trace
 from onnx_fuse.rewrite.precision import in_precision
@@ -177,7 +177,7 @@ def _compiled(
                 if free:
                     made += _over(programs, target, closed, free)
                 else:
-                    made.append(_Made(target, hw, closed, _lowered(programs, closed).program))
+                    made.append(_Compiled(target, hw, closed, _lowered(programs, closed).program))
     members: dict[str, bytes] = {}
     names, table = _modules(made, members)
     modules = list(dict.fromkeys(names.values()))
@@ -198,7 +198,7 @@ def _compiled(
         program, trace = one.program, Trace()
         if one.served is not None:
             program, entry["open"] = _opened(one.served, trace)
-        opened = Open(_renamed(_without_weights(program), names), trace)
+        opened = SymbolicProgram(_renamed(_without_weights(program), names), trace)
         guards = opened.guards if one.served is None else one.served.source.guards
         entry["guards"] = guards.formulas.data
         data = template.write(opened, store)
@@ -238,25 +238,25 @@ def _compiled(
 
 
 @dataclass(frozen=True)
-class _Made:
+class _Compiled:
     """A program for one target and one set of shapes."""
 
     target: str
     hw: Hardware
     shapes: Closed
     program: Program
-    served: _Served | None = None
+    served: _SizeRange | None = None
 
 
 @dataclass(frozen=True)
-class _Served:
+class _SizeRange:
     """What an open program serves: all of `sizes`, by symbol, and whatever else meets its guards.
 
     `ends` names the dimensions of each input, `ranges` has the names among them that vary, and
     `own` their symbols.
     """
 
-    source: Open
+    source: SymbolicProgram
     symbols: Symbols
     sizes: list[dict[str, int]]
     ends: dict[str, list[str]]
@@ -295,7 +295,7 @@ MOST = 1 << 17
 _FIXED = "what the model does with them is no formula"
 
 
-def _over(programs: Specializer, target: str, closed: Closed, free: Free) -> list[_Made]:
+def _over(programs: Specializer, target: str, closed: Closed, free: Free) -> list[_Compiled]:
     """Open programs, as few as serve all sizes of the ranges, from the largest down."""
     symbols = programs.symbols(closed)
     of = {(name, axis): symbol for name, axis, symbol in symbols}
@@ -311,7 +311,7 @@ def _over(programs: Specializer, target: str, closed: Closed, free: Free) -> lis
         for name, (shape, _) in closed.items()
     }
     ranges = {label: bounds for label, (bounds, _) in free.items()}
-    found: list[_Made] = []
+    found: list[_Compiled] = []
     counts = [range(high, low - 1, -1) for (low, high), _ in free.values()]
     for sizes in product(*counts):
         numbers = fixed | dict(zip(own.values(), sizes, strict=True))
@@ -323,14 +323,14 @@ def _over(programs: Specializer, target: str, closed: Closed, free: Free) -> lis
         else:
             shapes = programs.changed(closed, numbers)
             made = _lowered(programs, shapes)
-            if not isinstance(made.source, Open):
+            if not isinstance(made.source, SymbolicProgram):
                 raise ModelError(f"{', '.join(free)} must be given size by size: {_FIXED}")
-            served = _Served(made.source, symbols, [numbers], ends, ranges, own)
-            found.append(_Made(target, programs.hw, dict(shapes), made.program, served))
+            served = _SizeRange(made.source, symbols, [numbers], ends, ranges, own)
+            found.append(_Compiled(target, programs.hw, dict(shapes), made.program, served))
     return found
 
 
-def _opened(served: _Served, trace: Trace) -> tuple[Program, dict[str, Any]]:
+def _opened(served: _SizeRange, trace: Trace) -> tuple[Program, dict[str, Any]]:
     """The program over open sizes, and what the manifest says of them."""
     opened = {symbol: trace.symbol(symbol, n) for symbol, n in served.sizes[0].items()}
     program: Program = served.source.traced(opened)
@@ -351,7 +351,7 @@ def _opened(served: _Served, trace: Trace) -> tuple[Program, dict[str, Any]]:
 
 
 def _modules(
-    made: Sequence[_Made], members: dict[str, bytes]
+    made: Sequence[_Compiled], members: dict[str, bytes]
 ) -> tuple[dict[Module, Module], list[dict[str, Any]]]:
     """Compile all kernels into `members`: modules by what the file calls them, and their table."""
     wanted: dict[str, dict[Module, Launch]] = {}

@@ -16,11 +16,17 @@ from typing import Any
 from onnx_fuse import alone, progress, tune
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.errors import DeviceError, UsageError
-from onnx_fuse.kernels import Choice, candidates, tuning
+from onnx_fuse.kernels import Selection, candidates, tuning
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.program.call import Call
 from onnx_fuse.program.passes.select import with_launches
-from onnx_fuse.program.problem import AnyProblem, Config, Hardware, Launch, Problem
+from onnx_fuse.program.problem import (
+    AnyProblem,
+    GemmProblem,
+    Hardware,
+    KernelConfig,
+    Launches,
+)
 
 CASES = (
     (128, 64, 256), (512, 768, 768), (257, 256, 384), (384, 520, 264), (190, 136, 200),
@@ -43,7 +49,7 @@ class Variant:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernel, name)
 
-    def launch(self, problem: Any, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: Any, config: KernelConfig, hw: Hardware) -> Launches:
         """The kernel's calls, from the changed source."""
         return tuple(
             replace(x, source=self._text) if Path(x.source).name == self._file else x
@@ -113,7 +119,7 @@ def check(
     op: str, kernels: Sequence[Kernel], precision: str, hw: Hardware, until: float
 ) -> Iterator[Row]:
     """Each configuration of the kernels, against the last candidate's results in all cases."""
-    found: dict[tuple[str, Config], tuple[int, str]] = {}
+    found: dict[tuple[str, KernelConfig], tuple[int, str]] = {}
     for number, shape in enumerate(CASES):
         if time.monotonic() > until:
             break
@@ -122,9 +128,9 @@ def check(
         problem = call.problem
         assert problem is not None
         general = next(k for k in reversed(candidates(op)) if k.supports(problem, hw) is None)
-        plain = Choice(general, next(iter(general.configs(problem, hw))), 0.0, "lab")
+        plain = Selection(general, next(iter(general.configs(problem, hw))), 0.0, "lab")
         tries = [
-            Choice(kernel, how, 0.0, "lab")
+            Selection(kernel, how, 0.0, "lab")
             for kernel in kernels
             if kernel.supports(problem, hw) is None
             for how in kernel.configs(problem, hw)
@@ -138,15 +144,15 @@ def check(
 
 
 def _compared(
-    call: Call, plain: Choice, tries: Sequence[Choice], hw: Hardware
-) -> Iterator[tuple[Choice, str]]:
+    call: Call, plain: Selection, tries: Sequence[Selection], hw: Hardware
+) -> Iterator[tuple[Selection, str]]:
     """Each choice, with what is wrong with its results."""
     calls = [with_launches(call, choice, hw) for choice in (plain, *tries)]
     with progress.watched(None):
         nvrtc.compile_all((launch for c in calls for launch in c.launches), hw.arch)
     operands = tune.Operands(call, max(c.workspace for c in calls), hw)
     truth = operands.results(calls[0])
-    math = call.problem.math if isinstance(call.problem, Problem) else "ieee"
+    math = call.problem.math if isinstance(call.problem, GemmProblem) else "ieee"
     for choice, made in zip(tries, calls[1:], strict=True):
         try:
             first, second = operands.results(made), operands.results(made)
@@ -163,15 +169,15 @@ def _compared(
 
 def measure(
     call: Call, kernels: Sequence[Kernel], sound: set[tuple[str, str]], hw: Hardware, top: int
-) -> list[tuple[Row, Choice]]:
+) -> list[tuple[Row, Selection]]:
     """Times of the `top` configurations of each kernel, best predicted first, of those `sound`."""
     problem = call.problem
     assert problem is not None
-    tries: list[Choice] = []
+    tries: list[Selection] = []
     for kernel in kernels:
         if kernel.supports(problem, hw) is None:
             ranked = sorted(
-                (Choice(kernel, how, kernel.cost(problem, how, hw), "lab")
+                (Selection(kernel, how, kernel.cost(problem, how, hw), "lab")
                  for how in kernel.configs(problem, hw)),
                 key=lambda choice: choice.seconds,
             )  # fmt: skip
@@ -191,7 +197,7 @@ def measure(
     )  # fmt: skip
 
 
-def _row(problem: AnyProblem, call: Call, choice: Choice, seconds: float, hw: Hardware) -> Row:
+def _row(problem: AnyProblem, call: Call, choice: Selection, seconds: float, hw: Hardware) -> Row:
     return Row(
         choice.kernel.name, str(choice.config), 0, "", str(problem), 1e6 * seconds,
         problem.floor(hw, call.bytes) / seconds, problem.flops / seconds, call.bytes / seconds,
@@ -200,7 +206,7 @@ def _row(problem: AnyProblem, call: Call, choice: Choice, seconds: float, hw: Ha
 
 
 def freeze(
-    op: str, winners: Sequence[tuple[Call, Row, Choice]], hw: Hardware, folder: Path
+    op: str, winners: Sequence[tuple[Call, Row, Selection]], hw: Hardware, folder: Path
 ) -> Path:
     """Write the fastest of each call as a tuning record in `folder`; returns the file."""
     records = [

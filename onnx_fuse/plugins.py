@@ -16,15 +16,17 @@ import onnx
 from onnx_fuse import kernels, rewrite
 from onnx_fuse.errors import UsageError
 from onnx_fuse.ir.common import BODIES, CANONICAL_OPSET, FUSE
-from onnx_fuse.kernels.rule_based import RuleBased
+from onnx_fuse.kernels.rule_based import HeuristicKernel
 from onnx_fuse.lower.registered import registered
 from onnx_fuse.lower.table import lowerings
 from onnx_fuse.ops import OPS, NoGrad, OpDef, register
 from onnx_fuse.ops.body_rule import body_rule
 from onnx_fuse.ops.rules import Rule
-from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr
+from onnx_fuse.program.problem import Hardware, KernelConfig, Launch, Num, Ptr
 from onnx_fuse.program.problems import Registered
 from onnx_fuse.runtime.specialize import forget_programs
+
+Config = KernelConfig
 
 __all__ = [
     "Config",
@@ -44,7 +46,7 @@ __all__ = [
 ]
 __dir__ = __all__.copy
 
-Kernel = RuleBased
+Kernel = HeuristicKernel
 """The base of kernels: a subclass gives a name, `supports`, `configs`, `cost` and `launch`."""
 GROUP = "onnx_fuse.plugins"
 _TAKEN = ("", "ai.onnx", "ai.onnx.ml", "ai.onnx.preview.training", "com.microsoft")

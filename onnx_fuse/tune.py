@@ -20,11 +20,11 @@ import numpy as np
 
 from onnx_fuse import config, progress
 from onnx_fuse.cuda import nvrtc
-from onnx_fuse.cuda.launch import Step, bind
-from onnx_fuse.kernels import Choice, candidates, select, tuning
+from onnx_fuse.cuda.launch import PlacedLaunch, bind
+from onnx_fuse.kernels import Selection, candidates, select, tuning
 from onnx_fuse.program.call import Call, Program, Tensor, dtype_of
 from onnx_fuse.program.passes.select import with_launches
-from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Hardware, Problem
+from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, GemmProblem, Hardware
 from onnx_fuse.runtime import device
 
 SETS = 16  # of operands at most
@@ -85,19 +85,19 @@ def tune(
         yield result
 
 
-def shortlist(problem: AnyProblem, hw: Hardware, top: int = 6) -> list[Choice]:
+def shortlist(problem: AnyProblem, hw: Hardware, top: int = 6) -> list[Selection]:
     """The present choice, then `top` configurations of each candidate, best predicted first.
 
     Those predicted to take more than twice the least are left out.
     """
     present = select(problem.op, problem, hw)
     assert present is not None
-    found: list[tuple[float, Choice]] = []
+    found: list[tuple[float, Selection]] = []
     for kernel in candidates(problem.op):
         if kernel.supports(problem, hw) is None:
             hows = [(kernel.cost(problem, how, hw), how) for how in kernel.configs(problem, hw)]
             hows.sort(key=lambda pair: pair[0])
-            found += [(cost, Choice(kernel, how, cost, "tuned")) for cost, how in hows[:top]]
+            found += [(cost, Selection(kernel, how, cost, "tuned")) for cost, how in hows[:top]]
     found.sort(key=lambda pair: pair[0])
     first = (present.kernel.name, present.config)
     return [present] + [
@@ -108,9 +108,9 @@ def shortlist(problem: AnyProblem, hw: Hardware, top: int = 6) -> list[Choice]:
 
 
 def _tune(
-    call: Call, problem: AnyProblem, choices: Sequence[Choice], hw: Hardware, until: float
+    call: Call, problem: AnyProblem, choices: Sequence[Selection], hw: Hardware, until: float
 ) -> tuple[Tuned, dict[str, object]]:
-    math = problem.math if isinstance(problem, Problem) else "ieee"
+    math = problem.math if isinstance(problem, GemmProblem) else "ieee"
     present = choices[0]
     tries = [with_launches(call, choice, hw) for choice in choices]
     with progress.watched(None):  # its kernels are a part of the step
@@ -187,7 +187,7 @@ class Operands:
         self._memory.append(device.Memory(max(16, nbytes), what))
         return self._memory[-1].address
 
-    def _bound(self, call: Call, places: dict[str, int]) -> list[Step]:
+    def _bound(self, call: Call, places: dict[str, int]) -> list[PlacedLaunch]:
         return [bind(launch, places, self.hw) for launch in call.launches]
 
     def results(self, call: Call) -> list[np.ndarray]:

@@ -37,7 +37,7 @@ from onnx_fuse.lower.walk import lower
 from onnx_fuse.program.call import NeedsValues, Program
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.interpret.run import initializers
-from onnx_fuse.program.open import Open
+from onnx_fuse.program.open import SymbolicProgram
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.program.size import Trace
 from onnx_fuse.runtime.specialize import Specializer
@@ -159,7 +159,7 @@ class Subject:
         lengths = {
             n: way._tokens(told, shapes[n], sizes) for n, told in way.lengths.items() if n in shapes
         }
-        choice = choose.Choice(sizes, shapes, {}, True, [], lengths)
+        choice = choose.InputSizes(sizes, shapes, {}, True, [], lengths)
         roles = {v.name or "": role_of(v) for v in required(self.sized)}
         feed = inputs._feed(roles, choice, rng, 2)
         if self.before is None:
@@ -310,7 +310,7 @@ def compared(
             trace = Trace()
             opened = {s: trace.symbol(s, n) for s, n in numbers.items()}
             there = specializer.changed(shapes, opened)
-            again = Open(lower(model, there, H200, math=math, values=values), trace)
+            again = SymbolicProgram(lower(model, there, H200, math=math, values=values), trace)
             counts["evaluated"] += 1
             if text := _problems(made.program, again.at(numbers)):
                 return text

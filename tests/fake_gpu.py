@@ -22,10 +22,10 @@ import pytest
 
 from onnx_fuse.cuda import arguments, nvrtc
 from onnx_fuse.cuda import launch as launching
-from onnx_fuse.cuda.launch import Bound
+from onnx_fuse.cuda.launch import BoundLaunch
 from onnx_fuse.program.call import Call, Program, Tensor, dtype_of
 from onnx_fuse.program.interpret.steps import evaluate
-from onnx_fuse.program.open import Open
+from onnx_fuse.program.open import SymbolicProgram
 from onnx_fuse.program.problem import CHIPS, Hardware, Launch, Ptr, Table
 from onnx_fuse.runtime import device, instance, specialize
 
@@ -63,7 +63,7 @@ class FakeGpu:
 
     def use(self, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         """Run what comes on this."""
-        lowered, update, at = specialize.Specializer.of, Bound.update, Open.at
+        lowered, update, at = specialize.Specializer.of, BoundLaunch.update, SymbolicProgram.at
         renew = instance.Instance._renew
 
         def told(program: Program) -> None:
@@ -81,12 +81,12 @@ class FakeGpu:
             told(found.program)
             return found
 
-        def evaluated(opened: Open, values: Mapping[str, int]) -> Any:
+        def evaluated(opened: SymbolicProgram, values: Mapping[str, int]) -> Any:
             found = at(opened, values)
             told(found)
             return found
 
-        def became(bound: Bound, launch: Launch, pointers: Mapping[str, int]) -> bool:
+        def became(bound: BoundLaunch, launch: Launch, pointers: Mapping[str, int]) -> bool:
             done = update(bound, launch, pointers)
             bound._kernel = id(launch) if done else bound._kernel
             return done
@@ -110,8 +110,8 @@ class FakeGpu:
         monkeypatch.setattr(launching, "_settings", lambda *given: given[-1])
         monkeypatch.setattr(nvrtc, "compile_all", lambda launches, arch: None)
         monkeypatch.setattr(specialize.Specializer, "of", of)
-        monkeypatch.setattr(Open, "at", evaluated)
-        monkeypatch.setattr(Bound, "update", became)
+        monkeypatch.setattr(SymbolicProgram, "at", evaluated)
+        monkeypatch.setattr(BoundLaunch, "update", became)
         monkeypatch.setattr(instance.Instance, "_renew", renewed)
         monkeypatch.setattr(
             arguments, "_descriptor", lambda arg, address: address.to_bytes(128, "little")

@@ -32,7 +32,7 @@ import onnx_fuse.ops.fused.window_gradients  # noqa: F401  (these register the f
 from onnx_fuse import kernels
 from onnx_fuse.importer.save import inline
 from onnx_fuse.ir.common import FUSE
-from onnx_fuse.kernels import Choice, candidates, select
+from onnx_fuse.kernels import Selection, candidates, select
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.ops.fused.sdpa import KINDS
 from onnx_fuse.program.call import Program
@@ -136,9 +136,9 @@ class Case:
                 programs.append(self.program(hw))
         return [x for p in programs for call in (*p.setup, *p.calls) for x in call.launches]
 
-    def variants(self, hw: Hardware) -> list[Choice]:
+    def variants(self, hw: Hardware) -> list[Selection]:
         """Every legal kernel and configuration but those that are chosen anyway."""
-        found: dict[Choice, None] = {}
+        found: dict[Selection, None] = {}
         program = self.program(hw)
         for problem in (c.problem for c in (*program.setup, *program.calls) if c.problem):
             chosen = select(problem.op, problem, hw)
@@ -148,7 +148,7 @@ class Case:
                     continue  # pointwise kernels have tests of their own
                 for how in kernel.configs(problem, hw):
                     if (kernel, how) != (chosen.kernel, chosen.config):
-                        found[Choice(kernel, how, 0.0, "each")] = None
+                        found[Selection(kernel, how, 0.0, "each")] = None
         return list(found)
 
     def _reference_is_wrong(self) -> bool:
@@ -185,10 +185,10 @@ class Case:
 
 
 @contextmanager
-def only(choice: Choice) -> Iterator[None]:
+def only(choice: Selection) -> Iterator[None]:
     """Within the block every problem that this kernel and configuration serve takes them."""
 
-    def chosen(op: str, problem: AnyProblem, hw: Hardware, *prefs: Any) -> Choice | None:
+    def chosen(op: str, problem: AnyProblem, hw: Hardware, *prefs: Any) -> Selection | None:
         kernel = choice.kernel
         serves = kernel in candidates(op) and kernel.supports(problem, hw) is None
         if serves and choice.config in kernel.configs(problem, hw):

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import ml_dtypes
 import numpy as np
 
-from onnx_fuse.cuda.launch import Step, bind
+from onnx_fuse.cuda.launch import PlacedLaunch, bind
 from onnx_fuse.kernels import candidates
 from onnx_fuse.kernels.gemm_sm90 import STREAM
 from onnx_fuse.kernels.kernel import Kernel
-from onnx_fuse.program.problem import Config, Hardware, Problem
+from onnx_fuse.program.problem import GemmProblem, Hardware, KernelConfig
 from onnx_fuse.runtime import device
 
 TYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32,
@@ -44,12 +44,14 @@ class Memory:
         self.stream.upload(self.buffers[name].address, array.ctypes.data, array.nbytes)
         self.stream.wait("uploading")
 
-    def bind(self, kernel: Kernel, problem: Problem, how: Config, hw: Hardware) -> list[Step]:
+    def bind(
+        self, kernel: Kernel, problem: GemmProblem, how: KernelConfig, hw: Hardware
+    ) -> list[PlacedLaunch]:
         self.buffers["workspace"] = device.Memory(kernel.workspace(problem, how, hw), "workspace")
         pointers = {name: buffer.address for name, buffer in self.buffers.items()}
         return [bind(call, pointers, hw) for call in kernel.launch(problem, how, hw)]
 
-    def run(self, kernel: Kernel, problem: Problem, how: Config, hw: Hardware) -> None:
+    def run(self, kernel: Kernel, problem: GemmProblem, how: KernelConfig, hw: Hardware) -> None:
         for call in self.bind(kernel, problem, how, hw):
             call.enqueue(self.stream.handle)
         self.stream.wait(f"{kernel.name} {how}")
@@ -73,7 +75,7 @@ def error(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.linalg.norm(wide(got) - want) / (np.linalg.norm(want) or 1.0))
 
 
-def each(problem: Problem, hw: Hardware) -> list[tuple[Kernel, Config]]:
+def each(problem: GemmProblem, hw: Hardware) -> list[tuple[Kernel, KernelConfig]]:
     """Every legal kernel: its two likeliest configurations, its last, those that share steps, and
     the likeliest whose last clusters start late."""
     found = []

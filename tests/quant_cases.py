@@ -18,7 +18,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from onnx_fuse.autodiff.load import load
-from onnx_fuse.kernels import Choice, candidates
+from onnx_fuse.kernels import Selection, candidates
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.program.call import Program
 from onnx_fuse.program.problem import CHIPS, Hardware
@@ -73,7 +73,7 @@ class Quantized:
         shapes = {name: (a.shape, a.dtype.name) for name, a in self.feeds.items()}
         return lower(load(self.model), shapes, hw)
 
-    def variants(self, hw: Hardware) -> list[Choice]:
+    def variants(self, hw: Hardware) -> list[Selection]:
         """Our own kernels in every configuration, and one of each that unpacks for another."""
         found = []
         for problem in (call.problem for call in self.program(hw).calls):
@@ -83,7 +83,7 @@ class Quantized:
                 if kernel.supports(problem, hw) is None:
                     hows = kernel.configs(problem, hw)
                     hows = hows[:1] if kernel.name.startswith("unpack") else hows
-                    found += [Choice(kernel, how, 0.0, "each") for how in hows]
+                    found += [Selection(kernel, how, 0.0, "each") for how in hows]
         return found
 
     def check(self, name: str, y: np.ndarray, want: np.ndarray) -> None:

@@ -9,7 +9,7 @@ from onnx_fuse.ir.build import text_model
 from onnx_fuse.lower import walk
 from onnx_fuse.program.call import Program, Tensor
 from onnx_fuse.program.passes import activation_again
-from onnx_fuse.program.problem import Problem
+from onnx_fuse.program.problem import GemmProblem
 
 STEP = """agraph (float16[4160,768] x, float16[768,3072] w, float16[3072] c, float16[3072,768] v,
     float16[4160,768] dy) => (float16[4160,768] y, float16[4160,768] dx, float16[768,3072] dw,
@@ -26,10 +26,10 @@ def step(outputs: str = "") -> Program:
     return walk.lower(model, shapes, H200)
 
 
-def made_again(program: Program) -> list[tuple[Problem, Tensor]]:
+def made_again(program: Program) -> list[tuple[GemmProblem, Tensor]]:
     """The products that make an activation a second time, each with where it goes."""
     problems = ((call, call.problem) for call in program.calls)
-    found = [(c, p) for c, p in problems if isinstance(p, Problem) and p.epilogue.save_act]
+    found = [(c, p) for c, p in problems if isinstance(p, GemmProblem) and p.epilogue.save_act]
     return [(p, dict(call.writes)["z"]) for call, p in found]
 
 

@@ -10,7 +10,7 @@ from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import candidates
 from onnx_fuse.kernels.gemm_sm90 import Wgmma
 from onnx_fuse.program.interpret import interpret
-from onnx_fuse.program.problem import CHIPS, Problem
+from onnx_fuse.program.problem import CHIPS, GemmProblem
 from onnx_fuse.program.problems import Conv, MergedMoments, Reduce, Window
 
 H200 = CHIPS["H200"]
@@ -88,7 +88,7 @@ def test_other_norms_read_their_input(
     assert not [c for c in program.calls if isinstance(c.problem, MergedMoments)]
 
 
-WANTED = Problem.of("Gemm", m=300, n=384, k=264, dtype="bfloat16", column_moments=True)
+WANTED = GemmProblem.of("Gemm", m=300, n=384, k=264, dtype="bfloat16", column_moments=True)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels.gemm_sm90 import Wgmma
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.moves import PointwiseSums
-from onnx_fuse.program.problem import CHIPS, Problem
+from onnx_fuse.program.problem import CHIPS, GemmProblem
 from onnx_fuse.program.problems import PartSums, Reduce, SlopeProduct
 from onnx_fuse.training import optim
 from onnx_fuse.training.step import training_model
@@ -42,7 +42,7 @@ def test_the_product_leaves_sums_of_its_rows(nodes: str, rows: int) -> None:
              "w": (rng.standard_normal((WIDTH, WIDE)) / 16).astype(np.float16)}  # fmt: skip
     program = program_of(model_of(nodes), feeds)
     product, sums = program.calls
-    assert isinstance(product.problem, Problem)
+    assert isinstance(product.problem, GemmProblem)
     assert product.problem.epilogue.column_sums
     assert dict(product.writes)["part"].shape == (-(-rows // 64), WIDTH)
     assert isinstance(sums.problem, PartSums)
@@ -72,13 +72,13 @@ def test_other_sums_stay(nodes: str, chip: str) -> None:
 @pytest.mark.parametrize(
     "problem",
     [
-        Problem.of("Gemm", m=300, n=384, k=264, dtype="bfloat16", trans_a=True),
-        Problem.of("Gemm", m=300, n=384, k=260, dtype="float32"),
-        Problem.of("Gemm", m=300, n=384, k=264, dtype="bfloat16", batch=(2,)),
+        GemmProblem.of("Gemm", m=300, n=384, k=264, dtype="bfloat16", trans_a=True),
+        GemmProblem.of("Gemm", m=300, n=384, k=260, dtype="float32"),
+        GemmProblem.of("Gemm", m=300, n=384, k=264, dtype="bfloat16", batch=(2,)),
     ],
     ids=str,
 )
-def test_only_rows_of_one_operand_are_summed(problem: Problem) -> None:
+def test_only_rows_of_one_operand_are_summed(problem: GemmProblem) -> None:
     assert Wgmma().supports(problem.with_epilogue(column_sums=True), CHIPS["H200"])
 
 

@@ -28,7 +28,7 @@ from onnx_fuse.errors import DeviceError, ModelError, UsageError
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.program import template
 from onnx_fuse.program.call import Program
-from onnx_fuse.program.open import Open
+from onnx_fuse.program.open import SymbolicProgram
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.program.size import Trace
 from onnx_fuse.rewrite.precision import in_precision
@@ -538,7 +538,9 @@ def test_a_program_with_other_ends_is_refused(tanh: Path, ends: str) -> None:
     (_, tensor), *rest = getattr(program, ends)
     other = replace(program, **{ends: (("other", tensor), *rest)})
     for each in (program, other):
-        rewritten(tanh, program=template.write(Open(each, Trace()), lambda array: "none"))
+        rewritten(
+            tanh, program=template.write(SymbolicProgram(each, Trace()), lambda array: "none")
+        )
         if each is program:
             assert read(tanh) == program
     with pytest.raises(ModelError, match=r"m\.fused: .*than"):

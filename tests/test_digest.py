@@ -15,9 +15,9 @@ from onnx_fuse.cuda.source import Defines, source_text
 from onnx_fuse.kernels import candidates, tuning
 from onnx_fuse.ops.activations import activation_macros
 from onnx_fuse.program.epilogue import Epilogue
-from onnx_fuse.program.expression import Expression, Step, Tail
+from onnx_fuse.program.expression import Expression, Operation, Tail
 from onnx_fuse.program.moves import BatchedCalls
-from onnx_fuse.program.problem import CHIPS, Config, Problem
+from onnx_fuse.program.problem import CHIPS, GemmProblem, KernelConfig
 from onnx_fuse.program.problems import Norm, NormGrad, NormGradSums, Pool, Softmax, Window
 from onnx_fuse.program.products import Attention, AttentionGrad, IntegerProduct, PackedProduct
 
@@ -118,7 +118,7 @@ def test_what_is_reached_compiles_to_the_same_code(
     source: str, entry: str, defines: Defines
 ) -> None:
     if not defines:  # those of a problem that has the kernel
-        problem = Problem.of("LayerNormGemm", m=128, n=768, k=768, dtype="bfloat16", bias=True)
+        problem = GemmProblem.of("LayerNormGemm", m=128, n=768, k=768, dtype="bfloat16", bias=True)
         defines = next(
             call.defines
             for kernel in candidates("LayerNormGemm")
@@ -161,19 +161,23 @@ def test_the_value_of_an_expression(text: str, value: int | None) -> None:
 
 
 WINDOW = Window((1, 3, 3), (1, 2, 2), (1, 1, 1), (0, 1, 1), (0, 1, 1))
-ADDED = Step("Add", "float32", (0, 2))
+ADDED = Operation("Add", "float32", (0, 2))
 TAIL = Tail(Expression(2, (("float", -inf),), (ADDED,), (3,)), 1, "float16")
 
 
 def test_a_records_key_is_read_as_it_was_made() -> None:
     for problem in (
-        Problem.of("Gemm", m=3, n=5, k=7, batch=(2, 3), math="tf32", a_strides=(0, 1), act="gelu"),
-        Problem.of("Gemm", m=3, n=5, k=7, dtype="float16", out_dtype="float32", trans_b=True),
-        Problem.of("LayerNormGemm", m=1, n=8, k=8, rms=True, bias=True, residual="norm", align=2),
+        GemmProblem.of(
+            "Gemm", m=3, n=5, k=7, batch=(2, 3), math="tf32", a_strides=(0, 1), act="gelu"
+        ),
+        GemmProblem.of("Gemm", m=3, n=5, k=7, dtype="float16", out_dtype="float32", trans_b=True),
+        GemmProblem.of(
+            "LayerNormGemm", m=1, n=8, k=8, rms=True, bias=True, residual="norm", align=2
+        ),
     ):
         name = tuning.key(problem.op, problem)
         found = tuning.read(name)
-        assert isinstance(found, Problem)
+        assert isinstance(found, GemmProblem)
         assert tuning.key(problem.op, found) == name
         assert (found.m, found.batch, found.out, found.trans_b, found.epilogue.act) == (
             problem.m, problem.batch, problem.out, problem.trans_b, problem.epilogue.act
@@ -188,12 +192,14 @@ def test_a_records_key_is_read_as_it_was_made() -> None:
         Norm(8, 64, "float16", "float16", epsilon=0.0, rms=True, tail=TAIL),
         NormGradSums(NormGrad(8, 64, "float16", "float16", "float32", 4, tail=TAIL), 2),
         Pool("max", 4, (1, 8, 8), (1, 4, 4), WINDOW, "float16", channels=4),
-        BatchedCalls(Softmax(2, 77, 1, "float16"), 3, ("x", "y"), "plain", Config.of(team=32)),
+        BatchedCalls(
+            Softmax(2, 77, 1, "float16"), 3, ("x", "y"), "plain", KernelConfig.of(team=32)
+        ),
     ):
         assert tuning.read(tuning.key(whole.op, whole)) == whole
-    assert "lda" not in tuning.key("Gemm", Problem.of("Gemm", m=4, n=4, k=4, lda=4, align=8))
+    assert "lda" not in tuning.key("Gemm", GemmProblem.of("Gemm", m=4, n=4, k=4, lda=4, align=8))
     with pytest.raises(TypeError, match="unexpected keyword argument 'folds'"):
-        Problem.of("LayerNormGemm", m=4, n=4, k=4, folds=True)
+        GemmProblem.of("LayerNormGemm", m=4, n=4, k=4, folds=True)
     for name in (
         "Gemm | of another version",
         "Sdpa | Sdpa m=1 float16 NN dv=8",

@@ -268,9 +268,9 @@ def test_what_another_executable_runs_is_no_part_of_a_graph(
     first = Executable(text_model(CHAIN))
     second = Executable(text_model(CHAIN), home=first.shared)
     feeds = [{"x": x_of(4, i), "b": BIAS} for i in range(4)]
-    enqueue, between = launching.Bound.enqueue, []
+    enqueue, between = launching.BoundLaunch.enqueue, []
 
-    def enqueued(bound: launching.Bound, stream: int) -> None:
+    def enqueued(bound: launching.BoundLaunch, stream: int) -> None:
         if gpu._capturing is not None and not between:
             between.append(None)
             thread = threading.Thread(target=lambda: between.append(second.run(None, feeds[3])))
@@ -278,7 +278,7 @@ def test_what_another_executable_runs_is_no_part_of_a_graph(
             thread.join()
         enqueue(bound, stream)
 
-    monkeypatch.setattr(launching.Bound, "enqueue", enqueued)
+    monkeypatch.setattr(launching.BoundLaunch, "enqueue", enqueued)
     for given in feeds:
         same(first.run(None, given), given["x"])
     assert gpu.counts["capture"] == 1

@@ -16,7 +16,7 @@ from onnx_fuse.importer.save import inline, to_proto
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.ops.fused.float8 import HISTORY
 from onnx_fuse.program.interpret import interpret
-from onnx_fuse.program.problem import CHIPS, Problem
+from onnx_fuse.program.problem import CHIPS, GemmProblem
 from onnx_fuse.program.problems import Float8, PartSums, SlopeProduct
 from onnx_fuse.training import optim
 from onnx_fuse.training.adapters import Lora
@@ -95,7 +95,7 @@ def test_products_are_of_rounded_operands(tops: tuple[float, ...], by: str) -> N
         program = program_of(text_model(BOTH), feeds)
         assert not program.fallbacks
         assert [type(call.problem) for call in program.calls] == [
-            *(Float8, Float8, Problem), *(SlopeProduct, Float8, PartSums, Problem, Problem),
+            Float8, Float8, GemmProblem, SlopeProduct, Float8, PartSums, GemmProblem, GemmProblem,
         ]  # fmt: skip
         got = interpret(program, feeds, {})
     (x, sx), (w, sw) = float8(feeds["x"], feeds["hx"], E4M3), float8(feeds["w"], feeds["hw"], E4M3)
@@ -174,7 +174,7 @@ def test_rows_are_multiples_of_16() -> None:
     graph, spec = step(net())
     states = {s.name: s.initial for s in spec.states} | {spec.lr: np.float32(0.1)}
     program = program_of(graph, rows(32) | states)
-    kinds = [p.b_dtype for c in program.calls if isinstance(p := c.problem, Problem)]
+    kinds = [p.b_dtype for c in program.calls if isinstance(p := c.problem, GemmProblem)]
     # the first layer's dx is read by its norm's gradient
     assert sorted(kinds) == ["float8_e4m3fn"] * 4 + ["float8_e5m2"] * 2
     assert not program.fallbacks
@@ -236,7 +236,7 @@ def test_a_gemm_of_the_file_is_in_float8(how: str, weight: str, fits: bool) -> N
     program = program_of(graph, rows(32) | {"labels": labels} | states)
     kinds = [type(c.problem) for c in program.calls]
     assert not program.fallbacks
-    assert (kinds.count(Float8), kinds.count(Problem)) == (3, 2)  # x needs no gradient
+    assert (kinds.count(Float8), kinds.count(GemmProblem)) == (3, 2)  # x needs no gradient
 
 
 def test_an_activation_keeps_its_number() -> None:

@@ -14,7 +14,7 @@ from onnx_fuse.autodiff.load import load
 from onnx_fuse.importer.save import to_proto
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.program.interpret import interpret
-from onnx_fuse.program.problem import CHIPS, Product
+from onnx_fuse.program.problem import CHIPS, Contraction
 from onnx_fuse.runtime import ort
 
 K, N, BLOCK = 64, 48, 32
@@ -71,7 +71,7 @@ def test_the_weights_of_a_product_stay_in_four_bits(
     expected = run(model, feeds)
     rewrite.optimize(model, level=level, own_kernels=True)
     program = lower(model, {"x": (feeds["x"].shape, dtype)}, CHIPS["H200"])
-    (product,) = [call.problem for call in program.calls if isinstance(call.problem, Product)]
+    (product,) = [call.problem for call in program.calls if isinstance(call.problem, Contraction)]
     assert product.op == "MatMulNBits"
     held = [b.nbytes for b in program.buffers if b.kind in ("weight", "constant")]
     assert max(held) <= K * N // 2
@@ -99,7 +99,7 @@ def test_a_weight_made_of_eight_bits_folds_with_the_norm(dtype: str) -> None:
     assert [n.op_type for n in model.graph] == ["DequantizeLinear", "LayerNormGemm"]
     for _ in range(2):  # another shape finds what the first has made
         program = lower(model, {"x": (feeds["x"].shape, dtype)}, CHIPS["H200"])
-        assert [c.problem.op for c in program.calls if isinstance(c.problem, Product)] == [
+        assert [c.problem.op for c in program.calls if isinstance(c.problem, Contraction)] == [
             "LayerNormGemm"
         ]
     if dtype == "float16":

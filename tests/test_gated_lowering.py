@@ -10,7 +10,7 @@ from lowering import program_of, weights_of
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import cublaslt
 from onnx_fuse.program.interpret import interpret
-from onnx_fuse.program.problem import CHIPS, Problem
+from onnx_fuse.program.problem import CHIPS, GemmProblem
 
 GATED = """<ir_version: 10, opset_import: ["": 21, "onnx_fuse": 1]>
 agraph ({kind}[B,64] x) => ({kind}[B,N] y) {{ y = onnx_fuse.{op} (x, {norm}w, c) }}"""
@@ -86,7 +86,7 @@ def test_a_gated_product_of_computed_weights_is_its_parts():
     { y = onnx_fuse.GateFirstGemmGelu (x, w, c) }"""
     feeds = {"x": np.ones((4, 64)), "w": np.ones((64, 96)), "c": np.ones(96)}
     program = program_of(text_model(text), {k: a.astype(np.float16) for k, a in feeds.items()})
-    assert [isinstance(call.problem, Problem) for call in program.calls] == [True, False]
+    assert [isinstance(call.problem, GemmProblem) for call in program.calls] == [True, False]
 
 
 def test_a_kernel_without_that_epilogue_may_be_asked_for(monkeypatch):

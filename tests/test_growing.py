@@ -10,7 +10,7 @@ import pytest
 from fake_gpu import FakeGpu
 
 from onnx_fuse import InferenceSession
-from onnx_fuse.cuda.launch import Bound
+from onnx_fuse.cuda.launch import BoundLaunch
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.program.problem import CHIPS, Launch, Num, Ptr
 
@@ -67,7 +67,7 @@ def test_what_a_launch_counts_in_is_new_where_its_size_is_another(gpu: FakeGpu) 
         (Ptr("x"), Num("i32", 3), Ptr("sync")),
         sync=48,
     )
-    bound = Bound(launch, {"x": 4096}, CHIPS["H200"])
+    bound = BoundLaunch(launch, {"x": 4096}, CHIPS["H200"])
 
     def words() -> tuple[int, int, int]:
         x, n, sync = (ctypes.c_uint64 * 3).from_address(bound.arguments)

@@ -26,7 +26,7 @@ from onnx_fuse.program.interpret.recurrences import philox
 from onnx_fuse.program.interpret.run import ANSWERS
 from onnx_fuse.program.interpret.steps import STEPS
 from onnx_fuse.program.moves import Pointwise
-from onnx_fuse.program.problem import AnyProblem, Collective, Product
+from onnx_fuse.program.problem import AnyProblem, Collective, Contraction
 from onnx_fuse.program.problems import Registered
 from onnx_fuse.runtime import ort
 
@@ -47,7 +47,7 @@ def kinds(base: type[AnyProblem] = AnyProblem) -> Iterator[type[AnyProblem]]:
 def test_every_kind_of_problem_has_an_answer() -> None:
     for module in pkgutil.iter_modules(program.__path__, f"{program.__name__}."):
         importlib.import_module(module.name)
-    shared = {Product, *(kind for kind in kinds() if kind.__name__.startswith("_"))}
+    shared = {Contraction, *(kind for kind in kinds() if kind.__name__.startswith("_"))}
     assert set(kinds()) - shared - ELSEWHERE == set(ANSWERS)
 
 

@@ -11,7 +11,7 @@ from onnx_fuse import rewrite
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.program.interpret import interpret
-from onnx_fuse.program.problem import CHIPS, Problem
+from onnx_fuse.program.problem import CHIPS, GemmProblem
 
 K, N = 32, 8
 ONES = np.linspace(0.05, 3.0, N)
@@ -117,7 +117,7 @@ def test_what_is_not_folded_is_scaled_in_the_products_epilogue(
     scaled = [
         bool(c.problem.epilogue.layer_scale)
         for c in program.calls
-        if isinstance(c.problem, Problem)
+        if isinstance(c.problem, GemmProblem)
     ]
     assert scaled == [after != "itself"]
     weights = {n: v.const_value.numpy() for n, v in model.graph.initializers.items()}

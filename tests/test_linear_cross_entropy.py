@@ -32,7 +32,7 @@ from onnx_fuse.kernels.loss import Chunk, Exp, Label
 from onnx_fuse.lower import linear_cross_entropy, walk
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.losses import CrossEntropyChunk, ExpRows, LabelScore
-from onnx_fuse.program.problem import CHIPS, Config, Problem
+from onnx_fuse.program.problem import CHIPS, GemmProblem, KernelConfig
 from onnx_fuse.runtime.specialize import Specializer
 from onnx_fuse.training.step import training_model
 
@@ -76,7 +76,7 @@ def test_products_take_exponentials_in_place_of_a_pass(
         assert errors[1][name] < 0.7 * errors[0][name], name
 
 
-GPT2 = Problem.of("Gemm", m=4096, n=50257, k=768, trans_b=True, dtype="bfloat16", ldy=50304)
+GPT2 = GemmProblem.of("Gemm", m=4096, n=50257, k=768, trans_b=True, dtype="bfloat16", ldy=50304)
 
 
 def big_head(dtype: str, biased: bool) -> tuple[ir.Model, dict]:
@@ -285,7 +285,7 @@ def test_every_chip_has_kernels_for_it(chip: str) -> None:
     )
     feeds = feeds_of("float16", "VK") | {"loss.grad": np.array(1, np.float32)}
     program = program_of(model, feeds, CHIPS[chip])
-    products = [c.problem for c in program.calls if isinstance(c.problem, Problem)]
+    products = [c.problem for c in program.calls if isinstance(c.problem, GemmProblem)]
     assert [p.n for p in products] == [CLASSES if chip == "H200" else 2112, WIDTH, WIDTH]
     assert not program.fallbacks
 
@@ -298,7 +298,7 @@ def test_its_kernel_compiles_without_spills(chip: str, dtype: str) -> None:
         problem = CrossEntropyChunk(
             4096, 50257, 50304, dtype, "int64", smoothing=smoothing, gradient=gradient
         )
-        (call,) = Chunk().launch(problem, Config.of(), hw)
+        (call,) = Chunk().launch(problem, KernelConfig.of(), hw)
         assert all(r.clean for r in nvrtc.resources(call.source, call.defines, hw.arch).values())
 
 
@@ -311,5 +311,5 @@ def test_rows_of_exponentials_compile_without_spills(chip: str, turned: bool, k:
     label = LabelScore(16384, k, 50257, k, ldw, *types, turned=turned)
     rows = ExpRows(4096, k, 50257, 50304, 262, k, ldw, *types, turned=turned, scaled=k > 33)
     for kernel, problem in ((Label(), label), (Exp(), rows)):
-        (call,) = kernel.launch(problem, Config.of(), hw)
+        (call,) = kernel.launch(problem, KernelConfig.of(), hw)
         assert all(r.clean for r in nvrtc.resources(call.source, call.defines, hw.arch).values())

@@ -18,11 +18,11 @@ from onnx_fuse.kernels import site
 from onnx_fuse.lower import elementwise, views, walk
 from onnx_fuse.program.call import NeedsValues, Tensor, reshape_strides
 from onnx_fuse.program.interpret import interpret
-from onnx_fuse.program.problem import CHIPS, Problem
+from onnx_fuse.program.problem import CHIPS, GemmProblem
 from onnx_fuse.runtime import ort
 from onnx_fuse.runtime.states import SOUND, guarded
 from onnx_fuse.training import optim
-from onnx_fuse.training.backends import Whole
+from onnx_fuse.training.backends import CombinedGradients
 from onnx_fuse.training.step import training_model
 from onnx_fuse.training.trainer import Trainer
 
@@ -112,7 +112,7 @@ def test_rows_that_stand_apart_are_one_product():
     text, feeds = GRAPHS["a product of rows that stand apart"]
     model = text_model(text)
     program = program_of(model, feeds)
-    [product] = [call.problem for call in program.calls if isinstance(call.problem, Problem)]
+    [product] = [call.problem for call in program.calls if isinstance(call.problem, GemmProblem)]
     assert (product.m, product.batch) == (160, ())
     want = feeds["x"].swapaxes(0, 1) @ feeds["w"]
     np.testing.assert_allclose(interpret(program, feeds, {})["y"], want, rtol=1e-5, atol=1e-6)
@@ -140,7 +140,7 @@ def test_a_filter_of_one_tap_is_a_product_with_all_that_follows(batch, act, bias
     rewrite.optimize(model)
     calls = program_of(model, feeds).calls
     copied = dtype == "float16" and width == 7
-    assert [isinstance(c.problem, Problem) for c in calls] == [False] * copied + [True]
+    assert [isinstance(c.problem, GemmProblem) for c in calls] == [False] * copied + [True]
     assert calls[-1].problem.op == "Gemm"
     assert calls[-1].problem.ldb == (56 if copied else 7 * width)
     (y,) = interpret(program_of(model, feeds), feeds, {}).values()
@@ -154,7 +154,7 @@ def test_a_residual_stays_apart_where_no_kernel_adds_it_before_the_activation_as
     body = "{ m = MatMul (x, w) s = Add (m, r) y = Relu (s) }"
     model = text_model(f"agraph ({ends}) => (float16[16,4096] y) {body}")
     calls = walk.lower(model, shapes, H200).calls
-    product = next(c.problem for c in calls if isinstance(c.problem, Problem))
+    product = next(c.problem for c in calls if isinstance(c.problem, GemmProblem))
     assert product.epilogue.residual or product.epilogue.beta == 1.0
     assert (len(calls) == 1) == bool(product.epilogue.act)
 
@@ -431,14 +431,14 @@ def test_a_trainers_float32_gradients_by_split_products_are_one_call(rows, hw, c
         model.graph.initializer.append(onnx.numpy_helper.from_array(ones, name))
     graph, _ = training_model(
         model, loss="mse", optimizer=optim.SGD(lr=0.1), precision="bf16x3", fused=True, level=1,
-        whole=Whole("bf16x3", hw, 0),
+        whole=CombinedGradients("bf16x3", hw, 0),
     )  # fmt: skip
     shapes = {
         v.name: (tuple(d if isinstance(d, int) else 2048 for d in v.shape), v.dtype.numpy().name)
         for v in graph.graph.inputs
     }
     calls = walk.lower(graph, shapes, hw, math="bf16x3").calls
-    ops = [call.problem.op for call in calls if isinstance(call.problem, Problem)]
+    ops = [call.problem.op for call in calls if isinstance(call.problem, GemmProblem)]
     assert ops.count("LayerNormGemmGrad") == count
 
 
@@ -455,7 +455,7 @@ def test_a_weight_is_copied_where_its_gradient_has_few_tiles(rows, k, n, turned)
     }}""")
     shapes = {v.name: (v.shape.numpy(), v.dtype.numpy().name) for v in model.graph.inputs}
     made = [c.problem for c in walk.lower(model, shapes, CHIPS["H200"]).calls]
-    (found,) = (p for p in made if isinstance(p, Problem) and p.op == "LayerNormGemmGrad")
+    (found,) = (p for p in made if isinstance(p, GemmProblem) and p.op == "LayerNormGemmGrad")
     assert found.trans_b == turned
 
 
@@ -471,7 +471,7 @@ def test_gradients_of_frozen_weights_are_not_made(read):
     }}""")
     shapes = {v.name: (v.shape.numpy(), v.dtype.numpy().name) for v in model.graph.inputs}
     calls = walk.lower(model, shapes, CHIPS["H200"]).calls
-    (call,) = (c for c in calls if isinstance(c.problem, Problem))
+    (call,) = (c for c in calls if isinstance(c.problem, GemmProblem))
     assert call.problem.frozen == (read == "dx")
     names = " ".join(launch.entry for launch in call.launches)
     assert len(call.launches) == (2 if read == "dx" else 5), names

@@ -27,10 +27,10 @@ from onnx_fuse.program import host, template
 from onnx_fuse.program.call import NeedsValues, Program, Tensor
 from onnx_fuse.program.formula import Formulas, Guards, value
 from onnx_fuse.program.interpret import interpret
-from onnx_fuse.program.open import Open
-from onnx_fuse.program.problem import CHIPS, Config, Num, Problem
+from onnx_fuse.program.open import SymbolicProgram
+from onnx_fuse.program.problem import CHIPS, GemmProblem, KernelConfig, Num
 from onnx_fuse.program.size import (
-    Size,
+    OpenSize,
     Trace,
     broadcast,
     coarse,
@@ -77,7 +77,7 @@ def test_arithmetic_stays_open(name: str) -> None:
     trace = Trace()
     symbols = {n: trace.symbol(n, v) for n, v in SIZES.items()}
     found = FORMULAS[name](symbols["b"], symbols["t"])
-    opened = Open((found,), trace)
+    opened = SymbolicProgram((found,), trace)
     rng = random.Random(0)
     tried = 0
     for _ in range(200):
@@ -113,10 +113,10 @@ def test_a_decision_is_a_guard(name: str) -> None:
     symbols = {n: trace.symbol(n, v) for n, v in SIZES.items()}
 
     def closed(found: object, b: int, t: int) -> object:
-        return Open((found,), trace).at({"b": b, "t": t})
+        return SymbolicProgram((found,), trace).at({"b": b, "t": t})
 
     decided = DECISIONS[name](symbols["b"], symbols["t"])
-    opened = Open((decided,), trace)
+    opened = SymbolicProgram((decided,), trace)
     assert opened.holds(SIZES)
     others = 0
     for b in (1, 2, 3, 4, 17):
@@ -166,10 +166,10 @@ def test_whoever_shares_k_has_a_part_of_it(dtype: str, m: int, n: int, batch: in
     choice, whichever shape of its class was lowered first.
     """
 
-    def chosen(t: int) -> tuple[Trace, str, Config]:
+    def chosen(t: int) -> tuple[Trace, str, KernelConfig]:
         trace = Trace()
         rows = trace.symbol("b", batch) * trace.symbol("t", t)
-        problem = Problem.of(
+        problem = GemmProblem.of(
             "Gemm", m=m, n=n, k=rows, trans_a=True, dtype=dtype, lda=m, ldb=n, align=16
         )
         choice = select("Gemm", problem, H200)
@@ -189,7 +189,7 @@ def test_whoever_shares_k_has_a_part_of_it(dtype: str, m: int, n: int, batch: in
                 assert choice == list(found[t][1:])
 
 
-def reread(opened: Open) -> Open:
+def reread(opened: SymbolicProgram) -> SymbolicProgram:
     """As it comes back from a file."""
     arrays: list[np.ndarray] = []
 
@@ -200,7 +200,7 @@ def reread(opened: Open) -> Open:
     data = json.loads(json.dumps([opened.guards.formulas.data, template.write(opened, store)]))
     guards = Guards(Formulas.read(data[0], conditions=True))
     recipes = template.read(data[1], guards, lambda name, dtype, shape: arrays[int(name)])
-    found: Open = object.__new__(Open)
+    found: SymbolicProgram = object.__new__(SymbolicProgram)
     found.set(guards, recipes)
     return found
 
@@ -219,7 +219,7 @@ def test_whatever_holds_sizes_is_built_anew() -> None:
         }
 
     arrays = np.array([[t, 2], [3, t + 1]], object)
-    opened = Open((made(t), arrays, closed), trace, {"part": (t // 4,), "plain": closed})
+    opened = SymbolicProgram((made(t), arrays, closed), trace, {"part": (t // 4,), "plain": closed})
     for each in (opened, reread(opened)):
         for n in (6, 9):
             found, array, kept = each.at({"t": n})
@@ -240,7 +240,7 @@ def test_equal_parts_are_one_object_in_a_file() -> None:
     parts = [number(x) for x in (0.0, -0.0, 1, 1.0, True, float("nan"), math.inf)]
     rows = [(Tensor(3, (2, 4), (4, 1), "float32"), part) for part in parts]
     twice = [*rows, *[(replace(tensor), replace(part)) for tensor, part in rows]]
-    made = Open({"size": size, "rows": tuple(twice)}, trace, {"rows": (size, *twice)})
+    made = SymbolicProgram({"size": size, "rows": tuple(twice)}, trace, {"rows": (size, *twice)})
     read = reread(made)
     found = read.at({"s0": 5})["rows"]
     assert repr(found) == repr(tuple(twice)) == repr(read.part("rows", {"s0": 5})[1:])
@@ -269,7 +269,7 @@ def test_what_two_traces_hold_is_not_mixed() -> None:
     for _ in range(2):
         trace = Trace()
         m = trace.symbol("m", 96)
-        problem = Problem.of("Gemm", m=m, n=768, k=768, dtype="float16", align=16)
+        problem = GemmProblem.of("Gemm", m=m, n=768, k=768, dtype="float16", align=16)
         assert select("Gemm", problem, H200) is not None
         guards.append(set(trace.guards))
     assert guards[0] == guards[1] != set()
@@ -279,7 +279,7 @@ def test_a_size_in_a_reason_is_no_decision() -> None:
     """Kernels say which size they refuse; the program still holds for other such sizes."""
     trace = Trace()
     m, k = trace.symbol("m", 96), trace.symbol("k", 97)
-    problem = Problem.of("Gemm", m=m, n=768, k=k, dtype="float16", lda=k, ldb=768, align=2)
+    problem = GemmProblem.of("Gemm", m=m, n=768, k=k, dtype="float16", lda=k, ldb=768, align=2)
     assert any("97" in reason for reason in refusals("Gemm", problem, H200).values())
     assert not any("==" in guard and not guard.startswith("not") for guard in trace.guards)
     assert f"{k}" == "97"
@@ -293,7 +293,7 @@ def test_shared_rows_of_a_weights_gradient_are_no_guard() -> None:
     for rows in (70, 260, 500):
         trace = Trace()
         k = trace.symbol("k", rows)
-        problem = Problem.of(
+        problem = GemmProblem.of(
             "Gemm", m=768, n=768, k=k, dtype="bfloat16", trans_a=True, lda=768, ldb=768, align=16
         )
         for config in kernel.configs(problem.upper_bound(), H200):
@@ -320,8 +320,8 @@ def test_host_arithmetic() -> None:
     product = host.evaluate(ir.node("Mul", []), [picked, np.array([1, 2])])
     target = host.evaluate(ir.node("Concat", [], {"axis": 0}), [product, np.array([-1, 8])])
     assert target is not None
-    assert [type(v) for v in target] == [Size, Size, int, int]
-    assert Open((tuple(target),), trace).at({"b": 5, "t": 7}) == ((5, 14, -1, 8),)
+    assert [type(v) for v in target] == [OpenSize, OpenSize, int, int]
+    assert SymbolicProgram((tuple(target),), trace).at({"b": 5, "t": 7}) == ((5, 14, -1, 8),)
     assert host.evaluate(ir.node("Equal", []), [target, np.array([2, 12, -1, 8])]).all()
     assert {"(12+-2*t) == 0", "(2+-1*b) == 0"} == set(trace.guards)
     assert host.evaluate(ir.node("TopK", []), [target]) is None
@@ -346,7 +346,7 @@ def shapes_of(model: ir.Model, numbers: dict[str, int]) -> dict[str, tuple[tuple
     return found
 
 
-def assert_changes(source: Open, numbers: dict[str, int], sizes: dict[str, int]) -> None:
+def assert_changes(source: SymbolicProgram, numbers: dict[str, int], sizes: dict[str, int]) -> None:
     """The launches for `numbers` become those for `sizes` by writing what is named as changes."""
     found, before, after = source.part("changes", sizes), source.at(numbers), source.at(sizes)
     if found is None:
@@ -401,7 +401,7 @@ def test_a_program_holds_for_every_shape_that_meets_its_guards(path: Path) -> No
             trace = Trace()
             opened = {s: trace.symbol(s, n) for s, n in sizes.items()}
             there = specializer.changed(shapes, opened)
-            again = Open(lower(graph, there, H200, math=precision, values=values), trace)
+            again = SymbolicProgram(lower(graph, there, H200, math=precision, values=values), trace)
             assert repr(again.at(sizes)) == repr(made.source.at(sizes)), sizes
             assert_changes(made.source, numbers, sizes)
             held += 1

@@ -22,9 +22,9 @@ from onnx_fuse.importer.save import save
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import select, site
 from onnx_fuse.program.call import Call, Tensor
-from onnx_fuse.program.expression import Expression, Row, Step
+from onnx_fuse.program.expression import Expression, Operation, Row
 from onnx_fuse.program.moves import Pointwise, ScatterND
-from onnx_fuse.program.problem import CHIPS, AnyProblem, Hardware, Problem
+from onnx_fuse.program.problem import CHIPS, AnyProblem, GemmProblem, Hardware
 from onnx_fuse.program.problems import Conv, ConvWeightGrad, Fold, NormGrad, Reduce, Window
 from onnx_fuse.program.products import Attention, AttentionGrad
 
@@ -52,7 +52,7 @@ def views(dtype: str, *each: tuple[tuple[int, ...], tuple[int, ...]]) -> tuple[T
 
 ROWS, IDS = ((16, 1024, 768), (786432, 768, 1)), ((16, 1024, 768), (1024, 1, 0))
 EMBEDDED = Pointwise(
-    Expression(3, (), (Step("Add", "bfloat16", (1, 2)),), (3,), (Row(1, 0, 768, 50257),)),
+    Expression(3, (), (Operation("Add", "bfloat16", (1, 2)),), (3,), (Row(1, 0, 768, 50257),)),
     views("int64", IDS) + views("bfloat16", (ROWS[0], (0, 0, 1)), (ROWS[0], (0, 768, 1))),
     views("bfloat16", ROWS),
 )
@@ -60,8 +60,8 @@ LAST, FIRST = (
     ((64, 28, 28, 512), (401408, 14336, 512, 1)),
     ((64, 28, 28, 512), (401408, 28, 1, 784)),
 )
-KEPT = Expression(2, (("f32", 0.0),), (Step("Greater", "float32", (0, 2)),
-                  Step("Where", "float32", (3, 1, 2))), (4, 4))  # fmt: skip
+KEPT = Expression(2, (("f32", 0.0),), (Operation("Greater", "float32", (0, 2)),
+                  Operation("Where", "float32", (3, 1, 2))), (4, 4))  # fmt: skip
 TWO_ORDERS = Pointwise(KEPT, views("bfloat16", LAST, LAST), views("bfloat16", FIRST, LAST))
 
 
@@ -70,8 +70,8 @@ def window(size: int, stride: int, pad: int) -> Window:
     return Window((1, size, size), (1, stride, stride), (1, 1, 1), pads, pads)
 
 
-def product(m: int, n: int, k: int, dtype: str, **how: bool | float | str) -> Problem:
-    return Problem.of("Gemm", m=m, n=n, k=k, dtype=dtype, **how)
+def product(m: int, n: int, k: int, dtype: str, **how: bool | float | str) -> GemmProblem:
+    return GemmProblem.of("Gemm", m=m, n=n, k=k, dtype=dtype, **how)
 
 
 STEM = ((1, 224, 224), (1, 112, 112), window(3, 2, 1), "float16")

@@ -18,13 +18,13 @@ from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import CALLS_EARLY, MODULES, candidates, select, site, tuning
 from onnx_fuse.kernels.costs import pays, seconds, total
 from onnx_fuse.kernels.gemm_sm90 import STREAM
-from onnx_fuse.kernels.rule_based import RuleBased
+from onnx_fuse.kernels.rule_based import HeuristicKernel
 from onnx_fuse.lower import walk
 from onnx_fuse.program import passes
 from onnx_fuse.program.call import Call, Program, Tensor
-from onnx_fuse.program.expression import Expression, Step
+from onnx_fuse.program.expression import Expression, Operation
 from onnx_fuse.program.moves import PointwiseMany
-from onnx_fuse.program.problem import CHIPS, Config, Hardware, Problem
+from onnx_fuse.program.problem import CHIPS, GemmProblem, Hardware, KernelConfig
 from onnx_fuse.program.problems import Conv, Norm, NormGrad, Softmax, Window
 from onnx_fuse.runtime.specialize import Specializer
 
@@ -95,7 +95,7 @@ def test_each_operator_has_candidates(op: str) -> None:
     """Where a rule chooses, the last one's default configuration is the rule's own."""
     kernels = candidates(op)
     assert kernels
-    rules = [isinstance(kernel, RuleBased) for kernel in kernels]
+    rules = [isinstance(kernel, HeuristicKernel) for kernel in kernels]
     assert all(rules) or not any(rules)
     assert len({kernel.name for kernel in kernels}) == len(kernels)
 
@@ -119,7 +119,7 @@ def test_a_tuning_record_sets_the_configuration(
     before = select(problem.op, problem, H200)
     assert before is not None
     assert before.why == "its rule"
-    record = tuning.record(problem, before.kernel, Config.of(**how), 5.0, H200)
+    record = tuning.record(problem, before.kernel, KernelConfig.of(**how), 5.0, H200)
     tuning.save([(problem.op, problem, record)], H200, tmp_path / "tuning", candidates)
     after = select(problem.op, problem, H200)
     assert after is not None
@@ -131,7 +131,7 @@ def test_a_tuning_record_sets_the_configuration(
 def test_a_timing_is_not_compared_with_a_guess(tmp_path: Any, monkeypatch: Any) -> None:
     """A record of one of two ways, ten times its prediction, does not decide for both."""
     monkeypatch.setenv(config.CACHE_DIR.name, str(tmp_path))
-    plain = Problem.of("Gemm", m=640, n=320, k=192, dtype="float16")
+    plain = GemmProblem.of("Gemm", m=640, n=320, k=192, dtype="float16")
     ways = (plain, plain.replace(bias=True))
     before = [total((way,), H200) for way in ways]
     choice = select("Gemm", plain, H200)
@@ -149,7 +149,7 @@ def test_an_epsilon_does_not_part_tuning_records() -> None:
 
 def test_numbers_that_all_elements_share_are_not_counted_as_moved() -> None:
     one, x = Tensor(0, "float32", (256, 64), (0, 0)), Tensor(1, "float32", (256, 64), (64, 1))
-    scaled = Expression(2, (), (Step("Mul", "float32", (0, 1)),), (2,))
+    scaled = Expression(2, (), (Operation("Mul", "float32", (0, 1)),), (2,))
     many = PointwiseMany(scaled, (one, None), (((one, x), (x,)),) * 3)
     assert many.bytes == 3 * 2 * 4 * 256 * 64
 
@@ -157,14 +157,14 @@ def test_numbers_that_all_elements_share_are_not_counted_as_moved() -> None:
 @pytest.mark.parametrize(
     ("problem", "shared"),
     [
-        (Problem.of("Gemm", m=3072, n=768, k=12608, trans_a=True, dtype="bfloat16"), True),
-        (Problem.of("Gemm", m=768, n=768, k=16384, trans_a=True, dtype="bfloat16"), False),
-        (Problem.of("Gemm", m=3072, n=768, k=12608, dtype="bfloat16"), False),
+        (GemmProblem.of("Gemm", m=3072, n=768, k=12608, trans_a=True, dtype="bfloat16"), True),
+        (GemmProblem.of("Gemm", m=768, n=768, k=16384, trans_a=True, dtype="bfloat16"), False),
+        (GemmProblem.of("Gemm", m=3072, n=768, k=12608, dtype="bfloat16"), False),
     ],
     ids=["96 tiles", "24 tiles", "no gradient of a weight"],
 )
 def test_tiles_that_leave_multiprocessors_idle_share_their_steps(
-    problem: Problem, shared: bool
+    problem: GemmProblem, shared: bool
 ) -> None:
     choice = select("Gemm", problem, H200)
     assert choice is not None
@@ -181,7 +181,7 @@ def test_a_kernel_that_supports_a_product_has_a_configuration(dtype: str, chip: 
     empty = []
     for m, n, k in itertools.product((1, 3, 64, 513), (1, 2, 7, 8, 1000), (1, 8, 24, 768)):
         for trans_b, act in itertools.product((False, True), ("", "sigmoid")):
-            problem = Problem.of(
+            problem = GemmProblem.of(
                 "Gemm", m=m, n=n, k=k, dtype=dtype, trans_b=trans_b, lda=k,
                 ldb=k if trans_b else -(-n // 8) * 8, align=16, **({"act": act} if act else {}),
             )  # fmt: skip
@@ -193,12 +193,12 @@ def test_a_kernel_that_supports_a_product_has_a_configuration(dtype: str, chip: 
 
 
 def test_what_costs_less_pays() -> None:
-    gemm = Problem.of("Gemm", m=64, n=10, k=64, dtype="float32")
+    gemm = GemmProblem.of("Gemm", m=64, n=10, k=64, dtype="float32")
     norm = Norm(64, 64, "float32", "float32")
     both = Norm(64, 64, "float32", "float32", columns=10)
     assert pays((norm, gemm), (both,), H200)  # a launch less
     assert not pays((norm,), (norm, gemm), H200)
-    large = Problem.of("Gemm", m=8192, n=16, k=768, dtype="float32")
+    large = GemmProblem.of("Gemm", m=8192, n=16, k=768, dtype="float32")
     rows = Norm(8192, 768, "float32", "float32")
     again = Norm(8192, 768, "float32", "float32", columns=16)
     assert not pays((rows, large), (again,), H200)  # each row reads the weights
@@ -251,7 +251,7 @@ def test_a_lowering_chooses_once_for_what_comes_again(monkeypatch: pytest.Monkey
         return choose(op, *rest)
 
     monkeypatch.setattr(kernels, "_select", chosen)
-    problem = Problem.of("Gemm", m=64, n=64, k=64, lda=64, ldb=64, align=16)
+    problem = GemmProblem.of("Gemm", m=64, n=64, k=64, lda=64, ldb=64, align=16)
     for rounds in (1, 2):
         with kernels.same_choices():
             first = select("Gemm", problem, H200)

@@ -15,7 +15,7 @@ from onnx_fuse.ir.build import text_model
 from onnx_fuse.ir.common import FUSE
 from onnx_fuse.lower import linear, walk
 from onnx_fuse.program.interpret import interpret
-from onnx_fuse.program.problem import CHIPS, Problem
+from onnx_fuse.program.problem import CHIPS, GemmProblem
 from onnx_fuse.rewrite.precision import lower_precision
 from onnx_fuse.training import optim
 from onnx_fuse.training.step import training_model
@@ -121,7 +121,7 @@ def test_a_norm_that_something_else_reads_stays(name):
         feeds["f"] = np.ones((1, 128, 768), np.float16)
     calls = program_of(model, feeds).calls
     assert sum(c.kernel == "LayerNormalization" for c in calls) == (1 if "first" in name else 2)
-    assert {c.problem.op for c in calls if isinstance(c.problem, Problem)} == {"Gemm"}
+    assert {c.problem.op for c in calls if isinstance(c.problem, GemmProblem)} == {"Gemm"}
 
 
 def test_a_norm_whose_parameters_are_trained_stays():
@@ -159,7 +159,7 @@ def test_an_inference_program_reads_weights_with_the_norm_folded_in(norm):
 
     def found(rows, **options):
         program = program_of(model, {"x": np.zeros((rows, 64), np.float16)}, **options)
-        call = next(c for c in program.calls if isinstance(c.problem, Problem))
+        call = next(c for c in program.calls if isinstance(c.problem, GemmProblem))
         assert {name for name, _ in call.writes} == {"y", "mean", "rstd"}
         names = {b.id: b.name for b in program.buffers}
         reads = {name: (names[t.buffer], program.constants.get(t.buffer)) for name, t in call.reads}
@@ -203,7 +203,7 @@ def test_a_norm_before_a_product_has_one_gradient_call(dtype, math, act, norm):
         for v in model.graph.inputs
     }
     calls = walk.lower(model, feeds, H200, math=math).calls
-    kinds = [call.problem.op for call in calls if isinstance(call.problem, Problem)]
+    kinds = [call.problem.op for call in calls if isinstance(call.problem, GemmProblem)]
     assert kinds == ["LayerNormGemmGrad"]
     assert calls[0].problem.epilogue.act == act.lower()
     assert bool(calls[0].problem.rms) != layer
@@ -262,7 +262,7 @@ def test_a_step_folds_the_weights_once_where_that_pays(rows, folds):
     program = walk.lower(graph, {name: (s, "bfloat16") for name, s in shapes.items()}, H200)
     entries = [launch.entry for call in program.calls for launch in call.launches]
     assert entries.count("fold_columns") == folds
-    forward, backward = (call for call in program.calls if isinstance(call.problem, Problem))
+    forward, backward = (call for call in program.calls if isinstance(call.problem, GemmProblem))
     assert forward.problem.folded == backward.problem.folded == folds
     if folds:
         names = ("wq", "cs", "cv")
@@ -342,7 +342,7 @@ def test_an_activation_is_applied_in_the_product(also):
     feeds = {"x": np.ones((4, 64), np.float32), "w": np.ones((64, 64), np.float32)}
     feeds["c"] = np.ones(64, np.float32)
     calls = program_of(text_model(text), feeds).calls
-    (product,) = [call for call in calls if isinstance(call.problem, Problem)]
+    (product,) = [call for call in calls if isinstance(call.problem, GemmProblem)]
     assert len(calls) == (2 if t == "t" else 1)
     assert product.problem is not None
     assert product.problem.epilogue.act == "gelu"
@@ -401,7 +401,7 @@ def test_a_product_stores_the_type_that_its_one_reader_wants(nodes, rows, wide):
     ends = ", ".join(f"float16[{','.join(map(str, s))}] {name}" for name, s in sizes.items())
     model = text_model(f"agraph ({ends}) => (float[{rows},64] y) {{ {nodes} }}")
     calls = program_of(model, {n: np.ones(s, np.float16) for n, s in sizes.items()}).calls
-    (product,) = [call for call in calls if isinstance(call.problem, Problem)]
+    (product,) = [call for call in calls if isinstance(call.problem, GemmProblem)]
     assert (product.problem.out == "float32") == wide == (len(calls) == 1)
 
 
@@ -458,7 +458,7 @@ def test_a_norm_makes_a_product_of_few_columns(n, more, taken, turned):
     program = program_of(text_model(text), feeds)
     fused = [call for call in program.calls if call.kernel == "LayerNormalization+Gemm"]
     assert len(fused) == taken
-    assert any(isinstance(call.problem, Problem) for call in program.calls) != taken
+    assert any(isinstance(call.problem, GemmProblem) for call in program.calls) != taken
     for norm in fused:
         writes, given = dict(norm.writes), dict(program.inputs)
         assert writes["z"] == dict(program.outputs)["z"]
@@ -479,7 +479,7 @@ def test_a_row_or_column_added_to_a_product_is_its_bias(row, column):
     want = feeds["x"] @ feeds["w"] + feeds["c"]
     np.testing.assert_allclose(interpret(program, feeds, {})["y"], want, rtol=1e-5, atol=1e-5)
     calls = program.calls
-    (product,) = [call for call in calls if isinstance(call.problem, Problem)]
+    (product,) = [call for call in calls if isinstance(call.problem, GemmProblem)]
     assert len(calls) == (1 if column else 2)
     kinds = ("bias", "row_bias", "residual")
     assert set(product.problem.epilogue.among(*kinds)) == {column} - {""}
@@ -542,7 +542,7 @@ def test_a_product_without_a_bias_has_the_kernel_of_one_with_it(nodes, op):
     rewrite.optimize(model)
     shapes = {v.name: (tuple(v.shape), "float16") for v in model.graph.inputs}
     program = walk.lower(model, shapes, H200)
-    (call,) = [call for call in program.calls if isinstance(call.problem, Problem)]
+    (call,) = [call for call in program.calls if isinstance(call.problem, GemmProblem)]
     assert call.problem.op == op
     bias = dict(call.reads)["c" if op == "LayerNormGemm" else "col1"]
     assert bias.shape == (72,)
@@ -571,7 +571,7 @@ def block_gradient(rows, more="", node="", order="dx, r"):
         for v in model.graph.inputs
     }
     program = walk.lower(model, shapes, H200)
-    product, grad = (call for call in program.calls if isinstance(call.problem, Problem))
+    product, grad = (call for call in program.calls if isinstance(call.problem, GemmProblem))
     return program, product, grad
 
 
@@ -608,7 +608,7 @@ def test_an_activations_gradient_is_made_before_and_its_bias_summed_after(rows, 
     model = hidden_gradient(rows, 768, 3072, more)
     shapes = {v.name: (tuple(v.shape), "bfloat16") for v in model.graph.inputs}
     program = walk.lower(model, shapes, H200)
-    first, *products = (call for call in program.calls if isinstance(call.problem, Problem))
+    first, *products = (call for call in program.calls if isinstance(call.problem, GemmProblem))
     assert (first.problem.epilogue.dact, first.problem.epilogue.act) == (True, "silu")
     assert dict(first.reads)["c"] == dict(program.inputs)["z"]
     dz = dict(first.writes)["y"].buffer
@@ -653,9 +653,11 @@ def test_an_activations_gradient_is_one_pass_and_two_products_at_any_rows(rows, 
         math_cases.FUSE,
     )  # fmt: skip
     calls = case.program().calls
-    entries = [call.launches[0].entry for call in calls if not isinstance(call.problem, Problem)]
+    entries = [
+        call.launches[0].entry for call in calls if not isinstance(call.problem, GemmProblem)
+    ]
     assert entries == ["act_grad_rows"] + ["sum_parts"] * sums
-    dx, dw = (call.problem for call in calls if isinstance(call.problem, Problem))
+    dx, dw = (call.problem for call in calls if isinstance(call.problem, GemmProblem))
     assert (dx.m, dx.n, dx.k) == (rows, 40, 72)
     # of one row, too, x is a transpose whose rows TMA can read
     assert (dw.m, dw.n, dw.k, dw.trans_a, dw.lda) == (40, 72, rows, True, 40)

@@ -15,7 +15,7 @@ from onnx_fuse.lower.walk import lower
 from onnx_fuse.program import template
 from onnx_fuse.program.call import Program
 from onnx_fuse.program.interpret import interpret
-from onnx_fuse.program.open import Open
+from onnx_fuse.program.open import SymbolicProgram
 from onnx_fuse.program.passes.recompute import Memory, recomputed
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.program.size import Trace
@@ -140,20 +140,20 @@ def test_open_sizes_stay_open() -> None:
     shapes = {name: (a.shape, a.dtype.name) for name, a in feeds().items()}
     shapes |= dict.fromkeys(("x0", "t"), ((rows, WIDTH), "float32"))  # type: ignore[dict-item]
     whole = lower(load(text_model(network("rows"))), shapes, H200)
-    found = budget.within(Open(whole, trace).at(trace.largest()), "min", H200)
+    found = budget.within(SymbolicProgram(whole, trace).at(trace.largest()), "min", H200)
     guards = set(trace.guards)
-    made = Open(recomputed(whole, found.turn, found.calls), trace)
+    made = SymbolicProgram(recomputed(whole, found.turn, found.calls), trace)
     assert set(trace.guards) == guards
     smaller = {"rows": ROWS - 8}
     assert made.holds(smaller)
     given = {k: a[: ROWS - 8] if k in ("x0", "t") else a for k, a in feeds().items()}
-    expected = interpret(Open(whole, trace).at(smaller), given, {})["g0"]
+    expected = interpret(SymbolicProgram(whole, trace).at(smaller), given, {})["g0"]
     np.testing.assert_array_equal(interpret(made.at(smaller), given, {})["g0"], expected)
 
 
 @pytest.mark.parametrize("sequential", [False, True])
 def test_a_program_in_a_file_keeps_its_order(sequential: bool) -> None:
-    opened = Open(replace(program(network()), sequential=sequential), Trace())
+    opened = SymbolicProgram(replace(program(network()), sequential=sequential), Trace())
     data = template.write(opened, lambda array: "")
     read = encoding.read(data, opened.guards, lambda *given: np.zeros(0)).at({})
     assert read.sequential == sequential

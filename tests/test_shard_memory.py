@@ -17,7 +17,7 @@ from onnx_fuse.ir.build import text_model
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.program.call import Call, Program, Tensor
 from onnx_fuse.program.interpret import interpret
-from onnx_fuse.program.open import Open
+from onnx_fuse.program.open import SymbolicProgram
 from onnx_fuse.program.passes.recompute import Memory, gathered_twice, recomputed
 from onnx_fuse.program.problem import CHIPS, Collective
 from onnx_fuse.program.size import Trace
@@ -240,10 +240,10 @@ def test_open_rows_stay_open(shard: str) -> None:
     trace, wide = Trace(), {"widths": (512,) * 9, "bucket": 1 << 18}
     rows = trace.symbol("rows", 1000)
     whole = step_program(shard, rows=rows, **wide)  # type: ignore[arg-type]
-    found = budget.within(Open(whole, trace).at(trace.largest()), "min", H200)
+    found = budget.within(SymbolicProgram(whole, trace).at(trace.largest()), "min", H200)
     assert found.calls
     guards = set(trace.guards)
-    made = Open(recomputed(whole, found.turn, found.calls), trace)
+    made = SymbolicProgram(recomputed(whole, found.turn, found.calls), trace)
     assert set(trace.guards) == guards
     largest = trace.largest()["rows"]
     for fewer in (1000, largest):

@@ -15,7 +15,7 @@ from onnx_fuse.kernels import candidates, refusals, select
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.program import passes, spec
 from onnx_fuse.program.call import Call, Program, Tensor
-from onnx_fuse.program.problem import CHIPS, Config, Num, Problem, Ptr, batch_strides
+from onnx_fuse.program.problem import CHIPS, GemmProblem, KernelConfig, Num, Ptr, batch_strides
 from onnx_fuse.program.products import Attention, AttentionGrad
 from onnx_fuse.program.size import Trace
 
@@ -188,7 +188,7 @@ def test_a_launch_beyond_a_grid_is_split_or_refused_with_the_reason(name: str, h
 
 
 def test_another_shape_with_too_many_blocks_does_not_meet_the_guards() -> None:
-    from onnx_fuse.program.open import Open
+    from onnx_fuse.program.open import SymbolicProgram
 
     trace = Trace()
     batch = trace.symbol("batch", 60_000)
@@ -196,12 +196,12 @@ def test_another_shape_with_too_many_blocks_does_not_meet_the_guards() -> None:
     model = text_model(f'<ir_version: 10, opset_import: ["" : 23]>\n{text}')
     shapes = dict.fromkeys("qkv", ((batch, 1, 4, 64), "float16"))
     program = lower(model, shapes, H200)
-    opened = Open(program, trace)
+    opened = SymbolicProgram(program, trace)
     assert not opened.holds({"batch": 70_000})
 
 
 def test_no_kernel_is_said_with_the_reasons() -> None:
-    problem = Problem.of("Gemm", m=2**31, n=1, k=1)
+    problem = GemmProblem.of("Gemm", m=2**31, n=1, k=1)
     assert select("Gemm", problem, H200) is None
     assert refusals("Gemm", problem, H200)["simt"] == "a dimension of 2^31 or more"
     call = Call.of("MatMul", ("y",), problem, {}, {})
@@ -213,14 +213,14 @@ def test_no_kernel_is_said_with_the_reasons() -> None:
 @pytest.mark.parametrize("batch", [(70_000,), (3, 70_000), (70_000, 2, 3), (300, 300)])
 def test_parts_of_a_batch_begin_where_their_first_matrix_stands(batch, dtype) -> None:
     m, n, k = 4, 6, 5
-    problem = Problem.of(
+    problem = GemmProblem.of(
         "Gemm", m=m, n=n, k=k, batch=batch, dtype=dtype, save_z=True, act="relu",
         b_strides=(0,) * (len(batch) - 1) + (k * n,),
     )  # fmt: skip
     simt = next(kernel for kernel in candidates("Gemm") if kernel.name == "simt")
     size = 4 if dtype == "float32" else 2
     done = 0
-    for launch in simt.launch(problem, Config.of(tile=32), H200):
+    for launch in simt.launch(problem, KernelConfig.of(tile=32), H200):
         offsets = {a.name: a.offset for a in launch.args if isinstance(a, Ptr)}
         at = np.unravel_index(done, batch)
         for name, dense in (("a", m * k), ("b", k * n)):

@@ -17,8 +17,8 @@ from onnx_fuse.ir.build import text_model
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.program import formula, template
 from onnx_fuse.program.call import Program
-from onnx_fuse.program.open import Open
-from onnx_fuse.program.problem import CHIPS, Num, Problem, Ptr, TensorMap
+from onnx_fuse.program.open import SymbolicProgram
+from onnx_fuse.program.problem import CHIPS, GemmProblem, Num, Ptr, TensorMap
 from onnx_fuse.program.size import Trace
 from onnx_fuse.runtime import encoding
 
@@ -159,7 +159,7 @@ BAD_PROGRAMS = {
     "a map beyond its tensor": put(
         *(*_LAUNCH, "args", 0), to=TensorMap(Ptr("x"), "float32", (4, 9), (16,), (4, 8))
     ),
-    "a launch of a library": put(*_LAUNCH, "product", to=Problem("Gemm", 8, 8, 8)),
+    "a launch of a library": put(*_LAUNCH, "product", to=GemmProblem("Gemm", 8, 8, 8)),
     "a workspace of -1": put("calls", 0, "workspace", to=-1),
     "in place of nothing": put("calls", 0, "inplace", to=(("y", "nothing"),)),
     "a constant that is not there": put("constants", to={0: np.zeros(3)}),
@@ -190,13 +190,15 @@ BAD_DATA: dict[str, Callable[[Any], Any]] = {
 
 def stored(program: Any) -> Any:
     """What a file holds of a program."""
-    return json.loads(json.dumps(template.write(Open(program, Trace()), lambda array: "none")))
+    return json.loads(
+        json.dumps(template.write(SymbolicProgram(program, Trace()), lambda array: "none"))
+    )
 
 
 def read(data: Any) -> Program:
     """The program of these data, whose kernels the file has."""
     modules = {(x.source, x.defines) for call in softmaxes().calls for x in call.launches}
-    guards = Open(None, Trace()).guards
+    guards = SymbolicProgram(None, Trace()).guards
     return encoding.read(data, guards, lambda *given: np.zeros(3), modules).at({})
 
 

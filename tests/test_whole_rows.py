@@ -10,7 +10,7 @@ from lowering import program_of, weights_of
 
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.program.interpret import interpret
-from onnx_fuse.program.problem import Problem
+from onnx_fuse.program.problem import GemmProblem
 
 # m, n, k; whether b is a weight, stored [N, K]; the copies, and the row strides of a, b and y
 ROWS = {
@@ -42,7 +42,7 @@ def test_rows_of_whole_16_bytes(case: str) -> None:
         value.const_value = ir.tensor(feeds.pop("w"), name="w")
         model.graph.register_initializer(value)
     program = program_of(model, feeds)
-    (problem,) = (c.problem for c in program.calls if isinstance(c.problem, Problem))
+    (problem,) = (c.problem for c in program.calls if isinstance(c.problem, GemmProblem))
     assert (problem.lda, problem.ldb, problem.ldy) == strides
     assert len(program.calls) == 1 + copies
     got = interpret(program, feeds, weights_of(model))["y"]

@@ -31,12 +31,12 @@ from performance_page import ARMS, fp16_verdict, save, verdict
 
 from onnx_fuse import autodiff, rewrite
 from onnx_fuse.cuda import nvrtc
-from onnx_fuse.cuda.launch import Step, bind
-from onnx_fuse.kernels import Choice, candidates, select, tuning
+from onnx_fuse.cuda.launch import PlacedLaunch, bind
+from onnx_fuse.kernels import Selection, candidates, select, tuning
 from onnx_fuse.kernels.rows import fold
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.program.call import Program
-from onnx_fuse.program.problem import ITEMSIZE, Hardware, Problem
+from onnx_fuse.program.problem import ITEMSIZE, GemmProblem, Hardware
 from onnx_fuse.session import load
 from onnx_fuse.tune import TOLERANCE, calls_of, shortlist, tune
 
@@ -56,7 +56,7 @@ class Bench:
         self.case = Case("bench", m, k, n)
         self.chosen: dict[str, str] = {}
 
-    def ours(self, problem: Problem, sets: list[Any], name: str) -> Any:
+    def ours(self, problem: GemmProblem, sets: list[Any], name: str) -> Any:
         """Calls of the kernel that select takes for `problem`, bound to each operand set."""
         if select(problem.op, problem, self.hw) is None:
             return None
@@ -68,7 +68,7 @@ class Bench:
         self.chosen[name] = f"{choice.kernel.name} {choice.config} ({choice.why})"
         return self.bound(choice, problem, sets, name)
 
-    def bound(self, choice: Choice, problem: Problem, sets: list[Any], name: str) -> Any:
+    def bound(self, choice: Selection, problem: GemmProblem, sets: list[Any], name: str) -> Any:
         """The choice's calls on each operand set."""
         bound = []
         for op in sets:
@@ -86,7 +86,7 @@ class Bench:
 
         return run
 
-    def tune(self, problem: Problem, sets: list[Any]) -> None:
+    def tune(self, problem: GemmProblem, sets: list[Any]) -> None:
         """Ship the fastest of the likely choices as this GPU's record, if its results agree."""
         choices = shortlist(problem, self.hw)
         calls = (call for choice in choices for call in choice.launch(problem, self.hw))
@@ -134,12 +134,12 @@ class Bench:
         """Median us: cublas, gemm (ours, bare), fused, compile."""
         m, k, n = self.shape
         attrs = {"folded": True, "static_b": True, **BF16}
-        fused = Problem.of("LayerNormGemm", m=m, k=k, n=n, bias=True, **attrs)
+        fused = GemmProblem.of("LayerNormGemm", m=m, k=k, n=n, bias=True, **attrs)
         sets, launches = rotation(fused, self.hw)
         ops = [make(fused, self.case, seed, oracle=False) for seed in range(sets)]
         for op in ops:
             op.inputs |= {"a": op.inputs["x"], "b": op.inputs["w"]}
-        bare = Problem.of("Gemm", m=m, k=k, n=n, static_b=True, **BF16)
+        bare = GemmProblem.of("Gemm", m=m, k=k, n=n, static_b=True, **BF16)
         arms = {
             "cublas": lambda i: ops[i].baseline(),
             "gemm": self.ours(bare, ops, "gemm"),
@@ -166,7 +166,7 @@ class Bench:
     def gelu(self) -> dict[str, float]:
         """Median us of y = gelu(x w + c) with z kept: cublas (bare), fused."""
         m, k, n = self.shape
-        fused = Problem.of("Gemm", m=m, k=k, n=n, bias=True, act="gelu", save_z=True, **BF16)
+        fused = GemmProblem.of("Gemm", m=m, k=k, n=n, bias=True, act="gelu", save_z=True, **BF16)
         sets, launches = rotation(fused, self.hw)
         ops = [make(fused, self.case, seed, oracle=False) for seed in range(sets)]
         arms = {"cublas": lambda i: ops[i].baseline(), "fused": self.ours(fused, ops, "gelu")}
@@ -188,12 +188,12 @@ class Bench:
             for found in tune(calls, self.hw, folder=tuning.SHIPPED):
                 self.tuned.add(tuning.key(found.problem.op, found.problem))
             program = self.gelu_program()
-        grad = Problem.of("LayerNormGemmGrad", m=m, k=k, n=n, **BF16)
+        grad = GemmProblem.of("LayerNormGemmGrad", m=m, k=k, n=n, **BF16)
         sets, launches = rotation(grad, self.hw)
         sets, launches = min(sets, 4), max(4, launches // 3)
         ops = [make(grad, self.case, seed, oracle=False) for seed in range(sets)]
         keep = []
-        bound: list[list[Step]] = []
+        bound: list[list[PlacedLaunch]] = []
         for op in ops:
             memory = {
                 b.id: t.zeros(max(16, b.nbytes), dtype=t.uint8, device="cuda")
@@ -230,7 +230,7 @@ class Bench:
         """Median us in fp16: cublas (bare), fused (LayerNorm+Linear); on a rested chip as well."""
         m, k, n = self.shape
         how = {"bias": True, "folded": True, "dtype": "float16"}
-        fused = Problem.of("LayerNormGemm", m=m, k=k, n=n, **how)
+        fused = GemmProblem.of("LayerNormGemm", m=m, k=k, n=n, **how)
         sets, launches = rotation(fused, self.hw)
         ops = [make(fused, self.case, seed, oracle=False) for seed in range(sets)]
         arms = {"cublas": lambda i: ops[i].baseline(), "fused": self.ours(fused, ops, "fp16")}
@@ -244,7 +244,7 @@ class Bench:
         """Median us of an fp32 product: cublas (IEEE), bf16x3, bf16x6."""
         m, k, n = self.shape
         problems = {
-            how: Problem.of("Gemm", m=m, k=k, n=n, dtype="float32", math=how)
+            how: GemmProblem.of("Gemm", m=m, k=k, n=n, dtype="float32", math=how)
             for how in ("bf16x3", "bf16x6")
         }
         ops = [make(problems["bf16x3"], self.case, seed, oracle=False) for seed in range(2)]
@@ -255,8 +255,8 @@ class Bench:
     def training(self) -> dict[str, float] | None:
         """Median us of forward and backward: cublas (three gradients), fused (five)."""
         m, k, n = self.shape
-        fwd = Problem.of("LayerNormGemm", m=m, k=k, n=n, bias=True, **BF16)
-        bwd = Problem.of("LayerNormGemmGrad", m=m, k=k, n=n, **BF16)
+        fwd = GemmProblem.of("LayerNormGemm", m=m, k=k, n=n, bias=True, **BF16)
+        bwd = GemmProblem.of("LayerNormGemmGrad", m=m, k=k, n=n, **BF16)
         sets, launches = rotation(bwd, self.hw)
         sets, launches = min(sets, 8), max(1, launches // 3)
         launches = max(launches, sets)

@@ -26,9 +26,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from onnx_fuse.cuda import nvrtc
-from onnx_fuse.cuda.launch import Step, bind
+from onnx_fuse.cuda.launch import PlacedLaunch, bind
 from onnx_fuse.kernels import candidates, tuning
-from onnx_fuse.program.problem import Config, Hardware, Problem
+from onnx_fuse.program.problem import GemmProblem, Hardware, KernelConfig
 
 # relative Frobenius error against float64 on the same stored inputs, output rounding included
 TOLERANCE = {
@@ -102,7 +102,7 @@ ACT = {
 }
 
 
-def make(problem: Problem, case: Case, seed: int, oracle: bool = True) -> Op:
+def make(problem: GemmProblem, case: Case, seed: int, oracle: bool = True) -> Op:
     """Random operands of `problem`, their rows as `case` says."""
     import torch as t
 
@@ -263,12 +263,12 @@ class Runner:
     """One problem, kernel and configuration, bound to torch's memory."""
 
     def __init__(self, job: dict[str, Any], hw: Hardware) -> None:
-        self.problem: Problem = job["problem"]
+        self.problem: GemmProblem = job["problem"]
         self.kernel = next(c for c in candidates(self.problem.op) if c.name == job["kernel"])
-        self.config: Config = job["config"]
+        self.config: KernelConfig = job["config"]
         self.hw = hw
 
-    def bind(self, problem: Problem, op: Op) -> list[Step]:
+    def bind(self, problem: GemmProblem, op: Op) -> list[PlacedLaunch]:
         import torch as t
 
         size = self.kernel.workspace(problem, self.config, self.hw)
@@ -390,14 +390,14 @@ def interleaved(
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def rotation(problem: Problem, hw: Hardware) -> tuple[int, int]:
+def rotation(problem: GemmProblem, hw: Hardware) -> tuple[int, int]:
     """How many operand sets exceed twice the L2, and how many calls one graph makes."""
     sets = max(2, min(16, 2 * hw.l2_bytes // max(1, problem.bytes) + 1))
     seconds = max(problem.bytes / hw.bandwidth, problem.flops / hw.rate(problem.dtype), 3e-6)
     return sets, max(sets, min(200, int(4e-3 / seconds)))
 
 
-def prepare(problem: Problem, pointers: dict[str, int], hw: Hardware) -> None:
+def prepare(problem: GemmProblem, pointers: dict[str, int], hw: Hardware) -> None:
     """Fold the weights once, as a session does when it loads a model."""
     import torch as t
 
@@ -507,7 +507,7 @@ def main() -> None:
     for item in args.attr:
         key, _, value = item.partition("=")
         attrs[key] = json.loads(value) if value[:1] in "0123456789-tf[" and value else value
-    base = Problem.of(
+    base = GemmProblem.of(
         args.op, dtype=args.dtype, out_dtype=args.out, math=args.math,
         trans_a=args.layout[0] == "T", trans_b=args.layout[1] == "T",
         batch=(args.batch,) if args.batch else (), **attrs,

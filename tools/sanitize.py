@@ -42,7 +42,7 @@ import pytest
 
 from onnx_fuse.cuda import launch as launching
 from onnx_fuse.cuda import nvrtc
-from onnx_fuse.cuda.launch import Bound
+from onnx_fuse.cuda.launch import BoundLaunch
 from onnx_fuse.cuda.source import source_root, source_text, without_bounds
 from onnx_fuse.program.problem import CHIPS, ITEMSIZE, Hardware, Launch, Ptr, TensorMap
 
@@ -318,7 +318,7 @@ def stored(launch: Launch, pointers: Mapping[str, int]) -> list[tuple[int, int]]
     return pieces
 
 
-class Poisoned(Bound):
+class Poisoned(BoundLaunch):
     """initcheck sees no TMA store: what one is to fill is NaN before; a test sees what stays so."""
 
     def _pointers(self, pointers: Mapping[str, int]) -> Mapping[str, int]:
@@ -334,7 +334,7 @@ class Poisoned(Bound):
         super().enqueue(stream)
 
 
-class Arriving(Bound):
+class Arriving(BoundLaunch):
     """racecheck counts an mbarrier's arrival for one lane alone: all arrive, see sm90.cuh."""
 
     def __init__(self, launch: Launch, pointers: Mapping[str, int], hw: Hardware) -> None:
@@ -343,13 +343,13 @@ class Arriving(Bound):
         super().__init__(launch, pointers, hw)
 
 
-SEEN: Mapping[str, type[Bound]] = {"initcheck": Poisoned, "racecheck": Arriving}
+SEEN: Mapping[str, type[BoundLaunch]] = {"initcheck": Poisoned, "racecheck": Arriving}
 """How launches are bound for the tools that do not see all of what a kernel does."""
 
 
 def watched(tool: str, shard: int, folder: Path) -> int:
     """The tests that are this process's in turn, up to the first that fails, watched by a tool."""
-    launching.Bound = SEEN.get(tool, Bound)  # type: ignore[misc]
+    launching.BoundLaunch = SEEN.get(tool, BoundLaunch)  # type: ignore[misc]
     tests = json.loads((folder / "tests.json").read_text())
     turns = Turns(tests, folder / f"{tool}.next", folder / f"{tool}.{shard}.{os.getpid()}.json")
     return collect(turns, "-x", "--tb=short")

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import onnx_fuse.ir  # noqa: F401  # it imports onnx_ir without sympy
-from onnx_fuse.autodiff.emit import Emitter, Whole
+from onnx_fuse.autodiff.emit import CombinesGradients, Emitter
 from onnx_fuse.autodiff.model import (
     attach_loss,
     gradient,
@@ -21,9 +21,9 @@ from onnx_fuse.autodiff.training_ops import expand_training_ops
 from onnx_fuse.autodiff.walk import backward
 
 __all__ = [
+    "CombinesGradients",
     "Emitter",
     "Partition",
-    "Whole",
     "attach_loss",
     "backward",
     "expand_training_ops",

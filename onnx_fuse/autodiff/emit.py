@@ -20,7 +20,7 @@ from onnx_fuse.ops.cells import Written, activations
 from onnx_fuse.ops.grad_helpers import fail, may_be_float, text
 from onnx_fuse.ops.recurrent import GATES
 
-Whole: TypeAlias = Callable[[ir.Node], bool]
+CombinesGradients: TypeAlias = Callable[[ir.Node], bool]
 """Whether kernels serve the gradients of a fused float32 node better than those of its parts."""
 
 
@@ -36,7 +36,7 @@ class Emitter(Builder):
         model: ir.Model,
         taken: set[str | None] | None = None,
         fused: bool = False,
-        whole: Whole | None = None,
+        whole: CombinesGradients | None = None,
     ) -> None:
         super().__init__()
         self.fused, self.whole = fused, whole

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.autodiff.emit import Emitter, Whole, expand, roots
+from onnx_fuse.autodiff.emit import CombinesGradients, Emitter, expand, roots
 from onnx_fuse.autodiff.subgraphs import captures, reads, through_if, through_loop
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer import contrib
@@ -38,7 +38,7 @@ def backward(
     *,
     strict: bool = True,
     fused: bool = False,
-    whole: Whole | None = None,
+    whole: CombinesGradients | None = None,
 ) -> dict[str, ir.Value]:
     """Append the backward to `model`; returns {name: d loss / d value} for each value of `wrt`.
 

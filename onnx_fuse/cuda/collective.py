@@ -9,7 +9,7 @@ from onnx_fuse.errors import DeviceError
 from onnx_fuse.program.problem import Hardware, Launch, Ptr
 
 
-class Bound:
+class BoundCollective:
     """A bucket with its addresses, reduced or gathered any number of times.
 
     Raises DeviceError where this process is not the rank of a run of as many ranks.

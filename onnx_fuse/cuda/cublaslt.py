@@ -28,7 +28,7 @@ def workspace(hw: Hardware) -> int:
     return (32 if hw.cc >= 90 else 4) << 20
 
 
-class Bound:
+class BoundMatmul:
     """A cublasLtMatmul with its addresses and its algorithm, enqueued any number of times.
 
     Row-major y = a b is column-major yᵀ = bᵀ aᵀ: b comes first, and nothing is transposed.

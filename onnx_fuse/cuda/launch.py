@@ -149,7 +149,7 @@ class _Zeroed:
             block.used += nbytes
 
 
-class Step(Protocol):
+class PlacedLaunch(Protocol):
     """A Launch with its addresses."""
 
     early: bool
@@ -163,7 +163,7 @@ class Step(Protocol):
         """Enqueue into the CUstream whose handle is `stream` (one under capture records it)."""
 
 
-class Bound:
+class BoundLaunch:
     """A Launch with its addresses: compiled, packed once, enqueued any number of times."""
 
     def __init__(self, launch: Launch, pointers: Mapping[str, int], hw: Hardware) -> None:
@@ -178,7 +178,7 @@ class Bound:
         self.arguments = self._arguments.address
         """The address of the array that points to the arguments; it never changes."""
 
-    def twin(self, pointers: Mapping[str, int]) -> Bound:
+    def twin(self, pointers: Mapping[str, int]) -> BoundLaunch:
         """The same launch with other addresses, in the same order of launches.
 
         They share the memory in which the launch counts, which is ready for the next one.
@@ -271,12 +271,12 @@ def _settings(
     return found
 
 
-def bind(launch: Launch, pointers: Mapping[str, int], hw: Hardware) -> Step:
+def bind(launch: Launch, pointers: Mapping[str, int], hw: Hardware) -> PlacedLaunch:
     """Bind `launch` to its addresses: a kernel of this package, or a library's call."""
     if not launch.of_library:
-        return Bound(launch, pointers, hw)
+        return BoundLaunch(launch, pointers, hw)
     if launch.collective is not None:
         from onnx_fuse.cuda import collective  # which a run on one GPU does without
 
-        return collective.Bound(launch, pointers, hw)
-    return cublaslt.Bound(launch, pointers, hw)
+        return collective.BoundCollective(launch, pointers, hw)
+    return cublaslt.BoundMatmul(launch, pointers, hw)

@@ -18,7 +18,7 @@ import onnx_ir as ir
 from onnx_fuse.ops.activations import ACTIVATIONS
 from onnx_fuse.program import size as sizes
 from onnx_fuse.program.call import INT32_LIMIT, Call, Tensor
-from onnx_fuse.program.expression import Expression, Row, Step
+from onnx_fuse.program.expression import Expression, Operation, Row
 from onnx_fuse.program.problem import ITEMSIZE, Arg, Launch, Num, Ptr, Table
 
 THREADS = 256
@@ -187,7 +187,7 @@ def vector_width(
         return 1
     while width > 2 and width * len(tensors) > REGISTERS:
         width //= 2
-    if len(dims) > 1 and isinstance(dims[-1], sizes.Size):
+    if len(dims) > 1 and isinstance(dims[-1], sizes.OpenSize):
         # a program for each remainder would be many: only a large tensor is worth them
         few = sizes.upper_bound(prod(dims), sizes.wide_size_class) <= FEW_ELEMENTS
         if few:
@@ -280,7 +280,7 @@ def launch_of(expression: Expression, reads: Sequence[Tensor], writes: Sequence[
         body.append(f"const {index} c0 = r;")
     rest = dims[0] % width
     # a flat axis of an open size always masks its tail: a program for each remainder would be many
-    tail = rank == 1 and (isinstance(rest, sizes.Size) or rest != 0)
+    tail = rank == 1 and (isinstance(rest, sizes.OpenSize) or rest != 0)
     for name, s, tensor, row in sorted(  # indices before the rows that they choose
         zip(names, strides, tensors, map(rows.get, range(len(tensors))), strict=True),
         key=lambda item: item[3] is not None,
@@ -489,7 +489,7 @@ def launch_transpose(x: Tensor, y: Tensor) -> Launch | None:
 
 def rows_of(tensor: Tensor) -> tuple[int, int] | None:
     """The length of a view's rows and their distance, where gaps of one size are between them."""
-    if any(isinstance(n, sizes.Size) for n in (*tensor.shape, *tensor.strides)):
+    if any(isinstance(n, sizes.OpenSize) for n in (*tensor.shape, *tensor.strides)):
         return None
     dims, (strides,) = collapse(tensor.shape, [tensor.strides])
     if len(dims) != 2 or strides[1] != 1 or strides[0] < dims[1]:
@@ -644,7 +644,7 @@ class Code:
         def number(ref: Ref) -> int:
             return first[ref[0]] + ref[1]
 
-        steps = tuple(Step(n, d, tuple(map(number, args))) for n, d, args in self.steps)
+        steps = tuple(Operation(n, d, tuple(map(number, args))) for n, d, args in self.steps)
         stored, rows = tuple(map(number, stores)), tuple(self.rows)
         return Expression(len(self.reads), tuple(self.scalars), steps, stored, rows)
 

@@ -1,7 +1,7 @@
 """The entries of small integer tensors that are made of shapes, as sizes over the symbols.
 
-A tensor is an array of its own rank, whose entries are a `Size` or a bool each, or None where one
-is not known. What moves entries moves them as `evaluate.exact` does, whose answers are those of
+A tensor is an array of its own rank. An entry is a `SymbolicSize`, a bool, or None where nothing is
+known of it. What moves entries moves them as `evaluate.exact` does, whose answers are those of
 onnxruntime.
 """
 
@@ -16,10 +16,10 @@ import onnx_ir as ir
 
 from onnx_fuse.ir.build import const_array
 from onnx_fuse.ir.evaluate import exact
-from onnx_fuse.ir.sizes import Size, product, sign, size
+from onnx_fuse.ir.sizes import SymbolicSize, product, sign, size
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
-Sizes: TypeAlias = list[Size | None]
+Sizes: TypeAlias = list[SymbolicSize | None]
 MOST = 64
 """The entries of a tensor that are followed; of a longer one nothing is known."""
 
@@ -30,7 +30,7 @@ class Entries:
     """What is known of the entries of values, and what symbols mean that stand for a size."""
 
     def __init__(self) -> None:
-        self.meaning: dict[str, Size] = {}
+        self.meaning: dict[str, SymbolicSize] = {}
         """The sizes that inference calls by a name of its own."""
         self.believed: set[ir.Value] = set()
         """Values whose sizes or entries hold only where no size that a Reshape names is 0."""
@@ -60,7 +60,7 @@ class Entries:
         array = self.of(value)
         if array is None or array.ndim > 1:
             return None
-        return [e if isinstance(e, Size) else None for e in array.flat]
+        return [e if isinstance(e, SymbolicSize) else None for e in array.flat]
 
     def follow(self, node: ir.Node) -> Array | None:
         """Enter what is known of the entries of a node's result, and return it."""
@@ -140,7 +140,7 @@ class Entries:
         return _filled(found[0].shape, *(flat[int(i)] for i in found[0].flat))
 
 
-def multiplied(sizes: Iterable[Size | None]) -> Size | None:
+def multiplied(sizes: Iterable[SymbolicSize | None]) -> SymbolicSize | None:
     """The product of sizes that cannot be negative; None where one is not known."""
     known = list(sizes)
     if any(s is None or not s.nonnegative for s in known):
@@ -149,7 +149,7 @@ def multiplied(sizes: Iterable[Size | None]) -> Size | None:
     return total if total.settled else None
 
 
-def divided(whole: Size, by: Size) -> Size | None:
+def divided(whole: SymbolicSize, by: SymbolicSize) -> SymbolicSize | None:
     """The integer quotient, rounded towards zero, of a value that cannot be negative."""
     exactly = whole / by if by else None
     if exactly is not None and exactly.settled and exactly.whole:
@@ -163,7 +163,7 @@ def divided(whole: Size, by: Size) -> Size | None:
     return rounded if rounded.settled else None
 
 
-def _remainder(a: Size, b: Size) -> Size | None:
+def _remainder(a: SymbolicSize, b: SymbolicSize) -> SymbolicSize | None:
     x, y = a.number, b.number
     if isinstance(x, int) and isinstance(y, int) and x >= 0 and y > 0:  # as fmod has it, too
         return size(x % y)
@@ -171,12 +171,12 @@ def _remainder(a: Size, b: Size) -> Size | None:
     return None if quotient is None else a - quotient * b
 
 
-def _larger(a: Size, *others: Size) -> Size | None:
+def _larger(a: SymbolicSize, *others: SymbolicSize) -> SymbolicSize | None:
     least = _smaller(-a, *(-b for b in others))
     return None if least is None else -least
 
 
-def _smaller(a: Size, *others: Size) -> Size | None:
+def _smaller(a: SymbolicSize, *others: SymbolicSize) -> SymbolicSize | None:
     for b in others:
         if a != b and not (b - a).nonnegative:
             if not (a - b).nonnegative:
@@ -185,7 +185,7 @@ def _smaller(a: Size, *others: Size) -> Size | None:
     return a
 
 
-def _absolute(a: Size) -> Size | None:
+def _absolute(a: SymbolicSize) -> SymbolicSize | None:
     return a if not a or a.nonnegative else -a if (-a).nonnegative else None
 
 
@@ -213,9 +213,9 @@ def _any(a: Any, b: Any) -> bool | None:
     return True if a is True or b is True else None if a is None or b is None else False
 
 
-def _arithmetic(function: Callable[..., Size | None]) -> Callable[..., Any]:
-    def compute(*args: Any) -> Size | None:
-        if any(not isinstance(a, Size) for a in args):
+def _arithmetic(function: Callable[..., SymbolicSize | None]) -> Callable[..., Any]:
+    def compute(*args: Any) -> SymbolicSize | None:
+        if any(not isinstance(a, SymbolicSize) for a in args):
             return None
         found = function(*args)
         return found if found is not None and found.settled else None
@@ -254,7 +254,7 @@ _LOGIC: dict[str, Callable[..., Any]] = {
     "Xor": lambda a, b: None if a is None or b is None else a != b,
     "Where": _chosen,
 }
-_REDUCTIONS: dict[str, tuple[Callable[..., Any], Size | None]] = {
+_REDUCTIONS: dict[str, tuple[Callable[..., Any], SymbolicSize | None]] = {
     "ReduceProd": (_NUMBERS["Mul"], size(1)),
     "ReduceSum": (_NUMBERS["Add"], size(0)),
     "ReduceMax": (_NUMBERS["Max"], None),
@@ -279,7 +279,7 @@ def _cast_to(node: ir.Node) -> Callable[..., Any]:
     return cast
 
 
-def _fits(value: Size) -> bool:
+def _fits(value: SymbolicSize) -> bool:
     """Whether 32 bits hold it: a number of so many, or the size of one axis."""
     return isinstance(value.number, int) and abs(value.number) < 1 << 31
 
@@ -358,7 +358,7 @@ def _numbers(array: Array | None) -> Array | None:
     """An int64 array of entries that are all numbers."""
     if array is None:
         return None
-    numbers = [e.number if isinstance(e, Size) else None for e in array.flat]
+    numbers = [e.number if isinstance(e, SymbolicSize) else None for e in array.flat]
     if not all(isinstance(n, int) for n in numbers):
         return None
     return np.array(numbers, np.int64).reshape(array.shape)

@@ -19,7 +19,7 @@ class Atom:
     """A term that is no polynomial: a quotient rounded down, a minimum, or an unknown."""
 
     op: str
-    args: tuple[Size, ...] = ()
+    args: tuple[SymbolicSize, ...] = ()
     number: int = 0
 
     @cached_property
@@ -42,14 +42,14 @@ _unknowns = itertools.count(1)
 _TERMS, _DEGREE, _DEPTH, _LARGEST = 64, 12, 6, 1 << 62
 
 
-def unknown() -> Size:
+def unknown() -> SymbolicSize:
     """A new size of which nothing is known."""
-    return Size({(Atom("unknown", (), next(_unknowns)),): 1})
+    return SymbolicSize({(Atom("unknown", (), next(_unknowns)),): 1})
 
 
-def _atom_of(op: str, *args: Size) -> Size:
+def _atom_of(op: str, *args: SymbolicSize) -> SymbolicSize:
     made = Atom(op, args)
-    return Size({(made,): 1}) if made.depth <= _DEPTH else unknown()
+    return SymbolicSize({(made,): 1}) if made.depth <= _DEPTH else unknown()
 
 
 Symbol: TypeAlias = str | Atom
@@ -57,7 +57,7 @@ Number: TypeAlias = int | Fraction
 Monomial: TypeAlias = tuple[Symbol, ...]
 
 
-class Size:
+class SymbolicSize:
     """A polynomial with rational coefficients; equal sizes are equal objects."""
 
     __slots__ = ("_hash", "terms")
@@ -74,19 +74,19 @@ class Size:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Size) and self.terms == other.terms
+        return isinstance(other, SymbolicSize) and self.terms == other.terms
 
     def __bool__(self) -> bool:
         return bool(self.terms)
 
-    def __add__(self, other: Any) -> Size:
+    def __add__(self, other: Any) -> SymbolicSize:
         terms = dict(self.terms)
         for m, c in size(other).terms.items():
             terms[m] = terms.get(m, 0) + c
         too_many = len(terms) > _TERMS or any(_large(c) for c in terms.values())
-        return unknown() if too_many else Size(terms)
+        return unknown() if too_many else SymbolicSize(terms)
 
-    def __mul__(self, other: Any) -> Size:
+    def __mul__(self, other: Any) -> SymbolicSize:
         terms: dict[Monomial, Number] = {}
         factor = size(other)
         if len(self.terms) * len(factor.terms) > _TERMS:
@@ -97,41 +97,41 @@ class Size:
                 terms[key] = terms.get(key, 0) + c * d
                 if len(key) > _DEGREE or _large(terms[key]):
                     return unknown()
-        return Size(terms)
+        return SymbolicSize(terms)
 
-    def __neg__(self) -> Size:
+    def __neg__(self) -> SymbolicSize:
         return self * -1
 
-    def __sub__(self, other: Any) -> Size:
+    def __sub__(self, other: Any) -> SymbolicSize:
         return self + -size(other)
 
-    def __rsub__(self, other: Any) -> Size:
+    def __rsub__(self, other: Any) -> SymbolicSize:
         return size(other).__sub__(self)
 
     __radd__, __rmul__ = __add__, __mul__
 
-    def __floordiv__(self, other: Any) -> Size:
+    def __floordiv__(self, other: Any) -> SymbolicSize:
         return rounded_down(self / other)
 
-    def __rfloordiv__(self, other: Any) -> Size:
+    def __rfloordiv__(self, other: Any) -> SymbolicSize:
         return rounded_down(size(other) / self)
 
-    def __truediv__(self, other: Any) -> Size:
+    def __truediv__(self, other: Any) -> SymbolicSize:
         divisor = size(other)
         if len(divisor.terms) == 1:
             [(n, d)] = divisor.terms.items()
             parts = {without(m, n): Fraction(c) / d for m, c in self.terms.items()}
             if None not in parts and not any(_large(c) for c in parts.values()):
-                return Size({m: c for m, c in parts.items() if m is not None})
+                return SymbolicSize({m: c for m, c in parts.items() if m is not None})
         return _atom_of("quotient", self, divisor)
 
-    def __rtruediv__(self, other: Any) -> Size:
+    def __rtruediv__(self, other: Any) -> SymbolicSize:
         return size(other).__truediv__(self)
 
-    def __mod__(self, other: Any) -> Size:
+    def __mod__(self, other: Any) -> SymbolicSize:
         return self - self // size(other) * size(other)
 
-    def __rmod__(self, other: Any) -> Size:
+    def __rmod__(self, other: Any) -> SymbolicSize:
         return size(other).__mod__(self)
 
     def __str__(self) -> str:
@@ -204,7 +204,7 @@ def _never_negative(symbol: Symbol) -> bool:
     return symbol.op != "unknown" and all(a.nonnegative for a in symbol.args)
 
 
-def sign(value: Size) -> int | None:
+def sign(value: SymbolicSize) -> int | None:
     """The sign of a value, where it is the same whatever its symbols stand for."""
     if not value:
         return 0
@@ -215,17 +215,17 @@ def _large(number: Number) -> bool:
     return max(abs(number.numerator), number.denominator) > _LARGEST
 
 
-def size(value: Any) -> Size:
+def size(value: Any) -> SymbolicSize:
     """A number or a symbol as a Size; a Size as it is."""
-    return value if isinstance(value, Size) else _size(value)
+    return value if isinstance(value, SymbolicSize) else _size(value)
 
 
 @lru_cache(4096)
-def _size(value: Any) -> Size:
+def _size(value: Any) -> SymbolicSize:
     if isinstance(value, str | Atom):
-        return Size({(value,): 1})
+        return SymbolicSize({(value,): 1})
     number = value if isinstance(value, Fraction) else int(value)
-    return Size({(): number}) if not _large(number) else unknown()
+    return SymbolicSize({(): number}) if not _large(number) else unknown()
 
 
 def without(m: Monomial, n: Monomial) -> Monomial | None:
@@ -238,7 +238,7 @@ def without(m: Monomial, n: Monomial) -> Monomial | None:
     return tuple(left)
 
 
-def rounded_down(value: Size) -> Size:
+def rounded_down(value: SymbolicSize) -> SymbolicSize:
     """The floor: what is whole stays a polynomial, the rest becomes an atom."""
     whole: dict[Monomial, Number] = {}
     rest: dict[Monomial, Number] = {}
@@ -248,14 +248,14 @@ def rounded_down(value: Size) -> Size:
         kept = c if isinstance(c, int) and integral else math.floor(c) if integral else 0
         whole[m] = kept
         rest[m] = c - kept
-    left = Size(rest)
+    left = SymbolicSize(rest)
     known = left.number
     if known is not None:
-        return Size(whole) + math.floor(known)
-    return Size(whole) + _atom_of("floor", left)
+        return SymbolicSize(whole) + math.floor(known)
+    return SymbolicSize(whole) + _atom_of("floor", left)
 
 
-def smaller(a: Size, b: Size) -> Size:
+def smaller(a: SymbolicSize, b: SymbolicSize) -> SymbolicSize:
     """The size min(a, b), where it can be told or as an atom."""
     if (low := (b - a).least) is not None and low >= 0:
         return a
@@ -264,19 +264,19 @@ def smaller(a: Size, b: Size) -> Size:
     return _atom_of("min", a, b)
 
 
-def larger(a: Size, b: Size) -> Size:
+def larger(a: SymbolicSize, b: SymbolicSize) -> SymbolicSize:
     """The size max(a, b), where it can be told or as an atom."""
     return -smaller(-a, -b)
 
 
-def product(values: Iterable[Size]) -> Size:
+def product(values: Iterable[SymbolicSize]) -> SymbolicSize:
     total = size(1)
     for value in values:
         total = total * value
     return total
 
 
-def evaluate(value: Size, sizes: Mapping[Symbol, int]) -> Number | None:
+def evaluate(value: SymbolicSize, sizes: Mapping[Symbol, int]) -> Number | None:
     """The value for given symbols; None where an unknown decides."""
     total: Number = 0
     for m, c in value.terms.items():

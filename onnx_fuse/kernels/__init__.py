@@ -20,8 +20,8 @@ from onnx_fuse import config
 from onnx_fuse.errors import UsageError
 from onnx_fuse.kernels import tuning
 from onnx_fuse.kernels.kernel import Kernel
-from onnx_fuse.kernels.rule_based import RuleBased
-from onnx_fuse.program.problem import AnyProblem, Config, Hardware, Launch
+from onnx_fuse.kernels.rule_based import HeuristicKernel
+from onnx_fuse.program.problem import AnyProblem, Hardware, KernelConfig, Launches
 from onnx_fuse.program.spec import GRID, of_launch
 
 if TYPE_CHECKING:
@@ -66,15 +66,15 @@ MODULES: dict[str, str] = {
 
 
 @dataclass(frozen=True)
-class Choice:
+class Selection:
     """The selected kernel, its configuration, the predicted seconds and the reason for it."""
 
     kernel: Kernel
-    config: Config
+    config: KernelConfig
     seconds: float
     why: str
 
-    def launch(self, problem: AnyProblem, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: AnyProblem, hw: Hardware) -> Launches:
         """The chosen kernel's calls."""
         memo = None if problem.trace is None else problem.trace.memo
         key = ("launch", id(self.kernel), self.config, problem, hw)
@@ -117,7 +117,7 @@ def select(
     prefs: Mapping[str, str] | None = None,
     *,
     records: bool = True,
-) -> Choice | None:
+) -> Selection | None:
     """Forced by the user, else a tuning record, else the cost model; None if `op` has no kernel.
 
     A problem with open sizes is served by what suits the largest of its class. Where no cost model
@@ -157,7 +157,7 @@ def same_choices() -> Iterator[None]:
 
 def _select(
     op: str, problem: AnyProblem, hw: Hardware, prefs: Mapping[str, str] | None, records: bool
-) -> Choice | None:
+) -> Selection | None:
     kernels = candidates(op)
     if not kernels or problem.empty:
         return None
@@ -169,24 +169,24 @@ def _select(
             raise UsageError(f"{op} has no kernel {want!r}; it has {known}")
         if reason := refusal(kernel, problem, hw):
             raise UsageError(f"{op}={want} does not serve {problem}: {reason}")
-        if isinstance(kernel, RuleBased):
+        if isinstance(kernel, HeuristicKernel):
             return _by_rule([kernel], problem, hw, "forced")
         return _first_that_fits(
             problem, _by_cost((kernel,), problem.upper_bound(), hw, "forced"), hw
         )
-    if not isinstance(kernels[0], RuleBased):
+    if not isinstance(kernels[0], HeuristicKernel):
         problem.upper_bound()  # rough limits in `supports` then know the class of each dimension
     legal = [kernel for kernel in kernels if refusal(kernel, problem, hw) is None]
     if not legal:
         return None
-    if isinstance(legal[0], RuleBased) and not (records and tuning.has(op, hw)):
+    if isinstance(legal[0], HeuristicKernel) and not (records and tuning.has(op, hw)):
         return _by_rule(legal, problem, hw, "its rule")
     largest = problem.upper_bound()
     if records and (record := tuning.lookup(op, largest, hw, legal)):
         kernel, best, seconds = record
         if kernel.fits(problem, best):
-            return Choice(kernel, best, seconds, "tuning record")
-    if isinstance(legal[0], RuleBased):
+            return Selection(kernel, best, seconds, "tuning record")
+    if isinstance(legal[0], HeuristicKernel):
         return _by_rule(legal, problem, hw, "its rule")
     return _first_that_fits(problem, _by_cost(tuple(legal), largest, hw, "cost model"), hw)
 
@@ -208,10 +208,10 @@ def _serves(op: str, problem: AnyProblem, hw: Hardware) -> bool:
     kernels = candidates(op)
     if not kernels or problem.empty:
         return False
-    if not isinstance(kernels[0], RuleBased):
+    if not isinstance(kernels[0], HeuristicKernel):
         problem.upper_bound()  # as `_select` does
     legal = [kernel for kernel in kernels if refusal(kernel, problem, hw) is None]
-    if legal and isinstance(legal[0], RuleBased):
+    if legal and isinstance(legal[0], HeuristicKernel):
         return _by_rule(legal, problem, hw, "") is not None
     largest = problem.upper_bound()
     # the last one is the plain kernel, whose few configurations nearly always fit
@@ -223,18 +223,20 @@ def _serves(op: str, problem: AnyProblem, hw: Hardware) -> bool:
 
 def _by_rule(
     kernels: Sequence[Kernel], problem: AnyProblem, hw: Hardware, why: str
-) -> Choice | None:
+) -> Selection | None:
     """The first kernel by its own rule, which looks at open sizes themselves and not at their
     class; the next one where its launch is none that a GPU takes.
     """
-    how, here = Config.of(), problem.concrete()
+    how, here = KernelConfig.of(), problem.concrete()
     for kernel in kernels:
-        if isinstance(kernel, RuleBased) and not beyond(kernel, how, here, hw):
-            return Choice(kernel, how, kernel.cost(here, how, hw), why)
+        if isinstance(kernel, HeuristicKernel) and not beyond(kernel, how, here, hw):
+            return Selection(kernel, how, kernel.cost(here, how, hw), why)
     return None
 
 
-def _first_that_fits(problem: AnyProblem, choices: Sequence[Choice], hw: Hardware) -> Choice | None:
+def _first_that_fits(
+    problem: AnyProblem, choices: Sequence[Selection], hw: Hardware
+) -> Selection | None:
     """The cheapest for the class of `problem` that serves `problem` itself, by launches that a GPU
     takes at the largest sizes of the class.
 
@@ -246,7 +248,7 @@ def _first_that_fits(problem: AnyProblem, choices: Sequence[Choice], hw: Hardwar
     return next((c for c in fitting if not beyond(c.kernel, c.config, largest, hw)), None)
 
 
-def beyond(kernel: Kernel, how: Config, problem: AnyProblem, hw: Hardware) -> str:
+def beyond(kernel: Kernel, how: KernelConfig, problem: AnyProblem, hw: Hardware) -> str:
     """What of a kernel's launches is beyond a GPU's limits for a problem of plain sizes, or "".
 
     The limits are those of grids, blocks and shared memory, and of the arguments' types.
@@ -293,7 +295,7 @@ def refused(problem: AnyProblem, hw: Hardware, prefs: Mapping[str, str] | None =
 
 
 @dataclass(frozen=True)
-class Site:
+class ExplainRow:
     """One call of a program, as --explain shows it: what runs, how long, and why it was chosen.
 
     `floor` is the time that no kernel beats; where a rule chooses, `seconds` is what the kernel's
@@ -311,7 +313,7 @@ class Site:
     """Candidates that cannot serve this problem, and why."""
 
 
-def site(call: Call, hw: Hardware) -> Site:
+def site(call: Call, hw: Hardware) -> ExplainRow:
     """The Site of a call that has a problem; its kernel is chosen anew, which gives the same."""
     problem = call.problem
     assert problem is not None, f"{call.kernel} has no kernels to choose from"
@@ -324,7 +326,9 @@ def site(call: Call, hw: Hardware) -> Site:
         if kernel.name not in refused and kernel.name != choice.kernel.name
     ]
     op, why = problem.op, choice.why
-    if isinstance(choice.kernel, RuleBased):  # its neighbours are for other problems, not refused
+    if isinstance(
+        choice.kernel, HeuristicKernel
+    ):  # its neighbours are for other problems, not refused
         refused = {}
         op = call.kernel if op in call.kernel else f"{call.kernel} ({op})"
         op += ", channels last" if getattr(problem, "channels_last", False) else ""
@@ -333,7 +337,7 @@ def site(call: Call, hw: Hardware) -> Site:
         rest = (_by_cost((kernel,), problem, hw, "")[0] for kernel in others)
         second = min(rest, key=lambda other: other.seconds)
         why += f"; next {second.kernel.name}, {second.seconds * 1e6:.1f} µs"
-    return Site(
+    return ExplainRow(
         call.nodes,
         op,
         choice.kernel.name,
@@ -348,10 +352,10 @@ def site(call: Call, hw: Hardware) -> Site:
 @lru_cache(128)
 def _by_cost(
     kernels: tuple[Kernel, ...], problem: AnyProblem, hw: Hardware, why: str
-) -> tuple[Choice, ...]:
+) -> tuple[Selection, ...]:
     """Every configuration of `kernels`, the cheapest first."""
     priced = [
-        Choice(kernel, how, kernel.cost(problem, how, hw), why)
+        Selection(kernel, how, kernel.cost(problem, how, hw), why)
         for kernel in kernels
         for how in kernel.configs(problem, hw)
     ]

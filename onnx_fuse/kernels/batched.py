@@ -11,11 +11,20 @@ from math import prod
 from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.cuda.pointwise import SCALAR, launch_many
 from onnx_fuse.cuda.source import source_text, without_bounds
-from onnx_fuse.kernels import Choice, candidates
+from onnx_fuse.kernels import Selection, candidates
 from onnx_fuse.kernels.kernel import Kernel
-from onnx_fuse.kernels.rule_based import RuleBased
+from onnx_fuse.kernels.rule_based import HeuristicKernel
 from onnx_fuse.program.moves import BatchedCalls, CopyMany, PointwiseMany
-from onnx_fuse.program.problem import AnyProblem, Config, Hardware, Launch, Num, Ptr, Table
+from onnx_fuse.program.problem import (
+    AnyProblem,
+    Hardware,
+    KernelConfig,
+    Launch,
+    Launches,
+    Num,
+    Ptr,
+    Table,
+)
 
 
 def free_axis(kernel: Kernel, launch: Launch) -> str | None:
@@ -27,7 +36,7 @@ def free_axis(kernel: Kernel, launch: Launch) -> str | None:
     return next((axis for axis in axes if launch.grid["xyz".index(axis)] == 1), None)
 
 
-def can_batch(choice: Choice, problem: AnyProblem, hw: Hardware) -> bool:
+def can_batch(choice: Selection, problem: AnyProblem, hw: Hardware) -> bool:
     """Whether a grid of several may run the kernel chosen: one launch of plain pointers."""
     if choice.workspace(problem, hw):
         return False
@@ -40,12 +49,12 @@ def can_batch(choice: Choice, problem: AnyProblem, hw: Hardware) -> bool:
     return plain and not alone and free_axis(choice.kernel, launch) is not None
 
 
-class BatchedKernel(RuleBased):
+class BatchedKernel(HeuristicKernel):
     """The kernel as a device function, which is called once for each row of a table of pointers."""
 
     name = "batched"
 
-    def launch(self, problem: BatchedCalls, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: BatchedCalls, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch."""
         kernel = next(k for k in candidates(problem.problem.op) if k.name == problem.kernel)
         (launch,) = kernel.launch(problem.problem, problem.config, hw)
@@ -85,24 +94,24 @@ extern "C" __global__ void __launch_bounds__({prod(launch.block)}, 1)
         return (Launch(source, "batched", grid, launch.block, (table, *numbers), launch.defines),)
 
 
-class MultiTensor(RuleBased):
+class MultiTensor(HeuristicKernel):
     """A kernel generated for an expression, over a table of flat tensors."""
 
     name = "generated"
 
-    def launch(self, problem: PointwiseMany, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: PointwiseMany, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch."""
         return (launch_many(problem.expression, problem.shared, problem.items),)
 
 
-class MultiCopy(RuleBased):
+class MultiCopy(HeuristicKernel):
     """Runs of elements at strides, over a table of copies (cuda_src/indexing/pieces.cu)."""
 
     name, source = "pieces", "indexing/pieces.cu"
     threads, each = 256, 2
     """Threads of a block, and accesses of 16 bytes that each of them makes: as in the source."""
 
-    def launch(self, problem: CopyMany, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: CopyMany, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch."""
         count = len(problem.pieces)
         rows = 1 << (count - 1).bit_length()  # few distinct sources for many counts

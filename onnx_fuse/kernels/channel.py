@@ -6,21 +6,30 @@ from collections.abc import Sequence
 
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines, lanes
 from onnx_fuse.kernels.kernel import Kernel
-from onnx_fuse.kernels.rule_based import RuleBased, access_width, tail_macros
+from onnx_fuse.kernels.rule_based import HeuristicKernel, access_width, tail_macros
 from onnx_fuse.ops.activations import activation_macros
 from onnx_fuse.program.norms import GroupGrad
-from onnx_fuse.program.problem import ITEMSIZE, Arg, Config, Hardware, Launch, Num, Ptr
+from onnx_fuse.program.problem import (
+    ITEMSIZE,
+    Arg,
+    Hardware,
+    KernelConfig,
+    Launch,
+    Launches,
+    Num,
+    Ptr,
+)
 from onnx_fuse.program.problems import ChannelGrad, ChannelNorm, RunningStats
 from onnx_fuse.program.size import coarse
 
 
-class Apply(RuleBased):
+class ApplyChannelNorm(HeuristicKernel):
     """layernorm/channel.cu. Operands: x scale bias mean variance e1 e2 e3 y."""
 
     source = "layernorm/channel.cu"
     free_axes = "yz"
 
-    def launch(self, problem: ChannelNorm, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: ChannelNorm, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch, a vector a thread."""
         columns = problem.inner < _SHORT and (problem.pixels > 0 or not problem.group)
         vec = access_width(
@@ -48,13 +57,13 @@ class Apply(RuleBased):
         ),)  # fmt: skip
 
 
-class Running(RuleBased):
+class Running(HeuristicKernel):
     """layernorm/channel.cu. Operands: old_mean old_variance mean variance new_mean new_variance."""
 
     source = "layernorm/channel.cu"
     free_axes = "yz"
 
-    def launch(self, problem: RunningStats, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: RunningStats, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch, a channel a thread."""
         names = ("old_mean", "old_variance", "mean", "variance", "new_mean", "new_variance")
         return (Launch(
@@ -68,14 +77,14 @@ class Running(RuleBased):
         ),)  # fmt: skip
 
 
-class Grad(RuleBased):
+class Grad(HeuristicKernel):
     """layernorm/channel_grad.cu. Operands: x dy scale bias mean variance part dscale dbias
     sums dx."""
 
     source = "layernorm/channel_grad.cu"
     free_axes = "z"
 
-    def launch(self, problem: ChannelGrad, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: ChannelGrad, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch of the stage."""
         batch, channels, inner = problem.batch, problem.channels, problem.inner
         columns, vec, tx = by_columns(problem), _width(problem), _across(problem)
@@ -160,7 +169,7 @@ def channel_chunks(problem: ChannelGrad) -> tuple[int, int]:
     return -(-length // chunk), chunk
 
 
-class Groups(RuleBased):
+class Groups(HeuristicKernel):
     """layernorm/group_grad.cu. Operands: x dy scale bias mean variance part dscale dbias means
     dx."""
 
@@ -173,7 +182,7 @@ class Groups(RuleBased):
             return "its activation is computed in float32"
         return None
 
-    def launch(self, problem: GroupGrad, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: GroupGrad, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch of the stage."""
         p, across = problem, group_across(problem)
         images, channels, pixels, per = p.images, p.channels, p.pixels, p.per
@@ -245,7 +254,7 @@ def group_chunks(problem: GroupGrad) -> tuple[int, int]:
 
 
 KERNELS: dict[str, Sequence[Kernel]] = {
-    "ChannelNorm": (Apply(),),
+    "ChannelNorm": (ApplyChannelNorm(),),
     "RunningStats": (Running(),),
     "ChannelGrad": (Grad(),),
     "GroupGrad": (Groups(),),

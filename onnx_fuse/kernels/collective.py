@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from onnx_fuse.kernels.kernel import Kernel
-from onnx_fuse.kernels.rule_based import RuleBased
-from onnx_fuse.program.problem import Collective, Config, Hardware, Launch, Ptr
+from onnx_fuse.kernels.rule_based import HeuristicKernel
+from onnx_fuse.program.problem import Collective, Hardware, KernelConfig, Launch, Launches, Ptr
 
 
-class Nccl(RuleBased):
+class Nccl(HeuristicKernel):
     """A group of NCCL's calls, one a tensor. Operands: x.i y.i."""
 
     name = "nccl"
 
-    def launch(self, problem: Collective, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: Collective, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch, whose kernels are the library's."""
         one = (1, 1, 1)
         operands = tuple(

@@ -15,8 +15,8 @@ from onnx_fuse.kernels.conv_grouped import Grouped
 from onnx_fuse.kernels.conv_nhwc import ENDS, act_macros
 from onnx_fuse.kernels.conv_tf32 import Tf32Im2col
 from onnx_fuse.kernels.kernel import Kernel
-from onnx_fuse.kernels.rule_based import RuleBased, tail_macros, window_macros
-from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Num, Ptr
+from onnx_fuse.kernels.rule_based import HeuristicKernel, tail_macros, window_macros
+from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launch, Launches, Num, Ptr
 from onnx_fuse.program.problems import Conv
 
 _BLOCKS = 264  # blocks a launch should have: a fixed aim, so that sums split by shape alone
@@ -38,7 +38,7 @@ def _sizes(problem: Conv) -> tuple[Num, ...]:
     return tuple(Num("i32", n) for n in numbers)
 
 
-class Direct(RuleBased):
+class Direct(HeuristicKernel):
     """conv/direct.cu: an element of y a thread."""
 
     name = "direct"
@@ -53,7 +53,7 @@ class Direct(RuleBased):
             return f"{problem.filters} filters a group (at most 4): x would be read for each"
         return super().supports(problem, hw)
 
-    def launch(self, problem: Conv, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: Conv, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch."""
         size = problem.batch * prod(problem.outer) * problem.groups * problem.filters
         return (Launch(
@@ -64,7 +64,7 @@ class Direct(RuleBased):
         ),)  # fmt: skip
 
 
-class _Tiled(RuleBased):
+class _Tiled(HeuristicKernel):
     """Implicit products of tiles, with the weights packed before and parts of k summed after.
 
     Configurations: `bm` filters a tile, `split` parts of the sum.
@@ -76,20 +76,20 @@ class _Tiled(RuleBased):
         """Any problem of channels before the spatial axes."""
         return CHANNELS_LAST if problem.channels_last else super().supports(problem, hw)
 
-    def configs(self, problem: Conv, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: Conv, hw: Hardware) -> Sequence[KernelConfig]:
         """The rule's configuration, then both tiles with a sum in one to eight parts."""
         wide = (64,) if problem.dtype == "float64" else (64, 128)
         return [
-            Config.of(),
-            *(Config.of(bm=bm, split=split) for bm in wide for split in (1, 2, 4, 8)
+            KernelConfig.of(),
+            *(KernelConfig.of(bm=bm, split=split) for bm in wide for split in (1, 2, 4, 8)
               if split <= self._most(problem)),
         ]  # fmt: skip
 
-    def fits(self, problem: Conv, config: Config) -> bool:
+    def fits(self, problem: Conv, config: KernelConfig) -> bool:
         """Whether the sum is long enough for its parts."""
         return config.integer("split") <= max(1, self._most(problem))
 
-    def _tile(self, problem: Conv, config: Config) -> tuple[int, int, int, int]:
+    def _tile(self, problem: Conv, config: KernelConfig) -> tuple[int, int, int, int]:
         """Filters, pixels and channels of a tile's step, and fragments a thread."""
         columns = problem.batch * prod(problem.outer)
         wide = problem.filters > 64 and problem.dtype != "float64"
@@ -115,15 +115,15 @@ class _Tiled(RuleBased):
         steps, step, _, _ = self._depth(problem, 32 if self.half else 16)
         return max(1, steps // (step * (2 if self.half else 4)))
 
-    def launch(self, problem: Conv, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: Conv, config: KernelConfig, hw: Hardware) -> Launches:
         """Packing where it is needed, the product, and the sum of its parts."""
         return self._launches(problem, config)[0]
 
-    def workspace(self, problem: Conv, config: Config, hw: Hardware) -> int:
+    def workspace(self, problem: Conv, config: KernelConfig, hw: Hardware) -> int:
         """Partial sums, then packed weights."""
         return self._launches(problem, config)[1]
 
-    def _launches(self, problem: Conv, config: Config) -> tuple[tuple[Launch, ...], int]:
+    def _launches(self, problem: Conv, config: KernelConfig) -> tuple[Launches, int]:
         pixels, dtype, count = prod(problem.outer), problem.dtype, prod(problem.window.kernel)
         columns = problem.batch * pixels
         rows = problem.groups * problem.filters
@@ -197,7 +197,7 @@ class Implicit(_Tiled):
     name = "implicit"
     source = "conv/implicit.cu"
 
-    def cost(self, problem: Conv, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: Conv, config: KernelConfig, hw: Hardware) -> float:
         """The floor, or the products at the share of their rate that is reached."""
         # 0.36 to 0.49 of it for the 3 x 3 filters of ResNet-50 in float32 on an H200 (2026-11)
         work = problem.flops / (0.45 * problem.rate(hw))

@@ -22,14 +22,15 @@ from onnx_fuse.kernels.conv_nhwc import (
 from onnx_fuse.kernels.gemm_sm90 import Wgmma as Gemm
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rows import rename
-from onnx_fuse.kernels.rule_based import RuleBased, access_width, window_macros
+from onnx_fuse.kernels.rule_based import HeuristicKernel, access_width, window_macros
 from onnx_fuse.program.problem import (
     ITEMSIZE,
-    Config,
+    GemmProblem,
     Hardware,
+    KernelConfig,
     Launch,
+    Launches,
     Num,
-    Problem,
     Ptr,
     TensorMap,
 )
@@ -104,7 +105,7 @@ def _total(problem: ConvWeightGrad, splits: int) -> Launch:
     )  # fmt: skip
 
 
-class Mma(RuleBased):
+class Mma(HeuristicKernel):
     """conv/weight_grad_sm80.cu: a product over the pixels on the tensor cores, in 16 bits or tf32.
 
     Configurations: `tile` (BM, BN, WM, WN, BK of 16 bits, stages) and `split` parts of the sum.
@@ -119,11 +120,13 @@ class Mma(RuleBased):
             return f"mma.sync with cp.async needs sm_80, this is {hw.arch}"
         return "at most two spatial axes" if is_deep(problem) else _unlike(problem, tf32=True)
 
-    def configs(self, problem: ConvWeightGrad, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: ConvWeightGrad, hw: Hardware) -> Sequence[KernelConfig]:
         """The rule's, then every tile with the parts that the rule has for it."""
-        return [Config.of(), *(Config.of(tile=tile) for tile in _TILES)]
+        return [KernelConfig.of(), *(KernelConfig.of(tile=tile) for tile in _TILES)]
 
-    def _ruled(self, problem: ConvWeightGrad, config: Config) -> tuple[tuple[int, ...], int, int]:
+    def _ruled(
+        self, problem: ConvWeightGrad, config: KernelConfig
+    ) -> tuple[tuple[int, ...], int, int]:
         """The tile, its tiles of the result, and the pixels of a part."""
         pixels = problem.batch * prod(problem.outer)
 
@@ -139,11 +142,11 @@ class Mma(RuleBased):
         step = tile[4] * 2 // ITEMSIZE[problem.dtype]
         return tile, tiles(tile), -(-pixels // (parts * step)) * step
 
-    def cost(self, problem: ConvWeightGrad, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: ConvWeightGrad, config: KernelConfig, hw: Hardware) -> float:
         """The floor at the share that ConvNeXt's first layer reaches of it on an H200 (2026-11)."""
         return problem.floor(hw) / 0.45 + hw.launch_seconds
 
-    def launch(self, problem: ConvWeightGrad, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: ConvWeightGrad, config: KernelConfig, hw: Hardware) -> Launches:
         """The products of the parts, then their sum."""
         tile, tiles, chunk = self._ruled(problem, config)
         bm, bn, wm, wn, bk, stages = tile
@@ -166,7 +169,7 @@ class Mma(RuleBased):
         )  # fmt: skip
         return product, _total(problem, splits)
 
-    def workspace(self, problem: ConvWeightGrad, config: Config, hw: Hardware) -> int:
+    def workspace(self, problem: ConvWeightGrad, config: KernelConfig, hw: Hardware) -> int:
         """The parts' sums."""
         _, _, chunk = self._ruled(problem, config)
         splits = -(-problem.batch * prod(problem.outer) // chunk)
@@ -186,7 +189,7 @@ class _Way(NamedTuple):
         return self.parts == 1 and prod(problem.window.kernel) == 1
 
 
-class Wgmma(RuleBased):
+class Wgmma(HeuristicKernel):
     """conv/weight_grad_sm90.cu: the same product by TMA and wgmma.
 
     Configurations: `tile` (filters, columns of blocks of 64 channels of a tap, blocks of a
@@ -204,17 +207,17 @@ class Wgmma(RuleBased):
             return f"{problem.groups} groups of {problem.channels} channels (one, of at least 32)"
         return _unlike(problem) or unboxed(problem)
 
-    def configs(self, problem: ConvWeightGrad, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: ConvWeightGrad, hw: Hardware) -> Sequence[KernelConfig]:
         """The rule's, then every tile with the parts that the rule has for it."""
-        return [Config.of(), *(Config.of(tile=tile) for tile in _WGMMA_TILES)]
+        return [KernelConfig.of(), *(KernelConfig.of(tile=tile) for tile in _WGMMA_TILES)]
 
-    def cost(self, problem: ConvWeightGrad, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: ConvWeightGrad, config: KernelConfig, hw: Hardware) -> float:
         """The predicted seconds of the rule's tile, or of the configuration's."""
         seconds = self._ruled(problem.concrete(), config)[0]
         # half of a block of 64 channels is idle: 1.6 of what the rule weighs (H200, 2026-11)
         return max(problem.floor(hw), seconds * (1.5 if problem.channels <= 32 else 1.0))
 
-    def _ruled(self, problem: ConvWeightGrad, config: Config) -> tuple[float, _Way]:
+    def _ruled(self, problem: ConvWeightGrad, config: KernelConfig) -> tuple[float, _Way]:
         """Predicted seconds, and how."""
         steps = -(-problem.batch * prod(problem.outer) // 64)
         blocks = -(-problem.channels // 64) * prod(problem.window.kernel)
@@ -255,7 +258,7 @@ class Wgmma(RuleBased):
         each = problem.channels * seen + problem.filters * prod(problem.outer)
         return problem.batch * each * ITEMSIZE[problem.dtype]
 
-    def launch(self, problem: ConvWeightGrad, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: ConvWeightGrad, config: KernelConfig, hw: Hardware) -> Launches:
         """The products of the parts, then their sum."""
         way = self._ruled(problem, config)[1]
         bm, bn, resident = way.tile
@@ -280,13 +283,13 @@ class Wgmma(RuleBased):
         )  # fmt: skip
         return (product,) if direct else (product, _total(problem, way.parts))
 
-    def workspace(self, problem: ConvWeightGrad, config: Config, hw: Hardware) -> int:
+    def workspace(self, problem: ConvWeightGrad, config: KernelConfig, hw: Hardware) -> int:
         """The parts' sums."""
         way = self._ruled(problem, config)[1]
         return 0 if way.direct(problem) else 4 * way.parts * problem.filters * problem.depth
 
 
-class Product(RuleBased):
+class PointwiseWeightGrad(HeuristicKernel):
     """A filter of one tap: a Gemm of dy's and x's pixels, where its tiles are many."""
 
     name = "product"
@@ -295,9 +298,9 @@ class Product(RuleBased):
     def __init__(self) -> None:
         self.inner = Gemm()
 
-    def _gemm(self, problem: ConvWeightGrad) -> Problem:
+    def _gemm(self, problem: ConvWeightGrad) -> GemmProblem:
         """The product, whose k is the pixels."""
-        return Problem.of(
+        return GemmProblem.of(
             "Gemm", m=problem.filters, n=problem.channels, k=problem.batch * prod(problem.outer),
             dtype=problem.dtype, out_dtype=problem.out_dtype, trans_a=True,
         )  # fmt: skip
@@ -313,28 +316,28 @@ class Product(RuleBased):
             return "tiles are few, so that pixels are summed in parts"
         return _unlike(problem) or self.inner.supports(self._gemm(problem), hw)
 
-    def _tiles(self, problem: ConvWeightGrad, hw: Hardware) -> list[Config]:
+    def _tiles(self, problem: ConvWeightGrad, hw: Hardware) -> list[KernelConfig]:
         """The product's configurations whose sums are whole."""
         found = self.inner.configs(self._gemm(problem), hw)
         return [how for how in found if how.integer("splits") == 1]
 
-    def configs(self, problem: ConvWeightGrad, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: ConvWeightGrad, hw: Hardware) -> Sequence[KernelConfig]:
         """The rule's, then each."""
-        return [Config.of(), *self._tiles(problem, hw)]
+        return [KernelConfig.of(), *self._tiles(problem, hw)]
 
-    def _ruled(self, problem: ConvWeightGrad, config: Config, hw: Hardware) -> Config:
+    def _ruled(self, problem: ConvWeightGrad, config: KernelConfig, hw: Hardware) -> KernelConfig:
         """The configuration itself, or the cheapest."""
         product = self._gemm(problem)
         return config if config.attrs else min(
             self._tiles(problem, hw), key=lambda how: self.inner.cost(product, how, hw)
         )  # fmt: skip
 
-    def cost(self, problem: ConvWeightGrad, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: ConvWeightGrad, config: KernelConfig, hw: Hardware) -> float:
         """The product's."""
         how = self._ruled(problem, config, hw)
         return self.inner.cost(self._gemm(problem), how, hw)
 
-    def launch(self, problem: ConvWeightGrad, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: ConvWeightGrad, config: KernelConfig, hw: Hardware) -> Launches:
         """The product."""
         how = self._ruled(problem, config, hw)
         names = {"a": Ptr("dy"), "b": Ptr("x"), "y": Ptr("dw")}
@@ -342,7 +345,7 @@ class Product(RuleBased):
         return tuple(rename(launch, names) for launch in made)
 
 
-class Depthwise(RuleBased):
+class Depthwise(HeuristicKernel):
     """conv/depthwise_weight_grad.cu: two channels a thread, their filters in registers."""
 
     name = "depthwise"
@@ -376,7 +379,7 @@ class Depthwise(RuleBased):
         parts = max(1, min(rows // 8, 3 * _SMS // blocks))
         return wide, own, -(-rows // (8 * parts)) * 8
 
-    def cost(self, problem: ConvWeightGrad, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: ConvWeightGrad, config: KernelConfig, hw: Hardware) -> float:
         """Passes over x and dy at 0.4 of a copy's rate, one for each group of rows of the filter.
 
         So it is for filters of 7 x 7 on an H200 (2026-11).
@@ -385,7 +388,7 @@ class Depthwise(RuleBased):
         passes = problem.window.kernel[1] // self._rule(problem)[1]
         return passes * problem.bytes / (0.4 * hw.bandwidth) + hw.launch_seconds
 
-    def launch(self, problem: ConvWeightGrad, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: ConvWeightGrad, config: KernelConfig, hw: Hardware) -> Launches:
         """The parts' sums, then theirs."""
         wide, own, chunk = self._rule(problem)
         (_, h, w), (_, oh, ow) = problem.inner, problem.outer
@@ -401,7 +404,7 @@ class Depthwise(RuleBased):
         )  # fmt: skip
         return sums, _total(problem, splits)
 
-    def workspace(self, problem: ConvWeightGrad, config: Config, hw: Hardware) -> int:
+    def workspace(self, problem: ConvWeightGrad, config: KernelConfig, hw: Hardware) -> int:
         """The parts' sums."""
         _, _, chunk = self._rule(problem)
         splits = -(-problem.batch * problem.outer[1] // chunk)
@@ -409,4 +412,6 @@ class Depthwise(RuleBased):
         return wide * splits * problem.groups * problem.depth
 
 
-KERNELS: dict[str, Sequence[Kernel]] = {"ConvWeightGrad": (Depthwise(), Product(), Wgmma(), Mma())}
+KERNELS: dict[str, Sequence[Kernel]] = {
+    "ConvWeightGrad": (Depthwise(), PointwiseWeightGrad(), Wgmma(), Mma())
+}

@@ -8,7 +8,7 @@ from math import prod
 from onnx_fuse.cuda.macros import C_TYPES, defines
 from onnx_fuse.kernels.conv_nhwc import ENDS, Chosen, act_macros, image_strides
 from onnx_fuse.kernels.rule_based import tail_macros, window_macros
-from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr
+from onnx_fuse.program.problem import Hardware, KernelConfig, Launch, Launches, Num, Ptr
 from onnx_fuse.program.problems import Conv
 
 SLAB = 64
@@ -65,7 +65,7 @@ class Grouped(Chosen):
         slab = self._slab(problem) * problem.channels
         return 2 * (high * wide * (slab + (16 if slab // 8 % 2 else 8)) + 8)
 
-    def tiles(self, problem: Conv, hw: Hardware) -> Sequence[Config]:
+    def tiles(self, problem: Conv, hw: Hardware) -> Sequence[KernelConfig]:
         """Tiles of up to 128 and 64 pixels, as wide as a row, its half or its quarter."""
         _, oh, ow = problem.outer
         most = min(_SMEM, hw.smem_per_block)
@@ -75,13 +75,13 @@ class Grouped(Chosen):
             for pixels in (64, 128)
         }
         return [
-            Config.of(tile=tile, stays=stays)
+            KernelConfig.of(tile=tile, stays=stays)
             for tile in sorted(found)
             for stays in (1, 0)
             if self._stage(problem, tile) <= most
         ]
 
-    def seconds(self, problem: Conv, config: Config, hw: Hardware) -> float:
+    def seconds(self, problem: Conv, config: KernelConfig, hw: Hardware) -> float:
         """Seconds of the bytes, which count x again for each tile, or of the gathers if longer."""
         high, wide = config.integers("tile")
         _, oh, ow = problem.outer
@@ -100,7 +100,7 @@ class Grouped(Chosen):
         start = 5e-6 + 0.3 * blocks * weights / hw.bandwidth
         return max(moved, work / rate) + start + hw.launch_seconds
 
-    def launch(self, problem: Conv, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: Conv, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch, of as many blocks as run at once."""
         config = self.ruled(problem, config, hw)
         high, wide = config.integers("tile")

@@ -13,18 +13,19 @@ from onnx_fuse.cuda.macros import C_TYPES, accumulator, as_defines, defines, lan
 from onnx_fuse.kernels.gemm_cluster import Cluster
 from onnx_fuse.kernels.gemm_sm90 import MOMENT_SECONDS, Wgmma
 from onnx_fuse.kernels.rows import rename
-from onnx_fuse.kernels.rule_based import RuleBased, tail_macros, window_macros
+from onnx_fuse.kernels.rule_based import HeuristicKernel, tail_macros, window_macros
 from onnx_fuse.ops.activations import ACTIVATIONS, activation_macros
 from onnx_fuse.program.epilogue import NONE, Epilogue
 from onnx_fuse.program.expression import Tail
 from onnx_fuse.program.problem import (
     ITEMSIZE,
     Arg,
-    Config,
+    GemmProblem,
     Hardware,
+    KernelConfig,
     Launch,
+    Launches,
     Num,
-    Problem,
     Ptr,
     TensorMap,
 )
@@ -68,7 +69,7 @@ def act_macros(problem: Conv) -> dict[str, object]:
     return macros
 
 
-class ChannelsLast(RuleBased):
+class ChannelsLast(HeuristicKernel):
     """What the candidates for channels-last images share."""
 
     planar = False  # whether x has its channels first
@@ -137,18 +138,18 @@ class Depthwise(ChannelsLast):
         )
         return ((deep if deep <= 4 else 3) * span + 2 * wide * tall) * pairs
 
-    def configs(self, problem: Conv, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: Conv, hw: Hardware) -> Sequence[KernelConfig]:
         """The rule's, then others whose rows of inputs fit the registers."""
         found = [
-            Config.of(wide=wide, tall=tall, pairs=pairs)
+            KernelConfig.of(wide=wide, tall=tall, pairs=pairs)
             for wide in (2, 4, 7, 8)
             for tall in (1, 2)
             for pairs in (1, 2)
             if self._kept(problem, wide, tall, pairs) <= 66 and problem.groups % (2 * pairs) == 0
         ]
-        return [Config.of(), *found]
+        return [KernelConfig.of(), *found]
 
-    def cost(self, problem: Conv, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: Conv, config: KernelConfig, hw: Hardware) -> float:
         """The floor, or the instructions of the outputs, more behind a stride, on full blocks."""
         wide, tall, _, _, tiles, grid = self._tiling(problem, config, hw)
         taps, outputs = prod(problem.window.kernel), tiles * wide * tall * problem.groups
@@ -159,7 +160,7 @@ class Depthwise(ChannelsLast):
         return max(problem.floor(hw), work) + hw.launch_seconds
 
     def _tiling(
-        self, problem: Conv, config: Config, hw: Hardware
+        self, problem: Conv, config: KernelConfig, hw: Hardware
     ) -> tuple[int, int, int, int, int, tuple[int, int, int]]:
         """Outputs a thread along both axes, its pairs, neighbours in a warp, tiles, and blocks."""
         _, oh, ow = problem.outer
@@ -177,7 +178,7 @@ class Depthwise(ChannelsLast):
         rows = -(-turns // -(-turns // max(1, _RESIDENT * hw.sm_count // columns)))
         return wide, tall, pairs, width, tiles, (rows, columns, 1)
 
-    def launch(self, problem: Conv, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: Conv, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch; a warp has 32 neighbours, or as many as there are channels."""
         _, oh, ow = problem.outer
         wide, tall, pairs, width, tiles, grid = self._tiling(problem, config, hw)
@@ -238,7 +239,7 @@ class FewChannels(ChannelsLast):
         wide = (15 * sw + run // pixel + 1) // 2 * 2
         return 2 * max(bn * (kh * run + 8) + high * wide * pixel, 256 * (bn + 8))
 
-    def cost(self, problem: Conv, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: Conv, config: KernelConfig, hw: Hardware) -> float:
         """The floor, or the blocks: their products, of zeros too, and what else they do.
 
         Fitted to the first layers of ResNet, EfficientNet and ConvNeXt on an H200 (2026-11).
@@ -252,7 +253,7 @@ class FewChannels(ChannelsLast):
         work = each * max(1.0, blocks / hw.sm_count)
         return max(problem.floor(hw), work) + hw.launch_seconds
 
-    def launch(self, problem: Conv, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: Conv, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch."""
         (_, h, w), (_, oh, ow) = problem.inner, problem.outer
         bn = self._width(problem)
@@ -273,26 +274,26 @@ class FewChannels(ChannelsLast):
 class Chosen(ChannelsLast):
     """A candidate whose rule is the cheapest of its configurations."""
 
-    def tiles(self, problem: Conv, hw: Hardware) -> Sequence[Config]:
+    def tiles(self, problem: Conv, hw: Hardware) -> Sequence[KernelConfig]:
         """The configurations that the problem admits."""
         raise TypeError(f"{type(self).__name__} has no tiles")
 
-    def seconds(self, problem: Conv, config: Config, hw: Hardware) -> float:
+    def seconds(self, problem: Conv, config: KernelConfig, hw: Hardware) -> float:
         """Predicted seconds of a configuration."""
         raise TypeError(f"{type(self).__name__} has no cost")
 
-    def configs(self, problem: Conv, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: Conv, hw: Hardware) -> Sequence[KernelConfig]:
         """The rule's, then each."""
-        return [Config.of(), *self.tiles(problem, hw)]
+        return [KernelConfig.of(), *self.tiles(problem, hw)]
 
-    def ruled(self, problem: Conv, config: Config, hw: Hardware) -> Config:
+    def ruled(self, problem: Conv, config: KernelConfig, hw: Hardware) -> KernelConfig:
         """The configuration itself, or the cheapest for the class of the problem."""
         if config.attrs:
             return config
         largest = problem.upper_bound()
         return min(self.tiles(largest, hw), key=lambda how: self.seconds(largest, how, hw))
 
-    def cost(self, problem: Conv, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: Conv, config: KernelConfig, hw: Hardware) -> float:
         """Predicted seconds."""
         return self.seconds(problem, self.ruled(problem, config, hw), hw)
 
@@ -328,18 +329,18 @@ class Mma(Chosen):
         """Channels of a step."""
         return tile[4] * 2 // ITEMSIZE[problem.dtype]
 
-    def tiles(self, problem: Conv, hw: Hardware) -> Sequence[Config]:
+    def tiles(self, problem: Conv, hw: Hardware) -> Sequence[KernelConfig]:
         """Each tile that shared memory holds, the sum in parts of at least four steps."""
         fitting = [tile for tile in TILES if self._smem(tile) <= hw.smem_per_block]
         steps = {tile: self._steps(problem, tile) for tile in fitting}
         return [
-            Config.of(tile=tile, split=split)
+            KernelConfig.of(tile=tile, split=split)
             for tile in fitting
             for split in (1, 2, 3, 4, 6, 8, 12, 16)
             if split == 1 or 4 * split <= steps[tile] > (split - 1) * -(-steps[tile] // split)
         ]
 
-    def seconds(self, problem: Conv, config: Config, hw: Hardware) -> float:
+    def seconds(self, problem: Conv, config: KernelConfig, hw: Hardware) -> float:
         """Waves of blocks, at least the latency of their steps; the parts written and read."""
         tile, split = config.integers("tile"), config.integer("split")
         bm, bn, bk = *tile[:2], self._depth(problem, tile)
@@ -354,7 +355,7 @@ class Mma(Chosen):
         waves = ceil(blocks / hw.sm_count)
         return max(waves * each, problem.bytes / hw.bandwidth) + parts + hw.launch_seconds
 
-    def launch(self, problem: Conv, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: Conv, config: KernelConfig, hw: Hardware) -> Launches:
         """The product, and the sum of its parts."""
         config = self.ruled(problem, config, hw)
         tile, split = config.integers("tile"), config.integer("split")
@@ -392,7 +393,7 @@ class Mma(Chosen):
             defines(T=types["T"], ACC=accumulator(problem.dtype), **act_macros(problem), **tail),
         ))  # fmt: skip
 
-    def workspace(self, problem: Conv, config: Config, hw: Hardware) -> int:
+    def workspace(self, problem: Conv, config: KernelConfig, hw: Hardware) -> int:
         """Partial sums."""
         split = self.ruled(problem, config, hw).integer("split")
         size = problem.batch * prod(problem.outer) * problem.groups * problem.filters
@@ -448,17 +449,17 @@ class Im2col(Chosen):
     def __init__(self) -> None:
         self.many, self.few = Wgmma(), Cluster()
 
-    def _inner(self, config: Config) -> Wgmma | Cluster:
+    def _inner(self, config: KernelConfig) -> Wgmma | Cluster:
         """The candidate of the product to which the configuration belongs."""
         return self.many if config.attr("tile") else self.few
 
-    def _product(self, problem: Conv) -> Problem:
+    def _product(self, problem: Conv) -> GemmProblem:
         """The product of the same tiles, whose k is the taps' channels in steps of 64."""
         epilogue = epilogue_of(problem)
         assert epilogue is not None
         epilogue = replace(epilogue, column_moments=problem.column_moments)
         extra = {"static_b": True} if problem.static_weight else {}
-        return Problem.of(
+        return GemmProblem.of(
             "Gemm", m=problem.batch * prod(problem.outer), n=problem.filters,
             k=-(-problem.channels // 64) * 64 * prod(problem.window.kernel), dtype=problem.dtype,
             trans_b=True, epilogue=epilogue, **extra,
@@ -479,23 +480,23 @@ class Im2col(Chosen):
         reason = unboxed(problem) or super().supports(problem, hw)
         return reason or self.many.supports(self._product(problem), hw)
 
-    def tiles(self, problem: Conv, hw: Hardware) -> Sequence[Config]:
+    def tiles(self, problem: Conv, hw: Hardware) -> Sequence[KernelConfig]:
         """The configurations of both products, and a narrow tile for few filters."""
         product = self._product(problem)
         found = [*self.many.configs(product, hw)]
         if problem.y_strides:  # the stores of whole sums by TMA alone leave gaps
             found = [how for how in found if how.integer("splits") == 1]
         if problem.filters <= 64:
-            found.append(Config.of(tile=(2, 64, 1), cluster=1, splits=1, group=8))
+            found.append(KernelConfig.of(tile=(2, 64, 1), cluster=1, splits=1, group=8))
         if not problem.y_strides and self.few.supports(product, hw) is None:
             found += self.few.configs(product, hw)
         return found
 
-    def fits(self, problem: Conv, config: Config) -> bool:
+    def fits(self, problem: Conv, config: KernelConfig) -> bool:
         """Whether each part of the sum has steps."""
         return not config.attrs or self._inner(config).fits(self._product(problem), config)
 
-    def seconds(self, problem: Conv, config: Config, hw: Hardware) -> float:
+    def seconds(self, problem: Conv, config: KernelConfig, hw: Hardware) -> float:
         """The time of the product, whose a is the images once and not tap by tap."""
         product = self._product(problem)
         if not config.attr("tile"):
@@ -503,12 +504,12 @@ class Im2col(Chosen):
         tiles = self.many.tile_seconds(product, config, hw, pixels=True)
         return max(tiles, problem.bytes / hw.bandwidth) + hw.launch_seconds
 
-    def workspace(self, problem: Conv, config: Config, hw: Hardware) -> int:
+    def workspace(self, problem: Conv, config: KernelConfig, hw: Hardware) -> int:
         """The product's partial sums."""
         how = self.ruled(problem, config, hw)
         return self._inner(how).workspace(self._product(problem), how, hw)
 
-    def launch(self, problem: Conv, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: Conv, config: KernelConfig, hw: Hardware) -> Launches:
         """The product's launches, its operands described as images and taps."""
         config = self.ruled(problem, config, hw)
         product, *rest = self._inner(config).launch(self._product(problem), config, hw)

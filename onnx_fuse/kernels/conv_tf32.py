@@ -22,7 +22,15 @@ from onnx_fuse.kernels.conv_nhwc import (
 from onnx_fuse.kernels.gemm_tf32 import BK, Tf32
 from onnx_fuse.kernels.rows import rename
 from onnx_fuse.kernels.rule_based import window_macros
-from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Problem, Ptr, TensorMap
+from onnx_fuse.program.problem import (
+    GemmProblem,
+    Hardware,
+    KernelConfig,
+    Launches,
+    Num,
+    Ptr,
+    TensorMap,
+)
 from onnx_fuse.program.problems import Conv
 
 
@@ -37,11 +45,11 @@ class Tf32Im2col(Chosen):
     def __init__(self) -> None:
         self.inner = Tf32()
 
-    def _product(self, problem: Conv) -> Problem:
+    def _product(self, problem: Conv) -> GemmProblem:
         """The product of the same tiles, whose k is the taps' channels in whole steps."""
         epilogue = epilogue_of(problem)
         assert epilogue is not None
-        return Problem.of(
+        return GemmProblem.of(
             "Gemm", m=problem.batch * prod(problem.outer), n=problem.filters,
             k=-(-problem.channels // BK) * BK * prod(problem.window.kernel), dtype=problem.dtype,
             trans_b=True, math=problem.math, epilogue=epilogue,
@@ -56,11 +64,11 @@ class Tf32Im2col(Chosen):
         reason = super().supports(problem, hw) or unboxed(problem)
         return reason or self.inner.supports(self._product(problem), hw)
 
-    def tiles(self, problem: Conv, hw: Hardware) -> Sequence[Config]:
+    def tiles(self, problem: Conv, hw: Hardware) -> Sequence[KernelConfig]:
         """The product's configurations."""
         return self.inner.configs(self._product(problem), hw)
 
-    def seconds(self, problem: Conv, config: Config, hw: Hardware) -> float:
+    def seconds(self, problem: Conv, config: KernelConfig, hw: Hardware) -> float:
         """The time of the product, whose a is the images once and not tap by tap."""
         product = self._product(problem)
         window = zip(problem.inner, problem.outer, problem.window.kernel, strict=True)
@@ -68,16 +76,16 @@ class Tf32Im2col(Chosen):
         read = 4 * (problem.batch * problem.channels * seen + product.n * product.k)
         return self.inner.seconds(product, config, hw, read)
 
-    def fits(self, problem: Conv, config: Config) -> bool:
+    def fits(self, problem: Conv, config: KernelConfig) -> bool:
         """Whether each part of the sum has steps."""
         return not config.attrs or self.inner.fits(self._product(problem), config)
 
-    def workspace(self, problem: Conv, config: Config, hw: Hardware) -> int:
+    def workspace(self, problem: Conv, config: KernelConfig, hw: Hardware) -> int:
         """The product's partial sums."""
         how = self.ruled(problem, config, hw)
         return self.inner.workspace(self._product(problem), how, hw)
 
-    def launch(self, problem: Conv, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: Conv, config: KernelConfig, hw: Hardware) -> Launches:
         """The product's launches, its operands described as images and taps."""
         config = self.ruled(problem, config, hw)
         product, *rest = self.inner.launch(self._product(problem), config, hw)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 
 from onnx_fuse.kernels import refused, select
-from onnx_fuse.kernels.rule_based import RuleBased
+from onnx_fuse.kernels.rule_based import HeuristicKernel
 from onnx_fuse.program.problem import AnyProblem, Hardware
 
 
@@ -43,7 +43,7 @@ def seconds(
     choice = select(problem.op, problem, hw, prefs, records=records)
     if choice is None:
         return inf
-    if isinstance(choice.kernel, RuleBased) and problem.trace is not None:
+    if isinstance(choice.kernel, HeuristicKernel) and problem.trace is not None:
         return choice.kernel.cost(problem.upper_bound(), choice.config, hw)
     return choice.seconds
 

@@ -13,7 +13,15 @@ from onnx_fuse.cuda.cublaslt import CUDA_TYPES, workspace
 from onnx_fuse.errors import INSTALL_CUBLASLT
 from onnx_fuse.kernels.gemm_portable import normed
 from onnx_fuse.kernels.rule_based import Unconditional
-from onnx_fuse.program.problem import Config, Hardware, Launch, Problem, Ptr, ldc
+from onnx_fuse.program.problem import (
+    GemmProblem,
+    Hardware,
+    KernelConfig,
+    Launch,
+    Launches,
+    Ptr,
+    ldc,
+)
 
 OPERANDS = tuple(map(Ptr, ("a", "b", "c", "y", "col1", "workspace")))
 # tiles, and the share of the chip's rate that they reach on tensor cores and on ordinary ones
@@ -53,7 +61,7 @@ class CublasLt(Unconditional):
 
     name = "cublaslt"
 
-    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+    def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
         if problem.dtype not in CUDA_TYPES or problem.out not in (problem.dtype, "float32"):
             return f"no product {problem.dtype} -> {problem.out}"
         if (problem.dtype, problem.out) == ("float64", "float32"):
@@ -84,11 +92,11 @@ class CublasLt(Unconditional):
         missing = "what is compiled into a file calls no library" if _left_out else version()
         return missing if isinstance(missing, str) else None
 
-    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: GemmProblem, hw: Hardware) -> Sequence[KernelConfig]:
         """One empty configuration, since the library chooses the algorithm."""
-        return [Config()]
+        return [KernelConfig()]
 
-    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> float:
         """Waves of its usual tiles, k split where they do not fill the chip."""
         kind = "tf32" if (problem.dtype, problem.math) == ("float32", "tf32") else problem.dtype
         plain, found = kind in ("float32", "float64"), []
@@ -104,11 +112,11 @@ class CublasLt(Unconditional):
         moved = problem.bytes / (0.65 * hw.bandwidth)
         return max(min(found), moved) + hw.launch_seconds
 
-    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
+    def workspace(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> int:
         """The bytes that cuBLASLt's authors advise."""
         return workspace(hw)
 
-    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Launches:
         """One call of the library."""
         one = (1, 1, 1)
         return (Launch("", "cublasLtMatmul", one, one, OPERANDS, product=problem),)

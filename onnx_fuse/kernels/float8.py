@@ -7,12 +7,12 @@ from math import ceil
 
 from onnx_fuse.cuda.macros import C_TYPES, as_defines
 from onnx_fuse.kernels.kernel import Kernel
-from onnx_fuse.kernels.rule_based import RuleBased
-from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr
+from onnx_fuse.kernels.rule_based import HeuristicKernel
+from onnx_fuse.program.problem import Hardware, KernelConfig, Launch, Launches, Num, Ptr
 from onnx_fuse.program.problems import Float8
 
 
-class Rounding(RuleBased):
+class Rounding(HeuristicKernel):
     """quant/float8.cu. Operands: x history q qt scale next part."""
 
     source = "quant/float8.cu"
@@ -26,11 +26,11 @@ class Rounding(RuleBased):
             return f"no float8 of {problem.dtype}"
         return None
 
-    def cost(self, problem: Float8, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: Float8, config: KernelConfig, hw: Hardware) -> float:
         """Seconds for its bytes at 0.77 of a copy's rate (H200, 2026-11), and for a launch."""
         return problem.bytes / (0.77 * hw.bandwidth) + hw.launch_seconds
 
-    def launch(self, problem: Float8, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: Float8, config: KernelConfig, hw: Hardware) -> Launches:
         e5m2 = problem.kind == "float8_e5m2"
         args = (Ptr("x"), Ptr("history"), Num("i32", problem.m), Num("i32", problem.k), Ptr("q"),
                 Ptr("qt"), Ptr("scale"), Ptr("next"), Ptr("part"), Ptr("sync"))  # fmt: skip

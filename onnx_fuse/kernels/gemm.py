@@ -13,19 +13,19 @@ from onnx_fuse.cuda.macros import C_TYPES
 from onnx_fuse.kernels.cublaslt import CublasLt
 from onnx_fuse.kernels.gemm_cluster import Cluster
 from onnx_fuse.kernels.gemm_eight import EightBits
-from onnx_fuse.kernels.gemm_portable import Fma, Mma, Simt
-from onnx_fuse.kernels.gemm_skinny import Skinny
+from onnx_fuse.kernels.gemm_portable import Mma, Simt, SimtSplitK
+from onnx_fuse.kernels.gemm_skinny import SmallM
 from onnx_fuse.kernels.gemm_sm90 import SplitWgmma, Wgmma
 from onnx_fuse.kernels.gemm_tf32 import Tf32
 from onnx_fuse.kernels.gemm_turned import TurnedFma, TurnedTf32
-from onnx_fuse.kernels.gemm_vector import Vector
+from onnx_fuse.kernels.gemm_vector import Gemv
 from onnx_fuse.kernels.kernel import Kernel
 
 __all__ = ["C_TYPES", "KERNELS"]
 
 KERNELS: dict[str, Sequence[Kernel]] = {
     "Gemm": (
-        Cluster(), Vector(), Skinny(), Wgmma(), SplitWgmma(), Tf32(), TurnedTf32(),
-        EightBits(), CublasLt(), Mma(), Fma(), TurnedFma(), Simt(),
+        Cluster(), Gemv(), SmallM(), Wgmma(), SplitWgmma(), Tf32(), TurnedTf32(),
+        EightBits(), CublasLt(), Mma(), SimtSplitK(), TurnedFma(), Simt(),
     ),
 }  # fmt: skip

@@ -19,11 +19,12 @@ from onnx_fuse.kernels.gemm_portable import (
 from onnx_fuse.kernels.rule_based import WithoutWorkspace
 from onnx_fuse.program.problem import (
     ITEMSIZE,
-    Config,
+    GemmProblem,
     Hardware,
+    KernelConfig,
     Launch,
+    Launches,
     Num,
-    Problem,
     Ptr,
     TensorMap,
     ld,
@@ -41,7 +42,7 @@ class Cluster(WithoutWorkspace):
     source = "gemm/cluster_sm90.cu"
     norms = False  # whether gamma and beta are applied to a in shared memory
 
-    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+    def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
         if hw.arch != "sm_90a":
             return f"wgmma needs sm_90a, this is {hw.arch}"
         if reason := half_refusal(problem):
@@ -69,25 +70,25 @@ class Cluster(WithoutWorkspace):
             return "empty"
         return None
 
-    def _shape(self, config: Config) -> tuple[int, int, int, int, int]:
+    def _shape(self, config: KernelConfig) -> tuple[int, int, int, int, int]:
         of = config.integer
         return of("wgm"), of("bn"), of("split"), of("share"), of("room")
 
-    def _rows(self, problem: Problem, wgm: int, share: int) -> int:
+    def _rows(self, problem: GemmProblem, wgm: int, share: int) -> int:
         """Rows of a that are loaded: the others of a 64-row block are never stored."""
         if problem.trans_a or problem.m > 32 * wgm:
             return 64 * wgm
         return ceil(problem.m / (8 * share)) * 8 * share
 
-    def _steps(self, problem: Problem, config: Config) -> int:
+    def _steps(self, problem: GemmProblem, config: KernelConfig) -> int:
         """64-wide steps of k that a CTA makes."""
         return ceil(ceil(problem.k / BK) / config.integer("split"))
 
-    def _held(self, problem: Problem, config: Config) -> int:
+    def _held(self, problem: GemmProblem, config: KernelConfig) -> int:
         """Steps of which a stays in shared memory."""
         return self._steps(problem, config) if self.norms else 0
 
-    def _smem(self, problem: Problem, config: Config) -> Callable[[int], int]:
+    def _smem(self, problem: GemmProblem, config: KernelConfig) -> Callable[[int], int]:
         """A function from the number of stages to the bytes of shared memory that they take."""
         wgm, bn, split, share, _ = self._shape(config)
         rows, held = self._rows(problem, wgm, share), self._held(problem, config)
@@ -100,7 +101,7 @@ class Cluster(WithoutWorkspace):
         least = wgm * 8192 - stage
         return lambda stages: kept + stages * stage + max(rest + 16 * stages, least)
 
-    def _stages(self, problem: Problem, config: Config, hw: Hardware) -> int:
+    def _stages(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> int:
         # an SM has 1 KB beyond what one block may take, and keeps 1 KB of each block's for itself
         room = config.integer("room")
         limit = (hw.smem_per_block + 1024) // room - 1024
@@ -110,10 +111,10 @@ class Cluster(WithoutWorkspace):
         smem = self._smem(problem, config)
         return next((s for s in range(most, 0, -1) if smem(s) <= limit), 0)
 
-    def _stats(self, problem: Problem) -> bool:
+    def _stats(self, problem: GemmProblem) -> bool:
         return problem.op == "LayerNormGemm" and not problem.stats
 
-    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: GemmProblem, hw: Hardware) -> Sequence[KernelConfig]:
         """Tiles, k shared by 1 to 8 CTAs, a's tile by 1 to 4, one or two CTAs an SM.
 
         Clusters of eight, which find the least room beside the launch before, are tried with the
@@ -144,7 +145,9 @@ class Cluster(WithoutWorkspace):
                             continue
                         ctas = ceil(problem.m / (64 * wgm)) * tiles_n * split
                         for room in (2, 1):
-                            how = Config.of(wgm=wgm, bn=bn, split=split, share=share, room=room)
+                            how = KernelConfig.of(
+                                wgm=wgm, bn=bn, split=split, share=share, room=room
+                            )
                             stages = self._stages(problem, how, hw)
                             if ctas <= 2 * room * hw.sm_count and stages >= min(per, 3):
                                 found.append(how)
@@ -154,14 +157,14 @@ class Cluster(WithoutWorkspace):
                                 break
         return found
 
-    def fits(self, problem: Problem, config: Config) -> bool:
+    def fits(self, problem: GemmProblem, config: KernelConfig) -> bool:
         """Whether each CTA of a cluster has steps of k, and tiles to share a's with."""
         _, bn, split, share, _ = self._shape(config)
         if split > 1 and not each_has_steps(ceil(problem.k / BK), split):
             return False
         return share == 1 or ceil(problem.n / bn) % share == 0
 
-    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> float:
         """A launch, the slowest of the flows, what does not fit into the stages, the exchange."""
         wgm, bn, split, share, room = self._shape(config)
         rows, per = self._rows(problem, wgm, share), self._steps(problem, config)
@@ -189,7 +192,7 @@ class Cluster(WithoutWorkspace):
         late = 1e-7 if config.integer("late") else 0.0
         return start + max(l2, products, stats, memory) + sums + turns + waves + crowd + late
 
-    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Launches:
         wgm, bn, split, share, _ = self._shape(config)
         m, n, k = problem.m, problem.n, problem.k
         rows, stages = self._rows(problem, wgm, share), self._stages(problem, config, hw)
@@ -266,14 +269,14 @@ class NormCluster(Cluster):
     name = "norm_cluster"
     norms = True
 
-    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+    def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
         if problem.folded:
             return "the weights are folded: gamma and beta are not given"
         if problem.stats:
             return "it makes the statistics itself"
         return super().supports(problem.replace(folded=True), hw)
 
-    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> float:
         """The product, which waits for all of a, and what a thread rewrites of it."""
         wgm, _, _, share, _ = self._shape(config)
         threads, held = 128 * wgm + 128, self._held(problem, config)

@@ -9,8 +9,8 @@ from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.kernels.gemm_portable import result_refusal
 from onnx_fuse.kernels.gemm_sm90 import STREAM, Wgmma
 from onnx_fuse.kernels.rows import rename
-from onnx_fuse.kernels.rule_based import AroundProduct
-from onnx_fuse.program.problem import Config, Hardware, Launch, Problem, Ptr, ld
+from onnx_fuse.kernels.rule_based import DelegatingKernel
+from onnx_fuse.program.problem import GemmProblem, Hardware, KernelConfig, Launches, Ptr, ld
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 KINDS = {(E4M3, E4M3): 1, (E5M2, E4M3): 2, (E4M3, E5M2): 3}
@@ -22,7 +22,7 @@ OCCUPIED = 0.9
 """The time of a product beside that predicted for as many bytes of bfloat16 (H200, 2026-11)."""
 
 
-class EightBits(AroundProduct):
+class EightBits(DelegatingKernel):
     """y = "scale_a" "scale_b" a · b of float8 operands with k contiguous, and an epilogue.
 
     Both scales are one float32 on the device. Sums of 128 products are added up in float32.
@@ -33,7 +33,7 @@ class EightBits(AroundProduct):
     def __init__(self) -> None:
         self.inner = Wgmma()
 
-    def _gemm(self, problem: Problem) -> Problem:
+    def _gemm(self, problem: GemmProblem) -> GemmProblem:
         """The same product with each two float8 elements taken as one 16-bit word."""
         lda, ldb = ld(problem)
         epilogue = replace(problem.epilogue, bias_dtype=problem.epilogue.bias_dtype or problem.out)
@@ -42,7 +42,7 @@ class EightBits(AroundProduct):
             lda=lda // 2, ldb=ldb // 2, epilogue=epilogue,
         )  # fmt: skip
 
-    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+    def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
         if (problem.dtype, problem.b_dtype or problem.dtype) not in KINDS:
             return f"for float8 operands, not {problem.dtype}"
         if problem.trans_a or not problem.trans_b:
@@ -61,7 +61,7 @@ class EightBits(AroundProduct):
             return f"rows of float8 are multiples of 16, not k={problem.k}"
         return self.inner.supports(self._gemm(problem), hw)
 
-    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: GemmProblem, hw: Hardware) -> Sequence[KernelConfig]:
         """Those of 16-bit words whose tiles leave registers for the sums of 128 products.
 
         CTAs do not share tiles: that was not tried with float8.
@@ -70,12 +70,12 @@ class EightBits(AroundProduct):
         apart = (how for how in found if how.integer("splits") != STREAM)
         return [how for how in apart if how.integers("tile") in TILES]
 
-    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> float:
         """That of words, which are multiplied at the rate of 16-bit elements."""
         seconds = self.inner.cost(self._gemm(problem), config, hw)
         return hw.launch_seconds + OCCUPIED * (seconds - hw.launch_seconds)
 
-    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Launches:
         """The product, then the reduction where k is split."""
         product, *rest = self.inner.launch(self._gemm(problem), config, hw)
         kind = KINDS[problem.dtype, problem.b_dtype or problem.dtype]

@@ -13,7 +13,7 @@ from math import ceil, prod
 from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import Unconditional, WithoutWorkspace
-from onnx_fuse.program.problem import Arg, Config, Hardware, Launch, Num, Ptr
+from onnx_fuse.program.problem import Arg, Hardware, KernelConfig, Launch, Launches, Num, Ptr
 from onnx_fuse.program.products import IntegerProduct
 
 BYTES = ("int8", "uint8")
@@ -40,15 +40,15 @@ class MmaInt8(WithoutWorkspace, Unconditional):
             return f"8-bit integers, not {problem.dtype} and {problem.b_dtype}"
         return None if len(problem.batch) <= 2 else "two batch axes at most"
 
-    def configs(self, problem: IntegerProduct, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: IntegerProduct, hw: Hardware) -> Sequence[KernelConfig]:
         """The sizes of the tiles of y."""
-        return [Config.of(tile=tile) for tile in TILES]
+        return [KernelConfig.of(tile=tile) for tile in TILES]
 
-    def _blocks(self, problem: IntegerProduct, config: Config) -> tuple[int, int]:
+    def _blocks(self, problem: IntegerProduct, config: KernelConfig) -> tuple[int, int]:
         bm, bn = config.integers("tile")
         return ceil(problem.n / bn), ceil(problem.m / bm)
 
-    def cost(self, problem: IntegerProduct, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: IntegerProduct, config: KernelConfig, hw: Hardware) -> float:
         """Steps of 64 of k, those of small tiles bound by their copies; bytes."""
         bm, bn = config.integers("tile")
         blocks = prod(self._blocks(problem, config)) * problem.batches
@@ -59,7 +59,7 @@ class MmaInt8(WithoutWorkspace, Unconditional):
         seconds = ceil(blocks / at_once) * (ceil(problem.k / 64) * step + 3e-7)
         return hw.launch_seconds / 2 + max(seconds + 1e-6, problem.bytes / (0.8 * hw.bandwidth))
 
-    def launch(self, problem: IntegerProduct, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: IntegerProduct, config: KernelConfig, hw: Hardware) -> Launches:
         bm, bn = config.integers("tile")
         wm, wn, bk, stages = TILES[bm, bn]
         kinds = {"": 0, "one": 1, "each": 2}

@@ -13,11 +13,12 @@ from onnx_fuse.ops.activations import BY_KEY, activation_macros
 from onnx_fuse.program.problem import (
     ITEMSIZE,
     Arg,
-    Config,
+    GemmProblem,
     Hardware,
+    KernelConfig,
     Launch,
+    Launches,
     Num,
-    Problem,
     Ptr,
     batch_strides,
     ld,
@@ -28,7 +29,7 @@ from onnx_fuse.program.spec import GRID
 HALVES = ("float16", "bfloat16")
 
 
-def gate_refusal(problem: Problem) -> str | None:
+def gate_refusal(problem: GemmProblem) -> str | None:
     """The reason why no epilogue makes the gated product; None where one can, or without a gate."""
     if not problem.epilogue.gate:
         return None
@@ -42,30 +43,30 @@ def gate_refusal(problem: Problem) -> str | None:
     return None
 
 
-def half_refusal(problem: Problem) -> str | None:
+def half_refusal(problem: GemmProblem) -> str | None:
     """Why operands are not of 16 bits, or the result of no type that they give; None if so."""
     if problem.dtype not in HALVES:
         return f"for 16-bit operands, not {problem.dtype}"
     return result_refusal(problem)
 
 
-def result_refusal(problem: Problem) -> str | None:
+def result_refusal(problem: GemmProblem) -> str | None:
     """Why no tensor core's sum is stored as the result's type; None where it is."""
     return None if problem.out in (*HALVES, "float32") else f"no {problem.out} result"
 
 
-def activation_refusal(problem: Problem) -> str | None:
+def activation_refusal(problem: GemmProblem) -> str | None:
     """Why the epilogue's activation is in no kernel; None where it is, or without one."""
     act = problem.epilogue.act
     return f"no activation {act!r}" if act and act not in BY_KEY else None
 
 
-def store_refusal(problem: Problem) -> str | None:
+def store_refusal(problem: GemmProblem) -> str | None:
     """The reason why a kernel that stores dense rows of y cannot serve; None where it can."""
     return "rows of y stand apart" if problem.ldy else gate_refusal(problem)
 
 
-def plain_refusal(problem: Problem) -> str | None:
+def plain_refusal(problem: GemmProblem) -> str | None:
     """Why an epilogue with one dense operand and a bias a column is not enough; None if it is."""
     own = ("dw", "moments", "column_sums", "column_moments", "save_act", "exp", "row_scale")
     if problem.epilogue.among(*own) or problem.parts:
@@ -80,12 +81,12 @@ def plain_refusal(problem: Problem) -> str | None:
     return activation_refusal(problem) or store_refusal(problem)
 
 
-def normed(problem: Problem) -> bool:
+def normed(problem: GemmProblem) -> bool:
     """Whether the residual is a LayerNormalization of c."""
     return problem.epilogue.residual == "norm"
 
 
-def epilogue_defines(problem: Problem) -> dict[str, object]:
+def epilogue_defines(problem: GemmProblem) -> dict[str, object]:
     """The epilogue's macros; defaults are left out, so that equal code has one key."""
     flags = {
         "ALPHA": problem.epilogue.alpha != 1.0,
@@ -115,7 +116,7 @@ def epilogue_defines(problem: Problem) -> dict[str, object]:
     return defines | activation_macros(problem.epilogue.act)
 
 
-def type_defines(problem: Problem) -> dict[str, str]:
+def type_defines(problem: GemmProblem) -> dict[str, str]:
     """T (operands), TO (result), TV (column vectors), TR (row vectors, where not float)."""
     dw = problem.epilogue.dw is True
     fp32_columns = problem.epilogue.layernorm or dw or normed(problem)
@@ -126,7 +127,7 @@ def type_defines(problem: Problem) -> dict[str, str]:
     return {name: C_TYPES[kind] for name, kind in types.items()}
 
 
-def aligned(problem: Problem) -> bool:
+def aligned(problem: GemmProblem) -> bool:
     """Whether every line of a and b starts at a multiple of 16 bytes."""
     size = ITEMSIZE[problem.dtype]
     steps = [*ld(problem), *batch_strides(problem, "a", 0), *batch_strides(problem, "b", 0)]
@@ -135,7 +136,7 @@ def aligned(problem: Problem) -> bool:
 
 
 def epilogue_args(
-    problem: Problem,
+    problem: GemmProblem,
     columns: tuple[str, str] = ("col0", "col1"),
     rows: tuple[str, str] = ("row0", "row1"),
 ) -> tuple[Arg, ...]:
@@ -156,7 +157,7 @@ def fold_norm(types: dict[str, str], epilogue: dict[str, object]) -> None:
     epilogue.pop("EPI_BIAS", None)
 
 
-def portable_args(problem: Problem) -> tuple[Arg, ...]:
+def portable_args(problem: GemmProblem) -> tuple[Arg, ...]:
     """The arguments GEMM_PARAMS of gemm/portable.cuh, in order."""
     m, n, k = problem.m, problem.n, problem.k
     lda, ldb = ld(problem)
@@ -182,7 +183,7 @@ def each_has_steps(steps: int, splits: int) -> bool:
 
 
 def tile_seconds(
-    problem: Problem, bm: int, bn: int, per_sm: float, hw: Hardware, step_us: float, bk: int,
+    problem: GemmProblem, bm: int, bn: int, per_sm: float, hw: Hardware, step_us: float, bk: int,
     ends: int = 0,
 ) -> float:  # fmt: skip
     """Whole waves of bm x bn tiles at `per_sm` operations/s, floored by bytes and latency.
@@ -198,12 +199,12 @@ def tile_seconds(
     return max(work, latency, problem.bytes / hw.bandwidth / fed) + hw.launch_seconds
 
 
-def slope_seconds(problem: Problem, elements: float) -> float:
+def slope_seconds(problem: GemmProblem, elements: float) -> float:
     """The time of act'(c) for a thread's last elements, which nothing hides (H200, 2026-11)."""
     return 4.6e-8 * elements if problem.epilogue.dact else 0.0
 
 
-def parts_of_batch(problem: Problem) -> list[tuple[Problem, dict[str, Ptr]]]:
+def parts_of_batch(problem: GemmProblem) -> list[tuple[GemmProblem, dict[str, Ptr]]]:
     """The problem in parts that a grid's z axis has room for, and where their operands begin."""
     most = GRID[2]
     if not problem.batch or problem.batches <= most:
@@ -242,7 +243,7 @@ class _Portable(WithoutWorkspace, ABC):
     name: str
     source: str
 
-    def _refusal(self, problem: Problem) -> str | None:
+    def _refusal(self, problem: GemmProblem) -> str | None:
         own = ("moments", "column_sums", "column_moments", "save_act", "exp", "row_scale")
         if problem.epilogue.among(*own):
             return "sums over a row need a block that owns whole rows of its tile"
@@ -261,7 +262,7 @@ class _Portable(WithoutWorkspace, ABC):
             return "a dimension of 2^31 or more"
         return store_refusal(problem)
 
-    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch, or one for each part of a batch that a grid has no room for."""
         parts = parts_of_batch(problem)
         if len(parts) == 1:
@@ -271,10 +272,10 @@ class _Portable(WithoutWorkspace, ABC):
         )
 
     @abstractmethod
-    def _launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def _launch(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Launches:
         """The launch of a batch of at most 65,535 matrices."""
 
-    def parts(self, problem: Problem, config: Config) -> int:
+    def parts(self, problem: GemmProblem, config: KernelConfig) -> int:
         """How many [2, m] planes of "part" hold the sums of the rows of a weight's gradient."""
         return ceil(problem.n / config.integers("tile")[1])
 
@@ -293,7 +294,7 @@ class Simt(Unconditional, _Portable):
     source = "gemm/simt.cu"
     free_axes = "y"
 
-    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+    def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
         if problem.dtype.startswith("float8"):
             return f"no products of {problem.dtype} on ordinary cores"
         fancy = problem.epilogue.among("layernorm", "dx", "act", "dact")
@@ -301,12 +302,12 @@ class Simt(Unconditional, _Portable):
             return f"no such epilogue in {problem.dtype}"
         return self._refusal(problem)
 
-    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: GemmProblem, hw: Hardware) -> Sequence[KernelConfig]:
         """One config a tile size; 8-byte types keep to the smaller ones."""
         sizes = [64, 32] if ITEMSIZE[problem.dtype] == 8 else [128, 64, 32]
-        return [Config.of(tile=size) for size in sizes]
+        return [KernelConfig.of(tile=size) for size in sizes]
 
-    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> float:
         """Predicted seconds: waves of blocks at the rate of FMAs."""
         size = config.integer("tile")
         kind = "float64" if problem.dtype == "float64" else "float32"
@@ -317,11 +318,11 @@ class Simt(Unconditional, _Portable):
         ends = 16 if ITEMSIZE[problem.dtype] == 2 else 0
         return tile_seconds(problem, size, size, per_sm, hw, 0.6, 16, ends) + slope
 
-    def parts(self, problem: Problem, config: Config) -> int:
+    def parts(self, problem: GemmProblem, config: KernelConfig) -> int:
         """How many [2, m] planes of "part" hold the sums of the rows of a weight's gradient."""
         return ceil(problem.n / config.integer("tile"))
 
-    def _launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def _launch(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Launches:
         tile = SIMT_TILES[config.integer("tile")]
         vec = max(1, min(4, 16 // ITEMSIZE[problem.dtype])) if aligned(problem) else 1
         layout = {"TRANS_A": problem.trans_a, "TRANS_B": problem.trans_b, "VEC": vec}
@@ -347,28 +348,28 @@ FMA_TILES: dict[tuple[int, ...], tuple[int, float, float]] = {
 }
 
 
-class Fma(_Portable):
+class SimtSplitK(_Portable):
     """gemm/fma_sm80.cu: IEEE fp32 with k shared out among warps and blocks, for few tiles."""
 
     name = "fma"
     source = "gemm/fma_sm80.cu"
     free_axes = "y"
 
-    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+    def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
         if hw.cc < 80:
             return f"cp.async needs sm_80, this is {hw.arch}"
         if {problem.dtype, problem.out} != {"float32"}:
             return f"{problem.dtype} -> {problem.out}: fp32 alone"
         return self._refusal(problem)
 
-    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: GemmProblem, hw: Hardware) -> Sequence[KernelConfig]:
         """Tiles, with k in as many parts as it has 64s and as a cluster may have blocks."""
         most = ceil(problem.k / 64) if hw.cc >= 90 else 1
         splits = [split for split in (1, 2, 4, 8) if split <= most]
-        found = [Config.of(tile=tile, split=split) for tile in FMA_TILES for split in splits]
+        found = [KernelConfig.of(tile=tile, split=split) for tile in FMA_TILES for split in splits]
         return [config for config in found if self._smem(problem, config) <= hw.smem_per_block]
 
-    def _stages(self, problem: Problem, config: Config) -> tuple[int, int]:
+    def _stages(self, problem: GemmProblem, config: KernelConfig) -> tuple[int, int]:
         """How many tiles are on their way, and bytes of each: room is left for other blocks.
 
         Where a block's k is long, three blocks of 128 threads on a multiprocessor of Hopper, 75 KiB
@@ -382,28 +383,28 @@ class Fma(_Portable):
             return 2, size
         return (4 if 4 * size <= 80 << 10 else 3 if 3 * size <= 96 << 10 else 2), size
 
-    def _smem(self, problem: Problem, config: Config) -> int:
+    def _smem(self, problem: GemmProblem, config: KernelConfig) -> int:
         """Bytes for the stages of both tiles or the teams' sums, followed by the cluster's sums."""
         (bm, bn), split = config.integers("tile"), config.integer("split")
         tiles = prod(self._stages(problem, config))
         rest = (bm * bn if split > 1 else 0) + self._room(problem, config)
         return max(tiles, 4 * FMA_TILES[bm, bn][0] * bm * bn) + 4 * rest
 
-    def _room(self, problem: Problem, config: Config) -> int:
+    def _room(self, problem: GemmProblem, config: KernelConfig) -> int:
         """Further floats of shared memory."""
         return 0
 
-    def threads(self, config: Config) -> int:
+    def threads(self, config: KernelConfig) -> int:
         """The number of threads of a block."""
         bm, bn = config.integers("tile")
         return FMA_TILES[bm, bn][0] * bm * bn // 64
 
-    def fits(self, problem: Problem, config: Config) -> bool:
+    def fits(self, problem: GemmProblem, config: KernelConfig) -> bool:
         """Whether each of the blocks that share k has a part of it."""
         split = config.integer("split")
         return split == 1 or split <= ceil(problem.k / 64)
 
-    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> float:
         """Waves of parts of k, a launch, and the sum of the parts."""
         (bm, bn), split = config.integers("tile"), config.integer("split")
         blocks = ceil(problem.m / bm) * ceil(problem.n / bn) * problem.batches * split
@@ -417,7 +418,7 @@ class Fma(_Portable):
         slope = slope_seconds(problem, 64 / groups / split)
         return max(work + share, problem.bytes / hw.bandwidth) + hw.launch_seconds + slope
 
-    def _launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def _launch(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Launches:
         (bm, bn), split = config.integers("tile"), config.integer("split")
         groups, vec = FMA_TILES[bm, bn][0], 4 if aligned(problem) else 1
         lying = (
@@ -469,7 +470,7 @@ class Mma(Unconditional, _Portable):
     source = "gemm/mma_sm80.cu"
     free_axes = "y"
 
-    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+    def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
         if hw.cc < 80:
             return f"mma.sync with cp.async needs sm_80, this is {hw.arch}"
         if problem.dtype not in (*HALVES, "float32"):
@@ -478,18 +479,18 @@ class Mma(Unconditional, _Portable):
             return f"products asked for are {problem.math}"
         return result_refusal(problem) or self._refusal(problem)
 
-    def parts(self, problem: Problem, config: Config) -> int:
+    def parts(self, problem: GemmProblem, config: KernelConfig) -> int:
         """How many [2, m] planes of "part" hold the sums of the rows of a weight's gradient."""
         _, bn, _, wn = config.integers("tile")
         return ceil(problem.n / bn) * (bn // wn)
 
-    def _tile(self, problem: Problem, config: Config) -> dict[str, object]:
+    def _tile(self, problem: GemmProblem, config: KernelConfig) -> dict[str, object]:
         bm, bn, wm, wn = config.integers("tile")
         split = {"SPLIT": 3} if problem.dtype == "float32" and problem.math == "bf16x3" else {}
         stages = config.integer("stages")
         return {"BM": bm, "BN": bn, "WM": wm, "WN": wn, "BK": 32, "STAGES": stages, **split}
 
-    def _smem(self, problem: Problem, config: Config) -> int:
+    def _smem(self, problem: GemmProblem, config: KernelConfig) -> int:
         bm, bn, _, _ = config.integers("tile")
         size = ITEMSIZE[problem.dtype]
 
@@ -501,15 +502,17 @@ class Mma(Unconditional, _Portable):
             tile(bm, not problem.trans_a) + tile(bn, problem.trans_b)
         )
 
-    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: GemmProblem, hw: Hardware) -> Sequence[KernelConfig]:
         """Tiles with as many stages as fit."""
-        every = [Config.of(tile=tile, stages=stages) for tile in MMA_TILES for stages in (4, 2)]
+        every = [
+            KernelConfig.of(tile=tile, stages=stages) for tile in MMA_TILES for stages in (4, 2)
+        ]
         fit = [how for how in every if self._smem(problem, how) <= hw.smem_per_block]
         return [
             how for how in fit if how.integer("stages") == 4 or how.replace(stages=4) not in fit
         ]
 
-    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> float:
         """Tensor-core waves, at the tile's share of the full rate."""
         bm, bn, wm, wn = tile = config.integers("tile")
         kind = "tf32" if problem.dtype == "float32" else problem.dtype
@@ -531,7 +534,7 @@ class Mma(Unconditional, _Portable):
             seconds += waves * ceil(problem.k / 32) * 2.2e-6 * (bm + bn) / 256
         return seconds + slope_seconds(problem, wm * wn / 32)
 
-    def _launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def _launch(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Launches:
         bm, bn, wm, wn = config.integers("tile")
         layout = {
             "TRANS_A": problem.trans_a,

@@ -20,25 +20,26 @@ from onnx_fuse.kernels.rule_based import WithoutWorkspace
 from onnx_fuse.program.problem import (
     ITEMSIZE,
     Arg,
-    Config,
+    GemmProblem,
     Hardware,
+    KernelConfig,
     Launch,
+    Launches,
     Num,
-    Problem,
     Ptr,
     ld,
 )
 from onnx_fuse.program.size import coarse
 
 
-class Skinny(WithoutWorkspace):
+class SmallM(WithoutWorkspace):
     """A Gemm, or a LayerNormGemm with its statistics in the same launch."""
 
     name = "skinny"
     source = "layernorm_gemm/skinny.cu"
     free_axes = "z"
 
-    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+    def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
         if hw.cc < 80:
             return f"mma.sync with bf16 needs sm_80, this is {hw.arch}"
         if reason := half_refusal(problem):
@@ -53,7 +54,7 @@ class Skinny(WithoutWorkspace):
             return f"rows of w are read in pairs of columns, not n={problem.n}"
         return plain_refusal(problem)
 
-    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: GemmProblem, hw: Hardware) -> Sequence[KernelConfig]:
         """Rows and columns a block, warps side by side and along k, blocks that share k."""
         m, n, k = problem.m, problem.n, problem.k
         found = []
@@ -67,14 +68,16 @@ class Skinny(WithoutWorkspace):
                         # k is worth sharing while a lane still has a chunk of its own
                         if share > max(4, ceil(k / 32)) or (m > 64 and cluster > 1):
                             continue
-                        found.append(Config.of(mt=mt, nt=nt, wn=wn, warps=warps, cluster=cluster))
+                        found.append(
+                            KernelConfig.of(mt=mt, nt=nt, wn=wn, warps=warps, cluster=cluster)
+                        )
         return found
 
-    def fits(self, problem: Problem, config: Config) -> bool:
+    def fits(self, problem: GemmProblem, config: KernelConfig) -> bool:
         """Whether the columns are whole groups."""
         return problem.trans_b or problem.n % config.integer("nt") == 0
 
-    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> float:
         """Latency of load, multiply, add, store; w's bytes; L2's bytes."""
         mt, nt, wn, warps, cluster = self._shape(config)
         blocks_m, blocks_n = ceil(problem.m / (16 * mt)), ceil(problem.n / (8 * nt * wn))
@@ -99,7 +102,7 @@ class Skinny(WithoutWorkspace):
         slope = slope_seconds(problem, 4 * mt * nt * wn / warps / cluster)
         return slope + hw.launch_seconds / 2 + 1.45 * kind * sharing * side * max(chain, stream, l2)
 
-    def _shape(self, config: Config) -> tuple[int, int, int, int, int]:
+    def _shape(self, config: KernelConfig) -> tuple[int, int, int, int, int]:
         mt, nt, wn, warps, cluster = (
             config.integer(name) for name in ("mt", "nt", "wn", "warps", "cluster")
         )
@@ -110,7 +113,7 @@ class Skinny(WithoutWorkspace):
         fit = ((80 if warps == 16 else 176) - 64 * norm) // (8 * (nt + 2 * mt))
         return 4 if fit >= 4 else 2 if fit >= 2 else 1
 
-    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Launches:
         mt, nt, wn, warps, cluster = self._shape(config)
         norm = problem.op == "LayerNormGemm"
         mode = 0 if not norm else 1 if problem.folded else 2

@@ -20,15 +20,16 @@ from onnx_fuse.kernels.gemm_portable import (
     type_defines,
 )
 from onnx_fuse.kernels.rows import rename, row_stats
-from onnx_fuse.kernels.rule_based import AroundProduct
+from onnx_fuse.kernels.rule_based import DelegatingKernel
 from onnx_fuse.program.epilogue import EXP_COLUMNS
 from onnx_fuse.program.problem import (
     ITEMSIZE,
-    Config,
+    GemmProblem,
     Hardware,
+    KernelConfig,
     Launch,
+    Launches,
     Num,
-    Problem,
     Ptr,
     TensorMap,
     batch_strides,
@@ -86,14 +87,14 @@ def side_lanes(k: int) -> int:
     return 2 if k <= 128 else 8 if k <= 1024 else 16 if k <= 2048 else 32
 
 
-def side_seconds(problem: Problem, hw: Hardware) -> float:
+def side_seconds(problem: GemmProblem, hw: Hardware) -> float:
     """Seconds that the idle warps need for the rows' statistics, 1.25 us a load (H200, 2026-11)."""
     lanes = side_lanes(problem.k)
     tickets = ceil(ceil(problem.m / (32 // lanes)) / (SIDE_WARPS * hw.sm_count))
     return tickets * ceil(problem.k / (32 * lanes)) * 1.25e-6
 
 
-def columns(problem: Problem) -> int:
+def columns(problem: GemmProblem) -> int:
     """How many column vectors the epilogue reads."""
     turned = problem.epilogue.dw == "turned"
     if problem.epilogue.layernorm or normed(problem) or problem.epilogue.layer_scale or turned:
@@ -101,20 +102,20 @@ def columns(problem: Problem) -> int:
     return int(bool(problem.epilogue.bias or problem.epilogue.dw))
 
 
-def direct(problem: Problem, splits: int = 1) -> bool:
+def direct(problem: GemmProblem, splits: int = 1) -> bool:
     """Whether y leaves by plain stores: TMA stores 16-bit rows of a multiple of 16 bytes."""
     stride = problem.ldy or problem.n
     return splits > 1 or ITEMSIZE[problem.out] != 2 or stride % 8 != 0
 
 
-def streamed(problem: Problem) -> int:
+def streamed(problem: GemmProblem) -> int:
     """The bytes that a product moves, with c and z."""
     more = operand(problem) + bool(problem.epilogue.save_z or problem.epilogue.save_act)
     each = problem.batches * problem.m * problem.n * ITEMSIZE[problem.out]
     return problem.bytes + more * each
 
 
-def sum_of_parts(problem: Problem, splits: int) -> Launch:
+def sum_of_parts(problem: GemmProblem, splits: int) -> Launch:
     """The sum of parts of a product in the workspace, with the product's epilogue."""
     types = {name: t for name, t in type_defines(problem).items() if name in ("TO", "TV", "TR")}
     epilogue = problem.epilogue
@@ -136,7 +137,7 @@ class Wgmma:
     name = "wgmma"
     source = "gemm/wgmma_sm90.cu"
 
-    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+    def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
         """The reason why this kernel cannot serve `problem`, or None if it can."""
         if hw.arch != "sm_90a":
             return f"wgmma needs sm_90a, this is {hw.arch}"
@@ -201,7 +202,7 @@ class Wgmma:
             return "empty or too large"
         return gate_refusal(problem)
 
-    def own(self, problem: Problem, config: Config, hw: Hardware) -> bool:
+    def own(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> bool:
         """Whether the statistics of rows come from the one tile that each CTA has."""
         mi, bn, pingpong = config.integers("tile")
         # for all sizes of the class at once, so that its lengths share a program
@@ -210,7 +211,9 @@ class Wgmma:
         shape = mi == 1 and pingpong == 1 and single and tiles <= hw.sm_count
         return shape and problem.rows in ("stats", "rms")
 
-    def _smem(self, problem: Problem, config: Config, hw: Hardware) -> tuple[int, int, int]:
+    def _smem(
+        self, problem: GemmProblem, config: KernelConfig, hw: Hardware
+    ) -> tuple[int, int, int]:
         """Bytes of shared memory: of each stage, of each box of the result in flight, the rest."""
         mi, bn, pingpong = config.integers("tile")
         own = self.own(problem, config, hw)
@@ -229,7 +232,9 @@ class Wgmma:
         wide = bn if problem.trans_b else ceil(bn / 64) * 64
         return (rows + wide) * BK * 2 + 16, box, rest
 
-    def _stages(self, problem: Problem, config: Config, hw: Hardware) -> tuple[int, int, int]:
+    def _stages(
+        self, problem: GemmProblem, config: KernelConfig, hw: Hardware
+    ) -> tuple[int, int, int]:
         """Stages of the ring, boxes of the result that a warp keeps in flight, and all bytes."""
         stage, box, rest = self._smem(problem, config, hw)
 
@@ -241,7 +246,7 @@ class Wgmma:
         stages, boxes = (four, 4) if four >= min(two, 5) else (two, 2)
         return stages, boxes, stages * stage + boxes * box + rest
 
-    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: GemmProblem, hw: Hardware) -> Sequence[KernelConfig]:
         """Tiles, clusters where two rows of tiles exist, and splits where tiles are few."""
         found = []
         steps = self._steps(problem)
@@ -276,25 +281,27 @@ class Wgmma:
                     ):
                         continue
                     found.append(
-                        Config.of(tile=(mi, bn, pingpong), cluster=cluster, splits=splits, group=8)
+                        KernelConfig.of(
+                            tile=(mi, bn, pingpong), cluster=cluster, splits=splits, group=8
+                        )
                     )
             shared = problem.trans_a and not (alone or problem.batch or problem.planes)
             shared = shared and (mi, bn, pingpong) == (1, 192, 0)  # larger tiles spill
             idle = STREAM_TILES * hw.sm_count <= tiles < hw.sm_count
             if shared and idle and tiles * steps >= 8 * hw.sm_count:
-                found.append(Config.of(tile=(mi, bn, 0), cluster=1, splits=STREAM, group=8))
+                found.append(KernelConfig.of(tile=(mi, bn, 0), cluster=1, splits=STREAM, group=8))
         return [how for how in found if self._stages(problem, how, hw)[0] >= 3]
 
-    def fits(self, problem: Problem, config: Config) -> bool:
+    def fits(self, problem: GemmProblem, config: KernelConfig) -> bool:
         """Whether each split has steps of k."""
         splits = config.integer("splits")
         return splits <= 1 or each_has_steps(self._steps(problem), splits)
 
-    def _steps(self, problem: Problem) -> int:
+    def _steps(self, problem: GemmProblem) -> int:
         """64-wide steps of k, in all products of bf16 planes."""
         return ceil(problem.k / BK) * max(1, {0: 1, 2: 3, 3: 6}[problem.planes])
 
-    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> float:
         """The tiles' time, or that of their operands; where c and z take longest, tiles rank so."""
         mi, _, pingpong = config.integers("tile")
         # tiles mostly empty of rows stream b at a third of the memory's rate
@@ -307,7 +314,9 @@ class Wgmma:
             least = max(least, each * ACT_AND_Z)
         return max(rank, least + TIE * rank) + hw.launch_seconds
 
-    def fetch_seconds(self, problem: Problem, config: Config, alone: bool, pixels: bool) -> float:
+    def fetch_seconds(
+        self, problem: GemmProblem, config: KernelConfig, alone: bool, pixels: bool
+    ) -> float:
         """What TMA needs for a tile's rows of zeros: for the last column of tiles where `alone`."""
         mi, bn, pingpong = config.integers("tile")
         bm, cluster = (64 if pingpong else 128) * mi, config.integer("cluster")
@@ -329,7 +338,7 @@ class Wgmma:
         return seconds + bm * steps * PIXEL_SECONDS * pixels
 
     def tile_seconds(
-        self, problem: Problem, config: Config, hw: Hardware, pixels: bool = False
+        self, problem: GemmProblem, config: KernelConfig, hw: Hardware, pixels: bool = False
     ) -> float:
         """Waves of tiles; a tile's time is its products, its epilogue where nothing hides it.
 
@@ -394,7 +403,7 @@ class Wgmma:
             seconds += 4 * problem.m * problem.n * (splits + 1) / hw.bandwidth + 4e-6
         return seconds
 
-    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
+    def workspace(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> int:
         """Bytes of the partial sums of the splits of k, or of shared tiles."""
         splits = config.integer("splits")
         if splits == STREAM:
@@ -402,19 +411,19 @@ class Wgmma:
             return 4 * hw.sm_count * 128 * mi * bn
         return 4 * splits * problem.m * problem.n if splits > 1 else 0
 
-    def row_tiles(self, problem: Problem, config: Config) -> int:
+    def row_tiles(self, problem: GemmProblem, config: KernelConfig) -> int:
         """How many rows of "part" hold the column sums of a, with rows="tiles"."""
         mi, _, pingpong = config.integers("tile")
         return ceil(problem.m / ((64 if pingpong else 128) * mi))
 
-    def parts(self, problem: Problem, config: Config) -> int:
+    def parts(self, problem: GemmProblem, config: KernelConfig) -> int:
         """How many [2, m] planes of "part" hold sums of dgamma and dbeta; [2, n] of "turned"."""
         if problem.epilogue.dw == "turned":
             return ceil(problem.m / 16)
         columns = 1024 if config.integer("splits") > 1 else config.integers("tile")[1]
         return ceil(problem.n / columns)
 
-    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Launches:
         """The product, then the reduction where k is split."""
         m, n, k = problem.m, problem.n, problem.k
         mi, bn, pingpong = config.integers("tile")
@@ -531,7 +540,7 @@ class Wgmma:
         return (gemm, sum_of_parts(problem, splits))
 
 
-class SplitWgmma(AroundProduct):
+class SplitWgmma(DelegatingKernel):
     """fp32 operands as sums of bf16 planes, multiplied plane by plane by Wgmma.
 
     bf16x3: 2 planes, 3 products, 4e-6 relative error; bf16x6: 3 planes, 6 products, as fp32 itself.
@@ -542,11 +551,11 @@ class SplitWgmma(AroundProduct):
     def __init__(self) -> None:
         self.inner = Wgmma()
 
-    def planes(self, problem: Problem) -> int:
+    def planes(self, problem: GemmProblem) -> int:
         """bf16 planes an operand is split into."""
         return PLANES.get(problem.math, 0)
 
-    def _gemm(self, problem: Problem) -> Problem:
+    def _gemm(self, problem: GemmProblem) -> GemmProblem:
         epilogue = problem.epilogue
         if epilogue.bias or epilogue.row_bias:
             epilogue = replace(epilogue, bias_dtype=epilogue.bias_dtype or problem.dtype)
@@ -555,7 +564,7 @@ class SplitWgmma(AroundProduct):
             ldb=None, static_b=False, epilogue=epilogue, planes=self.planes(problem),
         )  # fmt: skip
 
-    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+    def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
         """The reason why this kernel cannot serve `problem`, or None if it can."""
         if problem.dtype != "float32" or not self.planes(problem):
             return f"for fp32 operands and bf16x3 or bf16x6, not {problem.dtype} {problem.math}"
@@ -563,20 +572,20 @@ class SplitWgmma(AroundProduct):
             return "no batches"
         return self.inner.supports(self._gemm(problem), hw)
 
-    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> float:
         """Both splittings (4 bytes read, 2 a plane written) and the passes."""
         moved = (4 + 2 * self.planes(problem)) * problem.k * (problem.m + problem.n)
         split = moved / hw.bandwidth + 2 * hw.launch_seconds
         return split + self.inner.cost(self._gemm(problem), config, hw)
 
-    def _sizes(self, problem: Problem) -> tuple[int, int]:
+    def _sizes(self, problem: GemmProblem) -> tuple[int, int]:
         each = 2 * self.planes(problem) * problem.k
         return ceil(each * problem.m / 256) * 256, ceil(each * problem.n / 256) * 256
 
-    def _own_bytes(self, problem: Problem) -> int:
+    def _own_bytes(self, problem: GemmProblem) -> int:
         return sum(self._sizes(problem))
 
-    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Launches:
         """Split a, split b, multiply."""
         lda, ldb = ld(problem)
         a, b = self._sizes(problem)

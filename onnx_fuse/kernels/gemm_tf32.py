@@ -17,11 +17,12 @@ from onnx_fuse.kernels.gemm_portable import (
 from onnx_fuse.kernels.gemm_sm90 import sum_of_parts
 from onnx_fuse.kernels.rows import rename
 from onnx_fuse.program.problem import (
-    Config,
+    GemmProblem,
     Hardware,
+    KernelConfig,
     Launch,
+    Launches,
     Num,
-    Problem,
     Ptr,
     TensorMap,
     ld,
@@ -54,7 +55,7 @@ class Tf32:
     name = "wgmma_tf32"
     source = "gemm/tf32_sm90.cu"
 
-    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+    def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
         """The reason why this kernel cannot serve `problem`, or None if it can."""
         if hw.arch != "sm_90a":
             return f"wgmma needs sm_90a, this is {hw.arch}"
@@ -71,7 +72,7 @@ class Tf32:
             return "empty or too large"
         return plain_refusal(problem.replace(dw=False) if problem.epilogue.dw is True else problem)
 
-    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: GemmProblem, hw: Hardware) -> Sequence[KernelConfig]:
         """Each tile that is no wider than y needs, with k in parts where tiles are few."""
         steps, rows = ceil(problem.k / BK), ceil(problem.m / 128)
         found = []
@@ -82,29 +83,29 @@ class Tf32:
             for splits in (1, 2, 3, 4, 6, 8):
                 few = tiles * splits <= 2 * resident * hw.sm_count and steps >= 4 * splits
                 if splits == 1 or (few and each_has_steps(steps, splits)):
-                    found.append(Config.of(tile=(bn, resident), splits=splits))
+                    found.append(KernelConfig.of(tile=(bn, resident), splits=splits))
         return found
 
-    def fits(self, problem: Problem, config: Config) -> bool:
+    def fits(self, problem: GemmProblem, config: KernelConfig) -> bool:
         """Whether each part has steps of k."""
         splits = config.integer("splits")
         return splits <= 1 or each_has_steps(ceil(problem.k / BK), splits)
 
-    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
+    def workspace(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> int:
         """The sums of the parts of k."""
         splits = config.integer("splits")
         return 4 * splits * problem.m * problem.n if splits > 1 else 0
 
-    def parts(self, problem: Problem, config: Config) -> int:
+    def parts(self, problem: GemmProblem, config: KernelConfig) -> int:
         """How many [2, m] planes of "part" hold the sums of the rows of a weight's gradient."""
         columns = 1024 if config.integer("splits") > 1 else config.integers("tile")[0]
         return ceil(problem.n / columns)
 
-    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> float:
         """Predicted seconds."""
         return self.seconds(problem, config, hw, 4 * problem.k * (problem.m + problem.n))
 
-    def seconds(self, problem: Problem, config: Config, hw: Hardware, read: int) -> float:
+    def seconds(self, problem: GemmProblem, config: KernelConfig, hw: Hardware, read: int) -> float:
         """The tiles' time or the memory's for operands of `read` bytes, then the sum of parts."""
         epilogue, size = problem.epilogue, 4 * problem.m * problem.n
         written = size * (1 + bool(epilogue.save_z or epilogue.save_act))
@@ -117,7 +118,7 @@ class Tf32:
         # a chip at its limit of power takes longer for long products, whose tiles rank by the rest
         return max(seconds, problem.flops / (0.8 * hw.rate("tf32")) + 0.01 * seconds)
 
-    def _tiles_seconds(self, problem: Problem, config: Config, hw: Hardware) -> float:
+    def _tiles_seconds(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> float:
         """A multiprocessor's tiles; a step's products, or its operands, whichever takes longer."""
         (bn, resident), splits = config.integers("tile"), max(1, config.integer("splits"))
         blocks = ceil(problem.m / 128) * ceil(problem.n / bn) * splits
@@ -129,7 +130,7 @@ class Tf32:
         tail = TILE_SECONDS + 128 * bn * together * STORE_SECONDS + slope_seconds(problem, bn / 2)
         return rounds * (steps * step + tail)
 
-    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Launches:
         """The product, then the sum of its parts where k has several."""
         (bn, resident), splits = config.integers("tile"), max(1, config.integer("splits"))
         m, n, k = problem.m, problem.n, problem.k

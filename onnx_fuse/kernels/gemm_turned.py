@@ -6,12 +6,21 @@ from abc import ABC, abstractmethod
 from math import ceil
 from typing import NamedTuple
 
-from onnx_fuse.kernels.gemm_portable import Fma
+from onnx_fuse.kernels.gemm_portable import SimtSplitK
 from onnx_fuse.kernels.gemm_tf32 import Tf32
 from onnx_fuse.kernels.rows import rename
-from onnx_fuse.kernels.rule_based import AroundProduct
+from onnx_fuse.kernels.rule_based import DelegatingKernel
 from onnx_fuse.program.call import INT32_LIMIT
-from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Problem, Ptr, ld
+from onnx_fuse.program.problem import (
+    GemmProblem,
+    Hardware,
+    KernelConfig,
+    Launch,
+    Launches,
+    Num,
+    Ptr,
+    ld,
+)
 
 TRANSPOSE_RATE, TRANSPOSE_SECONDS = 0.77, 3e-6
 """The share of the memory's rate at which an operand is transposed, and what it takes beside that
@@ -47,37 +56,37 @@ def _transpose(name: str, rows: int, columns: int, step: int) -> Copy:
     return Copy(name, ceil(4 * rows * pitch / 256) * 256, launch)
 
 
-class _Turned(AroundProduct, ABC):
+class _Turned(DelegatingKernel, ABC):
     """The product of another candidate, for which operands are transposed into the workspace."""
 
-    inner: Tf32 | Fma
+    inner: Tf32 | SimtSplitK
 
     @abstractmethod
-    def _gemm(self, problem: Problem) -> Problem:
+    def _gemm(self, problem: GemmProblem) -> GemmProblem:
         """The product of operands that lie as `inner` reads them."""
 
     @abstractmethod
-    def _copies(self, problem: Problem) -> list[Copy]:
+    def _copies(self, problem: GemmProblem) -> list[Copy]:
         """What is transposed first."""
 
-    def _own_bytes(self, problem: Problem) -> int:
+    def _own_bytes(self, problem: GemmProblem) -> int:
         """The bytes of the transposed operands."""
         return sum(copy.nbytes for copy in self._copies(problem))
 
-    def _refusal(self, problem: Problem, hw: Hardware) -> str | None:
+    def _refusal(self, problem: GemmProblem, hw: Hardware) -> str | None:
         """Why the product is not served; None where it is."""
         if any(size < 1 for size in (problem.m, problem.n, problem.k)):
             return "empty"
         return self.inner.supports(self._gemm(problem), hw)
 
-    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> float:
         """The product's, and a pass over each operand that is transposed."""
         copies = self._copies(problem)
         moved = 2 * sum(copy.nbytes for copy in copies)
         passes = moved / (TRANSPOSE_RATE * hw.bandwidth) + len(copies) * TRANSPOSE_SECONDS
         return self.inner.cost(self._gemm(problem), config, hw) + passes
 
-    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Launches:
         """The transposes, then the product."""
         calls: list[Launch] = []
         names: dict[str, Ptr] = {"workspace": Ptr("workspace", self._own_bytes(problem))}
@@ -89,7 +98,7 @@ class _Turned(AroundProduct, ABC):
         product = self.inner.launch(self._gemm(problem), config, hw)
         return (*calls, *(rename(call, names) for call in product))
 
-    def parts(self, problem: Problem, config: Config) -> int:
+    def parts(self, problem: GemmProblem, config: KernelConfig) -> int:
         """How many [2, m] planes of "part" hold the sums of the rows of a weight's gradient."""
         return self.inner.parts(problem, config)
 
@@ -101,7 +110,7 @@ class TurnedTf32(_Turned):
 
     inner = Tf32()
 
-    def _gemm(self, problem: Problem) -> Problem:
+    def _gemm(self, problem: GemmProblem) -> GemmProblem:
         """The product of rows along k."""
         lda, ldb = ld(problem)
         both = problem.trans_a and not problem.trans_b
@@ -111,14 +120,14 @@ class TurnedTf32(_Turned):
             ldb=ldb if problem.trans_b else _pitch(problem.k),
         )  # fmt: skip
 
-    def _copies(self, problem: Problem) -> list[Copy]:
+    def _copies(self, problem: GemmProblem) -> list[Copy]:
         """Those of a and b that do not lie along k."""
         lda, ldb = ld(problem)
         a = [_transpose("a", problem.m, problem.k, lda)] if problem.trans_a else []
         b = [] if problem.trans_b else [_transpose("b", problem.n, problem.k, ldb)]
         return a + b
 
-    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+    def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
         """The reason why this kernel cannot serve `problem`, or None if it can."""
         if problem.math != "tf32" or problem.dtype != "float32":
             return f"float32 by tf32 alone, not {problem.dtype} {problem.math}"
@@ -132,17 +141,17 @@ class TurnedFma(_Turned):
 
     name = "fma_turned"
 
-    inner = Fma()
+    inner = SimtSplitK()
 
-    def _gemm(self, problem: Problem) -> Problem:
+    def _gemm(self, problem: GemmProblem) -> GemmProblem:
         """The product with b's rows along n."""
         return problem.replace(trans_b=False, ldb=_pitch(problem.n))
 
-    def _copies(self, problem: Problem) -> list[Copy]:
+    def _copies(self, problem: GemmProblem) -> list[Copy]:
         """That of b."""
         return [_transpose("b", problem.k, problem.n, ld(problem)[1])]
 
-    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+    def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
         """The reason why this kernel cannot serve `problem`, or None if it can."""
         if problem.batch or not problem.trans_b or problem.dtype != "float32":
             return "single products in float32 of a b to transpose"

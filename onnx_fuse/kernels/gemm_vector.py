@@ -21,11 +21,12 @@ from onnx_fuse.kernels.gemm_portable import (
 from onnx_fuse.kernels.rule_based import WithoutWorkspace
 from onnx_fuse.program.problem import (
     ITEMSIZE,
-    Config,
+    GemmProblem,
     Hardware,
+    KernelConfig,
     Launch,
+    Launches,
     Num,
-    Problem,
     Ptr,
     ld,
     operand,
@@ -35,14 +36,14 @@ STEPS = 16
 """Loads of 16 bytes that a thread has on their way at once, 4 registers each."""
 
 
-class Vector(WithoutWorkspace):
+class Gemv(WithoutWorkspace):
     """A Gemm, or a LayerNormGemm with folded weights and its statistics in the same launch."""
 
     name = "vector"
     source = "gemm/vector.cu"
     free_axes = "yz"
 
-    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+    def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
         if problem.m != 1:
             return f"for one row, not {problem.m}"
         if hw.cc < 80:
@@ -69,27 +70,27 @@ class Vector(WithoutWorkspace):
             return "rows of w are not of 16-byte pieces"
         return None if self.configs(problem, hw) else f"k={problem.k} does not fit into registers"
 
-    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: GemmProblem, hw: Hardware) -> Sequence[KernelConfig]:
         """Warps a block, and columns a block or a warp."""
         shapes = (
             [("each", each, warps) for each in (1, 2) for warps in (4, 8)]
             if problem.trans_b
             else [("cols", cols, warps) for cols in (8, 16, 32, 64) for warps in (4, 8, 16)]
         )
-        found = [Config.of(warps=warps, **{name: columns}) for name, columns, warps in shapes]
+        found = [KernelConfig.of(warps=warps, **{name: columns}) for name, columns, warps in shapes]
         return [config for config in found if self.fits(problem, config)]
 
     def _steps(self, k: int, trans_b: bool, warps: int, columns: int) -> int:
         """Loads of a thread along k."""
         return ceil(k / 256) if trans_b else ceil(k / (256 // columns * warps))
 
-    def fits(self, problem: Problem, config: Config) -> bool:
+    def fits(self, problem: GemmProblem, config: KernelConfig) -> bool:
         """Whether registers hold all of k."""
         columns = config.integer("each") or config.integer("cols")
         steps = self._steps(problem.k, problem.trans_b, config.integer("warps"), columns)
         return (columns if problem.trans_b else 1) * steps <= STEPS
 
-    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> float:
         """What follows the wait; blocks that come up; the bytes of w, some of them read before."""
         warps, each = config.integer("warps"), config.integer("each")
         columns = each * warps if each else config.integer("cols")
@@ -104,7 +105,7 @@ class Vector(WithoutWorkspace):
             shape = 1.6e-6 / columns + (0.4e-6 if blocks < 24 else 0.0)
         return start + shape + max(0.4 * stream, stream - 1.5e-6)
 
-    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Launches:
         warps, each = config.integer("warps"), config.integer("each")
         norm, columns = problem.op == "LayerNormGemm", each or config.integer("cols")
         steps = self._steps(problem.k, problem.trans_b, warps, columns)

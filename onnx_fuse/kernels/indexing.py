@@ -14,9 +14,18 @@ from onnx_fuse.cuda.macros import C_TYPES, defines, lanes
 from onnx_fuse.cuda.pointwise import STORAGE
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.radix import RadixSort, aligned
-from onnx_fuse.kernels.rule_based import RuleBased, access_width
+from onnx_fuse.kernels.rule_based import HeuristicKernel, access_width
 from onnx_fuse.program.moves import GatherElements, GatherND, ScatterElements, ScatterND
-from onnx_fuse.program.problem import ITEMSIZE, Arg, Config, Hardware, Launch, Num, Ptr
+from onnx_fuse.program.problem import (
+    ITEMSIZE,
+    Arg,
+    Hardware,
+    KernelConfig,
+    Launch,
+    Launches,
+    Num,
+    Ptr,
+)
 from onnx_fuse.program.size import coarse
 
 THREADS = 256
@@ -58,7 +67,7 @@ def _units(inner: int, dtype: str) -> tuple[int, str]:
     return width, _UNITS[width * ITEMSIZE[dtype]]
 
 
-class _Tuples(RuleBased):
+class _Tuples(HeuristicKernel):
     """Kernels that read tuples of up to MAX_TUPLE indices."""
 
     def supports(self, problem: GatherND | ScatterND, hw: Hardware) -> str | None:
@@ -67,13 +76,13 @@ class _Tuples(RuleBased):
         return f"index tuples of {q}" if q > MAX_TUPLE else None
 
 
-class Elements(RuleBased):
+class Elements(HeuristicKernel):
     """indexing/gather.cu. Operands: x index y."""
 
     source = "indexing/gather.cu"
     free_axes = "yz"
 
-    def launch(self, problem: GatherElements, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: GatherElements, config: KernelConfig, hw: Hardware) -> Launches:
         sizes = (problem.size, problem.inner, problem.taken, problem.length)
         return self.one(
             "gather_elements", -(-problem.size // THREADS), THREADS,
@@ -88,7 +97,7 @@ class Tuples(_Tuples):
     source = "indexing/gather.cu"
     free_axes = "yz"
 
-    def launch(self, problem: GatherND, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: GatherND, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch, up to 16 bytes a thread."""
         width, unit = _units(problem.inner, problem.dtype)
         n = problem.batch * problem.rows * problem.inner // width
@@ -139,7 +148,7 @@ def _short_lines(problem: ScatterElements) -> str | None:
     return None
 
 
-class _Many(RuleBased):
+class _Many(HeuristicKernel):
     """Kernels that find out which updates are for the same row of y."""
 
     source = "indexing/places.cu"
@@ -176,7 +185,9 @@ class Last(_Many):
             return f"reduction {problem.reduction}"
         return super().supports(problem, hw)
 
-    def workspace(self, problem: ScatterElements | ScatterND, config: Config, hw: Hardware) -> int:
+    def workspace(
+        self, problem: ScatterElements | ScatterND, config: KernelConfig, hw: Hardware
+    ) -> int:
         """A number for each row of y, unless no row has two updates."""
         return 0 if _distinct(problem) else 4 * _Updates.of(problem).rows
 
@@ -188,8 +199,8 @@ class Last(_Many):
         return 2 * problem.bytes + 4 * updates.rows + 64 * updates.count
 
     def launch(
-        self, problem: ScatterElements | ScatterND, config: Config, hw: Hardware
-    ) -> tuple[Launch, ...]:
+        self, problem: ScatterElements | ScatterND, config: KernelConfig, hw: Hardware
+    ) -> Launches:
         """Numbers of 0, the largest number of an update of each row, and those updates; or all."""
         updates = _Updates.of(problem)
         width, unit = _units(updates.inner, problem.dtype)
@@ -197,7 +208,7 @@ class Last(_Many):
         distinct = _distinct(problem)
         index, last = Ptr("index"), Ptr("last" if distinct else "workspace")  # null
 
-        def each(entry: str, size: int, *args: Arg) -> tuple[Launch, ...]:
+        def each(entry: str, size: int, *args: Arg) -> Launches:
             return self.one(entry, -(-size // THREADS), THREADS, *args, **macros)
 
         units = updates.inner // width
@@ -214,7 +225,7 @@ class Last(_Many):
         )  # fmt: skip
 
 
-class WarpLines(RuleBased):
+class WarpLines(HeuristicKernel):
     """indexing/scatter.cu: a line in a warp's shared memory. Operands: y index update."""
 
     name = "warp"
@@ -233,7 +244,7 @@ class WarpLines(RuleBased):
             return f"{problem.lines} lines of {problem.given} updates are few and long"
         return None
 
-    def cost(self, problem: ScatterElements, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: ScatterElements, config: KernelConfig, hw: Hardware) -> float:
         """The bytes, or a warp's rounds one after another: 0.5 us for 32 updates."""
         waves = max(1.0, problem.lines / (64 * hw.sm_count))
         rounds = (-(-problem.given // 32) + 2) * 0.5e-6
@@ -245,7 +256,7 @@ class WarpLines(RuleBased):
         given = problem.given * (size + ITEMSIZE[problem.index])
         return problem.lines * (given + 2 * problem.length * size)
 
-    def launch(self, problem: ScatterElements, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: ScatterElements, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch, four lines a block."""
         slot = ITEMSIZE[problem.dtype]
         if problem.reduction != "none" and problem.dtype in ("float16", "bfloat16"):
@@ -259,13 +270,13 @@ class WarpLines(RuleBased):
         )  # fmt: skip
 
 
-class Lines(RuleBased):
+class Lines(HeuristicKernel):
     """indexing/scatter.cu. Operands: y index update."""
 
     source = "indexing/scatter.cu"
     free_axes = "yz"
 
-    def launch(self, problem: ScatterElements, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: ScatterElements, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch, a line a thread: its updates are in order."""
         sizes = (problem.lines, problem.inner, problem.given, problem.length)
         return self.one(
@@ -274,7 +285,7 @@ class Lines(RuleBased):
         )  # fmt: skip
 
 
-class Grouped(RuleBased):
+class Grouped(HeuristicKernel):
     """indexing/row_sums.cu: the updates of a row are found by a sort. Operands: y index update.
 
     A configuration sets `part`, the sorted updates of a row that one block sums.
@@ -306,18 +317,22 @@ class Grouped(RuleBased):
             return f"{count} updates in {rows} rows are too many to read once for {IDS} rows"
         return None
 
-    def cost(self, problem: ScatterElements | ScatterND, config: Config, hw: Hardware) -> float:
+    def cost(
+        self, problem: ScatterElements | ScatterND, config: KernelConfig, hw: Hardware
+    ) -> float:
         """The sort, and the updates, read in its order at 0.13 of a copy's rate (H200, 2026-11)."""
         updates = _Updates.of(problem)
         read = updates.count * updates.inner * ITEMSIZE[problem.dtype]
         return super().cost(problem, config, hw) + read / (0.13 * hw.bandwidth)
 
-    def configs(self, problem: ScatterElements | ScatterND, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: ScatterElements | ScatterND, hw: Hardware) -> Sequence[KernelConfig]:
         """The rule's, then smaller and larger parts."""
         part = _part(_Updates.of(problem).count)
-        return [Config.of(), *(Config.of(part=n) for n in (part // 2, 2 * part))]
+        return [KernelConfig.of(), *(KernelConfig.of(part=n) for n in (part // 2, 2 * part))]
 
-    def _room(self, problem: ScatterElements | ScatterND, config: Config) -> tuple[int, int, int]:
+    def _room(
+        self, problem: ScatterElements | ScatterND, config: KernelConfig
+    ) -> tuple[int, int, int]:
         """Sorted updates a part, the offset of the parts' sums in the workspace, and its bytes."""
         updates = _Updates.of(problem)
         part = config.integer("part") or _part(updates.count)
@@ -325,13 +340,15 @@ class Grouped(RuleBased):
         size = max(4, ITEMSIZE[problem.dtype])
         return part, at, at + 2 * -(-updates.count // part) * updates.inner * size
 
-    def workspace(self, problem: ScatterElements | ScatterND, config: Config, hw: Hardware) -> int:
+    def workspace(
+        self, problem: ScatterElements | ScatterND, config: KernelConfig, hw: Hardware
+    ) -> int:
         """The bytes of the order of the updates and of the sums of parts."""
         return self._room(problem, config)[2]
 
     def launch(
-        self, problem: ScatterElements | ScatterND, config: Config, hw: Hardware
-    ) -> tuple[Launch, ...]:
+        self, problem: ScatterElements | ScatterND, config: KernelConfig, hw: Hardware
+    ) -> Launches:
         """The sort, the sums of parts if a row can have several, and the sums of rows."""
         updates = _Updates.of(problem)
         count, rows, inner = updates.count, updates.rows, updates.inner
@@ -385,7 +402,7 @@ class _RowSums:
         vec, team = self._team
         return defines(T=STORAGE[self.dtype], VEC=vec, TEAM=team, **dict(self.more))
 
-    def launches(self) -> tuple[Launch, ...]:
+    def launches(self) -> Launches:
         """The sums of parts if a row can have several, and the sums of rows."""
         vec, team = self._team
 
@@ -436,7 +453,9 @@ class Sorted(_Many):
         found = stop + aligned(4 * _Updates.of(problem).rows)
         return stop, found, found + 16
 
-    def workspace(self, problem: ScatterElements | ScatterND, config: Config, hw: Hardware) -> int:
+    def workspace(
+        self, problem: ScatterElements | ScatterND, config: KernelConfig, hw: Hardware
+    ) -> int:
         """The sort's bytes, where the updates of each row begin and end, and the sums of parts."""
         updates = _Updates.of(problem)
         if updates.inner == 1:
@@ -452,8 +471,8 @@ class Sorted(_Many):
         return sort.moved + problem.bytes + behind * updates.count
 
     def launch(
-        self, problem: ScatterElements | ScatterND, config: Config, hw: Hardware
-    ) -> tuple[Launch, ...]:
+        self, problem: ScatterElements | ScatterND, config: KernelConfig, hw: Hardware
+    ) -> Launches:
         """The updates' rows, their sort, and their sums: by runs, or for rows by where they end."""
         updates, sort = _Updates.of(problem), self._sort(problem)
         row, order = sort.sorted
@@ -461,7 +480,7 @@ class Sorted(_Many):
         macros = self._macros(problem, "u32")
         reduce = _REDUCTIONS[problem.reduction]
 
-        def each(entry: str, *args: Arg) -> tuple[Launch, ...]:
+        def each(entry: str, *args: Arg) -> Launches:
             return self.one(entry, -(-updates.count // THREADS), THREADS, *args, **macros)
 
         keys = each("row_keys", Ptr("index"), sort.keys, count, none, *updates.sizes)
@@ -511,7 +530,7 @@ class Rows(_Tuples):
             return "it writes no zeros"
         return super().supports(problem, hw)
 
-    def launch(self, problem: ScatterND, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: ScatterND, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch, a block a tuple."""
         return self.one(
             "scatter_nd", problem.count, 128,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from onnx_fuse.program.problem import Config, Hardware, Launch
+from onnx_fuse.program.problem import Hardware, KernelConfig, Launches
 
 
 class Kernel(Protocol):
@@ -19,21 +19,21 @@ class Kernel(Protocol):
     def supports(self, problem: Any, hw: Hardware) -> str | None:
         """The reason why this kernel can't serve `problem`, or None: no other place states it."""
 
-    def configs(self, problem: Any, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: Any, hw: Hardware) -> Sequence[KernelConfig]:
         """The legal configurations, the default first."""
 
-    def fits(self, problem: Any, config: Config) -> bool:
+    def fits(self, problem: Any, config: KernelConfig) -> bool:
         """Whether `config`, legal for the largest sizes of the class, is so for `problem`.
 
         Each comparison with an open size is a guard; a kernel whose configurations serve every
         problem that it supports answers True.
         """
 
-    def cost(self, problem: Any, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: Any, config: KernelConfig, hw: Hardware) -> float:
         """Predicted seconds."""
 
-    def launch(self, problem: Any, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: Any, config: KernelConfig, hw: Hardware) -> Launches:
         """The kernel calls, in order."""
 
-    def workspace(self, problem: Any, config: Config, hw: Hardware) -> int:
+    def workspace(self, problem: Any, config: KernelConfig, hw: Hardware) -> int:
         """Bytes of scratch bound under "workspace" (0: none); contents need not be initialised."""

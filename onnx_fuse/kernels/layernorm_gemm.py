@@ -15,16 +15,25 @@ from typing import TypeAlias
 
 from onnx_fuse.kernels.cublaslt import CublasLt
 from onnx_fuse.kernels.gemm_cluster import Cluster, NormCluster
-from onnx_fuse.kernels.gemm_portable import Fma, Mma, Simt
-from onnx_fuse.kernels.gemm_skinny import Skinny
+from onnx_fuse.kernels.gemm_portable import Mma, Simt, SimtSplitK
+from onnx_fuse.kernels.gemm_skinny import SmallM
 from onnx_fuse.kernels.gemm_sm90 import SplitWgmma, Wgmma
 from onnx_fuse.kernels.gemm_tf32 import Tf32
 from onnx_fuse.kernels.gemm_turned import TurnedTf32
-from onnx_fuse.kernels.gemm_vector import Vector
+from onnx_fuse.kernels.gemm_vector import Gemv
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rows import fold, fold_seconds, rename, row_stats
-from onnx_fuse.kernels.rule_based import AroundProduct
-from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Problem, Ptr, Value
+from onnx_fuse.kernels.rule_based import DelegatingKernel
+from onnx_fuse.program.problem import (
+    ITEMSIZE,
+    GemmProblem,
+    Hardware,
+    KernelConfig,
+    Launch,
+    Launches,
+    Ptr,
+    Value,
+)
 
 KEPT = ("act", "act_alpha", "save_z", "residual", "align", "bias_dtype", "gate")
 
@@ -33,17 +42,17 @@ def _pad(size: int) -> int:
     return ceil(size / 256) * 256
 
 
-def gemm_problem(problem: Problem, **values: Value) -> Problem:
+def gemm_problem(problem: GemmProblem, **values: Value) -> GemmProblem:
     """The Gemm inside a LayerNormGemm, with the epilogue that it keeps."""
     make = _plain_gemm if problem.trace is None else _gemm
     return make(problem, tuple(values.items()))
 
 
-def _gemm(problem: Problem, values: tuple[tuple[str, Value], ...]) -> Problem:
+def _gemm(problem: GemmProblem, values: tuple[tuple[str, Value], ...]) -> GemmProblem:
     given = problem.extras
     kept = {name: given[name] for name in KEPT if given.get(name)}
     kept |= {"static_b": True} if problem.static_b and problem.folded else {}
-    return Problem.of(
+    return GemmProblem.of(
         "Gemm",
         m=problem.m, n=problem.n, k=problem.k, dtype=problem.dtype, out_dtype=problem.out,
         trans_b=problem.trans_b, math=problem.math, **(kept | dict(values)),
@@ -58,20 +67,20 @@ _APART = 1e-6
 """What a pass for the statistics has to gain: the product waits for its last rows."""
 
 
-def stats_seconds(problem: Problem, hw: Hardware) -> float:
+def stats_seconds(problem: GemmProblem, hw: Hardware) -> float:
     """Predicted seconds of the statistics: one read of x, whose short rows leave lanes idle."""
     size = ITEMSIZE[problem.dtype] * problem.m * max(problem.k, 512)
     return hw.launch_seconds + size / hw.bandwidth
 
 
-class Fold(AroundProduct):
+class FoldWeights(DelegatingKernel):
     """LayerNorm folded into the weights and the epilogue of a 16-bit GEMM; x is never rewritten."""
 
     def __init__(self, inner: Wgmma | Mma) -> None:
         self.inner = inner
         self.name = f"fold_{inner.name}"
 
-    def _gemm(self, problem: Problem, *, apart: bool = False) -> Problem:
+    def _gemm(self, problem: GemmProblem, *, apart: bool = False) -> GemmProblem:
         """The product, with the statistics made beside it unless they are made `apart`."""
         if problem.stats or apart or isinstance(self.inner, Mma):
             return gemm_problem(problem, layernorm=True)
@@ -81,14 +90,14 @@ class Fold(AroundProduct):
         epsilon = problem.epsilon
         return gemm_problem(problem, layernorm=True, epsilon=epsilon, **how)
 
-    def _side(self, problem: Problem, config: Config, hw: Hardware) -> bool:
+    def _side(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> bool:
         """Whether the GEMM makes the statistics itself, which it cannot where k is split.
 
         Its idle warps have few rows in flight at a time, so that a pass of its own may be faster.
         """
         return self._how(problem.upper_bound(), config, hw)[0]
 
-    def _how(self, problem: Problem, config: Config, hw: Hardware) -> tuple[bool, float]:
+    def _how(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> tuple[bool, float]:
         """The answer of `_side` for plain sizes, and the seconds of product and statistics so."""
         gemm = self._gemm(problem)
         if not (gemm.rows or gemm.parts) or config.integer("splits", 1) > 1:
@@ -105,7 +114,7 @@ class Fold(AroundProduct):
         seconds = self.inner.cost(self._gemm(problem, apart=apart), config, hw)
         return side, seconds + stats_seconds(problem, hw) if apart else seconds
 
-    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+    def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
         if problem.dtype not in ("bfloat16", "float16"):
             # the tensor core would round x, and the error would grow with |mean| / std
             return f"the fold is exact for 16-bit x only, not {problem.dtype}"
@@ -113,26 +122,26 @@ class Fold(AroundProduct):
             return "no statistics of parts"
         return self.inner.supports(self._gemm(problem), hw)
 
-    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> float:
         """The GEMM, one read of x, and the weights' preparation where it is not done before."""
         _, seconds = self._how(problem, config, hw)
         if not problem.folded:
             seconds += fold_seconds(problem.k, problem.n, problem.dtype, hw)
         return seconds
 
-    def _sizes(self, problem: Problem) -> tuple[int, int]:
+    def _sizes(self, problem: GemmProblem) -> tuple[int, int]:
         """Bytes of wq, and of cs (and cv), in the workspace."""
         if problem.folded:
             return 0, 0
         wq = ITEMSIZE[problem.dtype] * problem.k * problem.n
         return _pad(wq), _pad(4 * problem.n)
 
-    def _own_bytes(self, problem: Problem) -> int:
+    def _own_bytes(self, problem: GemmProblem) -> int:
         """The bytes of the folded weights."""
         wq, cs = self._sizes(problem)
         return wq + 2 * cs
 
-    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Launches:
         """Statistics, fold, GEMM: each where it is needed."""
         wq, cs = self._sizes(problem)
         names = {
@@ -167,10 +176,12 @@ class Fold(AroundProduct):
         return tuple(calls)
 
 
-Product: TypeAlias = Cluster | Wgmma | SplitWgmma | Tf32 | TurnedTf32 | CublasLt | Mma | Fma | Simt
+Product: TypeAlias = (
+    Cluster | Wgmma | SplitWgmma | Tf32 | TurnedTf32 | CublasLt | Mma | SimtSplitK | Simt
+)
 
 
-class Apply(AroundProduct):
+class ApplyNorm(DelegatingKernel):
     """The plain way: rows normalised into the workspace, then any Gemm; serves every problem.
 
     fp32 tensors through SplitWgmma skip the copy: the pass that normalises writes the planes.
@@ -180,31 +191,31 @@ class Apply(AroundProduct):
         self.inner = inner
         self.name = f"apply_{inner.name}"
 
-    def _gemm(self, problem: Problem) -> Problem:
+    def _gemm(self, problem: GemmProblem) -> GemmProblem:
         # the weights are older than the launch before, the normalisation: they may be read ahead
         ahead = {"static_b": True} if isinstance(self.inner, Cluster | Wgmma) else {}
         return gemm_problem(problem, bias=bool(problem.epilogue.bias), **ahead)
 
-    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+    def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
         if problem.folded:
             return "the weights are folded: gamma and beta are not given"
         if problem.dtype not in ("float32", "bfloat16", "float16"):
             return f"no row statistics in {problem.dtype}"
         return self.inner.supports(self._gemm(problem), hw)
 
-    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> float:
         """The GEMM, and x read and written once; a cluster's start then hides behind nothing."""
         seconds = self.inner.cost(self._gemm(problem), config, hw)
         seconds += 1.3e-6 if isinstance(self.inner, Cluster) else 0.5e-6
         return seconds + 2 * stats_seconds(problem, hw) - hw.launch_seconds
 
-    def _own_bytes(self, problem: Problem) -> int:
+    def _own_bytes(self, problem: GemmProblem) -> int:
         """The bytes of the normalised rows."""
         if isinstance(self.inner, SplitWgmma):
             return 0
         return _pad(ITEMSIZE[problem.dtype] * problem.m * problem.k)
 
-    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Launches:
         """The launches of the norm and of the product."""
         inner = self._gemm(problem)
         calls = self.inner.launch(inner, config, hw)
@@ -232,8 +243,9 @@ class Apply(AroundProduct):
 
 KERNELS: dict[str, Sequence[Kernel]] = {
     "LayerNormGemm": (
-        Cluster(), NormCluster(), Vector(), Skinny(), Fold(Wgmma()), Apply(SplitWgmma()),
-        Fold(Mma()), Apply(Cluster()), Apply(Wgmma()), Apply(Tf32()), Apply(TurnedTf32()),
-        Apply(CublasLt()), Apply(Mma()), Apply(Fma()), Apply(Simt()),
+        Cluster(), NormCluster(), Gemv(), SmallM(), FoldWeights(Wgmma()), ApplyNorm(SplitWgmma()),
+        FoldWeights(Mma()), ApplyNorm(Cluster()), ApplyNorm(Wgmma()), ApplyNorm(Tf32()),
+        ApplyNorm(TurnedTf32()), ApplyNorm(CublasLt()), ApplyNorm(Mma()), ApplyNorm(SimtSplitK()),
+        ApplyNorm(Simt()),
     ),
 }  # fmt: skip

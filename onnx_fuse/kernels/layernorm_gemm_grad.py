@@ -20,8 +20,8 @@ from collections.abc import Mapping, Sequence
 from math import ceil
 from typing import TypeAlias
 
-from onnx_fuse.kernels.gemm_portable import Fma, Mma, Simt
-from onnx_fuse.kernels.gemm_skinny import Skinny
+from onnx_fuse.kernels.gemm_portable import Mma, Simt, SimtSplitK
+from onnx_fuse.kernels.gemm_skinny import SmallM
 from onnx_fuse.kernels.gemm_sm90 import PLANES, Wgmma
 from onnx_fuse.kernels.gemm_tf32 import Tf32
 from onnx_fuse.kernels.gemm_turned import TurnedTf32
@@ -35,11 +35,18 @@ from onnx_fuse.kernels.rows import (
     row_stats,
     sum_parts,
 )
-from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Problem, Ptr
+from onnx_fuse.program.problem import (
+    ITEMSIZE,
+    GemmProblem,
+    Hardware,
+    KernelConfig,
+    Launches,
+    Ptr,
+)
 from onnx_fuse.program.size import maximum
 
-OfWeights: TypeAlias = Wgmma | Mma | Fma | Simt | Tf32 | TurnedTf32
-Product: TypeAlias = OfWeights | Skinny
+OfWeights: TypeAlias = Wgmma | Mma | SimtSplitK | Simt | Tf32 | TurnedTf32
+Product: TypeAlias = OfWeights | SmallM
 
 
 class TwoGemms:
@@ -51,39 +58,39 @@ class TwoGemms:
         self.inner = Wgmma()
         # tiles: a row's tiles run at once and add up c1, c2 and dbias's parts themselves
         self.for_dx: Mapping[str, Product] = {
-            "tiles": self.inner, "wgmma": self.inner, "skinny": Skinny(),
+            "tiles": self.inner, "wgmma": self.inner, "skinny": SmallM(),
         }  # fmt: skip
         self.for_dw: Mapping[str, OfWeights] = {"wgmma": self.inner}
 
-    def _planes(self, problem: Problem) -> int:
+    def _planes(self, problem: GemmProblem) -> int:
         """bf16 planes of an fp32 operand; 0 for 16-bit ones."""
         return PLANES.get(problem.math, 0) if problem.dtype == "float32" else 0
 
-    def _types(self, problem: Problem) -> dict[str, str | int]:
+    def _types(self, problem: GemmProblem) -> dict[str, str | int]:
         if planes := self._planes(problem):
             return {"dtype": "bfloat16", "out_dtype": "float32", "planes": planes}
         return {"dtype": problem.dtype}
 
-    def _dx(self, problem: Problem, kernel: str = "wgmma") -> Problem:
-        return Problem.of(
+    def _dx(self, problem: GemmProblem, kernel: str = "wgmma") -> GemmProblem:
+        return GemmProblem.of(
             "Gemm", m=problem.m, n=problem.k, k=problem.n, trans_b=not problem.trans_b, dx=True,
             save_z=not self._planes(problem), rows="tiles" if kernel == "tiles" else "",
             accumulate=bool(problem.add),
             rms=problem.rms, **self._types(problem),
         )  # type: ignore[arg-type]  # fmt: skip
 
-    def _dw(self, problem: Problem) -> Problem:
+    def _dw(self, problem: GemmProblem) -> GemmProblem:
         if problem.trans_b:
-            return Problem.of(
+            return GemmProblem.of(
                 "Gemm", m=problem.n, n=problem.k, k=problem.m, trans_a=True, dw="turned",
                 rms=problem.rms, **self._types(problem),
             )  # type: ignore[arg-type]  # fmt: skip
-        return Problem.of(
+        return GemmProblem.of(
             "Gemm", m=problem.k, n=problem.n, k=problem.m, trans_a=True, dw=True,
             rms=problem.rms, **self._types(problem),
         )  # type: ignore[arg-type]  # fmt: skip
 
-    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+    def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
         if problem.trans_b and (problem.dtype == "float32" or problem.folded):
             return "w is [k, n]"
         if problem.add == "apart":
@@ -99,17 +106,17 @@ class TwoGemms:
         dx, dw = self._dx(problem), self._dw(problem)
         return self.inner.supports(dx, hw) or self.inner.supports(dw, hw)
 
-    def _split(self, config: Config) -> tuple[Config, Config]:
-        def part(prefix: str) -> Config:
+    def _split(self, config: KernelConfig) -> tuple[KernelConfig, KernelConfig]:
+        def part(prefix: str) -> KernelConfig:
             keys = [(key, value) for key, value in config.attrs if key.startswith(prefix)]
-            return Config(tuple((key.removeprefix(prefix), value) for key, value in keys))
+            return KernelConfig(tuple((key.removeprefix(prefix), value) for key, value in keys))
 
         return part("dx_"), part("dw_")
 
-    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: GemmProblem, hw: Hardware) -> Sequence[KernelConfig]:
         """The few best pairs of the two GEMMs' configurations: their choices are independent."""
 
-        def best(gemms: Mapping[str, Problem]) -> list[Config]:
+        def best(gemms: Mapping[str, GemmProblem]) -> list[KernelConfig]:
             every = [
                 (how.replace(kernel=name), self._cost(gemm, how.replace(kernel=name), hw))
                 for name, gemm in gemms.items()
@@ -124,17 +131,17 @@ class TwoGemms:
         dw = best({name: self._dw(problem) for name in self.for_dw})
         pairs = [(dx[0], how) for how in dw] + [(how, dw[0]) for how in dx[1:]]
         return [
-            Config.of(
+            KernelConfig.of(
                 **{f"dx_{key}": value for key, value in first.attrs},
                 **{f"dw_{key}": value for key, value in second.attrs},
             )
             for first, second in pairs
         ]
 
-    def _product(self, gemm: Problem, name: str) -> Product:
+    def _product(self, gemm: GemmProblem, name: str) -> Product:
         return (self.for_dw if gemm.epilogue.dw else self.for_dx)[name]
 
-    def fits(self, problem: Problem, config: Config) -> bool:
+    def fits(self, problem: GemmProblem, config: KernelConfig) -> bool:
         """Whether both products can run their configurations."""
         dx, dw = self._split(config)
         name = dx.text("kernel")
@@ -142,7 +149,7 @@ class TwoGemms:
             dw.text("kernel")
         ].fits(self._dw(problem), dw)
 
-    def _cost(self, gemm: Problem, how: Config, hw: Hardware) -> float:
+    def _cost(self, gemm: GemmProblem, how: KernelConfig, hw: Hardware) -> float:
         """A product, and before dx the pass over dy and z where its tiles do not make the dots."""
         seconds = self._product(gemm, how.text("kernel")).cost(gemm, how, hw)
         if gemm.epilogue.dw or gemm.rows:
@@ -153,7 +160,7 @@ class TwoGemms:
         moved = 2 * (ITEMSIZE[gemm.out] + planes) * gemm.m * gemm.k
         return seconds + moved / (fed * hw.bandwidth) + hw.launch_seconds
 
-    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> float:
         """Both GEMMs, what their epilogues move, one pass over dy and z, the fold, small sums."""
         dx, dw = self._split(config)
         m, n, k, size = problem.m, problem.n, problem.k, ITEMSIZE[problem.dtype]
@@ -173,17 +180,17 @@ class TwoGemms:
             + (6 if planes else 4) * hw.launch_seconds
         )
 
-    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
+    def workspace(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> int:
         """Folded weights, xh, dz, row and column vectors, partial sums, split k."""
         return self._plan(problem, config, hw)[1]
 
-    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Launches:
         """Fold, row dots, dbias, dx, (xh,) dw, the last sums."""
         return self._plan(problem, config, hw)[0]
 
     def _plan(
-        self, problem: Problem, config: Config, hw: Hardware
-    ) -> tuple[tuple[Launch, ...], int]:
+        self, problem: GemmProblem, config: KernelConfig, hw: Hardware
+    ) -> tuple[Launches, int]:
         m, n, k, dtype = problem.m, problem.n, problem.k, problem.dtype
         act, planes = problem.epilogue.act, self._planes(problem)
         size = 2 * planes or ITEMSIZE[dtype]
@@ -221,7 +228,7 @@ class TwoGemms:
         part, dots_part = arena.allocate(scratch), arena.allocate(8 * tiles * k)
         first = rename(dots, {"cs": cs, "cv": cv, "dz": dz, "c1": c1, "c2": c2, "part": part})
         db = rename(sum_parts(rows, n, 1, dtype), {"part": part, "wide": dc, "out0": Ptr("dc")})
-        folds: tuple[Launch, ...] = (
+        folds: Launches = (
             (whole, sum_parts(strips, n, 2, "float32"))
             if dtype == "float32"
             else ()
@@ -284,21 +291,21 @@ class Portable(TwoGemms):
 
     def __init__(self) -> None:
         super().__init__()
-        every: dict[str, OfWeights] = {"mma": Mma(), "fma": Fma(), "simt": Simt()}
+        every: dict[str, OfWeights] = {"mma": Mma(), "fma": SimtSplitK(), "simt": Simt()}
         self.for_dx, self.for_dw = every | {"wgmma_tf32": Tf32()}, every | {
             "wgmma_tf32_turned": TurnedTf32(),
         }  # fmt: skip
 
-    def _planes(self, problem: Problem) -> int:
+    def _planes(self, problem: GemmProblem) -> int:
         return 0
 
-    def _types(self, problem: Problem) -> dict[str, str | int]:
+    def _types(self, problem: GemmProblem) -> dict[str, str | int]:
         return {"dtype": problem.dtype, "math": problem.math, "align": problem.align}
 
-    def _dx(self, problem: Problem, kernel: str = "") -> Problem:
+    def _dx(self, problem: GemmProblem, kernel: str = "") -> GemmProblem:
         return super()._dx(problem).replace(save_z=not problem.frozen, trans_b=kernel != "fma")
 
-    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+    def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
         if problem.trans_b:
             return "w is [k, n]"
         if problem.add == "apart":
@@ -312,13 +319,13 @@ class Portable(TwoGemms):
         gemms = self._dx(problem, "simt"), self._dw(problem)
         return next((why for gemm in gemms if (why := Simt().supports(gemm, hw))), None)
 
-    def _cost(self, gemm: Problem, how: Config, hw: Hardware) -> float:
+    def _cost(self, gemm: GemmProblem, how: KernelConfig, hw: Hardware) -> float:
         """A product, what its epilogue reads and writes beside its result."""
         seconds = self._product(gemm, how.text("kernel")).cost(gemm, how, hw)
         moved = gemm.m * gemm.n * (1 + gemm.epilogue.save_z) * ITEMSIZE[gemm.out]
         return seconds + moved / (0.7 * hw.bandwidth)
 
-    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> float:
         """Both products, the fold of the weights, the pass over dy and z, the last sums."""
         dx, dw = self._split(config)
         m, n, k, size = problem.m, problem.n, problem.k, ITEMSIZE[problem.dtype]

@@ -11,7 +11,16 @@ from math import ceil
 
 from onnx_fuse.cuda.macros import C_TYPES, as_defines
 from onnx_fuse.ops.activations import activation_macros
-from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Num, Problem, Ptr
+from onnx_fuse.program.problem import (
+    ITEMSIZE,
+    GemmProblem,
+    Hardware,
+    KernelConfig,
+    Launch,
+    Launches,
+    Num,
+    Ptr,
+)
 from onnx_fuse.program.size import coarse, maximum
 
 N_STEP = 64  # columns of dz and w a stage holds
@@ -64,7 +73,7 @@ class Tiles:
             "RUN": self.run,
         }  # fmt: skip
 
-    def blocks_of(self, problem: Problem) -> tuple[int, int]:
+    def blocks_of(self, problem: GemmProblem) -> tuple[int, int]:
         """Tiles of g, and blocks of dw."""
         of_g = ceil(problem.m / self.am) * ceil(problem.k / self.ak)
         return of_g, ceil(problem.k / self.bk) * ceil(ceil(problem.n / self.bn) / self.run)
@@ -91,7 +100,7 @@ class FewRows:
     name = "few_rows"
     source = "layernorm_gemm/grad_few_rows.cu"
 
-    def supports(self, problem: Problem, hw: Hardware) -> str | None:
+    def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
         if hw.cc < 80:
             return f"mma.sync with bf16 needs sm_80, this is {hw.arch}"
         if problem.dtype not in ("float16", "bfloat16"):
@@ -110,7 +119,7 @@ class FewRows:
             return "operands are not 16-byte aligned"
         return None
 
-    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: GemmProblem, hw: Hardware) -> Sequence[KernelConfig]:
         """Tiles no taller than the rows, with enough splits of n to fill the chip."""
         steps, found = ceil(problem.n / N_STEP), []
         for name, tiles in TILES.items():
@@ -124,14 +133,14 @@ class FewRows:
             of_g, _ = tiles.blocks_of(problem)
             enough = [s for s in SPLITS if s <= max(1, steps // 2)]
             room = [s for s in enough if of_g * s <= 3 * hw.sm_count] or enough[:1]
-            found += [Config.of(tiles=name, splits=splits) for splits in room]
+            found += [KernelConfig.of(tiles=name, splits=splits) for splits in room]
         return found
 
-    def fits(self, problem: Problem, config: Config) -> bool:
+    def fits(self, problem: GemmProblem, config: KernelConfig) -> bool:
         """Whether each split has a step of n."""
         return config.integer("splits") <= max(1, ceil(problem.n / N_STEP) // 2)
 
-    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> float:
         """Waves of blocks, or the bytes if they take longer, and the second launch."""
         tiles, splits = self._shape(config)
         m, n, k, size = problem.m, problem.n, problem.k, ITEMSIZE[problem.dtype]
@@ -158,20 +167,20 @@ class FewRows:
         rate = hw.cached_bandwidth if passed <= hw.l2_bytes / 2 else hw.bandwidth
         return first + second + added + passed / rate + hw.launch_seconds
 
-    def _shape(self, config: Config) -> tuple[Tiles, int]:
+    def _shape(self, config: KernelConfig) -> tuple[Tiles, int]:
         return TILES[config.text("tiles")], config.integer("splits")
 
-    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
+    def workspace(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> int:
         """dz, the parts of g and of its sums."""
         return self._plan(problem, config, hw)[1]
 
-    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Launches:
         """The pass that makes dz, if there is an activation; the products; sums across blocks."""
         return self._plan(problem, config, hw)[0]
 
     def _plan(
-        self, problem: Problem, config: Config, hw: Hardware
-    ) -> tuple[tuple[Launch, ...], int]:
+        self, problem: GemmProblem, config: KernelConfig, hw: Hardware
+    ) -> tuple[Launches, int]:
         tiles, splits = self._shape(config)
         m, n, k, act = problem.m, problem.n, problem.k, problem.epilogue.act
         of_g, of_dw = tiles.blocks_of(problem)

@@ -11,16 +11,23 @@ from dataclasses import replace
 from math import ceil, prod
 
 from onnx_fuse.cuda.macros import as_defines
-from onnx_fuse.kernels.gemm_portable import Fma
+from onnx_fuse.kernels.gemm_portable import SimtSplitK
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rows import rename, sum_parts
-from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Problem, Ptr
+from onnx_fuse.program.problem import (
+    ITEMSIZE,
+    GemmProblem,
+    Hardware,
+    KernelConfig,
+    Launches,
+    Ptr,
+)
 
 
-class LeafFma(Fma):
+class WeightOnlyGrad(SimtSplitK):
     """gemm/fma_sm80.cu with LEAF, and the sum of its parts."""
 
-    def configs(self, problem: Problem, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: GemmProblem, hw: Hardware) -> Sequence[KernelConfig]:
         """The configurations whose blocks hold all of k, joined in clusters where possible."""
         whole = [how for how in super().configs(problem, hw) if how.integer("split") == 1]
         most = 8 if hw.cc >= 90 else 0
@@ -29,30 +36,30 @@ class LeafFma(Fma):
             for how in whole
         ]
 
-    def _parts(self, problem: Problem, config: Config) -> tuple[int, int]:
+    def _parts(self, problem: GemmProblem, config: KernelConfig) -> tuple[int, int]:
         """How many parts there are, of how many sums."""
         bm, bn = config.integers("tile")
         if problem.turned:
             return ceil(problem.n / bn), problem.m
         return ceil(problem.m / bm), problem.n
 
-    def workspace(self, problem: Problem, config: Config, hw: Hardware) -> int:
+    def workspace(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> int:
         """Bytes of the partial sums."""
         return 0 if config.integer("join") else 8 * prod(self._parts(problem, config))
 
-    def _room(self, problem: Problem, config: Config) -> int:
+    def _room(self, problem: GemmProblem, config: KernelConfig) -> int:
         """Further floats of shared memory: each thread's sums of dt, and their totals."""
         bm, bn = config.integers("tile")
         met = 2 * config.integer("join") * (bm if problem.turned else bn)
         return 4 * self.threads(config) + met
 
-    def cost(self, problem: Problem, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> float:
         """The seconds of the product, of reading W once more, and of the sum of the parts."""
         more = ITEMSIZE[problem.dtype] * problem.m * problem.n / hw.bandwidth
         alone = 0.0 if config.integer("join") else hw.launch_seconds
         return super().cost(problem, config, hw) + more + alone
 
-    def launch(self, problem: Problem, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> Launches:
         """The product, and the sum of its parts where they do not meet in clusters."""
         (product,) = super().launch(problem, config, hw)
         join = config.integer("join")
@@ -73,4 +80,4 @@ class LeafFma(Fma):
         )
 
 
-KERNELS: dict[str, Sequence[Kernel]] = {"LayerNormLeafGrad": (LeafFma(),)}
+KERNELS: dict[str, Sequence[Kernel]] = {"LayerNormLeafGrad": (WeightOnlyGrad(),)}

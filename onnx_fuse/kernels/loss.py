@@ -8,14 +8,22 @@ from typing import Any
 from onnx_fuse.cuda.macros import C_TYPES, accumulator
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import (
-    RuleBased,
+    HeuristicKernel,
     access_width,
     block_of,
     team_size,
     thread_choices,
 )
 from onnx_fuse.program.losses import CrossEntropy, CrossEntropyChunk, ExpRows, LabelScore
-from onnx_fuse.program.problem import ITEMSIZE, Arg, Config, Hardware, Launch, Num, Ptr
+from onnx_fuse.program.problem import (
+    ITEMSIZE,
+    Arg,
+    Hardware,
+    KernelConfig,
+    Launches,
+    Num,
+    Ptr,
+)
 from onnx_fuse.program.size import minimum, upper_bound
 
 _MOST = 512  # threads a row
@@ -26,21 +34,21 @@ EXP_SECONDS = 5e-6
 place of 6 (H200, 2026-11)."""
 
 
-class Rows(RuleBased):
+class Rows(HeuristicKernel):
     """loss/cross_entropy.cu. Operands: x target weight loss rows log_prob slope dx."""
 
     name = "row"
     source = "loss/cross_entropy.cu"
     free_axes = "yz"
 
-    def configs(self, problem: CrossEntropy, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: CrossEntropy, hw: Hardware) -> Sequence[KernelConfig]:
         """Half or twice the threads a row too."""
         if problem.inner != 1 or problem.stage == "total":
-            return (Config.of(),)
-        return [how for how in thread_choices(self._team(problem, Config.of())[1])
+            return (KernelConfig.of(),)
+        return [how for how in thread_choices(self._team(problem, KernelConfig.of())[1])
                 if how.integer("team") <= _MOST]  # fmt: skip
 
-    def _team(self, problem: CrossEntropy, config: Config) -> tuple[int, int]:
+    def _team(self, problem: CrossEntropy, config: KernelConfig) -> tuple[int, int]:
         """Elements an access and threads a row."""
         if problem.inner != 1:
             return 1, 1
@@ -48,7 +56,7 @@ class Rows(RuleBased):
         rule = min(_MOST, team_size(problem.rows, problem.classes, vec))
         return vec, config.integer("team") or rule
 
-    def launch(self, problem: CrossEntropy, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: CrossEntropy, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch of the stage."""
         vec, threads = self._team(problem, config)
         block = block_of(threads)
@@ -72,7 +80,7 @@ class Rows(RuleBased):
         return self.one(entry, -(-rows * threads // block), block, *args, **macros)
 
 
-class Chunk(RuleBased):
+class Chunk(HeuristicKernel):
     """loss/chunk.cu. Operands: x target weight rows."""
 
     name = "block"
@@ -84,13 +92,13 @@ class Chunk(RuleBased):
             return f"no kernel for {problem.dtype}"
         return "too many classes" if problem.stride >= 2**30 else None
 
-    def configs(self, problem: CrossEntropyChunk, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: CrossEntropyChunk, hw: Hardware) -> Sequence[KernelConfig]:
         """Other counts of threads a row; the row in shared memory, or ahead of its turn."""
         held = (0, 1) if self._bytes(problem) <= hw.smem_per_block - 1024 else (0,)
-        ways = [Config.of(team=n, shared=s) for n in (256, 512, 1024) for s in held]
+        ways = [KernelConfig.of(team=n, shared=s) for n in (256, 512, 1024) for s in held]
         if self._ahead(problem, hw):
-            ways += [Config.of(team=n, ahead=1) for n in (512, 1024)]
-        return [Config.of(), *ways]
+            ways += [KernelConfig.of(team=n, ahead=1) for n in (512, 1024)]
+        return [KernelConfig.of(), *ways]
 
     def _ahead(self, problem: CrossEntropyChunk, hw: Hardware) -> bool:
         """Whether a block's shared memory holds the next row as well, by bulk copies."""
@@ -100,9 +108,7 @@ class Chunk(RuleBased):
     def _bytes(self, problem: CrossEntropyChunk) -> int:
         return problem.stride * ITEMSIZE[problem.dtype]
 
-    def launch(
-        self, problem: CrossEntropyChunk, config: Config, hw: Hardware
-    ) -> tuple[Launch, ...]:
+    def launch(self, problem: CrossEntropyChunk, config: KernelConfig, hw: Hardware) -> Launches:
         """One block a row."""
         vec = access_width(problem.stride, problem.dtype)
         block = config.integer("team")
@@ -127,7 +133,7 @@ class Chunk(RuleBased):
         )  # fmt: skip
 
 
-class _OfProduct(RuleBased):
+class _OfProduct(HeuristicKernel):
     """What loss/exp_rows.cu makes beside a product of scores whose epilogue takes exponentials."""
 
     name = "exp"
@@ -153,7 +159,7 @@ class _OfProduct(RuleBased):
 class Label(_OfProduct):
     """Its entry label_score. Operands: those of LabelScore."""
 
-    def launch(self, problem: LabelScore, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: LabelScore, config: KernelConfig, hw: Hardware) -> Launches:
         """A warp a row."""
         numbers = (problem.rows, problem.k, problem.classes, problem.ldx, problem.ldw)
         return self.one(
@@ -166,11 +172,11 @@ class Label(_OfProduct):
 class Exp(_OfProduct):
     """Its entry exp_rows. Operands: those of ExpRows."""
 
-    def cost(self, problem: ExpRows, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: ExpRows, config: KernelConfig, hw: Hardware) -> float:
         """What the chip needs at least, a launch, and what waits for what before it."""
         return super().cost(problem, config, hw) + EXP_SECONDS
 
-    def launch(self, problem: ExpRows, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: ExpRows, config: KernelConfig, hw: Hardware) -> Launches:
         """A block 16 rows."""
         names = ("e", "part", "x", "w", "bias", "target", "weight", "rows", "scale",
                  "narrow", "scaled")  # fmt: skip

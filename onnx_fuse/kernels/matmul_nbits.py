@@ -9,8 +9,18 @@ from onnx_fuse.cuda.macros import C_TYPES, as_defines
 from onnx_fuse.kernels.gemm import KERNELS as GEMM
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rows import rename
-from onnx_fuse.kernels.rule_based import AroundProduct, Unconditional, WithoutWorkspace
-from onnx_fuse.program.problem import ITEMSIZE, Arg, Config, Hardware, Launch, Num, Problem, Ptr
+from onnx_fuse.kernels.rule_based import DelegatingKernel, Unconditional, WithoutWorkspace
+from onnx_fuse.program.problem import (
+    ITEMSIZE,
+    Arg,
+    GemmProblem,
+    Hardware,
+    KernelConfig,
+    Launch,
+    Launches,
+    Num,
+    Ptr,
+)
 from onnx_fuse.program.products import PackedProduct
 
 FLOATS = ("float16", "bfloat16", "float32")
@@ -48,16 +58,16 @@ class FewRows(WithoutWorkspace, Unconditional):
     def _sets(self, problem: PackedProduct) -> int:
         return ceil(min(problem.m, ROWS) * self._columns(problem) / 8)
 
-    def configs(self, problem: PackedProduct, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: PackedProduct, hw: Hardware) -> Sequence[KernelConfig]:
         """Numbers of warps that divide k among them, and of tiles of 16 rows of weights a warp."""
         wide = self._sets(problem) > 1 or problem.dtype == "float32"
         return [
-            Config.of(warps=warps, tiles=tiles)
+            KernelConfig.of(warps=warps, tiles=tiles)
             for warps, tiles in ((8, 1), (4, 2), (16, 1), (4, 1), (8, 2))
             if not (warps == 16 and wide)  # it would spill
         ]
 
-    def cost(self, problem: PackedProduct, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: PackedProduct, config: KernelConfig, hw: Hardware) -> float:
         """Bytes and instructions, which hide in part behind each other, or a warp's steps in turn.
 
         Fitted to 70 timings on an H200 (2026-11).
@@ -78,7 +88,7 @@ class FewRows(WithoutWorkspace, Unconditional):
         uneven = ceil(blocks / hw.sm_count) * hw.sm_count / blocks  # some multiprocessors have more
         return 2.3e-6 + max(chain, uneven * (0.56 * stream + 1.2 * issue))
 
-    def launch(self, problem: PackedProduct, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: PackedProduct, config: KernelConfig, hw: Hardware) -> Launches:
         warps, tiles = config.integer("warps"), config.integer("tiles")
         columns, sets = self._columns(problem), self._sets(problem)
         block, run = problem.block, 128 // problem.bits
@@ -100,17 +110,17 @@ class FewRows(WithoutWorkspace, Unconditional):
         return (Launch(self.source, "matmul_nbits", grid, (32 * warps, 1, 1), args, defines),)
 
 
-class Unpacked(AroundProduct):
+class Unpacked(DelegatingKernel):
     """The weights unpacked into the workspace, then any Gemm; together they serve every problem."""
 
     def __init__(self, inner: Kernel) -> None:
         self.inner = inner
         self.name = f"unpack_{inner.name}"
 
-    def _gemm(self, problem: PackedProduct) -> Problem:
+    def _gemm(self, problem: PackedProduct) -> GemmProblem:
         shape = {"m": problem.m, "n": problem.n, "k": problem.k}
         bias = {"bias": True} if problem.epilogue.bias else {}
-        return Problem.of(
+        return GemmProblem.of(
             "Gemm", **shape, dtype=problem.dtype, trans_b=True, math=problem.math, **bias
         )
 
@@ -123,13 +133,13 @@ class Unpacked(AroundProduct):
         """The bytes of the weights."""
         return -(-problem.n * problem.k * ITEMSIZE[problem.dtype] // 256) * 256
 
-    def cost(self, problem: PackedProduct, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: PackedProduct, config: KernelConfig, hw: Hardware) -> float:
         """The GEMM's, and the weights read packed and written."""
         moved = self._own_bytes(problem) + problem.n * problem.row_bytes
         seconds = self.inner.cost(self._gemm(problem), config, hw)
         return seconds + moved / (0.8 * hw.bandwidth) + hw.launch_seconds
 
-    def launch(self, problem: PackedProduct, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: PackedProduct, config: KernelConfig, hw: Hardware) -> Launches:
         """The launches that unpack the weights and multiply."""
         zero = {"": 0, "packed": 1, "float": 2}[problem.zero]
         size = problem.n * problem.k

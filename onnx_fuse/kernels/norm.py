@@ -10,7 +10,7 @@ from typing import Any
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines, pow2
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import (
-    RuleBased,
+    HeuristicKernel,
     access_width,
     block_of,
     row_items,
@@ -19,7 +19,7 @@ from onnx_fuse.kernels.rule_based import (
     thread_choices,
     whole_sectors,
 )
-from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Num, Ptr
+from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launch, Launches, Num, Ptr
 from onnx_fuse.program.problems import Norm, NormGrad, NormGradSums
 from onnx_fuse.program.size import coarse, maximum, minimum, upper_bound
 
@@ -83,7 +83,7 @@ def _cut(problem: Norm | NormGrad, vec: int) -> tuple[int, int]:
     return chunk, -(-problem.length // chunk)
 
 
-class Chunks(RuleBased):
+class Chunks(HeuristicKernel):
     """layernorm/parts.cu: few long rows. Operands: those of `Row` without w, c and z."""
 
     name = "parts"
@@ -102,7 +102,7 @@ class Chunks(RuleBased):
         widths = [problem.dtype, *([problem.param] if problem.affine else [])]
         return min(access_width(problem.length, dtype) for dtype in widths)
 
-    def workspace(self, problem: Norm, config: Config, hw: Hardware) -> int:
+    def workspace(self, problem: Norm, config: KernelConfig, hw: Hardware) -> int:
         """Three accumulators for each chunk."""
         return 24 * problem.rows * _cut(problem, self._vec(problem))[1]
 
@@ -111,7 +111,7 @@ class Chunks(RuleBased):
         tensor = problem.rows * problem.length * ITEMSIZE[problem.dtype]
         return problem.bytes + tensor * (2 if problem.residual else 1)
 
-    def launch(self, problem: Norm, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: Norm, config: KernelConfig, hw: Hardware) -> Launches:
         """What each chunk has, and the row by what all of its chunks have."""
         vec = self._vec(problem)
         chunk, chunks = _cut(problem, vec)
@@ -136,7 +136,7 @@ class Chunks(RuleBased):
         )  # fmt: skip
 
 
-class Row(RuleBased):
+class Row(HeuristicKernel):
     """layernorm/row.cu. Operands: x residual scale bias e1 e2 e3 w c y sum mean rstd z."""
 
     name = "row"
@@ -145,25 +145,25 @@ class Row(RuleBased):
 
     def supports(self, problem: Norm, hw: Hardware) -> str | None:
         """Rows of any length; few columns where registers hold their weights."""
-        vec, _, items = self._shape(problem, Config.of())
+        vec, _, items = self._shape(problem, KernelConfig.of())
         return super().supports(problem, hw) or _unheld(problem.columns, vec * items, problem.dtype)
 
-    def configs(self, problem: Norm, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: Norm, hw: Hardware) -> Sequence[KernelConfig]:
         """Half or twice the threads a row too."""
-        return [how for how in thread_choices(self._shape(problem, Config.of())[1])
+        return [how for how in thread_choices(self._shape(problem, KernelConfig.of())[1])
                 if self.fits(problem, how)]  # fmt: skip
 
-    def cost(self, problem: Norm, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: Norm, config: KernelConfig, hw: Hardware) -> float:
         """Each row reads the weights of few columns again."""
         again = problem.flops / 2 * ITEMSIZE[problem.dtype]
         return super().cost(problem, config, hw) + again / hw.bandwidth
 
-    def fits(self, problem: Norm, config: Config) -> bool:
+    def fits(self, problem: Norm, config: KernelConfig) -> bool:
         """Whether the registers still hold the weights of few columns."""
         vec, _, items = self._shape(problem, config)
         return _unheld(problem.columns, vec * items, problem.dtype) is None
 
-    def _shape(self, problem: Norm, config: Config) -> tuple[int, int, int]:
+    def _shape(self, problem: Norm, config: KernelConfig) -> tuple[int, int, int]:
         """Elements an access, threads a row, accesses that a thread keeps."""
         length, x = problem.length, problem.dtype
         vec = min(
@@ -174,7 +174,7 @@ class Row(RuleBased):
         threads = config.integer("team") or team_size(problem.rows, length, vec)
         return vec, threads, row_items(length, vec, threads, _kept(x))
 
-    def launch(self, problem: Norm, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: Norm, config: KernelConfig, hw: Hardware) -> Launches:
         rows, length, x = problem.rows, problem.length, problem.dtype
         vec, threads, items = self._shape(problem, config)
         vec, items = whole_sectors(problem.tail, x, vec, items)
@@ -196,14 +196,14 @@ class Row(RuleBased):
         )  # fmt: skip
 
 
-class _Grad(RuleBased):
+class _Grad(HeuristicKernel):
     """A candidate of layernorm/grad.cu."""
 
     name = "row"
     source = "layernorm/grad.cu"
     free_axes = "z"
 
-    def _macros(self, problem: NormGrad, config: Config) -> dict[str, Any]:
+    def _macros(self, problem: NormGrad, config: KernelConfig) -> dict[str, Any]:
         vec, threads, items = grad_shape(problem, config.integer("team"))
         return {
             "T": C_TYPES[problem.dtype], "P": C_TYPES[problem.param], "M": C_TYPES[problem.stat],
@@ -222,26 +222,26 @@ class GradRow(_Grad):
             return f"rows of {problem.length} do not fit in registers"
         return super().supports(problem, hw) or _unheld(problem.k, vec * items, problem.dtype)
 
-    def configs(self, problem: NormGrad, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: NormGrad, hw: Hardware) -> Sequence[KernelConfig]:
         """Half or twice the threads a row too."""
         return [
             how for how in thread_choices(grad_shape(problem)[1], 32) if self.fits(problem, how)
         ]
 
-    def cost(self, problem: NormGrad, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: NormGrad, config: KernelConfig, hw: Hardware) -> float:
         """Each row reads the matrix that makes dy of few columns again."""
         again = problem.flops / 2 * ITEMSIZE[problem.dtype]
         # 0.48 of a copy's rate for rows of 768, 0.31 for rows of 96 (H200, 2026-11)
         share = 0.31 if problem.length <= 128 else 0.48
         return problem.floor(hw) / share + hw.launch_seconds + again / hw.bandwidth
 
-    def fits(self, problem: NormGrad, config: Config) -> bool:
+    def fits(self, problem: NormGrad, config: KernelConfig) -> bool:
         """Whether a row still fits in registers."""
         vec, _, items = grad_shape(problem, config.integer("team"))
         held = vec * items
         return held <= _GRAD_KEPT and _unheld(problem.k, held, problem.dtype) is None
 
-    def launch(self, problem: NormGrad, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: NormGrad, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch; its blocks are the parts."""
         macros = self._macros(problem, config)
         vec, threads, items = grad_shape(problem, config.integer("team"))
@@ -267,7 +267,7 @@ def _chunk_macros(problem: NormGrad, vec: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class GradChunks(RuleBased):
+class GradChunks(HeuristicKernel):
     """layernorm/grad_parts.cu: few long rows. Operands: those of `GradRow` without b."""
 
     name = "parts"
@@ -285,7 +285,7 @@ class GradChunks(RuleBased):
         """The offset of the rows' averages in the workspace, behind the chunks' sums."""
         return 16 * problem.rows * _cut(problem, _chunk_vec(problem))[1]
 
-    def workspace(self, problem: NormGrad, config: Config, hw: Hardware) -> int:
+    def workspace(self, problem: NormGrad, config: KernelConfig, hw: Hardware) -> int:
         """Two accumulators for each chunk, and for each row."""
         return self._merged(problem) + 16 * problem.rows
 
@@ -294,7 +294,7 @@ class GradChunks(RuleBased):
         tensor = problem.rows * problem.length * ITEMSIZE[problem.dtype]
         return problem.bytes + 2 * tensor * problem.dx
 
-    def launch(self, problem: NormGrad, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: NormGrad, config: KernelConfig, hw: Hardware) -> Launches:
         """The averages of each row by its chunks, where dx is wanted, and the columns' strips."""
         vec = _chunk_vec(problem)
         chunk, chunks = _cut(problem, vec)
@@ -302,7 +302,7 @@ class GradChunks(RuleBased):
         parts, whole = Ptr("workspace"), Ptr("workspace", self._merged(problem))
         macros = _chunk_macros(problem, vec)
 
-        def one(entry: str, blocks: int, *args: Ptr | Num) -> tuple[Launch, ...]:
+        def one(entry: str, blocks: int, *args: Ptr | Num) -> Launches:
             return self.one(entry, blocks, _THREADS, *args, **macros)
 
         given = tuple(map(Ptr, ("x", "dy", "scale", "mean", "rstd")))
@@ -319,7 +319,7 @@ class GradChunks(RuleBased):
         return sums + strips if problem.dx else strips
 
 
-class GradRounds(RuleBased):
+class GradRounds(HeuristicKernel):
     """The one part that few long rows leave, rounded. Operands: part dscale dbias."""
 
     name = "parts"
@@ -329,7 +329,7 @@ class GradRounds(RuleBased):
         """Rows that `GradChunks` serves."""
         return _uncut(problem.grad)
 
-    def launch(self, problem: NormGradSums, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: NormGradSums, config: KernelConfig, hw: Hardware) -> Launches:
         """A thread a column."""
         grad = problem.grad
         return (Launch(
@@ -347,14 +347,14 @@ class GradSums(_Grad):
         """Sums of several parts, or of rows that one block each has."""
         return "it has one part of a long row" if _uncut(problem.grad) is None else None
 
-    def launch(self, problem: NormGradSums, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: NormGradSums, config: KernelConfig, hw: Hardware) -> Launches:
         grad = problem.grad
         return (Launch(
             self.source, "layernorm_dparams", (-(-grad.length // 32), problem.outputs, 1),
             (1024, 1, 1),
             (*map(Ptr, ("part", "dscale", "dbias")), Num("i32", grad.parts),
              Num("i64", grad.length)),
-            defines(**self._macros(grad, Config.of())),
+            defines(**self._macros(grad, KernelConfig.of())),
         ),)  # fmt: skip
 
 

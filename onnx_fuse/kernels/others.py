@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from onnx_fuse.cuda.macros import C_TYPES, accumulator
 from onnx_fuse.cuda.pointwise import STORAGE
 from onnx_fuse.kernels.kernel import Kernel
-from onnx_fuse.kernels.rule_based import RuleBased, window_macros
+from onnx_fuse.kernels.rule_based import HeuristicKernel, window_macros
 from onnx_fuse.program.moves import (
     DeformColumns,
     Determinant,
@@ -17,16 +17,16 @@ from onnx_fuse.program.moves import (
     Range,
     RoiAlign,
 )
-from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr
+from onnx_fuse.program.problem import Hardware, KernelConfig, Launches, Num, Ptr
 
 
-class Philox(RuleBased):
+class Philox(HeuristicKernel):
     """random/philox.cu. Operands: state x y."""
 
     source = "random/philox.cu"
     free_axes = "yz"
 
-    def launch(self, problem: Random, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: Random, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch, four numbers a thread."""
         return self.one(
             "philox_fill", -(-problem.size // 1024), 256,
@@ -37,13 +37,13 @@ class Philox(RuleBased):
         )  # fmt: skip
 
 
-class Bins(RuleBased):
+class Bins(HeuristicKernel):
     """regions/roi_align.cu. Operands: x rois index y."""
 
     source = "regions/roi_align.cu"
     free_axes = "yz"
 
-    def launch(self, problem: RoiAlign, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: RoiAlign, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch, a bin a thread."""
         numbers = (*problem.image, *problem.bins, problem.samples)
         return self.one(
@@ -55,13 +55,13 @@ class Bins(RuleBased):
         )  # fmt: skip
 
 
-class OffsetTaps(RuleBased):
+class OffsetTaps(HeuristicKernel):
     """regions/deform_columns.cu. Operands: x offset mask columns."""
 
     source = "regions/deform_columns.cu"
     free_axes = "yz"
 
-    def launch(self, problem: DeformColumns, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: DeformColumns, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch, an offset a thread."""
         frame = {k: v for k, v in window_macros(problem.window).items() if k[-1] in "HW"}
         numbers = (problem.channels, problem.shifts, *problem.image, *problem.outer)
@@ -73,13 +73,13 @@ class OffsetTaps(RuleBased):
         )  # fmt: skip
 
 
-class Suppression(RuleBased):
+class Suppression(HeuristicKernel):
     """regions/nms.cu. Operands: boxes scores most iou least left chosen found."""
 
     source = "regions/nms.cu"
     free_axes = "yz"
 
-    def launch(self, problem: NmsChosen, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: NmsChosen, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch, a block a class of an image."""
         names = ("boxes", "scores", "most", "iou", "least", "left", "chosen", "found")
         numbers = Num("i32", problem.classes), Num("i32", problem.count)
@@ -87,13 +87,13 @@ class Suppression(RuleBased):
         return self.one("nms", problem.lines, 256, *pointers, *numbers, CENTER=problem.center)
 
 
-class Elimination(RuleBased):
+class Elimination(HeuristicKernel):
     """linalg/det.cu. Operands: x work y."""
 
     source = "linalg/det.cu"
     free_axes = "yz"
 
-    def launch(self, problem: Determinant, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: Determinant, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch, a block a matrix."""
         return self.one(
             "det", problem.count, 256, *map(Ptr, ("x", "work", "y")), Num("i32", problem.n),
@@ -101,13 +101,13 @@ class Elimination(RuleBased):
         )  # fmt: skip
 
 
-class Counts(RuleBased):
+class Counts(HeuristicKernel):
     """text/tfidf.cu. Operands: x pool entry weight y."""
 
     source = "text/tfidf.cu"
     free_axes = "yz"
 
-    def launch(self, problem: NGrams, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: NGrams, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch, a warp a count."""
         return self.one(
             "tfidf", -(-problem.size // 8), 256,
@@ -117,7 +117,7 @@ class Counts(RuleBased):
         )  # fmt: skip
 
 
-class MinMax(RuleBased):
+class MinMax(HeuristicKernel):
     """quant/range.cu. Operands: x scale zero."""
 
     source = "quant/range.cu"
@@ -126,11 +126,11 @@ class MinMax(RuleBased):
     def _parts(self, problem: Range, hw: Hardware) -> int:
         return max(1, min(2 * hw.sm_count, -(-problem.size // 4096)))
 
-    def workspace(self, problem: Range, config: Config, hw: Hardware) -> int:
+    def workspace(self, problem: Range, config: KernelConfig, hw: Hardware) -> int:
         """The bytes of two numbers for each block."""
         return 8 * self._parts(problem, hw)
 
-    def launch(self, problem: Range, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: Range, config: KernelConfig, hw: Hardware) -> Launches:
         """The range of each block's part, then of all."""
         blocks = self._parts(problem, hw)
         ends, size = (Ptr("scale"), Ptr("zero")), Num("i64", problem.size)

@@ -17,11 +17,11 @@ from onnx_fuse.cuda.pointwise import (
     sums_width,
 )
 from onnx_fuse.kernels.kernel import Kernel
-from onnx_fuse.kernels.rule_based import RuleBased
+from onnx_fuse.kernels.rule_based import HeuristicKernel
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.moves import Pointwise, PointwiseSums
-from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch
-from onnx_fuse.program.size import Size, minimum
+from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launch, Launches
+from onnx_fuse.program.size import OpenSize, minimum
 
 FEW_BYTES = 1 << 20
 """Bytes of a view whose order does not matter."""
@@ -36,7 +36,7 @@ def _transposed(problem: Pointwise) -> Launch | None:
     return launch_transpose(problem.reads[0], problem.writes[0])
 
 
-class Tiles(RuleBased):
+class Tiles(HeuristicKernel):
     """A candidate of indexing/transpose.cu."""
 
     name = "tiles"
@@ -47,7 +47,7 @@ class Tiles(RuleBased):
         """A copy between views that run along different axes."""
         return None if _transposed(problem) else "no copy between two axes, both of which are long"
 
-    def launch(self, problem: Pointwise, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: Pointwise, config: KernelConfig, hw: Hardware) -> Launches:
         found = _transposed(problem)
         assert found is not None
         return (found,)
@@ -64,23 +64,23 @@ def _bytes_moved(tensor: Tensor, apart: int, gathered: bool = False) -> int:
     return size * (apart if step >= 32 else min(apart, step))
 
 
-class Generated(RuleBased):
+class Generated(HeuristicKernel):
     """A kernel whose text is the expression; sizes and strides are its arguments."""
 
     name = "generated"
 
-    def cost(self, problem: Pointwise, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: Pointwise, config: KernelConfig, hw: Hardware) -> float:
         """A pass over its views, which takes longer where neighbours stand apart."""
         rows = {row.load for row in problem.expression.rows}
         moved = sum(_bytes_moved(t, READ_APART, i in rows) for i, t in enumerate(problem.reads))
         moved += sum(_bytes_moved(t, WRITTEN_APART) for t in problem.writes)
         return max(problem.flops / problem.rate(hw), moved / hw.bandwidth) + hw.launch_seconds
 
-    def launch(self, problem: Pointwise, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: Pointwise, config: KernelConfig, hw: Hardware) -> Launches:
         return (launch_of(problem.expression, problem.reads, problem.writes),)
 
 
-class Sums(RuleBased):
+class Sums(HeuristicKernel):
     """A kernel whose text is the expression, with the sums of one result. Operands: a0 y0 sum."""
 
     name = "generated"
@@ -95,9 +95,9 @@ class Sums(RuleBased):
         added = {views.writes[problem.summed].dtype, problem.out_dtype}
         if not added <= {"float32", "float16", "bfloat16"}:
             return f"sums are in float32, not of {' and '.join(sorted(added))}"
-        return f"{shape[1]} columns: an open number" if isinstance(shape[1], Size) else None
+        return f"{shape[1]} columns: an open number" if isinstance(shape[1], OpenSize) else None
 
-    def cost(self, problem: PointwiseSums, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: PointwiseSums, config: KernelConfig, hw: Hardware) -> float:
         """A pass over the views, and what the last blocks take to add the parts up."""
         views = problem.pointwise
         m, n = views.writes[0].shape
@@ -119,14 +119,14 @@ class Sums(RuleBased):
             }[problem.over]
         )
 
-    def workspace(self, problem: PointwiseSums, config: Config, hw: Hardware) -> int:
+    def workspace(self, problem: PointwiseSums, config: KernelConfig, hw: Hardware) -> int:
         """One float for each block and column, or row, or one for each block."""
         views = problem.pointwise
         m, n = views.writes[0].shape
         strips, parts = sum_blocks(n, sums_width(views.reads, views.writes))
         return 4 * {"columns": parts * n, "rows": strips * m, "all": strips * parts}[problem.over]
 
-    def launch(self, problem: PointwiseSums, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: PointwiseSums, config: KernelConfig, hw: Hardware) -> Launches:
         views, result = problem.pointwise, (problem.summed, problem.over, problem.out_dtype)
         return (launch_sums(views.expression, views.reads, views.writes, *result),)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator
 from onnx_fuse.kernels.kernel import Kernel
-from onnx_fuse.kernels.rule_based import RuleBased, access_width, window_macros
+from onnx_fuse.kernels.rule_based import HeuristicKernel, access_width, window_macros
 from onnx_fuse.program.call import LOWEST
-from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Num, Ptr
+from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launches, Num, Ptr
 from onnx_fuse.program.problems import (
     ChannelWindow,
     Col2Im,
@@ -23,19 +23,19 @@ from onnx_fuse.program.problems import (
 _KINDS = ("max", "average", "lp")
 
 
-class Windows(RuleBased):
+class Windows(HeuristicKernel):
     """pool/pool.cu. Operands: x y indices."""
 
     source = "pool/pool.cu"
     free_axes = "yz"
 
-    def cost(self, problem: Pool, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: Pool, config: KernelConfig, hw: Hardware) -> float:
         """The floor, with each tap of x read at three quarters of memory's rate, through caches."""
         taps = problem.planes * prod(problem.outer) * prod(problem.window.kernel)
         read = taps * ITEMSIZE[problem.dtype] / (0.75 * hw.bandwidth)
         return max(problem.floor(hw), read) + hw.launch_seconds
 
-    def launch(self, problem: Pool, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: Pool, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch, a result a thread, or the neighbouring channels of one access."""
         dtype = problem.dtype
         vec = access_width(problem.channels, dtype) if problem.channels else 1
@@ -52,19 +52,19 @@ class Windows(RuleBased):
         )  # fmt: skip
 
 
-class MaxGrad(RuleBased):
+class MaxGrad(HeuristicKernel):
     """pool/max_pool_grad.cu. Operands: x dy dx."""
 
     source = "pool/max_pool_grad.cu"
 
-    def cost(self, problem: MaxPoolGrad, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: MaxPoolGrad, config: KernelConfig, hw: Hardware) -> float:
         """The floor, or the instructions of an element of x, which vectors of channels share."""
         elements = problem.planes * prod(problem.inner) * problem.channels
         # 3 x 3 windows of stride 2 on an H200 (2026-11), in picoseconds
         each = 4e-12 if problem.channels > 1 else 12e-12
         return max(problem.floor(hw), elements * each * 50e12 / hw.rate("float32"))
 
-    def launch(self, problem: MaxPoolGrad, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: MaxPoolGrad, config: KernelConfig, hw: Hardware) -> Launches:
         """The windows' first maxima, by the number of their tap, then the sums."""
         vec, outputs = access_width(problem.channels, problem.dtype), _outputs(problem)
         wide = access_width(problem.inner[2], problem.dtype) if problem.channels == 1 else 1
@@ -77,7 +77,7 @@ class MaxGrad(RuleBased):
         }  # fmt: skip
         sizes = [Num("i32", n) for n in (problem.channels, *problem.inner, *problem.outer)]
 
-        def each(entry: str, size: int, *names: str) -> tuple[Launch, ...]:
+        def each(entry: str, size: int, *names: str) -> Launches:
             pointers = map(Ptr, names)
             return self.one(
                 entry, -(-size // 256), 256, *pointers, Num("i64", size), *sizes, **macros
@@ -86,7 +86,7 @@ class MaxGrad(RuleBased):
         codes = each("max_pool_codes", outputs // vec, "x", "workspace")
         return codes + each("max_pool_grad", elements // (vec * wide), "dy", "workspace", "dx")
 
-    def workspace(self, problem: MaxPoolGrad, config: Config, hw: Hardware) -> int:
+    def workspace(self, problem: MaxPoolGrad, config: KernelConfig, hw: Hardware) -> int:
         """A number for each window."""
         return _outputs(problem) * _code_bytes(problem)
 
@@ -100,13 +100,13 @@ def _code_bytes(problem: MaxPoolGrad) -> int:
     return 1 if taps < 1 << 8 else 2 if taps < 1 << 16 else 4
 
 
-class Channels(RuleBased):
+class Channels(HeuristicKernel):
     """pool/lrn.cu. Operands: x y."""
 
     source = "pool/lrn.cu"
     free_axes = "yz"
 
-    def launch(self, problem: ChannelWindow, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: ChannelWindow, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch, an element a thread."""
         return self.one(
             "lrn", -(-problem.size // 256), 256,
@@ -117,13 +117,13 @@ class Channels(RuleBased):
         )  # fmt: skip
 
 
-class Taps(RuleBased):
+class Taps(HeuristicKernel):
     """pool/resample.cu. Operands: x source weight y; of rows above above_weight."""
 
     source = "pool/resample.cu"
     free_axes = "yz"
 
-    def launch(self, problem: Resample, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: Resample, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch, an access of 16 bytes a thread, or up to four columns."""
         length, resized, taps = problem.rows
         wider = max(problem.dtype, problem.out_dtype, key=ITEMSIZE.__getitem__)
@@ -143,13 +143,13 @@ class Taps(RuleBased):
         )  # fmt: skip
 
 
-class Points(RuleBased):
+class Points(HeuristicKernel):
     """pool/grid_sample.cu. Operands: x grid y."""
 
     source = "pool/grid_sample.cu"
     free_axes = "yz"
 
-    def launch(self, problem: GridSample, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: GridSample, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch, a point a thread."""
         return self.one(
             "grid_sample", -(-problem.points * problem.batch // 128), 128,
@@ -160,13 +160,13 @@ class Points(RuleBased):
         )  # fmt: skip
 
 
-class Columns(RuleBased):
+class Columns(HeuristicKernel):
     """pool/col2im.cu. Operands: x y."""
 
     source = "pool/col2im.cu"
     free_axes = "yz"
 
-    def launch(self, problem: Col2Im, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: Col2Im, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch, a pixel a thread."""
         return self.one(
             "col2im", -(-problem.size // 256), 256, Ptr("x"), Ptr("y"), Num("i64", problem.size),

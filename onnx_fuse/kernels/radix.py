@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from onnx_fuse.cuda.macros import defines
-from onnx_fuse.program.problem import Launch, Num, Ptr
+from onnx_fuse.program.problem import Launch, Launches, Num, Ptr
 
 THREADS = 256
 DIGIT = 8
@@ -100,7 +100,7 @@ class RadixSort:
         passes = self.passes * (3 * self.item + 8) + self._may_skip * self.item
         return passes * self.rows * self.length
 
-    def launches(self) -> tuple[Launch, ...]:
+    def launches(self) -> Launches:
         """Three launches a pass, behind those that find which are needed."""
         counts, totals = Ptr("workspace", self._counts), Ptr("workspace", self._totals)
         bits = Ptr("workspace", self._bits)

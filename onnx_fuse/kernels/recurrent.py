@@ -7,9 +7,9 @@ from typing import Any
 
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines
 from onnx_fuse.kernels.kernel import Kernel
-from onnx_fuse.kernels.rule_based import RuleBased
+from onnx_fuse.kernels.rule_based import HeuristicKernel
 from onnx_fuse.program.moves import Recurrence
-from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Num, Ptr
+from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launch, Launches, Num, Ptr
 
 _PARTS = 8  # PARTS_MOST of steps.cuh
 
@@ -45,7 +45,7 @@ def _geometry(problem: Recurrence, hw: Hardware) -> tuple[dict[str, Any], int, i
     return macros, -(-batch // rows) * cluster, shared(rows) + weights * stored
 
 
-class Steps(RuleBased):
+class Steps(HeuristicKernel):
     """recurrent/steps.cu and recurrent/steps_grad.cu.
 
     Operands: z rt rn bn h0 c0 lengths y h c; of the gradient z z2 before r rn c0 lengths dy dh_T
@@ -61,7 +61,7 @@ class Steps(RuleBased):
         found = _geometry(problem, hw)
         return found if isinstance(found, str) else None
 
-    def launch(self, problem: Recurrence, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: Recurrence, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch."""
         found = _geometry(problem, hw)
         assert not isinstance(found, str)

@@ -13,15 +13,15 @@ from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines, lanes, pow2
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import (
     BLOCK,
-    RuleBased,
+    HeuristicKernel,
     access_width,
     block_of,
     team_size,
     thread_choices,
 )
-from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr, Table
+from onnx_fuse.program.problem import Hardware, KernelConfig, Launch, Launches, Num, Ptr, Table
 from onnx_fuse.program.problems import Reduce, SumSquares
-from onnx_fuse.program.size import Size, coarse
+from onnx_fuse.program.size import OpenSize, coarse
 
 _LARGE_BLOCK = 512  # threads a block for columns in one launch
 CHUNK, ROWS = 8192, 1024  # of a sum of squares: elements a block, tensors a launch
@@ -46,7 +46,7 @@ def pass_width(outer: int, length: int, inner: int, dtype: str) -> int:
     A single row of few elements is read one by one where its length is open, as that of the losses
     of a batch is: all lengths then share a program.
     """
-    if inner == 1 and isinstance(length, Size) and outer == 1 and coarse(length) <= CHUNK:
+    if inner == 1 and isinstance(length, OpenSize) and outer == 1 and coarse(length) <= CHUNK:
         return 1
     return access_width(length if inner == 1 else inner, dtype)
 
@@ -63,7 +63,7 @@ def _team(problem: Reduce) -> int:
     return team_size(problem.outer * problem.splits, coarse(problem.chunk), _vec(problem))
 
 
-class Row(RuleBased):
+class Row(HeuristicKernel):
     """reduce/reduce.cu, along the last axis. Operands: x y y2."""
 
     name = "row"
@@ -74,11 +74,11 @@ class Row(RuleBased):
         """None where the axis is the last, and otherwise the reason for a refusal."""
         return None if problem.inner == 1 else "a row's elements do not stand side by side"
 
-    def configs(self, problem: Reduce, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: Reduce, hw: Hardware) -> Sequence[KernelConfig]:
         """Half or twice the threads a row too."""
         return thread_choices(_team(problem))
 
-    def launch(self, problem: Reduce, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: Reduce, config: KernelConfig, hw: Hardware) -> Launches:
         rows = problem.outer * problem.splits
         threads = config.integer("team") or _team(problem)
         block = block_of(threads)
@@ -90,7 +90,7 @@ class Row(RuleBased):
         )  # fmt: skip
 
 
-class Column(RuleBased):
+class Column(HeuristicKernel):
     """reduce/reduce.cu, along another axis. Operands: x y y2."""
 
     name = "column"
@@ -101,11 +101,11 @@ class Column(RuleBased):
         """None where the axis is not the last, and otherwise the reason for a refusal."""
         return None if problem.inner != 1 else "there is one column"
 
-    def cost(self, problem: Reduce, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: Reduce, config: KernelConfig, hw: Hardware) -> float:
         """A pass over x; short columns in one launch have few rows on their way at a time."""
         return problem.floor(hw) * (4 if problem.short else 1) + hw.launch_seconds
 
-    def launch(self, problem: Reduce, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: Reduce, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch: a block for up to 32 accesses side by side."""
         inner, vec = problem.inner, _vec(problem)
         bx = lanes(-(-inner // vec))
@@ -119,7 +119,7 @@ class Column(RuleBased):
         )  # fmt: skip
 
 
-class Squares(RuleBased):
+class Squares(HeuristicKernel):
     """reduce/sum_squares.cu: a launch for 1024 tensors of a type, and one that adds their sums up.
 
     Operands: x.0, x.1, ... y.
@@ -134,11 +134,11 @@ class Squares(RuleBased):
     def _item(self, problem: SumSquares) -> int:
         return 8 if accumulator(problem.out_dtype) == "double" else 4
 
-    def workspace(self, problem: SumSquares, config: Config, hw: Hardware) -> int:
+    def workspace(self, problem: SumSquares, config: KernelConfig, hw: Hardware) -> int:
         """The bytes of one sum for each block."""
         return self._firsts(problem.sizes)[-1] * self._item(problem)
 
-    def launch(self, problem: SumSquares, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: SumSquares, config: KernelConfig, hw: Hardware) -> Launches:
         """The launches, whose tables have the tensors' addresses."""
         size, wide = self._item(problem), accumulator(problem.out_dtype)
         launches: list[Launch] = []

@@ -10,7 +10,15 @@ from onnx_fuse.cuda.macros import defines, pow2
 from onnx_fuse.cuda.pointwise import STORAGE, inline
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.program.expression import Tail
-from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Arg, Config, Hardware, Launch
+from onnx_fuse.program.problem import (
+    ITEMSIZE,
+    AnyProblem,
+    Arg,
+    Hardware,
+    KernelConfig,
+    Launch,
+    Launches,
+)
 from onnx_fuse.program.problems import Window
 from onnx_fuse.program.size import coarse
 
@@ -23,7 +31,7 @@ ACCESS, LATENCY = 32, 0.6e-6
 class Unconditional:
     """A candidate each of whose configurations serves every problem that it supports."""
 
-    def fits(self, problem: Any, config: Config) -> bool:
+    def fits(self, problem: Any, config: KernelConfig) -> bool:
         """Always True: each configuration serves every problem of a class."""
         return True
 
@@ -31,12 +39,12 @@ class Unconditional:
 class WithoutWorkspace:
     """A candidate whose kernels need no memory beside their operands."""
 
-    def workspace(self, problem: Any, config: Config, hw: Hardware) -> int:
+    def workspace(self, problem: Any, config: KernelConfig, hw: Hardware) -> int:
         """No bytes."""
         return 0
 
 
-class AroundProduct:
+class DelegatingKernel:
     """A candidate that leaves the product inside its problem to another candidate."""
 
     inner: Kernel
@@ -49,21 +57,21 @@ class AroundProduct:
         """The bytes of scratch in front of the product's own."""
         return 0
 
-    def configs(self, problem: Any, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: Any, hw: Hardware) -> Sequence[KernelConfig]:
         """The configurations of the product."""
         return self.inner.configs(self._gemm(problem), hw)
 
-    def fits(self, problem: Any, config: Config) -> bool:
+    def fits(self, problem: Any, config: KernelConfig) -> bool:
         """Whether the product can run the configuration."""
         return self.inner.fits(self._gemm(problem), config)
 
-    def workspace(self, problem: Any, config: Config, hw: Hardware) -> int:
+    def workspace(self, problem: Any, config: KernelConfig, hw: Hardware) -> int:
         """The candidate's own bytes, then the product's."""
         own = self.inner.workspace(self._gemm(problem), config, hw)
         return self._own_bytes(problem) + own
 
 
-class RuleBased(WithoutWorkspace, Unconditional):
+class HeuristicKernel(WithoutWorkspace, Unconditional):
     """A candidate that runs by the rule of its `launch` where its configuration names nothing.
 
     `select` takes the first of an operator's that serves the problem. Further configurations name
@@ -78,16 +86,16 @@ class RuleBased(WithoutWorkspace, Unconditional):
         tail = getattr(problem, "tail", None)
         return None if tail is None or tail_text(tail) else "its steps are no C expression"
 
-    def configs(self, problem: Any, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: Any, hw: Hardware) -> Sequence[KernelConfig]:
         """The rule's own."""
-        return (Config.of(),)
+        return (KernelConfig.of(),)
 
     def moved(self, problem: Any) -> int:
         """The bytes that its launches read and write together: the problem's, unless it says so."""
         total: int = problem.bytes
         return total
 
-    def cost(self, problem: Any, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: Any, config: KernelConfig, hw: Hardware) -> float:
         """What the chip needs at least or its threads to move the bytes, and the launches.
 
         A thread has ACCESS bytes on their way at a time, and a multiprocessor has a limit as well:
@@ -102,13 +110,13 @@ class RuleBased(WithoutWorkspace, Unconditional):
         took = max(known.floor(hw), self.moved(problem) / rate)
         return took + len(launches) * hw.launch_seconds
 
-    def launch(self, problem: Any, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: Any, config: KernelConfig, hw: Hardware) -> Launches:
         """The kernel calls, in order."""
         raise TypeError(f"{type(self).__name__} has no launch")
 
     def one(
         self, entry: str, blocks: int, threads: int, *args: Arg, smem: int = 0, **macros: object
-    ) -> tuple[Launch, ...]:
+    ) -> Launches:
         """One launch of an entry of its source, of so many blocks and threads of each."""
         grid, block = (blocks, 1, 1), (threads, 1, 1)
         return (Launch(self.source, entry, grid, block, args, defines(**macros), smem),)
@@ -143,10 +151,10 @@ def row_items(length: int, vec: int, threads: int, most: int) -> int:
     return items if items * vec <= most else 0
 
 
-def thread_choices(threads: int, least: int = 1) -> list[Config]:
+def thread_choices(threads: int, least: int = 1) -> list[KernelConfig]:
     """The rule's configuration, then half and twice its `threads` a row, from `least` to 1024."""
     sizes = [size for size in (threads // 2, 2 * threads) if least <= size <= 1024]
-    return [Config.of(), *(Config.of(team=size) for size in sizes)]
+    return [KernelConfig.of(), *(KernelConfig.of(team=size) for size in sizes)]
 
 
 def tail_text(tail: Tail) -> str | None:

@@ -8,9 +8,9 @@ from typing import Any
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, lanes, pow2
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.radix import RadixSort, aligned
-from onnx_fuse.kernels.rule_based import RuleBased
+from onnx_fuse.kernels.rule_based import HeuristicKernel
 from onnx_fuse.program.moves import CumulativeSum, KeptCounts, KeptPositions, SortedRows, TopK
-from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Num, Ptr
+from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launches, Num, Ptr
 from onnx_fuse.program.size import coarse
 
 PAIRS = 1024
@@ -34,7 +34,7 @@ def chunk_length(blocks: int, length: int, least: int = CHUNK, multiple: int = 4
     return -(-length // (chunks * multiple)) * multiple
 
 
-class Cumulative(RuleBased):
+class Cumulative(HeuristicKernel):
     """scan/cumsum.cu. Operands: x y."""
 
     source = "scan/cumsum.cu"
@@ -52,7 +52,7 @@ class Cumulative(RuleBased):
         chunk = chunk_length(blocks, length, CHUNK if rows else CHUNK // lanes(inner))
         return blocks, chunk, -(-length // chunk)
 
-    def workspace(self, problem: CumulativeSum, config: Config, hw: Hardware) -> int:
+    def workspace(self, problem: CumulativeSum, config: KernelConfig, hw: Hardware) -> int:
         """A sum for each chunk."""
         chunks = self._cut(problem)[2]
         return 8 * problem.outer * problem.inner * chunks if chunks > 1 else 0
@@ -62,7 +62,7 @@ class Cumulative(RuleBased):
         twice = self._cut(problem)[2] > 1 or not self._of_rows(problem)
         return problem.bytes * 3 // 2 if twice else problem.bytes
 
-    def launch(self, problem: CumulativeSum, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: CumulativeSum, config: KernelConfig, hw: Hardware) -> Launches:
         """A block a row, or for up to 32 columns; of chunks their sums first."""
         length, inner = problem.length, problem.inner
         blocks, chunk, chunks = self._cut(problem)
@@ -83,14 +83,14 @@ class Cumulative(RuleBased):
                    "PRODUCT": problem.product}  # fmt: skip
         parts = Ptr("workspace" if chunks > 1 else "parts")
 
-        def one(name: str, *pointers: Ptr) -> tuple[Launch, ...]:
+        def one(name: str, *pointers: Ptr) -> Launches:
             return self.one(name, blocks * chunks, block, *pointers, *numbers, **macros)
 
         sums = one(f"{entry}_parts", Ptr("x"), parts) if chunks > 1 else ()
         return sums + one(entry, Ptr("x"), Ptr("y"), parts)
 
 
-class InBlock(RuleBased):
+class InBlock(HeuristicKernel):
     """scan/topk.cu: a block a row, or a chunk of few long rows. Operands: x values indices."""
 
     name = "block"
@@ -125,7 +125,7 @@ class InBlock(RuleBased):
         size = max(32, size)
         return size, min(256, size // 2) if part > size else min(512, max(32, size // 2))
 
-    def cost(self, problem: TopK, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: TopK, config: KernelConfig, hw: Hardware) -> float:
         """The rounds of a block and the exchanges of its sorts, and the blocks one after another.
 
         A round of loads takes 0.7 us, and an exchange of a thread's pairs 0.25 us (H200, 2026-11).
@@ -149,16 +149,16 @@ class InBlock(RuleBased):
         at = aligned(count * ITEMSIZE[problem.dtype])
         return at, at + aligned(8 * count)
 
-    def workspace(self, problem: TopK, config: Config, hw: Hardware) -> int:
+    def workspace(self, problem: TopK, config: KernelConfig, hw: Hardware) -> int:
         """What the first two levels have found: each later one writes over the one before last."""
         return sum(self._side(problem, n)[1] for _, n in self._levels(problem)[:-1][:2])
 
-    def launch(self, problem: TopK, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: TopK, config: KernelConfig, hw: Hardware) -> Launches:
         """A launch a level."""
         rows, inner, k = problem.outer * problem.inner, problem.inner, problem.k
         levels = self._levels(problem)
         base = self._side(problem, levels[0][1])[1]
-        launches: tuple[Launch, ...] = ()
+        launches: Launches = ()
         x, source = Ptr("x"), Ptr("from")
         for level, (length, chunks) in enumerate(levels):
             first, last = level == 0, level == len(levels) - 1
@@ -177,7 +177,7 @@ class InBlock(RuleBased):
         return launches
 
 
-class WholeRows(RuleBased):
+class WholeRows(HeuristicKernel):
     """scan/radix.cu: rows are sorted whole. Operands: x values indices."""
 
     name = "sort"
@@ -188,7 +188,7 @@ class WholeRows(RuleBased):
         bits = 32 if floating else 8 * ITEMSIZE[problem.dtype]
         return RadixSort(problem.outer * problem.inner, problem.length, bits)
 
-    def workspace(self, problem: TopK, config: Config, hw: Hardware) -> int:
+    def workspace(self, problem: TopK, config: KernelConfig, hw: Hardware) -> int:
         """The bytes of keys and indices."""
         return self._sort(problem).end
 
@@ -196,14 +196,14 @@ class WholeRows(RuleBased):
         """What the passes of the sort move beside the operands."""
         return problem.bytes + self._sort(problem).moved
 
-    def launch(self, problem: TopK, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: TopK, config: KernelConfig, hw: Hardware) -> Launches:
         """The keys, the passes of the sort, and the choice of the first k."""
         sort = self._sort(problem)
         length, inner, k = problem.length, problem.inner, problem.k
         macros: dict[str, Any] = {"T": C_TYPES[problem.dtype], "KEY": sort.key, "BITS": sort.bits,
                   "LARGEST": problem.largest}  # fmt: skip
 
-        def each(entry: str, size: int, *args: Ptr | Num) -> tuple[Launch, ...]:
+        def each(entry: str, size: int, *args: Ptr | Num) -> Launches:
             return self.one(entry, -(-size // THREADS), THREADS, *args, **macros)
 
         total = sort.rows * length
@@ -215,7 +215,7 @@ class WholeRows(RuleBased):
         return keys + sort.launches() + take
 
 
-class Order(RuleBased):
+class Order(HeuristicKernel):
     """scan/sort.cu. Operands: x indices."""
 
     name = "sort"
@@ -225,7 +225,7 @@ class Order(RuleBased):
     def _padded(problem: SortedRows) -> int:
         return max(pow2(problem.count), 2 * PAIRS)
 
-    def workspace(self, problem: SortedRows, config: Config, hw: Hardware) -> int:
+    def workspace(self, problem: SortedRows, config: KernelConfig, hw: Hardware) -> int:
         """The bytes of the indices."""
         return 4 * self._padded(problem)
 
@@ -234,13 +234,13 @@ class Order(RuleBased):
         steps = self._padded(problem).bit_length() ** 2 // 2
         return problem.bytes * steps
 
-    def launch(self, problem: SortedRows, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: SortedRows, config: KernelConfig, hw: Hardware) -> Launches:
         """The steps of the sort, and its order."""
         padded, count = self._padded(problem), problem.count
         at, width = Ptr("workspace"), problem.width
         macros: dict[str, Any] = {"T": C_TYPES[problem.dtype], "SIZE": 2 * PAIRS, "BLOCK": PAIRS}
 
-        def step(entry: str, *sizes: int) -> tuple[Launch, ...]:
+        def step(entry: str, *sizes: int) -> Launches:
             numbers = (Num("i64", n) for n in sizes)
             blocks = padded // (2 * PAIRS)
             return self.one(entry, blocks, PAIRS, Ptr("x"), at, *numbers, **macros)
@@ -259,18 +259,20 @@ class Order(RuleBased):
         return launches + order
 
 
-class Votes(RuleBased):
+class Votes(HeuristicKernel):
     """scan/compact.cu. Operands: keep first, or keep first position."""
 
     source = "scan/compact.cu"
 
-    def workspace(self, problem: KeptCounts | KeptPositions, config: Config, hw: Hardware) -> int:
+    def workspace(
+        self, problem: KeptCounts | KeptPositions, config: KernelConfig, hw: Hardware
+    ) -> int:
         """A number for each tile that is counted."""
         return 4 * problem.tiles if isinstance(problem, KeptCounts) else 0
 
     def launch(
-        self, problem: KeptCounts | KeptPositions, config: Config, hw: Hardware
-    ) -> tuple[Launch, ...]:
+        self, problem: KeptCounts | KeptPositions, config: KernelConfig, hw: Hardware
+    ) -> Launches:
         """The counts and their sums; or the positions."""
         keep, first, length = Ptr("keep"), Ptr("first"), Num("i64", problem.length)
         tiles = problem.tiles

@@ -12,9 +12,10 @@ from onnx_fuse.program.problem import (
     FEW,
     ITEMSIZE,
     Arg,
-    Config,
     Hardware,
+    KernelConfig,
     Launch,
+    Launches,
     Num,
     Ptr,
     TensorMap,
@@ -105,7 +106,7 @@ def tma_refusal(p: Attention, hw: Hardware, names: Sequence[str]) -> str | None:
         shape, strides = p.layout(name)
         if any(n > 1 and not 0 < s < 2**39 for s, n in zip(strides, shape[:3], strict=True)):
             return f"{name} is broadcast, or too large for TMA"
-    if MMA.mask(p) == 1 and not MMA.macros(p, Config())["MASK_PIECES"]:
+    if MMA.mask(p) == 1 and not MMA.macros(p, KernelConfig())["MASK_PIECES"]:
         return "the mask's rows are not of aligned 16-byte pieces"
     return None
 
@@ -127,28 +128,28 @@ class _Attention(ABC):
     source: str
 
     @abstractmethod
-    def rows(self, config: Config) -> int:
+    def rows(self, config: KernelConfig) -> int:
         """Rows of queries (or keys) a block owns."""
 
     @abstractmethod
-    def smem(self, p: Attention, config: Config, entry: str) -> int:
+    def smem(self, p: Attention, config: KernelConfig, entry: str) -> int:
         """Dynamic shared memory of an entry, in bytes."""
 
     @abstractmethod
-    def macros(self, p: Attention, config: Config) -> dict[str, object]:
+    def macros(self, p: Attention, config: KernelConfig) -> dict[str, object]:
         """-D macros of the source."""
 
     @abstractmethod
-    def threads(self, config: Config) -> int:
+    def threads(self, config: KernelConfig) -> int:
         """The number of threads of a block."""
 
-    def workspace(self, problem: Attention, config: Config, hw: Hardware) -> int:
+    def workspace(self, problem: Attention, config: KernelConfig, hw: Hardware) -> int:
         if problem.op == "Sdpa":
             return 0
         size = ITEMSIZE["float64" if problem.dtype == "float64" else "float32"]
         return problem.batches * problem.m * size
 
-    def launch(self, problem: Attention, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: Attention, config: KernelConfig, hw: Hardware) -> Launches:
         p, macros = problem, defines(**self.macros(problem, config))
         _, heads = p.batch
         rows, block = self.rows(config), (self.threads(config), 1, 1)
@@ -243,19 +244,19 @@ class Mma(Unconditional, _Attention):
             return reason
         return None if self.configs(problem, hw) else "the head size is too large for shared memory"
 
-    def configs(self, problem: Attention, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: Attention, hw: Hardware) -> Sequence[KernelConfig]:
         grad, wide = problem.op == "SdpaGrad", max(problem.k, problem.dv)
         more = self.mask(problem) > 0 or problem.softcap != 0
         tiles = next((t for limit, t in _TILES[problem.op, more] if wide <= limit), ())
         entries = ("sdpa_dq", "sdpa_dkv") if grad else ("sdpa_forward",)
         if grad and wide > 64 and problem.mask2:
             tiles = ((1, 16, 4), (1, 16, 2))
-        found = [Config.of(**dict(zip(_FIELDS, tile, strict=False))) for tile in tiles]
+        found = [KernelConfig.of(**dict(zip(_FIELDS, tile, strict=False))) for tile in tiles]
         return [
             c for c in found if max(self.smem(problem, c, e) for e in entries) <= hw.smem_per_block
         ]
 
-    def cost(self, problem: Attention, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: Attention, config: KernelConfig, hw: Hardware) -> float:
         p, rows, mt = problem, self.rows(config), config.integer("mt")
         blocks = p.batches * -(-p.m // rows)
         padded = blocks * rows / (p.batches * p.m)
@@ -268,7 +269,7 @@ class Mma(Unconditional, _Attention):
         rate = hw.rate(p.dtype) * share * busy * min(1.0, blocks / hw.sm_count)
         return hw.launch_seconds + p.flops * padded / rate
 
-    def _forward(self, p: Attention, config: Config, hw: Hardware, padded: float) -> float:
+    def _forward(self, p: Attention, config: KernelConfig, hw: Hardware, padded: float) -> float:
         """One block's walk over the keys, or all blocks' products and reads; as on an H200."""
         mt, split, rows = config.integer("mt"), config.integer("split"), self.rows(config)
         width, tiles = p.k + p.dv, -(-p.m // rows)
@@ -285,14 +286,14 @@ class Mma(Unconditional, _Attention):
             together += masks * SINGLE * p.batches * p.m * padded * -(-p.n // tile) * tile
         return max(alone, together)
 
-    def rows(self, config: Config) -> int:
+    def rows(self, config: KernelConfig) -> int:
         warps = 1 if config.integer("split") else config.integer("warps")
         return 16 * config.integer("mt") * warps
 
-    def threads(self, config: Config) -> int:
+    def threads(self, config: KernelConfig) -> int:
         return 32 * config.integer("warps")
 
-    def smem(self, p: Attention, config: Config, entry: str) -> int:
+    def smem(self, p: Attention, config: KernelConfig, entry: str) -> int:
         d, v = (-(-n // 16) * 16 + 8 for n in (p.k, p.dv))
         rows, tile, warps = self.rows(config), config.integer("tile"), config.integer("warps")
         high, wide = (tile, rows) if entry == "sdpa_dkv" else (rows, tile)
@@ -312,7 +313,7 @@ class Mma(Unconditional, _Attention):
         strides = p.mask if name == "mask" else p.mask2
         return 0 if not strides else 1 if strides[2] or p.m == 1 else 2
 
-    def macros(self, p: Attention, config: Config) -> dict[str, object]:
+    def macros(self, p: Attention, config: KernelConfig) -> dict[str, object]:
         how = {name.upper(): value for name, value in config.attrs}
         masks = p.mask, p.mask2
         pieces = masks[0] != () and all(
@@ -368,12 +369,12 @@ class Wgmma(Unconditional):
             return "the largest product is the largest logit for positive scales only"
         return None if self.configs(p, hw) else "the head size is too large, or the keys too few"
 
-    def configs(self, problem: Attention, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: Attention, hw: Hardware) -> Sequence[KernelConfig]:
         p, wide = problem, max(problem.k, problem.dv)
         names = ("wgs", "rounds", "tile", "stages", "pingpong", "blocks")
         tiles = next((tiles for limit, tiles in _HOPPER.items() if wide <= limit), ())
         found = [
-            Config.of(**dict(zip(names, tile, strict=True)))
+            KernelConfig.of(**dict(zip(names, tile, strict=True)))
             for (fewest, most), tile in tiles
             # the boxes of a mask are of 64 keys; queries that are the keys would be parted into
             # one more class of lengths
@@ -385,7 +386,7 @@ class Wgmma(Unconditional):
             found = [c.replace(blocks=min(c.integer("blocks"), 2)) for c in found]
         return [c for c in found if self.smem(p, c) <= hw.smem_per_block]
 
-    def cost(self, problem: Attention, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: Attention, config: KernelConfig, hw: Hardware) -> float:
         """Tiles of queries by tiles of keys, then what is read once and again; as on an H200."""
         p, tile, most = problem, config.integer("tile"), config.integer("blocks")
         own = config.integer("wgs") * config.integer("rounds")
@@ -412,10 +413,10 @@ class Wgmma(Unconditional):
         # a few queries leave its tile empty, and mma.sync then serves a cache of any length alike
         return 4 * seconds if p.m <= FEW else seconds
 
-    def workspace(self, problem: Attention, config: Config, hw: Hardware) -> int:
+    def workspace(self, problem: Attention, config: KernelConfig, hw: Hardware) -> int:
         return 0
 
-    def smem(self, p: Attention, config: Config) -> int:
+    def smem(self, p: Attention, config: KernelConfig) -> int:
         """Queries (results leave from there), then stages of keys, values and mask, barriers."""
         d, v = (-(-n // 64) for n in (p.k, p.dv))
         tile, stages = config.integer("tile"), config.integer("stages")
@@ -423,7 +424,7 @@ class Wgmma(Unconditional):
         mask = (0, tiles * tile * 128, tile * 4)[MMA.mask(p)]
         return tiles * max(d, v) * 8192 + stages * ((d + v) * tile * 128 + mask + 32) + tiles * 8
 
-    def launch(self, problem: Attention, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: Attention, config: KernelConfig, hw: Hardware) -> Launches:
         p, (batch, heads), group = problem, problem.batch, problem.group
         wgs, tile = config.integer("wgs"), config.integer("tile")
         tiles, one = wgs * config.integer("rounds"), p.n <= tile
@@ -458,15 +459,15 @@ class Simt(Unconditional, _Attention):
         if reason := joined_refusal(problem) or _narrow(problem):
             return reason
         entries = ("sdpa_dq", "sdpa_dkv") if problem.op == "SdpaGrad" else ("sdpa_forward",)
-        need = max(self.smem(problem, Config(), e) for e in entries)
+        need = max(self.smem(problem, KernelConfig(), e) for e in entries)
         if need > hw.smem_per_block:
             return f"head size {problem.k} needs {need} bytes of shared memory"
         return None
 
-    def configs(self, problem: Attention, hw: Hardware) -> Sequence[Config]:
-        return (Config(),)
+    def configs(self, problem: Attention, hw: Hardware) -> Sequence[KernelConfig]:
+        return (KernelConfig(),)
 
-    def cost(self, problem: Attention, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: Attention, config: KernelConfig, hw: Hardware) -> float:
         rate = hw.rate("float64" if problem.dtype == "float64" else "float32") * 0.35
         blocks = problem.batches * -(-problem.m // ROWS)
         padded = blocks * ROWS / (problem.batches * problem.m)
@@ -474,19 +475,19 @@ class Simt(Unconditional, _Attention):
         last = 2 * flops / blocks / each if problem.causal else 0.0  # the longest block comes last
         return hw.launch_seconds + flops / (rate * min(1.0, blocks / hw.sm_count)) + last
 
-    def rows(self, config: Config) -> int:
+    def rows(self, config: KernelConfig) -> int:
         return ROWS
 
-    def threads(self, config: Config) -> int:
+    def threads(self, config: KernelConfig) -> int:
         return 256
 
-    def smem(self, p: Attention, config: Config, entry: str) -> int:
+    def smem(self, p: Attention, config: KernelConfig, entry: str) -> int:
         d, v = p.k + 4, p.dv + 4
         own = ROWS * d if entry == "sdpa_forward" else ROWS * (d + v)
         size = ITEMSIZE["float64" if p.dtype == "float64" else "float32"]
         return size * (own + TILE * (d + v) + ROWS * (TILE + 1))
 
-    def macros(self, p: Attention, config: Config) -> dict[str, object]:
+    def macros(self, p: Attention, config: KernelConfig) -> dict[str, object]:
         return {**common_macros(p), "ACC": accumulator(p.dtype)}
 
 
@@ -505,19 +506,19 @@ class OneQuery(Unconditional):
             return f"head sizes {p.k}, {p.dv}: lanes share a row, a power of two of them"
         return None
 
-    def configs(self, problem: Attention, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: Attention, hw: Hardware) -> Sequence[KernelConfig]:
         found = [
-            Config.of(warps=warps, cluster=cluster, per=4)
+            KernelConfig.of(warps=warps, cluster=cluster, per=4)
             for warps in (4, 8)
             for cluster in ((1, 2, 4, 8) if hw.cc >= 90 else (1,))
         ]
         # static shared memory
         return [c for c in found if self._parts(c) * (problem.k + 4) * 4 <= 48 << 10]
 
-    def _parts(self, config: Config) -> int:
+    def _parts(self, config: KernelConfig) -> int:
         return config.integer("warps") * config.integer("cluster")
 
-    def cost(self, problem: Attention, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: Attention, config: KernelConfig, hw: Hardware) -> float:
         """One load's latency a batch of keys, an exchange, and what is read."""
         p, cluster = problem, config.integer("cluster")
         batch = 32 * 8 // p.k * config.integer("per") * self._parts(config)
@@ -531,10 +532,10 @@ class OneQuery(Unconditional):
         chain = 0.85e-6 * turns * waves + 5e-9 * self._parts(config)
         return 0.5 * hw.launch_seconds + exchange + max(chain, stream)
 
-    def workspace(self, problem: Attention, config: Config, hw: Hardware) -> int:
+    def workspace(self, problem: Attention, config: KernelConfig, hw: Hardware) -> int:
         return 0
 
-    def launch(self, problem: Attention, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: Attention, config: KernelConfig, hw: Hardware) -> Launches:
         p, cluster = problem, config.integer("cluster")
         batch, heads = p.batch
         how = {name.upper(): value for name, value in config.attrs}
@@ -571,11 +572,11 @@ class Direct(Unconditional):
             return f"strides of {steps}: they are 31 bits"
         return None
 
-    def configs(self, problem: Attention, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: Attention, hw: Hardware) -> Sequence[KernelConfig]:
         """Tiles of 16 queries a block, and the warps that share a tile's keys."""
-        return [Config.of(tiles=tiles, sharers=4) for tiles in (1, 2)]
+        return [KernelConfig.of(tiles=tiles, sharers=4) for tiles in (1, 2)]
 
-    def cost(self, problem: Attention, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: Attention, config: KernelConfig, hw: Hardware) -> float:
         """What gives each shape of BERT-base on an H200 its fastest kernel (docs/kernel-notes.md).
 
         One tile a block where all keys are one step of its warps, two where they are many.
@@ -589,15 +590,15 @@ class Direct(Unconditional):
             seconds = 0.95e-6 + 0.2e-6 * share + 4e-9 * max(0, p.n - 128)
         return hw.launch_seconds + seconds + (1e-6 * share if share > 1 else 0.0)
 
-    def workspace(self, problem: Attention, config: Config, hw: Hardware) -> int:
+    def workspace(self, problem: Attention, config: KernelConfig, hw: Hardware) -> int:
         return 0
 
-    def launch(self, problem: Attention, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: Attention, config: KernelConfig, hw: Hardware) -> Launches:
         p, (batch, heads) = problem, problem.batch
         tiles, sharers = config.integer("tiles"), config.integer("sharers")
         how = {
             "TILES": tiles, "SHARERS": sharers, "CHUNKS": -(-upper_bound(p.n) // (16 * sharers)),
-            "MASK": MMA.mask(p), "MASK_PIECES": MMA.macros(p, Config())["MASK_PIECES"],
+            "MASK": MMA.mask(p), "MASK_PIECES": MMA.macros(p, KernelConfig())["MASK_PIECES"],
             "GROUPED": p.group > 1,
         }  # fmt: skip
         macros = defines(**{**common_macros(p), **how})

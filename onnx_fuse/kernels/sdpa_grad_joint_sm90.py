@@ -7,7 +7,16 @@ from collections.abc import Sequence
 from onnx_fuse.cuda.macros import defines
 from onnx_fuse.kernels.rule_based import Unconditional
 from onnx_fuse.kernels.sdpa import boxes, common_macros, tma_refusal
-from onnx_fuse.program.problem import Arg, Config, Hardware, Launch, Num, Ptr, TensorMap
+from onnx_fuse.program.problem import (
+    Arg,
+    Hardware,
+    KernelConfig,
+    Launch,
+    Launches,
+    Num,
+    Ptr,
+    TensorMap,
+)
 from onnx_fuse.program.products import Attention
 from onnx_fuse.program.size import minimum
 
@@ -44,11 +53,11 @@ class WgmmaGradJoint(Unconditional):
             return "causal, and keys behind the last query"
         return None
 
-    def configs(self, problem: Attention, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: Attention, hw: Hardware) -> Sequence[KernelConfig]:
         """So many blocks a head, where each has keys."""
-        return [Config.of(split=n) for n in (1, 2, 4) if n == 1 or problem.n > KEYS * (n - 1)]
+        return [KernelConfig.of(split=n) for n in (1, 2, 4) if n == 1 or problem.n > KEYS * (n - 1)]
 
-    def cost(self, problem: Attention, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: Attention, config: KernelConfig, hw: Hardware) -> float:
         """A turn for each head of a cluster: its rows and sums, then its tiles; as on an H200."""
         p, split = problem, config.integer("split")
         tiles, blocks = -(-p.m // TILE), -(-p.n // KEYS)
@@ -59,12 +68,12 @@ class WgmmaGradJoint(Unconditional):
         sums = 0.7e-6 * tiles if blocks > 1 else 0.0
         return hw.launch_seconds + 2e-6 + turns * (3.5e-6 + (sums + tile * steps) / split)
 
-    def workspace(self, problem: Attention, config: Config, hw: Hardware) -> int:
+    def workspace(self, problem: Attention, config: KernelConfig, hw: Hardware) -> int:
         """Each block's sums of dq."""
         grid = self._clusters(problem, config, hw) * config.integer("split")
         return grid * -(-problem.m // TILE) * 4 * _PART
 
-    def launch(self, problem: Attention, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: Attention, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch of clusters that stay."""
         p, split = problem, config.integer("split")
         parts = self.workspace(p, config, hw) // _PART
@@ -92,5 +101,5 @@ class WgmmaGradJoint(Unconditional):
         """Clusters that surely run at once: 32 of four blocks did not, on an H200."""
         return hw.sm_count // split if split < 4 else hw.sm_count * 2 // 11
 
-    def _clusters(self, p: Attention, config: Config, hw: Hardware) -> int:
+    def _clusters(self, p: Attention, config: KernelConfig, hw: Hardware) -> int:
         return minimum(p.batches, self._most(config.integer("split"), hw))

@@ -16,7 +16,7 @@ from onnx_fuse.kernels.sdpa import (
     tma_refusal,
 )
 from onnx_fuse.kernels.sdpa_grad_joint_sm90 import WgmmaGradJoint
-from onnx_fuse.program.problem import Arg, Config, Hardware, Launch, Num, Ptr
+from onnx_fuse.program.problem import Arg, Hardware, KernelConfig, Launch, Launches, Num, Ptr
 from onnx_fuse.program.products import Attention
 
 TILE = 64
@@ -47,17 +47,18 @@ class WgmmaGrad(Unconditional):
             return "a softcap: its slope takes registers that there are not"
         return None if self.configs(p, hw) else "the head size is too large"
 
-    def configs(self, problem: Attention, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: Attention, hw: Hardware) -> Sequence[KernelConfig]:
         """The configurations that registers and shared memory have room for."""
         wide, mask = max(problem.k, problem.dv), MMA.mask(problem)
         rows = next(
             (rows for (limit, kind), rows in _CONFIGS.items() if wide <= limit and kind == mask), ()
         )
         return [
-            Config.of(**dict(zip(("keys", "queries", "blocks"), row, strict=True))) for row in rows
+            KernelConfig.of(**dict(zip(("keys", "queries", "blocks"), row, strict=True)))
+            for row in rows
         ]
 
-    def cost(self, problem: Attention, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: Attention, config: KernelConfig, hw: Hardware) -> float:
         """Four products of keys' tiles and three of queries'; as on an H200."""
         p = problem
         width = sum(-(-n // 64) * 64 for n in (p.k, p.dv))
@@ -80,15 +81,15 @@ class WgmmaGrad(Unconditional):
         # H200, 2026-11)
         return seconds * (1.5 if p.mask else 1.0)
 
-    def workspace(self, problem: Attention, config: Config, hw: Hardware) -> int:
+    def workspace(self, problem: Attention, config: KernelConfig, hw: Hardware) -> int:
         """What a row of logits is made probabilities with, for each query of whole tiles."""
         return problem.batches * self._padded(problem) * self._row(problem)
 
-    def launch(self, problem: Attention, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: Attention, config: KernelConfig, hw: Hardware) -> Launches:
         """The gradients of queries, which leave what those of keys and values take."""
         return tuple(self._gradients(problem, config, keys) for keys in (False, True))
 
-    def _gradients(self, p: Attention, config: Config, keys: bool) -> Launch:
+    def _gradients(self, p: Attention, config: KernelConfig, keys: bool) -> Launch:
         """The launch for keys and values, or for queries."""
         (batch, heads), group = p.batch, p.group
         own, other = (("k", "v"), ("q", "dy")) if keys else (("q", "dy"), ("k", "v"))
@@ -110,7 +111,7 @@ class WgmmaGrad(Unconditional):
         smem = self._smem(p, config, keys)
         return Launch(self.source, "sdpa_gradients", grid, block, args, macros, smem)
 
-    def _macros(self, p: Attention, config: Config, keys: bool) -> dict[str, object]:
+    def _macros(self, p: Attention, config: KernelConfig, keys: bool) -> dict[str, object]:
         return {
             **common_macros(p), "MASK": MMA.mask(p), "KEYS": keys, "TILE": TILE,
             "WGS": config.integer("keys" if keys else "queries"), "STAGES": self._stages(p),
@@ -129,7 +130,7 @@ class WgmmaGrad(Unconditional):
         """Bytes of a row of the workspace."""
         return 12 if p.mask else 8
 
-    def _smem(self, p: Attention, config: Config, keys: bool) -> int:
+    def _smem(self, p: Attention, config: KernelConfig, keys: bool) -> int:
         """The owned rows (results leave from there), stages of tiles, mask and rows, barriers."""
         boxes, stages = sum(-(-n // 64) for n in (p.k, p.dv)), self._stages(p)
         count = config.integer("keys" if keys else "queries")

@@ -8,14 +8,14 @@ from typing import Any
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, lanes, pow2
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import (
-    RuleBased,
+    HeuristicKernel,
     access_width,
     block_of,
     row_items,
     team_size,
     thread_choices,
 )
-from onnx_fuse.program.problem import Config, Hardware, Launch, Num, Ptr
+from onnx_fuse.program.problem import Hardware, KernelConfig, Launches, Num, Ptr
 from onnx_fuse.program.problems import Softmax
 from onnx_fuse.program.size import coarse
 
@@ -30,7 +30,7 @@ def _macros(problem: Softmax) -> dict[str, Any]:
     return {"T": C_TYPES[dtype], "ACC": accumulator(dtype), "LOG": problem.log}
 
 
-class Row(RuleBased):
+class Row(HeuristicKernel):
     """softmax/row.cu. Operands: x y."""
 
     name = "row"
@@ -41,12 +41,12 @@ class Row(RuleBased):
         """None where the axis is the last, and otherwise the reason for a refusal."""
         return None if problem.inner == 1 else "a row's elements do not stand side by side"
 
-    def configs(self, problem: Softmax, hw: Hardware) -> Sequence[Config]:
+    def configs(self, problem: Softmax, hw: Hardware) -> Sequence[KernelConfig]:
         """Half or twice the threads a row too."""
         vec = access_width(problem.length, problem.dtype)
         return thread_choices(team_size(problem.outer, problem.length, vec))
 
-    def launch(self, problem: Softmax, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: Softmax, config: KernelConfig, hw: Hardware) -> Launches:
         outer, length = problem.outer, problem.length
         vec = access_width(length, problem.dtype)
         threads = config.integer("team") or team_size(outer, length, vec)
@@ -60,7 +60,7 @@ class Row(RuleBased):
         )  # fmt: skip
 
 
-class Parts(RuleBased):
+class Parts(HeuristicKernel):
     """softmax/parts.cu: few long rows, each by many blocks. Operands: x y."""
 
     name = "parts"
@@ -81,7 +81,7 @@ class Parts(RuleBased):
         chunk = -(-problem.length // (chunks * vec)) * vec
         return chunk, -(-problem.length // chunk)
 
-    def workspace(self, problem: Softmax, config: Config, hw: Hardware) -> int:
+    def workspace(self, problem: Softmax, config: KernelConfig, hw: Hardware) -> int:
         """Two accumulators for each chunk."""
         return 16 * problem.outer * self._cut(problem)[1]
 
@@ -89,13 +89,13 @@ class Parts(RuleBased):
         """x is read twice."""
         return problem.bytes * 3 // 2
 
-    def launch(self, problem: Softmax, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: Softmax, config: KernelConfig, hw: Hardware) -> Launches:
         """What each chunk has, and the row by what all of its chunks have."""
         chunk, chunks = self._cut(problem)
         numbers = tuple(Num("i64", n) for n in (problem.length, chunk, chunks))
         vec = access_width(problem.length, problem.dtype)
 
-        def each(entry: str, *pointers: str) -> tuple[Launch, ...]:
+        def each(entry: str, *pointers: str) -> Launches:
             return self.one(
                 entry, problem.outer * chunks, _THREADS, *map(Ptr, pointers), *numbers,
                 **_macros(problem), VEC=vec, BLOCK=_THREADS,
@@ -106,14 +106,14 @@ class Parts(RuleBased):
         )
 
 
-class Column(RuleBased):
+class Column(HeuristicKernel):
     """softmax/column.cu. Operands: x y."""
 
     name = "column"
     source = "softmax/column.cu"
     free_axes = "yz"
 
-    def launch(self, problem: Softmax, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: Softmax, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch: a block for up to 32 columns."""
         inner = problem.inner
         bx = lanes(inner)

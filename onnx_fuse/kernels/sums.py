@@ -7,44 +7,44 @@ from collections.abc import Sequence
 from onnx_fuse.cuda.macros import defines
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rows import act_grad, fold, fold_many, sum_parts
-from onnx_fuse.kernels.rule_based import RuleBased
-from onnx_fuse.program.problem import ITEMSIZE, Config, Hardware, Launch, Num, Ptr
+from onnx_fuse.kernels.rule_based import HeuristicKernel
+from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launch, Launches, Num, Ptr
 from onnx_fuse.program.problems import Fold, MergedMoments, PartSums, SlopeProduct
 
 
-class Slope(RuleBased):
+class Slope(HeuristicKernel):
     """pointwise/act_grad.cu. Operands: dy z dz part dbias."""
 
     source = "pointwise/act_grad.cu"
     free_axes = "z"
 
-    def cost(self, problem: SlopeProduct, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: SlopeProduct, config: KernelConfig, hw: Hardware) -> float:
         """Seconds for its bytes, at twice the rate where L2 still holds dy."""
         whole = 3 * problem.m * problem.n * ITEMSIZE[problem.dtype]
         rate = hw.cached_bandwidth if whole <= hw.l2_bytes / 2 else hw.bandwidth
         return hw.launch_seconds + problem.bytes / rate
 
-    def launch(self, problem: SlopeProduct, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: SlopeProduct, config: KernelConfig, hw: Hardware) -> Launches:
         act = problem.act
         return (act_grad(problem.m, problem.n, problem.dtype, act, problem.act_alpha),)
 
 
-class Parts(RuleBased):
+class Parts(HeuristicKernel):
     """norm/sum_parts.cu. Operands: part out0."""
 
     source = "norm/sum_parts.cu"
     free_axes = "z"
 
-    def launch(self, problem: PartSums, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: PartSums, config: KernelConfig, hw: Hardware) -> Launches:
         return (sum_parts(problem.parts, problem.n, 1, problem.out_dtype),)
 
 
-class Merged(RuleBased):
+class Merged(HeuristicKernel):
     """norm/merge_moments.cu. Operands: part mean variance."""
 
     source = "norm/merge_moments.cu"
 
-    def launch(self, problem: MergedMoments, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: MergedMoments, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch; a block has fewer columns where these are long, as there are few."""
         columns, rows = (
             (4, 256) if problem.parts > 1024 else (8, 128 if problem.parts > 256 else 32)
@@ -57,12 +57,12 @@ class Merged(RuleBased):
         ),)  # fmt: skip
 
 
-class Columns(RuleBased):
+class Columns(HeuristicKernel):
     """norm/fold.cu. Operands: w gamma beta c low wq cs cv, of several folds with their number."""
 
     source = "norm/fold.cu"
 
-    def cost(self, problem: Fold, config: Config, hw: Hardware) -> float:
+    def cost(self, problem: Fold, config: KernelConfig, hw: Hardware) -> float:
         """Seconds for its bytes at 0.85 of a copy's rate, and for a launch.
 
         Those of training read float32 and write two copies, at 0.95 of it and with 5 us more
@@ -72,7 +72,7 @@ class Columns(RuleBased):
             return problem.bytes / (0.95 * hw.bandwidth) + 5e-6 + hw.launch_seconds
         return problem.bytes / (0.85 * hw.bandwidth) + hw.launch_seconds
 
-    def launch(self, problem: Fold, config: Config, hw: Hardware) -> tuple[Launch, ...]:
+    def launch(self, problem: Fold, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch for all of them."""
         folds = [fold(k, n, problem.dtype, False, hw) for k, n in problem.shapes]
         if len(folds) == 1 and not problem.master:

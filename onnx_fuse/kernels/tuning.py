@@ -21,7 +21,14 @@ from onnx_fuse.kernels import cublaslt
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.program import call, expression, moves, norms, problems, products
 from onnx_fuse.program.epilogue import Epilogue
-from onnx_fuse.program.problem import AnyProblem, Config, Hardware, Problem, Product, ld
+from onnx_fuse.program.problem import (
+    AnyProblem,
+    Contraction,
+    GemmProblem,
+    Hardware,
+    KernelConfig,
+    ld,
+)
 
 SHIPPED = Path(__file__).parent / "records"
 
@@ -33,11 +40,11 @@ IGNORED = {"epsilon", "act_alpha", "align", "bias_dtype", "c_rows", "c_cols", "s
 def canonical(problem: AnyProblem) -> AnyProblem:
     """The problem without what does not matter to its time or is the default."""
     same: dict[str, Any]
-    if not isinstance(problem, Product):
+    if not isinstance(problem, Contraction):
         same = dict.fromkeys(IGNORED & problem.fields().keys(), 0.0)
         return replace(problem, **same)  # type: ignore[type-var]
     same = {f.name: f.default for f in fields(problem) if f.name in IGNORED}
-    if isinstance(problem, Problem):
+    if isinstance(problem, GemmProblem):
         lda, ldb = ld(replace(problem, lda=None, ldb=None))
         same |= {
             "lda": None if problem.lda == lda else problem.lda,
@@ -87,8 +94,8 @@ def read(name: str) -> AnyProblem:
         dtype, _, out = types.partition("->")
         turned = {"trans_a": layout[0] == "T", "trans_b": layout[1] == "T"}
         values |= {"dtype": dtype, "out_dtype": out, "math": (*math, "ieee")[0], **turned}
-        made = _KINDS.get(kind, Problem)
-        product: type[Product] = made if issubclass(made, Product) else Problem
+        made = _KINDS.get(kind, GemmProblem)
+        product: type[Contraction] = made if issubclass(made, Contraction) else GemmProblem
         return product.of(kind, **values)
     except (IndexError, TypeError, ValueError) as error:
         raise ValueError(f"{name!r} is no problem of numbers and names") from error
@@ -151,7 +158,7 @@ def _made(kind: type[Any], values: dict[str, Any]) -> Any:
     return kind(**values | flags)
 
 
-def code_of(problem: AnyProblem, kernel: Kernel, how: Config, hw: Hardware) -> str:
+def code_of(problem: AnyProblem, kernel: Kernel, how: KernelConfig, hw: Hardware) -> str:
     """Digest of all code that the kernel runs for the problem as its key has it."""
     problem, text = canonical(problem), ""
     for launch in kernel.launch(problem, how, hw):
@@ -215,7 +222,7 @@ def stamp(hw: Hardware) -> tuple[tuple[str, int], ...]:
 
 def lookup(
     op: str, problem: AnyProblem, hw: Hardware, legal: Sequence[Kernel]
-) -> tuple[Kernel, Config, float] | None:
+) -> tuple[Kernel, KernelConfig, float] | None:
     """The record for (op, problem, GPU) by one of `legal` whose code has not changed since."""
     record = load(hw).get(key(op, problem))
     if record is None:
@@ -231,13 +238,13 @@ def lookup(
     return None
 
 
-def _config(record: Mapping[str, Any]) -> Config:
+def _config(record: Mapping[str, Any]) -> KernelConfig:
     values = record.get("config", {})
-    return Config.of(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+    return KernelConfig.of(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
 
 
 def record(
-    problem: AnyProblem, kernel: Kernel, how: Config, us: float, hw: Hardware
+    problem: AnyProblem, kernel: Kernel, how: KernelConfig, us: float, hw: Hardware
 ) -> dict[str, Any]:
     """One record: which kernel and config won, its time, and what it was measured with."""
     return {

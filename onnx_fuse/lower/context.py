@@ -52,7 +52,7 @@ from onnx_fuse.ops.bodies import carries_body
 from onnx_fuse.program import host
 from onnx_fuse.program import size as sizes
 from onnx_fuse.program.call import Buffer, Call, Tensor, dense_strides
-from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Hardware, Problem, Product
+from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Contraction, GemmProblem, Hardware
 
 WEIGHT_LIMIT = 1 << 12
 """Elements up to which an initializer counts as known rather than as a weight."""
@@ -94,7 +94,7 @@ class Context(ABC):
         self._known_constants: dict[Any, Tensor] = {}
         self.folds: dict[tuple[tuple[int, int], ...], dict[str, Tensor]] = {}
         """wq, cs, cv that the program computes in each run, by the places of gamma, beta, w, c."""
-        self.fold_pays: dict[tuple[Problem, bool], bool] = {}
+        self.fold_pays: dict[tuple[GemmProblem, bool], bool] = {}
         self.channels_last: set[int] = set()
         """Buffers of images whose channels are the last axis in memory (`channels_last`)."""
         self.mutable: set[str] = set()  # inputs and initializers that the program replaces
@@ -146,7 +146,7 @@ class Context(ABC):
         """The shape for ONNX's inference, in which equal open sizes have the same symbolic name."""
         names: list[int | str] = []
         for size in shape:
-            if isinstance(size, sizes.Size) and not self._plain:
+            if isinstance(size, sizes.OpenSize) and not self._plain:
                 name = f"size_{sizes.expression(size)}"
                 self._open_sizes[name] = size
                 names.append(name)
@@ -175,7 +175,7 @@ class Context(ABC):
             return found
         given = [self.slots[v] for v in node.inputs if v is not None]
         shapes = [slot.tensor.shape for slot in given if slot.tensor is not None]
-        is_open = any(isinstance(size, sizes.Size) for shape in shapes for size in shape)
+        is_open = any(isinstance(size, sizes.OpenSize) for shape in shapes for size in shape)
         if not is_open and not any(host.is_open(slot.host) for slot in given):
             return found
         self._plain = True  # inference does not follow the sizes: this node's are fixed
@@ -480,9 +480,9 @@ class Context(ABC):
         if not any(t.size for t in writes.values()):
             return None
         weights = reads.get("b", reads.get("wq"))
-        if isinstance(problem, Problem) and weights is not None and self._lasting(weights):
+        if isinstance(problem, GemmProblem) and weights is not None and self._lasting(weights):
             problem = problem.replace(static_b=True)
-        if isinstance(problem, Product):
+        if isinstance(problem, Contraction):
             right = next((reads[name] for name in ("b", "wq", "w") if name in reads), None)
             if right is not None and prod(right.shape[-2:]) != problem.k * problem.n:
                 raise self.fault(node, f"the product is over {problem.k}")

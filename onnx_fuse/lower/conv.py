@@ -20,7 +20,7 @@ from onnx_fuse.ops.activations import ACTIVATIONS
 from onnx_fuse.program.call import Tensor, dtype_of
 from onnx_fuse.program.problem import ITEMSIZE
 from onnx_fuse.program.problems import Conv, Triple, Window
-from onnx_fuse.program.size import Size, number
+from onnx_fuse.program.size import OpenSize, number
 
 
 def triple(sizes: Sequence[int], fill: int = 1) -> Triple:
@@ -67,7 +67,7 @@ def spatial(
 ) -> list[int] | None:
     """Output sizes of a Conv, ConvTranspose or pool over open sizes `x`; None: inference knows."""
     auto = ctx.attr(node, "auto_pad", "NOTSET")
-    if ctx.attr(node, "output_shape") or not any(isinstance(size, Size) for size in x):
+    if ctx.attr(node, "output_shape") or not any(isinstance(size, OpenSize) for size in x):
         return None
     rank = len(kernel)
     strides = ctx.attr(node, "strides") or [1] * rank

@@ -186,7 +186,7 @@ def range_(ctx: Context, node: ir.Node) -> str | None:
     if any(e is None for e in ends):
         return f"its shape is {UNKNOWN}"
     start, limit, delta = (e.reshape(-1)[0] for e in ends)  # type: ignore[union-attr]
-    if any(isinstance(v, sizes.Size) for v in (start, limit, delta)):
+    if any(isinstance(v, sizes.OpenSize) for v in (start, limit, delta)):
         dtype, step = "int64", int(delta)
         n = -((start - limit) // step)
         n = n if n > 0 else 0

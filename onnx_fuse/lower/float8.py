@@ -15,7 +15,7 @@ from onnx_fuse.lower.context import Context, Lowering
 from onnx_fuse.lower.linear import ACTIVATIONS, activation, bias_row
 from onnx_fuse.ops.fused.float8 import HISTORY, MULTIPLE, NAME
 from onnx_fuse.program.call import Tensor
-from onnx_fuse.program.problem import Problem
+from onnx_fuse.program.problem import GemmProblem
 from onnx_fuse.program.problems import Float8, PartSums, SlopeProduct
 
 
@@ -66,7 +66,7 @@ def _product(
     attrs: dict[str, object] | None = None,
 ) -> str | None:
     """y [m, n] = a [m, k] · b [n, k] times both scales, and the epilogue."""
-    problem = Problem.of(
+    problem = GemmProblem.of(
         "Gemm", m=a.shape[0], n=b.shape[0], k=a.shape[1], dtype=a.dtype, b_dtype=b.dtype,
         out_dtype=writes["y"].dtype, trans_b=True, **(attrs or {}),  # type: ignore[arg-type]
     )  # fmt: skip

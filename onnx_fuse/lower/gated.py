@@ -26,7 +26,7 @@ from onnx_fuse.lower.linear import (
 )
 from onnx_fuse.ops.fused.gated import OPS
 from onnx_fuse.program.call import Tensor
-from onnx_fuse.program.problem import ITEMSIZE, Problem
+from onnx_fuse.program.problem import ITEMSIZE, GemmProblem
 
 BLOCK = 8
 """Columns of gates that are stored beside as many columns of the values that they multiply."""
@@ -89,7 +89,7 @@ def _pays(ctx: Context, node: ir.Node, w: Tensor, attrs: Mapping[str, object]) -
             problem = problem.replace(folded=True)
     else:
         m, math = prod(x.shape[:-1]), ctx.math
-        problem = Problem.of("Gemm", m=m, n=n, k=k, dtype=x.dtype, math=math, **how)  # type: ignore[arg-type]
+        problem = GemmProblem.of("Gemm", m=m, n=n, k=k, dtype=x.dtype, math=math, **how)  # type: ignore[arg-type]
     problem = problem.upper_bound()
     plain = problem.with_epilogue(act="", act_alpha=1.0, gate=False)
     moved = problem.m * problem.n * 3 // 2 * ITEMSIZE[x.dtype]

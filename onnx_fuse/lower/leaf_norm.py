@@ -11,7 +11,7 @@ from onnx_fuse.kernels import select
 from onnx_fuse.kernels.costs import Passes, pays
 from onnx_fuse.lower.context import Context, Lowering
 from onnx_fuse.lower.matrices import alignment, matrix
-from onnx_fuse.program.problem import Problem
+from onnx_fuse.program.problem import GemmProblem
 
 
 def leaf_norm_grad(ctx: Context, node: ir.Node) -> str | None:
@@ -26,7 +26,7 @@ def leaf_norm_grad(ctx: Context, node: ir.Node) -> str | None:
     if not left.trans or right.trans:
         return "dt or xh does not lie in rows"
     (k, m), n = a.shape, b.shape[1]
-    problem = Problem.of(
+    problem = GemmProblem.of(
         "LayerNormLeafGrad", m=m, n=n, k=k, trans_a=True, math=ctx.math, lda=left.ld, ldb=right.ld,
         align=alignment(left.tensor, right.tensor), turned=turned,
     )  # fmt: skip
@@ -43,7 +43,7 @@ def leaf_norm_grad(ctx: Context, node: ir.Node) -> str | None:
     return ctx.select(node, problem, reads, writes)
 
 
-def _product(problem: Problem) -> Problem:
+def _product(problem: GemmProblem) -> GemmProblem:
     """The product that the body begins with."""
     return replace(problem, op="Gemm", turned=False)
 

@@ -24,7 +24,7 @@ from onnx_fuse.ops.activations import ACTIVATIONS as TABLE
 from onnx_fuse.program import size as sizes
 from onnx_fuse.program.call import Tensor, dtype_of, reshape_strides
 from onnx_fuse.program.epilogue import Epilogue
-from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Hardware, Problem, Value
+from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, GemmProblem, Hardware, Value
 from onnx_fuse.program.problems import Fold, PartSums, SlopeProduct
 
 PACKED = "its weight stays in 4 bits"
@@ -89,7 +89,7 @@ def product(
         left = matrix(ctx, reshaped(ctx, ctx.contiguous(a), whole[0]))
         right = matrix(ctx, reshaped(ctx, ctx.contiguous(b), whole[1]))
         dims, sa, sb = _batches((prod(batch),), left, right)
-    problem = Problem.of(
+    problem = GemmProblem.of(
         "Gemm",
         m=m,
         n=n,
@@ -224,10 +224,10 @@ def norm_gemm(ctx: Context, node: ir.Node) -> str | None:
     )
 
 
-def norm_problem(ctx: Context, node: ir.Node, n: int, attrs: Mapping[str, object]) -> Problem:
+def norm_problem(ctx: Context, node: ir.Node, n: int, attrs: Mapping[str, object]) -> GemmProblem:
     """The LayerNormGemm of a node that begins with a norm, whose weight has n columns."""
     x = ctx.view(node, 0)
-    return Problem.of(
+    return GemmProblem.of(
         "LayerNormGemm",
         m=prod(x.shape[:-1]),
         n=n,
@@ -296,7 +296,7 @@ def _places(reads: Mapping[str, Tensor]) -> tuple[tuple[int, int], ...]:
     return tuple((t.buffer, t.offset) for t in parameters)
 
 
-def _fold_pays(ctx: Context, problem: Problem, master: bool) -> bool:
+def _fold_pays(ctx: Context, problem: GemmProblem, master: bool) -> bool:
     """Whether forward and gradient together gain by weights that are folded for both.
 
     All folds of a program are one launch, which makes the 16-bit copies of a `master` as well.
@@ -307,7 +307,7 @@ def _fold_pays(ctx: Context, problem: Problem, master: bool) -> bool:
     behind = Epilogue(act=forward.act, act_alpha=forward.act_alpha)
     problem, hw = problem.upper_bound(), ctx.hw
     m, n, k, dtype = problem.m, problem.n, problem.k, problem.dtype
-    gradient = Problem(
+    gradient = GemmProblem(
         "LayerNormGemmGrad", m=m, n=n, k=k, dtype=dtype, epilogue=behind, rms=problem.rms
     )
     pair = (problem, gradient)
@@ -344,7 +344,7 @@ def norm_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
         return "mean and rstd are not float32"
     if len(x.shape) < 2 or (row := bias_row(ctx, node, names.index("c"), n)) is None:
         return "x is a vector, or the bias is not one row"
-    problem = Problem.of(
+    problem = GemmProblem.of(
         "LayerNormGemmGrad",
         m=prod(x.shape[:-1]),
         n=n,
@@ -385,7 +385,7 @@ def norm_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
     return ctx.select(node, problem, reads, writes)
 
 
-def _turned(ctx: Context, problem: Problem, w: Tensor) -> bool:
+def _turned(ctx: Context, problem: GemmProblem, w: Tensor) -> bool:
     """Whether a weight stored as [n, k], and its gradient, should stay so rather than be copied."""
     lies = w.permute((1, 0))
     if w.dense or not lies.dense or alignment(lies) < 16:
@@ -425,13 +425,13 @@ def gradient_costs(node: ir.Node, math: str, hw: Hardware) -> Costs | None:
     kept: dict[str, Value] = act | {"save_z": True} if act else {}
     how: dict[str, Value] = {"m": m, "math": math}
     whole = (
-        Problem.of("LayerNormGemm", n=n, k=k, bias=True, **how, **kept),
-        Problem.of("LayerNormGemmGrad", n=n, k=k, **how, **act),
+        GemmProblem.of("LayerNormGemm", n=n, k=k, bias=True, **how, **kept),
+        GemmProblem.of("LayerNormGemmGrad", n=n, k=k, **how, **act),
     )
     apart = (
-        Problem.of("Gemm", n=n, k=k, bias=True, **how, **kept),
-        Problem.of("Gemm", n=k, k=n, trans_b=True, **how),
-        Problem.of("Gemm", m=k, n=n, k=m, trans_a=True, math=math),
+        GemmProblem.of("Gemm", n=n, k=k, bias=True, **how, **kept),
+        GemmProblem.of("Gemm", n=k, k=n, trans_b=True, **how),
+        GemmProblem.of("Gemm", m=k, n=n, k=m, trans_a=True, math=math),
     )
     # the norm and its gradient, dz, its sums; small launches beside others take half their time
     moved = 4 * (5 * m * k + (4 if act else 1) * m * n)
@@ -439,7 +439,7 @@ def gradient_costs(node: ir.Node, math: str, hw: Hardware) -> Costs | None:
     return Costs(total(whole, hw), total((*apart, passes), hw), (m, k, n))
 
 
-def _apart(problem: Problem) -> tuple[AnyProblem, ...]:
+def _apart(problem: GemmProblem) -> tuple[AnyProblem, ...]:
     """What the op's body costs: two products, and passes over [m, n], [m, k] and [k, n].
 
     They take about fifteen launches.
@@ -449,8 +449,8 @@ def _apart(problem: Problem) -> tuple[AnyProblem, ...]:
     passes = 8 * m * n + 6 * m * k + 12 * k * n + (2 * m * n if problem.epilogue.act else 0)
     how: dict[str, Value] = {"dtype": problem.dtype, "math": problem.math}
     return (
-        Problem.of("Gemm", m=m, n=k, k=n, trans_b=True, **how),
-        Problem.of("Gemm", m=k, n=n, k=m, trans_a=True, **how),
+        GemmProblem.of("Gemm", m=m, n=k, k=n, trans_b=True, **how),
+        GemmProblem.of("Gemm", m=k, n=n, k=m, trans_a=True, **how),
         Passes(ITEMSIZE[problem.dtype] * passes, 15),
     )
 

@@ -17,7 +17,7 @@ from onnx_fuse.lower.reduce import reduction
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.epilogue import EXP_COLUMNS
 from onnx_fuse.program.losses import CrossEntropyChunk, ExpRows, LabelScore
-from onnx_fuse.program.problem import ITEMSIZE, Problem
+from onnx_fuse.program.problem import ITEMSIZE, GemmProblem
 from onnx_fuse.program.size import coarse
 
 CHUNK_BYTES = 416 << 20
@@ -207,10 +207,10 @@ def rows_problem(chunks: _Chunks, rows: int, *, scaled: bool) -> ExpRows:
     )  # fmt: skip
 
 
-def bias_problem(chunks: _Chunks, rows: int) -> Problem:
+def bias_problem(chunks: _Chunks, rows: int) -> GemmProblem:
     """The product of so many rows of z, transposed, and their factors: the bias's gradient."""
     most, stride = chunks.z.shape
-    return Problem.of(
+    return GemmProblem.of(
         "Gemm", m=stride, n=1, k=rows, dtype=chunks.x.dtype, out_dtype="float32", trans_a=True,
         trans_b=True, lda=stride, ldb=most,
     )  # fmt: skip
@@ -231,11 +231,11 @@ def exponentials(chunks: _Chunks, of_x: bool, of_w: bool, of_bias: bool) -> _Chu
         return chunks
     if ctx.attr(node, "label_smoothing", 0.0) or "CrossEntropyChunk" in forced(ctx.prefs):
         return chunks
-    scores = Problem.of(
+    scores = GemmProblem.of(
         "Gemm", m=rows, n=classes, k=k, dtype=x.dtype, trans_b=not turned, lda=x.strides[0],
         ldb=line, ldy=stride if stride != classes else 0, bias=chunks.row is not None,
     )  # fmt: skip
-    gx = Problem.of("Gemm", m=rows, n=k, k=classes, dtype=x.dtype, trans_b=turned, lda=stride,
+    gx = GemmProblem.of("Gemm", m=rows, n=k, k=classes, dtype=x.dtype, trans_b=turned, lda=stride,
                     ldb=line)  # fmt: skip
     label = LabelScore(
         x.shape[0], k, classes, x.strides[0], line, x.dtype, ctx.view(node, 3).dtype,
@@ -330,7 +330,7 @@ def linear_cross_entropy(ctx: Context, node: ir.Node) -> str | None:
 def _leaves_gaps(ctx: Context, x: Tensor, w: Tensor, rows: int, stride: int) -> bool:
     """Whether a kernel reads `w` as it is and stores the scores in rows `stride` elements apart."""
     line = max(w.strides)
-    problem = Problem.of(
+    problem = GemmProblem.of(
         "Gemm", m=rows, n=w.shape[0], k=x.shape[1], dtype=x.dtype, trans_b=w.dense,
         lda=x.strides[0], ldb=line, ldy=stride, math=ctx.math,
     )  # fmt: skip

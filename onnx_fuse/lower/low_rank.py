@@ -8,7 +8,7 @@ from math import inf
 from typing import TypeAlias
 
 from onnx_fuse.kernels.costs import Passes, total
-from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Hardware, Problem, Value
+from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, GemmProblem, Hardware, Value
 
 ROWS = 4096
 """The rows of a product whose batch or lengths are open: a step of a few thousand tokens."""
@@ -62,9 +62,9 @@ class Costs:
         """A·B, and a pass over W, the sum and what is left of A·B, which all weights share."""
         sizes: dict[str, Value] = {"m": k, "n": n, "k": rank, "dtype": self.dtype}
         if self.dtype == "float32":
-            yield Problem.of("Gemm", beta=1.0, math=self.math, **sizes)
+            yield GemmProblem.of("Gemm", beta=1.0, math=self.math, **sizes)
         else:
-            yield Problem.of("Gemm", **sizes)
+            yield GemmProblem.of("Gemm", **sizes)
             yield Passes(k * n * (ITEMSIZE["float32"] + 2 * ITEMSIZE[self.dtype]), launches=0)
 
     def _seconds(self, way: Way, rows: int | None, k: int, n: int, rank: int) -> float:
@@ -78,8 +78,8 @@ Way: TypeAlias = Callable[[int, int, int, int, str, str], Iterator[AnyProblem]]
 def _beside(m: int, k: int, n: int, rank: int, dtype: str, math: str) -> Iterator[AnyProblem]:
     """y + u·B and dx + t·Aᵀ, besides what the gradients by rows take."""
     how: dict[str, Value] = {"dtype": dtype, "math": math, "residual": True}
-    yield Problem.of("Gemm", m=m, n=n, k=rank, **how)
-    yield Problem.of("Gemm", m=m, n=k, k=rank, trans_b=True, **how)
+    yield GemmProblem.of("Gemm", m=m, n=n, k=rank, **how)
+    yield GemmProblem.of("Gemm", m=m, n=k, k=rank, trans_b=True, **how)
     yield from _by_rows(m, k, n, rank, dtype, math)
 
 
@@ -88,25 +88,25 @@ def _beside_a_norm(
 ) -> Iterator[AnyProblem]:
     """The same where u and the gradients of x and A are products of their own behind the norm."""
     how: dict[str, Value] = {"dtype": dtype, "math": math}
-    yield Problem.of("LayerNormGemm", m=m, n=rank, k=k, bias=True, **how)
-    yield Problem.of("Gemm", m=m, n=n, k=rank, residual=True, **how)
-    yield Problem.of("Gemm", m=rank, n=n, k=m, trans_a=True, **how)
-    yield Problem.of("Gemm", m=m, n=rank, k=n, trans_b=True, **how)
-    yield Problem.of("LayerNormGemmGrad", m=m, n=rank, k=k, **how)
+    yield GemmProblem.of("LayerNormGemm", m=m, n=rank, k=k, bias=True, **how)
+    yield GemmProblem.of("Gemm", m=m, n=n, k=rank, residual=True, **how)
+    yield GemmProblem.of("Gemm", m=rank, n=n, k=m, trans_a=True, **how)
+    yield GemmProblem.of("Gemm", m=m, n=rank, k=n, trans_b=True, **how)
+    yield GemmProblem.of("LayerNormGemmGrad", m=m, n=rank, k=k, **how)
 
 
 def _by_rows(m: int, k: int, n: int, rank: int, dtype: str, math: str) -> Iterator[AnyProblem]:
     """u = x·A and dB = uᵀ·dy; t = dy·Bᵀ and dA = xᵀ·t."""
     how: dict[str, Value] = {"dtype": dtype, "math": math}
-    yield Problem.of("Gemm", m=m, n=rank, k=k, **how)
-    yield Problem.of("Gemm", m=rank, n=n, k=m, trans_a=True, **how)
-    yield Problem.of("Gemm", m=m, n=rank, k=n, trans_b=True, **how)
-    yield Problem.of("Gemm", m=k, n=rank, k=m, trans_a=True, **how)
+    yield GemmProblem.of("Gemm", m=m, n=rank, k=k, **how)
+    yield GemmProblem.of("Gemm", m=rank, n=n, k=m, trans_a=True, **how)
+    yield GemmProblem.of("Gemm", m=m, n=rank, k=n, trans_b=True, **how)
+    yield GemmProblem.of("Gemm", m=k, n=rank, k=m, trans_a=True, **how)
 
 
 def _by_weight(m: int, k: int, n: int, rank: int, dtype: str, math: str) -> Iterator[AnyProblem]:
     """dW = xᵀ·dy; dA = dW·Bᵀ and dB = Aᵀ·dW."""
     how: dict[str, Value] = {"dtype": dtype, "math": math}
-    yield Problem.of("Gemm", m=k, n=n, k=m, trans_a=True, **how)
-    yield Problem.of("Gemm", m=k, n=rank, k=n, trans_b=True, **how)
-    yield Problem.of("Gemm", m=rank, n=n, k=k, trans_a=True, **how)
+    yield GemmProblem.of("Gemm", m=k, n=n, k=m, trans_a=True, **how)
+    yield GemmProblem.of("Gemm", m=k, n=rank, k=n, trans_b=True, **how)
+    yield GemmProblem.of("Gemm", m=rank, n=n, k=k, trans_a=True, **how)

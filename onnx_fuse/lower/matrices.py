@@ -16,7 +16,7 @@ from onnx_fuse.kernels.costs import Passes, total
 from onnx_fuse.lower.context import Context, copy
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.passes.narrow_products import COLUMNS
-from onnx_fuse.program.problem import ITEMSIZE, Problem
+from onnx_fuse.program.problem import ITEMSIZE, GemmProblem
 
 _WHOLE = 8
 """Elements of 16 bits that are 16 bytes."""
@@ -62,7 +62,7 @@ def alignment(*tensors: Tensor) -> int:
 class Operands:
     """A product, its operands, and the tensor that takes its result."""
 
-    problem: Problem
+    problem: GemmProblem
     a: Matrix
     b: Matrix
     y: Tensor
@@ -84,12 +84,12 @@ def with_whole_rows(ctx: Context, node: ir.Node, given: Operands) -> Operands:
         return given
     straight = problem.replace(lda=_up(a.ld), ldb=_up(b.ld), align=16)
     moved = sum(2 * m.tensor.nbytes for m in bent if ctx.known(m.tensor) is None)
-    ways: list[tuple[Problem, int]] = [(problem, 0), (straight, moved)]
+    ways: list[tuple[GemmProblem, int]] = [(problem, 0), (straight, moved)]
     if loose and not problem.epilogue.among("accumulate", "save_z", "beta", "residual", "dact"):
         apart = straight.replace(ldy=_up(problem.n))
         ways.append((apart, moved + 2 * given.y.nbytes))
 
-    def cost(way: tuple[Problem, int]) -> float:
+    def cost(way: tuple[GemmProblem, int]) -> float:
         passes = [Passes(way[1], len(bent) + 1)] if way[1] else []
         return total((way[0], *passes), ctx.hw, ctx.prefs)
 

@@ -19,9 +19,9 @@ from onnx_fuse.lower.context import Context, Lowering, emit
 from onnx_fuse.ops.fused.sdpa.causal import CAUSAL, WINDOW
 from onnx_fuse.ops.fused.sdpa.kinds import FLOOR, KINDS
 from onnx_fuse.program.call import Tensor
-from onnx_fuse.program.problem import ITEMSIZE, Problem, Value
+from onnx_fuse.program.problem import ITEMSIZE, GemmProblem, Value
 from onnx_fuse.program.products import Attention, AttentionGrad
-from onnx_fuse.program.size import Size, broadcast
+from onnx_fuse.program.size import OpenSize, broadcast
 
 A = TypeVar("A", bound=Attention)
 APART = "its products are faster apart"
@@ -106,7 +106,7 @@ def _window(left: int, right: int, queries: int, keys: int) -> dict[str, Any] | 
 
     A window that reaches back over all keys is causal.
     """
-    closed = not (isinstance(queries, Size) or isinstance(keys, Size))
+    closed = not (isinstance(queries, OpenSize) or isinstance(keys, OpenSize))
     if left >= 0 and queries is not keys and not (closed and queries - left <= keys):
         return None
     if right == 0 and (left < 0 or keys <= left + 1):
@@ -205,20 +205,20 @@ def _apart_pays(ctx: Context, problem: Attention, more: int = 0) -> bool:
     """
     if problem.dtype != "float32" or problem.op in forced(ctx.prefs):
         return False
-    if any(isinstance(length, Size) for length in (problem.m, problem.n)):
+    if any(isinstance(length, OpenSize) for length in (problem.m, problem.n)):
         return False
     p, backward = problem.upper_bound(), isinstance(problem, AttentionGrad)
     scores = ITEMSIZE[p.dtype] * p.batches * p.m * p.n
     if scores > SCORES:
         return False
     math: dict[str, Value] = {"math": ctx.math, "batch": p.batch}
-    products = [Problem.of("Gemm", m=p.m, n=p.n, k=p.k, trans_b=True, **math),
-                Problem.of("Gemm", m=p.m, n=p.dv, k=p.n, **math)]  # fmt: skip
+    products = [GemmProblem.of("Gemm", m=p.m, n=p.n, k=p.k, trans_b=True, **math),
+                GemmProblem.of("Gemm", m=p.m, n=p.dv, k=p.n, **math)]  # fmt: skip
     passes = 1 + bool(p.mask) + more
     if backward:
-        products += [Problem.of("Gemm", m=p.m, n=p.n, k=p.dv, trans_b=True, **math),
-                     Problem.of("Gemm", m=p.n, n=p.dv, k=p.m, trans_a=True, **math),
-                     Problem.of("Gemm", m=p.n, n=p.k, k=p.m, trans_a=True, **math)]  # fmt: skip
+        products += [GemmProblem.of("Gemm", m=p.m, n=p.n, k=p.dv, trans_b=True, **math),
+                     GemmProblem.of("Gemm", m=p.n, n=p.dv, k=p.m, trans_a=True, **math),
+                     GemmProblem.of("Gemm", m=p.n, n=p.k, k=p.m, trans_a=True, **math)]  # fmt: skip
         passes += 2
     apart = (*products, Passes(2 * passes * scores, 2 * passes))
     return MARGIN * total(apart, ctx.hw, ctx.prefs) < total((problem,), ctx.hw, ctx.prefs)

@@ -20,7 +20,7 @@ from onnx_fuse.nn.export import with_initializers
 from onnx_fuse.nn.nested import flat, form_of, formed, names_of
 from onnx_fuse.nn.operation import Operation
 from onnx_fuse.nn.recorder import CaptureWarning, Recorder, copied
-from onnx_fuse.nn.runner import Turn, home, kind, turn_of
+from onnx_fuse.nn.runner import PooledProgram, home, kind, turn_of
 from onnx_fuse.nn.tensor import Tensor, _wrap
 
 __all__ = ["Block", "Capture", "CaptureWarning", "capture"]
@@ -81,7 +81,7 @@ class Captured:
         self._stays = ends_stay and all(type(t) is not int for t in targets)
         """Whether a replay changes no tensor but those of `_in_place`."""
         self._quiet = recorder.differentiates or not recorder.grad
-        self._again: Again | None = None
+        self._again: FastReplay | None = None
         if gpu:
             from onnx_fuse.runtime.specialize import KEEPERS
 
@@ -163,7 +163,7 @@ class Captured:
             self._again = self._ready(arguments)
         return results
 
-    def _ready(self, arguments: Sequence[Tensor]) -> Again | None:
+    def _ready(self, arguments: Sequence[Tensor]) -> FastReplay | None:
         """What later replays need no more than, if they can be launched at once."""
         tensors = [t for t, _ in self._outside]
         arrays = [t._data for t in (*arguments, *tensors)]
@@ -171,7 +171,7 @@ class Captured:
         turn = turn_of(self._operation.plan("again", arrays, 0, gpu).forward, arrays)
         if turn is None or any(t._data.ready not in (None, turn.stream) for t in self._in_place):
             return None
-        return Again(turn, arguments, tensors, self._in_place)
+        return FastReplay(turn, arguments, tensors, self._in_place)
 
     def file(self, names: dict[int, str]) -> Any:
         """The graph as a model of its own: what is outside is an initializer with its value.
@@ -191,7 +191,7 @@ class Captured:
         return found
 
 
-class Again:
+class FastReplay:
     """A replay whose tensors stand where they stood at the last one, and are of the same kinds.
 
     It launches at once what the last one has found.
@@ -204,7 +204,7 @@ class Again:
 
     def __init__(
         self,
-        turn: Turn,
+        turn: PooledProgram,
         arguments: Sequence[Tensor],
         tensors: Sequence[Tensor],
         in_place: Sequence[Tensor],
@@ -301,7 +301,7 @@ class Capture:
         return self._first(key, tensors, args, kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else Bound(self, instance)
+        return self if instance is None else BoundMethod(self, instance)
 
     def _first(self, key: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
         recorder = Recorder(MODE.grad)
@@ -342,7 +342,7 @@ class Capture:
         _write(self._last, path)
 
 
-class Bound:
+class BoundMethod:
     """A captured method with its instance."""
 
     def __init__(self, capture: Capture, instance: Any) -> None:

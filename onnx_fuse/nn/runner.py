@@ -187,7 +187,7 @@ def kind(array: Array) -> Any:
     return array.shape, array.dtype, type(array)
 
 
-def turn_of(run: Run, arrays: Sequence[Array]) -> Turn | None:
+def turn_of(run: Run, arrays: Sequence[Array]) -> PooledProgram | None:
     """What launches arrays of these kinds for `run`, if anything does."""
     return run.turn(arrays) if isinstance(run, _Direct) else None
 
@@ -211,7 +211,7 @@ class _Direct:
         self._model, self._gpu = model, gpu
         self._inputs, self._outputs = inputs, outputs
         self._state = {outputs[i]: inputs[k] for i, k in state.items()}
-        self._turns: dict[Any, Turn | None] = {}
+        self._turns: dict[Any, PooledProgram | None] = {}
         KEEPERS.add(self)
 
     def forget(self) -> None:
@@ -235,7 +235,7 @@ class _Direct:
         made.shared.pool = shared.pool  # what one operator's tensors leave, the next one's take
         return made
 
-    def turn(self, arrays: Sequence[Array]) -> Turn | None:
+    def turn(self, arrays: Sequence[Array]) -> PooledProgram | None:
         """What launches inputs of these kinds, if anything does."""
         key = tuple([kind(a) for a in arrays])
         turn = self._turns.get(key)
@@ -253,7 +253,7 @@ class _Direct:
         feeds = dict(zip(self._inputs, arrays, strict=False))
         return self._bound.run_in_place(self._outputs, feeds, on_device=True)
 
-    def _made(self, arrays: Sequence[Array]) -> Turn | None:
+    def _made(self, arrays: Sequence[Array]) -> PooledProgram | None:
         """A new turn for inputs of these kinds."""
         from onnx_fuse.program.call import NeedsValues
         from onnx_fuse.runtime.direct import Layout, is_direct
@@ -268,14 +268,14 @@ class _Direct:
             return None
         if not is_direct(made.program):
             return None
-        return Turn(executable, Layout(executable, made, self._inputs))
+        return PooledProgram(executable, Layout(executable, made, self._inputs))
 
 
-class Turn:
+class PooledProgram:
     """The launches for inputs of one kind, with memory of the pool."""
 
     def __init__(self, executable: Executable, layout: Layout) -> None:
-        from onnx_fuse.runtime.direct import Turn as Launched
+        from onnx_fuse.runtime.direct import BoundProgram as Launched
 
         self.stream, self._pool = executable.stream, executable.shared.pool
         self._gpu, self._arena = executable.device_id, layout.plan.arena

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from onnx_fuse.errors import ModelError
-from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Hardware, Launch
+from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Hardware, Launches
 
 if TYPE_CHECKING:
     from onnx_fuse.program.expression import Expression
@@ -213,7 +213,7 @@ class Call:
 
     kernel: str
     nodes: tuple[str, ...]
-    launches: tuple[Launch, ...]
+    launches: Launches
     reads: tuple[tuple[str, Tensor], ...]
     writes: tuple[tuple[str, Tensor], ...]
     workspace: int = 0

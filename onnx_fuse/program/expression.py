@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Step:
+class Operation:
     """value = TABLE[name](args), computed in the arithmetic type of `dtype`."""
 
     name: str
@@ -36,7 +36,7 @@ class Expression:
 
     loads: int
     scalars: tuple[tuple[str, float], ...]
-    steps: tuple[Step, ...]
+    steps: tuple[Operation, ...]
     stores: tuple[int, ...]
     rows: tuple[Row, ...] = ()
 

@@ -1,4 +1,4 @@
-"""Shape arithmetic on open sizes: ONNX operators over small int64 arrays that hold `Size`s.
+"""Shape arithmetic on open sizes: ONNX operators over small int64 arrays that hold `OpenSize`s.
 
 Such an array has NumPy's dtype object. Operators that are not here take plain integers, which is a
 guard on each size (see `size`).
@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ir.evaluate import viewer
-from onnx_fuse.program.size import Size, maximum, minimum
+from onnx_fuse.program.size import OpenSize, maximum, minimum
 
 Arrays = Sequence[Any]
 """An array for each input, None for one that is left out."""
@@ -24,7 +24,7 @@ def is_open(array: np.ndarray | None) -> bool:
     """Whether an array holds sizes (strings are objects too)."""
     if array is None or array.dtype != object:
         return False
-    return any(isinstance(v, Size) for v in array.reshape(-1))
+    return any(isinstance(v, OpenSize) for v in array.reshape(-1))
 
 
 def closed(array: np.ndarray) -> np.ndarray:

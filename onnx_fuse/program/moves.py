@@ -10,7 +10,7 @@ from math import prod
 
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.expression import Expression
-from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Config, Hardware
+from onnx_fuse.program.problem import ITEMSIZE, AnyProblem, Hardware, KernelConfig
 from onnx_fuse.program.problems import Window
 
 
@@ -146,7 +146,7 @@ class BatchedCalls(AnyProblem):
     count: int
     bound: tuple[str, ...]
     kernel: str
-    config: Config
+    config: KernelConfig
 
     @property
     def flops(self) -> int:

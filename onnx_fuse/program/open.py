@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from onnx_fuse.program.formula import Formulas, Guards
-from onnx_fuse.program.size import Size, Trace, expression, maximum, minimum
+from onnx_fuse.program.size import OpenSize, Trace, expression, maximum, minimum
 
 
-class Open:
+class SymbolicProgram:
     """An object with open sizes, which can be evaluated for other values of their symbols."""
 
     def __init__(self, made: Any, trace: Trace, parts: Mapping[str, Any] | None = None) -> None:
@@ -28,12 +28,12 @@ class Open:
         # guards of size classes first, since most programs differ in these
         guards = sorted(trace.guards, key=lambda guard: guard.count(" <= ") < 2)
         recipes = {
-            name: Recipe.of(part, symbols, often=True) for name, part in (parts or {}).items()
+            name: EvalPlan.of(part, symbols, often=True) for name, part in (parts or {}).items()
         }
-        recipes[""] = Recipe.of(made, symbols)
+        recipes[""] = EvalPlan.of(made, symbols)
         self.set(Guards(Formulas.of(guards, symbols)), recipes)
 
-    def set(self, guards: Guards, recipes: Mapping[str, Recipe]) -> None:
+    def set(self, guards: Guards, recipes: Mapping[str, EvalPlan]) -> None:
         """Take what was made before; the recipe of the whole object is called ""."""
         self.guards, self.recipes = guards, recipes
         self.symbols = tuple(guards.formulas.symbols)
@@ -60,12 +60,12 @@ class Open:
 
 Maker = Callable[[Sequence[Any]], Any]
 """What makes an object of its parts: `tuple`, `list`, or one of the classes below."""
-Step = tuple[Maker, Sequence[int]]
+EvalStep = tuple[Maker, Sequence[int]]
 """A maker, and the places of the parts."""
 _Place = tuple[int, int]  # closed part, size or result of a step (0, 1, 2), and which of them
 
 
-class Recipe:
+class EvalPlan:
     """The steps that rebuild an object for other sizes; parts without open sizes are shared.
 
     The recipe fills a list of places: first the parts without open sizes, then the sizes, then what
@@ -78,7 +78,7 @@ class Recipe:
         self,
         closed: list[Any],
         sizes: Formulas,
-        steps: list[Step],
+        steps: list[EvalStep],
         result: int,
         *,
         often: bool = False,
@@ -89,7 +89,7 @@ class Recipe:
                       for parts in (step[1],)] if often else None  # fmt: skip
 
     @classmethod
-    def of(cls, value: Any, symbols: Sequence[str], *, often: bool = False) -> Recipe:
+    def of(cls, value: Any, symbols: Sequence[str], *, often: bool = False) -> EvalPlan:
         """The recipe of an object over these symbols."""
         return _Planner(value).recipe(symbols, often)
 
@@ -106,7 +106,7 @@ class Recipe:
                 append(found if finish is None else finish(found))
         return places[self.result]
 
-    def without(self, leave_out: Callable[[str, Any], bool]) -> Recipe:
+    def without(self, leave_out: Callable[[str, Any], bool]) -> EvalPlan:
         """The recipe of the object in which some fields are as by default.
 
         `leave_out` is asked with "Class.field" and the field's value or the maker of it.
@@ -118,7 +118,7 @@ class Recipe:
                 return self.steps[place - first][0]
             return self.closed[place] if place < len(self.closed) else None
 
-        steps: dict[int, Step] = {}
+        steps: dict[int, EvalStep] = {}
         wanted = {self.result}
         for place in range(first + len(self.steps) - 1, first - 1, -1):
             make, parts = self.steps[place - first]
@@ -130,7 +130,7 @@ class Recipe:
         closed = [p for p in sorted(wanted) if p < len(self.closed)]
         sizes = range(len(self.closed), first)
         moved = {place: i for i, place in enumerate((*closed, *sizes, *sorted(steps)))}
-        return Recipe(
+        return EvalPlan(
             [self.closed[p] for p in closed],
             self.sizes,
             [(make, [moved[p] for p in parts]) for _, (make, parts) in sorted(steps.items())],
@@ -150,14 +150,14 @@ class _Planner:
         self._objects: dict[int, tuple[Any, _Place | None]] = {}
         self._result = self._place(value)
 
-    def recipe(self, symbols: Sequence[str], often: bool) -> Recipe:
+    def recipe(self, symbols: Sequence[str], often: bool) -> EvalPlan:
         """The recipe, in which places are counted through."""
         first = (0, len(self._parts), len(self._parts) + len(self._sizes))
-        steps: list[Step] = [(make, [first[kind] + i for kind, i in parts])
+        steps: list[EvalStep] = [(make, [first[kind] + i for kind, i in parts])
                              for make, parts in self._steps]  # fmt: skip
         kind, i = self._result
         sizes = Formulas.of(self._sizes, symbols)
-        return Recipe(self._parts, sizes, steps, first[kind] + i, often=often)
+        return EvalPlan(self._parts, sizes, steps, first[kind] + i, often=often)
 
     def _place(self, value: Any) -> _Place:
         """The place of a value, whether or not it holds sizes."""
@@ -183,7 +183,7 @@ class _Planner:
         kind = type(value)
         if kind in PLAIN:
             return None
-        if kind is Size:
+        if kind is OpenSize:
             return self._sizes.setdefault(expression(value), (1, len(self._sizes)))
         known = self._objects.get(id(value))
         if known is not None:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache, cached_property, partial
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from onnx_fuse.errors import DeviceError
 from onnx_fuse.program.epilogue import DEFAULTS as EPILOGUE_FIELDS
 from onnx_fuse.program.epilogue import NONE as NO_EPILOGUE
 from onnx_fuse.program.epilogue import Epilogue
-from onnx_fuse.program.size import Size, Trace, hint, size_class, upper_bound, wide_size_class
+from onnx_fuse.program.size import OpenSize, Trace, hint, size_class, upper_bound, wide_size_class
 
 if TYPE_CHECKING:
     from onnx_fuse.program.expression import Tail
@@ -35,7 +35,7 @@ PRECISIONS = {
     "bf16x3": ("float32", "bf16x3"), "bf16x6": ("float32", "bf16x6"),
     "bf16": ("bfloat16", "ieee"), "fp16": ("float16", "ieee"),
 }  # fmt: skip
-"""What a user may ask for -> the dtype that is computed in, and `Problem.math`."""
+"""What a user may ask for -> the dtype that is computed in, and `GemmProblem.math`."""
 TRAINING_PRECISIONS = PRECISIONS | {"fp8": PRECISIONS["bf16"]}
 """The same for training, where "fp8" has its linear products in float8 (`ops.fused.float8`)."""
 
@@ -47,7 +47,7 @@ FEW = 16
 _PLAIN = frozenset({type(None), bool, int, float, str})
 """The types of most fields, none of which holds an open size."""
 # made once: `int | Size` in a call of isinstance is made at each
-_INTEGERS = (int, Size)
+_INTEGERS = (int, OpenSize)
 
 
 @cache
@@ -56,12 +56,12 @@ def _names(kind: Any) -> tuple[str, ...]:
     return tuple(f.name for f in fields(kind))
 
 
-def _sizes(value: object) -> Iterator[Size]:
+def _sizes(value: object) -> Iterator[OpenSize]:
     """The open sizes in a field or an extra."""
     kind: Any = type(value)
     if kind in _PLAIN:
         return
-    if isinstance(value, Size):
+    if isinstance(value, OpenSize):
         yield value
     elif isinstance(value, tuple):
         for part in value:
@@ -80,7 +80,7 @@ def _open(value: object) -> bool:
 
 def _with(value: Any, number: Callable[[Any], int]) -> Any:
     """The value of a field, with `number` applied to each open size in it."""
-    if isinstance(value, Size):
+    if isinstance(value, OpenSize):
         return number(value)
     if isinstance(value, tuple):
         return tuple(_with(part, number) for part in value)
@@ -95,7 +95,7 @@ def _pairs(attrs: dict[str, Value]) -> tuple[tuple[str, Value], ...]:
 
 
 P = TypeVar("P", bound="AnyProblem")
-Q = TypeVar("Q", bound="Product")
+Q = TypeVar("Q", bound="Contraction")
 
 
 class AnyProblem:
@@ -191,7 +191,7 @@ class AnyProblem:
 
 
 @dataclass(frozen=True)
-class Product(AnyProblem):
+class Contraction(AnyProblem):
     """A product: y[batch, m, n] = op(a)[m, k] . op(b)[k, n], and its epilogue.
 
     `dtype` is the operands', `out_dtype` the result's; `math` says which products are allowed
@@ -284,13 +284,13 @@ class Product(AnyProblem):
 
 
 @cache
-def _beside_a_product(kind: type[Product]) -> dict[str, Any]:
+def _beside_a_product(kind: type[Contraction]) -> dict[str, Any]:
     """The defaults of the fields that a kind of product has beside a plain one's."""
-    return {f.name: f.default for f in fields(kind) if f.name not in _names(Product)}
+    return {f.name: f.default for f in fields(kind) if f.name not in _names(Contraction)}
 
 
 @dataclass(frozen=True)
-class Problem(Product):
+class GemmProblem(Contraction):
     """A Gemm, or a product behind a norm (LayerNormGemm) or its gradients, as `op` says.
 
     Pointers of a Gemm: a b y c z row0..row3 col0 col1 part workspace (`program.epilogue`); those of
@@ -341,19 +341,19 @@ class Problem(Product):
 
 
 @dataclass(frozen=True)
-class Config:
+class KernelConfig:
     """How a kernel does it: tile sizes, stages, splits, as the kernel's own named scalars."""
 
     attrs: tuple[tuple[str, Value], ...] = ()
 
     @classmethod
-    def of(cls, **attrs: Value) -> Config:
+    def of(cls, **attrs: Value) -> KernelConfig:
         """Make a configuration from keywords."""
         return cls(_pairs(attrs))
 
-    def replace(self, **attrs: Value) -> Config:
+    def replace(self, **attrs: Value) -> KernelConfig:
         """This config with some scalars replaced."""
-        return Config(_pairs(dict(self.attrs) | attrs))
+        return KernelConfig(_pairs(dict(self.attrs) | attrs))
 
     @cached_property
     def _named(self) -> dict[str, Value]:
@@ -472,7 +472,7 @@ class Launch:
     cluster: int = 1
     sync: int = 0
     cooperative: bool = False
-    product: Problem | None = None
+    product: GemmProblem | None = None
     collective: Collective | None = None
 
     @property
@@ -601,12 +601,12 @@ def hold_capability(name: str, cc: int) -> None:
         )
 
 
-def operand(problem: Problem) -> bool:
+def operand(problem: GemmProblem) -> bool:
     """Whether the epilogue reads one more [M, N] operand, "c"."""
     return bool(problem.epilogue.among("beta", "dact", "dx", "dw", "residual"))
 
 
-def ld(problem: Problem) -> tuple[int, int]:
+def ld(problem: GemmProblem) -> tuple[int, int]:
     """Row strides of a and b in elements."""
     return (
         (problem.m if problem.trans_a else problem.k) if problem.lda is None else problem.lda,
@@ -614,13 +614,13 @@ def ld(problem: Problem) -> tuple[int, int]:
     )
 
 
-def ldc(problem: Problem) -> tuple[int, int]:
+def ldc(problem: GemmProblem) -> tuple[int, int]:
     """Strides of c's rows and columns in elements."""
     rows = problem.epilogue.c_rows
     return problem.n if rows is None else rows, problem.epilogue.c_cols
 
 
-def batch_strides(problem: Problem, name: str, dense: int) -> tuple[int, ...]:
+def batch_strides(problem: GemmProblem, name: str, dense: int) -> tuple[int, ...]:
     """The three batch strides of an operand, padded with zeros in front."""
     strides: tuple[int, ...] = getattr(problem, f"{name}_strides")
     if not strides:
@@ -628,3 +628,7 @@ def batch_strides(problem: Problem, name: str, dense: int) -> tuple[int, ...]:
             strides = (dense, *strides)
             dense *= size
     return (0,) * (3 - len(strides)) + strides
+
+
+Launches: TypeAlias = tuple[Launch, ...]
+"""What a kernel enqueues, in order."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from onnx_fuse.program.call import dense_strides
-from onnx_fuse.program.problem import FEW, ITEMSIZE, AnyProblem, Hardware, Product
+from onnx_fuse.program.problem import FEW, ITEMSIZE, AnyProblem, Contraction, Hardware
 from onnx_fuse.program.size import minimum, upper_bound
 
 
@@ -123,7 +123,7 @@ class AttentionGrad(Attention):
 
 
 @dataclass(frozen=True)
-class PackedProduct(Product):
+class PackedProduct(Contraction):
     """y[m, n] = a[m, k] · w[n, k]ᵀ + bias, of weights that stay in 2, 4 or 8 bits.
 
     w[n, k] = (q[n, k] - zero[n, k // block]) scale[n, k // block]. Types: a, scale, bias, y are of
@@ -160,7 +160,7 @@ class PackedProduct(Product):
 
 
 @dataclass(frozen=True)
-class IntegerProduct(Product):
+class IntegerProduct(Contraction):
     """y[batch, m, n] = Σ_k (a[batch, m, k] - za) (b[batch, n, k] - zb), modulo 2^32.
 
     `dtype` is a's, int8 or uint8; y is int32. Pointers: a b za zb y.

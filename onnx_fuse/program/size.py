@@ -1,6 +1,6 @@
 """Open sizes: integers that remember which dimensions of the inputs they were computed from.
 
-Lowering runs on the sizes of one set of inputs. Given as `Size`s they behave as those integers, but
+Lowering runs on the sizes of one set of inputs. As `OpenSize`s they behave as those integers, but
 arithmetic keeps a polynomial over the open dimensions, and every decision taken on one (`n % 8`,
 `n <= 64`, `n == m`) is kept as a guard by the `Trace`. What was lowered then holds for all inputs
 that meet the guards: its numbers are the polynomials' values. Turning a size into a plain integer
@@ -75,7 +75,7 @@ class Trace:
     def symbol(self, name: str, value: int) -> int:
         """The open dimension called `name`, an identifier; its value is `value`."""
         self.values[name] = value
-        return cast(int, Size(self, (((name,), 1),), value))
+        return cast(int, OpenSize(self, (((name,), 1),), value))
 
     def class_bound(self, terms: Polynomial, classes: Classes) -> dict[str, int]:
         """The largest size of the class of each dimension in a polynomial; the classes are kept.
@@ -121,7 +121,7 @@ class Trace:
         self.guards[text] = None
 
 
-class Size:
+class OpenSize:
     """An integer and the polynomial that gives it; typed as `int` where it is handed on."""
 
     __slots__ = ("terms", "trace", "value")
@@ -154,11 +154,11 @@ class Size:
     def __mul__(self, other: Any) -> Any:
         if not _whole(other):
             return other * self.plain()  # a sequence too
-        if not isinstance(other, Size):
+        if not isinstance(other, OpenSize):
             if other == 1:
                 return self
             scaled = tuple([(atoms, n * int(other)) for atoms, n in self.terms])
-            return Size(self.trace, scaled, self.value * int(other)) if other else 0
+            return OpenSize(self.trace, scaled, self.value * int(other)) if other else 0
         found: dict[tuple[str, ...], int] = {}
         for a, n in self.terms:
             for b, m in other.terms:
@@ -274,7 +274,7 @@ class Size:
 
 
 class Ratio:
-    """a / b of which at least one is a `Size`: open while it is only rounded to an integer."""
+    """a / b of which at least one is a `OpenSize`: open while it is only rounded to an integer."""
 
     __slots__ = ("above", "below")
 
@@ -326,19 +326,19 @@ class Ratio:
 
 
 def plain(size: int) -> int:
-    """A size as an integer that is no `Size`, guarded if it was one."""
-    return size.plain() if isinstance(size, Size) else size
+    """A size as an integer that is no `OpenSize`, guarded if it was one."""
+    return size.plain() if isinstance(size, OpenSize) else size
 
 
 def number(value: Any) -> int:
     """An element of an array of integers or of sizes, as it is or as a Python integer."""
-    return cast(int, value) if isinstance(value, Size) else int(value)
+    return cast(int, value) if isinstance(value, OpenSize) else int(value)
 
 
 def array(values: Any) -> np.ndarray:
     """int64 [n] or [] of sizes; an array of objects where one of them is open."""
     flat = values if isinstance(values, list | tuple) else [values]
-    kind = object if any(isinstance(v, Size) for v in flat) else np.int64
+    kind = object if any(isinstance(v, OpenSize) for v in flat) else np.int64
     found = np.empty(len(flat), kind)
     for i, v in enumerate(flat):
         found[i] = v
@@ -347,12 +347,12 @@ def array(values: Any) -> np.ndarray:
 
 def hint(size: int) -> int:
     """The value of a size here, unguarded: for messages, and where only this shape matters."""
-    return size.value if isinstance(size, Size) else size
+    return size.value if isinstance(size, OpenSize) else size
 
 
 def negative(size: int) -> bool:
     """Whether a size is below 0. Of one that is a sum of dimensions alone that needs no guard."""
-    if isinstance(size, Size) and "-" not in text_of(size.terms):
+    if isinstance(size, OpenSize) and "-" not in text_of(size.terms):
         return False
     return size < 0
 
@@ -362,7 +362,7 @@ def upper_bound(size: int, classes: Classes = size_class) -> int:
 
     Guarded are the classes of the dimensions alone.
     """
-    if not isinstance(size, Size):
+    if not isinstance(size, OpenSize):
         return size
     bounds = size.trace.class_bound(size.terms, classes)
     return int(formula.value(text_of(size.terms), bounds))
@@ -374,11 +374,11 @@ def coarse(size: int) -> int:
     Only a dimension whose class is a guard already, and at most twice as large as its smallest
     member, is taken so; the others stay open. A comparison then is one on those alone.
     """
-    if not isinstance(size, Size):
+    if not isinstance(size, OpenSize):
         return size
     classes = {name: size_class(number) for name, number in size.trace.narrow.items()}
     known = {name: last for name, (first, last) in classes.items() if last <= 2 * first}
-    others = {name: Size(size.trace, (((name,), 1),), number)
+    others = {name: OpenSize(size.trace, (((name,), 1),), number)
               for name, number in size.trace.values.items()}  # fmt: skip
     symbols = {**others, **known}
     return cast(int, formula.value(text_of(size.terms), symbols, min=minimum, max=maximum))
@@ -417,21 +417,21 @@ def text_of(terms: Polynomial) -> str:
 
 def expression(size: int) -> str:
     """A size as a Python expression over the symbols."""
-    return text_of(size.terms) if isinstance(size, Size) else str(size)
+    return text_of(size.terms) if isinstance(size, OpenSize) else str(size)
 
 
 # ---- helpers ------------------------------------------------------------------------------------
 
 
-_WHOLE = (int, Size, np.integer)
+_WHOLE = (int, OpenSize, np.integer)
 
 
 def _whole(other: Any) -> bool:
     return isinstance(other, _WHOLE)
 
 
-def _terms(size: int | Size) -> dict[tuple[str, ...], int]:
-    if isinstance(size, Size):
+def _terms(size: int | OpenSize) -> dict[tuple[str, ...], int]:
+    if isinstance(size, OpenSize):
         return dict(size.terms)
     return {(): int(size)} if size else {}
 
@@ -442,31 +442,31 @@ def _normalized(trace: Trace, terms: dict[tuple[str, ...], int], number: int) ->
         return 0
     if len(kept) == 1 and not kept[0][0]:
         return kept[0][1]
-    return Size(trace, kept, number)
+    return OpenSize(trace, kept, number)
 
 
-def _combined(a: Size, b: int | Size, sign: int) -> Any:
-    if not isinstance(b, Size):
+def _combined(a: OpenSize, b: int | OpenSize, sign: int) -> Any:
+    if not isinstance(b, OpenSize):
         if not b:
             return a
         if a.terms[0][0]:  # no constant yet: it sorts before all atoms
             constant = ((), sign * int(b))
-            return Size(a.trace, (constant, *a.terms), a.value + constant[1])
+            return OpenSize(a.trace, (constant, *a.terms), a.value + constant[1])
     found = dict(a.terms)
     for atoms, n in _terms(b).items():
         found[atoms] = found.get(atoms, 0) + sign * n
     return _normalized(a.trace, found, a.value + sign * hint(cast(int, b)))
 
 
-def _compared(a: Size, b: Any, how: str) -> bool:
+def _compared(a: OpenSize, b: Any, how: str) -> bool:
     number = a.value - hint(cast(int, b))
     outcome = number < 0 if how == "<" else number <= 0 if how == "<=" else number == 0
-    key = a.terms, b.terms if isinstance(b, Size) else b, how
+    key = a.terms, b.terms if isinstance(b, OpenSize) else b, how
     if key in a.trace.asked:
         return outcome
     a.trace.asked.add(key)
     difference = a - b
-    if isinstance(difference, Size):
+    if isinstance(difference, OpenSize):
         if difference.terms[0][1] < 0 and how == "==":
             difference = -difference  # one text for both
         text = text_of(difference.terms)
@@ -492,48 +492,48 @@ def _quotient(terms: Polynomial, by: dict[tuple[str, ...], int]) -> dict[Any, in
     return found
 
 
-def _trace(a: int | Size, b: int | Size) -> Trace:
-    return a.trace if isinstance(a, Size) else cast(Size, b).trace
+def _trace(a: int | OpenSize, b: int | OpenSize) -> Trace:
+    return a.trace if isinstance(a, OpenSize) else cast(OpenSize, b).trace
 
 
-def _divided(a: int | Size, b: int | Size) -> Any:
+def _divided(a: int | OpenSize, b: int | OpenSize) -> Any:
     trace, number = _trace(a, b), hint(cast(int, a)) // hint(cast(int, b))
-    if isinstance(b, Size) and b == 0:
+    if isinstance(b, OpenSize) and b == 0:
         raise ZeroDivisionError
-    if isinstance(a, Size):
+    if isinstance(a, OpenSize):
         exact = _quotient(a.terms, _terms(b))
         if exact is not None:
             return _normalized(trace, exact, number)
-        if isinstance(b, Size) and a.terms == b.terms:
+        if isinstance(b, OpenSize) and a.terms == b.terms:
             return 1
     atom = f"({expression(cast(int, a))}//{expression(cast(int, b))})"
-    return Size(trace, (((atom,), 1),), number)
+    return OpenSize(trace, (((atom,), 1),), number)
 
 
-def _remainder(a: int | Size, b: int | Size) -> Any:
+def _remainder(a: int | OpenSize, b: int | OpenSize) -> Any:
     trace, number = _trace(a, b), hint(cast(int, a)) % hint(cast(int, b))
-    if isinstance(b, Size) and b == 0:
+    if isinstance(b, OpenSize) and b == 0:
         raise ZeroDivisionError
-    if isinstance(a, Size):
+    if isinstance(a, OpenSize):
         if _quotient(a.terms, _terms(b)) is not None:
             return 0
-        if not isinstance(b, Size):
+        if not isinstance(b, OpenSize):
             b = int(b)
             rest = {atoms: n % b for atoms, n in a.terms if n % b}
             reduced = _normalized(trace, rest, 1)
-            if not isinstance(reduced, Size):
+            if not isinstance(reduced, OpenSize):
                 return reduced % b
             atom = f"({text_of(reduced.terms)}%{b})"
-            return Size(trace, (((atom,), 1),), number)
+            return OpenSize(trace, (((atom,), 1),), number)
     atom = f"({expression(cast(int, a))}%{expression(cast(int, b))})"
-    return Size(trace, (((atom,), 1),), number)
+    return OpenSize(trace, (((atom,), 1),), number)
 
 
 def _either(a: int, b: int, name: str, choose: Callable[[int, int], int]) -> int:
-    if not isinstance(a, Size) and not isinstance(b, Size):
+    if not isinstance(a, OpenSize) and not isinstance(b, OpenSize):
         return choose(a, b)
     difference = a - b
-    if not isinstance(difference, Size):
+    if not isinstance(difference, OpenSize):
         return choose(a, b)
     atom = f"{name}({expression(a)},{expression(b)})"
-    return cast(int, Size(_trace(a, b), (((atom,), 1),), choose(hint(a), hint(b))))
+    return cast(int, OpenSize(_trace(a, b), (((atom,), 1),), choose(hint(a), hint(b))))

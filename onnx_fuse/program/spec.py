@@ -19,18 +19,18 @@ from onnx_fuse.program.problem import (
     ITEMSIZE,
     AnyProblem,
     Collective,
+    Contraction,
+    GemmProblem,
     Hardware,
     Launch,
     Num,
-    Problem,
-    Product,
     TensorMap,
     batch_strides,
     ld,
     ldc,
     operand,
 )
-from onnx_fuse.program.size import Size, hint
+from onnx_fuse.program.size import OpenSize, hint
 
 GRID = (2**31 - 1, 65_535, 65_535)
 """The most blocks of a launch along x, y and z, on every chip that runs these kernels."""
@@ -47,7 +47,7 @@ Needs: TypeAlias = Mapping[str, tuple[str, int]]
 # ---- the table: what the kernels of each problem touch ------------------------------------------
 
 
-def _gemm(p: Problem) -> Needs:
+def _gemm(p: GemmProblem) -> Needs:
     """A product's operands, by `program.epilogue`; a norm's product has its own names."""
     epilogue, out = p.epilogue, p.out
     wide = p.n // 2 if epilogue.gate else p.n
@@ -79,21 +79,21 @@ def _gemm(p: Problem) -> Needs:
     return {**reach, **common, **({} if epilogue.dw else rows)}
 
 
-def _axes(p: Product) -> tuple[int, ...]:
+def _axes(p: Contraction) -> tuple[int, ...]:
     return (1,) * (3 - len(p.batch)) + tuple(p.batch)
 
 
-def _batch(p: Problem, name: str, dense: int) -> tuple[int, ...]:
+def _batch(p: GemmProblem, name: str, dense: int) -> tuple[int, ...]:
     return batch_strides(p, name, dense)
 
 
-def _lines(p: Problem, name: str, lines: int, length: int, step: int) -> int:
+def _lines(p: GemmProblem, name: str, lines: int, length: int, step: int) -> int:
     """The reach of `lines` lines of `length` elements, `step` apart, in every matrix of a batch."""
     steps = zip(_batch(p, name, lines * length), _axes(p), strict=True)
     return sum(abs(s) * (n - 1) for s, n in steps) + (lines - 1) * step + length
 
 
-def _norm_product(p: Problem) -> Needs:
+def _norm_product(p: GemmProblem) -> Needs:
     n = p.n // 2 if p.epilogue.gate else p.n
     norm = p.m if p.turned else p.n
     leaf = {"dw": p.m * p.n, "w": p.m * p.n, "gamma": norm, "beta": norm}
@@ -236,7 +236,7 @@ def _batched(p: moves.BatchedCalls) -> Needs:
 
 
 TABLE: dict[type[AnyProblem], Callable[[Any], Needs]] = {
-    Problem: _gemm,
+    GemmProblem: _gemm,
     products.PackedProduct: _packed,
     products.IntegerProduct: _integers,
     products.Attention: _attention,
@@ -371,7 +371,7 @@ def alignment(problem: AnyProblem | None, name: str, written: bool) -> int:
         return alignment(problem.problem, name.rpartition(".")[0], written)
     if problem is None or isinstance(problem, BY_ELEMENTS):
         return 1
-    if isinstance(problem, Problem) and not written:
+    if isinstance(problem, GemmProblem) and not written:
         return min(16, problem.align)
     return 16
 
@@ -437,7 +437,7 @@ def of_launch(launch: Launch, hw: Hardware | None = None) -> list[str]:
     for axis, size, most in zip("xyz", map(hint, launch.grid), GRID, strict=True):
         if not 1 <= size <= most:
             found.append(f"{launch.entry} has {size} blocks along {axis}, of 1 to {most}")
-    if any(isinstance(n, Size) for n in (*launch.block, launch.cluster)):
+    if any(isinstance(n, OpenSize) for n in (*launch.block, launch.cluster)):
         found.append(f"{launch.entry} has a block of an open size")
     threads = prod(map(hint, launch.block))
     if not 1 <= threads <= THREADS or hint(launch.block[2]) > 64:
@@ -474,7 +474,7 @@ def _of_map(arg: TensorMap) -> Iterator[str]:
 
 def int_of(value: Any) -> int:
     """The value of an integer argument, an open size included."""
-    return value if isinstance(value, Size) else int(value)  # type: ignore[return-value]
+    return value if isinstance(value, OpenSize) else int(value)  # type: ignore[return-value]
 
 
 def _of_call(call: Call, sizes: Mapping[int, int]) -> Iterator[str]:
@@ -524,7 +524,7 @@ def _updates(call: Call, name: str, other: str) -> bool:
     p = call.problem
     if p is None or isinstance(p, UPDATES) or (name, other) in call.inplace:
         return True
-    if isinstance(p, Product):
+    if isinstance(p, Contraction):
         return bool(p.epilogue.accumulate) or getattr(p, "add", "") == "here"
     return isinstance(p, problems.Registered)
 

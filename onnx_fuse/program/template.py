@@ -25,19 +25,19 @@ from onnx_fuse.program.open import (
     PLAIN,
     Array,
     Dict,
+    EvalPlan,
+    EvalStep,
     Instance,
     Maker,
-    Open,
-    Recipe,
-    Step,
+    SymbolicProgram,
     defaults,
     field_names,
 )
-from onnx_fuse.program.problem import Collective, Launch, Num, Problem, Ptr, Table, TensorMap
+from onnx_fuse.program.problem import Collective, GemmProblem, Launch, Num, Ptr, Table, TensorMap
 
 CLASSES: dict[str, Any] = {
     kind.__name__: kind
-    for kind in (Buffer, Call, Collective, Epilogue, Launch, Num, Problem, Program, Ptr, Table,
+    for kind in (Buffer, Call, Collective, Epilogue, Launch, Num, GemmProblem, Program, Ptr, Table,
                  Tensor, TensorMap)
 }  # fmt: skip
 """The classes whose instances a file may hold, by name."""
@@ -55,7 +55,7 @@ def _left_out(name: str, value: Any) -> bool:
 # ---- writing ------------------------------------------------------------------------------------
 
 
-def write(opened: Open, array: Callable[[np.ndarray[Any, Any]], str]) -> dict[str, Any]:
+def write(opened: SymbolicProgram, array: Callable[[np.ndarray[Any, Any]], str]) -> dict[str, Any]:
     """The data of an open program without its guards.
 
     `array` keeps an array, and gives the name that it is read by.
@@ -73,7 +73,7 @@ def write(opened: Open, array: Callable[[np.ndarray[Any, Any]], str]) -> dict[st
 class _Shared:
     """A recipe in which equal parts, and equal steps, are one."""
 
-    def __init__(self, recipe: Recipe, table: _Table) -> None:
+    def __init__(self, recipe: EvalPlan, table: _Table) -> None:
         self._recipe = recipe
         rows = [table.row(part) for part in recipe.closed]
         self._closed = {row: i for i, row in enumerate(dict.fromkeys(rows))}
@@ -200,7 +200,7 @@ def read(
     data: Mapping[str, Any],
     guards: Guards,
     array: Callable[[str, str, tuple[int, ...]], np.ndarray[Any, Any]],
-) -> dict[str, Recipe]:
+) -> dict[str, EvalPlan]:
     """The recipes of the open program with these guards that `write` described.
 
     `array` gives an array by name, dtype and shape.
@@ -305,7 +305,7 @@ def _instances(
 
 def _recipe(
     head: Sequence[Any], objects: Sequence[Any], words: _Words, symbols: Sequence[str]
-) -> Recipe:
+) -> EvalPlan:
     often, numbers, closed, steps, length, result = head
     sizes = Formulas.read(numbers)
     if tuple(sizes.symbols) != tuple(symbols):
@@ -322,5 +322,5 @@ def _recipe(
     if length != (until[-1] if steps else 0) or not 0 <= result < first + steps:
         raise ValueError("a step of too many or too few parts")
     slices = map(slice, [0, *until[:-1]], until)
-    made: list[Step] = [*zip(makers, map(flat.__getitem__, slices), strict=True)]
-    return Recipe(parts, sizes, made, result, often=often is True)
+    made: list[EvalStep] = [*zip(makers, map(flat.__getitem__, slices), strict=True)]
+    return EvalPlan(parts, sizes, made, result, often=often is True)

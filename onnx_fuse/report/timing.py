@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import onnx_ir
 
-from onnx_fuse.kernels import Site, site
+from onnx_fuse.kernels import ExplainRow, site
 from onnx_fuse.report import graph, memory
 from onnx_fuse.report.page import Lines, Part, Section, Table, View
 
@@ -213,7 +213,7 @@ def _against_hardware(
     return [*sections, Section("Calls", [table], folded=True)]
 
 
-def _roofline(points: Sequence[tuple[Site, Call, float]], hw: Hardware) -> View:
+def _roofline(points: Sequence[tuple[ExplainRow, Call, float]], hw: Hardware) -> View:
     x = [call.flops / call.bytes for _, call, _ in points]
     kinds = {
         kind: hw.rate(kind) for kind in ("float32", "tf32", "bfloat16") if kind in dict(hw.flops)
@@ -246,5 +246,5 @@ def _roofline(points: Sequence[tuple[Site, Call, float]], hw: Hardware) -> View:
     )
 
 
-def _named(s: Site) -> str:
+def _named(s: ExplainRow) -> str:
     return f"{s.op} {s.kernel}: {' '.join(s.nodes[:2])}"

@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from onnx_fuse.ir.build import Builder, const_array, rank
 from onnx_fuse.ir.entries import Array, Entries, Sizes, divided, multiplied
-from onnx_fuse.ir.sizes import Size, product, size
+from onnx_fuse.ir.sizes import SymbolicSize, product, size
 from onnx_fuse.ops.rules import attribute
 
 _ZERO, _ONE, _HOLE = size(0), size(1), size(-1)
@@ -60,7 +60,7 @@ def _name_plainly(graph: ir.Graph, known: Entries) -> None:
     ends = {*graph.inputs, *graph.outputs}
     kept = {str(d) for value in ends for d in value.shape or ()}
     plain = {name: d for name, s in known.meaning.items() if (d := _dim(s)) is not None}
-    first: dict[Size, str] = {}  # of the symbols for 4 B, say, one is as good as all
+    first: dict[SymbolicSize, str] = {}  # of the symbols for 4 B, say, one is as good as all
     for name, composed in known.meaning.items():
         if name not in kept and _dim(composed) is None:
             plain[name] = first.setdefault(composed, name)
@@ -77,7 +77,7 @@ def _name_plainly(graph: ir.Graph, known: Entries) -> None:
 def _constant(node: ir.Node, entries: Array) -> bool:
     """Readers of a node whose entries are all numbers read a constant."""
     y = node.outputs[0]
-    numbers = [e.number if isinstance(e, Size) else None for e in entries.flat]
+    numbers = [e.number if isinstance(e, SymbolicSize) else None for e in entries.flat]
     if y.dtype != ir.DataType.INT64 or not all(isinstance(n, int) for n in numbers):
         return False
     if not _read_inside(y) or rank(y) not in (None, entries.ndim):
@@ -141,13 +141,13 @@ def _reshape(node: ir.Node, wanted: Sizes | None, known: Entries) -> Sizes | Non
     return sizes if _enter(y, sizes, known) else None
 
 
-def _quotient(total: Size, rest: Size) -> Size | None:
+def _quotient(total: SymbolicSize, rest: SymbolicSize) -> SymbolicSize | None:
     found = divided(total, rest)
     exactly = found is not None and found * rest == total  # what is left over ends the run
     return found if exactly and found is not None and found.nonnegative else None
 
 
-def _may_copy(entry: Size, axis: int, came: Sizes | None) -> bool:
+def _may_copy(entry: SymbolicSize, axis: int, came: Sizes | None) -> bool:
     """Whether the entry may be 0 where the input's size is not, so that Reshape copies that."""
     if entry.positive or (came is not None and axis >= len(came)):  # a 0 there ends the run
         return False
@@ -155,7 +155,7 @@ def _may_copy(entry: Size, axis: int, came: Sizes | None) -> bool:
     return here is None or not _is_zero_with(here, entry)
 
 
-def _is_zero_with(value: Size, entry: Size) -> bool:
+def _is_zero_with(value: SymbolicSize, entry: SymbolicSize) -> bool:
     """Whether a product is 0 wherever the product `entry` is."""
     if value == entry or not value:
         return True
@@ -273,7 +273,7 @@ def _enter(y: ir.Value, found: Sizes, known: Entries) -> bool:
     return True
 
 
-def _dim(value: Size) -> int | str | None:
+def _dim(value: SymbolicSize) -> int | str | None:
     """The size as an entry of a shape."""
     if isinstance(value.number, int):
         return value.number

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from onnx_fuse.program.call import Call, Program
 from onnx_fuse.program.problem import ITEMSIZE, Launch, Num, Ptr, Table, TensorMap
-from onnx_fuse.program.size import Size
+from onnx_fuse.program.size import OpenSize
 
 Change = tuple[int, int, tuple[int, int, int], tuple[Any, ...], int]
 """(number of the call, of its launch, grid, words, bytes of `Launch.sync`)."""
@@ -98,4 +98,4 @@ def _is_open(value: Any) -> bool:
         return any(_is_open(part) for part in value)
     if isinstance(value, TensorMap):
         return _is_open((value.shape, value.strides, value.box))
-    return isinstance(value, Size)
+    return isinstance(value, OpenSize)

@@ -1,7 +1,7 @@
 """Programs of one shape launched where their callers have the tensors: no binding, no graph.
 
-A `Turn` is handed the addresses of inputs, outputs and temporaries, and enqueues the launches for
-them. Whoever owns the memory allocates it: torch's allocator, or the pool of eager tensors.
+A `BoundProgram` takes the addresses of inputs, outputs and temporaries, and enqueues the launches
+for them. Whoever owns the memory allocates it: torch's allocator, or the pool of eager tensors.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Layout:
         self._place_constants(executable)
         inputs = [(n, t) for n, t in program.inputs if t.buffer not in self.fixed]
         self.moving = [0, *[1 + names.index(n) for n, _ in inputs]]
-        """Where `movable`, and the arena before it, stand among the ends of `Turn.launch`."""
+        """Positions of the arena and of `movable` among the ends of `BoundProgram.launch`."""
         first = 1 + len(names)
         self.results: list[tuple[tuple[int, ...], str]] = []
         """Shape and dtype of each output."""
@@ -221,7 +221,7 @@ class Steps:
 _CAPTURED: WeakSet[Steps] = WeakSet()
 
 
-class Turn:
+class BoundProgram:
     """A layout's launches in one stream, by addresses.
 
     Streams share none: launches may count in memory of their own, which needs an order.

@@ -19,13 +19,13 @@ from onnx_fuse.errors import ModelError
 from onnx_fuse.program import template
 from onnx_fuse.program.call import Buffer, Call, Program, Tensor
 from onnx_fuse.program.formula import Guards
-from onnx_fuse.program.open import Open, Recipe
+from onnx_fuse.program.open import EvalPlan, SymbolicProgram
 from onnx_fuse.program.problem import (
     ITEMSIZE,
     Collective,
+    GemmProblem,
     Launch,
     Num,
-    Problem,
     Ptr,
     Table,
     TensorMap,
@@ -69,11 +69,11 @@ def read(
         raise _fault(str(error)) from error
 
 
-class CheckedOpen(Open):
+class CheckedOpen(SymbolicProgram):
     """An open program of a file, each of whose shapes is checked as it is made."""
 
     def __init__(
-        self, guards: Guards, recipes: Mapping[str, Recipe], modules: Collection[Module] | None
+        self, guards: Guards, recipes: Mapping[str, EvalPlan], modules: Collection[Module] | None
     ) -> None:
         self.set(guards, recipes)
         self._modules = modules
@@ -289,7 +289,7 @@ class _Checker:
         ends: _Ends = {}
         for arg in x.args:
             _argument(arg, ends)
-        library = type(x.product) is Problem, type(x.collective) is Collective
+        library = type(x.product) is GemmProblem, type(x.collective) is Collective
         if not (self.modules is None and any(library)):
             if (x.product, x.collective) != (None, None):
                 raise _fault("a launch of a library")

@@ -16,7 +16,7 @@ import numpy as np
 
 from onnx_fuse import config
 from onnx_fuse.cuda import nvrtc
-from onnx_fuse.cuda.launch import Step, bind
+from onnx_fuse.cuda.launch import PlacedLaunch, bind
 from onnx_fuse.program.call import Call, Program, Tensor, dtype_of
 from onnx_fuse.program.problem import ITEMSIZE
 from onnx_fuse.runtime import collector, device
@@ -29,7 +29,7 @@ from onnx_fuse.runtime.schedule import aliasable, collective, segments
 from onnx_fuse.runtime.staging import Array, Pending, Room, copied
 from onnx_fuse.runtime.tensor import DeviceTensor
 from onnx_fuse.runtime.timeline import Communication
-from onnx_fuse.runtime.turns import AFTER, Places, Pools, Turn, Turns
+from onnx_fuse.runtime.turns import AFTER, Places, Pools, RunSlot, Turns
 from onnx_fuse.runtime.zero_copy import ZeroCopy
 
 if TYPE_CHECKING:
@@ -410,7 +410,7 @@ class Instance:
 
     def turn(
         self, fetch: Fetch, feeds: Mapping[str, Any], stream: device.Stream
-    ) -> tuple[Turn, Turns] | None:
+    ) -> tuple[RunSlot, Turns] | None:
         """Let the next run, of a graph, have memory of its own for inputs and outputs.
 
         None where it goes by copies in the stream.
@@ -460,7 +460,7 @@ class Instance:
     # ---- run ----
 
     def run_turn(
-        self, turn: Turn, turns: Turns, feeds: Mapping[str, Any], stream: device.Stream
+        self, turn: RunSlot, turns: Turns, feeds: Mapping[str, Any], stream: device.Stream
     ) -> None:
         """Copy what a turn does not hold, and launch."""
         self.feed(feeds, stream, turns.fed, turn.copying(turns.copies))
@@ -554,7 +554,7 @@ class Instance:
 
                 own = device.Stream()
 
-                def enqueue(steps: list[Step] = bound, handle: int = own.handle) -> None:
+                def enqueue(steps: list[PlacedLaunch] = bound, handle: int = own.handle) -> None:
                     for _ in range(20):
                         for step in steps:
                             step.enqueue(handle)
@@ -642,13 +642,13 @@ class Instance:
             wait = partial(self._arrived, room)
         return Pending(fetch.names, wait, partial(self.arrays, fetch, room))
 
-    def sent(self, fetch: Fetch, turn: Turn) -> Pending:
+    def sent(self, fetch: Fetch, turn: RunSlot) -> Pending:
         """Outputs that the run of a turn, which has just begun, writes in host memory."""
         read = partial(self.copies, fetch, turn.memory.outputs)
         turn.pending = Pending(fetch.names, partial(self._arrived, turn), read)
         return turn.pending
 
-    def _arrived(self, there: Room | Turn) -> None:
+    def _arrived(self, there: Room | RunSlot) -> None:
         device.start(self.owner.device_id)
         there.passed.wait(self.describe())
 

@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 from onnx_fuse import config
-from onnx_fuse.cuda.launch import Bound, Step, bind
+from onnx_fuse.cuda.launch import BoundLaunch, PlacedLaunch, bind
 from onnx_fuse.cuda.source import waits_first
 from onnx_fuse.errors import DeviceError
 from onnx_fuse.program.call import Call
@@ -54,7 +54,7 @@ class Launches:
         """When the collectives of the graph ran, where it has some."""
         self._what = ""
         self._watched = bool(config.DEBUG.value) and not config.GRAPH.value
-        self._steps: list[Step] = []
+        self._steps: list[PlacedLaunch] = []
         self._calls: list[int] = []  # of each step, the number of its call in the segment
         self._idle: set[int] = set()  # steps that would copy what stands there already
         self._nodes: dict[int, int] = {}  # of each step in the graph, its node's number
@@ -66,7 +66,7 @@ class Launches:
                     known = like._steps[len(self._steps)] if like is not None else None
                     self._steps.append(
                         known.twin(addresses)
-                        if isinstance(known, Bound)
+                        if isinstance(known, BoundLaunch)
                         else bind(launch, addresses, hw)
                     )
                     self._calls.append(i)
@@ -117,7 +117,7 @@ class Launches:
             base, (arg, offset) = address[buffer], values[at]
             values[at] = arg, base and base + offset
         step = self._steps[k]
-        assert isinstance(step, Bound)
+        assert isinstance(step, BoundLaunch)
         step.rewrite(grid, values, sync)
 
     def rewritable(self, changes: Sequence[Change], movable: Collection[int]) -> bool:
@@ -148,7 +148,7 @@ class Launches:
             addresses = operands(self._address, segment.first + i, call)
             for launch in call.launches:
                 step = self._steps[k]
-                if not (isinstance(step, Bound) and step.update(launch, addresses)):
+                if not (isinstance(step, BoundLaunch) and step.update(launch, addresses)):
                     self._steps[k] = bind(launch, addresses, self._hw)
                 self._stands(k, call, addresses)
                 k += 1
@@ -224,7 +224,7 @@ class Launches:
                 changed = self._stands(k, call, addresses)
             if self._graph is None:
                 continue
-            if changed or not isinstance(step, Bound):
+            if changed or not isinstance(step, BoundLaunch):
                 # it has no node, or one too many; which ones a library's call has is not known:
                 # one by one again
                 self._graph = None
@@ -322,9 +322,9 @@ class Launches:
         return free and plain and all(waits_first(x.source) for x in launches)
 
 
-def _waits(step: Step) -> bool:
+def _waits(step: PlacedLaunch) -> bool:
     """Whether a kernel of ours waits for those before it ahead of all else."""
-    return isinstance(step, Bound) and waits_first(step.launch.source)
+    return isinstance(step, BoundLaunch) and waits_first(step.launch.source)
 
 
 def _label(call: Call) -> str:

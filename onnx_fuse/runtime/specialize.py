@@ -24,10 +24,10 @@ import onnx_ir as ir
 
 from onnx_fuse.errors import OnnxFuseError
 from onnx_fuse.program.call import NeedsValues, Program
-from onnx_fuse.program.open import Open
+from onnx_fuse.program.open import SymbolicProgram
 from onnx_fuse.program.passes.recompute import recomputed
 from onnx_fuse.program.problem import Hardware
-from onnx_fuse.program.size import Size, Trace, expression
+from onnx_fuse.program.size import OpenSize, Trace, expression
 from onnx_fuse.runtime import collector
 from onnx_fuse.runtime.budget import Budget, Recompute, within
 from onnx_fuse.runtime.changes import changes
@@ -267,7 +267,7 @@ class Specializer:
             if program.stages or program.fallbacks:
                 return None
             if self.memory is not None:
-                _, sized = evaluated(Open(program, trace), trace.largest(), trace.values)
+                _, sized = evaluated(SymbolicProgram(program, trace), trace.largest(), trace.values)
                 program = self._recomputing(program, sized, self.memory)
             opened = opened_program(program, trace)
             return PlannedOpenProgram.of(opened, trace.largest(), trace.values)
@@ -334,7 +334,7 @@ class _Free:
     """The symbols, by which groups have equal sizes."""
 
 
-def opened_program(program: Program, trace: Trace) -> Open:
+def opened_program(program: Program, trace: Trace) -> SymbolicProgram:
     """An open program, with the parts that a new shape needs to be evaluated by themselves."""
     sizes = [b.nbytes for b in program.buffers] + [call.workspace for call in program.calls]
     parts = {
@@ -342,11 +342,11 @@ def opened_program(program: Program, trace: Trace) -> Open:
         "changes": changes(program),
         # those that may become larger than their room, and the bytes of all buffers
         "sizes": (
-            *{expression(s): s for s in sizes if isinstance(s, Size)}.values(),
+            *{expression(s): s for s in sizes if isinstance(s, OpenSize)}.values(),
             sum(b.nbytes for b in program.buffers),
         ),
     }
-    return Open(program, trace, parts)
+    return SymbolicProgram(program, trace, parts)
 
 
 def _changed(shapes: Shapes, symbols: Symbols, sizes: Mapping[str, Any]) -> Shapes:

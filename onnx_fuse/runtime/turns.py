@@ -46,7 +46,7 @@ class Pools(NamedTuple):
     device_id: int
 
 
-class Home:
+class StagingBuffer:
     """A place for large inputs on the GPU, which one run reads at a time."""
 
     def __init__(self, memory: device.Memory) -> None:
@@ -54,7 +54,7 @@ class Home:
         self.filled, self.read = device.Event(), device.Event()
 
 
-class Turn:
+class RunSlot:
     """Memory for the small inputs and the outputs of one run, until its results are read."""
 
     def __init__(
@@ -67,7 +67,7 @@ class Turn:
         """Its tensors as the GPU sees them."""
         self.passed = device.Event()
         """The end of its run."""
-        self.home: Home | None = None
+        self.home: StagingBuffer | None = None
         """Where its large arrays go, if it is fed some."""
         self.placements: dict[tuple[int, ...], Any] = {}
         """Where a run stands, by the addresses of its inputs."""
@@ -126,9 +126,9 @@ class Turns:
         on: Pools,
     ) -> None:
         count = TURNS if inputs or outputs else 2
-        self._turns = [Turn(inputs, outputs, on.device_id) for _ in range(count)]
+        self._turns = [RunSlot(inputs, outputs, on.device_id) for _ in range(count)]
         self.fed, self._on = fed, on
-        self._homes: list[Home] | None = None
+        self._homes: list[StagingBuffer] | None = None
         self._next = 0
         self._last: tuple[int, ...] = ()
         self.copies = on.copies
@@ -136,7 +136,7 @@ class Turns:
 
     def take(
         self, feeds: Mapping[str, Any], stream: device.Stream
-    ) -> tuple[Turn, dict[str, DeviceTensor]] | None:
+    ) -> tuple[RunSlot, dict[str, DeviceTensor]] | None:
         """The next turn, filled, and where the inputs are that do not stand at home.
 
         None where a small input is on the GPU, or there is nothing to gain.
@@ -164,13 +164,13 @@ class Turns:
         self._next = (self._next + 1) % len(self._turns)
         return turn, where
 
-    def _home(self, stream: device.Stream) -> Home | None:
+    def _home(self, stream: device.Stream) -> StagingBuffer | None:
         """That of the next turn; turns side by side have different ones. None without room."""
         if self._homes is None:
             size = max(at + aligned(t.nbytes) for _, at, t in self.fed)
             what, self._homes = "inputs of the next run", []
             with contextlib.suppress(device.DeviceMemoryError):
-                self._homes = [Home(self._on.pool.allocate(size, what)) for _ in range(2)]
+                self._homes = [StagingBuffer(self._on.pool.allocate(size, what)) for _ in range(2)]
                 stream.before(self.copies)
         return self._homes[self._next % 2] if self._homes else None
 

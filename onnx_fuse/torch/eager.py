@@ -62,7 +62,7 @@ def dense(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [t if t.is_contiguous() else t.contiguous() for t in tensors]
 
 
-class Ready:
+class CompiledForward:
     """A graph for one kind of call in one stream.
 
     `flat` and `rows` are an operator's. `mask` has the inputs whose backward it keeps values for,
@@ -115,7 +115,7 @@ class Ready:
         read = {end.name for end in wanted}
         self.keeps = [name in read for name in self._names]
         """Which results the backward of all inputs reads."""
-        self._halves: dict[Any, Half] = {}
+        self._halves: dict[Any, CompiledBackward] = {}
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor | None]:
         """The results, and the memory of what is kept."""
@@ -151,7 +151,7 @@ class Ready:
 
     def _half(
         self, needs: tuple[bool, ...], dys: Sequence[Tensor], saved: Sequence[Tensor | None]
-    ) -> Half:
+    ) -> CompiledBackward:
         """The backward for some gradients."""
         graph = self.graph
         floats = [bit == "1" for bit in self.mask]
@@ -178,7 +178,7 @@ class Ready:
                 assert memory is not None
                 found = memory[offset : offset + size].view(dtype).view(shape)
             if found is None:
-                return Half(None, (), (), ())
+                return CompiledBackward(None, (), (), ())
             given.append(found)
         places, made = [], iter(range(len(needs)))
         for need, bit in zip(needs, floats, strict=True):
@@ -189,10 +189,10 @@ class Ready:
         if results and floats[0]:
             shape = tuple(self.shape)  # the allocator takes no torch.Size
             results[0] = shape, dense_strides(shape), results[0][2]
-        return Half(turn, sources, results, places)
+        return CompiledBackward(turn, sources, results, places)
 
 
-class Half:
+class CompiledBackward:
     """A backward: where each of its inputs is, and which result is whose gradient."""
 
     def __init__(
@@ -243,7 +243,7 @@ class Direct(torch.autograd.Function):
     """A node of autograd for a call. `apply` takes the Ready, and tensors or None."""
 
     @staticmethod
-    def forward(ctx: Any, ready: Ready, *args: Tensor | None) -> Any:
+    def forward(ctx: Any, ready: CompiledForward, *args: Tensor | None) -> Any:
         ctx.ready = ready
         given = args
         if len(args) != ready.tensors:

@@ -65,7 +65,7 @@ part: Callable[..., torch.Tensor] = getattr(
 """A tensor of (other tensor, shape, strides, first element) in its memory."""
 
 
-class Turn(direct.Turn):
+class TensorProgram(direct.BoundProgram):
     """A graph's launches for tensors of one kind in one of torch's streams."""
 
     def __init__(self, layout: direct.Layout, handle: int, where: torch.device) -> None:
@@ -128,7 +128,7 @@ class GpuRunner:
         self.device_id, self._model = device_id, model
         self._executables: dict[str, Executable] = {}
         self._layouts: dict[Sizes, direct.Layout | None] = {}
-        self._turns: dict[tuple[Any, ...], Turn] = {}
+        self._turns: dict[tuple[Any, ...], TensorProgram] = {}
         self._calls = itertools.count(1)
         self._lock = threading.Lock()
         KEEPERS.add(self)
@@ -150,7 +150,7 @@ class GpuRunner:
         turn = self.turn(graph, tensors)
         return self._through_binding(graph, tensors) if turn is None else turn.run(tensors)
 
-    def turn(self, graph: Any, tensors: Sequence[torch.Tensor]) -> Turn | None:
+    def turn(self, graph: Any, tensors: Sequence[torch.Tensor]) -> TensorProgram | None:
         """What runs tensors like these in torch's current stream, on torch's current device.
 
         None for a graph that needs the host between its kernels, or random numbers.
@@ -174,7 +174,7 @@ class GpuRunner:
 
     def _made(
         self, graph: Any, tensors: Sequence[torch.Tensor], handle: int, sizes: Sizes
-    ) -> Turn | None:
+    ) -> TensorProgram | None:
         """A new turn, in the place of the least recently used one if there are too many."""
         found = self._turns.get((handle, sizes))
         if found is not None:
@@ -189,7 +189,7 @@ class GpuRunner:
             del self._turns[old]
             if all(key[1] != old[1] for key in self._turns):
                 self._layouts.pop(old[1], None)
-        found = self._turns[handle, sizes] = Turn(layout, handle, tensors[0].device)
+        found = self._turns[handle, sizes] = TensorProgram(layout, handle, tensors[0].device)
         return found
 
     def _layout(self, graph: Any, tensors: Sequence[torch.Tensor]) -> direct.Layout | None:

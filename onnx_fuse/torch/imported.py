@@ -24,7 +24,7 @@ from onnx_fuse.rewrite.precision import lower_precision
 from onnx_fuse.torch.graph import Graph, enter
 from onnx_fuse.torch.library import call_graph
 from onnx_fuse.training import shared
-from onnx_fuse.training.groups import Choice
+from onnx_fuse.training.groups import TrainableSelection
 from onnx_fuse.training.weights import model_names
 
 
@@ -79,7 +79,7 @@ class OnnxModule(nn.Module):
         """The dict of a submodule that has each weight, and its name there: quicker than getattr"""
         globs = None if isinstance(trainable, bool) else trainable
         for name in self._names:
-            trains = trainable is not False and Choice(globs, (), ())(name)
+            trains = trainable is not False and TrainableSelection(globs, (), ())(name)
             holder, last = self._holder(name)
             tensor = torch.from_numpy(arrays[name])
             if name in statistics:

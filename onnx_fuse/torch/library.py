@@ -17,7 +17,7 @@ from torch.library import Library
 from torch.utils import _pytree as tree
 
 from onnx_fuse.torch import eager, gpu
-from onnx_fuse.torch.eager import OWN, Ready, flattened, own, plain
+from onnx_fuse.torch.eager import OWN, CompiledForward, flattened, own, plain
 from onnx_fuse.torch.graph import Graph, find
 from onnx_fuse.torch.kinds import Kinds
 
@@ -198,12 +198,12 @@ def call_graph(graph: Graph, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return run_graph(name, tensors)[: len(graph.outputs)]
 
 
-def _ready(graph: Graph, tensors: Sequence[Tensor]) -> Ready | bool:
+def _ready(graph: Graph, tensors: Sequence[Tensor]) -> CompiledForward | bool:
     """What runs a graph and keeps what its gradient reads; False where the dispatcher must."""
     if gpu.current_device() != tensors[0].get_device():
         return False
     mask = mask_of(tensors) if torch.is_grad_enabled() else ""
-    found = Ready(graph, tensors, mask if "1" in mask else "", _again)
+    found = CompiledForward(graph, tensors, mask if "1" in mask else "", _again)
     return found if found.turn is not None else False
 
 
@@ -361,14 +361,14 @@ class Operator:
             found = self.call(*args, save)
         return found[0]
 
-    def _ready(self, args: Sequence[Any], given: Sequence[Tensor]) -> Ready | bool:
+    def _ready(self, args: Sequence[Any], given: Sequence[Tensor]) -> CompiledForward | bool:
         """What runs calls like this one; False where only the dispatcher can run them."""
         if not own(given) or gpu.current_device() != given[0].get_device():
             return False
         graph = self.graph(*args)
         save = torch.is_grad_enabled() and _wants_gradients(given)
         mask = graph.floats if save else ""
-        found = Ready(graph, given, mask, self._again, self.flat, self.rows)
+        found = CompiledForward(graph, given, mask, self._again, self.flat, self.rows)
         return found if found.turn is not None else False
 
     def _again(

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx, nn
 
-Whole: TypeAlias = Callable[[nn.Module], bool]
+IsLeaf: TypeAlias = Callable[[nn.Module], bool]
 """Says whether a module becomes one node of a graph, rather than those of its forward."""
 VARIANTS = 32
 """Ways to call a forward that are traced at most."""
@@ -51,7 +51,7 @@ def _instructions(code: CodeType) -> dict[int, tuple[str, Any]]:
 class _Tracer(fx.Tracer):
     """Traces one way through a forward: `path` says how its branches on tensors' values go."""
 
-    def __init__(self, whole: Whole, path: Sequence[bool]) -> None:
+    def __init__(self, whole: IsLeaf, path: Sequence[bool]) -> None:
         super().__init__()
         self._whole = whole
         self.taken = list(path)
@@ -121,7 +121,7 @@ def _check_further(forward: Any) -> None:
         raise fx.proxy.TraceError(f"it looks into its **{', '.join(names)}")
 
 
-def _paths(module: nn.Module, whole: Whole, fixed: dict[str, Any]) -> Iterator[fx.Graph]:
+def _paths(module: nn.Module, whole: IsLeaf, fixed: dict[str, Any]) -> Iterator[fx.Graph]:
     """The graphs of all ways through a forward, but for those that end in an error of its own."""
     path: list[bool] | None = []
     while path is not None:
@@ -158,7 +158,7 @@ def _variants(module: nn.Module) -> Iterator[dict[str, Any]]:
         yield {name: value for name, value in pairs if value is not ...}
 
 
-def traces(module: nn.Module, whole: Whole) -> list[fx.Graph] | str:
+def traces(module: nn.Module, whole: IsLeaf) -> list[fx.Graph] | str:
     """The graphs of all ways through a forward, or the reason why there are none.
 
     They are those of training and of inference, with and without each optional argument, and along

@@ -39,7 +39,7 @@ _RNG = "dropout.rng"
 _NARROW = {torch.bfloat16: ir.DataType.BFLOAT16, torch.float16: ir.DataType.FLOAT16}
 
 
-class Whole(nn.Module):
+class ExportedModule(nn.Module):
     """A module, of the class behind this one, whose forward is a graph of ours.
 
     Under torch.compile, torch.export and torch.func its own forward runs.
@@ -75,15 +75,15 @@ def _again(kind: Any) -> Any:
 @cache
 def _class(kind: Any) -> Any:
     """The class of modules of a class that are fused whole."""
-    return type(kind.__name__, (Whole, kind), {"__module__": kind.__module__})
+    return type(kind.__name__, (ExportedModule, kind), {"__module__": kind.__module__})
 
 
 def make_whole(module: nn.Module) -> None:
     """Let a module's forward be one graph from now on. Raises UsageError for what is none."""
-    if isinstance(module, Whole):
+    if isinstance(module, ExportedModule):
         return
     for name, each in module.named_modules():
-        if isinstance(each, Whole):
+        if isinstance(each, ExportedModule):
             raise UsageError(f"'{name}' is one graph already")
         hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
         if name and any(getattr(each, hook, None) for hook in hooks):

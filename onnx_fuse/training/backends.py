@@ -203,7 +203,7 @@ class Cuda:
         """Nothing is left to do."""
 
 
-class Whole:
+class CombinedGradients:
     """Whether a fused node's gradients are best made by one call, on `hw` or the GPU here."""
 
     def __init__(self, math: str, hw: Hardware | None, gpu: int) -> None:

@@ -65,7 +65,7 @@ def find(groups: Sequence[Group], name: str) -> Group | None:
 
 
 @dataclass(frozen=True)
-class Choice:
+class TrainableSelection:
     """Which weights train, by globs over their names."""
 
     trainable: Sequence[str] | None

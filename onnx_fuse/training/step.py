@@ -28,7 +28,7 @@ from onnx_fuse.rewrite.rotation import split_rotations
 from onnx_fuse.training import float8, losses, optim, sharding
 from onnx_fuse.training.batchnorm import synchronised
 from onnx_fuse.training.dropout import draw_masks
-from onnx_fuse.training.groups import Choice
+from onnx_fuse.training.groups import TrainableSelection
 from onnx_fuse.training.losses import Given, Target, Term
 from onnx_fuse.training.merged import Merging, Sums, add_to_weights
 from onnx_fuse.training.ranks import LOSS, Measure, Ranks, Reduction, measures
@@ -112,7 +112,7 @@ def training_model(
     loss_scale: float = 65536.0,
     ema: float | None = None,
     fused: bool = False,
-    whole: autodiff.Whole | None = None,
+    whole: autodiff.CombinesGradients | None = None,
     ranks: Ranks | None = None,
     merging: Merging | None = None,
 ) -> tuple[onnx_ir.Model, Spec]:
@@ -139,7 +139,7 @@ def training_model(
     bind_defaults(source)
     if free_batch:
         batch.free_batch(source)
-    choice = Choice(trainable, frozen, optimizer.groups)
+    choice = TrainableSelection(trainable, frozen, optimizer.groups)
     prepared = _prepare(source, choice, optimizer, level, *float8.skipped(precision))
     if fused:
         split_rotations(prepared)
@@ -188,7 +188,11 @@ def _average(w: onnx_ir.Value) -> str:
 
 
 def _prepare(
-    source: onnx_ir.Model, choice: Choice, optimizer: optim.Optimizer, level: int, *skip: str
+    source: onnx_ir.Model,
+    choice: TrainableSelection,
+    optimizer: optim.Optimizer,
+    level: int,
+    *skip: str,
 ) -> onnx_ir.Model:
     """The fused model; without merged products where one would mix weights of other settings."""
     for tried in (level, min(level, 1)):
@@ -287,7 +291,7 @@ class _Step:
         self.graph.extend(self.op.nodes)
         self.op.nodes = []
 
-    def batch_norms(self, choice: Choice) -> set[onnx_ir.Value]:
+    def batch_norms(self, choice: TrainableSelection) -> set[onnx_ir.Value]:
         """Set the mode of each BatchNormalization; returns the statistics of all of them.
 
         One whose running mean is selected trains by the statistics of the batch and updates its
@@ -387,7 +391,9 @@ class _Step:
         self.parts = sharding.candidates(self.graph, list(gradients), self.reduction)
         return self.reduction.gradients(gradients, self.ready, self.parts)
 
-    def weights(self, statistics: set[onnx_ir.Value], choice: Choice) -> list[onnx_ir.Value]:
+    def weights(
+        self, statistics: set[onnx_ir.Value], choice: TrainableSelection
+    ) -> list[onnx_ir.Value]:
         """The initializers of the model that train."""
         floats = [
             v for v in autodiff.trainable(self.model) if self.named.issuperset(model_names(v))
@@ -420,7 +426,7 @@ class _Step:
         *,
         strict: bool,
         fused: bool,
-        whole: autodiff.Whole | None,
+        whole: autodiff.CombinesGradients | None,
     ) -> dict[onnx_ir.Value, onnx_ir.Value]:
         """The gradient of each weight; those without one stay initializers."""
         for w in weights:

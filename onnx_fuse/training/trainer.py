@@ -30,7 +30,7 @@ from onnx_fuse.training import adapters, backends, checkpoint, data, fit, optim,
 from onnx_fuse.training.adapters import Adapter, Lora
 from onnx_fuse.training.fault import fault_of
 from onnx_fuse.training.float8 import check as check_float8
-from onnx_fuse.training.groups import Choice
+from onnx_fuse.training.groups import TrainableSelection
 from onnx_fuse.training.history import History
 from onnx_fuse.training.loss import Loss, Run
 from onnx_fuse.training.losses import Given, Term
@@ -189,7 +189,7 @@ class Trainer:
             shared.untie(self._given.graph)
         self._source = self._given.clone()
         lift_parameters(self._source, frozenset(trainable or ()))
-        choice = Choice(trainable, frozen, self.optimizer.groups)
+        choice = TrainableSelection(trainable, frozen, self.optimizer.groups)
         self._duplicates, notes = shared.resolve(self._source.graph, choice, tied=tie)
         self.notes += notes
         self.adapters: list[Adapter] = []
@@ -226,7 +226,7 @@ class Trainer:
         math = TRAINING_PRECISIONS[precision][1]
         self.hardware, self.precision = hardware, precision
         """`hardware` is the GPU that the steps are only compiled for, or None."""
-        self._whole = backends.Whole(math, hardware, gpu) if device == "cuda" else None
+        self._whole = backends.CombinedGradients(math, hardware, gpu) if device == "cuda" else None
         self.in_parts: list[str] = self._whole.in_parts if self._whole else []
         """Norms and products that the GPU trains as two operators, with the predicted times."""
         self.seed, self.accumulate = seed, accumulate

@@ -16,7 +16,7 @@ import onnx_ir
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.save import inline
 from onnx_fuse.ir.build import required
-from onnx_fuse.ir.sizes import Size, Symbol, evaluate, size
+from onnx_fuse.ir.sizes import Symbol, SymbolicSize, evaluate, size
 from onnx_fuse.validation.sizes import Constraint, System
 from onnx_fuse.validation.symbolic import caches
 from onnx_fuse.validation.symbolic.graph import controls, follow
@@ -41,7 +41,7 @@ _SETTINGS = 4
 
 
 @dataclass
-class Choice:
+class InputSizes:
     """One way to run a model: sizes by symbol, and which way its branches go."""
 
     sizes: dict[str, int]
@@ -85,13 +85,13 @@ def dims_of(model: onnx_ir.Model) -> dict[str, list[Dim]]:
     return result
 
 
-def choices(model: onnx_ir.Model) -> Iterator[Choice]:
+def choices(model: onnx_ir.Model) -> Iterator[InputSizes]:
     """Ways to run the model, the likeliest first; those that the graph seems to refuse last."""
     dims = dims_of(model)
     plain = model
     if any(n.domain for n in model.graph):
         plain = inline(model, lambda node: not caches.is_grouped(node))
-    doubtful: list[Choice] = []
+    doubtful: list[InputSizes] = []
     ways = [_assignment(plain, dims, branches) for branches in _branches(plain)]
     large: list[int] = []
     any_fits = False
@@ -147,7 +147,7 @@ class _Assignment:
     branches: dict[str, bool | int]
     lengths: Mapping[str, Lengths]
 
-    def choice(self, lead: int, base: int, step: int) -> Choice:
+    def choice(self, lead: int, base: int, step: int) -> InputSizes:
         others = [s for s in self.free if s not in self.leading]
         start: dict[Symbol, int] = {
             s: base + step * others.index(s) if s in others else lead for s in self.free
@@ -161,7 +161,7 @@ class _Assignment:
             for n, told in self.lengths.items()
             if n in shapes
         }
-        return Choice(sizes, shapes, self.branches, sound, varied, lengths)
+        return InputSizes(sizes, shapes, self.branches, sound, varied, lengths)
 
     def _tokens(self, told: Lengths, shape: Sequence[int], free: Mapping[Symbol, int]) -> Array:
         """The entries of an input that tells how many tokens there are: the last row has half."""
@@ -171,7 +171,7 @@ class _Assignment:
         rows = np.ceil(np.linspace(total, max(total // 2, 1), math.prod(shape)))
         return rows.reshape(shape) - 1
 
-    def _value(self, value: Size, free: Mapping[Symbol, int]) -> int:
+    def _value(self, value: SymbolicSize, free: Mapping[Symbol, int]) -> int:
         number = evaluate(self.system.resolve(value), free)
         return 1 if number is None else int(number)
 
@@ -242,7 +242,7 @@ def _assignment(
     return _Assignment(system, shapes, symbols, free, leading, branches, lengths)
 
 
-def _symbol(system: System, dim: Size) -> str | None:
+def _symbol(system: System, dim: SymbolicSize) -> str | None:
     """The free symbol that an axis is, if it is one by itself."""
     terms = system.resolve(dim).terms
     [monomial] = terms if len(terms) == 1 else [()]
@@ -250,7 +250,7 @@ def _symbol(system: System, dim: Size) -> str | None:
     return monomial[0] if alone and isinstance(monomial[0], str) else None
 
 
-def _expression(dim: str, symbols: set[str]) -> Size | None:
+def _expression(dim: str, symbols: set[str]) -> SymbolicSize | None:
     """The size that a name such as `past + 1` means in terms of other symbols, or None."""
     try:
         tree = ast.parse(dim, mode="eval").body
@@ -259,7 +259,7 @@ def _expression(dim: str, symbols: set[str]) -> Size | None:
     return _term(tree, symbols - {dim}) if isinstance(tree, ast.BinOp) else None
 
 
-_ARITHMETIC: dict[type[ast.operator], Callable[[Size, Size], Size]] = {
+_ARITHMETIC: dict[type[ast.operator], Callable[[SymbolicSize, SymbolicSize], SymbolicSize]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -269,7 +269,7 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[Size, Size], Size]] = {
 _DEEPEST = 20  # operators within each other in a name
 
 
-def _term(node: ast.expr, symbols: set[str], depth: int = 0) -> Size | None:
+def _term(node: ast.expr, symbols: set[str], depth: int = 0) -> SymbolicSize | None:
     if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC and depth < _DEEPEST:
         left, right = (_term(n, symbols, depth + 1) for n in (node.left, node.right))
         known = left is not None and right is not None

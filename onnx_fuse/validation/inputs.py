@@ -24,7 +24,7 @@ from onnx_fuse.validation.arrays import (
     role_of,
     with_hidden_row,
 )
-from onnx_fuse.validation.choose import OF_A_LIST, Choice, choices, dims_of
+from onnx_fuse.validation.choose import OF_A_LIST, InputSizes, choices, dims_of
 
 Feeds = dict[str, Array]
 Run = Callable[[Feeds], list[Any]]
@@ -106,7 +106,7 @@ def generate(
     accepted: list[tuple[Feeds, list[Any]]] = []
     seen: dict[str, set[int]] = {}
     done: set[tuple[bool | int, ...]] = set()
-    tried: list[Choice] = []
+    tried: list[InputSizes] = []
     empty: list[tuple[Feeds, list[Any]]] = []  # what the graph ran and found nothing in
     first_error: Exception | None = None
     for choice in choices(model):
@@ -166,7 +166,7 @@ def generate(
     return accepted
 
 
-def _feed(roles: dict[str, Role], choice: Choice, rng: np.random.Generator, top: int) -> Feeds:
+def _feed(roles: dict[str, Role], choice: InputSizes, rng: np.random.Generator, top: int) -> Feeds:
     shapes = choice.shapes
     # A mask that is longer than the step gives the length of past and step together.
     widths = [shapes[k][-1] for k, r in roles.items() if r.masks and shapes[k]]

@@ -10,8 +10,8 @@ from functools import cached_property
 from onnx_fuse.ir.sizes import (
     Atom,
     Monomial,
-    Size,
     Symbol,
+    SymbolicSize,
     evaluate,
     product,
     rounded_down,
@@ -26,8 +26,8 @@ class Constraint:
     """A constraint of a node on sizes; a `soft` one may fail (a slice then ends earlier)."""
 
     kind: str  # equal, broadcast, least (a >= b), divides (a % b == 0)
-    a: Size
-    b: Size
+    a: SymbolicSize
+    b: SymbolicSize
     soft: bool = False
 
     def holds(self, sizes: Mapping[Symbol, int]) -> bool:
@@ -50,10 +50,10 @@ class System:
 
     order: list[str] = field(default_factory=list)
     """The symbols in the order of the inputs: a later one is expressed by earlier ones."""
-    known: dict[Symbol, Size] = field(default_factory=dict)
+    known: dict[Symbol, SymbolicSize] = field(default_factory=dict)
     constraints: dict[Constraint, None] = field(default_factory=dict)
 
-    def resolve(self, value: Size) -> Size:
+    def resolve(self, value: SymbolicSize) -> SymbolicSize:
         """The value with everything solved put in."""
         if not self.known or not (value.symbols & self.known.keys()):
             return value
@@ -62,7 +62,7 @@ class System:
             total = total + product(self._symbol(s) for s in m) * c
         return total
 
-    def _symbol(self, symbol: Symbol) -> Size:
+    def _symbol(self, symbol: Symbol) -> SymbolicSize:
         if symbol in self.known:
             self.known[symbol] = self.resolve(self.known[symbol])
             return self.known[symbol]
@@ -75,7 +75,7 @@ class System:
             return smaller(*args) if symbol.op == "min" else args[0] / args[1]
         return size(symbol)
 
-    def require(self, kind: str, a: Size, b: Size, *, soft: bool = False) -> None:
+    def require(self, kind: str, a: SymbolicSize, b: SymbolicSize, *, soft: bool = False) -> None:
         """Add a constraint; equations are solved for a symbol where one can be."""
         a, b = self.resolve(a), self.resolve(b)
         trivial = a == b if kind != "divides" else (a / b).whole
@@ -89,15 +89,17 @@ class System:
         if kind in ("equal", "broadcast"):
             self._solve(a - b)
 
-    def _solve(self, zero: Size) -> None:
+    def _solve(self, zero: SymbolicSize) -> None:
         common = _common(list(zero.terms))
-        zero = Size({without(m, common) or (): c for m, c in zero.terms.items()})
-        found: list[tuple[int, int, Symbol, Size]] = []
+        zero = SymbolicSize({without(m, common) or (): c for m, c in zero.terms.items()})
+        found: list[tuple[int, int, Symbol, SymbolicSize]] = []
         for m, c in zero.terms.items():
             if len(m) != 1 or (isinstance(m[0], Atom) and m[0].op != "unknown"):
                 continue
             symbol = m[0]
-            rest = Size({n: d for n, d in zero.terms.items() if n != m}) * (Fraction(-1) / c)
+            rest = SymbolicSize({n: d for n, d in zero.terms.items() if n != m}) * (
+                Fraction(-1) / c
+            )
             whole = all(isinstance(d, int) for d in rest.terms.values())
             if symbol in rest.symbols or not whole or (rest.number or 0) < 0:
                 continue

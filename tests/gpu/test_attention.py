@@ -24,7 +24,7 @@ from test_fp16_range import GRAPHS as BEYOND
 from test_fp16_range import feeds_of as beyond_feeds
 from test_fp16_range import model_of as beyond_model
 
-from onnx_fuse.kernels import Choice, candidates
+from onnx_fuse.kernels import Selection, candidates
 from onnx_fuse.lower.walk import lower
 
 # float16: the graph rounds scores and weights, which kernels keep in float32
@@ -59,7 +59,7 @@ def test_hostile_values(graph: str, guarded: bool, kind: str, queries: int, keys
     ]
     assert (queries == 1) == any(kernel.name == "one_query" for kernel, _ in tried)
     for kernel, how in tried:
-        with only(Choice(kernel, how, 0.0, "each")):
+        with only(Selection(kernel, how, 0.0, "each")):
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 runner = Executable(model)
@@ -90,7 +90,7 @@ def test_float32_masks_in_float16(graph: str) -> None:
     limit = COMPUTED["fp16"]
     for kernel in [k for k in candidates("Sdpa") if k.supports(problem, hw) is None]:
         for config in kernel.configs(problem, hw):
-            with only(Choice(kernel, config, 0.0, "each")):
+            with only(Selection(kernel, config, 0.0, "each")):
                 got = Executable(model).run(None, feeds)[0]
             atol = limit.atol + limit.rtol * np.abs(expected).max()
             np.testing.assert_allclose(got, expected, atol=atol, err_msg=f"{kernel.name} {config}")

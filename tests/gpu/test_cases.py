@@ -12,7 +12,7 @@ from cases import RealCase, real_cases
 
 from onnx_fuse import autodiff, rewrite
 from onnx_fuse.importer.load import read
-from onnx_fuse.program.problem import PRECISIONS, Hardware, Problem
+from onnx_fuse.program.problem import PRECISIONS, GemmProblem, Hardware
 from onnx_fuse.session import InferenceSession, load
 from onnx_fuse.training import optim
 from onnx_fuse.training.trainer import Trainer
@@ -154,7 +154,7 @@ def test_products_of_float32_by_bfloat16(precision: str, bound: float) -> None:
     [got] = session.run(None, {"x": x})
     assert np.linalg.norm(got - want) <= bound * np.linalg.norm(want)
     program, hw = session.program({"x": x})
-    chosen = [call.why for call in program.calls if isinstance(call.problem, Problem)]
+    chosen = [call.why for call in program.calls if isinstance(call.problem, GemmProblem)]
     assert hw.cc != 90 or all("wgmma_split" in why for why in chosen), chosen
 
     def losses(precision: str) -> list[float]:
@@ -184,7 +184,7 @@ def test_float32_gradients_by_bfloat16_in_one_call(precision: str, bound: float)
         executable = trainer._device._states._executables["update"]
         [program] = executable.programs()
         return taken, [
-            call.problem.op for call in program.calls if isinstance(call.problem, Problem)
+            call.problem.op for call in program.calls if isinstance(call.problem, GemmProblem)
         ]
 
     (want, _), (got, ops), (again, _) = step("fp32"), step(precision), step(precision)

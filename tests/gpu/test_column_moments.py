@@ -11,7 +11,7 @@ from on_device import TOLERANCE, TYPES, Memory, each, error, poison, random, wid
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.program.interpret.images import column_moments, convolution
-from onnx_fuse.program.problem import CHIPS, Config, Hardware, Problem
+from onnx_fuse.program.problem import CHIPS, GemmProblem, Hardware, KernelConfig
 from onnx_fuse.program.problems import Conv, MergedMoments, Window
 from onnx_fuse.runtime.executable import Executable
 
@@ -44,7 +44,7 @@ def hostile(mean: float, columns: int, dtype: str) -> np.ndarray:
 
 
 PRODUCTS = [
-    Problem.of(
+    GemmProblem.of(
         "Gemm", m=m, n=n, k=264, dtype=dtype, trans_b=trans_b, bias=True, column_moments=True
     )
     for m, n in ((300, 384), (513, 72), (2200, 136), (64, 64), (17, 256), (1, 8), (40000, 328))
@@ -55,7 +55,7 @@ PRODUCTS = [
 @pytest.mark.parametrize("mean", [0, 100])
 @pytest.mark.parametrize("problem", PRODUCTS, ids=str)
 def test_a_product_leaves_the_moments_of_its_columns(
-    problem: Problem, mean: float, hw: Hardware
+    problem: GemmProblem, mean: float, hw: Hardware
 ) -> None:
     """With a mean of 100 the deviation is 0.01 before y is rounded."""
     ways = each(problem, hw)
@@ -66,14 +66,14 @@ def test_a_product_leaves_the_moments_of_its_columns(
 @pytest.mark.parametrize("trans_b", [False, True])
 def test_every_tile_leaves_the_same_moments(trans_b: bool, hw: Hardware) -> None:
     """Sums of 64 rows are in an order of their own, whatever the tile and the cluster."""
-    product = Problem.of("Gemm", m=2200, n=136, k=264, dtype="float16", bias=True)
+    product = GemmProblem.of("Gemm", m=2200, n=136, k=264, dtype="float16", bias=True)
     product = product.replace(column_moments=True, trans_b=trans_b)
     ways = [(k, how) for k, _ in each(product, hw)[:1] for how in k.configs(product, hw)]
     assert len(_moments(product, 3, ways, hw)) <= 1
 
 
 def _moments(
-    problem: Problem, mean: float, ways: list[tuple[Kernel, Config]], hw: Hardware
+    problem: GemmProblem, mean: float, ways: list[tuple[Kernel, KernelConfig]], hw: Hardware
 ) -> set[bytes]:
     """The bits that each kernel leaves, after a look at their values."""
     m, n, k, dtype = problem.m, problem.n, problem.k, problem.dtype

@@ -11,7 +11,7 @@ from math_cases import only, widen
 from onnx.reference import ReferenceEvaluator
 
 from onnx_fuse.ir.build import text_model
-from onnx_fuse.kernels import Choice, candidates
+from onnx_fuse.kernels import Selection, candidates
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.program.problems import Conv, ConvWeightGrad
@@ -48,7 +48,7 @@ def test_each_tile(row: int, math: str) -> None:
     assert problem.channels_last
     kernels = [k for k in candidates("Conv") if k.supports(problem, hw) is None]
     for kernel, how in ((k, how) for k in kernels for how in k.configs(problem, hw)):
-        with only(Choice(kernel, how, 0.0, "each")):
+        with only(Selection(kernel, how, 0.0, "each")):
             run = Executable(model, math=math)
             (y,), (again,) = run.run(None, feeds), run.run(None, feeds)
         assert y.tobytes() == again.tobytes(), how
@@ -97,7 +97,7 @@ def test_each_tile_of_a_gradient_of_weights(row: int, kind: str) -> None:
     narrow = ["product"] * (size == 1) + ["wgmma"]
     assert [k.name for k in kernels] == (narrow if dtype == "float16" else []) + ["mma"]
     for kernel, config in ((k, c) for k in kernels for c in k.configs(problem, hw)):
-        with only(Choice(kernel, config, 0.0, "each")):
+        with only(Selection(kernel, config, 0.0, "each")):
             run = Executable(model, math="tf32")
             (dw,), (again,) = run.run(None, feeds), run.run(None, feeds)
         assert dw.tobytes() == again.tobytes(), config

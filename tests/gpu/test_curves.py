@@ -7,7 +7,7 @@ import pytest
 from curves import CURVES, PIECEWISE
 from on_device import TYPES, Memory, wide
 
-from onnx_fuse.cuda.launch import Bound
+from onnx_fuse.cuda.launch import BoundLaunch
 from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.ops.activations import BY_KEY, activation_macros
 from onnx_fuse.program.problem import ITEMSIZE, Hardware, Launch, Ptr
@@ -48,7 +48,7 @@ def test_an_activation_of_every_16_bit_value(
         ),
     )  # fmt: skip
     pointers = {name: buffer.address for name, buffer in memory.buffers.items()}
-    Bound(launch, pointers, hw).enqueue(memory.stream.handle)
+    BoundLaunch(launch, pointers, hw).enqueue(memory.stream.handle)
     memory.stream.wait("activate")
     finite = np.isfinite(wide(x)) & (np.abs(wide(x)) < 1e30)
     z = wide(x)[finite]

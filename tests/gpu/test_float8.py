@@ -11,7 +11,7 @@ from on_device import TYPES, Memory, wide
 
 from onnx_fuse.kernels.float8 import Rounding
 from onnx_fuse.kernels.gemm_eight import E4M3, E5M2, EightBits
-from onnx_fuse.program.problem import Config, Hardware, Problem
+from onnx_fuse.program.problem import GemmProblem, Hardware, KernelConfig
 from onnx_fuse.program.problems import Float8
 from onnx_fuse.training import optim
 from onnx_fuse.training.trainer import Trainer
@@ -61,7 +61,7 @@ def test_rounding(problem: Float8, top: float, hw: Hardware) -> None:
              "scale": np.float32([0]), "next": np.full(STEPS, np.nan, np.float32)}  # fmt: skip
     given["part"] = np.full((-(-m // 128), k), np.nan, np.float32)
     memory = Memory(given)
-    (call,) = memory.bind(Rounding(), problem, Config(), hw)
+    (call,) = memory.bind(Rounding(), problem, KernelConfig(), hw)
     for _ in range(2):  # what it counts by is zero again
         call.enqueue(memory.stream.handle)
     memory.stream.wait("rounding")
@@ -78,8 +78,8 @@ def test_rounding(problem: Float8, top: float, hw: Hardware) -> None:
     np.testing.assert_array_equal(memory.read("next"), [largest, *history[:-1]])
 
 
-def product(m: int, n: int, k: int, a: str, b: str, **attrs: object) -> Problem:
-    return Problem.of("Gemm", m=m, n=n, k=k, dtype=a, b_dtype=b, trans_b=True, **attrs)
+def product(m: int, n: int, k: int, a: str, b: str, **attrs: object) -> GemmProblem:
+    return GemmProblem.of("Gemm", m=m, n=n, k=k, dtype=a, b_dtype=b, trans_b=True, **attrs)
 
 
 BF16 = {"out_dtype": "bfloat16"}
@@ -94,7 +94,7 @@ PRODUCTS = [
 
 
 @pytest.mark.parametrize("problem", PRODUCTS, ids=str)
-def test_products(problem: Problem, hw: Hardware) -> None:
+def test_products(problem: GemmProblem, hw: Hardware) -> None:
     m, n, k, out = problem.m, problem.n, problem.k, TYPES[problem.out]
     rng, kernel = np.random.default_rng(7), EightBits()
     a = rng.standard_normal((m, k)).astype(np.float32).astype(F8[problem.dtype])

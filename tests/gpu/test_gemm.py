@@ -12,7 +12,7 @@ from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import candidates, cublaslt
 from onnx_fuse.kernels.rows import fold, fold_many
 from onnx_fuse.lower.gated import interleaved
-from onnx_fuse.program.problem import Hardware, Problem
+from onnx_fuse.program.problem import GemmProblem, Hardware
 from onnx_fuse.runtime.executable import Executable
 
 
@@ -23,7 +23,7 @@ def hw() -> Hardware:
 
 GEMMS = (
     [
-        Problem.of("Gemm", m=m, n=n, k=k, dtype=dtype, trans_a=ta, trans_b=tb, **attrs)
+        GemmProblem.of("Gemm", m=m, n=n, k=k, dtype=dtype, trans_a=ta, trans_b=tb, **attrs)
         for m, n, k in ((128, 256, 64), (257, 384, 264), (5, 41, 23))
         for ta, tb in ((False, False), (False, True), (True, False), (True, True))
         for dtype, attrs in (
@@ -35,34 +35,36 @@ GEMMS = (
         )
     ]
     + [
-        Problem.of("Gemm", m=60, n=72, k=40, batch=(2, 3), dtype="float16", a_strides=(0, 60 * 40)),
-        Problem.of("Gemm", m=60, n=72, k=40, batch=(4,), dtype="bfloat16", trans_b=True),
-        Problem.of("Gemm", m=60, n=72, k=40, beta=2.0, c_rows=0),
-        Problem.of("Gemm", m=136, n=264, k=1, dtype="bfloat16", trans_a=True),  # one row's dW
-        Problem.of("Gemm", m=40, n=1, k=264, dtype="float16", trans_b=True),
-        Problem.of("Gemm", m=100, n=768, k=4096, dtype="bfloat16", accumulate=True),
-        Problem.of("Gemm", m=100, n=144, k=264, dtype="float16", trans_b=True, accumulate=True),
-        Problem.of("Gemm", m=100, n=77, k=33, dtype="bfloat16", accumulate=True),
-        Problem.of("Gemm", m=60, n=72, k=40, batch=(4,), dtype="int32", accumulate=True),
+        GemmProblem.of(
+            "Gemm", m=60, n=72, k=40, batch=(2, 3), dtype="float16", a_strides=(0, 60 * 40)
+        ),
+        GemmProblem.of("Gemm", m=60, n=72, k=40, batch=(4,), dtype="bfloat16", trans_b=True),
+        GemmProblem.of("Gemm", m=60, n=72, k=40, beta=2.0, c_rows=0),
+        GemmProblem.of("Gemm", m=136, n=264, k=1, dtype="bfloat16", trans_a=True),  # one row's dW
+        GemmProblem.of("Gemm", m=40, n=1, k=264, dtype="float16", trans_b=True),
+        GemmProblem.of("Gemm", m=100, n=768, k=4096, dtype="bfloat16", accumulate=True),
+        GemmProblem.of("Gemm", m=100, n=144, k=264, dtype="float16", trans_b=True, accumulate=True),
+        GemmProblem.of("Gemm", m=100, n=77, k=33, dtype="bfloat16", accumulate=True),
+        GemmProblem.of("Gemm", m=60, n=72, k=40, batch=(4,), dtype="int32", accumulate=True),
     ]
     + [  # whole tiles, a narrow one, columns that no TMA stores
-        Problem.of("Gemm", m=200, n=n, k=264, dtype="float16", bias=True, act="gelu", **attrs)
+        GemmProblem.of("Gemm", m=200, n=n, k=264, dtype="float16", bias=True, act="gelu", **attrs)
         for n in (384, 144, 77)
         for attrs in ({}, {"save_z": True}, {"residual": True})
     ]
     + [
-        Problem.of("Gemm", m=m, n=384, k=1000, dtype="float16", static_b=True, **attrs)
+        GemmProblem.of("Gemm", m=m, n=384, k=1000, dtype="float16", static_b=True, **attrs)
         for m in (1, 100)
         for attrs in ({"bias": True}, {"residual": True}, {"out_dtype": "float32"})
     ]
     + [
-        Problem.of("Gemm", m=m, n=264, k=128, dtype=dtype, trans_b=True, **attrs)
+        GemmProblem.of("Gemm", m=m, n=264, k=128, dtype=dtype, trans_b=True, **attrs)
         for m in (8, 200)
         for dtype in ("bfloat16", "float32")
         for attrs in ({"residual": True, "act": "gelu"}, {"dact": True, "act": "gelu"})
     ]
     + [  # TMA and wgmma round to tf32; k is shared out where tiles are few
-        Problem.of("Gemm", m=m, n=n, k=k, math="tf32", trans_b=True, **attrs)
+        GemmProblem.of("Gemm", m=m, n=n, k=k, math="tf32", trans_b=True, **attrs)
         for m, n, k in ((5, 66, 20), (200, 264, 776), (1160, 1800, 264))
         for attrs in (
             {"bias": True, "act": "gelu", "save_z": True},
@@ -73,19 +75,21 @@ GEMMS = (
         )
     ]
     + [  # operands that are transposed first
-        Problem.of("Gemm", m=m, n=n, k=k, math=math, trans_a=a, trans_b=b, **attrs)
+        GemmProblem.of("Gemm", m=m, n=n, k=k, math=math, trans_a=a, trans_b=b, **attrs)
         for math in ("tf32", "ieee")
         for m, n, k in ((100, 66, 131), (200, 264, 776), (1160, 1800, 264))
         for a, b in ((True, False), (False, False), (True, True))
         for attrs in ({}, {"bias": True, "act": "gelu", "save_z": True}, {"beta": 0.5})
     ]
     + [
-        Problem.of("Gemm", m=m, n=n, k=264, dtype=dtype, bias=True, residual="norm", static_b=True)
+        GemmProblem.of(
+            "Gemm", m=m, n=n, k=264, dtype=dtype, bias=True, residual="norm", static_b=True
+        )
         for m, n in ((5, 256), (128, 768), (257, 264))
         for dtype in ("float16", "bfloat16")
     ]
     + [
-        Problem.of("Gemm", m=m, n=n, k=k, dtype=dtype, trans_a=True, accumulate=True, **attrs)
+        GemmProblem.of("Gemm", m=m, n=n, k=k, dtype=dtype, trans_a=True, accumulate=True, **attrs)
         for m, n, k in ((8, 264, 264), (200, 784, 264), (1160, 1800, 776))  # steps are shared
         for dtype, attrs in (
             ("bfloat16", {"bias": True}),
@@ -95,7 +99,7 @@ GEMMS = (
         )
     ]
     + [  # one row
-        Problem.of("Gemm", m=1, n=n, k=k, dtype=dtype, trans_b=turned, bias=True, **attrs)
+        GemmProblem.of("Gemm", m=1, n=n, k=k, dtype=dtype, trans_b=turned, bias=True, **attrs)
         for n, k in ((264, 136), (1000, 3072), (8, 8))
         for turned in (False, True)
         for dtype, attrs in (
@@ -105,20 +109,20 @@ GEMMS = (
         )
     ]
     + [  # layer scale
-        Problem.of("Gemm", m=m, n=n, k=k, dtype=dtype, bias=True, layer_scale=True, **attrs)
+        GemmProblem.of("Gemm", m=m, n=n, k=k, dtype=dtype, bias=True, layer_scale=True, **attrs)
         for m, n, k in ((5, 264, 128), (200, 384, 264), (1000, 768, 1032), (61, 77, 33))
         for dtype, math in (("bfloat16", {}), ("float16", {"trans_b": True}), ("float32", {}))
         for attrs in ({"residual": True, **math}, {"act": "gelu", **math})
     ]
     + [  # a bias a row, as a convolution's; what is added before the activation
-        Problem.of("Gemm", m=m, n=n, k=264, dtype=dtype, row_bias=True, **batch, **attrs)
+        GemmProblem.of("Gemm", m=m, n=n, k=264, dtype=dtype, row_bias=True, **batch, **attrs)
         for m, n in ((136, 392), (60, 49))
         for dtype, math in (("bfloat16", {}), ("float16", {}), ("float32", {"math": "bf16x3"}))
         for batch in (math, {"batch": (3,), "a_strides": (0,), **math})
         for attrs in ({"residual": True}, {"beta": 1.0, "act": "gelu"})
     ]
     + [  # a bias a row, as a product's
-        Problem.of("Gemm", m=m, n=n, k=264, dtype=dtype, row_bias=True, **math, **attrs)
+        GemmProblem.of("Gemm", m=m, n=n, k=264, dtype=dtype, row_bias=True, **math, **attrs)
         for m, n in ((136, 392), (60, 49))
         for dtype, math in (("bfloat16", {"trans_b": True}), ("float16", {}), ("float32", {}))
         for attrs in ({}, {"act": "gelu", "save_z": True})
@@ -127,7 +131,7 @@ GEMMS = (
 
 
 @pytest.mark.parametrize("problem", GEMMS, ids=str)
-def test_gemm(problem: Problem, hw: Hardware) -> None:
+def test_gemm(problem: GemmProblem, hw: Hardware) -> None:
     rng = np.random.default_rng(7)
     m, n, k, dtype = problem.m, problem.n, problem.k, problem.dtype
     a, b = random(rng, dtype, *problem.batch, m, k), random(rng, dtype, *problem.batch, k, n)
@@ -211,7 +215,7 @@ def test_cublaslt_is_a_call_of_the_captured_graph(dtype: str, layout: str) -> No
 
 
 GATED = [
-    Problem.of(op, m=m, k=k, n=n, dtype=dtype, math=math, bias=True, act=act, gate=True)
+    GemmProblem.of(op, m=m, k=k, n=n, dtype=dtype, math=math, bias=True, act=act, gate=True)
     for op in ("Gemm", "LayerNormGemm")
     for dtype, math, act in (
         ("bfloat16", "ieee", "silu"),
@@ -232,7 +236,7 @@ GATED += [
 
 
 @pytest.mark.parametrize("problem", GATED, ids=str)
-def test_gated_gemm(problem: Problem, hw: Hardware) -> None:
+def test_gated_gemm(problem: GemmProblem, hw: Hardware) -> None:
     m, k, n, dtype = problem.m, problem.k, problem.n, problem.dtype
     rng = np.random.default_rng(11)
     x = random(rng, dtype, m, k)
@@ -267,23 +271,23 @@ def test_gated_gemm(problem: Problem, hw: Hardware) -> None:
 
 
 NORMS = [
-    Problem.of("LayerNormGemm", m=m, k=k, n=n, dtype=dtype, math=math, bias=True)
+    GemmProblem.of("LayerNormGemm", m=m, k=k, n=n, dtype=dtype, math=math, bias=True)
     for m, k, n in ((16, 768, 256), (257, 264, 384), (3, 520, 72))
     for dtype, math in (
         *(("bfloat16", "ieee"), ("float16", "ieee")),
         *(("float32", "ieee"), ("float32", "bf16x3")),
     )
 ] + [
-    Problem.of("LayerNormGemm", m=40, k=136, n=264, dtype=dtype, bias=True, trans_b=True)
+    GemmProblem.of("LayerNormGemm", m=40, k=136, n=264, dtype=dtype, bias=True, trans_b=True)
     for dtype in ("bfloat16", "float32")
 ]
 NORMS += [
-    Problem.of("LayerNormGemm", m=24, k=101, n=77, dtype="bfloat16", bias=True, trans_b=trans)
+    GemmProblem.of("LayerNormGemm", m=24, k=101, n=77, dtype="bfloat16", bias=True, trans_b=trans)
     for trans in (False, True)  # rows of weights that are not 16-byte aligned
 ]
 NORMS += [p.replace(folded=True, static_b=True) for p in NORMS if p.dtype != "float32"]
 NORMS += [
-    Problem.of("LayerNormGemm", m=m, k=136, n=264, dtype="bfloat16", bias=True, **attrs)
+    GemmProblem.of("LayerNormGemm", m=m, k=136, n=264, dtype="bfloat16", bias=True, **attrs)
     for m in (200, 4500)  # a tile a block, and more
     for attrs in ({"folded": True}, {"folded": True, "rms": True}, {"rms": True})
 ]
@@ -291,7 +295,7 @@ NORMS += [p.replace(out_dtype="float32") for p in NORMS if p.dtype == "float16" 
 
 
 NORMS += [  # one row
-    Problem.of(
+    GemmProblem.of(
         "LayerNormGemm", m=1, k=k, n=n, dtype=dtype, bias=True, folded=True, trans_b=turned, **attrs
     )
     for k, n in ((768, 2304), (1000, 264))
@@ -306,7 +310,7 @@ NORMS += [  # one row
 
 @pytest.mark.parametrize("ratio", [0, 10, 1000])
 @pytest.mark.parametrize("problem", NORMS, ids=str)
-def test_layernorm_gemm(problem: Problem, ratio: int, hw: Hardware) -> None:
+def test_layernorm_gemm(problem: GemmProblem, ratio: int, hw: Hardware) -> None:
     m, k, n, dtype = problem.m, problem.k, problem.n, problem.dtype
     rng = np.random.default_rng(5)
     x = (random(rng, "float32", m, k) + ratio).astype(TYPES[dtype])
@@ -346,7 +350,7 @@ def test_layernorm_gemm(problem: Problem, ratio: int, hw: Hardware) -> None:
 @pytest.mark.parametrize(
     "problem",
     [
-        Problem.of("Gemm", m=m, n=n, k=264, dtype=dtype, math=math, bias=True, act="relu")
+        GemmProblem.of("Gemm", m=m, n=n, k=264, dtype=dtype, math=math, bias=True, act="relu")
         for m, n in ((5, 72), (200, 384))
         for dtype, math in (
             *(("bfloat16", "ieee"), ("float16", "ieee"), ("float64", "ieee")),
@@ -355,7 +359,7 @@ def test_layernorm_gemm(problem: Problem, ratio: int, hw: Hardware) -> None:
     ],
     ids=str,
 )
-def test_relu_of_nan_is_nan(problem: Problem, hw: Hardware) -> None:
+def test_relu_of_nan_is_nan(problem: GemmProblem, hw: Hardware) -> None:
     m, n, k, dtype = problem.m, problem.n, problem.k, problem.dtype
     rng = np.random.default_rng(3)
     a, b, c = random(rng, dtype, m, k), random(rng, dtype, k, n), random(rng, dtype, n)
@@ -369,7 +373,7 @@ def test_relu_of_nan_is_nan(problem: Problem, hw: Hardware) -> None:
 
 
 @pytest.mark.parametrize("problem", [p for p in NORMS if p.m in (16, 200)], ids=str)
-def test_rows_that_have_no_norm_are_nan(problem: Problem, hw: Hardware) -> None:
+def test_rows_that_have_no_norm_are_nan(problem: GemmProblem, hw: Hardware) -> None:
     """A NaN or an infinity spoils its row whole; a variance past float32 leaves beta W + c."""
     m, k, n, dtype = problem.m, problem.k, problem.n, problem.dtype
     rng = np.random.default_rng(6)
@@ -434,7 +438,7 @@ def test_weights_fold_together(
 
 
 MOMENTS = [
-    Problem.of("Gemm", m=m, n=n, k=264, dtype=dtype, bias=True, moments=moments, **attrs)
+    GemmProblem.of("Gemm", m=m, n=n, k=264, dtype=dtype, bias=True, moments=moments, **attrs)
     for m, n, moments in ((300, 768, 4), (300, 768, 12), (64, 256, 1), (40, 1152, 8))
     for dtype, attrs in (("float16", {"residual": "norm"}), ("bfloat16", {"residual": True}))
 ]
@@ -443,7 +447,7 @@ MOMENTS = [
 @pytest.mark.parametrize("ratio", [0, 10, 1000])
 @pytest.mark.parametrize("problem", MOMENTS, ids=str)
 def test_moments_of_a_product_are_the_statistics_of_the_next(
-    problem: Problem, ratio: int, hw: Hardware
+    problem: GemmProblem, ratio: int, hw: Hardware
 ) -> None:
     m, n, dtype = problem.m, problem.n, problem.dtype
     rng, width = np.random.default_rng(11), 384
@@ -469,7 +473,7 @@ def test_moments_of_a_product_are_the_statistics_of_the_next(
         assert np.all(np.abs(part[..., 0] - tiles.mean(-1).T) <= 2e-6 * scale), f"{how}"
         assert error(part[..., 1], tiles.var(-1).T * tiles.shape[-1]) <= 1e-5, f"{how}"
         want = (wide(x) - mean[:, None]) * rstd[:, None] @ wide(w) + wide(after["cv"])
-        norm = Problem.of(
+        norm = GemmProblem.of(
             "LayerNormGemm", m=m, k=n, n=width, dtype=dtype, bias=True, folded=True, parts=parts
         )
         for reader, config in each(norm, hw):
@@ -484,7 +488,7 @@ def test_moments_of_a_product_are_the_statistics_of_the_next(
 
 SLOPE = {"act": "gelu", "dact": True, "save_act": True}
 BESIDE = [
-    Problem.of("Gemm", m=m, n=n, k=264, dtype=dtype, trans_b=True, **attrs)
+    GemmProblem.of("Gemm", m=m, n=n, k=264, dtype=dtype, trans_b=True, **attrs)
     for m, n in ((300, 384), (513, 72), (40, 1156))
     for dtype, attrs in (
         ("float16", {"column_sums": True}), ("float16", SLOPE),
@@ -495,7 +499,7 @@ BESIDE = [
 
 @pytest.mark.parametrize("problem", BESIDE, ids=str)
 def test_a_product_leaves_sums_of_its_operand_and_an_activation(
-    problem: Problem, hw: Hardware
+    problem: GemmProblem, hw: Hardware
 ) -> None:
     m, n, k, dtype = problem.m, problem.n, problem.k, problem.dtype
     rng = np.random.default_rng(5)
@@ -521,7 +525,7 @@ def test_a_product_leaves_sums_of_its_operand_and_an_activation(
 def test_bound_statistics_are_those_of_each_run(m: int, k: int, hw: Hardware) -> None:
     # flags that a launch leaves behind must not pass for the next one's
     rng, n, dtype = np.random.default_rng(9), 384, "bfloat16"
-    problem = Problem.of("LayerNormGemm", m=m, k=k, n=n, dtype=dtype, bias=True)
+    problem = GemmProblem.of("LayerNormGemm", m=m, k=k, n=n, dtype=dtype, bias=True)
     w = (random(rng, "float64", k, n) * k**-0.5).astype(TYPES[dtype])
     given = {"gamma": random(rng, dtype, k), "beta": random(rng, dtype, k), "w": w,
              "c": random(rng, dtype, n)}  # fmt: skip
@@ -556,7 +560,7 @@ def test_leaf_norm_grad(shape: tuple[int, int, int], turned: bool, hw: Hardware)
     dw = wide(gamma) * g + dc[:, None] * wide(beta)
     want = {"dw": dw.T if turned else dw, "dgamma": (wn * g).sum(0), "dbeta": dc @ wn, "dc": dc}
     m, k = (features, n) if turned else (n, features)
-    problem = Problem.of("LayerNormLeafGrad", m=m, n=k, k=rows, trans_a=True, turned=turned)
+    problem = GemmProblem.of("LayerNormLeafGrad", m=m, n=k, k=rows, trans_a=True, turned=turned)
     a, b = (xh, dt) if turned else (dt, xh)
     operands = {"a": a, "b": b, "w": w, "gamma": gamma, "beta": beta}
     results = {name: poison("float32", *value.shape) for name, value in want.items()}

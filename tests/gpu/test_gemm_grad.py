@@ -12,7 +12,7 @@ from on_device import TOLERANCE, TYPES, Memory, each, error, poison, random, wid
 
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.layernorm_gemm_grad import Portable
-from onnx_fuse.program.problem import Config, Hardware, Problem
+from onnx_fuse.program.problem import GemmProblem, Hardware, KernelConfig
 
 
 @pytest.fixture(scope="module")
@@ -21,48 +21,48 @@ def hw() -> Hardware:
 
 
 GRADIENTS = [
-    Problem.of("LayerNormGemmGrad", m=m, k=264, n=520, dtype=dtype, act=act)
+    GemmProblem.of("LayerNormGemmGrad", m=m, k=264, n=520, dtype=dtype, act=act)
     for m, dtype, act in (
         (384, "bfloat16", ""), (384, "bfloat16", "gelu"), (200, "float16", ""),
         (33, "bfloat16", "gelu"), (32, "float16", ""), (16, "bfloat16", ""),
         (5, "float16", "gelu"), (1, "bfloat16", ""),
     )
 ] + [
-    Problem.of("LayerNormGemmGrad", m=m, k=k, n=n, dtype="bfloat16", folded=True)
+    GemmProblem.of("LayerNormGemmGrad", m=m, k=k, n=n, dtype="bfloat16", folded=True)
     for m, k, n in ((260, 4104, 136), (40, 520, 136), (2056, 1160, 1800))  # dw's steps are shared
 ] + [
-    Problem.of("LayerNormGemmGrad", m=m, k=k, n=136, dtype=dtype, add=add)
+    GemmProblem.of("LayerNormGemmGrad", m=m, k=k, n=136, dtype=dtype, add=add)
     for m, k in ((384, 264), (260, 4104), (12, 520))
     for dtype, add in (("bfloat16", "here"), ("float16", "apart"))
 ] + [
-    Problem.of("LayerNormGemmGrad", m=m, k=k, n=136, dtype="bfloat16", rms=True, **attrs)
+    GemmProblem.of("LayerNormGemmGrad", m=m, k=k, n=136, dtype="bfloat16", rms=True, **attrs)
     for m, k, attrs in (
         (384, 264, {"act": "gelu"}), (260, 4104, {"folded": True, "add": "here"}), (260, 520, {}),
         (40, 520, {"folded": True}), (12, 264, {"act": "gelu", "add": "apart"}),
     )
 ] + [
-    Problem.of("LayerNormGemmGrad", m=m, k=k, n=136, math=math, **attrs)
+    GemmProblem.of("LayerNormGemmGrad", m=m, k=k, n=136, math=math, **attrs)
     for m, k, attrs in (
         (384, 264, {}), (200, 1032, {"act": "gelu"}), (33, 264, {"add": "here"}),
         (16, 520, {"act": "gelu", "rms": True}), (4200, 72, {}),
     )
     for math in ("bf16x3", "bf16x6")
 ] + [  # w and dw as [n, k]
-    Problem.of("LayerNormGemmGrad", m=m, k=k, n=n, dtype=dtype, trans_b=True, **attrs)
+    GemmProblem.of("LayerNormGemmGrad", m=m, k=k, n=n, dtype=dtype, trans_b=True, **attrs)
     for m, k, n, dtype, attrs in (
         (384, 264, 520, "bfloat16", {}), (200, 264, 136, "float16", {"act": "gelu"}),
         (260, 4104, 136, "bfloat16", {"add": "here"}), (1030, 520, 264, "bfloat16", {"rms": True}),
         (17, 72, 1032, "float16", {}),
     )
 ] + [  # dx alone
-    Problem.of("LayerNormGemmGrad", m=m, k=k, n=136, dtype=dtype, frozen=True, **attrs)
+    GemmProblem.of("LayerNormGemmGrad", m=m, k=k, n=136, dtype=dtype, frozen=True, **attrs)
     for m, k, dtype, attrs in (
         (384, 264, "bfloat16", {"act": "gelu"}), (384, 264, "float32", {"math": "bf16x3"}),
         (260, 4104, "bfloat16", {"folded": True, "add": "here"}),
         (200, 264, "float16", {"trans_b": True}), (12, 520, "bfloat16", {}),
     )
 ] + [  # float32 as it is; sizes that are no multiples of anything
-    Problem.of("LayerNormGemmGrad", m=m, k=k, n=n, math=math, **attrs)
+    GemmProblem.of("LayerNormGemmGrad", m=m, k=k, n=n, math=math, **attrs)
     for m, k, n, attrs in (
         (384, 264, 520, {"act": "gelu"}), (1, 264, 136, {}), (33, 61, 77, {"add": "here"}),
         (200, 1032, 136, {"rms": True}), (16, 520, 131, {"act": "gelu"}), (4200, 72, 136, {}),
@@ -70,7 +70,7 @@ GRADIENTS = [
     )
     for math in ("ieee", "tf32", "bf16x3")
 ] + [
-    Problem.of("LayerNormGemmGrad", m=m, k=k, n=n, dtype=dtype, **attrs)
+    GemmProblem.of("LayerNormGemmGrad", m=m, k=k, n=n, dtype=dtype, **attrs)
     for m, k, n, attrs in (
         (1, 61, 77, {"act": "gelu"}), (33, 100, 130, {"add": "here"}), (5000, 36, 68, {}),
         (16, 520, 131, {"rms": True}), (200, 61, 136, {"folded": True}),
@@ -81,26 +81,26 @@ RATIOS = {200: 1000, 33: 10, 16: 100}  # |mean| / std of the rows
 
 
 @pytest.mark.parametrize("problem", GRADIENTS, ids=str)
-def test_layernorm_gemm_grad(problem: Problem, hw: Hardware) -> None:
+def test_layernorm_gemm_grad(problem: GemmProblem, hw: Hardware) -> None:
     found = each(problem, hw)
     assert found or problem.trans_b or problem.add == "apart"
     check(problem, found, hw)
 
 
 PRODUCTS = [
-    Problem.of("LayerNormGemmGrad", m=200, k=264, n=136, act="gelu", dtype="bfloat16"),
-    Problem.of("LayerNormGemmGrad", m=131, k=77, n=145, dtype="float16"),
-    Problem.of("LayerNormGemmGrad", m=200, k=264, n=136, act="gelu"),
-    Problem.of("LayerNormGemmGrad", m=131, k=77, n=145, rms=True),
-    Problem.of("LayerNormGemmGrad", m=200, k=264, n=136, math="tf32"),
-    Problem.of("LayerNormGemmGrad", m=523, k=520, n=264, math="tf32", act="gelu", add="here"),
-    Problem.of("LayerNormGemmGrad", m=131, k=77, n=145, math="bf16x3", add="here"),
+    GemmProblem.of("LayerNormGemmGrad", m=200, k=264, n=136, act="gelu", dtype="bfloat16"),
+    GemmProblem.of("LayerNormGemmGrad", m=131, k=77, n=145, dtype="float16"),
+    GemmProblem.of("LayerNormGemmGrad", m=200, k=264, n=136, act="gelu"),
+    GemmProblem.of("LayerNormGemmGrad", m=131, k=77, n=145, rms=True),
+    GemmProblem.of("LayerNormGemmGrad", m=200, k=264, n=136, math="tf32"),
+    GemmProblem.of("LayerNormGemmGrad", m=523, k=520, n=264, math="tf32", act="gelu", add="here"),
+    GemmProblem.of("LayerNormGemmGrad", m=131, k=77, n=145, math="bf16x3", add="here"),
 ]
 
 
 @pytest.mark.parametrize("problem", PRODUCTS, ids=str)
 def test_portable_gradients_by_every_configuration_of_their_products(
-    problem: Problem, hw: Hardware
+    problem: GemmProblem, hw: Hardware
 ) -> None:
     kernel = Portable()
     dx, dw = (
@@ -115,11 +115,11 @@ def test_portable_gradients_by_every_configuration_of_their_products(
         for prefix, products in (("dx", kernel.for_dx), ("dw", kernel.for_dw))
     )
     pairs = zip_longest(dx, dw)
-    found = [(kernel, Config.of(**(one or dx[0]), **(two or dw[0]))) for one, two in pairs]
+    found = [(kernel, KernelConfig.of(**(one or dx[0]), **(two or dw[0]))) for one, two in pairs]
     check(problem, found, hw)
 
 
-def check(problem: Problem, found: Sequence[tuple[Kernel, Config]], hw: Hardware) -> None:
+def check(problem: GemmProblem, found: Sequence[tuple[Kernel, KernelConfig]], hw: Hardware) -> None:
     """Each way's gradients, twice: beside float64's, and the same bits both times."""
     m, k, n, dtype, act = problem.m, problem.k, problem.n, problem.dtype, problem.epilogue.act
     ratio = RATIOS.get(m, 0)

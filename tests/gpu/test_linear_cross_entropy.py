@@ -14,7 +14,7 @@ from onnx_fuse.lower import linear_cross_entropy
 from onnx_fuse.program.epilogue import EXP_COLUMNS
 from onnx_fuse.program.interpret.losses import chunk_losses
 from onnx_fuse.program.losses import CrossEntropyChunk, ExpRows, LabelScore
-from onnx_fuse.program.problem import Config, Hardware, Problem
+from onnx_fuse.program.problem import GemmProblem, Hardware, KernelConfig
 from onnx_fuse.runtime.executable import Executable
 
 # of the largest number: float32 sums, or one rounding to 8 or 11 bits
@@ -70,7 +70,7 @@ def test_a_chunk(row: tuple[object, ...], hw: Hardware) -> None:
 
 
 EXPONENTIALS = [
-    Problem.of("Gemm", m=m, n=n, k=k, dtype="bfloat16", exp=True, **more)
+    GemmProblem.of("Gemm", m=m, n=n, k=k, dtype="bfloat16", exp=True, **more)
     for m, n, k, more in (
         (300, 2083, 264, {"ldy": 2112, "trans_b": True}),
         (70, 2112, 40, {"bias": True, "trans_b": True}),
@@ -80,7 +80,7 @@ EXPONENTIALS = [
 
 
 @pytest.mark.parametrize("problem", EXPONENTIALS, ids=str)
-def test_a_product_stores_exponentials_and_their_sums(problem: Problem, hw: Hardware) -> None:
+def test_a_product_stores_exponentials_and_their_sums(problem: GemmProblem, hw: Hardware) -> None:
     """Sums are of e as it is stored; rows without a reference, and columns beyond n, are 0."""
     rng = np.random.default_rng(5)
     m, n, k, bf16 = problem.m, problem.n, problem.k, TYPES["bfloat16"]
@@ -107,7 +107,7 @@ def test_a_product_stores_exponentials_and_their_sums(problem: Problem, hw: Hard
 
 
 SCALED = [
-    Problem.of("Gemm", m=m, n=n, k=k, dtype="bfloat16", row_scale=True, **more)
+    GemmProblem.of("Gemm", m=m, n=n, k=k, dtype="bfloat16", row_scale=True, **more)
     for m, n, k, more in (
         (300, 72, 2083, {"lda": 2112}),
         (100, 768, 4096, {}),
@@ -118,7 +118,7 @@ SCALED = [
 
 
 @pytest.mark.parametrize("problem", SCALED, ids=str)
-def test_a_product_of_scaled_rows(problem: Problem, hw: Hardware) -> None:
+def test_a_product_of_scaled_rows(problem: GemmProblem, hw: Hardware) -> None:
     rng = np.random.default_rng(6)
     m, n, k, line = problem.m, problem.n, problem.k, problem.lda or problem.k
     a, b = random(rng, "bfloat16", m, line), random(rng, "bfloat16", k, n)
@@ -175,7 +175,7 @@ def test_rows_of_exponentials(row: tuple[object, ...], hw: Hardware) -> None:
     given |= {"bias": bias} if biased else {}
     given |= {"weight": np.abs(rng.standard_normal(classes)).astype("f4")} if weighted else {}
     memory = Memory(given | {"to": poison("float32", ROWS)})
-    memory.run(Label(), LabelScore(*shared), Config.of(), hw)
+    memory.run(Label(), LabelScore(*shared), KernelConfig.of(), hw)
     reference = memory.read("to")
     np.testing.assert_allclose(reference, near, rtol=1e-5, atol=1e-4)
 
@@ -190,7 +190,7 @@ def test_rows_of_exponentials(row: tuple[object, ...], hw: Hardware) -> None:
     blank = {"rows": poison("float32", ROWS, 2), "scale": poison("float32", ROWS),
              "narrow": poison("bfloat16", ROWS), "scaled": poison("bfloat16", ROWS, k)}  # fmt: skip
     memory = Memory(given | blank | {"e": e, "part": part})
-    memory.run(Exp(), problem, Config.of(), hw)
+    memory.run(Exp(), problem, KernelConfig.of(), hw)
     scale, rows, left = memory.read("scale"), wide(memory.read("rows")), wide(memory.read("e"))
     assert not left[:, classes:].any()
     np.testing.assert_array_equal(wide(memory.read("narrow")), wide(scale.astype(bf16)))

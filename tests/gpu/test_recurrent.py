@@ -11,7 +11,7 @@ from gradient_rows import Row, row
 from test_gradients import build, draw, session
 
 from onnx_fuse import autodiff
-from onnx_fuse.kernels import Choice
+from onnx_fuse.kernels import Selection
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.program.call import Program
 from onnx_fuse.program.problem import Hardware
@@ -61,7 +61,7 @@ class Recurrent:
         shapes = {v.name: (v.shape.numpy(), v.dtype.numpy().name) for v in backward.graph.inputs}
         return lower(backward, shapes, hw)
 
-    def variants(self, hw: Hardware) -> list[Choice]:
+    def variants(self, hw: Hardware) -> list[Selection]:
         return []
 
 

@@ -29,7 +29,7 @@ from onnx_fuse.importer.save import to_proto
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import reduce as reduce_kernels
 from onnx_fuse.lower import elementwise
-from onnx_fuse.program.problem import Hardware, Problem
+from onnx_fuse.program.problem import GemmProblem, Hardware
 from onnx_fuse.runtime import device, plan
 from onnx_fuse.runtime import executable as module
 from onnx_fuse.runtime.executable import Executable
@@ -514,7 +514,9 @@ def test_the_gradient_of_a_residual_block(rows: int, way: str) -> None:
             assert difference <= 6e-3 * np.linalg.norm(want)
         assert runner.run(None, feeds)[0].tobytes() == y.tobytes()
         problems = [
-            call.problem for call in runner.programs()[0].calls if isinstance(call.problem, Problem)
+            call.problem
+            for call in runner.programs()[0].calls
+            if isinstance(call.problem, GemmProblem)
         ]
         ways.append([(bool(p.epilogue.dact), p.add) for p in problems])
     assert ways == [[(True, ""), (False, way)], [(False, ""), (False, "")]]
@@ -673,14 +675,14 @@ def test_calls_side_by_side_give_the_bits_of_calls_in_line(monkeypatch: pytest.M
 def test_tuning_keeps_what_agrees_and_what_it_keeps_is_selected(monkeypatch, tmp_path) -> None:
     from onnx_fuse import config, tune
     from onnx_fuse.kernels import select
-    from onnx_fuse.kernels.gemm_skinny import Skinny
+    from onnx_fuse.kernels.gemm_skinny import SmallM
 
     monkeypatch.setenv(config.CACHE_DIR.name, str(tmp_path))
     hw = Hardware.detect()
     program = alone.program_of("LayerNormGemm", (64, 512, 768), "bf16", hw)
-    launch = Skinny.launch
+    launch = SmallM.launch
     monkeypatch.setattr(  # a kernel that does another thing
-        Skinny, "launch", lambda self, p, how, hw: launch(self, p.replace(act="relu"), how, hw)
+        SmallM, "launch", lambda self, p, how, hw: launch(self, p.replace(act="relu"), how, hw)
     )
     (found,) = tune.tune(tune.calls_of(program), hw, top=3)
     assert found.refused

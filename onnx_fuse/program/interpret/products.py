@@ -13,12 +13,14 @@ from onnx_fuse.program.interpret.memory import Operands
 from onnx_fuse.program.interpret.moves import Results
 from onnx_fuse.program.interpret.norms import column_moments
 from onnx_fuse.program.interpret.steps import activated, derivative
-from onnx_fuse.program.problem import Problem, batch_strides, ld, ldc
+from onnx_fuse.program.problem import GemmProblem, batch_strides, ld, ldc
 from onnx_fuse.program.problems import SlopeProduct
 from onnx_fuse.program.products import IntegerProduct, PackedProduct
 
 
-def _batched(p: Problem, of: Operands, name: str, rows: tuple[int, int, int, int]) -> np.ndarray:
+def _batched(
+    p: GemmProblem, of: Operands, name: str, rows: tuple[int, int, int, int]
+) -> np.ndarray:
     """An operand [*batch, m, n]: (m, n, the strides of both), batch strides by the problem."""
     m, n, row, column = rows
     dense = {"a": p.m * p.k, "b": p.k * p.n, "c": p.m * p.n}.get(name, 0)
@@ -26,12 +28,12 @@ def _batched(p: Problem, of: Operands, name: str, rows: tuple[int, int, int, int
     return of.strided(name, (*p.batch, m, n), (*batch, row, column))
 
 
-def _left(p: Problem, of: Operands, name: str = "a") -> np.ndarray:
+def _left(p: GemmProblem, of: Operands, name: str = "a") -> np.ndarray:
     row, _ = ld(p)
     return _batched(p, of, name, (p.m, p.k, 1, row) if p.trans_a else (p.m, p.k, row, 1))
 
 
-def _right(p: Problem, of: Operands, name: str = "b") -> np.ndarray:
+def _right(p: GemmProblem, of: Operands, name: str = "b") -> np.ndarray:
     _, row = ld(p)
     return _batched(p, of, name, (p.k, p.n, 1, row) if p.trans_b else (p.k, p.n, row, 1))
 
@@ -45,7 +47,7 @@ def _column(of: Operands, name: str, m: int) -> np.ndarray:
     return of.dense(name, m, 1)
 
 
-def gemm(p: Problem, of: Operands) -> Results:
+def gemm(p: GemmProblem, of: Operands) -> Results:
     """A problem of products, as `op` says."""
     return {
         "Gemm": _gemm, "LayerNormGemm": _norm_gemm, "LayerNormGemmGrad": _norm_gemm_grad,
@@ -53,7 +55,7 @@ def gemm(p: Problem, of: Operands) -> Results:
     }[p.op](p, of)  # fmt: skip
 
 
-def _gemm(p: Problem, of: Operands) -> Results:
+def _gemm(p: GemmProblem, of: Operands) -> Results:
     assert not p.rows, p  # a kernel's own, inside of other problems
     assert not p.planes, p
     a, b = _left(p, of), _right(p, of)
@@ -73,7 +75,7 @@ def _gemm(p: Problem, of: Operands) -> Results:
     return found
 
 
-def _behind(p: Problem, of: Operands, v: np.ndarray, c: np.ndarray | None) -> Results:
+def _behind(p: GemmProblem, of: Operands, v: np.ndarray, c: np.ndarray | None) -> Results:
     """What the epilogue makes of the sums v, in the order of its fields."""
     e, found = p.epilogue, Results()
     assert not e.dx, p  # a kernel's own, inside of LayerNormGemmGrad
@@ -126,7 +128,7 @@ def _behind(p: Problem, of: Operands, v: np.ndarray, c: np.ndarray | None) -> Re
     return found | {"y": v}
 
 
-def _statistics(p: Problem, of: Operands, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _statistics(p: GemmProblem, of: Operands, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """mean and rstd [m, 1] of x's rows, from the parts or as they are given where they are."""
     if p.stats:
         return (np.zeros((p.m, 1)) if p.rms else _column(of, "mean", p.m)), _column(of, "rstd", p.m)
@@ -141,7 +143,7 @@ def _statistics(p: Problem, of: Operands, x: np.ndarray) -> tuple[np.ndarray, np
     return mean, 1 / np.sqrt(square / p.k + p.epsilon)
 
 
-def _norm_gemm(p: Problem, of: Operands) -> Results:
+def _norm_gemm(p: GemmProblem, of: Operands) -> Results:
     """act(N(x) · w + c), by folded weights or by the norm's parameters."""
     assert not p.trans_a | bool(p.batch), p
     x = of.dense("x", p.m, p.k)
@@ -158,7 +160,7 @@ def _norm_gemm(p: Problem, of: Operands) -> Results:
         return {"mean": mean, "rstd": rstd} | _behind(inner, of, v, r)
 
 
-def _norm_gemm_grad(p: Problem, of: Operands) -> Results:
+def _norm_gemm_grad(p: GemmProblem, of: Operands) -> Results:
     """The gradients of act(N(x) · w + c) by dy, x, the statistics and z."""
     shape = (p.n, p.k) if p.trans_b else (p.k, p.n)
     dy, x, w = of.dense("dy", p.m, p.n), of.dense("x", p.m, p.k), of.dense("w", *shape)
@@ -183,12 +185,12 @@ def _norm_gemm_grad(p: Problem, of: Operands) -> Results:
     return results | {"dw": dw.T if p.trans_b else dw}
 
 
-def _held(p: Problem, of: Operands) -> np.ndarray:
+def _held(p: GemmProblem, of: Operands) -> np.ndarray:
     """What dx holds before, which the gradient is added to."""
     return of.former("dx").reshape(p.m, p.k)
 
 
-def _leaf_grad(p: Problem, of: Operands) -> Results:
+def _leaf_grad(p: GemmProblem, of: Operands) -> Results:
     """The gradients of W behind a norm whose x needs none."""
     a, b = _left(p, of), _right(p, of)
     g = a @ b  # of dt and xh, or `turned` of xh and dt

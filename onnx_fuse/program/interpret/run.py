@@ -30,7 +30,7 @@ from onnx_fuse.program.interpret import products as product_answers
 from onnx_fuse.program.interpret.memory import Memory, Operands
 from onnx_fuse.program.interpret.steps import evaluate
 from onnx_fuse.program.norms import GroupGrad
-from onnx_fuse.program.problem import AnyProblem, Collective, Problem
+from onnx_fuse.program.problem import AnyProblem, Collective, GemmProblem
 
 Answer = Callable[[Any, Operands], moves.Results]
 Exchange = Callable[[Collective, list[np.ndarray]], list[np.ndarray]]
@@ -47,7 +47,7 @@ def _batched(p: move_problems.BatchedCalls, of: Operands) -> moves.Results:
 
 
 ANSWERS: dict[type[AnyProblem], Answer] = {
-    Problem: product_answers.gemm,
+    GemmProblem: product_answers.gemm,
     GroupGrad: norms.group_grad,
     loss_problems.CrossEntropy: losses.cross_entropy,
     loss_problems.CrossEntropyChunk: losses.cross_entropy_chunk,

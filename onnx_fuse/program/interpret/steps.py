@@ -16,7 +16,7 @@ from onnx_fuse.ops.formula import written_out
 from onnx_fuse.program.call import Tensor, dtype_of
 from onnx_fuse.program.expression import Expression
 from onnx_fuse.program.interpret.memory import NARROW
-from onnx_fuse.program.problem import Product
+from onnx_fuse.program.problem import Contraction
 
 _ERF = np.vectorize(math.erf, otypes=[float])
 NARROW_FLOATS = (
@@ -168,7 +168,7 @@ def derivative(key: str, alpha: float, z: np.ndarray) -> np.ndarray:
     return result
 
 
-def activated(p: Product, v: np.ndarray) -> np.ndarray:
+def activated(p: Contraction, v: np.ndarray) -> np.ndarray:
     """act(v), as the problem's epilogue has it."""
     return activation(p.epilogue.act, p.epilogue.act_alpha, v)
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from onnx_fuse.program.call import Call
 from onnx_fuse.program.passes.callgraph import Calls, rename_buffers, whole
-from onnx_fuse.program.problem import Problem
+from onnx_fuse.program.problem import GemmProblem
 from onnx_fuse.program.size import coarse
 
 LEAST = 16 << 20
@@ -22,12 +22,12 @@ LEAST = 16 << 20
 def make_activation_again(calls: Calls, at: int, product: Call) -> None:
     """Let a product store act(c) beside its result times act'(c)."""
     problem = product.problem
-    if not isinstance(problem, Problem) or problem.op != "Gemm" or not problem.epilogue.dact:
+    if not isinstance(problem, GemmProblem) or problem.op != "Gemm" or not problem.epilogue.dact:
         return
     c, y = dict(product.reads)["c"], dict(product.writes)["y"]
     made = calls.producer(c)
     first = None if made is None else made[1]
-    if made is None or first is None or not isinstance(first.problem, Problem):
+    if made is None or first is None or not isinstance(first.problem, GemmProblem):
         return
     forward, behind, results = first.problem.epilogue, problem.epilogue, dict(first.writes)
     if not forward.save_z or (forward.act, forward.act_alpha) != (behind.act, behind.act_alpha):

@@ -12,7 +12,7 @@ from math import prod
 from onnx_fuse.program.call import Call
 from onnx_fuse.program.passes.callgraph import Calls, whole
 from onnx_fuse.program.passes.column_sums import passes_of
-from onnx_fuse.program.problem import AnyProblem, Problem
+from onnx_fuse.program.problem import AnyProblem, GemmProblem
 from onnx_fuse.program.problems import Conv, MergedMoments, Reduce
 
 
@@ -62,7 +62,7 @@ def _with_moments(problem: AnyProblem | None, m: int, n: int) -> AnyProblem | No
         return (
             replace(problem, column_moments=True) if usable and (rows, columns) == (m, n) else None
         )
-    if isinstance(problem, Problem) and problem.op == "Gemm" and not problem.batch:
+    if isinstance(problem, GemmProblem) and problem.op == "Gemm" and not problem.batch:
         return (
             problem.with_epilogue(column_moments=True) if (problem.m, problem.n) == (m, n) else None
         )

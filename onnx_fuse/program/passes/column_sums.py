@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from onnx_fuse.program.call import Call, Tensor
 from onnx_fuse.program.passes.callgraph import Calls
-from onnx_fuse.program.problem import Problem
+from onnx_fuse.program.problem import GemmProblem
 from onnx_fuse.program.problems import PartSums, Reduce, SlopeProduct
 
 ROWS = 64
@@ -28,7 +28,7 @@ def sum_columns(calls: Calls, i: int, call: Call) -> None:
     for at in dict.fromkeys(calls.readers[x.buffer]):
         product = calls.now[at][0] if len(calls.now[at]) == 1 else calls.calls[i]
         problem = product.problem
-        if not isinstance(problem, Problem) or not _reads(product, problem, x, summed):
+        if not isinstance(problem, GemmProblem) or not _reads(product, problem, x, summed):
             continue
         if any(min(i, at) <= w <= max(i, at) for w in calls.writers[x.buffer]):
             continue  # the two read other values
@@ -83,7 +83,7 @@ def passes_of(calls: Calls, i: int) -> list[int]:
     return places if isinstance(problem, Reduce | SlopeProduct | PartSums) and same else []
 
 
-def _reads(product: Call, problem: Problem, x: Tensor, summed: tuple[int, int]) -> bool:
+def _reads(product: Call, problem: GemmProblem, x: Tensor, summed: tuple[int, int]) -> bool:
     """Whether the rows that are added up are all of the product's left operand."""
     if problem.op != "Gemm" or problem.batch or problem.trans_a:
         return False

@@ -24,7 +24,7 @@ from onnx_fuse.program.passes.callgraph import (
     whole,
 )
 from onnx_fuse.program.passes.pointwise_fusion import pointwise
-from onnx_fuse.program.problem import ITEMSIZE, Problem, Product, Value
+from onnx_fuse.program.problem import ITEMSIZE, Contraction, GemmProblem, Value
 from onnx_fuse.program.problems import Norm, SlopeProduct
 
 _SUMS = ("beta", "dact", "gate", "residual", "save_z")
@@ -36,10 +36,10 @@ _BIAS = {"Gemm": "col1", "MatMulNBits": "bias"}
 
 def _product(
     source: tuple[int, Call] | None, without: tuple[str, ...], ops: tuple[str, ...] = ("Gemm",)
-) -> tuple[int, Call, Product] | None:
+) -> tuple[int, Call, Contraction] | None:
     """The product of one result there, if it has none of these attributes."""
     problem = source[1].problem if source is not None else None
-    if source is None or not isinstance(problem, Product) or len(source[1].writes) != 1:
+    if source is None or not isinstance(problem, Contraction) or len(source[1].writes) != 1:
         return None
     if problem.op not in ops:
         return None
@@ -193,7 +193,7 @@ def _activation(call: Call) -> dict[str, Value] | None:
     return act | {"act_alpha": numbers["alpha"][1]} if row.attributes else act
 
 
-def _summed_first(problem: Product) -> Product:
+def _summed_first(problem: Contraction) -> Contraction:
     """The problem with its residual as Gemm's C, which is added before the activation."""
     if not problem.epilogue.residual:
         return problem
@@ -210,7 +210,7 @@ def cast(calls: Calls, i: int, call: Call) -> None:
     (_, z), (_, y) = call.reads[0], call.writes[0]
     source = calls.sole_producer(i, z)
     problem = source[1].problem if source is not None else None
-    if source is None or not isinstance(problem, Problem):
+    if source is None or not isinstance(problem, GemmProblem):
         return
     if not calls.may_write(source[0], i, y):
         return
@@ -243,7 +243,7 @@ def slope(calls: Calls, i: int, call: Call) -> None:
     if dz.size != dy.size or max(calls.writers[z.buffer], default=-1) >= at:
         return
     wanted, left = plain.with_epilogue(dact=True, **how), None
-    if isinstance(problem, Problem):
+    if isinstance(problem, GemmProblem):
         left = replace(call, problem=replace(problem, epilogue=NONE))
     else:
         dz = dict(call.writes)["dz"]
@@ -259,7 +259,7 @@ def slope(calls: Calls, i: int, call: Call) -> None:
 
 def _slope(call: Call) -> dict[str, Value] | None:
     """The activation, and its alpha, by whose slope at z the call multiplies its dy."""
-    if isinstance(call.problem, Problem) and call.problem.op == "LayerNormGemmGrad":
+    if isinstance(call.problem, GemmProblem) and call.problem.op == "LayerNormGemmGrad":
         forward = call.problem.epilogue
         return {"act": forward.act, "act_alpha": forward.act_alpha} if forward.act else None
     if not isinstance(call.problem, SlopeProduct) or not call.problem.act:
@@ -292,7 +292,7 @@ def add_to_gradient(calls: Calls, i: int, call: Call) -> None:
     for dx, r in ((first, second), (second, first)):
         at, grad = calls.sole_producer(i, dx) or (i, call)
         problem = grad.problem
-        if not isinstance(problem, Problem) or problem.op != "LayerNormGemmGrad":
+        if not isinstance(problem, GemmProblem) or problem.op != "LayerNormGemmGrad":
             continue
         if problem.add:
             continue

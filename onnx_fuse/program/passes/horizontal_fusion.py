@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from math import prod
 
 from onnx_fuse.cuda.pointwise import rows_of
-from onnx_fuse.kernels import Choice, select
+from onnx_fuse.kernels import Selection, select
 from onnx_fuse.kernels.batched import can_batch
 from onnx_fuse.kernels.rows import fold_kind
 from onnx_fuse.program.call import Call, Tensor
@@ -18,7 +18,7 @@ from onnx_fuse.program.passes.callgraph import LARGE, Uses, nodes_of, steps_of, 
 from onnx_fuse.program.passes.pointwise_fusion import pointwise, view
 from onnx_fuse.program.problem import ITEMSIZE, Hardware
 from onnx_fuse.program.problems import Fold
-from onnx_fuse.program.size import Size, coarse
+from onnx_fuse.program.size import OpenSize, coarse
 
 MAX_WAIT = 2 << 20
 """The most bytes that a call which waits for others may read: they are kept that long."""
@@ -80,7 +80,7 @@ def _runs(calls: Sequence[Call], members: Sequence[int]) -> list[list[int]]:
 def _place(
     calls: Sequence[Call],
     run: Sequence[int],
-    choice: Choice,
+    choice: Selection,
     depths: Sequence[int],
     gone: set[int],
     placed: dict[int, list[Call]],
@@ -157,7 +157,7 @@ def _small(call: Call) -> bool:
     return call.expression is not None or coarse(sum(t.nbytes for _, t in call.reads)) <= MAX_WAIT
 
 
-def _shared(call: Call, hw: Hardware, prefs: Mapping[str, str] | None) -> Choice | None:
+def _shared(call: Call, hw: Hardware, prefs: Mapping[str, str] | None) -> Selection | None:
     """The kernel of calls of this kind, None where it has no room for several."""
     problem = call.problem if call.expression is None else pointwise(call)
     choice = None if problem is None else select(problem.op, problem, hw, prefs)
@@ -207,7 +207,7 @@ def _apart(a: Tensor, b: Tensor) -> bool:
         return True
     if b.offset < a.offset:
         a, b = b, a
-    if any(isinstance(n, Size) for t in (a, b) for n in (t.offset, *t.shape, *t.strides)):
+    if any(isinstance(n, OpenSize) for t in (a, b) for n in (t.offset, *t.shape, *t.strides)):
         return False
     if a.dtype != b.dtype or any(s < 0 for t in (a, b) for s in t.strides):
         return False
@@ -223,7 +223,7 @@ def _apart(a: Tensor, b: Tensor) -> bool:
     return a.offset + one[0] <= b.offset and b.offset + two[0] <= a.offset + one[1]
 
 
-def _many(members: Sequence[Call], choice: Choice) -> Call:
+def _many(members: Sequence[Call], choice: Selection) -> Call:
     """One call of all members; their operands are bound under "column.row"."""
     first = members[0]
     if first.expression is None:
@@ -245,7 +245,7 @@ def _many(members: Sequence[Call], choice: Choice) -> Call:
     return Call.of(name, nodes_of(*members), problem, reads, writes, bytes=problem.bytes)
 
 
-def _batched(members: Sequence[Call], choice: Choice) -> Call:
+def _batched(members: Sequence[Call], choice: Selection) -> Call:
     """One launch of equal ones over other pointers; operands are bound under "name.row"."""
     first, count = members[0], len(members)
     assert first.problem is not None

@@ -10,17 +10,17 @@ from dataclasses import replace
 
 from onnx_fuse.program.call import Call, Tensor
 from onnx_fuse.program.passes.callgraph import Calls, whole
-from onnx_fuse.program.problem import Problem, ld
+from onnx_fuse.program.problem import GemmProblem, ld
 from onnx_fuse.program.problems import Norm, NormGrad
 
 COLUMNS = 16
 """The number of columns of weights that a norm's kernel multiplies by at most."""
 
 
-def _plain(call: Call, also: str = "") -> Problem | None:
+def _plain(call: Call, also: str = "") -> GemmProblem | None:
     """The problem of a Gemm of dense operands without epilogue but `also`."""
     p = call.problem
-    if not isinstance(p, Problem) or p.op != "Gemm" or len(call.writes) != 1:
+    if not isinstance(p, GemmProblem) or p.op != "Gemm" or len(call.writes) != 1:
         return None
     if p.trans_a or p.batch:
         return None

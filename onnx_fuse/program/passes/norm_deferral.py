@@ -20,7 +20,7 @@ from onnx_fuse.kernels.gemm_sm90 import TILES
 from onnx_fuse.program.call import Call, PassContext, Tensor
 from onnx_fuse.program.epilogue import Epilogue
 from onnx_fuse.program.passes.callgraph import uses
-from onnx_fuse.program.problem import AnyProblem, Problem, ld
+from onnx_fuse.program.problem import AnyProblem, GemmProblem, ld
 from onnx_fuse.program.problems import Norm
 
 PLAIN = {"bias", "align", "lda", "ldb", "a_strides", "b_strides", "static_b"}
@@ -101,7 +101,7 @@ def _norm(call: Call, ctx: PassContext) -> Rows | None:
     return Rows(call, x, y, gamma.reshape(-1), beta.reshape(-1), norm.epsilon)
 
 
-def _attrs(problem: Problem) -> set[str]:
+def _attrs(problem: GemmProblem) -> set[str]:
     return {name for name, value in problem.extras.items() if value}
 
 
@@ -109,7 +109,7 @@ def _product(call: Call, norm: Rows) -> bool:
     """Whether the norm's rows are the product's left operand, and nothing else of it."""
     p = call.problem
     return (
-        isinstance(p, Problem)
+        isinstance(p, GemmProblem)
         and p.op == "Gemm"
         and [name for name, t in call.reads if t.buffer == norm.y.buffer] == ["a"]
         and norm.whole(dict(call.reads)["a"])
@@ -123,7 +123,7 @@ def _residual(call: Call, norm: Rows, ctx: PassContext) -> bool:
     """Whether the product adds the norm's rows to its own, after a bias that is known."""
     p, reads = call.problem, dict(call.reads)
     return (
-        isinstance(p, Problem)
+        isinstance(p, GemmProblem)
         and p.op == "Gemm"
         and [name for name, t in call.reads if t.buffer == norm.y.buffer] == ["c"]
         and norm.whole(reads["c"])
@@ -226,24 +226,24 @@ class Choices:
         return found
 
 
-def _problem(call: Call) -> Problem:
+def _problem(call: Call) -> GemmProblem:
     """The problem of a call that makes a product."""
-    assert isinstance(call.problem, Problem)
+    assert isinstance(call.problem, GemmProblem)
     return call.problem
 
 
-def _norm_gemm(call: Call, norm: Rows, parts: int = 0) -> Problem:
+def _norm_gemm(call: Call, norm: Rows, parts: int = 0) -> GemmProblem:
     """The LayerNormGemm that a product of the norm's rows becomes."""
     p = _problem(call)
     act, alpha = p.epilogue.act, p.epilogue.act_alpha
-    return Problem(
+    return GemmProblem(
         "LayerNormGemm", m=p.m, n=p.n, k=p.k, dtype=p.dtype, out_dtype=p.out_dtype,
         trans_b=p.trans_b, math=p.math, epsilon=norm.epsilon, folded=True, static_b=True,
         parts=parts, epilogue=Epilogue(bias=True, act=act, act_alpha=alpha),
     )  # fmt: skip
 
 
-def _added(call: Call) -> Problem:
+def _added(call: Call) -> GemmProblem:
     """The product with the residual that it added replaced by the norm of that residual."""
     return _problem(call).with_epilogue(residual="norm", bias=True)
 
@@ -252,7 +252,7 @@ def _makes(call: Call, norm: Rows) -> bool:
     """Whether a product's result is the norm's x, row by row."""
     p = call.problem
     return (
-        isinstance(p, Problem)
+        isinstance(p, GemmProblem)
         and p.op == "Gemm"
         and [(name, t.buffer) for name, t in call.writes] == [("y", norm.x.buffer)]
         and norm.whole(call.writes[0][1])

@@ -16,7 +16,7 @@ from itertools import pairwise
 from math import prod
 
 from onnx_fuse.program.call import Call, Tensor
-from onnx_fuse.program.expression import Expression, Row, Step
+from onnx_fuse.program.expression import Expression, Operation, Row
 from onnx_fuse.program.moves import Pointwise
 from onnx_fuse.program.passes.callgraph import nodes_of
 from onnx_fuse.program.problem import ITEMSIZE
@@ -317,9 +317,9 @@ def _meet(a: Tensor, b: Tensor) -> bool:
     return between and apart < extent
 
 
-def _numbered(step: Step, number: Mapping[int, int] | Sequence[int]) -> Step:
+def _numbered(step: Operation, number: Mapping[int, int] | Sequence[int]) -> Operation:
     """The step with its values numbered anew."""
-    return Step(step.name, step.dtype, tuple([number[i] for i in step.args]))
+    return Operation(step.name, step.dtype, tuple([number[i] for i in step.args]))
 
 
 def _places(e: Expression, reads: Sequence[Tensor]) -> list[tuple[Tensor, Row | None]]:

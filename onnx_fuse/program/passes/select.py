@@ -8,15 +8,15 @@ from itertools import pairwise
 from math import prod
 
 from onnx_fuse.errors import ModelError
-from onnx_fuse.kernels import CALLS_EARLY, Choice, refusals, select
-from onnx_fuse.kernels.rule_based import RuleBased
+from onnx_fuse.kernels import CALLS_EARLY, Selection, refusals, select
+from onnx_fuse.kernels.rule_based import HeuristicKernel
 from onnx_fuse.program.call import Call
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.program.size import upper_bound, wide_size_class
 from onnx_fuse.program.spec import GRID
 
 
-def with_launches(call: Call, choice: Choice, hw: Hardware) -> Call:
+def with_launches(call: Call, choice: Selection, hw: Hardware) -> Call:
     """The call with the launches of the candidate chosen for its problem.
 
     Other sizes with too many blocks along y or z of a grid do not meet the guards.
@@ -24,7 +24,7 @@ def with_launches(call: Call, choice: Choice, hw: Hardware) -> Call:
     assert call.problem is not None
     how = f"{choice.kernel.name} {choice.config}".removesuffix(" -") + f": {choice.why}"
     # by a rule the time is that of the sizes lowered, and an open program has others as well
-    if call.problem.trace is None or not isinstance(choice.kernel, RuleBased):
+    if call.problem.trace is None or not isinstance(choice.kernel, HeuristicKernel):
         how += f", {choice.seconds * 1e6:.1f} us"
     launches = choice.launch(call.problem, hw)
     for launch in launches:

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir
 from onnx_ir import Node, Value
 
-from onnx_fuse.ir.sizes import Size, larger, rounded_down, size, smaller
+from onnx_fuse.ir.sizes import SymbolicSize, larger, rounded_down, size, smaller
 from onnx_fuse.validation.symbolic.walk import Array, Fact, Rule, Shape, Walk, each, small
 
 
@@ -31,7 +31,7 @@ def _compare(holds: Callable[[int], bool]) -> Callable[[Any, Any], bool | None]:
     return decide
 
 
-def _rounded_up(x: Size) -> Size:
+def _rounded_up(x: SymbolicSize) -> SymbolicSize:
     return -rounded_down(-x)
 
 
@@ -94,7 +94,7 @@ def _bound(w: Walk, node: Node) -> Shape | None:
     return None
 
 
-def _scalar_of(w: Walk, value: Value | None) -> Size | None:
+def _scalar_of(w: Walk, value: Value | None) -> SymbolicSize | None:
     numbers = w.numbers(value)
     return numbers[0] if numbers is not None and len(numbers) == 1 else None
 
@@ -135,7 +135,7 @@ def _cast(entries: Array, node: Node) -> Array | None:
     return each(lambda x: rounded_down(number(x)) if whole else number(x), entries)
 
 
-def _not_zero(x: Size) -> bool | None:
+def _not_zero(x: SymbolicSize) -> bool | None:
     sign = sign_of(x, 0)
     return None if sign is None else sign != 0
 

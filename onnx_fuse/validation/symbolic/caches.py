@@ -7,7 +7,7 @@ from onnx_ir import Node, Value
 
 from onnx_fuse.importer.contrib import MICROSOFT
 from onnx_fuse.ir.build import all_nodes, given
-from onnx_fuse.ir.sizes import Size, size
+from onnx_fuse.ir.sizes import SymbolicSize, size
 from onnx_fuse.validation.symbolic.walk import Fact, Lengths, Rule, Walk, origin
 
 ONE_TOKEN = "one token over the past"
@@ -63,7 +63,7 @@ def _grouped(w: Walk, node: Node) -> list[Fact]:
     return [Fact((batch, tokens, head * heads)), present, present]
 
 
-def _total(w: Walk, node: Node, tokens: Size, past: Size | None) -> Size:
+def _total(w: Walk, node: Node, tokens: SymbolicSize, past: SymbolicSize | None) -> SymbolicSize:
     """How many tokens there are after the call, as the graph computes it or as it must be."""
     numbers = w.numbers(given(node, 6))
     computed = numbers[0] if numbers is not None and len(numbers) == 1 else None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from onnx_ir import Node
 
-from onnx_fuse.ir.sizes import Size, product, rounded_down, size, unknown
+from onnx_fuse.ir.sizes import SymbolicSize, product, rounded_down, size, unknown
 from onnx_fuse.validation.symbolic.walk import NOTHING, Fact, Rule, Walk, scalar, sizes_in, vector
 
 
@@ -88,7 +88,9 @@ def _pool(w: Walk, node: Node) -> list[Fact]:
     return [Fact(shape)] * len(node.outputs)
 
 
-def _windows(w: Walk, node: Node, x: Sequence[Size], kernel: Sequence[Size]) -> list[Size]:
+def _windows(
+    w: Walk, node: Node, x: Sequence[SymbolicSize], kernel: Sequence[SymbolicSize]
+) -> list[SymbolicSize]:
     """The number of positions of a window along each axis, each of which must be positive."""
     n = len(x)
     strides = node.attributes.get_ints("strides", [1] * n)
@@ -200,7 +202,7 @@ def _einsum(w: Walk, node: Node) -> list[Fact]:
     inputs, _, output = equation.partition("->")
     if "." in equation or not output:
         return [NOTHING]
-    letters: dict[str, Size] = {}
+    letters: dict[str, SymbolicSize] = {}
     for term, value in zip(inputs.split(","), node.inputs, strict=True):
         shape = w.shape(value)
         if shape is None:

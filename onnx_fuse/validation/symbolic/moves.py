@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from onnx_ir import Node
 
-from onnx_fuse.ir.sizes import Size, product, size, smaller, unknown
+from onnx_fuse.ir.sizes import SymbolicSize, product, size, smaller, unknown
 from onnx_fuse.validation.symbolic.arithmetic import sign_of
 from onnx_fuse.validation.symbolic.walk import (
     ENTRIES,
@@ -194,7 +194,9 @@ def _slice(w: Walk, node: Node) -> list[Fact]:
     return [Fact(tuple(shape), entries, fact.top)]
 
 
-def _extent(w: Walk, dim: Size, start: Size, end: Size, step: int) -> Size:
+def _extent(
+    w: Walk, dim: SymbolicSize, start: SymbolicSize, end: SymbolicSize, step: int
+) -> SymbolicSize:
     """The length of a slice; where it depends, the slice is taken to lie within."""
     if step < 0:
         whole = end.number is not None and end.number < -(2**30)
@@ -232,7 +234,7 @@ def _gather(w: Walk, node: Node) -> list[Fact]:
     return [Fact((*shape[:axis], *at, *shape[axis + 1 :]), entries, one(data.top))]
 
 
-def _reaches(w: Walk, dim: Size, top: Shape | None) -> None:
+def _reaches(w: Walk, dim: SymbolicSize, top: Shape | None) -> None:
     if top is not None and len(top) == 1:
         limit = w.system.resolve(top[0])
         if dim.number is None:

@@ -12,11 +12,11 @@ import onnx_ir
 from onnx_ir import Node, Value
 
 from onnx_fuse.ir.build import const_array
-from onnx_fuse.ir.sizes import Size, size, unknown
+from onnx_fuse.ir.sizes import SymbolicSize, size, unknown
 from onnx_fuse.validation.sizes import System
 
 Array = np.ndarray[Any, Any]
-Shape = tuple[Size, ...]
+Shape = tuple[SymbolicSize, ...]
 ENTRIES = 256  # of an array whose values are followed
 
 
@@ -39,7 +39,7 @@ class Lengths:
     They are `total`, or of each sequence its last token's place, which is at most `total` - 1.
     """
 
-    total: Size
+    total: SymbolicSize
     places: bool
 
 
@@ -56,13 +56,13 @@ class Walk:
     rules: Mapping[str, Rule]
     branches: Mapping[str, bool | int] = field(default_factory=dict)
     facts: dict[Value, Fact] = field(default_factory=dict)
-    indexed: list[tuple[Size, Size]] = field(default_factory=list)
+    indexed: list[tuple[SymbolicSize, SymbolicSize]] = field(default_factory=list)
     """(size of an axis, size that its indices reach): a mask that positions pick from."""
     lengths: dict[str, Lengths] = field(default_factory=dict)
     """Inputs that say how many tokens there are, by name."""
-    alike: list[tuple[Size, Size]] = field(default_factory=list)
+    alike: list[tuple[SymbolicSize, SymbolicSize]] = field(default_factory=list)
     """Pairs of sizes that a Reshape to the same rank exchanges, axis by axis."""
-    _named: dict[str, Size] = field(default_factory=dict)
+    _named: dict[str, SymbolicSize] = field(default_factory=dict)
 
     def graph(self, graph: onnx_ir.Graph) -> None:
         """Follow the nodes in their order."""
@@ -89,7 +89,7 @@ class Walk:
         """The shape that inference left on a value, its own names as unknowns."""
         if value.shape is None:
             return None
-        dims: list[Size] = []
+        dims: list[SymbolicSize] = []
         for d in value.shape:
             name = None if isinstance(d, int) else d.value
             if isinstance(d, int):
@@ -116,7 +116,7 @@ class Walk:
             self.facts[value] = Fact(shape, entries, top)
         return self.facts[value]
 
-    def shape(self, value: Value | None) -> list[Size] | None:
+    def shape(self, value: Value | None) -> list[SymbolicSize] | None:
         """The sizes of a value, or None where they are not known."""
         shape = self.fact(value).shape
         return None if shape is None else [self.system.resolve(d) for d in shape]
@@ -125,12 +125,12 @@ class Walk:
         """The entries of a value, or None where they are not known."""
         return self.fact(value).entries
 
-    def numbers(self, value: Value | None) -> list[Size | None] | None:
+    def numbers(self, value: Value | None) -> list[SymbolicSize | None] | None:
         """The entries of a vector or scalar, each a Size or None."""
         entries = self.entries(value)
         if entries is None:
             return None
-        return [e if isinstance(e, Size) else None for e in entries.flat]
+        return [e if isinstance(e, SymbolicSize) else None for e in entries.flat]
 
     def ints(self, value: Value | None) -> list[int] | None:
         """The entries of a value as integers, or None where one is not known."""
@@ -140,12 +140,12 @@ class Walk:
         found = [n.number if n is not None else None for n in numbers]
         return None if None in found else [int(n) for n in found if n is not None]
 
-    def same(self, a: Size, b: Size) -> Size:
+    def same(self, a: SymbolicSize, b: SymbolicSize) -> SymbolicSize:
         """Demand that two sizes are equal, and return the size."""
         self.system.require("equal", a, b)
         return self.system.resolve(a)
 
-    def broadcast(self, shapes: Sequence[Sequence[Size] | None]) -> Shape | None:
+    def broadcast(self, shapes: Sequence[Sequence[SymbolicSize] | None]) -> Shape | None:
         """The shape that all are broadcast to; axes of 1 give way."""
         known = [s for s in shapes if s is not None]
         if len(known) < len(shapes):
@@ -216,7 +216,7 @@ def vector(items: Sequence[Any]) -> Array:
     return result
 
 
-def sizes_in(w: Walk, value: Value | None) -> list[Size] | None:
+def sizes_in(w: Walk, value: Value | None) -> list[SymbolicSize] | None:
     """A shape given as a tensor; sizes not known in it are unknowns."""
     numbers = w.numbers(value)
     if numbers is None:

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import const_array, dim, rank
-from onnx_fuse.ops.fused.sdpa.scores import Step, same_size
+from onnx_fuse.ops.fused.sdpa.scores import MaskStep, same_size
 from onnx_fuse.ops.rules import attribute, constant_ints, is_float, scalar
 
 CAUSAL = "causal"
@@ -79,7 +79,7 @@ class _Form:
         return bounds[0], bounds[1]
 
 
-def causal_step(steps: list[Step]) -> tuple[int, tuple[int, int]]:
+def causal_step(steps: list[MaskStep]) -> tuple[int, tuple[int, int]]:
     """What `CAUSAL` and `WINDOW` are to be; (0, (-1, -1)) where no step is proved to hide keys.
 
     It must be the last one. Of two steps it must hide by -inf, so that a row which the other step
@@ -113,7 +113,7 @@ def causal_step(steps: list[Step]) -> tuple[int, tuple[int, int]]:
     return found
 
 
-def is_idle(step: Step, logits: ir.Value) -> bool:
+def is_idle(step: MaskStep, logits: ir.Value) -> bool:
     """Whether a step is proved to leave all logits as they are, whatever the sizes are.
 
     Its mask is 0 everywhere, or its conditions always hold, and none of them has an axis that the

@@ -13,7 +13,7 @@ from onnx_fuse.ir.build import Builder, dim, rank
 from onnx_fuse.ops.fused.sdpa.causal import causal_step
 from onnx_fuse.ops.fused.sdpa.kinds import Kind
 from onnx_fuse.ops.fused.sdpa.rule import emit, grouping, transposed
-from onnx_fuse.ops.fused.sdpa.scores import Step, same_size
+from onnx_fuse.ops.fused.sdpa.scores import MaskStep, same_size
 from onnx_fuse.ops.rules import Rewriter, attribute, typed
 
 _SHORTER, _SUMS = 24, 25
@@ -81,7 +81,7 @@ def fuse_node(rw: Rewriter, node: ir.Node) -> bool:
     steps, guard = (("Mask",), "Guard") if mask is not None else ((), "")
     kind = Kind(grouped is not None, False, capped, causal, steps, guard)
     inputs = [q, k, v] + ([mask] if mask is not None else [])
-    step = causal_step([Step(mask, mask)] if mask is not None else [])
+    step = causal_step([MaskStep(mask, mask)] if mask is not None else [])
     if capped:
         y = emit(op, kind, grouped, inputs, scale / softcap, softcap, step)
     else:

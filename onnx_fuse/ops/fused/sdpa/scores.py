@@ -27,7 +27,7 @@ _VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Expand", "Transpose", "Identity", 
 
 
 @dataclass
-class Step:
+class MaskStep:
     """A mask that is added to the logits, or a condition under which they are replaced."""
 
     value: ir.Value
@@ -52,7 +52,7 @@ class Scores:
     factors: list[tuple[str, ir.Value]] = field(default_factory=list)
     """("Mul" or "Div", a tensor that is the same for all keys)."""
     softcap: float | None = None
-    steps: list[Step] = field(default_factory=list)
+    steps: list[MaskStep] = field(default_factory=list)
     wide: bool = False
     """Whether the result of all these steps is cast to float32."""
     viewed: bool = False
@@ -96,7 +96,7 @@ def trace_scores(value: ir.Value | None, depth: int = REACH) -> Scores | str | N
         if rank(value) is None or rank(value) != rank(scores):
             return f"the other operand of {node.op_type} adds axes to the scores"
         if node.op_type in ("Add", "Sub"):
-            found.steps.append(Step(other, value, negated=node.op_type == "Sub"))
+            found.steps.append(MaskStep(other, value, negated=node.op_type == "Sub"))
             return found
         return _scaled(node, found, other)
     if node.op_type == "Tanh":
@@ -271,7 +271,7 @@ def _where(node: ir.Node, depth: int) -> Scores | str | None:
             return f"Where in {_name(out)} follows a product in another type"
         if rank(out) is None or rank(out) != rank(scores):
             return "the condition of Where adds axes to the scores"
-        holds, step = i == 0, Step(condition, out, fill=held.reshape(()))
+        holds, step = i == 0, MaskStep(condition, out, fill=held.reshape(()))
         while (inverse := producer(condition, "Not")) is not None and inverse.inputs[0] is not None:
             condition, holds = inverse.inputs[0], not holds
         last = found.steps[-1] if found.steps else None
@@ -286,7 +286,7 @@ def _where(node: ir.Node, depth: int) -> Scores | str | None:
     return None
 
 
-def combine_steps(op: Builder, steps: list[Step]) -> list[Step]:
+def combine_steps(op: Builder, steps: list[MaskStep]) -> list[MaskStep]:
     """The steps, where there are more than an operator has by fewer.
 
     (z + p) + m is z + (p + m) for every z and m, where p is 0 or -inf throughout: where p is -inf
@@ -294,7 +294,7 @@ def combine_steps(op: Builder, steps: list[Step]) -> list[Step]:
     the size of m, as the product z has more of, where m is a constant of some hundred at most. No
     other masks may be added up before.
     """
-    found: list[Step] = []
+    found: list[MaskStep] = []
     for i, step in enumerate(steps):
         last = found[-1] if found else None
         many = len(found) + len(steps) - i > MOST
@@ -309,7 +309,7 @@ def combine_steps(op: Builder, steps: list[Step]) -> list[Step]:
     return found
 
 
-def _joins(first: Step, second: Step) -> bool:
+def _joins(first: MaskStep, second: MaskStep) -> bool:
     added = first.fill is None and second.fill is None
     plain = not first.negated and not second.negated and first.factor == second.factor
     same = first.at.shape is not None and first.at.shape == second.at.shape
