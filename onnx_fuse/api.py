@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from onnx_fuse import session
 from onnx_fuse.importer.exported import exported
 from onnx_fuse.importer.save import attach_functions, loadable, to_proto
-from onnx_fuse.ir.common import Model
+from onnx_fuse.ir.constants import Model
 
 if TYPE_CHECKING:
     import onnx

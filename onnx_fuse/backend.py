@@ -13,7 +13,7 @@ from onnx.backend.base import BackendRep, Device, DeviceType, namedtupledict
 
 from onnx_fuse.errors import DeviceError, ModelError
 from onnx_fuse.importer.inference import inferred
-from onnx_fuse.ir.common import CANONICAL_OPSET
+from onnx_fuse.ir.constants import CANONICAL_OPSET
 from onnx_fuse.session import InferenceSession, load
 
 __all__ = [

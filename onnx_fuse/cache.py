@@ -23,7 +23,7 @@ from onnx_fuse.container import GRAPH, Container, digest_of_file, stamp, write
 from onnx_fuse.errors import ModelError
 from onnx_fuse.files import opened_private, private_folder, written_private
 from onnx_fuse.importer.save import serialized_without_weights
-from onnx_fuse.ir.common import MAP_TYPE
+from onnx_fuse.ir.constants import MAP_TYPE
 from onnx_fuse.runtime import graphs
 from onnx_fuse.runtime.program_cache import Origin, code_digest, prune
 

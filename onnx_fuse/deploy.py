@@ -22,7 +22,7 @@ from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.files import written
 from onnx_fuse.importer.save import is_large_weight, serialized_without_weights
 from onnx_fuse.ir.build import defaults
-from onnx_fuse.ir.common import DEFAULT, Model
+from onnx_fuse.ir.constants import DEFAULT, Model
 from onnx_fuse.kernels import cublaslt
 from onnx_fuse.lower.walk import Shapes as WalkShapes
 from onnx_fuse.ops.update import expand_standard_updates

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from onnx_fuse import alone, progress, tune
+from onnx_fuse import progress, single_op_models, tune
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.errors import DeviceError, UsageError
 from onnx_fuse.kernels import Selection, candidates, tuning
@@ -81,7 +81,7 @@ class Row:
 
 def of(op: str, shape: tuple[int, int, int], precision: str, hw: Hardware) -> Call:
     """The call of an operator of `alone.OPS` at [M,K,N]. Raises UsageError where it has none."""
-    calls = tune.calls_of(alone.program_of(op, shape, precision, hw), op)
+    calls = tune.calls_of(single_op_models.program_of(op, shape, precision, hw), op)
     if not calls:
         raise UsageError(f"{op} in {precision} at {shape} is computed by other operators here")
     return calls[0]

@@ -15,7 +15,7 @@ import onnx
 
 from onnx_fuse import kernels, rewrite
 from onnx_fuse.errors import UsageError
-from onnx_fuse.ir.common import BODIES, CANONICAL_OPSET, FUSE
+from onnx_fuse.ir.constants import BODIES, CANONICAL_OPSET, FUSE
 from onnx_fuse.kernels.rule_based import HeuristicKernel
 from onnx_fuse.lower.registered import registered
 from onnx_fuse.lower.table import lowerings

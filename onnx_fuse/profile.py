@@ -14,7 +14,7 @@ from typing import Any
 import onnx_ir
 
 from onnx_fuse.importer.save import inline
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.rules import label
 from onnx_fuse.program.call import Call
 from onnx_fuse.runtime import ort

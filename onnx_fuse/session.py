@@ -26,7 +26,7 @@ from onnx_fuse.runtime.tensor import Argument, DeviceTensor
 if TYPE_CHECKING:
     import onnx_ir
 
-    from onnx_fuse.ir.common import Model
+    from onnx_fuse.ir.constants import Model
     from onnx_fuse.runtime.executable import Executable
     from onnx_fuse.runtime.program_cache import Origin
 

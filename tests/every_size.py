@@ -41,7 +41,7 @@ from onnx_fuse.program.open import SymbolicProgram
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.program.size import Trace
 from onnx_fuse.runtime.specialize import Specializer
-from onnx_fuse.validation import choose, inputs
+from onnx_fuse.validation import input_sizes, inputs
 from onnx_fuse.validation.arrays import role_of
 from onnx_fuse.validation.symbolic import caches
 
@@ -140,7 +140,7 @@ class Subject:
         plain = self.sized
         if any(node.domain for node in plain.graph):
             plain = inline(plain, lambda node: not caches.is_grouped(node))
-        return choose._assignment(plain, choose.dims_of(self.sized), {})
+        return input_sizes._assignment(plain, input_sizes.dims_of(self.sized), {})
 
     @property
     def symbols(self) -> list[str]:
@@ -159,7 +159,7 @@ class Subject:
         lengths = {
             n: way._tokens(told, shapes[n], sizes) for n, told in way.lengths.items() if n in shapes
         }
-        choice = choose.InputSizes(sizes, shapes, {}, True, [], lengths)
+        choice = input_sizes.InputSizes(sizes, shapes, {}, True, [], lengths)
         roles = {v.name or "": role_of(v) for v in required(self.sized)}
         feed = inputs._feed(roles, choice, rng, 2)
         if self.before is None:

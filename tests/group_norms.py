@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 from window_gradients import Row
 
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 
 F32, F16, BF16, F64 = "float32", "float16", "bfloat16", "float64"
 

@@ -31,7 +31,7 @@ import onnx_fuse.ops.fused.norm
 import onnx_fuse.ops.fused.window_gradients  # noqa: F401  (these register the fused operators)
 from onnx_fuse import kernels
 from onnx_fuse.importer.save import inline
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.kernels import Selection, candidates, select
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.ops.fused.sdpa import KINDS

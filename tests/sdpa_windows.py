@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from onnx_fuse.ops.fused.sdpa.causal import CAUSAL, WINDOW
+from onnx_fuse.ops.fused.sdpa.mask_analysis import CAUSAL, WINDOW
 from onnx_fuse.program.call import dtype_of
 
 NODES: tuple[dict[str, Any], ...] = (

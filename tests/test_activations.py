@@ -18,7 +18,7 @@ from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.importer.save import to_proto
 from onnx_fuse.ir.build import text_model
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.ops import OPS
 from onnx_fuse.ops.activations import ACTIVATIONS, activation_macros

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "onnx_fuse"
 LAYERS = (
     ("errors",),
     ("config", "progress"),
-    ("files", "container", "guard", "layout"),
+    ("files", "container", "guard", "textwrap"),
     ("distributed",),
     ("ir",),
     ("program",),
@@ -39,7 +39,7 @@ LAYERS = (
     ("nn",),
     ("validation",),
     ("torch",),
-    ("alone", "bench", "deploy", "profile", "report", "tune"),
+    ("bench", "deploy", "profile", "report", "single_op_models", "tune"),
     ("lab",),
     ("cli",),
     ("__main__",),
@@ -47,9 +47,9 @@ LAYERS = (
 # Lines of each folder, as ruff formats them; "" are the files beside the folders. A budget may only
 # go down, except by a commit that adds a capability and says so.
 BUDGETS = {
-    "": 4200, "autodiff": 1650, "cli": 3500, "cuda": 2250, "cuda_src": 14600, "distributed": 950,
-    "importer": 5300, "ir": 2250, "kernels": 9800, "lower": 8400, "nn": 5000, "ops": 12050,
-    "program": 9850, "report": 2100, "rewrite": 3150, "runtime": 8000, "torch": 4000,
+    "": 4200, "autodiff": 1650, "cli": 3550, "cuda": 2250, "cuda_src": 14600, "distributed": 950,
+    "importer": 5300, "ir": 2250, "kernels": 9950, "lower": 8400, "nn": 5000, "ops": 12050,
+    "program": 9900, "report": 2100, "rewrite": 3150, "runtime": 8000, "torch": 4000,
     "training": 6500, "validation": 4850,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}

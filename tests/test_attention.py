@@ -17,12 +17,12 @@ from onnx_fuse import autodiff, rewrite
 from onnx_fuse.autodiff.load import load
 from onnx_fuse.importer.save import inline, to_proto
 from onnx_fuse.ir.build import text_model
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.kernels import sdpa
 from onnx_fuse.lower.walk import lower
+from onnx_fuse.program.contractions import Attention
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS
-from onnx_fuse.program.products import Attention
 
 NAMES = {"float": np.float32, "float16": np.float16, "double": np.float64}
 # The same sums in another order; the products' own operands are never larger than 1e3.

@@ -20,7 +20,7 @@ from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.importer.save import inline
 from onnx_fuse.ir.build import text_model
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops import OPS
 from onnx_fuse.ops.activations import ACTIVATIONS
 from onnx_fuse.ops.fused.sdpa import KINDS

@@ -12,9 +12,9 @@ from onnx_fuse import autodiff, rewrite
 from onnx_fuse.autodiff.load import load
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.lower.walk import lower
+from onnx_fuse.program.contractions import Attention
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS
-from onnx_fuse.program.products import Attention
 from onnx_fuse.program.size import Trace
 from onnx_fuse.rewrite.precision import in_precision
 

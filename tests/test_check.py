@@ -22,9 +22,9 @@ from onnx_fuse.session import InferenceSession
 from onnx_fuse.validation import check as check_module
 from onnx_fuse.validation import shapes as inferred
 from onnx_fuse.validation.check import AS_WRITTEN, OPTIMIZED, check_outputs
-from onnx_fuse.validation.choose import choices
 from onnx_fuse.validation.compare import tolerance_of
 from onnx_fuse.validation.gradients import check_gradients, check_written
+from onnx_fuse.validation.input_sizes import choices
 from onnx_fuse.validation.inputs import read_feeds
 from onnx_fuse.validation.quantized import COUNT, Steps
 

@@ -27,7 +27,7 @@ from onnx_fuse import bench, config, rewrite, session
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.errors import DeviceError, ModelError
 from onnx_fuse.ir.build import text_model
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime import ort as portable

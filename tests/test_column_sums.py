@@ -12,8 +12,8 @@ from lowering import program_of
 
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels.gemm_sm90 import Wgmma
+from onnx_fuse.program.data_movement import PointwiseSums
 from onnx_fuse.program.interpret import interpret
-from onnx_fuse.program.moves import PointwiseSums
 from onnx_fuse.program.problem import CHIPS, GemmProblem
 from onnx_fuse.program.problems import PartSums, Reduce, SlopeProduct
 from onnx_fuse.training import optim

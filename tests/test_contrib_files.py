@@ -23,7 +23,7 @@ from onnx_fuse.autodiff.load import load
 from onnx_fuse.importer import contrib
 from onnx_fuse.importer.save import inline, save, to_proto
 from onnx_fuse.ir.build import text_model
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.lower import walk
 from onnx_fuse.program.call import NeedsValues
 from onnx_fuse.program.interpret import interpret

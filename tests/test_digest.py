@@ -14,12 +14,12 @@ from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.cuda.source import Defines, source_text
 from onnx_fuse.kernels import candidates, tuning
 from onnx_fuse.ops.activations import activation_macros
+from onnx_fuse.program.contractions import Attention, AttentionGrad, IntegerProduct, PackedProduct
+from onnx_fuse.program.data_movement import BatchedCalls
 from onnx_fuse.program.epilogue import Epilogue
 from onnx_fuse.program.expression import Expression, Operation, Tail
-from onnx_fuse.program.moves import BatchedCalls
 from onnx_fuse.program.problem import CHIPS, GemmProblem, KernelConfig
 from onnx_fuse.program.problems import Norm, NormGrad, NormGradSums, Pool, Softmax, Window
-from onnx_fuse.program.products import Attention, AttentionGrad, IntegerProduct, PackedProduct
 
 H200 = CHIPS["H200"]
 SOURCE = """

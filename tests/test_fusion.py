@@ -18,11 +18,11 @@ from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import UsageError
 from onnx_fuse.importer.save import inline, save, to_proto
 from onnx_fuse.ir.build import const_array, text_model
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops import OPS
 from onnx_fuse.ops.fused.norm import canonical_norm
 from onnx_fuse.ops.rules import consumers, through_row_views
-from onnx_fuse.rewrite import params
+from onnx_fuse.rewrite import packed_weights
 
 # Relative to the largest value of the output. float32 reassociation over these K stays
 # below 2e-5; float16 outputs hold 11 bits, and the norm's affine part rounds in float16 as well.
@@ -104,8 +104,8 @@ def test_training_keeps_every_weight(case: FusionCase) -> None:
     found: dict[str, np.ndarray] = {}
     for value in model.graph.initializers.values():
         array = value.const_value.numpy() if value.const_value is not None else np.empty(0)
-        unpacked = params.unpack(value, array)
-        np.testing.assert_array_equal(params.pack(value, unpacked), array)
+        unpacked = packed_weights.unpack(value, array)
+        np.testing.assert_array_equal(packed_weights.pack(value, unpacked), array)
         found |= unpacked
     for name, array in wanted.items():
         np.testing.assert_array_equal(found[name or ""], array)

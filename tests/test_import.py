@@ -15,7 +15,7 @@ from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.save import at_opset, inline, save, to_proto
 from onnx_fuse.ir.build import Builder, text_model
-from onnx_fuse.ir.common import CANONICAL_OPSET, FUSE
+from onnx_fuse.ir.constants import CANONICAL_OPSET, FUSE
 
 
 def run(source: str | bytes, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:

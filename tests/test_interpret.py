@@ -20,12 +20,12 @@ from onnx_fuse import program
 from onnx_fuse.cuda import pointwise
 from onnx_fuse.importer.save import to_proto
 from onnx_fuse.ir.build import text_model
+from onnx_fuse.program.data_movement import Pointwise
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.interpret.memory import Memory
 from onnx_fuse.program.interpret.recurrences import philox
 from onnx_fuse.program.interpret.run import ANSWERS
 from onnx_fuse.program.interpret.steps import STEPS
-from onnx_fuse.program.moves import Pointwise
 from onnx_fuse.program.problem import AnyProblem, Collective, Contraction
 from onnx_fuse.program.problems import Registered
 from onnx_fuse.runtime import ort

@@ -22,15 +22,15 @@ from onnx_fuse.errors import DeviceError, UsageError
 from onnx_fuse.importer.load import read
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import candidates, cublaslt, refusals, select, tuning
-from onnx_fuse.kernels.gemm_eight import E4M3, E5M2
+from onnx_fuse.kernels.gemm_fp8 import E4M3, E5M2
 from onnx_fuse.kernels.gemm_sm90 import Wgmma
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.layernorm_gemm_grad_small import TILES, FewRows
-from onnx_fuse.kernels.rows import fold, fold_many
+from onnx_fuse.kernels.norm_launches import fold, fold_many
 from onnx_fuse.lower.walk import lower
+from onnx_fuse.program.contractions import Attention, AttentionGrad
 from onnx_fuse.program.problem import CHIPS, GemmProblem, Hardware, KernelConfig, Launch
 from onnx_fuse.program.problems import Conv, Float8, MergedMoments, Window
-from onnx_fuse.program.products import Attention, AttentionGrad
 from onnx_fuse.runtime import instance
 from onnx_fuse.training import optim
 from onnx_fuse.training.step import training_model

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support import Cli
 
-from onnx_fuse import alone, config, lab, tune
+from onnx_fuse import config, lab, single_op_models, tune
 from onnx_fuse.cli import lab as command
 from onnx_fuse.cuda.source import source_root
 from onnx_fuse.errors import UsageError
@@ -117,7 +117,7 @@ def test_what_it_cannot_do_is_a_sentence(given: Any, says: str, cli: Cli) -> Non
     assert says in result.out + result.err
 
 
-@pytest.mark.parametrize("op", alone.OPS)
+@pytest.mark.parametrize("op", single_op_models.OPS)
 def test_every_operator_has_a_graph_that_calls_it(op: str) -> None:
     call = lab.of(op, (190, 136, 200), "bf16", H200)
     assert call.problem is not None

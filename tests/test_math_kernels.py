@@ -22,9 +22,9 @@ from onnx_fuse.lower.pool import taps
 from onnx_fuse.lower.reduce import passes, pieces
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.program.call import Program
+from onnx_fuse.program.contractions import Attention, AttentionGrad
 from onnx_fuse.program.problem import CHIPS, Launch, Num, Ptr, TensorMap
 from onnx_fuse.program.problems import Conv, ConvWeightGrad, Softmax, Window
-from onnx_fuse.program.products import Attention, AttentionGrad
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 PARKED = {("softmax/column.cu", "sm_120a"): 32}

@@ -43,7 +43,7 @@ from onnx_fuse.program.size import (
 from onnx_fuse.rewrite.precision import in_precision
 from onnx_fuse.runtime import ort
 from onnx_fuse.runtime import plan as plans
-from onnx_fuse.runtime.changes import spots, words
+from onnx_fuse.runtime.arg_updates import spots, words
 from onnx_fuse.runtime.plan import PlannedProgram, plan
 from onnx_fuse.runtime.specialize import Specializer
 from onnx_fuse.training import optim

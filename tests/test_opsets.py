@@ -23,7 +23,7 @@ from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.save import at_opset, inline, to_proto
 from onnx_fuse.importer.upgrade import UPGRADES
 from onnx_fuse.ir.build import text_model
-from onnx_fuse.ir.common import CANONICAL_OPSET
+from onnx_fuse.ir.constants import CANONICAL_OPSET
 
 RNG = np.random.default_rng(0)
 AWKWARD = np.array(

@@ -15,7 +15,7 @@ from onnx_fuse import ops
 from onnx_fuse.errors import UsageError
 from onnx_fuse.importer.save import to_proto
 from onnx_fuse.ir.build import Builder, text_model
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.update import expand_standard_updates
 from onnx_fuse.training import optim
 

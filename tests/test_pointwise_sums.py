@@ -13,8 +13,8 @@ from onnx_fuse import autodiff
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.lower.walk import lower
+from onnx_fuse.program.data_movement import PointwiseSums
 from onnx_fuse.program.interpret import interpret
-from onnx_fuse.program.moves import PointwiseSums
 from onnx_fuse.session import load
 
 __all__ = ["always"]  # a fixture

@@ -16,17 +16,17 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 import predictions
 
-from onnx_fuse import alone
+from onnx_fuse import single_op_models
 from onnx_fuse.autodiff.load import load
 from onnx_fuse.importer.save import save
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import select, site
 from onnx_fuse.program.call import Call, Tensor
+from onnx_fuse.program.contractions import Attention, AttentionGrad
+from onnx_fuse.program.data_movement import Pointwise, ScatterND
 from onnx_fuse.program.expression import Expression, Operation, Row
-from onnx_fuse.program.moves import Pointwise, ScatterND
 from onnx_fuse.program.problem import CHIPS, AnyProblem, GemmProblem, Hardware
 from onnx_fuse.program.problems import Conv, ConvWeightGrad, Fold, NormGrad, Reduce, Window
-from onnx_fuse.program.products import Attention, AttentionGrad
 
 H200 = CHIPS["H200"]
 
@@ -42,7 +42,7 @@ class Played:
 
 
 def call(op: str, *shape: int) -> Call:
-    found = [c for c in alone.program_of(op, shape, "fp16", H200).calls if c.problem]
+    found = [c for c in single_op_models.program_of(op, shape, "fp16", H200).calls if c.problem]
     return found[-1]
 
 

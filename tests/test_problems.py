@@ -22,8 +22,8 @@ from onnx_fuse.kernels.rule_based import HeuristicKernel
 from onnx_fuse.lower import walk
 from onnx_fuse.program import passes
 from onnx_fuse.program.call import Call, Program, Tensor
+from onnx_fuse.program.data_movement import PointwiseMany
 from onnx_fuse.program.expression import Expression, Operation
-from onnx_fuse.program.moves import PointwiseMany
 from onnx_fuse.program.problem import CHIPS, GemmProblem, Hardware, KernelConfig
 from onnx_fuse.program.problems import Conv, Norm, NormGrad, Softmax, Window
 from onnx_fuse.runtime.specialize import Specializer

@@ -12,7 +12,7 @@ from lowering import GRAPHS, H200, RNG, arrays, program_of, weights_of
 
 from onnx_fuse import autodiff, rewrite, session
 from onnx_fuse.ir.build import text_model
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.lower import linear, walk
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS, GemmProblem

@@ -14,10 +14,10 @@ from onnx_fuse.cuda import nvrtc
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import candidates, select
 from onnx_fuse.lower import walk
+from onnx_fuse.program.contractions import IntegerProduct, PackedProduct
 from onnx_fuse.program.epilogue import Epilogue
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS
-from onnx_fuse.program.products import IntegerProduct, PackedProduct
 
 H200 = CHIPS["H200"]
 

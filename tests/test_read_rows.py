@@ -13,7 +13,7 @@ import pytest
 from onnx_fuse import Trainer, optim, rewrite
 from onnx_fuse.importer.save import to_proto
 from onnx_fuse.ir.build import text_model
-from onnx_fuse.ops.fused.read_rows import NAME
+from onnx_fuse.ops.fused.gather_pushdown import NAME
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "models"))
 

@@ -28,7 +28,7 @@ from onnx_fuse.report.layered import HEIGHT, PITCH, layered
 from onnx_fuse.report.page import Lines, Page, Section, Table, View
 from onnx_fuse.runtime.plan import plan
 from onnx_fuse.training.history import History
-from onnx_fuse.validation import along
+from onnx_fuse.validation import layerwise
 from onnx_fuse.validation.check import check_outputs, validate
 from onnx_fuse.validation.compare import TOLERANCES
 
@@ -193,10 +193,10 @@ def test_errors_along_the_graph_name_the_node_and_the_entries() -> None:
 
 def test_errors_along_a_large_graph_are_found_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     model = text_model("g (float[N] x) => (float[N] y) { a = Relu(x) b = Exp(a) y = Neg(b) }")
-    monkeypatch.setattr(along, "_TOGETHER", 1)
+    monkeypatch.setattr(layerwise, "_TOGETHER", 1)
     feeds = {"x": np.ones(4, np.float32)}
-    assert list(along._parts(model, ["a", "b", "y"], feeds)) == [["a"], ["b"], ["y"]]
-    found = along.errors_along(model, model, feeds, TOLERANCES[onnx_ir.DataType.FLOAT])
+    assert list(layerwise._parts(model, ["a", "b", "y"], feeds)) == [["a"], ["b"], ["y"]]
+    found = layerwise.errors_along(model, model, feeds, TOLERANCES[onnx_ir.DataType.FLOAT])
     assert [d.output for d in found.values] == ["a", "b", "y"]
 
 

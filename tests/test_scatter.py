@@ -10,8 +10,8 @@ from onnx_fuse import gradient
 from onnx_fuse.autodiff.load import load
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import candidates, refusals, select
+from onnx_fuse.program.data_movement import PointwiseSums, ScatterND
 from onnx_fuse.program.interpret import interpret
-from onnx_fuse.program.moves import PointwiseSums, ScatterND
 from onnx_fuse.program.problem import CHIPS
 
 H200 = CHIPS["H200"]

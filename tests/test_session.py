@@ -25,7 +25,7 @@ from onnx_fuse.autodiff.load import load
 from onnx_fuse.importer.save import save, to_proto
 from onnx_fuse.importer.shapes import infer_shapes
 from onnx_fuse.ir.build import text_model
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.runtime import device
 from onnx_fuse.runtime.executable import Executable
 from onnx_fuse.runtime.tensor import DeviceTensor
@@ -236,7 +236,7 @@ def test_each_kind_of_model_is_given_back_with_its_bodies(
 FRESH = """
 import sys
 import onnx_fuse as of
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.autodiff.load import load
 print(sum(n.domain == FUSE for n in {text}))
 """

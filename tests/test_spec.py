@@ -15,8 +15,8 @@ from onnx_fuse.kernels import candidates, refusals, select
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.program import passes, spec
 from onnx_fuse.program.call import Call, Program, Tensor
+from onnx_fuse.program.contractions import Attention, AttentionGrad
 from onnx_fuse.program.problem import CHIPS, GemmProblem, KernelConfig, Num, Ptr, batch_strides
-from onnx_fuse.program.products import Attention, AttentionGrad
 from onnx_fuse.program.size import Trace
 
 H200, A100 = CHIPS["H200"], CHIPS["A100"]

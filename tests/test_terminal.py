@@ -13,7 +13,7 @@ import pytest
 from support import ENCODER, Cli
 from test_help import COMMANDS
 
-from onnx_fuse import layout, progress, report
+from onnx_fuse import progress, report, textwrap
 from onnx_fuse.cli import progress as bars
 from onnx_fuse.runtime import ort
 from onnx_fuse.validation.compare import Difference
@@ -29,11 +29,11 @@ SENTENCE = "recomputing it would read its input once more, and the norm is kept 
     ids=["names", "sentence", "indented", "empty", "long", "wide"],
 )
 def test_wrapped_lines_fit_and_lose_nothing(text: str, width: int) -> None:
-    lines = layout.wrap(text, width, 4)
-    assert all(layout.cell_len(line) <= width for line in lines)
+    lines = textwrap.wrap(text, width, 4)
+    assert all(textwrap.cell_len(line) <= width for line in lines)
     assert re.sub(r"\s", "", "".join(lines)) == re.sub(r"\s", "", text)
     words = {word for line in lines for word in line.split()}
-    assert {w for w in text.split() if layout.cell_len(w) <= width - 4} <= words
+    assert {w for w in text.split() if textwrap.cell_len(w) <= width - 4} <= words
 
 
 TABLE = [
@@ -50,11 +50,13 @@ def test_a_table_fits_and_breaks_no_word(width: int, monkeypatch: pytest.MonkeyP
     printer = report.Printer()
     printer.table("title", TABLE[0], TABLE[1:], left=3)
     lines = printer.console.export_text().splitlines()
-    assert all(len(line.rstrip()) <= width for line in lines) or layout.widths(TABLE, width) is None
+    assert (
+        all(len(line.rstrip()) <= width for line in lines) or textwrap.widths(TABLE, width) is None
+    )
     shown = {word for line in lines for word in re.split(r"[\s│]+", line)}
     assert set(SENTENCE.split()) <= shown
     if width >= 80:
-        assert layout.widths(TABLE, width) is not None
+        assert textwrap.widths(TABLE, width) is not None
         assert any(name in shown for name in NAMES.split())
 
 

@@ -25,7 +25,7 @@ from onnx_fuse.session import load  # noqa: E402
 from onnx_fuse.torch import functional  # noqa: E402
 from onnx_fuse.torch import gpu as module  # noqa: E402
 from onnx_fuse.torch.graph import Graph, find  # noqa: E402
-from onnx_fuse.torch.kinds import Kinds  # noqa: E402
+from onnx_fuse.torch.guard_cache import Kinds  # noqa: E402
 
 TEXT = """agraph (float[N,8] x, float[8] b) => (float[N,8] y, float[8,N] z, float[N,8] same,
 int64[2] s) { q = Add(x, b) y = Tanh(q) t = Transpose(y) z = Neg(t) same = Identity(x)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support import Cli
 
-from onnx_fuse import alone, config, progress, tune
+from onnx_fuse import config, progress, single_op_models, tune
 from onnx_fuse.cli import bench
 from onnx_fuse.cuda import cublaslt
 from onnx_fuse.ir.build import text_model
@@ -58,7 +58,7 @@ def played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("op", ["Gemm", "LayerNormGemm", "MatMulNBits"])
 def test_an_operator_by_name_is_the_problem_a_model_has(op: str, precision: str) -> None:
-    (call,) = tune.calls_of(alone.program_of(op, SHAPE, precision, H200), op)
+    (call,) = tune.calls_of(single_op_models.program_of(op, SHAPE, precision, H200), op)
     assert call.problem is not None
     dtype, math = PRECISIONS[precision]
     assert (call.problem.dtype, call.problem.math) == (dtype, math)
@@ -69,7 +69,7 @@ def test_an_operator_by_name_is_the_problem_a_model_has(op: str, precision: str)
 
 @pytest.mark.parametrize("op", ["Norm", "Softmax", "Reduce", "Conv"])
 def test_an_operator_that_a_rule_runs_is_tuned_by_name(op: str, played: Path) -> None:
-    (call,) = tune.calls_of(alone.program_of(op, SHAPE, "bf16", H200), op)
+    (call,) = tune.calls_of(single_op_models.program_of(op, SHAPE, "bf16", H200), op)
     (found,) = tune.tune([call], H200)
     assert found.tried >= 2
     assert found.floor > 0
@@ -93,14 +93,14 @@ def test_what_has_no_choice_is_not_timed(played: Path) -> None:
 
 
 def test_the_gradient_is_tuned_by_name() -> None:
-    program = alone.program_of("LayerNormGemmGrad", SHAPE, "bf16", H200)
+    program = single_op_models.program_of("LayerNormGemmGrad", SHAPE, "bf16", H200)
     assert [c.problem.op for c in tune.calls_of(program, "LayerNormGemmGrad") if c.problem] == [
         "LayerNormGemmGrad"
     ]
 
 
 def test_the_fastest_that_agrees_is_kept_and_selected(played: Path) -> None:
-    calls = tune.calls_of(alone.program_of("LayerNormGemm", SHAPE, "bf16", H200))
+    calls = tune.calls_of(single_op_models.program_of("LayerNormGemm", SHAPE, "bf16", H200))
     (found,) = tune.tune(calls, H200)
     assert found.tried == 5
     assert len(found.refused) > 1
@@ -118,13 +118,13 @@ def test_what_is_hardly_faster_replaces_nothing(
     faster: float, replaced: bool, played: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tune, "medians", lambda runs: [1.0, *(1 - faster for _ in runs[1:])])
-    calls = tune.calls_of(alone.program_of("LayerNormGemm", SHAPE, "bf16", H200))
+    calls = tune.calls_of(single_op_models.program_of("LayerNormGemm", SHAPE, "bf16", H200))
     (found,) = tune.tune(calls, H200)
     assert (found.before != f"{found.kernel} {found.config}") == replaced
 
 
 def test_records_go_where_they_are_asked_to(played: Path) -> None:
-    calls = tune.calls_of(alone.program_of("Gemm", SHAPE, "fp16", H200))
+    calls = tune.calls_of(single_op_models.program_of("Gemm", SHAPE, "fp16", H200))
     (found,) = tune.tune(calls, H200, folder=played / "mine")
     (path,) = (played / "mine").iterdir()
     records = json.loads(path.read_text())
@@ -133,7 +133,7 @@ def test_records_go_where_they_are_asked_to(played: Path) -> None:
 
 
 def test_records_of_sources_that_changed_go_when_others_are_kept(played: Path) -> None:
-    calls = tune.calls_of(alone.program_of("Gemm", SHAPE, "fp16", H200))
+    calls = tune.calls_of(single_op_models.program_of("Gemm", SHAPE, "fp16", H200))
     (found,) = tune.tune(calls, H200, folder=played / "mine")
     (path,) = (played / "mine").iterdir()
     (record,) = json.loads(path.read_text()).values()
@@ -189,7 +189,7 @@ def test_what_a_norm_does_before_it_stores_parts_records(played: Path) -> None:
 
 def test_records_of_configurations_that_are_no_more_go(played: Path) -> None:
     """An earlier version's may lack what the kernel's own code asks of them."""
-    (call,) = tune.calls_of(alone.program_of("Gemm", SHAPE, "bf16", H200))
+    (call,) = tune.calls_of(single_op_models.program_of("Gemm", SHAPE, "bf16", H200))
     assert call.problem is not None
     entry = {"kernel": "wgmma", "config": {"stages": 4}, "us": 1.0, "code": "0"}
     name = tuning.key("Gemm", call.problem)
@@ -199,7 +199,7 @@ def test_records_of_configurations_that_are_no_more_go(played: Path) -> None:
 def test_the_gain_counts_each_call_of_a_model(
     played: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    calls = tune.calls_of(alone.program_of("LayerNormGemm", SHAPE, "bf16", H200))
+    calls = tune.calls_of(single_op_models.program_of("LayerNormGemm", SHAPE, "bf16", H200))
     (problem,) = [call.problem for call in calls]
     assert problem is not None
     counts = {tuning.key(problem.op, problem): 12}
@@ -212,7 +212,7 @@ def test_the_gain_counts_each_call_of_a_model(
 
 
 def test_no_problem_is_begun_after_the_limit(played: Path) -> None:
-    calls = tune.calls_of(alone.program_of("Gemm", SHAPE, "fp16", H200))
+    calls = tune.calls_of(single_op_models.program_of("Gemm", SHAPE, "fp16", H200))
     told: list[str] = []
     with progress.watched(lambda what, done, total: told.append(what)):
         assert list(tune.tune(calls, H200, seconds=-1)) == []
@@ -236,7 +236,7 @@ def test_what_cannot_be_tuned_is_said(cli: Cli, arguments: list[str], says: str)
 
 def test_a_choice_is_bound_as_a_session_binds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A library's call has no source to compile."""
-    program = alone.program_of("Gemm", SHAPE, "bf16", H200)
+    program = single_op_models.program_of("Gemm", SHAPE, "bf16", H200)
     (call,) = tune.calls_of(program)
     call = replace(call, launches=(replace(call.launches[0], source="", product=call.problem),))
     made: list[object] = []

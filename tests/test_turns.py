@@ -12,8 +12,8 @@ from fake_gpu import FakeGpu
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.runtime.device import DeviceMemoryError, Memory
 from onnx_fuse.runtime.executable import Executable
+from onnx_fuse.runtime.run_slots import AFTER, TURNS
 from onnx_fuse.runtime.tensor import DeviceTensor
-from onnx_fuse.runtime.turns import AFTER, TURNS
 
 SIZE = 1 << 16
 TEXT = f"""agraph (float[{SIZE}] x, float s, float[3] t) => (float[{SIZE}] big, float[3] y)

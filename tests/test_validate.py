@@ -19,7 +19,7 @@ from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.importer.save import to_proto
 from onnx_fuse.importer.shapes import fix_shapes, infer_shapes
 from onnx_fuse.ir.build import Builder, const_array, text_model
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.program.call import Program, dtype_of
 from onnx_fuse.program.problem import CHIPS, Hardware
 from onnx_fuse.runtime import ort

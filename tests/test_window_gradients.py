@@ -13,7 +13,7 @@ from window_gradients import network
 
 from onnx_fuse import autodiff
 from onnx_fuse.ir.build import text_model
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.kernels import candidates
 from onnx_fuse.lower.conv_transpose import phases
 from onnx_fuse.program.interpret import interpret

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir
 
 from onnx_fuse.ir.build import text_model
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 
 F32, F16, BF16, F64 = "float32", "float16", "bfloat16", "float64"
 Row = tuple[str, tuple[Any, ...], dict[str, Any], int, str, str, str]

@@ -33,7 +33,7 @@ from onnx_fuse import autodiff, rewrite
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.cuda.launch import PlacedLaunch, bind
 from onnx_fuse.kernels import Selection, candidates, select, tuning
-from onnx_fuse.kernels.rows import fold
+from onnx_fuse.kernels.norm_launches import fold
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.program.call import Program
 from onnx_fuse.program.problem import ITEMSIZE, GemmProblem, Hardware

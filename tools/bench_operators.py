@@ -35,7 +35,7 @@ from operator_rows import UNTIMED, every  # noqa: E402
 from onnx_fuse import InferenceSession  # noqa: E402
 from onnx_fuse.cuda import nvrtc  # noqa: E402
 from onnx_fuse.cuda.launch import bind  # noqa: E402
-from onnx_fuse.ir.common import FUSE  # noqa: E402
+from onnx_fuse.ir.constants import FUSE  # noqa: E402
 from onnx_fuse.kernels import site  # noqa: E402
 from onnx_fuse.lower.decompose import DECOMPOSED  # noqa: E402
 from onnx_fuse.lower.table import lowerings  # noqa: E402

@@ -12,7 +12,7 @@ from typing import Any
 import onnx
 
 import onnx_fuse.ops.fused  # noqa: F401  (fills the table)
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops import OPS, NoGrad
 from onnx_fuse.ops.fused.sdpa import KINDS
 

@@ -401,7 +401,7 @@ def prepare(problem: GemmProblem, pointers: dict[str, int], hw: Hardware) -> Non
     """Fold the weights once, as a session does when it loads a model."""
     import torch as t
 
-    from onnx_fuse.kernels.rows import fold
+    from onnx_fuse.kernels.norm_launches import fold
 
     call = fold(problem.k, problem.n, problem.dtype, problem.trans_b, hw)
     bind(call, pointers, hw).enqueue(t.cuda.current_stream().cuda_stream)

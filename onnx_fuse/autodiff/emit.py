@@ -14,11 +14,11 @@ from onnx_fuse.importer.save import fused_function
 from onnx_fuse.importer.types import element_type
 from onnx_fuse.ir.actual_sizes import correct_types
 from onnx_fuse.ir.build import Builder
-from onnx_fuse.ir.common import one_line
+from onnx_fuse.ir.constants import one_line
 from onnx_fuse.ops.bodies import carries_body
-from onnx_fuse.ops.cells import Written, activations
-from onnx_fuse.ops.grad_helpers import fail, may_be_float, text
 from onnx_fuse.ops.recurrent import GATES
+from onnx_fuse.ops.rnn_unrolled import Written, activations
+from onnx_fuse.ops.shape_ops import fail, may_be_float, text
 
 CombinesGradients: TypeAlias = Callable[[ir.Node], bool]
 """Whether kernels serve the gradients of a fused float32 node better than those of its parts."""

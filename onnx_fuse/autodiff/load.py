@@ -7,7 +7,7 @@ import onnx_ir as ir
 from onnx_fuse.autodiff.training_ops import expand_training_ops
 from onnx_fuse.importer.load import file_faults, standard
 from onnx_fuse.ir.build import rename_shadowing_values
-from onnx_fuse.ir.common import PREVIEW, Model
+from onnx_fuse.ir.constants import PREVIEW, Model
 
 
 def load(source: Model) -> ir.Model:

@@ -15,14 +15,14 @@ from onnx_fuse.autodiff.walk import backward
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.importer.shapes import infer_shapes
 from onnx_fuse.ir.build import rank, rename_shadowing_values
-from onnx_fuse.ir.common import DEFAULT, MAP_TYPE, Model
+from onnx_fuse.ir.constants import DEFAULT, MAP_TYPE, Model
 from onnx_fuse.ir.traits import only_sizes
-from onnx_fuse.ops.grad_helpers import may_be_float
 from onnx_fuse.ops.loss import LOSSES, label_value
 from onnx_fuse.ops.rules import CONSTANT
+from onnx_fuse.ops.shape_ops import may_be_float
 from onnx_fuse.rewrite.canonicalize import canonicalize
 from onnx_fuse.rewrite.constants import lift_parameters, starts_recurrence
-from onnx_fuse.rewrite.params import pack_values, parts, unpack_values
+from onnx_fuse.rewrite.packed_weights import pack_values, parts, unpack_values
 
 GRADIENT_OF = "onnx_fuse.gradient_of"
 """Key of the metadata of an input or output that is a gradient: the name of what it is one of."""

@@ -16,7 +16,7 @@ from onnx_fuse.importer.save import inline
 from onnx_fuse.importer.shapes import infer_shapes
 from onnx_fuse.ir.build import Builder, all_nodes, const_array
 from onnx_fuse.ir.evaluate import DRAWS
-from onnx_fuse.ops.grad_helpers import fail, may_be_float
+from onnx_fuse.ops.shape_ops import fail, may_be_float
 from onnx_fuse.rewrite.canonicalize import clean
 
 _VIEWS = frozenset(("Transpose", "Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"))

@@ -11,8 +11,8 @@ import onnx_ir as ir
 from onnx_fuse.autodiff.emit import Emitter
 from onnx_fuse.importer.types import shapes_of_body, values_read
 from onnx_fuse.ir.build import subgraphs
-from onnx_fuse.ir.common import FUSE
-from onnx_fuse.ops.grad_helpers import fail, may_be_float, size_of, zeros_like
+from onnx_fuse.ir.constants import FUSE
+from onnx_fuse.ops.shape_ops import fail, may_be_float, size_of, zeros_like
 
 Walk: TypeAlias = Callable[..., dict[str, ir.Value]]
 """`walk._walk`: the gradients of values of a graph, appended to it."""

@@ -9,8 +9,8 @@ import onnx_ir as ir
 from onnx_fuse.autodiff.emit import Emitter, roots
 from onnx_fuse.autodiff.walk import backward
 from onnx_fuse.importer.shapes import infer_shapes
-from onnx_fuse.ir.common import PREVIEW
-from onnx_fuse.ops.grad_helpers import fail, text
+from onnx_fuse.ir.constants import PREVIEW
+from onnx_fuse.ops.shape_ops import fail, text
 from onnx_fuse.ops.update import expand_standard_updates
 
 

@@ -13,11 +13,11 @@ from onnx_fuse.autodiff.subgraphs import captures, reads, through_if, through_lo
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer import contrib
 from onnx_fuse.importer.shapes import infer_shapes
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops import NoGrad, OpDef, lookup
-from onnx_fuse.ops.grad_helpers import fail, may_be_float, unbroadcast, zeros_like
 from onnx_fuse.ops.recurrent import GATES, steps_kind
+from onnx_fuse.ops.shape_ops import fail, may_be_float, unbroadcast, zeros_like
 from onnx_fuse.rewrite.leaf_norm import without_rows
 
 # The rules of these answer in a broadcast shape (elementwise: the output's), which the walker sums

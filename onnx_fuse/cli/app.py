@@ -31,7 +31,7 @@ from onnx_fuse.cli import (
 )
 from onnx_fuse.cli.stderr import print_error
 from onnx_fuse.errors import OnnxFuseError, printable
-from onnx_fuse.layout import wrap
+from onnx_fuse.textwrap import wrap
 
 app = typer.Typer(
     name="onnx-fuse",

@@ -230,25 +230,24 @@ def _to_tune(
 
     Between them: how often the model has each problem, by its key.
     """
-    from onnx_fuse import alone, tune
+    from onnx_fuse import single_op_models, tune
     from onnx_fuse.importer.shapes import fix_shapes
     from onnx_fuse.kernels import tuning
     from onnx_fuse.session import InferenceSession
     from onnx_fuse.validation.inputs import generate, read_feeds
 
     check_precision(how)
-    if not model.exists() and str(model) in alone.OPS:
+    if not model.exists() and str(model) in single_op_models.OPS:
         op = str(model)
         sizes = [parse_mkn(text) for text in shape]
         if not sizes:
             raise UsageError(f"give the sizes to tune {op} at, as in --shape 8192,768,3072")
         hw = hardware_of("cuda")
-        programs = [alone.program_of(op, size, how, hw) for size in sizes]
+        programs = [single_op_models.program_of(op, size, how, hw) for size in sizes]
         return [call for p in programs for call in tune.calls_of(p, op)], {}, hw
     if not model.exists():
-        raise UsageError(
-            f"{model} is neither a file nor an operator: give one of {', '.join(alone.OPS)}"
-        )
+        operators = ", ".join(single_op_models.OPS)
+        raise UsageError(f"{model} is neither a file nor an operator: give one of {operators}")
     graph = files.load(model, str(model))
     fix_shapes(graph, shapes, dims)
     session = InferenceSession(graph, device="cuda", precision=how)

@@ -66,13 +66,15 @@ def lab(
     )
     import time
 
-    from onnx_fuse import alone, config
+    from onnx_fuse import config, single_op_models
     from onnx_fuse import lab as bench
     from onnx_fuse.report import timing
 
     check_precision(precision)
-    if op not in alone.OPS:
-        raise UsageError(f"there is no operator '{op}' here: choose one of {', '.join(alone.OPS)}")
+    if op not in single_op_models.OPS:
+        raise UsageError(
+            f"there is no operator '{op}' here: choose one of {', '.join(single_op_models.OPS)}"
+        )
     sizes = [parse_mkn(text) for text in shape or ["512,768,3072"]]
     if records and not freeze:
         raise UsageError("--records is where --freeze writes: add --freeze")

@@ -12,7 +12,7 @@ from typing import Any
 import onnx
 
 from onnx_fuse.errors import ModelError, UsageError
-from onnx_fuse.ir.common import Model, one_line
+from onnx_fuse.ir.constants import Model, one_line
 
 
 def exported(model: Any, args: Any = None, dynamic_shapes: Any = None) -> Model:

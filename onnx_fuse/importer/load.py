@@ -41,7 +41,7 @@ from onnx_fuse.importer.untrusted import (
 from onnx_fuse.importer.weights import PLACE, InContainer, Weights, parts
 from onnx_fuse.ir.actual_sizes import POOLS
 from onnx_fuse.ir.build import all_nodes, subgraphs
-from onnx_fuse.ir.common import CANONICAL_OPSET, FUSE, MAP_TYPE, PREVIEW, Model, one_line
+from onnx_fuse.ir.constants import CANONICAL_OPSET, FUSE, MAP_TYPE, PREVIEW, Model, one_line
 from onnx_fuse.ops.bodies import body_of, carries_body
 
 _READ = "onnx_fuse.read"

@@ -15,7 +15,7 @@ from onnx_fuse.importer.save import fused_function
 from onnx_fuse.importer.shapes import check_sizes, infer_shapes
 from onnx_fuse.importer.upgrade import UPGRADES, upgrade
 from onnx_fuse.ir.build import Builder, all_nodes, const_array
-from onnx_fuse.ir.common import CAME_IN, CANONICAL_OPSET, DEFAULT, one_line
+from onnx_fuse.ir.constants import CAME_IN, CANONICAL_OPSET, DEFAULT, one_line
 from onnx_fuse.ir.evaluate import TO_THE_END
 from onnx_fuse.ir.functions import inline_functions
 from onnx_fuse.ops.bodies import body_of

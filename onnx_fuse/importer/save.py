@@ -19,7 +19,7 @@ from onnx_fuse.importer import contrib
 from onnx_fuse.importer.downgrade import downgrade
 from onnx_fuse.importer.upgrade import upgrade
 from onnx_fuse.ir.build import all_nodes, given, outputs_kept, rename_shadowing_values
-from onnx_fuse.ir.common import CAME_IN, CANONICAL_OPSET, DEFAULT, FUSE, MAP_TYPE, quiet
+from onnx_fuse.ir.constants import CAME_IN, CANONICAL_OPSET, DEFAULT, FUSE, MAP_TYPE, quiet
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.bodies import body_of, carries_body
 

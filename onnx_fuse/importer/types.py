@@ -19,7 +19,7 @@ import onnx_ir as ir
 from onnx_fuse.importer.inference import inferred
 from onnx_fuse.ir.actual_sizes import infer_actual
 from onnx_fuse.ir.build import all_nodes, subgraphs
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 
 _ELEMENT = {
     f"tensor({t.name.lower()})": t

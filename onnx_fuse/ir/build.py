@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir.common import CANONICAL_OPSET, DEFAULT, FUSE
+from onnx_fuse.ir.constants import CANONICAL_OPSET, DEFAULT, FUSE
 
 
 class Builder:

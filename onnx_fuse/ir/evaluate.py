@@ -16,7 +16,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 
 Array = np.ndarray[Any, Any]
 

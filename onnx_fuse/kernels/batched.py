@@ -14,7 +14,7 @@ from onnx_fuse.cuda.source import source_text, without_bounds
 from onnx_fuse.kernels import Selection, candidates
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import HeuristicKernel
-from onnx_fuse.program.moves import BatchedCalls, CopyMany, PointwiseMany
+from onnx_fuse.program.data_movement import BatchedCalls, CopyMany, PointwiseMany
 from onnx_fuse.program.problem import (
     AnyProblem,
     Hardware,

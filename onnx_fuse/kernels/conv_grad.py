@@ -21,7 +21,7 @@ from onnx_fuse.kernels.conv_nhwc import (
 )
 from onnx_fuse.kernels.gemm_sm90 import Wgmma as Gemm
 from onnx_fuse.kernels.kernel import Kernel
-from onnx_fuse.kernels.rows import rename
+from onnx_fuse.kernels.norm_launches import rename
 from onnx_fuse.kernels.rule_based import HeuristicKernel, access_width, window_macros
 from onnx_fuse.program.problem import (
     ITEMSIZE,

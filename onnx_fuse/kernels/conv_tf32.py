@@ -20,7 +20,7 @@ from onnx_fuse.kernels.conv_nhwc import (
     unboxed,
 )
 from onnx_fuse.kernels.gemm_tf32 import BK, Tf32
-from onnx_fuse.kernels.rows import rename
+from onnx_fuse.kernels.norm_launches import rename
 from onnx_fuse.kernels.rule_based import window_macros
 from onnx_fuse.program.problem import (
     GemmProblem,

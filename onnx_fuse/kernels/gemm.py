@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from onnx_fuse.cuda.macros import C_TYPES
 from onnx_fuse.kernels.cublaslt import CublasLt
 from onnx_fuse.kernels.gemm_cluster import Cluster
-from onnx_fuse.kernels.gemm_eight import EightBits
+from onnx_fuse.kernels.gemm_fp8 import EightBits
 from onnx_fuse.kernels.gemm_portable import Mma, Simt, SimtSplitK
 from onnx_fuse.kernels.gemm_skinny import SmallM
 from onnx_fuse.kernels.gemm_sm90 import SplitWgmma, Wgmma
 from onnx_fuse.kernels.gemm_tf32 import Tf32
-from onnx_fuse.kernels.gemm_turned import TurnedFma, TurnedTf32
+from onnx_fuse.kernels.gemm_transposed import TurnedFma, TurnedTf32
 from onnx_fuse.kernels.gemm_vector import Gemv
 from onnx_fuse.kernels.kernel import Kernel
 

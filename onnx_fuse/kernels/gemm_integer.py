@@ -13,8 +13,8 @@ from math import ceil, prod
 from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import Unconditional, WithoutWorkspace
+from onnx_fuse.program.contractions import IntegerProduct
 from onnx_fuse.program.problem import Arg, Hardware, KernelConfig, Launch, Launches, Num, Ptr
-from onnx_fuse.program.products import IntegerProduct
 
 BYTES = ("int8", "uint8")
 LINE = 16

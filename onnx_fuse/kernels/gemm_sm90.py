@@ -19,7 +19,7 @@ from onnx_fuse.kernels.gemm_portable import (
     slope_seconds,
     type_defines,
 )
-from onnx_fuse.kernels.rows import rename, row_stats
+from onnx_fuse.kernels.norm_launches import rename, row_stats
 from onnx_fuse.kernels.rule_based import DelegatingKernel
 from onnx_fuse.program.epilogue import EXP_COLUMNS
 from onnx_fuse.program.problem import (

@@ -15,7 +15,7 @@ from onnx_fuse.cuda.pointwise import STORAGE
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.radix import RadixSort, aligned
 from onnx_fuse.kernels.rule_based import HeuristicKernel, access_width
-from onnx_fuse.program.moves import GatherElements, GatherND, ScatterElements, ScatterND
+from onnx_fuse.program.data_movement import GatherElements, GatherND, ScatterElements, ScatterND
 from onnx_fuse.program.problem import (
     ITEMSIZE,
     Arg,

@@ -19,10 +19,10 @@ from onnx_fuse.kernels.gemm_portable import Mma, Simt, SimtSplitK
 from onnx_fuse.kernels.gemm_skinny import SmallM
 from onnx_fuse.kernels.gemm_sm90 import SplitWgmma, Wgmma
 from onnx_fuse.kernels.gemm_tf32 import Tf32
-from onnx_fuse.kernels.gemm_turned import TurnedTf32
+from onnx_fuse.kernels.gemm_transposed import TurnedTf32
 from onnx_fuse.kernels.gemm_vector import Gemv
 from onnx_fuse.kernels.kernel import Kernel
-from onnx_fuse.kernels.rows import fold, fold_seconds, rename, row_stats
+from onnx_fuse.kernels.norm_launches import fold, fold_seconds, rename, row_stats
 from onnx_fuse.kernels.rule_based import DelegatingKernel
 from onnx_fuse.program.problem import (
     ITEMSIZE,

@@ -24,10 +24,10 @@ from onnx_fuse.kernels.gemm_portable import Mma, Simt, SimtSplitK
 from onnx_fuse.kernels.gemm_skinny import SmallM
 from onnx_fuse.kernels.gemm_sm90 import PLANES, Wgmma
 from onnx_fuse.kernels.gemm_tf32 import Tf32
-from onnx_fuse.kernels.gemm_turned import TurnedTf32
+from onnx_fuse.kernels.gemm_transposed import TurnedTf32
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.layernorm_gemm_grad_small import Arena, FewRows
-from onnx_fuse.kernels.rows import (
+from onnx_fuse.kernels.norm_launches import (
     fold,
     fold_planes,
     rename,

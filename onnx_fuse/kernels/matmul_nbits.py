@@ -8,8 +8,9 @@ from math import ceil
 from onnx_fuse.cuda.macros import C_TYPES, as_defines
 from onnx_fuse.kernels.gemm import KERNELS as GEMM
 from onnx_fuse.kernels.kernel import Kernel
-from onnx_fuse.kernels.rows import rename
+from onnx_fuse.kernels.norm_launches import rename
 from onnx_fuse.kernels.rule_based import DelegatingKernel, Unconditional, WithoutWorkspace
+from onnx_fuse.program.contractions import PackedProduct
 from onnx_fuse.program.problem import (
     ITEMSIZE,
     Arg,
@@ -21,7 +22,6 @@ from onnx_fuse.program.problem import (
     Num,
     Ptr,
 )
-from onnx_fuse.program.products import PackedProduct
 
 FLOATS = ("float16", "bfloat16", "float32")
 ROWS = 8

@@ -8,7 +8,7 @@ from onnx_fuse.cuda.macros import C_TYPES, accumulator
 from onnx_fuse.cuda.pointwise import STORAGE
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import HeuristicKernel, window_macros
-from onnx_fuse.program.moves import (
+from onnx_fuse.program.data_movement import (
     DeformColumns,
     Determinant,
     NGrams,

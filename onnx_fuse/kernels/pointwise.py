@@ -19,7 +19,7 @@ from onnx_fuse.cuda.pointwise import (
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import HeuristicKernel
 from onnx_fuse.program.call import Tensor
-from onnx_fuse.program.moves import Pointwise, PointwiseSums
+from onnx_fuse.program.data_movement import Pointwise, PointwiseSums
 from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launch, Launches
 from onnx_fuse.program.size import OpenSize, minimum
 

@@ -8,7 +8,7 @@ from typing import Any
 from onnx_fuse.cuda.macros import C_TYPES, accumulator, defines
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.rule_based import HeuristicKernel
-from onnx_fuse.program.moves import Recurrence
+from onnx_fuse.program.data_movement import Recurrence
 from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launch, Launches, Num, Ptr
 
 _PARTS = 8  # PARTS_MOST of steps.cuh

@@ -9,7 +9,13 @@ from onnx_fuse.cuda.macros import C_TYPES, accumulator, lanes, pow2
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.radix import RadixSort, aligned
 from onnx_fuse.kernels.rule_based import HeuristicKernel
-from onnx_fuse.program.moves import CumulativeSum, KeptCounts, KeptPositions, SortedRows, TopK
+from onnx_fuse.program.data_movement import (
+    CumulativeSum,
+    KeptCounts,
+    KeptPositions,
+    SortedRows,
+    TopK,
+)
 from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launches, Num, Ptr
 from onnx_fuse.program.size import coarse
 

@@ -6,8 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator, defines
-from onnx_fuse.kernels.rows import rename
+from onnx_fuse.kernels.norm_launches import rename
 from onnx_fuse.kernels.rule_based import Unconditional
+from onnx_fuse.program.contractions import Attention, AttentionGrad
 from onnx_fuse.program.problem import (
     FEW,
     ITEMSIZE,
@@ -20,7 +21,6 @@ from onnx_fuse.program.problem import (
     Ptr,
     TensorMap,
 )
-from onnx_fuse.program.products import Attention, AttentionGrad
 from onnx_fuse.program.size import upper_bound
 from onnx_fuse.program.spec import GRID
 

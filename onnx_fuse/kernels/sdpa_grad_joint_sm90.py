@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from onnx_fuse.cuda.macros import defines
 from onnx_fuse.kernels.rule_based import Unconditional
 from onnx_fuse.kernels.sdpa import boxes, common_macros, tma_refusal
+from onnx_fuse.program.contractions import Attention
 from onnx_fuse.program.problem import (
     Arg,
     Hardware,
@@ -17,7 +18,6 @@ from onnx_fuse.program.problem import (
     Ptr,
     TensorMap,
 )
-from onnx_fuse.program.products import Attention
 from onnx_fuse.program.size import minimum
 
 TILE, KEYS, LONGEST = 64, 128, 2048

@@ -16,8 +16,8 @@ from onnx_fuse.kernels.sdpa import (
     tma_refusal,
 )
 from onnx_fuse.kernels.sdpa_grad_joint_sm90 import WgmmaGradJoint
+from onnx_fuse.program.contractions import Attention
 from onnx_fuse.program.problem import Arg, Hardware, KernelConfig, Launch, Launches, Num, Ptr
-from onnx_fuse.program.products import Attention
 
 TILE = 64
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from onnx_fuse.cuda.macros import defines
 from onnx_fuse.kernels.kernel import Kernel
-from onnx_fuse.kernels.rows import act_grad, fold, fold_many, sum_parts
+from onnx_fuse.kernels.norm_launches import act_grad, fold, fold_many, sum_parts
 from onnx_fuse.kernels.rule_based import HeuristicKernel
 from onnx_fuse.program.problem import ITEMSIZE, Hardware, KernelConfig, Launch, Launches, Num, Ptr
 from onnx_fuse.program.problems import Fold, MergedMoments, PartSums, SlopeProduct

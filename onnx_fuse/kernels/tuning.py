@@ -19,7 +19,7 @@ from onnx_fuse import config
 from onnx_fuse.cuda.digest import code_digest
 from onnx_fuse.kernels import cublaslt
 from onnx_fuse.kernels.kernel import Kernel
-from onnx_fuse.program import call, expression, moves, norms, problems, products
+from onnx_fuse.program import call, contractions, data_movement, expression, norms, problems
 from onnx_fuse.program.epilogue import Epilogue
 from onnx_fuse.program.problem import (
     AnyProblem,
@@ -103,7 +103,7 @@ def read(name: str) -> AnyProblem:
 
 _PARTS: dict[str, type[Any]] = {
     kind.__name__: kind
-    for module in (call, expression, moves, norms, problems, products)
+    for module in (call, expression, data_movement, norms, problems, contractions)
     for kind in vars(module).values()
     if is_dataclass(kind) and isinstance(kind, type)
 }

@@ -7,7 +7,7 @@ from functools import partial
 import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.lower.context import Context, Lowering
 from onnx_fuse.ops.collective import COLLECTIVES
 from onnx_fuse.program.problem import Collective

@@ -46,7 +46,7 @@ from onnx_fuse.importer import contrib
 from onnx_fuse.importer.shapes import infer_shapes
 from onnx_fuse.ir.actual_sizes import correct_types
 from onnx_fuse.ir.build import subgraphs
-from onnx_fuse.ir.common import FUSE, one_line
+from onnx_fuse.ir.constants import FUSE, one_line
 from onnx_fuse.kernels import refusals, serves
 from onnx_fuse.ops.bodies import carries_body
 from onnx_fuse.program import host

@@ -22,7 +22,7 @@ from onnx_fuse.cuda.pointwise import (
     dtype_name,
     rounded,
 )
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.lower.channels_last import follow
 from onnx_fuse.lower.context import Context, Lowering, broadcast, emit, operand
 from onnx_fuse.ops.activations import ACTIVATIONS

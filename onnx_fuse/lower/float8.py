@@ -7,10 +7,10 @@ from typing import NamedTuple
 import onnx_ir as ir
 
 from onnx_fuse.errors import UsageError
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
-from onnx_fuse.kernels.gemm_eight import E4M3, E5M2
-from onnx_fuse.kernels.rows import act_parts
+from onnx_fuse.kernels.gemm_fp8 import E4M3, E5M2
+from onnx_fuse.kernels.norm_launches import act_parts
 from onnx_fuse.lower.context import Context, Lowering
 from onnx_fuse.lower.linear import ACTIVATIONS, activation, bias_row
 from onnx_fuse.ops.fused.float8 import HISTORY, MULTIPLE, NAME

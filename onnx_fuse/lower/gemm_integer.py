@@ -19,7 +19,7 @@ from onnx_fuse.lower.quant import to_integer
 from onnx_fuse.lower.views import reshaped
 from onnx_fuse.program import size as sizes
 from onnx_fuse.program.call import Tensor
-from onnx_fuse.program.products import IntegerProduct
+from onnx_fuse.program.contractions import IntegerProduct
 
 
 def _rows(ctx: Context, node: ir.Node, t: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from onnx_fuse.cuda.pointwise import Code
 from onnx_fuse.lower.context import Context, Lowering, copy, emit
 from onnx_fuse.lower.views import reshaped
 from onnx_fuse.program.call import UNKNOWN, Tensor
-from onnx_fuse.program.moves import GatherElements, GatherND, ScatterElements, ScatterND
+from onnx_fuse.program.data_movement import GatherElements, GatherND, ScatterElements, ScatterND
 from onnx_fuse.program.size import number
 
 MOST_KNOWN = 1 << 12

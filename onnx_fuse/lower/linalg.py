@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from onnx_fuse.cuda.macros import FLOATS, accumulator
 from onnx_fuse.lower.context import Context, Lowering
-from onnx_fuse.program.moves import Determinant
+from onnx_fuse.program.data_movement import Determinant
 
 
 def det(ctx: Context, node: ir.Node) -> str | None:

@@ -11,11 +11,11 @@ import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import FLOATS
 from onnx_fuse.ir.build import dim
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.kernels import forced, refusals, select
 from onnx_fuse.kernels.costs import Passes, pays, seconds, total
-from onnx_fuse.kernels.rows import act_parts
+from onnx_fuse.kernels.norm_launches import act_parts
 from onnx_fuse.lower.context import Context, Lowering, copy
 from onnx_fuse.lower.matrices import Matrix, Operands, alignment, matrix, with_whole_rows
 from onnx_fuse.lower.quant import stays_packed

@@ -8,7 +8,7 @@ from math import prod
 import onnx_ir as ir
 
 from onnx_fuse.cuda.macros import FLOATS, accumulator
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.lower.context import Context, Lowering
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.losses import CrossEntropy

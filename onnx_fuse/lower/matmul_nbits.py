@@ -13,8 +13,8 @@ from onnx_fuse.lower import linear
 from onnx_fuse.lower.context import Context, Lowering, emit
 from onnx_fuse.lower.quant import four_bit_weights
 from onnx_fuse.program.call import Tensor
+from onnx_fuse.program.contractions import PackedProduct
 from onnx_fuse.program.epilogue import Epilogue
-from onnx_fuse.program.products import PackedProduct
 
 
 def product(

@@ -12,7 +12,7 @@ from math import prod
 import onnx_ir as ir
 
 from onnx_fuse.cuda.macros import FLOATS
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.kernels.channel import by_columns, channel_chunks, group_chunks
 from onnx_fuse.kernels.norm import grad_parts

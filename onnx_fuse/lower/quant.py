@@ -26,11 +26,11 @@ from onnx_fuse.cuda.pointwise import (
     dtype_name,
     rounded,
 )
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.lower.context import Context, Lowering, emit
 from onnx_fuse.program.call import Tensor
-from onnx_fuse.program.moves import Range
+from onnx_fuse.program.data_movement import Range
 
 RANGES = {
     "int8": (-128, 127), "uint8": (0, 255), "int16": (-32768, 32767), "uint16": (0, 65535),

@@ -8,7 +8,7 @@ import onnx_ir as ir
 from onnx_fuse.cuda.pointwise import FLOATS, Code, dtype_name
 from onnx_fuse.lower.context import Context, Lowering, emit
 from onnx_fuse.program.call import UNKNOWN, Tensor
-from onnx_fuse.program.moves import Random
+from onnx_fuse.program.data_movement import Random
 
 UNIFORM, NORMAL, BERNOULLI, DROPOUT = range(4)
 

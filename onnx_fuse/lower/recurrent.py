@@ -1,7 +1,7 @@
 """RNN, GRU and LSTM: one product for all inputs, then all steps of a direction in one launch.
 
-The steps and their gradients are operators of ours (`ops/steps.py`) with a kernel each. A node with
-peepholes, clipped or coupled gates or other activations is written out over its steps instead.
+The steps and their gradients are operators of ours (`ops/rnn_scan.py`) with a kernel each. A node
+with peepholes, clipped or coupled gates or other activations is written out over its steps instead.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.cuda.macros import FLOATS
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.lower.context import Context, Lowering
-from onnx_fuse.ops.cells import DEFAULT, Cell, activations
 from onnx_fuse.ops.recurrent import steps_kind, ways
+from onnx_fuse.ops.rnn_unrolled import DEFAULT, Cell, activations
 from onnx_fuse.program.call import Tensor
-from onnx_fuse.program.moves import Recurrence
+from onnx_fuse.program.data_movement import Recurrence
 
 MAX_STEPS = 1024
 """Steps that are written out at most."""

@@ -8,11 +8,11 @@ import onnx_ir as ir
 
 from onnx_fuse.cuda.macros import FLOATS
 from onnx_fuse.cuda.pointwise import Code
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.lower.context import Context, Lowering, emit
 from onnx_fuse.lower.conv import window
 from onnx_fuse.lower.linear import product
-from onnx_fuse.program.moves import DeformColumns, NmsChosen, RoiAlign
+from onnx_fuse.program.data_movement import DeformColumns, NmsChosen, RoiAlign
 
 
 def roi_align(ctx: Context, node: ir.Node) -> str | None:

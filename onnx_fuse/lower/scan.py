@@ -6,10 +6,16 @@ from math import prod
 
 import onnx_ir as ir
 
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.lower.context import Context, Lowering
 from onnx_fuse.program.call import UNKNOWN
-from onnx_fuse.program.moves import CumulativeSum, KeptCounts, KeptPositions, SortedRows, TopK
+from onnx_fuse.program.data_movement import (
+    CumulativeSum,
+    KeptCounts,
+    KeptPositions,
+    SortedRows,
+    TopK,
+)
 
 
 def cumsum(ctx: Context, node: ir.Node) -> str | None:

@@ -11,16 +11,16 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import Code, cast_step
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.kernels import forced, serves
 from onnx_fuse.kernels.costs import Passes, total
 from onnx_fuse.lower.context import Context, Lowering, emit
-from onnx_fuse.ops.fused.sdpa.causal import CAUSAL, WINDOW
 from onnx_fuse.ops.fused.sdpa.kinds import FLOOR, KINDS
+from onnx_fuse.ops.fused.sdpa.mask_analysis import CAUSAL, WINDOW
 from onnx_fuse.program.call import Tensor
+from onnx_fuse.program.contractions import Attention, AttentionGrad
 from onnx_fuse.program.problem import ITEMSIZE, GemmProblem, Value
-from onnx_fuse.program.products import Attention, AttentionGrad
 from onnx_fuse.program.size import OpenSize, broadcast
 
 A = TypeVar("A", bound=Attention)

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir.common import FUSE
-from onnx_fuse.program.moves import KEPT_TILE
+from onnx_fuse.ir.constants import FUSE
+from onnx_fuse.program.data_movement import KEPT_TILE
 
 MAX_COLUMNS = 4
 """Elements of a slice up to which Unique sorts slices in one pass an element."""

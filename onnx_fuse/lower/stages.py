@@ -20,7 +20,7 @@ import onnx_ir as ir
 from onnx_fuse.importer.save import to_proto
 from onnx_fuse.importer.shapes import MAKES_SEQUENCES
 from onnx_fuse.ir.build import all_nodes, subgraphs
-from onnx_fuse.ir.common import CANONICAL_OPSET, FUSE
+from onnx_fuse.ir.constants import CANONICAL_OPSET, FUSE
 from onnx_fuse.lower.context import Slot, captured, data_type, type_proto
 from onnx_fuse.lower.control import Control
 from onnx_fuse.ops.bodies import carries_body

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.lower.context import Context, Lowering
-from onnx_fuse.program.moves import NGrams
+from onnx_fuse.program.data_movement import NGrams
 
 MODES = {"TF": 0, "IDF": 1, "TFIDF": 2}
 

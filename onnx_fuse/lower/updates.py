@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.lower.context import Context
 from onnx_fuse.program.call import Call, Tensor
 from onnx_fuse.program.passes.callgraph import rename_buffers

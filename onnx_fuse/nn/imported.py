@@ -10,7 +10,7 @@ from onnx_fuse import autodiff
 from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import UsageError
 from onnx_fuse.ir.build import bind_defaults
-from onnx_fuse.ir.common import Model
+from onnx_fuse.ir.constants import Model
 from onnx_fuse.nn.dispatch import apply
 from onnx_fuse.nn.module import Module, Parameter
 from onnx_fuse.nn.operation import Operation

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 
 from onnx_fuse.errors import UsageError
-from onnx_fuse.ir.common import CANONICAL_OPSET, FUSE
+from onnx_fuse.ir.constants import CANONICAL_OPSET, FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.nn import dispatch
 from onnx_fuse.nn.arrays import DType, is_float, np_name

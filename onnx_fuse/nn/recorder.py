@@ -20,7 +20,7 @@ from onnx_fuse import autodiff, rewrite
 from onnx_fuse.autodiff.subgraphs import reads
 from onnx_fuse.errors import UsageError
 from onnx_fuse.importer.shapes import infer_shapes
-from onnx_fuse.ir.common import CANONICAL_OPSET, FUSE
+from onnx_fuse.ir.constants import CANONICAL_OPSET, FUSE
 from onnx_fuse.nn.operation import Operation
 from onnx_fuse.nn.runner import Array
 from onnx_fuse.rewrite.canonicalize import clean

@@ -14,9 +14,9 @@ from onnx_fuse.ops import (  # noqa: F401
     random,
     recurrent,
     reduce,
-    regions,
+    rnn_scan,
+    roi_align,
     shape,
-    steps,
     update,
 )
 from onnx_fuse.ops.opdef import OPS, GradRule, NoGrad, OpDef, lookup, register

@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import dim
-from onnx_fuse.ops.grad_helpers import (
+from onnx_fuse.ops.opdef import OpDef, register
+from onnx_fuse.ops.shape_ops import (
     Tensor,
     Values,
     arguments,
@@ -29,7 +30,6 @@ from onnx_fuse.ops.grad_helpers import (
     unbroadcast,
     zeros_like,
 )
-from onnx_fuse.ops.opdef import OpDef, register
 
 
 def _heads(op: Any, x: Tensor, heads: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from onnx_fuse.ir.common import BODIES, FUSE, Body
+from onnx_fuse.ir.constants import BODIES, FUSE, Body
 from onnx_fuse.ir.names import FusedName
 
 

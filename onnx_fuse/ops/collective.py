@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import Builder
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.opdef import NoGrad, OpDef, register
 
 COLLECTIVES = ("AllReduce", "ReduceScatter", "AllGather")

@@ -16,7 +16,8 @@ import onnx_ir as ir
 from onnx_fuse.ir.actual_sizes import POOLS, same_pads
 from onnx_fuse.ir.build import const_array, dim
 from onnx_fuse.ir.windows import passes_padding
-from onnx_fuse.ops.grad_helpers import (
+from onnx_fuse.ops.opdef import OpDef, register
+from onnx_fuse.ops.shape_ops import (
     Tensor,
     Unary,
     Values,
@@ -40,7 +41,6 @@ from onnx_fuse.ops.grad_helpers import (
     vector,
     zeros_like,
 )
-from onnx_fuse.ops.opdef import OpDef, register
 
 
 class _Window(NamedTuple):

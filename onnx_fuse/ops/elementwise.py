@@ -9,8 +9,9 @@ from typing import Any
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import const_array, dim
-from onnx_fuse.ir.common import FUSE
-from onnx_fuse.ops.grad_helpers import (
+from onnx_fuse.ir.constants import FUSE
+from onnx_fuse.ops.opdef import NoGrad, OpDef, register
+from onnx_fuse.ops.shape_ops import (
     Tensor,
     Unary,
     Values,
@@ -30,7 +31,6 @@ from onnx_fuse.ops.grad_helpers import (
     to_like,
     unbroadcast,
 )
-from onnx_fuse.ops.opdef import NoGrad, OpDef, register
 
 _SELU_ALPHA, _SELU_GAMMA = 1.67326319217681884765625, 1.05070102214813232421875
 

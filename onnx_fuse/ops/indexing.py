@@ -8,7 +8,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import dim
-from onnx_fuse.ops.grad_helpers import (
+from onnx_fuse.ops.opdef import OpDef, register
+from onnx_fuse.ops.shape_ops import (
     Tensor,
     Values,
     arguments,
@@ -30,7 +31,6 @@ from onnx_fuse.ops.grad_helpers import (
     vector,
     zeros_like,
 )
-from onnx_fuse.ops.opdef import OpDef, register
 
 
 def _gather(op: Any, node: ir.Node, dys: Values) -> Values:

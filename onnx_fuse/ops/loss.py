@@ -16,8 +16,9 @@ import onnx_ir as ir
 
 from onnx_fuse.errors import UsageError
 from onnx_fuse.ir.build import dim
-from onnx_fuse.ir.common import FUSE
-from onnx_fuse.ops.grad_helpers import (
+from onnx_fuse.ir.constants import FUSE
+from onnx_fuse.ops.opdef import OpDef, register
+from onnx_fuse.ops.shape_ops import (
     Tensor,
     Values,
     arguments,
@@ -29,7 +30,6 @@ from onnx_fuse.ops.grad_helpers import (
     to_like,
     zeros_like,
 )
-from onnx_fuse.ops.opdef import OpDef, register
 
 Options = Mapping[str, Any]
 SMOOTHED = "SmoothedCrossEntropy"

@@ -9,7 +9,8 @@ from typing import Any
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import dim, given, rank
-from onnx_fuse.ops.grad_helpers import (
+from onnx_fuse.ops.opdef import OpDef, register
+from onnx_fuse.ops.shape_ops import (
     Values,
     arguments,
     fail,
@@ -21,7 +22,6 @@ from onnx_fuse.ops.grad_helpers import (
     swap_last,
     text,
 )
-from onnx_fuse.ops.opdef import OpDef, register
 
 
 def _matmul(op: Any, node: ir.Node, dys: Values) -> Values:

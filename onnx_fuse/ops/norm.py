@@ -9,7 +9,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnx_fuse.ops.grad_helpers import (
+from onnx_fuse.ops.opdef import OpDef, register
+from onnx_fuse.ops.shape_ops import (
     Tensor,
     Unary,
     Values,
@@ -33,7 +34,6 @@ from onnx_fuse.ops.grad_helpers import (
     to_type,
     unbroadcast,
 )
-from onnx_fuse.ops.opdef import OpDef, register
 
 
 def normalized(

@@ -9,7 +9,7 @@ import onnx
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import Builder
-from onnx_fuse.ir.common import BODIES, CANONICAL_OPSET, FUSE, base_name
+from onnx_fuse.ir.constants import BODIES, CANONICAL_OPSET, FUSE, base_name
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.formula import written_out
 

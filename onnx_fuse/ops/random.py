@@ -8,9 +8,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import const_array, given
-from onnx_fuse.ir.common import FUSE
-from onnx_fuse.ops.grad_helpers import Values, no_grad, output, to_like
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.opdef import NoGrad, OpDef, register
+from onnx_fuse.ops.shape_ops import Values, no_grad, output, to_like
 
 
 def _dropout(op: Any, node: ir.Node, dys: Values) -> Values:

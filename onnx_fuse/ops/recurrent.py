@@ -17,7 +17,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import dim, given
-from onnx_fuse.ops.grad_helpers import (
+from onnx_fuse.ops.opdef import OpDef, register
+from onnx_fuse.ops.shape_ops import (
     Tensor,
     Values,
     arguments,
@@ -32,7 +33,6 @@ from onnx_fuse.ops.grad_helpers import (
     to_type,
     vector,
 )
-from onnx_fuse.ops.opdef import OpDef, register
 
 GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 DEFAULTS = {"RNN": ("tanh",), "GRU": ("sigmoid", "tanh"), "LSTM": ("sigmoid", "tanh", "tanh")}

@@ -8,7 +8,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import dim, given
-from onnx_fuse.ops.grad_helpers import (
+from onnx_fuse.ops.opdef import OpDef, register
+from onnx_fuse.ops.shape_ops import (
     Tensor,
     Unary,
     Values,
@@ -25,7 +26,6 @@ from onnx_fuse.ops.grad_helpers import (
     table,
     to_like,
 )
-from onnx_fuse.ops.opdef import OpDef, register
 
 
 def axes_of(node: ir.Node) -> list[int] | None:

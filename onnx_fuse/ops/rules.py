@@ -28,7 +28,7 @@ from onnx_fuse.ir.build import (
     subgraphs,
     unique_name,
 )
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 
 PACKED = "onnx_fuse.packed"
 """metadata key of an initializer that a pass made of the model's own ones; see `rewrite.params`."""

@@ -8,7 +8,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import dim, given
-from onnx_fuse.ops.grad_helpers import (
+from onnx_fuse.ops.opdef import OpDef, register
+from onnx_fuse.ops.shape_ops import (
     Tensor,
     Unary,
     Values,
@@ -34,7 +35,6 @@ from onnx_fuse.ops.grad_helpers import (
     to_type,
     vector,
 )
-from onnx_fuse.ops.opdef import OpDef, register
 
 
 def _like(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:

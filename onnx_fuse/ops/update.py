@@ -14,7 +14,7 @@ from typing import Any
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import Builder
-from onnx_fuse.ir.common import FUSE, PREVIEW
+from onnx_fuse.ir.constants import FUSE, PREVIEW
 from onnx_fuse.ops.opdef import NoGrad, OpDef, register
 
 

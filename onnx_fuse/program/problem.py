@@ -316,7 +316,7 @@ class GemmProblem(Contraction):
     rms: bool = False
     """The norm is an RMSNormalization: it has no mean and no beta."""
     folded: bool = False
-    """The norm's parameters are in the weights: wq, cs and cv are given (`kernels.rows.fold`)."""
+    """Whether wq, cs and cv hold the norm's parameters (`kernels.norm_launches.fold`)."""
     stats: bool = False
     """mean and rstd are given: the producer of x wrote them."""
     parts: int = 0

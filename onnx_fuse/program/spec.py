@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from onnx_fuse.program import losses, moves, norms, problems, products
+from onnx_fuse.program import contractions, data_movement, losses, norms, problems
 from onnx_fuse.program.call import Buffer, Call, Program, Tensor
 from onnx_fuse.program.problem import (
     ITEMSIZE,
@@ -108,7 +108,7 @@ def _norm_product(p: GemmProblem) -> Needs:
     return {name: (types.get(name, ""), size) for name, size in sizes.items()}
 
 
-def _packed(p: products.PackedProduct) -> Needs:
+def _packed(p: contractions.PackedProduct) -> Needs:
     return {
         "a": (p.dtype, p.m * p.k), "q": ("uint8", p.n * p.row_bytes), "y": (p.out, p.m * p.n),
         "scale": (p.dtype, p.n * p.blocks), "bias": (p.dtype, p.n),
@@ -116,12 +116,12 @@ def _packed(p: products.PackedProduct) -> Needs:
     }  # fmt: skip
 
 
-def _integers(p: products.IntegerProduct) -> Needs:
+def _integers(p: contractions.IntegerProduct) -> Needs:
     return {"a": (p.dtype, (p.m - 1) * p.lda + p.k), "b": (p.b_dtype, (p.n - 1) * p.ldb + p.k),
             "y": ("int32", p.batches * p.m * p.n)}  # fmt: skip
 
 
-def _attention(p: products.Attention) -> Needs:
+def _attention(p: contractions.Attention) -> Needs:
     names = ("q", "k", "v", "y", *(("dy", "dq", "dk", "dv") if p.op == "SdpaGrad" else ()))
     found = {}
     for name in names:
@@ -208,7 +208,7 @@ def _reduce(p: problems.Reduce) -> Needs:
     }
 
 
-def _pointwise(p: moves.Pointwise) -> Needs:
+def _pointwise(p: data_movement.Pointwise) -> Needs:
     reads, writes = enumerate(p.reads), enumerate(p.writes)
     return {f"a{i}": (t.dtype, 0) for i, t in reads} | {f"y{i}": (t.dtype, 0) for i, t in writes}
 
@@ -223,24 +223,24 @@ def _same(*names: str) -> Callable[[Any], Needs]:
     return needs
 
 
-def _many(p: moves.PointwiseMany) -> Needs:
+def _many(p: data_movement.PointwiseMany) -> Needs:
     columns = [(*reads, *writes) for reads, writes in p.items]
     return {
         f"{k}.{row}": (t.dtype, 0) for row, all in enumerate(columns) for k, t in enumerate(all)
     }
 
 
-def _batched(p: moves.BatchedCalls) -> Needs:
+def _batched(p: data_movement.BatchedCalls) -> Needs:
     inner = needs(p.problem)
     return {f"{n}.{i}": need for n, need in inner.items() for i in range(p.count)}
 
 
 TABLE: dict[type[AnyProblem], Callable[[Any], Needs]] = {
     GemmProblem: _gemm,
-    products.PackedProduct: _packed,
-    products.IntegerProduct: _integers,
-    products.Attention: _attention,
-    products.AttentionGrad: _attention,
+    contractions.PackedProduct: _packed,
+    contractions.IntegerProduct: _integers,
+    contractions.Attention: _attention,
+    contractions.AttentionGrad: _attention,
     problems.Conv: _conv,
     problems.ConvWeightGrad: _conv_weights,
     problems.Norm: _norm,
@@ -301,60 +301,60 @@ TABLE: dict[type[AnyProblem], Callable[[Any], Needs]] = {
     problems.Registered: lambda p: {
         name: (dtype, prod(shape)) for name, dtype, shape in (*p.inputs, *p.outputs)
     },
-    moves.Pointwise: _pointwise,
-    moves.PointwiseSums: lambda p: {**_pointwise(p.pointwise), "sum": (p.out_dtype, 0)},
-    moves.PointwiseMany: _many,
-    moves.BatchedCalls: _batched,
-    moves.GatherElements: lambda p: {
+    data_movement.Pointwise: _pointwise,
+    data_movement.PointwiseSums: lambda p: {**_pointwise(p.pointwise), "sum": (p.out_dtype, 0)},
+    data_movement.PointwiseMany: _many,
+    data_movement.BatchedCalls: _batched,
+    data_movement.GatherElements: lambda p: {
         "index": (p.index, p.size), "y": (p.dtype, p.size),
         "x": (p.dtype, p.size // max(1, p.taken) * p.length),
     },
-    moves.GatherND: lambda p: {
+    data_movement.GatherND: lambda p: {
         "index": (p.index, p.batch * p.rows * len(p.dims)),
         "x": (p.dtype, p.batch * prod(p.dims) * p.inner),
         "y": (p.dtype, p.batch * p.rows * p.inner),
     },
-    moves.ScatterElements: lambda p: {
+    data_movement.ScatterElements: lambda p: {
         "index": (p.index, p.lines * p.given), "update": (p.dtype, p.lines * p.given),
         "y": (p.dtype, p.lines * p.length),
     },
-    moves.ScatterND: lambda p: {
+    data_movement.ScatterND: lambda p: {
         "index": (p.index, p.count * len(p.dims)), "update": (p.dtype, p.count * p.inner),
         "y": (p.dtype, p.rows * p.inner),
     },
-    moves.CumulativeSum: _same("x", "y"),
-    moves.TopK: lambda p: {
+    data_movement.CumulativeSum: _same("x", "y"),
+    data_movement.TopK: lambda p: {
         "x": (p.dtype, p.outer * p.length * p.inner), "values": (p.dtype, p.outer * p.k * p.inner),
         "indices": ("int64", p.outer * p.k * p.inner),
     },
-    moves.SortedRows: lambda p: {
+    data_movement.SortedRows: lambda p: {
         "x": (p.dtype, p.count * p.width), "indices": ("int64", p.count)
     },
-    moves.Random: lambda p: {"y": (p.dtype, p.size)},
-    moves.RoiAlign: lambda p: {
+    data_movement.Random: lambda p: {"y": (p.dtype, p.size)},
+    data_movement.RoiAlign: lambda p: {
         "x": (p.dtype, p.batch * prod(p.image)), "y": (p.dtype, p.size)
     },
-    moves.Determinant: lambda p: {
+    data_movement.Determinant: lambda p: {
         "x": (p.dtype, p.count * p.n * p.n), "work": ("", p.count * p.n * p.n),
         "y": (p.dtype, p.count),
     },
-    moves.NGrams: lambda p: {"y": ("float32", p.size)},
-    moves.Range: lambda p: {"x": ("float32", p.size)},
+    data_movement.NGrams: lambda p: {"y": ("float32", p.size)},
+    data_movement.Range: lambda p: {"x": ("float32", p.size)},
 }  # fmt: skip
 """Kind of problem -> its operands. What it leaves out holds more than its kernels touch."""
 
 BY_ELEMENTS = (
-    moves.Pointwise,
-    moves.PointwiseSums,
-    moves.PointwiseMany,
-    moves.CopyMany,
+    data_movement.Pointwise,
+    data_movement.PointwiseSums,
+    data_movement.PointwiseMany,
+    data_movement.CopyMany,
     Collective,
 )
 """Problems whose kernels look at each operand's offset, and need no alignment but an element's."""
 UPDATES = (
     *BY_ELEMENTS,
     *(losses.CrossEntropyChunk, losses.ExpRows),
-    *(moves.ScatterElements, moves.ScatterND, problems.RunningStats),
+    *(data_movement.ScatterElements, data_movement.ScatterND, problems.RunningStats),
 )
 """Problems whose kernels read an element before they write that very element."""
 
@@ -367,7 +367,7 @@ def needs(problem: AnyProblem) -> Needs:
 
 def alignment(problem: AnyProblem | None, name: str, written: bool) -> int:
     """The bytes that the address of an operand has to be a multiple of; 1: those of an element."""
-    if isinstance(problem, moves.BatchedCalls):
+    if isinstance(problem, data_movement.BatchedCalls):
         return alignment(problem.problem, name.rpartition(".")[0], written)
     if problem is None or isinstance(problem, BY_ELEMENTS):
         return 1

@@ -13,7 +13,7 @@ import onnx
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import const_array
-from onnx_fuse.ir.common import CANONICAL_OPSET, FUSE, base_name
+from onnx_fuse.ir.constants import CANONICAL_OPSET, FUSE, base_name
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.bodies import body_of
 from onnx_fuse.ops.rules import label

@@ -13,9 +13,9 @@ from onnx_fuse.report.terminal import Summary, check_lines, gradient_lines, mode
 
 if TYPE_CHECKING:
     from onnx_fuse.rewrite import Report
-    from onnx_fuse.validation.along import Along, Distribution
     from onnx_fuse.validation.check import Check
     from onnx_fuse.validation.gradients import GradientCheck
+    from onnx_fuse.validation.layerwise import Along, Distribution
 
 _NAMED = 40  # nodes named for each reason
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onnx_fuse import layout
+from onnx_fuse import textwrap
 from onnx_fuse.errors import printable
 from onnx_fuse.progress import quiet
 from onnx_fuse.report.page import Lines, Part, Table
@@ -121,7 +121,7 @@ class Printer:
             line = printable(line)
             if self.console.is_terminal:
                 indent = len(line) - len(line.lstrip()) + 2
-                line = "\n".join(layout.wrap(line, self.console.width, indent))
+                line = "\n".join(textwrap.wrap(line, self.console.width, indent))
             self.console.print(line, markup=False, soft_wrap=True)
 
     def table(
@@ -138,7 +138,7 @@ class Printer:
         self.blocks.append(Table(title, list(header), kept, left))
         quiet()
         cells = [[printable(cell) for cell in row] for row in (header, *kept)]
-        widths = layout.widths(cells, self.console.width)
+        widths = textwrap.widths(cells, self.console.width)
         if title:
             self.console.print(Text(title, style="bold"))
         if widths is None:
@@ -147,13 +147,13 @@ class Printer:
         table = tables.Table()
         for i, (name, width) in enumerate(zip(cells[0], widths, strict=True)):
             justify: Any = "left" if i < left else "right"
-            head = "\n".join(layout.wrap(name, width))
+            head = "\n".join(textwrap.wrap(name, width))
             table.add_column(Text(head), justify=justify, width=width, no_wrap=True)
         for row in cells[1:]:
             if not row:
                 table.add_section()
                 continue
-            folded = ("\n".join(layout.wrap(c, w)) for c, w in zip(row, widths, strict=True))
+            folded = ("\n".join(textwrap.wrap(c, w)) for c, w in zip(row, widths, strict=True))
             table.add_row(*(Text(cell) for cell in folded))
         self.console.print(table)
 

@@ -13,7 +13,7 @@ from onnx_fuse import progress
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.importer.shapes import infer_shapes, symbols_apart
 from onnx_fuse.ir.build import all_nodes
-from onnx_fuse.ir.common import FUSE, base_name, one_line
+from onnx_fuse.ir.constants import FUSE, base_name, one_line
 from onnx_fuse.ops import OPS
 from onnx_fuse.ops.bodies import carries_body
 from onnx_fuse.ops.fused import RULES

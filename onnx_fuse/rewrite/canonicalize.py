@@ -19,7 +19,7 @@ from onnx_fuse.ir.build import (
     rank,
     rename_shadowing_values,
 )
-from onnx_fuse.ir.common import DEFAULT, FUSE, one_line, quiet
+from onnx_fuse.ir.constants import DEFAULT, FUSE, one_line, quiet
 from onnx_fuse.ops.rules import (
     CONSTANT,
     consumers,

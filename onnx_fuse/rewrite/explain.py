@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import rank
-from onnx_fuse.ir.common import FUSE, base_name
+from onnx_fuse.ir.constants import FUSE, base_name
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.activations import OPERATORS
 from onnx_fuse.ops.fused.activations import activation_of

@@ -13,9 +13,9 @@ from typing import Any
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import dim, rank
-from onnx_fuse.ir.common import FUSE
-from onnx_fuse.ops.grad_helpers import emit
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.rules import attribute, constant_ints, consumers, producer, sole_consumer
+from onnx_fuse.ops.shape_ops import emit
 
 MIN_ROWS = 16
 """Rows from which a product costs more than a pass over the weights."""

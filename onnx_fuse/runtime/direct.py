@@ -22,7 +22,7 @@ from onnx_fuse.errors import DeviceError
 from onnx_fuse.program.call import Program, Tensor
 from onnx_fuse.program.problem import ITEMSIZE
 from onnx_fuse.runtime import device
-from onnx_fuse.runtime.changes import operands, workspace_key
+from onnx_fuse.runtime.arg_updates import operands, workspace_key
 from onnx_fuse.runtime.executable import Executable
 from onnx_fuse.runtime.launches import Launches
 from onnx_fuse.runtime.plan import PlannedProgram

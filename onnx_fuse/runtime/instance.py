@@ -20,16 +20,16 @@ from onnx_fuse.cuda.launch import PlacedLaunch, bind
 from onnx_fuse.program.call import Call, Program, Tensor, dtype_of
 from onnx_fuse.program.problem import ITEMSIZE
 from onnx_fuse.runtime import collector, device
-from onnx_fuse.runtime.changes import operands, workspace_key
+from onnx_fuse.runtime.arg_updates import operands, workspace_key
 from onnx_fuse.runtime.deployed import Deployed
 from onnx_fuse.runtime.host_calls import HostCall, Stages
 from onnx_fuse.runtime.launches import Launches
 from onnx_fuse.runtime.plan import PlannedProgram, aligned
+from onnx_fuse.runtime.run_slots import AFTER, Places, Pools, RunSlot, Turns
 from onnx_fuse.runtime.schedule import aliasable, collective, segments
 from onnx_fuse.runtime.staging import Array, Pending, Room, copied
 from onnx_fuse.runtime.tensor import DeviceTensor
 from onnx_fuse.runtime.timeline import Communication
-from onnx_fuse.runtime.turns import AFTER, Places, Pools, RunSlot, Turns
 from onnx_fuse.runtime.zero_copy import ZeroCopy
 
 if TYPE_CHECKING:

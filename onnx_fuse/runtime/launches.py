@@ -15,8 +15,8 @@ from onnx_fuse.errors import DeviceError
 from onnx_fuse.program.call import Call
 from onnx_fuse.program.problem import Hardware, Launch
 from onnx_fuse.runtime import device
-from onnx_fuse.runtime.changes import Change, Spots, operands, spots
-from onnx_fuse.runtime.changes import words as words_of
+from onnx_fuse.runtime.arg_updates import Change, Spots, operands, spots
+from onnx_fuse.runtime.arg_updates import words as words_of
 from onnx_fuse.runtime.schedule import (
     Order,
     Segment,

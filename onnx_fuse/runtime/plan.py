@@ -18,7 +18,7 @@ from onnx_fuse.program.formula import Guards, NoValue
 from onnx_fuse.runtime.schedule import Order, by_dependency, sequential
 
 if TYPE_CHECKING:
-    from onnx_fuse.runtime.changes import Change
+    from onnx_fuse.runtime.arg_updates import Change
 
 ALIGN = 256
 SIDE_BY_SIDE = 64 << 20

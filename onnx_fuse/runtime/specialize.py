@@ -29,8 +29,8 @@ from onnx_fuse.program.passes.recompute import recomputed
 from onnx_fuse.program.problem import Hardware
 from onnx_fuse.program.size import OpenSize, Trace, expression
 from onnx_fuse.runtime import collector
+from onnx_fuse.runtime.arg_updates import changes
 from onnx_fuse.runtime.budget import Budget, Recompute, within
-from onnx_fuse.runtime.changes import changes
 from onnx_fuse.runtime.graphs import derived_weights
 from onnx_fuse.runtime.plan import PlannedOpenProgram, PlannedProgram, evaluated, plan
 from onnx_fuse.runtime.program_cache import Key, Origin, ProgramCache, folder_of

@@ -19,7 +19,7 @@ from onnx_fuse.program.call import dense_strides
 from onnx_fuse.torch import gpu
 from onnx_fuse.torch.gpu import ADDRESS
 from onnx_fuse.torch.graph import Graph
-from onnx_fuse.torch.kinds import KINDS
+from onnx_fuse.torch.guard_cache import KINDS
 
 MANY = 16
 """Gradients of one backward from which on they share an allocation."""

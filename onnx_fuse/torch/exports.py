@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as tree
 
 from onnx_fuse.errors import UsageError
-from onnx_fuse.ir.common import one_line
+from onnx_fuse.ir.constants import one_line
 
 _LOCK = threading.RLock()
 PLAIN = (type(None), bool, int, float, str)

@@ -15,7 +15,7 @@ from torch import Tensor
 from onnx_fuse import rewrite, session
 from onnx_fuse.autodiff import Emitter
 from onnx_fuse.errors import UsageError
-from onnx_fuse.ir.common import CANONICAL_OPSET, FUSE
+from onnx_fuse.ir.constants import CANONICAL_OPSET, FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.activations import BY_KEY
 from onnx_fuse.ops.loss import LOSSES

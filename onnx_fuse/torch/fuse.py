@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 
 from onnx_fuse.errors import CheckFailed
 from onnx_fuse.torch import formulas
+from onnx_fuse.torch.exported_module import make_whole
 from onnx_fuse.torch.functional import (
     fused_layernorm_linear,
     linear_activation,
@@ -26,7 +27,6 @@ from onnx_fuse.torch.functional import (
     rms_norm_linear,
 )
 from onnx_fuse.torch.traces import size_of, traces
-from onnx_fuse.torch.whole import make_whole
 
 # ---- what the modules become -----------------------------------------------------------------
 

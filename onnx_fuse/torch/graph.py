@@ -14,8 +14,8 @@ import torch
 
 from onnx_fuse.autodiff import partition
 from onnx_fuse.errors import UsageError
+from onnx_fuse.torch.guard_cache import Kinds
 from onnx_fuse.torch.host import HostRunner
-from onnx_fuse.torch.kinds import Kinds
 
 DTYPES = {
     ir.DataType.FLOAT: torch.float32,

@@ -17,13 +17,13 @@ from onnx_fuse.errors import UsageError
 from onnx_fuse.importer.load import read
 from onnx_fuse.importer.save import save, to_proto
 from onnx_fuse.ir.build import bind_defaults
-from onnx_fuse.ir.common import Model
+from onnx_fuse.ir.constants import Model
 from onnx_fuse.program.problem import PRECISIONS
 from onnx_fuse.rewrite.constants import lift_parameters, set_parameter
 from onnx_fuse.rewrite.precision import lower_precision
 from onnx_fuse.torch.graph import Graph, enter
 from onnx_fuse.torch.library import call_graph
-from onnx_fuse.training import shared
+from onnx_fuse.training import tied_weights
 from onnx_fuse.training.groups import TrainableSelection
 from onnx_fuse.training.weights import model_names
 
@@ -51,7 +51,7 @@ class OnnxModule(nn.Module):
         given = read(model)
         if untie:
             given = given.clone()
-            shared.untie(given.graph)
+            tied_weights.untie(given.graph)
         graph = session.load(given.clone())
         bind_defaults(graph)
         lift_parameters(graph)

@@ -19,7 +19,7 @@ from torch.utils import _pytree as tree
 from onnx_fuse.torch import eager, gpu
 from onnx_fuse.torch.eager import OWN, CompiledForward, flattened, own, plain
 from onnx_fuse.torch.graph import Graph, find
-from onnx_fuse.torch.kinds import Kinds
+from onnx_fuse.torch.guard_cache import Kinds
 
 LIBRARY = Library("onnx_fuse", "DEF")
 

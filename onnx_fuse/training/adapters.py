@@ -34,7 +34,7 @@ from onnx_fuse.errors import DataError, ModelError, UsageError
 from onnx_fuse.importer.load import read
 from onnx_fuse.importer.save import save
 from onnx_fuse.ir.build import Builder, add_initializer, unique_name
-from onnx_fuse.ir.common import FUSE, Model
+from onnx_fuse.ir.constants import FUSE, Model
 from onnx_fuse.ops.rules import cast_to, is_float, typed
 from onnx_fuse.rewrite.constants import set_parameter
 from onnx_fuse.training import peft

@@ -17,7 +17,7 @@ from onnx_fuse.runtime import calibration, ort
 from onnx_fuse.training import adapters
 from onnx_fuse.training.adapters import Adapter
 from onnx_fuse.training.merged import Merging
-from onnx_fuse.training.staged import Staged
+from onnx_fuse.training.ort_collectives import Staged
 from onnx_fuse.training.state import State
 from onnx_fuse.training.step import Spec
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import onnx_ir
 
 from onnx_fuse.autodiff import Emitter
-from onnx_fuse.ops.grad_helpers import arguments
 from onnx_fuse.ops.rules import typed
+from onnx_fuse.ops.shape_ops import arguments
 from onnx_fuse.training.ranks import Reduction
 
 __all__ = ["synchronised"]

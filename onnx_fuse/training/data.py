@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir
 
 from onnx_fuse.errors import DataError, ModelError
-from onnx_fuse.ir.common import one_line
+from onnx_fuse.ir.constants import one_line
 from onnx_fuse.runtime import ort
 from onnx_fuse.runtime.tensor import DeviceTensor
 

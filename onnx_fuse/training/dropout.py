@@ -8,7 +8,7 @@ import onnx_ir
 
 from onnx_fuse import autodiff
 from onnx_fuse.ir.build import const_array, replace_node
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 
 
 def draw_masks(

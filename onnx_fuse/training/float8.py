@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from onnx_fuse.errors import UsageError
 from onnx_fuse.ir.build import Builder, dim, given, rank
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.fused import float8, gated
 from onnx_fuse.ops.fused.gemm import KEEP, Parts, product_parts
 from onnx_fuse.ops.rules import attribute, typed

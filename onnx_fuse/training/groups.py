@@ -13,7 +13,7 @@ import onnx_ir
 
 from onnx_fuse.errors import UsageError
 from onnx_fuse.importer.load import read
-from onnx_fuse.ir.common import Model
+from onnx_fuse.ir.constants import Model
 from onnx_fuse.ops.rules import is_float
 from onnx_fuse.training.weights import literal
 

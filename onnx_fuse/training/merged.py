@@ -21,10 +21,10 @@ import numpy as np
 import onnx_ir
 
 from onnx_fuse.ir.build import Builder, add_initializer, dim
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.rules import cast_to, typed
-from onnx_fuse.rewrite import params
+from onnx_fuse.rewrite import packed_weights
 
 __all__ = ["ByRows", "Factors", "Merging", "Sums", "add_to_weights"]
 __dir__ = __all__.copy
@@ -266,7 +266,7 @@ def add_to_weights(model: onnx_ir.Model, merging: Merging) -> Sums:
     graph, op, found, factors = model.graph, Builder(), Sums(merging.by_rows), merging.factors
     casts = Builder()  # in front of all sums, so that one call makes them
     for weight in list(graph.initializers.values()):
-        axis, parts = params.parts(weight)
+        axis, parts = packed_weights.parts(weight)
         uses = list(weight.uses())
         ends = {node for node, _ in uses}
         # the gradient is that of what the step computes with: of the sum in 16 bits, where it is

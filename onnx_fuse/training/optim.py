@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from onnx_fuse.errors import UsageError
 from onnx_fuse.ir.build import Builder
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.training.groups import Group, find, layer_decay
 
 __all__ = [

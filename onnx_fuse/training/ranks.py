@@ -18,7 +18,7 @@ import onnx_ir
 from onnx_fuse.distributed import buckets
 from onnx_fuse.errors import UsageError
 from onnx_fuse.ir.build import Builder
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.loss import LOSSES
 from onnx_fuse.ops.rules import typed
 from onnx_fuse.training.losses import Target, Term

@@ -16,7 +16,7 @@ from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.importer.load import read
 from onnx_fuse.ir.build import bind_defaults, replace_node
-from onnx_fuse.ir.common import FUSE, Model
+from onnx_fuse.ir.constants import FUSE, Model
 from onnx_fuse.ops.fused import linear_cross_entropy
 from onnx_fuse.ops.rules import Rewriter, nodes_in_order, typed
 from onnx_fuse.program.problem import TRAINING_PRECISIONS

@@ -20,13 +20,13 @@ from onnx_fuse.importer.exported import exported
 from onnx_fuse.importer.load import read
 from onnx_fuse.importer.save import save
 from onnx_fuse.importer.shapes import with_shapes
-from onnx_fuse.ir.common import Model
+from onnx_fuse.ir.constants import Model
 from onnx_fuse.program.problem import TRAINING_PRECISIONS, Hardware
-from onnx_fuse.rewrite import params
+from onnx_fuse.rewrite import packed_weights
 from onnx_fuse.rewrite.constants import lift_parameters, set_parameter
 from onnx_fuse.runtime.budget import parse as parse_budget
 from onnx_fuse.runtime.timeline import Communication
-from onnx_fuse.training import adapters, backends, checkpoint, data, fit, optim, settings, shared
+from onnx_fuse.training import adapters, backends, checkpoint, data, fit, optim, settings
 from onnx_fuse.training.adapters import Adapter, Lora
 from onnx_fuse.training.fault import fault_of
 from onnx_fuse.training.float8 import check as check_float8
@@ -40,6 +40,8 @@ from onnx_fuse.training.ranks import Ranks, Spare, counted, part_of_state, whole
 from onnx_fuse.training.sources import Data
 from onnx_fuse.training.state import State
 from onnx_fuse.training.step import Mode, Spec, training_model
+from onnx_fuse.training.tied_weights import resolve as resolve_tied
+from onnx_fuse.training.tied_weights import untie as untie_weights
 from onnx_fuse.training.weights import literal
 
 __all__ = ["Evaluation", "Loss", "Trainer"]
@@ -186,11 +188,11 @@ class Trainer:
         self.notes: list[str] = []
         """Sentences about weights that the file stores twice, or once for several places."""
         if untie:
-            shared.untie(self._given.graph)
+            untie_weights(self._given.graph)
         self._source = self._given.clone()
         lift_parameters(self._source, frozenset(trainable or ()))
         choice = TrainableSelection(trainable, frozen, self.optimizer.groups)
-        self._duplicates, notes = shared.resolve(self._source.graph, choice, tied=tie)
+        self._duplicates, notes = resolve_tied(self._source.graph, choice, tied=tie)
         self.notes += notes
         self.adapters: list[Adapter] = []
         """The low-rank products that train beside weights."""
@@ -505,7 +507,7 @@ class Trainer:
         found: dict[str, Array] = {}
         for s, array in self._held():
             own = self._device.array(s.average) if averages and s.average else array
-            found |= params.unpack(s.value, own)
+            found |= packed_weights.unpack(s.value, own)
         for adapter in self.adapters:
             w = self._source.graph.initializers[adapter.weight].const_value
             assert w is not None
@@ -552,7 +554,7 @@ class Trainer:
             raise DataError(f"{os.fspath(path)}: another alpha / rank than the Trainer's")
         for s in self._specs["update"].states:
             if s.kind in ("parameter", "statistic"):
-                part = part_of_state(s, params.pack(s.value, tensors), self.world)
+                part = part_of_state(s, packed_weights.pack(s.value, tensors), self.world)
                 for name in filter(None, (s.name, s.average)):
                     self._device.write(name, part)
 
@@ -562,7 +564,7 @@ class Trainer:
         self._finish_steps()
         found: dict[str, Array] = {}
         for s, array in self._held():
-            found |= params.unpack(s.value, array.copy())
+            found |= packed_weights.unpack(s.value, array.copy())
         return found
 
     def _held(self) -> list[tuple[State, Array]]:

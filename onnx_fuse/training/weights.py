@@ -5,12 +5,12 @@ from __future__ import annotations
 import onnx_ir
 
 from onnx_fuse.ir.build import all_nodes, subgraphs
-from onnx_fuse.rewrite import params
+from onnx_fuse.rewrite import packed_weights
 
 
 def model_names(value: onnx_ir.Value) -> list[str]:
     """The model's own names of what a (packed) initializer holds."""
-    return [part.name for part in params.parts(value)[1]]
+    return [part.name for part in packed_weights.parts(value)[1]]
 
 
 def ancestors(value: onnx_ir.Value) -> set[onnx_ir.Value]:

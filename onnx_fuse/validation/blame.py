@@ -13,7 +13,7 @@ from onnx_ir import DataType, Value
 
 from onnx_fuse.importer.load import read
 from onnx_fuse.importer.save import functions_attached, fused_function
-from onnx_fuse.ir.common import Model
+from onnx_fuse.ir.constants import Model
 from onnx_fuse.ops.bodies import carries_body
 from onnx_fuse.validation import values
 from onnx_fuse.validation.arrays import Array

@@ -17,10 +17,9 @@ from onnx_fuse.errors import ModelError
 from onnx_fuse.guard import Crash, in_child
 from onnx_fuse.importer.opsets import MENDED
 from onnx_fuse.importer.shapes import fix_shapes, infer_shapes
-from onnx_fuse.ir.common import Model
+from onnx_fuse.ir.constants import Model
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import InferenceSession, load
-from onnx_fuse.validation.along import Along, errors_along
 from onnx_fuse.validation.blame import Culprit, find_culprits
 from onnx_fuse.validation.compare import (
     TOLERANCES,
@@ -32,6 +31,7 @@ from onnx_fuse.validation.compare import (
     tolerance_of,
 )
 from onnx_fuse.validation.inputs import Feeds, reference_pairs, with_unequal_sizes
+from onnx_fuse.validation.layerwise import Along, errors_along
 from onnx_fuse.validation.quantized import Steps
 from onnx_fuse.validation.shapes import wrong_sizes
 

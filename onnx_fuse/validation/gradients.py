@@ -17,13 +17,13 @@ from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.save import inline
 from onnx_fuse.importer.shapes import fix_shapes, infer_shapes
 from onnx_fuse.ir.build import const_array, feeds_of, outputs_kept
-from onnx_fuse.ir.common import Model, one_line
+from onnx_fuse.ir.constants import Model, one_line
 from onnx_fuse.rewrite.precision import widened
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import load
 from onnx_fuse.validation.arrays import Array, is_added
 from onnx_fuse.validation.compare import Tolerance, difference
-from onnx_fuse.validation.held import hold, roundings, selections
+from onnx_fuse.validation.freeze import hold, roundings, selections
 from onnx_fuse.validation.inputs import Feeds, reference_pairs
 from onnx_fuse.validation.reference import reference_evaluator, write_recurrences
 from onnx_fuse.validation.shapes import wrong_sizes

@@ -24,7 +24,7 @@ from onnx_fuse.validation.arrays import (
     role_of,
     with_hidden_row,
 )
-from onnx_fuse.validation.choose import OF_A_LIST, InputSizes, choices, dims_of
+from onnx_fuse.validation.input_sizes import OF_A_LIST, InputSizes, choices, dims_of
 
 Feeds = dict[str, Array]
 Run = Callable[[Feeds], list[Any]]

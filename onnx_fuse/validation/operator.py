@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from onnx_fuse.errors import UsageError
 from onnx_fuse.importer.save import inline, save
-from onnx_fuse.ir.common import CANONICAL_OPSET, FUSE
+from onnx_fuse.ir.constants import CANONICAL_OPSET, FUSE
 from onnx_fuse.ops.bodies import body_of
 from onnx_fuse.runtime import ort
 

@@ -11,8 +11,8 @@ import pytest
 
 from onnx_fuse import rewrite
 from onnx_fuse.autodiff.load import load
+from onnx_fuse.program.contractions import Attention
 from onnx_fuse.program.problem import Hardware
-from onnx_fuse.program.products import Attention
 from onnx_fuse.rewrite.precision import in_precision
 from onnx_fuse.runtime.executable import Executable
 from onnx_fuse.validation.compare import COMPUTED

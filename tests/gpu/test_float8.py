@@ -10,7 +10,7 @@ from float8_net import net
 from on_device import TYPES, Memory, wide
 
 from onnx_fuse.kernels.float8 import Rounding
-from onnx_fuse.kernels.gemm_eight import E4M3, E5M2, EightBits
+from onnx_fuse.kernels.gemm_fp8 import E4M3, E5M2, EightBits
 from onnx_fuse.program.problem import GemmProblem, Hardware, KernelConfig
 from onnx_fuse.program.problems import Float8
 from onnx_fuse.training import optim

@@ -10,7 +10,7 @@ from on_device import TOLERANCE, TYPES, Memory, each, error, poison, random, wid
 from onnx_fuse.cuda.launch import bind
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import candidates, cublaslt
-from onnx_fuse.kernels.rows import fold, fold_many
+from onnx_fuse.kernels.norm_launches import fold, fold_many
 from onnx_fuse.lower.gated import interleaved
 from onnx_fuse.program.problem import GemmProblem, Hardware
 from onnx_fuse.runtime.executable import Executable

@@ -11,7 +11,7 @@ from sums_rows import OVER, TOLERANCE, always, feeds_of, text_of, wanted
 import onnx_fuse as of
 from onnx_fuse import autodiff
 from onnx_fuse.ir.build import text_model
-from onnx_fuse.program.moves import PointwiseSums
+from onnx_fuse.program.data_movement import PointwiseSums
 from onnx_fuse.runtime.executable import Executable
 from onnx_fuse.session import load
 

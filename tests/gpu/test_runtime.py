@@ -21,7 +21,7 @@ import test_program_passes
 import test_train
 from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 
-from onnx_fuse import InferenceSession, alone, bench, rewrite
+from onnx_fuse import InferenceSession, bench, rewrite, single_op_models
 from onnx_fuse.cuda import pointwise
 from onnx_fuse.errors import DeviceError, UsageError
 from onnx_fuse.importer.load import read
@@ -679,7 +679,7 @@ def test_tuning_keeps_what_agrees_and_what_it_keeps_is_selected(monkeypatch, tmp
 
     monkeypatch.setenv(config.CACHE_DIR.name, str(tmp_path))
     hw = Hardware.detect()
-    program = alone.program_of("LayerNormGemm", (64, 512, 768), "bf16", hw)
+    program = single_op_models.program_of("LayerNormGemm", (64, 512, 768), "bf16", hw)
     launch = SmallM.launch
     monkeypatch.setattr(  # a kernel that does another thing
         SmallM, "launch", lambda self, p, how, hw: launch(self, p.replace(act="relu"), how, hw)

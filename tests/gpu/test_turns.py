@@ -13,9 +13,9 @@ import pytest
 
 from onnx_fuse import Trainer, optim
 from onnx_fuse.errors import CheckFailed
-from onnx_fuse.runtime import device, turns
+from onnx_fuse.runtime import device, run_slots
+from onnx_fuse.runtime.run_slots import Turns
 from onnx_fuse.runtime.tensor import DeviceTensor
-from onnx_fuse.runtime.turns import Turns
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "models"))
 import mlp
@@ -123,7 +123,7 @@ def test_steps_have_the_bits_of_steps_by_copies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not few:
-        monkeypatch.setattr(turns, "LAUNCHES", 0)
+        monkeypatch.setattr(run_slots, "LAUNCHES", 0)
     results = []
     taken: list[int] = []
     take = Turns.take

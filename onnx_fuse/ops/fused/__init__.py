@@ -7,6 +7,7 @@ from onnx_fuse.ops.fused import (
     conv,
     float8,  # noqa: F401  (a precision of training asks for it, no rule)
     gated,
+    gather_pushdown,
     gemm,
     groupnorm,
     kept,  # noqa: F401  (lowering asks for its operators, no rule)
@@ -15,18 +16,17 @@ from onnx_fuse.ops.fused import (
     loss,
     norm,
     pointwise_conv,
-    read_rows,
-    row_order,
     sdpa,
+    transpose_sinking,
     window_gradients,  # noqa: F401  (its operators have no rules)
 )
 from onnx_fuse.ops.rules import Rule
 
 RULES: tuple[Rule, ...] = (
     *activations.RULES,
-    *row_order.RULES,
+    *transpose_sinking.RULES,
     *norm.CANONICAL,
-    *read_rows.RULES,
+    *gather_pushdown.RULES,
     *layerscale.RULES,
     *groupnorm.RULES,
     *pointwise_conv.RULES,

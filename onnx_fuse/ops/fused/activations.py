@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import Builder, rank
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.activations import ACTIVATIONS, SQRT_2_PI, Activation, signature
 from onnx_fuse.ops.opdef import OpDef, register
 from onnx_fuse.ops.rules import (

@@ -18,12 +18,12 @@ from typing import Any
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import dim, rank
-from onnx_fuse.ir.common import FUSE, base_name
+from onnx_fuse.ir.constants import FUSE, base_name
 from onnx_fuse.ops.activations import ACTIVATIONS, Activation
 from onnx_fuse.ops.fused.gradients import body, cotangents, dz_text, renamed, saved
-from onnx_fuse.ops.grad_helpers import Values, emit
 from onnx_fuse.ops.opdef import OpDef, register
 from onnx_fuse.ops.rules import typed
+from onnx_fuse.ops.shape_ops import Values, emit
 
 NAME = "Float8Linear"
 HISTORY = 16

@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import Builder, const_array, dim, given, rank
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.activations import ACTIVATIONS, Activation, signature
 from onnx_fuse.ops.fused import padded

@@ -17,13 +17,13 @@ from typing import Any
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import dim
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.activations import Activation, signature
 from onnx_fuse.ops.conv import conv_grad
 from onnx_fuse.ops.fused.activations import act_grad
-from onnx_fuse.ops.grad_helpers import Tensor, Values, arguments, emit, fail, unbroadcast
 from onnx_fuse.ops.opdef import OpDef, lookup
+from onnx_fuse.ops.shape_ops import Tensor, Values, arguments, emit, fail, unbroadcast
 
 STASH = "stash_type: int = 1"
 

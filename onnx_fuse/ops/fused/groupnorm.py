@@ -16,12 +16,11 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import Builder, const_array, dim, rank
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.activations import ACTIVATIONS, Activation, signature
 from onnx_fuse.ops.fused.activations import activation_of
 from onnx_fuse.ops.fused.gradients import STASH, body
-from onnx_fuse.ops.grad_helpers import Values, emit
 from onnx_fuse.ops.opdef import OpDef, register
 from onnx_fuse.ops.rules import (
     Rewriter,
@@ -33,6 +32,7 @@ from onnx_fuse.ops.rules import (
     producer,
     sole_consumer,
 )
+from onnx_fuse.ops.shape_ops import Values, emit
 
 _BODY = """
   first = [0]

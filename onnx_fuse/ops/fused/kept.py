@@ -7,10 +7,10 @@ KeptPositions (keep, first, count) -> position, int64 [count]: theirs, where cou
 
 from __future__ import annotations
 
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.fused.gradients import body
 from onnx_fuse.ops.opdef import NoGrad, OpDef, register
-from onnx_fuse.program.moves import KEPT_TILE
+from onnx_fuse.program.data_movement import KEPT_TILE
 
 _COUNTS = f"""
     zero = [0]

@@ -18,10 +18,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import Builder, dim, given, rank
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.fused.gradients import cotangents, saved
-from onnx_fuse.ops.grad_helpers import Values
 from onnx_fuse.ops.loss import SMOOTHED, counted_rows, mean_of
 from onnx_fuse.ops.opdef import OpDef, register
 from onnx_fuse.ops.rules import (
@@ -34,6 +33,7 @@ from onnx_fuse.ops.rules import (
     row_axis,
     typed,
 )
+from onnx_fuse.ops.shape_ops import Values
 
 NAME = "LinearCrossEntropy"
 LEAST_CLASSES = 2048

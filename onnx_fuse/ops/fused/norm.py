@@ -15,9 +15,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import Builder, const_array, dim, rank
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.fused.gradients import NORM_GRADS, rms_norm_grad, skip_norm_grad
-from onnx_fuse.ops.grad_helpers import spans
 from onnx_fuse.ops.opdef import OpDef, register
 from onnx_fuse.ops.rules import (
     Rewriter,
@@ -33,6 +32,7 @@ from onnx_fuse.ops.rules import (
     scalar,
     sole_consumer,
 )
+from onnx_fuse.ops.shape_ops import spans
 
 EPSILON = "epsilon: float = 1e-05"
 STASH = "stash_type: int = 1"

@@ -6,7 +6,7 @@ gradient of Conv's weight, MaxPoolGrad and AveragePoolGrad (dy, x) -> dx that of
 
 from __future__ import annotations
 
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.fused.gradients import body
 from onnx_fuse.ops.opdef import OpDef, register
 

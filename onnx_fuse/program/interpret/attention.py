@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from onnx_fuse.program.contractions import Attention, AttentionGrad
+from onnx_fuse.program.interpret.data_movement import Results
 from onnx_fuse.program.interpret.memory import Operands
-from onnx_fuse.program.interpret.moves import Results
-from onnx_fuse.program.products import Attention, AttentionGrad
 
 
 @dataclass

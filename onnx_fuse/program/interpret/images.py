@@ -10,8 +10,8 @@ import numpy as np
 
 from onnx_fuse.ops.activations import BY_KEY
 from onnx_fuse.program.call import LOWEST, dtype_of
+from onnx_fuse.program.interpret.data_movement import Results
 from onnx_fuse.program.interpret.memory import Operands
-from onnx_fuse.program.interpret.moves import Results
 from onnx_fuse.program.interpret.norms import column_moments, with_tail
 from onnx_fuse.program.interpret.steps import STEPS, activation
 from onnx_fuse.program.problems import (

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from onnx_fuse.program.call import dtype_of
+from onnx_fuse.program.interpret.data_movement import Results
 from onnx_fuse.program.interpret.memory import Operands
-from onnx_fuse.program.interpret.moves import Results
 from onnx_fuse.program.losses import CrossEntropy, CrossEntropyChunk, ExpRows, LabelScore
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from onnx_fuse.program.call import dtype_of
+from onnx_fuse.program.data_movement import Random, Recurrence
+from onnx_fuse.program.interpret.data_movement import Results
 from onnx_fuse.program.interpret.memory import Operands
-from onnx_fuse.program.interpret.moves import Results
-from onnx_fuse.program.moves import Random, Recurrence
 
 LSTM, GRU, GRU_LINEAR, RNN_TANH, RNN_RELU = range(5)
 """`Recurrence.kind`."""

@@ -7,9 +7,9 @@ from math import prod
 
 import numpy as np
 
+from onnx_fuse.program.data_movement import DeformColumns, Determinant, NmsChosen, RoiAlign
+from onnx_fuse.program.interpret.data_movement import Results
 from onnx_fuse.program.interpret.memory import Operands
-from onnx_fuse.program.interpret.moves import Results
-from onnx_fuse.program.moves import DeformColumns, Determinant, NmsChosen, RoiAlign
 
 
 def roi_align(p: RoiAlign, of: Operands) -> Results:

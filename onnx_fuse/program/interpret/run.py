@@ -12,34 +12,34 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from onnx_fuse.program import contractions, problems
+from onnx_fuse.program import data_movement as move_problems
 from onnx_fuse.program import losses as loss_problems
-from onnx_fuse.program import moves as move_problems
-from onnx_fuse.program import problems, products
 from onnx_fuse.program.call import Call, Program, Tensor, run_loop
 from onnx_fuse.program.interpret import (
     attention,
+    data_movement,
     images,
     losses,
-    moves,
     norms,
     recurrences,
     regions,
     sums,
 )
-from onnx_fuse.program.interpret import products as product_answers
+from onnx_fuse.program.interpret import contractions as product_answers
 from onnx_fuse.program.interpret.memory import Memory, Operands
 from onnx_fuse.program.interpret.steps import evaluate
 from onnx_fuse.program.norms import GroupGrad
 from onnx_fuse.program.problem import AnyProblem, Collective, GemmProblem
 
-Answer = Callable[[Any, Operands], moves.Results]
+Answer = Callable[[Any, Operands], data_movement.Results]
 Exchange = Callable[[Collective, list[np.ndarray]], list[np.ndarray]]
 Lowered = Callable[[ir.Model, Mapping[str, np.ndarray]], Program]
 
 
-def _batched(p: move_problems.BatchedCalls, of: Operands) -> moves.Results:
+def _batched(p: move_problems.BatchedCalls, of: Operands) -> data_movement.Results:
     """The answers of calls that share a launch."""
-    answer, results = ANSWERS[type(p.problem)], moves.Results()
+    answer, results = ANSWERS[type(p.problem)], data_movement.Results()
     for i in range(p.count):
         found = answer(p.problem, of.of(i))
         results |= {f"{name}.{i}": value for name, value in found.items()}
@@ -54,26 +54,26 @@ ANSWERS: dict[type[AnyProblem], Answer] = {
     loss_problems.ExpRows: losses.exp_rows,
     loss_problems.LabelScore: losses.label_score,
     move_problems.BatchedCalls: _batched,
-    move_problems.CopyMany: moves.copy_many,
-    move_problems.CumulativeSum: moves.cumulative_sum,
+    move_problems.CopyMany: data_movement.copy_many,
+    move_problems.CumulativeSum: data_movement.cumulative_sum,
     move_problems.DeformColumns: regions.deform_columns,
     move_problems.Determinant: regions.determinant,
-    move_problems.GatherElements: moves.gather_elements,
-    move_problems.GatherND: moves.gather_nd,
-    move_problems.KeptCounts: moves.kept_counts,
-    move_problems.KeptPositions: moves.kept_positions,
-    move_problems.NGrams: moves.n_grams,
+    move_problems.GatherElements: data_movement.gather_elements,
+    move_problems.GatherND: data_movement.gather_nd,
+    move_problems.KeptCounts: data_movement.kept_counts,
+    move_problems.KeptPositions: data_movement.kept_positions,
+    move_problems.NGrams: data_movement.n_grams,
     move_problems.NmsChosen: regions.nms_chosen,
-    move_problems.PointwiseMany: moves.pointwise_many,
-    move_problems.PointwiseSums: moves.pointwise_sums,
+    move_problems.PointwiseMany: data_movement.pointwise_many,
+    move_problems.PointwiseSums: data_movement.pointwise_sums,
     move_problems.Random: recurrences.random,
     move_problems.Range: sums.value_range,
     move_problems.Recurrence: recurrences.recurrence,
     move_problems.RoiAlign: regions.roi_align,
-    move_problems.ScatterElements: moves.scatter_elements,
-    move_problems.ScatterND: moves.scatter_nd,
-    move_problems.SortedRows: moves.sorted_rows,
-    move_problems.TopK: moves.top_k,
+    move_problems.ScatterElements: data_movement.scatter_elements,
+    move_problems.ScatterND: data_movement.scatter_nd,
+    move_problems.SortedRows: data_movement.sorted_rows,
+    move_problems.TopK: data_movement.top_k,
     problems.ChannelGrad: norms.channel_grad,
     problems.ChannelNorm: norms.channel_norm,
     problems.ChannelWindow: images.channel_window,
@@ -96,10 +96,10 @@ ANSWERS: dict[type[AnyProblem], Answer] = {
     problems.SlopeProduct: product_answers.slope_product,
     problems.Softmax: sums.softmax,
     problems.SumSquares: sums.sum_squares,
-    products.Attention: attention.attention,
-    products.AttentionGrad: attention.attention_grad,
-    products.IntegerProduct: product_answers.integers,
-    products.PackedProduct: product_answers.packed,
+    contractions.Attention: attention.attention,
+    contractions.AttentionGrad: attention.attention_grad,
+    contractions.IntegerProduct: product_answers.integers,
+    contractions.PackedProduct: product_answers.packed,
 }
 """The answer to each kind of problem: its results by the names under which a call writes them.
 

@@ -10,9 +10,9 @@ import ml_dtypes
 import numpy as np
 
 from onnx_fuse.program.call import dtype_of
+from onnx_fuse.program.data_movement import Range
+from onnx_fuse.program.interpret.data_movement import Results
 from onnx_fuse.program.interpret.memory import Operands
-from onnx_fuse.program.interpret.moves import Results
-from onnx_fuse.program.moves import Range
 from onnx_fuse.program.problems import Float8, PartSums, Reduce, Softmax, SumSquares
 
 States = Sequence[np.ndarray]

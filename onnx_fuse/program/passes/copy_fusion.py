@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from onnx_fuse.program.call import Call, Tensor
-from onnx_fuse.program.moves import CopyMany, Piece
+from onnx_fuse.program.data_movement import CopyMany, Piece
 from onnx_fuse.program.passes.callgraph import nodes_of
 from onnx_fuse.program.problem import ITEMSIZE
 

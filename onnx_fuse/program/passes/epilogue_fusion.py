@@ -12,9 +12,9 @@ from dataclasses import replace
 from onnx_fuse.cuda.pointwise import FLOATS
 from onnx_fuse.ops.activations import ACTIVATIONS as TABLE
 from onnx_fuse.program.call import Call, Tensor, dense_strides
+from onnx_fuse.program.data_movement import ScatterND
 from onnx_fuse.program.epilogue import NONE
 from onnx_fuse.program.expression import Tail
-from onnx_fuse.program.moves import ScatterND
 from onnx_fuse.program.passes.callgraph import (
     LARGE,
     Calls,

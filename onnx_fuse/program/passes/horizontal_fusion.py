@@ -9,9 +9,9 @@ from math import prod
 from onnx_fuse.cuda.pointwise import rows_of
 from onnx_fuse.kernels import Selection, select
 from onnx_fuse.kernels.batched import can_batch
-from onnx_fuse.kernels.rows import fold_kind
+from onnx_fuse.kernels.norm_launches import fold_kind
 from onnx_fuse.program.call import Call, Tensor
-from onnx_fuse.program.moves import BatchedCalls, CopyMany, PointwiseMany
+from onnx_fuse.program.data_movement import BatchedCalls, CopyMany, PointwiseMany
 from onnx_fuse.program.passes import copy_fusion
 from onnx_fuse.program.passes.buckets import first_buckets, last_buckets
 from onnx_fuse.program.passes.callgraph import LARGE, Uses, nodes_of, steps_of, uses, whole

@@ -16,8 +16,8 @@ from itertools import pairwise
 from math import prod
 
 from onnx_fuse.program.call import Call, Tensor
+from onnx_fuse.program.data_movement import Pointwise
 from onnx_fuse.program.expression import Expression, Operation, Row
-from onnx_fuse.program.moves import Pointwise
 from onnx_fuse.program.passes.callgraph import nodes_of
 from onnx_fuse.program.problem import ITEMSIZE
 

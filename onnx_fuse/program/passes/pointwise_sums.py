@@ -11,7 +11,7 @@ from dataclasses import replace
 from math import prod
 
 from onnx_fuse.program.call import Call, Tensor, reshape_strides
-from onnx_fuse.program.moves import Pointwise, PointwiseSums
+from onnx_fuse.program.data_movement import Pointwise, PointwiseSums
 from onnx_fuse.program.passes.callgraph import Calls, nodes_of, whole
 from onnx_fuse.program.passes.column_sums import passes_of
 from onnx_fuse.program.passes.pointwise_fusion import as_problem, pointwise

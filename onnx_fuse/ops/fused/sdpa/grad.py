@@ -7,7 +7,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.fused.sdpa.kinds import KINDS, attention_body, body, grad_body
 from onnx_fuse.ops.opdef import OpDef, register

@@ -10,8 +10,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import Builder, dim, rank
-from onnx_fuse.ops.fused.sdpa.causal import causal_step
 from onnx_fuse.ops.fused.sdpa.kinds import Kind
+from onnx_fuse.ops.fused.sdpa.mask_analysis import causal_step
 from onnx_fuse.ops.fused.sdpa.rule import emit, grouping, transposed
 from onnx_fuse.ops.fused.sdpa.scores import MaskStep, same_size
 from onnx_fuse.ops.rules import Rewriter, attribute, typed

@@ -9,10 +9,10 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import Builder, dim, rank
-from onnx_fuse.ir.common import FUSE
-from onnx_fuse.ops.fused.sdpa.causal import CAUSAL, WINDOW, causal_step, is_idle
-from onnx_fuse.ops.fused.sdpa.frame import Frame, make_frame
+from onnx_fuse.ir.constants import FUSE
+from onnx_fuse.ops.fused.sdpa.head_layout import Frame, make_frame
 from onnx_fuse.ops.fused.sdpa.kinds import KINDS, STEPS, Kind
+from onnx_fuse.ops.fused.sdpa.mask_analysis import CAUSAL, WINDOW, causal_step, is_idle
 from onnx_fuse.ops.fused.sdpa.scores import (
     REACH,
     Scores,

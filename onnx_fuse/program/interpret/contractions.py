@@ -8,14 +8,14 @@ from math import prod
 import numpy as np
 
 from onnx_fuse.program.call import dtype_of
+from onnx_fuse.program.contractions import IntegerProduct, PackedProduct
 from onnx_fuse.program.epilogue import EXP_COLUMNS
+from onnx_fuse.program.interpret.data_movement import Results
 from onnx_fuse.program.interpret.memory import Operands
-from onnx_fuse.program.interpret.moves import Results
 from onnx_fuse.program.interpret.norms import column_moments
 from onnx_fuse.program.interpret.steps import activated, derivative
 from onnx_fuse.program.problem import GemmProblem, batch_strides, ld, ldc
 from onnx_fuse.program.problems import SlopeProduct
-from onnx_fuse.program.products import IntegerProduct, PackedProduct
 
 
 def _batched(

@@ -13,7 +13,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from onnx_fuse.distributed.world import World
 from onnx_fuse.importer.shapes import infer_shapes
 from onnx_fuse.ir.build import all_nodes, outputs_kept
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.collective import COLLECTIVES
 from onnx_fuse.runtime import ort
 

@@ -11,7 +11,7 @@ import onnx_ir
 
 from onnx_fuse.importer.load import read
 from onnx_fuse.importer.shapes import fix_shapes, infer_shapes
-from onnx_fuse.ir.common import Model
+from onnx_fuse.ir.constants import Model
 from onnx_fuse.ops.rules import label
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import InferenceSession

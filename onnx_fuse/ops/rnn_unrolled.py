@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import Builder
-from onnx_fuse.ops.grad_helpers import arguments
+from onnx_fuse.ops.shape_ops import arguments
 
 DEFAULT = {"RNN": ["Tanh"], "GRU": ["Sigmoid", "Tanh"], "LSTM": ["Sigmoid", "Tanh", "Tanh"]}
 TAKES: dict[str, tuple[float | None, ...]] = {

@@ -8,7 +8,7 @@ from dataclasses import replace
 from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.kernels.gemm_portable import result_refusal
 from onnx_fuse.kernels.gemm_sm90 import STREAM, Wgmma
-from onnx_fuse.kernels.rows import rename
+from onnx_fuse.kernels.norm_launches import rename
 from onnx_fuse.kernels.rule_based import DelegatingKernel
 from onnx_fuse.program.problem import GemmProblem, Hardware, KernelConfig, Launches, Ptr, ld
 

@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError
 from onnx_fuse.ir.build import Builder, const_array, dim, given
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.evaluate import exact
 from onnx_fuse.ops.opdef import GradRule, NoGrad, OpDef, register
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ops.grad_helpers import Values, arguments, fail, text, to_like
 from onnx_fuse.ops.opdef import OpDef, register
+from onnx_fuse.ops.shape_ops import Values, arguments, fail, text, to_like
 
 
 def _roi_align(op: Any, node: ir.Node, dys: Values) -> Values:

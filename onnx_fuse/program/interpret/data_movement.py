@@ -7,9 +7,7 @@ from math import prod
 
 import numpy as np
 
-from onnx_fuse.program.interpret.memory import Operands, widened
-from onnx_fuse.program.interpret.steps import evaluate
-from onnx_fuse.program.moves import (
+from onnx_fuse.program.data_movement import (
     KEPT_TILE,
     CopyMany,
     CumulativeSum,
@@ -25,6 +23,8 @@ from onnx_fuse.program.moves import (
     SortedRows,
     TopK,
 )
+from onnx_fuse.program.interpret.memory import Operands, widened
+from onnx_fuse.program.interpret.steps import evaluate
 from onnx_fuse.program.problem import ITEMSIZE
 
 Results = dict[str, np.ndarray]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from onnx_fuse.kernels.gemm_portable import SimtSplitK
 from onnx_fuse.kernels.gemm_tf32 import Tf32
-from onnx_fuse.kernels.rows import rename
+from onnx_fuse.kernels.norm_launches import rename
 from onnx_fuse.kernels.rule_based import DelegatingKernel
 from onnx_fuse.program.call import INT32_LIMIT
 from onnx_fuse.program.problem import (

@@ -13,7 +13,7 @@ second pass) say for each sequence of Scan whether time is walked backwards.
 
 from __future__ import annotations
 
-from onnx_fuse.ir.common import FUSE
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.opdef import OpDef, register
 
 # A step reads the function's inputs, and makes its own constants: onnx_ir (1.1) does not find what
