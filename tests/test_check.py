@@ -314,6 +314,20 @@ def test_a_written_gradient_that_is_wrong_fails_its_check() -> None:
     assert check.failed[0].tensor == "w"
 
 
+def test_a_weight_and_an_input_that_are_outputs_are_given_a_gradient_and_have_one() -> None:
+    model = text_model(
+        "g (float[2,3] x, int64[2] n) => (float[2,2] y, float[3,2] w, float[2,3] x, int64[2] n)"
+        " <float[3,2] w = {1,2,3,4,5,6}> { y = MatMul (x, w) }"
+    )
+    for check in (
+        check_gradients(model),
+        check_written(autodiff.gradient(model, wrt=["w", "x"])),
+        check_written(autodiff.gradient(model, loss="mse")),
+    ):
+        assert check.ok
+        assert "w" in [e.tensor for e in check.errors]
+
+
 def test_a_cotangent_has_the_shape_of_its_output() -> None:
     """onnxruntime broadcasts one that is smaller, and the slopes would be of other losses."""
     text = """g (float[N,4] x, float[4] w) => (float[M,4] y) <int64[1] last = {-3},

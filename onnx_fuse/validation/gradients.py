@@ -48,8 +48,9 @@ _NARROWER = {DataType.FLOAT16: _Limits(1e-3, 2e-2), DataType.BFLOAT16: _Limits(8
 _TIED = 1e-3
 """The limit `own` behind a scale that is found at run time: values near the minimum of a GELU are
 equal in float32 alone, and share the slope of the scale there."""
-_GRAD = ", its gradient"
-"""Suffix of the names that gradients have here, which no name in a file is likely to end in."""
+_GRAD, _SEED = ", its gradient", ", the gradient that it is given"
+"""Suffixes of the names that gradients have here, those of weights and those given of outputs: one
+tensor may be both. No name in a file is likely to end so."""
 _ABSORBS, _SOFT = 1e6, 1e5
 """Numbers beyond the first leave few of a score's digits in a sum; the second hides as well."""
 _ROUNDINGS = 8.0
@@ -184,7 +185,7 @@ def check_gradients(
     rewrite.optimize(fused, training=True)
     backward = autodiff.gradient(fused)
     _named_for_what_they_are(backward)
-    seeds = {f"{name}{_GRAD}": c for name, c in cotangents.items()}
+    seeds = {f"{name}{_SEED}": c for name, c in cotangents.items()}
     seeds = feeds_of(backward, inputs | seeds)
     # One element is a constant of the graph (a scale, a mask's -inf), not a parameter.
     wanted = [
@@ -226,14 +227,14 @@ def check_gradients(
 
 
 def _named_for_what_they_are(backward: onnx_ir.Model) -> dict[str, str]:
-    """Call each gradient of a graph by what it is one of and _GRAD; the new names by the old."""
+    """Call a graph's gradients by what they are of, and _SEED or _GRAD; the new names by the old."""
     from onnx_fuse import autodiff
 
     names: dict[str, str] = {}
-    for values in (backward.graph.inputs, backward.graph.outputs):
+    for values, suffix in ((backward.graph.inputs, _SEED), (backward.graph.outputs, _GRAD)):
         for of, name in autodiff.gradient_names(values).items():
             value = next(v for v in values if v.name == name)
-            value.name = names[name] = f"{of}{_GRAD}"
+            value.name = names[name] = f"{of}{suffix}"
     return names
 
 
@@ -278,18 +279,18 @@ def check_written(
         pairs = reference_pairs(backward, lambda f: ort.run(session, f), [feeds], 0, check.notes)
         inputs = pairs[0][0]
         for y, array in zip(names, pairs[0][1], strict=True):
-            given = inputs.get(f"{y}{_GRAD}")
+            given = inputs.get(f"{y}{_SEED}")
             if given is not None and given.shape != array.shape:
                 shapes_text = f"{[*given.shape]}, the output {[*array.shape]}"
                 raise ModelError(f"the gradient given of output '{y}' has shape {shapes_text}")
         own = {y: a for y, a in zip(names, pairs[0][1], strict=True) if not y.endswith(_GRAD)}
         hostile = _hostile(backward, inputs, [*own.values()])
         for y, array in own.items() if hostile else ():
-            if (given := inputs.get(f"{y}{_GRAD}")) is not None:
-                inputs[f"{y}{_GRAD}"] = _where_finite(given, array)
+            if (given := inputs.get(f"{y}{_SEED}")) is not None:
+                inputs[f"{y}{_SEED}"] = _where_finite(given, array)
     else:
         inputs = _generated(backward, check.notes)
-    seeds = {k.removesuffix(_GRAD): a for k, a in inputs.items() if k.endswith(_GRAD)}
+    seeds = {k.removesuffix(_SEED): a for k, a in inputs.items() if k.endswith(_SEED)}
     cotangents = {y: a for y, a in seeds.items() if y in names}
     if not cotangents:
         scalars = [v.name or "" for v in backward.graph.outputs if _elements(v) == 1]
@@ -334,14 +335,15 @@ def _generated(backward: onnx_ir.Model, notes: list[str]) -> Feeds:
     The graph says little of that shape: exporters give the sizes of outputs names of their own.
     """
     names = {v.name or "" for v in backward.graph.outputs}
-    ends = [n for v in backward.graph.inputs if (n := (v.name or "").removesuffix(_GRAD)) in names]
+    given = (n.removesuffix(_SEED) for n in _inputs(backward) if n.endswith(_SEED))
+    ends = [n for n in given if n in names]
     if not ends:
         session = ort.session(backward)
         return reference_pairs(backward, lambda f: ort.run(session, f), None, 0, notes)[0][0]
     forward = backward.clone()
     forward.graph.outputs[:] = list(by_name(forward, ends).values())
     _without_unused(forward)
-    dys = [f"{y}{_GRAD}" for y in ends]
+    dys = [f"{y}{_SEED}" for y in ends]
     forward.graph.inputs[:] = [v for v in forward.graph.inputs if v.name not in dys]
     session = ort.session(forward)
     inputs, outputs = reference_pairs(forward, lambda f: ort.run(session, f), None, 0, notes)[0]
@@ -502,7 +504,7 @@ def _gradients(
     except Exception as error:
         if not isinstance(error, ModelError) and not ort.is_fault(error):
             raise
-        ends = {v.name: f"{v.name}{_GRAD}" for v in backward.graph.outputs}
+        ends = {v.name: f"{v.name}{_SEED}" for v in backward.graph.outputs}
         given = {y: wide[dy] for y, dy in ends.items() if y and dy in wide}
         _refuse_other_sizes(_evaluator(inline(held), list(given))(wide), given)
         raise
@@ -532,7 +534,7 @@ def _changes(
         array = const_array(value)
         if value is not None and array is not None:
             value.const_value = onnx_ir.tensor(_last_bit(array, rng), name=value.name)
-    near = {k: a if k.endswith(_GRAD) else _last_bit(a, rng) for k, a in feeds.items()}
+    near = {k: a if k.endswith(_SEED) else _last_bit(a, rng) for k, a in feeds.items()}
     found = _evaluator(moved, list(double))(_doubles(near))
     moves = {name: np.abs(found[name] - g) for name, g in double.items()}
     return {name: float(np.fmax.reduce(a, axis=None, initial=0.0)) for name, a in moves.items()}
