@@ -227,7 +227,7 @@ def check_gradients(
 
 
 def _named_for_what_they_are(backward: onnx_ir.Model) -> dict[str, str]:
-    """Call a graph's gradients by what they are of, and _SEED or _GRAD; the new names by the old."""
+    """Call gradients by what they are of, and _SEED or _GRAD; returns new names by old ones."""
     from onnx_fuse import autodiff
 
     names: dict[str, str] = {}
