@@ -59,7 +59,7 @@ def grad_parts(problem: NormGrad) -> int:
     rows are one part: a block has a strip of the columns of all of them.
     """
     rows = problem.rows
-    if _uncut(problem) is None:
+    if _few_and_long(problem):
         return 1
     most = _GRAD_THREADS // grad_shape(problem)[1]
     return minimum(minimum(rows, maximum(384, -(-rows // 8))), most)
@@ -69,11 +69,18 @@ def _kept(dtype: str) -> int:
     return _KEPT // (2 if dtype == "float64" else 1)
 
 
+def _few_and_long(problem: Norm | NormGrad) -> bool:
+    return problem.rows < _FEW and problem.length >= _LONG
+
+
 def _uncut(problem: Norm | NormGrad) -> str | None:
-    """The reason why rows are not cut into chunks for several blocks each, or None."""
-    if problem.rows >= _FEW or problem.length < _LONG:
-        return f"{problem.rows} rows of {problem.length} are not few and long"
-    return None
+    """The reason why rows are not cut into chunks for several blocks each, or None.
+
+    It names sizes, which only `supports` may do without a guard on them.
+    """
+    if _few_and_long(problem):
+        return None
+    return f"{problem.rows} rows of {problem.length} are not few and long"
 
 
 def _cut(problem: Norm | NormGrad, vec: int) -> tuple[int, int]:
@@ -345,7 +352,7 @@ class GradSums(_Grad):
 
     def supports(self, problem: NormGradSums, hw: Hardware) -> str | None:
         """Sums of several parts, or of rows that one block each has."""
-        return "it has one part of a long row" if _uncut(problem.grad) is None else None
+        return "it has one part of a long row" if _few_and_long(problem.grad) else None
 
     def launch(self, problem: NormGradSums, config: KernelConfig, hw: Hardware) -> Launches:
         grad = problem.grad
