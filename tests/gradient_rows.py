@@ -122,6 +122,14 @@ BINARY = [
     row("Pow integer exponent", "y = Pow (x, e)", x=(3, 4), e=i64(2, 3, 1, 0), runtime=("e",)),
     row("Mod fmod", "y = Mod <fmod = 1> (a, b)", a=apart(4, 5), b=scalar(0.73)),
     row("PRelu", "y = PRelu (x, s)", x=apart(2, 3, 4), s=(3, 1), dtype=F32),
+    row(
+        "PRelu, wide slope",
+        "e = Exp (x) n = Neg (e) y = PRelu (n, s)",
+        x=(2, 3, 4),
+        s=(3, 4),
+        dtype=F32,
+        static="s",
+    ),
     row("Where", "y = Where (c, a, b)", c=rng().random((3, 4)) > 0.5, a=(3, 4), b=(2, 1, 4)),
     row(
         "Where broadcast condition",

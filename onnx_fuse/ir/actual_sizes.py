@@ -16,8 +16,8 @@ import numpy as np
 import onnx
 
 Array = np.ndarray[Any, Any]
-Dims = Sequence["int | None"]
-"""Sizes of a tensor; None where one is not known."""
+Dims = Sequence["int | str | None"]
+"""Sizes of a tensor: a symbol's name, or None, where one is not known."""
 Infer = Callable[[onnx.ModelProto], onnx.ModelProto]
 
 POOLS = ("MaxPool", "AveragePool", "LpPool")
@@ -121,7 +121,7 @@ def actual_dims(
     read: Sequence[Dims | None],
     inferred: Dims | None,
     values: Sequence[Array | None],
-) -> list[int | None] | None:
+) -> list[int | str | None] | None:
     """The sizes of the outputs of a node; None where inference has them right.
 
     `read` are the sizes of the node's inputs, `inferred` is what ONNX's inference says of the first
@@ -138,10 +138,11 @@ def actual_dims(
     if node.op_type == "PRelu":
         y = _broadcast(x, read[1])
         return None if y == inferred else y
+    x, *read = ([d if isinstance(d, int) else None for d in dims or ()] for dims in read)
     if node.op_type in ("Resize", "Upsample"):
         y = _resized(node, x, attributes, values)
     else:
-        y = _windows(node, read, attributes, inferred)
+        y = _windows(node, (x, *read), attributes, inferred)
     if y is None:
         return None
     if inferred is None:
@@ -150,17 +151,29 @@ def actual_dims(
     return None if merged == [*inferred] else merged
 
 
-def _broadcast(x: Dims, slope: Dims | None) -> list[int | None] | None:
-    """The sizes of x and a slope together; None where the slope has more axes."""
+def _broadcast(x: Dims, slope: Dims | None) -> list[int | str | None] | None:
+    """The sizes of x and a slope together; None where the slope has more axes.
+
+    A symbol of x may be 1: the slope's size counts, or, where it is another symbol, none is known.
+    """
     if slope is None or len(slope) > len(x):
         return None
     aligned = [*[1] * (len(x) - len(slope)), *slope]
-    return [s if d == 1 else d for d, s in zip(x, aligned, strict=True)]
+    pairs = zip(x, aligned, strict=True)
+    return [
+        d if s in (1, d) or (isinstance(d, int) and d != 1)
+        else s if d == 1 or isinstance(s, int)
+        else None
+        for d, s in pairs
+    ]  # fmt: skip
 
 
 def _resized(
-    node: onnx.NodeProto, x: Dims, attributes: Mapping[str, Any], values: Sequence[Array | None]
-) -> list[int | None] | None:
+    node: onnx.NodeProto,
+    x: Sequence[int | None],
+    attributes: Mapping[str, Any],
+    values: Sequence[Array | None],
+) -> list[int | str | None] | None:
     place = 2 if node.op_type == "Resize" and len(node.input) > 2 else 1  # opset 10 has no roi
     scales, sizes = (values[i] if i < len(values) else None for i in (place, 3))
     if node.op_type == "Upsample" and "scales" in attributes:  # opset 7
@@ -193,12 +206,12 @@ def _rounded(value: np.float32) -> float:
 
 def _windows(
     node: onnx.NodeProto,
-    read: Sequence[Dims | None],
+    read: Sequence[Sequence[int | None]],
     attributes: Mapping[str, Any],
     inferred: Dims | None,
-) -> list[int | None] | None:
+) -> list[int | str | None] | None:
     """The sizes of a pool or of a ConvTranspose."""
-    x = read[0] or ()
+    x = read[0]
     rank = len(x) - 2
     auto = attributes.get("auto_pad", b"NOTSET").decode()
     strides = attributes.get("strides") or [1] * rank
@@ -208,7 +221,7 @@ def _windows(
     if node.op_type == "ConvTranspose":
         if not auto.startswith("SAME") or "output_shape" in attributes or inferred is None:
             return None
-        kernel = attributes.get("kernel_shape") or list((read[1] or ())[2:])
+        kernel = attributes.get("kernel_shape") or list(read[1][2:])
         more = attributes.get("output_padding") or [0] * rank
         if not len(kernel) == len(dilations) == len(more) == rank:
             return None
@@ -226,7 +239,7 @@ def _windows(
         return None
     last = node.op_type == "NhwcMaxPool" or bool(attributes.get("channels_last", 0))
     ceil = bool(attributes.get("ceil_mode", 0))
-    y = list(x)
+    y: list[int | str | None] = list(x)
     for i, axis in enumerate(range(1, rank + 1) if last else range(2, rank + 2)):
         size, around = x[axis], (pads[i], pads[rank + i])
         if size is not None:
@@ -254,11 +267,11 @@ def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
             yield from _nodes(body)
 
 
-def _dims(info: onnx.TypeProto | None) -> list[int | None] | None:
+def _dims(info: onnx.TypeProto | None) -> list[int | str | None] | None:
     if info is None or not info.tensor_type.HasField("shape"):
         return None
     dims = info.tensor_type.shape.dim
-    return [d.dim_value if d.HasField("dim_value") else None for d in dims]
+    return [d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in dims]
 
 
 def _write_dims(info: onnx.TypeProto, axes: Sequence[int], dims: Dims | None) -> None:
@@ -267,8 +280,10 @@ def _write_dims(info: onnx.TypeProto, axes: Sequence[int], dims: Dims | None) ->
     for axis in axes if info.tensor_type.HasField("shape") else ():
         shape.dim[axis].Clear()
         size = None if dims is None else dims[axis]
-        if size is not None:
+        if isinstance(size, int):
             shape.dim[axis].dim_value = size
+        elif size is not None:
+            shape.dim[axis].dim_param = size
 
 
 class _Walk:
