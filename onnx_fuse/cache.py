@@ -97,7 +97,7 @@ class Entry:
                 prune(limit)
                 return self._origin(Container(self._path).manifest)
             except (OSError, ModelError) as error:
-                warnings.warn(f"the optimized graph is not kept: {error}", stacklevel=2)
+                warnings.warn(f"the optimized graph is not cached: {error}", stacklevel=2)
                 return None
 
         def told() -> None:

@@ -145,7 +145,7 @@ class Container:
             self._places, sums = _members(self._file)
         # zipfile raises NotImplementedError for archives of a kind that it does not read
         except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error) as error:
-            raise self.fault(f"no file of onnx-fuse compile, or a damaged one ({error})") from error
+            raise self.fault(f"not a file of onnx-fuse compile, or damaged ({error})") from error
         except OSError as error:
             raise self.fault(error.strerror or str(error)) from error
         self._data = memoryview(self._map)
@@ -171,8 +171,8 @@ class Container:
         """Raise ModelError where the file was written to: reading the map might be a fault then."""
         if stamp(self._file.fileno()) != self._stamp:
             raise self.fault(
-                "changed while it is in use: write another file and rename it, "
-                "which leaves the old one to those that have it"
+                "changed while it is in use: write another file and rename it, which keeps the "
+                "old one for processes that use it"
             )
 
     def _member(self, name: str) -> memoryview:
@@ -195,7 +195,7 @@ class Container:
                 if entry["bytes"] != len(member) or len(digests) != max(
                     1, -(-len(member) // PIECE)
                 ):
-                    raise self.fault(f"damaged: {name} is not as long as it was written")
+                    raise self.fault(f"damaged: {name} has another length than in the manifest")
                 start, nbytes = self._places[name]
                 checks[name] = [
                     pool.submit(_is, self._file, start + at, min(PIECE, nbytes - at), digest)
@@ -214,7 +214,7 @@ class Container:
             raise self.fault(f"incomplete: {name[:80]} is missing")
         if name not in self._checked:
             if not all(check.result() for check in self._checks[name]):
-                raise self.fault(f"damaged: {name} is not what was written")
+                raise self.fault(f"damaged: {name} has another digest than in the manifest")
             self._checked.add(name)
         return self._member(name)
 

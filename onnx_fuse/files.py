@@ -52,9 +52,9 @@ def private_folder(path: Path, *, make: bool = True) -> bool:
             if folder not in _REFUSED:
                 _REFUSED.add(folder)
                 warnings.warn(
-                    f"the cache folder {folder} is not used, since it {reason}: what stands there "
-                    f"is run; make it yours alone (chmod go-w), or set {config.CACHE_DIR.name} to "
-                    "a folder of your own",
+                    f"the cache folder {folder} is not used, because it {reason}, and its contents "
+                    f"are executed: remove their permission (chmod go-w), or set "
+                    f"{config.CACHE_DIR.name} to another folder",
                     stacklevel=2,
                 )
             return False

@@ -68,7 +68,7 @@ def register_op(definition: OpDef, *, fuse: bool | Rule = False, level: int = 1)
     """
     name, domain = definition.name, definition.domain
     if domain in _TAKEN or domain == FUSE:
-        raise UsageError(f"an operator of one's own needs a domain of its own, not '{domain}'")
+        raise UsageError(f"a custom operator needs another domain than '{domain}'")
     if (domain, name) in OPS:
         raise UsageError(f"there is an operator '{domain}::{name}' already")
     if definition.saves or not definition.body:

@@ -179,7 +179,7 @@ def run_together(session: Runs, requests: Sequence[Feeds]) -> list[list[Any]]:
             if output.ndim == 0 or len(output) != ends[-1]:
                 raise UsageError(
                     f"an output {list(output.shape)} of a batch of {ends[-1]} rows has another "
-                    "first axis: such a model takes its requests one by one"
+                    "first axis: run the requests of this model one by one"
                 )
             for i, part in zip(members, np.split(output, ends[:-1]), strict=True):
                 found[i].append(part)

@@ -42,7 +42,7 @@ def _gelu(
 
 _OUT = "float[B,T,8] y"
 _RAISED = "float[P,B,T,8] y"
-_WITHIN = "a Cast or a constant of more axes is within"
+_WITHIN = "it contains a Cast or a constant of more axes"
 _16 = "onnxruntime keeps float32 between what it has no float16 for"
 _HALVES = (("float16", _16),)
 
@@ -537,7 +537,7 @@ EXACT_CASES = (
         f"{_GLU}{_SILU}\n t = Mul (o, u)\n y = Add (t, u)",
         ("Silu",),
         output=_OUT,
-        reason="is read elsewhere too",
+        reason="other nodes read the product or one of its halves, too",
     ),
     FusionCase(
         "gate_whose_product_is_an_output",
@@ -545,7 +545,7 @@ EXACT_CASES = (
         f"{_GLU}{_SILU}\n y = Mul (o, u)",
         ("Silu",),
         output="float[B,T,8] y, float[B,T,16] z",
-        reason="is read elsewhere too",
+        reason="other nodes read the product or one of its halves, too",
     ),
     FusionCase(
         "gate_that_lets_through_one_column",
@@ -603,7 +603,7 @@ EXACT_CASES = (
         "q = MatMul (x, w)\n u = MatMul (x, w1)\n o = Tanh (q)\n t = Mul (o, u)\ny = Add (t, u)",
         ("Gemm",),
         output=_OUT,
-        reason="one of its two products is read elsewhere too",
+        reason="other nodes read one of its two products, too",
     ),
     FusionCase(
         "gate_and_up_with_a_bias_of_each_row",
@@ -629,6 +629,6 @@ EXACT_CASES = (
         + "o = Tanh (q)\n t = Mul (o, u)\n y = Add (t, n)",
         ("LayerNormGemm_n",),
         output=_OUT,
-        reason="its norm is read elsewhere too",
+        reason="other nodes read its norm, too",
     ),
 )

@@ -566,6 +566,6 @@ ATTENTION = (
         f"{X}, {LIN}",
         PLAIN + "y = Softsign (z)",
         ("Gemm",),
-        reason="Softsign is none of the fused activations",
+        reason="Softsign is not one of the fused activations",
     ),
 )

@@ -367,7 +367,7 @@ FUSION_CASES = (
         f"{X}, {LIN}",
         scalar("a", -0.25) + PLAIN + "y = PRelu (z, a)",
         ("Gemm",),
-        reason="PRelu is none of the fused activations",
+        reason="PRelu is not one of the fused activations",
     ),
     FusionCase(
         "conv_activation_behind_views",

@@ -368,7 +368,7 @@ PRODUCTS = (
         PLAIN + "t = Mul (s, z)\n y = Add (t, z)",
         ("Gemm",),
         level=3,
-        reason="layer scale that cannot be folded",
+        reason="layer scale that is not folded",
     ),
     FusionCase(
         "scale_of_rows_stays",
@@ -446,7 +446,7 @@ PRODUCTS = (
         "float[B,16,16] x, float[16] g, float[16] b, float[16,24] w, float[24] c",
         LN + "u = Transpose <perm = [0,2,1]> (n)\n m = MatMul (u, w)\n y = Add (m, c)",
         ("Gemm",),
-        reason="mixes its rows",
+        reason="mix its rows",
         output="float[B,16,24] y",
     ),
     FusionCase(
@@ -560,7 +560,7 @@ PRODUCTS = (
         + "n = LayerNormalization (x, g)\n p = Pad (n, pads, one)\n m = MatMul (p, w)\n"
         "y = Add (m, c)",
         ("Gemm",),
-        reason="mixes its rows",
+        reason="mix its rows",
         output="float[B,U,24] y",
     ),
     FusionCase(

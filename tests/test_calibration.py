@@ -63,7 +63,7 @@ def test_a_new_gpu_is_measured_once_and_its_rates_are_kept(tmp_path: Path) -> No
     rest = {"flops": NEW.flops, "bandwidth": NEW.bandwidth, "l2_bandwidth": 0.0}
     assert replace(found.hw, **rest) == NEW
     [place] = (tmp_path / "chips").iterdir()
-    assert found.source == f"rates measured on this GPU, kept in {place}"
+    assert found.source == f"rates measured on this GPU, cached in {place}"
     assert calibration.calibrated(NEW, FakeTimer(fails=1)) == found  # nothing is measured again
     measured = timer.count
     assert calibration.calibrated(replace(NEW, driver=1), timer).hw.driver == 1

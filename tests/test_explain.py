@@ -37,9 +37,9 @@ LEFT = {
         "float[2,4,3] y",
         "n = LayerNormalization (x, g, b) t = Transpose <perm = [0,2,1]> (n) y = Conv (t, w)",
         [
-            "LayerNormalization: only a product with a weight takes a norm over: it is read by a "
-            "convolution",
-            "Transpose: no fusion takes in a change of layout between a norm and a convolution",
+            "LayerNormalization: a norm fuses only with a product with a weight, but it is read by "
+            "a convolution",
+            "Transpose: no fusion includes a Transpose between a norm and a convolution",
         ],
     ),
     "norm_before_a_computed_matrix": (
@@ -53,7 +53,7 @@ LEFT = {
         "float16[3,4] y",
         "n = RMSNormalization (x, g) c = Cast <to = 10> (n) a = MatMul (c, v) s = Sigmoid (a)"
         " u = Mul (a, s) b = MatMul (c, w) y = Mul (u, b)",
-        ["RMSNormalization: a Cast between it and the product rounds what it gives"],
+        ["RMSNormalization: a Cast between it and the product rounds its result"],
     ),
     "batch_norm_of_an_input": (
         f"{_IMAGE}, float[4] v",
@@ -65,25 +65,25 @@ LEFT = {
         "float[3,8] x",
         "float[3,8] y",
         "y = Softmax (x)",
-        ["Softmax: it is no attention"],
+        ["Softmax: it is not attention"],
     ),
     "activation_behind_a_sum": (
         "float[3,8] x, float[3,8] r",
         "float[3,8] y",
         "s = Add (x, r) y = Relu (s)",
-        ["Relu: it follows an Add", "Add: the sum of two tensors"],
+        ["Relu: it follows an Add", "Add: a sum of two tensors"],
     ),
     "activation_outside_the_table": (
         "float[3,8] x",
         "float[3,8] y",
         "a = Exp (x) y = Softsign (a)",
-        ["Softsign: it is none of the activations that fuse"],
+        ["Softsign: it is not one of the activations that fuse"],
     ),
     "instance_norm": (
         _IMAGE,
         "float[2,4,5,5] y",
         "y = InstanceNormalization (x, g, b)",
-        ["no kernel fuses InstanceNormalization with what follows"],
+        ["no kernel fuses InstanceNormalization with the operators after it"],
     ),
 }
 

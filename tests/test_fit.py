@@ -144,7 +144,7 @@ def test_every_form_of_data_is_the_same_run(form: str) -> None:
 def test_a_generator_is_read_once() -> None:
     expected = trainer().fit(arrays(), epochs=1, batch_size=BATCH, shuffle=False)
     assert trainer().fit(made(0), epochs=1).losses == expected.losses
-    with pytest.raises(UsageError, match="generator gives its batches once"):
+    with pytest.raises(UsageError, match="generator can be read only once"):
         trainer().fit(made(0), epochs=2)
     endless = (feeds for _ in range(99) for feeds in in_order())
     run = trainer()

@@ -138,7 +138,7 @@ def test_a_weight_stored_twice_trains_as_one(kind: str, tmp_path: Path) -> None:
     apart = Trainer(model, **options)
     (note,) = apart.notes
     assert "'head' holds " in note
-    assert "tie makes them one" in note
+    assert "tie trains them as one" in note
     tied = Trainer(model, tie=True, **options)
     assert tied.notes == ["'head' is tied to 'table'"]
     for trainer in (apart, tied):
@@ -176,7 +176,7 @@ MERGED = """agraph (float[N, 3] x) => (float[N, 3] y)
 @pytest.mark.parametrize("frozen", [(), ("b",)])
 def test_a_merged_bias_gets_a_note(frozen: tuple[str, ...]) -> None:
     (note,) = Trainer(text_model(MERGED), loss="mse", frozen=frozen).notes
-    assert note.startswith("'b' holds one number and is read in 2 places: it is one parameter")
+    assert note.startswith("all entries of 'b' are equal and 2 nodes read it: it is one parameter")
 
 
 def test_each_use_of_a_merged_bias_may_have_its_own(tmp_path: Path) -> None:

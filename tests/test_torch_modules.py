@@ -297,14 +297,15 @@ REFUSED: dict[str, tuple[Any, dict[str, str]]] = {
     "another reader in training": (InTraining, {"norm": "'norm' is read by .*add.* too"}),
     "another reader for some data": (ByData, {"norm": "is read by the forward's result too"}),
     "a forward that asks for a length": (Long, {"norm": "cannot be traced"}),
-    "a forward that looks for arguments": (Further, {"norm": r"looks into its \*\*more"}),
+    "a forward that looks for arguments": (Further, {"norm": r"reads its \*\*more"}),
     "two calls": (
         Called, {"norm": "'norm' is called more than once", "activation": "called more than once"},
     ),
     "hooks": (hooked, {"norm": "'0' has hooks"}),
-    "one norm in two places": (shared, {"norm": "'0' (stands in several|is called more)"}),
+    "one norm in two places": (shared, {"norm": "'0' (is used in several|is called more)"}),
     "two axes": (
-        lambda: nn.Sequential(nn.LayerNorm((3, 4)), nn.Linear(4, 4)), {"norm": "last axis alone"},
+        lambda: nn.Sequential(nn.LayerNorm((3, 4)), nn.Linear(4, 4)),
+        {"norm": "other axes than the last"},
     ),
     "logits that are a result": (Logits, {"cross_entropy": "has other readers than 'loss'"}),
     "weights of classes": (

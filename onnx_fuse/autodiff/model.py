@@ -60,7 +60,7 @@ def attach_loss(
     if loss not in LOSSES:
         if loss not in named:
             raise UsageError(
-                f"no loss '{loss}': choose {', '.join(LOSSES)}, or an output that is the loss: "
+                f"no loss '{loss}': choose {', '.join(LOSSES)}, or a scalar output of the model: "
                 f"{', '.join(str(n) for n in named)}"
             )
         return named[loss], None
@@ -140,8 +140,8 @@ def gradient(
             maker = y.producer()
             if MAP_TYPE in y.meta and maker is not None:
                 raise ModelError(
-                    f"output '{y.name}' is no tensor: {maker.op_type} '{maker.name}', which makes "
-                    "it, has no gradient"
+                    f"output '{y.name}' is not a tensor: {maker.op_type} '{maker.name}', its "
+                    "node, has no gradient"
                 )
             if _differentiable(y) and y not in dys:
                 dy = ir.Value(

@@ -58,8 +58,8 @@ def bench(
         int,
         typer.Option(
             min=0,
-            help="Use this many threads on the CPU. 0 leaves the number to onnxruntime, and 1 is "
-            "timed by CPU time.",
+            help="Use this many threads on the CPU. With 0, onnxruntime chooses the number; "
+            "with 1, CPU time is measured.",
         ),
     ] = 0,
     grad: Annotated[
@@ -78,7 +78,7 @@ def bench(
         str,
         typer.Option(
             metavar="kernel|end2end",
-            help="Time the GPU's work alone, or calls from host memory to host memory.",
+            help="Time only the GPU's work, or calls from host memory to host memory.",
         ),
     ] = "kernel",
     against: Annotated[
@@ -92,8 +92,7 @@ def bench(
         bool,
         typer.Option(
             "--tune",
-            help="Time the kernels that could serve MODEL on this GPU, and use the fastest from "
-            "now on.",
+            help="Time the kernels for MODEL on this GPU, and use the fastest from now on.",
         ),
     ] = False,
     shape: Annotated[
@@ -300,7 +299,7 @@ def _tune(
         )
     for t in found:
         for name in t.refused:
-            printer.text(f"left out, since its result differs: {name} at {t.problem}")
+            printer.text(f"skipped, because its result differs: {name} at {t.problem}")
     if len(found) < len(calls):
         printer.text(
             f"{len(calls) - len(found)} of {len(calls)} problems were not reached in {limit:.0f} "

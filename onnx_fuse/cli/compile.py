@@ -61,8 +61,7 @@ def compile(
         typer.Option(
             "--input-shapes",
             metavar="NAME:1,128 ...",
-            help="Compile for these shapes of the inputs. A name that comes again begins another "
-            "program.",
+            help="Compile for these shapes of the inputs. A repeated name begins another program.",
         ),
     ] = None,
     dim: Annotated[
@@ -71,8 +70,7 @@ def compile(
             "--dim",
             metavar="SYMBOL=8 ...",
             help="Compile for these sizes, by the names that the model's inputs have for them: 8, "
-            "several as 1,8 or 16..128:16, or 1..512 for all sizes between two, which a few "
-            "programs serve.",
+            "several as 1,8 or 16..128:16, or 1..512 for all sizes from 1 to 512.",
         ),
     ] = None,
     train: Annotated[
@@ -80,7 +78,7 @@ def compile(
         typer.Option(
             metavar="FILE.toml|FILE.yaml",
             help="Compile training instead, with the options of onnx-fuse train --config in this "
-            "file. OUT is then a folder, which onnx-fuse train --compiled takes.",
+            "file. OUT is then a folder, for onnx-fuse train --compiled.",
         ),
     ] = None,
     json: Json = None,

@@ -21,23 +21,23 @@ _OPTIONAL = {
         INSTALL_CUDA,
     ),
     ("nvmath-python", "nvidia-cublas"): (
-        "cuBLASLt is no candidate for matrix products on a GPU; this package's kernels serve all",
+        "cuBLASLt is not tried for matrix products; this package's kernels compute all of them",
         INSTALL_CUBLASLT,
     ),
     ("nccl4py",): (
-        "a model trains on one GPU; several need NCCL's bindings",
+        "training works on one GPU only; several need NCCL's bindings",
         INSTALL_DISTRIBUTED,
     ),
     ("torch",): (
-        "onnx_fuse.torch cannot be imported; all else needs no PyTorch",
+        "onnx_fuse.torch cannot be imported; nothing else needs PyTorch",
         INSTALL_TORCH,
     ),
     ("tensorboardx",): (
-        "onnx-fuse train --tensorboard writes no logs; --csv and --html need nothing",
+        "onnx-fuse train --tensorboard does not work; --csv and --html do",
         'pip install ".[tensorboard]"',
     ),
     ("pyyaml",): (
-        "onnx-fuse train --config reads TOML files alone",
+        "onnx-fuse train --config reads only TOML files",
         INSTALL_YAML,
     ),
 }

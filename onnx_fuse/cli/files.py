@@ -36,7 +36,7 @@ def named(name: str, work: Callable[[], T]) -> T:
 def default_output(model: Path, suffix: str) -> Path:
     """The default output of a command. Raises UsageError for a path without a name."""
     if not model.name:
-        raise UsageError(f"'{model}' is no file name: give the path of an .onnx file as MODEL")
+        raise UsageError(f"'{model}' is not a file name: give the path of an .onnx file as MODEL")
     return model.with_suffix(suffix)
 
 

@@ -66,14 +66,14 @@ def optimize(
         str | None,
         typer.Option(
             metavar="GPU",
-            help="Also list the ten slowest kernels that this GPU would run (with --explain, all): "
+            help="Also list the ten slowest kernels for this GPU (with --explain, all): "
             "h200, h100, a100, ..., or cuda for the GPU in this machine.",
         ),
     ] = None,
     precision: Precision = "fp32",
     inline: Annotated[
         bool,
-        typer.Option("--inline", help="Write standard operators only, in the place of fused ones."),
+        typer.Option("--inline", help="Write only standard operators, instead of fused ones."),
     ] = False,
     opset: Annotated[
         str | None,
@@ -147,13 +147,11 @@ def optimize(
     except ModelError as error:
         raise ModelError(f"{model}: {error}") from error
     if branch:
-        found.notes.append(
-            f"the sizes given are not written: a branch does not fit them ({branch})"
-        )
+        found.notes.append(f"the given sizes are not written: a branch contradicts them ({branch})")
     if check and (unknown := opaque(graph)):
         raise ModelError(
             f"{model}: {unknown}: onnxruntime has no such operator, so the result cannot be "
-            "checked; --no-check writes it all the same"
+            "checked; --no-check writes it without a check"
         )
     result = inlined(graph) if inline else graph
     if inline:
@@ -223,7 +221,7 @@ def optimize(
     if failed:
         raise CheckFailed(
             f"{model}: the fused model differs from the original "
-            + (f"(written all the same: {output})" if keep else "(nothing was written)")
+            + (f"(written nevertheless: {output})" if keep else "(nothing was written)")
             + f": onnx-fuse validate {model} --blame names the operator"
         )
     printer.text(f"wrote {output}")

@@ -12,21 +12,17 @@ from onnx_fuse.errors import UsageError
 
 Json = Annotated[
     Path | None,
-    typer.Option(
-        "--json", metavar="FILE", help="Write what the command shows to this file, as JSON."
-    ),
+    typer.Option("--json", metavar="FILE", help="Write the results to this file as JSON."),
 ]
 Html = Annotated[
     Path | None,
-    typer.Option(
-        "--html", metavar="FILE", help="Write what the command shows to this file, as HTML."
-    ),
+    typer.Option("--html", metavar="FILE", help="Write a report to this file as one HTML page."),
 ]
 Trace = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE.json",
-        help="Write what ran when to this file, as a trace that ui.perfetto.dev opens.",
+        help="Write a timeline to this file, as a trace for ui.perfetto.dev.",
     ),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
@@ -41,8 +37,8 @@ Inputs = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE.npz",
-        help="Read the inputs from this file, whose arrays have the inputs' names. Without it, "
-        "inputs are made that fit the graph.",
+        help="Read the inputs from this file, whose arrays have the inputs' names. The default "
+        "is generated inputs.",
     ),
 ]
 Precision = Annotated[
@@ -63,7 +59,7 @@ Shapes = Annotated[
     typer.Option(
         "--input-shapes",
         metavar="NAME:1,128 ...",
-        help="Fix the shapes of these inputs; a size of -1 stays free.",
+        help="Fix the shapes of these inputs; a size of -1 stays dynamic.",
     ),
 ]
 Dims = Annotated[
@@ -130,7 +126,7 @@ def parse_shapes(values: Sequence[str] | None) -> dict[str, list[int]]:
             raise UsageError(f"--input-shapes {value}: expected NAME:1,128") from error
         if not name or any(d < -1 for d in shapes[name]):
             raise UsageError(
-                f"--input-shapes {value}: expected NAME:1,128, with -1 for a size that stays free"
+                f"--input-shapes {value}: expected NAME:1,128, with -1 for a dynamic size"
             )
     return shapes
 

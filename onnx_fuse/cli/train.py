@@ -83,7 +83,8 @@ def train(
         typer.Option(min=1, help="Stop after this many evaluations that are no better."),
     ] = None,
     min_delta: Annotated[
-        float, typer.Option(help="Count an evaluation as better only by more than this.")
+        float,
+        typer.Option(help="Count an evaluation as better only if it improves by more than this."),
     ] = 0.0,
     monitor: Annotated[
         str, typer.Option(metavar="NAME", help="Compare evaluations by this metric.")
@@ -91,8 +92,8 @@ def train(
     keep_best: Annotated[
         bool, typer.Option("--keep-best", help="Write the weights of the best evaluation.")
     ] = False,
-    epochs: Annotated[int, typer.Option(min=1, help="Go over the data this many times.")] = 1,
-    batch_size: Annotated[int, typer.Option(min=1, help="Take this many examples in a step.")] = 32,
+    epochs: Annotated[int, typer.Option(min=1, help="Train for this many epochs.")] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, help="Use this many examples in a step.")] = 32,
     optimizer: Annotated[
         str,
         typer.Option(metavar="NAME", help="Update by sgd, adam, adamw, adagrad or lion."),
@@ -105,7 +106,7 @@ def train(
         ),
     ] = "constant",
     warmup: Annotated[
-        int, typer.Option(min=0, help="Let the rate grow over this many updates at first.")
+        int, typer.Option(min=0, help="Warm up: increase the rate over this many first updates.")
     ] = 0,
     lr_every: Annotated[
         int,
@@ -116,11 +117,11 @@ def train(
         float | None, typer.Option(help="Set the weight decay, instead of the optimizer's default.")
     ] = None,
     clip_norm: Annotated[
-        float | None, typer.Option(help="Bound the norm of all gradients together.")
+        float | None, typer.Option(help="Limit the norm of all gradients together.")
     ] = None,
     accumulate: Annotated[int, typer.Option(min=1, help="Update once in this many steps.")] = 1,
     ignore_index: Annotated[
-        int | None, typer.Option(help="Leave out labels of this number. The default is -100.")
+        int | None, typer.Option(help="Ignore labels with this number. The default is -100.")
     ] = None,
     label_smoothing: Annotated[
         float | None, typer.Option(min=0.0, max=1.0, help="Smooth the labels of cross_entropy.")
@@ -146,7 +147,7 @@ def train(
         list[str] | None,
         typer.Option(
             metavar="GLOB:lr=R,weight_decay=D",
-            help="Train these weights by settings of their own: lr or scale, weight_decay, start "
+            help="Train these weights with other settings: lr or scale, weight_decay, start "
             "(after so many updates), or frozen.",
         ),
     ] = None,
@@ -170,7 +171,7 @@ def train(
         Path | None,
         typer.Option(
             metavar="FILE.safetensors|DIR",
-            help="Write the adapters alone to this file, or in PEFT's form to a folder.",
+            help="Write only the adapters to this file, or in PEFT's format to a folder.",
         ),
     ] = None,
     trainable: Annotated[
@@ -178,7 +179,7 @@ def train(
         typer.Option(metavar="GLOB", help="Train these weights. The default is all."),
     ] = None,
     freeze: Annotated[
-        list[str] | None, typer.Option(metavar="GLOB", help="Leave these weights as they are.")
+        list[str] | None, typer.Option(metavar="GLOB", help="Do not train these weights.")
     ] = None,
     tie: Annotated[
         bool, typer.Option("--tie", help="Train a weight that the file stores twice as one.")
@@ -186,7 +187,7 @@ def train(
     untie: Annotated[
         bool,
         typer.Option(
-            "--untie", help="Give each reader of a tensor of one repeated number its own weight."
+            "--untie", help="Give each node that reads a tensor of equal entries its own weight."
         ),
     ] = False,
     level: Annotated[
@@ -199,9 +200,7 @@ def train(
     ] = None,
     free_batch: Annotated[
         bool,
-        typer.Option(
-            "--free-batch", help="Train with another batch size than the one that MODEL fixes."
-        ),
+        typer.Option("--free-batch", help="Train with another batch size than MODEL's fixed one."),
     ] = False,
     input_shapes: Shapes = None,
     dim: Dims = None,

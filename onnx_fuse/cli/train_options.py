@@ -44,7 +44,7 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
         parameter = options.get(key.replace("_", "-"))
         if parameter is None:
             raise UsageError(
-                f"--config {path}: '{key}' is no option: the names are those of the command's "
+                f"--config {path}: '{key}' is not an option: use the names of the command's "
                 "options, such as batch-size"
             )
         if value is None:
@@ -91,8 +91,8 @@ Config = Annotated[
         metavar="FILE.toml|FILE.yaml",
         is_eager=True,
         callback=read_config,
-        help="Read options from this file, by their names without dashes; those of the command "
-        "line count more.",
+        help="Read options from this file, by their names without dashes; the command line "
+        "overrides them.",
     ),
 ]
 

@@ -59,11 +59,11 @@ def validate(
         bool,
         typer.Option(
             "--all",
-            help="With --grad, compare each tensor along directions of its own, not many at once.",
+            help="With --grad, compare each tensor by itself, not many at once.",
         ),
     ] = False,
     blame: Annotated[
-        bool, typer.Option("--blame", help="Name the nodes that make the results differ.")
+        bool, typer.Option("--blame", help="Name the nodes that cause the difference.")
     ] = False,
     device: Device = "cpu",
     precision: Precision = "fp32",
@@ -77,7 +77,7 @@ def validate(
         ),
     ] = None,
     atol: Annotated[
-        float | None, typer.Option(min=0.0, help="Allow this absolute difference besides.")
+        float | None, typer.Option(min=0.0, help="Also allow this absolute difference.")
     ] = None,
     json: Json = None,
     html: Html = None,

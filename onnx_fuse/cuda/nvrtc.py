@@ -187,7 +187,7 @@ def _store(path: Path, cubin: bytes) -> None:
             file.write(hashlib.sha256(cubin).digest() + cubin)
         os.replace(file.name, path)
     except OSError as error:
-        warnings.warn(f"compiled kernels are not kept: {error}", stacklevel=2)
+        warnings.warn(f"compiled kernels are not cached: {error}", stacklevel=2)
 
 
 def resources(source: str, defines: Defines = (), arch: str = "sm_90a") -> dict[str, Resources]:

@@ -165,7 +165,9 @@ class Watch:
         try:
             kind, data = wire.receive(link)
         except OSError:
-            self._end(f"rank {other} ended without a word: it was killed, or it crashed", seen=True)
+            self._end(
+                f"rank {other} ended without a message: it was killed, or it crashed", seen=True
+            )
             return
         peer, now = self._peers[other], time.monotonic()
         peer.heard = now
@@ -180,7 +182,7 @@ class Watch:
 
     def _check(self, now: float, own: Sign) -> None:
         if os.getppid() != self._parent:
-            self._end("what started the ranks has ended", seen=True)
+            self._end("the launcher of the ranks has ended", seen=True)
         for other, peer in self._peers.items():
             if now - peer.heard > self.patience:
                 self._end(f"rank {other} has not answered for {self.patience:.0f} s: it hangs")

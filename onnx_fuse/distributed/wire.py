@@ -36,7 +36,7 @@ def receive(link: socket.socket) -> tuple[bytes, bytearray]:
     """The kind and the bytes of the next frame. Raises ConnectionError at the end of the link."""
     kind, size = _HEAD.unpack(_exactly(link, _HEAD.size))
     if size > LARGEST:
-        raise ConnectionError("what came is no frame")
+        raise ConnectionError("the received data is not a frame")
     return kind, _exactly(link, size)
 
 

@@ -108,7 +108,7 @@ def _check_external(
     if offset < 0 or offset + nbytes > size:
         raise ModelError(
             f"{where}: external data '{location}' of {size} bytes has no {nbytes} bytes at offset "
-            f"{offset}: is the file whole, and the model's own?"
+            f"{offset}: is the file complete, and does it belong to the model?"
         )
 
 

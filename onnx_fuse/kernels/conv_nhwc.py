@@ -470,7 +470,7 @@ class Im2col(Chosen):
         if problem.groups > 1:
             return f"{problem.groups} groups"
         if epilogue_of(problem) is None:
-            return "no epilogue of a product does what stands behind it"
+            return "no epilogue of a product computes the operators after it"
         if problem.y_strides and (problem.tail or problem.filters % 8):
             return "y's pixels stand apart: no operands as y, and filters a multiple of 8"
         if problem.y_strides and problem.column_moments:

@@ -60,7 +60,7 @@ class Tf32Im2col(Chosen):
         if problem.groups > 1:
             return f"{problem.groups} groups"
         if epilogue_of(problem) is None:
-            return "no epilogue of a product does what stands behind it"
+            return "no epilogue of a product computes the operators after it"
         reason = super().supports(problem, hw) or unboxed(problem)
         return reason or self.inner.supports(self._product(problem), hw)
 

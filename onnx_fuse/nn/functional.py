@@ -270,7 +270,7 @@ def _dropout(op: Any, x: Any, rng: Any, *, p: float) -> Any:
 def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     """`x` with a share `p` of its elements 0 and the others divided by 1 - p, if `training`."""
     if not 0 <= p <= 1:
-        raise UsageError(f"the share that dropout drops is {p}: it must be from 0 to 1")
+        raise UsageError(f"dropout's probability is {p}: it must be from 0 to 1")
     if not training or p == 0:
         return x
     if p == 1:
@@ -325,7 +325,7 @@ def scaled_dot_product_attention(
         A Tensor [..., L, V].
     """
     if dropout_p:
-        raise UsageError("attention has no dropout of its own: leave dropout_p at 0")
+        raise UsageError("attention has no dropout: leave dropout_p at 0")
     factor = None if scale is None else np.array(scale, query.dtype)
     return _attention(query, key, value, attn_mask, factor, causal=bool(is_causal))
 
@@ -362,7 +362,7 @@ def _loss_of(
     pos_weight: Tensor | None = None,
 ) -> Tensor:
     if options["reduction"] not in ("mean", "sum"):
-        raise UsageError(f"there is no reduction '{options['reduction']}': choose mean or sum")
+        raise UsageError(f"unknown reduction '{options['reduction']}': choose mean or sum")
     if not is_float(x._data.dtype):
         raise UsageError(f"the loss of a Tensor of {x._data.dtype.name}: take x.float()")
     if LOSSES[kind].classes:

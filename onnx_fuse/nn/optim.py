@@ -87,7 +87,9 @@ class Optimizer:
         if set(own) != set(state) or any(
             np.shape(state[k]) != own[k]._data.shape for k in own if k in state
         ):
-            raise DataError("the optimizer's state is of other parameters, or of another rule")
+            raise DataError(
+                "the optimizer's state belongs to other parameters or another optimizer"
+            )
         self.steps = int(state["steps"])
         for i, slots in enumerate(self._slots):
             for key, slot in zip(self.rule.slots, slots, strict=True):

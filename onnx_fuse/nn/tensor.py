@@ -496,7 +496,7 @@ class Tensor:
     def topk(self, k: int, dim: int = -1, largest: bool = True) -> tuple[Tensor, Tensor]:
         """The `k` largest (or not `largest`) elements along `dim`, and their indices, in order."""
         if k < 0:
-            raise UsageError(f"topk gives a number of elements from 0 on, not {k}")
+            raise UsageError(f"topk needs a number of elements of at least 0, not {k}")
         given = {"axis": dim, "largest": int(largest)}
         values, indices = op_call("TopK", [self, [k]], given, outputs=2)
         return values, indices
@@ -521,7 +521,7 @@ class Tensor:
         """The tensor with the axes from `start_dim` to `end_dim` made one; a view."""
         start, end = axis_of(start_dim, self.ndim), axis_of(end_dim, self.ndim)
         if start > end:
-            raise UsageError(f"flatten from axis {start} to {end}: the first is behind the last")
+            raise UsageError(f"flatten from axis {start} to {end}: the first is after the last")
         return operators.flatten(self, start=start, end=end)
 
     def permute(self, *dims: Any) -> Tensor:
@@ -566,7 +566,7 @@ class Tensor:
         if len(sizes) < self.ndim or (sizes[: len(sizes) - self.ndim] < 0).any():
             raise UsageError(f"expand gives no sizes to all axes of {[*own]}: {sizes.tolist()}")
         if any(d not in (-1, size) and size != 1 for d, size in zip(sizes, own, strict=True)):
-            raise UsageError(f"expand repeats axes of size 1 alone: {[*own]} to {sizes.tolist()}")
+            raise UsageError(f"expand repeats only axes of size 1: {[*own]} to {sizes.tolist()}")
         sizes = np.where(sizes == -1, 1, sizes)  # ONNX broadcasts both ways
         return op_call("Expand", [self, sizes])
 

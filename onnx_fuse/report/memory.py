@@ -43,7 +43,7 @@ def section(program: Program) -> Section:
             (r for r in rects if r[0] <= peak < r[1]), key=lambda r: r[3] - r[2], reverse=True
         )[:_HOLDERS]
         rows = [[r[5].replace("\n", ", "), f"{r[3] - r[2]:,}"] for r in holders]
-        title = f"who holds the peak, at call {peak}"
+        title = f"temporaries at the peak, at call {peak}"
         parts.append(Table(title, ["temporary", "bytes"], rows))
     kinds: Counter[str] = Counter()
     for buffer in program.buffers:

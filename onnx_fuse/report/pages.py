@@ -68,8 +68,8 @@ def optimized(
         Section(
             "Graph",
             [graph.view(drawn)],
-            "What became part of a fused operator has its colour on both sides; dashed nodes were "
-            "folded away. A node that is chosen shows what it came from, or what it became.",
+            "Nodes of a fused operator have its colour on both sides; dashed nodes were folded. "
+            "Select a node to see the nodes that it replaces, or the node that replaces it.",
         ),
         Section("Fused", fused),
     ]

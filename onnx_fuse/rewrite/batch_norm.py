@@ -71,14 +71,14 @@ def _fold(rw: Rewriter, norm: ir.Node) -> bool:
     chain = [product, *([add] if add is not None else []), *views]
     alone = [[n for n in consumers(v.outputs[0]) if n.op_type != "Shape"] for v in chain]
     if any(v.outputs[0].is_graph_output() for v in chain) or any(len(n) > 1 for n in alone):
-        return rw.refuse(FOLD_BATCH_NORM, nodes, "other nodes read what it normalizes")
+        return rw.refuse(FOLD_BATCH_NORM, nodes, "other nodes read its input")
     x, w, *rest = product.inputs
     b = rest[0] if rest else None
     if add is not None:
         b = other_operand(add, product.outputs[0])
     parameters = [w, b, *norm.inputs[1:]]
     if w is None or not all(v is None or is_initializer(v) for v in parameters):
-        return rw.refuse(FOLD_BATCH_NORM, nodes, "weights or statistics are no constants")
+        return rw.refuse(FOLD_BATCH_NORM, nodes, "its weights or statistics are not constants")
     if len(w.uses()) > 1:  # one node may read it twice
         return rw.refuse(FOLD_BATCH_NORM, nodes, f"more than this reads the weight '{w.name}'")
     types = {v.dtype for v in parameters if v is not None}

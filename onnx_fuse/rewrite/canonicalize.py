@@ -117,8 +117,8 @@ def canonicalize(model: ir.Model, *, training: bool) -> list[str]:
     if open_:
         notes.append(
             f"{len(open_)} inputs have a default that a caller may override ({', '.join(open_[:3])}"
-            f"{', …' if len(open_) > 3 else ''}): they are no constants, and what they enter is "
-            "neither folded nor fused as one"
+            f"{', …' if len(open_) > 3 else ''}): they are not constants, so nodes that read "
+            "them are not folded"
         )
     return notes
 
@@ -148,7 +148,7 @@ def _sequences(model: ir.Model) -> list[str]:
         try:
             fold_sequences(model, should_fold=lambda node: False)
         except RuntimeError as error:
-            return [f"{error}: it and what follows it stay as they are"]
+            return [f"{error}: it and the nodes after it stay unchanged"]
     for node in all_nodes(model.graph):
         if node.op_type == "SequenceConstruct" and not node.inputs:
             kind = node.outputs[0].type

@@ -181,43 +181,43 @@ def _takes_norm(node: ir.Node) -> bool:
 
 def _norm(node: ir.Node, off: Collection[str], training: bool) -> str:
     if "Gemm" in off:
-        return "the fusion Gemm, which takes norms over, is off (--level, --skip)"
+        return "the fusion Gemm, which fuses norms with products, is off (--level, --skip)"
     axis = attribute(node, "axis", -1)
     if axis not in (-1, (rank(node.inputs[0]) or 0) - 1):
-        return f"it normalizes from axis {axis} on, a fused norm the last axis alone"
+        return f"it normalizes from axis {axis} on, but a fused norm only the last axis"
     if node.domain not in ("", FUSE):
-        return "it stays as its domain's operator: nothing behind it takes it over"
+        return "no product that reads it can fuse it, so it stays an operator of its domain"
     readers = _readers(node.outputs[0])
     if not readers:
-        return "its result is an output of the model, which no product reads"
+        return "its result is an output of the model, and no product reads it"
     products = [n for n in readers if _takes_norm(n)]
     if not products:
         own = [n for n in readers if _is_product(n) and _fused(n).norm]
-        beside = " (a product that has a norm of its own among them)" if own else ""
-        return f"only a product with a weight takes a norm over: it is read by {_kinds(readers)}" \
-            f"{beside}"  # fmt: skip
+        more = " (one of them is a product with another norm)" if own else ""
+        read_by = f"{_kinds(readers)}{more}"
+        return f"a norm fuses only with a product with a weight, but it is read by {read_by}"
     if not any(is_constant(n.inputs[1]) or n.domain for n in products):
-        return "its product is with a computed tensor, not with a weight"
+        return "its product multiplies by a computed tensor, not by a weight"
     views = dict.fromkeys(n.op_type for n in consumers(node.outputs[0]) if n.op_type in _VIEWS)
     if "Cast" in views:
-        return "a Cast between it and the product rounds what it gives, its scale included"
+        return "a Cast between it and the product rounds its result"
     reshapes = [n for n in consumers(node.outputs[0]) if n.op_type == "Reshape"]
     if any(constant_ints(n.inputs[1]) is None for n in reshapes):
-        return "a Reshape between it and the product has sizes that are known at run time alone"
+        return "a Reshape between it and the product has sizes that are known only at run time"
     if views:
-        return f"what stands between it and the product ({', '.join(views)}) mixes its rows"
-    return f"{_names(products)} cannot take it over, and others read it too"
+        return f"the operators between it and the product ({', '.join(views)}) mix its rows"
+    return f"it does not fuse with {_names(products)}, and other nodes read it, too"
 
 
 def _other_norm(node: ir.Node, off: Collection[str], training: bool) -> str:
     if node.op_type == "InstanceNormalization" and "GroupNorm" in off:
         return "the fusion GroupNorm is off (--level, --skip)"
-    return f"no kernel fuses {name(node)} with what follows"
+    return f"no kernel fuses {name(node)} with the operators after it"
 
 
 def _batch_norm(node: ir.Node, off: Collection[str], training: bool) -> str:
     if attribute(node, "training_mode", 0):
-        return "in training mode it takes the batch's own statistics: nothing to fold"
+        return "in training mode it uses the statistics of the batch, which cannot be folded"
     if training:
         return "its parameters are trained, so it is not folded into the convolution before it"
     if "FoldBatchNorm" in off:
@@ -237,52 +237,54 @@ def _batch_norm(node: ir.Node, off: Collection[str], training: bool) -> str:
 def _attention(node: ir.Node, off: Collection[str], training: bool) -> str:
     if "Sdpa" in off:
         return "the fusion Sdpa is off (--level, --skip)"
-    return "no fused attention has its inputs and outputs"
+    return "no fused attention operator supports its inputs and outputs"
 
 
 def _softmax(node: ir.Node, off: Collection[str], training: bool) -> str:
     readers = [n for n in _readers(node.outputs[0]) if n.op_type in ("MatMul", "Einsum")]
     if not readers:
-        return "it is no attention: no product of its result with values follows"
+        return "it is not attention: no product of its result with values follows"
     if "Sdpa" in off:
         return "the fusion Sdpa is off (--level, --skip)"
     source = _source(node.inputs[0])
-    made = f"made by {_names([source])}" if source is not None else "an input of the model"
-    return f"attention that is not recognized: its scores are {made}, or what follows differs"
+    made = f"computed by {_names([source])}" if source is not None else "an input of the model"
+    return f"unrecognized attention: its scores are {made}, or other operators follow it"
 
 
 def _written_norm(node: ir.Node, off: Collection[str], training: bool) -> str:
-    return "a norm written out, not over the last axis alone or in a form that is not known"
+    return "a norm in standard operators, over other axes than the last or in an unknown form"
 
 
 def _activation(node: ir.Node, off: Collection[str], training: bool) -> str:
     if "Gemm" in off and "Conv" in off:
-        return "the fusions Gemm and Conv, which take activations over, are off (--level, --skip)"
+        return "the fusions Gemm and Conv, which fuse activations, are off (--level, --skip)"
     x = node.inputs[0]
     source = _source(x)
     if source is None:
         return "it reads an input of the model or a weight, not a product"
     if node.op_type not in OPERATORS and activation_of(node) is None:
-        return "it is none of the activations that fuse behind a product or convolution"
+        return "it is not one of the activations that fuse with a product or convolution"
     if not _is_product(source):
         return f"it follows {_names([source])}, not a product or convolution"
     if _gates(node, source):
-        gate = "the gate of a gated unit: it, and its product with the other half, are one pass"
+        gate = (
+            "the gate of a gated unit: a GPU computes it and the product of the halves in one pass"
+        )
         if training:
-            return f"{gate} behind the product that makes both, as its gradient needs both"
+            return f"{gate} after the product that computes both, because its gradient reads both"
         if GATED in off:
-            return f"{gate}; --level 2 makes them part of the product ({GATED})"
-        return f"{gate} behind the product that makes both, which others read too"
+            return f"{gate}; --level 2 fuses them into the product ({GATED})"
+        return f"{gate} after the product that computes both, because other nodes read it, too"
     direct = x.producer() if x is not None else None
     if x is not None and (len(consumers(x)) > 1 or x.is_graph_output()):
-        return f"what it reads, of {_names([source])}, has other readers"
+        return f"its input, from {_names([source])}, has other readers"
     if direct is not source and direct is not None:
         return f"a {direct.op_type} stands between it and {_names([source])}"
     if source.domain == FUSE and FusedName.of(source.op_type).activation:
         return f"the {name(source)} before it has an activation already"
     if source.op_type == "ConvTranspose":
-        return "it follows a ConvTranspose, behind which no activation fuses"
-    return f"it follows {_names([source])}, behind which it does not fuse"
+        return "it follows a ConvTranspose, which fuses with no activation"
+    return f"it follows {_names([source])}, with which it does not fuse"
 
 
 def _gates(node: ir.Node, source: ir.Node) -> bool:
@@ -295,11 +297,11 @@ def _residual(node: ir.Node, off: Collection[str], training: bool) -> str:
     sources = [_source(v) for v in node.inputs]
     readers = _readers(node.outputs[0])
     if any(_fused(n).norm for n in readers):
-        return "the norm behind it is part of a product now, and others read the sum as well"
-    behind = f"what follows is {_kinds(readers)}" if readers else "it is an output"
+        return "the norm after it was fused into a product, and other nodes read the sum, too"
+    after = f"its readers are {_kinds(readers)}" if readers else "it is an output"
     plain = any(s is not None and name(s) in ("MatMul", "Gemm") for s in sources)
-    where = "; a GPU adds it in the epilogue of the product before it" if plain else ""
-    return f"the sum of two tensors fuses with a norm or a convolution; {behind}{where}"
+    where = "; a GPU computes it in the epilogue of the product before it" if plain else ""
+    return f"a sum of two tensors fuses only with a norm or a convolution; {after}{where}"
 
 
 def _scale(node: ir.Node, off: Collection[str], training: bool) -> str:
@@ -308,7 +310,7 @@ def _scale(node: ir.Node, off: Collection[str], training: bool) -> str:
     if (LAYER_SCALE if node.outputs[0].dtype in WIDE else LAYER_SCALE_16) in off:
         asked = "another --level" if node.outputs[0].dtype in WIDE else "--level 3"
         return f"layer scale: {asked} folds it into the weight, which rounds differently"
-    return "layer scale that cannot be folded: the product before it has other readers"
+    return "layer scale that is not folded: the product before it has other readers"
 
 
 def _layout(node: ir.Node, off: Collection[str], training: bool) -> str:
@@ -317,10 +319,10 @@ def _layout(node: ir.Node, off: Collection[str], training: bool) -> str:
     if heads:
         return "it splits or joins the heads around fused attention"
     if node.op_type == "Pad":
-        return "it adds elements, which no fused operator does"
+        return "it adds elements, and no fused operator does that"
     before = _kind(source) if source is not None else "an input or weight"
     after = _kinds(readers) if readers else "an output of the model"
-    return f"no fusion takes in a change of layout between {before} and {after}"
+    return f"no fusion includes a {node.op_type} between {before} and {after}"
 
 
 _Why = Callable[[ir.Node, Collection[str], bool], str]

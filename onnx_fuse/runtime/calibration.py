@@ -167,9 +167,9 @@ def calibrated(hw: Hardware, timer: Timer) -> Calibrated:
         _keep(place, made)
         kept = _kept(place, hw)
         if kept is None:
-            return Calibrated(made, "rates measured on this GPU, which could not be kept")
+            return Calibrated(made, "rates measured on this GPU, which could not be cached")
         found = kept
-    return Calibrated(found, f"rates measured on this GPU, kept in {place}")
+    return Calibrated(found, f"rates measured on this GPU, cached in {place}")
 
 
 def _place(hw: Hardware) -> Path:
@@ -211,7 +211,7 @@ def _keep(place: Path, hw: Hardware) -> None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(file.name)
     except OSError as error:
-        warnings.warn(f"the rates of {hw.name} are not kept: {error}", stacklevel=2)
+        warnings.warn(f"the rates of {hw.name} are not cached: {error}", stacklevel=2)
 
 
 class GpuTimer:

@@ -116,7 +116,7 @@ class ProgramCache:
                 self._pruned = True
                 prune(config.CACHE_MB.value << 20)
         except (OSError, ModelError) as error:
-            warnings.warn(f"the program is not kept: {error}", stacklevel=2)
+            warnings.warn(f"the program is not cached: {error}", stacklevel=2)
 
     def _of(self, key: Key) -> Path:
         if key not in self._folders:
@@ -143,7 +143,7 @@ class ProgramCache:
             data = memoryview(read_private(path))
             start = _HEAD + _LENGTH.unpack_from(data, 64)[0]
             if hashlib.sha256(data[start:]).digest() != data[32:64]:
-                raise ValueError("it is not what was written")
+                raise ValueError("its digest is wrong")
             guards = self._guards[path]
             assert guards is not None
             found = self._decoded(guards, data[start:], numbers)

@@ -221,7 +221,7 @@ def _refuse(program: Any, module: nn.Module) -> None:
         if name.startswith("aten.detach"):
             raise UsageError("its forward detaches a value, which ONNX cannot express")
         if isinstance(node.target, torch._ops.HigherOrderOperator):
-            raise UsageError(f"its forward has a region of its own ({name})")
+            raise UsageError(f"its forward has a nested region ({name})")
         schema = getattr(node.target, "_schema", None)
         if schema is not None and schema.is_mutable and any(
             a.op == "placeholder" and a.name in signature.user_inputs

@@ -217,7 +217,7 @@ class _Scope:
         """Why a module cannot change what it computes, "" where it can."""
         module = self.modules[name]
         if id(module) in self.shared:
-            return f"'{name}' stands in several places"
+            return f"'{name}' is used in several places"
         if any(len(nodes) > 1 for nodes in self.calls.get(name, ())):
             return f"'{name}' is called more than once"
         hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -268,7 +268,7 @@ def _norms(scope: _Scope) -> Iterator[tuple[Candidate, Any]]:
             what = others[0].target if others[0].op != "output" else "the forward's result"
             reason = f"'{name}' is read by {what} too"
         elif any(_axes(norm) != (_width(layer),) for layer in layers):
-            reason = f"'{name}' is not over the last axis alone"
+            reason = f"'{name}' normalizes other axes than the last"
         elif any(getattr(layer, "before", ()) for layer in layers):
             reason = "the linear layer is fused with a norm already"
         yield Candidate("norm", names, reason), (norm, *layers)

@@ -31,7 +31,7 @@ class _Proxy(fx.Proxy):
     """A value of a trace that a call may spread out among its arguments (`_Tracer.iter`)."""
 
     def __len__(self) -> int:
-        raise TypeError("the length of a tensor or of its shape is asked for")
+        raise TypeError("its forward reads the length of a tensor or of its shape")
 
     def __iter__(self) -> Iterator[Any]:
         """As fx does it, but for reading the caller's instructions once alone."""
@@ -118,7 +118,7 @@ def _check_further(forward: Any) -> None:
     passed = [k.value for n in ast.walk(tree) if isinstance(n, ast.Call) for k in n.keywords
               if k.arg is None]  # fmt: skip
     if any(isinstance(n, ast.Name) and n.id in names and n not in passed for n in ast.walk(tree)):
-        raise fx.proxy.TraceError(f"it looks into its **{', '.join(names)}")
+        raise fx.proxy.TraceError(f"its forward reads its **{', '.join(names)}")
 
 
 def _paths(module: nn.Module, whole: IsLeaf, fixed: dict[str, Any]) -> Iterator[fx.Graph]:

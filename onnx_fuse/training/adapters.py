@@ -194,7 +194,7 @@ def _products(weight: onnx_ir.Value) -> list[tuple[onnx_ir.Node, bool]]:
                     "no product of rows and this weight"
                 )
     if len({turned for _, turned in found}) != 1:
-        raise ModelError(f"'{weight.name}' is read in both directions, or by no node")
+        raise ModelError(f"'{weight.name}' is read as it is and transposed, or by no node")
     return found
 
 
@@ -311,7 +311,7 @@ def by_module(adapters: Sequence[Adapter]) -> dict[str, Adapter]:
     for each in adapters:
         if not each.module or each.module in found:
             raise UsageError(
-                f"'{each.weight}' has no name of a PyTorch module of its own, which PEFT's form "
+                f"'{each.weight}' has no PyTorch module name, which PEFT's format "
                 "needs: end the path with .safetensors for a file of this package"
             )
         found[each.module] = each

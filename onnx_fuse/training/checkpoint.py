@@ -157,8 +157,8 @@ def read(folder: str | os.PathLike[str]) -> tuple[dict[str, Array], dict[str, An
     found = next(whole, None)
     if found is None:
         raise DataError(
-            f"{folder}: the folder holds no whole checkpoint to resume from: give the folder that "
-            "the run was given, or begin a new run"
+            f"{folder}: the folder has no valid checkpoint to resume from: give the folder of "
+            "the run, or begin a new run"
         )
     return found
 
@@ -172,7 +172,7 @@ def _read(path: Path) -> tuple[dict[str, Array], dict[str, Any]] | None:
         return _parse(path)
     except faults as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        warnings.warn(f"{path} is damaged and left out: {reason}", stacklevel=4)
+        warnings.warn(f"{path} is damaged and skipped: {reason}", stacklevel=4)
         return None
 
 

@@ -65,7 +65,7 @@ def _first_not_finite(model: onnx_ir.Model, feeds: Mapping[str, Array]) -> str:
         kind = "nan" if np.isnan(value).any() else "-inf" if masks else "inf"
         label = f"'{name}', which the {node.op_type} node '{node.name}' made, is the first to be"
         suspects.append((not clean_in, masks, len(suspects), f"{label} {kind}"))
-    return min(suspects)[-1] if suspects else "every value of the graph is finite on its own"
+    return min(suspects)[-1] if suspects else "all values of the graph are finite"
 
 
 def _only(feeds: Mapping[str, Array], names: set[str | None]) -> dict[str, Array]:

@@ -215,7 +215,7 @@ class _Loop:
         number = len(self.history.epochs) + 1.0
         if not losses:
             raise DataError(
-                f"the data gave no batch in epoch {number:.0f}: a generator gives its batches "
+                f"the data gave no batch in epoch {number:.0f}: a generator can be read only "
                 "once; give a function that makes it, or fewer epochs"
             )
         done = float(len(self.history.losses))

@@ -81,7 +81,7 @@ def write(folder: str | os.PathLike[str], held: Peft, *, transposed: bool) -> No
     for name, array in held.whole.items():
         if not name.endswith((".weight", ".bias")):
             raise UsageError(
-                f"'{name}' trained whole, and has no name of a PyTorch module, which PEFT's form "
+                f"'{name}' trained in full, and has no PyTorch module name, which PEFT's format "
                 "needs: end the path with .safetensors for a file of this package"
             )
         tensors[_PREFIX + name] = np.ascontiguousarray(array)

@@ -167,8 +167,8 @@ def source(
     once = iter(data) is data
     if once and again:
         raise UsageError(
-            f"a {type(data).__name__} gives its batches once, and they are read again for every "
-            "epoch or evaluation: give a function that makes it, or steps_per_epoch"
+            f"a {type(data).__name__} can be read only once, but is read in every epoch or "
+            "evaluation: give a function that makes it, or steps_per_epoch"
         )
     return _Stream(
         (lambda epoch: data) if once else (lambda epoch: _at_epoch(data, epoch)),

@@ -135,15 +135,15 @@ def resolve(
     weights train; raises UsageError where only one of two that are tied does.
     """
     notes = [
-        f"'{name}' holds one number and is read in {places} places: it is one parameter "
-        "(untie gives each place its own)"
+        f"all entries of '{name}' are equal and {places} nodes read it: it is one parameter "
+        "(untie gives each node its own copy)"
         for name, places in shared_constants(graph).items()
     ]
     duplicates = find_duplicates(graph)
     if not tied:
         notes += [
             f"'{t.copy}' holds {'the transpose of ' if t.transposed else ''}'{t.weight}': they "
-            "train apart (tie makes them one)"
+            "train as two weights (tie trains them as one)"
             for t in duplicates
         ]
         return [], notes

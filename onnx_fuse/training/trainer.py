@@ -156,7 +156,7 @@ class Trainer:
         local = None if self.world is None else self.world.local_rank
         device, gpu = backends.gpu_of(device, device_id, local)
         if memory is not None and device != "cuda":
-            raise UsageError("memory bounds a step on a GPU: on the CPU onnxruntime plans its own")
+            raise UsageError("memory limits a step on a GPU: leave it out on the CPU")
         budget = None if memory is None else parse_budget(memory)
         if device == "cuda" and hardware is None:
             from onnx_fuse.runtime.device import begin
@@ -600,7 +600,7 @@ class Trainer:
             # of an update that will be left out
             summed = not spec.strict and name.endswith(".accumulated")
             if not summed and not np.isfinite(array).all():
-                raise CheckFailed(f"step {self.calls}: '{name}' is no longer finite")
+                raise CheckFailed(f"step {self.calls}: '{name}' is not finite any more")
         self.extra = extra
         manifest = {
             "step": self.calls,

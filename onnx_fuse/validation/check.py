@@ -40,7 +40,7 @@ AS_WRITTEN, OPTIMIZED = "as written", "with onnxruntime's optimizations"
 # What is said of a quantized output that differs at one level, and has the same bits at the other.
 _OTHER_TIES = {
     OPTIMIZED: (
-        "'{name}' has the same bits as written; onnxruntime's own optimizations, which choose "
+        "'{name}' is equal without optimizations; onnxruntime's own optimizations, which choose "
         "other integer kernels, change it by {by:.3g}"
     ),
     AS_WRITTEN: (
@@ -275,9 +275,7 @@ def check_outputs(
             along=along,
         )
         numbers = ", ".join(str(i + 1) for i in sorted(unsteady))
-        again.notes.insert(
-            0, f"the original's own answer differs from run to run: inputs {numbers} left out"
-        )
+        again.notes.insert(0, f"the original is nondeterministic: inputs {numbers} left out")
         return again
     if steps is not None:
         check.notes.append(str(steps))

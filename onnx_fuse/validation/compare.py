@@ -29,12 +29,12 @@ class Tolerance:
 
 TOLERANCES = {
     DataType.DOUBLE: Tolerance(
-        1e-9, 1e-11, "double: summing in another order changes results, over some 100 layers"
+        1e-9, 1e-11, "double: sums in another order round differently, over about 100 layers"
     ),
     DataType.FLOAT: Tolerance(
         5e-5,
         5e-6,
-        "float: summing in another order changes results by 1e-6 a layer, and layers add up",
+        "float: sums in another order differ by 1e-6 per layer, and layers accumulate it",
     ),
     DataType.FLOAT16: Tolerance(
         2e-2,

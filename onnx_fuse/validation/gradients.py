@@ -48,7 +48,7 @@ _NARROWER = {DataType.FLOAT16: _Limits(1e-3, 2e-2), DataType.BFLOAT16: _Limits(8
 _TIED = 1e-3
 """The limit `own` behind a scale that is found at run time: values near the minimum of a GELU are
 equal in float32 alone, and share the slope of the scale there."""
-_GRAD, _SEED = ", its gradient", ", the gradient that it is given"
+_GRAD, _SEED = ", its gradient", ", the incoming gradient"
 """Suffixes of the names that gradients have here, those of weights and those given of outputs: one
 tensor may be both. No name in a file is likely to end so."""
 _ABSORBS, _SOFT = 1e6, 1e5
@@ -207,7 +207,9 @@ def check_gradients(
     kept = [name for name in selections(forward) if name in chosen]
     forward, inputs = hold(forward, kept), inputs | chosen
     lost = [name for name in wanted if name.removesuffix(_GRAD) not in parameters]
-    check.notes.extend(f"{name}: made while loading, its slope is not compared" for name in lost)
+    check.notes.extend(
+        f"{name}: created while loading, so its slope is not compared" for name in lost
+    )
     own = _limits_in(precision, forward)
     _compare(
         check, rng, forward, inputs, parameters, cotangents, single, double, every=every, own=own,
@@ -307,7 +309,7 @@ def check_written(
         if v.name not in wanted
     )
     if not wanted:
-        check.notes.append("the graph has no gradient of a tensor of its own to compare")
+        check.notes.append("the graph has no gradient to compare")
         return check
     single, double, rounded = _gradients(backward, inputs, wanted)
     forward, parameters = _forward(backward, [n.removesuffix(_GRAD) for n in wanted])

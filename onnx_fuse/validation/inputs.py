@@ -147,8 +147,8 @@ def generate(
         if notes is not None:
             names = [v.name for v, y in zip(model.graph.outputs, empty[0][1], strict=True)
                      if not np.size(y)]  # fmt: skip
-            notes.append(f"generated inputs leave {', '.join(map(str, names))} empty: nothing of "
-                         "their values is compared (--inputs FILE.npz gives others)")  # fmt: skip
+            notes.append(f"the generated inputs make {', '.join(map(str, names))} empty, so no "
+                         "values of it are compared (--inputs FILE.npz gives others)")  # fmt: skip
     if not accepted:
         assert first_error is not None
         reason = ort.plain(first_error)
@@ -160,7 +160,7 @@ def generate(
     if notes is not None and not single:
         one = [symbol for symbol, values in seen.items() if len(values) < 2]
         if one:
-            notes.append(f"the graph took one size only of the dynamic axes {', '.join(one)}")
+            notes.append(f"the graph runs with only one size of the dynamic axes {', '.join(one)}")
         if first_error is not None:
             notes.append(f"sizes that onnxruntime refused: {tried[0]} ({ort.plain(first_error)})")
     return accepted

@@ -67,7 +67,7 @@ class Steps:
     def __str__(self) -> str:
         known = [f"{s:.3g} in '{n}'" for n, s in list(self.scales.items())[:3]]
         if self.rest:
-            known.append(f"1/{self.levels} of the range of an output without a scale of its own")
+            known.append(f"1/{self.levels} of the range of an output without a scale")
         return (
             f"quantized: the limit is {self.count} quantization steps, a step being "
             f"{', '.join(known)}"

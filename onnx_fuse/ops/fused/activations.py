@@ -367,7 +367,7 @@ def _recognize(rw: Rewriter, node: ir.Node) -> bool:
             elif quick and any(float(np.asarray(alpha, k)) != alpha for k in _exact(t.dtype)):
                 near = f"its factor {alpha} is no {t.dtype.name.lower()} that a float32 holds"
             elif not _computes(top, x, form, alpha):
-                near = f"it is written so that it overflows, or loses a sign, where {name} does not"
+                near = f"it overflows, or loses a sign, where {name} does not"
             else:
                 op = Builder()
                 if name == "QuickGelu":

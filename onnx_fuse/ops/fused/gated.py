@@ -154,7 +154,7 @@ def _of_halves(
         (whole, {cut, cut_too}), (z, {gate}), (let, {node}), (gate.outputs[0], {node})
     )  # fmt: skip
     if not _read_by(*readers):
-        return _refused(rw, nodes, "the product, or a half of it, is read elsewhere too")
+        return _refused(rw, nodes, "other nodes read the product or one of its halves, too")
     place = "GateFirst" if first == 0 else "GateLast"
     return _Unit((plain,), _norm_of(product), place, row, dict(attributes), nodes)
 
@@ -253,7 +253,7 @@ def _of_two_products(
     if len(widths) > 1 or None in widths:
         return _refused(rw, nodes, "its two products differ in width")
     if sole_consumer(gate.outputs[0]) is not node or sole_consumer(let) is not node:
-        return _refused(rw, nodes, "one of its two products is read elsewhere too")
+        return _refused(rw, nodes, "other nodes read one of its two products, too")
     for w, c in ((first.w, first.c), (second.w, second.c)):
         row_of = c is None or is_additive_identity(c) or (is_initializer(c) and rank(c) == 1)
         if not row_of or (c is not None and rank(c) == 1 and dim(c, 0) not in widths):
@@ -281,7 +281,7 @@ def _fuse(rw: Rewriter, node: ir.Node, unit: _Unit) -> bool:
         for peer in consumers(head[0])
     ):
         # as a product by itself it gives the others the rows that it normalises
-        return rw.refuse(NAME, unit.nodes, "its norm is read elsewhere too")
+        return rw.refuse(NAME, unit.nodes, "other nodes read its norm, too")
     op = Builder()
     weights = [_upright(rw, op, part.w) if turned else part.w for part, turned in unit.products]
     if len(parts) == 1:

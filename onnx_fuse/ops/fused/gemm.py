@@ -177,7 +177,7 @@ def _with_activation(rw: Rewriter, site: _Site) -> _Site:
         unfused = [n for n in consumers(z) if n.op_type in _OTHER_ACTIVATIONS and not n.domain]
         if unfused:
             known = ", ".join(ACTIVATIONS)
-            reason = f"{unfused[0].op_type} is none of the fused activations ({known})"
+            reason = f"{unfused[0].op_type} is not one of the fused activations ({known})"
             rw.refuse("Gemm+activation", [site.nodes[0], unfused[0]], reason)
         return site
     if _only_reader(z) is None:
@@ -228,7 +228,7 @@ def _before_pad(rw: Rewriter, site: _Site, norm: Norm) -> _Site:
         reason = "the product's bias has more axes than the norm"
     reason = reason or padded.refusal(norm.node, site.x, site.views)
     if rw.training:
-        reason = "what the added rows become is trained"
+        reason = "the product of the added rows depends on a parameter that is trained"
     if reason:
         reason = f"a Pad between adds rows of zeros, which the norm's bias would change; {reason}"
         rw.refuse("LayerNormGemm", [norm.node, site.nodes[0]], reason)
@@ -481,8 +481,8 @@ def _keep(rw: Rewriter, node: ir.Node) -> bool:
         )
         readers = len(consumers(node.outputs[0])) + node.outputs[0].is_graph_output()
         rw.notes.append(
-            f"{label(node)}: kept as a second output of {label(peer)} for {readers} other "
-            "reader(s); recomputing it would read its input once more"
+            f"{label(node)}: is now also an output of {label(peer)}, for {readers} other "
+            "reader(s); computing it again would read its input a second time"
         )
         return rw.replace(node, op, [node.outputs[0], peer.outputs[0]], [n, y])
     return False

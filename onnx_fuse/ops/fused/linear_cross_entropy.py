@@ -212,7 +212,7 @@ def _apply(rw: Rewriter, loss: ir.Node) -> bool:
     nodes = [site.node, loss]
     weight, reduction = given(loss, 2), attribute(loss, "reduction", "mean")
     if reduction == "none":
-        return rw.refuse(NAME, nodes, "the loss of each row is asked for, not their sum")
+        return rw.refuse(NAME, nodes, "the loss of each row is an output, not their sum")
     if (
         not smoothed
         and len(loss.outputs) > 1

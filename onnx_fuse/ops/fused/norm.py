@@ -325,7 +325,7 @@ class _Found:
 
 
 _EXACT, _LOOSE = _Reader(), _Reader(loose=True)
-_NEAR = "a Cast or a constant of more axes is within: the fused norm has one type and one rank"
+_NEAR = "it contains a Cast or a constant of more axes, but the fused norm has one type and rank"
 
 
 def _named(size: int | ir.SymbolicDim) -> int | str | None:
