@@ -224,6 +224,17 @@ ATTENTION = [
         dtype=F32,
         dynamic=(0, 2),
     ),
+    *(
+        row(
+            f"Attention, one batch of {name}",
+            "y = Attention <is_causal = 1> (q, k, v)",
+            **{
+                n: (1 if n == name else 2, 2, size, 4) for n, size in (("q", 3), ("k", 5), ("v", 5))
+            },
+            dynamic=(0, 2),
+        )
+        for name in "kv"
+    ),
     row(
         "Attention GQA",
         "y = Attention <scale = 0.3> (q, k, v)",

@@ -115,7 +115,7 @@ def _attention(op: Any, node: ir.Node, dys: Values) -> Values:
         if flat:
             delta = op.Transpose(delta, perm=[0, 2, 1, 3])
         rows = fold(dy4)
-        dv = op.MatMul(swap_last(op, fold(p)), rows)
+        dv = unbroadcast(op, op.MatMul(swap_last(op, fold(p)), rows), v4)
         dp = unfold(op.MatMul(rows, swap_last(op, v4)))
         du = op.Mul(p, op.Sub(dp, delta))
         if mask is not None and mask.dtype != ir.DataType.BOOL:
@@ -123,8 +123,8 @@ def _attention(op: Any, node: ir.Node, dys: Values) -> Values:
         if tanh is not None:
             du = op.Mul(du, op.Sub(1.0, op.Mul(tanh, tanh)))
         du = fold(du)
-        dq = op.Mul(reshape_like(op, op.MatMul(du, k4), q4), factor)
-        dk = op.MatMul(swap_last(op, du), scaled)
+        dq = op.Mul(unbroadcast(op, unfold(op.MatMul(du, k4)), q4), factor)
+        dk = unbroadcast(op, op.MatMul(swap_last(op, du), scaled), k4)
     for i in (1, 2):
         if len(dys) > i and dys[i] is not None:
             dk = _plus(op, dk, dys[i]) if i == 1 else dk
