@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError
-from onnx_fuse.ir.build import all_nodes, subgraphs
+from onnx_fuse.ir.build import all_nodes
+from onnx_fuse.ir.copying import Copier
 
 MAX_DEPTH = 100
 MAX_NODES = 1 << 18
@@ -108,26 +109,21 @@ def _check_size(
         )
 
 
-@dataclass(frozen=True)
-class _Scope:
-    """One call of a function: what its values, its attributes and its place stand for."""
+@dataclass(frozen=True, kw_only=True)
+class _CallCopier(Copier):
+    """Copies a body, in which calls of functions are written out, too."""
 
-    values: dict[ir.Value, ir.Value | None]
-    attributes: Mapping[str, ir.Attr]
-    props: Mapping[str, str]
-    where: str
-    opset: int | None = None  # of ai.onnx, that the function imports
-    open: bool = False  # a branch reads values of the graph that it is in
+    inliner: _Inliner
 
-    def read(self, values: Iterable[ir.Value | None], who: str) -> list[ir.Value | None]:
-        """The values that stand for those a body reads. Raises ModelError for a lost one."""
-        values = list(values)
-        if self.open:
-            return [None if v is None else self.values.get(v, v) for v in values]
-        lost = next((v for v in values if v is not None and v not in self.values), None)
-        if lost is not None:
-            raise ModelError(f"{self.where}: nothing defines '{lost.name}', which {who} needs")
-        return [None if v is None else self.values[v] for v in values]
+    def copy(self, node: ir.Node) -> list[ir.Node]:
+        function = self.inliner.functions.get(node.op_identifier())
+        if function is None:
+            return super().copy(node)
+        inputs, attributes = self.inputs_of(node), self.attributes_of(node)
+        props = {**self.props, **node.metadata_props}
+        nodes, results = self.inliner.expand(node, function, inputs, attributes, props)
+        self.values.update(zip(node.outputs, results, strict=False))
+        return nodes
 
 
 class _Inliner:
@@ -154,28 +150,18 @@ class _Inliner:
                 self._call(node, function)
 
     def _call(self, call: ir.Node, function: ir.Function) -> None:
-        nodes: list[ir.Node] = []
         props = dict(call.metadata_props)
-        found = self._expand(call, function, call.inputs, call.attributes, props, nodes)
-        self._replace(call, nodes, found, _name(function.identifier()))
+        nodes, results = self.expand(call, function, call.inputs, call.attributes, props)
+        self._replace(call, nodes, results, _name(function.identifier()))
 
     def branch(self, home: ir.Graph, node: ir.Node, branch: ir.Graph) -> None:
         """Move the nodes of a branch into the graph around it."""
-        nodes: list[ir.Node] = []
-        scope = _Scope({}, {}, dict(node.metadata_props), f"node '{node.name}'", open=True)
+        props, where = dict(node.metadata_props), f"node '{node.name}'"
+        copier = _CallCopier(values={}, fresh=self._unique, props=props, where=where, inliner=self)
         for old in branch.initializers.values():
-            new = ir.Value(
-                name=self._unique(old.name or "value"),
-                type=old.type,
-                shape=old.shape,
-                const_value=old.const_value,
-            )
-            new.metadata_props.update(old.metadata_props)
-            home.register_initializer(new)
-            scope.values[old] = new
-        for inner in branch:
-            self._node(inner, scope, nodes)
-        self._replace(node, nodes, scope.read(branch.outputs, "its branch"), scope.where)
+            home.register_initializer(copier.value(old))
+        nodes = [copy for inner in branch for copy in copier.copy(inner)]
+        self._replace(node, nodes, copier.read(branch.outputs, "its branch"), where)
 
     def _replace(
         self, call: ir.Node, nodes: list[ir.Node], found: Sequence[ir.Value | None], where: str
@@ -201,91 +187,27 @@ class _Inliner:
         ir.convenience.replace_all_uses_with(call.outputs, results, replace_graph_outputs=True)
         graph.remove(call, safe=True)
 
-    def _expand(
+    def expand(
         self,
         call: ir.Node,
         function: ir.Function,
         inputs: Sequence[ir.Value | None],
         attributes: Mapping[str, ir.Attr],
         props: Mapping[str, str],
-        nodes: list[ir.Node],
-    ) -> list[ir.Value | None]:
-        """Add the nodes of a call on these inputs to `nodes`; the values that it returns."""
+    ) -> tuple[list[ir.Node], list[ir.Value | None]]:
+        """The nodes of a call on these inputs, and the values that it returns."""
         where = _name(function.identifier())
         if len(inputs) > len(function.inputs) or len(call.outputs) > len(function.outputs):
             raise ModelError(
                 f"node '{call.name}' gives {where} {len(inputs)} inputs and {len(call.outputs)} "
                 f"outputs: it has {len(function.inputs)} and {len(function.outputs)}"
             )
-        given = {a.name: a for a in function.attributes.values() if a.value is not None}
-        given.update(attributes)
-        values: dict[ir.Value, ir.Value | None] = dict.fromkeys(function.inputs)
-        values.update(zip(function.inputs, inputs, strict=False))
-        scope = _Scope(values, given, props, where, function.opset_imports.get(""))
-        for node in function:
-            self._node(node, scope, nodes)
-        return scope.read(function.outputs, "its outputs")
-
-    def _node(self, node: ir.Node, scope: _Scope, nodes: list[ir.Node]) -> None:
-        """Add a copy of `node` to `nodes`, or of what it calls."""
-        inputs = scope.read(node.inputs, f"node '{node.name}' ({node.op_type})")
-        attributes = {k: a for k, v in node.attributes.items() if (a := self._attr(k, v, scope))}
-        props = {**scope.props, **node.metadata_props}
-        function = self.functions.get(node.op_identifier())
-        if function is not None:
-            results = self._expand(node, function, inputs, attributes, props, nodes)
-            scope.values.update(zip(node.outputs, results, strict=False))
-            return
-        made = ir.Node(
-            node.domain,
-            node.op_type,
-            inputs,
-            attributes.values(),
-            overload=node.overload,
-            version=node.version or (None if node.domain else scope.opset),
-            num_outputs=len(node.outputs),
-            name=node.name,
-            doc_string=node.doc_string,
-            metadata_props=props,
-        )
-        for old, new in zip(node.outputs, made.outputs, strict=True):
-            # An output that is left out has no name. The type is not copied: it may differ here.
-            new.name = self._unique(old.name) if old.name else ""
-            scope.values[old] = new
-        nodes.append(made)
-
-    def _attr(self, name: str, attribute: ir.Attr, scope: _Scope) -> ir.Attr | None:
-        if attribute.is_ref():
-            given = scope.attributes.get(attribute.ref_attr_name or "")
-            # one that the call leaves out has the operator's default
-            return None if given is None else ir.Attr(name, given.type, given.value)
-        graphs = [self._subgraph(graph, scope) for graph in subgraphs(attribute)]
-        if not graphs:
-            return attribute
-        single = attribute.type == ir.AttributeType.GRAPH
-        return ir.Attr(name, attribute.type, graphs[0] if single else graphs)
-
-    def _subgraph(self, graph: ir.Graph, scope: _Scope) -> ir.Graph:
-        made: list[ir.Value] = []
-        for old in dict.fromkeys((*graph.inputs, *graph.initializers.values())):
-            new = ir.Value(
-                name=self._unique(old.name or "value"), type=old.type, const_value=old.const_value
-            )
-            new.shape = None if old.shape is None else old.shape.copy()
-            scope.values[old] = new
-            made.append(new)
-        nodes: list[ir.Node] = []
-        for node in graph:
-            self._node(node, scope, nodes)
-        outputs = []
-        for value in scope.read(graph.outputs, f"the graph '{graph.name}'"):
-            if value is None:
-                raise ModelError(f"{scope.where}: a branch returns an input that is left out")
-            outputs.append(value)
-        constants = [v for v in made if v.const_value is not None]
-        return ir.Graph(
-            made[: len(graph.inputs)], outputs, nodes=nodes, initializers=constants, name=graph.name
-        )
+        copier = _CallCopier.of_call(
+            function, inputs, attributes, props=props, opset=function.opset_imports.get(""),
+            fresh=self._unique, where=where, inliner=self,
+        )  # fmt: skip
+        nodes = [copy for node in function for copy in copier.copy(node)]
+        return nodes, copier.read(function.outputs, "its outputs")
 
     def _unique(self, stem: str) -> str:
         name, number = stem, self.next.get(stem, 1)
