@@ -13,8 +13,9 @@ from onnx_fuse.importer import contrib
 from onnx_fuse.importer.save import fused_function
 from onnx_fuse.importer.types import element_type
 from onnx_fuse.ir.actual_sizes import correct_types
-from onnx_fuse.ir.build import Builder
+from onnx_fuse.ir.build import Builder, subgraphs
 from onnx_fuse.ir.constants import one_line
+from onnx_fuse.ir.copying import Copier
 from onnx_fuse.ops.bodies import carries_body
 from onnx_fuse.ops.recurrent import GATES
 from onnx_fuse.ops.rnn_unrolled import Written, activations
@@ -197,38 +198,18 @@ def expand(graph: ir.Graph, op: Emitter, node: ir.Node) -> list[ir.Node] | None:
     function = _body(node, op.opset)
     if function is None:
         return None
-    values: dict[ir.Value | None, ir.Value | None] = {None: None}
-    for i, formal in enumerate(function.inputs):
-        values[formal] = node.inputs[i] if i < len(node.inputs) else None
-    given = {**{k: a for k, a in function.attributes.items() if a.value is not None}}
-    given.update(node.attributes)
-    made = []
-    for inner in function:
-        attributes = []
-        for name, attribute in inner.attributes.items():
-            if attribute.type == ir.AttributeType.GRAPH:
-                raise fail(node, "its body holds a subgraph")
-            if attribute.ref_attr_name is None:
-                attributes.append(attribute)
-            elif attribute.ref_attr_name in given:
-                source = given[attribute.ref_attr_name]
-                attributes.append(ir.Attr(name, source.type, source.value))
-        copy = ir.Node(
-            inner.domain,
-            inner.op_type,
-            [values[v] for v in inner.inputs],
-            attributes,
-            num_outputs=len(inner.outputs),
-            metadata_props=node.metadata_props,
-        )
-        op.stem = node.name or node.op_type
-        values.update(zip(inner.outputs, copy.outputs, strict=True))
-        for value, formal in zip(copy.outputs, inner.outputs, strict=True):
-            if not formal.name:
-                value.name = ""
+    if any(subgraphs(a) for inner in function for a in inner.attributes.values()):
+        raise fail(node, "its body holds a subgraph")
+    op.stem = node.name or node.op_type
+    copier = Copier.of_call(
+        function, node.inputs, node.attributes, props=node.metadata_props,
+        fresh=lambda name: None, names_nodes=True,
+    )  # fmt: skip
+    made = [copy for inner in function for copy in copier.copy(inner)]
+    for copy in made:
         op.adopt(copy)
-        made.append(copy)
-    outputs = [v for f in function.outputs[: len(node.outputs)] if (v := values[f]) is not None]
+    results = copier.read(function.outputs[: len(node.outputs)], "its outputs")
+    outputs = [v for v in results if v is not None]
     for old, new in zip(node.outputs, outputs, strict=True):
         new.type, new.shape = new.type or old.type, old.shape or new.shape
     ir.convenience.replace_nodes_and_values(graph, node, [node], made, node.outputs, outputs)
