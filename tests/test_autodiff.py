@@ -651,6 +651,11 @@ GRADIENTS = {  # body: (y, p, q) at a = 3, b = 5
     "c = Mul (a, b)\n y = Mul (c, c)\n s = Sum (a, b, c)\n"
     ' p = GRAD <xs = ["a"], zs = ["b"], y = "y"> (s, b)\n'
     ' q = GRAD <xs = ["c"], y = "y"> (c)': (225, 1150, 30),
+    # at other values than the named ones, through an If whose branches alone read them
+    "c = Less (a, b)\n"
+    "y = If (c) <then_branch = t () => (float m) { m = Mul (a, b) },"
+    " else_branch = e () => (float n) { n = Sub (a, b) }>\n"
+    ' p, q = GRAD <xs = ["a", "b"], y = "y"> (b, a)': (15, 1, -1),
     # the gradient of a gradient
     'y = Mul (a, a)\n d = GRAD <xs = ["a"], y = "y"> (a)\n'
     ' p = GRAD <xs = ["a"], y = "d"> (a)\n q = Identity (b)': (9, 2, 5),

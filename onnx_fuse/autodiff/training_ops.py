@@ -7,9 +7,11 @@ from collections.abc import Mapping
 import onnx_ir as ir
 
 from onnx_fuse.autodiff.emit import Emitter, roots
+from onnx_fuse.autodiff.subgraphs import reads
 from onnx_fuse.autodiff.walk import backward
 from onnx_fuse.importer.shapes import infer_shapes
 from onnx_fuse.ir.constants import PREVIEW
+from onnx_fuse.ir.copying import Copier
 from onnx_fuse.ops.shape_ops import fail, text
 from onnx_fuse.ops.update import expand_standard_updates
 
@@ -70,31 +72,22 @@ def _copy_between(
     another reader needs stays as it is.
     """
     graph, op = model.graph, Emitter(model)
-    values = {
+    leaves = {
         symbol: op.node("Identity", [value], outputs=[op.fresh(f"{symbol.name}.of.{y.name}")])
         for symbol, value in given.items()
     }
-    leaves = list(values.values())
     wanted, between = {y}, []
     for node in reversed(list(graph)):
         if any(v in wanted and v not in given for v in node.outputs):
             between.append(node)
-            wanted.update(v for v in node.inputs if v is not None)
+            wanted.update(v for v in reads(node) if v is not None)
+    copier = Copier(
+        values=dict(leaves), fresh=lambda name: op.fresh(f"{name}.of.{y.name}"), names_nodes=True,
+        typed=True,
+    )  # fmt: skip
     for node in reversed(between):
-        if not any(v in values for v in node.inputs if v is not None):
-            continue
-        copy = ir.Node(
-            node.domain,
-            node.op_type,
-            [values.get(v, v) if v is not None else None for v in node.inputs],
-            list(node.attributes.values()),
-            num_outputs=len(node.outputs),
-            name=op.fresh(f"{node.name or node.op_type}.of.{y.name}"),
-        )
-        for old, new in zip(node.outputs, copy.outputs, strict=True):
-            new.name = op.fresh(f"{old.name}.of.{y.name}") if old.name else ""
-            new.type, new.shape = old.type, old.shape
-            values.setdefault(old, new)
-        op.nodes.append(copy)
+        if not copier.values.keys().isdisjoint(reads(node)):
+            op.nodes += copier.copy(node)
+            copier.values.update(leaves)  # a symbol that the node makes stays what it stands for
     graph.extend(op.nodes)
-    return values.get(y, y), leaves
+    return copier.values.get(y) or y, list(leaves.values())
