@@ -21,6 +21,7 @@ from onnx_fuse.autodiff.subgraphs import reads
 from onnx_fuse.errors import UsageError
 from onnx_fuse.importer.shapes import infer_shapes
 from onnx_fuse.ir.constants import CANONICAL_OPSET, FUSE
+from onnx_fuse.ir.copying import Copier
 from onnx_fuse.nn.operation import Operation
 from onnx_fuse.nn.runner import Array
 from onnx_fuse.rewrite.canonicalize import clean
@@ -301,43 +302,23 @@ def copied(model: ir.Model) -> Callable[..., Any]:
     formals, outputs = list(model.graph.inputs), list(model.graph.outputs)
 
     def build(op: Any, *inputs: Any) -> Any:
-        values: dict[Any, Any] = {None: None, **dict(zip(formals, inputs, strict=True))}
+        values: dict[Any, Any] = dict(zip(formals, inputs, strict=True))
         for name, value in model.graph.initializers.items():
             values[value] = op.node("Constant", [], value=value.const_value, outputs=[
                 op.fresh(name)])  # fmt: skip
             values[value].const_value = value.const_value
             values[value].type, values[value].shape = value.type, value.shape
+        copier = Copier(values=values, fresh=op.fresh, names_nodes=True, typed=True, closed=True)
         for node in model.graph:
-            copy = ir.Node(
-                node.domain,
-                node.op_type,
-                [values[v] for v in node.inputs],
-                [_attribute(a, values) for a in node.attributes.values()],
-                num_outputs=len(node.outputs),
-                name=op.fresh(node.name or node.op_type),
-            )
+            [copy] = copier.copy(node)
             for old, new in zip(node.outputs, copy.outputs, strict=True):
-                new.name = op.fresh(old.name) if old.name else ""
-                if node.domain or node.op_type == "Constant":
-                    new.type = old.type
                 if node.op_type == "Constant":
-                    new.const_value, new.shape = old.const_value, old.shape
-                values[old] = new
+                    new.const_value = old.const_value
+                else:  # the inputs may have other types and shapes
+                    new.type, new.shape = old.type if node.domain else None, None
             op.adopt(copy)
             op.nodes.append(copy)
         made = tuple(values[v] for v in outputs)
         return made[0] if len(made) == 1 else made
 
     return build
-
-
-def _attribute(attribute: ir.Attr, values: Mapping[Any, Any]) -> ir.Attr:
-    """An attribute of a copied node; a subgraph reads the copies of outer values."""
-    if attribute.type != ir.AttributeType.GRAPH:
-        return attribute
-    graph = attribute.as_graph().clone(allow_outer_scope_values=True)
-    for node in ir.traversal.RecursiveGraphIterator(graph):
-        for i, value in enumerate(node.inputs):
-            if value is not None and value in values:
-                node.replace_input_with(i, values[value])
-    return ir.Attr(attribute.name, ir.AttributeType.GRAPH, graph)
