@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import onnx_ir
@@ -695,11 +692,3 @@ def test_gradient_operator_names_must_exist():
     )
     with pytest.raises(ModelError, match="no value 'z'"):
         autodiff.expand_training_ops(model)
-
-
-# ---- the docs --------------------------------------------------------------------------------
-
-
-def test_table_of_gradients_is_current():
-    tool = Path(__file__).parent.parent / "tools" / "gradient_table.py"
-    assert subprocess.run([sys.executable, tool, "--check"], check=False).returncode == 0

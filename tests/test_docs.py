@@ -13,6 +13,7 @@ import re
 import runpy
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -162,3 +163,8 @@ def test_every_page_is_in_the_menu_once() -> None:
     for page in PAGES:
         name = page.removeprefix("docs/")
         assert page == "README.md" or menu.count(f": {name}\n") == 1, page
+
+
+def test_table_of_gradients_is_current() -> None:
+    tool = ROOT / "tools" / "gradient_table.py"
+    assert subprocess.run([sys.executable, tool, "--check"], check=False).returncode == 0
