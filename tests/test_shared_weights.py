@@ -14,7 +14,7 @@ from fusion_cases import FUSION_CASES
 from onnx_fuse import autodiff, cli, rewrite
 from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import UsageError
-from onnx_fuse.importer.save import save
+from onnx_fuse.importer.save import save, serialized
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.runtime import ort
 from onnx_fuse.training import optim
@@ -220,3 +220,88 @@ def test_a_parameter_that_is_folded_loses_its_name(case: FusionCase) -> None:
             np.testing.assert_array_equal(value.const_value, before[name].const_value, name)
     # rows that a Pad adds are the bias, which the product alone reads no more
     assert not ("LayerNormGemm" in report.fusions and "c" in fused.graph.initializers)
+
+
+# Weights that a fold or a fusion takes as constants at one reader, while another node reads them.
+SHARED = {
+    "cast": (
+        "float[6,6] w",
+        "d = Cast<to=11>(w)\nf = Cast<to=1>(d)\na = MatMul(x, f)\ny = MatMul(a, w)",
+    ),
+    "scaled": (
+        "float[6,6] w",
+        "two = Constant<value=float {2.}>()\nv = Mul(w, two)\na = MatMul(x, v)\ny = MatMul(a, w)",
+    ),
+    "transposed": (
+        "float[6,6] w",
+        "v = Transpose<perm=[1,0]>(w)\na = MatMul(x, v)\ny = MatMul(a, w)",
+    ),
+    "product": (
+        "float[6,6] w, float[6,6] v",
+        "m = MatMul(w, v)\na = MatMul(x, m)\nb = MatMul(a, v)\ny = Add(b, b)",
+    ),
+    "layer scale": ("float[6,6] w, float[6] g", "a = MatMul(x, w)\nb = Mul(a, g)\ny = Mul(b, g)\n"),
+    "layer scale, bias elsewhere": (
+        "float[6,6] w, float[6] c, float[6] g",
+        "a = MatMul(x, w)\nb = Add(a, c)\nd = Mul(b, g)\nf = Add(x, d)\ne = Sin(f)\ny = Add(e, c)",
+    ),
+    "affine": (
+        "float[6,6] w, float[6] g, float[6] c",
+        "a = Mul(x, g)\nb = MatMul(a, w)\nd = Add(b, c)\ne = Sin(d)\ny = Mul(e, g)",
+    ),
+    "norm": (
+        "float[6,6] w, float[6] g, float[6] c, float[6] m, float[6] v",
+        "h = Abs(v)\na = MatMul(x, w)\nb = BatchNormalization(a, g, c, m, h)\ne = Sin(b)\n"
+        "f = Mul(e, g)\ny = Add(f, c)",
+    ),
+    "zero": (
+        "float[6,6] w, float zero",
+        "z = Mul(zero, zero)\na = MatMul(x, w)\nb = Add(a, z)\ne = Sin(b)\ny = Add(e, zero)",
+    ),
+    "wide scale": (
+        "float[1] g, float[6,6] w",
+        "a = LayerNormalization(x, g)\nb = MatMul(a, w)\ny = Mul(b, g)",
+    ),
+    "attention's scale": (
+        "float s, float[6,6] w",
+        "q = MatMul(x, w)\nk = Transpose<perm=[1,0]>(q)\n"
+        "i = Mul(q, s)\na = MatMul(i, k)\np = Softmax(a)\nb = MatMul(p, q)\ny = Mul(b, s)",
+    ),
+    "packed too": (
+        "float[6,6] w, float[6,6] u",
+        "two = Constant<value=float {2.}>()\nv = Mul(w, two)\n"
+        "a = MatMul(x, v)\nb = Gemm<transB=1>(a, w)\nc = Gemm<transB=1>(a, u)\ny = Add(b, c)",
+    ),
+}
+
+
+def results(model: Any, values: dict[str, Array]) -> dict[str, Array]:
+    session = ort.session(model)
+    feeds = {value.name: values[value.name] for value in session.get_inputs()}
+    names = [value.name for value in session.get_outputs()]
+    return dict(zip(names, ort.run(session, feeds), strict=True))
+
+
+@pytest.mark.parametrize("level", [0, 3])
+@pytest.mark.parametrize("name", SHARED)
+def test_no_gradient_after_optimize_is_partial(name: str, level: int) -> None:
+    weights, body = SHARED[name]
+    case = FusionCase(name, f"float[5,6] x, {weights}", body, output="float[5,6] y")
+    plain, fused = load(case.model()), load(case.model())
+    rewrite.optimize(fused, level=level)
+    fused = load(serialized(fused))  # a file says it as well
+    values = {
+        "x": RNG.standard_normal((5, 6)).astype(np.float32),
+        "y.grad": RNG.standard_normal((5, 6)).astype(np.float32),
+    }
+    names = [str(v.name) for v in plain.graph.initializers.values()]
+    whole = results(autodiff.gradient(plain, [*names, "x"]), values)
+    rest = results(autodiff.gradient(fused), values)
+    for parameter in names:
+        try:
+            one = results(autodiff.gradient(fused, [parameter]), values)
+        except UsageError:
+            continue
+        rest |= one
+    for key in whole.keys() & rest.keys():
+        np.testing.assert_allclose(rest[key], whole[key], 1e-3, 1e-3, err_msg=key)

@@ -229,6 +229,11 @@ def _unknown(graph: ir.Graph, name: str) -> str:
     for value in roots(graph):
         if value.name == name:
             return f"'{name}' is of type {value.dtype}: it has no gradient"
+    if name in graph.initializers:
+        return (
+            f"'{name}' is a constant of this model, which has no gradient: a Constant node, or "
+            "folded in part. Take gradients before `optimize`, or optimize for training"
+        )
     inputs = [v for v in graph.inputs if _differentiable(v)]
     weights = [v for v in graph.initializers.values() if _differentiable(v) and is_weight(v)]
     known = [str(v.name) for v in (*inputs, *weights)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,9 @@ PACKED = "onnx_fuse.packed"
 """metadata key of an initializer that a pass made of the model's own ones; see `rewrite.params`."""
 CONSTANT = "onnx_fuse.constant"
 """metadata key of an initializer that is no parameter of the model: a pass made it, or it was the
-value of a Constant node."""
+value of a Constant node, or a fold took it as constant at some of its readers."""
+REST = ".rest"
+"""What follows the name of a part of a packed parameter whose other readers took it as constant."""
 REGION = "onnx_fuse.contrib"
 """metadata key, within `rewrite.optimize`, of the nodes of a contrib operator's body."""
 
@@ -133,6 +135,8 @@ class Rewriter:
             old_value.name = f"{name}.replaced"
             new_value.name = name
             old_value.replace_all_uses_with(new_value, replace_graph_outputs=True)
+        if not self.training:
+            freeze_shared(old, op.nodes)
         source, target = old[-1].producer(), new[-1].producer()
         if source is not None and REGION in source.metadata_props:
             for node in op.nodes:
@@ -188,7 +192,10 @@ class Rewriter:
             assert array is not None
             made_of = json.loads(part.metadata_props.get(PACKED, "null"))
             if made_of is None:
-                made_of = {"parts": [{"name": part.name, "shape": list(array.shape), "perm": None}]}
+                # the readers that are left of a frozen parameter do not answer by its name
+                rest = not self.training and CONSTANT in part.metadata_props
+                name = f"{part.name}{REST if rest else ''}"
+                made_of = {"parts": [{"name": name, "shape": list(array.shape), "perm": None}]}
             assert len(made_of["parts"]) == 1, "a packed initializer is not packed twice"
             entry = dict(made_of["parts"][0])
             if perm is not None:
@@ -205,6 +212,63 @@ class Rewriter:
         value = add_initializer(self.graph, unique_name(self.graph, f"const.{stem}"), packed)
         value.metadata_props[PACKED] = record
         return value
+
+
+def _part_names(value: ir.Value) -> set[str]:
+    record = json.loads(value.metadata_props.get(PACKED, "null"))
+    return {part["name"] for part in record["parts"]} if record else {value.name or ""}
+
+
+def _has_readers(value: ir.Value, gone: Collection[ir.Node]) -> bool:
+    """Whether the graph returns a value, or a node that is not gone reads more than its shape."""
+    readers = (use.node for use in value.uses())
+    return value.is_graph_output() or any(
+        node not in gone and node.op_type not in ("Shape", "Size") for node in readers
+    )
+
+
+def freeze_shared(old: Sequence[ir.Value], new: Sequence[ir.Node] = ()) -> None:
+    """Make constants of parameters that lose some of their readers: gradients would be partial.
+
+    `old` are values that nobody reads any more. Parameters that nodes behind them read, and none
+    of the `new` nodes, are frozen where others still read them.
+    """
+    gone: set[ir.Node] = set()
+    todo = [value.producer() for value in old]
+    while todo:
+        node = todo.pop()
+        if node is None or node in gone or any(_has_readers(v, gone) for v in node.outputs):
+            continue
+        gone.add(node)
+        todo += [value.producer() for value in node.inputs if value is not None]
+    still = {name for node in new for v in node.inputs if v is not None for name in _part_names(v)}
+    freeze((v for node in gone for v in node.inputs), gone, still)
+
+
+def freeze(
+    lost: Iterable[ir.Value | None],
+    gone: Collection[ir.Node] = (),
+    still: Collection[str] = (),
+) -> None:
+    """Make constants of the parameters among `lost` that nodes other than `gone` read.
+
+    Those named in `still` stay. A part of a packed parameter is renamed instead: the other parts
+    have all of their readers.
+    """
+    for value in set(lost):
+        if value is None or value.graph is None or not is_initializer(value) or not is_float(value):
+            continue
+        names = _part_names(value).difference(still)
+        for other in value.graph.initializers.values():
+            if not names & _part_names(other) or not _has_readers(other, gone):
+                continue
+            if PACKED not in other.metadata_props:
+                other.metadata_props[CONSTANT] = "1"
+                continue
+            record = json.loads(other.metadata_props[PACKED])
+            for part in record["parts"]:
+                part["name"] += REST if part["name"] in names else ""
+            other.metadata_props[PACKED] = json.dumps(record, sort_keys=True)
 
 
 # ---- vocabulary of matching ------------------------------------------------------------------

@@ -23,6 +23,7 @@ from onnx_fuse.ir.constants import DEFAULT, FUSE, one_line, quiet
 from onnx_fuse.ops.rules import (
     CONSTANT,
     consumers,
+    freeze_shared,
     is_float,
     isolated_subgraphs,
     number,
@@ -263,6 +264,7 @@ def _drop_no_ops(model: ir.Model) -> None:
                 kept = node.inputs[0]
         if kept is not None and kept.dtype == node.outputs[0].dtype:
             node.outputs[0].replace_all_uses_with(kept)
+            freeze_shared(node.outputs)
 
 
 _KEEPS_SHAPE = frozenset(

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from onnx_fuse.ir.build import Builder, all_nodes, const_array, rank
 from onnx_fuse.ir.evaluate import evaluate
 from onnx_fuse.ir.functions import inline_branches
-from onnx_fuse.ops.rules import CONSTANT, attribute, is_constant
+from onnx_fuse.ops.rules import CONSTANT, attribute, freeze_shared, is_constant
 
 LIMIT = 1 << 16  # elements; more would cost the file more than the nodes cost the run
 _SMALL = 64
@@ -142,14 +142,15 @@ def _evaluate(model: ir.Model, wanted: Callable[[ir.Node], bool]) -> bool:
         if all(v is None or v in plain or CONSTANT in v.metadata_props for v in node.inputs):
             plain.update(node.outputs)
     found = evaluate(chosen, known, model.graph.opset_imports) if chosen else {}
-    replaced = False
+    replaced: list[ir.Value] = []
     for value, array in found.items():
         # one number over and over is no gain as a constant, but what is worked out of it may be
         same = value in filled and array.size > _SMALL and _uniform(array)
         if value.uses() and not same:
             _replace(model, value, array, constant=value in plain)
-            replaced = True
-    return replaced
+            replaced.append(value)
+    freeze_shared(replaced)
+    return bool(replaced)
 
 
 def _uniform(array: np.ndarray) -> bool:

@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from onnx_fuse.ir.build import Builder, add_initializer, const_array, dim, unique_name
 from onnx_fuse.ir.evaluate import exact
-from onnx_fuse.ops.rules import attribute, consumers
+from onnx_fuse.ops.rules import attribute, consumers, freeze_shared
 
 GATHER_ROWS = "GatherRows"
 """Name of the rewrite in reports and for --fuse and --skip."""
@@ -259,3 +259,4 @@ def _emit(
     made.dtype, made.shape = y.dtype, y.shape
     graph.insert_before(last, op.nodes)
     y.replace_all_uses_with(made)
+    freeze_shared([y], op.nodes)

@@ -39,6 +39,7 @@ from onnx_fuse.ops.rules import (
     attribute,
     consumer_views,
     consumers,
+    freeze,
     is_additive_identity,
     is_constant,
     is_float,
@@ -514,8 +515,10 @@ def _fold_affine(rw: Rewriter, node: ir.Node) -> bool:
     folded = rw.initializer(f"{w.name}.folded", product)
     inputs: list[ir.Value | None] = [head[0], ones, *([rw.zeros(w, width)] if bias else []), folded]
     inputs.append(c if moved is None else rw.initializer(f"{w.name}.shift", moved))
+    lost = list(node.inputs)
     for i, value in enumerate(inputs):
         node.replace_input_with(i, value)
+    freeze([value for value in lost if value not in node.inputs])
     rw.fusions["FoldAffine"] += 1
     return True
 

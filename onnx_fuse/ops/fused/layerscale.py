@@ -18,6 +18,8 @@ from onnx_fuse.ops.rules import (
     Rewriter,
     Rule,
     attribute,
+    freeze,
+    freeze_shared,
     is_constant,
     label,
     other_operand,
@@ -124,8 +126,11 @@ def _fold(name: str, rw: Rewriter, node: ir.Node) -> bool:
         stem = f"{value.name if value is not None else ''} times {label(node)}"
         made.append((owner, index, rw.initializer(stem, array)))
     for owner, index, value in made:
+        lost = owner.inputs[index]
         owner.replace_input_with(index, value)
+        freeze([lost])
     node.outputs[0].replace_all_uses_with(x)
+    freeze_shared(node.outputs)
     rw.fusions[name] += 1
     return True
 

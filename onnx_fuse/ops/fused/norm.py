@@ -24,6 +24,7 @@ from onnx_fuse.ops.rules import (
     attribute,
     constant_ints,
     consumers,
+    freeze,
     is_constant,
     is_float,
     number,
@@ -183,6 +184,8 @@ def _widened(rw: Rewriter, node: ir.Node, x: ir.Value) -> bool:
         else:
             wide = rw.initializer(f"{value.name}x{width}", np.repeat(array, width))
         node.replace_input_with(i, wide)
+        if array is not None:
+            freeze([value])
         changed = True
     node.graph.insert_before(node, op.nodes)
     return changed
