@@ -95,11 +95,11 @@ def register_op(definition: OpDef, *, fuse: bool | Rule = False, level: int = 1)
 
 
 def register_kernel(op: str, kernel: Any) -> None:
-    """Add a candidate kernel, which is preferred to those that are there where it serves a problem.
+    """Add a candidate kernel, which is tried before the built-in ones.
 
     Eager operators and captured functions use it from their next run on, sessions for shapes that
     they have not run yet.
-    Among kernels with a cost model the cheapest is chosen, as ever.
+    Among kernels with a cost model the cheapest is chosen.
 
     Args:
         op: An operator that has kernels, such as "Softmax", or a registered one as "domain::Name".

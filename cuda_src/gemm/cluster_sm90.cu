@@ -126,7 +126,6 @@ DEVICE bool one_lane() {
     asm volatile("{\n.reg .pred p;\nelect.sync _|p, -1;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(chosen));
     return chosen;
 }
-// The launch after may start as soon as every CTA has said so; it waits where it reads.
 DEVICE float2 two(Vec<TO, 2> v) { return make_float2(to_float(v.at[0]), to_float(v.at[1])); }
 // Neighbours at p, of which `count` exist: both or none where N is even.
 DEVICE Vec<TO, 2> load_pair(const TO* p, int count) {
@@ -464,7 +463,7 @@ extern "C" __global__ __launch_bounds__(THREADS, 1) void gemm_cluster(
             mbarrier_wait(full + s * 8, step / STAGES & 1);
             wgmma_fence();
 #pragma unroll
-            for (int q = 0; q < BK / 16; q++)  // rows past ROWS are whatever lies there, never stored
+            for (int q = 0; q < BK / 16; q++)  // rows past ROWS are garbage, never stored
                 Wgmma<T, BN, TRANS_A, !TRANS_B>::run(
                     acc, wgmma_descriptor<!TRANS_A>(a + q * (TRANS_A ? 2048 : 32)),
                     wgmma_descriptor<TRANS_B>(b + q * (TRANS_B ? 32 : 2048)), step | q);

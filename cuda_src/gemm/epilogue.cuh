@@ -84,7 +84,7 @@
 #define TR float
 #endif
 
-// What goes to y in v's place.
+// The value that is stored to y.
 template <class S> DEVICE TO stored(S v, const TO* y) {
     return ACCUMULATE ? narrow<TO>((S)((S)widen(narrow<TO>(v)) + (S)widen(*y))) : narrow<TO>(v);
 }

@@ -46,7 +46,7 @@
     }
 
 #if EPI_DW
-// What neighbouring LANES hold of row m's sums, to plane `at` of part [planes, 2, M].
+// Reduce row m's sums over LANES and write them to plane `at` of part [planes, 2, M].
 template <int LANES> DEVICE void store_dots(Dots dots, float *part, int at, int m, int M) {
     u32 lane = threadIdx.x % 32, mates = (LANES < 32 ? (1u << LANES) - 1 : ~0u) << (lane & ~(LANES - 1));
 #pragma unroll

@@ -1,4 +1,4 @@
-// gemm/side.cuh: what a GEMM's idle producer warps make of the rows, while the others multiply.
+// gemm/side.cuh: row statistics by a GEMM's idle producer warps, while the other warps multiply.
 //   SIDE STATS, RMS  (rstd, mean) of a's rows [M,K]; also written to row0, row1
 //   SIDE OWN, OWN_RMS  the same where a CTA has one tile: by the other warpgroup, from the tile in smem
 //   SIDE COLUMNS     part [ceil(M / 64), K]: column sums of a, from the tiles in smem, of 64 rows each
@@ -6,8 +6,8 @@
 //                    c1, c2), and part [ceil(M / BM), K]: column sums of a, from the tiles in smem
 // Idea     : a warp takes the next rows by a ticket, LANES lanes a row, reads them from L2 (the main loop
 //            needs them there anyway), and publishes two floats in one 64-bit word. Zero says not yet,
-//            so the epilogue polls the value itself. Tickets go in the order of the tiles and only to
-//            warps that run: nobody ever waits for a CTA that has no SM yet. A warp stays at most one
+//            so the epilogue polls the value itself. Tickets follow the order of the tiles and go only to
+//            running warps: no warp ever waits for a CTA that has no SM yet. A warp stays at most one
 //            band of tiles ahead of its CTA, so that what it reads is in L2 when the main loop comes.
 //            TILES: the CTAs of a row's tiles are neighbours, run at the same time (the launch is
 //            cooperative) and share the work of the column sums, each a few of the k-steps.

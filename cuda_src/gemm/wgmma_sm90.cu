@@ -457,7 +457,7 @@ extern "C" __global__ __launch_bounds__(384, 1) void gemm_wgmma(
                                   EPI_ROWS > 3 && !TWICE ? __shfl_sync(~0u, mine.r3, from) : 0.0f};
                 }
             };
-            // this tile's sums to the row's other tiles, theirs (and these) added up: r2, r3
+            // exchange row sums between the CTAs of the row, and add them: r2, r3
             auto exchange = [&](float2 (&sums)[MI][2]) {
 #pragma unroll
                 for (int i = 0; i < MI; i++)

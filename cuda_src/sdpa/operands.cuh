@@ -73,7 +73,7 @@ template <class S> DEVICE float2 row_lse(S top, S sum) {
 template <class S> DEVICE S probability(S z, S top, S spread) {
     return GUARD && spread != spread ? (S)0 : exp(z - top - spread);
 }
-// Whether a row's weights are all 0 by GUARD 2, and what 0 weights make of a column of v: NaN if not finite.
+// GUARD 2 sets all weights of a row to 0; 0 times an infinity or NaN in a column of v is NaN.
 DEVICE bool is_dead(float sum) { return GUARD == 2 && !(sum > 0); }
 DEVICE bool is_dead(double sum) { return GUARD == 2 && !(sum > 0); }
 DEVICE float nothing(const T* v, i64 stride, int keys) {

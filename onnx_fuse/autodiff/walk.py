@@ -217,7 +217,7 @@ _THROUGH = {"If": through_if, "Loop": through_loop, "Scan": through_loop}
 
 
 def _shaped(g: ir.Value, like: ir.Value) -> ir.Value:
-    """`g` with the shape that a rule gave it, of which inference may see less."""
+    # the shape of a rule may be more precise than the inferred one
     if like.shape is not None and g.producer() is not None:
         g.shape = like.shape
     return g

@@ -199,9 +199,9 @@ class Watch:
                 self._end(cause)
 
     def _end(self, cause: str, *, seen: bool = False) -> None:
-        """Pass it on, say it, and end the process whatever its other threads wait for.
+        """Broadcast and log the cause, and exit at once, without waiting for other threads.
 
-        `seen`: a launcher of ours says it better.
+        With `seen`, a launcher of this package prints the cause instead.
         """
         if self._closed:
             return

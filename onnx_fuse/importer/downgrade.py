@@ -119,8 +119,8 @@ def _check_type(
 
 
 WRITTEN_OUT: dict[str, Callable[[ir.Node, Builder], list[ir.Value] | None]] = {}
-"""By operator, what emits the operators that it is made of, for opsets that lack it or one of its
-attributes; None for a node that it cannot write."""
+"""Decompositions by operator, for opsets that lack the operator or one of its attributes; None for
+a node that cannot be decomposed."""
 
 
 def _gelu(node: ir.Node, op: Builder) -> list[ir.Value] | None:

@@ -175,7 +175,7 @@ def _select(
             problem, _by_cost((kernel,), problem.upper_bound(), hw, "forced"), hw
         )
     if not isinstance(kernels[0], HeuristicKernel):
-        problem.upper_bound()  # rough limits in `supports` then know the class of each dimension
+        problem.upper_bound()  # fixes the size class of each dimension before `supports`
     legal = [kernel for kernel in kernels if refusal(kernel, problem, hw) is None]
     if not legal:
         return None

@@ -33,8 +33,8 @@ def seconds(
 ) -> float:
     """Seconds of the kernel that would be chosen, at the largest sizes of the class.
 
-    Infinity where there is none, or where the one asked for does not serve the problem. Without
-    `records` by the models alone: a timing of one problem does not compare with a guess of another.
+    Infinity if there is none, or if the requested one does not serve the problem. Without `records`
+    only by the cost models: never mix measured and predicted times.
     """
     if isinstance(problem, Passes):
         return problem.upper_bound().floor(hw) + problem.launches * hw.launch_seconds

@@ -49,9 +49,9 @@ PLANES = {"bf16x3": 2, "bf16x6": 3}
 BK = 64
 BOX = 2048
 LONG_SECONDS, SHARED_B = 5e-5, 0.98
-"""Of long products those count as faster whose CTAs share b in pairs. By themselves they take as
-long, or 6 % less where k is long; but they read a third less from L2, and a chip may be at its
-limit of power: a step of GPT-2 took 29.0 ms in place of 29.4 (H200 at 675 W, 2026-11)."""
+"""For long products, prefer CTAs that share b in pairs (multicast), because it saves power. Alone
+they take the same time, or 6 % less for long k, but they read a third less from L2, and the chip
+may be at its power limit: a step of GPT-2 took 29.0 ms, not 29.4 (H200 at 675 W, 2026-11)."""
 SIDE_SECONDS, OWN_SECONDS = 3e-6, 0.6e-6
 """What the first tiles wait for statistics made beside them; from the only one (H200, 2026-11)."""
 MOMENT_SECONDS, MOMENT_HIDDEN = 4e-11, 1.4e-6
@@ -63,19 +63,18 @@ ACT_AND_Z = 2e-10
 """Seconds that an SM needs for an element whose activation and pre-activation are both stored:
 25088 x 768 with k = 192 took 38 us (H200, 2026-11)."""
 PAST_SECONDS, PIXEL_SECONDS, FETCH_SECONDS = 3.9e-9, 2.5e-9, 4e-7
-"""TMA's 6.9 clocks for a row of a box that reaches past its tensor's end, in part or as a whole,
-4.4 for one of pixels by im2col, and what a tile takes besides, twice where nothing runs beside its
-epilogue. It fills in zeros slowly: 2048 x 640
-with k = 5760, whose last tile has 64 of 192 columns, took 49 us where its products take 27; 401408
-x 16 with k = 16 and c took 60 us, of which 48 are for such rows of a, b and c (H200, 2026-11)."""
+"""TMA zero-fill costs 6.9 clocks for a row of a box that reaches past its tensor's end, an im2col
+row of pixels 4.4; the last is the overhead of a tile, doubled where nothing overlaps its epilogue.
+2048 x 640 with k = 5760, whose last tile has 64 of 192 columns, took 49 us where its products take
+27; 401408 x 16 with k = 16 and c took 60 us, 48 of them for such rows (H200, 2026-11)."""
 SHARED_ROW = 1e-8
 """A row of b that shares its line of 128 bytes with others, which all multiprocessors ask for at
 once; twice as much where it begins within a sector. 401408 x 64 with k = 16 took 51 us, and 34 with
 each row in a line of its own; 100352 x 72 with k = 24 took 25 and 16 (H200, 2026-11)."""
 TIE = 1e-3
-"""How much of its own time a tile's rank is where what it waits for is the same for all tiles."""
+"""Weight of a tile's own time as a tie-breaker where all tiles wait for the same thing."""
 STREAM = 0
-"""In the place of the number of splits: CTAs share the k-steps of all tiles (gemm/stream.cuh)."""
+"""Value of the number of splits for stream-K: CTAs share the k-steps of all tiles."""
 STREAM_SECONDS, STREAM_TILES = 4e-6, 0.7
 """What it takes to leave and to add sums, and how many tiles a CTA has at least: 96 tiles of k =
 16384 took 113 us in place of 125 so, but 36 took 44 in place of 41, as each is shared by more; and

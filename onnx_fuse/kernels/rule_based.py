@@ -1,4 +1,4 @@
-"""What candidates share whose rule, and no fitted cost model, says how they run by default."""
+"""Base of kernels that are configured by a heuristic, not by a fitted cost model."""
 
 from __future__ import annotations
 

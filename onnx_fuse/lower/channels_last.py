@@ -1,7 +1,7 @@
-"""Images in memory as [batch, *spatial, channels], seen by everyone as [batch, channels, *spatial].
+"""Images in memory as [batch, *spatial, channels], with views as [batch, channels, *spatial].
 
-A convolution in 16 bits writes its result so, and what follows it keeps that order where it can:
-pointwise operators, pools, Resize, Concat and Pad. Who asks for `ctx.dense` gets a copy.
+A convolution in 16 bits writes this layout, and pointwise operators, pools, Resize, Concat and Pad
+keep it where they can. `ctx.dense` copies to NCHW.
 """
 
 from __future__ import annotations

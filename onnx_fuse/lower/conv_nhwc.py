@@ -61,8 +61,8 @@ def convolution(
 def into(
     ctx: Context, node: ir.Node, shape: Conv, reads: dict[str, Tensor], out: Tensor
 ) -> str | None:
-    """The convolution's result, to `out` [batch, *outer, groups * filters]: dense, or `writes`."""
-    if is_channels_last(reads["x"]):  # what else reads it is of the stretch as well
+    """Write the convolution to `out` [batch, *outer, groups * filters]: dense, or `writes`."""
+    if is_channels_last(reads["x"]):  # all readers are NHWC, too
         ctx.channels_last.add(reads["x"].buffer)
     bias = reads.get("bias")
     if bias is None:

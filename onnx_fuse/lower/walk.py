@@ -625,7 +625,7 @@ class Lowerer(Control):
         return single.graph
 
     def _fallback(self, node: ir.Node, reason: str) -> None:
-        """Give it to onnxruntime, with copies, or to a later stage where shapes depend on data."""
+        """Fall back to onnxruntime, or defer to a later stage if shapes depend on data."""
         if self._learns(node, reason):  # a decomposition asked for a value
             self._defer(node)
             return

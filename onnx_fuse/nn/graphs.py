@@ -262,12 +262,12 @@ def _like(tensor: Tensor, value: ir.Value) -> bool:
 
 
 def _kind(tensor: Tensor) -> Any:
-    """What a graph takes for granted of a tensor that it reads from outside."""
+    """Guard key of a tensor that a graph reads from outside."""
     return tensor._data.shape, tensor._data.dtype, tensor.device, tensor.requires_grad
 
 
 MANY = 32
-"""Graphs of one function from which on a warning says that it is captured again and again."""
+"""A warning says that a function is captured repeatedly once it has this many graphs."""
 
 
 class Capture:

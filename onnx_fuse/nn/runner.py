@@ -301,7 +301,7 @@ class PooledProgram:
         return arrays
 
     def launch(self, arrays: Sequence[Array], addresses: Sequence[int]) -> list[Array]:
-        """The outputs for inputs that are ready; `arrays` are asked for those that are replaced."""
+        """Launch on inputs that are ready; states among `arrays` are updated in place."""
         from onnx_fuse.runtime.tensor import DeviceTensor
 
         allocate, found, ends = self._pool.allocate, [], [0, *addresses]

@@ -525,13 +525,13 @@ _MOVES = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten")
 
 
 def consumer_views(value: ir.Value) -> list[ir.Node]:
-    """The views that follow `value` one by one, each the only reader of what is before it.
+    """The chain of views after `value`, each the only reader of the one before.
 
-    They move elements and change none: what is elementwise may as well run before them.
+    Views only move elements, so elementwise operators may run before them.
     """
     views: list[ir.Node] = []
     while not value.is_graph_output():
-        # Shape nodes will do with any value of that shape
+        # a Shape node can read any value of that shape
         readers = [n for n in consumers(value) if n.op_type != "Shape"]
         if len(readers) != 1 or readers[0].domain or readers[0].op_type not in _MOVES:
             break

@@ -23,7 +23,7 @@ class SymbolicProgram:
     """An object with open sizes, which can be evaluated for other values of their symbols."""
 
     def __init__(self, made: Any, trace: Trace, parts: Mapping[str, Any] | None = None) -> None:
-        """`parts` are objects that `part` makes by themselves, for less than `made` costs."""
+        """`parts` are separately evaluable parts: `part` evaluates one, for less than all cost."""
         symbols = tuple(trace.values)
         # guards of size classes first, since most programs differ in these
         guards = sorted(trace.guards, key=lambda guard: guard.count(" <= ") < 2)

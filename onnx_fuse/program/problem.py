@@ -524,7 +524,7 @@ class Hardware:
     def detect(cls, device_id: int = 0) -> Hardware:
         """The GPU `device_id`, completed from the table of known chips or scaled from one.
 
-        A part of a chip, or a card with slower memory, has no more than its own. Raises DeviceError
+        Values of MIG slices and slower cards are capped at the measured ones. Raises DeviceError
         for a GPU that is too old.
         """
         from cuda.bindings import driver

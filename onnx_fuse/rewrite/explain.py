@@ -288,7 +288,7 @@ def _activation(node: ir.Node, off: Collection[str], training: bool) -> str:
 
 
 def _gates(node: ir.Node, source: ir.Node) -> bool:
-    """Whether it is multiplied with another part of the product that makes what it reads."""
+    """Whether it is one half of a gated unit."""
     readers = [n for n in consumers(node.outputs[0]) if n.op_type == "Mul" and not n.domain]
     return any(_source(other_operand(n, node.outputs[0])) is source for n in readers)
 

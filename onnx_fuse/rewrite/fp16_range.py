@@ -39,7 +39,7 @@ _ENDS = ("Softmax", "LogSoftmax", "Less", "LessOrEqual", "Greater", "GreaterOrEq
 
 @dataclass
 class OutOfRange:
-    """What of a float32 graph stays float32, and which attention reads a mask from it."""
+    """Nodes that are kept in float32, and the attention nodes that read a mask from them."""
 
     nodes: dict[ir.Node, None] = field(default_factory=dict)
     """Computed in float32."""

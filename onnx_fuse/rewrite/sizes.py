@@ -19,11 +19,11 @@ _ZERO, _ONE, _HOLE = size(0), size(1), size(-1)
 
 
 def infer_reshapes(model: ir.Model) -> bool:
-    """Give what Reshape nodes answer, and all that has the same symbols, the sizes it must have.
+    """Propagate symbolic sizes through the results of Reshape nodes.
 
-    The symbols of the model's own inputs and outputs keep their names. A Reshape or Expand to the
-    sizes that its input has goes, and what the sizes fix becomes a constant. True where a node's
-    readers have changed.
+    Symbols of the model's inputs and outputs keep their names. Removes a Reshape or Expand to its
+    input's sizes, and replaces values that the sizes determine by constants. Returns True where
+    the readers of a node have changed.
     """
     graph, changed = model.graph, False
     known = Entries()

@@ -88,9 +88,9 @@ _thread = threading.local()
 
 
 def begin(device_id: int = 0) -> None:
-    """Make the GPU's primary context in another thread, 0.2 s in which this one may do other work.
+    """Create the GPU's primary context in another thread, which takes 0.2 s.
 
-    Faults are for `start` to raise.
+    `start` raises errors.
     """
 
     def retain() -> None:

@@ -75,8 +75,7 @@ class Layout:
         self.results: list[tuple[tuple[int, ...], str]] = []
         """Shape and dtype of each output."""
         self.copied: list[tuple[int, int | Tensor, int]] = []
-        """The outputs that no kernel writes: the number among the ends, what it is a copy of (its
-        address, or a tensor), and bytes."""
+        """Outputs that no kernel writes: (output index, source address or tensor, bytes)."""
         self.stays: dict[int, int] = {}
         """Outputs that replace an input: the number of each, and of its input."""
         written = {b.id for b in program.buffers if b.kind == "output"}

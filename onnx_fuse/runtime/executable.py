@@ -332,7 +332,7 @@ class Executable:
     def _memories(self, values: Mapping[str, Tensor]) -> dict[str, DeviceTensor]:
         """Allocate the outputs, those of one shape and type in one block.
 
-        The next run usually lets go of such outputs together, as those of a cache.
+        Such outputs, as those of a cache, are usually released together.
         """
         alike: dict[tuple[object, ...], list[str]] = {}
         for name, value in values.items():

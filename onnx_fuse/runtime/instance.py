@@ -252,7 +252,7 @@ class Instance:
             at += nbytes
 
     def _set_up(self) -> None:
-        """Run the calls that depend on nothing but sizes."""
+        """Run the calls that depend only on sizes, once."""
         for call in self.made.ends.setup:
             pointers = operands(self.address, -1, call)
             for launch in call.launches:

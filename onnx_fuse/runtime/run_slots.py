@@ -1,11 +1,10 @@
-"""Runs that follow each other, each with memory of its own for what comes in and goes out.
+"""Slots of consecutive runs: each has its memory for inputs and outputs.
 
-Several runs of a training step are under way at a time. What the host gives each of them, as a
-learning rate and labels, and what it gets, as a loss, are some bytes; a copy of them holds up the
-stream for longer than a kernel that reads or writes them over the bus. So the runs take turns with
-a few pieces of page-locked memory, at whose addresses the launches are. Large arrays, as images,
-are copied to one of two places on the GPU, in a stream of their own, while the run before reads the
-other.
+Several runs of a training step are pending at a time. Small inputs such as a learning rate and
+labels, and small outputs such as a loss, are a few bytes: copying them blocks the stream for longer
+than a kernel that accesses them over the bus. So each slot has page-locked memory, and launches
+with its addresses. Large arrays such as images are copied to one of two buffers on the GPU, in
+another stream, while the previous run reads the other buffer.
 """
 
 from __future__ import annotations
@@ -70,11 +69,11 @@ class RunSlot:
         self.home: StagingBuffer | None = None
         """Where its large arrays go, if it is fed some."""
         self.placements: dict[tuple[int, ...], Any] = {}
-        """Where a run stands, by the addresses of its inputs."""
+        """The graph of a run, by the addresses of its inputs."""
         self._device_id = device_id
 
     def __del__(self) -> None:
-        # the memory stays until a run whose results nobody has read is over
+        # a run whose results were not read may still use the memory
         pending = getattr(self, "pending", None)
         if pending is None or pending.done or sys.is_finalizing():
             return
@@ -165,7 +164,7 @@ class Turns:
         return turn, where
 
     def _home(self, stream: device.Stream) -> StagingBuffer | None:
-        """That of the next turn; turns side by side have different ones. None without room."""
+        """The staging buffer of the next slot, another than the last one's; None without memory."""
         if self._homes is None:
             size = max(at + aligned(t.nbytes) for _, at, t in self.fed)
             what, self._homes = "inputs of the next run", []

@@ -1,9 +1,8 @@
-"""Programs of a model for the shapes it meets: lowered once over open sizes, evaluated after that.
+"""Programs of a model by shape: lowered once over open sizes, then evaluated for each shape.
 
-The open sizes are the dimensions that the model leaves free. What a lowering decides on them is
-kept as guards (`program.size`); a shape that meets those of an earlier one costs an evaluation. A
-model whose later stages or values of inputs decide about shapes is lowered for each shape by
-itself, as it always was.
+Open sizes are the dynamic dimensions of the model. The decisions of a lowering on them are its
+guards (`program.size`); a shape that meets the guards of an earlier program only evaluates it. A
+model whose shapes depend on later stages or on values of inputs is lowered for each shape.
 """
 
 from __future__ import annotations

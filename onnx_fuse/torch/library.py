@@ -318,9 +318,9 @@ class Operator:
     saves: int
     """The inner values that the gradient reads, at most."""
     graph: Callable[..., Graph]
-    """Makes the graph of tensors, None for those left out, and attributes."""
+    """Makes the graph of tensors (None for omitted ones) and attributes."""
     flat: int = 0
-    """Axes that the first tensor has in the graph: those before them are made one. 0 leaves it."""
+    """The rank to which the first tensor is flattened by merging leading axes; 0 keeps its rank."""
     rows: bool = False
     """Whether each row of the first tensor makes a row of every result."""
     optional: int = field(init=False)

@@ -128,7 +128,7 @@ class Fitting:
 
 
 def _kinds(arrays: Mapping[str, Any], inputs: Sequence[onnx_ir.Value]) -> tuple[Any, ...] | None:
-    """What `fit` looks at of arrays that it may hand on as they are; None for others."""
+    """A cheap key of the arrays' layouts; None if `fit` must convert one of them."""
     found = []
     for value in inputs:
         array = arrays.get(value.name or "")

@@ -1,4 +1,4 @@
-"""What made a step fail: the first value that is not finite though what it came from is."""
+"""Find the first NaN or infinity in a failed step."""
 
 from __future__ import annotations
 

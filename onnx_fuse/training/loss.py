@@ -16,7 +16,7 @@ Array = np.ndarray[Any, Any]
 
 @dataclass
 class Run:
-    """A step that was started: `index` among all, and what is known of it by now."""
+    """A pending step; `index` counts all steps."""
 
     index: int
     mode: Mode

@@ -65,7 +65,7 @@ class Check:
     culprits: list[Culprit] = field(default_factory=list)
     """The nodes that make a difference, the worst first, where they were asked for."""
     raised: dict[str, float] = field(default_factory=dict)
-    """The outputs whose limit is the original's own difference between levels, with it."""
+    """Limits raised to what onnxruntime's optimizations change in the original, by output."""
     sizes: list[str] = field(default_factory=list)
     """A sentence for each node of the original whose inferred sizes are not onnxruntime's."""
     along: Along | None = None
@@ -347,10 +347,10 @@ def _unsteady(
     names: Sequence[str],
     tolerance: Tolerance,
 ) -> set[int]:
-    """The feeds, of those whose answers are `known`, that the original now answers differently.
+    """The indices of feeds with `known` results on which the original is nondeterministic.
 
-    onnxruntime reads memory that nothing has written where a Concat is given sizes that do not fit
-    (1.32): what is in it depends on what ran before, so other numbers of the same sizes do here.
+    onnxruntime 1.32 reads uninitialized memory if a Concat's inputs have mismatched sizes. Running
+    other numbers of the same sizes first changes what that memory holds.
     """
     import onnxruntime
 

@@ -15,8 +15,8 @@ _ROUNDS = {"QuantizeLinear": (0,), "DynamicQuantizeLinear": (0, 2)}
 _ROUNDS |= dict.fromkeys(("QLinearConv", "QLinearMatMul"), (0,))
 """Operators that round to integers, and the outputs that are these integers."""
 _SELECTS = ("NonZero", "NonMaxSuppression")
-"""Operators whose output, places of elements, is as long as the values have it. Of a Compress it is
-the condition that says so."""
+"""Operators whose output, positions of elements, has a length that depends on the values.
+The length of a Compress depends on its condition."""
 
 
 def roundings(model: onnx_ir.Model) -> list[str]:

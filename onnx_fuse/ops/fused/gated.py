@@ -280,7 +280,7 @@ def _fuse(rw: Rewriter, node: ir.Node, unit: _Unit) -> bool:
         (norm := canonical_norm(peer)) is not None and (norm.x, *norm.affine) == head
         for peer in consumers(head[0])
     ):
-        # as a product by itself it gives the others the rows that it normalises
+        # unfused, the product returns the normalized rows for the other readers
         return rw.refuse(NAME, unit.nodes, "other nodes read its norm, too")
     op = Builder()
     weights = [_upright(rw, op, part.w) if turned else part.w for part, turned in unit.products]

@@ -47,7 +47,7 @@ def _perm(turn: ir.Node) -> list[int]:
 
 
 def _biased(value: ir.Value) -> ir.Node | None:
-    """The Add of a vector that alone reads the value."""
+    """The Add of a vector, if it is the only reader of the value."""
     add = sole_consumer(value)
     if add is None or add.op_type != "Add" or add.domain:
         return None
@@ -56,7 +56,7 @@ def _biased(value: ir.Value) -> ir.Node | None:
 
 
 def _sink(rw: Rewriter, node: ir.Node) -> bool:
-    """A product whose rows are turned ahead of it, and whose columns are taken apart behind it."""
+    """Transpose, MatMul, Reshape: move the Transpose after the product."""
     x, w = node.inputs
     turn = producer(x, "Transpose")
     if turn is None or x is None or rank(w) != 2:

@@ -1,7 +1,7 @@
-"""What stands behind a kernel, or before it, becomes part of it: a rule for each kind.
+"""Fuse the calls before and after a kernel into it, by one rule for each kind.
 
-A rule looks at a call, at the call that makes what it reads, and puts one in the place of both
-where a kernel serves that and, if it is no gain for certain, the cost models find it cheaper.
+A rule replaces a call and the call that computes its input by one, if a kernel serves it. Unless
+that is always a gain, the cost models must predict that it is faster.
 """
 
 from __future__ import annotations

@@ -19,11 +19,11 @@ def follow(
     shapes: Mapping[str, Shape],
     branches: Setting | None = None,
 ) -> Mapping[str, Lengths]:
-    """Enter what the graph asks of its inputs' `shapes` into `system`, and what it makes likely.
+    """Collect the hard and soft constraints of the graph on its inputs' `shapes` in `system`.
 
-    Likely is that axes are equal where only a Reshape meets both, that a mask which positions pick
-    from is as long as these reach, and that an input's axis named as an output's has its size: so
-    has the cotangent of an output. Returns the inputs that say how many tokens there are.
+    Soft constraints: two axes that meet only in a Reshape are equal, a mask indexed by positions is
+    as long as the positions reach, and an axis of an input and one of an output with the same name
+    are equal, as for an output's cotangent. Returns the inputs that hold numbers of tokens.
     """
     walk = Walk(system, RULES, branches or {})
     for value in model.graph.inputs:

@@ -88,8 +88,8 @@ def _kinds() -> Iterator[Kind]:
 
 
 FLOOR = "floor"
-"""An attribute that kernels read and no body has: the number beyond float16's range for which its
-lowest stands in an added mask. A graph made narrower has it; the body takes -65504 as it is."""
+"""Attribute for kernels, not used by bodies: the mask value, beyond float16's range, that became
+-65504 when the graph was converted to float16."""
 
 KINDS: dict[str, Kind] = {kind.name: kind for kind in _kinds()}
 """Every attention operator by its name."""

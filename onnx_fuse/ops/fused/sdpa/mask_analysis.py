@@ -18,19 +18,19 @@ from onnx_fuse.ops.fused.sdpa.scores import MaskStep, same_size
 from onnx_fuse.ops.rules import attribute, constant_ints, is_float, scalar
 
 CAUSAL = "causal"
-"""An attribute that kernels read and no body has: the step, counted from 1, whose mask is proved to
-hide the keys outside each query's window where it has the sizes of the scores. Kernels then read no
-mask. Less than 0: it hides them by -inf, and may hide more, so that it is read for the others."""
+"""Attribute for kernels, not used by bodies: the index, from 1, of the mask that provably hides the
+keys outside each query's window. Kernels then read no mask. Negative: the mask hides these keys
+with -inf and may hide more, so that kernels read it for the other keys."""
 
 WINDOW = "window"
-"""An attribute beside `CAUSAL`: query i sees the keys from i - left to i + right, (left, right); -1
-is no bound. Where there is none, the mask is causal: (-1, 0)."""
+"""Attribute beside `CAUSAL`, (left, right): query i sees the keys from i - left to i + right; -1 is
+no bound. Without it the mask is causal: (-1, 0)."""
 
 HIDDEN = -1e37
-"""What is added to a hidden logit is this or less: its weight is 0 beside a logit that is above."""
+"""Mask values at or below this hide a key: its weight is 0 if any logit of the row is visible."""
 
 _DEPTH = 32
-"""How many nodes above a mask its positions are looked for."""
+"""The search for a mask's positions visits at most this many nodes before it."""
 _LARGEST = 1 << 24
 """Elements of a constant that is looked at, and the largest position that float32 holds."""
 
