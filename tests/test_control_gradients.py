@@ -36,7 +36,7 @@ REFUSED = {
     "an output of maps": (
         "g (float[2,2] w) => (seq(map(int64, float)) y)"
         " { y = ai.onnx.ml.ZipMap <classlabels_int64s = [3, 5]> (w) }",
-        r"output 'y' is no tensor: ZipMap '.*', which makes it, has no gradient",
+        r"output 'y' is not a tensor: ZipMap '.*', its node, has no gradient",
     ),
     "codes of 8 bits": (
         "g (float[N,2] x, float8e4m3fn[2,2] w) => (float[N,2] y)"

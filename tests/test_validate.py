@@ -516,7 +516,7 @@ UNCHECKED = {
         "g (float[2,2] x) => (float[2,2] p, seq(map(int64, float)) y) <float[2] w = {1, 2}> "
         "{ p = Mul (x, w) y = ai.onnx.ml.ZipMap <classlabels_int64s = [3, 5]> (p) }",
         [[1, 2], [3, 4]],
-        r"output 'y' is no tensor: ZipMap '.*', which makes it, has no gradient",
+        r"output 'y' is not a tensor: ZipMap '.*', its node, has no gradient",
     ),
     "another number of results": (
         '<ir_version: 10, opset_import: ["" : 24]>\n'
