@@ -50,7 +50,7 @@ def _public(module: str) -> tuple[str, list[str]]:
 def api_page() -> str:
     """One section for each public module, with every name that its `__all__` lists."""
     text = ["# Python API", ""]
-    text += ["Public is what a module below lists. All else belongs to the package.", ""]
+    text += ["Only the names below are public; all others may change.", ""]
     found = {name: _public(name) for name in public_modules()}
     for name, (about, own) in found.items():
         text += [f"## {name}", "", about, ""]
