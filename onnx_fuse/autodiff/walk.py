@@ -247,7 +247,6 @@ def _stopped(x: ir.Value, graph: ir.Graph, stops: Sequence[tuple[ir.Node, str]])
 
 
 def _append_used(graph: ir.Graph, nodes: Sequence[ir.Node], results: Any) -> None:
-    """Append those nodes that the results need: gradients nobody asked for are not built."""
     wanted, used = set(results), []
     for node in reversed(nodes):
         if any(v in wanted for v in node.outputs):

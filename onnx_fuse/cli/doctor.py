@@ -109,7 +109,6 @@ def _try_onnxruntime() -> str:
 
 
 def _gpu() -> list[str]:
-    """Lines that describe the GPU, or that say what is missing and how to install it."""
     from onnx_fuse.cuda import nvrtc
     from onnx_fuse.runtime import calibration, device
 

@@ -79,7 +79,6 @@ def _kernel(launch: Launch, arch: str) -> Kernel:
 
 
 def _unload() -> None:
-    """Unload what nobody uses any more, once the device has run it."""
     while _UNUSED:
         driver, library = _UNUSED.popleft()
         if driver.cuCtxSynchronize()[0]:  # not while a stream captures

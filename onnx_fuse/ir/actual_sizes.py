@@ -352,7 +352,6 @@ def _type_of(tensor: onnx.TensorProto) -> onnx.TypeProto:
 
 
 def _read(node: onnx.NodeProto) -> Iterator[str]:
-    """What a node and the bodies in it read."""
     yield from node.input
     for body in _bodies(node):
         for inner in body.node:

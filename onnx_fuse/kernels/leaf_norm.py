@@ -37,7 +37,6 @@ class WeightOnlyGrad(SimtSplitK):
         ]
 
     def _parts(self, problem: GemmProblem, config: KernelConfig) -> tuple[int, int]:
-        """How many parts there are, of how many sums."""
         bm, bn = config.integers("tile")
         if problem.turned:
             return ceil(problem.n / bn), problem.m

@@ -262,7 +262,6 @@ def _like(tensor: Tensor, value: ir.Value) -> bool:
 
 
 def _kind(tensor: Tensor) -> Any:
-    """Guard key of a tensor that a graph reads from outside."""
     return tensor._data.shape, tensor._data.dtype, tensor.device, tensor.requires_grad
 
 

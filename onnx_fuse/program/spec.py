@@ -504,7 +504,6 @@ def _of_call(call: Call, sizes: Mapping[int, int]) -> Iterator[str]:
 def _overlaps(
     call: Call, reads: Sequence[tuple[str, Tensor]], writes: Sequence[tuple[str, Tensor]]
 ) -> Iterator[str]:
-    """What is written where the call reads something else, or writes something else."""
     for i, (name, t) in enumerate(writes):
         for other, u in writes[i + 1 :]:
             if t.buffer == u.buffer and _meet(t, u):

@@ -76,7 +76,6 @@ def live_bytes(program: Program, found: Plan) -> list[int]:
 
 
 def _rects(program: Program, found: Plan) -> list[Rect]:
-    """The rectangles of what is in the arena: temporaries and workspaces."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for i, call in enumerate(program.calls):

@@ -113,7 +113,6 @@ def _evaluations(run: Run) -> Sequence[Mapping[str, float]]:
 
 
 def _points(run: Run, key: str) -> tuple[list[float], list[float]]:
-    """(steps, values) of what the evaluations gave for `key`."""
     steps = len(run["losses"]) / max(len(run.get("epochs") or []), 1)
     found = [
         (record.get("step", record.get("epoch", 0) * steps), record[key])

@@ -127,7 +127,6 @@ def _readers(value: ir.Value) -> list[ir.Node]:
 
 
 def _source(value: ir.Value | None) -> ir.Node | None:
-    """What computes `value`, views passed over."""
     node = value.producer() if value is not None else None
     for _ in range(_MAX_CLIMB):
         if node is None or node.op_type not in _VIEWS or node.domain or not node.inputs:

@@ -190,7 +190,6 @@ def _small(node: ir.Node, inside: set[ir.Value]) -> bool:
 
 
 def _elements(value: ir.Value) -> int | None:
-    """How many elements a value has, where its shape is known."""
     if value.shape is None or not all(isinstance(d, int) for d in value.shape):
         tensor = value.const_value
         return None if tensor is None else math.prod(tensor.numpy().shape)

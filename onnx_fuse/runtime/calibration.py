@@ -180,7 +180,6 @@ def _place(hw: Hardware) -> Path:
 
 
 def _kept(place: Path, hw: Hardware) -> Hardware | None:
-    """What the file says; a torn or foreign file counts as none."""
     try:
         rates = json.loads(read_private(place))
         flops = tuple((kind, _held(kind, float(rates["flops"][kind]))) for kind in _KINDS)

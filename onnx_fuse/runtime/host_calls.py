@@ -161,7 +161,6 @@ class Stages:
         return self._joined(rows, (len(rows), *rows[0].shape))
 
     def _joined(self, rows: Sequence[Any], shape: Sequence[int]) -> DeviceTensor:
-        """A tensor of these rows, which have one size, in memory of its own."""
         owner, size = self._calls.owner, rows[0].nbytes
         memory = device.Memory(size * len(rows), "what a Loop gives")
         for i, row in enumerate(rows if size else ()):

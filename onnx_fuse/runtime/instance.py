@@ -217,7 +217,6 @@ class Instance:
         self._current.where, self._stale = self.now.where, False
 
     def _set_tensors(self) -> None:
-        """What comes in and goes out, as tensors of the present shape."""
         program, own = self.made.ends, set(self.movable)
         self.inputs = [(n, t) for n, t in program.inputs if t.buffer in own]
         self.outputs = dict(program.outputs)
@@ -259,7 +258,6 @@ class Instance:
                 bind(launch, pointers, self.owner.hw).enqueue(self.owner.stream.handle)
 
     def _say(self) -> None:
-        """Print and write what the debugging variables ask for."""
         if config.DEBUG.value >= 1:
             print(f"{self._count} calls; {self.plan}", file=sys.stderr)
         if config.DEBUG.value >= 2:

@@ -289,7 +289,6 @@ class Program:
         return False
 
     def _given(self, tensors: Sequence[Tensor], draws: Sequence[Tensor]) -> list[Tensor]:
-        """What the graph reads."""
         weights = [table[name] for table, name in self._places]
         # a buffer that this call changes must not count as changed for its own backward
         weights += [table[name].data for table, name in self._stats]

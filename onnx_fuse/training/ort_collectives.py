@@ -81,7 +81,6 @@ def _is_collective(node: onnx_ir.Node) -> bool:
 
 
 def _reads(node: onnx_ir.Node) -> set[onnx_ir.Value]:
-    """The inputs of a node, and what the graphs in its attributes read from around it."""
     found = {v for v in node.inputs if v is not None}
     for attribute in node.attributes.values():
         if attribute.type in (onnx_ir.AttributeType.GRAPH, onnx_ir.AttributeType.GRAPHS):

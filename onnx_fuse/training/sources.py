@@ -247,7 +247,6 @@ def _check_arrays(trainer: Learner, data: Mapping[str, Array]) -> int:
 
 
 def _at_epoch(data: Any, epoch: int) -> Any:
-    """`data`, after calling `set_epoch` of it and of its sampler, if they have it."""
     for each in (data, getattr(data, "sampler", None)):
         if tell := getattr(each, "set_epoch", None):
             tell(epoch)

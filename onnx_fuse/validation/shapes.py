@@ -94,7 +94,6 @@ def _symbols(model: onnx_ir.Model, feed: Feeds) -> dict[str, int | None]:
 def _contradiction(
     value: onnx_ir.Value, actual: Sequence[int], sizes: dict[str, int | None]
 ) -> str | None:
-    """What is wrong with the inferred shape of a value; symbols without a size get the actual."""
     inferred = value.shape
     assert inferred is not None
     if len(inferred) != len(actual):

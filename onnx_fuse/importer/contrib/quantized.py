@@ -99,7 +99,6 @@ def qlinear_softmax(op: Body, node: ir.Node) -> Results:
 def _with_channels_first(
     op: Body, node: ir.Node, x: ir.Value, size: int, compute: Callable[[ir.Value], ir.Value]
 ) -> ir.Value:
-    """What `compute` makes of [N, C, ...], for a node that may have its channels last."""
     if not attr(node, "channels_last", 0):
         return compute(x)
     return op.channels_last(compute(op.channels_first(x, size)), size)

@@ -91,7 +91,6 @@ class Operands:
         return self.memory.view(self.reads[name]).copy()
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """A copy of what is read, in float64 or int64."""
         return widened(self.memory.view(self.reads[name]), self.reads[name].dtype)
 
     def shaped(self, name: str, *shape: int) -> np.ndarray:

@@ -158,7 +158,6 @@ def _fill(
 
 
 def _answer(call: Call, memory: Memory, exchange: Exchange | None) -> Mapping[str, np.ndarray]:
-    """What a call writes, by its names."""
     of, problem = Operands(memory, call.reads, call.writes), call.problem
     names = [name for name, _ in call.writes]
     if call.expression is not None:
@@ -182,7 +181,6 @@ def _answer(call: Call, memory: Memory, exchange: Exchange | None) -> Mapping[st
 
 
 def _later(program: Program, memory: Memory, lowered: Lowered | None) -> dict[str, np.ndarray]:
-    """The results of the stages behind the calls."""
     made: dict[str, np.ndarray] = {}
     for stage in program.stages:
         inputs = {n: made[n] if t is None else memory.view(t).copy() for n, t in stage.inputs}
