@@ -38,7 +38,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "models"), str(ROOT / "tools")]
 VOCAB = 1009
 """Tokens of each model, no size of a batch; their number costs the host nothing but memory."""
 PHASES = (
-    ("load", "onnx_fuse.importer.load", "load"),
+    ("load", "onnx_fuse.autodiff.load", "load"),
     ("passes", "onnx_fuse.rewrite", "optimize"),
     ("passes", "onnx_fuse.rewrite.precision", "in_precision"),
     ("autodiff", "onnx_fuse.training.step", "training_model"),
@@ -48,9 +48,9 @@ PHASES = (
     ("program passes", "onnx_fuse.program.passes", "run"),
     ("select", "onnx_fuse.program.passes.select", "select_kernels"),
     ("open program", "onnx_fuse.runtime.specialize", "opened_program"),
-    ("evaluate", "onnx_fuse.program.open", "Open.at"),
-    ("evaluate", "onnx_fuse.program.open", "Open.part"),
-    ("guards", "onnx_fuse.program.open", "Open.holds"),
+    ("evaluate", "onnx_fuse.program.open", "SymbolicProgram.at"),
+    ("evaluate", "onnx_fuse.program.open", "SymbolicProgram.part"),
+    ("guards", "onnx_fuse.program.open", "SymbolicProgram.holds"),
     ("plan", "onnx_fuse.runtime.plan", "plan"),
     ("specialize", "onnx_fuse.runtime.specialize", "Specializer.of"),
     ("instance", "onnx_fuse.runtime.instance", "Instance.__init__"),
