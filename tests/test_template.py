@@ -28,6 +28,8 @@ from onnx_fuse.runtime import encoding
     [
         ("(-1*((-768*s1)//2048))", 48),
         ("not (1+-1*s0) == 0", False),
+        ("not (1+-1*s0) < 0", True),
+        ("not s1 <= 128", False),
         ("2 <= s0 <= 16", False),
         ("min((s1),(3+s0))+max(s0,7)", 11),
         ("((s1)%8)", 0),
@@ -37,23 +39,19 @@ def test_expressions_over_sizes(text: str, wanted: int) -> None:
     table = formula.Formulas.of([text], ["s0", "s1"])
     read = formula.Formulas.read(table.data, conditions=isinstance(wanted, bool))
     guards = formula.Guards(read)
-    for _ in range(formula._OFTEN + 2):  # the last ones by compiled functions
-        assert table.at([1, 128]) == read.at([1, 128]) == [wanted]
-        assert guards.hold({"s0": 1, "s1": 128}) is bool(wanted)
-    assert guards._function is not None
-    assert table._function is not None
+    assert table.at([1, 128]) == read.at([1, 128]) == [wanted]
+    assert guards.hold({"s0": 1, "s1": 128}) is bool(wanted)
 
 
-def test_a_division_by_zero_is_no_value_however_often() -> None:
+def test_a_division_by_zero_is_no_value() -> None:
     table = formula.Formulas.of(["s1//s0", "1 == s1%s0"], ["s0", "s1"])
     guards = formula.Guards(formula.Formulas.of(["1 == s1%s0"], ["s0", "s1"]))
-    for _ in range(formula._OFTEN + 2):
-        assert table.at([2, 5]) == [2, True]
-        assert guards.hold({"s0": 2, "s1": 5})
-        assert not guards.hold({"s0": 0, "s1": 5})
-        assert not guards.hold({"s1": 5})
-        with pytest.raises(ValueError, match="no value"):
-            table.at([0, 5])
+    assert table.at([2, 5]) == [2, True]
+    assert guards.hold({"s0": 2, "s1": 5})
+    assert not guards.hold({"s0": 0, "s1": 5})
+    assert not guards.hold({"s1": 5})
+    with pytest.raises(ValueError, match="no value"):
+        table.at([0, 5])
 
 
 @pytest.mark.parametrize(

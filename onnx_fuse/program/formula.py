@@ -3,8 +3,7 @@
 A table lists constants, then the symbols, then operations on two rows above them each. So a file
 names operations by their place in `OPERATIONS` and operands by numbers, which `Formulas.read`
 checks: no text of a file is ever compiled or looked up by name. `size.text_of` writes expressions
-as text, which `Formulas.of` reads; that text is of this process alone. A table that is evaluated
-often becomes a function of Python, written from its numbers.
+as text, which `Formulas.of` reads; that text is of this process alone.
 """
 
 from __future__ import annotations
@@ -31,12 +30,15 @@ _AST = {
     ast.Lt: "lt", ast.LtE: "le", ast.Eq: "eq", ast.NotEq: "ne", ast.Gt: "gt", ast.GtE: "ge",
     ast.And: "and", ast.Or: "or",
 }  # fmt: skip
+_OPPOSITE = {"lt": "ge", "le": "gt", "eq": "ne", "ge": "lt", "gt": "le", "ne": "eq"}
 _MOST = 1 << 20  # rows of a table
 _BITS = 46  # of a symbol: a dimension has fewer elements than a buffer may have bytes
 _MOST_BITS = 512
 
 Row = tuple[int, int, int]
 """(operation, row, row)"""
+Step = tuple[Callable[[Any, Any], Any], int, int]
+"""(function, row, row)"""
 
 
 class NoValue(ValueError):
@@ -54,8 +56,7 @@ class Formulas:
         roots: Sequence[int],
     ) -> None:
         self.symbols, self.constants, self.rows, self.roots = symbols, constants, rows, roots
-        self._evaluated = 0
-        self._function: Callable[..., list[Any]] | None = None
+        self._steps = _steps(rows)
 
     @classmethod
     def of(cls, texts: Iterable[str], symbols: Sequence[str]) -> Formulas:
@@ -90,19 +91,14 @@ class Formulas:
 
         Raises NoValue for a division by zero.
         """
+        steps = _steps(self.rows, functions) if functions else self._steps
+        found = [*self.constants, *values]
+        append = found.append
         try:
-            if self._function is not None and not functions:
-                return self._function(*values)
-            found = [*self.constants, *values]
-            append = found.append
-            for op, a, b in self.rows:
-                name, do = OPERATIONS[op]
-                append((functions.get(name, do) if functions else do)(found[a], found[b]))
+            for do, a, b in steps:
+                append(do(found[a], found[b]))
         except ZeroDivisionError as error:
             raise NoValue("no value: a division by zero") from error
-        self._evaluated += 1
-        if self._evaluated == _OFTEN:
-            self._function = _compiled(self)
         return [found[root] for root in self.roots]
 
 
@@ -112,29 +108,21 @@ class Guards:
     def __init__(self, formulas: Formulas) -> None:
         self.formulas = formulas
         begin: int = 0
-        self._parts: list[tuple[Sequence[Row], int]] = []
+        self._parts: list[tuple[Sequence[Step], int]] = []
         first = len(formulas.constants) + len(formulas.symbols)
         for root in formulas.roots:
             end = max(begin, root + 1 - first)
-            self._parts.append((formulas.rows[begin:end], root))
+            self._parts.append((formulas._steps[begin:end], root))
             begin = end
-        self._evaluated = 0
-        self._function: Callable[..., bool] | None = None
 
     def hold(self, values: Mapping[str, int]) -> bool:
         """Whether these sizes meet all of them; False where one has no value for them."""
         try:
-            symbols = [values[s] for s in self.formulas.symbols]
-            if self._function is not None:
-                return self._function(*symbols)
-            self._evaluated += 1
-            if self._evaluated == _OFTEN:
-                self._function = _compiled(self.formulas, self._parts)
-            found = [*self.formulas.constants, *symbols]
+            found = [*self.formulas.constants, *[values[s] for s in self.formulas.symbols]]
             append = found.append
-            for rows, root in self._parts:
-                for op, a, b in rows:
-                    append(OPERATIONS[op][1](found[a], found[b]))
+            for steps, root in self._parts:
+                for do, a, b in steps:
+                    append(do(found[a], found[b]))
                 if not found[root]:
                     return False
         except (KeyError, ZeroDivisionError):
@@ -142,41 +130,12 @@ class Guards:
         return True
 
 
-_OFTEN = 32
-"""Evaluations after which a table is compiled, which takes as long as a hundred of them."""
-_SIGNS = ("+", "-", "*", "//", "%", "", "", "<", "<=", "==", "!=", ">", ">=", "and", "or")
-
-
-def _compiled(
-    formulas: Formulas, parts: Sequence[tuple[Sequence[Row], int]] | None = None
-) -> Callable[..., Any]:
-    """A function of the symbols' values: the list of values, or whether the roots of parts hold.
-
-    Its text has nothing of the table but checked whole numbers: each value is a variable with the
-    number of its row, and an operation the sign at its place here.
-    """
-    first = len(formulas.constants)
-    place = first + len(formulas.symbols)
-    symbols = ", ".join(f"v{first + i}" for i in range(len(formulas.symbols)))
-
-    def operand(row: int) -> str:
-        return f"({formulas.constants[row]:d})" if row < first else f"v{row:d}"
-
-    lines = [f"def evaluated({symbols}):"]
-    for rows, root in [(formulas.rows, None)] if parts is None else parts:
-        for op, a, b in rows:
-            x, y, sign = operand(a), operand(b), _SIGNS[op]
-            named = f"{OPERATIONS[op][0]}({x}, {y})"
-            lines.append(f" v{place:d} = {f'{x} {sign} {y}' if sign else named}")
-            place += 1
-        if root is not None:
-            lines.append(f" if not {operand(root)}: return False")
-    roots = ", ".join(map(operand, formulas.roots))
-    lines.append(f" return [{roots}]" if parts is None else " return True")
-    names: dict[str, Any] = {"__builtins__": {"min": min, "max": max}}
-    exec("\n".join(lines), names)
-    found: Callable[..., Any] = names["evaluated"]
-    return found
+def _steps(
+    rows: Iterable[Row], functions: Mapping[str, Callable[[Any, Any], Any]] | None = None
+) -> list[Step]:
+    """The rows with the functions of their operations, some of them replaced by name."""
+    does = [(functions or {}).get(name, do) for name, do in OPERATIONS]
+    return [(does[op], a, b) for op, a, b in rows]
 
 
 def value(text: str, symbols: Mapping[str, Any], **functions: Callable[[Any, Any], Any]) -> Any:
@@ -243,7 +202,11 @@ class _Writer:
                 return self.row(ast.Constant(-tree.operand.value))
             return self._add("sub", self.row(ast.Constant(0)), self.row(tree.operand))
         if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.Not):
-            return self._add("eq", self.row(tree.operand), self.row(ast.Constant(0)))
+            part = tree.operand
+            if isinstance(part, ast.Compare) and len(part.ops) == 1:
+                left, right = self.row(part.left), self.row(part.comparators[0])
+                return self._add(_OPPOSITE[_AST[type(part.ops[0])]], left, right)
+            return self._add("eq", self.row(part), self.row(ast.Constant(0)))
         if isinstance(tree, ast.BinOp) and type(tree.op) in _AST:
             left = self.row(tree.left)
             return self._add(_AST[type(tree.op)], left, self.row(tree.right))
