@@ -195,6 +195,10 @@ GRAPHS = {
         <int64[1] last = {2}, float[1,1,1,1] slope = {0.5}> {
             n = Tanh(x) y = Squeeze(n, last) z = PRelu(n, slope) }
         """,
+    "a transposed convolution whose pads cut the image": """
+        agraph (float16[B,2,7] x, float16[2,1,1] w) => (float16[B,2,6] y) {
+            y = ConvTranspose <group = 2, pads = [1, 0]> (x, w) }
+        """,
     "a bias and a scale of a product's parts": """
         agraph (float[B,3] x) => (float[B,2,4] y, float[B,2,4] z)
         <float[8] b = {1, 2, 3, 4, 5, 6, 7, 8}, float[4] c = {1, 2, 3, 4}, int64[3] to = {0, 2, 4}>

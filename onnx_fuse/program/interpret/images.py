@@ -35,8 +35,9 @@ def windows(x: np.ndarray, window: Window, outer: Sizes, fill: float) -> np.ndar
     for i in range(3):
         reach = (window.kernel[i] - 1) * window.dilations[i] + 1
         last = (outer[i] - 1) * window.strides[i] + reach - window.before[i] - x.shape[i + 1]
-        more.append((window.before[i], max(last, 0)))
-    x = np.pad(x, [*more, (0, 0)], constant_values=fill)
+        more.append((max(window.before[i], 0), max(last, 0)))
+    z, y, first = (max(-before, 0) for before in window.before)  # SAME may cut
+    x = np.pad(x[:, z:, y:, first:], [*more, (0, 0)], constant_values=fill)
     n, *_, c = x.shape
     own = x.strides
     shape = (n, *outer, *window.kernel, c)
