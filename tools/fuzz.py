@@ -21,8 +21,10 @@ interpreted (tests/every_size.py); `--device cuda` runs them on a GPU instead. W
 refuses the graph, `optimize` may do what it likes but raise an error of another kind than its own.
 
 What a difference is measured against: the same graph under all of onnxruntime's optimizations, by
-onnx.reference, and on inputs moved by one unit in the last place. An ill-conditioned graph differs
-from itself by as much as from its fusion; such outputs are compared no more closely than that.
+onnx.reference, on inputs and constants moved by one unit in the last place, and with every float16
+result rounded, which onnxruntime skips between operators that it computes in float32. An
+ill-conditioned graph differs from itself by as much as from its fusion; such outputs are compared
+no more closely than that.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ from mutations import mutant
 Feeds = dict[str, np.ndarray]
 Phase = Any
 """A shared number: 0 while onnxruntime runs the graph itself, 1 after."""
-QUIET = ("equal", "invalid", "refused")
+QUIET = ("equal", "invalid", "empty", "refused")
 LEVELS = (0, 1, 2, 3)
 SECONDS = 60
 """What one mutant may take before it counts as hanging."""
@@ -120,6 +122,22 @@ def moved(feeds: Feeds, toward: float) -> Feeds:
         name: np.asarray(np.nextafter(a, np.array(toward, a.dtype))) if a.dtype.kind == "f" else a
         for name, a in feeds.items()
     }
+
+
+def nudged(model: ModelProto, toward: float) -> bytes:
+    """The model with each float among its constants moved so, except those that give sizes."""
+    result = ModelProto()
+    result.CopyFrom(model)
+    sizes = {name for n in model.graph.node if n.op_type in SIZED for name in n.input}
+    for tensor in result.graph.initializer:
+        if tensor.name not in sizes and tensor.data_type in ELEMENTS.values():
+            array = onnx.numpy_helper.to_array(tensor)
+            shifted = moved({tensor.name: array}, toward)[tensor.name]
+            tensor.CopyFrom(onnx.numpy_helper.from_array(shifted, tensor.name))
+    return result.SerializeToString()
+
+
+SIZED = ("Resize", "Upsample", "Range")
 
 
 def session(model: bytes, optimized: bool) -> onnxruntime.InferenceSession:
@@ -258,21 +276,41 @@ class Run:
         return ""
 
 
+def rounded(model: ModelProto) -> bytes:
+    """The model with an Identity behind each node: onnxruntime rounds to float16 there.
+
+    What it has no float16 kernel for it computes in float32, unrounded up to the next float16
+    kernel; a Constant's result it rounds.
+    """
+    apart = ModelProto()
+    apart.CopyFrom(model)
+    for i, node in reversed([*enumerate(apart.graph.node)]):
+        names = [name for name in node.output if name]
+        node.output[:] = [name and f"{name}.unrounded" for name in node.output]
+        for name in names:
+            copy = onnx.helper.make_node("Identity", [f"{name}.unrounded"], [name])
+            apart.graph.node.insert(i + 1, copy)
+    return apart.SerializeToString()
+
+
 def references(
     original: ModelProto, feeds: Sequence[Feeds], rng: np.random.Generator, harsh: bool
 ) -> list[Run]:
     """onnxruntime's outputs for the feeds that it takes. Raises what it raises for the first."""
     runs: list[Run] = []
     data = original.SerializeToString()
-    plain, full = session(data, False), session(data, True)
+    plain, others = session(data, False), [session(data, True)]
+    beside = {end: session(nudged(original, end), False) for end in (np.inf, -np.inf)}
+    if coarsest(original) == "float16":
+        others.append(session(rounded(original), False))
     labelled = [(f"feed {i}", feed) for i, feed in enumerate(feeds)]
     if harsh:
         labelled.insert(1, ("hostile feed", hostile(feeds[0], rng)))
     for label, feed in labelled:
         try:
             want = outputs(plain, feed)
-            near = [outputs(plain, moved(feed, end)) for end in (np.inf, -np.inf)]
-            runs.append(Run(label, feed, want, [outputs(full, feed), *near]))
+            near = [outputs(each, moved(feed, end)) for end, each in beside.items()]
+            runs.append(Run(label, feed, want, [*(outputs(o, feed) for o in others), *near]))
         except Exception:  # noqa: PERF203 - each feed may be refused
             if not runs:
                 raise
@@ -309,8 +347,9 @@ def outcome(subject: Subject, rng: np.random.Generator, phase: Phase) -> tuple[s
         runs = references(original, subject.feeds, rng, subject.harsh)
         data = typed(model, session(data, False), runs[0].want, shapes=rng.random() < 0.95)
         if model is not original:  # a change that onnxruntime itself does not see as one
-            got = outputs(session(data, False), runs[0].feed)
-            refused = runs[0].fault(original, got, coarse)
+            changed = session(data, False)
+            why = (run.fault(original, outputs(changed, run.feed), coarse) for run in runs)
+            refused = next(filter(None, why), "")
     except Exception as error:  # noqa: BLE001 - onnxruntime's faults share no base
         refused = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
     phase.value = 1
@@ -451,8 +490,10 @@ def gradients(subject: Subject, rng: np.random.Generator, phase: Phase) -> tuple
         runs = [run for run in runs if whole(run.feed)]
     except Exception as error:  # noqa: BLE001
         return "invalid", str(error)[:200]
-    if not floats or not runs:
-        return "invalid", "no input of floats" if runs else "an empty image or sequence"
+    if not runs:
+        return "empty", "no feed without an empty image or sequence"
+    if not floats:
+        return "invalid", "no input of floats"
     phase.value = 1
     results: list[tuple[str, ModelProto]] = []
     try:
@@ -569,7 +610,7 @@ def share(k: int, options: argparse.Namespace, tally: Tally) -> None:
                 todo = range(number + n, end, n)
                 tally.kinds[mode, kind] += 1
                 tally.operators.update(set(operators))
-                if kind not in ("equal", "invalid"):
+                if kind not in ("equal", "invalid", "empty"):
                     print(text, flush=True)
         except EOFError:
             process.join()
