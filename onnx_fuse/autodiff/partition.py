@@ -15,19 +15,13 @@ from onnx_fuse.autodiff.walk import backward
 from onnx_fuse.importer.save import inline
 from onnx_fuse.importer.shapes import infer_shapes
 from onnx_fuse.ir.build import Builder, all_nodes, const_array
-from onnx_fuse.ir.evaluate import DRAWS
+from onnx_fuse.ir.traits import DRAWS, SIZES, VIEWS
 from onnx_fuse.ops.shape_ops import fail, may_be_float
 from onnx_fuse.rewrite.canonicalize import clean
 
-_VIEWS = frozenset(("Transpose", "Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"))
-"""Operators whose result is made again for the backward, rather than kept: they move no value.
-
-So is a mask of Dropout, which is a hash of a number."""
 _ATTENTION = ("Attention", "Sdpa", "GroupedSdpa")
 """How the names of operators begin whose results are attention's."""
 _INTEGERS = (ir.DataType.INT64, ir.DataType.INT32)
-_SIZES = frozenset(("Shape", "Size"))
-"""Operators whose result is kept in place of the tensor that they measure."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +202,7 @@ def _kept(
         if value in seen or maker is None:
             continue
         seen.add(value)
-        if maker.op_type in _SIZES and not maker.domain and not is_view(maker.inputs[0]):
+        if maker.op_type in SIZES and not maker.domain and not is_view(maker.inputs[0]):
             sizes[value] = maker.inputs[0]
         elif maker in first and not is_view(value) and value not in counted:
             if maker.op_type != "Constant":
@@ -239,7 +233,7 @@ def _counted(graph: ir.Graph) -> set[ir.Value]:
     found: set[ir.Value] = set()
     for node in graph:
         given = [v for v in reads(node) if v is not None]
-        counts = node.op_type in _SIZES or (
+        counts = node.op_type in SIZES or (
             any(v in found for v in given)
             and all(v in found or v.is_initializer() or const_array(v) is not None for v in given)
         )
@@ -256,7 +250,8 @@ def _is_view(value: ir.Value | None) -> bool:
         source = maker.inputs[0]
         maker = (None if source is None else source.producer()) or maker
         return maker.op_type == "DropoutScale"
-    return (maker.op_type in _VIEWS and not maker.domain) or maker.op_type == "DropoutScale"
+    # the mask of a Dropout is a hash of a number
+    return (maker.op_type in VIEWS and not maker.domain) or maker.op_type == "DropoutScale"
 
 
 def _viewed(view: ir.Value) -> ir.Value | None:

@@ -17,6 +17,7 @@ import onnx_ir as ir
 from onnx_fuse.ir.build import const_array
 from onnx_fuse.ir.evaluate import exact
 from onnx_fuse.ir.sizes import SymbolicSize, product, sign, size
+from onnx_fuse.ir.traits import VIEWS
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 Sizes: TypeAlias = list[SymbolicSize | None]
@@ -223,12 +224,7 @@ def _arithmetic(function: Callable[..., SymbolicSize | None]) -> Callable[..., A
     return compute
 
 
-_MOVES = frozenset(
-    (
-        *("Identity", "Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "Concat"),
-        *("Gather", "Slice", "Expand"),
-    )
-)
+_MOVES = VIEWS | {"Concat", "Gather", "Slice", "Expand"}
 _NUMBERS: dict[str, Callable[..., Any]] = {
     "Add": _arithmetic(operator.add),
     "Sub": _arithmetic(operator.sub),

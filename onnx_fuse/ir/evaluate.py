@@ -17,6 +17,7 @@ import onnx
 import onnx_ir as ir
 
 from onnx_fuse.ir.constants import FUSE
+from onnx_fuse.ir.traits import DRAWS
 
 Array = np.ndarray[Any, Any]
 
@@ -169,9 +170,6 @@ def _run(
 
 
 _SMALL = 1 << 12  # bytes of a model whose answers are remembered: each layer asks for the same
-DRAWS = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli",
-         "Multinomial", "Dropout"}  # fmt: skip
-"""Operators whose results differ from run to run."""
 
 
 @lru_cache(1024)

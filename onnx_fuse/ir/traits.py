@@ -1,4 +1,4 @@
-"""What an operator reads an input as: numbers to compute with, or sizes of what it makes."""
+"""What operators of the standard have in common."""
 
 from __future__ import annotations
 
@@ -8,6 +8,23 @@ import onnx_ir as ir
 
 from onnx_fuse.ir.build import subgraphs
 
+RESHAPES = frozenset(("Flatten", "Reshape", "Squeeze", "Unsqueeze"))
+"""Operators whose result has the elements of the input, in their order, under another shape."""
+SAME_ORDER = RESHAPES | {"Identity"}
+"""Those and Identity: a dense tensor's elements stay where they are in memory."""
+REARRANGES = RESHAPES | {"Transpose"}
+"""Operators that move every element and change none: what is elementwise may pass them."""
+VIEWS = REARRANGES | {"Identity"}
+"""Operators whose result has each element of the input once."""
+SIZES = frozenset(("Shape", "Size"))
+"""Operators that read the size of their input, and none of its elements."""
+DRAWS = frozenset(
+    (
+        *("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli"),
+        *("Multinomial", "Dropout"),
+    )
+)
+"""Operators whose results differ from run to run."""
 SIZE_INPUTS: dict[str, tuple[int, ...]] = {
     "AffineGrid": (1,),
     "ConstantOfShape": (0,),

@@ -8,7 +8,8 @@ from math import prod
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir.evaluate import DRAWS, evaluate
+from onnx_fuse.ir.evaluate import evaluate
+from onnx_fuse.ir.traits import DRAWS, SIZES
 from onnx_fuse.lower.context import WEIGHT_LIMIT, Context, Slot, captured
 from onnx_fuse.program import host
 from onnx_fuse.program import size as sizes
@@ -25,7 +26,7 @@ class HostValues(Context):
         """Evaluate a node on the host if its results do not depend on the values of the feeds."""
         if (node.op_type in DRAWS and node.domain == "") or node.domain not in ("", "ai.onnx.ml"):
             return False
-        if node.op_type in ("Shape", "Size"):
+        if node.op_type in SIZES:
             return self._shape(node)
         values = [v for v in (*node.inputs, *captured(node)) if v is not None]
         arrays = [self.slots[v].host for v in values]

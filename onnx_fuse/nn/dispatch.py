@@ -18,7 +18,7 @@ import onnx
 
 from onnx_fuse.errors import UsageError
 from onnx_fuse.ir.constants import CANONICAL_OPSET
-from onnx_fuse.ir.evaluate import DRAWS
+from onnx_fuse.ir.traits import DRAWS
 from onnx_fuse.nn.operation import Build, Operation, Plan, Recent
 from onnx_fuse.nn.runner import Array
 

@@ -19,7 +19,7 @@ from onnx_fuse.autodiff.subgraphs import ancestors, reads
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.shapes import infer_shapes
 from onnx_fuse.ir.constants import CANONICAL_OPSET, FUSE
-from onnx_fuse.ir.evaluate import DRAWS
+from onnx_fuse.ir.traits import DRAWS
 from onnx_fuse.nn.runner import Array, Run, runner
 
 Build: TypeAlias = Callable[..., Any]

@@ -17,6 +17,7 @@ import onnx_ir as ir
 from onnx_fuse.errors import UsageError
 from onnx_fuse.ir.build import all_nodes
 from onnx_fuse.ir.evaluate import viewer
+from onnx_fuse.ir.traits import SAME_ORDER, SIZES, VIEWS
 from onnx_fuse.rewrite.precision import widened
 
 if TYPE_CHECKING:
@@ -29,15 +30,8 @@ Array: TypeAlias = Any
 """A NumPy array, or a DeviceTensor."""
 Run: TypeAlias = Callable[[Sequence[Array]], list[Array]]
 
-VIEWS = frozenset(
-    (
-        *("Constant", "Expand", "Flatten", "Identity", "Reshape", "Shape", "Size", "Slice"),
-        *("Squeeze", "Transpose", "Unsqueeze"),
-    )
-)
+_HOST_VIEWS = VIEWS | SIZES | {"Constant", "Expand", "Slice"}
 """Operators whose result is a view of their input, or a few integers, in host memory."""
-_SAME_MEMORY = frozenset(("Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"))
-"""Those of `VIEWS` that leave the elements of a dense tensor where they are."""
 _THREADED = frozenset(
     (
         *("MatMul", "Gemm", "Conv", "ConvTranspose", "Einsum", "Attention", "LSTM", "GRU", "RNN"),
@@ -58,8 +52,8 @@ def runner(
     """
     views = {n.op_type for n in model.graph if not n.domain} if _plain(model) else {""}
     if gpu is None:
-        return _host_views(model, name) if views <= VIEWS else _on_host(model, name)
-    if len(model.graph) == 1 and views <= _SAME_MEMORY | {"Shape", "Size"}:
+        return _host_views(model, name) if views <= _HOST_VIEWS else _on_host(model, name)
+    if len(model.graph) == 1 and views <= SAME_ORDER | SIZES:
         return _device_view(model, gpu, name)
     return _on_gpu(model, gpu, state or {})
 
@@ -336,7 +330,7 @@ def _device_view(model: ir.Model, gpu: int, name: str) -> Run:
             found = moved([standin, *others])
         except ValueError as error:
             raise UsageError(f"{name}: {_operands(arrays)}: {error}") from error
-        if node.op_type in ("Shape", "Size"):
+        if node.op_type in SIZES:
             return [found]
         made = DeviceTensor(x.address, found.shape, x.dtype.name, gpu, x)
         made.ready = x.ready

@@ -29,6 +29,7 @@ from onnx_fuse.ir.build import (
     unique_name,
 )
 from onnx_fuse.ir.constants import FUSE
+from onnx_fuse.ir.traits import REARRANGES
 
 PACKED = "onnx_fuse.packed"
 """metadata key of an initializer that a pass made of the model's own ones; see `rewrite.params`."""
@@ -521,9 +522,6 @@ def _pads_rows(node: ir.Node, axis: int) -> bool:
     return pads is not None and pads[axis] == pads[axis + size] == 0
 
 
-_MOVES = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten")
-
-
 def consumer_views(value: ir.Value) -> list[ir.Node]:
     """The chain of views after `value`, each the only reader of the one before.
 
@@ -533,7 +531,7 @@ def consumer_views(value: ir.Value) -> list[ir.Node]:
     while not value.is_graph_output():
         # a Shape node can read any value of that shape
         readers = [n for n in consumers(value) if n.op_type != "Shape"]
-        if len(readers) != 1 or readers[0].domain or readers[0].op_type not in _MOVES:
+        if len(readers) != 1 or readers[0].domain or readers[0].op_type not in REARRANGES:
             break
         if readers[0].inputs[0] is not value:
             break

@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import Builder, const_array, rank, unique_name
+from onnx_fuse.ir.traits import REARRANGES
 from onnx_fuse.ops.rules import (
     Rewriter,
     attribute,
@@ -37,7 +38,7 @@ def fold_batch_norm(rw: Rewriter) -> int:
 def _climbed(norm: ir.Node) -> tuple[ir.Node, ir.Node | None, list[ir.Node]] | None:
     """The product whose channels the norm scales, the Add of its bias, and the views between."""
     value, axis, views = norm.inputs[0], 1, list[ir.Node]()
-    while (view := producer(value, *_VIEWS)) is not None and len(views) < _MOST:
+    while (view := producer(value, *REARRANGES)) is not None and len(views) < _MOST:
         below = row_axis(view, axis)
         if below is None:
             return None
@@ -54,7 +55,6 @@ def _climbed(norm: ir.Node) -> tuple[ir.Node, ir.Node | None, list[ir.Node]] | N
     return (product, add, views) if (rows and last) or (not rows and axis == 1) else None
 
 
-_VIEWS = ("Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze")
 _PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 _MOST = 16
 """Views that are climbed over."""

@@ -16,6 +16,7 @@ import onnx_ir as ir
 from onnx_fuse.ir.build import rank
 from onnx_fuse.ir.constants import FUSE, base_name
 from onnx_fuse.ir.names import FusedName
+from onnx_fuse.ir.traits import REARRANGES
 from onnx_fuse.ops.activations import OPERATORS
 from onnx_fuse.ops.fused.activations import activation_of
 from onnx_fuse.ops.fused.gated import NAME as GATED
@@ -59,10 +60,7 @@ _ACTIVATIONS = (
     *("Swish", "FastGelu", "BiasGelu", "Celu", "PRelu", "Softsign", "ThresholdedRelu", "Clip"),
     "Erf",
 )
-_LAYOUT = (
-    *("Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Pad", "DepthToSpace"),
-    "SpaceToDepth",
-)
+_LAYOUT = (*REARRANGES, "Pad", "DepthToSpace", "SpaceToDepth")
 _VIEWS = (*_LAYOUT, "Slice", "Gather", "Concat", "Split", "Expand", "Identity", "Cast", "Dropout")
 _SCALED = ("MatMul", "Gemm", "LayerNormGemm", "RMSNormGemm", "Conv")
 _PRODUCTS = ("MatMul", "Gemm", "Conv", "ConvTranspose")

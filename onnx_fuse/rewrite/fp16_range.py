@@ -15,6 +15,7 @@ import onnx_ir as ir
 from onnx_fuse.ir.build import Builder, const_array
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
+from onnx_fuse.ir.traits import VIEWS
 from onnx_fuse.ops.fused.sdpa.kinds import FLOOR, KINDS
 
 F32, F16 = ir.DataType.FLOAT, ir.DataType.FLOAT16
@@ -23,7 +24,7 @@ LOWEST = float(np.finfo(np.float32).min)
 
 # Operators that only move or choose numbers, and which inputs these come from (None: each).
 _MOVES: dict[str, tuple[int, ...] | None] = {
-    **dict.fromkeys(("Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Transpose"), (0,)),
+    **dict.fromkeys(VIEWS, (0,)),
     **dict.fromkeys(("Expand", "Tile", "Slice", "Split", "Gather", "Trilu"), (0,)),
     **dict.fromkeys(("Pad", "ScatterND", "ScatterElements"), (0, 2)),
     "Where": (1, 2),

@@ -16,14 +16,12 @@ import onnx_ir as ir
 
 from onnx_fuse.ir.build import Builder, add_initializer, const_array, dim, unique_name
 from onnx_fuse.ir.evaluate import exact
+from onnx_fuse.ir.traits import VIEWS
 from onnx_fuse.ops.rules import attribute, consumers, freeze_shared
 
 GATHER_ROWS = "GatherRows"
 """Name of the rewrite in reports and for --fuse and --skip."""
-_MOVES = (
-    *("Reshape", "Transpose", "Slice", "Concat", "Pad", "Squeeze", "Unsqueeze", "Identity"),
-    "Flatten",
-)
+_MOVES = VIEWS | {"Slice", "Concat", "Pad"}
 _PASSES = ("Slice", "Concat", "Pad", "Transpose", "Where")
 _FEWEST = 3
 """Moves that are passes over the tensor, from which one Gather is less."""

@@ -22,7 +22,7 @@ from torch.utils import _pytree as tree
 from onnx_fuse import autodiff, rewrite, session
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.ir.build import all_nodes, bind_defaults
-from onnx_fuse.ir.evaluate import DRAWS
+from onnx_fuse.ir.traits import DRAWS
 from onnx_fuse.rewrite.precision import lower_precision
 from onnx_fuse.rewrite.slices import slices_as_splits
 from onnx_fuse.torch import exports

@@ -11,6 +11,7 @@ from onnx_ir import AttributeType, DataType, Node, Value
 
 from onnx_fuse.errors import ModelError
 from onnx_fuse.ir.build import const_array
+from onnx_fuse.ir.traits import VIEWS
 
 Array = np.ndarray[Any, Any]
 
@@ -165,8 +166,8 @@ def extreme_values(array: Array) -> Array:
 
 # Operators whose output holds values of the input numbered here (None: any input).
 _CARRIES: dict[str, tuple[int, ...] | None] = {
-    **dict.fromkeys(("Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"), (0,)),
-    **dict.fromkeys(("Transpose", "Slice", "Expand", "Tile", "Split", "Gather", "Pad"), (0,)),
+    **dict.fromkeys(VIEWS, (0,)),
+    **dict.fromkeys(("Cast", "Slice", "Expand", "Tile", "Split", "Gather", "Pad"), (0,)),
     **dict.fromkeys(("Add", "Sub", "Mul", "Max", "Min", "Concat", "Where", "CumSum"), None),
 }
 

@@ -11,7 +11,7 @@ import onnx_ir
 from onnx_ir import DataType, Value
 
 from onnx_fuse.ir.build import const_array, given, subgraphs
-from onnx_fuse.ir.evaluate import DRAWS
+from onnx_fuse.ir.traits import DRAWS
 from onnx_fuse.validation.arrays import Array
 
 

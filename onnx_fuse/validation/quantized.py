@@ -10,6 +10,7 @@ import onnx_ir
 from onnx_ir import Node, Value
 
 from onnx_fuse.ir.build import const_array
+from onnx_fuse.ir.traits import VIEWS
 
 COUNT = 2
 """Steps that an output may move: one where its own rounding falls the other way, one for all such
@@ -20,9 +21,8 @@ FOUR_BITS = 4
 one does not: every number moves by up to half a step, not a few by a whole one."""
 
 _ROUNDS = ("QuantizeLinear", "DynamicQuantizeLinear")
-_MOVES = (
-    *("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Slice", "Gather"),
-    *("Concat", "Split", "Relu", "Clip", "MaxPool", "Expand", "Tile"),
+_MOVES = VIEWS.union(
+    ("Slice", "Gather", "Concat", "Split", "Relu", "Clip", "MaxPool", "Expand", "Tile")
 )
 
 

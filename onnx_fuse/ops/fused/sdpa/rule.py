@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from onnx_fuse.ir.build import Builder, dim, rank
 from onnx_fuse.ir.constants import FUSE
+from onnx_fuse.ir.traits import RESHAPES
 from onnx_fuse.ops.fused.sdpa.head_layout import Frame, make_frame
 from onnx_fuse.ops.fused.sdpa.kinds import KINDS, STEPS, Kind
 from onnx_fuse.ops.fused.sdpa.mask_analysis import CAUSAL, WINDOW, causal_step, is_idle
@@ -250,7 +251,7 @@ def _ending(p: ir.Value) -> ProductTail | str:
                 p, narrowed, weights = out, True, out
             else:
                 return "the weights are cast to another type"
-        elif node.op_type in ("Reshape", "Squeeze", "Unsqueeze", "Flatten"):
+        elif node.op_type in RESHAPES:
             if turned or not same_rows(p, out):
                 return f"a {node.op_type} that may touch queries or keys follows the softmax"
             p = out

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import Builder, const_array, dim, rank
+from onnx_fuse.ir.traits import RESHAPES
 from onnx_fuse.ops.rules import is_float, producer, scalar, typed
 
 REACH = 24
@@ -81,7 +82,7 @@ def trace_scores(value: ir.Value | None, depth: int = REACH) -> Scores | str | N
         found, other = trace_scores(a, depth - 1), b
     if not isinstance(found, Scores) or node.op_type == "Identity":
         return found
-    if node.op_type in ("Reshape", "Squeeze", "Unsqueeze", "Flatten"):
+    if node.op_type in RESHAPES:
         if not same_rows(a, value):
             return f"a {node.op_type} that may touch queries or keys stands before the softmax"
         found.viewed = True
