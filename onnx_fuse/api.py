@@ -99,12 +99,16 @@ def gradient(
         The model in the kind that was given; a path gives a ModelProto.
 
     Raises:
-        ModelError: The file is malformed, or a node on the way has no gradient.
+        ModelError: The file is malformed, a node on the way has no gradient, or onnxruntime does
+            not load the result.
         UsageError: There is no such loss, option or tensor.
     """
     from onnx_fuse import autodiff
+    from onnx_fuse.runtime import ort
 
-    return _in_kind(model, autodiff.gradient(model, wrt, loss, **options))
+    result = autodiff.gradient(model, wrt, loss, **options)
+    ort.guarded(lambda: bool(ort.session(result)), "the gradient graph")
+    return _in_kind(model, result)
 
 
 def _in_kind(source: Model, result: onnx_ir.Model) -> Result:

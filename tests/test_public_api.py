@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import onnx_fuse as of
+from onnx_fuse import rewrite
 from onnx_fuse.ir.build import text_model
 
 PUBLIC = (
@@ -160,3 +161,33 @@ def test_check_gradients_is_public() -> None:
     check = of.check_gradients(text_model(text))
     assert check.ok
     assert [e.tensor for e in check.errors] == ["w"]
+
+
+@pytest.mark.parametrize("bug", [AttributeError, KeyError, TypeError])
+@pytest.mark.parametrize("place", ["rule", "folding"])
+def test_a_fault_of_our_own_code_is_not_called_one_of_the_model(
+    bug: type[Exception], place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise bug("ours")
+
+    if place == "rule":
+        rules = [dataclasses.replace(rule, apply=broken) for rule in rewrite.RULES]
+        monkeypatch.setattr(rewrite, "RULES", rules)
+    else:
+        monkeypatch.setattr("onnx_fuse.ir.evaluate._REMEMBERED", {})
+        monkeypatch.setattr("onnx_fuse.ir.evaluate._run", broken)
+    model = text_model(
+        "g (float[N,4] x) => (float[N,2] y) <float[4,2] w = {1,2,3,4,5,6,7,8}, float[2] b = {1,2}>"
+        "{ c = Sin (b)  h = MatMul (x, w)  z = Add (h, c)  y = Relu (z) }"
+    )
+    with pytest.raises(bug, match="ours"):
+        of.optimize(model)
+
+
+def test_gradient_loads_what_it_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = text_model("g (bool[2] x) => (bool y) { y = ReduceSum <keepdims = 0> (x) }")
+    monkeypatch.setattr("onnx_fuse.autodiff.gradient", lambda *_: bad)
+    with pytest.raises(of.ModelError, match="the gradient graph: onnxruntime: ") as error:
+        of.gradient(bad)
+    assert "\n" not in str(error.value)

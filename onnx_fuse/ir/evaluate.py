@@ -109,11 +109,9 @@ _FEW = 256  # the answers of a node are remembered if its inputs have at most th
 def _run_what_runs(
     nodes: Sequence[ir.Node], known: Mapping[ir.Value, Array], opsets: Mapping[str, int]
 ) -> dict[ir.Value, Array]:
-    try:
-        return _run(nodes, known, opsets)
-    except Exception:  # noqa: BLE001 - whatever it raises, the nodes are then run one by one
-        if len(nodes) == 1:
-            return {}
+    answers = _run(nodes, known, opsets)
+    if answers is not None or len(nodes) == 1:
+        return answers or {}
     found: dict[ir.Value, Array] = {}
     for node in nodes:
         if all(v is None or v in known or v in found for v in node.inputs):
@@ -123,7 +121,8 @@ def _run_what_runs(
 
 def _run(
     nodes: Sequence[ir.Node], known: Mapping[ir.Value, Array], opsets: Mapping[str, int]
-) -> dict[ir.Value, Array]:
+) -> dict[ir.Value, Array] | None:
+    """The arrays that onnxruntime makes; None where it refuses the nodes."""
     names: dict[ir.Value, str] = {}
     protos = []
     for node in nodes:
@@ -163,9 +162,12 @@ def _run(
     data = model.SerializeToString()
     again = len(data) <= _SMALL and not branches and not any(n.op_type in DRAWS for n in nodes)
     answers = (_answers if again else _answers.__wrapped__)(data)
+    if answers is None:
+        return None
     return {
         value: np.array(answer) if dtype is None else answer.astype(dtype.numpy())
         for (value, dtype), answer in zip(wanted, answers, strict=True)
+        if not isinstance(answer, list | dict | None)  # a sequence, a map or an optional
     }
 
 
@@ -173,18 +175,21 @@ _SMALL = 1 << 12  # bytes of a model whose answers are remembered: each layer as
 
 
 @lru_cache(1024)
-def _answers(model: bytes) -> list[Any]:
-    """The outputs of a serialized model without inputs; nobody changes them."""
+def _answers(model: bytes) -> list[Any] | None:
+    """The outputs of a serialized model without inputs, which nobody changes; None if it fails."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = 1
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(model, options, ["CPUExecutionProvider"])
     run = onnxruntime.RunOptions()
     run.log_severity_level = 4
-    return list(session.run(None, {}, run))
+    try:
+        session = onnxruntime.InferenceSession(model, options, ["CPUExecutionProvider"])
+        return list(session.run(None, {}, run))
+    except Exception:  # noqa: BLE001 - its errors share no class
+        return None
 
 
 def _integer_division(node: ir.Node) -> bool:
@@ -221,7 +226,7 @@ def exact(node: ir.Node, arrays: Sequence[Array | None]) -> list[Array] | None:
     try:
         with np.errstate(all="ignore"):
             made = function(node, arrays)
-    except (ValueError, IndexError, TypeError, AttributeError, ZeroDivisionError):
+    except (ValueError, IndexError, TypeError, AttributeError, ArithmeticError):
         return None  # no valid node: onnxruntime says what is wrong with it
     return None if made is None else [np.asarray(made, order="C")]
 

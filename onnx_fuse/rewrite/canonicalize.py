@@ -160,8 +160,8 @@ def _sequences(model: ir.Model) -> list[str]:
     return []
 
 
-MISFITS = (*(ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError),)
-"""What a rewrite, ours or onnxscript's, raises where operands do not fit the operator."""
+MISFITS = (ArithmeticError, AssertionError, IndexError, ValueError)
+"""What a rewrite raises where ranks or sizes do not fit the operator; all else is its own fault."""
 
 
 def _keeps_axes(node: ir.Node) -> bool:
@@ -197,7 +197,7 @@ def _apply(model: ir.Model, names: Sequence[str], may: Callable[[ir.Node], bool]
     try:
         with isolated_subgraphs(model.graph):
             return int(RewriteRuleSet(rules).apply_to_model(model))
-    except MISFITS as error:
+    except (*MISFITS, TypeError) as error:
         # its rules believe that operands have the ranks which the operators ask for
         kinds = ", ".join(sorted({n.op_type for n in matching}))
         raise ModelError(

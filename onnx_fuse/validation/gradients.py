@@ -49,8 +49,7 @@ _TIED = 1e-3
 """The limit `own` behind a scale that is found at run time: values near the minimum of a GELU are
 equal in float32 alone, and share the slope of the scale there."""
 _GRAD, _SEED = ", its gradient", ", the incoming gradient"
-"""Suffixes of the names that gradients have here, those of weights and those given of outputs: one
-tensor may be both. No name in a file is likely to end so."""
+"""Suffixes of a gradient's name here, and of one given of an output: a tensor may have both."""
 _ABSORBS, _SOFT = 1e6, 1e5
 """Numbers beyond the first leave few of a score's digits in a sum; the second hides as well."""
 _ROUNDINGS = 8.0
@@ -336,9 +335,7 @@ def _generated(backward: onnx_ir.Model, notes: list[str]) -> Feeds:
 
     The graph says little of that shape: exporters give the sizes of outputs names of their own.
     """
-    names = {v.name or "" for v in backward.graph.outputs}
-    given = (n.removesuffix(_SEED) for n in _inputs(backward) if n.endswith(_SEED))
-    ends = [n for n in given if n in names]
+    ends = [str(v.name) for v in backward.graph.outputs if f"{v.name}{_SEED}" in _inputs(backward)]
     if not ends:
         session = ort.session(backward)
         return reference_pairs(backward, lambda f: ort.run(session, f), None, 0, notes)[0][0]
