@@ -196,7 +196,7 @@ FUSION_CASES = (
             + f"y = Clip ({operands})",
             fused,
             output="float[B,6,S,T] y",
-            reason="" if fused else "none of the activations",
+            reason="" if fused else "not one of the activations",
         )
         for name, low, high, operands, fused in (
             ("from_0_to_6", 0, 6, "z, low, high", ("ConvClippedRelu",)),

@@ -311,7 +311,7 @@ def test_a_softmax_between_no_products_is_no_attention() -> None:
     text = """agraph (float[N,8] x, float[8,4] w) => (float[N,4] y) {
       s = MatMul (x, w) y = Softmax (s) }"""
     (left,) = rewrite.optimize(load(text_model(text))).not_fused
-    assert "it is no attention" in left.reason
+    assert "it is not attention" in left.reason
 
 
 # ---- the standard's node -------------------------------------------------------------------------

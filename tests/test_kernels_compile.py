@@ -525,7 +525,7 @@ def test_a_cache_that_cannot_be_written_is_said_once_and_does_not_stop_the_run(
 ) -> None:
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv(config.CACHE_DIR.name, str(tmp_path / "file"))
-    with pytest.warns(UserWarning, match="compiled kernels are not kept"):
+    with pytest.warns(UserWarning, match="compiled kernels are not cached"):
         assert nvrtc.compile(SOURCE, (("T", "int"),), "sm_80")[:4] == b"\x7fELF"
 
 

@@ -340,7 +340,7 @@ def without_gradients(module: Any, x: Any) -> Any:
 # what a forward does: the reason why it is no graph
 REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "detach": (lambda m, x: m.linear(x) * m.linear(x).detach(), "detaches a value"),
-    "no_grad": (without_gradients, "region of its own|detaches"),
+    "no_grad": (without_gradients, "nested region|detaches"),
     "Function": (lambda m, x: Straight.apply(m.linear(x)), "autograd.Function 'Straight'"),
     "buffer": (lambda m, x: m.linear(x) + m.count.add_(1), "changes the buffer 'count'"),
     "argument": (lambda m, x: m.linear(x.mul_(2)), "changes an argument in place"),
