@@ -277,10 +277,10 @@ class Run:
 
 
 def rounded(model: ModelProto) -> bytes:
-    """The model with an Identity behind each node: onnxruntime rounds to float16 there.
+    """The model with two Identities behind each node: onnxruntime rounds to float16 there.
 
     What it has no float16 kernel for it computes in float32, unrounded up to the next float16
-    kernel; a Constant's result it rounds.
+    kernel. A float16 kernel that stands alone between such nodes is run in float32 as well.
     """
     apart = ModelProto()
     apart.CopyFrom(model)
@@ -288,8 +288,9 @@ def rounded(model: ModelProto) -> bytes:
         names = [name for name in node.output if name]
         node.output[:] = [name and f"{name}.unrounded" for name in node.output]
         for name in names:
-            copy = onnx.helper.make_node("Identity", [f"{name}.unrounded"], [name])
-            apart.graph.node.insert(i + 1, copy)
+            copies = (f"{name}.rounded", name), (f"{name}.unrounded", f"{name}.rounded")
+            for read, written in copies:
+                apart.graph.node.insert(i + 1, onnx.helper.make_node("Identity", [read], [written]))
     return apart.SerializeToString()
 
 
