@@ -156,7 +156,7 @@ class Case:
         how = self.attrs.get("coordinate_transformation_mode")
         return (
             (self.op == "ConvTranspose" and self.attrs.get("group", 1) > 1)
-            or (self.op == "MaxPool" and self.dtype == "int8")
+            or (self.op in ("MaxPool", "ReduceLogSumExp") and self.dtype in ("int8", "int32"))
             or self.op == "LRN"  # its loop over channels runs over the batch
             or (self.op == "LpPool" and self.note == "ceil")
             # it clamps the position, where PyTorch and onnxruntime clamp each tap
