@@ -107,7 +107,7 @@ def test_a_cache_that_cannot_be_written_is_said(
 ) -> None:
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv(config.CACHE_DIR.name, str(tmp_path / "file"))
-    with pytest.warns(UserWarning, match="rates of NVIDIA GeForce RTX 5090 are not kept"):
+    with pytest.warns(UserWarning, match="rates of NVIDIA GeForce RTX 5090 are not cached"):
         found = calibration.calibrated(NEW, FakeTimer())
     assert found.hw.bandwidth == pytest.approx(COPIED)
 

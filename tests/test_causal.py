@@ -255,7 +255,7 @@ def test_a_mask_is_dropped_only_where_it_is_proved_causal(name: str) -> None:
     used = {i.name for i in plain.get_inputs()}
     feeds = {n: a for n, a in feeds.items() if n in used}
     (expected,) = plain.run(None, feeds)
-    rewrite.optimize(model)
+    rewrite.optimize(model, own_kernels=True)
     problem = attention_of(model, SIZES)
     masks = 2 if "behind" in name or "before" in name else 1
     assert problem.causal == (name in PROVED or name in READ)
@@ -281,7 +281,7 @@ def test_a_window_is_skipped_only_where_it_is_proved(name: str) -> None:
     used = {i.name for i in plain.get_inputs()}
     feeds = {n: a for n, a in feeds.items() if n in used}
     (expected,) = plain.run(None, feeds)
-    rewrite.optimize(model)
+    rewrite.optimize(model, own_kernels=True)
     narrow, _ = in_precision(model, "fp16")
     shapes = {n: (a.shape, "float32") for n, a in feeds.items()}
     for one, bound, seen in ((model, 2e-6, ()), (narrow, 4e-3, window)):
@@ -298,7 +298,7 @@ def test_a_window_over_all_keys_is_causal() -> None:
     """And one that leaves a query without a key is read as a mask."""
     mask, logits, _, _ = WINDOWS["near and not late"]
     model = model_of(mask, logits, keys="T")
-    rewrite.optimize(model)
+    rewrite.optimize(model, own_kernels=True)
     model, _ = in_precision(model, "fp16")
     for queries, keys, causal, window in ((4, 4, True, ()), (5, 5, False, (3, 0))):
         sizes = {
@@ -337,7 +337,7 @@ def test_a_mask_that_hides_nothing_is_no_mask(name: str) -> None:
     feeds = {n: rng.standard_normal(s).astype(np.float32) for n, s in SIZES.items()}
     plain = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
     (expected,) = plain.run(None, feeds)
-    rewrite.optimize(model)
+    rewrite.optimize(model, own_kernels=True)
     assert bool(attention_of(model, SIZES).mask) != idle
     weights = {n: v.const_value.numpy() for n, v in model.graph.initializers.items()}
     shapes = {n: (a.shape, "float32") for n, a in feeds.items()}
@@ -348,7 +348,7 @@ def test_a_mask_that_hides_nothing_is_no_mask(name: str) -> None:
 @pytest.mark.parametrize("name", [*PROVED, *READ])
 def test_the_proof_holds_for_sizes_that_are_open(name: str) -> None:
     model, trace = model_of(*(PROVED | READ)[name]), Trace()
-    rewrite.optimize(model)
+    rewrite.optimize(model, own_kernels=True)
     b, t = trace.symbol("s0", 2), trace.symbol("s1", 9)
     sizes = dict.fromkeys("qkv", (b, 3, t, 8)) | {"padding": (b, 1, 1, t)}
     assert attention_of(model, sizes).causal
@@ -357,7 +357,7 @@ def test_the_proof_holds_for_sizes_that_are_open(name: str) -> None:
 def test_a_mask_of_one_element_is_no_triangle() -> None:
     """A proved mask that is broadcast to the scores hides nothing."""
     model = model_of(*PROVED["positions"], keys="T")
-    rewrite.optimize(model)
+    rewrite.optimize(model, own_kernels=True)
     for (queries, keys), causal in (((1, 1), True), ((1, 9), False)):
         sizes = {"q": (2, 3, queries, 8), "padding": (2, 1, 1, keys)}
         sizes |= dict.fromkeys("kv", (2, 3, keys, 8))
@@ -374,7 +374,7 @@ def test_a_mask_of_the_attention_node_is_proved_too(name: str, mask: str) -> Non
         agraph (float[B,3,S,8] q, float[B,3,S,8] k, float[B,3,S,8] v) => (float[B,3,S,8] y) {{
         {PROVED[name][0]}
         y = Attention (q, k, v, {mask}) }}""")
-    rewrite.optimize(model)
+    rewrite.optimize(model, own_kernels=True)
     problem = attention_of(model, {n: SIZES[n] for n in "qkv"})
     assert (problem.causal, problem.mask) == (True, ())
 

@@ -408,7 +408,7 @@ def test_ranks_of_another_launcher_say_themselves_who_ended(tmp_path: Path) -> N
         for rank in range(RANKS)
     ]
     said = [rank.communicate(timeout=60)[1] for rank in ranks]
-    assert "rank 1 ended without a word" in said[0]
+    assert "rank 1 ended without a message" in said[0]
     assert ranks[0].returncode == 70
 
 

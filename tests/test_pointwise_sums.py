@@ -83,9 +83,9 @@ def test_gradients_of_z_c_and_bias_are_one_launch(shape: str) -> None:
     feeds = {v.name: np.ones(v.shape.numpy(), np.float32) for v in graph.graph.inputs}
     calls = program_of(graph, feeds).calls
     names = [type(call.problem).__name__ for call in calls]
-    behind = names[names.index("Problem") + 1 :]
+    behind = names[names.index("GemmProblem") + 1 :]
     kind = "Pointwise" if shape == "32,64" else "PointwiseSums"  # whose gradient is dz itself
-    assert behind == [kind, "Problem", "Problem"]
+    assert behind == [kind, "GemmProblem", "GemmProblem"]
     assert all(len(call.launches) == 1 for call in calls)
 
 

@@ -86,7 +86,7 @@ def test_a_kernel_is_forced_and_explained(
 
 def test_a_forced_kernel_that_is_none_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(config.KERNEL.name, "Norm=column")
-    with pytest.raises(UsageError, match="Norm has no kernel 'column'; it has row"):
+    with pytest.raises(UsageError, match="Norm has no kernel 'column'; it has parts, row"):
         lowered(TAIL + "{ y = LayerNormalization(x, g, b) }")
 
 

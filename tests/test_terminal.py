@@ -19,7 +19,7 @@ from onnx_fuse.runtime import ort
 from onnx_fuse.validation.compare import Difference
 
 NAMES = "model.encoder.layers.0.attention.self.query.MatMul_quant and onnx_fuse.LayerNormGemmGelu_n"
-SENTENCE = "recomputing it would read its input once more, and the norm is kept instead"
+SENTENCE = "computing it again would read its input once more, and the norm is an output instead"
 
 
 @pytest.mark.parametrize("width", [20, 46, 80, 120])
@@ -99,7 +99,7 @@ def test_a_command_on_a_terminal(columns: int, tmp_path: Path) -> None:
     options = ["-o", tmp_path / "x.onnx", "--explain", "--no-check", "--target", "h200"]
     text = on_terminal(columns, "optimize", ENCODER, *options)
     assert all(len(line.rstrip()) <= columns for line in text.splitlines())
-    for whole in ("onnx_fuse.LayerNormGemmGelu_n", "recomputing", "LayerNormalization"):
+    for whole in ("onnx_fuse.LayerNormGemmGelu_n", "computing it again", "LayerNormalization"):
         assert whole in text
 
 

@@ -225,7 +225,7 @@ REFUSED: dict[str, tuple[dict[str, Array], list[str], int, str]] = {
     "metric": ({}, ["--metric", "auc", "--val", "data.npz"], 2, "unknown metric 'auc'"),
     "patience": ({}, ["--patience", "2"], 2, "'validation_loss' is monitored: give validation"),
     "adapters": ({}, ["--adapters", "a.safetensors"], 2, "adapters need a rank: add --lora-rank"),
-    "PEFT": ({}, ["--lora-rank", "1", "--adapters", "lora"], 2, "'w' has no name of a PyTorch"),
+    "PEFT": ({}, ["--lora-rank", "1", "--adapters", "lora"], 2, "'w' has no PyTorch module name"),
     "term": ({}, ["--add-loss", "mse,size=3"], 2, "'size' is none of output, weight, labels"),
     "input": ({}, ["-o", "model.onnx"], 2, "the output is the input"),
     "nan": ({"x": X * np.nan}, [], 3, "step 1: the loss is nan; 'x' holds a value that is not"),
@@ -249,12 +249,12 @@ def test_refuses_in_one_line(case: str, small: Path, capsys: pytest.CaptureFixtu
 
 CONFIGS = {
     "syntax": ("run.toml", "epochs =", "run.toml: Invalid value"),
-    "name": ("run.toml", "epoch = 3", "'epoch' is no option"),
+    "name": ("run.toml", "epoch = 3", "'epoch' is not an option"),
     "list": ("run.toml", "epochs = [3]", "'epochs' is a list of values, but the option takes one"),
     "table": ("run.toml", "[group]\nlr = 3", "'group' is a table"),
     "type": ("run.toml", 'epochs = "three"', "Invalid value for '--epochs'"),
     "YAML's syntax": ("run.yaml", "epochs: [3", "run.yaml: while parsing a flow sequence"),
-    "YAML's name": ("run.yaml", "epoch: 3", "'epoch' is no option"),
+    "YAML's name": ("run.yaml", "epoch: 3", "'epoch' is not an option"),
     "YAML of one word": ("run.yml", "epochs", "run.yml: expected lines such as 'epochs: 3'"),
     "YAML without a value": ("run.yaml", "epochs:", "'epochs' has no value"),
     "YAML with an object": ("run.yaml", "epochs: !!python/object:os.x {}", "run.yaml: could not"),

@@ -240,7 +240,7 @@ def test_a_choice_is_bound_as_a_session_binds_it(monkeypatch: pytest.MonkeyPatch
     (call,) = tune.calls_of(program)
     call = replace(call, launches=(replace(call.launches[0], source="", product=call.problem),))
     made: list[object] = []
-    monkeypatch.setattr(cublaslt, "Bound", lambda *given: made.append(given[0]))
+    monkeypatch.setattr(cublaslt, "BoundMatmul", lambda *given: made.append(given[0]))
     operands = object.__new__(tune.Operands)
     operands.hw = H200
     assert operands._bound(call, {}) == [None]

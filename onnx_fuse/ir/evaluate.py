@@ -153,7 +153,10 @@ def _run(
     constants = []
     for value, array in known.items():
         if value in read and value not in inside:
-            tensor = ir.serde.serialize_tensor(ir.tensor(array))
+            if array.dtype.kind in "OSTU":  # strings
+                tensor = onnx.numpy_helper.from_array(array.astype(object))
+            else:
+                tensor = ir.serde.serialize_tensor(ir.tensor(array))
             tensor.name = names.get(value, value.name or "")
             constants.append(tensor)
     graph = onnx.helper.make_graph(protos, "constants", [], outputs, constants)
