@@ -156,6 +156,13 @@ def test_the_class_of_a_size() -> None:
     assert "2 <= p <= 512" in trace.guards
 
 
+def test_an_estimate_does_not_divide_by_bounds_that_never_meet() -> None:
+    trace = Trace()
+    past, new, total = trace.symbol("past", 7), trace.symbol("new", 2), trace.symbol("total", 9)
+    heads = 8 * total // (total // (past + new))  # at the bounds past + new is more than total
+    assert upper_bound(heads) == heads.value == 72
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("m", "n"), [(64, 64), (256, 64), (768, 192), (768, 768)])
 @pytest.mark.parametrize("batch", [3, 4, 15, 40])

@@ -360,12 +360,16 @@ def negative(size: int) -> bool:
 def upper_bound(size: int, classes: Classes = size_class) -> int:
     """The size with each open dimension at the largest of its class, for estimates.
 
-    Guarded are the classes of the dimensions alone.
+    Guarded are the classes of the dimensions alone. Dimensions that never are that large together
+    may divide by zero; the estimate is then the size here.
     """
     if not isinstance(size, OpenSize):
         return size
     bounds = size.trace.class_bound(size.terms, classes)
-    return int(formula.value(text_of(size.terms), bounds))
+    try:
+        return int(formula.value(text_of(size.terms), bounds))
+    except formula.NoValue:
+        return size.value
 
 
 def coarse(size: int) -> int:
