@@ -483,7 +483,7 @@ def test_refuses_folders(case: str, tmp_path: Path) -> None:
 def test_weights_without_the_names_of_modules_go_into_no_folder(tmp_path: Path) -> None:
     for trainer, words in (
         (Trainer(text_model(FORMS["MatMul"]), loss="mse", lora=Lora(2)), "'w' has no PyTorch"),
-        (adapted(lora=Lora(2, 6.0, "*query"), trainable=["head.weight", "q"]), "'q' trained whole"),
+        (adapted(lora=Lora(2, 6.0, "*query"), trainable=["head.weight", "q"]), "'q' trained in"),
     ):
         with pytest.raises(UsageError, match=words):
             trainer.save_adapters(tmp_path / "adapters")
