@@ -70,6 +70,19 @@ def test_what_onnxruntime_breaks_runs_as_written_after_one_warning() -> None:
     np.testing.assert_allclose(y, [[-2, 0.5]], rtol=1e-4)
 
 
+def test_a_binding_falls_back_as_a_run_does() -> None:
+    session = InferenceSession(text_model(BROKEN), optimize=False)
+    binding = session.io_binding()
+    binding.bind_cpu_input("x", np.array([[0.5]], np.float32))
+    binding.bind_output("y")
+    with pytest.warns(UserWarning, match="own optimizations break this graph"):
+        session.run_with_iobinding(binding)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        session.run_with_iobinding(binding)
+    np.testing.assert_allclose(binding.copy_outputs_to_cpu()[0], [[-2, 0.5]], rtol=1e-4)
+
+
 def test_a_file_is_one_model_by_every_entry() -> None:
     text = """<ir_version: 10, opset_import: ["" : 21, "ai.onnx.preview.training" : 1]>
     g (float[2] x) => (float[2] dx)

@@ -88,7 +88,7 @@ def _warn_of_optimizations(error: BaseException) -> None:
     warnings.warn(
         "onnxruntime's own optimizations break this graph, which runs without them: "
         f"{plain(error)}",
-        stacklevel=4,
+        stacklevel=5,
     )
 
 
@@ -151,21 +151,30 @@ class WithFallback(_Around):
         self, inner: Any, model: str | os.PathLike[str] | bytes | onnx_ir.Model, options: Any
     ) -> None:
         self._inner, self._source = inner, (model, options)
-        self._as_written: Any = None
+        self._optimized, self._as_written = inner, None  # what bindings were made for stays
 
     def run(
         self, names: Sequence[str] | None, feeds: Mapping[str, Array], options: Any = None
     ) -> list[Any]:
         """Run the session; what fails in a node is run as written, if that does not fail too."""
+        return list(self._tried(lambda inner: inner.run(names, feeds, options)))
+
+    def run_with_iobinding(self, iobinding: Any, run_options: Any = None) -> None:
+        """Run on what is bound, as `run` does."""
+        # onnxruntime's Python asks that the binding be the session's own; its C++ does not
+        bound = iobinding._iobinding
+        self._tried(lambda inner: inner._sess.run_with_iobinding(bound, run_options))
+
+    def _tried(self, runs: Callable[[Any], T]) -> T:
         try:
-            return list(self._inner.run(names, feeds, options))
+            return runs(self._inner)
         except Exception as error:
             if _NODE_FAILED not in str(error) or self._inner is self._as_written:
                 raise
             try:
                 if self._as_written is None:
                     self._as_written = session(*self._source, as_written=True)
-                found = list(self._as_written.run(names, feeds, options))
+                found = runs(self._as_written)
             except Exception as again:
                 if not is_fault(again):
                     raise
