@@ -261,7 +261,8 @@ _NOISE = re.compile(
 
 def is_fault(error: BaseException) -> bool:
     """Whether onnxruntime raised this exception."""
-    if type(error).__module__.startswith("onnxruntime"):
+    # what a run of bindings raises in C++ is a plain RuntimeError
+    if type(error).__module__.startswith("onnxruntime") or _NODE_FAILED in str(error):
         return True
     trace = error.__traceback__
     while trace is not None:
