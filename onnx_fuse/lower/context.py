@@ -115,10 +115,10 @@ class Context(ABC):
 
     def _single(self, node: ir.Node) -> ir.Model:
         """A model of this node alone, its inputs typed by what is known of them."""
-        given = [v for v in node.inputs if v is not None]
-        self._name([*given, *(v for v in node.outputs if v.name != "")])
+        operands = [v for v in node.inputs if v is not None]
+        self._name([*operands, *(v for v in node.outputs if v.name != "")])
         fresh = {v: ir.Value(name=v.name, shape=ir.Shape(self._written(self._type(v)[1])),
-                             type=ir.TensorType(self._type(v)[0])) for v in given}  # fmt: skip
+                             type=ir.TensorType(self._type(v)[0])) for v in operands}  # fmt: skip
         clone = ir.Node(
             node.domain,
             node.op_type,
@@ -128,7 +128,7 @@ class Context(ABC):
         )
         for new, old in zip(clone.outputs, node.outputs, strict=True):
             new.name = old.name
-        inputs = list(dict.fromkeys(fresh[v] for v in given))
+        inputs = list(dict.fromkeys(fresh[v] for v in operands))
         outputs = [v for v in clone.outputs if v.name]
         graph = ir.Graph(inputs, outputs, nodes=[clone], name="node", opset_imports=self.opsets)
         return ir.Model(graph, ir_version=10)
@@ -169,15 +169,15 @@ class Context(ABC):
 
         Raises ModelError where the inputs do not fit together.
         """
-        found = self._inferred(node)
-        wanted = [value.name for value in node.outputs]
-        if found is None or all(t or not name for t, name in zip(found, wanted, strict=True)):
-            return found
-        given = [self.slots[v] for v in node.inputs if v is not None]
-        shapes = [slot.tensor.shape for slot in given if slot.tensor is not None]
+        types = self._inferred(node)
+        names = [value.name for value in node.outputs]
+        if types is None or all(t or not name for t, name in zip(types, names, strict=True)):
+            return types
+        operands = [self.slots[v] for v in node.inputs if v is not None]
+        shapes = [slot.tensor.shape for slot in operands if slot.tensor is not None]
         is_open = any(isinstance(size, sizes.OpenSize) for shape in shapes for size in shape)
-        if not is_open and not any(host.is_open(slot.host) for slot in given):
-            return found
+        if not is_open and not any(host.is_open(slot.host) for slot in operands):
+            return types
         self._plain = True  # inference does not follow the sizes: this node's are fixed
         try:
             return self._inferred(node)
@@ -186,10 +186,10 @@ class Context(ABC):
 
     def _inferred(self, node: ir.Node) -> list[tuple[str, tuple[int, ...]] | None] | None:
         """(dtype, shape) of each output, None where inference does not know."""
-        key, known = self._node_key(node), self._small_values(node)
-        if key is None or known is None:
+        key, constants = self._node_key(node), self._small_values(node)
+        if key is None or constants is None:
             return self._infer_node(node)
-        both = key, known, self._plain
+        both = key, constants, self._plain
         if both not in self._inferences:
             self._inferences[both] = self._infer_node(node)
         return self._inferences[both]
@@ -202,14 +202,14 @@ class Context(ABC):
         kinds = {attribute.type for attribute in node.attributes.values()}
         if kinds & {ir.AttributeType.GRAPH, ir.AttributeType.TENSOR}:
             return None
-        given = {v: i for i, v in enumerate(dict.fromkeys(node.inputs)) if v is not None}
+        places = {v: i for i, v in enumerate(dict.fromkeys(node.inputs)) if v is not None}
         types = tuple(
-            (dtype, tuple(map(sizes.expression, shape))) for dtype, shape in map(self._type, given)
+            (dtype, tuple(map(sizes.expression, shape))) for dtype, shape in map(self._type, places)
         )
         return (
             node.op_identifier(),
             tuple(sorted((name, repr(a.value)) for name, a in node.attributes.items())),
-            tuple(None if v is None else given[v] for v in node.inputs),
+            tuple(None if v is None else places[v] for v in node.inputs),
             types,
             tuple(bool(v.name) for v in node.outputs),
         )
@@ -250,7 +250,7 @@ class Context(ABC):
             if array is not None and array.size <= WEIGHT_LIMIT and array.dtype.name in ITEMSIZE:
                 data[name] = ir.serde.serialize_tensor(ir.tensor(np.asarray(array, order="C")))
         opsets = [onnx.helper.make_opsetid(d, v) for d, v in self.opsets.items()]
-        given = {dtype_name(self._type(v)[0]) for v in node.inputs if v is not None}
+        dtypes = {dtype_name(self._type(v)[0]) for v in node.inputs if v is not None}
         infer = partial(
             onnx.shape_inference.infer_node_outputs, schema, proto, opset_imports=opsets,
             ir_version=10,
@@ -260,20 +260,22 @@ class Context(ABC):
             try:
                 result = infer(types, data)
             except onnx.checker.ValidationError:
-                if "bfloat16" not in given:
+                if "bfloat16" not in dtypes:
                     raise
                 # an older opset's operator knows no bfloat16: its shapes are those of float16
-                halved = "float16" not in given
+                halved = "float16" not in dtypes
                 types = {n: _as_float16(t) for n, t in types.items()}
                 data = {n: t for n, t in data.items() if t.data_type != onnx.TensorProto.BFLOAT16}
                 result = infer(types, data)
         except onnx.shape_inference.InferenceError as error:
             raise self.fault(node, one_line(error)) from error
         correct_types(proto, types, data, result)
-        known = [self._static_proto(result.get(v.name or "")) for v in node.outputs]
+        result_types = [self._static_proto(result.get(v.name or "")) for v in node.outputs]
         if halved:
-            known = [k and ("bfloat16" if k[0] == "float16" else k[0], k[1]) for k in known]
-        return known
+            result_types = [
+                k and ("bfloat16" if k[0] == "float16" else k[0], k[1]) for k in result_types
+            ]
+        return result_types
 
     def _static_proto(self, proto: onnx.TypeProto | None) -> tuple[str, tuple[int, ...]] | None:
         if proto is None or not proto.HasField("tensor_type"):
@@ -376,11 +378,11 @@ class Context(ABC):
         """A new contiguous buffer for output `i`; shape and dtype are inferred if not given."""
         if shape is None or dtype is None:
             types = self.infer(node)
-            found = types[i] if types is not None else None
-            if found is None:
+            inferred = types[i] if types is not None else None
+            if inferred is None:
                 raise NotStatic(f"the shape of output {i}")
-            dtype = dtype or found[0]
-            shape = shape if shape is not None else found[1]
+            dtype = dtype or inferred[0]
+            shape = shape if shape is not None else inferred[1]
         self._hold_sizes(node, i, shape)
         tensor = self.scratch(dtype, shape)
         self.slots[node.outputs[i]] = Slot(tensor=tensor)

@@ -48,13 +48,13 @@ class Control(HostValues):
 
     def _control(self, node: ir.Node) -> bool:
         """Unroll an If, Loop or Scan whose control flow is known; False for any other one."""
-        mark, later, known = self._mark(), len(self.later), dict(self.fallbacks)
+        mark, later, fallbacks = self._mark(), len(self.later), dict(self.fallbacks)
         unroll = {"If": self._branch, "Loop": self._loop, "Scan": self._scan}[node.op_type]
         if unroll(node) and len(self.later) == later:
             return True
         self._rewind(mark)
         del self.later[later:]
-        self.fallbacks = known
+        self.fallbacks = fallbacks
         deciding = {"If": 1, "Loop": 2, "Scan": 0}[node.op_type]  # the number of leading operands
         names = [n for i in range(deciding) if self.has(node, i) for n in self._deciding(node, i)]
         if names:
@@ -65,8 +65,8 @@ class Control(HostValues):
         condition = self.host(node, 0)
         if condition is None:
             return False
-        taken = "then_branch" if condition.reshape(-1)[0] else "else_branch"
-        self._inner(node.attributes[taken].as_graph(), node.outputs)
+        branch = "then_branch" if condition.reshape(-1)[0] else "else_branch"
+        self._inner(node.attributes[branch].as_graph(), node.outputs)
         return True
 
     def _loop(self, node: ir.Node) -> bool:

@@ -81,19 +81,19 @@ def spatial(
     transposed = node.op_type == "ConvTranspose"
     if auto.startswith("SAME") and any(d != 1 for d in dilations):
         return None
-    found = []
+    extents = []
     for i, size in enumerate(x):
         reach = (kernel[i] - 1) * dilations[i] + 1
         around = pads[i] + pads[rank + i] if auto == "NOTSET" else 0
         if transposed:
             whole = strides[i] * (size - 1) + extra[i] + reach - around
             same = size * strides[i] if auto.startswith("SAME") else whole
-            found.append(whole if whole < same else same)
+            extents.append(whole if whole < same else same)
         elif auto.startswith("SAME"):
-            found.append(-(-size // strides[i]))
+            extents.append(-(-size // strides[i]))
         else:
-            found.append((size + around - reach) // strides[i] + 1)
-    return found
+            extents.append((size + around - reach) // strides[i] + 1)
+    return extents
 
 
 def _aligned(ctx: Context, node: ir.Node, x: Tensor) -> Tensor:
@@ -103,9 +103,9 @@ def _aligned(ctx: Context, node: ir.Node, x: Tensor) -> Tensor:
     """
     *outer, pixels = x.shape
     room = ctx.scratch(x.dtype, (*outer, -(-pixels // 8) * 8))
-    made = replace(room, shape=x.shape)
-    copy(ctx, node, x, made)
-    return made
+    aligned = replace(room, shape=x.shape)
+    copy(ctx, node, x, aligned)
+    return aligned
 
 
 def _product(
@@ -145,8 +145,8 @@ def convolution(
     if not 1 <= rank <= 3:
         return f"{rank} spatial axes"
     reads: dict[str, Tensor] = {}
-    known = ctx.host(node, 2) if ctx.has(node, 2) else None
-    if ctx.has(node, 2) and (known is None or known.any()):  # a missing bias is zeros
+    bias_values = ctx.host(node, 2) if ctx.has(node, 2) else None
+    if ctx.has(node, 2) and (bias_values is None or bias_values.any()):  # a missing bias is zeros
         reads["bias"] = ctx.dense(node, 2)
     groups = ctx.attr(node, "group", 1)
     if x.shape[1] != (weight.shape[0] if transposed else weight.shape[1] * groups):

@@ -41,14 +41,14 @@ def weight_grad(ctx: Context, node: ir.Node) -> str | None:
         reads = {"x": ctx.contiguous(channels_last(x)), "dy": slopes}
         return ctx.select(node, problem, reads, {"dw": dw})
     few = replace(problem, channels=channels)
-    made, wide, pixel = in_runs(ctx, node, few, x, 8)
-    sums = ctx.scratch(x.dtype, (dy.shape[1], made.channels, *made.window.kernel))
-    reason = ctx.select(node, made, {"x": wide, "dy": slopes}, {"dw": sums})
+    padded, wide, pixel = in_runs(ctx, node, few, x, 8)
+    sums = ctx.scratch(x.dtype, (dy.shape[1], padded.channels, *padded.window.kernel))
+    reason = ctx.select(node, padded, {"x": wide, "dy": slopes}, {"dw": sums})
     if reason is None:  # [filters, pixels of a row's run, their channels, rows]
         _, high, across = taps.kernel
         each = across if taps.dilations[2] == 1 else 1
         rows = high * across // each
-        steps = (made.channels * rows, pixel * rows, rows, 1)
+        steps = (padded.channels * rows, pixel * rows, rows, 1)
         run = replace(sums, shape=(dy.shape[1], each, channels, rows), strides=steps)
         to = dw.reshape((dy.shape[1], channels, rows, each))
         assert to is not None

@@ -40,10 +40,10 @@ def pays(ctx: Context, shape: Conv, x: Tensor) -> bool:
         return False
     if one_tap(shape) and not shape.slope:  # a product of NCHW images is one as well
         return is_channels_last(x) or prod(shape.inner) == 1
-    wanted = _stored_last(ctx, shape)
+    stored = _stored_last(ctx, shape)
     if shape.groups == 1 and shape.channels % 8:  # its images are copied with gaps of zeros
-        wanted = replace(wanted, channels=-(-shape.channels // 8) * 8)
-    return not refused(wanted, ctx.hw, ctx.prefs) and serves("Conv", wanted, ctx.hw, ctx.prefs)
+        stored = replace(stored, channels=-(-shape.channels // 8) * 8)
+    return not refused(stored, ctx.hw, ctx.prefs) and serves("Conv", stored, ctx.hw, ctx.prefs)
 
 
 def _stored_last(ctx: Context, shape: Conv) -> Conv:
@@ -101,9 +101,9 @@ def writes(ctx: Context, shape: Conv, out: Tensor) -> bool:
     """Whether a kernel stores the pixels of the convolution where those of `out` are."""
     if len(out.shape) > 4:
         return False
-    wanted = replace(_stored_last(ctx, shape), y_strides=_gaps(out))
-    held = not refused(wanted, ctx.hw, ctx.prefs) and out.strides[-1] == 1
-    return held and serves("Conv", wanted, ctx.hw, ctx.prefs)
+    stored = replace(_stored_last(ctx, shape), y_strides=_gaps(out))
+    held = not refused(stored, ctx.hw, ctx.prefs) and out.strides[-1] == 1
+    return held and serves("Conv", stored, ctx.hw, ctx.prefs)
 
 
 def _patches(shape: Conv) -> bool:
@@ -163,8 +163,8 @@ def _packed(ctx: Context, weight: Tensor, shape: Conv) -> Tensor:
     """
     spatial = range(2, len(weight.shape))
     view = weight.permute((*spatial, 0, 1) if shape.depthwise else (0, *spatial, 1))
-    made = ctx.packed(view, "channels last", np.ascontiguousarray)
-    return made if made is not None else ctx.contiguous(view)
+    packed = ctx.packed(view, "channels last", np.ascontiguousarray)
+    return packed if packed is not None else ctx.contiguous(view)
 
 
 Filter = TypeVar("Filter", Conv, ConvWeightGrad)
@@ -174,9 +174,9 @@ def _padded(
     ctx: Context, node: ir.Node, shape: Conv, x: Tensor, weight: Tensor
 ) -> tuple[Conv, Tensor, Tensor]:
     """The same sums where pixels are no multiple of 16 bytes: (problem, images, weights)."""
-    made, images, channels = in_runs(ctx, node, shape, x, 1)
+    problem, images, channels = in_runs(ctx, node, shape, x, 1)
     merged = shape.window.dilations[2] == 1
-    return made, images, _runs(ctx, node, weight, shape, channels, 8, merged)
+    return problem, images, _runs(ctx, node, weight, shape, channels, 8, merged)
 
 
 def in_runs(
@@ -219,14 +219,14 @@ def in_runs(
         columns(window.kernel, 1), columns(window.strides, 1), columns(window.dilations, 1),
         columns(window.before, 0), columns(window.after, 0),
     )  # fmt: skip
-    made = replace(
+    problem = replace(
         shape,
         channels=run,
         inner=(1, h, width),
         window=one,
         x_strides=(h * wide * channels, wide * channels, step * channels),
     )
-    return made, images, channels
+    return problem, images, channels
 
 
 def _runs(
@@ -247,16 +247,16 @@ def _runs(
     assert view is not None
 
     def packed(array: np.ndarray) -> np.ndarray:
-        made = np.zeros((m, rows, run), array.dtype)
-        strides = [step * made.itemsize for step in steps]
-        np.lib.stride_tricks.as_strided(made, array.shape, strides)[...] = array
-        return made
+        runs = np.zeros((m, rows, run), array.dtype)
+        strides = [step * runs.itemsize for step in steps]
+        np.lib.stride_tricks.as_strided(runs, array.shape, strides)[...] = array
+        return runs
 
-    known = ctx.packed(view, f"in runs of {run}, pixels of {channels}", packed)
-    if known is not None:
-        return known
-    made = ctx.scratch(weight.dtype, (m, rows, run))  # packed in each run, since it changes
+    constant = ctx.packed(view, f"in runs of {run}, pixels of {channels}", packed)
+    if constant is not None:
+        return constant
+    weight_runs = ctx.scratch(weight.dtype, (m, rows, run))  # packed in each run, since it changes
     code = Code()
-    emit(ctx, code, node, code.scalar(0, weight.dtype), made)
-    copy(ctx, node, view, replace(made, shape=(m, kh, kw, c), strides=steps))
-    return made
+    emit(ctx, code, node, code.scalar(0, weight.dtype), weight_runs)
+    copy(ctx, node, view, replace(weight_runs, shape=(m, kh, kw, c), strides=steps))
+    return weight_runs

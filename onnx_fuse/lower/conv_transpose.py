@@ -73,7 +73,7 @@ class Phase:
 def phases(shape: Conv) -> list[Phase]:
     """The phases of a transposed convolution, which together write each output once."""
     steps = [min(s, o) for s, o in zip(shape.window.strides, shape.outer, strict=True)]
-    found = []
+    all_phases = []
     for rest in every(*map(range, steps)):
         a, b, c = (_axis(shape, i, r) for i, r in enumerate(rest))
         window = Window(
@@ -81,9 +81,9 @@ def phases(shape: Conv) -> list[Phase]:
             (a.before, b.before, c.before), (a.after, b.after, c.after),
         )  # fmt: skip
         outer = (a.outputs, b.outputs, c.outputs)
-        made = replace(shape, transposed=False, outer=outer, window=window)
-        found.append(Phase((a, b, c), made if a.taps and b.taps and c.taps else None))
-    return found
+        part = replace(shape, transposed=False, outer=outer, window=window)
+        all_phases.append(Phase((a, b, c), part if a.taps and b.taps and c.taps else None))
+    return all_phases
 
 
 def pays(ctx: Context, shape: Conv, x: Tensor, bias: bool) -> bool:
@@ -144,8 +144,8 @@ def _product(
 
 def _packed(ctx: Context, view: Tensor) -> Tensor:
     """A dense copy of the view, made once where nothing in the program writes to it."""
-    made = ctx.packed(view, "taps first", np.ascontiguousarray)
-    return made if made is not None else ctx.contiguous(view)
+    packed = ctx.packed(view, "taps first", np.ascontiguousarray)
+    return packed if packed is not None else ctx.contiguous(view)
 
 
 def _channels_second(images: Tensor) -> Tensor:
@@ -162,9 +162,9 @@ def convolution(
     if _patches(shape):
         return _product(ctx, node, shape, reads, out)
     weight, rank = reads["weight"], len(y.shape) - 2
-    found = phases(shape)
+    parts = phases(shape)
     reads["x"] = _channels_second(ctx.contiguous(channels_last(reads["x"])))
-    for phase in found:
+    for phase in parts:
         axes = phase.axes[3 - rank :]
         firsts, steps = [a.first for a in axes], shape.window.strides[3 - rank :]
         part = out.slice(
@@ -181,10 +181,10 @@ def convolution(
         )  # fmt: skip
         if not shape.depthwise:  # whose channels are its filters
             taps = taps.permute((1, 0, *range(2, rank + 2)))
-        given = {**reads, "weight": taps}
-        whole = len(found) == 1 or conv_nhwc.writes(ctx, phase.shape, part)
+        operands = {**reads, "weight": taps}
+        whole = len(parts) == 1 or conv_nhwc.writes(ctx, phase.shape, part)
         target = part if whole else ctx.scratch(y.dtype, part.shape)
-        if reason := conv_nhwc.into(ctx, node, phase.shape, given, target):
+        if reason := conv_nhwc.into(ctx, node, phase.shape, operands, target):
             return reason
         if target is not part:
             copy(ctx, node, target, part)

@@ -32,7 +32,7 @@ class Rounded(NamedTuple):
 
 def _rounded(
     ctx: Context, node: ir.Node, v: Tensor, kind: str, history: int, following: int,
-    made: Rounded, sums: Tensor | None = None,
+    rounded: Rounded, sums: Tensor | None = None,
 ) -> str | None:  # fmt: skip
     """Fill `made` with `v`, and `sums` with those of its columns, for each 128 rows.
 
@@ -43,14 +43,14 @@ def _rounded(
             f"precision 'fp8': {ctx.label(node)} has an operand of {v.shape[0]} x {v.shape[1]}, "
             f"whose sizes are no multiples of {MULTIPLE}: choose another batch, or precision 'bf16'"
         )
-    rows, columns = made.rows, made.columns
+    rows, columns = rounded.rows, rounded.columns
     turned = v.permute((1, 0))
     if turned.dense and not v.dense:  # it lies as its transpose
         v, rows, columns = turned, columns, rows
     v = ctx.contiguous(v)
     problem = Float8(v.shape[0], v.shape[1], v.dtype, kind, HISTORY)
     reads = {"x": v, "history": ctx.dense(node, history)}
-    writes = {"q": rows, "qt": columns, "scale": made.scale, "part": sums,
+    writes = {"q": rows, "qt": columns, "scale": rounded.scale, "part": sums,
               "next": ctx.output(node, following, (HISTORY,), "float32")}  # fmt: skip
     return ctx.select(node, problem, reads, {k: t for k, t in writes.items() if t is not None})
 
@@ -101,8 +101,8 @@ def linear(ctx: Context, node: ir.Node) -> str | None:
     if why is not None:
         return why
     extra, writes = {}, {"y": ctx.output(node, 0, (m, n), x.dtype)}
-    known = ctx.host(node, 2)
-    if known is None or known.any():
+    bias_values = ctx.host(node, 2)
+    if bias_values is None or bias_values.any():
         if (row := bias_row(ctx, node, 2, n)) is None:
             return "the bias is not one row"
         extra, act = {"col1": row}, {"bias": True, "bias_dtype": row.dtype, **act}
@@ -125,22 +125,24 @@ def gradient(ctx: Context, node: ir.Node) -> str | None:
             return why
     parts = Float8(m, n, dz.dtype, E5M2, HISTORY).parts
     sums = ctx.scratch("float32", (parts, n)) if ctx.wants(node, 2) else None
-    made = Rounded(
+    rounded = Rounded(
         ctx.scratch(E5M2, (m, n)) if ctx.wants(node, 0) else None,
         ctx.scratch(E5M2, (n, m)) if ctx.wants(node, 1) else None,
         ctx.scratch("float32", ()),
     )
-    why = _rounded(ctx, node, dz, E5M2, 5, 3, made, sums)
+    why = _rounded(ctx, node, dz, E5M2, 5, 3, rounded, sums)
     if sums is not None:
         dc = ctx.output(node, 2, (n,), dy.dtype)
         total = PartSums(parts, n, dc.dtype)
         why = why or ctx.select(node, total, {"part": sums}, {"out0": dc})
-    if made.rows is not None:
+    if rounded.rows is not None:
         dx = {"y": ctx.output(node, 0, (m, k), dy.dtype)}
-        why = why or _product(ctx, node, made.rows, wq, (made.scale, ctx.view(node, 4)), dx)
-    if made.columns is not None:
+        why = why or _product(ctx, node, rounded.rows, wq, (rounded.scale, ctx.view(node, 4)), dx)
+    if rounded.columns is not None:
         dw = {"y": ctx.output(node, 1, (k, n), dy.dtype)}
-        why = why or _product(ctx, node, xt, made.columns, (ctx.view(node, 3), made.scale), dw)
+        why = why or _product(
+            ctx, node, xt, rounded.columns, (ctx.view(node, 3), rounded.scale), dw
+        )
     return why
 
 

@@ -39,11 +39,11 @@ def interleaved(w: np.ndarray, place: str) -> np.ndarray:
     gemm/epilogue.cuh.
     """
     halves = np.split(w, 2, -1)
-    found = np.empty((*w.shape[:-1], w.shape[-1] // (2 * BLOCK), BLOCK, 2), w.dtype)
+    pairs = np.empty((*w.shape[:-1], w.shape[-1] // (2 * BLOCK), BLOCK, 2), w.dtype)
     for i, half in enumerate(halves if place == "GateFirst" else halves[::-1]):
-        columns = half.reshape(*found.shape[:-2], BLOCK // 2, 2)
-        found[..., : BLOCK // 2, i], found[..., BLOCK // 2 :, i] = columns[..., 0], columns[..., 1]
-    return found.reshape(w.shape)
+        columns = half.reshape(*pairs.shape[:-2], BLOCK // 2, 2)
+        pairs[..., : BLOCK // 2, i], pairs[..., BLOCK // 2 :, i] = columns[..., 0], columns[..., 1]
+    return pairs.reshape(w.shape)
 
 
 def gated_gemm(ctx: Context, node: ir.Node) -> str | None:

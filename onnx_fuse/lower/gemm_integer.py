@@ -31,8 +31,8 @@ def _rows(ctx: Context, node: ir.Node, t: Tensor) -> Tensor:
     k = t.shape[-1]
     if (t.strides[-1] == 1 or k == 1) and not any(s % LINE for s in (*steps, t.offset)):
         return t
-    kept = [1 if s == 0 else d for d, s in zip(t.shape, t.strides, strict=True)]
-    core = t.first(kept)
+    core_shape = [1 if s == 0 else d for d, s in zip(t.shape, t.strides, strict=True)]
+    core = t.first(core_shape)
     line = -(-k // LINE) * LINE
 
     def padded(array: np.ndarray) -> np.ndarray:
@@ -40,11 +40,11 @@ def _rows(ctx: Context, node: ir.Node, t: Tensor) -> Tensor:
         wide[..., :k] = array
         return wide
 
-    made = ctx.packed(core, f"rows of {line}", padded)
-    if made is None:
-        made = ctx.scratch(t.dtype, (*kept[:-1], line))
-        copy(ctx, node, core, _cut(made, k))
-    return _cut(made, k).expand(t.shape)
+    padded_rows = ctx.packed(core, f"rows of {line}", padded)
+    if padded_rows is None:
+        padded_rows = ctx.scratch(t.dtype, (*core_shape[:-1], line))
+        copy(ctx, node, core, _cut(padded_rows, k))
+    return _cut(padded_rows, k).expand(t.shape)
 
 
 def _cut(t: Tensor, k: int) -> Tensor:
@@ -56,8 +56,8 @@ def _zero(ctx: Context, node: ir.Node, i: int) -> Tensor | None:
     """A zero point; None where it is absent or known to be zero."""
     if not ctx.has(node, i):
         return None
-    known = ctx.host(node, i)
-    return None if known is not None and not known.any() else ctx.dense(node, i)
+    values = ctx.host(node, i)
+    return None if values is not None and not values.any() else ctx.dense(node, i)
 
 
 def _step(t: Tensor, axis: int) -> int:
@@ -186,9 +186,9 @@ def _requantize(
     value = code.load(total)
     if bias is not None:
         value = code.step("Add", "int32", value, code.load(row(bias).expand(total.shape)))
-    known = [ctx.host(node, i) for i in places[:3]]
-    if all(array is not None for array in known):
-        of_a, of_b, of_y = (np.asarray(array, np.float32).reshape(-1) for array in known)
+    scales = [ctx.host(node, i) for i in places[:3]]
+    if all(array is not None for array in scales):
+        of_a, of_b, of_y = (np.asarray(array, np.float32).reshape(-1) for array in scales)
         with np.errstate(all="ignore"):
             factor = ctx.constant(of_a * of_b / of_y)
         scale = code.load((one(factor) if factor.size == 1 else row(factor)).expand(total.shape))
@@ -225,8 +225,8 @@ def _convolution(ctx: Context, node: ir.Node, places: tuple[int, int, int, int])
     filters, each = w.shape[0] // groups, w.shape[1]
     if channels != each * groups or w.shape[0] % groups:
         raise ValueError(f"x has {channels} channels, {groups} groups of filters read {each} each")
-    found = ctx.infer(node)
-    shape = found[0] if found else None
+    types = ctx.infer(node)
+    shape = types[0] if types else None
     if shape is None:
         return "its shape is not known"
     outer = (1,) * (3 - rank) + shape[1][2:]

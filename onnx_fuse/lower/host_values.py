@@ -54,11 +54,11 @@ class HostValues(Context):
             return False
         if sum(int(a.size) for a in arrays if a is not None) > HOST_LIMIT:
             return False
-        known = {v: a for v, a in zip(values, arrays, strict=True) if a is not None}
-        found = evaluate([node], known, self.opsets)
-        if any(v.name and v not in found for v in node.outputs):
+        constants = {v: a for v, a in zip(values, arrays, strict=True) if a is not None}
+        values_of = evaluate([node], constants, self.opsets)
+        if any(v.name and v not in values_of for v in node.outputs):
             return False  # it has a kernel, or onnxruntime says what is wrong with it
-        for value, array in found.items():
+        for value, array in values_of.items():
             self._known(value, array)
         return True
 
@@ -69,9 +69,9 @@ class HostValues(Context):
         moves = node.op_type in ("Expand", "Gather", "Slice", "Tile")
         if node.op_type == "Range" or (moves and not host.is_open(arrays[0])):
             return False  # an open number of elements: on the device
-        found = host.evaluate(node, arrays)
-        if found is not None:
-            self._known(node.outputs[0], found)
+        sizes_array = host.evaluate(node, arrays)
+        if sizes_array is not None:
+            self._known(node.outputs[0], sizes_array)
             return True
         for value in node.inputs:
             array = None if value is None else self.slots[value].host
@@ -100,10 +100,10 @@ class HostValues(Context):
 
     def _filled(self, node: ir.Node, arrays: Sequence[np.ndarray | None]) -> bool:
         """A large tensor of one number: a broadcast scalar instead of its elements."""
-        wanted = arrays[-1]
-        assert wanted is not None
-        shape = tuple(map(sizes.number, wanted.reshape(-1)))
-        if not host.is_open(wanted) and prod(shape) <= WEIGHT_LIMIT:
+        shape_values = arrays[-1]
+        assert shape_values is not None
+        shape = tuple(map(sizes.number, shape_values.reshape(-1)))
+        if not host.is_open(shape_values) and prod(shape) <= WEIGHT_LIMIT:
             return False
         if node.op_type == "Expand":
             scalar = arrays[0]

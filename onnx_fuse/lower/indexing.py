@@ -21,10 +21,10 @@ MOST_KNOWN = 1 << 12
 
 def gather(ctx: Context, node: ir.Node) -> str | None:
     """y[o, index..., i] = x[o, index, i] along `axis`."""
-    known = ctx.host(node, 1)
-    if known is not None and known.size == 1:
+    indices = ctx.host(node, 1)
+    if indices is not None and indices.size == 1:
         return _pick(ctx, node)
-    if known is not None and known.ndim == 1 and _run(ctx, node, known):
+    if indices is not None and indices.ndim == 1 and _run(ctx, node, indices):
         return None
     x, index = ctx.view(node, 0), ctx.view(node, 1)
     axis = ctx.attr(node, "axis", 0) % len(x.shape)
@@ -112,14 +112,14 @@ def scatter_elements(ctx: Context, node: ir.Node) -> str | None:
     if not index.size:
         copy(ctx, node, x, y)
         return None
-    given, length, inner = index.shape[axis], x.shape[axis], prod(x.shape[axis + 1 :])
-    reduction, lines = ctx.attr(node, "reduction", "none"), index.size // given
+    updates, length, inner = index.shape[axis], x.shape[axis], prod(x.shape[axis + 1 :])
+    reduction, lines = ctx.attr(node, "reduction", "none"), index.size // updates
     if lines == 1 and reduction == "add":  # which may write the zeros of x as well
-        rows = ScatterND(given, (length,), 1, update.dtype, index.dtype, reduction)
+        rows = ScatterND(updates, (length,), 1, update.dtype, index.dtype, reduction)
         return _scattered(ctx, node, rows, x, index, update, y)
     copy(ctx, node, x, y)
     problem = ScatterElements(
-        lines, inner, given, length, update.dtype, index.dtype, reduction,
+        lines, inner, updates, length, update.dtype, index.dtype, reduction,
         distinct=_chosen_along(node.inputs[1], axis, rank),
     )  # fmt: skip
     reads = {"index": index, "update": update, "before": y}
@@ -146,9 +146,9 @@ def scatter_nd(ctx: Context, node: ir.Node) -> str | None:
     if not (count and inner):
         copy(ctx, node, x, y)
         return None
-    known = ctx.host(node, 1)
-    if known is not None and q == 1 and reduction in ("none", "add"):
-        indices = known.reshape(-1)
+    index_values = ctx.host(node, 1)
+    if index_values is not None and q == 1 and reduction in ("none", "add"):
+        indices = index_values.reshape(-1)
         if _is_run(indices, x.shape[0]):
             _scatter_run(ctx, node, x, int(indices[0]), update, y, add=reduction == "add")
             return None
@@ -216,9 +216,9 @@ def one_hot(ctx: Context, node: ir.Node) -> str | None:
         return None
     place = [n if k == axis else 1 for k in range(rank)]
     classes = ctx.constant(np.arange(n))
-    wanted = reshaped(ctx, index, (*index.shape[:axis], 1, *index.shape[axis:]))
+    column = reshaped(ctx, index, (*index.shape[:axis], 1, *index.shape[axis:]))
     code = Code()
-    k = code.load(wanted.expand(shape))
+    k = code.load(column.expand(shape))
     if index.dtype != "int64":
         k = code.step("Cast", "int64", k)
     below = code.step("Less", "bool", k, code.scalar(0, "int64"))

@@ -107,11 +107,11 @@ def product(
         align=alignment(left.tensor, right.tensor),
         **(attrs or {}),  # type: ignore[arg-type]
     )
-    found = with_whole_rows(ctx, node, Operands(problem, left, right, y))
-    reads = {"a": found.a.tensor, "b": found.b.tensor, **(extra or {})}
-    why = ctx.select(node, found.problem, reads, {"y": found.y, **(writes or {})})
-    if why is None and found.y is not y:
-        copy(ctx, node, found.y, y.reshape(found.y.shape) or y)
+    operands = with_whole_rows(ctx, node, Operands(problem, left, right, y))
+    reads = {"a": operands.a.tensor, "b": operands.b.tensor, **(extra or {})}
+    why = ctx.select(node, operands.problem, reads, {"y": operands.y, **(writes or {})})
+    if why is None and operands.y is not y:
+        copy(ctx, node, operands.y, y.reshape(operands.y.shape) or y)
     return why
 
 
@@ -268,7 +268,7 @@ def norm_product(
         return f"no kernel serves {problem}"
     beta = None if rms else ctx.view(node, 2)
     folded = ctx.folded(scale, beta, right.tensor, row, right.trans) if not exposed else None
-    made = problem.replace(folded=True, align=16)
+    folded_problem = problem.replace(folded=True, align=16)
     reads = {"x": x, "gamma": scale, "w": right.tensor, "c": row}
     if beta is not None:
         reads["beta"] = ctx.contiguous(beta)
@@ -277,8 +277,8 @@ def norm_product(
         ctx.fold_pays[asked] = _fold_pays(ctx, *asked)
     if exposed and ctx.fold_pays[asked]:
         folded = ctx.folds.get(_places(reads)) or _folded_here(ctx, node, reads)
-    if folded is not None and select("LayerNormGemm", made, ctx.hw) is not None:
-        problem, reads = made, {"x": x, **folded}
+    if folded is not None and select("LayerNormGemm", folded_problem, ctx.hw) is not None:
+        problem, reads = folded_problem, {"x": x, **folded}
     columns = n // 2 if problem.epilogue.gate else n
     writes = {"y": ctx.output(node, 0, (*x.shape[:-1], columns), x.dtype)}
     stat = (*x.shape[:-1], 1)
@@ -318,13 +318,13 @@ def _fold_pays(ctx: Context, problem: GemmProblem, master: bool) -> bool:
 
 def _folded_here(ctx: Context, node: ir.Node, reads: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Append a call that folds the weights; the gradient reads its results as well."""
-    given = {name: reads[name] for name in ("w", "gamma", "beta", "c") if name in reads}
-    k, n = given["w"].shape
-    made = {"wq": ctx.scratch(given["w"].dtype, (k, n))}
-    made |= {name: ctx.scratch("float32", (n,)) for name in ("cs", "cv")}
-    ctx.select(node, Fold(((k, n),), given["w"].dtype), given, made)
-    ctx.folds[_places(reads)] = made
-    return made
+    params = {name: reads[name] for name in ("w", "gamma", "beta", "c") if name in reads}
+    k, n = params["w"].shape
+    folded = {"wq": ctx.scratch(params["w"].dtype, (k, n))}
+    folded |= {name: ctx.scratch("float32", (n,)) for name in ("cs", "cv")}
+    ctx.select(node, Fold(((k, n),), params["w"].dtype), params, folded)
+    ctx.folds[_places(reads)] = folded
+    return folded
 
 
 def norm_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
@@ -335,12 +335,12 @@ def norm_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
     rms = name.rms
     names = ["dy", "x", "gamma", "beta", "w", "c", "mean", "rstd", "z"]
     names = [key for key in names if not rms or key not in ("beta", "mean")]
-    given = {key: ctx.view(node, i) for i, key in enumerate(names)}
-    x, w = given["x"], given["w"]
+    operands = {key: ctx.view(node, i) for i, key in enumerate(names)}
+    x, w = operands["x"], operands["w"]
     k, n = w.shape
-    if {t.dtype for key, t in given.items() if key not in ("mean", "rstd")} != {x.dtype}:
+    if {t.dtype for key, t in operands.items() if key not in ("mean", "rstd")} != {x.dtype}:
         return "operands of several types"
-    if {given[key].dtype for key in ("mean", "rstd") if key in given} != {"float32"}:
+    if {operands[key].dtype for key in ("mean", "rstd") if key in operands} != {"float32"}:
         return "mean and rstd are not float32"
     if len(x.shape) < 2 or (row := bias_row(ctx, node, names.index("c"), n)) is None:
         return "x is a vector, or the bias is not one row"
@@ -370,8 +370,8 @@ def norm_gemm_grad(ctx: Context, node: ir.Node) -> str | None:
         ctx.dense(node, i)
         for i, key in enumerate(names)
     }  # fmt: skip
-    if (made := ctx.folds.get(_places(reads))) is not None and not turned:
-        problem, reads = problem.replace(folded=True), reads | made
+    if (folded := ctx.folds.get(_places(reads))) is not None and not turned:
+        problem, reads = problem.replace(folded=True), reads | folded
     shapes = {"dx": x.shape, "dgamma": (k,), "dbeta": (k,), "dw": (k, n), "dc": (n,)}
     if rms:
         del shapes["dbeta"]
@@ -391,9 +391,9 @@ def _turned(ctx: Context, problem: GemmProblem, w: Tensor) -> bool:
     if w.dense or not lies.dense or alignment(lies) < 16:
         return False
     turned = problem.replace(trans_b=True)
-    copied, found = (select(problem.op, p, ctx.hw) for p in (problem, turned))
-    if copied is None or found is None:
-        return found is not None
+    copied, direct = (select(problem.op, p, ctx.hw) for p in (problem, turned))
+    if copied is None or direct is None:
+        return direct is not None
     copies = Passes(4 * ITEMSIZE[w.dtype] * problem.k * problem.n, 2)
     return pays((problem, copies), (turned,), ctx.hw)
 
@@ -422,14 +422,14 @@ def gradient_costs(node: ir.Node, math: str, hw: Hardware) -> Costs | None:
     rows = [dim(x, i) for i in range(len(x.shape) - 1)]
     m = 1024 if None in rows else prod(d for d in rows if d is not None)
     act: dict[str, Value] = {"act": ACTIVATIONS[suffix]} if suffix else {}
-    kept: dict[str, Value] = act | {"save_z": True} if act else {}
+    saved: dict[str, Value] = act | {"save_z": True} if act else {}
     how: dict[str, Value] = {"m": m, "math": math}
     whole = (
-        GemmProblem.of("LayerNormGemm", n=n, k=k, bias=True, **how, **kept),
+        GemmProblem.of("LayerNormGemm", n=n, k=k, bias=True, **how, **saved),
         GemmProblem.of("LayerNormGemmGrad", n=n, k=k, **how, **act),
     )
     apart = (
-        GemmProblem.of("Gemm", n=n, k=k, bias=True, **how, **kept),
+        GemmProblem.of("Gemm", n=n, k=k, bias=True, **how, **saved),
         GemmProblem.of("Gemm", n=k, k=n, trans_b=True, **how),
         GemmProblem.of("Gemm", m=k, n=n, k=m, trans_a=True, math=math),
     )

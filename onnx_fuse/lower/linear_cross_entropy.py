@@ -153,8 +153,8 @@ class _Exponentials(_Chunks):
             writes["scaled"] = rows_of(self.scaled, 0, end - start)
         if self.narrow is not None:
             writes["narrow"] = rows_of(self.narrow, 0, end - start)
-        made = rows_problem(self, end - start, scaled=self.scaled is not None)
-        return ctx.select(node, made, reads, writes)
+        problem = rows_problem(self, end - start, scaled=self.scaled is not None)
+        return ctx.select(node, problem, reads, writes)
 
     def _beside_gx(self, rows: int) -> tuple[Fields, Operands]:
         return {"row_scale": True}, {"row0": rows_of(self.scale, 0, rows)}
@@ -167,10 +167,10 @@ class _Exponentials(_Chunks):
     def of_bias(self, start: int, end: int, to: Tensor) -> str | None:
         """The same, each row times its factor."""
         assert self.narrow is not None
-        g, made = self._whole(end - start), bias_problem(self, end - start)
+        g, problem = self._whole(end - start), bias_problem(self, end - start)
         scale = rows_of(self.narrow, 0, end - start).view((end - start, 1))
         reads = {"a": g.permute((1, 0)), "b": scale}
-        return self.ctx.select(self.node, made, reads, {"y": to.permute((1, 0))})
+        return self.ctx.select(self.node, problem, reads, {"y": to.permute((1, 0))})
 
 
 def label_operands(chunks: _Exponentials, start: int, end: int) -> Operands:
@@ -252,14 +252,14 @@ def exponentials(chunks: _Chunks, of_x: bool, of_w: bool, of_bias: bool) -> _Chu
         return chunks
     reference = ctx.scratch("float32", (x.shape[0],))
     row = None if chunks.row is None else rows_of(chunks.row, 0, classes)
-    found = _Exponentials(
+    chunked = _Exponentials(
         ctx, node, x, rows_of(w, 0, classes), z, row, classes, reference,
         ctx.scratch("float32", (rest.parts, rows)), ctx.scratch("float32", (rows,)),
         ctx.scratch(x.dtype, (rows, k)) if of_w else None,
         ctx.scratch(x.dtype, (rows,)) if of_bias else None,
     )  # fmt: skip
-    ctx.select(node, label, label_operands(found, 0, x.shape[0]), {"to": reference})
-    return found
+    ctx.select(node, label, label_operands(chunked, 0, x.shape[0]), {"to": reference})
+    return chunked
 
 
 def rows_of(t: Tensor, start: int, end: int) -> Tensor:
@@ -276,7 +276,7 @@ def linear_cross_entropy(ctx: Context, node: ir.Node) -> str | None:
     if labels.dtype not in ("int32", "int64") or 0 in (m, k, classes):
         return f"labels of {labels.dtype}, or no row"
     exposed = FusedName.of(node.op_type).exposed
-    wanted = [bool(exposed) and ctx.wants(node, i) for i in (2, 3, 4)]
+    gradients = [bool(exposed) and ctx.wants(node, i) for i in (2, 3, 4)]
     weight = ctx.host(node, 4)
     if not ctx.view(node, 4).shape and (weight is None or weight != 1):
         return "its weight is one number other than 1"
@@ -291,23 +291,23 @@ def linear_cross_entropy(ctx: Context, node: ir.Node) -> str | None:
         row = None if row is None else _longer(ctx, node, row, stride)
         w = _longer(ctx, node, w, stride)
     chunks = _Chunks(ctx, node, x, w, ctx.scratch(x.dtype, (rows, stride)), row, classes)
-    if any(wanted):
-        chunks = exponentials(chunks, *wanted)
+    if any(gradients):
+        chunks = exponentials(chunks, *gradients)
     starts = [0]
     while starts[-1] + rows < m:
         starts.append(starts[-1] + rows)
     losses = ctx.scratch("float32", (m, 2))
-    gx = ctx.output(node, 2, (m, k), x.dtype) if wanted[0] else None
+    gx = ctx.output(node, 2, (m, k), x.dtype) if gradients[0] else None
     gw = None
-    if wanted[1] and w.dense:
+    if gradients[1] and w.dense:
         gw = ctx.output(node, 3, (classes, k), "float32")
-    elif wanted[1]:
+    elif gradients[1]:
         gw = ctx.scratch("float32", (k, classes)).permute((1, 0))
         ctx.alias(node, 3, gw)
-    sums = ctx.scratch("float32", (len(starts), stride)) if wanted[2] else None
+    sums = ctx.scratch("float32", (len(starts), stride)) if gradients[2] else None
     for i, (start, end) in enumerate(zip(starts, [*starts[1:], m], strict=True)):
         why = chunks.scores(start, end)
-        why = why or chunks.losses(start, end, losses, gradient=any(wanted))
+        why = why or chunks.losses(start, end, losses, gradient=any(gradients))
         if gx is not None:
             why = why or chunks.of_x(start, end, gx)
         if gw is not None:
@@ -340,10 +340,10 @@ def _leaves_gaps(ctx: Context, x: Tensor, w: Tensor, rows: int, stride: int) -> 
 def _longer(ctx: Context, node: ir.Node, t: Tensor, rows: int) -> Tensor:
     """A copy with more rows, whose contents are undefined, in the memory order of `t`."""
     shape = (rows, *t.shape[1:])
-    made = ctx.scratch(t.dtype, shape if t.dense else shape[::-1])
-    made = made if t.dense else made.permute((1, 0))
-    copy(ctx, node, t, rows_of(made, 0, t.shape[0]))
-    return made
+    longer = ctx.scratch(t.dtype, shape if t.dense else shape[::-1])
+    longer = longer if t.dense else longer.permute((1, 0))
+    copy(ctx, node, t, rows_of(longer, 0, t.shape[0]))
+    return longer
 
 
 def is_zero(ctx: Context, node: ir.Node) -> bool:

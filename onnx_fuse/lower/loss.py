@@ -49,10 +49,10 @@ def cross_entropy_grad(ctx: Context, node: ir.Node) -> str | None:
         return f"no kernel for {x.dtype}"
     classes, inner = x.shape[1], prod(x.shape[2:])
     count = x.shape[0] * inner
-    wanted = (x.shape[0], 1, *x.shape[2:])
-    if target.shape != wanted:
+    weight_shape = (x.shape[0], 1, *x.shape[2:])
+    if target.shape != weight_shape:
         return "the labels are not one a row"
-    slope = ctx.contiguous(ctx.view(node, 2).expand(wanted))
+    slope = ctx.contiguous(ctx.view(node, 2).expand(weight_shape))
     dx = ctx.output(node, 0, x.shape, x.dtype)
     problem = CrossEntropy("grad", count, classes, inner, x.dtype, target.dtype)
     reads = {"x": x, "target": target, "slope": slope}

@@ -67,14 +67,14 @@ def matmul_nbits(ctx: Context, node: ir.Node) -> str | None:
         emit(ctx, code, node, value, y)
         return None
     blocks = ceil(k / block)
-    wanted = {"q": n * blocks * block * bits // 8, "scale": n * blocks, "groups": k, "bias": n}
+    elements = {"q": n * blocks * block * bits // 8, "scale": n * blocks, "groups": k, "bias": n}
     zero = ""
     if "zero" in packed:
         zero = "packed" if packed["zero"].dtype == "uint8" else "float"
-        wanted["zero"] = n * (ceil(blocks * bits / 8) if zero == "packed" else blocks)
+        elements["zero"] = n * (ceil(blocks * bits / 8) if zero == "packed" else blocks)
     for name, tensor in packed.items():
-        if tensor.size != wanted[name]:
-            raise ValueError(f"{wanted[name]} elements of {name} are needed, not {tensor.size}")
+        if tensor.size != elements[name]:
+            raise ValueError(f"{elements[name]} elements of {name} are needed, not {tensor.size}")
         like = name in ("scale", "bias") or (name, zero) == ("zero", "float")
         if like and tensor.dtype != a.dtype:
             return f"no kernel for {a.dtype} with {name} in {tensor.dtype}"
@@ -113,20 +113,20 @@ def matmul(ctx: Context, node: ir.Node) -> str | None:
     def rows(array: np.ndarray) -> np.ndarray:
         return np.ascontiguousarray(array.reshape(blocks, n).T)
 
-    made = {
+    operands = {
         "q": ctx.packed(q, "two a byte", weights),
         "scale": ctx.packed(scale, "rows of blocks", rows),
     }
     zero = "packed" if ctx.has(source, 2) else ""
     if zero:
-        made["zero"] = ctx.packed(
+        operands["zero"] = ctx.packed(
             ctx.view(source, 2), "rows, two a byte", lambda array: _nibbles(rows(array))
         )
     elif q.dtype == "uint4":
         nothing = np.zeros((n, ceil(blocks / 2)), np.uint8)
-        made["zero"], zero = ctx.constant(nothing), "packed"
-    packed = {name: t for name, t in made.items() if t is not None}
-    assert len(packed) == len(made)
+        operands["zero"], zero = ctx.constant(nothing), "packed"
+    packed = {name: t for name, t in operands.items() if t is not None}
+    assert len(packed) == len(operands)
     a = ctx.contiguous(a)
     y = ctx.output(node, 0, (*a.shape[:-1], n), a.dtype)
     return product(ctx, node, a, y, packed, n=n, bits=4, block=block, zero=zero)

@@ -68,26 +68,26 @@ class Operands:
     y: Tensor
 
 
-def with_whole_rows(ctx: Context, node: ir.Node, given: Operands) -> Operands:
+def with_whole_rows(ctx: Context, node: ir.Node, operands: Operands) -> Operands:
     """Copy operands to rows of whole 16 bytes where the copies cost less than they save.
 
     Where the returned `y` is not the given one, the caller has to copy the result to the given one.
     """
-    problem, a, b = given.problem, given.a, given.b
+    problem, a, b = operands.problem, operands.a, operands.b
     if problem.dtype not in ("float16", "bfloat16") or problem.batch:
-        return given
+        return operands
     if problem.n <= COLUMNS:  # a norm's kernel may take the product over as it is
-        return given
+        return operands
     bent = [m for m in (a, b) if m.ld % _WHOLE or m.tensor.offset % _WHOLE]
     loose = problem.n % _WHOLE != 0 and not problem.ldy
     if not bent and not loose:
-        return given
+        return operands
     straight = problem.replace(lda=_up(a.ld), ldb=_up(b.ld), align=16)
     moved = sum(2 * m.tensor.nbytes for m in bent if ctx.known(m.tensor) is None)
     ways: list[tuple[GemmProblem, int]] = [(problem, 0), (straight, moved)]
     if loose and not problem.epilogue.among("accumulate", "save_z", "beta", "residual", "dact"):
         apart = straight.replace(ldy=_up(problem.n))
-        ways.append((apart, moved + 2 * given.y.nbytes))
+        ways.append((apart, moved + 2 * operands.y.nbytes))
 
     def cost(way: tuple[GemmProblem, int]) -> float:
         passes = [Passes(way[1], len(bent) + 1)] if way[1] else []
@@ -95,8 +95,8 @@ def with_whole_rows(ctx: Context, node: ir.Node, given: Operands) -> Operands:
 
     best = min(ways, key=cost)[0]
     if best is problem:
-        return given
-    y = given.y
+        return operands
+    y = operands.y
     if best.ldy:
         y = ctx.scratch(y.dtype, (problem.m, _up(problem.n))).first((problem.m, problem.n))
     return Operands(best, _straight(ctx, node, a), _straight(ctx, node, b), y)
@@ -106,11 +106,13 @@ def _up(size: int) -> int:
     return -(-size // _WHOLE) * _WHOLE
 
 
-def _straight(ctx: Context, node: ir.Node, given: Matrix) -> Matrix:
+def _straight(ctx: Context, node: ir.Node, matrix: Matrix) -> Matrix:
     """The operand, or a copy of it whose lines begin at multiples of 16 bytes."""
-    if not (given.ld % _WHOLE or given.tensor.offset % _WHOLE):
-        return given
-    t = given.tensor.permute((1, 0)) if given.trans else given.tensor  # lines along the last axis
+    if not (matrix.ld % _WHOLE or matrix.tensor.offset % _WHOLE):
+        return matrix
+    t = (
+        matrix.tensor.permute((1, 0)) if matrix.trans else matrix.tensor
+    )  # lines along the last axis
     lines, length = t.shape
     ld = _up(length)
 
@@ -121,5 +123,5 @@ def _straight(ctx: Context, node: ir.Node, given: Matrix) -> Matrix:
     if held is None:
         held = ctx.scratch(t.dtype, (lines, ld))
         copy(ctx, node, t, held.first(t.shape))
-    made = held.first(t.shape)
-    return Matrix(made.permute((1, 0)) if given.trans else made, given.trans, ld, ())
+    rows = held.first(t.shape)
+    return Matrix(rows.permute((1, 0)) if matrix.trans else rows, matrix.trans, ld, ())

@@ -193,8 +193,8 @@ def group_norm_grad(ctx: Context, node: ir.Node) -> str | None:
     stat = _stat(x)
     part = ctx.scratch(stat, (images, 2, channels, splits))
     means = ctx.scratch(stat, (images, groups, 2))
-    given = {"x": x, "dy": dy, "scale": scale, "bias": bias, "mean": mean, "variance": variance}
-    ctx.select(node, problem, given, {"part": part})
+    operands = {"x": x, "dy": dy, "scale": scale, "bias": bias, "mean": mean, "variance": variance}
+    ctx.select(node, problem, operands, {"part": part})
     params = {name: ctx.output(node, i, scale.shape, scale.dtype)
               for i, name in ((1, "dscale"), (2, "dbias")) if ctx.wants(node, i)}  # fmt: skip
     reads = {"part": part, "scale": scale, "variance": variance}
@@ -206,7 +206,11 @@ def group_norm_grad(ctx: Context, node: ir.Node) -> str | None:
     dx = channels_last(stored_last(ctx, node, dx)) if last else dx
     inplace = [("dx", "dy"), ("dx", "x")]
     return ctx.select(
-        node, replace(problem, stage="dx"), {**given, "means": means}, {"dx": dx}, inplace=inplace
+        node,
+        replace(problem, stage="dx"),
+        {**operands, "means": means},
+        {"dx": dx},
+        inplace=inplace,
     )
 
 
@@ -266,9 +270,9 @@ def batch_norm_grad(ctx: Context, node: ir.Node) -> str | None:
     problem = replace(problem, splits=splits, chunk=chunk)
     per = inner if by_columns(problem) else 1
     part, sums = ctx.scratch(stat, (splits, 2, channels * per)), ctx.scratch(stat, (4, channels))
-    given = {"x": x, "dy": dy, "mean": mean}
+    operands = {"x": x, "dy": dy, "mean": mean}
     gate = {} if relu is None else {"scale": scale, "bias": ctx.dense(relu[1], 2)}
-    ctx.select(node, problem, {**given, **gate, "variance": variance}, {"part": part})
+    ctx.select(node, problem, {**operands, **gate, "variance": variance}, {"part": part})
     params = {name: ctx.output(node, i, scale.shape, scale.dtype)
               for i, name in ((1, "dscale"), (2, "dbias")) if ctx.wants(node, i)}  # fmt: skip
     reads = {"part": part, "scale": scale, **gate, "variance": variance}
@@ -278,7 +282,7 @@ def batch_norm_grad(ctx: Context, node: ir.Node) -> str | None:
     dx = ctx.output(node, 0, outer, x.dtype)
     dx = channels_last(stored_last(ctx, node, dx)) if last else dx
     inplace = [("dx", "dy"), ("dx", "x")]
-    reads = {**given, "sums": sums}
+    reads = {**operands, "sums": sums}
     return ctx.select(node, replace(problem, stage="dx"), reads, {"dx": dx}, inplace=inplace)
 
 

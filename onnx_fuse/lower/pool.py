@@ -184,9 +184,9 @@ def resize(ctx: Context, node: ir.Node) -> str | None:
     y = ctx.output(node, 0)
     axes = [a % rank for a in ctx.attr(node, "axes") or range(rank)]
     scales = dict.fromkeys(range(rank), 1.0)
-    given = ctx.host(node, 2) if ctx.has(node, 2) else None
-    if given is not None and given.size:
-        scales |= dict(zip(axes, given.reshape(-1).tolist(), strict=True))
+    sizes_or_scales = ctx.host(node, 2) if ctx.has(node, 2) else None
+    if sizes_or_scales is not None and sizes_or_scales.size:
+        scales |= dict(zip(axes, sizes_or_scales.reshape(-1).tolist(), strict=True))
     elif ctx.has(node, 3):
         # not_larger and not_smaller give all axes one factor; the output's size is rounded after
         policy = ctx.attr(node, "keep_aspect_ratio_policy", "stretch")
@@ -311,10 +311,10 @@ def grid_sample(ctx: Context, node: ir.Node) -> str | None:
 def col2im(ctx: Context, node: ir.Node) -> str | None:
     """Col2Im: each pixel adds up what the columns hold of it."""
     x = ctx.dense(node, 0)
-    given = [ctx.host(node, i) for i in (1, 2)]
-    if x.dtype not in FLOATS or given[0] is None or given[1] is None:
+    lengths = [ctx.host(node, i) for i in (1, 2)]
+    if x.dtype not in FLOATS or lengths[0] is None or lengths[1] is None:
         return f"no kernel for {x.dtype}, or its shapes are not known before it runs"
-    image, block = ([int(n) for n in g] for g in given if g is not None)
+    image, block = ([int(n) for n in g] for g in lengths if g is not None)
     rank = len(image)
     if not 1 <= rank <= 3:
         return f"{rank} spatial axes"

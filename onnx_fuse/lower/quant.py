@@ -169,8 +169,11 @@ def dequantize(ctx: Context, node: ir.Node) -> str | None:
     if dtype not in FLOATS:
         return f"no kernel dequantizes to {dtype}"
     parts = _parts(ctx, node, q, scale)
-    if not four_bit_weights(ctx, node) and (made := _once(ctx, node, q, parts, dtype)) is not None:
-        ctx.alias(node, 0, made)
+    if (
+        not four_bit_weights(ctx, node)
+        and (dequantized := _once(ctx, node, q, parts, dtype)) is not None
+    ):
+        ctx.alias(node, 0, dequantized)
         return None
     y = ctx.output(node, 0, q.shape, dtype)
     for elements, numbers in parts:
@@ -223,8 +226,8 @@ def _once(
 def stays_packed(ctx: Context, weight: ir.Value | None) -> bool:
     """Whether a product's weight is dequantized from 4 bits, which MatMulNBits multiplies."""
     source = weight.producer() if weight is not None else None
-    known = source is not None and (source.domain, source.op_type) == ("", "DequantizeLinear")
-    return source is not None and known and four_bit_weights(ctx, source)
+    quantized = source is not None and (source.domain, source.op_type) == ("", "DequantizeLinear")
+    return source is not None and quantized and four_bit_weights(ctx, source)
 
 
 def _is_weight(node: ir.Node, index: int) -> bool:

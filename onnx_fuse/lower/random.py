@@ -34,8 +34,8 @@ def fill(
 
 
 def _dtype(ctx: Context, node: ir.Node, default: str) -> str:
-    given = ctx.attr(node, "dtype")
-    return default if given is None else dtype_name(ir.DataType(given))
+    number = ctx.attr(node, "dtype")
+    return default if number is None else dtype_name(ir.DataType(number))
 
 
 def draw(ctx: Context, node: ir.Node) -> str | None:
@@ -57,10 +57,10 @@ def bernoulli(ctx: Context, node: ir.Node) -> str | None:
     """1 with probability x[i]."""
     x = ctx.dense(node, 0)
     dtype = _dtype(ctx, node, x.dtype)
-    kept = dtype if dtype in (*FLOATS, "bool") else "float32"
-    y = ctx.output(node, 0, x.shape, dtype) if kept == dtype else ctx.scratch(kept, x.shape)
+    drawn = dtype if dtype in (*FLOATS, "bool") else "float32"
+    y = ctx.output(node, 0, x.shape, dtype) if drawn == dtype else ctx.scratch(drawn, x.shape)
     fill(ctx, node, y, BERNOULLI, x=x)
-    if kept != dtype:
+    if drawn != dtype:
         code = Code()
         out = ctx.output(node, 0, x.shape, dtype)
         emit(ctx, code, node, code.step("Cast", dtype, code.load(y)), out)
@@ -83,9 +83,9 @@ def dropout(ctx: Context, node: ir.Node) -> str | None:
     scale = ctx.scratch("float32", x.shape)
     fill(ctx, node, scale, DROPOUT, 1 / (1 - share) if share < 1 else 0.0, share)
     code = Code()
-    kept = code.load(scale)
+    factor = code.load(scale)
     y = ctx.output(node, 0, x.shape, x.dtype)
-    emit(ctx, code, node, code.step("Mul", x.dtype, code.load(x), kept), y)
+    emit(ctx, code, node, code.step("Mul", x.dtype, code.load(x), factor), y)
     if ctx.wants(node, 1):
         code = Code()
         positive = code.step("Greater", "bool", code.load(scale), code.scalar(0, "float32"))

@@ -25,7 +25,7 @@ MAX_STEPS = 1024
 
 
 def recurrent(
-    op: Any, node: ir.Node, shapes: Sequence[tuple[int, ...]], known: Any
+    op: Any, node: ir.Node, shapes: Sequence[tuple[int, ...]], constant_of: Any
 ) -> Sequence[ir.Value | None] | None:
     """Y [T, D, B, H], Y_h and Y_c [D, B, H]; past a sequence's length the state stays, Y is 0."""
     kind, x, attributes = node.op_type, node.inputs[0], node.attributes
@@ -52,24 +52,24 @@ def recurrent(
     for d in range(directions):
         cell = Cell(op, node, d, acts[d * each : (d + 1) * each])
         pair = []
-        for given in (cell.h0, cell.c0):
-            if given is not None and layout:
-                given = op.Transpose(given, perm=[1, 0, 2])
-            pair.append(zeros if given is None else cell.mine(given))
+        for state in (cell.h0, cell.c0):
+            if state is not None and layout:
+                state = op.Transpose(state, perm=[1, 0, 2])
+            pair.append(zeros if state is None else cell.mine(state))
         cell.h, cell.c = pair
         products = cell.products(rows)
-        made: dict[int, Any] = {}
+        states: dict[int, Any] = {}
         for t in range(steps)[:: -1 if way == "reverse" or d else 1]:
             h, c = cell.step(op.Gather(products, op.constant(np.int64(t)), axis=0))
-            made[t] = h
+            states[t] = h
             if lengths is not None:
                 alive = op.Less(op.constant(np.int32(t)), lengths)
-                made[t] = op.Where(alive, h, zeros)
+                states[t] = op.Where(alive, h, zeros)
                 h = op.Where(alive, h, cell.h)
                 c = None if c is None else op.Where(alive, c, cell.c)
             cell.h, cell.c = h, c
         first = op.constant([0])
-        stack = op.Concat(*(op.Unsqueeze(made[t], first) for t in range(steps)), axis=0)
+        stack = op.Concat(*(op.Unsqueeze(states[t], first) for t in range(steps)), axis=0)
         ys.append(op.Unsqueeze(stack, op.constant([1])))
         hs.append(op.Unsqueeze(cell.h, first))
         cs.append(None if cell.c is None else op.Unsqueeze(cell.c, first))
@@ -87,19 +87,21 @@ def _in_steps(
     op: Any, node: ir.Node, kinds: Sequence[str], steps: int, batch: int, hidden: int
 ) -> Sequence[ir.Value | None]:
     """The outputs by one step operator a direction."""
-    x, w, r, b, given, h0, c0 = (*node.inputs, *[None] * 7)[:7]
+    x, w, r, b, sequence_lens, h0, c0 = (*node.inputs, *[None] * 7)[:7]
     assert x is not None
     dtype = (x.dtype or ir.DataType.FLOAT).numpy()
     layout = node.attributes.get_int("layout", 0) == 1
     lstm = node.op_type == "LSTM"
-    lengths = op.constant(np.full(batch, steps, np.int32)) if given is None else given
+    lengths = (
+        op.constant(np.full(batch, steps, np.int32)) if sequence_lens is None else sequence_lens
+    )
     zeros = op.constant(np.zeros((batch, hidden), dtype))
 
     def swap(value: Any) -> Any:
         return op.Transpose(value, perm=[1, 0, 2]) if layout and value is not None else value
 
     rows, h0, c0 = swap(x), swap(h0), swap(c0)
-    found = []
+    directions = []
     for d, kind in enumerate(kinds):
         at = op.constant(np.int64(d))
 
@@ -123,17 +125,19 @@ def _in_steps(
         states = [mine(h0), *([mine(c0)] if lstm else [])]
         reverse = node.attributes.get_string("direction", "forward") == "reverse" or d == 1
         inputs = [z, *weights, *states, lengths]
-        made = op.node(kind, inputs, domain=FUSE, outputs=2 + lstm, attributes=ways(reverse))
-        for value in made:
+        outputs = op.node(kind, inputs, domain=FUSE, outputs=2 + lstm, attributes=ways(reverse))
+        for value in outputs:
             value.dtype = x.dtype
-        y, *ends = made
-        if given is not None:  # an empty sequence ends in 0, as onnxruntime has it
-            some = op.Unsqueeze(op.Greater(given, op.constant(np.int32(0))), op.constant([1]))
+        y, *ends = outputs
+        if sequence_lens is not None:  # an empty sequence ends in 0, as onnxruntime has it
+            some = op.Unsqueeze(
+                op.Greater(sequence_lens, op.constant(np.int32(0))), op.constant([1])
+            )
             ends = [op.Where(some, end, zeros) for end in ends]
-        found.append([op.Unsqueeze(y, [1]), *(op.Unsqueeze(end, [0]) for end in ends)])
+        directions.append([op.Unsqueeze(y, [1]), *(op.Unsqueeze(end, [0]) for end in ends)])
     results = [
         part[0] if len(part) == 1 else op.Concat(*part, axis=1 if i == 0 else 0)
-        for i, part in enumerate(zip(*found, strict=True))
+        for i, part in enumerate(zip(*directions, strict=True))
     ]
     if layout:
         results = [op.Transpose(results[0], perm=[2, 0, 1, 3]), *map(swap, results[1:])]
@@ -170,8 +174,8 @@ def _launch(
     if z.dtype not in FLOATS or any(d != z.dtype for d in floats):
         return f"no kernel for {z.dtype}"
     if grad and number == 0:
-        kept = "float64" if z.dtype == "float64" else "float32"
-        writes["cells"] = ctx.scratch(kept, (z.shape[0], batch, hidden))
+        cell_dtype = "float64" if z.dtype == "float64" else "float32"
+        writes["cells"] = ctx.scratch(cell_dtype, (z.shape[0], batch, hidden))
     problem = Recurrence(
         number, gates, z.shape[0], batch, hidden, z.dtype, bool(ctx.attr(node, "reads")[0]), grad
     )

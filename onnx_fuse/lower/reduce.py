@@ -52,14 +52,14 @@ def passes(
             groups[-1][0] *= size
         else:
             groups.append([size, kind])
-    found = []
+    triples = []
     while any(kind for _, kind in groups):
         reduced = [i for i, (_, kind) in enumerate(groups) if kind]
         at = reduced[0] if outermost else reduced[-1]
         sizes = [size for size, _ in groups]
-        found.append((prod(sizes[:at]), sizes[at], prod(sizes[at + 1 :])))
+        triples.append((prod(sizes[:at]), sizes[at], prod(sizes[at + 1 :])))
         groups.pop(at)
-    return found or [(prod(shape), 1, 1)]
+    return triples or [(prod(shape), 1, 1)]
 
 
 def pieces(outer: int, length: int, inner: int, vec: int, aim: int = _BLOCKS) -> int:
@@ -126,10 +126,10 @@ def reduction(
 def _axes(ctx: Context, node: ir.Node, rank: int) -> list[int] | str:
     if not ctx.has(node, 1):
         listed = ctx.attr(node, "axes")
-    elif (given := ctx.host(node, 1)) is None:
+    elif (values := ctx.host(node, 1)) is None:
         return "its axes are not known before it runs"
     else:
-        listed = [int(a) for a in given.reshape(-1)]
+        listed = [int(a) for a in values.reshape(-1)]
     if not listed:
         return [] if ctx.attr(node, "noop_with_empty_axes", 0) else list(range(rank))
     return sorted({int(a) % rank for a in listed}) if rank else []  # a scalar's axis 0 is none
@@ -182,11 +182,13 @@ def sum_of_squares(ctx: Context, node: ir.Node) -> str | None:
     """
     tensors: list[Tensor] = []
     for i, value in enumerate(node.inputs):
-        made = value.producer() if value is not None else None
-        whole = made is not None and made.op_type == "ReduceSumSquare" and made.domain == ""
-        if made is None or not whole or ctx.view(node, i).shape or ctx.has(made, 1):
+        producer = value.producer() if value is not None else None
+        whole = (
+            producer is not None and producer.op_type == "ReduceSumSquare" and producer.domain == ""
+        )
+        if producer is None or not whole or ctx.view(node, i).shape or ctx.has(producer, 1):
             return folded(ctx, node)
-        tensors.append(_before_cast(ctx, made))
+        tensors.append(_before_cast(ctx, producer))
     dtype = ctx.view(node, 0).dtype
     if len(tensors) < 2 or dtype not in FLOATS or not any(t.size for t in tensors):
         return folded(ctx, node)

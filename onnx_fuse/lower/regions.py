@@ -55,12 +55,12 @@ def deform_conv(ctx: Context, node: ir.Node) -> str | None:
     ctx.select(node, problem, reads, {"columns": columns})
     filters = w.view((groups, w.shape[0] // groups, w.shape[1] * taps))
     biased = ctx.has(node, 3)
-    made = ctx.scratch(y.dtype, y.shape) if biased else y
-    rows = made.view((batch, groups, w.shape[0] // groups, pixels))
+    unbiased = ctx.scratch(y.dtype, y.shape) if biased else y
+    rows = unbiased.view((batch, groups, w.shape[0] // groups, pixels))
     why = product(ctx, node, filters.expand((batch, *filters.shape)), columns, rows)
     if why is None and biased:
         bias, code = ctx.view(node, 3).view((w.shape[0], 1, 1)), Code()
-        total = code.step("Add", y.dtype, code.load(made), code.load(bias.expand(y.shape)))
+        total = code.step("Add", y.dtype, code.load(unbiased), code.load(bias.expand(y.shape)))
         emit(ctx, code, node, total, y)
     return why
 

@@ -19,8 +19,8 @@ def registered(ctx: Context, node: ir.Node) -> str | None:
     }
     writes = {str(formal.name): ctx.output(node, i) for i, formal in enumerate(function.outputs)}
     ends = [tuple((k, t.dtype, t.shape) for k, t in part.items()) for part in (reads, writes)]
-    given = {k: a.value for k, a in function.attributes.items() if a.value is not None}
-    given |= {name: attribute.value for name, attribute in node.attributes.items()}
-    pairs = [(k, tuple(v) if isinstance(v, list) else v) for k, v in sorted(given.items())]
+    attributes = {k: a.value for k, a in function.attributes.items() if a.value is not None}
+    attributes |= {name: attribute.value for name, attribute in node.attributes.items()}
+    pairs = [(k, tuple(v) if isinstance(v, list) else v) for k, v in sorted(attributes.items())]
     problem = Registered(f"{node.domain}::{node.op_type}", ends[0], ends[1], tuple(pairs))
     return ctx.select(node, problem, reads, writes)

@@ -21,11 +21,11 @@ from onnx_fuse.program.data_movement import (
 def cumsum(ctx: Context, node: ir.Node) -> str | None:
     """Running sums or products; `exclusive` leaves the element out, `reverse` starts at the end."""
     x = ctx.dense(node, 0)
-    given = ctx.host(node, 1)
-    if given is None:
+    axis_value = ctx.host(node, 1)
+    if axis_value is None:
         return "its axis is not known before it runs"
     y = ctx.output(node, 0)
-    axis = int(given.reshape(-1)[0]) % len(x.shape)
+    axis = int(axis_value.reshape(-1)[0]) % len(x.shape)
     outer, length, inner = prod(x.shape[:axis]), x.shape[axis], prod(x.shape[axis + 1 :])
     problem = CumulativeSum(
         outer, length, inner, x.dtype, bool(ctx.attr(node, "exclusive", 0)),
@@ -37,10 +37,10 @@ def cumsum(ctx: Context, node: ir.Node) -> str | None:
 def topk(ctx: Context, node: ir.Node) -> str | None:
     """The k largest or smallest and their indices, in order; equal values by index."""
     x = ctx.dense(node, 0)
-    given = ctx.host(node, 1)
-    if given is None:
+    count = ctx.host(node, 1)
+    if count is None:
         return "its k is not known before it runs"
-    k, axis = int(given.reshape(-1)[0]), ctx.attr(node, "axis", -1) % len(x.shape)
+    k, axis = int(count.reshape(-1)[0]), ctx.attr(node, "axis", -1) % len(x.shape)
     outer, length, inner = prod(x.shape[:axis]), x.shape[axis], prod(x.shape[axis + 1 :])
     values, indices = ctx.output(node, 0), ctx.output(node, 1)
     problem = TopK(outer, length, inner, k, x.dtype, bool(ctx.attr(node, "largest", 1)))

@@ -54,12 +54,12 @@ def _fitted(ctx: Context, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tens
             (heads,) = broadcast((heads,), (shared,))
     except ValueError:
         return None
-    wanted = ((batch, heads), (batch, shared), (batch, shared))
-    found = [
+    leading = ((batch, heads), (batch, shared), (batch, shared))
+    fitted = [
         t if t.shape[:2] == lead else ctx.contiguous(t.expand((*lead, *t.shape[2:])))
-        for t, lead in zip((q, k, v), wanted, strict=True)
+        for t, lead in zip((q, k, v), leading, strict=True)
     ]
-    return found[0], found[1], found[2]
+    return fitted[0], fitted[1], fitted[2]
 
 
 def _output(ctx: Context, node: ir.Node, i: int, shape: tuple[int, ...], dtype: str) -> Tensor:
@@ -122,7 +122,7 @@ def _masks(
     Without `windows`, a mask is read that hides what is outside of a window.
     """
     kind = KINDS[FusedName.of(node.op_type).kind]
-    found, at = _Masks(), first
+    masks, at = _Masks(), first
     for number, step in enumerate(kind.steps, 1):
         tensor = ctx.view(node, at)
         proved = ctx.attr(node, CAUSAL, 0)
@@ -135,7 +135,7 @@ def _masks(
             left, right = ctx.attr(node, WINDOW, (-1, 0))
             seen = _window(left, right, q.shape[2], k.shape[2])
             if seen is not None and (windows or "causal" in seen):
-                found.fields.update(seen)
+                masks.fields.update(seen)
                 if proved > 0:
                     break  # it is the last one
         name = ("mask", "mask2")[number - 1]
@@ -144,26 +144,26 @@ def _masks(
             if fill is None or np.isnan(fill).any():
                 return "what its condition fills in is not known"
             suffix = name.removeprefix("mask")
-            found.fields[f"keep{suffix}"] = True
-            found.fields[f"fill{suffix}"] = float(fill.reshape(()))
+            masks.fields[f"keep{suffix}"] = True
+            masks.fields[f"fill{suffix}"] = float(fill.reshape(()))
             tensor = _as_numbers(ctx, node, tensor, q.dtype)
         at += 2 if step == "Where" else 1
         if larger:
             return "its mask is larger than the scores"
         if tensor.offset * ITEMSIZE[tensor.dtype] % 16:
             tensor = ctx.contiguous(tensor)
-        found.reads[name] = tensor.expand(shape)
-        found.fields[name] = found.reads[name].strides
-    return found
+        masks.reads[name] = tensor.expand(shape)
+        masks.fields[name] = masks.reads[name].strides
+    return masks
 
 
 def _as_numbers(ctx: Context, node: ir.Node, keep: Tensor, dtype: str) -> Tensor:
     """1 where `keep` is True, else 0: kernels take all masks in the type of q."""
-    if (known := ctx.known(keep)) is not None:
-        return ctx.constant(known.astype(dtype))
-    code, made = Code(), ctx.scratch(dtype, keep.shape)
-    emit(ctx, code, node, code.step(cast_step(dtype), dtype, code.load(keep)), made)
-    return made
+    if (values := ctx.known(keep)) is not None:
+        return ctx.constant(values.astype(dtype))
+    code, numbers = Code(), ctx.scratch(dtype, keep.shape)
+    emit(ctx, code, node, code.step(cast_step(dtype), dtype, code.load(keep)), numbers)
+    return numbers
 
 
 def sdpa(ctx: Context, node: ir.Node) -> str | None:
@@ -285,8 +285,8 @@ def sdpa_grad(ctx: Context, node: ir.Node) -> str | None:
         writes = dict(zip(names, merged, strict=True))
         problem = _problem(ctx, node, AttentionGrad, q, k, v, masks, dy=dy, y=y, **writes)
         if ctx.select(node, problem, reads, writes) is None:
-            for i, made in enumerate(merged):
-                ctx.alias(node, i, made)
+            for i, gradient in enumerate(merged):
+                ctx.alias(node, i, gradient)
             return None
     writes = {n: ctx.output(node, i, shapes[i], q.dtype) for i, n in enumerate(names)}
     problem = _problem(ctx, node, AttentionGrad, q, k, v, masks, dy=dy, y=y)
@@ -304,8 +304,8 @@ def _merged(
     rows = {(shape[0], shape[2]) for shape in shapes}
     if len(ends) < len(shapes) or len({join for join, _ in ends}) > 1 or len(rows) > 1:
         return None
-    found = {part: i for i, (_, part) in enumerate(ends)}
-    order = [-1 if v is None else found.get(v, -1) for v in ends[0][0].inputs]
+    part_index = {part: i for i, (_, part) in enumerate(ends)}
+    order = [-1 if v is None else part_index.get(v, -1) for v in ends[0][0].inputs]
     if sorted(order) != list(range(len(shapes))):
         return None
     (batch, queries), widths = rows.pop(), [shape[1] * shape[3] for shape in shapes]
@@ -356,12 +356,12 @@ def _along(ctx: Context, value: ir.Value, chain: _Chain) -> list[ir.Value] | Non
 def _join_of(ctx: Context, value: ir.Value) -> tuple[ir.Node, ir.Value] | None:
     """The Concat that reads a result, and its inputs; None where no Concat does."""
     for chain, rest in _MERGES:
-        found = _along(ctx, value, chain)
-        if found is None or _along(ctx, found[-1], rest) is None:
+        path = _along(ctx, value, chain)
+        if path is None or _along(ctx, path[-1], rest) is None:
             continue
-        join = found[-1].producer()
+        join = path[-1].producer()
         assert join is not None
-        return join, found[-2]
+        return join, path[-2]
     return None
 
 

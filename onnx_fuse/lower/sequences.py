@@ -31,18 +31,18 @@ def followed(graph: ir.Graph) -> bool:
     ends = (*graph.inputs, *graph.outputs)
     if any(isinstance(v.type, ir.SequenceType | ir.OptionalType) for v in ends):
         return False
-    found: set[ir.Value] = set()
+    sequences: set[ir.Value] = set()
     nodes = list(ir.traversal.RecursiveGraphIterator(graph))
     for node in nodes:
-        reads = any(v in found for v in node.inputs)
+        reads = any(v in sequences for v in node.inputs)
         if node.op_type in OPERATORS:
             if node.op_type in MAKES_SEQUENCES:
-                found.update(node.outputs)
+                sequences.update(node.outputs)
         elif reads and node.op_type not in PASSED:
             return False
         elif reads:
-            found.update(node.outputs)
-    return bool(found) or any(node.op_type in READ for node in nodes)
+            sequences.update(node.outputs)
+    return bool(sequences) or any(node.op_type in READ for node in nodes)
 
 
 def sequence(low: Control, node: ir.Node) -> bool:

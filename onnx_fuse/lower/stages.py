@@ -34,7 +34,7 @@ _OF_SEQUENCES = MAKES_SEQUENCES | {
 """Operators whose operands or results are no tensors of numbers."""
 
 
-def stages(low: Control, wanted: Sequence[str]) -> tuple[Stage, ...]:
+def stages(low: Control, outputs: Sequence[str]) -> tuple[Stage, ...]:
     """The stages that run the nodes that are left (`low.later`) and give the values `wanted`.
 
     No lowering helps those that are stuck: all they read is there. They run on onnxruntime, a Loop
@@ -44,19 +44,19 @@ def stages(low: Control, wanted: Sequence[str]) -> tuple[Stage, ...]:
     if not nodes:
         return ()
     if any(beyond_tensors(node, low.slots) for node in nodes):
-        return (_stage(low, nodes, wanted, host=True),)
+        return (_stage(low, nodes, outputs, host=True),)
     rest = [node for node in nodes if node not in stuck]
     read = {v.name for node in rest for v in (*node.inputs, *captured(node)) if v is not None}
     loops = [node for node in nodes if node in stuck and by_passes(node)]
     heads = [node for node in nodes if node in stuck and node not in loops]
-    parts = [_loop(low, node, read.union(wanted)) for node in loops]
+    parts = [_loop(low, node, read.union(outputs)) for node in loops]
     if heads:
         ends = [v.name or "" for node in heads for v in node.outputs]
-        ends = [name for name in ends if name in read or name in wanted]
+        ends = [name for name in ends if name in read or name in outputs]
         parts.append(_stage(low, heads, ends, host=True))
     if rest:
-        made = {v.name for node in rest for v in node.outputs}
-        ends = [name for name in wanted if name in made]
+        results = {v.name for node in rest for v in node.outputs}
+        ends = [name for name in outputs if name in results]
         parts.append(_stage(low, rest, ends, host=False))
     return tuple(parts)
 
@@ -82,28 +82,28 @@ def beyond_tensors(node: ir.Node, slots: Mapping[ir.Value, Slot]) -> bool:
     return False
 
 
-def _stage(low: Control, nodes: Sequence[ir.Node], wanted: Sequence[str], *, host: bool) -> Stage:
+def _stage(low: Control, nodes: Sequence[ir.Node], names: Sequence[str], *, host: bool) -> Stage:
     """A model of `nodes`: known values are its initializers, all else that it reads its inputs."""
     inside = {v.name for node in nodes for v in node.outputs}
     outer = [v for node in nodes for v in (*node.inputs, *captured(node)) if v is not None]
-    inputs, known = _given(low, [v for v in outer if v.name not in inside])
+    inputs, constants = _given(low, [v for v in outer if v.name not in inside])
     infos = [_info(name, tensor) for name, tensor in inputs.items()]
     graph = onnx.helper.make_graph(
         [ir.serde.serialize_node(node) for node in nodes],
         "stage",
         infos,
-        [onnx.ValueInfoProto(name=name) for name in wanted],
+        [onnx.ValueInfoProto(name=name) for name in names],
     )
-    graph.initializer.extend(_tensor(name, array) for name, array in known.items())
+    graph.initializer.extend(_tensor(name, array) for name, array in constants.items())
     model = _model(low, graph, nodes)
     if host:
         model = to_proto(ir.serde.deserialize_model(model))
         use_oldest_opset(low, model, nodes)
     elif not model.functions:
-        kept = [o for o in model.opset_import if o.domain != FUSE]
+        opsets = [o for o in model.opset_import if o.domain != FUSE]
         del model.opset_import[:]
-        model.opset_import.extend(kept)
-    return Stage(model.SerializeToString(), tuple(inputs.items()), tuple(wanted), host)
+        model.opset_import.extend(opsets)
+    return Stage(model.SerializeToString(), tuple(inputs.items()), tuple(names), host)
 
 
 def _model(low: Control, graph: onnx.GraphProto, nodes: Iterable[ir.Node]) -> onnx.ModelProto:
@@ -118,16 +118,16 @@ def _given(
 ) -> tuple[dict[str, Tensor | None], dict[str, np.ndarray]]:
     """The tensors that a stage reads (None: not made yet), and the values that are known."""
     inputs: dict[str, Tensor | None] = {}
-    known: dict[str, np.ndarray] = {}
+    constants: dict[str, np.ndarray] = {}
     for value in values:
         name, slot = value.name or "", low.slots[value]
-        if not name or name in inputs or name in known:
+        if not name or name in inputs or name in constants:
             continue
         if slot.host is not None:
-            known[name] = slot.host
+            constants[name] = slot.host
         else:
             inputs[name] = None if slot.tensor is None else low.contiguous(slot.tensor)
-    return inputs, known
+    return inputs, constants
 
 
 def _info(name: str, tensor: Tensor | None) -> onnx.ValueInfoProto:
@@ -235,8 +235,8 @@ def oldest(node: ir.Node, dtypes: Sequence[ir.DataType | None], opset: int) -> i
 
     def takes(schema: Any) -> bool:
         variadic = [schema.inputs[min(i, len(schema.inputs) - 1)] for i in range(len(dtypes))]
-        wanted = [d and f"tensor({_TYPE_NAMES.get(d, d.name.lower())})" for d in dtypes]
-        return all(w is None or w in p.types for w, p in zip(wanted, variadic, strict=True))
+        types = [d and f"tensor({_TYPE_NAMES.get(d, d.name.lower())})" for d in dtypes]
+        return all(w is None or w in p.types for w, p in zip(types, variadic, strict=True))
 
     while schema.since_version > CANONICAL_OPSET:
         if not onnx.defs.has(node.op_type, schema.since_version - 1):

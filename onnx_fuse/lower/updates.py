@@ -49,11 +49,11 @@ class Updates:
         numbers = [call for call in calls if call.writes[0][1].size == 1]
         others = [call for call in calls if call.writes[0][1].size != 1]
         read = {t.buffer for call in others for _, t in call.reads}
-        wanted = {t.buffer for t in results}
-        made = [*fuse(numbers, read | wanted), *fuse(others, wanted)]
+        written = {t.buffer for t in results}
+        fused = [*fuse(numbers, read | written), *fuse(others, written)]
         if len({t.buffer for t in operands}) == len(operands):
-            self._known[key] = _Update(tuple(made), tuple(operands), tuple(results))
-        return made
+            self._known[key] = _Update(tuple(fused), tuple(operands), tuple(results))
+        return fused
 
     def again(
         self, ctx: Context, key: Hashable, operands: Sequence[Tensor], label: str
@@ -62,18 +62,18 @@ class Updates:
 
         None where there was no such update, or where its operands had other strides.
         """
-        found = self._known.get(key)
-        if found is None or len({t.buffer for t in operands}) < len(operands):
+        update = self._known.get(key)
+        if update is None or len({t.buffer for t in operands}) < len(operands):
             return None
-        if [_view(t) for t in operands] != [_view(t) for t in found.operands]:
+        if [_view(t) for t in operands] != [_view(t) for t in update.operands]:
             return None
-        pairs = zip(found.operands, operands, strict=True)
+        pairs = zip(update.operands, operands, strict=True)
         same = {old.buffer: new.buffer for old, new in pairs}
-        for call in found.calls:
+        for call in update.calls:
             for _, t in call.writes:
                 same[t.buffer] = ctx.scratch(t.dtype, t.shape).buffer
             ctx.append(replace(rename_buffers(call, same), nodes=(label,)))
-        return [replace(t, buffer=same[t.buffer]) for t in found.results]
+        return [replace(t, buffer=same[t.buffer]) for t in update.results]
 
 
 def _view(tensor: Tensor) -> Tensor:

@@ -30,10 +30,10 @@ def reshaped(ctx: Context, tensor: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def reshape(ctx: Context, node: ir.Node) -> str | None:
-    x, wanted = ctx.view(node, 0), ctx.host(node, 1)
-    if wanted is None:
+    x, target = ctx.view(node, 0), ctx.host(node, 1)
+    if target is None:
         return SHAPE_UNKNOWN
-    shape = _ints(wanted)
+    shape = _ints(target)
     if not ctx.attr(node, "allowzero", 0):
         shape = [x.shape[k] if d == 0 else d for k, d in enumerate(shape)]
     held, rest = x.size, prod(d for d in shape if d != -1)
@@ -59,8 +59,8 @@ def squeeze(ctx: Context, node: ir.Node) -> str | None:
     axes = _axes(ctx, node, len(x.shape))
     if not axes:  # onnxruntime takes an empty list for none
         axes = [k for k, d in enumerate(x.shape) if d == 1]
-    kept = [k for k in range(len(x.shape)) if k not in axes]
-    shape, strides = tuple(x.shape[k] for k in kept), tuple(x.strides[k] for k in kept)
+    remaining = [k for k in range(len(x.shape)) if k not in axes]
+    shape, strides = tuple(x.shape[k] for k in remaining), tuple(x.strides[k] for k in remaining)
     ctx.alias(node, 0, Tensor(x.buffer, x.dtype, shape, strides, x.offset))
     return None
 
@@ -94,10 +94,10 @@ def transpose(ctx: Context, node: ir.Node) -> str | None:
 
 
 def expand(ctx: Context, node: ir.Node) -> str | None:
-    x, wanted = ctx.view(node, 0), ctx.host(node, 1)
-    if wanted is None:
+    x, target = ctx.view(node, 0), ctx.host(node, 1)
+    if target is None:
         return SHAPE_UNKNOWN
-    shape = sizes.broadcast(x.shape, _ints(wanted))
+    shape = sizes.broadcast(x.shape, _ints(target))
     ctx.alias(node, 0, x.expand(shape))
     return None
 
@@ -117,14 +117,14 @@ def _part(begin: int, end: int, step: int, size: int) -> tuple[int, int]:
 
 def slice_(ctx: Context, node: ir.Node) -> str | None:
     x = ctx.view(node, 0)
-    given = [ctx.host(node, i) if ctx.has(node, i) else None for i in range(1, 5)]
-    if any(ctx.has(node, i) and given[i - 1] is None for i in range(1, 5)):
+    bounds = [ctx.host(node, i) if ctx.has(node, i) else None for i in range(1, 5)]
+    if any(ctx.has(node, i) and bounds[i - 1] is None for i in range(1, 5)):
         return SHAPE_UNKNOWN
-    assert given[0] is not None
-    assert given[1] is not None
-    begin, end = _ints(given[0]), _ints(given[1])
-    axes = _ints(given[2]) if given[2] is not None else list(range(len(begin)))
-    strides = _ints(given[3]) if given[3] is not None else [1] * len(begin)
+    assert bounds[0] is not None
+    assert bounds[1] is not None
+    begin, end = _ints(bounds[0]), _ints(bounds[1])
+    axes = _ints(bounds[2]) if bounds[2] is not None else list(range(len(begin)))
+    strides = _ints(bounds[3]) if bounds[3] is not None else [1] * len(begin)
     starts, steps, shape = [0] * len(x.shape), [1] * len(x.shape), list(x.shape)
     for a, b, e, step in zip(axes, begin, end, strides, strict=True):
         axis = a % len(x.shape)
@@ -138,10 +138,10 @@ def split(ctx: Context, node: ir.Node) -> str | None:
     x = ctx.view(node, 0)
     axis, count = ctx.attr(node, "axis", 0) % len(x.shape), len(node.outputs)
     if ctx.has(node, 1):
-        given = ctx.host(node, 1)
-        if given is None:
+        lengths = ctx.host(node, 1)
+        if lengths is None:
             return SHAPE_UNKNOWN
-        sizes = _ints(given)
+        sizes = _ints(lengths)
     else:
         each = -(-x.shape[axis] // count)
         sizes = [min(each, x.shape[axis] - i * each) for i in range(count)]
@@ -214,8 +214,8 @@ def pad(ctx: Context, node: ir.Node) -> str | None:
     if pads is None or (ctx.has(node, 3) and ctx.host(node, 3) is None):
         return SHAPE_UNKNOWN
     rank, mode = len(x.shape), ctx.attr(node, "mode", "constant")
-    given = ctx.host(node, 3) if ctx.has(node, 3) else None
-    axes = [a % rank for a in _ints(given)] if given is not None else list(range(rank))
+    axis_values = ctx.host(node, 3) if ctx.has(node, 3) else None
+    axes = [a % rank for a in _ints(axis_values)] if axis_values is not None else list(range(rank))
     before, after = [0] * rank, [0] * rank
     widths = _ints(pads)
     for k, axis in enumerate(axes):
@@ -238,12 +238,12 @@ def pad(ctx: Context, node: ir.Node) -> str | None:
         slice(max(-b, 0), d + min(a, 0)) for d, b, a in zip(x.shape, before, after, strict=True)
     ]
     starts = [s.start for s in inside]
-    kept = [max(s.stop - s.start, 0) for s in inside]
-    if kept != shape:
+    inner_shape = [max(s.stop - s.start, 0) for s in inside]
+    if inner_shape != shape:
         emit(ctx, code, node, fill, y)
-    if all(kept):
-        source = x.slice(starts, [1] * rank, kept)
-        copy(ctx, node, source, y.slice([max(b, 0) for b in before], [1] * rank, kept))
+    if all(inner_shape):
+        source = x.slice(starts, [1] * rank, inner_shape)
+        copy(ctx, node, source, y.slice([max(b, 0) for b in before], [1] * rank, inner_shape))
     return None
 
 
@@ -295,10 +295,10 @@ def trilu(ctx: Context, node: ir.Node) -> str | None:
     ones = np.ones(x.shape[-2:], bool)
     mask = ctx.constant(np.triu(ones, diagonal) if upper else np.tril(ones, diagonal))
     code = Code()
-    kept = code.step(
+    masked = code.step(
         "Where", x.dtype, code.load(mask.expand(x.shape)), code.load(x), code.scalar(0, x.dtype)
     )
-    emit(ctx, code, node, kept, ctx.output(node, 0, x.shape, x.dtype))
+    emit(ctx, code, node, masked, ctx.output(node, 0, x.shape, x.dtype))
     return None
 
 

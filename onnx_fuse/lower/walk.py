@@ -152,8 +152,8 @@ class Lowerer(Control):
             else:
                 shape, name = tuple(value.const_value.numpy().shape), dtype_name(dtype)
                 tensor = self._buffer("weight", shape, name, value.name or "")
-                known = None if value.name in mutable or not small else value.const_value.numpy()
-                self.slots[value] = Slot(host=known, tensor=tensor)
+                values = None if value.name in mutable or not small else value.const_value.numpy()
+                self.slots[value] = Slot(host=values, tensor=tensor)
         for node in graph:
             self._node(node)
         outputs, writes = self._outputs()
@@ -189,18 +189,19 @@ class Lowerer(Control):
         _, writers = uses(calls)
         setup, others = [], []
         for call in calls:
-            made = [self.buffers[t.buffer] for _, t in call.writes]
+            written = [self.buffers[t.buffer] for _, t in call.writes]
             if (
                 all(self.buffers[t.buffer].kind == "constant" for _, t in call.reads)
                 and all(
-                    b.kind == "temp" and b.id not in keep and len(writers[b.id]) == 1 for b in made
+                    b.kind == "temp" and b.id not in keep and len(writers[b.id]) == 1
+                    for b in written
                 )
-                and sum(sizes.upper_bound(b.nbytes, sizes.wide_size_class) for b in made)
+                and sum(sizes.upper_bound(b.nbytes, sizes.wide_size_class) for b in written)
                 <= SETUP_LIMIT
                 and not (call.host or call.workspace)
                 and not any(launch.sync for launch in call.launches)
             ):
-                for b in made:
+                for b in written:
                     self.buffers[b.id] = replace(b, kind="constant")
                 setup.append(call)
             else:
@@ -222,12 +223,12 @@ class Lowerer(Control):
         small = b"".join(np.ascontiguousarray(v).tobytes() for v in (g, *b, row))
         how = repr((w.shape, w.strides, w.offset, trans, len(b))).encode()
         name = f"{source.name} folded {hashlib.sha256(small + how).hexdigest()[:16]}"
-        kept = self.model.graph.meta.setdefault("folded", {})  # for the next shapes
-        given = self.model.graph.initializers.get(source.name)
+        cache = self.model.graph.meta.setdefault("folded", {})  # for the next shapes
+        initializer = self.model.graph.initializers.get(source.name)
         # an initializer's number, or what was made of one for this program and the next
-        value = given.const_value if given is not None else self.constants[w.buffer]
+        value = initializer.const_value if initializer is not None else self.constants[w.buffer]
         # a clone that was given other weights still has this one's
-        if name not in kept or kept[name][0] is not value:
+        if name not in cache or cache[name][0] is not value:
             wide = weights.astype(np.float32)
             with np.errstate(over="ignore"):
                 wq = (g.astype(np.float32)[:, None] * wide).astype(weights.dtype)
@@ -238,11 +239,11 @@ class Lowerer(Control):
             if b:
                 cv = cv + b[0].astype(np.float64) @ wide
             cs = rounded.sum(0, dtype=np.float64)
-            found = {"wq": np.ascontiguousarray(wq.T if trans else wq),
+            parts = {"wq": np.ascontiguousarray(wq.T if trans else wq),
                      "cs": cs.astype(np.float32), "cv": cv.astype(np.float32)}  # fmt: skip
-            kept[name] = value, found
+            cache[name] = value, parts
         tensors = {}
-        for key, array in kept[name][1].items():
+        for key, array in cache[name][1].items():
             tensors[key] = self._buffer("weight", array.shape, array.dtype.name, f"{name} {key}")
             self.constants[tensors[key].buffer] = array
         return tensors
@@ -258,14 +259,16 @@ class Lowerer(Control):
             return self.constant(make(array))
         name = f"{source.name} {how} {tensor.shape} {tensor.strides} {tensor.offset}"
         if name not in self._packed:
-            kept = self.model.graph.meta.setdefault("packed", {})  # for the next shapes
+            cache = self.model.graph.meta.setdefault("packed", {})  # for the next shapes
             value = self.model.graph.initializers[source.name].const_value
-            if name not in kept or kept[name][0] is not value:
-                kept[name] = value, np.ascontiguousarray(make(array))
-            found = kept[name][1]
-            made = self._buffer("weight", found.shape, found.dtype.name, name)
-            self.constants[made.buffer] = found
-            self._packed[name] = made
+            if name not in cache or cache[name][0] is not value:
+                cache[name] = value, np.ascontiguousarray(make(array))
+            array_packed = cache[name][1]
+            tensor_packed = self._buffer(
+                "weight", array_packed.shape, array_packed.dtype.name, name
+            )
+            self.constants[tensor_packed.buffer] = array_packed
+            self._packed[name] = tensor_packed
         return self._packed[name]
 
     def known(self, tensor: Tensor) -> np.ndarray | None:
@@ -312,18 +315,18 @@ class Lowerer(Control):
         if not any(t is not None and not t.size for t in read) or captured(node):
             return False
         types = self.infer(node)
-        made = [(i, types and types[i]) for i, v in enumerate(node.outputs) if v.name]
-        found = [(i, *type_) for i, type_ in made if type_ is not None]
-        if len(found) < len(made) or any(d not in ITEMSIZE or prod(s) for _, d, s in found):
+        results = [(i, types and types[i]) for i, v in enumerate(node.outputs) if v.name]
+        typed = [(i, *type_) for i, type_ in results if type_ is not None]
+        if len(typed) < len(results) or any(d not in ITEMSIZE or prod(s) for _, d, s in typed):
             return False
-        for i, dtype, shape in found:
+        for i, dtype, shape in typed:
             self.output(node, i, shape, dtype)
         return True
 
     def _lower(self, node: ir.Node) -> None:
         lowering = lowerings().get((node.domain, base_name(node)))
         mark = self._mark()
-        own = not self._owner
+        outermost = not self._owner
         self._owner = self.label(node)
         try:
             unsupported = next(
@@ -348,7 +351,7 @@ class Lowerer(Control):
             elif lowering is not None:
                 self.in_parts.setdefault(node.op_type, reason)
         finally:
-            if own:
+            if outermost:
                 self._owner = ""
 
     def _attempt(self, lowering: Lowering, node: ir.Node) -> str | None:
@@ -367,7 +370,7 @@ class Lowerer(Control):
         """Small inputs of the model that unknown operands of a node (all but the first, or one) are
         computed from.
         """
-        found: dict[str, None] = {}
+        deciding: dict[str, None] = {}
         operands = node.inputs[1:] or node.inputs if operand is None else [node.inputs[operand]]
         todo = [v for v in operands if v is not None]
         seen: set[ir.Value] = set()
@@ -387,25 +390,25 @@ class Lowerer(Control):
                     tensor is not None and (tensor.size == 1 or "int" in tensor.dtype)
                 )
                 if tensor is not None and counts and len(tensor.shape) <= 1 and tensor.size <= 64:
-                    found[value.name or ""] = None
+                    deciding[value.name or ""] = None
                 elif value not in direct or tensor is None or tensor.size <= 64:
                     return []  # a larger operand is data beside what decides
             producer = value.producer()
             todo += [v for v in (producer.inputs if producer is not None else ()) if v is not None]
-        return list(found)
+        return list(deciding)
 
     def _numeric(self, value: ir.Value) -> bool:
         slot = self.slots[value]
         if slot.tensor is not None:
             return slot.tensor.dtype in ITEMSIZE
-        known = slot.host
-        return known is None or known.dtype.name in ITEMSIZE or host.is_open(known)
+        values = slot.host
+        return values is None or values.dtype.name in ITEMSIZE or host.is_open(values)
 
     def _outputs(self) -> tuple[list[tuple[str, Any]], list[tuple[str, Tensor]]]:
         """Give each output a buffer of its own, and write states over what they replace."""
         outputs: list[tuple[str, Any]] = []
         writes: list[tuple[str, Tensor]] = []
-        taken: set[int] = set()
+        used: set[int] = set()
         named = {v.name: self.slots[v] for v in (*self.model.graph.inputs,
                  *self.model.graph.initializers.values())}  # fmt: skip
         # what state is replaced by must be read before it is overwritten: copies come last
@@ -430,21 +433,21 @@ class Lowerer(Control):
             buffer = self.buffers[tensor.buffer]
             fresh = buffer.kind == "temp" and tensor.dense and tensor.offset == 0
             whole = tensor.nbytes == buffer.nbytes
-            if not (fresh and whole) or tensor.buffer in taken:
-                own = self._buffer("output", tensor.shape, tensor.dtype, name)
-                self._copy(name, tensor, own)
-                tensor = own
+            if not (fresh and whole) or tensor.buffer in used:
+                copied = self._buffer("output", tensor.shape, tensor.dtype, name)
+                self._copy(name, tensor, copied)
+                tensor = copied
             else:
                 self.buffers[tensor.buffer] = replace(buffer, kind="output", name=name)
-            taken.add(tensor.buffer)
+            used.add(tensor.buffer)
             outputs.append((name, tensor))
         replaced = {target.buffer for _, _, target in late}
         moved = [(name, source, target) for name, source, target in late if source != target]
         for i, (name, source, target) in enumerate(moved):
             if source.buffer in replaced:  # a view of a state: of its value before
-                own = self.scratch(source.dtype, source.shape)
-                self._copy(name, source, own)
-                moved[i] = name, own, target
+                copied = self.scratch(source.dtype, source.shape)
+                self._copy(name, source, copied)
+                moved[i] = name, copied, target
         for name, source, target in moved:
             self._copy(name, source, target)
         return outputs, writes
@@ -472,12 +475,12 @@ class Lowerer(Control):
         if key is not None and is_update(node) and self._updated(node, key):
             return True
         # out of the table meanwhile: an inner node may be of the same key
-        known, mark, later = self._bodies.pop(key, None), self._mark(), len(self.later)
-        body = self._body(node) if known is None else known
+        stored_body, mark, later = self._bodies.pop(key, None), self._mark(), len(self.later)
+        body = self._body(node) if stored_body is None else stored_body
         if body is None:
             return False
         self._lower_in_place(node, body)
-        if known is not None and len(self.later) > later:
+        if stored_body is not None and len(self.later) > later:
             self._rewind(mark)  # a later stage would have one body's nodes and names twice
             del self.later[later:]
             return self._expand(node)
