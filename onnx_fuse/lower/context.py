@@ -270,12 +270,10 @@ class Context(ABC):
         except onnx.shape_inference.InferenceError as error:
             raise self.fault(node, one_line(error)) from error
         correct_types(proto, types, data, result)
-        result_types = [self._static_proto(result.get(v.name or "")) for v in node.outputs]
+        types_of = [self._static_proto(result.get(v.name or "")) for v in node.outputs]
         if halved:
-            result_types = [
-                k and ("bfloat16" if k[0] == "float16" else k[0], k[1]) for k in result_types
-            ]
-        return result_types
+            types_of = [k and ("bfloat16" if k[0] == "float16" else k[0], k[1]) for k in types_of]
+        return types_of
 
     def _static_proto(self, proto: onnx.TypeProto | None) -> tuple[str, tuple[int, ...]] | None:
         if proto is None or not proto.HasField("tensor_type"):

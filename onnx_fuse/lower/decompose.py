@@ -31,7 +31,7 @@ Results = Sequence["ir.Value | None"]
 Decomposition = Callable[[Any, ir.Node, Shapes, Known], "Results | None"]
 
 
-def four_bits(op: Any, node: ir.Node, shapes: Shapes, constant_of: Known) -> Results | None:
+def four_bits(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results | None:
     """Gemm<Act> of dequantized 4-bit weights as MatMul, which takes them packed, and the rest."""
     name = FusedName.of(node.op_type)
     x, w, c = node.inputs
@@ -44,7 +44,7 @@ def four_bits(op: Any, node: ir.Node, shapes: Shapes, constant_of: Known) -> Res
     return [y, z][: 1 + len(name.exposed)]
 
 
-def norm_gemm(op: Any, node: ir.Node, shapes: Shapes, constant_of: Known) -> Results:
+def norm_gemm(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results:
     """<Norm>Gemm<Act> as the norm, then Gemm<Act>."""
     name = FusedName.of(node.op_type)
     exposed = name.exposed
@@ -54,22 +54,20 @@ def norm_gemm(op: Any, node: ir.Node, shapes: Shapes, constant_of: Known) -> Res
     if name.rms:
         names: tuple[str, ...] = ("n", "rstd") if "rstd" in exposed else ("n",)
         op_type = str(FusedName.of("RMSNormalization").exposing(*names[1:]))
-        results = op.node(op_type, [x, *params], domain=FUSE, outputs=len(names), epsilon=epsilon)
+        outs = op.node(op_type, [x, *params], domain=FUSE, outputs=len(names), epsilon=epsilon)
     else:
         names = ("n", "mean", "rstd") if {"mean", "rstd"} & set(exposed) else ("n",)
-        results = op.LayerNormalization(x, *params, epsilon=epsilon, outputs=len(names))
-    values |= zip(names, results if len(names) > 1 else (results,), strict=True)
-    attributes = {k: a.value for k, a in node.attributes.items() if k != "epsilon"}
+        outs = op.LayerNormalization(x, *params, epsilon=epsilon, outputs=len(names))
+    values |= zip(names, outs if len(names) > 1 else (outs,), strict=True)
+    attrs = {k: a.value for k, a in node.attributes.items() if k != "epsilon"}
     suffix = ("z",) if "z" in exposed else ()
     op_type = str(FusedName.make("Gemm", name.activation, exposed=suffix))
-    results = op.node(
-        op_type, [values["n"], w, c], domain=FUSE, outputs=1 + len(suffix), **attributes
-    )
-    values |= zip(("y", "z"), results if suffix else (results,), strict=False)
+    outs = op.node(op_type, [values["n"], w, c], domain=FUSE, outputs=1 + len(suffix), **attrs)
+    values |= zip(("y", "z"), outs if suffix else (outs,), strict=False)
     return [values["y"], *(values[name] for name in exposed)]
 
 
-def group_norm(op: Any, node: ir.Node, shapes: Shapes, constant_of: Known) -> Results:
+def group_norm(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results:
     """GroupNorm<Act> as the norm and the activation, which the norm's kernel then applies."""
     x, scale, bias = node.inputs
     groups, epsilon = attr(node, "num_groups", 1), attr(node, "epsilon", 1e-5)
@@ -79,7 +77,7 @@ def group_norm(op: Any, node: ir.Node, shapes: Shapes, constant_of: Known) -> Re
     return [y if row is None else row.alone(op, y, node)]
 
 
-def layer_norm(op: Any, node: ir.Node, shapes: Shapes, constant_of: Known) -> Results | None:
+def layer_norm(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results | None:
     """A norm whose scale or bias differs between rows as one without, and the rest after it."""
     x, scale, bias = (*node.inputs, None)[:3]
     axis = attr(node, "axis", -1) % len(shapes[0])
@@ -87,29 +85,27 @@ def layer_norm(op: Any, node: ir.Node, shapes: Shapes, constant_of: Known) -> Re
     if not any(len(s) > len(row) and s[: -len(row)] != (1,) * axis for s in shapes[1:]):
         return None
     ones = op.CastLike(op.Expand(op.constant(np.ones((), np.float32)), list(row)), scale)
-    attributes = {k: a.value for k, a in node.attributes.items()}
-    results = op.node(
-        "LayerNormalization", [x, ones], outputs=len(node.outputs), attributes=attributes
-    )
-    normed, *stats = results if isinstance(results, tuple) else (results,)
+    attrs = {k: a.value for k, a in node.attributes.items()}
+    outs = op.node("LayerNormalization", [x, ones], outputs=len(node.outputs), attributes=attrs)
+    normed, *stats = outs if isinstance(outs, tuple) else (outs,)
     y = op.Mul(normed, scale)
     return [y if bias is None else op.Add(y, bias), *stats]
 
 
-def gated(op: Any, node: ir.Node, shapes: Shapes, constant_of: Known) -> Results:
+def gated(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results:
     """A gated product as the product, its halves and a pass over them."""
     shape = shapes[-2]
     return [written_out(op, node, shape[1])]
 
 
-def lp_normalization(op: Any, node: ir.Node, shapes: Shapes, constant_of: Known) -> Results:
+def lp_normalization(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results:
     x, axis, p = node.inputs[0], attr(node, "axis", -1), attr(node, "p", 2)
     norm = op.node(f"ReduceL{p}", [x, [axis]], keepdims=1)
     zero = op.constant(0.0, x.dtype if x is not None else None)
     return [op.Where(op.Equal(norm, zero), zero, op.Div(x, norm))]
 
 
-def hardmax(op: Any, node: ir.Node, shapes: Shapes, constant_of: Known) -> Results | None:
+def hardmax(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results | None:
     """1 at the first largest element along the axis."""
     x, axis = node.inputs[0], attr(node, "axis", -1) % len(shapes[0])
     first = op.ArgMax(x, axis=axis, keepdims=1)
@@ -125,7 +121,7 @@ def _places(op: Any, x: Any, axis: int, rank: int) -> ir.Value:
     return shaped
 
 
-def reverse_sequence(op: Any, node: ir.Node, shapes: Shapes, constant_of: Known) -> Results | None:
+def reverse_sequence(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results | None:
     """y[t, b] = x[length[b] - 1 - t, b] for t < length[b], else x[t, b]."""
     x, lengths = node.inputs
     time, batch = attr(node, "time_axis", 0), attr(node, "batch_axis", 1)
@@ -136,7 +132,7 @@ def reverse_sequence(op: Any, node: ir.Node, shapes: Shapes, constant_of: Known)
     return [op.GatherElements(x, op.Expand(place, op.Shape(x)), axis=time)]
 
 
-def einsum(op: Any, node: ir.Node, shapes: Shapes, constant_of: Known) -> Results | None:
+def einsum(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results | None:
     """Pairwise from the left: transpose, sum what no one else has, MatMul over batch and sums."""
     terms, right = einsum_terms(node, [len(s) for s in shapes])
     if any(len(set(t)) < len(t) for t in terms):
@@ -213,8 +209,8 @@ def _transform(
     return op.Transpose(y, perm=[int(a) for a in np.argsort(perm)])
 
 
-def dft(op: Any, node: ir.Node, shapes: Shapes, constant_of: Known) -> Results | None:
-    x, shape, length, at = node.inputs[0], shapes[0], constant_of(1), constant_of(2)
+def dft(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results | None:
+    x, shape, length, at = node.inputs[0], shapes[0], const(1), const(2)
     assert x is not None
     axis = (attr(node, "axis", -2) if at is None else int(at.reshape(-1)[0])) % len(shape)
     inverse, onesided = bool(attr(node, "inverse", 0)), bool(attr(node, "onesided", 0))
@@ -227,12 +223,12 @@ def dft(op: Any, node: ir.Node, shapes: Shapes, constant_of: Known) -> Results |
     return None if y is None else [y]
 
 
-def stft(op: Any, node: ir.Node, shapes: Shapes, constant_of: Known) -> Results | None:
+def stft(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results | None:
     """Frames of the signal, times the window, transformed.
 
     The signal is [batch, length, 1 or 2] or, as PyTorch exports it, [batch, length].
     """
-    signal, shape, step, length = node.inputs[0], shapes[0], constant_of(1), constant_of(3)
+    signal, shape, step, length = node.inputs[0], shapes[0], const(1), const(3)
     window = node.inputs[2] if len(node.inputs) > 2 else None
     assert signal is not None
     assert step is not None
@@ -254,9 +250,9 @@ def stft(op: Any, node: ir.Node, shapes: Shapes, constant_of: Known) -> Results 
     return None if y is None else [y]
 
 
-def max_unpool(op: Any, node: ir.Node, shapes: Shapes, constant_of: Known) -> Results | None:
+def max_unpool(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results | None:
     """Zeros with x at its flat indices; where the output is to be larger, zeros at the end."""
-    x, shape, output_shape = node.inputs[0], shapes[0], constant_of(2)
+    x, shape, output_shape = node.inputs[0], shapes[0], const(2)
     assert x is not None
     kernel = attr(node, "kernel_shape", [])
     strides, pads = (
@@ -279,7 +275,7 @@ def max_unpool(op: Any, node: ir.Node, shapes: Shapes, constant_of: Known) -> Re
     return [y]
 
 
-def tensor_scatter(op: Any, node: ir.Node, shapes: Shapes, constant_of: Known) -> Results | None:
+def tensor_scatter(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results | None:
     """The cache with `update` written from each row's index on, round its end if circular."""
     past, update, *more = node.inputs
     (cache, new), axis = shapes[:2], attr(node, "axis", -2)
@@ -292,10 +288,10 @@ def tensor_scatter(op: Any, node: ir.Node, shapes: Shapes, constant_of: Known) -
     return [op.ScatterElements(past, op.Expand(place, op.Shape(update)), update, axis=axis)]
 
 
-def mel_weight_matrix(op: Any, node: ir.Node, shapes: Shapes, constant_of: Known) -> Results | None:
+def mel_weight_matrix(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results | None:
     """Ask for all five numbers; once they are known, the matrix is computed at lowering."""
     for i in range(5):
-        constant_of(i)
+        const(i)
     return None
 
 

@@ -56,11 +56,9 @@ def _simple(name: str) -> Lowering:
             step = "ShiftLeft" if ctx.attr(node, "direction") == "LEFT" else "ShiftRight"
         if name == "Pow":
             power = ctx.host(node, 1)
-            exponent = (
-                float(power.reshape(-1)[0]) if power is not None and power.size == 1 else None
-            )
-            if exponent in (2.0, 0.5) and dtype in FLOATS:
-                code, step = Code(), "Square" if exponent == 2 else "Sqrt"
+            e = float(power.reshape(-1)[0]) if power is not None and power.size == 1 else None
+            if e in (2.0, 0.5) and dtype in FLOATS:
+                code, step = Code(), "Square" if e == 2 else "Sqrt"
                 args = [operand(ctx, code, node, 0, shape)[0]]
             elif dtypes[1] != dtype:
                 # a fractional exponent of an integer base: in double, then truncated

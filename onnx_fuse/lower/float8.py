@@ -125,24 +125,22 @@ def gradient(ctx: Context, node: ir.Node) -> str | None:
             return why
     parts = Float8(m, n, dz.dtype, E5M2, HISTORY).parts
     sums = ctx.scratch("float32", (parts, n)) if ctx.wants(node, 2) else None
-    rounded = Rounded(
+    q = Rounded(
         ctx.scratch(E5M2, (m, n)) if ctx.wants(node, 0) else None,
         ctx.scratch(E5M2, (n, m)) if ctx.wants(node, 1) else None,
         ctx.scratch("float32", ()),
     )
-    why = _rounded(ctx, node, dz, E5M2, 5, 3, rounded, sums)
+    why = _rounded(ctx, node, dz, E5M2, 5, 3, q, sums)
     if sums is not None:
         dc = ctx.output(node, 2, (n,), dy.dtype)
         total = PartSums(parts, n, dc.dtype)
         why = why or ctx.select(node, total, {"part": sums}, {"out0": dc})
-    if rounded.rows is not None:
+    if q.rows is not None:
         dx = {"y": ctx.output(node, 0, (m, k), dy.dtype)}
-        why = why or _product(ctx, node, rounded.rows, wq, (rounded.scale, ctx.view(node, 4)), dx)
-    if rounded.columns is not None:
+        why = why or _product(ctx, node, q.rows, wq, (q.scale, ctx.view(node, 4)), dx)
+    if q.columns is not None:
         dw = {"y": ctx.output(node, 1, (k, n), dy.dtype)}
-        why = why or _product(
-            ctx, node, xt, rounded.columns, (ctx.view(node, 3), rounded.scale), dw
-        )
+        why = why or _product(ctx, node, xt, q.columns, (ctx.view(node, 3), q.scale), dw)
     return why
 
 

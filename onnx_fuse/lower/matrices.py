@@ -106,13 +106,11 @@ def _up(size: int) -> int:
     return -(-size // _WHOLE) * _WHOLE
 
 
-def _straight(ctx: Context, node: ir.Node, matrix: Matrix) -> Matrix:
+def _straight(ctx: Context, node: ir.Node, m: Matrix) -> Matrix:
     """The operand, or a copy of it whose lines begin at multiples of 16 bytes."""
-    if not (matrix.ld % _WHOLE or matrix.tensor.offset % _WHOLE):
-        return matrix
-    t = (
-        matrix.tensor.permute((1, 0)) if matrix.trans else matrix.tensor
-    )  # lines along the last axis
+    if not (m.ld % _WHOLE or m.tensor.offset % _WHOLE):
+        return m
+    t = m.tensor.permute((1, 0)) if m.trans else m.tensor  # lines along the last axis
     lines, length = t.shape
     ld = _up(length)
 
@@ -124,4 +122,4 @@ def _straight(ctx: Context, node: ir.Node, matrix: Matrix) -> Matrix:
         held = ctx.scratch(t.dtype, (lines, ld))
         copy(ctx, node, t, held.first(t.shape))
     rows = held.first(t.shape)
-    return Matrix(rows.permute((1, 0)) if matrix.trans else rows, matrix.trans, ld, ())
+    return Matrix(rows.permute((1, 0)) if m.trans else rows, m.trans, ld, ())

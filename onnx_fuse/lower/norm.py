@@ -193,8 +193,8 @@ def group_norm_grad(ctx: Context, node: ir.Node) -> str | None:
     stat = _stat(x)
     part = ctx.scratch(stat, (images, 2, channels, splits))
     means = ctx.scratch(stat, (images, groups, 2))
-    operands = {"x": x, "dy": dy, "scale": scale, "bias": bias, "mean": mean, "variance": variance}
-    ctx.select(node, problem, operands, {"part": part})
+    shared = {"x": x, "dy": dy, "scale": scale, "bias": bias, "mean": mean, "variance": variance}
+    ctx.select(node, problem, shared, {"part": part})
     params = {name: ctx.output(node, i, scale.shape, scale.dtype)
               for i, name in ((1, "dscale"), (2, "dbias")) if ctx.wants(node, i)}  # fmt: skip
     reads = {"part": part, "scale": scale, "variance": variance}
@@ -206,11 +206,7 @@ def group_norm_grad(ctx: Context, node: ir.Node) -> str | None:
     dx = channels_last(stored_last(ctx, node, dx)) if last else dx
     inplace = [("dx", "dy"), ("dx", "x")]
     return ctx.select(
-        node,
-        replace(problem, stage="dx"),
-        {**operands, "means": means},
-        {"dx": dx},
-        inplace=inplace,
+        node, replace(problem, stage="dx"), {**shared, "means": means}, {"dx": dx}, inplace=inplace
     )
 
 

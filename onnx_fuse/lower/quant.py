@@ -169,11 +169,8 @@ def dequantize(ctx: Context, node: ir.Node) -> str | None:
     if dtype not in FLOATS:
         return f"no kernel dequantizes to {dtype}"
     parts = _parts(ctx, node, q, scale)
-    if (
-        not four_bit_weights(ctx, node)
-        and (dequantized := _once(ctx, node, q, parts, dtype)) is not None
-    ):
-        ctx.alias(node, 0, dequantized)
+    if not four_bit_weights(ctx, node) and (once := _once(ctx, node, q, parts, dtype)) is not None:
+        ctx.alias(node, 0, once)
         return None
     y = ctx.output(node, 0, q.shape, dtype)
     for elements, numbers in parts:

@@ -25,7 +25,7 @@ MAX_STEPS = 1024
 
 
 def recurrent(
-    op: Any, node: ir.Node, shapes: Sequence[tuple[int, ...]], constant_of: Any
+    op: Any, node: ir.Node, shapes: Sequence[tuple[int, ...]], const: Any
 ) -> Sequence[ir.Value | None] | None:
     """Y [T, D, B, H], Y_h and Y_c [D, B, H]; past a sequence's length the state stays, Y is 0."""
     kind, x, attributes = node.op_type, node.inputs[0], node.attributes
@@ -87,14 +87,12 @@ def _in_steps(
     op: Any, node: ir.Node, kinds: Sequence[str], steps: int, batch: int, hidden: int
 ) -> Sequence[ir.Value | None]:
     """The outputs by one step operator a direction."""
-    x, w, r, b, sequence_lens, h0, c0 = (*node.inputs, *[None] * 7)[:7]
+    x, w, r, b, lens, h0, c0 = (*node.inputs, *[None] * 7)[:7]
     assert x is not None
     dtype = (x.dtype or ir.DataType.FLOAT).numpy()
     layout = node.attributes.get_int("layout", 0) == 1
     lstm = node.op_type == "LSTM"
-    lengths = (
-        op.constant(np.full(batch, steps, np.int32)) if sequence_lens is None else sequence_lens
-    )
+    lengths = op.constant(np.full(batch, steps, np.int32)) if lens is None else lens
     zeros = op.constant(np.zeros((batch, hidden), dtype))
 
     def swap(value: Any) -> Any:
@@ -129,10 +127,8 @@ def _in_steps(
         for value in outputs:
             value.dtype = x.dtype
         y, *ends = outputs
-        if sequence_lens is not None:  # an empty sequence ends in 0, as onnxruntime has it
-            some = op.Unsqueeze(
-                op.Greater(sequence_lens, op.constant(np.int32(0))), op.constant([1])
-            )
+        if lens is not None:  # an empty sequence ends in 0, as onnxruntime has it
+            some = op.Unsqueeze(op.Greater(lens, op.constant(np.int32(0))), op.constant([1]))
             ends = [op.Where(some, end, zeros) for end in ends]
         directions.append([op.Unsqueeze(y, [1]), *(op.Unsqueeze(end, [0]) for end in ends)])
     results = [

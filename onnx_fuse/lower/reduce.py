@@ -182,13 +182,11 @@ def sum_of_squares(ctx: Context, node: ir.Node) -> str | None:
     """
     tensors: list[Tensor] = []
     for i, value in enumerate(node.inputs):
-        producer = value.producer() if value is not None else None
-        whole = (
-            producer is not None and producer.op_type == "ReduceSumSquare" and producer.domain == ""
-        )
-        if producer is None or not whole or ctx.view(node, i).shape or ctx.has(producer, 1):
+        maker = value.producer() if value is not None else None
+        whole = maker is not None and maker.op_type == "ReduceSumSquare" and maker.domain == ""
+        if maker is None or not whole or ctx.view(node, i).shape or ctx.has(maker, 1):
             return folded(ctx, node)
-        tensors.append(_before_cast(ctx, producer))
+        tensors.append(_before_cast(ctx, maker))
     dtype = ctx.view(node, 0).dtype
     if len(tensors) < 2 or dtype not in FLOATS or not any(t.size for t in tensors):
         return folded(ctx, node)

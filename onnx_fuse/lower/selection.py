@@ -36,9 +36,7 @@ def _kept(op: Any, keep: Any, length: int) -> tuple[Any, Any]:
     return op.KeptPositions(keep, first, count, domain=FUSE), count
 
 
-def nonzero(
-    op: Any, node: ir.Node, shapes: Shapes, constant_of: Known
-) -> Sequence[ir.Value] | None:
+def nonzero(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Sequence[ir.Value] | None:
     """int64 [rank, count]: an index a row of each element that is not zero, in row-major order."""
     x, shape = node.inputs[0], shapes[0]
     assert x is not None
@@ -57,9 +55,7 @@ def nonzero(
     return [op.Concat(*rows, axis=0) if len(rows) > 1 else rows[0]]
 
 
-def compress(
-    op: Any, node: ir.Node, shapes: Shapes, constant_of: Known
-) -> Sequence[ir.Value] | None:
+def compress(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Sequence[ir.Value] | None:
     """The slices of x along the axis, or its elements, whose condition holds."""
     (x, condition), shape, flags = node.inputs, shapes[0], shapes[1]
     axis = attr(node, "axis", None)
@@ -92,7 +88,7 @@ def _ordered(op: Any, rows: Any, count: int, width: int) -> tuple[Any, Any]:
     return op.Gather(rows, order), order
 
 
-def unique(op: Any, node: ir.Node, shapes: Shapes, constant_of: Known) -> Sequence[Any] | None:
+def unique(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Sequence[Any] | None:
     """The distinct elements or slices, their first positions, the inverse indices and the counts.
 
     Equal elements stand side by side once sorted, in their old order, since TopK is stable.
@@ -142,7 +138,7 @@ def unique(op: Any, node: ir.Node, shapes: Shapes, constant_of: Known) -> Sequen
     return [op.Gather(flat, where, axis=0 if whole else axis), where, inverse, often]
 
 
-def nms(op: Any, node: ir.Node, shapes: Shapes, constant_of: Known) -> Sequence[ir.Value] | None:
+def nms(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Sequence[ir.Value] | None:
     """int64 [count, 3]: batch, class and box, the best of each class first."""
     scores = shapes[1]
     batch, classes, boxes = scores

@@ -189,19 +189,18 @@ class Lowerer(Control):
         _, writers = uses(calls)
         setup, others = [], []
         for call in calls:
-            written = [self.buffers[t.buffer] for _, t in call.writes]
+            out = [self.buffers[t.buffer] for _, t in call.writes]
             if (
                 all(self.buffers[t.buffer].kind == "constant" for _, t in call.reads)
                 and all(
-                    b.kind == "temp" and b.id not in keep and len(writers[b.id]) == 1
-                    for b in written
+                    b.kind == "temp" and b.id not in keep and len(writers[b.id]) == 1 for b in out
                 )
-                and sum(sizes.upper_bound(b.nbytes, sizes.wide_size_class) for b in written)
+                and sum(sizes.upper_bound(b.nbytes, sizes.wide_size_class) for b in out)
                 <= SETUP_LIMIT
                 and not (call.host or call.workspace)
                 and not any(launch.sync for launch in call.launches)
             ):
-                for b in written:
+                for b in out:
                     self.buffers[b.id] = replace(b, kind="constant")
                 setup.append(call)
             else:
@@ -263,12 +262,10 @@ class Lowerer(Control):
             value = self.model.graph.initializers[source.name].const_value
             if name not in cache or cache[name][0] is not value:
                 cache[name] = value, np.ascontiguousarray(make(array))
-            array_packed = cache[name][1]
-            tensor_packed = self._buffer(
-                "weight", array_packed.shape, array_packed.dtype.name, name
-            )
-            self.constants[tensor_packed.buffer] = array_packed
-            self._packed[name] = tensor_packed
+            packed = cache[name][1]
+            weight = self._buffer("weight", packed.shape, packed.dtype.name, name)
+            self.constants[weight.buffer] = packed
+            self._packed[name] = weight
         return self._packed[name]
 
     def known(self, tensor: Tensor) -> np.ndarray | None:

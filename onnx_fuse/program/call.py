@@ -108,10 +108,10 @@ class Tensor:
 
     def view(self, shape: Sequence[int]) -> Tensor:
         """The same elements in another shape. Raises ValueError where that takes a copy."""
-        found = self.reshape(shape)
-        if found is None:
+        view = self.reshape(shape)
+        if view is None:
             raise ValueError(f"{self} is not seen as {list(shape)} without a copy")
-        return found
+        return view
 
     def permute(self, perm: Sequence[int]) -> Tensor:
         """Axes in the order `perm`."""
@@ -160,32 +160,32 @@ class Tensor:
 
 
 def reshape_strides(
-    shape: Sequence[int], strides: Sequence[int], wanted: Sequence[int]
+    shape: Sequence[int], strides: Sequence[int], target: Sequence[int]
 ) -> tuple[int, ...] | None:
     """Strides of the same elements under `wanted`, or None if a copy is needed."""
-    if 0 in wanted or 0 in shape:
-        return dense_strides(wanted)
+    if 0 in target or 0 in shape:
+        return dense_strides(target)
     old = [(d, s) for d, s in zip(shape, strides, strict=True) if d != 1]
-    new: list[int] = [0] * len(wanted)
+    new: list[int] = [0] * len(target)
     i = 0
     j = 0
     while i < len(old):
         # the shortest runs old[i:end], wanted[j:stop] of equal size
         end, stop = i + 1, j + 1
-        while j < len(wanted) and wanted[j] == 1:
+        while j < len(target) and target[j] == 1:
             j, stop = j + 1, j + 2
-        left, right = old[i][0], wanted[j]
+        left, right = old[i][0], target[j]
         while left != right:
             if left < right:
                 if old[end - 1][1] != old[end][0] * old[end][1]:
                     return None
                 left, end = left * old[end][0], end + 1
             else:
-                right, stop = right * wanted[stop], stop + 1
+                right, stop = right * target[stop], stop + 1
         step = old[end - 1][1]
         for k in reversed(range(j, stop)):
             new[k] = step
-            step *= wanted[k]
+            step *= target[k]
         i, j = end, stop
     return tuple(new)
 
@@ -241,8 +241,8 @@ class Call:
         Without others given, its bytes are those of all operands.
         """
         pair, flops = (tuple(reads.items()), tuple(writes.items())), problem.flops
-        given = {"bytes": sum(t.nbytes for part in pair for _, t in part), "flops": flops, **more}
-        return cls(kernel, tuple(nodes), (), *pair, problem=problem, **given)
+        costs = {"bytes": sum(t.nbytes for part in pair for _, t in part), "flops": flops, **more}
+        return cls(kernel, tuple(nodes), (), *pair, problem=problem, **costs)
 
     @cached_property
     def buffers(self) -> frozenset[int]:
@@ -320,9 +320,9 @@ def run_loop(
     number = 0
     while going and (limit is None or number < limit):
         first = [np.array(number, np.int64), np.array(True), *states]
-        condition, *made = once({**feeds, **dict(zip(loop.inputs, first, strict=True))})
-        states = made[: len(states)]
-        for pile, row in zip(piles, made[len(states) :], strict=True):
+        condition, *results = once({**feeds, **dict(zip(loop.inputs, first, strict=True))})
+        states = results[: len(states)]
+        for pile, row in zip(piles, results[len(states) :], strict=True):
             pile.append(row)
         going = bool(_first_number(condition))
         number += 1

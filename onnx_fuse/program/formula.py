@@ -92,14 +92,14 @@ class Formulas:
         Raises NoValue for a division by zero.
         """
         steps = _steps(self.rows, functions) if functions else self._steps
-        found = [*self.constants, *values]
-        append = found.append
+        results = [*self.constants, *values]
+        append = results.append
         try:
             for do, a, b in steps:
-                append(do(found[a], found[b]))
+                append(do(results[a], results[b]))
         except ZeroDivisionError as error:
             raise NoValue("no value: a division by zero") from error
-        return [found[root] for root in self.roots]
+        return [results[root] for root in self.roots]
 
 
 class Guards:
@@ -118,12 +118,12 @@ class Guards:
     def hold(self, values: Mapping[str, int]) -> bool:
         """Whether these sizes meet all of them; False where one has no value for them."""
         try:
-            found = [*self.formulas.constants, *[values[s] for s in self.formulas.symbols]]
-            append = found.append
+            results = [*self.formulas.constants, *[values[s] for s in self.formulas.symbols]]
+            append = results.append
             for steps, root in self._parts:
                 for do, a, b in steps:
-                    append(do(found[a], found[b]))
-                if not found[root]:
+                    append(do(results[a], results[b]))
+                if not results[root]:
                     return False
         except (KeyError, ZeroDivisionError):
             return False

@@ -35,20 +35,20 @@ def closed(array: np.ndarray) -> np.ndarray:
 def evaluate(node: ir.Node, arrays: Arrays) -> np.ndarray | None:
     """The only result of a node of the default domain; None where it has no rule here."""
     rule = RULES.get(node.op_type)
-    found = None if rule is None else rule(node, arrays)
-    if found is not None and found.dtype == object and not is_open(found):
-        found = closed(found)
-    return found
+    result = None if rule is None else rule(node, arrays)
+    if result is not None and result.dtype == object and not is_open(result):
+        result = closed(result)
+    return result
 
 
 # ---- rules --------------------------------------------------------------------------------------
 
 
 def _elementwise(one: Callable[..., Any], kind: Any = object) -> Any:
-    made = np.frompyfunc(one, one.__code__.co_argcount, 1)
+    ufunc = np.frompyfunc(one, one.__code__.co_argcount, 1)
 
     def rule(node: ir.Node, arrays: Arrays) -> np.ndarray | None:
-        return np.asarray(made(*arrays), kind)
+        return np.asarray(ufunc(*arrays), kind)
 
     return rule
 
@@ -67,13 +67,13 @@ def _cast(node: ir.Node, arrays: Arrays) -> np.ndarray | None:
 def _moved(node: ir.Node, arrays: Arrays) -> np.ndarray | None:
     """The elements where the node moves them; where to, guarded numbers say."""
     if node.op_type == "Concat":  # the parts' types may differ
-        given = [a.astype(object) for a in arrays]
+        operands = [a.astype(object) for a in arrays]
     elif node.op_type == "Where":
-        given = [arrays[0].astype(bool), *(a.astype(object) for a in arrays[1:])]
+        operands = [arrays[0].astype(bool), *(a.astype(object) for a in arrays[1:])]
     else:
-        given = [arrays[0], *(a if a is None else closed(a) for a in arrays[1:])]
+        operands = [arrays[0], *(a if a is None else closed(a) for a in arrays[1:])]
     try:
-        return viewer(node)(given)
+        return viewer(node)(operands)
     except (ValueError, IndexError):
         return None  # no valid node: onnxruntime says what is wrong with it
 
@@ -97,9 +97,9 @@ def _reduce(one: Callable[[Sequence[Any]], Any]) -> Any:
             and attributes.get_int("noop_with_empty_axes", False)
         ):
             return data
-        found = np.empty(1, object)
-        found[0] = one(list(data.reshape(-1)))
-        return found if attributes.get_int("keepdims", 1) and data.ndim else found.reshape(())
+        reduced = np.empty(1, object)
+        reduced[0] = one(list(data.reshape(-1)))
+        return reduced if attributes.get_int("keepdims", 1) and data.ndim else reduced.reshape(())
 
     return rule
 
@@ -131,12 +131,12 @@ RULES: dict[str, Callable[[ir.Node, Arrays], np.ndarray | None]] = {
 
 
 def _fold(one: Callable[[Any, Any], Any], values: Sequence[Any]) -> Any:
-    found = values[0]
+    total = values[0]
     for value in values[1:]:
-        found = one(found, value)
-    return found
+        total = one(total, value)
+    return total
 
 
 def _pairwise(one: Callable[[Any, Any], Any], arrays: Arrays) -> np.ndarray:
-    made = np.frompyfunc(one, 2, 1)
-    return np.asarray(_fold(made, arrays), object)
+    ufunc = np.frompyfunc(one, 2, 1)
+    return np.asarray(_fold(ufunc, arrays), object)

@@ -102,8 +102,8 @@ class EvalPlan:
                 append(make([places[part] for part in parts]))
         else:
             for get, finish in self._work:
-                found = get(places)
-                append(found if finish is None else finish(found))
+                operands = get(places)
+                append(operands if finish is None else finish(operands))
         return places[self.result]
 
     def without(self, leave_out: Callable[[str, Any], bool]) -> EvalPlan:
@@ -119,15 +119,15 @@ class EvalPlan:
             return self.closed[place] if place < len(self.closed) else None
 
         steps: dict[int, EvalStep] = {}
-        wanted = {self.result}
+        needed = {self.result}
         for place in range(first + len(self.steps) - 1, first - 1, -1):
             make, parts = self.steps[place - first]
-            if place in wanted:
+            if place in needed:
                 if isinstance(make, Instance):
                     make, parts = make.without(parts, of, leave_out)
                 steps[place] = make, parts
-                wanted.update(parts)
-        closed = [p for p in sorted(wanted) if p < len(self.closed)]
+                needed.update(parts)
+        closed = [p for p in sorted(needed) if p < len(self.closed)]
         sizes = range(len(self.closed), first)
         moved = {place: i for i, place in enumerate((*closed, *sizes, *sorted(steps)))}
         return EvalPlan(
@@ -161,8 +161,8 @@ class _Planner:
 
     def _place(self, value: Any) -> _Place:
         """The place of a value, whether or not it holds sizes."""
-        found = self._open(value)
-        return self._closed(value) if found is None else found
+        place = self._open(value)
+        return self._closed(value) if place is None else place
 
     def _closed(self, value: Any) -> _Place:
         """The place of a part without open sizes."""
@@ -185,25 +185,25 @@ class _Planner:
             return None
         if kind is OpenSize:
             return self._sizes.setdefault(expression(value), (1, len(self._sizes)))
-        known = self._objects.get(id(value))
-        if known is not None:
-            return known[1]
-        found = self._structure(value)
-        self._objects[id(value)] = value, found  # kept, so that its id stays its own
-        return found
+        entry = self._objects.get(id(value))
+        if entry is not None:
+            return entry[1]
+        place = self._structure(value)
+        self._objects[id(value)] = value, place  # kept, so that its id stays its own
+        return place
 
     def _structure(self, value: Any) -> _Place | None:
         kind: Any = type(value)
         if isinstance(value, tuple | list):
-            found = self._places(value)
+            places = self._places(value)
             make: Maker = tuple if isinstance(value, tuple) else list
-            return None if found is None else self._append(found, make)
+            return None if places is None else self._append(places, make)
         if isinstance(value, dict):
-            found = self._places(value.values())
-            return None if found is None else self._append(found, Dict(tuple(value)))
+            places = self._places(value.values())
+            return None if places is None else self._append(places, Dict(tuple(value)))
         if isinstance(value, np.ndarray):
-            found = self._places(value.reshape(-1)) if value.dtype == object else None
-            return None if found is None else self._append(found, Array(value.shape))
+            places = self._places(value.reshape(-1)) if value.dtype == object else None
+            return None if places is None else self._append(places, Array(value.shape))
         fixed, names, parts = {}, [], []
         for name in field_names(kind):
             inner = getattr(value, name)
@@ -264,11 +264,11 @@ class Instance:
     names: tuple[str, ...]
 
     def __call__(self, parts: Sequence[Any]) -> Any:
-        made = object.__new__(self.kind)
-        inside = made.__dict__
+        instance = object.__new__(self.kind)
+        inside = instance.__dict__
         inside.update(self.fixed)
         inside.update(zip(self.names, parts, strict=True))
-        return made
+        return instance
 
     def without(
         self,
@@ -286,8 +286,8 @@ class Instance:
                 pairs.append((name, place))
         for name, value in self.fixed.items():
             fixed[name] = usual[name] if leave_out(f"{label}.{name}", value) else value
-        made = Instance(self.kind, fixed, tuple(name for name, _ in pairs))
-        return made, [place for _, place in pairs]
+        maker = Instance(self.kind, fixed, tuple(name for name, _ in pairs))
+        return maker, [place for _, place in pairs]
 
 
 PLAIN = frozenset({type(None), bool, int, float, str, bytes})

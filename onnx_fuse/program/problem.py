@@ -108,8 +108,8 @@ class AnyProblem:
     op: str
 
     def __init_subclass__(cls) -> None:
-        own = {**vars(cls), **vars(cls).get("__annotations__", {})}
-        if "op" not in own and "op" not in getattr(cls, "__dataclass_fields__", {}):
+        members = {**vars(cls), **vars(cls).get("__annotations__", {})}
+        if "op" not in members and "op" not in getattr(cls, "__dataclass_fields__", {}):
             cls.op = cls.__name__
 
     def fields(self) -> dict[str, Any]:
@@ -120,8 +120,8 @@ class AnyProblem:
     def fields_given(self) -> dict[str, Any]:
         """The fields that are not as they are by default, by name."""
         usual = {f.name: f.default for f in fields(self)}  # type: ignore[arg-type]
-        own = self.fields().items()
-        return {k: v for k, v in own if v is not usual[k] and v != usual[k]}
+        items = self.fields().items()
+        return {k: v for k, v in items if v is not usual[k] and v != usual[k]}
 
     @cached_property
     def trace(self) -> Trace | None:
@@ -218,11 +218,11 @@ class Contraction(AnyProblem):
 
     def replace(self: Q, **values: Value | Epilogue) -> Q:
         """This problem with some fields, or fields of its epilogue, replaced."""
-        own: dict[str, Any] = {k: v for k, v in values.items() if k not in EPILOGUE_FIELDS}
+        fields: dict[str, Any] = {k: v for k, v in values.items() if k not in EPILOGUE_FIELDS}
         behind: dict[str, Any] = {k: v for k, v in values.items() if k in EPILOGUE_FIELDS}
         if behind:
-            own["epilogue"] = replace(own.get("epilogue", self.epilogue), **behind)
-        return replace(self, **own)
+            fields["epilogue"] = replace(fields.get("epilogue", self.epilogue), **behind)
+        return replace(self, **fields)
 
     def with_epilogue(self: Q, **values: Any) -> Q:
         """This problem with some fields of its epilogue replaced."""
@@ -232,8 +232,8 @@ class Contraction(AnyProblem):
     def extras(self) -> dict[str, Value]:
         """The fields beside a plain product's, and the epilogue's, that are not as by default."""
         usual = _beside_a_product(type(self))  # type: ignore[arg-type]
-        given = {k: value for k in usual if (value := getattr(self, k)) != usual[k]}
-        return dict(sorted({**given, **self.epilogue.given}.items()))
+        fields = {k: value for k in usual if (value := getattr(self, k)) != usual[k]}
+        return dict(sorted({**fields, **self.epilogue.given}.items()))
 
     def among(self, *names: str) -> list[str]:
         """Those of the given names whose fields are set, its own or its epilogue's."""
@@ -542,22 +542,22 @@ class Hardware:
         sm_count = number("MULTIPROCESSOR_COUNT")
         # kHz * bits: two transfers a clock on every memory these chips use
         wide = number("MEMORY_CLOCK_RATE") * number("GLOBAL_MEMORY_BUS_WIDTH") * 250.0
-        known = next((hw for key, hw in CHIPS.items() if key in name), None)
-        if known is None:
+        chip = next((hw for key, hw in CHIPS.items() if key in name), None)
+        if chip is None:
             same = [hw for hw in CHIPS.values() if hw.cc <= major * 10 + minor] or [CHIPS["A100"]]
-            known = max(same, key=lambda hw: hw.cc)
-            scale = sm_count / known.sm_count
-            bandwidth = 0.85 * wide if wide > 0 else known.bandwidth * scale
+            chip = max(same, key=lambda hw: hw.cc)
+            scale = sm_count / chip.sm_count
+            bandwidth = 0.85 * wide if wide > 0 else chip.bandwidth * scale
         else:
-            scale = min(1.0, sm_count / known.sm_count)
-            bandwidth = min(known.bandwidth, 0.9 * wide) if wide > 0 else known.bandwidth
-        known = replace(
-            known,
+            scale = min(1.0, sm_count / chip.sm_count)
+            bandwidth = min(chip.bandwidth, 0.9 * wide) if wide > 0 else chip.bandwidth
+        chip = replace(
+            chip,
             bandwidth=bandwidth,
-            flops=tuple((key, rate * scale) for key, rate in known.flops),
+            flops=tuple((key, rate * scale) for key, rate in chip.flops),
         )
         return replace(
-            known,
+            chip,
             name=name,
             arch=f"sm_{major}{minor}" + ("a" if major >= 9 else ""),
             sm_count=sm_count,

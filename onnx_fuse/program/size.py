@@ -82,7 +82,7 @@ class Trace:
 
         A dimension whose narrow class is kept already is taken by that.
         """
-        found = {}
+        bounds = {}
         text = text_of(terms)
         for name, number in self.values.items():
             if re.search(rf"\b{name}\b", text):
@@ -92,8 +92,8 @@ class Trace:
                 else:
                     first, last = classes(number)
                 self.guard(f"{first} <= {name} <= {last}")
-                found[name] = last
-        return found
+                bounds[name] = last
+        return bounds
 
     @property
     def narrow(self) -> dict[str, int]:
@@ -159,12 +159,12 @@ class OpenSize:
                 return self
             scaled = tuple([(atoms, n * int(other)) for atoms, n in self.terms])
             return OpenSize(self.trace, scaled, self.value * int(other)) if other else 0
-        found: dict[tuple[str, ...], int] = {}
+        terms: dict[tuple[str, ...], int] = {}
         for a, n in self.terms:
             for b, m in other.terms:
                 key = tuple(sorted((*a, *b)))
-                found[key] = found.get(key, 0) + n * m
-        return _normalized(self.trace, found, self.value * other.value)
+                terms[key] = terms.get(key, 0) + n * m
+        return _normalized(self.trace, terms, self.value * other.value)
 
     __rmul__ = __mul__
 
@@ -339,10 +339,10 @@ def array(values: Any) -> np.ndarray:
     """int64 [n] or [] of sizes; an array of objects where one of them is open."""
     flat = values if isinstance(values, list | tuple) else [values]
     kind = object if any(isinstance(v, OpenSize) for v in flat) else np.int64
-    found = np.empty(len(flat), kind)
+    cells = np.empty(len(flat), kind)
     for i, v in enumerate(flat):
-        found[i] = v
-    return found if isinstance(values, list | tuple) else found.reshape(())
+        cells[i] = v
+    return cells if isinstance(values, list | tuple) else cells.reshape(())
 
 
 def hint(size: int) -> int:
@@ -381,25 +381,25 @@ def coarse(size: int) -> int:
     if not isinstance(size, OpenSize):
         return size
     classes = {name: size_class(number) for name, number in size.trace.narrow.items()}
-    known = {name: last for name, (first, last) in classes.items() if last <= 2 * first}
+    bounds = {name: last for name, (first, last) in classes.items() if last <= 2 * first}
     others = {name: OpenSize(size.trace, (((name,), 1),), number)
               for name, number in size.trace.values.items()}  # fmt: skip
-    symbols = {**others, **known}
+    symbols = {**others, **bounds}
     return cast(int, formula.value(text_of(size.terms), symbols, min=minimum, max=maximum))
 
 
 def broadcast(*shapes: Sequence[int]) -> tuple[int, ...]:
     """The shape that all of them broadcast to, by NumPy's rules. Raises ValueError."""
     rank = max(map(len, shapes), default=0)
-    found: list[int] = [1] * rank
+    result: list[int] = [1] * rank
     for shape in shapes:
         for k, size in enumerate(shape, rank - len(shape)):
-            if size == 1 or size == found[k]:
+            if size == 1 or size == result[k]:
                 continue
-            if found[k] != 1:
+            if result[k] != 1:
                 raise ValueError(f"{[list(s) for s in shapes]} do not broadcast")
-            found[k] = size
-    return tuple(found)
+            result[k] = size
+    return tuple(result)
 
 
 def minimum(a: int, b: int) -> int:
@@ -441,12 +441,12 @@ def _terms(size: int | OpenSize) -> dict[tuple[str, ...], int]:
 
 
 def _normalized(trace: Trace, terms: dict[tuple[str, ...], int], number: int) -> Any:
-    kept = tuple(sorted((atoms, n) for atoms, n in terms.items() if n))
-    if not kept:
+    nonzero = tuple(sorted((atoms, n) for atoms, n in terms.items() if n))
+    if not nonzero:
         return 0
-    if len(kept) == 1 and not kept[0][0]:
-        return kept[0][1]
-    return OpenSize(trace, kept, number)
+    if len(nonzero) == 1 and not nonzero[0][0]:
+        return nonzero[0][1]
+    return OpenSize(trace, nonzero, number)
 
 
 def _combined(a: OpenSize, b: int | OpenSize, sign: int) -> Any:
@@ -456,10 +456,10 @@ def _combined(a: OpenSize, b: int | OpenSize, sign: int) -> Any:
         if a.terms[0][0]:  # no constant yet: it sorts before all atoms
             constant = ((), sign * int(b))
             return OpenSize(a.trace, (constant, *a.terms), a.value + constant[1])
-    found = dict(a.terms)
+    terms = dict(a.terms)
     for atoms, n in _terms(b).items():
-        found[atoms] = found.get(atoms, 0) + sign * n
-    return _normalized(a.trace, found, a.value + sign * hint(cast(int, b)))
+        terms[atoms] = terms.get(atoms, 0) + sign * n
+    return _normalized(a.trace, terms, a.value + sign * hint(cast(int, b)))
 
 
 def _compared(a: OpenSize, b: Any, how: str) -> bool:
@@ -483,17 +483,17 @@ def _quotient(terms: Polynomial, by: dict[tuple[str, ...], int]) -> dict[Any, in
     if len(by) != 1:
         return None
     ((atoms, n),) = by.items()
-    found = {}
-    for own, m in terms:
-        left = list(own)
+    quotient = {}
+    for key, m in terms:
+        left = list(key)
         for atom in atoms:
             if atom not in left:
                 return None
             left.remove(atom)
         if m % n:
             return None
-        found[tuple(left)] = m // n
-    return found
+        quotient[tuple(left)] = m // n
+    return quotient
 
 
 def _trace(a: int | OpenSize, b: int | OpenSize) -> Trace:

@@ -103,8 +103,8 @@ def _norm_product(p: GemmProblem) -> Needs:
         "dx": p.m * p.k, "add": p.m * p.k, "dgamma": p.k, "dbeta": p.k, "dw": p.k * p.n,
         "dc": p.n, "r": p.m * p.n,
     }  # fmt: skip
-    own = {"LayerNormGemm": ("x", "w", "wq"), "LayerNormGemmGrad": ("dy", "x", "dx")}.get(p.op, ())
-    types = dict.fromkeys(own, p.dtype) | ({"y": p.out} if p.op == "LayerNormGemm" else {})
+    same = {"LayerNormGemm": ("x", "w", "wq"), "LayerNormGemmGrad": ("dy", "x", "dx")}.get(p.op, ())
+    types = dict.fromkeys(same, p.dtype) | ({"y": p.out} if p.op == "LayerNormGemm" else {})
     return {name: (types.get(name, ""), size) for name, size in sizes.items()}
 
 
@@ -123,16 +123,16 @@ def _integers(p: contractions.IntegerProduct) -> Needs:
 
 def _attention(p: contractions.Attention) -> Needs:
     names = ("q", "k", "v", "y", *(("dy", "dq", "dk", "dv") if p.op == "SdpaGrad" else ()))
-    found = {}
+    needs = {}
     for name in names:
         shape, strides = p.layout(name if name != "dy" else "y")
         strides = p.layout(name)[1] if name == "dy" and getattr(p, "dy_strides", ()) else strides
         steps = zip(shape[:3], strides, strict=True)
-        found[name] = (p.dtype, sum((n - 1) * abs(s) for n, s in steps) + shape[3])
+        needs[name] = (p.dtype, sum((n - 1) * abs(s) for n, s in steps) + shape[3])
     for name, strides in (("mask", p.mask), ("mask2", p.mask2)):
         steps = zip((*p.batch, p.m, p.n), strides, strict=False)
-        found[name] = ("", 1 + sum((n - 1) * abs(s) for n, s in steps) if strides else 0)
-    return found | {"lse": ("", 2 * p.batches * p.m)}
+        needs[name] = ("", 1 + sum((n - 1) * abs(s) for n, s in steps) if strides else 0)
+    return needs | {"lse": ("", 2 * p.batches * p.m)}
 
 
 def _conv(p: problems.Conv) -> Needs:
@@ -380,14 +380,14 @@ def misaligned(call: Call) -> list[str]:
     """The operands whose offsets the kernels of the call's problem cannot take, as sentences."""
     if call.host:
         return []
-    found = []
+    wrong = []
     for tensors, written in ((call.reads, False), (call.writes, True)):
         for name, t in tensors:
             least, at = alignment(call.problem, name, written), t.offset * ITEMSIZE[t.dtype]
             if at % least:
                 verb = "written" if written else "read"
-                found.append(f"{name} is {verb} at +{hint(at)} bytes, not at a multiple of {least}")
-    return found
+                wrong.append(f"{name} is {verb} at +{hint(at)} bytes, not at a multiple of {least}")
+    return wrong
 
 
 # ---- what holds for every call ------------------------------------------------------------------
@@ -399,17 +399,17 @@ def violations(program: Program, hw: Hardware | None = None) -> list[str]:
     With `hw`, its launches are held to that chip's limits as well.
     """
     calls = (*program.setup, *program.calls)
-    found = of_calls(calls, program.buffers)
+    faults = of_calls(calls, program.buffers)
     written = {b.id for b in program.buffers if b.kind != "temp"}
     for call in calls:
-        found += [
+        faults += [
             f"{_name(call)}: {name} is read from b{t.buffer}, to which nothing was written"
             for name, t in call.reads
             if t.buffer not in written and hint(t.size)
         ]
         written |= {t.buffer for _, t in call.writes}
-        found += of_launches(call, hw)
-    return found
+        faults += of_launches(call, hw)
+    return faults
 
 
 def of_calls(calls: Iterable[Call], buffers: Sequence[Buffer]) -> list[str]:
@@ -420,32 +420,32 @@ def of_calls(calls: Iterable[Call], buffers: Sequence[Buffer]) -> list[str]:
 
 def of_launches(call: Call, hw: Hardware | None = None) -> list[str]:
     """What the launches of a call break, the maps of its operands included."""
-    found = [text for launch in call.launches for text in of_launch(launch, hw)]
+    faults = [text for launch in call.launches for text in of_launch(launch, hw)]
     bound = {"workspace", *(name for name, _ in (*call.reads, *call.writes))}
     for launch in call.launches:
         for arg in launch.args:
             if isinstance(arg, TensorMap) and arg.ptr.name in bound:
-                found += [f"{launch.entry}: the map of {arg.ptr.name} {x}" for x in _of_map(arg)]
-    return [f"{_name(call)}: {text}" for text in found]
+                faults += [f"{launch.entry}: the map of {arg.ptr.name} {x}" for x in _of_map(arg)]
+    return [f"{_name(call)}: {text}" for text in faults]
 
 
 def of_launch(launch: Launch, hw: Hardware | None = None) -> list[str]:
     """What a launch breaks of the chip's limits and of its arguments' types."""
     if launch.of_library:
         return []
-    found = []
+    faults = []
     for axis, size, most in zip("xyz", map(hint, launch.grid), GRID, strict=True):
         if not 1 <= size <= most:
-            found.append(f"{launch.entry} has {size} blocks along {axis}, of 1 to {most}")
+            faults.append(f"{launch.entry} has {size} blocks along {axis}, of 1 to {most}")
     if any(isinstance(n, OpenSize) for n in (*launch.block, launch.cluster)):
-        found.append(f"{launch.entry} has a block of an open size")
+        faults.append(f"{launch.entry} has a block of an open size")
     threads = prod(map(hint, launch.block))
     if not 1 <= threads <= THREADS or hint(launch.block[2]) > 64:
-        found.append(f"{launch.entry} has {threads} threads a block, of 1 to {THREADS}")
+        faults.append(f"{launch.entry} has {threads} threads a block, of 1 to {THREADS}")
     if hint(launch.grid[0]) % launch.cluster:
-        found.append(f"{launch.entry} has {hint(launch.grid[0])} blocks in {launch.cluster}s")
+        faults.append(f"{launch.entry} has {hint(launch.grid[0])} blocks in {launch.cluster}s")
     if hw is not None and hint(launch.smem) > hw.smem_per_block:
-        found.append(
+        faults.append(
             f"{launch.entry} takes {hint(launch.smem)} bytes of shared memory a block; "
             f"{hw.name} has {hw.smem_per_block}"
         )
@@ -453,11 +453,11 @@ def of_launch(launch: Launch, hw: Hardware | None = None) -> list[str]:
         if isinstance(arg, Num) and arg.ctype in _RANGES:
             low, high = _RANGES[arg.ctype]
             if not low <= hint(int_of(arg.value)) <= high:
-                found.append(
+                faults.append(
                     f"{launch.entry} takes {hint(int_of(arg.value))} as argument {i}, "
                     f"which does not fit in {arg.ctype}"
                 )
-    return found
+    return faults
 
 
 def _of_map(arg: TensorMap) -> Iterator[str]:
@@ -566,10 +566,10 @@ def _meet(a: Tensor, b: Tensor) -> bool:
 
 def _places(t: Tensor) -> np.ndarray:
     """The elements of the buffer that the view has."""
-    found = np.array([t.offset])
+    places = np.array([t.offset])
     for size, step in zip(t.shape, t.strides, strict=True):
-        found = (found[:, None] + np.arange(size) * step).reshape(-1)
-    return found
+        places = (places[:, None] + np.arange(size) * step).reshape(-1)
+    return places
 
 
 def _name(call: Call) -> str:

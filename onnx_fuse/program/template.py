@@ -132,10 +132,10 @@ class _Table:
         return self._objects[id(value)][1]
 
     def _add(self, key: Any, depth: int) -> int:
-        found = self._rows.setdefault(key, len(self._depths))
-        if found == len(self._depths):
+        row = self._rows.setdefault(key, len(self._depths))
+        if row == len(self._depths):
             self._depths.append(depth)
-        return found
+        return row
 
     def _of(self, value: Any) -> int:
         kind: Any = value.__class__
@@ -154,8 +154,8 @@ class _Table:
         elif kind is Instance and value.kind in _KNOWN:
             label, parts = (value.kind.__name__, (), value.names), []
         elif kind in _KNOWN:
-            given = _given(kind, {name: getattr(value, name) for name in field_names(kind)})
-            label, parts = (kind.__name__, tuple(given), None), [*given.values()]
+            fields = _given(kind, {name: getattr(value, name) for name in field_names(kind)})
+            label, parts = (kind.__name__, tuple(fields), None), [*fields.values()]
         else:
             raise ModelError(f"a file cannot hold {value!r:.80}")
         rows = [self.row(part) for part in parts]
@@ -231,18 +231,18 @@ class _Words:
         """Raise ValueError unless so many of the next are from 0 on and before each of the ends."""
         if not {*map(type, counts)} <= {int} or min(counts, default=0) < 0:
             raise ValueError("a count")
-        found = self._words[self._at : self._at + sum(counts)]
+        words = self._words[self._at : self._at + sum(counts)]
         if (
-            len(found) != sum(counts)
-            or not ((found >= 0) & (found < np.repeat(np.array(ends, np.int64), counts))).all()
+            len(words) != sum(counts)
+            or not ((words >= 0) & (words < np.repeat(np.array(ends, np.int64), counts))).all()
         ):
             raise ValueError("a part that is not there")
 
     def take(self, count: int) -> list[int]:
         """The next words."""
-        found = self._list[self._at : self._at + count]
+        words = self._list[self._at : self._at + count]
         self._at += count
-        return found
+        return words
 
 
 def _objects(
@@ -257,7 +257,7 @@ def _objects(
     counts = [group[-1] for group in groups]
     ends = [*accumulate([len(objects), *counts[:-1]])] if counts else []
     words.within(ends, [fields * count for *_, fields, count in groups])
-    for label, names, given, fields, count in groups:
+    for label, names, later, fields, count in groups:
         if count != 1 and not fields:
             raise ValueError("equal objects")
         flat = [objects[i] for i in words.take(fields * count)]
@@ -266,7 +266,7 @@ def _objects(
         if label == "tuple":
             objects += rows
         elif label in CLASSES:
-            objects += _instances(CLASSES[label], names, given, rows)
+            objects += _instances(CLASSES[label], names, later, rows)
         elif label == "make":
             objects += [{"tuple": tuple, "list": list}[name] for (name,) in rows]
         elif label == "list":
@@ -283,24 +283,24 @@ def _objects(
 
 
 def _instances(
-    kind: Any, names: Sequence[str], given: Sequence[str] | None, rows: Iterable[tuple[Any, ...]]
+    kind: Any, names: Sequence[str], later: Sequence[str] | None, rows: Iterable[tuple[Any, ...]]
 ) -> Iterable[Any]:
     """Instances of a dataclass, or makers of such to which the fields `given` are given."""
-    usual, all_names = defaults(kind), (*names, *(given or ()))
-    known, wanted = set(field_names(kind)), set(all_names)
-    if not wanted <= known <= wanted | usual.keys() or len(wanted) != len(all_names):
+    usual, all_names = defaults(kind), (*names, *(later or ()))
+    own_fields, listed = set(field_names(kind)), set(all_names)
+    if not listed <= own_fields <= listed | usual.keys() or len(listed) != len(all_names):
         raise ValueError(f"the fields of a {kind.__name__}")
-    usual = {name: value for name, value in usual.items() if name not in wanted}
-    if given is not None:
-        return [Instance(kind, usual, tuple(given)) for _ in rows]
-    found, new = [], object.__new__
+    usual = {name: value for name, value in usual.items() if name not in listed}
+    if later is not None:
+        return [Instance(kind, usual, tuple(later)) for _ in rows]
+    instances, new = [], object.__new__
     for row in rows:
-        made = new(kind)
-        inside = made.__dict__
+        instance = new(kind)
+        inside = instance.__dict__
         inside.update(usual)
         inside.update(zip(names, row))  # noqa: B905
-        found.append(made)
-    return found
+        instances.append(instance)
+    return instances
 
 
 def _recipe(
@@ -322,5 +322,5 @@ def _recipe(
     if length != (until[-1] if steps else 0) or not 0 <= result < first + steps:
         raise ValueError("a step of too many or too few parts")
     slices = map(slice, [0, *until[:-1]], until)
-    made: list[EvalStep] = [*zip(makers, map(flat.__getitem__, slices), strict=True)]
-    return EvalPlan(parts, sizes, made, result, often=often is True)
+    eval_steps: list[EvalStep] = [*zip(makers, map(flat.__getitem__, slices), strict=True)]
+    return EvalPlan(parts, sizes, eval_steps, result, often=often is True)

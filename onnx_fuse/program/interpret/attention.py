@@ -62,8 +62,8 @@ def attention(p: Attention, of: Operands) -> Results:
     q, k, v = (_operand(p, of, name) for name in "qkv")
     k, v = (np.repeat(t, p.group, 1) for t in (k, v))
     with np.errstate(all="ignore"):
-        found = _weights(p, of, q, k)
-        return {"y": found.w @ v, "lse": found.lse}
+        weights = _weights(p, of, q, k)
+        return {"y": weights.w @ v, "lse": weights.lse}
 
 
 def attention_grad(p: AttentionGrad, of: Operands) -> Results:
@@ -71,10 +71,10 @@ def attention_grad(p: AttentionGrad, of: Operands) -> Results:
     q, k, v, y, dy = (_operand(p, of, name) for name in ("q", "k", "v", "y", "dy"))
     k, v = (np.repeat(t, p.group, 1) for t in (k, v))
     with np.errstate(all="ignore"):
-        found = _weights(p, of, q, k)
+        weights = _weights(p, of, q, k)
         dw = dy @ v.swapaxes(2, 3)
-        dz = found.w * (dw - (dy * y).sum(-1, keepdims=True)) * found.slope * p.scale
-        dk, dv = dz.swapaxes(2, 3) @ q, found.w.swapaxes(2, 3) @ dy
+        dz = weights.w * (dw - (dy * y).sum(-1, keepdims=True)) * weights.slope * p.scale
+        dk, dv = dz.swapaxes(2, 3) @ q, weights.w.swapaxes(2, 3) @ dy
     batch, heads = p.batch
     shared = (batch, heads // p.group, p.group, p.n)
     dk, dv = (g.reshape(*shared, g.shape[-1]).sum(2) for g in (dk, dv))

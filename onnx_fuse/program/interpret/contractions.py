@@ -62,22 +62,22 @@ def _gemm(p: GemmProblem, of: Operands) -> Results:
     with np.errstate(all="ignore"):
         v = a @ b
         v = v * (_row(of, "scale_a", 1) * _row(of, "scale_b", 1)) if p.b_dtype else v
-        found: Results = {}
+        results: Results = {}
         if p.parts:
             mean, rstd = _statistics(p, of, np.zeros((p.m, p.k)))
-            found |= {"row0": rstd, "row1": mean}
+            results |= {"row0": rstd, "row1": mean}
         c = None
         if p.epilogue.among("beta", "dact", "residual"):
             c = _batched(p, of, "c", (p.m, p.n, *ldc(p)))
-        found |= _behind(p, of, v, c)
+        results |= _behind(p, of, v, c)
     if p.epilogue.column_sums:
-        found["part"] = np.add.reduceat(a, np.arange(0, p.m, 64), axis=0)
-    return found
+        results["part"] = np.add.reduceat(a, np.arange(0, p.m, 64), axis=0)
+    return results
 
 
 def _behind(p: GemmProblem, of: Operands, v: np.ndarray, c: np.ndarray | None) -> Results:
     """What the epilogue makes of the sums v, in the order of its fields."""
-    e, found = p.epilogue, Results()
+    e, results = p.epilogue, Results()
     assert not e.dx, p  # a kernel's own, inside of LayerNormGemmGrad
     assert not e.dw, p
     v = v * e.alpha
@@ -94,17 +94,17 @@ def _behind(p: GemmProblem, of: Operands, v: np.ndarray, c: np.ndarray | None) -
     if e.exp:
         v = np.exp2(v / np.log(2) - _column(of, "row0", p.m))
         v = v.astype(dtype_of(p.out)).astype(np.float64)
-        found["part"] = np.add.reduceat(v, np.arange(0, p.n, EXP_COLUMNS), axis=1).T
+        results["part"] = np.add.reduceat(v, np.arange(0, p.n, EXP_COLUMNS), axis=1).T
     through = None
     if e.gate:  # pairs of a gate and another, 8 to a block: the even columns first
         blocks = v.reshape(p.m, -1, 2, 4, 2).swapaxes(2, 3).reshape(p.m, -1, 2)
-        found["z"] = v
+        results["z"] = v
         v, through = blocks[..., 0], blocks[..., 1]
     elif e.save_z:
-        found["z"] = v
+        results["z"] = v
     if e.dact and c is not None:
         v = v * derivative(e.act, e.act_alpha, c)
-        found |= {"z": activated(p, c)} if e.save_act else {}
+        results |= {"z": activated(p, c)} if e.save_act else {}
     elif e.act:
         v = activated(p, v)
     v = v * through if through is not None else v
@@ -118,14 +118,14 @@ def _behind(p: GemmProblem, of: Operands, v: np.ndarray, c: np.ndarray | None) -
         v = v + of.former("y").reshape(v.shape)
     if e.moments:
         tiles = v.astype(dtype_of(p.out)).astype(np.float64).reshape(p.m, e.moments, -1)
-        found["part"] = np.stack([tiles.mean(-1).T, tiles.var(-1).T * tiles.shape[-1]], -1)
+        results["part"] = np.stack([tiles.mean(-1).T, tiles.var(-1).T * tiles.shape[-1]], -1)
     if e.column_moments:
-        found["part"] = column_moments(v.astype(dtype_of(p.out)))
+        results["part"] = column_moments(v.astype(dtype_of(p.out)))
     if e.exp:  # zeros from column n on
         wide = np.zeros((p.m, of.writes["y"].shape[-1]))
         wide[:, : p.n] = v
         v = wide
-    return found | {"y": v}
+    return results | {"y": v}
 
 
 def _statistics(p: GemmProblem, of: Operands, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -219,10 +219,10 @@ def integers(p: IntegerProduct, of: Operands) -> Results:
     return {"y": ((y + 2**31) % 2**32 - 2**31).astype(np.int32)}
 
 
-def _steps(given: tuple[int, ...], batch: tuple[int, ...], dense: int) -> tuple[int, ...]:
+def _steps(strides: tuple[int, ...], batch: tuple[int, ...], dense: int) -> tuple[int, ...]:
     """The strides of batch axes, dense where none are given."""
-    if given:
-        return given
+    if strides:
+        return strides
     return tuple(dense * prod(batch[i + 1 :]) for i in range(len(batch)))
 
 

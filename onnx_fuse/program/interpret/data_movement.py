@@ -52,8 +52,8 @@ def pointwise_many(p: PointwiseMany, of: Operands) -> Results:
             for k, n in enumerate(names)
         ]
         targets = [f"{len(reads) + k}.{row}" for k in range(len(stores))]
-        found = evaluate(p.expression, values, [of.writes[n] for n in targets])
-        results |= zip(targets, found, strict=True)
+        arrays = evaluate(p.expression, values, [of.writes[n] for n in targets])
+        results |= zip(targets, arrays, strict=True)
     return results
 
 
@@ -89,8 +89,8 @@ def gather_nd(p: GatherND, of: Operands) -> Results:
     index = of.shaped("index", p.batch, p.rows, len(p.dims))
     x = of.raw("x").reshape(p.batch, prod(p.dims), p.inner)
     at, inside = _places(index, p.dims)
-    found = x[np.arange(p.batch)[:, None], at]
-    return {"y": np.where(inside[..., None], found, np.zeros((), x.dtype))}
+    gathered = x[np.arange(p.batch)[:, None], at]
+    return {"y": np.where(inside[..., None], gathered, np.zeros((), x.dtype))}
 
 
 _COMBINED = {"add": np.add, "mul": np.multiply, "max": np.maximum, "min": np.minimum}

@@ -39,11 +39,11 @@ def windows(x: np.ndarray, window: Window, outer: Sizes, fill: float) -> np.ndar
     z, y, first = (max(-before, 0) for before in window.before)  # SAME may cut
     x = np.pad(x[:, z:, y:, first:], [*more, (0, 0)], constant_values=fill)
     n, *_, c = x.shape
-    own = x.strides
+    strides = x.strides
     shape = (n, *outer, *window.kernel, c)
-    steps = [s * k for s, k in zip(own[1:4], window.strides, strict=True)]
-    taps = [s * k for s, k in zip(own[1:4], window.dilations, strict=True)]
-    return np.lib.stride_tricks.as_strided(x, shape, (own[0], *steps, *taps, own[4]))
+    steps = [s * k for s, k in zip(strides[1:4], window.strides, strict=True)]
+    taps = [s * k for s, k in zip(strides[1:4], window.dilations, strict=True)]
+    return np.lib.stride_tricks.as_strided(x, shape, (strides[0], *steps, *taps, strides[4]))
 
 
 def tap_places(window: Window, outer: Sizes) -> Iterator[list[np.ndarray]]:
@@ -82,11 +82,11 @@ def _images(p: Conv | ConvWeightGrad, of: Operands) -> np.ndarray:
 
 def weight_gradient(p: ConvWeightGrad, of: Operands) -> Results:
     """dw [groups * filters, channels, *kernel]."""
-    found = windows(_images(p, of), p.window, p.outer, 0.0).reshape(
+    patches = windows(_images(p, of), p.window, p.outer, 0.0).reshape(
         p.batch * prod(p.outer), prod(p.window.kernel), p.groups, p.channels
     )
     dy = of.dense("dy", p.batch * prod(p.outer), p.groups, p.filters)
-    return {"dw": np.einsum("ptgc,pgf->gfct", found, dy, optimize=True)}
+    return {"dw": np.einsum("ptgc,pgf->gfct", patches, dy, optimize=True)}
 
 
 def _weights(p: Conv, weight: np.ndarray) -> np.ndarray:
@@ -111,8 +111,8 @@ def convolved(p: Conv, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
     """Sums [batch, *outer, groups * filters] of x [batch, *inner, groups * channels]."""
     w, size = _weights(p, weight), p.groups * p.filters
     if not p.transposed:
-        found = windows(x, p.window, p.outer, 0.0)
-        parts = found.reshape(*found.shape[:4], -1, p.groups, p.channels)
+        patches = windows(x, p.window, p.outer, 0.0)
+        parts = patches.reshape(*patches.shape[:4], -1, p.groups, p.channels)
         y = np.einsum("ndhwtgc,gftc->ndhwgf", parts, w, optimize=True)
         return y.reshape(*y.shape[:4], size)
     parts = x.reshape(p.batch, -1, p.groups, p.channels)
@@ -253,7 +253,7 @@ def _axis_taps(p: GridSample, u: np.ndarray, size: int) -> list[tuple[np.ndarray
     at = (u + 1) / 2 * (size - 1) if p.align else ((u + 1) * size - 1) / 2
     at = _settled(p, at, size) if p.mode < 2 else at
     base = np.rint(at) if p.mode == 0 else np.floor(at)
-    found, a = [], -0.75
+    taps, a = [], -0.75
     for tap in range((1, 2, 4)[p.mode]):
         shift = tap - (p.mode == 2)
         source = _settled(p, base + shift, size) if p.mode == 2 else base + shift
@@ -261,8 +261,8 @@ def _axis_taps(p: GridSample, u: np.ndarray, size: int) -> list[tuple[np.ndarray
         d = np.abs(at - base - shift)
         near = ((a + 2) * d - (a + 3)) * d * d + 1
         far = ((a * d - 5 * a) * d + 8 * a) * d - 4 * a
-        found.append((index, (np.ones_like(d), 1 - d, np.where(d <= 1, near, far))[p.mode]))
-    return found
+        taps.append((index, (np.ones_like(d), 1 - d, np.where(d <= 1, near, far))[p.mode]))
+    return taps
 
 
 def grid_sample(p: GridSample, of: Operands) -> Results:

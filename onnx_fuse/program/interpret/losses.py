@@ -30,11 +30,11 @@ def cross_entropy(p: CrossEntropy, of: Operands) -> Results:
         hit = np.arange(p.classes)[:, None] == label
         return {"dx": of.shaped("slope", batch, 1, p.inner) * (np.exp(log_p) - hit)}
     assert p.stage == "rows", p
-    known = (label >= 0) & (label < p.classes)
-    safe = np.where(known, label, 0)
+    valid = (label >= 0) & (label < p.classes)
+    safe = np.where(valid, label, 0)
     each = of["weight"].reshape(-1) if "weight" in of else np.ones(p.classes)
-    weight = np.where(known, each[safe], np.nan)
-    loss = np.where(known, -np.take_along_axis(log_p, safe, 1) * weight, np.nan)
+    weight = np.where(valid, each[safe], np.nan)
+    loss = np.where(valid, -np.take_along_axis(log_p, safe, 1) * weight, np.nan)
     counts = np.ones(label.shape, bool) if p.ignored is None else label != p.ignored
     pair = np.stack([np.where(counts, v, 0).reshape(-1) for v in (loss, weight)], -1)
     rows = np.zeros((max(p.rows, 1), 2))
@@ -90,22 +90,22 @@ def exp_rows(p: ExpRows, of: Operands) -> Results:
     """
     e, label = of.strided("e", (p.rows, p.classes), (p.stride, 1)), of["target"].reshape(-1)
     counts, total = label != p.ignored, of.dense("part", p.parts, p.rows).sum(0)
-    known = counts & (label >= 0) & (label < p.classes)
-    rows, safe = np.arange(p.rows), np.where(known, label, 0)
-    own = e[rows, safe]
+    valid = counts & (label >= 0) & (label < p.classes)
+    rows, safe = np.arange(p.rows), np.where(valid, label, 0)
+    numerator = e[rows, safe]
     x, w = _head(p, of)
     with np.errstate(all="ignore"):
-        again = known & ~((own >= 2.0**-80) & (total <= 2.0**96)) & ~np.isnan(total)
+        again = valid & ~((numerator >= 2.0**-80) & (total <= 2.0**96)) & ~np.isnan(total)
         scores = x @ w.T + (of["bias"].reshape(-1) if "bias" in of else 0)
         fresh = np.exp(scores - scores.max(1, keepdims=True))
         e = np.where(again[:, None], fresh.astype(dtype_of(p.dtype)).astype(np.float64), e)
         total = np.where(again, fresh.sum(1), total)
-        own = np.where(again, fresh[rows, safe], own)
+        numerator = np.where(again, fresh[rows, safe], numerator)
         weight = of["weight"].reshape(-1)[safe] if "weight" in of else np.ones(p.rows)
-        weight = np.where(counts, np.where(known, weight, np.nan), 0)
-        scale = np.where(known, weight / total, weight)
-        loss = np.where(known, weight * (np.log(total) - np.log(own)), weight)
-    e[rows, safe] -= np.where(known, total, 0)
+        weight = np.where(counts, np.where(valid, weight, np.nan), 0)
+        scale = np.where(valid, weight / total, weight)
+        loss = np.where(valid, weight * (np.log(total) - np.log(numerator)), weight)
+    e[rows, safe] -= np.where(valid, total, 0)
     e[~counts] = np.where(total[~counts, None] != 0, 0, e[~counts])
     held = of.former("e") if "e" in of.writes else e
     e = e if held.size == e.size else _into(held, e)

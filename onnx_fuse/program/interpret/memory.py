@@ -57,8 +57,8 @@ class Memory:
         at = t.offset + np.where(inside, k, 0) * row.step
         for places, step in zip(np.indices(t.shape), t.strides, strict=True):
             at = at + places * step
-        found: np.ndarray = self.parts[t.buffer].view(dtype_of(t.dtype))[at]
-        return np.where(inside, found, np.zeros((), found.dtype))
+        elements: np.ndarray = self.parts[t.buffer].view(dtype_of(t.dtype))[at]
+        return np.where(inside, elements, np.zeros((), elements.dtype))
 
     def store(self, t: Tensor, values: np.ndarray) -> None:
         """Round values to a tensor's dtype and write them where it stands."""

@@ -105,19 +105,19 @@ def _cells(p: Recurrence, of: Operands, z: np.ndarray, lengths: np.ndarray) -> n
 
 
 def _gru(
-    p: Recurrence, of: Operands, x: list[np.ndarray], own: np.ndarray, g: np.ndarray, t: int
+    p: Recurrence, of: Operands, x: list[np.ndarray], hidden: np.ndarray, g: np.ndarray, t: int
 ) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray]:
     """(gradients of the sums, those of the states' part of them, what dh keeps)."""
     h = of.shaped("before", p.steps, p.batch, p.hidden)[t]
     if p.kind == GRU:
         update, reset = (_sigmoid(v) for v in x[:2])
-        new = np.tanh(own)
+        new = np.tanh(hidden)
         slope = g * (1 - update) * (1 - new**2)
         through = slope @ of["rn"].reshape(p.hidden, p.hidden)
         opened = through * h * reset * (1 - reset)
         out = [g * (h - new) * update * (1 - update), opened, slope]
         return out, out, g * update + through * reset
-    mine = np.split(own, 3, 1)
+    mine = np.split(hidden, 3, 1)
     update, reset = (_sigmoid(x[k] + mine[k]) for k in range(2))
     new = np.tanh(x[2] + reset * mine[2])
     slope = g * (1 - update) * (1 - new**2)

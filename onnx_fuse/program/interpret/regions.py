@@ -81,8 +81,8 @@ def deform_columns(p: DeformColumns, of: Operands) -> Results:
             there = inside & (a >= 0) & (a < height) & (b >= 0) & (b < width)
             weight = (dy if i else 1 - dy) * (dx if j else 1 - dx)
             at = np.where(there, a * width + b, 0)[:, :, None]
-            found = np.take_along_axis(x, np.broadcast_to(at, columns[..., t, :].shape), 3)
-            columns[..., t, :] += np.where(there[:, :, None], weight[:, :, None] * found, 0)
+            corner = np.take_along_axis(x, np.broadcast_to(at, columns[..., t, :].shape), 3)
+            columns[..., t, :] += np.where(there[:, :, None], weight[:, :, None] * corner, 0)
         if mask is not None:
             columns[..., t, :] *= mask[:, :, None, t]
     return {"columns": columns}
@@ -99,19 +99,19 @@ def nms_chosen(p: NmsChosen, of: Operands) -> Results:
     else:
         low = np.minimum(boxes[..., :2], boxes[..., 2:])
         high = np.maximum(boxes[..., :2], boxes[..., 2:])
-    chosen, found = np.zeros((p.lines, p.count), np.int64), np.zeros(p.lines, np.int64)
+    chosen, counts = np.zeros((p.lines, p.count), np.int64), np.zeros(p.lines, np.int64)
     left = np.zeros((p.lines, p.count), bool)
     for line, score in enumerate(scores):
         image, alive = line // p.classes, left[line]
         alive[:] = ~np.isnan(score) & ((score > least) | ("least" not in of))
-        while found[line] < min(limit, p.count) and alive.any():
+        while counts[line] < min(limit, p.count) and alive.any():
             best = int(np.argmax(np.where(alive, score, -np.inf)))
             best = best if alive[best] else int(np.argmax(alive))
-            chosen[line, found[line]] = best
-            found[line] += 1
+            chosen[line, counts[line]] = best
+            counts[line] += 1
             alive &= ~_overlaps(low[image], high[image], best, iou)
             alive[best] = False
-    return {"chosen": chosen, "found": found, "left": left}
+    return {"chosen": chosen, "found": counts, "left": left}
 
 
 def _overlaps(low: np.ndarray, high: np.ndarray, best: int, limit: float) -> np.ndarray:

@@ -41,8 +41,8 @@ def _batched(p: move_problems.BatchedCalls, of: Operands) -> data_movement.Resul
     """The answers of calls that share a launch."""
     answer, results = ANSWERS[type(p.problem)], data_movement.Results()
     for i in range(p.count):
-        found = answer(p.problem, of.of(i))
-        results |= {f"{name}.{i}": value for name, value in found.items()}
+        part = answer(p.problem, of.of(i))
+        results |= {f"{name}.{i}": value for name, value in part.items()}
     return results
 
 
@@ -130,12 +130,12 @@ def interpret(
         results = _answer(call, memory, exchange)
         for name, tensor in call.writes:
             memory.store(tensor, results[name])
-    known: dict[str, np.ndarray] = {}
+    outputs: dict[str, np.ndarray] = {}
     for name, value in program.outputs:
         if value is not None:
-            known[name] = memory.view(value).copy() if isinstance(value, Tensor) else value
-    made = _later(program, memory, lowered)
-    return known | {name: made[name] for name, value in program.outputs if value is None}
+            outputs[name] = memory.view(value).copy() if isinstance(value, Tensor) else value
+    later = _later(program, memory, lowered)
+    return outputs | {name: later[name] for name, value in program.outputs if value is None}
 
 
 def _fill(
@@ -167,8 +167,8 @@ def _answer(call: Call, memory: Memory, exchange: Exchange | None) -> Mapping[st
         results = evaluate(call.expression, reads, [t for _, t in call.writes])
         return dict(zip(names, results, strict=True))
     if call.host:
-        found = by_onnxruntime(call.host, names, {name: of.raw(name) for name in of.reads})
-        return dict(zip(names, found, strict=True))
+        arrays = by_onnxruntime(call.host, names, {name: of.raw(name) for name in of.reads})
+        return dict(zip(names, arrays, strict=True))
     if isinstance(problem, Collective):
         if exchange is None:
             raise LookupError("a program of one rank of several needs what the ranks exchange")
@@ -181,27 +181,27 @@ def _answer(call: Call, memory: Memory, exchange: Exchange | None) -> Mapping[st
 
 
 def _later(program: Program, memory: Memory, lowered: Lowered | None) -> dict[str, np.ndarray]:
-    made: dict[str, np.ndarray] = {}
+    computed: dict[str, np.ndarray] = {}
     for stage in program.stages:
-        inputs = {n: made[n] if t is None else memory.view(t).copy() for n, t in stage.inputs}
+        inputs = {n: computed[n] if t is None else memory.view(t).copy() for n, t in stage.inputs}
         if stage.host or lowered is None:
             results = by_onnxruntime(stage.model, stage.outputs, inputs)
-            made.update(zip(stage.outputs, results, strict=True))
+            computed.update(zip(stage.outputs, results, strict=True))
             continue
         model = ir.serde.deserialize_model(onnx.ModelProto.FromString(stage.model))
         constants = initializers(model)
         if stage.loop is None:
-            made |= interpret(lowered(model, inputs), inputs, constants, lowered)
+            computed |= interpret(lowered(model, inputs), inputs, constants, lowered)
             continue
         names, outputs = [v.name or "" for v in model.graph.inputs], stage.loop.outputs
 
-        def once(given: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-            own = {name: given[name] for name in names}  # noqa: B023 - called before the next stage
-            found = interpret(lowered(model, own), own, constants, lowered)  # noqa: B023
-            return [found[name] for name in outputs]  # noqa: B023
+        def once(values: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+            feeds = {name: values[name] for name in names}  # noqa: B023 - called before the next stage
+            arrays = interpret(lowered(model, feeds), feeds, constants, lowered)  # noqa: B023
+            return [arrays[name] for name in outputs]  # noqa: B023
 
-        made |= zip(stage.outputs, run_loop(stage.loop, inputs, once, np.stack), strict=True)
-    return made
+        computed |= zip(stage.outputs, run_loop(stage.loop, inputs, once, np.stack), strict=True)
+    return computed
 
 
 def initializers(model: ir.Model) -> dict[str, np.ndarray]:
@@ -216,5 +216,5 @@ def by_onnxruntime(
     """The outputs of a serialized model, run on the CPU."""
     import onnxruntime
 
-    found: list[np.ndarray] = onnxruntime.InferenceSession(model).run(list(outputs), dict(feeds))
-    return found
+    arrays: list[np.ndarray] = onnxruntime.InferenceSession(model).run(list(outputs), dict(feeds))
+    return arrays

@@ -187,10 +187,10 @@ def evaluate(
             if step.name == "Iota":
                 result = np.arange(writes[0].size).reshape(writes[0].shape)
             else:
-                given = [values[a] for a in step.args]
+                operands = [values[a] for a in step.args]
                 if step.name in _ALIKE:
-                    given = [np.asarray(v).astype(kind) for v in given]
-                result = STEPS[step.name](*given)
+                    operands = [np.asarray(v).astype(kind) for v in operands]
+                result = STEPS[step.name](*operands)
             values.append(np.asarray(result).astype(kind))
     stored = zip(expression.stores, writes, strict=True)
     return [_stored(np.broadcast_to(values[s], t.shape), t.dtype) for s, t in stored]

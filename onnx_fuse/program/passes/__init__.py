@@ -90,6 +90,6 @@ class _Check:
     def __call__(self, name: str, calls: Sequence[Call]) -> None:
         fresh = [call for call in calls if id(call) not in self._seen]
         self._seen |= {id(call): call for call in fresh}
-        found = spec.of_calls(fresh, self._ctx.buffers)
-        found += [text for call in fresh for text in spec.of_launches(call, self._ctx.hw)]
-        assert not found, f"after {name}: {'; '.join(found)}"
+        violations = spec.of_calls(fresh, self._ctx.buffers)
+        violations += [text for call in fresh for text in spec.of_launches(call, self._ctx.hw)]
+        assert not violations, f"after {name}: {'; '.join(violations)}"

@@ -25,24 +25,24 @@ def make_activation_again(calls: Calls, at: int, product: Call) -> None:
     if not isinstance(problem, GemmProblem) or problem.op != "Gemm" or not problem.epilogue.dact:
         return
     c, y = dict(product.reads)["c"], dict(product.writes)["y"]
-    made = calls.producer(c)
-    first = None if made is None else made[1]
-    if made is None or first is None or not isinstance(first.problem, GemmProblem):
+    source = calls.producer(c)
+    first = None if source is None else source[1]
+    if source is None or first is None or not isinstance(first.problem, GemmProblem):
         return
     forward, behind, results = first.problem.epilogue, problem.epilogue, dict(first.writes)
     if not forward.save_z or (forward.act, forward.act_alpha) != (behind.act, behind.act_alpha):
         return
     z, h = results["z"], results["y"]
     later = sorted({j for j in calls.readers[h.buffer] if j > at})
-    if not later or h.buffer in calls.keep or calls.writers[h.buffer] != [made[0]]:
+    if not later or h.buffer in calls.keep or calls.writers[h.buffer] != [source[0]]:
         return
     if not whole(y.size, z, h, c, y) or len({t.dtype for t in (z, h, c, y)}) > 1:
         return
-    wanted = problem.with_epilogue(save_act=True)
-    if coarse(h.nbytes) < LEAST or not calls.serves(wanted):
+    saving = problem.with_epilogue(save_act=True)
+    if coarse(h.nbytes) < LEAST or not calls.serves(saving):
         return
     again = calls.ctx.scratch(h.dtype, y.shape)
-    calls.now[at] = (replace(product, problem=wanted, writes=(*product.writes, ("z", again))),)
+    calls.now[at] = (replace(product, problem=saving, writes=(*product.writes, ("z", again))),)
     same = {h.buffer: again.buffer}
     for j in later:
         calls.now[j] = tuple(rename_buffers(call, same) for call in calls.now[j])

@@ -24,8 +24,8 @@ def by_bucket(calls: Sequence[Call]) -> list[Call]:
     writer = {t.buffer: i for i, call in enumerate(calls) for _, t in call.writes}
     behind: dict[int, list[Call]] = defaultdict(list)
     for (kind, _), places in members.items():
-        made = [writer[t.buffer] for i in places for _, t in calls[i].reads if t.buffer in writer]
-        ready = max((i for i in made if i < places[-1]), default=places[-1])
+        ends = [writer[t.buffer] for i in places for _, t in calls[i].reads if t.buffer in writer]
+        ready = max((i for i in ends if i < places[-1]), default=places[-1])
         at = places[-1] if kind == "AllGather" or ready in gone else ready
         behind[at].append(_together([calls[i] for i in places]))
     result: list[Call] = []
@@ -38,32 +38,32 @@ def by_bucket(calls: Sequence[Call]) -> list[Call]:
 def first_buckets(calls: Sequence[Call]) -> list[int | None]:
     """The first bucket that needs the results of each call, None where none does."""
     needs: dict[int, int] = {}  # buffer -> the first bucket that reads it, or what is made of it
-    found: list[int | None] = []
+    buckets: list[int | None] = []
     for call in reversed(calls):
-        own = call.problem.bucket if isinstance(call.problem, Collective) else None
-        wanted = [needs[t.buffer] for _, t in call.writes if t.buffer in needs]
-        bucket = min(wanted, default=None) if own is None else own
-        found.append(bucket)
+        collective = call.problem.bucket if isinstance(call.problem, Collective) else None
+        readers = [needs[t.buffer] for _, t in call.writes if t.buffer in needs]
+        bucket = min(readers, default=None) if collective is None else collective
+        buckets.append(bucket)
         if bucket is None:
             continue
         for _, tensor in call.reads:
             needs[tensor.buffer] = min(bucket, needs.get(tensor.buffer, bucket))
-    return found[::-1]
+    return buckets[::-1]
 
 
 def last_buckets(calls: Sequence[Call]) -> list[int | None]:
     """The last bucket whose results each call waits for, None where it waits for none."""
-    made: dict[int, int] = {}  # buffer -> the last bucket whose result it depends on
-    found: list[int | None] = []
+    last: dict[int, int] = {}  # buffer -> the last bucket whose result it depends on
+    buckets: list[int | None] = []
     for call in calls:
-        waited = [made[t.buffer] for _, t in call.reads if t.buffer in made]
+        waited = [last[t.buffer] for _, t in call.reads if t.buffer in last]
         if isinstance(call.problem, Collective):
             waited.append(call.problem.bucket)
         bucket = max(waited, default=None)
-        found.append(bucket)
+        buckets.append(bucket)
         if bucket is not None:
-            made |= dict.fromkeys((t.buffer for _, t in call.writes), bucket)
-    return found
+            last |= dict.fromkeys((t.buffer for _, t in call.writes), bucket)
+    return buckets
 
 
 def _together(members: Sequence[Call]) -> Call:

@@ -34,17 +34,17 @@ def leave_moments(calls: Calls, i: int, call: Call) -> None:
         return
     if any(t.dtype != "float32" for t in stats.values()):
         return
-    wanted = _with_moments(product.problem, m, n)
+    fused = _with_moments(product.problem, m, n)
     merged = MergedMoments(m, n)
     before = [p for j in places if (p := calls.calls[j].problem) is not None]
-    if wanted is None or product.problem is None or not calls.serves(wanted):
+    if fused is None or product.problem is None or not calls.serves(fused):
         return
-    if not calls.pays((product.problem, *before), (wanted, merged)):
+    if not calls.pays((product.problem, *before), (fused, merged)):
         return
     part = calls.ctx.scratch("float32", (merged.parts, n, 2))
     for j in places:
         calls.now[j] = ()
-    calls.now[at] = (replace(product, problem=wanted, writes=(*product.writes, ("part", part))),)
+    calls.now[at] = (replace(product, problem=fused, writes=(*product.writes, ("part", part))),)
     calls.now[places[-1]] = (
         replace(
             last, kernel="MergedMoments", problem=merged, reads=(("part", part),),

@@ -36,20 +36,20 @@ def sum_columns(calls: Calls, i: int, call: Call) -> None:
         used = (*calls.readers[y.buffer], *calls.writers[y.buffer])
         if any(j not in places and j <= behind for j in used):
             continue
-        wanted = problem.with_epilogue(column_sums=True)
+        fused = problem.with_epilogue(column_sums=True)
         sums = PartSums(-(-summed[0] // ROWS), summed[1], y.dtype)
         apart = [p for j in places if (p := calls.calls[j].problem) is not None]
-        if not calls.pays((problem, *apart), (wanted, sums)):
+        if not calls.pays((problem, *apart), (fused, sums)):
             continue
         part = calls.ctx.scratch("float32", (sums.parts, sums.n))
-        made = replace(product, problem=wanted, writes=(*product.writes, ("part", part)))
+        call_fused = replace(product, problem=fused, writes=(*product.writes, ("part", part)))
         last = replace(
             end, kernel="PartSums", problem=sums, reads=(("part", part),), writes=(("out0", y),),
             bytes=sums.bytes, inplace=(),
         )  # fmt: skip
         for j in places:
             calls.now[j] = ()
-        calls.now[at] = (made, last)
+        calls.now[at] = (call_fused, last)
         return
 
 

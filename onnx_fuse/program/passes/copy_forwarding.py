@@ -54,10 +54,10 @@ def _redirected(call: Call, x: Tensor, y: Tensor) -> tuple[Call, tuple[int, int]
     """The call that writes its part of x's buffer to where a copy of x puts it in y, and that
     part's first place and size; None where it is no pointwise call or the part no block of x.
     """
-    own = [t for _, t in call.writes if t.buffer == x.buffer]
-    if call.expression is None or len(own) != 1 or own[0].dtype != x.dtype:
+    overwrites = [t for _, t in call.writes if t.buffer == x.buffer]
+    if call.expression is None or len(overwrites) != 1 or overwrites[0].dtype != x.dtype:
         return None
-    (part,) = own
+    (part,) = overwrites
     axes = sorted(
         ((step, size, to) for size, step, to in zip(x.shape, x.strides, y.strides, strict=True)
          if size != 1), reverse=True,

@@ -77,7 +77,7 @@ def independent(first: Call, second: Call) -> bool:
 
 def merged(members: Sequence[Call]) -> Call:
     """One call of all members; their operands are bound under "0.row" and "1.row"."""
-    pieces = tuple(found for call in members if (found := piece_of(call)) is not None)
+    pieces = tuple(piece for call in members if (piece := piece_of(call)) is not None)
     problem = CopyMany(ITEMSIZE[members[0].writes[0][1].dtype], pieces)
     reads: dict[str, Tensor] = {f"0.{i}": c.reads[0][1] for i, c in enumerate(members)}
     writes: dict[str, Tensor] = {f"1.{i}": c.writes[0][1] for i, c in enumerate(members)}

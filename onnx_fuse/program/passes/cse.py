@@ -11,12 +11,12 @@ from onnx_fuse.program.passes.callgraph import rename_buffer, uses
 
 def eliminate_dead(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
     """Drop the calls whose results nothing reads."""
-    live, kept = set(keep), []
+    live, remaining = set(keep), []
     for call in reversed(calls):
         if any(t.buffer in live for _, t in call.writes):
             live.update(t.buffer for _, t in call.reads)
-            kept.append(call)
-    return kept[::-1]
+            remaining.append(call)
+    return remaining[::-1]
 
 
 def eliminate_common(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
@@ -24,18 +24,18 @@ def eliminate_common(calls: Sequence[Call], keep: Collection[int]) -> list[Call]
     _, writers = uses(calls)
     seen: dict[object, Call] = {}
     same: dict[int, int] = {}
-    kept = []
+    remaining = []
     for old in calls:
         call = old
         if any(t.buffer in same for _, t in old.reads):
             call = replace(old, reads=tuple((n, rename_buffer(t, same)) for n, t in old.reads))
-        own = [t.buffer for _, t in call.writes]
-        pure = all(len(writers[b]) == 1 and b not in keep for b in own)
+        results = [t.buffer for _, t in call.writes]
+        pure = all(len(writers[b]) == 1 and b not in keep for b in results)
         # a buffer that is written again later reads differently then
         pure = pure and all(len(writers[t.buffer]) <= 1 for _, t in call.reads)
         pure = pure and not any(t.buffer in keep for _, t in call.reads)
         if not pure:
-            kept.append(call)
+            remaining.append(call)
             continue
         outputs = tuple(
             (n, Tensor(-1, t.dtype, t.shape, t.strides, t.offset)) for n, t in call.writes
@@ -43,8 +43,8 @@ def eliminate_common(calls: Sequence[Call], keep: Collection[int]) -> list[Call]
         key = (call.launches, call.problem, call.expression, call.host, call.reads, outputs)
         first = seen.setdefault(key, call)
         if first is call:
-            kept.append(call)
+            remaining.append(call)
             continue
         for (_, a), (_, b) in zip(call.writes, first.writes, strict=True):
             same[a.buffer] = b.buffer
-    return kept
+    return remaining

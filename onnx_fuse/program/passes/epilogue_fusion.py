@@ -73,10 +73,10 @@ def add(calls: Calls, i: int, call: Call) -> None:
     reads, total = dict(call.reads), dict(call.writes).get("sum", call.writes[0][1])
     first, second = (reads["x"], reads["residual"]) if norm else reads.values()
     for y, r in ((first, second), (second, first)):
-        found = _product(calls.sole_producer(i, y), BARE, ("Gemm", "MatMulNBits"))
-        if found is None or not y.dense or r.offset or y.size != total.size:
+        source = _product(calls.sole_producer(i, y), BARE, ("Gemm", "MatMulNBits"))
+        if source is None or not y.dense or r.offset or y.size != total.size:
             continue
-        at, product, problem = found
+        at, product, problem = source
         bias, column = not r.dense, _column(r)
         if column and (problem.op != "Gemm" or problem.batch):
             continue
@@ -94,13 +94,13 @@ def add(calls: Calls, i: int, call: Call) -> None:
             r = replace(r, shape=(problem.m,), strides=(1,))
         elif bias:  # the row itself, once
             r = replace(r, shape=r.shape[-1:], strides=r.strides[-1:])
-        made = replace(
+        fused = replace(
             product,
             problem=problem.with_epilogue(**{kind: True}),
             reads=(*product.reads, (name, r)),
             writes=(("y", total),),
         )
-        if calls.fuse(at, i, made, *([_norm_of(call, total)] if norm else []), here=True):
+        if calls.fuse(at, i, fused, *([_norm_of(call, total)] if norm else []), here=True):
             return
 
 
@@ -113,23 +113,23 @@ def scale(calls: Calls, i: int, call: Call) -> None:
         return
     (_, first), (_, second), (_, y) = *call.reads, call.writes[0]
     for z, g in ((first, second), (second, first)):
-        found = _product(calls.sole_producer(i, z), (*_SUMS, "layernorm", "layer_scale"))
-        if found is None or not (z.dense and y.dense and _row(g)) or g.offset:
+        source = _product(calls.sole_producer(i, z), (*_SUMS, "layernorm", "layer_scale"))
+        if source is None or not (z.dense and y.dense and _row(g)) or g.offset:
             continue
-        at, product, problem = found
+        at, product, problem = source
         if g.shape[-1] != problem.n:  # a view of the product in other rows
             continue
-        made = product.writes[0][1]
-        same = made.dense and (made.offset, made.size) == (z.offset, z.size) and y.size == z.size
-        types = {t.dtype for t in (made, z, g, y)} | {problem.dtype, problem.out}
+        out = product.writes[0][1]
+        same = out.dense and (out.offset, out.size) == (z.offset, z.size) and y.size == z.size
+        types = {t.dtype for t in (out, z, g, y)} | {problem.dtype, problem.out}
         if not same or not problem.epilogue.bias or problem.epilogue.bias_dtype or len(types) > 1:
             continue
         if any(w >= at for w in calls.writers[g.buffer]) or not calls.may_write(at, i, y):
             continue
         g = replace(g, shape=g.shape[-1:], strides=g.strides[-1:])
         reads = (*product.reads, ("col0", g))
-        wanted = replace(product, problem=problem.with_epilogue(layer_scale=True), reads=reads)
-        if calls.fuse(at, i, replace(wanted, writes=(("y", y),))):
+        fused = replace(product, problem=problem.with_epilogue(layer_scale=True), reads=reads)
+        if calls.fuse(at, i, replace(fused, writes=(("y", y),))):
             return
 
 
@@ -157,15 +157,15 @@ def activate(calls: Calls, i: int, call: Call) -> None:
     if act is None:
         return
     (_, z), (_, y) = call.reads[0], call.writes[0]
-    found = _product(calls.producer(z), ("act", "dact", "save_z", "layer_scale"))
-    if found is None or len(calls.writers[y.buffer]) != 1:
+    source = _product(calls.producer(z), ("act", "dact", "save_z", "layer_scale"))
+    if source is None or len(calls.writers[y.buffer]) != 1:
         return
-    at, product, plain = found
+    at, product, plain = source
     if plain.epilogue.residual and (plain.epilogue.beta or plain.epilogue.residual is not True):
         return
-    problem, made = _summed_first(plain), product.writes[0][1]
+    problem, out = _summed_first(plain), product.writes[0][1]
     # equal but for the strides of axes of one
-    same = (made.offset, made.dtype, made.size) == (z.offset, z.dtype, z.size) and made.dense
+    same = (out.offset, out.dtype, out.size) == (z.offset, z.dtype, z.size) and out.dense
     if not (same and y.dense and z.dense) or y.dtype != problem.out:
         return
     problem = problem.with_epilogue(**act)
@@ -233,16 +233,16 @@ def slope(calls: Calls, i: int, call: Call) -> None:
     Its reader is a LayerNormGemmGrad, which is then one without an activation, or the pass of an
     activation's gradient, of which the sums for dbias are left.
     """
-    problem, given, how = call.problem, dict(call.reads), _slope(call)
+    problem, ts, how = call.problem, dict(call.reads), _slope(call)
     plain_only = (*BARE, "layer_scale")
-    found = _product(calls.sole_producer(i, given["dy"]), plain_only) if how is not None else None
-    if how is None or found is None:
+    match = _product(calls.sole_producer(i, ts["dy"]), plain_only) if how is not None else None
+    if how is None or match is None:
         return
-    at, product, plain = found
-    dy, z, dz = given["dy"], given["z"], product.writes[0][1]
+    at, product, plain = match
+    dy, z, dz = ts["dy"], ts["z"], product.writes[0][1]
     if dz.size != dy.size or max(calls.writers[z.buffer], default=-1) >= at:
         return
-    wanted, left = plain.with_epilogue(dact=True, **how), None
+    fused, left = plain.with_epilogue(dact=True, **how), None
     if isinstance(problem, GemmProblem):
         left = replace(call, problem=replace(problem, epilogue=NONE))
     else:
@@ -250,11 +250,11 @@ def slope(calls: Calls, i: int, call: Call) -> None:
         sums = tuple((n, t) for n, t in call.writes if n != "dz")
         if any(calls.readers[t.buffer] or t.buffer in calls.keep for _, t in sums):
             left = _column_sums(call, dz, sums)
-    after = [wanted, *([left.problem] if left is not None and left.problem is not None else [])]
+    after = [fused, *([left.problem] if left is not None and left.problem is not None else [])]
     if problem is None or not calls.pays((plain, problem), after):
         return
-    made = replace(product, problem=wanted, reads=(*product.reads, ("c", z)), writes=(("y", dz),))
-    calls.fuse(at, i, made, *([left] if left is not None else []))
+    joined = replace(product, problem=fused, reads=(*product.reads, ("c", z)), writes=(("y", dz),))
+    calls.fuse(at, i, joined, *([left] if left is not None else []))
 
 
 def _slope(call: Call) -> dict[str, Value] | None:
@@ -306,24 +306,24 @@ def add_to_gradient(calls: Calls, i: int, call: Call) -> None:
         alone = before and not read_later and r.buffer not in calls.keep
         if alone and min(after, default=i) >= i and _all_of(calls, r):
             ways.append(problem.replace(add="here"))
-        wanted = min(ways, key=calls.seconds)
-        if not calls.pays((problem, pointwise(call)), (wanted,)):
+        fused = min(ways, key=calls.seconds)
+        if not calls.pays((problem, pointwise(call)), (fused,)):
             continue
         readers[r.buffer] = sorted(at if j == i else j for j in readers[r.buffer])
         writers[total.buffer] = [at]
-        if wanted.add == "here":
+        if fused.add == "here":
             same = {r.buffer: total.buffer}
             _rename(calls, same, at)
             readers[total.buffer] = sorted((*readers.pop(r.buffer), *after))
             writers[total.buffer] = [*writers.pop(r.buffer), at]
             r, (grad,) = rename_buffer(r, same), calls.now[at]
-        made = replace(
+        fused_call = replace(
             grad,
-            problem=wanted,
+            problem=fused,
             reads=(*grad.reads, ("add", r)),
             writes=tuple((n, total if n == "dx" else t) for n, t in grad.writes),
         )
-        calls.fuse(at, i, made)
+        calls.fuse(at, i, fused_call)
         return
 
 
@@ -360,19 +360,19 @@ def add_onto(calls: Calls, i: int, call: Call) -> None:
         problem = scatter.problem
         if not isinstance(problem, ScatterND) or not problem.fresh or begin == i:
             continue
-        wanted = replace(problem, fresh=False)
+        fused = replace(problem, fresh=False)
         if not calls.may_write(begin, i, total) or not _all_of(calls, r):
             continue
-        if not calls.pays((problem, pointwise(call)), (wanted,)):
+        if not calls.pays((problem, pointwise(call)), (fused,)):
             continue
         same = {r.buffer: total.buffer}
-        made = replace(
+        fused_call = replace(
             scatter,
-            problem=wanted,
+            problem=fused,
             reads=(*scatter.reads, ("before", total)),
             writes=(("y", total),),
         )
-        if calls.fuse(at, i, made, here=True):
+        if calls.fuse(at, i, fused_call, here=True):
             _rename(calls, same, i)
             calls.readers[total.buffer] = [i, *calls.readers[total.buffer]]
             calls.writers[total.buffer] = [begin, i]
@@ -399,7 +399,7 @@ def tail(calls: Calls, i: int, call: Call) -> None:
             continue
         shared = ITEMSIZE[y.dtype] == ITEMSIZE[v.dtype]
         problem = before.problem.with_tail(Tail(call.expression, k, y.dtype))
-        made = replace(
+        fused = replace(
             before,
             kernel=f"{before.kernel}+{call.expression.name}",
             problem=problem,
@@ -412,7 +412,7 @@ def tail(calls: Calls, i: int, call: Call) -> None:
         apart = (before.problem, pointwise(call))
         if before.problem.op == "Conv" and not calls.pays(apart, (problem,)):
             continue
-        if calls.fuse(at, i, made):
+        if calls.fuse(at, i, fused):
             return
 
 

@@ -114,8 +114,8 @@ def _kind(call: Call) -> object | None:
     """A key that is equal for calls that may share a launch; None for a call that may not."""
     if call.expression is None:
         return _batch_key(call)
-    if (found := copy_fusion.copy_kind(call)) is not None:
-        return found
+    if (kind := copy_fusion.copy_kind(call)) is not None:
+        return kind
     if not prod(call.writes[0][1].shape) or call.expression.rows:
         return None
     tensors = [t for _, t in (*call.reads, *call.writes)]
@@ -135,12 +135,12 @@ def _in_rows(tensors: Sequence[Tensor], call: Call) -> bool:
     So are the parts of packed parameters and of their gradients, which are cast where they stand.
     Copies have launches of their own kind.
     """
-    found = [rows_of(t) for t in tensors]
-    if not call.expression or not call.expression.steps or None in found:
+    rows_of_each = [rows_of(t) for t in tensors]
+    if not call.expression or not call.expression.steps or None in rows_of_each:
         return False
     width = 16 // min(ITEMSIZE[t.dtype] for _, t in (*call.reads, *call.writes))
-    lengths = {rows[0] for rows in found if rows is not None}
-    numbers = [n for rows in found if rows is not None for n in rows]
+    lengths = {rows[0] for rows in rows_of_each if rows is not None}
+    numbers = [n for rows in rows_of_each if rows is not None for n in rows]
     numbers += [t.offset for _, t in (*call.reads, *call.writes)]
     return len(lengths) == 1 and all(type(n) is int and n % width == 0 for n in numbers)
 
@@ -275,8 +275,8 @@ def fold_together(calls: Sequence[Call], keep: Collection[int], hw: Hardware) ->
             kind = fold_kind(k, n, call.problem.dtype, hw)
             group = groups[kind, cast is None, buckets[i]]
             first = group[0][0] if group else i
-            made = [j for _, t in call.reads for j in writers[t.buffer] if j < i and j != cast]
-            if max(made, default=-1) >= first or (cast is not None and min(readers[w]) < first):
+            wait = [j for _, t in call.reads for j in writers[t.buffer] if j < i and j != cast]
+            if max(wait, default=-1) >= first or (cast is not None and min(readers[w]) < first):
                 continue
             group.append((i, cast))
             break
@@ -320,11 +320,11 @@ def _folds(members: Sequence[tuple[Call, Call | None]]) -> Call:
     reads: dict[str, Tensor] = {}
     writes: dict[str, Tensor] = {}
     for i, (fold, cast) in enumerate(members):
-        given = dict(fold.reads)
+        operands = dict(fold.reads)
         if cast is not None:
-            writes[f"low.{i}"] = given["w"]
-            given["w"] = cast.reads[0][1]
-        reads |= {f"{name}.{i}": t for name, t in given.items()}
+            writes[f"low.{i}"] = operands["w"]
+            operands["w"] = cast.reads[0][1]
+        reads |= {f"{name}.{i}": t for name, t in operands.items()}
         writes |= {f"{name}.{i}": t for name, t in fold.writes}
     folds = [fold.problem for fold, _ in members if isinstance(fold.problem, Fold)]
     shapes = tuple(fold.shapes[0] for fold in folds)

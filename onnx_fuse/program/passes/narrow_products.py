@@ -46,10 +46,10 @@ def product_behind_norm(calls: Calls, i: int, call: Call) -> None:
     plain = norm.problem
     if not isinstance(plain, Norm) or plain.columns:
         return
-    made, rows = dict(norm.writes)["y"], plain.affine == 1 and plain.length == p.k
-    if made.buffer != y.buffer or not rows or not whole(p.m * p.k, made, y):
+    normed, rows = dict(norm.writes)["y"], plain.affine == 1 and plain.length == p.k
+    if normed.buffer != y.buffer or not rows or not whole(p.m * p.k, normed, y):
         return
-    types = {y.dtype, made.dtype, w.dtype, z.dtype, p.out, *([c.dtype] if c is not None else [])}
+    types = {y.dtype, normed.dtype, w.dtype, z.dtype, p.out, *([c.dtype] if c is not None else [])}
     if len(types) > 1 or y.dtype == "float64" or not z.dense or z.size != p.m * p.n:
         return
     if c is not None and (c.shape[-1] != p.n or c.strides[-1] != 1):
@@ -93,7 +93,7 @@ def product_in_norm_grad(calls: Calls, i: int, call: Call) -> None:
     both = replace(grad, k=p.k, turned=p.trans_b)
     if not calls.pays((p, grad), (both,)):
         return
-    made = replace(
+    fused = replace(
         call,
         kernel=f"{product.kernel}+{call.kernel}",
         problem=both,
@@ -102,7 +102,7 @@ def product_in_norm_grad(calls: Calls, i: int, call: Call) -> None:
         bytes=call.bytes - dy.nbytes + a.nbytes + b.nbytes,
         inplace=tuple(pair for pair in call.inplace if pair[1] != "dy"),
     )
-    calls.fuse(at, i, made, here=True)
+    calls.fuse(at, i, fused, here=True)
 
 
 FEW_COLUMNS = (product_behind_norm, product_in_norm_grad)

@@ -145,8 +145,8 @@ class Choices:
         """Seconds by the cost models alone, which compare where records would not."""
         for problem in problems:
             if problem not in self._seconds:
-                found = seconds(problem, self.ctx.hw, self.ctx.prefs, records=False)
-                self._seconds[problem] = found
+                time = seconds(problem, self.ctx.hw, self.ctx.prefs, records=False)
+                self._seconds[problem] = time
         return sum(self._seconds[problem] for problem in problems)
 
     def replaced(
@@ -182,31 +182,31 @@ class Choices:
         residuals: Mapping[int, Call],
     ) -> dict[int, Call] | None:
         """The calls that replace the norm, or None where the weights cannot be folded."""
-        ctx, found, part = self.ctx, {}, {}
+        ctx, new_calls, part = self.ctx, {}, {}
         if source is not None:
             part = {"part": ctx.scratch("float32", (parts, norm.rows, 2))}
             wrote = replace(source, writes=(*source.writes, *part.items()))
-            found[-1] = replace(wrote, problem=_problem(source).with_epilogue(moments=parts))
-        given = dict(norm.call.reads)
+            new_calls[-1] = replace(wrote, problem=_problem(source).with_epilogue(moments=parts))
+        params = dict(norm.call.reads)
         statistics: dict[str, Tensor] = {}
         for j, call in products.items():
             reads, problem = dict(call.reads), _norm_gemm(call, norm, parts)
             b = reads["b"]
             weights = replace(b, shape=b.shape[-2:], strides=b.strides[-2:])
             row = reads.get("col1") or ctx.constant(np.zeros(problem.n, norm.gamma.dtype))
-            folded = ctx.folded(given["scale"], given.get("bias"), weights, row, problem.trans_b)
+            folded = ctx.folded(params["scale"], params.get("bias"), weights, row, problem.trans_b)
             if folded is None:
                 return None
             own = {n: ctx.scratch("float32", (*norm.x.shape[:-1], 1)) for n in ("mean", "rstd")}
             statistics = statistics or own
-            taken = replace(
+            reader = replace(
                 call,
                 kernel=f"LayerNorm{call.kernel}",
                 nodes=tuple(dict.fromkeys((*norm.call.nodes, *call.nodes))),
                 reads=tuple(({"x": norm.x} | folded | part).items()),
                 writes=(*call.writes, *own.items()),
             )
-            found[j] = replace(taken, problem=problem)
+            new_calls[j] = replace(reader, problem=problem)
         gamma = ctx.constant(norm.gamma.astype(np.float32))
         for j, call in residuals.items():
             reads = dict(call.reads)
@@ -217,13 +217,13 @@ class Choices:
                 "c": norm.x, "row0": statistics["rstd"], "row1": statistics["mean"],
                 "col0": gamma, "col1": ctx.constant(both.astype(np.float32)),
             }  # fmt: skip
-            taken = replace(
+            reader = replace(
                 call,
                 nodes=tuple(dict.fromkeys((*call.nodes, *norm.call.nodes))),
                 reads=tuple((reads | changed).items()),
             )
-            found[j] = replace(taken, problem=_added(call))
-        return found
+            new_calls[j] = replace(reader, problem=_added(call))
+        return new_calls
 
 
 def _problem(call: Call) -> GemmProblem:

@@ -122,10 +122,10 @@ def forget_unread(calls: Sequence[Call], keep: Collection[int]) -> list[Call]:
     read = set(keep)
     for call in calls:
         read.update(t.buffer for _, t in call.reads)
-    found = [
+    narrowed = [
         without_stores(call, lambda b: b not in read) if call.expression else call for call in calls
     ]
-    return [call for call in found if call.writes]
+    return [call for call in narrowed if call.writes]
 
 
 def without_stores(call: Call, unread: Callable[[int], bool]) -> Call:
@@ -254,10 +254,10 @@ def join(a: Call, b: Call, *, siblings: bool = False) -> Call | None:
     tables = [a_reads[row.load] for row in ea.rows] + [b_reads[row.load] for row in eb.rows]
     if any(t.buffer in written for t in tables):
         return None
-    reads, wanted = _places(ea, a_reads), _places(eb, b_reads)
+    reads, b_places = _places(ea, a_reads), _places(eb, b_reads)
     source: dict[int, tuple[str, int]] = {}
-    for i in sorted(range(len(wanted)), key=lambda i: wanted[i][1] is not None):  # rows last
-        t, row = wanted[i]
+    for i in sorted(range(len(b_places)), key=lambda i: b_places[i][1] is not None):  # rows last
+        t, row = b_places[i]
         if t.buffer in stored:
             source[i] = "a", ea.stores[a_writes.index(t)]
             continue

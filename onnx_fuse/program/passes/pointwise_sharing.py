@@ -62,16 +62,16 @@ def _may_wait(calls: Sequence[Call | None], i: int, j: int) -> bool:
     """Whether call `i` may run as late as call `j`, which does not read what it makes."""
     call = calls[i]
     assert call is not None
-    made = {t.buffer for _, t in call.writes}
+    results = {t.buffer for _, t in call.writes}
     read = {t.buffer for _, t in call.reads}
     for k in range(i + 1, j + 1):
         between = calls[k]
         if between is None:
             continue
-        if any(t.buffer in made for _, t in between.reads):
+        if any(t.buffer in results for _, t in between.reads):
             return False
         written = {t.buffer for _, t in between.writes}
-        if written & read or (k != j and written & made):
+        if written & read or (k != j and written & results):
             return False
     return True
 
@@ -84,9 +84,9 @@ def _recomputed(calls: Sequence[Call]) -> list[Call]:
         if call.expression is None:
             continue
         for _, result in call.reads:
-            made = writers[result.buffer]
-            if len(made) == 1 and made[0] < j and _large(result):
-                now[j] = _with_own(now[j], calls[made[0]], result, made[0], writers) or now[j]
+            writes = writers[result.buffer]
+            if len(writes) == 1 and writes[0] < j and _large(result):
+                now[j] = _with_own(now[j], calls[writes[0]], result, writes[0], writers) or now[j]
     return now
 
 
@@ -99,10 +99,10 @@ def _with_own(
     alone = without_stores(maker, lambda buffer: buffer != result.buffer)
     assert alone.expression is not None
     sources = [t for _, t in alone.reads]
-    known = {t for _, t in call.reads}
+    operands = {t for _, t in call.reads}
     if not sources or alone.expression.rows or len(alone.expression.steps) > MAX_STEPS:
         return None
-    if any(t not in known or any(k > at for k in writers[t.buffer]) for t in sources):
+    if any(t not in operands or any(k > at for k in writers[t.buffer]) for t in sources):
         return None
     both = join(alone, call)
     return both and without_stores(both, lambda buffer: buffer == result.buffer)

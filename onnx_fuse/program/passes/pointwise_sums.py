@@ -28,14 +28,14 @@ def sum_results(calls: Calls, i: int, call: Call) -> None:
     source = calls.producer(x)
     if source is None or calls.now[source[0]] != (source[1],) or not whole(x.size, x):
         return
-    at, made = source
-    number = next((j for j, (_, t) in enumerate(made.writes) if t.buffer == x.buffer), None)
-    if number is None or made.expression is None:
+    at, source_call = source
+    number = next((j for j, (_, t) in enumerate(source_call.writes) if t.buffer == x.buffer), None)
+    if number is None or source_call.expression is None:
         return
-    over, m, n = _over(first, made)
+    over, m, n = _over(first, source_call)
     if over == "columns" and (further := _of_sums(calls, places[-1])) is not None:
         over, places = "all", [*places, further]
-    views = _matrices(made, m, n)
+    views = _matrices(source_call, m, n)
     end = calls.calls[places[-1]]
     (_, y) = end.writes[0]
     if not over or views is None or not calls.may_write(at, places[-1], y):
@@ -43,33 +43,33 @@ def sum_results(calls: Calls, i: int, call: Call) -> None:
     # a reduction over axes apart has further passes, over these sums
     if not whole({"columns": n, "rows": m, "all": 1}[over], y):
         return
-    wanted = PointwiseSums(views, number, over, y.dtype)
+    fused = PointwiseSums(views, number, over, y.dtype)
     before: list[AnyProblem] = [p for j in places if (p := calls.calls[j].problem) is not None]
-    if not calls.serves(wanted) or not joins(calls, (pointwise(made), *before), wanted):
+    if not calls.serves(fused) or not joins(calls, (pointwise(source_call), *before), fused):
         return
     for j in places:
         calls.now[j] = ()
     calls.now[at] = (
         replace(
-            as_problem(made), problem=wanted, expression=None,
-            nodes=nodes_of(made, *(calls.calls[j] for j in places)),
-            writes=(*made.writes, ("sum", y)), flops=wanted.flops, bytes=wanted.bytes,
+            as_problem(source_call), problem=fused, expression=None,
+            nodes=nodes_of(source_call, *(calls.calls[j] for j in places)),
+            writes=(*source_call.writes, ("sum", y)), flops=fused.flops, bytes=fused.bytes,
         ),
     )  # fmt: skip
 
 
-def joins(calls: Calls, before: Sequence[AnyProblem], wanted: PointwiseSums) -> bool:
+def joins(calls: Calls, before: Sequence[AnyProblem], fused: PointwiseSums) -> bool:
     """Whether the one call is the faster way."""
-    return calls.pays(before, (wanted,))
+    return calls.pays(before, (fused,))
 
 
-def _over(first: Reduce, made: Call) -> tuple[str, int, int]:
+def _over(first: Reduce, call: Call) -> tuple[str, int, int]:
     """What is added up, "" for neither rows nor columns, of how many rows and columns."""
     if first.inner > 1:
         return "columns" if first.outer == 1 else "", first.length, first.inner
     if first.outer > 1:
         return "rows", first.outer, first.length
-    shape = made.writes[0][1].shape
+    shape = call.writes[0][1].shape
     return "all", prod(shape[:-1]), prod(shape[-1:])
 
 
@@ -100,5 +100,5 @@ def _matrices(call: Call, m: int, n: int) -> Pointwise | None:
     reads, writes = ([matrix(t) for t in part] for part in (problem.reads, problem.writes))
     if None in reads or None in writes:
         return None
-    kept = [tuple(t for t in part if t is not None) for part in (reads, writes)]
-    return Pointwise(problem.expression, *kept)
+    operands = [tuple(t for t in part if t is not None) for part in (reads, writes)]
+    return Pointwise(problem.expression, *operands)

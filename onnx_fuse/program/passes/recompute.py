@@ -29,16 +29,16 @@ buffer that it writes, in order."""
 
 def gathered_twice(calls: Sequence[Call]) -> Twins:
     """The buffers whose contents are gathered several times over in a step."""
-    found: dict[tuple[object, ...], list[tuple[int, int]]] = {}
+    buffers: dict[tuple[object, ...], list[tuple[int, int]]] = {}
     written: Counter[int] = Counter()
     for i, call in enumerate(calls):
         if isinstance(call.problem, Collective) and call.problem.kind == "AllGather":
             for (_, part), (_, y) in zip(call.reads, call.writes, strict=True):
                 # a part that is written in between is another one
                 key = part.buffer, written[part.buffer], part.offset, part.shape, part.dtype
-                found.setdefault(key, []).append((i, y.buffer))
+                buffers.setdefault(key, []).append((i, y.buffer))
         written.update({t.buffer for _, t in call.writes})
-    return {buffer: same for same in found.values() if len(same) > 1 for _, buffer in same}
+    return {buffer: same for same in buffers.values() if len(same) > 1 for _, buffer in same}
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,9 @@ class Memory:
         if isinstance(call.problem, Collective):
             return False
         reads, writes = ({t.buffer for _, t in part} for part in (call.reads, call.writes))
-        own = all(b in self.nbytes and self._writers[b] == [i] for b in writes)
+        sole = all(b in self.nbytes and self._writers[b] == [i] for b in writes)
         changed = any(i < k <= self._end for b in reads for k in self._writers.get(b, ()))
-        return own and not changed and not call.host and not reads & writes
+        return sole and not changed and not call.host and not reads & writes
 
     def _wanted(self, results: Collection[int]) -> int:
         """The first call behind the turn that reads one of these buffers."""
@@ -107,18 +107,18 @@ class Memory:
 
     def candidates(self, seconds: Callable[[Call], float]) -> list[Candidate]:
         """What may run a second time; first what frees the most bytes for each second it costs."""
-        found = []
+        choices = []
         for i, call in enumerate(self.calls[: self.turn]):
             results = {t.buffer for _, t in call.writes}
             freed = sum(self.nbytes.get(b, 0) for b in results if self._last[b] > self.turn)
             if not freed or not self._may_run_again(i):
                 continue
-            again, todo, cost, wanted = {i}, [i], seconds(call), self._wanted(results)
+            again, todo, cost, needed = {i}, [i], seconds(call), self._wanted(results)
             while todo:
                 for buffer in {t.buffer for _, t in self.calls[todo.pop()].reads}:
                     if buffer not in self.nbytes or self._last[buffer] > self.turn:
                         continue  # it is there anyway
-                    if any(self.turn < k < wanted for k, _ in self._twins.get(buffer, ())):
+                    if any(self.turn < k < needed for k, _ in self._twins.get(buffer, ())):
                         continue  # it is gathered for the backward by then
                     writer, less = self._writers[buffer][0], freed - self.nbytes[buffer]
                     if writer in again:
@@ -131,8 +131,8 @@ class Memory:
                     else:
                         freed = less  # it is kept instead
             if freed > 0:
-                found.append(Candidate(tuple(sorted(again)), freed, cost))
-        return sorted(found, key=lambda c: (-c.nbytes / c.seconds, c.calls))
+                choices.append(Candidate(tuple(sorted(again)), freed, cost))
+        return sorted(choices, key=lambda c: (-c.nbytes / c.seconds, c.calls))
 
 
 def recomputed(program: Program, turn: int, again: Collection[int]) -> Program:

@@ -68,15 +68,15 @@ def call_early(calls: Sequence[Call], hw: Hardware) -> tuple[Call, ...]:
     Where a block of such a launch ends, a block of the next one then prepares itself on the idle
     multiprocessor. Blocks of less than half a multiprocessor would take room from the running ones.
     """
-    found = [list(call.launches) for call in calls]
-    places = [(i, j) for i, launches in enumerate(found) for j in range(len(launches))]
+    lists = [list(call.launches) for call in calls]
+    places = [(i, j) for i, launches in enumerate(lists) for j in range(len(launches))]
     for (i, j), (after, first) in pairwise(places):
-        launch, alone = found[i][j], 2 * found[after][first].smem > hw.smem_per_block
+        launch, alone = lists[i][j], 2 * lists[after][first].smem > hw.smem_per_block
         if not (alone and launch.source in CALLS_EARLY):
             continue
         if upper_bound(prod(launch.grid), wide_size_class) > 128:  # fewer do it anyway
             defines = tuple(sorted({**dict(launch.defines), "NEXT_ALONE": "1"}.items()))
-            found[i][j] = replace(launch, defines=defines)
+            lists[i][j] = replace(launch, defines=defines)
     return tuple(
-        replace(call, launches=tuple(launches)) for call, launches in zip(calls, found, strict=True)
+        replace(call, launches=tuple(launches)) for call, launches in zip(calls, lists, strict=True)
     )
