@@ -34,10 +34,10 @@ class Arguments:
 
     def twin(self, pointers: Mapping[str, int]) -> Arguments:
         """The same arguments with other addresses, in memory of their own."""
-        made = copy(self)
-        made._take_memory()
-        made.place(pointers)
-        return made
+        twin = copy(self)
+        twin._take_memory()
+        twin.place(pointers)
+        return twin
 
     def _take_memory(self) -> None:
         _, offsets, nbytes = self._layout
@@ -60,11 +60,11 @@ class Arguments:
 
         The addresses of the names in `pointers` are taken from there.
         """
-        found = [_descriptor(*w) if isinstance(w, tuple) else w for w in words]
+        values = [_descriptor(*w) if isinstance(w, tuple) else w for w in words]
         for at, name, offset, _ in self._spots if pointers else ():
             if name in pointers:
-                found[at] = pointers[name] + offset
-        self._layout[0].pack_into(self._memory, self._skipped, *found)
+                values[at] = pointers[name] + offset
+        self._layout[0].pack_into(self._memory, self._skipped, *values)
 
     def place(self, pointers: Mapping[str, int]) -> None:
         """Write all arguments; `pointers` maps their names to addresses, null where one lacks."""
@@ -142,12 +142,12 @@ def _descriptor(arg: TensorMap, address: int) -> bytes:
     from cuda.bindings import driver
 
     with _ENCODING:
-        found = _ENCODED.get(arg)
-        if found is None or int(driver.cuTensorMapReplaceAddress(found, address)[0]):
+        descriptor = _ENCODED.get(arg)
+        if descriptor is None or int(driver.cuTensorMapReplaceAddress(descriptor, address)[0]):
             if len(_ENCODED) >= _MAPS:
                 _ENCODED.clear()
-            found = _ENCODED[arg] = _encoded(arg, address)
-        return ctypes.string_at(int(found.getPtr()), _MAP_BYTES)
+            descriptor = _ENCODED[arg] = _encoded(arg, address)
+        return ctypes.string_at(int(descriptor.getPtr()), _MAP_BYTES)
 
 
 def _encoded(arg: TensorMap, address: int) -> Any:
@@ -163,7 +163,7 @@ def _encoded(arg: TensorMap, address: int) -> Any:
         how = [low, high, *arg.box, [ones[0], *map(driver.cuuint32_t, each), ones[0]]]
     else:
         encode, how = driver.cuTensorMapEncodeTiled, [box, ones]
-    code, found = encode(
+    code, descriptor = encode(
         kinds,
         len(arg.shape),
         address,
@@ -179,7 +179,7 @@ def _encoded(arg: TensorMap, address: int) -> Any:
     )
     if int(code):
         raise DeviceError(f"a TMA descriptor of {arg}: {driver.CUresult(code).name}")
-    return found
+    return descriptor
 
 
 @lru_cache(maxsize=1024)

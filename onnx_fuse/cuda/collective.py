@@ -32,8 +32,8 @@ class BoundCollective:
 
     def place(self, pointers: Mapping[str, int]) -> None:
         """Take other addresses for what is enqueued from now on."""
-        given = [pointers[p.name] + p.offset for p in self.launch.args if isinstance(p, Ptr)]
-        self._at = list(zip(given[::2], given[1::2], strict=True))
+        pairs = [pointers[p.name] + p.offset for p in self.launch.args if isinstance(p, Ptr)]
+        self._at = list(zip(pairs[::2], pairs[1::2], strict=True))
 
     def enqueue(self, stream: int) -> None:
         """Enqueue into the CUstream whose handle is `stream`; one under capture records it."""

@@ -60,8 +60,8 @@ class _Parser:
     def peek(self) -> str:
         return self.tokens[self.at] if self.at < len(self.tokens) else ""
 
-    def expect(self, wanted: str) -> None:
-        if self.peek() != wanted:
+    def expect(self, token: str) -> None:
+        if self.peek() != token:
             raise _Unclear
         self.at += 1
 
@@ -96,8 +96,8 @@ class _Parser:
                 if value is None and other is not None and bool(other) == decides and pure:
                     value = int(decides)
                     continue
-            known = value is not None and other is not None
-            value = _LEVELS[level][operator](value or 0, other or 0) if known else None
+            constant = value is not None and other is not None
+            value = _LEVELS[level][operator](value or 0, other or 0) if constant else None
         return value
 
     def unary(self) -> int | None:

@@ -117,8 +117,8 @@ class BoundMatmul:
 
     def place(self, pointers: Mapping[str, int]) -> None:
         """Take other addresses for what is enqueued from now on."""
-        given = [arg for arg in self.launch.args if isinstance(arg, Ptr)]
-        a, b, c, y, bias, self._workspace = (pointers.get(p.name, 0) + p.offset for p in given)
+        args = [arg for arg in self.launch.args if isinstance(arg, Ptr)]
+        a, b, c, y, bias, self._workspace = (pointers.get(p.name, 0) + p.offset for p in args)
         if self._bias:
             lt = self._lt
             name, setter = lt.MatmulDescAttribute.BIAS_POINTER, lt.matmul_desc_set_attribute

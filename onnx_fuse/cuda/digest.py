@@ -53,14 +53,14 @@ def reachable(text: str, entry: str, defines: Defines) -> list[list[str]]:
         for item, names in zip(items, map(_names, items), strict=True)
     ]
     named += [({name}, _with(body, constants)) for name, body in functions]
-    wanted, kept, grows = {entry}, [False] * len(named), True
+    reached, used, grows = {entry}, [False] * len(named), True
     while grows:
         grows = False
         for i, (names, item) in enumerate(named):
-            if not kept[i] and (not names or names & wanted):
-                kept[i] = grows = True
-                wanted.update(name for token in item for name in _NAME.findall(token))
-    return [item for (_, item), keep in zip(named, kept, strict=True) if keep]
+            if not used[i] and (not names or names & reached):
+                used[i] = grows = True
+                reached.update(name for token in item for name in _NAME.findall(token))
+    return [item for (_, item), keep in zip(named, used, strict=True) if keep]
 
 
 # ---- macros -------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def _preprocessed(text: str, defines: Defines) -> tuple[list[str], list[tuple[st
     functions: dict[str, list[str]] = {}
     code: list[str] = []
     states: list[bool | None] = []  # of the conditions around: holds, holds not, not known
-    taken: list[bool] = []
+    chosen: list[bool] = []
     for line in text.splitlines():
         tokens = _TOKEN.findall(line)
         if not tokens or tokens[0] != "#":
@@ -89,15 +89,15 @@ def _preprocessed(text: str, defines: Defines) -> tuple[list[str], list[tuple[st
         outside = False in states[:-1]
         if kind in ("if", "ifdef", "ifndef"):
             states.append(_holds(kind, tokens[2:], macros, functions))
-            taken.append(states[-1] is True)
+            chosen.append(states[-1] is True)
         elif kind in ("elif", "else"):
-            known = True if kind == "else" else _holds("if", tokens[2:], macros, functions)
-            states[-1] = False if taken[-1] else None if states[-1] is None else known
-            taken[-1] = taken[-1] or states[-1] is True
+            holds = True if kind == "else" else _holds("if", tokens[2:], macros, functions)
+            states[-1] = False if chosen[-1] else None if states[-1] is None else holds
+            chosen[-1] = chosen[-1] or states[-1] is True
         elif kind == "endif":
             if states.pop() is None and False not in states:
                 code.append("#endif")
-            taken.pop()
+            chosen.pop()
             continue
         elif False in states or tokens[1:] == ["pragma", "once"]:
             continue
@@ -116,14 +116,14 @@ def _preprocessed(text: str, defines: Defines) -> tuple[list[str], list[tuple[st
 
 def _with(tokens: Sequence[str], table: Table, hidden: frozenset[str] = frozenset()) -> list[str]:
     """The tokens with the names of `table` replaced; members of such a name stay."""
-    found: list[str] = []
+    expanded: list[str] = []
     for i, token in enumerate(tokens):
         member = i > 0 and tokens[i - 1] in (".", "->", "::")
         if token in table and token not in hidden and not member:
-            found += _with(table[token], table, hidden | {token})
+            expanded += _with(table[token], table, hidden | {token})
         else:
-            found.append(token)
-    return found
+            expanded.append(token)
+    return expanded
 
 
 def _holds(
@@ -139,11 +139,11 @@ def _holds(
         lambda m: str(int(m[1] in macros or m[1] in functions)),
         " ".join(tokens),
     )
-    known = [
+    replaced = [
         "0" if _NAME.fullmatch(t) and not t.startswith("__") else t
         for t in _with(text.split(" "), macros)
     ]
-    value = evaluate(known)
+    value = evaluate(replaced)
     return None if value is None else bool(value)
 
 
@@ -195,7 +195,7 @@ def _names(item: Sequence[str]) -> set[str]:
         return {rest[1]}
     if "operator" in rest or rest[-1] == ")":
         return set()
-    found, i = set(), 0
+    names, i = set(), 0
     while i < len(rest):
         token, after = rest[i], rest[i + 1] if i + 1 < len(rest) else ""
         if token in _MODIFIERS:
@@ -207,14 +207,14 @@ def _names(item: Sequence[str]) -> set[str]:
             if after == "(":
                 return {token}
             if after in ("=", ";", "[", ",", "{"):
-                found.add(token)
+                names.add(token)
         if token == "=" or token in _OPENS:  # up to the next declarator
             depth = 0
             while i < len(rest) and (depth or rest[i] not in (",", ";")):
                 depth += (rest[i] in _OPENS) - (rest[i] in _CLOSES)
                 i += 1
         i += 1
-    return found
+    return names
 
 
 def _closing(tokens: Sequence[str], start: int) -> int:
@@ -240,7 +240,7 @@ def _angles(tokens: Sequence[str], start: int) -> int:
 def _constants(items: Sequence[Sequence[str]], code: Sequence[str]) -> dict[str, list[str]]:
     """Constants of the file that are numbers; not those whose name stands for another thing too."""
     declared = Counter(b for a, b in pairwise(code) if a in _TYPES)
-    found: dict[str, list[str]] = {}
+    constants: dict[str, list[str]] = {}
     for item in items:
         if item[0] != "constexpr" or item[1] not in _TYPES or "(" in item[:3]:
             continue
@@ -250,11 +250,11 @@ def _constants(items: Sequence[Sequence[str]], code: Sequence[str]) -> dict[str,
             while depth or item[end] not in (",", ";"):
                 depth += (item[end] in _OPENS) - (item[end] in _CLOSES)
                 end += 1
-            value = evaluate(_with(item[start + 2 : end], found))
+            value = evaluate(_with(item[start + 2 : end], constants))
             if value is not None and declared[item[start]] <= 1:
-                found[item[start]] = [str(value)]
+                constants[item[start]] = [str(value)]
             start = end + 1
-    return found
+    return constants
 
 
 # ---- branches -----------------------------------------------------------------------------------
@@ -262,18 +262,18 @@ def _constants(items: Sequence[Sequence[str]], code: Sequence[str]) -> dict[str,
 
 def _folded(tokens: Sequence[str], calls: Collection[str]) -> list[str]:
     """The tokens without branches whose condition is a number; `calls` are macros."""
-    found: list[str] = []
+    folded: list[str] = []
     i = 0
     while i < len(tokens):
         if tokens[i] != "if":
-            found.append(tokens[i])
+            folded.append(tokens[i])
             i += 1
             continue
         start = i + 1 + (tokens[i + 1] == "constexpr")
         behind = _closing(tokens, start)
         value = evaluate(tokens[start + 1 : behind - 1])
         if value is None:
-            found += tokens[i:behind]
+            folded += tokens[i:behind]
             i = behind
             continue
         end = _statement(tokens, behind, calls)
@@ -282,9 +282,9 @@ def _folded(tokens: Sequence[str], calls: Collection[str]) -> list[str]:
             other, end = end + 1, _statement(tokens, end + 1, calls)
             chosen = chosen if value else tokens[other:end]
         # what an if, for or else governs must stay a statement
-        found += _folded(chosen, calls) or [";"] * (found[-1:] in ([")"], ["else"], ["do"]))
+        folded += _folded(chosen, calls) or [";"] * (folded[-1:] in ([")"], ["else"], ["do"]))
         i = end
-    return found
+    return folded
 
 
 def _statement(tokens: Sequence[str], start: int, calls: Collection[str]) -> int:

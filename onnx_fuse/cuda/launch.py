@@ -32,8 +32,8 @@ class Kernel:
         driver = self._driver = _driver()
         cubin = compile(launch.source, launch.defines, arch)
         self._library = _check(driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0), launch)
-        found = driver.cuLibraryGetKernel(self._library, launch.entry.encode())
-        self._raw, self._device, self._smem = _check(found, launch), device, 48 << 10
+        result = driver.cuLibraryGetKernel(self._library, launch.entry.encode())
+        self._raw, self._device, self._smem = _check(result, launch), device, 48 << 10
         self.function = driver.CUfunction(int(self._raw))
 
     def allow(self, launch: Launch) -> None:
@@ -62,20 +62,20 @@ def _kernel(launch: Launch, arch: str) -> Kernel:
     device = int(_check(_driver().cuCtxGetDevice(), launch))
     key = (launch.source, launch.entry, launch.defines, arch, device)
     with LOCK:
-        found = _KERNELS.get(key)
-    if found is None:
-        made = Kernel(launch, arch, device)
+        kernel = _KERNELS.get(key)
+    if kernel is None:
+        fresh = Kernel(launch, arch, device)
         with LOCK:
-            found = _KERNELS.setdefault(key, made)
+            kernel = _KERNELS.setdefault(key, fresh)
             LOADED.add((launch.source, launch.defines, arch))
     with LOCK:
-        found.allow(launch)
+        kernel.allow(launch)
         _KERNELS.move_to_end(key)
         while len(_KERNELS) > KEPT:
             old, _ = _KERNELS.popitem(last=False)
             LOADED.discard((old[0], *old[2:4]))
     _unload()
-    return found
+    return kernel
 
 
 def _unload() -> None:
@@ -182,10 +182,10 @@ class BoundLaunch:
 
         They share the memory in which the launch counts, which is ready for the next one.
         """
-        made = copy(self)
-        made._arguments = self._arguments.twin(made._pointers(pointers))
-        made.arguments = made._arguments.address
-        return made
+        twin = copy(self)
+        twin._arguments = self._arguments.twin(twin._pointers(pointers))
+        twin.arguments = twin._arguments.address
+        return twin
 
     def _pointers(self, pointers: Mapping[str, int]) -> Mapping[str, int]:
         return {**pointers, "sync": self._sync.address} if self._sync else pointers
@@ -219,8 +219,8 @@ class BoundLaunch:
 
     def enqueue(self, stream: int) -> None:
         """Enqueue into the CUstream whose handle is `stream` (one under capture records a node)."""
-        known, early, settings = self._settings
-        if known != stream or early != self.early:
+        last, early, settings = self._settings
+        if last != stream or early != self.early:
             x = self.launch
             settings = _settings(
                 self._grid, x.block, x.smem, x.cluster, x.cooperative, self.early, stream
@@ -243,10 +243,10 @@ def _settings(
 ) -> Any:
     """The launch's configuration as a struct of the driver's, which is shared and never changed."""
     driver = _driver()
-    kinds, found = driver.CUlaunchAttributeID, driver.CUlaunchConfig()
-    found.gridDimX, found.gridDimY, found.gridDimZ = grid
-    found.blockDimX, found.blockDimY, found.blockDimZ = block
-    found.sharedMemBytes, found.hStream = smem, stream
+    kinds, config = driver.CUlaunchAttributeID, driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = block
+    config.sharedMemBytes, config.hStream = smem, stream
     attributes = []
     if cluster > 1:
         attribute = driver.CUlaunchAttribute()
@@ -266,8 +266,8 @@ def _settings(
         attribute.value.programmaticStreamSerializationAllowed = 1
         attributes.append(attribute)
     if attributes:
-        found.attrs, found.numAttrs = attributes, len(attributes)
-    return found
+        config.attrs, config.numAttrs = attributes, len(attributes)
+    return config
 
 
 def bind(launch: Launch, pointers: Mapping[str, int], hw: Hardware) -> PlacedLaunch:

@@ -142,8 +142,8 @@ def _nvrtc(text: str, defines: Defines, arch: str) -> tuple[bytes, str]:
 
 def compile(source: str, defines: Defines = (), arch: str = "sm_90a") -> bytes:
     """Cubin of a source for `arch`: given, or from the disk cache where it is there and whole."""
-    if given := GIVEN.get((source, defines, arch)):
-        return bytes(given)
+    if stored := GIVEN.get((source, defines, arch)):
+        return bytes(stored)
     text, path = source_text(source), cache_path(source, defines, arch)
     cubin = _stored(path)
     if cubin is None:
@@ -196,7 +196,7 @@ def resources(source: str, defines: Defines = (), arch: str = "sm_90a") -> dict[
     warnings = tuple(
         line for line in log.splitlines() if re.search(r"C75\d\d|setmaxnreg|wgmma.*serializ", line)
     )
-    found = {}
+    by_entry = {}
     for block in re.split(r"Compiling entry function ", log)[1:]:
         name = re.match(r"'(\w+)'", block)
         used = re.search(r"Used (\d+) registers", block)
@@ -204,8 +204,8 @@ def resources(source: str, defines: Defines = (), arch: str = "sm_90a") -> dict[
         if not (name and used and stack):
             raise DeviceError(f"ptxas log not understood: {block}")
         frame, stores, loads = map(int, stack.groups())
-        found[name[1]] = Resources(name[1], int(used[1]), frame, stores + loads, warnings)
-    return found
+        by_entry[name[1]] = Resources(name[1], int(used[1]), frame, stores + loads, warnings)
+    return by_entry
 
 
 def _dump(folder: Path, source: str, text: str, defines: Defines, arch: str, cubin: bytes) -> None:
@@ -247,17 +247,17 @@ def compile_all(launches: Iterable[Launch], arch: str, workers: int = 0) -> None
 
     `workers` is the number of threads; 0: one a processor, 8 to 32.
     """
-    wanted = {(x.source, x.defines) for x in launches if not x.of_library}
-    wanted = {key for key in wanted if (*key, arch) not in GIVEN}
+    missing = {(x.source, x.defines) for x in launches if not x.of_library}
+    missing = {key for key in missing if (*key, arch) not in GIVEN}
     if not config.DUMP.value:
         with LOCK:
-            wanted = {key for key in wanted if (*key, arch) not in LOADED}
-        wanted = {key for key in wanted if not cache_path(*key, arch).is_file()}
-    if not wanted:
+            missing = {key for key in missing if (*key, arch) not in LOADED}
+        missing = {key for key in missing if not cache_path(*key, arch).is_file()}
+    if not missing:
         return
     workers = workers or min(32, max(8, os.cpu_count() or 8))
     # the longest sources first, so that none of them ends alone
-    order = sorted(wanted, key=lambda key: (-len(source_text(key[0])), key))
+    order = sorted(missing, key=lambda key: (-len(source_text(key[0])), key))
     with ThreadPoolExecutor(max_workers=workers) as pool:
         jobs = [pool.submit(compile, source, defines, arch) for source, defines in order]
         for done, job in enumerate(jobs):

@@ -266,13 +266,13 @@ def launch_of(expression: Expression, reads: Sequence[Tensor], writes: Sequence[
     index = "i64" if wide else "int"
     rank = len(dims)
     names = [f"a{i}" for i in range(len(reads))] + [f"y{i}" for i in range(len(writes))]
-    given: list[tuple[str, Arg]] = [
+    params: list[tuple[str, Arg]] = [
         (f"{'const ' * (name[0] == 'a')}{STORAGE[tensor.dtype]}* {name}", Ptr(name))
         for name, tensor in zip(names, tensors, strict=True)
     ]
     kind = "i64" if wide else "i32"
-    given += [*_scalars(expression), (f"{index} n", Num(kind, prod(dims)))]
-    given += [(f"{index} d{k}", Num(kind, dims[k])) for k in range(1, rank)]
+    params += [*_scalars(expression), (f"{index} n", Num(kind, prod(dims)))]
+    params += [(f"{index} d{k}", Num(kind, dims[k])) for k in range(1, rank)]
     body: list[str] = []
     if rank > 1:
         body.append(f"{index} r = i;")
@@ -293,7 +293,7 @@ def launch_of(expression: Expression, reads: Sequence[Tensor], writes: Sequence[
             if s[k] == 1:
                 terms.append(coordinate)
             else:
-                given.append((f"{index} {name}_{k}", Num(kind, s[k])))
+                params.append((f"{index} {name}_{k}", Num(kind, s[k])))
                 terms.append(f"{coordinate} * {name}_{k}")
         where = " + ".join([name, *terms])
         vec = f"Vec<{STORAGE[tensor.dtype]}, {width}>"
@@ -301,7 +301,7 @@ def launch_of(expression: Expression, reads: Sequence[Tensor], writes: Sequence[
         one = row is None or strides[row.index][-1] == 0
         inside = "true"
         if row is not None:
-            given += [(f"{index} {name}_step", Num(kind, row.step)),
+            params += [(f"{index} {name}_step", Num(kind, row.step)),
                       (f"i64 {name}_size", Num("i64", row.size))]  # fmt: skip
             at = f"row_at(a{row.index}v.at[{0 if one else 'v'}], {name}_size)"
             inside = f"{name}k >= 0" if one else f"{at} >= 0"
@@ -337,13 +337,13 @@ def launch_of(expression: Expression, reads: Sequence[Tensor], writes: Sequence[
     source = (
         f"{includes(expression, [t.dtype for t in tensors])}"
         f'extern "C" __global__ void __launch_bounds__({THREADS}) pointwise(\n'
-        f"    {', '.join(text for text, _ in given)}) {{\n"
+        f"    {', '.join(text for text, _ in params)}) {{\n"
         f"    after_previous_launch();\n"
         f"    const {index} i = (({index})blockIdx.x * {THREADS} + threadIdx.x) * {width};\n"
         f"    if (i >= n) return;\n    {lines}\n}}\n"
     )
     blocks = -(-prod(dims) // (width * THREADS))
-    args = tuple(arg for _, arg in given)
+    args = tuple(arg for _, arg in params)
     return Launch(source, "pointwise", (blocks, 1, 1), (THREADS, 1, 1), args)
 
 
@@ -373,11 +373,11 @@ def launch_sums(
     wide = m * n >= INT32_LIMIT or any(t.wide for t in tensors)
     index, kind = ("i64", "i64") if wide else ("int", "i32")
     names = [f"a{i}" for i in range(len(reads))] + [f"y{i}" for i in range(len(writes))]
-    given: list[tuple[str, Arg]] = [
+    params: list[tuple[str, Arg]] = [
         (f"{'const ' * (name[0] == 'a')}{STORAGE[tensor.dtype]}* {name}", Ptr(name))
         for name, tensor in zip(names, tensors, strict=True)
     ]
-    given += [*_scalars(expression), (f"{index} m", Num(kind, m)), (f"{index} n", Num(kind, n)),
+    params += [*_scalars(expression), (f"{index} m", Num(kind, m)), (f"{index} n", Num(kind, n)),
               ("float* part", Ptr("workspace")), ("u32* counters", Ptr("sync")),
               (f"{STORAGE[out_dtype]}* sum", Ptr("sum"))]  # fmt: skip
     body = []
@@ -385,10 +385,10 @@ def launch_sums(
         down, along = tensor.strides
         where = name
         if down:
-            given.append((f"{index} {name}_0", Num(kind, down)))
+            params.append((f"{index} {name}_0", Num(kind, down)))
             where += f" + row * {name}_0"
         if along:
-            given.append((f"{index} {name}_1", Num(kind, along)))
+            params.append((f"{index} {name}_1", Num(kind, along)))
             where += f" + column * {name}_1"
         vec = f"Vec<{STORAGE[tensor.dtype]}, {width}>"
         if name[0] == "y":
@@ -413,7 +413,7 @@ def launch_sums(
         f"#define OVER_{over.upper()}\n"
         '#include "pointwise/sums.cuh"\n'
         f'extern "C" __global__ void __launch_bounds__({THREADS}) pointwise_sums(\n'
-        f"    {', '.join(text for text, _ in given)}) {{\n"
+        f"    {', '.join(text for text, _ in params)}) {{\n"
         f"    after_previous_launch();\n"
         f"    const {index} column = ({index})(blockIdx.x * 32 + threadIdx.x % 32) * W;\n"
         f"    const {index} each = (m + gridDim.y - 1) / gridDim.y, from = blockIdx.y * each;\n"
@@ -429,7 +429,7 @@ def launch_sums(
         f"    add_parts(part, (i64)m, (i64)n, (i64)from, (i64)to, sum);\n}}\n"
     )
     count = {"columns": strips, "rows": most, "all": 1}[over]
-    args = tuple(arg for _, arg in given)
+    args = tuple(arg for _, arg in params)
     grid, block = (strips, parts, 1), (THREADS, 1, 1)
     return Launch(source, "pointwise_sums", grid, block, args, sync=4 * count)
 
@@ -514,20 +514,22 @@ def launch_many(
     width = 16 // max(ITEMSIZE[d] for d in dtypes)
     while any(t.offset % width for pair in items for part in pair for t in part):
         width //= 2
-    own = [r for r in range(len(dtypes)) if r >= len(reads) or shared[r] is None]
-    apart = [r for r in own if not (*reads, *writes)[r].dense]
+    separate = [r for r in range(len(dtypes)) if r >= len(reads) or shared[r] is None]
+    apart = [r for r in separate if not (*reads, *writes)[r].dense]
     words: list[Ptr | int] = []
     blocks = 0
     for i, (read, stored) in enumerate(items):
         n = stored[0].size
-        words += [*(Ptr(f"{k}.{i}") for k in own), n, blocks]
-        found = [each for r in apart if (each := rows_of((*read, *stored)[r])) is not None]
-        assert len(found) == len(apart), "an operand has gaps in every item"
-        words += [found[0][0], *(pitch - length for length, pitch in found)] if found else []
+        words += [*(Ptr(f"{k}.{i}") for k in separate), n, blocks]
+        with_gaps = [each for r in apart if (each := rows_of((*read, *stored)[r])) is not None]
+        assert len(with_gaps) == len(apart), "an operand has gaps in every item"
+        words += (
+            [with_gaps[0][0], *(pitch - length for length, pitch in with_gaps)] if with_gaps else []
+        )
         blocks += -(-n // (width * THREADS))
     rows = 1 << (len(items) - 1).bit_length()  # few distinct sources for many counts
     words += [0] * ((rows - len(items)) * (len(words) // len(items)))
-    given: list[tuple[str, Arg]] = [
+    params: list[tuple[str, Arg]] = [
         ("const __grid_constant__ Rows table", Table(tuple(words))),
         ("int rows", Num("i32", len(items))),
         *((f"const {STORAGE[t.dtype]}* a{r}", Ptr(f"a{r}")) for r, t in enumerate(shared) if t),
@@ -537,7 +539,7 @@ def launch_many(
     names = [f"a{i}" for i in range(len(reads))] + [f"y{i}" for i in range(len(writes))]
     if apart:
         body.append("const i64 row = (int)i / (int)table.at[t].length;")
-    for column, r in enumerate(own):
+    for column, r in enumerate(separate):
         ctype = STORAGE[dtypes[r]]
         gaps = f" + row * table.at[t].gap[{apart.index(r)}]" if r in apart else ""
         body.append(f"{ctype}* const {names[r]}p = ({ctype}*)table.at[t].p[{column}] + i{gaps};")
@@ -545,7 +547,7 @@ def launch_many(
         vec = f"Vec<{STORAGE[dtype]}, {width}> {names[r]}v"
         if r >= len(reads):
             body.append(f"{vec};")
-        elif r in own:
+        elif r in separate:
             body.append(
                 f"const {vec} = i + {width} <= n ? load<{width}>({names[r]}p) : "
                 f"load_part<{width}>({names[r]}p, n - i);"
@@ -561,10 +563,10 @@ def launch_many(
     more = f" i64 length; i64 gap[{len(apart)}];" if apart else ""
     source = (
         f"{includes(expression, dtypes)}"
-        f"struct Row {{ u64 p[{len(own)}]; i64 n; i64 first;{more} }};\n"
+        f"struct Row {{ u64 p[{len(separate)}]; i64 n; i64 first;{more} }};\n"
         f"struct Rows {{ Row at[{rows}]; }};\n"
         f'extern "C" __global__ void __launch_bounds__({THREADS}) pointwise_many(\n'
-        f"    {', '.join(text for text, _ in given)}) {{\n"
+        f"    {', '.join(text for text, _ in params)}) {{\n"
         f"    after_previous_launch();\n"
         f"    int t = 0;\n"
         f"    for (int step = {rows} / 2; step; step /= 2)\n"
@@ -573,7 +575,7 @@ def launch_many(
         f"    const i64 i = (block * {THREADS} + threadIdx.x) * {width};\n"
         f"    if (i >= n) return;\n    {lines}\n}}\n"
     )
-    args = tuple(arg for _, arg in given)
+    args = tuple(arg for _, arg in params)
     return Launch(source, "pointwise_many", (blocks, 1, 1), (THREADS, 1, 1), args)
 
 

@@ -70,9 +70,9 @@ def give(
     _GIVERS.update(((source, defines, arch), source))
 
 
-def take_back(given: Iterable[tuple[str, Defines, str]]) -> None:
+def take_back(keys: Iterable[tuple[str, Defines, str]]) -> None:
     """Let go of code that was given so often as it is named here, unless others have given it."""
-    for key in given:
+    for key in keys:
         _GIVERS.subtract((key, key[0]))
         if _GIVERS[key] <= 0:
             GIVEN.pop(key, None)

@@ -165,8 +165,8 @@ def _select(
     if want is not None:
         kernel = next((k for k in kernels if k.name == want), None)
         if kernel is None:
-            known = ", ".join(k.name for k in kernels)
-            raise UsageError(f"{op} has no kernel {want!r}; it has {known}")
+            names = ", ".join(k.name for k in kernels)
+            raise UsageError(f"{op} has no kernel {want!r}; it has {names}")
         if reason := refusal(kernel, problem, hw):
             raise UsageError(f"{op}={want} does not serve {problem}: {reason}")
         if isinstance(kernel, HeuristicKernel):
@@ -290,8 +290,8 @@ def _against_all(reasons: Iterable[str]) -> str:
 
 def refused(problem: AnyProblem, hw: Hardware, prefs: Mapping[str, str] | None = None) -> bool:
     """Whether the user asks for a kernel that does not serve `problem`."""
-    wanted = forced(prefs).get(problem.op)
-    return wanted is not None and wanted in refusals(problem.op, problem, hw)
+    name = forced(prefs).get(problem.op)
+    return name is not None and name in refusals(problem.op, problem, hw)
 
 
 @dataclass(frozen=True)

@@ -247,8 +247,8 @@ def group_chunks(problem: GroupGrad) -> tuple[int, int]:
     else:
         blocks = coarse(problem.images) * problem.channels * _team(problem) // 256
         length, least = problem.pixels // vec, 2 * _ROWS * _team(problem)
-    wanted = _GROUP_BYTES // (vec * ITEMSIZE[problem.dtype]) if problem.last else _BLOCKS
-    splits = max(1, min(coarse(length) // least, -(-wanted // max(1, blocks))))
+    units = _GROUP_BYTES // (vec * ITEMSIZE[problem.dtype]) if problem.last else _BLOCKS
+    splits = max(1, min(coarse(length) // least, -(-units // max(1, blocks))))
     chunk = -(-length // splits)
     return -(-length // chunk), chunk
 

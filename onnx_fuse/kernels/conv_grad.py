@@ -221,7 +221,7 @@ class Wgmma(HeuristicKernel):
         """Predicted seconds, and how."""
         steps = -(-problem.batch * prod(problem.outer) // 64)
         blocks = -(-problem.channels // 64) * prod(problem.window.kernel)
-        found = []
+        ways = []
         for tile in (config.integers("tile"),) if config.attrs else _WGMMA_TILES:
             bm, bn, resident = tile
             if not config.attrs and bm > 64 and bm >= 2 * problem.filters:
@@ -231,8 +231,8 @@ class Wgmma(HeuristicKernel):
             for aim in (config.integer("split"),) if config.attr("split") else (most, 2 * most):
                 each = -(-steps // max(1, min(steps // 4, aim)))
                 way = _Way(tile, tiles, -(-steps // each), each * 64)
-                found.append((self._seconds(problem, way), way))
-        return min(found)
+                ways.append((self._seconds(problem, way), way))
+        return min(ways)
 
     def _seconds(self, problem: ConvWeightGrad, way: _Way) -> float:
         """A multiprocessor's blocks, what all read from L2 or memory, then what adds the parts."""
@@ -318,8 +318,8 @@ class PointwiseWeightGrad(HeuristicKernel):
 
     def _tiles(self, problem: ConvWeightGrad, hw: Hardware) -> list[KernelConfig]:
         """The product's configurations whose sums are whole."""
-        found = self.inner.configs(self._gemm(problem), hw)
-        return [how for how in found if how.integer("splits") == 1]
+        configs = self.inner.configs(self._gemm(problem), hw)
+        return [how for how in configs if how.integer("splits") == 1]
 
     def configs(self, problem: ConvWeightGrad, hw: Hardware) -> Sequence[KernelConfig]:
         """The rule's, then each."""
@@ -341,8 +341,8 @@ class PointwiseWeightGrad(HeuristicKernel):
         """The product."""
         how = self._ruled(problem, config, hw)
         names = {"a": Ptr("dy"), "b": Ptr("x"), "y": Ptr("dw")}
-        made = self.inner.launch(self._gemm(problem), how, hw)
-        return tuple(rename(launch, names) for launch in made)
+        launches = self.inner.launch(self._gemm(problem), how, hw)
+        return tuple(rename(launch, names) for launch in launches)
 
 
 class Depthwise(HeuristicKernel):
@@ -373,11 +373,11 @@ class Depthwise(HeuristicKernel):
             wide = 7
         most = 16  # taps a thread: more leave room for few warps, which wait for memory
         rows_of = [n for n in range(taps, 0, -1) if taps % n == 0 and n * across <= most]
-        own = rows_of[0] if rows_of else 1
+        krows = rows_of[0] if rows_of else 1
         rows = problem.batch * problem.outer[1]
-        blocks = -(-problem.groups // 64) * (taps // own)
+        blocks = -(-problem.groups // 64) * (taps // krows)
         parts = max(1, min(rows // 8, 3 * _SMS // blocks))
-        return wide, own, -(-rows // (8 * parts)) * 8
+        return wide, krows, -(-rows // (8 * parts)) * 8
 
     def cost(self, problem: ConvWeightGrad, config: KernelConfig, hw: Hardware) -> float:
         """Passes over x and dy at 0.4 of a copy's rate, one for each group of rows of the filter.
@@ -390,17 +390,17 @@ class Depthwise(HeuristicKernel):
 
     def launch(self, problem: ConvWeightGrad, config: KernelConfig, hw: Hardware) -> Launches:
         """The parts' sums, then theirs."""
-        wide, own, chunk = self._rule(problem)
+        wide, krows, chunk = self._rule(problem)
         (_, h, w), (_, oh, ow) = problem.inner, problem.outer
         rows = problem.batch * oh
         splits = -(-rows // chunk)
         types = {"T": C_TYPES[problem.dtype], "ACC": accumulator(problem.dtype)}
-        grid = (-(-problem.groups // 64), splits, problem.window.kernel[1] // own)
+        grid = (-(-problem.groups // 64), splits, problem.window.kernel[1] // krows)
         numbers = (rows, problem.groups, h, w, oh, ow, chunk)
         sums = Launch(
             self.source, "conv_depthwise_weight_grad", grid, (256, 1, 1),
             (Ptr("x"), Ptr("dy"), Ptr("workspace"), *(Num("i32", n) for n in numbers)),
-            as_defines(types, {"WIDE": wide, "KROWS": own}, window_macros(problem.window)),
+            as_defines(types, {"WIDE": wide, "KROWS": krows}, window_macros(problem.window)),
         )  # fmt: skip
         return sums, _total(problem, splits)
 

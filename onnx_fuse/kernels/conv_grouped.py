@@ -69,14 +69,14 @@ class Grouped(Chosen):
         """Tiles of up to 128 and 64 pixels, as wide as a row, its half or its quarter."""
         _, oh, ow = problem.outer
         most = min(_SMEM, hw.smem_per_block)
-        found = {
+        tiles = {
             (-(-oh // -(-oh // max(1, pixels // wide))), wide)  # rows in equal parts
             for wide in {min(-(-ow // n), 32) for n in (1, 2, 4)}
             for pixels in (64, 128)
         }
         return [
             KernelConfig.of(tile=tile, stays=stays)
-            for tile in sorted(found)
+            for tile in sorted(tiles)
             for stays in (1, 0)
             if self._stage(problem, tile) <= most
         ]

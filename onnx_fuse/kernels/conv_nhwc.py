@@ -140,14 +140,14 @@ class Depthwise(ChannelsLast):
 
     def configs(self, problem: Conv, hw: Hardware) -> Sequence[KernelConfig]:
         """The rule's, then others whose rows of inputs fit the registers."""
-        found = [
+        configs = [
             KernelConfig.of(wide=wide, tall=tall, pairs=pairs)
             for wide in (2, 4, 7, 8)
             for tall in (1, 2)
             for pairs in (1, 2)
             if self._kept(problem, wide, tall, pairs) <= 66 and problem.groups % (2 * pairs) == 0
         ]
-        return [KernelConfig.of(), *found]
+        return [KernelConfig.of(), *configs]
 
     def cost(self, problem: Conv, config: KernelConfig, hw: Hardware) -> float:
         """The floor, or the instructions of the outputs, more behind a stride, on full blocks."""
@@ -424,16 +424,16 @@ def _with_tail(plain: Epilogue, tail: Tail, dtype: str) -> Epilogue | None:
     if not rest:
         return replace(plain, residual=True) if add else None
     row = ACTIVATIONS.get(rest[0].name)
-    own = first if add else tail.own
-    if plain.act or len(rest) > 1 or row is None or rest[0].args[0] != own:
+    number = first if add else tail.own
+    if plain.act or len(rest) > 1 or row is None or rest[0].args[0] != number:
         return None
     numbers = [value for _, value in expression.scalars]
-    given = dict(zip((name for name, _ in row.numbers), numbers, strict=False))
+    values = dict(zip((name for name, _ in row.numbers), numbers, strict=False))
     if len(numbers) != len(row.numbers) or (not add and expression.loads != 1):
         return None
-    if any(given[name] != value for name, value in row.fixed if name in given):
+    if any(values[name] != value for name, value in row.fixed if name in values):
         return None
-    alpha = given["alpha"] if row.attributes else 1.0
+    alpha = values["alpha"] if row.attributes else 1.0
     return replace(plain, beta=float(add), act=row.key, act_alpha=alpha)
 
 
@@ -483,14 +483,14 @@ class Im2col(Chosen):
     def tiles(self, problem: Conv, hw: Hardware) -> Sequence[KernelConfig]:
         """The configurations of both products, and a narrow tile for few filters."""
         product = self._product(problem)
-        found = [*self.many.configs(product, hw)]
+        configs = [*self.many.configs(product, hw)]
         if problem.y_strides:  # the stores of whole sums by TMA alone leave gaps
-            found = [how for how in found if how.integer("splits") == 1]
+            configs = [how for how in configs if how.integer("splits") == 1]
         if problem.filters <= 64:
-            found.append(KernelConfig.of(tile=(2, 64, 1), cluster=1, splits=1, group=8))
+            configs.append(KernelConfig.of(tile=(2, 64, 1), cluster=1, splits=1, group=8))
         if not problem.y_strides and self.few.supports(product, hw) is None:
-            found += self.few.configs(product, hw)
-        return found
+            configs += self.few.configs(product, hw)
+        return configs
 
     def fits(self, problem: Conv, config: KernelConfig) -> bool:
         """Whether each part of the sum has steps."""
@@ -540,8 +540,8 @@ class Im2col(Chosen):
             dict(product.defines), {"IM2COL": 1}, gathering(problem), gaps, window_macros(window)
         )
         names = {"a": Ptr("x"), "c": Ptr("e1"), "col1": Ptr("bias")}
-        found = (replace(product, args=args, defines=macros), *rest)
-        return tuple(rename(launch, names) for launch in found)
+        launches = (replace(product, args=args, defines=macros), *rest)
+        return tuple(rename(launch, names) for launch in launches)
 
 
 def _axes(problem: Conv | ConvWeightGrad) -> tuple[int, ...]:

@@ -103,5 +103,5 @@ class Tf32Im2col(Chosen):
             dict(product.defines), {"IM2COL": 1}, gathering(problem), window_macros(window)
         )
         names = {"a": Ptr("x"), "c": Ptr("e1"), "col1": Ptr("bias")}
-        found = (replace(product, args=args, defines=macros), *rest)
-        return tuple(rename(launch, names) for launch in found)
+        launches = (replace(product, args=args, defines=macros), *rest)
+        return tuple(rename(launch, names) for launch in launches)

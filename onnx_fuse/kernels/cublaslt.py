@@ -67,11 +67,11 @@ class CublasLt(Unconditional):
         if (problem.dtype, problem.out) == ("float64", "float32"):
             return "no product float64 -> float32"
         # its GELU is the tanh form, and its stored ReLU input a mask
-        own = ("layernorm", "rows", "save_z", "dact", "dx", "dw", "moments", "parts", "accumulate",
-               "row_bias", "layer_scale", "gate", "ldy", "column_sums",
-               "column_moments", "exp", "row_scale")  # fmt: skip
-        if found := [*problem.among(*own), *(["residual=norm"] if normed(problem) else [])]:
-            return f"no such epilogue: {', '.join(found)}"
+        fields = ("layernorm", "rows", "save_z", "dact", "dx", "dw", "moments", "parts",
+                  "accumulate", "row_bias", "layer_scale", "gate", "ldy", "column_sums",
+                  "column_moments", "exp", "row_scale")  # fmt: skip
+        if present := [*problem.among(*fields), *(["residual=norm"] if normed(problem) else [])]:
+            return f"no such epilogue: {', '.join(present)}"
         act = problem.epilogue.act
         if act not in ("", "relu") or (act and problem.epilogue.residual):
             return f"no such epilogue: {act}" + (" + c" if problem.epilogue.residual else "")
@@ -99,7 +99,7 @@ class CublasLt(Unconditional):
     def cost(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> float:
         """Waves of its usual tiles, k split where they do not fill the chip."""
         kind = "tf32" if (problem.dtype, problem.math) == ("float32", "tf32") else problem.dtype
-        plain, found = kind in ("float32", "float64"), []
+        plain, costs = kind in ("float32", "float64"), []
         for bm, bn, *shares in TILES:
             if not (share := shares[plain]):
                 continue
@@ -108,9 +108,9 @@ class CublasLt(Unconditional):
             waves = ceil(tiles * splits / hw.sm_count)
             per_sm = hw.rate(kind) * share / hw.sm_count
             seconds = waves * 2 * bm * bn * ceil(problem.k / splits) / per_sm
-            found.append(seconds + (1e-6 if splits > 1 else 0.0))
+            costs.append(seconds + (1e-6 if splits > 1 else 0.0))
         moved = problem.bytes / (0.65 * hw.bandwidth)
-        return max(min(found), moved) + hw.launch_seconds
+        return max(min(costs), moved) + hw.launch_seconds
 
     def workspace(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> int:
         """The bytes that cuBLASLt's authors advise."""

@@ -96,10 +96,10 @@ class Cluster(WithoutWorkspace):
         sums = (split - 1) * (bn // split // 8) * ceil(rows / 16) * 512
         moments = split * rows * 8 if self._stats(problem) else 0
         rest = sums + moments + 2 * (bn // split) * 4 + 16 + held * (BK * 4 + 8)
-        kept = held * rows * BK * 2
+        resident = held * rows * BK * 2
         # the last stage's a is read as whole 64-row blocks
         least = wgm * 8192 - stage
-        return lambda stages: kept + stages * stage + max(rest + 16 * stages, least)
+        return lambda stages: resident + stages * stage + max(rest + 16 * stages, least)
 
     def _stages(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> int:
         # an SM has 1 KB beyond what one block may take, and keeps 1 KB of each block's for itself
@@ -120,7 +120,7 @@ class Cluster(WithoutWorkspace):
         Clusters of eight, which find the least room beside the launch before, are tried with the
         last ones late as well, which is the same where b is not read ahead.
         """
-        found = []
+        configs = []
         steps, whole = ceil(problem.k / BK), 16 if problem.epilogue.gate else 8
         for wgm in (1,) if problem.m <= 64 else (1, 2):
             for bn in (32, 64, 96, 128, 192, 256) if problem.trans_b else (64, 128, 192, 256):
@@ -150,12 +150,12 @@ class Cluster(WithoutWorkspace):
                             )
                             stages = self._stages(problem, how, hw)
                             if ctas <= 2 * room * hw.sm_count and stages >= min(per, 3):
-                                found.append(how)
+                                configs.append(how)
                                 if room == 1 and split * share == 8 and not self.norms:
-                                    found.append(how.replace(late=1))
+                                    configs.append(how.replace(late=1))
                             if stages == per:  # more room would change nothing
                                 break
-        return found
+        return configs
 
     def fits(self, problem: GemmProblem, config: KernelConfig) -> bool:
         """Whether each CTA of a cluster has steps of k, and tiles to share a's with."""

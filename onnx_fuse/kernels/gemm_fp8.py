@@ -49,10 +49,10 @@ class EightBits(DelegatingKernel):
             return "float8 operands lie along k"
         if problem.batch:
             return "no batches"
-        own = ("layernorm", "row_bias", "dx", "dw", "moments", "column_sums", "column_moments",
+        fields = ("layernorm", "row_bias", "dx", "dw", "moments", "column_sums", "column_moments",
                "accumulate", "gate", "exp", "row_scale")  # fmt: skip
-        if found := [*problem.among(*own), *problem.among("rows", "parts", "planes")]:
-            return f"no such epilogue: {', '.join(found)}"
+        if present := [*problem.among(*fields), *problem.among("rows", "parts", "planes")]:
+            return f"no such epilogue: {', '.join(present)}"
         if problem.epilogue.alpha != 1 or problem.epilogue.residual == "norm":
             return "the sum is multiplied by the operands' scales alone"
         if reason := result_refusal(problem):
@@ -66,8 +66,8 @@ class EightBits(DelegatingKernel):
 
         CTAs do not share tiles: that was not tried with float8.
         """
-        found = self.inner.configs(self._gemm(problem), hw)
-        apart = (how for how in found if how.integer("splits") != STREAM)
+        configs = self.inner.configs(self._gemm(problem), hw)
+        apart = (how for how in configs if how.integer("splits") != STREAM)
         return [how for how in apart if how.integers("tile") in TILES]
 
     def cost(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> float:

@@ -68,8 +68,8 @@ def store_refusal(problem: GemmProblem) -> str | None:
 
 def plain_refusal(problem: GemmProblem) -> str | None:
     """Why an epilogue with one dense operand and a bias a column is not enough; None if it is."""
-    own = ("dw", "moments", "column_sums", "column_moments", "save_act", "exp", "row_scale")
-    if problem.epilogue.among(*own) or problem.parts:
+    fields = ("dw", "moments", "column_sums", "column_moments", "save_act", "exp", "row_scale")
+    if problem.epilogue.among(*fields) or problem.parts:
         return "no sums of rows, columns or parts, no second activation, no factor a row"
     if problem.epilogue.row_bias:
         return "a bias is one number a column"
@@ -218,7 +218,7 @@ def parts_of_batch(problem: GemmProblem) -> list[tuple[GemmProblem, dict[str, Pt
         for name, dense in (("a", m * k), ("b", k * n), ("c", m * n))
     )
     rest = 1 if inner > most else 0  # the others by themselves where they are too many as well
-    found = []
+    parts = []
     for first in range(0, problem.batch[0], size):
         length = min(size, int(problem.batch[0]) - first)
         part = problem.replace(
@@ -230,11 +230,11 @@ def parts_of_batch(problem: GemmProblem) -> list[tuple[GemmProblem, dict[str, Pt
             "c": first * c[0] * size_out, "z": first * inner * m * n * size_out,
             "y": first * inner * m * (n // 2 if problem.epilogue.gate else n) * size_out,
         }  # fmt: skip
-        found += [
+        parts += [
             (each, {name: Ptr(name, at[name] + more.get(name, Ptr(name)).offset) for name in at})
             for each, more in parts_of_batch(part)
         ]
-    return found
+    return parts
 
 
 class _Portable(WithoutWorkspace, ABC):
@@ -244,8 +244,8 @@ class _Portable(WithoutWorkspace, ABC):
     source: str
 
     def _refusal(self, problem: GemmProblem) -> str | None:
-        own = ("moments", "column_sums", "column_moments", "save_act", "exp", "row_scale")
-        if problem.epilogue.among(*own):
+        fields = ("moments", "column_sums", "column_moments", "save_act", "exp", "row_scale")
+        if problem.epilogue.among(*fields):
             return "sums over a row need a block that owns whole rows of its tile"
         if problem.epilogue.dw and (problem.epilogue.dw == "turned" or problem.batch):
             return "a weight's gradient is one matrix with sums of its rows"
@@ -366,8 +366,8 @@ class SimtSplitK(_Portable):
         """Tiles, with k in as many parts as it has 64s and as a cluster may have blocks."""
         most = ceil(problem.k / 64) if hw.cc >= 90 else 1
         splits = [split for split in (1, 2, 4, 8) if split <= most]
-        found = [KernelConfig.of(tile=tile, split=split) for tile in FMA_TILES for split in splits]
-        return [config for config in found if self._smem(problem, config) <= hw.smem_per_block]
+        ways = [KernelConfig.of(tile=tile, split=split) for tile in FMA_TILES for split in splits]
+        return [config for config in ways if self._smem(problem, config) <= hw.smem_per_block]
 
     def _stages(self, problem: GemmProblem, config: KernelConfig) -> tuple[int, int]:
         """How many tiles are on their way, and bytes of each: room is left for other blocks.

@@ -57,7 +57,7 @@ class SmallM(WithoutWorkspace):
     def configs(self, problem: GemmProblem, hw: Hardware) -> Sequence[KernelConfig]:
         """Rows and columns a block, warps side by side and along k, blocks that share k."""
         m, n, k = problem.m, problem.n, problem.k
-        found = []
+        configs = []
         for mt in (1,) if m <= 16 else (1, 2):
             for nt in (4, 2, 1) if problem.trans_b else (4, 2):
                 for warps, wn in ((16, 1), (16, 4), (8, 1), (8, 2), (4, 1)):
@@ -68,10 +68,10 @@ class SmallM(WithoutWorkspace):
                         # k is worth sharing while a lane still has a chunk of its own
                         if share > max(4, ceil(k / 32)) or (m > 64 and cluster > 1):
                             continue
-                        found.append(
+                        configs.append(
                             KernelConfig.of(mt=mt, nt=nt, wn=wn, warps=warps, cluster=cluster)
                         )
-        return found
+        return configs
 
     def fits(self, problem: GemmProblem, config: KernelConfig) -> bool:
         """Whether the columns are whole groups."""

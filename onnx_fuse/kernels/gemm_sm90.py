@@ -182,15 +182,15 @@ class Wgmma:
         if problem.epilogue.row_scale and (rows or problem.epilogue.row_bias or normed(problem)):
             return f"a factor a row comes without {rows or 'other numbers of rows'}"
         if problem.epilogue.exp:
-            given = {*problem.epilogue.given, *problem.among("rows", "parts", "planes")}
-            if given - {"exp", "bias", "bias_dtype"} or problem.batch or direct(problem):
+            fields = {*problem.epilogue.given, *problem.among("rows", "parts", "planes")}
+            if fields - {"exp", "bias", "bias_dtype"} or problem.batch or direct(problem):
                 return "exponentials are of one product with a bias, stored in rows of 16 bytes"
             if problem.out != "bfloat16":
                 return f"{problem.out} has no room for exponentials of any score"
         if problem.epilogue.column_moments:
             other = ("accumulate", "dw", "dx", "moments", "column_sums", "save_z", "save_act")
-            found = [*problem.among(*other), *problem.among("rows", "parts", "ldy", "planes")]
-            if found or problem.batch or direct(problem):
+            present = [*problem.among(*other), *problem.among("rows", "parts", "ldy", "planes")]
+            if present or problem.batch or direct(problem):
                 return "moments of columns come alone, of one product's 16-bit rows of 16 bytes"
         if parts and problem.n not in {parts * bn for _, bn, _ in TILES}:
             return f"no tile is a row of {problem.n} in {parts}"
@@ -215,7 +215,7 @@ class Wgmma:
     ) -> tuple[int, int, int]:
         """Bytes of shared memory: of each stage, of each box of the result in flight, the rest."""
         mi, bn, pingpong = config.integers("tile")
-        own = self.own(problem, config, hw)
+        stored = self.own(problem, config, hw)
         rows = (64 if pingpong else 128) * mi
         splits = config.integer("splits")
         box, rest = 8 * BOX, 8 * 2 * 8 + 16
@@ -224,8 +224,8 @@ class Wgmma:
         elif operand(problem):
             rest += 2 * box
         if splits <= 1:  # a split product has no epilogue: the reduction runs it
-            sets = 2 if pingpong and not own else 1
-            rest += sets * columns(problem) * bn * 4 + (512 if own else 0)
+            sets = 2 if pingpong and not stored else 1
+            rest += sets * columns(problem) * bn * 4 + (512 if stored else 0)
         if problem.epilogue.column_moments:
             rest += 8 * bn * 10  # of each warp's rows: two sums, and one number of 16 bits
         wide = bn if problem.trans_b else ceil(bn / 64) * 64
@@ -247,7 +247,7 @@ class Wgmma:
 
     def configs(self, problem: GemmProblem, hw: Hardware) -> Sequence[KernelConfig]:
         """Tiles, clusters where two rows of tiles exist, and splits where tiles are few."""
-        found = []
+        configs = []
         steps = self._steps(problem)
         for mi, bn, pingpong in TILES:
             bm = (64 if pingpong else 128) * mi
@@ -279,7 +279,7 @@ class Wgmma:
                         or problem.batch
                     ):
                         continue
-                    found.append(
+                    configs.append(
                         KernelConfig.of(
                             tile=(mi, bn, pingpong), cluster=cluster, splits=splits, group=8
                         )
@@ -288,8 +288,8 @@ class Wgmma:
             shared = shared and (mi, bn, pingpong) == (1, 192, 0)  # larger tiles spill
             idle = STREAM_TILES * hw.sm_count <= tiles < hw.sm_count
             if shared and idle and tiles * steps >= 8 * hw.sm_count:
-                found.append(KernelConfig.of(tile=(mi, bn, 0), cluster=1, splits=STREAM, group=8))
-        return [how for how in found if self._stages(problem, how, hw)[0] >= 3]
+                configs.append(KernelConfig.of(tile=(mi, bn, 0), cluster=1, splits=STREAM, group=8))
+        return [how for how in configs if self._stages(problem, how, hw)[0] >= 3]
 
     def fits(self, problem: GemmProblem, config: KernelConfig) -> bool:
         """Whether each split has steps of k."""

@@ -75,7 +75,7 @@ class Tf32:
     def configs(self, problem: GemmProblem, hw: Hardware) -> Sequence[KernelConfig]:
         """Each tile that is no wider than y needs, with k in parts where tiles are few."""
         steps, rows = ceil(problem.k / BK), ceil(problem.m / 128)
-        found = []
+        configs = []
         for bn, resident in TILES:
             if bn >= 2 * problem.n and bn > 64:
                 continue
@@ -83,8 +83,8 @@ class Tf32:
             for splits in (1, 2, 3, 4, 6, 8):
                 few = tiles * splits <= 2 * resident * hw.sm_count and steps >= 4 * splits
                 if splits == 1 or (few and each_has_steps(steps, splits)):
-                    found.append(KernelConfig.of(tile=(bn, resident), splits=splits))
-        return found
+                    configs.append(KernelConfig.of(tile=(bn, resident), splits=splits))
+        return configs
 
     def fits(self, problem: GemmProblem, config: KernelConfig) -> bool:
         """Whether each part has steps of k."""

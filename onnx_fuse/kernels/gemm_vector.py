@@ -77,8 +77,8 @@ class Gemv(WithoutWorkspace):
             if problem.trans_b
             else [("cols", cols, warps) for cols in (8, 16, 32, 64) for warps in (4, 8, 16)]
         )
-        found = [KernelConfig.of(warps=warps, **{name: columns}) for name, columns, warps in shapes]
-        return [config for config in found if self.fits(problem, config)]
+        ways = [KernelConfig.of(warps=warps, **{name: columns}) for name, columns, warps in shapes]
+        return [config for config in ways if self.fits(problem, config)]
 
     def _steps(self, k: int, trans_b: bool, warps: int, columns: int) -> int:
         """Loads of a thread along k."""

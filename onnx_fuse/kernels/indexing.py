@@ -140,11 +140,11 @@ def _distinct(problem: ScatterElements | ScatterND) -> bool:
 
 def _short_lines(problem: ScatterElements) -> str | None:
     """Why a thread a line is better: lines are short, or side by side and many."""
-    lines, given = problem.lines, problem.given
+    lines, updates = problem.lines, problem.given
     few = SHORT if lines < MANY else FEWEST
     most = LONG if problem.inner >= 32 and lines >= MANY else few  # of neighbours
-    if given <= most:
-        return f"{lines} lines of {given} updates are short"
+    if updates <= most:
+        return f"{lines} lines of {updates} updates are short"
     return None
 
 
@@ -253,8 +253,8 @@ class WarpLines(HeuristicKernel):
     def moved(self, problem: ScatterElements) -> int:
         """Indices and updates, and y read and written whole."""
         size = ITEMSIZE[problem.dtype]
-        given = problem.given * (size + ITEMSIZE[problem.index])
-        return problem.lines * (given + 2 * problem.length * size)
+        nbytes = problem.given * (size + ITEMSIZE[problem.index])
+        return problem.lines * (nbytes + 2 * problem.length * size)
 
     def launch(self, problem: ScatterElements, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch, four lines a block."""
@@ -450,8 +450,8 @@ class Sorted(_Many):
     def _room(self, problem: ScatterElements | ScatterND) -> tuple[int, int, int]:
         """The offsets of stop, found and the parts' sums in the workspace, behind start."""
         stop = self._sort(problem).end + aligned(4 * _Updates.of(problem).rows)
-        found = stop + aligned(4 * _Updates.of(problem).rows)
-        return stop, found, found + 16
+        count = stop + aligned(4 * _Updates.of(problem).rows)
+        return stop, count, count + 16
 
     def workspace(
         self, problem: ScatterElements | ScatterND, config: KernelConfig, hw: Hardware
@@ -486,8 +486,8 @@ class Sorted(_Many):
         keys = each("row_keys", Ptr("index"), sort.keys, count, none, *updates.sizes)
         if updates.inner == 1:
             return (*keys, *sort.launches(), *self._runs(problem, sort))
-        stop, found, sums = self._room(problem)
-        ends = (Ptr("workspace", sort.end), Ptr("workspace", stop), Ptr("workspace", found))
+        stop, kept_at, sums = self._room(problem)
+        ends = (Ptr("workspace", sort.end), Ptr("workspace", stop), Ptr("workspace", kept_at))
         adding = _RowSums(
             updates.count, updates.rows, updates.inner, _part(updates.count), problem.dtype,
             (*ends, row, order), Ptr("workspace", sums), (("FRESH", False), ("REDUCE", reduce)),
@@ -510,10 +510,10 @@ class Sorted(_Many):
             REDUCE=_REDUCTIONS[problem.reduction],
         )  # fmt: skip
         source = "indexing/run_sums.cu"
-        given = (*sort.sorted, Ptr("update"), y, tiles, Num("i32", updates.count), rows)
+        args = (*sort.sorted, Ptr("update"), y, tiles, Num("i32", updates.count), rows)
         left = (tiles, y, Num("i32", blocks), rows)
         return (
-            Launch(source, "run_sums", (blocks, 1, 1), (THREADS, 1, 1), given, macros),
+            Launch(source, "run_sums", (blocks, 1, 1), (THREADS, 1, 1), args, macros),
             Launch(source, "run_joins", (1, 1, 1), (1024, 1, 1), left, macros),
         )
 

@@ -49,13 +49,13 @@ def gemm_problem(problem: GemmProblem, **values: Value) -> GemmProblem:
 
 
 def _gemm(problem: GemmProblem, values: tuple[tuple[str, Value], ...]) -> GemmProblem:
-    given = problem.extras
-    kept = {name: given[name] for name in KEPT if given.get(name)}
-    kept |= {"static_b": True} if problem.static_b and problem.folded else {}
+    extras = problem.extras
+    shared = {name: extras[name] for name in KEPT if extras.get(name)}
+    shared |= {"static_b": True} if problem.static_b and problem.folded else {}
     return GemmProblem.of(
         "Gemm",
         m=problem.m, n=problem.n, k=problem.k, dtype=problem.dtype, out_dtype=problem.out,
-        trans_b=problem.trans_b, math=problem.math, **(kept | dict(values)),
+        trans_b=problem.trans_b, math=problem.math, **(shared | dict(values)),
     )  # fmt: skip
 
 
@@ -105,11 +105,11 @@ class FoldWeights(DelegatingKernel):
         elif gemm.parts or not isinstance(self.inner, Wgmma):
             side = True
         else:
-            own = self.inner.cost(gemm, config, hw)
+            beside = self.inner.cost(gemm, config, hw)
             plain = self.inner.cost(self._gemm(problem, apart=True), config, hw)
             apart = plain + stats_seconds(problem, hw)
-            side = own <= apart + _APART
-            return side, own if side else apart
+            side = beside <= apart + _APART
+            return side, beside if side else apart
         apart = not (problem.stats or side)
         seconds = self.inner.cost(self._gemm(problem, apart=apart), config, hw)
         return side, seconds + stats_seconds(problem, hw) if apart else seconds
@@ -165,8 +165,8 @@ class FoldWeights(DelegatingKernel):
             )
         if not problem.folded:
             shape = (problem.k, problem.n, problem.dtype, problem.trans_b)
-            made = fold(*shape, hw, align=problem.align)
-            calls.append(rename(made, names))
+            folding = fold(*shape, hw, align=problem.align)
+            calls.append(rename(folding, names))
         operands = {
             "a": Ptr("x"), "b": names["wq"], "row0": Ptr("rstd"), "row1": Ptr("mean"),
             "col0": names["cs"], "col1": names["cv"], "c": Ptr("r"),

@@ -196,7 +196,7 @@ class TwoGemms:
         size = 2 * planes or ITEMSIZE[dtype]
         how_dx, how_dw = self._split(config)
         gemm_dx, gemm_dw = self._dx(problem, how_dx.text("kernel")), self._dw(problem)
-        own = bool(gemm_dx.rows)
+        in_rows = bool(gemm_dx.rows)
         dots, rows = row_dots(
             m, n, k, dtype, act=act, act_alpha=problem.epilogue.act_alpha, planes=planes,
             align=problem.align,
@@ -210,7 +210,7 @@ class TwoGemms:
         if not problem.folded:
             wq, cs, cv = arena.allocate(size * k * n), arena.allocate(4 * n), arena.allocate(4 * n)
         c1, c2 = arena.allocate(4 * m), arena.allocate(4 * m)
-        if own:
+        if in_rows:
             rows = self.inner.row_tiles(gemm_dx, how_dx)
         # partial sums of the fold, of dbias, of a split k: one after the other
         product_dx = self.for_dx[how_dx.text("kernel")]
@@ -253,7 +253,7 @@ class TwoGemms:
                 })
                 for call in folds
             ),
-            *(() if own else (first,) if problem.frozen else (first, db)),
+            *(() if in_rows else (first,) if problem.frozen else (first, db)),
             *(
                 rename(call, {
                     "a": dz, "b": wq, "y": Ptr("dx"), "z": xh, "c": Ptr("x"), "row0": Ptr("rstd"),
@@ -265,7 +265,7 @@ class TwoGemms:
         if problem.frozen:
             return tuple(calls), arena.size
         calls += [
-            *((db,) if own else ()),
+            *((db,) if in_rows else ()),
             *(
                 (rename(normed, {"out": xh, "gamma": Ptr("none"), "beta": Ptr("none")}),)
                 if planes

@@ -121,7 +121,7 @@ class FewRows:
 
     def configs(self, problem: GemmProblem, hw: Hardware) -> Sequence[KernelConfig]:
         """Tiles no taller than the rows, with enough splits of n to fill the chip."""
-        steps, found = ceil(problem.n / N_STEP), []
+        steps, configs = ceil(problem.n / N_STEP), []
         for name, tiles in TILES.items():
             low, high = (0, tiles.am) if tiles.am < 64 else (tiles.am // 2, 1 << 30)
             if not low < problem.m <= high or (
@@ -133,8 +133,8 @@ class FewRows:
             of_g, _ = tiles.blocks_of(problem)
             enough = [s for s in SPLITS if s <= max(1, steps // 2)]
             room = [s for s in enough if of_g * s <= 3 * hw.sm_count] or enough[:1]
-            found += [KernelConfig.of(tiles=name, splits=splits) for splits in room]
-        return found
+            configs += [KernelConfig.of(tiles=name, splits=splits) for splits in room]
+        return configs
 
     def fits(self, problem: GemmProblem, config: KernelConfig) -> bool:
         """Whether each split has a step of n."""

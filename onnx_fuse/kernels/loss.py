@@ -182,11 +182,11 @@ class Exp(_OfProduct):
                  "narrow", "scaled")  # fmt: skip
         numbers = (problem.rows, problem.k, problem.classes, problem.stride, problem.parts,
                    problem.ldx, problem.ldw)  # fmt: skip
-        own = {"W": C_TYPES[problem.weights], "SCALED": problem.scaled}
+        macros = {"W": C_TYPES[problem.weights], "SCALED": problem.scaled}
         return self.one(
             "exp_rows", -(-problem.rows // 16), 512, *map(Ptr, names),
             *(Num("i32", n) for n in numbers), Num("i64", problem.ignored),
-            **(self.macros(problem) | own),
+            **(self.macros(problem) | macros),
         )  # fmt: skip
 
 

@@ -312,15 +312,15 @@ class GradChunks(HeuristicKernel):
         def one(entry: str, blocks: int, *args: Ptr | Num) -> Launches:
             return self.one(entry, blocks, _THREADS, *args, **macros)
 
-        given = tuple(map(Ptr, ("x", "dy", "scale", "mean", "rstd")))
+        operands = tuple(map(Ptr, ("x", "dy", "scale", "mean", "rstd")))
         more = tuple(map(Ptr, ("ds", "e1", "e2", "e3")))
         sums = (
-            *one("dx_parts", rows * chunks, *given, parts, length, Num("i64", chunk),
+            *one("dx_parts", rows * chunks, *operands, parts, length, Num("i64", chunk),
                  Num("i64", chunks)),
             *one("dx_merge", rows, parts, whole, length, Num("i64", chunks)),
         )  # fmt: skip
         strips = one(
-            "dx_apply", -(-problem.length // (vec * _THREADS)), *given, *more, whole, Ptr("dx"),
+            "dx_apply", -(-problem.length // (vec * _THREADS)), *operands, *more, whole, Ptr("dx"),
             Ptr("part"), Num("i64", rows), length,
         )  # fmt: skip
         return sums + strips if problem.dx else strips

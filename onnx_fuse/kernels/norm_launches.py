@@ -83,11 +83,11 @@ def fold_seconds(k: int, n: int, dtype: str, hw: Hardware) -> float:
 def fold(k: int, n: int, dtype: str, trans_b: bool, hw: Hardware, *, align: int = 16) -> Launch:
     """Pointers w, gamma, beta, c -> wq (w's layout), cs, cv."""
     vec = 8 if (k if trans_b else n) % 8 == 0 and align % 16 == 0 else 1
-    given = (Ptr("w"), Ptr("gamma"), Ptr("beta"), Ptr("c"))
-    made = (Ptr("wq"), Ptr("cs"), Ptr("cv"))
+    reads = (Ptr("w"), Ptr("gamma"), Ptr("beta"), Ptr("c"))
+    writes = (Ptr("wq"), Ptr("cs"), Ptr("cv"))
     source, types = "norm/fold.cu", {"T": C_TYPES[dtype], "VEC": vec}
     if trans_b:
-        args = (*given, Num("i32", k), Num("i32", n), *made)
+        args = (*reads, Num("i32", k), Num("i32", n), *writes)
         return Launch(
             source, "fold_rows", (ceil(n / 4), 1, 1), (128, 1, 1), args, as_defines(types)
         )
@@ -100,7 +100,7 @@ def fold(k: int, n: int, dtype: str, trans_b: bool, hw: Hardware, *, align: int 
     rows = ceil(ceil(k / parts) / (32 * warps * vec // cols))  # a thread's
     held = rows if rows <= 6 else 4
     shape = {"COLS": cols, "WARPS": warps, "PARTS": parts, "HELD": held, "ROWS": 1}
-    table = Table((*given, Ptr("low"), *made, k, n, 0))
+    table = Table((*reads, Ptr("low"), *writes, k, n, 0))
     return Launch(
         source, "fold_columns", (parts * ceil(n / cols), 1, 1), (32 * warps, 1, 1),
         (table, Num("i32", 1)), as_defines(types, shape, {"W": types["T"]}), cluster=parts,

@@ -48,9 +48,9 @@ class Tiles(HeuristicKernel):
         return None if _transposed(problem) else "no copy between two axes, both of which are long"
 
     def launch(self, problem: Pointwise, config: KernelConfig, hw: Hardware) -> Launches:
-        found = _transposed(problem)
-        assert found is not None
-        return (found,)
+        launch = _transposed(problem)
+        assert launch is not None
+        return (launch,)
 
 
 def _bytes_moved(tensor: Tensor, apart: int, gathered: bool = False) -> int:

@@ -107,12 +107,12 @@ class RadixSort:
         sides = Ptr("workspace", self._sides) if self._may_skip else Ptr("sides")  # null
         length, tiles, passes = Num("i64", self.length), Num("i64", self.tiles), self.passes
         blocks = self.rows * self.tiles
-        found: list[Launch] = []
+        launches: list[Launch] = []
 
         def add(entry: str, blocks: int, first: bool, *args: Ptr | Num) -> None:
             grid, block = (blocks, 1, 1), (THREADS, 1, 1)
             macros = defines(KEY=self.key, FIRST=first)
-            found.append(Launch("scan/radix.cu", entry, grid, block, args, macros))
+            launches.append(Launch("scan/radix.cu", entry, grid, block, args, macros))
 
         if self._may_skip:
             add("radix_bits", blocks, False, self.keys, bits, length, tiles)
@@ -127,4 +127,4 @@ class RadixSort:
             add("radix_offsets", self.rows << DIGIT, first, sides, counts, totals, tiles, *which)
             add("radix_scatter", blocks, first, key, at, key_to, at_to, sides, counts, totals,
                 length, tiles, *which)  # fmt: skip
-        return tuple(found)
+        return tuple(launches)

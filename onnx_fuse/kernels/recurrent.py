@@ -58,14 +58,14 @@ class Steps(HeuristicKernel):
 
     def supports(self, problem: Recurrence, hw: Hardware) -> str | None:
         """Refuse more units than shared memory has room for the states of."""
-        found = _geometry(problem, hw)
-        return found if isinstance(found, str) else None
+        geometry = _geometry(problem, hw)
+        return geometry if isinstance(geometry, str) else None
 
     def launch(self, problem: Recurrence, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch."""
-        found = _geometry(problem, hw)
-        assert not isinstance(found, str)
-        macros, blocks, smem = found
+        geometry = _geometry(problem, hw)
+        assert not isinstance(geometry, str)
+        macros, blocks, smem = geometry
         names: tuple[str, ...] = ("z", "rt", "rn", "bn", "h0", "c0", "lengths", "y", "h", "c")
         if problem.grad:
             names = (

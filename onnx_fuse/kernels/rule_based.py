@@ -67,8 +67,8 @@ class DelegatingKernel:
 
     def workspace(self, problem: Any, config: KernelConfig, hw: Hardware) -> int:
         """The candidate's own bytes, then the product's."""
-        own = self.inner.workspace(self._gemm(problem), config, hw)
-        return self._own_bytes(problem) + own
+        nbytes = self.inner.workspace(self._gemm(problem), config, hw)
+        return self._own_bytes(problem) + nbytes
 
 
 class HeuristicKernel(WithoutWorkspace, Unconditional):
@@ -101,13 +101,13 @@ class HeuristicKernel(WithoutWorkspace, Unconditional):
         A thread has ACCESS bytes on their way at a time, and a multiprocessor has a limit as well:
         few threads or blocks leave most of the memory's rate unused, however fast the chip is.
         """
-        known: AnyProblem = problem
+        typed: AnyProblem = problem
         launches = self.launch(problem, config, hw)
         threads = max(prod(x.grid) * prod(x.block) for x in launches)
         blocks = max(prod(x.grid) for x in launches)
         rate = min(hw.bandwidth, threads * ACCESS / LATENCY,
                    2 * blocks * hw.bandwidth / hw.sm_count)  # fmt: skip
-        took = max(known.floor(hw), self.moved(problem) / rate)
+        took = max(typed.floor(hw), self.moved(problem) / rate)
         return took + len(launches) * hw.launch_seconds
 
     def launch(self, problem: Any, config: KernelConfig, hw: Hardware) -> Launches:

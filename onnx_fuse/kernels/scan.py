@@ -112,13 +112,13 @@ class InBlock(HeuristicKernel):
     def _levels(self, problem: TopK) -> list[tuple[int, int]]:
         """(length, chunks) of each launch: one takes the k of what the chunks of another found."""
         rows, length = problem.outer * problem.inner, problem.length
-        found: list[tuple[int, int]] = []
+        levels: list[tuple[int, int]] = []
         while rows < FEW_BLOCKS and length >= 2 * max(CHUNK, 8 * problem.k):
             least = max(CHUNK, 8 * problem.k)
             chunks = min(length // least, -(-BLOCKS // max(1, rows)))
-            found.append((length, chunks))
+            levels.append((length, chunks))
             length = chunks * problem.k
-        return [*found, (length, 1)]
+        return [*levels, (length, 1)]
 
     @staticmethod
     def _block(problem: TopK, length: int, chunks: int) -> tuple[int, int]:
@@ -215,9 +215,9 @@ class WholeRows(HeuristicKernel):
         total = sort.rows * length
         keys = each("rank_keys", total, Ptr("x"), sort.keys,
                     *(Num("i64", n) for n in (length, inner, total)))  # fmt: skip
-        taken = sort.rows * k
-        take = each("take_ranked", taken, Ptr("x"), sort.sorted[1], Ptr("values"), Ptr("indices"),
-                    *(Num("i64", n) for n in (length, inner, k, taken)))  # fmt: skip
+        count = sort.rows * k
+        take = each("take_ranked", count, Ptr("x"), sort.sorted[1], Ptr("values"), Ptr("indices"),
+                    *(Num("i64", n) for n in (length, inner, k, count)))  # fmt: skip
         return keys + sort.launches() + take
 
 

@@ -193,12 +193,12 @@ def parts_of_batch(p: Attention) -> list[tuple[tuple[int, int], dict[str, Ptr]]]
     size = ITEMSIZE[p.dtype]
     names = ("q", "k", "v", "y", "dq", "dk", "dv", *(("dy",) if p.op == "SdpaGrad" else ()))
     strides = {name: p.layout(name)[1] for name in names}
-    strides |= {name: own for name, own in (("mask", p.mask), ("mask2", p.mask2)) if own}
-    steps = {name: (own[0] * size, own[1] * size) for name, own in strides.items()}
+    strides |= {name: by for name, by in (("mask", p.mask), ("mask2", p.mask2)) if by}
+    steps = {name: (by[0] * size, by[1] * size) for name, by in strides.items()}
     for name, wide in (("lse", 8), ("workspace", 8 if p.dtype == "float64" else 4)):
         steps[name] = (p.m * heads * wide, p.m * wide)
     shared = {"k", "v", "dk", "dv"}  # by the heads of a group
-    found = []
+    parts = []
     most = max(1, GRID[1] // p.group) * p.group
     for b in range(0, batch, GRID[2]):
         for h in range(0, heads, most):
@@ -207,8 +207,8 @@ def parts_of_batch(p: Attention) -> list[tuple[tuple[int, int], dict[str, Ptr]]]
                 for name, (over, each) in steps.items()
             }
             part = min(GRID[2], int(batch) - b), min(most, int(heads) - h)
-            found.append((part, {name: Ptr(name, at) for name, at in place.items()}))
-    return found
+            parts.append((part, {name: Ptr(name, at) for name, at in place.items()}))
+    return parts
 
 
 # (op, masked) -> largest head size -> (row tiles a warp, tile, warps, split, stages, blocks an SM):
@@ -251,9 +251,9 @@ class Mma(Unconditional, _Attention):
         entries = ("sdpa_dq", "sdpa_dkv") if grad else ("sdpa_forward",)
         if grad and wide > 64 and problem.mask2:
             tiles = ((1, 16, 4), (1, 16, 2))
-        found = [KernelConfig.of(**dict(zip(_FIELDS, tile, strict=False))) for tile in tiles]
+        ways = [KernelConfig.of(**dict(zip(_FIELDS, tile, strict=False))) for tile in tiles]
         return [
-            c for c in found if max(self.smem(problem, c, e) for e in entries) <= hw.smem_per_block
+            c for c in ways if max(self.smem(problem, c, e) for e in entries) <= hw.smem_per_block
         ]
 
     def cost(self, problem: Attention, config: KernelConfig, hw: Hardware) -> float:
@@ -373,7 +373,7 @@ class Wgmma(Unconditional):
         p, wide = problem, max(problem.k, problem.dv)
         names = ("wgs", "rounds", "tile", "stages", "pingpong", "blocks")
         tiles = next((tiles for limit, tiles in _HOPPER.items() if wide <= limit), ())
-        found = [
+        configs = [
             KernelConfig.of(**dict(zip(names, tile, strict=True)))
             for (fewest, most), tile in tiles
             # the boxes of a mask are of 64 keys; queries that are the keys would be parted into
@@ -383,8 +383,8 @@ class Wgmma(Unconditional):
             if tile[0] < 3 or not p.mask
         ]
         if p.keep and MMA.mask(p) == 2:  # it takes a register more than a third leaves
-            found = [c.replace(blocks=min(c.integer("blocks"), 2)) for c in found]
-        return [c for c in found if self.smem(p, c) <= hw.smem_per_block]
+            configs = [c.replace(blocks=min(c.integer("blocks"), 2)) for c in configs]
+        return [c for c in configs if self.smem(p, c) <= hw.smem_per_block]
 
     def cost(self, problem: Attention, config: KernelConfig, hw: Hardware) -> float:
         """Tiles of queries by tiles of keys, then what is read once and again; as on an H200."""
@@ -483,9 +483,9 @@ class Simt(Unconditional, _Attention):
 
     def smem(self, p: Attention, config: KernelConfig, entry: str) -> int:
         d, v = p.k + 4, p.dv + 4
-        own = ROWS * d if entry == "sdpa_forward" else ROWS * (d + v)
+        lines = ROWS * d if entry == "sdpa_forward" else ROWS * (d + v)
         size = ITEMSIZE["float64" if p.dtype == "float64" else "float32"]
-        return size * (own + TILE * (d + v) + ROWS * (TILE + 1))
+        return size * (lines + TILE * (d + v) + ROWS * (TILE + 1))
 
     def macros(self, p: Attention, config: KernelConfig) -> dict[str, object]:
         return {**common_macros(p), "ACC": accumulator(p.dtype)}
@@ -507,13 +507,13 @@ class OneQuery(Unconditional):
         return None
 
     def configs(self, problem: Attention, hw: Hardware) -> Sequence[KernelConfig]:
-        found = [
+        configs = [
             KernelConfig.of(warps=warps, cluster=cluster, per=4)
             for warps in (4, 8)
             for cluster in ((1, 2, 4, 8) if hw.cc >= 90 else (1,))
         ]
         # static shared memory
-        return [c for c in found if self._parts(c) * (problem.k + 4) * 4 <= 48 << 10]
+        return [c for c in configs if self._parts(c) * (problem.k + 4) * 4 <= 48 << 10]
 
     def _parts(self, config: KernelConfig) -> int:
         return config.integer("warps") * config.integer("cluster")

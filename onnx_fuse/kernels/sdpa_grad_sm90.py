@@ -66,11 +66,11 @@ class WgmmaGrad(Unconditional):
         share, start, each = (0.54, 2e-6, 3e-6) if width <= 128 else (0.75, 6e-6, 0.0)
         seconds = hw.launch_seconds + start + 2 * p.batches * p.m * p.dv / hw.bandwidth
         beside = _ALONE[config.integer("queries") * config.integer("blocks")]
-        for own, other, count, products, at_once in (
+        for length, other, count, products, at_once in (
             (p.n, p.m, config.integer("keys"), 2.0, 1),
             (p.m, p.n, config.integer("queries"), 1.5 / beside, config.integer("blocks")),
         ):
-            rows = -(-own // (64 * count)) * 64 * count
+            rows = -(-length // (64 * count)) * 64 * count
             seen = p.seen(other, 64 * count)
             steps = (other + 64 * count) / 2 if p.causal else -(-seen // 64) * 64
             turns = p.batches * rows / (64 * count) / hw.sm_count
@@ -92,12 +92,12 @@ class WgmmaGrad(Unconditional):
     def _gradients(self, p: Attention, config: KernelConfig, keys: bool) -> Launch:
         """The launch for keys and values, or for queries."""
         (batch, heads), group = p.batch, p.group
-        own, other = (("k", "v"), ("q", "dy")) if keys else (("q", "dy"), ("k", "v"))
+        resident, other = (("k", "v"), ("q", "dy")) if keys else (("q", "dy"), ("k", "v"))
         results = ("dk", "dv") if keys else ("dq", "none")
         count = config.integer("keys" if keys else "queries")
         mask = p.mask or (0, 0, 0, 0)
         args: tuple[Arg, ...] = (
-            *(boxes(p, name, 64) for name in own), *(boxes(p, name, TILE) for name in other),
+            *(boxes(p, name, 64) for name in resident), *(boxes(p, name, TILE) for name in other),
             *(boxes(p, name, 16) for name in results), mask_boxes(p, TILE if keys else 64),
             Ptr("mask"), *(Num("i64", mask[i]) for i in (0, 1, 3)),
             Ptr("y"), *(Num("i64", s) for s in p.layout("y")[1]), Ptr("lse"), Ptr("workspace"),

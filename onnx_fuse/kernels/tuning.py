@@ -51,9 +51,9 @@ def canonical(problem: AnyProblem) -> AnyProblem:
             "ldb": None if problem.ldb == ldb else problem.ldb,
             "align": 2 if problem.align % 16 else 16,
         }
-    given = problem.epilogue.given
-    epilogue: dict[str, Any] = {k: v for k, v in given.items() if k not in IGNORED}
-    epilogue |= {name: number for name, number in (("alpha", 2), ("beta", 1)) if name in given}
+    values = problem.epilogue.given
+    epilogue: dict[str, Any] = {k: v for k, v in values.items() if k not in IGNORED}
+    epilogue |= {name: number for name, number in (("alpha", 2), ("beta", 1)) if name in values}
     return replace(problem, **same, epilogue=Epilogue(**epilogue))
 
 
@@ -69,9 +69,9 @@ def _written(problem: AnyProblem) -> str:
     """
     if type(problem).__str__ is not AnyProblem.__str__:
         return str(problem)
-    given = problem.concrete().fields_given
+    values = problem.concrete().fields_given
     return " ".join(
-        (problem.op, *(f"{k}={v if isinstance(v, str) else repr(v)}" for k, v in given.items()))
+        (problem.op, *(f"{k}={v if isinstance(v, str) else repr(v)}" for k, v in values.items()))
     )
 
 
@@ -94,8 +94,8 @@ def read(name: str) -> AnyProblem:
         dtype, _, out = types.partition("->")
         turned = {"trans_a": layout[0] == "T", "trans_b": layout[1] == "T"}
         values |= {"dtype": dtype, "out_dtype": out, "math": (*math, "ieee")[0], **turned}
-        made = _KINDS.get(kind, GemmProblem)
-        product: type[Contraction] = made if issubclass(made, Contraction) else GemmProblem
+        cls = _KINDS.get(kind, GemmProblem)
+        product: type[Contraction] = cls if issubclass(cls, Contraction) else GemmProblem
         return product.of(kind, **values)
     except (IndexError, TypeError, ValueError) as error:
         raise ValueError(f"{name!r} is no problem of numbers and names") from error
@@ -150,11 +150,11 @@ def _built(node: ast.expr) -> Any:
 
 def _made(kind: type[Any], values: dict[str, Any]) -> Any:
     """An object of `kind`. Raises TypeError where a name is given to a field that holds none."""
-    known = {f.name: str(f.type) for f in fields(kind)}
+    types = {f.name: str(f.type) for f in fields(kind)}
     for name, value in values.items():
-        if isinstance(value, str) and "str" not in known.get(name, "str"):
+        if isinstance(value, str) and "str" not in types.get(name, "str"):
             raise TypeError(f"{kind.__name__}.{name} is no {value}")
-    flags = {k: bool(v) for k, v in values.items() if known.get(k) == "bool"}
+    flags = {k: bool(v) for k, v in values.items() if types.get(k) == "bool"}
     return kind(**values | flags)
 
 
@@ -199,9 +199,9 @@ def load(hw: Hardware) -> Mapping[str, Any]:
 def _merged(files: tuple[tuple[Path, int], ...]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for path, stamp in files:
-        own = {"own": path.parent != SHIPPED}
-        found = _read(path, stamp)
-        merged |= {k: {**v, **own} for k, v in found.items() if isinstance(v, dict)}
+        origin = {"own": path.parent != SHIPPED}
+        entries = _read(path, stamp)
+        merged |= {k: {**v, **origin} for k, v in entries.items() if isinstance(v, dict)}
     return merged
 
 

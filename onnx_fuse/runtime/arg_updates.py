@@ -32,18 +32,18 @@ def workspace_key(call: int) -> int:
 
 def operands(address: Mapping[int, int], i: int, call: Call) -> dict[str, int]:
     """The addresses of call `i`'s operands by name; `address` has each buffer's and workspace's."""
-    found = {
+    pointers = {
         name: address[t.buffer] + t.offset * ITEMSIZE[t.dtype] if t.offset else address[t.buffer]
         for name, t in (*call.reads, *call.writes)
     }
     if call.workspace:
-        found["workspace"] = address[workspace_key(i)]
-    return found
+        pointers["workspace"] = address[workspace_key(i)]
+    return pointers
 
 
 def changes(program: Program) -> tuple[Change, ...] | None:
     """The launches that hold open sizes; None where another shape changes more than arguments."""
-    found = []
+    updates = []
     for i, call in enumerate(program.calls):
         for j, launch in enumerate(call.launches):
             numbers = tuple(word for word, _ in words(i, call, launch))
@@ -54,8 +54,8 @@ def changes(program: Program) -> tuple[Change, ...] | None:
             if _is_open((launch.block, launch.smem, launch.cluster)):
                 return None
             if _is_open((launch.grid, numbers, launch.sync)):
-                found.append((i, j, launch.grid, numbers, launch.sync))
-    return tuple(found)
+                updates.append((i, j, launch.grid, numbers, launch.sync))
+    return tuple(updates)
 
 
 def spots(i: int, call: Call, launch: Launch) -> Spots:

@@ -91,13 +91,13 @@ class Binding:
 
         Each run that is given no `stream` comes after what the tensor's library has enqueued.
         """
-        found = adopt(value, device.LEGACY)
-        if not isinstance(found, DeviceTensor):
+        tensor = adopt(value, device.LEGACY)
+        if not isinstance(tensor, DeviceTensor):
             raise UsageError(
                 f"output {name}: only a GPU tensor can be bound; bind_output(name) gives an array"
             )
-        self._bind(name, "cuda", found)
-        if found is not value:
+        self._bind(name, "cuda", tensor)
+        if tensor is not value:
             self.lent[name] = value
 
     def _bind(self, name: str, device_type: str, place: DeviceTensor | None) -> None:
@@ -136,8 +136,8 @@ class Binding:
     @property
     def foreign(self) -> bool:
         """Whether another library's GPU tensor is bound, rather than an address."""
-        known = (np.ndarray, DeviceTensor)
-        return bool(self.lent) or any(not isinstance(v, known) for v in self.feeds.values())
+        types = (np.ndarray, DeviceTensor)
+        return bool(self.lent) or any(not isinstance(v, types) for v in self.feeds.values())
 
     @staticmethod
     def _memory(

@@ -31,10 +31,10 @@ def parse(memory: int | str) -> Budget:
     """
     if memory == "min":
         return "min"
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", str(memory), re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", str(memory), re.IGNORECASE)
     bytes_ = 0
-    if found:
-        number, unit, binary = found.groups()
+    if match:
+        number, unit, binary = match.groups()
         bytes_ = int(float(number) * (1024 if binary else 1000) ** _UNITS[unit.lower()])
     if bytes_ <= 0:
         raise UsageError(f'memory {memory!r}: give bytes, a size such as "6GiB", or "min"')
@@ -65,11 +65,11 @@ class Recompute:
     def __str__(self) -> str:
         each = f" on each of {self.ranks} GPUs" if self.ranks > 1 else ""
         head = f"memory: {self.after / 2**30:.2f} GiB{each}"
-        kept = f"{self.fixed / 2**30:.2f} for weights, states, inputs and outputs"
+        fixed = f"{self.fixed / 2**30:.2f} for weights, states, inputs and outputs"
         if not self.calls:
-            return f"{head}, {kept}; nothing is computed again"
+            return f"{head}, {fixed}; nothing is computed again"
         return (
-            f"{head} instead of {self.before / 2**30:.2f}, {kept}; {len(self.calls)} calls run "
+            f"{head} instead of {self.before / 2**30:.2f}, {fixed}; {len(self.calls)} calls run "
             f"again in the backward, {self.seconds * 1e3:.2f} ms: {', '.join(self.kernels)}"
         )
 
@@ -105,17 +105,17 @@ def within(program: Program, budget: Budget, hw: Hardware) -> Recompute:
     for count in sorted({len(choices) * k // STEPS for k in range(STEPS + 1)}):
         tried.append(first(count))
         if budget != "min" and tried[-1].after <= budget:
-            found = tried[-1]
+            option = tried[-1]
             while count - low > 1:  # fewer may do
                 middle = (low + count) // 2
                 less = first(middle)
                 if less.after <= budget:
-                    count, found = middle, less
+                    count, option = middle, less
                 else:
                     low = middle
-            return found
+            return option
         low = count
-    best = min(tried, key=lambda found: (found.after, found.seconds))
+    best = min(tried, key=lambda option: (option.after, option.seconds))
     if budget == "min":
         return best
     hint = ""

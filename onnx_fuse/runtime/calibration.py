@@ -152,10 +152,10 @@ def calibrated(hw: Hardware, timer: Timer) -> Calibrated:
     if listed(hw):
         return Calibrated(hw, "rates of the table")
     place = _place(hw)
-    found = _kept(place, hw)
-    if found is None:
+    rates = _kept(place, hw)
+    if rates is None:
         try:
-            made = measured(hw, timer)
+            fresh = measured(hw, timer)
         except DeviceError as error:
             reason = " ".join(str(error).split())[:200]
             warnings.warn(
@@ -164,12 +164,12 @@ def calibrated(hw: Hardware, timer: Timer) -> Calibrated:
                 stacklevel=2,
             )
             return Calibrated(hw, f"rates of a similar GPU: measuring failed: {reason}")
-        _keep(place, made)
-        kept = _kept(place, hw)
-        if kept is None:
-            return Calibrated(made, "rates measured on this GPU, which could not be cached")
-        found = kept
-    return Calibrated(found, f"rates measured on this GPU, cached in {place}")
+        _keep(place, fresh)
+        stored = _kept(place, hw)
+        if stored is None:
+            return Calibrated(fresh, "rates measured on this GPU, which could not be cached")
+        rates = stored
+    return Calibrated(rates, f"rates measured on this GPU, cached in {place}")
 
 
 def _place(hw: Hardware) -> Path:

@@ -39,9 +39,9 @@ class Deployed:
         self.container = Container(path)
         manifest = self.container.manifest
         if manifest.get("format") != FORMAT:
-            made = f"of format {str(manifest.get('format'))[:20]}, written by onnx-fuse "
-            made += str(manifest.get("version"))[:20]
-            raise self._fault(f"{made}; this version reads format {FORMAT}: {RECOMPILE}")
+            origin = f"of format {str(manifest.get('format'))[:20]}, written by onnx-fuse "
+            origin += str(manifest.get("version"))[:20]
+            raise self._fault(f"{origin}; this version reads format {FORMAT}: {RECOMPILE}")
         try:
             self.precision = str(manifest["precision"])
             self.inputs = [_end(e) for e in manifest["inputs"]]
@@ -64,18 +64,18 @@ class Deployed:
     @property
     def defaults(self) -> dict[str, np.ndarray[Any, Any]]:
         """The values of inputs that a caller may leave out."""
-        found = {}
+        arrays = {}
         for name, (stored, (shape, dtype)) in self._defaults.items():
-            found[name] = self.container.tensor(stored).view(dtype_of(dtype)).reshape(shape)
-        return found
+            arrays[name] = self.container.tensor(stored).view(dtype_of(dtype)).reshape(shape)
+        return arrays
 
     def shapes(self) -> list[dict[str, tuple[tuple[int, ...], str]]]:
         """(shape, dtype) of each input, of every program, in the order they were compiled in.
 
         Of one that serves several, those it was lowered for.
         """
-        found = [entry.shapes for entry in self._programs]
-        return [shapes for i, shapes in enumerate(found) if shapes not in found[:i]]
+        lists = [entry.shapes for entry in self._programs]
+        return [shapes for i, shapes in enumerate(lists) if shapes not in lists[:i]]
 
     def check_precision(self, precision: str) -> None:
         """Raise UsageError for another precision than the file's.
@@ -93,23 +93,23 @@ class Deployed:
 
         A program counts on the multiprocessors and the shared memory of the chip it is made for.
         """
-        found = [
-            (made.sm_count, name)
-            for name, made in self.targets.items()
-            if made.arch == hw.arch
-            and made.sm_count <= hw.sm_count
-            and made.smem_per_block <= hw.smem_per_block
+        usable = [
+            (chip.sm_count, name)
+            for name, chip in self.targets.items()
+            if chip.arch == hw.arch
+            and chip.sm_count <= hw.sm_count
+            and chip.smem_per_block <= hw.smem_per_block
         ]
-        if not found:
+        if not usable:
             listing = ", ".join(
-                f"{name} ({made.arch}, {made.sm_count} multiprocessors)"
-                for name, made in self.targets.items()
+                f"{name} ({chip.arch}, {chip.sm_count} multiprocessors)"
+                for name, chip in self.targets.items()
             )
             raise DeviceError(
                 f"{self.container.path}: compiled for {listing}, but this GPU is {hw.name} "
                 f"({hw.arch}, {hw.sm_count}): {RECOMPILE}"
             )
-        return max(found)[1]
+        return max(usable)[1]
 
     def program(self, shapes: Shapes, hw: Hardware) -> Program:
         """The program for inputs of these shapes. Raises UsageError where the file has none."""
@@ -118,14 +118,14 @@ class Deployed:
     def made(self, shapes: Shapes, hw: Hardware) -> PlannedProgram:
         """The program for inputs of these shapes with its layout in memory; see `program`."""
         target = self.target(hw)
-        wanted = {name: (tuple(shape), dtype) for name, (shape, dtype) in shapes.items()}
+        ends = {name: (tuple(shape), dtype) for name, (shape, dtype) in shapes.items()}
         for entry in self._programs:
             if entry.target != target:
                 continue
             try:
-                if entry.shapes == wanted and entry.open is None:
+                if entry.shapes == ends and entry.open is None:
                     return self._closed(entry, hw.arch)
-                numbers = entry.numbers(wanted)
+                numbers = entry.numbers(ends)
                 if numbers is not None:
                     return self._at(entry, numbers, hw.arch)
             except (ModelError, ValueError) as error:
@@ -134,9 +134,9 @@ class Deployed:
                 what = str(error) if isinstance(error, ModelError) else f"damaged: {error}"
                 raise self._fault(what) from error
         first = list(shapes.items())[:_SHOWN]
-        given = ", ".join(f"{name} {list(shape)}" for name, (shape, _) in first)
+        text = ", ".join(f"{name} {list(shape)}" for name, (shape, _) in first)
         raise UsageError(
-            f"{self.container.path}: there is no program for {given}; there are those for "
+            f"{self.container.path}: there is no program for {text}; there are those for "
             f"{self._listing(target)}; onnx-fuse compile takes several shapes, and {RECOMPILE}"
         )
 
@@ -155,11 +155,11 @@ class Deployed:
             self._open[entry.member] = (
                 PlannedOpenProgram.of(source, entry.largest, numbers) if entry.largest else source
             )
-        found = self._open[entry.member]
-        if isinstance(found, PlannedOpenProgram):
-            return found.at(numbers)
-        program = found.at(numbers)
-        return PlannedProgram(program, plan(program), found, None, numbers)
+        planned = self._open[entry.member]
+        if isinstance(planned, PlannedOpenProgram):
+            return planned.at(numbers)
+        program = planned.at(numbers)
+        return PlannedProgram(program, plan(program), planned, None, numbers)
 
     def _source(self, entry: _Entry) -> CheckedOpen:
         data = self.container.json(entry.member)
@@ -212,13 +212,13 @@ class _Entry:
         self.open: list[tuple[str, int, str]] | None = None
         """(input, axis, symbol) of the sizes that may be others."""
         self.guards = Guards(Formulas.read(data["guards"], conditions=True))
-        found = data.get("open")
-        if found is None:
+        symbolic = data.get("open")
+        if symbolic is None:
             return
-        self.open = [(str(name), _axis(axis), str(s)) for name, axis, s in found["symbols"]]
+        self.open = [(str(name), _axis(axis), str(s)) for name, axis, s in symbolic["symbols"]]
         for name, axis, _ in self.open:
             self.shapes[name][0][axis]  # there is one
-        largest = found["largest"]
+        largest = symbolic["largest"]
         self.largest = None if largest is None else {str(k): _axis(n) for k, n in largest.items()}
         names = {symbol for _, _, symbol in self.open}
         if self.largest is not None and self.largest.keys() != names:
@@ -227,35 +227,35 @@ class _Entry:
             raise ValueError("guards of other symbols")
         self._ranges = {
             str(symbol): (str(name), _axis(low), _axis(high))
-            for name, low, high, symbol in found["ranges"]
+            for name, low, high, symbol in symbolic["ranges"]
         }
-        self._names = {str(k): [str(d) for d in dims] for k, dims in found["names"].items()}
+        self._names = {str(k): [str(d) for d in dims] for k, dims in symbolic["names"].items()}
 
     def numbers(self, shapes: Shapes) -> dict[str, int] | None:
         """The sizes by symbol, None where the program does not serve these shapes."""
         if self.open is None or shapes.keys() != self.shapes.keys():
             return None
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         places = {(name, axis): symbol for name, axis, symbol in self.open}
         for name, (shape, dtype) in shapes.items():
-            known, kind = self.shapes[name]
-            if kind != dtype or len(known) != len(shape):
+            dims, kind = self.shapes[name]
+            if kind != dtype or len(dims) != len(shape):
                 return None
             for axis, size in enumerate(shape):
                 symbol = places.get((name, axis), "")
-                _, low, high = self._ranges.get(symbol, ("", known[axis], known[axis]))
+                _, low, high = self._ranges.get(symbol, ("", dims[axis], dims[axis]))
                 if not low <= size <= high:
                     return None
-                if symbol and found.setdefault(symbol, size) != size:
+                if symbol and sizes.setdefault(symbol, size) != size:
                     return None
-        return found if self.guards.hold(found) else None
+        return sizes if self.guards.hold(sizes) else None
 
     def at(self, numbers: Mapping[str, int]) -> dict[str, tuple[tuple[int, ...], str]]:
         """The shapes with these sizes."""
-        found = {name: (list(shape), dtype) for name, (shape, dtype) in self.shapes.items()}
+        ends = {name: (list(shape), dtype) for name, (shape, dtype) in self.shapes.items()}
         for name, axis, symbol in self.open or ():
-            found[name][0][axis] = numbers[symbol]
-        return {name: (tuple(shape), dtype) for name, (shape, dtype) in found.items()}
+            ends[name][0][axis] = numbers[symbol]
+        return {name: (tuple(shape), dtype) for name, (shape, dtype) in ends.items()}
 
     def __str__(self) -> str:
         if self.open is None:

@@ -128,10 +128,10 @@ def faults() -> list[str]:
             return str(error)
         return ""
 
-    found = dict.fromkeys(fault(work) for work in (bindings, nvrtc.check_compiler, start))
-    if not any(found):
-        found[fault(Hardware.detect)] = None
-    return [text for text in found if text]
+    texts = dict.fromkeys(fault(work) for work in (bindings, nvrtc.check_compiler, start))
+    if not any(texts):
+        texts[fault(Hardware.detect)] = None
+    return [text for text in texts if text]
 
 
 _CONTEXTS: dict[int, Any] = {}
@@ -165,8 +165,8 @@ def _context(device_id: int) -> Any:
     probe(device_id)
     with _RETAINING:
         if device_id not in _CONTEXTS:
-            found = bindings().cuDevicePrimaryCtxRetain(device_id)
-            _CONTEXTS[device_id] = check(found, f"a context on GPU {device_id}")
+            result = bindings().cuDevicePrimaryCtxRetain(device_id)
+            _CONTEXTS[device_id] = check(result, f"a context on GPU {device_id}")
         return _CONTEXTS[device_id]
 
 
@@ -199,18 +199,18 @@ class Owned:
     def own(self, destroy: str, handle: Any) -> None:
         """Have the driver's function of this name called with the handle at the end."""
         driver = bindings()
-        found = driver.cuCtxGetCurrent()
-        if found[0]:
+        result = driver.cuCtxGetCurrent()
+        if result[0]:
             getattr(driver, destroy)(handle)
-        context = check(found, "the present context")
+        context = check(result, "the present context")
         self._made = driver, context, getattr(driver, destroy), handle
 
     def give_up(self) -> None:
         """Give it back now, unless the process ends, which gives everything back, or is a fork."""
-        made, self._made = self._made, None
-        if made is None or sys.is_finalizing() or _started_in:
+        handles, self._made = self._made, None
+        if handles is None or sys.is_finalizing() or _started_in:
             return
-        driver, context, destroy, handle = made
+        driver, context, destroy, handle = handles
         if not driver.cuCtxPushCurrent(context)[0]:
             try:
                 destroy(handle)
@@ -226,8 +226,8 @@ class Memory(Owned):
 
     def __init__(self, nbytes: int, what: str) -> None:
         self.nbytes = max(nbytes, 1)
-        taken = allocated(f"{what}: {nbytes:,} bytes", bindings().cuMemAlloc, self.nbytes)
-        self.address = int(taken)
+        address = allocated(f"{what}: {nbytes:,} bytes", bindings().cuMemAlloc, self.nbytes)
+        self.address = int(address)
         self.own("cuMemFree", self.address)
 
 
@@ -280,11 +280,11 @@ class Pool:
                 self._raw = _spare(driver, device_id).pop()
                 return
             kinds = driver.CUmemPool_attribute
-            wanted = driver.CUmemPoolProps()
-            wanted.allocType = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-            wanted.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-            wanted.location.id = device_id
-            self._raw = allocated("a memory pool", driver.cuMemPoolCreate, wanted)
+            props = driver.CUmemPoolProps()
+            props.allocType = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+            props.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+            props.location.id = device_id
+            self._raw = allocated("a memory pool", driver.cuMemPoolCreate, props)
             limit = driver.cuuint64_t(self.RELEASE)
             threshold = kinds.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
             check(driver.cuMemPoolSetAttribute(self._raw, threshold, limit), "a memory pool")
@@ -302,9 +302,9 @@ class Pool:
                 address = idle.pop()
                 self._idle_bytes -= max(nbytes, 1)
                 return Pooled(self, max(nbytes, 1), address)
-        given = max(nbytes, 1), self._raw, self._stream.raw
+        args = max(nbytes, 1), self._raw, self._stream.raw
         said = f"{what}: {nbytes:,} bytes"
-        address = allocated(said, self._driver.cuMemAllocFromPoolAsync, *given)
+        address = allocated(said, self._driver.cuMemAllocFromPoolAsync, *args)
         return Pooled(self, max(nbytes, 1), int(address))
 
     def free(self, address: int, nbytes: int, lent: bool) -> None:
@@ -396,8 +396,8 @@ class Event(Owned):
 
     def until(self, other: Event) -> float:
         """The seconds from this point to another one that has passed as well; both are timed."""
-        found = self._driver.cuEventElapsedTime(self.raw, other.raw)
-        return float(check(found, "timing")) / 1e3
+        result = self._driver.cuEventElapsedTime(self.raw, other.raw)
+        return float(check(result, "timing")) / 1e3
 
     def record(self, stream: Stream) -> None:
         """Move to the end of what the stream holds now."""
@@ -405,10 +405,10 @@ class Event(Owned):
 
     def passed(self) -> bool:
         """Whether the stream has come this far (or it was never recorded)."""
-        found = self._driver.cuEventQuery(self.raw)
-        if int(found[0]) != _NOT_READY:
-            check(found, "an event")
-        return not found[0]
+        result = self._driver.cuEventQuery(self.raw)
+        if int(result[0]) != _NOT_READY:
+            check(result, "an event")
+        return not result[0]
 
     def before(self, other: Stream) -> None:
         """Let work that `other` gets from now on begin after this point."""
@@ -545,9 +545,9 @@ class Stream(Owned):
                         )
                         check(set_to, "graph capture")
                     step()
-                    found = driver.cuStreamGetCaptureInfo(self.raw)
-                    check(found, "graph capture")
-                    nodes.append(list(found[4] or ()))
+                    info = driver.cuStreamGetCaptureInfo(self.raw)
+                    check(info, "graph capture")
+                    nodes.append(list(info[4] or ()))
                 for work, earlier in asides:
                     before = [node for k in earlier for node in nodes[k]]
                     edges = [whole] * len(before)
@@ -593,8 +593,8 @@ class Graph(Owned):
     def update(self, i: int, arguments: int) -> None:
         """From now on, launch the kernel of step `i` with the arguments at this address."""
         if i not in self._params:
-            found = self._driver.cuGraphKernelNodeGetParams(self._nodes[i])
-            self._params[i] = check(found, "a graph's kernel")
+            result = self._driver.cuGraphKernelNodeGetParams(self._nodes[i])
+            self._params[i] = check(result, "a graph's kernel")
         params = self._params[i]
         params.kernelParams = arguments
         done = self._driver.cuGraphExecKernelNodeSetParams(self.raw, self._nodes[i], params)

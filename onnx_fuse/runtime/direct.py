@@ -61,9 +61,9 @@ class Layout:
     replace an input (`Executable.state`) are written where that input stands.
     """
 
-    def __init__(self, executable: Executable, made: PlannedProgram, names: Sequence[str]) -> None:
-        program = self.program = made.program
-        self.plan, self.hw, self.device_id = made.plan, executable.hw, executable.device_id
+    def __init__(self, executable: Executable, ready: PlannedProgram, names: Sequence[str]) -> None:
+        program = self.program = ready.program
+        self.plan, self.hw, self.device_id = ready.plan, executable.hw, executable.device_id
         calls = (*program.setup, *program.calls)
         nvrtc.compile_all([x for c in calls for x in c.launches], self.hw.arch)
         self.fixed = executable.weights.of(program, executable.shared.weight)
@@ -122,20 +122,20 @@ class Layout:
         """Upload what lowering knew, and run once what depends on that alone."""
         program = self.program
         constants = [b for b in program.buffers if b.kind == "constant"]
-        known = {b.id: program.constants[b.id] for b in constants if b.id in program.constants}
-        placed = executable.shared.constants.place(known)
+        arrays = {b.id: program.constants[b.id] for b in constants if b.id in program.constants}
+        placed = executable.shared.constants.place(arrays)
         self._held: list[Any] = [placed]
         self.fixed |= {b.id: 0 for b in constants}  # those of no bytes have no place
         self.fixed |= {b: constant.address for b, constant in placed.items()}
         for b in constants:
-            if b.id not in known:
+            if b.id not in arrays:
                 memory = executable.shared.pool.allocate(b.nbytes, b.name or "a constant")
                 self._held.append(memory)
                 self.fixed[b.id] = memory.address
         for call in program.setup:
-            found = operands(self.fixed, -1, call)
+            pointers = operands(self.fixed, -1, call)
             for launch in call.launches:
-                bind(launch, found, self.hw).enqueue(executable.stream.handle)
+                bind(launch, pointers, self.hw).enqueue(executable.stream.handle)
         executable.stream.wait("preparing a graph")  # from now on every stream may read it
 
 
@@ -150,12 +150,12 @@ class Steps:
         self._runs = 0
         self._only: Callable[[int], None] | None = None
         plan, hw = layout.plan, layout.hw
-        known: Sequence[Launches | None] = (
+        parts: Sequence[Launches | None] = (
             [None] * len(layout.segments) if like is None else like._parts
         )
         self._parts: list[Launches] = [
             Launches(segment, plan.order, hw, self._address, part)
-            for segment, part in zip(layout.segments, known, strict=True)
+            for segment, part in zip(layout.segments, parts, strict=True)
         ]
         self._only = self._parts[0].only if len(self._parts) == 1 else None
 
@@ -173,12 +173,12 @@ class Steps:
         """The buffers and workspaces that would stand elsewhere with these addresses."""
         layout, old = self._layout, self._places
         pairs = zip(layout.movable, old[1:], places[1:], strict=True)
-        found = [b for b, a, c in pairs if a != c]
+        buffers = [b for b, a, c in pairs if a != c]
         if old[0] != places[0]:
-            found += layout.plan.offsets
+            buffers += layout.plan.offsets
             calls = layout.program.calls
-            found += [t.buffer for i in layout.plan.workspaces for _, t in calls[i].writes]
-        return found
+            buffers += [t.buffer for i in layout.plan.workspaces for _, t in calls[i].writes]
+        return buffers
 
     def is_near(self, moved: Sequence[int]) -> bool:
         """Whether few launches use what moves, so that the others stay as they are."""
@@ -261,20 +261,20 @@ class BoundProgram:
     def _standing(self, places: Sequence[int]) -> Steps:
         """The launches for these addresses of the arena and of `Layout.movable`."""
         key = tuple(places)
-        found = self._steps.get(key)
-        if found is not None:
+        steps = self._steps.get(key)
+        if steps is not None:
             self._steps.move_to_end(key)
-            return found
+            return steps
         if self._steps and self.layout.count >= FEW:
             latest = next(reversed(self._steps))
             moved = self._steps[latest].moved(places)
             if self._steps[latest].is_near(moved):
-                found = self._steps.pop(latest)
-                found.move(places, moved)
-        if found is None and len(self._steps) == PLACES:
-            _, found = self._steps.popitem(last=False)
-            found.move(places)
-        if found is None:
-            found = Steps(self.layout, places, next(iter(self._steps.values()), None))
-        self._steps[key] = found
-        return found
+                steps = self._steps.pop(latest)
+                steps.move(places, moved)
+        if steps is None and len(self._steps) == PLACES:
+            _, steps = self._steps.popitem(last=False)
+            steps.move(places)
+        if steps is None:
+            steps = Steps(self.layout, places, next(iter(self._steps.values()), None))
+        self._steps[key] = steps
+        return steps

@@ -83,8 +83,8 @@ class CheckedOpen(SymbolicProgram):
         with _damage():
             program = super().at(values)
             _Checker(self._modules).program(program)
-        found: Program = program
-        return found
+        checked: Program = program
+        return checked
 
     def check_parts(self, values: Mapping[str, int]) -> Program:
         """The program for these sizes, of which all parts are such: so they are for any others."""
@@ -105,8 +105,8 @@ class CheckedOpen(SymbolicProgram):
             if ends is not None:
                 _a(ends, Program, "a program's ends")
                 checker.ends(ends)
-        found: Program = program
-        return found
+        checked: Program = program
+        return checked
 
 
 def _check_words(words: Iterable[Any]) -> None:
@@ -190,9 +190,9 @@ class _Checker:
             _a(array, np.ndarray, "a constant")
             if id_ not in self.buffers or array.nbytes != self.buffers[id_].nbytes:
                 raise _fault(f"constant {id_} does not fit its buffer")
-        made = {t.buffer for call in program.setup for _, t in call.writes}
+        written = {t.buffer for call in program.setup for _, t in call.writes}
         for b in self.buffers.values():
-            if b.kind == "constant" and b.id not in program.constants and b.id not in made:
+            if b.kind == "constant" and b.id not in program.constants and b.id not in written:
                 raise _fault(f"constant {b.id} has no data")
         self._tensors(program.inputs, "an input")
         _a(program.outputs, tuple, "a list of outputs")
@@ -216,9 +216,9 @@ class _Checker:
 
     def _tensors(self, pairs: Any, what: str) -> None:
         _a(pairs, tuple, what)
-        known = self.tensors
+        tensors = self.tensors
         for name, tensor in pairs:
-            if id(tensor) not in known:
+            if id(tensor) not in tensors:
                 self._tensor(tensor)
             if type(name) is not str:
                 raise _fault(f"the name of {what}")
@@ -242,9 +242,9 @@ class _Checker:
         _sizes(t.shape, 0, _LARGEST, "a tensor's shape")
         _sizes(t.strides, -_LARGEST, _LARGEST, "a tensor's strides")
         spans = [(d - 1) * s for d, s in zip(t.shape, t.strides, strict=True)]
-        found = sum(s for s in spans if s < 0), sum(s for s in spans if s > 0), t.size
-        self.reaches[key] = found
-        return found
+        reach = sum(s for s in spans if s < 0), sum(s for s in spans if s > 0), t.size
+        self.reaches[key] = reach
+        return reach
 
     def _call(self, call: Any) -> None:
         _a(call, Call, "a call")

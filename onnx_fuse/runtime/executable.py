@@ -150,8 +150,8 @@ class Executable:
         """The Precompiler of this model; None where nothing is prepared ahead of time."""
         from onnx_fuse.runtime.precompile import Precompiler
 
-        made = isinstance(self.model, Deployed) or config.CACHE_MB.value <= 0
-        return None if made else Precompiler(self.specializer)
+        nothing_to_do = isinstance(self.model, Deployed) or config.CACHE_MB.value <= 0
+        return None if nothing_to_do else Precompiler(self.specializer)
 
     def keep(self, origin: Future[Origin | None]) -> None:
         """Keep programs in the cache, and take them from there, once it is known by what name."""
@@ -192,10 +192,10 @@ class Executable:
             instance = self.instance(adopted)
             stream.catch_up()
             if on_device:
-                kept = list(instance.outputs) if names is None else list(names)
-                found = self._kept(instance, adopted, kept, {}, {}, stream)
+                wanted = list(instance.outputs) if names is None else list(names)
+                results = self._kept(instance, adopted, wanted, {}, {}, stream)
                 stream.wait(instance.describe())
-                return [_settled(found[name]) for name in kept]
+                return [_settled(results[name]) for name in wanted]
             fetch = instance.fetching(names)
             if instance.runs_as_graph and instance.zero_copy is not None:
                 direct, placement = instance.zero_copy
@@ -235,10 +235,10 @@ class Executable:
             fetch = instance.fetching(names)
             # a budget has no room for a second place of the inputs
             bounded = self._memory is not None
-            found = None if bounded else instance.turn(fetch, adopted, stream)
-            if found is not None:
-                instance.run_turn(*found, adopted, stream)
-                turn, _ = found
+            slot = None if bounded else instance.turn(fetch, adopted, stream)
+            if slot is not None:
+                instance.run_turn(*slot, adopted, stream)
+                turn, _ = slot
                 if turn.outputs:
                     return instance.sent(fetch, turn)
                 return self._sent(instance, names, stream)
@@ -299,12 +299,12 @@ class Executable:
         for name, target in places.items():
             check_place(name, target, instance.outputs[name])
         unplaced = {n: instance.outputs[n] for n in names if n not in places}
-        made = self._memories({n: v for n, v in unplaced.items() if isinstance(v, Tensor)})
-        for name, tensor in made.items():
+        memories = self._memories({n: v for n, v in unplaced.items() if isinstance(v, Tensor)})
+        for name, tensor in memories.items():
             large = not instance.runs_as_graph or tensor.nbytes >= DIRECT_BYTES
             if large and instance.tensor_of(name) is not None:
                 targets[name] = tensor
-        if stream is not self.stream and made:  # which is the pool's
+        if stream is not self.stream and memories:  # which is the pool's
             self.stream.before(stream)
         placement = instance.placement(inputs, targets)
         instance.place(placement)
@@ -313,21 +313,21 @@ class Executable:
         later = {}
         if instance.staged:
             later = self._later(instance).run(on_device=True)
-        found: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         for name in names:
             value = instance.outputs[name]
             if not isinstance(value, Tensor):
                 value = later[name] if value is None else value
-                found[name] = self._placed(name, value, places.get(name))
+                results[name] = self._placed(name, value, places.get(name))
                 continue
-            target = places[name] if name in places else made[name]
+            target = places[name] if name in places else memories[name]
             if name in placement.copied or name not in targets:
                 instance.copy_out(name, target, stream)
-            found[name] = target
-        for result in found.values():
+            results[name] = target
+        for result in results.values():
             if isinstance(result, DeviceTensor):
                 result.ready = stream
-        return found
+        return results
 
     def _memories(self, values: Mapping[str, Tensor]) -> dict[str, DeviceTensor]:
         """Allocate the outputs, those of one shape and type in one block.
@@ -337,25 +337,25 @@ class Executable:
         alike: dict[tuple[object, ...], list[str]] = {}
         for name, value in values.items():
             alike.setdefault((value.shape, value.dtype), []).append(name)
-        made: dict[str, DeviceTensor] = {}
+        outs: dict[str, DeviceTensor] = {}
         for names in alike.values():
             value = values[names[0]]
             step = aligned(value.nbytes)
             memory = self.shared.pool.allocate(step * len(names), f"output {', '.join(names)}")
             for i, name in enumerate(names):
                 address = memory.address + i * step
-                made[name] = DeviceTensor(address, value.shape, value.dtype, self.device_id, memory)
-        return {name: made[name] for name in values}
+                outs[name] = DeviceTensor(address, value.shape, value.dtype, self.device_id, memory)
+        return {name: outs[name] for name in values}
 
-    def _placed(self, name: str, made: Any, target: DeviceTensor | None) -> Any:
+    def _placed(self, name: str, value: Any, target: DeviceTensor | None) -> Any:
         """An output that lowering knew or a later stage made, at `target` if there is one."""
         if target is None:
-            return made.copy() if isinstance(made, np.ndarray) else made
-        check_place(name, target, made)
-        if isinstance(made, DeviceTensor):
-            self.stream.move(target.address, made.address, made.nbytes)
-        elif made.nbytes:
-            dense = np.ascontiguousarray(made)
+            return value.copy() if isinstance(value, np.ndarray) else value
+        check_place(name, target, value)
+        if isinstance(value, DeviceTensor):
+            self.stream.move(target.address, value.address, value.nbytes)
+        elif value.nbytes:
+            dense = np.ascontiguousarray(value)
             self.stream.upload(target.address, dense.ctypes.data, dense.nbytes)
         return target
 
@@ -377,8 +377,8 @@ class Executable:
 
         `feeds` are the binding's, checked; none are looked at where `ready(binding, stream)`.
         """
-        own = self.stream
-        target = own if stream is None else self.shared.order.stream(stream)
+        home = self.stream
+        target = home if stream is None else self.shared.order.stream(stream)
         prepared = self.ready(binding, stream)
         if prepared is None:
             self._bound(binding, binding.feeds if feeds is None else feeds, target)
@@ -426,9 +426,9 @@ class Executable:
     def _bound(self, binding: Binding, feeds: Feeds, stream: device.Stream) -> None:
         if not binding.targets:
             raise UsageError("no output is bound: bind_output(name) says which are wanted")
-        kept = [n for n, place in binding.targets.items() if place == "cuda"]
-        fetched = [n for n in binding.targets if n not in kept]
-        own = self.stream
+        here = [n for n, place in binding.targets.items() if place == "cuda"]
+        fetched = [n for n in binding.targets if n not in here]
+        home = self.stream
         with self._lock, self._fresh_after_fault:
             adopted = self._adopted(feeds, stream)
             for value in binding.lent.values():
@@ -436,17 +436,17 @@ class Executable:
             inputs = {n: v for n, v in adopted.items() if isinstance(v, DeviceTensor)}
             instance = self.instance(adopted, inputs, binding.places)
             # host calls and later stages use the stream of this executable
-            where = stream if instance.whole_on_gpu else own
+            where = stream if instance.whole_on_gpu else home
             stream.before(where)
             self.shared.order.enter(where)
-            values = self._kept(instance, adopted, kept, binding.places, inputs, where)
+            values = self._kept(instance, adopted, here, binding.places, inputs, where)
             binding.late = self._sent(instance, fetched, where) if fetched else None
             self.shared.order.leave(where)
             where.before(stream)
             binding.results = {n: values.get(n) for n in binding.targets}
             # what values decide, lowering knew or no place is bound for is found out each time
             complete = not instance.now.copied and instance.whole_on_gpu and not self._deciding
-            placed = (isinstance(instance.outputs[n], Tensor) and n in binding.places for n in kept)
+            placed = (isinstance(instance.outputs[n], Tensor) and n in binding.places for n in here)
             if complete and all(placed):
                 binding.prepared = Prepared(
                     self,
@@ -467,8 +467,8 @@ class Executable:
             inputs = {n: v for n, v in adopted.items() if isinstance(v, DeviceTensor)}
             instance = self.instance(adopted, inputs)
             if on_device:
-                found = self._kept(instance, adopted, names, {}, inputs, stream)
-                return [found[name] for name in names]
+                results = self._kept(instance, adopted, names, {}, inputs, stream)
+                return [results[name] for name in names]
             instance.place(instance.placement(inputs, {}))
             instance.feed(adopted, stream)
             instance.launch(stream)
@@ -629,26 +629,26 @@ class Executable:
         values: Mapping[str, np.ndarray] | None = None,
     ) -> PlannedProgram:
         if isinstance(self.model, Deployed):
-            own = {n: s for n, s in self._resident().items() if n in self.input_names}
-            return self.model.made({**shapes, **own}, self.hw)
-        made = self.specializer.of({**self._resident(), **shapes}, values)
+            resident = {n: s for n, s in self._resident().items() if n in self.input_names}
+            return self.model.made({**shapes, **resident}, self.hw)
+        planned = self.specializer.of({**self._resident(), **shapes}, values)
         if self.on_lowered is not None:
             self.keep(self.on_lowered(self.model))
             self.on_lowered = None
         # one of an open program has none, and may not have been made
-        for fallback in made.program.fallbacks if made.source is None else ():
+        for fallback in planned.program.fallbacks if planned.source is None else ():
             if fallback not in self._warned:
                 self._warned.add(fallback)
                 warnings.warn(f"runs on onnxruntime, with copies: {fallback}", stacklevel=5)
-        return made
+        return planned
 
     def _resident(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """(shape, dtype) of what stays on the device."""
         if not self.shared.has_residents:
             return {}  # asking would wait for the GPU
-        found = self.weights.resident
-        if len(found) != len(self._resident_shapes):  # they become more, and stay what they are
-            self._resident_shapes = {name: (t.shape, t.dtype) for name, (t, _) in found.items()}
+        tensors = self.weights.resident
+        if len(tensors) != len(self._resident_shapes):  # they become more, and stay what they are
+            self._resident_shapes = {name: (t.shape, t.dtype) for name, (t, _) in tensors.items()}
         return self._resident_shapes
 
     def instances(self) -> list[Instance]:
@@ -657,13 +657,13 @@ class Executable:
 
     def programs(self) -> list[Program]:
         """The programs of the shapes kept, the least recently used first, stages included."""
-        found = []
+        result = []
         for shape in self._shapes.values():
-            found.append(shape.program)
+            result.append(shape.program)
             if shape.instance is not None and shape.instance.stages is not None:
                 for inner in shape.instance.stages.runners():
-                    found += inner.programs()
-        return found
+                    result += inner.programs()
+        return result
 
     def release_memory(self) -> int:
         """Free what runs hold (weights and state stay); the bytes that were held."""

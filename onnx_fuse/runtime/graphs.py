@@ -61,13 +61,13 @@ def parts(model: ir.Model, *, beside: bool) -> Parts | None:
     manifest: dict[str, Any] = {"places": places}
     for kind in _MADE:
         rows = manifest[kind] = []
-        for name, (value, found) in list(graph.meta.get(kind, {}).items()):
-            arrays = found if kind == "folded" else {"": found}
-            kept = {key: f"{kind} {name} {key}" for key in arrays}
+        for name, (value, entry) in list(graph.meta.get(kind, {}).items()):
+            arrays = entry if kind == "folded" else {"": entry}
+            labels = {key: f"{kind} {name} {key}" for key in arrays}
             if id(value) in names:
-                tensors |= {kept[key]: array for key, array in arrays.items()}
+                tensors |= {labels[key]: array for key, array in arrays.items()}
                 described = {
-                    key: [kept[key], array.dtype.name, list(array.shape)]
+                    key: [labels[key], array.dtype.name, list(array.shape)]
                     for key, array in arrays.items()
                 }
                 rows.append([name, names[id(value)], described])
@@ -81,14 +81,14 @@ def opened(container: Container, model: Path | None) -> ir.Model:
     """
     manifest = container.manifest
     weights = _Weights(container, model)
-    found = reread(bytes(container.member(GRAPH)), weights)
+    model_read = reread(bytes(container.member(GRAPH)), weights)
     for kind in _MADE:
-        made = found.graph.meta[kind] = {}
+        entries = model_read.graph.meta[kind] = {}
         for name, source, arrays in manifest[kind]:
             read = {key: weights.made(*place) for key, place in arrays.items()}
-            value = found.graph.initializers[source].const_value
-            made[name] = value, read if kind == "folded" else read[""]
-    return found
+            value = model_read.graph.initializers[source].const_value
+            entries[name] = value, read if kind == "folded" else read[""]
+    return model_read
 
 
 def derived_weights(model: ir.Model) -> Iterator[tuple[str, Array]]:
@@ -120,9 +120,9 @@ class _Weights:
         if not places:
             return
         assert model is not None
-        own = {name: (at, n) for name, (file, at, n) in places.items() if not file}
+        inside = {name: (at, n) for name, (file, at, n) in places.items() if not file}
         with model.open("rb") as file:
-            self._arrays |= zip(own, read_places(file, list(own.values())), strict=True)
+            self._arrays |= zip(inside, read_places(file, list(inside.values())), strict=True)
         maps: dict[str, mmap.mmap] = {}
         for name, (location, at, nbytes) in places.items():
             if not location:

@@ -147,9 +147,9 @@ class Stages:
         read = set(inner.input_names)
         self._calls.owner.stream.wait("before a Loop")
 
-        def once(given: Mapping[str, Any]) -> list[Any]:
-            own = {name: value for name, value in given.items() if name in read}
-            return inner.run_in_place(loop.outputs, own, on_device=True)
+        def once(values: Mapping[str, Any]) -> list[Any]:
+            feeds_of = {name: value for name, value in values.items() if name in read}
+            return inner.run_in_place(loop.outputs, feeds_of, on_device=True)
 
         results = run_loop(loop, feeds, once, self._stacked)
         given = [id(value) for value in feeds.values()]  # memory that the next run writes

@@ -217,11 +217,11 @@ class Instance:
         self._current.where, self._stale = self.now.where, False
 
     def _set_tensors(self) -> None:
-        program, own = self.made.ends, set(self.movable)
-        self.inputs = [(n, t) for n, t in program.inputs if t.buffer in own]
+        program, movable = self.made.ends, set(self.movable)
+        self.inputs = [(n, t) for n, t in program.inputs if t.buffer in movable]
         self.outputs = dict(program.outputs)
         self._in_place = {
-            n: t for n, t in program.outputs if isinstance(t, Tensor) and t.buffer in own
+            n: t for n, t in program.outputs if isinstance(t, Tensor) and t.buffer in movable
         }
         first = self._spans["input"][0]
         self._fed = tuple(
@@ -233,20 +233,20 @@ class Instance:
     def _place_constants(self, room: Mapping[int, int]) -> None:
         """Upload constants, and reserve memory for what the calls of the setup make."""
         program = self.program
-        kept = [b for b in program.buffers if b.kind == "constant"]
+        held = [b for b in program.buffers if b.kind == "constant"]
         self._constants = self.owner.constants.place(
-            {b.id: program.constants[b.id] for b in kept if b.id in program.constants}
+            {b.id: program.constants[b.id] for b in held if b.id in program.constants}
         )
-        self.address |= {b.id: 0 for b in kept}  # those of no bytes have no place
+        self.address |= {b.id: 0 for b in held}  # those of no bytes have no place
         self.address |= {b: constant.address for b, constant in self._constants.items()}
-        made = [
-            (b.id, aligned(room.get(b.id, b.nbytes))) for b in kept if b.id not in program.constants
+        once = [
+            (b.id, aligned(room.get(b.id, b.nbytes))) for b in held if b.id not in program.constants
         ]
         self._made_once = (
-            self.owner.pool.allocate(sum(n for _, n in made), "constants") if made else None
+            self.owner.pool.allocate(sum(n for _, n in once), "constants") if once else None
         )
         at = self._made_once.address if self._made_once is not None else 0
-        for buffer, nbytes in made:
+        for buffer, nbytes in once:
             self.address[buffer] = at
             at += nbytes
 
@@ -278,11 +278,11 @@ class Instance:
     def __str__(self) -> str:
         fallbacks = "".join(f"on onnxruntime: {f}\n" for f in self.program.fallbacks)
         weights = sum(b.nbytes for b in self.program.buffers if b.kind == "weight")
-        own = sum(constant.nbytes for constant in self._constants.values())
+        constants = sum(constant.nbytes for constant in self._constants.values())
         return (
             f"{self.program}\n{fallbacks}{self.plan}\n"
             f"the arena of all shapes holds {self.memory.nbytes:,} bytes, this shape's constants "
-            f"{own:,}; weights {weights:,}"
+            f"{constants:,}; weights {weights:,}"
         )
 
     def _set_apart(self) -> None:
@@ -318,36 +318,36 @@ class Instance:
         if not inputs and not outputs:
             return self._home
         where = dict(zip(self.movable, self._home.where, strict=True))
-        taken: dict[str, tuple[int, int]] = {}  # memory of the caller's that inputs stand in
+        borrowed: dict[str, tuple[int, int]] = {}  # memory of the caller's that inputs stand in
         for name, tensor in self.inputs:
-            given = inputs.get(name)
-            if given is not None and given.address % ALIGNED == 0:
-                where[tensor.buffer] = given.address
-                taken[name] = given.address, given.address + given.nbytes
+            array = inputs.get(name)
+            if array is not None and array.address % ALIGNED == 0:
+                where[tensor.buffer] = array.address
+                borrowed[name] = array.address, array.address + array.nbytes
         spans = {name: (t.address, t.address + t.nbytes) for name, t in outputs.items()}
-        if not set(taken.values()).isdisjoint(spans.values()):
-            self._share(taken, spans)
-        used = [(low, high, "") for low, high in taken.values()]
+        if not set(borrowed.values()).isdisjoint(spans.values()):
+            self._share(borrowed, spans)
+        used = [(low, high, "") for low, high in borrowed.values()]
         used += [(low, high, name) for name, (low, high) in spans.items()]
         copied = _overlapping(used)
         for name, target in outputs.items():
-            own = self._in_place.get(name)
-            if own is None or target.address % ALIGNED:
+            output = self._in_place.get(name)
+            if output is None or target.address % ALIGNED:
                 copied.add(name)
             elif name not in copied:
-                where[own.buffer] = target.address
+                where[output.buffer] = target.address
         return Placement(tuple(where[b] for b in self.movable), frozenset(copied))
 
     def _share(
-        self, taken: dict[str, tuple[int, int]], spans: Mapping[str, tuple[int, int]]
+        self, borrowed: dict[str, tuple[int, int]], spans: Mapping[str, tuple[int, int]]
     ) -> None:
         """Remove from `taken` the inputs that an output at the same place may overwrite."""
         if self._shareable is None:
             self._shareable = aliasable(self.program, self.plan.order)
         for name, span in spans.items():
-            sources = (s for s in self._shareable.get(name, ()) if taken.get(s) == span)
-            if found := next(sources, None):
-                del taken[found]
+            sources = (s for s in self._shareable.get(name, ()) if borrowed.get(s) == span)
+            if source := next(sources, None):
+                del borrowed[source]
 
     def place(self, placement: Placement) -> None:
         """Let the next run read and write there.
@@ -366,20 +366,20 @@ class Instance:
         self._left.append(self.now.where)
         self.now = placement
         self.address |= zip(self.movable, where, strict=True)
-        found = next((v for v in self._variants if v.where == where), None)
-        if found is not None:
-            self._variants.remove(found)
+        variant = next((v for v in self._variants if v.where == where), None)
+        if variant is not None:
+            self._variants.remove(variant)
         elif where in self._left and len(self._variants) < VARIANTS:
-            found = self._variant()
+            variant = self._variant()
         else:
-            found = self._variants.pop(0)
-            pairs = zip(self.movable, found.where, where, strict=True)
+            variant = self._variants.pop(0)
+            pairs = zip(self.movable, variant.where, where, strict=True)
             moved = [b for b, old, new in pairs if old != new]
-            for part in found.parts:
+            for part in variant.parts:
                 part.move(moved)
-            found.where = where
-        self._variants.append(found)
-        self._current = found
+            variant.where = where
+        self._variants.append(variant)
+        self._current = variant
 
     def _variant(self) -> Variant:
         """Launches for the present placement."""
@@ -396,11 +396,11 @@ class Instance:
         """Host memory that its kernels read and write themselves, where all of it is small."""
         if self._direct_of is not self.made:
             self._direct_of, self._direct = self.made, None
-            made = None
+            plan = None
             if not self._apart:
-                made = ZeroCopy.of(self.program, dict(self.inputs), self._in_place)
-            if made is not None:
-                self._direct = made, self.placement(*made.places(self.owner.device_id))
+                plan = ZeroCopy.of(self.program, dict(self.inputs), self._in_place)
+            if plan is not None:
+                self._direct = plan, self.placement(*plan.places(self.owner.device_id))
         return self._direct
 
     _direct_of: object = None  # the program that it was found for
@@ -415,17 +415,17 @@ class Instance:
         """
         if not self.runs_as_graph or self.runs < AFTER:
             return None
-        made, known = self._turns_of
-        if made is not self.made or known is not fetch:
+        program, last = self._turns_of
+        if program is not self.made or last is not fetch:
             self._turns, self._turns_of = None, (self.made, fetch)
             if not self._apart:
                 ends, shared = (self._fed, fetch.arriving), self.owner
                 memory = Pools(shared.pool, shared.copies, shared.device_id)
                 self._turns = Turns.of(self.program, *ends, memory)
-        taken = None if self._turns is None else self._turns.take(feeds, stream)
-        if taken is None or self._turns is None:
+        slot = None if self._turns is None else self._turns.take(feeds, stream)
+        if slot is None or self._turns is None:
             return None
-        turn, where = taken
+        turn, where = slot
         key = tuple([tensor.address for tensor in where.values()])
         placement = turn.placements.get(key)
         if placement is None:
@@ -536,32 +536,32 @@ class Instance:
     def communication(self) -> Communication | None:
         """The collectives of the last run, which must be over; None if no graph has had any."""
         parts = [p.timeline for p in self._current.parts if isinstance(p, Launches)]
-        found = [timeline.read() for timeline in parts if timeline is not None]
-        return found[0] if found else None
+        spans = [timeline.read() for timeline in parts if timeline is not None]
+        return spans[0] if spans else None
 
     def profile(self, wanted: Callable[[Call], bool] | None = None) -> list[tuple[Call, float]]:
         """Seconds of each kernel call (that is wanted) by itself, best of three graphs of 20.
 
         State changes. Without collectives, which no rank can run by itself.
         """
-        found = []
+        times_of = []
         for i, call in enumerate(self.program.calls):
             if call.launches and not collective(call) and (wanted is None or wanted(call)):
                 pointers = operands(self.address, i, call)
                 bound = [bind(x, pointers, self.owner.hw) for x in call.launches]
 
-                own = device.Stream()
+                stream = device.Stream()
 
-                def enqueue(steps: list[PlacedLaunch] = bound, handle: int = own.handle) -> None:
+                def enqueue(steps: list[PlacedLaunch] = bound, handle: int = stream.handle) -> None:
                     for _ in range(20):
                         for step in steps:
                             step.enqueue(handle)
 
-                graph = own.capture([enqueue])
+                graph = stream.capture([enqueue])
                 launch = partial(self.owner.stream.launch, graph, "a graph")
                 times = [self.owner.stream.timed(launch, 3) for _ in range(3)]
-                found.append((call, min(times) / 20))
-        return found
+                times_of.append((call, min(times) / 20))
+        return times_of
 
     # ---- what comes out ----
 
@@ -570,15 +570,15 @@ class Instance:
         key = None if names is None else tuple(names)
         if key not in self._fetches:
             state = self.owner.state
-            wanted = [n for n in self.outputs if n not in state] if names is None else names
-            tensors = {n: t for n, t in self._in_place.items() if n in wanted and t.nbytes}
+            fetched = [n for n in self.outputs if n not in state] if names is None else names
+            tensors = {n: t for n, t in self._in_place.items() if n in fetched and t.nbytes}
             starts = [self._offsets[t.buffer] for t in tensors.values()]
             start = min(starts, default=0)
             end = max((self._offsets[t.buffer] + t.nbytes for t in tensors.values()), default=0)
             self._fetches[key] = Fetch(
                 start,
                 end - start,
-                tuple(wanted),
+                tuple(fetched),
                 self.outputs,
                 tuple((n, self._offsets[t.buffer] - start, t) for n, t in tensors.items()),
                 tuple(t for t in tensors.values() if t.buffer in self._apart),
@@ -602,23 +602,23 @@ class Instance:
         """Copies of the outputs, which have arrived in `room`; those `later` stages made."""
         if room is None:
             return self.copies(fetch, {}, later)
-        found = self.copies(fetch, room.arrays(fetch, fetch.arriving), later)
+        results = self.copies(fetch, room.arrays(fetch, fetch.arriving), later)
         self.owner.downloads.release(room)
-        return found
+        return results
 
     def copies(
         self, fetch: Fetch, views: Mapping[str, Array], later: Mapping[str, Any] | None = None
     ) -> list[Array]:
         """The outputs that `views` shows, copied; those known otherwise."""
-        found: list[Array] = []
+        results: list[Array] = []
         for name in fetch.names:
             view = views.get(name)
-            found.append(
+            results.append(
                 view.copy()
                 if view is not None
                 else self._known(name, fetch.outputs[name], later or {})
             )
-        return found
+        return results
 
     def _known(self, name: str, value: Any, later: Mapping[str, Any]) -> Array:
         """The value of an output that needs no copy from a run: known, empty, a state, or later."""
@@ -669,14 +669,14 @@ class Instance:
 
 def _overlapping(used: list[tuple[int, int, str]]) -> set[str]:
     """The names of pieces of memory (from, to, name) that share bytes with another piece."""
-    found: set[str] = set()
+    overlaps: set[str] = set()
     end, widest = 0, ""
     for low, high, name in sorted(used):
         if low < min(end, high):
-            found |= {name, widest}
+            overlaps |= {name, widest}
         if high > end:
             end, widest = high, name
-    return found - {""}
+    return overlaps - {""}
 
 
 _NUMBERS = itertools.count(1)

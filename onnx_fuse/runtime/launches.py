@@ -63,10 +63,10 @@ class Launches:
             for i, call in enumerate(segment.calls):
                 addresses = operands(address, segment.first + i, call)
                 for launch in call.launches:
-                    known = like._steps[len(self._steps)] if like is not None else None
+                    twin_of = like._steps[len(self._steps)] if like is not None else None
                     self._steps.append(
-                        known.twin(addresses)
-                        if isinstance(known, BoundLaunch)
+                        twin_of.twin(addresses)
+                        if isinstance(twin_of, BoundLaunch)
                         else bind(launch, addresses, hw)
                     )
                     self._calls.append(i)
@@ -281,8 +281,8 @@ class Launches:
         aside, calls = self._aside(), self._segment.calls
         if aside and not any(map(collective, calls)):
             blocks = [prod(self._launch(k).grid) for k in self._nodes]
-            sequence, found = put_off(after, blocks)
-            after, numbers = list(found), list(self._nodes)
+            sequence, later = put_off(after, blocks)
+            after, numbers = list(later), list(self._nodes)
             self._nodes = {numbers[i]: n for n, i in enumerate(sequence)}
         steps = [partial(self._enqueue, k, stream) for k in self._nodes]
         self._what = f"a graph of {len(steps)} launches"
@@ -304,9 +304,9 @@ class Launches:
         for step in self._steps:
             step.early = False  # the graph's edges say it
         try:
-            own = [i for i in range(len(steps) - 1) if collectives[i]]
+            ordered = [i for i in range(len(steps) - 1) if collectives[i]]
             asides = self.timeline.asides if self.timeline is not None else ()
-            self._graph = stream.capture(steps, after, early, own, asides)
+            self._graph = stream.capture(steps, after, early, ordered, asides)
         finally:
             for step, value in zip(self._steps, before, strict=True):
                 step.early = value

@@ -39,9 +39,9 @@ class Arena:
             held = self.nbytes
             self._retire()
             self.block = None
-            wanted = max(nbytes, min(2 * held, DOUBLES), 5 * held // 4)
-            wanted = -(-wanted // (2 << 20)) * (2 << 20)
-            self.block = self._pool.allocate(wanted, "the arena")
+            size = max(nbytes, min(2 * held, DOUBLES), 5 * held // 4)
+            size = -(-size // (2 << 20)) * (2 << 20)
+            self.block = self._pool.allocate(size, "the arena")
         return self.block
 
     def release(self) -> None:
@@ -65,18 +65,18 @@ class Constants:
 
     def place(self, arrays: Mapping[int, np.ndarray]) -> dict[int, Constant]:
         """A Constant for each array of at least one byte; it stays while somebody holds it."""
-        found: dict[int, Constant] = {}
+        constants: dict[int, Constant] = {}
         new: dict[bytes, tuple[bytes, list[int]]] = {}
         for number, array in arrays.items():
             content = array.tobytes()
             key = hashlib.blake2b(content, digest_size=20).digest()
-            kept = self._kept.get(key)
-            if kept is not None:
-                found[number] = kept
+            stored = self._kept.get(key)
+            if stored is not None:
+                constants[number] = stored
             elif content:
                 new.setdefault(key, (content, []))[1].append(number)
         if not new:
-            return found
+            return constants
         total = sum(aligned(len(content)) for content, _ in new.values())
         block = self._pool.allocate(total, f"{len(new)} constants")
         pieces = [content.ljust(aligned(len(content)), b"\0") for content, _ in new.values()]
@@ -84,7 +84,7 @@ class Constants:
         self._stream.upload(block.address, staged.ctypes.data, total)
         at = block.address
         for (key, (content, numbers)), piece in zip(new.items(), pieces, strict=True):
-            made = self._kept[key] = Constant(block, at, len(content))
-            found |= dict.fromkeys(numbers, made)
+            fresh = self._kept[key] = Constant(block, at, len(content))
+            constants |= dict.fromkeys(numbers, fresh)
             at += len(piece)
-        return found
+        return constants

@@ -58,7 +58,7 @@ def session(
             options.graph_optimization_level = chosen  # the caller's, who may use them again
     fallback = fallback and chosen != off
     try:
-        found = _session(model, options)
+        opened = _session(model, options)
     except Exception as error:
         if not is_fault(error):
             raise
@@ -70,18 +70,18 @@ def session(
         if not fallback:
             raise
         try:
-            found = session(model, options, as_written=True)
+            opened = session(model, options, as_written=True)
         except Exception as again:
             if not is_fault(again):
                 raise
             raise error from None
         _warn_of_optimizations(error)
-        return found
+        return opened
     # Its Python API has no arrays of this type.
-    ends = [*found.get_inputs(), *found.get_outputs()]
+    ends = [*opened.get_inputs(), *opened.get_outputs()]
     if any(e.type == _BFLOAT16 for e in ends):
         return Widened(_graph(model), options)
-    return WithFallback(found, model, options) if fallback else found
+    return WithFallback(opened, model, options) if fallback else opened
 
 
 def _warn_of_optimizations(error: BaseException) -> None:
@@ -174,14 +174,14 @@ class WithFallback(_Around):
             try:
                 if self._as_written is None:
                     self._as_written = session(*self._source, as_written=True)
-                found = runs(self._as_written)
+                result = runs(self._as_written)
             except Exception as again:
                 if not is_fault(again):
                     raise
                 raise error from None
             _warn_of_optimizations(error)
         self._inner = self._as_written
-        return found
+        return result
 
 
 class Widened(_Around):
@@ -216,12 +216,12 @@ class Widened(_Around):
         """Run the inner session; arrays of bfloat16 have the type of ml_dtypes."""
         wide = {k: a.astype(np.float32) if k in self._narrow else a for k, a in feeds.items()}
         names = list(names or [end.name for end in self._inner.get_outputs()])
-        found = self._inner.run(names, wide, options)
+        results = self._inner.run(names, wide, options)
         kind = DataType.BFLOAT16.numpy()
         with np.errstate(over="ignore"):
             return [
                 y.astype(kind) if n in self._narrow else y
-                for n, y in zip(names, found, strict=True)
+                for n, y in zip(names, results, strict=True)
             ]
 
 

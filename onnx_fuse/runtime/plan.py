@@ -96,20 +96,20 @@ def _layout(program: Program, order: Order) -> Plan:
             y, x = dict(call.writes)[write], dict(call.reads)[read]
             if not {x.buffer, y.buffer} <= blocks.keys() or not _may_share(call, x, y):
                 continue
-            into, taken = blocks[home[x.buffer]], blocks[y.buffer]
+            into, target = blocks[home[x.buffer]], blocks[y.buffer]
             done = not into.users & ~(order.before[i] | 1 << i)
-            if done and taken.first == i and into.nbytes >= taken.nbytes:
+            if done and target.first == i and into.nbytes >= target.nbytes:
                 home[y.buffer] = home[x.buffer]
-                into.users |= taken.users
+                into.users |= target.users
                 inplace += 1
     naive = sum(aligned(size[b]) for b in blocks)
     for i, call in enumerate(program.calls):
         if call.workspace:
             blocks[-1 - i] = _Block(call.workspace, i, 1 << i)
-    own = [(b, block) for b, block in blocks.items() if home.get(b, b) == b]
+    owners = [(b, block) for b, block in blocks.items() if home.get(b, b) == b]
     placed: list[tuple[int, int, int, int]] = []  # offset, end, users, calls not before its first
     offsets: dict[int, int] = {}
-    for key, block in sorted(own, key=lambda item: (-item[1].nbytes, item[1].first)):
+    for key, block in sorted(owners, key=lambda item: (-item[1].nbytes, item[1].first)):
         at, nbytes = 0, aligned(block.nbytes)
         users, later = block.users, ~order.before[block.first]
         for low, high, others, after in placed:
@@ -184,18 +184,18 @@ class PlannedProgram:
     @cached_property
     def ends(self) -> Program:
         """Its inputs, outputs, constants and setup, perhaps without calls and buffers."""
-        found: Program | None = None
+        part: Program | None = None
         if self.source is not None and self._numbers is not None and self._program is None:
-            found = self.source.part("ends", self._numbers)
-        return self.program if found is None else found
+            part = self.source.part("ends", self._numbers)
+        return self.program if part is None else part
 
     @cached_property
     def changes(self) -> tuple[Change, ...] | None:
         """The launches that other shapes of the open program have other arguments for."""
-        found: tuple[Change, ...] | None = None
+        part: tuple[Change, ...] | None = None
         if self.source is not None and self._numbers is not None:
-            found = self.source.part("changes", self._numbers)
-        return found
+            part = self.source.part("changes", self._numbers)
+        return part
 
     def forget(self) -> None:
         """Let go of what can be evaluated again.
@@ -221,8 +221,8 @@ class _Layout:
     ) -> None:
         self.plan, self.room, self.workspaces = plan, room, workspaces
         self._bytes = sum(room.values())
-        found = source.part("sizes", numbers)
-        self._sizes: tuple[int, ...] | None = None if found is None else found[:-1]
+        sizes = source.part("sizes", numbers)
+        self._sizes: tuple[int, ...] | None = None if sizes is None else sizes[:-1]
 
     @classmethod
     def of(cls, source: OpenProgram, whole: Program, numbers: Mapping[str, int]) -> _Layout:
@@ -236,8 +236,8 @@ class _Layout:
 
     def serves(self, sizes: Sequence[int], total: int) -> bool:
         """Whether what may grow fits, by the part "sizes" of the open program."""
-        known = self._sizes is not None and all(map(le, sizes, self._sizes))
-        return known and not self._wastes(total)
+        fits = self._sizes is not None and all(map(le, sizes, self._sizes))
+        return fits and not self._wastes(total)
 
     def fits(self, program: Program) -> bool:
         """Whether the buffers and workspaces of the program fit."""
@@ -251,8 +251,8 @@ class _Layout:
 
 def _whole_numbers(values: Iterable[Any]) -> None:
     """Raise ValueError where one is no whole number from 0 on."""
-    found = [*values]
-    if found and not ({*map(type, found)} == {int} and min(found) >= 0):
+    numbers = [*values]
+    if numbers and not ({*map(type, numbers)} == {int} and min(numbers) >= 0):
         raise ValueError("a number of a layout")
 
 
@@ -353,7 +353,7 @@ class PlannedOpenProgram:
 
         Raises ValueError or TypeError for what is no layout of such a program.
         """
-        largest, found = data["largest"], {}
+        largest, layouts = data["largest"], {}
         _whole_numbers(largest.values())
         if largest.keys() != numbers.keys():
             raise ValueError("the largest sizes")
@@ -364,10 +364,10 @@ class PlannedOpenProgram:
             room = dict(room)
             _check_layout(layout, room, workspaces, whole)
             bounds = dict(zip(largest, sizes, strict=True))
-            found[tuple(sizes)] = _Layout(source, layout, room, workspaces, bounds)
-        made = cls(source, largest, found, whole, numbers)
-        made.seconds = float(data["seconds"])
-        return made
+            layouts[tuple(sizes)] = _Layout(source, layout, room, workspaces, bounds)
+        program = cls(source, largest, layouts, whole, numbers)
+        program.seconds = float(data["seconds"])
+        return program
 
     def at(self, numbers: Mapping[str, int]) -> PlannedProgram:
         """The Program for these sizes, and a layout that it fits."""
@@ -400,6 +400,6 @@ class PlannedOpenProgram:
     def _for(self, bounds: Mapping[str, int]) -> _Layout:
         key = tuple(bounds.values())
         if key not in self._layouts:  # a new table, since a thread may be writing this one
-            made = _Layout.of(self.source, self.source.at(bounds), bounds)
-            self._layouts = {**self._layouts, key: made}
+            layout = _Layout.of(self.source, self.source.at(bounds), bounds)
+            self._layouts = {**self._layouts, key: layout}
         return self._layouts[key]

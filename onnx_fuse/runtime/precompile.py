@@ -53,8 +53,8 @@ _Wish: TypeAlias = (
 
 def processes(specializer: Specializer) -> int:
     """How many processes may prepare programs of the model beside this one."""
-    own = bool(sys.executable) and not getattr(sys, "frozen", False)
-    if not own or not hasattr(os, "memfd_create"):
+    interpreter = bool(sys.executable) and not getattr(sys, "frozen", False)
+    if not interpreter or not hasattr(os, "memfd_create"):
         return 0
     weights = specializer.model.graph.initializers.values()
     nbytes = sum(v.const_value.nbytes for v in weights if v.const_value is not None)
@@ -64,11 +64,11 @@ def processes(specializer: Specializer) -> int:
 
 def _cores() -> float:
     """The processors that this process may use, a container's limit included."""
-    found = float(len(os.sched_getaffinity(0)))
+    cores = float(len(os.sched_getaffinity(0)))
     with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
         quota, period = QUOTA.read_text().split()
-        found = min(found, int(quota) / int(period))  # "max" is no limit
-    return found
+        cores = min(cores, int(quota) / int(period))  # "max" is no limit
+    return cores
 
 
 class Precompiler:
@@ -111,17 +111,17 @@ class Precompiler:
         self._worth |= begins
         if not self._worth:
             return
-        wanted = {}
+        sizes = {}
         for symbol in sorted(self._varying & numbers.keys()):
             others = tuple(size_class(n) for name, n in numbers.items() if name != symbol)
             far = largest_size(numbers[symbol])
             if self._seen.get((symbol, others), 0) < far:
                 self._seen[symbol, others] = far
-                wanted[symbol] = far
-        if not (wanted or begins):
+                sizes[symbol] = far
+        if not (sizes or begins):
             return
         with self._changed:
-            self._wanted.insert(0, (shapes, wanted))  # the latest first
+            self._wanted.insert(0, (shapes, sizes))  # the latest first
             if not self._busy:
                 self._busy = True
                 threading.Thread(
@@ -159,7 +159,7 @@ class Precompiler:
             self._changed.notify_all()
             return None
 
-    def _tell(self, specializer: Specializer, shapes: Shapes, wanted: dict[str, int]) -> None:
+    def _tell(self, specializer: Specializer, shapes: Shapes, sizes: dict[str, int]) -> None:
         origin = None if specializer.origin is None else specializer.origin.result()
         graph: _Copy | None = None
         if specializer.programs is None:
@@ -167,12 +167,12 @@ class Precompiler:
             if graph is None:
                 return  # too large
             specializer.cache_under(graph.digest)
-        if not wanted:
+        if not sizes:
             return
         self.children = [child for child in self.children if not child.ended.is_set()]
         if not self.children:
             parts = processes(specializer)
-            if not parts or not missing(specializer, shapes, wanted):
+            if not parts or not missing(specializer, shapes, sizes):
                 return
             if origin is None and graph is None and (graph := _Copy.of(specializer)) is None:
                 return
@@ -183,7 +183,7 @@ class Precompiler:
                     self.children.append(child)
         plain = {name: [list(shape), dtype] for name, (shape, dtype) in shapes.items()}
         for child in self.children:
-            child.say({"shapes": plain, "sizes": wanted})
+            child.say({"shapes": plain, "sizes": sizes})
 
 
 def likely_to_vary(symbols: Symbols) -> set[str]:
@@ -210,12 +210,12 @@ def nearest_first(number: int, far: int, part: int = 0, parts: int = 1) -> list[
     return [size for first, last in classes[part::parts] for size in range(last, first - 1, -1)]
 
 
-def missing(specializer: Specializer, shapes: Shapes, wanted: dict[str, int]) -> bool:
+def missing(specializer: Specializer, shapes: Shapes, sizes: dict[str, int]) -> bool:
     """Whether some of the sizes wanted has no program yet."""
     key, numbers = specializer.key(shapes, {}), specializer.numbers(shapes)
     return any(
         not specializer.has(key, numbers | {symbol: size})
-        for symbol, far in wanted.items()
+        for symbol, far in sizes.items()
         for size in nearest_first(numbers[symbol], far)
     )
 
@@ -225,8 +225,8 @@ class _Copy:
 
     def __init__(self, data: bytes, parts: graphs.Parts) -> None:
         self._data, self._parts = data, parts
-        own = (parts.tensors[n] for n in parts.manifest["own"])
-        dense = [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in own]
+        arrays = (parts.tensors[n] for n in parts.manifest["own"])
+        dense = [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in arrays]
         self.digest = digest_of([data, *dense])
         self.file = -1
 

@@ -54,8 +54,8 @@ class Requests:
     def _read(self) -> None:
         for line in self._lines:
             message = json.loads(line)
-            given = message.get("shapes", {}).items()
-            shapes = {name: (tuple(shape), dtype) for name, (shape, dtype) in given}
+            items = message.get("shapes", {}).items()
+            shapes = {name: (tuple(shape), dtype) for name, (shape, dtype) in items}
             with self._changed:
                 self._last |= message.get("end", False)
                 for symbol, far in message.get("sizes", {}).items():
@@ -108,13 +108,13 @@ class CompilingCache(ProgramCache):
     arch: str
     _turns = threading.Lock()
 
-    def keep(self, key: Key, kept: PlannedOpenProgram) -> None:
-        program: Program = kept.source.at(kept.largest)
+    def keep(self, key: Key, planned: PlannedOpenProgram) -> None:
+        program: Program = planned.source.at(planned.largest)
         launches = [x for call in (*program.setup, *program.calls) for x in call.launches]
         with self._turns:
             nvrtc.compile_all(launches, self.arch, workers=1)
         with WRITING:
-            super().keep(key, kept)
+            super().keep(key, planned)
 
 
 def _stand_back() -> None:

@@ -87,8 +87,8 @@ class ProgramCache:
         """The program of this key whose guards these sizes meet, None where there is none."""
         with self._lock:
             for path in self._paths(key):
-                if self._meets(path, numbers) and (found := self._read(path, numbers)) is not None:
-                    return found
+                if self._meets(path, numbers) and (hit := self._read(path, numbers)) is not None:
+                    return hit
         return None
 
     def has(self, key: Key, numbers: Mapping[str, int]) -> bool:
@@ -96,19 +96,19 @@ class ProgramCache:
         with self._lock:
             return any(self._meets(path, numbers) for path in self._paths(key))
 
-    def keep(self, key: Key, kept: PlannedOpenProgram) -> None:
+    def keep(self, key: Key, planned: PlannedOpenProgram) -> None:
         """Write the program, and what of its made weights is not there yet.
 
         Warns where the cache cannot be written to.
         """
-        header = json.dumps(kept.source.guards.formulas.data).encode()
+        header = json.dumps(planned.source.guards.formulas.data).encode()
         path = self._of(key) / f"{digest_of([header])}.program"
         try:
             if not private_folder(path.parent) or path.exists():
                 return
-            self._keep_weights(kept.weights)
+            self._keep_weights(planned.weights)
             with collector.paused():  # nothing of what it makes stays
-                body = _written(kept)
+                body = _written(planned)
             with written_private(path) as draft:
                 parts = (hashlib.sha256(header).digest(), hashlib.sha256(body).digest())
                 draft.write_bytes(b"".join((*parts, _LENGTH.pack(len(header)), header, body)))
@@ -146,18 +146,18 @@ class ProgramCache:
                 raise ValueError("its digest is wrong")
             guards = self._guards[path]
             assert guards is not None
-            found = self._decoded(guards, data[start:], numbers)
+            planned = self._decoded(guards, data[start:], numbers)
             os.utime(self.folder)  # used now, for who removes what is old
         except FileNotFoundError:  # another process has removed it, or what it reads
-            found = None
+            planned = None
         except _DAMAGE as error:
             warnings.warn(f"{path} is not used and is written anew: {error}", stacklevel=2)
-            found = None
-        if found is None:
+            planned = None
+        if planned is None:
             self._guards[path] = None  # as if it were not there, and so it is written anew
             with contextlib.suppress(OSError):
                 path.unlink()
-        return found
+        return planned
 
     def _decoded(
         self, guards: Guards, body: memoryview, numbers: Mapping[str, int]
@@ -167,19 +167,19 @@ class ProgramCache:
         text = json.loads(bytes(body[_LENGTHS.size : _LENGTHS.size + length]))
         data, stored = text["program"], body[_LENGTHS.size + length :]
         data["words"] = np.frombuffer(stored, np.int32, words)
-        stored, made = stored[4 * words :], self._arrays()
+        stored, arrays = stored[4 * words :], self._arrays()
 
         def array(name: str, dtype: str, shape: tuple[int, ...]) -> Array:
             kind, _, rest = name.partition(" ")
             if kind == "weight":
-                found = made[rest] if rest in made else self._weight(rest)
+                content = arrays[rest] if rest in arrays else self._weight(rest)
             else:
                 at, nbytes = map(int, rest.split())
-                found = np.frombuffer(stored, np.uint8, nbytes, at).view(dtype_of(dtype))
-                found = found.reshape(shape)
-            if (found.dtype.name, found.shape) != (dtype, shape):
+                content = np.frombuffer(stored, np.uint8, nbytes, at).view(dtype_of(dtype))
+                content = content.reshape(shape)
+            if (content.dtype.name, content.shape) != (dtype, shape):
                 raise ValueError(f"{rest} is of another shape")
-            return found
+            return content
 
         source = encoding.read(data, guards, array)
         whole = source.check_parts(numbers)
@@ -209,8 +209,8 @@ class ProgramCache:
                     self._containers[path] = Container(path)
                 except (OSError, ModelError):
                     self._containers[path] = None
-            if (found := self._containers[path]) is not None:
-                yield found
+            if (container := self._containers[path]) is not None:
+                yield container
 
     def _weight(self, name: str) -> Array:
         """A made weight of the cache. Raises FileNotFoundError where nobody has it."""
@@ -244,9 +244,9 @@ def _guards(path: Path) -> Guards | None:
         return None
 
 
-def _written(kept: PlannedOpenProgram) -> bytes:
+def _written(planned: PlannedOpenProgram) -> bytes:
     """The program as JSON, and the bytes of arrays that are no weights that lowering made."""
-    names = {id(array): name for name, array in kept.weights.items()}
+    names = {id(array): name for name, array in planned.weights.items()}
     stored: list[bytes] = []
 
     def store(array: Array) -> str:
@@ -255,10 +255,10 @@ def _written(kept: PlannedOpenProgram) -> bytes:
         stored.append(np.ascontiguousarray(array).tobytes())
         return f"array {sum(map(len, stored[:-1]))} {len(stored[-1])}"
 
-    assert isinstance(kept.source, SymbolicProgram)
-    program = template.write(kept.source, store)
+    assert isinstance(planned.source, SymbolicProgram)
+    program = template.write(planned.source, store)
     words = np.array(program.pop("words"), np.int32)
-    data = {"program": program, "layouts": kept.layouts()}
+    data = {"program": program, "layouts": planned.layouts()}
     text = json.dumps(data, separators=(",", ":")).encode()
     return b"".join((_LENGTHS.pack(len(text), len(words)), text, words.tobytes(), *stored))
 
@@ -283,16 +283,16 @@ def folder_of(
 
 def prune(limit: int) -> None:
     """Remove the graphs, and the programs of a model, used longest ago while all hold more."""
-    found: list[tuple[int, int, Path]] = []
+    files: list[tuple[int, int, Path]] = []
     for folder in ("graphs", "programs"):
         for path in (config.CACHE_DIR.value / folder).glob("*"):
             with contextlib.suppress(OSError):  # another process removes them as well
                 inside = [path, *path.rglob("*")] if path.is_dir() else [path]
                 size = sum(p.stat().st_size for p in inside)
                 last = path.stat().st_mtime_ns if path.is_dir() else path.stat().st_atime_ns
-                found.append((last, size, path))
-    total = sum(size for _, size, _ in found)
-    for _, size, path in sorted(found)[:-1]:
+                files.append((last, size, path))
+    total = sum(size for _, size, _ in files)
+    for _, size, path in sorted(files)[:-1]:
         if total <= limit:
             return
         if path.is_dir():
@@ -307,17 +307,17 @@ def code_digest() -> str:
     """A digest of this package's code and of the packages that lowering depends on."""
     root = Path(__file__).resolve().parents[1]
     files = sorted(
-        (str(path), found.st_size, found.st_mtime_ns)
+        (str(path), stat.st_size, stat.st_mtime_ns)
         for folder in (root, source_root())
-        for path, found in _sources(folder)
+        for path, stat in _sources(folder)
     )
     others = [metadata.version(name) for name in ("onnx", "onnx-ir", "onnxscript", "numpy")]
     return hashlib.sha256(repr((files, others)).encode()).hexdigest()
 
 
 def _sources(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    with os.scandir(folder) as found:
-        for item in found:
+    with os.scandir(folder) as items:
+        for item in items:
             if item.is_dir() and item.name != "__pycache__":
                 yield from _sources(Path(item.path))
             elif item.name.endswith((".py", ".cu", ".cuh")):

@@ -132,11 +132,11 @@ class AfterFault:
 
 def weakly(method: Callable[[], None]) -> Callable[[], None]:
     """A function that calls a bound method as long as its object lives."""
-    own = weakref.WeakMethod(method)
+    reference = weakref.WeakMethod(method)
 
     def call() -> None:
-        found = own()
-        if found is not None:
-            found()
+        bound = reference()
+        if bound is not None:
+            bound()
 
     return call

@@ -184,17 +184,17 @@ class Turns:
         if program.stages or any(call.host or collective(call) for call in program.calls):
             return None
         small: dict[str, Tensor] = {}
-        given = {name: t for name, _, t in outputs}
+        targets = {name: t for name, _, t in outputs}
         few = sum(len(call.launches) for call in program.calls) <= LAUNCHES
-        few = few and sum(t.nbytes for t in given.values()) <= WRITTEN
-        if few and given and all(_over_bus(program, t) for t in given.values()):
+        few = few and sum(t.nbytes for t in targets.values()) <= WRITTEN
+        if few and targets and all(_over_bus(program, t) for t in targets.values()):
             small = {name: t for name, _, t in inputs if _over_bus(program, t)}
         else:
-            given = {}
+            targets = {}
         fed = tuple(place for place in inputs if place[0] not in small)
-        if not small and not given and sum(t.nbytes for _, _, t in fed) < LARGE:
+        if not small and not targets and sum(t.nbytes for _, _, t in fed) < LARGE:
             return None
-        return Turns(small, given, fed, on)
+        return Turns(small, targets, fed, on)
 
 
 def _over_bus(program: Program, t: Tensor) -> bool:

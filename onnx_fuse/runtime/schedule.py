@@ -33,20 +33,20 @@ class Segment:
 
 def segments(program: Program) -> tuple[Segment, ...]:
     """The calls in order, cut before and after each host call; calls without launches left out."""
-    found: list[Segment] = []
+    parts: list[Segment] = []
     run: list[Call] = []
     start = 0
     for i, call in enumerate(program.calls):
         if call.host:
             if run:
-                found.append(Segment(start, tuple(run)))
-            found.append(Segment(i, (call,)))
+                parts.append(Segment(start, tuple(run)))
+            parts.append(Segment(i, (call,)))
             run, start = [], i + 1
         else:
             run.append(call)
     if run:
-        found.append(Segment(start, tuple(run)))
-    return tuple(found)
+        parts.append(Segment(start, tuple(run)))
+    return tuple(parts)
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,11 @@ class Order:
         return cls(rows, tuple(before))
 
 
-def _order(wanted: Iterable[Iterable[int]]) -> Order:
+def _order(dependencies: Iterable[Iterable[int]]) -> Order:
     """The Order of calls that must each follow some earlier ones; implied edges are left out."""
     after: list[tuple[int, ...]] = []
     before: list[int] = []
-    for calls in wanted:
+    for calls in dependencies:
         mask, direct = 0, []
         for i in sorted(set(calls), reverse=True):
             if not mask >> i & 1:
@@ -97,28 +97,28 @@ def by_dependency(program: Program) -> Order:
     A call of few blocks that could be the first follows the first instead: it has the time, and a
     CUDA graph that begins with a single kernel begins sooner.
     """
-    wanted = _by_data(program)
+    before = _by_data(program)
     for i, call in enumerate(program.calls):
         blocks = sum(prod(launch.grid) for launch in call.launches)
-        if i and not wanted[i] and 0 < blocks <= FEW_BLOCKS and not collective(call):
-            wanted[i] = [0]
-    return _order(_one_by_one(program, wanted))
+        if i and not before[i] and 0 < blocks <= FEW_BLOCKS and not collective(call):
+            before[i] = [0]
+    return _order(_one_by_one(program, before))
 
 
 def _by_data(program: Program) -> list[list[int]]:
     """The calls that each call follows by what they read and write."""
     writer: dict[int, int] = {}
     readers: dict[int, list[int]] = defaultdict(list)
-    wanted: list[list[int]] = []
+    before: list[list[int]] = []
     for i, call in enumerate(program.calls):
         reads, writes = ({t.buffer for _, t in part} for part in (call.reads, call.writes))
-        wanted.append([writer[b] for b in reads | writes if b in writer])
-        wanted[-1] += [r for b in writes for r in readers[b]]
+        before.append([writer[b] for b in reads | writes if b in writer])
+        before[-1] += [r for b in writes for r in readers[b]]
         for b in reads - writes:
             readers[b].append(i)
         for b in writes:
             writer[b], readers[b] = i, []
-    return wanted
+    return before
 
 
 def collective(call: Call) -> bool:
@@ -126,12 +126,12 @@ def collective(call: Call) -> bool:
     return call.problem is not None and call.problem.op == "Collective"
 
 
-def _one_by_one(program: Program, wanted: list[list[int]]) -> list[list[int]]:
+def _one_by_one(program: Program, dependencies: list[list[int]]) -> list[list[int]]:
     """`wanted`, with each collective behind the one before, since all ranks need the same order."""
     places = [i for i, call in enumerate(program.calls) if collective(call)]
     for before, after in pairwise(places):
-        wanted[after].append(before)
-    return wanted
+        dependencies[after].append(before)
+    return dependencies
 
 
 def sequential(program: Program) -> Order:
@@ -143,14 +143,14 @@ def sequential(program: Program) -> Order:
     """
     if not any(map(collective, program.calls)):
         return _order([i - 1] if i else [] for i in range(len(program.calls)))
-    wanted, before = _by_data(program), None
+    dependencies, before = _by_data(program), None
     for i, call in enumerate(program.calls):
         gathers = getattr(call.problem, "kind", "") == "AllGather"
         if before is not None and (gathers or not collective(call)):
-            wanted[i].append(before)
+            dependencies[i].append(before)
         if not collective(call):
             before = i
-    return _order(_one_by_one(program, wanted))
+    return _order(_one_by_one(program, dependencies))
 
 
 def overlappable(after: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
@@ -165,13 +165,13 @@ def overlappable(after: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
             if behind[i] >= behind[k]:
                 behind[k], heir[k] = behind[i] + 1, i
     ahead = [0] * len(after)
-    found: list[tuple[int, ...]] = []
+    groups: list[tuple[int, ...]] = []
     for i, steps in enumerate(after):
         ahead[i] = max((ahead[k] + 1 for k in steps), default=0)
         last = tuple(k for k in steps if ahead[k] + 1 == ahead[i])
         alone = len(last) == 1 and heir[last[0]] == i
-        found.append(last if alone else ())
-    return found
+        groups.append(last if alone else ())
+    return groups
 
 
 def put_off(
@@ -195,23 +195,23 @@ def put_off(
     longest = max(depth, default=0)
     row = {i for i in range(len(after)) if depth[i] + behind[i] == longest}
     at = {depth[i]: i for i in sorted(row, reverse=True)}
-    wanted = [list(steps) for steps in after]
+    before = [list(steps) for steps in after]
     for i, steps in enumerate(after):
         around = {*steps, *followers[i]}
         if i in row or blocks[i] > SIDE_BLOCKS or not (steps and followers[i] and around <= row):
             continue
         slack = min(depth[k] for k in followers[i]) - 1 - depth[i]
         if slack >= SIDE_STEPS:  # what follows it comes after that, so there is no cycle
-            wanted[i].append(at[depth[i] - 1 + (slack + 1) // 2])
+            before[i].append(at[depth[i] - 1 + (slack + 1) // 2])
     sequence: list[int] = []
     place: dict[int, int] = {}
     left = list(range(len(after)))
     while left:
-        ready = next(i for i in left if all(k in place for k in wanted[i]))
+        ready = next(i for i in left if all(k in place for k in before[i]))
         place[ready] = len(sequence)
         sequence.append(ready)
         left.remove(ready)
-    return sequence, _order([place[k] for k in wanted[i]] for i in sequence).after
+    return sequence, _order([place[k] for k in before[i]] for i in sequence).after
 
 
 def copies(call: Call) -> tuple[tuple[str, str], ...]:
@@ -247,10 +247,10 @@ def aliasable(program: Program, order: Order) -> dict[str, tuple[str, ...]]:
             readers[tensor.buffer].add(i)
         for _, tensor in call.writes:
             writers[tensor.buffer].add(i)
-    found: dict[str, tuple[str, ...]] = {}
+    sources_of: dict[str, tuple[str, ...]] = {}
     for name, y in program.outputs:
         if isinstance(y, Tensor) and not y.offset and y.dense:
-            found[name] = tuple(
+            sources_of[name] = tuple(
                 source
                 for source, x in program.inputs
                 if (x.shape, x.dtype) == (y.shape, y.dtype) and readers[x.buffer]
@@ -259,7 +259,7 @@ def aliasable(program: Program, order: Order) -> dict[str, tuple[str, ...]]:
                     for w in writers[y.buffer]
                 )
             )
-    return {name: sources for name, sources in found.items() if sources}
+    return {name: sources for name, sources in sources_of.items() if sources}
 
 
 def _may_overwrite(writer: Call, x: Tensor, y: Tensor, others: set[int], before: int) -> bool:
@@ -270,7 +270,7 @@ def _may_overwrite(writer: Call, x: Tensor, y: Tensor, others: set[int], before:
         return True  # it leaves what is there
     mine = [t for t in reads.values() if t.buffer == x.buffer]
     if mine:  # only where it writes each element that it reads
-        own = [(reads[r], writes[w]) for w, r in writer.inplace if reads[r].buffer == x.buffer]
-        if len(mine) > 1 or not any(r.offset == w.offset and w.buffer == y.buffer for r, w in own):
+        at = [(reads[r], writes[w]) for w, r in writer.inplace if reads[r].buffer == x.buffer]
+        if len(mine) > 1 or not any(r.offset == w.offset and w.buffer == y.buffer for r, w in at):
             return False
     return all(before >> r & 1 for r in others)

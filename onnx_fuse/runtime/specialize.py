@@ -115,9 +115,9 @@ class Specializer:
         `values` are inputs known at lowering. Raises what `lower` raises.
         """
         with self.lock, collector.paused():  # a collection would walk the model again and again
-            found = self._opened(shapes, values or {}) if self.is_open else None
-            if found is not None:
-                return found
+            planned = self._opened(shapes, values or {}) if self.is_open else None
+            if planned is not None:
+                return planned
             program = self._lower(shapes, values)
             if self.memory is not None:
                 program = self._recomputing(program, program, self.memory)
@@ -129,12 +129,12 @@ class Specializer:
         Those there are looked for from then on, and what takes long to lower is written there.
         """
         self.origin = origin
-        own = weakref.ref(self)
+        reference = weakref.ref(self)
 
         def named(done: Future[Origin | None]) -> None:
-            known, specializer = done.result(), own()
-            if known is not None and specializer is not None:
-                specializer.cache_under(known.digest, known.made)
+            origin_found, specializer = done.result(), reference()
+            if origin_found is not None and specializer is not None:
+                specializer.cache_under(origin_found.digest, origin_found.made)
 
         origin.add_done_callback(named)
 
@@ -161,12 +161,12 @@ class Specializer:
         """Write what is not in the cache yet, in a thread of its own."""
         programs = self.programs
         assert programs is not None
-        new = [(key, kept) for key, kept, took in self._unwritten if took > programs.seconds]
+        new = [(key, planned) for key, planned, took in self._unwritten if took > programs.seconds]
         self._unwritten.clear()
 
         def work() -> None:
-            for key, kept in new:
-                programs.keep(key, kept)
+            for key, planned in new:
+                programs.keep(key, planned)
 
         self._writers = [thread for thread in self._writers if thread.is_alive()]
         if new:
@@ -182,7 +182,7 @@ class Specializer:
 
     def has(self, key: Key, numbers: Mapping[str, int]) -> bool:
         """Whether there is a program of this key for these sizes, here or in the cache."""
-        if any(kept.source.holds(numbers) for kept in list(self._kept.get(key, ()))):
+        if any(planned.source.holds(numbers) for planned in list(self._kept.get(key, ()))):
             return True
         return self.programs is not None and self.programs.has(key, numbers)
 
@@ -217,39 +217,39 @@ class Specializer:
             return None
         numbers = {symbol: shapes[name][0][axis] for name, axis, symbol in symbols}
         key = self.key(shapes, values)
-        kept = self._kept.setdefault(key, [])
-        for i, entry in enumerate(kept):
+        entries = self._kept.setdefault(key, [])
+        for i, entry in enumerate(entries):
             if entry.source.holds(numbers):
-                kept.insert(0, kept.pop(i))
+                entries.insert(0, entries.pop(i))
                 return entry.at(numbers)
         programs = None if values or not self.has_only_ours else self.programs
-        found = None if programs is None else programs.find(key, numbers)
-        lowered = found is None or not self._serves(found)
-        if found is None or lowered:
+        planned = None if programs is None else programs.find(key, numbers)
+        lowered = planned is None or not self._serves(planned)
+        if planned is None or lowered:
             began = time.perf_counter()
-            found = self._traced(shapes, values, symbols, numbers)
-            if found is None:
+            planned = self._traced(shapes, values, symbols, numbers)
+            if planned is None:
                 self.is_open = any(self._kept.values())  # of this model some shapes are served
                 return None
-            found.seconds = time.perf_counter() - began
-        made = found.at(numbers)
+            planned.seconds = time.perf_counter() - began
+        program = planned.at(numbers)
         if (
             lowered and not values and self.has_only_ours
         ):  # a layout that these sizes need is written as well
-            self._unwritten.append((key, found, found.seconds))
+            self._unwritten.append((key, planned, planned.seconds))
             if self.programs is not None:
                 self._write()
-        self.seconds = found.seconds
+        self.seconds = planned.seconds
         first = lowered and self.traced == 1
         collector.keep(garbage=lowered, everything=first)  # what is read leaves no garbage
-        kept.insert(0, found)
-        del kept[KEPT:]
-        return made
+        entries.insert(0, planned)
+        del entries[KEPT:]
+        return program
 
-    def _serves(self, kept: PlannedOpenProgram) -> bool:
+    def _serves(self, planned: PlannedOpenProgram) -> bool:
         """Whether the model has the weights that a program of the cache reads."""
-        given = self.model.graph.initializers
-        return all(name in given for name in kept.needs)
+        weights = self.model.graph.initializers
+        return all(name in weights for name in planned.needs)
 
     def _traced(
         self,
@@ -297,15 +297,17 @@ class Specializer:
         if equal not in free.symbols:
             symbols: list[tuple[str, int, str]] = []
             numbers: dict[str, int] = {}
-            own = {i: f"group {g}" for g, same in enumerate(equal) if same for i in free.groups[g]}
+            named = {
+                i: f"group {g}" for g, same in enumerate(equal) if same for i in free.groups[g]
+            }
             for i, (name, axis, _) in enumerate(free.dimensions):
-                label = own.get(i, f"{name} {axis}")
+                label = named.get(i, f"{name} {axis}")
                 symbols.append((name, axis, f"s{numbers.setdefault(label, len(numbers))}"))
             free.symbols[equal] = tuple(symbols)
         return free.symbols[equal]
 
     def _open_dimensions(self, shapes: Shapes) -> _Free:
-        found: list[tuple[str, int, str | None]] = []
+        axes: list[tuple[str, int, str | None]] = []
         groups: dict[str, list[int]] = {}
         resident = set((self.state or {}).values())
         for value in self.model.graph.inputs:
@@ -318,9 +320,9 @@ class Specializer:
                 if not isinstance(dim, int):
                     label = getattr(dim, "value", None)
                     if label:
-                        groups.setdefault(label, []).append(len(found))
-                    found.append((name, axis, label))
-        return _Free(tuple(found), tuple(map(tuple, groups.values())))
+                        groups.setdefault(label, []).append(len(axes))
+                    axes.append((name, axis, label))
+        return _Free(tuple(axes), tuple(map(tuple, groups.values())))
 
 
 @dataclass

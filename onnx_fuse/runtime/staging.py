@@ -71,12 +71,10 @@ def copied(target: Array, source: Array) -> Iterator[tuple[int, int]]:
         target[...] = source
         yield 0, target.nbytes
         return
-    to, given = target.reshape(-1), source.reshape(-1)
+    to, flat = target.reshape(-1), source.reshape(-1)
     step = PIECE // target.itemsize
     starts = range(0, to.size, step)
-    done = [
-        _copiers().submit(np.copyto, to[at : at + step], given[at : at + step]) for at in starts
-    ]
+    done = [_copiers().submit(np.copyto, to[at : at + step], flat[at : at + step]) for at in starts]
     for at, piece in zip(starts, done, strict=True):
         piece.result()
         yield at * to.itemsize, min(at + step, to.size) * to.itemsize

@@ -67,12 +67,12 @@ def _read(path: Path, model: ir.Model) -> Deployed:
     """The compiled file of a mode's graph. Raises UsageError where it is of another graph."""
     if not path.is_file():
         raise UsageError(f"{path.parent} has no {path.name}: compile the training anew")
-    found = Deployed(path)
-    if found.container.manifest.get("graph") != graph_digest(model):
+    deployed = Deployed(path)
+    if deployed.container.manifest.get("graph") != graph_digest(model):
         raise UsageError(
             f"{path}: compiled from another model or with other settings: compile it anew"
         )
-    return found
+    return deployed
 
 
 SOUND = "onnx_fuse.sound"
@@ -154,13 +154,13 @@ class CudaStates:
 
     def recompute(self, key: str) -> Recompute | None:
         """What the graph of a mode runs a second time, once it has run within a budget."""
-        made = self._executables.get(key)
-        return None if made is None or self._memory is None else made.specializer.recompute
+        runs = self._executables.get(key)
+        return None if runs is None or self._memory is None else runs.specializer.recompute
 
     def communication(self, key: str) -> Communication | None:
         """The collectives of the last step of a mode; None where it ran none as a graph."""
-        made = self._executables.get(key)
-        instances = [] if made is None else made.instances()
+        executable = self._executables.get(key)
+        instances = [] if executable is None else executable.instances()
         if not instances:
             return None
         self._home.stream.wait("the last step")

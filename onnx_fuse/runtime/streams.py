@@ -14,32 +14,32 @@ class StreamOrder:
     Nothing is recorded or waited for between two runs of one stream.
     """
 
-    def __init__(self, own: device.Stream) -> None:
-        self._own, self._end = own, device.Event()
+    def __init__(self, home: device.Stream) -> None:
+        self._own, self._end = home, device.Event()
         self._streams: dict[int, device.Stream] = {}
         self._last: device.Stream | None = None
 
-    def stream(self, given: Any) -> device.Stream:
+    def stream(self, handle: Any) -> device.Stream:
         """The stream that a caller names: a handle, or an object with `__cuda_stream__`."""
-        if hasattr(given, "__cuda_stream__"):
-            given = given.__cuda_stream__()[1]
-        if not isinstance(given, int):
+        if hasattr(handle, "__cuda_stream__"):
+            handle = handle.__cuda_stream__()[1]
+        if not isinstance(handle, int):
             raise UsageError(
-                f"stream {given!r} is neither a handle (an int) nor an object with __cuda_stream__"
+                f"stream {handle!r} is neither a handle (an int) nor an object with __cuda_stream__"
             )
-        found = self._streams.get(given)
-        if found is None:
-            found = self._streams[given] = device.Stream(given)
-        return found
+        stream = self._streams.get(handle)
+        if stream is None:
+            stream = self._streams[handle] = device.Stream(handle)
+        return stream
 
     def enter(self, stream: device.Stream) -> None:
         """Let what `stream` gets next come after all runs before."""
-        own = self._own
-        if stream is own:
-            own.catch_up()
-        elif own.behind is not self._end or self._last is not stream:
-            own.catch_up()
-            own.before(stream)
+        home = self._own
+        if stream is home:
+            home.catch_up()
+        elif home.behind is not self._end or self._last is not stream:
+            home.catch_up()
+            home.before(stream)
         self._last = stream
 
     def leave(self, stream: device.Stream) -> None:

@@ -121,9 +121,9 @@ class Timeline:
             for p, begin, end, _ in self._exchanges
         ]
         waits, before = [], 0.0
-        for found, (_, _, _, free) in zip(exchanges, self._exchanges, strict=True):
-            waits.append((max(since(free), before), found.end))
-            before = found.end  # the next one follows it
+        for exchange, (_, _, _, free) in zip(exchanges, self._exchanges, strict=True):
+            waits.append((max(since(free), before), exchange.end))
+            before = exchange.end  # the next one follows it
         return Communication(tuple(exchanges), tuple(w for w in waits if w[1] > w[0]))
 
 
@@ -137,11 +137,11 @@ def _hidden_by(calls: Sequence[Call], after: Sequence[Sequence[int]]) -> dict[in
         for k in heads:
             needed[i] |= needed[k] | 1 << k
     exchanges = {i for i, call in enumerate(calls) if isinstance(call.problem, Collective)}
-    found = {}
+    hidden = {}
     for c in sorted(exchanges):
         free = {i for i in range(len(calls)) if i not in exchanges and not needed[i] >> c & 1}
-        found[c] = tuple(sorted(free.difference(*(after[i] for i in free))))
-    return found
+        hidden[c] = tuple(sorted(free.difference(*(after[i] for i in free))))
+    return hidden
 
 
 class _Moment(device.Event):

@@ -99,8 +99,8 @@ class Weights:
         tensor, address = self.resident[name]
         dense = np.asarray(array, order="C")  # keeps a scalar one
         if (dense.shape, dense.dtype.name) != (tensor.shape, tensor.dtype):
-            given = f"{dense.dtype}{list(dense.shape)}"
-            raise UsageError(f"{name} is {tensor.dtype}{list(tensor.shape)}, not {given}")
+            actual = f"{dense.dtype}{list(dense.shape)}"
+            raise UsageError(f"{name} is {tensor.dtype}{list(tensor.shape)}, not {actual}")
         self._stream.catch_up()
         if dense.nbytes:
             self._stream.upload(address, dense.ctypes.data, dense.nbytes)

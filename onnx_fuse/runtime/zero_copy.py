@@ -78,15 +78,15 @@ class ZeroCopy:
         program: Program, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
     ) -> ZeroCopy | None:
         """A ZeroCopy if one launch alone reads each input and one writes each output, else None."""
-        given = [t for t in (*inputs.values(), *outputs.values()) if t.nbytes]
-        if program.stages or not given or sum(t.nbytes for t in outputs.values()) > WRITTEN:
+        tensors = [t for t in (*inputs.values(), *outputs.values()) if t.nbytes]
+        if program.stages or not tensors or sum(t.nbytes for t in outputs.values()) > WRITTEN:
             return None
-        users: dict[int, list[Call]] = {t.buffer: [] for t in given}
+        users: dict[int, list[Call]] = {t.buffer: [] for t in tensors}
         for call in program.calls:
             for _, t in (*call.reads, *call.writes):
                 if t.buffer in users:
                     users[t.buffer].append(call)
-        for t in given:
+        for t in tensors:
             if len(users[t.buffer]) != 1:
                 return None
             [call] = users[t.buffer]
