@@ -7,9 +7,13 @@ the folder that ONNX_FUSE_CASES names is one more case.
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from string import Template
+from typing import Any
 
 import numpy as np
 import onnx
@@ -141,6 +145,42 @@ class FusionCase:
         return result
 
 
+def fusion_rows(text: str, **parts: str) -> Iterator[FusionCase]:
+    """Rows written as
+
+        name: Fused Operators; fed x r; gone Add; level 1  # a comment
+          (inputs) => (output)
+          nodes, where `c = float {0.5}` and `axes = [1]` stand for a Constant
+          spares empty: the reason
+          reason: why the graph stays as it is
+
+    $NAME stands for the text of that name in this module or in `parts`.
+    """
+    parts = globals() | parts
+    tensor, numbers = r"(?<!value )= (\w+(?:\[[\d,]*\])? \{[^}]*\})", r"= (\[[^\]]*\])(?=\s|$)"
+    text = re.sub(r"(?m)^#.*\n|  #.*$", "", text)
+    for name, about, row in re.findall(r"(?m)^(\S+):(.*)\n((?: .*\n)+)", text):
+        lines = [line.strip() for line in Template(row).substitute(parts).splitlines()]
+        said = [re.fullmatch(r"(reason|spares (\S+)): (.*)", line) for line in lines]
+        options: dict[str, Any] = {"spares": tuple((m[2], m[3]) for m in said if m and m[2])}
+        options["reason"] = "".join(m[3] for m in said if m and not m[2])
+        for word, *values in (part.split() for part in about.split(";") if part.strip()):
+            if word in ("level", "opset"):
+                options[word] = int(values[0])
+            elif word in ("fed", "gone"):
+                options[word] = tuple(values)
+            else:
+                options["fused"] = (word, *values)
+        graph = "\n".join(line for line, m in zip(lines, said, strict=True) if not m)
+        ends = re.match(r"\(([^)]*)\)\s*(?:=>\s*\(([^)]*)\))?", graph)
+        assert ends, name
+        if ends[2] is not None:
+            options["output"] = ends[2]
+        body = re.sub(tensor, r"= Constant <value = \1> ()", graph[ends.end() :])
+        body = re.sub(numbers, r"= Constant <value_ints = \1> ()", body)
+        yield FusionCase(name, ends[1], body, **options)
+
+
 # Parts of the graphs' texts.
 X, LIN = "float[B,T,16] x", "float[16,24] w, float[24] c"
 AFFINE = "float[16] g, float[16] b"
@@ -200,4 +240,3 @@ TANH = (
 QKV = "float[B,H,S,8] q, float[B,H,T,8] k, float[B,H,T,8] v"
 SCORES = "kt = Transpose <perm = [0,1,3,2]> (k)\n s = MatMul (q, kt)\n"
 SCALE = scalar("f", 0.35355339)
-ATT = {"fed": ("q", "k", "v", "mask"), "output": "float[B,H,S,8] y"}

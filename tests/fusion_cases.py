@@ -2,190 +2,96 @@
 
 from __future__ import annotations
 
-from cases import (
-    LIN,
-    PLAIN,
-    FusionCase,
-    X,
-    scalar,
-)
+from cases import FusionCase, fusion_rows, scalar
 from fusion_attention import ATTENTION
 from fusion_products import PRODUCTS
 
 FUSION_CASES = (
     *PRODUCTS,
     *ATTENTION,
-    # --- Conv, losses -----------------------------------------------------------------------------
-    *(
-        FusionCase(
-            f"group_norm_{name}",
-            "float[B,8,S,T] x, float[8,1,1] g, float[8,1,1] b",
-            "to = Constant <value = int64[3] {0, 4, -1}> ()\n"
-            "one = Constant <value = float[4] {1.0, 1.0, 1.0, 1.0}> ()\n"
-            "zero = Constant <value = float[4] {0.0, 0.0, 0.0, 0.0}> ()\n"
-            "v = Reshape (x, to)\n i = InstanceNormalization <epsilon = 0.001> (v, one, zero)\n"
-            f"size = Shape (x)\n n = Reshape (i, size)\n{body}",
-            (f"GroupNorm{fused}",),
-            output="float[B,8,S,T] y",
-            gone=("InstanceNormalization", "Silu", "Sigmoid"),
-        )
-        for name, fused, body in (
-            ("alone", "", "m = Mul (g, n)\n y = Add (m, b)"),
-            ("silu", "Silu", "m = Mul (n, g)\n z = Add (b, m)\n s = Sigmoid (z)\n y = Mul (s, z)"),
-        )
-    ),
-    *(
-        FusionCase(
-            f"group_norm_node_{name}",
-            "float[B,8,T] x, float[8] g, float[8] b",
-            f"z = GroupNormalization <num_groups = 4> (x, g, b)\n{body}",
-            (f"GroupNorm{fused}",),
-            output="float[B,8,T] y",
-            gone=("GroupNormalization", "Relu"),
-        )
-        for name, fused, body in (("alone", "", "y = Neg (z)"), ("relu", "Relu", "y = Relu (z)"))
-    ),
-    FusionCase(
-        "norm_of_groups_in_half",
-        "float16[B,8,T] x, float16[8] g, float16[8] b",
-        "z = GroupNormalization <num_groups = 2> (x, g, b)\n y = Relu (z)",
-        ("GroupNormRelu",),
-        output="float16[B,8,T] y",
-    ),
-    FusionCase(
-        "group_norm_with_scales_of_groups_stays",
-        "float[B,8,S] x, float[4] g, float[4] b, float[8,1] u, float[8,1] w",
-        "to = Constant <value = int64[3] {0, 4, -1}> ()\n v = Reshape (x, to)\n"
-        "i = InstanceNormalization (v, g, b)\n size = Shape (x)\n n = Reshape (i, size)\n"
-        "m = Mul (n, u)\n y = Add (m, w)",
-        output="float[B,8,S] y",
-        reason="are a group's, not a channel's",
-    ),
-    FusionCase(
-        "conv_relu_without_bias",
-        "float[B,3,S,T] x, float[6,3,3,3] w",
-        "z = Conv <pads = [1,1,1,1], strides = [2,2]> (x, w)\n y = Relu (z)",
-        ("ConvRelu",),
-        output="float[B,6,P,Q] y",
-    ),
-    FusionCase(
-        "conv_batch_norm_relu",
-        "float[B,3,S,T] x, float[6,3,3,3] w, float[6] g, float[6] b",
-        "var = Constant <value = float[6] {1.0, 0.5, 2.0, 1.5, 0.7, 3.0}> ()\n"
-        "z = Conv <pads = [1,1,1,1]> (x, w)\n n = BatchNormalization (z, g, b, b, var)\n"
-        "y = Relu (n)",
-        ("ConvRelu",),
-        output="float[B,6,P,Q] y",
-    ),
-    *(
-        FusionCase(
-            f"product_batch_norm_{name}",
-            f"float[B,T,16] x, float[16,6] w, float[6] g, float[6] b{more}",
-            "var = Constant <value = float[6] {1.0, 0.5, 2.0, 1.5, 0.7, 3.0}> ()\n"
-            f"flat = Constant <value = int64[2] {{-1, 6}}> ()\n m = MatMul (x, w)\n {body}",
-            fused,
-            output=output,
-            gone=gone,
-        )
-        for name, more, body, fused, output, gone in (
-            (
-                "through_a_reshape",
-                "",
-                "r = Reshape (m, flat)\n y = BatchNormalization (r, g, b, b, var)",
-                ("Gemm",),
-                "float[N,6] y",
-                ("BatchNormalization",),
-            ),
-            (
-                "of_a_biased_product",
-                ", float[6] c",
-                "a = Add (c, m)\n r = Reshape (a, flat)\n y = BatchNormalization (r, g, b, b, var)",
-                ("Gemm",),
-                "float[N,6] y",
-                ("BatchNormalization",),
-            ),
-            (
-                "through_a_transpose",
-                "",
-                "r = Transpose <perm = [0,2,1]> (m)\n n = BatchNormalization (r, g, b, b, var)\n"
-                "y = Relu (n)",
-                ("GemmRelu",),
-                "float[B,6,T] y",
-                ("BatchNormalization",),
-            ),
-            (
-                "whose_shape_is_read",
-                "",
-                "size = Shape (m)\n r = Reshape (m, flat)\n"
-                "n = BatchNormalization (r, g, b, b, var)\n"
-                "v = Reshape (n, size)\n y = HardSwish (v)",
-                ("GemmHardSwish",),
-                "float[B,T,6] y",
-                ("BatchNormalization", "HardSwish"),
-            ),
-            (
-                "read_twice_stays",
-                "",
-                "r = Reshape (m, flat)\n n = BatchNormalization (r, g, b, b, var)\n y = Add (n, r)",
-                (),
-                "float[N,6] y",
-                (),
-            ),
-            (
-                "of_a_residual_stays",
-                "",
-                "t = Tanh (m)\n a = Add (m, t)\n r = Reshape (a, flat)\n"
-                "y = BatchNormalization (r, g, b, b, var)",
-                (),
-                "float[N,6] y",
-                (),
-            ),
-        )
-    ),
-    FusionCase(
-        "product_batch_norm_of_other_axis_stays",
-        "float[B,6,16] x, float[16,5] w, float[6] g, float[6] b",
-        "var = Constant <value = float[6] {1.0, 0.5, 2.0, 1.5, 0.7, 3.0}> ()\n"
-        "m = MatMul (x, w)\n y = BatchNormalization (m, g, b, b, var)",
-        output="float[B,6,5] y",
-    ),
-    *(
-        FusionCase(
-            f"conv_add_{name}",
-            "float[B,3,S,T] x, float[B,6,S,T] r, float[6,3,3,3] w, float[6] c",
-            "z = Conv <pads = [1,1,1,1]> (x, w, c)\n" + body,
-            (f"ConvAdd{fused}",),
-            fed=("x", "r"),
-            output="float[B,6,S,T] y",
-            gone=("Conv", "Add", "Relu"),
-        )
-        for name, fused, body in (
-            ("relu", "Relu", "s = Add (z, r)\n y = Relu (s)"),
-            ("silu", "Silu", "s = Add (r, z)\n g = Sigmoid (s)\n y = Mul (g, s)"),
-            ("alone", "", "y = Add (r, z)"),
-        )
-    ),
-    *(
-        FusionCase(
-            f"conv_bias_behind_it_{name}",
-            f"float[B,3,S,T] x, float[B,6,S,T] r, float[6,3,3,3] w, {bias} c",
-            "z = Conv <pads = [1,1,1,1]> (x, w)\n" + body,
-            fused,
-            fed=("x", "r"),
-            output="float[B,6,S,T] y",
-            gone=("Add", "Relu", "Mul"),
-        )
-        for name, bias, body, fused in (
-            ("alone", "float[1,6,1,1]", "y = Add (z, c)", ()),
-            ("rank_3", "float[6,1,1]", "s = Add (c, z)\n y = Relu (s)", ("ConvRelu",)),
-            (
-                "and_residual",
-                "float[1,6,1,1]",
-                "b = Add (c, z)\n s = Add (b, r)\n y = Relu (s)",
-                ("ConvAddRelu",),
-            ),
-        )
-    ),
+    *fusion_rows("""
+# --- Conv, losses -----------------------------------------------------------------------------
+group_norm_alone: GroupNorm; gone InstanceNormalization Silu Sigmoid
+  (float[B,8,S,T] x, float[8,1,1] g, float[8,1,1] b) => (float[B,8,S,T] y)
+  to = int64[3] {0, 4, -1}  one = float[4] {1.0, 1.0, 1.0, 1.0}
+  zero = float[4] {0.0, 0.0, 0.0, 0.0}  v = Reshape (x, to)
+  i = InstanceNormalization <epsilon = 0.001> (v, one, zero)  size = Shape (x)
+  n = Reshape (i, size)  m = Mul (g, n)  y = Add (m, b)
+group_norm_silu: GroupNormSilu; gone InstanceNormalization Silu Sigmoid
+  (float[B,8,S,T] x, float[8,1,1] g, float[8,1,1] b) => (float[B,8,S,T] y)
+  to = int64[3] {0, 4, -1}  one = float[4] {1.0, 1.0, 1.0, 1.0}
+  zero = float[4] {0.0, 0.0, 0.0, 0.0}  v = Reshape (x, to)
+  i = InstanceNormalization <epsilon = 0.001> (v, one, zero)  size = Shape (x)
+  n = Reshape (i, size)  m = Mul (n, g)  z = Add (b, m)  s = Sigmoid (z)  y = Mul (s, z)
+group_norm_node_alone: GroupNorm; gone GroupNormalization Relu
+  (float[B,8,T] x, float[8] g, float[8] b) => (float[B,8,T] y)
+  z = GroupNormalization <num_groups = 4> (x, g, b)  y = Neg (z)
+group_norm_node_relu: GroupNormRelu; gone GroupNormalization Relu
+  (float[B,8,T] x, float[8] g, float[8] b) => (float[B,8,T] y)
+  z = GroupNormalization <num_groups = 4> (x, g, b)  y = Relu (z)
+norm_of_groups_in_half: GroupNormRelu
+  (float16[B,8,T] x, float16[8] g, float16[8] b) => (float16[B,8,T] y)
+  z = GroupNormalization <num_groups = 2> (x, g, b)  y = Relu (z)
+group_norm_with_scales_of_groups_stays:
+  (float[B,8,S] x, float[4] g, float[4] b, float[8,1] u, float[8,1] w) => (float[B,8,S] y)
+  to = int64[3] {0, 4, -1}  v = Reshape (x, to)  i = InstanceNormalization (v, g, b)
+  size = Shape (x)  n = Reshape (i, size)  m = Mul (n, u)  y = Add (m, w)
+  reason: are a group's, not a channel's
+conv_relu_without_bias: ConvRelu
+  (float[B,3,S,T] x, float[6,3,3,3] w) => (float[B,6,P,Q] y)
+  z = Conv <pads = [1,1,1,1], strides = [2,2]> (x, w)  y = Relu (z)
+conv_batch_norm_relu: ConvRelu
+  (float[B,3,S,T] x, float[6,3,3,3] w, float[6] g, float[6] b) => (float[B,6,P,Q] y)
+  var = float[6] {1.0, 0.5, 2.0, 1.5, 0.7, 3.0}  z = Conv <pads = [1,1,1,1]> (x, w)
+  n = BatchNormalization (z, g, b, b, var)  y = Relu (n)
+product_batch_norm_through_a_reshape: Gemm; gone BatchNormalization
+  (float[B,T,16] x, float[16,6] w, float[6] g, float[6] b) => (float[N,6] y)
+  var = float[6] {1.0, 0.5, 2.0, 1.5, 0.7, 3.0}  flat = int64[2] {-1, 6}  m = MatMul (x, w)
+  r = Reshape (m, flat)  y = BatchNormalization (r, g, b, b, var)
+product_batch_norm_of_a_biased_product: Gemm; gone BatchNormalization
+  (float[B,T,16] x, float[16,6] w, float[6] g, float[6] b, float[6] c) => (float[N,6] y)
+  var = float[6] {1.0, 0.5, 2.0, 1.5, 0.7, 3.0}  flat = int64[2] {-1, 6}  m = MatMul (x, w)
+  a = Add (c, m)  r = Reshape (a, flat)  y = BatchNormalization (r, g, b, b, var)
+product_batch_norm_through_a_transpose: GemmRelu; gone BatchNormalization
+  (float[B,T,16] x, float[16,6] w, float[6] g, float[6] b) => (float[B,6,T] y)
+  var = float[6] {1.0, 0.5, 2.0, 1.5, 0.7, 3.0}  flat = int64[2] {-1, 6}  m = MatMul (x, w)
+  r = Transpose <perm = [0,2,1]> (m)  n = BatchNormalization (r, g, b, b, var)  y = Relu (n)
+product_batch_norm_whose_shape_is_read: GemmHardSwish; gone BatchNormalization HardSwish
+  (float[B,T,16] x, float[16,6] w, float[6] g, float[6] b) => (float[B,T,6] y)
+  var = float[6] {1.0, 0.5, 2.0, 1.5, 0.7, 3.0}  flat = int64[2] {-1, 6}  m = MatMul (x, w)
+  size = Shape (m)  r = Reshape (m, flat)  n = BatchNormalization (r, g, b, b, var)
+  v = Reshape (n, size)  y = HardSwish (v)
+product_batch_norm_read_twice_stays:
+  (float[B,T,16] x, float[16,6] w, float[6] g, float[6] b) => (float[N,6] y)
+  var = float[6] {1.0, 0.5, 2.0, 1.5, 0.7, 3.0}  flat = int64[2] {-1, 6}  m = MatMul (x, w)
+  r = Reshape (m, flat)  n = BatchNormalization (r, g, b, b, var)  y = Add (n, r)
+product_batch_norm_of_a_residual_stays:
+  (float[B,T,16] x, float[16,6] w, float[6] g, float[6] b) => (float[N,6] y)
+  var = float[6] {1.0, 0.5, 2.0, 1.5, 0.7, 3.0}  flat = int64[2] {-1, 6}  m = MatMul (x, w)
+  t = Tanh (m)  a = Add (m, t)  r = Reshape (a, flat)  y = BatchNormalization (r, g, b, b, var)
+product_batch_norm_of_other_axis_stays:
+  (float[B,6,16] x, float[16,5] w, float[6] g, float[6] b) => (float[B,6,5] y)
+  var = float[6] {1.0, 0.5, 2.0, 1.5, 0.7, 3.0}  m = MatMul (x, w)
+  y = BatchNormalization (m, g, b, b, var)
+conv_add_relu: ConvAddRelu; fed x r; gone Conv Add Relu
+  (float[B,3,S,T] x, float[B,6,S,T] r, float[6,3,3,3] w, float[6] c) => (float[B,6,S,T] y)
+  z = Conv <pads = [1,1,1,1]> (x, w, c)  s = Add (z, r)  y = Relu (s)
+conv_add_silu: ConvAddSilu; fed x r; gone Conv Add Relu
+  (float[B,3,S,T] x, float[B,6,S,T] r, float[6,3,3,3] w, float[6] c) => (float[B,6,S,T] y)
+  z = Conv <pads = [1,1,1,1]> (x, w, c)  s = Add (r, z)  g = Sigmoid (s)  y = Mul (g, s)
+conv_add_alone: ConvAdd; fed x r; gone Conv Add Relu
+  (float[B,3,S,T] x, float[B,6,S,T] r, float[6,3,3,3] w, float[6] c) => (float[B,6,S,T] y)
+  z = Conv <pads = [1,1,1,1]> (x, w, c)  y = Add (r, z)
+conv_bias_behind_it_alone: fed x r; gone Add Relu Mul
+  (float[B,3,S,T] x, float[B,6,S,T] r, float[6,3,3,3] w, float[1,6,1,1] c) => (float[B,6,S,T] y)
+  z = Conv <pads = [1,1,1,1]> (x, w)  y = Add (z, c)
+conv_bias_behind_it_rank_3: ConvRelu; fed x r; gone Add Relu Mul
+  (float[B,3,S,T] x, float[B,6,S,T] r, float[6,3,3,3] w, float[6,1,1] c) => (float[B,6,S,T] y)
+  z = Conv <pads = [1,1,1,1]> (x, w)  s = Add (c, z)  y = Relu (s)
+conv_bias_behind_it_and_residual: ConvAddRelu; fed x r; gone Add Relu Mul
+  (float[B,3,S,T] x, float[B,6,S,T] r, float[6,3,3,3] w, float[1,6,1,1] c) => (float[B,6,S,T] y)
+  z = Conv <pads = [1,1,1,1]> (x, w)  b = Add (c, z)  s = Add (b, r)  y = Relu (s)
+"""),
     *(
         FusionCase(
             f"conv_clip_{name}",
@@ -207,198 +113,108 @@ FUSION_CASES = (
             ("without_a_low_bound", 0, 6, "z, , high", ()),
         )
     ),
-    *(
-        FusionCase(
-            f"conv_sum_that_is_no_bias_{name}",
-            f"float[B,3,S,6] x, float[6,3,3,3] w, {inputs}",
-            f"z = Conv <pads = [1,1,1,1]> (x, {weights})\n s = Add (z, b)\n y = Relu (s)",
-            output="float[B,6,S,6] y",
-        )
-        for name, inputs, weights in (
-            ("of_columns", "float[1,1,1,6] b", "w"),
-            ("of_columns_in_rank_1", "float[6] b", "w"),
-            ("behind_another", "float[6] c, float[6,1,1] b", "w, c"),
-        )
-    ),
-    FusionCase(
-        "conv_add_read_twice",
-        "float[B,3,S,T] x, float[B,6,S,T] r, float[6,3,3,3] w",
-        "z = Conv <pads = [1,1,1,1]> (x, w)\n s = Add (z, r)\n a = Relu (s)\n y = Mul (a, s)",
-        ("ConvAdd",),
-        fed=("x", "r"),
-        output="float[B,6,S,T] y",
-    ),
-    FusionCase(
-        "conv_add_of_two_convolutions",  # the larger filter takes the sum
-        "float[B,3,S,T] x, float[B,6,S,T] u, float[6,3,1,1] w1, float[6,6,3,3] w, float[6] c",
-        "d = Conv (x, w1)\n z = Conv <pads = [1,1,1,1]> (u, w, c)\n s = Add (d, z)\n y = Relu (s)",
-        ("ConvAddRelu",),
-        fed=("x", "u"),
-        output="float[B,6,S,T] y",
-        gone=("Add", "Relu"),
-    ),
-    FusionCase(
-        "conv_add_broadcast_stays",
-        "float[B,3,S,T] x, float[B,1,S,T] r, float[6,3,3,3] w",
-        "z = Conv <pads = [1,1,1,1]> (x, w)\n s = Add (z, r)\n y = Relu (s)",
-        fed=("x", "r"),
-        output="float[B,6,S,T] y",
-        reason="it follows an Add",
-    ),
-    *(
-        FusionCase(
-            f"convolution_of_single_taps_behind_a_norm_{name}",
-            "float[B,8,S,T] x, float[8] g, float[8] b, "
-            f"float[{wide},{8 // group},{taps},{taps}] w"
-            + (", float[32] c" if "c" in read else "")
-            + (", float[8,32,1,1] v" if "v" in body else ""),
-            "t = Transpose <perm = [0,2,3,1]> (x)\n n = LayerNormalization (t, g, b)\n"
-            f"u = Transpose <perm = {perm}> (n)\n"
-            f"z = Conv <group = {group}, pads = [{pads}], strides = [{step},{step}]> ({read})\n"
-            f"{body}",
-            fused,
-            output=f"float[B,{out},S,T] y",
-            reason=reason,
-            gone=("Conv",) if fused else (),
-        )
-        for name, wide, group, taps, perm, pads, step, read, out, body, fused, reason in (
-            (
-                "narrow",
-                8,
-                1,
-                1,
-                "[0,3,1,2]",
-                "0,0,0,0",
-                1,
-                "u, w",
-                8,
-                "y = Relu (z)",
-                ("LayerNormGemmRelu",),
-                "",
-            ),
-            (
-                "and_another",
-                32,
-                1,
-                1,
-                "[0,3,1,2]",
-                "0,0,0,0",
-                1,
-                "u, w, c",
-                8,
-                "h = Gelu (z)\n y = Conv (h, v)",
-                ("LayerNormGemmGelu",),
-                "",
-            ),
-            (
-                "wide",
-                32,
-                1,
-                1,
-                "[0,3,1,2]",
-                "0,0,0,0",
-                1,
-                "u, w, c",
-                32,
-                "y = Neg (z)",
-                (),
-                "the Transpose would move 32 numbers a pixel, not 8",
-            ),
-            ("of_groups", 8, 2, 1, "[0,3,1,2]", "0,0,0,0", 1, "u, w", 8, "y = Neg (z)", (), ""),
-            ("of_nine", 8, 1, 3, "[0,3,1,2]", "1,1,1,1", 1, "u, w", 8, "y = Neg (z)", (), ""),
-            ("in_steps", 8, 1, 1, "[0,3,1,2]", "0,0,0,0", 2, "u, w", 8, "y = Neg (z)", (), ""),
-            ("padded", 8, 1, 1, "[0,3,1,2]", "1,1,1,1", 1, "u, w", 8, "y = Neg (z)", (), ""),
-            ("turned", 8, 1, 1, "[0,3,2,1]", "0,0,0,0", 1, "u, w", 8, "y = Neg (z)", (), ""),
-            (
-                "read_twice",
-                8,
-                1,
-                1,
-                "[0,3,1,2]",
-                "0,0,0,0",
-                1,
-                "u, w",
-                8,
-                "y = Mul (z, u)",
-                (),
-                "others read the norm or its Transpose",
-            ),
-        )
-    ),
-    FusionCase(
-        "conv_prelu",
-        "float[B,3,S,T] x, float[6,3,3,3] w, float[6] c, float[6,1,1] a",
-        "z = Conv <pads = [1,1,1,1]> (x, w, c)\n y = PRelu (z, a)",
-        ("ConvPRelu",),
-        output="float[B,6,S,T] y",
-        gone=("PRelu",),
-    ),
-    *(
-        FusionCase(
-            f"conv_as_the_slope_of_{name}_stays",
-            "float[6,S,T] x, float[1,3,S,T] u, float[6,3,3,3] w",
-            f"z = Conv <pads = [1,1,1,1]> (u, w)\n{body}",
-            fed=("x", "u"),
-            output="float[1,6,S,T] y",
-        )
-        for name, body in (
-            (
-                "another",
-                "at = Constant <value = int64[1] {0}> ()\n v = Unsqueeze (x, at)\ny = PRelu (v, z)",
-            ),
-            ("itself", "y = PRelu (z, z)"),
-        )
-    ),
-    FusionCase(
-        "prelu_of_one_slope",
-        f"{X}, {LIN}",
-        scalar("a", 0.25) + PLAIN + "y = PRelu (z, a)",
-        ("GemmLeakyRelu",),
-    ),
-    FusionCase(
-        "prelu_of_a_slope_that_adds_an_axis_stays",
-        f"{X}, {LIN}",
-        "a = Constant <value = float[1,1,1,1] {0.25}> ()\n" + PLAIN + "y = PRelu (z, a)",
-        ("Gemm",),
-        output="float[1,B,T,24] y",
-    ),
-    FusionCase(
-        "prelu_of_a_negative_slope_stays",  # the sign of a zero
-        f"{X}, {LIN}",
-        scalar("a", -0.25) + PLAIN + "y = PRelu (z, a)",
-        ("Gemm",),
-        reason="PRelu is not one of the fused activations",
-    ),
-    FusionCase(
-        "conv_activation_behind_views",
-        "float[B,3,S,T] x, float[6,3,3,3] w",
-        "to = Constant <value = int64[3] {0, 6, -1}> ()\n"
-        "z = Conv <pads = [1,1,1,1]> (x, w)\n f = Reshape (z, to)\n"
-        "t = Transpose <perm = [0,2,1]> (f)\n y = Gelu (t)",
-        ("ConvGelu",),
-        output="float[B,N,6] y",
-    ),
-    FusionCase(
-        "cross_entropy_written_out",
-        "float[B,24] x, int64[B] labels",
-        "l = LogSoftmax <axis = 1> (x)\n"
-        "y = NegativeLogLikelihoodLoss <ignore_index = 5> (l, labels)",
-        fed=("x", "labels"),
-        output="float y",
-        gone=("LogSoftmax", "NegativeLogLikelihoodLoss"),
-        spares=(("empty", "onnxruntime's SoftmaxCrossEntropyLoss takes no batch of none (1.32)"),),
-    ),
-    FusionCase(
-        "linear_cross_entropy",
-        "float[B,T,8] x, float[2051,8] w, int64[B,T] labels",
-        "wt = Transpose <perm = [1, 0]> (w)\n l = MatMul (x, wt)\n"
-        "to = Constant <value = int64[2] {-1, 2051}> ()\n r = Reshape (l, to)\n"
-        "flat = Constant <value = int64[1] {-1}> ()\n t = Reshape (labels, flat)\n"
-        "y = SoftmaxCrossEntropyLoss <ignore_index = 5> (r, t)",
-        ("LinearCrossEntropy",),
-        fed=("x", "labels"),
-        output="float y",
-        gone=("MatMul", "SoftmaxCrossEntropyLoss"),
-        spares=(("empty", "onnxruntime's SoftmaxCrossEntropyLoss takes no batch of none (1.32)"),),
-    ),
+    *fusion_rows("""
+conv_sum_that_is_no_bias_of_columns:
+  (float[B,3,S,6] x, float[6,3,3,3] w, float[1,1,1,6] b) => (float[B,6,S,6] y)
+  z = Conv <pads = [1,1,1,1]> (x, w)  s = Add (z, b)  y = Relu (s)
+conv_sum_that_is_no_bias_of_columns_in_rank_1:
+  (float[B,3,S,6] x, float[6,3,3,3] w, float[6] b) => (float[B,6,S,6] y)
+  z = Conv <pads = [1,1,1,1]> (x, w)  s = Add (z, b)  y = Relu (s)
+conv_sum_that_is_no_bias_behind_another:
+  (float[B,3,S,6] x, float[6,3,3,3] w, float[6] c, float[6,1,1] b) => (float[B,6,S,6] y)
+  z = Conv <pads = [1,1,1,1]> (x, w, c)  s = Add (z, b)  y = Relu (s)
+conv_add_read_twice: ConvAdd; fed x r
+  (float[B,3,S,T] x, float[B,6,S,T] r, float[6,3,3,3] w) => (float[B,6,S,T] y)
+  z = Conv <pads = [1,1,1,1]> (x, w)  s = Add (z, r)  a = Relu (s)  y = Mul (a, s)
+# the larger filter takes the sum
+conv_add_of_two_convolutions: ConvAddRelu; fed x u; gone Add Relu
+  (float[B,3,S,T] x, float[B,6,S,T] u, float[6,3,1,1] w1, float[6,6,3,3] w, float[6] c)
+  => (float[B,6,S,T] y)
+  d = Conv (x, w1)  z = Conv <pads = [1,1,1,1]> (u, w, c)  s = Add (d, z)  y = Relu (s)
+conv_add_broadcast_stays: fed x r
+  (float[B,3,S,T] x, float[B,1,S,T] r, float[6,3,3,3] w) => (float[B,6,S,T] y)
+  z = Conv <pads = [1,1,1,1]> (x, w)  s = Add (z, r)  y = Relu (s)
+  reason: it follows an Add
+convolution_of_single_taps_behind_a_norm_narrow: LayerNormGemmRelu; gone Conv
+  (float[B,8,S,T] x, float[8] g, float[8] b, float[8,8,1,1] w) => (float[B,8,S,T] y)
+  t = Transpose <perm = [0,2,3,1]> (x)  n = LayerNormalization (t, g, b)
+  u = Transpose <perm = [0,3,1,2]> (n)
+  z = Conv <group = 1, pads = [0,0,0,0], strides = [1,1]> (u, w)  y = Relu (z)
+convolution_of_single_taps_behind_a_norm_and_another: LayerNormGemmGelu; gone Conv
+  (float[B,8,S,T] x, float[8] g, float[8] b, float[32,8,1,1] w, float[32] c, float[8,32,1,1] v)
+  => (float[B,8,S,T] y)
+  t = Transpose <perm = [0,2,3,1]> (x)  n = LayerNormalization (t, g, b)
+  u = Transpose <perm = [0,3,1,2]> (n)
+  z = Conv <group = 1, pads = [0,0,0,0], strides = [1,1]> (u, w, c)  h = Gelu (z)  y = Conv (h, v)
+convolution_of_single_taps_behind_a_norm_wide:
+  (float[B,8,S,T] x, float[8] g, float[8] b, float[32,8,1,1] w, float[32] c) => (float[B,32,S,T] y)
+  t = Transpose <perm = [0,2,3,1]> (x)  n = LayerNormalization (t, g, b)
+  u = Transpose <perm = [0,3,1,2]> (n)
+  z = Conv <group = 1, pads = [0,0,0,0], strides = [1,1]> (u, w, c)  y = Neg (z)
+  reason: the Transpose would move 32 numbers a pixel, not 8
+convolution_of_single_taps_behind_a_norm_of_groups:
+  (float[B,8,S,T] x, float[8] g, float[8] b, float[8,4,1,1] w) => (float[B,8,S,T] y)
+  t = Transpose <perm = [0,2,3,1]> (x)  n = LayerNormalization (t, g, b)
+  u = Transpose <perm = [0,3,1,2]> (n)
+  z = Conv <group = 2, pads = [0,0,0,0], strides = [1,1]> (u, w)  y = Neg (z)
+convolution_of_single_taps_behind_a_norm_of_nine:
+  (float[B,8,S,T] x, float[8] g, float[8] b, float[8,8,3,3] w) => (float[B,8,S,T] y)
+  t = Transpose <perm = [0,2,3,1]> (x)  n = LayerNormalization (t, g, b)
+  u = Transpose <perm = [0,3,1,2]> (n)
+  z = Conv <group = 1, pads = [1,1,1,1], strides = [1,1]> (u, w)  y = Neg (z)
+convolution_of_single_taps_behind_a_norm_in_steps:
+  (float[B,8,S,T] x, float[8] g, float[8] b, float[8,8,1,1] w) => (float[B,8,S,T] y)
+  t = Transpose <perm = [0,2,3,1]> (x)  n = LayerNormalization (t, g, b)
+  u = Transpose <perm = [0,3,1,2]> (n)
+  z = Conv <group = 1, pads = [0,0,0,0], strides = [2,2]> (u, w)  y = Neg (z)
+convolution_of_single_taps_behind_a_norm_padded:
+  (float[B,8,S,T] x, float[8] g, float[8] b, float[8,8,1,1] w) => (float[B,8,S,T] y)
+  t = Transpose <perm = [0,2,3,1]> (x)  n = LayerNormalization (t, g, b)
+  u = Transpose <perm = [0,3,1,2]> (n)
+  z = Conv <group = 1, pads = [1,1,1,1], strides = [1,1]> (u, w)  y = Neg (z)
+convolution_of_single_taps_behind_a_norm_turned:
+  (float[B,8,S,T] x, float[8] g, float[8] b, float[8,8,1,1] w) => (float[B,8,S,T] y)
+  t = Transpose <perm = [0,2,3,1]> (x)  n = LayerNormalization (t, g, b)
+  u = Transpose <perm = [0,3,2,1]> (n)
+  z = Conv <group = 1, pads = [0,0,0,0], strides = [1,1]> (u, w)  y = Neg (z)
+convolution_of_single_taps_behind_a_norm_read_twice:
+  (float[B,8,S,T] x, float[8] g, float[8] b, float[8,8,1,1] w) => (float[B,8,S,T] y)
+  t = Transpose <perm = [0,2,3,1]> (x)  n = LayerNormalization (t, g, b)
+  u = Transpose <perm = [0,3,1,2]> (n)
+  z = Conv <group = 1, pads = [0,0,0,0], strides = [1,1]> (u, w)  y = Mul (z, u)
+  reason: others read the norm or its Transpose
+conv_prelu: ConvPRelu; gone PRelu
+  (float[B,3,S,T] x, float[6,3,3,3] w, float[6] c, float[6,1,1] a) => (float[B,6,S,T] y)
+  z = Conv <pads = [1,1,1,1]> (x, w, c)  y = PRelu (z, a)
+conv_as_the_slope_of_another_stays: fed x u
+  (float[6,S,T] x, float[1,3,S,T] u, float[6,3,3,3] w) => (float[1,6,S,T] y)
+  z = Conv <pads = [1,1,1,1]> (u, w)  at = int64[1] {0}  v = Unsqueeze (x, at)  y = PRelu (v, z)
+conv_as_the_slope_of_itself_stays: fed x u
+  (float[6,S,T] x, float[1,3,S,T] u, float[6,3,3,3] w) => (float[1,6,S,T] y)
+  z = Conv <pads = [1,1,1,1]> (u, w)  y = PRelu (z, z)
+prelu_of_one_slope: GemmLeakyRelu
+  ($X, $LIN)
+  a = float {0.25}  $PLAIN  y = PRelu (z, a)
+prelu_of_a_slope_that_adds_an_axis_stays: Gemm
+  ($X, $LIN) => (float[1,B,T,24] y)
+  a = float[1,1,1,1] {0.25}  $PLAIN  y = PRelu (z, a)
+prelu_of_a_negative_slope_stays: Gemm  # the sign of a zero
+  ($X, $LIN)
+  a = float {-0.25}  $PLAIN  y = PRelu (z, a)
+  reason: PRelu is not one of the fused activations
+conv_activation_behind_views: ConvGelu
+  (float[B,3,S,T] x, float[6,3,3,3] w) => (float[B,N,6] y)
+  to = int64[3] {0, 6, -1}  z = Conv <pads = [1,1,1,1]> (x, w)  f = Reshape (z, to)
+  t = Transpose <perm = [0,2,1]> (f)  y = Gelu (t)
+cross_entropy_written_out: fed x labels; gone LogSoftmax NegativeLogLikelihoodLoss
+  (float[B,24] x, int64[B] labels) => (float y)
+  l = LogSoftmax <axis = 1> (x)  y = NegativeLogLikelihoodLoss <ignore_index = 5> (l, labels)
+  spares empty: onnxruntime's SoftmaxCrossEntropyLoss takes no batch of none (1.32)
+linear_cross_entropy: LinearCrossEntropy; fed x labels; gone MatMul SoftmaxCrossEntropyLoss
+  (float[B,T,8] x, float[2051,8] w, int64[B,T] labels) => (float y)
+  wt = Transpose <perm = [1, 0]> (w)  l = MatMul (x, wt)  to = int64[2] {-1, 2051}
+  r = Reshape (l, to)  flat = int64[1] {-1}  t = Reshape (labels, flat)
+  y = SoftmaxCrossEntropyLoss <ignore_index = 5> (r, t)
+  spares empty: onnxruntime's SoftmaxCrossEntropyLoss takes no batch of none (1.32)
+"""),
 )
