@@ -22,12 +22,12 @@ def plan(sizes: Sequence[int], most: int = BUCKET, first: int = FIRST) -> list[i
 
     The order of the tensors is kept, so that it is that of all ranks.
     """
-    found: list[int] = []
+    buckets: list[int] = []
     bucket = held = 0
     for size in sizes:
         limit = min(first, most) if bucket == 0 else most
         if held and held + size > limit:
             bucket, held = bucket + 1, 0
-        found.append(bucket)
+        buckets.append(bucket)
         held += size
-    return found
+    return buckets

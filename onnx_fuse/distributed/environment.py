@@ -40,10 +40,10 @@ def place(environ: Mapping[str, str]) -> Place | None:
 
     Raises UsageError for variables that contradict each other.
     """
-    found = _place(environ)
-    if found is not None and not 0 <= found.rank < found.size:
-        raise UsageError(f"the launcher's variables name rank {found.rank} of {found.size}")
-    return found
+    here = _place(environ)
+    if here is not None and not 0 <= here.rank < here.size:
+        raise UsageError(f"the launcher's variables name rank {here.rank} of {here.size}")
+    return here
 
 
 def _place(environ: Mapping[str, str]) -> Place | None:
@@ -98,5 +98,5 @@ def _port_of(job: str) -> int:
 
 def _first_host(nodes: str) -> str:
     """The first machine of a list as Slurm writes it: "gpu[03-05,9],login" gives "gpu03"."""
-    found = re.match(r"([^,\[\]]*)(?:\[(\d+)[^\]]*\]([^,\[\]]*))?", nodes)
-    return "".join(part or "" for part in found.groups()) if found else ""
+    match = re.match(r"([^,\[\]]*)(?:\[(\d+)[^\]]*\]([^,\[\]]*))?", nodes)
+    return "".join(part or "" for part in match.groups()) if match else ""

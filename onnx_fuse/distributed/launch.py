@@ -65,11 +65,11 @@ class _Rank:
 
 def environment(rank: int, size: int, port: int) -> dict[str, str]:
     """The variables of a rank on this machine."""
-    own = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_PORT": port}
-    found = {**os.environ, **{k: str(v) for k, v in own.items()}}
-    found |= {"MASTER_ADDR": "127.0.0.1", LAUNCHED: "1"}
-    found.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // size)))
-    return found
+    ours = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_PORT": port}
+    variables = {**os.environ, **{k: str(v) for k, v in ours.items()}}
+    variables |= {"MASTER_ADDR": "127.0.0.1", LAUNCHED: "1"}
+    variables.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // size)))
+    return variables
 
 
 def run(command: Sequence[str], size: int) -> int:

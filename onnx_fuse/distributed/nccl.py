@@ -51,9 +51,9 @@ class Communicator:
         self.rank, self.size = world.rank, world.size
         with _faults("the connection of the ranks"):
             unique = self._nccl.get_unique_id() if world.rank == 0 else self._nccl.UniqueId()
-            own = _bytes_of(unique)
-            shared = world.broadcast(bytes(own) if world.rank == 0 else b"")
-            own[:] = shared
+            content = _bytes_of(unique)
+            shared = world.broadcast(bytes(content) if world.rank == 0 else b"")
+            content[:] = shared
             self._handle = self._nccl.comm_init_rank(world.size, unique, world.rank)
 
     def enqueue(self, kind: str, parts: Sequence[Part], stream: int) -> None:

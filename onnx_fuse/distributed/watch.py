@@ -134,9 +134,9 @@ class Watch:
     def _finish(self, end: Callable[[], T]) -> T:
         began = time.monotonic()
         with self.waiting():
-            found = end()
+            result = end()
         self._last = time.monotonic() - began
-        return found
+        return result
 
     def _sign(self, now: float) -> Sign:
         waiting = self._waiting
@@ -152,10 +152,10 @@ class Watch:
             now = time.monotonic()
             if now - beat >= BEAT:
                 beat = now
-                own = self._sign(now)
+                sign = self._sign(now)
                 for link in list(self.links.values()):
-                    self._say(link, b"A", own.packed())
-                self._check(now, own)
+                    self._say(link, b"A", sign.packed())
+                self._check(now, sign)
             open_links = {link: rank for rank, link in self.links.items()}
             ready = select.select(list(open_links), [], [], BEAT / 4)[0]
             for link in ready:
@@ -180,13 +180,13 @@ class Watch:
         else:
             self._end(data.decode(errors="replace"), seen=True)
 
-    def _check(self, now: float, own: Sign) -> None:
+    def _check(self, now: float, sign: Sign) -> None:
         if os.getppid() != self._parent:
             self._end("the launcher of the ranks has ended", seen=True)
         for other, peer in self._peers.items():
             if now - peer.heard > self.patience:
                 self._end(f"rank {other} has not answered for {self.patience:.0f} s: it hangs")
-            ahead = max(own.steps, *(p.sign.steps for p in self._peers.values()))
+            ahead = max(sign.steps, *(p.sign.steps for p in self._peers.values()))
             if peer.sign.steps < ahead and now - peer.moved > self.stall:
                 self._end(
                     f"rank {other} has been at step {peer.sign.steps} for {self.stall:.0f} s, "
@@ -194,7 +194,7 @@ class Watch:
                 )
         limit = max(self.patience, SLOW * self._last) if self._last else self.stall
         if self.rank == 0 and self._peers:
-            cause = hang({0: own, **{r: p.sign for r, p in self._peers.items()}}, limit)
+            cause = hang({0: sign, **{r: p.sign for r, p in self._peers.items()}}, limit)
             if cause:
                 self._end(cause)
 

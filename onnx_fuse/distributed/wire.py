@@ -66,13 +66,13 @@ def unpacked(data: bytearray) -> dict[str, Array]:
     import ml_dtypes  # noqa: F401  its types are known by name from now on
 
     (length,) = struct.unpack_from("<Q", data)
-    at, found = 8 + length, {}
+    at, arrays = 8 + length, {}
     for name, dtype, shape in json.loads(bytes(data[8:at])):
         kind = np.dtype(dtype)
         count = int(np.prod(shape, dtype=np.int64))
-        found[name] = np.frombuffer(data, kind, count, at).reshape(shape)
+        arrays[name] = np.frombuffer(data, kind, count, at).reshape(shape)
         at += count * kind.itemsize
-    return found
+    return arrays
 
 
 # ---- how the ranks find each other -------------------------------------------------------------
@@ -89,8 +89,8 @@ def gather(place: Place, patience: float) -> dict[str, list[socket.socket]]:
 
     Raises DeviceError where ranks are missing after `patience` seconds, or the port is taken.
     """
-    found: dict[tuple[str, int], socket.socket] = {}
-    wanted = {(name, rank) for name in CHANNELS for rank in range(1, place.size)}
+    links: dict[tuple[str, int], socket.socket] = {}
+    expected = {(name, rank) for name in CHANNELS for rank in range(1, place.size)}
     end = time.monotonic() + patience
     try:
         server = socket.create_server((place.host, place.port), backlog=4 * place.size)
@@ -100,23 +100,23 @@ def gather(place: Place, patience: float) -> dict[str, list[socket.socket]]:
             "MASTER_PORT to a free port"
         ) from error
     with server:
-        while wanted - found.keys():
+        while expected - links.keys():
             server.settimeout(max(end - time.monotonic(), 0.01))
             try:
                 link, _ = server.accept()
             except TimeoutError:
-                missing = sorted({rank for _, rank in wanted - found.keys()})
+                missing = sorted({rank for _, rank in expected - links.keys()})
                 raise DeviceError(
                     f"after {patience:.0f} s no word from rank {', '.join(map(str, missing))}"
                 ) from None
             hello = _hello(link)
-            if hello is None or hello not in wanted:
+            if hello is None or hello not in expected:
                 link.close()
                 continue
-            found[hello] = _tuned(link)
-    for name, rank in sorted(wanted):
-        send(found[name, rank], b"W")
-    return {name: [found[name, rank] for rank in range(1, place.size)] for name in CHANNELS}
+            links[hello] = _tuned(link)
+    for name, rank in sorted(expected):
+        send(links[name, rank], b"W")
+    return {name: [links[name, rank] for rank in range(1, place.size)] for name in CHANNELS}
 
 
 def _hello(link: socket.socket) -> tuple[str, int] | None:

@@ -46,9 +46,9 @@ class World:
             control = dict(enumerate(links["control"], 1))
         else:
             # rank 0 answers once all links of all ranks have come
-            found = wire.join(place, MEETING)
-            self._data = [found["data"]]
-            control = {0: found["control"]}
+            channels = wire.join(place, MEETING)
+            self._data = [channels["data"]]
+            control = {0: channels["control"]}
         self.watch = Watch(place.rank, control, patience, stall)
 
     # -- what ranks exchange --
@@ -64,11 +64,11 @@ class World:
                 wire.send(self._data[0], b"D", *wire.packed(arrays))
                 return wire.unpacked(wire.receive(self._data[0])[1])
             theirs = [wire.unpacked(wire.receive(link)[1]) for link in self._data]
-            made = how([dict(arrays), *theirs])
-            parts = wire.packed(made)
+            combined = how([dict(arrays), *theirs])
+            parts = wire.packed(combined)
             for link in self._data:
                 wire.send(link, b"D", *parts)
-            return made
+            return combined
 
     def all_reduce(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
         """The sum of all ranks' arrays, by name; those of 16 bits are added in float32."""
@@ -82,8 +82,8 @@ class World:
 
     def broadcast(self, data: bytes) -> bytes:
         """The bytes of rank 0, on every rank."""
-        own = {"": np.frombuffer(data, np.uint8)}
-        return self.combine(own, lambda given: given[0])[""].tobytes()
+        message = {"": np.frombuffer(data, np.uint8)}
+        return self.combine(message, lambda ranks: ranks[0])[""].tobytes()
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
@@ -96,9 +96,9 @@ class World:
 
     def agree(self, what: str, text: str) -> None:
         """Raise UsageError, on every rank, where the ranks have different texts for `what`."""
-        own = np.frombuffer(text.encode().ljust(64, b"\0")[:64], np.uint8)
-        found = self.all_gather({"": own})[""].reshape(self.size, 64)
-        wrong = [str(i) for i, row in enumerate(found) if (row != found[0]).any()]
+        ours = np.frombuffer(text.encode().ljust(64, b"\0")[:64], np.uint8)
+        texts = self.all_gather({"": ours})[""].reshape(self.size, 64)
+        wrong = [str(i) for i, row in enumerate(texts) if (row != texts[0]).any()]
         if wrong:
             raise UsageError(f"rank {', '.join(wrong)}: another {what} than rank 0")
 
@@ -116,15 +116,15 @@ class World:
         self.watch.close()
 
 
-def _sums(given: list[dict[str, Array]]) -> dict[str, Array]:
-    found = {}
-    for name, first in given[0].items():
+def _sums(ranks: list[dict[str, Array]]) -> dict[str, Array]:
+    totals = {}
+    for name, first in ranks[0].items():
         wide = np.float32 if first.dtype.itemsize == 2 else first.dtype
         total = first.astype(wide)
-        for other in given[1:]:
+        for other in ranks[1:]:
             total += other[name].astype(wide, copy=False)
-        found[name] = total.astype(first.dtype, copy=False)
-    return found
+        totals[name] = total.astype(first.dtype, copy=False)
+    return totals
 
 
 def _text(error: BaseException) -> str:
@@ -143,14 +143,14 @@ def world() -> World:
     launcher's variables say which rank this is, DeviceError where the others do not come.
     """
     if not _WORLD:
-        found = place(os.environ)
-        if found is None:
+        here = place(os.environ)
+        if here is None:
             raise UsageError(
                 "distributed training needs a launcher: onnx-fuse train --gpus N, torchrun, mpirun "
                 "or srun, which set RANK and WORLD_SIZE or variables of their own"
             )
-        _WORLD.append(made := World(found))
-        atexit.register(made.close)
+        _WORLD.append(joined := World(here))
+        atexit.register(joined.close)
         before = sys.excepthook
 
         def hook(

@@ -34,7 +34,7 @@ def _rounded(
     ctx: Context, node: ir.Node, v: Tensor, kind: str, history: int, following: int,
     rounded: Rounded, sums: Tensor | None = None,
 ) -> str | None:  # fmt: skip
-    """Fill `made` with `v`, and `sums` with those of its columns, for each 128 rows.
+    """Fill `rounded` with `v`, and `sums` with those of its columns, for each 128 rows.
 
     The history is input `history`, and the next one output `following`.
     """

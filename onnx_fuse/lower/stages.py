@@ -35,7 +35,7 @@ _OF_SEQUENCES = MAKES_SEQUENCES | {
 
 
 def stages(low: Control, outputs: Sequence[str]) -> tuple[Stage, ...]:
-    """The stages that run the nodes that are left (`low.later`) and give the values `wanted`.
+    """The stages that run the nodes that are left (`low.later`) and give the values `outputs`.
 
     No lowering helps those that are stuck: all they read is there. They run on onnxruntime, a Loop
     pass by pass. Where strings or sequences pass between the nodes, onnxruntime runs them all.

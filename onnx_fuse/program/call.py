@@ -162,7 +162,7 @@ class Tensor:
 def reshape_strides(
     shape: Sequence[int], strides: Sequence[int], target: Sequence[int]
 ) -> tuple[int, ...] | None:
-    """Strides of the same elements under `wanted`, or None if a copy is needed."""
+    """Strides of the same elements under `target`, or None if a copy is needed."""
     if 0 in target or 0 in shape:
         return dense_strides(target)
     old = [(d, s) for d, s in zip(shape, strides, strict=True) if d != 1]

@@ -285,7 +285,7 @@ def _objects(
 def _instances(
     kind: Any, names: Sequence[str], later: Sequence[str] | None, rows: Iterable[tuple[Any, ...]]
 ) -> Iterable[Any]:
-    """Instances of a dataclass, or makers of such to which the fields `given` are given."""
+    """Instances of a dataclass, or makers of such to which the fields `later` are given."""
     usual, all_names = defaults(kind), (*names, *(later or ()))
     own_fields, listed = set(field_names(kind)), set(all_names)
     if not listed <= own_fields <= listed | usual.keys() or len(listed) != len(all_names):

@@ -26,26 +26,26 @@ _NAMES = {
 def read(path: Path) -> dict[str, Any]:
     """A report that `--json` wrote. Raises DataError for anything else."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        report = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from error
     except ValueError as error:
         raise DataError(f"{path}: is no report of --json: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(report, dict):
         raise DataError(f"{path}: is no report of --json, which holds an object")
-    return found
+    return report
 
 
 def rows(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[list[str]]:
     """[what, in a, in b, change] for each number that either has, those that differ first."""
     left, right = dict(_numbers(a)), dict(_numbers(b))
-    found = []
+    changes = []
     for key in dict.fromkeys((*left, *right)):
         x, y = left.get(key), right.get(key)
         changed = x is not None and y is not None and x != y
         change = f"{y / x - 1:+.1%}" if changed and x and y is not None else ""
-        found.append((x == y, [_named(key), _shown(x), _shown(y), change]))
-    return [row for _, row in sorted(found, key=lambda item: item[0])][:_MOST]
+        changes.append((x == y, [_named(key), _shown(x), _shown(y), change]))
+    return [row for _, row in sorted(changes, key=lambda item: item[0])][:_MOST]
 
 
 def verdict(names: tuple[str, str], a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
@@ -64,12 +64,12 @@ def _ends(report: Mapping[str, Any]) -> str:
 
 def sections(names: tuple[str, str], a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Section]:
     """The page of two reports: their curves or times where they have these, and all numbers."""
-    found: list[Section] = []
+    parts: list[Section] = []
     if a.get("losses") and b.get("losses"):
-        found += training.sections({names[0]: a, names[1]: b})
+        parts += training.sections({names[0]: a, names[1]: b})
     if a.get("operators") and b.get("operators"):
         views = [_times(name, report) for name, report in zip(names, (a, b), strict=True)]
-        found.append(Section("Time by operator", views))
+        parts.append(Section("Time by operator", views))
     if a.get("rounds") and b.get("rounds"):
         times = {
             "Medians of both models": [
@@ -78,16 +78,16 @@ def sections(names: tuple[str, str], a: Mapping[str, Any], b: Mapping[str, Any])
                 for name, report in zip(names, (a, b), strict=True)
             ]
         }
-        found += timing.times(times)
+        parts += timing.times(times)
     table = rows(a, b)
     if not table:
-        return [*found, Section("Numbers", [Lines(["these reports have no numbers in common"])])]
-    return [*found, Section("Numbers", [Table("", ["", *names, "change"], table)])]
+        return [*parts, Section("Numbers", [Lines(["these reports have no numbers in common"])])]
+    return [*parts, Section("Numbers", [Table("", ["", *names, "change"], table)])]
 
 
 def _times(name: str, report: Mapping[str, Any]) -> View:
-    bars = [[f"{op} ({found['runs']})", found["us"] * 1e-6]
-            for op, found in report["operators"].items()]  # fmt: skip
+    bars = [[f"{op} ({entry['runs']})", entry["us"] * 1e-6]
+            for op, entry in report["operators"].items()]  # fmt: skip
     return View("bars", f"{name}: time by operator",
                 {"title": name, "unit": "s", "share": True, "rows": bars})  # fmt: skip
 

@@ -48,7 +48,7 @@ def view(drawn: Sequence[Drawn]) -> View:
     data = [graph.data() for graph in graphs]
     if len(graphs) == 2:
         origins = _origins(*graphs)
-        data[1]["from"] = {str(i): sorted(found) for i, found in origins.items()}
+        data[1]["from"] = {str(i): sorted(nodes) for i, nodes in origins.items()}
         data[0]["group"] = _groups(graphs[0], graphs[1], origins)
     last = graphs[-1]
     data[-1]["group"] = [
@@ -73,12 +73,12 @@ class _Graph:
         self.made: dict[ir.Value, int] = {v: i for i, v in enumerate(inputs)}
         for i, node in enumerate(self.own, len(inputs)):
             self.made.update(dict.fromkeys(node.outputs, i))
-        found: dict[tuple[int, int], None] = {}
+        edges: dict[tuple[int, int], None] = {}
         for i, reader in enumerate(self.nodes):
             for value in reads(reader):
                 if value in self.made:
-                    found[self.made[value], i] = None
-        self.edges = list(found)
+                    edges[self.made[value], i] = None
+        self.edges = list(edges)
 
     def data(self) -> dict[str, Any]:
         """The graph as JSON values, laid out."""
@@ -91,8 +91,8 @@ class _Graph:
         for i, node in enumerate(self.nodes):
             if isinstance(node, tuple):
                 kind, value = node
-                own = [self._value(value, values, types)]
-                ends: tuple[list[int], list[int]] = ([], own) if kind == INPUT else (own, [])
+                line = [self._value(value, values, types)]
+                ends: tuple[list[int], list[int]] = ([], line) if kind == INPUT else (line, [])
                 nodes.append([ops[kind], value.name or "", *ends])
                 continue
             ins = [-1 if v is None else self._value(v, values, types) for v in node.inputs]
@@ -137,7 +137,7 @@ def reads(node: ir.Node | tuple[str, ir.Value]) -> Iterable[ir.Value]:
     """The values that a node reads, those in its branches and bodies among them."""
     if isinstance(node, tuple):
         return [node[1]] if node[0] == OUTPUT else []
-    found = [v for v in node.inputs if v is not None]
+    values = [v for v in node.inputs if v is not None]
     for attribute in node.attributes.values():
         graphs: list[ir.Graph] = []
         if attribute.type == ir.AttributeType.GRAPH:
@@ -146,9 +146,9 @@ def reads(node: ir.Node | tuple[str, ir.Value]) -> Iterable[ir.Value]:
             graphs = list(attribute.value)
         for graph in graphs:
             inner = list(ir.traversal.RecursiveGraphIterator(graph))
-            found += [v for n in inner for v in n.inputs if v is not None]
-            found.extend(graph.outputs)
-    return found
+            values += [v for n in inner for v in n.inputs if v is not None]
+            values.extend(graph.outputs)
+    return values
 
 
 def _type(value: ir.Value) -> str:
@@ -200,11 +200,11 @@ def _origins(before: _Graph, after: _Graph) -> dict[int, set[int]]:
     """
     computed = {v.name: i for v, i in before.made.items()}
     stays = {v.name for v in after.made}
-    found: dict[int, set[int]] = {}
+    origins: dict[int, set[int]] = {}
     for i, node in enumerate(after.nodes):
         if isinstance(node, tuple):
             if node[1].name in computed and node[0] == INPUT:
-                found[i] = {computed[node[1].name]}
+                origins[i] = {computed[node[1].name]}
             continue
         todo = [v.name for v in node.outputs if v.name in computed]
         region: set[int] = set()
@@ -219,17 +219,17 @@ def _origins(before: _Graph, after: _Graph) -> dict[int, set[int]]:
                 if v.name in computed and v.name not in stays
             ]
         if region:
-            found[i] = region
+            origins[i] = region
     readers: dict[int, list[int]] = defaultdict(list)
     for a, b in after.edges:
         readers[a].append(b)
     for i, node in reversed(list(enumerate(after.nodes))):
         outputs = [] if isinstance(node, tuple) else node.outputs
         if any(v.name not in computed and v.uses() for v in outputs):
-            regions = [found[j] for j in readers[i] if j in found]
+            regions = [origins[j] for j in readers[i] if j in origins]
             if regions:
-                found[i] = found.get(i, set()).union(*regions)
-    return found
+                origins[i] = origins.get(i, set()).union(*regions)
+    return origins
 
 
 def _groups(before: _Graph, after: _Graph, origins: Mapping[int, set[int]]) -> list[str]:

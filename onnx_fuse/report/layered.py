@@ -120,17 +120,17 @@ class _Drawing:
 
     def chain(self, node: int, targets: Sequence[int]) -> list[int]:
         """Join a node with its targets; the placeholders on the way, from the top."""
-        found: list[int] = []
+        placeholders: list[int] = []
         start = self.layer[node]
         for target in sorted(set(targets), key=lambda t: self.layer[t]):
             span = self.layer[target] - start
             full = len(self.layer) - self.real > _MOST_PLACEHOLDERS
             if full and span > _LONG:
                 continue
-            while len(found) < span - 1:
-                found.append(self._placeholder(found[-1] if found else node))
-            self._join(found[span - 2] if span > 1 else node, target)
-        return found
+            while len(placeholders) < span - 1:
+                placeholders.append(self._placeholder(placeholders[-1] if placeholders else node))
+            self._join(placeholders[span - 2] if span > 1 else node, target)
+        return placeholders
 
     def _placeholder(self, after: int) -> int:
         new = len(self.layer)
@@ -190,7 +190,7 @@ class _Drawing:
 
     def _fit(self, row: Sequence[int], turn: int) -> None:
         both = turn >= _PLACINGS - 4
-        wanted, weights, offsets = [], [], []
+        positions, weights, offsets = [], [], []
         at = 0.0
         for i, node in enumerate(row):
             if i:
@@ -205,9 +205,9 @@ class _Drawing:
                     weight = _STRAIGHT if other >= self.real else 2.0
                 total += weight
                 pull += weight * self.x[other]
-            wanted.append((pull / total if total else self.x[node]) - at)
+            positions.append((pull / total if total else self.x[node]) - at)
             weights.append(total or 0.01)
-        for node, fitted, offset in zip(row, _increasing(wanted, weights), offsets, strict=True):
+        for node, fitted, offset in zip(row, _increasing(positions, weights), offsets, strict=True):
             self.x[node] = fitted + offset
 
 

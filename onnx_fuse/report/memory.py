@@ -18,9 +18,9 @@ _NAMED = 2  # nodes named for a call
 
 def section(program: Program) -> Section:
     """The memory plan of a program as rectangles: calls from left to right, addresses upwards."""
-    found = plan(program)
-    rects = _rects(program, found)
-    live = live_bytes(program, found)
+    arena_plan = plan(program)
+    rects = _rects(program, arena_plan)
+    live = live_bytes(program, arena_plan)
     peak = max(range(len(live)), key=live.__getitem__, default=0)
     parts: list[Part] = []
     if rects:
@@ -29,9 +29,9 @@ def section(program: Program) -> Section:
                 "plane",
                 f"Memory plan of {len(rects)} temporaries over {len(live)} calls",
                 {
-                    "title": f"arena of {found.arena:,} bytes over the calls",
+                    "title": f"arena of {arena_plan.arena:,} bytes over the calls",
                     "x": {"label": "call", "high": len(live)},
-                    "y": {"label": "address", "high": found.arena, "unit": "B"},
+                    "y": {"label": "address", "high": arena_plan.arena, "unit": "B"},
                     "kinds": ["temporary", "workspace"],
                     "rects": rects,
                     "line": [[i + step, size] for i, size in enumerate(live) for step in (0, 1)],
@@ -49,8 +49,8 @@ def section(program: Program) -> Section:
     for buffer in program.buffers:
         kinds[buffer.kind] += buffer.nbytes
     rows = [[kind, f"{size:,}"] for kind, size in kinds.most_common() if kind != "temp"]
-    rows.append(["arena", f"{found.arena:,}"])
-    rows.append(["temporaries, if nothing shared memory", f"{found.naive:,}"])
+    rows.append(["arena", f"{arena_plan.arena:,}"])
+    rows.append(["temporaries, if nothing shared memory", f"{arena_plan.naive:,}"])
     parts.append(Table("all memory", ["", "bytes"], rows))
     note = (
         "Each rectangle is a temporary: its width is its life, its height its size. The line is "
@@ -59,10 +59,10 @@ def section(program: Program) -> Section:
     return Section("Memory", parts, note)
 
 
-def live_bytes(program: Program, found: Plan) -> list[int]:
+def live_bytes(program: Program, plan: Plan) -> list[int]:
     """Bytes of temporaries and workspaces that are alive at each call, shared memory once."""
     spans: list[list[tuple[int, int]]] = [[] for _ in program.calls]
-    for start, stop, low, high, _, _ in _rects(program, found):
+    for start, stop, low, high, _, _ in _rects(program, plan):
         for i in range(start, stop):
             spans[i].append((low, high))
     live = []
@@ -75,7 +75,7 @@ def live_bytes(program: Program, found: Plan) -> list[int]:
     return live
 
 
-def _rects(program: Program, found: Plan) -> list[Rect]:
+def _rects(program: Program, plan: Plan) -> list[Rect]:
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for i, call in enumerate(program.calls):
@@ -88,12 +88,12 @@ def _rects(program: Program, found: Plan) -> list[Rect]:
                 last[source.buffer] = len(program.calls) - 1
     rects: list[Rect] = []
     for buffer in program.buffers:
-        if buffer.id in found.offsets and buffer.id in first:
-            low = found.offsets[buffer.id]
+        if buffer.id in plan.offsets and buffer.id in first:
+            low = plan.offsets[buffer.id]
             start, end = first[buffer.id], last[buffer.id]
             words = f"{made_by(program.calls[start])}\n{buffer.nbytes:,} bytes, {start} to {end}"
             rects.append((start, end + 1, low, low + aligned(buffer.nbytes), 0, words))
-    for i, low in found.workspaces.items():
+    for i, low in plan.workspaces.items():
         call = program.calls[i]
         words = f"workspace of {made_by(call)}\n{call.workspace:,} bytes, call {i}"
         rects.append((i, i + 1, low, low + aligned(call.workspace), 1, words))

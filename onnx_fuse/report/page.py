@@ -130,10 +130,10 @@ def _verdict(page: Page) -> str:
 
 def _facts(page: Page) -> dict[str, str]:
     installed = {d.name: d.version for d in metadata.distributions(name="onnxruntime")}
-    own = {"onnx-fuse": __version__, **installed}
+    versions = {"onnx-fuse": __version__, **installed}
     system = f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
     now = datetime.now().astimezone()
-    return {**page.facts, **own, "system": system, "date": now.strftime("%Y-%m-%d %H:%M %Z")}
+    return {**page.facts, **versions, "system": system, "date": now.strftime("%Y-%m-%d %H:%M %Z")}
 
 
 def _section(section: Section, name: str, views: list[str]) -> str:

@@ -24,7 +24,7 @@ def optimized(
     before: onnx_ir.Model,
     after: onnx_ir.Model,
     sizes: Sequence[Summary],
-    found: Report,
+    report: Report,
     checked: Check | None,
     facts: Mapping[str, Mapping[str, str]],
 ) -> list[Section]:
@@ -33,7 +33,7 @@ def optimized(
     Args:
         before, after: The graphs to draw side by side.
         sizes: The summaries of both.
-        found: What the passes fused and what they did not.
+        report: What the passes fused and what they did not.
         checked: The comparison of both, if there was one.
         facts: By a node's label, what else is known about it, such as its kernel.
     """
@@ -51,15 +51,15 @@ def optimized(
         ["parameters", f"{old.parameters:,}", f"{new.parameters:,}", ""],
     ]
     fused: list[Part] = [
-        Table("", ["fused operator", "count"], [[k, str(v)] for k, v in found.fusions.items()])
+        Table("", ["fused operator", "count"], [[k, str(v)] for k, v in report.fusions.items()])
     ]
-    if not found.fusions:
+    if not report.fusions:
         fused = [Lines(["nothing was fused"])]
     left: list[Part] = [
         Table(
             "",
             ["nodes", "reason", "which"],
-            [[str(len(r.nodes)), r.reason, named(r.nodes)] for r in found.not_fused],
+            [[str(len(r.nodes)), r.reason, named(r.nodes)] for r in report.not_fused],
             left=3,
         )
     ]
@@ -73,11 +73,11 @@ def optimized(
         ),
         Section("Fused", fused),
     ]
-    if found.not_fused:
+    if report.not_fused:
         note = "Norms, attention, activations, sums and changes of layout that stayed."
         sections.append(Section("Not fused, and why", left, note))
-    if found.notes:
-        sections.append(Section("Notes", [Lines(list(found.notes))], folded=True))
+    if report.notes:
+        sections.append(Section("Notes", [Lines(list(report.notes))], folded=True))
     if checked is not None:
         sections += check_sections(checked)
     rows = models_rows(sizes)
@@ -211,17 +211,17 @@ def _checked_graph(
     facts: Mapping[str, Mapping[str, str]],
 ) -> graph.Drawn:
     """A graph whose nodes carry their errors, where these are known."""
-    known = {node: dict(found) for node, found in facts.items()}
+    facts_of = {node: dict(found) for node, found in facts.items()}
     errors: dict[str, float] = {}
     if checked is not None and checked.along is not None:
         for node, d in zip(checked.along.nodes, checked.along.values, strict=True):
-            known.setdefault(node, {})["error"] = (
+            facts_of.setdefault(node, {})["error"] = (
                 f"{d.max_abs:.3g}, {percent(d.max_abs, d.limit)} of the limit, at {d.where}"
                 if d.max_abs
                 else "none"
             )
             errors[node] = max(errors.get(node, 0.0), error_ratio(d.max_abs, d.limit))
-    return graph.Drawn(title, model, known, {"error": errors} if errors else {})
+    return graph.Drawn(title, model, facts_of, {"error": errors} if errors else {})
 
 
 # ---- numbers ---------------------------------------------------------------------------------
@@ -240,8 +240,8 @@ def error_ratio(error: float, limit: float) -> float:
 
 def percent(error: float, limit: float) -> str:
     """`error_ratio` for a reader."""
-    found = error_ratio(error, limit)
-    return f"{found:.1%}" if found < 100 else f"{found:.3g} times"
+    ratio = error_ratio(error, limit)
+    return f"{ratio:.1%}" if ratio < 100 else f"{ratio:.3g} times"
 
 
 def _change(before: float, after: float) -> str:

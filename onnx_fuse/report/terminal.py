@@ -134,10 +134,10 @@ class Printer:
         from rich import table as tables
         from rich.text import Text
 
-        kept = [list(row) for row in rows]
-        self.blocks.append(Table(title, list(header), kept, left))
+        body = [list(row) for row in rows]
+        self.blocks.append(Table(title, list(header), body, left))
         quiet()
-        cells = [[printable(cell) for cell in row] for row in (header, *kept)]
+        cells = [[printable(cell) for cell in row] for row in (header, *body)]
         widths = textwrap.widths(cells, self.console.width)
         if title:
             self.console.print(Text(title, style="bold"))
@@ -184,11 +184,11 @@ def models_rows(models: Sequence[Summary]) -> list[list[str]]:
     return rows
 
 
-def relative_size(found: Difference) -> str:
+def relative_size(difference: Difference) -> str:
     """How large a difference is beside the output's largest value, as a phrase; "" for none."""
-    if not found.max_abs or not found.scale or found.max_abs == float("inf"):
+    if not difference.max_abs or not difference.scale or difference.max_abs == float("inf"):
         return ""
-    ratio = found.max_abs / found.scale
+    ratio = difference.max_abs / difference.scale
     if ratio < 1e-6:
         return "; less than one millionth of the output's largest value"
     if ratio < 1e-3:

@@ -110,11 +110,11 @@ def profile_sections(profile: Profile, of: str = "") -> list[Section]:
     return sections
 
 
-def times(found: Mapping[str, Sequence[Sequence[str | float]]]) -> list[Section]:
+def times(by_title: Mapping[str, Sequence[Sequence[str | float]]]) -> list[Section]:
     """A bar chart of (name, seconds) for each of several problems, by the problem's title."""
     return [
         Section(title, [View("bars", title, {"title": "time", "unit": "s", "rows": rows})])
-        for title, rows in found.items()
+        for title, rows in by_title.items()
     ]
 
 
@@ -158,12 +158,12 @@ def call_facts(
     kernels: Sequence[Mapping[str, Any]], measured: bool = False
 ) -> dict[str, dict[str, str]]:
     """By a node's label, the kernel that computes it; calls are those that `--json` lists."""
-    found: dict[str, dict[str, str]] = {}
+    facts: dict[str, dict[str, str]] = {}
     for call in kernels:
         time = f"{1e6 * call['seconds']:.1f} µs {'measured' if measured else 'predicted'}"
         of_floor = call["floor"] / call["seconds"] if call["seconds"] else 0.0
         for node in call["nodes"]:
-            shown = found.setdefault(node, {})
+            shown = facts.setdefault(node, {})
             shown["kernel"] = f"{call['op']} {call['kernel']}"
             shown["configuration"] = call["config"] or "the only one"
             shown["time"] = time + (
@@ -171,7 +171,7 @@ def call_facts(
             )
             shown["share of the floor"] = f"{of_floor:.0%}"
             shown["chosen by"] = call["why"]
-    return found
+    return facts
 
 
 # ---- against the hardware --------------------------------------------------------------------

@@ -85,17 +85,17 @@ def _of_calls(profile: Profile, program: Program | None) -> Iterator[Event]:
         yield span(piece.op, start, 1e6 * piece.seconds, GPU, 1, "kernel", about)
 
 
-def of_communication(found: Communication, end: float) -> Iterator[Event]:
+def of_communication(communication: Communication, end: float) -> Iterator[Event]:
     """The collectives of a step on a GPU, which ended at `end`, and when nothing hid them."""
-    last = max((x.end for x in found.exchanges), default=0.0)
+    last = max((x.end for x in communication.exchanges), default=0.0)
     yield from named(GPU, "GPU")
     yield thread_name(GPU, 1, "collectives of the last step")
     yield thread_name(GPU, 2, "waits for them")
-    for x in found.exchanges:
+    for x in communication.exchanges:
         about = {"bucket": x.bucket, "bytes": x.nbytes}
         start = end + 1e6 * (x.start - last)
         yield span(x.kind, start, 1e6 * (x.end - x.start), GPU, 1, "collective", about)
-    for start, stop in found.waits:
+    for start, stop in communication.waits:
         yield span(
             "wait", end + 1e6 * (start - last), 1e6 * (stop - start), GPU, 2, "collective", {}
         )
@@ -106,16 +106,16 @@ def of_ranks(world: World, events: Sequence[Event]) -> list[Event]:
 
     Their times count from one moment, such as a barrier.
     """
-    own = np.frombuffer(json.dumps(list(events)).encode(), np.uint8)
-    sizes = world.all_gather({"": np.array([own.size])})[""]
-    parts = np.split(world.all_gather({"": own})[""], np.cumsum(sizes)[:-1])
-    found: list[Event] = []
+    packed = np.frombuffer(json.dumps(list(events)).encode(), np.uint8)
+    sizes = world.all_gather({"": np.array([packed.size])})[""]
+    parts = np.split(world.all_gather({"": packed})[""], np.cumsum(sizes)[:-1])
+    merged: list[Event] = []
     for rank, part in enumerate(parts):
         for event in json.loads(part.tobytes()):
             if event["name"] == "process_name":
                 event["args"] = {"name": f"rank {rank} {event['args']['name']}"}
-            found.append(event | {"pid": event["pid"] + _APART * rank})
-    return found
+            merged.append(event | {"pid": event["pid"] + _APART * rank})
+    return merged
 
 
 # ---- events ----------------------------------------------------------------------------------

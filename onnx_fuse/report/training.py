@@ -33,7 +33,7 @@ _KEYS = ("epoch", "step", "loss")  # of a record, what is no metric
 
 def sections(runs: Mapping[str, Run]) -> list[Section]:
     """The loss, and whatever else is known by step or by evaluation, of runs by their names."""
-    found = [Section("Loss", [_chart("loss", list(_losses(runs)))])]
+    parts = [Section("Loss", [_chart("loss", list(_losses(runs)))])]
     others: list[View] = []
     for key in _STEPS:
         lines = [
@@ -55,20 +55,20 @@ def sections(runs: Mapping[str, Run]) -> list[Section]:
         ]  # fmt: skip
         others.append(_chart(key.replace("_", " "), lines))
     if others:
-        found.append(Section("By step", others))
+        parts.append(Section("By step", others))
     tables = [_epochs(name, run) for name, run in runs.items() if run.get("epochs")]
     if tables:
-        found.append(Section("By epoch", tables))
-    return found
+        parts.append(Section("By epoch", tables))
+    return parts
 
 
 def _losses(runs: Mapping[str, Run]) -> Iterator[dict[str, Any]]:
     for i, (name, run) in enumerate(runs.items()):
-        own, colour = _of(name, runs), {"colour": f"var(--s{i + 1})"}
-        yield from _lines(f"{own} loss".strip(), i, run["losses"], smooth=True)
+        prefix, colour = _of(name, runs), {"colour": f"var(--s{i + 1})"}
+        yield from _lines(f"{prefix} loss".strip(), i, run["losses"], smooth=True)
         steps, validation = _points(run, "validation_loss")
         if steps:
-            line = _line(f"{own} validation".strip(), steps, validation)
+            line = _line(f"{prefix} validation".strip(), steps, validation)
             yield line | ({"dashed": True} | colour if len(runs) > 1 else {"colour": "var(--s2)"})
 
 
@@ -77,13 +77,13 @@ def _lines(
 ) -> Iterator[dict[str, Any]]:
     """The line of run `i` and, with `smooth`, a thick one of running means where it is long."""
     colour = {"colour": f"var(--s{i + 1})"}
-    known = [x for x in values if x is not None]
-    smooth = smooth and len(values) > _SMOOTHED and len(known) == len(values)
+    numbers = [x for x in values if x is not None]
+    smooth = smooth and len(values) > _SMOOTHED and len(numbers) == len(values)
     label = name or ("each step" if smooth else "")
     yield _line(label, *_thinned(values)) | colour | ({"thin": True} if smooth else {})
     if smooth:
-        own = name.removesuffix("loss").strip()
-        yield _line(f"{own} smoothed".strip(), *_thinned(_smooth(known))) | colour
+        base = name.removesuffix("loss").strip()
+        yield _line(f"{base} smoothed".strip(), *_thinned(_smooth(numbers))) | colour
 
 
 def _of(name: str, runs: Mapping[str, Run]) -> str:
@@ -114,12 +114,12 @@ def _evaluations(run: Run) -> Sequence[Mapping[str, float]]:
 
 def _points(run: Run, key: str) -> tuple[list[float], list[float]]:
     steps = len(run["losses"]) / max(len(run.get("epochs") or []), 1)
-    found = [
+    points = [
         (record.get("step", record.get("epoch", 0) * steps), record[key])
         for record in _evaluations(run)
         if key in record
     ]
-    return [x for x, _ in found], [y for _, y in found]
+    return [x for x, _ in points], [y for _, y in points]
 
 
 def _epochs(name: str, run: Run) -> Table:
@@ -134,8 +134,8 @@ def _number(value: Any) -> str:
 
 def _thinned(values: Sequence[float | None]) -> tuple[list[float], list[float]]:
     """(steps, values), the means of equal stretches where there are more than _POINTS of them."""
-    known = [(i + 1, x) for i, x in enumerate(values) if x is not None]
-    array = np.asarray([(i, float(x)) for i, x in known], np.float64).reshape(-1, 2)
+    points = [(i + 1, x) for i, x in enumerate(values) if x is not None]
+    array = np.asarray([(i, float(x)) for i, x in points], np.float64).reshape(-1, 2)
     parts = np.array_split(array, min(len(array), _POINTS)) if len(array) else []
     return [float(p[:, 0].mean()) for p in parts], [float(p[:, 1].mean()) for p in parts]
 

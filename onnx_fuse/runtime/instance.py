@@ -341,7 +341,7 @@ class Instance:
     def _share(
         self, borrowed: dict[str, tuple[int, int]], spans: Mapping[str, tuple[int, int]]
     ) -> None:
-        """Remove from `taken` the inputs that an output at the same place may overwrite."""
+        """Remove from `borrowed` the inputs that an output at the same place may overwrite."""
         if self._shareable is None:
             self._shareable = aliasable(self.program, self.plan.order)
         for name, span in spans.items():

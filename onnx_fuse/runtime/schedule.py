@@ -127,7 +127,7 @@ def collective(call: Call) -> bool:
 
 
 def _one_by_one(program: Program, dependencies: list[list[int]]) -> list[list[int]]:
-    """`wanted`, with each collective behind the one before, since all ranks need the same order."""
+    """`dependencies`, with each collective after the one before: all ranks need the same order."""
     places = [i for i, call in enumerate(program.calls) if collective(call)]
     for before, after in pairwise(places):
         dependencies[after].append(before)

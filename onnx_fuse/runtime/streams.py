@@ -9,7 +9,7 @@ from onnx_fuse.runtime import device
 
 
 class StreamOrder:
-    """Runs in callers' streams among those in `own`: each comes after the one before.
+    """Runs in callers' streams among those in `home`: each comes after the one before.
 
     Nothing is recorded or waited for between two runs of one stream.
     """
