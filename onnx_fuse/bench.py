@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from onnx_fuse.runtime import ort
 from onnx_fuse.session import InferenceSession
 from onnx_fuse.validation.arrays import Array
 from onnx_fuse.validation.inputs import Feeds, generate
+from onnx_fuse.validation.request import Request
 
 if TYPE_CHECKING:
     from onnx_fuse.runtime.executable import Executable
@@ -85,14 +86,10 @@ _BLOCK = 2e-3  # seconds of runs at a stretch, so that a small model finds its c
 def compare(
     path: Path,
     graph: onnx_ir.Model,
-    feeds: Feeds | None = None,
+    request: Request,
     *,
-    shapes: Mapping[str, Sequence[int]] | None = None,
-    dims: Mapping[str, int] | None = None,
     repeat: int = 50,
     threads: int = 0,
-    device: str = "cpu",
-    precision: str = "fp32",
     grad: bool = False,
     loss: str = "",
     mode: str = "kernel",
@@ -100,20 +97,23 @@ def compare(
 ) -> Comparison:
     """Time the file at `path` and the fusion of `graph` (the same model, loaded) in rounds.
 
-    On "cpu" both run in onnxruntime; on "cuda" the model at level 0 and at level 2, in `precision`,
-    by its launches, with feeds that lie there already. Each round runs both, first the one, then
-    the other first, so that a change of the machine's speed meets both alike; the rounds are
-    spread over PAIRS of sessions. `threads=0` is as many as onnxruntime takes; one thread is timed
-    by its own clock, which stops while others run.
-    `shapes` and `dims` are those of generated feeds alone: fixed in one of the two models, they
+    On "cpu" both run in onnxruntime; on "cuda" the model at level 0 and at level 2, in the
+    request's precision, by its launches, with feeds that lie there already. Each round runs both,
+    first the one, then the other first, so that a change of the machine's speed meets both alike;
+    the rounds are spread over PAIRS of sessions. `threads=0` is as many as onnxruntime takes; one
+    thread is timed by its own clock, which stops while others run.
+    The request's shapes are those of generated feeds alone: fixed in one of the two models, they
     would let onnxruntime rewrite that one further. With `grad` forward and backward are timed, of
     the model as it is and of its fusion for training; the file of weights is then `graph`'s. With
     a `loss` it is a training step with AdamW, at level 0 and at the highest. `mode` is one of
     MODES, and matters on "cuda"; `against` "cpu" compares the GPU with onnxruntime's CPU.
     """
-    if feeds is None:
+    device, precision = request.device, request.precision
+    if request.feeds is not None:
+        [feeds] = request.feeds
+    else:
         sized = graph.clone()
-        fix_shapes(sized, shapes or {}, dims)
+        fix_shapes(sized, request.shapes or {}, request.dims)
         feeds = generate(sized, partial(ort.run, ort.session(path)))[-1][0]
     makers: list[Callable[[], Clock]]
     if loss:

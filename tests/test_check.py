@@ -27,6 +27,7 @@ from onnx_fuse.validation.gradients import check_gradients, check_written
 from onnx_fuse.validation.input_sizes import choices
 from onnx_fuse.validation.inputs import read_feeds
 from onnx_fuse.validation.quantized import COUNT, Steps
+from onnx_fuse.validation.request import Request
 
 PLAIN = (
     "g (float[N,4] x) => (float[N,4] y) {{ c = Constant <value_float = {}> ()  y = Add (x, c) }}"
@@ -198,7 +199,7 @@ def test_tolerances_given_are_all_that_counts() -> None:
     model = text_model(QDQ.format(kind=FLOATS[0], rest=FLOATS[1], shift=0.0))
     other = text_model(QDQ.format(kind=FLOATS[0], rest=FLOATS[1], shift=0.125))
     assert check_outputs(model, other).ok
-    assert not check_outputs(model, other, rtol=0, atol=1e-3).ok
+    assert not check_outputs(model, other, Request(rtol=0, atol=1e-3)).ok
 
 
 # ---- bfloat16 --------------------------------------------------------------------------------
@@ -337,7 +338,7 @@ def test_a_cotangent_has_the_shape_of_its_output() -> None:
     assert (check.ok, check.notes) == (True, [])  # no size was tried in vain
     feeds = {"x": np.ones((5, 4), "f"), "w": np.ones(4, "f"), "y.grad": np.ones((1, 4), "f")}
     with pytest.raises(ModelError, match=r"of output 'y' has shape \[1, 4\], the output \[3, 4\]"):
-        check_written(written, feeds=feeds)
+        check_written(written, Request(feeds=[feeds]))
 
 
 def test_a_gradient_whose_terms_cancel_may_lose_more_digits() -> None:
@@ -346,7 +347,7 @@ def test_a_gradient_whose_terms_cancel_may_lose_more_digits() -> None:
     a = 1e3 + np.random.default_rng(0).standard_normal((3, 4)).astype("f") / 100
     feeds = {"a": a, "b": np.full((3, 4), 1e3, "f"), "w": np.ones(4, "f")}
     written = autodiff.gradient(text_model(text), wrt=["w"])
-    check = check_written(written, feeds=feeds | {"y.grad": np.ones((3, 4), "f")})
+    check = check_written(written, Request(feeds=[feeds | {"y.grad": np.ones((3, 4), "f")}]))
     assert check.ok
     assert check.errors[0].limit > 1e-5  # 1e-4 of the gradient would be less
 

@@ -14,8 +14,8 @@ from test_gradients import build, draw
 
 from onnx_fuse.ops.opdef import OPS
 from onnx_fuse.runtime import ort
-from onnx_fuse.validation.gradients import check_gradients, to_double
-from onnx_fuse.validation.reference import reference_evaluator, write_recurrences
+from onnx_fuse.validation.gradients import check_gradients
+from onnx_fuse.validation.reference import reference_evaluator, to_double, write_recurrences
 
 CALLS = {
     "LSTM": {

@@ -31,6 +31,7 @@ from onnx_fuse.training.history import History
 from onnx_fuse.validation import layerwise
 from onnx_fuse.validation.check import check_outputs, validate
 from onnx_fuse.validation.compare import TOLERANCES
+from onnx_fuse.validation.request import Request
 
 H200 = CHIPS["H200"]
 Save = Callable[..., Path]
@@ -176,7 +177,7 @@ def test_errors_along_the_graph_name_the_node_and_the_entries() -> None:
     right = text_model("g (float[4] x) => (float[4] y) { a = Relu(x) b = Exp(a) y = Neg(b) }")
     wrong = text_model("g (float[4] x) => (float[4] y) { a = Relu(x) b = Tanh(a) y = Neg(b) }")
     feeds = {"x": np.array([0, -1, 2, 3], np.float32)}
-    check = check_outputs(right, wrong, feeds=[feeds], along=True)
+    check = check_outputs(right, wrong, Request(feeds=[feeds], along=True))
     assert check.along is not None
     found = {d.output: d for d in check.along.values}
     assert found["a"].ok

@@ -24,14 +24,15 @@ from onnx_fuse.program.call import Program, dtype_of
 from onnx_fuse.program.problem import CHIPS, Hardware
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import load
-from onnx_fuse.validation import values
+from onnx_fuse.validation import request
 from onnx_fuse.validation.arrays import Array, index_bound
 from onnx_fuse.validation.blame import ORACLE, find_culprits
 from onnx_fuse.validation.check import check_outputs
 from onnx_fuse.validation.compare import TOLERANCES, difference, random_outputs, tolerance_of
-from onnx_fuse.validation.gradients import check_gradients, to_double
+from onnx_fuse.validation.gradients import check_gradients
 from onnx_fuse.validation.inputs import Feeds, generate
-from onnx_fuse.validation.reference import reference_evaluator
+from onnx_fuse.validation.reference import reference_evaluator, to_double
+from onnx_fuse.validation.request import Request
 from onnx_fuse.validation.values import values_of
 
 Model = onnx_ir.Model
@@ -293,7 +294,7 @@ PLANTS: list[Callable[[Model], str]] = [wrong_bias, wrong_epsilon, wrong_operand
 def test_a_planted_wrong_fusion_is_named(plant: Callable[[Model], str]) -> None:
     model = fused_encoder()
     name = plant(model)
-    check = check_outputs(ENCODER, model, blame=True)
+    check = check_outputs(ENCODER, model, Request(blame=True))
     assert not check.ok
     assert len(check.culprits) == 1
     [culprit] = check.culprits
@@ -304,7 +305,7 @@ def test_a_planted_wrong_fusion_is_named(plant: Callable[[Model], str]) -> None:
 def test_two_planted_faults_are_both_named() -> None:
     model = fused_encoder()
     names = {wrong_bias(model), wrong_epsilon(model)}
-    check = check_outputs(ENCODER, model, blame=True)
+    check = check_outputs(ENCODER, model, Request(blame=True))
     found = {n.outputs[0].name for c in check.culprits for n in model.graph if n.name in c.nodes}
     assert names <= found
     assert all(c.confirmed for c in check.culprits)
@@ -332,7 +333,9 @@ def test_a_fault_that_shows_only_in_place_is_found_by_bisection(
     runs = []
     plain = values_of
 
-    def spoiled(model: Model, feeds: Feeds, names: list[str], **options: object) -> object:
+    def spoiled(
+        model: Model, feeds: Feeds, names: list[str], *_: object, **options: object
+    ) -> object:
         runs.append(len(names))
         values = plain(model, feeds, names)
         whole = not any(v.name.endswith(ORACLE) for v in model.graph.inputs)
@@ -351,7 +354,7 @@ def test_a_fault_that_shows_only_in_place_is_found_by_bisection(
 
 
 def test_without_a_difference_there_is_nobody_to_blame() -> None:
-    check = check_outputs(ENCODER, fused_encoder(), blame=True)
+    check = check_outputs(ENCODER, fused_encoder(), Request(blame=True))
     assert check.ok
     assert check.culprits == []
     assert check.to_dict()["ok"] is True
@@ -378,7 +381,7 @@ class Gpu:
         assert options["precision"] == "bf16"
         self.model = model
 
-    def run(self, names: list[str], feeds: Feeds) -> list[Array]:
+    def run(self, names: list[str], feeds: Feeds, options: object) -> list[Array]:
         found = values_of(self.model, feeds, names)
         rounded = {n: y.astype(dtype_of("bfloat16")).astype(y.dtype) for n, y in found.items()}
         return [y * (1.3 if n == self.wrong else 1) for n, y in rounded.items()]
@@ -392,7 +395,7 @@ def test_a_kernel_that_errs_in_a_precision_is_named(monkeypatch: pytest.MonkeyPa
     text = """g (float[4,16] x) => (float[4,16] y) <float[16] s = {SCALES}, float[16] b = {SCALES}>
     { h = LayerNormalization <axis = -1> (x, s, b) y = Tanh(h) }"""
     model = text_model(text.replace("SCALES", ", ".join(["1"] * 16)))
-    monkeypatch.setattr(values, "InferenceSession", Gpu)
+    monkeypatch.setattr(request, "InferenceSession", Gpu)
     found = check_gradients(model, device="cuda", precision="bf16")
     assert found.ok, found.failed
     monkeypatch.setattr(Gpu, "wrong", "s, its gradient")
@@ -504,7 +507,7 @@ def test_a_graph_that_nothing_runs_in_float64_is_said_so(monkeypatch: pytest.Mon
         def run(self, names: None, feeds: Feeds) -> list[Array]:
             raise TypeError("no such kernel")
 
-    monkeypatch.setattr("onnx_fuse.validation.gradients.reference_evaluator", lambda model: Poor())
+    monkeypatch.setattr("onnx_fuse.validation.reference.reference_evaluator", lambda model: Poor())
     text = "g (float[N,2,3] x) => (float[N,2,3] y) <float[2,2,1] k = {1,2,3,5}> { y = Conv (x, k) }"
     with pytest.raises(ModelError, match=r"float64.*no such kernel"):
         check_gradients(text_model(text))

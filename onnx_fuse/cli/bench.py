@@ -124,6 +124,7 @@ def bench(
     from onnx_fuse import bench as timing
     from onnx_fuse.importer.shapes import fix_shapes
     from onnx_fuse.validation.inputs import read_feeds
+    from onnx_fuse.validation.request import Request
 
     printer = show.printer()
     if tune:
@@ -148,17 +149,19 @@ def bench(
         raise UsageError(f"--threads {threads} needs --device cpu")
     graph = files.load(model, str(model))
     feeds = read_feeds(inputs, graph) if inputs else None
-    shapes, dims = parse_shapes(input_shapes), parse_dims(dim)
+    request = Request(
+        feeds=None if feeds is None else [feeds], shapes=parse_shapes(input_shapes),
+        dims=parse_dims(dim), device=device, precision=precision,
+    )  # fmt: skip
 
     def work() -> tuple[timing.Comparison, timing.RunResult | None]:
         found = timing.compare(
-            model, graph, feeds, shapes=shapes, dims=dims, repeat=repeat, threads=threads,
-            device=device, precision=precision, grad=grad, loss=loss if train else "",
-            mode=mode, against=against,
+            model, graph, request, repeat=repeat, threads=threads,
+            grad=grad, loss=loss if train else "", mode=mode, against=against,
         )  # fmt: skip
         if not html and not trace:
             return found, None
-        fix_shapes(graph, shapes, dims)
+        fix_shapes(graph, request.shapes or {}, request.dims)
         return found, timing.run_once(
             graph, feeds, device=device, precision=precision, profile=True
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,55 +13,46 @@ if TYPE_CHECKING:
     from onnx_fuse.validation.check import Check
     from onnx_fuse.validation.gradients import GradientCheck
     from onnx_fuse.validation.inputs import Feeds
+    from onnx_fuse.validation.request import Request
 
 
-def check(
-    original: Path,
-    candidate: Any,
-    *,
-    inputs: Path | None = None,
-    device: str = "cpu",
-    **options: Any,
-) -> Check:
+def check(original: Path, candidate: Any, request: Request, inputs: Path | None = None) -> Check:
     """Compare `candidate` with the file `original`, on the arrays of the file `inputs` if given.
 
-    `options` are further arguments of `check_outputs`, whose errors this raises.
+    Raises the errors of `check_outputs`.
     """
     from onnx_fuse.validation.check import check_outputs
     from onnx_fuse.validation.inputs import read_feeds
 
     def work() -> Check:
         feeds = [read_feeds(inputs, files.load(original, str(original)))] if inputs else None
-        return check_outputs(original, candidate, feeds=feeds, device=device, **options)
+        return check_outputs(original, candidate, replace(request, feeds=feeds))
 
-    return guarded(work, str(original), device)
+    return guarded(work, str(original), request.device)
 
 
 def gradients(
-    model: Path,
-    written: Path | None = None,
-    *,
-    inputs: Path | None = None,
-    device: str = "cpu",
-    **options: Any,
+    model: Path, written: Path | None, request: Request, inputs: Path | None = None
 ) -> GradientCheck:
     """Check every gradient of `model`, or those that the file `written` for it computes.
 
-    `options` are further arguments of `check_gradients`, or of `check_written`.
+    Raises the errors of `check_gradients`.
     """
-    from onnx_fuse.validation.gradients import check_gradients, check_written
+    from onnx_fuse.validation.gradients import check_written, compare_gradients
     from onnx_fuse.validation.inputs import read_feeds
 
     def work() -> GradientCheck:
         source = model if written is None else written
-        graph: Any = files.load(source, str(source)) if inputs else None
-        if written is not None:
-            feeds = None if inputs is None else _with_cotangents(inputs, graph, model)
-            return check_written(written, feeds=feeds, **options)
-        feeds = None if inputs is None else read_feeds(inputs, graph)
-        return check_gradients(model, feeds=feeds, device=device, **options)
+        feeds = None
+        if inputs is not None:
+            graph = files.load(source, str(source))
+            feeds = [
+                _with_cotangents(inputs, graph, model) if written else read_feeds(inputs, graph)
+            ]
+        check = compare_gradients if written is None else check_written
+        return check(source, replace(request, feeds=feeds))
 
-    return guarded(work, str(model), device)
+    return guarded(work, str(model), request.device)
 
 
 def _with_cotangents(inputs: Path, backward: Any, model: Path) -> Feeds:

@@ -72,6 +72,7 @@ def gradient(
     from onnx_fuse.files import written
     from onnx_fuse.importer.load import read
     from onnx_fuse.importer.save import save
+    from onnx_fuse.validation.request import Request
 
     output = output or files.default_output(model, ".grad.onnx")
     files.check_paths(
@@ -84,7 +85,7 @@ def gradient(
     result = autodiff.gradient(
         files.load(original, str(model)), wrt=split_names(wrt) or None, loss=loss
     )
-    shapes, dims = parse_shapes(input_shapes), parse_dims(dim)
+    request = Request(shapes=parse_shapes(input_shapes), dims=parse_dims(dim))
     checked: GradientCheck | None = None
     with written(output) as draft:
         progress.report(f"writing {output.name}")
@@ -95,7 +96,7 @@ def gradient(
         ]
         checking.guarded(lambda: _loads(draft), f"{model}: its gradient", "cpu")
         if check:
-            checked = checking.gradients(model, draft, shapes=shapes, dims=dims, inputs=inputs)
+            checked = checking.gradients(model, draft, request, inputs)
         failed = checked is not None and not checked.ok
         if failed:
             for path in draft.parent.iterdir():

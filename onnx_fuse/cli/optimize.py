@@ -121,6 +121,7 @@ def optimize(
     from onnx_fuse.importer.save import inline as inlined
     from onnx_fuse.importer.shapes import fix_shapes
     from onnx_fuse.validation.inputs import read_feeds
+    from onnx_fuse.validation.request import Request
 
     check_precision(precision)
     if precision != "fp32" and not target:
@@ -170,9 +171,8 @@ def optimize(
         seconds = time.perf_counter() - started
         after = report.summary(result, "fused", draft)
         if check:
-            checked = checking.check(
-                model, draft, shapes=shapes, dims=dims, inputs=inputs, along=html is not None
-            )
+            request = Request(shapes=shapes, dims=dims, along=html is not None)
+            checked = checking.check(model, draft, request, inputs)
         failed = checked is not None and not checked.ok
         if failed and not keep:
             for path in draft.parent.iterdir():

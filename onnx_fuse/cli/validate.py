@@ -107,6 +107,7 @@ def validate(
     )
     from onnx_fuse import report
     from onnx_fuse.importer.load import read
+    from onnx_fuse.validation.request import Request
 
     printer = show.printer()
     check_device(device)
@@ -127,21 +128,12 @@ def validate(
         rewrite.optimize(candidate)
     else:
         read(model)
-    shapes, dims = parse_shapes(input_shapes), parse_dims(dim)
     data: dict[str, Any] = {"model": str(model), "original": str(original)}
-    checked = checking.check(
-        original,
-        candidate,
-        shapes=shapes,
-        dims=dims,
-        inputs=inputs,
-        rtol=rtol,
-        atol=atol,
-        device=device,
-        precision=precision,
-        blame=blame,
-        along=html is not None,
-    )
+    request = Request(
+        shapes=parse_shapes(input_shapes), dims=parse_dims(dim), rtol=rtol, atol=atol,
+        device=device, precision=precision, blame=blame, along=html is not None, every=all_,
+    )  # fmt: skip
+    checked = checking.check(original, candidate, request, inputs)
     printer.text(*report.check_lines(checked))
     data["check"] = checked.to_dict()
     failure, found = "", None
@@ -149,10 +141,7 @@ def validate(
         failure = f"differs from {original}"
         failure += f": {checked.culprits[0]}" if checked.culprits else ""
     elif grad:
-        found = checking.gradients(
-            model, shapes=shapes, dims=dims, inputs=inputs, device=device, precision=precision,
-            every=all_,
-        )  # fmt: skip
+        found = checking.gradients(model, None, request, inputs)
         data["gradients"] = found.to_dict()
         printer.text(*report.gradient_lines(found))
         if found.failed:

@@ -19,6 +19,7 @@ from onnx_fuse.validation import values
 from onnx_fuse.validation.arrays import Array
 from onnx_fuse.validation.compare import Difference, Tolerance, difference, severity
 from onnx_fuse.validation.inputs import Feeds
+from onnx_fuse.validation.request import Request
 from onnx_fuse.validation.values import by_name
 
 
@@ -54,8 +55,8 @@ def find_culprits(
     fused: Model,
     feeds: Feeds,
     tolerance: Tolerance,
+    request: Request | None = None,
     *,
-    device: str = "cpu",
     as_written: bool = True,
 ) -> list[Culprit]:
     """The nodes of `fused` that are wrong on their own, the worst first.
@@ -76,7 +77,7 @@ def find_culprits(
     common = [n for n in common if _alike(expected[n], seen[n])]
     cut = _cut(suspect, {name: expected[name] for name in common})
     given = feeds | {name + ORACLE: expected[name] for name in common}
-    got = values_of(cut, given, common, device=device)
+    got = values_of(cut, given, common, request)
     wrong = {
         name: d
         for name in common
@@ -86,7 +87,7 @@ def find_culprits(
     if wrong:
         repaired = _cut(suspect, {name: expected[name] for name in wrong})
         patched = feeds | {name + ORACLE: expected[name] for name in wrong}
-        after = values_of(repaired, patched, outputs, device=device)
+        after = values_of(repaired, patched, outputs, request)
         confirmed = all(
             name in wrong or difference(name, expected[name], after[name], tolerance).ok
             for name in outputs
@@ -98,7 +99,7 @@ def find_culprits(
             culprits.setdefault(tuple(culprit.nodes), culprit)
         return list(culprits.values())
     return _bisect(
-        suspect, feeds, [(n, expected[n]) for n in outputs], tolerance, values_of, device
+        suspect, feeds, [(n, expected[n]) for n in outputs], tolerance, values_of, request
     )
 
 
@@ -162,7 +163,7 @@ def _bisect(
     expected: Sequence[tuple[str, Any]],
     tolerance: Tolerance,
     values_of: Callable[..., dict[str, Any]],
-    device: str,
+    request: Request | None,
 ) -> list[Culprit]:
     """The fused node whose return to its body, with all before it, makes the outputs right."""
     fused = [node.outputs[0].name or "" for node in model.graph if carries_body(node)]
@@ -170,7 +171,7 @@ def _bisect(
 
     def worst(count: int) -> Difference | None:
         """The largest failing difference when the first `count` fused nodes run as their bodies."""
-        got = values_of(_with_bodies(model, set(fused[:count])), feeds, names, device=device)
+        got = values_of(_with_bodies(model, set(fused[:count])), feeds, names, request)
         parts = [difference(name, a, got[name], tolerance) for name, a in expected]
         return max((d for d in parts if not d.ok), key=severity, default=None)
 

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import onnx
 import onnx_ir
 from onnx_ir import DataType
 
@@ -16,10 +15,9 @@ from onnx_fuse import progress
 from onnx_fuse.errors import ModelError
 from onnx_fuse.guard import Crash, in_child
 from onnx_fuse.importer.opsets import MENDED
-from onnx_fuse.importer.shapes import fix_shapes, infer_shapes
 from onnx_fuse.ir.constants import Model
 from onnx_fuse.runtime import ort
-from onnx_fuse.session import InferenceSession, load
+from onnx_fuse.session import load
 from onnx_fuse.validation.blame import Culprit, find_culprits
 from onnx_fuse.validation.compare import (
     TOLERANCES,
@@ -28,11 +26,11 @@ from onnx_fuse.validation.compare import (
     difference,
     random_outputs,
     severity,
-    tolerance_of,
 )
-from onnx_fuse.validation.inputs import Feeds, reference_pairs, with_unequal_sizes
+from onnx_fuse.validation.inputs import Feeds, with_unequal_sizes
 from onnx_fuse.validation.layerwise import Along, errors_along
 from onnx_fuse.validation.quantized import Steps
+from onnx_fuse.validation.request import Request, runnable
 from onnx_fuse.validation.shapes import wrong_sizes
 
 AS_WRITTEN, OPTIMIZED = "as written", "with onnxruntime's optimizations"
@@ -145,85 +143,57 @@ def validate(
 
         model = load(model)
         rewrite.optimize(model)
-    return check_outputs(
-        original,
-        model,
-        feeds=feeds,
-        shapes=shapes,
-        dims=dims,
-        rtol=rtol,
-        atol=atol,
-        device=device,
-        precision=precision,
-        seed=seed,
-        blame=blame,
-    )
+    request = Request(
+        feeds=feeds, shapes=shapes, dims=dims, rtol=rtol, atol=atol,
+        device=device, precision=precision, seed=seed, blame=blame,
+    )  # fmt: skip
+    return check_outputs(original, model, request)
 
 
-def check_outputs(
-    original: Model,
-    fused: Model,
-    *,
-    feeds: Sequence[Feeds] | None = None,
-    shapes: Mapping[str, Sequence[int]] | None = None,
-    dims: Mapping[str, int] | None = None,
-    rtol: float | None = None,
-    atol: float | None = None,
-    device: str = "cpu",
-    precision: str = "fp32",
-    seed: int = 0,
-    blame: bool = False,
-    along: bool = False,
-) -> Check:
-    """Run both models on `feeds` (or on generated ones) and compare every output.
+def check_outputs(original: Model, fused: Model, request: Request | None = None) -> Check:
+    """Run both models on the request's feeds (or on generated ones) and compare every output.
 
     The oracle is onnxruntime on `original`. On the CPU both run as they are written, and again with
     onnxruntime's own optimizations on; like is compared with like, and the limit of an output is
     at least what these optimizations change in the original. Inferred sizes of the original are
     compared with those of a run, too. On "cuda" `fused` runs in the
-    session's `precision` and is compared with the original as it is written. `along` also compares
-    the values inside both graphs (`Check.along`). The arguments and errors are those of `validate`.
+    session's `precision` and is compared with the original as it is written. The errors are those
+    of `validate`.
     """
-    model = load(original)
-    fix_shapes(model, shapes or {}, dims)
-    infer_shapes(model)
-    check = Check(tolerance=tolerance_of(model, precision))
-    steps = Steps.of(model)
-    if rtol is not None or atol is not None:
-        base = check.tolerance
-        check.tolerance = Tolerance(
-            base.rtol if rtol is None else rtol, base.atol if atol is None else atol, "as given"
-        )
-        steps = None
+    request = request or Request()
+    on_cpu = request.device == "cpu"
+    model = request.loaded(original)
+    check = Check(tolerance=request.tolerance(model))
+    steps = Steps.of(model) if request.rtol is None and request.atol is None else None
     progress.report("running the original")
     if MENDED in model.meta:
         original = model
         check.notes.append(f"{model.meta[MENDED]}: the original is run with that mended")
     with ort.faults("the original"):
-        oracle = ort.session(_runnable(original), as_written=True)
+        oracle = ort.session(runnable(original), as_written=True)
     names = [v.name for v in oracle.get_outputs()]
     if isinstance(oracle, ort.Widened):
         check.notes.append(oracle.note)
     run = partial(ort.run, oracle)
-    pairs = reference_pairs(model, run, feeds, seed, check.notes, rare=True)
+    pairs = request.pairs(model, run, check.notes, rare=True)
     del oracle, run  # its copy of the weights
-    if feeds is None and device == "cpu":  # on cuda a session warns of such sizes
+    if request.feeds is None and on_cpu:  # on cuda a session warns of such sizes
         unequal = _with_unequal_sizes(model, original, pairs[0][0], check.notes)
         if unequal:
             check.notes.append(f"inputs from {len(pairs) + 1} on: sizes of one name differ")
         pairs += unequal
     every = [feed for feed, _ in pairs]
-    if device == "cpu":
+    if on_cpu:
         progress.report("comparing inferred sizes with actual ones")
         check.sizes = wrong_sizes(model, every, check.notes)
     progress.report("running the original with onnxruntime's optimizations")
     optimized = _optimized(original, every, check.notes)
     progress.report("running the fused model")
-    ours = _answers(fused, every, names, device, precision, as_written=True)
+    ours = _answers(fused, every, names, request, as_written=True)
     answers = [(AS_WRITTEN, [y for _, y in pairs], ours)]
-    if device == "cpu" and optimized is not None:
+    if on_cpu and optimized is not None:
         progress.report("running the fused model with onnxruntime's optimizations")
-        answers.append((OPTIMIZED, optimized, _answers(fused, every, names)))
+        answers.append((OPTIMIZED, optimized, _answers(fused, every, names, request)))
     random = random_outputs(model)
     if random:
         check.notes.append(f"random by design, only their shapes compared: {', '.join(random)}")
@@ -260,20 +230,11 @@ def check_outputs(
                 )
     unsteady = set[int]()
     wrong = any(not d.ok for d in check.differences)
-    if feeds is None and wrong:
+    if request.feeds is None and wrong:
         unsteady = _unsteady(original, every, doubtful, names, check.tolerance)
     if unsteady and len(unsteady) < len(every):
-        again = check_outputs(
-            original,
-            fused,
-            feeds=[feed for i, feed in enumerate(every) if i not in unsteady],
-            rtol=rtol,
-            atol=atol,
-            device=device,
-            precision=precision,
-            blame=blame,
-            along=along,
-        )
+        steady = [feed for i, feed in enumerate(every) if i not in unsteady]
+        again = check_outputs(original, fused, replace(request, feeds=steady))
         numbers = ", ".join(str(i + 1) for i in sorted(unsteady))
         again.notes.insert(0, f"the original is nondeterministic: inputs {numbers} left out")
         return again
@@ -285,25 +246,19 @@ def check_outputs(
             f"the limit of {len(check.raised)} outputs is what onnxruntime's own optimizations "
             f"change in the original: {check.raised[worst_raised]:.3g} in '{worst_raised}'"
         )
-    if blame and precision == "fp32" and wrong:
+    if request.blame and request.precision == "fp32" and wrong:
         bad = next(i for i, d in enumerate(check.differences) if not d.ok)
         progress.report("looking for the operator that differs")
         as_written = check.differences[bad].level == AS_WRITTEN
         feed = every[bad // len(names)]
         check.culprits = find_culprits(
-            original, fused, feed, check.tolerance, device=device, as_written=as_written
+            original, fused, feed, check.tolerance, request, as_written=as_written
         )
-    if along and check.differences and not random:
+    if request.along and check.differences and not random:
         number = check.differences.index(max(check.differences, key=severity))
+        feed = every[number // len(names)]
         try:
-            check.along = errors_along(
-                original,
-                fused,
-                every[number // len(names)],
-                check.tolerance,
-                device=device,
-                precision=precision,
-            )
+            check.along = errors_along(original, fused, feed, check.tolerance, request)
         except ModelError as error:
             check.notes.append(f"no differences inside the graphs are shown: {error}")
     return check
@@ -316,7 +271,7 @@ def _with_unequal_sizes(
     cuts = with_unequal_sizes(model, feed)
 
     def answers() -> list[list[Any] | None]:
-        session = ort.session(_runnable(original), as_written=True)
+        session = ort.session(runnable(original), as_written=True)
         return [_answer(session, cut) for cut in cuts]
 
     if not cuts:
@@ -357,7 +312,7 @@ def _unsteady(
     options, found = onnxruntime.SessionOptions(), set[int]()
     options.log_severity_level = ort.FATAL
     options.enable_cpu_mem_arena = options.enable_mem_pattern = False  # buffers lie elsewhere then
-    session = ort.session(_runnable(original), options, as_written=True)
+    session = ort.session(runnable(original), options, as_written=True)
     for i, answers in known.items():
         for factor in (-3, 0.5):
             ort.run(session, {name: _scaled(array, factor) for name, array in feeds[i].items()})
@@ -380,14 +335,10 @@ def _all_nan(y: Any) -> bool:
     )
 
 
-def _runnable(model: Model) -> Any:
-    return model.SerializeToString() if isinstance(model, onnx.ModelProto) else model
-
-
 def _optimized(original: Model, feeds: Sequence[Feeds], notes: list[str]) -> list[list[Any]] | None:
     """The original's outputs with onnxruntime's own optimizations; None where these break it."""
     try:
-        session = ort.session(_runnable(original), fallback=False)
+        session = ort.session(runnable(original), fallback=False)
         return [ort.run(session, feed) for feed in feeds]
     except Exception as error:
         if not ort.is_fault(error):
@@ -400,22 +351,16 @@ def _answers(
     fused: Model,
     feeds: Sequence[Feeds],
     names: Sequence[str],
-    device: str = "cpu",
-    precision: str = "fp32",
+    request: Request,
     *,
     as_written: bool = False,
 ) -> list[list[Any]]:
     """The fused model's outputs on all feeds, from a session that is closed afterwards."""
     with ort.faults("the fused model"):
-        if device == "cpu":
-            session = ort.session(_runnable(fused), as_written=as_written, fallback=False)
-        else:
-            session = InferenceSession(fused, device=device, optimize=False, precision=precision)
-        given = [v.name for v in session.get_outputs()]
-        if given != list(names):
+        session = request.session(fused, as_written=as_written, fallback=False)
+        outputs = [v.name for v in session.get_outputs()]
+        if outputs != list(names):
             raise ModelError(
-                f"the models' outputs differ: {given} in the one, {list(names)} in the original"
+                f"the models' outputs differ: {outputs} in the one, {list(names)} in the original"
             )
-        if device == "cpu":
-            return [ort.run(session, feed) for feed in feeds]
-        return [session.run(None, feed) for feed in feeds]
+        return [ort.run(session, feed) for feed in feeds]

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_ir
 from onnx_ir import DataType, Value
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from onnx_fuse import progress
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.save import inline
-from onnx_fuse.importer.shapes import fix_shapes, infer_shapes
-from onnx_fuse.ir.build import const_array, feeds_of, outputs_kept
-from onnx_fuse.ir.constants import Model, one_line
-from onnx_fuse.rewrite.precision import widened
+from onnx_fuse.ir.build import const_array, feeds_of
+from onnx_fuse.ir.constants import Model
 from onnx_fuse.runtime import ort
-from onnx_fuse.session import load
 from onnx_fuse.validation.arrays import Array, is_added
 from onnx_fuse.validation.compare import Tolerance, difference
 from onnx_fuse.validation.freeze import hold, roundings, selections
-from onnx_fuse.validation.inputs import Feeds, reference_pairs
-from onnx_fuse.validation.reference import reference_evaluator, write_recurrences
+from onnx_fuse.validation.inputs import Feeds
+from onnx_fuse.validation.reference import evaluator_in_double, in_double, without_unused
+from onnx_fuse.validation.request import Request
 from onnx_fuse.validation.shapes import wrong_sizes
 from onnx_fuse.validation.slopes import Slopes
 from onnx_fuse.validation.values import by_name, values_of
@@ -156,20 +154,27 @@ def check_gradients(
         ModelError: The model is malformed, or onnxruntime cannot run it.
         UsageError: A name or shape does not fit the model.
     """
+    return compare_gradients(
+        model,
+        Request(
+            feeds=[feeds] if feeds else None, shapes=shapes, dims=dims,
+            device=device, precision=precision, seed=seed, every=every,
+        ),
+    )  # fmt: skip
+
+
+def compare_gradients(model: Model, request: Request) -> GradientCheck:
+    """Check the gradients that are made of the model, as `check_gradients` describes it."""
     from onnx_fuse import autodiff, rewrite
 
-    plain = load(model)
-    fix_shapes(plain, shapes or {}, dims)
-    infer_shapes(plain)
+    plain = request.loaded(model)
     check = GradientCheck()
     progress.report("running the original")
     with ort.faults("the original"):
         session = ort.session(plain)
-    given = [feeds] if feeds else None
-    pairs = reference_pairs(plain, lambda f: ort.run(session, f), given, seed, check.notes)
-    inputs, outputs = pairs[0]
+    inputs, outputs = request.pairs(plain, partial(ort.run, session), check.notes)[0]
     hostile = _hostile(plain, inputs, outputs)
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(request.seed)
     names = [v.name or "" for v in plain.graph.outputs]
     cotangents = {
         name: np.asarray(rng.standard_normal(y.shape), y.dtype)
@@ -195,11 +200,9 @@ def check_gradients(
     if not wanted:
         check.notes.append("the model has no weight of more than one number: nothing is compared")
         return check
-    kernels: dict[str, str] = {}
-    how = {"device": device, "precision": precision, "kernels": kernels}
     chosen = _chosen(plain, backward, inputs, check.notes)
     backward, seeds = hold(backward, list(chosen)), seeds | chosen
-    single, double, rounded = _gradients(backward, seeds, wanted, **how)
+    gradients = _Gradients.of(backward, seeds, wanted, request)
     # What is folded in float32 on one side alone may cross an integer there (T5's buckets).
     rewrite.optimize(plain, level=0, training=True)
     forward, parameters = _forward(plain, [name.removesuffix(_GRAD) for name in wanted])
@@ -209,20 +212,10 @@ def check_gradients(
     check.notes.extend(
         f"{name}: created while loading, so its slope is not compared" for name in lost
     )
-    own = _limits_in(precision, forward)
-    _compare(
-        check, rng, forward, inputs, parameters, cotangents, single, double, every=every, own=own,
-        rounded=rounded, kernels=kernels, changes=lambda: _changes(backward, seeds, double, rng),
-        elsewhere=lambda point: _gradients_at(backward, seeds, wanted, point), hostile=hostile,
-    )  # fmt: skip
-    if not check.ok and (soft := _softened(forward)):
-        again, double = GradientCheck(), _softly(backward, seeds, wanted)
-        _compare(
-            again, rng, soft, inputs, parameters, cotangents, double, double, every=every,
-            hostile=hostile,
-        )  # fmt: skip
-        _accept(check, again)
-    if device == "cpu":
+    _Comparison(
+        request, rng, gradients, forward, inputs, parameters, cotangents, hostile=hostile
+    ).enter_accepted(check)
+    if request.device == "cpu":
         check.sizes = wrong_sizes(backward, [seeds], check.notes)
     return check
 
@@ -254,43 +247,37 @@ def _chosen(
     return values_of(plain, inputs, names)
 
 
-def check_written(
-    model: Model,
-    *,
-    feeds: Feeds | None = None,
-    shapes: Mapping[str, Sequence[int]] | None = None,
-    dims: Mapping[str, int] | None = None,
-) -> GradientCheck:
+def check_written(model: Model, request: Request | None = None) -> GradientCheck:
     """Compare the outputs `w.grad` that `autodiff.gradient` wrote, as `check_gradients` does.
 
     The graph's own forward gives the slopes: of its outputs times their `y.grad`, or of its loss.
     Raises ModelError where onnxruntime cannot run the graph.
     """
-    backward = load(model)
-    fix_shapes(backward, shapes or {}, dims)
-    infer_shapes(backward)
+    request = request or Request()
+    backward = request.loaded(model)
     new_names = _named_for_what_they_are(backward)
-    feeds = {new_names.get(name, name): a for name, a in feeds.items()} if feeds else feeds
+    if request.feeds:
+        named = [{new_names.get(n, n): a for n, a in feed.items()} for feed in request.feeds]
+        request = replace(request, feeds=named)
     check = GradientCheck()
     with ort.faults("the gradient graph"):
         session = ort.session(backward)
     names = [v.name or "" for v in backward.graph.outputs]
     hostile = False
-    if feeds:
-        pairs = reference_pairs(backward, lambda f: ort.run(session, f), [feeds], 0, check.notes)
-        inputs = pairs[0][0]
-        for y, array in zip(names, pairs[0][1], strict=True):
+    if request.feeds:
+        inputs, outputs = request.pairs(backward, partial(ort.run, session), check.notes)[0]
+        for y, array in zip(names, outputs, strict=True):
             given = inputs.get(f"{y}{_SEED}")
             if given is not None and given.shape != array.shape:
                 shapes_text = f"{[*given.shape]}, the output {[*array.shape]}"
                 raise ModelError(f"the gradient given of output '{y}' has shape {shapes_text}")
-        own = {y: a for y, a in zip(names, pairs[0][1], strict=True) if not y.endswith(_GRAD)}
+        own = {y: a for y, a in zip(names, outputs, strict=True) if not y.endswith(_GRAD)}
         hostile = _hostile(backward, inputs, [*own.values()])
         for y, array in own.items() if hostile else ():
             if (given := inputs.get(f"{y}{_SEED}")) is not None:
                 inputs[f"{y}{_SEED}"] = _where_finite(given, array)
     else:
-        inputs = _generated(backward, check.notes)
+        inputs = _generated(backward, request, check.notes)
     seeds = {k.removesuffix(_SEED): a for k, a in inputs.items() if k.endswith(_SEED)}
     cotangents = {y: a for y, a in seeds.items() if y in names}
     if not cotangents:
@@ -310,27 +297,18 @@ def check_written(
     if not wanted:
         check.notes.append("the graph has no gradient to compare")
         return check
-    single, double, rounded = _gradients(backward, inputs, wanted)
+    gradients = _Gradients.of(backward, inputs, wanted, request)
     forward, parameters = _forward(backward, [n.removesuffix(_GRAD) for n in wanted])
-    parameters |= _doubles({k: a for k, a in inputs.items() if f"{k}{_GRAD}" in wanted})
-    rng = np.random.default_rng(0)
-    _compare(
-        check, rng, forward, inputs, parameters, cotangents, single, double, every=False,
-        rounded=rounded, changes=lambda: _changes(backward, inputs, double, rng),
-        elsewhere=lambda point: _gradients_at(backward, inputs, wanted, point), hostile=hostile,
-    )  # fmt: skip
-    if not check.ok and (soft := _softened(forward)):
-        again, double = GradientCheck(), _softly(backward, inputs, wanted)
-        _compare(
-            again, rng, soft, inputs, parameters, cotangents, double, double, every=False,
-            hostile=hostile,
-        )  # fmt: skip
-        _accept(check, again)
+    parameters |= in_double({k: a for k, a in inputs.items() if f"{k}{_GRAD}" in wanted})
+    rng = np.random.default_rng(request.seed)
+    _Comparison(
+        request, rng, gradients, forward, inputs, parameters, cotangents, hostile=hostile
+    ).enter_accepted(check)
     check.sizes = wrong_sizes(backward, [inputs], check.notes)
     return check
 
 
-def _generated(backward: onnx_ir.Model, notes: list[str]) -> Feeds:
+def _generated(backward: onnx_ir.Model, request: Request, notes: list[str]) -> Feeds:
     """Inputs of a gradient graph; a `y.grad` has the shape that `y` has for the others.
 
     The graph says little of that shape: exporters give the sizes of outputs names of their own.
@@ -338,128 +316,204 @@ def _generated(backward: onnx_ir.Model, notes: list[str]) -> Feeds:
     ends = [str(v.name) for v in backward.graph.outputs if f"{v.name}{_SEED}" in _inputs(backward)]
     if not ends:
         session = ort.session(backward)
-        return reference_pairs(backward, lambda f: ort.run(session, f), None, 0, notes)[0][0]
+        return request.pairs(backward, partial(ort.run, session), notes)[0][0]
     forward = backward.clone()
     forward.graph.outputs[:] = list(by_name(forward, ends).values())
-    _without_unused(forward)
+    without_unused(forward)
     dys = [f"{y}{_SEED}" for y in ends]
     forward.graph.inputs[:] = [v for v in forward.graph.inputs if v.name not in dys]
     session = ort.session(forward)
-    inputs, outputs = reference_pairs(forward, lambda f: ort.run(session, f), None, 0, notes)[0]
-    rng = np.random.default_rng(0)
+    inputs, outputs = request.pairs(forward, partial(ort.run, session), notes)[0]
+    rng = np.random.default_rng(request.seed)
     for dy, y in zip(dys, outputs, strict=True):
         inputs[dy] = np.asarray(rng.standard_normal(y.shape), y.dtype)
     return inputs
 
 
-def _without_unused(model: onnx_ir.Model) -> None:
-    """Take the nodes out that no output needs."""
-    with outputs_kept(model):
-        RemoveUnusedNodesPass()(model)
+@dataclass(frozen=True)
+class _Gradients:
+    """The gradients that a backward graph computes from `feeds`."""
+
+    backward: onnx_ir.Model
+    feeds: Feeds
+    single: Feeds
+    """The gradients by name, in their own types, as the request's device computes them."""
+    double: Feeds
+    """The same in float64."""
+    rounded: Feeds
+    """The integers that both round to."""
+    kernels: Mapping[str, str]
+    """The kernel that wrote each of `single` on a GPU."""
+
+    @classmethod
+    def of(
+        cls, backward: onnx_ir.Model, feeds: Feeds, wanted: Sequence[str], request: Request
+    ) -> _Gradients:
+        """Run the backward as the request says, and in float64."""
+        names = roundings(backward)
+        held = hold(backward, names)
+        kernels: dict[str, str] = {}
+        progress.report("running the backward")
+        single = values_of(backward, feeds, [*wanted, *names], request, kernels=kernels)
+        rounded = {name: single.pop(name) for name in names}
+        progress.report("running the backward in float64")
+        wide = in_double(feeds) | rounded
+        try:
+            double = evaluator_in_double(inline(held), wanted)(wide)
+        except Exception as error:
+            if not isinstance(error, ModelError) and not ort.is_fault(error):
+                raise
+            ends = {v.name: f"{v.name}{_SEED}" for v in backward.graph.outputs}
+            given = {y: wide[dy] for y, dy in ends.items() if y and dy in wide}
+            _refuse_other_sizes(evaluator_in_double(inline(held), list(given))(wide), given)
+            raise
+        return cls(backward, feeds, single, double, rounded, kernels)
+
+    def elsewhere(self, point: Feeds) -> dict[str, Array]:
+        """The gradients in float64 with other values of the parameters."""
+        names = [name.removesuffix(_GRAD) for name in self.double]
+        model, _ = _forward(inline(self.backward), names)
+        return evaluator_in_double(model, list(self.double))(in_double(self.feeds) | point)
+
+    def softened(self) -> _Gradients:
+        """The gradients in float64 with the constants of `_softened`, for both types."""
+        plain = inline(self.backward)
+        double = evaluator_in_double(_softened(plain) or plain, list(self.double))(
+            in_double(self.feeds)
+        )
+        return replace(self, single=double, double=double, rounded={})
+
+    def changes(self, rng: np.random.Generator) -> dict[str, float]:
+        """By how much each gradient changes by the last bit of all weights and inputs.
+
+        Where the terms of a sum nearly cancel, that is more than the limit of a sound gradient.
+        """
+        moved = inline(self.backward)
+        for name in self.double:
+            value = moved.graph.initializers.get(name.removesuffix(_GRAD))
+            array = const_array(value)
+            if value is not None and array is not None:
+                value.const_value = onnx_ir.tensor(_last_bit(array, rng), name=value.name)
+        near = {k: a if k.endswith(_SEED) else _last_bit(a, rng) for k, a in self.feeds.items()}
+        found = evaluator_in_double(moved, list(self.double))(in_double(near))
+        moves = {name: np.abs(found[name] - g) for name, g in self.double.items()}
+        return {name: float(np.fmax.reduce(a, axis=None, initial=0.0)) for name, a in moves.items()}
 
 
-def _compare(
-    check: GradientCheck,
-    rng: np.random.Generator,
-    forward: onnx_ir.Model,
-    inputs: Feeds,
-    parameters: Feeds,
-    cotangents: Feeds,
-    single: Mapping[str, Array],
-    double: Mapping[str, Array],
-    *,
-    every: bool,
-    own: float | None = None,
-    rounded: Feeds | None = None,
-    kernels: Mapping[str, str] | None = None,
-    changes: Callable[[], Mapping[str, float]] | None = None,
-    elsewhere: Callable[[Feeds], Mapping[str, Array]] | None = None,
-    hostile: bool = False,
-) -> None:
-    """Enter each parameter's gradient, in its own type and in float64, against the slopes.
+@dataclass(frozen=True)
+class _Comparison:
+    """Gradients, and the forward graph whose slopes they should be.
 
     Of a `hostile` point, entries of the float64 gradient that are not finite are left out, and so
     are tensors along which the loss is not finite.
     """
-    names = roundings(inline(forward))
-    evaluate = _evaluator(hold(inline(forward), names), list(cotangents))
-    integers = _evaluator(forward, names) if names else None
-    largest = (float(np.abs(g[np.isfinite(g)]).max(initial=0.0)) for g in double.values())
-    floor = _ZERO * max(largest, default=0.0)
 
-    limits = _coarsest(forward)
-    readers = {w: node for node, w in _by_reader(forward, parameters)}
-    expected = {w: double[f"{w}{_GRAD}"] for w in readers}
-    finite = {w: np.isfinite(g) for w, g in expected.items()} if hostile else {}
-    left_out = sum(int(np.count_nonzero(~known)) for known in finite.values())
-    readers = {w: node for w, node in readers.items() if w not in finite or finite[w].any()}
+    request: Request
+    rng: np.random.Generator
+    gradients: _Gradients
+    forward: onnx_ir.Model
+    inputs: Feeds
+    parameters: Feeds
+    cotangents: Feeds
+    hostile: bool
+    soft: bool = False
+    """Whether the constants are those of `_softened`: then a kink is none to step aside from."""
 
-    def kept(w: str, gradient: Array) -> Array:
-        return np.where(finite[w], gradient, 0.0) if w in finite else gradient
+    def enter_accepted(self, check: GradientCheck) -> None:
+        """Enter each gradient; slopes that absorbed scores hide are those of a softened graph."""
+        self.enter(check)
+        if not check.ok and (soft := _softened(self.forward)):
+            again = GradientCheck()
+            replace(self, gradients=self.gradients.softened(), forward=soft, soft=True).enter(again)
+            _accept(check, again)
 
-    def slopes_at(point: Feeds, gradients: Mapping[str, Array], known: Feeds) -> Slopes:
-        fixed = _doubles(inputs) | point
-        if integers is not None:
-            fixed |= integers(fixed) | known
+    def enter(self, check: GradientCheck) -> None:
+        """Enter each parameter's gradient, in its own type and in float64, against the slopes."""
+        forward, hostile, rng = self.forward, self.hostile, self.rng
+        inputs, parameters, cotangents = self.inputs, self.parameters, self.cotangents
+        single, double, every = self.gradients.single, self.gradients.double, self.request.every
+        integral = roundings(inline(forward))
+        evaluate = evaluator_in_double(hold(inline(forward), integral), list(cotangents))
+        integers = evaluator_in_double(forward, integral) if integral else None
+        largest = (float(np.abs(g[np.isfinite(g)]).max(initial=0.0)) for g in double.values())
+        floor = _ZERO * max(largest, default=0.0)
 
-        def loss(changed: Mapping[str, Array]) -> float:
-            values = evaluate(fixed | dict(changed))
-            _refuse_other_sizes(values, cotangents)
-            pairs = ((np.where(c == 0, 0.0, values[n]), c) for n, c in cotangents.items())
-            return sum(float(np.vdot(y, c)) for y, c in pairs)
+        limits = _coarsest(forward)
+        readers = {w: node for node, w in _by_reader(forward, parameters)}
+        expected = {w: double[f"{w}{_GRAD}"] for w in readers}
+        finite = {w: np.isfinite(g) for w, g in expected.items()} if hostile else {}
+        left_out = sum(int(np.count_nonzero(~known)) for known in finite.values())
+        readers = {w: node for w, node in readers.items() if w not in finite or finite[w].any()}
 
-        gradients = {w: kept(w, g) for w, g in gradients.items()}
-        return Slopes(loss, point, gradients, limits.slope, floor, rng, finite)
+        def kept(w: str, gradient: Array) -> Array:
+            return np.where(finite[w], gradient, 0.0) if w in finite else gradient
 
-    slopes = slopes_at(parameters, expected, rounded or {})
-    compared = slopes.each(list(readers)) if every else slopes.sampled(list(readers), split=False)
-    if not all(slope.ok for slope in compared.values()) and elsewhere is not None:
-        aside = {
-            w: a + _ASIDE * slopes.size(w) * rng.standard_normal(a.shape)
-            for w, a in parameters.items()
-        }
-        found_there = elsewhere(aside)
-        there = slopes_at(aside, {w: found_there[f"{w}{_GRAD}"] for w in readers}, {})
-        beside = there.sampled(list(readers), split=False)
-        if all(slope.ok for slope in beside.values()):
-            compared = beside
-            check.notes.append("the slopes are compared beside the weights, which are at a kink")
-    if not every and not all(slope.ok for slope in compared.values()):
-        compared = slopes.sampled(list(readers))
-    coarse = max(own or 0.0, limits.own, _TIED if names else 0.0)
-    tolerance = Tolerance(coarse, floor, "its own type against float64")
-    rounding: Mapping[str, float] = {}
-    for w, node in readers.items():
-        slope = compared[w]
-        if hostile and not math.isfinite(slope.measured):
-            left_out += int(np.count_nonzero(finite[w]))
-            continue
-        own_type = kept(w, single[f"{w}{_GRAD}"].astype(np.float64))
-        found = difference(w, kept(w, expected[w]), own_type, tolerance)
-        limit = found.limit
-        if not found.ok and changes is not None:
-            rounding = rounding or changes()
-            limit = max(limit, _ROUNDINGS * rounding[f"{w}{_GRAD}"])
-        check.errors.append(
-            GradientError(
-                tensor=w,
-                op=f"{node.op_type} '{node.name}'",
-                slope=slope.predicted,
-                expected=slope.measured,
-                slope_error=slope.error,
-                max_abs=found.max_abs,
-                limit=limit,
-                where=found.where,
-                kernel=(kernels or {}).get(f"{w}{_GRAD}", ""),
-                ok=slope.ok and (found.ok or found.max_abs <= limit),
+        def slopes_at(point: Feeds, gradients: Mapping[str, Array], known: Feeds) -> Slopes:
+            fixed = in_double(inputs) | point
+            if integers is not None:
+                fixed |= integers(fixed) | known
+
+            def loss(changed: Mapping[str, Array]) -> float:
+                values = evaluate(fixed | dict(changed))
+                _refuse_other_sizes(values, cotangents)
+                pairs = ((np.where(c == 0, 0.0, values[n]), c) for n, c in cotangents.items())
+                return sum(float(np.vdot(y, c)) for y, c in pairs)
+
+            gradients = {w: kept(w, g) for w, g in gradients.items()}
+            return Slopes(loss, point, gradients, limits.slope, floor, rng, finite)
+
+        slopes = slopes_at(parameters, expected, self.gradients.rounded)
+        names = list(readers)
+        compared = slopes.each(names) if every else slopes.sampled(names, split=False)
+        if not all(slope.ok for slope in compared.values()) and not self.soft:
+            aside = {
+                w: a + _ASIDE * slopes.size(w) * rng.standard_normal(a.shape)
+                for w, a in parameters.items()
+            }
+            found_there = self.gradients.elsewhere(aside)
+            there = slopes_at(aside, {w: found_there[f"{w}{_GRAD}"] for w in readers}, {})
+            beside = there.sampled(names, split=False)
+            if all(slope.ok for slope in beside.values()):
+                compared = beside
+                check.notes.append(
+                    "the slopes are compared beside the weights, which are at a kink"
+                )
+        if not every and not all(slope.ok for slope in compared.values()):
+            compared = slopes.sampled(names)
+        coarse = max(_own_limit(self.request.precision, limits), _TIED if integral else 0.0)
+        tolerance = Tolerance(coarse, floor, "its own type against float64")
+        rounding: Mapping[str, float] = {}
+        for w, node in readers.items():
+            slope = compared[w]
+            if hostile and not math.isfinite(slope.measured):
+                left_out += int(np.count_nonzero(finite[w]))
+                continue
+            own_type = kept(w, single[f"{w}{_GRAD}"].astype(np.float64))
+            found = difference(w, kept(w, expected[w]), own_type, tolerance)
+            limit = found.limit
+            if not found.ok:
+                rounding = rounding or self.gradients.changes(rng)
+                limit = max(limit, _ROUNDINGS * rounding[f"{w}{_GRAD}"])
+            check.errors.append(
+                GradientError(
+                    tensor=w,
+                    op=f"{node.op_type} '{node.name}'",
+                    slope=slope.predicted,
+                    expected=slope.measured,
+                    slope_error=slope.error,
+                    max_abs=found.max_abs,
+                    limit=limit,
+                    where=found.where,
+                    kernel=self.gradients.kernels.get(f"{w}{_GRAD}", ""),
+                    ok=slope.ok and (found.ok or found.max_abs <= limit),
+                )
             )
-        )
-    if left_out:
-        check.notes.append(
-            f"{left_out} of {sum(known.size for known in finite.values())} numbers of the "
-            "gradients are left out: the inputs hold NaN or infinity, and the slopes there are "
-            "not finite"
-        )
+        if left_out:
+            check.notes.append(
+                f"{left_out} of {sum(known.size for known in finite.values())} numbers of the "
+                "gradients are left out: the inputs hold NaN or infinity, and the slopes there are "
+                "not finite"
+            )
 
 
 def _hostile(model: onnx_ir.Model, inputs: Feeds, outputs: Sequence[Any]) -> bool:
@@ -487,28 +541,6 @@ def _where_finite(cotangent: Array, y: Array) -> Array:
     return np.where(np.isfinite(y.astype(np.float64)), cotangent, np.zeros((), cotangent.dtype))
 
 
-def _gradients(
-    backward: onnx_ir.Model, feeds: Feeds, wanted: Sequence[str], **how: Any
-) -> tuple[Feeds, Feeds, Feeds]:
-    """The gradients in their own types, in float64, and the integers that both round to."""
-    names = roundings(backward)
-    held = hold(backward, names)
-    progress.report("running the backward")
-    single = values_of(backward, feeds, [*wanted, *names], **how)
-    rounded = {name: single.pop(name) for name in names}
-    progress.report("running the backward in float64")
-    wide = _doubles(feeds) | rounded
-    try:
-        return single, _evaluator(inline(held), wanted)(wide), rounded
-    except Exception as error:
-        if not isinstance(error, ModelError) and not ort.is_fault(error):
-            raise
-        ends = {v.name: f"{v.name}{_SEED}" for v in backward.graph.outputs}
-        given = {y: wide[dy] for y, dy in ends.items() if y and dy in wide}
-        _refuse_other_sizes(_evaluator(inline(held), list(given))(wide), given)
-        raise
-
-
 def _refuse_other_sizes(outputs: Feeds, cotangents: Feeds) -> None:
     """Raise ModelError if an output's shape in float64 is not that of its given gradient."""
     for y, given in cotangents.items():
@@ -520,33 +552,6 @@ def _refuse_other_sizes(outputs: Feeds, cotangents: Feeds) -> None:
             )
 
 
-def _changes(
-    backward: onnx_ir.Model, feeds: Feeds, double: Mapping[str, Array], rng: np.random.Generator
-) -> dict[str, float]:
-    """By how much each gradient changes by the last bit of all weights and inputs.
-
-    Where the terms of a sum nearly cancel, that is more than the limit of a sound gradient.
-    """
-    moved = inline(backward)
-    for name in double:
-        value = moved.graph.initializers.get(name.removesuffix(_GRAD))
-        array = const_array(value)
-        if value is not None and array is not None:
-            value.const_value = onnx_ir.tensor(_last_bit(array, rng), name=value.name)
-    near = {k: a if k.endswith(_SEED) else _last_bit(a, rng) for k, a in feeds.items()}
-    found = _evaluator(moved, list(double))(_doubles(near))
-    moves = {name: np.abs(found[name] - g) for name, g in double.items()}
-    return {name: float(np.fmax.reduce(a, axis=None, initial=0.0)) for name, a in moves.items()}
-
-
-def _gradients_at(
-    backward: onnx_ir.Model, feeds: Feeds, wanted: Sequence[str], point: Feeds
-) -> dict[str, Array]:
-    """The gradients in float64 with other values of the parameters."""
-    model, _ = _forward(inline(backward), [name.removesuffix(_GRAD) for name in wanted])
-    return _evaluator(model, wanted)(_doubles(feeds) | point)
-
-
 def _last_bit(array: Array, rng: np.random.Generator) -> Array:
     """Floats moved up or down by their last bit; zeros and very large ones stay."""
     if not DataType.from_numpy(array.dtype).is_floating_point():
@@ -556,11 +561,11 @@ def _last_bit(array: Array, rng: np.random.Generator) -> Array:
     return np.where(moves, np.nextafter(array, ends), array)
 
 
-def _limits_in(precision: str, model: onnx_ir.Model) -> float:
-    """The limit of a gradient in a precision, or that of the model's types where these are less."""
+def _own_limit(precision: str, limits: _Limits) -> float:
+    """The limit of a gradient in a precision, or of the model's types where these are coarser."""
     narrow = {"fp16": DataType.FLOAT16, "bf16": DataType.BFLOAT16, "tf32": DataType.FLOAT16}
     kind = narrow.get(precision, DataType.FLOAT)
-    return max(_NARROWER.get(kind, _SINGLE).own, _coarsest(model).own)
+    return max(_NARROWER.get(kind, _SINGLE).own, limits.own)
 
 
 def _coarsest(model: onnx_ir.Model) -> _Limits:
@@ -596,12 +601,6 @@ def _softened(model: onnx_ir.Model) -> onnx_ir.Model | None:
     return model if found else None
 
 
-def _softly(backward: onnx_ir.Model, feeds: Feeds, wanted: Sequence[str]) -> Feeds:
-    """The gradients in float64 with the constants of `_softened`."""
-    plain = inline(backward)
-    return _evaluator(_softened(plain) or plain, wanted)(_doubles(feeds))
-
-
 def _accept(check: GradientCheck, softened: GradientCheck) -> None:
     """Take the slopes of `softened` where those of `check` are wrong and its floats are right."""
     found = {e.tensor: e for e in softened.errors if e.ok}
@@ -622,14 +621,6 @@ def _elements(value: Value) -> int | None:
     return None if shape is None or not shape.is_static() else math.prod(shape.numpy())
 
 
-def _doubles(feeds: Mapping[str, Array]) -> Feeds:
-    """Floats of any width as float64, the rest as it is."""
-    return {
-        name: a.astype(np.float64) if DataType.from_numpy(a.dtype).is_floating_point() else a
-        for name, a in feeds.items()
-    }
-
-
 def _forward(plain: onnx_ir.Model, names: Sequence[str]) -> tuple[onnx_ir.Model, Feeds]:
     """The model with the named initializers as inputs, and their values in float64."""
     model = plain.clone()
@@ -641,7 +632,7 @@ def _forward(plain: onnx_ir.Model, names: Sequence[str]) -> tuple[onnx_ir.Model,
             value.const_value = None
             model.graph.inputs.append(value)
             arrays[name] = array
-    return model, _doubles(arrays)
+    return model, in_double(arrays)
 
 
 def _by_reader(
@@ -657,44 +648,5 @@ def _by_reader(
                 yield node, name
 
 
-def _evaluator(model: onnx_ir.Model, names: Sequence[str]) -> Callable[[Feeds], dict[str, Array]]:
-    """The model in float64: onnxruntime where it has the kernels, else the ONNX reference."""
-    model = to_double(model)
-    write_recurrences(model)
-    model.graph.outputs[:] = list(by_name(model, names).values())
-    _without_unused(model)  # ONNX's evaluator runs every node, for a slope the whole backward too
-    try:
-        session = ort.session(model)
-        return lambda feeds: dict(
-            zip(names, ort.run(session, {k: feeds[k] for k in _inputs(model)}, names), strict=True)
-        )
-    except Exception as error:
-        if not type(error).__module__.startswith("onnxruntime"):
-            raise
-        missing = ort.plain(error)
-    reference = reference_evaluator(model)
-
-    def evaluate(feeds: Feeds) -> dict[str, Array]:
-        try:
-            with np.errstate(all="ignore"):  # a guard selects what is no number afterwards
-                found = reference.run(None, {k: feeds[k] for k in _inputs(model)})
-        except (IndexError, RuntimeError, TypeError, ValueError) as error:
-            raise ModelError(
-                f"nothing here runs the graph in float64, which checks its gradients: onnxruntime "
-                f"says '{missing}', ONNX's own evaluator says '{one_line(error)}'"
-            ) from error
-        return dict(zip(names, found, strict=True))
-
-    return evaluate
-
-
 def _inputs(model: onnx_ir.Model) -> list[str]:
     return [v.name or "" for v in model.graph.inputs]
-
-
-_NARROW = (DataType.FLOAT, DataType.FLOAT16, DataType.BFLOAT16)
-
-
-def to_double(model: onnx_ir.Model) -> onnx_ir.Model:
-    """A copy that computes in float64."""
-    return widened(model, _NARROW, DataType.DOUBLE)

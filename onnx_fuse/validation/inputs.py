@@ -236,33 +236,3 @@ def with_unequal_sizes(model: onnx_ir.Model, feed: Feeds) -> list[Feeds]:
 _LOSSES = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
 _ENDS, _CUTS = 3, 8
 """Axes of one name that are cut, and feeds of unequal sizes, at most."""
-
-
-def reference_pairs(
-    model: onnx_ir.Model,
-    run: Run,
-    feeds: Sequence[Feeds] | None,
-    seed: int,
-    notes: list[str],
-    *,
-    rare: bool = False,
-) -> list[tuple[Feeds, list[Any]]]:
-    """Pairs of feeds, given or generated, and what `run` answers; `rare` adds extreme values.
-
-    Raises ModelError where the original does not run on feeds given.
-    """
-    if feeds is not None:
-        with ort.faults("the original"):
-            return [(dict(feed), run(dict(feed))) for feed in feeds]
-    pairs = generate(model, run, seed=seed, notes=notes)
-    for what, feed in extremes(model, pairs[0][0]) if rare else ():
-        try:
-            outputs = run(feed)
-        except Exception as error:
-            if isinstance(error, ModelError) or not ort.is_fault(error):
-                raise
-            notes.append(f"the original does not run where {what} ({ort.plain(error)})")
-            continue
-        pairs.append((feed, outputs))
-        notes.append(f"inputs {len(pairs)}: {what}")
-    return pairs

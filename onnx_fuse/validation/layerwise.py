@@ -14,10 +14,10 @@ from onnx_fuse.importer.shapes import fix_shapes, infer_shapes
 from onnx_fuse.ir.constants import Model
 from onnx_fuse.ops.rules import label
 from onnx_fuse.runtime import ort
-from onnx_fuse.session import InferenceSession
 from onnx_fuse.validation.arrays import Array
 from onnx_fuse.validation.compare import Difference, Tolerance, difference
 from onnx_fuse.validation.inputs import Feeds
+from onnx_fuse.validation.request import Request
 from onnx_fuse.validation.values import by_name
 
 _TOGETHER = 1 << 30  # bytes of values that one session gives back
@@ -61,9 +61,7 @@ def errors_along(
     fused: Model,
     feeds: Feeds,
     tolerance: Tolerance,
-    *,
-    device: str = "cpu",
-    precision: str = "fp32",
+    request: Request | None = None,
 ) -> Along:
     """Compare both models at every value whose name both have, on one set of inputs.
 
@@ -72,7 +70,7 @@ def errors_along(
         fused: The model to compare with it.
         feeds: Arrays by input name.
         tolerance: What each value is compared with.
-        device, precision: Where and how `fused` runs, as in `validate`.
+        request: Says where and how `fused` runs.
 
     Both run as they are written: values that are asked for would keep onnxruntime from its own
     rewrites. A value that has another shape or type in the fused model, as where a fusion changed
@@ -87,14 +85,8 @@ def errors_along(
     with ort.faults("the comparison by value"):
         for part in _parts(reference, names, feeds):
             expected = ort.run(ort.session(_showing(reference, part), as_written=True), feeds)
-            shown = _showing(suspect, part)
-            if device == "cpu":
-                got = ort.run(ort.session(shown, as_written=True), feeds)
-            else:
-                session = InferenceSession(
-                    shown, device=device, optimize=False, precision=precision
-                )
-                got = session.run(None, feeds)
+            checked = (request or Request()).session(_showing(suspect, part), as_written=True)
+            got = ort.run(checked, feeds)
             for name, a, b in zip(part, expected, got, strict=True):
                 if not isinstance(a, np.ndarray) or not isinstance(b, np.ndarray):
                     continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -11,15 +11,24 @@ import numpy as np
 import onnx_ir
 from numpy.lib.stride_tricks import sliding_window_view
 from onnx import NodeProto
+from onnx_ir import DataType
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from onnx_fuse import progress
 from onnx_fuse.autodiff.emit import Emitter, expand
+from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.save import to_proto
 from onnx_fuse.importer.shapes import infer_shapes
 from onnx_fuse.ir.actual_sizes import same_pads
+from onnx_fuse.ir.build import outputs_kept
+from onnx_fuse.ir.constants import one_line
 from onnx_fuse.lower.pool import taps
 from onnx_fuse.ops.recurrent import GATES
+from onnx_fuse.rewrite.precision import widened
+from onnx_fuse.runtime import ort
 from onnx_fuse.validation.arrays import Array
+from onnx_fuse.validation.inputs import Feeds
+from onnx_fuse.validation.values import by_name
 
 
 def reference_evaluator(model: onnx_ir.Model) -> Any:
@@ -318,3 +327,59 @@ def _turned_conv(
     inside = zip(ends[:rank], ends[rank:], whole, strict=True)
     y = y[(..., *(slice(a, n - e) for a, e, n in inside))]
     return y if b is None else y + b.reshape(-1, *[1] * rank)
+
+
+def evaluator_in_double(
+    model: onnx_ir.Model, names: Sequence[str]
+) -> Callable[[Feeds], dict[str, Array]]:
+    """The model in float64: onnxruntime where it has the kernels, else the ONNX reference."""
+    model = to_double(model)
+    write_recurrences(model)
+    model.graph.outputs[:] = list(by_name(model, names).values())
+    without_unused(model)  # ONNX's evaluator runs every node, for a slope the whole backward too
+    inputs = [v.name or "" for v in model.graph.inputs]
+    try:
+        session = ort.session(model)
+        return lambda feeds: dict(
+            zip(names, ort.run(session, {k: feeds[k] for k in inputs}, names), strict=True)
+        )
+    except Exception as error:
+        if not type(error).__module__.startswith("onnxruntime"):
+            raise
+        missing = ort.plain(error)
+    reference = reference_evaluator(model)
+
+    def evaluate(feeds: Feeds) -> dict[str, Array]:
+        try:
+            with np.errstate(all="ignore"):  # a guard selects what is no number afterwards
+                found = reference.run(None, {k: feeds[k] for k in inputs})
+        except (IndexError, RuntimeError, TypeError, ValueError) as error:
+            raise ModelError(
+                f"nothing here runs the graph in float64, which checks its gradients: onnxruntime "
+                f"says '{missing}', ONNX's own evaluator says '{one_line(error)}'"
+            ) from error
+        return dict(zip(names, found, strict=True))
+
+    return evaluate
+
+
+def in_double(feeds: Mapping[str, Array]) -> Feeds:
+    """Floats of any width as float64, the rest as it is."""
+    return {
+        name: a.astype(np.float64) if DataType.from_numpy(a.dtype).is_floating_point() else a
+        for name, a in feeds.items()
+    }
+
+
+def without_unused(model: onnx_ir.Model) -> None:
+    """Take the nodes out that no output needs."""
+    with outputs_kept(model):
+        RemoveUnusedNodesPass()(model)
+
+
+_NARROW = (DataType.FLOAT, DataType.FLOAT16, DataType.BFLOAT16)
+
+
+def to_double(model: onnx_ir.Model) -> onnx_ir.Model:
+    """A copy that computes in float64."""
+    return widened(model, _NARROW, DataType.DOUBLE)

@@ -10,38 +10,32 @@ from onnx_ir import Value
 
 from onnx_fuse.program.call import Program, Tensor
 from onnx_fuse.runtime import ort
-from onnx_fuse.session import InferenceSession
 from onnx_fuse.validation.inputs import Feeds
+from onnx_fuse.validation.request import Request
 
 
 def values_of(
     model: onnx_ir.Model,
     feeds: Feeds,
     names: Sequence[str],
+    request: Request | None = None,
     *,
     as_written: bool = False,
-    device: str = "cpu",
-    precision: str = "fp32",
     kernels: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """The values called `names` when the model runs on `feeds`.
+    """The values called `names` when the model runs on `feeds`, where the request says.
 
-    On "cuda" it computes in a session's `precision`, and `kernels` takes the name of the kernel
-    that writes each of them.
+    On "cuda" `kernels` takes the name of the kernel that writes each of them.
     """
+    request = request or Request()
     model = model.clone()
     model.graph.outputs[:] = list(by_name(model, names).values())
-    if device != "cpu":
-        options: dict[str, Any] = {"device": device, "optimize": False, "precision": precision}
-        running = InferenceSession(model, **options)
-        found = dict(zip(names, running.run(names, feeds), strict=True))
-        if kernels is not None:
-            program, _ = running.program(feeds)
-            kernels.update(writers(program))
-        return found
     with ort.faults("blame"):
-        session = ort.session(model, as_written=as_written)
-        return dict(zip(names, ort.run(session, feeds, names), strict=True))
+        session = request.session(model, as_written=as_written)
+        found = dict(zip(names, ort.run(session, feeds, names), strict=True))
+    if kernels is not None and request.device != "cpu":
+        kernels.update(writers(session.program(feeds)[0]))
+    return found
 
 
 def writers(program: Program) -> dict[str, str]:

@@ -17,6 +17,7 @@ from onnx_fuse.session import InferenceSession, load
 from onnx_fuse.training import optim
 from onnx_fuse.training.trainer import Trainer
 from onnx_fuse.validation.check import check_outputs
+from onnx_fuse.validation.request import Request
 
 CASES = {case.name: case for case in real_cases()}
 MODELS = Path(__file__).parents[2] / "models"
@@ -317,5 +318,5 @@ def test_a_precision_is_validated_against_the_original(name: str, precision: str
     path = CASES[name].path
     fused = load(read(path))
     rewrite.optimize(fused)
-    check = check_outputs(path, fused, device="cuda", precision=precision)
+    check = check_outputs(path, fused, Request(device="cuda", precision=precision))
     assert check.ok, [d for d in check.differences if not d.ok]

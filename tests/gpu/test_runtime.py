@@ -34,16 +34,15 @@ from onnx_fuse.runtime import device, plan
 from onnx_fuse.runtime import executable as module
 from onnx_fuse.runtime.executable import Executable
 from onnx_fuse.training.trainer import Trainer
+from onnx_fuse.validation.request import Request
 
 CHAIN = "agraph (float[N,16] x, float[16] b) => (float[N,16] y) { s = Add(x, b) y = Tanh(s) }"
 
 
 def feeds_of(rows: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(rows)
-    return {
-        "x": rng.standard_normal((rows, 16)).astype(np.float32),
-        "b": rng.standard_normal(16).astype(np.float32),
-    }
+    x, b = rng.standard_normal((rows, 16)), rng.standard_normal(16)
+    return {"x": x.astype(np.float32), "b": b.astype(np.float32)}
 
 
 def expected(feeds: dict[str, np.ndarray]) -> np.ndarray:
@@ -695,6 +694,6 @@ def test_tuning_keeps_what_agrees_and_what_it_keeps_is_selected(monkeypatch, tmp
 
 def test_a_model_is_timed_fused_against_unfused() -> None:
     path = Path(__file__).parents[2] / "models" / "encoder.onnx"
-    found = bench.compare(path, read(path), repeat=4, device="cuda", precision="fp16")
+    found = bench.compare(path, read(path), Request(device="cuda", precision="fp16"), repeat=4)
     assert 0 < found.noise[0] <= found.ratio <= found.noise[1]
     assert 0 < found.fused.low <= found.fused.median <= found.fused.high

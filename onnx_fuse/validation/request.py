@@ -1,0 +1,97 @@
+"""What a check is asked for: made once where a user asks, and passed on as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import onnx
+import onnx_ir
+
+from onnx_fuse.errors import ModelError
+from onnx_fuse.importer.shapes import fix_shapes, infer_shapes
+from onnx_fuse.ir.constants import Model
+from onnx_fuse.runtime import ort
+from onnx_fuse.session import InferenceSession, load
+from onnx_fuse.validation.compare import Tolerance, tolerance_of
+from onnx_fuse.validation.inputs import Feeds, Run, extremes, generate
+
+
+@dataclass(frozen=True)
+class Request:
+    """The inputs of a check, where and how the checked model runs, and what is wanted of it."""
+
+    feeds: Sequence[Feeds] | None = None
+    """Arrays by input name, for each run; None has them generated."""
+    shapes: Mapping[str, Sequence[int]] | None = None
+    """Shapes of generated inputs by name; a size of -1 stays free."""
+    dims: Mapping[str, int] | None = None
+    """Sizes of generated inputs by symbol."""
+    rtol: float | None = None
+    """The part of the limit that grows with an output; None takes that of the graph's types."""
+    atol: float | None = None
+    """The part of the limit that does not."""
+    device: str = "cpu"
+    """"cpu" runs the checked model on onnxruntime, "cuda" on this package's kernels."""
+    precision: str = "fp32"
+    """What "cuda" computes in, as in InferenceSession."""
+    seed: int = 0
+    """Seed of the generated values."""
+    blame: bool = False
+    """Whether a difference is traced to the nodes that make it."""
+    along: bool = False
+    """Whether the values inside of both graphs are compared, too."""
+    every: bool = False
+    """Whether each tensor's gradient is compared by itself."""
+
+    def loaded(self, model: Model) -> onnx_ir.Model:
+        """The model with its inputs at the request's sizes, and the shapes that follow."""
+        model = load(model)
+        fix_shapes(model, self.shapes or {}, self.dims)
+        infer_shapes(model)
+        return model
+
+    def tolerance(self, model: onnx_ir.Model) -> Tolerance:
+        """What an output may differ by: as given, or as the types and the precision make it."""
+        own = tolerance_of(model, self.precision)
+        if self.rtol is None and self.atol is None:
+            return own
+        rtol, atol = (own.rtol if self.rtol is None else self.rtol), self.atol
+        return Tolerance(rtol, own.atol if atol is None else atol, "as given")
+
+    def pairs(
+        self, model: onnx_ir.Model, run: Run, notes: list[str], *, rare: bool = False
+    ) -> list[tuple[Feeds, list[Any]]]:
+        """Pairs of feeds, given or generated, and what `run` answers; `rare` adds extreme values.
+
+        Raises ModelError where the original does not run on feeds given.
+        """
+        if self.feeds is not None:
+            with ort.faults("the original"):
+                return [(dict(feed), run(dict(feed))) for feed in self.feeds]
+        pairs = generate(model, run, seed=self.seed, notes=notes)
+        for what, feed in extremes(model, pairs[0][0]) if rare else ():
+            try:
+                outputs = run(feed)
+            except Exception as error:
+                if isinstance(error, ModelError) or not ort.is_fault(error):
+                    raise
+                notes.append(f"the original does not run where {what} ({ort.plain(error)})")
+                continue
+            pairs.append((feed, outputs))
+            notes.append(f"inputs {len(pairs)}: {what}")
+        return pairs
+
+    def session(self, model: Model, *, as_written: bool = False, fallback: bool = True) -> Any:
+        """A session of the checked model, for `ort.run`: on onnxruntime, or on this GPU."""
+        if self.device != "cpu":
+            return InferenceSession(
+                model, device=self.device, optimize=False, precision=self.precision
+            )
+        return ort.session(runnable(model), as_written=as_written, fallback=fallback)
+
+
+def runnable(model: Model) -> Any:
+    """The model as `ort.session` takes it."""
+    return model.SerializeToString() if isinstance(model, onnx.ModelProto) else model
