@@ -1,6 +1,7 @@
 """Graphs made at random: whatever this package makes of one must equal what onnxruntime makes.
 
-    python tools/fuzz.py [--count 20000] [--seed 0] [--mode MODE ...] [--workers 2] [--keep DIR]
+    python tools/fuzz.py [--count 20000] [--seed 0] [--mode MODE ...] [--operator NAME ...]
+        [--workers 2] [--keep DIR]
 
 The modes take turns:
 
@@ -540,7 +541,7 @@ def gradients(subject: Subject, rng: np.random.Generator, phase: Phase) -> tuple
 MODES = ("mutants", "graphs", "equivalents", "gradients")
 
 
-def drawn(mode: str, bases: Sequence[tuple[str, ModelProto, Feeds]], device: str,
+def drawn(mode: str, bases: Sequence[tuple[str, ModelProto, Feeds]], options: argparse.Namespace,
           rng: np.random.Generator) -> tuple[str, Subject]:  # fmt: skip
     """What one number of a mode tries, and what it is called."""
     if mode == "mutants" or (mode == "equivalents" and rng.random() < 0.5):
@@ -550,10 +551,13 @@ def drawn(mode: str, bases: Sequence[tuple[str, ModelProto, Feeds]], device: str
             return f"{name} {'+'.join(done)}", Subject(model, model, [fed(model, feeds)], True)
         case = Case(source, [feeds], [])
     else:
-        case, name = fuzz_operators.graph(rng), "drawn"
+        case, name = fuzz_operators.graph(rng, options.operator), "drawn"
+    device = options.device
     if mode == "equivalents":
         model, done = equivalent(case.model, rng)
-        return f"{name} {'+'.join(done)}", Subject(model, case.model, case.feeds, device=device)
+        return f"{name} {'+'.join(done)}", Subject(
+            model, case.model, case.feeds, device=options.device
+        )
     harsh = bool(rng.random() < 0.3)
     return name, Subject(case.model, case.model, case.feeds, harsh, device)
 
@@ -567,7 +571,7 @@ def work(numbers: range, options: argparse.Namespace, progress: Connection, phas
         rng = np.random.default_rng([options.seed, number])
         mode = options.mode[number % len(options.mode)]
         phase.value = 0  # ONNX's converter of opsets dies of some mutants, onnxruntime of others
-        name, subject = drawn(mode, bases, options.device, rng)
+        name, subject = drawn(mode, bases, options, rng)
         operators = [node.op_type for node in subject.model.graph.node]
         signal.alarm(SECONDS)
         try:
@@ -630,6 +634,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--mode", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--operator", nargs="+", default=(), help="draw nodes of these alone")
     parser.add_argument("--device", choices=("interpreted", "cuda"), default="interpreted")
     parser.add_argument("--keep", metavar="DIR", help="write graphs that are at fault there")
     parser.add_argument("--json", type=Path)

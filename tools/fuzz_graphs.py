@@ -234,6 +234,7 @@ def finished(g: Graph) -> Case:
     bodies = [a.g for node in g.nodes for a in node.attribute if a.type == AttributeProto.GRAPH]
     read |= {name for body in bodies for node in body.node for name in node.input}
     produced = [name for node in g.nodes for name in node.output]
+    produced = [name for name in produced if name in g.values]  # not what is random
     outputs = [n for n in produced if n not in read or g.chance(0.15)] or produced[-1:]
     element = {n: helper.np_dtype_to_tensor_dtype(g.of(n).dtype) for n in g.values}
     inputs = [

@@ -48,6 +48,22 @@ from fuzz_moves import (
     transpose,
     trilu,
 )
+from fuzz_random import chosen, dropout, random
+from fuzz_windows import (
+    blocks,
+    columns,
+    conv,
+    deformed,
+    global_pool,
+    grid_sample,
+    integer_conv,
+    local_norm,
+    overlapping,
+    per_channel,
+    pool,
+    regions,
+    resize,
+)
 from onnx import TensorProto, helper
 
 Draw = Callable[[Graph, str], None]
@@ -244,92 +260,6 @@ def channel_norm(g: Graph, operator: str) -> None:
     g.node(operator, [x, *pair], **(given if operator == "GroupNormalization" else {}))
 
 
-def window(g: Graph, spatial: int) -> dict[str, Any]:
-    given: dict[str, Any] = {}
-    if g.chance(0.5):
-        given["strides"] = [g.number(1, 3) for _ in range(spatial)]
-    if g.chance(0.3):
-        given["dilations"] = [g.number(1, 2) for _ in range(spatial)]
-    if g.chance(0.5):
-        given["pads"] = [g.number(0, 1) for _ in range(2 * spatial)]
-    elif g.chance(0.3):
-        given["auto_pad"] = g.one_of(("SAME_UPPER", "SAME_LOWER", "VALID"))
-    return given
-
-
-def image(g: Graph, dtypes: Sequence[str] = ("float32", "float16")) -> str:
-    return g.value(dtypes, (3, 4), lambda a: a.size > 0 and min(a.shape[2:]) > 1)
-
-
-def conv(g: Graph, operator: str) -> None:
-    x = image(g)
-    c, spatial = g.of(x).shape[1], g.of(x).ndim - 2
-    group = g.one_of([n for n in (1, 1, c) if not c % n])
-    m = group * g.number(1, 3)
-    kernel = [g.number(1, 3) for _ in range(spatial)]
-    if operator == "Conv":
-        w = g.fresh(g.dtype(x), (m, c // group, *kernel))
-    else:
-        w = g.fresh(g.dtype(x), (c, m // group, *kernel))
-    bias = [g.fresh(g.dtype(x), (m,))] if g.chance(0.6) else []
-    g.node(operator, [x, w, *bias], group=group, **window(g, spatial))
-
-
-def pool(g: Graph, operator: str) -> None:
-    x = image(g)
-    spatial = g.of(x).ndim - 2
-    given = window(g, spatial) | {"kernel_shape": [g.number(1, 3) for _ in range(spatial)]}
-    if g.chance(0.3):
-        given["ceil_mode"] = 1
-    if operator == "AveragePool" and g.chance(0.4):
-        given["count_include_pad"] = 1
-    if operator == "LpPool" and g.chance(0.5):
-        given["p"] = g.number(1, 3)
-    g.node(operator, [x], 1 + (operator == "MaxPool" and g.chance(0.2)), **given)
-
-
-def global_pool(g: Graph, operator: str) -> None:
-    g.node(operator, [image(g)])
-
-
-def resize(g: Graph, operator: str) -> None:
-    x = g.value(("float32",), (3, 4), lambda a: a.size > 0)
-    rank = g.of(x).ndim
-    modes = ("half_pixel", "asymmetric", "align_corners", "pytorch_half_pixel")
-    given: dict[str, Any] = {
-        "mode": g.one_of(("nearest", "linear", "cubic") if rank == 4 else ("nearest", "linear")),
-        "coordinate_transformation_mode": g.one_of((*modes, "half_pixel_symmetric")),
-    }
-    if given["mode"] == "nearest":
-        ways = ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil")
-        given["nearest_mode"] = g.one_of(ways)
-    factors = [1.0, 1.0, *(g.one_of((0.5, 0.7, 1.0, 1.3, 2.0, 2.5)) for _ in range(rank - 2))]
-    if g.chance(0.6):
-        return g.node(operator, [x, "", g.constant(factors, "float32")], **given)
-    sizes = [max(1, int(s * f)) for s, f in zip(g.of(x).shape, factors, strict=True)]
-    g.node(operator, [x, "", "", g.constant(sizes, "int64")], **given)
-
-
-def blocks(g: Graph, operator: str) -> None:
-    n, h, w = g.one_of((1, 2)), g.number(1, 2), g.number(1, 3)
-    if operator == "DepthToSpace":
-        x = g.fresh("float32", (n, 8, h, w))
-        return g.node(operator, [x], blocksize=2, mode=g.one_of(("DCR", "CRD")))
-    g.node(operator, [g.fresh("float32", (n, 2, 2 * h, 2 * w))], blocksize=2)
-
-
-def grid_sample(g: Graph, operator: str) -> None:
-    x = g.value(("float32",), (4, 4), lambda a: a.size > 0)
-    grid = g.constant(g.rng.uniform(-1.2, 1.2, (g.of(x).shape[0], 2, 3, 2)), "float32")
-    g.node(
-        operator,
-        [x, grid],
-        mode=g.one_of(("linear", "nearest", "cubic")),
-        padding_mode=g.one_of(("zeros", "border", "reflection")),
-        align_corners=g.number(0, 1),
-    )
-
-
 def recurrent(g: Graph, operator: str) -> None:
     gates = {"LSTM": 4, "GRU": 3, "RNN": 1}[operator]
     x = g.value(("float32",), (3, 3), lambda a: a.size > 0)
@@ -379,8 +309,118 @@ def quantize(g: Graph, operator: str) -> None:
     shape = (g.of(x).shape[axis],) if per_axis else ()
     scale = g.constant(g.array("float32", shape, positive=True) * np.float32(0.05))
     zero = g.constant(g.rng.integers(0, 9, shape), kind)
-    g.node("QuantizeLinear", [x, scale, zero], axis=axis)
-    g.node("DequantizeLinear", [g.nodes[-1].output[0], scale, zero], axis=axis)
+    domain = "com.microsoft" if per_axis and g.chance(0.3) else ""
+    g.node("QuantizeLinear", [x, scale, zero], domain=domain, axis=axis)
+    quantized = g.nodes[-1].output[0]
+    g.node("DequantizeLinear", [quantized, scale, zero], domain=domain, axis=axis)
+
+
+def quantized_matmul(g: Graph, operator: str) -> None:
+    kind, b_kind, k, n = g.one_of(SMALL_INTEGERS), g.one_of(SMALL_INTEGERS), g.number(1, 6), 3
+    a = g.fresh(kind, (*g.shape(g.number(1, 2)), k))
+    zero, y_zero = (g.constant(g.number(0, 9), kind) for _ in range(2))
+    b_scale, b_zero = per_channel(g, n, b_kind)
+    b = g.constant(g.array(b_kind, (k, n)))
+    scale, y_scale = g.constant(0.0625, "float32"), g.constant(0.125, "float32")
+    g.node(operator, [a, scale, zero, b, b_scale, b_zero, y_scale, y_zero])
+
+
+def few_bits(g: Graph, operator: str) -> None:
+    """MatMulNBits: rows of blocks of `size` numbers of 4 or 8 bits, each with a scale."""
+    bits, size, n, k = g.one_of((4, 4, 8)), g.one_of((16, 32)), g.number(1, 5), g.number(1, 40)
+    count = -(-k // size)
+    a = g.fresh(g.one_of(("float32", "float32", "float16")), (*g.shape(g.number(1, 2)), k))
+    b = g.constant(g.rng.integers(0, 256, (n, count, size * bits // 8)), "uint8")
+    scales = g.constant(g.array(g.dtype(a), (n, count), positive=True))
+    zeros = g.rng.integers(0, 256, (n, -(-count * bits // 8)))
+    inputs = [a, b, scales, *([g.constant(zeros, "uint8")] if g.chance(0.5) else [])]
+    g.node(operator, inputs, domain="com.microsoft", K=k, N=n, bits=bits, block_size=size)
+
+
+def determinant(g: Graph, operator: str) -> None:
+    size = g.number(1, 5)
+    g.node(operator, [g.fresh("float32", (*g.shape(g.number(0, 2)), size, size))])
+
+
+def diagonal(g: Graph, operator: str) -> None:
+    given = {"dtype": g.one_of((1, 6, 7, 11))} if g.chance(0.5) else {}
+    g.node(operator, [g.value((*FLOATS, "int64"), (2, 2))], k=g.number(-2, 2), **given)
+
+
+SAME_SIZE = (
+    ("float32", "int32", "uint32"),
+    ("float64", "int64", "uint64"),
+    ("float16", "int16", "uint16"),
+    ("int8", "uint8"),
+)
+"""Types whose bits can be read as each other's."""
+
+
+def bits_read(g: Graph, operator: str) -> None:
+    kinds = g.one_of(SAME_SIZE)
+    to = helper.np_dtype_to_tensor_dtype(np.dtype(g.one_of(kinds)))
+    g.node(operator, [g.value(kinds)], to=to)
+
+
+def grams(g: Graph, operator: str) -> None:
+    """TfIdfVectorizer over single words 2, 3, 5, 4 and the pairs (5, 6), (7, 8), (6, 7)."""
+    words = g.rng.integers(2, 9, g.of(g.fresh("int64", g.shape(g.number(1, 2)))).shape)
+    longest = g.number(1, 2)
+    weights = {"weights": [0.5 * i for i in range(1, 8)]} if g.chance(0.5) else {}
+    g.node(
+        operator,
+        [g.constant(words, g.one_of(("int32", "int64")))],
+        mode=g.one_of(("TF", "IDF", "TFIDF")),
+        min_gram_length=g.number(1, longest),
+        max_gram_length=longest,
+        max_skip_count=g.number(0, 2),
+        pool_int64s=[2, 3, 5, 4, 5, 6, 7, 8, 6, 7],
+        ngram_counts=[0, 4],
+        ngram_indexes=[0, 1, 2, 3, 4, 6, 5],
+        **weights,
+    )
+
+
+def reversed_sequences(g: Graph, operator: str) -> None:
+    x = g.value(FLOATS, (2, 4), lambda a: a.size > 0)
+    time = g.number(0, 1)
+    steps, batch = g.of(x).shape[time], g.of(x).shape[1 - time]
+    lengths = g.constant(g.rng.integers(1, steps + 1, batch), "int64")
+    g.node(operator, [x, lengths], time_axis=time, batch_axis=1 - time)
+
+
+def unique(g: Graph, operator: str) -> None:
+    x = g.value(("float32", "int64"), (1, 3))
+    given = {"axis": g.axis(x)} if g.chance(0.5) else {}
+    g.node(operator, [x], g.number(1, 4), sorted=1, **given)
+
+
+def mean_variance(g: Graph, operator: str) -> None:
+    """Over images of two places or more: the variance of one number is noise in onnxruntime."""
+    x = g.fresh(g.one_of(("float32", "float16")), (*g.shape(2), g.number(2, 4), g.number(1, 4)))
+    axes = [axis for axis in range(4) if axis == 2 or g.chance(0.5)]
+    g.node(operator, [x], **({"axes": axes} if g.chance(0.6) else {}))
+
+
+def signal_window(g: Graph, operator: str) -> None:
+    given = {"output_datatype": g.one_of((1, 11))} if g.chance(0.5) else {}
+    g.node(operator, [g.constant(g.number(1, 9), "int64")], periodic=g.number(0, 1), **given)
+
+
+def transform(g: Graph, operator: str) -> None:
+    batch, length, dtype = g.shape(1)[0], g.number(4, 9), g.one_of(("float32", "float64"))
+    onesided = g.number(0, 1)
+    if operator == "STFT":
+        x, size = g.fresh(dtype, (batch, length + 4, 1)), g.number(2, 4)
+        inputs = [x, g.constant(g.number(1, 3), "int64")]
+        inputs += [g.fresh(dtype, (size,)) if g.chance(0.6) else "", g.constant(size, "int64")]
+        return g.node(operator, inputs, onesided=onesided)
+    real = onesided or g.chance(0.5)
+    x = g.fresh(dtype, (batch, length, g.number(1, 2), 1 if real else 2))
+    inputs = [x, g.constant(g.number(3, 10), "int64") if g.chance(0.4) else ""]
+    inputs += [g.constant(g.number(1, 2), "int64")] if g.chance(0.6) else []
+    inverse = {} if onesided else {"inverse": g.number(0, 1)}
+    g.node(operator, inputs if inputs[-1] else inputs[:1], onesided=onesided, **inverse)
 
 
 def integer_product(g: Graph, operator: str) -> None:
@@ -475,7 +515,7 @@ OPERATORS: dict[str, Draw] = {
     **table(unary(ANY), "Identity NonZero Size"),
     **table(unary(BOOL), "Not"),
     **table(unary(INTEGERS), "BitwiseNot"),
-    **table(unary(FLOATS, alpha=small), "Elu Celu LeakyRelu ThresholdedRelu"),
+    **table(unary(FLOATS, alpha=small), "Elu Celu LeakyRelu ThresholdedRelu Swish"),
     **table(unary(FLOATS, alpha=small, beta=small), "HardSigmoid"),
     **table(unary(FLOATS, alpha=small, gamma=small), "Selu"),
     **table(unary(FLOATS, lambd=small, bias=small), "Shrink"),
@@ -504,7 +544,8 @@ OPERATORS: dict[str, Draw] = {
     ),
     **table(argument, "ArgMax ArgMin"),
     "TopK": top_k,
-    "CumSum": cumulative,
+    **table(cumulative, "CumSum CumProd"),
+    "Unique": unique,
     "Transpose": transpose,
     "Reshape": reshape,
     "Flatten": flatten,
@@ -537,8 +578,27 @@ OPERATORS: dict[str, Draw] = {
     **table(recurrent, "LSTM GRU RNN"),
     "Attention": attention,
     "RotaryEmbedding": rotary,
-    **table(quantize, "QuantizeLinear DynamicQuantizeLinear"),
+    **table(quantize, "QuantizeLinear DequantizeLinear DynamicQuantizeLinear"),
     "MatMulInteger": integer_product,
+    "QLinearMatMul": quantized_matmul,
+    "MatMulNBits": few_bits,
+    **table(integer_conv, "ConvInteger QLinearConv"),
+    "Col2Im": columns,
+    "DeformConv": deformed,
+    "RoiAlign": regions,
+    "NonMaxSuppression": overlapping,
+    "LRN": local_norm,
+    "MeanVarianceNormalization": mean_variance,
+    "Det": determinant,
+    "EyeLike": diagonal,
+    "BitCast": bits_read,
+    "TfIdfVectorizer": grams,
+    "ReverseSequence": reversed_sequences,
+    **table(signal_window, "BlackmanWindow HammingWindow HannWindow"),
+    **table(transform, "DFT STFT"),
+    "Dropout": dropout,
+    "Multinomial": chosen,
+    **table(random, "Bernoulli RandomNormal RandomNormalLike RandomUniform RandomUniformLike"),
     **table(loss, "SoftmaxCrossEntropyLoss NegativeLogLikelihoodLoss"),
     "If": branches,
     "Scan": scanned,
@@ -546,6 +606,13 @@ OPERATORS: dict[str, Draw] = {
     **table(shaped, "ConstantOfShape"),
 }
 """How a node of each operator is drawn."""
+UNDRAWN = {
+    "Scatter": "an operator of opset 10 and below: from opset 11 on, ScatterElements",
+    "SequenceMap": "a value of these graphs is a tensor, not a sequence",
+}
+"""Operators that are lowered and never drawn, and why."""
+OPSETS = (21, 21, 22, 23, 24, 26)
+"""Swish came with 24, BitCast and CumProd with 26; onnxruntime (1.32) has Random* up to 21."""
 SHAPE_WORK: tuple[tuple[Draw, str], ...] = (
     (counted, "Range"),
     (counted, "Range"),
@@ -559,7 +626,7 @@ def graph(rng: np.random.Generator, operators: Sequence[str] = ()) -> Case:
     """A random graph of 1 to 12 nodes; of these operators alone, if any are named."""
     names = list(operators or rng.permutation(list(OPERATORS))[:16])
     sizes = {symbol: int(rng.choice([1, 2, 3, 4, 5, 7])) for symbol in SYMBOLS}
-    g = Graph(rng, int(rng.choice([21, 22, 23])), sizes)
+    g = Graph(rng, int(rng.choice(OPSETS)), sizes)
     wanted = g.number(1, 12)
     for _ in range(8 * wanted):
         if len(g.nodes) >= wanted:
