@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from gradient_rows import F32, apart, i64, rng, row, within
+from gradient_rows import F32, apart, rng, row, rows, within
 
 NORM = [
     *(
@@ -22,99 +22,36 @@ NORM = [
             (-2, (4,), True),
         )
     ),
-    row(
-        "LayerNormalization 3 outputs",
-        "y, m, r = LayerNormalization <axis = 1> (x, s, b)",
-        x=(3, 2, 4),
-        s=(2, 4),
-        b=(2, 4),
-        outputs=("y", "m", "r"),
-        dtype=F32,
-    ),
-    row(
-        "LayerNormalization mean alone",
-        "y, m = LayerNormalization (x, s, b)",
-        x=(3, 4),
-        s=(4,),
-        b=(4,),
-        outputs=("m",),
-        dtype=F32,
-    ),
     row("RMSNormalization", "y = RMSNormalization (x, s)", x=(2, 3, 4), s=(4,)),
-    row(
-        "RMSNormalization axis 1",
-        "y = RMSNormalization <axis = 1, epsilon = 0.01> (x, s)",
-        x=(2, 3, 4),
-        s=(3, 4),
-    ),
-    row(
-        "InstanceNormalization",
-        "y = InstanceNormalization (x, s, b)",
-        x=(2, 3, 4, 5),
-        s=(3,),
-        b=(3,),
-        dtype=F32,
-    ),
-    row(
-        "GroupNormalization",
-        "y = GroupNormalization <num_groups = 2> (x, s, b)",
-        x=(2, 4, 3, 5),
-        s=(4,),
-        b=(4,),
-        dtype=F32,
-    ),
-    row(  # inference tells nothing of what follows: not even that Equal's answer is bool
-        "GroupNormalization, then the largest",
-        "n = GroupNormalization <num_groups = 2> (x, s, b)\n m = ReduceMax <keepdims = 0> (n)"
-        "\n y = LeakyRelu <alpha = 1.5> (m)",
-        x=(2, 4, 3, 5),
-        s=(4,),
-        b=(4,),
-        dtype=F32,
-    ),
-    row(
-        "BatchNormalization",
-        "y = BatchNormalization (x, s, b, m, v)",
-        x=(2, 3, 4),
-        s=(3,),
-        b=(3,),
-        m=(3,),
-        v=within(0.5, 2, 3),
-    ),
-    row(
-        "BatchNormalization 2-D",
-        "y = BatchNormalization (x, s, b, m, v)",
-        x=(5, 3),
-        s=(3,),
-        b=(3,),
-        m=(3,),
-        v=within(0.5, 2, 3),
-    ),
-    row(
-        "BatchNormalization training",
-        "y, rm, rv = BatchNormalization <training_mode = 1, momentum = 0.7> (x, s, b, m, v)",
-        x=(3, 2, 4, 2),
-        s=(2,),
-        b=(2,),
-        m=(2,),
-        v=within(0.5, 2, 2),
-        outputs=("y", "rm", "rv"),
-    ),
-    row(
-        "MeanVarianceNormalization", "y = MeanVarianceNormalization (x)", x=(2, 3, 4, 2), dtype=F32
-    ),
-    row(
-        "MeanVarianceNormalization axes",
-        "y = MeanVarianceNormalization <axes = [1]> (x)",
-        x=(2, 5),
-        dtype=F32,
-    ),
-    row(
-        "LRN",
-        "y = LRN <size = 3, alpha = 0.5, beta = 0.6, bias = 1.2> (x)",
-        x=(2, 5, 3, 2),
-        dtype=F32,
-    ),
+    *rows("""
+LayerNormalization 3 outputs: x=(3, 2, 4), s=(2, 4), b=(2, 4), outputs=("y", "m", "r"), dtype=F32
+  y, m, r = LayerNormalization <axis = 1> (x, s, b)
+LayerNormalization mean alone: x=(3, 4), s=(4,), b=(4,), outputs=("m",), dtype=F32
+  y, m = LayerNormalization (x, s, b)
+RMSNormalization axis 1: x=(2, 3, 4), s=(3, 4)
+  y = RMSNormalization <axis = 1, epsilon = 0.01> (x, s)
+InstanceNormalization: x=(2, 3, 4, 5), s=(3,), b=(3,), dtype=F32
+  y = InstanceNormalization (x, s, b)
+GroupNormalization: x=(2, 4, 3, 5), s=(4,), b=(4,), dtype=F32
+  y = GroupNormalization <num_groups = 2> (x, s, b)
+# inference tells nothing of what follows: not even that Equal's answer is bool
+GroupNormalization, then the largest: x=(2, 4, 3, 5), s=(4,), b=(4,), dtype=F32
+  n = GroupNormalization <num_groups = 2> (x, s, b)  m = ReduceMax <keepdims = 0> (n)
+  y = LeakyRelu <alpha = 1.5> (m)
+BatchNormalization: x=(2, 3, 4), s=(3,), b=(3,), m=(3,), v=within(0.5, 2, 3)
+  y = BatchNormalization (x, s, b, m, v)
+BatchNormalization 2-D: x=(5, 3), s=(3,), b=(3,), m=(3,), v=within(0.5, 2, 3)
+  y = BatchNormalization (x, s, b, m, v)
+BatchNormalization training: x=(3, 2, 4, 2), s=(2,), b=(2,), m=(2,), v=within(0.5, 2, 2),
+outputs=("y", "rm", "rv")
+  y, rm, rv = BatchNormalization <training_mode = 1, momentum = 0.7> (x, s, b, m, v)
+MeanVarianceNormalization: x=(2, 3, 4, 2), dtype=F32
+  y = MeanVarianceNormalization (x)
+MeanVarianceNormalization axes: x=(2, 5), dtype=F32
+  y = MeanVarianceNormalization <axes = [1]> (x)
+LRN: x=(2, 5, 3, 2), dtype=F32
+  y = LRN <size = 3, alpha = 0.5, beta = 0.6, bias = 1.2> (x)
+"""),
 ]
 
 
@@ -206,24 +143,7 @@ GRID += [
 ]
 
 
-def mask(*shape):
-    allowed = rng(3).random(shape) > 0.3
-    allowed[..., 0] = True
-    return allowed
-
-
-Q, K, V = (2, 4, 3, 6), (2, 2, 5, 6), (2, 2, 5, 4)
-Q3, K3, V3 = (2, 3, 24), (2, 5, 12), (2, 5, 8)
 ATTENTION = [
-    row(
-        "Attention",
-        "y = Attention (q, k, v)",
-        q=(2, 2, 3, 4),
-        k=(2, 2, 5, 4),
-        v=(2, 2, 5, 6),
-        dtype=F32,
-        dynamic=(0, 2),
-    ),
     *(
         row(
             f"Attention, one batch of {name}",
@@ -235,129 +155,43 @@ ATTENTION = [
         )
         for name in "kv"
     ),
-    row(
-        "Attention GQA",
-        "y = Attention <scale = 0.3> (q, k, v)",
-        q=Q,
-        k=K,
-        v=V,
-        dtype=F32,
-        dynamic=(0, 2),
-    ),
-    row(
-        "Attention bool mask",
-        "y = Attention (q, k, v, m)",
-        q=Q,
-        k=K,
-        v=V,
-        m=mask(2, 1, 3, 5),
-        dtype=F32,
-        dynamic=(0, 2),
-    ),
-    row(
-        "Attention 2-D mask",
-        "y = Attention (q, k, v, m)",
-        q=Q,
-        k=K,
-        v=V,
-        m=mask(3, 5),
-        dtype=F32,
-        dynamic=(0, 2),
-    ),
-    row(
-        "Attention float mask",
-        "y = Attention (q, k, v, m)",
-        q=Q,
-        k=K,
-        v=V,
-        m=(1, 4, 3, 5),
-        dtype=F32,
-        dynamic=(0, 2),
-    ),
-    row(
-        "Attention causal",
-        "y = Attention <is_causal = 1> (q, k, v)",
-        q=(2, 4, 5, 6),
-        k=K,
-        v=V,
-        dtype=F32,
-        dynamic=(0, 2),
-    ),
-    row(
-        "Attention causal, float mask",
-        "y = Attention <is_causal = 1> (q, k, v, m)",
-        q=(2, 4, 5, 6),
-        k=K,
-        v=V,
-        m=(5, 5),
-        dtype=F32,
-        dynamic=(0, 2),
-    ),
-    row(
-        "Attention 3-D",
-        "y = Attention <q_num_heads = 4, kv_num_heads = 2> (q, k, v)",
-        q=Q3,
-        k=K3,
-        v=V3,
-        dtype=F32,
-        dynamic=(0, 1),
-    ),
-    row(
-        "Attention 3-D causal, mask",
-        "y = Attention <q_num_heads = 4, kv_num_heads = 2, is_causal = 1> (q, k, v, m)",
-        q=(2, 5, 24),
-        k=K3,
-        v=V3,
-        m=mask(2, 1, 5, 5),
-        dtype=F32,
-        dynamic=(0, 1),
-    ),
-    row(
-        "Attention softcap",
-        "y = Attention <softcap = 2.0> (q, k, v)",
-        q=Q,
-        k=K,
-        v=V,
-        dtype=F32,
-        dynamic=(0, 2),
-    ),
-    row(
-        "Attention past",
-        "y, pk, pv = Attention (q, k, v, , a, b)",
-        q=Q,
-        k=K,
-        v=V,
-        a=(2, 2, 3, 6),
-        b=(2, 2, 3, 4),
-        outputs=("y", "pk", "pv"),
-        dtype=F32,
-        dynamic=(0, 2),
-    ),
-    row(
-        "RotaryEmbedding 4-D",
-        "y = RotaryEmbedding (x, c, s, p)",
-        x=(2, 3, 4, 6),
-        c=(7, 3),
-        s=(7, 3),
-        p=rng().integers(0, 7, (2, 4)),
-        dtype=F32,
-    ),
-    row(
-        "RotaryEmbedding 3-D",
-        "y = RotaryEmbedding <num_heads = 3> (x, c, s)",
-        x=(2, 4, 18),
-        c=(2, 4, 3),
-        s=(2, 4, 3),
-        dtype=F32,
-    ),
-    row(
-        "RotaryEmbedding part, interleaved",
-        "y = RotaryEmbedding <interleaved = 1, rotary_embedding_dim = 4> (x, c, s)",
-        x=(2, 3, 4, 6),
-        c=(2, 4, 2),
-        s=(2, 4, 2),
-        dtype=F32,
-    ),
+    *rows("""
+Attention: q=(2, 2, 3, 4), k=(2, 2, 5, 4), v=(2, 2, 5, 6), dtype=F32, dynamic=(0, 2)
+  y = Attention (q, k, v)
+Attention GQA: q=(2, 4, 3, 6), k=(2, 2, 5, 6), v=(2, 2, 5, 4), dtype=F32, dynamic=(0, 2)
+  y = Attention <scale = 0.3> (q, k, v)
+Attention bool mask: q=(2, 4, 3, 6), k=(2, 2, 5, 6), v=(2, 2, 5, 4), m=mask(2, 1, 3, 5), dtype=F32,
+dynamic=(0, 2)
+  y = Attention (q, k, v, m)
+Attention 2-D mask: q=(2, 4, 3, 6), k=(2, 2, 5, 6), v=(2, 2, 5, 4), m=mask(3, 5), dtype=F32,
+dynamic=(0, 2)
+  y = Attention (q, k, v, m)
+Attention float mask: q=(2, 4, 3, 6), k=(2, 2, 5, 6), v=(2, 2, 5, 4), m=(1, 4, 3, 5), dtype=F32,
+dynamic=(0, 2)
+  y = Attention (q, k, v, m)
+Attention causal: q=(2, 4, 5, 6), k=(2, 2, 5, 6), v=(2, 2, 5, 4), dtype=F32, dynamic=(0, 2)
+  y = Attention <is_causal = 1> (q, k, v)
+Attention causal, float mask: q=(2, 4, 5, 6), k=(2, 2, 5, 6), v=(2, 2, 5, 4), m=(5, 5), dtype=F32,
+dynamic=(0, 2)
+  y = Attention <is_causal = 1> (q, k, v, m)
+Attention 3-D: q=(2, 3, 24), k=(2, 5, 12), v=(2, 5, 8), dtype=F32, dynamic=(0, 1)
+  y = Attention <q_num_heads = 4, kv_num_heads = 2> (q, k, v)
+Attention 3-D causal, mask: q=(2, 5, 24), k=(2, 5, 12), v=(2, 5, 8), m=mask(2, 1, 5, 5), dtype=F32,
+dynamic=(0, 1)
+  y = Attention <q_num_heads = 4, kv_num_heads = 2, is_causal = 1> (q, k, v, m)
+Attention softcap: q=(2, 4, 3, 6), k=(2, 2, 5, 6), v=(2, 2, 5, 4), dtype=F32, dynamic=(0, 2)
+  y = Attention <softcap = 2.0> (q, k, v)
+Attention past: q=(2, 4, 3, 6), k=(2, 2, 5, 6), v=(2, 2, 5, 4), a=(2, 2, 3, 6), b=(2, 2, 3, 4),
+outputs=("y", "pk", "pv"), dtype=F32,
+dynamic=(0, 2)
+  y, pk, pv = Attention (q, k, v, , a, b)
+RotaryEmbedding 4-D: x=(2, 3, 4, 6), c=(7, 3), s=(7, 3), p=rng().integers(0, 7, (2, 4)), dtype=F32
+  y = RotaryEmbedding (x, c, s, p)
+RotaryEmbedding 3-D: x=(2, 4, 18), c=(2, 4, 3), s=(2, 4, 3), dtype=F32
+  y = RotaryEmbedding <num_heads = 3> (x, c, s)
+RotaryEmbedding part, interleaved: x=(2, 3, 4, 6), c=(2, 4, 2), s=(2, 4, 2), dtype=F32
+  y = RotaryEmbedding <interleaved = 1, rotary_embedding_dim = 4> (x, c, s)
+"""),
 ]
 
 QUANTIZED = (
@@ -434,40 +268,17 @@ LOSS = [
         ("ignore, weights, none", 'ignore_index = -100, reduction = "none"', LABELS, True),
     )
 ] + [
-    row(
-        "SoftmaxCrossEntropyLoss 2-D",
-        "y = SoftmaxCrossEntropyLoss (x, t)",
-        x=(3, 5),
-        t=i64(0, 4, 2),
-    ),
-    row(
-        "SoftmaxCrossEntropyLoss log_prob",
-        "y, l = SoftmaxCrossEntropyLoss (x, t)",
-        x=(3, 5),
-        t=i64(0, 4, 2),
-        outputs=("y", "l"),
-    ),
-    row(
-        "SoftmaxCrossEntropyLoss int32",
-        "y = SoftmaxCrossEntropyLoss <ignore_index = 1> (x, t)",
-        x=(3, 5),
-        t=np.array([0, 1, 2], np.int32),
-    ),
     row("Dropout inference", "y, m = Dropout (x)", x=(3, 4)),
-    row(
-        "Dropout off",
-        "y = Dropout (x, r, t)",
-        x=(3, 4),
-        r=np.array(0.4),
-        t=np.array(False),
-        fixed=("r",),
-    ),
-    row(
-        "Dropout nothing dropped",
-        "y = Dropout (x, r, t)",
-        x=(3, 4),
-        r=np.array(0.0),
-        t=np.array(True),
-        fixed=("r",),
-    ),
+    *rows("""
+SoftmaxCrossEntropyLoss 2-D: x=(3, 5), t=i64(0, 4, 2)
+  y = SoftmaxCrossEntropyLoss (x, t)
+SoftmaxCrossEntropyLoss log_prob: x=(3, 5), t=i64(0, 4, 2), outputs=("y", "l")
+  y, l = SoftmaxCrossEntropyLoss (x, t)
+SoftmaxCrossEntropyLoss int32: x=(3, 5), t=np.array([0, 1, 2], np.int32)
+  y = SoftmaxCrossEntropyLoss <ignore_index = 1> (x, t)
+Dropout off: x=(3, 4), r=np.array(0.4), t=np.array(False), fixed=("r",)
+  y = Dropout (x, r, t)
+Dropout nothing dropped: x=(3, 4), r=np.array(0.0), t=np.array(True), fixed=("r",)
+  y = Dropout (x, r, t)
+"""),
 ]

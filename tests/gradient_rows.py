@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +38,13 @@ def row(name, body, **inputs):
     return Row(name, body, inputs, **options)
 
 
+def rows(text):
+    """Rows of a name and what `row` takes for its inputs, and of nodes in the lines below it."""
+    pattern = r"(?m)^(?!#)(.+?): ((?:.*,\n)*.*)\n((?:  .*\n)+)"
+    for name, inputs, body in re.findall(pattern, text):
+        yield row(name, body, **eval(f"dict({inputs})", globals()))
+
+
 def rng(seed=0):
     return np.random.default_rng(seed)
 
@@ -51,6 +59,12 @@ def apart(*shape):
     """
     size = int(np.prod(shape))
     return (rng(2).permutation(size).reshape(shape) - size // 2 + 0.5) / 10
+
+
+def mask(*shape):
+    allowed = rng(3).random(shape) > 0.3
+    allowed[..., 0] = True
+    return allowed
 
 
 def i64(*values):
@@ -122,34 +136,21 @@ BINARY = [
     row("Pow integer exponent", "y = Pow (x, e)", x=(3, 4), e=i64(2, 3, 1, 0), runtime=("e",)),
     row("Mod fmod", "y = Mod <fmod = 1> (a, b)", a=apart(4, 5), b=scalar(0.73)),
     row("PRelu", "y = PRelu (x, s)", x=apart(2, 3, 4), s=(3, 1), dtype=F32),
-    row(
-        "PRelu, wide slope",
-        "e = Exp (x) n = Neg (e) y = PRelu (n, s)",
-        x=(2, 3, 4),
-        s=(3, 4),
-        dtype=F32,
-        static="s",
-    ),
     row("Where", "y = Where (c, a, b)", c=rng().random((3, 4)) > 0.5, a=(3, 4), b=(2, 1, 4)),
-    row(
-        "Where broadcast condition",
-        "y = Where (c, a, b)",
-        c=np.array([[True], [False]]),
-        a=(4,),
-        b=(),
-    ),
     row("Clip", "y = Clip (x, l, h)", x=apart(4, 5), l=scalar(-0.4), h=scalar(0.6)),
     row("Clip below", "y = Clip (x, l)", x=apart(4, 5), l=scalar(-0.4)),
     row("Clip above", "y = Clip (x, , h)", x=apart(4, 5), h=scalar(0.6)),
-    row(
-        "Cast", "f = Cast <to = 11> (x)\n g = Mul (f, f)\n y = Cast <to = 1> (g)", x=(3,), dtype=F32
-    ),
     row("CastLike", "y = CastLike (x, x)", x=(3,)),
-    row(
-        "fan-out and shared",
-        "a = Exp (x)\n b = Mul (a, x)\n c = Add (a, b)\n y = Mul (c, a)",
-        x=(3,),
-    ),
+    *rows("""
+PRelu, wide slope: x=(2, 3, 4), s=(3, 4), dtype=F32, static="s"
+  e = Exp (x) n = Neg (e) y = PRelu (n, s)
+Where broadcast condition: c=np.array([[True], [False]]), a=(4,), b=()
+  y = Where (c, a, b)
+Cast: x=(3,), dtype=F32
+  f = Cast <to = 11> (x)  g = Mul (f, f)  y = Cast <to = 1> (g)
+fan-out and shared: x=(3,)
+  a = Exp (x)  b = Mul (a, x)  c = Add (a, b)  y = Mul (c, a)
+"""),
 ]
 
 MATMUL = (
@@ -224,22 +225,6 @@ REDUCE = [
         ("all by no axes, dropped", "keepdims = 0", {"axes": i64()}),
     )
 ] + [
-    row(
-        "ReduceProd with zeros",
-        "y = ReduceProd (x, a)",
-        a=i64(1),
-        x=np.array([[0.0, 2, 3], [0, 0, 4], [1, 2, 3]]),
-    ),
-    row(
-        "ReduceSum run-time axes", "y = ReduceSum (x, a)", x=(2, 3, 4), a=i64(0, 2), runtime=("a",)
-    ),
-    row(
-        "ReduceMean run-time axes",
-        "y = ReduceMean <keepdims = 0> (x, a)",
-        x=(2, 3, 4),
-        a=i64(1),
-        runtime=("a",),
-    ),
     row("Softmax", "y = Softmax (x)", x=(2, 3, 4)),
     row("Softmax axis", "y = Softmax <axis = 1> (x)", x=(2, 3, 4)),
     row("LogSoftmax axis", "y = LogSoftmax <axis = 0> (x)", x=(2, 3, 4)),
@@ -262,14 +247,18 @@ REDUCE = [
             ("whole", "<onesided = 0>", ", n", (2, 11, 1)),
         )
     ),
-    row(
-        "CumSum reverse exclusive",
-        "y = CumSum <reverse = 1, exclusive = 1> (x, a)",
-        x=(2, 5),
-        a=scalar(-1),
-    ),
     row("LpNormalization", "y = LpNormalization (x)", x=(3, 4)),
     row("LpNormalization p=1", "y = LpNormalization <p = 1, axis = 0> (x)", x=apart(3, 4)),
+    *rows("""
+ReduceProd with zeros: a=i64(1), x=np.array([[0.0, 2, 3], [0, 0, 4], [1, 2, 3]])
+  y = ReduceProd (x, a)
+ReduceSum run-time axes: x=(2, 3, 4), a=i64(0, 2), runtime=("a",)
+  y = ReduceSum (x, a)
+ReduceMean run-time axes: x=(2, 3, 4), a=i64(1), runtime=("a",)
+  y = ReduceMean <keepdims = 0> (x, a)
+CumSum reverse exclusive: x=(2, 5), a=scalar(-1)
+  y = CumSum <reverse = 1, exclusive = 1> (x, a)
+"""),
 ]
 
 SHAPE = [
@@ -293,57 +282,9 @@ SHAPE = [
     row("Expand run-time", "y = Expand (x, s)", x=(3, 1), s=i64(2, 3, 4), runtime=("s",)),
     row("Concat", "y = Concat <axis = 1> (a, b, c)", a=(2, 3), b=(2, 1), c=(2, 2)),
     row("Concat negative axis", "y = Concat <axis = -2> (a, b)", a=(1, 3), b=(2, 3)),
-    row(
-        "Split",
-        "a, b = Split <axis = 1> (x, s)\n y = Mul (a, a)",
-        x=(2, 4),
-        s=i64(2, 2),
-        outputs=("y", "b"),
-    ),
-    row(
-        "Split, part unused",
-        "a, b, c = Split <axis = -1, num_outputs = 3> (x)\n y = Exp (b)",
-        x=(2, 7),
-    ),
     row("Slice", "y = Slice (x, s, e, a)", x=(4, 5), s=i64(1, -3), e=i64(3, 100), a=i64(0, 1)),
     row("Slice no axes", "y = Slice (x, s, e)", x=(4, 5), s=i64(1, 0), e=i64(-1, 5)),
     row("Slice whole", "y = Slice (x, s, e, a)", x=(4, 5), s=i64(0), e=i64(2**63 - 1), a=i64(1)),
-    row(
-        "Slice run-time",
-        "y = Slice (x, s, e, a)",
-        x=(4, 5),
-        s=i64(-2),
-        e=i64(9),
-        a=i64(1),
-        runtime=("s", "e"),
-    ),
-    row(
-        "Slice empty",
-        "z = Slice (x, s, e, a)\n y = Concat <axis = 1> (z, x)",
-        x=(2, 5),
-        s=i64(7),
-        e=i64(9),
-        a=i64(1),
-    ),
-    row(
-        "Slice steps",
-        "y = Slice (x, s, e, a, t)",
-        x=(4, 7),
-        s=i64(1, -1),
-        e=i64(9, -9),
-        a=i64(1, 0),
-        t=i64(2, -1),
-    ),
-    row(
-        "Slice run-time steps",
-        "y = Slice (x, s, e, a, t)",
-        x=(4, 7),
-        s=i64(6),
-        e=i64(0),
-        a=i64(1),
-        t=i64(-2),
-        runtime=("t", "s"),
-    ),
     row("Pad", "y = Pad (x, p)", x=(2, 3), p=i64(1, 0, 0, 2)),
     row("Pad value axes", "y = Pad (x, p, v, a)", x=(2, 3), p=i64(1, 2), v=scalar(0.7), a=i64(-1)),
     row("Pad crop", "y = Pad (x, p)", x=(4, 5), p=i64(-1, 2, 1, -2)),
@@ -352,13 +293,6 @@ SHAPE = [
             f"Pad {mode}", f'y = Pad <mode = "{mode}"> (x, p)', x=(2, 4, 5), p=i64(0, 2, 1, 0, 1, 3)
         )
         for mode in ("reflect", "edge", "wrap")
-    ),
-    row(
-        "Pad reflect run-time",
-        'y = Pad <mode = "reflect"> (x, p)',
-        x=(4, 5),
-        p=i64(2, 1, 1, 3),
-        runtime=("p",),
     ),
     *(
         row(
@@ -371,29 +305,28 @@ SHAPE = [
     ),
     row("SpaceToDepth", "y = SpaceToDepth <blocksize = 2> (x)", x=(2, 3, 4, 2)),
     row("Range", "y = Range (a, b, d)", a=scalar(0.3), b=scalar(2.35), d=scalar(0.5)),
-    row(
-        "ReverseSequence",
-        "y = ReverseSequence <batch_axis = 0, time_axis = 1> (x, l)",
-        x=(3, 4, 2),
-        l=i64(1, 4, 2),
-    ),
+    *rows("""
+Split: x=(2, 4), s=i64(2, 2), outputs=("y", "b")
+  a, b = Split <axis = 1> (x, s)  y = Mul (a, a)
+Split, part unused: x=(2, 7)
+  a, b, c = Split <axis = -1, num_outputs = 3> (x)  y = Exp (b)
+Slice run-time: x=(4, 5), s=i64(-2), e=i64(9), a=i64(1), runtime=("s", "e")
+  y = Slice (x, s, e, a)
+Slice empty: x=(2, 5), s=i64(7), e=i64(9), a=i64(1)
+  z = Slice (x, s, e, a)  y = Concat <axis = 1> (z, x)
+Slice steps: x=(4, 7), s=i64(1, -1), e=i64(9, -9), a=i64(1, 0), t=i64(2, -1)
+  y = Slice (x, s, e, a, t)
+Slice run-time steps: x=(4, 7), s=i64(6), e=i64(0), a=i64(1), t=i64(-2), runtime=("t", "s")
+  y = Slice (x, s, e, a, t)
+Pad reflect run-time: x=(4, 5), p=i64(2, 1, 1, 3), runtime=("p",)
+  y = Pad <mode = "reflect"> (x, p)
+ReverseSequence: x=(3, 4, 2), l=i64(1, 4, 2)
+  y = ReverseSequence <batch_axis = 0, time_axis = 1> (x, l)
+"""),
 ]
 
 INDEXING = [
     row("Gather", "y = Gather (x, i)", x=(5, 3), i=np.array([[0, 4, 0], [1, 0, -1]])),
-    row(
-        "Gather run-time",
-        "y = Gather (x, i)",
-        x=(5, 3),
-        i=np.array([[0, 4], [0, -1]]),
-        runtime=("i",),
-    ),
-    row(
-        "Gather axis 1",
-        "y = Gather <axis = 1> (x, i)",
-        x=(2, 5, 3),
-        i=np.array([[0, 4, 0], [1, 0, 2]]),
-    ),
     *(
         row(
             f"Gather int32 axis {axis}{when}",
@@ -405,9 +338,6 @@ INDEXING = [
         for axis in (0, 1)
         for when in ("", " run-time")
     ),
-    row(
-        "GatherElements int32", "y = GatherElements (x, i)", x=(3, 2), i=np.int32([[0, 2], [0, 1]])
-    ),
     row("Gather axis -1", "y = Gather <axis = -1> (x, i)", x=(2, 5), i=i64(3, 3, -2)),
     *(
         row(f"Gather scalar {i}", "y = Gather <axis = 1> (x, i)", x=(2, 5, 3), i=scalar(i))
@@ -415,37 +345,6 @@ INDEXING = [
     ),
     row("Gather one", "y = Gather <axis = -2> (x, i)", x=(2, 5, 3), i=i64(-4)),
     row("Gather one of rank 2", "y = Gather <axis = 1> (x, i)", x=(2, 5, 3), i=np.array([[1]])),
-    row(
-        "Gather scalar run-time",
-        "y = Gather <axis = 1> (x, i)",
-        x=(2, 5),
-        i=scalar(3),
-        runtime=("i",),
-    ),
-    row(
-        "GatherElements",
-        "y = GatherElements <axis = 1> (x, i)",
-        x=(2, 5),
-        i=np.array([[0, 4, 0], [1, 0, -1]]),
-    ),
-    row(
-        "GatherND",
-        "y = GatherND (x, i)",
-        x=(3, 4, 2),
-        i=np.array([[[0, 1], [2, -1]], [[0, 1], [1, 1]]]),
-    ),
-    row(
-        "GatherND batch",
-        "y = GatherND <batch_dims = 1> (x, i)",
-        x=(2, 4, 3),
-        i=np.array([[[0], [3], [0]], [[1], [1], [2]]]),
-    ),
-    row(
-        "GatherND batch 2",
-        "y = GatherND <batch_dims = 2> (x, i)",
-        x=(2, 3, 4),
-        i=rng().integers(0, 4, (2, 3, 2, 1)),
-    ),
     *(
         row(
             f"ScatterElements {r}",
@@ -455,20 +354,6 @@ INDEXING = [
             i=np.array([[0, 4], [1, 3]]),
         )
         for r in ("none", "add", "mul", "max", "min")
-    ),
-    row(
-        "ScatterElements add twice",
-        'y = ScatterElements <reduction = "add"> (x, i, u)',
-        x=(4, 2),
-        u=(3, 2),
-        i=np.array([[0, 1], [0, 1], [2, 1]]),
-    ),
-    row(
-        "ScatterElements max twice",
-        'y = ScatterElements <reduction = "max"> (x, i, u)',
-        x=apart(4, 2),
-        u=apart(3, 2) + 0.033,
-        i=np.array([[0, 1], [0, 1], [2, 1]]),
     ),
     *(
         row(
@@ -480,28 +365,7 @@ INDEXING = [
         )
         for r in ("none", "add", "mul", "max", "min")
     ),
-    row(
-        "ScatterND add twice",
-        'y = ScatterND <reduction = "add"> (x, i, u)',
-        x=(4, 3),
-        u=(3, 3),
-        i=np.array([[1], [1], [-1]]),
-    ),
     row("TopK", "y, i = TopK (x, k)", x=apart(3, 5), k=i64(2)),
-    row(
-        "TopK smallest axis 0",
-        "y, i = TopK <axis = 0, largest = 0> (x, k)",
-        x=apart(3, 5),
-        k=i64(2),
-    ),
-    row(
-        "OneHot",
-        "y = OneHot <axis = 1> (i, d, v)",
-        i=np.array([[0, 2], [1, -1]]),
-        d=i64(3),
-        v=(2,),
-        dtype=F32,
-    ),
     *(
         row(
             f"Compress of {size} by 3{attribute}",
@@ -513,10 +377,35 @@ INDEXING = [
         for size, runtime in ((4, ()), (2, ()), (2, ("c",)))
         for attribute in ("", "<axis = 1>", "<axis = -1>")
     ),
-    row(
-        "Compress flat",
-        "y = Compress (x, c)",
-        x=(2, 3),
-        c=np.array([True, False, True, False, True]),
-    ),
+    *rows("""
+Gather run-time: x=(5, 3), i=np.array([[0, 4], [0, -1]]), runtime=("i",)
+  y = Gather (x, i)
+Gather axis 1: x=(2, 5, 3), i=np.array([[0, 4, 0], [1, 0, 2]])
+  y = Gather <axis = 1> (x, i)
+GatherElements int32: x=(3, 2), i=np.int32([[0, 2], [0, 1]])
+  y = GatherElements (x, i)
+Gather scalar run-time: x=(2, 5), i=scalar(3), runtime=("i",)
+  y = Gather <axis = 1> (x, i)
+GatherElements: x=(2, 5), i=np.array([[0, 4, 0], [1, 0, -1]])
+  y = GatherElements <axis = 1> (x, i)
+GatherND: x=(3, 4, 2), i=np.array([[[0, 1], [2, -1]], [[0, 1], [1, 1]]])
+  y = GatherND (x, i)
+GatherND batch: x=(2, 4, 3), i=np.array([[[0], [3], [0]], [[1], [1], [2]]])
+  y = GatherND <batch_dims = 1> (x, i)
+GatherND batch 2: x=(2, 3, 4), i=rng().integers(0, 4, (2, 3, 2, 1))
+  y = GatherND <batch_dims = 2> (x, i)
+ScatterElements add twice: x=(4, 2), u=(3, 2), i=np.array([[0, 1], [0, 1], [2, 1]])
+  y = ScatterElements <reduction = "add"> (x, i, u)
+ScatterElements max twice: x=apart(4, 2), u=apart(3, 2) + 0.033,
+i=np.array([[0, 1], [0, 1], [2, 1]])
+  y = ScatterElements <reduction = "max"> (x, i, u)
+ScatterND add twice: x=(4, 3), u=(3, 3), i=np.array([[1], [1], [-1]])
+  y = ScatterND <reduction = "add"> (x, i, u)
+TopK smallest axis 0: x=apart(3, 5), k=i64(2)
+  y, i = TopK <axis = 0, largest = 0> (x, k)
+OneHot: i=np.array([[0, 2], [1, -1]]), d=i64(3), v=(2,), dtype=F32
+  y = OneHot <axis = 1> (i, d, v)
+Compress flat: x=(2, 3), c=np.array([True, False, True, False, True])
+  y = Compress (x, c)
+"""),
 ]

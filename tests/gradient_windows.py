@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from gradient_rows import F32, apart, row
+from gradient_rows import F32, apart, row, rows
 
 CONV = (
     [
@@ -56,24 +56,12 @@ CONV = (
         )
     ]
     + [
-        row(
-            "Conv same upper run-time kernel",
-            'y = Conv <auto_pad = "SAME_UPPER", kernel_shape = [3, 3], strides = [2, 2]> (x, w)',
-            x=(1, 2, 7, 6),
-            w=(2, 2, 3, 3),
-            dtype=F32,
-            static=("w",),
-        ),
-    ]
-    + [
-        row(
-            "Conv no pixels",
-            "y = Conv <pads = [1, 0, 1, 1]> (x, w)",
-            x=(2, 4, 0, 4),
-            w=(4, 4, 2, 3),
-            dtype=F32,
-            dynamic=(0, 1),
-        ),
+        *rows("""
+Conv same upper run-time kernel: x=(1, 2, 7, 6), w=(2, 2, 3, 3), dtype=F32, static=("w",)
+  y = Conv <auto_pad = "SAME_UPPER", kernel_shape = [3, 3], strides = [2, 2]> (x, w)
+Conv no pixels: x=(2, 4, 0, 4), w=(4, 4, 2, 3), dtype=F32, dynamic=(0, 1)
+  y = Conv <pads = [1, 0, 1, 1]> (x, w)
+"""),
     ]
     + [
         row(
@@ -197,24 +185,6 @@ POOL = [
         )
         for attributes in [f"{attributes}, count_include_pad = 1"]
     ),
-    row(
-        "MaxPool column-major",
-        "y, i = MaxPool <kernel_shape = [2, 2], storage_order = 1> (x)",
-        x=apart(1, 2, 4, 5),
-        dtype=F32,
-    ),
-    row(
-        "MaxPool 1-D",
-        "y = MaxPool <kernel_shape = [3], strides = [2]> (x)",
-        x=apart(2, 3, 9),
-        dtype=F32,
-    ),
-    row(
-        "MaxPool 3-D",
-        "y = MaxPool <kernel_shape = [2, 2, 2]> (x)",
-        x=apart(1, 2, 3, 4, 3),
-        dtype=F32,
-    ),
     *(
         row(
             f"AveragePool count_include_pad {more}",
@@ -224,30 +194,6 @@ POOL = [
             dtype=F32,
         )
         for more in ("", ", ceil_mode = 1")
-    ),
-    row(
-        "AveragePool 1-D",
-        "y = AveragePool <kernel_shape = [3], pads = [1, 1]> (x)",
-        x=(2, 3, 7),
-        dtype=F32,
-    ),
-    row(
-        "AveragePool 3-D",
-        "y = AveragePool <kernel_shape = [2, 2, 2], strides = [2, 1, 2]> (x)",
-        x=(1, 2, 4, 3, 5),
-        dtype=F32,
-    ),
-    row(
-        "LpPool p=3",
-        "y = LpPool <kernel_shape = [2, 2], p = 3> (x)",
-        x=apart(1, 2, 4, 5),
-        dtype=F32,
-    ),
-    row(
-        "LpPool p=1",
-        "y = LpPool <kernel_shape = [2, 2], p = 1> (x)",
-        x=apart(1, 2, 4, 5),
-        dtype=F32,
     ),
     row("GlobalAveragePool", "y = GlobalAveragePool (x)", x=(2, 3, 4, 5), dtype=F32),
     row("GlobalMaxPool", "y = GlobalMaxPool (x)", x=apart(2, 3, 4, 5), dtype=F32),
@@ -261,4 +207,20 @@ POOL = [
         )
         for p in (1, 2, 3)
     ),
+    *rows("""
+MaxPool column-major: x=apart(1, 2, 4, 5), dtype=F32
+  y, i = MaxPool <kernel_shape = [2, 2], storage_order = 1> (x)
+MaxPool 1-D: x=apart(2, 3, 9), dtype=F32
+  y = MaxPool <kernel_shape = [3], strides = [2]> (x)
+MaxPool 3-D: x=apart(1, 2, 3, 4, 3), dtype=F32
+  y = MaxPool <kernel_shape = [2, 2, 2]> (x)
+AveragePool 1-D: x=(2, 3, 7), dtype=F32
+  y = AveragePool <kernel_shape = [3], pads = [1, 1]> (x)
+AveragePool 3-D: x=(1, 2, 4, 3, 5), dtype=F32
+  y = AveragePool <kernel_shape = [2, 2, 2], strides = [2, 1, 2]> (x)
+LpPool p=3: x=apart(1, 2, 4, 5), dtype=F32
+  y = LpPool <kernel_shape = [2, 2], p = 3> (x)
+LpPool p=1: x=apart(1, 2, 4, 5), dtype=F32
+  y = LpPool <kernel_shape = [2, 2], p = 1> (x)
+"""),
 ]
