@@ -34,6 +34,8 @@ from onnx_fuse.importer.untrusted import (
     external_file,
     graphs,
     has_sparse,
+    innermost,
+    lacks_element_type,
     node_tensors,
     store_dense,
     tensors,
@@ -108,7 +110,7 @@ def read(source: Model) -> ir.Model:
             check_names(proto)
             if has_sparse(proto):
                 store_dense(proto)
-            _free_negative_sizes(proto.graph)
+            _free_undefined(proto.graph)
             maps = _without_maps(proto.graph)
             with _unlogged():
                 model = ir.serde.deserialize_model(proto)
@@ -182,26 +184,25 @@ def _checked(proto: onnx.ModelProto) -> onnx.ModelProto:
     return proto
 
 
-def _free_negative_sizes(graph: onnx.GraphProto) -> None:
-    """A size of -1, as PaddlePaddle writes it, is one that is not known."""
+def _free_undefined(graph: onnx.GraphProto) -> None:
+    """A size of -1, as PaddlePaddle writes it, and a type without elements are not known."""
     for info in itertools.chain(graph.input, graph.output, graph.value_info):
+        if lacks_element_type(info.type):
+            info.ClearField("type")
         for dim in info.type.tensor_type.shape.dim:
             if dim.dim_value < 0:
                 dim.Clear()
     for node in graph.node:
         for attribute in node.attribute:
             for inner in (*attribute.graphs, *([attribute.g] if attribute.HasField("g") else ())):
-                _free_negative_sizes(inner)
+                _free_undefined(inner)
 
 
 def _without_maps(graph: onnx.GraphProto) -> dict[str, onnx.TypeProto]:
     """Take the types that onnx-ir (1.1) cannot hold off the graph's values: those with maps."""
     taken: dict[str, onnx.TypeProto] = {}
     for info in itertools.chain(graph.input, graph.output, graph.value_info):
-        kind = info.type
-        while kind.WhichOneof("value") in ("sequence_type", "optional_type"):
-            kind = getattr(kind, kind.WhichOneof("value")).elem_type
-        if kind.HasField("map_type"):
+        if innermost(info.type).HasField("map_type"):
             taken[info.name] = onnx.TypeProto.FromString(info.type.SerializeToString())
             info.ClearField("type")
     return taken
@@ -219,6 +220,7 @@ def _to_mend(proto: onnx.ModelProto) -> bool:
         has_sparse(proto)
         or any(d.dim_value < 0 for i in infos for d in i.type.tensor_type.shape.dim)
         or any(i.type.WhichOneof("value") not in (None, "tensor_type") for i in infos)
+        or any(lacks_element_type(i.type) for i in infos)
     )
 
 

@@ -149,7 +149,7 @@ def check_names(proto: onnx.ModelProto) -> None:
             for info in graph.input:
                 if info.name or graph is proto.graph:
                     _enter(made, info.name, "an input")
-                if graph is proto.graph and info.type.WhichOneof("value") is None:
+                if graph is proto.graph and lacks_element_type(info.type):
                     raise ModelError(f"input '{info.name}' has no type: state one in the file")
             stored = dict[str, str]()
             for tensor in graph.initializer:
@@ -165,9 +165,23 @@ def check_names(proto: onnx.ModelProto) -> None:
             what = _called(node)
             for name in filter(None, node.output):
                 _enter(made, name, what)
-            _check_text(node, what)
+            _check_attributes(node, what)
     if not proto.graph.output:
         raise ModelError("the model has no outputs: name the values that it is to return")
+
+
+def innermost(kind: onnx.TypeProto) -> onnx.TypeProto:
+    """The type of what a sequence or an optional holds; other types as they are."""
+    while (field := kind.WhichOneof("value")) in ("sequence_type", "optional_type"):
+        kind = getattr(kind, field).elem_type
+    return kind
+
+
+def lacks_element_type(kind: onnx.TypeProto) -> bool:
+    """Whether a type says nothing of its elements, or that they are undefined."""
+    kind = innermost(kind)
+    field = kind.WhichOneof("value")
+    return field is None or (field == "tensor_type" and not kind.tensor_type.elem_type)
 
 
 def _enter(made: dict[str, str], name: str, what: str) -> None:
@@ -183,9 +197,15 @@ def _called(node: onnx.NodeProto) -> str:
     return f"node '{name}' ({node.op_type})"
 
 
-def _check_text(node: onnx.NodeProto, what: str) -> None:
-    """Attributes of strings are UTF-8; an operator of another domain may hold bytes in one."""
+def _check_attributes(node: onnx.NodeProto, what: str) -> None:
+    """Attributes hold what their type says. Strings are UTF-8; an operator of another domain may
+    hold bytes in one.
+    """
     for attribute in node.attribute:
+        field = _FIELDS.get(attribute.type)
+        if field and not attribute.HasField(field) and not attribute.ref_attr_name:
+            kind = onnx.AttributeProto.AttributeType.Name(attribute.type)
+            raise ModelError(f"{what}: attribute '{attribute.name}' is a {kind}, but holds none")
         texts = attribute.strings
         if attribute.type == onnx.AttributeProto.STRING and node.domain in _STANDARD:
             texts = [*texts, attribute.s]
@@ -203,6 +223,12 @@ def _is_text(text: bytes) -> bool:
     return True
 
 
+_FIELDS = {
+    onnx.AttributeProto.TENSOR: "t",
+    onnx.AttributeProto.GRAPH: "g",
+    onnx.AttributeProto.SPARSE_TENSOR: "sparse_tensor",
+    onnx.AttributeProto.TYPE_PROTO: "tp",
+}
 _STANDARD = ("", "ai.onnx", "ai.onnx.ml")
 
 
