@@ -140,7 +140,7 @@ def test_records_of_sources_that_changed_go_when_others_are_kept(played: Path) -
     name = tuning.key("Gemm", found.problem)
     other = name.replace(f"m={found.problem.m} ", "m=510 ")
     dead = {
-        name.replace(f"m={found.problem.m} ", "m=1601 "): {**record, "code": "0"},
+        name.replace(f"m={found.problem.m} ", "m=1601 "): {**record, "version": 0},
         name.replace(f"m={found.problem.m} ", "m=1602 "): {**record, "kernel": "gone"},
         name.replace("m=", "size="): {**record, "kernel": "old"},
     }
@@ -191,7 +191,7 @@ def test_records_of_configurations_that_are_no_more_go(played: Path) -> None:
     """An earlier version's may lack what the kernel's own code asks of them."""
     (call,) = tune.calls_of(single_op_models.program_of("Gemm", SHAPE, "bf16", H200))
     assert call.problem is not None
-    entry = {"kernel": "wgmma", "config": {"stages": 4}, "us": 1.0, "code": "0"}
+    entry = {"kernel": "wgmma", "config": {"stages": 4}, "us": 1.0, "version": 1}
     name = tuning.key("Gemm", call.problem)
     assert not tuning.is_current(name, entry, H200, candidates("Gemm"))
 

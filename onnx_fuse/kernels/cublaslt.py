@@ -61,6 +61,12 @@ class CublasLt(Unconditional):
 
     name = "cublaslt"
 
+    @property
+    def version(self) -> int:  # type: ignore[override]
+        """The library's; 0 where it cannot be called."""
+        number = version()
+        return number if isinstance(number, int) else 0
+
     def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:
         if problem.dtype not in CUDA_TYPES or problem.out not in (problem.dtype, "float32"):
             return f"no product {problem.dtype} -> {problem.out}"

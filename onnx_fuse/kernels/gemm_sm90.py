@@ -134,6 +134,7 @@ class Wgmma:
     """The candidate of gemm/wgmma_sm90.cu."""
 
     name = "wgmma"
+    version = 1
     source = "gemm/wgmma_sm90.cu"
 
     def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:

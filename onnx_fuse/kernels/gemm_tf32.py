@@ -53,6 +53,7 @@ class Tf32:
     """
 
     name = "wgmma_tf32"
+    version = 1
     source = "gemm/tf32_sm90.cu"
 
     def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:

@@ -16,6 +16,10 @@ class Kernel(Protocol):
 
     name: str
 
+    @property
+    def version(self) -> int:
+        """A number that is raised once its compiled code is another: records are of one version."""
+
     def supports(self, problem: Any, hw: Hardware) -> str | None:
         """The reason why this kernel can't serve `problem`, or None: no other place states it."""
 

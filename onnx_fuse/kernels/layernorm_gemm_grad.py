@@ -53,6 +53,7 @@ class TwoGemms:
     """The gradients on Hopper's GEMM."""
 
     name = "two_gemms"
+    version = 1
 
     def __init__(self) -> None:
         self.inner = Wgmma()

@@ -98,6 +98,7 @@ class FewRows:
     """Two launches; a third before them where there is an activation."""
 
     name = "few_rows"
+    version = 1
     source = "layernorm_gemm/grad_few_rows.cu"
 
     def supports(self, problem: GemmProblem, hw: Hardware) -> str | None:

@@ -31,6 +31,8 @@ ACCESS, LATENCY = 32, 0.6e-6
 class Unconditional:
     """A candidate each of whose configurations serves every problem that it supports."""
 
+    version = 1
+
     def fits(self, problem: Any, config: KernelConfig) -> bool:
         """Always True: each configuration serves every problem of a class."""
         return True
@@ -38,6 +40,8 @@ class Unconditional:
 
 class WithoutWorkspace:
     """A candidate whose kernels need no memory beside their operands."""
+
+    version = 1
 
     def workspace(self, problem: Any, config: KernelConfig, hw: Hardware) -> int:
         """No bytes."""
@@ -48,6 +52,12 @@ class DelegatingKernel:
     """A candidate that leaves the product inside its problem to another candidate."""
 
     inner: Kernel
+    own_version = 0
+
+    @property
+    def version(self) -> int:
+        """That of the product's candidate, and its own, which is raised in the same way."""
+        return self.own_version + self.inner.version
 
     def _gemm(self, problem: Any) -> AnyProblem:
         """The problem of the product."""

@@ -125,6 +125,7 @@ class _Attention(ABC):
     """What both candidates share: the launches of forward and backward."""
 
     name: str
+    version = 1
     source: str
 
     @abstractmethod

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import hashlib
 import json
 import os
 import re
@@ -16,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from onnx_fuse import config
-from onnx_fuse.cuda.digest import code_digest
-from onnx_fuse.kernels import cublaslt
 from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.program import call, contractions, data_movement, expression, norms, problems
 from onnx_fuse.program.epilogue import Epilogue
@@ -158,17 +155,6 @@ def _made(kind: type[Any], values: dict[str, Any]) -> Any:
     return kind(**values | flags)
 
 
-def code_of(problem: AnyProblem, kernel: Kernel, how: KernelConfig, hw: Hardware) -> str:
-    """Digest of all code that the kernel runs for the problem as its key has it."""
-    problem, text = canonical(problem), ""
-    for launch in kernel.launch(problem, how, hw):
-        if launch.of_library:
-            text += f"cuBLASLt {cublaslt.version()}\n"
-        else:
-            text += code_digest(launch.source, launch.entry, launch.defines) + "\n"
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
 @cache
 def _read(path: Path, stamp: int) -> dict[str, Any]:
     """The records of one file; a torn or foreign file counts as none (they are only a speed-up)."""
@@ -187,11 +173,7 @@ def _files(hw: Hardware) -> tuple[tuple[Path, int], ...]:
 
 
 def load(hw: Hardware) -> Mapping[str, Any]:
-    """Key -> record for this GPU: the shipped ones, overridden by the user's own.
-
-    Shipped ones are of the code beside them, to which a test holds them; the user's may be of that
-    of another version, and say so under "own".
-    """
+    """Key -> record for this GPU: the shipped ones, overridden by the user's own."""
     return _merged(_files(hw))
 
 
@@ -199,9 +181,7 @@ def load(hw: Hardware) -> Mapping[str, Any]:
 def _merged(files: tuple[tuple[Path, int], ...]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for path, stamp in files:
-        origin = {"own": path.parent != SHIPPED}
-        entries = _read(path, stamp)
-        merged |= {k: {**v, **origin} for k, v in entries.items() if isinstance(v, dict)}
+        merged |= {k: v for k, v in _read(path, stamp).items() if isinstance(v, dict)}
     return merged
 
 
@@ -223,16 +203,14 @@ def stamp(hw: Hardware) -> tuple[tuple[str, int], ...]:
 def lookup(
     op: str, problem: AnyProblem, hw: Hardware, legal: Sequence[Kernel]
 ) -> tuple[Kernel, KernelConfig, float] | None:
-    """The record for (op, problem, GPU) by one of `legal` whose code has not changed since."""
+    """The record for (op, problem, GPU) by one of `legal` of the same version."""
     record = load(hw).get(key(op, problem))
     if record is None:
         return None
     for kernel in legal:
-        if record.get("kernel") == kernel.name:
+        if (record.get("kernel"), record.get("version")) == (kernel.name, kernel.version):
             how = _config(record)
             if how not in kernel.configs(problem, hw):
-                return None
-            if record["own"] and record.get("code") != code_of(problem, kernel, how, hw):
                 return None
             return kernel, how, float(record["us"]) * 1e-6
     return None
@@ -246,34 +224,32 @@ def _config(record: Mapping[str, Any]) -> KernelConfig:
 def record(
     problem: AnyProblem, kernel: Kernel, how: KernelConfig, us: float, hw: Hardware
 ) -> dict[str, Any]:
-    """One record: which kernel and config won, its time, and what it was measured with."""
+    """One record: which kernel and config won, its time, and which version was measured."""
     return {
         "kernel": kernel.name,
         "config": dict(how.attrs),
         "us": round(us, 2),
         "driver": hw.driver,
-        "code": code_of(problem, kernel, how, hw),
+        "version": kernel.version,
     }
 
 
 def is_current(
     name: str, entry: Mapping[str, Any], hw: Hardware, kernels: Sequence[Kernel]
 ) -> bool:
-    """Whether one of `kernels` is the record's, its code unchanged.
+    """Whether one of `kernels` is the record's, of its version, and has its configuration.
 
     Where the key cannot be read, `lookup` is left to see that.
     """
     kernel = next((kernel for kernel in kernels if kernel.name == entry.get("kernel")), None)
-    if kernel is None or "code" not in entry:
+    if kernel is None or entry.get("version") != kernel.version:
         return False
     try:
         problem = read(name)
     except ValueError:
         return True
     how = _config(entry)
-    if kernel.supports(problem, hw) or how not in kernel.configs(problem, hw):
-        return False
-    return bool(entry["code"] == code_of(problem, kernel, how, hw))
+    return kernel.supports(problem, hw) is None and how in kernel.configs(problem, hw)
 
 
 def save(
@@ -282,7 +258,7 @@ def save(
     folder: Path,
     candidates: Callable[[str], Sequence[Kernel]],
 ) -> Path:
-    """Merge `records` into this GPU's file in `folder`, without those whose code is another now.
+    """Merge `records` into this GPU's file in `folder`, without those of other versions.
 
     `candidates` gives those of an operator. The file is written beside and renamed.
     """
