@@ -20,6 +20,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import onnxruntime.capi.onnxruntime_pybind11_state
+from support import entries
 
 from onnx_fuse.ir.build import text_model
 
@@ -158,9 +159,8 @@ def fusion_rows(text: str, **parts: str) -> Iterator[FusionCase]:
     """
     parts = globals() | parts
     tensor, numbers = r"(?<!value )= (\w+(?:\[[\d,]*\])? \{[^}]*\})", r"= (\[[^\]]*\])(?=\s|$)"
-    text = re.sub(r"(?m)^#.*\n|  #.*$", "", text)
-    for name, about, row in re.findall(r"(?m)^(\S+):(.*)\n((?: .*\n)+)", text):
-        lines = [line.strip() for line in Template(row).substitute(parts).splitlines()]
+    for name, about, row in entries(re.sub(r"(?m)  #.*$", "", text)):
+        lines = Template(row).substitute(parts).splitlines()
         said = [re.fullmatch(r"(reason|spares (\S+)): (.*)", line) for line in lines]
         options: dict[str, Any] = {"spares": tuple((m[2], m[3]) for m in said if m and m[2])}
         options["reason"] = "".join(m[3] for m in said if m and not m[2])

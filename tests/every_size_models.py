@@ -15,6 +15,7 @@ import onnx_ir as ir
 import test_models
 from cases import NEWEST_OPSET, real_cases
 from fusion_cases import FUSION_CASES
+from support import table
 from test_contrib import ROWS
 
 import onnx_fuse
@@ -112,122 +113,97 @@ def subjects() -> Iterator[tuple[str, Make]]:
 
 
 # text of a graph: each row names the decision that its sizes take
-GRAPHS = {
-    "rows of a norm": """
-        agraph (float[B,S,4] x, float[4] w) => (float[N,S,4] y) {
-            zero = Constant<value_ints = [0]>() one = Constant<value_ints = [1]>()
-            n = LayerNormalization(x, w) first = Slice(n, zero, one, zero) y = Tanh(first) }
-        """,
-    "a mean that may be of nothing": """
-        agraph (float[B,S] x) => (float[1,S] y, float[A] z) {
-            zero = Constant<value_ints = [0]>() none = Slice(zero, zero, zero, zero)
-            y = ReduceMean(x, zero) z = Squeeze(y, none) }
-        """,
-    "a count of one, broadcast over a batch": """
-        agraph (float[B,S,4] x, int64[B,1] start) => (int64[B,S] y) <int64 one = {1}> {
-            zero = Constant<value_int = 0>() step = Constant<value_int = 1>() dims = Shape(x)
-            length = Gather(dims, one) places = Range(zero, length, step) y = Add(start, places) }
-        """,
-    "a count of one between axes": """
-        agraph (float[B,S,T] x) => (float[B,S,T] y) <int64 at = {1}> {
-            zero = Constant<value_int = 0>() step = Constant<value_int = 3>() dims = Shape(x)
-            size = Gather(dims, at) limit = Mul(size, step) places = Range(zero, limit, step)
-            axes = Constant<value_ints = [1]>() column = Unsqueeze(places, axes)
-            f = Cast<to = 1>(column) y = Add(x, f) }
-        """,
-    "counts in a mask": """
-        agraph (float[B,S,T] x) => (float[B,S,T] y, bool[S,T] m) {
-            zero = Constant<value_int = 0>() one = Constant<value_int = 1>() dims = Shape(x)
-            two = Constant<value_int = 2>() s = Gather(dims, one) t = Gather(dims, two)
-            rows = Range(zero, s, one) columns = Range(zero, t, one)
-            axes = Constant<value_ints = [1]>() column = Unsqueeze(rows, axes)
-            m = LessOrEqual(columns, column) low = Constant<value_float = -1e30>()
-            y = Where(m, x, low) }
-        """,
-    "a count behind a product": """
-        agraph (float[B,S,4] x, float[4,T] w) => (float[B,S,T] y) {
-            zero = Constant<value_int = 0>() one = Constant<value_int = 1>() dims = Shape(w)
-            t = Gather(dims, one) places = Range(zero, t, one) f = Cast<to = 1>(places)
-            z = MatMul(x, w) a = Add(z, f) y = Tanh(a) }
-        """,
-    "a count that is summed": """
-        agraph (float[B,S] x) => (float[1,S] y, float[B,S] z) {
-            zero = Constant<value_int = 0>() one = Constant<value_int = 1>() dims = Shape(x)
-            s = Gather(dims, one) places = Range(zero, s, one) f = Cast<to = 1>(places)
-            z = Mul(x, f) axes = Constant<value_ints = [0]>() y = ReduceSum(z, axes) }
-        """,
-    "Hardmax": "agraph (float[B,S] x) => (float[B,S] y) { y = Hardmax<axis = -1>(x) }",
-    "edges of a count, and its scalars": """
-        agraph (float[A] x) => (int64[P,2] y) <int64[4] pads = {1, 0, 1, 1}> {
-            zero = Constant<value_int = 0>() one = Constant<value_int = 1>() dims = Shape(x)
-            axes = Constant<value_ints = [0]>() length = Squeeze(dims, axes)
-            places = Range(zero, length, one) last = Constant<value_ints = [1]>()
-            column = Unsqueeze(places, last) y = Pad<mode = "edge">(column, pads) }
-        """,
-    "logarithms of sums of integers": """
-        agraph (float[A,B] x) => (int64[A] y, int32 z) {
-            scale = Constant<value_float = 3.0>() s = Mul(x, scale) i = Cast<to = 7>(s)
-            axes = Constant<value_ints = [1]>() y = ReduceLogSumExp<keepdims = 0>(i, axes)
-            j = Cast<to = 6>(s) z = ReduceLogSumExp<keepdims = 0>(j) }
-        """,
-    "reversed sequences": """
-        agraph (float[S,B,4] x) => (float[S,B,4] y) {
-            at = Constant<value_ints = [0]>() to = Constant<value_ints = [1]>() dims = Shape(x)
-            s = Slice(dims, at, to) end = Constant<value_ints = [2]>() b = Slice(dims, to, end)
-            n = Expand(s, b) y = ReverseSequence<time_axis = 0, batch_axis = 1>(x, n) }
-        """,
-    "a Fourier transform": """
-        agraph (float[B,S,1] x) => (float[B,S,2] y) { axis = Constant<value_int = 1>()
-            y = DFT(x, , axis) }
-        """,
-    "one element of a Concat": """
-        agraph (float[N] x, float[1] v) => (float y) <int64 k = {1}> {
-            c = Concat <axis = 0> (v, x, v) y = Gather(c, k) }
-        """,
-    "products over nothing": """
-        agraph (float[B,K] x, float[K,4] w, float[4] c, float[S,B,K] a, float[S,K,B] b)
-            => (float[B,4] y, float[B,4] z, float[S,B,B] p) {
-            m = MatMul(x, w) s = Add(m, c) y = Relu(s) z = Gemm<alpha = 2.0, beta = 0.5>(x, w, c)
-            q = MatMul(a, b) p = Exp(q) }
-        """,
-    "axes of size 1 beside an empty one": """
-        agraph (float[B,S,1] x) => (float[B,S] y, float[1,B,S,1] z)
-        <int64[1] last = {2}, float[1,1,1,1] slope = {0.5}> {
-            n = Tanh(x) y = Squeeze(n, last) z = PRelu(n, slope) }
-        """,
-    "a transposed convolution whose pads cut the image": """
-        agraph (float16[B,2,7] x, float16[2,1,1] w) => (float16[B,2,6] y) {
-            y = ConvTranspose <group = 2, pads = [1, 0]> (x, w) }
-        """,
-    "a bias and a scale of a product's parts": """
-        agraph (float[B,3] x) => (float[B,2,4] y, float[B,2,4] z)
-        <float[8] b = {1, 2, 3, 4, 5, 6, 7, 8}, float[4] c = {1, 2, 3, 4}, int64[3] to = {0, 2, 4}>
-        {
-            ones = Constant<value_ints = [3, 8]>() w = ConstantOfShape<value = float[1] {0.5}>(ones)
-            m = MatMul(x, w) r = Reshape(m, to) y = Add(r, c)
-            n = Gemm(x, w, b) s = Reshape(n, to) z = Mul(s, c) }
-        """,
-    "heads of no batch": """
-        agraph (float[B,S,8] x, float[B,2,T,4] past) => (float[B,2,U,4] y)
-        <int64[2] heads = {-1, 4}> {
-            rows = Shape<start = 0, end = 2>(x) to = Concat<axis = 0>(rows, heads)
-            n = Tanh(x) r = Reshape<allowzero = 1>(n, to)
-            t = Transpose<perm = [0, 2, 1, 3]>(r) y = Concat<axis = 2>(past, t) }
-        """,
-    "attention whose batches broadcast": """
-        agraph (float[1,S,4] q, float[B,T,4] k, float[B,T,4] v) => (float[B,S,4] y) {
-            t = Transpose <perm = [0, 2, 1]> (k) s = MatMul(q, t) w = Softmax <axis = -1> (s)
-            y = MatMul(w, v) }
-        """,
-    "attention whose heads broadcast": """
-        agraph (float[B,1,S,4] q, float[C,H,T,4] k, float[B,H,T,4] v) => (float[B,H,S,4] y) {
-            t = Transpose <perm = [0, 1, 3, 2]> (k) s = MatMul(q, t) w = Softmax <axis = -1> (s)
-            y = MatMul(w, v) }
-        """,
-    "attention of one key, broadcast by its mask": """
-        agraph (float[B,1,S,4] q, float[B,1,T,4] k, float[B,1,2,4] v) => (float[B,1,S,4] y)
-        <float[1,1,1,2] mask = {0.5, -0.5}, float[1] zero = {0}> {
-            t = Transpose <perm = [0, 1, 3, 2]> (k) s = MatMul(q, t) z = Add(s, mask)
-            w = Softmax <axis = -1> (z) nan = IsNaN(w) g = Where(nan, zero, w) y = MatMul(g, v) }
-        """,
-}
+GRAPHS = table(
+    """
+rows of a norm:
+  agraph (float[B,S,4] x, float[4] w) => (float[N,S,4] y) { zero = Constant<value_ints = [0]>()
+  one = Constant<value_ints = [1]>() n = LayerNormalization(x, w) first = Slice(n, zero, one, zero)
+  y = Tanh(first) }
+a mean that may be of nothing:
+  agraph (float[B,S] x) => (float[1,S] y, float[A] z) { zero = Constant<value_ints = [0]>()
+  none = Slice(zero, zero, zero, zero) y = ReduceMean(x, zero) z = Squeeze(y, none) }
+a count of one, broadcast over a batch:
+  agraph (float[B,S,4] x, int64[B,1] start) => (int64[B,S] y) <int64 one = {1}>
+  { zero = Constant<value_int = 0>() step = Constant<value_int = 1>() dims = Shape(x)
+  length = Gather(dims, one) places = Range(zero, length, step) y = Add(start, places) }
+a count of one between axes:
+  agraph (float[B,S,T] x) => (float[B,S,T] y) <int64 at = {1}> { zero = Constant<value_int = 0>()
+  step = Constant<value_int = 3>() dims = Shape(x) size = Gather(dims, at) limit = Mul(size, step)
+  places = Range(zero, limit, step) axes = Constant<value_ints = [1]>()
+  column = Unsqueeze(places, axes) f = Cast<to = 1>(column) y = Add(x, f) }
+counts in a mask:
+  agraph (float[B,S,T] x) => (float[B,S,T] y, bool[S,T] m) { zero = Constant<value_int = 0>()
+  one = Constant<value_int = 1>() dims = Shape(x) two = Constant<value_int = 2>()
+  s = Gather(dims, one) t = Gather(dims, two) rows = Range(zero, s, one)
+  columns = Range(zero, t, one) axes = Constant<value_ints = [1]>() column = Unsqueeze(rows, axes)
+  m = LessOrEqual(columns, column) low = Constant<value_float = -1e30>() y = Where(m, x, low) }
+a count behind a product:
+  agraph (float[B,S,4] x, float[4,T] w) => (float[B,S,T] y) { zero = Constant<value_int = 0>()
+  one = Constant<value_int = 1>() dims = Shape(w) t = Gather(dims, one) places = Range(zero, t, one)
+  f = Cast<to = 1>(places) z = MatMul(x, w) a = Add(z, f) y = Tanh(a) }
+a count that is summed:
+  agraph (float[B,S] x) => (float[1,S] y, float[B,S] z) { zero = Constant<value_int = 0>()
+  one = Constant<value_int = 1>() dims = Shape(x) s = Gather(dims, one) places = Range(zero, s, one)
+  f = Cast<to = 1>(places) z = Mul(x, f) axes = Constant<value_ints = [0]>()
+  y = ReduceSum(z, axes) }
+Hardmax:
+  agraph (float[B,S] x) => (float[B,S] y) { y = Hardmax<axis = -1>(x) }
+edges of a count, and its scalars:
+  agraph (float[A] x) => (int64[P,2] y) <int64[4] pads = {1, 0, 1, 1}>
+  { zero = Constant<value_int = 0>() one = Constant<value_int = 1>() dims = Shape(x)
+  axes = Constant<value_ints = [0]>() length = Squeeze(dims, axes) places = Range(zero, length, one)
+  last = Constant<value_ints = [1]>() column = Unsqueeze(places, last)
+  y = Pad<mode = "edge">(column, pads) }
+logarithms of sums of integers:
+  agraph (float[A,B] x) => (int64[A] y, int32 z) { scale = Constant<value_float = 3.0>()
+  s = Mul(x, scale) i = Cast<to = 7>(s) axes = Constant<value_ints = [1]>()
+  y = ReduceLogSumExp<keepdims = 0>(i, axes) j = Cast<to = 6>(s)
+  z = ReduceLogSumExp<keepdims = 0>(j) }
+reversed sequences:
+  agraph (float[S,B,4] x) => (float[S,B,4] y) { at = Constant<value_ints = [0]>()
+  to = Constant<value_ints = [1]>() dims = Shape(x) s = Slice(dims, at, to)
+  end = Constant<value_ints = [2]>() b = Slice(dims, to, end) n = Expand(s, b)
+  y = ReverseSequence<time_axis = 0, batch_axis = 1>(x, n) }
+a Fourier transform:
+  agraph (float[B,S,1] x) => (float[B,S,2] y) { axis = Constant<value_int = 1>()
+  y = DFT(x, , axis) }
+one element of a Concat:
+  agraph (float[N] x, float[1] v) => (float y) <int64 k = {1}> { c = Concat <axis = 0> (v, x, v)
+  y = Gather(c, k) }
+products over nothing:
+  agraph (float[B,K] x, float[K,4] w, float[4] c, float[S,B,K] a, float[S,K,B] b)
+  => (float[B,4] y, float[B,4] z, float[S,B,B] p) { m = MatMul(x, w) s = Add(m, c) y = Relu(s)
+  z = Gemm<alpha = 2.0, beta = 0.5>(x, w, c) q = MatMul(a, b) p = Exp(q) }
+axes of size 1 beside an empty one:
+  agraph (float[B,S,1] x) => (float[B,S] y, float[1,B,S,1] z)
+  <int64[1] last = {2}, float[1,1,1,1] slope = {0.5}> { n = Tanh(x) y = Squeeze(n, last)
+  z = PRelu(n, slope) }
+a transposed convolution whose pads cut the image:
+  agraph (float16[B,2,7] x, float16[2,1,1] w) => (float16[B,2,6] y) { y = ConvTranspose
+  <group = 2, pads = [1, 0]> (x, w) }
+a bias and a scale of a product's parts:
+  agraph (float[B,3] x) => (float[B,2,4] y, float[B,2,4] z)
+  <float[8] b = {1, 2, 3, 4, 5, 6, 7, 8}, float[4] c = {1, 2, 3, 4}, int64[3] to = {0, 2, 4}>
+  { ones = Constant<value_ints = [3, 8]>() w = ConstantOfShape<value = float[1] {0.5}>(ones)
+  m = MatMul(x, w) r = Reshape(m, to) y = Add(r, c) n = Gemm(x, w, b) s = Reshape(n, to)
+  z = Mul(s, c) }
+heads of no batch:
+  agraph (float[B,S,8] x, float[B,2,T,4] past) => (float[B,2,U,4] y) <int64[2] heads = {-1, 4}>
+  { rows = Shape<start = 0, end = 2>(x) to = Concat<axis = 0>(rows, heads) n = Tanh(x)
+  r = Reshape<allowzero = 1>(n, to) t = Transpose<perm = [0, 2, 1, 3]>(r)
+  y = Concat<axis = 2>(past, t) }
+attention whose batches broadcast:
+  agraph (float[1,S,4] q, float[B,T,4] k, float[B,T,4] v) => (float[B,S,4] y) { t = Transpose
+  <perm = [0, 2, 1]> (k) s = MatMul(q, t) w = Softmax <axis = -1> (s) y = MatMul(w, v) }
+attention whose heads broadcast:
+  agraph (float[B,1,S,4] q, float[C,H,T,4] k, float[B,H,T,4] v) => (float[B,H,S,4] y)
+  { t = Transpose <perm = [0, 1, 3, 2]> (k) s = MatMul(q, t) w = Softmax <axis = -1> (s)
+  y = MatMul(w, v) }
+attention of one key, broadcast by its mask:
+  agraph (float[B,1,S,4] q, float[B,1,T,4] k, float[B,1,2,4] v) => (float[B,1,S,4] y)
+  <float[1,1,1,2] mask = {0.5, -0.5}, float[1] zero = {0}> { t = Transpose <perm = [0, 1, 3, 2]> (k)
+  s = MatMul(q, t) z = Add(s, mask) w = Softmax <axis = -1> (z) nan = IsNaN(w)
+  g = Where(nan, zero, w) y = MatMul(g, v) }
+""",
+    globals(),
+)

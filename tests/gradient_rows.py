@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 import numpy as np
+from support import entries
 
 F64, F32 = np.float64, np.float32
 OPSET = 24
@@ -40,9 +40,8 @@ def row(name, body, **inputs):
 
 def rows(text):
     """Rows of a name and what `row` takes for its inputs, and of nodes in the lines below it."""
-    pattern = r"(?m)^(?!#)(.+?): ((?:.*,\n)*.*)\n((?:  .*\n)+)"
-    for name, inputs, body in re.findall(pattern, text):
-        yield row(name, body, **eval(f"dict({inputs})", globals()))
+    for name, inputs, body in entries(text):
+        yield row(name, body, **eval(f"dict({inputs})"))
 
 
 def rng(seed=0):

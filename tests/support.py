@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ENCODER = Path(__file__).parent.parent / "models" / "encoder.onnx"
 
@@ -19,3 +21,26 @@ class Result:
 
 
 Cli = Callable[..., Result]
+
+
+def entries(text: str) -> Iterator[tuple[str, str, str]]:
+    """(name, header, body) of each `name: header` and the indented lines below it.
+
+    A header goes on in the next line behind a comma. Lines that start with # are comments.
+    """
+    for name, header, body in re.findall(
+        r"(?m)^(?!#)(\S.*?):(?: (.*(?:(?<=,)\n.*)*))?\n((?:  .*\n)+)", text
+    ):
+        yield name, header, "\n".join(line.strip() for line in body.splitlines())
+
+
+def table(text: str, scope: dict[str, Any], at: int = 0) -> dict[str, Any]:
+    """Rows by name: the header's values, in terms of `scope`, with the body in place `at`; or the
+    body alone where there are no values.
+    """
+    rows = {}
+    for name, header, body in entries(text):
+        values = eval(f"[{header}]", scope)
+        values.insert(at, body.replace("\n", " "))
+        rows[name] = tuple(values) if header else values[0]
+    return rows

@@ -8,6 +8,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 from lowering import H200, arrays, program_of, weights_of
+from support import table
 
 from onnx_fuse import gradient, rewrite
 from onnx_fuse.importer.save import to_proto
@@ -20,90 +21,73 @@ from onnx_fuse.training import optim
 from onnx_fuse.training.step import training_model
 
 # the shapes of x and of the weights, that of y, the nodes, and how many copies there may be
-STRETCHES: dict[str, tuple[dict[str, tuple[int, ...]], tuple[int, ...], str, int]] = {
-    "a residual block": (
-        {"x": (2, 16, 9, 8), "u": (16, 16, 3, 3), "v": (24, 16, 1, 1), "w": (24, 16, 1, 1),
-         "z": (24, 24, 3, 3)}, (2, 24, 9, 8),
-        "a = Conv<pads=[1,1,1,1]>(x, u) b = Relu(a) c = Conv(b, v) d = Conv<pads=[0,0,0,0]>(b, w)"
-        " e = Add(c, d) f = Relu(e) g = Conv<pads=[1,1,1,1]>(f, z) y = Add(g, f)", 2,
-    ),
-    "a first layer of three channels": (
-        {"x": (2, 3, 13, 15), "u": (16, 3, 7, 7)}, (2, 16),
-        "a = Conv<pads=[3,3,3,3],strides=[2,2]>(x, u) b = Relu(a)"
-        " c = MaxPool<kernel_shape=[3,3],strides=[2,2],pads=[1,1,1,1]>(b)"
-        " d = GlobalAveragePool(c) y = Flatten(d)", 0,
-    ),
-    "patches": (
-        {"x": (2, 3, 16, 12), "u": (16, 3, 4, 4), "v": (24, 16, 2, 2)}, (2, 24, 2, 1),
-        "a = Conv<strides=[4,4]>(x, u) y = Conv<strides=[2,2]>(a, v)", 1,
-    ),
-    "patches beyond a descriptor's stride": (
-        {"x": (2, 3, 32, 48), "u": (16, 3, 16, 16)}, (2, 16, 2, 3),
-        "y = Conv<strides=[16,16]>(x, u)", 2,
-    ),
-    "channels of no whole 16 bytes, dilated": (
-        {"x": (1, 12, 9, 9), "u": (10, 12, 3, 3)}, (1, 10, 7, 7),
-        "y = Conv<dilations=[2,2],pads=[1,1,1,1]>(x, u)", 3,
-    ),
-    "depthwise, groups, an average pool": (
-        {"x": (2, 16, 8, 8), "u": (16, 1, 5, 5), "v": (32, 8, 3, 3)}, (2, 32, 4, 4),
-        "a = Conv<group=16,pads=[2,2,2,2]>(x, u) b = Sigmoid(a) c = Mul(a, b)"
-        " d = Conv<group=2,pads=[1,1,1,1]>(c, v)"
-        " y = AveragePool<kernel_shape=[2,2],strides=[2,2]>(d)", 2,
-    ),
+STRETCHES: dict[str, tuple[dict[str, tuple[int, ...]], tuple[int, ...], str, int]] = table(
+    """
+a residual block: {"x": (2, 16, 9, 8), "u": (16, 16, 3, 3), "v": (24, 16, 1, 1),
+"w": (24, 16, 1, 1), "z": (24, 24, 3, 3)}, (2, 24, 9, 8), 2
+  a = Conv<pads=[1,1,1,1]>(x, u) b = Relu(a) c = Conv(b, v) d = Conv<pads=[0,0,0,0]>(b, w)
+  e = Add(c, d) f = Relu(e) g = Conv<pads=[1,1,1,1]>(f, z) y = Add(g, f)
+a first layer of three channels: {"x": (2, 3, 13, 15), "u": (16, 3, 7, 7)}, (2, 16), 0
+  a = Conv<pads=[3,3,3,3],strides=[2,2]>(x, u) b = Relu(a)
+  c = MaxPool<kernel_shape=[3,3],strides=[2,2],pads=[1,1,1,1]>(b) d = GlobalAveragePool(c)
+  y = Flatten(d)
+patches: {"x": (2, 3, 16, 12), "u": (16, 3, 4, 4), "v": (24, 16, 2, 2)}, (2, 24, 2, 1), 1
+  a = Conv<strides=[4,4]>(x, u) y = Conv<strides=[2,2]>(a, v)
+patches beyond a descriptor's stride: {"x": (2, 3, 32, 48), "u": (16, 3, 16, 16)}, (2, 16, 2, 3), 2
+  y = Conv<strides=[16,16]>(x, u)
+channels of no whole 16 bytes, dilated: {"x": (1, 12, 9, 9), "u": (10, 12, 3, 3)}, (1, 10, 7, 7), 3
+  y = Conv<dilations=[2,2],pads=[1,1,1,1]>(x, u)
+depthwise, groups, an average pool: {"x": (2, 16, 8, 8), "u": (16, 1, 5, 5), "v": (32, 8, 3, 3)},
+(2, 32, 4, 4), 2
+  a = Conv<group=16,pads=[2,2,2,2]>(x, u) b = Sigmoid(a) c = Mul(a, b)
+  d = Conv<group=2,pads=[1,1,1,1]>(c, v) y = AveragePool<kernel_shape=[2,2],strides=[2,2]>(d)
+patches back to pixels, beside others: {"x": (2, 16, 6, 5), "u": (16, 16, 3, 3), "v": (16, 8, 2, 3),
+"b": (8,), "z": (24, 8, 1, 1)}, (2, 32, 12, 15), 4
+  a = Conv<pads=[1,1,1,1]>(x, u) c = ConvTranspose<strides=[2,3]>(a, v, b) d = Conv(c, z)
+  y = Concat<axis=1>(d, c)
+an enlarged image beside another: {"x": (1, 16, 4, 5), "u": (16, 16, 3, 3), "v": (8, 16, 1, 1)},
+(1, 24, 8, 10), 3
+  a = Conv<pads=[1,1,1,1]>(x, u) s = Constant<value = float[4] {1,1,2,2}>()
+  b = Resize<mode="nearest",nearest_mode="floor">(a, , s) c = Conv(b, v) y = Concat<axis=1>(b, c)
+an image enlarged by weights: {"x": (2, 16, 4, 5), "u": (16, 16, 3, 3)}, (2, 16, 7, 10), 2
+  a = Conv<pads=[1,1,1,1]>(x, u) s = Constant<value = int64[4] {2,16,7,10}>()
+  y = Resize<mode="linear">(a, , , s)
+a row of pixels: {"x": (3, 8, 20), "u": (16, 8, 5)}, (3, 16, 20), 2
+  y = Conv<pads=[2,2]>(x, u)
+a volume: {"x": (1, 16, 4, 5, 6), "u": (16, 16, 3, 3, 3), "v": (24, 8, 1, 3, 1)}, (1, 24, 2, 2, 3),
+2
+  a = Conv<pads=[1,1,1,1,1,1]>(x, u) b = Relu(a)
+  c = MaxPool<kernel_shape=[2,2,2],strides=[2,2,2]>(b) y = Conv<group=2,pads=[0,1,0,0,1,0]>(c, v)
+sums over all pixels of channels, and over channels: {"x": (3, 16, 6, 6), "u": (32, 16, 3, 3)},
+(3, 32, 6, 6), 1
+  a = Conv<pads=[1,1,1,1]>(x, u) e = Constant<value = int64[3] {0,2,3}>() s = ReduceSum(a, e)
+  f = Constant<value = int64[1] {1}>() t = ReduceMean(a, f) y = Add(s, t)
+a reader that wants the pixels of a channel side by side: {"x": (2, 16, 6, 6), "u": (16, 16, 3, 3)},
+(2, 16), 3
+  a = Conv<pads=[1,1,1,1]>(x, u) s = Constant<value = int64[2] {2,-1}>() b = Reshape(a, s)
+  t = Constant<value = int64[2] {0,16}>() n = Constant<value = int64[1] {0}>()
+  e = Constant<value = int64[1] {16}>() o = Constant<value = int64[1] {1}>() y = Slice(b, n, e, o)
+""",
+    globals(),
+    at=2,
+) | {
     "a gate by the means of the channels": (
         {"x": (2, 16, 8, 8), "u": (16, 16, 3, 3), "v": (8, 16, 1, 1), "w": (16, 8, 1, 1)},
         (2, 32, 10, 8),
         "a = Conv<pads=[1,1,1,1]>(x, u) s = GlobalAveragePool(a) t = Conv(s, v) g = Conv(t, w)"
         " h = Sigmoid(g) m = Mul(a, h) c = Concat<axis=1>(m, a)"
-        " p = Constant<value = int64[8] {0,0,1,0,0,0,1,0}>() y = Pad(c, p)", 5,
-    ),
-    "patches back to pixels, beside others": (
-        {"x": (2, 16, 6, 5), "u": (16, 16, 3, 3), "v": (16, 8, 2, 3), "b": (8,),
-         "z": (24, 8, 1, 1)}, (2, 32, 12, 15),
-        "a = Conv<pads=[1,1,1,1]>(x, u) c = ConvTranspose<strides=[2,3]>(a, v, b) d = Conv(c, z)"
-        " y = Concat<axis=1>(d, c)", 4,
-    ),
-    "an enlarged image beside another": (
-        {"x": (1, 16, 4, 5), "u": (16, 16, 3, 3), "v": (8, 16, 1, 1)}, (1, 24, 8, 10),
-        "a = Conv<pads=[1,1,1,1]>(x, u) s = Constant<value = float[4] {1,1,2,2}>()"
-        " b = Resize<mode=\"nearest\",nearest_mode=\"floor\">(a, , s)"
-        " c = Conv(b, v) y = Concat<axis=1>(b, c)", 3,
-    ),
-    "an image enlarged by weights": (
-        {"x": (2, 16, 4, 5), "u": (16, 16, 3, 3)}, (2, 16, 7, 10),
-        "a = Conv<pads=[1,1,1,1]>(x, u) s = Constant<value = int64[4] {2,16,7,10}>()"
-        " y = Resize<mode=\"linear\">(a, , , s)", 2,
-    ),
-    "a row of pixels": (
-        {"x": (3, 8, 20), "u": (16, 8, 5)}, (3, 16, 20), "y = Conv<pads=[2,2]>(x, u)", 2,
-    ),
-    "a volume": (
-        {"x": (1, 16, 4, 5, 6), "u": (16, 16, 3, 3, 3), "v": (24, 8, 1, 3, 1)}, (1, 24, 2, 2, 3),
-        "a = Conv<pads=[1,1,1,1,1,1]>(x, u) b = Relu(a)"
-        " c = MaxPool<kernel_shape=[2,2,2],strides=[2,2,2]>(b)"
-        " y = Conv<group=2,pads=[0,1,0,0,1,0]>(c, v)", 2,
+        " p = Constant<value = int64[8] {0,0,1,0,0,0,1,0}>() y = Pad(c, p)",
+        5,
     ),
     "images that a Transpose makes of pixels": (
-        {"x": (2, 16, 6, 6), "u": (16, 16, 3, 3), "g": (16, 1, 1), "h": (16, 16)}, (2, 16, 6, 6),
+        {"x": (2, 16, 6, 6), "u": (16, 16, 3, 3), "g": (16, 1, 1), "h": (16, 16)},
+        (2, 16, 6, 6),
         "a = Conv<pads=[1,1,1,1]>(x, u) p = Transpose<perm=[0,2,3,1]>(a) t = MatMul(p, h)"
         " i = Transpose<perm=[0,3,1,2]>(t) m = Mul(i, g) s = Add(m, a)"
-        " y = Conv<pads=[1,1,1,1]>(s, u)", 2,
+        " y = Conv<pads=[1,1,1,1]>(s, u)",
+        2,
     ),
-    "sums over all pixels of channels, and over channels": (
-        {"x": (3, 16, 6, 6), "u": (32, 16, 3, 3)}, (3, 32, 6, 6),
-        "a = Conv<pads=[1,1,1,1]>(x, u) e = Constant<value = int64[3] {0,2,3}>()"
-        " s = ReduceSum(a, e) f = Constant<value = int64[1] {1}>()"
-        " t = ReduceMean(a, f) y = Add(s, t)", 1,
-    ),
-    "a reader that wants the pixels of a channel side by side": (
-        {"x": (2, 16, 6, 6), "u": (16, 16, 3, 3)}, (2, 16),
-        "a = Conv<pads=[1,1,1,1]>(x, u) s = Constant<value = int64[2] {2,-1}>()"
-        " b = Reshape(a, s) t = Constant<value = int64[2] {0,16}>() n = Constant<value = int64[1]"
-        " {0}>() e = Constant<value = int64[1] {16}>() o = Constant<value = int64[1] {1}>()"
-        " y = Slice(b, n, e, o)", 3,
-    ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["weights", "inputs"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir
 import pytest
+from support import table
 
 from onnx_fuse import session
 from onnx_fuse.autodiff import Partition, gradient, open_parameters, partition, trainable
@@ -13,57 +14,34 @@ from onnx_fuse.ir.build import text_model
 from onnx_fuse.runtime import ort
 
 # name: graph, inputs asked for, inner values that pass from one half to the other
-CASES = {
-    "one fused operator": (
-        """agraph (float[M,K] x, float[N,K] w, float[N] c, float[K] s, float[K] b)
-        => (float[M,N] y) { t = Transpose <perm = [1, 0]> (w)
-        y = onnx_fuse.LayerNormGemmGelu <epsilon = 0.001> (x, s, b, t, c) }""",
-        "xwcsb",
-        {"y.mean", "y.rstd", "y.z"},
-    ),
-    "an output that the backward reads": (
-        "agraph (float[M,K] x) => (float[M,K] y) { y = Tanh(x) }",
-        "x",
-        {"y"},
-    ),
-    "nothing but inputs": (
-        "agraph (float[M,K] x, float[M,K] w) => (float[M,K] y) { y = Mul(x, w) }",
-        "xw",
-        set(),
-    ),
-    "views are made again, sizes are those of inputs": (
-        """agraph (float[M,K] x, float[M,K] w) => (float[] y) { e = Exp(x) t = Transpose(e)
-        u = Transpose(w) p = Mul(t, u) y = ReduceSum <keepdims = 0> (p) }""",
-        "xw",
-        {"e"},
-    ),
-    "sizes that no input tells are kept": (
-        """agraph (float[M,K] x) => (float[] y) <int64[1] flat = {-1}, int64[1] first = {0}>
-        { f = Reshape(x, flat) n = NonZero(f) i = Squeeze(n, first) g = Gather(f, i)
-        p = Mul(g, g) y = ReduceSum <keepdims = 0> (p) }""",
-        "x",
-        {"g", "n", "shape of p"},
-    ),
-    "an output that gets no gradient": (
-        """agraph (float[M,K] x) => (float[M,K] y, int64[M] i) { y = Sin(x)
-        i = ArgMax <axis = 1, keepdims = 0> (x) }""",
-        "x",
-        set(),
-    ),
-    "what is split is kept, not its parts": (
-        """agraph (float[M,12] x, float[M,4] w) => (float[M,4] y) { e = Exp(x)
-        a, b, c = Split <axis = 1, num_outputs = 3> (e) p = Mul(a, b) q = Mul(c, w)
-        y = Mul(p, q) }""",
-        "xw",
-        {"e", "p", "q"},
-    ),
-    "two outputs of one value's making": (
-        """agraph (float[M,K] x) => (float[M,K] y, float[M,K] z)
-        { y = Exp(x) z = Mul(y, x) }""",
-        "x",
-        {"y"},
-    ),
-}
+CASES = table(
+    """
+one fused operator: "xwcsb", {"y.mean", "y.rstd", "y.z"}
+  agraph (float[M,K] x, float[N,K] w, float[N] c, float[K] s, float[K] b) => (float[M,N] y)
+  { t = Transpose <perm = [1, 0]> (w) y = onnx_fuse.LayerNormGemmGelu
+  <epsilon = 0.001> (x, s, b, t, c) }
+an output that the backward reads: "x", {"y"}
+  agraph (float[M,K] x) => (float[M,K] y) { y = Tanh(x) }
+nothing but inputs: "xw", set()
+  agraph (float[M,K] x, float[M,K] w) => (float[M,K] y) { y = Mul(x, w) }
+views are made again, sizes are those of inputs: "xw", {"e"}
+  agraph (float[M,K] x, float[M,K] w) => (float[] y) { e = Exp(x) t = Transpose(e) u = Transpose(w)
+  p = Mul(t, u) y = ReduceSum <keepdims = 0> (p) }
+sizes that no input tells are kept: "x", {"g", "n", "shape of p"}
+  agraph (float[M,K] x) => (float[] y) <int64[1] flat = {-1}, int64[1] first = {0}>
+  { f = Reshape(x, flat) n = NonZero(f) i = Squeeze(n, first) g = Gather(f, i) p = Mul(g, g)
+  y = ReduceSum <keepdims = 0> (p) }
+an output that gets no gradient: "x", set()
+  agraph (float[M,K] x) => (float[M,K] y, int64[M] i) { y = Sin(x) i = ArgMax
+  <axis = 1, keepdims = 0> (x) }
+what is split is kept, not its parts: "xw", {"e", "p", "q"}
+  agraph (float[M,12] x, float[M,4] w) => (float[M,4] y) { e = Exp(x) a, b, c = Split
+  <axis = 1, num_outputs = 3> (e) p = Mul(a, b) q = Mul(c, w) y = Mul(p, q) }
+two outputs of one value's making: "x", {"y"}
+  agraph (float[M,K] x) => (float[M,K] y, float[M,K] z) { y = Exp(x) z = Mul(y, x) }
+""",
+    globals(),
+)
 SIZES = {"M": 3, "K": 4, "N": 5}
 
 

@@ -10,6 +10,7 @@ import pytest
 from cases import FusionCase
 from exact_cases import EXACT_CASES
 from fusion_cases import FUSION_CASES
+from support import table
 
 from onnx_fuse import autodiff, cli, rewrite
 from onnx_fuse.autodiff.load import load
@@ -223,56 +224,39 @@ def test_a_parameter_that_is_folded_loses_its_name(case: FusionCase) -> None:
 
 
 # Weights that a fold or a fusion takes as constants at one reader, while another node reads them.
-SHARED = {
-    "cast": (
-        "float[6,6] w",
-        "d = Cast<to=11>(w)\nf = Cast<to=1>(d)\na = MatMul(x, f)\ny = MatMul(a, w)",
-    ),
-    "scaled": (
-        "float[6,6] w",
-        "two = Constant<value=float {2.}>()\nv = Mul(w, two)\na = MatMul(x, v)\ny = MatMul(a, w)",
-    ),
-    "transposed": (
-        "float[6,6] w",
-        "v = Transpose<perm=[1,0]>(w)\na = MatMul(x, v)\ny = MatMul(a, w)",
-    ),
-    "product": (
-        "float[6,6] w, float[6,6] v",
-        "m = MatMul(w, v)\na = MatMul(x, m)\nb = MatMul(a, v)\ny = Add(b, b)",
-    ),
-    "layer scale": ("float[6,6] w, float[6] g", "a = MatMul(x, w)\nb = Mul(a, g)\ny = Mul(b, g)\n"),
-    "layer scale, bias elsewhere": (
-        "float[6,6] w, float[6] c, float[6] g",
-        "a = MatMul(x, w)\nb = Add(a, c)\nd = Mul(b, g)\nf = Add(x, d)\ne = Sin(f)\ny = Add(e, c)",
-    ),
-    "affine": (
-        "float[6,6] w, float[6] g, float[6] c",
-        "a = Mul(x, g)\nb = MatMul(a, w)\nd = Add(b, c)\ne = Sin(d)\ny = Mul(e, g)",
-    ),
-    "norm": (
-        "float[6,6] w, float[6] g, float[6] c, float[6] m, float[6] v",
-        "h = Abs(v)\na = MatMul(x, w)\nb = BatchNormalization(a, g, c, m, h)\ne = Sin(b)\n"
-        "f = Mul(e, g)\ny = Add(f, c)",
-    ),
-    "zero": (
-        "float[6,6] w, float zero",
-        "z = Mul(zero, zero)\na = MatMul(x, w)\nb = Add(a, z)\ne = Sin(b)\ny = Add(e, zero)",
-    ),
-    "wide scale": (
-        "float[1] g, float[6,6] w",
-        "a = LayerNormalization(x, g)\nb = MatMul(a, w)\ny = Mul(b, g)",
-    ),
-    "attention's scale": (
-        "float s, float[6,6] w",
-        "q = MatMul(x, w)\nk = Transpose<perm=[1,0]>(q)\n"
-        "i = Mul(q, s)\na = MatMul(i, k)\np = Softmax(a)\nb = MatMul(p, q)\ny = Mul(b, s)",
-    ),
-    "packed too": (
-        "float[6,6] w, float[6,6] u",
-        "two = Constant<value=float {2.}>()\nv = Mul(w, two)\n"
-        "a = MatMul(x, v)\nb = Gemm<transB=1>(a, w)\nc = Gemm<transB=1>(a, u)\ny = Add(b, c)",
-    ),
-}
+SHARED = table(
+    """
+cast: "float[6,6] w"
+  d = Cast<to=11>(w) f = Cast<to=1>(d) a = MatMul(x, f) y = MatMul(a, w)
+scaled: "float[6,6] w"
+  two = Constant<value=float {2.}>() v = Mul(w, two) a = MatMul(x, v) y = MatMul(a, w)
+transposed: "float[6,6] w"
+  v = Transpose<perm=[1,0]>(w) a = MatMul(x, v) y = MatMul(a, w)
+product: "float[6,6] w, float[6,6] v"
+  m = MatMul(w, v) a = MatMul(x, m) b = MatMul(a, v) y = Add(b, b)
+layer scale: "float[6,6] w, float[6] g"
+  a = MatMul(x, w) b = Mul(a, g) y = Mul(b, g)
+layer scale, bias elsewhere: "float[6,6] w, float[6] c, float[6] g"
+  a = MatMul(x, w) b = Add(a, c) d = Mul(b, g) f = Add(x, d) e = Sin(f) y = Add(e, c)
+affine: "float[6,6] w, float[6] g, float[6] c"
+  a = Mul(x, g) b = MatMul(a, w) d = Add(b, c) e = Sin(d) y = Mul(e, g)
+norm: "float[6,6] w, float[6] g, float[6] c, float[6] m, float[6] v"
+  h = Abs(v) a = MatMul(x, w) b = BatchNormalization(a, g, c, m, h) e = Sin(b) f = Mul(e, g)
+  y = Add(f, c)
+zero: "float[6,6] w, float zero"
+  z = Mul(zero, zero) a = MatMul(x, w) b = Add(a, z) e = Sin(b) y = Add(e, zero)
+wide scale: "float[1] g, float[6,6] w"
+  a = LayerNormalization(x, g) b = MatMul(a, w) y = Mul(b, g)
+attention's scale: "float s, float[6,6] w"
+  q = MatMul(x, w) k = Transpose<perm=[1,0]>(q) i = Mul(q, s) a = MatMul(i, k) p = Softmax(a)
+  b = MatMul(p, q) y = Mul(b, s)
+packed too: "float[6,6] w, float[6,6] u"
+  two = Constant<value=float {2.}>() v = Mul(w, two) a = MatMul(x, v) b = Gemm<transB=1>(a, w)
+  c = Gemm<transB=1>(a, u) y = Add(b, c)
+""",
+    globals(),
+    at=1,
+)
 
 
 def results(model: Any, values: dict[str, Array]) -> dict[str, Array]:

@@ -9,6 +9,7 @@ import onnxruntime
 import pytest
 from lowering import interpreted
 from shape_graphs import SIZES, shape_graph
+from support import table
 
 import onnx_fuse
 from onnx_fuse.autodiff.load import load
@@ -25,92 +26,66 @@ HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
 CONSTANTS = """<int64[1] one = {1}, int64[1] m = {-1}, int64[2] tt = {2, 2}, int64[1] zero = {0},
     int64[1] two = {2}, int64 one0 = {1}, int64[1] big = {9223372036854775807}>"""
 # name: (inputs and outputs, nodes, what is fed)
-GRAPHS: dict[str, tuple[str, str, dict[str, Array]]] = {
-    "a Concat along the second axis": (
-        "(float[a,3] x, float[n] z) => (float[k,l] y)",
-        """s = Shape (x)  u = Unsqueeze (s, one)  c = Concat <axis = 1> (u, u)
-        r = Reshape (c, m)  t = Gather (r, one)  e = Concat <axis = 0> (t, m)
-        y = Reshape (z, e)""",
-        {"x": np.ones((2, 3)), "z": np.arange(12)},
-    ),
-    "a row of a matrix": (
-        "(float[a,3,4,5] x) => (int64[k] y)",
-        "s = Shape (x)  u = Reshape (s, tt)  g = Gather <axis = 0> (u, one0)  y = Add (g, g)",
-        {"x": np.ones((2, 3, 4, 5))},
-    ),
-    "a Slice of a matrix": (
-        "(float[a,3,4,5] x) => (int64[k,l] y)",
-        "s = Shape (x)  u = Reshape (s, tt)  g = Slice (u, one, two)  y = Add (g, g)",
-        {"x": np.ones((2, 3, 4, 5))},
-    ),
-    "a column of a matrix": (
-        "(float[a,3,4,5] x, float[n] z) => (float[k,l] y)",
-        """s = Shape (x)  u = Reshape (s, tt)  g = Gather <axis = 1> (u, one0)
-        y = Reshape (z, g)""",
-        {"x": np.ones((2, 3, 4, 5)), "z": np.arange(15)},
-    ),
-    "a Slice from a start that is fed": (
-        "(float[2,3,4,5] x, int64[1] st) => (int64 y)",
-        """s = Shape (x)  a = Slice (s, st, m)  b = Slice (s, m, big)
-        c = Concat <axis = 0> (m, a, b)  r = Reshape (x, c)  q = Shape (r)  z = Size (q)
-        y = Add (z, z)""",
-        {"x": np.ones((2, 3, 4, 5)), "st": np.array([-2])},
-    ),
-    "the largest of one size and of three": (
-        "(float[a,b] x, float[n] z) => (float[k,l] y)",
-        """s = Shape (x)  a = Gather (s, zero)  b = Gather (s, one)  lone = Max (a)
-        most = Max (lone, zero, b)  e = Concat <axis = 0> (most, m)  y = Reshape (z, e)""",
-        {"x": np.ones((2, 3)), "z": np.arange(6)},
-    ),
-    "the places of a scalar": (
-        "(float x) => (int64[k] y)",
-        "p = NonZero (x)  s = Shape (p)  y = Add (s, s)",
-        {"x": np.array(2.0)},
-    ),
-    "a Range to a constant vector that a branch hides": (
-        "(float[2,3] x, float[3] z) => (int64[k] y)",
-        """s = Size (x)  b = Greater (s, one0)  w = Cast <to = 7> (z)
-        e = If (b) <then_branch = t () => (int64[p] c) { c = Identity (two) },
-            else_branch = f () => (int64[q] d) { d = Identity (w) }>
-        o = Squeeze (zero)  y = Range (o, e, one0)""",
-        {"x": np.ones((2, 3)), "z": np.arange(3)},
-    ),
-    "an entry of another tensor, 0 beside a -1": (
-        "(float[a,4] x, float[b,2] z) => (int64[k] y)",
-        """s = Shape <end = 1> (z)  e = Concat <axis = 0> (s, m)  r = Reshape (x, e)
-        t = Shape <end = 1> (r)  d = Sub (t, s)  y = Add (d, one)""",
-        {"x": np.ones((3, 4)), "z": np.ones((0, 2))},
-    ),
-    "a size of 0, which copies another beside a -1": (
-        "(float[a,4,t,16] x) => (int64[k] y)",
-        """s = Shape <start = 0, end = 1> (x)  n = Shape <start = 2, end = 3> (x)
-        e = Concat <axis = 0> (s, n, m)  r = Reshape (x, e)  w = Shape <start = 2> (r)
-        y = Sub (w, one)""",
-        {"x": np.ones((2, 4, 0, 16))},
-    ),
-    "the same after a sum": (
-        "(float[a,4,t,16] x) => (int64[k] y)",
-        """s = Shape <start = 0, end = 1> (x)  n = Shape <start = 2, end = 3> (x)
-        e = Concat <axis = 0> (s, n, m)  r = Reshape (x, e)  o = Transpose <perm = [0, 2, 1]> (r)
-        q = MatMul (o, r)  w = Shape <start = 1, end = 2> (q)
-        y = Add (w, w)""",
-        {"x": np.ones((2, 4, 0, 16))},
-    ),
-    "two sizes of 0 without a -1": (
-        "(float[t,4,u] x) => (int64[k] y)",
-        """s = Shape <start = 0, end = 1> (x)  n = Shape <start = 2, end = 3> (x)
-        f = Constant <value = int64[1] {4}> ()
-        e = Concat <axis = 0> (n, s, f)  r = Reshape (x, e)
-        w = Shape <start = 1, end = 2> (r)  d = Sub (w, s)  y = Add (d, one)""",
-        {"x": np.ones((0, 4, 0))},
-    ),
-    "a target whose size of 0 copies another": (
-        "(float[a,4,t,16] x, float[t,64] z) => (float[k,l] y)",
-        """s = Shape <start = 0, end = 1> (x)  n = Shape <start = 2, end = 3> (x)
-        e = Concat <axis = 0> (s, n, m)  r = Reshape (x, e)  w = Shape <start = 1> (r)
-        y = Reshape <allowzero = 1> (z, w)""",
-        {"x": np.ones((2, 4, 0, 16)), "z": np.empty((0, 64))},
-    ),
+GRAPHS: dict[str, tuple[str, str, dict[str, Array]]] = table(
+    """
+a Concat along the second axis: "(float[a,3] x, float[n] z) => (float[k,l] y)",
+{"x": np.ones((2, 3)), "z": np.arange(12)}
+  s = Shape (x) u = Unsqueeze (s, one) c = Concat <axis = 1> (u, u) r = Reshape (c, m)
+  t = Gather (r, one) e = Concat <axis = 0> (t, m) y = Reshape (z, e)
+a row of a matrix: "(float[a,3,4,5] x) => (int64[k] y)", {"x": np.ones((2, 3, 4, 5))}
+  s = Shape (x) u = Reshape (s, tt) g = Gather <axis = 0> (u, one0) y = Add (g, g)
+a Slice of a matrix: "(float[a,3,4,5] x) => (int64[k,l] y)", {"x": np.ones((2, 3, 4, 5))}
+  s = Shape (x) u = Reshape (s, tt) g = Slice (u, one, two) y = Add (g, g)
+a column of a matrix: "(float[a,3,4,5] x, float[n] z) => (float[k,l] y)",
+{"x": np.ones((2, 3, 4, 5)), "z": np.arange(15)}
+  s = Shape (x) u = Reshape (s, tt) g = Gather <axis = 1> (u, one0) y = Reshape (z, g)
+a Slice from a start that is fed: "(float[2,3,4,5] x, int64[1] st) => (int64 y)",
+{"x": np.ones((2, 3, 4, 5)), "st": np.array([-2])}
+  s = Shape (x) a = Slice (s, st, m) b = Slice (s, m, big) c = Concat <axis = 0> (m, a, b)
+  r = Reshape (x, c) q = Shape (r) z = Size (q) y = Add (z, z)
+the largest of one size and of three: "(float[a,b] x, float[n] z) => (float[k,l] y)",
+{"x": np.ones((2, 3)), "z": np.arange(6)}
+  s = Shape (x) a = Gather (s, zero) b = Gather (s, one) lone = Max (a) most = Max (lone, zero, b)
+  e = Concat <axis = 0> (most, m) y = Reshape (z, e)
+the places of a scalar: "(float x) => (int64[k] y)", {"x": np.array(2.0)}
+  p = NonZero (x) s = Shape (p) y = Add (s, s)
+a Range to a constant vector that a branch hides: "(float[2,3] x, float[3] z) => (int64[k] y)",
+{"x": np.ones((2, 3)), "z": np.arange(3)}
+  s = Size (x) b = Greater (s, one0) w = Cast <to = 7> (z) e = If (b)
+  <then_branch = t () => (int64[p] c) { c = Identity (two) }, else_branch = f () => (int64[q] d) { d
+  = Identity (w) }> o = Squeeze (zero) y = Range (o, e, one0)
+an entry of another tensor, 0 beside a -1: "(float[a,4] x, float[b,2] z) => (int64[k] y)",
+{"x": np.ones((3, 4)), "z": np.ones((0, 2))}
+  s = Shape <end = 1> (z) e = Concat <axis = 0> (s, m) r = Reshape (x, e) t = Shape <end = 1> (r)
+  d = Sub (t, s) y = Add (d, one)
+a size of 0, which copies another beside a -1: "(float[a,4,t,16] x) => (int64[k] y)",
+{"x": np.ones((2, 4, 0, 16))}
+  s = Shape <start = 0, end = 1> (x) n = Shape <start = 2, end = 3> (x) e = Concat
+  <axis = 0> (s, n, m) r = Reshape (x, e) w = Shape <start = 2> (r) y = Sub (w, one)
+the same after a sum: "(float[a,4,t,16] x) => (int64[k] y)", {"x": np.ones((2, 4, 0, 16))}
+  s = Shape <start = 0, end = 1> (x) n = Shape <start = 2, end = 3> (x) e = Concat
+  <axis = 0> (s, n, m) r = Reshape (x, e) o = Transpose <perm = [0, 2, 1]> (r) q = MatMul (o, r)
+  w = Shape <start = 1, end = 2> (q) y = Add (w, w)
+two sizes of 0 without a -1: "(float[t,4,u] x) => (int64[k] y)", {"x": np.ones((0, 4, 0))}
+  s = Shape <start = 0, end = 1> (x) n = Shape <start = 2, end = 3> (x) f = Constant
+  <value = int64[1] {4}> () e = Concat <axis = 0> (n, s, f) r = Reshape (x, e) w = Shape
+  <start = 1, end = 2> (r) d = Sub (w, s) y = Add (d, one)
+a target whose size of 0 copies another: "(float[a,4,t,16] x, float[t,64] z) => (float[k,l] y)",
+{"x": np.ones((2, 4, 0, 16)), "z": np.empty((0, 64))}
+  s = Shape <start = 0, end = 1> (x) n = Shape <start = 2, end = 3> (x) e = Concat
+  <axis = 0> (s, n, m) r = Reshape (x, e) w = Shape <start = 1> (r) y = Reshape
+  <allowzero = 1> (z, w)
+a -1 beside a size of 0 that is another: "(float[a,48] x) => (int64[k] q)", {"x": np.ones((0, 48))}
+  r = Shape <end = 1> (x) d = Add (r, r) f = Concat <axis = 0> (d, m) w = Reshape
+  <allowzero = 1> (x, f) t = Shape (w) q = Add (t, t)
+a size as a condition: "(float[a] x, float[n] z) => (float[k,l] y)",
+{"x": np.ones(3), "z": np.arange(6)}
+  s = Shape (x) b = Cast <to = 9> (s) i = Cast <to = 7> (b) e = Concat <axis = 0> (i, m)
+  y = Reshape (z, e)
+""",
+    globals(),
+    at=1,
+) | {
     **{
         f"a -1 beside a size of 0, taken as it is, of {shape}": (
             "(float[a,b,48] x) => (float[h,i,j,k] y, float[l,m,n] w, int64[k] q)",
@@ -122,18 +97,6 @@ GRAPHS: dict[str, tuple[str, str, dict[str, Array]]] = {
         )
         for shape in ((2, 3, 48), (0, 3, 48), (2, 0, 48), (0, 0, 48))
     },
-    "a -1 beside a size of 0 that is another": (
-        "(float[a,48] x) => (int64[k] q)",
-        """r = Shape <end = 1> (x)  d = Add (r, r)  f = Concat <axis = 0> (d, m)
-        w = Reshape <allowzero = 1> (x, f)  t = Shape (w)  q = Add (t, t)""",
-        {"x": np.ones((0, 48))},
-    ),
-    "a size as a condition": (
-        "(float[a] x, float[n] z) => (float[k,l] y)",
-        """s = Shape (x)  b = Cast <to = 9> (s)  i = Cast <to = 7> (b)
-        e = Concat <axis = 0> (i, m)  y = Reshape (z, e)""",
-        {"x": np.ones(3), "z": np.arange(6)},
-    ),
 }
 
 

@@ -9,6 +9,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
+from support import table
 
 from onnx_fuse.importer.save import to_proto
 from onnx_fuse.ir.build import all_nodes, text_model
@@ -30,128 +31,85 @@ LONG_ROWS[3::7, 5] = -0.0
 KEPT = np.array([True, False, True, False, False])
 
 # text of a graph and its feeds: one row a way in which data decides about sizes
-GRAPHS = {
-    "nonzero": ("(float[3,5,4] x) => (int64[3,N] y) { y = NonZero (x) }", {"x": X}),
-    "nonzero of nothing but zeros": (
-        "(float[3,5,4] x) => (int64[3,N] y) { z = Sub (x, x) w = IsNaN (z) v = Not (w) "
-        "f = Xor (v, v) y = NonZero (f) }",
-        {"x": X},
-    ),
-    "compress along an axis": (
-        "(float[3,5,4] x, bool[5] c) => (float[3,N,4] y) { y = Compress <axis = 1> (x, c) }",
-        {"x": X, "c": KEPT},
-    ),
-    "compress with a short condition": (
-        "(float[3,5,4] x, bool[5] c) => (float[N] y) { y = Compress (x, c) }",
-        {"x": X, "c": KEPT},
-    ),
-    "unique elements": (
-        "(float[3,5,4] x) => (float[N] y, int64[N] i, int64[M] j, int64[N] k) "
-        "{ a = Abs (x) b = IsNaN (a) z = Constant <value = float {7}> () d = Where (b, z, a) "
-        "y, i, j, k = Unique (d) }",
-        {"x": X},
-    ),
-    "unique elements as they come": (
-        "(float[9,3] x) => (float[N] y, int64[N] i, int64[M] j, int64[N] k) "
-        "{ t = Constant <value = float {2}> () d = Sub (t, x) "
-        "y, i, j, k = Unique <sorted = 0> (d) }",
-        {"x": ROWS},
-    ),
-    "unique rows": (
-        "(float[9,3] x) => (float[N,3] y, int64[N] i, int64[M] j, int64[N] k) "
-        "{ y, i, j, k = Unique <axis = 0> (x) }",
-        {"x": ROWS},
-    ),
-    "unique columns as they come": (
-        "(float[9,3] x) => (float[9,N] y, int64[N] i, int64[M] j, int64[N] k) "
-        "{ y, i, j, k = Unique <axis = 1, sorted = 0> (x) }",
-        {"x": ROWS},
-    ),
-    "unique rows of many numbers": (
-        "(float[40,9] x) => (float[N,9] y, int64[N] i, int64[M] j, int64[N] k) "
-        "{ y, i, j, k = Unique <axis = 0> (x) }",
-        {"x": LONG_ROWS},
-    ),
-    "unique columns of many numbers as they come": (
-        "(float[9,40] x) => (float[9,N] y, int64[N] i, int64[M] j, int64[N] k) "
-        "{ y, i, j, k = Unique <axis = 1, sorted = 0> (x) }",
-        {"x": LONG_ROWS.T.copy()},
-    ),
-    "a stage behind a stage": (
-        "(float[3,5,4] x) => (int64[2,M] y) { n = NonZero (x) t = Transpose (n) "
-        "two = Constant <value_ints = [1]> () r = GatherND (x, t) z = Add (r, r) "
-        "p = Relu (z) q = Unsqueeze (p, two) y = NonZero (q) }",
-        {"x": np.nan_to_num(X)},
-    ),
-    "a computed trip count of Range, and what reads it": (
-        "(float[3,5,4] x) => (int64[N] y) { s = ReduceMax <keepdims = 0> (x) "
-        "n = Cast <to = 7> (s) zero = Constant <value = int64 {0}> () "
-        "one = Constant <value = int64 {1}> () five = Constant <value = int64 {5}> () "
-        "m = Add (n, five) r = Range (zero, m, one) y = Mul (r, m) }",
-        {"x": np.nan_to_num(X)},
-    ),
-    "a computed condition": (
-        "(float[3,5,4] x) => (float[3,5,4] y) { s = ReduceSum <keepdims = 0> (x) "
-        "zero = Constant <value = float {0}> () c = Less (s, zero) "
-        "y = If (c) <then_branch = a () => (float[3,5,4] p) { p = Neg (x) }, "
-        "else_branch = b () => (float[3,5,4] q) { q = Abs (x) }> }",
-        {"x": np.nan_to_num(X)},
-    ),
-    "a loop that ends by what it computes": (
-        "(float[3,5,4] x, int64 n) => (float[3,5,4] y, float[N,3,5,4] z, int64[N] k) "
-        "{ yes = Constant <value_int = 1> () c = Cast <to = 9> (yes) "
-        "y, z, k = Loop (n, c, x) <body = b (int64 i, bool t, float[3,5,4] s) => "
-        "(bool more, float[3,5,4] so, float[3,5,4] r, int64 j) { so = Add (s, x) "
-        "r = Mul (s, so) j = Add (i, i) m = ReduceMax <keepdims = 0> (so) "
-        "six = Constant <value = float {6}> () more = Less (m, six) }> }",
-        {"x": np.nan_to_num(X), "n": np.array(10**9)},
-    ),
-    "a loop of no trip count that grows what it hands on, and a node behind it": (
-        "(float[3,5,4] x) => (float[N] y) "
-        "{ flat = Constant <value_ints = [-1]> () v = Reshape (x, flat) a = Abs (v) "
-        "t = ReduceSum <keepdims = 0> (a) f = Constant <value = float {3.5}> () e = Mul (t, f) "
-        "l = Loop (, , a) <body = b (int64 i, bool g, float[K] s) => (bool more, float[M] so) "
-        "{ so = Concat <axis = 0> (s, a) n = ReduceSum <keepdims = 0> (so) "
-        "more = Less (n, e) }>  y = Neg (l) }",
-        {"x": np.nan_to_num(X)},
-    ),
-    "a loop whose condition is false before its first pass": (
-        "(float[3,5,4] x) => (float[3,5,4] y, float[N,3,4] z) "
-        "{ m = ReduceMax <keepdims = 0> (x) big = Constant <value = float {99}> () "
-        "c = Greater (m, big) y, z = Loop (, c, x) <body = b (int64 i, bool t, float[3,5,4] s) "
-        "=> (bool t, float[3,5,4] s, float[3,4] r) { one = Constant <value_ints = [1]> () "
-        "r = ReduceSum <keepdims = 0> (s, one) }> }",
-        {"x": np.nan_to_num(X)},
-    ),
-    "a loop whose body hands on what it was given, in a loop": (
-        "(float[3,5,4] x, int64 n) => (float[3,5,4] y, float[3,5,4] w) "
-        "{ s = ReduceMax <keepdims = 0> (x) y, w = Loop (n, , x, x) "
-        "<body = b (int64 i, bool t, float[3,5,4] p, float[3,5,4] q) => "
-        "(bool more, float[3,5,4] po, float[3,5,4] p) { hundred = Constant <value = float {100}> ()"
-        " po = Loop (, , p) <body = d (int64 k, bool u, float[3,5,4] e) => "
-        "(bool f, float[3,5,4] eo) { eo = Add (e, s) g = ReduceMax <keepdims = 0> (eo) "
-        "five = Constant <value = float {5}> () f = Less (g, five) }> "
-        "h = ReduceMax <keepdims = 0> (po) more = Less (h, hundred) }> }",
-        {"x": np.nan_to_num(X), "n": np.array(3)},
-    ),
-    "sequences of what a stage makes, and of shapes": (
-        "(float[3,5,4] x, bool[15] c) => (float[N,4] y) "
-        "{ s = SplitToSequence <axis = 1, keepdims = 0> (x) "
-        "two = Constant <value = int64 {-2}> () a = SequenceAt (s, two) n = NonZero (a) "
-        "t = Transpose (n) m = ReduceMax <keepdims = 0> (t) e = SequenceErase (s, two) "
-        "f = SequenceInsert (e, a) w = ConcatFromSequence <axis = 0> (f) z = Abs (w) "
-        "k = Compress <axis = 0> (z, c) y = Neg (k) }",
-        {"x": np.nan_to_num(X), "c": np.arange(15) % 4 == 1},
-    ),
-    "nonzero of many tiles": (
-        "(bool[3,100000] x) => (int64[2,N] y) { y = NonZero (x) }",
-        {"x": np.random.default_rng(7).random((3, 100000)) < 0.3},
-    ),
-    "a shape that a stage decides": (
-        "(float[3,5,4] x) => (int64[2] y) { n = NonZero (x) y = Shape (n) }",
-        {"x": X},
-    ),
-}
+GRAPHS = table(
+    """
+nonzero: {"x": X}
+  (float[3,5,4] x) => (int64[3,N] y) { y = NonZero (x) }
+nonzero of nothing but zeros: {"x": X}
+  (float[3,5,4] x) => (int64[3,N] y) { z = Sub (x, x) w = IsNaN (z) v = Not (w) f = Xor (v, v)
+  y = NonZero (f) }
+compress along an axis: {"x": X, "c": KEPT}
+  (float[3,5,4] x, bool[5] c) => (float[3,N,4] y) { y = Compress <axis = 1> (x, c) }
+compress with a short condition: {"x": X, "c": KEPT}
+  (float[3,5,4] x, bool[5] c) => (float[N] y) { y = Compress (x, c) }
+unique elements: {"x": X}
+  (float[3,5,4] x) => (float[N] y, int64[N] i, int64[M] j, int64[N] k) { a = Abs (x) b = IsNaN (a)
+  z = Constant <value = float {7}> () d = Where (b, z, a) y, i, j, k = Unique (d) }
+unique elements as they come: {"x": ROWS}
+  (float[9,3] x) => (float[N] y, int64[N] i, int64[M] j, int64[N] k) { t = Constant
+  <value = float {2}> () d = Sub (t, x) y, i, j, k = Unique <sorted = 0> (d) }
+unique rows: {"x": ROWS}
+  (float[9,3] x) => (float[N,3] y, int64[N] i, int64[M] j, int64[N] k) { y, i, j, k = Unique
+  <axis = 0> (x) }
+unique columns as they come: {"x": ROWS}
+  (float[9,3] x) => (float[9,N] y, int64[N] i, int64[M] j, int64[N] k) { y, i, j, k = Unique
+  <axis = 1, sorted = 0> (x) }
+unique rows of many numbers: {"x": LONG_ROWS}
+  (float[40,9] x) => (float[N,9] y, int64[N] i, int64[M] j, int64[N] k) { y, i, j, k = Unique
+  <axis = 0> (x) }
+unique columns of many numbers as they come: {"x": LONG_ROWS.T.copy()}
+  (float[9,40] x) => (float[9,N] y, int64[N] i, int64[M] j, int64[N] k) { y, i, j, k = Unique
+  <axis = 1, sorted = 0> (x) }
+a stage behind a stage: {"x": np.nan_to_num(X)}
+  (float[3,5,4] x) => (int64[2,M] y) { n = NonZero (x) t = Transpose (n) two = Constant
+  <value_ints = [1]> () r = GatherND (x, t) z = Add (r, r) p = Relu (z) q = Unsqueeze (p, two)
+  y = NonZero (q) }
+a computed trip count of Range, and what reads it: {"x": np.nan_to_num(X)}
+  (float[3,5,4] x) => (int64[N] y) { s = ReduceMax <keepdims = 0> (x) n = Cast <to = 7> (s)
+  zero = Constant <value = int64 {0}> () one = Constant <value = int64 {1}> () five = Constant
+  <value = int64 {5}> () m = Add (n, five) r = Range (zero, m, one) y = Mul (r, m) }
+a computed condition: {"x": np.nan_to_num(X)}
+  (float[3,5,4] x) => (float[3,5,4] y) { s = ReduceSum <keepdims = 0> (x) zero = Constant
+  <value = float {0}> () c = Less (s, zero) y = If (c)
+  <then_branch = a () => (float[3,5,4] p) { p = Neg (x) }, else_branch = b () => (float[3,5,4] q) {
+  q = Abs (x) }> }
+a loop that ends by what it computes: {"x": np.nan_to_num(X), "n": np.array(10 ** 9)}
+  (float[3,5,4] x, int64 n) => (float[3,5,4] y, float[N,3,5,4] z, int64[N] k) { yes = Constant
+  <value_int = 1> () c = Cast <to = 9> (yes) y, z, k = Loop (n, c, x)
+  <body = b (int64 i, bool t, float[3,5,4] s) => (bool more, float[3,5,4] so, float[3,5,4] r, int64
+  j) { so = Add (s, x) r = Mul (s, so) j = Add (i, i) m = ReduceMax <keepdims = 0> (so) six =
+  Constant <value = float {6}> () more = Less (m, six) }> }
+a loop of no trip count that grows what it hands on, and a node behind it: {"x": np.nan_to_num(X)}
+  (float[3,5,4] x) => (float[N] y) { flat = Constant <value_ints = [-1]> () v = Reshape (x, flat)
+  a = Abs (v) t = ReduceSum <keepdims = 0> (a) f = Constant <value = float {3.5}> () e = Mul (t, f)
+  l = Loop (, , a)
+  <body = b (int64 i, bool g, float[K] s) => (bool more, float[M] so) { so = Concat <axis = 0> (s,
+  a) n = ReduceSum <keepdims = 0> (so) more = Less (n, e) }> y = Neg (l) }
+a loop whose condition is false before its first pass: {"x": np.nan_to_num(X)}
+  (float[3,5,4] x) => (float[3,5,4] y, float[N,3,4] z) { m = ReduceMax <keepdims = 0> (x)
+  big = Constant <value = float {99}> () c = Greater (m, big) y, z = Loop (, c, x)
+  <body = b (int64 i, bool t, float[3,5,4] s) => (bool t, float[3,5,4] s, float[3,4] r) { one =
+  Constant <value_ints = [1]> () r = ReduceSum <keepdims = 0> (s, one) }> }
+a loop whose body hands on what it was given, in a loop: {"x": np.nan_to_num(X), "n": np.array(3)}
+  (float[3,5,4] x, int64 n) => (float[3,5,4] y, float[3,5,4] w) { s = ReduceMax <keepdims = 0> (x)
+  y, w = Loop (n, , x, x)
+  <body = b (int64 i, bool t, float[3,5,4] p, float[3,5,4] q) => (bool more, float[3,5,4] po,
+  float[3,5,4] p) { hundred = Constant <value = float {100}> () po = Loop (, , p) <body = d (int64
+  k, bool u, float[3,5,4] e) => (bool f, float[3,5,4] eo) { eo = Add (e, s) g = ReduceMax <keepdims
+  = 0> (eo) five = Constant <value = float {5}> () f = Less (g, five) }> h = ReduceMax <keepdims =
+  0> (po) more = Less (h, hundred) }> }
+sequences of what a stage makes, and of shapes: {"x": np.nan_to_num(X), "c": np.arange(15) % 4 == 1}
+  (float[3,5,4] x, bool[15] c) => (float[N,4] y) { s = SplitToSequence <axis = 1, keepdims = 0> (x)
+  two = Constant <value = int64 {-2}> () a = SequenceAt (s, two) n = NonZero (a) t = Transpose (n)
+  m = ReduceMax <keepdims = 0> (t) e = SequenceErase (s, two) f = SequenceInsert (e, a)
+  w = ConcatFromSequence <axis = 0> (f) z = Abs (w) k = Compress <axis = 0> (z, c) y = Neg (k) }
+nonzero of many tiles: {"x": np.random.default_rng(7).random((3, 100000)) < 0.3}
+  (bool[3,100000] x) => (int64[2,N] y) { y = NonZero (x) }
+a shape that a stage decides: {"x": X}
+  (float[3,5,4] x) => (int64[2] y) { n = NonZero (x) y = Shape (n) }
+""",
+    globals(),
+)
 
 
 def lowered(
