@@ -57,11 +57,7 @@ RTOL = {"float16": 2e-2, "bfloat16": 6e-2, "float32": 2e-4, "float64": 1e-8}
 """Of an output's largest finite number: sums in another order."""
 SMALL = 1e-3
 """Outputs whose numbers are all smaller are sums of numbers that cancel each other."""
-STEPS = {
-    ir.DataType.BFLOAT16: 2.0**-8,
-    ir.DataType.FLOAT16: 2.0**-11,
-    ir.DataType.FLOAT: 2.0**-23,
-}
+STEPS = {ir.DataType.BFLOAT16: 2.0**-8, ir.DataType.FLOAT16: 2.0**-11, ir.DataType.FLOAT: 2.0**-23}
 """The relative distance of numbers that are rounded to the same one."""
 Feeds = dict[str, np.ndarray]
 Sizes = dict[str, int]

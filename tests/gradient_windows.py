@@ -61,7 +61,7 @@ Conv same upper run-time kernel: x=(1, 2, 7, 6), w=(2, 2, 3, 3), dtype=F32, stat
   y = Conv <auto_pad = "SAME_UPPER", kernel_shape = [3, 3], strides = [2, 2]> (x, w)
 Conv no pixels: x=(2, 4, 0, 4), w=(4, 4, 2, 3), dtype=F32, dynamic=(0, 1)
   y = Conv <pads = [1, 0, 1, 1]> (x, w)
-"""),
+""")
     ]
     + [
         row(
@@ -152,12 +152,7 @@ POOL = [
     )
 ] + [
     *(
-        row(
-            f"{op} {name}",
-            f"y = {op} <kernel_shape = [1, 2], {attributes}> (x)",
-            x=x,
-            dtype=F32,
-        )
+        row(f"{op} {name}", f"y = {op} <kernel_shape = [1, 2], {attributes}> (x)", x=x, dtype=F32)
         for op in ("AveragePool", "LpPool")
         for name, attributes, x in (
             ("cut like upper", 'strides = [4, 6], auto_pad = "SAME_UPPER"', apart(2, 2, 8, 6)),

@@ -53,12 +53,7 @@ ROWS = (
         output="float16[B,T,24] v",
         level=3,
     ),
-    FusionCase(
-        "swish_of_opset_28",
-        "float[B,T,24] x",
-        "y = Swish <alpha = 1.702> (x)",
-        opset=28,
-    ),
+    FusionCase("swish_of_opset_28", "float[B,T,24] x", "y = Swish <alpha = 1.702> (x)", opset=28),
 )
 """Rows for rules that leave no operator of ours, or run at level 3 or from a newer opset alone."""
 

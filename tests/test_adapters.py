@@ -68,10 +68,7 @@ def test_adapters_train_beside_every_form_of_a_product(
         rewrite.optimize(model, level=2)
     save(model, tmp_path / "model.onnx")
     trainer = Trainer(
-        tmp_path / "model.onnx",
-        loss="mse",
-        optimizer=optim.Adam(lr=0.05),
-        lora=Lora(2, 4.0),
+        tmp_path / "model.onnx", loss="mse", optimizer=optim.Adam(lr=0.05), lora=Lora(2, 4.0)
     )
     first = trainer.evaluate(batch(form)).outputs["y"]
     run = ort.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
@@ -189,9 +186,7 @@ ROOT = graph(
 
 @pytest.mark.parametrize("by_rows", [False, True], ids=["by the weight", "by rows"])
 @pytest.mark.parametrize(
-    "text",
-    [*FORMS.values(), MERGED, ROOT],
-    ids=[*FORMS, "one product", "RMSNorm"],
+    "text", [*FORMS.values(), MERGED, ROOT], ids=[*FORMS, "one product", "RMSNorm"]
 )
 def test_the_graph_of_a_gpu_has_the_same_gradients(text: str, by_rows: bool) -> None:
     """Fused operators and their gradients, as onnxruntime runs their bodies."""
@@ -458,11 +453,7 @@ PEFT_REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "PiSSA": ({"init_lora_weights": "pissa"}, KEY, "changes the model's own weights, too"),
     "rank": ({"r": 3}, KEY, r"'layer\.0\.query' has no A and B of rank 3"),
     "no rank": ({"r": None}, KEY, "no adapters in PEFT's form"),
-    "module": (
-        {},
-        KEY.replace("query", "key"),
-        "key' is none of the model's, which has",
-    ),
+    "module": ({}, KEY.replace("query", "key"), "key' is none of the model's, which has"),
     "embedding": ({}, KEY.replace("lora_", "lora_embedding_"), "is of no matrix, or of another"),
     "scale": ({"lora_alpha": 5}, KEY, "another alpha / rank than the Trainer's"),
 }

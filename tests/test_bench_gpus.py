@@ -96,10 +96,7 @@ def test_what_a_part_found_before_it_failed_is_kept(
     )  # fmt: skip
     assert bench_gpus.run(args) == 1
     found = json.loads(args.json.read_text())
-    assert found == {
-        "one": {"ms": 2.0, "failed": "ended with exit code 1"},
-        "ranks": {"ms": 2.0},
-    }
+    assert found == {"one": {"ms": 2.0, "failed": "ended with exit code 1"}, "ranks": {"ms": 2.0}}
     assert "8.192" in capsys.readouterr().out  # M tokens/s
 
 

@@ -31,11 +31,7 @@ time.sleep(60)
     ],
 )
 def test_figures_found_until_an_arm_ends_are_kept(
-    script: str,
-    limit: float,
-    error: str | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    script: str, limit: float, error: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "arm.py").write_text(script)
     monkeypatch.setattr(bench_train, "__file__", str(tmp_path / "arm.py"))

@@ -103,10 +103,7 @@ QDQ = (
     "  {rest} }}"
 )
 FLOATS = ("float", "y = DequantizeLinear (q, s, z)")
-MOVED = (
-    "float",
-    "d = DequantizeLinear (q, s, z)  t = Transpose (d)  y = Transpose (t)",
-)
+MOVED = ("float", "d = DequantizeLinear (q, s, z)  t = Transpose (d)  y = Transpose (t)")
 CODES = ("uint8", "y = Identity (q)")
 
 

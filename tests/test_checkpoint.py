@@ -273,16 +273,8 @@ FORGED: dict[str, tuple[Any, bytes | Callable[[], bytes] | None, str]] = {
     ),
     "a tensor more": ({}, lambda: tensors(w9=w1()), "is of another model"),
     "history": ({"extra": {"fit": [1]}}, None, "its history lacks one of examples"),
-    "losses": (
-        {"extra": {"fit": HISTORY | {"losses": ["1"]}}},
-        None,
-        "its history lacks a number",
-    ),
-    "epochs": (
-        {"extra": {"fit": HISTORY | {"epochs": [{}]}}},
-        None,
-        "its history lacks the epoch",
-    ),
+    "losses": ({"extra": {"fit": HISTORY | {"losses": ["1"]}}}, None, "its history lacks a number"),
+    "epochs": ({"extra": {"fit": HISTORY | {"epochs": [{}]}}}, None, "its history lacks the epoch"),
     "too few losses": (
         {"extra": {"fit": HISTORY | {"epochs": [{"epoch": 1.0, "step": 5.0, "loss": 1.0}]}}},
         None,

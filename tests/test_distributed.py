@@ -348,11 +348,7 @@ def test_sharded_states_take_a_ranks_part_of_the_memory(
         ("killed", "rank 1 was ended by SIGKILL", {}),
         ("stopped", "rank 1 has not answered for 3 s: it hangs", {"ONNX_FUSE_PATIENCE": "3"}),
         ("stands", "rank 1 has been at step 3 for 3 s", {"ONNX_FUSE_STALL": "3"}),
-        (
-            "inside",
-            "rank 1 has not come to collective 2 of the",
-            {"ONNX_FUSE_PATIENCE": "3"},
-        ),
+        ("inside", "rank 1 has not come to collective 2 of the", {"ONNX_FUSE_PATIENCE": "3"}),
         ("raises", "rank 1 ended with exit code 1: ValueError: the data of this rank is torn", {}),
         ("memory", "rank 1 ended with exit code 1: onnx_fuse.errors.DeviceError: the GPU has", {}),
         ("nan", "the loss is nan", {}),
@@ -458,10 +454,7 @@ def test_ctrl_c_ends_all_ranks(small: Path) -> None:
     command += ["--loss", "cross_entropy", "--epochs", "1000000", "--gpus", "2"]
     command += ["--checkpoint", "run", "--checkpoint-every", "2"]
     process = subprocess.Popen(
-        command,
-        cwd=small,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        command, cwd=small, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
         while not list(small.glob("run/step-*")):

@@ -281,11 +281,7 @@ def test_what_a_killed_run_left_is_removed_by_the_next(how: str, tmp_path: Path)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
     assert not left.exists()
-    assert {p.name for p in tmp_path.iterdir()} == {
-        "out.onnx",
-        *others,
-        ".out.onnx.abcdefgi.draft",
-    }
+    assert {p.name for p in tmp_path.iterdir()} == {"out.onnx", *others, ".out.onnx.abcdefgi.draft"}
     assert out.read_text() == "new"
 
 
@@ -498,10 +494,7 @@ def training(folder: Path) -> Iterator[Callable[[], subprocess.Popen[str]]]:
 @pytest.mark.usefixtures("signals_end")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_one_training_a_folder_and_its_end(
-    number: signal.Signals,
-    training: Callable[[], subprocess.Popen[str]],
-    folder: Path,
-    cli: Cli,
+    number: signal.Signals, training: Callable[[], subprocess.Popen[str]], folder: Path, cli: Cli
 ) -> None:
     first = training()
     second = cli(*TRAIN.split(), "--checkpoint", "run", "--resume")

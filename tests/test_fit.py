@@ -382,11 +382,7 @@ MONITORS: dict[str, tuple[callbacks.Callback, dict[str, Any], str]] = {
         {"validation": arrays()},
         "no metric 'f1' to monitor: the evaluations give validation_loss, accuracy",
     ),
-    "patience": (
-        callbacks.EarlyStopping(patience=0),
-        {"validation": arrays()},
-        "patience is 0",
-    ),
+    "patience": (callbacks.EarlyStopping(patience=0), {"validation": arrays()}, "patience is 0"),
     "every": (callbacks.Callback(), {"evaluate_every": 2}, "evaluate_every needs data"),
 }
 

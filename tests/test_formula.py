@@ -7,10 +7,7 @@ import pytest
 from onnx_fuse.ops.formula import written_out
 
 FORMULAS = {
-    "the sign that binds more comes first": (
-        "y = a + b * c",
-        "y_1 = Mul (b, c)\ny = Add (a, y_1)",
-    ),
+    "the sign that binds more comes first": ("y = a + b * c", "y_1 = Mul (b, c)\ny = Add (a, y_1)"),
     "equal signs from the left": ("y = a - b - c", "y_1 = Sub (a, b)\ny = Sub (y_1, c)"),
     "brackets": ("y = a / (b - c)", "y_1 = Sub (b, c)\ny = Div (a, y_1)"),
     "a call within a call": (

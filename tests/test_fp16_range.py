@@ -63,11 +63,7 @@ GRAPHS: dict[str, tuple[str, str, float | None]] = {
         "bool[B,1,S,T] seen",
         0.0,
     ),
-    "a bound of the sum": (
-        number("low", LOW) + "m = Max (s, low) z = Clip (m, low)",
-        "",
-        None,
-    ),
+    "a bound of the sum": (number("low", LOW) + "m = Max (s, low) z = Clip (m, low)", "", None),
     "made by ConstantOfShape": (
         "shape = Shape (s) low = ConstantOfShape <value = float[1] {-1e9}> (shape) "
         + number("zero", 0.0)

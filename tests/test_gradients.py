@@ -147,7 +147,7 @@ NEEDS_SIZES = (
     "with a dynamic number of channels",
 )
 WRONG_SIZES = {  # inference gives them a last axis of size 0
-    *("Attention 3-D", "Attention 3-D causal, mask"),
+    *("Attention 3-D", "Attention 3-D causal, mask")
 }
 
 

@@ -145,10 +145,7 @@ def test_groups_of_merged_products_stay_apart(level: int) -> None:
     moved = []
     for chosen in (groups, ()):
         trainer = Trainer(
-            model,
-            loss="cross_entropy",
-            optimizer=optim.SGD(lr=0.1, groups=chosen),
-            level=level,
+            model, loss="cross_entropy", optimizer=optim.SGD(lr=0.1, groups=chosen), level=level
         )
         before = Trainer(model, loss="cross_entropy").weights()
         trainer.step(feeds)

@@ -363,11 +363,7 @@ def test_full_size(name: str, size: str, parameters: int) -> None:
     ],
 )
 def test_refuses(
-    name: str,
-    options: list[str],
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    name: str, options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
         write(name, tmp_path / "model.onnx", *options)

@@ -600,8 +600,7 @@ def hidden_gradient(rows, width, inner, more):
 
 
 @pytest.mark.parametrize(
-    ("rows", "more", "sums"),
-    [(8, "", False), (4100, "", False), (4100, ", bfloat16[N] dc", True)],
+    ("rows", "more", "sums"), [(8, "", False), (4100, "", False), (4100, ", bfloat16[N] dc", True)]
 )
 def test_an_activations_gradient_is_made_before_and_its_bias_summed_after(rows, more, sums):
     """The product before multiplies by the slope; the one behind sums up the bias's gradient."""

@@ -96,7 +96,7 @@ a size as a condition: "(float[a] x, float[n] z) => (float[k,l] y)",
             {"x": np.ones(shape)},
         )
         for shape in ((2, 3, 48), (0, 3, 48), (2, 0, 48), (0, 0, 48))
-    },
+    }
 }
 
 

@@ -113,9 +113,7 @@ a shape that a stage decides: {"x": X}
 
 
 def lowered(
-    model: ir.Model,
-    feeds: Mapping[str, np.ndarray],
-    values: Mapping[str, np.ndarray] | None = None,
+    model: ir.Model, feeds: Mapping[str, np.ndarray], values: Mapping[str, np.ndarray] | None = None
 ) -> Program:
     """As the runtime does it: the values that lowering asks for are those of the feeds."""
     shapes = {name: (a.shape, a.dtype.name) for name, a in feeds.items()}

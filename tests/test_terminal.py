@@ -171,9 +171,7 @@ def shown_soon(terminal: Terminal, text: str) -> bool:
     return False
 
 
-def test_a_bar_shows_what_is_done_and_goes_away_for_output(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_bar_shows_what_is_done_and_goes_away_for_output(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = as_terminal(monkeypatch)
     with bars.shown():
         progress.report("comparing")

@@ -598,10 +598,7 @@ REFERENCE = {
         'Conv <auto_pad = "SAME_LOWER", strides = [5,5]> (x, w)',
         [(1, 3, 10, 5), (4, 3, 2, 1)],
     ),
-    "volumes": (
-        "Conv <pads = [0,1,1,1,0,0]> (x, w, b)",
-        [(1, 2, 5, 6, 4), (3, 2, 2, 3, 2), (3,)],
-    ),
+    "volumes": ("Conv <pads = [0,1,1,1,0,0]> (x, w, b)", [(1, 2, 5, 6, 4), (3, 2, 2, 3, 2), (3,)]),
     "turned": (
         "ConvTranspose <group = 2, pads = [1,0,1,1], strides = [2,3], output_padding = [1,0]>"
         " (x, w, b)",

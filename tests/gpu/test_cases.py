@@ -85,11 +85,7 @@ def test_training_follows_the_portable_backend(name: str, clip: float | None) ->
 
     def run(device: str) -> tuple[list[float], dict[str, np.ndarray]]:
         trainer = Trainer(
-            case.path,
-            loss="mse",
-            optimizer=optim.AdamW(lr=1e-3),
-            clip_norm=clip,
-            device=device,
+            case.path, loss="mse", optimizer=optim.AdamW(lr=1e-3), clip_norm=clip, device=device
         )
         return [trainer.step(batch) for batch in batches], trainer.weights()
 
