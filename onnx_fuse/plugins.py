@@ -20,7 +20,7 @@ from onnx_fuse.kernels.rule_based import HeuristicKernel
 from onnx_fuse.lower.registered import registered
 from onnx_fuse.lower.table import lowerings
 from onnx_fuse.ops import OPS, NoGrad, OpDef, register
-from onnx_fuse.ops.body_rule import body_rule
+from onnx_fuse.ops.patterns import body_rule
 from onnx_fuse.ops.rules import Rule
 from onnx_fuse.program.problem import Hardware, KernelConfig, Launch, Num, Ptr
 from onnx_fuse.program.problems import Registered

@@ -1,7 +1,8 @@
 """Formulas in the bodies of operators, written out as the ONNX text that they stand for.
 
 A line `name = ...` of a body may hold calls within calls, the signs + - * / between values, and
-lists of integers for constants; each becomes nodes, in the order in which they are computed:
+numbers (of float64) and lists of integers for constants; each becomes nodes, in the order in which
+they are computed:
 
     h1 = o * Tanh (f * c + i * g)        m = ReduceMean <keepdims: int = 1> (x * x, [-1])
 
@@ -15,7 +16,7 @@ import re
 from functools import lru_cache
 
 _LINE = re.compile(r"(\s*)((?:\w+\s*,\s*)*\w+) = (.+)")
-_TOKEN = re.compile(r"\s*(<[^<>]*>|\[[^\]]*\]|\w+|[-+*/(),])")
+_TOKEN = re.compile(r"\s*(<[^<>]*>|\[[^\]]*\]|\d[\d.]*(?:e-?\d+)?|[\w.]+|[-+*/(),])")
 _SIGNS = ({"+": "Add", "-": "Sub"}, {"*": "Mul", "/": "Div"})
 """The operators of the signs, those that bind least first."""
 
@@ -85,6 +86,8 @@ class _Formula:
             return inner
         if token.startswith("["):
             return self._node(f"Constant <value_ints: ints = {token}> ()")
+        if token[0].isdigit():
+            return self._node(f"Constant <value: tensor = double {{{token}}}> ()")
         if not self._tokens or not self._tokens[0].startswith(("<", "(")):
             return token
         attributes = f"{self._tokens.pop(0)} " if self._tokens[0].startswith("<") else ""

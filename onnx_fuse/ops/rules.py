@@ -1,8 +1,8 @@
 """Rewrite rules, and the helpers that they match graphs with.
 
-A rule is anchored at one kind of node and walks from there. That is one function where a pattern
-language needs a pattern for every spelling (casts between, either operand order, Pow or Mul), and
-it knows the reason when it stops: `Rewriter.refuse` is what `--explain` prints.
+A rule is anchored at one kind of node and walks from there. What is a formula of its inputs is
+text (`ops.patterns`). Where views lie between, or weights are packed, it is a function, which knows
+the reason when it stops: `Rewriter.refuse` is what `--explain` prints.
 """
 
 from __future__ import annotations

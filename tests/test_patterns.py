@@ -1,0 +1,101 @@
+"""Rules as text: what a formula matches, what it becomes, and the reasons of near misses."""
+
+from __future__ import annotations
+
+import pytest
+
+from onnx_fuse.ir.build import text_model
+from onnx_fuse.ops.patterns import Formula, text_rule
+from onnx_fuse.ops.rules import Rewriter, nodes_in_order
+from onnx_fuse.rewrite.canonicalize import clean
+
+SWISH = Formula("x * Sigmoid (x)", "Swish (x)")
+SLOPED = Formula("x * Sigmoid (x * alpha)", "Swish <alpha: float = @alpha> (x)")
+HALF = Formula("0.5 * x * (Tanh (x) + 1)", "Mish (x)")
+CLIPPED = Formula("Clip (x + 3, 0, 6) * 0.1", "Celu (x)")
+MAXIMUM = Formula("Max (Neg (x), z)", "PRelu (z, x)")
+HARD = Formula("HardSigmoid <alpha: float = @a> (Neg (x))", "Celu <alpha: float = @a> (x)")
+NEAR = "its constants are near those of"
+NUMBERS = {
+    "zero": 0, "minus": "-0.0", "tenth": 0.1, "quarter": 0.25, "half": 0.5, "near": 0.5005,
+    "one": 1, "two": 2, "three": 3, "six": 6,
+}  # fmt: skip
+
+ROWS = {
+    "as it is written": (SWISH, "s = Sigmoid (x) y = Mul (x, s)", "Swish"),
+    "in another order": (SWISH, "s = Sigmoid (x) y = Mul (s, x)", "Swish"),
+    "of another value": (SWISH, "s = Sigmoid (z) y = Mul (x, s)", "Sigmoid Mul"),
+    "of a product that is read twice": (
+        SWISH, "p = Mul (x, z) s = Sigmoid (p) y = Mul (s, p)", "Mul Swish"
+    ),
+    "products in any order": (
+        HALF, "t = Tanh (x) u = Add (one, t) h = Mul (u, x) y = Mul (h, half)", "Mish"
+    ),
+    "a quotient for a product": (
+        HALF, "t = Tanh (x) u = Add (t, one) h = Div (u, two) y = Mul (h, x)", "Mish"
+    ),
+    "constants folded together": (
+        HALF,
+        "t = Tanh (x) u = Add (t, one) q = Mul (x, quarter) h = Mul (u, q) y = Mul (h, two)",
+        "Mish",
+    ),
+    "a sum that loses the sign of a zero": (
+        HALF,
+        "t = Tanh (x) h = Mul (x, half) p = Mul (h, t) y = Add (p, h)",
+        "t: it overflows, or loses a sign, where Mish does not",
+    ),
+    "a constant that is near": (
+        HALF,
+        "t = Tanh (x) u = Add (t, one) h = Mul (u, x) y = Mul (h, near)",
+        f"t: {NEAR} Mish, but not the same",
+    ),
+    "a constant that is not near": (
+        HALF, "t = Tanh (x) u = Add (t, one) h = Mul (u, x) y = Mul (h, two)", "Tanh Add Mul Mul"
+    ),
+    "the constant of an operator": (
+        CLIPPED, "a = Add (x, three) c = Clip (a, zero, six) y = Mul (c, tenth)", "Celu"
+    ),
+    "a zero of another sign": (
+        CLIPPED,
+        "a = Add (x, three) c = Clip (a, minus, six) y = Mul (c, tenth)",
+        f"c: {NEAR} Celu, but not the same",
+    ),
+    "a constant for an attribute": (
+        SLOPED, "p = Mul (two, x) s = Sigmoid (p) y = Mul (x, s)", "Swish 2"
+    ),
+    "a constant that no attribute holds": (
+        SLOPED,
+        "p = Div (x, three) s = Sigmoid (p) y = Mul (x, s)",
+        f"s: its factor {1 / 3} is no float that a float32 holds",
+    ),
+    "an attribute": (HARD, "n = Neg (x) y = HardSigmoid <alpha = 0.25> (n)", "Celu 0.25"),
+    "an attribute by default": (HARD, "n = Neg (x) y = HardSigmoid (n)", "Celu 0.2"),
+    "an operator whose operands may change places": (
+        MAXIMUM, "n = Neg (x) y = Max (z, n)", "PRelu"
+    ),
+    "an inner value that is an output": (
+        SWISH, "v = Sigmoid (x) y = Mul (x, v)", "v: another node reads 'v'"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_formula_matches(row: str) -> None:
+    formula, nodes, expected = ROWS[row]
+    constants = ", ".join(f"float {name} = {{{value}}}" for name, value in NUMBERS.items())
+    more = ", float[B,8] v" if " v = " in f" {nodes}" else ""
+    model = text_model(
+        f"g (float[B,8] x, float[B,8] z) => (float[B,8] y{more}) <{constants}> {{ {nodes} }}"
+    )
+    for value in (v for node in model.graph for v in node.outputs):
+        value.dtype, value.shape = model.graph.inputs[0].dtype, model.graph.inputs[0].shape
+    rw, rule = Rewriter(model), text_rule("Test", 0, [formula], "readers")
+    for node in nodes_in_order(model.graph, rule.anchors):
+        rule.apply(rw, node)
+    clean(model)
+    said = [f"{refusal.nodes[0]}: {refusal.reason}" for refusal in rw.refusals]
+    names = [
+        " ".join([n.op_type, *(f"{a.value:.6g}" for a in n.attributes.values())])
+        for n in model.graph
+    ]
+    assert expected in (" ".join(names), *said)
