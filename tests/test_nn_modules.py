@@ -13,6 +13,7 @@ import pytest
 
 import onnx_fuse as of
 from onnx_fuse import DataError, UsageError, nn
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.nn import functional as F
 from onnx_fuse.runtime import ort
 from onnx_fuse.training import optim as rules
@@ -228,6 +229,27 @@ def test_an_imported_file_trains_like_the_module_it_came_from(tmp_path: Path) ->
         copy(x, x)
     frozen = nn.from_onnx(tmp_path / "net.onnx", trainable=False)
     assert not frozen(x.detach()).requires_grad
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_gradients_of_what_an_if_captures(sign: float) -> None:
+    model = nn.from_onnx(
+        text_model("""agraph (float[N] x, float[N] w) => (float[N] y) <float zero = {0}>
+        { e = Exp(x) f = Sin(w) s = ReduceSum <keepdims = 0> (x) c = Greater(s, zero)
+        q = If <then_branch = g () => (float[N] a) { a = Mul(e, f) },
+        else_branch = h () => (float[N] b) { b = Sub(e, f) }> (c) y = Tanh(q) }""")
+    )
+    x, w = (nn.tensor([sign * v for v in values]) for values in ([0.5, 1.0], [0.25, 2.0]))
+    for each in (x, w):
+        each.requires_grad_()
+    model(x, w).sum().backward()
+    e, f = np.exp(x.numpy()), np.sin(w.numpy())
+    q, (de, df) = (e * f, (f, e)) if sign > 0 else (e - f, (1, -1))
+    dq = 1 - np.tanh(q) ** 2
+    assert x.grad is not None
+    assert w.grad is not None
+    np.testing.assert_allclose(x.grad.numpy(), dq * de * e, rtol=1e-5)
+    np.testing.assert_allclose(w.grad.numpy(), dq * df * np.cos(w.numpy()), rtol=1e-5)
 
 
 def test_importing_the_package_does_not_import_it() -> None:

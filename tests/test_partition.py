@@ -37,6 +37,12 @@ an output that gets no gradient: "x", set()
 what is split is kept, not its parts: "xw", {"e", "p", "q"}
   agraph (float[M,12] x, float[M,4] w) => (float[M,4] y) { e = Exp(x) a, b, c = Split
   <axis = 1, num_outputs = 3> (e) p = Mul(a, b) q = Mul(c, w) y = Mul(p, q) }
+what an If captures is kept, not sizes in its branches: "xw", {"e", "f", "c", "y"}
+  agraph (float[M,K] x, float[M,K] w) => (float[M,K] y) <float zero = {0}>
+  { e = Exp(x) f = Sin(w) s = ReduceSum <keepdims = 0> (x) c = Greater(s, zero)
+  q = If <then_branch = g () => (float[M,K] a) { a = Mul(e, f) },
+  else_branch = h () => (float[M,K] b) { r = ReduceSum <keepdims = 1> (e) b = Mul(r, f) }> (c)
+  y = Tanh(q) }
 two outputs of one value's making: "x", {"y"}
   agraph (float[M,K] x) => (float[M,K] y, float[M,K] z) { y = Exp(x) z = Mul(y, x) }
 """,

@@ -13,7 +13,7 @@ from onnx_fuse.importer import contrib
 from onnx_fuse.importer.save import fused_function
 from onnx_fuse.importer.types import element_type
 from onnx_fuse.ir.actual_sizes import correct_types
-from onnx_fuse.ir.build import Builder, subgraphs
+from onnx_fuse.ir.build import Builder, detach, subgraphs
 from onnx_fuse.ir.constants import one_line
 from onnx_fuse.ir.copying import Copier
 from onnx_fuse.ops.bodies import carries_body
@@ -67,9 +67,7 @@ class Emitter(Builder):
         key = _key(node) if isinstance(keywords.get("outputs", 1), int) else None
         same = self._seen.get(key) if key is not None else None
         if same is not None:
-            for i, value in enumerate(node.inputs):
-                if value is not None:
-                    node.replace_input_with(i, None)  # or it would stay among the uses
+            detach([node])  # or it would stay among the uses
             return same.outputs[0] if len(same.outputs) == 1 else tuple(same.outputs)
         if key is not None:
             self._seen[key] = node

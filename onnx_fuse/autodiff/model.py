@@ -151,7 +151,7 @@ def gradient(
                 dys[y] = dy
                 graph.inputs.append(dy)
     values = list(dict.fromkeys(v for name in targets for v in holders[name]))
-    found = backward(model, dys, values, strict=wrt is not None)
+    found = backward(model, dys, values, stopped=None if wrt is not None else {})
     op = Emitter(model)
     grads: dict[str, tuple[ir.Value, ir.Value]] = {}
     for x in values:

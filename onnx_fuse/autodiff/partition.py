@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.autodiff.emit import Emitter
-from onnx_fuse.autodiff.subgraphs import ancestors, reads
+from onnx_fuse.autodiff.subgraphs import ancestors
 from onnx_fuse.autodiff.walk import backward
 from onnx_fuse.importer.save import inline
 from onnx_fuse.importer.shapes import infer_shapes
-from onnx_fuse.ir.build import Builder, all_nodes, const_array
+from onnx_fuse.ir.build import Builder, all_nodes, const_array, reads
 from onnx_fuse.ir.traits import DRAWS, SIZES, VIEWS
 from onnx_fuse.ops.shape_ops import fail, may_be_float
 from onnx_fuse.rewrite.canonicalize import clean
@@ -30,13 +30,15 @@ class Partition:
 
     The first inputs of `backward` are the gradients of the float outputs, in their order; the
     others have the names of outputs of `forward` and of inputs of the graph. Its outputs are the
-    gradients of the inputs that were asked for, in that order.
+    gradients of the inputs that were asked for, in that order, but for those in `stopped`.
     """
 
     forward: ir.Model
     """The graph, with inner values that the backward reads as further outputs."""
     backward: ir.Model
     """The gradients."""
+    stopped: Mapping[str, str] = field(default_factory=dict)
+    """The inputs that no gradient flows to, with the reason (`backward`)."""
 
 
 def partition(
@@ -46,6 +48,7 @@ def partition(
     fused: bool = False,
     recompute: bool = False,
     fixed: Collection[str] = (),
+    strict: bool = True,
 ) -> Partition:
     """Differentiate a graph by some of its inputs, and cut it in two.
 
@@ -56,15 +59,12 @@ def partition(
         recompute: Keep nothing: the backward then holds what it needs of the forward, and depends
             on inputs alone, so that it can be differentiated in its turn.
         fixed: Names of outputs that have no gradient, whatever their type.
+        strict: Whether each input must have a gradient. Without it, `stopped` has the others.
 
     Raises:
-        ModelError: A node on the way has no gradient; or it draws random numbers, which `recompute`
-            would draw anew.
+        ModelError: A node on the way has no gradient; or the backward would draw random numbers
+            anew.
     """
-    if recompute:
-        for node in all_nodes(model.graph):
-            if node.op_type in DRAWS and not node.domain:
-                raise fail(node, "it draws random numbers, and the forward cannot be run again")
     joint = inline(model) if recompute else model.clone()
     graph = joint.graph
     if any(v.type is None for n in graph for v in n.outputs):
@@ -76,11 +76,13 @@ def partition(
     for y in graph.outputs:
         if may_be_float(y) and y not in dys and y.name not in fixed:
             dys[y] = ir.Value(name=op.fresh(f"{y.name}.grad"), type=y.type, shape=y.shape)
-    found = backward(joint, dys, [named[name] for name in wrt], fused=fused)
+    stopped: dict[str, str] = {}
+    inputs = [named[name] for name in wrt]
+    found = backward(joint, dys, inputs, fused=fused, stopped=None if strict else stopped)
     outputs = list(graph.outputs)  # of nodes that may have become their bodies
     gradients: list[ir.Value] = []
     op = Emitter(joint)
-    for name in wrt:
+    for name in (name for name in wrt if name in found):
         g, label = found[name], op.fresh(f"{name}.grad")
         if g.producer() is None or g in gradients or g in outputs:
             g = op.node("Identity", [g], outputs=[label])
@@ -99,12 +101,15 @@ def partition(
     more = [name for name in given if name not in named_outputs]
     forward = cut(joint, own, [*named_outputs, *more])
     behind = cut(joint, [*first, *own, *given], [str(g.name) for g in gradients])
-    inputs = behind.graph.inputs
-    unread = {v for v in inputs if not v.uses() and not v.is_graph_output()}
-    read = [v for v in inputs if v.name in first or v not in unread]
-    inputs.clear()
-    inputs.extend(read)
-    return Partition(forward, behind)
+    for node in all_nodes(behind.graph):
+        if node.op_type in DRAWS and not node.domain:
+            raise fail(node, "it draws random numbers, and the backward would draw others")
+    feeds = behind.graph.inputs
+    unread = {v for v in feeds if not v.uses() and not v.is_graph_output()}
+    read = [v for v in feeds if v.name in first or v not in unread]
+    feeds.clear()
+    feeds.extend(read)
+    return Partition(forward, behind, stopped)
 
 
 def _measure_inputs(model: ir.Model) -> None:

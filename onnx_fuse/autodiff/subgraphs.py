@@ -9,8 +9,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.autodiff.emit import Emitter
-from onnx_fuse.importer.types import shapes_of_body, values_read
-from onnx_fuse.ir.build import subgraphs
+from onnx_fuse.importer.types import shapes_of_body
+from onnx_fuse.ir.build import captured, reads, subgraphs
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.shape_ops import fail, may_be_float, size_of, zeros_like
 
@@ -21,17 +21,6 @@ Walk: TypeAlias = Callable[..., dict[str, ir.Value]]
 def captures(node: ir.Node) -> bool:
     """Whether a node has subgraphs, which may read values from outside."""
     return any(subgraphs(a) for a in node.attributes.values())
-
-
-def reads(node: ir.Node) -> list[ir.Value | None]:
-    """All that a node reads, also from within its subgraphs."""
-    reads = list(node.inputs)
-    for attribute in node.attributes.values():
-        for sub in subgraphs(attribute):
-            for inner in ir.traversal.RecursiveGraphIterator(sub):
-                reads.extend(inner.inputs)
-            reads.extend(sub.outputs)
-    return reads
 
 
 def ancestors(values: Sequence[ir.Value]) -> set[ir.Node]:
@@ -88,7 +77,7 @@ def through_if(
             inner.adopt(copy)
         ends = _apart(inner, branch)
         wanted = {y: dy for y, dy in zip(ends, dys, strict=True) if dy is not None}
-        found = walk(inner, branch, wanted, xs, strict=False)
+        found = walk(inner, branch, wanted, xs, {})
         inner.nodes, inner.stem = [], f"{op.stem}/{name}"
         outputs = []
         for x in xs:
@@ -138,7 +127,7 @@ def through_loop(
     states = [*body.inputs[:1], *body.inputs[lead:][:count]] if loop else body.inputs[:count]
     saved = _save(op, node, body, list(states), stacked)
     inputs = list(node.inputs[lead + count :])
-    outer = [v for v in dict.fromkeys(values_read(body)) if v in active]
+    outer = [v for v in captured(node) if v in active]
 
     own.opset_imports.update({"": op.opset, FUSE: 1})
     inner = Emitter(ir.Model(own, ir_version=10), op.taken)
@@ -173,7 +162,7 @@ def through_loop(
             scans.append((each, dy, axes_out[k], 1 - ways_out[k]))
     moving = [i for i, x in enumerate(inputs) if x is not None and x in active and may_be_float(x)]
     wrt = [*(steps[i] for i in floats), *(steps[count + i] for i in moving), *outer]
-    found = walk(inner, own, wanted, wrt, strict=False)
+    found = walk(inner, own, wanted, wrt, {})
 
     inner.nodes, inner.stem = [], f"{op.stem}/step"
     grads = [found.get(str(x.name)) for x in wrt]

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import onnx_ir as ir
 
 from onnx_fuse.autodiff.emit import Emitter, roots
-from onnx_fuse.autodiff.subgraphs import reads
 from onnx_fuse.autodiff.walk import backward
 from onnx_fuse.importer.shapes import infer_shapes
+from onnx_fuse.ir.build import reads
 from onnx_fuse.ir.constants import PREVIEW
 from onnx_fuse.ir.copying import Copier
 from onnx_fuse.ops.shape_ops import fail, text

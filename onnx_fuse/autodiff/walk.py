@@ -9,10 +9,11 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.autodiff.emit import CombinesGradients, Emitter, expand, roots
-from onnx_fuse.autodiff.subgraphs import captures, reads, through_if, through_loop
+from onnx_fuse.autodiff.subgraphs import captures, through_if, through_loop
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer import contrib
 from onnx_fuse.importer.shapes import infer_shapes
+from onnx_fuse.ir.build import detach, reads
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops import NoGrad, OpDef, lookup
@@ -36,7 +37,7 @@ def backward(
     dys: Mapping[ir.Value, ir.Value | None],
     wrt: Sequence[ir.Value],
     *,
-    strict: bool = True,
+    stopped: dict[str, str] | None = None,
     fused: bool = False,
     whole: CombinesGradients | None = None,
 ) -> dict[str, ir.Value]:
@@ -45,14 +46,16 @@ def backward(
     `dys` maps outputs (any values) to their gradients, None for 1 (a scalar loss). A value that
     does not reach any of them has gradient zero. Forward nodes may gain outputs, or be replaced by
     their function bodies, but compute what they did. Raises ModelError where the gradient would
-    have to flow through a node that has none, naming the node, its operator and the reason; without
-    `strict`, a value all of whose paths end at such nodes is left out. `fused`
+    have to flow through a node that has none, naming the node, its operator and the reason. With
+    `stopped`, a value all of whose paths end at such nodes is left out instead, and the reason is
+    put there by its name: "" where it reaches them through a StopGradient alone, if at all. `fused`
     allows operators of ours in the backward; a fused node in float32 is then differentiated by its
     parts, unless it is `whole`.
     """
     if any(v.type is None for n in model.graph for v in n.outputs):
         infer_shapes(model)
-    found = _walk(Emitter(model, fused=fused, whole=whole), model.graph, dys, wrt, strict=strict)
+    op = Emitter(model, fused=fused, whole=whole)
+    found = _walk(op, model.graph, dys, wrt, stopped)
     return without_rows(Emitter(model), model.graph, found) if fused else found
 
 
@@ -61,8 +64,7 @@ def _walk(
     graph: ir.Graph,
     dys: Mapping[ir.Value, ir.Value | None],
     wrt: Sequence[ir.Value],
-    *,
-    strict: bool,
+    stopped: dict[str, str] | None,
 ) -> dict[str, ir.Value]:
     kept = {v.name: v for v in dys}
     nodes, active, stops = _mark(graph, op, wrt)
@@ -87,9 +89,15 @@ def _walk(
     for x in wrt:
         op.stem = f"{x.name}.grad"
         found = _total(op, pending.get(x))
-        if found is None and (why := _stopped(x, graph, stops)) is not None:
-            if strict:
+        ends = _ends(x, graph, stops) if found is None else []
+        if ends:
+            flowing = _flowing([by_name[name] for name in kept])
+            wanting = [n for n in ends if not (_detaches(n) or flowing.isdisjoint(n.outputs))]
+            end = (wanting or ends)[0]
+            why = str(fail(end, stops[end]))
+            if stopped is None:
                 raise ModelError(f"'{x.name}' has no gradient: {why}")
+            stopped[x.name or ""] = why if wanting else ""
             continue
         result[x.name or ""] = found if found is not None else zeros_like(op, x)
     _append_used(graph, op.nodes, result.values())
@@ -98,13 +106,13 @@ def _walk(
 
 def _mark(
     graph: ir.Graph, op: Emitter, wrt: Sequence[ir.Value]
-) -> tuple[list[ir.Node], set[ir.Value], list[tuple[ir.Node, str]]]:
+) -> tuple[list[ir.Node], set[ir.Value], dict[ir.Node, str]]:
     """Nodes that the gradient passes, in order; the values it reaches; the nodes that stop it.
 
     On the way, nodes with a body but no rule become their bodies, and those that have values to
     save return them.
     """
-    active, nodes, stops = set(wrt), [], []
+    active, nodes, stops = set(wrt), list[ir.Node](), dict[ir.Node, str]()
     todo = list(reversed(list(graph)))
     while todo:
         node = todo.pop()
@@ -113,13 +121,13 @@ def _mark(
         definition, exposed = lookup(node)
         rule = definition.grad if definition is not None else None
         if isinstance(rule, NoGrad):
-            stops.append((node, rule.reason))
+            stops[node] = rule.reason
             continue
         apart = rule is None or (op.fused and _split(op, node, active)) or _by_steps(node)
         try:
             made = expand(graph, op, node) if apart and not captures(node) else None
         except contrib.Unwritable as error:
-            stops.append((node, str(error)))
+            stops[node] = str(error)
             continue
         if made is not None:
             todo.extend(reversed(made))
@@ -128,7 +136,7 @@ def _mark(
             _expose(op, node, definition, exposed)
         reached = [v for v in node.outputs if may_be_float(v)]
         if not reached:
-            stops.append((node, "its output is not of a floating-point type"))
+            stops[node] = "its output is not of a floating-point type"
         active.update(reached)
         nodes.append(node)
     return nodes, active, stops
@@ -232,18 +240,36 @@ def _total(op: Emitter, terms: Sequence[ir.Value] | None) -> ir.Value | None:
     return total
 
 
-def _stopped(x: ir.Value, graph: ir.Graph, stops: Sequence[tuple[ir.Node, str]]) -> str | None:
-    """The reason why `x` has no gradient, if a node without one stopped it.
+def _ends(x: ir.Value, graph: ir.Graph, stops: Mapping[ir.Node, str]) -> list[ir.Node]:
+    """The nodes without a gradient that the paths from `x` end at.
 
-    The node may read `x`, or what was made of it, from within its subgraphs.
+    A node may read `x`, or what was made of it, from within its subgraphs.
     """
-    reached, reasons = {x}, dict(stops)
-    for node in graph if reasons else ():
+    reached, ends = {x}, []
+    for node in graph if stops else ():
         if any(v in reached for v in reads(node)):
-            if node in reasons:
-                return str(fail(node, reasons[node]))
-            reached.update(node.outputs)
-    return None
+            if node in stops:
+                ends.append(node)
+            else:
+                reached.update(node.outputs)
+    return ends
+
+
+def _flowing(outputs: Sequence[ir.Value]) -> set[ir.Value]:
+    """The values that reach one of these on a path without StopGradient."""
+    todo = list(outputs)
+    reached = set(todo)
+    while todo:
+        node = todo.pop().producer()
+        if node is not None and not _detaches(node):
+            fresh = {v for v in reads(node) if v is not None} - reached
+            reached |= fresh
+            todo += fresh
+    return reached
+
+
+def _detaches(node: ir.Node) -> bool:
+    return node.op_type == "StopGradient" and node.domain == FUSE
 
 
 def _append_used(graph: ir.Graph, nodes: Sequence[ir.Node], results: Any) -> None:
@@ -253,6 +279,5 @@ def _append_used(graph: ir.Graph, nodes: Sequence[ir.Node], results: Any) -> Non
             wanted.update(v for v in reads(node) if v is not None)
             used.append(node)
         else:
-            for i in range(len(node.inputs)):
-                node.replace_input_with(i, None)
+            detach([node])
     graph.extend(reversed(used))

@@ -18,7 +18,7 @@ from onnx_fuse.errors import ModelError
 from onnx_fuse.importer import contrib
 from onnx_fuse.importer.downgrade import downgrade
 from onnx_fuse.importer.upgrade import upgrade
-from onnx_fuse.ir.build import all_nodes, given, outputs_kept, rename_shadowing_values
+from onnx_fuse.ir.build import all_nodes, given, remove_unused_nodes, rename_shadowing_values
 from onnx_fuse.ir.constants import CAME_IN, CANONICAL_OPSET, DEFAULT, FUSE, MAP_TYPE, quiet
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.bodies import body_of, carries_body
@@ -236,8 +236,7 @@ def at_opset(model: ir.Model, opset: int) -> ir.Model:
     else:
         downgrade(model.graph, version, opset)
     model.graph.opset_imports[""] = opset
-    with outputs_kept(model):
-        common_passes.RemoveUnusedNodesPass()(model)
+    remove_unused_nodes(model)
     rename_shadowing_values(model.graph)
     with functions_attached(model):  # whose bodies have to be written in it, too
         return model

@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from onnx_fuse.importer.inference import inferred
 from onnx_fuse.ir.actual_sizes import infer_actual
-from onnx_fuse.ir.build import all_nodes, subgraphs
+from onnx_fuse.ir.build import all_nodes, outer_values
 from onnx_fuse.ir.constants import FUSE
 
 _ELEMENT = {
@@ -199,7 +199,7 @@ def shapes_of_body(body: ir.Graph, opset: int) -> list[ir.Shape | None]:
     """
     graph = ir.serde.serialize_graph(body)
     own = {v for n in body for v in n.outputs} | {*body.inputs, *body.initializers.values()}
-    outer = [v for v in dict.fromkeys(values_read(body)) if v not in own and v.name]
+    outer = [v for v in outer_values([body]) if v.name]
     graph.input.extend(map(ir.serde.serialize_value, outer))
     constants = (v.const_value for v in outer if v.const_value is not None)
     axes = [ir.serde.serialize_tensor(t) for t in constants if t.nbytes <= READ_BY_INFERENCE]
@@ -222,16 +222,6 @@ def shapes_of_body(body: ir.Graph, opset: int) -> list[ir.Shape | None]:
         else None
         for y in found
     ]
-
-
-def values_read(body: ir.Graph) -> list[ir.Value]:
-    """All values that the nodes of a body, and of bodies within it, read, and its outputs."""
-    values = list(body.outputs)
-    for node in ir.traversal.RecursiveGraphIterator(body):
-        values += [v for v in node.inputs if v is not None]
-        for attribute in node.attributes.values():
-            values += [v for sub in subgraphs(attribute) for v in sub.outputs]
-    return values
 
 
 def _complete_blocked(node: ir.Node) -> bool:

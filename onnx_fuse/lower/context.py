@@ -45,7 +45,6 @@ from onnx_fuse.errors import ModelError
 from onnx_fuse.importer import contrib
 from onnx_fuse.importer.shapes import infer_shapes
 from onnx_fuse.ir.actual_sizes import correct_types
-from onnx_fuse.ir.build import subgraphs
 from onnx_fuse.ir.constants import FUSE, one_line
 from onnx_fuse.kernels import refusals, serves
 from onnx_fuse.ops.bodies import carries_body
@@ -559,24 +558,6 @@ def data_type(name: str) -> ir.DataType:
     if name in _BY_NAME:
         return _BY_NAME[name]
     return ir.DataType.STRING
-
-
-def captured(node: ir.Node) -> list[ir.Value]:
-    """Values of outer graphs that a node's subgraphs read."""
-    graphs = [g for attribute in node.attributes.values() for g in subgraphs(attribute)]
-    if not graphs:
-        return []
-    inside: set[ir.Value] = set()
-    read: dict[ir.Value, None] = {}
-    while graphs:
-        graph = graphs.pop()
-        inside.update(graph.inputs, graph.initializers.values())
-        read.update(dict.fromkeys(graph.outputs))
-        for inner in graph:
-            inside.update(inner.outputs)
-            read.update((v, None) for v in inner.inputs if v is not None)
-            graphs += [g for attr in inner.attributes.values() for g in subgraphs(attr)]
-    return [v for v in read if v not in inside]
 
 
 def type_proto(dtype: ir.DataType, shape: Sequence[int | str]) -> onnx.TypeProto:

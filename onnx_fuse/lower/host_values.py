@@ -8,9 +8,10 @@ from math import prod
 import numpy as np
 import onnx_ir as ir
 
+from onnx_fuse.ir.build import reads
 from onnx_fuse.ir.evaluate import evaluate
 from onnx_fuse.ir.traits import DRAWS, SIZES
-from onnx_fuse.lower.context import WEIGHT_LIMIT, Context, Slot, captured
+from onnx_fuse.lower.context import WEIGHT_LIMIT, Context, Slot
 from onnx_fuse.program import host
 from onnx_fuse.program import size as sizes
 from onnx_fuse.program.problem import ITEMSIZE
@@ -28,7 +29,7 @@ class HostValues(Context):
             return False
         if node.op_type in SIZES:
             return self._shape(node)
-        values = [v for v in (*node.inputs, *captured(node)) if v is not None]
+        values = [v for v in reads(node) if v is not None]
         arrays = [self.slots[v].host for v in values]
         if node.op_type == "CastLike" and arrays[0] is not None and arrays[0].size == 1:
             # a known number is cast on the host: of the second input only the dtype is needed

@@ -19,9 +19,9 @@ import onnx_ir as ir
 
 from onnx_fuse.importer.save import to_proto
 from onnx_fuse.importer.shapes import MAKES_SEQUENCES
-from onnx_fuse.ir.build import all_nodes, subgraphs
+from onnx_fuse.ir.build import all_nodes, captured, reads, subgraphs
 from onnx_fuse.ir.constants import CANONICAL_OPSET, FUSE
-from onnx_fuse.lower.context import Slot, captured, data_type, type_proto
+from onnx_fuse.lower.context import Slot, data_type, type_proto
 from onnx_fuse.lower.control import Control
 from onnx_fuse.ops.bodies import carries_body
 from onnx_fuse.program.call import Loop, Stage, Tensor
@@ -46,7 +46,7 @@ def stages(low: Control, outputs: Sequence[str]) -> tuple[Stage, ...]:
     if any(beyond_tensors(node, low.slots) for node in nodes):
         return (_stage(low, nodes, outputs, host=True),)
     rest = [node for node in nodes if node not in stuck]
-    read = {v.name for node in rest for v in (*node.inputs, *captured(node)) if v is not None}
+    read = {v.name for node in rest for v in reads(node) if v is not None}
     loops = [node for node in nodes if node in stuck and by_passes(node)]
     heads = [node for node in nodes if node in stuck and node not in loops]
     parts = [_loop(low, node, read.union(outputs)) for node in loops]
@@ -85,7 +85,7 @@ def beyond_tensors(node: ir.Node, slots: Mapping[ir.Value, Slot]) -> bool:
 def _stage(low: Control, nodes: Sequence[ir.Node], names: Sequence[str], *, host: bool) -> Stage:
     """A model of `nodes`: known values are its initializers, all else that it reads its inputs."""
     inside = {v.name for node in nodes for v in node.outputs}
-    outer = [v for node in nodes for v in (*node.inputs, *captured(node)) if v is not None]
+    outer = [v for node in nodes for v in reads(node) if v is not None]
     inputs, constants = _given(low, [v for v in outer if v.name not in inside])
     infos = [_info(name, tensor) for name, tensor in inputs.items()]
     graph = onnx.helper.make_graph(

@@ -20,7 +20,7 @@ import onnx_ir as ir
 from onnx_fuse.cuda.pointwise import Code, call_of, dtype_name
 from onnx_fuse.importer import contrib
 from onnx_fuse.importer.save import inline, to_proto
-from onnx_fuse.ir.build import Builder, subgraphs
+from onnx_fuse.ir.build import Builder, captured, subgraphs
 from onnx_fuse.ir.constants import DEFAULT, base_name, one_line
 from onnx_fuse.kernels import same_choices
 from onnx_fuse.lower import elementwise, views
@@ -29,7 +29,6 @@ from onnx_fuse.lower.context import (
     Lowering,
     NotStatic,
     Slot,
-    captured,
     data_type,
     type_proto,
 )

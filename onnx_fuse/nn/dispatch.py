@@ -195,7 +195,7 @@ def _operator(name: str, attributes: dict[str, Any], domain: str, outputs: int) 
         return op.node(name, values, outputs=names, domain=domain, attributes=attributes)
 
     domains = {domain: 1} if domain else None
-    return Operation(name, build, opset=opset, domains=domains, random=name in DRAWS)
+    return Operation(name, build, opset=opset, domains=domains)
 
 
 def frozen(value: Any) -> Any:
@@ -293,7 +293,7 @@ def gradients(root: Edge, index: int, dy: Array) -> list[tuple[Any, Array]]:
         if any(dy is not None and i not in plan.seeds for i, dy in enumerate(dys)):
             raise UsageError(plan.blocked)
         given = [_zeros(edge, i) if dys[i] is None else dys[i] for i in plan.seeds]
-        for target, dx in zip(edge.targets, plan.backward([*edge.saved, *given]), strict=True):
+        for target, dx in zip(edge.targets, plan.backward([*given, *edge.saved]), strict=True):
             if type(target) is tuple:
                 earlier, i = target
                 sums = pending.setdefault(earlier, [None] * earlier.plan.count)

@@ -14,12 +14,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse import autodiff, rewrite
-from onnx_fuse.autodiff.partition import cut
-from onnx_fuse.autodiff.subgraphs import ancestors, reads
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.shapes import infer_shapes
-from onnx_fuse.ir.constants import CANONICAL_OPSET, FUSE
-from onnx_fuse.ir.traits import DRAWS
+from onnx_fuse.ir.constants import CANONICAL_OPSET
 from onnx_fuse.nn.runner import Array, Run, runner
 
 Build: TypeAlias = Callable[..., Any]
@@ -68,15 +65,13 @@ class Operation:
 
     `domains` are the operator sets besides ai.onnx that its nodes are of. `whole` is for a graph of
     many nodes: the number of its first inputs, whose sizes are open, where those of the others,
-    its parameters, are fixed; it `fuses` before it is differentiated. What is `random` draws anew
-    each time, so that no backward may compute it again. `state` has the results that replace an
-    input, by number, with the input's: on a GPU they are written where it stands, unless a gradient
-    is asked for.
+    its parameters, are fixed; it `fuses` before it is differentiated. `state` has the results that
+    replace an input, by number, with the input's: on a GPU they are written where it stands, unless
+    a gradient is asked for.
     """
 
     __slots__ = (
-        *("_classes", "build", "domains", "fuses", "name", "opset", "plans", "random", "state"),
-        "whole",
+        *("_classes", "build", "domains", "fuses", "name", "opset", "plans", "state", "whole"),
     )
 
     def __init__(
@@ -88,11 +83,10 @@ class Operation:
         domains: Mapping[str, int] | None = None,
         whole: int | None = None,
         fuses: bool = True,
-        random: bool = False,
         state: Mapping[int, int] | None = None,
     ) -> None:
         self.name, self.build, self.opset = name, build, opset
-        self.domains, self.whole, self.random = dict(domains or {}), whole, random
+        self.domains, self.whole = dict(domains or {}), whole
         self.fuses, self.state = fuses and whole is not None, state
         self.plans: dict[Any, Plan] = {}
         """By what `key` gives: the inputs whose gradients are asked for, dtypes and shapes."""
@@ -196,7 +190,7 @@ class Plan:
         """The inputs that the backward gives gradients of, in its order."""
         self.sources: list[int] = []
         """What the backward reads: an input by its number among those present, or ~k for result k
-        of the forward; the gradients of the results in `seeds` follow."""
+        of the forward; the gradients of the results in `seeds` stand before."""
         self.refusal = ""
         """Why there is no backward, or "" if there is one."""
         self.stops: list[int] = []
@@ -205,117 +199,45 @@ class Plan:
         if operation.fuses:
             rewrite.optimize(model, training=bool(needs), level=2, own_kernels=gpu is not None)
         if needs and self.seeds:
-            model = self._pair(model, operation, ends)
+            model = self._forward_half(model)
         state = {} if needs else operation.state
         self.forward = runner(model, gpu, operation.name, state)
 
     def backward(self, arrays: Sequence[Array]) -> list[Array]:
-        """The gradients of the inputs in `wrt`, from what `sources` names."""
+        """The gradients of the inputs in `wrt`, from those of `seeds` and what `sources` names."""
         if self._backward is None:
             assert self._reverse is not None
             self._backward = runner(self._reverse, self._gpu, f"the gradient of {self._name}")
             self._reverse = None
         return self._backward(arrays)
 
-    def _pair(self, model: ir.Model, operation: Operation, ends: Sequence[Any]) -> ir.Model:
+    def _forward_half(self, model: ir.Model) -> ir.Model:
         """The forward of a graph that gets a backward, or the graph with a `refusal`.
 
         Gradients may flow through the first result alone: others are a norm's mean, or inner values
         of a fused operator.
         """
-        every, wrt, why = self.seeds, self.wrt, ""
+        graph, every, why = model.graph, self.seeds, ""
         for seeds in (every, every[:1]) if len(every) > 1 else (every,):
-            self.seeds, self.wrt, self.stops = seeds, wrt, []
             try:
-                made = self._differentiated(model, operation, ends)
+                halves = autodiff.partition(
+                    model, [f"x{i}" for i in self.wrt], fused=self._gpu is not None, strict=False,
+                    fixed=[str(y.name) for i, y in enumerate(graph.outputs) if i not in seeds],
+                )  # fmt: skip
             except ModelError as error:
                 why = why or str(error)
-                model = operation.model(ends)
-            else:
-                self.blocked = why
-                return made
+                continue
+            self.seeds, self.blocked, self._reverse = seeds, why, halves.backward
+            stopped = {int(name[1:]): reason for name, reason in halves.stopped.items()}
+            self.wrt = [i for i in self.wrt if i not in stopped]
+            self.stops = [i for i, reason in stopped.items() if reason]
+            self.reason = next(filter(None, stopped.values()), "")
+            inputs = [v.name for v in graph.inputs]
+            results = [v.name for v in halves.forward.graph.outputs]
+            self.sources = [
+                inputs.index(v.name) if v.name in inputs else ~results.index(v.name)
+                for v in halves.backward.graph.inputs[len(seeds) :]
+            ]
+            return halves.forward
         self.refusal = why
         return model
-
-    def _differentiated(
-        self, model: ir.Model, operation: Operation, ends: Sequence[Any]
-    ) -> ir.Model:
-        """The forward that also returns what the backward reads, which becomes `_reverse`."""
-        graph = model.graph
-        named = {str(v.name): v for v in graph.inputs}
-        order = [v.name for v in graph.inputs]
-        wrt = [named[f"x{i}"] for i in self.wrt]
-        dys: dict[ir.Value, ir.Value | None] = {}
-        for i, y in enumerate(graph.outputs):
-            if i in self.seeds:
-                dys[y] = ir.Value(name=f"dy{i}", type=y.type, shape=y.shape)
-        graph.inputs.extend(v for v in dys.values() if v is not None)
-        fused = self._gpu is not None
-        grads = autodiff.backward(model, dys, wrt, strict=False, fused=fused)
-        if len(grads) < len(wrt):
-            self._stopped(operation, ends, grads)
-            wrt = [x for x in wrt if x.name in grads]
-        op = autodiff.Emitter(model)
-        results = [op.node("Identity", [grads[str(x.name)]], outputs=[f"dx:{x.name}"]) for x in wrt]
-        graph.extend(op.nodes)
-        first = ancestors(graph.outputs)
-        second = ancestors(results) - first
-        if operation.random and any(
-            n in second and n.op_type in DRAWS and not n.domain for n in graph
-        ):
-            raise ModelError(f"{self._name} draws anew: its gradient cannot draw the same")
-        read = dict.fromkeys(v for n in graph if n in second for v in reads(n) if v is not None)
-        crossing = [v for v in read if v.producer() in first or v.name in order]
-        crossing = [v for v in crossing if not _is_constant(v)]
-        ys = [str(v.name) for v in graph.outputs]
-        kept = [str(v.name) for v in crossing if v.name not in order and v.name not in ys]
-        returned = [*ys, *kept]
-        self.sources = [
-            order.index(v.name) if v.name in order else ~returned.index(str(v.name))
-            for v in crossing
-        ]
-        carried = [str(v.name) for v in crossing]
-        dy_names = [str(v.name) for v in dys.values() if v is not None]
-        ends_of_both = [str(v.name) for v in results]
-        self._reverse = cut(model, [*carried, *dy_names], ends_of_both)
-        return cut(model, [str(n) for n in order], returned)
-
-    def _stopped(
-        self, operation: Operation, ends: Sequence[Any], grads: Mapping[str, ir.Value]
-    ) -> None:
-        """Note which inputs have no gradient, and why. Those that are detached want none."""
-        stops = [i for i in self.wrt if f"x{i}" not in grads]
-        self.wrt = [i for i in self.wrt if i not in stops]
-        model = operation.model(ends)
-        flowing = _flowing(model.graph)
-        self.stops = [i for i in stops if f"x{i}" in flowing]
-        if not self.stops:
-            return
-        named = {str(v.name): v for v in model.graph.inputs}
-        dys: dict[ir.Value, ir.Value | None] = {
-            y: ir.Value(name=f"dy{i}", type=y.type, shape=y.shape)
-            for i, y in enumerate(model.graph.outputs)
-            if i in self.seeds
-        }
-        try:
-            autodiff.backward(model, dys, [named[f"x{i}"] for i in self.stops])
-        except ModelError as error:
-            self.reason = str(error)
-
-
-def _flowing(graph: ir.Graph) -> set[str]:
-    """The names of the values that reach an output on a path without StopGradient."""
-    todo = list(graph.outputs)
-    reached = set(todo)
-    while todo:
-        node = todo.pop().producer()
-        if node is not None and (node.domain, node.op_type) != (FUSE, "StopGradient"):
-            fresh = {v for v in reads(node) if v is not None} - reached
-            reached |= fresh
-            todo += fresh
-    return {str(v.name) for v in reached}
-
-
-def _is_constant(value: ir.Value) -> bool:
-    node = value.producer()
-    return node is not None and node.op_type == "Constant" and not node.domain

@@ -17,9 +17,9 @@ import onnx
 import onnx_ir as ir
 
 from onnx_fuse import autodiff, rewrite
-from onnx_fuse.autodiff.subgraphs import reads
 from onnx_fuse.errors import UsageError
 from onnx_fuse.importer.shapes import infer_shapes
+from onnx_fuse.ir.build import detach, reads
 from onnx_fuse.ir.constants import CANONICAL_OPSET, FUSE
 from onnx_fuse.ir.copying import Copier
 from onnx_fuse.nn.operation import Operation
@@ -289,8 +289,7 @@ def assemble(model: ir.Model, gpu: bool) -> None:
         pairs += [(g, grads[str(x.name)]) for g, x in zip(marker.outputs, wanted, strict=True)]
         results = dict(pairs)
         graph.outputs.clear()
-        for i in range(len(marker.inputs)):
-            marker.replace_input_with(i, None)
+        detach([marker])
         for old, new in pairs:
             ir.convenience.replace_all_uses_with(old, new)
         graph.extend(after)

@@ -15,8 +15,8 @@ from onnx_fuse.ir.build import (
     all_nodes,
     const_array,
     given,
-    outputs_kept,
     rank,
+    remove_unused_nodes,
     rename_shadowing_values,
 )
 from onnx_fuse.ir.constants import DEFAULT, FUSE, one_line, quiet
@@ -40,8 +40,7 @@ _ROUNDS = 12
 
 def clean(model: ir.Model) -> None:
     """Remove dead and repeated nodes and unused initializers; sort the rest topologically."""
-    with outputs_kept(model):
-        common_passes.RemoveUnusedNodesPass()(model)
+    remove_unused_nodes(model)
     rename_shadowing_values(model.graph)
     common_passes.TopologicalSortPass()(model)
     nodes = all_nodes(model.graph)

@@ -157,7 +157,7 @@ def _differentiable(model: ir.Model, weights: Sequence[ir.Value]) -> list[ir.Val
         joint,
         {y: None for y in joint.graph.outputs if y.dtype is None or y.dtype.is_floating_point()},
         [joint.graph.initializers[str(v.name)] for v in weights],
-        strict=False,
+        stopped={},
     )
     return [v for v in weights if str(v.name) in found]
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 import onnx_ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from onnx_fuse.distributed.world import World
 from onnx_fuse.importer.shapes import infer_shapes
-from onnx_fuse.ir.build import all_nodes, outputs_kept
+from onnx_fuse.ir.build import all_nodes, remove_unused_nodes
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.collective import COLLECTIVES
 from onnx_fuse.runtime import ort
@@ -128,8 +127,7 @@ def _stage(model: onnx_ir.Model, levels: Mapping[onnx_ir.Node, int], level: int)
         graph.inputs.append(given)
     graph.remove([node for node in list(graph) if node not in set(kept)])
     graph.outputs.extend(values[name] for name in outputs)
-    with outputs_kept(part):
-        RemoveUnusedNodesPass()(part)
+    remove_unused_nodes(part)
     used = {v for node in all_nodes(graph) for v in node.inputs}
     for value in [v for v in graph.inputs if v not in used and v not in set(graph.outputs)]:
         graph.inputs.remove(value)

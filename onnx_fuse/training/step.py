@@ -448,7 +448,12 @@ class _Step:
         wanted = [*(w for w in weights if w not in factors), *sums]
         wanted += (h for h, v in self.histories.items() if v is None)
         found = autodiff.backward(
-            self.model, {self.loss: dy}, wanted, strict=strict, fused=fused, whole=whole
+            self.model,
+            {self.loss: dy},
+            wanted,
+            stopped=None if strict else {},
+            fused=fused,
+            whole=whole,
         )
         made = self.sums.gradients(self.graph, {v: found[str(v.name)] for v in sums})
         found |= {str(v.name): g for v, g in made.items()}

@@ -15,14 +15,14 @@ from onnx_ir import DataType, Value
 from onnx_fuse import progress
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.save import inline
-from onnx_fuse.ir.build import const_array, feeds_of
+from onnx_fuse.ir.build import const_array, feeds_of, remove_unused_nodes
 from onnx_fuse.ir.constants import Model
 from onnx_fuse.runtime import ort
 from onnx_fuse.validation.arrays import Array, is_added
 from onnx_fuse.validation.compare import Tolerance, difference
 from onnx_fuse.validation.freeze import hold, roundings, selections
 from onnx_fuse.validation.inputs import Feeds
-from onnx_fuse.validation.reference import evaluator_in_double, in_double, without_unused
+from onnx_fuse.validation.reference import evaluator_in_double, in_double
 from onnx_fuse.validation.request import Request
 from onnx_fuse.validation.shapes import wrong_sizes
 from onnx_fuse.validation.slopes import Slopes
@@ -319,7 +319,7 @@ def _generated(backward: onnx_ir.Model, request: Request, notes: list[str]) -> F
         return request.pairs(backward, partial(ort.run, session), notes)[0][0]
     forward = backward.clone()
     forward.graph.outputs[:] = list(by_name(forward, ends).values())
-    without_unused(forward)
+    remove_unused_nodes(forward)
     dys = [f"{y}{_SEED}" for y in ends]
     forward.graph.inputs[:] = [v for v in forward.graph.inputs if v.name not in dys]
     session = ort.session(forward)

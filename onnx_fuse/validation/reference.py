@@ -12,7 +12,6 @@ import onnx_ir
 from numpy.lib.stride_tricks import sliding_window_view
 from onnx import NodeProto
 from onnx_ir import DataType
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from onnx_fuse import progress
 from onnx_fuse.autodiff.emit import Emitter, expand
@@ -20,7 +19,7 @@ from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.save import to_proto
 from onnx_fuse.importer.shapes import infer_shapes
 from onnx_fuse.ir.actual_sizes import same_pads
-from onnx_fuse.ir.build import outputs_kept
+from onnx_fuse.ir.build import remove_unused_nodes
 from onnx_fuse.ir.constants import one_line
 from onnx_fuse.lower.pool import taps
 from onnx_fuse.ops.recurrent import GATES
@@ -336,7 +335,7 @@ def evaluator_in_double(
     model = to_double(model)
     write_recurrences(model)
     model.graph.outputs[:] = list(by_name(model, names).values())
-    without_unused(model)  # ONNX's evaluator runs every node, for a slope the whole backward too
+    remove_unused_nodes(model)  # ONNX's evaluator would run them, too
     inputs = [v.name or "" for v in model.graph.inputs]
     try:
         session = ort.session(model)
@@ -369,12 +368,6 @@ def in_double(feeds: Mapping[str, Array]) -> Feeds:
         name: a.astype(np.float64) if DataType.from_numpy(a.dtype).is_floating_point() else a
         for name, a in feeds.items()
     }
-
-
-def without_unused(model: onnx_ir.Model) -> None:
-    """Take the nodes out that no output needs."""
-    with outputs_kept(model):
-        RemoveUnusedNodesPass()(model)
 
 
 _NARROW = (DataType.FLOAT, DataType.FLOAT16, DataType.BFLOAT16)

@@ -19,7 +19,7 @@ from onnx_fuse.importer.contrib.table import (
     known_rank,
     needed,
 )
-from onnx_fuse.ir.build import dim, given, rank
+from onnx_fuse.ir.build import detach, dim, given, rank
 
 LARGEST_INVERSE = 16
 """Rows up to which an elimination is written out."""
@@ -206,6 +206,5 @@ def decoder_masked_attention(op: Body, node: ir.Node) -> Results:
     for mine, theirs in zip(inner.outputs, node.outputs, strict=True):
         mine.name = theirs.name
     results = list(multi_head_attention(op, inner))
-    for i in range(len(operands)):
-        inner.replace_input_with(i, None)
+    detach([inner])
     return results

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder, dim, given, rank
+from onnx_fuse.ir.build import Builder, detach, dim, given, rank
 
 MICROSOFT = "com.microsoft"
 
@@ -243,8 +243,7 @@ def _needed_nodes(nodes: Sequence[ir.Node], results: Sequence[ir.Value | None]) 
             wanted.update(v for v in node.inputs if v is not None)
             kept.append(node)
         else:
-            for i in range(len(node.inputs)):
-                node.replace_input_with(i, None)
+            detach([node])
     return kept[::-1]
 
 
@@ -274,8 +273,7 @@ def function(node: ir.Node, opsets: Mapping[str, int], overload: str = "") -> ir
         outputs=[ir.Value(name=name) for name in names],
     )
     nodes, results = write(call)
-    for i in range(len(call.inputs)):
-        call.replace_input_with(i, None)
+    detach([call])
     for formal in formals:
         formal.const_value = None
     for i, inner in enumerate(nodes):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder, dim, rank
+from onnx_fuse.ir.build import Builder, detach, dim, rank
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.traits import RESHAPES
 from onnx_fuse.ops.fused.sdpa.head_layout import Frame, make_frame
@@ -52,9 +52,7 @@ def fuse(rw: Rewriter, softmax: ir.Node) -> bool:
     op = Builder()
     if _fused(rw, op, softmax, ending, z):
         return True
-    for node in op.nodes:  # made in vain: they read nothing of the graph any more
-        for i in range(len(node.inputs)):
-            node.replace_input_with(i, None)
+    detach(op.nodes)  # made in vain: they read nothing of the graph any more
     return False
 
 
