@@ -23,6 +23,7 @@ from onnx_fuse.runtime import ort
 from onnx_fuse.runtime.states import SOUND, guarded
 from onnx_fuse.training import optim
 from onnx_fuse.training.backends import CombinedGradients
+from onnx_fuse.training.options import TrainingOptions
 from onnx_fuse.training.step import training_model
 from onnx_fuse.training.trainer import Trainer
 
@@ -431,7 +432,7 @@ def test_a_trainers_float32_gradients_by_split_products_are_one_call(rows, hw, c
         model.graph.initializer.append(onnx.numpy_helper.from_array(ones, name))
     graph, _ = training_model(
         model, loss="mse", optimizer=optim.SGD(lr=0.1), precision="bf16x3", fused=True, level=1,
-        whole=CombinedGradients("bf16x3", hw, 0),
+        whole=CombinedGradients(TrainingOptions(loss="mse", precision="bf16x3", hardware=hw)),
     )  # fmt: skip
     shapes = {
         v.name: (tuple(d if isinstance(d, int) else 2048 for d in v.shape), v.dtype.numpy().name)

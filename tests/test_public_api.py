@@ -94,6 +94,7 @@ def test_every_argument_of_a_public_function_is_described() -> None:
     missing = []
     for name, function in functions.items():
         text = inspect.getdoc(function) or ""
+        text += str(inspect.isclass(function) and function.__init__.__doc__)
         arguments = [a for a in inspect.signature(function).parameters if a not in OBVIOUS]
         missing += [f"{name}({a})" for a in arguments if a not in text]
     assert not missing

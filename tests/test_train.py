@@ -27,6 +27,7 @@ from onnx_fuse.training import fit, optim
 from onnx_fuse.training.backends import Cuda, Portable
 from onnx_fuse.training.callbacks import Watch
 from onnx_fuse.training.loss import Loss
+from onnx_fuse.training.options import TrainingOptions
 from onnx_fuse.training.step import Spec, training_model
 from onnx_fuse.training.trainer import Trainer
 
@@ -435,8 +436,8 @@ def test_dropout_gradient_goes_through_the_kept() -> None:
 class Nowhere:
     """States on no GPU."""
 
-    def __init__(self, states: object, math: str, memory: object, *others: object) -> None:
-        self.math, self.memory = math, memory
+    def __init__(self, states: object, options: TrainingOptions) -> None:
+        self.memory = options.memory
 
     def add(self, key: str, model: object) -> None:
         self.model = model
@@ -454,8 +455,9 @@ def test_a_gpu_trains_fused_in_16_bits(
     trainer = Trainer(
         text_model(LINEAR), loss="mse", precision=precision, device="cuda", memory="1 KiB"
     )
-    assert trainer._options["level"] == level
-    assert trainer._device.math == math
+    assert trainer._options.level == level
+    assert trainer._whole is not None
+    assert trainer._whole.math == math
     assert trainer._device.memory == 1024
 
 

@@ -1,5 +1,6 @@
 """The commands train and gradient: what they write, their exit codes, their one-line errors."""
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 from onnx_fuse import cli
 from onnx_fuse.importer.save import save
 from onnx_fuse.ir.build import text_model
+from onnx_fuse.training.fit_options import FitOptions
+from onnx_fuse.training.options import TrainingOptions, options_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 import mlp
@@ -334,3 +337,11 @@ def test_gradient_runs_on_onnxruntime(small: Path) -> None:
 def test_gradient_refuses(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(small, "gradient", "model.onnx", "--wrt", "nothing") == 2
     assert "no initializer or input 'nothing'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("cls", [TrainingOptions, FitOptions])
+def test_every_option_of_training_has_its_text(cls: type) -> None:
+    """One that the pattern of a text does not read would be missing."""
+    options = options_of(cls)
+    assert sorted(options) == sorted(field.name for field in dataclasses.fields(cls))
+    assert all(option.help.endswith((".", ")")) for option in options.values())

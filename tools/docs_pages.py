@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import os
 import re
 from collections.abc import Mapping
@@ -63,7 +64,31 @@ def api_page() -> str:
         for n in own:
             text += [f"::: {name}.{n}", "    options:", "      show_root_heading: true"]
             text += ["      show_root_full_path: false", "      heading_level: 3", ""]
+            text += _options(f"{name}.{n}")
     return "\n".join(text)
+
+
+def _options(name: str) -> list[str]:
+    """The table of a public name's options, which its signature has from a dataclass."""
+    from onnx_fuse.training import fit_options, options
+
+    takers: dict[str, type] = {
+        "trainer.Trainer": options.TrainingOptions,
+        "fit.fit": fit_options.FitOptions,
+    }
+    takers |= {"step.training_model": options.StepOptions}
+    cls = takers.get(name.removeprefix("onnx_fuse.training."))
+    if cls is None:
+        return []
+    parameters = inspect.signature(cls).parameters
+    text = ["| option | type | default | |", "|---|---|---|---|"]
+    for key, option in options.options_of(cls).items():
+        kind = parameters[key].annotation.replace("|", "&#124;")
+        default = parameters[key].default
+        shown = "required" if default is inspect.Parameter.empty else f"`{default!r}`"
+        words = f"{option.help} {option.more or ''}".strip()
+        text.append(f"| `{key}` | <code>{kind}</code> | {shown} | {words} |")
+    return [*text, ""]
 
 
 def _home(name: str, found: Mapping[str, tuple[str, list[str]]]) -> str:

@@ -24,8 +24,17 @@ from onnx_fuse.cli.options import (
     parse_shapes,
     split_names,
 )
-from onnx_fuse.cli.train_options import Config, begin_ranks, parse_groups, parse_terms
+from onnx_fuse.cli.train_options import (
+    Config,
+    begin_ranks,
+    parse_groups,
+    parse_terms,
+    values_of,
+    with_options,
+)
 from onnx_fuse.errors import CheckFailed, UsageError
+from onnx_fuse.training.fit_options import FitOptions
+from onnx_fuse.training.options import TrainingOptions
 
 if TYPE_CHECKING:
     from onnx_fuse.report import Printer
@@ -40,8 +49,10 @@ EXAMPLES = (
 )
 
 
+@with_options("config", TrainingOptions, FitOptions)
 def train(
     context: typer.Context,
+    *,
     model: ModelArg,
     data: Annotated[
         Path,
@@ -53,30 +64,11 @@ def train(
             "of .npy files is mapped instead of read.",
         ),
     ],
-    loss: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="Minimize this loss: cross_entropy, nll, mse, l1, huber, bce_with_logits, a "
-            "scalar output, or an .onnx file that computes it.",
-        ),
-    ],
-    output: Annotated[Path | None, output_option(".tuned.onnx")] = None,
+    destination: Annotated[Path | None, output_option(".tuned.onnx")] = None,
     config: Config = None,
     val: Annotated[
         Path | None,
         typer.Option(metavar="FILE.npz", help="Evaluate on these arrays after each epoch."),
-    ] = None,
-    evaluate_every: Annotated[
-        int | None, typer.Option(min=1, help="Evaluate after this many steps, too.")
-    ] = None,
-    metric: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Report this metric of --val: accuracy, top5 (or another number), perplexity or "
-            "f1. The default is accuracy for class labels.",
-        ),
     ] = None,
     patience: Annotated[
         int | None,
@@ -92,8 +84,6 @@ def train(
     keep_best: Annotated[
         bool, typer.Option("--keep-best", help="Write the weights of the best evaluation.")
     ] = False,
-    epochs: Annotated[int, typer.Option(min=1, help="Train for this many epochs.")] = 1,
-    batch_size: Annotated[int, typer.Option(min=1, help="Use this many examples in a step.")] = 32,
     optimizer: Annotated[
         str,
         typer.Option(metavar="NAME", help="Update by sgd, adam, adamw, adagrad or lion."),
@@ -116,31 +106,17 @@ def train(
     weight_decay: Annotated[
         float | None, typer.Option(help="Set the weight decay, instead of the optimizer's default.")
     ] = None,
-    clip_norm: Annotated[
-        float | None, typer.Option(help="Limit the norm of all gradients together.")
-    ] = None,
-    accumulate: Annotated[int, typer.Option(min=1, help="Update once in this many steps.")] = 1,
     ignore_index: Annotated[
         int | None, typer.Option(help="Ignore labels with this number. The default is -100.")
     ] = None,
     label_smoothing: Annotated[
         float | None, typer.Option(min=0.0, max=1.0, help="Smooth the labels of cross_entropy.")
     ] = None,
-    logits: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Compute the loss from this output, not from the first."),
-    ] = None,
     add_loss: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME,output=Y,weight=1,labels=T",
             help="Add this loss to the first one, by its weight, from another output or labels.",
-        ),
-    ] = None,
-    ema: Annotated[
-        float | None,
-        typer.Option(
-            metavar="DECAY", help="Evaluate and write running averages of the weights (0.999)."
         ),
     ] = None,
     group: Annotated[
@@ -174,54 +150,9 @@ def train(
             help="Write only the adapters to this file, or in PEFT's format to a folder.",
         ),
     ] = None,
-    trainable: Annotated[
-        list[str] | None,
-        typer.Option(metavar="GLOB", help="Train these weights. The default is all."),
-    ] = None,
-    freeze: Annotated[
-        list[str] | None, typer.Option(metavar="GLOB", help="Do not train these weights.")
-    ] = None,
-    tie: Annotated[
-        bool, typer.Option("--tie", help="Train a weight that the file stores twice as one.")
-    ] = False,
-    untie: Annotated[
-        bool,
-        typer.Option(
-            "--untie", help="Give each node that reads a tensor of equal entries its own weight."
-        ),
-    ] = False,
-    level: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            max=3,
-            help="Fuse up to this level. The default is 2 on a GPU in 16 bits, and otherwise 0.",
-        ),
-    ] = None,
-    free_batch: Annotated[
-        bool,
-        typer.Option("--free-batch", help="Train with another batch size than MODEL's fixed one."),
-    ] = False,
     input_shapes: Shapes = None,
     dim: Dims = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed the order of the data and Dropout.")] = 0,
-    precision: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="Compute in this precision: fp32, tf32, bf16x3, bf16x6, bf16, fp16 or, on a "
-            "Hopper GPU, fp8; on the CPU fp32 or fp16.",
-        ),
-    ] = "fp32",
     device: Device = "cpu",
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Keep a step within this much GPU memory, such as 6GiB, by computing results a "
-            "second time in the backward; min asks for the least possible.",
-        ),
-    ] = None,
     explain: Annotated[
         bool,
         typer.Option(
@@ -230,14 +161,6 @@ def train(
             "fused kernel is faster, with the predicted times.",
         ),
     ] = False,
-    compiled: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Run the steps that onnx-fuse compile --train has written to this folder, from "
-            "the same MODEL and options, on a GPU.",
-        ),
-    ] = None,
     gpus: Annotated[
         int | None,
         typer.Option(
@@ -245,35 +168,6 @@ def train(
             help="Train on this many GPUs of this machine, by a process each; with --device cpu by "
             "so many processes. --batch-size is that of all together.",
         ),
-    ] = None,
-    reduce_dtype: Annotated[
-        str,
-        typer.Option(
-            "--reduce", metavar="NAME", help="Add up the gradients of several GPUs in fp32 or bf16."
-        ),
-    ] = "fp32",
-    shard: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="Divide among the GPUs, so that each holds a part: optimizer (its states; the "
-            "weights are gathered once a step) or all (the weights, too; they are gathered for the "
-            "forward and for the backward, which takes the least memory).",
-        ),
-    ] = "",
-    sync_batchnorm: Annotated[
-        bool,
-        typer.Option(
-            "--sync-batchnorm", help="Normalize batches by the statistics of all GPUs' rows."
-        ),
-    ] = False,
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Save the run in this folder after each epoch."),
-    ] = None,
-    every: Annotated[
-        int | None,
-        typer.Option("--checkpoint-every", min=1, help="Save it after this many steps, too."),
     ] = None,
     resume: Annotated[
         bool,
@@ -299,13 +193,16 @@ def train(
     json: Json = None,
     html: Html = None,
     debug: Debug = False,
+    **options: Any,
 ) -> None:
     """Fine-tune MODEL, and write the same graph with its new weights."""
     ranks = begin_ranks(gpus)
     first, traced = ranks is None or ranks.rank == 0, trace is not None
     if not first:  # which writes and shows what there is to see
         csv = tensorboard = curve = trace = json = html = None
-    output = output or files.default_output(model, ".tuned.onnx")
+    output = destination or files.default_output(model, ".tuned.onnx")
+    checkpoint, batch_size = options["folder"], options["batch_size"]
+    ema = options["ema"] is not None
     in_folder = adapters is not None and adapters.suffix != ".safetensors"
     files.check_paths(
         {
@@ -313,7 +210,7 @@ def train(
             "--data": data,
             "--val": val,
             "--config": config,
-            "--compiled": compiled,
+            "--compiled": options["compiled"],
         },
         {
             "-o": files.with_weights(output),
@@ -348,24 +245,14 @@ def train(
         raise UsageError("--resume needs the folder of the run: add --checkpoint DIR")
     if checkpoint is not None and first:
         context.with_resource(folders.locked(checkpoint))
-    check_device(precision, device)
+    check_device(options["precision"], device)
     if explain and device == "cpu":
         raise UsageError("--explain compares a GPU's kernels: add --device cuda")
     arrays, held_out = load(data), load(val) if val else None
-    options = trainer_settings(model, context.params)
-    if options["clip_norm"] is None and (html or curve):
-        options["clip_norm"] = inf  # clips nothing, and the page shows the norm
-    trainer = Trainer(
-        model,
-        **options,
-        device=device,
-        memory=memory,
-        compiled=compiled,
-        distributed=ranks is not None,
-        reduce_dtype=reduce_dtype,
-        shard=shard,
-        sync_batchnorm=sync_batchnorm,
-    )
+    settings = trainer_settings(model, context.params)
+    if html or curve:
+        settings.setdefault("clip_norm", inf)  # clips nothing, and the page shows the norm
+    trainer = Trainer(model, **settings, device=device, distributed=ranks is not None)
     if in_folder:
         by_module(trainer.adapters)
     for note in trainer.notes:
@@ -373,7 +260,8 @@ def train(
     for pair in trainer.in_parts if explain else ():
         printer.text(f"in parts: {pair}")
     source = sources.source(trainer, arrays, batch_size, split=True)
-    span = epochs * (source.steps or 0) // accumulate if schedule in ("linear", "cosine") else 0
+    steps = options["epochs"] * (source.steps or 0) // trainer.accumulate
+    span = steps if schedule in ("linear", "cosine") else 0
     trainer.schedule(optim.Schedule(lr, schedule, span, warmup, every=lr_every))
     if checkpoint is not None:
         fit.start_or_resume(trainer, checkpoint, resume=resume)
@@ -389,7 +277,7 @@ def train(
             {"model": str(model)},
             sections=[*training.sections({"": history}), *extra],
             verdict=f"{so_far}, still training" if refresh else so_far,
-            device=f"{device}, {precision}",
+            device=f"{device}, {trainer.precision}",
             refresh=refresh,
         )
 
@@ -407,19 +295,8 @@ def train(
         watching.append(callbacks.CsvLog(csv))
     if tensorboard:
         watching.append(callbacks.TensorBoard(tensorboard))
-    history = fit.fit(
-        trainer,
-        source,
-        epochs=epochs,
-        batch_size=batch_size,
-        validation=held_out,
-        folder=checkpoint,
-        every=every,
-        metrics=split_names(metric) or None,
-        evaluate_every=evaluate_every,
-        ema=ema is not None,
-        callbacks=watching,
-    )
+    fitting = values_of(FitOptions, options)
+    history = fit.fit(trainer, source, **fitting, validation=held_out, ema=ema, callbacks=watching)
     _show_metrics(printer, history)
     if trainer.recompute:
         printer.text(trainer.recompute)
@@ -433,9 +310,9 @@ def train(
     if trainer.exported_batch:  # which the saved file has still
         feeds = {k: a[: trainer.exported_batch] for k, a in feeds.items()}
     # all ranks: each may hold a part of what rank 0 writes
-    expected = trainer.evaluate(feeds, ema=ema is not None).outputs
+    expected = trainer.evaluate(feeds, ema=ema).outputs
     with written(output) if first else nullcontext(output) as draft:
-        trainer.save(draft, ema=ema is not None)
+        trainer.save(draft, ema=ema)
         if first:
             _check_saved(draft, expected, feeds)
     if adapters is not None:
@@ -477,25 +354,20 @@ def trainer_settings(model: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     rank, adapted = get("lora_rank"), split_names(get("lora"))
     if rank is None and (adapted or get("lora_alpha")):
         raise UsageError("adapters need a rank: add --lora-rank 8")
-    first = Term(get("loss"), get("logits"), options=loss_options)
-    same = ("ema", "clip_norm", "accumulate", "free_batch", "tie", "untie", "level", "seed")
-    return {
+    first = Term(get("loss"), get("output"), options=loss_options)
+    return values_of(TrainingOptions, options) | {
         "loss": [first, *more] if more else get("loss"),
         "loss_options": None if more else loss_options,
         "optimizer": optim.make(
             get("optimizer"), lr=get("lr"), momentum=get("momentum"),
             weight_decay=get("weight_decay"), groups=groups,
         ),
-        "output": None if more else get("logits"),
+        "output": None if more else get("output"),
         "lora": Lora(rank, get("lora_alpha") or 2.0 * rank, tuple(adapted) or ("*",))
         if rank
         else None,
-        "trainable": split_names(get("trainable")) or None,
-        "frozen": split_names(get("freeze")),
         "shapes": parse_shapes(get("input_shapes")),
         "dims": parse_dims(get("dim")),
-        "precision": get("precision"),
-        **{name: get(name) for name in same},
     }  # fmt: skip
 
 

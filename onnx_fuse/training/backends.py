@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -12,18 +12,18 @@ import onnx_ir
 
 from onnx_fuse.errors import UsageError
 from onnx_fuse.ir.names import FusedName
-from onnx_fuse.program.problem import TRAINING_PRECISIONS, Hardware
-from onnx_fuse.runtime import calibration, ort
-from onnx_fuse.training import adapters
+from onnx_fuse.program.problem import TRAINING_PRECISIONS
+from onnx_fuse.runtime import budget, calibration, ort
+from onnx_fuse.training import adapters, float8
 from onnx_fuse.training.adapters import Adapter
 from onnx_fuse.training.merged import Merging
+from onnx_fuse.training.options import TrainingOptions
 from onnx_fuse.training.ort_collectives import Staged
 from onnx_fuse.training.state import State
 from onnx_fuse.training.step import Spec
 
 if TYPE_CHECKING:
     from onnx_fuse.distributed.world import World
-    from onnx_fuse.runtime.budget import Budget
 
 Array = np.ndarray[Any, Any]
 
@@ -170,19 +170,15 @@ class Cuda:
 
     in_flight = 4
 
-    def __init__(
-        self,
-        states: Sequence[State],
-        math: str,
-        memory: Budget | None = None,
-        device_id: int = 0,
-        compiled: str | os.PathLike[str] | None = None,
-    ) -> None:
+    def __init__(self, states: Sequence[State], options: TrainingOptions) -> None:
         from onnx_fuse.runtime.states import CudaStates
 
-        initial = {s.name: np.asarray(s.initial) for s in states}
         self._states = CudaStates(
-            initial, math=math, memory=memory, device_id=device_id, compiled=compiled
+            {s.name: np.asarray(s.initial) for s in states},
+            math=TRAINING_PRECISIONS[options.precision][1],
+            memory=None if options.memory is None else budget.parse(options.memory),
+            device_id=options.device_id or 0,
+            compiled=options.compiled,
         )
         self.add = self._states.add
         self.array = self._states.read
@@ -206,8 +202,9 @@ class Cuda:
 class CombinedGradients:
     """Whether a fused node's gradients are best made by one call, on `hw` or the GPU here."""
 
-    def __init__(self, math: str, hw: Hardware | None, gpu: int) -> None:
-        self.math, self.hw, self.gpu = math, hw, gpu
+    def __init__(self, options: TrainingOptions) -> None:
+        self.math = TRAINING_PRECISIONS[options.precision][1]
+        self.hw, self.gpu = options.hardware, options.device_id or 0
         self.in_parts: list[str] = []
         """Each size of a norm and a product that are two operators, with the predicted times."""
 
@@ -230,11 +227,7 @@ def merging(
     attached: onnx_ir.Model,
     sized: onnx_ir.Model,
     found: Sequence[Adapter],
-    wanted: bool | None,
-    precision: str,
-    device: str,
-    hw: Hardware | None,
-    gpu: int,
+    options: TrainingOptions,
 ) -> Merging | None:
     """What adds low-rank products to their weights, or None where they stay beside them.
 
@@ -242,14 +235,15 @@ def merging(
         attached: The model that `adapters.attach` returned.
         sized: The same with the sizes of a run.
         found: Its adapters.
-        wanted: Whether they are to be added; None: where it pays, on `hw` or the GPU here.
-        precision, device, hw, gpu: Of the run.
+        options: Of the run. `lora.merged` says whether they are to be added; None: where it pays.
 
     Raises:
         UsageError: It is wanted, in float8, whose products are found by their weights.
     """
     from onnx_fuse.lower import low_rank
 
+    precision, device = options.precision, options.device
+    wanted = options.lora.merged if options.lora else False
     if precision == "fp8" and wanted:
         raise UsageError("precision 'fp8' keeps adapters beside their weights: leave out merged")
     if wanted is False or precision == "fp8" or (wanted is None and device == "cpu"):
@@ -258,7 +252,9 @@ def merging(
     if device == "cpu":
         return Merging(factors)
     dtype, math = TRAINING_PRECISIONS[precision]
-    costs = low_rank.Costs(dtype, math, hw or calibration.of(gpu).hw)
+    costs = low_rank.Costs(
+        dtype, math, options.hardware or calibration.of(options.device_id or 0).hw
+    )
     products = adapters.sizes(sized, found)
     if not wanted and not costs.merging_pays(products):
         return None
@@ -266,35 +262,28 @@ def merging(
 
 
 def backend(
-    states: Sequence[State],
-    device: str,
-    gpu: int,
-    math: str,
-    budget: Budget | None,
-    world: World | None,
-    hardware: Hardware | None = None,
-    compiled: str | os.PathLike[str] | None = None,
+    states: Sequence[State], options: TrainingOptions, world: World | None
 ) -> Portable | Cuda | Compiling:
-    """What runs the steps on `device`, of all ranks of `world` together.
+    """What runs the steps on the device of `options`, of all ranks of `world` together.
 
     Raises UsageError for `hardware` or `compiled` with what they are not for.
     """
-    if hardware is not None or compiled is not None:
-        if device == "cpu" or budget is not None or world is not None:
+    if options.hardware is not None or options.compiled is not None:
+        if options.device == "cpu" or options.memory is not None or world is not None:
             raise UsageError("compiled steps are for one GPU (device='cuda') without memory=")
-        if hardware is not None:
+        if options.hardware is not None:
             return Compiling()
-    if device == "cpu":
+    if options.device == "cpu":
         return Portable(states) if world is None else PortableRanks(states, world)
     if world is not None:
         from onnx_fuse.distributed import nccl
         from onnx_fuse.runtime.device import start
         from onnx_fuse.runtime.timeline import reached
 
-        start(gpu)
+        start(options.device_id or 0)
         nccl.connect(world)
         world.watch.reached = reached
-    return Cuda(states, math, budget, gpu, compiled)
+    return Cuda(states, options)
 
 
 def gpu_of(device: str, device_id: int | None, local_rank: int | None) -> tuple[str, int]:
@@ -310,9 +299,29 @@ def gpu_of(device: str, device_id: int | None, local_rank: int | None) -> tuple[
     return kind, named[0] if named else local_rank or 0
 
 
-def default_level(precision: str, device: str) -> int:
-    """The level of the fusions where none is given."""
-    return 2 if device == "cuda" and TRAINING_PRECISIONS[precision][0] != "float32" else 0
+def placed(options: TrainingOptions, world: World | None) -> TrainingOptions:
+    """The options with the device ("cpu" or "cuda"), the number of the GPU, and the level of a run.
+
+    The GPU begins to start. Raises UsageError for options that contradict each other.
+    """
+    check_device(options.precision, options.device)
+    local = None if world is None else world.local_rank
+    kind, gpu = gpu_of(options.device, options.device_id, local)
+    memory = options.memory
+    if memory is not None and kind != "cuda":
+        raise UsageError("memory limits a step on a GPU: leave it out on the CPU")
+    memory = None if memory is None else budget.parse(memory)
+    if kind == "cuda" and options.hardware is None:
+        from onnx_fuse.runtime.device import begin
+
+        begin(gpu)
+    float8.check(options.precision, options.hardware, gpu, ranks=options.distributed)
+    level = options.level
+    if level is None:
+        level = (
+            2 if kind == "cuda" and TRAINING_PRECISIONS[options.precision][0] != "float32" else 0
+        )
+    return dataclasses.replace(options, device=kind, device_id=gpu, memory=memory, level=level)
 
 
 def check_device(precision: str, device: str) -> None:

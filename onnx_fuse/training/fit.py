@@ -8,7 +8,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
@@ -18,10 +18,12 @@ from onnx_fuse.errors import DataError, UsageError
 from onnx_fuse.training import checkpoint, sources
 from onnx_fuse.training import history as histories
 from onnx_fuse.training.callbacks import Callback, Fit
+from onnx_fuse.training.fit_options import FitOptions
 from onnx_fuse.training.history import History
 from onnx_fuse.training.learner import Learner
 from onnx_fuse.training.loss import Run
 from onnx_fuse.training.metrics import Selection, begin
+from onnx_fuse.training.options import takes
 
 __all__ = ["evaluate", "fit", "start_or_resume"]
 __dir__ = __all__.copy
@@ -29,22 +31,14 @@ __dir__ = __all__.copy
 Array = np.ndarray[Any, Any]
 
 
-def fit(
-    trainer: Learner,
-    data: sources.Data,
-    *,
-    epochs: int = 1,
-    batch_size: int = 32,
-    validation: sources.Data | None = None,
-    evaluate_every: int | None = None,
-    metrics: Selection = None,
-    callbacks: Sequence[Callback] = (),
-    steps_per_epoch: int | None = None,
-    shuffle: bool = True,
-    folder: str | os.PathLike[str] | None = None,
-    every: int | None = None,
-    ema: bool = False,
-) -> History:
+@dataclass(frozen=True)
+class _FitArguments(FitOptions):
+    trainer: Learner
+    data: sources.Data
+
+
+@takes(_FitArguments)
+def fit(given: _FitArguments) -> History:
     """Train until `epochs` epochs are done, counted from the beginning of the run.
 
     Args:
@@ -53,19 +47,7 @@ def fit(
             a data set with columns (Hugging Face's); or batches, from an iterable such as PyTorch's
             DataLoader, from a generator, or from a function that makes one for an epoch's number.
             A batch is a mapping, or a tuple in the order of the model's inputs and the labels.
-        epochs: Number of passes over the data.
-        batch_size: Number of examples in a batch, of data that has no batches of its own.
-        validation: Data to evaluate after each epoch, in any of the same forms.
-        evaluate_every: Number of steps after which it is evaluated, too.
-        metrics: Metrics of the validation: names ("accuracy", "top5", "perplexity", "f1"), objects
-            of `training.metrics`, or functions of the outputs and the batch. The default is
-            accuracy, where the labels are classes.
-        callbacks: Objects of `training.callbacks`, which are called in this order.
-        steps_per_epoch: Number of batches that make an epoch, of data without an end.
-        shuffle: Draw a new order for each epoch, from the trainer's seed and the epoch's number.
-        folder: Folder that gets a checkpoint after each epoch, and when a callback ends the run.
-        every: Number of steps after which `folder` gets a checkpoint, too.
-        ema: Evaluate the running averages of the weights, which the trainer keeps.
+        {options}
 
     Raises:
         DataError: The data does not fit the model. For whole arrays this is found before the first
@@ -74,11 +56,18 @@ def fit(
             only once and is needed more often.
         CheckFailed: A loss or gradient is not finite.
     """
-    again = epochs > 1 and not steps_per_epoch
-    source = sources.source(trainer, data, batch_size, shuffle=shuffle, again=again, split=True)
+    trainer, epochs, steps_per_epoch = given.trainer, given.epochs, given.steps_per_epoch
+    source = sources.source(
+        trainer,
+        given.data,
+        given.batch_size,
+        shuffle=given.shuffle,
+        again=epochs > 1 and not steps_per_epoch,
+        split=True,
+    )
     held_out = None
-    if validation is not None:
-        held_out = sources.source(trainer, validation, batch_size, shuffle=False)
+    if given.validation is not None:
+        held_out = sources.source(trainer, given.validation, given.batch_size, shuffle=False)
     per_epoch = min((n for n in (source.steps, steps_per_epoch) if n), default=None)
     run = Fit(
         trainer, _history(trainer, source), epochs, per_epoch and per_epoch * epochs, metrics=[]
@@ -86,20 +75,20 @@ def fit(
     if held_out is not None:
         run.metrics = [
             "validation_loss",
-            *(m.name for m in begin(metrics, trainer.spec("evaluate"))),
+            *(m.name for m in begin(given.metrics, trainer.spec("evaluate"))),
         ]
-    elif evaluate_every:
+    elif given.evaluate_every:
         raise UsageError("evaluate_every needs data to evaluate: give validation")
     with contextlib.ExitStack() as stack:
-        if folder and is_first(trainer):
-            stack.enter_context(checkpoint.locked(folder))
-        callbacks = [c for c in callbacks if not c.shows or is_first(trainer)]
+        if given.folder and is_first(trainer):
+            stack.enter_context(checkpoint.locked(given.folder))
+        callbacks = [c for c in given.callbacks if not c.shows or is_first(trainer)]
         for callback in callbacks:
             callback.on_start(run)
             stack.callback(callback.on_end, run)
-        loop = _Loop(run, source, held_out, metrics, callbacks, folder, ema)
+        loop = _Loop(run, source, held_out, callbacks, given)
         while len(run.history.epochs) < epochs and not loop.stopped():
-            loop.epoch(steps_per_epoch, evaluate_every, every)
+            loop.epoch()
         run.finished = True
     return run.history
 
@@ -132,14 +121,12 @@ class _Loop:
         run: Fit,
         source: sources.Source,
         validation: sources.Source | None,
-        metrics: Selection,
         callbacks: Sequence[Callback],
-        folder: str | os.PathLike[str] | None,
-        ema: bool,
+        options: FitOptions,
     ) -> None:
         self.run, self.trainer, self.history = run, run.trainer, run.history
-        self.source, self.validation, self.metrics = source, validation, metrics
-        self.callbacks, self.folder, self.ema = callbacks, folder, ema
+        self.source, self.validation = source, validation
+        self.callbacks, self.options = callbacks, options
         self.started: deque[Run] = deque()
         self.clock = time.perf_counter()
 
@@ -147,22 +134,20 @@ class _Loop:
         for callback in self.callbacks:
             getattr(callback, event)(self.run)
 
-    def epoch(
-        self, steps_per_epoch: int | None, evaluate_every: int | None, every: int | None
-    ) -> None:
+    def epoch(self) -> None:
         """The rest of the epoch that is not over."""
-        history = self.history
+        history, options = self.history, self.options
         first = histories.steps_done(history)
-        for feeds in self.batches(first, steps_per_epoch):
+        for feeds in self.batches(first):
             self.started.append(self.trainer.start(feeds))
             # on a GPU the loss before this one is read while this step runs
             self.read(min(self.trainer.in_flight, 1))
             step = len(history.losses) + len(self.started)
-            if evaluate_every and step % evaluate_every == 0:
+            if options.evaluate_every and step % options.evaluate_every == 0:
                 self.read()
                 self.evaluate(len(history.epochs) + 1.0)
                 self.tell("on_evaluation")
-            if self.folder and every and step % every == 0:
+            if options.folder and options.every and step % options.every == 0:
                 self.read()
                 self.keep()
             if self.stopped():
@@ -190,11 +175,13 @@ class _Loop:
             self.run.stop("another rank ended the run")
         return bool(self.run.stopped)
 
-    def batches(self, first: int, steps_per_epoch: int | None) -> Iterator[dict[str, Array]]:
+    def batches(self, first: int) -> Iterator[dict[str, Array]]:
         """The batches of this epoch that are not done, of which `first` came before it."""
         done = len(self.history.losses)
         start, number = done - first, len(self.history.epochs)
-        stop = None if steps_per_epoch is None else max(steps_per_epoch - start, 0)
+        stop = self.options.steps_per_epoch
+        if stop is not None:
+            stop = max(stop - start, 0)
         return islice(self.source.batches(number, start, done), stop)
 
     def read(self, under_way: int = 0) -> None:
@@ -223,7 +210,8 @@ class _Loop:
 
     def evaluate(self, epoch: float) -> None:
         assert self.validation is not None
-        found = evaluate(self.trainer, self.validation, 0, self.metrics, ema=self.ema)
+        metrics, ema = self.options.metrics, self.options.ema
+        found = evaluate(self.trainer, self.validation, 0, metrics, ema=ema)
         if self.trainer.world is not None:  # who decides by them decides as rank 0 does
             found = json.loads(self.trainer.world.broadcast(json.dumps(found).encode()))
         step = float(len(self.history.losses))
@@ -231,8 +219,8 @@ class _Loop:
         self.clock = time.perf_counter()
 
     def keep(self) -> None:
-        if self.folder:
-            self.trainer.checkpoint(self.folder, fit=asdict(self.history))
+        if self.options.folder:
+            self.trainer.checkpoint(self.options.folder, fit=asdict(self.history))
 
 
 def evaluate(

@@ -25,6 +25,7 @@ from onnx_fuse.training.losses import Target, Term
 
 if TYPE_CHECKING:
     from onnx_fuse.distributed.world import World
+    from onnx_fuse.training.options import TrainingOptions
     from onnx_fuse.training.state import State
 
 __all__ = ["Measure", "Ranks", "Reduction", "Spare"]
@@ -106,6 +107,20 @@ def measures(terms: Sequence[Term], targets: Sequence[Target]) -> tuple[Measure,
             )
         )
     return tuple(found)
+
+
+def ranks_of(options: TrainingOptions, world: World | None) -> Ranks | None:
+    """This process among those of `world`. Raises UsageError for options that do not go with it."""
+    if world is None:
+        if options.shard or options.reduce_dtype != "fp32" or options.sync_batchnorm:
+            raise UsageError(
+                "shard, reduce_dtype and sync_batchnorm are for ranks: give distributed=True"
+            )
+        return None
+    if options.ema is not None and options.shard:
+        raise UsageError("a sharded optimizer keeps no running averages: leave out ema")
+    how = options.reduce_dtype, options.shard, options.sync_batchnorm
+    return Ranks(world.rank, world.size, *how)
 
 
 class Spare(dict[str, Array]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -13,16 +14,21 @@ import numpy as np
 import onnx_ir
 
 from onnx_fuse.errors import UsageError
-from onnx_fuse.training import losses
+from onnx_fuse.training import losses, optim
+from onnx_fuse.training.options import TrainingOptions
 from onnx_fuse.training.step import Spec
 from onnx_fuse.training.weights import model_names
 
 
-def as_json(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings as JSON gives them back; a loss that is a model is known by its digest."""
-    found = dict(settings)
-    if not isinstance(found["loss"], str) or found["loss"].endswith(".onnx"):
-        terms = losses.terms(*(found[k] for k in ("loss", "loss_options", "output")))
+def as_json(options: TrainingOptions, optimizer: optim.Optimizer) -> dict[str, Any]:
+    """What a checkpoint stores of the options; a loss that is a model is known by its digest."""
+    found = options.of_step() | {"seed": options.seed, "optimizer": optim.to_json(optimizer)}
+    found |= {name: True for name in ("tie", "untie") if getattr(options, name)}
+    found |= {k: list(found[k]) for k in ("trainable", "frozen") if found[k] is not None}
+    found["loss_options"] = dict(options.loss_options or {})
+    found["lora"] = dataclasses.asdict(options.lora) if options.lora else None
+    if not isinstance(options.loss, str) or options.loss.endswith(".onnx"):
+        terms = losses.terms(options.loss, options.loss_options, options.output)
         found |= {"loss": [term.to_json() for term in terms], "loss_options": {}, "output": None}
     return json.loads(json.dumps(found, default=np.ndarray.tolist))
 

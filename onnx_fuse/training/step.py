@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, Literal
@@ -29,8 +29,9 @@ from onnx_fuse.training import float8, losses, optim, sharding
 from onnx_fuse.training.batchnorm import synchronised
 from onnx_fuse.training.dropout import draw_masks
 from onnx_fuse.training.groups import TrainableSelection
-from onnx_fuse.training.losses import Given, Target, Term
+from onnx_fuse.training.losses import Target, Term
 from onnx_fuse.training.merged import Merging, Sums, add_to_weights
+from onnx_fuse.training.options import StepOptions, takes
 from onnx_fuse.training.ranks import LOSS, Measure, Ranks, Reduction, measures
 from onnx_fuse.training.state import State
 from onnx_fuse.training.weights import ancestors, model_names
@@ -94,28 +95,18 @@ class Spec:
         return self.scalars if self.strict else (self.loss,)
 
 
-def training_model(
-    model: Model,
-    *,
-    loss: Given | Sequence[Term],
-    optimizer: optim.Optimizer,
-    mode: Mode = "update",
-    loss_options: Mapping[str, Any] | None = None,
-    output: str | None = None,
-    trainable: Sequence[str] | None = None,
-    frozen: Sequence[str] = (),
-    clip_norm: float | None = None,
-    accumulate: int = 1,
-    free_batch: bool = False,
-    level: int = 0,
-    precision: str = "fp32",
-    loss_scale: float = 65536.0,
-    ema: float | None = None,
-    fused: bool = False,
-    whole: autodiff.CombinesGradients | None = None,
-    ranks: Ranks | None = None,
-    merging: Merging | None = None,
-) -> tuple[onnx_ir.Model, Spec]:
+@dataclass(frozen=True)
+class _StepArguments(StepOptions):
+    model: Model
+    mode: Mode = field(default="update", kw_only=True)
+    fused: bool = field(default=False, kw_only=True)
+    whole: autodiff.CombinesGradients | None = field(default=None, kw_only=True)
+    ranks: Ranks | None = field(default=None, kw_only=True)
+    merging: Merging | None = field(default=None, kw_only=True)
+
+
+@takes(_StepArguments)
+def training_model(given: _StepArguments) -> tuple[onnx_ir.Model, Spec]:
     """Forward, loss, backward and update of `model` as one graph, and the meaning of its ends.
 
     Weights that train become inputs, and their new values outputs; so do optimizer state and the
@@ -129,55 +120,55 @@ def training_model(
         whole: Which fused nodes get all their gradients from one call (`autodiff.backward`).
         ranks: The processes that train together, of which each has its part of the batch.
         merging: The low-rank products that are added to weights.
+        {options}
 
-    The other arguments (loss, optimizer, loss_options, output, trainable, frozen, clip_norm,
-    accumulate, free_batch, level, precision, loss_scale, ema) and the errors are
-    those of `training.trainer.Trainer`.
+    The errors are those of `training.trainer.Trainer`.
     """
-    original = read(model)
+    precision, ranks = given.precision, given.ranks
+    original = read(given.model)
     named, source = set(original.graph.initializers), load(original)
     bind_defaults(source)
-    if free_batch:
+    if given.free_batch:
         batch.free_batch(source)
-    choice = TrainableSelection(trainable, frozen, optimizer.groups)
-    prepared = _prepare(source, choice, optimizer, level, *float8.skipped(precision))
-    if fused:
+    optimizer = given.optimizer or optim.AdamW()
+    choice = TrainableSelection(given.trainable, given.frozen, optimizer.groups)
+    prepared = _prepare(source, choice, optimizer, given.level or 0, *float8.skipped(precision))
+    if given.fused:
         split_rotations(prepared)
         patches_as_products(prepared)
     dtype, _ = TRAINING_PRECISIONS[precision]
     if dtype != "float32":
         lower_precision(prepared, onnx_ir.DataType[dtype.upper()], masters=True)
-    sums = Sums() if merging is None else add_to_weights(prepared, merging)
+    sums = Sums() if given.merging is None else add_to_weights(prepared, given.merging)
     named |= {str(v.name) for v in sums.factors}
-    step = _Step(prepared, mode, named, optimizer, ranks, sums)
+    step = _Step(prepared, given, named, optimizer, sums)
     statistics = step.batch_norms(choice)
     step.dropouts()
-    takes_over = fused and not step.evaluates
-    step.attach_loss(losses.terms(loss, loss_options, output), takes_over)
+    takes_over = given.fused and not step.evaluates
+    terms = losses.terms(given.loss, given.loss_options, given.output)
+    step.attach_loss(terms, takes_over)
     if takes_over:
         step.fuse_loss()
     weights = step.weights(statistics, choice)
     if step.evaluates:
         for w in weights:
             step.state(w, "parameter")
-            if mode == "average":
+            if step.mode == "average":
                 w.name = _average(w)
         if ranks is not None and ranks.shard:
             step.shard(weights, ranks)
         return step.finish()
     if precision == "fp16":
-        step.scale(loss_scale)
+        step.scale()
     if precision == "fp8":
         step.histories = float8.in_float8(prepared, weights, step.add_state)
-    gradients = step.differentiate(
-        weights, accumulate, strict=trainable is not None, fused=fused, whole=whole
-    )
-    if accumulate > 1:
+    gradients = step.differentiate(weights)
+    if given.accumulate > 1:
         gradients = step.accumulate(gradients)
     step.agree()
-    if mode == "update":
+    if step.mode == "update":
         gradients = step.check(step.reduce(gradients))
-        step.update(step.clip(gradients, clip_norm), ema)
+        step.update(step.clip(gradients))
     elif ranks is not None and ranks.shard:
         step.shard(list(gradients), ranks)
     return step.finish()
@@ -213,15 +204,14 @@ class _Step:
     def __init__(
         self,
         model: onnx_ir.Model,
-        mode: Mode,
+        given: _StepArguments,
         named: set[str],
         optimizer: optim.Optimizer,
-        ranks: Ranks | None,
         sums: Sums,
     ) -> None:
-        self.sums = sums
-        self.model, self.graph, self.mode = model, model.graph, mode
-        self.optimizer, self.evaluates = optimizer, mode in ("evaluate", "average")
+        self.given, self.mode, self.sums = given, given.mode, sums
+        self.model, self.graph = model, model.graph
+        self.optimizer, self.evaluates = optimizer, self.mode in ("evaluate", "average")
         self.named = named  # initializers of the model as given, which passes add constants to
         self.op = autodiff.Emitter(model)
         self.feeds = list(self.graph.inputs)
@@ -234,7 +224,7 @@ class _Step:
         self.finite: onnx_ir.Value | None = None
         self.averages: dict[onnx_ir.Value, onnx_ir.Value] = {}
         self.shared: dict[tuple[str, float], onnx_ir.Value] = {}
-        self.ranks = None if self.evaluates else ranks
+        self.ranks = None if self.evaluates else given.ranks
         self.counts: onnx_ir.Value | None = None
         if self.ranks is not None:
             self.counts = self.input("ranks.counts", onnx_ir.DataType.DOUBLE, [None])
@@ -419,15 +409,7 @@ class _Step:
             raise ModelError("no weight of the model reaches the loss")
         return chosen
 
-    def differentiate(
-        self,
-        weights: Sequence[onnx_ir.Value],
-        accumulate: int,
-        *,
-        strict: bool,
-        fused: bool,
-        whole: autodiff.CombinesGradients | None,
-    ) -> dict[onnx_ir.Value, onnx_ir.Value]:
+    def differentiate(self, weights: Sequence[onnx_ir.Value]) -> dict[onnx_ir.Value, onnx_ir.Value]:
         """The gradient of each weight; those without one stay initializers."""
         for w in weights:
             if w.dtype not in (onnx_ir.DataType.FLOAT, onnx_ir.DataType.DOUBLE):
@@ -437,8 +419,8 @@ class _Step:
             self.state(w, "parameter")
         # Gradients arrive as part of the mean over the accumulated batches.
         assert self.loss.dtype is not None
-        share = np.array(1 / accumulate, self.loss.dtype.numpy())
-        dy = self.op.constant(share) if accumulate > 1 else None
+        share = np.array(1 / self.given.accumulate, self.loss.dtype.numpy())
+        dy = self.op.constant(share) if self.given.accumulate > 1 else None
         if self.loss_scale is not None:
             scale = self.op.CastLike(self.loss_scale, self.loss)
             dy = scale if dy is None else self.op.Mul(scale, dy)
@@ -451,9 +433,9 @@ class _Step:
             self.model,
             {self.loss: dy},
             wanted,
-            stopped=None if strict else {},
-            fused=fused,
-            whole=whole,
+            stopped=None if self.given.trainable is not None else {},
+            fused=self.given.fused,
+            whole=self.given.whole,
         )
         made = self.sums.gradients(self.graph, {v: found[str(v.name)] for v in sums})
         found |= {str(v.name): g for v, g in made.items()}
@@ -482,13 +464,14 @@ class _Step:
         assert w.dtype is not None
         return x if x.dtype == w.dtype else self.op.Cast(x, to=w.dtype.value)
 
-    def scale(self, initial: float) -> None:
+    def scale(self) -> None:
         """Multiply the loss's gradient by a state, so that float16 holds small gradients.
 
         A step whose gradients overflow changes no weight, and halves the scale; GROWTH steps in a
         row without one double it.
         """
-        self.loss_scale = self.add_state("loss_scale", "scaler", np.array(initial, np.float32))
+        initial = np.array(self.given.loss_scale, np.float32)
+        self.loss_scale = self.add_state("loss_scale", "scaler", initial)
 
     def check(
         self, gradients: dict[onnx_ir.Value, onnx_ir.Value]
@@ -549,12 +532,13 @@ class _Step:
         return typed(self.op.Where(no, like, zero), like, like.shape)
 
     def clip(
-        self, gradients: Mapping[onnx_ir.Value, onnx_ir.Value], clip_norm: float | None
+        self, gradients: Mapping[onnx_ir.Value, onnx_ir.Value]
     ) -> Mapping[onnx_ir.Value, onnx_ir.Value]:
         """Gradients scaled down so that the norm of all of them together is at most `clip_norm`.
 
         An infinite bound leaves them as they are, and the norm is an output all the same.
         """
+        clip_norm = self.given.clip_norm
         if clip_norm is None:
             return gradients
         total = self.squares(gradients) if self.total is None else self.total
@@ -602,7 +586,7 @@ class _Step:
             self.shared["step", start] = typed(own, step, onnx_ir.Shape([]))
         return self.shared["step", start]
 
-    def update(self, gradients: Mapping[onnx_ir.Value, onnx_ir.Value], ema: float | None) -> None:
+    def update(self, gradients: Mapping[onnx_ir.Value, onnx_ir.Value]) -> None:
         for w, g in gradients.items():
             lr = self.lr_of(w)
             step = self.step_of(w) if self.optimizer.counts else lr
@@ -611,9 +595,9 @@ class _Step:
             own = self.parts.get(w, w)
             news = self.optimizer.update(self.op, model_names(w)[0], own, g, slots, lr, step)
             olds = [own, *slots]
-            if ema is not None:
+            if self.given.ema is not None:
                 olds.append(self.average(w))
-                moved = self.op.Mul(self.op.Sub(news[0], olds[-1]), 1 - ema)
+                moved = self.op.Mul(self.op.Sub(news[0], olds[-1]), 1 - self.given.ema)
                 news = [*news, self.op.Add(olds[-1], moved)]
             for condition in (self.began(w), self.finite):
                 if condition is not None:

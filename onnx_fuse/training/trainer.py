@@ -21,22 +21,20 @@ from onnx_fuse.importer.load import read
 from onnx_fuse.importer.save import save
 from onnx_fuse.importer.shapes import with_shapes
 from onnx_fuse.ir.constants import Model
-from onnx_fuse.program.problem import TRAINING_PRECISIONS, Hardware
 from onnx_fuse.rewrite import packed_weights
 from onnx_fuse.rewrite.constants import lift_parameters, set_parameter
-from onnx_fuse.runtime.budget import parse as parse_budget
 from onnx_fuse.runtime.timeline import Communication
 from onnx_fuse.training import adapters, backends, checkpoint, data, fit, optim, settings
 from onnx_fuse.training.adapters import Adapter, Lora
 from onnx_fuse.training.fault import fault_of
-from onnx_fuse.training.float8 import check as check_float8
 from onnx_fuse.training.groups import TrainableSelection
 from onnx_fuse.training.history import History
 from onnx_fuse.training.loss import Loss, Run
 from onnx_fuse.training.losses import Given, Term
 from onnx_fuse.training.merged import Merging
 from onnx_fuse.training.metrics import Evaluation, evaluation
-from onnx_fuse.training.ranks import Ranks, Spare, counted, part_of_state, whole_states
+from onnx_fuse.training.options import TrainingOptions, takes
+from onnx_fuse.training.ranks import Spare, counted, part_of_state, ranks_of, whole_states
 from onnx_fuse.training.sources import Data
 from onnx_fuse.training.state import State
 from onnx_fuse.training.step import Mode, Spec, training_model
@@ -50,189 +48,73 @@ __dir__ = __all__.copy
 Array = np.ndarray[Any, Any]
 
 
+@dataclasses.dataclass(frozen=True)
+class _TrainerArguments(TrainingOptions):
+    model: Any
+    args: Any = None
+
+
 class Trainer:
     """Fine-tune a model: `step(feeds)` trains on one batch, `save(path)` writes the tuned model.
 
     Batch and sequence length may change from step to step where the model's inputs leave them
     free. Equal seeds and data give equal bits.
-
-    Args:
-        model: A path, bytes, ModelProto or onnx_ir.Model, or a torch.onnx.ONNXProgram or
-            torch.nn.Module. It is not changed.
-        args: The arguments of a module's forward, which it is exported with in inference mode.
-        loss: cross_entropy, nll, mse, l1, huber or bce_with_logits, computed from an output and
-            the input "labels"; the name of a scalar output that is the loss already; an ONNX model
-            or function, as `training.losses.Term` says; or a list of Term for several losses.
-        optimizer: An optimizer of `onnx_fuse.optim`; the default is AdamW().
-        loss_options: ignore_index, label_smoothing, weight, pos_weight, delta, reduction or
-            class_axis, with PyTorch's meanings.
-        output: The output that the loss is computed from; the default is the first.
-        trainable: Globs over the names of float initializers that train; the default is all that
-            have an axis and reach the loss.
-        frozen: Globs over the names of initializers that do not train.
-        clip_norm: Bound on the norm of all gradients together.
-        accumulate: Number of steps whose mean gradient makes one update.
-        seed: Seed of Dropout, and of the order of data in `fit`.
-        precision: As in InferenceSession. With "bf16" and "fp16", forward and backward are in 16
-            bits, and weights, sums and the update are in float32. "fp16" scales the loss, and
-            skips updates whose gradients overflow. "fp8" is "bf16" with the products of weights in
-            float8 on a Hopper GPU, where their sizes, rows included, are multiples of 16: operands
-            in e4m3, gradients in e5m2, scaled by the largest magnitudes of the last 16 steps.
-        loss_scale: The first scale of the loss in "fp16".
-        ema: The factor by which a running average of each weight decays at an update, such as
-            0.999; `evaluate`, `weights` and `save` take the averages where they are asked to.
-        device: "cpu" trains on onnxruntime, "cuda" on this package's kernels.
-        free_batch: Free a batch size that was exported fixed. The first batch proves that the
-            results stay those of the original, row by row.
-        level: Level of the fusions, 0 to 3. The default is 2 where a GPU computes in 16 bits,
-            and otherwise 0, which was measured to be 5 to 20 % faster.
-        shapes, dims: Shapes by input and sizes by symbol, fixed in training but not in what
-            `save` writes.
-        lora: Low-rank adapters, which train in place of the weights that they are beside, together
-            with what `trainable` matches. `save` writes the sum of both.
-        tie: Train a weight that the file stores twice as one.
-        untie: Give each place that reads a tensor of one repeated number a tensor of its own.
-        device_id: The number of the GPU, which `device` may give as well, as "cuda:1"; the default
-            is 0, and of several ranks each one's number on its machine.
-        distributed: Train together with the other processes of a run (ranks), which torchrun,
-            mpirun, srun or `onnx-fuse train --gpus` have started. Each gives `step` its part of
-            the batch; the loss and the update are those of all parts together.
-        reduce_dtype: "fp32" adds up the ranks' gradients in their own type, "bf16" in half of it.
-        shard: "optimizer" lets each rank hold its part alone of weights and optimizer's state, and
-            gather the weights once a step, "all" for each half of it. All ranks then call what
-            reads them (`evaluate`, `weights`, `save`) together.
-        hardware: Build the steps for this GPU, which need not be here: nothing is run, and
-            `deploy.compile_training` compiles them.
-        compiled: A folder that it has written from the same model and settings: the GPU runs what
-            is there, and nothing is compiled.
-        sync_batchnorm: Normalize by the statistics of all ranks' rows, instead of each rank's own.
-        memory: The most GPU memory that a step may take, as bytes or as a text such as "6GiB";
-            "min" is the least possible. Weights, states, inputs and temporaries count. The backward
-            computes results of the forward again where that frees enough; the bits stay the same.
-
-    Raises:
-        ModelError: The model is malformed, or cannot be differentiated.
-        UsageError: Arguments contradict each other or the model.
-        DeviceError: `device` is "cuda" and there is no usable GPU.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        args: Any = None,
-        *,
-        loss: Given | Sequence[Term],
-        optimizer: optim.Optimizer | None = None,
-        loss_options: Mapping[str, Any] | None = None,
-        output: str | None = None,
-        trainable: Sequence[str] | None = None,
-        frozen: Sequence[str] = (),
-        clip_norm: float | None = None,
-        accumulate: int = 1,
-        seed: int = 0,
-        precision: str = "fp32",
-        loss_scale: float = 65536.0,
-        ema: float | None = None,
-        device: str = "cpu",
-        free_batch: bool = False,
-        level: int | None = None,
-        shapes: Mapping[str, Sequence[int]] | None = None,
-        dims: Mapping[str, int] | None = None,
-        lora: Lora | None = None,
-        tie: bool = False,
-        untie: bool = False,
-        memory: int | str | None = None,
-        device_id: int | None = None,
-        distributed: bool = False,
-        reduce_dtype: str = "fp32",
-        shard: str = "",
-        hardware: Hardware | None = None,
-        compiled: str | os.PathLike[str] | None = None,
-        sync_batchnorm: bool = False,
-    ) -> None:
-        backends.check_device(precision, device)
-        self.world = world() if distributed else None
-        """The ranks that train together, or None."""
-        local = None if self.world is None else self.world.local_rank
-        device, gpu = backends.gpu_of(device, device_id, local)
-        if memory is not None and device != "cuda":
-            raise UsageError("memory limits a step on a GPU: leave it out on the CPU")
-        budget = None if memory is None else parse_budget(memory)
-        if device == "cuda" and hardware is None:
-            from onnx_fuse.runtime.device import begin
+    @takes(_TrainerArguments)
+    def __init__(self, given: _TrainerArguments) -> None:
+        """Read the model, check the options, and make what runs the steps.
 
-            begin(gpu)
-        check_float8(precision, hardware, gpu, ranks=distributed)
-        if accumulate < 1 or seed < 0 or (clip_norm is not None and not clip_norm > 0):
-            raise UsageError(
-                "accumulate must be at least 1, seed at least 0, and clip_norm above 0"
-            )
-        if not 0 < loss_scale < np.inf:
-            raise UsageError(f"the loss scale is {loss_scale}: it must be finite and above 0")
-        self._ranks = None
-        if self.world is not None:
-            if ema is not None and shard:
-                raise UsageError("a sharded optimizer keeps no running averages: leave out ema")
-            self._ranks = Ranks(
-                self.world.rank, self.world.size, reduce_dtype, shard, sync_batchnorm
-            )
-        elif shard or reduce_dtype != "fp32" or sync_batchnorm:
-            raise UsageError(
-                "shard, reduce_dtype and sync_batchnorm are for ranks: give distributed=True"
-            )
-        if ema is not None and not 0 <= ema < 1:
-            raise UsageError(f"ema is {ema}: it must be at least 0 and below 1")
-        self.optimizer = optimizer or optim.AdamW()
-        self._given = read(exported(model, args))
-        self._tie, self._untie = tie, untie
+        Args:
+            model: A path, bytes, ModelProto or onnx_ir.Model, or a torch.onnx.ONNXProgram or
+                torch.nn.Module. It is not changed.
+            args: The arguments of a module's forward, which it is exported with in inference mode.
+            {options}
+
+        Raises:
+            ModelError: The model is malformed, or cannot be differentiated.
+            UsageError: Arguments contradict each other or the model.
+            DeviceError: `device` is "cuda" and there is no usable GPU.
+        """
+        self.world = world() if given.distributed else None
+        """The ranks that train together, or None."""
+        self._options = options = backends.placed(given, self.world)
+        self._ranks = ranks_of(options, self.world)
+        self.optimizer = options.optimizer or optim.AdamW()
+        self._given = read(exported(given.model, given.args))
         self.notes: list[str] = []
         """Sentences about weights that the file stores twice, or once for several places."""
-        if untie:
+        if options.untie:
             untie_weights(self._given.graph)
         self._source = self._given.clone()
+        trainable = options.trainable
         lift_parameters(self._source, frozenset(trainable or ()))
-        choice = TrainableSelection(trainable, frozen, self.optimizer.groups)
-        self._duplicates, notes = resolve_tied(self._source.graph, choice, tied=tie)
+        choice = TrainableSelection(trainable, options.frozen, self.optimizer.groups)
+        self._duplicates, notes = resolve_tied(self._source.graph, choice, tied=options.tie)
         self.notes += notes
         self.adapters: list[Adapter] = []
         """The low-rank products that train beside weights."""
-        self._trainable = None if trainable is None else list(trainable)
+        self._trainable = trainable
         plain = self._source
-        if lora is not None:
-            self._source, self.adapters = adapters.attach(plain, lora, seed)
+        self._merging: Merging | None = None
+        if options.lora is not None:
+            self._source, self.adapters = adapters.attach(plain, options.lora, options.seed)
             own = [literal(name) for each in self.adapters for name in (each.a, each.b)]
             self._trainable = [*own, *(trainable or ())]
-        self._sized = with_shapes(self._source, shapes, dims)
-        self._merging: Merging | None = None
-        if lora is not None:
-            how = (lora.merged, precision, device, hardware, gpu)
-            self._merging = backends.merging(self._source, self._sized, self.adapters, *how)
-            lora = dataclasses.replace(lora, merged=self._merging is not None)
-        self._lora = lora
+        self._sized = with_shapes(self._source, options.shapes, options.dims)
+        if options.lora is not None:
+            self._merging = backends.merging(self._source, self._sized, self.adapters, options)
+            lora = dataclasses.replace(options.lora, merged=self._merging is not None)
+            self._options = options = dataclasses.replace(options, lora=lora)
         if self._merging is not None:
-            self._sized = with_shapes(plain, shapes, dims)
-        self._options: dict[str, Any] = {
-            "loss": loss,
-            "loss_options": dict(loss_options or {}),
-            "output": output,
-            "trainable": None if trainable is None else list(trainable),
-            "frozen": list(frozen),
-            "clip_norm": clip_norm,
-            "accumulate": accumulate,
-            "free_batch": free_batch,
-            "level": backends.default_level(precision, device) if level is None else level,
-            "precision": precision,
-            "loss_scale": loss_scale,
-            "ema": ema,
-        }
-        math = TRAINING_PRECISIONS[precision][1]
-        self.hardware, self.precision = hardware, precision
+            self._sized = with_shapes(plain, options.shapes, options.dims)
+        self.hardware, self.precision = options.hardware, options.precision
         """`hardware` is the GPU that the steps are only compiled for, or None."""
-        self._whole = backends.CombinedGradients(math, hardware, gpu) if device == "cuda" else None
+        self._whole = backends.CombinedGradients(options) if options.device == "cuda" else None
         self.in_parts: list[str] = self._whole.in_parts if self._whole else []
         """Norms and products that the GPU trains as two operators, with the predicted times."""
-        self.seed, self.accumulate = seed, accumulate
-        self._batch_unchecked: bool = free_batch
+        self.seed, self.accumulate = options.seed, options.accumulate
+        self._batch_unchecked: bool = options.free_batch
         self.calls = 0
         """The number of steps so far, each of one batch."""
         self._runs: list[Run] = []  # started, and not looked at yet
@@ -245,22 +127,20 @@ class Trainer:
             common = self._ranks and dataclasses.replace(self._ranks, rank=0)
             known = f"{self._fingerprint()} {self._settings()} {common}"
             self.world.agree("model or settings", hashlib.sha256(known.encode()).hexdigest())
-        self._device = backends.backend(
-            spec.states, device, gpu, math, budget, self.world, hardware, compiled
-        )
+        self._device = backends.backend(spec.states, options, self.world)
         self._device.add("update", graph)
 
     # -- graphs --
 
     def _build(self, mode: Mode) -> tuple[onnx_ir.Model, Spec]:
-        options = self._options | {"trainable": self._trainable}
+        options = self._options.of_step()
+        options |= {"trainable": self._trainable, "optimizer": self.optimizer}
         if mode != "update":
             # The same states as in "update", whichever those came to be.
             names = settings.weight_names(self._specs["update"])
             options |= {"trainable": [literal(n) for n in names], "frozen": ()}
         return training_model(
             self._sized,
-            optimizer=self.optimizer,
             mode=mode,
             fused=self._whole is not None,
             whole=self._whole,
@@ -285,7 +165,7 @@ class Trainer:
             raise UsageError("the Trainer was not made for compiling: give it hardware=")
         modes: list[Mode] = ["update", "evaluate"]
         modes += ["accumulate"] if self.accumulate > 1 else []
-        modes += ["average"] if self._options["ema"] is not None else []
+        modes += ["average"] if self._options.ema is not None else []
         return {mode: self._device.graph(mode, self.spec(mode)) for mode in modes}
 
     @property
@@ -312,7 +192,7 @@ class Trainer:
     @property
     def exported_batch(self) -> int:
         """The batch size that the model was exported with and that was freed, or 0."""
-        if not self._options["free_batch"]:
+        if not self._options.free_batch:
             return 0
         graph = self._source.graph
         first = next(v for v in graph.inputs if v.name not in graph.initializers and v.shape)
@@ -465,7 +345,7 @@ class Trainer:
         return evaluation(spec, arrays, found)
 
     def _averages(self, wanted: bool) -> bool:
-        if wanted and self._options["ema"] is None:
+        if wanted and self._options.ema is None:
             raise UsageError("the Trainer keeps no averages of the weights: give it ema=0.999")
         return wanted
 
@@ -669,7 +549,11 @@ class Trainer:
         settings.check(folder, self._settings(), manifest["settings"])
         states = self._specs["update"].states
         if manifest["model"] != self._fingerprint() or {s.name for s in states} != set(tensors):
-            also = ", or adapters stand elsewhere there: try Trainer.resume" if self._lora else ""
+            also = (
+                ", or adapters stand elsewhere there: try Trainer.resume"
+                if self._options.lora
+                else ""
+            )
             raise DataError(f"{folder}: the checkpoint is of another model{also}")
         for s in states:
             got, own = tensors[s.name], np.asarray(s.initial)
@@ -685,14 +569,7 @@ class Trainer:
 
     def _settings(self) -> dict[str, Any]:
         """All arguments but the model, as JSON gives them back."""
-        found = {
-            **self._options,
-            "seed": self.seed,
-            "optimizer": optim.to_json(self.optimizer),
-        }
-        found |= {k: True for k, on in (("tie", self._tie), ("untie", self._untie)) if on}
-        found["lora"] = dataclasses.asdict(self._lora) if self._lora else None
-        return settings.as_json(found)
+        return settings.as_json(self._options, self.optimizer)
 
     def _fingerprint(self) -> str:
         """Equal for models that differ at most in the content of the trained weights."""
