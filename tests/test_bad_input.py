@@ -6,9 +6,11 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -19,6 +21,7 @@ from onnx_fuse import rewrite
 from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.load import read
+from onnx_fuse.ir import evaluate
 
 TEXT = """
 <ir_version: 10, opset_import: ["" : 21]>
@@ -524,3 +527,35 @@ def test_mutated_bytes(cli: Cli, tmp_path: Path, data: bytes) -> None:
 @given(data=mutated_fields())
 def test_mutated_fields(cli: Cli, tmp_path: Path, data: bytes) -> None:
     survives(cli, tmp_path, data)
+
+
+def test_a_range_of_vectors_is_differentiated_or_refused(cli: Cli, tmp_path: Path) -> None:
+    """onnxruntime runs one whose ends are vectors of one element, or refuses it."""
+    for start, code in (("int64[1] s = {2}", 0), ("int64[2] s = {2, 3}", 0), ("float s = {2}", 1)):
+        model = onnx.parser.parse_model(
+            '<ir_version: 10, opset_import: ["" : 21]>\n'
+            f"g (float[8, 3] x, int64 l) => (float[A, 3] y) <{start}, int64[1] d = {{1}}>"
+            " { r = Range (s, l, d)  y = Gather (x, r) }"
+        )
+        onnx.save(model, tmp_path / "m.onnx")
+        result = cli("gradient", tmp_path / "m.onnx", "-o", tmp_path / "g.onnx")
+        assert (result.code, "internal error" in result.err) == (code, False), result.err
+
+
+MISFITS: dict[str, tuple[str, list[Any]]] = {
+    "Slice by a scalar": ("Slice", [np.arange(3), np.array(0), np.array([1])]),
+    "Slice by fractions": ("Slice", [np.arange(3), np.array([0.5]), np.array([1.5])]),
+    "Slice to an end that is unknown": ("Slice", [np.arange(3), np.array([0]), None]),
+    "Reshape to a shape that is unknown": ("Reshape", [np.arange(3), None]),
+    "Range of mixed types": ("Range", [np.array(0), np.array(2.5), np.array(1)]),
+    "Range of two starts": ("Range", [np.array([0, 1]), np.array(3), np.array(1)]),
+    "Gather beyond the end": ("Gather", [np.arange(3), np.array([3])]),
+    "sum of unequal shapes": ("Add", [np.arange(3), np.arange(2)]),
+    "sum with an unknown": ("Add", [np.arange(3), None]),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_a_node_that_cannot_run_is_not_evaluated(name: str) -> None:
+    operator, arrays = MISFITS[name]
+    assert evaluate.exact(onnx_ir.Node("", operator, [None] * len(arrays)), arrays) is None

@@ -463,6 +463,10 @@ REFUSED = {
         "g (float[3] x) => (float[3] y) { [n] y = Cast <to = 65536> (x) }",
         "node 'n' (Cast): to is 65536, which is no element type",
     ),
+    "cast_to_nothing": (
+        "g (float[3] x) => (float[3] y) { [n] y = Cast <to = 0> (x) }",
+        "node 'n' (Cast): to is 0, which is no element type",
+    ),
     "pads_of_a_kernel": (
         "g (float[1,1,8] x) => (float[1,1,9] y)"
         ' { [n] y = MaxPool <kernel_shape = [2], pads = [2, 0], auto_pad = "SAME_UPPER"> (x) }',

@@ -358,7 +358,8 @@ def _check_attributes(node: ir.Node) -> None:
             raise ModelError(
                 f"{what} ({node.op_type}): {name} is {attribute.value}, which is out of range"
             )
-        if name in _ELEMENT_TYPES and attribute.value not in {t.value for t in ir.DataType}:
+        types = {t.value for t in ir.DataType if t or name != "to"}  # 0 leaves other ones open
+        if name in _ELEMENT_TYPES and attribute.value not in types:
             raise ModelError(
                 f"{what} ({node.op_type}): {name} is {attribute.value}, which is no element type"
             )

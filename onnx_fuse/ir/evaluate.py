@@ -226,10 +226,12 @@ def exact(node: ir.Node, arrays: Sequence[Array | None]) -> list[Array] | None:
         return None
     if any(a is not None and a.dtype.kind not in "biufV" for a in arrays):
         return None
+    if any(a is None for a in arrays[: _REQUIRED.get(node.op_type)]):
+        return None
     try:
         with np.errstate(all="ignore"):
             made = function(node, arrays)
-    except (ValueError, IndexError, TypeError, AttributeError, ArithmeticError):
+    except (ValueError, IndexError, ArithmeticError):
         return None  # no valid node: onnxruntime says what is wrong with it
     return None if made is None else [np.asarray(made, order="C")]
 
@@ -270,7 +272,7 @@ def _flatten(node: ir.Node, arrays: Sequence[Any]) -> Array:
 
 
 def _concat(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
-    if any(a is None or a.dtype != arrays[0].dtype for a in arrays):
+    if any(a.dtype != arrays[0].dtype for a in arrays):
         return None
     return np.concatenate(arrays, node.attributes["axis"].as_int())
 
@@ -282,6 +284,8 @@ TO_THE_END = (2**31 - 1, 2**63 - 1)
 def _slice(node: ir.Node, arrays: Sequence[Any]) -> Array:
     x, starts, ends = arrays[:3]
     axes, steps = _at(arrays, 3), _at(arrays, 4)
+    if any(a is not None and (a.ndim != 1 or a.dtype.kind not in "iu") for a in arrays[1:]):
+        raise ValueError("Slice reads vectors of integers")
     axes = range(len(starts)) if axes is None else axes.tolist()
     steps = [1] * len(starts) if steps is None else steps.tolist()
     cut: list[Any] = [slice(None)] * x.ndim
@@ -326,9 +330,10 @@ def _where(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
 
 def _range(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
     start, limit, delta = arrays
-    if start.dtype not in (np.int64, np.int32) or not delta.any():
+    kinds = {a.dtype for a in arrays}
+    if not kinds <= {np.dtype(np.int64), np.dtype(np.int32)} or not delta.any():
         return None
-    numbers = range(int(start), int(limit), int(delta))
+    numbers = range(start.item(), limit.item(), delta.item())
     return np.array(numbers, start.dtype) if len(numbers) <= 1 << 20 else None
 
 
@@ -355,7 +360,7 @@ _EXACT: dict[str, _Exact] = {
     "Concat": _concat,
     # take raises IndexError where an index is out of bounds
     "Gather": lambda node, arrays: np.take(
-        arrays[0], arrays[1], node.attributes.get_int("axis", 0)
+        arrays[0], arrays[1].astype(np.int64), node.attributes.get_int("axis", 0)
     ),
     "Slice": _slice,
     "Shape": _shape,
@@ -384,3 +389,5 @@ _EXACT: dict[str, _Exact] = {
     "Not": lambda node, arrays: np.logical_not(arrays[0]),
 }
 """What each operator computes; None where it is left to onnxruntime."""
+_REQUIRED = {"Slice": 3, "Squeeze": 1}
+"""How many inputs an operator cannot do without, where these are not all of them."""

@@ -25,6 +25,7 @@ from onnx_fuse.ops.shape_ops import (
     scatter_add,
     sizes_of,
     static,
+    static_ints,
     text,
     to_like,
     to_type,
@@ -71,10 +72,10 @@ def _run(op: Any, indices: ir.Value) -> tuple[int, int | Tensor] | None:
         return (first, count) if follow and (first >= 0 or first + count <= 0) else None
     if made is None or made.domain or made.op_type != "Range":
         return None
-    start, step = static(made.inputs[0]), static(made.inputs[2])
-    if start is None or step is None or int(step) != 1 or int(start) < 0:
+    start, step = static_ints(made.inputs[0]), static_ints(made.inputs[2])
+    if start is None or len(start) != 1 or start[0] < 0 or step != [1]:
         return None
-    return int(start), op.Shape(indices)
+    return start[0], op.Shape(indices)
 
 
 def _scatter_axis(op: Any, x: ir.Value, indices: ir.Value, dy: ir.Value, axis: int) -> Tensor:

@@ -166,7 +166,8 @@ def _check_shape(
             if known != size:
                 raise DataError(
                     f"'{name}' has shape {list(got)}: its axis {i}, '{dim}', is {known} in "
-                    f"'{where}'"
+                    f"'{where}', and training believes that sizes of one name are equal: rename "
+                    "one in the file"
                 )
 
 
