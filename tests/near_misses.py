@@ -88,14 +88,12 @@ class NearMiss(FusionCase):
         return model
 
     def feeds(self, **sizes: int) -> dict[str, np.ndarray]:
-        assert self.row is not None
         feeds = self.row.feeds(**sizes)
         weights = self.row.model().graph.initializers
         for value in self.model().graph.inputs:
             if value.name not in feeds:
                 held = weights.get(value.name) or _value(self.row.model(), value.name)
                 array = const_array(held)
-                assert array is not None
                 feeds[value.name or ""] = array.copy()
         if self.ones:
             name, axis = self.ones.split(":")
@@ -154,7 +152,6 @@ def _fed(k: int) -> Change:
     def change(model: ir.Model) -> None:
         node = model.graph[k]
         array = const_array(node.outputs[0])
-        assert array is not None
         name, dtype = node.outputs[0].name, ir.DataType.from_numpy(array.dtype)
         fed = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(array.shape))
         node.outputs[0].replace_all_uses_with(fed)
@@ -168,7 +165,6 @@ def _constant(k: int, way: str) -> Change:
     def change(model: ir.Model) -> None:
         node = model.graph[k]
         array = const_array(node.outputs[0])
-        assert array is not None
         if array.dtype.kind == "f":
             other = array * 2 if way == "doubled" else np.nextafter(array, np.inf)
         else:
@@ -249,7 +245,6 @@ def _shapeless(k: int) -> Change:
 def _open(k: int, axis: int) -> Change:
     def change(model: ir.Model) -> None:
         value = model.graph.inputs[k]
-        assert value.shape is not None
         dims = list(value.shape)
         dims[axis] = ir.SymbolicDim(f"{value.name}{axis}")
         value.shape = ir.Shape(dims)

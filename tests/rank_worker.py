@@ -100,7 +100,6 @@ def curves(folder: Path) -> None:
         losses = []
         for batch in batches(case):
             if ranked:
-                assert t.world is not None
                 own_rows = slice(ROWS * t.world.rank, ROWS * (t.world.rank + 1))
                 losses.append(float(t.step({k: a[own_rows] for k, a in batch.items()})))
                 continue
@@ -170,7 +169,6 @@ class Ends(of.callbacks.Callback):
 def stops(folder: Path) -> None:
     """A callback of rank 1 alone ends the run of all; each says after how many steps."""
     t = trainer("plain", distributed=True)
-    assert t.world is not None
     rank, data = t.world.rank, batches("plain")[0]
     history = t.fit(data, batch_size=2, epochs=4, callbacks=[Ends()] if rank else [])
     (folder / f"{rank}.json").write_text(json.dumps({"steps": len(history.losses)}))

@@ -113,7 +113,6 @@ def feeds_of(model: ir.Model, case: str, sizes: dict[str, int] | None = None) ->
     """Inputs with a row that is masked whole; `case` says what is hostile in them."""
     rng, feeds = np.random.default_rng(5), {}
     for value in model.graph.inputs:
-        assert value.shape is not None
         shape = [d if isinstance(d, int) else (sizes or SIZES)[str(d)] for d in value.shape]
         name, dtype = str(value.name), value.dtype.numpy()
         if name in ("keep", "drop"):
@@ -408,7 +407,6 @@ def test_attention_nodes_that_see_some_of_their_keys(name: str) -> None:
     rng = np.random.default_rng(2)
     feeds: dict[str, np.ndarray] = {}
     for value in original.graph.inputs:
-        assert value.shape is not None
         shape = tuple(4 if isinstance(d, ir.SymbolicDim) else d for d in value.shape)
         feeds[str(value.name)] = rng.standard_normal(shape).astype("f")
         if value.dtype == ir.DataType.BOOL:

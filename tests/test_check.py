@@ -71,7 +71,6 @@ def test_the_originals_own_difference_is_the_floor_of_the_limit(
     moving(monkeypatch, 0.25)
     check = check_outputs(shifted(1), shifted(1))
     assert check.ok
-    assert check.worst is not None
     assert check.worst.max_abs == 0  # like is compared with like
     assert check.worst.limit == pytest.approx(0.25, rel=1e-3)
     assert any("own optimizations change" in note and "0.25" in note for note in check.notes)
@@ -115,7 +114,6 @@ def test_the_limit_counts_steps_of_quantization(form: tuple[str, str], step: flo
         return text_model(QDQ.format(kind=form[0], rest=form[1], shift=float(shift)))
 
     steps = Steps.of(graph(0))
-    assert steps is not None
     assert steps.scales == {"y": step}
     for moved, ok in ((0, True), (1, True), (COUNT, True), (COUNT + 2, False)):
         check = check_outputs(graph(0), graph(0.125 * moved))
@@ -159,7 +157,6 @@ def test_an_output_without_a_scale_takes_a_part_of_its_range() -> None:
     model = text_model(QDQ.format(kind="float", rest="d = DequantizeLinear (q, s, z)  y = Exp (d)",
                                   shift=0.0))  # fmt: skip
     steps = Steps.of(model)
-    assert steps is not None
     assert steps.limit("y", np.array([0.0, 255.0], np.float32)) == COUNT
     assert steps.limit("y", np.array([3], np.int64)) == 0
     assert "1/255 of the range" in str(steps)

@@ -298,7 +298,6 @@ def test_a_block_of_contrib_operators_trains(tmp_path: Path) -> None:
     # differences in float32: steps of 1e-2 leave errors of some 1e-3 of the largest
     for name in ("wqkv", "g1", "bo", "w2"):
         held = model.graph.initializers[name]
-        assert held.const_value is not None
         array, at = held.const_value.numpy().copy(), (0,) * len(held.shape or ())
         ends = []
         for step in (1e-2, -1e-2):

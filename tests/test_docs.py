@@ -135,8 +135,6 @@ def test_the_readme_has_both_commands() -> None:
 
 def docs_pages() -> ModuleType:
     spec = importlib.util.spec_from_file_location("docs_pages", ROOT / "tools" / "docs_pages.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -33,8 +33,6 @@ def test_a_script_prints_what_it_should(
 
 def runner() -> ModuleType:
     spec = importlib.util.spec_from_file_location("notebooks", ROOT / "tools" / "notebooks.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

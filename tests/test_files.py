@@ -260,7 +260,6 @@ def test_what_a_killed_run_left_is_removed_by_the_next(how: str, tmp_path: Path)
     out = tmp_path / "out.onnx"
     command = [sys.executable, "-c", CHILD, str(out), how]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    assert child.stdout is not None
     left = Path(child.stdout.readline().strip())
     if how == "fork":
         assert child.stdout.readline() == "forked\n"

@@ -39,7 +39,6 @@ def test_shapes_of_one_class_take_over_one_instance(gpu: FakeGpu) -> None:
     """A growing size: no allocation, no lowering, the right results; one that comes again keeps."""
     session_of = InferenceSession(text_model(OPEN), device="cuda")
     runner = session_of._executable
-    assert runner is not None
     seen = set()
     for n in (34, 36, 40, 64, 50):
         x = np.arange(8 * n, dtype=np.float32).reshape(n, 8)

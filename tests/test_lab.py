@@ -85,7 +85,6 @@ def test_the_fastest_is_frozen_and_selected(played: Path, cli: Cli) -> None:
     problem = lab.of("Gemm", SHAPE, "bf16", H200).problem
     assert problem is not None
     choice = select("Gemm", problem, H200)
-    assert choice is not None
     assert choice.why == "tuning record"
 
 

@@ -100,7 +100,6 @@ def normal_tail(x: np.ndarray, terms: str) -> tuple[np.ndarray, np.ndarray]:
     """|x| and P(X < -|x|) as cuda_src/common.cuh computes it in float32 from its table `terms`."""
     text = (source_root() / "common.cuh").read_text()
     table = re.search(rf"float {terms}\[5\] = {{([^}}]*)}}", text)
-    assert table is not None
     p = [np.float32(c.strip().rstrip("f")) for c in table[1].split(",")]
     a = np.minimum(np.abs(x), np.float32(16)).astype(np.float32)
     e = np.full_like(a, p[-1])
@@ -164,7 +163,6 @@ def test_pieces_cover_the_length_in_whole_vectors(outer, length, inner):
 
 def softmax_launch(problem: Softmax) -> Launch:
     choice = select("Softmax", problem, H200)
-    assert choice is not None
     (launch,) = choice.launch(problem, H200)
     return launch
 
@@ -179,7 +177,6 @@ def test_rows_of_ordinary_length_stay_in_registers():
 
 def test_softmax_launch_covers_every_row():
     choice = select("Softmax", Softmax(2, 50257, 1, "float32"), H200)
-    assert choice is not None
     for launch in choice.launch(Softmax(2, 50257, 1, "float32"), H200):  # a block a part of a row
         chunk, chunks = (int(a.value) for a in launch.args[-2:])
         assert launch.grid[0] == 2 * chunks
@@ -207,7 +204,6 @@ def test_conv_splits_cover_the_sum_and_fit_the_workspace(dtype, channels, filter
     window = Window((1, 3, 3), one, one, (0, 1, 1), (0, 1, 1))
     problem = Conv(2, 1, channels, filters, (1, 7, 7), (1, 7, 7), window, dtype)
     choice = select("Conv", problem, H200)
-    assert choice is not None
     launches, workspace = choice.launch(problem, H200), choice.workspace(problem, H200)
     main = next(
         x for x in launches if x.entry.startswith("conv") and x.entry in ("conv", "conv_direct")

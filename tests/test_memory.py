@@ -38,7 +38,6 @@ def test_it_comes_back_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> No
         for rows in (4, 4, 5):  # a shape that comes again, and one that has come once
             x, b = np.ones((rows, 8), np.float32), np.ones(8, np.float32)
             session.run(None, {"x": x, "b": b})
-        assert session._executable is not None
         executable = weakref.ref(session._executable)
         instances = [weakref.ref(i) for i in session._executable.instances()]
         assert instances
@@ -102,7 +101,6 @@ def test_a_result_on_its_way_outlives_the_session(monkeypatch: pytest.MonkeyPatc
     FakeGpu().use(monkeypatch)
     session = InferenceSession(to_proto(text_model(GRAPHS["two launches"])), device="cuda")
     x, b = np.ones((4, 8), np.float32), np.zeros(8, np.float32)
-    assert session._executable is not None
     pending = session._executable.send(["y"], {"x": x, "b": b})
     del session
     (y,) = pending.result()

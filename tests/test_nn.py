@@ -128,7 +128,6 @@ def test_a_function_and_its_gradient(
     weights = np.cos(np.arange(exact.size)).reshape(exact.shape)
     y.backward(Tensor(weights))
     for i, tensor in enumerate(tensors):
-        assert tensor.grad is not None
         assert tensor.grad.shape == tensor.shape
         slope = numeric(lambda a, i=i: (wanted(*replaced(arrays, i, a)) * weights).sum(), arrays[i])
         np.testing.assert_allclose(tensor.grad.numpy(), slope, rtol=2e-5, atol=1e-6)
@@ -182,11 +181,9 @@ def test_no_elements_and_no_axes() -> None:
     y = (x * 2).sum()
     y.backward()
     assert y.item() == 0
-    assert x.grad is not None
     assert x.grad.shape == (0, 4)
     s = Tensor(3.0, requires_grad=True)
     (s * s).backward()
-    assert s.grad is not None
     assert s.grad.item() == 6
 
 
@@ -240,7 +237,6 @@ def test_gradients_add_up_and_stop_where_they_should() -> None:
     x = Tensor([2.0], requires_grad=True)
     (x * 3).sum().backward()
     (x * x).sum().backward()
-    assert x.grad is not None
     assert x.grad.tolist() == [7]
     assert not x.detach().requires_grad
     with nn.no_grad():
@@ -258,7 +254,6 @@ def test_a_gradient_that_does_not_exist_is_refused_by_name() -> None:
     with pytest.raises(UsageError, match="drawn at random"):
         y.sum().backward()
     (y + x).sum().backward()  # the other path has one
-    assert x.grad is not None
     assert x.grad.tolist() == [1, 1]
     z = Tensor([1.0], requires_grad=True)
     with pytest.raises(UsageError, match="piecewise constant"):
@@ -271,10 +266,8 @@ def test_a_result_that_no_gradient_passes_leaves_the_others_theirs() -> None:
     given = [x, scale, bias, w, c]
     y, mean = nn.op_call("LayerNormGemm_mean", given, domain="onnx_fuse", outputs=2)
     (y * y).sum().backward()
-    assert x.grad is not None
     z = Tensor(X, requires_grad=True)
     ((F.layer_norm(z, 4, scale, bias) @ w + c) ** 2).sum().backward()
-    assert z.grad is not None
     np.testing.assert_allclose(x.grad.numpy(), z.grad.numpy(), rtol=1e-6, atol=1e-9)
     with pytest.raises(UsageError, match="inner value 'mean'"):
         mean.sum().backward()
@@ -289,7 +282,6 @@ def test_loops_branches_and_changing_shapes() -> None:
     assert steps == 5
     parts = F.cat([total[:1], *[x for _ in range(3)]])
     parts[: steps - 2].sum().backward()
-    assert x.grad is not None
     assert x.grad.tolist() == [7 + 2]
 
 
@@ -298,7 +290,6 @@ def test_any_operator_by_its_name() -> None:
     y = nn.op_call("Elu", [x], {"alpha": 0.5})
     np.testing.assert_allclose(y.numpy(), [[1, 0.5 * np.expm1(-2)]], rtol=1e-6)
     y.sum().backward()
-    assert x.grad is not None
     np.testing.assert_allclose(x.grad.numpy(), [[1, 0.5 * np.exp(-2)]], rtol=1e-6)
     z = nn.op_call("QuickGelu", [x], {"alpha": 1.0}, domain="com.microsoft")
     np.testing.assert_allclose(z.numpy(), x.numpy() / (1 + np.exp(-x.numpy())), rtol=1e-5)

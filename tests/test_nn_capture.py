@@ -87,8 +87,6 @@ def test_statistics_and_gradients_that_stay_are_assigned() -> None:
         captured(image + i)
         forward(image + i, same)
         np.testing.assert_allclose(norm.running_mean.numpy(), same.running_mean.numpy(), rtol=1e-6)
-        assert norm.weight.grad is not None
-        assert same.weight.grad is not None
         np.testing.assert_allclose(
             norm.weight.grad.numpy(), same.weight.grad.numpy(), rtol=1e-4, atol=1e-5
         )
@@ -105,7 +103,6 @@ def test_a_captured_forward_is_an_operator_with_a_gradient() -> None:
     model.zero_grad()
     (z * z).sum().backward()
     for p, g in zip(model.parameters(), found, strict=True):
-        assert p.grad is not None
         np.testing.assert_allclose(g, p.grad.numpy(), rtol=1e-4, atol=1e-5)
 
 
@@ -183,7 +180,6 @@ def test_gradients_from_before_are_refused() -> None:
         backward(x)
     w.grad = None
     backward(x)
-    assert w.grad is not None
     assert w.grad.tolist() == [2]
     with pytest.raises(UsageError, match=r"call zero_grad\(\) in it"):
         of.capture(lambda x: (w * x * x).sum().backward())(x)
@@ -251,7 +247,6 @@ def test_arguments_that_are_assigned_or_get_gradients_are_those_of_the_call() ->
     for i in range(3):
         x = nn.tensor([float(i + 1)], requires_grad=True)
         step(x, state)
-        assert x.grad is not None
         assert x.grad.tolist() == [2 * (i + 1)]
         if i == 1:
             state = nn.tensor([10.0])
@@ -286,7 +281,6 @@ def test_what_is_detached_or_made_without_a_tape_is_a_constant_for_gradients() -
         loss_of(x).backward()
 
     step(x)
-    assert w.grad is not None
     wanted = w.grad.tolist()
     captured, forward = of.capture(step), of.capture(loss_of)
     for _ in range(2):

@@ -373,7 +373,6 @@ def test_an_array_on_the_left_keeps_the_gradient() -> None:
     w = nn.tensor([[1.0, 2.0], [3.0, 4.0]], requires_grad=True)
     y = np.float32(2) * w + np.ones(2, np.float32) @ w
     y.sum().backward()
-    assert w.grad is not None
     assert w.grad.tolist() == [[4, 4], [4, 4]]
     with pytest.raises(TypeError, match="ufunc"):
         np.sqrt(w)  # which would leave the tape
@@ -382,8 +381,6 @@ def test_an_array_on_the_left_keeps_the_gradient() -> None:
 def test_a_remainder_has_the_gradient_of_both_operands() -> None:
     x, y = (nn.tensor(np.float64(v), requires_grad=True) for v in ([-7.5, 7.5], [2.0, -2.0]))
     (x % y).sum().backward()
-    assert x.grad is not None
-    assert y.grad is not None
     assert x.grad.tolist() == [1, 1]
     assert y.grad.tolist() == [4, 4]  # -floor(x / y)
 
@@ -404,7 +401,6 @@ def test_a_detached_argument_of_a_captured_function_has_no_gradient() -> None:
     for _ in range(3):
         x, y = (nn.tensor(np.ones((2, 2), np.float32), requires_grad=True) for _ in range(2))
         step(x, y).backward()
-        assert x.grad is not None
         assert x.grad.tolist() == [[0.5, 0.5]] * 2
         assert y.grad is None
 

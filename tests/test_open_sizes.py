@@ -180,7 +180,6 @@ def test_whoever_shares_k_has_a_part_of_it(dtype: str, m: int, n: int, batch: in
             "Gemm", m=m, n=n, k=rows, trans_a=True, dtype=dtype, lda=m, ldb=n, align=16
         )
         choice = select("Gemm", problem, H200)
-        assert choice is not None
         shares = choice.config.integer("split", choice.config.integer("splits", 1))
         steps = math.ceil(batch * t / 64)
         # fma shares evenly; the others give each block as many steps as the first
@@ -326,7 +325,6 @@ def test_host_arithmetic() -> None:
     picked = host.evaluate(ir.node("Gather", []), [shape, np.array([0, 1])])
     product = host.evaluate(ir.node("Mul", []), [picked, np.array([1, 2])])
     target = host.evaluate(ir.node("Concat", [], {"axis": 0}), [product, np.array([-1, 8])])
-    assert target is not None
     assert [type(v) for v in target] == [OpenSize, OpenSize, int, int]
     assert SymbolicProgram((tuple(target),), trace).at({"b": 5, "t": 7}) == ((5, 14, -1, 8),)
     assert host.evaluate(ir.node("Equal", []), [target, np.array([2, 12, -1, 8])]).all()
@@ -346,8 +344,6 @@ def models() -> Iterator[Path]:
 def shapes_of(model: ir.Model, numbers: dict[str, int]) -> dict[str, tuple[tuple[int, ...], str]]:
     found = {}
     for v in model.graph.inputs:
-        assert v.shape is not None
-        assert v.dtype is not None
         dims = [d if isinstance(d, int) else numbers[str(d)] for d in v.shape]
         found[v.name or ""] = (tuple(dims), v.dtype.numpy().name)
     return found
@@ -450,7 +446,6 @@ def test_what_depends_on_sizes_alone_is_made_before_the_first_run(sizes: tuple[i
     program: Program | None = None
     for b, t in ((2, 7), sizes):
         program = specializer.of({"x": ((b, t, 8), "float32"), "ids": ((b, t), "int64")}).program
-    assert program is not None
     assert program.setup or length == 1
     got = interpret(program, feeds, {})
     mask = np.tril(np.ones((length, length), np.float32))
@@ -497,8 +492,6 @@ def test_a_growing_cache_keeps_one_layout() -> None:
         numbers = {"s69": past, "s89": past, "s53": past + 1}  # the others: one token of one text
         shapes = {}
         for v in graph.graph.inputs:
-            assert v.shape is not None
-            assert v.dtype is not None
             dims = [d if isinstance(d, int) else numbers.get(str(d.value), 1) for d in v.shape]
             shapes[v.name or ""] = (tuple(dims), v.dtype.numpy().name)
         made = specializer.of(shapes)
@@ -521,7 +514,6 @@ def decoder(name: str) -> tuple[Specializer, Callable[[int], PlannedProgram]]:
         shapes = {}
         for v in graph.graph.inputs:
             assert v.shape is not None
-            assert v.dtype is not None
             cache, mask = "past" in (v.name or ""), "mask" in (v.name or "")
             long = {2: past} if cache else {1: past + 1} if mask else {}
             dims = [d if isinstance(d, int) else long.get(i, 1) for i, d in enumerate(v.shape)]
@@ -563,7 +555,6 @@ def test_a_small_batch_of_a_large_class_has_one_layout(monkeypatch: pytest.Monke
     made = found[1:]
     assert len({id(one.source) for one in made}) == len({id(one.plan) for one in made}) == 1
     for one in made:
-        assert one.source is not None
         assert plan(one.program).arena <= one.plan.arena
         assert one.plan.arena < plan(one.source.at({"s0": 16, "s1": 192})).arena
 
@@ -585,7 +576,6 @@ def step_shapes(step: ir.Model, sizes: tuple[int, int]) -> dict[str, tuple[tuple
     shapes = {}
     for v in step.graph.inputs:
         assert v.shape is not None
-        assert v.dtype is not None
         dims = [d if isinstance(d, int) else sizes[i] for i, d in enumerate(v.shape)]
         shapes[v.name or ""] = (tuple(dims), v.dtype.numpy().name)
     return shapes

@@ -73,8 +73,6 @@ def with_length(specializer: Specializer, length: int) -> dict[str, tuple[tuple[
     """Two sequences of this length."""
     found = {}
     for v in specializer.model.graph.inputs:
-        assert v.shape is not None
-        assert v.dtype is not None
         rest = [int(d) for d in v.shape[2:]]  # type: ignore[arg-type]
         found[v.name or ""] = ((2, length, *rest), v.dtype.numpy().name)
     return found
@@ -125,9 +123,7 @@ def test_a_program_is_kept_with_the_layout_of_a_small_batch(
     made = specializer.of(shapes)
     specializer.written()
     numbers = specializer.numbers(shapes)
-    assert specializer.programs is not None
     found = specializer.programs.find(specializer.key(shapes, {}), numbers)
-    assert found is not None
     assert len(found._layouts) == 2
     assert found.at(numbers).plan == made.plan
     assert len(found._layouts) == 2
@@ -377,9 +373,7 @@ def test_a_session_takes_programs_from_the_cache(
         opened = InferenceSession(path, device="cuda")
         results += [opened.run(None, {"x": x}), opened.run(None, {"x": x[:2]})]
         executable = opened._executable
-        assert executable is not None
         assert executable.specializer.traced == lowered
-        assert executable.specializer.origin is not None
         assert executable.specializer.origin.result() is not None
         executable.specializer.written()
     np.testing.assert_allclose(results[0][0], np.tanh(-np.exp(x)), rtol=1e-6)

@@ -114,7 +114,6 @@ FOLDS = ((768, 2304), (768, 3072)) * 12
 def test_predictions_are_what_was_measured(problem: AnyProblem, us: float) -> None:
     """On an H200, 2026-11, within a factor of 1.5: `python tools/predictions.py` shows more."""
     choice = select(problem.op, problem, H200)
-    assert choice is not None
     assert us / 1.5 < 1e6 * choice.seconds < us * 1.5
 
 
@@ -175,7 +174,6 @@ def test_a_network_that_pytorch_exports_is_exported_once(
     for model, feeds in runs:
         assert {name: a.shape for name, a in feeds.items()} == {"a": (2, 3), "b": (3,)}
         weight = model.graph.initializers["w"].const_value
-        assert weight is not None
         assert weight.numpy().tolist() == [1, 2, 3]
     first, second = (feeds for _, feeds in runs)
     assert all(first[name].tobytes() == second[name].tobytes() for name in first)

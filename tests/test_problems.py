@@ -117,12 +117,10 @@ def test_a_tuning_record_sets_the_configuration(
     """The record's configuration is one of the candidate's, and the launch has it."""
     monkeypatch.setenv(config.CACHE_DIR.name, str(tmp_path))
     before = select(problem.op, problem, H200)
-    assert before is not None
     assert before.why == "its rule"
     record = tuning.record(problem, before.kernel, KernelConfig.of(**how), 5.0, H200)
     tuning.save([(problem.op, problem, record)], H200, tmp_path / "tuning", candidates)
     after = select(problem.op, problem, H200)
-    assert after is not None
     assert after.why == "tuning record"
     main = next(x for x in after.launch(problem, H200) if macro in dict(x.defines))
     assert dict(main.defines)[macro] == value
@@ -135,7 +133,6 @@ def test_a_timing_is_not_compared_with_a_guess(tmp_path: Any, monkeypatch: Any) 
     ways = (plain, plain.replace(bias=True))
     before = [total((way,), H200) for way in ways]
     choice = select("Gemm", plain, H200)
-    assert choice is not None
     record = tuning.record(plain, choice.kernel, choice.config, 1e7 * choice.seconds, H200)
     tuning.save([("Gemm", plain, record)], H200, tmp_path / "tuning", candidates)
     assert seconds(plain, H200) == pytest.approx(10 * choice.seconds, rel=1e-2)
@@ -167,7 +164,6 @@ def test_tiles_that_leave_multiprocessors_idle_share_their_steps(
     problem: GemmProblem, shared: bool
 ) -> None:
     choice = select("Gemm", problem, H200)
-    assert choice is not None
     assert (choice.config.integer("splits") == STREAM) == shared
     launch = choice.launch(problem, H200)[0]
     assert bool(launch.sync) == shared
@@ -257,7 +253,6 @@ def test_a_lowering_chooses_once_for_what_comes_again(monkeypatch: pytest.Monkey
             first = select("Gemm", problem, H200)
             assert select("Gemm", problem, H200) is first
             forced = select("Gemm", problem, H200, {"Gemm": "simt"})
-            assert forced is not None
             assert forced.kernel.name == "simt"
         assert len(asked) == 2 * rounds
     select("Gemm", problem, H200)

@@ -28,7 +28,6 @@ def test_a_residual_is_added_in_the_product():
     feeds["w"] = np.ones((64, 64), np.float32)
     program = program_of(text_model(text), feeds)
     (call,) = program.calls
-    assert call.problem is not None
     assert call.problem.epilogue.residual
     assert dict(call.reads)["c"] == dict(program.inputs)["r"]
 
@@ -344,7 +343,6 @@ def test_an_activation_is_applied_in_the_product(also):
     calls = program_of(text_model(text), feeds).calls
     (product,) = [call for call in calls if isinstance(call.problem, GemmProblem)]
     assert len(calls) == (2 if t == "t" else 1)
-    assert product.problem is not None
     assert product.problem.epilogue.act == "gelu"
     assert bool(product.problem.epilogue.save_z) == read_again == ("z" in dict(product.writes))
 

@@ -145,13 +145,11 @@ def test_validate_is_a_function_whatever_is_imported() -> None:
 def test_validate_compares_a_model_with_its_fusion_or_with_another() -> None:
     check = of.validate(MODEL)
     assert check.ok
-    assert check.worst is not None
     assert check.worst.output == "y"
     other = text_model("agraph (float[N] x) => (float[N] y) { y = Abs(x) }")
     feeds = [{"x": np.array([-1, 2], np.float32)}]
     check = of.validate(other, MODEL, feeds=feeds)
     assert not check.ok
-    assert check.worst is not None
     assert (check.worst.max_abs, check.worst.where) == (1.0, "y[0]")
     assert of.validate(other, MODEL, feeds=[{"x": np.ones(2, np.float32)}]).ok
 

@@ -35,7 +35,6 @@ def test_programs_give_what_onnxruntime_gives(case: Quantized) -> None:
 def test_weights_stay_in_4_bits_or_are_dequantized_once(case: Quantized) -> None:
     found = case.program()
     (call,) = found.calls
-    assert call.problem is not None
     four = "int4" in case.name
     assert call.problem.op == ("MatMulNBits" if four else "Gemm")
     held = {b.id for b in found.buffers if b.kind in ("weight", "constant")}
@@ -91,10 +90,8 @@ def test_many_rows_unpack_the_weights_first(shape: tuple[int, int, int], kernel:
     problem = PackedProduct(m=m, n=n, k=k, dtype="float16", bits=4, block=32,
                          blocks=k // 32, zero="", static_b=True)  # fmt: skip
     choice = select(problem.op, problem, H200)
-    assert choice is not None
     assert choice.kernel.name == kernel
     forced = select(problem.op, problem, H200, {"MatMulNBits": "unpack_simt"})
-    assert forced is not None
     assert forced.kernel.name == "unpack_simt"
 
 

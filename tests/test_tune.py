@@ -59,7 +59,6 @@ def played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("op", ["Gemm", "LayerNormGemm", "MatMulNBits"])
 def test_an_operator_by_name_is_the_problem_a_model_has(op: str, precision: str) -> None:
     (call,) = tune.calls_of(single_op_models.program_of(op, SHAPE, precision, H200), op)
-    assert call.problem is not None
     dtype, math = PRECISIONS[precision]
     assert (call.problem.dtype, call.problem.math) == (dtype, math)
     assert (call.problem.m, call.problem.k, call.problem.n) == SHAPE
@@ -74,7 +73,6 @@ def test_an_operator_that_a_rule_runs_is_tuned_by_name(op: str, played: Path) ->
     assert found.tried >= 2
     assert found.floor > 0
     choice = select(op, found.problem, H200)
-    assert choice is not None
     assert choice.why == "tuning record"
     assert (choice.kernel.name, str(choice.config)) == (found.kernel, found.config)
 
@@ -107,7 +105,6 @@ def test_the_fastest_that_agrees_is_kept_and_selected(played: Path) -> None:
     assert found.us == pytest.approx(200.0)
     assert found.before_us == pytest.approx(1000.0)
     choice = select("LayerNormGemm", found.problem, H200)
-    assert choice is not None
     assert (choice.kernel.name, str(choice.config)) == (found.kernel, found.config)
     assert choice.why == "tuning record"
     assert found.before != f"{found.kernel} {found.config}"
@@ -182,7 +179,6 @@ def test_what_a_norm_does_before_it_stores_parts_records(played: Path) -> None:
     assert set(json.loads(path.read_text())) == {tuning.key(f.problem.op, f.problem) for f in found}
     for f in found:
         choice = select(f.problem.op, f.problem, H200)
-        assert choice is not None
         assert choice.why == "tuning record"
         assert (choice.kernel.name, str(choice.config)) == (f.kernel, f.config)
 
@@ -201,7 +197,6 @@ def test_the_gain_counts_each_call_of_a_model(
 ) -> None:
     calls = tune.calls_of(single_op_models.program_of("LayerNormGemm", SHAPE, "bf16", H200))
     (problem,) = [call.problem for call in calls]
-    assert problem is not None
     counts = {tuning.key(problem.op, problem): 12}
     (data,) = bench._tune(Printer(), calls, counts, H200, 60, 6, None)
     assert (data["before_us"], data["us"]) == (pytest.approx(1000.0), pytest.approx(200.0))

@@ -265,7 +265,6 @@ def wrong_bias(model: Model) -> str:
     bias = node.inputs[2]
     assert bias is not None
     other = const_array(bias)
-    assert other is not None
     other = other + np.linspace(0, 0.5, other.size, dtype=np.float32)
     value = onnx_ir.Value(name="planted", const_value=onnx_ir.tensor(other, name="planted"))
     model.graph.register_initializer(value)
