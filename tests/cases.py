@@ -20,7 +20,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import onnxruntime.capi.onnxruntime_pybind11_state
-from support import entries
+from support import entries, with_weights
 
 from onnx_fuse.ir.build import text_model
 
@@ -123,12 +123,11 @@ class FusionCase:
             f"agraph ({self.inputs}) => ({self.output}) {{\n{lines}\n}}"
         )
         rng = np.random.default_rng(seed)
+        weights = {}
         for value in [v for v in model.graph.inputs if v.name not in self.fed]:
             array = rng.standard_normal(value.shape.numpy()) * 0.5 + (value.name == "g")
-            value.const_value = ir.tensor(array.astype(value.dtype.numpy()), name=value.name)
-            model.graph.inputs.remove(value)
-            model.graph.register_initializer(value)
-        return model
+            weights[value.name] = array.astype(value.dtype.numpy())
+        return with_weights(model, weights)
 
     def feeds(self, **sizes: int) -> dict[str, np.ndarray]:
         rng = np.random.default_rng(1)

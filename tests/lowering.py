@@ -14,6 +14,15 @@ from onnx_fuse.runtime.plan import plan
 H200 = CHIPS["H200"]
 
 
+def lowered(model, hw=H200, size=None, **options) -> Program:
+    """The program of a model for the shapes and types of its inputs, `size` in open dimensions."""
+    shapes = {
+        v.name: (tuple(d if isinstance(d, int) else size for d in v.shape), v.dtype.numpy().name)
+        for v in model.graph.inputs
+    }
+    return walk.lower(model, shapes, hw, **options)
+
+
 def program_of(model, feeds, hw=H200, **options) -> Program:
     shapes = {name: (a.shape, a.dtype.name) for name, a in feeds.items()}
     return walk.lower(model, shapes, hw, **options)

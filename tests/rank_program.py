@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lowering import lowered
 
-from onnx_fuse.lower.walk import lower
 from onnx_fuse.program.call import Program
-from onnx_fuse.program.problem import CHIPS, Collective
+from onnx_fuse.program.problem import Collective
 from onnx_fuse.training import optim
 from onnx_fuse.training.ranks import Ranks
 from onnx_fuse.training.step import training_model
@@ -40,15 +40,8 @@ def step_program(
         whole=lambda node: True,
         ranks=Ranks(1, 2, "bf16", shard, bucket=bucket),
     )
-    shapes = {
-        str(v.name): (
-            tuple(d if isinstance(d, int) else rows for d in v.shape),
-            v.dtype.numpy().name,
-        )
-        for v in graph.graph.inputs
-    }
     states = {s.next: s.name for s in spec.states if s.next}
-    return lower(graph, shapes, CHIPS["H200"], state=states)
+    return lowered(graph, size=rows, state=states)
 
 
 class Exchange:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import onnx_ir
 
 ENCODER = Path(__file__).parent.parent / "models" / "encoder.onnx"
 
@@ -44,3 +47,19 @@ def table(text: str, scope: dict[str, Any], at: int = 0) -> dict[str, Any]:
         values.insert(at, body.replace("\n", " "))
         rows[name] = tuple(values) if header else values[0]
     return rows
+
+
+def with_weights(
+    model: onnx_ir.Model, weights: Mapping[str, Any] | Callable[[onnx_ir.Value], Any]
+) -> onnx_ir.Model:
+    """The model, with arrays by name in place of its inputs; a function gives one for each but the
+    first.
+    """
+    inputs = model.graph.inputs
+    values = inputs[1:] if callable(weights) else [v for v in inputs if v.name in weights]
+    for value in list(values):
+        array = weights(value) if callable(weights) else weights[value.name or ""]
+        value.const_value = onnx_ir.tensor(np.asarray(array), name=value.name)
+        inputs.remove(value)
+        model.graph.register_initializer(value)
+    return model

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from lowering import H200
+from lowering import lowered
 
 from onnx_fuse.ir.build import text_model
-from onnx_fuse.lower import walk
 from onnx_fuse.program.call import Program, Tensor
 from onnx_fuse.program.passes import activation_again
 from onnx_fuse.program.problem import GemmProblem
@@ -22,8 +21,7 @@ STEP = """agraph (float16[4160,768] x, float16[768,3072] w, float16[3072] c, flo
 
 def step(outputs: str = "") -> Program:
     model = text_model(STEP.replace("OUTPUTS", outputs))
-    shapes = {v.name or "": (tuple(v.shape), "float16") for v in model.graph.inputs if v.shape}
-    return walk.lower(model, shapes, H200)
+    return lowered(model)
 
 
 def made_again(program: Program) -> list[tuple[GemmProblem, Tensor]]:

@@ -9,12 +9,12 @@ from itertools import product
 
 import numpy as np
 import onnx
-import onnx_ir
 import onnxruntime
 import pytest
 from lowering import program_of, weights_of
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.capi import onnxruntime_pybind11_state as errors
+from support import with_weights
 
 from onnx_fuse import rewrite
 from onnx_fuse.autodiff.load import load
@@ -282,11 +282,7 @@ def test_gradients_behind_sizes_that_inference_has_wrong(size):
         "x": rng.standard_normal((2, 1, 20, 30)).astype(np.float32),
         "w": rng.standard_normal((3, 1, 3, 3)).astype(np.float32),
     }
-    weight = feeds.pop("w")
-    value = next(v for v in model.graph.inputs if v.name == "w")
-    model.graph.inputs.remove(value)
-    value.const_value = onnx_ir.tensor(weight, name="w")
-    model.graph.register_initializer(value)
+    with_weights(model, {"w": feeds.pop("w")})
     check = check_gradients(model, feeds=feeds)
     assert check.ok
     assert [e.tensor for e in check.errors] == ["w"]

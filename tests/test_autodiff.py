@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
-import onnx_ir
 import pytest
 from cases import real_cases
 from onnx.backend.test import BackendTest
+from support import with_weights
 from test_gradients import session
 
 import onnx_fuse.ops.fused  # noqa: F401
@@ -31,13 +31,7 @@ def rng(seed=0):
 
 def weighted(text, **weights):
     """An ONNX text model whose inputs named in `weights` become initializers."""
-    model = text_model(text)
-    for name, array in weights.items():
-        value = next(v for v in model.graph.inputs if v.name == name)
-        model.graph.inputs.remove(value)
-        value.const_value = onnx_ir.tensor(np.asarray(array), name=name)
-        model.graph.register_initializer(value)
-    return model
+    return with_weights(text_model(text), weights)
 
 
 def run(model, feeds):

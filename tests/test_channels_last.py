@@ -8,7 +8,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 from lowering import H200, arrays, program_of, weights_of
-from support import table
+from support import table, with_weights
 
 from onnx_fuse import gradient, rewrite
 from onnx_fuse.importer.save import to_proto
@@ -186,13 +186,7 @@ STEP = """agraph (float[2,16,8,8] x, float[32,16,3,3] u, float[32,1,1] s,
 
 def test_a_step_takes_the_moments_of_a_group_norm_once() -> None:
     """As exporters write it, with SiLU: two passes backward, and three that make the statistics."""
-    model = text_model(STEP)
-    for value in list(model.graph.inputs)[1:]:
-        value.const_value = ir.tensor(
-            np.full(value.shape.numpy(), 0.5, np.float32), name=value.name
-        )
-        model.graph.register_initializer(value)
-    del model.graph.inputs[1:]
+    model = with_weights(text_model(STEP), lambda v: np.full(v.shape.numpy(), 0.5, np.float32))
     graph, spec = training_model(
         model, loss="mse", optimizer=optim.SGD(lr=0.1), precision="bf16", level=2, fused=True
     )

@@ -20,6 +20,7 @@ import numpy as np
 import onnx_ir
 import pytest
 import safetensors.numpy
+from support import with_weights
 
 from onnx_fuse.errors import CheckFailed, DataError, UsageError
 from onnx_fuse.ir.build import text_model
@@ -85,14 +86,10 @@ RUN: Any = None  # of the child
 
 
 def model() -> Any:
-    result = text_model(MODEL)
     rng = np.random.default_rng(0)
-    for value in list(result.graph.inputs[1:]):
-        array = np.abs(rng.normal(size=value.shape.numpy())).astype(np.float32)
-        value.const_value = onnx_ir.tensor(array, name=value.name)
-        result.graph.inputs.remove(value)
-        result.graph.register_initializer(value)
-    return result
+    return with_weights(
+        text_model(MODEL), lambda v: np.abs(rng.normal(size=v.shape.numpy())).astype(np.float32)
+    )
 
 
 def trainer() -> Trainer:

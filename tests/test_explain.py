@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from cases import RealCase, real_cases
-from support import Cli
+from support import Cli, with_weights
 
 from onnx_fuse import rewrite
 from onnx_fuse.autodiff.load import load
@@ -92,11 +92,8 @@ LEFT = {
 def test_what_stays_has_a_reason(name: str) -> None:
     inputs, outputs, body, wanted = LEFT[name]
     model = text_model(f"h ({inputs}) => ({outputs}) {{ {body} }}")
-    for weight in [v for v in model.graph.inputs if v.name in ("g", "b", "w", "var")]:
-        ones = np.ones(weight.shape.numpy(), np.float32)
-        weight.const_value = ir.tensor(ones, name=weight.name)
-        model.graph.inputs.remove(weight)
-        model.graph.register_initializer(weight)
+    held = [v for v in model.graph.inputs if v.name in ("g", "b", "w", "var")]
+    with_weights(model, {v.name: np.ones(v.shape.numpy(), np.float32) for v in held})
     reasons = [left.reason for left in rewrite.optimize(model).not_fused]
     for words in wanted:
         assert any(words in reason for reason in reasons), reasons

@@ -10,6 +10,7 @@ import onnxruntime
 import pytest
 from float8_net import net
 from lowering import H200, program_of
+from support import with_weights
 
 from onnx_fuse.errors import UsageError
 from onnx_fuse.importer.save import inline, to_proto
@@ -254,10 +255,6 @@ def test_a_product_of_two_results_stays_in_bfloat16() -> None:
         "agraph (float[32,32] x, float[32,32] w) => (float[32,32] y)"
         " { h = MatMul(x, w) t = Transpose <perm = [1, 0]> (h) y = MatMul(h, t) }"
     )
-    value = model.graph.inputs[1]
-    model.graph.inputs.remove(value)
-    value.const_value = ir.tensor(np.eye(32, dtype=np.float32), name="w")
-    model.graph.register_initializer(value)
-    graph, _ = step(model)
+    graph, _ = step(with_weights(model, {"w": np.eye(32, dtype=np.float32)}))
     assert sum(n.op_type.startswith("Float8Linear_") for n in graph.graph) == 1
     assert sum(n.op_type == "MatMul" for n in graph.graph) >= 1

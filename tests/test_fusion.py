@@ -12,6 +12,7 @@ import pytest
 from cases import NEWEST_OPSET, FusionCase, RealCase, real_cases
 from fusion_cases import FUSION_CASES
 from onnx.reference import ReferenceEvaluator
+from support import with_weights
 
 from onnx_fuse import autodiff, rewrite
 from onnx_fuse.autodiff.load import load
@@ -275,11 +276,7 @@ def test_tied_weights_stay_tied_in_training() -> None:
         }"""
     )
     rng = np.random.default_rng(0)
-    for value in list(model.graph.inputs[1:]):
-        array = rng.standard_normal(value.shape.numpy()).astype(np.float32)
-        value.const_value = ir.tensor(array, name=value.name)
-        model.graph.inputs.remove(value)
-        model.graph.register_initializer(value)
+    with_weights(model, lambda v: rng.standard_normal(v.shape.numpy()).astype(np.float32))
     feeds = {"x": rng.standard_normal((3, 8)).astype(np.float32)}
     expected = run(load(model), feeds)
     for training, transposes in ((False, 0), (True, 1)):

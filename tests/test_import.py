@@ -9,6 +9,7 @@ import onnx
 import onnx_ir
 import onnxruntime
 import pytest
+from support import with_weights
 
 from onnx_fuse import optimize, rewrite
 from onnx_fuse.autodiff.load import load
@@ -305,9 +306,7 @@ def test_large_weights_are_streamed_to_the_same_model(tmp_path: Path) -> None:
     model = text_model(
         "agraph (float[N,256] x, float[256,256] w) => (float[N,256] y) {y = MatMul (x, w)}"
     )
-    w = model.graph.inputs.pop()
-    w.const_value = onnx_ir.tensor(rng.standard_normal((256, 256)).astype(np.float32), name="w")
-    model.graph.register_initializer(w)
+    with_weights(model, {"w": rng.standard_normal((256, 256)).astype(np.float32)})
     save(model, tmp_path / "streamed.onnx")
     whole = to_proto(model)
     del whole.graph.value_info[:]  # an initializer states its own type

@@ -11,11 +11,11 @@ import onnx
 import onnx.parser
 import onnx_ir
 import pytest
-from lowering import H200
+from lowering import H200, lowered
 
 from onnx_fuse import Trainer
 from onnx_fuse.ir.build import text_model
-from onnx_fuse.lower import linear, walk
+from onnx_fuse.lower import linear
 from onnx_fuse.program.call import Program
 from onnx_fuse.program.problem import CHIPS
 
@@ -29,8 +29,7 @@ GRADIENT = """agraph ({d}[{m},{n}] dy, {d}[{m},{k}] x, {d}[{k}] s,
 def program_of(shape: tuple[int, int, int], dtype: str, math: str, chip: str) -> Program:
     m, k, n = shape
     model = text_model(GRADIENT.format(m=m, k=k, n=n, d=dtype))
-    feeds = {v.name: (tuple(v.shape), v.dtype.numpy().name) for v in model.graph.inputs}
-    return walk.lower(model, feeds, CHIPS[chip], math=math)
+    return lowered(model, CHIPS[chip], math=math)
 
 
 DEAR = {"LayerNormGemmGrad": 3e-5}

@@ -14,6 +14,7 @@ from pathlib import Path
 import cuda.pathfinder
 import pytest
 from cuda.bindings import driver
+from lowering import lowered
 
 from onnx_fuse import config
 from onnx_fuse.cuda import nvrtc
@@ -560,12 +561,8 @@ def test_the_step_of_a_perceptron_is_few_launches_without_spills(
         level=level,
         fused=True,
     )
-    shapes = {
-        v.name: (tuple(d if isinstance(d, int) else 32 for d in v.shape), v.dtype.numpy().name)
-        for v in model.graph.inputs
-    }
     state = {s.next: s.name for s in spec.states if s.next}
-    calls = lower(model, shapes, H200, state=state).calls
+    calls = lowered(model, size=32, state=state).calls
     names = [call.kernel for call in calls]
     assert sum(name == "LayerNormalization" for name in names) == 2
     assert "LayerNormalization+Gemm" in names or "LayerNormalization+MatMul" in names

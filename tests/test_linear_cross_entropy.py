@@ -21,6 +21,7 @@ from head_rows import (
     truth,
 )
 from lowering import program_of
+from support import with_weights
 
 from onnx_fuse import autodiff, optim, rewrite
 from onnx_fuse.cuda import nvrtc
@@ -198,13 +199,10 @@ LM = f"""agraph (int64[B, T] ids, float[{CLASSES}, {WIDTH}] table, float[{WIDTH}
 
 
 def language_model() -> ir.Model:
-    model, rng = text_model(LM), np.random.default_rng(0)
-    for value in list(model.graph.inputs)[1:]:
-        array = rng.standard_normal(value.shape.numpy()).astype(np.float32)
-        value.const_value = ir.tensor(array, name=value.name)
-        model.graph.inputs.remove(value)
-        model.graph.register_initializer(value)
-    return model
+    rng = np.random.default_rng(0)
+    return with_weights(
+        text_model(LM), lambda v: rng.standard_normal(v.shape.numpy()).astype(np.float32)
+    )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -242,11 +240,7 @@ def test_a_smoothed_loss_takes_over_many_scores(
     }
     found = []
     for fused in (False, True):
-        model = text_model(text)
-        value = next(v for v in model.graph.inputs if v.name == "w")
-        value.const_value = ir.tensor(w, name="w")
-        model.graph.inputs.remove(value)
-        model.graph.register_initializer(value)
+        model = with_weights(text_model(text), {"w": w})
         step, spec = training_model(
             model, loss="cross_entropy", loss_options=options, optimizer=optim.SGD(lr=0.5),
             level=2, fused=fused,

@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from lowering import GRAPHS, H200, X, arrays, interpreted, program_of, weights_of
+from lowering import GRAPHS, H200, X, arrays, interpreted, lowered, program_of, weights_of
 
 from onnx_fuse import rewrite, session
 from onnx_fuse.cuda import nvrtc, pointwise
@@ -149,12 +149,9 @@ def test_a_filter_of_one_tap_is_a_product_with_all_that_follows(batch, act, bias
 
 
 def test_a_residual_stays_apart_where_no_kernel_adds_it_before_the_activation_as_fast():
-    shapes = {"x": ((16, 4096), "float16"), "w": ((4096, 4096), "float16"),
-              "r": ((16, 4096), "float16")}  # fmt: skip
-    ends = ", ".join(f"float16[{a[0]},{a[1]}] {name}" for name, (a, _) in shapes.items())
-    body = "{ m = MatMul (x, w) s = Add (m, r) y = Relu (s) }"
-    model = text_model(f"agraph ({ends}) => (float16[16,4096] y) {body}")
-    calls = walk.lower(model, shapes, H200).calls
+    model = text_model("""agraph (float16[16,4096] x, float16[4096,4096] w, float16[16,4096] r)
+    => (float16[16,4096] y) { m = MatMul (x, w) s = Add (m, r) y = Relu (s) }""")
+    calls = lowered(model).calls
     product = next(c.problem for c in calls if isinstance(c.problem, GemmProblem))
     assert product.epilogue.residual or product.epilogue.beta == 1.0
     assert (len(calls) == 1) == bool(product.epilogue.act)
@@ -434,11 +431,7 @@ def test_a_trainers_float32_gradients_by_split_products_are_one_call(rows, hw, c
         model, loss="mse", optimizer=optim.SGD(lr=0.1), precision="bf16x3", fused=True, level=1,
         whole=CombinedGradients(TrainingOptions(loss="mse", precision="bf16x3", hardware=hw)),
     )  # fmt: skip
-    shapes = {
-        v.name: (tuple(d if isinstance(d, int) else 2048 for d in v.shape), v.dtype.numpy().name)
-        for v in graph.graph.inputs
-    }
-    calls = walk.lower(graph, shapes, hw, math="bf16x3").calls
+    calls = lowered(graph, hw, 2048, math="bf16x3").calls
     ops = [call.problem.op for call in calls if isinstance(call.problem, GemmProblem)]
     assert ops.count("LayerNormGemmGrad") == count
 
@@ -454,8 +447,7 @@ def test_a_weight_is_copied_where_its_gradient_has_few_tiles(rows, k, n, turned)
         w = Transpose(v)
         dx, dg, db, dw, dc = onnx_fuse.LayerNormGemmGrad (dy, x, g, b, w, c, m, r, z)
     }}""")
-    shapes = {v.name: (v.shape.numpy(), v.dtype.numpy().name) for v in model.graph.inputs}
-    made = [c.problem for c in walk.lower(model, shapes, CHIPS["H200"]).calls]
+    made = [c.problem for c in lowered(model).calls]
     (found,) = (p for p in made if isinstance(p, GemmProblem) and p.op == "LayerNormGemmGrad")
     assert found.trans_b == turned
 
@@ -470,8 +462,7 @@ def test_gradients_of_frozen_weights_are_not_made(read):
         => ({", ".join(types[name] for name in read.split())}) {{
         dx, dg, db, dw, dc = onnx_fuse.LayerNormGemmGrad (dy, x, g, b, w, c, m, r, z)
     }}""")
-    shapes = {v.name: (v.shape.numpy(), v.dtype.numpy().name) for v in model.graph.inputs}
-    calls = walk.lower(model, shapes, CHIPS["H200"]).calls
+    calls = lowered(model).calls
     (call,) = (c for c in calls if isinstance(c.problem, GemmProblem))
     assert call.problem.frozen == (read == "dx")
     names = " ".join(launch.entry for launch in call.launches)

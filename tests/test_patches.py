@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import onnx_ir as ir
 import onnxruntime
 import pytest
+from support import with_weights
 
 from onnx_fuse import optim
 from onnx_fuse.importer.save import to_proto
@@ -46,11 +46,7 @@ def test_a_step_gives_the_loss_and_weights_of_the_convolution(name: str) -> None
     }
     found = []
     for fused in (False, True):
-        model = text_model(text)
-        for value in [v for v in model.graph.inputs if v.name in weights]:
-            value.const_value = ir.tensor(weights[str(value.name)], name=value.name)
-            model.graph.inputs.remove(value)
-            model.graph.register_initializer(value)
+        model = with_weights(text_model(text), weights)
         step, spec = training_model(model, loss="mse", optimizer=optim.SGD(lr=0.5), fused=fused)
         kinds = {n.op_type for n in step.graph}
         assert ("Conv" in kinds) != (fused and product)

@@ -6,13 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lowering import H200, program_of
+from lowering import lowered, program_of
 from sums_rows import OVER, TOLERANCE, always, feeds_of, text_of, wanted
 
 from onnx_fuse import autodiff
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.ir.build import text_model
-from onnx_fuse.lower.walk import lower
 from onnx_fuse.program.data_movement import PointwiseSums
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.session import load
@@ -67,8 +66,7 @@ def test_its_code_spills_nothing(over: str, dtype: str) -> None:
 )
 def test_sums_join_where_that_is_faster(m: int, n: int, over: str, joined: bool) -> None:
     model = text_model(text_of(m, n, "float", over))
-    shapes = {v.name: (tuple(v.shape.numpy()), "float32") for v in model.graph.inputs}
-    calls = lower(model, shapes, H200).calls
+    calls = lowered(model).calls
     assert any(isinstance(call.problem, PointwiseSums) for call in calls) == joined
 
 

@@ -8,7 +8,7 @@ import math_cases
 import numpy as np
 import onnx_ir
 import pytest
-from lowering import GRAPHS, H200, RNG, arrays, program_of, weights_of
+from lowering import GRAPHS, H200, RNG, arrays, lowered, program_of, weights_of
 
 from onnx_fuse import autodiff, rewrite, session
 from onnx_fuse.ir.build import text_model
@@ -197,11 +197,7 @@ def test_a_norm_before_a_product_has_one_gradient_call(dtype, math, act, norm):
     {{ dx, ds, {"db," if layer else ""} dw, dc = onnx_fuse.{norm}Gemm{act}Grad
        (dy, x, s, {"b," if layer else ""} w, c, {"mean," if layer else ""} rstd, z) }}"""
     model = text_model(text)
-    feeds = {
-        v.name: (tuple(v.shape), "float32" if v.dtype == onnx_ir.DataType.FLOAT else "bfloat16")
-        for v in model.graph.inputs
-    }
-    calls = walk.lower(model, feeds, H200, math=math).calls
+    calls = lowered(model, math=math).calls
     kinds = [call.problem.op for call in calls if isinstance(call.problem, GemmProblem)]
     assert kinds == ["LayerNormGemmGrad"]
     assert calls[0].problem.epilogue.act == act.lower()
@@ -222,8 +218,7 @@ GRADIENT = """agraph ({d}[{m},{n}] dy, {d}[{m},{k}] x, {d}[{k}] s,
 def gradient_program(shape, dtype, chip, math):
     m, k, n = shape
     model = text_model(GRADIENT.format(m=m, k=k, n=n, d=dtype))
-    feeds = {v.name: (tuple(v.shape), v.dtype.numpy().name) for v in model.graph.inputs}
-    return walk.lower(model, feeds, CHIPS[chip], math=math)
+    return lowered(model, CHIPS[chip], math=math)
 
 
 @pytest.mark.parametrize("chip", ["A100", "L4", "H200", "B200"])
@@ -538,8 +533,7 @@ def test_a_product_without_a_bias_has_the_kernel_of_one_with_it(nodes, op):
     => (float16[40,72] y) {{ {nodes} }}"""
     model = text_model(text)
     rewrite.optimize(model)
-    shapes = {v.name: (tuple(v.shape), "float16") for v in model.graph.inputs}
-    program = walk.lower(model, shapes, H200)
+    program = lowered(model)
     (call,) = [call for call in program.calls if isinstance(call.problem, GemmProblem)]
     assert call.problem.op == op
     bias = dict(call.reads)["c" if op == "LayerNormGemm" else "col1"]
@@ -564,11 +558,7 @@ BLOCK_GRAD = """agraph (bfloat16[M,256] g, bfloat16[512,256] v, bfloat16[M,256] 
 def block_gradient(rows, more="", node="", order="dx, r"):
     text = BLOCK_GRAD.replace("MORE", more).replace("NODE", node).replace("ORDER", order)
     model = text_model(text.replace("M,", f"{rows},"))
-    shapes = {
-        v.name: (tuple(v.shape), "float32" if v.dtype == onnx_ir.DataType.FLOAT else "bfloat16")
-        for v in model.graph.inputs
-    }
-    program = walk.lower(model, shapes, H200)
+    program = lowered(model)
     product, grad = (call for call in program.calls if isinstance(call.problem, GemmProblem))
     return program, product, grad
 
@@ -603,8 +593,7 @@ def hidden_gradient(rows, width, inner, more):
 def test_an_activations_gradient_is_made_before_and_its_bias_summed_after(rows, more, sums):
     """The product before multiplies by the slope; the one behind sums up the bias's gradient."""
     model = hidden_gradient(rows, 768, 3072, more)
-    shapes = {v.name: (tuple(v.shape), "bfloat16") for v in model.graph.inputs}
-    program = walk.lower(model, shapes, H200)
+    program = lowered(model)
     first, *products = (call for call in program.calls if isinstance(call.problem, GemmProblem))
     assert (first.problem.epilogue.dact, first.problem.epilogue.act) == (True, "silu")
     assert dict(first.reads)["c"] == dict(program.inputs)["z"]
@@ -672,11 +661,7 @@ def test_gradients_of_empty_products_are_their_bodies(op, rows, columns):
     {{ dx, {"ds, db," if norm else ""} dw, dc = onnx_fuse.{op}Grad
        (dy, x, {"s, b," if norm else ""} w, {"c, mean, rstd," if norm else ""} z) }}"""
     model = text_model(text)
-    shapes = {
-        v.name: (tuple(v.shape), "float32" if v.dtype == onnx_ir.DataType.FLOAT else "float16")
-        for v in model.graph.inputs
-    }
-    program = walk.lower(model, shapes, H200)
+    program = lowered(model)
     assert not any(
         call.problem is not None and call.problem.op.endswith("Grad") for call in program.calls
     )

@@ -6,6 +6,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from gradient_loops import RECURRENT
+from lowering import lowered
 from test_gradients import build, draw, session
 
 from onnx_fuse import autodiff
@@ -67,8 +68,7 @@ def test_the_step_operators_bodies_are_the_node(case) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_launches_do_not_grow_with_the_steps(kind: str) -> None:
     backward = autodiff.gradient(node_of(kind, 300, 2, 8), wrt=["x", "w", "r", "b"])
-    shapes = {v.name: (v.shape.numpy(), "float32") for v in backward.graph.inputs}
-    program = lower(backward, shapes, CHIPS["H200"])
+    program = lowered(backward)
     assert not program.fallbacks
     assert len(program.calls) < 30
     sources = [x.source for call in program.calls for x in call.launches]

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import onnx_ir
 import pytest
+from lowering import lowered
 from rank_program import Exchange, step_program
+from support import with_weights
 
 from onnx_fuse.errors import UsageError
 from onnx_fuse.ir.build import text_model
-from onnx_fuse.lower.walk import lower
 from onnx_fuse.program.call import Call, Program, Tensor
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.open import SymbolicProgram
@@ -45,12 +46,10 @@ def network() -> onnx_ir.Model:
         f"agraph ({rows} x0, {rows} t, {given}) => (float loss) {{ {' '.join(lines)} }}"
     )
     rng = np.random.default_rng(0)
-    for value in model.graph.inputs[2:]:
-        array = (rng.normal(size=(WIDTH, WIDTH)) / 8).astype(np.float32)
-        value.const_value = onnx_ir.tensor(array, name=value.name)
-        model.graph.inputs.remove(value)
-        model.graph.register_initializer(value)
-    return model
+    names = [v.name for v in model.graph.inputs[2:]]
+    return with_weights(
+        model, {n: (rng.normal(size=(WIDTH, WIDTH)) / 8).astype(np.float32) for n in names}
+    )
 
 
 def batches() -> list[dict[str, Array]]:
@@ -68,16 +67,9 @@ def step(rank: int, ranks: int, shard: str, rows: int | None = None) -> tuple[Pr
     graph, spec = training_model(
         network(), loss="loss", optimizer=optim.AdamW(lr=1e-3), clip_norm=0.5, ranks=given
     )
-    sizes = {"n": ROWS // ranks if rows is None else rows}
-    shapes = {
-        str(v.name): (
-            tuple(d if isinstance(d, int) else sizes[d.value] for d in v.shape),
-            v.dtype.numpy().name,
-        )
-        for v in graph.graph.inputs
-    }
+    rows = ROWS // ranks if rows is None else rows
     states = {s.next: s.name for s in spec.states if s.next}
-    return lower(graph, shapes, H200, state=states), spec
+    return lowered(graph, size=rows, state=states), spec
 
 
 def within(program: Program, memory: budget.Budget) -> tuple[Program, budget.Recompute]:

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+from lowering import lowered
 from support import Cli
 
 from onnx_fuse import config, progress, single_op_models, tune
@@ -84,8 +85,7 @@ def test_what_has_no_choice_is_not_timed(played: Path) -> None:
         "float[64,1] r) => (float[64,768] dx, float[768] ds, float[768] db) "
         "{ dx, ds, db = onnx_fuse.LayerNormGrad (dy, x, s, m, r) }"
     )
-    shapes = {v.name or "": (tuple(v.shape or ()), "float32") for v in graph.graph.inputs}
-    calls = tune.calls_of(lower(graph, shapes, H200))  # type: ignore[arg-type]
+    calls = tune.calls_of(lowered(graph))
     assert [c.problem.op for c in calls if c.problem] == ["NormGrad", "NormGradSums"]
     assert [found.problem.op for found in tune.tune(calls, H200)] == ["NormGrad"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ml_dtypes
 import numpy as np
-import onnx_ir as ir
 import pytest
 from lowering import program_of, weights_of
+from support import with_weights
 
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.program.interpret import interpret
@@ -38,9 +38,7 @@ def test_rows_of_whole_16_bytes(case: str) -> None:
     right = feeds["w"].T if turned else feeds["w"]
     want = feeds["x"].astype(np.float32) @ right.astype(np.float32)
     if weight:
-        value = model.graph.inputs.pop(1)
-        value.const_value = ir.tensor(feeds.pop("w"), name="w")
-        model.graph.register_initializer(value)
+        with_weights(model, {"w": feeds.pop("w")})
     program = program_of(model, feeds)
     (problem,) = (c.problem for c in program.calls if isinstance(c.problem, GemmProblem))
     assert (problem.lda, problem.ldb, problem.ldy) == strides

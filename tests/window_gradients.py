@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir
+from support import with_weights
 
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.ir.constants import FUSE
@@ -131,9 +132,4 @@ def network() -> onnx_ir.Model:
     model = text_model(
         f"agraph (float[4,3,32,32] x, {held}) => (float[4,32] y) {{ {' '.join(body)} }}"
     )
-    for value in [v for v in model.graph.inputs if v.name != "x"]:
-        model.graph.inputs.remove(value)
-        array = weights[value.name or ""].astype(np.float32)
-        value.const_value = onnx_ir.tensor(array, name=value.name)
-        model.graph.register_initializer(value)
-    return model
+    return with_weights(model, lambda v: weights[v.name].astype(np.float32))
