@@ -150,9 +150,9 @@ def fusion_rows(text: str, **parts: str) -> Iterator[FusionCase]:
           spares empty: the reason
           reason: why the graph stays as it is
 
-    $NAME stands for the text of that name in this module or in `parts`.
+    $NAME stands for a text of `parts` or of PARTS.
     """
-    parts = globals() | parts
+    parts = PARTS | parts
     tensor, numbers = r"(?<!value )= (\w+(?:\[[\d,]*\])? \{[^}]*\})", r"= (\[[^\]]*\])(?=\s|$)"
     for name, about, row in entries(re.sub(r"(?m)  #.*$", "", text)):
         lines = Template(row).substitute(parts).splitlines()
@@ -176,62 +176,23 @@ def fusion_rows(text: str, **parts: str) -> Iterator[FusionCase]:
         yield FusionCase(name, ends[1], body, **options)
 
 
-# Parts of the graphs' texts.
-X, LIN = "float[B,T,16] x", "float[16,24] w, float[24] c"
-AFFINE = "float[16] g, float[16] b"
-IN = f"{X}, {AFFINE}, {LIN}"
-LN = "n = LayerNormalization <axis = -1> (x, g, b)\n"
-LINEAR = "m = MatMul (n, w)\n z = Add (m, c)\n"
-PLAIN = "m = MatMul (x, w)\n z = Add (m, c)\n"
-
-
-PAD = "p = Pad (n, pads)\n"
-PAD_AND_ROLL = (
-    "one = Constant <value_ints = [1]> ()\n two = Constant <value_ints = [2]> ()\n"
-    "end = Constant <value_ints = [99]> ()\n start = Constant <value_ints = [0]> ()\n"
-    "q = Pad (n, pads)\n low = Slice (q, start, two, one)\n high = Slice (q, two, end, one)\n"
-    "p = Concat <axis = 1> (high, low)\n"
-)
-PADDED = "m = MatMul (v, w)\n y = Add (m, c)"
-
-
-def scalar(name: str, value: float) -> str:
-    return f"{name} = Constant <value = float {{{value}}}> ()\n"
-
-
-def written_norm(mean: str, square: str, normalize: str, affine: str = "q = Mul (p, g)") -> str:
-    """A LayerNorm (or, without `mean`, an RMSNorm) spelled out; d is what is squared."""
-    return (
-        "axes = Constant <value = int64[1] {-1}> ()\n"
-        + scalar("two", 2.0)
-        + scalar("one", 1.0)
-        + scalar("eps", 1e-12)
-        + f"{mean}\n{square}\n"
-        "v = ReduceMean (sq, axes)\n ve = Add (v, eps)\n std = Sqrt (ve)\n"
-        f"{normalize}\n{affine}\n"
-    )
-
-
-CENTRE = "mu = ReduceMean (x, axes)\n d = Sub (x, mu)"
-POW, MUL = "sq = Pow (d, two)", "sq = Mul (d, d)"
-DIV = "p = Div (d, std)"
-RECIPROCAL = "r = Reciprocal (std)\n p = Mul (r, d)"
-ONE_OVER = "r = Div (one, std)\n p = Mul (d, r)"
-BIAS = "q = Mul (p, g)\n n = Add (q, b)"
-
-ERF = (
-    scalar("r2", 1.41421356)
-    + scalar("half", 0.5)
-    + scalar("one", 1.0)
-    + ("u = Div (z, r2)\n e = Erf (u)\n e1 = Add (e, one)\n")
-)
-TANH = (
-    scalar("half", 0.5)
-    + scalar("one", 1.0)
-    + scalar("three", 3.0)
-    + scalar("k", 0.7978845608)
-    + scalar("a", 0.044715)
-)
-QKV = "float[B,H,S,8] q, float[B,H,T,8] k, float[B,H,T,8] v"
-SCORES = "kt = Transpose <perm = [0,1,3,2]> (k)\n s = MatMul (q, kt)\n"
-SCALE = scalar("f", 0.35355339)
+PARTS = {
+    "X": "float[B,T,16] x",
+    "LIN": "float[16,24] w, float[24] c",
+    "AFFINE": "float[16] g, float[16] b",
+    "IN": "float[B,T,16] x, float[16] g, float[16] b, float[16,24] w, float[24] c",
+    "LN": "n = LayerNormalization <axis = -1> (x, g, b)",
+    "LINEAR": "m = MatMul (n, w)  z = Add (m, c)",
+    "PLAIN": "m = MatMul (x, w)  z = Add (m, c)",
+    "PADDED": "m = MatMul (v, w)  y = Add (m, c)",
+    "CENTRE": "mu = ReduceMean (x, axes)  d = Sub (x, mu)",
+    "BIAS": "q = Mul (p, g)  n = Add (q, b)",
+    "ERF": "r2 = float {1.41421356}  half = float {0.5}  one = float {1.0}"
+    "  u = Div (z, r2)  e = Erf (u)  e1 = Add (e, one)",
+    "TANH": "half = float {0.5}  one = float {1.0}  three = float {3.0}"
+    "  k = float {0.7978845608}  a = float {0.044715}",
+    "QKV": "float[B,H,S,8] q, float[B,H,T,8] k, float[B,H,T,8] v",
+    "SCORES": "kt = Transpose <perm = [0,1,3,2]> (k)  s = MatMul (q, kt)",
+    "SCALE": "f = float {0.35355339}",
+}
+"""Parts of the graphs' texts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 import compiled
 import onnx_ir
 import pytest
+from fake_gpu import FakeGpu
 from support import Cli, Result
 
 from onnx_fuse import cli as command
@@ -91,3 +93,10 @@ def saved(tmp_path: Path) -> Callable[..., Path]:
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Machine code that stands for a source: what is tested is what surrounds it."""
     monkeypatch.setattr(nvrtc, "compile", lambda source, defines, arch: f"{arch}{source}".encode())
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    """A GPU of host memory, which is there until everything on it is gone."""
+    yield FakeGpu().use(monkeypatch)
+    gc.collect()

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from cases import FusionCase, fusion_rows, scalar
+from cases import fusion_rows
 from fusion_attention import ATTENTION
 from fusion_products import PRODUCTS
 
-FUSION_CASES = (
-    *PRODUCTS,
-    *ATTENTION,
-    *fusion_rows("""
+ROWS = """
 # --- Conv, losses -----------------------------------------------------------------------------
 group_norm_alone: GroupNorm; gone InstanceNormalization Silu Sigmoid
   (float[B,8,S,T] x, float[8,1,1] g, float[8,1,1] b) => (float[B,8,S,T] y)
@@ -91,29 +88,29 @@ conv_bias_behind_it_rank_3: ConvRelu; fed x r; gone Add Relu Mul
 conv_bias_behind_it_and_residual: ConvAddRelu; fed x r; gone Add Relu Mul
   (float[B,3,S,T] x, float[B,6,S,T] r, float[6,3,3,3] w, float[1,6,1,1] c) => (float[B,6,S,T] y)
   z = Conv <pads = [1,1,1,1]> (x, w)  b = Add (c, z)  s = Add (b, r)  y = Relu (s)
-"""),
-    *(
-        FusionCase(
-            f"conv_clip_{name}",
-            "float[B,3,S,T] x, float[6,3,3,3] w, float[6] c",
-            scalar("low", low)
-            + scalar("high", high)
-            + "z = Conv <pads = [1,1,1,1]> (x, w, c)\n"
-            + f"y = Clip ({operands})",
-            fused,
-            output="float[B,6,S,T] y",
-            reason="" if fused else "not one of the activations",
-        )
-        for name, low, high, operands, fused in (
-            ("from_0_to_6", 0, 6, "z, low, high", ("ConvClippedRelu",)),
-            ("from_0_to_half", 0, 0.5, "z, low, high", ("ConvClippedRelu",)),
-            ("from_minus_1", -1, 6, "z, low, high", ()),
-            ("to_0", 0, 0, "z, low, high", ()),
-            ("without_bounds", 0, 6, "z", ()),
-            ("without_a_low_bound", 0, 6, "z, , high", ()),
-        )
-    ),
-    *fusion_rows("""
+conv_clip_from_0_to_6: ConvClippedRelu
+  (float[B,3,S,T] x, float[6,3,3,3] w, float[6] c) => (float[B,6,S,T] y)
+  low = float {0}  high = float {6}  z = Conv <pads = [1,1,1,1]> (x, w, c)  y = Clip (z, low, high)
+conv_clip_from_0_to_half: ConvClippedRelu
+  (float[B,3,S,T] x, float[6,3,3,3] w, float[6] c) => (float[B,6,S,T] y)
+  low = float {0}  high = float {0.5}  z = Conv <pads = [1,1,1,1]> (x, w, c)
+  y = Clip (z, low, high)
+conv_clip_from_minus_1:
+  (float[B,3,S,T] x, float[6,3,3,3] w, float[6] c) => (float[B,6,S,T] y)
+  low = float {-1}  high = float {6}  z = Conv <pads = [1,1,1,1]> (x, w, c)  y = Clip (z, low, high)
+  reason: not one of the activations
+conv_clip_to_0:
+  (float[B,3,S,T] x, float[6,3,3,3] w, float[6] c) => (float[B,6,S,T] y)
+  low = float {0}  high = float {0}  z = Conv <pads = [1,1,1,1]> (x, w, c)  y = Clip (z, low, high)
+  reason: not one of the activations
+conv_clip_without_bounds:
+  (float[B,3,S,T] x, float[6,3,3,3] w, float[6] c) => (float[B,6,S,T] y)
+  low = float {0}  high = float {6}  z = Conv <pads = [1,1,1,1]> (x, w, c)  y = Clip (z)
+  reason: not one of the activations
+conv_clip_without_a_low_bound:
+  (float[B,3,S,T] x, float[6,3,3,3] w, float[6] c) => (float[B,6,S,T] y)
+  low = float {0}  high = float {6}  z = Conv <pads = [1,1,1,1]> (x, w, c)  y = Clip (z, , high)
+  reason: not one of the activations
 conv_sum_that_is_no_bias_of_columns:
   (float[B,3,S,6] x, float[6,3,3,3] w, float[1,1,1,6] b) => (float[B,6,S,6] y)
   z = Conv <pads = [1,1,1,1]> (x, w)  s = Add (z, b)  y = Relu (s)
@@ -216,5 +213,5 @@ linear_cross_entropy: LinearCrossEntropy; fed x labels; gone MatMul SoftmaxCross
   r = Reshape (l, to)  flat = int64[1] {-1}  t = Reshape (labels, flat)
   y = SoftmaxCrossEntropyLoss <ignore_index = 5> (r, t)
   spares empty: onnxruntime's SoftmaxCrossEntropyLoss takes no batch of none (1.32)
-"""),
-)
+"""
+FUSION_CASES = (*PRODUCTS, *ATTENTION, *fusion_rows(ROWS))

@@ -2,34 +2,9 @@
 
 from __future__ import annotations
 
-from cases import (
-    AFFINE,
-    BIAS,
-    CENTRE,
-    DIV,
-    ERF,
-    IN,
-    LIN,
-    LINEAR,
-    LN,
-    MUL,
-    ONE_OVER,
-    PAD,
-    PAD_AND_ROLL,
-    PADDED,
-    PLAIN,
-    POW,
-    RECIPROCAL,
-    TANH,
-    FusionCase,
-    X,
-    fusion_rows,
-    scalar,
-    written_norm,
-)
+from cases import fusion_rows
 
-PRODUCTS = (
-    *fusion_rows("""
+ROWS = """
 # --- LayerNormalization in every form that exporters write -----------------------------------
 norm_with_a_shift_of_one_number: LayerNormGemm
   (float[B,T,16] x, float[16] g, float[1] b, $LIN)
@@ -48,21 +23,23 @@ norm_with_mean_and_rstd: LayerNormGemm
 norm_without_bias: LayerNormGemm
   ($X, float[16] g, $LIN)
   n = LayerNormalization (x, g)  $LINEAR  y = Identity (z)
-"""),
-    *(
-        FusionCase(
-            f"norm_written_out_{name}",
-            IN,
-            written_norm(CENTRE, square, normalize, BIAS) + LINEAR + "y = Identity (z)",
-            ("LayerNormGemm",),
-        )
-        for name, square, normalize in (
-            ("pow_div", POW, DIV),
-            ("mul_reciprocal", MUL, RECIPROCAL),
-            ("mul_one_over", MUL, ONE_OVER),
-        )
-    ),
-    *fusion_rows("""
+norm_written_out_pow_div: LayerNormGemm
+  ($IN)
+  axes = int64[1] {-1}  two = float {2.0}  one = float {1.0}  eps = float {1e-12}
+  mu = ReduceMean (x, axes)  d = Sub (x, mu)  sq = Pow (d, two)  v = ReduceMean (sq, axes)
+  ve = Add (v, eps)  std = Sqrt (ve)  p = Div (d, std)  $BIAS  $LINEAR  y = Identity (z)
+norm_written_out_mul_reciprocal: LayerNormGemm
+  ($IN)
+  axes = int64[1] {-1}  two = float {2.0}  one = float {1.0}  eps = float {1e-12}
+  mu = ReduceMean (x, axes)  d = Sub (x, mu)  sq = Mul (d, d)  v = ReduceMean (sq, axes)
+  ve = Add (v, eps)  std = Sqrt (ve)  r = Reciprocal (std)  p = Mul (r, d)  $BIAS  $LINEAR
+  y = Identity (z)
+norm_written_out_mul_one_over: LayerNormGemm
+  ($IN)
+  axes = int64[1] {-1}  two = float {2.0}  one = float {1.0}  eps = float {1e-12}
+  mu = ReduceMean (x, axes)  d = Sub (x, mu)  sq = Mul (d, d)  v = ReduceMean (sq, axes)
+  ve = Add (v, eps)  std = Sqrt (ve)  r = Div (one, std)  p = Mul (d, r)  $BIAS  $LINEAR
+  y = Identity (z)
 norm_written_out_width_from_sizes: LayerNormGemm  # [B·4, -1, 16], as patches are unfolded
   (float[B,4,T,16] x, $AFFINE, $LIN) => (float[R,T,24] y)
   zero = int64 {0}  four = int64 {4}  at = int64[1] {0}  rest = int64[1] {-1}  all = Shape (x)
@@ -160,79 +137,83 @@ gemm_with_alpha_stays:
   (float[B,16] x, float[24,16] w, float[24] c) => (float[B,24] y)
   z = Gemm <transB = 1, alpha = 0.5> (x, w, c)  y = Tanh (z)
   reason: alpha other than 1
-"""),
-    *(
-        FusionCase(f"activation_{name}", f"{X}, {LIN}", PLAIN + body, (f"Gemm{fused}",))
-        for name, fused, body in (
-            ("leaky_relu", "LeakyRelu", "y = LeakyRelu <alpha = 0.2> (z)"),
-            ("relu_6", "ClippedRelu", scalar("o", 0) + scalar("six", 6) + "y = Clip (z, o, six)"),
-            ("sigmoid", "Sigmoid", "y = Sigmoid (z)"),
-            ("tanh", "Tanh", "y = Tanh (z)"),
-            ("elu", "Elu", "y = Elu <alpha = 0.7> (z)"),
-            ("selu", "Selu", "y = Selu (z)"),
-            ("mish", "Mish", "y = Mish (z)"),
-            ("mish_of_opset_17", "Mish", "s = Softplus (z)\n t = Tanh (s)\n y = Mul (z, t)"),
-            ("softplus", "Softplus", "y = Softplus (z)"),
-            ("hard_sigmoid", "HardSigmoid", "y = HardSigmoid <alpha = 0.16666667> (z)"),
-            ("hard_swish", "HardSwish", "y = HardSwish (z)"),
-            (
-                "hard_swish_of_opset_13",
-                "HardSwish",
-                "s = HardSigmoid <alpha = 0.16666667> (z)\n y = Mul (s, z)",
-            ),
-            *(
-                (
-                    f"hard_swish_of_relu_6_{name}",
-                    "HardSwish",
-                    scalar("o", 0)
-                    + scalar("three", 3)
-                    + scalar("six", 6)
-                    + scalar("sixth", 1 / 6)
-                    + "a = Add (z, three)\n u = Clip (a, o, six)\n"
-                    + ending,
-                )
-                for name, ending in (
-                    ("last", "t = Mul (z, u)\n y = Div (t, six)"),
-                    ("first", "d = Mul (u, sixth)\n y = Mul (z, d)"),
-                )
-            ),
-            (
-                "hard_sigmoid_of_relu_6",
-                "HardSigmoid",
-                scalar("o", 0)
-                + scalar("three", 3)
-                + scalar("six", 6)
-                + "a = Add (three, z)\n u = Clip (a, o, six)\n y = Div (u, six)",
-            ),
-            ("gelu", "Gelu", "y = Gelu (z)"),
-            ("gelu_tanh", "GeluTanh", 'y = Gelu <approximate = "tanh"> (z)'),
-            ("gelu_erf_half_last", "Gelu", ERF + "t = Mul (z, e1)\n y = Mul (t, half)"),
-            ("gelu_erf_half_first", "Gelu", ERF + "h = Mul (half, z)\n y = Mul (h, e1)"),
-            ("gelu_erf_half_inner", "Gelu", ERF + "h = Mul (e1, half)\n y = Mul (z, h)"),
-            (
-                "gelu_tanh_pow",
-                "GeluTanh",
-                TANH
-                + "z3 = Pow (z, three)\n az = Mul (z3, a)\n i = Add (z, az)\n ki = Mul (i, k)\n"
-                "t = Tanh (ki)\n t1 = Add (one, t)\n h = Mul (z, half)\n y = Mul (h, t1)",
-            ),
-            (
-                "gelu_tanh_fast",
-                "GeluTanh",
-                TANH
-                + "zk = Mul (z, k)\n az = Mul (a, z)\n azz = Mul (az, z)\n i = Add (azz, one)\n"
-                "ki = Mul (zk, i)\n t = Tanh (ki)\n t1 = Add (t, one)\n h = Mul (t1, z)\n"
-                "y = Mul (h, half)",
-            ),
-            ("silu", "Silu", "s = Sigmoid (z)\n y = Mul (s, z)"),
-            (
-                "quick_gelu",
-                "QuickGelu",
-                scalar("al", 1.702) + "az = Mul (al, z)\n s = Sigmoid (az)\n y = Mul (z, s)",
-            ),
-        )
-    ),
-    *fusion_rows("""
+activation_leaky_relu: GemmLeakyRelu
+  (float[B,T,16] x, $LIN)
+  $PLAIN  y = LeakyRelu <alpha = 0.2> (z)
+activation_relu_6: GemmClippedRelu
+  (float[B,T,16] x, $LIN)
+  $PLAIN  o = float {0}  six = float {6}  y = Clip (z, o, six)
+activation_sigmoid: GemmSigmoid
+  (float[B,T,16] x, $LIN)
+  $PLAIN  y = Sigmoid (z)
+activation_tanh: GemmTanh
+  (float[B,T,16] x, $LIN)
+  $PLAIN  y = Tanh (z)
+activation_elu: GemmElu
+  (float[B,T,16] x, $LIN)
+  $PLAIN  y = Elu <alpha = 0.7> (z)
+activation_selu: GemmSelu
+  (float[B,T,16] x, $LIN)
+  $PLAIN  y = Selu (z)
+activation_mish: GemmMish
+  (float[B,T,16] x, $LIN)
+  $PLAIN  y = Mish (z)
+activation_mish_of_opset_17: GemmMish
+  (float[B,T,16] x, $LIN)
+  $PLAIN  s = Softplus (z)  t = Tanh (s)  y = Mul (z, t)
+activation_softplus: GemmSoftplus
+  (float[B,T,16] x, $LIN)
+  $PLAIN  y = Softplus (z)
+activation_hard_sigmoid: GemmHardSigmoid
+  (float[B,T,16] x, $LIN)
+  $PLAIN  y = HardSigmoid <alpha = 0.16666667> (z)
+activation_hard_swish: GemmHardSwish
+  (float[B,T,16] x, $LIN)
+  $PLAIN  y = HardSwish (z)
+activation_hard_swish_of_opset_13: GemmHardSwish
+  (float[B,T,16] x, $LIN)
+  $PLAIN  s = HardSigmoid <alpha = 0.16666667> (z)  y = Mul (s, z)
+activation_hard_swish_of_relu_6_last: GemmHardSwish
+  (float[B,T,16] x, $LIN)
+  $PLAIN  o = float {0}  three = float {3}  six = float {6}  sixth = float {0.16666666666666666}
+  a = Add (z, three)  u = Clip (a, o, six)  t = Mul (z, u)  y = Div (t, six)
+activation_hard_swish_of_relu_6_first: GemmHardSwish
+  (float[B,T,16] x, $LIN)
+  $PLAIN  o = float {0}  three = float {3}  six = float {6}  sixth = float {0.16666666666666666}
+  a = Add (z, three)  u = Clip (a, o, six)  d = Mul (u, sixth)  y = Mul (z, d)
+activation_hard_sigmoid_of_relu_6: GemmHardSigmoid
+  (float[B,T,16] x, $LIN)
+  $PLAIN  o = float {0}  three = float {3}  six = float {6}  a = Add (three, z)
+  u = Clip (a, o, six)  y = Div (u, six)
+activation_gelu: GemmGelu
+  (float[B,T,16] x, $LIN)
+  $PLAIN  y = Gelu (z)
+activation_gelu_tanh: GemmGeluTanh
+  (float[B,T,16] x, $LIN)
+  $PLAIN  y = Gelu <approximate = "tanh"> (z)
+activation_gelu_erf_half_last: GemmGelu
+  (float[B,T,16] x, $LIN)
+  $PLAIN  $ERF  t = Mul (z, e1)  y = Mul (t, half)
+activation_gelu_erf_half_first: GemmGelu
+  (float[B,T,16] x, $LIN)
+  $PLAIN  $ERF  h = Mul (half, z)  y = Mul (h, e1)
+activation_gelu_erf_half_inner: GemmGelu
+  (float[B,T,16] x, $LIN)
+  $PLAIN  $ERF  h = Mul (e1, half)  y = Mul (z, h)
+activation_gelu_tanh_pow: GemmGeluTanh
+  (float[B,T,16] x, $LIN)
+  $PLAIN  $TANH  z3 = Pow (z, three)  az = Mul (z3, a)  i = Add (z, az)  ki = Mul (i, k)
+  t = Tanh (ki)  t1 = Add (one, t)  h = Mul (z, half)  y = Mul (h, t1)
+activation_gelu_tanh_fast: GemmGeluTanh
+  (float[B,T,16] x, $LIN)
+  $PLAIN  $TANH  zk = Mul (z, k)  az = Mul (a, z)  azz = Mul (az, z)  i = Add (azz, one)
+  ki = Mul (zk, i)  t = Tanh (ki)  t1 = Add (t, one)  h = Mul (t1, z)  y = Mul (h, half)
+activation_silu: GemmSilu
+  (float[B,T,16] x, $LIN)
+  $PLAIN  s = Sigmoid (z)  y = Mul (s, z)
+activation_quick_gelu: GemmQuickGelu
+  (float[B,T,16] x, $LIN)
+  $PLAIN  al = float {1.702}  az = Mul (al, z)  s = Sigmoid (az)  y = Mul (z, s)
 activation_behind_a_reshape: GemmRelu
   ($X, $LIN) => (float[N,24] y)
   $PLAIN  to = int64[2] {-1, 24}  f = Reshape (z, to)  y = Relu (f)
@@ -319,74 +300,76 @@ norm_with_bias_through_a_pad_stays: Gemm
   ($IN) => (float[B,U,24] y)
   pads = int64[6] {0, 1, 0, 0, 2, 0}  $LN  p = Pad (n, pads)  m = MatMul (p, w)  y = Add (m, c)
   reason: a Pad between adds rows of zeros
-"""),
-    *(
-        FusionCase(
-            f"norm_with_bias_before_a_pad_{name}",  # [2, 3] padded to windows of [3, 3]
-            f"float[B,2,3,16] x, {AFFINE}, float[16,{n}] w"
-            + (f", float[{n}] c" if tail.find("c)") > 0 else ""),
-            "pads = Constant <value = int64[8] {0, 1, 2, 0, 0, 3, 1, 0}> ()\n"
-            "cut = Constant <value = int64[6] {-1, 2, 3, 2, 3, 16}> ()\n"
-            "flat = Constant <value = int64[3] {-1, 9, 16}> ()\n"
-            f"none = Constant <value = float[24] {{0, -0.0{', 0' * 22}}}> ()\n"
-            f"{LN}{pad}t = Reshape (p, cut)\n u = Transpose <perm = [0,1,3,2,4,5]> (t)\n"
-            f"v = Reshape (u, flat)\n{tail}",
-            fused,
-            output=f"float[U,9,{n}] y",
-            reason=reason,
-        )
-        for name, n, pad, tail, fused, reason in (
-            ("of_many_rows", 24, PAD, PADDED, ("LayerNormGemm",), ""),
-            ("bias_less", 24, PAD, "y = MatMul (v, w)", ("LayerNormGemm",), ""),
-            (
-                "of_a_zero_bias",
-                24,
-                PAD,
-                "m = MatMul (v, w)\n y = Add (m, none)",
-                ("LayerNormGemm",),
-                "",
-            ),
-            (
-                "and_an_activation",
-                24,
-                PAD,
-                f"{PADDED.replace('y', 'z')}\n y = Relu (z)",
-                ("LayerNormGemm",),
-                "",
-            ),
-            ("of_a_roll", 24, PAD_AND_ROLL, PADDED, ("LayerNormGemm",), ""),
-            (
-                "whose_sizes_are_asked_for",
-                24,
-                PAD,
-                "s = Shape (v)\n f = Cast <to = 1> (s)\n e = ReduceSum <keepdims = 0> (f)\n"
-                "d = Shape <start = 1> (t)\n h = Cast <to = 1> (d)\n"
-                "i = ReduceMax <keepdims = 0> (h)\n"
-                "j = Div (e, i)\n" + PADDED.replace("y =", "z =") + "\n y = Div (z, j)",
-                ("LayerNormGemm",),
-                "",
-            ),
-            ("of_many_columns_stays", 120, PAD, PADDED, ("Gemm",), "costs more than the norm's"),
-            (
-                "and_others_stays",
-                24,
-                PAD,
-                "e = Exp (v)\n f = Add (v, e)\n y = MatMul (f, w)",
-                (),
-                "",
-            ),
-            (
-                "and_its_bias_of_rows_stays",
-                24,
-                PAD,
-                "k = Constant <value = float[9,1] {1,2,3,4,5,6,7,8,9}> ()\n m = MatMul (v, w)\n"
-                "y = Add (m, k)",
-                ("Gemm",),
-                "not one number a column",
-            ),
-        )
-    ),
-    *fusion_rows("""
+# [2, 3] padded to windows of [3, 3]
+norm_with_bias_before_a_pad_of_many_rows: LayerNormGemm
+  (float[B,2,3,16] x, $AFFINE, $LIN) => (float[U,9,24] y)
+  pads = int64[8] {0, 1, 2, 0, 0, 3, 1, 0}  cut = int64[6] {-1, 2, 3, 2, 3, 16}
+  flat = int64[3] {-1, 9, 16}
+  none = float[24] {0, -0.0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
+  $LN  p = Pad (n, pads)  t = Reshape (p, cut)  u = Transpose <perm = [0,1,3,2,4,5]> (t)
+  v = Reshape (u, flat)  $PADDED
+norm_with_bias_before_a_pad_bias_less: LayerNormGemm
+  (float[B,2,3,16] x, $AFFINE, float[16,24] w) => (float[U,9,24] y)
+  pads = int64[8] {0, 1, 2, 0, 0, 3, 1, 0}  cut = int64[6] {-1, 2, 3, 2, 3, 16}
+  flat = int64[3] {-1, 9, 16}
+  none = float[24] {0, -0.0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
+  $LN  p = Pad (n, pads)  t = Reshape (p, cut)  u = Transpose <perm = [0,1,3,2,4,5]> (t)
+  v = Reshape (u, flat)  y = MatMul (v, w)
+norm_with_bias_before_a_pad_of_a_zero_bias: LayerNormGemm
+  (float[B,2,3,16] x, $AFFINE, float[16,24] w) => (float[U,9,24] y)
+  pads = int64[8] {0, 1, 2, 0, 0, 3, 1, 0}  cut = int64[6] {-1, 2, 3, 2, 3, 16}
+  flat = int64[3] {-1, 9, 16}
+  none = float[24] {0, -0.0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
+  $LN  p = Pad (n, pads)  t = Reshape (p, cut)  u = Transpose <perm = [0,1,3,2,4,5]> (t)
+  v = Reshape (u, flat)  m = MatMul (v, w)  y = Add (m, none)
+norm_with_bias_before_a_pad_and_an_activation: LayerNormGemm
+  (float[B,2,3,16] x, $AFFINE, $LIN) => (float[U,9,24] y)
+  pads = int64[8] {0, 1, 2, 0, 0, 3, 1, 0}  cut = int64[6] {-1, 2, 3, 2, 3, 16}
+  flat = int64[3] {-1, 9, 16}
+  none = float[24] {0, -0.0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
+  $LN  p = Pad (n, pads)  t = Reshape (p, cut)  u = Transpose <perm = [0,1,3,2,4,5]> (t)
+  v = Reshape (u, flat)  m = MatMul (v, w)  z = Add (m, c)  y = Relu (z)
+norm_with_bias_before_a_pad_of_a_roll: LayerNormGemm
+  (float[B,2,3,16] x, $AFFINE, $LIN) => (float[U,9,24] y)
+  pads = int64[8] {0, 1, 2, 0, 0, 3, 1, 0}  cut = int64[6] {-1, 2, 3, 2, 3, 16}
+  flat = int64[3] {-1, 9, 16}
+  none = float[24] {0, -0.0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
+  $LN  one = [1]  two = [2]  end = [99]  start = [0]  q = Pad (n, pads)
+  low = Slice (q, start, two, one)  high = Slice (q, two, end, one)
+  p = Concat <axis = 1> (high, low)  t = Reshape (p, cut)  u = Transpose <perm = [0,1,3,2,4,5]> (t)
+  v = Reshape (u, flat)  $PADDED
+norm_with_bias_before_a_pad_whose_sizes_are_asked_for: LayerNormGemm
+  (float[B,2,3,16] x, $AFFINE, $LIN) => (float[U,9,24] y)
+  pads = int64[8] {0, 1, 2, 0, 0, 3, 1, 0}  cut = int64[6] {-1, 2, 3, 2, 3, 16}
+  flat = int64[3] {-1, 9, 16}
+  none = float[24] {0, -0.0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
+  $LN  p = Pad (n, pads)  t = Reshape (p, cut)  u = Transpose <perm = [0,1,3,2,4,5]> (t)
+  v = Reshape (u, flat)  s = Shape (v)  f = Cast <to = 1> (s)  e = ReduceSum <keepdims = 0> (f)
+  d = Shape <start = 1> (t)  h = Cast <to = 1> (d)  i = ReduceMax <keepdims = 0> (h)  j = Div (e, i)
+  m = MatMul (v, w)  z = Add (m, c)  y = Div (z, j)
+norm_with_bias_before_a_pad_of_many_columns_stays: Gemm
+  (float[B,2,3,16] x, $AFFINE, float[16,120] w, float[120] c) => (float[U,9,120] y)
+  pads = int64[8] {0, 1, 2, 0, 0, 3, 1, 0}  cut = int64[6] {-1, 2, 3, 2, 3, 16}
+  flat = int64[3] {-1, 9, 16}
+  none = float[24] {0, -0.0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
+  $LN  p = Pad (n, pads)  t = Reshape (p, cut)  u = Transpose <perm = [0,1,3,2,4,5]> (t)
+  v = Reshape (u, flat)  $PADDED
+  reason: costs more than the norm's
+norm_with_bias_before_a_pad_and_others_stays:
+  (float[B,2,3,16] x, $AFFINE, float[16,24] w) => (float[U,9,24] y)
+  pads = int64[8] {0, 1, 2, 0, 0, 3, 1, 0}  cut = int64[6] {-1, 2, 3, 2, 3, 16}
+  flat = int64[3] {-1, 9, 16}
+  none = float[24] {0, -0.0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
+  $LN  p = Pad (n, pads)  t = Reshape (p, cut)  u = Transpose <perm = [0,1,3,2,4,5]> (t)
+  v = Reshape (u, flat)  e = Exp (v)  f = Add (v, e)  y = MatMul (f, w)
+norm_with_bias_before_a_pad_and_its_bias_of_rows_stays: Gemm
+  (float[B,2,3,16] x, $AFFINE, float[16,24] w) => (float[U,9,24] y)
+  pads = int64[8] {0, 1, 2, 0, 0, 3, 1, 0}  cut = int64[6] {-1, 2, 3, 2, 3, 16}
+  flat = int64[3] {-1, 9, 16}
+  none = float[24] {0, -0.0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}
+  $LN  p = Pad (n, pads)  t = Reshape (p, cut)  u = Transpose <perm = [0,1,3,2,4,5]> (t)
+  v = Reshape (u, flat)  k = float[9,1] {1,2,3,4,5,6,7,8,9}  m = MatMul (v, w)  y = Add (m, k)
+  reason: not one number a column
 norm_through_a_pad_of_ones_stays: Gemm
   ($X, float[16] g, $LIN) => (float[B,U,24] y)
   pads = int64[6] {0, 1, 0, 0, 2, 0}  one = float {1.0}  n = LayerNormalization (x, g)
@@ -437,5 +420,5 @@ gate_and_up_are_parts_below_level_2: GemmTanh; level 1
 merge_not_at_level_1: level 1
   ($X, float[16,24] w, float[16,24] w1)
   a = MatMul (x, w)  b2 = MatMul (x, w1)  y = Add (a, b2)
-"""),
-)
+"""
+PRODUCTS = tuple(fusion_rows(ROWS))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
@@ -118,7 +119,7 @@ def near_misses(row: FusionCase) -> Iterator[NearMiss]:
                         **same | {"name": name},
                         row=row,
                         condition="sizes",
-                        change=_open(k, axis),
+                        change=partial(_open, k, axis),
                         ones=ones,
                     )
 
@@ -129,126 +130,102 @@ def _changes(model: ir.Model) -> Iterator[tuple[str, str, Change]]:
         name = node.outputs[0].name
         if node.op_type == "Constant":
             for way in ("doubled", "one-ulp"):
-                yield "constants", f"{name}-{way}", _constant(k, way)
-            yield "weights", f"{name}-is-an-input", _fed(k)
+                yield "constants", f"{name}-{way}", partial(_constant, k, way)
+            yield "weights", f"{name}-is-an-input", partial(_fed, k)
             continue
         if len(node.outputs) == 1 and node.outputs[0] not in outputs:
-            yield "readers", f"{name}-is-an-output", _output(k)
-            yield "types", f"{name}-is-cast", _cast(k)
+            yield "readers", f"{name}-is-an-output", partial(_output, k)
+            yield "types", f"{name}-is-cast", partial(_cast, k)
         if len(node.outputs) == 1 and node.inputs:
-            yield "body", f"{name}-in-a-branch", _branch(k)
+            yield "body", f"{name}-in-a-branch", partial(_branch, k)
     for value in model.graph.initializers.values():
-        yield "weights", f"{value.name}-is-an-input", _input(value.name or "")
+        yield "weights", f"{value.name}-is-an-input", partial(_input, value.name or "")
     for k, value in enumerate(model.graph.inputs):
         if value.shape:
-            yield "ranks", f"{value.name}-without-shape", _shapeless(k)
+            yield "ranks", f"{value.name}-without-shape", partial(_shapeless, k)
 
 
 def _value(model: ir.Model, name: str | None) -> ir.Value:
     return next(v for node in model.graph for v in node.outputs if v.name == name)
 
 
-def _fed(k: int) -> Change:
-    def change(model: ir.Model) -> None:
-        node = model.graph[k]
-        array = const_array(node.outputs[0])
-        name, dtype = node.outputs[0].name, ir.DataType.from_numpy(array.dtype)
-        fed = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(array.shape))
-        node.outputs[0].replace_all_uses_with(fed)
-        model.graph.remove(node, safe=True)
-        model.graph.inputs.append(fed)
-
-    return change
+def _fed(k: int, model: ir.Model) -> None:
+    node = model.graph[k]
+    array = const_array(node.outputs[0])
+    name, dtype = node.outputs[0].name, ir.DataType.from_numpy(array.dtype)
+    fed = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(array.shape))
+    node.outputs[0].replace_all_uses_with(fed)
+    model.graph.remove(node, safe=True)
+    model.graph.inputs.append(fed)
 
 
-def _constant(k: int, way: str) -> Change:
-    def change(model: ir.Model) -> None:
-        node = model.graph[k]
-        array = const_array(node.outputs[0])
-        if array.dtype.kind == "f":
-            other = array * 2 if way == "doubled" else np.nextafter(array, np.inf)
-        else:
-            other = ~array if array.dtype == bool else array + 1
-        node.attributes.clear()
-        node.attributes.add(ir.AttrTensor("value", ir.tensor(other.astype(array.dtype))))
-
-    return change
+def _constant(k: int, way: str, model: ir.Model) -> None:
+    node = model.graph[k]
+    array = const_array(node.outputs[0])
+    if array.dtype.kind == "f":
+        other = array * 2 if way == "doubled" else np.nextafter(array, np.inf)
+    else:
+        other = ~array if array.dtype == bool else array + 1
+    node.attributes.clear()
+    node.attributes.add(ir.AttrTensor("value", ir.tensor(other.astype(array.dtype))))
 
 
-def _output(k: int) -> Change:
-    def change(model: ir.Model) -> None:
-        model.graph.outputs.append(model.graph[k].outputs[0])
-
-    return change
+def _output(k: int, model: ir.Model) -> None:
+    model.graph.outputs.append(model.graph[k].outputs[0])
 
 
-def _cast(k: int) -> Change:
-    def change(model: ir.Model) -> None:
-        node = model.graph[k]
-        value = node.outputs[0]
-        wide = ir.node("Cast", [value], {"to": ir.DataType.DOUBLE.value})
-        back = ir.node("CastLike", [wide.outputs[0], value])
-        wide.outputs[0].name, back.outputs[0].name = f"{value.name}.wide", f"{value.name}.back"
-        for user, index in list(value.uses()):
-            if user not in (wide, back):
-                user.replace_input_with(index, back.outputs[0])
-        model.graph.insert_after(node, [wide, back])
-
-    return change
+def _cast(k: int, model: ir.Model) -> None:
+    node = model.graph[k]
+    value = node.outputs[0]
+    wide = ir.node("Cast", [value], {"to": ir.DataType.DOUBLE.value})
+    back = ir.node("CastLike", [wide.outputs[0], value])
+    wide.outputs[0].name, back.outputs[0].name = f"{value.name}.wide", f"{value.name}.back"
+    for user, index in list(value.uses()):
+        if user not in (wide, back):
+            user.replace_input_with(index, back.outputs[0])
+    model.graph.insert_after(node, [wide, back])
 
 
-def _branch(k: int) -> Change:
-    def change(model: ir.Model) -> None:
-        node = model.graph[k]
-        value = node.outputs[0]
-        bodies = []
-        for side in ("then", "else"):
-            copy = ir.Node(node.domain, node.op_type, node.inputs, node.attributes.values())
-            copy.outputs[0].name = f"{value.name}.{side}"
-            copy.outputs[0].type, copy.outputs[0].shape = value.type, value.shape
-            bodies.append(
-                ir.AttrGraph(f"{side}_branch", ir.Graph([], copy.outputs, nodes=[copy], name=side))
-            )
-        source = model.graph.inputs[0]
-        count = ir.node("Size", [source])
-        flag = ir.node("Cast", [count.outputs[0]], {"to": ir.DataType.BOOL.value})
-        made = ir.Node("", "If", [flag.outputs[0]], bodies)
-        for each, name in ((count, "count"), (flag, "flag"), (made, "if")):
-            each.outputs[0].name = f"{value.name}.{name}"
-        name, made.outputs[0].type, made.outputs[0].shape = value.name, value.type, value.shape
-        model.graph.insert_before(node, [count, flag, made])
-        value.replace_all_uses_with(made.outputs[0], replace_graph_outputs=True)
-        model.graph.remove(node, safe=True)
-        made.outputs[0].name = name
-
-    return change
+def _branch(k: int, model: ir.Model) -> None:
+    node = model.graph[k]
+    value = node.outputs[0]
+    bodies = []
+    for side in ("then", "else"):
+        copy = ir.Node(node.domain, node.op_type, node.inputs, node.attributes.values())
+        copy.outputs[0].name = f"{value.name}.{side}"
+        copy.outputs[0].type, copy.outputs[0].shape = value.type, value.shape
+        bodies.append(
+            ir.AttrGraph(f"{side}_branch", ir.Graph([], copy.outputs, nodes=[copy], name=side))
+        )
+    source = model.graph.inputs[0]
+    count = ir.node("Size", [source])
+    flag = ir.node("Cast", [count.outputs[0]], {"to": ir.DataType.BOOL.value})
+    made = ir.Node("", "If", [flag.outputs[0]], bodies)
+    for each, name in ((count, "count"), (flag, "flag"), (made, "if")):
+        each.outputs[0].name = f"{value.name}.{name}"
+    name, made.outputs[0].type, made.outputs[0].shape = value.name, value.type, value.shape
+    model.graph.insert_before(node, [count, flag, made])
+    value.replace_all_uses_with(made.outputs[0], replace_graph_outputs=True)
+    model.graph.remove(node, safe=True)
+    made.outputs[0].name = name
 
 
-def _input(name: str) -> Change:
-    def change(model: ir.Model) -> None:
-        value = model.graph.initializers.pop(name)
-        value.const_value = None
-        model.graph.inputs.append(value)
-
-    return change
+def _input(name: str, model: ir.Model) -> None:
+    value = model.graph.initializers.pop(name)
+    value.const_value = None
+    model.graph.inputs.append(value)
 
 
-def _shapeless(k: int) -> Change:
-    def change(model: ir.Model) -> None:
-        model.graph.inputs[k].shape = None
-        for value in model.graph.outputs:
-            value.shape = None
-
-    return change
+def _shapeless(k: int, model: ir.Model) -> None:
+    model.graph.inputs[k].shape = None
+    for value in model.graph.outputs:
+        value.shape = None
 
 
-def _open(k: int, axis: int) -> Change:
-    def change(model: ir.Model) -> None:
-        value = model.graph.inputs[k]
-        dims = list(value.shape)
-        dims[axis] = ir.SymbolicDim(f"{value.name}{axis}")
-        value.shape = ir.Shape(dims)
-        for output in model.graph.outputs:
-            output.shape = None
-
-    return change
+def _open(k: int, axis: int, model: ir.Model) -> None:
+    value = model.graph.inputs[k]
+    dims = list(value.shape)
+    dims[axis] = ir.SymbolicDim(f"{value.name}{axis}")
+    value.shape = ir.Shape(dims)
+    for output in model.graph.outputs:
+        output.shape = None

@@ -6,7 +6,6 @@ import ctypes
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from fake_gpu import FakeGpu
 
 from onnx_fuse import InferenceSession
@@ -15,11 +14,6 @@ from onnx_fuse.ir.build import text_model
 from onnx_fuse.program.problem import CHIPS, Launch, Num, Ptr
 
 BIAS = np.linspace(-1, 1, 8, dtype=np.float32)
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    return FakeGpu().use(monkeypatch)
 
 
 OPEN = """

@@ -6,7 +6,6 @@ import ctypes
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -29,12 +28,6 @@ from onnx_fuse.runtime.tensor import DeviceTensor
 CHAIN = """agraph (float[N,8] x, float[8] b) => (float[N,8] y, float[8,N] z)
 { s = Add(x, b) y = Tanh(s) t = Transpose(y) z = Neg(t) }"""
 BIAS = np.linspace(-1, 1, 8, dtype=np.float32)
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    yield FakeGpu().use(monkeypatch)
-    gc.collect()  # what dies gives its memory back to this GPU
 
 
 def x_of(rows: int, seed: int = 0) -> np.ndarray:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -47,12 +45,6 @@ def now(monkeypatch: pytest.MonkeyPatch) -> Torch:
     monkeypatch.setattr(module, "capturing", lambda: found.capturing)
     monkeypatch.setattr(module, "precision", lambda: "highest")
     return found
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    yield FakeGpu().use(monkeypatch)
-    gc.collect()  # what dies gives its memory back to this GPU
 
 
 def runner() -> tuple[Any, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -20,13 +19,6 @@ TEXT = f"""agraph (float[{SIZE}] x, float s, float[3] t) => (float[{SIZE}] big, 
 {{ m = Mul(x, s) big = Abs(m) n = Mul(t, s) y = Tanh(n) }}"""
 WARM = AFTER + 2 * TURNS
 """Runs after which each turn has a graph of its own."""
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    """A GPU that is there until everything on it is gone."""
-    yield FakeGpu().use(monkeypatch)
-    gc.collect()
 
 
 def feeds(i: int, x: np.ndarray | DeviceTensor) -> dict[str, np.ndarray | DeviceTensor]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from onnx_fuse.errors import DeviceError
+from onnx_fuse.program.problem import Hardware
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -51,3 +52,8 @@ def _memory_goes_back() -> Iterator[None]:
 def _no_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test measures and counts is of this process alone."""
     monkeypatch.setenv("ONNX_FUSE_AHEAD", "0")
+
+
+@pytest.fixture(scope="session")
+def hw() -> Hardware:
+    return Hardware.detect(0)

@@ -18,11 +18,6 @@ from onnx_fuse.runtime.executable import Executable
 H200 = CHIPS["H200"]
 
 
-@pytest.fixture(scope="module")
-def hw() -> Hardware:
-    return Hardware.detect(0)
-
-
 def check(part: np.ndarray, y: np.ndarray, how: object) -> None:
     """Moments are those of y as it is stored, to a few roundings of float32 whatever the mean."""
     want = column_moments(y)

@@ -24,11 +24,6 @@ extern "C" __global__ void activate(const T* x, T* y, T* slope) {
 """
 
 
-@pytest.fixture(scope="module")
-def hw() -> Hardware:
-    return Hardware.detect(0)
-
-
 @pytest.mark.parametrize(
     ("act", "dtype", "pairs"),
     [(act, dtype, False) for act in CURVES for dtype in ("bfloat16", "float16")]

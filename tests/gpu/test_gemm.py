@@ -15,12 +15,6 @@ from onnx_fuse.lower.gated import interleaved
 from onnx_fuse.program.problem import GemmProblem, Hardware
 from onnx_fuse.runtime.executable import Executable
 
-
-@pytest.fixture(scope="module")
-def hw() -> Hardware:
-    return Hardware.detect(0)
-
-
 GEMMS = (
     [
         GemmProblem.of("Gemm", m=m, n=n, k=k, dtype=dtype, trans_a=ta, trans_b=tb, **attrs)

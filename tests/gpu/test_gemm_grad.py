@@ -14,12 +14,6 @@ from onnx_fuse.kernels.kernel import Kernel
 from onnx_fuse.kernels.layernorm_gemm_grad import Portable
 from onnx_fuse.program.problem import GemmProblem, Hardware, KernelConfig
 
-
-@pytest.fixture(scope="module")
-def hw() -> Hardware:
-    return Hardware.detect(0)
-
-
 GRADIENTS = [
     GemmProblem.of("LayerNormGemmGrad", m=m, k=264, n=520, dtype=dtype, act=act)
     for m, dtype, act in (

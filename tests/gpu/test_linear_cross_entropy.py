@@ -21,11 +21,6 @@ from onnx_fuse.runtime.executable import Executable
 TOLERANCE = {"float32": 2e-5, "float16": 1e-3, "bfloat16": 8e-3}
 
 
-@pytest.fixture(scope="module")
-def hw() -> Hardware:
-    return Hardware.detect(0)
-
-
 CHUNKS = [
     (classes, stride, dtype, labels, smoothing, weighted, gradient)
     for dtype in TOLERANCE
