@@ -6,22 +6,18 @@ import numpy as np
 from gradient_rows import F32, apart, rng, row, rows, within
 
 NORM = [
-    *(
-        row(
-            f"LayerNormalization axis={axis}{' no bias' * (not bias)}",
-            f"y = LayerNormalization <axis = {axis}> (x, s{', b' if bias else ''})",
-            x=(2, 3, 4),
-            s=shape,
-            **({"b": shape} if bias else {}),
-        )
-        for axis, shape, bias in (
-            (-1, (4,), True),
-            (1, (3, 4), True),
-            (0, (2, 3, 4), True),
-            (-1, (4,), False),
-            (-2, (4,), True),
-        )
-    ),
+    *rows("""
+LayerNormalization axis=-1: x=(2, 3, 4), s=(4,), b=(4,)
+  y = LayerNormalization <axis = -1> (x, s, b)
+LayerNormalization axis=1: x=(2, 3, 4), s=(3, 4), b=(3, 4)
+  y = LayerNormalization <axis = 1> (x, s, b)
+LayerNormalization axis=0: x=(2, 3, 4), s=(2, 3, 4), b=(2, 3, 4)
+  y = LayerNormalization <axis = 0> (x, s, b)
+LayerNormalization axis=-1 no bias: x=(2, 3, 4), s=(4,)
+  y = LayerNormalization <axis = -1> (x, s)
+LayerNormalization axis=-2: x=(2, 3, 4), s=(4,), b=(4,)
+  y = LayerNormalization <axis = -2> (x, s, b)
+"""),
     row("RMSNormalization", "y = RMSNormalization (x, s)", x=(2, 3, 4), s=(4,)),
     *rows("""
 LayerNormalization 3 outputs: x=(3, 2, 4), s=(2, 4), b=(2, 4), outputs=("y", "m", "r"), dtype=F32
@@ -144,17 +140,12 @@ GRID += [
 
 
 ATTENTION = [
-    *(
-        row(
-            f"Attention, one batch of {name}",
-            "y = Attention <is_causal = 1> (q, k, v)",
-            **{
-                n: (1 if n == name else 2, 2, size, 4) for n, size in (("q", 3), ("k", 5), ("v", 5))
-            },
-            dynamic=(0, 2),
-        )
-        for name in "kv"
-    ),
+    *rows("""
+Attention, one batch of k: q=(2, 2, 3, 4), k=(1, 2, 5, 4), v=(2, 2, 5, 4), dynamic=(0, 2)
+  y = Attention <is_causal = 1> (q, k, v)
+Attention, one batch of v: q=(2, 2, 3, 4), k=(2, 2, 5, 4), v=(1, 2, 5, 4), dynamic=(0, 2)
+  y = Attention <is_causal = 1> (q, k, v)
+"""),
     *rows("""
 Attention: q=(2, 2, 3, 4), k=(2, 2, 5, 4), v=(2, 2, 5, 6), dtype=F32, dynamic=(0, 2)
   y = Attention (q, k, v)

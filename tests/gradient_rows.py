@@ -169,21 +169,18 @@ MATMUL = (
         )
     ]
     + [
-        row(
-            f"Gemm transA={ta} transB={tb} c={c}",
-            f"y = Gemm <transA = {ta}, transB = {tb}, alpha = 0.7, beta = 1.3> "
-            f"(a, b{', c' if c else ''})",
-            a=(4, 3) if ta else (3, 4),
-            b=(5, 4) if tb else (4, 5),
-            **({"c": c} if c else {}),
-        )
-        for ta, tb, c in (
-            (0, 0, (5,)),
-            (1, 0, (3, 1)),
-            (0, 1, (1, 5)),
-            (1, 1, (3, 5)),
-            (0, 0, None),
-        )
+        *rows("""
+Gemm transA=0 transB=0 c=(5,): a=(3, 4), b=(4, 5), c=(5,)
+  y = Gemm <transA = 0, transB = 0, alpha = 0.7, beta = 1.3> (a, b, c)
+Gemm transA=1 transB=0 c=(3, 1): a=(4, 3), b=(4, 5), c=(3, 1)
+  y = Gemm <transA = 1, transB = 0, alpha = 0.7, beta = 1.3> (a, b, c)
+Gemm transA=0 transB=1 c=(1, 5): a=(3, 4), b=(5, 4), c=(1, 5)
+  y = Gemm <transA = 0, transB = 1, alpha = 0.7, beta = 1.3> (a, b, c)
+Gemm transA=1 transB=1 c=(3, 5): a=(4, 3), b=(5, 4), c=(3, 5)
+  y = Gemm <transA = 1, transB = 1, alpha = 0.7, beta = 1.3> (a, b, c)
+Gemm transA=0 transB=0 c=None: a=(3, 4), b=(4, 5)
+  y = Gemm <transA = 0, transB = 0, alpha = 0.7, beta = 1.3> (a, b)
+"""),
     ]
     + [
         row(f"Einsum {equation}", f'y = Einsum <equation = "{equation}"> ({names})', **shapes)

@@ -5,132 +5,76 @@ from __future__ import annotations
 import numpy as np
 from gradient_rows import F32, apart, row, rows
 
-CONV = (
-    [
-        row(
-            f"Conv {name}",
-            f"y = Conv <{attributes}> (x, w, b)",
-            x=x,
-            w=w,
-            b=w[:1],
-            dtype=F32,
-            static=("w",),
-        )
-        for name, attributes, x, w in (
-            ("plain", "group = 1", (2, 3, 5, 6), (4, 3, 3, 2)),
-            ("1x1", "group = 1", (2, 3, 4, 5), (4, 3, 1, 1)),
-            ("1x1 stride", "strides = [2, 2]", (2, 3, 5, 4), (4, 3, 1, 1)),
-            ("pads", "pads = [1, 0, 2, 1]", (2, 3, 5, 6), (4, 3, 3, 3)),
-            ("stride", "strides = [2, 3], pads = [1, 1, 1, 1]", (2, 3, 7, 9), (4, 3, 3, 3)),
-            ("stride, rows left over", "strides = [3, 2]", (1, 2, 8, 6), (2, 2, 3, 3)),
-            ("dilated", "dilations = [2, 1], strides = [1, 2]", (2, 2, 7, 6), (3, 2, 2, 3)),
-            ("group", "group = 2, pads = [1, 1, 1, 1]", (2, 4, 4, 5), (6, 2, 3, 3)),
-            (
-                "depthwise",
-                "group = 4, strides = [2, 2], pads = [1, 1, 1, 1]",
-                (2, 4, 6, 5),
-                (4, 1, 3, 3),
-            ),
-            ("1-D", "strides = [2], pads = [1, 1]", (2, 3, 8), (4, 3, 3)),
-            (
-                "3-D",
-                "strides = [1, 2, 1], pads = [0, 1, 0, 0, 1, 0]",
-                (1, 2, 3, 4, 3),
-                (2, 2, 2, 3, 2),
-            ),
-            ("same upper", 'auto_pad = "SAME_UPPER", strides = [2, 2]', (1, 2, 6, 5), (2, 2, 3, 4)),
-            ("same lower", 'auto_pad = "SAME_LOWER"', (1, 2, 5, 6), (2, 2, 4, 3)),
-            ("valid", 'auto_pad = "VALID"', (1, 2, 5, 6), (2, 2, 3, 3)),
-            *(
-                (
-                    f"{auto} cuts",
-                    f'auto_pad = "{auto}", strides = [4, 6]',
-                    (1, 2, 8, 6),
-                    (2, 2, 1, 2),
-                )
-                for auto in ("SAME_UPPER", "SAME_LOWER")
-            ),
-            ("no images", "pads = [1, 1, 1, 1]", (0, 4, 5, 6), (4, 4, 3, 3)),
-            ("no channels", "pads = [1, 1, 1, 1]", (2, 0, 5, 6), (4, 0, 3, 3)),
-            ("no filters", "pads = [1, 1, 1, 1]", (2, 4, 5, 6), (0, 4, 3, 3)),
-        )
-    ]
-    + [
-        *rows("""
+CONV = list(
+    rows("""
+Conv plain: x=(2, 3, 5, 6), w=(4, 3, 3, 2), b=(4,), dtype=F32, static=("w",)
+  y = Conv <group = 1> (x, w, b)
+Conv 1x1: x=(2, 3, 4, 5), w=(4, 3, 1, 1), b=(4,), dtype=F32, static=("w",)
+  y = Conv <group = 1> (x, w, b)
+Conv 1x1 stride: x=(2, 3, 5, 4), w=(4, 3, 1, 1), b=(4,), dtype=F32, static=("w",)
+  y = Conv <strides = [2, 2]> (x, w, b)
+Conv pads: x=(2, 3, 5, 6), w=(4, 3, 3, 3), b=(4,), dtype=F32, static=("w",)
+  y = Conv <pads = [1, 0, 2, 1]> (x, w, b)
+Conv stride: x=(2, 3, 7, 9), w=(4, 3, 3, 3), b=(4,), dtype=F32, static=("w",)
+  y = Conv <strides = [2, 3], pads = [1, 1, 1, 1]> (x, w, b)
+Conv stride, rows left over: x=(1, 2, 8, 6), w=(2, 2, 3, 3), b=(2,), dtype=F32, static=("w",)
+  y = Conv <strides = [3, 2]> (x, w, b)
+Conv dilated: x=(2, 2, 7, 6), w=(3, 2, 2, 3), b=(3,), dtype=F32, static=("w",)
+  y = Conv <dilations = [2, 1], strides = [1, 2]> (x, w, b)
+Conv group: x=(2, 4, 4, 5), w=(6, 2, 3, 3), b=(6,), dtype=F32, static=("w",)
+  y = Conv <group = 2, pads = [1, 1, 1, 1]> (x, w, b)
+Conv depthwise: x=(2, 4, 6, 5), w=(4, 1, 3, 3), b=(4,), dtype=F32, static=("w",)
+  y = Conv <group = 4, strides = [2, 2], pads = [1, 1, 1, 1]> (x, w, b)
+Conv 1-D: x=(2, 3, 8), w=(4, 3, 3), b=(4,), dtype=F32, static=("w",)
+  y = Conv <strides = [2], pads = [1, 1]> (x, w, b)
+Conv 3-D: x=(1, 2, 3, 4, 3), w=(2, 2, 2, 3, 2), b=(2,), dtype=F32, static=("w",)
+  y = Conv <strides = [1, 2, 1], pads = [0, 1, 0, 0, 1, 0]> (x, w, b)
+Conv same upper: x=(1, 2, 6, 5), w=(2, 2, 3, 4), b=(2,), dtype=F32, static=("w",)
+  y = Conv <auto_pad = "SAME_UPPER", strides = [2, 2]> (x, w, b)
+Conv same lower: x=(1, 2, 5, 6), w=(2, 2, 4, 3), b=(2,), dtype=F32, static=("w",)
+  y = Conv <auto_pad = "SAME_LOWER"> (x, w, b)
+Conv valid: x=(1, 2, 5, 6), w=(2, 2, 3, 3), b=(2,), dtype=F32, static=("w",)
+  y = Conv <auto_pad = "VALID"> (x, w, b)
+Conv SAME_UPPER cuts: x=(1, 2, 8, 6), w=(2, 2, 1, 2), b=(2,), dtype=F32, static=("w",)
+  y = Conv <auto_pad = "SAME_UPPER", strides = [4, 6]> (x, w, b)
+Conv SAME_LOWER cuts: x=(1, 2, 8, 6), w=(2, 2, 1, 2), b=(2,), dtype=F32, static=("w",)
+  y = Conv <auto_pad = "SAME_LOWER", strides = [4, 6]> (x, w, b)
+Conv no images: x=(0, 4, 5, 6), w=(4, 4, 3, 3), b=(4,), dtype=F32, static=("w",)
+  y = Conv <pads = [1, 1, 1, 1]> (x, w, b)
+Conv no channels: x=(2, 0, 5, 6), w=(4, 0, 3, 3), b=(4,), dtype=F32, static=("w",)
+  y = Conv <pads = [1, 1, 1, 1]> (x, w, b)
+Conv no filters: x=(2, 4, 5, 6), w=(0, 4, 3, 3), b=(0,), dtype=F32, static=("w",)
+  y = Conv <pads = [1, 1, 1, 1]> (x, w, b)
 Conv same upper run-time kernel: x=(1, 2, 7, 6), w=(2, 2, 3, 3), dtype=F32, static=("w",)
   y = Conv <auto_pad = "SAME_UPPER", kernel_shape = [3, 3], strides = [2, 2]> (x, w)
 Conv no pixels: x=(2, 4, 0, 4), w=(4, 4, 2, 3), dtype=F32, dynamic=(0, 1)
   y = Conv <pads = [1, 0, 1, 1]> (x, w)
+ConvTranspose plain: x=(2, 3, 4, 5), w=(3, 2, 3, 2), b=(2,), dtype=F32, static=("w",)
+  y = ConvTranspose <group = 1> (x, w, b)
+ConvTranspose stride: x=(2, 3, 4, 3), w=(3, 2, 3, 4), b=(2,), dtype=F32, static=("w",)
+  y = ConvTranspose <strides = [2, 3], pads = [1, 0, 1, 2]> (x, w, b)
+ConvTranspose output_padding: x=(1, 3, 4, 3), w=(3, 2, 3, 3), b=(2,), dtype=F32, static=("w",)
+  y = ConvTranspose <strides = [2, 2], output_padding = [1, 1]> (x, w, b)
+ConvTranspose group, dilated: x=(2, 4, 3, 4), w=(4, 3, 2, 3), b=(6,), dtype=F32, static=("w",)
+  y = ConvTranspose <group = 2, dilations = [2, 1]> (x, w, b)
+ConvTranspose 1-D: x=(2, 3, 4), w=(3, 2, 4), b=(2,), dtype=F32, static=("w",)
+  y = ConvTranspose <strides = [2], pads = [1, 1]> (x, w, b)
+ConvTranspose 3-D: x=(1, 2, 3, 2, 2), w=(2, 2, 2, 3, 2), b=(2,), dtype=F32, static=("w",)
+  y = ConvTranspose <strides = [1, 2, 1]> (x, w, b)
+ConvTranspose same upper: x=(1, 2, 3, 4), w=(2, 2, 3, 3), b=(2,), dtype=F32, static=("w",)
+  y = ConvTranspose <auto_pad = "SAME_UPPER", strides = [2, 2]> (x, w, b)
+ConvTranspose same lower: x=(1, 2, 3, 4), w=(2, 2, 3, 3), b=(2,), dtype=F32, static=("w",)
+  y = ConvTranspose <auto_pad = "SAME_LOWER", strides = [2, 2]> (x, w, b)
+ConvTranspose output_shape: x=(1, 2, 3, 4), w=(2, 2, 4, 5), b=(2,), dtype=F32, dynamic=(0, 1),
+static=("w",)
+  y = ConvTranspose <output_shape = [7, 8], strides = [2, 2]> (x, w, b)
+ConvTranspose output_shape, auto_pad = "VALID": x=(1, 2, 3, 4), w=(2, 2, 4, 5), b=(2,), dtype=F32,
+dynamic=(0, 1), static=("w",)
+  y = ConvTranspose <output_shape = [7, 8], strides = [2, 2], auto_pad = "VALID"> (x, w, b)
+ConvTranspose output_shape, auto_pad = "SAME_UPPER": x=(1, 2, 3, 4), w=(2, 2, 4, 5), b=(2,),
+dtype=F32, dynamic=(0, 1), static=("w",)
+  y = ConvTranspose <output_shape = [7, 8], strides = [2, 2], auto_pad = "SAME_UPPER"> (x, w, b)
 """)
-    ]
-    + [
-        row(
-            f"ConvTranspose {name}",
-            f"y = ConvTranspose <{attributes}> (x, w, b)",
-            x=x,
-            w=w,
-            dtype=F32,
-            b=(w[1] * groups,),
-            dynamic=dynamic,
-            static=("w",),
-        )
-        for name, attributes, x, w, groups, dynamic in (
-            ("plain", "group = 1", (2, 3, 4, 5), (3, 2, 3, 2), 1, True),
-            (
-                "stride",
-                "strides = [2, 3], pads = [1, 0, 1, 2]",
-                (2, 3, 4, 3),
-                (3, 2, 3, 4),
-                1,
-                True,
-            ),
-            (
-                "output_padding",
-                "strides = [2, 2], output_padding = [1, 1]",
-                (1, 3, 4, 3),
-                (3, 2, 3, 3),
-                1,
-                True,
-            ),
-            (
-                "group, dilated",
-                "group = 2, dilations = [2, 1]",
-                (2, 4, 3, 4),
-                (4, 3, 2, 3),
-                2,
-                True,
-            ),
-            ("1-D", "strides = [2], pads = [1, 1]", (2, 3, 4), (3, 2, 4), 1, True),
-            ("3-D", "strides = [1, 2, 1]", (1, 2, 3, 2, 2), (2, 2, 2, 3, 2), 1, True),
-            (
-                "same upper",
-                'auto_pad = "SAME_UPPER", strides = [2, 2]',
-                (1, 2, 3, 4),
-                (2, 2, 3, 3),
-                1,
-                True,
-            ),
-            (
-                "same lower",
-                'auto_pad = "SAME_LOWER", strides = [2, 2]',
-                (1, 2, 3, 4),
-                (2, 2, 3, 3),
-                1,
-                True,
-            ),
-            *(
-                (
-                    f"output_shape{more}",
-                    f"output_shape = [7, 8], strides = [2, 2]{more}",
-                    (1, 2, 3, 4),
-                    (2, 2, 4, 5),
-                    1,
-                    (0, 1),
-                )
-                for more in ("", ', auto_pad = "VALID"', ', auto_pad = "SAME_UPPER"')
-            ),
-        )
-    ]
 )
 
 POOL = [
