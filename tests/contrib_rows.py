@@ -9,9 +9,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime
-
-from onnx_fuse.importer.save import to_proto
+from support import stock
 
 Array = np.ndarray[Any, Any]
 
@@ -85,12 +83,7 @@ class Row:
 
 
 def run(model: ir.Model, feeds: Mapping[str, Array]) -> list[Array]:
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    options.intra_op_num_threads = 1
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(to_proto(model).SerializeToString(), options)
-    return list(session.run(None, dict(feeds)))
+    return list(stock(model).run(None, dict(feeds)))
 
 
 # ---- mixtures of experts -------------------------------------------------------------------------

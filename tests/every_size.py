@@ -30,8 +30,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import onnxruntime
+from support import answers, stock
 
-from onnx_fuse.importer.save import inline, to_proto
+from onnx_fuse.importer.save import inline
 from onnx_fuse.ir.build import required
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.program.call import NeedsValues, Program
@@ -74,16 +75,16 @@ class Subject:
 
     @cached_property
     def session(self) -> onnxruntime.InferenceSession:
-        return _session(self.original)
+        return stock(self.original)
 
     @cached_property
     def before(self) -> onnxruntime.InferenceSession | None:
         """What gives the outputs whose gradients are inputs."""
-        return None if self.forward is None else _session(self.forward)
+        return None if self.forward is None else stock(self.forward)
 
     def lowered_results(self, feed: Feeds) -> Feeds | None:
         """What onnxruntime makes of the graph that is lowered."""
-        return _run(_session(self.graph), feed)
+        return _run(stock(self.graph), feed)
 
     @cached_property
     def comparable(self) -> set[str]:
@@ -169,19 +170,10 @@ class Subject:
         return feed | {n: rng.standard_normal(y.shape).astype(y.dtype) for n, y in grads.items()}
 
 
-def _session(model: ir.Model) -> onnxruntime.InferenceSession:
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    options.intra_op_num_threads = 1
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    return onnxruntime.InferenceSession(to_proto(model).SerializeToString(), options)
-
-
 def _run(session: onnxruntime.InferenceSession, feed: Feeds) -> Feeds | None:
     """What onnxruntime makes of it, by output, None where it refuses the sizes."""
-    names = [value.name for value in session.get_outputs()]
     try:
-        return dict(zip(names, session.run(names, feed), strict=True))
+        return answers(session, feed)
     except Exception as error:
         if "onnxruntime" not in type(error).__module__:
             raise

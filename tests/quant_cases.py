@@ -16,6 +16,7 @@ import onnx
 import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from support import stock
 
 from onnx_fuse.autodiff.load import load
 from onnx_fuse.kernels import Selection, candidates
@@ -33,15 +34,6 @@ KINDS = {
 }  # fmt: skip
 INTS = ("int8", "uint8", "int16", "uint16", "int4", "uint4")
 FLOATS8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
-
-
-def session(model: bytes) -> onnxruntime.InferenceSession:
-    """onnxruntime, node by node as the model has them."""
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 4
-    return onnxruntime.InferenceSession(model, options)
 
 
 @dataclass(frozen=True)
@@ -66,7 +58,7 @@ class Quantized:
     def expected(self) -> list[np.ndarray]:
         if self.newest and tuple(map(int, onnxruntime.__version__.split(".")[:2])) < (1, 32):
             pytest.skip("onnxruntime before 1.32 quantizes such numbers otherwise")
-        return list(self.want or session(self.model).run(None, self.feeds))
+        return list(self.want or stock(self.model).run(None, self.feeds))
 
     def program(self, hw: Hardware = CHIPS["H200"]) -> Program:
         """The case lowered: no GPU is needed."""

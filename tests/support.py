@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir
+import onnxruntime
+
+from onnx_fuse.importer.save import to_proto
 
 ENCODER = Path(__file__).parent.parent / "models" / "encoder.onnx"
 
@@ -63,3 +67,23 @@ def with_weights(
         inputs.remove(value)
         model.graph.register_initializer(value)
     return model
+
+
+def stock(
+    model: onnx_ir.Model | onnx.ModelProto | bytes | str, optimized: bool = False
+) -> onnxruntime.InferenceSession:
+    """onnxruntime on one thread, quiet, and node by node as the model has them unless optimized."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level, options.intra_op_num_threads = 4, 1
+    if not optimized:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if not isinstance(model, bytes | str):
+        proto = model if isinstance(model, onnx.ModelProto) else to_proto(model)
+        model = proto.SerializeToString()
+    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+def answers(session: onnxruntime.InferenceSession, feeds: Mapping[str, Any]) -> dict[str, Any]:
+    """The outputs by name."""
+    names = [value.name for value in session.get_outputs()]
+    return dict(zip(names, session.run(names, dict(feeds)), strict=True))

@@ -9,12 +9,11 @@ from itertools import product
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from lowering import program_of, weights_of
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.capi import onnxruntime_pybind11_state as errors
-from support import with_weights
+from support import answers, with_weights
 
 from onnx_fuse import rewrite
 from onnx_fuse.autodiff.load import load
@@ -222,15 +221,6 @@ TABLES = {
     "transposed convolutions": (turned, 11),
     "slopes": (slopes, 16),
 }
-
-
-def answers(data: bytes, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(data, options)
-    names = [v.name for v in session.get_outputs()]
-    return dict(zip(names, session.run(None, feeds), strict=True))
 
 
 @pytest.mark.parametrize("name", TABLES)

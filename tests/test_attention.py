@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime
 import pytest
 from cases import NEWEST_OPSET, FusionCase
 from fusion_cases import FUSION_CASES
 from onnx.reference import ReferenceEvaluator
+from support import stock
 
 from onnx_fuse import autodiff, rewrite
 from onnx_fuse.autodiff.load import load
@@ -138,9 +138,7 @@ def feeds_of(model: ir.Model, case: str, sizes: dict[str, int] | None = None) ->
 
 def session(model: ir.Model, output: int = 0) -> Callable[[dict[str, np.ndarray]], np.ndarray]:
     """What onnxruntime makes of `model`: one output as a function of the feeds."""
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level, options.intra_op_num_threads = 3, 1
-    made = onnxruntime.InferenceSession(to_proto(model).SerializeToString(), options)
+    made = stock(model, optimized=True)
     return lambda feeds: made.run(None, feeds)[output]
 
 

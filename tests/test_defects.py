@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from onnx import TensorProto, helper
-from support import Cli
+from support import Cli, stock
 
 from onnx_fuse import rewrite
 from onnx_fuse.autodiff.load import load
@@ -28,10 +27,7 @@ HEAD = '<ir_version: 10, opset_import: ["" : 21]>'
 
 
 def run(data: bytes, feeds: dict[str, Any]) -> list[Any]:
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    return list(onnxruntime.InferenceSession(data, options).run(None, feeds))
+    return list(stock(data).run(None, feeds))
 
 
 def same(proto: onnx.ModelProto, feeds: dict[str, Any]) -> None:

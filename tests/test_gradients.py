@@ -8,6 +8,8 @@ in its gradient) are exact to the rounding of f over h, some 1e-5 of the sum of 
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import onnx
 import onnxruntime
@@ -17,10 +19,10 @@ from gradient_loops import LOOPS, OTHER_RECURRENT, RECURRENT
 from gradient_rows import BINARY, F32, F64, INDEXING, MATMUL, REDUCE, SHAPE, UNARY, rng, within
 from gradient_windows import CONV, POOL
 from onnx import TensorProto, helper, numpy_helper
+from support import stock
 
 from onnx_fuse import autodiff
 from onnx_fuse.errors import ModelError
-from onnx_fuse.importer.save import to_proto
 
 onnxruntime.set_default_logger_severity(4)
 STEP = {F64: 2.0**-10, F32: 2.0**-6}
@@ -68,13 +70,7 @@ def build(case, arrays, dynamic):
     return model
 
 
-def session(model):
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    proto = model if isinstance(model, onnx.ModelProto) else to_proto(model)
-    return onnxruntime.InferenceSession(
-        proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
+session = partial(stock, optimized=True)
 
 
 def draw(case):

@@ -9,7 +9,7 @@ import onnx
 import onnx_ir
 import onnxruntime
 import pytest
-from support import with_weights
+from support import stock, with_weights
 
 from onnx_fuse import optimize, rewrite
 from onnx_fuse.autodiff.load import load
@@ -20,9 +20,7 @@ from onnx_fuse.ir.constants import CANONICAL_OPSET, FUSE
 
 
 def run(source: str | bytes, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    return list(onnxruntime.InferenceSession(source, options).run(None, feeds))
+    return list(stock(source, optimized=True).run(None, feeds))
 
 
 # The same network as each opset spells it: what changed its signature from one to the next is here.

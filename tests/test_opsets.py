@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from support import Cli
+from support import Cli, stock
 
 from onnx_fuse import rewrite
 from onnx_fuse.autodiff.load import load
@@ -32,10 +32,7 @@ AWKWARD = np.array(
 
 
 def run(data: bytes, feeds: dict[str, np.ndarray]) -> list[Any]:
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    return list(onnxruntime.InferenceSession(data, options).run(None, feeds))
+    return list(stock(data).run(None, feeds))
 
 
 # opset, the graph's ends, its nodes. x is filled with awkward values, then normal ones; "s" are

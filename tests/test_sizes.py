@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import pytest
 from lowering import interpreted
 from shape_graphs import SIZES, shape_graph
-from support import table
+from support import stock, table
 
 import onnx_fuse
 from onnx_fuse.autodiff.load import load
@@ -116,13 +115,6 @@ def test_entries_have_places_in_a_tensor_of_its_rank(name: str, level: int) -> N
         np.testing.assert_array_equal(found[value.name], want, strict=True)
 
 
-def quiet_session(model: bytes) -> Any:
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level, options.intra_op_num_threads = 4, 1
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    return onnxruntime.InferenceSession(model, options, ["CPUExecutionProvider"])
-
-
 def outputs(session: Any, feeds: dict[str, Array]) -> list[Array] | None:
     """The outputs; None where onnxruntime finds that the sizes do not fit."""
     try:
@@ -139,10 +131,10 @@ def test_random_arithmetic_of_shapes_is_onnxruntimes(seed: int) -> None:
     for each in range(seed, seed + 10):
         grown = shape_graph(each)
         model, rng = grown.model(), np.random.default_rng(each)
-        original = quiet_session(model.SerializeToString())
+        original = stock(model.SerializeToString())
         graph = load(model)
         optimize(graph, level=each % 4)
-        fused = quiet_session(to_proto(graph, shapes=False).SerializeToString())
+        fused = stock(to_proto(graph, shapes=False).SerializeToString())
         for i in range(6):
             free = {s: int(rng.choice(SIZES)) for s in grown.sizes}
             feeds = grown.feeds(free if i else grown.sizes)
