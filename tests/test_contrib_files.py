@@ -15,7 +15,7 @@ import pytest
 from cases import DATA, FusionCase
 from onnxruntime import quantization
 from onnxruntime.quantization import matmul_nbits_quantizer
-from support import Cli
+from support import Cli, stock
 from test_contrib import ROWS, Array, Row, random, run
 
 from onnx_fuse import autodiff, rewrite
@@ -191,7 +191,7 @@ def optimized_by_onnxruntime(source: Path, target: Path, level: str) -> Path:
 
 def gradients(path: Path, feeds: dict[str, Array]) -> dict[str, Array]:
     model = autodiff.gradient(path)
-    session = onnxruntime.InferenceSession(to_proto(model).SerializeToString())
+    session = stock(model, optimized=True)
     forward = onnxruntime.InferenceSession(path)
     ends = zip(forward.get_outputs(), forward.run(None, feeds), strict=True)
     dys = {f"{value.name}.grad": random(*y.shape) for value, y in ends}
@@ -291,7 +291,7 @@ def test_a_block_of_contrib_operators_trains(tmp_path: Path) -> None:
     dy = random(2, 5, 16)
     gradient = autodiff.gradient(path)
     assert not [n for n in gradient.graph if contrib.lookup(n)]
-    session = onnxruntime.InferenceSession(to_proto(gradient).SerializeToString())
+    session = stock(gradient, optimized=True)
     names = [o.name for o in session.get_outputs() if o.name.endswith(".grad")]
     assert len(names) == 12
     found = dict(zip(names, session.run(names, {**feeds, "y.grad": dy}), strict=True))

@@ -7,7 +7,6 @@ import sys
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime
 import pytest
 from cases import NEWEST_OPSET, FusionCase, RealCase, real_cases
 from fusion_cases import FUSION_CASES
@@ -434,14 +433,14 @@ def test_a_reshape_to_sizes_of_its_own_input_has_a_constant_target(
         " { p = Pad (x, by) s = Shape (x) n = Slice (s, zero, one)"
         f" t = Concat <axis = 0> ({sizes}) r = Reshape {how}(p, t) y = Neg (r) }}"
     )
-    before = onnxruntime.InferenceSession(to_proto(model).SerializeToString())
+    before = stock(model, optimized=True)
     rewrite.optimize(model)
     (reshape,) = [n for n in model.graph if n.op_type == "Reshape"]
     found = const_array(reshape.inputs[1])
     if how and target == [0, -1, 3]:
         target = [0, 2, 3]  # beside a 0 that is copied no -1 is found
     assert (None if found is None else found.tolist()) == target
-    after = onnxruntime.InferenceSession(to_proto(model).SerializeToString())
+    after = stock(model, optimized=True)
     for rows in (2, 4, 0):
         x = np.arange(rows * 5, dtype=np.float32).reshape(rows, 5)
         if rows == 0 and "rest" in sizes and not how:
@@ -456,9 +455,9 @@ def test_a_shape_of_the_weights_is_no_reader_of_theirs() -> None:
         " float[B,T,8] v) => (float[B,S,8] y, int64[3] n) { kt = Transpose <perm = [0,2,1]> (k)"
         " s = MatMul (q, kt) p = Softmax (s) n = Shape (p) y = MatMul (p, v) }"
     )
-    before = onnxruntime.InferenceSession(to_proto(model).SerializeToString())
+    before = stock(model, optimized=True)
     assert rewrite.optimize(model).fusions == {"Sdpa": 1}
-    after = onnxruntime.InferenceSession(to_proto(model).SerializeToString())
+    after = stock(model, optimized=True)
     rng = np.random.default_rng(2)
     rows = {"q": 3, "k": 5, "v": 5}
     feeds = {n: rng.standard_normal((2, r, 8)).astype(np.float32) for n, r in rows.items()}

@@ -182,7 +182,7 @@ def test_what_is_written_anew_in_a_body_and_outside_has_names_of_its_own() -> No
             (bool d, float[B,3,4] e) {{ d = Identity (k) {nodes.format(x="s", y="e")} }}> }}""")
     feeds = {"x": np.random.default_rng(0).standard_normal((2, 3, 4)).astype("f"),
              "n": np.array(2)}  # fmt: skip
-    [want] = onnxruntime.InferenceSession(proto.SerializeToString()).run(None, feeds)
+    [want] = stock(proto, optimized=True).run(None, feeds)
     for level in (0, 2):
         model = load(proto)
         rewrite.optimize(model, level=level)
@@ -203,7 +203,7 @@ def test_a_loop_without_condition_and_states_keeps_two_inputs(level: int) -> Non
     result = optimize(proto, level=level)
     assert [list(n.input) for n in result.graph.node if n.op_type == "Loop"] == [["n", ""]]
     feeds = {"x": np.ones((2, 4), np.float32), "n": np.array(3)}
-    [y] = onnxruntime.InferenceSession(result.SerializeToString()).run(None, feeds)
+    [y] = stock(result, optimized=True).run(None, feeds)
     np.testing.assert_array_equal(y, -np.ones((3, 2, 4)))
 
 
@@ -223,7 +223,7 @@ def test_a_split_of_no_elements_is_an_empty_sequence() -> None:
     )
     model = load(proto)
     rewrite.optimize(model)
-    session = onnxruntime.InferenceSession(to_proto(model).SerializeToString())
+    session = stock(model, optimized=True)
     assert session.run(None, {"x": np.empty((0, 3), np.float32)}) == [0]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime
 import pytest
 from head_rows import (
     CLASSES,
@@ -21,11 +20,10 @@ from head_rows import (
     truth,
 )
 from lowering import program_of
-from support import with_weights
+from support import stock, with_weights
 
 from onnx_fuse import autodiff, optim, rewrite
 from onnx_fuse.cuda import nvrtc
-from onnx_fuse.importer.save import to_proto
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import candidates
 from onnx_fuse.kernels.gemm_sm90 import Wgmma
@@ -248,7 +246,7 @@ def test_a_smoothed_loss_takes_over_many_scores(
         kinds = {n.op_type for n in step.graph}
         assert ("LinearCrossEntropy_gx_gw_gb" in kinds) == (fused and classes == CLASSES)
         given = {v.name: feeds.get(v.name, np.array(0.5, np.float32)) for v in step.graph.inputs}
-        run = onnxruntime.InferenceSession(to_proto(step).SerializeToString())
+        run = stock(step, optimized=True)
         names = [v.name for v in step.graph.outputs]
         got = dict(zip(names, run.run(None, given), strict=True))
         found.append([got[spec.loss], got[next(s.next for s in spec.states if s.name == "w")]])

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from lowering import GRAPHS, H200, X, arrays, interpreted, lowered, program_of, weights_of
+from support import stock
 
 from onnx_fuse import rewrite, session
 from onnx_fuse.cuda import nvrtc, pointwise
 from onnx_fuse.errors import ModelError
-from onnx_fuse.importer.save import to_proto
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import reduce as reduce_kernels
 from onnx_fuse.kernels import site
@@ -57,7 +56,7 @@ def test_the_scale_of_a_norm_is_broadcast(axis, scale, bias):
         v.name: rng.standard_normal([int(d) for d in v.shape]).astype(np.float32)
         for v in model.graph.inputs
     }
-    expected = onnxruntime.InferenceSession(to_proto(model).SerializeToString()).run(None, feeds)
+    expected = stock(model, optimized=True).run(None, feeds)
     got = interpret(program_of(model, feeds), feeds, weights_of(model))
     for name, y in zip("ym", expected, strict=True):
         np.testing.assert_allclose(got[name], y, rtol=1e-5, atol=1e-5)
@@ -68,7 +67,7 @@ def test_graph_gives_onnxruntimes_results(name):
     text, feeds = GRAPHS[name]
     model = text_model(text)
     program = program_of(model, feeds)
-    expected = onnxruntime.InferenceSession(to_proto(model).SerializeToString()).run(None, feeds)
+    expected = stock(model, optimized=True).run(None, feeds)
     got = interpret(program, feeds, weights_of(model))
     for value, want in zip(model.graph.outputs, expected, strict=True):
         assert got[value.name].shape == want.shape
@@ -137,7 +136,7 @@ def test_a_filter_of_one_tap_is_a_product_with_all_that_follows(batch, act, bias
     shapes["r"] = (batch, 32, 7, width)
     feeds = {n: a.astype(kind) for n, a in arrays(**shapes).items()}
     model = text_model(text)
-    (expected,) = onnxruntime.InferenceSession(to_proto(model).SerializeToString()).run(None, feeds)
+    (expected,) = stock(model, optimized=True).run(None, feeds)
     rewrite.optimize(model)
     calls = program_of(model, feeds).calls
     copied = dtype == "float16" and width == 7
@@ -284,7 +283,7 @@ def test_the_copies_of_a_concat_share_a_launch(name):
     program = program_of(model, feeds)
     if kernels is not None:
         assert sorted(call.kernel for call in program.calls) == sorted(kernels)
-    expected = onnxruntime.InferenceSession(to_proto(model).SerializeToString()).run(None, feeds)
+    expected = stock(model, optimized=True).run(None, feeds)
     got = interpret(program, feeds, {})
     for value, want in zip(model.graph.outputs, expected, strict=True):
         np.testing.assert_allclose(got[value.name], want, rtol=1e-6, atol=0)

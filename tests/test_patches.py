@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import onnxruntime
 import pytest
-from support import with_weights
+from support import stock, with_weights
 
 from onnx_fuse import optim
-from onnx_fuse.importer.save import to_proto
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.training.step import training_model
 
@@ -50,7 +48,7 @@ def test_a_step_gives_the_loss_and_weights_of_the_convolution(name: str) -> None
         step, spec = training_model(model, loss="mse", optimizer=optim.SGD(lr=0.5), fused=fused)
         kinds = {n.op_type for n in step.graph}
         assert ("Conv" in kinds) != (fused and product)
-        run = onnxruntime.InferenceSession(to_proto(step).SerializeToString())
+        run = stock(step, optimized=True)
         fed = {v.name: feeds.get(v.name, np.array(0.5, np.float32)) for v in step.graph.inputs}
         names = [v.name for v in step.graph.outputs]
         got = dict(zip(names, run.run(None, fed), strict=True))

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime
 import pytest
+from support import stock
 
 from onnx_fuse import Trainer, optim, rewrite
-from onnx_fuse.importer.save import to_proto
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.ops.fused.gather_pushdown import NAME
 
@@ -49,7 +48,7 @@ def outputs(found: ir.Model, x: np.ndarray) -> list[np.ndarray]:
         for v in found.graph.inputs
     }
     feeds = {name: array.astype(np.float32) for name, array in feeds.items()} | {"x": x}
-    session = onnxruntime.InferenceSession(to_proto(found).SerializeToString())
+    session = stock(found, optimized=True)
     return list(session.run(None, {v.name: feeds[v.name] for v in session.get_inputs()}))
 
 

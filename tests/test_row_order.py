@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import onnxruntime
 import pytest
 from lowering import program_of
+from support import stock
 
 from onnx_fuse import rewrite
-from onnx_fuse.importer.save import to_proto
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.program.call import Call
 
@@ -63,9 +62,7 @@ def optimized(text: str) -> tuple[list[np.ndarray], list[np.ndarray], list[str],
     }
 
     def run() -> list[np.ndarray]:
-        return list(
-            onnxruntime.InferenceSession(to_proto(model).SerializeToString()).run(None, feeds)
-        )
+        return list(stock(model, optimized=True).run(None, feeds))
 
     before = run()
     rewrite.optimize(model)
@@ -115,6 +112,6 @@ def test_views_that_undo_each_other(row: int) -> None:
     model = text_model(f"{graph} {{ {text} y = Neg({name}) }}")
     rewrite.optimize(model)
     views = [n.op_type for n in model.graph if n.op_type in ("Reshape", "Transpose")]
-    (found,) = onnxruntime.InferenceSession(to_proto(model).SerializeToString()).run(None, {"x": x})
+    (found,) = stock(model, optimized=True).run(None, {"x": x})
     np.testing.assert_array_equal(found, -want)
     assert len(views) == left, views

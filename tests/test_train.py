@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from support import stock
 
 from onnx_fuse import autodiff, nn, rewrite
 from onnx_fuse.autodiff.load import load
@@ -386,7 +387,7 @@ def test_running_statistics_follow_the_batches() -> None:
     stem = model.clone()
     conv = next(n for n in stem.graph if n.op_type == "Conv")
     stem.graph.outputs[:] = [conv.outputs[0]]
-    run = ort.InferenceSession(to_proto(stem).SerializeToString())
+    run = stock(stem, optimized=True)
     (h,) = run.run(None, {"x": feeds["x"]})
     trainer = Trainer(model, loss="cross_entropy")
     trainer.step(feeds)
