@@ -87,3 +87,14 @@ def answers(session: onnxruntime.InferenceSession, feeds: Mapping[str, Any]) -> 
     """The outputs by name."""
     names = [value.name for value in session.get_outputs()]
     return dict(zip(names, session.run(names, dict(feeds)), strict=True))
+
+
+def setting(*keys: Any, to: Any) -> Callable[[Any], None]:
+    """Changes an item of nested lists and dictionaries."""
+
+    def change(data: Any) -> None:
+        for key in keys[:-1]:
+            data = data[key]
+        data[keys[-1]] = to
+
+    return change

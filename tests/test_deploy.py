@@ -19,7 +19,7 @@ import lowering
 import numpy as np
 import pytest
 from fake_gpu import FakeGpu
-from support import ENCODER
+from support import ENCODER, setting
 
 from onnx_fuse import InferenceSession, __version__, container, deploy, rewrite, session
 from onnx_fuse.cuda import nvrtc
@@ -358,22 +358,13 @@ def ranged(tmp_path: Path, no_compiler: None) -> Path:
     return path
 
 
-def _set(*keys: Any, to: Any) -> Callable[[Any], None]:
-    def change(data: Any) -> None:
-        for key in keys[:-1]:
-            data = data[key]
-        data[keys[-1]] = to
-
-    return change
-
-
 BAD_RANGES = {
-    "symbols of numbers": _set("symbols", to=[1]),
-    "a symbol of no input": _set("symbols", 0, 0, to="z"),
-    "an axis that is not there": _set("symbols", 0, 1, to=7),
-    "a largest size of text": _set("largest", to={"s0": "9"}),
-    "a largest size of nothing": _set("largest", to={"s9": 9}),
-    "ranges of numbers": _set("ranges", to=[1]),
+    "symbols of numbers": setting("symbols", to=[1]),
+    "a symbol of no input": setting("symbols", 0, 0, to="z"),
+    "an axis that is not there": setting("symbols", 0, 1, to=7),
+    "a largest size of text": setting("largest", to={"s0": "9"}),
+    "a largest size of nothing": setting("largest", to={"s9": 9}),
+    "ranges of numbers": setting("ranges", to=[1]),
     "no names": lambda d: d.pop("names"),
 }
 
@@ -548,16 +539,19 @@ def test_a_program_with_other_ends_is_refused(tanh: Path, ends: str) -> None:
 
 
 BAD_MANIFESTS = {
-    "another format": (_set("format", to=99), "of format 99.*reads format 3.*recompile"),
+    "another format": (setting("format", to=99), "of format 99.*reads format 3.*recompile"),
     "no programs": (lambda m: m.pop("programs"), "manifest lacks"),
-    "inputs of numbers": (_set("inputs", to=[1]), "manifest lacks"),
-    "a negative size": (_set("inputs", 0, 2, to=[-3]), "manifest lacks"),
-    "a target of text": (_set("targets", "h", "sm_count", to="many"), "manifest lacks"),
-    "a shape of text": (_set("programs", 0, "inputs", "x", to=["24", "float32"]), "manifest lacks"),
-    "a member that is not there": (_set("programs", 0, "member", to="../x"), "is missing"),
+    "inputs of numbers": (setting("inputs", to=[1]), "manifest lacks"),
+    "a negative size": (setting("inputs", 0, 2, to=[-3]), "manifest lacks"),
+    "a target of text": (setting("targets", "h", "sm_count", to="many"), "manifest lacks"),
+    "a shape of text": (
+        setting("programs", 0, "inputs", "x", to=["24", "float32"]),
+        "manifest lacks",
+    ),
+    "a member that is not there": (setting("programs", 0, "member", to="../x"), "is missing"),
     "a module without code": (lambda m: m["modules"][0].pop("cubins"), "manifest lacks"),
-    "a module that waits once": (_set("modules", 0, "waits", to=[True]), "manifest lacks"),
-    "modules of numbers": (_set("modules", to=[1, 2]), "manifest lacks"),
+    "a module that waits once": (setting("modules", 0, "waits", to=[True]), "manifest lacks"),
+    "modules of numbers": (setting("modules", to=[1, 2]), "manifest lacks"),
 }
 
 

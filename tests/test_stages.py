@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from lowering import with_values
 from support import stock, table
 
 from onnx_fuse.ir.build import all_nodes, text_model
 from onnx_fuse.lower import walk
 from onnx_fuse.ops.bodies import carries_body
-from onnx_fuse.program.call import NeedsValues, Program
+from onnx_fuse.program.call import NeedsValues
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.rewrite import optimize
@@ -110,18 +109,6 @@ a shape that a stage decides: {"x": X}
 )
 
 
-def lowered(
-    model: ir.Model, feeds: Mapping[str, np.ndarray], values: Mapping[str, np.ndarray] | None = None
-) -> Program:
-    """As the runtime does it: the values that lowering asks for are those of the feeds."""
-    shapes = {name: (a.shape, a.dtype.name) for name, a in feeds.items()}
-    try:
-        return walk.lower(model, shapes, H200, values=values)
-    except NeedsValues as needs:
-        asked = {name: feeds[name] for name in needs.names}
-    return lowered(model, feeds, {**(values or {}), **asked})
-
-
 def test_positions_are_lowered_for_their_number_alone() -> None:
     """Not for where they stand: other counts of the tiles before are the same program."""
     model = text_model("agraph (bool[9000] x) => (int64[1,N] y) { y = NonZero (x) }")
@@ -139,10 +126,10 @@ def test_stages_give_onnxruntimes_results(name: str) -> None:
     model = text_model(f"agraph {text}")
     names = [v.name for v in model.graph.outputs]
     expected = stock(model, optimized=True).run(names, feeds)
-    program = lowered(model, feeds)
+    program = with_values(model, feeds)
     assert program.stages or "shape" in name
     assert not any(stage.host for stage in program.stages)
-    got = interpret(program, feeds, {}, lowered)
+    got = interpret(program, feeds, {}, with_values)
     for output, want in zip(names, expected, strict=True):
         assert got[output].dtype == want.dtype
         np.testing.assert_array_equal(got[output], want, err_msg=output)
@@ -155,9 +142,9 @@ STRINGS = """agraph (float[3,5,4] x) => (float[3,5,4] y, string[3,5,4] s)
 def test_strings_between_numbers_are_a_stage_of_onnxruntimes() -> None:
     model, feeds = text_model(STRINGS), {"x": X}
     expected = stock(model, optimized=True).run(None, feeds)
-    program = lowered(model, feeds)
+    program = with_values(model, feeds)
     assert [stage.host for stage in program.stages] == [True]
-    got = interpret(program, feeds, {}, lowered)
+    got = interpret(program, feeds, {}, with_values)
     for output, want in zip(("y", "s"), expected, strict=True):
         np.testing.assert_array_equal(got[output], want, err_msg=output)
 
@@ -176,7 +163,7 @@ def test_strings_that_are_fed_are_known_to_lowering() -> None:
         walk.lower(model, shapes, H200)
     for words in (feeds["s"], feeds["s"].astype(str)):
         program = walk.lower(model, shapes, H200, values={"s": words})
-        got = interpret(program, {"x": feeds["x"]}, {}, lowered)
+        got = interpret(program, {"x": feeds["x"]}, {}, with_values)
         np.testing.assert_array_equal(got["y"], [3, 0, 2])
 
 
@@ -235,7 +222,7 @@ def test_a_later_stage_carries_the_bodies_of_operators_inside_it(op: str) -> Non
     )
     optimize(model, level=2)
     assert any(map(carries_body, all_nodes(model.graph)))
-    program = lowered(model, {"x": np.ones((3, 4), np.float32), "keep": np.ones(3, bool)})
+    program = with_values(model, {"x": np.ones((3, 4), np.float32), "keep": np.ones(3, bool)})
     (stage,) = program.stages
     held = onnx.load_model_from_string(stage.model)
     assert {f.name for f in held.functions} >= {"LayerNormGemm"}

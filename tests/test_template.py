@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import setting
 
 from onnx_fuse.errors import ModelError
 from onnx_fuse.ir.build import text_model
@@ -103,15 +104,6 @@ def softmaxes() -> Program:
     return lower(text_model(text), {"x": ((2, 4), "float32")}, CHIPS["H200"])
 
 
-def _set(*keys: Any, to: Any) -> Callable[[Any], None]:
-    def change(data: Any) -> None:
-        for key in keys[:-1]:
-            data = data[key]
-        data[keys[-1]] = to
-
-    return change
-
-
 def put(*path: Any, to: Any) -> Callable[[Any], Any]:
     """Change one part of an object of dataclasses and tuples."""
 
@@ -168,18 +160,18 @@ BAD_DATA: dict[str, Callable[[Any], Any]] = {
     "a list": lambda d: [d],
     "no words": lambda d: d.pop("words"),
     "a word less": lambda d: d["words"].pop(),
-    "a word of text": _set("words", 0, to="os"),
-    "a word of 2^80": _set("words", 0, to=2**80),
+    "a word of text": setting("words", 0, to="os"),
+    "a word of 2^80": setting("words", 0, to=2**80),
     "words in a list": lambda d: d.update(words=[d["words"]]),
     "an object that comes later": lambda d: d.update(words=[10**6, *d["words"][1:]]),
     "an object before the first": lambda d: d.update(words=[-1, *d["words"][1:]]),
-    "a class of Python's": _set("groups", 0, 0, to="os.system"),
-    "a class of ours that no program has": _set("groups", -1, 0, to="Session"),
-    "a field that is none": _set("groups", -1, 1, to=["__class__"]),
-    "a count of text": _set("groups", 0, -1, to="1"),
-    "a negative count": _set("groups", 0, -1, to=-1),
-    "a count of 2^40": _set("groups", 0, -1, to=2**40),
-    "a value of another type": _set("plain", 0, to={"a": 1}),
+    "a class of Python's": setting("groups", 0, 0, to="os.system"),
+    "a class of ours that no program has": setting("groups", -1, 0, to="Session"),
+    "a field that is none": setting("groups", -1, 1, to=["__class__"]),
+    "a count of text": setting("groups", 0, -1, to="1"),
+    "a negative count": setting("groups", 0, -1, to=-1),
+    "a count of 2^40": setting("groups", 0, -1, to=2**40),
+    "a value of another type": setting("plain", 0, to={"a": 1}),
     "no whole": lambda d: d.update(recipes={}),
     "a result that comes later": lambda d: d["recipes"][""].__setitem__(-1, 10**6),
     "a recipe too short": lambda d: d["recipes"][""].pop(),
