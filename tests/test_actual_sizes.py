@@ -13,11 +13,10 @@ import pytest
 from lowering import program_of, weights_of
 from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.capi import onnxruntime_pybind11_state as errors
-from support import answers, with_weights
+from support import answers, stock, with_weights
 
 from onnx_fuse import rewrite
 from onnx_fuse.autodiff.load import load
-from onnx_fuse.importer.save import to_proto
 from onnx_fuse.importer.shapes import infer_shapes
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.lower import walk
@@ -114,7 +113,7 @@ def sampled_pools(opset: int) -> Table:
         name = table.nodes[-1].input[0]
         alone.nodes, alone.feeds = table.nodes[-1:], {name: table.feeds[name]}
         try:
-            answers(alone.model(), alone.feeds)
+            answers(stock(alone.model()), alone.feeds)
         except (errors.Fail, errors.InvalidArgument, errors.RuntimeException):
             table.feeds.pop(name)
             table.nodes.pop()
@@ -229,7 +228,7 @@ def test_sizes_and_values_are_onnxruntimes(name, monkeypatch):
     monkeypatch.setattr(walk.program_passes, "run", lambda calls, keep, low: calls)
     make, opset = TABLES[name]
     table = make(opset)
-    expected = answers(table.model(), table.feeds)
+    expected = answers(stock(table.model()), table.feeds)
     model = load(table.model())
     infer_shapes(model)
     for node in model.graph:
@@ -239,7 +238,7 @@ def test_sizes_and_values_are_onnxruntimes(name, monkeypatch):
             known = [(d, n) for d, n in zip(y.shape, actual, strict=True) if isinstance(d, int)]
             assert all(d == n for d, n in known), (node.op_type, node.attributes, actual)
     rewrite.optimize(model, level=2)
-    optimized = answers(to_proto(model).SerializeToString(), table.feeds)
+    optimized = answers(stock(model), table.feeds)
     program = program_of(model, table.feeds)
     for output, tensor in program.outputs:
         assert tensor.shape == expected[output].shape, output
@@ -252,7 +251,7 @@ def test_sizes_and_values_are_onnxruntimes(name, monkeypatch):
 @pytest.mark.parametrize("opset", [11, 18])
 def test_the_evaluator_of_gradient_checks_resizes_as_onnxruntime_does(opset):
     table = resizes(opset)
-    expected = answers(table.model(), table.feeds)
+    expected = answers(stock(table.model()), table.feeds)
     evaluator = reference_evaluator(load(table.model()))
     found = evaluator.run(None, table.feeds)
     for name, y in zip(evaluator.output_names, found, strict=True):
