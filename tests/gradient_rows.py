@@ -180,7 +180,7 @@ Gemm transA=1 transB=1 c=(3, 5): a=(4, 3), b=(5, 4), c=(3, 5)
   y = Gemm <transA = 1, transB = 1, alpha = 0.7, beta = 1.3> (a, b, c)
 Gemm transA=0 transB=0 c=None: a=(3, 4), b=(4, 5)
   y = Gemm <transA = 0, transB = 0, alpha = 0.7, beta = 1.3> (a, b)
-"""),
+""")
     ]
     + [
         row(f"Einsum {equation}", f'y = Einsum <equation = "{equation}"> ({names})', **shapes)

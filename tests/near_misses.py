@@ -11,50 +11,35 @@ from functools import partial
 
 import numpy as np
 import onnx_ir as ir
-from cases import FusionCase
+from cases import FusionCase, fusion_rows
 
 from onnx_fuse.ir.build import const_array
 
-ROWS = (
-    FusionCase(
-        "rows_turned_before_a_product",
-        "float[6,4,8] x, float[8,24] w",
-        "to = Constant <value = int64[2] {24, 24}> ()\n t = Transpose <perm = [1, 0, 2]> (x)\n"
-        "m = MatMul (t, w)\n y = Reshape (m, to)",
-        output="float[24,24] y",
-    ),
-    FusionCase(
-        "rows_turned_around_a_gemm",
-        "float[6,4,8] x, float[8,24] w, float[24] c",
-        "flat = Constant <value = int64[2] {24, 8}> ()\n"
-        "to = Constant <value = int64[3] {4, 6, 24}> ()\n t = Transpose <perm = [1, 0, 2]> (x)\n"
-        "f = Reshape (t, flat)\n z = Gemm (f, w, c)\n s = Reshape (z, to)\n"
-        "y = Transpose <perm = [1, 0, 2]> (s)",
-        output="float[6,4,24] y",
-    ),
-    FusionCase(
-        "axes_merged_and_split_again",
-        "float[2,3,4,5] x",
-        "flat = Constant <value = int64[3] {6, 4, 5}> ()\n"
-        "to = Constant <value = int64[4] {4, 2, 3, 5}> ()\n f = Reshape (x, flat)\n"
-        "t = Transpose <perm = [1, 0, 2]> (f)\n y = Reshape (t, to)",
-        output="float[4,2,3,5] y",
-    ),
-    FusionCase(
-        "one_row_of_a_product",
-        "float[B,5,8] x, float[8,24] w, float[24] c",
-        "i = Constant <value = int64[1] {-1}> ()\n m = MatMul (x, w)\n z = Add (m, c)\n"
-        "r = Relu (z)\n y = Gather <axis = 1> (r, i)",
-        output="float[B,1,24] y",
-    ),
-    FusionCase(
-        "scale_of_a_product_in_half",
-        "float16[B,T,16] x, float16[16,24] w, float16[24] c, float16[24] s",
-        "m = MatMul (x, w)\n z = Add (m, c)\n o = Mul (z, s)\n y = Identity (o)\n v = Neg (o)",
-        output="float16[B,T,24] v",
-        level=3,
-    ),
-    FusionCase("swish_of_opset_28", "float[B,T,24] x", "y = Swish <alpha = 1.702> (x)", opset=28),
+ROWS = tuple(
+    fusion_rows("""
+rows_turned_before_a_product:
+  (float[6,4,8] x, float[8,24] w) => (float[24,24] y)
+  to = int64[2] {24, 24}  t = Transpose <perm = [1, 0, 2]> (x)  m = MatMul (t, w)
+  y = Reshape (m, to)
+rows_turned_around_a_gemm:
+  (float[6,4,8] x, float[8,24] w, float[24] c) => (float[6,4,24] y)
+  flat = int64[2] {24, 8}  to = int64[3] {4, 6, 24}  t = Transpose <perm = [1, 0, 2]> (x)
+  f = Reshape (t, flat)  z = Gemm (f, w, c)  s = Reshape (z, to)
+  y = Transpose <perm = [1, 0, 2]> (s)
+axes_merged_and_split_again:
+  (float[2,3,4,5] x) => (float[4,2,3,5] y)
+  flat = int64[3] {6, 4, 5}  to = int64[4] {4, 2, 3, 5}  f = Reshape (x, flat)
+  t = Transpose <perm = [1, 0, 2]> (f)  y = Reshape (t, to)
+one_row_of_a_product:
+  (float[B,5,8] x, float[8,24] w, float[24] c) => (float[B,1,24] y)
+  i = int64[1] {-1}  m = MatMul (x, w)  z = Add (m, c)  r = Relu (z)  y = Gather <axis = 1> (r, i)
+scale_of_a_product_in_half: level 3
+  (float16[B,T,16] x, float16[16,24] w, float16[24] c, float16[24] s) => (float16[B,T,24] v)
+  m = MatMul (x, w)  z = Add (m, c)  o = Mul (z, s)  y = Identity (o)  v = Neg (o)
+swish_of_opset_28: opset 28
+  (float[B,T,24] x)
+  y = Swish <alpha = 1.702> (x)
+""")
 )
 """Rows for rules that leave no operator of ours, or run at level 3 or from a newer opset alone."""
 

@@ -69,33 +69,28 @@ FIRST = Conv(
     Window((1, 7, 7), (1, 2, 2), (1, 1, 1), (0, 3, 3), (0, 3, 3)), "bfloat16",
     channels_last=True, planar=True, column_moments=True,
 )  # fmt: skip
-TF32 = GemmProblem.of("Gemm", m=4096, n=768, k=768, trans_b=True, math="tf32")
+gemm = GemmProblem.of
+TF32 = gemm("Gemm", m=4096, n=768, k=768, trans_b=True, math="tf32")
 FLOAT8 = {"dtype": E4M3, "out_dtype": "bfloat16"}
 # op problem: what of the code it reaches
 PROBLEMS = (
-    GemmProblem.of("Gemm", m=512, n=768, k=768, **BF16),  # TMA stores, b with n contiguous
-    GemmProblem.of(
-        "Gemm", m=512, n=768, k=768, trans_b=True, dtype="float16", bias=True, act="gelu"
-    ),
-    GemmProblem.of("Gemm", m=190, n=201, k=136, trans_b=True, **BF16),  # plain stores, ragged
-    GemmProblem.of(
-        "Gemm", m=768, n=3072, k=8192, trans_a=True, dw=True, **BF16
-    ),  # split k, row sums
-    GemmProblem.of("Gemm", m=512, n=768, k=768, trans_b=True, dx=True, save_z=True, **BF16),
-    GemmProblem.of("Gemm", m=512, n=768, k=768, residual=True, act="silu", save_z=True, **BF16),
-    GemmProblem.of("Gemm", m=128, n=768, k=768, bias=True, residual="norm", dtype="float16"),
-    GemmProblem.of("Gemm", m=4096, n=768, k=768, bias=True, residual="norm", moments=4, **BF16),
-    GemmProblem.of("LayerNormGemm", m=4096, n=2304, k=768, bias=True, folded=True, parts=4, **BF16),
-    GemmProblem.of("Gemm", m=50176, n=512, k=128, trans_b=True, column_moments=True, **BF16),
-    GemmProblem.of("Gemm", m=4096, n=50257, k=768, trans_b=True, ldy=50304, exp=True, **BF16),
-    GemmProblem.of(
-        "Gemm", m=4096, n=50257, k=768, ldb=50304, ldy=50304, exp=True, bias=True, **BF16
-    ),
-    GemmProblem.of("Gemm", m=4096, n=768, k=50257, lda=50304, row_scale=True, **BF16),
+    gemm("Gemm", m=512, n=768, k=768, **BF16),  # TMA stores, b with n contiguous
+    gemm("Gemm", m=512, n=768, k=768, trans_b=True, dtype="float16", bias=True, act="gelu"),
+    gemm("Gemm", m=190, n=201, k=136, trans_b=True, **BF16),  # plain stores, ragged
+    gemm("Gemm", m=768, n=3072, k=8192, trans_a=True, dw=True, **BF16),  # split k, row sums
+    gemm("Gemm", m=512, n=768, k=768, trans_b=True, dx=True, save_z=True, **BF16),
+    gemm("Gemm", m=512, n=768, k=768, residual=True, act="silu", save_z=True, **BF16),
+    gemm("Gemm", m=128, n=768, k=768, bias=True, residual="norm", dtype="float16"),
+    gemm("Gemm", m=4096, n=768, k=768, bias=True, residual="norm", moments=4, **BF16),
+    gemm("LayerNormGemm", m=4096, n=2304, k=768, bias=True, folded=True, parts=4, **BF16),
+    gemm("Gemm", m=50176, n=512, k=128, trans_b=True, column_moments=True, **BF16),
+    gemm("Gemm", m=4096, n=50257, k=768, trans_b=True, ldy=50304, exp=True, **BF16),
+    gemm("Gemm", m=4096, n=50257, k=768, ldb=50304, ldy=50304, exp=True, bias=True, **BF16),
+    gemm("Gemm", m=4096, n=768, k=50257, lda=50304, row_scale=True, **BF16),
     CONV,
     *(MergedMoments(m, 128) for m in (12544, 50176, 200704)),
-    GemmProblem.of("Gemm", m=512, n=768, k=768, dact=True, act="gelu_tanh", **BF16),
-    GemmProblem.of(
+    gemm("Gemm", m=512, n=768, k=768, dact=True, act="gelu_tanh", **BF16),
+    gemm(
         "Gemm",
         m=256,
         n=784,
@@ -107,17 +102,15 @@ PROBLEMS = (
         a_strides=(0,),
         dtype="float16",
     ),
-    GemmProblem.of("Gemm", m=256, n=784, k=64, row_bias=True, residual=True, math="bf16x3"),
-    GemmProblem.of(
-        "Gemm", m=4096, n=384, k=1536, bias=True, layer_scale=True, residual=True, **BF16
-    ),
-    GemmProblem.of("Gemm", m=64, n=384, k=1536, bias=True, layer_scale=True, trans_b=True, **BF16),
-    GemmProblem.of("Gemm", m=100, n=77, k=33, batch=(2, 3), beta=1.0, c_rows=0),
-    GemmProblem.of("Gemm", m=256, n=512, k=512, trans_b=True, bias=True, act="gelu", save_z=True),
-    GemmProblem.of("Gemm", m=512, n=784, k=256, trans_a=True),
-    GemmProblem.of("Gemm", m=100, n=76, k=32, trans_a=True, trans_b=True, dtype="float64"),
-    GemmProblem.of("Gemm", m=100, n=77, k=33, dtype="int32"),
-    GemmProblem.of("Gemm", m=512, n=768, k=768, math="tf32"),
+    gemm("Gemm", m=256, n=784, k=64, row_bias=True, residual=True, math="bf16x3"),
+    gemm("Gemm", m=4096, n=384, k=1536, bias=True, layer_scale=True, residual=True, **BF16),
+    gemm("Gemm", m=64, n=384, k=1536, bias=True, layer_scale=True, trans_b=True, **BF16),
+    gemm("Gemm", m=100, n=77, k=33, batch=(2, 3), beta=1.0, c_rows=0),
+    gemm("Gemm", m=256, n=512, k=512, trans_b=True, bias=True, act="gelu", save_z=True),
+    gemm("Gemm", m=512, n=784, k=256, trans_a=True),
+    gemm("Gemm", m=100, n=76, k=32, trans_a=True, trans_b=True, dtype="float64"),
+    gemm("Gemm", m=100, n=77, k=33, dtype="int32"),
+    gemm("Gemm", m=512, n=768, k=768, math="tf32"),
     TF32.replace(bias=True, act="gelu", save_z=True),
     TF32.replace(bias=True, beta=1.0, act="relu"),
     TF32.replace(dact=True, act="gelu"),
@@ -125,66 +118,56 @@ PROBLEMS = (
     dataclasses.replace(CONV, dtype="float32", math="tf32", act="relu", column_moments=False),
     FIRST,
     dataclasses.replace(FIRST, column_moments=False),
-    GemmProblem.of("Gemm", m=512, n=768, k=768, math="bf16x6"),
-    GemmProblem.of("Gemm", m=512, n=768, k=768, trans_b=True, b_dtype=E4M3, **FLOAT8),
-    GemmProblem.of("Gemm", m=768, n=3072, k=8192, trans_b=True, b_dtype=E5M2, **FLOAT8),  # split k
-    GemmProblem.of("Gemm", m=8192, n=3072, k=768, trans_b=True, b_dtype=E4M3, **FLOAT8).replace(
+    gemm("Gemm", m=512, n=768, k=768, math="bf16x6"),
+    gemm("Gemm", m=512, n=768, k=768, trans_b=True, b_dtype=E4M3, **FLOAT8),
+    gemm("Gemm", m=768, n=3072, k=8192, trans_b=True, b_dtype=E5M2, **FLOAT8),  # split k
+    gemm("Gemm", m=8192, n=3072, k=768, trans_b=True, b_dtype=E4M3, **FLOAT8).replace(
         bias=True, act="gelu_tanh", save_z=True
     ),
-    GemmProblem.of("Gemm", m=512, n=784, k=784, trans_b=True, b_dtype=E4M3, **FLOAT8).replace(
+    gemm("Gemm", m=512, n=784, k=784, trans_b=True, b_dtype=E4M3, **FLOAT8).replace(
         dtype=E5M2, dact=True, act="gelu"
     ),
     Float8(512, 768, "bfloat16", E5M2, 16),
     Float8(768, 3072, "float32", E4M3, 16),
-    GemmProblem.of("LayerNormGemm", m=8192, n=768, k=768, folded=True, bias=True, **BF16),
-    GemmProblem.of(
-        "LayerNormGemm", m=512, n=3072, k=768, folded=True, static_b=True, **BF16
-    ),  # a tile
-    GemmProblem.of("LayerNormGemm", m=512, n=768, k=768, folded=True, rms=True, **BF16),
-    GemmProblem.of("LayerNormGemm", m=16, n=768, k=768, bias=True, act="gelu", **BF16),
-    GemmProblem.of("LayerNormGemm", m=512, n=768, k=768, trans_b=True, **BF16),  # folds rows
-    GemmProblem.of("LayerNormGemm", m=8, n=768, k=768, trans_b=True, folded=True, **BF16),
-    GemmProblem.of("LayerNormGemm", m=128, n=768, k=768, folded=True, static_b=True, **BF16),
-    GemmProblem.of("LayerNormGemm", m=9, n=384, k=512, folded=True, rms=True, dtype="float16"),
-    GemmProblem.of("LayerNormGemm", m=32, n=768, k=768, folded=True, out_dtype="float32", **BF16),
-    GemmProblem.of("LayerNormGemm", m=512, n=768, k=768, math="bf16x3", bias=True),
-    GemmProblem.of("LayerNormGemm", m=256, n=512, k=512, bias=True),
-    GemmProblem.of("LayerNormLeafGrad", m=512, n=784, k=256, trans_a=True),
-    GemmProblem.of("LayerNormLeafGrad", m=77, n=50, k=33, trans_a=True, turned=True),
-    GemmProblem.of("LayerNormGemmGrad", m=512, n=768, k=768, act="gelu", **BF16),
-    GemmProblem.of("LayerNormGemmGrad", m=16, n=3072, k=768, dtype="float16", folded=True),
-    GemmProblem.of(
-        "LayerNormGemmGrad", m=8192, n=3072, k=768, folded=True, **BF16
-    ),  # rows of tiles
-    GemmProblem.of("LayerNormGemmGrad", m=8192, n=4096, k=4096, folded=True, add="here", **BF16),
-    GemmProblem.of("LayerNormGemmGrad", m=4096, n=4096, k=4096, act="silu", add="here", **BF16),
-    GemmProblem.of("LayerNormGemmGrad", m=8192, n=4096, k=4096, rms=True, folded=True, **BF16),
-    GemmProblem.of("LayerNormGemmGrad", m=8192, n=4096, k=1024, math="bf16x3", act="gelu"),
-    GemmProblem.of("LayerNormGemmGrad", m=512, n=3072, k=768, math="bf16x6", add="here"),
-    GemmProblem.of("LayerNormGemmGrad", m=8192, n=3072, k=768, trans_b=True, **BF16),  # column sums
-    GemmProblem.of("LayerNormGemmGrad", m=8192, n=3072, k=768, frozen=True, **BF16),  # dx alone
-    GemmProblem.of("LayerNormGemmGrad", m=100, n=77, k=33, act="gelu", **BF16),  # ragged
-    GemmProblem.of("LayerNormGemmGrad", m=100, n=77, k=33, act="gelu", add="here"),
-    GemmProblem.of("LayerNormGemmGrad", m=512, n=3072, k=768, act="gelu"),
-    GemmProblem.of("LayerNormGemmGrad", m=8192, n=3072, k=768, math="tf32", rms=True),
-    GemmProblem.of("Gemm", m=768, n=3072, k=8192, trans_a=True, dw=True),
-    GemmProblem.of("Gemm", m=768, n=3072, k=8192, trans_a=True, dw=True, math="tf32"),
-    GemmProblem.of("Gemm", m=768, n=3072, k=8192, trans_a=True, accumulate=True, **BF16),
-    GemmProblem.of("Gemm", m=4096, n=5632, k=1024, bias=True, act="silu", gate=True, **BF16),
-    GemmProblem.of("Gemm", m=8, n=768, k=768, act="gelu", gate=True, dtype="float16"),
-    GemmProblem.of("Gemm", m=512, n=768, k=4096, act="gelu", gate=True, math="bf16x3"),
-    GemmProblem.of("Gemm", m=256, n=512, k=512, bias=True, act="gelu_tanh", gate=True),
-    GemmProblem.of(
-        "LayerNormGemm", m=128, n=4096, k=768, folded=True, act="silu", gate=True, **BF16
-    ),
-    GemmProblem.of(
-        "LayerNormGemm", m=4096, n=4096, k=768, folded=True, act="gelu", gate=True, **BF16
-    ),
-    GemmProblem.of("LayerNormGemm", m=40, n=768, k=768, rms=True, act="silu", gate=True, **BF16),
-    GemmProblem.of(
-        "LayerNormGemm", m=1, n=2304, k=768, folded=True, static_b=True, dtype="float16"
-    ),
-    GemmProblem.of("Gemm", m=1, n=768, k=3072, bias=True, residual=True, trans_b=True, **BF16),
+    gemm("LayerNormGemm", m=8192, n=768, k=768, folded=True, bias=True, **BF16),
+    gemm("LayerNormGemm", m=512, n=3072, k=768, folded=True, static_b=True, **BF16),  # a tile
+    gemm("LayerNormGemm", m=512, n=768, k=768, folded=True, rms=True, **BF16),
+    gemm("LayerNormGemm", m=16, n=768, k=768, bias=True, act="gelu", **BF16),
+    gemm("LayerNormGemm", m=512, n=768, k=768, trans_b=True, **BF16),  # folds rows
+    gemm("LayerNormGemm", m=8, n=768, k=768, trans_b=True, folded=True, **BF16),
+    gemm("LayerNormGemm", m=128, n=768, k=768, folded=True, static_b=True, **BF16),
+    gemm("LayerNormGemm", m=9, n=384, k=512, folded=True, rms=True, dtype="float16"),
+    gemm("LayerNormGemm", m=32, n=768, k=768, folded=True, out_dtype="float32", **BF16),
+    gemm("LayerNormGemm", m=512, n=768, k=768, math="bf16x3", bias=True),
+    gemm("LayerNormGemm", m=256, n=512, k=512, bias=True),
+    gemm("LayerNormLeafGrad", m=512, n=784, k=256, trans_a=True),
+    gemm("LayerNormLeafGrad", m=77, n=50, k=33, trans_a=True, turned=True),
+    gemm("LayerNormGemmGrad", m=512, n=768, k=768, act="gelu", **BF16),
+    gemm("LayerNormGemmGrad", m=16, n=3072, k=768, dtype="float16", folded=True),
+    gemm("LayerNormGemmGrad", m=8192, n=3072, k=768, folded=True, **BF16),  # rows of tiles
+    gemm("LayerNormGemmGrad", m=8192, n=4096, k=4096, folded=True, add="here", **BF16),
+    gemm("LayerNormGemmGrad", m=4096, n=4096, k=4096, act="silu", add="here", **BF16),
+    gemm("LayerNormGemmGrad", m=8192, n=4096, k=4096, rms=True, folded=True, **BF16),
+    gemm("LayerNormGemmGrad", m=8192, n=4096, k=1024, math="bf16x3", act="gelu"),
+    gemm("LayerNormGemmGrad", m=512, n=3072, k=768, math="bf16x6", add="here"),
+    gemm("LayerNormGemmGrad", m=8192, n=3072, k=768, trans_b=True, **BF16),  # column sums
+    gemm("LayerNormGemmGrad", m=8192, n=3072, k=768, frozen=True, **BF16),  # dx alone
+    gemm("LayerNormGemmGrad", m=100, n=77, k=33, act="gelu", **BF16),  # ragged
+    gemm("LayerNormGemmGrad", m=100, n=77, k=33, act="gelu", add="here"),
+    gemm("LayerNormGemmGrad", m=512, n=3072, k=768, act="gelu"),
+    gemm("LayerNormGemmGrad", m=8192, n=3072, k=768, math="tf32", rms=True),
+    gemm("Gemm", m=768, n=3072, k=8192, trans_a=True, dw=True),
+    gemm("Gemm", m=768, n=3072, k=8192, trans_a=True, dw=True, math="tf32"),
+    gemm("Gemm", m=768, n=3072, k=8192, trans_a=True, accumulate=True, **BF16),
+    gemm("Gemm", m=4096, n=5632, k=1024, bias=True, act="silu", gate=True, **BF16),
+    gemm("Gemm", m=8, n=768, k=768, act="gelu", gate=True, dtype="float16"),
+    gemm("Gemm", m=512, n=768, k=4096, act="gelu", gate=True, math="bf16x3"),
+    gemm("Gemm", m=256, n=512, k=512, bias=True, act="gelu_tanh", gate=True),
+    gemm("LayerNormGemm", m=128, n=4096, k=768, folded=True, act="silu", gate=True, **BF16),
+    gemm("LayerNormGemm", m=4096, n=4096, k=768, folded=True, act="gelu", gate=True, **BF16),
+    gemm("LayerNormGemm", m=40, n=768, k=768, rms=True, act="silu", gate=True, **BF16),
+    gemm("LayerNormGemm", m=1, n=2304, k=768, folded=True, static_b=True, dtype="float16"),
+    gemm("Gemm", m=1, n=768, k=3072, bias=True, residual=True, trans_b=True, **BF16),
     Attention(
         m=1,
         n=512,
@@ -273,7 +256,7 @@ def test_every_kernel_compiles_without_spills(hw: Hardware) -> None:
 @pytest.mark.parametrize("hw", [A100, H200, B200], ids=lambda hw: hw.arch)
 def test_the_simt_tile_at_its_worst_parks_no_more_than_its_exception_says(hw: Hardware) -> None:
     simt = next(kernel for kernel in candidates("Gemm") if kernel.name == "simt")
-    problem = GemmProblem.of("Gemm", m=512, n=768, k=768, bias=True, act="gelu", save_z=True)
+    problem = gemm("Gemm", m=512, n=768, k=768, bias=True, act="gelu", save_z=True)
     (call,) = simt.launch(problem, KernelConfig.of(tile=128), hw)
     assert _dirty(((call.source, call.defines), "simt tile=128"), hw.arch) == []
 
@@ -281,7 +264,7 @@ def test_the_simt_tile_at_its_worst_parks_no_more_than_its_exception_says(hw: Ha
 @pytest.mark.parametrize("name", TILES)
 def test_every_tile_for_few_rows_compiles_without_spills(name: str) -> None:
     hw = H200 if TILES[name].wg else A100
-    problem = GemmProblem.of("LayerNormGemmGrad", m=TILES[name].am, n=3072, k=768, **BF16)
+    problem = gemm("LayerNormGemmGrad", m=TILES[name].am, n=3072, k=768, **BF16)
     how = next(c for c in FewRows().configs(problem, hw) if c.text("tiles") == name)
     call = FewRows().launch(problem, how, hw)[0]
     assert all(
@@ -356,7 +339,7 @@ def test_a_gate_is_in_the_epilogue_of_the_kernel_for_the_product(
     shape: tuple[int, int, int], kernel: str
 ) -> None:
     m, n, k = shape
-    problem = GemmProblem.of("Gemm", m=m, n=n, k=k, act="silu", bias=True, gate=True, **BF16)
+    problem = gemm("Gemm", m=m, n=n, k=k, act="silu", bias=True, gate=True, **BF16)
     for hw, name in ((H200, kernel), (A100, "mma")):
         choice = select("Gemm", problem.replace(static_b=True), hw)
         assert choice.kernel.name == name
@@ -373,14 +356,14 @@ def test_a_gate_is_in_the_epilogue_of_the_kernel_for_the_product(
     ids=str,
 )  # fmt: skip
 def test_no_kernel_serves_a_gate_with_what_its_epilogue_has_no_room_for(wrong: dict) -> None:
-    problem = GemmProblem.of("Gemm", m=64, n=512, k=256, act="silu", gate=True, **BF16)
+    problem = gemm("Gemm", m=64, n=512, k=256, act="silu", gate=True, **BF16)
     for hw in (A100, H200, B200):
         assert select("Gemm", problem, hw) is not None
         assert select("Gemm", problem.replace(**wrong), hw) is None
 
 
 def test_there_is_always_a_last_legal_gemm() -> None:
-    odd = GemmProblem.of("Gemm", m=7, n=3, k=5, batch=(2, 3), dtype="int16", trans_a=True, align=2)
+    odd = gemm("Gemm", m=7, n=3, k=5, batch=(2, 3), dtype="int16", trans_a=True, align=2)
     for hw in CHIPS.values():
         choice = select("Gemm", odd, hw)
         assert choice.kernel.name == "simt"
@@ -392,7 +375,7 @@ def test_select_prefers_force_then_record_then_cost(
 ) -> None:
     monkeypatch.setenv(config.CACHE_DIR.name, str(tmp_path))
     monkeypatch.setattr(tuning, "SHIPPED", tmp_path / "none")
-    problem = GemmProblem.of("Gemm", m=8192, n=4096, k=4096, trans_b=True, **BF16)
+    problem = gemm("Gemm", m=8192, n=4096, k=4096, trans_b=True, **BF16)
     by_cost = select("Gemm", problem, H200)
     assert (by_cost.kernel.name, by_cost.why) == ("wgmma", "cost model")
 
@@ -422,8 +405,8 @@ def test_cublaslt_is_chosen_where_it_is_installed_and_cheaper(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(config.CACHE_DIR.name, str(tmp_path))
-    problem = GemmProblem.of("Gemm", m=4096, n=4096, k=4096, trans_b=True, math="tf32")
-    norm = GemmProblem.of("LayerNormGemm", m=4096, n=4096, k=4096, bias=True, math="tf32")
+    problem = gemm("Gemm", m=4096, n=4096, k=4096, trans_b=True, math="tf32")
+    norm = gemm("LayerNormGemm", m=4096, n=4096, k=4096, bias=True, math="tf32")
     monkeypatch.setattr(cublaslt, "find_spec", lambda name: None)
     cublaslt.version.cache_clear()
     assert 'pip install ".[cublaslt]"' in refusals("Gemm", problem, H200)["cublaslt"]
@@ -468,13 +451,13 @@ def test_cublaslt_refuses_what_it_would_do_otherwise(
     monkeypatch: pytest.MonkeyPatch, attrs: dict[str, object], reason: str
 ) -> None:
     monkeypatch.setattr(cublaslt, "version", lambda: 130100)
-    problem = GemmProblem.of("Gemm", m=64, n=64, k=64).replace(**attrs)  # type: ignore[arg-type]
+    problem = gemm("Gemm", m=64, n=64, k=64).replace(**attrs)  # type: ignore[arg-type]
     assert re.search(reason, cublaslt.CublasLt().supports(problem, H200) or "")
 
 
 def test_a_torn_record_file_reads_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(config.CACHE_DIR.name, str(tmp_path))
-    problem = GemmProblem.of("Gemm", m=64, n=64, k=64)
+    problem = gemm("Gemm", m=64, n=64, k=64)
     path = tuning.save([], H200, tmp_path / "tuning", candidates)
     path.write_text('{"Gemm |')
     assert getattr(select("Gemm", problem, H200), "why", "") == "cost model"
