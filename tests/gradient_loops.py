@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from gradient_rows import F32, rng, row, scalar, within
+from gradient_rows import F32, rng, row, rows, scalar
 
 
 def recurrent(
@@ -112,17 +112,6 @@ LOOPS = [
         ("there and back", ", scan_input_directions = [1]", (4, 2, 3)),
     )
 ] + [
-    row(
-        "Loop counted, with a weight",
-        "n = Constant <value = int64 {3}> ()\n go = Constant <value = bool {1}> ()\n"
-        "y, z = Loop <body = step (int64 i, bool c, double[3] s) => (bool k, double[3] t, double[3]"
-        " u) { k = Identity (c) p = MatMul (s, w) t = Sin (p) j = Cast <to = 11> (i)"
-        " u = Mul (t, j) }> (n, go, x)",
-        x=(3,),
-        w=(3, 3),
-        outputs=("y", "z"),
-        static=("x", "w"),
-    ),
     *(
         row(
             f"Loop of {steps} run-time steps",
@@ -136,43 +125,33 @@ LOOPS = [
         )
         for steps in (2, 0)
     ),
-    row(
-        "Loop until its condition fails",
-        "go = Constant <value = bool {1}> ()\n"
-        "a, y = Loop <body = step (int64 i, bool c, double[3] s, double r) => (bool k, double[3] t,"
-        " double v) { half = Constant <value = double {0.7}> () t = Mul (s, half) "
-        "m = ReduceSumSquare <keepdims = 0> (t) v = Add (r, m) "
-        "l = Constant <value = double {0.5}> () k = Greater (m, l) }> (, go, x, r0)",
-        x=within(1.0, 1.5, 3),
-        r0=(),
-        outputs=("a", "y"),
-        static=("x", "r0"),
-    ),
-    row(
-        "Loop with an If, a state that passes and one value as two outputs",
-        "n = Constant <value = int64 {3}> ()\n"
-        "y, z, v = Loop <body = step (int64 i, bool c, double[3] s, double[3] o)"
-        " => (bool k, double[3] t, double[3] o1, double[3] t1) { k = Identity (c) "
-        "one = Constant <value = int64 {1}> () e = Equal (i, one) "
-        "t = If (e) <then_branch = a () => (double[3] g) { g = Mul (s, o) }, "
-        "else_branch = b () => (double[3] f) { f = Add (s, w) }> "
-        "o1 = Identity (o) t1 = Identity (t) }> (n, , x, q)",
-        x=(3,),
-        q=(3,),
-        w=(3,),
-        outputs=("y", "z", "v"),
-        static=("x", "q", "w"),
-    ),
-    row(
-        "Scan in a Loop",
-        "n = Constant <value = int64 {2}> ()\n"
-        "y = Loop <body = outer (int64 i, bool c, double[2, 3] s) => (bool k, double[2, 3] t)"
-        " { k = Identity (c) t = Scan <num_scan_inputs = 1, body = step (double[2, 3] h, "
-        "double[2, 3] xt) => (double[2, 3] g) { p = MatMul (h, w) m = Add (p, xt) g = Tanh (m) }>"
-        " (s, x) }> (n, , h0)",
-        h0=(2, 3),
-        x=(4, 2, 3),
-        w=within(-0.4, 0.4, 3, 3),
-        static=("h0", "x", "w"),
-    ),
+    *rows("""
+Loop counted, with a weight: x=(3,), w=(3, 3), outputs=("y", "z"), static=("x", "w")
+  n = Constant <value = int64 {3}> ()  go = Constant <value = bool {1}> ()
+  y, z = Loop <body = step (int64 i, bool c, double[3] s) => (bool k, double[3] t, double[3] u) {
+    k = Identity (c)  p = MatMul (s, w)  t = Sin (p)  j = Cast <to = 11> (i)  u = Mul (t, j)
+  }> (n, go, x)
+Loop until its condition fails: x=within(1.0, 1.5, 3), r0=(), outputs=("a", "y"), static=("x", "r0")
+  go = Constant <value = bool {1}> ()
+  a, y = Loop <body = step (int64 i, bool c, double[3] s, double r)
+    => (bool k, double[3] t, double v) { half = Constant <value = double {0.7}> ()
+    t = Mul (s, half)  m = ReduceSumSquare <keepdims = 0> (t)  v = Add (r, m)
+    l = Constant <value = double {0.5}> ()  k = Greater (m, l) }> (, go, x, r0)
+Loop with an If, a state that passes and one value as two outputs: x=(3,), q=(3,), w=(3,),
+outputs=("y", "z", "v"), static=("x", "q", "w")
+  n = Constant <value = int64 {3}> ()
+  y, z, v = Loop <body = step (int64 i, bool c, double[3] s, double[3] o)
+    => (bool k, double[3] t, double[3] o1, double[3] t1) { k = Identity (c)
+    one = Constant <value = int64 {1}> ()  e = Equal (i, one)
+    t = If (e) <then_branch = a () => (double[3] g) { g = Mul (s, o) },
+                else_branch = b () => (double[3] f) { f = Add (s, w) }>
+    o1 = Identity (o)  t1 = Identity (t) }> (n, , x, q)
+Scan in a Loop: h0=(2, 3), x=(4, 2, 3), w=within(-0.4, 0.4, 3, 3), static=("h0", "x", "w")
+  n = Constant <value = int64 {2}> ()
+  y = Loop <body = outer (int64 i, bool c, double[2, 3] s) => (bool k, double[2, 3] t) {
+    k = Identity (c)
+    t = Scan <num_scan_inputs = 1, body = step (double[2, 3] h, double[2, 3] xt)
+      => (double[2, 3] g) { p = MatMul (h, w)  m = Add (p, xt)  g = Tanh (m) }> (s, x)
+  }> (n, , h0)
+"""),
 ]
