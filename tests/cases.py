@@ -4,8 +4,6 @@ More real graphs can be added without touching code: every `NAME__VARIANT.onnx` 
 the folder that ONNX_FUSE_CASES names is one more case.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What NVRTC made of each source, kept on disk for all tests of a run."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import pickle

@@ -1,7 +1,5 @@
 """Fixtures that every test file may use."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -1,7 +1,5 @@
 """What a test of a contrib operator is made of; and the rows of the less usual operators."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

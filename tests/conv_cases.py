@@ -1,7 +1,5 @@
 """Shapes of convolutions that the math kernels are tried with."""
 
-from __future__ import annotations
-
 from typing import Any
 
 Shape = tuple[int, ...]

@@ -1,7 +1,5 @@
 """CUDA functions compiled for the host: their text is C++, but for a few intrinsics and PTX."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Activations and their slopes in float64."""
 
-from __future__ import annotations
-
 from math import erf
 
 import numpy as np

@@ -16,8 +16,6 @@ Without results (`results=False`), 3 is left out, and 2 interprets both programs
 calls differ. Above `LARGE` elements nothing is interpreted.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import warnings

@@ -1,7 +1,5 @@
 """The models whose programs are proved at every size: see every_size.py and tools/open_sizes.py."""
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from collections.abc import Callable, Iterator

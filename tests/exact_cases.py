@@ -3,8 +3,6 @@
 `fused` are the operators that may be left in spite of it, `reason` what must be said.
 """
 
-from __future__ import annotations
-
 from cases import fusion_rows
 
 PARTS = {

@@ -5,8 +5,6 @@ is enqueued, so what comes too early in the code reads what is not there yet: me
 A captured launch is kept with the arguments it had, and replayed; `update` gives it others.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import sys
@@ -61,7 +59,7 @@ class FakeGpu:
         self._capture: list[list[Any]] | None = None
         self._capturing: int | None = None  # the stream
 
-    def use(self, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    def use(self, monkeypatch: pytest.MonkeyPatch) -> "FakeGpu":
         """Run what comes on this."""
         lowered, update, at = specialize.Specializer.of, BoundLaunch.update, SymbolicProgram.at
         renew = instance.Instance._renew
@@ -76,7 +74,7 @@ class FakeGpu:
                         self._expressions[module] = call.expression
                     self._calls[id(launch)], self._launches[id(launch)] = call, launch
 
-        def of(specializer: specialize.Specializer, *given: Any) -> specialize.Made:
+        def of(specializer: specialize.Specializer, *given: Any) -> Any:
             found = lowered(specializer, *given)
             told(found.program)
             return found

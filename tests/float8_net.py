@@ -1,7 +1,5 @@
 """A small network whose products train in float8."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx_ir as ir
 

@@ -1,7 +1,5 @@
 """Graphs that become fused attention, for `fusion_cases`."""
 
-from __future__ import annotations
-
 from cases import fusion_rows
 
 ROWS = """

@@ -1,7 +1,5 @@
 """A small graph for each fusion: what the tests of fusion run, and what tools start from."""
 
-from __future__ import annotations
-
 from cases import fusion_rows
 from fusion_attention import ATTENTION
 from fusion_products import PRODUCTS

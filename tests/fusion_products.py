@@ -1,7 +1,5 @@
 """Graphs that become fused norms and products, for `fusion_cases`."""
 
-from __future__ import annotations
-
 from cases import fusion_rows
 
 ROWS = """

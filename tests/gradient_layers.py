@@ -1,7 +1,5 @@
 """Rows of operators for the tests of gradients: norms, resizing, attention, losses."""
 
-from __future__ import annotations
-
 import numpy as np
 from gradient_rows import F32, apart, rng, row, rows, within
 

@@ -1,7 +1,5 @@
 """Rows for the tests of gradients: recurrent operators, Scan and Loop."""
 
-from __future__ import annotations
-
 import numpy as np
 from gradient_rows import F32, rng, row, rows, scalar
 

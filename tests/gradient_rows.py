@@ -1,7 +1,5 @@
 """Rows for the tests of gradients: elementwise, products, reductions, shapes, indices."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Rows for the tests of gradients: convolutions and pools."""
 
-from __future__ import annotations
-
 import numpy as np
 from gradient_rows import F32, apart, row, rows
 

@@ -1,7 +1,5 @@
 """Cases of the gradient of a group normalization: channels first, and between convolutions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

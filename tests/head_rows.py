@@ -1,7 +1,5 @@
 """Heads with a cross-entropy: graphs, inputs and the truth in float64."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir

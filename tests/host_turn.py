@@ -1,7 +1,5 @@
 """The way of CUDA tensors around torch's dispatcher, tried with tensors of the CPU."""
 
-from __future__ import annotations
-
 import ctypes
 from math import prod
 from typing import Any

@@ -4,8 +4,6 @@ A row is run in the float types that onnxruntime computes on a CPU, at every lev
 against the graph as it came, by onnxruntime at the same optimization level of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

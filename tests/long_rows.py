@@ -1,7 +1,5 @@
 """Cases of few long rows, which several blocks share, and of many updates of the same elements."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

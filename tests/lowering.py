@@ -1,7 +1,5 @@
 """Programs of small graphs, for the tests of lowering and of the passes over programs."""
 
-from __future__ import annotations
-
 import numpy as np
 from support import table
 

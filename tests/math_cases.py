@@ -4,8 +4,6 @@ One row a case: operator, shapes, what it exercises. Truth is the onnx reference
 float64 on the same rounded inputs (`oracle`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 Each change leaves the graph valid for the most part; what onnxruntime refuses says nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import partial

@@ -1,7 +1,5 @@
 """Arrays in a GPU's memory, for tests of kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import ml_dtypes

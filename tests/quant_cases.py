@@ -4,8 +4,6 @@ Scales are feeds, so that nothing is worked out before the program runs; integer
 bits and float8 are initializers or stay inside, since onnxruntime has no arrays of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """The step of one rank of several as a Program, and a fake communicator that joins the ranks."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from pathlib import Path

@@ -4,8 +4,6 @@ With RANK in the environment it is one of several ranks, else it accumulates as 
 and DEVICE name what it trains, and on what; RANKS is the number of ranks.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

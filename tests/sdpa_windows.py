@@ -1,7 +1,5 @@
 """Attention through windows: rows of operands whose mask kernels need not read, or read besides."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

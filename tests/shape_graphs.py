@@ -1,7 +1,5 @@
 """Random graphs of operators over shapes, with feeds of several sizes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

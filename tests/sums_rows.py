@@ -1,7 +1,5 @@
 """Pointwise results that are summed: graphs as ONNX text, and what they come to in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import ml_dtypes

@@ -1,7 +1,5 @@
 """Names that several test files share."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """An activation that a training step makes again in its backward instead of keeping it."""
 
-from __future__ import annotations
-
 import pytest
 from lowering import lowered
 

@@ -1,7 +1,5 @@
 """The table of activations: derivatives, CUDA text, and one call for each fused operator."""
 
-from __future__ import annotations
-
 import ctypes
 import math
 

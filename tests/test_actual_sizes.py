@@ -3,8 +3,6 @@
 One model holds all nodes of a table, each with an input and an output of its own.
 """
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np

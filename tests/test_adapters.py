@@ -1,7 +1,5 @@
 """LoRA: the low-rank product in every form of a product, what trains, what is saved."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

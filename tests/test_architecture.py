@@ -1,7 +1,5 @@
 """The layers: a module imports only what stands above it, and the command line starts light."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Attention on hostile values: what is fused gives what the graph gave, or stays with a reason."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

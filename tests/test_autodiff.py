@@ -1,7 +1,5 @@
 """The reverse walk: what it builds, what it refuses; losses; fused gradients; stored gradients."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

@@ -1,7 +1,5 @@
 """onnx_fuse.backend against the ONNX backend tests: what stock onnxruntime passes, we pass."""
 
-from __future__ import annotations
-
 import unittest
 import warnings
 from collections.abc import Callable

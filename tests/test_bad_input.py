@@ -1,7 +1,5 @@
 """Files are untrusted: each kind of bad file gets exit 1 and one sentence, and leaves no trace."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

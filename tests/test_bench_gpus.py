@@ -1,7 +1,5 @@
 """tools/bench_gpus.py and tools/scale_model.py: figures, failures, and the table that they make."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

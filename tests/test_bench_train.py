@@ -1,7 +1,5 @@
 """tools/bench_train.py: figures come one by one, arms in turn, and one that takes long is ended."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """Optimized graphs that a later session takes from the cache: the same programs, or none."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Iterator

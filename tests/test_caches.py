@@ -4,8 +4,6 @@ The lengths that the node is told follow from its caches: a growing cache holds 
 a shared buffer is at least as long as the tokens after the call.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """GPUs that no table has are measured once, and those that are too old get one sentence."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Masks that are proved causal: kernels then read none, and skip what it hides."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import onnx_ir as ir

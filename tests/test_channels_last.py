@@ -1,7 +1,5 @@
 """Convolutions in 16 bits run channels last: programs by NumPy against onnxruntime, no GPU."""
 
-from __future__ import annotations
-
 import group_norms
 import numpy as np
 import onnx_ir as ir

@@ -1,7 +1,5 @@
 """The check is fair: like with like, the original's own spread, steps of quantization, bfloat16."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A BatchNormalization's statistics from the tiles of the convolution or product before it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from lowering import program_of

@@ -1,7 +1,5 @@
 """A bias's gradient from the tiles of a product that reads the same rows."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from pathlib import Path

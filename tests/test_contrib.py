@@ -4,8 +4,6 @@ A row is one node: operator, operands, attributes, outputs. All sizes are symbol
 weights, as in a file.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from contextlib import suppress

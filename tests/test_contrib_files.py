@@ -1,7 +1,5 @@
 """Files with contrib operators: what fusion makes of them, what stays, and how they are trained."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

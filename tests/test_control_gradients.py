@@ -1,7 +1,5 @@
 """Gradients through bodies, of states that have names for sizes; and what has none."""
 
-from __future__ import annotations
-
 import onnx
 import onnx_ir
 import pytest

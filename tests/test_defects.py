@@ -4,8 +4,6 @@ A valid one answers what onnxruntime answers for the file as it is, at every lev
 a bad one is refused in one line that says what is wrong and where.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Compiled files without a GPU: what is written is what is read, and damage is one line."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

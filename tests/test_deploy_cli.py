@@ -1,7 +1,5 @@
 """onnx-fuse compile: the command."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Compiled training steps without a GPU: what a folder holds, and what a Trainer takes from it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

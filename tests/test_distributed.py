@@ -1,7 +1,5 @@
 """Many ranks: what a launcher says, what is reduced when, equal curves, and how a run ends."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -517,7 +515,7 @@ def exposed(monkeypatch: pytest.MonkeyPatch, steps: Mapping[str, tuple[float, st
 
         at = 0.0
 
-        def until(self, other: Moment) -> float:
+        def until(self, other: "Moment") -> float:
             return other.at - self.at
 
     def record(_: Timeline, moment: Moment, heads: tuple[int, ...]) -> timeline.Aside:

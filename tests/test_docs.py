@@ -6,8 +6,6 @@ order, and share files and Python's names. Of a block of the kind `console`, lin
 block that cannot run here follows a remark `<!-- not run: REASON -->`; the site leaves that out.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import runpy

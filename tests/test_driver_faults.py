@@ -1,7 +1,5 @@
 """Faults of the driver, what is given back, forks, captures: a GPU whose n-th call fails."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os

@@ -3,8 +3,6 @@
 `python tools/open_sizes.py` does the same for all models and many shapes.
 """
 
-from __future__ import annotations
-
 import pytest
 from every_size import Subject, prove
 from every_size_models import GRAPHS, subjects

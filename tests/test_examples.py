@@ -1,7 +1,5 @@
 """The examples run, and the notebooks print what is stored in them."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

@@ -1,7 +1,5 @@
 """Everything that stays has a reason: by class and neighbours, on small graphs and real ones."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What commands write: never over what they read, whole or not at all, and nothing left behind."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import inspect

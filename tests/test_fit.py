@@ -1,7 +1,5 @@
 """`Trainer.fit`: the forms of data, metrics, callbacks, and runs that go on in the middle."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -96,7 +94,7 @@ class Tensor:
         self._array = array
         self.shape = array.shape
 
-    def detach(self) -> Tensor:
+    def detach(self) -> "Tensor":
         return self
 
     cpu = detach

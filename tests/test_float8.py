@@ -1,7 +1,5 @@
 """Training in float8: the operators' arithmetic, the rewrite, its states and its refusals."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import onnx

@@ -1,7 +1,5 @@
 """Formulas in the bodies of operators: the nodes that they stand for, and what they leave alone."""
 
-from __future__ import annotations
-
 import pytest
 
 from onnx_fuse.ops.formula import written_out

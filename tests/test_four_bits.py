@@ -1,7 +1,5 @@
 """Weights of 4 bits stay packed, whatever is fused around their product."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import onnx

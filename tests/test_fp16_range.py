@@ -1,7 +1,5 @@
 """float32 graphs made float16: a mask's lowest number still outweighs every score."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx_ir as ir
 import pytest

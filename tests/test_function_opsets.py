@@ -5,8 +5,6 @@ The specification says that a function's nodes are those of the opset which the 
 a model of the function's opset that holds its nodes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Every fusion on a small graph, and the optimizer on real exported graphs, against onnxruntime."""
 
-from __future__ import annotations
-
 import json
 import sys
 

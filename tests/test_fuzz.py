@@ -1,7 +1,5 @@
 """What tools/fuzz.py draws: every operator that is lowered."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Gated products: one call where an epilogue makes the gate, else their parts."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx_ir
 import pytest

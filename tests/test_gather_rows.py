@@ -1,7 +1,5 @@
 """Moves of whole rows to known places become one Gather, and nothing else does."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx_ir as ir
 import pytest

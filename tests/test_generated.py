@@ -1,7 +1,5 @@
 """Kernels of pointwise, indexing and random ops compile for every type they claim; no GPU."""
 
-from __future__ import annotations
-
 import pytest
 
 from onnx_fuse.cuda import nvrtc

@@ -5,8 +5,6 @@ and all axes of one size together, are 0 and 1. What onnxruntime computes then h
 shapes of its inputs, and the slope of central differences.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import replace
 

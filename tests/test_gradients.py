@@ -6,8 +6,6 @@ is exact to some 1e-10. Rows in float32 (onnxruntime has no float64 CPU kernel o
 in its gradient) are exact to the rounding of f over h, some 1e-5 of the sum of |dy y|.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Groups of weights, running averages, schedules that change, and what a resumed run refuses."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from pathlib import Path

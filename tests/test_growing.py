@@ -1,7 +1,5 @@
 """Shapes of one class, one after another: they share an instance, and run on as one graph."""
 
-from __future__ import annotations
-
 import ctypes
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What `--help` says: full sentences, and examples that the parser accepts."""
 
-from __future__ import annotations
-
 import shlex
 
 import pytest

@@ -1,7 +1,5 @@
 """What a file says of itself and onnxruntime does not ask for, and names that others have taken."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

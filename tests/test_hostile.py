@@ -1,7 +1,5 @@
 """Rows of FUSION_CASES, and rows that are nearly such, on hostile numbers: see hostile.py."""
 
-from __future__ import annotations
-
 import hostile
 import pytest
 from cases import NEWEST_OPSET, FusionCase

@@ -1,7 +1,5 @@
 """Gradient checks on inputs that hold NaN or infinity: what is not finite is left out, and told."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Loading and saving: opsets, local functions, external data, sizes, and what a user wrote kept."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Why an operator with kernels of its own is lowered, or trained, in parts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

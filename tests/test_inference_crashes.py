@@ -1,7 +1,5 @@
 """Graphs on which ONNX's inference ends the process are refused in one sentence."""
 
-from __future__ import annotations
-
 import onnx
 import pytest
 

@@ -1,7 +1,5 @@
 """Generated inputs: sizes that the graph asks for, and values by what an input is for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whole programs, as they are lowered for an H200, by NumPy: every problem, against onnxruntime."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 import sys

@@ -1,7 +1,5 @@
 """Kernels without a GPU: each compiles for the architectures it claims; what select chooses."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import pickle

@@ -1,7 +1,5 @@
 """The kernel lab: what it tries, what it refuses, what it keeps; the test plays the GPU's part."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Layer scale folded into a product's weight: where it may be, and what it rounds."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx_ir as ir
 import pytest

@@ -1,7 +1,5 @@
 """A head's product and its cross-entropy as one operator: recognized, differentiated, in chunks."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx_ir as ir
 import pytest

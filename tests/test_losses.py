@@ -1,7 +1,5 @@
 """Losses of one's own as ONNX, and several losses with weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,7 +45,7 @@ BOTH = f"""{TYPES} both (float[n, 2] z, float[n, 4] t, float[n, 4] y) => (float 
 
 
 @onnxscript.script()
-def annotated(guess: FLOAT["n", "c"], labels: FLOAT["n", "c"]) -> FLOAT:  # noqa: F821, UP037
+def annotated(guess: FLOAT["n", "c"], labels: FLOAT["n", "c"]) -> FLOAT:  # noqa: F821
     d = op.Sub(guess, labels)
     return op.ReduceMean(op.Mul(d, d), keepdims=0)
 

@@ -1,7 +1,5 @@
 """lower: Programs of real and small graphs, run by NumPy against onnxruntime; no GPU."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import pytest

@@ -1,7 +1,5 @@
 """The math kernels without a GPU: they compile clean for every architecture, and their geometry."""
 
-from __future__ import annotations
-
 import math
 import re
 import statistics

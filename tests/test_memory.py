@@ -1,7 +1,5 @@
 """GPU memory of a session that nobody has, over a GPU made of host memory."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

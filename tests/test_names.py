@@ -1,7 +1,5 @@
 """Names of fused operators are read as they are made."""
 
-from __future__ import annotations
-
 import pytest
 
 from onnx_fuse.ir.names import FusedName

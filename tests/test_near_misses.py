@@ -1,7 +1,5 @@
 """Each rule states what it asks of a graph, and graphs that miss one thing are computed right."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import cache
 

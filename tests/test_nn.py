@@ -1,7 +1,5 @@
 """Eager tensors: every method against NumPy, every gradient against central differences."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Captured functions do what they do eagerly, in one fused graph."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Eager tensors on a GPU, which host memory stands for: the same numbers, without copies."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The code of docs/nn.md and docs/plugins.md runs, from the top of the page to its end."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 negative steps, booleans, arguments out of range. Values and errors are NumPy's or PyTorch's (2.13).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

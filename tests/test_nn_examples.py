@@ -1,7 +1,5 @@
 """The eager programs in examples/ do what they say, in fewer steps than they take there."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

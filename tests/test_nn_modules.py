@@ -1,7 +1,5 @@
 """Modules, their state and files, optimizers and seeds."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Plans of one fused operator: results, saved values and gradients against NumPy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

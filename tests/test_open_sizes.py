@@ -1,7 +1,5 @@
 """Open sizes: arithmetic and guards; programs lowered once hold for every shape that meets them."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

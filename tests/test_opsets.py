@@ -4,8 +4,6 @@ onnxruntime runs every opset from 7 on: it is asked for the node as it was writt
 `load` makes of it.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from pathlib import Path

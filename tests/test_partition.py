@@ -1,7 +1,5 @@
 """A graph cut into a forward and a backward computes what the two as one graph compute."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx_ir
 import pytest

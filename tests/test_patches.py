@@ -1,7 +1,5 @@
 """A convolution of patches that do not overlap, as a product of them in a training step."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from support import stock, with_weights

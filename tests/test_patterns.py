@@ -1,7 +1,5 @@
 """Rules as text: what a formula matches, what it becomes, and the reasons of near misses."""
 
-from __future__ import annotations
-
 import pytest
 
 from onnx_fuse.ir.build import text_model

@@ -1,7 +1,5 @@
 """tools/performance_page.py: from the benchmarks' JSON to the page and its plots."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """plan: nothing that lives at the same time shares memory; what dies is used again."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Operators and kernels that a user registers: fused, checked, differentiated, saved, launched."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path

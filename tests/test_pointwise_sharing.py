@@ -1,7 +1,5 @@
 """Pointwise calls that read the same tensors: joined, or their operands made again."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np

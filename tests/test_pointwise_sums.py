@@ -1,7 +1,5 @@
 """A pointwise call that also sums a result, without a GPU: the program, its numbers, its code."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

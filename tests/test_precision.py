@@ -1,7 +1,5 @@
 """lower_precision: graphs in 16 bits, with float32 where it is needed; no GPU."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import onnx_ir

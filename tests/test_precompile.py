@@ -1,7 +1,5 @@
 """Open programs in the cache, and the process that makes those for shapes that have not come."""
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import json

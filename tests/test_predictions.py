@@ -1,7 +1,5 @@
 """Predicted times beside measured ones, and tools/predictions.py, which shows both."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Problems of every operator: passes rewrite them, kernels are chosen last and may be forced."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 from typing import Any

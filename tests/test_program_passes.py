@@ -1,7 +1,5 @@
 """Passes over the calls of a Program: what is fused, folded, merged, and what is left."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import math_cases

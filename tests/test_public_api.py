@@ -1,7 +1,5 @@
 """The public API: what it holds, and that every name of it says what it is."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import importlib

@@ -1,7 +1,5 @@
 """Quantized models without a GPU: their programs, run by NumPy, give what onnxruntime does."""
 
-from __future__ import annotations
-
 import itertools
 
 import ml_dtypes

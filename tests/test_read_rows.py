@@ -1,7 +1,5 @@
 """Rows that nobody reads are not computed, and those that are read stay what they were."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A program within a memory budget runs calls a second time, and gives the same bits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

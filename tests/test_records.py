@@ -1,7 +1,5 @@
 """Tuning records: their keys, and the versions of kernels that they are of."""
 
-from __future__ import annotations
-
 import json
 import sys
 from math import inf

@@ -1,7 +1,5 @@
 """LSTM, GRU and RNN for our own kernels: the step operators' bodies, what is launched, the code."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx_ir as ir
 import pytest

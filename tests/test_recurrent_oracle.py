@@ -1,7 +1,5 @@
 """The float64 forms of LSTM, GRU and RNN that check gradients, against onnxruntime's kernels."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

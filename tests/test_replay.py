@@ -1,7 +1,5 @@
 """tools/replay.py: two recordings of one package are equal, and a changed graph is noticed."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from pathlib import Path

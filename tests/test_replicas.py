@@ -1,7 +1,5 @@
 """A model on several devices: one queue of batches, and a batch that is split."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reports: what a page holds, where a graph's boxes stand, what a profile and a trace say."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -1,7 +1,5 @@
 """Rotary embeddings half by half: the same bits, fewer passes, and what is left as it is."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

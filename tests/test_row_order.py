@@ -1,7 +1,5 @@
 """Attention whose module turns its rows around: the turns go, and the numbers stay."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from lowering import program_of

@@ -1,7 +1,5 @@
 """The runtime over a GPU made of host memory: places, graphs, streams, memory, threads."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import threading

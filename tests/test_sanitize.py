@@ -1,7 +1,5 @@
 """tools/sanitize.py without a GPU: what it would run, and what it makes of logs and launches."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Sums of rows: what is written of a table, positions in order, and sums onto another gradient."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from lowering import program_of

@@ -1,7 +1,5 @@
 """InferenceSession, optimize and load: what a user of onnxruntime expects, in its own words."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import io

@@ -1,7 +1,5 @@
 """Sharded weights within a memory budget: the plan of each rank, its peak, and equal results."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor

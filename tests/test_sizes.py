@@ -1,7 +1,5 @@
 """Sizes that are computed in the graph: what is followed of them is what onnxruntime computes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Slices that take a tensor apart, as one Split."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx_ir as ir
 import pytest

@@ -1,7 +1,5 @@
 """Slopes along directions of many tensors: a wrong gradient among right ones is found alone."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

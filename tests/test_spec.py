@@ -1,7 +1,5 @@
 """What every program satisfies (`program.spec`): what breaks it is named, and no pass breaks it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Sizes that data decides: the stages behind a program, run by NumPy and onnxruntime; no GPU."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import onnx_ir as ir

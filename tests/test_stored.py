@@ -1,7 +1,5 @@
 """Files that hold a model in an unusual but valid way: sparse tensors, links, names used twice."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Programs as data, as the cache and compiled files hold them: faults are one error, never code."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable

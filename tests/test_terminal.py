@@ -1,7 +1,5 @@
 """What a terminal shows: text and tables that fit its width, and bars for work that takes long."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

@@ -1,7 +1,5 @@
 """The example of a model for Triton's Python backend, on a module that stands for Triton's own."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import shutil

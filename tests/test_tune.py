@@ -1,7 +1,5 @@
 """Tuning: what is tried, what is left out, what is kept; the GPU's part is played by the test."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

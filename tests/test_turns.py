@@ -1,7 +1,5 @@
 """Runs under way together: what is small stands in host memory of each run, and nothing mixes."""
 
-from __future__ import annotations
-
 import gc
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Optimizer updates of one kind: one body is lowered and contracted, others repeat its calls."""
 
-from __future__ import annotations
-
 import numpy as np
 from lowering import program_of
 

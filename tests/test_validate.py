@@ -1,7 +1,5 @@
 """validate: generated inputs, comparison, and blame with planted faults."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Large initializers are read beside the protobuf: the same model as its parser gives, always."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Products in 16 bits whose rows are no whole 16 bytes: copies for TMA, where they pay."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Gradients of convolutions and pools: operators of their own, phases of a stride, memory order."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Cases of the gradients of convolutions and pools, and a small network that has all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

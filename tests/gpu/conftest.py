@@ -1,7 +1,5 @@
 """Tests here need an NVIDIA GPU, and are skipped where there is none."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Iterator

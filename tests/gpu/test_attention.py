@@ -1,7 +1,5 @@
 """Attention's kernels on hostile values: NaN, infinities and rows masked whole."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from pathlib import Path

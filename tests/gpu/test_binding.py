@@ -1,7 +1,5 @@
 """What is bound in place, callers' streams, threads, memory that shapes share: on the GPU."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 from collections import Counter

@@ -1,7 +1,5 @@
 """Real exported graphs on the GPU: outputs, gradients, training curves; the same bits twice."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Stretches of convolutions on a GPU against onnxruntime, every candidate by its rule."""
 
-from __future__ import annotations
-
 import group_norms
 import numpy as np
 import onnxruntime

@@ -1,7 +1,5 @@
 """Moments of the columns of what a product or a convolution stores, and a norm made by them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

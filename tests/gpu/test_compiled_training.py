@@ -1,7 +1,5 @@
 """Training steps that were compiled ahead, beside those that are compiled where they run."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

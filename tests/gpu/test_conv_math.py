@@ -1,7 +1,5 @@
 """Convolutions of float32 on tensor cores, and their weights' gradients, against float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

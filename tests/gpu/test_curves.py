@@ -1,7 +1,5 @@
 """Activations and their slopes on the GPU, at every 16-bit value."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from curves import CURVES, PIECEWISE

@@ -1,7 +1,5 @@
 """Compiled files on the GPU: the same bits as the ordinary session, with nothing of ONNX loaded."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Ranks on GPUs: the curves of one GPU, the same bits twice, and the step as one graph."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

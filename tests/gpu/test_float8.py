@@ -1,7 +1,5 @@
 """float8 on a GPU: rounding with its transpose and history, and products of float8 operands."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """The Gemm and LayerNormGemm candidates on a GPU: each legal one against NumPy in float64."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from curves import CURVES, gelu

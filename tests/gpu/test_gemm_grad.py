@@ -1,7 +1,5 @@
 """LayerNormGemmGrad's candidates on a GPU: each legal one against NumPy in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import zip_longest
 

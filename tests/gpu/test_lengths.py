@@ -1,7 +1,5 @@
 """Training steps at many lengths: a program a class of lengths, the same bits in any order."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """LinearCrossEntropy on a GPU: its chunk kernel, and a head's loss and gradients, in float64."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Low-rank adapters on the GPU, beside their products and within the weights, against the CPU."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Math kernels on the GPU: the cases of tests/math_cases.py against float64, equal bits twice."""
 
-from __future__ import annotations
-
 import os
 import sys
 import warnings

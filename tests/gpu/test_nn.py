@@ -1,7 +1,5 @@
 """Eager tensors on the GPU: the numbers of the host, zero copies, captured steps, own kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

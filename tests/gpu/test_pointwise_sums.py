@@ -1,7 +1,5 @@
 """Pointwise calls that also sum a result, on a GPU: beside float64, and the same bits each time."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from curves import CURVES

@@ -1,7 +1,5 @@
 """Quantized operators on the GPU: onnxruntime's answers, the same bits where they are integers."""
 
-from __future__ import annotations
-
 import os
 import warnings
 

@@ -1,7 +1,5 @@
 """Steps that compute only the rows that are read, beside steps that compute all of them."""
 
-from __future__ import annotations
-
 import pytest
 import test_read_rows
 

@@ -1,7 +1,5 @@
 """LSTM, GRU and RNN on the GPU: outputs and gradients as onnxruntime's."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The runtime on the GPU: sessions, shape keys, bindings, device tensors, state, faults."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

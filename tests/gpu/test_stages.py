@@ -1,7 +1,5 @@
 """Sizes and lengths of loops that data decides, on the GPU, against onnxruntime."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnxruntime
 import pytest

@@ -1,7 +1,5 @@
 """Training steps whose small feeds and losses are not copied, beside the same by copies."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable

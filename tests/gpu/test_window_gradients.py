@@ -1,7 +1,5 @@
 """A step of a small convolutional network on the GPU, against the same step in float32."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
