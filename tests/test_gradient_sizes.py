@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import pytest
 from gradient_rows import F32, rng, within
-from support import stock
+from support import stock, table
 from test_gradients import ROWS, STEP, TOLERANCE, build, draw, session
 
 import onnx_fuse
@@ -111,48 +111,33 @@ def compare(case, forward, backward, feeds, outputs, wrt, where):
     assert got == pytest.approx(expected, abs=wide * TOLERANCE[case.dtype] * scale), where
 
 
-VECTORS = {  # inputs, nodes, sizes at run time
-    "a bias of a product": (
-        "float[3, 5] x, float[5, 2] w, float[D] s",
-        "h = Gemm (x, w, s) y = Relu (h)",
-        {"x": (3, 5), "w": (5, 2), "s": (1,)},
-    ),
-    "a row as a product's bias": (
-        "float[3, 5] x, float[5, 2] w, float[1, D] s",
-        "h = Gemm (x, w, s) y = Relu (h)",
-        {"x": (3, 5), "w": (5, 2), "s": (1, 1)},
-    ),
-    "a norm's scale": (
-        "float[4, 4] x, float[D] s, float[4] b",
-        "y = LayerNormalization (x, s, b)",
-        {"x": (4, 4), "s": (1,), "b": (4,)},
-    ),
-    "a norm's bias": (
-        "float[4, 4] x, float[4] s, float[D] b",
-        "y = LayerNormalization (x, s, b)",
-        {"x": (4, 4), "s": (4,), "b": (1,)},
-    ),
-    "a norm over two axes": (
-        "float[2, 3, 4] x, float[C, D] s, float[E] b",
-        "y = LayerNormalization <axis = 1> (x, s, b)",
-        {"x": (2, 3, 4), "s": (3, 1), "b": (1,)},
-    ),
-    "a norm before a product": (
-        "float[4, 4] x, float[D] s, float[E] b, float[4, 2] w, float[F] c",
-        "n = LayerNormalization (x, s, b) h = MatMul (n, w) y = Add (h, c)",
-        {"x": (4, 4), "s": (1,), "b": (1,), "w": (4, 2), "c": (1,)},
-    ),
-    "a norm of a sum": (
-        "float[4, 4] x, float[4, 4] r, float[D] s, float[E] b",
-        "a = Add (x, r) n = LayerNormalization (a, s, b) y = Add (n, a)",
-        {"x": (4, 4), "r": (4, 4), "s": (1,), "b": (1,)},
-    ),
-    "RMSNormalization": (
-        "float[4, 4] x, float[D] s, float[4, 2] w",
-        "n = RMSNormalization (x, s) y = MatMul (n, w)",
-        {"x": (4, 4), "s": (1,), "w": (4, 2)},
-    ),
-}
+VECTORS = table(
+    """
+a bias of a product: "float[3, 5] x, float[5, 2] w, float[D] s",
+{"x": (3, 5), "w": (5, 2), "s": (1,)}
+  h = Gemm (x, w, s) y = Relu (h)
+a row as a product's bias: "float[3, 5] x, float[5, 2] w, float[1, D] s",
+{"x": (3, 5), "w": (5, 2), "s": (1, 1)}
+  h = Gemm (x, w, s) y = Relu (h)
+a norm's scale: "float[4, 4] x, float[D] s, float[4] b", {"x": (4, 4), "s": (1,), "b": (4,)}
+  y = LayerNormalization (x, s, b)
+a norm's bias: "float[4, 4] x, float[4] s, float[D] b", {"x": (4, 4), "s": (4,), "b": (1,)}
+  y = LayerNormalization (x, s, b)
+a norm over two axes: "float[2, 3, 4] x, float[C, D] s, float[E] b",
+{"x": (2, 3, 4), "s": (3, 1), "b": (1,)}
+  y = LayerNormalization <axis = 1> (x, s, b)
+a norm before a product: "float[4, 4] x, float[D] s, float[E] b, float[4, 2] w, float[F] c",
+{"x": (4, 4), "s": (1,), "b": (1,), "w": (4, 2), "c": (1,)}
+  n = LayerNormalization (x, s, b) h = MatMul (n, w) y = Add (h, c)
+a norm of a sum: "float[4, 4] x, float[4, 4] r, float[D] s, float[E] b",
+{"x": (4, 4), "r": (4, 4), "s": (1,), "b": (1,)}
+  a = Add (x, r) n = LayerNormalization (a, s, b) y = Add (n, a)
+RMSNormalization: "float[4, 4] x, float[D] s, float[4, 2] w", {"x": (4, 4), "s": (1,), "w": (4, 2)}
+  n = RMSNormalization (x, s) y = MatMul (n, w)
+""",
+    globals(),
+    at=1,
+)
 
 
 @pytest.mark.parametrize("level", [0, 1, 3])

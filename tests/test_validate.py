@@ -9,7 +9,7 @@ import onnx
 import onnx_ir
 import pytest
 from lowering import program_of
-from support import ENCODER, Cli
+from support import ENCODER, Cli, table
 
 from onnx_fuse import ops, rewrite
 from onnx_fuse.autodiff.load import load as load_model
@@ -576,48 +576,39 @@ def test_statistics_in_float32_bound_what_a_float64_graph_keeps(stash: int, limi
     assert tolerance_of(model).rtol == limit
 
 
-REFERENCE = {
-    "groups": (
-        "Conv <group = 4, pads = [1,2], strides = [2]> (x, w, b)",
-        [(2, 4, 9), (8, 1, 3), (8,)],
-    ),
-    "dilations": ("Conv <group = 2, dilations = [2,1]> (x, w)", [(1, 6, 9, 8), (4, 3, 3, 2)]),
-    "padded like upper": (
-        'Conv <auto_pad = "SAME_UPPER", strides = [2,3]> (x, w, b)',
-        [(1, 6, 9, 8), (4, 6, 3, 2), (4,)],
-    ),
-    "padded like lower": ('Conv <auto_pad = "SAME_LOWER"> (x, w)', [(1, 6, 9, 8), (4, 6, 3, 2)]),
-    "cut like upper": (
-        'Conv <auto_pad = "SAME_UPPER", strides = [5,4]> (x, w)',
-        [(1, 3, 10, 8), (4, 3, 2, 1)],
-    ),
-    "cut like lower": (
-        'Conv <auto_pad = "SAME_LOWER", strides = [5,5]> (x, w)',
-        [(1, 3, 10, 5), (4, 3, 2, 1)],
-    ),
-    "volumes": ("Conv <pads = [0,1,1,1,0,0]> (x, w, b)", [(1, 2, 5, 6, 4), (3, 2, 2, 3, 2), (3,)]),
-    "turned": (
-        "ConvTranspose <group = 2, pads = [1,0,1,1], strides = [2,3], output_padding = [1,0]>"
-        " (x, w, b)",
-        [(2, 4, 5, 6), (4, 2, 3, 2), (4,)],
-    ),
-    "turned dilations": ("ConvTranspose <dilations = [2]> (x, w)", [(1, 3, 7), (3, 2, 3)]),
-    "turned to the same sizes": (
-        'ConvTranspose <auto_pad = "SAME_LOWER", strides = [2,3]> (x, w)',
-        [(1, 3, 5, 4), (3, 2, 3, 4)],
-    ),
-    "turned to a shape": (
-        'ConvTranspose <auto_pad = "SAME_UPPER", output_shape = [9], strides = [2]> (x, w)',
-        [(1, 3, 5), (3, 2, 4)],
-    ),
-    "channels side by side": ("LRN <size = 5, alpha = 0.5, bias = 2.0> (x)", [(2, 7, 4, 3)]),
-    "scan backwards": (
-        "Scan <num_scan_inputs = 1, scan_input_axes = [1], scan_input_directions = [1],"
-        " scan_output_axes = [-1], scan_output_directions = [1], body = f (float[3] s, float[3] r)"
-        " => (float[3] t, float[3] u) { t = Add (s, r)  u = Mul (t, r) }> (b, x)",
-        [(3, 5), (1,), (3,)],
-    ),
-}
+REFERENCE = table(
+    """
+groups: [(2, 4, 9), (8, 1, 3), (8,)]
+  Conv <group = 4, pads = [1,2], strides = [2]> (x, w, b)
+dilations: [(1, 6, 9, 8), (4, 3, 3, 2)]
+  Conv <group = 2, dilations = [2,1]> (x, w)
+padded like upper: [(1, 6, 9, 8), (4, 6, 3, 2), (4,)]
+  Conv <auto_pad = "SAME_UPPER", strides = [2,3]> (x, w, b)
+padded like lower: [(1, 6, 9, 8), (4, 6, 3, 2)]
+  Conv <auto_pad = "SAME_LOWER"> (x, w)
+cut like upper: [(1, 3, 10, 8), (4, 3, 2, 1)]
+  Conv <auto_pad = "SAME_UPPER", strides = [5,4]> (x, w)
+cut like lower: [(1, 3, 10, 5), (4, 3, 2, 1)]
+  Conv <auto_pad = "SAME_LOWER", strides = [5,5]> (x, w)
+volumes: [(1, 2, 5, 6, 4), (3, 2, 2, 3, 2), (3,)]
+  Conv <pads = [0,1,1,1,0,0]> (x, w, b)
+turned: [(2, 4, 5, 6), (4, 2, 3, 2), (4,)]
+  ConvTranspose <group = 2, pads = [1,0,1,1], strides = [2,3], output_padding = [1,0]> (x, w, b)
+turned dilations: [(1, 3, 7), (3, 2, 3)]
+  ConvTranspose <dilations = [2]> (x, w)
+turned to the same sizes: [(1, 3, 5, 4), (3, 2, 3, 4)]
+  ConvTranspose <auto_pad = "SAME_LOWER", strides = [2,3]> (x, w)
+turned to a shape: [(1, 3, 5), (3, 2, 4)]
+  ConvTranspose <auto_pad = "SAME_UPPER", output_shape = [9], strides = [2]> (x, w)
+channels side by side: [(2, 7, 4, 3)]
+  LRN <size = 5, alpha = 0.5, bias = 2.0> (x)
+scan backwards: [(3, 5), (1,), (3,)]
+  Scan <num_scan_inputs = 1, scan_input_axes = [1], scan_input_directions = [1],
+  scan_output_axes = [-1], scan_output_directions = [1], body = f (float[3] s, float[3] r)
+  => (float[3] t, float[3] u) { t = Add (s, r)  u = Mul (t, r) }> (b, x)
+""",
+    globals(),
+)
 
 
 @pytest.mark.parametrize("values", [[-1, 0.5, 2], [3, 4, 5], [-3, -1, -2], [0, 0, 0]])
