@@ -26,6 +26,7 @@ class Result:
 
 
 Cli = Callable[..., Result]
+ENTRY = re.compile(r"(?m)^(?!#)(\S.*?):(?: (.*(?:(?<=,)\n.*)*))?\n((?:  .*\n)+)")
 
 
 def entries(text: str) -> Iterator[tuple[str, str, str]]:
@@ -33,9 +34,9 @@ def entries(text: str) -> Iterator[tuple[str, str, str]]:
 
     A header goes on in the next line behind a comma. Lines that start with # are comments.
     """
-    for name, header, body in re.findall(
-        r"(?m)^(?!#)(\S.*?):(?: (.*(?:(?<=,)\n.*)*))?\n((?:  .*\n)+)", text
-    ):
+    rest = re.sub(r"(?m)^#.*$", "", ENTRY.sub("", text)).strip()
+    assert not rest, f"no entry: {rest}"
+    for name, header, body in ENTRY.findall(text):
         yield name, header, "\n".join(line.strip() for line in body.splitlines())
 
 
@@ -47,6 +48,7 @@ def table(text: str, scope: dict[str, Any], at: int = 0) -> dict[str, Any]:
     for name, header, body in entries(text):
         values = eval(f"[{header}]", scope)
         values.insert(at, body.replace("\n", " "))
+        assert name not in rows, f"two entries {name}"
         rows[name] = tuple(values) if header else values[0]
     return rows
 
