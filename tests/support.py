@@ -1,6 +1,8 @@
 """Names that several test files share."""
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +29,12 @@ class Result:
 
 Cli = Callable[..., Result]
 ENTRY = re.compile(r"(?m)^(?!#)(\S.*?):(?: (.*(?:(?<=,)\n.*)*))?\n((?:  .*\n)+)")
+
+
+def python(code: str) -> str:
+    """What the code prints in an interpreter of its own."""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def entries(text: str) -> Iterator[tuple[str, str, str]]:

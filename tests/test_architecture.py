@@ -1,12 +1,11 @@
 """The layers: a module imports only what stands above it, and the command line starts light."""
 
 import ast
-import subprocess
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from support import python
 
 PACKAGE = Path(__file__).parent.parent / "onnx_fuse"
 # Top to bottom; what shares a line may import each other. `__init__` only names things.
@@ -201,8 +200,7 @@ def test_the_package_and_its_help_import_nothing_heavy() -> None:
         "heavy = {'numpy', 'onnx', 'onnx_ir', 'onnxruntime', 'onnxscript', 'cuda'}\n"
         "print('heavy:', sorted(heavy & set(sys.modules)))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "heavy: []"
+    assert python(code).splitlines()[-1] == "heavy: []"
 
 
 def test_a_session_on_the_gpu_loads_only_what_a_simple_model_needs() -> None:
@@ -225,8 +223,7 @@ def test_a_session_on_the_gpu_loads_only_what_a_simple_model_needs() -> None:
         "         'cuda.core', 'cuda.bindings.nvrtc', 'safetensors'}\n"
         "print('heavy:', sorted(heavy & set(sys.modules)))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["1", "heavy: []"]
+    assert python(code).splitlines() == ["1", "heavy: []"]
 
 
 def test_programs_of_the_cache_do_without_lowering() -> None:
@@ -236,8 +233,7 @@ def test_programs_of_the_cache_do_without_lowering() -> None:
         "from onnx_fuse.runtime import precompile, executable, specialize\n"
         "print(sorted(m for m in sys.modules if m.startswith('onnx_fuse.lower')))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["[]"]
+    assert python(code).split() == ["[]"]
 
 
 def test_sympy_comes_when_it_is_used_and_only_for_onnx_ir() -> None:
@@ -254,8 +250,7 @@ def test_sympy_comes_when_it_is_used_and_only_for_onnx_ir() -> None:
         "ok = sympy.__file__ and isinstance(k._expr, Expr)\n"
         "print(early, d.evaluate({'N': 5, 'M': 1}), bool(ok), 'sympy' in before)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "12", "True", "False"]
+    assert python(code).split() == ["False", "12", "True", "False"]
 
 
 def test_every_public_name_can_be_imported() -> None:

@@ -4,8 +4,6 @@ import dataclasses
 import importlib
 import pickle
 import re
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import cuda.pathfinder
 import pytest
 from cuda.bindings import driver
 from lowering import lowered
+from support import python
 
 from onnx_fuse import config
 from onnx_fuse.cuda import nvrtc
@@ -489,8 +488,7 @@ def test_a_kernel_in_the_cache_needs_no_compiler(
         f"cubin = nvrtc.compile({SOURCE!r}, (('T', 'int'),), 'sm_80')\n"
         "print(len(cubin), *({'cuda.core', 'cuda.bindings.nvrtc'} & set(sys.modules)))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [str(len(cubin))]
+    assert python(code).split() == [str(len(cubin))]
 
 
 def test_a_cache_that_cannot_be_written_is_said_once_and_does_not_stop_the_run(

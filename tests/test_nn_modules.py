@@ -1,13 +1,12 @@
 """Modules, their state and files, optimizers and seeds."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+from support import python
 
 import onnx_fuse as of
 from onnx_fuse import DataError, UsageError, nn
@@ -248,8 +247,7 @@ def test_the_gradients_of_what_an_if_captures(sign: float) -> None:
 
 def test_importing_the_package_does_not_import_it() -> None:
     code = "import sys, onnx_fuse; print('onnx_fuse.nn' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    assert python(code).strip() == "False"
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

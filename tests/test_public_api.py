@@ -4,8 +4,6 @@ import ast
 import dataclasses
 import importlib
 import inspect
-import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -13,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import python
 
 import onnx_fuse as of
 from onnx_fuse import rewrite
@@ -136,8 +135,7 @@ def test_validate_is_a_function_whatever_is_imported() -> None:
         "cli.run_command(['validate', '--help'])\n"
         "print('function:', inspect.isfunction(of.validate), of.validate.__module__)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "function: True onnx_fuse.validation.check"
+    assert python(code).splitlines()[-1] == "function: True onnx_fuse.validation.check"
 
 
 def test_validate_compares_a_model_with_its_fusion_or_with_another() -> None:

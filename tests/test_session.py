@@ -15,7 +15,7 @@ import onnx
 import onnx_ir
 import onnxruntime as ort
 import pytest
-from support import ENCODER
+from support import ENCODER, python
 
 import onnx_fuse as of
 from onnx_fuse import session
@@ -43,8 +43,7 @@ def test_an_exit_waits_for_the_context_that_is_being_made() -> None:
         "device._context = lambda device_id: (time.sleep(0.3), print('made'))\n"
         "device.begin()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "made\n"
+    assert python(code) == "made\n"
 
 
 def test_a_feed_on_the_gpu_is_read_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:

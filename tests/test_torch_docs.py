@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support import python
 
 pytest.importorskip("torch")
 
@@ -25,5 +24,4 @@ def test_snippets(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_package_imports_torch_only_when_asked() -> None:
     code = "import sys, onnx_fuse; onnx_fuse.optimize; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False"]
+    assert python(code).split() == ["False"]
