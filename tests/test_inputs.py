@@ -15,14 +15,14 @@ from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.save import save
 from onnx_fuse.importer.shapes import infer_shapes
 from onnx_fuse.ir.build import text_model
-from onnx_fuse.ir.sizes import evaluate, larger, size, smaller, unknown
+from onnx_fuse.ir.sizes import evaluate, size, unknown
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import InferenceSession, load
 from onnx_fuse.validation.arrays import index_bound, role_of
 from onnx_fuse.validation.check import check_outputs
 from onnx_fuse.validation.inputs import Feeds, extremes, generate, read_feeds
-from onnx_fuse.validation.sizes import System
+from onnx_fuse.validation.sizes import System, larger, smaller
 
 DECODERS = sorted((Path(__file__).parent / "data" / "decoders").glob("*.onnx"))
 

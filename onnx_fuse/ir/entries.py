@@ -52,9 +52,7 @@ class Entries:
         array = const_array(value)
         if array is None:
             return self._unread(value)
-        if array.dtype.kind not in "iub" or array.size > MOST:
-            return None
-        return _objects(array)
+        return self.constant(array) if array.size <= MOST else None
 
     def vector(self, value: ir.Value | None) -> Sizes | None:
         """The entries of a shape or another vector, or of a scalar."""
@@ -70,8 +68,31 @@ class Entries:
         found = self._entries(node)
         if found is None or found.size > MOST:
             return None
-        self._arrays[node.outputs[0]] = found
+        self.enter(node.outputs[0], found)
         return found
+
+    def enter(self, value: ir.Value, entries: Array) -> None:
+        """Keep the entries of a value."""
+        self._arrays[value] = entries
+
+    def constant(self, array: Array) -> Array | None:
+        """The entries of a constant."""
+        return objects(array) if array.dtype.kind in "iub" else None
+
+    def function(self, node: ir.Node) -> Callable[..., Any] | None:
+        """What a node makes of the entries at one place, where it computes each by itself."""
+        kind, reads = node.op_type, node.inputs[-1]
+        dtype = None if reads is None else reads.dtype
+        if kind == "Cast":
+            return _cast_to(node)
+        if kind in LOGIC:
+            return LOGIC[kind]
+        if kind in _COMPARED:
+            return _COMPARED[kind] if dtype in _WHOLE else None
+        if kind == "Mod" and node.attributes.get_int("fmod", 0) != 0:
+            return None
+        # Sums and products of 32 bits wrap around where sizes are large.
+        return _NUMBERS.get(kind) if dtype == _WHOLE[0] else None
 
     def _unread(self, value: ir.Value) -> Array | None:
         known = value.dtype in _WHOLE or value.dtype == ir.DataType.BOOL
@@ -99,23 +120,13 @@ class Entries:
             return _computed(node, known)
         if kind in _REDUCTIONS:
             return _reduced(node, known)
-        if kind == "Cast":
-            return _each(_cast_to(node), known)
-        reads = node.inputs[-1]  # of Where the first is its condition
-        dtype = None if reads is None else reads.dtype
-        if kind in _LOGIC or (kind == "Where" and dtype in _WHOLE):
-            return _each(_LOGIC[kind], known)
-        if kind in _COMPARED and dtype in _WHOLE:
-            return _each(_COMPARED[kind], known)
-        if kind == "Mod" and node.attributes.get_int("fmod", 0) != 0:
-            return None
-        # Sums and products of 32 bits wrap around where sizes are large.
-        return _each(_NUMBERS[kind], known) if kind in _NUMBERS and dtype == _WHOLE[0] else None
+        function = self.function(node)
+        return None if function is None else _each(function, known)
 
     def _shape(self, node: ir.Node) -> Array | None:
         sizes = self.sizes(node.inputs[0])
         start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end")
-        return None if sizes is None else _vector(sizes[start:end])
+        return None if sizes is None else vector(sizes[start:end])
 
     def _moved(self, node: ir.Node) -> Array | None:
         """The entries that the node takes, found by moving their places."""
@@ -137,7 +148,7 @@ class Entries:
         found = exact(node, operands)
         if found is None or found[0].size > MOST:
             return None
-        flat = _vector([e for array in known for e in array.flat])
+        flat = vector([e for array in known for e in array.flat])
         return _filled(found[0].shape, *(flat[int(i)] for i in found[0].flat))
 
 
@@ -190,14 +201,25 @@ def _absolute(a: SymbolicSize) -> SymbolicSize | None:
     return a if not a or a.nonnegative else -a if (-a).nonnegative else None
 
 
-def _comparison(holds: Callable[[int], bool]) -> Callable[..., Any]:
-    def decide(a: Any, b: Any) -> bool | None:
-        if a is None or b is None or isinstance(a, bool) or isinstance(b, bool):
-            return None
-        known = sign(a - b)
-        return None if known is None else holds(known)
+def comparisons(sign: Callable[[SymbolicSize], int | None]) -> dict[str, Callable[..., Any]]:
+    """The operators that compare entries, by the sign of a difference where it is known."""
 
-    return decide
+    def comparison(holds: Callable[[int], bool]) -> Callable[..., Any]:
+        def decide(a: Any, b: Any) -> bool | None:
+            if a is None or b is None or isinstance(a, bool) or isinstance(b, bool):
+                return None
+            known = sign(a - b)
+            return None if known is None else holds(known)
+
+        return decide
+
+    return {
+        "Equal": comparison(lambda s: s == 0),
+        "Less": comparison(lambda s: s < 0),
+        "LessOrEqual": comparison(lambda s: s <= 0),
+        "Greater": comparison(lambda s: s > 0),
+        "GreaterOrEqual": comparison(lambda s: s >= 0),
+    }
 
 
 def _chosen(condition: Any, a: Any, b: Any) -> Any:
@@ -214,36 +236,34 @@ def _any(a: Any, b: Any) -> bool | None:
     return True if a is True or b is True else None if a is None or b is None else False
 
 
-def _arithmetic(function: Callable[..., SymbolicSize | None]) -> Callable[..., Any]:
+def arithmetic(
+    function: Callable[..., SymbolicSize | None], *, settled: bool = True
+) -> Callable[..., Any]:
+    """A function of sizes as one of entries; where `settled`, without an unknown in the result."""
+
     def compute(*args: Any) -> SymbolicSize | None:
         if any(not isinstance(a, SymbolicSize) for a in args):
             return None
         found = function(*args)
-        return found if found is not None and found.settled else None
+        return found if found is not None and (found.settled or not settled) else None
 
     return compute
 
 
 _MOVES = VIEWS | {"Concat", "Gather", "Slice", "Expand"}
 _NUMBERS: dict[str, Callable[..., Any]] = {
-    "Add": _arithmetic(operator.add),
-    "Sub": _arithmetic(operator.sub),
-    "Mul": _arithmetic(operator.mul),
-    "Div": _arithmetic(divided),
-    "Mod": _arithmetic(_remainder),
-    "Neg": _arithmetic(operator.neg),
-    "Abs": _arithmetic(_absolute),
-    "Min": _arithmetic(_smaller),
-    "Max": _arithmetic(_larger),
+    "Add": arithmetic(operator.add),
+    "Sub": arithmetic(operator.sub),
+    "Mul": arithmetic(operator.mul),
+    "Div": arithmetic(divided),
+    "Mod": arithmetic(_remainder),
+    "Neg": arithmetic(operator.neg),
+    "Abs": arithmetic(_absolute),
+    "Min": arithmetic(_smaller),
+    "Max": arithmetic(_larger),
 }
-_COMPARED: dict[str, Callable[..., Any]] = {
-    "Equal": _comparison(lambda s: s == 0),
-    "Less": _comparison(lambda s: s < 0),
-    "LessOrEqual": _comparison(lambda s: s <= 0),
-    "Greater": _comparison(lambda s: s > 0),
-    "GreaterOrEqual": _comparison(lambda s: s >= 0),
-}
-_LOGIC: dict[str, Callable[..., Any]] = {
+_COMPARED = comparisons(sign)
+LOGIC: dict[str, Callable[..., Any]] = {
     "Not": lambda a: None if a is None else not a,
     "And": _both,
     "Or": _any,
@@ -257,7 +277,8 @@ _REDUCTIONS: dict[str, tuple[Callable[..., Any], SymbolicSize | None]] = {
     "ReduceMin": (_NUMBERS["Min"], None),
 }
 
-_FOLLOWED = {"ConstantOfShape", "Range", "Cast", *_NUMBERS, *_COMPARED, *_LOGIC, *_REDUCTIONS}
+_FOLLOWED = {"ConstantOfShape", "Range", "Cast", "Floor", "Ceil"}
+_FOLLOWED |= {*_NUMBERS, *_COMPARED, *LOGIC, *_REDUCTIONS}
 
 
 def _cast_to(node: ir.Node) -> Callable[..., Any]:
@@ -291,7 +312,7 @@ def _computed(node: ir.Node, arrays: Sequence[Array]) -> Array | None:
     found = exact(node, numbers)
     if found is None or found[0].dtype not in (np.int64, np.int32, np.bool_):
         return None
-    return _objects(found[0]) if found[0].size <= MOST else None
+    return objects(found[0]) if found[0].size <= MOST else None
 
 
 def _reduced(node: ir.Node, arrays: Sequence[Array]) -> Array | None:
@@ -341,11 +362,11 @@ def _filled(shape: Sequence[int], *entries: Any) -> Array:
     return found
 
 
-def _vector(entries: Sequence[Any]) -> Array:
+def vector(entries: Sequence[Any]) -> Array:
     return _filled((len(entries),), *entries)
 
 
-def _objects(array: Array) -> Array:
+def objects(array: Array) -> Array:
     flat = array.reshape(-1).tolist()
     return _filled(array.shape, *(n if isinstance(n, bool) else size(n) for n in flat))
 

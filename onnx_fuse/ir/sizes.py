@@ -47,7 +47,8 @@ def unknown() -> SymbolicSize:
     return SymbolicSize({(Atom("unknown", (), next(_unknowns)),): 1})
 
 
-def _atom_of(op: str, *args: SymbolicSize) -> SymbolicSize:
+def atom_of(op: str, *args: SymbolicSize) -> SymbolicSize:
+    """The size that an atom is; an unknown where it would be nested too deep."""
     made = Atom(op, args)
     return SymbolicSize({(made,): 1}) if made.depth <= _DEPTH else unknown()
 
@@ -123,7 +124,7 @@ class SymbolicSize:
             parts = {without(m, n): Fraction(c) / d for m, c in self.terms.items()}
             if None not in parts and not any(_large(c) for c in parts.values()):
                 return SymbolicSize({m: c for m, c in parts.items() if m is not None})
-        return _atom_of("quotient", self, divisor)
+        return atom_of("quotient", self, divisor)
 
     def __rtruediv__(self, other: Any) -> SymbolicSize:
         return size(other).__truediv__(self)
@@ -187,16 +188,6 @@ class SymbolicSize:
         """Whether it is 1 or more for all sizes that its symbols may stand for."""
         return self.nonnegative and self.terms.get((), 0) >= 1
 
-    @property
-    def least(self) -> Number | None:
-        """A lower bound where every symbol is at least 1 and every atom at least 0."""
-        total: Number = 0
-        for m, c in self.terms.items():
-            if c < 0 and m:
-                return None
-            total += c if not any(isinstance(s, Atom) for s in m) else 0
-        return total
-
 
 def _never_negative(symbol: Symbol) -> bool:
     if isinstance(symbol, str):
@@ -252,21 +243,7 @@ def rounded_down(value: SymbolicSize) -> SymbolicSize:
     known = left.number
     if known is not None:
         return SymbolicSize(whole) + math.floor(known)
-    return SymbolicSize(whole) + _atom_of("floor", left)
-
-
-def smaller(a: SymbolicSize, b: SymbolicSize) -> SymbolicSize:
-    """The size min(a, b), where it can be told or as an atom."""
-    if (low := (b - a).least) is not None and low >= 0:
-        return a
-    if (low := (a - b).least) is not None and low >= 0:
-        return b
-    return _atom_of("min", a, b)
-
-
-def larger(a: SymbolicSize, b: SymbolicSize) -> SymbolicSize:
-    """The size max(a, b), where it can be told or as an atom."""
-    return -smaller(-a, -b)
+    return SymbolicSize(whole) + atom_of("floor", left)
 
 
 def product(values: Iterable[SymbolicSize]) -> SymbolicSize:

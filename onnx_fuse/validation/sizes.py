@@ -10,15 +10,40 @@ from functools import cached_property
 from onnx_fuse.ir.sizes import (
     Atom,
     Monomial,
+    Number,
     Symbol,
     SymbolicSize,
+    atom_of,
     evaluate,
     product,
     rounded_down,
     size,
-    smaller,
     without,
 )
+
+
+def least(value: SymbolicSize) -> Number | None:
+    """A lower bound where every symbol is at least 1 and every atom at least 0."""
+    total: Number = 0
+    for m, c in value.terms.items():
+        if c < 0 and m:
+            return None
+        total += c if not any(isinstance(s, Atom) for s in m) else 0
+    return total
+
+
+def smaller(a: SymbolicSize, *others: SymbolicSize) -> SymbolicSize:
+    """The smallest of sizes of such symbols, where it can be told, or as an atom."""
+    for b in others:
+        above, below = least(b - a), least(a - b)
+        if above is None or above < 0:
+            a = b if below is not None and below >= 0 else atom_of("min", a, b)
+    return a
+
+
+def larger(a: SymbolicSize, *others: SymbolicSize) -> SymbolicSize:
+    """The largest of sizes of such symbols, where it can be told, or as an atom."""
+    return -smaller(-a, *(-b for b in others))
 
 
 @dataclass(frozen=True)
@@ -79,7 +104,7 @@ class System:
         """Add a constraint; equations are solved for a symbol where one can be."""
         a, b = self.resolve(a), self.resolve(b)
         trivial = a == b if kind != "divides" else (a / b).whole
-        low = (a - b).least if kind == "least" else None
+        low = least(a - b) if kind == "least" else None
         if trivial or (low is not None and low >= 0):
             return
         if kind == "broadcast" and 1 in (a.number, b.number):

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from onnx_ir import Node
 
-from onnx_fuse.ir.sizes import SymbolicSize, product, rounded_down, size, unknown
-from onnx_fuse.validation.symbolic.walk import NOTHING, Fact, Rule, Walk, scalar, sizes_in, vector
+from onnx_fuse.ir.build import given
+from onnx_fuse.ir.sizes import SymbolicSize, rounded_down, size, unknown
+from onnx_fuse.validation.symbolic.walk import NOTHING, Fact, Rule, Walk, needed, sizes_in
 
 
 def _norm(w: Walk, node: Node) -> list[Fact]:
@@ -29,9 +30,7 @@ def _per_channel(w: Walk, node: Node) -> list[Fact]:
 
 def _matmul(w: Walk, node: Node) -> list[Fact]:
     at = (0, 3) if node.op_type == "QLinearMatMul" else (0, 1)
-    a, b = (w.shape(node.inputs[i]) for i in at)
-    if a is None or b is None or not a or not b:
-        return [NOTHING]
+    a, b = (needed(w.shape(node.inputs[i])) for i in at)
     inner = b[-2] if len(b) > 1 else b[0]
     w.same(a[-1], inner)
     batch = w.broadcast([a[:-2], b[:-2]]) or ()
@@ -41,9 +40,7 @@ def _matmul(w: Walk, node: Node) -> list[Fact]:
 
 
 def _gemm(w: Walk, node: Node) -> list[Fact]:
-    a, b = w.shape(node.inputs[0]), w.shape(node.inputs[1])
-    if a is None or b is None:
-        return [NOTHING]
+    a, b = needed(w.shape(node.inputs[0])), needed(w.shape(node.inputs[1]))
     if node.attributes.get_int("transA", 0):
         a = a[::-1]
     if node.attributes.get_int("transB", 0):
@@ -53,12 +50,10 @@ def _gemm(w: Walk, node: Node) -> list[Fact]:
 
 
 def _pad(w: Walk, node: Node) -> list[Fact]:
-    shape, pads = w.shape(node.inputs[0]), sizes_in(w, node.inputs[1])
-    if shape is None or pads is None:
-        return [NOTHING]
-    given = node.inputs[3] if len(node.inputs) > 3 else None
-    axes = w.ints(given) if given is not None else list(range(len(shape)))
-    if axes is None or len(pads) != 2 * len(axes):
+    shape, pads = needed(w.shape(node.inputs[0])), needed(sizes_in(w, node.inputs[1]))
+    some = given(node, 3)
+    axes = list(range(len(shape))) if some is None else needed(w.ints(some))
+    if len(pads) != 2 * len(axes):
         return [NOTHING]
     mode = node.attributes.get_string("mode", "constant")
     for i, axis in enumerate(axes):
@@ -72,17 +67,13 @@ def _pad(w: Walk, node: Node) -> list[Fact]:
 
 def _conv(w: Walk, node: Node) -> list[Fact]:
     weight = {"QLinearConv": 3}.get(node.op_type, 1)
-    x, k = w.shape(node.inputs[0]), w.shape(node.inputs[weight])
-    if x is None or k is None:
-        return [NOTHING]
+    x, k = needed(w.shape(node.inputs[0])), needed(w.shape(node.inputs[weight]))
     w.same(x[1], k[1] * node.attributes.get_int("group", 1))
     return [Fact((x[0], k[0], *_windows(w, node, x[2:], k[2:])))]
 
 
 def _pool(w: Walk, node: Node) -> list[Fact]:
-    x = w.shape(node.inputs[0])
-    if x is None:
-        return []
+    x = needed(w.shape(node.inputs[0]))
     kernel = [size(k) for k in node.attributes.get_ints("kernel_shape", ())]
     shape = (*x[:2], *_windows(w, node, x[2:], kernel))
     return [Fact(shape)] * len(node.outputs)
@@ -111,9 +102,7 @@ def _windows(
 
 
 def _conv_transpose(w: Walk, node: Node) -> list[Fact]:
-    x, k = w.shape(node.inputs[0]), w.shape(node.inputs[1])
-    if x is None or k is None:
-        return [NOTHING]
+    x, k = needed(w.shape(node.inputs[0])), needed(w.shape(node.inputs[1]))
     w.same(x[1], k[0])
     n = len(x) - 2
     if (
@@ -138,57 +127,37 @@ def _conv_transpose(w: Walk, node: Node) -> list[Fact]:
 
 
 def _global_pool(w: Walk, node: Node) -> list[Fact]:
-    x = w.shape(node.inputs[0])
-    return [Fact((*x[:2], *[size(1)] * (len(x) - 2))) if x is not None else NOTHING]
+    x = needed(w.shape(node.inputs[0]))
+    return [Fact((*x[:2], *[size(1)] * (len(x) - 2)))]
 
 
 def _resize(w: Walk, node: Node) -> list[Fact]:
-    x = w.shape(node.inputs[0])
-    inputs = [*node.inputs, None, None, None]
-    if x is None or "axes" in node.attributes:
+    x = needed(w.shape(node.inputs[0]))
+    if "axes" in node.attributes:
         return [NOTHING]
-    sizes = sizes_in(w, inputs[3]) if inputs[3] is not None else None
+    sizes = sizes_in(w, given(node, 3)) if given(node, 3) is not None else None
     if sizes is not None:
         return [Fact(tuple(sizes)) if len(sizes) == len(x) else NOTHING]
-    scales = w.numbers(inputs[2])
-    if scales is None or len(scales) != len(x) or None in scales:
-        return [NOTHING]
-    return [
-        Fact(tuple(rounded_down(d * s) for d, s in zip(x, scales, strict=True) if s is not None))
-    ]
+    scales = needed(w.numbers(given(node, 2)))
+    return [Fact(tuple(rounded_down(d * needed(s)) for d, s in zip(x, scales, strict=True)))]
 
 
 def _reduce(w: Walk, node: Node) -> list[Fact]:
-    shape = w.shape(node.inputs[0])
-    if shape is None:
-        return [NOTHING]
+    shape = needed(w.shape(node.inputs[0]))
     keep = node.attributes.get_int("keepdims", 1)
     if node.op_type.startswith("Arg"):
-        axes: list[int] | None = [node.attributes.get_int("axis", 0)]
-    elif len(node.inputs) > 1 and node.inputs[1] is not None:
-        axes = w.ints(node.inputs[1])
+        axes = [node.attributes.get_int("axis", 0)]
     else:
-        axes = [] if node.attributes.get_int("noop_with_empty_axes", 0) else list(range(len(shape)))
-    if axes is None:
-        return [NOTHING]
+        axes = [] if given(node, 1) is None else needed(w.ints(node.inputs[1]))
     if not axes and not node.attributes.get_int("noop_with_empty_axes", 0):
         axes = list(range(len(shape)))
     gone = {a % len(shape) for a in axes}
     dims = [size(1) if i in gone else d for i, d in enumerate(shape) if keep or i not in gone]
-    entries = w.entries(node.inputs[0])
-    found = None
-    numbers = w.numbers(node.inputs[0])
-    known = numbers is not None and gone and None not in numbers
-    if entries is not None and entries.ndim == 1 and known and node.op_type == "ReduceProd":
-        total = product(n for n in numbers or () if n is not None)
-        found = vector([total]) if keep else scalar(total)
-    return [Fact(tuple(dims), found)]
+    return [Fact(tuple(dims))]
 
 
 def _top_k(w: Walk, node: Node) -> list[Fact]:
-    shape, k = w.shape(node.inputs[0]), w.numbers(node.inputs[1])
-    if shape is None:
-        return []
+    shape, k = needed(w.shape(node.inputs[0])), w.numbers(node.inputs[1])
     axis = node.attributes.get_int("axis", -1) % len(shape)
     count = k[0] if k else None
     if count is not None:
@@ -204,10 +173,7 @@ def _einsum(w: Walk, node: Node) -> list[Fact]:
         return [NOTHING]
     letters: dict[str, SymbolicSize] = {}
     for term, value in zip(inputs.split(","), node.inputs, strict=True):
-        shape = w.shape(value)
-        if shape is None:
-            return [NOTHING]
-        for letter, dim in zip(term, shape, strict=True):
+        for letter, dim in zip(term, needed(w.shape(value)), strict=True):
             found = letters.setdefault(letter, dim)
             w.system.require("broadcast", found, dim)
             letters[letter] = dim if found.number == 1 else w.system.resolve(found)
@@ -216,9 +182,8 @@ def _einsum(w: Walk, node: Node) -> list[Fact]:
 
 def _attention(w: Walk, node: Node) -> list[Fact]:
     """Attention of ai.onnx 23 on: the mask is as long as the past and the keys together."""
-    q, k, v, mask, past = (w.shape(x) for x in [*node.inputs, *[None] * 5][:5])
-    if q is None or k is None or v is None:
-        return []
+    q, k, v = (needed(w.shape(x)) for x in node.inputs[:3])
+    mask, past = (w.shape(given(node, i)) for i in (3, 4))
     w.same(q[0], k[0])
     w.same(k[0], v[0])
     w.same(k[-2], v[-2])
@@ -244,25 +209,21 @@ def _attention(w: Walk, node: Node) -> list[Fact]:
 
 
 def _recurrent(w: Walk, node: Node) -> list[Fact]:
-    x, r = w.shape(node.inputs[0]), w.shape(node.inputs[2])
-    by_batch = node.attributes.get_int("layout", 0) != 0
-    if x is None or r is None or by_batch:
+    x, r = needed(w.shape(node.inputs[0])), needed(w.shape(node.inputs[2]))
+    if node.attributes.get_int("layout", 0) != 0:  # the batch is the first axis
         return []
     weights = w.shape(node.inputs[1])
     if weights is not None:
         w.same(x[2], weights[2])
     for i in (4, 5, 6):
-        given = w.shape(node.inputs[i]) if len(node.inputs) > i else None
-        if given is not None:
-            w.same(given[0 if i == 4 else 1], x[1])
+        if (start := w.shape(given(node, i))) is not None:
+            w.same(start[0 if i == 4 else 1], x[1])
     state = Fact((r[0], x[1], r[2]))
     return [Fact((x[0], r[0], x[1], r[2])), state, state]
 
 
 def _blocks(w: Walk, node: Node) -> list[Fact]:
-    x, b = w.shape(node.inputs[0]), node.attributes.get_int("blocksize", 1)
-    if x is None:
-        return [NOTHING]
+    x, b = needed(w.shape(node.inputs[0])), node.attributes.get_int("blocksize", 1)
     if node.op_type == "DepthToSpace":
         w.system.require("divides", x[1], size(b * b))
         return [Fact((x[0], x[1] // (b * b), x[2] * b, x[3] * b))]

@@ -57,6 +57,9 @@ def _if(w: Walk, node: Node) -> list[Fact]:
         return []
     [branch] = subgraphs(node.attributes["then_branch" if known else "else_branch"])
     w.graph(branch)
+    for value, inner in zip(node.outputs, branch.outputs, strict=True):
+        if (found := w.entries(inner)) is not None:
+            w.known.enter(value, found)
     return [w.fact(v) for v in branch.outputs]
 
 

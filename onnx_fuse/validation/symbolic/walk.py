@@ -4,31 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
-from typing import Any
+from typing import TypeVar
 
-import numpy as np
 import onnx_ir
 from onnx_ir import Node, Value
 
 from onnx_fuse.ir.build import const_array
+from onnx_fuse.ir.entries import Array
 from onnx_fuse.ir.sizes import SymbolicSize, size, unknown
 from onnx_fuse.validation.sizes import System
+from onnx_fuse.validation.symbolic.guesses import GuessedEntries
 
-Array = np.ndarray[Any, Any]
+T = TypeVar("T")
 Shape = tuple[SymbolicSize, ...]
-ENTRIES = 256  # of an array whose values are followed
 
 
 @dataclass(frozen=True)
 class Fact:
-    """The facts about a value: its shape, its entries (Size, bool or None each), and a bound.
+    """The facts about a value: its shape, and a bound.
 
     `top` bounds entries from above, exclusively: one for all, or one for each along the last axis.
     """
 
     shape: Shape | None = None
-    entries: Array | None = None
     top: Shape | None = None
 
 
@@ -64,6 +62,9 @@ class Walk:
     """Pairs of sizes that a Reshape to the same rank exchanges, axis by axis."""
     _named: dict[str, SymbolicSize] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.known = GuessedEntries(self.shape, self.system.resolve)
+
     def graph(self, graph: onnx_ir.Graph) -> None:
         """Follow the nodes in their order."""
         for node in graph:
@@ -72,13 +73,14 @@ class Walk:
             facts = self._node(node)
             for value, fact in zip(node.outputs, facts, strict=False):
                 if fact.shape is None and value.shape is not None:
-                    fact = Fact(self.declared(value), fact.entries, fact.top)
+                    fact = Fact(self.declared(value), fact.top)
                 self.facts[value] = fact
 
     def _node(self, node: Node) -> Sequence[Fact]:
         name = f"{node.domain}:{node.op_type}" if node.domain else node.op_type
         rule = self.rules.get(name)
         try:
+            self.known.follow(node)
             found = rule(self, node) if rule is not None else ()
         except (IndexError, TypeError, ValueError, ZeroDivisionError):
             # A node that is wrong in itself is for the runtime to refuse, in its own words.
@@ -107,13 +109,12 @@ class Walk:
         if value not in self.facts:
             shape = self.declared(value)
             array = const_array(value)
-            entries, top = None, None
+            top = None
             if array is not None:
                 shape = tuple(size(n) for n in array.shape)
-                entries = entries_of(array)
                 if array.dtype.kind in "iu" and array.size:
                     top = (size(int(array.max()) + 1),)
-            self.facts[value] = Fact(shape, entries, top)
+            self.facts[value] = Fact(shape, top)
         return self.facts[value]
 
     def shape(self, value: Value | None) -> list[SymbolicSize] | None:
@@ -123,7 +124,7 @@ class Walk:
 
     def entries(self, value: Value | None) -> Array | None:
         """The entries of a value, or None where they are not known."""
-        return self.fact(value).entries
+        return self.known.of(value)
 
     def numbers(self, value: Value | None) -> list[SymbolicSize | None] | None:
         """The entries of a vector or scalar, each a Size or None."""
@@ -163,6 +164,17 @@ class Walk:
         return tuple(dims)
 
 
+class UnknownFact(ValueError):
+    """A rule needs what is not known: then it says nothing of the node's results."""
+
+
+def needed(fact: T | None) -> T:
+    """The fact. Raises UnknownFact where there is none."""
+    if fact is None:
+        raise UnknownFact
+    return fact
+
+
 _PASSES_ON = ("Identity", "Squeeze", "Unsqueeze", "Reshape", "Cast", "Gather")
 
 
@@ -173,47 +185,6 @@ def origin(value: Value) -> Value:
         value = node.inputs[0]
         node = value.producer()
     return value
-
-
-def entries_of(array: Array) -> Array | None:
-    """A small constant as an object array of Sizes and booleans."""
-    if array.size > ENTRIES or array.dtype.kind not in "iubf":
-        return None
-    result = np.empty(array.shape, object)
-    for index, x in np.ndenumerate(array):
-        if array.dtype.kind == "b":
-            result[index] = bool(x)
-        elif array.dtype.kind == "f":
-            result[index] = size(Fraction(float(x))) if np.isfinite(x) else None
-        else:
-            result[index] = size(int(x))
-    return result
-
-
-def each(function: Callable[..., Any], *arrays: Array | None) -> Array | None:
-    """The function of each entry, broadcast; None where an argument is not known."""
-    if any(a is None for a in arrays):
-        return None
-
-    def guarded(*args: Any) -> Any:
-        return None if any(a is None for a in args) else function(*args)
-
-    found = np.frompyfunc(guarded, len(arrays), 1)(*arrays)
-    return found if isinstance(found, np.ndarray) else scalar(found)
-
-
-def scalar(value: Any) -> Array:
-    """An object array without axes that holds one value."""
-    result = np.empty((), object)
-    result[()] = value
-    return result
-
-
-def vector(items: Sequence[Any]) -> Array:
-    """An object array with one axis."""
-    result = np.empty(len(items), object)
-    result[:] = items
-    return result
 
 
 def sizes_in(w: Walk, value: Value | None) -> list[SymbolicSize] | None:
@@ -229,8 +200,3 @@ def sizes_in(w: Walk, value: Value | None) -> list[SymbolicSize] | None:
 def one(top: Shape | None) -> Shape | None:
     """A shape of one axis, and None for any other."""
     return top if top is not None and len(top) == 1 else None
-
-
-def small(entries: Array | None) -> Array | None:
-    """An array of at most ENTRIES entries, and None for a larger one."""
-    return entries if entries is not None and entries.size <= ENTRIES else None
