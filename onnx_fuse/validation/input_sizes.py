@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import itertools
 import math
-import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +15,7 @@ from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.save import inline
 from onnx_fuse.ir.build import required
 from onnx_fuse.ir.sizes import Symbol, SymbolicSize, evaluate, size
+from onnx_fuse.program import formula
 from onnx_fuse.validation.sizes import Constraint, System
 from onnx_fuse.validation.symbolic import caches
 from onnx_fuse.validation.symbolic.graph import controls, follow
@@ -252,30 +251,9 @@ def _symbol(system: System, dim: SymbolicSize) -> str | None:
 
 def _expression(dim: str, symbols: set[str]) -> SymbolicSize | None:
     """The size that a name such as `past + 1` means in terms of other symbols, or None."""
+    others = {s: size(s) for s in symbols if s != dim}
     try:
-        tree = ast.parse(dim, mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        meant = formula.value(dim.replace("//", "/").replace("/", "//"), others)
+    except (ValueError, TypeError, RecursionError):
         return None
-    return _term(tree, symbols - {dim}) if isinstance(tree, ast.BinOp) else None
-
-
-_ARITHMETIC: dict[type[ast.operator], Callable[[SymbolicSize, SymbolicSize], SymbolicSize]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-    ast.Div: operator.floordiv,
-}
-_DEEPEST = 20  # operators within each other in a name
-
-
-def _term(node: ast.expr, symbols: set[str], depth: int = 0) -> SymbolicSize | None:
-    if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC and depth < _DEEPEST:
-        left, right = (_term(n, symbols, depth + 1) for n in (node.left, node.right))
-        known = left is not None and right is not None
-        return _ARITHMETIC[type(node.op)](left, right) if known else None  # type: ignore[arg-type]
-    if isinstance(node, ast.Name) and node.id in symbols:
-        return size(node.id)
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return size(node.value)
-    return None
+    return meant if isinstance(meant, SymbolicSize) and not (-meant).nonnegative else None
