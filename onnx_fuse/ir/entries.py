@@ -104,7 +104,9 @@ class Entries:
     def _entries(self, node: ir.Node) -> Array | None:
         kind = node.op_type
         if kind == "Shape":
-            return self._shape(node)
+            sizes = self.sizes(node.inputs[0])
+            start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end")
+            return None if sizes is None else vector(sizes[start:end])
         if kind == "Size":
             total = multiplied(self.sizes(node.inputs[0]) or [None])
             return None if total is None else _filled((), total)
@@ -122,11 +124,6 @@ class Entries:
             return _reduced(node, known)
         function = self.function(node)
         return None if function is None else _each(function, known)
-
-    def _shape(self, node: ir.Node) -> Array | None:
-        sizes = self.sizes(node.inputs[0])
-        start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end")
-        return None if sizes is None else vector(sizes[start:end])
 
     def _moved(self, node: ir.Node) -> Array | None:
         """The entries that the node takes, found by moving their places."""
