@@ -16,6 +16,7 @@ from onnx_fuse.ir.actual_sizes import correct_types
 from onnx_fuse.ir.build import Builder, detach, subgraphs
 from onnx_fuse.ir.constants import one_line
 from onnx_fuse.ir.copying import Copier
+from onnx_fuse.ir.names import Names
 from onnx_fuse.ops.bodies import carries_body
 from onnx_fuse.ops.recurrent import GATES
 from onnx_fuse.ops.rnn_unrolled import Written, activations
@@ -35,7 +36,7 @@ class Emitter(Builder):
     def __init__(
         self,
         model: ir.Model,
-        taken: set[str | None] | None = None,
+        names: Names | None = None,
         fused: bool = False,
         whole: CombinesGradients | None = None,
     ) -> None:
@@ -51,10 +52,9 @@ class Emitter(Builder):
         self._seen: dict[Any, ir.Node] = {}
         # of a fused node's outputs, by the operator, its attributes and the types of its inputs
         self._types: dict[tuple[Any, ...], list[onnx.TypeProto]] = {}
-        self.taken = set() if taken is None else taken
-        self.taken.update(v.name for v in (*model.graph.inputs, *model.graph.initializers.values()))
-        for node in ir.traversal.RecursiveGraphIterator(model.graph):
-            self.taken.update((node.name, *(v.name for v in node.outputs)))
+        self.names = names or Names()
+        self.names.add(model.graph)
+        self.fresh = self.names.fresh
         for node in model.graph:
             if node.op_type == "Shape" and not node.domain:
                 self._seen.setdefault(_key(node), node)
@@ -98,15 +98,6 @@ class Emitter(Builder):
     def wants(self, value: ir.Value) -> bool:
         """Whether the gradient of an input is asked for: for rules that can save work of size."""
         return value in self.active
-
-    def fresh(self, stem: str) -> str:
-        """A name that begins with `stem` and that no value or node has."""
-        name, count = stem, 0
-        while name in self.taken:
-            count += 1
-            name = f"{stem}_{count}"
-        self.taken.add(name)
-        return name
 
     def _infer(self, node: ir.Node) -> dict[str, onnx.TypeProto]:
         """Types of the outputs by the operator's own inference, which takes some 30 µs."""

@@ -72,7 +72,7 @@ def through_if(
     for name in ("then_branch", "else_branch"):
         branch = node.attributes[name].as_graph().clone(allow_outer_scope_values=True)
         branch.opset_imports.update({"": op.opset, FUSE: 1})
-        inner = Emitter(ir.Model(branch, ir_version=10), op.taken)
+        inner = Emitter(ir.Model(branch, ir_version=10), op.names)
         for copy in branch:
             inner.adopt(copy)
         ends = _apart(inner, branch)
@@ -130,7 +130,7 @@ def through_loop(
     outer = [v for v in captured(node) if v in active]
 
     own.opset_imports.update({"": op.opset, FUSE: 1})
-    inner = Emitter(ir.Model(own, ir_version=10), op.taken)
+    inner = Emitter(ir.Model(own, ir_version=10), op.names)
     steps = own.inputs[lead:]
     for value, x in zip(steps, [*starts, *inputs], strict=True):
         value.type = value.type or (x.type if x is not None else None)
@@ -228,7 +228,7 @@ def _walk_back(
         name=op.fresh("going"), type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([])
     )
     first = own[0]
-    inner = Emitter(ir.Model(own, ir_version=10), op.taken)
+    inner = Emitter(ir.Model(own, ir_version=10), op.names)
     one = inner.constant(np.int64(1))
     place = inner.Sub(inner.Sub(size_of(inner, scans[0][1], 0), one), step)
     for value, steps in scans:

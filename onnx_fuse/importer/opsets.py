@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 import onnx
 import onnx.version_converter
@@ -18,6 +16,7 @@ from onnx_fuse.ir.build import Builder, all_nodes, const_array
 from onnx_fuse.ir.constants import CAME_IN, CANONICAL_OPSET, DEFAULT, one_line
 from onnx_fuse.ir.evaluate import TO_THE_END
 from onnx_fuse.ir.functions import inline_functions
+from onnx_fuse.ir.names import Names
 from onnx_fuse.ops.bodies import body_of
 
 
@@ -97,15 +96,11 @@ def _rename_equal_nodes(graph: ir.Graph) -> bool:
     """Give nodes of one name in one graph names of their own, as onnxruntime asks for."""
     found = False
     for each in (graph, *graph.subgraphs()):
-        taken = Counter(node.name for node in each)
+        names, seen = Names(node.name for node in each), set[str]()
         for node in each:
-            if not node.name or taken[node.name] == 1:
-                continue
-            taken[node.name] -= 1
-            name = f"{node.name}_{taken[node.name]}"
-            while name in taken:
-                name += "_"
-            taken[name], node.name, found = 1, name, True
+            if node.name and node.name in seen:
+                node.name, found = names.fresh(node.name), True
+            seen.add(node.name or "")
     return found
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ir.constants import CANONICAL_OPSET, DEFAULT, FUSE
+from onnx_fuse.ir.names import Names
 
 
 class Builder:
@@ -139,14 +140,6 @@ def replace_node(graph: ir.Graph, node: ir.Node, op: Builder, y: ir.Value) -> No
     graph.remove(node, safe=True)
 
 
-def unique_name(graph: ir.Graph, stem: str) -> str:
-    """`stem`, or `stem_1`, `stem_2`, …: a value name new to the graph and its bodies."""
-    taken = set[str | None]().union(*(_names(each) for each in (graph, *graph.subgraphs())))
-    return next(
-        name for i in range(len(taken) + 1) if (name := f"{stem}_{i}" if i else stem) not in taken
-    )
-
-
 def add_initializer(graph: ir.Graph, name: str, content: np.ndarray) -> ir.Value:
     """A new initializer of `graph` with these numbers; no other value may have its name."""
     tensor = ir.tensor(content, name=name)
@@ -161,29 +154,22 @@ def rename_shadowing_values(graph: ir.Graph) -> None:
 
     Each graph numbers its new values by itself, and ONNX does not let a body hide an outer name.
     """
-    inner = list(graph.subgraphs())
-    taken = set[str | None]().union(*(_names(each) for each in (graph, *inner))) if inner else set()
+    if next(iter(graph.subgraphs()), None) is None:
+        return
+    names = Names.of(graph)
 
     def visit(each: ir.Graph, outside: set[str | None]) -> None:
-        results = (v for node in each for v in node.outputs)
-        for value in (*each.inputs, *each.initializers.values(), *results):
+        results = [v for node in each for v in node.outputs]
+        values = (*each.inputs, *each.initializers.values(), *results)
+        for value in values:
             if value.name and value.name in outside:
-                stem, i = value.name, 1
-                while value.name in taken:
-                    value.name, i = f"{stem}.{i}", i + 1
-                taken.add(value.name)
-        names = outside | _names(each)
+                value.name = names.fresh(value.name)
+        outside = outside.union(v.name for v in values)
         for attribute in (a for node in each for a in node.attributes.values()):
             for body in subgraphs(attribute):
-                visit(body, names)
+                visit(body, outside)
 
-    if inner:
-        visit(graph, set())
-
-
-def _names(graph: ir.Graph) -> set[str | None]:
-    results = (v.name for node in graph for v in node.outputs)
-    return {*(v.name for v in graph.inputs), *graph.initializers, *results}
+    visit(graph, set())
 
 
 def subgraphs(attribute: ir.Attr) -> Sequence[ir.Graph]:

@@ -10,6 +10,7 @@ import onnx_ir as ir
 from onnx_fuse.errors import ModelError
 from onnx_fuse.ir.build import all_nodes
 from onnx_fuse.ir.copying import Copier
+from onnx_fuse.ir.names import Names
 
 MAX_DEPTH = 100
 MAX_NODES = 1 << 18
@@ -30,14 +31,13 @@ def inline_functions(model: ir.Model) -> None:
     if not called:
         return
     _check_size(model.graph, called, _order(model.graph, called))
-    _Inliner(called).run(model.graph)
+    _Inliner(model.graph, called).run(model.graph)
     model.functions.clear()
 
 
 def inline_branches(graph: ir.Graph, taken: Iterable[tuple[ir.Node, ir.Graph]]) -> None:
     """Put the nodes of each branch in the place of its If; `graph` is the model's whole graph."""
-    inliner = _Inliner({})
-    inliner.note_names(graph)
+    inliner = _Inliner(graph, {})
     for node, branch in taken:
         home = node.graph
         assert isinstance(home, ir.Graph)
@@ -129,21 +129,14 @@ class _CallCopier(Copier):
 class _Inliner:
     """Writes the calls in one graph out. New names are the function's own, with a number."""
 
-    def __init__(self, functions: Mapping[ir.OperatorIdentifier, ir.Function]) -> None:
+    def __init__(
+        self, graph: ir.Graph, functions: Mapping[ir.OperatorIdentifier, ir.Function]
+    ) -> None:
         self.functions = functions
-        self.taken: set[str] = set()
-        self.next: dict[str, int] = {}
-
-    def note_names(self, graph: ir.Graph) -> None:
-        """Note the names that values of a graph have."""
-        for inner in (graph, *graph.subgraphs()):
-            self.taken.update(v.name or "" for v in (*inner.inputs, *inner.initializers.values()))
-            for node in inner:
-                self.taken.update(v.name or "" for v in node.outputs)
+        self.names = Names.of(graph)
 
     def run(self, graph: ir.Graph) -> None:
         """Write out all calls in a graph."""
-        self.note_names(graph)
         for node in list(all_nodes(graph)):
             function = self.functions.get(node.op_identifier())
             if function is not None:
@@ -157,7 +150,9 @@ class _Inliner:
     def branch(self, home: ir.Graph, node: ir.Node, branch: ir.Graph) -> None:
         """Move the nodes of a branch into the graph around it."""
         props, where = dict(node.metadata_props), f"node '{node.name}'"
-        copier = _CallCopier(values={}, fresh=self._unique, props=props, where=where, inliner=self)
+        copier = _CallCopier(
+            values={}, fresh=self.names.fresh, props=props, where=where, inliner=self
+        )
         for old in branch.initializers.values():
             home.register_initializer(copier.value(old))
         nodes = [copy for inner in branch for copy in copier.copy(inner)]
@@ -204,16 +199,7 @@ class _Inliner:
             )
         copier = _CallCopier.of_call(
             function, inputs, attributes, props=props, opset=function.opset_imports.get(""),
-            fresh=self._unique, where=where, inliner=self,
+            fresh=self.names.fresh, where=where, inliner=self,
         )  # fmt: skip
         nodes = [copy for node in function for copy in copier.copy(node)]
         return nodes, copier.read(function.outputs, "its outputs")
-
-    def _unique(self, stem: str) -> str:
-        name, number = stem, self.next.get(stem, 1)
-        while name in self.taken:
-            number += 1
-            name = f"{stem}_{number}"
-        self.next[stem] = number
-        self.taken.add(name)
-        return name

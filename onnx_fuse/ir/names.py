@@ -1,10 +1,49 @@
-"""The names of the fused operators: the one place where they are read and made."""
+"""Names that are new to a graph, and those of the fused operators."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+
+import onnx_ir as ir
+
+
+class Names:
+    """Gives names that nothing else has: a stem, or `stem_1`, `stem_2`, …
+
+    Args:
+        taken: Names that are not given.
+    """
+
+    def __init__(self, taken: Iterable[str | None] = ()) -> None:
+        self._taken, self._numbers = set(taken), dict[str, int]()
+
+    @classmethod
+    def of(cls, graph: ir.Graph) -> Names:
+        """Names that no value and no node of a graph and of its bodies has."""
+        names = cls()
+        names.add(graph)
+        return names
+
+    def add(self, graph: ir.Graph) -> None:
+        """Give none of the names of a graph, too."""
+        for each in (graph, *graph.subgraphs()):
+            self._taken.update(v.name for v in (*each.inputs, *each.initializers.values()))
+            for node in each:
+                self._taken.update((node.name, *(v.name for v in node.outputs)))
+
+    def fresh(self, stem: str) -> str:
+        """A name that begins with `stem`, which is taken from then on."""
+        name, number = stem, self._numbers.get(stem, 0)
+        while name in self._taken:
+            number += 1
+            name = f"{stem}_{number}"
+        self._numbers[stem] = number
+        self._taken.add(name)
+        return name
+
 
 _PARTS = re.compile(
     r"(?P<skip>Skip)?(?:(?P<norm>LayerNorm|RMSNorm)(?:alization)?)?(?P<place>GateFirst|GateLast)?"

@@ -12,6 +12,7 @@ import onnx_ir as ir
 from onnx_fuse.errors import UsageError
 from onnx_fuse.importer.save import save
 from onnx_fuse.importer.shapes import infer_shapes
+from onnx_fuse.ir.names import Names
 from onnx_fuse.nn.dispatch import MODE, no_grad
 from onnx_fuse.nn.nested import names_of
 from onnx_fuse.nn.recorder import Recorder
@@ -33,13 +34,11 @@ def with_initializers(
     first = len(graph.inputs) - len(tensors)
     for value, shape in zip(graph.inputs, shapes or (), strict=False):
         value.shape = ir.Shape(shape)
-    taken = {v.name for v in graph.inputs[:first]} | {v.name for n in graph for v in n.outputs}
     values = list(graph.inputs[first:])
+    del graph.inputs[first:]
+    others = Names.of(graph)
     for value, tensor in zip(values, tensors, strict=True):
-        graph.inputs.remove(value)
-        name = names.get(id(tensor), str(value.name))
-        value.name = name if name not in taken else f"{name}_parameter"
-        taken.add(value.name)
+        value.name = others.fresh(names.get(id(tensor), str(value.name)))
         value.const_value = ir.Tensor(np.ascontiguousarray(np.asarray(tensor)).reshape(
             tensor._data.shape), name=value.name)  # fmt: skip
         graph.register_initializer(value)

@@ -26,9 +26,9 @@ from onnx_fuse.ir.build import (
     given,
     rank,
     subgraphs,
-    unique_name,
 )
 from onnx_fuse.ir.constants import FUSE
+from onnx_fuse.ir.names import Names
 from onnx_fuse.ir.traits import REARRANGES
 
 PACKED = "onnx_fuse.packed"
@@ -156,7 +156,7 @@ class Rewriter:
             same = held is not None and (held.dtype, held.shape) == (array.dtype, array.shape)
             if same and held is not None and held.tobytes() == array.tobytes():
                 return existing
-        name = unique_name(self.graph, key)
+        name = Names.of(self.graph).fresh(key)
         value = add_initializer(self.graph, name, array)
         value.metadata_props[CONSTANT] = "1"
         return value
@@ -210,7 +210,7 @@ class Rewriter:
                 return value
         packed = np.asarray(arrays[0], order="C") if axis is None else np.concatenate(arrays, axis)
         # Always a new one: sharing equal bytes of another origin would tie them in training.
-        value = add_initializer(self.graph, unique_name(self.graph, f"const.{stem}"), packed)
+        value = add_initializer(self.graph, Names.of(self.graph).fresh(f"const.{stem}"), packed)
         value.metadata_props[PACKED] = record
         return value
 

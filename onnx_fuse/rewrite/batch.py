@@ -9,7 +9,8 @@ import onnx_ir as ir
 
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.shapes import infer_shapes
-from onnx_fuse.ir.build import Builder, const_array, unique_name
+from onnx_fuse.ir.build import Builder, const_array
+from onnx_fuse.ir.names import Names
 
 
 def free_batch(model: ir.Model) -> int:
@@ -50,7 +51,7 @@ def _open_target(graph: ir.Graph, node: ir.Node, size: int) -> None:
         return
     op = Builder()
     shape = op.constant(np.array([0 if same else -1, *target[1:]], np.int64))
-    shape.name = unique_name(graph, f"{node.outputs[0].name}.shape")
+    shape.name = Names.of(graph).fresh(f"{node.outputs[0].name}.shape")
     graph.insert_before(node, op.nodes)
     node.replace_input_with(1, shape)
     node.attributes.pop("allowzero", None)
@@ -69,7 +70,7 @@ def _open_parts(graph: ir.Graph, node: ir.Node, depends: set[ir.Value]) -> None:
         shape = op.Concat(op.Shape(whole, start=0, end=1), ones, axis=0)
         repeated = op.Expand(part, shape)
         for new in op.nodes:
-            new.outputs[0].name = unique_name(graph, f"{node.outputs[0].name}.part")
+            new.outputs[0].name = Names.of(graph).fresh(f"{node.outputs[0].name}.part")
             graph.insert_before(node, new)
         node.replace_input_with(i, repeated)
 

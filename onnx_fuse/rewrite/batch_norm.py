@@ -10,7 +10,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder, const_array, rank, unique_name
+from onnx_fuse.ir.build import Builder, const_array, rank
+from onnx_fuse.ir.names import Names
 from onnx_fuse.ir.traits import REARRANGES
 from onnx_fuse.ops.rules import (
     Rewriter,
@@ -107,7 +108,7 @@ def _fold(rw: Rewriter, norm: ir.Node) -> bool:
 
 def _initializer(graph: ir.Graph, array: np.ndarray, name: str) -> ir.Value:
     """A new initializer: what is folded is another parameter than the one that had its name."""
-    tensor = ir.tensor(array, name=unique_name(graph, name))
+    tensor = ir.tensor(array, name=Names.of(graph).fresh(name))
     value = ir.val(tensor.name, const_value=tensor)
     graph.register_initializer(value)
     return value

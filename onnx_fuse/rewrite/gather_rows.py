@@ -14,8 +14,9 @@ from math import prod
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder, add_initializer, const_array, dim, unique_name
+from onnx_fuse.ir.build import Builder, add_initializer, const_array, dim
 from onnx_fuse.ir.evaluate import exact
+from onnx_fuse.ir.names import Names
 from onnx_fuse.ir.traits import VIEWS
 from onnx_fuse.ops.rules import attribute, consumers, freeze_shared
 
@@ -85,7 +86,7 @@ def _replace(
                 return False
             if place.tobytes() not in held:  # blocks of a stage share theirs
                 own = np.maximum(place, 0)
-                held[place.tobytes()] = add_initializer(graph, unique_name(graph, "rows"), own)
+                held[place.tobytes()] = add_initializer(graph, Names.of(graph).fresh("rows"), own)
             index = held[place.tobytes()]
             _emit(graph, last, source, rows, place, rest, index, fills[0] if fills else None)
             taken.update(chain)

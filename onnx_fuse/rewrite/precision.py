@@ -11,7 +11,8 @@ import onnx
 import onnx_ir as ir
 
 from onnx_fuse.importer.save import inline
-from onnx_fuse.ir.build import Builder, unique_name
+from onnx_fuse.ir.build import Builder
+from onnx_fuse.ir.names import Names
 from onnx_fuse.program.problem import PRECISIONS
 from onnx_fuse.rewrite.fp16_range import OutOfRange, find_out_of_range, narrowed, set_floor
 
@@ -151,7 +152,7 @@ def cast_frozen(graph: ir.Graph) -> None:
                 continue
             if y.is_graph_output() or node.graph is not graph:
                 continue
-            name = unique_name(graph, f"{weight.name}.{y.dtype.name.lower()}")
+            name = Names.of(graph).fresh(f"{weight.name}.{y.dtype.name.lower()}")
             array = weight.const_value.numpy().astype(y.dtype.numpy())
             narrow = ir.Value(
                 name=name,

@@ -33,8 +33,9 @@ from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import DataError, ModelError, UsageError
 from onnx_fuse.importer.load import read
 from onnx_fuse.importer.save import save
-from onnx_fuse.ir.build import Builder, add_initializer, unique_name
+from onnx_fuse.ir.build import Builder, add_initializer
 from onnx_fuse.ir.constants import FUSE, Model
+from onnx_fuse.ir.names import Names
 from onnx_fuse.ops.rules import cast_to, is_float, typed
 from onnx_fuse.rewrite.constants import set_parameter
 from onnx_fuse.training import peft
@@ -228,7 +229,7 @@ def _adapt(
     bound = 1 / math.sqrt(max(k, 1))
     first = rng.uniform(-bound, bound, (k, lora.rank)), np.zeros((lora.rank, n))
     a, b = (
-        add_initializer(graph, unique_name(graph, f"{weight.name}.lora_{key}"), x.astype(wide))
+        add_initializer(graph, Names.of(graph).fresh(f"{weight.name}.lora_{key}"), x.astype(wide))
         for key, x in zip("ab", first, strict=True)
     )
     scale = lora.alpha / lora.rank
@@ -250,7 +251,7 @@ def _adapt(
         for i, value in enumerate(graph.outputs):
             if value is y:
                 graph.outputs[i] = total
-        total.name, y.name = y.name, unique_name(graph, f"{y.name}.frozen")
+        total.name, y.name = y.name, Names.of(graph).fresh(f"{y.name}.frozen")
         for i, made in enumerate(op.nodes):
             made.name = f"{weight.name}.lora.{number}.{i}"
         graph.insert_after(last, op.nodes)

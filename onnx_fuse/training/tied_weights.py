@@ -17,7 +17,8 @@ import onnx_ir as ir
 
 from onnx_fuse.autodiff import is_weight
 from onnx_fuse.errors import UsageError
-from onnx_fuse.ir.build import Builder, const_array, unique_name
+from onnx_fuse.ir.build import Builder, const_array
+from onnx_fuse.ir.names import Names
 from onnx_fuse.ops.rules import is_float
 
 Array = np.ndarray[Any, Any]
@@ -88,7 +89,7 @@ def tie(graph: ir.Graph, found: Iterable[Duplicate]) -> None:
         if duplicate.transposed:
             op = Builder()
             value = op.Transpose(weight, perm=[1, 0])
-            value.name = unique_name(graph, f"{duplicate.copy}.tied")
+            value.name = Names.of(graph).fresh(f"{duplicate.copy}.tied")
             value.type, value.shape = copy.type, copy.shape
             graph.insert_before(graph[0], op.nodes)
         ir.convenience.replace_all_uses_with(copy, value, replace_graph_outputs=True)
@@ -117,7 +118,7 @@ def untie(graph: ir.Graph) -> dict[str, list[str]]:
         assert array is not None
         names[name] = [name]
         for i, (node, index) in enumerate(list(value.uses())[1:], start=1):
-            own = unique_name(graph, f"{name}.{i}")
+            own = Names.of(graph).fresh(f"{name}.{i}")
             tensor = ir.tensor(array.copy(), name=own)
             new = ir.Value(name=own, const_value=tensor, type=value.type, shape=value.shape)
             graph.register_initializer(new)

@@ -16,6 +16,7 @@ from onnx_fuse.importer.contrib.table import (
     wants,
     write,
 )
+from onnx_fuse.ir.names import Names
 
 
 def expand(
@@ -27,7 +28,7 @@ def expand(
     metadata of the node it stands for.
     """
     reasons: dict[str, str] = {}
-    taken: set[str | None] = set()
+    names: Names | None = None
     for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
         if lookup(node) is None or not chosen(node) or node.graph is None:
             continue
@@ -36,13 +37,13 @@ def expand(
         except Unwritable as error:
             reasons[node.name or node.outputs[0].name or node.op_type] = str(error)
             continue
-        taken = taken or _names(model)
+        names = names or Names.of(model.graph)
         stem = node.name or next((v.name for v in node.outputs if v.name), node.op_type)
         for i, inner in enumerate(nodes):
             inner.metadata_props.update(node.metadata_props)
-            inner.name = _fresh(f"{stem}/{inner.op_type}", taken)
+            inner.name = names.fresh(f"{stem}/{inner.op_type}")
             for value in inner.outputs:
-                value.name = _fresh(f"{stem}.{inner.op_type}.{i}", taken)
+                value.name = names.fresh(f"{stem}.{inner.op_type}.{i}")
         node.graph.insert_before(node, nodes)
         for old, new in zip(node.outputs, results, strict=True):
             if new is None:
@@ -56,24 +57,6 @@ def expand(
     if not any(n.domain == MICROSOFT for n in ir.traversal.RecursiveGraphIterator(model.graph)):
         model.graph.opset_imports.pop(MICROSOFT, None)
     return reasons
-
-
-def _names(model: ir.Model) -> set[str | None]:
-    """The names of values and nodes in all graphs, none of which a branch may hide."""
-    graphs = (model.graph, *model.graph.subgraphs())
-    taken = {v.name for g in graphs for v in (*g.inputs, *g.initializers.values())}
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
-        taken.update((node.name, *(v.name for v in node.outputs)))
-    return taken
-
-
-def _fresh(stem: str, taken: set[str | None]) -> str:
-    name, count = stem, 0
-    while name in taken:
-        count += 1
-        name = f"{stem}.{count}"
-    taken.add(name)
-    return name
 
 
 @contextlib.contextmanager
