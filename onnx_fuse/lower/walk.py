@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -356,10 +356,19 @@ class Lowerer(Control):
             with contextlib.suppress(onnx.checker.ValidationError):
                 self._inferred(node)
         try:
-            return lowering(self, node)
+            with self._misfits(node):
+                return lowering(self, node)
         except NotStatic as error:
             return f"{error} is {UNKNOWN}"
-        except (IndexError, ValueError) as error:  # ranks, axes and sizes that no valid node has
+
+    @contextlib.contextmanager
+    def _misfits(self, node: ir.Node) -> Iterator[None]:
+        """What ranks, axes and sizes raise that no valid node has becomes an error that says so."""
+        try:
+            yield
+        except (IndexError, ArithmeticError) as error:
+            raise self.fault(node, "its inputs and attributes contradict each other") from error
+        except ValueError as error:
             raise self.fault(node, one_line(error)) from error
 
     def _deciding(self, node: ir.Node, operand: int | None = None) -> list[str]:
@@ -550,7 +559,8 @@ class Lowerer(Control):
             return value
 
         try:
-            results = rule(op, node, shapes, known)
+            with self._misfits(node):
+                results = rule(op, node, shapes, known)
         except NotStatic:
             if names := self._deciding(node, unknown[0]):
                 raise NeedsValues(names) from None
