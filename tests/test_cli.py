@@ -197,6 +197,21 @@ def test_run_explains_the_kernels_of_its_feeds(
     assert "inputs: input_ids [2, 4]" in result.out
 
 
+def test_a_check_shows_its_first_inputs_and_counts_the_others(
+    cli: Cli, tmp_path: Path, saved: Save
+) -> None:
+    model = text_model(
+        "g (float[N] a, float[N] b, float[N] c, float[N] d, float[N] e) => (float[N] y)"
+        " { y = Sum (a, b, c, d, e) }"
+    )
+    result = cli("optimize", saved(model), "--json", tmp_path / "r.json")
+    sets = json.loads((tmp_path / "r.json").read_text())["check"]["feeds"]
+    (line,) = (line for line in result.out.splitlines() if line.startswith("  inputs: "))
+    shown = ", ".join(f"{name} {sets[0][name]}" for name in "abcd")
+    others = f"{len(sets) - 1} other sets (--json has all)"
+    assert line == f"  inputs: {shown}, and 1 more; and {others}"
+
+
 def test_input_shapes_are_split_from_the_right(cli: Cli, tmp_path: Path, saved: Save) -> None:
     model = text_model(
         "g (float[N, L] a, float[N, M] b) => (float[N, K] y) { y = Concat <axis = 1> (a, b) }"

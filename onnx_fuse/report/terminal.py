@@ -196,6 +196,9 @@ def relative_size(difference: Difference) -> str:
     return f"; {ratio:.2%} of the output's largest value"
 
 
+_NAMED = 4  # inputs of a check
+
+
 def check_lines(check: Check) -> list[str]:
     """A Check in a few lines: the verdict, the worst output, the notes, the blame."""
     worst = check.worst
@@ -209,10 +212,10 @@ def check_lines(check: Check) -> list[str]:
             f"{worst.where}{relative_size(worst)}"
             + ("" if worst.ok else f"; both run {worst.level}")
         )
-    sizes = "; ".join(
-        ", ".join(f"{name} {shape}" for name, shape in feed.items()) for feed in check.feeds
-    )
-    lines.append(f"  inputs: {sizes}")
+    first = [f"{name} {shape}" for name, shape in (*check.feeds, {})[0].items()]
+    more = f", and {len(first) - _NAMED} more" if len(first) > _NAMED else ""
+    sets = f"; and {len(check.feeds) - 1} other sets (--json has all)" if check.feeds[1:] else ""
+    lines.append(f"  inputs: {', '.join(first[:_NAMED])}{more}{sets}")
     lines.append(f"  tolerance: {check.tolerance.reason}")
     lines.extend(f"  wrong size: {sentence}" for sentence in check.sizes)
     lines.extend(f"  note: {note}" for note in check.notes)
