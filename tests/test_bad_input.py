@@ -213,6 +213,7 @@ CONTENTS = {
     "tail": ENCODER.read_bytes()[70_000:],
     "another_message": helper.make_tensor("t", TensorProto.FLOAT, [1], [0.0]).SerializeToString(),
     "zeros": bytes(1000),
+    "operator_without_text": small().SerializeToString().replace(b"Relu", b"\xff\xfe\xfd\xfc"),
 }
 
 
@@ -221,7 +222,16 @@ CONTENTS = {
 def test_not_a_model(cli: Cli, tmp_path: Path, content: str, command: tuple[str, ...]) -> None:
     path = tmp_path / "bad.onnx"
     path.write_bytes(CONTENTS[content])
-    refused(cli, path, "", *command)
+    refused(cli, path, "UTF-8" if content == "operator_without_text" else "", *command)
+
+
+def test_a_file_whose_name_is_no_text(cli: Cli, tmp_path: Path) -> None:
+    """onnxruntime opens no such file itself."""
+    path = tmp_path / os.fsdecode(b"\xff\xfe.onnx")
+    onnx.save(small(), path)
+    for command in (("optimize", path, "-o", tmp_path / "out.onnx"), ("validate", path)):
+        result = cli(*command)
+        assert (result.code, result.err) == (0, ""), result
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, ("inspect",)], ids=" ".join)

@@ -162,6 +162,8 @@ def check_names(proto: onnx.ModelProto) -> None:
             for name in graph.input:
                 _enter(made, name, f"an input of function '{graph.name}'")
         for node in graph.node:
+            if not all(isinstance(text, str) for text in (node.op_type, node.domain, node.name)):
+                raise ModelError("an operator's name is no UTF-8 text: store it as such")
             what = _called(node)
             for name in filter(None, node.output):
                 _enter(made, name, what)

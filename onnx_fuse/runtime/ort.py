@@ -44,7 +44,7 @@ def session(
     """
     import onnxruntime as ort
 
-    if isinstance(model, str | os.PathLike) and is_container(model):
+    if isinstance(model, str | os.PathLike) and (is_container(model) or _is_no_text(model)):
         model = read(model)
     if options is None:
         options = ort.SessionOptions()
@@ -90,6 +90,11 @@ def _warn_of_optimizations(error: BaseException) -> None:
         f"{plain(error)}",
         stacklevel=5,
     )
+
+
+def _is_no_text(path: str | os.PathLike[str]) -> bool:
+    """Whether a path holds bytes that are no UTF-8, by which onnxruntime opens no file."""
+    return re.search("[\ud800-\udfff]", os.fspath(path)) is not None
 
 
 # What `onnx.save.loadable` describes, and the rewrite that makes int8 uint8.
