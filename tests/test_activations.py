@@ -47,7 +47,8 @@ class Erf(OpRun):
 
 def _run(act: str, text: str, result: str, feed: np.ndarray) -> np.ndarray:
     """What an ONNX text of an activation makes of z, in float64."""
-    body = written_out(text.replace("@alpha", str(ALPHA.get(act))))
+    one = "dy = CastLike (Constant <value_float: float = 1.0> (), z)"
+    body = written_out(f"{one}\n{text.replace('@alpha', str(ALPHA.get(act)))}")
     model = text_model(f"agraph (double[N] z) => (double[N] {result}) {{\n{body}\n}}")
     proto = onnx.shape_inference.infer_shapes(to_proto(model))
     proto = onnx.inliner.inline_selected_functions(
@@ -59,7 +60,7 @@ def _run(act: str, text: str, result: str, feed: np.ndarray) -> np.ndarray:
 
 def _difference(act: str, z: np.ndarray, step: float = 1e-5) -> np.ndarray:
     """The slope at z by the central difference of the forward text."""
-    above, below = (_run(act, ACTIVATIONS[act].forward, "y", z + d) for d in (step, -step))
+    above, below = (_run(act, f"y = {ACTIVATIONS[act].forward}", "y", z + d) for d in (step, -step))
     return (above - below) / (2 * step)
 
 
@@ -69,7 +70,7 @@ def test_the_derivative_is_that_of_the_value(act: str) -> None:
     z = np.linspace(-6.03, 6.07, 203)
     # the quotient is off by step² of the third derivative and by 1e-16 / step; the constants of the
     # text are float32's, off by 3e-8, some of them times 36
-    derivative = _run(act, ACTIVATIONS[act].derivative, "d", z)
+    derivative = _run(act, ACTIVATIONS[act].gradient_text(), "dz", z)
     np.testing.assert_allclose(derivative, _difference(act, z), atol=1e-6)
 
 
@@ -222,7 +223,7 @@ def test_the_cuda_text_computes_the_value_and_its_slope(act: str, on_host: ctype
     row = ACTIVATIONS[act]
     z = np.linspace(-6.03, 6.07, 203).astype(np.float32)
     wide = z.astype(np.float64)
-    y, slope = _run(act, row.forward, "y", wide), _difference(act, wide)
+    y, slope = _run(act, f"y = {row.forward}", "y", wide), _difference(act, wide)
     dy = np.random.default_rng(0).uniform(-2, 2, z.size).astype(np.float32)
     for out in ROUNDED:
         error = ROUNDED[out if row.normal else "float"]

@@ -24,8 +24,8 @@ class Activation:
     default first where the standard has one; `attributes` is the one number a fused op takes over,
     as an ONNX signature with its default, which is `alpha` in every text.
 
-    ONNX, in the formulas of `ops.formula`: `forward` computes y from z, `derivative` computes
-    d = act'(z) from z.
+    ONNX, as formulas (`ops.formula`): `forward` is y from z, and `gradient` dy act'(z) from dy and
+    z, of which the operator's own gradient is made and the bodies of fused gradients.
 
     CUDA, in float: `value` is the body of a function of x and alpha that returns act(x), `slope`
     that of one of y, z and alpha that returns y act'(z). `Out` is the type that the result is
@@ -39,7 +39,7 @@ class Activation:
     name: str
     op_type: str
     forward: str
-    derivative: str
+    gradient: str
     pointwise: str = ""
     value: str = ""
     slope: str = ""
@@ -70,6 +70,16 @@ class Activation:
         found = {"ACT": self.name, "ACT_VALUE": self.value, "ACT_SLOPE": self.slope}
         return found | ({"ACT_NORMAL": "1"} if self.normal else {})
 
+    def gradient_text(self, result: str = "dz", dy: str = "dy") -> str:
+        """The gradient as lines of a body, with names and attributes of its own."""
+        *lines, last = self.gradient.split("; ")
+        text = "\n".join(f"  {line}" for line in (*lines, f"{result} = {last}"))
+        for name in (line.partition(" = ")[0] for line in lines):
+            text = re.sub(rf"\b{name}\b", f"act_{name}", text)
+        for name, value in self.fixed:
+            text = text.replace(f"@{name}", repr(value))
+        return re.sub(r"\bdy\b", dy, text) + "\n"
+
     def alone(self, op: Any, x: Any, fused: Any) -> Any:
         """The standalone op of x, with the attribute that the fused node took over."""
         own = {k: a.value for k, a in fused.attributes.items() if f"{k}:" in self.attributes}
@@ -83,24 +93,8 @@ def signature(*attributes: str) -> str:
     return f"<{inner}> " if inner else ""
 
 
-def _const(name: str, value: float | str) -> str:
-    return f"  {name} = CastLike (Constant <value_float: float = {value}> (), z)\n"
-
-
 SQRT_2_PI = math.sqrt(2 / math.pi)
 SELU = (("alpha", 1.67326319217681884765625), ("gamma", 1.05070102214813232421875))
-# d/dz z·σ(az) = σ + az σ (1 - σ)
-_SILU_TAIL = "  s = Sigmoid (az)\n  azs = az * s\n  d = s + (azs - azs * s)\n"
-
-
-def _below_zero(slope: str, above: str) -> str:
-    """d = `slope`, a name, where z < 0, else the number `above`."""
-    return (
-        _const("zero", "0.0")
-        + _const("above", above)
-        + f"  d = Where (Less (z, zero), {slope}, above)\n"
-    )
-
 
 ACTIVATIONS: dict[str, Activation] = {
     a.name: a
@@ -108,8 +102,8 @@ ACTIVATIONS: dict[str, Activation] = {
         Activation(
             "Relu",
             "Relu",
-            "  y = Relu (z)\n",
-            _const("zero", "0.0") + "  d = CastLike (Greater (z, zero), z)\n",
+            "Relu(z)",
+            "Where(z > 0, dy, 0)",
             pointwise="{0} < 0 ? ({t})0 : {0}",
             value="return max_nan(x, 0.0f);",
             slope="return z > 0.0f ? y : 0.0f;",
@@ -117,11 +111,8 @@ ACTIVATIONS: dict[str, Activation] = {
         Activation(  # ReLU6, which files have as a Clip between constants: see `activation_of`
             "ClippedRelu",
             "ClippedRelu",
-            _const("zero", "0.0") + _const("a", "@alpha") + "  y = Clip (z, zero, a)\n",
-            _const("zero", "0.0")
-            + _const("one", "1.0")
-            + _const("a", "@alpha")
-            + "  d = Where (Or (Less (z, zero), Greater (z, a)), zero, one)\n",
+            "Clip(z, 0, @alpha)",
+            "Where(Or(z < 0, z > @alpha), 0, dy)",
             attributes="alpha: float = 6.0",
             domain=FUSE,
             pointwise="{0} < 0 ? ({t})0 : {0} > ({t}){1} ? ({t}){1} : {0}",
@@ -131,8 +122,8 @@ ACTIVATIONS: dict[str, Activation] = {
         Activation(
             "LeakyRelu",
             "LeakyRelu",
-            "  y = LeakyRelu <alpha: float = @alpha> (z)\n",
-            _const("a", "@alpha") + _below_zero("a", "1.0"),
+            "LeakyRelu <alpha: float = @alpha> (z)",
+            "dy * Where(z < 0, @alpha, 1)",
             attributes="alpha: float = 0.01",
             pointwise="{0} < 0 ? {1} * {0} : {0}",
             value="return x < 0.0f ? alpha * x : x;",
@@ -141,8 +132,8 @@ ACTIVATIONS: dict[str, Activation] = {
         Activation(
             "Elu",
             "Elu",
-            "  y = Elu <alpha: float = @alpha> (z)\n",
-            _const("a", "@alpha") + "  aez = a * Exp (z)\n" + _below_zero("aez", "1.0"),
+            "Elu <alpha: float = @alpha> (z)",
+            "dy * Where(z < 0, @alpha * Exp(z), 1)",
             attributes="alpha: float = 1.0",
             pointwise="{0} < 0 ? {1} * m_expm1({0}) : {0}",
             value="return x < 0.0f ? alpha * expm1f(x) : x;",
@@ -151,10 +142,8 @@ ACTIVATIONS: dict[str, Activation] = {
         Activation(
             "Selu",
             "Selu",
-            "  y = Selu (z)\n",
-            _const("a", repr(SELU[0][1] * SELU[1][1]))
-            + "  aez = a * Exp (z)\n"
-            + _below_zero("aez", repr(SELU[1][1])),
+            "Selu(z)",
+            "dy * Where(z < 0, @alpha * @gamma * Exp(z), @gamma)",
             fixed=SELU,
             pointwise="{2} * ({0} > 0 ? {0} : {1} * m_expm1({0}))",
             value="return 1.05070102f * (x > 0.0f ? x : 1.67326319f * expm1f(x));",
@@ -163,14 +152,10 @@ ACTIVATIONS: dict[str, Activation] = {
         Activation(
             "Gelu",
             "Gelu",
-            '  y = Gelu <approximate: string = "none"> (z)\n',
+            'Gelu <approximate: string = "none"> (z)',
             # Φ(z) + z φ(z)
-            _const("half", "0.5")
-            + _const("one", "1.0")
-            + _const("r", repr(math.sqrt(0.5)))
-            + _const("g", repr(1 / math.sqrt(2 * math.pi)))
-            + "  zr = z * r\n  cdf = (Erf (zr) + one) * half\n  pdf = Exp (Neg (zr * zr)) * g\n"
-            "  d = cdf + z * pdf\n",
+            "cdf = (Erf(z * Sqrt(0.5)) + 1) * 0.5; "
+            "pdf = Exp(z * z * -0.5) * (1 / Sqrt(2 * pi)); dy * (cdf + z * pdf)",
             fixed=(("approximate", "none"),),
             pointwise="({t})0.5 * {0} * (1 + m_erf({0} * ({t})0.70710678118654752))",
             value="return x * normal_cdf(x);",
@@ -180,15 +165,11 @@ ACTIVATIONS: dict[str, Activation] = {
         Activation(
             "GeluTanh",
             "Gelu",
-            '  y = Gelu <approximate: string = "tanh"> (z)\n',
-            # t = tanh(b(z + c z³));  ½(1 + t) + ½ z (1 - t²) b (1 + 3c z²)
-            _const("half", "0.5")
-            + _const("one", "1.0")
-            + _const("b", repr(SQRT_2_PI))
-            + _const("c", "0.044715")
-            + _const("c3", "0.134145")
-            + "  z2 = z * z\n  cubic = c * z2 + one\n  zb = z * b\n  t = Tanh (zb * cubic)\n"
-            "  d = (t + one) * half + (one - t * t) * (zb * (c3 * z2 + one)) * half\n",
+            'Gelu <approximate: string = "tanh"> (z)',
+            # t = tanh(b (z + c z³));  ½ (1 + t) + ½ z (1 - t²) b (1 + 3 c z²)
+            "z2 = z * z; t = Tanh(z * (z2 * (Sqrt(2 / pi) * 0.044715) + Sqrt(2 / pi))); "
+            "inner = z * (z2 * (3 * Sqrt(2 / pi) * 0.044715) + Sqrt(2 / pi)); "
+            "dy * ((t + (1 - t * t) * inner + 1) * 0.5)",
             fixed=(("approximate", "tanh"),),
             pointwise="({t})0.5 * {0} * (1 + m_tanh(({t})0.79788456080286536 * "
             "({0} + ({t})0.044715 * {0} * {0} * {0})))",
@@ -200,8 +181,9 @@ ACTIVATIONS: dict[str, Activation] = {
         Activation(
             "QuickGelu",
             "QuickGelu",
-            _const("a", "@alpha") + "  y = z * Sigmoid (a * z)\n",
-            _const("a", "@alpha") + "  az = a * z\n" + _SILU_TAIL,
+            "z * Sigmoid(@alpha * z)",
+            # σ (1 + az (1 - σ))
+            "az = z * @alpha; s = Sigmoid(az); dy * (s * (az * (1 - s) + 1))",
             attributes="alpha: float = 1.702",
             domain=FUSE,
             pointwise="{0} * m_sigmoid({1} * {0})",
@@ -212,8 +194,8 @@ ACTIVATIONS: dict[str, Activation] = {
         Activation(
             "Silu",
             "Silu",
-            "  y = z * Sigmoid (z)\n",
-            "  az = Identity (z)\n" + _SILU_TAIL,
+            "z * Sigmoid(z)",
+            "s = Sigmoid(z); dy * (s * (z * (1 - s) + 1))",
             domain=FUSE,
             pointwise="{0} * m_sigmoid({0})",
             value="return x * sigmoid<Out>(x);",
@@ -222,10 +204,9 @@ ACTIVATIONS: dict[str, Activation] = {
         Activation(
             "Mish",
             "Mish",
-            "  y = Mish (z)\n",
+            "Mish(z)",
             # t = tanh(softplus(z));  t + z σ(z) (1 - t²)
-            _const("one", "1.0")
-            + "  t = Tanh (Softplus (z))\n  d = t + z * Sigmoid (z) * (one - t * t)\n",
+            "t = Tanh(Softplus(z)); dy * (t + z * Sigmoid(z) * (1 - t * t))",
             pointwise="{0} * m_tanh(m_softplus({0}))",
             value="return x * tanh_softplus(x);",
             # finite where it meets 1 - t^2 = 0
@@ -235,8 +216,8 @@ ACTIVATIONS: dict[str, Activation] = {
         Activation(
             "Sigmoid",
             "Sigmoid",
-            "  y = Sigmoid (z)\n",
-            "  s = Sigmoid (z)\n  d = s - s * s\n",
+            "Sigmoid(z)",
+            "s = Sigmoid(z); dy * (s * (1 - s))",
             pointwise="m_sigmoid({0})",
             value="return sigmoid<Out>(x);",
             slope="const float s = sigmoid<Out>(z); return y * (s * (1.0f - s));",
@@ -244,12 +225,8 @@ ACTIVATIONS: dict[str, Activation] = {
         Activation(
             "HardSigmoid",
             "HardSigmoid",
-            "  y = HardSigmoid <alpha: float = @alpha, beta: float = 0.5> (z)\n",
-            _const("a", "@alpha")
-            + _const("half", "0.5")
-            + _const("zero", "0.0")
-            + _const("one", "1.0")
-            + "  v = z * a + half\n  d = Where (And (Greater (v, zero), Less (v, one)), a, zero)\n",
+            "HardSigmoid <alpha: float = @alpha, beta: float = 0.5> (z)",
+            "v = z * @alpha + @beta; Where(And(v > 0, v < 1), dy, 0) * @alpha",
             attributes="alpha: float = 0.2",
             fixed=(("beta", 0.5),),
             pointwise="m_max(({t})0, m_min(({t})1, {1} * {0} + {2}))",
@@ -260,16 +237,9 @@ ACTIVATIONS: dict[str, Activation] = {
         Activation(
             "HardSwish",
             "HardSwish",
-            "  y = HardSwish (z)\n",
+            "HardSwish(z)",
             # z/3 + 1/2 within (-3, 3), 0 below, 1 above
-            _const("third", repr(1 / 3))
-            + _const("half", "0.5")
-            + _const("zero", "0.0")
-            + _const("one", "1.0")
-            + _const("three", "3.0")
-            + _const("from", "-3.0")
-            + "  line = z * third + half\n  low = Greater (z, from)\n  high = Less (z, three)\n"
-            "  d = Where (high, Where (low, line, zero), one)\n",
+            "dy * Where(z < 3, Where(z > -3, z * (1 / 3) + 0.5, 0), 1)",
             pointwise="{0} * m_max(({t})0, m_min(({t})1, {0} / 6 + ({t})0.5))",
             value="return x * __saturatef(x * 0.166666667f + 0.5f);",
             slope="return z >= 3.0f ? y : z > -3.0f ? y * (z * 0.333333333f + 0.5f) : 0.0f;",
@@ -277,8 +247,8 @@ ACTIVATIONS: dict[str, Activation] = {
         Activation(
             "Tanh",
             "Tanh",
-            "  y = Tanh (z)\n",
-            _const("one", "1.0") + "  t = Tanh (z)\n  d = one - t * t\n",
+            "Tanh(z)",
+            "t = Tanh(z); dy * (1 - t * t)",
             pointwise="m_tanh({0})",
             value="return tanhf(x);",
             slope="const float t = tanhf(z); return y * (1.0f - t * t);",
@@ -286,8 +256,8 @@ ACTIVATIONS: dict[str, Activation] = {
         Activation(
             "Softplus",
             "Softplus",
-            "  y = Softplus (z)\n",
-            "  d = Sigmoid (z)\n",
+            "Softplus(z)",
+            "dy * Sigmoid(z)",
             pointwise="m_softplus({0})",
             value="return max_nan(x, 0.0f) + log1pf(__expf(-fabsf(x)));",
             slope="return y * sigmoid<Out>(z);",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import reduce
 from typing import Any
 
@@ -10,6 +9,8 @@ import onnx_ir as ir
 
 from onnx_fuse.ir.build import const_array, dim
 from onnx_fuse.ir.constants import FUSE
+from onnx_fuse.ops.activations import ACTIVATIONS
+from onnx_fuse.ops.formula import emitted
 from onnx_fuse.ops.opdef import NoGrad, OpDef, register
 from onnx_fuse.ops.shape_ops import (
     Tensor,
@@ -18,6 +19,7 @@ from onnx_fuse.ops.shape_ops import (
     arguments,
     dims,
     fail,
+    formulas,
     known_rank,
     no_grad,
     norm_axis,
@@ -32,122 +34,41 @@ from onnx_fuse.ops.shape_ops import (
     unbroadcast,
 )
 
-_SELU_ALPHA, _SELU_GAMMA = 1.67326319217681884765625, 1.05070102214813232421875
+
+def _gelu(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
+    exact = text(n, "approximate", "none") == "none"
+    return emitted(ACTIVATIONS["Gelu" if exact else "GeluTanh"].gradient, op, z=x, dy=dy)
 
 
-def _float(name: str, default: float) -> Any:
-    return lambda node: node.attributes.get_float(name, default)
-
-
-_alpha, _alpha1 = _float("alpha", 0.01), _float("alpha", 1.0)
-
-
-def _where(op: Any, condition: ir.Value, a: Any, b: Any, like: ir.Value) -> Tensor:
-    """A Where whose branches may be numbers, which take the dtype of `like`."""
-    a, b = (v if isinstance(v, ir.Value) else op.constant(float(v), like.dtype) for v in (a, b))
-    return op.Where(condition, a, b)
-
-
-def _inside(op: Any, dy: ir.Value, x: ir.Value, low: float, high: float) -> Tensor:
-    """dy where low < x < high, else 0."""
-    return _where(op, op.And(op.Greater(x, low), op.Less(x, high)), dy, 0, x)
-
-
-def gelu(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
-    if text(n, "approximate", "none") == "none":
-        # Φ(x) + x φ(x)
-        cdf = op.Mul(op.Add(op.Erf(op.Mul(x, math.sqrt(0.5))), 1.0), 0.5)
-        pdf = op.Mul(op.Exp(op.Mul(op.Mul(x, x), -0.5)), 1 / math.sqrt(2 * math.pi))
-        return op.Mul(dy, op.Add(cdf, op.Mul(x, pdf)))
-    # t = tanh(b (x + c x³));  ½ (1 + t) + ½ x (1 - t²) b (1 + 3 c x²)
-    b, c, x2 = math.sqrt(2 / math.pi), 0.044715, op.Mul(x, x)
-    t = op.Tanh(op.Mul(x, op.Add(op.Mul(x2, b * c), b)))
-    slope = op.Mul(op.Sub(1.0, op.Mul(t, t)), op.Mul(x, op.Add(op.Mul(x2, 3 * b * c), b)))
-    return op.Mul(dy, op.Mul(op.Add(op.Add(t, slope), 1.0), 0.5))
-
-
-def _silu_like(op: Any, dy: ir.Value, x: ir.Value, alpha: float) -> Tensor:
-    """d/dx x·σ(αx) = σ + αx σ (1 - σ) = σ (1 + αx (1 - σ))."""
-    ax = x if alpha == 1.0 else op.Mul(x, alpha)
-    s = op.Sigmoid(ax)
-    return op.Mul(dy, op.Mul(s, op.Add(op.Mul(ax, op.Sub(1.0, s)), 1.0)))
-
-
-def _mish(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
-    # t = tanh(softplus(x));  t + x σ(x) (1 - t²)
-    t = op.Tanh(op.Softplus(x))
-    return op.Mul(dy, op.Add(t, op.Mul(op.Mul(x, op.Sigmoid(x)), op.Sub(1.0, op.Mul(t, t)))))
-
-
-def _hard_sigmoid(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
-    alpha, beta = n.attributes.get_float("alpha", 0.2), n.attributes.get_float("beta", 0.5)
-    return op.Mul(_inside(op, dy, op.Add(op.Mul(x, alpha), beta), 0.0, 1.0), alpha)
-
-
-def _hard_swish(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
-    # x/3 + 1/2 within (-3, 3), 0 below, 1 above
-    slope = _where(op, op.Greater(x, -3.0), op.Add(op.Mul(x, 1 / 3), 0.5), 0, x)
-    return op.Mul(dy, _where(op, op.Less(x, 3.0), slope, 1, x))
-
-
-def _exp_below_0(op: Any, dy: ir.Value, x: ir.Value, below: ir.Value, above: float) -> Tensor:
-    return op.Mul(dy, _where(op, op.Less(x, 0.0), below, above, x))
-
-
-UNARY: dict[str, Unary] = {
-    "Identity": lambda op, dy, x, y, n: dy,
-    "Abs": lambda op, dy, x, y, n: op.Mul(dy, op.Sign(x)),
-    "Neg": lambda op, dy, x, y, n: op.Neg(dy),
-    "Exp": lambda op, dy, x, y, n: op.Mul(dy, y),
-    "Log": lambda op, dy, x, y, n: op.Div(dy, x),
-    "Sqrt": lambda op, dy, x, y, n: op.Div(dy, op.Add(y, y)),
-    "Reciprocal": lambda op, dy, x, y, n: op.Neg(op.Mul(dy, op.Mul(y, y))),
-    "Sin": lambda op, dy, x, y, n: op.Mul(dy, op.Cos(x)),
-    "Cos": lambda op, dy, x, y, n: op.Neg(op.Mul(dy, op.Sin(x))),
-    "Tan": lambda op, dy, x, y, n: op.Mul(dy, op.Add(op.Mul(y, y), 1.0)),
-    "Asin": lambda op, dy, x, y, n: op.Div(dy, op.Sqrt(op.Sub(1.0, op.Mul(x, x)))),
-    "Acos": lambda op, dy, x, y, n: op.Neg(op.Div(dy, op.Sqrt(op.Sub(1.0, op.Mul(x, x))))),
-    "Atan": lambda op, dy, x, y, n: op.Div(dy, op.Add(op.Mul(x, x), 1.0)),
-    "Sinh": lambda op, dy, x, y, n: op.Mul(dy, op.Cosh(x)),
-    "Cosh": lambda op, dy, x, y, n: op.Mul(dy, op.Sinh(x)),
-    "Asinh": lambda op, dy, x, y, n: op.Div(dy, op.Sqrt(op.Add(op.Mul(x, x), 1.0))),
-    "Acosh": lambda op, dy, x, y, n: op.Div(dy, op.Sqrt(op.Sub(op.Mul(x, x), 1.0))),
-    "Atanh": lambda op, dy, x, y, n: op.Div(dy, op.Sub(1.0, op.Mul(x, x))),
-    "Erf": lambda op, dy, x, y, n: op.Mul(
-        dy, op.Mul(op.Exp(op.Neg(op.Mul(x, x))), 2 / math.sqrt(math.pi))
-    ),
-    "Relu": lambda op, dy, x, y, n: _where(op, op.Greater(y, 0.0), dy, 0, x),
-    "LeakyRelu": lambda op, dy, x, y, n: _exp_below_0(op, dy, x, _alpha(n), 1.0),
-    "ThresholdedRelu": lambda op, dy, x, y, n: _where(op, op.Greater(x, _alpha1(n)), dy, 0, x),
-    "Sigmoid": lambda op, dy, x, y, n: op.Mul(dy, op.Mul(y, op.Sub(1.0, y))),
-    "Tanh": lambda op, dy, x, y, n: op.Mul(dy, op.Sub(1.0, op.Mul(y, y))),
-    "Softplus": lambda op, dy, x, y, n: op.Mul(dy, op.Sigmoid(x)),
-    "Softsign": lambda op, dy, x, y, n: op.Div(dy, op.Mul(d := op.Add(op.Abs(x), 1.0), d)),
-    "Elu": lambda op, dy, x, y, n: _exp_below_0(op, dy, x, op.Add(y, _alpha1(n)), 1.0),
-    "Celu": lambda op, dy, x, y, n: _exp_below_0(
-        op, dy, x, op.Add(op.Mul(y, 1 / _alpha1(n)), 1.0), 1.0
-    ),
-    "Selu": lambda op, dy, x, y, n: _exp_below_0(
-        op,
-        dy,
-        x,
-        op.Add(
-            y,
-            n.attributes.get_float("alpha", _SELU_ALPHA)
-            * n.attributes.get_float("gamma", _SELU_GAMMA),
-        ),
-        n.attributes.get_float("gamma", _SELU_GAMMA),
-    ),
-    "Gelu": gelu,
-    "Swish": lambda op, dy, x, y, n: _silu_like(op, dy, x, n.attributes.get_float("alpha", 1.0)),
-    "Mish": _mish,
-    "HardSigmoid": _hard_sigmoid,
-    "HardSwish": _hard_swish,
-    "Shrink": lambda op, dy, x, y, n: _where(
-        op, op.Greater(op.Abs(x), n.attributes.get_float("lambd", 0.5)), dy, 0, x
-    ),
-    "Cast": lambda op, dy, x, y, n: to_like(op, dy, x),
-    "CastLike": lambda op, dy, x, y, n: to_like(op, dy, x),
+UNARY: dict[str, Unary | str] = {
+    **{row.op_type: row.gradient for row in ACTIVATIONS.values() if not row.domain},
+    "Identity": "dy",
+    "Abs": "dy * Sign(x)",
+    "Neg": "-dy",
+    "Exp": "dy * y",
+    "Log": "dy / x",
+    "Sqrt": "dy / (y + y)",
+    "Reciprocal": "-(dy * (y * y))",
+    "Sin": "dy * Cos(x)",
+    "Cos": "-(dy * Sin(x))",
+    "Tan": "dy * (y * y + 1)",
+    "Asin": "dy / Sqrt(1 - x * x)",
+    "Acos": "-(dy / Sqrt(1 - x * x))",
+    "Atan": "dy / (x * x + 1)",
+    "Sinh": "dy * Cosh(x)",
+    "Cosh": "dy * Sinh(x)",
+    "Asinh": "dy / Sqrt(x * x + 1)",
+    "Acosh": "dy / Sqrt(x * x - 1)",
+    "Atanh": "dy / (1 - x * x)",
+    "Erf": "dy * (Exp(-(x * x)) * (2 / Sqrt(pi)))",
+    "Relu": "Where(y > 0, dy, 0)",  # of y, which the next operator needs in memory anyway
+    "ThresholdedRelu": "Where(x > @alpha, dy, 0)",
+    "Softsign": "d = Abs(x) + 1; dy / (d * d)",
+    "Celu": "dy * Where(x < 0, y * (1 / @alpha) + 1, 1)",
+    "Gelu": _gelu,
+    "Swish": ACTIVATIONS["QuickGelu"].gradient,
+    "Shrink": "Where(Abs(x) > @lambd, dy, 0)",
+    **dict.fromkeys(("Cast", "CastLike"), "CastLike(dy, x)"),
 }
 table(UNARY)
 
@@ -159,15 +80,8 @@ def _add(op: Any, node: ir.Node, dys: Values) -> Values:
     return [dys[0]] * len(node.inputs)
 
 
-def _mul(op: Any, node: ir.Node, dys: Values) -> Values:
-    a, b = arguments(node, 2)
-    return [op.Mul(dys[0], b), op.Mul(dys[0], a)]
-
-
-def _div(op: Any, node: ir.Node, dys: Values) -> Values:
-    b = node.inputs[1]
-    da = op.Div(dys[0], b)
-    return [da, op.Neg(op.Mul(da, node.outputs[0]))]
+_POWERS = {2.0: "x + x", 3.0: "x * x * 3", 0.5: "0.5 / y", -1.0: "-(y * y)"}
+"""The slopes of x to some constant powers."""
 
 
 def _pow(op: Any, node: ir.Node, dys: Values) -> Values:
@@ -175,31 +89,14 @@ def _pow(op: Any, node: ir.Node, dys: Values) -> Values:
     array = const_array(b)
     exponent = float(array.reshape(-1)[0]) if array is not None and array.size == 1 else None
     bx = to_like(op, b, x)
-    if exponent == 2.0:
-        slope = op.Add(x, x)
-    elif exponent == 3.0:
-        slope = op.Mul(op.Mul(x, x), 3.0)
-    elif exponent == 0.5:
-        slope = op.Div(op.constant(0.5, x.dtype), y)
-    elif exponent == -1.0:
-        slope = op.Neg(op.Mul(y, y))
-    elif exponent is not None:
-        slope = op.Mul(op.Pow(x, op.constant(exponent - 1.0, x.dtype)), exponent)
-    else:
-        slope = op.Mul(op.Pow(x, op.Sub(bx, 1.0)), bx)
+    if exponent is None:
         # x^(b-1) is not finite at x = 0 where b < 1; b = 0 has slope 0 there all the same.
-        slope = _where(op, op.Equal(bx, 0.0), 0, slope, x)
+        slope = emitted("Where(b == 0, 0, Pow(x, b - 1) * b)", op, x=x, b=bx)
+    else:
+        slope = emitted(_POWERS.get(exponent, "Pow(x, n - 1) * n"), op, x=x, y=y, n=exponent)
     # d/db = y ln x, 0 at x = 0 as PyTorch has it
-    log = op.Log(_where(op, op.Greater(x, 0.0), x, 1, x))
-    return [op.Mul(dy, slope), to_like(op, op.Mul(op.Mul(dy, y), log), b)]
-
-
-def _mod(op: Any, node: ir.Node, dys: Values) -> Values:
-    a, b = arguments(node, 2)
-    ratio = op.Div(a, b)
-    # fmod truncates; the sign of a quotient times the floor of its size
-    whole = op.Mul(op.Sign(ratio), op.Floor(op.Abs(ratio)))
-    return [dys[0], op.Neg(op.Mul(dys[0], whole))]
+    db = emitted("dy * y * Log(Where(x > 0, x, 1))", op, x=x, y=y, dy=dy)
+    return [op.Mul(dy, slope), to_like(op, db, b)]
 
 
 def _extremum(op: Any, node: ir.Node, dys: Values) -> Values:
@@ -219,34 +116,19 @@ def _extremum(op: Any, node: ir.Node, dys: Values) -> Values:
     return split_evenly(op, dy, masks)
 
 
-def _where_rule(op: Any, node: ir.Node, dys: Values) -> Values:
-    (condition,), dy = arguments(node, 1), dys[0]
-    return [None, _where(op, condition, dy, 0, dy), _where(op, condition, 0, dy, dy)]
-
-
-def _prelu(op: Any, node: ir.Node, dys: Values) -> Values:
-    (x, slope), dy = arguments(node, 2), dys[0]
-    below = op.Less(x, 0.0)
-    return [
-        op.Where(below, op.Mul(dy, slope), dy),
-        _where(op, below, op.Mul(dy, x), 0, x),
-    ]
-
-
 def _clip(op: Any, node: ir.Node, dys: Values) -> Values:
     """The gradient is x's within the closed bounds; outside it is the bound's (max wins)."""
     (x, low, high), dy = arguments(node, 3), dys[0]
-    under = op.Less(x, low) if low is not None else None
-    over = op.Greater(x, high) if high is not None else None
-    d_low = d_high = None
-    dx = dy
-    if under is not None:
-        dx = _where(op, under, 0, dx, x)
-        d_low = op.ReduceSum(_where(op, under, dy, 0, x), keepdims=0)
-    if over is not None:
-        dx = _where(op, over, 0, dx, x)
-        d_high = op.ReduceSum(_where(op, over, dy, 0, x), keepdims=0)
-    return [dx, d_low, d_high]
+    dx, bounds = dy, list[Tensor]()
+    for beyond, bound in (("x < bound", low), ("x > bound", high)):
+        if bound is None:
+            bounds.append(None)
+            continue
+        outside = emitted(beyond, op, x=x, bound=bound)
+        dx = emitted("Where(outside, 0, dx)", op, outside=outside, dx=dx)
+        total = "ReduceSum <keepdims = 0> (Where(outside, dy, 0))"
+        bounds.append(emitted(total, op, outside=outside, dy=dy))
+    return [dx, *bounds]
 
 
 def _dequantize(op: Any, node: ir.Node, dys: Values) -> Values:
@@ -284,14 +166,13 @@ def _dynamic_scale(op: Any, node: ir.Node, dys: Values) -> Values:
     if dscale is None:
         return [None]
 
-    def slope(extreme: Tensor, beyond: Tensor) -> Tensor:
+    def slope(extreme: str, beyond: str) -> Tensor:
         """d extreme / d x, divided evenly among equal elements; 0 where the extreme is 0 itself."""
-        here = to_like(op, op.And(op.Equal(x, extreme), beyond), x)
-        return op.Div(here, op.Max(op.ReduceSum(here, keepdims=0), 1.0))
+        here = f"here = CastLike(And(x == {extreme} <keepdims = 0> (x), {beyond}), x)"
+        return emitted(f"{here}; here / Max(ReduceSum <keepdims = 0> (here), 1)", op, x=x)
 
-    above = slope(op.ReduceMax(x, keepdims=0), op.Greater(x, 0.0))
-    below = slope(op.ReduceMin(x, keepdims=0), op.Less(x, 0.0))
-    return [op.Mul(op.Sub(above, below), op.Div(dscale, 255.0))]
+    above, below = slope("ReduceMax", "x > 0"), slope("ReduceMin", "x < 0")
+    return [emitted("(above - below) * (d / 255)", op, above=above, below=below, d=dscale)]
 
 
 register(
@@ -305,18 +186,19 @@ register(
     ),
     OpDef("Add", grad=_add),
     OpDef("Sum", grad=_add),
-    OpDef("Sub", grad=lambda op, node, dys: [dys[0], op.Neg(dys[0])]),
-    OpDef("Mul", grad=_mul),
-    OpDef("Div", grad=_div),
+    OpDef("Sub", grad=formulas("dy", "-dy")),
+    OpDef("Mul", grad=formulas("dy * b", "dy * a")),
+    OpDef("Div", grad=formulas("dy / b", "-(dy / b * y)")),
     OpDef("Pow", grad=_pow),
-    OpDef("Mod", grad=_mod),
+    # fmod truncates: the sign of a quotient times the floor of its size
+    OpDef("Mod", grad=formulas("dy", "r = a / b; -(dy * (Sign(r) * Floor(Abs(r))))")),
     OpDef("Max", grad=_extremum),
     OpDef("Min", grad=_extremum),
     OpDef(
         "Mean", grad=lambda op, node, dys: [op.Mul(dys[0], 1 / len(node.inputs))] * len(node.inputs)
     ),
-    OpDef("Where", grad=_where_rule),
-    OpDef("PRelu", grad=_prelu),
+    OpDef("Where", grad=formulas(None, "Where(a, dy, 0)", "Where(a, 0, dy)")),
+    OpDef("PRelu", grad=formulas("Where(a < 0, dy * b, dy)", "Where(a < 0, dy * a, 0)")),
     OpDef("Clip", grad=_clip),
 )
 no_grad(

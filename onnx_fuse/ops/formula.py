@@ -1,102 +1,275 @@
-"""Formulas in the bodies of operators, written out as the ONNX text that they stand for.
+"""Formulas: bodies and gradients of operators as text, and the nodes that they stand for.
 
-A line `name = ...` of a body may hold calls within calls, the signs + - * / between values, and
-numbers (of float64) and lists of integers for constants; each becomes nodes, in the order in which
-they are computed:
+    dx = dy / Sqrt(1 - x * x)             t = Tanh(Softplus(x)); t + x * Sigmoid(x) * (1 - t * t)
+    h1 = o * Tanh (f * c + i * g)         m = ReduceMean <keepdims: int = 1> (x * x, [-1])
 
-    h1 = o * Tanh (f * c + i * g)        m = ReduceMean <keepdims: int = 1> (x * x, [-1])
-
-`+ - * /` are Add, Sub, Mul and Div, with the precedence of arithmetic. Any other line, such as the
-first of a node that holds a graph, is ONNX text and stays as it is.
+Calls may stand within calls, with + - * / and < > <= >= == between values, in the precedence that
+Python has. A list of integers is a constant. A number, or an attribute as in `Where(x < 0, @alpha,
+1)`, takes the type of the operand beside it, or of the first name where there is none. What is
+made of numbers alone is a number: `Sqrt(2 * pi)`. A formula becomes ONNX text (`written_out`), in
+which other lines, such as the first of a node that holds a graph, stay as they are; or nodes of a
+Builder (`emitted`).
 """
 
 from __future__ import annotations
 
+import ast
+import math
+import operator
 import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, TypeAlias
 
-_LINE = re.compile(r"(\s*)((?:\w+\s*,\s*)*\w+) = (.+)")
-_TOKEN = re.compile(r"\s*(<[^<>]*>|\[[^\]]*\]|\d[\d.]*(?:e-?\d+)?|[\w.]+|[-+*/(),])")
-_SIGNS = ({"+": "Add", "-": "Sub"}, {"*": "Mul", "/": "Div"})
-"""The operators of the signs, those that bind least first."""
+import onnx
+import onnx_ir as ir
+
+_END = re.compile(r"[\n;]")
+_LINE = re.compile(r"\s*(?:((?:\w+\s*,\s*)*\w+) = )?(.+)")
+_ATTRIBUTES = re.compile(r"(\w+)\s*(<\s*\w+\s*[:=][^<>]*>)\s*\(")
+_SIGNS: dict[type[ast.AST], str] = {
+    **{ast.Add: "Add", ast.Sub: "Sub", ast.Mult: "Mul", ast.Div: "Div", ast.USub: "Neg"},
+    **{ast.Lt: "Less", ast.Gt: "Greater", ast.Eq: "Equal"},
+    **{ast.LtE: "LessOrEqual", ast.GtE: "GreaterOrEqual"},
+}
+_OF_NUMBERS: dict[str, Callable[..., float]] = {
+    **{"Add": operator.add, "Sub": operator.sub, "Mul": operator.mul, "Div": operator.truediv},
+    **{"Neg": operator.neg, "Sqrt": math.sqrt},
+}
+
+
+@dataclass(frozen=True)
+class _Call:
+    op_type: str
+    attributes: str
+    operands: tuple[_Tree, ...]
+
+
+_Tree: TypeAlias = "_Call | str | float | tuple[int, ...]"
+"""A call; a name, or `@name` for an attribute; a number; a list of integers."""
 
 
 @lru_cache(1024)
-def written_out(text: str) -> str:
-    """The text of a function with its formulas as nodes."""
+def _parsed(line: str) -> tuple[str, _Tree | None]:
+    """What a line names, and its formula: None of what is none.
+
+    The grammar is Python's, in which attributes become a first argument, and `@name` `at.name`.
+    """
+    match = _LINE.fullmatch(line)
+    if match is None:
+        return "", None
+    text = _ATTRIBUTES.sub(lambda call: f"{call[1]}({call[2]!r}, ", match[2].replace("@", "at."))
+    try:
+        return match[1] or "", _tree(ast.parse(text, mode="eval").body)
+    except (SyntaxError, NotImplementedError):
+        return match[1] or "", None
+
+
+def _tree(node: ast.expr) -> _Tree:
+    """The tree of Python's. Raises NotImplementedError."""
+    match node:
+        case ast.Constant(value=int() | float() as number):
+            return float(number)
+        case ast.Name(id=name):
+            return math.pi if name == "pi" else name
+        case ast.Attribute(value=ast.Name(id="at"), attr=name):
+            return f"@{name}"
+        case ast.List():
+            return tuple(ast.literal_eval(node))
+        case ast.UnaryOp(op=ast.USub() as sign, operand=a):
+            return _call(_SIGNS[type(sign)], "", [a])
+        case (
+            ast.BinOp(op=sign, left=a, right=b) | ast.Compare(ops=[sign], left=a, comparators=[b])
+        ) if type(sign) in _SIGNS:
+            return _call(_SIGNS[type(sign)], "", [a, b])
+        case ast.Call(op_type, [ast.Constant(value=str() as attributes), *operands]):
+            return _call(ast.unparse(op_type), attributes.replace("at.", "@"), operands)
+        case ast.Call(op_type, operands):
+            return _call(ast.unparse(op_type), "", operands)
+    raise NotImplementedError
+
+
+def _call(op_type: str, attributes: str, nodes: Sequence[ast.expr]) -> _Tree:
+    operands = tuple(map(_tree, nodes))
+    number = _number(op_type, operands)
+    return _Call(op_type, attributes, operands) if number is None else number
+
+
+def _number(op_type: str, operands: Sequence[Any]) -> float | None:
+    """The number that numbers make."""
+    if op_type not in _OF_NUMBERS or not all(isinstance(v, float) for v in operands):
+        return None
+    return _OF_NUMBERS[op_type](*operands)
+
+
+def _first_name(tree: _Tree) -> str:
+    """The first name of a formula; "" where there is none."""
+    if isinstance(tree, _Call):
+        return next(filter(None, map(_first_name, tree.operands)), "")
+    return tree if isinstance(tree, str) and tree[0] != "@" else ""
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is a number, or an attribute in a text."""
+    return isinstance(value, float) or (isinstance(value, str) and value[0] == "@")
+
+
+def _write(tree: _Tree, target: _Text | _Nodes) -> Any:
+    """What stands for a tree in the target, each operand made before what it is an operand of."""
+    if isinstance(tree, str):
+        return target.attribute(tree) if tree[0] == "@" else target.named(tree)
+    if not isinstance(tree, _Call):
+        return target.integers(tree) if isinstance(tree, tuple) else tree
+    values = [_write(operand, target) for operand in tree.operands]
+    if any(map(_is_number, values)):
+        number = _number(tree.op_type, values)
+        if number is not None:
+            return number
+        if tree.op_type == "Mul" and 1.0 in [v for v in values if isinstance(v, float)]:
+            return next(v for v in values if not isinstance(v, float))
+        beside = values[1:] if tree.op_type == "Where" else values
+        like = [v for v in beside if not _is_number(v)] or [target.named(_first_name(tree))]
+        values = [target.number(v, like) if _is_number(v) else v for v in values]
+    return target.node(tree.op_type, tree.attributes, values)
+
+
+# ---- as text ---------------------------------------------------------------------------------
+
+
+@lru_cache(1024)
+def written_out(text: str, typed: bool = True) -> str:
+    """The text of a function with its formulas as nodes; numbers are of float64 if not `typed`."""
     lines = []
-    for line in text.splitlines():
-        found = _LINE.fullmatch(line)
-        nodes = _Formula(found[2], found[3]).nodes() if found else None
-        lines += [line] if nodes is None else nodes
+    for line in _END.split(text):
+        targets, tree = _parsed(line)
+        nodes = _Text(targets, typed).nodes(tree) if targets else []
+        lines += nodes or [line]
     return "\n".join(lines)
 
 
-class _Formula:
-    """The right side of one line."""
+class _Text:
+    """The lines of one formula's nodes."""
 
-    def __init__(self, target: str, text: str) -> None:
-        self._name = target.split(",")[0].strip()
-        self._target = target
-        self._tokens: list[str] = []
-        end = 0
-        while found := _TOKEN.match(text, end):
-            self._tokens.append(found[1])
-            end = found.end()
-        self._whole = not text[end:].strip()
-        self._nodes: list[str] = []
+    def __init__(self, targets: str, typed: bool) -> None:
+        self._targets, self._name, self._typed = targets, targets.split(",")[0].strip(), typed
+        self._lines: list[str] = []
+        self._numbers: dict[tuple[Any, str], str] = {}
 
-    def nodes(self) -> list[str] | None:
-        """The lines of its nodes; None for what is no formula."""
-        if not self._whole:
-            return None
-        try:
-            last = self._sum(0)
-        except IndexError:  # it goes on in the next line
-            return None
-        if self._tokens or not self._nodes or last != self._temporary():
-            return None
-        self._nodes[-1] = self._nodes[-1].replace(f"{last} =", f"{self._target} =", 1)
-        return self._nodes
+    def nodes(self, tree: _Tree | None) -> list[str]:
+        """All lines, the last of which gives the formula's names; none for a name or a number."""
+        if isinstance(tree, _Call | tuple):
+            last = f"{_write(tree, self)} ="
+            self._lines[-1] = self._lines[-1].replace(last, f"{self._targets} =", 1)
+        return self._lines
 
-    def _temporary(self) -> str:
-        return f"{self._name}_{len(self._nodes)}"
+    def named(self, name: str) -> str:
+        return name
 
-    def _node(self, call: str) -> str:
-        """The name of the result of one more node."""
-        self._nodes.append(f"{self._name}_{len(self._nodes) + 1} = {call}")
-        return self._temporary()
+    attribute = named
 
-    def _sum(self, level: int) -> str:
-        """Parse operands joined by the signs of `level`, or of a higher precedence."""
-        if level == len(_SIGNS):
-            return self._operand()
-        left = self._sum(level + 1)
-        while self._tokens and self._tokens[0] in _SIGNS[level]:
-            sign = _SIGNS[level][self._tokens.pop(0)]
-            left = self._node(f"{sign} ({left}, {self._sum(level + 1)})")
-        return left
+    def number(self, number: float | str, like: Sequence[str]) -> str:
+        key = number, like[0]
+        if key not in self._numbers:
+            of_type = "value: tensor = double {%s}"
+            of_type = of_type if isinstance(number, float) else "value_float: float = %s"
+            constant = self.node("Constant", f"<{of_type % number}>", [])
+            if not self._typed:
+                return constant
+            self._numbers[key] = self.node("CastLike", "", [constant, like[0]])
+        return self._numbers[key]
 
-    def _operand(self) -> str:
-        """A name, a list of integers, a sum in brackets, or a call."""
-        token = self._tokens.pop(0)
-        if token == "(":
-            inner = self._sum(0)
-            self._tokens.pop(0)
-            return inner
-        if token.startswith("["):
-            return self._node(f"Constant <value_ints: ints = {token}> ()")
-        if token[0].isdigit():
-            return self._node(f"Constant <value: tensor = double {{{token}}}> ()")
-        if not self._tokens or not self._tokens[0].startswith(("<", "(")):
-            return token
-        attributes = f"{self._tokens.pop(0)} " if self._tokens[0].startswith("<") else ""
-        if self._tokens.pop(0) != "(":
-            raise IndexError
-        values = []
-        while self._tokens[0] != ")":
-            values.append(self._sum(0))
-            if self._tokens[0] == ",":
-                self._tokens.pop(0)
-        self._tokens.pop(0)
-        return self._node(f"{token} {attributes}({', '.join(values)})")
+    def integers(self, numbers: tuple[int, ...]) -> str:
+        return self.node("Constant", f"<value_ints: ints = {list(numbers)}>", [])
+
+    def node(self, op_type: str, attributes: str, values: Sequence[str]) -> str:
+        name = f"{self._name}_{len(self._lines) + 1}"
+        call = f"{op_type} {attributes} " if attributes else f"{op_type} "
+        self._lines.append(f"{name} = {call}({', '.join(values)})")
+        return name
+
+
+# ---- as nodes --------------------------------------------------------------------------------
+
+
+def emitted(text: str, op: Any, node: ir.Node | None = None, **values: Any) -> Any:
+    """The result of formulas, one a line or between `;`, whose nodes the Builder `op` makes.
+
+    `values` are the tensors, and what a Builder makes constants of, by their names; `@alpha` is an
+    attribute of `node`, with the standard's default, and its operator of its input is its output.
+    """
+    result, target = None, _Nodes(op, node, values)
+    for name, tree in _lines(text):
+        values[name] = result = _write(tree, target)
+    return result
+
+
+@lru_cache(1024)
+def _lines(text: str) -> list[tuple[str, _Tree]]:
+    lines = []
+    for line in _END.split(text):
+        name, tree = _parsed(line)
+        if tree is None:
+            raise ValueError(f"this is no formula: {line}")
+        lines.append((name, tree))
+    return lines
+
+
+def to_like(op: Any, value: Any, like: ir.Value) -> Any:
+    """`value` cast to the dtype of `like`; at run time where either is unknown."""
+    if value is like or (value.dtype == like.dtype and like.dtype is not None):
+        return value
+    return op.Cast(value, to=int(like.dtype)) if like.dtype else op.CastLike(value, like)
+
+
+class _Nodes:
+    """The nodes that a Builder makes."""
+
+    def __init__(self, op: Any, node: ir.Node | None, values: dict[str, Any]) -> None:
+        self._op, self._node, self._values = op, node, values
+
+    def named(self, name: str) -> Any:
+        return self._values[name]
+
+    def attribute(self, name: str) -> Any:
+        assert self._node is not None
+        attribute = self._node.attributes.get(name[1:])
+        return _default(self._node.op_type, name[1:]) if attribute is None else attribute.value
+
+    def number(self, number: float, like: Sequence[Any]) -> Any:
+        typed = like[0]
+        if not isinstance(typed, ir.Value) or typed.dtype is None:
+            tensors = (v for v in [*like, *self._values.values()] if isinstance(v, ir.Value))
+            typed = next((v for v in tensors if v.dtype), like[0])
+        constant = self._op.constant(number, typed.dtype)
+        return constant if typed.dtype else self._op.CastLike(constant, typed)
+
+    def integers(self, numbers: tuple[int, ...]) -> Any:
+        return list(numbers)
+
+    def node(self, op_type: str, attributes: str, values: Sequence[Any]) -> Any:
+        node = self._node
+        if node is not None and node.op_type == op_type and values == [node.inputs[0]]:
+            return node.outputs[0]
+        if op_type == "CastLike":
+            return to_like(self._op, *values)
+        made = dict(_attributes(attributes)) if attributes else {}
+        for name, value in made.items():
+            if isinstance(value, str) and value[:1] == "@":
+                made[name] = self.attribute(value)
+        domain, _, name = op_type.rpartition(".")
+        return self._op.node(name, values, domain=domain, attributes=made)
+
+
+@lru_cache(256)
+def _attributes(text: str) -> tuple[tuple[str, Any], ...]:
+    """The attributes of a call; a reference as `@name`."""
+    pairs = re.findall(r"(\w+)\s*(?::\s*\w+\s*)?=\s*(\[[^\]]*\]|[^,>]*[^,>\s])", text)
+    return tuple((k, v if v[0] == "@" else ast.literal_eval(v)) for k, v in pairs)
+
+
+@lru_cache(256)
+def _default(op_type: str, name: str) -> Any:
+    """The default of an attribute in the ONNX standard."""
+    schema = onnx.defs.get_schema(op_type)
+    return onnx.helper.get_attribute_value(schema.attributes[name].default_value)

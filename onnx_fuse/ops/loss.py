@@ -17,6 +17,7 @@ import onnx_ir as ir
 from onnx_fuse.errors import UsageError
 from onnx_fuse.ir.build import dim
 from onnx_fuse.ir.constants import FUSE
+from onnx_fuse.ops.formula import emitted
 from onnx_fuse.ops.opdef import OpDef, register
 from onnx_fuse.ops.shape_ops import (
     Tensor,
@@ -239,36 +240,29 @@ def nll(op: Any, logits: ir.Value, labels: ir.Value, options: Options) -> Tensor
     )
 
 
-def _reduce(op: Any, each: ir.Value, options: Options) -> Tensor:
-    reduction = options.get("reduction", "mean")
-    return (op.ReduceMean if reduction == "mean" else op.ReduceSum)(each, keepdims=0)
+@dataclass(frozen=True)
+class _Each:
+    """The mean or the sum of a formula of scores x, labels t and at most one option."""
 
+    formula: str
+    option: str = ""
+    default: float = 0.0
 
-def mse(op: Any, logits: ir.Value, labels: ir.Value, options: Options) -> Tensor:
-    """The squared error (x - t)², reduced as the options ask."""
-    d = op.Sub(logits, labels)
-    return _reduce(op, op.Mul(d, d), options)
-
-
-def l1(op: Any, logits: ir.Value, labels: ir.Value, options: Options) -> Tensor:
-    """The absolute error |x - t|, reduced as the options ask."""
-    return _reduce(op, op.Abs(op.Sub(logits, labels)), options)
-
-
-def huber(op: Any, logits: ir.Value, labels: ir.Value, options: Options) -> Tensor:
-    """½ d² for |d| ≤ δ, δ (|d| - ½ δ) beyond: c (|d| - ½ c) with c = min(|d|, δ)."""
-    d = op.Abs(op.Sub(logits, labels))
-    delta = options.get("delta")
-    c = op.Min(d, 1.0 if delta is None else float(delta))
-    return _reduce(op, op.Mul(c, op.Sub(d, op.Mul(c, 0.5))), options)
+    def __call__(self, op: Any, logits: ir.Value, labels: ir.Value, options: Options) -> Tensor:
+        value = options.get(self.option)
+        value = self.default if value is None else value
+        number: Any = value if isinstance(value, ir.Value) else float(value)
+        each = emitted(self.formula, op, x=logits, t=labels, **{self.option: number})
+        mean = options.get("reduction", "mean") == "mean"
+        return (op.ReduceMean if mean else op.ReduceSum)(each, keepdims=0)
 
 
 def bce_with_logits(op: Any, logits: ir.Value, labels: ir.Value, options: Options) -> Tensor:
     """(1 - t) x + (1 + (p - 1) t) softplus(-x), with p = pos_weight (1 where none is given)."""
-    negative = op.Softplus(op.Neg(logits))
-    if (weight := options.get("pos_weight")) is not None:
-        negative = op.Mul(negative, op.Add(op.Mul(op.Sub(weight, 1.0), labels), 1.0))
-    return _reduce(op, op.Add(op.Mul(op.Sub(1.0, labels), logits), negative), options)
+    weighted = options.get("pos_weight") is not None
+    weight = " * ((pos_weight - 1) * t + 1)" if weighted else ""
+    each = _Each(f"negative = Softplus(-x){weight}; (1 - t) * x + negative", "pos_weight")
+    return each(op, logits, labels, options)
 
 
 @dataclass(frozen=True)
@@ -282,9 +276,10 @@ class Loss:
 LOSSES: dict[str, Loss] = {
     "cross_entropy": Loss(cross_entropy, classes=True),
     "nll": Loss(nll, classes=True),
-    "mse": Loss(mse),
-    "l1": Loss(l1),
-    "huber": Loss(huber),
+    "mse": Loss(_Each("d = x - t; d * d")),
+    "l1": Loss(_Each("Abs(x - t)")),
+    # ½ d² for |d| ≤ δ, δ (|d| - ½ δ) beyond
+    "huber": Loss(_Each("d = Abs(x - t); c = Min(d, delta); c * (d - c * 0.5)", "delta", 1.0)),
     "bce_with_logits": Loss(bce_with_logits),
 }
 

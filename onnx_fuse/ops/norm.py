@@ -9,6 +9,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from onnx_fuse.ops.formula import emitted
 from onnx_fuse.ops.opdef import OpDef, register
 from onnx_fuse.ops.shape_ops import (
     Tensor,
@@ -64,10 +65,7 @@ def _layer_norm(op: Any, node: ir.Node, dys: Values) -> Values:
     wide = ir.DataType(node.attributes.get_int("stash_type", 1))
     if x.dtype == ir.DataType.DOUBLE and wide != x.dtype:
         # the statistics of the node are rounded to float32
-        wide, (xh, rstd) = (
-            x.dtype,
-            _moments(op, x, axes, node.attributes.get_float("epsilon", 1e-5)),
-        )
+        wide, (xh, rstd) = x.dtype, _moments(op, node, x, axes)
     else:
         mean, rstd = (output(op, node, i, wide, label) for i, label in ((1, "mean"), (2, "rstd")))
         for value in (mean, rstd):
@@ -78,7 +76,7 @@ def _layer_norm(op: Any, node: ir.Node, dys: Values) -> Values:
         if op.fused and last and not any(dy is not None for dy in dys[1:]):
             inputs = [dys[0], x, scale, mean, rstd]
             return list(emit(op, "LayerNormGrad", inputs, [x, scale, bias], stash_type=int(wide)))
-        xh = op.Mul(op.Sub(to_type(op, x, wide), mean), rstd)
+        xh = emitted("(x - mean) * rstd", op, x=to_type(op, x, wide), mean=mean, rstd=rstd)
     dy, dmean, drstd = (
         None if i >= len(dys) or dys[i] is None else to_type(op, dys[i], wide) for i in range(3)
     )
@@ -93,7 +91,8 @@ def _layer_norm(op: Any, node: ir.Node, dys: Values) -> Values:
             part = op.Expand(op.Div(dmean, count), op.Shape(x))
             dx = part if dx is None else op.Add(dx, part)
         if drstd is not None:
-            part = op.Mul(op.Div(op.Mul(drstd, op.Mul(rstd, rstd)), count), xh)
+            text = "drstd * (rstd * rstd) / count * xh"
+            part = emitted(text, op, drstd=drstd, rstd=rstd, count=count, xh=xh)
             dx = op.Neg(part) if dx is None else op.Sub(dx, part)
     return [None if g is None else to_type(op, g, x.dtype) for g in (dx, dscale, dbias)]
 
@@ -103,18 +102,20 @@ def _rms_norm(op: Any, node: ir.Node, dys: Values) -> Values:
     axis = norm_axis(node.attributes.get_int("axis", -1), x)
     axes = range(axis, known_rank(x))
     square = mean_over(op, op.Mul(x, x), axes)
-    epsilon = node.attributes.get_float("epsilon", 1e-5)
-    rstd = op.Reciprocal(op.Sqrt(op.Add(square, epsilon)))
+    rstd = _rstd(op, node, square)
     xh = op.Mul(x, rstd)
     dscale, _ = _affine(op, dy, xh, scale, None)
     return [normalized(op, op.Mul(dy, scale), xh, rstd, axes, centred=False), dscale]
 
 
-def _moments(op: Any, x: ir.Value, axes: Sequence[int], epsilon: float) -> tuple[Tensor, Tensor]:
+def _rstd(op: Any, node: ir.Node, variance: ir.Value) -> Tensor:
+    return emitted("Reciprocal(Sqrt(variance + @epsilon))", op, node, variance=variance)
+
+
+def _moments(op: Any, node: ir.Node, x: ir.Value, axes: Sequence[int]) -> tuple[Tensor, Tensor]:
     """(x - mean)·rstd and rstd over `axes`."""
     centred = op.Sub(x, mean_over(op, x, axes))
-    variance = mean_over(op, op.Mul(centred, centred), axes)
-    rstd = op.Reciprocal(op.Sqrt(op.Add(variance, epsilon)))
+    rstd = _rstd(op, node, mean_over(op, op.Mul(centred, centred), axes))
     return op.Mul(centred, rstd), rstd
 
 
@@ -134,8 +135,7 @@ def _batch_norm(op: Any, node: ir.Node, grads: Values) -> Values:
     if not node.attributes.get_int("training_mode", 0):
         dy = dys[0]
         assert dy is not None
-        rstd = op.Reciprocal(op.Sqrt(op.Add(variance, epsilon)))
-        rstd = to_like(op, rstd, scale)
+        rstd = to_like(op, _rstd(op, node, variance), scale)
         dbias = sum_over(op, dy, axes)
         centred = op.Sub(x, _per_channel(op, to_like(op, mean, x), n))
         inner = sum_over(op, op.Mul(dy, centred), axes)  # Σ dy (x - mean)
@@ -152,7 +152,7 @@ def _batch_norm(op: Any, node: ir.Node, grads: Values) -> Values:
         how = {"epsilon": epsilon, "stash_type": int(stash)}
         inputs = [grads[0], given, scale]
         return [*emit(op, "BatchNormGrad", inputs, [given, scale, scale], **how), None, None]
-    xh, rstd = _moments(op, x, axes, epsilon)
+    xh, rstd = _moments(op, node, x, axes)
     dx = dscale = dbias = dmean = dvar = None
     if dys[0] is not None:
         dy = dys[0]
@@ -189,7 +189,7 @@ def _instance_norm(op: Any, node: ir.Node, dys: Values) -> Values:
     (x, scale, _), dy = arguments(node, 3), dys[0]
     n = known_rank(x)
     axes = range(2, n)
-    xh, rstd = _moments(op, x, axes, node.attributes.get_float("epsilon", 1e-5))
+    xh, rstd = _moments(op, node, x, axes)
     others = [0, *range(2, n)]
     dscale = sum_over(op, op.Mul(dy, xh), others)
     dbias = sum_over(op, dy, others)
@@ -204,9 +204,7 @@ def _group_norm(op: Any, node: ir.Node, dys: Values) -> Values:
     each = image // groups if isinstance(image, int) else op.Div(image, groups)
     grouped = [sizes_of(op, x)[0], groups, each]
     axes = [2]
-    xh, rstd = _moments(
-        op, reshape(op, x, grouped), axes, node.attributes.get_float("epsilon", 1e-5)
-    )
+    xh, rstd = _moments(op, node, reshape(op, x, grouped), axes)
     flat = reshape_like(op, xh, x)
     others = [0, *range(2, n)]
     # either may be one number for all channels
@@ -228,7 +226,7 @@ def _mean_variance(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) 
 def _lrn(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     """y = x s^-β, s = bias + α/size Σ_window x²;  dx = dy s^-β - 2αβ/size x Σ_window' dy y / s."""
     size, alpha = n.attributes.get_int("size", 1), n.attributes.get_float("alpha", 1e-4)
-    beta, bias = n.attributes.get_float("beta", 0.75), n.attributes.get_float("bias", 1.0)
+    beta = n.attributes.get_float("beta", 0.75)
     before, after = (size - 1) // 2, size - 1 - (size - 1) // 2
 
     def window(value: ir.Value, low: int, high: int) -> Tensor:
@@ -241,10 +239,13 @@ def _lrn(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
         assert total is not None
         return total
 
-    s = op.Add(op.Mul(window(op.Mul(x, x), before, after), alpha / size), bias)
-    direct = op.Mul(dy, op.Pow(s, -beta))
-    around = window(op.Div(op.Mul(dy, y), s), after, before)
-    return op.Sub(direct, op.Mul(op.Mul(x, around), 2 * alpha * beta / size))
+    squares = window(op.Mul(x, x), before, after)
+    s = emitted("squares * share + @bias", op, n, squares=squares, share=alpha / size)
+    around = window(emitted("dy * y / s", op, dy=dy, y=y, s=s), after, before)
+    return emitted(
+        "dy * Pow(s, power) - x * around * factor", op,
+        dy=dy, s=s, power=-beta, x=x, around=around, factor=2 * alpha * beta / size,
+    )  # fmt: skip
 
 
 NORM: dict[str, Unary] = {"MeanVarianceNormalization": _mean_variance, "LRN": _lrn}

@@ -27,6 +27,7 @@ import onnx_ir as ir
 from onnx_fuse.ir.build import Builder, const_array, rank
 from onnx_fuse.ir.copying import Copier
 from onnx_fuse.ops.activations import signature
+from onnx_fuse.ops.formula import written_out
 from onnx_fuse.ops.opdef import OpDef
 from onnx_fuse.ops.rules import Rewriter, Rule, attribute, consumers, is_float, producer, scalar
 
@@ -121,7 +122,7 @@ def _function(text: str) -> ir.Function:
     attributes = dict.fromkeys(re.findall(r"@(\w+)", text))
     inputs = dict.fromkeys(re.findall(r"\b[a-z]\w*\b(?!\s*[.(])", re.sub("<[^<>]*>", "", text)))
     head = f"Formula {signature(', '.join(attributes))}({', '.join(inputs)}) => (y)"
-    return OpDef("Formula", body=f"{head} {{\n  y = {text}\n}}").function()
+    return OpDef("Formula", body=written_out(f"{head} {{\n  y = {text}\n}}", False)).function()
 
 
 def _written(result: ir.Function, op: Builder, pattern: _Pattern, bound: Bound) -> Any:

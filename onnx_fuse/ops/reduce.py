@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import dim, given
+from onnx_fuse.ops.formula import emitted
 from onnx_fuse.ops.opdef import OpDef, register
 from onnx_fuse.ops.shape_ops import (
     Tensor,
@@ -70,44 +71,19 @@ def _mean(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor
     return _full(op, _keep(op, dy, x, n), x)
 
 
-def _extremum(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
-    """Ties share the gradient evenly."""
-    if _is_noop(n):
-        return dy
-    mask = to_like(op, op.Equal(x, _keep(op, y, x, n)), x)
-    axes = n.inputs[1] if given(n, 1) is not None else None
-    count = op.ReduceSum(mask, axes, keepdims=1)
-    return op.Mul(mask, op.Div(_keep(op, dy, x, n), count))
+def _reduction(rule: str, alone: str = "dy") -> Unary:
+    """A rule in which `dy` and `y` have the reduced axes as ones; `axes` are those of the node.
 
+    `alone` is the rule where nothing is reduced.
+    """
 
-def _prod(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
-    """dy · (product of the others): y/x without zeros; with one zero, it alone gets the rest."""
-    if _is_noop(n):
-        return dy
-    axes = n.inputs[1] if given(n, 1) is not None else None
-    is_zero = op.Equal(x, 0.0)
-    zero = to_like(op, is_zero, x)
-    zeros = op.ReduceSum(zero, axes, keepdims=1)
-    safe = op.Add(x, zero)
-    rest = op.ReduceProd(safe, axes, keepdims=1)
-    # an entry's others hold (zeros - its own) zeros: their product is `rest / safe` if that is none
-    alive = to_like(op, op.Equal(op.Sub(zeros, zero), 0.0), x)
-    return op.Mul(op.Mul(_keep(op, dy, x, n), alive), op.Div(rest, safe))
+    def grad(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
+        if _is_noop(n):
+            return emitted(alone, op, x=x, dy=dy)
+        axes = n.inputs[1] if given(n, 1) is not None else None
+        return emitted(rule, op, x=x, y=_keep(op, y, x, n), dy=_keep(op, dy, x, n), axes=axes)
 
-
-def _l2(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
-    if _is_noop(n):
-        return op.Mul(dy, op.Sign(x))
-    norm = _keep(op, y, x, n)
-    # 0 at the origin, as PyTorch has it
-    safe = op.Add(norm, to_like(op, op.Equal(norm, 0.0), x))
-    return op.Mul(x, op.Div(_keep(op, dy, x, n), safe))
-
-
-def _log_sum_exp(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
-    if _is_noop(n):
-        return dy
-    return op.Mul(_keep(op, dy, x, n), op.Exp(op.Sub(x, _keep(op, y, x, n))))
+    return grad
 
 
 def _log_sum(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
@@ -116,14 +92,11 @@ def _log_sum(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Ten
     return _full(op, op.Div(_keep(op, dy, x, n), op.Exp(_keep(op, y, x, n))), x)
 
 
-def _softmax(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
-    axis = op.constant([n.attributes.get_int("axis", -1)])
-    return op.Mul(y, op.Sub(dy, op.ReduceSum(op.Mul(dy, y), axis, keepdims=1)))
+def _softmax(rule: str) -> Unary:
+    def grad(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
+        return emitted(rule, op, y=y, dy=dy, axis=[n.attributes.get_int("axis", -1)])
 
-
-def _log_softmax(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
-    axis = op.constant([n.attributes.get_int("axis", -1)])
-    return op.Sub(dy, op.Mul(op.Exp(y), op.ReduceSum(dy, axis, keepdims=1)))
+    return grad
 
 
 def _cumsum(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
@@ -182,28 +155,38 @@ def _stft(op: Any, node: ir.Node, dys: Values) -> Values:
 
 def _lp_normalization(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     """y = x / |x|_p:  dx = (dy - d|x|/dx · Σ dy y) / |x|, where d|x|/dx is y (p = 2) or sign(x)."""
-    axis = op.constant([norm_axis(n.attributes.get_int("axis", -1), x)])
     two = n.attributes.get_int("p", 2) == 2
-    norm = (op.ReduceL2 if two else op.ReduceL1)(x, axis, keepdims=1)
-    norm = op.Add(norm, to_like(op, op.Equal(norm, 0.0), x))
-    slope = y if two else op.Sign(x)
-    inner = op.ReduceSum(op.Mul(dy, y), axis, keepdims=1)
-    return op.Div(op.Sub(dy, op.Mul(slope, inner)), norm)
+    norm, slope = ("ReduceL2", "y") if two else ("ReduceL1", "Sign(x)")
+    return emitted(
+        f"""norm = {norm} <keepdims = 1> (x, axis); safe = norm + CastLike(norm == 0, x)
+        (dy - {slope} * ReduceSum <keepdims = 1> (dy * y, axis)) / safe""",
+        op, x=x, y=y, dy=dy, axis=[norm_axis(n.attributes.get_int("axis", -1), x)],
+    )  # fmt: skip
 
 
 REDUCE: dict[str, Unary] = {
     "ReduceSum": lambda op, dy, x, y, n: dy if _is_noop(n) else _full(op, _keep(op, dy, x, n), x),
     "ReduceMean": _mean,
-    "ReduceMax": _extremum,
-    "ReduceMin": _extremum,
-    "ReduceProd": _prod,
-    "ReduceL1": lambda op, dy, x, y, n: op.Mul(_keep(op, dy, x, n), op.Sign(x)),
-    "ReduceL2": _l2,
-    "ReduceSumSquare": lambda op, dy, x, y, n: op.Mul(_keep(op, dy, x, n), op.Add(x, x)),
+    # ties share the gradient evenly
+    **dict.fromkeys(
+        ("ReduceMax", "ReduceMin"),
+        _reduction("t = CastLike(x == y, x); t * (dy / ReduceSum <keepdims = 1> (t, axes))"),
+    ),
+    # The product of the others is y/x without zeros; with one zero, it alone gets the rest. Those
+    # of an entry hold (zeros - its own) zeros: `rest / safe` is their product if that is none.
+    "ReduceProd": _reduction(
+        """zero = CastLike(x == 0, x); zeros = ReduceSum <keepdims = 1> (zero, axes)
+        safe = x + zero; rest = ReduceProd <keepdims = 1> (safe, axes)
+        dy * CastLike(zeros - zero == 0, x) * (rest / safe)"""
+    ),
+    "ReduceL1": _reduction("dy * Sign(x)", "dy * Sign(x)"),
+    # 0 at the origin, as PyTorch has it
+    "ReduceL2": _reduction("x * (dy / (y + CastLike(y == 0, x)))", "dy * Sign(x)"),
+    "ReduceSumSquare": _reduction("dy * (x + x)", "dy * (x + x)"),
     "ReduceLogSum": _log_sum,
-    "ReduceLogSumExp": _log_sum_exp,
-    "Softmax": _softmax,
-    "LogSoftmax": _log_softmax,
+    "ReduceLogSumExp": _reduction("dy * Exp(x - y)"),
+    "Softmax": _softmax("y * (dy - ReduceSum <keepdims = 1> (dy * y, axis))"),
+    "LogSoftmax": _softmax("dy - Exp(y) * ReduceSum <keepdims = 1> (dy, axis)"),
     "CumSum": _cumsum,
     "DFT": _dft,
     "LpNormalization": _lp_normalization,

@@ -7,7 +7,7 @@ them makes one node of equal ones, so a rule may ask for `Shape(x)` as often as 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,6 +17,8 @@ from onnx_fuse.errors import ModelError
 from onnx_fuse.ir.build import Builder, const_array, dim, given
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.evaluate import exact
+from onnx_fuse.ops.formula import emitted
+from onnx_fuse.ops.formula import to_like as to_like
 from onnx_fuse.ops.opdef import GradRule, NoGrad, OpDef, register
 
 Tensor: TypeAlias = Any
@@ -37,9 +39,26 @@ def unary(rule: Unary) -> GradRule:
     return grad
 
 
-def table(rules: dict[str, Unary]) -> None:
-    """Register ops of one differentiable input."""
-    register(*(OpDef(name, grad=unary(rule)) for name, rule in rules.items()))
+def formulas(*texts: str | None) -> GradRule:
+    """A rule whose formulas (`ops.formula`) give the gradients of the first inputs, in order.
+
+    None is for an input without one. `x`, `z` or `a` is the first input, `b` the second, `y` the
+    output and `dy` its gradient.
+    """
+
+    def grad(op: Builder, node: ir.Node, dys: Values) -> Values:
+        a, b = arguments(node, 2)
+        names = {"x": a, "z": a, "a": a, "b": b, "y": node.outputs[0], "dy": dys[0]}
+        return [emitted(text, op, node, **names) if text else None for text in texts]
+
+    return grad
+
+
+def table(rules: Mapping[str, Unary | str]) -> None:
+    """Register ops of one differentiable input; a rule may be a formula, see `formulas`."""
+    for name, rule in rules.items():
+        grad = formulas(rule) if isinstance(rule, str) else unary(rule)
+        register(OpDef(name, grad=grad))
 
 
 def no_grad(reason: str, *names: str) -> None:
@@ -315,13 +334,6 @@ def swap_last(op: Any, value: ir.Value) -> Tensor:
     """The transpose of the last two axes."""
     n = known_rank(value)
     return op.Transpose(value, perm=[*range(n - 2), n - 1, n - 2])
-
-
-def to_like(op: Any, value: ir.Value, like: ir.Value) -> Tensor:
-    """`value` cast to the dtype of `like`; at run time where either is unknown."""
-    if value is like or (value.dtype == like.dtype and like.dtype is not None):
-        return value
-    return op.Cast(value, to=int(like.dtype)) if like.dtype else op.CastLike(value, like)
 
 
 def to_type(op: Any, value: Tensor, dtype: ir.DataType | None) -> Tensor:

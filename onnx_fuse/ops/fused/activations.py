@@ -71,14 +71,14 @@ def _bodies(row: Activation, name: str, inputs: str, text: str) -> str:
 
 register(
     *(
-        OpDef(a.name, FUSE, body=_bodies(a, a.name, "z", a.forward), grad=_grad)
+        OpDef(a.name, FUSE, body=_bodies(a, a.name, "z", f"  y = {a.forward}\n"), grad=_grad)
         for a in (ACTIVATIONS[name] for name in ("ClippedRelu", "QuickGelu", "Silu"))
     ),
     *(
         OpDef(
             f"{a.name}Grad",
             FUSE,
-            body=_bodies(a, f"{a.name}Grad", "dy, z", f"{a.derivative}  y = dy * d\n"),
+            body=_bodies(a, f"{a.name}Grad", "dy, z", a.gradient_text("y")),
         )
         for a in ACTIVATIONS.values()
     ),

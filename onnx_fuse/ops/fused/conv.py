@@ -36,7 +36,7 @@ from onnx_fuse.ops.rules import (
 
 _ATTRIBUTES = ("kernel_shape", "strides", "pads", "dilations")
 _BODY_ATTRIBUTES = ", ".join([*(f"{a}: ints = @{a}" for a in _ATTRIBUTES), "group: int = @group"])
-_PRELU = Activation("PRelu", "PRelu", "  y = PRelu (z, slope)\n", "")
+_PRELU = Activation("PRelu", "PRelu", "PRelu(z, slope)", "")
 """PRelu fuses with convolutions alone, whose kernels take a slope for each filter. The fused
 operator has the gradient of its body."""
 
@@ -56,7 +56,7 @@ def _define(activation: Activation | None, residual: bool) -> OpDef:
         body=f"{name} {head}({', '.join(inputs)}) => (y) {{\n"
         f"  {'m' if residual else 'z'} = Conv <{_BODY_ATTRIBUTES}> (x, w, c)\n"
         + (f"  {'z' if activation else 'y'} = m + r\n" if residual else "")
-        + (activation.forward if activation else "")
+        + (f"  y = {activation.forward}\n" if activation else "")
         + "}",
         saves=("z",) if own else (),
         grad=conv_act_grad if own else None,

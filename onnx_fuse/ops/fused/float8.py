@@ -20,7 +20,7 @@ import onnx_ir as ir
 from onnx_fuse.ir.build import dim, rank
 from onnx_fuse.ir.constants import FUSE, base_name
 from onnx_fuse.ops.activations import ACTIVATIONS, Activation
-from onnx_fuse.ops.fused.gradients import body, cotangents, dz_text, renamed, saved
+from onnx_fuse.ops.fused.gradients import body, cotangents, dz_text, saved
 from onnx_fuse.ops.opdef import OpDef, register
 from onnx_fuse.ops.rules import typed
 from onnx_fuse.ops.shape_ops import Values, emit
@@ -38,11 +38,11 @@ _NUMBERS = """
     two = Constant <value_float: float = 2.0> ()
     last = Constant <value_float: float = 1152921504606846976.0> ()
     largest = Constant <value_float: float = 3.4028234663852886e38> ()
-    from = Constant <value_float: float = -60.0> ()
+    start = Constant <value_float: float = -60.0> ()
     to = Constant <value_float: float = 61.0> ()
     first = [0]
     end = [-1]
-    powers = Pow (two, Range (from, to, one))
+    powers = Pow (two, Range (start, to, one))
 """
 _ROUND = """
     {v}top = ReduceMax <keepdims: int = 0> ({v}_history)
@@ -112,7 +112,7 @@ def _define(activation: Activation | None) -> tuple[OpDef, OpDef]:
     reads = "dy, xt, wq, xscale, wscale, dz_history"
     if activation is not None:
         name, attributes = name + activation.name, activation.attributes
-        text = f"{_LINEAR}z = product + c\n{renamed(activation.forward, 'y')}"
+        text = f"{_LINEAR}z = product + c\ny = {activation.forward}"
         saves = ("z", *SAVED)
         reads += ", z"
     given, made = "x, w, c, x_history, w_history, dz_history", "y, xnext, wnext"

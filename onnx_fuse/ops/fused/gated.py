@@ -48,7 +48,6 @@ def _define(prefix: str, place: str, activation: Activation) -> OpDef:
     name = str(FusedName.make("Gemm", activation.name, norm=prefix, place=place))
     inputs = ", ".join(("x", *prologue.inputs, "w", "c"))
     halves, factors = PLACES[place]
-    gate = activation.forward.replace("  y = ", "  g = ")
     head = signature(*prologue.attributes, activation.attributes)
     return OpDef(
         name,
@@ -56,7 +55,7 @@ def _define(prefix: str, place: str, activation: Activation) -> OpDef:
         body=f"{name} {head}({inputs}) => (y) {{\n{prologue.text}"
         f"  m = MatMul ({'n' if prefix else 'x'}, w)\n  both = m + c\n"
         f"  {halves} = Split <axis: int = -1, num_outputs: int = 2> (both)\n"
-        f"{gate}  y = Mul ({factors})\n}}",
+        f"  g = {activation.forward}\n  y = Mul ({factors})\n}}",
     )
 
 

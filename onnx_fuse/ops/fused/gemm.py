@@ -80,7 +80,7 @@ def _define(prefix: str, activation: Activation | None) -> OpDef:
     prologue = PROLOGUES[prefix]
     name = str(FusedName.make("Gemm", activation.name if activation else "", norm=prefix))
     inputs = ", ".join(("x", *prologue.inputs, "w", "c"))
-    tail = activation.forward if activation else ""
+    tail = f"  y = {activation.forward}\n" if activation else ""
     head = signature(*prologue.attributes, activation.attributes if activation else "")
     return OpDef(
         name,

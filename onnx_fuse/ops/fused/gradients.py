@@ -11,7 +11,6 @@ the forward is mean and rstd (one number a row each) and z.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import onnx_ir as ir
@@ -137,18 +136,9 @@ _GEMMS = {
 }
 
 
-def renamed(text: str, result: str) -> str:
-    """The text of an activation with names of its own, but for its `result`."""
-    for name in set(re.findall(r"^\s*(\w+) =", text, re.MULTILINE)) - {result}:
-        text = re.sub(rf"\b{name}\b", f"act_{name}", text)
-    return text
-
-
 def dz_text(activation: Activation | None) -> str:
     """dz from dy, and from z where there is an activation."""
-    if activation is None:
-        return "dz = Identity (dy)"
-    return f"{renamed(activation.derivative, 'd')}\n dz = dy * d"
+    return activation.gradient_text() if activation else "dz = Identity (dy)"
 
 
 def gemm_grad_def(prefix: str, activation: Activation | None) -> OpDef:

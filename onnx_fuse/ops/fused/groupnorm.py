@@ -83,8 +83,7 @@ _GRAD = """
     dys = CastLike (Reshape (dy, by_channel), xs)
     scales = CastLike (Reshape (scale, column), xs)
     z = xh * scales + CastLike (Reshape (bias, column), xs)
-    {slope}
-    dz = dys * d
+    {dz}
     ps = ReduceSum <keepdims: int = 0> (dz * xh, others)
     dscale = CastLike (Reshape (ps, scale_shape), scale)
     bs = ReduceSum <keepdims: int = 0> (dz, others)
@@ -95,7 +94,6 @@ _GRAD = """
     dxg = (dxh - m1 - xhg * m2) / std
     dx = CastLike (Reshape <allowzero: int = 1> (dxg, x_shape), x)
 """
-_WITHOUT = "d = CastLike (Constant <value_float: float = 1.0> (), z)\n"
 
 
 def _grad(op: Any, node: ir.Node, dys: Values) -> Values:
@@ -110,7 +108,8 @@ def _define_grad(activation: Activation | None) -> OpDef:
     name = str(FusedName.make("GroupNorm", act, grad=True))
     attributes = ["num_groups", "epsilon: float = 1e-05", STASH]
     attributes += [activation.attributes] if activation and activation.attributes else []
-    text = _GRAD.format(slope=activation.derivative if activation else _WITHOUT)
+    dz = activation.gradient_text(dy="dys") if activation else "dz = Identity (dys)"
+    text = _GRAD.format(dz=dz)
     made = body(name, ", ".join(attributes), "dy, x, scale, bias", "dx, dscale, dbias", text)
     return OpDef(name, FUSE, body=made)
 
@@ -124,7 +123,7 @@ def _define(activation: Activation | None) -> OpDef:
         activation.attributes if activation else "",
     )
     head, z = f"{name} {head}(x, scale, bias) => (y) {{\n", "z" if activation else "y"
-    tail = f"{activation.forward if activation else ''}}}"
+    tail = f"  y = {activation.forward}\n}}" if activation else "}"
     return OpDef(
         name,
         FUSE,

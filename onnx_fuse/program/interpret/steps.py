@@ -156,14 +156,15 @@ def _derivative(key: str, alpha: float) -> Any:
     from onnx.reference import ReferenceEvaluator
 
     row = BY_KEY[key]
-    body = written_out(row.derivative).replace("@alpha", repr(alpha))
-    text = f"agraph (double[N] z) => (double[N] d) {{\n{body}}}"
+    body = written_out(row.gradient_text()).replace("@alpha", repr(alpha))
+    text = f"agraph (double[N] z, double[N] dy) => (double[N] dz) {{\n{body}}}"
     return ReferenceEvaluator(to_proto(text_model(text)))
 
 
 def derivative(key: str, alpha: float, z: np.ndarray) -> np.ndarray:
     """act'(z)."""
-    (d,) = _derivative(key, alpha).run(None, {"z": z.reshape(-1).astype(np.float64)})
+    flat = z.reshape(-1).astype(np.float64)
+    (d,) = _derivative(key, alpha).run(None, {"z": flat, "dy": np.ones_like(flat)})
     result: np.ndarray = d.reshape(z.shape)
     return result
 
