@@ -72,6 +72,12 @@ the absent bounds of a Clip: {"x": np.float32([-np.inf, np.inf, np.nan, 0.5, 3, 
 a number worked out where it is read: {"x": X}
   agraph (float[3,4,6] x) => (float[3,4,6] y) <float one = {1}> { m = ReduceMax <keepdims = 0> (x)
   r = Div(one, m) n = Neg(r) y = Mul(x, n) }
+the variance of close numbers: {"x": np.float32([[100, 100.01, 100.03], [1, 2, 4]])}
+  g (float[2,3] x) => (float[2,3] y) { y = MeanVarianceNormalization <axes = [1]> (x) }
+the scale of a Dropout of float64: {"x": np.linspace(1e4, 2e4, 64)}
+  g (double[64] x) => (double[64] y)
+  <double r = {0.25}, bool t = {1}, double zero = {0}, double q = {0.75}>
+  { d, m = Dropout (x, r, t) s = Div (x, q) k = Where (m, s, zero) y = Sub (d, k) }
 the halves of a rotation: arrays(x=(2, 40, 64), c=(40, 32), s=(40, 32))
   agraph (float[2,40,64] x, float[40,32] c, float[40,32] s) => (float[2,40,64] y)
   { a, b = Split<axis=-1, num_outputs=2>(x) ac = Mul(a, c) bs = Mul(b, s) f = Sub(ac, bs)

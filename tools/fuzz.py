@@ -117,23 +117,27 @@ def fed(model: ModelProto, feeds: Feeds) -> Feeds:
     }
 
 
-def moved(feeds: Feeds, toward: float) -> Feeds:
-    """Each float by one unit in the last place."""
-    return {
-        name: np.asarray(np.nextafter(a, np.array(toward, a.dtype))) if a.dtype.kind == "f" else a
-        for name, a in feeds.items()
-    }
+def moved(feeds: Feeds, toward: float, coarse: str = "") -> Feeds:
+    """Each float by one unit in the last place; of float64, in that of what it is computed in."""
+
+    def step(a: np.ndarray) -> np.ndarray:
+        narrow = a.astype(np.float32) if a.dtype == np.float64 and coarse == "float32" else a
+        return np.asarray(np.nextafter(narrow, np.array(toward, narrow.dtype))).astype(a.dtype)
+
+    with np.errstate(over="ignore"):
+        return {name: step(a) if a.dtype.kind == "f" else a for name, a in feeds.items()}
 
 
 def nudged(model: ModelProto, toward: float) -> bytes:
     """The model with each float among its constants moved so, except those that give sizes."""
     result = ModelProto()
     result.CopyFrom(model)
+    coarse = coarsest(model)
     sizes = {name for n in model.graph.node if n.op_type in SIZED for name in n.input}
     for tensor in result.graph.initializer:
         if tensor.name not in sizes and tensor.data_type in ELEMENTS.values():
             array = onnx.numpy_helper.to_array(tensor)
-            shifted = moved({tensor.name: array}, toward)[tensor.name]
+            shifted = moved({tensor.name: array}, toward, coarse)[tensor.name]
             tensor.CopyFrom(onnx.numpy_helper.from_array(shifted, tensor.name))
     return result.SerializeToString()
 
@@ -303,7 +307,8 @@ def references(
     data = original.SerializeToString()
     plain, others = session(data, False), [session(data, True)]
     beside = {end: session(nudged(original, end), False) for end in (np.inf, -np.inf)}
-    if coarsest(original) == "float16":
+    coarse = coarsest(original)
+    if coarse == "float16":
         others.append(session(rounded(original), False))
     labelled = [(f"feed {i}", feed) for i, feed in enumerate(feeds)]
     if harsh:
@@ -311,7 +316,7 @@ def references(
     for label, feed in labelled:
         try:
             want = outputs(plain, feed)
-            near = [outputs(each, moved(feed, end)) for end, each in beside.items()]
+            near = [outputs(each, moved(feed, end, coarse)) for end, each in beside.items()]
             runs.append(Run(label, feed, want, [*(outputs(o, feed) for o in others), *near]))
         except Exception:  # noqa: PERF203 - each feed may be refused
             if not runs:
@@ -529,7 +534,7 @@ def gradients(subject: Subject, rng: np.random.Generator, phase: Phase) -> tuple
                     "unrunnable",
                     f"gradient, {run.label} {shapes_text(feed)}: {str(error)[:300]}",
                 )
-        near = outputs(sessions[0], moved(feed, np.inf))
+        near = outputs(sessions[0], moved(feed, np.inf, coarse))
         for i, (name, want) in enumerate(answers[0].items()):
             if name.endswith(".grad") and want.shape != feed[name.removesuffix(".grad")].shape:
                 return "wrong", f"{name} has shape {want.shape}, {run.label} {shapes_text(feed)}"

@@ -105,6 +105,17 @@ def lp_normalization(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Re
     return [op.Where(op.Equal(norm, zero), zero, op.Div(x, norm))]
 
 
+def mean_variance(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results:
+    """(x - mean) / deviation, as onnxruntime's kernel: in float32, without the 1e-9 of ONNX's body.
+
+    That body takes the variance as a difference of squares, which says little of close numbers.
+    """
+    x, axes = op.Cast(node.inputs[0], to=int(ir.DataType.FLOAT)), attr(node, "axes", (0, 2, 3))
+    centred = op.Sub(x, op.ReduceMean(x, list(axes), keepdims=1))
+    variance = op.ReduceMean(op.Mul(centred, centred), list(axes), keepdims=1)
+    return [op.CastLike(op.Div(centred, op.Sqrt(variance)), node.inputs[0])]
+
+
 def hardmax(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results | None:
     """1 at the first largest element along the axis."""
     x, axis = node.inputs[0], attr(node, "axis", -1) % len(shapes[0])
@@ -303,6 +314,7 @@ DECOMPOSED: dict[tuple[str, str], Decomposition] = {
     ("", "LayerNormalization"): layer_norm,
     ("", "LpNormalization"): lp_normalization,
     ("", "MaxUnpool"): max_unpool,
+    ("", "MeanVarianceNormalization"): mean_variance,
     ("", "MelWeightMatrix"): mel_weight_matrix,
     ("", "ReverseSequence"): reverse_sequence,
     **selection.DECOMPOSED,

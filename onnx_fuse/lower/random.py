@@ -81,9 +81,14 @@ def dropout(ctx: Context, node: ir.Node) -> str | None:
             ctx.alias(node, 1, ctx.constant(np.ones((), bool)).expand(x.shape))
         return None
     scale = ctx.scratch("float32", x.shape)
-    fill(ctx, node, scale, DROPOUT, 1 / (1 - share) if share < 1 else 0.0, share)
+    growth = 1 / (1 - share) if share < 1 else 0.0
+    fill(ctx, node, scale, DROPOUT, growth, share)
     code = Code()
     factor = code.load(scale)
+    if x.dtype == "float64":  # float32 has too few digits for its scale
+        kept = code.step("Greater", "bool", factor, code.scalar(0, "float32"))
+        numbers = (code.scalar(value, x.dtype) for value in (growth, 0))
+        factor = code.step("Where", x.dtype, kept, *numbers)
     y = ctx.output(node, 0, x.shape, x.dtype)
     emit(ctx, code, node, code.step("Mul", x.dtype, code.load(x), factor), y)
     if ctx.wants(node, 1):
