@@ -666,11 +666,8 @@ class Lowerer(Control):
             assert found is not None
             writes[value.name or ""] = self.output(node, i, found[1], found[0])
         for info, (name, tensor) in zip(model.graph.output, writes.items(), strict=True):
-            info.CopyFrom(
-                onnx.ValueInfoProto(
-                    name=name, type=type_proto(data_type(tensor.dtype), tensor.shape)
-                )
-            )
+            kind = type_proto(data_type(tensor.dtype), tensor.shape)
+            info.CopyFrom(onnx.ValueInfoProto(name=name, type=kind))
         self.calls.append(
             Call(
                 f"onnxruntime:{node.op_type}",
