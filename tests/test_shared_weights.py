@@ -289,3 +289,12 @@ def test_no_gradient_after_optimize_is_partial(name: str, level: int) -> None:
         rest |= one
     for key in whole.keys() & rest.keys():
         np.testing.assert_allclose(rest[key], whole[key], 1e-3, 1e-3, err_msg=key)
+
+
+@pytest.mark.parametrize("level", [0, 2, 3])
+@pytest.mark.parametrize("name", ["cast", "scaled", "transposed", "product"])
+def test_a_weight_that_others_read_as_it_is_keeps_its_gradient(name: str, level: int) -> None:
+    weights, body = SHARED[name]
+    graph = load(FusionCase(name, f"float[5,6] x, {weights}", body, output="float[5,6] y").model())
+    rewrite.optimize(graph, level=level)
+    assert "w.grad" in {value.name for value in autodiff.gradient(graph).graph.outputs}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import onnx_ir as ir
@@ -11,7 +11,7 @@ import onnx_ir as ir
 from onnx_fuse.ir.build import Builder, all_nodes, const_array, rank
 from onnx_fuse.ir.evaluate import evaluate
 from onnx_fuse.ir.functions import inline_branches
-from onnx_fuse.ops.rules import CONSTANT, attribute, freeze_shared, is_constant
+from onnx_fuse.ops.rules import CONSTANT, attribute, freeze_shared, is_constant, is_float
 
 LIMIT = 1 << 16  # elements; more would cost the file more than the nodes cost the run
 _SMALL = 64
@@ -45,19 +45,15 @@ def fold_constants(model: ir.Model, wanted: Callable[[ir.Node], bool]) -> bool:
     `wanted` keeps nodes from being evaluated. An If whose condition is constant becomes its branch.
     """
     changed = _inline_taken_branches(model)
-    changed = any([*map(_simplify, list(_nodes(model)))]) or changed
+    changed = any([*map(_simplify, list(all_nodes(model.graph)))]) or changed
     return _evaluate(model, wanted) or changed
-
-
-def _nodes(model: ir.Model) -> Iterator[ir.Node]:
-    return iter(all_nodes(model.graph))
 
 
 def _inline_taken_branches(model: ir.Model) -> bool:
     changed = False
     while True:  # a branch may hold another If
         taken = []
-        for node in _nodes(model):
+        for node in all_nodes(model.graph):
             condition = const_array(node.inputs[0]) if node.op_type == "If" else None
             if condition is not None and condition.size == 1 and not node.domain:
                 branch = "then_branch" if condition.reshape(-1)[0] else "else_branch"
@@ -123,12 +119,11 @@ def _evaluate(model: ir.Model, wanted: Callable[[ir.Node], bool]) -> bool:
     chosen: list[ir.Node] = []
     plain: set[ir.Value] = set()  # what no weight entered
     filled: set[ir.Value] = set()  # what one number over and over entered
-    for node in _nodes(model):
+    for node in all_nodes(model.graph):
         if node.domain or node.op_type not in _EVALUATED or not _settled(node) or not wanted(node):
             continue
-        if not all(v is None or v in inside or is_constant(v) for v in node.inputs):
-            continue
-        if not _small(node, inside) or not node.inputs:
+        constant = all(v is None or v in inside or is_constant(v) for v in node.inputs)
+        if not constant or not _small(node, inside) or not node.inputs:
             continue
         chosen.append(node)
         inside.update(node.outputs)
@@ -141,6 +136,7 @@ def _evaluate(model: ir.Model, wanted: Callable[[ir.Node], bool]) -> bool:
                 known[value] = array
         if all(v is None or v in plain or CONSTANT in v.metadata_props for v in node.inputs):
             plain.update(node.outputs)
+    chosen = _without_tied(chosen)
     found = evaluate(chosen, known, model.graph.opset_imports) if chosen else {}
     replaced: list[ir.Value] = []
     for value, array in found.items():
@@ -151,6 +147,21 @@ def _evaluate(model: ir.Model, wanted: Callable[[ir.Node], bool]) -> bool:
             replaced.append(value)
     freeze_shared(replaced)
     return bool(replaced)
+
+
+def _without_tied(chosen: list[ir.Node]) -> list[ir.Node]:
+    """The nodes but those that would give a weight, which others read, a second tensor."""
+    nodes, going = set(chosen), set(chosen)
+
+    def stays(value: ir.Value) -> bool:
+        if value.is_initializer() and is_float(value) and rank(value):
+            shared = any(use.node not in going for use in value.uses()) or value.is_graph_output()
+            return shared and CONSTANT not in value.metadata_props
+        return value.producer() in nodes and value.producer() not in going
+
+    while tied := {node for node in going if any(map(stays, filter(None, node.inputs)))}:
+        going -= tied
+    return [node for node in chosen if node in going]
 
 
 def _uniform(array: np.ndarray) -> bool:
@@ -199,15 +210,10 @@ def _elements(value: ir.Value) -> int | None:
 def _replace(model: ir.Model, value: ir.Value, array: np.ndarray, *, constant: bool) -> None:
     node = value.producer()
     assert node is not None
-    assert node.graph is not None
     tensor = ir.tensor(array, name=value.name)
-    made = ir.Value(
-        name=value.name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape),
-        const_value=tensor,
-    )  # fmt: skip
-    made.metadata_props.update(value.metadata_props)
-    if constant:
-        made.metadata_props[CONSTANT] = "1"
+    made = ir.Value(name=value.name, type=ir.TensorType(tensor.dtype),
+                    shape=ir.Shape(array.shape), const_value=tensor)  # fmt: skip
+    made.metadata_props.update(value.metadata_props | ({CONSTANT: "1"} if constant else {}))
     value.name = f"{value.name} computed"
     home = node.graph if isinstance(node.graph, ir.Graph) else model.graph
     home.register_initializer(made)
