@@ -3,7 +3,7 @@
 import pytest
 
 from onnx_fuse.ir.build import text_model
-from onnx_fuse.ops.patterns import Formula, text_rule
+from onnx_fuse.ops.patterns import Formula, Spellings, text_rule
 from onnx_fuse.ops.rules import Rewriter, nodes_in_order
 from onnx_fuse.rewrite.canonicalize import clean
 
@@ -97,3 +97,28 @@ def test_a_formula_matches(row: str) -> None:
         for n in model.graph
     ]
     assert expected in (" ".join(names), *said)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "fixed_rank", "root"),
+    [
+        ("s = Sqrt (x) y = Div (z, s)", True, "x"),
+        ("p = Pow (x, half) i = Identity (p) y = Div (z, i)", True, "x"),
+        ("p = Pow (x, wide) y = Div (z, p)", False, "x"),
+        ("p = Pow (x, wide) y = Div (z, p)", True, None),
+        ("p = Pow (x, two) y = Div (z, p)", True, None),
+    ],
+)
+def test_an_operator_stands_for_several_formulas(
+    nodes: str, fixed_rank: bool, root: str | None
+) -> None:
+    model = text_model(
+        "g (float[8] x, float[8] z) => (float[8] y) <float half = {0.5}, float two = {2}, "
+        f"float[1,1] wide = {{0.5}}> {{ {nodes} }}"
+    )
+    table = {"Root": {"Sqrt (v)": None, "Pow (v, 0.5)": lambda values: values["v"].name == "x"}}
+    spellings = Spellings(table, fixed_rank=fixed_rank)
+    for value in (v for node in model.graph for v in node.outputs):
+        value.dtype, value.shape = model.graph.inputs[0].dtype, model.graph.inputs[0].shape
+    values = spellings.find("a / Root (b)", model.graph.outputs[0])
+    assert (None if values is None else values["b"].name) == root

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -33,6 +33,8 @@ from onnx_fuse.ops.rules import Rewriter, Rule, attribute, consumers, is_float, 
 
 Bound = dict[Any, Any]
 """Values of a graph by those of a pattern, attributes by name, and under _MISS why it is none."""
+Condition = Callable[[dict[str, ir.Value]], bool]
+"""What must be true of the values of a graph that the names of a formula stand for."""
 _MISS = object()
 _COMMUTES = frozenset(("Add", "Mul", "Max", "Min", "And", "Or", "Xor", "Equal"))
 _NEAR = 2e-3
@@ -161,8 +163,13 @@ class _Pattern:
     node has as an attribute is a constant of that name.
     """
 
-    def __init__(self, function: ir.Function, numbers: Sequence[str | None] | None = None) -> None:
-        self.function = function
+    def __init__(
+        self,
+        function: ir.Function,
+        numbers: Sequence[str | None] | None = None,
+        spellings: Spellings | None = None,
+    ) -> None:
+        self.function, self._spellings = function, spellings
         (self.root,) = function.outputs
         self._exact = numbers is None
         self._numbers = [v for v in function.inputs if v.name in (numbers or ())]
@@ -174,6 +181,10 @@ class _Pattern:
         """The values of a graph that the inputs of the function are."""
         return [bound.get(formal) for formal in self.function.inputs]
 
+    def names(self, bound: Bound) -> dict[str, ir.Value]:
+        """The values of a graph by the names of the function, its result as y."""
+        return {str(v.name): actual for v, actual in bound.items() if isinstance(v, ir.Value)}
+
     def around(self, node: ir.Node) -> Iterator[tuple[ir.Value, Bound]]:
         """What computes the function by way of a node, and what it does that with."""
         y = node.outputs[0]
@@ -181,13 +192,15 @@ class _Pattern:
             if self.call is self.root:
                 yield y, bound
             elif is_float(y):
-                for top in _tops(y):
+                for top in tops(y, "Add", "Mul", "Div"):
                     yield from ((top, more) for more in self.matches(self.root, top, bound))
 
     def matches(
         self, formal: ir.Value | None, actual: ir.Value | None, bound: Bound
     ) -> Iterator[Bound]:
         """The ways in which a value of the graph is that of the pattern."""
+        if self._spellings:
+            actual = self._spellings.below_views(actual)
         if formal is None or actual is None or formal in bound:
             if bound.get(formal, formal) is actual:
                 yield bound
@@ -195,6 +208,10 @@ class _Pattern:
         pattern, node = formal.producer(), actual.producer()
         if pattern is None:
             yield {**bound, formal: actual}
+        elif self._spellings and pattern.op_type in self._spellings.table:
+            for inner, way in self._spellings.ways(pattern.op_type, actual):
+                pairs = tuple(zip(pattern.inputs, inner.inputs(way), strict=False))
+                yield from self._all(pairs, {**bound, formal: actual})
         elif pattern.op_type == "Constant":
             yield from self._constant(pattern, actual, bound)
         elif not self._call(formal):
@@ -205,6 +222,7 @@ class _Pattern:
             and formal.index() == actual.index()
             and len(node.inputs) == len(pattern.inputs)
             and (attributes := _attributes(pattern, node, bound)) is not None
+            and not (self._spellings and self._spellings.fixed_rank and _adds_axes(node))
         ):
             orders = [node.inputs, node.inputs[::-1]]
             commutes = pattern.op_type in _COMMUTES and len(node.inputs) == 2
@@ -232,11 +250,11 @@ class _Pattern:
         wanted, array, held = const_array(node.outputs[0]), const_array(actual), scalar(actual)
         if wanted is None:
             (wanted,) = (np.asarray(a.value) for a in node.attributes.values())
-        if self._exact or wanted.shape:
+        if (self._exact and not self._spellings) or wanted.shape:
             same = array is not None and (array.dtype, array.shape) == (wanted.dtype, wanted.shape)
             if same and array is not None and array.tobytes() == wanted.tobytes():
                 yield bound
-        elif held is not None and is_float(actual) and not rank(actual):
+        elif held is not None and (self._spellings or not rank(actual)):
             yield from _compared({(): _stored(wanted, actual)}, {(): held}, bound)
 
     def _polynomial(self, formal: ir.Value, actual: ir.Value, bound: Bound) -> Iterator[Bound]:
@@ -288,6 +306,52 @@ class _Pattern:
             bound_of = 16 * float(dtype.eps) * np.fmax(np.abs(formals[x]), np.abs(truth))
             near = (np.abs(y - truth) <= bound_of + float(dtype.tiny)) | nan | inf
             return bool(near.all() and ((np.signbit(y) == np.signbit(truth)) | nan).all())
+
+
+@dataclass(frozen=True)
+class Spellings:
+    """Finds formulas, node for node, in which some operators stand for any of several formulas."""
+
+    table: Mapping[str, Mapping[str, Condition | None]]
+    """The formulas of each such operator, and what must be true of their values besides."""
+    views: tuple[str, ...] = ("Identity",)
+    """Operators from floats to floats that may lie between."""
+    fixed_rank: bool = True
+    """Whether no constant may add axes."""
+    _patterns: dict[str, _Pattern] = field(default_factory=dict)
+
+    def find(self, text: str, value: ir.Value | None) -> dict[str, ir.Value] | None:
+        """What the names in a formula are where it computes a value of a graph, the value as y."""
+        pattern = self._pattern(text)
+        found = pattern.matches(pattern.root, value, {}) if value is not None else iter(())
+        return next((pattern.names(bound) for bound in found if _MISS not in bound), None)
+
+    def ways(self, operator: str, value: ir.Value) -> Iterator[tuple[_Pattern, Bound]]:
+        """The formulas of an operator that compute a value, and what they compute it from."""
+        for text, fits in self.table[operator].items():
+            pattern = self._pattern(text)
+            for bound in pattern.matches(pattern.root, value, {}):
+                if _MISS not in bound and (fits is None or fits(pattern.names(bound))):
+                    yield pattern, bound
+
+    def below_views(self, value: ir.Value | None) -> ir.Value | None:
+        """The value that views were made of."""
+        while (node := producer(value, *self.views)) is not None and is_float(node.inputs[0]):
+            value = node.inputs[0]
+        return value
+
+    def _pattern(self, text: str) -> _Pattern:
+        if text not in self._patterns:
+            self._patterns[text] = _Pattern(_function(text), spellings=self)
+        return self._patterns[text]
+
+
+def _adds_axes(node: ir.Node) -> bool:
+    """Whether a constant may have more axes than the other operand of arithmetic."""
+    ranks = [rank(v) for v in node.inputs if not _is_number(v)]
+    least = 0 if None in ranks else max((n or 0 for n in ranks), default=0)
+    numbers = [v for v in node.inputs if _is_number(v)] if node.op_type in _ARITHMETIC else []
+    return any((rank(v) or 0) > least for v in numbers)
 
 
 def _attributes(pattern: ir.Node, node: ir.Node, bound: Bound) -> Bound | None:
@@ -344,16 +408,14 @@ def _combined(value: ir.Value) -> list[ir.Value]:
     return values
 
 
-def _tops(value: ir.Value) -> list[ir.Value]:
-    """Values that sums and products make of one, the nearest first."""
-    tops, level = [], [value]
+def tops(value: ir.Value, *op_types: str) -> list[ir.Value]:
+    """What up to five nodes of some operators make of a value, the nearest first."""
+    values, level = [], [value]
     for _ in range(5):
         readers = dict.fromkeys(node for v in level for node in consumers(v))
-        level = [
-            n.outputs[0] for n in readers if not n.domain and n.op_type in ("Add", "Mul", "Div")
-        ]
-        tops += level
-    return tops[:64]
+        level = [n.outputs[0] for n in readers if not n.domain and n.op_type in op_types]
+        values += level
+    return values[:64]
 
 
 def _compared(p: Polynomial, q: Polynomial, bound: Bound) -> Iterator[Bound]:

@@ -8,8 +8,8 @@ bias and axis -1, or `onnx_fuse.RMSNormalization` (ai.onnx has one from opset 23
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import onnx_ir as ir
@@ -18,6 +18,7 @@ from onnx_fuse.ir.build import Builder, const_array, dim, rank
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.fused.gradients import NORM_GRADS, rms_norm_grad, skip_norm_grad
 from onnx_fuse.ops.opdef import OpDef, register
+from onnx_fuse.ops.patterns import Condition, Spellings, tops
 from onnx_fuse.ops.rules import (
     Rewriter,
     Rule,
@@ -26,8 +27,6 @@ from onnx_fuse.ops.rules import (
     consumers,
     freeze,
     is_constant,
-    is_float,
-    number,
     other_operand,
     producer,
     scalar,
@@ -136,7 +135,8 @@ def _native(rw: Rewriter, node: ir.Node) -> bool:
         return False
     if node.op_type == "RMSNormalization":
         op = Builder()
-        centred, size, stash = _EXACT.centred(x), dim(scale, 0), attribute(node, "stash_type", 1)
+        centred, size = _EXACT.find(_CENTRED, x), dim(scale, 0)
+        stash = attribute(node, "stash_type", 1)
         if x.dtype != scale.dtype or not spans(scale, x):
             return rw.refuse("RMSNormalization", [node], "its scale is of another type or width")
         if centred is not None and size and stash == 1 and x.dtype == ir.DataType.FLOAT:
@@ -144,7 +144,7 @@ def _native(rw: Rewriter, node: ir.Node) -> bool:
             n = node.outputs[0]
             n, bias = _affine(n, "Add", size) or (n, rw.zeros(scale, size))
             epsilon = attribute(node, "epsilon", 1e-5)
-            y = op.LayerNormalization(centred, scale, bias, axis=-1, epsilon=epsilon)
+            y = op.LayerNormalization(centred["x"], scale, bias, axis=-1, epsilon=epsilon)
             return rw.replace(n.producer() or node, op, [n], [y])
         if x.dtype == ir.DataType.DOUBLE:
             stash = ir.DataType.DOUBLE.value  # onnxruntime computes doubles in nothing less
@@ -191,161 +191,65 @@ def _widened(rw: Rewriter, node: ir.Node, x: ir.Value) -> bool:
     return changed
 
 
-@dataclass(frozen=True)
-class _Reader:
-    """Reads a norm that is written out; a `loose` one reads near misses too.
-
-    Those have a Cast within, which rounds to fewer bits, or computes in more, than the fused norm
-    does, or a constant that raises the rank.
-    """
-
-    loose: bool = False
-
-    def number(self, node: ir.Node, index: int) -> float | None:
-        return scalar(node.inputs[index]) if self.loose else number(node, index)
-
-    def without_casts(self, value: ir.Value | None) -> ir.Value | None:
-        """`value`, if loose before any casts between float types."""
-        ways = ("Cast", "Identity") if self.loose else ("Identity",)
-        while (node := producer(value, *ways)) is not None and is_float(node.inputs[0]):
-            value = node.inputs[0]
-        return value
-
-    def same(self, a: ir.Value | None, b: ir.Value | None) -> bool:
-        """Whether these are one value, or one value cast to one type."""
-        a, b = self.without_casts(a), self.without_casts(b)
-        if a is b:
-            return a is not None
-        casts = [producer(v, "Cast") for v in (a, b)]
-        first, second = casts
-        if first is None or second is None or first.inputs[0] is not second.inputs[0]:
-            return False
-        return first.outputs[0].dtype == second.outputs[0].dtype
-
-    def mean(self, value: ir.Value | None) -> ir.Value | None:
-        """What `value` is the last-axis mean of."""
-        value = self.without_casts(value)
-        divided = producer(value, "Div")
-        if divided is None:
-            return self._reduced(value, "ReduceMean")
-        x = self._reduced(divided.inputs[0], "ReduceSum")
-        return x if dim(x, -1) is not None and self.number(divided, 1) == dim(x, -1) else None
-
-    def _reduced(self, value: ir.Value | None, op_type: str) -> ir.Value | None:
-        """What `value` is a reduction of, over the last axis, which is kept or put back."""
-        node, kept = producer(value, op_type), 1
-        view = producer(value, "Reshape", "Unsqueeze")
-        if view is not None and value is not None and value.shape and view.inputs[0] is not None:
-            rows = view.inputs[0].shape
-            node, kept = producer(view.inputs[0], op_type), 0
-            if rows is None or (*rows, 1) != tuple(value.shape) or None in map(_named, rows):
-                return None
-        if node is None or attribute(node, "keepdims", 1) != kept or len(node.inputs) < 2:
-            return None
-        axes, size = constant_ints(node.inputs[1]), rank(node.inputs[0])
-        last = axes in ([-1], [size - 1] if size is not None else None)
-        return node.inputs[0] if last else None
-
-    def square(self, value: ir.Value | None) -> ir.Value | None:
-        """What `value` is the square of."""
-        node = producer(self.without_casts(value), "Mul", "Pow")
-        if node is None:
-            return None
-        a, b = node.inputs[0], node.inputs[1]
-        squared = self.same(a, b) if node.op_type == "Mul" else self.number(node, 1) == 2.0
-        return a if squared else None
-
-    def centred(self, value: ir.Value | None) -> ir.Value | None:
-        """The x of x - mean(x)."""
-        sub = producer(self.without_casts(value), "Sub")
-        if sub is None or not self.same(self.mean(sub.inputs[1]), sub.inputs[0]):
-            return None
-        return sub.inputs[0]
-
-    def found(self, node: ir.Node) -> _Found | None:
-        """The norm whose sqrt(mean(d²) + epsilon) this Sqrt or Pow is."""
-        if node.op_type == "Pow" and self.number(node, 1) not in (0.5, -0.5):
-            return None
-        variance, epsilon = node.inputs[0], 0.0  # exporters leave out an Add of next to nothing
-        if (add := producer(variance, "Add")) is not None:
-            numbers = [self.number(add, i) for i in (0, 1)]
-            at = 1 if numbers[1] is not None else 0
-            if (found := numbers[at]) is None:
-                return None
-            variance, epsilon = add.inputs[1 - at], found
-        deviation = self.square(self.mean(variance))
-        if deviation is None:
-            return None
-        centred = self.centred(deviation)
-        inverse = node.op_type == "Pow" and self.number(node, 1) == -0.5
-
-        def is_deviation(value: ir.Value | None) -> bool:
-            """The deviation may be computed twice: for the variance, and to be divided."""
-            if centred is None or self.same(value, deviation):
-                return self.same(value, deviation)
-            return self.same(self.centred(value), centred)
-
-        n = self._normalized(node.outputs[0], is_deviation, inverse)
-        x = centred if centred is not None else deviation
-        return None if n is None else _Found(n, x, epsilon, centred is not None)
-
-    def _normalized(
-        self, root: ir.Value, is_deviation: Callable[[ir.Value | None], bool], inverse: bool
-    ) -> ir.Value | None:
-        """d / std in either spelling, from std (or 1/std) upward."""
-        values = [(root, inverse)]
-        while values:
-            value, inverted = values.pop()
-            for user in consumers(value):
-                a, b = (user.inputs[0], user.inputs[1]) if len(user.inputs) == 2 else (None, None)
-                match "" if user.domain else user.op_type:
-                    case "Cast" | "Identity" if self.loose or user.op_type == "Identity":
-                        values.append((user.outputs[0], inverted))
-                    case "Reciprocal" if not inverted:
-                        values.append((user.outputs[0], True))
-                    case "Div" if not inverted and b is value:
-                        if is_deviation(a):
-                            return user.outputs[0]
-                        if self.number(user, 0) == 1.0:
-                            values.append((user.outputs[0], True))
-                    case "Mul" if inverted and is_deviation(other_operand(user, value)):
-                        return user.outputs[0]
-        return None
+def _over_rows(values: dict[str, ir.Value]) -> bool:
+    """Whether a reduction is one over the last axis."""
+    axes, size = constant_ints(values["axes"]), rank(values["x"])
+    return axes in ([-1], [size - 1] if size is not None else None)
 
 
-@dataclass(frozen=True)
-class _Found:
-    """A norm that is written out: n = x / sqrt(mean(x²) + epsilon), or of x - mean(x) `centred`."""
-
-    n: ir.Value
-    x: ir.Value
-    epsilon: float
-    centred: bool
-
-    @property
-    def name(self) -> str:
-        return "LayerNormalization" if self.centred else "RMSNormalization"
+def _put_back(values: dict[str, ir.Value]) -> bool:
+    """Whether a view of a reduction over the last axis has that axis again, of size 1."""
+    x, y = values["x"].shape, values["y"].shape
+    sizes = [getattr(size, "value", size) for size in x[:-1]] if x is not None else [None]
+    return _over_rows(values) and None not in sizes and y is not None and tuple(y) == (*sizes, 1)
 
 
-_EXACT, _LOOSE = _Reader(), _Reader(loose=True)
+def _by_width(values: dict[str, ir.Value]) -> bool:
+    return scalar(values["width"]) == dim(values["x"], -1)
+
+
+_REDUCED = "<keepdims: int = {}, noop_with_empty_axes: int = @noop> (x, axes)"
+_TABLE: dict[str, dict[str, Condition | None]] = {
+    f"Row{kind}": {
+        f"Reduce{kind} {_REDUCED.format(1)}": _over_rows,
+        f"Reshape <allowzero: int = @zero> (Reduce{kind} {_REDUCED.format(0)}, to)": _put_back,
+        f"Unsqueeze (Reduce{kind} {_REDUCED.format(0)}, to)": _put_back,
+    }
+    for kind in ("Mean", "Sum")
+}
+_TABLE["Average"] = {"RowMean (x)": None, "RowSum (x) / width": _by_width}
+_TABLE["Square"] = {"x * x": None, "Pow (x, 2)": None}
+_TABLE["Root"] = {"Sqrt (x)": None, "Pow (x, 0.5)": None}
+_TABLE["InverseRoot"] = {
+    "Reciprocal (Root (x))": None,
+    "1 / Root (x)": None,
+    "Pow (x, power)": lambda values: scalar(values["power"]) == -0.5,
+}
+_TABLE["OverRoot"] = {"x / Root (v)": None, "x * InverseRoot (v)": None}
+_EXACT = Spellings(_TABLE)
+_LOOSE = Spellings(_TABLE, ("Cast", "Identity"), fixed_rank=False)
+_CENTRED = "(x - Average (x))"
+_NORMS = [  # exporters leave out an epsilon of next to nothing
+    (name, f"OverRoot ({d}, Average (Square ({d})){epsilon})")
+    for name, d in (("LayerNormalization", _CENTRED), ("RMSNormalization", "x"))
+    for epsilon in (" + epsilon", "")
+]
 _NEAR = "it contains a Cast or a constant of more axes, but the fused norm has one type and rank"
-
-
-def _named(size: int | ir.SymbolicDim) -> int | str | None:
-    """A size that can be compared, or None."""
-    return size.value if isinstance(size, ir.SymbolicDim) else size
 
 
 def _decomposed(rw: Rewriter, node: ir.Node) -> bool:
     """Recognize sqrt(mean(d²) + epsilon): d = x - mean(x) makes a LayerNorm, d = x an RMSNorm."""
-    if node.domain:
+    if node.domain or (node.op_type == "Pow" and abs(scalar(node.inputs[1]) or 0) != 0.5):
         return False
-    found = _EXACT.found(node)
-    if found is not None:
-        return _build(rw, node, found)
-    found = _LOOSE.found(node)
-    if found is not None:
-        rw.refuse(found.name, [node], _NEAR)
+    for spellings, (name, text) in product((_EXACT, _LOOSE), _NORMS):
+        for n in tops(node.outputs[0], "Mul", "Div", "Reciprocal", *spellings.views):
+            values = spellings.find(text, n)
+            epsilon = scalar(values["epsilon"]) if values and "epsilon" in values else 0.0
+            if values is None or epsilon is None:
+                continue
+            if spellings is _LOOSE:
+                return rw.refuse(name, [node], _NEAR)
+            return _build(rw, node, name, n, values["x"], epsilon)
     return False
 
 
@@ -360,29 +264,29 @@ def _affine(value: ir.Value, op_type: str, width: int | None) -> tuple[ir.Value,
     return (node.outputs[0], operand) if width is not None and dim(operand, 0) == width else None
 
 
-def _computes(found: _Found) -> str:
+def _differs(name: str, x: ir.Value, epsilon: float) -> str:
     """Why the fused norm would not compute what is written out; "" if it would.
 
     LayerNormalization has no other stash_type than float32 in onnxruntime, epsilon is a float32.
     """
-    dtype = found.x.dtype
-    if dtype != ir.DataType.FLOAT and (found.centred or dtype != ir.DataType.DOUBLE):
-        name = dtype.name.lower() if dtype is not None else "an unknown type"
-        return f"it is computed in {name}, and {found.name} computes in float32"
-    if float(np.float32(found.epsilon)) != found.epsilon:
-        return (
-            f"its epsilon {found.epsilon} is a double that no float32, as the attribute is, holds"
-        )
+    if not dim(x, -1):
+        return "the number of its columns is not known"
+    centred = name == "LayerNormalization"
+    if x.dtype != ir.DataType.FLOAT and (centred or x.dtype != ir.DataType.DOUBLE):
+        kind = x.dtype.name.lower() if x.dtype is not None else "an unknown type"
+        return f"it is computed in {kind}, and {name} computes in float32"
+    if float(np.float32(epsilon)) != epsilon:
+        return f"its epsilon {epsilon} is a double that no float32, as the attribute is, holds"
     return ""
 
 
-def _build(rw: Rewriter, node: ir.Node, found: _Found) -> bool:
-    x, width, centred = found.x, dim(found.x, -1), found.centred
-    if not width:
-        return rw.refuse(found.name, [node], "the number of its columns is not known")
-    if reason := _computes(found):
-        return rw.refuse(found.name, [node], reason)
-    last, back, before = found.n, sole_consumer(found.n), producer(x, "Cast")
+def _build(
+    rw: Rewriter, node: ir.Node, name: str, n: ir.Value, x: ir.Value, epsilon: float
+) -> bool:
+    if reason := _differs(name, x, epsilon):
+        return rw.refuse(name, [node], reason)
+    width, centred = dim(x, -1) or 0, name == "LayerNormalization"
+    last, back, before = n, sole_consumer(n), producer(x, "Cast")
     source = before.inputs[0] if before is not None else None
     if back is not None and back.op_type == "Cast" and source is not None:
         narrow = source.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -404,12 +308,10 @@ def _build(rw: Rewriter, node: ir.Node, found: _Found) -> bool:
     op = Builder()
     if centred:
         bias = shift[1] if shift else rw.zeros(last, width)
-        y = op.LayerNormalization(x, weight, bias, axis=-1, epsilon=found.epsilon)
+        y = op.LayerNormalization(x, weight, bias, axis=-1, epsilon=epsilon)
     else:
         stash = ir.DataType.DOUBLE if dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
-        y = op.RMSNormalization(
-            x, weight, domain=FUSE, epsilon=found.epsilon, stash_type=int(stash)
-        )
+        y = op.RMSNormalization(x, weight, domain=FUSE, epsilon=epsilon, stash_type=int(stash))
     maker = last.producer()
     assert maker is not None
     return rw.replace(maker, op, [last], [y])
