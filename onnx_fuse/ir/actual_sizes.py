@@ -333,7 +333,9 @@ class _Walk:
             schema = onnx.defs.get_schema(node.op_type, version, node.domain)
             known = {name: data[name] for name in node.input if name in data}
             opsets = [onnx.helper.make_opsetid(*each) for each in self.opsets.items()]
-            with contextlib.suppress(onnx.shape_inference.InferenceError):
+            with contextlib.suppress(
+                onnx.shape_inference.InferenceError, onnx.checker.ValidationError
+            ):
                 said = onnx.shape_inference.infer_node_outputs(
                     schema, node, read, known, opset_imports=opsets, ir_version=10
                 )

@@ -47,6 +47,9 @@ def fuse_node(rw: Rewriter, node: ir.Node) -> bool:
         "inputs of unknown or mixed rank": len({rank(t) for t in bound}) != 1 or rank(q) is None,
         "softmax_precision": attribute(node, "softmax_precision") not in (None, 1),
         "the mask's size is not known": mask is not None and not rank(mask),
+        "its mask is of another type": rw.training
+        and mask is not None
+        and mask.dtype not in (ir.DataType.BOOL, q.dtype),
     }
     for reason, stands in problems.items():
         if stands:
@@ -73,7 +76,7 @@ def fuse_node(rw: Rewriter, node: ir.Node) -> bool:
         mask = _lengthened(op, rw, mask, k, q)
     if not causal and (view.narrow or lengths is not None):
         seen = _seen(op, view, q, k, past_k, lengths)
-        mask = _hidden_too(op, rw, mask, seen, q, sums)
+        mask = _hidden_too(op, rw, mask, seen, sums)
     if mask is not None and mask.dtype == ir.DataType.BOOL:
         mask = _added(op, rw, mask, q)
     capped = bool(softcap)
@@ -133,13 +136,13 @@ def _lengthened(op: Any, rw: Rewriter, mask: ir.Value, k: ir.Value, q: ir.Value)
         mask = _added(op, rw, mask, q)
     missing = op.Sub(op.Shape(k, start=2, end=3), op.Shape(mask, start=-1))
     amounts = op.Concat(op.constant([0] * (2 * (rank(mask) or 1) - 1)), missing, axis=0)
-    wide: ir.Value = op.Pad(mask, amounts, _minus_infinity(rw, q))
+    wide: ir.Value = op.Pad(mask, amounts, _minus_infinity(rw, mask))
     shape = None if mask.shape is None else [*mask.shape[:-1], dim(k, 2)]
     return typed(wide, mask, shape)
 
 
 def _hidden_too(
-    op: Any, rw: Rewriter, mask: ir.Value | None, seen: ir.Value, q: ir.Value, sums: bool
+    op: Any, rw: Rewriter, mask: ir.Value | None, seen: ir.Value, sums: bool
 ) -> ir.Value:
     """The mask, of either kind, that also hides what `seen` does not show.
 
@@ -151,21 +154,21 @@ def _hidden_too(
     if mask.dtype == ir.DataType.BOOL:
         made = op.And(mask, seen)
     elif sums:
-        made = op.Add(mask, _added(op, rw, seen, q))
+        made = op.Add(mask, _added(op, rw, seen, mask))
     else:
-        made = op.Where(seen, mask, _minus_infinity(rw, q))
+        made = op.Where(seen, mask, _minus_infinity(rw, mask))
     return typed(made, mask, [None] * max(rank(mask) or 0, rank(seen) or 0))
 
 
-def _minus_infinity(rw: Rewriter, q: ir.Value) -> ir.Value:
-    dtype = (q.dtype or ir.DataType.FLOAT).numpy()
+def _minus_infinity(rw: Rewriter, like: ir.Value) -> ir.Value:
+    dtype = (like.dtype or ir.DataType.FLOAT).numpy()
     return rw.initializer(f"minus_inf{np.dtype(dtype).name}", np.asarray(-np.inf, dtype))
 
 
-def _added(op: Builder, rw: Rewriter, keep: ir.Value, q: ir.Value) -> ir.Value:
+def _added(op: Builder, rw: Rewriter, keep: ir.Value, like: ir.Value) -> ir.Value:
     """The mask that is -inf where `keep` is False."""
-    low = _minus_infinity(rw, q)
-    return typed(op.Where(keep, rw.zeros(q), low), q, keep.shape)
+    low = _minus_infinity(rw, like)
+    return typed(op.Where(keep, rw.zeros(like), low), like, keep.shape)
 
 
 @dataclass(frozen=True)
