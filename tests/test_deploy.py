@@ -66,7 +66,13 @@ def as_read(program: Program, written: Program) -> None:
             assert program.constants[buffer].tobytes() == array.tobytes()
 
 
-@pytest.mark.parametrize("name", [n for n in lowering.GRAPHS if "depends on data" not in n])
+# what a file cannot hold: sizes that data decides, and the state of what is drawn
+NOT_IN_FILES = ("depends on data", "Dropout")
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in lowering.GRAPHS if not any(kind in n for kind in NOT_IN_FILES)]
+)
 @pytest.mark.usefixtures("no_compiler")
 def test_programs_are_read_as_they_were_written(name: str, tmp_path: Path) -> None:
     text, feeds = lowering.GRAPHS[name]
