@@ -298,3 +298,10 @@ def test_a_weight_that_others_read_as_it_is_keeps_its_gradient(name: str, level:
     graph = load(FusionCase(name, f"float[5,6] x, {weights}", body, output="float[5,6] y").model())
     rewrite.optimize(graph, level=level)
     assert "w.grad" in {value.name for value in autodiff.gradient(graph).graph.outputs}
+
+
+def test_a_reader_that_a_rewrite_left_behind_does_not_tie_a_weight() -> None:
+    body = 'y = Einsum<equation = "ij,kj->ik">(x, w)'
+    graph = load(FusionCase("", "float[5,6] x, float[4,6] w", body, output="float[5,4] y").model())
+    rewrite.optimize(graph, level=0)
+    assert [node.op_type for node in graph.graph] == ["MatMul"]

@@ -155,8 +155,9 @@ def _without_tied(chosen: list[ir.Node]) -> list[ir.Node]:
 
     def stays(value: ir.Value) -> bool:
         if value.is_initializer() and is_float(value) and rank(value):
-            shared = any(use.node not in going for use in value.uses()) or value.is_graph_output()
-            return shared and CONSTANT not in value.metadata_props
+            readers = {use.node for use in value.uses()} - going
+            live = any(v.uses() or v.is_graph_output() for n in readers for v in n.outputs)
+            return (live or value.is_graph_output()) and CONSTANT not in value.metadata_props
         return value.producer() in nodes and value.producer() not in going
 
     while tied := {node for node in going if any(map(stays, filter(None, node.inputs)))}:
