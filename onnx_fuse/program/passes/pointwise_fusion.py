@@ -207,16 +207,17 @@ def refine(a: Sequence[int], b: Sequence[int]) -> list[int] | None:
     """The coarsest shape that both shapes are merges of, None where there is none."""
     if prod(a) != prod(b) or 0 in a:
         return None
-    cuts = set()
+    cuts = [1]
     for shape in (a, b):
         step = 1
         for d in reversed(shape):
             step *= d
-            cuts.add(step)
-    ordered = sorted(cuts | {1})
-    if any(high % low for low, high in pairwise(ordered)):
+            cuts.append(step)
+    # a set would tell apart open sizes that are equal, in an order that changes from run to run
+    steps = [(low, high) for low, high in pairwise(sorted(cuts)) if low != high]
+    if any(high % low for low, high in steps):
         return None
-    return [high // low for low, high in pairwise(ordered)][::-1]
+    return [high // low for low, high in steps][::-1]
 
 
 def join(a: Call, b: Call, *, siblings: bool = False) -> Call | None:
