@@ -50,6 +50,10 @@ _Tree: TypeAlias = "_Call | str | float | tuple[int, ...]"
 """A call; a name, or `@name` for an attribute; a number; a list of integers."""
 
 
+class _NoFormulaError(Exception):
+    """A text of Python that formulas do not have, such as that of a node with a graph."""
+
+
 @lru_cache(1024)
 def _parsed(line: str) -> tuple[str, _Tree | None]:
     """What a line names, and its formula: None of what is none.
@@ -62,12 +66,12 @@ def _parsed(line: str) -> tuple[str, _Tree | None]:
     text = _ATTRIBUTES.sub(lambda call: f"{call[1]}({call[2]!r}, ", match[2].replace("@", "at."))
     try:
         return match[1] or "", _tree(ast.parse(text, mode="eval").body)
-    except (SyntaxError, NotImplementedError):
+    except (SyntaxError, _NoFormulaError):
         return match[1] or "", None
 
 
 def _tree(node: ast.expr) -> _Tree:
-    """The tree of Python's. Raises NotImplementedError."""
+    """The tree of Python's. Raises _NoFormulaError."""
     match node:
         case ast.Constant(value=int() | float() as number):
             return float(number)
@@ -87,7 +91,7 @@ def _tree(node: ast.expr) -> _Tree:
             return _call(ast.unparse(op_type), attributes.replace("at.", "@"), operands)
         case ast.Call(op_type, operands):
             return _call(ast.unparse(op_type), "", operands)
-    raise NotImplementedError
+    raise _NoFormulaError(ast.unparse(node))
 
 
 def _call(op_type: str, attributes: str, nodes: Sequence[ast.expr]) -> _Tree:
