@@ -1,6 +1,7 @@
 """Tests here need an NVIDIA GPU, and are skipped where there is none."""
 
 import gc
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,18 @@ from onnx_fuse.errors import DeviceError
 from onnx_fuse.program.problem import Hardware
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+
+def _spread_over_gpus() -> None:
+    """Each worker of pytest-xdist gets another GPU first: it runs its tests there."""
+    gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+    if gpus > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        order = [(int(worker) + place) % gpus for place in range(gpus)]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, order))
+
+
+_spread_over_gpus()
 
 
 def _missing() -> str:
