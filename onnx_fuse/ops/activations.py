@@ -61,14 +61,14 @@ class Activation:
     @property
     def numbers(self) -> tuple[tuple[str, float], ...]:
         """The operator's attributes that are numbers, with their defaults, as {1} and so on."""
-        own = ((self.attributes.partition(":")[0], self.alpha),) if self.attributes else ()
-        return own + tuple((name, v) for name, v in self.fixed if not isinstance(v, str))
+        parameter = ((self.attributes.partition(":")[0], self.alpha),) if self.attributes else ()
+        return parameter + tuple((name, v) for name, v in self.fixed if not isinstance(v, str))
 
     @property
     def macros(self) -> dict[str, str]:
         """What a kernel is compiled with to have it: see common.cuh."""
-        found = {"ACT": self.name, "ACT_VALUE": self.value, "ACT_SLOPE": self.slope}
-        return found | ({"ACT_NORMAL": "1"} if self.normal else {})
+        defined = {"ACT": self.name, "ACT_VALUE": self.value, "ACT_SLOPE": self.slope}
+        return defined | ({"ACT_NORMAL": "1"} if self.normal else {})
 
     def gradient_text(self, result: str = "dz", dy: str = "dy") -> str:
         """The gradient as lines of a body, with names and attributes of its own."""
@@ -82,8 +82,8 @@ class Activation:
 
     def alone(self, op: Any, x: Any, fused: Any) -> Any:
         """The standalone op of x, with the attribute that the fused node took over."""
-        own = {k: a.value for k, a in fused.attributes.items() if f"{k}:" in self.attributes}
-        attributes = own | dict(self.fixed)
+        numbers = {k: a.value for k, a in fused.attributes.items() if f"{k}:" in self.attributes}
+        attributes = numbers | dict(self.fixed)
         return op.node(self.op_type, [x], domain=self.domain, attributes=attributes)
 
 

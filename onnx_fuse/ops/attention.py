@@ -142,9 +142,9 @@ def _plus(op: Any, a: Tensor, b: Tensor) -> Tensor:
     return b if a is None else op.Add(a, b)
 
 
-def _cut(op: Any, g: Tensor, whole: Tensor, past: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+def _cut(op: Any, g: Tensor, present: Tensor, past: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
     if g is None:
-        g = zeros_like(op, whole)
+        g = zeros_like(op, present)
     sizes = op.Concat(*(op.Shape(x, start=2, end=3) for x in (past, new)), axis=0)
     first, second = op.Split(g, sizes, axis=2, outputs=2)
     return first, second
@@ -177,8 +177,8 @@ def _rotary(op: Any, node: ir.Node, dys: Values) -> Values:
     def halves(value: Tensor) -> tuple[Tensor, Tensor]:
         if known_rank(value) == 3:
             size, (batch, length, _) = dim(value, 2), sizes_of(op, value)
-            whole = op.Shape(value, start=2)
-            each = op.Div(whole, heads) if size is None else size // heads
+            width = op.Shape(value, start=2)
+            each = op.Div(width, heads) if size is None else size // heads
             value = reshape(op, value, [batch, length, heads, each])
         if turned:
             value = op.Slice(value, [0], [turned], [-1])

@@ -34,9 +34,9 @@ def _all_reduce_grad(
     if dy is None:
         return [None]
     ranks, bucket = (node.attributes[name].as_int() for name in ("ranks", "bucket"))
-    found: ir.Value = op.node("AllReduce", [dy], domain=FUSE, ranks=ranks, bucket=bucket + BACKWARD)
-    found.type, found.shape = dy.type, node.outputs[0].shape
-    return [found]
+    dx: ir.Value = op.node("AllReduce", [dy], domain=FUSE, ranks=ranks, bucket=bucket + BACKWARD)
+    dx.type, dx.shape = dy.type, node.outputs[0].shape
+    return [dx]
 
 
 register(

@@ -146,8 +146,8 @@ def weight_grad(
     spatial = list(range(2, 2 + n))
     half = weight.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
     depthwise = group == dim(weight, 0) and dim(weight, 1) == 1
-    whole = dim(weight, 1)  # TMA gathers volumes of channels that are a multiple of 16 bytes
-    volume = half and group == 1 and isinstance(whole, int) and whole % 8 == 0
+    depth = dim(weight, 1)  # TMA gathers volumes of channels that are a multiple of 16 bytes
+    volume = half and group == 1 and isinstance(depth, int) and depth % 8 == 0
     pointwise = set(kernel) == set(strides) == set(dilations) == {1} and not any(pads)
     # as tf32; of other float32 products the body is what stands below
     single = weight.dtype == ir.DataType.FLOAT and group == 1 and not pointwise
@@ -231,12 +231,12 @@ def _conv_transpose(op: Any, node: ir.Node, dys: Values) -> Values:
         for a in range(n):
             size = dim(x, 2 + a)
             # SAME_*: the output is size · stride, so the size of the input drops out
-            whole = -strides[a] + extent[a] + extra[a]
+            padding = -strides[a] + extent[a] + extra[a]
             if shape is not None:
                 if size is None:
                     raise fail(node, "it has an output_shape, and its input a dynamic size")
-                whole += strides[a] * size - shape[-n:][a]
-            total = max(whole, 0)
+                padding += strides[a] * size - shape[-n:][a]
+            total = max(padding, 0)
             begin = (total + (mode != "SAME_UPPER")) // 2
             begins.append(begin)
             ends.append(total - begin)
@@ -281,21 +281,21 @@ def _add_to_windows(op: Any, node: ir.Node, dy: Tensor, x: ir.Value) -> Tensor:
         ones = reshape(op, dy, [batch, channels, *(v for s, _ in pairs for v in (s, 1))])
         tiles = op.Expand(ones, op.constant([1, 1, *(v for k in kernel for v in (1, k))]))
         tiled = [_times(op, s, k) for s, k in pairs]
-        whole = reshape(op, tiles, [batch, channels, *tiled])
+        spread = reshape(op, tiles, [batch, channels, *tiled])
     else:
         # Channels join the batch, so that one window of ones serves them all.
         batch, channels, *rest = sizes_of(op, dy)
         rows = reshape(op, dy, [_times(op, batch, channels), 1, *rest])
         window = op.constant(np.ones([1, 1, *kernel], (x.dtype or ir.DataType.FLOAT).numpy()))
-        whole = op.ConvTranspose(rows, window, strides=strides, dilations=dilations)
-        whole = op.Reshape(
-            whole, vector(op, [batch, channels, op.Shape(whole, start=2)]), allowzero=1
+        spread = op.ConvTranspose(rows, window, strides=strides, dilations=dilations)
+        spread = op.Reshape(
+            spread, vector(op, [batch, channels, op.Shape(spread, start=2)]), allowzero=1
         )
-    # Of [0, whole), the image is [begin, begin + size): padding before it, and places no window
+    # Of [0, spread), the image is [begin, begin + size): padding before it, and places no window
     # reached (or that stick out) after it. A negative pad cuts.
     size = shape_of(op, image, spatial)
-    after = op.Sub(op.Add(size, begin), op.Shape(whole, start=2))
-    dx = op.Pad(whole, vector(op, [0, 0, op.Neg(begin), 0, 0, after]))
+    after = op.Sub(op.Add(size, begin), op.Shape(spread, start=2))
+    dx = op.Pad(spread, vector(op, [0, 0, op.Neg(begin), 0, 0, after]))
     dx.shape = image.shape
     return _unpad(op, dx, x, image)
 
@@ -317,8 +317,8 @@ def _average_pool(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, node: ir.Node
     image, pads = _padded(op, node, ones, place)
     if include:  # padding counts, but not what lies beyond it
         around = op.constant([p + q for p, q in zip(pads[:n], pads[n:], strict=True)])
-        whole = op.Add(op.Shape(image, start=2), around)
-        image, pads = filled(op, op.Concat([1, 1], whole, axis=0), x.dtype, 1.0), [0] * 2 * n
+        padded_size = op.Add(op.Shape(image, start=2), around)
+        image, pads = filled(op, op.Concat([1, 1], padded_size, axis=0), x.dtype, 1.0), [0] * 2 * n
     # an image may be smaller than the window at run time, which a Conv refuses
     beyond = beyond or None in [dim(x, 2 + a) for a in range(n)]
     if beyond:
@@ -389,11 +389,11 @@ def _resize(op: Any, node: ir.Node, dys: Values) -> Values:
     n = known_rank(x)
     axes = [a % n for a in ints_attribute(node, "axes", list(range(n))) or []]
     factors = const_array(scales)
-    whole = _repeats(node, x, axes, factors, static_ints(sizes), mode, transform)
-    if whole is not None:
+    whole_repeats = _repeats(node, x, axes, factors, static_ints(sizes), mode, transform)
+    if whole_repeats is not None:
         split: list[Any] = []
         summed: list[int] = []
-        for size, repeats in zip(sizes_of(op, x), whole, strict=True):
+        for size, repeats in zip(sizes_of(op, x), whole_repeats, strict=True):
             split.append(size)
             if repeats != 1:
                 summed.append(len(split))
@@ -487,7 +487,7 @@ def _grid_sample(op: Any, node: ir.Node, dys: Values) -> Values:
     the weights give the grid's gradient. Images [N, C, H, W], grid [N, P, Q, 2] of (x, y).
     """
     (x, grid), dy = arguments(node, 2), dys[0]
-    mode = {"bilinear": "linear"}.get(found := text(node, "mode", "linear"), found)
+    mode = {"bilinear": "linear"}.get(name := text(node, "mode", "linear"), name)
     padding = text(node, "padding_mode", "zeros")
     if (
         known_rank(x) != 4

@@ -137,24 +137,24 @@ def _dequantize(op: Any, node: ir.Node, dys: Values) -> Values:
     n, block = known_rank(x), node.attributes.get_int("block_size", 0)
     per_axis = block > 0 or (len(scale.shape or ()) == 1 and dim(scale, 0) != 1)
     axis = norm_axis(node.attributes.get_int("axis", 1), x) if per_axis else None
-    whole = op.CastLike(x, dy)
+    integers = op.CastLike(x, dy)
     if axis is not None and block:  # its blocks become an axis of their own
         sizes, each = dims(x), dims(scale)
         if sizes is None or each is None:
             raise fail(node, "the number of its blocks is not known")
         if short := each[axis] * block - sizes[axis]:
-            whole, dy = (pad(op, v, [axis], [0], [short]) for v in (whole, dy))
+            integers, dy = (pad(op, v, [axis], [0], [short]) for v in (integers, dy))
         split = [*each[: axis + 1], block, *each[axis + 1 :]]
-        whole, dy = reshape(op, whole, split), reshape(op, dy, split)
+        integers, dy = reshape(op, integers, split), reshape(op, dy, split)
     if zero is not None:
         shift = op.CastLike(zero, dy)
         if axis is not None and block:
             shift = op.Unsqueeze(shift, op.constant([axis + 1]))
         elif axis is not None and axis < n - 1:
             shift = op.Unsqueeze(shift, op.constant(list(range(1, n - axis))))
-        whole = op.Sub(whole, shift)
+        integers = op.Sub(integers, shift)
     axes = [a for a in range(n) if a != axis] if axis is None or not block else [axis + 1]
-    dscale = to_like(op, sum_over(op, op.Mul(dy, whole), axes), scale)
+    dscale = to_like(op, sum_over(op, op.Mul(dy, integers), axes), scale)
     if per_axis and not block:  # an open size may be 1, for all of the axis
         return [None, unbroadcast(op, dscale, scale)]
     return [None, reshape_like(op, dscale, scale)]

@@ -257,12 +257,12 @@ class _Nodes:
             return node.outputs[0]
         if op_type == "CastLike":
             return to_like(self._op, *values)
-        made = dict(_attributes(attributes)) if attributes else {}
-        for name, value in made.items():
+        settings = dict(_attributes(attributes)) if attributes else {}
+        for name, value in settings.items():
             if isinstance(value, str) and value[:1] == "@":
-                made[name] = self.attribute(value)
+                settings[name] = self.attribute(value)
         domain, _, name = op_type.rpartition(".")
-        return self._op.node(name, values, domain=domain, attributes=made)
+        return self._op.node(name, values, domain=domain, attributes=settings)
 
 
 @lru_cache(256)

@@ -47,10 +47,10 @@ def _gather(op: Any, node: ir.Node, dys: Values) -> Values:
         if size is not None and isinstance(count, int):
             before, after = first % size, size - first % size - count
         else:
-            whole = size if size is not None else op.Shape(x, start=axis, end=axis + 1)
+            extent = size if size is not None else op.Shape(x, start=axis, end=axis + 1)
             end = first + count if isinstance(count, int) else op.Add(count, first)
-            before = first if first >= 0 else op.Add(whole, first)
-            after = op.Sub(whole, end) if first >= 0 else -end
+            before = first if first >= 0 else op.Add(extent, first)
+            after = op.Sub(extent, end) if first >= 0 else -end
         return [pad(op, row, [axis], [before], [after])]
     indices = to_type(op, indices, ir.DataType.INT64)  # ScatterND takes no other
     if norm_axis(axis, x) == 0 if axis < 0 else axis == 0:
@@ -63,16 +63,16 @@ def _run(op: Any, indices: ir.Value) -> tuple[int, int | Tensor] | None:
     """The first of indices that count neighbours in order, and how many: an int, or a vector of one
     where the model runs. None for other indices.
     """
-    known, made = static(indices), indices.producer()
-    if known is not None:
-        if known.ndim > 1 or not known.size:
+    array, producer = static(indices), indices.producer()
+    if array is not None:
+        if array.ndim > 1 or not array.size:
             return None
-        first, count = int(known.reshape(-1)[0]), known.size
-        follow = (known.reshape(-1) == np.arange(count) + first).all()
+        first, count = int(array.reshape(-1)[0]), array.size
+        follow = (array.reshape(-1) == np.arange(count) + first).all()
         return (first, count) if follow and (first >= 0 or first + count <= 0) else None
-    if made is None or made.domain or made.op_type != "Range":
+    if producer is None or producer.domain or producer.op_type != "Range":
         return None
-    start, step = static_ints(made.inputs[0]), static_ints(made.inputs[2])
+    start, step = static_ints(producer.inputs[0]), static_ints(producer.inputs[2])
     if start is None or len(start) != 1 or start[0] < 0 or step != [1]:
         return None
     return start[0], op.Shape(indices)

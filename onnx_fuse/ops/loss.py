@@ -187,8 +187,8 @@ def mean_of(op: Any, loss: Tensor, total: Tensor, counted: Tensor) -> Tensor:
 
 def ignored_label(options: Options) -> int:
     """The label that does not count."""
-    found = options.get("ignore_index")
-    return -100 if found is None else int(found)
+    label = options.get("ignore_index")
+    return -100 if label is None else int(label)
 
 
 def cross_entropy(op: Any, logits: ir.Value, labels: ir.Value, options: Options) -> Tensor:

@@ -118,21 +118,21 @@ def _einsum(op: Any, node: ir.Node, dys: Values) -> Values:
         if len(set(term)) != len(term):
             raise fail(node, f"term '{term}' of its equation takes a diagonal")
         others = [(v, t) for j, (v, t) in enumerate(zip(node.inputs, terms, strict=True)) if j != i]
-        known = set(right).union(*(t for _, t in others))
-        kept = "".join(c for c in term if c in known)
+        outside = set(right).union(*(t for _, t in others))
+        shared = "".join(c for c in term if c in outside)
         g = (
             dy
-            if right == kept and not others
+            if right == shared and not others
             else op.Einsum(
                 dy,
                 *(v for v, _ in others),
-                equation=f"{','.join([right, *(t for _, t in others)])}->{kept}",
+                equation=f"{','.join([right, *(t for _, t in others)])}->{shared}",
             )
         )
-        if kept != term:
-            g = op.Unsqueeze(g, op.constant([k for k, c in enumerate(term) if c not in known]))
+        if shared != term:
+            g = op.Unsqueeze(g, op.constant([k for k, c in enumerate(term) if c not in outside]))
         # a letter of several sizes is 1 in some operand, and broadcast: the walker sums it back
-        answers.append(g if kept == term and equal else op.Expand(g, op.Shape(x)))
+        answers.append(g if shared == term and equal else op.Expand(g, op.Shape(x)))
     return answers
 
 

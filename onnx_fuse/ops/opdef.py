@@ -72,15 +72,15 @@ class OpDef:
 
 def _prune(proto: onnx.FunctionProto) -> None:
     """Drop nodes that the outputs do not need, which onnxruntime would otherwise compute."""
-    wanted, kept = set(proto.output), []
+    wanted, live = set(proto.output), []
     for node in reversed(proto.node):
         if not wanted.intersection(node.output):
             continue
         while len(node.output) > 1 and node.output[-1] not in wanted:
             del node.output[-1]
         wanted.update(node.input)
-        kept.append(node)
-    nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in reversed(kept)]
+        live.append(node)
+    nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in reversed(live)]
     del proto.node[:]
     proto.node.extend(nodes)
 

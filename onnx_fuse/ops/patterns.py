@@ -323,8 +323,8 @@ class Spellings:
     def find(self, text: str, value: ir.Value | None) -> dict[str, ir.Value] | None:
         """What the names in a formula are where it computes a value of a graph, the value as y."""
         pattern = self._pattern(text)
-        found = pattern.matches(pattern.root, value, {}) if value is not None else iter(())
-        return next((pattern.names(bound) for bound in found if _MISS not in bound), None)
+        bindings = pattern.matches(pattern.root, value, {}) if value is not None else iter(())
+        return next((pattern.names(bound) for bound in bindings if _MISS not in bound), None)
 
     def ways(self, operator: str, value: ir.Value) -> Iterator[tuple[_Pattern, Bound]]:
         """The formulas of an operator that compute a value, and what they compute it from."""
@@ -538,19 +538,19 @@ def _probes(dtype: ir.DataType) -> np.ndarray:
     return np.array([*sized, *(-v for v in sized), math.nan], np.float64).astype(kind)
 
 
-def _work(value: ir.Value, known: dict[ir.Value, np.ndarray], kind: np.dtype) -> np.ndarray:
-    """What a value is where those `known` are, each step rounded to a type; they grow by it."""
-    if value not in known:
+def _work(value: ir.Value, arrays: dict[ir.Value, np.ndarray], kind: np.dtype) -> np.ndarray:
+    """What a value is where `arrays` are some, each step rounded to a type; they grow by it."""
+    if value not in arrays:
         held, node = scalar(value), value.producer()
         if held is not None:
-            known[value] = np.asarray(held, np.float64).astype(kind)
+            arrays[value] = np.asarray(held, np.float64).astype(kind)
         else:
             assert node is not None
-            inputs = [_work(v, known, kind) for v in node.inputs if v is not None]
+            inputs = [_work(v, arrays, kind) for v in node.inputs if v is not None]
             if node.op_type in _ARITHMETIC:
-                known[value] = _ARITHMETIC[node.op_type](*inputs).astype(kind)
+                arrays[value] = _ARITHMETIC[node.op_type](*inputs).astype(kind)
             else:
                 settings = {name: attribute(node, name) for name in node.attributes}
                 wide = [array.astype(np.float64) for array in inputs]
-                known[value] = _CALLS[node.op_type](*wide, **settings).astype(kind)
-    return known[value]
+                arrays[value] = _CALLS[node.op_type](*wide, **settings).astype(kind)
+    return arrays[value]

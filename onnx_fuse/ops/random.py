@@ -22,13 +22,13 @@ def _dropout(op: Any, node: ir.Node, dys: Values) -> Values:
     mask = output(op, node, 1, ir.DataType.BOOL, "mask")
     mask.shape = node.outputs[0].shape
     number = const_array(ratio)
-    kept = op.Mul(dy, to_like(op, mask, dy))
+    masked = op.Mul(dy, to_like(op, mask, dy))
     if on is not None and (ratio is None or number is not None):
         share = 0.5 if number is None else float(np.asarray(number).reshape(-1)[0])
-        return [op.Mul(kept, 1 / (1 - share) if share < 1 else 0.0)]
+        return [op.Mul(masked, 1 / (1 - share) if share < 1 else 0.0)]
     ratio = op.constant(0.5, dy.dtype) if ratio is None else to_like(op, ratio, dy)
     scale = op.Where(training, op.Reciprocal(op.Sub(1.0, ratio)), op.constant(1.0, dy.dtype))
-    return [op.Mul(kept, scale)]
+    return [op.Mul(masked, scale)]
 
 
 register(OpDef("Dropout", grad=_dropout))

@@ -173,7 +173,7 @@ class _Recurrent:
         times = op.Range(op.constant(np.int64(0)), length, op.constant(np.int64(1)))
         times = op.Cast(times, to=int(ir.DataType.INT32))
         self.times = op.Unsqueeze(times, op.constant([1]))
-        found = [self.direction(kind, i, grads) for i, kind in enumerate(kinds)]
+        parts = [self.direction(kind, i, grads) for i, kind in enumerate(kinds)]
         first = op.constant([0])
         stacked = [
             None
@@ -181,9 +181,9 @@ class _Recurrent:
             else op.Concat(*(op.Unsqueeze(p, first) for p in part), axis=0)
             if self.count > 1
             else op.Unsqueeze(part[0], first)
-            for part in list(zip(*found, strict=True))[1:]
+            for part in list(zip(*parts, strict=True))[1:]
         ]
-        dx = found[0][0] if self.count == 1 else op.Add(found[0][0], found[1][0])
+        dx = parts[0][0] if self.count == 1 else op.Add(parts[0][0], parts[1][0])
         dw, dr, db, dh0, dc0 = stacked
         if self.layout:
             dx, dh0, dc0 = self.swap(dx), self.swap(dh0), self.swap(dc0)
@@ -197,7 +197,7 @@ class _Recurrent:
 
     def direction(self, kind: str, index: int, grads: Sequence[Tensor]) -> list[Tensor]:
         """dX, dW, dR, dB, dh0 and dc0 (None where there are none) of one direction."""
-        op, own = self.op, _Direction(self, index)
+        op, way = self.op, _Direction(self, index)
         dy, dh, dc = (
             None if g is None else of_direction(op, g, index, self.count, axis)
             for g, axis in zip(grads, (1, 0, 0), strict=True)
@@ -209,16 +209,16 @@ class _Recurrent:
             some = op.Greater(self.lengths, op.constant(np.int32(0)))
             some = op.Unsqueeze(some, op.constant([1]))
             dh, dc = (op.Where(some, g, self.zeros) for g in (dh, dc))
-        made = {"LSTM": self.lstm, "RNN": self.rnn}.get(self.node.op_type)
-        if made is None:
-            made = self.gru_linear if kind == "GRULinearSteps" else self.gru
-        dz, dzh, dr, dh0, dc0 = made(kind, own, dy, dh, dc)
+        core = {"LSTM": self.lstm, "RNN": self.rnn}.get(self.node.op_type)
+        if core is None:
+            core = self.gru_linear if kind == "GRULinearSteps" else self.gru
+        dz, dzh, dr, dh0, dc0 = core(kind, way, dy, dh, dc)
         width = self.gates * self.hidden
-        flat = own.rows(dz, width)
-        dx = op.MatMul(dz, own.w)
-        dw = op.Gemm(flat, own.rows(self.x, self.width), transA=1)
+        flat = way.rows(dz, width)
+        dx = op.MatMul(dz, way.w)
+        dw = op.Gemm(flat, way.rows(self.x, self.width), transA=1)
         db = None
-        if own.b is not None:
+        if way.b is not None:
             axes = op.constant([0, 1])
             sums = [op.ReduceSum(g, axes, keepdims=0) for g in (dz, dzh)]
             db = op.Concat(*sums, axis=0)
@@ -229,66 +229,66 @@ class _Recurrent:
         shape = ir.Shape([s if isinstance(s, int) else None for s in sizes])
         return ir.Value(type=ir.TensorType(self.dtype or ir.DataType.FLOAT), shape=shape)
 
-    def core(self, kind: str, own: _Direction, inputs: list[Tensor], like: list[Any]) -> Any:
+    def core(self, kind: str, way: _Direction, inputs: list[Tensor], like: list[Any]) -> Any:
         """The gradients of the steps: dz of all steps, and dh of the state before the first."""
         name = f"{kind}Grad"
-        return emit(self.op, name, inputs, like, **ways(own.reverse, BACK[name]))
+        return emit(self.op, name, inputs, like, **ways(way.reverse, BACK[name]))
 
     def ends(self, gates: int | None = None) -> tuple[Any, Any]:
         width = (gates or self.gates) * self.hidden
         return self.like([self.steps, self.batch, width]), self.like([self.batch, self.hidden])
 
-    def recurrent_weights(self, own: _Direction, dz: Tensor, states: Tensor, gates: int) -> Tensor:
+    def recurrent_weights(self, way: _Direction, dz: Tensor, states: Tensor, gates: int) -> Tensor:
         """dzᵀ H', summed over all steps and sequences."""
-        flat = own.rows(dz, gates * self.hidden)
-        return self.op.Gemm(flat, own.rows(states, self.hidden), transA=1)
+        flat = way.rows(dz, gates * self.hidden)
+        return self.op.Gemm(flat, way.rows(states, self.hidden), transA=1)
 
-    def lstm(self, kind: str, own: _Direction, dy: Tensor, dh: Tensor, dc: Tensor) -> list[Tensor]:
-        op, bias = self.op, own.halves()[1:] or [None]
-        z = op.Add(own.of_inputs(), own.of_states(own.before, own.r, bias[0]))
+    def lstm(self, kind: str, way: _Direction, dy: Tensor, dh: Tensor, dc: Tensor) -> list[Tensor]:
+        op, bias = self.op, way.halves()[1:] or [None]
+        z = op.Add(way.of_inputs(), way.of_states(way.before, way.r, bias[0]))
         steps, state = self.ends()
-        inputs = [z, own.r, own.c0, self.lengths, dy, dh, dc]
-        dz, dh0, dc0 = self.core(kind, own, inputs, [steps, state, state])
-        return [dz, dz, self.recurrent_weights(own, dz, own.before, 4), dh0, dc0]
+        inputs = [z, way.r, way.c0, self.lengths, dy, dh, dc]
+        dz, dh0, dc0 = self.core(kind, way, inputs, [steps, state, state])
+        return [dz, dz, self.recurrent_weights(way, dz, way.before, 4), dh0, dc0]
 
-    def rnn(self, kind: str, own: _Direction, dy: Tensor, dh: Tensor, dc: Tensor) -> list[Tensor]:
-        op, bias = self.op, own.halves()[1:] or [None]
-        z = op.Add(own.of_inputs(), own.of_states(own.before, own.r, bias[0]))
+    def rnn(self, kind: str, way: _Direction, dy: Tensor, dh: Tensor, dc: Tensor) -> list[Tensor]:
+        op, bias = self.op, way.halves()[1:] or [None]
+        z = op.Add(way.of_inputs(), way.of_states(way.before, way.r, bias[0]))
         steps, state = self.ends()
-        inputs = [z, own.r, self.lengths, dy, dh]
-        dz, dh0 = self.core(kind, own, inputs, [steps, state])
-        return [dz, dz, self.recurrent_weights(own, dz, own.before, 1), dh0, None]
+        inputs = [z, way.r, self.lengths, dy, dh]
+        dz, dh0 = self.core(kind, way, inputs, [steps, state])
+        return [dz, dz, self.recurrent_weights(way, dz, way.before, 1), dh0, None]
 
     def gru_linear(
-        self, kind: str, own: _Direction, dy: Tensor, dh: Tensor, dc: Tensor
+        self, kind: str, way: _Direction, dy: Tensor, dh: Tensor, dc: Tensor
     ) -> list[Tensor]:
         """n = tanh(x + r ⊙ (h Rᵀ + b)): R has the gradient of its own product, dzh."""
-        bias = own.halves()[1:] or [None]
-        of_states = own.of_states(own.before, own.r, bias[0])
+        bias = way.halves()[1:] or [None]
+        of_states = way.of_states(way.before, way.r, bias[0])
         steps, state = self.ends()
-        inputs = [own.of_inputs(), of_states, own.before, own.r, self.lengths, dy, dh]
-        dz, dzh, dh0 = self.core(kind, own, inputs, [steps, steps, state])
-        return [dz, dzh, self.recurrent_weights(own, dzh, own.before, 3), dh0, None]
+        inputs = [way.of_inputs(), of_states, way.before, way.r, self.lengths, dy, dh]
+        dz, dzh, dh0 = self.core(kind, way, inputs, [steps, steps, state])
+        return [dz, dzh, self.recurrent_weights(way, dzh, way.before, 3), dh0, None]
 
-    def gru(self, kind: str, own: _Direction, dy: Tensor, dh: Tensor, dc: Tensor) -> list[Tensor]:
+    def gru(self, kind: str, way: _Direction, dy: Tensor, dh: Tensor, dc: Tensor) -> list[Tensor]:
         """n = tanh(x + (r ⊙ h) Rᵀ + b): the third of R that makes n reads r ⊙ h."""
         op, hidden = self.op, self.hidden
         sizes = op.constant([2 * hidden, hidden])
-        r_gates, r_new = op.Split(own.r, sizes, axis=0, outputs=2)
-        halves = own.halves()
+        r_gates, r_new = op.Split(way.r, sizes, axis=0, outputs=2)
+        halves = way.halves()
         b_gates, b_new = op.Split(halves[1], sizes, axis=0, outputs=2) if halves else (None, None)
-        x_gates, x_new = op.Split(own.of_inputs(), sizes, axis=2, outputs=2)
-        gates = op.Add(x_gates, own.of_states(own.before, r_gates, b_gates))
+        x_gates, x_new = op.Split(way.of_inputs(), sizes, axis=2, outputs=2)
+        gates = op.Add(x_gates, way.of_states(way.before, r_gates, b_gates))
         reset = op.Sigmoid(op.Slice(gates, [hidden], [2 * hidden], [2]))
-        kept = op.Mul(reset, own.before)
-        new = op.Add(x_new, own.of_states(kept, r_new, b_new))
+        reset_state = op.Mul(reset, way.before)
+        new = op.Add(x_new, way.of_states(reset_state, r_new, b_new))
         steps, state = self.ends()
-        inputs = [gates, new, own.before, r_gates, r_new, self.lengths, dy, dh]
-        dz, dh0 = self.core(kind, own, inputs, [steps, state])
+        inputs = [gates, new, way.before, r_gates, r_new, self.lengths, dy, dh]
+        dz, dh0 = self.core(kind, way, inputs, [steps, state])
         d_gates, d_new = op.Split(dz, sizes, axis=2, outputs=2)
         dr = op.Concat(
-            self.recurrent_weights(own, d_gates, own.before, 2),
-            self.recurrent_weights(own, d_new, kept, 1),
+            self.recurrent_weights(way, d_gates, way.before, 2),
+            self.recurrent_weights(way, d_new, reset_state, 1),
             axis=0,
         )
         return [dz, dz, dr, dh0, None]

@@ -132,11 +132,11 @@ def _stft(op: Any, node: ir.Node, dys: Values) -> Values:
         raise fail(node, "its step or the length of its frames is not constant")
     if known_rank(x) == 3 and dim(x, 2) != 1:
         raise fail(node, "its signal is complex, or may be")
-    kept = size // 2 + 1 if node.attributes.get_int("onesided", 1) else size
-    angles = 2 * np.pi * np.outer(np.arange(kept), np.arange(size)) / size
-    filters = np.stack([np.cos(angles), -np.sin(angles)], 1).reshape(2 * kept, 1, size)
+    bins = size // 2 + 1 if node.attributes.get_int("onesided", 1) else size
+    angles = 2 * np.pi * np.outer(np.arange(bins), np.arange(size)) / size
+    filters = np.stack([np.cos(angles), -np.sin(angles)], 1).reshape(2 * bins, 1, size)
     basis = to_like(op, op.constant(filters), x)
-    columns = op.Reshape(dy, op.constant([0, 0, 2 * kept]))
+    columns = op.Reshape(dy, op.constant([0, 0, 2 * bins]))
     weighted = basis if window is None else op.Mul(basis, window)
     dx = op.ConvTranspose(op.Transpose(columns, perm=[0, 2, 1]), weighted, strides=every)
     ends = op.Sub(op.Shape(x, start=1, end=2), op.Shape(dx, start=2, end=3))

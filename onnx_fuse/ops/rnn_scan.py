@@ -40,7 +40,7 @@ def _steps(name: str, inputs: str, states: str, body: str, before: str = "") -> 
     """`states` are names of h and c; `body` makes each new one, named with a 1, from its old."""
     names = states.split()
     new = ", ".join(f"{s}n" for s in names)
-    kept = "\n".join(f"        {s}n = Where (alive, {s}1, {s})" for s in names)
+    updates = "\n".join(f"        {s}n = Where (alive, {s}1, {s})" for s in names)
     finals = ", ".join(f"{s}_T" for s in names)
     starts = ", ".join(f"{s}0" for s in names)
     olds = ", ".join(names)
@@ -50,7 +50,7 @@ def _steps(name: str, inputs: str, states: str, body: str, before: str = "") -> 
         body=f"""{name} <reads: ints, writes: ints> ({inputs}) => (y, {finals}) {{{_TIMES}{before}
     {finals}, y = Scan <num_scan_inputs = 2, scan_input_directions: ints = @reads,
         scan_output_directions: ints = @writes, body = step ({olds}, zt, t) => ({new}, yt) {{
-{_NONE.replace("STATE", "h")}{body}{_ALIVE}{kept}
+{_NONE.replace("STATE", "h")}{body}{_ALIVE}{updates}
         yt = Where (alive, h1, none)
     }}> ({starts}, z, times)
 }}""",
@@ -67,9 +67,9 @@ def _grad(
     """
     names = states.split()
     reads = scanned.split()
-    made = outputs.split()
-    kept = "\n".join(f"        d{s}n = Where (alive, d{s}1, d{s})" for s in names)
-    zeros = "\n".join(f"        {o}t = Where (alive, {o}1, none)" for o in made)
+    ends = outputs.split()
+    updates = "\n".join(f"        d{s}n = Where (alive, d{s}1, d{s})" for s in names)
+    zeros = "\n".join(f"        {o}t = Where (alive, {o}1, none)" for o in ends)
     olds, news = (", ".join(f"d{s}{end}" for s in names) for end in ("", "n"))
     results = ", ".join(f"d{s}0" for s in names)
     attributes = "reads: ints, writes: ints, reads_back: ints, writes_back: ints"
@@ -78,13 +78,13 @@ def _grad(
         name,
         domain=FUSE,
         body=f"""{name} <{attributes}> ({inputs})
-        => ({", ".join(made)}, {results}) {{{_TIMES}{before}
-    {results}, {", ".join(made)} = Scan <num_scan_inputs = {len(reads) + 1},
+        => ({", ".join(ends)}, {results}) {{{_TIMES}{before}
+    {results}, {", ".join(ends)} = Scan <num_scan_inputs = {len(reads) + 1},
         scan_input_directions: ints = @reads_back, scan_output_directions: ints = @writes_back,
-        body = step ({olds}, {steps_read}, t) => ({news}, {", ".join(f"{o}t" for o in made)}) {{
+        body = step ({olds}, {steps_read}, t) => ({news}, {", ".join(f"{o}t" for o in ends)}) {{
 {_NONE.replace("STATE", "dh")}{_UNIT}
         dhy = dh + dy_t
-{body}{_ALIVE}{kept}
+{body}{_ALIVE}{updates}
 {zeros}
     }}> ({", ".join(f"d{s}_T" for s in names)}, {", ".join(reads)}, times)
 }}""",

@@ -55,17 +55,17 @@ class Cell:
 
     def activation(self, which: int, value: ir.Value) -> ir.Value:
         op, (name, numbers) = self.op, self.acts[which]
-        found: ir.Value
+        y: ir.Value
         if name in ("Affine", "ScaledTanh"):
             alpha, beta = (op.constant(v, self.dtype) for v in numbers)
-            found = (
+            y = (
                 op.Add(op.Mul(value, alpha), beta)
                 if name == "Affine"
                 else op.Mul(op.Tanh(op.Mul(value, beta)), alpha)
             )
         else:
-            found = op.node(name, [value], **dict(zip(("alpha", "beta"), numbers, strict=False)))
-        return found
+            y = op.node(name, [value], **dict(zip(("alpha", "beta"), numbers, strict=False)))
+        return y
 
     def products(self, x: ir.Value) -> ir.Value:
         """x Wᵀ + b of all steps: [T, B, gates H]."""
@@ -75,10 +75,10 @@ class Cell:
     def step(self, row: ir.Value) -> tuple[ir.Value, ir.Value | None]:
         """The next h and c from a row of `products`."""
         op = self.op
-        own = op.MatMul(self.h, self.r)
+        product = op.MatMul(self.h, self.r)
         if self.kind == "GRU":
-            return self._gru(row, own), None
-        total = op.Add(row, own)
+            return self._gru(row, product), None
+        total = op.Add(row, product)
         if self.b:
             total = op.Add(total, self.b[1])
         if self.kind == "RNN":
@@ -94,10 +94,10 @@ class Cell:
             o = op.Add(o, op.Mul(self.p[1], new))
         return op.Mul(self.act(0, o), self.activation(2, new)), new
 
-    def _gru(self, row: ir.Value, own: ir.Value) -> ir.Value:
+    def _gru(self, row: ir.Value, product: ir.Value) -> ir.Value:
         """z and r gate; the candidate reads r ⊙ h, or r ⊙ (h Rᵀ + b) if linear_before_reset."""
         op = self.op
-        thirds = [op.Split(v, num_outputs=3, axis=-1, outputs=3) for v in (row, own)]
+        thirds = [op.Split(v, num_outputs=3, axis=-1, outputs=3) for v in (row, product)]
         (xz, xr, xh), (hz, hr, hh) = thirds
         bz, br, bh = (
             op.Split(self.b[1], num_outputs=3, axis=-1, outputs=3) if self.b else [None] * 3
@@ -125,11 +125,11 @@ def activations(node: ir.Node, directions: int) -> list[Activation] | None:
     numbers: list[list[float]] = [[] for _ in names]
     for k, attribute in enumerate(("activation_alpha", "activation_beta")):
         takers = [i for i, name in enumerate(names) if len(TAKES[name]) > k]
-        given = list(node.attributes.get_floats(attribute, ()))
-        if given and (len(given) != len(takers) or (node.op_type == "RNN" and len(names) > 1)):
+        values = list(node.attributes.get_floats(attribute, ()))
+        if values and (len(values) != len(takers) or (node.op_type == "RNN" and len(names) > 1)):
             return None
         usual = [TAKES[names[i]][k] for i in takers]
-        for i, number in zip(takers, given or usual, strict=True):
+        for i, number in zip(takers, values or usual, strict=True):
             if number is None:
                 return None
             numbers[i].append(number)
@@ -150,12 +150,12 @@ class Written:
         if self.lengths is not None:
             self.lengths = op.Unsqueeze(self.lengths, op.constant([1]))
         self.rows: ir.Value = op.Transpose(x, perm=[1, 0, 2]) if self.layout else x
-        found = [
+        by_direction = [
             self._direction(i, acts[i * each : (i + 1) * each], bool(i) or way == "reverse")
             for i in range(count)
         ]
         self.results = []
-        for i, parts in enumerate(zip(*found, strict=True)):
+        for i, parts in enumerate(zip(*by_direction, strict=True)):
             value = op.Concat(*parts, axis=1 if i == 0 else 0)
             if self.layout:
                 value = op.Transpose(value, perm=[2, 0, 1, 3] if i == 0 else [1, 0, 2])
@@ -175,41 +175,41 @@ class Written:
             every = op.Range(op.constant(0), length, op.constant(1))
             scanned.append(op.Cast(every, to=ir.DataType.INT32))
         inner = Builder()
-        given = [ir.Value(name="") for _ in (*start, *scanned)]
-        cell.op, cell.h, cell.c = inner, given[0], given[1] if lstm else None
-        new = [v for v in cell.step(given[len(start)]) if v is not None]
+        inputs = [ir.Value(name="") for _ in (*start, *scanned)]
+        cell.op, cell.h, cell.c = inner, inputs[0], inputs[1] if lstm else None
+        new = [v for v in cell.step(inputs[len(start)]) if v is not None]
         row = new[0]
         if self.lengths is not None:
-            alive = inner.Less(given[-1], self.lengths)
+            alive = inner.Less(inputs[-1], self.lengths)
             zero = inner.constant(np.zeros((), cell.dtype.numpy()))
             row = inner.Where(alive, row, zero)
-            new = [inner.Where(alive, v, old) for v, old in zip(new, given, strict=False)]
+            new = [inner.Where(alive, v, old) for v, old in zip(new, inputs, strict=False)]
         ends = [*new, row]
         ends = [v if ends.index(v) == k else inner.Identity(v) for k, v in enumerate(ends)]
-        body = ir.Graph(given, ends, nodes=inner.nodes, name=f"step {i}")
+        body = ir.Graph(inputs, ends, nodes=inner.nodes, name=f"step {i}")
         way = {"scan_input_directions": [1] * len(scanned), "scan_output_directions": [1]}
-        made = op.node(
+        results = op.node(
             "Scan",
             [*start, *scanned],
             outputs=len(start) + 1,
             attributes={"body": body, "num_scan_inputs": len(scanned), **(way if reverse else {})},
         )
-        last = made[:-1]
+        last = results[:-1]
         if self.lengths is not None:  # onnxruntime's last state of an empty sequence is 0, not h0
             some = op.Greater(self.lengths, op.constant(np.int32(0)))
             zero = op.constant(np.zeros((), cell.dtype.numpy()))
             last = [op.Where(some, v, zero) for v in last]
         return [
-            op.Unsqueeze(made[-1], op.constant([1])),
+            op.Unsqueeze(results[-1], op.constant([1])),
             *(op.Unsqueeze(v, first) for v in last),
         ]
 
-    def _start(self, cell: Cell, given: ir.Value | None, products: ir.Value) -> ir.Value:
+    def _start(self, cell: Cell, initial: ir.Value | None, products: ir.Value) -> ir.Value:
         """The state [B, H] before the first step."""
         op = self.op
-        if given is not None:
-            given = op.Transpose(given, perm=[1, 0, 2]) if self.layout else given
-            return cell.mine(given)
+        if initial is not None:
+            initial = op.Transpose(initial, perm=[1, 0, 2]) if self.layout else initial
+            return cell.mine(initial)
         batch = op.Shape(products, start=1, end=2)
         hidden = op.Shape(cell.r, start=0, end=1)
         zero = op.constant(np.zeros((), cell.dtype.numpy()))

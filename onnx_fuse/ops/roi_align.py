@@ -33,17 +33,17 @@ def _roi_align(op: Any, node: ir.Node, dys: Values) -> Values:
     # dx [N, H, C W] = M [N, H, R P] · (dy B) [R P, C W], M the rows' weights of the image's boxes
     spread = op.MatMul(dy, op.Unsqueeze(columns.weights, [1]))  # [R, C, P, W]
     number = op.Range(op.constant(np.int64(0)), op.Squeeze(images), op.constant(np.int64(1)))
-    own = op.Equal(op.Unsqueeze(number, [1]), op.Cast(batch, to=int(ir.DataType.INT64)))
+    of_image = op.Equal(op.Unsqueeze(number, [1]), op.Cast(batch, to=int(ir.DataType.INT64)))
     turned = op.Transpose(rows.weights, perm=[2, 0, 1])  # [H, R, P]
-    parts = op.Mul(turned, op.Unsqueeze(to_like(op, own, x), [1, 3]))
+    parts = op.Mul(turned, op.Unsqueeze(to_like(op, of_image, x), [1, 3]))
     count = op.Mul(op.Shape(boxes, start=0, end=1), op.constant([p]))
     left = op.Reshape(parts, op.Concat(images, height, count, axis=0), allowzero=1)
     area = op.Mul(channels, width)
     right = op.Reshape(
         op.Transpose(spread, perm=[0, 2, 1, 3]), op.Concat(count, area, axis=0), allowzero=1
     )
-    whole = op.Concat(images, height, channels, width, axis=0)
-    dx = op.Transpose(op.Reshape(op.MatMul(left, right), whole, allowzero=1), perm=[0, 2, 1, 3])
+    shape = op.Concat(images, height, channels, width, axis=0)
+    dx = op.Transpose(op.Reshape(op.MatMul(left, right), shape, allowzero=1), perm=[0, 2, 1, 3])
 
     # dA[r] = Σ over channels of dy (x B ᵀ)ᵀ, and dB likewise
     image = op.Gather(x, batch, axis=0)  # [R, C, H, W]

@@ -362,8 +362,8 @@ def constant_ints(value: ir.Value | None) -> list[int] | None:
 
 def attribute(node: ir.Node, name: str, default: Any = None) -> Any:
     """The value of an attribute, or the default where it is absent or a reference."""
-    found = node.attributes.get(name)
-    return default if found is None or found.is_ref() else found.value
+    declared = node.attributes.get(name)
+    return default if declared is None or declared.is_ref() else declared.value
 
 
 def other_operand(node: ir.Node, value: ir.Value) -> ir.Value | None:
@@ -475,8 +475,8 @@ def through_row_views(
     Pad that adds rows of zeros does. The rows lie along the last axis at both ends.
     """
     size = rank(value)
-    found = _climb(value, size - 1, pad, {}, _VIEWS) if value is not None and size else None
-    return (value, []) if found is None else found
+    climb = _climb(value, size - 1, pad, {}, _VIEWS) if value is not None and size else None
+    return (value, []) if climb is None else climb
 
 
 _Climb = tuple[ir.Value, list[ir.Node]]
@@ -496,18 +496,18 @@ def _climb(
     below = row_axis(node, axis) if node is not None and left else None
     if node is not None and left and pad and _pads_rows(node, axis):
         below = axis
-    found = None
+    result = None
     if node is not None and below is not None:
         sources = node.inputs if node.op_type == "Concat" else node.inputs[:1]
         climbs = [_climb(v, below, pad, seen, left - 1) for v in sources if v is not None]
-        known = [climb for climb in climbs if climb is not None]
-        if len(known) == len(sources) and all(base is known[0][0] for base, _ in known):
-            views = dict.fromkeys(view for _, views in known for view in views)
-            found = known[0][0], [*views, node]
-    if found is None and axis == (rank(value) or 0) - 1:
-        found = value, []
-    seen[value, axis] = found
-    return found
+        complete = [climb for climb in climbs if climb is not None]
+        if len(complete) == len(sources) and all(base is complete[0][0] for base, _ in complete):
+            views = dict.fromkeys(view for _, views in complete for view in views)
+            result = complete[0][0], [*views, node]
+    if result is None and axis == (rank(value) or 0) - 1:
+        result = value, []
+    seen[value, axis] = result
+    return result
 
 
 def _pads_rows(node: ir.Node, axis: int) -> bool:
@@ -626,13 +626,13 @@ def _detach_bodies(
 def _captured(body: ir.Graph) -> dict[ir.Value, list[tuple[ir.Node, int]]]:
     """The values that a body and bodies in it read from outside, and where, without constants."""
     inner = [body, *body.subgraphs()]
-    own: set[ir.Value] = set()
+    local: set[ir.Value] = set()
     for each in inner:
-        own.update(each.inputs, each.initializers.values(), *(node.outputs for node in each))
-    found: dict[ir.Value, list[tuple[ir.Node, int]]] = {}
+        local.update(each.inputs, each.initializers.values(), *(node.outputs for node in each))
+    readers: dict[ir.Value, list[tuple[ir.Node, int]]] = {}
     for each in inner:
         for node in each:
             for index, value in enumerate(node.inputs):
-                if value is not None and value not in own and not is_constant(value):
-                    found.setdefault(value, []).append((node, index))
-    return found
+                if value is not None and value not in local and not is_constant(value):
+                    readers.setdefault(value, []).append((node, index))
+    return readers

@@ -73,19 +73,19 @@ def _pad(op: Any, node: ir.Node, dys: Values) -> Values:
     mode = text(node, "mode", "constant")
     axes = given(node, 3)
     if mode == "constant":
-        found = static_ints(axes)
-        if axes is None or found is None:
+        static_axes = static_ints(axes)
+        if axes is None or static_axes is None:
             dx = op.Pad(dy, op.Neg(pads), None, axes)
         else:
-            cut = pieces(op, op.Neg(pads), 2 * len(found))
-            dx = pad(op, dy, found, cut[: len(found)], cut[len(found) :])
+            cut = pieces(op, op.Neg(pads), 2 * len(static_axes))
+            dx = pad(op, dy, static_axes, cut[: len(static_axes)], cut[len(static_axes) :])
         fill = given(node, 2)
         if fill is None:
             return [dx]
-        whole, inner = op.ReduceSum(dy, keepdims=0), op.ReduceSum(dx, keepdims=0)
-        return [dx, None, reshape_like(op, op.Sub(whole, inner), fill)]
-    found, amounts = static_ints(axes), static_ints(pads)
-    padded = list(range(known_rank(x))) if axes is None else found
+        total, inner = op.ReduceSum(dy, keepdims=0), op.ReduceSum(dx, keepdims=0)
+        return [dx, None, reshape_like(op, op.Sub(total, inner), fill)]
+    static_axes, amounts = static_ints(axes), static_ints(pads)
+    padded = list(range(known_rank(x))) if axes is None else static_axes
     if padded is None:
         raise fail(node, f"mode '{mode}' with axes that are not constant")
     dx, count = dy, len(padded)
@@ -112,11 +112,11 @@ def add_along(op: Any, dy: ir.Value, places: ir.Value, axis: int, size: ir.Value
     shape = op.Shape(dy)
     before = [op.Slice(shape, [0], [axis], [0])] if axis else []
     after = [op.Slice(shape, [axis + 1], [n], [0])] if axis + 1 < n else []
-    whole = vector(op, [*before, op.Unsqueeze(size, op.constant([0])), *after])
+    result_shape = vector(op, [*before, op.Unsqueeze(size, op.constant([0])), *after])
     column = (
         places if axis == n - 1 else op.Unsqueeze(places, op.constant(list(range(1, n - axis))))
     )
-    zeros = filled(op, whole, dy.dtype)
+    zeros = filled(op, result_shape, dy.dtype)
     return scatter_add(op, "ScatterElements", zeros, op.Expand(column, shape), dy, axis=axis)
 
 
@@ -126,9 +126,9 @@ def _concat(op: Any, node: ir.Node, dys: Values) -> Values:
     if len(inputs) == 1:
         return [dy]
     sizes = [shape_of(op, x, [norm_axis(axis, x)]) for x in inputs]
-    known = [static_ints(s) for s in sizes]
+    ints = [static_ints(s) for s in sizes]
     split = (
-        op.constant([s[0] for s in known if s]) if None not in known else op.Concat(*sizes, axis=0)
+        op.constant([s[0] for s in ints if s]) if None not in ints else op.Concat(*sizes, axis=0)
     )
     parts = op.Split(dy, split, axis=axis, outputs=len(inputs))
     return list(parts)
@@ -160,20 +160,20 @@ def _slice(op: Any, node: ir.Node, dys: Values) -> Values:
     before, after = [], []
     for i, axis in enumerate(axes):
         start = starts[i] if starts is not None else None
-        known = _static_pads(x, y, axis, start, ends[i] if ends is not None else None)
-        if known is None:
-            whole, part = shape_of(op, x, [axis]), shape_of(op, y, [axis])
+        pads = _static_pads(x, y, axis, start, ends[i] if ends is not None else None)
+        if pads is None:
+            extent, part = shape_of(op, x, [axis]), shape_of(op, y, [axis])
             if start is not None and start >= 0:
-                begin = op.Min(op.constant([start]), whole)
+                begin = op.Min(op.constant([start]), extent)
             else:
                 first = pieces(op, node.inputs[1], len(axes))[i]
                 first = op.constant([first]) if isinstance(first, int) else first
                 first = to_type(op, first, ir.DataType.INT64)
-                first = op.Where(op.Less(first, 0), op.Add(first, whole), first)
-                begin = op.Max(op.Min(first, whole), 0)
-            known = begin, op.Sub(op.Sub(whole, begin), part)
-        before.append(known[0])
-        after.append(known[1])
+                first = op.Where(op.Less(first, 0), op.Add(first, extent), first)
+                begin = op.Max(op.Min(first, extent), 0)
+            pads = begin, op.Sub(op.Sub(extent, begin), part)
+        before.append(pads[0])
+        after.append(pads[1])
     return [pad(op, dy, axes, before, after)]
 
 

@@ -83,8 +83,8 @@ def ints_attribute(
     node: ir.Node, name: str, default: Sequence[int] | None = None
 ) -> list[int] | None:
     """An attribute that is a list of integers, or the default where it is absent."""
-    found = node.attributes.get_ints(name, None)
-    return list(found) if found is not None else (None if default is None else list(default))
+    ints = node.attributes.get_ints(name, None)
+    return list(ints) if ints is not None else (None if default is None else list(default))
 
 
 def arguments(node: ir.Node, count: int) -> list[Any]:
@@ -94,10 +94,10 @@ def arguments(node: ir.Node, count: int) -> list[Any]:
 
 def static(value: ir.Value | None, depth: int = 8) -> np.ndarray | None:
     """The value's content where the graph fixes it: a constant, or integers made of constants."""
-    found = const_array(value)
+    array = const_array(value)
     node = value.producer() if value is not None else None
-    if found is not None or node is None or node.domain or not depth or may_be_float(value):
-        return found
+    if array is not None or node is None or node.domain or not depth or may_be_float(value):
+        return array
     if node.op_type == "Shape" and node.inputs[0] is not None:
         sizes = dims(node.inputs[0])
         end = node.attributes.get_int("end", None)
@@ -136,8 +136,8 @@ def emit(op: Any, name: str, inputs: list[Any], like: list[Any], **attributes: A
     """A node of ours whose outputs have the types and shapes of `like`."""
     values = op.node(name, inputs, outputs=len(like), domain=FUSE, attributes=attributes)
     values = (values,) if len(like) == 1 else values
-    for value, known in zip(values, like, strict=True):
-        value.dtype, value.shape = known.dtype, known.shape
+    for value, template in zip(values, like, strict=True):
+        value.dtype, value.shape = template.dtype, template.shape
     return values
 
 
@@ -204,9 +204,9 @@ def shape_of(op: Any, value: ir.Value, axes: Sequence[int] | None = None) -> Ten
     if axes is None:
         sizes = dims(value)
         return op.constant(sizes) if sizes else op.Shape(value)
-    known = [dim(value, a) for a in axes]
-    if None not in known:
-        return op.constant(known)
+    static_sizes = [dim(value, a) for a in axes]
+    if None not in static_sizes:
+        return op.constant(static_sizes)
     if [a + 1 for a in axes[:-1]] == list(axes[1:]) and (axes[-1] + 1 or value.shape is not None):
         end = axes[-1] + 1 if axes[-1] != -1 else None
         return op.Shape(value, start=axes[0], end=end)
@@ -309,19 +309,19 @@ def pad(
     Never by Pad's own `axes` input: where onnxruntime (1.31) moves a Transpose past such a Pad, it
     permutes the amounts as if there were one for every axis.
     """
-    whole: list[Any] = [0] * (2 * known_rank(x))
+    pads: list[Any] = [0] * (2 * known_rank(x))
     for axis, low, high in zip(axes, before, after, strict=True):
-        whole[axis % known_rank(x)], whole[axis % known_rank(x) + known_rank(x)] = low, high
-    if all(isinstance(size, int) and size == 0 for size in whole):
+        pads[axis % known_rank(x)], pads[axis % known_rank(x) + known_rank(x)] = low, high
+    if all(isinstance(size, int) and size == 0 for size in pads):
         return x
-    return op.Pad(x, vector(op, whole))
+    return op.Pad(x, vector(op, pads))
 
 
 def pieces(op: Any, vector: Tensor, count: int) -> list[Tensor]:
     """A vector's entries as vectors of one; numbers where it is constant."""
-    known = static_ints(vector)
-    if known is not None:
-        return list(known)
+    ints = static_ints(vector)
+    if ints is not None:
+        return list(ints)
     return [op.Slice(vector, [i], [i + 1], [0]) for i in range(count)]
 
 

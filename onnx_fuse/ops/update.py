@@ -233,8 +233,8 @@ def expand_standard_updates(model: ir.Model) -> int:
     Their inputs are (R, T, X1.., G1.., state1..), their outputs (X1.., state1..). Returns how many
     nodes there were.
     """
-    found = [n for n in model.graph if n.domain == PREVIEW and n.op_type in _STANDARD]
-    for node in found:
+    updates = [n for n in model.graph if n.domain == PREVIEW and n.op_type in _STANDARD]
+    for node in updates:
         rule, kinds = _STANDARD[node.op_type]
         r, t, *tensors = [v for v in node.inputs if v is not None]
         count, op = len(tensors) // kinds, Builder()
@@ -250,4 +250,4 @@ def expand_standard_updates(model: ir.Model) -> int:
         model.graph.remove(node, safe=True)
     if all(n.domain != PREVIEW for n in model.graph):
         model.graph.opset_imports.pop(PREVIEW, None)
-    return len(found)
+    return len(updates)

@@ -55,8 +55,8 @@ def _clipped(node: ir.Node) -> tuple[Activation, dict[str, float]] | None:
 def act_grad(op: Any, node: ir.Node, name: str, dy: Any, z: Any) -> Any:
     """dy act'(z), by the op `{name}Grad`; `node` has the attributes."""
     wanted = ACTIVATIONS[name].attributes
-    kept = {k: a.value for k, a in node.attributes.items() if f"{k}:" in wanted}
-    dz = op.node(f"{name}Grad", [dy, z], domain=FUSE, attributes=kept)
+    attributes = {k: a.value for k, a in node.attributes.items() if f"{k}:" in wanted}
+    dz = op.node(f"{name}Grad", [dy, z], domain=FUSE, attributes=attributes)
     dz.dtype, dz.shape = z.dtype, z.shape
     return dz
 

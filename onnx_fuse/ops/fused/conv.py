@@ -49,7 +49,7 @@ def _define(activation: Activation | None, residual: bool) -> OpDef:
     # Every attribute is bound at a call; only those with a default may follow the plain names.
     more = activation.attributes if activation else ""
     head = signature(", ".join(_ATTRIBUTES), "group: int = 1", more)
-    own = not residual and activation is not _PRELU
+    differentiable = not residual and activation is not _PRELU
     return OpDef(
         name,
         FUSE,
@@ -58,8 +58,8 @@ def _define(activation: Activation | None, residual: bool) -> OpDef:
         + (f"  {'z' if activation else 'y'} = m + r\n" if residual else "")
         + (f"  y = {activation.forward}\n" if activation else "")
         + "}",
-        saves=("z",) if own else (),
-        grad=conv_act_grad if own else None,
+        saves=("z",) if differentiable else (),
+        grad=conv_act_grad if differentiable else None,
     )
 
 
@@ -94,9 +94,9 @@ def _activation(z: ir.Value) -> _Tail | None:
             if node.inputs[0] is not z or slope is None or slope is z:
                 return None  # the result is the slope
             return _Tail((), node, _PRELU, {}, (slope,))
-        found = activation_of(node)
-        if found is not None:
-            return _Tail(tuple(views), node, *found)
+        activation = activation_of(node)
+        if activation is not None:
+            return _Tail(tuple(views), node, *activation)
     return None
 
 

@@ -98,8 +98,8 @@ def _gradient(op: Any, node: ir.Node, dys: Values) -> Values:
     inputs += [saved(node, "z")] if act else []
     like = [x, ir.Value(type=x.type, shape=w.shape), ir.Value(type=x.type), history]
     like[2].shape = ir.Shape([dim(w, 1)])
-    kept = {k: a.value for k, a in node.attributes.items()}
-    dx, dw, dc, following = emit(op, f"{NAME}{act}Grad", inputs, like, **kept)
+    attributes = {k: a.value for k, a in node.attributes.items()}
+    dx, dw, dc, following = emit(op, f"{NAME}{act}Grad", inputs, like, **attributes)
     if w.dtype is not None and w.dtype != x.dtype:
         dw = typed(op.Cast(dw, to=w.dtype.value), w, w.shape)
     return [dx, dw, dc if rank(c) == 1 else op.ReduceSum(dc, keepdims=0), None, None, following]
@@ -115,15 +115,13 @@ def _define(activation: Activation | None) -> tuple[OpDef, OpDef]:
         text = f"{_LINEAR}z = product + c\ny = {activation.forward}"
         saves = ("z", *SAVED)
         reads += ", z"
-    given, made = "x, w, c, x_history, w_history, dz_history", "y, xnext, wnext"
-    grad, found = name + "Grad", "dx, dw, dc, dznext"
+    inputs, outputs = "x, w, c, x_history, w_history, dz_history", "y, xnext, wnext"
+    grad, grads = name + "Grad", "dx, dw, dc, dznext"
+    forward = body(name, attributes, inputs, outputs, text)
+    backward = body(grad, attributes, reads, grads, dz_text(activation) + _GRADIENT)
     return (
-        OpDef(
-            name, FUSE, saves=saves, grad=_gradient, body=body(name, attributes, given, made, text)
-        ),
-        OpDef(
-            grad, FUSE, body=body(grad, attributes, reads, found, dz_text(activation) + _GRADIENT)
-        ),
+        OpDef(name, FUSE, saves=saves, grad=_gradient, body=forward),
+        OpDef(grad, FUSE, body=backward),
     )
 
 

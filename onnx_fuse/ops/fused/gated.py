@@ -90,15 +90,15 @@ def _gate_of(value: ir.Value | None) -> tuple[ir.Node, Activation, dict[str, flo
     node = value.producer() if value is not None else None
     if node is None:
         return None
-    found = activation_of(node)
-    if found is not None:
-        return node, *found
+    activation = activation_of(node)
+    if activation is not None:
+        return node, *activation
     parts = product_parts(node)
     if parts is None or not parts.activation:
         return None
     row = ACTIVATIONS[parts.activation]
-    kept = {k: a.value for k, a in node.attributes.items() if f"{k}:" in row.attributes}
-    return node, row, kept
+    attributes = {k: a.value for k, a in node.attributes.items() if f"{k}:" in row.attributes}
+    return node, row, attributes
 
 
 def _recognize(rw: Rewriter, node: ir.Node) -> bool:
@@ -108,13 +108,13 @@ def _recognize(rw: Rewriter, node: ir.Node) -> bool:
     if rw.training or node.op_type != "Mul" or node.domain or len(node.inputs) != 2:
         return False
     for gate, let in (node.inputs, reversed(node.inputs)):
-        found = _gate_of(gate)
-        if found is None or gate is None or let is None or gate is let:
+        activation = _gate_of(gate)
+        if activation is None or gate is None or let is None or gate is let:
             continue
-        if product_parts(found[0]) is None:
-            unit = _of_halves(rw, node, *found, let)
+        if product_parts(activation[0]) is None:
+            unit = _of_halves(rw, node, *activation, let)
         else:
-            unit = _of_two_products(rw, node, *found, let)
+            unit = _of_two_products(rw, node, *activation, let)
         if unit is not None:
             return _fuse(rw, node, unit)
     return False
@@ -135,13 +135,13 @@ def _of_halves(
     halves = [_piece(z), _piece(let)]
     if z is None or None in halves:
         return None
-    (whole, first, cut), (other, second, cut_too) = (half for half in halves if half is not None)
-    product = whole.producer()
+    (joined, first, cut), (other, second, cut_too) = (half for half in halves if half is not None)
+    product = joined.producer()
     plain = _plain(product)
-    if whole is not other or product is None or plain is None:
+    if joined is not other or product is None or plain is None:
         return None
     nodes = (product, *dict.fromkeys((cut, cut_too)), gate, node)
-    width, size = dim(whole, -1), rank(whole)
+    width, size = dim(joined, -1), rank(joined)
     axes = {_axis(piece, size) for piece in (cut, cut_too)}
     if size is None or axes != {size - 1}:
         return _refused(rw, nodes, "it is split along another axis than the product's columns")
@@ -150,7 +150,7 @@ def _of_halves(
     if any(dim(piece, -1) != width // 2 for piece in (z, let)):
         return _refused(rw, nodes, "what it is split in are not the halves of a product")
     readers = (
-        (whole, {cut, cut_too}), (z, {gate}), (let, {node}), (gate.outputs[0], {node})
+        (joined, {cut, cut_too}), (z, {gate}), (let, {node}), (gate.outputs[0], {node})
     )  # fmt: skip
     if not _read_by(*readers):
         return _refused(rw, nodes, "other nodes read the product or one of its halves, too")
@@ -159,15 +159,15 @@ def _of_halves(
 
 
 def _piece(value: ir.Value | None) -> tuple[ir.Value, int | None, ir.Node] | None:
-    """(whole, first element along the axis, node): what a Split or Slice takes `value` from."""
+    """(source, first element along the axis, node): what a Split or Slice takes `value` from."""
     node = value.producer() if value is not None else None
-    whole = node.inputs[0] if node is not None and node.inputs else None
-    if node is None or whole is None or node.domain:
+    source = node.inputs[0] if node is not None and node.inputs else None
+    if node is None or source is None or node.domain:
         return None
     if node.op_type == "Split":
         before = node.outputs[: node.outputs.index(value)]
-        sizes = [dim(v, _axis(node, rank(whole)) or 0) for v in before]
-        return whole, None if None in sizes else sum(size or 0 for size in sizes), node
+        sizes = [dim(v, _axis(node, rank(source)) or 0) for v in before]
+        return source, None if None in sizes else sum(size or 0 for size in sizes), node
     if node.op_type == "Slice":
         starts, steps = constant_ints(node.inputs[1]), None
         if given(node, 4) is not None:
@@ -176,7 +176,7 @@ def _piece(value: ir.Value | None) -> tuple[ir.Value, int | None, ir.Node] | Non
                 return None
         if starts is None or len(starts) != 1 or starts[0] < 0:
             return None
-        return whole, starts[0], node
+        return source, starts[0], node
     return None
 
 

@@ -52,27 +52,27 @@ def _row_axes(node: ir.Node, axis: int) -> _Axes | None:
         if axis >= first:
             return None
         scales = node.inputs[1:]
-        whole = all(v is None or (rank(v) or 0) <= size - first for v in scales)
-        return [axis, *[None] * len(scales)] if whole else None
+        by_column = all(v is None or (rank(v) or 0) <= size - first for v in scales)
+        return [axis, *[None] * len(scales)] if by_column else None
     return None
 
 
 def _elementwise(node: ir.Node, axis: int, size: int) -> _Axes | None:
     """The axes of operands that are broadcast: those of one row along `axis` are read whole."""
-    found: _Axes = []
+    axes: _Axes = []
     rows = _extent(node.outputs[0], axis)
     for x in node.inputs:
-        own = rank(x)
-        if x is None or own is None:
+        axis_count = rank(x)
+        if x is None or axis_count is None:
             return None
-        at = axis - (size - own)
+        at = axis - (size - axis_count)
         if at < 0 or dim(x, at) == 1:
-            found.append(None)
+            axes.append(None)
         elif rows is not None and _extent(x, at) == rows:
-            found.append(at)
+            axes.append(at)
         else:
             return None
-    return found
+    return axes
 
 
 def _extent(value: ir.Value, axis: int) -> int | str | None:
@@ -194,13 +194,13 @@ def _apply(rw: Rewriter, pick: ir.Node) -> bool:
             x if x is None or a is None else rows_of(x, a)
             for x, a in zip(node.inputs, region.nodes[node], strict=True)
         ]
-        kept = {name: value.value for name, value in node.attributes.items()}
-        made = op.node(node.op_type, inputs, attributes=kept, name=node.name)
+        attributes = {name: value.value for name, value in node.attributes.items()}
+        result = op.node(node.op_type, inputs, attributes=attributes, name=node.name)
         y = node.outputs[0]
-        assert isinstance(made, ir.Value)
+        assert isinstance(result, ir.Value)
         assert y.shape is not None
         at = region.wanted[y]
-        rows[y] = typed(made, y, [*y.shape[:at], count, *y.shape[at + 1 :]])
+        rows[y] = typed(result, y, [*y.shape[:at], count, *y.shape[at + 1 :]])
     y = rows[pick.inputs[0]]
     if pick.op_type == "Gather" and rank(pick.inputs[1]) == 0:
         y = op.Squeeze(y, op.constant([axis]))

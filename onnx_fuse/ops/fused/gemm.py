@@ -177,17 +177,17 @@ def _with_activation(rw: Rewriter, site: _Site) -> _Site:
     if not near:
         unfused = [n for n in consumers(z) if n.op_type in _OTHER_ACTIVATIONS and not n.domain]
         if unfused:
-            known = ", ".join(ACTIVATIONS)
-            reason = f"{unfused[0].op_type} is not one of the fused activations ({known})"
+            names = ", ".join(ACTIVATIONS)
+            reason = f"{unfused[0].op_type} is not one of the fused activations ({names})"
             rw.refuse("Gemm+activation", [site.nodes[0], unfused[0]], reason)
         return site
     if _only_reader(z) is None:
         reason = "its input has other readers"
         rw.refuse("Gemm+activation", [site.nodes[0], near[0]], reason)
         return site
-    found = activation_of(near[0])
-    assert found is not None
-    row, attributes = found
+    activation = activation_of(near[0])
+    assert activation is not None
+    row, attributes = activation
     return replace(
         site,
         activation=row,
@@ -248,8 +248,8 @@ def _keeps_zeros(rw: Rewriter, norm: Norm) -> bool:
     if scale is None or not np.isfinite(scale.astype(np.float64)).all() or not sound:
         return False
     zero = all(b is not None and not b.any() for b in bias)
-    own = [v for v in norm.affine[1:] if CONSTANT not in v.metadata_props]
-    return zero and not (rw.training and own)
+    trained = [v for v in norm.affine[1:] if CONSTANT not in v.metadata_props]
+    return zero and not (rw.training and trained)
 
 
 def _fuse(rw: Rewriter, node: ir.Node) -> bool:
@@ -272,8 +272,8 @@ def _fuse(rw: Rewriter, node: ir.Node) -> bool:
         inputs, attributes = list(norm.affine), {**norm.attributes, **attributes}
     w = site.w
     if site.transposed:
-        own = is_initializer(w)
-        w = rw.pack(op, [w], [1, 0], None, f"{w.name}.T") if own else op.Transpose(w)
+        stored = is_initializer(w)
+        w = rw.pack(op, [w], [1, 0], None, f"{w.name}.T") if stored else op.Transpose(w)
     c = site.c if site.c is not None else rw.zeros(site.output)
     if site.moved and (bias := const_array(site.c)) is not None:
         c = op.constant(bias)  # as the added rows are: no parameter any more, which trains
@@ -386,8 +386,8 @@ def _fuse_siblings(rw: Rewriter, node: ir.Node) -> bool:
     else:
         c = merged_bias(op, rw, biases, widths, weights[0], stem)
         name = str(FusedName.make("Gemm", act, norm=parts[0]))
-        kept = {k: v.value for k, v in node.attributes.items() if act or k in norms}
-        y = op.node(name, [*parts[2], w, c], domain=FUSE, name=title, attributes=kept)
+        attributes = {k: v.value for k, v in node.attributes.items() if act or k in norms}
+        y = op.node(name, [*parts[2], w, c], domain=FUSE, name=title, attributes=attributes)
     typed(y, node.outputs[0])
     pieces = op.Split(y, op.constant(widths), axis=-1, outputs=len(family))
     results = []

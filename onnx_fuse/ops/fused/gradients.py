@@ -50,12 +50,12 @@ def saved(node: ir.Node, name: str) -> Tensor:
 def cotangents(node: ir.Node, dys: Values, outputs: int, handled: str = "") -> Tensor:
     """The gradient of the inner value `handled`, if it is returned; others must have none."""
     _, exposed = lookup(node)
-    found = None
+    cotangent = None
     for name, dy in zip(exposed, dys[outputs:], strict=False):
         if dy is not None and name != handled:
             raise fail(node, f"the gradient would have to flow through its inner value '{name}'")
-        found = dy if name == handled else found
-    return found
+        cotangent = dy if name == handled else cotangent
+    return cotangent
 
 
 # ---- Gemm ------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def gemm_grad(op: Any, node: ir.Node, dys: Values) -> Values:
     source, *affine, w, c = arguments(node, len(node.inputs))
     y, dn = node.outputs[0], cotangents(node, dys, 1, "n")
     stats = [saved(node, s) for s in ("mean", "rstd")[kind == "RMSNorm" :]] if kind else []
-    found: list[Any] = []
+    grads: list[Any] = []
     if dys[0] is not None:
         prefix, norm, x = (kind, stats, source) if dn is None else ("", [], saved(node, "n"))
         outer = affine if prefix else []
@@ -192,18 +192,18 @@ def gemm_grad(op: Any, node: ir.Node, dys: Values) -> Values:
             len(shape) < 2 or shape[-1] == dim(w, 1)
         )
         if per_column or not op.wants(c):
-            *found, dc = emit(op, str(grad), inputs, like, **attributes)
+            *grads, dc = emit(op, str(grad), inputs, like, **attributes)
             for _ in shape[1:]:
                 dc = op.Unsqueeze(dc, op.constant([0]))
-            found.append(unbroadcast(op, dc, c) if per_column else None)
+            grads.append(unbroadcast(op, dc, c) if per_column else None)
         else:
-            *found, _, dz = emit(op, str(grad.exposing("dz")), inputs, [*like, y], **attributes)
-            found.append(dz)
+            *grads, _, dz = emit(op, str(grad.exposing("dz")), inputs, [*like, y], **attributes)
+            grads.append(dz)
     if dn is not None:
-        through, *rest = found or [None, None, None]
+        through, *rest = grads or [None, None, None]
         dn = dn if through is None else op.Add(through, dn)
-        found = [*norm_grad(op, node, kind, dn, None, source, affine, stats), *rest]
-    return found or [None] * len(node.inputs)
+        grads = [*norm_grad(op, node, kind, dn, None, source, affine, stats), *rest]
+    return grads or [None] * len(node.inputs)
 
 
 # ---- norms -----------------------------------------------------------------------------------

@@ -110,8 +110,8 @@ def _define_grad(activation: Activation | None) -> OpDef:
     attributes += [activation.attributes] if activation and activation.attributes else []
     dz = activation.gradient_text(dy="dys") if activation else "dz = Identity (dys)"
     text = _GRAD.format(dz=dz)
-    made = body(name, ", ".join(attributes), "dy, x, scale, bias", "dx, dscale, dbias", text)
-    return OpDef(name, FUSE, body=made)
+    function = body(name, ", ".join(attributes), "dy, x, scale, bias", "dx, dscale, dbias", text)
+    return OpDef(name, FUSE, body=function)
 
 
 def _define(activation: Activation | None) -> OpDef:
@@ -209,11 +209,11 @@ def _build(
 ) -> bool:
     """The op in the place of `z`, or of the activation that alone reads it."""
     reader = sole_consumer(z)
-    found = activation_of(reader) if reader is not None else None
-    at = reader if found is not None and reader is not None else z.producer()
+    activation = activation_of(reader) if reader is not None else None
+    at = reader if activation is not None and reader is not None else z.producer()
     assert at is not None
-    name = str(FusedName.make("GroupNorm", found[0].name if found is not None else ""))
-    attributes = attributes | (found[1] if found is not None else {})
+    name = str(FusedName.make("GroupNorm", activation[0].name if activation is not None else ""))
+    attributes = attributes | (activation[1] if activation is not None else {})
     y = op.node(name, [x, *affine], domain=FUSE, attributes=attributes)
     y.producer().overload = overload
     return rw.replace(at, op, [at.outputs[0]], [y])

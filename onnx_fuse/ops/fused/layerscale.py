@@ -41,8 +41,8 @@ def scale_of(node: ir.Node) -> tuple[ir.Value, np.ndarray, int] | None:
     x = other_operand(node, g) if g is not None else None
     if g is None or x is None or is_constant(x) or x.dtype != g.dtype:
         return None
-    found = _along(g, rank(x))
-    return None if found is None else (x, *found)
+    vector = _along(g, rank(x))
+    return None if vector is None else (x, *vector)
 
 
 def _along(value: ir.Value, size: int | None) -> tuple[np.ndarray, int] | None:
@@ -87,11 +87,11 @@ def product_below(value: ir.Value, axis: int) -> tuple[ir.Node, ir.Node | None] 
 def _fold(name: str, rw: Rewriter, node: ir.Node) -> bool:
     if (node.outputs[0].dtype in WIDE) != (name == NAME):
         return False
-    found = scale_of(node)
-    below = product_below(found[0], found[2]) if found is not None else None
-    if found is None or below is None or node.outputs[0].is_graph_output():
+    scaled = scale_of(node)
+    below = product_below(scaled[0], scaled[2]) if scaled is not None else None
+    if scaled is None or below is None or node.outputs[0].is_graph_output():
         return False
-    x, scale, _ = found
+    x, scale, _ = scaled
     product, add = below
     nodes = [node, product]
     if any(attribute(product, k, 1.0) != 1.0 for k in ("alpha", "beta")):
@@ -117,15 +117,15 @@ def _fold(name: str, rw: Rewriter, node: ir.Node) -> bool:
         if array.size != columns or by_row:
             return rw.refuse(name, nodes, "the bias is not one number a column")
         parts.append((array, at))
-    made = []
+    folded = []
     for (owner, index, value), (part, at) in zip([(product, 1, w), *sums], parts, strict=True):
         array = _scaled(part, scale, at)
         if array is None:
             reason = "scale and weight multiplied are not finite, or too small to keep their digits"
             return rw.refuse(name, nodes, reason)
         stem = f"{value.name if value is not None else ''} times {label(node)}"
-        made.append((owner, index, rw.initializer(stem, array)))
-    for owner, index, value in made:
+        folded.append((owner, index, rw.initializer(stem, array)))
+    for owner, index, value in folded:
         lost = owner.inputs[index]
         owner.replace_input_with(index, value)
         freeze([lost])

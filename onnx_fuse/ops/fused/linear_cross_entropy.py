@@ -98,8 +98,8 @@ def _gradient(op: Any, node: ir.Node, dys: Values) -> Values:
         wide = g if g.dtype == dy.dtype else op.Cast(g, to=dy.dtype.value)
         assert value is not None
         turned = producer(value, "Transpose") is not None  # gw then lies as what W is made of
-        made = op.CastLike(op.Mul(op.Transpose(wide) if turned else wide, dy), value)
-        answers.append(typed(op.Transpose(made) if turned else made, value, value.shape))
+        grad = op.CastLike(op.Mul(op.Transpose(wide) if turned else wide, dy), value)
+        answers.append(typed(op.Transpose(grad) if turned else grad, value, value.shape))
     return answers
 
 
@@ -123,13 +123,13 @@ class _Product(NamedTuple):
         """What W multiplies; the norm as a node of its own again."""
         if not self.affine:
             return self.x
-        kept = {name: value.value for name, value in self.node.attributes.items()}
+        attributes = {name: value.value for name, value in self.node.attributes.items()}
         inputs = [self.x, *self.affine]
         if FusedName.of(self.node.op_type).rms:
-            made = op.node("RMSNormalization", inputs, domain=FUSE, attributes=kept)
+            normed = op.node("RMSNormalization", inputs, domain=FUSE, attributes=attributes)
         else:
-            made = op.LayerNormalization(*inputs, axis=-1, **kept)
-        return typed(made, self.x, self.x.shape)
+            normed = op.LayerNormalization(*inputs, axis=-1, **attributes)
+        return typed(normed, self.x, self.x.shape)
 
 
 def _product(node: ir.Node | None) -> _Product | None:
@@ -138,10 +138,10 @@ def _product(node: ir.Node | None) -> _Product | None:
     name, bias = FusedName.of(node.op_type), None
     if node.domain == "" and node.op_type == "Add":
         for x in node.inputs:
-            found = _product(producer(x, "MatMul"))
-            if found is not None and x is not None and _read_once(x):
+            product = _product(producer(x, "MatMul"))
+            if product is not None and x is not None and _read_once(x):
                 bias = other_operand(node, x)
-                return found._replace(bias=bias) if _fits(bias, found) else None
+                return product._replace(bias=bias) if _fits(bias, product) else None
         return None
     fused = node.domain == FUSE and name.family == "Gemm" and not name.activation
     fused = fused and not (name.place or name.exposed or name.grad)
@@ -155,9 +155,9 @@ def _product(node: ir.Node | None) -> _Product | None:
     if attribute(node, "transA", 0):
         return None
     turned = not attribute(node, "transB", 0)
-    made = producer(w, "Transpose")
-    if made is not None and made.inputs[0] is not None:  # a table that is tied to the head
-        w, turned = made.inputs[0], not turned
+    view = producer(w, "Transpose")
+    if view is not None and view.inputs[0] is not None:  # a table that is tied to the head
+        w, turned = view.inputs[0], not turned
     site = _Product(node, x, w, turned, rest[0] if rest else None, affine)
     return site if _fits(site.bias, site) else None
 

@@ -95,9 +95,9 @@ def replay_padded_views(
         if view.op_type == "Reshape":
             target = constant_ints(view.inputs[1]) or []
             inputs[1] = op.constant([width if i == axis else d for i, d in enumerate(target)])
-        kept = {name: value.value for name, value in view.attributes.items()}
-        made = op.node(view.op_type, inputs, outputs=len(view.outputs), attributes=kept)
-        outputs = made if isinstance(made, tuple) else (made,)
+        attributes = {name: value.value for name, value in view.attributes.items()}
+        results = op.node(view.op_type, inputs, outputs=len(view.outputs), attributes=attributes)
+        outputs = results if isinstance(results, tuple) else (results,)
         for before, after in zip(view.outputs, outputs, strict=True):
             shape = None if before.shape is None else [*before.shape]
             if shape is not None:
@@ -154,13 +154,13 @@ def _axes(x: ir.Value, views: Sequence[ir.Node]) -> dict[ir.Value | None, int]:
 def _padded_shape(pad: ir.Node) -> list[int] | None:
     """The result's sizes, 1 along the axes that stay as they are."""
     pads, size = constant_ints(pad.inputs[1]) or [], rank(pad.inputs[0]) or 0
-    found = []
+    sizes = []
     for axis in range(size):
         by, here = (pads[axis], pads[axis + size]), dim(pad.inputs[0], axis)
         if any(by) and (here is None or min(by) < 0):
             return None
-        found.append((here or 0) + sum(by) if any(by) else 1)
-    return found
+        sizes.append((here or 0) + sum(by) if any(by) else 1)
+    return sizes
 
 
 def _sizes(pad: ir.Node, after: Sequence[int]) -> list[int]:

@@ -116,10 +116,10 @@ def _rewrite(rw: Rewriter, node: ir.Node) -> bool:
     if behind is not None:
         act, last = behind
         inputs = [y if v is conv.node.outputs[0] else v for v in act.inputs]
-        kept = {name: value.value for name, value in act.attributes.items()}
-        made = op.node(act.op_type, inputs, domain=act.domain, attributes=kept)
-        assert isinstance(made, ir.Value)
-        y = _product(rw, op, last, typed(made, y, y.shape))
+        attributes = {name: value.value for name, value in act.attributes.items()}
+        activated = op.node(act.op_type, inputs, domain=act.domain, attributes=attributes)
+        assert isinstance(activated, ir.Value)
+        y = _product(rw, op, last, typed(activated, y, y.shape))
     y = typed(op.Transpose(y, perm=perm), last.node.outputs[0], last.node.outputs[0].shape)
     return rw.replace(last.node, op, [last.node.outputs[0]], [y])
 

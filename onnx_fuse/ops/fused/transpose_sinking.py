@@ -106,10 +106,10 @@ def _turn_ahead(rw: Rewriter, node: ir.Node) -> bool:
     y = typed(op.Transpose(turn.inputs[0], perm=[second, first, *rest]), turn.outputs[0])
     y.shape = ir.Shape([rows[1], rows[0], *rows[2:]])
     y = typed(op.Reshape(y, op.constant(flat)), y, flat)
-    kept = {name: value.value for name, value in gemm.attributes.items()}
-    made = op.node("Gemm", [y, *gemm.inputs[1:]], attributes=kept)
-    assert isinstance(made, ir.Value)
-    y = typed(made, y, [flat[0], outer[2]])
+    attributes = {name: value.value for name, value in gemm.attributes.items()}
+    product = op.node("Gemm", [y, *gemm.inputs[1:]], attributes=attributes)
+    assert isinstance(product, ir.Value)
+    y = typed(product, y, [flat[0], outer[2]])
     shape = [outer[1], outer[0], outer[2]]
     return rw.replace(node, op, [node.outputs[0]], [op.Reshape(y, op.constant(shape))])
 
@@ -168,10 +168,10 @@ def _regroup(rw: Rewriter, node: ir.Node) -> bool:
     if len({id(n) for n in chain}) < 3 or not any(n.op_type == "Transpose" for n in chain):
         return False
     x = chain[-1].inputs[0]
-    known = _sizes(x)
-    if x is None or known is None:
+    input_sizes = _sizes(x)
+    if x is None or input_sizes is None:
         return False
-    axes = _Axes(known)
+    axes = _Axes(input_sizes)
     for view in reversed(chain):
         shape = _sizes(view.outputs[0])
         if shape is None:
@@ -190,7 +190,7 @@ def _regroup(rw: Rewriter, node: ir.Node) -> bool:
     perm = [places[axis[0]] if axis else next(spare) for axis in axes.axes]
     op = Builder()
     y = x
-    if refined != known:
+    if refined != input_sizes:
         y = typed(op.Reshape(y, op.constant(refined)), x, refined)
     if perm != sorted(perm):
         y = typed(op.Transpose(y, perm=perm), x, [refined[axis] for axis in perm])

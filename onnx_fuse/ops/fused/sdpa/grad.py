@@ -33,8 +33,8 @@ def gradient(op: Any, node: ir.Node, dys: Sequence[ir.Value | None]) -> Sequence
         assert x is not None
         d.dtype, d.shape = x.dtype, None
         if lead is not None and x.shape is not None:
-            own = [lead[0], x.shape[1]] if kind.grouped else lead
-            d.shape = ir.Shape([*own, *x.shape[2:]])
+            leading = [lead[0], x.shape[1]] if kind.grouped else lead
+            d.shape = ir.Shape([*leading, *x.shape[2:]])
     answers: dict[str, ir.Value] = {}
     if kind.added:
         results = op.node(

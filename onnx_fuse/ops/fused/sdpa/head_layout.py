@@ -48,10 +48,10 @@ class Frame:
 
     def under(self, op: Builder, mask: ir.Value, scores: ir.Value) -> ir.Value:
         """`mask`, which is broadcast to `scores` of the graph, for [B, H, S, T]."""
-        level, own = rank(scores), rank(mask)
+        level, mask_rank = rank(scores), rank(mask)
         assert level is not None
-        assert own is not None
-        if own <= 2:
+        assert mask_rank is not None
+        if mask_rank <= 2:
             return mask
         if self.merged is not None:
             return self._with_merged_batch(op, mask, scores)
@@ -65,7 +65,7 @@ class Frame:
             return self._with_merged_batch(op, mask, scores)
         # the level lacks axes of size 1: the last of them, or the batch
         assert self.product is not None
-        return _unsqueezed(op, mask, [own - 2]) if dim(self.product, -3) == 1 else mask
+        return _unsqueezed(op, mask, [mask_rank - 2]) if dim(self.product, -3) == 1 else mask
 
     def _with_split_batch(self, op: Builder, mask: ir.Value) -> ir.Value:
         """[B·H or 1, S, T] as [B, H, S, T] or [1, 1, S, T]."""
@@ -79,13 +79,13 @@ class Frame:
 
     def _with_merged_batch(self, op: Builder, mask: ir.Value, scores: ir.Value) -> ir.Value:
         """[W1, .., Wn, H, S, T] as [W1 · .. · Wn, H, S, T], axes of 1 expanded where any is not."""
-        level, own = rank(scores) or 0, rank(mask) or 0
+        level, mask_rank = rank(scores) or 0, rank(mask) or 0
         heads = 0 if self.size == 3 else 1  # axes between the batch and the queries
         count = level - 2 - heads
-        if own <= 2 + heads:
+        if mask_rank <= 2 + heads:
             return mask
-        if own < level:
-            mask = _unsqueezed(op, mask, list(range(level - own)))
+        if mask_rank < level:
+            mask = _unsqueezed(op, mask, list(range(level - mask_rank)))
         if all(dim(mask, i) == 1 for i in range(count)):
             drop = list(range(count - 1))
             if drop:
@@ -103,30 +103,30 @@ class Frame:
         """The sizes of the first `count` axes of `scores`, one of which may be open: the batch has
         as many rows as all of them together.
         """
-        known = [dim(scores, i) for i in range(count)]
+        sizes = [dim(scores, i) for i in range(count)]
         if self.merged is not None:
             return [op.Shape(self.merged[0], start=i, end=i + 1) for i in range(count)]
         batch = op.Shape(self.qkv[0], start=0, end=1)
-        others = prod(size for size in known if size is not None)
+        others = prod(size for size in sizes if size is not None)
         return [
             op.Div(batch, op.constant([others])) if size is None else op.constant([size])
-            for size in known
+            for size in sizes
         ]
 
 
-def make_frame(op: Builder, found: Scores, qkv: Sequence[ir.Value]) -> Frame | str:
+def make_frame(op: Builder, traced: Scores, qkv: Sequence[ir.Value]) -> Frame | str:
     """The frame of a product and its steps; why there is none."""
     q, k, v = qkv
-    product = found.product.outputs[0]
+    product = traced.product.outputs[0]
     size = rank(product) or 0
-    levels = [step.at for step in found.steps]
+    levels = [step.at for step in traced.steps]
     ranks = {rank(level) for level in levels}
     if size == 3 and 4 in ranks and ranks <= {3, 4}:
-        frame = _split(op, found, q, k, v)
+        frame = _split(op, traced, q, k, v)
         if frame is not None:
             return frame
     for level in levels:
-        if found.viewed and (reason := _unlike(product, level, q, size)):
+        if traced.viewed and (reason := _unlike(product, level, q, size)):
             return reason
     if size > 4:
         return _merged(op, q, k, v, product)
@@ -138,34 +138,34 @@ def make_frame(op: Builder, found: Scores, qkv: Sequence[ir.Value]) -> Frame | s
 
 def _unlike(product: ir.Value, level: ir.Value, q: ir.Value, size: int) -> str:
     """Why masks added to `level`, a view of the product's scores, cannot be brought to its axes."""
-    own = rank(level) or 0
-    if own == size:
+    level_rank = rank(level) or 0
+    if level_rank == size:
         if size <= 3 or (size == 4 and same_size(product, 1, level, 1)):
             return ""
         return "the scores' leading axes change between the product and a mask"
-    if own > size:
+    if level_rank > size:
         if size not in (3, 4) or (size == 4 and not same_size(product, -3, level, -3)):
             return "the heads are not the same axis where a mask is added"
-        count = own - 2 - (0 if size == 3 else 1)
+        count = level_rank - 2 - (0 if size == 3 else 1)
         if sum(dim(level, i) is None for i in range(count)) > 1:
             return "a mask is added where the scores have other axes, of unknown sizes"
         if not same_size(product, 0, q, 0):
             return "the batch of queries is not known to be that of the scores"
         return ""
-    if size == 4 and own == 3 and 1 in (dim(product, 0), dim(product, 1)):
+    if size == 4 and level_rank == 3 and 1 in (dim(product, 0), dim(product, 1)):
         return ""
     return "a mask is added where the scores have fewer axes"
 
 
-def _split(op: Builder, found: Scores, q: ir.Value, k: ir.Value, v: ir.Value) -> Frame | None:
+def _split(op: Builder, traced: Scores, q: ir.Value, k: ir.Value, v: ir.Value) -> Frame | None:
     """The heads taken out of the batch again, where they were folded into it right before."""
-    level = next(step.at for step in found.steps if rank(step.at) == 4)
+    level = next(step.at for step in traced.steps if rank(step.at) == 4)
     heads = dim(level, 1)
     four = [_unfolded(op, t, heads) for t in (q, k, v)]
     if any(t is None for t in four):
         return None
     a, b, c = (t for t in four if t is not None)
-    return Frame((a, b, c), 3, split=level, product=found.product.outputs[0])
+    return Frame((a, b, c), 3, split=level, product=traced.product.outputs[0])
 
 
 def _unfolded(op: Builder, value: ir.Value, heads: int | None) -> ir.Value | None:
@@ -200,9 +200,9 @@ def _merged(op: Builder, q: ir.Value, k: ir.Value, v: ir.Value, product: ir.Valu
         lead = op.Reshape(op.ReduceProd(op.Shape(t, start=0, end=-3)), [1])
         wide = _shaped(op, t, [lead, op.Shape(t, start=-3)])
         sizes = [dim(t, i) for i in range(size - 3)]
-        known = None if None in sizes else prod(s for s in sizes if s is not None)
+        batch = None if None in sizes else prod(s for s in sizes if s is not None)
         if t.shape is not None:
-            wide.shape = ir.Shape([known, *t.shape[-3:]])
+            wide.shape = ir.Shape([batch, *t.shape[-3:]])
         four.append(wide)
     return Frame((four[0], four[1], four[2]), size, merged=(q, k, v), product=product)
 

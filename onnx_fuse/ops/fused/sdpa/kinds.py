@@ -57,10 +57,10 @@ class Kind:
     @property
     def inputs(self) -> tuple[str, ...]:
         """Names of the body's inputs: q, k, v, then mask or keep and fill for each step."""
-        found = ["q", "k", "v"]
+        names = ["q", "k", "v"]
         for i, step in enumerate(self.steps, 1):
-            found += [f"mask{i}"] if step == "Mask" else [f"keep{i}", f"fill{i}"]
-        return tuple(found)
+            names += [f"mask{i}"] if step == "Mask" else [f"keep{i}", f"fill{i}"]
+        return tuple(names)
 
     @property
     def added(self) -> tuple[int, ...]:
@@ -110,11 +110,11 @@ def _fold(kind: Kind, *names: str) -> list[str]:
     return [f"{n}g = Reshape ({n}, fold)" for n in names] if kind.grouped else []
 
 
-def _unfold(kind: Kind, name: str, made: str) -> list[str]:
-    """Lines that set `name` to the product `made`, with the heads that it joins unfolded again."""
+def _unfold(kind: Kind, name: str, formula: str) -> list[str]:
+    """Lines that set `name` to the product `formula`, with the heads it joins unfolded again."""
     if kind.grouped:
-        return [f"{name}g = {made}", f"{name} = Reshape ({name}g, unfold)"]
-    return [f"{name} = {made}"]
+        return [f"{name}g = {formula}", f"{name} = Reshape ({name}g, unfold)"]
+    return [f"{name} = {formula}"]
 
 
 def _logits(kind: Kind) -> tuple[list[str], str]:
@@ -295,8 +295,8 @@ def grad_body(kind: Kind, masks: bool = False) -> str:
     ]
     inputs = ", ".join(("dy", "y", "lse", *kind.inputs))
     if masks:
-        made = ", ".join(f"dz{i}" for i in kind.added)
-        return _function(f"{kind.name}GradMasks {kind.signature}({inputs}) => ({made})", lines)
+        grads = ", ".join(f"dz{i}" for i in kind.added)
+        return _function(f"{kind.name}GradMasks {kind.signature}({inputs}) => ({grads})", lines)
     return _function(f"{kind.name}Grad {kind.signature}({inputs}) => (dq, dk, dv)", lines)
 
 

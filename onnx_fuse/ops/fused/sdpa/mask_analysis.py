@@ -85,12 +85,12 @@ def causal_step(steps: list[MaskStep]) -> tuple[int, tuple[int, int]]:
     It must be the last one. Of two steps it must hide by -inf, so that a row which the other step
     hides as a whole stays as it is.
     """
-    found: tuple[int, tuple[int, int]] = 0, (-1, -1)
+    weaker: tuple[int, tuple[int, int]] = 0, (-1, -1)
     if not steps or len(steps) > 2:
-        return found
+        return weaker
     step = steps[-1]
     if step.factor != 1 or step.negated:
-        return found
+        return weaker
     for value, holds in step.conditions or [(step.value, True)]:
         form = _form(value, _DEPTH)
         if form is None or form.choice is None or not {-2, -1} <= set(form.sizes):
@@ -99,8 +99,8 @@ def causal_step(steps: list[MaskStep]) -> tuple[int, tuple[int, int]]:
             assert way.choice is not None
             window, (seen, hidden) = way.window, way.choice
             if step.fill is not None:
-                known = not np.isnan(hidden) and bool(hidden) != holds
-                hidden = float(step.fill) if known else np.nan
+                decided = not np.isnan(hidden) and bool(hidden) != holds
+                hidden = float(step.fill) if decided else np.nan
                 exact = len(step.conditions) == 1 and not np.isnan(seen) and bool(seen) == holds
             else:
                 exact = seen == 0
@@ -109,8 +109,8 @@ def causal_step(steps: list[MaskStep]) -> tuple[int, tuple[int, int]]:
             if exact and hidden <= (HIDDEN if len(steps) == 1 else -np.inf):
                 return len(steps), window
             if hidden == -np.inf:
-                found = -len(steps), window
-    return found
+                weaker = -len(steps), window
+    return weaker
 
 
 def is_idle(step: MaskStep, logits: ir.Value) -> bool:
@@ -125,9 +125,9 @@ def is_idle(step: MaskStep, logits: ir.Value) -> bool:
         form = _form(value, _DEPTH)
         if form is None or form.number is None or np.isnan(form.number):
             return False
-        kept = form.number == 0 if step.fill is None else bool(form.number) == holds
+        neutral = form.number == 0 if step.fill is None else bool(form.number) == holds
         axes = rank(value)
-        if not kept or axes is None or axes > (rank(logits) or 0):
+        if not neutral or axes is None or axes > (rank(logits) or 0):
             return False
         if any(dim(value, i) != 1 and not same_size(value, i, logits, i) for i in range(-axes, 0)):
             return False
@@ -233,12 +233,12 @@ def _range(node: ir.Node) -> _Form | None:
     return _Form(None, ((-1, int(delta)),), int(start), sizes={-1: source})
 
 
-def _source(node: ir.Node, axis: int, made: object) -> object:
+def _source(node: ir.Node, axis: int, origin: object) -> object:
     """Where the size of a result's axis comes from: itself or its name, else what makes it."""
     shape = node.outputs[0].shape
     size = None if shape is None else shape[axis]
-    known = size if isinstance(size, int) or size is None else size.value
-    return made if known is None else known
+    size_or_name = size if isinstance(size, int) or size is None else size.value
+    return origin if size_or_name is None else size_or_name
 
 
 def _filled(node: ir.Node, depth: int) -> _Form | None:
@@ -248,10 +248,10 @@ def _filled(node: ir.Node, depth: int) -> _Form | None:
         fill = node.attributes.get("value")
         form = _Form(0.0 if fill is None else float(fill.value.numpy().reshape(-1)[0]))
     else:
-        given = _form(node.inputs[0], depth - 1)
-        if given is None or (node.op_type == "CumSum" and given.number != 0):
+        operand = _form(node.inputs[0], depth - 1)
+        if operand is None or (node.op_type == "CumSum" and operand.number != 0):
             return None
-        form = given
+        form = operand
     if axes is None:
         return None
     sizes = _sizes(node, axes)
@@ -262,8 +262,8 @@ def _filled(node: ir.Node, depth: int) -> _Form | None:
 
 def _sizes(node: ir.Node, axes: int) -> dict[int, object]:
     """Where the sizes of a result of so many axes come from; without those that are 1."""
-    found = {axis: _source(node, axis, (node.outputs[0], axis)) for axis in range(-axes, 0)}
-    return {axis: source for axis, source in found.items() if source != 1}
+    sources = {axis: _source(node, axis, (node.outputs[0], axis)) for axis in range(-axes, 0)}
+    return {axis: source for axis, source in sources.items() if source != 1}
 
 
 def _gathered(node: ir.Node, depth: int) -> _Form | None:
@@ -344,8 +344,8 @@ def _unsqueeze(node: ir.Node, form: _Form) -> _Form | None:
         return None
     total = size + len(axes)
     new = {axis % total for axis in axes}
-    kept = [axis - total for axis in range(total) if axis not in new]
-    return _permuted(form, dict(zip(range(-size, 0), kept, strict=True)))
+    old_axes = [axis - total for axis in range(total) if axis not in new]
+    return _permuted(form, dict(zip(range(-size, 0), old_axes, strict=True)))
 
 
 def _squeeze(node: ir.Node, form: _Form) -> _Form | None:
@@ -354,10 +354,10 @@ def _squeeze(node: ir.Node, form: _Form) -> _Form | None:
     if axes is None or size is None:
         return None
     gone = {axis % size - size for axis in axes}
-    kept = [axis for axis in range(-size, 0) if axis not in gone]
+    remaining = [axis for axis in range(-size, 0) if axis not in gone]
     if gone & set(form.sizes):
         return None
-    return _permuted(form, {axis: i - len(kept) for i, axis in enumerate(kept)})
+    return _permuted(form, {axis: i - len(remaining) for i, axis in enumerate(remaining)})
 
 
 def _reshape(node: ir.Node, form: _Form) -> _Form | None:
@@ -372,8 +372,8 @@ def _slice(node: ir.Node, form: _Form) -> _Form | None:
     """The form of a Slice that takes every element from one on, or that one alone."""
     starts, size = constant_ints(node.inputs[1]), rank(node.inputs[0])
     steps = constant_ints(node.inputs[4]) if len(node.inputs) > 4 else None
-    given = node.inputs[3] if len(node.inputs) > 3 else None
-    axes = constant_ints(given) if given is not None else list(range(len(starts or ())))
+    axes_value = node.inputs[3] if len(node.inputs) > 3 else None
+    axes = constant_ints(axes_value) if axes_value is not None else list(range(len(starts or ())))
     if starts is None or axes is None or size is None or any(start < 0 for start in starts):
         return None
     if any(step != 1 for step in steps or [1]):
@@ -500,9 +500,9 @@ def _of_positions(op_type: str, a: _Form, b: _Form, sizes: dict[int, object]) ->
         for axis, factor in b.factors:
             factors[axis] = factors.get(axis, 0) + sign * factor
         left, right = (f.offset if f.number is None else int(f.number) for f in (a, b))
-        kept = tuple(sorted((axis, factor) for axis, factor in factors.items() if factor))
+        terms = tuple(sorted((axis, factor) for axis, factor in factors.items() if factor))
         total = left + sign * right
-        return _Form(None if kept else float(total), kept, total if kept else 0, sizes=sizes)
+        return _Form(None if terms else float(total), terms, total if terms else 0, sizes=sizes)
 
     if op_type in ("Add", "Sub"):
         return combined(1 if op_type == "Add" else -1)
@@ -552,19 +552,19 @@ def _both(node: ir.Node, depth: int) -> _Form | None:
     values = node.inputs[:2]
     forms = [_form(value, depth - 1) for value in values]
     if forms[0] is not None and forms[1] is not None:
-        whole = _combined(forms[0], forms[1], lambda x, y: float(bool(x) and bool(y)))
-        if whole is not None:
-            return whole
+        both = _combined(forms[0], forms[1], lambda x, y: float(bool(x) and bool(y)))
+        if both is not None:
+            return both
     for i in (0, 1):
-        form, other, own, beside = forms[i], forms[1 - i], values[i], values[1 - i]
+        form, other, operand, beside = forms[i], forms[1 - i], values[i], values[1 - i]
         if other is not None and other.number and form is not None:
             sizes = _joined([form, other])
             return None if sizes is None else replace(form, sizes=sizes)
-        if form is None or form.choice is None or own is None or beside is None:
+        if form is None or form.choice is None or operand is None or beside is None:
             continue
         axes = rank(beside)
         if axes is None or not all(
-            -axis > axes or dim(beside, axis) == 1 or same_size(own, axis, beside, axis)
+            -axis > axes or dim(beside, axis) == 1 or same_size(operand, axis, beside, axis)
             for axis in form.sizes
         ):
             continue
@@ -595,10 +595,10 @@ def _where(forms: list[_Form | None]) -> _Form | None:
         return None
     if no.choice is not None and yes.number is not None:
         fill = yes.number
-        made = _combined(condition, no, lambda holds, x: fill if holds else x)
+        form = _combined(condition, no, lambda holds, x: fill if holds else x)
     elif yes.choice is not None and no.number is not None:
         fill = no.number
-        made = _combined(condition, yes, lambda holds, x: x if holds else fill)
+        form = _combined(condition, yes, lambda holds, x: x if holds else fill)
     else:
         return None
-    return None if made is None else replace(made, sizes=sizes)
+    return None if form is None else replace(form, sizes=sizes)

@@ -36,10 +36,10 @@ def fuse_node(rw: Rewriter, node: ir.Node) -> bool:
     opset = rw.graph.opset_imports[""]
     softcap = attribute(node, "softcap", 0.0)
     used = [bool(o.uses()) or o.is_graph_output() for o in node.outputs]
-    whole = mask is None or _whole(mask, node)
+    full_width = mask is None or _whole(mask, node)
     problems = {
         "its mask has other columns than there are keys": opset < _SHORTER
-        and not whole
+        and not full_width
         and None not in (dim(mask, -1), dim(k, -2), 0 if past_k is None else dim(past_k, -2)),
         "it has a past of keys or of values alone": (past_k is None) != (past_v is None),
         "it has a past and lengths of its keys": past_k is not None and lengths is not None,
@@ -72,7 +72,7 @@ def fuse_node(rw: Rewriter, node: ir.Node) -> bool:
     sums = opset >= _SUMS and mask is not None and mask.dtype != ir.DataType.BOOL
     view = _View.of(node)
     causal = view.plain and past_k is None and lengths is None and not sums
-    if mask is not None and opset >= _SHORTER and not whole:
+    if mask is not None and opset >= _SHORTER and not full_width:
         mask = _lengthened(op, rw, mask, k, q)
     if not causal and (view.narrow or lengths is not None):
         seen = _seen(op, view, q, k, past_k, lengths)
@@ -89,10 +89,10 @@ def fuse_node(rw: Rewriter, node: ir.Node) -> bool:
         y = emit(op, kind, grouped, inputs, scale / softcap, softcap, step)
     else:
         y = emit(op, kind, grouped, inputs, scale, proved=step)
-    made = y.producer()
-    assert made is not None
+    attention = y.producer()
+    assert attention is not None
     if lengths is None:  # whose mask may have one row, as onnxruntime's Attention takes none (1.32)
-        made.overload = "newer"
+        attention.overload = "newer"
     if flat:
         y = op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), op.constant([0, 0, -1]))
     old, new = [node.outputs[0]], [y]
@@ -150,14 +150,14 @@ def _hidden_too(
     """
     if mask is None:
         return seen
-    made: ir.Value
+    total: ir.Value
     if mask.dtype == ir.DataType.BOOL:
-        made = op.And(mask, seen)
+        total = op.And(mask, seen)
     elif sums:
-        made = op.Add(mask, _added(op, rw, seen, mask))
+        total = op.Add(mask, _added(op, rw, seen, mask))
     else:
-        made = op.Where(seen, mask, _minus_infinity(rw, mask))
-    return typed(made, mask, [None] * max(rank(mask) or 0, rank(seen) or 0))
+        total = op.Where(seen, mask, _minus_infinity(rw, mask))
+    return typed(total, mask, [None] * max(rank(mask) or 0, rank(seen) or 0))
 
 
 def _minus_infinity(rw: Rewriter, like: ir.Value) -> ir.Value:

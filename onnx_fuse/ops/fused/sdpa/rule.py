@@ -61,13 +61,13 @@ def _fused(
 ) -> bool:
     """The fusion of a softmax of `z`, by nodes of `op`."""
     z = whole_rows(op, z)
-    found = trace_scores(z)
-    if found is None:
+    scores = trace_scores(z)
+    if scores is None:
         reason = _unreached(z)
         return rw.refuse("Sdpa", [softmax, ending.product], reason) if reason else False
-    if isinstance(found, str):
-        return rw.refuse("Sdpa", [softmax, ending.product], found)
-    nodes = [found.product, softmax, ending.product]
+    if isinstance(scores, str):
+        return rw.refuse("Sdpa", [softmax, ending.product], scores)
+    nodes = [scores.product, softmax, ending.product]
     axis, size = attribute(softmax, "axis", -1), rank(softmax.outputs[0])
     if axis != -1 and (size is None or axis != size - 1):
         reason = (
@@ -76,14 +76,14 @@ def _fused(
             else "the softmax is not over the keys"
         )
         return rw.refuse("Sdpa", nodes, reason)
-    product = found.product.outputs[0]
-    if not found.viewed:
-        found.steps = [step for step in found.steps if not is_idle(step, product)]
-    found.steps = combine_steps(op, found.steps)
-    reason = _mismatch(rw, found, ending, z)
+    product = scores.product.outputs[0]
+    if not scores.viewed:
+        scores.steps = [step for step in scores.steps if not is_idle(step, product)]
+    scores.steps = combine_steps(op, scores.steps)
+    reason = _mismatch(rw, scores, ending, z)
     if reason:
         return rw.refuse("Sdpa", nodes, reason)
-    left, right = found.product.inputs[0], found.product.inputs[1]
+    left, right = scores.product.inputs[0], scores.product.inputs[1]
     assert left is not None
     assert right is not None
     v = ending.values
@@ -91,20 +91,20 @@ def _fused(
     k, k_scale = _key(op, right)
     if ending.turned:
         v = transposed(op, v, swapped(rank(v) or 4))
-    for op_type, factor in found.factors:
+    for op_type, factor in scores.factors:
         q = typed(op.node(op_type, [q, factor]), q, q.shape)
-    scale = found.scale * q_scale * k_scale
+    scale = scores.scale * q_scale * k_scale
     if q.dtype == ir.DataType.DOUBLE and float(np.float32(scale)) != scale:
         q, scale = typed(op.Mul(q, scale), q, q.shape), 1.0  # attributes are of float32
-    frame = make_frame(op, found, [q, k, v])
+    frame = make_frame(op, scores, [q, k, v])
     if isinstance(frame, str):
         return rw.refuse("Sdpa", nodes, frame)
-    steps, masks = steps_of(op, rw, found, frame)
+    steps, masks = steps_of(op, rw, scores, frame)
     guard = "NanGuard" if ending.guarded else ""
     q, k, v, heads = grouping(*frame.qkv)
-    kind = Kind(heads is not None, found.wide, found.softcap is not None, False, steps, guard)
-    step = causal_step(found.steps)
-    y = emit(op, kind, heads, [q, k, v, *masks], scale, found.softcap, step)
+    kind = Kind(heads is not None, scores.wide, scores.softcap is not None, False, steps, guard)
+    step = causal_step(scores.steps)
+    y = emit(op, kind, heads, [q, k, v, *masks], scale, scores.softcap, step)
     y = frame.back(op, y)
     if ending.turned:
         y = transposed(op, y, swapped(rank(ending.product.outputs[0]) or rank(v) or 4))
@@ -112,24 +112,24 @@ def _fused(
     return rw.replace(ending.product, op, [ending.product.outputs[0]], [y])
 
 
-def _mismatch(rw: Rewriter, found: Scores, ending: ProductTail, z: ir.Value | None) -> str:
+def _mismatch(rw: Rewriter, scores: Scores, ending: ProductTail, z: ir.Value | None) -> str:
     """Why the parts do not make one operator, if so."""
-    product = found.product.outputs[0]
-    kinds = [tuple("Where" if s.fill is not None else "Mask" for s in found.steps)]
+    product = scores.product.outputs[0]
+    kinds = [tuple("Where" if s.fill is not None else "Mask" for s in scores.steps)]
     if kinds[0] not in STEPS:
-        return f"{len(found.steps)} masks and conditions follow each other; two are the most"
+        return f"{len(scores.steps)} masks and conditions follow each other; two are the most"
     if ending.narrowed and product.dtype == ir.DataType.FLOAT != ending.values.dtype:
         return "its product of queries and keys is in float32, that with the values in 16 bits"
     if ending.values.dtype != product.dtype or ending.weights.dtype != product.dtype:
         return "the weights have another type than the scores"
-    if found.wide != ending.narrowed:
+    if scores.wide != ending.narrowed:
         return "the weights are not cast back to the type of the scores"
     if rw.training and product.dtype == ir.DataType.DOUBLE:
         return "the gradient of attention in double precision is computed operator by operator"
-    if product.dtype == ir.DataType.DOUBLE and found.softcap is not None:
+    if product.dtype == ir.DataType.DOUBLE and scores.softcap is not None:
         return "a Tanh in double precision, whose factor an attribute cannot hold"
-    left, right = found.product.inputs[0], found.product.inputs[1]
-    if found.viewed and not _same_heads(product, ending.weights):
+    left, right = scores.product.inputs[0], scores.product.inputs[1]
+    if scores.viewed and not _same_heads(product, ending.weights):
         return "the scores' leading axes change between the two products"
     if {rank(left), rank(right), rank(product)} != {rank(ending.values)}:
         return "the operands of the two products differ in rank, or it is not known"
@@ -144,7 +144,7 @@ def _mismatch(rw: Rewriter, found: Scores, ending: ProductTail, z: ir.Value | No
         return "queries or keys are scaled by a very large or small constant"
     # A mask that is larger than the scores makes many rows of one.
     end = z
-    if end is not None and not found.viewed and rank(end) == size:
+    if end is not None and not scores.viewed and rank(end) == size:
         for axis in range(size):
             m, n = dim(product, axis), dim(end, axis)
             if m is not None and m != n and (n is not None or m == 1):
@@ -199,10 +199,10 @@ def _ends(softmax: ir.Node) -> tuple[ir.Value | None, ir.Value]:
     x, size = flatten.inputs[0], rank(flatten.inputs[0])
     shape = producer(back.inputs[1], "Shape")
     y = back.outputs[0]
-    whole = shape is not None and shape.inputs[0] is x and not shape.attributes
-    whole = whole or (x is not None and _same_shape(x, y))
+    restored = shape is not None and shape.inputs[0] is x and not shape.attributes
+    restored = restored or (x is not None and _same_shape(x, y))
     last = size is not None and attribute(flatten, "axis", 1) in (-1, size - 1)
-    return (x, y) if whole and last else (z, p)
+    return (x, y) if restored and last else (z, p)
 
 
 def _same_shape(x: ir.Value, y: ir.Value) -> bool:
@@ -352,8 +352,8 @@ def swapped(size: int) -> list[int]:
 def _key(op: Builder, right: ir.Value) -> tuple[ir.Value, float]:
     """k [.., T, D] of a product's right operand kᵀ [.., D, T], and the constant taken off it."""
     right, outer = strip_scales(right)
-    if (whole := _unflattened(op, right)) is not None:
-        return whole, outer
+    if (unflattened := _unflattened(op, right)) is not None:
+        return unflattened, outer
     size = rank(right) or 4
     swap = swapped(size)
     node = producer(right, "Transpose")
@@ -440,11 +440,11 @@ def grouping(
 
 
 def steps_of(
-    op: Builder, rw: Rewriter, found: Scores, frame: Frame
+    op: Builder, rw: Rewriter, scores: Scores, frame: Frame
 ) -> tuple[tuple[str, ...], list[ir.Value]]:
     """The steps' names, and their inputs in the axes of the frame."""
     names, inputs = [], []
-    for step in found.steps:
+    for step in scores.steps:
         if step.fill is None:
             mask = step.value
             if step.negated:

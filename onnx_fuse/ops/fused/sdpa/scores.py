@@ -74,37 +74,37 @@ def trace_scores(value: ir.Value | None, depth: int = REACH) -> Scores | str | N
     if node.op_type == "Where":
         return _where(node, depth)
     if node.op_type in ("Add", "Mul"):
-        found = trace_scores(a, depth - 1)
+        traced = trace_scores(a, depth - 1)
         other = b
-        if found is None:
-            found, other = trace_scores(b, depth - 1), a
+        if traced is None:
+            traced, other = trace_scores(b, depth - 1), a
     else:
-        found, other = trace_scores(a, depth - 1), b
-    if not isinstance(found, Scores) or node.op_type == "Identity":
-        return found
+        traced, other = trace_scores(a, depth - 1), b
+    if not isinstance(traced, Scores) or node.op_type == "Identity":
+        return traced
     if node.op_type in RESHAPES:
         if not same_rows(a, value):
             return f"a {node.op_type} that may touch queries or keys stands before the softmax"
-        found.viewed = True
-        return found
+        traced.viewed = True
+        return traced
     if node.op_type == "Cast":
-        return _cast(node, found)
-    if found.wide:
-        own = _name(found.product.outputs[0])
-        return f"{node.op_type} in {_name(value)} follows a product in {own}"
+        return _cast(node, traced)
+    if traced.wide:
+        product_type = _name(traced.product.outputs[0])
+        return f"{node.op_type} in {_name(value)} follows a product in {product_type}"
     scores = a if other is b else b
     if other is not None and node.op_type in ("Add", "Sub", "Mul", "Div"):
         if rank(value) is None or rank(value) != rank(scores):
             return f"the other operand of {node.op_type} adds axes to the scores"
         if node.op_type in ("Add", "Sub"):
-            found.steps.append(MaskStep(other, value, negated=node.op_type == "Sub"))
-            return found
-        return _scaled(node, found, other)
+            traced.steps.append(MaskStep(other, value, negated=node.op_type == "Sub"))
+            return traced
+        return _scaled(node, traced, other)
     if node.op_type == "Tanh":
-        if found.steps or found.softcap is not None:
+        if traced.steps or traced.softcap is not None:
             return "a Tanh behind a mask, or a second one"
-        found.softcap = 1.0
-        return found
+        traced.softcap = 1.0
+        return traced
     return f"{node.op_type} stands between the product and the softmax"
 
 
@@ -129,10 +129,10 @@ def whole_rows(op: Builder, z: ir.Value | None) -> ir.Value | None:
     ):
         return z
     while (add := producer(value, "Add")) is not None and len(steps) < MOST:
-        found = [i for i in (0, 1) if producer(add.inputs[i], "Add", "Reshape") is not None]
-        first = found[0] if found else 0
+        summands = [i for i in (0, 1) if producer(add.inputs[i], "Add", "Reshape") is not None]
+        first = summands[0] if summands else 0
         mask = add.inputs[1 - first]
-        if mask is None or rank(mask) != lead + 4 or len(found) > 1:
+        if mask is None or rank(mask) != lead + 4 or len(summands) > 1:
             return z
         steps.append((mask, first == 0))
         value = add.inputs[first]
@@ -144,14 +144,14 @@ def whole_rows(op: Builder, z: ir.Value | None) -> ir.Value | None:
     sizes = [same_size(source, i, z, i) for i in range(lead + 2)]
     if not all((*sizes, *(value is not None and same_size(value, i, z, i) for i in range(lead)))):
         return z
-    made = source
+    total = source
     for mask, behind in reversed(steps):
         full = op.Expand(mask, op.constant([1] * lead + apart))
         rows = op.Reshape(full, op.constant([0] * lead + [dim(z, -2), dim(z, -1)]))
         shape = None if mask.shape is None else [*mask.shape[:lead], dim(z, -2), dim(z, -1)]
         rows = typed(rows, mask, shape)
-        made = typed(op.Add(*((made, rows) if behind else (rows, made))), source, source.shape)
-    return made
+        total = typed(op.Add(*((total, rows) if behind else (rows, total))), source, source.shape)
+    return total
 
 
 def _name(value: ir.Value | None) -> str:
@@ -175,46 +175,46 @@ def same_size(x: ir.Value, i: int, y: ir.Value, j: int) -> bool:
     return m.value is not None and m.value == n.value
 
 
-def _cast(node: ir.Node, found: Scores) -> Scores | str:
+def _cast(node: ir.Node, traced: Scores) -> Scores | str:
     source, target = node.inputs[0], node.outputs[0]
     if not is_float(source) or source is None or source.dtype == target.dtype:
-        return found
-    if found.wide and target.dtype == found.product.outputs[0].dtype:
-        found.wide = False  # there and back again: no digit is lost
-        return found
+        return traced
+    if traced.wide and target.dtype == traced.product.outputs[0].dtype:
+        traced.wide = False  # there and back again: no digit is lost
+        return traced
     narrow = source.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-    if found.wide or not narrow or target.dtype != ir.DataType.FLOAT:
+    if traced.wide or not narrow or target.dtype != ir.DataType.FLOAT:
         return f"the scores are cast from {_name(source)} to {_name(target)}"
-    found.wide = True
-    return found
+    traced.wide = True
+    return traced
 
 
-def _scaled(node: ir.Node, found: Scores, factor: ir.Value) -> Scores | str:
-    """`found` times or over `factor`."""
+def _scaled(node: ir.Node, traced: Scores, factor: ir.Value) -> Scores | str:
+    """`traced` times or over `factor`."""
     divides, out = node.op_type == "Div", node.outputs[0]
     if divides and node.inputs[0] is factor:
         return "the scores are a divisor"
     number = scalar(factor)
     if number is None:
-        if found.steps or found.softcap is not None or found.viewed:
+        if traced.steps or traced.softcap is not None or traced.viewed:
             return f"the scores are scaled by the tensor '{factor.name}' behind a mask or a view"
         sizes = None if factor.shape is None else list(factor.shape)
         if sizes is None or any(d != 1 for d in sizes[-1:]):
             return f"the scores are scaled by the tensor '{factor.name}', which differs by key"
         if not _moderate(factor):
             return f"the scores are scaled by the tensor '{factor.name}', of any magnitude"
-        found.factors.append((node.op_type, factor))
-        return found
+        traced.factors.append((node.op_type, factor))
+        return traced
     if number == 0 or not math.isfinite(number) or not RANGE[0] <= abs(number) <= RANGE[1]:
         return f"the scores are {'divided' if divides else 'multiplied'} by {number:g}"
     if divides:
         number = 1 / number
-    masks = [step for step in found.steps if step.fill is None]
+    masks = [step for step in traced.steps if step.fill is None]
     # A product with a power of two loses no digit, so that it may be taken apart; one above 1 would
     # make -inf of a mask's lowest float.
     if masks and not (0 < number <= 1 and math.frexp(number)[0] == 0.5):
         return f"a mask is added before the scores are scaled by {number:g}"
-    for step in found.steps:
+    for step in traced.steps:
         step.factor *= number
         if step.fill is not None:
             held = const_array(factor)
@@ -222,12 +222,12 @@ def _scaled(node: ir.Node, found: Scores, factor: ir.Value) -> Scores | str:
             with np.errstate(all="ignore"):
                 how = np.divide if divides else np.multiply
                 step.fill = np.asarray(how(step.fill, held.reshape(()).astype(step.fill.dtype)))
-    if found.softcap is not None:
-        found.softcap *= number
+    if traced.softcap is not None:
+        traced.softcap *= number
     else:
-        found.scale *= number
+        traced.scale *= number
     assert out is not None
-    return found
+    return traced
 
 
 def _moderate(factor: ir.Value) -> bool:
@@ -260,30 +260,30 @@ def _where(node: ir.Node, depth: int) -> Scores | str | None:
     out = node.outputs[0]
     for i in (0, 1):
         scores, fill = branches[i], branches[1 - i]
-        found = trace_scores(scores, depth - 1)
-        if found is None:
+        traced = trace_scores(scores, depth - 1)
+        if traced is None:
             continue
-        if isinstance(found, str) or condition is None or scores is None:
-            return found
+        if isinstance(traced, str) or condition is None or scores is None:
+            return traced
         held = const_array(fill) if scalar(fill) is not None else None
         if held is None:
             return "a Where replaces scores by what is no constant number"
-        if found.wide:
+        if traced.wide:
             return f"Where in {_name(out)} follows a product in another type"
         if rank(out) is None or rank(out) != rank(scores):
             return "the condition of Where adds axes to the scores"
         holds, step = i == 0, MaskStep(condition, out, fill=held.reshape(()))
         while (inverse := producer(condition, "Not")) is not None and inverse.inputs[0] is not None:
             condition, holds = inverse.inputs[0], not holds
-        last = found.steps[-1] if found.steps else None
+        last = traced.steps[-1] if traced.steps else None
         if last is not None and last.fill is not None and last.at.shape == out.shape:
             assert step.fill is not None
             if last.fill.tobytes() == step.fill.tobytes():
                 last.conditions.append((condition, holds))  # one fill for both: one condition
-                return found
+                return traced
         step.conditions.append((condition, holds))
-        found.steps.append(step)
-        return found
+        traced.steps.append(step)
+        return traced
     return None
 
 
@@ -295,19 +295,19 @@ def combine_steps(op: Builder, steps: list[MaskStep]) -> list[MaskStep]:
     the size of m, as the product z has more of, where m is a constant of some hundred at most. No
     other masks may be added up before.
     """
-    found: list[MaskStep] = []
+    combined: list[MaskStep] = []
     for i, step in enumerate(steps):
-        last = found[-1] if found else None
-        many = len(found) + len(steps) - i > MOST
+        last = combined[-1] if combined else None
+        many = len(combined) + len(steps) - i > MOST
         if many and last is not None and _joins(last, step):
             total = op.Add(last.value, step.value)
             total.dtype = step.value.dtype
             if last.value.shape is not None and step.value.shape is not None:
                 total.shape = ir.Shape(_broadcast(last.value.shape, step.value.shape))
-            found[-1] = replace(step, value=total)
+            combined[-1] = replace(step, value=total)
         else:
-            found.append(step)
-    return found
+            combined.append(step)
+    return combined
 
 
 def _joins(first: MaskStep, second: MaskStep) -> bool:
