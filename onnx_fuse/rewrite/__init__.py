@@ -81,8 +81,8 @@ def _fused(model: ir.Model, rw: Rewriter) -> dict[str, int]:
     names = (base_name(n) for n in nodes if carries_body(n))
     counts = Counter(name for name in names if name not in _CANONICAL)
     added = {rule.name for rule in ADDED}
-    own = {name: k for name, k in rw.fusions.items() if (FUSE, name) not in OPS}
-    counts.update({name: k for name, k in own.items() if name not in added})
+    without_op = {name: k for name, k in rw.fusions.items() if (FUSE, name) not in OPS}
+    counts.update({name: k for name, k in without_op.items() if name not in added})
     return dict(sorted(counts.items()))
 
 

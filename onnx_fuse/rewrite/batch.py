@@ -61,13 +61,13 @@ def _open_parts(graph: ir.Graph, node: ir.Node, depends: set[ir.Value]) -> None:
     """Repeat a part that is the same for all examples, such as a class token, for each of them."""
     if node.attributes["axis"].as_int() == 0:
         return
-    whole = next(v for v in node.inputs if v in depends)
+    batched = next(v for v in node.inputs if v in depends)
     for i, part in enumerate(node.inputs):
         if part is None or part in depends or part.shape is None or part.shape[0] != 1:
             continue
         op = Builder()
         ones = op.constant([1] * (len(part.shape) - 1))
-        shape = op.Concat(op.Shape(whole, start=0, end=1), ones, axis=0)
+        shape = op.Concat(op.Shape(batched, start=0, end=1), ones, axis=0)
         repeated = op.Expand(part, shape)
         for new in op.nodes:
             new.outputs[0].name = Names.of(graph).fresh(f"{node.outputs[0].name}.part")
@@ -77,11 +77,11 @@ def _open_parts(graph: ir.Graph, node: ir.Node, depends: set[ir.Value]) -> None:
 
 def _computed_from(roots: Iterable[ir.Value]) -> set[ir.Value]:
     """The values that depend on any of `roots`, these included."""
-    found = set(roots)
-    todo = list(found)
+    dependent = set(roots)
+    todo = list(dependent)
     while todo:
         for node, _ in todo.pop().uses():
-            new = [v for v in node.outputs if v not in found]
-            found.update(new)
+            new = [v for v in node.outputs if v not in dependent]
+            dependent.update(new)
             todo.extend(new)
-    return found
+    return dependent

@@ -93,16 +93,16 @@ def _fold(rw: Rewriter, norm: ir.Node) -> bool:
     weight, bias = folded
     b = _initializer(rw.graph, bias, f"{w.name}_folded_bias")
     w = _initializer(rw.graph, weight, f"{w.name}_folded")
-    kept = {name: a.value for name, a in product.attributes.items() if name != "beta"}
+    attributes = {name: a.value for name, a in product.attributes.items() if name != "beta"}
     op = Builder()
     if product.op_type == "MatMul":
-        made = op.Add(typed(op.MatMul(x, w), w, product.outputs[0].shape), b)
+        biased = op.Add(typed(op.MatMul(x, w), w, product.outputs[0].shape), b)
     else:
-        made = op.node(product.op_type, [x, w, b], attributes=kept)
+        biased = op.node(product.op_type, [x, w, b], attributes=attributes)
     last = chain[-1 - len(views)].outputs[0]
     for node in chain[: len(chain) - len(views)]:
-        move_shape_readers(node.outputs[0], made)
-    y = replay_views(op, views, last, typed(made, w, last.shape))
+        move_shape_readers(node.outputs[0], biased)
+    y = replay_views(op, views, last, typed(biased, w, last.shape))
     return rw.replace(norm, op, [norm.outputs[0]], [y])
 
 
@@ -119,10 +119,10 @@ def _folded(
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """The new weight and bias; None where they cannot stand for what the nodes compute."""
     arrays = [const_array(v) for v in (product.inputs[1], b, *norm.inputs[1:]) if v is not None]
-    kept = [a for a in arrays if a is not None]
-    dtype = kept[0].dtype
+    constants = [a for a in arrays if a is not None]
+    dtype = constants[0].dtype
     with np.errstate(all="ignore"):
-        weight, *bias, gamma, beta, mean, var = [a.astype(np.float64) for a in kept]
+        weight, *bias, gamma, beta, mean, var = [a.astype(np.float64) for a in constants]
         if {v.shape for v in (gamma, beta, mean, var)} != {(gamma.size,)}:
             return None  # onnxruntime refuses it
         epsilon = attribute(norm, "epsilon", 1e-5)

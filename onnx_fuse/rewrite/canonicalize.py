@@ -243,12 +243,12 @@ def _drop_no_ops(model: ir.Model) -> None:
     for node in list(all_nodes(model.graph)):
         if node.domain or not node.outputs or node.outputs[0].is_graph_output():
             continue
-        kept: ir.Value | None = None
+        operand: ir.Value | None = None
         if node.op_type in _NEUTRAL:
             first, last, neutral = _NEUTRAL[node.op_type]
             for i in range(first, last + 1):
                 if _is_neutral(node, i, neutral):
-                    kept = node.inputs[1 - i]
+                    operand = node.inputs[1 - i]
         elif node.op_type == "Dropout" and not (
             len(node.outputs) > 1 and consumers(node.outputs[1])
         ):
@@ -256,13 +256,13 @@ def _drop_no_ops(model: ir.Model) -> None:
             held = [const_array(value) for value in (ratio, mode) if value is not None]
             # it drops nothing where it does not train, or at a ratio of 0
             if mode is None or any(array is not None and not array.any() for array in held):
-                kept = node.inputs[0]
+                operand = node.inputs[0]
         elif node.op_type == "Pad":
             pads = const_array(node.inputs[1])
             if pads is not None and not pads.any():
-                kept = node.inputs[0]
-        if kept is not None and kept.dtype == node.outputs[0].dtype:
-            node.outputs[0].replace_all_uses_with(kept)
+                operand = node.inputs[0]
+        if operand is not None and operand.dtype == node.outputs[0].dtype:
+            node.outputs[0].replace_all_uses_with(operand)
             freeze_shared(node.outputs)
 
 
@@ -298,8 +298,8 @@ def _lift_constants(model: ir.Model) -> None:
         if held is not None and not held.is_ref() and held.type == ir.AttributeType.TENSOR:
             tensor = held.as_tensor()
             if tensor.dtype != ir.DataType.STRING:
-                own = ir.Tensor(tensor.numpy(), tensor.dtype)
-                node.attributes["value"] = ir.AttrTensor("value", own)
+                copy = ir.Tensor(tensor.numpy(), tensor.dtype)
+                node.attributes["value"] = ir.AttrTensor("value", copy)
     common_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     for name in set(model.graph.initializers) - before:
         model.graph.initializers[name].metadata_props[CONSTANT] = "1"

@@ -97,8 +97,8 @@ def _is_weight(value: ir.Value, array: np.ndarray) -> bool:
 
 def starts_recurrence(value: ir.Value) -> bool:
     """Whether a value is read as the first state of LSTM, GRU or RNN alone: zeros, not learned."""
-    found = [n.op_type in ("LSTM", "GRU", "RNN") and i in (5, 6) for n, i in readers(value)]
-    return bool(found) and all(found)
+    as_state = [n.op_type in ("LSTM", "GRU", "RNN") and i in (5, 6) for n, i in readers(value)]
+    return bool(as_state) and all(as_state)
 
 
 def readers(value: ir.Value, depth: int = 4) -> Iterator[tuple[ir.Node, int]]:

@@ -91,8 +91,8 @@ def _product(rw: Rewriter, node: ir.Node, terms: list[str], out: _Letters) -> bo
             size = dim(value, axis)
             sizes[letter] = size if size not in (None, 1) else sizes.get(letter, size)
     first, second = terms
-    found = [_plan(first, second, out), _plan(second, first, out)]
-    plans = [p for p in found if p is not None and _fits(p, values, sizes)]
+    candidates = [_plan(first, second, out), _plan(second, first, out)]
+    plans = [p for p in candidates if p is not None and _fits(p, values, sizes)]
     if not plans:
         return False
     plan = min(plans, key=lambda p: p.transposes)

@@ -82,21 +82,21 @@ def explain(
     """
     nodes = list(ir.traversal.RecursiveGraphIterator(graph))
     left = {(label(node), node.op_type): node for node in nodes}
-    found: dict[str, dict[str, None]] = {}
-    known: set[ir.Node] = set()
+    by_reason: dict[str, dict[str, None]] = {}
+    explained: set[ir.Node] = set()
     for refusal in refusals:
         ops = refusal.ops or (refusal.fusion,) * len(refusal.nodes)
         stays = [left[key] for key in zip(refusal.nodes, ops, strict=True) if key in left]
         if stays or not refusal.ops:  # an operator refused as a whole names no node
-            known.update(n for n in stays if _reason_of(n) is not None)
-            title = " and ".join(dict.fromkeys(ops))
-            found.setdefault(f"{title}: {refusal.reason}", {}).update(dict.fromkeys(refusal.nodes))
+            explained.update(n for n in stays if _reason_of(n) is not None)
+            reason = f"{' and '.join(dict.fromkeys(ops))}: {refusal.reason}"
+            by_reason.setdefault(reason, {}).update(dict.fromkeys(refusal.nodes))
     for node in nodes:
         why = _reason_of(node)
-        if why is not None and node not in known:
+        if why is not None and node not in explained:
             reason = why(node, off, training)
-            found.setdefault(f"{name(node)}: {reason}", {})[label(node)] = None
-    groups = [Leftover(tuple(names), reason) for reason, names in found.items()]
+            by_reason.setdefault(f"{name(node)}: {reason}", {})[label(node)] = None
+    groups = [Leftover(tuple(names), reason) for reason, names in by_reason.items()]
     return sorted(groups, key=lambda group: -len(group.nodes))
 
 
@@ -111,17 +111,17 @@ def name(node: ir.Node) -> str:
 
 def _readers(value: ir.Value) -> list[ir.Node]:
     """The nodes that read the numbers of `value`, directly or through views, nearest first."""
-    found: dict[ir.Node, None] = {}
+    readers: dict[ir.Node, None] = {}
     seen, todo = {value}, deque([value])
-    while todo and len(seen) + len(found) < _MAX_SEEN:
+    while todo and len(seen) + len(readers) < _MAX_SEEN:
         for node in consumers(todo.popleft()):
             if node.op_type in _VIEWS and not node.domain:
                 fresh = [v for v in node.outputs if v not in seen]
                 seen.update(fresh)
                 todo.extend(fresh)
             elif node.op_type != "Shape":
-                found[node] = None
-    return list(found)
+                readers[node] = None
+    return list(readers)
 
 
 def _source(value: ir.Value | None) -> ir.Node | None:
@@ -135,9 +135,9 @@ def _source(value: ir.Value | None) -> ir.Node | None:
 
 def _names(nodes: Sequence[ir.Node]) -> str:
     """`a Conv and a Mul`, at most three of them."""
-    found = list(dict.fromkeys(name(node) for node in nodes))
-    shown = [f"{'an' if op[0] in 'AEIOU' else 'a'} {op}" for op in found[:3]]
-    if len(found) > 3:
+    distinct = list(dict.fromkeys(name(node) for node in nodes))
+    shown = [f"{'an' if op[0] in 'AEIOU' else 'a'} {op}" for op in distinct[:3]]
+    if len(distinct) > 3:
         shown.append("others")
     return " and ".join(", ".join(shown).rsplit(", ", 1))
 
@@ -189,8 +189,8 @@ def _norm(node: ir.Node, off: Collection[str], training: bool) -> str:
         return "its result is an output of the model, and no product reads it"
     products = [n for n in readers if _takes_norm(n)]
     if not products:
-        own = [n for n in readers if _is_product(n) and _fused(n).norm]
-        more = " (one of them is a product with another norm)" if own else ""
+        with_norm = [n for n in readers if _is_product(n) and _fused(n).norm]
+        more = " (one of them is a product with another norm)" if with_norm else ""
         read_by = f"{_kinds(readers)}{more}"
         return f"a norm fuses only with a product with a weight, but it is read by {read_by}"
     if not any(is_constant(n.inputs[1]) or n.domain for n in products):
@@ -244,8 +244,8 @@ def _softmax(node: ir.Node, off: Collection[str], training: bool) -> str:
     if "Sdpa" in off:
         return "the fusion Sdpa is off (--level, --skip)"
     source = _source(node.inputs[0])
-    made = f"computed by {_names([source])}" if source is not None else "an input of the model"
-    return f"unrecognized attention: its scores are {made}, or other operators follow it"
+    origin = f"computed by {_names([source])}" if source is not None else "an input of the model"
+    return f"unrecognized attention: its scores are {origin}, or other operators follow it"
 
 
 def _written_norm(node: ir.Node, off: Collection[str], training: bool) -> str:

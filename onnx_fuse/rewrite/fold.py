@@ -87,20 +87,20 @@ def _simplify(node: ir.Node) -> bool:
     match node.op_type:
         case "CastLike" if (like := node.inputs[1]) is not None and like.dtype is not None:
             rest = {k: a for k, a in node.attributes.items() if not a.is_ref()}
-            made = op.node("Cast", [x], attributes={"to": like.dtype.value, **rest})
+            simpler = op.node("Cast", [x], attributes={"to": like.dtype.value, **rest})
         case "Concat":
             axis = attribute(node, "axis", 0)
-            kept = [v for v in node.inputs if not _empty(v, axis)] or [x]
-            if len(kept) == len(node.inputs) > 1:
+            parts = [v for v in node.inputs if not _empty(v, axis)] or [x]
+            if len(parts) == len(node.inputs) > 1:
                 return False
-            made = op.Concat(*kept, axis=axis) if len(kept) > 1 else op.Identity(*kept)
+            simpler = op.Concat(*parts, axis=axis) if len(parts) > 1 else op.Identity(*parts)
         case _:
             return False
-    made.name, made.dtype, made.shape = y.name, y.dtype, y.shape
+    simpler.name, simpler.dtype, simpler.shape = y.name, y.dtype, y.shape
     op.nodes[-1].name = node.name
     op.nodes[-1].metadata_props.update(node.metadata_props)
     node.graph.insert_before(node, op.nodes)
-    ir.convenience.replace_all_uses_with(y, made, replace_graph_outputs=True)
+    ir.convenience.replace_all_uses_with(y, simpler, replace_graph_outputs=True)
     node.graph.remove(node, safe=True)
     return True
 
@@ -114,7 +114,7 @@ def _empty(value: ir.Value | None, axis: object) -> bool:
 
 
 def _evaluate(model: ir.Model, wanted: Callable[[ir.Node], bool]) -> bool:
-    known: dict[ir.Value, np.ndarray] = {}
+    arrays: dict[ir.Value, np.ndarray] = {}
     inside: set[ir.Value] = set()
     chosen: list[ir.Node] = []
     plain: set[ir.Value] = set()  # what no weight entered
@@ -130,16 +130,16 @@ def _evaluate(model: ir.Model, wanted: Callable[[ir.Node], bool]) -> bool:
         if node.op_type == "ConstantOfShape" or any(v in filled for v in node.inputs if v):
             filled.update(node.outputs)
         for value in node.inputs:
-            if value is not None and value not in inside and value not in known:
+            if value is not None and value not in inside and value not in arrays:
                 array = const_array(value)
                 assert array is not None
-                known[value] = array
+                arrays[value] = array
         if all(v is None or v in plain or CONSTANT in v.metadata_props for v in node.inputs):
             plain.update(node.outputs)
     chosen = _without_tied(chosen)
-    found = evaluate(chosen, known, model.graph.opset_imports) if chosen else {}
+    results = evaluate(chosen, arrays, model.graph.opset_imports) if chosen else {}
     replaced: list[ir.Value] = []
-    for value, array in found.items():
+    for value, array in results.items():
         # one number over and over is no gain as a constant, but what is worked out of it may be
         same = value in filled and array.size > _SMALL and _uniform(array)
         if value.uses() and not same:
@@ -178,26 +178,26 @@ def _settled(node: ir.Node) -> bool:
 
 def _small(node: ir.Node, inside: set[ir.Value]) -> bool:
     """Whether inputs and outputs have few elements, or no more than the inputs that go."""
-    given, freed = 0, 0
+    largest, freed = 0, 0
     for value in node.inputs:
         if value is not None:
             size = _elements(value)
             if size is None or value.dtype == ir.DataType.STRING:
                 return False
-            given = max(given, size)
+            largest = max(largest, size)
             freed += size if value not in inside and len(value.uses()) == 1 else 0
     if node.op_type == "Transpose":  # a weight as the product wants it
-        return given <= LIMIT or freed == given
-    if given > LIMIT:
+        return largest <= LIMIT or freed == largest
+    if largest > LIMIT:
         return False
     if node.op_type == "ConstantOfShape" and (shape := const_array(node.inputs[0])) is not None:
         return math.prod(int(d) for d in shape.reshape(-1)) <= LIMIT
     if node.op_type in _BOUNDED:
         return True
-    made = [_elements(v) for v in node.outputs if v.name]
+    sizes = [_elements(v) for v in node.outputs if v.name]
     return all(
         size is not None and v.dtype != ir.DataType.STRING and size <= max(LIMIT, freed)
-        for v, size in zip((v for v in node.outputs if v.name), made, strict=True)
+        for v, size in zip((v for v in node.outputs if v.name), sizes, strict=True)
     )
 
 
@@ -212,10 +212,10 @@ def _replace(model: ir.Model, value: ir.Value, array: np.ndarray, *, constant: b
     node = value.producer()
     assert node is not None
     tensor = ir.tensor(array, name=value.name)
-    made = ir.Value(name=value.name, type=ir.TensorType(tensor.dtype),
+    initializer = ir.Value(name=value.name, type=ir.TensorType(tensor.dtype),
                     shape=ir.Shape(array.shape), const_value=tensor)  # fmt: skip
-    made.metadata_props.update(value.metadata_props | ({CONSTANT: "1"} if constant else {}))
+    initializer.metadata_props.update(value.metadata_props | ({CONSTANT: "1"} if constant else {}))
     value.name = f"{value.name} computed"
     home = node.graph if isinstance(node.graph, ir.Graph) else model.graph
-    home.register_initializer(made)
-    value.replace_all_uses_with(made)
+    home.register_initializer(initializer)
+    value.replace_all_uses_with(initializer)

@@ -66,7 +66,7 @@ def find_out_of_range(graph: ir.Graph, *, training: bool = False) -> OutOfRange:
     """
     reach = {v: n for v in _constants(graph) if (n := _lowest(v))}
     reach |= dict.fromkeys(_mask_inputs(graph), LOWEST)
-    found = OutOfRange()
+    far = OutOfRange()
     arithmetic: list[ir.Node] = []
     for node in graph:
         taken = _passed_inputs(node, reach)
@@ -85,12 +85,12 @@ def find_out_of_range(graph: ir.Graph, *, training: bool = False) -> OutOfRange:
         todo = [value]
         while todo:
             at = todo.pop()
-            if at not in reach or at in found.values:
+            if at not in reach or at in far.values:
                 continue
-            found.values[at] = None
+            far.values[at] = None
             maker = at.producer()
             if maker is not None and maker.op_type != "Constant":
-                found.nodes[maker] = None
+                far.nodes[maker] = None
                 todo += [
                     v for i in _passed_inputs(maker, reach) if (v := maker.inputs[i]) is not None
                 ]
@@ -101,15 +101,15 @@ def find_out_of_range(graph: ir.Graph, *, training: bool = False) -> OutOfRange:
                 keep(value)
     for node in arithmetic:
         # a row of what was only chosen has one lowest number, in either type
-        if node.op_type in _ENDS and any(v in found.values for v in node.inputs if v is not None):
-            found.nodes[node] = None
+        if node.op_type in _ENDS and any(v in far.values for v in node.inputs if v is not None):
+            far.nodes[node] = None
     for node in graph:
         for i in masks_of(node):
             mask = node.inputs[i] if i < len(node.inputs) else None
             if mask in reach and not (training and _weighs(mask)):
-                found.masks.append((node, i, reach[mask]))
-    found.values |= {v: None for v in graph.inputs if v in reach}  # a Cast would make them infinite
-    return found
+                far.masks.append((node, i, reach[mask]))
+    far.values |= {v: None for v in graph.inputs if v in reach}  # a Cast would make them infinite
+    return far
 
 
 def narrowed(op: Builder, value: ir.Value) -> ir.Value:
@@ -117,9 +117,9 @@ def narrowed(op: Builder, value: ir.Value) -> ir.Value:
     low, high = (op.constant(np.float32(n)) for n in (-LARGEST, LARGEST))
     finite = op.Less(op.Abs(value), op.constant(np.float32(np.inf)))
     near = op.Where(finite, op.Clip(value, low, high), value)
-    made: ir.Value = op.Cast(near, to=F16.value)
-    made.dtype, made.shape = F16, value.shape
-    return made
+    cast: ir.Value = op.Cast(near, to=F16.value)
+    cast.dtype, cast.shape = F16, value.shape
+    return cast
 
 
 def _computes_float32(node: ir.Node) -> bool:
@@ -146,10 +146,10 @@ def _constant(value: ir.Value) -> bool:
 
 
 def _constants(graph: ir.Graph) -> list[ir.Value]:
-    made = [
+    from_nodes = [
         n.outputs[0] for n in graph if n.op_type in ("Constant", "ConstantOfShape") and not n.domain
     ]
-    every = [v for v in (*graph.initializers.values(), *made) if v.dtype == F32]
+    every = [v for v in (*graph.initializers.values(), *from_nodes) if v.dtype == F32]
     return [v for v in every if any(use.idx in _passed_inputs(use.node, {}) for use in v.uses())]
 
 
@@ -157,8 +157,8 @@ def _lowest(value: ir.Value) -> float:
     """Minus the largest finite magnitude in a constant where float16 does not reach it, else 0."""
     array, maker = const_array(value), value.producer()
     if array is None and maker is not None and maker.op_type == "ConstantOfShape":
-        given = maker.attributes.get("value")
-        array = given.as_tensor().numpy() if given is not None else None
+        attribute = maker.attributes.get("value")
+        array = attribute.as_tensor().numpy() if attribute is not None else None
     if array is None or not array.size:
         return 0.0
     low, high = (float(f(array, initial=0, where=np.isfinite(array))) for f in (np.min, np.max))
@@ -200,5 +200,5 @@ def _weighs(value: ir.Value | None) -> bool:
 
 def set_floor(node: ir.Node, number: float) -> None:
     """Tell an attention operator what float16's lowest stands for in its masks."""
-    known = node.attributes.get_float(FLOOR, 0.0)
-    node.attributes[FLOOR] = ir.AttrFloat32(FLOOR, min(known, number))
+    floor = node.attributes.get_float(FLOOR, 0.0)
+    node.attributes[FLOOR] = ir.AttrFloat32(FLOOR, min(floor, number))

@@ -78,15 +78,15 @@ def _replace(
             return False
         if all(n.op_type not in ("Concat", "Pad") for n in chain):
             continue  # one Transpose does it
-        found = _followed(source, chain, y)
-        if found is not None:
-            rows, place, rest = found
+        traced = _followed(source, chain, y)
+        if traced is not None:
+            rows, place, rest = traced
             fills = [row for node in chain if (row := _fill(node)) is not None]
             if any(row.tobytes() != fills[0].tobytes() for row in fills):
                 return False
             if place.tobytes() not in held:  # blocks of a stage share theirs
-                own = np.maximum(place, 0)
-                held[place.tobytes()] = add_initializer(graph, Names.of(graph).fresh("rows"), own)
+                valid = np.maximum(place, 0)
+                held[place.tobytes()] = add_initializer(graph, Names.of(graph).fresh("rows"), valid)
             index = held[place.tobytes()]
             _emit(graph, last, source, rows, place, rest, index, fills[0] if fills else None)
             taken.update(chain)
@@ -106,12 +106,12 @@ def _chains(last: ir.Node, places: dict[ir.Node, int]) -> Iterator[tuple[ir.Valu
         next_node = max((n for n in makers if n in places), key=lambda n: places[n], default=None)
         if next_node is None or not _moves(next_node):
             return
-        made = next_node.outputs[0]
-        if made.is_graph_output() or not set(consumers(made)) <= inside:
+        result = next_node.outputs[0]
+        if result.is_graph_output() or not set(consumers(result)) <= inside:
             return
         chain.append(next_node)
         inside.add(next_node)
-        open_values.remove(made)
+        open_values.remove(result)
         open_values += [v for v in dict.fromkeys(_data(next_node)) if v not in open_values and v]
 
 
@@ -146,14 +146,14 @@ def _followed(
 
 def _units(source: ir.Value, chain: Chain, each: int) -> list[int]:
     """Sizes of a free first axis to try: 1, and what a Reshape of it makes a batch of."""
-    found = [1]
+    sizes = [1]
     for node in chain:
         target = const_array(node.inputs[1]) if node.op_type == "Reshape" else None
         if target is not None and node.inputs[0] is source and target.size and target[0] <= 0:
-            whole = abs(int(np.prod(target[1:])))
-            if whole and whole % each == 0:
-                found.append(whole // each)
-    return found
+            rows = abs(int(np.prod(target[1:])))
+            if rows and rows % each == 0:
+                sizes.append(rows // each)
+    return sizes
 
 
 def _rows(
@@ -168,32 +168,32 @@ def _rows(
     width = shape[-1]
     held = {source: np.arange(prod(shape), dtype=np.int64).reshape(shape)}
     for node in chain:
-        known = [
+        arrays = [
             None if v is None else held[v] if v in held else const_array(v) for v in node.inputs
         ]
-        if any(v is not None and a is None for v, a in zip(node.inputs, known, strict=True)):
+        if any(v is not None and a is None for v, a in zip(node.inputs, arrays, strict=True)):
             return None
         if node.op_type in ("Pad", "Where"):
-            array = _padded(node, known) if node.op_type == "Pad" else _filled(known, width)
+            array = _padded(node, arrays) if node.op_type == "Pad" else _filled(arrays, width)
         else:
-            found = exact(node, known)
-            array = found[0] if found else None
+            results = exact(node, arrays)
+            array = results[0] if results else None
         if array is None or array.size > _LARGEST:
             return None
         held[node.outputs[0]] = array
-    made = held[y]
+    origins = held[y]
     if any(n.op_type == "Where" for n in chain):  # one kind of added rows, or none is known
-        if (made == -1).any():
+        if (origins == -1).any():
             return None
-        made = np.maximum(made, -1)
-    if made.ndim < 2 or made.shape[-1] % width or not made.size:
+        origins = np.maximum(origins, -1)
+    if origins.ndim < 2 or origins.shape[-1] % width or not origins.size:
         return None
-    flat = made.reshape(-1, width)
+    flat = origins.reshape(-1, width)
     starts = flat[:, :1]
-    kept = (flat == starts + np.arange(width)).all(1) & (starts[:, 0] % width == 0)
-    if not (kept & (starts[:, 0] >= 0) | (flat < 0).all(1)).all():
+    in_order = (flat == starts + np.arange(width)).all(1) & (starts[:, 0] % width == 0)
+    if not (in_order & (starts[:, 0] >= 0) | (flat < 0).all(1)).all():
         return None
-    return np.where(starts[:, 0] < 0, -1, starts[:, 0] // width), made.shape
+    return np.where(starts[:, 0] < 0, -1, starts[:, 0] // width), origins.shape
 
 
 def _padded(node: ir.Node, arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
@@ -249,13 +249,13 @@ def _emit(
 ) -> None:
     op, y = Builder(), last.outputs[0]
     flat = op.Reshape(source, op.constant([-1, rows, dim(source, -1)]))
-    made = op.Gather(flat, index, axis=1)
+    result = op.Gather(flat, index, axis=1)
     if (place < 0).any():
         if fill is None:
             fill = np.zeros((), (source.dtype or ir.DataType.FLOAT).numpy())
-        made = op.Where(op.constant((place >= 0)[:, None]), made, op.constant(fill))
-    made = op.Reshape(made, op.constant([-1, *rest]))
-    made.dtype, made.shape = y.dtype, y.shape
+        result = op.Where(op.constant((place >= 0)[:, None]), result, op.constant(fill))
+    result = op.Reshape(result, op.constant([-1, *rest]))
+    result.dtype, result.shape = y.dtype, y.shape
     graph.insert_before(last, op.nodes)
-    y.replace_all_uses_with(made)
+    y.replace_all_uses_with(result)
     freeze_shared([y], op.nodes)

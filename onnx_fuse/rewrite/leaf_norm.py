@@ -25,23 +25,23 @@ def without_rows(
     op: Any, graph: ir.Graph, gradients: Mapping[str, ir.Value]
 ) -> dict[str, ir.Value]:
     """Rewrite LayerNormGrads whose dx nobody reads; returns `gradients` with the new values."""
-    found = dict(gradients)
+    grads = dict(gradients)
     for node in list(graph):
-        nodes = _parts(node, set(found.values()))
+        nodes = _parts(node, set(grads.values()))
         if nodes is None:
             continue
         rows, product, total = nodes
         old = [product.outputs[0], *node.outputs[1:], *(total.outputs if total is not None else ())]
         for before, after in zip(old, _emit(op, node, rows, product, old), strict=False):
             before.replace_all_uses_with(after)
-            found = {name: after if value is before else value for name, value in found.items()}
+            grads = {name: after if value is before else value for name, value in grads.items()}
         dt = rows.inputs[0]
         assert dt is not None
         readers = consumers(dt)
         graph.insert_before(next(n for n in graph if n in readers), op.nodes)
         op.nodes = []
         graph.remove([n for n in (node, rows, product, total) if n is not None], safe=True)
-    return found
+    return grads
 
 
 def _parts(node: ir.Node, results: set[ir.Value]) -> tuple[ir.Node, ir.Node, ir.Node | None] | None:

@@ -41,45 +41,45 @@ def parts(value: ir.Value) -> tuple[int | None, list[Part]]:
         if tensor is None and value.shape is not None:
             shape = value.shape.numpy()
         return None, [Part(value.name or "", shape, None)]
-    found = [
+    group = [
         Part(p["name"], tuple(p["shape"]), tuple(p["perm"]) if p["perm"] else None)
         for p in record["parts"]
     ]
-    return record["axis"], found
+    return record["axis"], group
 
 
 def unpack(value: ir.Value, array: np.ndarray) -> dict[str, np.ndarray]:
     """The original parameters inside `array`, a (trained) content of the packed `value`."""
-    axis, found = parts(value)
+    axis, group = parts(value)
     pieces = [array]
     if axis is not None:
-        ends = np.cumsum([p.packed_shape[axis] for p in found])[:-1]
+        ends = np.cumsum([p.packed_shape[axis] for p in group])[:-1]
         pieces = np.split(array, ends, axis)
     return {
         p.name: piece if p.perm is None else piece.transpose(np.argsort(p.perm))
-        for p, piece in zip(found, pieces, strict=True)
+        for p, piece in zip(group, pieces, strict=True)
     }
 
 
 def pack(value: ir.Value, originals: Mapping[str, np.ndarray]) -> np.ndarray:
     """The content of the packed `value` from its original parameters by name."""
-    axis, found = parts(value)
+    axis, group = parts(value)
     pieces = [
-        originals[p.name] if p.perm is None else originals[p.name].transpose(p.perm) for p in found
+        originals[p.name] if p.perm is None else originals[p.name].transpose(p.perm) for p in group
     ]
     return np.asarray(pieces[0], order="C") if axis is None else np.concatenate(pieces, axis)
 
 
 def unpack_values(op: Builder, value: ir.Value, packed: ir.Value) -> dict[str, ir.Value]:
     """`unpack` as nodes, of a value shaped like the packed one (its gradient)."""
-    axis, found = parts(value)
+    axis, group = parts(value)
     if axis is None:
         pieces = (packed,)
     else:
-        sizes = op.constant([p.packed_shape[axis] for p in found])
-        pieces = op.Split(packed, sizes, axis=axis, outputs=len(found))
+        sizes = op.constant([p.packed_shape[axis] for p in group])
+        pieces = op.Split(packed, sizes, axis=axis, outputs=len(group))
     result = {}
-    for part, piece in zip(found, pieces, strict=True):
+    for part, piece in zip(group, pieces, strict=True):
         if part.perm is not None:
             piece = op.Transpose(piece, perm=[int(i) for i in np.argsort(part.perm)])
         result[part.name] = typed(piece, value, part.shape)
@@ -88,9 +88,9 @@ def unpack_values(op: Builder, value: ir.Value, packed: ir.Value) -> dict[str, i
 
 def pack_values(op: Builder, value: ir.Value, originals: Mapping[str, ir.Value]) -> ir.Value:
     """`pack` as nodes, of values of the original parameters by name."""
-    axis, found = parts(value)
-    pieces = [originals[part.name] for part in found]
-    for i, part in enumerate(found):
+    axis, group = parts(value)
+    pieces = [originals[part.name] for part in group]
+    for i, part in enumerate(group):
         if part.perm is not None:
             turned = op.Transpose(pieces[i], perm=list(part.perm))
             pieces[i] = typed(turned, value, part.packed_shape)

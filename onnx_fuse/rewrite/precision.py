@@ -53,14 +53,14 @@ def lower_precision(model: ir.Model, dtype: ir.DataType, *, masters: bool = Fals
         graph.opset_imports[""] = 22
     # both in order: what is made of them must not depend on a hash
     wide: dict[ir.Node, None] = {}
-    kept: dict[ir.Value, None] = {}
+    wide_values: dict[ir.Value, None] = {}
 
     def keep(values: Iterable[ir.Value | None], *, sources: bool = True) -> None:
         """Keep these values in float32 and, with `sources`, what they are computed from."""
         for value in values:
-            if value is None or value.dtype != F32 or value in kept:
+            if value is None or value.dtype != F32 or value in wide_values:
                 continue
-            kept[value] = None
+            wide_values[value] = None
             maker = value.producer()
             if sources and maker is not None:
                 wide[maker] = None
@@ -85,14 +85,14 @@ def lower_precision(model: ir.Model, dtype: ir.DataType, *, masters: bool = Fals
         if masters and not _takes(node, dtype, graph.opset_imports[""]):
             wide[node] = None
             keep(node.outputs, sources=False)
-    inputs = [v for v in graph.inputs if v.dtype == F32 and v not in kept]
-    weights = [v for v in graph.initializers.values() if v.dtype == F32 and v not in kept]
+    inputs = [v for v in graph.inputs if v.dtype == F32 and v not in wide_values]
+    weights = [v for v in graph.initializers.values() if v.dtype == F32 and v not in wide_values]
     for node in list(graph):
-        _node(node, dtype, kept)
+        _node(node, dtype, wide_values)
         for value in node.outputs:  # a new type: clones share theirs
-            if value.dtype == F32 and value not in kept:
+            if value.dtype == F32 and value not in wide_values:
                 value.type = ir.TensorType(dtype)
-    for value in [*inputs, *(weights if masters else ()), *kept]:
+    for value in [*inputs, *(weights if masters else ()), *wide_values]:
         uses = [(n, i) for n, i in value.uses() if i not in KEPT_INPUTS.get(n.op_type, ())]
         uses = [(n, i) for n, i in uses if n not in wide]
         maker = value.producer()
@@ -109,8 +109,8 @@ def lower_precision(model: ir.Model, dtype: ir.DataType, *, masters: bool = Fals
             graph.insert_after(maker, here.nodes)
     arrays = [value.const_value.numpy() for value in weights if value.const_value is not None]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # NumPy lets other threads run
-        made = pool.map(_clipped if masters else _cast, arrays, [dtype] * len(arrays))
-        for value, array, new in zip(weights, arrays, made, strict=True):
+        converted = pool.map(_clipped if masters else _cast, arrays, [dtype] * len(arrays))
+        for value, array, new in zip(weights, arrays, converted, strict=True):
             if not masters:
                 value.const_value = ir.tensor(new, name=value.name)
                 value.type = ir.TensorType(dtype)
@@ -167,14 +167,14 @@ def cast_frozen(graph: ir.Graph) -> None:
 
 def _of_integers(value: ir.Value | None) -> bool:
     """Whether a value is made of integers and initializers alone, as the angle of a position is."""
-    found = [value]
-    for v in found:
+    sources = [value]
+    for v in sources:
         if v is None or v.dtype != F32:
             continue
         if v.is_graph_input() and v.const_value is None:
             return False
         maker = v.producer()
-        found += [] if maker is None else [u for u in maker.inputs if u not in found]
+        sources += [] if maker is None else [u for u in maker.inputs if u not in sources]
     return True
 
 
@@ -195,9 +195,9 @@ def _takes(node: ir.Node, dtype: ir.DataType, opset: int) -> bool:
     return name in allowed.get(schema.inputs[0].type_str, (name,))
 
 
-def _node(node: ir.Node, dtype: ir.DataType, kept: Collection[ir.Value]) -> None:
+def _node(node: ir.Node, dtype: ir.DataType, wide_values: Collection[ir.Value]) -> None:
     """Constants and target types inside a node."""
-    if node.outputs and node.outputs[0] in kept:
+    if node.outputs and node.outputs[0] in wide_values:
         return
     if node.op_type in ("Cast", "EyeLike", "RandomNormalLike", "RandomUniformLike"):
         name = "to" if node.op_type == "Cast" else "dtype"

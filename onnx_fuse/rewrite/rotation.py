@@ -43,8 +43,8 @@ def _split(graph: ir.Graph, join: ir.Node) -> bool:
     if sin is None or cos is None or level is None or not isinstance(size, int):
         return False
     for table in (cos, sin):
-        own = rank(table)
-        if own is None or not 0 < own <= level or dim(table, -1) != size:
+        table_rank = rank(table)
+        if table_rank is None or not 0 < table_rank <= level or dim(table, -1) != size:
             return False
     op = Builder()
     (x1, x2), (c1, c2), (s1, s2) = (
@@ -99,10 +99,10 @@ def _half(value: ir.Value | None) -> tuple[ir.Value, int] | None:
     if node.op_type == "Split":
         place = list(node.outputs).index(value)
         return (x, place) if len(node.outputs) == 2 and _last_axis(node, x) else None
-    given = [const_array(v) for v in node.inputs[1:]]
-    if any(a is None or a.size != 1 for a in given) or len(given) < 3:
+    bounds = [const_array(v) for v in node.inputs[1:]]
+    if any(a is None or a.size != 1 for a in bounds) or len(bounds) < 3:
         return None
-    start, _, axis, *step = (int(a.reshape(-1)[0]) for a in given if a is not None)
+    start, _, axis, *step = (int(a.reshape(-1)[0]) for a in bounds if a is not None)
     if axis not in (-1, level - 1) or step not in ([], [1]):
         return None
     start += size if start < 0 else 0

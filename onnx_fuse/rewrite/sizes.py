@@ -26,45 +26,45 @@ def infer_reshapes(model: ir.Model) -> bool:
     the readers of a node have changed.
     """
     graph, changed = model.graph, False
-    known = Entries()
+    facts = Entries()
     for node in list(graph):
         body = any(a.type == ir.AttributeType.GRAPH for a in node.attributes.values())
-        if not known.believed.isdisjoint(node.inputs) or (known.believed and body):
-            known.believed.update(node.outputs)
+        if not facts.believed.isdisjoint(node.inputs) or (facts.believed and body):
+            facts.believed.update(node.outputs)
         if node.domain or not node.inputs:
             continue
-        entries = known.follow(node)
-        holds = known.believed.isdisjoint(node.outputs)
+        entries = facts.follow(node)
+        holds = facts.believed.isdisjoint(node.outputs)
         if entries is not None and holds:
             changed = _constant(node, entries) or changed
             if node.op_type == "Where":
-                changed = _chooses_nothing(node, entries, known) or changed
-        (_pad if node.op_type == "Pad" else _computed)(node, known)
+                changed = _chooses_nothing(node, entries, facts) or changed
+        (_pad if node.op_type == "Pad" else _computed)(node, facts)
         if node.op_type in ("Reshape", "Expand"):
             x, y = node.inputs[0], node.outputs[0]
-            wanted = known.vector(node.inputs[1])
-            same = known.sizes(x)
+            wanted = facts.vector(node.inputs[1])
+            same = facts.sizes(x)
             if node.op_type == "Reshape":
                 changed = (holds and _copied(node, wanted, same)) or changed
-                wanted = _reshape(node, wanted, known)
-            whole = same is not None and None not in same and _read_inside(y)
-            if x is not None and whole and same == wanted and y not in known.believed:
+                wanted = _reshape(node, wanted, facts)
+            static = same is not None and None not in same and _read_inside(y)
+            if x is not None and static and same == wanted and y not in facts.believed:
                 y.replace_all_uses_with(x)
                 changed = True
-    _name_plainly(graph, known)
+    _name_plainly(graph, facts)
     return changed
 
 
-def _name_plainly(graph: ir.Graph, known: Entries) -> None:
+def _name_plainly(graph: ir.Graph, facts: Entries) -> None:
     """Put numbers and the inputs' symbols in the place of inference's own names for them."""
     ends = {*graph.inputs, *graph.outputs}
-    kept = {str(d) for value in ends for d in value.shape or ()}
-    plain = {name: d for name, s in known.meaning.items() if (d := _dim(s)) is not None}
+    declared = {str(d) for value in ends for d in value.shape or ()}
+    plain = {name: d for name, s in facts.meaning.items() if (d := _dim(s)) is not None}
     first: dict[SymbolicSize, str] = {}  # of the symbols for 4 B, say, one is as good as all
-    for name, composed in known.meaning.items():
-        if name not in kept and _dim(composed) is None:
+    for name, composed in facts.meaning.items():
+        if name not in declared and _dim(composed) is None:
             plain[name] = first.setdefault(composed, name)
-    plain = {name: d for name, d in plain.items() if name not in kept}
+    plain = {name: d for name, d in plain.items() if name not in declared}
     for node in graph if plain else ():
         for value in node.outputs:
             if value.shape is not None and value not in ends:
@@ -83,20 +83,20 @@ def _constant(node: ir.Node, entries: Array) -> bool:
     if not _read_inside(y) or rank(y) not in (None, entries.ndim):
         return False
     op = Builder()
-    made = op.constant(np.array(numbers, np.int64).reshape(entries.shape))
+    constant = op.constant(np.array(numbers, np.int64).reshape(entries.shape))
     assert node.graph is not None
     node.graph.insert_before(node, op.nodes)
-    y.replace_all_uses_with(made)
+    y.replace_all_uses_with(constant)
     return True
 
 
-def _chooses_nothing(node: ir.Node, entries: Array, known: Entries) -> bool:
+def _chooses_nothing(node: ir.Node, entries: Array, facts: Entries) -> bool:
     """Where(sizes == -1, x, sizes), by which exporters write torch's expand, is the sizes."""
     third, y = node.inputs[2], node.outputs[0]
-    kept = known.of(third)
-    if kept is None or kept.shape != entries.shape or any(e is None for e in entries.flat):
+    fallback = facts.of(third)
+    if fallback is None or fallback.shape != entries.shape or any(e is None for e in entries.flat):
         return False
-    if list(kept.flat) != list(entries.flat) or not _read_inside(y) or third is None:
+    if list(fallback.flat) != list(entries.flat) or not _read_inside(y) or third is None:
         return False
     y.replace_all_uses_with(third)
     return True
@@ -107,9 +107,9 @@ def _read_inside(value: ir.Value) -> bool:
     return bool(value.uses()) and not value.is_graph_output()
 
 
-def _reshape(node: ir.Node, wanted: Sizes | None, known: Entries) -> Sizes | None:
+def _reshape(node: ir.Node, wanted: Sizes | None, facts: Entries) -> Sizes | None:
     """Enter what the symbols in the output's shape mean; the sizes it has."""
-    y, came = node.outputs[0], known.sizes(node.inputs[0])
+    y, came = node.outputs[0], facts.sizes(node.inputs[0])
     literal = attribute(node, "allowzero", 0) != 0  # a 0 is a size of 0, and copies none
     if wanted is None or (literal and _ZERO in wanted):
         return None
@@ -123,7 +123,7 @@ def _reshape(node: ir.Node, wanted: Sizes | None, known: Entries) -> Sizes | Non
         else:
             if entry is not None and not literal and _may_copy(entry, i, came):
                 if total is not None and _is_zero_with(total, entry):
-                    known.believed.add(y)  # where it copies, the result is empty
+                    facts.believed.add(y)  # where it copies, the result is empty
                 else:
                     entry = None
             sizes.append(entry if entry is not None and entry.nonnegative else None)
@@ -134,17 +134,17 @@ def _reshape(node: ir.Node, wanted: Sizes | None, known: Entries) -> Sizes | Non
         quotient = None if total is None or rest is None else _quotient(total, rest)
         alike = all(s is not None and (s.positive or s in (came or ())) for s in others)
         if literal and not (alike and quotient is not None and quotient.positive):
-            known.believed.add(y)  # beside a 0 it is what the other sizes leave without zeros
+            facts.believed.add(y)  # beside a 0 it is what the other sizes leave without zeros
         sizes[hole] = quotient
     if y.is_graph_output() or _HOLE in sizes:
         return None
-    return sizes if _enter(y, sizes, known) else None
+    return sizes if _enter(y, sizes, facts) else None
 
 
 def _quotient(total: SymbolicSize, rest: SymbolicSize) -> SymbolicSize | None:
-    found = divided(total, rest)
-    exactly = found is not None and found * rest == total  # what is left over ends the run
-    return found if exactly and found is not None and found.nonnegative else None
+    quotient = divided(total, rest)
+    exactly = quotient is not None and quotient * rest == total  # what is left over ends the run
+    return quotient if exactly and quotient is not None and quotient.nonnegative else None
 
 
 def _may_copy(entry: SymbolicSize, axis: int, came: Sizes | None) -> bool:
@@ -202,71 +202,71 @@ _BROADCAST = frozenset(
 )
 
 
-def _computed(node: ir.Node, known: Entries) -> None:
+def _computed(node: ir.Node, facts: Entries) -> None:
     """Enter what the symbols in the shape of a sum, a product or a Range mean."""
-    found: Sizes | None = None
+    sizes: Sizes | None = None
     match node.op_type:
         case kind if kind in _BROADCAST:
-            found = _broadcast([known.sizes(v) for v in node.inputs])
+            sizes = _broadcast([facts.sizes(v) for v in node.inputs])
         case "Expand":
-            wanted = known.vector(node.inputs[1])
+            wanted = facts.vector(node.inputs[1])
             if wanted is not None and all(s is None or s.nonnegative for s in wanted):
-                found = _broadcast([known.sizes(node.inputs[0]), wanted])
+                sizes = _broadcast([facts.sizes(node.inputs[0]), wanted])
         case "ConstantOfShape":
-            found = known.vector(node.inputs[0])
-            if found is not None:
-                found = [s if s is not None and s.nonnegative else None for s in found]
+            sizes = facts.vector(node.inputs[0])
+            if sizes is not None:
+                sizes = [s if s is not None and s.nonnegative else None for s in sizes]
         case "MatMul":
-            a, b = (known.sizes(v) for v in node.inputs)
+            a, b = (facts.sizes(v) for v in node.inputs)
             if a is not None and b is not None and len(a) > 1 and len(b) > 1:
                 batch = _broadcast([a[:-2], b[:-2]])
-                found = None if batch is None else [*batch, a[-2], b[-1]]
+                sizes = None if batch is None else [*batch, a[-2], b[-1]]
         case "Range":
-            start, limit, step = (known.vector(v) for v in node.inputs)
+            start, limit, step = (facts.vector(v) for v in node.inputs)
             if start == [_ZERO] and step == [_ONE] and limit is not None:
-                found = [s if s is not None and s.nonnegative else None for s in limit]
-    if found is not None and None not in node.outputs and not node.outputs[0].is_graph_output():
-        _enter(node.outputs[0], found, known)
+                sizes = [s if s is not None and s.nonnegative else None for s in limit]
+    if sizes is not None and None not in node.outputs and not node.outputs[0].is_graph_output():
+        _enter(node.outputs[0], sizes, facts)
 
 
 def _broadcast(shapes: Sequence[Sizes | None]) -> Sizes | None:
     """The sizes that all are broadcast to, None where that depends on what is not known."""
-    known = [s for s in shapes if s is not None]
-    if len(known) < len(shapes):
+    complete = [s for s in shapes if s is not None]
+    if len(complete) < len(shapes):
         return None
-    found: Sizes = []
-    for axis in range(-max((len(s) for s in known), default=0), 0):
-        here = [s[axis] for s in known if len(s) >= -axis]
+    sizes: Sizes = []
+    for axis in range(-max((len(s) for s in complete), default=0), 0):
+        here = [s[axis] for s in complete if len(s) >= -axis]
         long = list(dict.fromkeys(s for s in here if s != _ONE))
         fixed = [s for s in long if s is not None and s.number is not None]
         # A number of 2 and more is broadcast with 1 or with itself alone.
-        found.append(fixed[0] if fixed else long[0] if len(long) == 1 else None)
+        sizes.append(fixed[0] if fixed else long[0] if len(long) == 1 else None)
         if not long:
-            found[-1] = _ONE
-    return found
+            sizes[-1] = _ONE
+    return sizes
 
 
-def _pad(node: ir.Node, known: Entries) -> None:
+def _pad(node: ir.Node, facts: Entries) -> None:
     """Enter what the symbols in the output's shape mean: sizes that nothing is added to stay."""
-    y, came = node.outputs[0], known.sizes(node.inputs[0])
+    y, came = node.outputs[0], facts.sizes(node.inputs[0])
     pads = const_array(node.inputs[1]) if len(node.inputs) in (2, 3) else None
     if came is None or pads is None or pads.shape != (2 * len(came),) or y.is_graph_output():
         return
     by = [bool(pads[i] or pads[i + len(came)]) for i in range(len(came))]
-    _enter(y, [None if padded else s for s, padded in zip(came, by, strict=True)], known)
+    _enter(y, [None if padded else s for s, padded in zip(came, by, strict=True)], facts)
 
 
-def _enter(y: ir.Value, found: Sizes, known: Entries) -> bool:
+def _enter(y: ir.Value, sizes: Sizes, facts: Entries) -> bool:
     """Give `y` the sizes found, and its symbols their meaning; False where its rank is another."""
     if y.shape is None:
-        y.shape = ir.Shape([None] * len(found))
-    if len(y.shape) != len(found):  # the file declares another rank
+        y.shape = ir.Shape([None] * len(sizes))
+    if len(y.shape) != len(sizes):  # the file declares another rank
         return False
     symbols = [d.value if isinstance(d, ir.SymbolicDim) else d for d in y.shape]
     dims: list[int | str | None] = []
-    for symbol, new in zip(symbols, found, strict=True):
+    for symbol, new in zip(symbols, sizes, strict=True):
         if new is not None and isinstance(symbol, str) and new != size(symbol):
-            known.meaning.setdefault(symbol, new)
+            facts.meaning.setdefault(symbol, new)
         dims.append(symbol if symbol is not None or new is None else _dim(new))
     if dims != symbols:
         y.shape = ir.Shape(dims)

@@ -14,13 +14,13 @@ def slices_as_splits(model: ir.Model) -> None:
     The gradient of each Slice alone is a Pad, and these are added up.
     """
     graph = model.graph
-    found: dict[tuple[ir.Value, int], dict[tuple[int, int], list[ir.Node]]] = {}
+    by_axis: dict[tuple[ir.Value, int], dict[tuple[int, int], list[ir.Node]]] = {}
     for node in graph:
         part = _part(node)
         if part is not None:
             value, axis, start, end = part
-            found.setdefault((value, axis), {}).setdefault((start, end), []).append(node)
-    for (value, axis), parts in found.items():
+            by_axis.setdefault((value, axis), {}).setdefault((start, end), []).append(node)
+    for (value, axis), parts in by_axis.items():
         assert value.shape is not None
         spans = sorted(parts)
         edges = [0, *(end for _, end in spans)]
