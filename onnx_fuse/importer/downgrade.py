@@ -61,8 +61,8 @@ def _respell(node: ir.Node, version: int, opset: int) -> None:
         if key not in old.attributes:
             default = new.attributes[key].default_value if key in new.attributes else None
             attribute = node.attributes[key]
-            known = ir.serde.deserialize_attribute(default) if default is not None else None
-            if attribute.is_ref() or known is None or known.value != attribute.value:
+            usual = ir.serde.deserialize_attribute(default) if default is not None else None
+            if attribute.is_ref() or usual is None or usual.value != attribute.value:
                 if not attribute.is_ref() and _written_out(node, version, opset):
                     return
                 raise ModelError(
@@ -89,8 +89,8 @@ def _written_out(node: ir.Node, version: int, opset: int) -> bool:
         new.name, new.type, new.shape = old.name, old.type, old.shape
         new.metadata_props.update(old.metadata_props)
     graph.insert_before(node, op.nodes)
-    made = results[: len(node.outputs)]
-    ir.convenience.replace_all_uses_with(node.outputs, made, replace_graph_outputs=True)
+    new_outputs = results[: len(node.outputs)]
+    ir.convenience.replace_all_uses_with(node.outputs, new_outputs, replace_graph_outputs=True)
     graph.remove(node, safe=True)
     for inner in op.nodes:
         _respell(inner, version, opset)
@@ -161,18 +161,18 @@ def _layer_norm(node: ir.Node, op: Builder) -> list[ir.Value] | None:
 
 def _some_sizes(node: ir.Node, op: Builder) -> list[ir.Value]:
     """Write a Shape with `start` or `end` as a Slice of a Shape."""
-    whole, last = op.Shape(node.inputs[0]), np.iinfo(np.int64).max
+    sizes, last = op.Shape(node.inputs[0]), np.iinfo(np.int64).max
     ends = (("start", 0), ("end", last))
     bounds = [op.constant([node.attributes.get_int(name, other)]) for name, other in ends]
-    return [op.Slice(whole, *bounds, op.constant([0]))]
+    return [op.Slice(sizes, *bounds, op.constant([0]))]
 
 
 def _reshape(node: ir.Node, op: Builder) -> list[ir.Value] | None:
     """A Reshape with allowzero to sizes that are known and not zero."""
     sizes = const_array(node.inputs[1])
     if sizes is None and node.outputs[0].shape is not None:
-        known = [d for d in node.outputs[0].shape if isinstance(d, int)]
-        sizes = np.array(known) if len(known) == len(node.outputs[0].shape) else None
+        static = [d for d in node.outputs[0].shape if isinstance(d, int)]
+        sizes = np.array(static) if len(static) == len(node.outputs[0].shape) else None
     if sizes is None or not sizes.all():
         return None
     return [op.Reshape(node.inputs[0], op.constant(sizes.astype(np.int64)))]
@@ -224,11 +224,11 @@ def _as_attributes(node: ir.Node, since: int) -> bool:
         if array is None or (array.size != 1 and kind != "ints"):
             return False
         if kind == "ints":
-            made = ir.AttrInt64s(name, array.reshape(-1).tolist())
+            new = ir.AttrInt64s(name, array.reshape(-1).tolist())
         else:
             number = array.reshape(()).item()
-            made = ir.AttrFloat32(name, number) if kind == "float" else ir.AttrInt64(name, number)
-        node.attributes[name] = made
+            new = ir.AttrFloat32(name, number) if kind == "float" else ir.AttrInt64(name, number)
+        node.attributes[name] = new
         node.replace_input_with(i, None)
     return True
 

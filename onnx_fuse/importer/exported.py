@@ -49,12 +49,12 @@ def _export(module: Any, args: Any, dynamic_shapes: Any) -> onnx.ModelProto:
     import torch
 
     named: dict[str, Any] = dict(args) if isinstance(args, Mapping) else {}
-    given = () if named else args if isinstance(args, tuple) else (args,)
+    positional = () if named else args if isinstance(args, tuple) else (args,)
     if dynamic_shapes is None:
         dynamic_shapes = (
             {name: _first_axis(value) for name, value in named.items()}
             if named
-            else tuple(_first_axis(value) for value in given)
+            else tuple(_first_axis(value) for value in positional)
         )
     modes = {each: each.training for each in module.modules()}
     if any(type(m).__name__.startswith("Dropout") and m.p > 0 and m.training for m in modes):
@@ -65,7 +65,7 @@ def _export(module: Any, args: Any, dynamic_shapes: Any) -> onnx.ModelProto:
     try:
         module.eval()
         program = torch.onnx.export(
-            module, given, kwargs=named or None, dynamic_shapes=dynamic_shapes, dynamo=True,
+            module, positional, kwargs=named or None, dynamic_shapes=dynamic_shapes, dynamo=True,
             verbose=False,
         )  # fmt: skip
     except Exception as error:

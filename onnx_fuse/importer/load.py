@@ -282,7 +282,7 @@ def _mapped(tensor: Any, folders: Sequence[Path], weights: Weights | None) -> An
         return tensor
     # onnx-ir (1.1) opens no file with several hard links, as caches of packages have; of a file
     # without a base folder it checks nothing, and what this one may be was checked before.
-    own = ir.ExternalTensor(
+    stored = ir.ExternalTensor(
         str(target),
         tensor.offset,
         tensor.length or None,  # as `_check_external` reads it
@@ -290,7 +290,7 @@ def _mapped(tensor: Any, folders: Sequence[Path], weights: Weights | None) -> An
         shape=tensor.shape,
         name=tensor.name or "",
     )
-    mapped = ir.Tensor(own.numpy(), tensor.dtype, name=tensor.name, doc_string=tensor.doc_string)
+    mapped = ir.Tensor(stored.numpy(), tensor.dtype, name=tensor.name, doc_string=tensor.doc_string)
     mapped.meta["external"] = tensor.location  # what saves the same model again may want to know
     mapped.meta[PLACE] = (tensor.location, tensor.offset or 0, stamp(target))
     return mapped
@@ -298,22 +298,22 @@ def _mapped(tensor: Any, folders: Sequence[Path], weights: Weights | None) -> An
 
 def _check_graph(model: ir.Model) -> None:
     """Cycles, undefined values and unknown operators; then the spec's own checker."""
-    known = set(model.functions)
+    functions = set(model.functions)
     contrib.import_domains(model)
     for node in all_nodes(model.graph):
-        own = body_of(node.op_type, node.domain) is not None
-        if own or node.op_identifier() in known:
+        fused = body_of(node.op_type, node.domain) is not None
+        if fused or node.op_identifier() in functions:
             continue
         opset = model.graph.opset_imports.get(node.domain)
-        what = _called(node)
+        where = _called(node)
         if node.domain == "":
             if not (
                 onnx.defs.has(node.op_type, max_inclusive_version=opset or 1)
                 or contrib.in_default_domain(node)
             ):
-                raise ModelError(f"{what}: ai.onnx opset {opset} has no operator '{node.op_type}'")
+                raise ModelError(f"{where}: ai.onnx opset {opset} has no operator '{node.op_type}'")
         elif opset is None:
-            raise ModelError(f"{what}: the model does not import its domain '{node.domain}'")
+            raise ModelError(f"{where}: the model does not import its domain '{node.domain}'")
         _check_attributes(node)
     _check_defined(model.graph, set())
     try:
@@ -337,36 +337,36 @@ def _check_attributes(node: ir.Node) -> None:
     """Check attributes that ONNX's checker does not look at and its inference trusts."""
     if node.domain:
         return
-    what = _called(node)
+    where = _called(node)
     if node.op_type == "Constant" and len(node.attributes) != 1:
-        raise ModelError(f"{what}: a Constant has one attribute, this has {len(node.attributes)}")
+        raise ModelError(f"{where}: a Constant has one attribute, this has {len(node.attributes)}")
     parts = node.attributes.get_int("num_outputs", 0) if node.op_type == "Split" else 0
     if parts and parts != len(node.outputs):
         raise ModelError(
-            f"{what}: num_outputs is {parts}, but Split has {len(node.outputs)} outputs"
+            f"{where}: num_outputs is {parts}, but Split has {len(node.outputs)} outputs"
         )
     if node.op_type in POOLS:
         kernel, pads = (list(node.attributes.get_ints(n, ())) for n in ("kernel_shape", "pads"))
         if any(pad >= size for pad, size in zip(pads, kernel + kernel, strict=False)):
             smaller = f"each must be smaller than the kernel, which is {kernel}"
-            raise ModelError(f"{what} ({node.op_type}): pads are {pads}, but {smaller}")
+            raise ModelError(f"{where} ({node.op_type}): pads are {pads}, but {smaller}")
     for name, attribute in node.attributes.items():
         if attribute.is_ref() or attribute.type != ir.AttributeType.INT:
             continue
         least = -_MOST_AXES if name == "axis" else 0
         if name in ("axis", "batch_dims") and not least <= attribute.value <= _MOST_AXES:
             raise ModelError(
-                f"{what} ({node.op_type}): {name} is {attribute.value}, which is out of range"
+                f"{where} ({node.op_type}): {name} is {attribute.value}, which is out of range"
             )
         types = {t.value for t in ir.DataType if t or name != "to"}  # 0 leaves other ones open
         if name in _ELEMENT_TYPES and attribute.value not in types:
             raise ModelError(
-                f"{what} ({node.op_type}): {name} is {attribute.value}, which is no element type"
+                f"{where} ({node.op_type}): {name} is {attribute.value}, which is no element type"
             )
         if name == "stash_type" and not (kind := ir.DataType(attribute.value)).is_floating_point():
             raise ModelError(
-                f"{what} ({node.op_type}): stash_type is {kind.value} ({kind.name.lower()}), which "
-                "is no floating-point type"
+                f"{where} ({node.op_type}): stash_type is {kind.value} ({kind.name.lower()}), "
+                "which is no floating-point type"
             )
 
 

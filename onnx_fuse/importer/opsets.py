@@ -24,8 +24,8 @@ def canonical(model: ir.Model) -> ir.Model:
     """The model with its local functions inlined and its opset brought up to CANONICAL_OPSET."""
     if model.graph.opset_imports.get("", 1) < _FIRST:
         model = _converted(model)
-    kept = {key for key, f in model.functions.items() if _is_own(f)}
-    for key in kept:  # `save` puts our own bodies back
+    fused = {key for key, f in model.functions.items() if _is_own(f)}
+    for key in fused:  # `save` puts our own bodies back
         del model.functions[key]
     graph = model.graph
     bodies = [f for f in model.functions.values() if "" in f.opset_imports]
@@ -94,14 +94,14 @@ MENDED = "onnx_fuse.mended"
 
 def _rename_equal_nodes(graph: ir.Graph) -> bool:
     """Give nodes of one name in one graph names of their own, as onnxruntime asks for."""
-    found = False
+    renamed = False
     for each in (graph, *graph.subgraphs()):
         names, seen = Names(node.name for node in each), set[str]()
         for node in each:
             if node.name and node.name in seen:
-                node.name, found = names.fresh(node.name), True
+                node.name, renamed = names.fresh(node.name), True
             seen.add(node.name or "")
-    return found
+    return renamed
 
 
 def _is_own(function: ir.Function) -> bool:
@@ -140,8 +140,8 @@ def _converted(model: ir.Model) -> ir.Model:
     result.metadata_props.update(model.metadata_props)
     for new, old in ((result.graph.inputs, model.graph.inputs),
                      (result.graph.outputs, model.graph.outputs)):  # fmt: skip
-        for value, known in zip(new, old, strict=True):
-            value.name, value.type, value.shape = known.name, known.type, known.shape
+        for value, source in zip(new, old, strict=True):
+            value.name, value.type, value.shape = source.name, source.type, source.shape
     return result
 
 

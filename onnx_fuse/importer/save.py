@@ -155,13 +155,13 @@ def _defaults_attached(model: ir.Model) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _noted_shapes(model: ir.Model, kept: bool) -> Iterator[None]:
-    """Within the block, unless `kept`, values that carry no note have no type or shape either."""
+def _noted_shapes(model: ir.Model, shapes: bool) -> Iterator[None]:
+    """Within the block, unless `shapes`, values that carry no note have no type or shape either."""
     held: list[tuple[ir.Value, ir.TypeProtocol | None, ir.Shape | None]] = []
-    for graph in () if kept else (model.graph, *model.graph.subgraphs()):
+    for graph in () if shapes else (model.graph, *model.graph.subgraphs()):
         ends = {*graph.inputs, *graph.outputs}
-        made = (v for n in graph if n.domain in ("", FUSE) for v in n.outputs)
-        for value in itertools.chain(graph.initializers.values(), made):
+        results = (v for n in graph if n.domain in ("", FUSE) for v in n.outputs)
+        for value in itertools.chain(graph.initializers.values(), results):
             if value not in ends and not value.metadata_props and not value.doc_string:
                 held.append((value, value.type, value.shape))
                 value.type = value.shape = None
@@ -305,9 +305,9 @@ def _large_initializers(graph: ir.Graph) -> dict[str, ir.Value]:
 def _save_external(model: ir.Model, draft: Path, shapes: bool) -> None:
     with functions_attached(model), _noted_shapes(model, shapes), _defaults_attached(model):
         # save() points the tensors at the file it writes; the caller's model keeps its own.
-        kept = {name: value.const_value for name, value in model.graph.initializers.items()}
+        tensors = {name: value.const_value for name, value in model.graph.initializers.items()}
         try:
             ir.save(model, draft, external_data=f"{draft.name}.data")
         finally:
-            for name, tensor in kept.items():
+            for name, tensor in tensors.items():
                 model.graph.initializers[name].const_value = tensor

@@ -76,21 +76,21 @@ def _check_axis(node: ir.Node) -> None:
 
 
 def _infer(model: ir.Model, *, data_prop: bool) -> None:
-    kept = set(_sequences(model))
+    untouched = set(_sequences(model))
     again = True
     while again:  # once more for each operator that inference is silent about
         bodies = contrib.bodies_attached(model)
         with functions_attached(model), bodies as unread, without_weights(model):
             proto = serialized(model)
             _known_in_bodies(proto.graph, {})
-            kept |= unread
+            untouched |= unread
         declared = _without_sizes_of_results(proto.graph)
         try:
-            found = infer_actual(proto, partial(inferred, data_prop=data_prop))
+            result = infer_actual(proto, partial(inferred, data_prop=data_prop))
         except (onnx.shape_inference.InferenceError, RuntimeError, ValueError):
             return  # a file that contradicts itself: what is known stays, and onnxruntime says why
-        _declare_what_is_open(found.graph, declared)
-        _assign_inferred(model.graph, found.graph, kept)
+        _declare_what_is_open(result.graph, declared)
+        _assign_inferred(model.graph, result.graph, untouched)
         again = complete_types(all_nodes(model.graph), model.graph.opset_imports.get("", 1))
 
 
@@ -137,16 +137,16 @@ def _known_in_bodies(graph: onnx.GraphProto, outside: Mapping[str, onnx.TensorPr
     ]
     if not bodies:
         return
-    known = {**outside, **{t.name: t for t in graph.initializer}}
+    tensors = {**outside, **{t.name: t for t in graph.initializer}}
     for node in graph.node:
         held = [a.t for a in node.attribute if a.name == "value"]
-        known.update(dict.fromkeys(node.output, held[0]) if held else {})
-    small = {k: t for k, t in known.items() if t.ByteSize() <= READ_BY_INFERENCE}
+        tensors.update(dict.fromkeys(node.output, held[0]) if held else {})
+    small = {k: t for k, t in tensors.items() if t.ByteSize() <= READ_BY_INFERENCE}
     for body in bodies:
         _known_in_bodies(body, small)
-        own = {t.name for t in body.initializer} | {v.name for v in body.input}
-        own.update(name for node in body.node for name in node.output)
-        for name in {name for node in body.node for name in node.input} & {*small} - own:
+        local = {t.name for t in body.initializer} | {v.name for v in body.input}
+        local.update(name for node in body.node for name in node.output)
+        for name in {name for node in body.node for name in node.input} & {*small} - local:
             body.initializer.add().CopyFrom(small[name])
             body.initializer[-1].name = name
 
@@ -186,7 +186,7 @@ def without_weights(model: ir.Model) -> Iterator[None]:
 
 
 def _assign_inferred(
-    graph: ir.Graph, proto: onnx.GraphProto, kept: Collection[ir.Value], *, inner: bool = False
+    graph: ir.Graph, proto: onnx.GraphProto, untouched: Collection[ir.Value], *, inner: bool = False
 ) -> None:
     """Give the values of a graph and its subgraphs the types and shapes inferred for them."""
     values = {v.name: v for node in graph for v in node.outputs}
@@ -194,7 +194,7 @@ def _assign_inferred(
         values.update({v.name: v for v in graph.inputs})
     for info in itertools.chain(proto.value_info, proto.output, proto.input):
         value = values.get(info.name)
-        if value is None or value in kept or info.type.WhichOneof("value") != "tensor_type":
+        if value is None or value in untouched or info.type.WhichOneof("value") != "tensor_type":
             continue
         tensor = info.type.tensor_type
         if tensor.elem_type and (value.type is None or value.dtype != tensor.elem_type):
@@ -211,7 +211,7 @@ def _assign_inferred(
             texts = {a.name: [a.g] if a.HasField("g") else a.graphs for a in described.attribute}
             for name, attribute in node.attributes.items():
                 for body, text in zip(subgraphs(attribute), texts[name], strict=False):
-                    _assign_inferred(body, text, kept, inner=True)
+                    _assign_inferred(body, text, untouched, inner=True)
 
 
 def _dim(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
@@ -221,15 +221,15 @@ def _dim(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
 
 def _sequences(model: ir.Model) -> list[ir.Value]:
     """Values that may be sequences or optionals, which onnx-ir (1.1) would infer as tensors."""
-    found: dict[ir.Value, None] = {}
+    sequences: dict[ir.Value, None] = {}
     for node in all_nodes(model.graph):
         graphs = [g for a in node.attributes.values() for g in subgraphs(a)]
         reads = [*node.inputs, *(v for g in graphs for v in g.outputs)]
         if node.op_type in MAKES_SEQUENCES or (
-            (graphs or node.op_type == "Identity") and any(v in found for v in reads)
+            (graphs or node.op_type == "Identity") and any(v in sequences for v in reads)
         ):
-            found.update(dict.fromkeys(node.outputs))
-    return list(found)
+            sequences.update(dict.fromkeys(node.outputs))
+    return list(sequences)
 
 
 def with_shapes(
@@ -311,13 +311,13 @@ def fix_shapes(
                 f"{', '.join(sorted(symbols)) or 'none'}"
             )
         sizes[named] = size
-    for name, given in shapes.items():
+    for name, shape in shapes.items():
         if name not in inputs:
             raise UsageError(f"the model has no input '{name}' (it has {list(inputs)})")
-        own = list(inputs[name].shape or [None] * len(given))
-        if len(own) != len(given):
-            raise UsageError(f"input '{name}' has {len(own)} dimensions, not {len(given)}")
-        for axis, (dim, size) in enumerate(zip(own, given, strict=True)):
+        dimensions = list(inputs[name].shape or [None] * len(shape))
+        if len(dimensions) != len(shape):
+            raise UsageError(f"input '{name}' has {len(dimensions)} dimensions, not {len(shape)}")
+        for axis, (dim, size) in enumerate(zip(dimensions, shape, strict=True)):
             if size < 0:
                 continue
             symbol = dim.value if isinstance(dim, ir.SymbolicDim) else None
@@ -326,8 +326,8 @@ def fix_shapes(
                 fixed = sizes.setdefault(symbol, size)
             if fixed != size:
                 raise UsageError(f"input '{name}': axis {axis} is {fixed}, not {size}")
-            own[axis] = size
-        inputs[name].shape = ir.Shape(own)
+            dimensions[axis] = size
+        inputs[name].shape = ir.Shape(dimensions)
     for graph in (model.graph, *model.graph.subgraphs()) if sizes else ():
         values = [*graph.inputs, *(v for node in graph for v in node.outputs)]
         for value in values:

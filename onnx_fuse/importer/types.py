@@ -80,10 +80,10 @@ def element_type(node: ir.Node, index: int, opset: int) -> ir.DataType | None:
     for i, value in enumerate(node.inputs):
         if value is None or value.dtype is None or not schema.inputs:
             continue
-        given = schema.inputs[min(i, len(schema.inputs) - 1)]
+        parameter = schema.inputs[min(i, len(schema.inputs) - 1)]
         if (
-            given.type_str == name
-            and given.is_homogeneous
+            parameter.type_str == name
+            and parameter.is_homogeneous
             and isinstance(value.type, ir.TensorType)
         ):
             return value.dtype
@@ -99,12 +99,12 @@ def complete_types(nodes: Iterable[ir.Node], opset: int) -> bool:
 
     A new shape is worth another inference: what follows may depend on it.
     """
-    found = False
+    changed = False
     for node in nodes:
         if node.domain == NCHWC:
-            found = _complete_blocked(node) or found
+            changed = _complete_blocked(node) or changed
         if node.op_type == "Loop" and not node.domain:
-            found = _begin_loop(node, opset) or _complete_loop(node) or found
+            changed = _begin_loop(node, opset) or _complete_loop(node) or changed
         for i, value in enumerate(node.outputs):
             if value.type is None and (dtype := element_type(node, i, opset)) is not None:
                 value.type = ir.TensorType(dtype)
@@ -113,8 +113,8 @@ def complete_types(nodes: Iterable[ir.Node], opset: int) -> bool:
             y = node.outputs[0]
             y.type = y.type or x.type
             if y.shape is None and x.shape is not None:
-                y.shape, found = x.shape.copy(), True
-    return found
+                y.shape, changed = x.shape.copy(), True
+    return changed
 
 
 def _begin_loop(node: ir.Node, opset: int) -> bool:
@@ -125,12 +125,12 @@ def _begin_loop(node: ir.Node, opset: int) -> bool:
     """
     body = node.attributes["body"].as_graph()
     pairs = list(zip(node.inputs[2:], body.inputs[2:], node.outputs, strict=False))
-    found = False
+    changed = False
     forms: dict[int, list[ir.Shape]] = {}
     for k, (first, before, last) in enumerate(pairs):
         for value in (before, last):
             if value.type is None and first is not None and isinstance(first.type, ir.TensorType):
-                value.type, found = ir.TensorType(first.type.dtype), True
+                value.type, changed = ir.TensorType(first.type.dtype), True
         if before.shape is None and first is not None and first.shape is not None:
             forms[k] = [first.shape.copy(), ir.Shape([None] * len(first.shape))]
     while forms:
@@ -146,15 +146,15 @@ def _begin_loop(node: ir.Node, opset: int) -> bool:
             forms[k].pop(0)
             pairs[k][1].shape = None
         forms = {k: each for k, each in forms.items() if each}
-    return found
+    return changed
 
 
 def _fits(form: ir.Shape, shape: ir.Shape | None) -> bool:
     """Whether a shape has the rank of a form, and all sizes that this knows."""
     if shape is None or len(shape) != len(form):
         return False
-    known = ([d if isinstance(d, int) else d.value for d in s] for s in (form, shape))
-    return all(a is None or a == b for a, b in zip(*known, strict=True))
+    dims = ([d if isinstance(d, int) else d.value for d in s] for s in (form, shape))
+    return all(a is None or a == b for a, b in zip(*dims, strict=True))
 
 
 def _complete_loop(node: ir.Node) -> bool:
@@ -173,23 +173,23 @@ def _complete_loop(node: ir.Node) -> bool:
     ]
     same = all(
         len(set(dims) - {None}) < 2
-        for known in shapes
-        if len({len(shape) for shape in known}) == 1
+        for of_state in shapes
+        if len({len(shape) for shape in of_state}) == 1
         for dims in zip(
-            *([d if isinstance(d, int) else None for d in s] for s in known), strict=True
+            *([d if isinstance(d, int) else None for d in s] for s in of_state), strict=True
         )
     )
-    found = False
-    for known, (*_, y) in zip(shapes, states, strict=True):
-        if y.shape is not None or len(known) < 3 or len({len(shape) for shape in known}) > 1:
+    changed = False
+    for of_state, (*_, y) in zip(shapes, states, strict=True):
+        if y.shape is not None or len(of_state) < 3 or len({len(shape) for shape in of_state}) > 1:
             continue
-        first, _, after = known
-        kept = [
+        first, _, after = of_state
+        sizes = [
             d if same and isinstance(d, int) and d == other else None
             for d, other in zip(first, after, strict=True)
         ]
-        y.shape, found = ir.Shape(kept), True
-    return found
+        y.shape, changed = ir.Shape(sizes), True
+    return changed
 
 
 def shapes_of_body(body: ir.Graph, opset: int) -> list[ir.Shape | None]:
@@ -198,29 +198,29 @@ def shapes_of_body(body: ir.Graph, opset: int) -> list[ir.Shape | None]:
     Operators of other domains have results of unknown shapes.
     """
     graph = ir.serde.serialize_graph(body)
-    own = {v for n in body for v in n.outputs} | {*body.inputs, *body.initializers.values()}
+    local = {v for n in body for v in n.outputs} | {*body.inputs, *body.initializers.values()}
     outer = [v for v in outer_values([body]) if v.name]
     graph.input.extend(map(ir.serde.serialize_value, outer))
     constants = (v.const_value for v in outer if v.const_value is not None)
     axes = [ir.serde.serialize_tensor(t) for t in constants if t.nbytes <= READ_BY_INFERENCE]
     graph.initializer.extend(axes)
-    known = {name for value in own - set(body.outputs) if (name := value.name)}
+    inner = {name for value in local - set(body.outputs) if (name := value.name)}
     del graph.value_info[:]
     for output in graph.output:
-        if output.name not in known:
+        if output.name not in inner:
             output.type.tensor_type.ClearField("shape")
     domains = {n.domain: 1 for n in all_nodes(body)} | {"": opset}
     opsets = [onnx.helper.make_opsetid(*each) for each in domains.items()]
     model = onnx.helper.make_model(graph, opset_imports=opsets)
     try:
-        found = infer_actual(model, partial(inferred, data_prop=False)).graph.output
+        results = infer_actual(model, partial(inferred, data_prop=False)).graph.output
     except (onnx.shape_inference.InferenceError, RuntimeError, ValueError):
         return [None] * len(body.outputs)  # a body that contradicts itself
     return [
         ir.serde.deserialize_type_proto_for_shape(y.type)
         if y.type.tensor_type.HasField("shape")
         else None
-        for y in found
+        for y in results
     ]
 
 

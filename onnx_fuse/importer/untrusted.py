@@ -97,8 +97,8 @@ def _check_external(
             f"{where}: external data '{location}' lies outside the model's folder: move it there"
         )
     if not target.is_file():
-        what = "is no file" if target.exists() else "is not there: put it beside the model"
-        raise ModelError(f"{where}: external data '{location}' {what}")
+        fault = "is no file" if target.exists() else "is not there: put it beside the model"
+        raise ModelError(f"{where}: external data '{location}' {fault}")
     size = target.stat().st_size
     if length != nbytes:
         raise ModelError(
@@ -144,11 +144,11 @@ def node_tensors(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]:
 def check_names(proto: onnx.ModelProto) -> None:
     """Every value has a name of its own, and text is text. Raises ModelError."""
     for graph in graphs(proto):
-        made: dict[str, str] = {}
+        owners: dict[str, str] = {}
         if isinstance(graph, onnx.GraphProto):
             for info in graph.input:
                 if info.name or graph is proto.graph:
-                    _enter(made, info.name, "an input")
+                    _enter(owners, info.name, "an input")
                 if graph is proto.graph and lacks_element_type(info.type):
                     raise ModelError(f"input '{info.name}' has no type: state one in the file")
             stored = dict[str, str]()
@@ -157,17 +157,17 @@ def check_names(proto: onnx.ModelProto) -> None:
                     _enter(stored, tensor.name, "an initializer")
             if any(not info.name for info in graph.output):
                 raise ModelError("an output has no name: give it the name of a node's result")
-            made = stored | made
+            owners = stored | owners
         else:
             for name in graph.input:
-                _enter(made, name, f"an input of function '{graph.name}'")
+                _enter(owners, name, f"an input of function '{graph.name}'")
         for node in graph.node:
             if not all(isinstance(text, str) for text in (node.op_type, node.domain, node.name)):
                 raise ModelError("an operator's name is no UTF-8 text: store it as such")
-            what = _called(node)
+            owner = _called(node)
             for name in filter(None, node.output):
-                _enter(made, name, what)
-            _check_attributes(node, what)
+                _enter(owners, name, owner)
+            _check_attributes(node, owner)
     if not proto.graph.output:
         raise ModelError("the model has no outputs: name the values that it is to return")
 
@@ -186,12 +186,12 @@ def lacks_element_type(kind: onnx.TypeProto) -> bool:
     return field is None or (field == "tensor_type" and not kind.tensor_type.elem_type)
 
 
-def _enter(made: dict[str, str], name: str, what: str) -> None:
+def _enter(owners: dict[str, str], name: str, owner: str) -> None:
     if not name:
-        raise ModelError(f"{what} has no name: give it one")
-    if name in made:
-        raise ModelError(f"'{name}' names two values, of {made[name]} and of {what}: rename one")
-    made[name] = what
+        raise ModelError(f"{owner} has no name: give it one")
+    if name in owners:
+        raise ModelError(f"'{name}' names two values, of {owners[name]} and of {owner}: rename one")
+    owners[name] = owner
 
 
 def _called(node: onnx.NodeProto) -> str:
@@ -199,7 +199,7 @@ def _called(node: onnx.NodeProto) -> str:
     return f"node '{name}' ({node.op_type})"
 
 
-def _check_attributes(node: onnx.NodeProto, what: str) -> None:
+def _check_attributes(node: onnx.NodeProto, owner: str) -> None:
     """Attributes hold what their type says. Strings are UTF-8; an operator of another domain may
     hold bytes in one.
     """
@@ -207,13 +207,13 @@ def _check_attributes(node: onnx.NodeProto, what: str) -> None:
         field = _FIELDS.get(attribute.type)
         if field and not attribute.HasField(field) and not attribute.ref_attr_name:
             kind = onnx.AttributeProto.AttributeType.Name(attribute.type)
-            raise ModelError(f"{what}: attribute '{attribute.name}' is a {kind}, but holds none")
+            raise ModelError(f"{owner}: attribute '{attribute.name}' is a {kind}, but holds none")
         texts = attribute.strings
         if attribute.type == onnx.AttributeProto.STRING and node.domain in _STANDARD:
             texts = [*texts, attribute.s]
         if not all(_is_text(text) for text in texts):
             raise ModelError(
-                f"{what}: attribute '{attribute.name}' is no UTF-8 text: store it as such"
+                f"{owner}: attribute '{attribute.name}' is no UTF-8 text: store it as such"
             )
 
 
@@ -279,20 +279,20 @@ def store_dense(proto: onnx.ModelProto) -> None:
                 attribute.t.CopyFrom(dense)
 
 
-def _dense(sparse: onnx.SparseTensorProto, what: str, name: str) -> onnx.TensorProto:
+def _dense(sparse: onnx.SparseTensorProto, subject: str, name: str) -> onnx.TensorProto:
     """The tensor that a sparse one stands for; an index is one number, or one for each axis."""
     dims = list(sparse.dims)
     parts = (sparse.values, sparse.indices)
     if any(part.data_location == onnx.TensorProto.EXTERNAL for part in parts):
-        raise ModelError(f"{what} has external data, which is not supported: store it dense")
+        raise ModelError(f"{subject} has external data, which is not supported: store it dense")
     if any(d < 0 for d in dims):
-        raise ModelError(f"{what} has a negative dimension")
+        raise ModelError(f"{subject} has a negative dimension")
     try:
         values, indices = (numpy_helper.to_array(part) for part in parts)
     except (TypeError, ValueError, KeyError) as error:
-        raise ModelError(f"{what} is malformed: {error}") from error
+        raise ModelError(f"{subject} is malformed: {error}") from error
     if math.prod(dims) * values.itemsize > _LARGEST_SPARSE:
-        raise ModelError(f"{what} is too large to be stored dense: its shape is {dims}")
+        raise ModelError(f"{subject} is too large to be stored dense: its shape is {dims}")
     if indices.ndim == 2 and dims:
         indices = indices.reshape(-1, indices.shape[1])
         inside = indices.shape[1] == len(dims) and bool(
@@ -302,7 +302,7 @@ def _dense(sparse: onnx.SparseTensorProto, what: str, name: str) -> onnx.TensorP
     else:
         inside = indices.ndim == 1 and bool(((indices >= 0) & (indices < math.prod(dims))).all())
     if not inside or indices.dtype != np.int64 or values.ndim != 1 or len(values) != len(indices):
-        raise ModelError(f"{what} is malformed: its indices are not places of its shape {dims}")
+        raise ModelError(f"{subject} is malformed: its indices are not places of its shape {dims}")
     array = np.zeros(math.prod(dims), values.dtype)
     array[indices] = values
     dense = numpy_helper.from_array(array.reshape(dims), name)

@@ -38,9 +38,9 @@ def upgrade(graph: ir.Graph | ir.Function, version: int, target: int) -> None:
     for node in list(all_nodes(graph)):
         if node.domain not in ("", "ai.onnx"):
             continue
-        own, node.version = node.version or version, None
+        opset, node.version = node.version or version, None
         for since, rule in rules.get(node.op_type, ()):
-            if own < since and node.graph is not None:  # a rule before may have replaced it
+            if opset < since and node.graph is not None:  # a rule before may have replaced it
                 _apply(rule, node)
 
 
@@ -48,8 +48,8 @@ def _apply(rule: Rule, node: ir.Node) -> None:
     op, graph = Builder(), node.graph
     assert graph is not None
     results = rule(node, op)
-    for made in op.nodes:
-        made.metadata_props.update(node.metadata_props)
+    for new_node in op.nodes:
+        new_node.metadata_props.update(node.metadata_props)
     graph.insert_before(node, op.nodes)
     if results is None:
         return
@@ -262,9 +262,9 @@ def counted_part(node: ir.Node, x: ir.Value, op: Builder) -> ir.Value | None:
     kernel = node.attributes.get_ints("kernel_shape", ())
     pads = around(node, len(kernel))
     size = op.Shape(x, start=2)
-    pad, whole = np.array(pads, np.float32), np.array(kernel, np.float32)
+    pad, window = np.array(pads, np.float32), np.array(kernel, np.float32)
     padded = op.Add(op.Cast(size, to=ir.DataType.FLOAT), op.constant(pad))
-    parts = op.Div(op.Min(padded, op.constant(whole)), op.constant(whole))
+    parts = op.Div(op.Min(padded, op.constant(window)), op.constant(window))
     return cast(ir.Value, op.CastLike(op.ReduceProd(parts, keepdims=0), x))
 
 
@@ -305,10 +305,10 @@ def _upsample(node: ir.Node, op: Builder) -> Sequence[ir.Value]:
 def _resize(node: ir.Node, op: Builder) -> Sequence[ir.Value]:
     """Opset 10: x_original = x / scale; the nearest is the next below, above where it shrinks."""
     x, scales, mode = _read(node), given(node, 1), node.attributes.get_string("mode", "nearest")
-    known = const_array(scales)
-    if mode != "nearest" or (known is not None and (known >= 1).all()):
+    factors = const_array(scales)
+    if mode != "nearest" or (factors is not None and (factors >= 1).all()):
         return [_resized(op, x, scales, mode, "floor")]
-    if known is not None and (known <= 1).all():
+    if factors is not None and (factors <= 1).all():
         return [_resized(op, x, scales, mode, "ceil")]
     one = op.constant(np.array(1, np.float32))
     smaller = _resized(op, x, op.Min(scales, one), mode, "ceil")
@@ -344,9 +344,9 @@ def _scan(node: ir.Node, op: Builder) -> Sequence[ir.Value]:
         )
     stem = node.name or node.outputs[0].name
     count, ways = node.attributes.get_int("num_scan_inputs", 1), node.attributes.get("directions")
-    whole = list(node.inputs[1:])
-    elements = [ir.Value(name=f"{stem}.element.{i}") for i in range(len(whole))]
-    for value, source in zip(elements, whole, strict=True):
+    sequences = list(node.inputs[1:])
+    elements = [ir.Value(name=f"{stem}.element.{i}") for i in range(len(sequences))]
+    for value, source in zip(elements, sequences, strict=True):
         if source is not None and source.type is not None:
             value.type = source.type
             value.shape = None if source.shape is None else ir.Shape(source.shape[1:])
@@ -362,13 +362,13 @@ def _scan(node: ir.Node, op: Builder) -> Sequence[ir.Value]:
     for i, value in enumerate(inner.outputs):
         value.name = f"{stem}.result.{i}"
     batch = ir.Graph(elements, inner.outputs, nodes=[inner], name=f"{stem}.batch")
-    made = op.node(
+    results = op.node(
         "Scan",
-        whole,
+        sequences,
         outputs=len(node.outputs),
-        attributes={"body": batch, "num_scan_inputs": len(whole)},
+        attributes={"body": batch, "num_scan_inputs": len(sequences)},
     )
-    return list(made) if isinstance(made, tuple) else [made]
+    return list(results) if isinstance(results, tuple) else [results]
 
 
 @_rule(19, "LeakyRelu", "PRelu")

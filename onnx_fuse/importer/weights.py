@@ -165,11 +165,11 @@ def _varint(data: Any, at: int, end: int) -> tuple[int, int]:
 
 
 def _as_varint(value: int) -> bytes:
-    made = bytearray()
+    encoded = bytearray()
     while value > 127:
-        made.append(value & 127 | 128)
+        encoded.append(value & 127 | 128)
         value >>= 7
-    return bytes([*made, value])
+    return bytes([*encoded, value])
 
 
 def _lengthy(number: int, pieces: list[bytes]) -> list[bytes]:
@@ -187,13 +187,13 @@ def _model(data: Any, end: int, weights: InMemory) -> Iterator[bytes]:
 
 def _graph(data: Any, at: int, end: int, weights: InMemory) -> list[bytes]:
     """The graph's fields in order, what lies between two large initializers in one piece."""
-    pieces, kept = [], at
+    pieces, copied = [], at
     for number, kind, start, inner, stop in _fields(data, at, end):
         if number == _INITIALIZER and kind == _BYTES and stop - inner >= LARGE:
-            pieces.append(data[kept:start])
+            pieces.append(data[copied:start])
             pieces += _lengthy(number, _tensor(data, inner, stop, weights))
-            kept = stop
-    return [*pieces, data[kept:end]]
+            copied = stop
+    return [*pieces, data[copied:end]]
 
 
 def _tensor(data: Any, at: int, end: int, weights: InMemory) -> list[bytes]:

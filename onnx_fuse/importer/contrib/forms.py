@@ -59,10 +59,10 @@ def range_(op: Body, node: ir.Node) -> Results:
 
 @contrib("ExpandDims", recognized=False)
 def expand_dims(op: Body, node: ir.Node) -> Results:
-    axis, known = needed(node, 1), known_ints(given(node, 1))
-    if known is None:
+    axis, numbers = needed(node, 1), known_ints(given(node, 1))
+    if numbers is None:
         axis = op.Cast(op.Reshape(axis, op.ints(1)), to=ir.DataType.INT64)
-    return [op.Unsqueeze(needed(node, 0), axis if known is None else op.ints(*known))]
+    return [op.Unsqueeze(needed(node, 0), axis if numbers is None else op.ints(*numbers))]
 
 
 @contrib("CDist", recognized=False)

@@ -51,8 +51,8 @@ def _cached(
 ) -> ir.Value:
     """The cache [B, K, ·, h] after the call: what `index` [B, K, ·, 1] names, else zeros."""
     both = new if past is None else op.Concat(past, new, axis=2)
-    found = op.GatherND(both, index, batch_dims=2)
-    return op.Where(valid, found, op.number(0.0, new))
+    rows = op.GatherND(both, index, batch_dims=2)
+    return op.Where(valid, rows, op.number(0.0, new))
 
 
 def _shared(op: Body, x: ir.Value, groups: int, heads: int, head: int) -> ir.Value:

@@ -47,10 +47,10 @@ def layer_norm(
         # onnxruntime fails on a function whose LayerNormalization has no bias
         bias = _nothing(op, scale)
     count = 3 if statistics else 1
-    made = op.LayerNormalization(x, scale, bias, outputs=count, axis=-1, epsilon=epsilon)
+    results = op.LayerNormalization(x, scale, bias, outputs=count, axis=-1, epsilon=epsilon)
     if not statistics:
-        return [made]
-    y, mean, rstd = made
+        return [results]
+    y, mean, rstd = results
     mean.dtype = rstd.dtype = ir.DataType.FLOAT
     return [y, mean, rstd]
 

@@ -47,8 +47,8 @@ def inverse(op: Body, node: ir.Node) -> Results:
         at = op.ArgMax(sizes, axis=-1, keepdims=1)
         chosen = op.Unsqueeze(op.Equal(places, at), op.ints(-1))
         best = op.ReduceSum(op.Where(chosen, both, zero), op.ints(-2), keepdims=1)
-        own = op.Slice(both, op.ints(k), op.ints(k + 1), op.ints(-2))
-        both = op.Where(here, best, op.Where(chosen, own, both))
+        kth_row = op.Slice(both, op.ints(k), op.ints(k + 1), op.ints(-2))
+        both = op.Where(here, best, op.Where(chosen, kth_row, both))
         row = op.Div(best, op.Slice(best, op.ints(k), op.ints(k + 1), op.ints(-1)))
         column = op.Slice(both, op.ints(k), op.ints(k + 1), op.ints(-1))
         both = op.Where(here, row, op.Sub(both, op.Mul(column, row)))
@@ -81,8 +81,8 @@ def causal_conv(op: Body, node: ir.Node) -> Results:
     if past is None:
         like = op.shape(op.size(x, 0), channels, length)
         past = op.Expand(op.number(0.0, x), like)
-    whole = op.Concat(past, x, axis=2)
-    y = op.Conv(whole, w, bias, group=channels, dilations=[every])
+    joined = op.Concat(past, x, axis=2)
+    y = op.Conv(joined, w, bias, group=channels, dilations=[every])
     match attr(node, "activation", "none"):
         case "none" | "":
             pass
@@ -90,8 +90,8 @@ def causal_conv(op: Body, node: ir.Node) -> Results:
             y = op.Mul(y, op.Sigmoid(y))
         case other:
             raise Unwritable(f"its activation '{other}' is not known")
-    size = op.Shape(whole, start=2, end=3)
-    last = op.Slice(whole, op.Sub(size, op.ints(length)), size, op.ints(2))
+    size = op.Shape(joined, start=2, end=3)
+    last = op.Slice(joined, op.Sub(size, op.ints(length)), size, op.ints(2))
     return [y, last]
 
 
@@ -195,12 +195,12 @@ def decoder_masked_attention(op: Body, node: ir.Node) -> Results:
     if given(node, 8) is not None or given(node, 9) is not None:
         raise Unwritable("its cache is that of a beam search")
     operands = [query, key, value, given(node, 10), given(node, 3), given(node, 4)]
-    kept = ("num_heads", "mask_filter_value", "scale")
+    names = ("num_heads", "mask_filter_value", "scale")
     inner = ir.Node(
         "com.microsoft",
         "MultiHeadAttention",
         operands,
-        [a for k, a in node.attributes.items() if k in kept],
+        [a for k, a in node.attributes.items() if k in names],
         num_outputs=len(node.outputs),
     )
     for mine, theirs in zip(inner.outputs, node.outputs, strict=True):

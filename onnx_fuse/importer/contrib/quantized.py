@@ -160,10 +160,10 @@ def qlinear_where(op: Body, node: ir.Node) -> Results:
 def qlinear_conv(op: Body, node: ir.Node) -> Results:
     """ai.onnx's, with channels last or first."""
     size, others = known_rank(needed(node, 3), "w"), node.inputs[1:]
-    made = _with_channels_first(
+    y = _with_channels_first(
         op, node, needed(node, 0), size, lambda v: op.like("QLinearConv", node, [v, *others], CONV)
     )
-    return [made]
+    return [y]
 
 
 @contrib("NhwcMaxPool", recognized=False)

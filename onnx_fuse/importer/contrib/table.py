@@ -94,17 +94,17 @@ class Body(Builder):
     def node(self, op_type: str, inputs: Sequence[Any], **keywords: Any) -> Any:
         """Emit a node whose results have their element types."""
         results = super().node(op_type, inputs, **keywords)
-        made = self.nodes[-1]
+        node = self.nodes[-1]
         dtype: ir.DataType | None = None
         if "to" in keywords:
             dtype = ir.DataType(keywords["to"])
         elif op_type == "ConstantOfShape":
             dtype = keywords["value"].dtype
         elif op_type not in _UNTYPED:
-            source = made.inputs[1 if op_type in ("Where", "CastLike") else 0]
+            source = node.inputs[1 if op_type in ("Where", "CastLike") else 0]
             dtype = _TYPED.get(op_type, None if source is None else source.dtype)
         if dtype is not None:
-            for value in made.outputs:
+            for value in node.outputs:
                 value.dtype = dtype
         return results
 
@@ -112,8 +112,8 @@ class Body(Builder):
         """`x` in the element type of `like`."""
         if x.dtype is not None and x.dtype == like.dtype:
             return x
-        known = like.dtype is not None
-        return self.Cast(x, to=like.dtype) if known else self.CastLike(x, like)
+        typed = like.dtype is not None
+        return self.Cast(x, to=like.dtype) if typed else self.CastLike(x, like)
 
     def number(self, value: float, like: ir.Value) -> ir.Value:
         """A scalar constant of the dtype of `like`, known or not."""
@@ -176,20 +176,20 @@ def wants(node: ir.Node, i: int) -> bool:
 
 def attr(node: ir.Node, name: str, default: Any = None) -> Any:
     """An attribute's value; the default where it is absent."""
-    found = node.attributes.get(name)
-    if found is None:
+    declared = node.attributes.get(name)
+    if declared is None:
         return default
-    if found.is_ref():
+    if declared.is_ref():
         raise Unwritable(f"its attribute '{name}' refers to one of a function")
-    return found.value
+    return declared.value
 
 
 def count(node: ir.Node, name: str, default: int = 0) -> int:
     """An attribute that counts something, such as heads. Raises Unwritable where it counts none."""
-    found = attr(node, name, default)
-    if not isinstance(found, int) or found < 1:
+    number = attr(node, name, default)
+    if not isinstance(number, int) or number < 1:
         raise Unwritable(f"its attribute '{name}' is missing, or is no positive number")
-    return found
+    return number
 
 
 def known_ints(value: ir.Value | None) -> tuple[int, ...] | None:
@@ -202,11 +202,11 @@ def known_ints(value: ir.Value | None) -> tuple[int, ...] | None:
     return tuple(int(i) for i in tensor.numpy().flat)
 
 
-def known_rank(value: ir.Value, what: str) -> int:
+def known_rank(value: ir.Value, subject: str) -> int:
     """The rank of a value. Raises Unwritable where it is not known."""
     size = rank(value)
     if size is None:
-        raise Unwritable(f"the rank of {what} is not known")
+        raise Unwritable(f"the rank of {subject} is not known")
     return size
 
 
@@ -237,14 +237,14 @@ def write(node: ir.Node) -> tuple[list[ir.Node], list[ir.Value | None]]:
 
 def _needed_nodes(nodes: Sequence[ir.Node], results: Sequence[ir.Value | None]) -> list[ir.Node]:
     """The nodes that the results depend on; the others are cut off from their inputs."""
-    wanted, kept = {v for v in results if v is not None}, []
+    wanted, used = {v for v in results if v is not None}, []
     for node in reversed(nodes):
         if any(v in wanted for v in node.outputs):
             wanted.update(v for v in node.inputs if v is not None)
-            kept.append(node)
+            used.append(node)
         else:
             detach([node])
-    return kept[::-1]
+    return used[::-1]
 
 
 def function(node: ir.Node, opsets: Mapping[str, int], overload: str = "") -> ir.Function:
