@@ -22,23 +22,25 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import onnxruntime
+from lowering import answered, with_values
 from support import answers, stock
 
 from onnx_fuse.importer.save import inline
 from onnx_fuse.ir.build import required
 from onnx_fuse.lower.walk import lower
-from onnx_fuse.program.call import NeedsValues, Program
+from onnx_fuse.program.call import Program
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.interpret.run import initializers
 from onnx_fuse.program.open import SymbolicProgram
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.program.size import Trace
+from onnx_fuse.runtime.plan import PlannedProgram
 from onnx_fuse.runtime.specialize import Specializer
 from onnx_fuse.validation import input_sizes, inputs
 from onnx_fuse.validation.arrays import role_of
@@ -279,13 +281,14 @@ def compared(
     """What differs at one shape, results by `unlike` (`differ`); "" where all is equal."""
     shapes = {name: (array.shape, array.dtype.name) for name, array in feed.items()}
     values: Feeds = {}
-    while True:
+    before = 0
+
+    def specialized(values: Feeds) -> PlannedProgram:
+        nonlocal before
         before = specializer.traced
-        try:
-            made = specializer.of(shapes, values)
-            break
-        except NeedsValues as needs:
-            values |= {name: feed[name] for name in needs.names}
+        return specializer.of(shapes, values)
+
+    made = answered(specialized, feed, values)
     model, math = specializer.model, specializer.math
     programs = {"open": made.program} if results else {}
     if made.source is None:
@@ -307,13 +310,8 @@ def compared(
     if sum(a.size for a in (*feed.values(), *want.values())) > LARGE:
         return ""
 
-    def stage(later: ir.Model, inputs: Mapping[str, np.ndarray]) -> Program:
-        of = {name: (array.shape, array.dtype.name) for name, array in inputs.items()}
-        sizes = {name: array for name, array in inputs.items() if array.dtype == np.int64}
-        return lower(later, of, H200, math=math, values=sizes)
-
     for name, program in programs.items():
-        got = interpret(program, feed, weights, stage)
+        got = interpret(program, feed, weights, partial(with_values, math=math))
         if text := (unlike or differ)(got, want):
             return f"{name} program: {text}"
     counts["results"] += bool(programs)

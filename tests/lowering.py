@@ -1,5 +1,8 @@
 """Programs of small graphs, for the tests of lowering and of the passes over programs."""
 
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
 import numpy as np
 from support import table
 
@@ -10,6 +13,7 @@ from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.runtime.plan import plan
 
 H200 = CHIPS["H200"]
+T = TypeVar("T")
 
 
 def lowered(model, hw=H200, size=None, **options) -> Program:
@@ -26,13 +30,24 @@ def program_of(model, feeds, hw=H200, **options) -> Program:
     return walk.lower(model, shapes, hw, **options)
 
 
-def with_values(model, feeds, known=None) -> Program:
-    """The program of a model for these feeds, some of whose values decide about shapes."""
+def answered(
+    make: Callable[[dict[str, np.ndarray]], T],
+    feed: Mapping[str, np.ndarray],
+    values: dict[str, np.ndarray],
+) -> T:
+    """What `make` gives for `values`, to which the inputs come that it asks for (NeedsValues)."""
     try:
-        return program_of(model, feeds, values=known)
+        return make(values)
     except NeedsValues as needs:
-        asked = {name: np.asarray(feeds[name]) for name in needs.names}
-    return with_values(model, feeds, {**(known or {}), **asked})
+        values |= {name: np.asarray(feed[name]) for name in needs.names}
+    return answered(make, feed, values)
+
+
+def with_values(model, feeds, hw=H200, **options) -> Program:
+    """The program of a model for these feeds, some of whose values decide about shapes."""
+    return answered(
+        lambda values: program_of(model, feeds, hw, values=values, **options), feeds, {}
+    )
 
 
 def interpreted(model, feeds) -> dict[str, np.ndarray]:

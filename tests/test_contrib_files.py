@@ -11,6 +11,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 from cases import DATA, FusionCase
+from lowering import interpreted
 from onnxruntime import quantization
 from onnxruntime.quantization import matmul_nbits_quantizer
 from support import Cli, stock
@@ -22,10 +23,6 @@ from onnx_fuse.importer import contrib
 from onnx_fuse.importer.save import inline, save, to_proto
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.ir.constants import FUSE
-from onnx_fuse.lower import walk
-from onnx_fuse.program.call import NeedsValues
-from onnx_fuse.program.interpret import interpret
-from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.training import optim
 from onnx_fuse.training.trainer import Trainer
 from onnx_fuse.validation.check import check_outputs
@@ -154,18 +151,7 @@ for _row in ROWS:
 @pytest.mark.parametrize("row", _FIRST.values(), ids=str)
 def test_a_node_is_lowered_by_its_body(row: Row) -> None:
     model, feeds = row.model(), row.feeds()
-    known: dict[str, Array] = {}
-    while True:
-        shapes = {name: (a.shape, a.dtype.name) for name, a in feeds.items()}
-        try:
-            program = walk.lower(model, shapes, CHIPS["H200"], values=known)
-            break
-        except NeedsValues as error:
-            new = {name: feeds[name] for name in error.names if name not in known}
-            assert new
-            known |= new
-    weights = {n: v.const_value.numpy() for n, v in model.graph.initializers.items()}
-    got = interpret(program, {k: v for k, v in feeds.items() if k not in known}, weights)
+    got = interpreted(model, feeds)
     for value, want in zip(model.graph.outputs, run(row.model(), feeds), strict=True):
         found = got[value.name or ""]
         assert (found.shape, found.dtype) == (want.shape, want.dtype)

@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from cases import real_cases
+from lowering import answered
 
 import onnx_fuse
 from onnx_fuse import rewrite
@@ -22,7 +23,7 @@ from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import candidates, refusals, select
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.program import host, template
-from onnx_fuse.program.call import NeedsValues, Program, Tensor
+from onnx_fuse.program.call import Program, Tensor
 from onnx_fuse.program.formula import Formulas, Guards, value
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.open import SymbolicProgram
@@ -382,12 +383,7 @@ def test_a_program_holds_for_every_shape_that_meets_its_guards(path: Path) -> No
     for feed, _ in feeds[:2]:
         shapes = {n: (a.shape, a.dtype.name) for n, a in feed.items()}
         values: dict[str, np.ndarray] = {}
-        while True:
-            try:
-                made = specializer.of(shapes, values)
-                break
-            except NeedsValues as needs:
-                values |= {name: feed[name] for name in needs.names}
+        made = answered(partial(specializer.of, shapes), feed, values)
         symbols = specializer.symbols(shapes)
         if not symbols:
             return

@@ -30,8 +30,9 @@ import sys
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -43,13 +44,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 import replay_interface
 from every_size import H200, LARGE, Feeds, Subject, sample
 from every_size_models import fused_gradient, sources, step
+from lowering import answered, with_values
 from replay_text import array_text, graph_text, launch_lines, model_names, program_text
 
 import onnx_fuse
 from onnx_fuse import rewrite
 from onnx_fuse.lower.table import lowerings
-from onnx_fuse.lower.walk import lower
-from onnx_fuse.program.call import NeedsValues, Program
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.interpret.run import initializers
 from onnx_fuse.runtime.specialize import Specializer
@@ -118,7 +118,7 @@ class Recorder:
         shapes = {name: (array.shape, array.dtype.name) for name, array in feed.items()}
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            program = with_values(lambda values: specializer.of(shapes, values).program, feed)
+            program = answered(partial(specializer.of, shapes), feed, {}).program
         lines = [f"warning: {warning.message}" for warning in told]
         self.records["program"][key] = "\n".join([*lines, program_text(program, names)])
         calls = (*program.setup, *program.calls)
@@ -126,7 +126,7 @@ class Recorder:
         lines = [line for call in calls for line in launch_lines(call, cubins)]
         self.records["launches"][key] = "\n".join(lines)
         if sum(array.size for array in feed.values()) <= LARGE:
-            results = interpret(program, feed, initializers(subject.graph), stage)
+            results = interpret(program, feed, initializers(subject.graph), with_values)
             lines = [f"{name} {array_text(np.asarray(y))}" for name, y in results.items()]
             self.records["results"][key] = "\n".join(lines)
 
@@ -138,23 +138,6 @@ def feeds_of(subject: Subject) -> Iterator[Feeds]:
         feed = subject.feed(subject.fitted(small), np.random.default_rng(number))
         if feed is not None:
             yield feed
-
-
-def with_values(
-    make: Callable[[Feeds], Program], feed: Feeds, names: Collection[str] = ()
-) -> Program:
-    """The program, made with the values of those inputs that decide about shapes."""
-    try:
-        return make({name: feed[name] for name in names})
-    except NeedsValues as needs:
-        return with_values(make, feed, {*names, *needs.names})
-
-
-def stage(later: ir.Model, inputs: Mapping[str, np.ndarray]) -> Program:
-    """The program of a model whose sizes depend on the results before it."""
-    shapes = {name: (array.shape, array.dtype.name) for name, array in inputs.items()}
-    sizes = {name: array for name, array in inputs.items() if array.dtype == np.int64}
-    return lower(later, shapes, H200, values=sizes)
 
 
 def path_of(folder: Path, name: str) -> Path:
