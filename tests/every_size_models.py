@@ -202,6 +202,9 @@ attention of one key, broadcast by its mask:
   <float[1,1,1,2] mask = {0.5, -0.5}, float[1] zero = {0}> { t = Transpose <perm = [0, 1, 3, 2]> (k)
   s = MatMul(q, t) z = Add(s, mask) w = Softmax <axis = -1> (z) nan = IsNaN(w)
   g = Where(nan, zero, w) y = MatMul(g, v) }
+Einsum over an axis of one, broadcast to any size:
+  agraph (float[1,2,K] x, float[1,3] w) => (float[1,2,3] y)
+  { y = Einsum<equation="bij,jk->bik">(x, w) }
 a branch of a later stage, taken by an input:
   agraph (float[N] x, bool c) => (float[K] y) <float zero = {0}>
   { g = Greater(x, zero) k = Compress(x, g) y = If(c) <then_branch = a () => (float[K] t)

@@ -150,7 +150,8 @@ def einsum(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results | No
         return None  # a diagonal, or an ellipsis
     size: dict[str, int] = {}
     for term, shape in zip(terms, shapes, strict=True):
-        size |= {c: max(d, size.get(c, 1)) for c, d in zip(term, shape, strict=True)}
+        for c, d in zip(term, shape, strict=True):
+            size[c] = d if d != 1 else size.get(c, 1)
 
     def summed(value: Any, term: str, keep: set[str]) -> tuple[Any, str]:
         axes = [k for k, c in enumerate(term) if c not in keep]
@@ -171,7 +172,8 @@ def einsum(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results | No
         def matrix(v: Any, t: str, order: list[list[str]]) -> Any:
             v = op.Expand(v, [size[c] for c in t])  # where only the other operand's axis is longer
             v = op.Transpose(v, perm=[t.index(c) for part in order for c in part])
-            return op.Reshape(v, [int(np.prod([size[c] for c in part])) for part in order])
+            lengths = [int(np.prod([size[c] for c in part])) for part in order]
+            return op.Reshape(v, lengths, allowzero=1)
 
         a = matrix(value, term, [batch, rows, inner])
         b = matrix(other, second, [batch, inner, columns])
