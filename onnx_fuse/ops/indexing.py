@@ -23,6 +23,7 @@ from onnx_fuse.ops.shape_ops import (
     reshape,
     reshape_like,
     scatter_add,
+    size_of,
     sizes_of,
     static,
     static_ints,
@@ -99,12 +100,17 @@ def _gather_elements(op: Any, node: ir.Node, dys: Values) -> Values:
 
 
 def _gather_nd(op: Any, node: ir.Node, dys: Values) -> Values:
-    x, indices = arguments(node, 2)
-    full = _with_batch(op, node, x, indices)
-    return [scatter_add(op, "ScatterND", zeros_like(op, x), full, dys[0])]
+    (x, indices), dy = arguments(node, 2), dys[0]
+    full, sizes = _with_batch(op, node, indices), [dim(x, a) for a in range(len(x.shape or ()))]
+    width = dim(full, -1)
+    if not sizes or width is None or not (all(sizes[:width]) or all(sizes[width:])):
+        # onnxruntime's ScatterND (1.32) takes no index into an empty axis, even of empty slices
+        end = op.Mul(op.Size(dy), op.constant([2**31]))
+        full, dy = (op.Slice(v, [0], end, [0]) for v in (full, dy))
+    return [scatter_add(op, "ScatterND", zeros_like(op, x), full, dy)]
 
 
-def _with_batch(op: Any, node: ir.Node, x: ir.Value, indices: ir.Value) -> Tensor:
+def _with_batch(op: Any, node: ir.Node, indices: ir.Value) -> Tensor:
     """The indices with the coordinates of the batch axes before them."""
     batch = node.attributes.get_int("batch_dims", 0)
     if not batch:
@@ -113,7 +119,7 @@ def _with_batch(op: Any, node: ir.Node, x: ir.Value, indices: ir.Value) -> Tenso
     column = op.Concat(op.Shape(indices, start=0, end=n - 1), [1], axis=0)
     columns = []
     for axis in range(batch):
-        end = op.Squeeze(op.Shape(x, start=axis, end=axis + 1), op.constant([0]))
+        end = size_of(op, indices, axis)
         steps = op.Range(op.constant(np.int64(0)), end, op.constant(np.int64(1)))
         columns.append(op.Expand(reshape(op, steps, [-1, *[1] * (n - 1 - axis)]), column))
     return op.Concat(*columns, indices, axis=-1)
