@@ -86,10 +86,8 @@ class BoundMatmul:
             kinds, setter = lt.MatmulDescAttribute, lt.matmul_desc_set_attribute
             put(setter, self._desc, kinds.TRANSA, "i4", problem.trans_b)
             put(setter, self._desc, kinds.TRANSB, "i4", problem.trans_a)
-            epilogue = lt.Epilogue.RELU * bool(problem.epilogue.act)
-            if self._bias:
-                epilogue |= lt.Epilogue.BIAS
-            put(setter, self._desc, kinds.EPILOGUE, "u4", epilogue or lt.Epilogue.DEFAULT)
+            epilogue = lt.Epilogue.BIAS if self._bias else lt.Epilogue.DEFAULT
+            put(setter, self._desc, kinds.EPILOGUE, "u4", epilogue)
             self.place(pointers)
 
             prefer: int = lt.matmul_preference_create()

@@ -621,8 +621,8 @@ def ldc(problem: GemmProblem) -> tuple[int, int]:
 
 
 def batch_strides(problem: GemmProblem, name: str, dense: int) -> tuple[int, ...]:
-    """The three batch strides of an operand, padded with zeros in front."""
-    strides: tuple[int, ...] = getattr(problem, f"{name}_strides")
+    """The three batch strides of a, b, c, or of y, which is dense; zeros in front."""
+    strides = {"a": problem.a_strides, "b": problem.b_strides, "c": problem.c_strides}.get(name, ())
     if not strides:
         for size in reversed(problem.batch):
             strides = (dense, *strides)
