@@ -130,8 +130,8 @@ def sizes(attached: onnx_ir.Model, adapters: Sequence[Adapter]) -> Iterator[LowR
             maker = None if x is None else x.producer()
             normed |= maker is not None and maker.op_type.endswith("Normalization")
             lead = [] if x is None or x.shape is None else list(x.shape)[:-1]
-            known = [d for d in lead if isinstance(d, int)]
-            rows.append(math.prod(known) if lead and len(known) == len(lead) else None)
+            static = [d for d in lead if isinstance(d, int)]
+            rows.append(math.prod(static) if lead and len(static) == len(lead) else None)
         yield LowRank(k, n, rank, tuple(rows), normed)
 
 
@@ -144,14 +144,14 @@ def attach(model: onnx_ir.Model, lora: Lora, seed: int) -> tuple[onnx_ir.Model, 
     """
     model = load(model)
     graph = model.graph
-    known = {v: (str(v.name), _module(v)) for v in graph.initializers.values()}
+    names_of = {v: (str(v.name), _module(v)) for v in graph.initializers.values()}
     chosen: dict[onnx_ir.Value, None] = {}
     for glob in lora.weights:
-        found = [v for v, names in known.items() if any(fnmatchcase(n, glob) for n in names)]
-        if not found:
+        matched = [v for v, names in names_of.items() if any(fnmatchcase(n, glob) for n in names)]
+        if not matched:
             raise UsageError(f"'{glob}' matches no weight of the model that LoRA could adapt")
-        chosen |= dict.fromkeys(found)
-    named = [v for v in known if v in chosen]
+        chosen |= dict.fromkeys(matched)
+    named = [v for v in names_of if v in chosen]
     op = autodiff.Emitter(model)
     for node in {n for v in named for n, _ in v.uses() if n.domain == FUSE}:
         expand(graph, op, node)
@@ -164,7 +164,7 @@ def attach(model: onnx_ir.Model, lora: Lora, seed: int) -> tuple[onnx_ir.Model, 
         except ModelError as error:
             reasons.append(str(error))
             continue
-        adapters.append(_adapt(graph, value, products, lora, seed, known[value][1]))
+        adapters.append(_adapt(graph, value, products, lora, seed, names_of[value][1]))
     if not adapters:
         reason = reasons[0] if reasons else f"{', '.join(lora.weights)} name no matrix"
         raise UsageError(f"no weight can have an adapter: {reason}")
@@ -176,7 +176,7 @@ def _products(weight: onnx_ir.Value) -> list[tuple[onnx_ir.Node, bool]]:
 
     Raises ModelError for another reader.
     """
-    found: list[tuple[onnx_ir.Node, bool]] = []
+    products: list[tuple[onnx_ir.Node, bool]] = []
     todo = [(weight, False)]
     while todo:
         value, transposed = todo.pop()
@@ -186,17 +186,17 @@ def _products(weight: onnx_ir.Value) -> list[tuple[onnx_ir.Node, bool]]:
             if plain and node.op_type in ("Identity", "Transpose"):
                 todo.append((node.outputs[0], transposed ^ (node.op_type == "Transpose")))
             elif plain and index == 1 and node.op_type == "MatMul":
-                found.append((node, transposed))
+                products.append((node, transposed))
             elif plain and index == 1 and node.op_type == "Gemm" and not _int(node, "transA"):
-                found.append((node, transposed ^ turned))
+                products.append((node, transposed ^ turned))
             else:
                 raise ModelError(
                     f"'{weight.name}' is read by the {node.op_type} node '{node.name}', which is "
                     "no product of rows and this weight"
                 )
-    if len({turned for _, turned in found}) != 1:
+    if len({turned for _, turned in products}) != 1:
         raise ModelError(f"'{weight.name}' is read as it is and transposed, or by no node")
-    return found
+    return products
 
 
 def _module(weight: onnx_ir.Value) -> str:
@@ -252,8 +252,8 @@ def _adapt(
             if value is y:
                 graph.outputs[i] = total
         total.name, y.name = y.name, Names.of(graph).fresh(f"{y.name}.frozen")
-        for i, made in enumerate(op.nodes):
-            made.name = f"{weight.name}.lora.{number}.{i}"
+        for i, new_node in enumerate(op.nodes):
+            new_node.name = f"{weight.name}.lora.{number}.{i}"
         graph.insert_after(last, op.nodes)
     return Adapter(str(weight.name), str(a.name), str(b.name), scale, transposed, module)
 
@@ -308,40 +308,40 @@ def write(
 
 def by_module(adapters: Sequence[Adapter]) -> dict[str, Adapter]:
     """The adapters by the names of their PyTorch modules. Raises UsageError where one has none."""
-    found: dict[str, Adapter] = {}
+    adapter_of: dict[str, Adapter] = {}
     for each in adapters:
-        if not each.module or each.module in found:
+        if not each.module or each.module in adapter_of:
             raise UsageError(
                 f"'{each.weight}' has no PyTorch module name, which PEFT's format "
                 "needs: end the path with .safetensors for a file of this package"
             )
-        found[each.module] = each
-    return found
+        adapter_of[each.module] = each
+    return adapter_of
 
 
 def read_file(
-    path: str | os.PathLike[str], own: Sequence[Adapter] = (), names: Collection[str] = ()
+    path: str | os.PathLike[str], adapters: Sequence[Adapter] = (), names: Collection[str] = ()
 ) -> tuple[dict[str, Array], list[Adapter]]:
     """The tensors and adapters that `write` wrote, or PEFT.
 
     Args:
         path: A file, or a folder in PEFT's form.
-        own: The adapters of the model; those of a folder are put under their names.
+        adapters: The adapters of the model; those of a folder are put under their names.
         names: The names of the model's weights, which what trained whole in a folder has.
 
     Raises:
-        DataError: There are no adapters, or a folder has others than `own`.
+        DataError: There are no adapters, or a folder has others than these.
     """
     if not Path(path).is_dir():
         return _read_own(path)
-    held, known = peft.read(path), {each.module: each for each in own}
+    held, of_module = peft.read(path), {each.module: each for each in adapters}
     tensors: dict[str, Array] = {}
-    found = []
+    restored = []
     for name, (a, b) in held.pairs.items():
-        each = known[peft.find(path, name, known)]
+        each = of_module[peft.find(path, name, of_module)]
         tensors |= {each.a: a, each.b: b}
-        found.append(replace(each, scale=held.scale))
-    return tensors | {peft.find(path, k, names): w for k, w in held.whole.items()}, found
+        restored.append(replace(each, scale=held.scale))
+    return tensors | {peft.find(path, k, names): w for k, w in held.whole.items()}, restored
 
 
 def _read_own(path: str | os.PathLike[str]) -> tuple[dict[str, Array], list[Adapter]]:
@@ -371,12 +371,12 @@ def merge(model: Model, adapters: str | os.PathLike[str], output: str | os.PathL
         ModelError: The model is malformed.
         UsageError: No weight of the model can have an adapter.
     """
-    given = read(model)
-    weights = {str(v.name): v.const_value for v in given.graph.initializers.values()}
-    weights |= {str(v.name): v.const_value for n in given.graph for v in n.outputs if v.const_value}
-    own = attach(given, Lora(1), 0)[1] if Path(adapters).is_dir() else []
-    tensors, found = read_file(adapters, own, weights)
-    for adapter in found:
+    base = read(model)
+    weights = {str(v.name): v.const_value for v in base.graph.initializers.values()}
+    weights |= {str(v.name): v.const_value for n in base.graph for v in n.outputs if v.const_value}
+    attached = attach(base, Lora(1), 0)[1] if Path(adapters).is_dir() else []
+    tensors, trained = read_file(adapters, attached, weights)
+    for adapter in trained:
         tensor = weights.get(adapter.weight)
         if tensor is None:
             raise DataError(f"{os.fspath(adapters)}: the model has no weight '{adapter.weight}'")
@@ -388,13 +388,13 @@ def merge(model: Model, adapters: str | os.PathLike[str], output: str | os.PathL
         if name not in weights:
             raise DataError(f"{os.fspath(adapters)}: the model has no weight '{name}'")
         _check_shape(adapters, name, weights[name], array.shape)
-        set_parameter(given, name, array)
-    save(given, output)
+        set_parameter(base, name, array)
+    save(base, output)
 
 
 def _check_shape(path: Any, name: str, tensor: Any, shape: Sequence[int]) -> None:
-    own = list(tensor.shape.numpy())
-    if own != list(shape):
+    actual = list(tensor.shape.numpy())
+    if actual != list(shape):
         raise DataError(
-            f"{os.fspath(path)}: '{name}' is {own} in the model, {list(shape)} in the adapters"
+            f"{os.fspath(path)}: '{name}' is {actual} in the model, {list(shape)} in the adapters"
         )

@@ -46,7 +46,7 @@ class Compiling:
 
         return guarded(self._models[key], spec.successors, spec.guards)
 
-    def _refuse(self, *given: Any) -> Any:
+    def _refuse(self, *arguments: Any) -> Any:
         raise UsageError("a Trainer with hardware= compiles its steps: it does not run them")
 
     array = write = start = commit = resume_updates = recompute = _refuse
@@ -93,8 +93,8 @@ class Portable:
         self, key: str, spec: Spec, feeds: Mapping[str, Array]
     ) -> Callable[[], dict[str, Array]]:
         """Run the step and return its outputs but the states' next values, which `commit` takes."""
-        found = self._run(key, spec, feeds)
-        return lambda: found
+        outputs = self._run(key, spec, feeds)
+        return lambda: outputs
 
     def adopt(self, feeds: Mapping[str, Any]) -> Mapping[str, Any]:
         """The feeds unchanged, since onnxruntime reads arrays."""
@@ -123,10 +123,10 @@ class Portable:
         with ort.faults("training step"):
             self._sessions[key].run_with_iobinding(binding, self._options)
         values = binding.get_outputs()
-        found = [*values[: len(scalars)], *values[len(values) - len(spec.outputs) :]]
+        outputs = [*values[: len(scalars)], *values[len(values) - len(spec.outputs) :]]
         return {
             name: value.numpy()
-            for name, value in zip((*scalars, *spec.outputs), found, strict=True)
+            for name, value in zip((*scalars, *spec.outputs), outputs, strict=True)
         }
 
     def recompute(self, key: str) -> None:
@@ -158,11 +158,11 @@ class PortableRanks(Portable):
         names = [*spec.scalars, *spec.outputs, *(s.next for s in spec.states if s.next)]
         states = {s.name: self.array(s.name) for s in spec.states}
         with ort.faults("training step"):
-            found = self._staged[key].run({**feeds, **states}, names)
+            outputs = self._staged[key].run({**feeds, **states}, names)
         for s in spec.states:
             if s.next:
-                self._arrays[s.name][1 - self._now[s.name]][...] = found.pop(s.next)
-        return found
+                self._arrays[s.name][1 - self._now[s.name]][...] = outputs.pop(s.next)
+        return outputs
 
 
 class Cuda:
@@ -211,14 +211,14 @@ class CombinedGradients:
     def __call__(self, node: onnx_ir.Node) -> bool:
         from onnx_fuse.lower.linear import gradient_costs
 
-        found = gradient_costs(node, self.math, self.hw or calibration.of(self.gpu).hw)
-        if found is None or found.whole < found.apart:
-            return found is not None
-        size, norm = " x ".join(map(str, found.shape)), FusedName.of(node.op_type).norm
+        costs = gradient_costs(node, self.math, self.hw or calibration.of(self.gpu).hw)
+        if costs is None or costs.whole < costs.apart:
+            return costs is not None
+        size, norm = " x ".join(map(str, costs.shape)), FusedName.of(node.op_type).norm
         fused = (
-            f"{found.whole * 1e6:.1f} fused" if found.whole < inf else "no kernel has them fused"
+            f"{costs.whole * 1e6:.1f} fused" if costs.whole < inf else "no kernel has them fused"
         )
-        line = f"{norm} and product of {size}: {found.apart * 1e6:.1f} µs as two operators, {fused}"
+        line = f"{norm} and product of {size}: {costs.apart * 1e6:.1f} µs as two operators, {fused}"
         self.in_parts += [line] if line not in self.in_parts else []
         return False
 
@@ -226,7 +226,7 @@ class CombinedGradients:
 def merging(
     attached: onnx_ir.Model,
     sized: onnx_ir.Model,
-    found: Sequence[Adapter],
+    adapter_list: Sequence[Adapter],
     options: TrainingOptions,
 ) -> Merging | None:
     """What adds low-rank products to their weights, or None where they stay beside them.
@@ -234,7 +234,7 @@ def merging(
     Args:
         attached: The model that `adapters.attach` returned.
         sized: The same with the sizes of a run.
-        found: Its adapters.
+        adapter_list: Its adapters.
         options: Of the run. `lora.merged` says whether they are to be added; None: where it pays.
 
     Raises:
@@ -248,14 +248,14 @@ def merging(
         raise UsageError("precision 'fp8' keeps adapters beside their weights: leave out merged")
     if wanted is False or precision == "fp8" or (wanted is None and device == "cpu"):
         return None
-    factors = adapters.factors(attached, found)
+    factors = adapters.factors(attached, adapter_list)
     if device == "cpu":
         return Merging(factors)
     dtype, math = TRAINING_PRECISIONS[precision]
     costs = low_rank.Costs(
         dtype, math, options.hardware or calibration.of(options.device_id or 0).hw
     )
-    products = adapters.sizes(sized, found)
+    products = adapters.sizes(sized, adapter_list)
     if not wanted and not costs.merging_pays(products):
         return None
     return Merging(factors, costs.rows_pay)

@@ -40,8 +40,8 @@ def synchronised(
         return reduction.node("AllReduce", value, STATISTICS + bucket)
 
     def per_channel(value: onnx_ir.Value) -> onnx_ir.Value:
-        own = op.Mul(op.ReduceSum(value, op.constant(axes), keepdims=0), counted)
-        return typed(own, None, scale.shape)
+        channel_sums = op.Mul(op.ReduceSum(value, op.constant(axes), keepdims=0), counted)
+        return typed(channel_sums, None, scale.shape)
 
     count = total(places, 3 * index)
     means = op.Div(total(per_channel(x32), 3 * index + 1), count)
@@ -57,6 +57,6 @@ def synchronised(
     momentum = float(node.attributes.get_float("momentum", 0.9))
     news = []
     for old, new in ((mean, means), (var, variance)):
-        kept = op.Add(op.Mul(old, momentum), op.CastLike(op.Mul(new, 1 - momentum), old))
-        news.append(typed(kept, old, old.shape))
+        running = op.Add(op.Mul(old, momentum), op.CastLike(op.Mul(new, 1 - momentum), old))
+        news.append(typed(running, old, old.shape))
     return [typed(op.CastLike(y, x), x, x.shape), *news]

@@ -119,10 +119,10 @@ class _Monitor(Callback):
     def on_start(self, fit: Fit) -> None:
         """Check that the evaluations of `fit` give the metric. Raises UsageError."""
         if self.monitor not in fit.metrics:
-            known = ", ".join(fit.metrics)
+            names = ", ".join(fit.metrics)
             raise UsageError(
-                f"no metric '{self.monitor}' to monitor: the evaluations give {known}"
-                if known
+                f"no metric '{self.monitor}' to monitor: the evaluations give {names}"
+                if names
                 else f"'{self.monitor}' is monitored: give validation data"
             )
 
@@ -183,10 +183,10 @@ class BestWeights(_Monitor):
         self._kept: dict[str, Array] | None = None
         if not self.folder:
             return
-        folder, found = os.fspath(self.folder), checkpoint.exists(self.folder)
-        if self.best(fit.history) >= 0 and not found:
+        folder, exists = os.fspath(self.folder), checkpoint.exists(self.folder)
+        if self.best(fit.history) >= 0 and not exists:
             raise DataError(f"{folder}: the best weights of the run are missing")
-        if found and not fit.history.losses:
+        if exists and not fit.history.losses:
             raise UsageError(f"{folder} holds the best weights of another run: give another folder")
 
     def on_evaluation(self, fit: Fit) -> None:
@@ -201,9 +201,9 @@ class BestWeights(_Monitor):
     def on_end(self, fit: Fit) -> None:
         """Put the best weights back into the Trainer of `fit`, unless an exception ends it."""
         if fit.finished and self.restore and self.best(fit.history) >= 0:
-            kept = checkpoint.read(self.folder)[0] if self.folder else self._kept
-            if kept is not None:
-                fit.trainer.set_weights(kept)
+            weights = checkpoint.read(self.folder)[0] if self.folder else self._kept
+            if weights is not None:
+                fit.trainer.set_weights(weights)
 
 
 # ---- logs --------------------------------------------------------------------------------------

@@ -134,13 +134,13 @@ def _name(step: int) -> str:
 
 def _steps(folder: Path) -> dict[int, Path]:
     """The checkpoints of a folder by step, newest first; copies under other names do not count."""
-    found = {}
+    steps = {}
     for path in folder.glob("step-*"):
         number = path.name.removeprefix("step-")
-        own = re.fullmatch("[0-9]{8,18}", number) and path.name == _name(int(number))
-        if own and path.is_dir() and not path.is_symlink():
-            found[int(number)] = path
-    return dict(sorted(found.items(), reverse=True))
+        valid_name = re.fullmatch("[0-9]{8,18}", number) and path.name == _name(int(number))
+        if valid_name and path.is_dir() and not path.is_symlink():
+            steps[int(number)] = path
+    return dict(sorted(steps.items(), reverse=True))
 
 
 def exists(folder: str | os.PathLike[str]) -> bool:
@@ -153,14 +153,14 @@ def read(folder: str | os.PathLike[str]) -> tuple[dict[str, Array], dict[str, An
 
     A damaged one gives a warning. Raises DataError where there is no undamaged one.
     """
-    whole = filter(None, map(_read, _steps(Path(folder)).values()))
-    found = next(whole, None)
-    if found is None:
+    undamaged = filter(None, map(_read, _steps(Path(folder)).values()))
+    newest = next(undamaged, None)
+    if newest is None:
         raise DataError(
             f"{folder}: the folder has no valid checkpoint to resume from: give the folder of "
             "the run, or begin a new run"
         )
-    return found
+    return newest
 
 
 def _read(path: Path) -> tuple[dict[str, Array], dict[str, Any]] | None:

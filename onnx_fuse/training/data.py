@@ -54,9 +54,9 @@ def load(path: str | os.PathLike[str]) -> dict[str, Array]:
 
 def why_not_arrays(error: BaseException) -> str:
     """Explain the error, one of NOT_ARRAYS, with which NumPy refused a file."""
-    said = getattr(error, "strerror", None) or one_line(error)
+    reason = getattr(error, "strerror", None) or one_line(error)
     # NumPy takes any file that it does not know for pickled objects
-    return "it is another kind of file, or has Python objects" if "pickle" in said else said
+    return "it is another kind of file, or has Python objects" if "pickle" in reason else reason
 
 
 def count(arrays: Mapping[str, Array], inputs: Sequence[onnx_ir.Value]) -> int:
@@ -97,8 +97,8 @@ def fit(
         resident = isinstance(array, DeviceTensor)
         array = np.asarray(array) if batch and not resident else array
         dtype = value.dtype.numpy() if value.dtype is not None else array.dtype
-        kept = resident or not np.can_cast(array.dtype, dtype, "safe")
-        if array.dtype != dtype and kept:
+        fixed = resident or not np.can_cast(array.dtype, dtype, "safe")
+        if array.dtype != dtype and fixed:
             raise DataError(
                 f"'{name}' holds {array.dtype}, the model reads {dtype}: convert it by "
                 f".astype('{dtype}')"
@@ -129,7 +129,7 @@ class Fitting:
 
 def _kinds(arrays: Mapping[str, Any], inputs: Sequence[onnx_ir.Value]) -> tuple[Any, ...] | None:
     """A cheap key of the arrays' layouts; None if `fit` must convert one of them."""
-    found = []
+    layouts = []
     for value in inputs:
         array = arrays.get(value.name or "")
         if type(array) is np.ndarray:
@@ -137,8 +137,8 @@ def _kinds(arrays: Mapping[str, Any], inputs: Sequence[onnx_ir.Value]) -> tuple[
                 return None
         elif type(array) is not DeviceTensor:
             return None
-        found.append((type(array), array.dtype, array.shape))
-    return tuple(found)
+        layouts.append((type(array), array.dtype, array.shape))
+    return tuple(layouts)
 
 
 def _check_shape(
@@ -162,10 +162,10 @@ def _check_shape(
         if isinstance(dim, int) and size != dim:
             raise DataError(f"'{name}' has shape {list(got)}, the model reads {shown}")
         if isinstance(dim, str):
-            known, where = sizes.setdefault(dim, (size, name))
-            if known != size:
+            first_size, where = sizes.setdefault(dim, (size, name))
+            if first_size != size:
                 raise DataError(
-                    f"'{name}' has shape {list(got)}: its axis {i}, '{dim}', is {known} in "
+                    f"'{name}' has shape {list(got)}: its axis {i}, '{dim}', is {first_size} in "
                     f"'{where}', and training believes that sizes of one name are equal: rename "
                     "one in the file"
                 )
@@ -211,12 +211,12 @@ def check_freed_batch(
         )
     head = "the batch of the model cannot be freed"
     try:
-        found = run()
+        outputs = run()
     except ModelError as error:
         raise ModelError(f"{head}: {error}") from error
     for i in range(0, rows - size + 1, size):
-        own = {v.name: arrays[v.name][i : i + size] for v in session.get_inputs()}
-        for name, y in zip(names, ort.run(session, own, names), strict=True):
-            got = found[name][i : i + size]
+        feeds = {v.name: arrays[v.name][i : i + size] for v in session.get_inputs()}
+        for name, y in zip(names, ort.run(session, feeds, names), strict=True):
+            got = outputs[name][i : i + size]
             if got.shape != y.shape or not np.allclose(got, y, rtol=1e-3, atol=1e-4):
                 raise ModelError(f"{head}: its output '{name}' changes")

@@ -19,17 +19,17 @@ def fault_of(
     spec: Spec,
     feeds: Iterable[str],
     arrays: Mapping[str, Array],
-    found: Mapping[str, Array],
+    outputs: Mapping[str, Array],
     build: Callable[[], tuple[onnx_ir.Model, Spec]],
 ) -> str:
     """A sentence about a step whose loss or gradient norm is not finite.
 
-    `feeds` names those of the `arrays` that the caller fed, the others are states; `found` holds
+    `feeds` names those of the `arrays` that the caller fed, the others are states; `outputs` holds
     the loss and the norm, and `build` makes the graph of the step.
     """
-    head = f"the loss is {float(found[spec.loss])}"
-    if np.isfinite(found[spec.loss]):
-        head = f"the norm of the gradients is {float(found[spec.norm])}"
+    head = f"the loss is {float(outputs[spec.loss])}"
+    if np.isfinite(outputs[spec.loss]):
+        head = f"the norm of the gradients is {float(outputs[spec.norm])}"
     bad = {k for k, a in arrays.items() if a.dtype.kind == "f" and not np.isfinite(a).all()}
     for name in (*feeds, *arrays):
         if name in bad:
@@ -47,16 +47,16 @@ def _first_not_finite(model: onnx_ir.Model, feeds: Mapping[str, Array]) -> str:
     Nodes that make NaN or +inf come before those that make -inf, which masks do on purpose.
     """
     graph = model.graph
-    made = {v.name: n for n in graph for v in n.outputs if v.name and n.op_type != "Constant"}
+    makers = {v.name: n for n in graph for v in n.outputs if v.name and n.op_type != "Constant"}
     graph.outputs.clear()
-    graph.outputs.extend(v for n in made.values() for v in n.outputs if v.name in made)
+    graph.outputs.extend(v for n in makers.values() for v in n.outputs if v.name in makers)
     names = [str(v.name) for v in graph.outputs]
     reads = {v.name for v in graph.inputs}
     run = ort.session(model, as_written=True)
     values = dict(feeds) | dict(zip(names, ort.run(run, _only(feeds, reads), names), strict=True))
     suspects: list[tuple[bool, bool, int, str]] = []
     for name in names:
-        value, node = values[name], made[name]
+        value, node = values[name], makers[name]
         if value.dtype.kind != "f" or np.isfinite(value).all():
             continue
         sources = [values.get(str(v.name)) for v in node.inputs if v is not None]

@@ -38,7 +38,7 @@ class _FitArguments(FitOptions):
 
 
 @takes(_FitArguments)
-def fit(given: _FitArguments) -> History:
+def fit(options: _FitArguments) -> History:
     """Train until `epochs` epochs are done, counted from the beginning of the run.
 
     Args:
@@ -56,18 +56,18 @@ def fit(given: _FitArguments) -> History:
             only once and is needed more often.
         CheckFailed: A loss or gradient is not finite.
     """
-    trainer, epochs, steps_per_epoch = given.trainer, given.epochs, given.steps_per_epoch
+    trainer, epochs, steps_per_epoch = options.trainer, options.epochs, options.steps_per_epoch
     source = sources.source(
         trainer,
-        given.data,
-        given.batch_size,
-        shuffle=given.shuffle,
+        options.data,
+        options.batch_size,
+        shuffle=options.shuffle,
         again=epochs > 1 and not steps_per_epoch,
         split=True,
     )
     held_out = None
-    if given.validation is not None:
-        held_out = sources.source(trainer, given.validation, given.batch_size, shuffle=False)
+    if options.validation is not None:
+        held_out = sources.source(trainer, options.validation, options.batch_size, shuffle=False)
     per_epoch = min((n for n in (source.steps, steps_per_epoch) if n), default=None)
     run = Fit(
         trainer, _history(trainer, source), epochs, per_epoch and per_epoch * epochs, metrics=[]
@@ -75,18 +75,18 @@ def fit(given: _FitArguments) -> History:
     if held_out is not None:
         run.metrics = [
             "validation_loss",
-            *(m.name for m in begin(given.metrics, trainer.spec("evaluate"))),
+            *(m.name for m in begin(options.metrics, trainer.spec("evaluate"))),
         ]
-    elif given.evaluate_every:
+    elif options.evaluate_every:
         raise UsageError("evaluate_every needs data to evaluate: give validation")
     with contextlib.ExitStack() as stack:
-        if given.folder and is_first(trainer):
-            stack.enter_context(checkpoint.locked(given.folder))
-        callbacks = [c for c in given.callbacks if not c.shows or is_first(trainer)]
+        if options.folder and is_first(trainer):
+            stack.enter_context(checkpoint.locked(options.folder))
+        callbacks = [c for c in options.callbacks if not c.shows or is_first(trainer)]
         for callback in callbacks:
             callback.on_start(run)
             stack.callback(callback.on_end, run)
-        loop = _Loop(run, source, held_out, callbacks, given)
+        loop = _Loop(run, source, held_out, callbacks, options)
         while len(run.history.epochs) < epochs and not loop.stopped():
             loop.epoch()
         run.finished = True
@@ -157,13 +157,13 @@ class _Loop:
             self.keep()
             return
         record = self.mean(first)
-        known = bool(history.metrics) and history.metrics[-1]["step"] == record["step"]
+        evaluated = bool(history.metrics) and history.metrics[-1]["step"] == record["step"]
         if self.validation is not None:
-            if not known:
+            if not evaluated:
                 self.evaluate(record["epoch"])
             record = {**history.metrics[-1], **record}
         history.epochs.append(record)
-        if self.validation is not None and not known:
+        if self.validation is not None and not evaluated:
             self.tell("on_evaluation")
         self.tell("on_epoch")
         self.keep()
@@ -211,11 +211,11 @@ class _Loop:
     def evaluate(self, epoch: float) -> None:
         assert self.validation is not None
         metrics, ema = self.options.metrics, self.options.ema
-        found = evaluate(self.trainer, self.validation, 0, metrics, ema=ema)
+        results = evaluate(self.trainer, self.validation, 0, metrics, ema=ema)
         if self.trainer.world is not None:  # who decides by them decides as rank 0 does
-            found = json.loads(self.trainer.world.broadcast(json.dumps(found).encode()))
+            results = json.loads(self.trainer.world.broadcast(json.dumps(results).encode()))
         step = float(len(self.history.losses))
-        self.history.metrics.append({"step": step, "epoch": epoch, **found})
+        self.history.metrics.append({"step": step, "epoch": epoch, **results})
         self.clock = time.perf_counter()
 
     def keep(self) -> None:
@@ -247,18 +247,18 @@ def evaluate(
         DataError: The data does not fit the model, or holds no batch.
         UsageError: A metric does not fit the model.
     """
-    found = begin(metrics, trainer.spec("evaluate"))
+    started = begin(metrics, trainer.spec("evaluate"))
     total = rows = 0.0
     source = sources.source(trainer, data, batch_size, shuffle=False, again=False)
     for feeds in source.batches(0, 0, 0):
         batch = trainer.evaluate(feeds, ema=ema)
         size = len(next(iter(feeds.values())))
         total, rows = total + batch.loss * size, rows + size
-        for metric in found:
+        for metric in started:
             metric.update(batch, feeds)
     if not rows:
         raise DataError("the data to evaluate gave no batch")
-    return {"validation_loss": total / rows, **{m.name: float(m.result()) for m in found}}
+    return {"validation_loss": total / rows, **{m.name: float(m.result()) for m in started}}
 
 
 def start_or_resume(trainer: Learner, folder: str | os.PathLike[str], *, resume: bool) -> None:

@@ -39,8 +39,8 @@ def following(
     histories: Mapping[ir.Value, ir.Value | None], gradients: Mapping[str, ir.Value]
 ) -> dict[ir.Value, ir.Value]:
     """What follows on each history that `in_float8` returned; of some it is the gradient."""
-    found = {h: gradients.get(str(h.name)) if v is None else v for h, v in histories.items()}
-    return {h: v for h, v in found.items() if v is not None}
+    successors = {h: gradients.get(str(h.name)) if v is None else v for h, v in histories.items()}
+    return {h: v for h, v in successors.items() if v is not None}
 
 
 def in_float8(
@@ -56,7 +56,7 @@ def in_float8(
     Raises UsageError where no product has sizes that are multiples of 16.
     """
     active, fed = set(weights), set(model.graph.inputs)
-    found: dict[ir.Value, ir.Value | None] = {}
+    successors: dict[ir.Value, ir.Value | None] = {}
     for node in list(model.graph):
         for reached in (active, fed):
             if not reached.isdisjoint(node.inputs):
@@ -79,28 +79,28 @@ def in_float8(
             add_state(f"{stem}.{which}_history", "history", start) for which in ("x", "w", "dz")
         )
         fused = node.attributes.items() if node.domain else ()
-        kept = {k: v.value for k, v in fused if k not in _OF_NORMS}
+        attributes = {k: v.value for k, v in fused if k not in _OF_NORMS}
         operands = flat, w, op.constant(0.0, x.dtype) if c is None else c
-        made, *after = float8.linear(op, parts.activation, operands, (hx, hw, hdz), **kept)
-        found |= dict(zip((hx, hw, hdz), [*after, None], strict=True))
+        product, *after = float8.linear(op, parts.activation, operands, (hx, hw, hdz), **attributes)
+        successors |= dict(zip((hx, hw, hdz), [*after, None], strict=True))
         if flat is not x:
             sizes = [op.Shape(x, start=0, end=-1), op.constant([dim(w, 1)])]
-            made = typed(op.Reshape(made, op.Concat(*sizes, axis=0)), y, y.shape)
-        typed(made, y, y.shape)
+            product = typed(op.Reshape(product, op.Concat(*sizes, axis=0)), y, y.shape)
+        typed(product, y, y.shape)
         if y.is_graph_output():
-            made = typed(op.Identity(made), y, y.shape)
+            product = typed(op.Identity(product), y, y.shape)
         model.graph.insert_before(node, op.nodes)
         for reached in (active, fed):
             reached.update(v for n in op.nodes for v in n.outputs)
-        ir.convenience.replace_all_uses_with(y, made, replace_graph_outputs=True)
-        made.name, y.name = y.name, None
+        ir.convenience.replace_all_uses_with(y, product, replace_graph_outputs=True)
+        product.name, y.name = y.name, None
         model.graph.remove(node, safe=True)
-    if not found:
+    if not successors:
         raise UsageError(
             f"precision 'fp8': no product with a weight has sizes that are multiples of "
             f"{float8.MULTIPLE}: use precision 'bf16'"
         )
-    return found
+    return successors
 
 
 _OF_NORMS = ("epsilon", "stash_type")
@@ -138,9 +138,9 @@ def _normed(op: Builder, node: ir.Node, parts: Parts) -> ir.Value:
     x, *affine = parts.head
     if not parts.prefix:
         return x
-    kept = {k: v.value for k, v in node.attributes.items() if k in _OF_NORMS}
+    attributes = {k: v.value for k, v in node.attributes.items() if k in _OF_NORMS}
     if parts.prefix == "RMSNorm":
-        made = op.node("RMSNormalization", [x, *affine], domain=FUSE, attributes=kept)
+        normed = op.node("RMSNormalization", [x, *affine], domain=FUSE, attributes=attributes)
     else:
-        made = op.LayerNormalization(x, *affine, axis=-1, **kept)
-    return typed(made, x, x.shape)
+        normed = op.LayerNormalization(x, *affine, axis=-1, **attributes)
+    return typed(normed, x, x.shape)

@@ -86,8 +86,8 @@ class TrainableSelection:
     @property
     def globs(self) -> list[str]:
         """All globs, each of which must match a weight."""
-        own = [glob for group in self.groups for glob in group.weights]
-        return [*(self.trainable or ()), *self.frozen, *own]
+        of_groups = [glob for group in self.groups for glob in group.weights]
+        return [*(self.trainable or ()), *self.frozen, *of_groups]
 
 
 def layer_decay(model: Model, decay: float) -> tuple[Group, ...]:
@@ -132,6 +132,6 @@ def _layer(value: onnx_ir.Value) -> tuple[str, int] | None:
     names = [value.name, *(node.name for node, _ in value.uses())]
     for name in names:
         path = (name or "").replace("/", ".").lstrip(".")
-        if found := re.match(r"(.*?\.)(\d+)(?:\.|$)", path):
-            return found[1], int(found[2])
+        if match := re.match(r"(.*?\.)(\d+)(?:\.|$)", path):
+            return match[1], int(match[2])
     return None

@@ -57,10 +57,10 @@ class Target:
         wrong = ((labels < 0) | (labels >= self.classes)) & (labels != self.ignored)
         if wrong.any():
             place = [int(i) for i in np.unravel_index(int(np.argmax(wrong)), labels.shape)]
-            found = labels[tuple(place)]
+            label = labels[tuple(place)]
             place[0] += first
             raise DataError(
-                f"'{self.labels}' holds {found} at {place}: the model has the classes 0 to "
+                f"'{self.labels}' holds {label} at {place}: the model has the classes 0 to "
                 f"{self.classes - 1}"
             )
 
@@ -119,7 +119,7 @@ def terms(
 
 def attach(
     model: onnx_ir.Model,
-    given: Sequence[Term],
+    summands: Sequence[Term],
     shares: Sequence[onnx_ir.Value | None] = (),
     fused: bool = False,
 ) -> tuple[onnx_ir.Value, list[onnx_ir.Value], list[Target]]:
@@ -133,12 +133,12 @@ def attach(
     before = set(model.graph.inputs)
     outputs = list(model.graph.outputs)
     values, targets = [], []
-    for term in given:
-        own = {v.name: v for v in outputs}
-        if term.output is not None and term.output not in own:
-            known = ", ".join(str(v.name) for v in outputs)
-            raise UsageError(f"the model has no output '{term.output}': it has {known}")
-        logits = own[term.output] if term.output is not None else outputs[0]
+    for term in summands:
+        by_name = {v.name: v for v in outputs}
+        if term.output is not None and term.output not in by_name:
+            names = ", ".join(str(v.name) for v in outputs)
+            raise UsageError(f"the model has no output '{term.output}': it has {names}")
+        logits = by_name[term.output] if term.output is not None else outputs[0]
         if term.named:
             value, label = autodiff.attach_loss(
                 model, term.loss, dict(term.options), output=term.output, fused=fused
@@ -160,12 +160,12 @@ def attach(
         ]
         model.graph.extend(op.nodes)
     total = values[0]
-    if len(values) > 1 or given[0].weight != 1:
+    if len(values) > 1 or summands[0].weight != 1:
         op = autodiff.Emitter(model)
         op.stem = "loss"
         parts = [
             typed(op.Mul(_like(op, value, total), term.weight), total, onnx_ir.Shape([]))
-            for value, term in zip(values, given, strict=True)
+            for value, term in zip(values, summands, strict=True)
         ]
         total = op.node("Sum", parts, outputs=[op.fresh("loss")])
         typed(total, values[0], onnx_ir.Shape([]))
@@ -253,10 +253,10 @@ def _attach_model(
     model: onnx_ir.Model, term: Term, outputs: Sequence[onnx_ir.Value], first: onnx_ir.Value
 ) -> onnx_ir.Value:
     """Append the graph of a loss to the model, and return its first output."""
-    known = {str(v.name): v for v in outputs}
-    part = load(_proto(term.loss, known, str(first.name)))
+    by_name = {str(v.name): v for v in outputs}
+    part = load(_proto(term.loss, by_name, str(first.name)))
     graph, op = model.graph, autodiff.Emitter(model)
-    bound = {v: known[str(v.name)] for v in part.graph.inputs if str(v.name) in known}
+    bound = {v: by_name[str(v.name)] for v in part.graph.inputs if str(v.name) in by_name}
     if not bound:
         if not part.graph.inputs:
             raise ModelError("the loss reads no input")

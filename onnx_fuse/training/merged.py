@@ -114,11 +114,11 @@ class _Product:
         return self._typed(op, dy, da, db)
 
     def _typed(
-        self, op: Builder, like: onnx_ir.Value, *found: onnx_ir.Value
+        self, op: Builder, like: onnx_ir.Value, *grads: onnx_ir.Value
     ) -> list[onnx_ir.Value]:
         factors = (self.a, self.b)
         return [
-            cast_to(op, typed(g, like, v.shape), v) for v, g in zip(factors, found, strict=True)
+            cast_to(op, typed(g, like, v.shape), v) for v, g in zip(factors, grads, strict=True)
         ]
 
 
@@ -139,8 +139,8 @@ class Sums:
     @property
     def factors(self) -> set[onnx_ir.Value]:
         """All A and B."""
-        found = [p for each in self._products.values() for p, _ in each if p is not None]
-        return {v for p in found for v in (p.a, p.b)}
+        products = [p for each in self._products.values() for p, _ in each if p is not None]
+        return {v for p in products for v in (p.a, p.b)}
 
     def of(self, weights: Collection[onnx_ir.Value]) -> list[onnx_ir.Value]:
         """The sums that the gradients of some of `weights` are made of."""
@@ -151,18 +151,18 @@ class Sums:
         ]
 
     def gradients(
-        self, graph: onnx_ir.Graph, found: Mapping[onnx_ir.Value, onnx_ir.Value]
+        self, graph: onnx_ir.Graph, of_sums: Mapping[onnx_ir.Value, onnx_ir.Value]
     ) -> dict[onnx_ir.Value, onnx_ir.Value]:
         """The gradients of A and B from those of the sums, with their nodes behind the latter's."""
-        made: dict[onnx_ir.Value, onnx_ir.Value] = {}
-        for total, dw in found.items():
+        grads: dict[onnx_ir.Value, onnx_ir.Value] = {}
+        for total, dw in of_sums.items():
             op, after = Builder(), dw.producer()
             assert after is not None
             for product, both in self._each(op, total, dw):
                 for v, g in zip((product.a, product.b), both, strict=True):
-                    made[v] = typed(op.Add(made[v], g), v, v.shape) if v in made else g
+                    grads[v] = typed(op.Add(grads[v], g), v, v.shape) if v in grads else g
             graph.insert_after(after, op.nodes)
-        return made
+        return grads
 
     def _each(
         self, op: Builder, total: onnx_ir.Value, dw: onnx_ir.Value
@@ -202,8 +202,8 @@ class _Operands:
     def rows(self) -> int | None:
         """How many rows there are, where it is known."""
         sizes = None if self.x.shape is None else list(self.x.shape)[:-1]
-        known = [size for size in sizes or () if isinstance(size, int)]
-        return prod(known) if sizes is not None and len(known) == len(sizes) else None
+        static = [size for size in sizes or () if isinstance(size, int)]
+        return prod(static) if sizes is not None and len(static) == len(sizes) else None
 
     def matrices(self, op: Builder, k: int, n: int) -> tuple[onnx_ir.Value, onnx_ir.Value]:
         """x [rows, k], normalized where it is, and dy [rows, n]."""
@@ -211,8 +211,8 @@ class _Operands:
         if len(self.norm) == 2:
             x = typed(op.LayerNormalization(x, *self.norm, **self.attributes), x, x.shape)
         elif self.norm:
-            made = op.RMSNormalization(x, *self.norm, domain=FUSE, **self.attributes)
-            x = typed(made, x, x.shape)
+            normed = op.RMSNormalization(x, *self.norm, domain=FUSE, **self.attributes)
+            x = typed(normed, x, x.shape)
         return _matrix(op, x, k), _matrix(op, self.dy, n)
 
 
@@ -227,18 +227,18 @@ def _operands(dw: onnx_ir.Value) -> _Operands | None:
     node = dw.producer()
     if node is None or None in node.inputs:
         return None
-    given = [v for v in node.inputs if v is not None]
+    operands = [v for v in node.inputs if v is not None]
     if node.op_type == "Gemm" and not node.domain:
         how = {name: attribute.value for name, attribute in node.attributes.items()}
         usual = {"alpha": 1.0, "beta": 1.0, "transA": 1, "transB": 0}
-        plain = len(given) == 2 and usual | how == usual and how.get("transA") == 1
-        return _Operands(given[0], given[1]) if plain else None
+        plain = len(operands) == 2 and usual | how == usual and how.get("transA") == 1
+        return _Operands(operands[0], operands[1]) if plain else None
     name = FusedName.of(node.op_type)
     if node.domain != FUSE or name.family != "Gemm" or not name.grad:
         return None
     if name.activation or name.place or name.exposed:
         return None
-    dy, x, *rest = given
+    dy, x, *rest = operands
     if not name.norm:
         return _Operands(x, dy)
     # the statistics are the forward's, which has the norm's attributes
@@ -263,7 +263,7 @@ def add_to_weights(model: onnx_ir.Model, merging: Merging) -> Sums:
     Returns:
         The sums. A and B have become initializers of the graph.
     """
-    graph, op, found, factors = model.graph, Builder(), Sums(merging.by_rows), merging.factors
+    graph, op, merged, factors = model.graph, Builder(), Sums(merging.by_rows), merging.factors
     casts = Builder()  # in front of all sums, so that one call makes them
     for weight in list(graph.initializers.values()):
         axis, parts = packed_weights.parts(weight)
@@ -301,11 +301,11 @@ def add_to_weights(model: onnx_ir.Model, merging: Merging) -> Sums:
         total.name = f"{weight.name}.sum"
         for node, index in uses:
             node.replace_input_with(index, total)
-        found.add(total if low is weight else low, axis, products)
+        merged.add(total if low is weight else low, axis, products)
     first = next(iter(graph), None)
     if first is not None:
         graph.insert_before(first, [*casts.nodes, *op.nodes])
-    return found
+    return merged
 
 
 def _initializer(graph: onnx_ir.Graph, name: str, content: Array) -> onnx_ir.Value:

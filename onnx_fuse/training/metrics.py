@@ -130,8 +130,8 @@ class TopK(_Counting):
     def update(self, found: Evaluation, feeds: Mapping[str, Array]) -> None:
         """Count the labels of `feeds` for which fewer than k logits of `found` are larger."""
         logits, labels = self.labelled(found, feeds)
-        own = np.take_along_axis(logits, labels[:, None], 1)
-        self.good += float(((~(logits <= own)).sum(1) < self.k).sum())
+        of_label = np.take_along_axis(logits, labels[:, None], 1)
+        self.good += float(((~(logits <= of_label)).sum(1) < self.k).sum())
         self.total += len(labels)
 
 
@@ -252,33 +252,33 @@ def begin(given: Selection, spec: Spec) -> list[Metric]:
         given = ["accuracy"] if any(t.classes for t in spec.targets) else []
     if isinstance(given, Mapping):
         given = [Mean(function, name) for name, function in given.items()]
-    made = [_metric(each) for each in given]
-    names = [each.name for each in made]
+    chosen = [_metric(each) for each in given]
+    names = [each.name for each in chosen]
     for name in names:
         if names.count(name) > 1 or name in ("step", "epoch", "loss", "validation_loss"):
             raise UsageError(f"the metric '{name}' comes twice: give one another name")
-    for each in made:
+    for each in chosen:
         each.start(spec)
-    return made
+    return chosen
 
 
-def _metric(given: Given) -> Metric:
-    if isinstance(given, str):
-        if top := re.fullmatch("top([1-9][0-9]*)", given):
+def _metric(metric: Given) -> Metric:
+    if isinstance(metric, str):
+        if top := re.fullmatch("top([1-9][0-9]*)", metric):
             return TopK(int(top[1]))
         kinds: dict[str, Callable[[], Metric]] = {
             "accuracy": Accuracy,
             "perplexity": Perplexity,
             "f1": F1,
         }
-        if given not in kinds:
+        if metric not in kinds:
             raise UsageError(
-                f"unknown metric '{given}': choose one of {', '.join(kinds)}, top5 (or another "
+                f"unknown metric '{metric}': choose one of {', '.join(kinds)}, top5 (or another "
                 "number), or give a function"
             )
-        return kinds[given]()
-    if callable(getattr(given, "update", None)):
-        return given  # type: ignore[return-value]
-    if callable(given):
-        return Mean(given)
-    raise UsageError(f"a metric of type {type(given).__name__}: give a name or a function")
+        return kinds[metric]()
+    if callable(getattr(metric, "update", None)):
+        return metric  # type: ignore[return-value]
+    if callable(metric):
+        return Mean(metric)
+    raise UsageError(f"a metric of type {type(metric).__name__}: give a name or a function")

@@ -193,8 +193,8 @@ class Optimizer:
             g = op.Add(g, op.Mul(w, decay))  # the gradient of λ/2 |w|² as well
         kind, attributes = self.rule(decay)
         inputs = [w, g, *slots, lr, *([step] if self.counts else [])]
-        made = op.node(kind, inputs, domain=FUSE, outputs=1 + len(slots), **attributes)
-        return list(made) if slots else [made]
+        results = op.node(kind, inputs, domain=FUSE, outputs=1 + len(slots), **attributes)
+        return list(results) if slots else [results]
 
 
 @dataclass(frozen=True)
@@ -322,13 +322,13 @@ def make(name: str, **options: Any) -> Optimizer:
     cls = TABLE.get(name)
     if cls is None:
         raise UsageError(f"unknown optimizer '{name}': choose one of {', '.join(TABLE)}")
-    given: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
-    given = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
-    known = [f.name for f in dataclasses.fields(cls)]
-    for key in given:
-        if key not in known:
-            raise UsageError(f"{name} has no {key}: it has {', '.join(known)}")
-    return cls(**given)
+    settings: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
+    settings = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
+    names = [f.name for f in dataclasses.fields(cls)]
+    for key in settings:
+        if key not in names:
+            raise UsageError(f"{name} has no {key}: it has {', '.join(names)}")
+    return cls(**settings)
 
 
 def to_json(optimizer: Optimizer) -> dict[str, Any]:

@@ -190,8 +190,8 @@ def takes(arguments: Callable[P, A_co]) -> _Takes[P, A_co]:
         cls.__init__.__qualname__ = function.__qualname__  # which a TypeError names
 
         @wraps(function)
-        def call(*args: Any, **given: Any) -> R:
-            return function(*args[: len(before)], cls(*args[len(before) :], **given))
+        def call(*args: Any, **options: Any) -> R:
+            return function(*args[: len(before)], cls(*args[len(before) :], **options))
 
         shown = signature.replace(parameters=[*before, *fields])
         call.__signature__ = shown  # type: ignore[attr-defined]

@@ -52,27 +52,27 @@ class Staged:
 
     def run(self, feeds: Mapping[str, Array], names: Sequence[str]) -> dict[str, Array]:
         """The outputs of these names. Raises ModelError for what onnxruntime cannot do."""
-        known: dict[str, Array] = dict(feeds)
+        values: dict[str, Array] = dict(feeds)
         for stage in self._stages:
             if stage.outputs:
-                own = {name: known[name] for name in stage.inputs}
-                found = ort.run(stage.session, own, stage.outputs)
-                known |= zip(stage.outputs, found, strict=True)
+                inputs = {name: values[name] for name in stage.inputs}
+                outputs = ort.run(stage.session, inputs, stage.outputs)
+                values |= zip(stage.outputs, outputs, strict=True)
             for kind in COLLECTIVES:
                 pairs = [e for e in stage.exchanges if e.kind == kind]
                 if pairs:
-                    made = self._exchanged(kind, {e.source: known[e.source] for e in pairs})
-                    known |= {e.target: made[e.source] for e in pairs}
-        return {name: known[name] for name in names}
+                    exchanged = self._exchanged(kind, {e.source: values[e.source] for e in pairs})
+                    values |= {e.target: exchanged[e.source] for e in pairs}
+        return {name: values[name] for name in names}
 
-    def _exchanged(self, kind: str, given: dict[str, Array]) -> dict[str, Array]:
+    def _exchanged(self, kind: str, arrays: dict[str, Array]) -> dict[str, Array]:
         if kind == "AllGather":
-            return self._world.all_gather(given)
-        found = self._world.all_reduce(given)
+            return self._world.all_gather(arrays)
+        reduced = self._world.all_reduce(arrays)
         if kind == "ReduceScatter":
             rank, size = self._world.rank, self._world.size
-            found = {k: a[len(a) // size * rank :][: len(a) // size] for k, a in found.items()}
-        return found
+            reduced = {k: a[len(a) // size * rank :][: len(a) // size] for k, a in reduced.items()}
+        return reduced
 
 
 def _is_collective(node: onnx_ir.Node) -> bool:
@@ -80,52 +80,52 @@ def _is_collective(node: onnx_ir.Node) -> bool:
 
 
 def _reads(node: onnx_ir.Node) -> set[onnx_ir.Value]:
-    found = {v for v in node.inputs if v is not None}
+    reads = {v for v in node.inputs if v is not None}
     for attribute in node.attributes.values():
         if attribute.type in (onnx_ir.AttributeType.GRAPH, onnx_ir.AttributeType.GRAPHS):
             one = attribute.type == onnx_ir.AttributeType.GRAPH
             for graph in (attribute.as_graph(),) if one else attribute.as_graphs():
                 for inner in all_nodes(graph):
-                    found.update(v for v in inner.inputs if v is not None)
-                found.update(graph.outputs)
-    return found
+                    reads.update(v for v in inner.inputs if v is not None)
+                reads.update(graph.outputs)
+    return reads
 
 
 def _levels(model: onnx_ir.Model) -> dict[onnx_ir.Node, int]:
     """The length of the longest chain of collectives that each node waits for."""
     of: dict[onnx_ir.Value, int] = {}
-    found: dict[onnx_ir.Node, int] = {}
+    levels: dict[onnx_ir.Node, int] = {}
     for node in model.graph:
         level = max((of.get(v, 0) for v in _reads(node)), default=0)
-        found[node] = level
+        levels[node] = level
         for value in node.outputs:
             of[value] = level + _is_collective(node)
-    return found
+    return levels
 
 
 def _stage(model: onnx_ir.Model, levels: Mapping[onnx_ir.Node, int], level: int) -> _Stage:
     """The nodes of one level as a model of its own, and the collectives behind them."""
     nodes = list(model.graph)
     waits = [node for node in nodes if _is_collective(node)]
-    own = [not _is_collective(n) and (levels[n] == level or _constant(n)) for n in nodes]
+    in_stage = [not _is_collective(n) and (levels[n] == level or _constant(n)) for n in nodes]
     later = {v for node in nodes if levels[node] > level for v in _reads(node)}
     later |= {v for node in waits if levels[node] == level for v in _reads(node)}
     later |= set(model.graph.outputs)
-    mine = [node for node, is_own in zip(nodes, own, strict=True) if is_own]
-    made = {v for node in mine for v in node.outputs}
-    outputs = sorted(str(v.name) for v in made & later if not _constant(v.producer()))
+    mine = [node for node, inside in zip(nodes, in_stage, strict=True) if inside]
+    results = {v for node in mine for v in node.outputs}
+    outputs = sorted(str(v.name) for v in results & later if not _constant(v.producer()))
     part = model.clone()
     graph = part.graph
-    kept = [node for node, is_own in zip(list(graph), own, strict=True) if is_own]
+    part_nodes = [node for node, inside in zip(list(graph), in_stage, strict=True) if inside]
     values = {str(v.name): v for node in graph for v in node.outputs}
-    inner = {v for node in kept for v in node.outputs}
-    crossing = {v for node in kept for v in _reads(node) if v in values.values()} - inner
+    inner = {v for node in part_nodes for v in node.outputs}
+    crossing = {v for node in part_nodes for v in _reads(node) if v in values.values()} - inner
     graph.outputs.clear()
     for value in sorted(crossing, key=lambda v: str(v.name)):
-        given = onnx_ir.Value(name=value.name, type=value.type, shape=value.shape)
-        onnx_ir.convenience.replace_all_uses_with(value, given)
-        graph.inputs.append(given)
-    graph.remove([node for node in list(graph) if node not in set(kept)])
+        graph_input = onnx_ir.Value(name=value.name, type=value.type, shape=value.shape)
+        onnx_ir.convenience.replace_all_uses_with(value, graph_input)
+        graph.inputs.append(graph_input)
+    graph.remove([node for node in list(graph) if node not in set(part_nodes)])
     graph.outputs.extend(values[name] for name in outputs)
     remove_unused_nodes(part)
     used = {v for node in all_nodes(graph) for v in node.inputs}

@@ -139,7 +139,7 @@ def read(folder: str | os.PathLike[str]) -> Peft:
             f"{folder}: init_lora_weights = '{drawn}' changes the model's own weights, too: let "
             "PEFT merge these adapters"
         )
-    found = Peft(scale=alpha / (math.sqrt(rank) if about.get("use_rslora") else rank))
+    adapters = Peft(scale=alpha / (math.sqrt(rank) if about.get("use_rslora") else rank))
     parts: dict[str, dict[str, Array]] = {}
     for key, array in tensors.items():
         name = key.removeprefix(_PREFIX)
@@ -149,26 +149,26 @@ def read(folder: str | os.PathLike[str]) -> Peft:
         elif ".lora_" in name:
             raise DataError(f"{folder}: '{name}' is of no matrix, or of another kind than LoRA's")
         else:
-            found.whole[name] = array
+            adapters.whole[name] = array
     for module, pair in parts.items():
         if pair.keys() != {"A", "B"} or {pair["A"].shape[0], pair["B"].shape[1]} != {rank}:
             raise DataError(f"{folder}: '{module}' has no A and B of rank {rank}")
-        found.pairs[module] = (pair["A"].T, pair["B"].T)
-    return found
+        adapters.pairs[module] = (pair["A"].T, pair["B"].T)
+    return adapters
 
 
-def find(folder: str | os.PathLike[str], name: str, own: Collection[str]) -> str:
-    """The one of `own` that a folder calls `name`, where one of both may be in a wrapper.
+def find(folder: str | os.PathLike[str], name: str, names: Collection[str]) -> str:
+    """The one of `names` that a folder calls `name`, where one of both may be in a wrapper.
 
     Raises DataError where there is none, or where there are several.
     """
-    fits = [m for m in own if m == name] or [
-        m for m in own if name.endswith(f".{m}") or m.endswith(f".{name}")
+    fits = [m for m in names if m == name] or [
+        m for m in names if name.endswith(f".{m}") or m.endswith(f".{name}")
     ]
     if len(fits) != 1:
-        found = f"fits {', '.join(fits[:3])}" if fits else "is none of the model's"
-        known = ", ".join(sorted(filter(None, own))[:3])
+        fault = f"fits {', '.join(fits[:3])}" if fits else "is none of the model's"
+        examples = ", ".join(sorted(filter(None, names))[:3])
         raise DataError(
-            f"{os.fspath(folder)}: '{name}' {found}, which has {known or 'no names of PyTorch'}"
+            f"{os.fspath(folder)}: '{name}' {fault}, which has {examples or 'no names of PyTorch'}"
         )
     return fits[0]

@@ -90,15 +90,15 @@ class Measure:
 
 def measures(terms: Sequence[Term], targets: Sequence[Target]) -> tuple[Measure, ...]:
     """What the losses are means of; `targets` are those of the terms that compare with labels."""
-    rest, found = list(targets), []
+    rest, all_measures = list(targets), []
     for term in terms:
         if not term.named or term.loss not in LOSSES:
-            found.append(Measure())
+            all_measures.append(Measure())
             continue
         target, sums = rest.pop(0), term.options.get("reduction", "mean") == "sum"
         classes = LOSSES[term.loss].classes
         weight = term.options.get("weight") if classes else None
-        found.append(
+        all_measures.append(
             Measure(
                 target.labels,
                 target.ignored if classes else None,
@@ -106,7 +106,7 @@ def measures(terms: Sequence[Term], targets: Sequence[Target]) -> tuple[Measure,
                 sums,
             )
         )
-    return tuple(found)
+    return tuple(all_measures)
 
 
 def ranks_of(options: TrainingOptions, world: World | None) -> Ranks | None:
@@ -129,7 +129,7 @@ class Spare(dict[str, Array]):
 
 def counted(
     feeds: Mapping[str, Array],
-    given: Sequence[Measure],
+    loss_measures: Sequence[Measure],
     targets: Sequence[Target],
     *,
     spare: bool = False,
@@ -140,7 +140,7 @@ def counted(
     place, and its share of 0 leaves them out.
     """
     rows = max((len(array) for array in feeds.values() if array.ndim), default=0)
-    counts = np.array([*(m.count(feeds, rows) for m in given), rows], np.float64)
+    counts = np.array([*(m.count(feeds, rows) for m in loss_measures), rows], np.float64)
     replaced = {
         t.labels: np.zeros_like(feeds[t.labels])
         for t in targets
@@ -156,16 +156,16 @@ def whole_states(
 
     Accumulators are the sum of all ranks'.
     """
-    found = {s.name: array(s.name) for s in states}
+    arrays = {s.name: array(s.name) for s in states}
     if world is None:
-        return found
-    parts = {s.name: found[s.name] for s in states if s.whole is not None}
-    sums = {s.name: found[s.name] for s in states if s.kind == "accumulator"}
+        return arrays
+    parts = {s.name: arrays[s.name] for s in states if s.whole is not None}
+    sums = {s.name: arrays[s.name] for s in states if s.kind == "accumulator"}
     if parts:
-        found |= world.all_gather(parts)
+        arrays |= world.all_gather(parts)
     if sums:
-        found |= world.all_reduce(sums)
-    return {s.name: found[s.name].reshape(s.whole or found[s.name].shape) for s in states}
+        arrays |= world.all_reduce(sums)
+    return {s.name: arrays[s.name].reshape(s.whole or arrays[s.name].shape) for s in states}
 
 
 def part_of_state(state: State, tensor: Array, world: World | None) -> Array:
@@ -192,24 +192,24 @@ class Reduction:
         return typed(y, x, x.shape if size is None else [size])
 
     def shares(
-        self, counts: onnx_ir.Value, given: Sequence[Measure]
+        self, counts: onnx_ir.Value, loss_measures: Sequence[Measure]
     ) -> tuple[list[onnx_ir.Value | None], onnx_ir.Value]:
         """This rank's share of each loss (None for a sum), and of the rows, as float32 scalars."""
         op = self.op
         total = self.node("AllReduce", counts, COUNTS)
         share = op.Cast(op.Div(counts, total), to=onnx_ir.DataType.FLOAT.value)
-        found = []
-        for i in range(len(given) + 1):
+        scalars = []
+        for i in range(len(loss_measures) + 1):
             scalar = op.Gather(share, op.constant(np.array(i)), axis=0)
             scalar.dtype, scalar.shape = onnx_ir.DataType.FLOAT, onnx_ir.Shape([])
-            found.append(scalar)
-        *of_losses, rows = found
-        return [None if m.sums else s for m, s in zip(given, of_losses, strict=True)], rows
+            scalars.append(scalar)
+        *of_losses, rows = scalars
+        return [None if m.sums else s for m, s in zip(loss_measures, of_losses, strict=True)], rows
 
     def mean(self, x: onnx_ir.Value, share: onnx_ir.Value) -> onnx_ir.Value:
         """The mean over all rows of statistics, each rank's by its rows."""
-        own = typed(self.op.Mul(x, self.op.CastLike(share, x)), x, x.shape)
-        return self.node("AllReduce", own, LOSS)
+        weighted = typed(self.op.Mul(x, self.op.CastLike(share, x)), x, x.shape)
+        return self.node("AllReduce", weighted, LOSS)
 
     def part_of(self, w: onnx_ir.Value) -> int:
         """The elements of a weight that each rank holds; 0 where all hold the whole of it.
@@ -223,7 +223,7 @@ class Reduction:
 
     def gradients(
         self,
-        given: Mapping[onnx_ir.Value, onnx_ir.Value],
+        grads: Mapping[onnx_ir.Value, onnx_ir.Value],
         ready: Mapping[onnx_ir.Value, int],
         parts: Collection[onnx_ir.Value],
     ) -> dict[onnx_ir.Value, onnx_ir.Value]:
@@ -233,12 +233,12 @@ class Reduction:
         backward makes them.
         """
         kind, op = REDUCED[self.ranks.reduce], self.op
-        order = sorted(given, key=lambda w: ready[w])
+        order = sorted(grads, key=lambda w: ready[w])
         low = {}
         for w in order:
-            low[w] = typed(_narrow(op, given[w], kind), None, w.shape)
+            low[w] = typed(_narrow(op, grads[w], kind), None, w.shape)
         each = [_nbytes(low[w]) for w in order]
-        made: dict[onnx_ir.Value, onnx_ir.Value] = {}
+        sums: dict[onnx_ir.Value, onnx_ir.Value] = {}
         placed = dict(zip(order, buckets.plan(each, self.ranks.bucket), strict=True))
         for w, bucket in placed.items():
             if w in parts:
@@ -249,13 +249,13 @@ class Reduction:
                 y = self.node("AllReduce", low[w], GRADIENTS + bucket)
             if w.dtype is not None and y.dtype != w.dtype:
                 y = typed(op.Cast(y, to=w.dtype.value), w, y.shape)
-            made[w] = typed(y, w, y.shape)
-        return made
+            sums[w] = typed(y, w, y.shape)
+        return sums
 
-    def share(self, whole: Array) -> Array:
+    def share(self, array: Array) -> Array:
         """This rank's part of an array, flat."""
-        part = whole.size // self.ranks.size
-        return whole.reshape(-1)[part * self.ranks.rank : part * (self.ranks.rank + 1)]
+        part = array.size // self.ranks.size
+        return array.reshape(-1)[part * self.ranks.rank : part * (self.ranks.rank + 1)]
 
 
 def _nbytes(value: onnx_ir.Value) -> int:
@@ -273,6 +273,6 @@ def _narrow(op: Builder, g: onnx_ir.Value, kind: onnx_ir.DataType | None) -> onn
     source = node.inputs[0] if node is not None and node.op_type == "Cast" else None
     if source is not None and source.dtype == kind:
         return typed(source, source, g.shape)
-    found = typed(op.Cast(g, to=kind.value), None, g.shape)
-    found.dtype = kind
-    return found
+    cast = typed(op.Cast(g, to=kind.value), None, g.shape)
+    cast.dtype = kind
+    return cast

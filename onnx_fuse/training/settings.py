@@ -22,15 +22,15 @@ from onnx_fuse.training.weights import model_names
 
 def as_json(options: TrainingOptions, optimizer: optim.Optimizer) -> dict[str, Any]:
     """What a checkpoint stores of the options; a loss that is a model is known by its digest."""
-    found = options.of_step() | {"seed": options.seed, "optimizer": optim.to_json(optimizer)}
-    found |= {name: True for name in ("tie", "untie") if getattr(options, name)}
-    found |= {k: list(found[k]) for k in ("trainable", "frozen") if found[k] is not None}
-    found["loss_options"] = dict(options.loss_options or {})
-    found["lora"] = dataclasses.asdict(options.lora) if options.lora else None
+    record = options.of_step() | {"seed": options.seed, "optimizer": optim.to_json(optimizer)}
+    record |= {name: True for name in ("tie", "untie") if getattr(options, name)}
+    record |= {k: list(record[k]) for k in ("trainable", "frozen") if record[k] is not None}
+    record["loss_options"] = dict(options.loss_options or {})
+    record["lora"] = dataclasses.asdict(options.lora) if options.lora else None
     if not isinstance(options.loss, str) or options.loss.endswith(".onnx"):
         terms = losses.terms(options.loss, options.loss_options, options.output)
-        found |= {"loss": [term.to_json() for term in terms], "loss_options": {}, "output": None}
-    return json.loads(json.dumps(found, default=np.ndarray.tolist))
+        record |= {"loss": [term.to_json() for term in terms], "loss_options": {}, "output": None}
+    return json.loads(json.dumps(record, default=np.ndarray.tolist))
 
 
 def stored_loss(folder: str | os.PathLike[str], stored: Any) -> str | list[losses.Term]:
@@ -49,14 +49,14 @@ def weight_names(spec: Spec) -> list[str]:
 
 
 def check(
-    folder: str | os.PathLike[str], own: Mapping[str, Any], stored: Mapping[str, Any]
+    folder: str | os.PathLike[str], current: Mapping[str, Any], stored: Mapping[str, Any]
 ) -> None:
     """Raise UsageError for the first setting that differs from the one stored in `folder`.
 
     Three settings may differ: the number of steps of a schedule, a bound on the norm that clips
     nothing, and whether adapters are merged, which depends on the GPU.
     """
-    for key, (value, old) in _differences(own, stored).items():
+    for key, (value, old) in _differences(current, stored).items():
         if key in ("optimizer.lr.steps", "lora.merged"):
             continue
         if key == "clip_norm" and {value, old} == {None, inf}:
@@ -71,10 +71,10 @@ def _differences(new: Any, old: Any, name: str = "") -> dict[str, tuple[Any, Any
     """{field: (new, old)} of nested mappings, where the new value is another one."""
     if not isinstance(new, dict) or not isinstance(old, dict):
         return {} if new == old else {name: (new, old)}
-    found: dict[str, tuple[Any, Any]] = {}
+    differences: dict[str, tuple[Any, Any]] = {}
     for key in new:
-        found |= _differences(new[key], old.get(key), f"{name}.{key}" if name else key)
-    return found
+        differences |= _differences(new[key], old.get(key), f"{name}.{key}" if name else key)
+    return differences
 
 
 def fingerprint(model: onnx_ir.Model, trained: Collection[str]) -> str:

@@ -48,12 +48,12 @@ def candidates(
 
     What a body of an If or Loop reads stays whole, and so does what the ranks do not divide.
     """
-    found = {}
+    parts = {}
     for w in weights:
         part = reduction.part_of(w)
         if part and all(node.graph is graph for node, _ in w.uses()):
-            found[w] = typed(onnx_ir.Value(name=f"{w.name}.part"), w, [part])
-    return found
+            parts[w] = typed(onnx_ir.Value(name=f"{w.name}.part"), w, [part])
+    return parts
 
 
 def gather(
@@ -89,9 +89,9 @@ def gather(
         size = int(prod(w.shape.numpy()))  # type: ignore[union-attr]
         flat = reduction.node("AllGather", part, GATHERED + number, size)
         shape = op.constant(np.array(w.shape.numpy(), np.int64))  # type: ignore[union-attr]
-        whole = typed(op.Reshape(flat, shape), read.value, w.shape)
+        gathered = typed(op.Reshape(flat, shape), read.value, w.shape)
         for node, index in read.uses:
-            node.replace_input_with(index, whole)
+            node.replace_input_with(index, gathered)
         # while what reads the bucket before it runs
         anchor = nodes[starts[number - 1] if number else 0]
         graph.insert_before(anchor, op.nodes)
@@ -108,16 +108,16 @@ def _reads(
 ) -> list[_Read]:
     """The reads of a weight and of its casts; those in the forward apart, where that is known."""
     casts = {n.outputs[0] for n, _ in w.uses() if n.op_type == "Cast" and not n.domain}
-    found = []
+    reads = []
     for value in (w, *casts):
         halves: dict[bool, list[tuple[onnx_ir.Node, int]]] = {True: [], False: []}
         for node, index in value.uses():
             if node.outputs[0] not in casts:
                 first = forward is None or any(v in forward for v in node.outputs)
                 halves[first].append((node, index))
-        found += [
+        reads += [
             _Read(w, value, uses, min(places[node] for node, _ in uses))
             for uses in halves.values()
             if uses
         ]
-    return found
+    return reads

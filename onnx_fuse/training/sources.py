@@ -189,7 +189,7 @@ def _of_examples(
         return False
     first = convert(data[0])
     ranks = [(first[v.name].ndim, len(v.shape)) for v in inputs if v.name in first and v.shape]
-    return bool(ranks) and all(own == wanted - 1 for own, wanted in ranks)
+    return bool(ranks) and all(of_item == wanted - 1 for of_item, wanted in ranks)
 
 
 def _collated(examples: Sequence[Any]) -> Any:
@@ -213,12 +213,12 @@ def _rows(
     world: World | None,
 ) -> _Rows:
     """Examples in batches; a smaller last one counts unless the model fixes the size."""
-    whole = _fixed(trainer, batch_size, world)
-    steps = examples // batch_size if whole else math.ceil(examples / batch_size)
+    fixed = _fixed(trainer, batch_size, world)
+    steps = examples // batch_size if fixed else math.ceil(examples / batch_size)
     if not steps:
         raise DataError(
             f"the data has {examples} examples, which do not fill one batch"
-            + (f": the model fixes it at {batch_size}" if whole else "")
+            + (f": the model fixes it at {batch_size}" if fixed else "")
         )
     return _Rows(select, examples, batch_size, steps, trainer.seed, shuffle, world)
 
@@ -303,23 +303,23 @@ def _flat(batch: Iterable[Any]) -> Iterator[Any]:
             yield each
 
 
-def _array(name: str, found: Any, dtype: onnx_ir.DataType | None) -> Array:
-    if isinstance(found, np.ndarray):
-        return found
-    if hasattr(found, "detach"):
-        return np.asarray(found.detach().cpu().numpy())
-    if not isinstance(found, list | tuple | int | float):
-        return np.asarray(found)
-    if isinstance(found, list | tuple) and found and hasattr(found[0], "shape"):
-        return np.stack([_array(name, each, dtype) for each in found])
+def _array(name: str, data: Any, dtype: onnx_ir.DataType | None) -> Array:
+    if isinstance(data, np.ndarray):
+        return data
+    if hasattr(data, "detach"):
+        return np.asarray(data.detach().cpu().numpy())
+    if not isinstance(data, list | tuple | int | float):
+        return np.asarray(data)
+    if isinstance(data, list | tuple) and data and hasattr(data[0], "shape"):
+        return np.stack([_array(name, each, dtype) for each in data])
     try:
-        array = np.asarray(found)
+        array = np.asarray(data)
     except ValueError as error:
         raise DataError(f"'{name}' holds lists of different lengths: pad them") from error
     if array.dtype.kind not in "biuf":
         raise DataError(f"'{name}' holds no numbers")
     # numbers of Python's have no type of their own
-    own = array.dtype if dtype is None else dtype.numpy()
-    if array.dtype.kind == "f" and own.kind in "iub":
+    kind = array.dtype if dtype is None else dtype.numpy()
+    if array.dtype.kind == "f" and kind.kind in "iub":
         return array  # refused with the model's type, later
-    return array.astype(own)
+    return array.astype(kind)

@@ -51,7 +51,7 @@ def _candidates(graph: ir.Graph) -> Iterable[tuple[ir.Value, Array]]:
 
 def find_duplicates(graph: ir.Graph) -> list[Duplicate]:
     """Weights that the file holds twice, the first in the file's order being the weight."""
-    found: list[Duplicate] = []
+    duplicates: list[Duplicate] = []
     seen: dict[tuple[Any, ...], str] = {}
     by_size: dict[tuple[Any, ...], list[tuple[ir.Value, Array]]] = {}
     for value, array in _candidates(graph):
@@ -64,26 +64,26 @@ def find_duplicates(graph: ir.Graph) -> list[Duplicate]:
         for value, array in group if len(group) > 1 else ():
             if not is_weight(value) or (array == array.flat[0]).all():
                 continue
-            own = (array.dtype, array.shape, _digest(array))
-            if own in seen:
-                found.append(Duplicate(seen[own], str(value.name), False))
+            content = (array.dtype, array.shape, _digest(array))
+            if content in seen:
+                duplicates.append(Duplicate(seen[content], str(value.name), False))
                 continue
             if array.ndim == 2:
                 transposed_key = (array.dtype, array.shape[::-1], _digest(array.T))
                 if transposed_key in seen:
-                    found.append(Duplicate(seen[transposed_key], str(value.name), True))
+                    duplicates.append(Duplicate(seen[transposed_key], str(value.name), True))
                     continue
-            seen[own] = str(value.name)
-    return found
+            seen[content] = str(value.name)
+    return duplicates
 
 
 def _digest(array: Array) -> bytes:
     return hashlib.sha256(np.ascontiguousarray(array).tobytes()).digest()
 
 
-def tie(graph: ir.Graph, found: Iterable[Duplicate]) -> None:
+def tie(graph: ir.Graph, duplicates: Iterable[Duplicate]) -> None:
     """Let the readers of each copy read the weight, in place."""
-    for duplicate in found:
+    for duplicate in duplicates:
         weight, copy = graph.initializers[duplicate.weight], graph.initializers[duplicate.copy]
         value = weight
         if duplicate.transposed:
@@ -118,12 +118,12 @@ def untie(graph: ir.Graph) -> dict[str, list[str]]:
         assert array is not None
         names[name] = [name]
         for i, (node, index) in enumerate(list(value.uses())[1:], start=1):
-            own = Names.of(graph).fresh(f"{name}.{i}")
-            tensor = ir.tensor(array.copy(), name=own)
-            new = ir.Value(name=own, const_value=tensor, type=value.type, shape=value.shape)
+            copy_name = Names.of(graph).fresh(f"{name}.{i}")
+            tensor = ir.tensor(array.copy(), name=copy_name)
+            new = ir.Value(name=copy_name, const_value=tensor, type=value.type, shape=value.shape)
             graph.register_initializer(new)
             node.replace_input_with(index, new)
-            names[name].append(own)
+            names[name].append(copy_name)
     return names
 
 

@@ -62,7 +62,7 @@ class Trainer:
     """
 
     @takes(_TrainerArguments)
-    def __init__(self, given: _TrainerArguments) -> None:
+    def __init__(self, arguments: _TrainerArguments) -> None:
         """Read the model, check the options, and make what runs the steps.
 
         Args:
@@ -76,12 +76,12 @@ class Trainer:
             UsageError: Arguments contradict each other or the model.
             DeviceError: `device` is "cuda" and there is no usable GPU.
         """
-        self.world = world() if given.distributed else None
+        self.world = world() if arguments.distributed else None
         """The ranks that train together, or None."""
-        self._options = options = backends.placed(given, self.world)
+        self._options = options = backends.placed(arguments, self.world)
         self._ranks = ranks_of(options, self.world)
         self.optimizer = options.optimizer or optim.AdamW()
-        self._given = read(exported(given.model, given.args))
+        self._given = read(exported(arguments.model, arguments.args))
         self.notes: list[str] = []
         """Sentences about weights that the file stores twice, or once for several places."""
         if options.untie:
@@ -99,8 +99,8 @@ class Trainer:
         self._merging: Merging | None = None
         if options.lora is not None:
             self._source, self.adapters = adapters.attach(plain, options.lora, options.seed)
-            own = [literal(name) for each in self.adapters for name in (each.a, each.b)]
-            self._trainable = [*own, *(trainable or ())]
+            globs = [literal(name) for each in self.adapters for name in (each.a, each.b)]
+            self._trainable = [*globs, *(trainable or ())]
         self._sized = with_shapes(self._source, options.shapes, options.dims)
         if options.lora is not None:
             self._merging = backends.merging(self._source, self._sized, self.adapters, options)
@@ -125,8 +125,8 @@ class Trainer:
         self._specs: dict[Mode, Spec] = {"update": spec}
         if self.world is not None:
             common = self._ranks and dataclasses.replace(self._ranks, rank=0)
-            known = f"{self._fingerprint()} {self._settings()} {common}"
-            self.world.agree("model or settings", hashlib.sha256(known.encode()).hexdigest())
+            identity = f"{self._fingerprint()} {self._settings()} {common}"
+            self.world.agree("model or settings", hashlib.sha256(identity.encode()).hexdigest())
         self._device = backends.backend(spec.states, options, self.world)
         self._device.add("update", graph)
 
@@ -171,8 +171,8 @@ class Trainer:
     @property
     def recompute(self) -> str:
         """What the steps run so far compute a second time to keep within `memory`, in words."""
-        found = self._device.recompute("update")
-        return "" if found is None else str(found)
+        report = self._device.recompute("update")
+        return "" if report is None else str(report)
 
     def schedule(self, rates: optim.Schedule) -> None:
         """Use other learning rates from now on; the graph stays, since they are no part of it."""
@@ -257,12 +257,12 @@ class Trainer:
         draw = self.calls
         if self.world is not None:  # as if one process had the ranks' batches one by one
             draw = self.calls * self.world.size + self.world.rank
-        given = (
+        scalars = (
             (spec.lr, np.array(rate, np.float32)),
             (spec.step, np.array(self.updates + 1)),
             (spec.rng, np.array((self.seed << 32) % 2**62 + draw)),
         )
-        return {name: value for name, value in given if name}
+        return {name: value for name, value in scalars if name}
 
     def step_graph(self, feeds: Mapping[str, Any]) -> tuple[onnx_ir.Model, dict[str, Array]]:
         """The graph of a step with its update, and all that it reads for the batch `feeds`.
@@ -292,17 +292,17 @@ class Trainer:
         """
         while len(self._runs) > in_flight:
             run = self._runs[0]
-            found, spec = run.result(), run.spec  # may raise: then the run is still to be looked at
+            ends, spec = run.result(), run.spec  # may raise: then the run is still to be looked at
             del self._runs[0]
-            if all(math.isfinite(found[name]) for name in spec.guards):
+            if all(math.isfinite(ends[name]) for name in spec.guards):
                 self._device.commit(spec)
-                run.loss, run.feeds = float(found[spec.loss]), {}
-                run.norm = float(found[spec.norm]) if spec.norm else None
+                run.loss, run.feeds = float(ends[spec.loss]), {}
+                run.norm = float(ends[spec.norm]) if spec.norm else None
                 continue
             after, self._runs, self.calls = self._runs, [], run.index
             fed = {name: np.asarray(value) for name, value in run.feeds.items()}
             arrays = {**fed, **{x.name: self._device.array(x.name) for x in spec.states}}
-            fault = fault_of(spec, run.feeds, arrays, found, partial(self._build, run.mode))
+            fault = fault_of(spec, run.feeds, arrays, ends, partial(self._build, run.mode))
             fault = f"step {run.index + 1}: {fault}"
             for other in (run, *after):
                 other.fault, other.feeds = fault, {}
@@ -341,8 +341,8 @@ class Trainer:
             self._batch_unchecked = False
             run = partial(self._device.start, "evaluate", spec, arrays)
             data.check_freed_batch(self._source, arrays, spec.outputs, lambda: run()())
-        found = self._device.start(mode, spec, arrays)()
-        return evaluation(spec, arrays, found)
+        outputs = self._device.start(mode, spec, arrays)()
+        return evaluation(spec, arrays, outputs)
 
     def _averages(self, wanted: bool) -> bool:
         if wanted and self._options.ema is None:
@@ -384,17 +384,17 @@ class Trainer:
         """
         self._finish_steps()
         averages = self._averages(ema)
-        found: dict[str, Array] = {}
+        named: dict[str, Array] = {}
         for s, array in self._held():
-            own = self._device.array(s.average) if averages and s.average else array
-            found |= packed_weights.unpack(s.value, own)
+            chosen = self._device.array(s.average) if averages and s.average else array
+            named |= packed_weights.unpack(s.value, chosen)
         for adapter in self.adapters:
             w = self._source.graph.initializers[adapter.weight].const_value
             assert w is not None
-            a, b = found.pop(adapter.a), found.pop(adapter.b)
-            found[adapter.weight] = adapter.merged(w.numpy(), a, b)
-        found |= {t.copy: t.of(found[t.weight]) for t in self._duplicates if t.weight in found}
-        return {name: np.array(array, order="C") for name, array in found.items()}
+            a, b = named.pop(adapter.a), named.pop(adapter.b)
+            named[adapter.weight] = adapter.merged(w.numpy(), a, b)
+        named |= {t.copy: t.of(named[t.weight]) for t in self._duplicates if t.weight in named}
+        return {name: np.array(array, order="C") for name, array in named.items()}
 
     def save(self, path: str | os.PathLike[str], *, ema: bool = False) -> None:
         """Write the model as it was given, with the trained weights in place of its own.
@@ -426,11 +426,11 @@ class Trainer:
 
         Raises DataError for those of another model, rank or scale, and UsageError without adapters.
         """
-        own = self._unmerged()
-        tensors, found = adapters.read_file(path, self.adapters, own)
-        if {k: a.shape for k, a in tensors.items()} != {k: a.shape for k, a in own.items()}:
+        current = self._unmerged()
+        tensors, restored = adapters.read_file(path, self.adapters, current)
+        if {k: a.shape for k, a in tensors.items()} != {k: a.shape for k, a in current.items()}:
             raise DataError(f"{os.fspath(path)}: other names or shapes than the Trainer's adapters")
-        if {a.scale for a in found} != {a.scale for a in self.adapters}:
+        if {a.scale for a in restored} != {a.scale for a in self.adapters}:
             raise DataError(f"{os.fspath(path)}: another alpha / rank than the Trainer's")
         for s in self._specs["update"].states:
             if s.kind in ("parameter", "statistic"):
@@ -442,17 +442,17 @@ class Trainer:
         if not self.adapters:
             raise UsageError("the Trainer has no adapters: give it lora=Lora()")
         self._finish_steps()
-        found: dict[str, Array] = {}
+        weights: dict[str, Array] = {}
         for s, array in self._held():
-            found |= packed_weights.unpack(s.value, array.copy())
-        return found
+            weights |= packed_weights.unpack(s.value, array.copy())
+        return weights
 
     def _held(self) -> list[tuple[State, Array]]:
         """The weights and running statistics, whole; ranks that hold parts call it together."""
         states = self._specs["update"].states
         held = [s for s in states if s.kind in ("parameter", "statistic")]
-        whole = whole_states(held, self._device.array, self.world)
-        return [(s, whole[s.name]) for s in held]
+        arrays = whole_states(held, self._device.array, self.world)
+        return [(s, arrays[s.name]) for s in held]
 
     # -- checkpoints --
 
@@ -523,8 +523,8 @@ class Trainer:
         stored = dict(checkpoint.read(folder)[1]["settings"])
         try:
             optimizer = optim.from_json(stored.pop("optimizer"))
-            own = settings.stored_loss(folder, stored["loss"]) if loss is None else loss
-            stored |= {"loss": own}
+            run_loss = settings.stored_loss(folder, stored["loss"]) if loss is None else loss
+            stored |= {"loss": run_loss}
             if stored["lora"] is not None:
                 stored["lora"] = Lora(**{"merged": False} | stored["lora"])
             stored |= {"optimizer": optimizer, "device": device, "memory": memory}
@@ -556,12 +556,12 @@ class Trainer:
             )
             raise DataError(f"{folder}: the checkpoint is of another model{also}")
         for s in states:
-            got, own = tensors[s.name], np.asarray(s.initial)
-            shape = own.shape if s.whole is None else s.whole
-            if (got.dtype, got.shape) != (own.dtype, shape):
+            got, initial = tensors[s.name], np.asarray(s.initial)
+            shape = initial.shape if s.whole is None else s.whole
+            if (got.dtype, got.shape) != (initial.dtype, shape):
                 raise DataError(
                     f"{folder}: '{s.name}' is {got.dtype}{list(got.shape)} in the checkpoint, "
-                    f"{own.dtype}{list(shape)} in the run"
+                    f"{initial.dtype}{list(shape)} in the run"
                 )
         for s in states:
             self._device.write(s.name, part_of_state(s, tensors[s.name], self.world))
