@@ -98,6 +98,30 @@ def test_a_max_pool_of_nan_and_infinities(dtype: str, indices: bool) -> None:
         np.testing.assert_array_equal(found[value.name], want, strict=True)
 
 
+def test_a_hardmax_of_nan() -> None:
+    """onnxruntime looks for what equals the maximum; what a later NaN does depends on lanes."""
+    nan = np.nan
+    model = text_model("agraph (float[N,M] x) => (float[N,M] y) { y = Hardmax (x) }")
+    for rows in ([[nan], [1]], [[nan, 1], [nan, nan], [2, 2]]):
+        feeds = {"x": np.array(rows, "f")}
+        want = ort.run(ort.session(model), feeds)[0]
+        np.testing.assert_array_equal(interpreted(model, feeds)["y"], want, strict=True)
+
+
+@pytest.mark.parametrize("mode", ["avg", "max"])
+@pytest.mark.parametrize("sizes", [(1, 0, 3), (1, 3, 0), (0, 3, 3)])
+def test_regions_of_an_image_without_pixels_are_zero(sizes: tuple[int, ...], mode: str) -> None:
+    """onnxruntime reads what lies behind such an image."""
+    model = text_model(
+        f"""agraph (float[B,2,H,W] x, float[1,4] boxes, int64[1] index) => (float[1,2,2,1] y)
+        {{ y = RoiAlign <mode = "{mode}", output_height = 2> (x, boxes, index) }}"""
+    )
+    batch, *image = sizes
+    feeds = {"x": np.zeros((batch, 2, *image), "f"), "boxes": np.array([[0, 0, 3, 3]], "f")}
+    found = interpreted(model, feeds | {"index": np.zeros(1, np.int64)})["y"]
+    np.testing.assert_array_equal(found, np.zeros((1, 2, 2, 1), "f"), strict=True)
+
+
 def suite() -> list[object]:
     """A part of the ONNX backend tests, of every operator."""
     from backend_suite import node_cases

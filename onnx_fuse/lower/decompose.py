@@ -117,10 +117,11 @@ def mean_variance(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Resul
 
 
 def hardmax(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results | None:
-    """1 at the first largest element along the axis."""
+    """1 at the first largest element along the axis, unless that is NaN."""
     x, axis = node.inputs[0], attr(node, "axis", -1) % len(shapes[0])
     first = op.ArgMax(x, axis=axis, keepdims=1)
-    return [op.CastLike(op.Equal(first, _places(op, x, axis, len(shapes[0]))), x)]
+    chosen = op.And(op.Equal(first, _places(op, x, axis, len(shapes[0]))), op.Equal(x, x))
+    return [op.CastLike(chosen, x)]
 
 
 def _places(op: Any, x: Any, axis: int, rank: int) -> ir.Value:

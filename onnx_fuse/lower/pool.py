@@ -299,10 +299,9 @@ def grid_sample(ctx: Context, node: ir.Node) -> str | None:
     y = ctx.output(node, 0, (*x.shape[:2], *grid.shape[1:-1]), x.dtype)
     if not y.size or not x.size:
         return "it is empty"
-    points = prod(grid.shape[1:-1])
     problem = GridSample(
-        x.shape[0], x.shape[1], triple(x.shape[2:]), points, rank, x.dtype, grid.dtype, mode,
-        paddings.index(ctx.attr(node, "padding_mode", "zeros")),
+        x.shape[0], x.shape[1], triple(x.shape[2:]), prod(grid.shape[1:-1]), rank, x.dtype,
+        grid.dtype, mode, paddings.index(ctx.attr(node, "padding_mode", "zeros")),
         bool(ctx.attr(node, "align_corners", 0)),
     )  # fmt: skip
     return ctx.select(node, problem, {"x": x, "grid": grid}, {"y": y})
@@ -318,10 +317,8 @@ def col2im(ctx: Context, node: ir.Node) -> str | None:
     rank = len(image)
     if not 1 <= rank <= 3:
         return f"{rank} spatial axes"
-    channels = x.shape[1] // prod(block)
-    y = ctx.output(node, 0, (x.shape[0], channels, *image), x.dtype)
-    blocks = [1] * rank
-    taps = window(ctx, node, block, image, blocks)
+    y = ctx.output(node, 0, (x.shape[0], x.shape[1] // prod(block), *image), x.dtype)
+    taps = window(ctx, node, block, image, [1] * rank)
     reach = [(k - 1) * d + 1 for k, d in zip(taps.kernel, taps.dilations, strict=True)]
     padded = [n + a + b for n, a, b in zip(triple(image), taps.before, taps.after, strict=True)]
     grid = [(n - r) // s + 1 for n, r, s in zip(padded, reach, taps.strides, strict=True)]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from math import prod
 
+import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.cuda.macros import FLOATS
 from onnx_fuse.cuda.pointwise import Code
 from onnx_fuse.ir.constants import FUSE
-from onnx_fuse.lower.context import Context, Lowering, emit
+from onnx_fuse.lower.context import Context, Lowering, copy, emit
 from onnx_fuse.lower.conv import window
 from onnx_fuse.lower.linear import product
+from onnx_fuse.program.call import dtype_of
 from onnx_fuse.program.data_movement import DeformColumns, NmsChosen, RoiAlign
 
 
@@ -21,6 +23,9 @@ def roi_align(ctx: Context, node: ir.Node) -> str | None:
     if x.dtype not in FLOATS or rois.dtype != x.dtype or len(x.shape) != 4:
         return f"no kernel for {x.dtype} of rank {len(x.shape)}"
     y = ctx.output(node, 0)
+    if not x.size:  # onnxruntime and the kernel would read pixels that are not there
+        copy(ctx, node, ctx.constant(np.zeros((), dtype_of(x.dtype))), y)
+        return None
     # before opset 16 there was no shift by half a pixel, and loading says so with an attribute
     half = ctx.attr(node, "coordinate_transformation_mode", "half_pixel") == "half_pixel"
     problem = RoiAlign(
@@ -75,9 +80,8 @@ def nms_chosen(ctx: Context, node: ir.Node) -> str | None:
         return f"no kernel for {boxes.dtype}"
     batch, classes, count = scores.shape
     reads = {"boxes": boxes, "scores": scores}
-    for i, name in enumerate(("most", "iou", "least"), 2):
-        if ctx.has(node, i):
-            reads[name] = ctx.dense(node, i)
+    limits = enumerate(("most", "iou", "least"), 2)
+    reads |= {name: ctx.dense(node, i) for i, name in limits if ctx.has(node, i)}
     writes = {
         "left": ctx.scratch("bool", scores.shape),
         "chosen": ctx.output(node, 0, scores.shape, "int64"),
