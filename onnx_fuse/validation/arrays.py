@@ -44,20 +44,20 @@ def role_of(value: Value) -> Role:
     if dtype == DataType.STRING:
         return Role("words", dtype, words=_words(value))
     bound = index_bound(value)
-    whole = dtype.is_integer() or dtype == DataType.BOOL
-    named = "mask" in name or (whole and _is_flags(value))
+    integral = dtype.is_integer() or dtype == DataType.BOOL
+    named = "mask" in name or (integral and _is_flags(value))
     rank = len(value.shape) if value.shape is not None else 2
-    if "position" in name and whole and rank:
+    if "position" in name and integral and rank:
         kind = "positions"
     elif bound is not None and not named:  # positions may be a mask's running sum
         kind = "ids"
-    elif whole and dtype.bitwidth <= 8 and dtype != DataType.BOOL and not named:
+    elif integral and dtype.bitwidth <= 8 and dtype != DataType.BOOL and not named:
         kind = "pixels"
     elif any(use.node.op_type == "Resize" and use.idx == 2 for use in value.uses()):
         kind = "scales"
-    elif whole and not named and dtype != DataType.BOOL and is_size(value):
+    elif integral and not named and dtype != DataType.BOOL and is_size(value):
         kind = "sizes"
-    elif not whole:
+    elif not integral:
         kind = "added" if is_added(value) else "mask" if named and rank else "plain"
     elif rank and (named or dtype == DataType.BOOL or rank > 1):
         kind = "mask"
@@ -105,16 +105,16 @@ _FAR_WORDS = 64
 
 def _words(value: Value) -> tuple[str, ...]:
     """Strings that the attributes of an input's readers list, or two plain ones."""
-    todo, found = [value], dict[str, None]()
+    todo, words = [value], dict[str, None]()
     for _ in range(_FAR_WORDS):
         if not todo:
             break
         for node in (use.node for use in todo.pop(0).uses()):
             for attribute in node.attributes.values():
                 if attribute.type == AttributeType.STRINGS:
-                    found |= dict.fromkeys(attribute.as_strings())
+                    words |= dict.fromkeys(attribute.as_strings())
             todo.extend(v for v in node.outputs if v.dtype in (None, DataType.STRING))
-    return tuple(found)[:_FAR_WORDS] or ("a word", "12")
+    return tuple(words)[:_FAR_WORDS] or ("a word", "12")
 
 
 def _is_flags(value: Value) -> bool:

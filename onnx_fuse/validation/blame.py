@@ -43,8 +43,8 @@ class Culprit:
     """Whether the model is right once `output` is replaced by the original's value."""
 
     def __str__(self) -> str:
-        what = ", ".join(f"{op} '{name}'" for op, name in zip(self.ops, self.nodes, strict=True))
-        return f"{what}: {self.where} is off by {self.max_abs:.3g} (limit {self.limit:.3g})"
+        nodes = ", ".join(f"{op} '{name}'" for op, name in zip(self.ops, self.nodes, strict=True))
+        return f"{nodes}: {self.where} is off by {self.max_abs:.3g} (limit {self.limit:.3g})"
 
 
 ORACLE = "/oracle"  # suffix of the inputs that carry the original's values
@@ -76,8 +76,8 @@ def find_culprits(
     # A value that kept its name but changed its layout cannot be compared with the original's.
     common = [n for n in common if _alike(expected[n], seen[n])]
     cut = _cut(suspect, {name: expected[name] for name in common})
-    given = feeds | {name + ORACLE: expected[name] for name in common}
-    got = values_of(cut, given, common, request)
+    oracle_feeds = feeds | {name + ORACLE: expected[name] for name in common}
+    got = values_of(cut, oracle_feeds, common, request)
     wrong = {
         name: d
         for name in common
@@ -122,11 +122,11 @@ def _alike(a: Any, b: Any) -> bool:
     )
 
 
-def _cut(model: onnx_ir.Model, given: Mapping[str, Array]) -> onnx_ir.Model:
+def _cut(model: onnx_ir.Model, arrays: Mapping[str, Array]) -> onnx_ir.Model:
     """A copy in which every reader of a named value reads the new input `name/oracle` instead."""
     model = model.clone()
-    for name, value in by_name(model, list(given)).items():
-        kind = DataType.from_numpy(given[name].dtype)
+    for name, value in by_name(model, list(arrays)).items():
+        kind = DataType.from_numpy(arrays[name].dtype)
         source = Value(name=name + ORACLE, type=onnx_ir.TensorType(kind))
         for use in tuple(value.uses()):
             use.node.replace_input_with(use.idx, source)
@@ -181,8 +181,8 @@ def _bisect(
     low, high = 0, len(fused)  # `low` nodes as bodies fail, `high` pass
     while high - low > 1:
         middle = (low + high) // 2
-        found = worst(middle)
-        low, high, failing = (middle, high, found) if found else (low, middle, failing)
+        failure = worst(middle)
+        low, high, failing = (middle, high, failure) if failure else (low, middle, failing)
     node = next(n for n in model.graph if n.outputs and n.outputs[0].name == fused[low])
     return [
         Culprit(

@@ -201,28 +201,28 @@ def check_outputs(original: Model, fused: Model, request: Request | None = None)
     for i, (feed, expected) in enumerate(pairs):
         check.feeds.append({name: list(array.shape) for name, array in feed.items()})
         for k, (name, y) in enumerate(zip(names, expected, strict=True)):
-            own = 0.0
+            gap = 0.0
             if optimized is not None and name not in random:
-                own = difference(name, y, optimized[i][k], check.tolerance).max_abs
-            own = own if np.isfinite(own) else 0.0  # then both levels are compared for themselves
+                gap = difference(name, y, optimized[i][k], check.tolerance).max_abs
+            gap = gap if np.isfinite(gap) else 0.0  # then both levels are compared for themselves
             step = steps.limit(name, y) if steps is not None else 0.0
-            found = []
+            levels = []
             for level, theirs, mine in answers:
                 a, b = theirs[i][k], mine[i][k]
                 if name in random:
                     a, b = (np.zeros(np.shape(x), np.asarray(x).dtype) for x in (a, b))
-                one = difference(name, a, b, check.tolerance, floor=max(own, step))
-                found.append(replace(one, level=level))
-            if steps is not None and any(d.ok and not d.max_abs for d in found):
+                one = difference(name, a, b, check.tolerance, floor=max(gap, step))
+                levels.append(replace(one, level=level))
+            if steps is not None and any(d.ok and not d.max_abs for d in levels):
                 # Equal bits at one level: at the other, kernels round ties in another order.
-                for d in [d for d in found if not d.ok]:
+                for d in [d for d in levels if not d.ok]:
                     check.notes.append(_OTHER_TIES[d.level].format(name=name, by=d.max_abs))
-                    found.remove(d)
-            worst = max(found, key=severity)
+                    levels.remove(d)
+            worst = max(levels, key=severity)
             check.differences.append(worst)
-            if worst.limit == own > 0:
-                check.raised[name] = max(own, check.raised.get(name, 0.0))
-            if not worst.ok or worst.limit == own > 0:
+            if worst.limit == gap > 0:
+                check.raised[name] = max(gap, check.raised.get(name, 0.0))
+            if not worst.ok or worst.limit == gap > 0:
                 doubtful[i] = expected
             if _all_nan(y):
                 check.notes.append(
@@ -277,11 +277,11 @@ def _with_unequal_sizes(
     if not cuts:
         return []
     try:
-        found = in_child(answers, silent=True)
+        results = in_child(answers, silent=True)
     except Crash as error:
         notes.append(f"the original ends the process where sizes of one name differ ({error})")
         return []
-    pairs = zip(cuts, found, strict=True)
+    pairs = zip(cuts, results, strict=True)
     return [(cut, ys) for cut, ys in pairs if ys is not None and all(np.size(y) for y in ys)]
 
 
@@ -298,7 +298,7 @@ def _answer(session: Any, feed: Feeds) -> list[Any] | None:
 def _unsteady(
     original: Model,
     feeds: Sequence[Feeds],
-    known: Mapping[int, Sequence[Any]],
+    answered: Mapping[int, Sequence[Any]],
     names: Sequence[str],
     tolerance: Tolerance,
 ) -> set[int]:
@@ -309,18 +309,18 @@ def _unsteady(
     """
     import onnxruntime
 
-    options, found = onnxruntime.SessionOptions(), set[int]()
+    options, unsteady = onnxruntime.SessionOptions(), set[int]()
     options.log_severity_level = ort.FATAL
     options.enable_cpu_mem_arena = options.enable_mem_pattern = False  # buffers lie elsewhere then
     session = ort.session(runnable(original), options, as_written=True)
-    for i, answers in known.items():
+    for i, answers in answered.items():
         for factor in (-3, 0.5):
             ort.run(session, {name: _scaled(array, factor) for name, array in feeds[i].items()})
             ys = ort.run(session, feeds[i])
             pairs = zip(names, answers, ys, strict=True)
             if not all(difference(name, a, b, tolerance).ok for name, a, b in pairs):
-                found.add(i)
-    return found
+                unsteady.add(i)
+    return unsteady
 
 
 def _scaled(array: Any, factor: float) -> Any:

@@ -64,14 +64,14 @@ def tolerance_of(model: onnx_ir.Model, precision: str = "fp32") -> Tolerance:
     graph = model.graph
     values = [*graph.inputs, *graph.initializers.values()]
     values += [v for node in onnx_ir.traversal.RecursiveGraphIterator(graph) for v in node.outputs]
-    found = {v.dtype for v in values}
+    types = {v.dtype for v in values}
     norms = [n for n in graph if n.op_type in ("LayerNormalization", "RMSNormalization")]
     stashes = {n.attributes.get_int("stash_type", DataType.FLOAT.value) for n in norms}
-    found |= {kind for kind in TOLERANCES if kind.value in stashes}
-    own = next(
-        (t for kind, t in reversed(TOLERANCES.items()) if kind in found), TOLERANCES[DataType.FLOAT]
+    types |= {kind for kind in TOLERANCES if kind.value in stashes}
+    of_model = next(
+        (t for kind, t in reversed(TOLERANCES.items()) if kind in types), TOLERANCES[DataType.FLOAT]
     )
-    return max(own, COMPUTED.get(precision, own), key=lambda t: t.rtol)
+    return max(of_model, COMPUTED.get(precision, of_model), key=lambda t: t.rtol)
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ def difference(
         return _list_difference(name, expected, got, tolerance, floor)
     expected, got = np.asarray(expected), np.asarray(got)
     if expected.shape != got.shape or expected.dtype != got.dtype:
-        what = f"{name}: {got.dtype}{list(got.shape)}, not {expected.dtype}{list(expected.shape)}"
-        return Difference(name, float("inf"), float("inf"), 0.0, what, False)
+        text = f"{name}: {got.dtype}{list(got.shape)}, not {expected.dtype}{list(expected.shape)}"
+        return Difference(name, float("inf"), float("inf"), 0.0, text, False)
     if expected.dtype.kind in "OUS":
         wrong = expected != got
         bad = float(np.count_nonzero(wrong))

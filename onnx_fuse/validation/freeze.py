@@ -25,13 +25,13 @@ def roundings(model: onnx_ir.Model) -> list[str]:
     Where a scale moves, some of many values round to another integer within any step. Nor do all
     values round to the same integer in float32 and in float64.
     """
-    made = [
+    names = [
         node.outputs[k].name or ""
         for node in model.graph
         for k in _ROUNDS.get(node.op_type, ())
         if not node.domain and k < len(node.outputs)
     ]
-    return [name for name in made if name]
+    return [name for name in names if name]
 
 
 def selections(model: onnx_ir.Model) -> list[str]:
@@ -39,14 +39,14 @@ def selections(model: onnx_ir.Model) -> list[str]:
 
     A score beside a threshold may be chosen in float32 alone: the results in float64 are others.
     """
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for node in model.graph:
         value = node.outputs[0] if node.op_type in _SELECTS else None
         if node.op_type == "Compress":
             value = node.inputs[1]
         if not node.domain and value is not None and value.producer() is not None and value.name:
-            found[value.name] = None
-    return list(found)
+            names[value.name] = None
+    return list(names)
 
 
 def hold(model: onnx_ir.Model, names: Sequence[str]) -> onnx_ir.Model:
@@ -55,8 +55,8 @@ def hold(model: onnx_ir.Model, names: Sequence[str]) -> onnx_ir.Model:
         return model
     held = model.clone()
     for name, value in by_name(held, names).items():
-        known = onnx_ir.Value(name=name, type=value.type, shape=value.shape)
-        onnx_ir.convenience.replace_all_uses_with(value, known, replace_graph_outputs=True)
+        new_input = onnx_ir.Value(name=name, type=value.type, shape=value.shape)
+        onnx_ir.convenience.replace_all_uses_with(value, new_input, replace_graph_outputs=True)
         value.name = f"{name}.computed"
-        held.graph.inputs.append(known)
+        held.graph.inputs.append(new_input)
     return held

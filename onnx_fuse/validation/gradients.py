@@ -182,8 +182,8 @@ def compare_gradients(model: Model, request: Request) -> GradientCheck:
         if isinstance(y, np.ndarray) and DataType.from_numpy(y.dtype).is_floating_point()
     }
     if hostile:
-        known = dict(zip(names, outputs, strict=True))
-        cotangents = {y: _where_finite(c, known[y]) for y, c in cotangents.items()}
+        values = dict(zip(names, outputs, strict=True))
+        cotangents = {y: _where_finite(c, values[y]) for y, c in cotangents.items()}
     progress.report("making the backward")
     fused = plain.clone()
     rewrite.optimize(fused, training=True)
@@ -206,8 +206,8 @@ def compare_gradients(model: Model, request: Request) -> GradientCheck:
     # What is folded in float32 on one side alone may cross an integer there (T5's buckets).
     rewrite.optimize(plain, level=0, training=True)
     forward, parameters = _forward(plain, [name.removesuffix(_GRAD) for name in wanted])
-    kept = [name for name in selections(forward) if name in chosen]
-    forward, inputs = hold(forward, kept), inputs | chosen
+    shared = [name for name in selections(forward) if name in chosen]
+    forward, inputs = hold(forward, shared), inputs | chosen
     lost = [name for name in wanted if name.removesuffix(_GRAD) not in parameters]
     check.notes.extend(
         f"{name}: created while loading, so its slope is not compared" for name in lost
@@ -236,8 +236,8 @@ def _chosen(
     plain: onnx_ir.Model, backward: onnx_ir.Model, inputs: Feeds, notes: list[str]
 ) -> Feeds:
     """What both graphs select, as the model does in its own type; a note says so."""
-    made = set(selections(backward))
-    names = [name for name in selections(plain) if name in made]
+    selected = set(selections(backward))
+    names = [name for name in selections(plain) if name in selected]
     if not names:
         return {}
     notes.append(
@@ -267,15 +267,15 @@ def check_written(model: Model, request: Request | None = None) -> GradientCheck
     if request.feeds:
         inputs, outputs = request.pairs(backward, partial(ort.run, session), check.notes)[0]
         for y, array in zip(names, outputs, strict=True):
-            given = inputs.get(f"{y}{_SEED}")
-            if given is not None and given.shape != array.shape:
-                shapes_text = f"{[*given.shape]}, the output {[*array.shape]}"
+            seed = inputs.get(f"{y}{_SEED}")
+            if seed is not None and seed.shape != array.shape:
+                shapes_text = f"{[*seed.shape]}, the output {[*array.shape]}"
                 raise ModelError(f"the gradient given of output '{y}' has shape {shapes_text}")
-        own = {y: a for y, a in zip(names, outputs, strict=True) if not y.endswith(_GRAD)}
-        hostile = _hostile(backward, inputs, [*own.values()])
-        for y, array in own.items() if hostile else ():
-            if (given := inputs.get(f"{y}{_SEED}")) is not None:
-                inputs[f"{y}{_SEED}"] = _where_finite(given, array)
+        results = {y: a for y, a in zip(names, outputs, strict=True) if not y.endswith(_GRAD)}
+        hostile = _hostile(backward, inputs, [*results.values()])
+        for y, array in results.items() if hostile else ():
+            if (seed := inputs.get(f"{y}{_SEED}")) is not None:
+                inputs[f"{y}{_SEED}"] = _where_finite(seed, array)
     else:
         inputs = _generated(backward, request, check.notes)
     seeds = {k.removesuffix(_SEED): a for k, a in inputs.items() if k.endswith(_SEED)}
@@ -284,11 +284,11 @@ def check_written(model: Model, request: Request | None = None) -> GradientCheck
         scalars = [v.name or "" for v in backward.graph.outputs if _elements(v) == 1]
         loss = [n for n in scalars if not n.endswith(_GRAD)]
         cotangents = {"loss" if "loss" in loss else loss[0]: np.ones(())} if loss else {}
-    known = {*_inputs(backward), *backward.graph.initializers}
+    tensors = {*_inputs(backward), *backward.graph.initializers}
     grads = [v for v in backward.graph.outputs if (v.name or "").endswith(_GRAD)]
     # A tensor of one element is probably a constant; it is checked only if there is no other.
     grads = [v for v in grads if _elements(v) != 1] or grads
-    wanted = [v.name or "" for v in grads if (v.name or "").removesuffix(_GRAD) in known]
+    wanted = [v.name or "" for v in grads if (v.name or "").removesuffix(_GRAD) in tensors]
     check.notes.extend(
         f"{v.name}: its tensor is not in the graph by that name, its slope is not compared"
         for v in grads
@@ -364,8 +364,8 @@ class _Gradients:
             if not isinstance(error, ModelError) and not ort.is_fault(error):
                 raise
             ends = {v.name: f"{v.name}{_SEED}" for v in backward.graph.outputs}
-            given = {y: wide[dy] for y, dy in ends.items() if y and dy in wide}
-            _refuse_other_sizes(evaluator_in_double(inline(held), list(given))(wide), given)
+            seeds = {y: wide[dy] for y, dy in ends.items() if y and dy in wide}
+            _refuse_other_sizes(evaluator_in_double(inline(held), list(seeds))(wide), seeds)
             raise
         return cls(backward, feeds, single, double, rounded, kernels)
 
@@ -395,8 +395,8 @@ class _Gradients:
             if value is not None and array is not None:
                 value.const_value = onnx_ir.tensor(_last_bit(array, rng), name=value.name)
         near = {k: a if k.endswith(_SEED) else _last_bit(a, rng) for k, a in self.feeds.items()}
-        found = evaluator_in_double(moved, list(self.double))(in_double(near))
-        moves = {name: np.abs(found[name] - g) for name, g in self.double.items()}
+        moved_grads = evaluator_in_double(moved, list(self.double))(in_double(near))
+        moves = {name: np.abs(moved_grads[name] - g) for name, g in self.double.items()}
         return {name: float(np.fmax.reduce(a, axis=None, initial=0.0)) for name, a in moves.items()}
 
 
@@ -442,16 +442,16 @@ class _Comparison:
         readers = {w: node for node, w in _by_reader(forward, parameters)}
         expected = {w: double[f"{w}{_GRAD}"] for w in readers}
         finite = {w: np.isfinite(g) for w, g in expected.items()} if hostile else {}
-        left_out = sum(int(np.count_nonzero(~known)) for known in finite.values())
+        left_out = sum(int(np.count_nonzero(~mask)) for mask in finite.values())
         readers = {w: node for w, node in readers.items() if w not in finite or finite[w].any()}
 
-        def kept(w: str, gradient: Array) -> Array:
+        def finite_part(w: str, gradient: Array) -> Array:
             return np.where(finite[w], gradient, 0.0) if w in finite else gradient
 
-        def slopes_at(point: Feeds, gradients: Mapping[str, Array], known: Feeds) -> Slopes:
+        def slopes_at(point: Feeds, gradients: Mapping[str, Array], rounded: Feeds) -> Slopes:
             fixed = in_double(inputs) | point
             if integers is not None:
-                fixed |= integers(fixed) | known
+                fixed |= integers(fixed) | rounded
 
             def loss(changed: Mapping[str, Array]) -> float:
                 values = evaluate(fixed | dict(changed))
@@ -459,7 +459,7 @@ class _Comparison:
                 pairs = ((np.where(c == 0, 0.0, values[n]), c) for n, c in cotangents.items())
                 return sum(float(np.vdot(y, c)) for y, c in pairs)
 
-            gradients = {w: kept(w, g) for w, g in gradients.items()}
+            gradients = {w: finite_part(w, g) for w, g in gradients.items()}
             return Slopes(loss, point, gradients, limits.slope, floor, rng, finite)
 
         slopes = slopes_at(parameters, expected, self.gradients.rounded)
@@ -488,10 +488,10 @@ class _Comparison:
             if hostile and not math.isfinite(slope.measured):
                 left_out += int(np.count_nonzero(finite[w]))
                 continue
-            own_type = kept(w, single[f"{w}{_GRAD}"].astype(np.float64))
-            found = difference(w, kept(w, expected[w]), own_type, tolerance)
-            limit = found.limit
-            if not found.ok:
+            own_type = finite_part(w, single[f"{w}{_GRAD}"].astype(np.float64))
+            deviation = difference(w, finite_part(w, expected[w]), own_type, tolerance)
+            limit = deviation.limit
+            if not deviation.ok:
                 rounding = rounding or self.gradients.changes(rng)
                 limit = max(limit, _ROUNDINGS * rounding[f"{w}{_GRAD}"])
             check.errors.append(
@@ -501,16 +501,16 @@ class _Comparison:
                     slope=slope.predicted,
                     expected=slope.measured,
                     slope_error=slope.error,
-                    max_abs=found.max_abs,
+                    max_abs=deviation.max_abs,
                     limit=limit,
-                    where=found.where,
+                    where=deviation.where,
                     kernel=self.gradients.kernels.get(f"{w}{_GRAD}", ""),
-                    ok=slope.ok and (found.ok or found.max_abs <= limit),
+                    ok=slope.ok and (deviation.ok or deviation.max_abs <= limit),
                 )
             )
         if left_out:
             check.notes.append(
-                f"{left_out} of {sum(known.size for known in finite.values())} numbers of the "
+                f"{left_out} of {sum(mask.size for mask in finite.values())} numbers of the "
                 "gradients are left out: the inputs hold NaN or infinity, and the slopes there are "
                 "not finite"
             )
@@ -543,10 +543,10 @@ def _where_finite(cotangent: Array, y: Array) -> Array:
 
 def _refuse_other_sizes(outputs: Feeds, cotangents: Feeds) -> None:
     """Raise ModelError if an output's shape in float64 is not that of its given gradient."""
-    for y, given in cotangents.items():
-        if (array := outputs[y]).shape != given.shape:
+    for y, seed in cotangents.items():
+        if (array := outputs[y]).shape != seed.shape:
             raise ModelError(
-                f"output '{y}' has shape {[*array.shape]} in float64 and {[*given.shape]} in its "
+                f"output '{y}' has shape {[*array.shape]} in float64 and {[*seed.shape]} in its "
                 "own type: the graph selects another number of results, and its gradients cannot "
                 "be checked by differences"
             )
@@ -572,8 +572,8 @@ def _coarsest(model: onnx_ir.Model) -> _Limits:
     """The limits for the narrowest type of any value."""
     nodes = onnx_ir.traversal.RecursiveGraphIterator(model.graph)
     values = [*model.graph.inputs, *(v for node in nodes for v in (*node.inputs, *node.outputs))]
-    found = {v.dtype for v in values if v is not None and v.dtype is not None}
-    return max(_NARROWER.get(dtype, _SINGLE) for dtype in (*found, DataType.FLOAT))
+    dtypes = {v.dtype for v in values if v is not None and v.dtype is not None}
+    return max(_NARROWER.get(dtype, _SINGLE) for dtype in (*dtypes, DataType.FLOAT))
 
 
 def _softened(model: onnx_ir.Model) -> onnx_ir.Model | None:
@@ -582,7 +582,7 @@ def _softened(model: onnx_ir.Model) -> onnx_ir.Model | None:
     Where -3.4e38 is added to every score of a row, a Softmax does not see the scores any more, not
     even in float64; its gradient is that of the sum, and the difference of two losses is zero.
     """
-    found = False
+    changed = False
     model = model.clone()
     nodes = onnx_ir.traversal.RecursiveGraphIterator(model.graph)
     constants = [n.outputs[0] for n in nodes if n.op_type == "Constant" and not n.domain]
@@ -592,21 +592,21 @@ def _softened(model: onnx_ir.Model) -> onnx_ir.Model | None:
             continue
         absorbs = np.isfinite(array) & (np.abs(array) > _ABSORBS)
         if absorbs.any():
-            found = True
+            changed = True
             soft = np.where(absorbs, np.sign(array) * _SOFT, array).astype(array.dtype)
             value.const_value = onnx_ir.tensor(soft, name=value.name)
             if (node := value.producer()) is not None:
                 node.attributes.clear()
                 node.attributes["value"] = onnx_ir.AttrTensor("value", value.const_value)
-    return model if found else None
+    return model if changed else None
 
 
 def _accept(check: GradientCheck, softened: GradientCheck) -> None:
     """Take the slopes of `softened` where those of `check` are wrong and its floats are right."""
-    found = {e.tensor: e for e in softened.errors if e.ok}
+    by_tensor = {e.tensor: e for e in softened.errors if e.ok}
     accepted = 0
     for i, e in enumerate(check.errors):
-        if not e.ok and e.max_abs <= e.limit and (soft := found.get(e.tensor)) is not None:
+        if not e.ok and e.max_abs <= e.limit and (soft := by_tensor.get(e.tensor)) is not None:
             check.errors[i] = replace(soft, max_abs=e.max_abs, limit=e.limit, where=e.where)
             accepted += 1
     if accepted:

@@ -118,9 +118,9 @@ def _branches(model: onnx_ir.Model) -> list[dict[str, bool | int]]:
     options: dict[str, list[bool | int]] = {}
     for node in model.graph:
         condition = node.inputs[0] if node.op_type == "If" and node.inputs else None
-        found = controls(condition) if condition is not None else None
-        if found is not None:
-            name, number = found
+        control = controls(condition) if condition is not None else None
+        if control is not None:
+            name, number = control
             values = options.setdefault(name, [])
             values += [True, False] if number is None else [number]
     for values in options.values():
@@ -184,17 +184,17 @@ class _Assignment:
             involved = [
                 s for s in self.free if any(s in d.a.symbols | d.b.symbols for d in violated)
             ]
-            best, found = (len([d for d in violated if not d.soft]), len(violated)), None
+            best, repair = (len([d for d in violated if not d.soft]), len(violated)), None
             for change in self._changes(involved, sizes):
                 left = self._violated(sizes | change)
                 count = (len([d for d in left if not d.soft]), len(left))
                 if count < best:
-                    best, found = count, change
+                    best, repair = count, change
                     if not left:
                         break
-            if found is None:
+            if repair is None:
                 break
-            sizes |= found
+            sizes |= repair
             violated = self._violated(sizes)
         return sizes, not any(not d.soft for d in violated)
 
@@ -226,17 +226,17 @@ def _distance(n: int, sizes: Mapping[Symbol, int], group: Sequence[str]) -> floa
 def _assignment(
     model: onnx_ir.Model, dims: Mapping[str, Sequence[Dim]], branches: dict[str, bool | int]
 ) -> _Assignment:
-    symbols = list(dict.fromkeys(d for own in dims.values() for d in own if isinstance(d, str)))
+    symbols = list(dict.fromkeys(d for shape in dims.values() for d in shape if isinstance(d, str)))
     system = System(symbols)
-    shapes = {name: tuple(size(d) for d in own) for name, own in dims.items()}
+    shapes = {name: tuple(size(d) for d in shape) for name, shape in dims.items()}
     lengths = follow(model, system, shapes, branches)
     for symbol in symbols:
         meant = _expression(symbol, set(symbols))
         if meant is not None:
             system.require("equal", size(symbol), meant, soft=True)
     free = [s for s in symbols if system.resolve(size(s)) == size(s)]
-    first = {_symbol(system, own[0]) for own in shapes.values() if own}
-    inner = {_symbol(system, d) for own in shapes.values() for d in own[1:]}
+    first = {_symbol(system, shape[0]) for shape in shapes.values() if shape}
+    inner = {_symbol(system, d) for shape in shapes.values() for d in shape[1:]}
     leading = {s for s in first - inner if s is not None}
     return _Assignment(system, shapes, symbols, free, leading, branches, lengths)
 

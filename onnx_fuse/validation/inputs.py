@@ -202,15 +202,15 @@ def extremes(model: onnx_ir.Model, feed: Feeds) -> list[tuple[str, Feeds]]:
     inverted = any(
         a.dtype == bool and a.size > 0 and not a[(0,) * (a.ndim - 1)].any() for a in masks.values()
     )
-    found = []
+    rare = []
     if masks:
         hidden = {k: with_hidden_row(roles[k], a, inverted=inverted) for k, a in masks.items()}
-        found.append(("the last row of each mask hides everything", feed | hidden))
+        rare.append(("the last row of each mask hides everything", feed | hidden))
     plain = {k: extreme_values(a) for k, a in feed.items() if roles[k].kind == "plain"}
     plain = {k: a for k, a in plain.items() if a.ndim and a.dtype.kind not in "iub"}
     if plain:
-        found.append(("floats hold 0, -0, a large row and a tiny one", feed | plain))
-    return found
+        rare.append(("floats hold 0, -0, a large row and a tiny one", feed | plain))
+    return rare
 
 
 def with_unequal_sizes(model: onnx_ir.Model, feed: Feeds) -> list[Feeds]:

@@ -78,10 +78,10 @@ def errors_along(
     """
     reference, suspect = read(original), read(fused)
     makers = {v.name or "": label(n) for n in suspect.graph for v in n.outputs if v.name}
-    known = {v.name for node in reference.graph for v in node.outputs}
-    names = [name for name in makers if name in known]
+    shared = {v.name for node in reference.graph for v in node.outputs}
+    names = [name for name in makers if name in shared]
     outputs = {v.name for v in suspect.graph.outputs}
-    found = Along()
+    along = Along()
     with ort.faults("the comparison by value"):
         for part in _parts(reference, names, feeds):
             expected = ort.run(ort.session(_showing(reference, part), as_written=True), feeds)
@@ -92,11 +92,11 @@ def errors_along(
                     continue
                 if a.shape != b.shape or a.dtype != b.dtype:
                     continue
-                found.nodes.append(makers[name])
-                found.values.append(difference(name, a, b, tolerance))
+                along.nodes.append(makers[name])
+                along.values.append(difference(name, a, b, tolerance))
                 if name in outputs and a.dtype.kind not in "OUSc" and a.size:
-                    found.outputs.append(_distribution(name, a, b))
-    return found
+                    along.outputs.append(_distribution(name, a, b))
+    return along
 
 
 def _parts(model: onnx_ir.Model, names: Sequence[str], feeds: Feeds) -> Iterator[Sequence[str]]:

@@ -69,10 +69,10 @@ def operator_files(
                 f"'{name}' does not take {sizes} numbers as each of {', '.join(open_)}: give their "
                 f"shapes, as in --input-shapes {' '.join(f'{n}:4,8' for n in names[:2])}"
             ) from error
-    own, written = folder / f"{op_type}.onnx", folder / f"{op_type}.body.onnx"
-    save(model, own)
+    one_node, written = folder / f"{op_type}.onnx", folder / f"{op_type}.body.onnx"
+    save(model, one_node)
     save(flat, written)
-    return own, written
+    return one_node, written
 
 
 def _make_weights(graph: ir.Graph, node: ir.Node) -> None:

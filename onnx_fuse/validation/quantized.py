@@ -65,12 +65,12 @@ class Steps:
         return self.count * float(np.ptp(finite)) / self.levels if finite.size else 0.0
 
     def __str__(self) -> str:
-        known = [f"{s:.3g} in '{n}'" for n, s in list(self.scales.items())[:3]]
+        steps = [f"{s:.3g} in '{n}'" for n, s in list(self.scales.items())[:3]]
         if self.rest:
-            known.append(f"1/{self.levels} of the range of an output without a scale")
+            steps.append(f"1/{self.levels} of the range of an output without a scale")
         return (
             f"quantized: the limit is {self.count} quantization steps, a step being "
-            f"{', '.join(known)}"
+            f"{', '.join(steps)}"
         )
 
 

@@ -127,17 +127,17 @@ def reference_evaluator(model: onnx_ir.Model) -> Any:
             n = x.ndim - 2
             steps, every = strides or [1] * n, dilations or [1] * n
             more, spans = output_padding or [0] * n, zip(w.shape[2:], every, strict=True)
-            whole = [(length - 1) * s + (k - 1) * d + 1 + p for length, s, (k, d), p in
+            full = [(length - 1) * s + (k - 1) * d + 1 + p for length, s, (k, d), p in
                      zip(x.shape[2:], steps, spans, more, strict=True)]  # fmt: skip
             sizes = list(output_shape or ())[-n:]
             if not sizes and auto_pad.startswith("SAME"):
                 sizes = [length * s for length, s in zip(x.shape[2:], steps, strict=True)]
             if sizes:
-                cut = [max(a - b, 0) for a, b in zip(whole, sizes, strict=True)]
+                cut = [max(a - b, 0) for a, b in zip(full, sizes, strict=True)]
                 less, rest = [c // 2 for c in cut], [c - c // 2 for c in cut]
                 pads = less + rest if auto_pad == "SAME_UPPER" else rest + less
             if output_shape:  # which may be longer than what the kernel reaches
-                more = [p + max(b - a, 0) for p, a, b in zip(more, whole, sizes, strict=True)]
+                more = [p + max(b - a, 0) for p, a, b in zip(more, full, sizes, strict=True)]
             return (_turned_conv(x, w, b, dilations, group or 1, pads, strides, more),)
 
     class Resize(OpRun):
@@ -192,17 +192,17 @@ def reference_evaluator(model: onnx_ir.Model) -> Any:
 
         def _run(self, *args: Any, **more: Any) -> tuple[Any, ...]:
             states = len(args) - self.num_scan_inputs
-            given = [*args[:states], *self._turned(args[states:], "input")]
-            made = super()._run(*given, **more)
-            return (*made[:states], *self._turned(made[states:], "output", back=True))
+            inputs = [*args[:states], *self._turned(args[states:], "input")]
+            outputs = super()._run(*inputs, **more)
+            return (*outputs[:states], *self._turned(outputs[states:], "output", back=True))
 
         def _turned(self, arrays: Sequence[Array], side: str, back: bool = False) -> list[Array]:
             axes = self._held.get(f"scan_{side}_axes", [0] * len(arrays))
             ways = self._held.get(f"scan_{side}_directions", [0] * len(arrays))
             ends = [(0, a) if back else (a, 0) for a in axes]
-            found = [np.flip(x, 0 if back else a) if w else x
+            turned = [np.flip(x, 0 if back else a) if w else x
                      for x, a, w in zip(arrays, axes, ways, strict=True)]  # fmt: skip
-            return [np.moveaxis(x, *end) for x, end in zip(found, ends, strict=True)]
+            return [np.moveaxis(x, *end) for x, end in zip(turned, ends, strict=True)]
 
     again: Any = op_loop.Loop
 
@@ -220,17 +220,17 @@ def reference_evaluator(model: onnx_ir.Model) -> Any:
         def _run(self, trips: Any, condition: Any, *states: Any, **more: Any) -> tuple[Any, ...]:
             self._steps = []
             start = np.array(True) if condition is None else condition
-            made = super()._run(trips, start, *states, **more)[: self.N]
+            outputs = super()._run(trips, start, *states, **more)[: self.N]
             rows = ([step[1 + self.N + k] for step in self._steps] for k in range(self._stacked))
-            return (*made, *(np.stack(each) if each else np.empty(0) for each in rows))
+            return (*outputs, *(np.stack(each) if each else np.empty(0) for each in rows))
 
         def _kept(self, *args: Any, **more: Any) -> Sequence[Array]:
             self._steps.append(self._step(*args, **more))
             return self._steps[-1]
 
-    own: list[Any] = [Erf, Gelu, GatherElements, Pad, DynamicQuantizeLinear, Conv, ConvTranspose]
-    own += [LRN, STFT, Resize, Scan, Loop]
-    evaluator = ReferenceEvaluator(to_proto(model), new_ops=own)
+    mended: list[Any] = [Erf, Gelu, GatherElements, Pad, DynamicQuantizeLinear, Conv, ConvTranspose]
+    mended += [LRN, STFT, Resize, Scan, Loop]
+    evaluator = ReferenceEvaluator(to_proto(model), new_ops=mended)
     evaluator.rt_nodes_ = _Watched(evaluator.rt_nodes_)
     return evaluator
 
@@ -315,15 +315,15 @@ def _turned_conv(
     each, filters = x.shape[2:], w.shape[1]
     rows = x.reshape(x.shape[0], group, x.shape[1] // group, -1)
     taps: Any = w.reshape(group, x.shape[1] // group, filters, *kernel)
-    whole = [(n - 1) * s + (k - 1) * d + 1 + p
+    full = [(n - 1) * s + (k - 1) * d + 1 + p
              for n, s, k, d, p in zip(each, steps, kernel, every, more, strict=True)]  # fmt: skip
-    y: Any = np.zeros((x.shape[0], group * filters, *whole), x.dtype)
+    y: Any = np.zeros((x.shape[0], group * filters, *full), x.dtype)
     for at in product(*map(range, kernel)):
         tap = taps[(..., *at)].transpose(0, 2, 1)
         part = (tap @ rows).reshape(x.shape[0], group * filters, *each)
         grid = zip(at, every, steps, each, strict=True)
         y[(..., *(slice(i * d, i * d + (n - 1) * s + 1, s) for i, d, s, n in grid))] += part
-    inside = zip(ends[:rank], ends[rank:], whole, strict=True)
+    inside = zip(ends[:rank], ends[rank:], full, strict=True)
     y = y[(..., *(slice(a, n - e) for a, e, n in inside))]
     return y if b is None else y + b.reshape(-1, *[1] * rank)
 
@@ -351,13 +351,13 @@ def evaluator_in_double(
     def evaluate(feeds: Feeds) -> dict[str, Array]:
         try:
             with np.errstate(all="ignore"):  # a guard selects what is no number afterwards
-                found = reference.run(None, {k: feeds[k] for k in inputs})
+                outputs = reference.run(None, {k: feeds[k] for k in inputs})
         except (IndexError, RuntimeError, TypeError, ValueError) as error:
             raise ModelError(
                 f"nothing here runs the graph in float64, which checks its gradients: onnxruntime "
                 f"says '{missing}', ONNX's own evaluator says '{one_line(error)}'"
             ) from error
-        return dict(zip(names, found, strict=True))
+        return dict(zip(names, outputs, strict=True))
 
     return evaluate
 

@@ -54,11 +54,11 @@ class Request:
 
     def tolerance(self, model: onnx_ir.Model) -> Tolerance:
         """What an output may differ by: as given, or as the types and the precision make it."""
-        own = tolerance_of(model, self.precision)
+        of_types = tolerance_of(model, self.precision)
         if self.rtol is None and self.atol is None:
-            return own
-        rtol, atol = (own.rtol if self.rtol is None else self.rtol), self.atol
-        return Tolerance(rtol, own.atol if atol is None else atol, "as given")
+            return of_types
+        rtol, atol = (of_types.rtol if self.rtol is None else self.rtol), self.atol
+        return Tolerance(rtol, of_types.atol if atol is None else atol, "as given")
 
     def pairs(
         self, model: onnx_ir.Model, run: Run, notes: list[str], *, rare: bool = False
@@ -71,16 +71,16 @@ class Request:
             with ort.faults("the original"):
                 return [(dict(feed), run(dict(feed))) for feed in self.feeds]
         pairs = generate(model, run, seed=self.seed, notes=notes)
-        for what, feed in extremes(model, pairs[0][0]) if rare else ():
+        for case, feed in extremes(model, pairs[0][0]) if rare else ():
             try:
                 outputs = run(feed)
             except Exception as error:
                 if isinstance(error, ModelError) or not ort.is_fault(error):
                     raise
-                notes.append(f"the original does not run where {what} ({ort.plain(error)})")
+                notes.append(f"the original does not run where {case} ({ort.plain(error)})")
                 continue
             pairs.append((feed, outputs))
-            notes.append(f"inputs {len(pairs)}: {what}")
+            notes.append(f"inputs {len(pairs)}: {case}")
         return pairs
 
     def session(self, model: Model, *, as_written: bool = False, fallback: bool = True) -> Any:

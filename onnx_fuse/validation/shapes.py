@@ -45,7 +45,7 @@ def wrong_sizes(model: onnx_ir.Model, feeds: Sequence[Feeds], notes: list[str]) 
         shape.name, shape.dtype = f"{value.name} sizes", onnx_ir.DataType.INT64
     plain.graph.extend(op.nodes)
     plain.graph.outputs[:] = shapes
-    found: dict[onnx_ir.Node, str] = {}
+    sentences: dict[onnx_ir.Node, str] = {}
     try:
         session = ort.session(plain, as_written=True) if values else None
         for feed in _of_other_shapes(feeds) if values else ():
@@ -53,18 +53,18 @@ def wrong_sizes(model: onnx_ir.Model, feeds: Sequence[Feeds], notes: list[str]) 
             sizes = _symbols(plain, feed)
             for value, actual in zip(values, answers, strict=True):
                 maker = value.producer()
-                said = _contradiction(value, [int(n) for n in actual], sizes)
-                if said and maker is not None:
+                contradiction = _contradiction(value, [int(n) for n in actual], sizes)
+                if contradiction and maker is not None:
                     text = (
                         f"node '{maker.name or value.name}' ({maker.op_type}): '{value.name}' "
-                        f"{said}, which fusion relies on: please report this file"
+                        f"{contradiction}, which fusion relies on: please report this file"
                     )
-                    found.setdefault(maker, text)
+                    sentences.setdefault(maker, text)
     except Exception as error:
         if not ort.is_fault(error):
             raise
         notes.append(f"inferred sizes are not compared with actual ones ({ort.plain(error)})")
-    return list(found.values())
+    return list(sentences.values())
 
 
 def _of_other_shapes(feeds: Sequence[Feeds]) -> Iterator[Feeds]:
@@ -99,10 +99,10 @@ def _contradiction(
     if len(inferred) != len(actual):
         return f"has {len(actual)} axes on onnxruntime, inference says {len(inferred)}"
     for axis, (dim, size) in enumerate(zip(inferred, actual, strict=True)):
-        said = dim if isinstance(dim, int) else None
+        bound = dim if isinstance(dim, int) else None
         if isinstance(dim, onnx_ir.SymbolicDim) and dim.value is not None:
-            said = sizes.setdefault(dim.value, size)
-        if said is not None and said != size:
+            bound = sizes.setdefault(dim.value, size)
+        if bound is not None and bound != size:
             name = "" if isinstance(dim, int) else f" ({dim.value})"
-            return f"has size {size} along axis {axis} on onnxruntime, inference says {said}{name}"
+            return f"has size {size} along axis {axis} on onnxruntime, inference says {bound}{name}"
     return None

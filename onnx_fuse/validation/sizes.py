@@ -117,7 +117,7 @@ class System:
     def _solve(self, zero: SymbolicSize) -> None:
         common = _common(list(zero.terms))
         zero = SymbolicSize({without(m, common) or (): c for m, c in zero.terms.items()})
-        found: list[tuple[int, int, Symbol, SymbolicSize]] = []
+        candidates: list[tuple[int, int, Symbol, SymbolicSize]] = []
         for m, c in zero.terms.items():
             if len(m) != 1 or (isinstance(m[0], Atom) and m[0].op != "unknown"):
                 continue
@@ -125,15 +125,15 @@ class System:
             rest = SymbolicSize({n: d for n, d in zero.terms.items() if n != m}) * (
                 Fraction(-1) / c
             )
-            whole = all(isinstance(d, int) for d in rest.terms.values())
-            if symbol in rest.symbols or not whole or (rest.number or 0) < 0:
+            integral = all(isinstance(d, int) for d in rest.terms.values())
+            if symbol in rest.symbols or not integral or (rest.number or 0) < 0:
                 continue
             negative = any(d < 0 for d in rest.terms.values())
             # An unknown is never expressed by others' unknowns where a symbol would do.
             rank = 1 if isinstance(symbol, Atom) else -self.place(symbol)
-            found.append((isinstance(symbol, str) + 2 * negative, rank, symbol, rest))
-        if found:
-            _, _, symbol, rest = min(found, key=lambda f: f[:2])
+            candidates.append((isinstance(symbol, str) + 2 * negative, rank, symbol, rest))
+        if candidates:
+            _, _, symbol, rest = min(candidates, key=lambda f: f[:2])
             self.known[symbol] = rest
 
     def place(self, symbol: str) -> int:
@@ -156,19 +156,19 @@ class System:
 
     def divisors(self, symbol: str) -> set[int]:
         """The numbers by which the constraints divide sizes that contain the symbol."""
-        found: set[int] = set()
+        divisors: set[int] = set()
         for constraint in self.resolved:
             for value in (constraint.a, constraint.b):
                 for atom in value.symbols:
                     if isinstance(atom, Atom) and any(symbol in a.symbols for a in atom.args):
                         for arg in atom.args:
-                            found |= {
+                            divisors |= {
                                 Fraction(c).denominator for m, c in arg.terms.items() if symbol in m
                             }
             if constraint.kind == "divides" and symbol in constraint.a.symbols:
                 number = constraint.b.number
-                found |= {int(number)} if number else set()
-        return {d for d in found if d > 1}
+                divisors |= {int(number)} if number else set()
+        return {d for d in divisors if d > 1}
 
 
 def _common(monomials: Sequence[Monomial]) -> Monomial:

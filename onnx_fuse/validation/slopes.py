@@ -71,21 +71,21 @@ class Slopes:
         have its slope. Those of one group have signals of similar strength, so that an error in
         each is visible in their sum.
         """
-        found: dict[str, Slope] = {}
+        slopes: dict[str, Slope] = {}
         waiting = list(self._groups(names))
         self._begin(names, len(waiting))
         while waiting:
             group = waiting.pop()
             together = self._together(group)
             if together.ok or not split:
-                found |= dict.fromkeys(group, together)
+                slopes |= dict.fromkeys(group, together)
             elif len(group) == 1:
-                found[group[0]] = self._alone(group[0])
+                slopes[group[0]] = self._alone(group[0])
             else:
                 half = len(group) // 2
                 waiting += [group[:half], group[half:]]
                 self._runs += 2 * _RUNS
-        return found
+        return slopes
 
     def _begin(self, names: Sequence[str], comparisons: int) -> None:
         self._what = f"comparing the gradients of {len(names)} tensors"
@@ -95,9 +95,9 @@ class Slopes:
         """The loss, as one step of the work; its own steps are not shown."""
         progress.report(self._what, self._done, self._runs)
         with progress.watched(None):
-            found = self.loss(changed)
+            loss = self.loss(changed)
         self._done = min(self._done + 1, self._runs - 1)  # a smaller step may come besides
-        return found
+        return loss
 
     def size(self, name: str) -> float:
         """The root mean square of a parameter, by which it is moved."""
@@ -163,5 +163,5 @@ class Slopes:
         size = self.size(name)
         norm = float(np.linalg.norm(self.gradients[name]))
         length = math.sqrt(self.parameters[name].size)  # of a normal sample, nearly
-        found = self._compared([name], [size], (self.limit * norm + self.floor) * length * size)
-        return Slope(found.predicted / size, found.measured / size, found.ok)
+        compared = self._compared([name], [size], (self.limit * norm + self.floor) * length * size)
+        return Slope(compared.predicted / size, compared.measured / size, compared.ok)

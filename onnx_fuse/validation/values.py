@@ -32,25 +32,25 @@ def values_of(
     model.graph.outputs[:] = list(by_name(model, names).values())
     with ort.faults("blame"):
         session = request.session(model, as_written=as_written)
-        found = dict(zip(names, ort.run(session, feeds, names), strict=True))
+        results = dict(zip(names, ort.run(session, feeds, names), strict=True))
     if kernels is not None and request.device != "cpu":
         kernels.update(writers(session.program(feeds)[0]))
-    return found
+    return results
 
 
 def writers(program: Program) -> dict[str, str]:
     """What writes each output of a program: the operator's kernels, and which candidate of them."""
     last = {t.buffer: call for call in program.calls for _, t in call.writes}
-    found = {}
+    kernels = {}
     for name, value in program.outputs:
         call = last.get(value.buffer) if isinstance(value, Tensor) else None
         if call is not None:
             chosen = call.why.partition(":")[0]
-            found[name] = f"{call.kernel} ({chosen})" if chosen else call.kernel
-    return found
+            kernels[name] = f"{call.kernel} ({chosen})" if chosen else call.kernel
+    return kernels
 
 
 def by_name(model: onnx_ir.Model, names: Sequence[str]) -> dict[str, Value]:
-    known = {v.name: v for node in model.graph for v in node.outputs}
-    known |= {v.name: v for v in (*model.graph.inputs, *model.graph.initializers.values())}
-    return {name: known[name] for name in names}
+    values = {v.name: v for node in model.graph for v in node.outputs}
+    values |= {v.name: v for v in (*model.graph.inputs, *model.graph.initializers.values())}
+    return {name: values[name] for name in names}

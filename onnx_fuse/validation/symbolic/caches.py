@@ -58,8 +58,8 @@ def _grouped(w: Walk, node: Node) -> list[Fact]:
             w.system.require("equal", batch, size(1))
     heads, groups = (node.attributes.get_int(a, 1) for a in ("num_heads", "kv_num_heads"))
     head = width / heads if k is not None else width / (heads + 2 * groups)
-    kept = p[2] if p is not None and _shares_buffer(node) else total
-    present = Fact((batch, size(groups), kept, head))
+    length = p[2] if p is not None and _shares_buffer(node) else total
+    present = Fact((batch, size(groups), length, head))
     return [Fact((batch, tokens, head * heads)), present, present]
 
 

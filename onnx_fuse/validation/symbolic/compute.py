@@ -174,9 +174,9 @@ def _einsum(w: Walk, node: Node) -> list[Fact]:
     letters: dict[str, SymbolicSize] = {}
     for term, value in zip(inputs.split(","), node.inputs, strict=True):
         for letter, dim in zip(term, needed(w.shape(value)), strict=True):
-            found = letters.setdefault(letter, dim)
-            w.system.require("broadcast", found, dim)
-            letters[letter] = dim if found.number == 1 else w.system.resolve(found)
+            earlier = letters.setdefault(letter, dim)
+            w.system.require("broadcast", earlier, dim)
+            letters[letter] = dim if earlier.number == 1 else w.system.resolve(earlier)
     return [Fact(tuple(letters[c] for c in output))]
 
 

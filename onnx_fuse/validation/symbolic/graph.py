@@ -32,9 +32,9 @@ def follow(
             walk.facts[value] = Fact(shape)
     walk.graph(model.graph)
     for value in model.graph.outputs:
-        found, named = walk.fact(value).shape, walk.declared(value)
-        if found is not None and named is not None and len(found) == len(named):
-            walk.alike += [p for p in zip(named, found, strict=True) if p[0] != p[1]]
+        inferred, named = walk.fact(value).shape, walk.declared(value)
+        if inferred is not None and named is not None and len(inferred) == len(named):
+            walk.alike += [p for p in zip(named, inferred, strict=True) if p[0] != p[1]]
     for a, b in (*walk.alike, *walk.indexed):
         a, b = system.resolve(a), system.resolve(b)
         difference = a - b
@@ -48,18 +48,18 @@ def _if(w: Walk, node: Node) -> list[Fact]:
     """The branch that the condition chooses, or where that is open both, for their shapes."""
     condition = node.inputs[0]
     entries = w.entries(condition)
-    known = entries.flat[0] if entries is not None and entries.size == 1 else None
-    if known is None and condition is not None:
+    decided = entries.flat[0] if entries is not None and entries.size == 1 else None
+    if decided is None and condition is not None:
         name, wanted = controls(condition) or ("", None)
         chosen = w.branches.get(name)
-        known = chosen if wanted is None or chosen is None else chosen == wanted
-    if not isinstance(known, bool):
+        decided = chosen if wanted is None or chosen is None else chosen == wanted
+    if not isinstance(decided, bool):
         return []
-    [branch] = subgraphs(node.attributes["then_branch" if known else "else_branch"])
+    [branch] = subgraphs(node.attributes["then_branch" if decided else "else_branch"])
     w.graph(branch)
     for value, inner in zip(node.outputs, branch.outputs, strict=True):
-        if (found := w.entries(inner)) is not None:
-            w.known.enter(value, found)
+        if (inner_entries := w.entries(inner)) is not None:
+            w.known.enter(value, inner_entries)
     return [w.fact(v) for v in branch.outputs]
 
 

@@ -31,8 +31,8 @@ class GuessedEntries(Entries):
 
     def sizes(self, value: Value | None) -> Sizes | None:
         """The sizes of a value; None where its rank is not known."""
-        found = self._sizes(value)
-        return None if found is None else list(found)
+        sizes = self._sizes(value)
+        return None if sizes is None else list(sizes)
 
     def of(self, value: Value | None) -> Array | None:
         """The entries of a value, with what is solved put in."""

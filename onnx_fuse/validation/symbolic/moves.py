@@ -84,8 +84,8 @@ def _squeeze(w: Walk, node: Node) -> list[Fact]:
     gone = {a % len(shape) for a in axes}
     for a in gone:
         w.same(shape[a], size(1))
-    kept = tuple(d for i, d in enumerate(shape) if i not in gone)
-    return [Fact(kept, one(fact.top))]
+    remaining = tuple(d for i, d in enumerate(shape) if i not in gone)
+    return [Fact(remaining, one(fact.top))]
 
 
 def _concat(w: Walk, node: Node) -> list[Fact]:
@@ -144,8 +144,8 @@ def _extent(
 ) -> SymbolicSize:
     """The length of a slice; where it depends, the slice is taken to lie within."""
     if step < 0:
-        whole = end.number is not None and end.number < -(2**30)
-        return -(-dim // -step) if whole else unknown()
+        to_start = end.number is not None and end.number < -(2**30)
+        return -(-dim // -step) if to_start else unknown()
     start, end = (x + dim if (likely_sign(x) or 0) < 0 else x for x in (start, end))
     bounds = []
     for x in (start, end):

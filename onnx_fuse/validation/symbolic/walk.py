@@ -81,11 +81,11 @@ class Walk:
         rule = self.rules.get(name)
         try:
             self.known.follow(node)
-            found = rule(self, node) if rule is not None else ()
+            facts = rule(self, node) if rule is not None else ()
         except (IndexError, TypeError, ValueError, ZeroDivisionError):
             # A node that is wrong in itself is for the runtime to refuse, in its own words.
-            found = ()
-        return [*found, *([NOTHING] * (len(node.outputs) - len(found)))]
+            facts = ()
+        return [*facts, *([NOTHING] * (len(node.outputs) - len(facts)))]
 
     def declared(self, value: Value) -> Shape | None:
         """The shape that inference left on a value, its own names as unknowns."""
@@ -138,8 +138,8 @@ class Walk:
         numbers = self.numbers(value)
         if numbers is None:
             return None
-        found = [n.number if n is not None else None for n in numbers]
-        return None if None in found else [int(n) for n in found if n is not None]
+        ints = [n.number if n is not None else None for n in numbers]
+        return None if None in ints else [int(n) for n in ints if n is not None]
 
     def same(self, a: SymbolicSize, b: SymbolicSize) -> SymbolicSize:
         """Demand that two sizes are equal, and return the size."""
@@ -148,13 +148,13 @@ class Walk:
 
     def broadcast(self, shapes: Sequence[Sequence[SymbolicSize] | None]) -> Shape | None:
         """The shape that all are broadcast to; axes of 1 give way."""
-        known = [s for s in shapes if s is not None]
-        if len(known) < len(shapes):
+        complete = [s for s in shapes if s is not None]
+        if len(complete) < len(shapes):
             return None
-        rank = max((len(s) for s in known), default=0)
+        rank = max((len(s) for s in complete), default=0)
         dims = []
         for axis in range(rank):
-            here = [s[axis - rank] for s in known if len(s) >= rank - axis]
+            here = [s[axis - rank] for s in complete if len(s) >= rank - axis]
             here = [d for d in here if d.number != 1]
             dim = here[0] if here else size(1)
             for other in here[1:]:
