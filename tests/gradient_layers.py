@@ -143,8 +143,27 @@ Attention, one batch of k: q=(2, 2, 3, 4), k=(1, 2, 5, 4), v=(2, 2, 5, 4), dynam
   y = Attention <is_causal = 1> (q, k, v)
 Attention, one batch of v: q=(2, 2, 3, 4), k=(2, 2, 5, 4), v=(1, 2, 5, 4), dynamic=(0, 2)
   y = Attention <is_causal = 1> (q, k, v)
+Attention, few columns in its mask: q=(2, 4, 3, 4), k=(2, 2, 5, 4), v=(2, 2, 5, 4),
+m=mask(1, 1, 3, 4), dynamic=(0, 2), static=("m",), runtime=("m",)
+  y = Attention (q, k, v, m)
+Attention, few columns in an added mask: q=(2, 4, 3, 4), k=(2, 2, 5, 4), v=(2, 2, 5, 4), m=(3, 4),
+dynamic=(0, 2), static=("m",)
+  y = Attention <softcap = 2.0> (q, k, v, m)
+Attention, one query and rows of a mask: q=(1, 4, 1, 4), k=(1, 2, 5, 4), v=(1, 2, 5, 4),
+m=mask(1, 1, 3, 5), dynamic=(0, 2), opset=26
+  y = Attention (q, k, v, m)
+Attention, one query and rows of an added mask: q=(2, 2, 1, 4), k=(2, 1, 5, 4), v=(2, 1, 5, 4),
+m=(3, 6), dynamic=(0, 2), static=("m",), opset=26
+  y = Attention <is_causal = 1> (q, k, v, m)
+Attention, one value: q=(2, 4, 3, 4), k=(2, 2, 5, 4), v=(2, 2, 1, 4), dynamic=(0, 2), opset=26
+  y = Attention (q, k, v)
+Attention window: q=(2, 4, 5, 4), k=(2, 2, 5, 4), v=(2, 2, 5, 4), dynamic=(0, 2), opset=26
+  y = Attention <left_window_size = 2, right_window_size = 1> (q, k, v)
 """),
     *rows("""
+Attention lengths: q=(2, 4, 3, 4), k=(2, 2, 5, 4), v=(2, 2, 5, 4), n=i64(3, 5), dtype=F32,
+dynamic=(0, 2), runtime=("n",)
+  y = Attention <is_causal = 1> (q, k, v, , , , n)
 Attention: q=(2, 2, 3, 4), k=(2, 2, 5, 4), v=(2, 2, 5, 6), dtype=F32, dynamic=(0, 2)
   y = Attention (q, k, v)
 Attention GQA: q=(2, 4, 3, 6), k=(2, 2, 5, 6), v=(2, 2, 5, 4), dtype=F32, dynamic=(0, 2)

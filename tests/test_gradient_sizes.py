@@ -179,6 +179,18 @@ OPTIMIZED = {
         g (float[N,4,3] x, float[4] s, float[4] b) => (float[N,4,3] y) {
             v = GroupNormalization <num_groups = 2> (x, s, b) w = Exp (v)
             z = GroupNormalization <num_groups = 4> (v, s, b) y = Add (z, w) }""",
+    "one query and the rows of a mask": """
+        g (float[2,4,One,4] q, float[2,2,N,4] k, float[2,2,N,4] v) => (float[2,4,3,4] y)
+        <bool[3,2] m = {1, 1, 0, 1, 0, 0}> { y = Attention <is_causal = 1> (q, k, v, m) }""",
+    "one value of all keys": """
+        g (float[2,4,3,4] q, float[2,2,N,4] k, float[2,2,One,4] v) => (float[2,4,3,4] y) {
+            y = Attention <softcap = 2.0> (q, k, v) }""",
+    "a mask of another type": """
+        g (float[2,4,3,4] q, float[2,2,N,4] k, float[2,2,N,4] v, double[3,N] m)
+        => (float[2,4,3,4] y) { y = Attention <is_causal = 1> (q, k, v, m) }""",
+    "a mask of 16 bits": """
+        g (float[2,4,3,4] q, float[2,2,N,4] k, float[2,2,N,4] v, float16[3,N] m)
+        => (float[2,4,3,4] y) { y = Attention (q, k, v, m) }""",
     "the rank of a sum over axes that sizes decide": """
         g (float[5,N,4] x, float[1,12,4] w, float[1,12,3] r) => (float[2,5,1,N,3] y)
         <int64[5] to = {2, 1, 1, 1, 1}> { h = LSTM <hidden_size = 3> (x, w, r) y = Expand (h, to) }
@@ -188,10 +200,16 @@ OPTIMIZED = {
 
 @pytest.mark.parametrize("name", OPTIMIZED)
 def test_an_optimized_file_has_the_gradients_of_the_file(name):
-    proto = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 21]> {OPTIMIZED[name]}')
-    shapes = {v.name: [d.dim_value or 2 for d in v.type.tensor_type.shape.dim]
-              for v in (*proto.graph.input, *proto.graph.output)}  # fmt: skip
-    feeds = {name: rng().standard_normal(shape, "f") for name, shape in shapes.items()}
+    opset = 26 if "Attention" in OPTIMIZED[name] else 21
+    proto = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["" : {opset}]> {OPTIMIZED[name]}'
+    )
+    feeds = {}
+    for value in (*proto.graph.input, *proto.graph.output):
+        kind = value.type.tensor_type
+        shape = [d.dim_value or {"N": 2, "One": 1}[d.dim_param] for d in kind.shape.dim]
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)
+        feeds[value.name] = rng().standard_normal(shape).astype(dtype)
     feeds["y.grad"] = feeds.pop("y")
     wrt = [v.name for v in proto.graph.input]
     found = []

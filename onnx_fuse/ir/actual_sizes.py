@@ -3,7 +3,7 @@
 A Resize multiplies in float32. A pool drops the last window of `ceil_mode` that begins beyond the
 image, in every opset, and what SAME adds around an image does not count dilations. A ConvTranspose
 with SAME makes `stride` pixels of each at most, whatever its output_padding. A PRelu broadcasts its
-input to the slope, too.
+input to the slope, too, and an Attention of opset 25 one query to the rows of the mask.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ Infer = Callable[[onnx.ModelProto], onnx.ModelProto]
 
 POOLS = ("MaxPool", "AveragePool", "LpPool")
 _CONCERNED = {
-    *(("", name) for name in (*POOLS, "ConvTranspose", "NonZero", "PRelu", "Resize", "Upsample")),
+    *(("", name) for name in (*POOLS, "Attention", "ConvTranspose", "NonZero", "PRelu", "Resize")),
+    ("", "Upsample"),
     ("com.microsoft", "QLinearAveragePool"),
     ("com.microsoft", "NhwcMaxPool"),
 }
@@ -135,8 +136,11 @@ def actual_dims(
     if inferred is not None and len(inferred) != len(x):
         return None
     attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
-    if node.op_type == "PRelu":
-        y = _broadcast(x, read[1])
+    if node.op_type in ("PRelu", "Attention"):
+        mask = next(iter(read[3:]), None) or [1]
+        rows = [d if isinstance(d, int) else 1 for d in mask[-2:-1]]
+        pair = (x, read[1]) if node.op_type == "PRelu" else (inferred or x, [*rows, 1])
+        y = _broadcast(*pair)
         return None if y == inferred else y
     x, *read = ([d if isinstance(d, int) else None for d in dims or ()] for dims in read)
     if node.op_type in ("Resize", "Upsample"):

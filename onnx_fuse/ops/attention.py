@@ -7,6 +7,8 @@ dQ = scale·dU K,  dK = scale·dUᵀ Q. P is computed again: nothing of size [S,
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -22,12 +24,15 @@ from onnx_fuse.ops.shape_ops import (
     known_rank,
     reshape,
     reshape_like,
+    same_dim,
     scatter_add,
     size_of,
     sizes_of,
     swap_last,
     to_like,
+    to_type,
     unbroadcast,
+    vector,
     zeros_like,
 )
 
@@ -37,13 +42,48 @@ def _heads(op: Any, x: Tensor, heads: int) -> Tensor:
     return op.Transpose(op.Reshape(x, op.constant([0, 0, heads, -1])), perm=[0, 2, 1, 3])
 
 
+SHORTER = 24
+"""The opset from which a mask may have fewer columns than there are keys: it hides the others."""
+
+
+def whole_mask(node: ir.Node) -> bool:
+    """Whether the mask of an Attention is known to have a column for each key."""
+    _, k, _, mask, past = arguments(node, 5)
+    if mask.shape is None or k.shape is None:
+        return False
+    if past is None:
+        return same_dim(mask.shape[-1], k.shape[-2])
+    before, new = dim(past, -2), dim(k, -2)
+    return before is not None and new is not None and dim(mask, -1) == before + new
+
+
+def broadcast_rows(
+    op: Any, opset: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """q and v [B, H, rows, width] with the rows to which the mask and k broadcast them.
+
+    onnxruntime (1.32) has kernels of Attention before opset 25, for float and float16, which refuse
+    these. Elsewhere it runs the standard's body, whose operators broadcast.
+    """
+    if opset < 25 and q.dtype in (ir.DataType.FLOAT, ir.DataType.FLOAT16):
+        return q, v
+    if known_rank(v) and not same_dim(k.shape[2], v.shape[2]):
+        v = _expand(op, v, [1, 1, sizes_of(op, k)[2], 1])
+    lead = [] if mask is None or mask.shape is None else list(mask.shape)[-2::-1]
+    if any(m != 1 and not same_dim(m, s) for m, s in zip(lead, q.shape[2::-1], strict=False)):
+        q = _expand(op, q, [*sizes_of(op, mask)[:-1], 1])
+    return q, v
+
+
+def _expand(op: Any, x: Tensor, sizes: list[Any]) -> Tensor:
+    y, heads = op.Expand(x, vector(op, sizes)), dim(x, 1)
+    y.dtype, y.shape = x.dtype, ir.Shape([None, None if heads == 1 else heads, None, x.shape[3]])
+    return y
+
+
 def _attention(op: Any, node: ir.Node, dys: Values) -> Values:
     (q, k, v, mask, past_k, past_v, lengths), dy = arguments(node, 7), dys[0]
     flat, y = known_rank(q) == 3, node.outputs[0]
-    if lengths is not None:
-        raise fail(node, "it has nonpad_kv_seqlen, which belongs to an inference cache")
-    if any(node.attributes.get_int(f"{side}_window_size", -1) >= 0 for side in ("left", "right")):
-        raise fail(node, "it sees a sliding window")
     if len(dys) > 3 and dys[3] is not None:
         raise fail(node, "the gradient would have to flow through qk_matmul_output")
     heads = node.attributes.get_int("q_num_heads", 0) if flat else dim(q, 1)
@@ -56,6 +96,14 @@ def _attention(op: Any, node: ir.Node, dys: Values) -> Values:
     new_k, new_v = k4, v4
     if past_k is not None:
         k4, v4 = op.Concat(past_k, k4, axis=2), op.Concat(past_v, v4, axis=2)
+    missing, added = None, mask is not None and mask.dtype != ir.DataType.BOOL
+    bias = to_type(op, mask, q.dtype) if added else mask
+    if mask is not None and op.opset >= SHORTER and not whole_mask(node):
+        missing = op.Sub(op.Shape(k4, start=2, end=3), op.Shape(mask, start=-1))
+        missing = vector(op, [*[0] * (2 * known_rank(mask) - 1), missing])
+        low = -np.inf if added else False
+        bias = op.Pad(bias, missing, op.constant(np.asarray(low, bias.dtype.numpy())))
+    wide_q, long_v = broadcast_rows(op, op.opset, q4, k4, v4, bias)
 
     def fold(x: Tensor) -> Tensor:
         """[B, H, S, E] as [B, Hkv, (H/Hkv) S, E]: the rows that share keys, together."""
@@ -70,31 +118,30 @@ def _attention(op: Any, node: ir.Node, dys: Values) -> Values:
         if heads == shared:
             return x
         batch, _, _, width = sizes_of(op, x)
-        return reshape(op, x, [batch, heads, sizes_of(op, q4)[2], width])
+        return reshape(op, x, [batch, heads, sizes_of(op, wide_q)[2], width])
 
     scale = node.attributes.get_float("scale", 0.0)
     width = dim(q4, 3)
     if not scale and width is None:
         root = op.Sqrt(to_like(op, size_of(op, q4, 3), q))
-        scaled, factor = op.Div(q4, root), op.Reciprocal(root)
+        scaled, factor = op.Div(wide_q, root), op.Reciprocal(root)
     else:
         factor = scale or 1 / math.sqrt(width or 1)
-        scaled = op.Mul(q4, factor)
+        scaled = op.Mul(wide_q, factor)
     scaled = fold(scaled)
     u = unfold(op.MatMul(scaled, swap_last(op, k4)))
     softcap, tanh = node.attributes.get_float("softcap", 0.0), None
     if softcap:
         tanh = op.Tanh(op.Mul(u, 1 / softcap))
         u = op.Mul(tanh, softcap)
-    allowed = None
-    if mask is not None and mask.dtype == ir.DataType.BOOL:
-        allowed = mask
-    elif mask is not None:
-        u = op.Add(u, mask)
-        allowed = op.Not(op.IsInf(mask, detect_positive=0))
-    if node.attributes.get_int("is_causal", 0):
-        causal = _causal(op, q4, k4, past_k)
-        allowed = causal if allowed is None else op.And(allowed, causal)
+    allowed = bias
+    if added:
+        u = op.Add(u, bias)
+        allowed = op.Not(op.IsInf(bias, detect_positive=0))
+    view = View.of(node)
+    if view.narrow or lengths is not None:
+        seen = keys_in_view(op, view, q4, k4, past_k, lengths)
+        allowed = seen if allowed is None else op.And(allowed, seen)
     if allowed is None:
         p = op.Softmax(u, axis=-1)
     else:
@@ -116,19 +163,18 @@ def _attention(op: Any, node: ir.Node, dys: Values) -> Values:
             delta = op.Transpose(delta, perm=[0, 2, 1, 3])
         rows = fold(dy4)
         dv = unbroadcast(op, op.MatMul(swap_last(op, fold(p)), rows), v4)
-        dp = unfold(op.MatMul(rows, swap_last(op, v4)))
+        dp = unfold(op.MatMul(rows, swap_last(op, long_v)))
         du = op.Mul(p, op.Sub(dp, delta))
-        if mask is not None and mask.dtype != ir.DataType.BOOL:
-            dmask = unbroadcast(op, du, mask)
+        if added:
+            dmask = to_type(op, unbroadcast(op, du, bias), mask.dtype)
+            dmask = dmask if missing is None else op.Pad(dmask, op.Neg(missing))
         if tanh is not None:
             du = op.Mul(du, op.Sub(1.0, op.Mul(tanh, tanh)))
         du = fold(du)
         dq = op.Mul(unbroadcast(op, unfold(op.MatMul(du, k4)), q4), factor)
         dk = unbroadcast(op, op.MatMul(swap_last(op, du), scaled), k4)
-    for i in (1, 2):
-        if len(dys) > i and dys[i] is not None:
-            dk = _plus(op, dk, dys[i]) if i == 1 else dk
-            dv = _plus(op, dv, dys[i]) if i == 2 else dv
+    present_dk, present_dv = [*dys[1:3], None, None][:2]
+    dk, dv = _plus(op, dk, present_dk), _plus(op, dv, present_dv)
     dpast_k = dpast_v = None
     if past_k is not None:
         dpast_k, dk = _cut(op, dk, k4, past_k, new_k)
@@ -139,7 +185,7 @@ def _attention(op: Any, node: ir.Node, dys: Values) -> Values:
 
 
 def _plus(op: Any, a: Tensor, b: Tensor) -> Tensor:
-    return b if a is None else op.Add(a, b)
+    return (b if a is None else a) if a is None or b is None else op.Add(a, b)
 
 
 def _cut(op: Any, g: Tensor, present: Tensor, past: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,14 +201,54 @@ def _join(op: Any, g: Tensor, x: Tensor) -> Tensor:
     return None if g is None else reshape_like(op, op.Transpose(g, perm=[0, 2, 1, 3]), x)
 
 
-def _causal(op: Any, q: Tensor, k: Tensor, past: Tensor) -> Tensor:
-    """[S, T] bool: key j is seen by query i where j <= i + the length of the past."""
-    zero, one = op.constant(np.int64(0)), op.constant(np.int64(1))
-    queries = op.Range(zero, size_of(op, q, 2), one)
+@dataclass(frozen=True)
+class View:
+    """The keys that a query at position p sees: from p - left to p + right; -1 is no bound."""
+
+    left: int
+    right: int
+
+    @staticmethod
+    def of(node: ir.Node) -> View:
+        left, right = (node.attributes.get_int(f"{s}_window_size", -1) for s in ("left", "right"))
+        return View(left, 0 if node.attributes.get_int("is_causal", 0) == 1 else right)
+
+    @property
+    def narrow(self) -> bool:
+        return self.left >= 0 or self.right >= 0
+
+    @property
+    def plain(self) -> bool:
+        """Whether a mask is exactly the one that the attribute is_causal describes."""
+        return self.left < 0 and self.right == 0
+
+
+def keys_in_view(
+    op: Any, view: View, q: Tensor, k: Tensor, past: Tensor, lengths: Tensor
+) -> ir.Value:
+    """bool [S, T], or [B, 1, S, T] with the `lengths` [B] of the keys: what each query sees.
+
+    The first query stands behind the past, or so that the last one stands at the last key.
+    """
+    zero, one = (op.constant(np.int64(n)) for n in (0, 1))
+    queries = op.Unsqueeze(op.Range(zero, size_of(op, q, 2), one), op.constant([1]))
     keys = op.Range(zero, size_of(op, k, 2), one)
+    bounds = []
     if past is not None:
         queries = op.Add(queries, size_of(op, past, 2))
-    return op.LessOrEqual(keys, op.Unsqueeze(queries, op.constant([1])))
+    if lengths is not None:
+        ends = op.Reshape(lengths, op.constant([-1, 1, 1, 1]))
+        bounds.append(op.Less(keys, ends))
+        queries = op.Add(queries, op.Sub(ends, size_of(op, q, 2)))
+    if view.right >= 0:
+        last = queries if view.right == 0 else op.Add(queries, op.constant(np.int64(view.right)))
+        bounds.append(op.LessOrEqual(keys, last))
+    if view.left >= 0:
+        bounds.append(op.GreaterOrEqual(keys, op.Sub(queries, op.constant(np.int64(view.left)))))
+    seen: ir.Value = reduce(op.And, bounds)
+    seen.dtype = ir.DataType.BOOL
+    seen.shape = ir.Shape([None] * (2 if lengths is None else 4))
+    return seen
 
 
 def _rotary(op: Any, node: ir.Node, dys: Values) -> Values:
