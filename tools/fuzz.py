@@ -59,10 +59,20 @@ import fuzz_operators
 from cases import NEWEST_OPSET, real_cases
 from equivalents import equivalent
 from fusion_cases import FUSION_CASES
+from fuzz_answers import (
+    ELEMENTS,
+    Feeds,
+    Run,
+    coarsest,
+    differs,
+    moved,
+    outputs,
+    references,
+    session,
+)
 from fuzz_graphs import Case
 from mutations import mutant
 
-Feeds = dict[str, np.ndarray]
 Phase = Any
 """A shared number: 0 while onnxruntime runs the graph itself, 1 after."""
 QUIET = ("equal", "invalid", "empty", "refused")
@@ -70,10 +80,6 @@ LEVELS = (0, 1, 2, 3)
 SECONDS = 60
 """What one mutant may take before it counts as hanging."""
 SIZES = ((2, 2, 2, 5, 6), (1, 1, 1, 1, 1), (3, 1, 2, 1, 4))
-RTOL = {"float16": 2e-2, "float32": 2e-4, "float64": 1e-8}
-"""Of an output's largest finite magnitude: sums in another order, fewer roundings to float16."""
-SENSITIVITY = 16
-"""How much more than the mutant's own difference from itself its fusion may differ."""
 
 # ---- what a mutant is held against ---------------------------------------------------------------
 
@@ -91,21 +97,6 @@ def sources() -> Iterator[tuple[str, ModelProto, Feeds]]:
         yield real.name, onnx.load(real.path), real.feeds[0][0]
 
 
-def hostile(feeds: Feeds, rng: np.random.Generator) -> Feeds:
-    """The same feeds with -0, 0, infinities, NaN and large numbers in a few places."""
-    values = np.array([-0.0, 0.0, np.inf, -np.inf, np.nan, 3e4, -3e4, 1e-6])
-    result = {}
-    for name, array in feeds.items():
-        if array.dtype.kind == "f" and array.size:
-            chosen = rng.random(array.shape) < 0.06
-            drawn = rng.choice(values, array.shape)
-            if array.dtype == np.float16:  # onnxruntime keeps some values in float32, beyond it
-                drawn = np.clip(drawn, -100, 100) + np.where(np.isinf(drawn), drawn, 0)
-            array = np.where(chosen, drawn, array).astype(array.dtype)
-        result[name] = array
-    return result
-
-
 def fed(model: ModelProto, feeds: Feeds) -> Feeds:
     """The feeds in the types that the mutant has."""
     kinds = {v.name: v.type.tensor_type.elem_type for v in model.graph.input}
@@ -115,60 +106,6 @@ def fed(model: ModelProto, feeds: Feeds) -> Feeds:
         else a
         for k, a in feeds.items()
     }
-
-
-def moved(feeds: Feeds, toward: float, coarse: str = "") -> Feeds:
-    """Each float by one unit in the last place; of float64, in that of what it is computed in."""
-
-    def step(a: np.ndarray) -> np.ndarray:
-        narrow = a.astype(np.float32) if a.dtype == np.float64 and coarse == "float32" else a
-        return np.asarray(np.nextafter(narrow, np.array(toward, narrow.dtype))).astype(a.dtype)
-
-    with np.errstate(over="ignore"):
-        return {name: step(a) if a.dtype.kind == "f" else a for name, a in feeds.items()}
-
-
-def nudged(model: ModelProto, toward: float) -> bytes:
-    """The model with each float among its constants moved so, except those that give sizes."""
-    result = ModelProto()
-    result.CopyFrom(model)
-    coarse = coarsest(model)
-    sizes = {name for n in model.graph.node if n.op_type in SIZED for name in n.input}
-    for tensor in result.graph.initializer:
-        if tensor.name not in sizes and tensor.data_type in ELEMENTS.values():
-            array = onnx.numpy_helper.to_array(tensor)
-            shifted = moved({tensor.name: array}, toward, coarse)[tensor.name]
-            tensor.CopyFrom(onnx.numpy_helper.from_array(shifted, tensor.name))
-    return result.SerializeToString()
-
-
-SIZED = ("Resize", "Upsample", "Range")
-
-
-def session(model: bytes, optimized: bool) -> onnxruntime.InferenceSession:
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    options.intra_op_num_threads = 1
-    options.inter_op_num_threads = 1
-    level = onnxruntime.GraphOptimizationLevel
-    options.graph_optimization_level = level.ORT_ENABLE_ALL if optimized else level.ORT_DISABLE_ALL
-    return onnxruntime.InferenceSession(model, options)
-
-
-def outputs(runner: onnxruntime.InferenceSession, feeds: Feeds) -> list[Any]:
-    wanted = {v.name for v in runner.get_inputs()}
-    found: list[Any] = runner.run(None, {k: v for k, v in feeds.items() if k in wanted})
-    return found
-
-
-ELEMENTS = {
-    "float": TensorProto.FLOAT,
-    "float16": TensorProto.FLOAT16,
-    "double": TensorProto.DOUBLE,
-    "bool": TensorProto.BOOL,
-    "int32": TensorProto.INT32,
-    "int64": TensorProto.INT64,
-}
 
 
 def typed(
@@ -187,141 +124,12 @@ def typed(
     return model.SerializeToString()
 
 
-IN_FLOAT32 = {"Shrink", "GroupNormalization", "Gelu"}
-"""What onnxruntime (1.22 to 1.31) computes in float32 of float64: all of it, what stash_type says,
-and the constants of Gelu with tanh."""
-
-
-def coarsest(model: ModelProto) -> str:
-    """The type of the fewest digits in which something is computed; "" for float64 alone."""
-    graph = model.graph
-    kinds = {v.type.tensor_type.elem_type for v in graph.input}
-    kinds |= {t.data_type for t in graph.initializer}
-    kinds |= {a.i for n in graph.node if n.op_type == "Cast" for a in n.attribute}
-    kinds |= {TensorProto.FLOAT for n in graph.node if n.op_type in IN_FLOAT32}
-    named = ((TensorProto.FLOAT16, "float16"), (TensorProto.FLOAT, "float32"))
-    return next((name for kind, name in named if kind in kinds), "")
-
-
-def differs(want: Any, got: Any, own: list[Any], coarse: str = "") -> str:
-    """Why `got` is not `want`, whose other computations are `own`; empty where it is.
-
-    The type of `coarse` was used on the way, or else that of the output alone.
-    """
-    want, got = np.asarray(want), np.asarray(got)
-    if want.dtype != got.dtype or want.shape != got.shape:
-        return f"{got.dtype}{list(got.shape)} for {want.dtype}{list(want.shape)}"
-    if want.dtype.kind not in "fc" or not want.size:
-        stable = all(np.array_equal(want, np.asarray(o)) for o in own)
-        return "" if not stable or np.array_equal(want, got) else "other values"
-    kinds = [np.isnan(want), np.isposinf(want), np.isneginf(want)]
-    for o in own:  # places where the mutant does not agree with itself say nothing
-        o = np.asarray(o)
-        if o.shape != want.shape:
-            return ""
-        if any(
-            (k != f(o)).any()
-            for k, f in zip(kinds, (np.isnan, np.isposinf, np.isneginf), strict=True)
-        ):
-            return ""
-    for kind, test in zip(kinds, (np.isnan, np.isposinf, np.isneginf), strict=True):
-        if (kind != test(got)).any():
-            return f"{test.__name__} in other places"
-    finite = np.isfinite(want)
-    a, b = want[finite].astype(np.float64), got[finite].astype(np.float64)
-    if not a.size:
-        return ""
-    error = np.abs(a - b).max()
-    noise = max(
-        (np.abs(a - np.asarray(o)[finite].astype(np.float64)).max() for o in own), default=0
-    )
-    limit = (
-        RTOL.get(coarse or want.dtype.name, 2e-2) * max(np.abs(a).max(), 1e-5) + SENSITIVITY * noise
-    )
-    return "" if error <= limit else f"off by {error:.3g} (limit {limit:.3g})"
-
-
 class TooLong(Exception):
     """One mutant took more than SECONDS."""
 
 
 def _alarm(*_: object) -> None:
     raise TooLong
-
-
-def reference(model: ModelProto, feeds: Feeds, output: int, want: Any, got: Any) -> str:
-    """With whom onnx's reference implementation agrees, in brackets; "" where it has no answer."""
-    from onnx.reference import ReferenceEvaluator
-
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            its = ReferenceEvaluator(model).run(None, feeds)[output]
-    except Exception:  # noqa: BLE001 - it lacks operators, and fails in many ways
-        return ""
-    sides = {"onnxruntime": not differs(want, its, []), "this package": not differs(got, its, [])}
-    agrees = [name for name, same in sides.items() if same]
-    return f" (onnx.reference agrees with {' and '.join(agrees) or 'neither'})"
-
-
-@dataclass
-class Run:
-    """A feed, onnxruntime's outputs for it, and by other ways, from which they may differ."""
-
-    label: str
-    feed: Feeds
-    want: list[Any]
-    own: list[list[Any]]
-
-    def fault(self, model: ModelProto, got: Sequence[Any], coarse: str) -> str:
-        """Why these are not the outputs; empty where they are."""
-        for i, (a, b) in enumerate(zip(self.want, got, strict=True)):
-            if why := differs(a, b, [o[i] for o in self.own], coarse):
-                return f"{self.label}, output {i}: {why}{reference(model, self.feed, i, a, b)}"
-        return ""
-
-
-def rounded(model: ModelProto) -> bytes:
-    """The model with two Identities behind each node: onnxruntime rounds to float16 there.
-
-    What it has no float16 kernel for it computes in float32, unrounded up to the next float16
-    kernel. A float16 kernel that stands alone between such nodes is run in float32 as well.
-    """
-    apart = ModelProto()
-    apart.CopyFrom(model)
-    for i, node in reversed([*enumerate(apart.graph.node)]):
-        names = [name for name in node.output if name]
-        node.output[:] = [name and f"{name}.unrounded" for name in node.output]
-        for name in names:
-            copies = (f"{name}.rounded", name), (f"{name}.unrounded", f"{name}.rounded")
-            for read, written in copies:
-                apart.graph.node.insert(i + 1, onnx.helper.make_node("Identity", [read], [written]))
-    return apart.SerializeToString()
-
-
-def references(
-    original: ModelProto, feeds: Sequence[Feeds], rng: np.random.Generator, harsh: bool
-) -> list[Run]:
-    """onnxruntime's outputs for the feeds that it takes. Raises what it raises for the first."""
-    runs: list[Run] = []
-    data = original.SerializeToString()
-    plain, others = session(data, False), [session(data, True)]
-    beside = {end: session(nudged(original, end), False) for end in (np.inf, -np.inf)}
-    coarse = coarsest(original)
-    if coarse == "float16":
-        others.append(session(rounded(original), False))
-    labelled = [(f"feed {i}", feed) for i, feed in enumerate(feeds)]
-    if harsh:
-        labelled.insert(1, ("hostile feed", hostile(feeds[0], rng)))
-    for label, feed in labelled:
-        try:
-            want = outputs(plain, feed)
-            near = [outputs(each, moved(feed, end, coarse)) for end, each in beside.items()]
-            runs.append(Run(label, feed, want, [*(outputs(o, feed) for o in others), *near]))
-        except Exception:  # noqa: PERF203 - each feed may be refused
-            if not runs:
-                raise
-    return runs
 
 
 @dataclass
