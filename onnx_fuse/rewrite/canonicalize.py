@@ -159,7 +159,7 @@ def _sequences(model: ir.Model) -> list[str]:
     return []
 
 
-MISFITS = (ArithmeticError, AssertionError, IndexError, ValueError)
+MISFITS = (ArithmeticError, IndexError, ValueError)
 """What a rewrite raises where ranks or sizes do not fit the operator; all else is its own fault."""
 
 
@@ -196,7 +196,7 @@ def _apply(model: ir.Model, names: Sequence[str], may: Callable[[ir.Node], bool]
     try:
         with isolated_subgraphs(model.graph):
             return int(RewriteRuleSet(rules).apply_to_model(model))
-    except (*MISFITS, TypeError) as error:
+    except (*MISFITS, AssertionError, TypeError) as error:
         # its rules believe that operands have the ranks which the operators ask for
         kinds = ", ".join(sorted({n.op_type for n in matching}))
         raise ModelError(
