@@ -62,12 +62,12 @@ def _add(command: Callable[..., None], examples: Sequence[str]) -> None:
     """Add a command, with examples at the end of its --help."""
 
     @wraps(command)
-    def run(**given: Any) -> None:
+    def run(**options: Any) -> None:
         if entry_points(group="onnx_fuse.plugins"):
             from onnx_fuse import plugins
 
             plugins.load()
-        command(**given)
+        command(**options)
 
     lines = (f"\b\n{_folded(example)}" for example in examples)
     app.command(epilog="\n\n".join(("Examples:", *lines)))(run)

@@ -155,14 +155,14 @@ def bench(
     )  # fmt: skip
 
     def work() -> tuple[timing.Comparison, timing.RunResult | None]:
-        found = timing.compare(
+        comparison = timing.compare(
             model, graph, request, repeat=repeat, threads=threads,
             grad=grad, loss=loss if train else "", mode=mode, against=against,
         )  # fmt: skip
         if not html and not trace:
-            return found, None
+            return comparison, None
         fix_shapes(graph, request.shapes or {}, request.dims)
-        return found, timing.run_once(
+        return comparison, timing.run_once(
             graph, feeds, device=device, precision=precision, profile=True
         )
 
@@ -275,7 +275,7 @@ def _tune(
     from onnx_fuse import tune
     from onnx_fuse.kernels import tuning
 
-    found = list(tune.tune(calls, hw, top=top, seconds=limit, folder=folder))
+    tuned = list(tune.tune(calls, hw, top=top, seconds=limit, folder=folder))
     rows = [
         [
             str(t.problem),
@@ -285,27 +285,27 @@ def _tune(
             f"{t.floor:.0%}",
             f"{t.tried}",
         ]
-        for t in found
+        for t in tuned
     ]
     head = ["problem", "fastest", "µs", "before", "of floor", "tried"]
     printer.table(f"kernels on {hw.name}", head, rows, left=2)
-    often = [counts.get(tuning.key(t.problem.op, t.problem), 1) for t in found]
+    often = [counts.get(tuning.key(t.problem.op, t.problem), 1) for t in tuned]
     before, after = (
         sum(n * us for n, us in zip(often, times, strict=True))
-        for times in ([t.before_us for t in found], [t.us for t in found])
+        for times in ([t.before_us for t in tuned], [t.us for t in tuned])
     )
-    if found:
+    if tuned:
         printer.text(
-            f"{sum(often)} {'calls' if sum(often) > 1 else 'call'} of {len(found)} "
-            f"{'problems' if len(found) > 1 else 'problem'}: {before:,.1f} µs as chosen before, "
+            f"{sum(often)} {'calls' if sum(often) > 1 else 'call'} of {len(tuned)} "
+            f"{'problems' if len(tuned) > 1 else 'problem'}: {before:,.1f} µs as chosen before, "
             f"{after:,.1f} µs by the fastest"
         )
-    for t in found:
+    for t in tuned:
         for name in t.refused:
             printer.text(f"skipped, because its result differs: {name} at {t.problem}")
-    if len(found) < len(calls):
+    if len(tuned) < len(calls):
         printer.text(
-            f"{len(calls) - len(found)} of {len(calls)} problems were not reached in {limit:.0f} "
+            f"{len(calls) - len(tuned)} of {len(calls)} problems were not reached in {limit:.0f} "
             "seconds: a larger --limit gives more time"
         )
-    return [asdict(t) | {"problem": str(t.problem)} for t in found]
+    return [asdict(t) | {"problem": str(t.problem)} for t in tuned]

@@ -69,10 +69,10 @@ def _with_cotangents(inputs: Path, backward: Any, model: Path) -> Feeds:
     feeds = read_feeds(inputs, backward, [*gradients.values()])
     asked = {v.name for v in backward.graph.inputs} - set(feeds)
     if asked:
-        own = {v.name for v in forward.graph.inputs}
-        given = {name: array for name, array in feeds.items() if name in own}
+        input_names = {v.name for v in forward.graph.inputs}
+        forward_feeds = {name: array for name, array in feeds.items() if name in input_names}
         with ort.faults(str(model)):
-            outputs = ort.run(ort.session(forward), given, names)
+            outputs = ort.run(ort.session(forward), forward_feeds, names)
         rng = np.random.default_rng(0)
         for name, y in zip(names, outputs, strict=True):
             if gradients.get(name) in asked:

@@ -34,10 +34,10 @@ def compare(
     printer.table("", ["", *names, "change"], rows)
     if not rows:
         printer.text("these reports have no numbers in common")
-    found = {"a": str(a), "b": str(b), "rows": rows}
+    data = {"a": str(a), "b": str(b), "rows": rows}
     show.write_reports(
         printer,
-        {"model": " and ".join(names)} | found,
+        {"model": " and ".join(names)} | data,
         json,
         html,
         verdict=reports.verdict(names, left, right),

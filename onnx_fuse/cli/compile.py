@@ -122,7 +122,7 @@ def compile(
         return
     graph = files.load(model, str(model))
     sets = shape_sets(graph, input_shapes, [*named, *largest])
-    found = files.named(
+    built = files.named(
         str(model),
         lambda: deploy.compile(
             graph,
@@ -137,25 +137,25 @@ def compile(
     seconds = time.perf_counter() - started
     rows = [
         [name, targets[name].name, str(len(programs)), str(max(len(p.calls) for p in programs))]
-        for name, programs in found.programs.items()
+        for name, programs in built.programs.items()
     ]
     printer.table("compiled", ["target", "GPU", "programs", "calls at most"], rows, left=2)
     for symbol, (low, high) in ranges.items():
         printer.text(f"{symbol} from {low} to {high}")
     printer.text(
-        f"{found.modules} kernels, {found.weight_bytes / 1e6:,.1f} MB of weights, {precision}",
-        f"{output}: {found.file_bytes / 1e6:,.1f} MB in {seconds:.1f} s",
+        f"{built.modules} kernels, {built.weight_bytes / 1e6:,.1f} MB of weights, {precision}",
+        f"{output}: {built.file_bytes / 1e6:,.1f} MB in {seconds:.1f} s",
     )
     data = {
         "model": str(model),
         "output": str(output),
         "precision": precision,
-        "targets": {name: len(programs) for name, programs in found.programs.items()},
-        "shapes": [{name: list(shape) for name, shape in s.items()} for s in found.shapes],
+        "targets": {name: len(programs) for name, programs in built.programs.items()},
+        "shapes": [{name: list(shape) for name, shape in s.items()} for s in built.shapes],
         "ranges": {symbol: list(bounds) for symbol, bounds in ranges.items()},
-        "kernels": found.modules,
-        "weight_bytes": found.weight_bytes,
-        "file_bytes": found.file_bytes,
+        "kernels": built.modules,
+        "weight_bytes": built.weight_bytes,
+        "file_bytes": built.file_bytes,
         "seconds": seconds,
     }
 
@@ -164,7 +164,7 @@ def compile(
 
         return [
             section
-            for name, programs in found.programs.items()
+            for name, programs in built.programs.items()
             for section in timing.predicted(programs[0], targets[name], name)  # others are alike
         ]
 
@@ -173,7 +173,7 @@ def compile(
         data,
         json,
         html,
-        verdict=f"{output.name}: {found.file_bytes / 1e6:,.1f} MB",
+        verdict=f"{output.name}: {built.file_bytes / 1e6:,.1f} MB",
         device=", ".join(hw.name for hw in targets.values()),
         sections=sections,
     )
@@ -203,7 +203,7 @@ def _trainer(
     (hw,) = targets.values()
     commands: Any = context.find_root().command
     command = commands.get_command(context, "train")
-    given = [str(model), "--data", str(model), "--config", str(config)]
-    with command.make_context("train", given, parent=context) as options:
+    arguments = [str(model), "--data", str(model), "--config", str(config)]
+    with command.make_context("train", arguments, parent=context) as options:
         settings = trainer_settings(model, options.params)
     return Trainer(model, **settings, device="cuda", hardware=hw)

@@ -58,14 +58,14 @@ def doctor(json: Json = None, html: Html = None, debug: Debug = False) -> None:
     files.check_paths({}, {"--json": json, "--html": html})
     printer = show.printer()
     installed = {d.name.lower().replace("_", "-"): d.version for d in metadata.distributions()}
-    found = {"python": platform.python_version(), "onnx-fuse": __version__}
+    versions = {"python": platform.python_version(), "onnx-fuse": __version__}
     optional = [name for group in _OPTIONAL for name in group]
     listed = (*_PACKAGES, *optional)
-    found |= {name: installed.get(name, "not installed") for name in listed}
-    printer.table("versions", ["package", "version"], [[k, v] for k, v in found.items()])
+    versions |= {name: installed.get(name, "not installed") for name in listed}
+    printer.table("versions", ["package", "version"], [[k, v] for k, v in versions.items()])
     absent = [
-        (", ".join(name for name in group if name not in installed), *said)
-        for group, said in _OPTIONAL.items()
+        (", ".join(name for name in group if name not in installed), *advice)
+        for group, advice in _OPTIONAL.items()
     ]
     absent = [row for row in absent if row[0]]
     if absent:
@@ -84,7 +84,7 @@ def doctor(json: Json = None, html: Html = None, debug: Debug = False) -> None:
     gpu = _gpu()
     printer.text(f"cpu: {cpu}", *(f"cuda: {line}" for line in gpu))
     data = {
-        "versions": found,
+        "versions": versions,
         "missing": [
             {"packages": names.split(", "), "without": cost, "install": command}
             for names, cost, command in absent
@@ -114,11 +114,11 @@ def _gpu() -> list[str]:
 
     if faults := device.faults():
         return [f"not usable: {fault}" for fault in faults]
-    found = calibration.of()
-    hw = found.hw
+    calibrated = calibration.of()
+    hw = calibrated.hw
     driver = f"{hw.driver // 1000}.{hw.driver % 1000 // 10}"
     rates = f"{hw.rate('bfloat16') / 1e12:.0f} TFLOP/s in bfloat16, {hw.bandwidth / 1e12:.2f} TB/s"
     return [
         f"ok: {hw.name} ({hw.arch}), driver for CUDA {driver}, NVRTC {nvrtc.check_compiler()}",
-        f"ok: {rates}, L2 cache of {hw.l2_bytes >> 20} MiB ({found.source})",
+        f"ok: {rates}, L2 cache of {hw.l2_bytes >> 20} MiB ({calibrated.source})",
     ]

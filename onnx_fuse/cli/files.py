@@ -107,8 +107,8 @@ def _key(path: Path) -> object:
     """A key that is equal for two names of one file, or None for a device such as /dev/null."""
     for name in (path, os.path.realpath(path)):  # the latter finds none/../m.onnx too
         with contextlib.suppress(OSError):
-            found = os.stat(name)
-            return None if stat.S_ISCHR(found.st_mode) else (found.st_dev, found.st_ino)
+            status = os.stat(name)
+            return None if stat.S_ISCHR(status.st_mode) else (status.st_dev, status.st_ino)
     return os.path.realpath(path)
 
 

@@ -90,7 +90,7 @@ def gradient(
     with written(output) as draft:
         progress.report(f"writing {output.name}")
         save(result, draft)
-        found = [
+        summaries = [
             report.summary(original, "model", model),
             report.summary(result, "gradient", draft),
         ]
@@ -101,16 +101,16 @@ def gradient(
         if failed:
             for path in draft.parent.iterdir():
                 path.unlink()
-    printer.table("", ["", *(m.name for m in found)], report.models_rows(found))
-    own = {v.name for v in original.graph.outputs}
-    added = [str(v.name) for v in result.graph.outputs if v.name not in own]
+    printer.table("", ["", *(m.name for m in summaries)], report.models_rows(summaries))
+    original_outputs = {v.name for v in original.graph.outputs}
+    added = [str(v.name) for v in result.graph.outputs if v.name not in original_outputs]
     if not added:
         printer.text("no weight has a gradient: name an input, as in --wrt x")
     data = {
         "input": str(model),
         "output": None if failed else str(output),
         "gradients": added,
-        "models": [*map(report.as_dict, found)],
+        "models": [*map(report.as_dict, summaries)],
         "check": checked.to_dict() if checked else None,
     }
     if checked is not None:

@@ -34,13 +34,13 @@ def inspect(
     files.check_paths({"MODEL": models}, {"--json": json, "--html": html})
     printer = show.printer()
     loaded = {path: read(path) for path in models}
-    found = [report.summary(model, path.name, path) for path, model in loaded.items()]
-    printer.table("", ["", *(m.name for m in found)], report.models_rows(found))
+    summaries = [report.summary(model, path.name, path) for path, model in loaded.items()]
+    printer.table("", ["", *(m.name for m in summaries)], report.models_rows(summaries))
 
     def sections() -> list[Section]:
         from onnx_fuse.report import pages
 
         return pages.inspected({str(path): model for path, model in loaded.items()})
 
-    data = {"models": [report.as_dict(m) for m in found]}
+    data = {"models": [report.as_dict(m) for m in summaries]}
     show.write_reports(printer, data, json, html, sections=sections)

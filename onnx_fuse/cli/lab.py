@@ -92,18 +92,18 @@ def lab(
     timed, winners = [], []
     tried: dict[str, list[list[str | float]]] = {}
     for call in calls:
-        found = bench.measure(call, kernels, sound, hw, 1000 if tune else 6)
-        timed += [row for row, _ in found]
-        if found:
-            winners.append((call, *found[0]))
+        fastest = bench.measure(call, kernels, sound, hw, 1000 if tune else 6)
+        timed += [row for row, _ in fastest]
+        if fastest:
+            winners.append((call, *fastest[0]))
         rows = [
             [f"{row.kernel} {row.config}", f"{row.us:.2f}", f"{row.floor:.0%}",
              f"{row.flops / 1e12:.3g}", f"{row.bandwidth / 1e9:.4g}",
              f"{row.predicted / row.us:.2f}"]
-            for row, _ in found
+            for row, _ in fastest
         ]  # fmt: skip
         tried[str(call.problem)] = [
-            [f"{row.kernel} {row.config}", row.us * 1e-6] for row, _ in found
+            [f"{row.kernel} {row.config}", row.us * 1e-6] for row, _ in fastest
         ]
         head = ["kernel", "µs", "of floor", "TFLOP/s", "GB/s", "predicted / measured"]
         printer.table(f"{call.problem} on {hw.name}", head, rows, left=1)

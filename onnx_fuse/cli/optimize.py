@@ -144,11 +144,11 @@ def optimize(
         graph = files.load(original, str(model))
     loaded: Any = graph.clone() if html else None
     try:
-        found = rewrite.optimize(graph, level=level, fuse=split_names(fuse), skip=split_names(skip))
+        fused = rewrite.optimize(graph, level=level, fuse=split_names(fuse), skip=split_names(skip))
     except ModelError as error:
         raise ModelError(f"{model}: {error}") from error
     if branch:
-        found.notes.append(f"the given sizes are not written: a branch contradicts them ({branch})")
+        fused.notes.append(f"the given sizes are not written: a branch contradicts them ({branch})")
     if check and (unknown := opaque(graph)):
         raise ModelError(
             f"{model}: {unknown}: onnxruntime has no such operator, so the result cannot be "
@@ -177,7 +177,7 @@ def optimize(
         if failed and not keep:
             for path in draft.parent.iterdir():
                 path.unlink()
-    _show_optimize(printer, before, after, found, checked, seconds, explain=explain)
+    _show_optimize(printer, before, after, fused, checked, seconds, explain=explain)
     kernels, lowered = [], None
     if hardware is not None:
         on_gpu = graph.clone()
@@ -187,9 +187,9 @@ def optimize(
     data = {
         "input": str(model),
         "output": None if failed and not keep else str(output),
-        "fusions": dict(found.fusions),
-        "not_fused": [{"nodes": list(r.nodes), "reason": r.reason} for r in found.not_fused],
-        "notes": list(found.notes),
+        "fusions": dict(fused.fusions),
+        "not_fused": [{"nodes": list(r.nodes), "reason": r.reason} for r in fused.not_fused],
+        "notes": list(fused.notes),
         "nodes": {"before": before.nodes, "after": after.nodes},
         "bytes": {"before": before.bytes, "after": after.bytes},
         "seconds": seconds,
@@ -202,17 +202,17 @@ def optimize(
         from onnx_fuse.report import pages, timing
 
         facts = timing.call_facts(kernels)
-        made = pages.optimized(loaded, graph, [before, after], found, checked, facts)
+        parts = pages.optimized(loaded, graph, [before, after], fused, checked, facts)
         if lowered is None or hardware is None:
-            return made
-        return [*made, *timing.predicted(lowered, hardware)]
+            return parts
+        return [*parts, *timing.predicted(lowered, hardware)]
 
     show.write_reports(
         printer,
         data,
         json,
         html,
-        verdict=f"{sum(found.fusions.values())} fused operators, {before.nodes} nodes became "
+        verdict=f"{sum(fused.fusions.values())} fused operators, {before.nodes} nodes became "
         f"{after.nodes}" + (f", check {'ok' if checked.ok else 'FAILED'}" if checked else ""),
         ok=None if checked is None else checked.ok,
         device=f"CPU; predicted for {hardware.name}" if hardware else "CPU",
@@ -241,20 +241,20 @@ def _refusal(graph: Any, path: Path) -> str | None:
     return checking.guarded(work, str(path), "cpu")
 
 
-def _opset(given: str | None) -> int | None:
+def _opset(text: str | None) -> int | None:
     """The opset to write: a number, 0 for the file's own, or None for the one of the passes."""
-    if given is None or given == "keep":
-        return None if given is None else 0
-    if not given.isdecimal() or not int(given):
-        raise UsageError(f"--opset takes a number or 'keep', not '{given}'")
-    return int(given)
+    if text is None or text == "keep":
+        return None if text is None else 0
+    if not text.isdecimal() or not int(text):
+        raise UsageError(f"--opset takes a number or 'keep', not '{text}'")
+    return int(text)
 
 
 def _show_optimize(
     printer: report.Printer,
     before: report.Summary,
     after: report.Summary,
-    found: Any,
+    result: Any,
     checked: Check | None,
     seconds: float,
     *,
@@ -265,21 +265,21 @@ def _show_optimize(
     rows = report.models_rows([before, after])
     rows.append(["seconds", "", f"{seconds:.2f}"])
     printer.table("", ["", before.name, after.name], rows)
-    if found.fusions:
+    if result.fusions:
         printer.table(
-            "fusions", ["fused op", "count"], [[k, str(v)] for k, v in found.fusions.items()]
+            "fusions", ["fused op", "count"], [[k, str(v)] for k, v in result.fusions.items()]
         )
     else:
         printer.text("fusions: none found" + ("" if explain else " (--explain says why)"))
-    if explain and found.not_fused:
-        rows = [[str(len(r.nodes)), r.reason, _shortened(r.nodes)] for r in found.not_fused]
+    if explain and result.not_fused:
+        rows = [[str(len(r.nodes)), r.reason, _shortened(r.nodes)] for r in result.not_fused]
         printer.table("not fused", ["count", "reason", "nodes"], rows, left=3)
     elif explain:
         printer.text("not fused: no norm, attention, activation, residual or layout is left")
-    notes = found.notes if explain else found.notes[:_NOTES]
+    notes = result.notes if explain else result.notes[:_NOTES]
     printer.text(*(f"note: {note}" for note in notes))
-    if len(found.notes) > len(notes):
-        printer.text(f"note: {len(found.notes) - len(notes)} more with --explain")
+    if len(result.notes) > len(notes):
+        printer.text(f"note: {len(result.notes) - len(notes)} more with --explain")
     if checked:
         printer.text(*report.check_lines(checked))
 

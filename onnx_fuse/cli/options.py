@@ -179,11 +179,11 @@ def shape_sets(
 
     from onnx_fuse.importer.shapes import fix_shapes
 
-    given: list[list[str]] = [[]]
+    groups: list[list[str]] = [[]]
     for value in shapes or ():
-        if value.rpartition(":")[0] in parse_shapes(given[-1]):
-            given.append([])
-        given[-1].append(value)
+        if value.rpartition(":")[0] in parse_shapes(groups[-1]):
+            groups.append([])
+        groups[-1].append(value)
     choices: dict[str, list[int]] = {}
     for value in dims or ():
         symbol, _, sizes = value.rpartition("=")
@@ -193,7 +193,7 @@ def shape_sets(
             )
         except ValueError as error:
             raise UsageError(f"--dim {value}: expected SYMBOL=8, =1,8 or =16..128:16") from error
-    count = len(given)
+    count = len(groups)
     for sizes_of in choices.values():
         count *= len(sizes_of)
     if not count or count > _MOST_PROGRAMS:
@@ -201,7 +201,7 @@ def shape_sets(
             f"--dim asks for {count:,} programs: give sizes that make 1 to {_MOST_PROGRAMS}"
         )
     sets = []
-    for named in given:
+    for named in groups:
         for combined in product(*choices.values()):
             closed = model.clone()
             fix_shapes(closed, parse_shapes(named), dict(zip(choices, combined, strict=True)))

@@ -54,12 +54,12 @@ class _Bar:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def update(self, what: str, done: int, total: int) -> None:
+    def update(self, work: str, done: int, total: int) -> None:
         """Take a report of the work; the bar goes away where there is none."""
-        if what != self._what:
+        if work != self._what:
             self._step_began = time.monotonic()
-        self._what, self._done, self._total = what, done, total
-        if not what:
+        self._what, self._done, self._total = work, done, total
+        if not work:
             self.pause()
         elif self._thread is None:
             self._began = time.monotonic()
@@ -107,16 +107,16 @@ class _Bar:
                     return
 
     def _show(self, bars: Any, task: Any, console: Any) -> None:
-        what, done, total = self._what, self._done, self._total
+        label, done, total = self._what, self._done, self._total
         spent = time.monotonic() - self._step_began
         text = f"{time.monotonic() - self._began:.0f} s"
         if total and done >= max(_SETTLED * total, 1):
             left = spent / done * (total - done)
             text += f", about {duration(left)} left"
-            if left > _LONG and self._announced != what:
-                self._announced = what
-                console.print(f"{what}: about {duration(left)}", soft_wrap=True)
-        bars.update(task, description=what, completed=done, total=total or None)
+            if left > _LONG and self._announced != label:
+                self._announced = label
+                console.print(f"{label}: about {duration(left)}", soft_wrap=True)
+        bars.update(task, description=label, completed=done, total=total or None)
         bars.update(task, time=text, refresh=True)
 
 

@@ -75,11 +75,11 @@ def page(
     )
 
 
-def write_page(path: Path, made: Page) -> None:
+def write_page(path: Path, content: Page) -> None:
     """Write a page. Raises ModelError if the file cannot be written."""
     from onnx_fuse.report import page as pages
 
-    pages.write(path, made)
+    pages.write(path, content)
 
 
 def inputs(feeds: Mapping[str, Sequence[int]]) -> str:

@@ -327,17 +327,17 @@ def train(
         "notes": trainer.notes,
         "in_parts": trainer.in_parts,
     }
-    found = asdict(history)
+    curves = asdict(history)
     if trace is not None:
         if device == "cpu":
             step = profile.of_onnxruntime(*trainer.step_graph(feeds))
             events += traces.of_profile(step, process=traces.STEP)
             extra = timing.profile_sections(step, "of a step")
         traces.write(trace, str(model), events)
-    show.write_reports(printer, result | found, json, None)
+    show.write_reports(printer, result | curves, json, None)
     for path in (html, curve):
         if path is not None:
-            show.write_page(path, page(found, 0.0))
+            show.write_page(path, page(curves, 0.0))
 
 
 def trainer_settings(model: Path, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -401,13 +401,13 @@ def _check_saved(draft: Path, expected: Mapping[str, Any], feeds: Mapping[str, A
     ):
         return  # its outputs depend on the batch, or on random numbers, as they did before
     session = ort.session(draft)
-    own = {v.name: feeds[v.name] for v in session.get_inputs()}
+    fed = {v.name: feeds[v.name] for v in session.get_inputs()}
     tolerance = tolerance_of(saved)
-    for (name, y), got in zip(expected.items(), ort.run(session, own, list(expected)), strict=True):
-        found = difference(name, y, got, tolerance)
-        if not found.ok:
+    for (name, y), got in zip(expected.items(), ort.run(session, fed, list(expected)), strict=True):
+        error = difference(name, y, got, tolerance)
+        if not error.ok:
             draft.unlink()
             raise CheckFailed(
-                f"'{name}' of the saved model differs from the trained state by {found.max_abs:.3g}"
+                f"'{name}' of the saved model differs from the trained state by {error.max_abs:.3g}"
                 " (nothing was written)"
             )

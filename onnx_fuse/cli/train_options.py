@@ -50,10 +50,10 @@ def with_options(after: str, *classes: type) -> Callable[[Command], Command]:
 
 def values_of(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a command that are those of a dataclass's options, where they are given."""
-    own = {name: values[name] for name, option in options_of(cls).items() if option.flag}
+    args = {name: values[name] for name, option in options_of(cls).items() if option.flag}
     several = (list, tuple)  # as the command and its context have them
-    lists = {name: split_names(value) for name, value in own.items() if isinstance(value, several)}
-    return {name: value for name, value in (own | lists).items() if value not in (None, [])}
+    lists = {name: split_names(value) for name, value in args.items() if isinstance(value, several)}
+    return {name: value for name, value in (args | lists).items() if value not in (None, [])}
 
 
 def _parameters(cls: type) -> Iterator[inspect.Parameter]:
@@ -90,7 +90,7 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
         for flag in parameter.opts
         if flag.startswith("--") and parameter.name != "config"
     }
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for key, value in values.items():
         parameter = options.get(key.replace("_", "-"))
         if parameter is None:
@@ -106,8 +106,8 @@ def read_config(context: typer.Context, path: Path | None) -> Path | None:
         if value is None:
             kind = "a list of values" if several else "a table"
             raise UsageError(f"--config {path}: '{key}' is {kind}, but the option takes one value")
-        found[str(parameter.name)] = value
-    context.default_map = {**(context.default_map or {}), **found}
+        settings[str(parameter.name)] = value
+    context.default_map = {**(context.default_map or {}), **settings}
     return path
 
 
@@ -148,55 +148,55 @@ Config = Annotated[
 ]
 
 
-def parse_groups(given: list[str] | None) -> tuple[Group, ...]:
+def parse_groups(texts: list[str] | None) -> tuple[Group, ...]:
     """The groups that `GLOB:lr=1e-4,weight_decay=0,start=100,frozen` describes.
 
     Raises UsageError.
     """
     from onnx_fuse.training.groups import Group
 
-    found = []
-    for text in given or ():
+    groups = []
+    for text in texts or ():
         glob, _, settings = text.rpartition(":")
         kinds = {"lr": float, "scale": float, "weight_decay": float, "start": int}
         if not glob or not settings:
             example = "GLOB:lr=1e-4,weight_decay=0 or GLOB:frozen"
             raise UsageError(f"--group {text}: write it as {example}")
         values = _pairs(text, "--group", settings, kinds, flags=("frozen",))
-        found.append(Group((glob,), **values))
-    return tuple(found)
+        groups.append(Group((glob,), **values))
+    return tuple(groups)
 
 
-def parse_terms(given: list[str] | None) -> list[Term]:
+def parse_terms(texts: list[str] | None) -> list[Term]:
     """The losses that `mse,output=z,weight=0.5,labels=t` describes. Raises UsageError."""
     from onnx_fuse.training.losses import Term
 
-    found = []
-    for text in given or ():
+    terms = []
+    for text in texts or ():
         loss, _, settings = text.partition(",")
         values = _pairs(
             text, "--add-loss", settings, {"output": str, "weight": float, "labels": str}
         )
-        found.append(Term(loss, **values))
-    return found
+        terms.append(Term(loss, **values))
+    return terms
 
 
 def _pairs(
     text: str, option: str, settings: str, kinds: Mapping[str, type], flags: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for pair in filter(None, settings.split(",")):
         name, equals, value = pair.partition("=")
         if not equals and name in flags:
-            found[name] = True
+            values[name] = True
             continue
         if name not in kinds:
             raise UsageError(f"{option} {text}: '{name}' is none of {', '.join((*kinds, *flags))}")
         try:
-            found[name] = kinds[name](value)
+            values[name] = kinds[name](value)
         except ValueError as error:
             raise UsageError(f"{option} {text}: '{value}' is no number") from error
-    return found
+    return values
 
 
 def begin_ranks(gpus: int | None) -> World | None:
@@ -207,16 +207,16 @@ def begin_ranks(gpus: int | None) -> World | None:
     """
     from onnx_fuse.distributed import environment
 
-    found = environment.place(os.environ)
-    if found is None and gpus is not None and gpus > 1:
+    place = environment.place(os.environ)
+    if place is None and gpus is not None and gpus > 1:
         from onnx_fuse.distributed import launch
 
         arguments = shlex.split(show.command_line.get())[1:]
         raise typer.Exit(launch.run([sys.executable, "-m", "onnx_fuse", *arguments], gpus))
-    if found is None or found.size == 1:
+    if place is None or place.size == 1:
         return None
-    if gpus not in (None, found.size):
-        raise UsageError(f"--gpus {gpus}, but the launcher has started {found.size} processes")
+    if gpus not in (None, place.size):
+        raise UsageError(f"--gpus {gpus}, but the launcher has started {place.size} processes")
     from onnx_fuse.distributed.world import world
 
     ranks = world()

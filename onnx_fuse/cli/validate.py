@@ -95,9 +95,9 @@ def validate(
 
         with TemporaryDirectory(prefix="onnx-fuse-") as folder:
             shapes = parse_shapes(input_shapes)
-            own, body = operator_files(str(model), shapes, Path(folder), trains=grad)
+            single, body = operator_files(str(model), shapes, Path(folder), trains=grad)
             validate(
-                own, body, grad=grad, all_=all_, blame=blame, device=device, precision=precision,
+                single, body, grad=grad, all_=all_, blame=blame, device=device, precision=precision,
                 inputs=inputs, rtol=rtol, atol=atol, json=json, html=html, debug=debug,
             )  # fmt: skip
         return
@@ -136,24 +136,24 @@ def validate(
     checked = checking.check(original, candidate, request, inputs)
     printer.text(*report.check_lines(checked))
     data["check"] = checked.to_dict()
-    failure, found = "", None
+    failure, gradients = "", None
     if not checked.ok:
         failure = f"differs from {original}"
         failure += f": {checked.culprits[0]}" if checked.culprits else ""
     elif grad:
-        found = checking.gradients(model, None, request, inputs)
-        data["gradients"] = found.to_dict()
-        printer.text(*report.gradient_lines(found))
-        if found.failed:
-            first = found.failed[0]
-            made = f", written by {first.kernel}," if first.kernel else ""
-            failure = f"the gradient of '{first.tensor}', read by {first.op},{made} is wrong"
+        gradients = checking.gradients(model, None, request, inputs)
+        data["gradients"] = gradients.to_dict()
+        printer.text(*report.gradient_lines(gradients))
+        if gradients.failed:
+            first = gradients.failed[0]
+            written_by = f", written by {first.kernel}," if first.kernel else ""
+            failure = f"the gradient of '{first.tensor}', read by {first.op},{written_by} is wrong"
 
     def sections() -> list[Section]:
         from onnx_fuse.report import pages
 
         checked_graph = files.load(candidate, str(model)) if against else candidate
-        return pages.validated(source, checked_graph, checked, found)
+        return pages.validated(source, checked_graph, checked, gradients)
 
     show.write_reports(
         printer,

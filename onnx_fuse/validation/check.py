@@ -302,7 +302,7 @@ def _unsteady(
     names: Sequence[str],
     tolerance: Tolerance,
 ) -> set[int]:
-    """The indices of feeds with `known` results on which the original is nondeterministic.
+    """The indices of feeds that are `answered` on which the original is nondeterministic.
 
     onnxruntime 1.32 reads uninitialized memory if a Concat's inputs have mismatched sizes. Running
     other numbers of the same sizes first changes what that memory holds.
