@@ -84,11 +84,11 @@ def within(places: Any, size: int | None = None, besides: int | None = None) -> 
         MODE.recorder.checked(places, check)
 
 
-def ints(given: Sequence[Any]) -> np.ndarray[Any, Any]:
+def ints(numbers: Sequence[Any]) -> np.ndarray[Any, Any]:
     """Integers that are given one by one or as one list."""
-    if len(given) == 1 and isinstance(given[0], list | tuple | np.ndarray):
-        given = list(given[0])
-    return np.array([int(i) for i in given], np.int64)
+    if len(numbers) == 1 and isinstance(numbers[0], list | tuple | np.ndarray):
+        numbers = list(numbers[0])
+    return np.array([int(i) for i in numbers], np.int64)
 
 
 def as_array(data: Any) -> Array:

@@ -96,25 +96,25 @@ def apply(operation: Operation, inputs: Sequence[Input]) -> Any:
     if not MODE.grad:
         needs = 0
     key.append(needs)
-    known = tuple(key)
-    plan = operation.plans.get(known)
+    plan_key = tuple(key)
+    plan = operation.plans.get(plan_key)
     if plan is None:
-        plan = operation.plan(known, [_array(x) for x in inputs], needs, gpu)
+        plan = operation.plan(plan_key, [_array(x) for x in inputs], needs, gpu)
     results = plan.forward(arrays)
     edge = Edge(plan, inputs, arrays, results) if needs else None
-    made: Any
+    tensors: Any
     if plan.count == 1:
-        made = _make(results[0], edge if edge and plan.floats[0] else None, 0)
+        tensors = _make(results[0], edge if edge and plan.floats[0] else None, 0)
     else:
-        made = tuple(
+        tensors = tuple(
             [
                 _make(results[i], edge if edge and plan.floats[i] else None, i)
                 for i in range(plan.count)
             ]
         )
     if MODE.recorder is not None:
-        MODE.recorder.record(operation, inputs, made)
-    return made
+        MODE.recorder.record(operation, inputs, tensors)
+    return tensors
 
 
 def _array(x: Input) -> Array | None:
@@ -228,14 +228,14 @@ def operation(build: Build) -> Callable[..., Any]:
         if not static:
             return apply(plain, inputs)
         key = (build, frozen(static))
-        found = _KINDS.get(key)
-        if found is None:
+        variant = _KINDS.get(key)
+        if variant is None:
 
             def emit(op: Any, *values: Any) -> Any:
                 return build(op, *values, **static)
 
-            found = _KINDS.put(key, Operation(name, emit, domains={"onnx_fuse": 1}))
-        return apply(found, inputs)
+            variant = _KINDS.put(key, Operation(name, emit, domains={"onnx_fuse": 1}))
+        return apply(variant, inputs)
 
     return call
 
@@ -257,9 +257,9 @@ class no_grad:
         """The function, run without a tape."""
 
         @wraps(function)
-        def call(*given: Any, **named: Any) -> Any:
+        def call(*args: Any, **named: Any) -> Any:
             with no_grad():
-                return function(*given, **named)
+                return function(*args, **named)
 
         return call
 
@@ -292,16 +292,16 @@ def gradients(root: Edge, index: int, dy: Array) -> list[tuple[Any, Array]]:
             continue
         if any(dy is not None and i not in plan.seeds for i, dy in enumerate(dys)):
             raise UsageError(plan.blocked)
-        given = [_zeros(edge, i) if dys[i] is None else dys[i] for i in plan.seeds]
-        for target, dx in zip(edge.targets, plan.backward([*given, *edge.saved]), strict=True):
+        seeds = [_zeros(edge, i) if dys[i] is None else dys[i] for i in plan.seeds]
+        for target, dx in zip(edge.targets, plan.backward([*seeds, *edge.saved]), strict=True):
             if type(target) is tuple:
                 earlier, i = target
                 sums = pending.setdefault(earlier, [None] * earlier.plan.count)
                 before = sums[i]
                 sums[i] = dx if before is None else _sum(before, dx)
             else:
-                known = leaves.get(id(target))
-                total = dx if known is None else _sum(known[1], dx)
+                previous = leaves.get(id(target))
+                total = dx if previous is None else _sum(previous[1], dx)
                 leaves[id(target)] = target, total
     for target, reason in stops:
         edges = _in_order(target[0]) if type(target) is tuple else []
@@ -313,14 +313,14 @@ def gradients(root: Edge, index: int, dy: Array) -> list[tuple[Any, Array]]:
 
 def _in_order(root: Edge) -> list[Edge]:
     """The edges that lead to `root`, the last run first."""
-    found, todo = {root}, [root]
+    edges, todo = {root}, [root]
     while todo:
         edge = todo.pop()
         for target in (*edge.targets, *edge.stopped):
-            if type(target) is tuple and target[0] not in found:
-                found.add(target[0])
+            if type(target) is tuple and target[0] not in edges:
+                edges.add(target[0])
                 todo.append(target[0])
-    return sorted(found, key=lambda edge: -edge.number)
+    return sorted(edges, key=lambda edge: -edge.number)
 
 
 def _zeros(edge: Edge, index: int) -> Array:

@@ -72,9 +72,9 @@ def export(module: Any, path: str | os.PathLike[str], args: Sequence[Any]) -> No
         raise UsageError("only a module whose forward returns Tensors can be exported")
     outside = [t for t, _ in recorder.inputs]
     model = recorder.finished([recorder.value(r) for r in results], gpu=False)
-    own = {id(tensor): name for name, tensor in module._named()}
+    weight_names = {id(tensor): name for name, tensor in module._named()}
     shapes = [t._data.shape for t in tensors] if recorder.sizes else None
-    model = with_initializers(model, outside, own, shapes)
+    model = with_initializers(model, outside, weight_names, shapes)
     for i, value in enumerate(model.graph.outputs):
         value.name = "output" if len(results) == 1 else f"output_{i}"
     save(model, path)

@@ -193,13 +193,13 @@ def conv2d(
     `stride`, `padding` and `dilation` are one number, or one for each of H and W.
     """
     _fits(x, weight._data.shape[2:], padding, _two(dilation))
-    given = {
+    attributes = {
         "strides": _two(stride),
         "pads": _two(padding) * 2,
         "dilations": _two(dilation),
         "group": groups,
     }
-    return op_call("Conv", [x, weight, bias], given)
+    return op_call("Conv", [x, weight, bias], attributes)
 
 
 def max_pool2d(
@@ -214,19 +214,19 @@ def max_pool2d(
     one for each of H and W.
     """
     _fits(x, _two(kernel_size), padding)
-    given = {
+    attributes = {
         "kernel_shape": _two(kernel_size),
         "strides": _two(kernel_size if stride is None else stride),
         "pads": _two(padding) * 2,
     }
-    return op_call("MaxPool", [x], given)
+    return op_call("MaxPool", [x], attributes)
 
 
 @operation
-def _batch_norm(op: Any, x: Any, *given: Any, training: bool, momentum: float, eps: float) -> Any:
+def _batch_norm(op: Any, x: Any, *args: Any, training: bool, momentum: float, eps: float) -> Any:
     return op.BatchNormalization(
         x,
-        *given,
+        *args,
         outputs=3 if training else 1,
         training_mode=int(training),
         momentum=1 - momentum,
@@ -250,11 +250,11 @@ def batch_norm(
     move to them by the share `momentum`; otherwise they are the running ones. `eps` keeps the
     root from 0. The running variance is the biased one, as ONNX has it.
     """
-    given = [x, weight, bias, running_mean, running_var]
-    made = _batch_norm(*given, training=training, momentum=float(momentum), eps=float(eps))
+    operands = [x, weight, bias, running_mean, running_var]
+    results = _batch_norm(*operands, training=training, momentum=float(momentum), eps=float(eps))
     if not training:
-        return made
-    y, mean, variance = made
+        return results
+    y, mean, variance = results
     running_mean.copy_(mean.detach())
     running_var.copy_(variance.detach())
     return y

@@ -138,20 +138,20 @@ class Captured:
             number._data = Tensor(refresh(), device=number.device)._data
         again = self._again if self._steady else None
         if again is not None and again.takes(arguments):
-            found = again.run(arguments)
+            ends = again.run(arguments)
             for leaf in self._leaves:
                 leaf.grad = None
-            return [_wrap(array, None, 0) for array in found[: self._count]]
+            return [_wrap(array, None, 0) for array in ends[: self._count]]
         for state in self._in_place:
             state._data = sole(state)
-        given = [*arguments, *(t for t, _ in self._outside)]
+        operands = [*arguments, *(t for t, _ in self._outside)]
         if self._differentiates:
             with no_grad():
-                made = apply(self._operation, given)
+                tensors = apply(self._operation, operands)
         else:
-            made = apply(self._operation, given)
-        found = list(made) if isinstance(made, tuple) else [made]
-        results, rest = found[: self._count], found[self._count :]
+            tensors = apply(self._operation, operands)
+        ends = list(tensors) if isinstance(tensors, tuple) else [tensors]
+        results, rest = ends[: self._count], ends[self._count :]
         with no_grad():
             for target, new in zip(self._states, rest, strict=False):
                 tensor(target)._data = new._data
@@ -184,11 +184,11 @@ class Captured:
 
     def names(self) -> dict[int, str]:
         """The names of the parameters and buffers of the modules that were called."""
-        found: dict[int, str] = {}
+        names: dict[int, str] = {}
         for module, _ in self._modules:
             for name, tensor in module._named():
-                found.setdefault(id(tensor), name)
-        return found
+                names.setdefault(id(tensor), name)
+        return names
 
 
 class FastReplay:
@@ -329,7 +329,7 @@ class Capture:
     @property
     def graphs(self) -> list[Any]:
         """The captured graphs, as onnx_ir.Model."""
-        return [captured.model for found in self._captured.values() for captured, _ in found]
+        return [captured.model for variants in self._captured.values() for captured, _ in variants]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the graph of the last call as an ONNX file, with parameters as initializers.
@@ -379,8 +379,8 @@ class Block:
         """Run the graph on what its tensors hold now; its results get new elements."""
         captured = self._done()
         captured.fits([])  # what is not so any more, the replay finds out
-        found = captured.replay([])
-        for tensor, new in zip(self._results, found, strict=True):
+        arrays = captured.replay([])
+        for tensor, new in zip(self._results, arrays, strict=True):
             tensor._data, tensor._edge, tensor._index = new._data, new._edge, new._index
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -426,11 +426,11 @@ def sole(x: Tensor) -> Any:
     if array.is_private() and sys.getrefcount(array) <= 3:  # the Tensor's, this one's, the call's
         return array
     owner = home(array.device_id)
-    made = DeviceTensor(0, array.shape, array.dtype.name, array.device_id, None)
-    made.own(owner.shared.pool.allocate(made.nbytes, "a tensor"))
+    copy = DeviceTensor(0, array.shape, array.dtype.name, array.device_id, None)
+    copy.own(owner.shared.pool.allocate(copy.nbytes, "a tensor"))
     array.before(owner.stream.handle)
     owner.stream.catch_up()
-    if made.nbytes:
-        owner.stream.move(made.address, array.address, made.nbytes)
-    made.ready = owner.stream
-    return made
+    if copy.nbytes:
+        owner.stream.move(copy.address, array.address, copy.nbytes)
+    copy.ready = owner.stream
+    return copy

@@ -65,8 +65,8 @@ class ImportedModule(Module):
         if len(args) != len(self.inputs):
             wanted = ", ".join(self.inputs)
             raise UsageError(f"the graph has the inputs {wanted}: {len(args)} were given")
-        given = [a if isinstance(a, Tensor) else Tensor(a) for a in args]
-        return apply(self._operation, [*given, *(vars(self)[n] for n in self._order)])
+        tensors = [a if isinstance(a, Tensor) else Tensor(a) for a in args]
+        return apply(self._operation, [*tensors, *(vars(self)[n] for n in self._order)])
 
 
 def from_onnx(model: Model, trainable: bool = True) -> ImportedModule:

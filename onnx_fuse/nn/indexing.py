@@ -116,8 +116,8 @@ def _sliced(x: Any, parts: list[Any]) -> tuple[Any, list[tuple[int, Any]]]:
         source += 1
     if starts or new:
         begin, end = np.array(starts, np.int64), np.array(ends, np.int64)
-        given = {"axes": tuple(axes), "steps": tuple(steps), "drop": tuple(drop), "new": tuple(new)}
-        x = _slice(x, begin, end, **given)
+        fixed = {"axes": tuple(axes), "steps": tuple(steps), "drop": tuple(drop), "new": tuple(new)}
+        x = _slice(x, begin, end, **fixed)
     return x, later
 
 
@@ -138,12 +138,12 @@ def _gathered(x: Any, where: list[tuple[int, Any]]) -> Any:
         order = list(range(x.ndim))
         moved = [*order[first : first + len(where)], *order[:first], *order[first + len(where) :]]
         x = x.permute(moved)
-    made = _gather_several(*constants([x, *(p for _, p in where)]))
+    y = _gather_several(*constants([x, *(p for _, p in where)]))
     if first:  # NumPy puts the gathered axes where the first index tensor stood
-        lead = made.ndim - (x.ndim - len(where))
-        order = list(range(made.ndim))
-        made = made.permute([*order[lead : lead + first], *order[:lead], *order[lead + first :]])
-    return made
+        lead = y.ndim - (x.ndim - len(where))
+        order = list(range(y.ndim))
+        y = y.permute([*order[lead : lead + first], *order[:lead], *order[lead + first :]])
+    return y
 
 
 @operation

@@ -241,8 +241,8 @@ class MultiheadAttention(Module):
             key = query if key is None else key
             weights = self.in_proj_weight.chunk(3)
             biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-            given = (query, key, key if value is None else value)
-            parts = tuple(F.linear(*each) for each in zip(given, weights, biases, strict=True))
+            inputs = (query, key, key if value is None else value)
+            parts = tuple(F.linear(*each) for each in zip(inputs, weights, biases, strict=True))
         q, k, v = (self._heads(part) for part in parts)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=is_causal)
         return self.out_proj(F.merge_heads(y))

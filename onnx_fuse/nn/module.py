@@ -159,22 +159,22 @@ class Module:
         Raises:
             DataError: A name is in one of the two alone, or a shape differs; nothing is changed.
         """
-        own = dict(self._named())
-        missing, extra = [n for n in own if n not in state], [n for n in state if n not in own]
+        named = dict(self._named())
+        missing, extra = [n for n in named if n not in state], [n for n in state if n not in named]
         if strict and (missing or extra):
             raise DataError(
                 f"the state lacks {', '.join(missing) or 'nothing'} and has "
                 f"{', '.join(extra) or 'nothing'} besides"
             )
-        found = {n: np.array(state[n]) for n in own if n in state}  # whose owner may change them
-        for name, array in found.items():
-            if array.shape != own[name]._data.shape:
+        arrays = {n: np.array(state[n]) for n in named if n in state}  # whose owner may change them
+        for name, array in arrays.items():
+            if array.shape != named[name]._data.shape:
                 raise DataError(
                     f"'{name}' has shape {list(array.shape)} in the state, and "
-                    f"{list(own[name]._data.shape)} here"
+                    f"{list(named[name]._data.shape)} here"
                 )
-        for name, array in found.items():
-            own[name].copy_(array)
+        for name, array in arrays.items():
+            named[name].copy_(array)
 
     def export(self, path: str | os.PathLike[str], args: Sequence[Any]) -> None:
         """Write the module as an ONNX file, with its parameters as initializers under their names.
@@ -194,10 +194,10 @@ class Module:
         export(self, path, args)
 
     def __repr__(self) -> str:
-        own = ", ".join(f"{n}={list(v._data.shape)}" for n, v in vars(self).items()
+        tensors = ", ".join(f"{n}={list(v._data.shape)}" for n, v in vars(self).items()
                         if isinstance(v, Tensor))  # fmt: skip
         lines = [f"  ({n}): {c!r}".replace("\n", "\n  ") for n, c in self.named_children()]
-        inner = "\n" + "\n".join(lines) + "\n" if lines else own
+        inner = "\n" + "\n".join(lines) + "\n" if lines else tensors
         return f"{type(self).__name__}({inner})"
 
 
@@ -322,7 +322,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     from safetensors.numpy import load_file
 
     try:
-        found = load_file(os.fspath(path))
+        arrays = load_file(os.fspath(path))
     except (OSError, SafetensorError) as error:
         raise DataError(f"{path}: {error}") from error
-    return {name: Tensor(array) for name, array in found.items()}
+    return {name: Tensor(array) for name, array in arrays.items()}

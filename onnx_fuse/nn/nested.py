@@ -61,11 +61,11 @@ def names_of(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[int, 
         bound = inspect.signature(function).bind(*args, **kwargs).arguments
     except (TypeError, ValueError):
         return {}
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     for name, value in bound.items():
         inner: list[Tensor] = []
         if isinstance(value, Tensor | list | tuple | dict):
             flat(value, inner)
         many = len(inner) > 1
-        found |= {id(t): f"{name}_{i}" if many else name for i, t in enumerate(inner)}
-    return found
+        names |= {id(t): f"{name}_{i}" if many else name for i, t in enumerate(inner)}
+    return names

@@ -42,10 +42,10 @@ class Recent(Generic[Kept]):
 
     def get(self, key: Any) -> Kept | None:
         """What was put under this key, if it is still here."""
-        found = self._found.get(key)
-        if found is not None and 2 * len(self._found) > self._most:
-            self.put(key, found)  # the order matters once there are many
-        return found
+        value = self._found.get(key)
+        if value is not None and 2 * len(self._found) > self._most:
+            self.put(key, value)  # the order matters once there are many
+        return value
 
     def put(self, key: Any, value: Kept) -> Kept:
         """Keep `value`, which is returned."""
@@ -98,20 +98,20 @@ class Operation:
         kinds = [None if a is None else a.dtype for a in arrays]
         host = tuple([a is not None and type(a) is np.ndarray for a in arrays])
         general = (needs, gpu, host, tuple(shapes), tuple(kinds))
-        found = self._classes.get(general)
-        if found is None:
+        plan = self._classes.get(general)
+        if plan is None:
             ends = [None if s is None else (k, s) for k, s in zip(kinds, shapes, strict=True)]
-            found = self._classes.put(general, Plan(self, ends, needs, gpu))
-            if found.refusal:  # sizes may be what a gradient lacks
+            plan = self._classes.put(general, Plan(self, ends, needs, gpu))
+            if plan.refusal:  # sizes may be what a gradient lacks
                 exact = [None if a is None else (a.dtype, tuple(a.shape)) for a in arrays]
                 special = Plan(self, exact, needs, gpu)
                 if not special.refusal:
                     self._classes.drop(general)
-                    found = special
+                    plan = special
         if len(self.plans) >= KEPT:
             self.plans.clear()
-        self.plans[key] = found
-        return found
+        self.plans[key] = plan
+        return plan
 
     def _general(self, shapes: Sequence[tuple[int, ...] | None], needs: int) -> list[Shape | None]:
         """The shapes as far as they matter: in a gradient, which sizes are 1 and which are equal.
@@ -144,8 +144,8 @@ class Operation:
             values.append(ir.Value(name=f"x{i}", type=kind, shape=ir.Shape(end[1])))
         graph.inputs.extend(v for v in values if v is not None)
         op = autodiff.Emitter(model)
-        made = self.build(op, *values)
-        outputs = list(made) if isinstance(made, tuple) else [made]
+        results = self.build(op, *values)
+        outputs = list(results) if isinstance(results, tuple) else [results]
         op.stem = "y"
         for i, value in enumerate(outputs):
             if value.producer() is None or value in outputs[:i]:  # an input, or a result twice

@@ -34,9 +34,9 @@ def floor_divide(op: Any, a: Any, b: Any) -> Any:
     if not a.dtype.is_floating_point():
         return op.Div(op.Sub(a, op.Mod(a, b)), b)  # Mod has the divisor's sign: this is exact
     rest, other = _rest(op, a, b)
-    whole = op.Sub(op.Div(op.Sub(a, rest), b), op.CastLike(other, a))
-    low = op.Floor(whole)  # which the quotient's rounding may have made one too small
-    low = op.Add(low, op.CastLike(op.Greater(op.Sub(whole, low), 0.5), a))
+    quotient = op.Sub(op.Div(op.Sub(a, rest), b), op.CastLike(other, a))
+    low = op.Floor(quotient)  # which the quotient's rounding may have made one too small
+    low = op.Add(low, op.CastLike(op.Greater(op.Sub(quotient, low), 0.5), a))
     return op.Where(op.Equal(b, 0.0), op.Div(a, b), low)
 
 

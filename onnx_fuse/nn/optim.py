@@ -27,8 +27,8 @@ class Optimizer:
     """
 
     def __init__(self, parameters: Module | Iterable[Any], rule: rules.Optimizer) -> None:
-        given = parameters.named_parameters() if isinstance(parameters, Module) else parameters
-        pairs = [p if isinstance(p, tuple) else ("", p) for p in given]
+        named = parameters.named_parameters() if isinstance(parameters, Module) else parameters
+        pairs = [p if isinstance(p, tuple) else ("", p) for p in named]
         if not pairs:
             raise UsageError("there are no parameters to optimize")
         self.rule = rule
@@ -58,8 +58,8 @@ class Optimizer:
             for name, w, slots in zip(self._names, self.parameters, self._slots, strict=True):
                 if w.grad is None:
                     continue
-                made = self._update(w, w.grad, *slots, rate, count, name=name)
-                news = made if isinstance(made, tuple) else (made,)
+                results = self._update(w, w.grad, *slots, rate, count, name=name)
+                news = results if isinstance(results, tuple) else (results,)
                 for old, new in zip((w, *slots), news, strict=True):
                     old.copy_(new)
 
@@ -76,16 +76,16 @@ class Optimizer:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The state tensors as "0.exp_avg" and so on, by the parameters' order, and "steps"."""
-        found = {"steps": Tensor(np.array(self.steps))}
+        tensors = {"steps": Tensor(np.array(self.steps))}
         for i, slots in enumerate(self._slots):
-            found |= {f"{i}.{k}": s.detach() for k, s in zip(self.rule.slots, slots, strict=True)}
-        return found
+            tensors |= {f"{i}.{k}": s.detach() for k, s in zip(self.rule.slots, slots, strict=True)}
+        return tensors
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from what `state_dict` gave. Raises DataError for the `state` of another."""
-        own = self.state_dict()
-        if set(own) != set(state) or any(
-            np.shape(state[k]) != own[k]._data.shape for k in own if k in state
+        current = self.state_dict()
+        if set(current) != set(state) or any(
+            np.shape(state[k]) != current[k]._data.shape for k in current if k in state
         ):
             raise DataError(
                 "the optimizer's state belongs to other parameters or another optimizer"
@@ -101,8 +101,8 @@ def _updater(rule: rules.Optimizer) -> Callable[..., Any]:
 
     def update(op: Any, w: Any, g: Any, *more: Any, name: str) -> Any:
         slots, rate, count = more[:-2], more[-2], more[-1]
-        made: Sequence[Any] = rule.update(op, name, w, g, slots, rate, count)
-        return tuple(made) if len(made) > 1 else made[0]
+        results: Sequence[Any] = rule.update(op, name, w, g, slots, rate, count)
+        return tuple(results) if len(results) > 1 else results[0]
 
     return operation(update)
 

@@ -92,15 +92,15 @@ class OperatorPlan:
             leaf = Tensor(operand, device=self._device).detach()
             if leaf._data.shape != shape or leaf._data.dtype != dtype:
                 wanted = f"{dtype.name}{list(shape)}"
-                found = f"{leaf._data.dtype.name}{list(leaf._data.shape)}"
-                raise UsageError(f"the plan's {name} is {wanted}, not {found}")
+                actual = f"{leaf._data.dtype.name}{list(leaf._data.shape)}"
+                raise UsageError(f"the plan's {name} is {wanted}, not {actual}")
             leaves.append(leaf.requires_grad_(is_float(dtype)))
-        made = (
+        outputs = (
             op_call(self._type, leaves, self._attributes, FUSE, outputs=1 + len(self._saves))
             if self._scaled is None
             else apply(self._scaled, leaves)
         )
-        results = made if isinstance(made, tuple) else (made,)
+        results = outputs if isinstance(outputs, tuple) else (outputs,)
         self._leaves, self._result = leaves, results[0]
         self.saved = {
             name: value.detach() for name, value in zip(self._saves, results[1:], strict=True)
@@ -111,10 +111,10 @@ class OperatorPlan:
         """The gradients of the last `forward` by operand, for the gradient `dy` of its result."""
         edge, index = self._result._edge, self._result._index
         with no_grad():
-            given = Tensor(dy, device=self._device)
-            found = dispatch.gradients(edge, index, given._data)
+            seed = Tensor(dy, device=self._device)
+            grads = dispatch.gradients(edge, index, seed._data)
         names = {id(leaf): name for leaf, name in zip(self._leaves, self.operands, strict=True)}
-        return {names[id(leaf)]: Tensor(array) for leaf, array in found}
+        return {names[id(leaf)]: Tensor(array) for leaf, array in grads}
 
 
 def _scaled(

@@ -66,7 +66,7 @@ class Recorder:
 
     # ---- what `nn` tells it ----
 
-    def record(self, operation: Operation, inputs: Sequence[Any], made: Any) -> None:
+    def record(self, operation: Operation, inputs: Sequence[Any], tensors: Any) -> None:
         """Add the nodes of an operation that has just run."""
         self._needs(operation.opset, operation.domains)
         values = [
@@ -76,9 +76,9 @@ class Recorder:
             for x in inputs
         ]  # fmt: skip
         self.op.stem = operation.name
-        found = operation.build(self.op, *values)
-        results = made if isinstance(made, tuple) else (made,)
-        for tensor, value in zip(results, found if isinstance(found, tuple) else (found,),
+        emitted = operation.build(self.op, *values)
+        results = tensors if isinstance(tensors, tuple) else (tensors,)
+        for tensor, value in zip(results, emitted if isinstance(emitted, tuple) else (emitted,),
                                  strict=True):  # fmt: skip
             if value.shape is None or value.dtype is None:  # where inference says nothing
                 value.dtype = ir.DataType.from_numpy(tensor._data.dtype)
@@ -129,9 +129,9 @@ class Recorder:
                 "computation, and assign after backward()"
             )
 
-    def assigned(self, tensor: Any, given: Any) -> None:
+    def assigned(self, tensor: Any, source: Any) -> None:
         """Note that a tensor has the elements of another from now on."""
-        value = self.value(given)
+        value = self.value(source)
         if tensor.requires_grad and self.knows(tensor):
             self._before.add(self.value(tensor))
         self.states[id(tensor)] = tensor, value
@@ -147,11 +147,11 @@ class Recorder:
         """The value, which no gradient flows through."""
         if not self.grad or value.dtype is None or not value.dtype.is_floating_point():
             return value
-        made: ir.Value = self.op.node(
+        stopped: ir.Value = self.op.node(
             "StopGradient", [value], domain=FUSE, outputs=[self.op.fresh(f"{value.name}.constant")]
         )
-        made.type, made.shape = value.type, value.shape
-        return made
+        stopped.type, stopped.shape = value.type, value.shape
+        return stopped
 
     def renewed(self, tensor: Any, refresh: Callable[[], Array]) -> None:
         """Note that a tensor has another value at each replay, which `refresh` makes."""
@@ -209,8 +209,8 @@ class Recorder:
 
     def knows(self, tensor: Any) -> bool:
         """Whether the graph has a value for the tensor."""
-        found = self._values.get(id(tensor))
-        return found is not None and found[0]() is tensor
+        entry = self._values.get(id(tensor))
+        return entry is not None and entry[0]() is tensor
 
     def value(self, tensor: Any) -> ir.Value:
         """The graph's value of a tensor; an input if it came from outside."""
@@ -264,12 +264,12 @@ def assemble(model: ir.Model, gpu: bool) -> None:
     while (marker := next((n for n in graph if n.domain == _DOMAIN), None)) is not None:
         nodes = list(graph)
         place = nodes.index(marker)
-        after, made = nodes[place + 1 :], {v for n in nodes[:place] for v in n.outputs}
+        after, ahead = nodes[place + 1 :], {v for n in nodes[:place] for v in n.outputs}
         loss, dy, *leaves = marker.inputs
         assert loss is not None
         final = list(graph.outputs)
         read = (v for n in after for v in reads(n))
-        needed = dict.fromkeys(v for v in (loss, dy, *read, *final) if v in made and v is not None)
+        needed = dict.fromkeys(v for v in (loss, dy, *read, *final) if v in ahead and v is not None)
         standins = {v: ir.Value(name=v.name, type=v.type, shape=v.shape) for v in needed}
         graph.outputs.clear()
         for node in (marker, *after):
@@ -317,7 +317,7 @@ def copied(model: ir.Model) -> Callable[..., Any]:
                     new.type, new.shape = old.type if node.domain else None, None
             op.adopt(copy)
             op.nodes.append(copy)
-        made = tuple(values[v] for v in outputs)
-        return made[0] if len(made) == 1 else made
+        results = tuple(values[v] for v in outputs)
+        return results[0] if len(results) == 1 else results
 
     return build

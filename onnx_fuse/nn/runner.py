@@ -96,7 +96,7 @@ def _on_host(model: ir.Model, name: str) -> Run:
         if wide is not None:
             return wide(arrays)
         try:
-            found: list[Array] = call(outputs, dict(zip(inputs, arrays, strict=False)), quiet)
+            results: list[Array] = call(outputs, dict(zip(inputs, arrays, strict=False)), quiet)
         except Exception as error:
             if not ort.is_fault(error):
                 raise
@@ -104,7 +104,7 @@ def _on_host(model: ir.Model, name: str) -> Run:
                 wide = _in_float32(model, name)
                 return wide(arrays)
             raise UsageError(f"{name}: {_operands(arrays)}: {ort.plain(error)}") from error
-        return found
+        return results
 
     return run
 
@@ -115,10 +115,10 @@ def _in_float32(model: ir.Model, name: str) -> Run:
     inner = _on_host(widened(model, (ir.DataType.FLOAT16,), ir.DataType.FLOAT), name)
 
     def run(arrays: Sequence[Array]) -> list[Array]:
-        found = inner([a.astype(np.float32) if a.dtype == np.float16 else a for a in arrays])
+        wide = inner([a.astype(np.float32) if a.dtype == np.float16 else a for a in arrays])
         with np.errstate(over="ignore"):
             return [
-                y.astype(np.float16) if narrow else y for y, narrow in zip(found, half, strict=True)
+                y.astype(np.float16) if narrow else y for y, narrow in zip(wide, half, strict=True)
             ]
 
     return run
@@ -146,13 +146,13 @@ def _host_views(model: ir.Model, name: str) -> Run:
     results = [slots[v] for v in model.graph.outputs]
 
     def run(arrays: Sequence[Array]) -> list[Array]:
-        known = [None, *arrays, *fixed]
+        values = [None, *arrays, *fixed]
         try:
             for step, places in steps:
-                known.append(step([known[i] for i in places]))
+                values.append(step([values[i] for i in places]))
         except (ValueError, IndexError) as error:
             raise UsageError(f"{name}: {_operands(arrays)}: {error}") from error
-        return [known[i] for i in results]
+        return [values[i] for i in results]
 
     return run
 
@@ -166,9 +166,9 @@ def home(gpu: int) -> Any:
     from onnx_fuse.runtime.executable import Executable
 
     empty = ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": 21}), ir_version=10)
-    made = Executable(empty, device_id=gpu)
-    made.shared.pool.keeps = 64 << 20
-    return made
+    executable = Executable(empty, device_id=gpu)
+    executable.shared.pool.keeps = 64 << 20
+    return executable
 
 
 def _on_gpu(model: ir.Model, gpu: int, state: Mapping[int, int]) -> Run:
@@ -225,9 +225,9 @@ class _Direct:
 
         shared = home(self._gpu).shared
         model = self._model.clone() if self._state else self._model
-        made = Executable(model, state=state, device_id=self._gpu, home=shared)
-        made.shared.pool = shared.pool  # what one operator's tensors leave, the next one's take
-        return made
+        new = Executable(model, state=state, device_id=self._gpu, home=shared)
+        new.shared.pool = shared.pool  # what one operator's tensors leave, the next one's take
+        return new
 
     def turn(self, arrays: Sequence[Array]) -> PooledProgram | None:
         """What launches inputs of these kinds, if anything does."""
@@ -257,12 +257,12 @@ class _Direct:
         executable = self._launched
         ends = zip(self._inputs, arrays, strict=False)
         try:
-            made = executable.specializer.of({n: (a.shape, a.dtype.name) for n, a in ends})
+            specialized = executable.specializer.of({n: (a.shape, a.dtype.name) for n, a in ends})
         except NeedsValues:  # of inputs that decide about shapes
             return None
-        if not is_direct(made.program):
+        if not is_direct(specialized.program):
             return None
-        return PooledProgram(executable, Layout(executable, made, self._inputs))
+        return PooledProgram(executable, Layout(executable, specialized, self._inputs))
 
 
 class PooledProgram:
@@ -298,22 +298,22 @@ class PooledProgram:
         """Launch on inputs that are ready; states among `arrays` are updated in place."""
         from onnx_fuse.runtime.tensor import DeviceTensor
 
-        allocate, found, ends = self._pool.allocate, [], [0, *addresses]
+        allocate, results, ends = self._pool.allocate, [], [0, *addresses]
         for i, (shape, dtype) in enumerate(self._results):
             if i in self._stays:
-                made = arrays[self._stays[i]]
+                tensor = arrays[self._stays[i]]
             else:
-                made = DeviceTensor(0, shape, dtype, self._gpu, None)
-                made.own(allocate(made.nbytes, "a tensor"))
-                made.ready = self.stream
-            found.append(made)
-            ends.append(made.address)
+                tensor = DeviceTensor(0, shape, dtype, self._gpu, None)
+                tensor.own(allocate(tensor.nbytes, "a tensor"))
+                tensor.ready = self.stream
+            results.append(tensor)
+            ends.append(tensor.address)
         if self._arena:
             arena = self._own or allocate(self._arena, "an arena")
             self._own = arena if self._stays else None
             ends[0] = arena.address
         self._turn.launch(ends)
-        return found
+        return results
 
 
 def _device_view(model: ir.Model, gpu: int, name: str) -> Run:
@@ -327,14 +327,14 @@ def _device_view(model: ir.Model, gpu: int, name: str) -> Run:
         x, *others = arrays
         standin = np.empty(x.shape, np.int8)  # whose pages nobody touches
         try:
-            found = moved([standin, *others])
+            view = moved([standin, *others])
         except ValueError as error:
             raise UsageError(f"{name}: {_operands(arrays)}: {error}") from error
         if node.op_type in SIZES:
-            return [found]
-        made = DeviceTensor(x.address, found.shape, x.dtype.name, gpu, x)
-        made.ready = x.ready
-        return [made]
+            return [view]
+        result = DeviceTensor(x.address, view.shape, x.dtype.name, gpu, x)
+        result.ready = x.ready
+        return [result]
 
     return run
 
@@ -367,30 +367,30 @@ def upload(array: np.ndarray[Any, Any], gpu: int) -> Array:
     elif dense.nbytes:
         pageable = dense.copy()  # the caller's may be pinned, which the GPU would read later
         stream.upload(memory.address, pageable.ctypes.data, dense.nbytes)
-    made = DeviceTensor(memory.address, array.shape, array.dtype, gpu, memory)
-    made.ready = stream
-    return made
+    tensor = DeviceTensor(memory.address, array.shape, array.dtype, gpu, memory)
+    tensor.ready = stream
+    return tensor
 
 
 def uploaded(arrays: Sequence[Array], gpu: int) -> list[Array]:
     """The arrays, those of the host in the memory of a GPU; small ones travel together."""
     from onnx_fuse.runtime.tensor import DeviceTensor
 
-    found = list(arrays)
-    hosts = [i for i, a in enumerate(found) if type(a) is np.ndarray]
-    small = [i for i in hosts if found[i].nbytes <= TOGETHER]
+    tensors = list(arrays)
+    hosts = [i for i, a in enumerate(tensors) if type(a) is np.ndarray]
+    small = [i for i in hosts if tensors[i].nbytes <= TOGETHER]
     for i in hosts if len(small) < 2 else set(hosts).difference(small):
-        found[i] = upload(found[i], gpu)
+        tensors[i] = upload(tensors[i], gpu)
     if len(small) > 1:
-        whole = bytearray(len(small) * TOGETHER)
+        packed = bytearray(len(small) * TOGETHER)
         for k, i in enumerate(small):
-            whole[k * TOGETHER : k * TOGETHER + found[i].nbytes] = found[i].tobytes()
-        sent = upload(np.frombuffer(whole, np.uint8), gpu)
+            packed[k * TOGETHER : k * TOGETHER + tensors[i].nbytes] = tensors[i].tobytes()
+        sent = upload(np.frombuffer(packed, np.uint8), gpu)
         for k, i in enumerate(small):
-            at, array = sent.address + k * TOGETHER, found[i]
-            found[i] = DeviceTensor(at, array.shape, array.dtype, gpu, sent)
-            found[i].ready = sent.ready
-    return found
+            at, array = sent.address + k * TOGETHER, tensors[i]
+            tensors[i] = DeviceTensor(at, array.shape, array.dtype, gpu, sent)
+            tensors[i].ready = sent.ready
+    return tensors
 
 
 _UPLOADS = threading.Lock()

@@ -210,10 +210,10 @@ class Tensor:
 
     def detach(self) -> Tensor:
         """The same elements without a gradient."""
-        made = _wrap(self._data, None, 0)
+        detached = _wrap(self._data, None, 0)
         if MODE.recorder is not None:
-            MODE.recorder.same(self, made)
-        return made
+            MODE.recorder.same(self, detached)
+        return detached
 
     def backward(self, gradient: Tensor | None = None) -> None:
         """Add to the `grad` of each leaf that requires one the gradient of this tensor by it.
@@ -230,8 +230,8 @@ class Tensor:
             raise UsageError("backward() of a Tensor that is no scalar needs its gradient")
         with unrecorded(), no_grad():
             dy = ones_like(self._data) if gradient is None else gradient._data
-            found = dispatch.gradients(self._edge, self._index, dy)
-        new = [(leaf, _wrap(array, None, 0)) for leaf, array in found]
+            grads = dispatch.gradients(self._edge, self._index, dy)
+        new = [(leaf, _wrap(array, None, 0)) for leaf, array in grads]
         if MODE.recorder is not None:
             MODE.recorder.backward(self, gradient, new)
         with no_grad():
@@ -243,14 +243,14 @@ class Tensor:
         if self._edge is not None:
             raise UsageError("copy_ is for leaves: this Tensor is the result of an operator")
         with no_grad():
-            own = isinstance(source, Tensor)
-            given = source if own else Tensor(np.array(Tensor(source)._data), device=self.device)
-            given = given.to(self._data.dtype).to(self.device).detach()
-            if given._data.shape != self._data.shape:
-                given = given.expand(*self._data.shape)
-        self._data = given._data
+            ready = isinstance(source, Tensor)
+            new = source if ready else Tensor(np.array(Tensor(source)._data), device=self.device)
+            new = new.to(self._data.dtype).to(self.device).detach()
+            if new._data.shape != self._data.shape:
+                new = new.expand(*self._data.shape)
+        self._data = new._data
         if MODE.recorder is not None:
-            MODE.recorder.assigned(self, given)
+            MODE.recorder.assigned(self, new)
         return self
 
     # ---- types and places ----
@@ -377,10 +377,10 @@ class Tensor:
         if not is_float(dtype) and any(isinstance(b, float) for b in (min, max)):
             return self.float().clamp(min, max)
         # of a missing bound onnxruntime makes the largest finite number
-        given: list[Any] = [-np.inf if min is None else min, np.inf if max is None else max]
+        limits: list[Any] = [-np.inf if min is None else min, np.inf if max is None else max]
         if not is_float(dtype):
-            given = [min, max]
-        bounds = [None if b is None else np.array(b, dtype) for b in given]
+            limits = [min, max]
+        bounds = [None if b is None else np.array(b, dtype) for b in limits]
         return operators.clip(self, *bounds)
 
     clip = clamp
@@ -406,10 +406,10 @@ class Tensor:
         """Itself, integers and booleans as int64: their sums do not fit their type."""
         return self if is_float(self._data.dtype) else self.long()
 
-    def _floating(self, what: str) -> Tensor:
-        """Itself. Raises UsageError for integers, whose `what` would be rounded to one."""
+    def _floating(self, action: str) -> Tensor:
+        """Itself. Raises UsageError for integers, whose `action` would be rounded to one."""
         if not is_float(self._data.dtype):
-            raise UsageError(f"the {what} of a Tensor of {self._data.dtype.name}: take x.float()")
+            raise UsageError(f"the {action} of a Tensor of {self._data.dtype.name}: take x.float()")
         return self
 
     def _extreme(self, kind: str, dim: Any, keepdim: bool) -> Any:
@@ -462,10 +462,10 @@ class Tensor:
 
     def _arg(self, kind: str, dim: int | None, keepdim: bool) -> Tensor:
         x = self.reshape(-1) if dim is None else self
-        given = {"axis": axis_of(dim or 0, x.ndim), "keepdims": int(keepdim)}
-        if x.ndim and x._data.shape[given["axis"]] == 0:
+        attributes = {"axis": axis_of(dim or 0, x.ndim), "keepdims": int(keepdim)}
+        if x.ndim and x._data.shape[attributes["axis"]] == 0:
             raise UsageError("no element is the largest or smallest of none: the axis is empty")
-        return op_call(kind, [x], given)
+        return op_call(kind, [x], attributes)
 
     def argmax(self, dim: int | None = None, keepdim: bool = False) -> Tensor:
         """The index (int64) of the first largest element along `dim`, or of all (`keepdim`)."""
@@ -497,8 +497,8 @@ class Tensor:
         """The `k` largest (or not `largest`) elements along `dim`, and their indices, in order."""
         if k < 0:
             raise UsageError(f"topk needs a number of elements of at least 0, not {k}")
-        given = {"axis": dim, "largest": int(largest)}
-        values, indices = op_call("TopK", [self, [k]], given, outputs=2)
+        attributes = {"axis": dim, "largest": int(largest)}
+        values, indices = op_call("TopK", [self, [k]], attributes, outputs=2)
         return values, indices
 
     def any(self) -> Tensor:
@@ -562,11 +562,11 @@ class Tensor:
     def expand(self, *shape: Any) -> Tensor:
         """The tensor repeated along axes of size 1 to `shape`, where -1 keeps a size; a view."""
         sizes = ints(shape)
-        own = (*[1] * (len(sizes) - self.ndim), *self._data.shape)
+        old = (*[1] * (len(sizes) - self.ndim), *self._data.shape)
         if len(sizes) < self.ndim or (sizes[: len(sizes) - self.ndim] < 0).any():
-            raise UsageError(f"expand gives no sizes to all axes of {[*own]}: {sizes.tolist()}")
-        if any(d not in (-1, size) and size != 1 for d, size in zip(sizes, own, strict=True)):
-            raise UsageError(f"expand repeats only axes of size 1: {[*own]} to {sizes.tolist()}")
+            raise UsageError(f"expand gives no sizes to all axes of {[*old]}: {sizes.tolist()}")
+        if any(d not in (-1, size) and size != 1 for d, size in zip(sizes, old, strict=True)):
+            raise UsageError(f"expand repeats only axes of size 1: {[*old]} to {sizes.tolist()}")
         sizes = np.where(sizes == -1, 1, sizes)  # ONNX broadcasts both ways
         return op_call("Expand", [self, sizes])
 
@@ -584,8 +584,8 @@ class Tensor:
         if isinstance(sizes, int):
             if sizes <= 0:
                 raise UsageError(f"split takes parts of a size from 1 on, not {sizes}")
-            whole = self.shape[dim]
-            sizes = [builtins.min(sizes, whole - i) for i in range(0, whole or 1, sizes)]
+            length = self.shape[dim]
+            sizes = [builtins.min(sizes, length - i) for i in range(0, length or 1, sizes)]
         return _several(op_call("Split", [self, list(sizes)], {"axis": dim}, outputs=len(sizes)))
 
     def chunk(self, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
@@ -599,8 +599,8 @@ class Tensor:
         each = -(-self._data.shape[dim] // chunks)
         if each * (chunks - 1) >= self._data.shape[dim]:
             return self.split(builtins.max(each, 1), dim) if each else (self,) * chunks
-        given = {"axis": dim, "num_outputs": chunks}
-        return _several(op_call("Split", [self], given, outputs=chunks))
+        attributes = {"axis": dim, "num_outputs": chunks}
+        return _several(op_call("Split", [self], attributes, outputs=chunks))
 
     def tril(self, diagonal: int = 0) -> Tensor:
         """The lower triangle of each matrix, up to `diagonal`; 0 above it."""
@@ -643,10 +643,10 @@ _OPERANDS = (Tensor, np.ndarray, np.generic, int, float)
 
 
 def _wrap(array: Array, edge: Any, index: int) -> Tensor:
-    made = Tensor.__new__(Tensor)
-    made._data, made._edge, made._index = array, edge, index
-    made.grad, made.requires_grad = None, edge is not None
-    return made
+    new = Tensor.__new__(Tensor)
+    new._data, new._edge, new._index = array, edge, index
+    new.grad, new.requires_grad = None, edge is not None
+    return new
 
 
 dispatch.use(_wrap)
@@ -694,5 +694,5 @@ def promoted(a: Tensor, b: Any) -> tuple[Any, Any]:
     return a.to(common), b.to(common)
 
 
-def _several(made: Any) -> tuple[Tensor, ...]:
-    return made if isinstance(made, tuple) else (made,)
+def _several(results: Any) -> tuple[Tensor, ...]:
+    return results if isinstance(results, tuple) else (results,)
