@@ -618,6 +618,8 @@ def test_width_follows_alignment():
         ("i = Constant <value_int = 0> () y = CumSum (x, i)", ((), (3,))),
         ('y = Einsum <equation = "ij -> i"> (x)', ((3,), (3,))),
         ("y = Conv (x, z)", ((1, 3, 4, 4), (2, 4, 3, 3))),
+        ("d = Cast <to = 11> (z) y = Conv (x, d)", ((1, 3, 4, 4), (2, 3, 3, 3))),
+        ("b = Cast <to = 9> (x) y = MaxPool <kernel_shape = [2]> (b)", ((1, 3, 4), (3,))),
         ("y = LayerNormalization (x, z)", ((2, 3), (4,))),
         ("y = onnx_fuse.Gemm (x, z, r)", ((2, 3), (4, 5))),
         ("y = onnx_fuse.LayerNormGemm (x, r, r, z, r)", ((2, 3), (4, 5))),

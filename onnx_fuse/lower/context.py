@@ -266,7 +266,7 @@ class Context(ABC):
                 types = {n: _as_float16(t) for n, t in types.items()}
                 data = {n: t for n, t in data.items() if t.data_type != onnx.TensorProto.BFLOAT16}
                 result = infer(types, data)
-        except onnx.shape_inference.InferenceError as error:
+        except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError) as error:
             raise self.fault(node, one_line(error)) from error
         correct_types(proto, types, data, result)
         types_of = [self._static_proto(result.get(v.name or "")) for v in node.outputs]
