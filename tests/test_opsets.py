@@ -223,6 +223,18 @@ ROWS: list[tuple[int, str, str]] = [
             ("LpPool", 11, ", p = 3"),
         )
     ),
+    *(
+        (
+            v,
+            "(float[2,3] x) => (float[3,2] y, float[2] s)",
+            "f = Constant <value_float = 2.5> ()  g = Constant <value_floats = [1.0, 2.0, 3.0]> ()"
+            "  i = Constant <value_int = 4> ()  k = Constant <value_ints = [3, 2]> ()"
+            '  t = Constant <value_strings = ["1.5", "2"]> ()  s = Cast <to = 1> (t)'
+            "  c = Cast <to = 1> (i)  a = Mul (x, f)  b = Add (a, g)  d = Sub (b, c)"
+            "  y = Reshape (d, k)",
+        )
+        for v in (9, 11)
+    ),
     (7, "(float[2,3,4] x, float[4] w) => (float[2,3,4] y)", "y = PRelu (x, w)"),
     (7, "(float[2,6,2,2] x) => (float[2,6,2,2] y)", "y = LRN <size = 3> (x)"),
     (9, "(float[2,6,2,2] x) => (float[2,6,2,2] y)", "y = MeanVarianceNormalization (x)"),

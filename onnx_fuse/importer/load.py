@@ -315,6 +315,8 @@ def _check_graph(model: ir.Model) -> None:
         elif opset is None:
             raise ModelError(f"{where}: the model does not import its domain '{node.domain}'")
         _check_attributes(node)
+        if node.op_type == "Constant" and not node.domain and (opset or 1) < 12:
+            _hold_tensor(node)
     _check_defined(model.graph, set())
     try:
         common_passes.TopologicalSortPass()(model)
@@ -331,6 +333,14 @@ _ELEMENT_TYPES = ("dtype", "output_dtype", "softmax_precision", "stash_type", "t
 
 def _called(node: ir.Node) -> str:
     return f"node '{node.name or node.outputs[0].name if node.outputs else node.name}'"
+
+
+def _hold_tensor(node: ir.Node) -> None:
+    """Write a Constant's numbers or strings as a tensor: onnxruntime takes all in any opset."""
+    tensor = ir.convenience.get_const_tensor(node.outputs[0])
+    if tensor is not None and "value" not in node.attributes:
+        node.attributes.clear()
+        node.attributes["value"] = ir.AttrTensor("value", tensor)
 
 
 def _check_attributes(node: ir.Node) -> None:
