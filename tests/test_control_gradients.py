@@ -1,5 +1,6 @@
 """Gradients through bodies, of states that have names for sizes; and what has none."""
 
+import numpy as np
 import onnx
 import onnx_ir
 import pytest
@@ -41,6 +42,19 @@ REFUSED = {
         " <float s = {2}> { v = DequantizeLinear (w, s) y = MatMul (x, v) }",
         "'w' is of type FLOAT8E4M3FN: it has no gradient",
     ),
+    "a branch that draws": (
+        "g (bool c, float[3] w) => (float[3] y) { y = If (c) <then_branch = t () => (float[3] a)"
+        " { r = RandomNormalLike (w) a = Mul (w, r) }, else_branch = e () => (float[3] b)"
+        " { b = Identity (w) }> }",
+        r"'y' \(If\): the backward computes its body again and would draw other random numbers",
+    ),
+    "steps that drop": (
+        "g (float[3] w, int64 n) => (float[] y) { , h = Loop (n, , w) <body = b (int64 i, bool c,"
+        " float[3] s) => (bool d, float[3] t, float[3] u) { d = Identity (c)"
+        " on = Constant <value = bool {1}> () u = Dropout (s, , on) t = Mul (u, w) }>"
+        " y = ReduceSum <keepdims = 0> (h) }",
+        r"\(Loop\): the backward computes its body again",
+    ),
 }
 
 
@@ -50,6 +64,18 @@ def test_what_is_no_number_has_no_gradient(name):
     head = '<ir_version: 10, opset_import: ["" : 21, "ai.onnx.ml" : 3]>'
     with pytest.raises((ModelError, UsageError), match=said):
         autodiff.gradient(onnx.parser.parse_model(f"{head} {text}"), wrt=["w"])
+
+
+def test_a_gradient_that_reads_no_drawn_number_passes_a_body():
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 21]>
+      g (bool c, float[3] x) => (float[3] y) { y = If (c) <
+        then_branch = t () => (float[3] a) { r = RandomNormalLike (x) z = Dropout (x)
+                                             d = Mul (z, z) a = Add (d, r) },
+        else_branch = e () => (float[3] b) { b = Identity (x) }> }""")
+    made = ort.session(autodiff.gradient(model, wrt=["x"]))
+    x, dy = np.float32([1, 2, 3]), np.float32([1, 1, 2])
+    (dx,) = made.run(["x.grad"], {"c": np.array(True), "x": x, "y.grad": dy})
+    np.testing.assert_allclose(dx, 2 * x * dy)
 
 
 def test_codes_of_8_bits_are_no_parameters():

@@ -10,12 +10,12 @@ import numpy as np
 import onnx_ir as ir
 
 from onnx_fuse.autodiff.emit import Emitter
-from onnx_fuse.autodiff.subgraphs import ancestors
+from onnx_fuse.autodiff.subgraphs import ancestors, draws
 from onnx_fuse.autodiff.walk import backward
 from onnx_fuse.importer.save import inline
 from onnx_fuse.importer.shapes import infer_shapes
 from onnx_fuse.ir.build import Builder, all_nodes, const_array, reads
-from onnx_fuse.ir.traits import DRAWS, SIZES, VIEWS
+from onnx_fuse.ir.traits import SIZES, VIEWS
 from onnx_fuse.ops.shape_ops import fail, may_be_float
 from onnx_fuse.rewrite.canonicalize import clean
 
@@ -102,7 +102,7 @@ def partition(
     forward = cut(joint, own, [*named_outputs, *more])
     behind = cut(joint, [*first, *own, *given], [str(g.name) for g in gradients])
     for node in all_nodes(behind.graph):
-        if node.op_type in DRAWS and not node.domain:
+        if draws(node):
             raise fail(node, "it draws random numbers, and the backward would draw others")
     feeds = behind.graph.inputs
     unread = {v for v in feeds if not v.uses() and not v.is_graph_output()}

@@ -10,9 +10,10 @@ import onnx_ir as ir
 
 from onnx_fuse.autodiff.emit import Emitter
 from onnx_fuse.importer.types import shapes_of_body
-from onnx_fuse.ir.build import captured, reads, subgraphs
+from onnx_fuse.ir.build import all_nodes, captured, const_array, reads, subgraphs
 from onnx_fuse.ir.constants import FUSE
-from onnx_fuse.ops.shape_ops import fail, may_be_float, size_of, zeros_like
+from onnx_fuse.ir.traits import DRAWS
+from onnx_fuse.ops.shape_ops import arguments, fail, may_be_float, size_of, zeros_like
 
 Walk: TypeAlias = Callable[..., dict[str, ir.Value]]
 """`walk._walk`: the gradients of values of a graph, appended to it."""
@@ -33,6 +34,22 @@ def ancestors(values: Sequence[ir.Value]) -> set[ir.Node]:
             found.add(node)
             todo += [p for v in reads(node) if v is not None and (p := v.producer()) is not None]
     return found
+
+
+def draws(node: ir.Node) -> bool:
+    """Whether two runs of a node may have other results: it draws random numbers."""
+    if node.op_type == "Dropout" and not node.domain:
+        training = arguments(node, 3)[2]
+        on = const_array(training)
+        return training is not None and (on is None or bool(on.any()))
+    return node.op_type in DRAWS and not node.domain
+
+
+def _refuse_draws(node: ir.Node, body: ir.Graph, results: Sequence[ir.Value]) -> None:
+    """Raises ModelError where the backward of a body, of these results, draws random numbers."""
+    if any(map(draws, all_nodes(ancestors(results).intersection(body)))):
+        why = "the backward computes its body again and would draw other random numbers"
+        raise fail(node, why)
 
 
 def _apart(inner: Emitter, graph: ir.Graph) -> list[ir.Value]:
@@ -88,6 +105,7 @@ def through_if(
         branch.extend(inner.nodes)
         branch.outputs.clear()
         branch.outputs.extend(outputs)
+        _refuse_draws(node, branch, outputs)
         branches[name] = branch
     op.stem = f"{node.name or node.outputs[0].name}.grad"
     made = op.node("If", [node.inputs[0]], outputs=len(xs), attributes=branches)
@@ -174,6 +192,7 @@ def through_loop(
         results.append(inner.node("Identity", [dx], outputs=[inner.fresh(inner.stem)]))
         results[-1].type, results[-1].shape = x.type, x.shape
     own.extend(inner.nodes)
+    _refuse_draws(node, own, results)
     cut = len(floats) + len(moving)
     results = [*results[: len(floats)], *results[cut:], *results[len(floats) : cut]]
     op.stem = f"{node.name or node.outputs[0].name}.grad"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,8 +9,8 @@ import numpy as np
 import onnx_ir
 from onnx_ir import DataType, Value
 
-from onnx_fuse.ir.build import const_array, given, subgraphs
-from onnx_fuse.ir.traits import DRAWS
+from onnx_fuse.autodiff.subgraphs import draws
+from onnx_fuse.ir.build import all_nodes
 from onnx_fuse.validation.arrays import Array
 
 
@@ -168,21 +167,8 @@ def random_outputs(model: onnx_ir.Model) -> list[str]:
     """Outputs that depend on a random operator (or a Dropout that drops)."""
     tainted: set[Value] = set()
     for node in model.graph:
-        inner = [node, *_inner_nodes(node)]
+        inner = list(all_nodes([node]))
         reads = {v for n in inner for v in n.inputs if v is not None}
-        if reads & tainted or any(_is_random(n) for n in inner):
+        if reads & tainted or any(map(draws, inner)):
             tainted.update(node.outputs)
     return [v.name or "" for v in model.graph.outputs if v in tainted]
-
-
-def _is_random(node: onnx_ir.Node) -> bool:
-    if node.op_type == "Dropout":
-        training = const_array(given(node, 2))
-        return given(node, 2) is not None and (training is None or bool(training.any()))
-    return node.op_type in DRAWS
-
-
-def _inner_nodes(node: onnx_ir.Node) -> Iterator[onnx_ir.Node]:
-    for attribute in node.attributes.values():
-        for graph in subgraphs(attribute):
-            yield from onnx_ir.traversal.RecursiveGraphIterator(graph)
