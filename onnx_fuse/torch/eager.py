@@ -30,8 +30,8 @@ OWN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 def on_gpu(x: Tensor) -> bool:
     """Whether a tensor is in GPU memory."""
-    found: bool = x.is_cuda
-    return found
+    is_cuda: bool = x.is_cuda
+    return is_cuda
 
 
 def plain(x: Tensor) -> bool:
@@ -105,10 +105,10 @@ class CompiledForward:
             for shape in [(*lead, *first[1:]) if rows else first]
         ]
         self._new, self._enqueue = self.turn.new, self.turn.enqueue
-        kept = self.turn.results[count:]
-        *self._offsets, self._bytes = _offsets(kept)
+        inner = self.turn.results[count:]
+        *self._offsets, self._bytes = _offsets(inner)
         self._memory = (self._bytes,), (1,), torch.uint8
-        ends = zip(forward.outputs[count:], self._offsets, kept, strict=True)
+        ends = zip(forward.outputs[count:], self._offsets, inner, strict=True)
         self._kept = {end.name: (offset, kind) for end, offset, kind in ends}
         self._names = [end.name for end in graph.outputs]
         wanted = graph.derived(f"backward:{mask}").inputs if mask else ()
@@ -119,19 +119,19 @@ class CompiledForward:
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor | None]:
         """The results, and the memory of what is kept."""
-        made = [*starmap(self._new, self._results)]
-        kept = self._new(*self._memory) if self._bytes else None
-        base = 0 if kept is None else kept.data_ptr()
-        now = [*map(ADDRESS, tensors), *map(ADDRESS, made), base]
+        results = [*starmap(self._new, self._results)]
+        block = self._new(*self._memory) if self._bytes else None
+        base = 0 if block is None else block.data_ptr()
+        now = [*map(ADDRESS, tensors), *map(ADDRESS, results), base]
         before, ends = self._latest
         if now != before:
             read, places = gpu.aligned(tensors) if self._dense else gpu.addresses(tensors)
-            ends = [*places, *map(ADDRESS, made), *[base + at for at in self._offsets]]
+            ends = [*places, *map(ADDRESS, results), *[base + at for at in self._offsets]]
             if places == now[: len(places)]:
                 self._latest = now, ends
             tensors = read  # copies stay alive until the launches are in the stream
         self._enqueue(ends)
-        return made, kept
+        return results, block
 
     def gradients(
         self, needs: tuple[bool, ...], dys: Sequence[Tensor], saved: Sequence[Tensor | None]
@@ -160,31 +160,31 @@ class CompiledForward:
         mask = "".join("1" if bit else "0" for bit in floats)
         backward = graph.derived(f"backward:{mask}")
         inputs = {end.name: i for i, end in enumerate(graph.inputs)}
-        known = {name: self.tensors + i for i, name in enumerate(self._names)}
+        output_numbers = {name: self.tensors + i for i, name in enumerate(self._names)}
         memory = saved[-1]
         sources: list[tuple[int, int]] = []
-        given = [flattened(dy, self._flat) if self._rows else dy for dy in dys]
+        tensors = [flattened(dy, self._flat) if self._rows else dy for dy in dys]
         for end in backward.inputs[len(dys) :]:
-            number = inputs.get(end.name, known.get(end.name))
+            number = inputs.get(end.name, output_numbers.get(end.name))
             if number is not None:
                 sources.append((number, 0))
-                found = saved[number]
-                if found is not None and (number == 0 or (self._rows and number >= self.tensors)):
-                    found = flattened(found, self._flat)
+                tensor = saved[number]
+                if tensor is not None and (number == 0 or (self._rows and number >= self.tensors)):
+                    tensor = flattened(tensor, self._flat)
             else:
                 offset, (shape, _, dtype) = self._kept[end.name]
                 sources.append((len(saved) - 1, offset))
                 size = prod(shape) * dtype.itemsize
                 assert memory is not None
-                found = memory[offset : offset + size].view(dtype).view(shape)
-            if found is None:
+                tensor = memory[offset : offset + size].view(dtype).view(shape)
+            if tensor is None:
                 return CompiledBackward(None, (), (), ())
-            given.append(found)
-        places, made = [], iter(range(len(needs)))
+            tensors.append(tensor)
+        places, numbers = [], iter(range(len(needs)))
         for need, bit in zip(needs, floats, strict=True):
-            number = next(made) if bit else -1
+            number = next(numbers) if bit else -1
             places.append(number if need else -1)
-        turn = backward.turn(dense(given))
+        turn = backward.turn(dense(tensors))
         results = [] if turn is None else [*turn.results]
         if results and floats[0]:
             shape = tuple(self.shape)  # the allocator takes no torch.Size
@@ -222,15 +222,15 @@ class CompiledBackward:
         if self._whole:
             (kind,) = self._whole
             block = turn.new((self._bytes // kind.itemsize,), (1,), kind)
-            found = [
+            grads = [
                 gpu.part(block, shape, strides, start)
                 for (shape, strides, _), start in zip(self._results, self._starts, strict=True)
             ]
         else:
-            found = [*starmap(turn.new, self._results)]
-        turn.enqueue([*places, *map(ADDRESS, found)])
+            grads = [*starmap(turn.new, self._results)]
+        turn.enqueue([*places, *map(ADDRESS, grads)])
         del alive  # copies of tensors with gaps, until the launches are in the stream
-        return [None if i < 0 else found[i] for i in self._places]
+        return [None if i < 0 else grads[i] for i in self._places]
 
 
 def _offsets(results: Sequence[gpu.Result]) -> list[int]:
@@ -245,20 +245,20 @@ class Direct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ready: CompiledForward, *args: Tensor | None) -> Any:
         ctx.ready = ready
-        given = args
+        tensors = args
         if len(args) != ready.tensors:
-            given = tuple([x for x in args if x is not None])
+            tensors = tuple([x for x in args if x is not None])
             ctx.present = [x is not None for x in args]
-        made, kept = ready.run(given)
-        if len(made) == 1:
-            y = made[0]
-            ctx.save_for_backward(*given, y if ready.keeps[0] else None, kept)
+        results, block = ready.run(tensors)
+        if len(results) == 1:
+            y = results[0]
+            ctx.save_for_backward(*tensors, y if ready.keeps[0] else None, block)
             return y
-        read = [y if keeps else None for y, keeps in zip(made, ready.keeps, strict=True)]
-        ctx.save_for_backward(*given, *read, kept)
-        rest = [y for y, is_float in zip(made, ready.floats, strict=True) if not is_float]
+        read = [y if keeps else None for y, keeps in zip(results, ready.keeps, strict=True)]
+        ctx.save_for_backward(*tensors, *read, block)
+        rest = [y for y, is_float in zip(results, ready.floats, strict=True) if not is_float]
         ctx.mark_non_differentiable(*rest)
-        return tuple(made)
+        return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
@@ -267,13 +267,13 @@ class Direct(torch.autograd.Function):
         if present is not None:
             needs = tuple([n for n, there in zip(needs, present, strict=True) if there])
         saved = ctx.saved_tensors  # which may be asked for once
-        given = [dy for dy, is_float in zip(dys, ready.floats, strict=True) if is_float]
-        made = None if torch.is_grad_enabled() else ready.gradients(needs, given, saved)
-        if made is None:
-            made = ready.again(ready.graph, needs, given, saved[: ready.tensors])
+        float_dys = [dy for dy, is_float in zip(dys, ready.floats, strict=True) if is_float]
+        grads = None if torch.is_grad_enabled() else ready.gradients(needs, float_dys, saved)
+        if grads is None:
+            grads = ready.again(ready.graph, needs, float_dys, saved[: ready.tensors])
         if present is None:
-            return None, *made
-        results = iter(made)
+            return None, *grads
+        results = iter(grads)
         return None, *[next(results) if there else None for there in present]
 
 

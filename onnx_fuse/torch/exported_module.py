@@ -68,8 +68,8 @@ class ExportedModule(nn.Module):
 
 
 def _again(kind: Any) -> Any:
-    whole = _class(kind)
-    return whole.__new__(whole)
+    cls = _class(kind)
+    return cls.__new__(cls)
 
 
 @cache
@@ -161,12 +161,12 @@ class Programs:
         kind, shapes = self._kinds.setdefault(key[0], Kind()), [tuple(s) for s in key[1:]]
         for old in [each for each in kind.programs if each.is_stale()]:
             self._forget(old)
-        found = next((each for each in kind.programs if each.sizes.serve(shapes)), None)
-        if found is not None:
+        program = next((each for each in kind.programs if each.sizes.serve(shapes)), None)
+        if program is not None:
             if len(self._known) >= CALLS:
                 self._known.clear()
-            self._known[key] = found
-            return found
+            self._known[key] = program
+            return program
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise UsageError(
                 "a CUDA graph is being captured, and this kind of call has not run before: run "
@@ -177,21 +177,21 @@ class Programs:
             self._kinds = {key[0]: kind}
             kind.programs = []
         leaves, spec = tree.tree_flatten((args, named))
-        own = type(module)
+        cls = type(module)
         device = next(x.device.type for x in leaves if isinstance(x, Tensor))
         narrow = _autocast(device)
-        module.__class__ = own.__mro__[2]
+        module.__class__ = cls.__mro__[2]
         try:
             for axes in kind.ways(shapes):
                 try:
                     with torch.autocast(device, enabled=False), torch.enable_grad():
                         exported = exports.export(module, leaves, spec, axes)
-                    found = Program(module, exported, narrow)
+                    program = Program(module, exported, narrow)
                     if any(axes):
-                        found.check([x for x in leaves if isinstance(x, Tensor)])
+                        program.check([x for x in leaves if isinstance(x, Tensor)])
                     break
                 except (UsageError, ModelError) as error:
-                    name = own.__name__
+                    name = cls.__name__
                     if any(axes):
                         kind.closed = True
                         warnings.warn(f"{name} is exported for each shape: {error}", stacklevel=2)
@@ -200,11 +200,11 @@ class Programs:
                     else:
                         raise
         finally:
-            module.__class__ = own
-        assert found is not None, "the last way has no open axes"
-        kind.programs.append(found)
-        self._known[key] = found
-        return found
+            module.__class__ = cls
+        assert program is not None, "the last way has no open axes"
+        kind.programs.append(program)
+        self._known[key] = program
+        return program
 
 
 class Kind:
@@ -227,11 +227,11 @@ class Kind:
         for axes, before, now in zip(self._changing, self._first, shapes, strict=True):
             axes.update(i for i, (a, b) in enumerate(zip(before, now, strict=True)) if a != b)
         # torch makes a constant of a size of 0 or 1
-        found = [
+        open_axes = [
             {i for i in axes if now[i] > 1}
             for axes, now in zip(self._changing, shapes, strict=True)
         ]
-        return [found, ()] if any(found) and not self.closed else [()]
+        return [open_axes, ()] if any(open_axes) and not self.closed else [()]
 
 
 def _autocast(device: str) -> torch.dtype | None:
@@ -273,8 +273,8 @@ class Program:
 
     def _present(self) -> list[Any]:
         """The shapes and types of the module's tensors that the graph reads, None where gone."""
-        found = [table.get(name) for table, name in (*self._places, *self._stats)]
-        return [None if x is None else (x.shape, x.dtype) for x in found]
+        tensors = [table.get(name) for table, name in (*self._places, *self._stats)]
+        return [None if x is None else (x.shape, x.dtype) for x in tensors]
 
     def fits(self) -> bool:
         """Whether the module's tensors have the shapes and types that the graph was made for."""
@@ -300,13 +300,13 @@ class Program:
         """Raise UsageError or ModelError where it has no gradient, or waits for the host."""
         where = tensors[0].device
         draws = [torch.empty((), dtype=torch.int64, device=where)] if self._draws else []
-        given = self._given(tensors, draws)
-        mask = mask_of(given) if torch.is_grad_enabled() else ""
+        inputs = self._given(tensors, draws)
+        mask = mask_of(inputs) if torch.is_grad_enabled() else ""
         graph = self._graph.derived(f"forward:{mask}") if "1" in mask else self._graph
         if where.type != "cuda":
             return
         with torch.cuda.device(where):
-            turn = graph.turn([t.detach().contiguous() for t in given])
+            turn = graph.turn([t.detach().contiguous() for t in inputs])
         if turn is None:
             raise UsageError("its kernels would wait for sizes that the GPU computes")
 
@@ -315,12 +315,12 @@ class Program:
         draws = []
         if self._draws:
             draws = [torch.empty((), dtype=torch.int64, device=tensors[0].device).random_()]
-        found = call_graph(self._graph, self._given(tensors, draws))
+        results = call_graph(self._graph, self._given(tensors, draws))
         if self._updated or self._counted:
-            self._update(found[self._outputs :])
-        return self._results(found[: self._outputs])
+            self._update(results[self._outputs :])
+        return self._results(results[: self._outputs])
 
-    def _update(self, made: Sequence[Tensor]) -> None:
+    def _update(self, statistics: Sequence[Tensor]) -> None:
         """Give the running statistics their new contents."""
         with torch.no_grad():
             if self._counted:
@@ -331,24 +331,24 @@ class Program:
             old = [first for _, first, _ in self._updated]
             new = [second for *_, second in self._updated]
             torch._foreach_mul_(buffers, old)
-            torch._foreach_add_(buffers, torch._foreach_mul(made, new))
+            torch._foreach_add_(buffers, torch._foreach_mul(statistics, new))
 
 
 def _tables(module: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
     """Where each parameter and buffer stands: the dict of its module, and its name there."""
-    found = {}
+    places = {}
     for prefix, each in module.named_modules(remove_duplicate=False):
         for table in (each._parameters, each._buffers):
             for name, tensor in table.items():
                 if tensor is not None:
-                    found[f"{prefix}.{name}" if prefix else name] = (table, name)
-    return found
+                    places[f"{prefix}.{name}" if prefix else name] = (table, name)
+    return places
 
 
 def _read(place: tuple[dict[str, Any], str]) -> Tensor:
     table, name = place
-    found: Tensor = table[name]
-    return found
+    tensor: Tensor = table[name]
+    return tensor
 
 
 def _prepared(
@@ -393,16 +393,16 @@ def _prepared(
                 value.const_value = None
                 graph.inputs.append(value)
                 first.append(str(value.name))
-        known = {str(v.name) for v in graph.initializers.values() if v.uses()} & floats
+        used = {str(v.name) for v in graph.initializers.values() if v.uses()} & floats
         rewrite.optimize(model, level=2, training=True)
         if narrow in _NARROW:
             lower_precision(model, _NARROW[narrow], masters=True)
         weights = [v for v in graph.initializers.values() if floats.issuperset(model_names(v))]
-        lost = known.difference(n for v in weights for n in model_names(v))
+        lost = used.difference(n for v in weights for n in model_names(v))
         if not lost:
             break
         early = early | lost  # a pass took them for constants
     fixed = [str(v.name) for v in graph.outputs[len(graph.outputs) - len(exported.updated) :]]
-    made, names = opened(model, weights, fixed if exported.updated else ())
+    opened_graph, names = opened(model, weights, fixed if exported.updated else ())
     names = [name.removeprefix(exports.PREFIX) for name in (*first, *names)]
-    return made, names, bool(rng)
+    return opened_graph, names, bool(rng)

@@ -50,25 +50,25 @@ class Sizes:
 
     def serve(self, shapes: Shapes) -> bool:
         """Whether the export holds for these shapes."""
-        known: dict[Any, int] = {}
-        for mine, given in zip(self.shapes, shapes, strict=True):
-            for want, size in zip(mine, given, strict=True):
-                if want in self.ranges and known.setdefault(want, size) != size:
+        values: dict[Any, int] = {}
+        for mine, shape in zip(self.shapes, shapes, strict=True):
+            for want, size in zip(mine, shape, strict=True):
+                if want in self.ranges and values.setdefault(want, size) != size:
                     return False
         # torch traces as if no open size were 0 or 1
-        for symbol, size in known.items():
+        for symbol, size in values.items():
             low, high = self.ranges[symbol]
             if size < 2 or not low <= size <= high:
                 return False
-        for mine, given in zip(self.shapes, shapes, strict=True):
-            if any(_valued(w, known) != n for w, n in zip(mine, given, strict=True)):
+        for mine, shape in zip(self.shapes, shapes, strict=True):
+            if any(_valued(w, values) != n for w, n in zip(mine, shape, strict=True)):
                 return False
-        return all(_valued(guard, known) == True for guard in self.guards)  # noqa: E712 - sympy's
+        return all(_valued(guard, values) == True for guard in self.guards)  # noqa: E712 - sympy's
 
 
-def _valued(formula: Any, known: Mapping[Any, int]) -> Any:
+def _valued(formula: Any, values: Mapping[Any, int]) -> Any:
     """A formula with these numbers for its symbols."""
-    return formula if isinstance(formula, int) else formula.xreplace(known)
+    return formula if isinstance(formula, int) else formula.xreplace(values)
 
 
 @dataclass
@@ -100,18 +100,18 @@ class _Flat(nn.Module):
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The tensors that the module returns."""
-        given = iter(tensors)
+        fed = iter(tensors)
         leaves = [
-            next(given) if taken else x for taken, x in zip(self._taken, self._leaves, strict=True)
+            next(fed) if taken else x for taken, x in zip(self._taken, self._leaves, strict=True)
         ]
         args, named = tree.tree_unflatten(leaves, self._spec)
         with _Attention():
-            found, spec = tree.tree_flatten(self.module(*args, **named))
-        unique = {id(y): y for y in found if isinstance(y, Tensor)}  # a graph returns each once
-        own = {id(x) for x in (*tensors, *self.parameters(), *self.buffers())}
-        unique = {key: y.clone() if key in own else y for key, y in unique.items()}
+            results, spec = tree.tree_flatten(self.module(*args, **named))
+        unique = {id(y): y for y in results if isinstance(y, Tensor)}  # a graph returns each once
+        inputs = {id(x) for x in (*tensors, *self.parameters(), *self.buffers())}
+        unique = {key: y.clone() if key in inputs else y for key, y in unique.items()}
         numbers = {key: i for i, key in enumerate(unique)}
-        self.seen.leaves = [numbers.get(id(y), (y,)) for y in found]
+        self.seen.leaves = [numbers.get(id(y), (y,)) for y in results]
         self.seen.spec = spec
         return tuple(unique.values())
 
@@ -125,8 +125,8 @@ class _Flat(nn.Module):
             return operator.itemgetter(0)
 
         def build(tensors: Sequence[Tensor]) -> Any:
-            found = [tensors[x] if isinstance(x, int) else x[0] for x in leaves]
-            return tree.tree_unflatten(found, spec)
+            filled = [tensors[x] if isinstance(x, int) else x[0] for x in leaves]
+            return tree.tree_unflatten(filled, spec)
 
         return build
 
@@ -158,24 +158,24 @@ def export(
                     {}
                 ).graph_signature.buffers_to_mutate.values()
             }
-            made = torch.onnx.export(
+            onnx_program = torch.onnx.export(
                 program, dynamo=True, verbose=False, optimize=False, opset_version=23
             )
         except UsageError:
             raise
         except Exception as error:  # of any kind, as the module's own code may raise
             raise UsageError(f"torch cannot export it: {one_line(error)}") from error
-    assert made is not None
-    model: ir.Model = made.model
-    found = Exported(model, results, _sizes(program, tensors))
+    assert onnx_program is not None
+    model: ir.Model = onnx_program.model
+    exported = Exported(model, results, _sizes(program, tensors))
     for value in model.graph.inputs:
         value.shape = ir.Shape([*map(_known_size, value.shape or ())])
-    _batch_norms(program, found)
-    found.counted = sorted(n for n in mutated if n.endswith("num_batches_tracked"))
-    rest = mutated - set(found.updated) - set(found.counted)
+    _batch_norms(program, exported)
+    exported.counted = sorted(n for n in mutated if n.endswith("num_batches_tracked"))
+    rest = mutated - set(exported.updated) - set(exported.counted)
     if rest:
         raise UsageError(f"its forward changes the buffer '{min(rest)}'")
-    return found
+    return exported
 
 
 def _known_size(size: Any) -> Any:
@@ -198,10 +198,10 @@ def _sizes(program: Any, tensors: Sequence[Tensor]) -> Sizes:
         return Sizes([tuple(t.shape) for t in tensors])
     ranges = {s: (r.lower, r.upper) for s, r in program.range_constraints.items() if s in symbols}
     guards = tuple([guard.expr for guard in values[0].fake_mode.shape_env.guards])
-    found = Sizes(shapes, ranges, guards)
-    if not found.serve([tuple(t.shape) for t in tensors]):
+    sizes = Sizes(shapes, ranges, guards)
+    if not sizes.serve([tuple(t.shape) for t in tensors]):
         raise UsageError("torch does not say for which sizes its graph holds")
-    return found
+    return sizes
 
 
 def _refuse(program: Any, module: nn.Module) -> None:
@@ -260,10 +260,10 @@ def _attention(
 ) -> Tensor:
     """F.scaled_dot_product_attention, whose arguments these are."""
     if not dropout_p:
-        found: Tensor = F.scaled_dot_product_attention(
+        y: Tensor = F.scaled_dot_product_attention(
             query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-        return found
+        return y
     if enable_gqa:
         times = query.shape[-3] // key.shape[-3]
         key, value = (x.repeat_interleave(times, -3) for x in (key, value))
@@ -282,9 +282,9 @@ def _attention(
     return F.dropout(shares, dropout_p) @ value
 
 
-def _batch_norms(program: Any, found: Exported) -> None:
+def _batch_norms(program: Any, exported: Exported) -> None:
     """Let BatchNormalizations train where the module's do, with torch's new statistics."""
-    graph = found.model.graph
+    graph = exported.model.graph
     calls = [n for n in program.graph.nodes if str(n.target) == "aten.batch_norm.default"]
     nodes = [n for n in graph if n.op_type == "BatchNormalization" and not n.domain]
     other = [n for n in program.graph.nodes if "norm" in str(n.target) and n not in calls
@@ -310,7 +310,7 @@ def _batch_norms(program: Any, found: Exported) -> None:
         factors = ((0.0, 1.0), ((1 - momentum) * (1 - unbiased), unbiased))
         for value, new, factor in zip(old, node.outputs[1:3], factors, strict=True):
             new.name, new.type, new.shape = f"{value.name}.next", value.type, value.shape
-            found.updated[str(value.name).removeprefix(PREFIX)] = factor
+            exported.updated[str(value.name).removeprefix(PREFIX)] = factor
             graph.outputs.append(new)
 
 
@@ -320,11 +320,11 @@ def _no_functions_of_autograd() -> Iterator[None]:
 
     Other threads call theirs meanwhile.
     """
-    kind, own = torch.autograd.Function, threading.get_ident()
+    kind, thread = torch.autograd.Function, threading.get_ident()
     before = kind.__dict__["apply"]
 
     def apply(cls: type, *args: Any, **named: Any) -> Any:
-        if threading.get_ident() != own:
+        if threading.get_ident() != thread:
             return before.__func__(cls, *args, **named)
         raise UsageError(f"its forward calls the autograd.Function '{cls.__name__}'")
 

@@ -87,8 +87,8 @@ class _Norm:
             if not (isinstance(weight, fx.Node) and weight.op == "get_attr"):
                 continue
             for x, root in self._pairs(normed, _MUL):
-                if self._uncast(x) is self._x and (found := self._root(root)) is not None:
-                    return found
+                if self._uncast(x) is self._x and (epsilon := self._root(root)) is not None:
+                    return epsilon
         return None
 
     def _root(self, node: Any) -> float | None:
@@ -103,24 +103,24 @@ class _Norm:
         if not isinstance(node, fx.Node) or node.target not in _MEAN:
             return False
         axes = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-        kept = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim")
-        if axes not in (-1, [-1], (-1,)) or kept is not True or "dtype" in node.kwargs:
+        keepdim = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim")
+        if axes not in (-1, [-1], (-1,)) or keepdim is not True or "dtype" in node.kwargs:
             return False
         square = node.args[0]
         power = self._operands(square, _POW, 2)
-        whole = self._operands(square, _SQUARE, 1)
+        squared = self._operands(square, _SQUARE, 1)
         product = self._operands(square, _MUL, 2)
         if power is not None:
             return power[1] == 2 and self._uncast(power[0]) is self._x
-        factors = whole or product or ()
+        factors = squared or product or ()
         return bool(factors) and all(self._uncast(f) is self._x for f in factors)
 
     def _pairs(self, node: Any, targets: set[Any]) -> list[tuple[Any, Any]]:
         """The two operands of a node of these targets, in either order, without casts."""
-        found = self._operands(node, targets, 2)
-        if found is None:
+        operands = self._operands(node, targets, 2)
+        if operands is None:
             return []
-        a, b = map(self._uncast, found)
+        a, b = map(self._uncast, operands)
         return [(a, b), (b, a)]
 
     def _operands(self, node: Any, targets: set[Any], count: int) -> tuple[Any, ...] | None:
@@ -192,8 +192,8 @@ def is_linear(module: nn.Module) -> bool:
 
 def activation(module: nn.Module) -> str | None:
     """The name, among ours, of an activation without parameters; None for another module."""
-    found = None if [*module.parameters()] else _expression(module)
-    return None if found is None else _known().get(found)
+    expression = None if [*module.parameters()] else _expression(module)
+    return None if expression is None else _known().get(expression)
 
 
 @cache

@@ -227,14 +227,14 @@ _LINEAR_CROSS_ENTROPY = Operator(
 def _attention_of(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None
 ) -> Graph:
-    what = ""
+    mask_kind = ""
     if mask is not None:
         kind = ir.DataType.BOOL if mask.dtype == torch.bool else _ONNX[mask.dtype]
         axes = zip(mask.shape, "BHST", strict=True)
-        what = f"{kind.name} {''.join('1' if size == 1 else axis for size, axis in axes)}"
+        mask_kind = f"{kind.name} {''.join('1' if size == 1 else axis for size, axis in axes)}"
     heads, groups, width = (str(int(n)) for n in (q.shape[1], k.shape[1], q.shape[-1]))
     factor = "" if scale is None else repr(float(scale))
-    return _attention_graph(_dtype(q.dtype), heads, groups, width, _flag(causal), factor, what)
+    return _attention_graph(_dtype(q.dtype), heads, groups, width, _flag(causal), factor, mask_kind)
 
 
 _ATTENTION = Operator(

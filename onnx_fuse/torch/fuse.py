@@ -131,18 +131,18 @@ class _Kinds:
 
     def is_linear(self, module: nn.Module) -> bool:
         """Whether a module is a linear layer, of torch's, of ours or by its formula."""
-        own = type(module) in (nn.Linear, FusedLinear, FusedConv1D)
-        return own or bool(self._once(formulas.is_linear, module))
+        exact = type(module) in (nn.Linear, FusedLinear, FusedConv1D)
+        return exact or bool(self._once(formulas.is_linear, module))
 
     def activation(self, module: nn.Module) -> str | None:
         """The name, among ours, of what a module computes; None where it is no activation."""
-        found: str | None = self._once(_activation_of, module)
-        return found
+        name: str | None = self._once(_activation_of, module)
+        return name
 
     def is_whole(self, module: nn.Module) -> bool:
         """Whether a module is one of these, or of ours."""
-        own = type(module).__module__.startswith("onnx_fuse.torch") or self.is_norm(module)
-        return own or self.is_linear(module) or self.activation(module) is not None
+        closed = type(module).__module__.startswith("onnx_fuse.torch") or self.is_norm(module)
+        return closed or self.is_linear(module) or self.activation(module) is not None
 
     def _once(self, ask: Callable[[nn.Module], Any], module: nn.Module) -> Any:
         key = ask, module, type(module)
@@ -236,8 +236,8 @@ class _Scope:
         """Whether a node is a linear layer's call on the result of the module `reads`."""
         if node.op != "call_module" or node.kwargs or len(node.args) != 1:
             return False
-        given = node.args[0]
-        by = isinstance(given, fx.Node) and given.op == "call_module" and given.target == reads
+        x = node.args[0]
+        by = isinstance(x, fx.Node) and x.op == "call_module" and x.target == reads
         return by and self.kinds.is_linear(self.modules[str(node.target)])
 
 
@@ -265,8 +265,8 @@ def _norms(scope: _Scope) -> Iterator[tuple[Candidate, Any]]:
         reason = next((r for each in names if (r := scope.obstacle(each))), "")
         others = [n for n in readers if not scope.linear(n, name)]
         if others:
-            what = others[0].target if others[0].op != "output" else "the forward's result"
-            reason = f"'{name}' is read by {what} too"
+            reader = others[0].target if others[0].op != "output" else "the forward's result"
+            reason = f"'{name}' is read by {reader} too"
         elif any(_axes(norm) != (_width(layer),) for layer in layers):
             reason = f"'{name}' normalizes other axes than the last"
         elif any(getattr(layer, "before", ()) for layer in layers):
@@ -337,24 +337,24 @@ def _run(module: nn.Module, swap: bool) -> list[Candidate]:
     shared = {key for key, count in seen.items() if count > 1}
     kinds = _Kinds()
     failed: dict[str, str] = {}
-    found: list[Candidate] = []
+    fusions: list[Candidate] = []
     for name, graphs in _scopes(module, "", kinds, failed):
         inner = module.get_submodule(name) if name else module
         for find in (_norms, _activations):
             candidates = list(find(_Scope(inner, graphs, shared, kinds)))
             for candidate, modules in candidates:
                 full = tuple(f"{name}.{n}" if name else n for n in candidate.names)
-                found.append(Candidate(candidate.kind, full, candidate.reason))
+                fusions.append(Candidate(candidate.kind, full, candidate.reason))
                 if swap and not candidate.reason:
                     _swap(candidate.kind, modules)
-    reached = {n for c in found for n in c.names}
+    reached = {n for c in fusions for n in c.names}
     for name, each in module.named_modules():
         if name not in reached and kinds.is_norm(each):
             owner = name.rpartition(".")[0]
             if owner in failed:
                 where = f"'{owner}'" if owner else "the model"
-                found.append(Candidate("norm", (name,), f"{where}: {failed[owner]}"))
-    return found
+                fusions.append(Candidate("norm", (name,), f"{where}: {failed[owner]}"))
+    return fusions
 
 
 def explain(module: nn.Module) -> list[Candidate]:

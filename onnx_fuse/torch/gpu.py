@@ -84,9 +84,9 @@ class TensorProgram(direct.BoundProgram):
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The outputs for tensors of this kind."""
         tensors, places = addresses(tensors)
-        found = [self.new(*result) for result in self.results]
-        self.enqueue(places + [y.data_ptr() for y in found])
-        return found
+        results = [self.new(*result) for result in self.results]
+        self.enqueue(places + [y.data_ptr() for y in results])
+        return results
 
     def enqueue(self, ends: list[int]) -> None:
         """Enqueue all launches, with the addresses of the graph's inputs and then its outputs."""
@@ -176,9 +176,9 @@ class GpuRunner:
         self, graph: Any, tensors: Sequence[torch.Tensor], handle: int, sizes: Sizes
     ) -> TensorProgram | None:
         """A new turn, in the place of the least recently used one if there are too many."""
-        found = self._turns.get((handle, sizes))
-        if found is not None:
-            return found
+        program = self._turns.get((handle, sizes))
+        if program is not None:
+            return program
         if sizes not in self._layouts:
             self._layouts[sizes] = self._layout(graph, tensors)
         layout = self._layouts[sizes]
@@ -189,8 +189,8 @@ class GpuRunner:
             del self._turns[old]
             if all(key[1] != old[1] for key in self._turns):
                 self._layouts.pop(old[1], None)
-        found = self._turns[handle, sizes] = TensorProgram(layout, handle, tensors[0].device)
-        return found
+        program = self._turns[handle, sizes] = TensorProgram(layout, handle, tensors[0].device)
+        return program
 
     def _layout(self, graph: Any, tensors: Sequence[torch.Tensor]) -> direct.Layout | None:
         """What all streams share for these shapes; None for what needs the host between kernels."""
@@ -205,12 +205,12 @@ class GpuRunner:
         ends = zip(names, tensors, strict=True)
         shapes = {name: (tuple(t.shape), _NAMES[t.dtype]) for name, t in ends}
         try:
-            made = executable.specializer.of(shapes)
+            specialized = executable.specializer.of(shapes)
         except NeedsValues:  # of inputs that decide about shapes
             return None
-        if not direct.is_direct(made.program):
+        if not direct.is_direct(specialized.program):
             return None
-        return direct.Layout(executable, made, names)
+        return direct.Layout(executable, specialized, names)
 
     def _executable(self, math: str) -> Executable:
         if math not in self._executables:
@@ -240,20 +240,20 @@ class GpuRunner:
 
 def current_device() -> int:
     """The number of torch's current GPU; a tensor is in its memory, so that torch has begun."""
-    found: int = torch._C._cuda_getDevice()
-    return found
+    index: int = torch._C._cuda_getDevice()
+    return index
 
 
 def current_stream(device_id: int) -> int:
     """The handle of torch's current stream."""
-    found: int = torch._C._cuda_getCurrentRawStream(device_id)
-    return found
+    stream: int = torch._C._cuda_getCurrentRawStream(device_id)
+    return stream
 
 
 def capturing() -> bool:
     """Whether torch's current stream is captured into a CUDA graph."""
-    found: bool = torch._C._cuda_isCurrentStreamCapturing()
-    return found
+    active: bool = torch._C._cuda_isCurrentStreamCapturing()
+    return active
 
 
 def state() -> tuple[int, int, str]:
@@ -266,5 +266,5 @@ def state() -> tuple[int, int, str]:
 
 def precision() -> str:
     """Torch's precision of float32 products."""
-    found: str = torch._C._get_float32_matmul_precision()
-    return found
+    name: str = torch._C._get_float32_matmul_precision()
+    return name

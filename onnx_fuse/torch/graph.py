@@ -50,8 +50,8 @@ class End:
         """The sizes with these numbers for symbols; None where they do not tell it."""
         if self.sizes is None:
             return None
-        found = tuple(symbols.get(d) if isinstance(d, str) else d for d in self.sizes)
-        return None if None in found else found
+        shape = tuple(symbols.get(d) if isinstance(d, str) else d for d in self.sizes)
+        return None if None in shape else shape
 
 
 class Graph:
@@ -87,7 +87,7 @@ class Graph:
 
     def symbols(self, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
         """The size of each symbol. Raises ValueError for tensors that do not fit the inputs."""
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         where = tensors[0].device
         for end, tensor in zip(self.inputs, tensors, strict=True):
             if tensor.device != where:
@@ -101,16 +101,16 @@ class Graph:
                     f"{end.name} has {tensor.dim()} axes, but {len(end.sizes)} are needed"
                 )
             for axis, (size, wanted) in enumerate(zip(tensor.shape, end.sizes, strict=True)):
-                known = found.setdefault(wanted, size) if isinstance(wanted, str) else wanted
-                if type(known) is int and type(size) is int and known != size:  # while traced, not
-                    raise ValueError(f"{end.name} has size {size} at axis {axis}, not {known}")
-        return found
+                bound = values.setdefault(wanted, size) if isinstance(wanted, str) else wanted
+                if type(bound) is int and type(size) is int and bound != size:  # while traced, not
+                    raise ValueError(f"{end.name} has size {size} at axis {axis}, not {bound}")
+        return values
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Compute the outputs on the device of the tensors, which must be one."""
         if tensors[0].get_device() >= 0:
-            found: list[torch.Tensor] = self._on(tensors[0].device).run(self, tensors)
-            return found
+            results: list[torch.Tensor] = self._on(tensors[0].device).run(self, tensors)
+            return results
         tensors = [t if t.is_contiguous() else t.contiguous() for t in tensors]
         symbols = self.symbols(tensors)
         shapes = [end.shape(symbols) for end in self.outputs]
@@ -122,9 +122,9 @@ class Graph:
 
     def _on(self, where: torch.device) -> Any:
         """What runs it on a GPU."""
-        known = self.gpu.get(where.index)
-        if known is not None:
-            return known
+        runner = self.gpu.get(where.index)
+        if runner is not None:
+            return runner
         if where.type != "cuda":
             raise UsageError(f"a tensor is on '{where}': there is 'cpu', and 'cuda'")
         from onnx_fuse.torch.gpu import GpuRunner
@@ -141,20 +141,20 @@ class Graph:
         of a gradient are the gradients of the float outputs; the others have the names of outputs
         of the forward, and of inputs of this graph. A gradient reads inputs alone.
         """
-        made = self._made.get(part)
-        if made is not None:
-            return made
+        derived = self._made.get(part)
+        if derived is not None:
+            return derived
         with self._lock:
             if part not in self._made:
                 kind, _, mask = part.partition(":")
                 wrt = [e.name for e, bit in zip(self.inputs, mask, strict=True) if bit == "1"]
-                whole = kind == "gradient"
+                recompute = kind == "gradient"
                 halves = partition(
-                    self.model, wrt, fused=self.fused and not whole, recompute=whole,
+                    self.model, wrt, fused=self.fused and not recompute, recompute=recompute,
                     fixed=self._fixed,
                 )  # fmt: skip
                 models = {"gradient": halves.backward}
-                if not whole:
+                if not recompute:
                     models = {"forward": halves.forward, "backward": halves.backward}
                 for name, model in models.items():
                     key = f"{name}:{mask}"

@@ -31,25 +31,25 @@ class Kinds:
 
     def find(self, key: Any, tensors: Sequence[Tensor]) -> Any:
         """What was entered for a call like this one; None where nothing was."""
-        before, fits, found = self._latest
+        before, fits, entry = self._latest
         if before == key and fits(*tensors):
-            return found
+            return entry
         group = key, len(tensors), tensors[0].shape
-        for fits, found in self._known.get(group, ()):
+        for fits, entry in self._known.get(group, ()):
             if fits(*tensors):
-                self._latest = key, fits, found
-                return found
+                self._latest = key, fits, entry
+                return entry
         return None
 
-    def enter(self, key: Any, tensors: Sequence[Tensor], found: Any) -> Any:
+    def enter(self, key: Any, tensors: Sequence[Tensor], entry: Any) -> Any:
         """Keep what runs calls like this one; returns it."""
         if self._count >= KINDS:
             self._known.clear()
             self._count = 0
         self._count += 1
         group = key, len(tensors), tensors[0].shape
-        self._known.setdefault(group, []).insert(0, (_guard(tensors), found))
-        return found
+        self._known.setdefault(group, []).insert(0, (_guard(tensors), entry))
+        return entry
 
 
 def _guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
@@ -59,13 +59,13 @@ def _guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     places = [first[id(t)] for t in tensors]
     chosen = [i for i, place in enumerate(places) if i == place]
     none = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
-    made: Any = torch._C._dynamo.guards.TensorGuards(*[tensors[i] for i in chosen], **none)
-    check: Callable[..., bool] = made.check
+    guards: Any = torch._C._dynamo.guards.TensorGuards(*[tensors[i] for i in chosen], **none)
+    check: Callable[..., bool] = guards.check
     if len(chosen) == len(tensors):
         return check
 
-    def fits(*given: Tensor) -> bool:
-        again = zip(given, places, strict=True)
-        return all(t is given[i] for t, i in again) and check(*[given[i] for i in chosen])
+    def fits(*args: Tensor) -> bool:
+        again = zip(args, places, strict=True)
+        return all(t is args[i] for t, i in again) and check(*[args[i] for i in chosen])
 
     return fits

@@ -69,10 +69,10 @@ class HostRunner:
         """
         if self._evaluator is not None:
             feeds = {end.name: t.numpy() for end, t in zip(inputs, tensors, strict=True)}
-            found = self._evaluator.run([end.name for end in outputs], feeds)
+            values = self._evaluator.run([end.name for end in outputs], feeds)
             return [
                 torch.from_numpy(np.array(y)).to(e.dtype)
-                for y, e in zip(found, outputs, strict=True)
+                for y, e in zip(values, outputs, strict=True)
             ]
         binding = self._session.io_binding()
         tensors = [t.float() if t.dtype in _NARROW else t for t in tensors]  # alive until the end
@@ -80,20 +80,20 @@ class HostRunner:
             shape, place = tuple(tensor.shape), tensor.data_ptr() or _NOWHERE.ctypes.data
             binding.bind_input(end.name, "cpu", 0, _NUMPY[tensor.dtype], shape, place)
         results: list[torch.Tensor] = []
-        for end, known in zip(outputs, shapes, strict=True):
+        for end, static in zip(outputs, shapes, strict=True):
             dtype = torch.float32 if end.dtype in _NARROW else end.dtype
-            made = torch.empty(known or (), dtype=dtype)
-            results.append(made)
-            if known is None:
+            result = torch.empty(static or (), dtype=dtype)
+            results.append(result)
+            if static is None:
                 binding.bind_output(end.name, "cpu")
             else:
-                place = made.data_ptr() or _NOWHERE.ctypes.data
-                binding.bind_output(end.name, "cpu", 0, _NUMPY[dtype], known, place)
+                place = result.data_ptr() or _NOWHERE.ctypes.data
+                binding.bind_output(end.name, "cpu", 0, _NUMPY[dtype], static, place)
         with ort.faults("running a graph on the CPU"):
             self._session.run_with_iobinding(binding)
         if None in shapes:
             arrays = [value.numpy() for value in binding.get_outputs()]
-            for i, known in enumerate(shapes):
-                if known is None:
+            for i, static in enumerate(shapes):
+                if static is None:
                     results[i] = torch.from_numpy(np.array(arrays[i]))
         return [r.to(end.dtype) for r, end in zip(results, outputs, strict=True)]

@@ -48,11 +48,11 @@ class OnnxModule(nn.Module):
         super().__init__()
         if precision not in ("fp32", "bf16", "fp16"):
             raise UsageError(f"there is no precision '{precision}': choose fp32, bf16 or fp16")
-        given = read(model)
+        source = read(model)
         if untie:
-            given = given.clone()
-            tied_weights.untie(given.graph)
-        graph = session.load(given.clone())
+            source = source.clone()
+            tied_weights.untie(source.graph)
+        graph = session.load(source.clone())
         bind_defaults(graph)
         lift_parameters(graph)
         names = set(graph.graph.initializers)
@@ -73,7 +73,7 @@ class OnnxModule(nn.Module):
         }
         self.input_names = [str(v.name) for v in graph.graph.inputs]
         self.output_names = [str(v.name) for v in graph.graph.outputs]
-        arrays = {name: _content(given, graph, name) for v in weights for name in model_names(v)}
+        arrays = {name: _content(source, graph, name) for v in weights for name in model_names(v)}
         self._graph, self._names = opened(graph, weights)
         self._places: list[tuple[dict[str, Any], str]] = []
         """The dict of a submodule that has each weight, and its name there: quicker than getattr"""
@@ -88,7 +88,7 @@ class OnnxModule(nn.Module):
             else:
                 holder.register_parameter(last, nn.Parameter(tensor, requires_grad=trains))
                 self._places.append((holder._parameters, last))
-        self._given = _Given(given)
+        self._given = _Given(source)
 
     def _holder(self, name: str) -> tuple[nn.Module, str]:
         """The submodule that has a parameter, and its name there."""
@@ -112,8 +112,8 @@ class OnnxModule(nn.Module):
             raise TypeError(f"the inputs are {', '.join(self.input_names)}")
         weights = [table[name] for table, name in self._places]
         tensors = [*args, *(named[name] for name in missing), *weights]
-        found = call_graph(self._graph, tensors)
-        return found[0] if len(found) == 1 else tuple(found)
+        results = call_graph(self._graph, tensors)
+        return results[0] if len(results) == 1 else tuple(results)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file as it was given, with the present weights in place of its own."""
@@ -153,20 +153,20 @@ class _Given:
 def _differentiable(model: ir.Model, weights: Sequence[ir.Value]) -> list[ir.Value]:
     """The weights that an output depends on with a gradient: exporters keep masks among them."""
     joint = model.clone()
-    found = autodiff.backward(
+    grads = autodiff.backward(
         joint,
         {y: None for y in joint.graph.outputs if y.dtype is None or y.dtype.is_floating_point()},
         [joint.graph.initializers[str(v.name)] for v in weights],
         stopped={},
     )
-    return [v for v in weights if str(v.name) in found]
+    return [v for v in weights if str(v.name) in grads]
 
 
 def _cast_parts(model: ir.Model) -> None:
     """Let parameters that are packed be cast before, so that only narrow numbers are copied."""
     graph = model.graph
     for node in [n for n in graph if n.op_type == "Concat" and not n.domain]:
-        whole, casts = node.outputs[0], [n for n, _ in node.outputs[0].uses()]
+        joined, casts = node.outputs[0], [n for n, _ in node.outputs[0].uses()]
         if (
             len(casts) != 1
             or casts[0].op_type != "Cast"
@@ -175,12 +175,12 @@ def _cast_parts(model: ir.Model) -> None:
             continue
         (cast,), op = casts, autodiff.Emitter(model)
         op.stem = node.name or "parameters"
-        made = [op.Cast(v, to=cast.attributes.get_int("to")) for v in node.inputs]
-        for i, part in enumerate(made):
+        narrow = [op.Cast(v, to=cast.attributes.get_int("to")) for v in node.inputs]
+        for i, part in enumerate(narrow):
             node.replace_input_with(i, part)
         graph.insert_before(node, op.nodes)
-        whole.type = cast.outputs[0].type
-        ir.convenience.replace_all_uses_with(cast.outputs[0], whole, replace_graph_outputs=True)
+        joined.type = cast.outputs[0].type
+        ir.convenience.replace_all_uses_with(cast.outputs[0], joined, replace_graph_outputs=True)
         graph.remove(cast, safe=True)
 
 
@@ -207,10 +207,10 @@ def _cast_rows(model: ir.Model) -> None:
             (rows,) = node.outputs
             wide = op.Gather(table, node.inputs[1], axis=node.attributes.get_int("axis", 0))
             wide.type, wide.shape = table.type, rows.shape
-            made = op.Cast(wide, to=cast.attributes.get_int("to"))
-            made.type, made.shape, made.name = rows.type, rows.shape, rows.name
+            cast_rows = op.Cast(wide, to=cast.attributes.get_int("to"))
+            cast_rows.type, cast_rows.shape, cast_rows.name = rows.type, rows.shape, rows.name
             graph.insert_before(node, op.nodes)
-            ir.convenience.replace_all_uses_with(rows, made, replace_graph_outputs=True)
+            ir.convenience.replace_all_uses_with(rows, cast_rows, replace_graph_outputs=True)
             graph.remove(node, safe=True)
         graph.remove(cast, safe=True)
 
@@ -223,14 +223,14 @@ def _attribute(holder: nn.Module, name: str, kind: type | None = None) -> str:
     return name
 
 
-def _content(given: ir.Model, graph: ir.Model, name: str) -> np.ndarray[Any, Any]:
+def _content(source: ir.Model, graph: ir.Model, name: str) -> np.ndarray[Any, Any]:
     """A weight's own content, which nobody else writes to."""
-    value = given.graph.initializers.get(name)
+    value = source.graph.initializers.get(name)
     if value is None or value.const_value is None:
-        nodes = (n for n in given.graph for v in n.outputs if v.name == name)
-        found = next(nodes).outputs[0].const_value
-        assert found is not None
-        return np.array(found.numpy())
+        nodes = (n for n in source.graph for v in n.outputs if v.name == name)
+        tensor = next(nodes).outputs[0].const_value
+        assert tensor is not None
+        return np.array(tensor.numpy())
     return np.array(value.const_value.numpy())
 
 

@@ -30,7 +30,7 @@ def fake(graph: Graph, tensors: Sequence[Tensor]) -> list[Tensor]:
     Raises ValueError for an output whose very rank is unknown.
     """
     symbols = graph.symbols(tensors)
-    found = []
+    results = []
     for end in graph.outputs:
         if end.sizes is None:
             raise ValueError(f"the rank of '{end.name}' shows in a run alone: it cannot be traced")
@@ -38,8 +38,8 @@ def fake(graph: Graph, tensors: Sequence[Tensor]) -> list[Tensor]:
         if None in shape:
             context = torch.library.get_ctx()
             shape = [context.new_dynamic_size() if d is None else d for d in shape]
-        found.append(tensors[0].new_empty(shape, dtype=end.dtype))
-    return found
+        results.append(tensors[0].new_empty(shape, dtype=end.dtype))
+    return results
 
 
 def mask_of(tensors: Sequence[Tensor]) -> str:
@@ -52,12 +52,12 @@ def gradients(
     wanted: Sequence[bool],
     dys: Sequence[Tensor],
     inputs: Sequence[Tensor],
-    kept: Mapping[str, Tensor],
+    saved: Mapping[str, Tensor],
     forward: str,
 ) -> list[Tensor | None]:
     """The gradients of those inputs of `graph` that are wanted, None for the others.
 
-    `dys` has one for each float output; `kept` has by name what the backward of the mask `forward`
+    `dys` has one for each float output; `saved` has by name what the backward of the mask `forward`
     reads of a forward's results. Gradients that will be differentiated themselves are computed of
     the inputs alone, and so are all where `forward` is empty.
     """
@@ -66,11 +66,11 @@ def gradients(
         pairs = zip(wanted, graph.inputs, strict=True)
         mask = "".join("1" if w and end.dtype.is_floating_point else "0" for w, end in pairs)
     derived = graph.derived(f"gradient:{mask}" if again else f"backward:{mask}")
-    known = dict(zip([end.name for end in graph.inputs], inputs, strict=True)) | dict(kept)
-    rest = [known[end.name] for end in derived.inputs[len(dys) :]]
+    by_name = dict(zip([end.name for end in graph.inputs], inputs, strict=True)) | dict(saved)
+    rest = [by_name[end.name] for end in derived.inputs[len(dys) :]]
     results = iter(run_graph(derived.key, [*dys, *rest]))
-    made = [next(results) if bit == "1" else None for bit in mask]
-    return [g if w else None for g, w in zip(made, wanted, strict=True)]
+    grads = [next(results) if bit == "1" else None for bit in mask]
+    return [g if w else None for g, w in zip(grads, wanted, strict=True)]
 
 
 def tangent(
@@ -80,19 +80,19 @@ def tangent(
 
     J t is the gradient by g of (Jᵀ g) · t.
     """
-    given = [t for t in tangents if t is not None]
+    nonzero = [t for t in tangents if t is not None]
     mask = "".join("0" if t is None else "1" for t in tangents)
     transposed = graph.derived(f"gradient:{mask}")
     count = sum(end.differentiable for end in graph.outputs)
     twice = transposed.derived(f"gradient:{'1' * count}{'0' * (len(transposed.inputs) - count)}")
     symbols = graph.symbols(inputs)
-    known = dict(zip([end.name for end in graph.inputs], inputs, strict=True))
+    by_name = dict(zip([end.name for end in graph.inputs], inputs, strict=True))
     for end in transposed.inputs[:count]:
         shape = end.shape(symbols)
         assert shape is not None, "a gradient's shape is the output's"
-        known[end.name] = inputs[0].new_zeros(shape, dtype=end.dtype)
-    rest = [known[end.name] for end in twice.inputs[len(given) :]]
-    return run_graph(twice.key, [*given, *rest])
+        by_name[end.name] = inputs[0].new_zeros(shape, dtype=end.dtype)
+    rest = [by_name[end.name] for end in twice.inputs[len(nonzero) :]]
+    return run_graph(twice.key, [*nonzero, *rest])
 
 
 def one_by_one(op: Any, info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
@@ -175,8 +175,8 @@ def run_graph(key: str, tensors: Sequence[Tensor]) -> list[Tensor]:
         return find(key).run(tensors)
     if _transformed():
         return list(_UnderTransforms.apply(_Any, key, *tensors))
-    found: list[Tensor] = torch.ops.onnx_fuse.graph(key, list(tensors))
-    return found
+    results: list[Tensor] = torch.ops.onnx_fuse.graph(key, list(tensors))
+    return results
 
 
 def call_graph(graph: Graph, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -191,8 +191,8 @@ def call_graph(graph: Graph, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     if ready:
         if not ready.mask:
             return ready.run(tensors)[0]  # type: ignore[no-any-return]
-        made: Any = eager.apply(ready, *tensors)
-        return made if isinstance(made, tuple) else (made,)
+        results: Any = eager.apply(ready, *tensors)
+        return results if isinstance(results, tuple) else (results,)
     mask = mask_of(tensors) if torch.is_grad_enabled() else ""
     name = f"{graph.key}/forward:{mask}" if "1" in mask else graph.key
     return run_graph(name, tensors)[: len(graph.outputs)]
@@ -203,8 +203,8 @@ def _ready(graph: Graph, tensors: Sequence[Tensor]) -> CompiledForward | bool:
     if gpu.current_device() != tensors[0].get_device():
         return False
     mask = mask_of(tensors) if torch.is_grad_enabled() else ""
-    found = CompiledForward(graph, tensors, mask if "1" in mask else "", _again)
-    return found if found.turn is not None else False
+    compiled = CompiledForward(graph, tensors, mask if "1" in mask else "", _again)
+    return compiled if compiled.turn is not None else False
 
 
 def _again(
@@ -219,8 +219,8 @@ class _Any:
 
     @staticmethod
     def call(key: str, *tensors: Tensor) -> list[Tensor]:
-        found: list[Tensor] = torch.ops.onnx_fuse.graph(key, list(tensors))
-        return found
+        results: list[Tensor] = torch.ops.onnx_fuse.graph(key, list(tensors))
+        return results
 
     @staticmethod
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
@@ -240,24 +240,24 @@ class _Any:
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> list[Tensor | None]:
         graph = find(ctx.key)
-        made = iter(tangent(graph, tangents[1:], ctx.saved_tensors[ctx.kept :]))
-        return [next(made) if e.differentiable else None for e in graph.outputs]
+        results = iter(tangent(graph, tangents[1:], ctx.saved_tensors[ctx.kept :]))
+        return [next(results) if e.differentiable else None for e in graph.outputs]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        graph, known = find(ctx.key), {}
+        graph, by_name = find(ctx.key), {}
         saved = ctx.saved_tensors  # which may be asked for once
-        kept, inputs = saved[: ctx.kept], saved[ctx.kept :]
+        inner, inputs = saved[: ctx.kept], saved[ctx.kept :]
         if ctx.mask:
             ends = graph.derived(f"forward:{ctx.mask}").outputs
-            known = dict(zip([end.name for end in ends], kept, strict=True))
+            by_name = dict(zip([end.name for end in ends], inner, strict=True))
         dys = [
             inputs[0].new_zeros(shape, dtype=end.dtype) if dy is None else dy
             for dy, shape, end in zip(grads, ctx.shapes, graph.outputs, strict=False)
             if end.differentiable
         ]
         wanted = ctx.needs_input_grad[1:]
-        return None, *gradients(graph, wanted, dys, inputs, known, ctx.mask)
+        return None, *gradients(graph, wanted, dys, inputs, by_name, ctx.mask)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
@@ -341,35 +341,35 @@ class Operator:
         count = self.count
         tensors = args[:count]
         missing = self.optional >= 0 and tensors[self.optional] is None
-        given = [x for x in tensors if x is not None] if missing else tensors
-        first = given[0]
+        present = [x for x in tensors if x is not None] if missing else tensors
+        first = present[0]
         if eager.on_gpu(first) and type(first) in OWN and not torch.compiler.is_compiling():
             key = missing, torch.is_grad_enabled(), args[count:], *gpu.state()
-            ready = self.ready.find(key, given)
+            ready = self.ready.find(key, present)
             if ready is None and plain(first):
-                ready = self.ready.enter(key, given, self._ready(args, given))
+                ready = self.ready.enter(key, present, self._ready(args, present))
             if ready:
                 if ready.mask:
-                    made: Tensor = eager.apply(ready, *tensors)
-                    return made
-                return ready.run(given)[0][0]  # type: ignore[no-any-return]
-        save = torch.is_grad_enabled() and _wants_gradients(given)
-        found: tuple[Tensor, ...]
+                    y: Tensor = eager.apply(ready, *tensors)
+                    return y
+                return ready.run(present)[0][0]  # type: ignore[no-any-return]
+        save = torch.is_grad_enabled() and _wants_gradients(present)
+        results: tuple[Tensor, ...]
         if _transformed():
-            found = _UnderTransforms.apply(self, *args, False)
+            results = _UnderTransforms.apply(self, *args, False)
         else:
-            found = self.call(*args, save)
-        return found[0]
+            results = self.call(*args, save)
+        return results[0]
 
-    def _ready(self, args: Sequence[Any], given: Sequence[Tensor]) -> CompiledForward | bool:
+    def _ready(self, args: Sequence[Any], present: Sequence[Tensor]) -> CompiledForward | bool:
         """What runs calls like this one; False where only the dispatcher can run them."""
-        if not own(given) or gpu.current_device() != given[0].get_device():
+        if not own(present) or gpu.current_device() != present[0].get_device():
             return False
         graph = self.graph(*args)
-        save = torch.is_grad_enabled() and _wants_gradients(given)
+        save = torch.is_grad_enabled() and _wants_gradients(present)
         mask = graph.floats if save else ""
-        found = CompiledForward(graph, given, mask, self._again, self.flat, self.rows)
-        return found if found.turn is not None else False
+        compiled = CompiledForward(graph, present, mask, self._again, self.flat, self.rows)
+        return compiled if compiled.turn is not None else False
 
     def _again(
         self, graph: Graph, needs: Sequence[bool], dys: Sequence[Tensor], tensors: Sequence[Tensor]
@@ -378,16 +378,16 @@ class Operator:
         x, (dy,) = tensors[0], dys
         if self.rows:
             dy = flattened(dy, self.flat)
-        given = [flattened(x, self.flat), *tensors[1:]]
-        made = gradients(graph, needs, [dy], given, {}, "")
-        if made[0] is not None:
-            made[0] = made[0].reshape(x.shape)
-        return made
+        inputs = [flattened(x, self.flat), *tensors[1:]]
+        grads = gradients(graph, needs, [dy], inputs, {}, "")
+        if grads[0] is not None:
+            grads[0] = grads[0].reshape(x.shape)
+        return grads
 
     def call(self, *args: Any) -> tuple[Tensor, ...]:
         """The operator itself."""
-        found: tuple[Tensor, ...] = getattr(torch.ops.onnx_fuse, self.name)(*args)
-        return found
+        results: tuple[Tensor, ...] = getattr(torch.ops.onnx_fuse, self.name)(*args)
+        return results
 
     def define(self) -> Operator:
         """Make torch know it."""
@@ -405,19 +405,19 @@ class Operator:
     def _split(self, args: Sequence[Any]) -> tuple[Graph, list[Tensor], torch.Size]:
         """The graph, its tensors, and the first one's shape."""
         count = len(self.tensors)
-        given, attributes = args[:count], args[count : count + len(self.attributes)]
-        tensors = [x for x in given if x is not None]
+        operands, attributes = args[:count], args[count : count + len(self.attributes)]
+        tensors = [x for x in operands if x is not None]
         shape = tensors[0].shape
         tensors[0] = flattened(tensors[0], self.flat)
-        return self.graph(*given, *attributes), tensors, shape
+        return self.graph(*operands, *attributes), tensors, shape
 
-    def _results(self, found: Sequence[Tensor], shape: torch.Size) -> tuple[Tensor, ...]:
+    def _results(self, results: Sequence[Tensor], shape: torch.Size) -> tuple[Tensor, ...]:
         """The function's result in the caller's shape, and a tensor for each inner value."""
-        y, *kept = found
-        assert len(kept) <= self.saves, "torch would crash"
+        y, *inner = results
+        assert len(inner) <= self.saves, "torch would crash"
         if self.rows and len(shape) != self.flat:
             y = y.reshape(*shape[: len(shape) - self.flat + 1], *y.shape[1:])
-        return y, *kept, *[y.new_empty(0) for _ in range(self.saves - len(kept))]
+        return y, *inner, *[y.new_empty(0) for _ in range(self.saves - len(inner))]
 
     def kernel(self, *args: Any) -> tuple[Tensor, ...]:
         """Run the graph."""
@@ -455,19 +455,19 @@ class Operator:
         """The gradient of each argument."""
         count = len(self.tensors)
         saved = ctx.saved_tensors  # which may be asked for once
-        args, found = saved[:count], saved[count:]
+        args, outputs = saved[:count], saved[count:]
         dy = grads[0]
         if dy is None:
             return (None,) * (count + len(ctx.attributes) + 1)
         graph, tensors, shape = self._split((*args, *ctx.attributes))
         forward = graph.floats if ctx.saved else ""
-        known = {}
+        by_name = {}
         if forward:
-            y, *kept = found
+            y, *inner = outputs
             names = [end.name for end in graph.derived(graph.saving).outputs]
             if self.rows:
                 y = y.reshape(tensors[0].shape[0], *y.shape[len(shape) - self.flat + 1 :])
-            known = dict(zip(names, (y, *kept), strict=False))
+            by_name = dict(zip(names, (y, *inner), strict=False))
         if self.rows and len(shape) != self.flat:
             dy = dy.reshape(tensors[0].shape[0], *dy.shape[len(shape) - self.flat + 1 :])
         present = [x is not None for x in args]
@@ -475,10 +475,10 @@ class Operator:
         if forward and self.rows:  # what its backward reads has one name for every mask
             floats = zip(wanted, graph.floats, strict=True)
             forward = "".join("1" if w and bit == "1" else "0" for w, bit in floats)
-        made = gradients(graph, wanted, [dy], tensors, known, forward)
-        if made[0] is not None:
-            made[0] = made[0].reshape(shape)
-        results = iter(made)
+        tensor_grads = gradients(graph, wanted, [dy], tensors, by_name, forward)
+        if tensor_grads[0] is not None:
+            tensor_grads[0] = tensor_grads[0].reshape(shape)
+        results = iter(tensor_grads)
         every = [next(results) if there else None for there in present]
         return (*every, *[None] * (len(ctx.attributes) + 1))
 
@@ -487,9 +487,9 @@ class Operator:
         if not self.rows or in_dims[0] is None or any(d is not None for d in in_dims[1:]):
             return one_by_one(self.call, info, in_dims, *args)
         x = args[0].movedim(in_dims[0], 0)
-        y, *kept = self.call(x, *args[1:])
+        y, *rest = self.call(x, *args[1:])
         if not args[-1]:
-            return (y, *kept), (0, *[None] * len(kept))
+            return (y, *rest), (0, *[None] * len(rest))
         rows = prod(x.shape[1 : x.dim() - self.flat + 1])
-        kept = [k.reshape(info.batch_size, rows, *k.shape[1:]) if k.dim() > 1 else k for k in kept]
-        return (y, *kept), (0, *(0 if k.dim() > 2 else None for k in kept))
+        rest = [k.reshape(info.batch_size, rows, *k.shape[1:]) if k.dim() > 1 else k for k in rest]
+        return (y, *rest), (0, *(0 if k.dim() > 2 else None for k in rest))

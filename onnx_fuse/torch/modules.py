@@ -64,9 +64,9 @@ class _NormLinear(nn.Module):
     @classmethod
     def of(cls: type[M], norm: nn.Module, linear: nn.Linear, activation: str | None = None) -> M:
         """The module of `norm` and `linear`, whose parameters it shares, with an `activation`."""
-        made = cls.__new__(cls)
-        _NormLinear.__init__(made, norm, linear, activation)
-        return made
+        module = cls.__new__(cls)
+        _NormLinear.__init__(module, norm, linear, activation)
+        return module
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **more: Any
@@ -103,9 +103,9 @@ class FusedLayerNormLinear(_NormLinear):
         device: Any = None,
         dtype: Any = None,
     ) -> None:
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        norm = nn.LayerNorm(in_features, eps, **made)
-        super().__init__(norm, nn.Linear(in_features, out_features, bias, **made), activation)
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        norm = nn.LayerNorm(in_features, eps, **where)
+        super().__init__(norm, nn.Linear(in_features, out_features, bias, **where), activation)
 
     def forward(self, x: Tensor) -> Tensor:
         """act(linear(layer_norm(x))) of x [..., in_features]."""
@@ -136,9 +136,9 @@ class RMSNormLinear(_NormLinear):
         device: Any = None,
         dtype: Any = None,
     ) -> None:
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        norm = nn.RMSNorm(in_features, eps, **made)
-        super().__init__(norm, nn.Linear(in_features, out_features, bias, **made), activation)
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        norm = nn.RMSNorm(in_features, eps, **where)
+        super().__init__(norm, nn.Linear(in_features, out_features, bias, **where), activation)
 
     def forward(self, x: Tensor) -> Tensor:
         """act(linear(rms_norm(x))) of x [..., in_features]."""

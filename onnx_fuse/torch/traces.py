@@ -51,9 +51,9 @@ def _instructions(code: CodeType) -> dict[int, tuple[str, Any]]:
 class _Tracer(fx.Tracer):
     """Traces one way through a forward: `path` says how its branches on tensors' values go."""
 
-    def __init__(self, whole: IsLeaf, path: Sequence[bool]) -> None:
+    def __init__(self, is_leaf: IsLeaf, path: Sequence[bool]) -> None:
         super().__init__()
-        self._whole = whole
+        self._whole = is_leaf
         self.taken = list(path)
         """How all branches of the trace have gone; beyond `path` they are taken as True."""
         self._left = list(path)
@@ -78,9 +78,9 @@ class _Tracer(fx.Tracer):
         named = {}
         for name, parameter in [*inspect.signature(root_fn).parameters.items()][1:]:
             if parameter.kind is not variadic[1]:
-                known = name in concrete_args
+                fixed = name in concrete_args
                 named[name] = (
-                    concrete_args[name] if known else self.create_proxy("placeholder", name, (), {})
+                    concrete_args[name] if fixed else self.create_proxy("placeholder", name, (), {})
                 )
         return lambda root: root_fn(root, **named), [self.root]
 
@@ -121,11 +121,11 @@ def _check_further(forward: Any) -> None:
         raise fx.proxy.TraceError(f"its forward reads its **{', '.join(names)}")
 
 
-def _paths(module: nn.Module, whole: IsLeaf, fixed: dict[str, Any]) -> Iterator[fx.Graph]:
+def _paths(module: nn.Module, is_leaf: IsLeaf, fixed: dict[str, Any]) -> Iterator[fx.Graph]:
     """The graphs of all ways through a forward, but for those that end in an error of its own."""
     path: list[bool] | None = []
     while path is not None:
-        tracer = _Tracer(whole, path)
+        tracer = _Tracer(is_leaf, path)
         try:
             yield tracer.trace(module, fixed)
         except Exception as error:
@@ -158,28 +158,28 @@ def _variants(module: nn.Module) -> Iterator[dict[str, Any]]:
         yield {name: value for name, value in pairs if value is not ...}
 
 
-def traces(module: nn.Module, whole: IsLeaf) -> list[fx.Graph] | str:
+def traces(module: nn.Module, is_leaf: IsLeaf) -> list[fx.Graph] | str:
     """The graphs of all ways through a forward, or the reason why there are none.
 
     They are those of training and of inference, with and without each optional argument, and along
-    both ways of each branch on what only a run knows. `whole` says which modules become one node.
+    both ways of each branch on what only a run knows. `is_leaf` says which modules become one node.
     """
     variants = list(itertools.islice(_variants(module), VARIANTS + 1))
     if len(variants) > VARIANTS:
         return f"its forward has too many optional arguments ({VARIANTS} ways to call it at most)"
     modes = {each: each.training for each in module.modules()}
-    found = []
+    graphs = []
     try:
         for training in (True, False):
             module.train(training)
-            found += [graph for fixed in variants for graph in _paths(module, whole, fixed)]
+            graphs += [graph for fixed in variants for graph in _paths(module, is_leaf, fixed)]
     except Exception as error:  # noqa: BLE001 - whatever a forward does with what is no tensor
         line = str(error).strip().splitlines()
         return f"its forward cannot be traced: {line[0] if line else type(error).__name__}"
     finally:
         for each, mode in modes.items():
             each.training = mode
-    return found
+    return graphs
 
 
 def size_of(node: fx.Node) -> bool:
