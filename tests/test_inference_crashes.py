@@ -18,6 +18,8 @@ REFUSED = {
     "subtraction": f"""g (float[2,3] x, float[1] w) => (float[?] y)
     {{ s = Shape <end = 1> (x) f = Constant <value_ints = [7]> () d = Sub (s, f)
        c = Expand (w, d) {SLICED} }}""",
+    "pooled indices": """g (float[3,3] x, float[1,2,2] i) => (float[?,?] y)
+    { s = AveragePool <kernel_shape = [7]> (i) j = Cast <to = 7> (s) y = GatherND (x, j) }""",
     "gather": """g (float[2,3] x, int64[2,1] i) => (float[?] y)
     { y = GatherND <batch_dims = -1> (x, i) }""",
     "axis": """g (float[2,3] x, float[3] s) => (float[?,?] y, float[?,?] m)
@@ -30,3 +32,27 @@ def test_a_size_below_0_is_refused_in_one_sentence(name: str) -> None:
     with pytest.raises(ModelError, match=r"size below 0|out of range") as error:
         onnx_fuse.optimize(onnx.parser.parse_model(HEAD + REFUSED[name]))
     assert "\n" not in str(error.value)
+
+
+UNTYPED = {
+    "EyeLike": "y = EyeLike <dtype = 1> (a)",
+    "RegexFullMatch": 'y = RegexFullMatch <pattern = "a"> (a)',
+    "LabelEncoder": 'y = ai.onnx.ml.LabelEncoder <keys_strings = ["a"], values_int64s = [1]> (a)',
+    "DictVectorizer": "y = ai.onnx.ml.DictVectorizer <int64_vocabulary = [1]> (a)",
+}
+
+
+@pytest.mark.parametrize("name", UNTYPED)
+def test_an_operand_without_a_type_stays_without_one(name: str) -> None:
+    head = '<ir_version: 10, opset_import: ["": 21, "ai.onnx.ml": 2, "custom": 1]>\n'
+    body = f"g (float[2] x) => (y, z) {{ a = custom.Op (x) {UNTYPED[name]} z = Abs (x) }}"
+    graph = onnx_fuse.optimize(onnx.parser.parse_model(head + body)).graph
+    assert [node.op_type for node in graph.node] == ["Op", name, "Abs"]
+
+
+@pytest.mark.parametrize("dims", ["1099511627776,0,2147483648", "0,4611686018427387904"])
+def test_a_size_of_0_hides_no_other_that_is_too_large(dims: str) -> None:
+    for text in (f"g (int64[{dims}] x) => (y) {{ y = Abs (x) }}",
+                 f"g () => (y) <int64[{dims}] x = {{}}> {{ y = Abs (x) }}"):  # fmt: skip
+        with pytest.raises(ModelError, match="overflows"):
+            onnx_fuse.optimize(onnx.parser.parse_model(HEAD + text))

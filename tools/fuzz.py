@@ -13,6 +13,9 @@ The modes take turns:
 - `equivalents`: a graph of either kind under changes that keep its meaning (tools/equivalents.py).
   Its answer is that of the graph before.
 - `gradients`: the gradients of a graph that was drawn, of it as it is and optimized, are equal.
+- `crash`, asked for by name: 50 nodes of one version of one operator, with attributes and sizes out
+  of range (tools/fuzz_crashes.py). Where ONNX's inference or onnxruntime ends the process, and for
+  some others, every entry point answers; 658 numbers take every operator once.
 
 Where onnxruntime runs the graph, it is optimized at levels 0 to 3 and inlined, and each result
 must give onnxruntime's outputs (both at onnxruntime's own lowest optimization level), on a random
@@ -55,6 +58,7 @@ from onnx import ModelProto, TensorProto
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import every_size
+import fuzz_crashes
 import fuzz_operators
 from cases import NEWEST_OPSET, real_cases
 from equivalents import equivalent
@@ -75,7 +79,7 @@ from mutations import mutant
 
 Phase = Any
 """A shared number: 0 while onnxruntime runs the graph itself, 1 after."""
-QUIET = ("equal", "invalid", "empty", "refused")
+QUIET = ("equal", "invalid", "empty", "refused", "quiet")
 LEVELS = (0, 1, 2, 3)
 SECONDS = 60
 """What one mutant may take before it counts as hanging."""
@@ -351,7 +355,7 @@ def gradients(subject: Subject, rng: np.random.Generator, phase: Phase) -> tuple
     return "equal", ""
 
 
-MODES = ("mutants", "graphs", "equivalents", "gradients")
+MODES = ("mutants", "graphs", "equivalents", "gradients", "crash")
 
 
 def drawn(mode: str, bases: Sequence[tuple[str, ModelProto, Feeds]], options: argparse.Namespace,
@@ -383,6 +387,14 @@ def work(numbers: range, options: argparse.Namespace, progress: Connection, phas
     for number in numbers:
         rng = np.random.default_rng([options.seed, number])
         mode = options.mode[number % len(options.mode)]
+        if mode == "crash":
+            of = number // len(options.mode)
+            for i, (kind, text, model) in enumerate(fuzz_crashes.crashes(of, rng)):
+                if options.keep is not None and kind not in QUIET:
+                    path = Path(options.keep) / f"{number}_{i}_{kind}.onnx"
+                    path.write_bytes(model.SerializeToString())
+                progress.send((number, mode, kind, f"{kind} {number} {mode} {text}", []))
+            continue
         phase.value = 0  # ONNX's converter of opsets dies of some mutants, onnxruntime of others
         name, subject = drawn(mode, bases, options, rng)
         operators = [node.op_type for node in subject.model.graph.node]
@@ -428,7 +440,7 @@ def share(k: int, options: argparse.Namespace, tally: Tally) -> None:
                 todo = range(number + n, end, n)
                 tally.kinds[mode, kind] += 1
                 tally.operators.update(set(operators))
-                if kind not in ("equal", "invalid", "empty"):
+                if kind not in ("equal", "invalid", "empty", "quiet"):
                     print(text, flush=True)
         except EOFError:
             process.join()
@@ -446,7 +458,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="the number of the first case")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--mode", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--mode", nargs="+", choices=MODES, default=MODES[:-1])
     parser.add_argument("--operator", nargs="+", default=(), help="draw nodes of these alone")
     parser.add_argument("--device", choices=("interpreted", "cuda"), default="interpreted")
     parser.add_argument("--keep", metavar="DIR", help="write graphs that are at fault there")

@@ -4,7 +4,8 @@ What it follows of the entries of shapes is a list without a rank (onnx 1.23): i
 whose start is not known as one from 0, rows of a matrix as entries, and casts as if they kept every
 number. Where that may be wrong, an Identity, which it does not look through, keeps the entries from
 those who read them; `entries` knows these graphs better. Its C++ ends the process where a Slice
-meets a negative size, as a window longer than its image makes: such graphs are inferred in a child.
+meets a negative size, as a window longer than its image makes, or some operators an operand without
+a type: such graphs are inferred in a child.
 """
 
 from __future__ import annotations
@@ -46,15 +47,40 @@ def _infer(proto: onnx.ModelProto, *, data_prop: bool) -> onnx.ModelProto:
         found = onnx.shape_inference.infer_shapes(proto, data_prop=data_prop)
         return bytes(found.SerializeToString())
 
-    if not _may_crash(proto.graph, data_prop=data_prop):
+    untyped = _that_read_no_type(proto.graph)
+    if not untyped and not _may_crash(proto.graph, data_prop=data_prop):
         return onnx.shape_inference.infer_shapes(proto, data_prop=data_prop)
     try:
         return onnx.ModelProto.FromString(in_child(infer, silent=True))
-    except Crash as error:  # onnxruntime dies of it, too, when it loads the graph
-        raise ModelError(
-            f"ONNX's shape inference crashed on this graph ({error}): a Slice reads a size below "
-            "0, as a window longer than its input makes, or a size that is asked for"
+    except Crash as error:
+        for node in untyped:  # once more without them: only custom operators' results lack a type
+            node.domain = _UNREAD
+        if untyped:
+            proto.opset_import.add(domain=_UNREAD, version=1)
+            return _infer(proto, data_prop=data_prop)
+        raise ModelError(  # onnxruntime dies of it, too, when it loads the graph
+            f"ONNX's shape inference crashed on this graph ({error}): a Slice or GatherND reads a "
+            "size below 0, as a window longer than its input makes, or a size that is asked for"
         ) from error
+
+
+_UNREAD = "onnx_fuse.unread"
+_READ_TYPES = frozenset(
+    ("EyeLike", "RegexFullMatch", "DictVectorizer", "LabelEncoder", "TreeEnsemble")
+)
+"""Operators whose inference reads the type of their operand without asking whether it has one."""
+
+
+def _that_read_no_type(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
+    """Such nodes whose operand may have no type, as the result of a custom operator has none."""
+    nodes = [n for n in _all_nodes(graph) if n.op_type in _READ_TYPES and n.domain != _UNREAD]
+    if not nodes:
+        return []
+    graphs = [graph, *(body for node in _all_nodes(graph) for body in _bodies(node))]
+    typed = {t.name for g in graphs for t in g.initializer}
+    infos = (info for g in graphs for info in (*g.input, *g.value_info, *g.output))
+    typed |= {info.name for info in infos if info.type.WhichOneof("value")}
+    return [node for node in nodes if not node.input or node.input[0] not in typed]
 
 
 _SHRINKS = frozenset(
@@ -70,10 +96,10 @@ _ASKED = {"ConstantOfShape": 0, "Expand": 1, "OneHot": 1, "Split": 1, "Tile": 1,
 
 
 def _may_crash(graph: onnx.GraphProto, *, data_prop: bool) -> bool:
-    """Whether a size below 0 may reach a Slice."""
+    """Whether a size below 0 may reach a node whose inference trusts it."""
     nodes = list(_all_nodes(graph))
     kinds = {node.op_type for node in nodes}
-    if "Slice" not in kinds:
+    if kinds.isdisjoint(("Slice", "GatherND")):
         return False
     if not kinds.isdisjoint(_SHRINKS):
         return True

@@ -52,7 +52,7 @@ def check_sizes(model: ir.Model) -> None:
     _infer(model, data_prop=False)
     for value in _values(model):
         dims = [d for d in value.shape or () if isinstance(d, int)]
-        if math.prod(dims) >= 2**48:
+        if math.prod(d or 1 for d in dims) >= 2**48:  # NumPy has no such array, empty or not
             node = value.producer()
             where = f"node '{node.name}' ({node.op_type})" if node else f"input '{value.name}'"
             raise ModelError(f"{where} has shape {value.shape}: its size overflows")

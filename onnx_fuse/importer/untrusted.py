@@ -40,7 +40,7 @@ def check_tensors(
             raise ModelError(f"{where} has the unknown element type {tensor.data_type}") from error
         count = math.prod(tensor.dims)
         nbytes = (count * bits + 7) // 8
-        if nbytes >= 2**48:
+        if nbytes >= 2**48 or math.prod(d or 1 for d in tensor.dims) >= 2**48:
             raise ModelError(f"{where} has shape {list(tensor.dims)}: its size overflows")
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
             _check_external(tensor, nbytes, folders, weights, where)
