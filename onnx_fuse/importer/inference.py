@@ -11,15 +11,15 @@ a type: such graphs are inferred in a child.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import onnx
 
 from onnx_fuse.errors import ModelError
 from onnx_fuse.guard import Crash, in_child
+from onnx_fuse.ir.actual_sizes import bodies_of, nodes_of
 
 _INTEGERS = (onnx.TensorProto.INT64, onnx.TensorProto.INT32)
-_GRAPHS = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
 _BARRIER = "onnx_fuse entries of "
 
 
@@ -28,7 +28,7 @@ def inferred(proto: onnx.ModelProto, *, data_prop: bool) -> onnx.ModelProto:
 
     Raises what onnx.shape_inference raises, and ModelError where it would end the process.
     """
-    for node in _all_nodes(proto.graph):  # onnx forgets that STFT is onesided by default
+    for node in nodes_of(proto.graph):  # onnx forgets that STFT is onesided by default
         if node.op_type == "STFT" and not any(a.name == "onesided" for a in node.attribute):
             node.attribute.append(onnx.helper.make_attribute("onesided", 1))
     barred = data_prop and _keep_entries(proto.graph, {}, {})
@@ -73,10 +73,10 @@ _READ_TYPES = frozenset(
 
 def _that_read_no_type(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
     """Such nodes whose operand may have no type, as the result of a custom operator has none."""
-    nodes = [n for n in _all_nodes(graph) if n.op_type in _READ_TYPES and n.domain != _UNREAD]
+    nodes = [n for n in nodes_of(graph) if n.op_type in _READ_TYPES and n.domain != _UNREAD]
     if not nodes:
         return []
-    graphs = [graph, *(body for node in _all_nodes(graph) for body in _bodies(node))]
+    graphs = [graph, *(body for node in nodes_of(graph) for body in bodies_of(node))]
     typed = {t.name for g in graphs for t in g.initializer}
     infos = (info for g in graphs for info in (*g.input, *g.value_info, *g.output))
     typed |= {info.name for info in infos if info.type.WhichOneof("value")}
@@ -97,7 +97,7 @@ _ASKED = {"ConstantOfShape": 0, "Expand": 1, "OneHot": 1, "Split": 1, "Tile": 1,
 
 def _may_crash(graph: onnx.GraphProto, *, data_prop: bool) -> bool:
     """Whether a size below 0 may reach a node whose inference trusts it."""
-    nodes = list(_all_nodes(graph))
+    nodes = list(nodes_of(graph))
     kinds = {node.op_type for node in nodes}
     if kinds.isdisjoint(("Slice", "GatherND")):
         return False
@@ -120,19 +120,6 @@ def _may_crash(graph: onnx.GraphProto, *, data_prop: bool) -> bool:
         if maker.op_type in _FOLLOWED:
             todo += maker.input if maker.op_type in _ALIKE else maker.input[:1]
     return False
-
-
-def _all_nodes(graph: onnx.GraphProto) -> Iterable[onnx.NodeProto]:
-    for node in graph.node:
-        yield node
-        for body in _bodies(node):
-            yield from _all_nodes(body)
-
-
-def _bodies(node: onnx.NodeProto) -> Iterable[onnx.GraphProto]:
-    for attribute in node.attribute:
-        if attribute.type in _GRAPHS:
-            yield from (attribute.g, *attribute.graphs)
 
 
 _ALIKE = ("Add", "Sub", "Mul", "Concat")
@@ -170,7 +157,7 @@ def _keep_entries(
             elif kind == "Slice" or node.input[0] in ranks:
                 barred.append(place)
         elif node.attribute:
-            for body in _bodies(node):
+            for body in bodies_of(node):
                 inner = _keep_entries(body, ranks, lengths) or inner
     for place in reversed(barred):
         node = graph.node[place]
@@ -217,5 +204,5 @@ def _without_barriers(graph: onnx.GraphProto) -> None:
             graph.node[place - 1].output[0] = node.output[0]
             del graph.node[place]
         else:
-            for body in _bodies(node):
+            for body in bodies_of(node):
                 _without_barriers(body)

@@ -17,7 +17,7 @@ from onnx_fuse.importer import contrib
 from onnx_fuse.importer.inference import inferred
 from onnx_fuse.importer.save import functions_attached, serialized
 from onnx_fuse.importer.types import READ_BY_INFERENCE, complete_types
-from onnx_fuse.ir.actual_sizes import infer_actual
+from onnx_fuse.ir.actual_sizes import bodies_of, infer_actual
 from onnx_fuse.ir.build import all_nodes, subgraphs
 
 _LONGEST_SHAPE = 1 << 20
@@ -132,9 +132,7 @@ def _known_in_bodies(graph: onnx.GraphProto, outside: Mapping[str, onnx.TensorPr
 
     Inference (onnx 1.23) does not look for the axes or sizes of their nodes there.
     """
-    bodies = [
-        g for n in graph.node for a in n.attribute for g in (a.g, *a.graphs) if a.type in _GRAPHS
-    ]
+    bodies = [body for node in graph.node for body in bodies_of(node)]
     if not bodies:
         return
     tensors = {**outside, **{t.name: t for t in graph.initializer}}
@@ -149,9 +147,6 @@ def _known_in_bodies(graph: onnx.GraphProto, outside: Mapping[str, onnx.TensorPr
         for name in {name for node in body.node for name in node.input} & {*small} - local:
             body.initializer.add().CopyFrom(small[name])
             body.initializer[-1].name = name
-
-
-_GRAPHS = (onnx.AttributeProto.GRAPH, onnx.AttributeProto.GRAPHS)
 
 
 @contextlib.contextmanager

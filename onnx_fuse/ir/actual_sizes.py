@@ -41,13 +41,13 @@ def infer_actual(model: onnx.ModelProto, infer: Infer) -> onnx.ModelProto:
     `model` is changed then, and that node's domain in the result.
     """
     result = infer(model)
-    while any(_is_concerned(node) for node in _nodes(result.graph)):
+    while any(_is_concerned(node) for node in nodes_of(result.graph)):
         walk = _Walk({o.domain: o.version for o in model.opset_import})
         walk.graph(result.graph, {}, {})
         if not walk.opened:
             break
         _settle(model.graph, walk.opened, walk.changed)
-        domains = {node.domain for node in _nodes(model.graph)}
+        domains = {node.domain for node in nodes_of(model.graph)}
         domains -= {opset.domain for opset in model.opset_import}
         model.opset_import.extend(
             onnx.helper.make_opsetid(d, 1) for d in domains if d.startswith(_SETTLED)
@@ -260,15 +260,15 @@ def _is_concerned(node: onnx.NodeProto) -> bool:
     return (domain, node.op_type) in _CONCERNED and bool(node.input) and bool(node.output)
 
 
-def _bodies(node: onnx.NodeProto) -> list[onnx.GraphProto]:
+def bodies_of(node: onnx.NodeProto) -> list[onnx.GraphProto]:
     return [g for a in node.attribute if a.type in _GRAPHS for g in (a.g, *a.graphs)]
 
 
-def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+def nodes_of(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
     for node in graph.node:
         yield node
-        for body in _bodies(node):
-            yield from _nodes(body)
+        for body in bodies_of(node):
+            yield from nodes_of(body)
 
 
 def _dims(info: onnx.TypeProto | None) -> list[int | str | None] | None:
@@ -314,7 +314,7 @@ class _Walk:
         for node in graph.node:
             if node.op_type == "Constant":
                 held.update((node.output[0], a.t) for a in node.attribute if a.name == "value")
-            for body in _bodies(node):
+            for body in bodies_of(node):
                 self.graph(body, types, held)
             if self.changed.intersection(_read(node)):
                 self.changed.update(node.output)
@@ -359,7 +359,7 @@ def _type_of(tensor: onnx.TensorProto) -> onnx.TypeProto:
 
 def _read(node: onnx.NodeProto) -> Iterator[str]:
     yield from node.input
-    for body in _bodies(node):
+    for body in bodies_of(node):
         for inner in body.node:
             yield from _read(inner)
         yield from (v.name for v in body.output)
@@ -371,7 +371,7 @@ def _settle(
     """Write types into a graph for inference to start from; forget the shapes that follow them."""
     infos = {v.name: v for v in (*graph.value_info, *graph.output)}
     for node in graph.node:
-        for body in _bodies(node):
+        for body in bodies_of(node):
             _settle(body, types, changed)
         for name in node.output:
             if name in types:
