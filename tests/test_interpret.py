@@ -122,6 +122,27 @@ def test_regions_of_an_image_without_pixels_are_zero(sizes: tuple[int, ...], mod
     np.testing.assert_array_equal(found, np.zeros((1, 2, 2, 1), "f"), strict=True)
 
 
+@pytest.mark.parametrize("mode", ["avg", "max"])
+def test_regions_of_an_image_with_nan_and_infinities(mode: str) -> None:
+    """A sample outside is the first pixel times 0; onnxruntime refuses an infinite box."""
+    model = text_model(
+        f"""<ir_version: 10, opset_import: ["" : 21]>
+        agraph (float[3,2,3,4] x, float[R,4] boxes, int64[R] index) => (float[R,2,2,2] y)
+        {{ y = RoiAlign <mode = "{mode}", output_height = 2, output_width = 2, sampling_ratio = 2>
+        (x, boxes, index) }}"""
+    )
+    rng = np.random.default_rng(0)
+    x = rng.choice(np.float32([1, -2, 3, 4, np.nan, np.inf, -np.inf]), (3, 2, 3, 4))
+    boxes = np.sort(rng.uniform(-3, 6, (9, 4)).astype("f"))
+    feeds = {"x": x, "boxes": boxes, "index": np.arange(9) % 3}
+    want = ort.run(ort.session(model), feeds)[0]
+    assert np.isnan(want).any()
+    assert np.isfinite(want).any()
+    np.testing.assert_allclose(interpreted(model, feeds)["y"], want, rtol=1e-5)
+    boxes[:4][np.eye(4, dtype=bool)] = np.inf
+    np.testing.assert_array_equal(np.isnan(interpreted(model, feeds)["y"][:4]), True)
+
+
 def suite() -> list[object]:
     """A part of the ONNX backend tests, of every operator."""
     from backend_suite import node_cases

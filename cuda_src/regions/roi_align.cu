@@ -6,9 +6,13 @@
 // Output   : y T [count, channels, rows, columns].
 // Macros   : T I ACC, MAXIMUM (0 mean, 1 maximum of the samples' largest weighted pixel, as the
 //            standard's operator has it), HALF_PIXEL (0, 1).
-// Numerics : sums in ACC in the order of the samples. A region of a batch that does not exist is 0.
+// Numerics : sums in ACC in the order of the samples. A region of a batch that does not exist is 0, one
+//            that is not finite NaN. A sample outside of the image is its first pixel times 0, and a
+//            maximum is std::max, as in onnxruntime: NaN and infinities differ otherwise.
 // Bound    : L2, four pixels a sample.
 #include "common.cuh"
+
+static DEVICE ACC larger(ACC a, ACC b) { return a < b ? b : a; }
 
 extern "C" __global__ void __launch_bounds__(128, 1)
     roi_align(const T* x, const T* rois, const I* index, T* y, i64 size, i64 batch, int channels, int h,
@@ -19,14 +23,17 @@ extern "C" __global__ void __launch_bounds__(128, 1)
     const int q = (int)(i % columns), p = (int)(i / columns % rows);
     const i64 plane = i / columns / rows, r = plane / channels, c = plane % channels;
     const i64 image = (i64)index[r];
-    if (image < 0 || image >= batch) {
-        y[i] = narrow<T>((ACC)0);
+    const ACC shift = HALF_PIXEL ? (ACC)0.5 : (ACC)0, scale = (ACC)spatial_scale;
+    ACC edge[4], result = 0;
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        edge[k] = (ACC)widen(rois[r * 4 + k]) * scale - shift;
+        result += 0 * edge[k];
+    }
+    if (image < 0 || image >= batch || result != result) {
+        y[i] = narrow<T>(result);
         return;
     }
-    const ACC shift = HALF_PIXEL ? (ACC)0.5 : (ACC)0, scale = (ACC)spatial_scale;
-    ACC edge[4];
-#pragma unroll
-    for (int k = 0; k < 4; k++) edge[k] = (ACC)widen(rois[r * 4 + k]) * scale - shift;
     ACC width = edge[2] - edge[0], height = edge[3] - edge[1];
     if (!HALF_PIXEL) {
         width = fmax(width, (ACC)1);
@@ -36,13 +43,12 @@ extern "C" __global__ void __launch_bounds__(128, 1)
     const int grid_y = samples > 0 ? samples : (int)ceil(step_y);
     const int grid_x = samples > 0 ? samples : (int)ceil(step_x);
     const T* pixels = x + (image * channels + c) * h * w;
-    ACC result = 0;
     bool first = true;
     for (int a = 0; a < grid_y; a++)
         for (int b = 0; b < grid_x; b++) {
             ACC v = edge[1] + (ACC)p * step_y + ((ACC)a + (ACC)0.5) * step_y / (ACC)grid_y;
             ACC u = edge[0] + (ACC)q * step_x + ((ACC)b + (ACC)0.5) * step_x / (ACC)grid_x;
-            ACC part[4] = {0, 0, 0, 0};
+            ACC part[4];
             if (v >= -1 && v <= (ACC)h && u >= -1 && u <= (ACC)w) {
                 v = fmax(v, (ACC)0);
                 u = fmax(u, (ACC)0);
@@ -55,10 +61,12 @@ extern "C" __global__ void __launch_bounds__(128, 1)
                 part[1] = (1 - dy) * dx * (ACC)widen(pixels[(i64)top * w + right]);
                 part[2] = dy * (1 - dx) * (ACC)widen(pixels[(i64)bottom * w + left]);
                 part[3] = dy * dx * (ACC)widen(pixels[(i64)bottom * w + right]);
+            } else {
+                part[0] = part[1] = part[2] = part[3] = 0 * (ACC)widen(pixels[0]);
             }
             if (MAXIMUM) {
-                const ACC top = fmax(fmax(part[0], part[1]), fmax(part[2], part[3]));
-                result = first ? top : fmax(result, top);
+                const ACC top = larger(larger(larger(part[0], part[1]), part[2]), part[3]);
+                result = first ? top : larger(result, top);
                 first = false;
             } else {
                 result += part[0] + part[1] + part[2] + part[3];

@@ -40,6 +40,7 @@ class Philox(HeuristicKernel):
 class Bins(HeuristicKernel):
     """regions/roi_align.cu. Operands: x rois index y."""
 
+    version = 2
     source = "regions/roi_align.cu"
     free_axes = "yz"
 

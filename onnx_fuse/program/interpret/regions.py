@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from itertools import product
 from math import prod
 
@@ -12,14 +13,18 @@ from onnx_fuse.program.interpret.data_movement import Results
 from onnx_fuse.program.interpret.memory import Operands
 
 
+@np.errstate(invalid="ignore")
 def roi_align(p: RoiAlign, of: Operands) -> Results:
-    """The mean of a bin's samples, or the maximum of their weighted pixels."""
+    """The mean of a bin's samples, or their largest weighted pixel; NaN of an infinite box."""
     channels, height, width = p.image
     rows, columns = p.bins
     x = of.shaped("x", p.batch, channels, height, width)
     index, shift = of["index"].reshape(-1), 0.5 if p.half_pixel else 0.0
     y = np.zeros((len(index), channels, rows, columns))
     for r, roi in enumerate(of.shaped("rois", -1, 4) * p.scale - shift):
+        if not np.isfinite(roi).all():
+            y[r] = np.nan
+            continue
         if not 0 <= index[r] < p.batch:
             continue
         sides = roi[2:] - roi[:2] if p.half_pixel else np.maximum(roi[2:] - roi[:2], 1)
@@ -35,17 +40,22 @@ def roi_align(p: RoiAlign, of: Operands) -> Results:
                 for a, b in product(range(grid_y), range(grid_x))
             ]
             if parts and p.maximum:
-                y[r, :, i, j] = np.max([part.max(0) for part in parts], 0)
+                y[r, :, i, j] = reduce(_larger, [reduce(_larger, part) for part in parts])
             elif parts:
                 y[r, :, i, j] = np.sum([part.sum(0) for part in parts], 0) / len(parts)
     return {"y": y}
 
 
+def _larger(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """C++'s std::max, which is its first operand where one is NaN."""
+    return np.where(a < b, b, a)
+
+
 def _pixels(image: np.ndarray, v: float, u: float) -> np.ndarray:
-    """Four weighted pixels [4, channels] around a place; zeros outside."""
-    channels, height, width = image.shape
+    """Four weighted pixels [4, channels] around a place; outside, the first one times 0."""
+    _, height, width = image.shape
     if not (-1 <= v <= height and -1 <= u <= width):
-        return np.zeros((4, channels))
+        return 0 * np.stack([image[:, 0, 0]] * 4)
     v, u = (min(max(at, 0.0), n - 1.0) for at, n in ((v, height), (u, width)))
     top, left = int(v), int(u)
     bottom, right = min(top + 1, height - 1), min(left + 1, width - 1)
