@@ -83,11 +83,11 @@ class Emitter(Builder):
         types = self._infer(node)
         like = next((v.dtype for v in node.inputs if may_be_float(v) and v is not None), None)
         for value in node.outputs:
-            found = types.get(value.name or "")
-            if found is not None:
-                value.type = value.type or ir.serde.deserialize_type_proto_for_type(found)
+            inferred = types.get(value.name or "")
+            if inferred is not None:
+                value.type = value.type or ir.serde.deserialize_type_proto_for_type(inferred)
                 if value.shape is None:
-                    value.shape = ir.serde.deserialize_type_proto_for_shape(found)
+                    value.shape = ir.serde.deserialize_type_proto_for_shape(inferred)
             if value.dtype is None and (
                 dtype := element_type(node, value.index() or 0, self.opset)
             ):
@@ -108,19 +108,19 @@ class Emitter(Builder):
             if value.type is None:
                 return {}
             types[value.name or ""] = _type_proto(value)
-            known = ir.convenience.get_const_tensor(value)  # of a Constant's output too
-            if known is not None and known.size <= 64:
-                data[value.name or ""] = ir.serde.serialize_tensor(known)
+            constant = ir.convenience.get_const_tensor(value)  # of a Constant's output too
+            if constant is not None and constant.size <= 64:
+                data[value.name or ""] = ir.serde.serialize_tensor(constant)
         try:
             if carries_body(node):
                 return self._infer_body(node, types)
             schema = onnx.defs.get_schema(node.op_type, self.opset, node.domain)
             proto = ir.serde.serialize_node(node)
-            found: dict[str, onnx.TypeProto] = onnx.shape_inference.infer_node_outputs(
+            inferred: dict[str, onnx.TypeProto] = onnx.shape_inference.infer_node_outputs(
                 schema, proto, types, data, None, self._imports
             )
-            correct_types(proto, types, data, found, write=False)
-            return found
+            correct_types(proto, types, data, inferred, write=False)
+            return inferred
         except (onnx.defs.SchemaError, onnx.shape_inference.InferenceError):
             return {}
         except onnx.checker.ValidationError as error:  # what a wrongly typed model leads to
@@ -130,22 +130,22 @@ class Emitter(Builder):
         self, node: ir.Node, types: Mapping[str, onnx.TypeProto]
     ) -> dict[str, onnx.TypeProto]:
         """Give the outputs the element types that the function body has."""
-        given = [v for v in node.inputs if v is not None]
+        bound = [v for v in node.inputs if v is not None]
         attributes = list(ir.serde.serialize_node(node).attribute)
         key = (
-            *(node.domain, node.op_type, tuple(repr(v.type) for v in given)),
+            *(node.domain, node.op_type, tuple(repr(v.type) for v in bound)),
             *(attribute.SerializeToString() for attribute in attributes),
         )
-        found = self._types.get(key)
-        if found is None:
+        inferred = self._types.get(key)
+        if inferred is None:
             body = fused_function(node.op_type, self.opset, domain=node.domain)
-            found = onnx.shape_inference.infer_function_output_types(
-                ir.serde.serialize_function(body), [types[v.name or ""] for v in given], attributes
+            inferred = onnx.shape_inference.infer_function_output_types(
+                ir.serde.serialize_function(body), [types[v.name or ""] for v in bound], attributes
             )
-            self._types[key] = found
-        for proto in found:
+            self._types[key] = inferred
+        for proto in inferred:
             proto.tensor_type.ClearField("shape")
-        return {v.name or "": proto for v, proto in zip(node.outputs, found, strict=True)}
+        return {v.name or "": proto for v, proto in zip(node.outputs, inferred, strict=True)}
 
 
 def _type_proto(value: ir.Value) -> onnx.TypeProto:
@@ -194,30 +194,30 @@ def expand(graph: ir.Graph, op: Emitter, node: ir.Node) -> list[ir.Node] | None:
         function, node.inputs, node.attributes, props=node.metadata_props,
         fresh=lambda name: None, names_nodes=True,
     )  # fmt: skip
-    made = [copy for inner in function for copy in copier.copy(inner)]
-    for copy in made:
+    copies = [copy for inner in function for copy in copier.copy(inner)]
+    for copy in copies:
         op.adopt(copy)
     results = copier.read(function.outputs[: len(node.outputs)], "its outputs")
     outputs = [v for v in results if v is not None]
     for old, new in zip(node.outputs, outputs, strict=True):
         new.type, new.shape = new.type or old.type, old.shape or new.shape
-    ir.convenience.replace_nodes_and_values(graph, node, [node], made, node.outputs, outputs)
-    return made
+    ir.convenience.replace_nodes_and_values(graph, node, [node], copies, node.outputs, outputs)
+    return copies
 
 
 def _write_out(graph: ir.Graph, op: Emitter, node: ir.Node) -> list[ir.Node]:
     """Replace a contrib node by the nodes of its body."""
     op.stem = node.name or node.op_type
-    made, results = contrib.write(node)
-    for inner in made:
+    new_nodes, results = contrib.write(node)
+    for inner in new_nodes:
         inner.metadata_props.update(node.metadata_props)
         op.adopt(inner)
     pairs = [(o, n) for o, n in zip(node.outputs, results, strict=True) if n is not None]
     for old, new in pairs:
         new.type, new.shape = new.type or old.type, old.shape or new.shape
     old_values, new_values = [o for o, _ in pairs], [n for _, n in pairs]
-    ir.convenience.replace_nodes_and_values(graph, node, [node], made, old_values, new_values)
-    return made
+    ir.convenience.replace_nodes_and_values(graph, node, [node], new_nodes, old_values, new_values)
+    return new_nodes
 
 
 def _as_scans(graph: ir.Graph, op: Emitter, node: ir.Node) -> list[ir.Node] | None:
@@ -235,12 +235,12 @@ def _as_scans(graph: ir.Graph, op: Emitter, node: ir.Node) -> list[ir.Node] | No
             continue
         body = inner.attributes["body"].as_graph()
         states = len(inner.inputs) - inner.attributes["num_scan_inputs"].as_int()
-        for i, (formal, given) in enumerate(zip(body.inputs, inner.inputs, strict=True)):
-            assert given is not None
+        for i, (formal, operand) in enumerate(zip(body.inputs, inner.inputs, strict=True)):
+            assert operand is not None
             formal.name = op.fresh(f"{op.stem}/step")
-            formal.type = given.type
-            if given.shape is not None:
-                formal.shape = ir.Shape(given.shape[1:]) if i >= states else given.shape
+            formal.type = operand.type
+            if operand.shape is not None:
+                formal.shape = ir.Shape(operand.shape[1:]) if i >= states else operand.shape
         for each in body:
             op.adopt(each)
         for i, (value, end) in enumerate(zip(inner.outputs, body.outputs, strict=True)):
@@ -256,10 +256,10 @@ def _as_scans(graph: ir.Graph, op: Emitter, node: ir.Node) -> list[ir.Node] | No
     pairs = [(o, n) for o, n in zip(node.outputs, written.results, strict=False) if o.name]
     for old, new in pairs:
         new.type, new.shape = new.type or old.type, old.shape or new.shape
-    made = written.op.nodes
+    new_nodes = written.op.nodes
     olds, news = [o for o, _ in pairs], [n for _, n in pairs]
-    ir.convenience.replace_nodes_and_values(graph, node, [node], made, olds, news)
-    return made
+    ir.convenience.replace_nodes_and_values(graph, node, [node], new_nodes, olds, news)
+    return new_nodes
 
 
 def _body(node: ir.Node, opset: int) -> ir.Function | None:
@@ -292,8 +292,8 @@ def _body(node: ir.Node, opset: int) -> ir.Function | None:
         return None
     function = onnx.FunctionProto.FromString(data)
     # outputs the node does not ask for, the body need not make
-    made = {name for inner in function.node for name in inner.output}
-    while function.output and function.output[-1] not in made:
+    computed = {name for inner in function.node for name in inner.output}
+    while function.output and function.output[-1] not in computed:
         function.output.pop()
     return ir.serde.deserialize_function(function)
 

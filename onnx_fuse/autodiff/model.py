@@ -151,14 +151,14 @@ def gradient(
                 dys[y] = dy
                 graph.inputs.append(dy)
     values = list(dict.fromkeys(v for name in targets for v in holders[name]))
-    found = backward(model, dys, values, stopped=None if wrt is not None else {})
+    dxs = backward(model, dys, values, stopped=None if wrt is not None else {})
     op = Emitter(model)
     grads: dict[str, tuple[ir.Value, ir.Value]] = {}
     for x in values:
-        if x.name in found:
+        if x.name in dxs:
             packed = x.is_initializer()
-            own = unpack_values(op, x, found[x.name]) if packed else {x.name: found[x.name]}
-            for name, g in own.items():
+            unpacked = unpack_values(op, x, dxs[x.name]) if packed else {x.name: dxs[x.name]}
+            for name, g in unpacked.items():
                 grads[name] = (op.Add(grads[name][0], g) if name in grads else g, x)
     for name in targets:
         if name in grads:
@@ -236,6 +236,6 @@ def _unknown(graph: ir.Graph, name: str) -> str:
         )
     inputs = [v for v in graph.inputs if _differentiable(v)]
     weights = [v for v in graph.initializers.values() if _differentiable(v) and is_weight(v)]
-    known = [str(v.name) for v in (*inputs, *weights)]
-    listed = f"{', '.join(known[:8])}{', …' if len(known) > 8 else ''}"
+    names = [str(v.name) for v in (*inputs, *weights)]
+    listed = f"{', '.join(names[:8])}{', …' if len(names) > 8 else ''}"
     return f"the model has no initializer or input '{name}': it has {listed}"

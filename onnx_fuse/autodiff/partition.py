@@ -69,7 +69,7 @@ def partition(
     graph = joint.graph
     if any(v.type is None for n in graph for v in n.outputs):
         infer_shapes(joint)
-    own = [v.name or "" for v in graph.inputs]
+    names = [v.name or "" for v in graph.inputs]
     named = {v.name: v for v in graph.inputs}
     op = Emitter(joint)
     dys: dict[ir.Value, ir.Value | None] = {}
@@ -78,12 +78,12 @@ def partition(
             dys[y] = ir.Value(name=op.fresh(f"{y.name}.grad"), type=y.type, shape=y.shape)
     stopped: dict[str, str] = {}
     inputs = [named[name] for name in wrt]
-    found = backward(joint, dys, inputs, fused=fused, stopped=None if strict else stopped)
+    by_name = backward(joint, dys, inputs, fused=fused, stopped=None if strict else stopped)
     outputs = list(graph.outputs)  # of nodes that may have become their bodies
     gradients: list[ir.Value] = []
     op = Emitter(joint)
-    for name in (name for name in wrt if name in found):
-        g, label = found[name], op.fresh(f"{name}.grad")
+    for name in (name for name in wrt if name in by_name):
+        g, label = by_name[name], op.fresh(f"{name}.grad")
         if g.producer() is None or g in gradients or g in outputs:
             g = op.node("Identity", [g], outputs=[label])
         g.name, g.type, g.shape = label, named[name].type, named[name].shape
@@ -94,13 +94,13 @@ def partition(
         _measure_inputs(joint)
     ends = [dy for dy in dys.values() if dy is not None]
     turned = set() if recompute else _turned(graph, outputs)
-    kept = [] if recompute else _kept(graph, outputs, gradients, set(ends), turned)
+    saved_values = [] if recompute else _kept(graph, outputs, gradients, set(ends), turned)
     graph.inputs.extend(ends)
-    first, given = ([str(v.name) for v in values] for values in (ends, kept))
+    first, saved = ([str(v.name) for v in values] for values in (ends, saved_values))
     named_outputs = [str(v.name) for v in outputs]
-    more = [name for name in given if name not in named_outputs]
-    forward = cut(joint, own, [*named_outputs, *more])
-    behind = cut(joint, [*first, *own, *given], [str(g.name) for g in gradients])
+    more = [name for name in saved if name not in named_outputs]
+    forward = cut(joint, names, [*named_outputs, *more])
+    behind = cut(joint, [*first, *names, *saved], [str(g.name) for g in gradients])
     for node in all_nodes(behind.graph):
         if draws(node):
             raise fail(node, "it draws random numbers, and the backward would draw others")
@@ -133,9 +133,9 @@ def _measure_inputs(model: ir.Model) -> None:
         if not names or any(n is None or (isinstance(n, str) and n not in axes) for n in names):
             continue
         op.stem = node.name or "shape"
-        found = [_size(op, n, axes) for n in names]
+        sizes_read = [_size(op, n, axes) for n in names]
         (old,) = node.outputs
-        new = found[0] if len(found) == 1 else op.Concat(*found, axis=0)
+        new = sizes_read[0] if len(sizes_read) == 1 else op.Concat(*sizes_read, axis=0)
         new.shape = ir.Shape([len(names)])
         graph.insert_before(node, op.nodes)
         op.nodes = []
@@ -157,7 +157,7 @@ def _turned(graph: ir.Graph, outputs: Sequence[ir.Value]) -> set[ir.Value]:
     backward is dense.
     """
     op, first = Builder(), ancestors(outputs)
-    found: set[ir.Value] = set()
+    turned_values: set[ir.Value] = set()
     for node in [n for n in graph if n in first and n.op_type == "Transpose" and not n.domain]:
         value, turned = node.inputs[0], node.outputs[0]
         maker = None if value is None else value.producer()
@@ -172,8 +172,8 @@ def _turned(graph: ir.Graph, outputs: Sequence[ir.Value]) -> set[ir.Value]:
                 n.replace_input_with(i, back)
             graph.insert_after(node, op.nodes)
             op.nodes = []
-            found.add(turned)
-    return found
+            turned_values.add(turned)
+    return turned_values
 
 
 def _kept(
@@ -194,7 +194,7 @@ def _kept(
         if any(v in depends for v in reads(node)):
             depends.update(node.outputs)
     needed, counted = ancestors(gradients), _counted(graph)
-    kept: dict[ir.Value, None] = {}
+    saved: dict[ir.Value, None] = {}
     sizes: dict[ir.Value, ir.Value | None] = {}
     seen: set[ir.Value] = set()
     todo = [v for v in gradients if v not in depends]
@@ -211,23 +211,23 @@ def _kept(
             sizes[value] = maker.inputs[0]
         elif maker in first and not is_view(value) and value not in counted:
             if maker.op_type != "Constant":
-                kept[value] = None
+                saved[value] = None
         else:
             todo += [v for v in reads(maker) if v is not None]
     for value, measured in sizes.items():
-        if measured is not None and measured.producer() is not None and measured not in kept:
-            kept[value] = None
+        if measured is not None and measured.producer() is not None and measured not in saved:
+            saved[value] = None
     for node in [n for n in graph if n.op_type == "Split" and not n.domain]:
-        whole = node.inputs[0]
-        if whole is not None and all(v in kept for v in node.outputs):  # views of what it splits
+        joined = node.inputs[0]
+        if joined is not None and all(v in saved for v in node.outputs):  # views of what it splits
             for v in node.outputs:
-                del kept[v]
-            while is_view(whole) and (source := _viewed(whole)) is not None:
-                whole = source
-            if whole.producer() is not None:
-                kept[whole] = None
+                del saved[v]
+            while is_view(joined) and (source := _viewed(joined)) is not None:
+                joined = source
+            if joined.producer() is not None:
+                saved[joined] = None
     order = {v: i for i, v in enumerate(v for node in graph for v in node.outputs)}
-    return sorted(kept, key=order.__getitem__)
+    return sorted(saved, key=order.__getitem__)
 
 
 def _counted(graph: ir.Graph) -> set[ir.Value]:
@@ -235,16 +235,16 @@ def _counted(graph: ir.Graph) -> set[ir.Value]:
 
     The host knows them, and makes them again: a kept value would have to come back from the GPU.
     """
-    found: set[ir.Value] = set()
+    ints: set[ir.Value] = set()
     for node in graph:
-        given = [v for v in reads(node) if v is not None]
+        inputs = [v for v in reads(node) if v is not None]
         counts = node.op_type in SIZES or (
-            any(v in found for v in given)
-            and all(v in found or v.is_initializer() or const_array(v) is not None for v in given)
+            any(v in ints for v in inputs)
+            and all(v in ints or v.is_initializer() or const_array(v) is not None for v in inputs)
         )
         if counts and not node.domain:
-            found.update(v for v in node.outputs if v.dtype in _INTEGERS)
-    return found
+            ints.update(v for v in node.outputs if v.dtype in _INTEGERS)
+    return ints
 
 
 def _is_view(value: ir.Value | None) -> bool:
@@ -265,8 +265,8 @@ def _viewed(view: ir.Value) -> ir.Value | None:
     if maker is None or maker.op_type == "DropoutScale":
         return None
     others = [v for v in maker.inputs[1:] if v is not None]
-    known = all(v.is_initializer() or const_array(v) is not None for v in others)
-    return maker.inputs[0] if known else None
+    constant = all(v.is_initializer() or const_array(v) is not None for v in others)
+    return maker.inputs[0] if constant else None
 
 
 def cut(model: ir.Model, inputs: Sequence[str], outputs: Sequence[str]) -> ir.Model:
@@ -282,8 +282,8 @@ def cut(model: ir.Model, inputs: Sequence[str], outputs: Sequence[str]) -> ir.Mo
         value = values[name]
         if value.producer() is not None:
             value.name = f"{name}.made"
-            made, value = value, ir.Value(name=name, type=value.type, shape=value.shape)
-            ir.convenience.replace_all_uses_with(made, value)
+            computed, value = value, ir.Value(name=name, type=value.type, shape=value.shape)
+            ir.convenience.replace_all_uses_with(computed, value)
         fed.append(value)
     graph.inputs.clear()
     graph.inputs.extend(fed)

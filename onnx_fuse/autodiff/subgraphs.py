@@ -26,14 +26,14 @@ def captures(node: ir.Node) -> bool:
 
 def ancestors(values: Sequence[ir.Value]) -> set[ir.Node]:
     """The nodes that make these values."""
-    found: set[ir.Node] = set()
+    nodes: set[ir.Node] = set()
     todo = [node for v in values if (node := v.producer()) is not None]
     while todo:
         node = todo.pop()
-        if node not in found:
-            found.add(node)
+        if node not in nodes:
+            nodes.add(node)
             todo += [p for v in reads(node) if v is not None and (p := v.producer()) is not None]
-    return found
+    return nodes
 
 
 def draws(node: ir.Node) -> bool:
@@ -56,13 +56,13 @@ def _apart(inner: Emitter, graph: ir.Graph) -> list[ir.Value]:
     """Give each output of a body a node of its own: one value may be two outputs, or an input."""
     outputs = []
     for y in graph.outputs:
-        own = inner.Identity(y)
-        own.type, own.shape = own.type or y.type, own.shape or y.shape
-        outputs.append(own)
+        output = inner.Identity(y)
+        output.type, output.shape = output.type or y.type, output.shape or y.shape
+        outputs.append(output)
     # equal nodes are made once, so two outputs of one value are told apart by a second node
-    for i, own in enumerate(outputs):
-        if own in outputs[:i]:
-            node = ir.Node("", "Identity", [own], num_outputs=1)
+    for i, output in enumerate(outputs):
+        if output in outputs[:i]:
+            node = ir.Node("", "Identity", [output], num_outputs=1)
             inner.adopt(node)
             inner.nodes.append(node)
             outputs[i] = node.outputs[0]
@@ -94,11 +94,11 @@ def through_if(
             inner.adopt(copy)
         ends = _apart(inner, branch)
         wanted = {y: dy for y, dy in zip(ends, dys, strict=True) if dy is not None}
-        found = walk(inner, branch, wanted, xs, {})
+        by_name = walk(inner, branch, wanted, xs, {})
         inner.nodes, inner.stem = [], f"{op.stem}/{name}"
         outputs = []
         for x in xs:
-            dx = found.get(x.name or "")
+            dx = by_name.get(x.name or "")
             dx = zeros_like(inner, x) if dx is None else dx
             outputs.append(inner.node("Identity", [dx], outputs=[inner.fresh(inner.stem)]))
             outputs[-1].type, outputs[-1].shape = x.type, x.shape
@@ -108,8 +108,8 @@ def through_if(
         _refuse_draws(node, branch, outputs)
         branches[name] = branch
     op.stem = f"{node.name or node.outputs[0].name}.grad"
-    made = op.node("If", [node.inputs[0]], outputs=len(xs), attributes=branches)
-    grads = (made,) if len(xs) == 1 else made
+    results = op.node("If", [node.inputs[0]], outputs=len(xs), attributes=branches)
+    grads = (results,) if len(xs) == 1 else results
     for x, dx in zip(xs, grads, strict=True):
         dx.type, dx.shape = x.type, x.shape
     return list(zip(xs, grads, strict=True))
@@ -130,7 +130,7 @@ def through_loop(
     """
     loop = node.op_type == "Loop"
     body = node.attributes["body"].as_graph()
-    own = body.clone(allow_outer_scope_values=True)
+    step = body.clone(allow_outer_scope_values=True)
     scanned = 0 if loop else node.attributes.get_int("num_scan_inputs", 0)
     lead = 2 if loop else 0  # Loop's body starts with the step's number and the condition
     count = len(body.inputs) - lead - scanned
@@ -138,18 +138,18 @@ def through_loop(
     if len(starts) != count:
         raise fail(node, "a state has no first value")
     _one_shape(op, node, body, starts, lead)
-    axes_in, ways_in = (_of_scan(node, f"scan_input_{what}", scanned) for what in _SCAN)
+    axes_in, ways_in = (_of_scan(node, f"scan_input_{kind}", scanned) for kind in _SCAN)
     stacked = len(node.outputs) - count
-    axes_out, ways_out = (_of_scan(node, f"scan_output_{what}", stacked) for what in _SCAN)
+    axes_out, ways_out = (_of_scan(node, f"scan_output_{kind}", stacked) for kind in _SCAN)
 
     states = [*body.inputs[:1], *body.inputs[lead:][:count]] if loop else body.inputs[:count]
     saved = _save(op, node, body, list(states), stacked)
     inputs = list(node.inputs[lead + count :])
     outer = [v for v in captured(node) if v in active]
 
-    own.opset_imports.update({"": op.opset, FUSE: 1})
-    inner = Emitter(ir.Model(own, ir_version=10), op.names)
-    steps = own.inputs[lead:]
+    step.opset_imports.update({"": op.opset, FUSE: 1})
+    inner = Emitter(ir.Model(step, ir_version=10), op.names)
+    steps = step.inputs[lead:]
     for value, x in zip(steps, [*starts, *inputs], strict=True):
         value.type = value.type or (x.type if x is not None else None)
     for value, x in zip(steps, starts, strict=False):
@@ -157,16 +157,16 @@ def through_loop(
     for value, x, axis in zip(steps[count:], inputs, axes_in, strict=True):
         if value.shape is None and x is not None and x.shape is not None:
             value.shape = ir.Shape([d for i, d in enumerate(x.shape) if i != axis % len(x.shape)])
-    for copy in own:
+    for copy in step:
         inner.adopt(copy)
-    ends = _apart(inner, own)[1 if loop else 0 :]
+    ends = _apart(inner, step)[1 if loop else 0 :]
 
     # what the body reads at each step: adjoints of states, sums over the steps, then the scanned
     floats = [i for i in range(count) if may_be_float(starts[i])]
     adjoints = {i: _like(inner, steps[i], "d") for i in floats}
     sums = [_like(inner, x, "sum") for x in outer]
     scans: list[tuple[ir.Value, ir.Value, int, int]] = []  # of the body, of the graph, axis, way
-    body_states = [own.inputs[0], *steps[:count]] if loop else list(steps[:count])
+    body_states = [step.inputs[0], *steps[:count]] if loop else list(steps[:count])
     scans += [(v, s, 0, 1) for v, s in zip(body_states, saved, strict=True)]
     scans += [
         (v, x, axis, 1 - way)
@@ -180,10 +180,10 @@ def through_loop(
             scans.append((each, dy, axes_out[k], 1 - ways_out[k]))
     moving = [i for i, x in enumerate(inputs) if x is not None and x in active and may_be_float(x)]
     wrt = [*(steps[i] for i in floats), *(steps[count + i] for i in moving), *outer]
-    found = walk(inner, own, wanted, wrt, {})
+    by_name = walk(inner, step, wanted, wrt, {})
 
     inner.nodes, inner.stem = [], f"{op.stem}/step"
-    grads = [found.get(str(x.name)) for x in wrt]
+    grads = [by_name.get(str(x.name)) for x in wrt]
     results = []
     totals: list[ir.Value | None] = [*[None] * (len(wrt) - len(outer)), *sums]
     for x, dx, total in zip(wrt, grads, totals, strict=True):
@@ -191,26 +191,26 @@ def through_loop(
         dx = dx if total is None else inner.Add(total, dx)
         results.append(inner.node("Identity", [dx], outputs=[inner.fresh(inner.stem)]))
         results[-1].type, results[-1].shape = x.type, x.shape
-    own.extend(inner.nodes)
-    _refuse_draws(node, own, results)
+    step.extend(inner.nodes)
+    _refuse_draws(node, step, results)
     cut = len(floats) + len(moving)
     results = [*results[: len(floats)], *results[cut:], *results[len(floats) : cut]]
     op.stem = f"{node.name or node.outputs[0].name}.grad"
     firsts = [dys[i] if dys[i] is not None else zeros_like(op, starts[i]) for i in floats]
-    given = [*firsts, *(zeros_like(op, x) for x in outer)]
+    operands = [*firsts, *(zeros_like(op, x) for x in outer)]
     held = [*adjoints.values(), *sums]
     if loop:
-        _walk_back(op, own, held, [(v, x) for v, x, *_ in scans], results)
-        given = [size_of(op, saved[0], 0), None, *given]
-        attributes: dict[str, Any] = {"body": own}
+        _walk_back(op, step, held, [(v, x) for v, x, *_ in scans], results)
+        operands = [size_of(op, saved[0], 0), None, *operands]
+        attributes: dict[str, Any] = {"body": step}
     else:
-        own.inputs.clear()
-        own.inputs.extend([*held, *(v for v, *_ in scans)])
-        own.outputs.clear()
-        own.outputs.extend(results)
-        given += [x for _, x, _, _ in scans]
+        step.inputs.clear()
+        step.inputs.extend([*held, *(v for v, *_ in scans)])
+        step.outputs.clear()
+        step.outputs.extend(results)
+        operands += [x for _, x, _, _ in scans]
         attributes = {
-            "body": own,
+            "body": step,
             "num_scan_inputs": len(scans),
             "scan_input_axes": [axis for *_, axis, _ in scans],
             "scan_input_directions": [way for *_, way in scans],
@@ -218,11 +218,11 @@ def through_loop(
             "scan_output_directions": [1 - ways_in[i] for i in moving],
         }
         attributes = {k: v for k, v in attributes.items() if v != []}
-    made = op.node(node.op_type, given, outputs=len(results), attributes=attributes)
-    made = (made,) if len(results) == 1 else made
+    dxs = op.node(node.op_type, operands, outputs=len(results), attributes=attributes)
+    dxs = (dxs,) if len(results) == 1 else dxs
     targets = [*(starts[i] for i in floats), *outer, *(inputs[i] for i in moving)]
     pairs = []
-    for x, dx in zip(targets, made, strict=True):
+    for x, dx in zip(targets, dxs, strict=True):
         assert x is not None
         dx.type, dx.shape = x.type, x.shape
         pairs.append((x, dx))
@@ -231,7 +231,7 @@ def through_loop(
 
 def _walk_back(
     op: Emitter,
-    own: ir.Graph,
+    body: ir.Graph,
     held: Sequence[ir.Value],
     scans: Sequence[tuple[ir.Value, ir.Value]],
     results: Sequence[ir.Value],
@@ -246,8 +246,8 @@ def _walk_back(
     going = ir.Value(
         name=op.fresh("going"), type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([])
     )
-    first = own[0]
-    inner = Emitter(ir.Model(own, ir_version=10), op.names)
+    first = body[0]
+    inner = Emitter(ir.Model(body, ir_version=10), op.names)
     one = inner.constant(np.int64(1))
     place = inner.Sub(inner.Sub(size_of(inner, scans[0][1], 0), one), step)
     for value, steps in scans:
@@ -255,15 +255,15 @@ def _walk_back(
         taken.type, taken.shape = value.type, value.shape
         ir.convenience.replace_all_uses_with(value, taken)
     on = inner.constant(np.array(True))
-    ir.convenience.replace_all_uses_with(own.inputs[1], on)  # the steps that were made all met it
-    own.insert_before(first, inner.nodes)
+    ir.convenience.replace_all_uses_with(body.inputs[1], on)  # the steps that were made all met it
+    body.insert_before(first, inner.nodes)
     inner.nodes = []
     flag = inner.Identity(on)
-    own.extend(inner.nodes)
-    own.inputs.clear()
-    own.inputs.extend([step, going, *held])
-    own.outputs.clear()
-    own.outputs.extend([flag, *results])
+    body.extend(inner.nodes)
+    body.inputs.clear()
+    body.inputs.extend([step, going, *held])
+    body.outputs.clear()
+    body.outputs.extend([flag, *results])
 
 
 _SCAN = ("axes", "directions")
@@ -279,7 +279,7 @@ def _one_shape(
 ) -> None:
     """Raises ModelError where a state may change its shape, or is no tensor."""
     first = 1 if lead else 0
-    made: list[ir.Shape | None] | None = None
+    shapes: list[ir.Shape | None] | None = None
     for i, x in enumerate(starts):
         y, z = body.outputs[first + i], node.outputs[i]
         if isinstance(x.type, ir.SequenceType | ir.OptionalType):
@@ -288,9 +288,9 @@ def _one_shape(
         changes = any(_differ(x.shape, other.shape) for other in (y, z, held))
         if not changes and _differ(held.shape, y.shape, named=True):
             # an exporter may call one size by two names
-            made = made or shapes_of_body(body, op.opset)
-            found = made[first + i]
-            changes = found is None or held.shape is None or _sizes(found) != _sizes(held.shape)
+            shapes = shapes or shapes_of_body(body, op.opset)
+            shape = shapes[first + i]
+            changes = shape is None or held.shape is None or _sizes(shape) != _sizes(held.shape)
         if changes:
             raise fail(node, f"its state '{x.name}' changes its shape from step to step")
 
@@ -323,7 +323,7 @@ def _save(
     """Let the node return these inputs of its body, one entry a step."""
     if not node.outputs[0].name:
         node.outputs[0].name = op.fresh(f"{node.name or node.op_type}.y")
-    first, made = len(node.outputs), []
+    first, saved = len(node.outputs), []
     for state in states:
         copy = ir.Node("", "Identity", [state], num_outputs=1)
         copy.outputs[0].name = op.fresh(f"{state.name}.before")
@@ -337,13 +337,13 @@ def _save(
         value.type = state.type
         if state.shape is not None:
             value.shape = ir.Shape([None, *state.shape])
-        made.append(value)
-    for what in _SCAN:
-        attribute = node.attributes.get(f"scan_output_{what}")
+        saved.append(value)
+    for kind in _SCAN:
+        attribute = node.attributes.get(f"scan_output_{kind}")
         if attribute is not None:
             more = [*attribute.as_ints(), *[0] * len(states)]
             node.attributes[attribute.name] = ir.AttrInt64s(attribute.name, more)
-    return made
+    return saved
 
 
 def _like(inner: Emitter, x: ir.Value, label: str) -> ir.Value:

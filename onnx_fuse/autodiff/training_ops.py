@@ -23,15 +23,15 @@ def expand_training_ops(model: ir.Model) -> int:
     attributes name. Raises ModelError where a name is not a value of the graph.
     """
     graph = model.graph
-    found = [n for n in graph if n.domain == PREVIEW and n.op_type == "Gradient"]
-    if found:
+    markers = [n for n in graph if n.domain == PREVIEW and n.op_type == "Gradient"]
+    if markers:
         infer_shapes(model)
-    for node in found:
+    for node in markers:
         _expand_gradient(model, node)
-    if found:
+    if markers:
         graph.sort()  # what read the gradients stands before them
         infer_shapes(model)
-    return len(found) + expand_standard_updates(model)
+    return len(markers) + expand_standard_updates(model)
 
 
 def _expand_gradient(model: ir.Model, node: ir.Node) -> None:
@@ -64,9 +64,9 @@ def _expand_gradient(model: ir.Model, node: ir.Node) -> None:
 
 
 def _copy_between(
-    model: ir.Model, given: Mapping[ir.Value, ir.Value], y: ir.Value
+    model: ir.Model, values: Mapping[ir.Value, ir.Value], y: ir.Value
 ) -> tuple[ir.Value, list[ir.Value]]:
-    """The nodes between the keys of `given` and y again, on copies of its values: (y, copies).
+    """The nodes between the keys of `values` and y again, on copies of its values: (y, copies).
 
     A copy stands for a symbol: the gradient does not flow past it, and a node of the original that
     another reader needs stays as it is.
@@ -74,11 +74,11 @@ def _copy_between(
     graph, op = model.graph, Emitter(model)
     leaves = {
         symbol: op.node("Identity", [value], outputs=[op.fresh(f"{symbol.name}.of.{y.name}")])
-        for symbol, value in given.items()
+        for symbol, value in values.items()
     }
     wanted, between = {y}, []
     for node in reversed(list(graph)):
-        if any(v in wanted and v not in given for v in node.outputs):
+        if any(v in wanted and v not in values for v in node.outputs):
             between.append(node)
             wanted.update(v for v in reads(node) if v is not None)
     copier = Copier(

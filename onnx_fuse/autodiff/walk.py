@@ -55,8 +55,8 @@ def backward(
     if any(v.type is None for n in model.graph for v in n.outputs):
         infer_shapes(model)
     op = Emitter(model, fused=fused, whole=whole)
-    found = _walk(op, model.graph, dys, wrt, stopped)
-    return without_rows(Emitter(model), model.graph, found) if fused else found
+    grads = _walk(op, model.graph, dys, wrt, stopped)
+    return without_rows(Emitter(model), model.graph, grads) if fused else grads
 
 
 def _walk(
@@ -66,11 +66,11 @@ def _walk(
     wrt: Sequence[ir.Value],
     stopped: dict[str, str] | None,
 ) -> dict[str, ir.Value]:
-    kept = {v.name: v for v in dys}
+    ends_by_name = {v.name: v for v in dys}
     nodes, active, stops = _mark(graph, op, wrt)
     by_name = {v.name: v for n in graph for v in n.outputs} | {v.name: v for v in roots(graph)}
     pending: dict[ir.Value, list[ir.Value]] = {}
-    for name, y in kept.items():
+    for name, y in ends_by_name.items():
         op.stem = f"{name}.grad"
         dy, y = dys[y], by_name[name]
         if dy is None:
@@ -88,10 +88,10 @@ def _walk(
     result = {}
     for x in wrt:
         op.stem = f"{x.name}.grad"
-        found = _total(op, pending.get(x))
-        ends = _ends(x, graph, stops) if found is None else []
+        dx = _total(op, pending.get(x))
+        ends = _ends(x, graph, stops) if dx is None else []
         if ends:
-            flowing = _flowing([by_name[name] for name in kept])
+            flowing = _flowing([by_name[name] for name in ends_by_name])
             wanting = [n for n in ends if not (_detaches(n) or flowing.isdisjoint(n.outputs))]
             end = (wanting or ends)[0]
             why = str(fail(end, stops[end]))
@@ -99,7 +99,7 @@ def _walk(
                 raise ModelError(f"'{x.name}' has no gradient: {why}")
             stopped[x.name or ""] = why if wanting else ""
             continue
-        result[x.name or ""] = found if found is not None else zeros_like(op, x)
+        result[x.name or ""] = dx if dx is not None else zeros_like(op, x)
     _append_used(graph, op.nodes, result.values())
     return result
 
@@ -125,12 +125,12 @@ def _mark(
             continue
         apart = rule is None or (op.fused and _split(op, node, active)) or _by_steps(node)
         try:
-            made = expand(graph, op, node) if apart and not captures(node) else None
+            body_nodes = expand(graph, op, node) if apart and not captures(node) else None
         except contrib.Unwritable as error:
             stops[node] = str(error)
             continue
-        if made is not None:
-            todo.extend(reversed(made))
+        if body_nodes is not None:
+            todo.extend(reversed(body_nodes))
             continue
         if definition is not None and not set(definition.saves) <= set(exposed):
             _expose(op, node, definition, exposed)
