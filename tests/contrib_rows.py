@@ -89,10 +89,10 @@ def run(model: ir.Model, feeds: Mapping[str, Array]) -> list[Array]:
 
 def _mixtures() -> list[Row]:
     def row(name: str, kind: str, *, bias: bool = True, wide: int = 1, flat: bool = False,
-            **attributes: Any) -> Row:  # fmt: skip
+            length: int = 3, **attributes: Any) -> Row:  # fmt: skip
         experts, hidden, inner = 4, 8, 6
-        x = random(7, hidden) if flat else random(2, 3, hidden)
-        tokens = 7 if flat else 6
+        x = random(7, hidden) if flat else random(2, length, hidden)
+        tokens = 7 if flat else 2 * length
 
         def weights(out: int, size: int, seed: int) -> list[Array | None]:
             added = random(experts, out, seed=seed) if bias else None
@@ -105,6 +105,7 @@ def _mixtures() -> list[Row]:
 
     return [
         row("relu", "relu", k=2),
+        row("no token", "relu", k=2, length=0),
         row("gelu of flat tokens", "gelu", k=2, flat=True),
         row("silu, normalized", "silu", k=2, normalize_routing_weights=1),
         row("one expert", "silu", k=1, bias=False),

@@ -129,6 +129,12 @@ a count of one between axes:
   step = Constant<value_int = 3>() dims = Shape(x) size = Gather(dims, at) limit = Mul(size, step)
   places = Range(zero, limit, step) axes = Constant<value_ints = [1]>()
   column = Unsqueeze(places, axes) f = Cast<to = 1>(column) y = Add(x, f) }
+parts of which two may be empty:
+  agraph (float[B,2,S,4] x, float[B,2,P,4] past) => (float[B,2,P,4] y, float[B,2,S,4] yx,
+  float[B,2,P,4] z, float[B,2,S,4] zx) { both = Concat<axis = 2>(past, x) p = Softmax(both)
+  l = LogSoftmax(both) first = Shape<start = 2, end = 3>(past) then = Shape<start = 2, end = 3>(x)
+  sizes = Concat<axis = 0>(first, then) y, px = Split<axis = 2>(p, sizes) yx = Mul(px, x)
+  z, lx = Split<axis = 2>(l, sizes) zx = Add(lx, x) }
 counts in a mask:
   agraph (float[B,S,T] x) => (float[B,S,T] y, bool[S,T] m) { zero = Constant<value_int = 0>()
   one = Constant<value_int = 1>() dims = Shape(x) two = Constant<value_int = 2>()

@@ -207,6 +207,7 @@ def _rotary_rows() -> list[Row]:
             for x, attributes in (
                 (random(2, 5, 16), {"interleaved": pairs}),
                 (random(2, 3, 5, 8), {"interleaved": pairs}),
+                *([] if positions is whole_ids else [(random(2, 0, 16), {})]),
                 (random(2, 5, 24), parts),
                 (random(2, 2, 5, 12), parts),
             ):
@@ -260,6 +261,7 @@ def _grouped_rows() -> list[Row]:
         row("positions of a chunk", 3, 7, [10], 10, turned, (np.array([[9, 3, 4]]),)),
         *(row(f"window of {w}", 5, None, [5, 5], 5, {**heads, "local_window_size": w})
           for w in (1, 2, 3)),
+        row("window, padded prompt", 5, None, [5, 2], 5, {**heads, "local_window_size": 2}),
         row("window, token", 1, 7, [8, 5], 8, {**heads, "local_window_size": 3}),
         row("softcap", 5, None, [5, 5], 5, {**heads, "softcap": 1.5, "scale": 0.7}),
         row("smooth", 5, None, [5, 5], 5, {**heads, "smooth_softmax": 1}),

@@ -67,6 +67,7 @@ FORMULAS: dict[str, Callable[[int, int], object]] = {
     "negative": lambda b, t: -t + abs(b - t),
     "prod": lambda b, t: math.prod((b, t, 4)),
     "total": lambda b, t: sum((b, t, 4)),
+    "of NumPy": lambda b, t: (b * t - np.int64(-1)) // np.int64(2) + b % np.int64(2),
 }
 
 
@@ -76,6 +77,7 @@ def test_arithmetic_stays_open(name: str) -> None:
     trace = Trace()
     symbols = {n: trace.symbol(n, v) for n, v in SIZES.items()}
     found = FORMULAS[name](symbols["b"], symbols["t"])
+    assert type(found.value) is int  # a NumPy integer has other methods
     opened = SymbolicProgram((found,), trace)
     rng = random.Random(0)
     tried = 0

@@ -347,7 +347,9 @@ def array(values: Any) -> np.ndarray:
 
 def hint(size: int) -> int:
     """The value of a size here, unguarded: for messages, and where only this shape matters."""
-    return size.value if isinstance(size, OpenSize) else size
+    if isinstance(size, OpenSize):
+        return size.value
+    return int(size) if isinstance(size, np.integer) else size
 
 
 def negative(size: int) -> bool:

@@ -346,7 +346,10 @@ def rotary_embedding(op: Body, node: ir.Node) -> Results:
         positions = op.Unsqueeze(op.Add(steps, positions), op.ints(0))
     axis = op.ints(1 if size == 4 else 2)
     angles = [op.Unsqueeze(op.Gather(table, positions), axis) for table in (cos, sin)]
-    rows = x if size == 4 else op.Reshape(x, op.ints(0, 0, -1, head))
+    rows = x
+    if size == 3:  # a -1 beside sizes of 0 has no value
+        count = op.Div(op.Shape(x, start=2, end=3), op.ints(head))
+        rows = op.Reshape(x, op.shape(0, 0, count, head))
     y = rotated(
         op,
         rows,
@@ -357,9 +360,5 @@ def rotary_embedding(op: Body, node: ir.Node) -> Results:
         head=head,
     )
     if size == 3:
-        width = dim(x, 2)
-        if width:
-            y = op.Reshape(y, op.ints(0, 0, width))
-        else:  # -1 would be left open where another size is 0
-            y = op.Reshape(y, op.Shape(x), allowzero=1)
+        y = op.Reshape(y, op.Shape(x), allowzero=1)
     return [y]

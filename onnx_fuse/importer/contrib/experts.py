@@ -96,4 +96,4 @@ def moe(op: Body, node: ir.Node) -> Results:
     weighed = op.Mul(y, of_experts(weights))
     counted = op.Where(of_experts(chosen), weighed, op.constant(np.zeros((), x.dtype.numpy())))
     total = op.ReduceSum(counted, op.ints(0), keepdims=0)
-    return [op.Reshape(total, op.Shape(x))]
+    return [op.Reshape(total, op.Shape(x), allowzero=1)]

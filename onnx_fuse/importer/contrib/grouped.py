@@ -125,6 +125,10 @@ def group_query_attention(op: Body, node: ir.Node) -> Results:
         scores = op.Add(scores, given(node, 10))
     scores = op.Add(scores, _mask(op, node, places, column, op.Less(column, ends), q))
     y = op.MatMul(_softmax(op, node, scores, heads), all_v)
+    window = attr(node, "local_window_size", -1)
+    if window > 0 and attr(node, "causal", 1):  # a query behind the end may see no key: 0
+        seen = op.Less(places, op.Add(ends, op.ints(window - 1)))
+        y = op.Where(op.Unsqueeze(seen, op.ints(1, 3)), y, op.number(0.0, y))
     return [join_heads(op, y, heads * head), k, v]
 
 

@@ -32,7 +32,7 @@ def piece_of(call: Call) -> Piece | None:
     x, (_, y) = copied(call), call.writes[0]
     if x is None or x.shape != y.shape or x.wide or y.wide:
         return None
-    if isinstance(y.nbytes, int) and not 0 < y.nbytes <= MOST:
+    if not y.size or (isinstance(y.nbytes, int) and y.nbytes > MOST):
         return None
     dims = [(d, s, t) for d, s, t in zip(y.shape, x.strides, y.strides, strict=True) if d != 1]
     n = 1
