@@ -107,9 +107,9 @@ def outputs(runner: onnxruntime.InferenceSession, feeds: Feeds) -> list[Any]:
     return found
 
 
-IN_FLOAT32 = {"Shrink", "GroupNormalization", "Gelu"}
-"""What onnxruntime (1.22 to 1.31) computes in float32 of float64: all of it, what stash_type says,
-and the constants of Gelu with tanh."""
+IN_FLOAT32 = {"Shrink", "GroupNormalization", "Gelu", "Attention"}
+"""What onnxruntime (1.22 to 1.32) computes in float32 of float64: all of it, what stash_type says,
+the constants of Gelu with tanh, and the root of Attention's scale."""
 
 
 def coarsest(model: ModelProto) -> str:
