@@ -71,21 +71,35 @@ def nudged(model: ModelProto, toward: float) -> bytes:
             tensor.CopyFrom(onnx.numpy_helper.from_array(shifted, tensor.name))
     for i, node in reversed([*enumerate(result.graph.node)]):
         if node.op_type in ("DFT", "STFT"):
-            y = node.output[0]
-            node.output[0], noise, size, part = (f"{y}.{k}" for k in range(4))
-            step = 2.0**-20 if coarse else 2.0**-48
-            make = onnx.helper.make_node
-            added = [
-                make(
-                    "RandomUniformLike", [node.output[0]], [noise], low=-step, high=step, seed=1.0
-                ),
-                make("ReduceL2", [node.output[0]], [size]),
-                make("Mul", [noise, size], [part]),
-                make("Add" if toward > 0 else "Sub", [node.output[0], part], [y]),
-            ]
-            for more in reversed(added):
-                result.graph.node.insert(i + 1, more)
+            for later in reversed(_noise(node, result.graph, coarse, toward)):
+                result.graph.node.insert(i + 1, later)
     return result.SerializeToString()
+
+
+def _noise(
+    node: onnx.NodeProto, graph: onnx.GraphProto, coarse: str, toward: float
+) -> list[onnx.NodeProto]:
+    """y = v + |v| step sin(1, 2, 3, ...), where v is the node's result from now on."""
+    y, make = node.output[0], onnx.helper.make_node
+    v, step = f"{y}.exact", 2.0**-20 if coarse else 2.0**-48
+    node.output[0] = v
+    constants = {"step": step if toward > 0 else -step, "all": np.array([-1]), "axis": np.array(0)}
+    graph.initializer.extend(
+        onnx.numpy_helper.from_array(np.asarray(array), f"{y}.{name}")
+        for name, array in constants.items()
+    )
+    steps = [
+        ("Sub", [v, v], "zeros"), ("Cos", ["zeros"], "ones"), ("Reshape", ["ones", "all"], "flat"),
+        ("CumSum", ["flat", "axis"], "places"), ("Sin", ["places"], "waves"),
+        ("Shape", [v], "shape"), ("Reshape", ["waves", "shape"], "noise"),
+        ("ReduceL2", [v], "size"), ("CastLike", ["step", v], "part"),
+        ("Mul", ["size", "part"], "a"), ("Mul", ["noise", "a"], "b"), ("Add", [v, "b"], y),
+    ]  # fmt: skip
+    named = {v: v, y: y}
+    return [
+        make(op, [named.get(x, f"{y}.{x}") for x in inputs], [named.get(name, f"{y}.{name}")])
+        for op, inputs, name in steps
+    ]
 
 
 SIZED = ("Resize", "Upsample", "Range")
