@@ -178,6 +178,8 @@ Gemm transA=1 transB=1 c=(3, 5): a=(4, 3), b=(5, 4), c=(3, 5)
   y = Gemm <transA = 1, transB = 1, alpha = 0.7, beta = 1.3> (a, b, c)
 Gemm transA=0 transB=0 c=None: a=(3, 4), b=(4, 5)
   y = Gemm <transA = 0, transB = 0, alpha = 0.7, beta = 1.3> (a, b)
+A product that broadcasts a batch: a=(3, 2, 2), b=(3, 2, 2), static=("b",)
+  c = Exp (a) z = Tanh (c) y = Einsum <equation = "bij,bij->b"> (z, b)
 """)
     ]
     + [

@@ -3,7 +3,8 @@
 A Resize multiplies in float32. A pool drops the last window of `ceil_mode` that begins beyond the
 image, in every opset, and what SAME adds around an image does not count dilations. A ConvTranspose
 with SAME makes `stride` pixels of each at most, whatever its output_padding. A PRelu broadcasts its
-input to the slope, too, and an Attention of opset 25 one query to the rows of the mask.
+input to the slope, too, and an Attention of opset 25 one query to the rows of the mask. A letter of
+an Einsum has the largest size that an operand has for it, not the first operand's.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ Array = np.ndarray[Any, Any]
 Dims = Sequence["int | str | None"]
 """Sizes of a tensor: a symbol's name, or None, where one is not known."""
 Infer = Callable[[onnx.ModelProto], onnx.ModelProto]
+Types = Mapping[str, onnx.TypeProto]
+Tensors = Mapping[str, onnx.TensorProto]
 
 POOLS = ("MaxPool", "AveragePool", "LpPool")
 _CONCERNED = {
-    *(("", name) for name in (*POOLS, "Attention", "ConvTranspose", "NonZero", "PRelu", "Resize")),
-    ("", "Upsample"),
+    *(("", name) for name in (*POOLS, "Attention", "ConvTranspose", "Einsum", "NonZero", "PRelu")),
+    *(("", name) for name in ("Resize", "Upsample")),
     ("com.microsoft", "QLinearAveragePool"),
     ("com.microsoft", "NhwcMaxPool"),
 }
@@ -58,9 +61,9 @@ def infer_actual(model: onnx.ModelProto, infer: Infer) -> onnx.ModelProto:
 
 def correct_types(
     node: onnx.NodeProto,
-    types: Mapping[str, onnx.TypeProto],
-    data: Mapping[str, onnx.TensorProto],
-    results: Mapping[str, onnx.TypeProto],
+    types: Types,
+    data: Tensors,
+    results: Types,
     *,
     write: bool = True,
 ) -> list[int]:
@@ -133,9 +136,12 @@ def actual_dims(
         return None
     if node.op_type == "NonZero":  # of a scalar
         return None if x else [1, None]
+    attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+    if node.op_type == "Einsum":
+        y = _einsum(attributes.get("equation", b"").decode(), read)
+        return None if y == inferred else y
     if inferred is not None and len(inferred) != len(x):
         return None
-    attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
     if node.op_type in ("PRelu", "Attention"):
         mask = next(iter(read[3:]), None) or [1]
         rows = [d if isinstance(d, int) else 1 for d in mask[-2:-1]]
@@ -189,23 +195,29 @@ def _resized(
     factors = np.ones(len(x), np.float32)
     if scales is not None and scales.size == len(axes) and (scales > 0).all():
         factors[axes] = scales.reshape(-1)
-        whole: Callable[[Any], Any] = np.trunc
+        more = 0.0
     elif sizes is not None and sizes.size == len(axes) and policy != b"stretch":
         lengths = [x[a] for a in axes]
         if not all(lengths):
             return None
         ratios = sizes.reshape(-1).astype(np.float32) / np.array(lengths, np.float32)
         factors[axes] = ratios.min() if policy == b"not_larger" else ratios.max()
-        whole = _rounded
+        more = 0.5  # to the nearest integer, the larger one of two
     else:
         return None
     products = [None if d is None else np.float32(d) * f for d, f in zip(x, factors, strict=True)]
-    return [None if p is None or not np.isfinite(p) else int(whole(p)) for p in products]
+    return [None if p is None or not np.isfinite(p) else int(float(p) + more) for p in products]
 
 
-def _rounded(value: np.float32) -> float:
-    """The nearest integer of a positive number; the larger one of two."""
-    return float(np.floor(float(value) + 0.5))
+def _einsum(equation: str, read: Sequence[Dims | None]) -> list[int | str | None] | None:
+    """The sizes of a result; None where the equation does not name all axes."""
+    terms, _, right = equation.replace(" ", "").partition("->")
+    sizes: dict[str, int | str | None] = {}
+    for term, dims in zip(terms.split(","), read, strict=False):
+        for letter, size in zip(term, dims or [None] * len(term), strict=False):
+            sizes[letter] = (_broadcast([sizes.get(letter, 1)], [size]) or [None])[0]
+    named = "->" in equation and "." not in equation and set(right) <= {*sizes}
+    return [sizes[letter] for letter in right] if named else None
 
 
 def _windows(
@@ -302,13 +314,9 @@ class _Walk:
         self.opened: dict[str, onnx.TypeProto] = {}
         self.changed: set[str] = set()
 
-    def graph(
-        self,
-        graph: onnx.GraphProto,
-        outside: Mapping[str, onnx.TypeProto],
-        constants: Mapping[str, onnx.TensorProto],
-    ) -> None:
-        types = {**outside, **{t.name: _type_of(t) for t in graph.initializer}}
+    def graph(self, graph: onnx.GraphProto, outside: Types, constants: Tensors) -> None:
+        made = onnx.helper.make_tensor_type_proto
+        types = {**outside, **{t.name: made(t.data_type, t.dims) for t in graph.initializer}}
         types |= {v.name: v.type for v in (*graph.value_info, *graph.input, *graph.output)}
         held = {**constants, **{t.name: t for t in graph.initializer}}
         for node in graph.node:
@@ -321,12 +329,7 @@ class _Walk:
             elif _is_concerned(node):
                 self._node(node, types, held)
 
-    def _node(
-        self,
-        node: onnx.NodeProto,
-        types: Mapping[str, onnx.TypeProto],
-        data: Mapping[str, onnx.TensorProto],
-    ) -> None:
+    def _node(self, node: onnx.NodeProto, types: Types, data: Tensors) -> None:
         said = {name: onnx.TypeProto() for name in node.output if name in types}
         for name, own in said.items():  # which a declared shape may have made right
             own.CopyFrom(types[name])
@@ -353,10 +356,6 @@ class _Walk:
                 self.changed.update(node.output)
 
 
-def _type_of(tensor: onnx.TensorProto) -> onnx.TypeProto:
-    return onnx.helper.make_tensor_type_proto(tensor.data_type, tensor.dims)
-
-
 def _read(node: onnx.NodeProto) -> Iterator[str]:
     yield from node.input
     for body in bodies_of(node):
@@ -365,9 +364,7 @@ def _read(node: onnx.NodeProto) -> Iterator[str]:
         yield from (v.name for v in body.output)
 
 
-def _settle(
-    graph: onnx.GraphProto, types: Mapping[str, onnx.TypeProto], changed: Collection[str]
-) -> None:
+def _settle(graph: onnx.GraphProto, types: Types, changed: Collection[str]) -> None:
     """Write types into a graph for inference to start from; forget the shapes that follow them."""
     infos = {v.name: v for v in (*graph.value_info, *graph.output)}
     for node in graph.node:

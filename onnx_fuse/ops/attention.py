@@ -62,8 +62,7 @@ def broadcast_rows(
 ) -> tuple[Tensor, Tensor]:
     """q and v [B, H, rows, width] with the rows to which the mask and k broadcast them.
 
-    onnxruntime (1.32) has kernels of Attention before opset 25, for float and float16, which refuse
-    these. Elsewhere it runs the standard's body, whose operators broadcast.
+    So does onnxruntime (1.32) where it has no kernel: from opset 25 on, beside float and float16.
     """
     if opset < 25 and q.dtype in (ir.DataType.FLOAT, ir.DataType.FLOAT16):
         return q, v
@@ -173,8 +172,7 @@ def _attention(op: Any, node: ir.Node, dys: Values) -> Values:
         du = fold(du)
         dq = op.Mul(unbroadcast(op, unfold(op.MatMul(du, k4)), q4), factor)
         dk = unbroadcast(op, op.MatMul(swap_last(op, du), scaled), k4)
-    present_dk, present_dv = [*dys[1:3], None, None][:2]
-    dk, dv = _plus(op, dk, present_dk), _plus(op, dv, present_dv)
+    dk, dv = (_plus(op, g, d) for g, d in zip((dk, dv), [*dys[1:3], None, None], strict=False))
     dpast_k = dpast_v = None
     if past_k is not None:
         dpast_k, dk = _cut(op, dk, k4, past_k, new_k)

@@ -13,6 +13,7 @@ from onnx_fuse.ops.opdef import OpDef, register
 from onnx_fuse.ops.shape_ops import (
     Values,
     arguments,
+    dims,
     fail,
     known_rank,
     may_be_float,
@@ -120,15 +121,18 @@ def _einsum(op: Any, node: ir.Node, dys: Values) -> Values:
         others = [(v, t) for j, (v, t) in enumerate(zip(node.inputs, terms, strict=True)) if j != i]
         outside = set(right).union(*(t for _, t in others))
         shared = "".join(c for c in term if c in outside)
-        g = (
-            dy
-            if right == shared and not others
-            else op.Einsum(
-                dy,
-                *(v for v, _ in others),
-                equation=f"{','.join([right, *(t for _, t in others)])}->{shared}",
-            )
-        )
+        factors = [(dy, right), *others]
+        last, letters = factors[-1]
+        if letters[-1:] not in shared and not all(all(dims(v) or [0]) for v, _ in factors):
+            # onnxruntime's Einsum (1.32) divides by 0 if this letter is last, and a size is 0
+            rest = "".join(t for _, t in factors[:-1])
+            ranks = {c: (2 * (c not in rest) + (c not in shared), rest.find(c)) for c in letters}
+            order = sorted(range(len(letters)), key=lambda at: ranks[letters[at]])
+            if order != sorted(order):
+                factors[-1] = op.Transpose(last, perm=order), "".join(letters[i] for i in order)
+        equation = f"{','.join(t for _, t in factors)}->{shared}"
+        same = right == shared and not others
+        g = dy if same else op.Einsum(*(v for v, _ in factors), equation=equation)
         if shared != term:
             g = op.Unsqueeze(g, op.constant([k for k, c in enumerate(term) if c not in outside]))
         # a letter of several sizes is 1 in some operand, and broadcast: the walker sums it back
