@@ -74,14 +74,18 @@ def _mean(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor
 def _reduction(rule: str, alone: str = "dy") -> Unary:
     """A rule in which `dy` and `y` have the reduced axes as ones; `axes` are those of the node.
 
-    `alone` is the rule where nothing is reduced.
+    `alone` is the rule where nothing is reduced; `kept` stands for the attributes of a reduction
+    over the same axes, which may turn out to be none.
     """
 
     def grad(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
         if _is_noop(n):
             return emitted(alone, op, x=x, dy=dy)
         axes = n.inputs[1] if given(n, 1) is not None else None
-        return emitted(rule, op, x=x, y=_keep(op, y, x, n), dy=_keep(op, dy, x, n), axes=axes)
+        noop = n.attributes.get_int("noop_with_empty_axes", 0)
+        kept = "keepdims = 1" + ", noop_with_empty_axes = 1" * noop
+        reduced = {"y": _keep(op, y, x, n), "dy": _keep(op, dy, x, n)}
+        return emitted(rule.replace("kept", kept), op, x=x, axes=axes, **reduced)
 
     return grad
 
@@ -170,13 +174,13 @@ REDUCE: dict[str, Unary] = {
     # ties share the gradient evenly
     **dict.fromkeys(
         ("ReduceMax", "ReduceMin"),
-        _reduction("t = CastLike(x == y, x); t * (dy / ReduceSum <keepdims = 1> (t, axes))"),
+        _reduction("t = CastLike(x == y, x); t * (dy / ReduceSum <kept> (t, axes))"),
     ),
     # The product of the others is y/x without zeros; with one zero, it alone gets the rest. Those
     # of an entry hold (zeros - its own) zeros: `rest / safe` is their product if that is none.
     "ReduceProd": _reduction(
-        """zero = CastLike(x == 0, x); zeros = ReduceSum <keepdims = 1> (zero, axes)
-        safe = x + zero; rest = ReduceProd <keepdims = 1> (safe, axes)
+        """zero = CastLike(x == 0, x); zeros = ReduceSum <kept> (zero, axes)
+        safe = x + zero; rest = ReduceProd <kept> (safe, axes)
         dy * CastLike(zeros - zero == 0, x) * (rest / safe)"""
     ),
     "ReduceL1": _reduction("dy * Sign(x)", "dy * Sign(x)"),
