@@ -210,7 +210,21 @@ def slopes(opset: int) -> Table:
     return table
 
 
+def broadcasts(opset: int) -> Table:
+    """Letters of an Einsum with two sizes, and an Attention with one query and a mask's rows."""
+    table, rng = Table(opset), np.random.default_rng(0)
+    for one, other in (((1, 2, 3), (5, 2, 3)), ((5, 1, 3), (1, 2, 3)), ((5, 2, 3), (5, 2, 1))):
+        for result in ("b", "bij", "ji"):
+            held = rng.random(other, np.float32)
+            table.add("Einsum", one, held, equation=f"bij,bij->{result}")
+    k, v = rng.random((2, 2, 2, 3, 4), np.float32)
+    for mask in ((5, 3), (1, 1, 5, 3), (5, 2)):
+        table.add("Attention", (2, 4, 1, 4), k, v, rng.random(mask) < 0.7)
+    return table
+
+
 TABLES = {
+    "broadcasts": (broadcasts, 26),
     "convolutions": (convolutions, 22),
     **{f"pools of opset {v}": (pools, v) for v in (10, 22)},
     **{f"sampled pools of opset {v}": (sampled_pools, v) for v in (11, 18, 19, 22)},
