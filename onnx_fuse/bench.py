@@ -156,21 +156,21 @@ def compare(
 
 def _backwards(graph: onnx_ir.Model, feeds: Feeds) -> tuple[list[onnx_ir.Model], Feeds]:
     """The model and its fusion with their gradients, and feeds with those of the outputs."""
-    found = []
+    graphs = []
     for level in (0, 2):
         model = graph.clone()
         rewrite.optimize(model, level=level, training=True)
-        found.append(autodiff.gradient(model))
+        graphs.append(autodiff.gradient(model))
     plain = ort.session(graph)
     names = [v.name for v in plain.get_outputs()]
-    cotangents = autodiff.gradient_names(found[0].graph.inputs)
+    cotangents = autodiff.gradient_names(graphs[0].graph.inputs)
     rng = np.random.default_rng(0)
     seeds = {
         cotangents[name]: np.asarray(rng.standard_normal(np.shape(y)), np.asarray(y).dtype)
         for name, y in zip(names, ort.run(plain, feeds), strict=True)
         if onnx_ir.DataType.from_numpy(np.asarray(y).dtype).is_floating_point()
     }
-    return found, feeds_of(found[0], feeds | seeds)
+    return graphs, feeds_of(graphs[0], feeds | seeds)
 
 
 def _rounds(clocks: Sequence[Clock], count: int) -> Array:
@@ -208,11 +208,11 @@ class _GpuClock:
         self,
         executable: Executable,
         instance: Instance,
-        whole: Callable[[], Any] | None,
+        run: Callable[[], Any] | None,
         states: int = 0,
     ) -> None:
         instance.capture()
-        self._stream, self._launch, self._whole = executable.stream, instance.launch, whole
+        self._stream, self._launch, self._whole = executable.stream, instance.launch, run
         self.memory = executable.weights.nbytes + states + instance.plan.arena
 
     def __call__(self, runs: int) -> float:
@@ -230,8 +230,8 @@ def _gpu_clock(graph: onnx_ir.Model, feeds: Feeds, level: int, precision: str, m
     session = InferenceSession(graph, device="cuda", level=level, precision=precision)
     session.run(None, feeds)
     executable = session._on_cuda()
-    whole = partial(session.run, None, feeds) if mode == "end2end" else None
-    return _GpuClock(executable, executable.instance(feeds), whole)
+    run = partial(session.run, None, feeds) if mode == "end2end" else None
+    return _GpuClock(executable, executable.instance(feeds), run)
 
 
 def _step_clock(
@@ -248,21 +248,21 @@ def _step_clock(
 
     trainer = Trainer(graph.clone(), loss=loss, precision=precision, device=device, level=level)
 
-    def whole() -> float:
+    def step() -> float:
         return float(trainer.step(feeds))
 
-    whole()
+    step()
     if device == "cuda":
         backend: Any = trainer._device
         states = backend._states
-        found = states._executables["update"]
+        update = states._executables["update"]
         held = states._home.weights.nbytes
-        return _GpuClock(found, found.instances()[0], whole if mode == "end2end" else None, held)
+        return _GpuClock(update, update.instances()[0], step if mode == "end2end" else None, held)
 
     def seconds(runs: int) -> float:
         started = time.perf_counter()
         for _ in range(runs):
-            whole()
+            step()
         return (time.perf_counter() - started) / runs
 
     return seconds
@@ -280,15 +280,15 @@ def _labels(graph: onnx_ir.Model, feeds: Feeds, loss: str) -> Feeds:
         for dim, size in zip(value.shape, feeds[value.name].shape, strict=True)
         if not isinstance(dim, int)
     }
-    found: dict[str, Array] = {}
+    labels: dict[str, Array] = {}
     for value in spec.feeds:
         if value.name in feeds or value.name is None:
             continue
         dims = [d if isinstance(d, int) else sizes.get(d.value) for d in value.shape or ()]
         if None in dims or value.dtype is None:
             raise UsageError(f"the shape of '{value.name}' is open: give it by --inputs")
-        found[value.name] = np.zeros([int(d or 0) for d in dims], value.dtype.numpy())
-    return found
+        labels[value.name] = np.zeros([int(d or 0) for d in dims], value.dtype.numpy())
+    return labels
 
 
 def _session(model: Path | onnx_ir.Model, threads: int) -> Any:
@@ -385,27 +385,27 @@ def program(
     graph, math = in_precision(graph, precision)
     if feeds:
         return _lowered(graph, feeds, hw, math)
-    made: list[Program | Exception] = []
+    attempts: list[Program | Exception] = []
 
     def run(generated: Feeds) -> list[np.ndarray]:
         try:
-            made.append(_lowered(graph, generated, hw, math))
+            attempts.append(_lowered(graph, generated, hw, math))
         except ModelError as error:
-            made.append(error)
+            attempts.append(error)
             raise ValueError from error  # sizes that do not fit: others are tried
         except Exception as error:
-            made.insert(0, error)
+            attempts.insert(0, error)
             raise ModelError(str(error)) from error  # which ends the search
         return [np.ones(1)]
 
     try:
         generate(graph, run, single=True)
     except ModelError as error:
-        made = made or [error]
-    found = next((m for m in made if isinstance(m, Program)), made[0])
-    if isinstance(found, Exception):
-        raise found
-    return found
+        attempts = attempts or [error]
+    first = next((m for m in attempts if isinstance(m, Program)), attempts[0])
+    if isinstance(first, Exception):
+        raise first
+    return first
 
 
 def _lowered(graph: onnx_ir.Model, feeds: Feeds, hw: Hardware, math: str) -> Program:

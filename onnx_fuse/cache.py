@@ -60,9 +60,9 @@ class Entry:
             return None  # as if it were not there: it is written anew
 
     def _origin(self, manifest: Mapping[str, Any]) -> Origin:
-        known = manifest["files"][GRAPH], sorted(manifest["external"].items())
+        files = manifest["files"][GRAPH], sorted(manifest["external"].items())
         names = frozenset(graphs.derived_names(manifest))
-        return Origin(repr((self._path.name, known)), self._path, self._model, names)
+        return Origin(repr((self._path.name, files)), self._path, self._model, names)
 
     def _unchanged(self) -> bool:
         """Whether the file is still the one of the digest, and what was read of it is, too."""
@@ -75,10 +75,10 @@ class Entry:
         """
         limit = config.CACHE_MB.value << 20
         parts = graphs.parts(model, beside=True)
-        kept: Future[Origin | None] = Future()
+        stored: Future[Origin | None] = Future()
         if parts is None or sum(a.nbytes for a in parts.tensors.values()) > limit // 2:
-            kept.set_result(None)
-            return kept
+            stored.set_result(None)
+            return stored
         copy = model.clone()  # of the graph alone: the caller goes on with its own
         manifest, stamps = parts.manifest, parts.stamps
 
@@ -101,14 +101,14 @@ class Entry:
                 return None
 
         def told() -> None:
-            found = None
+            origin = None
             try:
-                found = work()
+                origin = work()
             finally:
-                kept.set_result(found)
+                stored.set_result(origin)
 
         threading.Thread(target=told).start()
-        return kept
+        return stored
 
 
 def keepable(model: ir.Model) -> bool:

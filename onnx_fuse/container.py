@@ -75,8 +75,8 @@ def write(
         for name, data in members.items():
             _add(archive, name, [data], files)
         _add(archive, WEIGHTS, _safetensors(tensors), files)
-        whole = {"kind": MAGIC, **manifest, "files": files}
-        _add(archive, MANIFEST, [json.dumps(whole, separators=(",", ":")).encode()], {})
+        full_manifest = {"kind": MAGIC, **manifest, "files": files}
+        _add(archive, MANIFEST, [json.dumps(full_manifest, separators=(",", ":")).encode()], {})
 
 
 def _add(archive: zipfile.ZipFile, name: str, parts: Iterable[Any], files: dict[str, Any]) -> None:
@@ -163,9 +163,9 @@ class Container:
         self._checked: set[str] = set()
         self._table: dict[str, tuple[int, int]] | None = None
 
-    def fault(self, what: str) -> ModelError:
+    def fault(self, reason: str) -> ModelError:
         """The ModelError about this file."""
-        return ModelError(f"{self.path}: {what}")
+        return ModelError(f"{self.path}: {reason}")
 
     def _unchanged(self) -> None:
         """Raise ModelError where the file was written to: reading the map might be a fault then."""
@@ -246,23 +246,23 @@ class Container:
             if length > min(_MAX_HEADER, len(weights) - 8):
                 raise ValueError("its table is longer than the member")
             table = json.loads(bytes(weights[8 : 8 + length]))
-            found = {}
+            places = {}
             for name, entry in table.items():
                 begin, end = entry["data_offsets"]
                 if not 0 <= begin <= end <= len(weights) - 8 - length:
                     raise ValueError(f"{name[:80]} reaches beyond the member")
                 if min(entry["shape"], default=0) < 0 or prod(entry["shape"]) > end - begin:
                     raise ValueError(f"{name[:80]} has more elements than bytes")
-                found[name] = (8 + length + begin, 8 + length + end)
+                places[name] = (8 + length + begin, 8 + length + end)
         except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
             raise self.fault(f"damaged: {WEIGHTS}: {error}") from error
-        return found
+        return places
 
 
 def stamp(file: int | Path) -> tuple[int, int]:
     """The size and time of change of an open file or of the one at a path."""
-    found = os.stat(file)
-    return found.st_size, found.st_mtime_ns
+    status = os.stat(file)
+    return status.st_size, status.st_mtime_ns
 
 
 def _is(file: Any, at: int, left: int, digest: object) -> bool:
@@ -274,20 +274,20 @@ def _digest(file: Any, at: int, left: int) -> bytes:
 
     They are read, not mapped: a file that is being overwritten must not end the process.
     """
-    found, room = hashlib.sha256(), memoryview(bytearray(min(left, 1 << 20)))
+    digest, room = hashlib.sha256(), memoryview(bytearray(min(left, 1 << 20)))
     while left:
         got = os.preadv(file.fileno(), [room[:left]], at)
         if not got:
             break
-        found.update(room[:got])
+        digest.update(room[:got])
         at, left = at + got, left - got
-    return found.digest()
+    return digest.digest()
 
 
 def _members(file: Any) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
     """(offset of the data, bytes), and the CRC-32, of each member. Raises BadZipFile."""
     size = os.fstat(file.fileno()).st_size
-    found, sums = {}, {}
+    places, sums = {}, {}
     with zipfile.ZipFile(file) as archive:
         for info in archive.infolist():
             if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
@@ -300,9 +300,9 @@ def _members(file: Any) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
             start = info.header_offset + _LOCAL.size + name + extra
             if start + info.file_size > size:
                 raise zipfile.BadZipFile(f"{info.filename} ends beyond the file")
-            found[info.filename] = (start, info.file_size)
+            places[info.filename] = (start, info.file_size)
             sums[info.filename] = info.CRC
-    return found, sums
+    return places, sums
 
 
 def digest_of(parts: Sequence[Any]) -> str:

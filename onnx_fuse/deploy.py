@@ -131,25 +131,25 @@ def compile_training(
     assert hw is not None
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
-    found = {}
+    compiled = {}
     precision = trainer.precision
     for mode, (graph, state) in graphs.items():
         more = {"graph": graph_digest(graph)}
         # an evaluation takes fewer inputs than the update
         names = {v.name for v in graph.graph.inputs}
-        given = [{k: v for k, v in s.items() if k in names or mode == "update"} for s in shapes]
-        found[str(mode)] = _compiled(
+        sets = [{k: v for k, v in s.items() if k in names or mode == "update"} for s in shapes]
+        compiled[str(mode)] = _compiled(
             graph,
             place / f"{mode}.fused",
             {hw.name: hw},
-            given,
+            sets,
             ranges or {},
             precision,
             TRAINING_PRECISIONS[precision][1],
             state,
             more,
         )
-    return found
+    return compiled
 
 
 def _compiled(
@@ -166,20 +166,20 @@ def _compiled(
     """Write the file of a graph in which everything is fused, with `more` in its manifest."""
     expand_standard_updates(graph)
     free = _free(graph, ranges)
-    wanted = [_closed(graph, given, free) for given in shapes]
+    wanted = [_closed(graph, each, free) for each in shapes]
     wanted = [s for i, s in enumerate(wanted) if s not in wanted[:i]]
     with cublaslt.left_out():
-        made = []
+        built = []
         for target, hw in targets.items():
             programs = Specializer(graph, hw, math=math, state=state)  # as a session has it
             for i, closed in enumerate(wanted):
                 progress.report(f"lowering for {target}", i, len(wanted))
                 if free:
-                    made += _over(programs, target, closed, free)
+                    built += _over(programs, target, closed, free)
                 else:
-                    made.append(_Compiled(target, hw, closed, _lowered(programs, closed).program))
+                    built.append(_Compiled(target, hw, closed, _lowered(programs, closed).program))
     members: dict[str, bytes] = {}
-    names, table = _modules(made, members)
+    names, table = _modules(built, members)
     modules = list(dict.fromkeys(names.values()))
     tensors: dict[str, np.ndarray[Any, Any]] = {}
 
@@ -190,7 +190,7 @@ def _compiled(
         return name
 
     entries = []
-    for i, one in enumerate(made):
+    for i, one in enumerate(built):
         _weights(graph, one.program, tensors)
         inputs = {name: [list(shape), dtype] for name, (shape, dtype) in one.shapes.items()}
         member = f"programs/{i}.json"
@@ -204,8 +204,8 @@ def _compiled(
         data = template.write(opened, store)
         members[member] = json.dumps(data, separators=(",", ":"), allow_nan=False).encode()
         entries.append(entry)
-    given = defaults(graph)
-    kept = [[name, store(a), [list(a.shape), a.dtype.name]] for name, a in given.items()]
+    arrays = defaults(graph)
+    stored = [[name, store(a), [list(a.shape), a.dtype.name]] for name, a in arrays.items()]
     members[GRAPH] = serialized_without_weights(graph)
     for name, value in graph.graph.initializers.items():
         if name not in tensors and is_large_weight(value.const_value):
@@ -219,7 +219,7 @@ def _compiled(
         "compiler": f"NVRTC {nvrtc.check_compiler()}",
         "inputs": [list(session.argument(v)) for v in graph.graph.inputs],
         "outputs": [list(session.argument(v)) for v in graph.graph.outputs],
-        "defaults": kept,
+        "defaults": stored,
         "targets": {name: {k: getattr(hw, k) for k in limits} for name, hw in targets.items()},
         "modules": table,
         "programs": entries,
@@ -230,7 +230,7 @@ def _compiled(
         nbytes = draft.stat().st_size
     return Compiled(
         [{name: shape for name, (shape, _) in s.items()} for s in wanted],
-        {name: [one.program for one in made if one.target == name] for name in targets},
+        {name: [one.program for one in built if one.target == name] for name in targets},
         len(modules),
         sum(a.nbytes for a in tensors.values()),
         nbytes,
@@ -270,7 +270,7 @@ Free = dict[str, tuple[tuple[int, int], list[tuple[str, int]]]]
 
 def _free(graph: ir.Model, ranges: Mapping[str, tuple[int, int]]) -> Free:
     """The places of the symbols in `ranges`. Raises UsageError where there are none."""
-    found: Free = {}
+    free: Free = {}
     for symbol, (low, high) in ranges.items():
         places = [
             (v.name or "", axis)
@@ -284,10 +284,10 @@ def _free(graph: ir.Model, ranges: Mapping[str, tuple[int, int]]) -> Free:
             raise UsageError(
                 f"'{symbol}' from {low} to {high}: expected sizes from 1 on, such as 1 to 512"
             )
-        found[symbol] = (low, high), places
-    if prod(high - low + 1 for (low, high), _ in found.values()) > MOST:
-        raise UsageError(f"the ranges of {', '.join(found)} have over {MOST:,} shapes: fewer sizes")
-    return found
+        free[symbol] = (low, high), places
+    if prod(high - low + 1 for (low, high), _ in free.values()) > MOST:
+        raise UsageError(f"the ranges of {', '.join(free)} have over {MOST:,} shapes: fewer sizes")
+    return free
 
 
 MOST = 1 << 17
@@ -299,8 +299,8 @@ def _over(programs: Specializer, target: str, closed: Closed, free: Free) -> lis
     """Open programs, as few as serve all sizes of the ranges, from the largest down."""
     symbols = programs.symbols(closed)
     of = {(name, axis): symbol for name, axis, symbol in symbols}
-    own = {label: of[places[0]] for label, (_, places) in free.items()}
-    fixed = {s: n for s, n in programs.numbers(closed).items() if s not in own.values()}
+    symbol_of = {label: of[places[0]] for label, (_, places) in free.items()}
+    fixed = {s: n for s, n in programs.numbers(closed).items() if s not in symbol_of.values()}
     ends = {
         name: [
             next(
@@ -311,23 +311,23 @@ def _over(programs: Specializer, target: str, closed: Closed, free: Free) -> lis
         for name, (shape, _) in closed.items()
     }
     ranges = {label: bounds for label, (bounds, _) in free.items()}
-    found: list[_Compiled] = []
+    compiled: list[_Compiled] = []
     counts = [range(high, low - 1, -1) for (low, high), _ in free.values()]
     for sizes in product(*counts):
-        numbers = fixed | dict(zip(own.values(), sizes, strict=True))
-        for one in reversed(found):
+        numbers = fixed | dict(zip(symbol_of.values(), sizes, strict=True))
+        for one in reversed(compiled):
             assert one.served is not None
             if one.served.source.holds(numbers):
                 one.served.sizes.append(numbers)
                 break
         else:
             shapes = programs.changed(closed, numbers)
-            made = _lowered(programs, shapes)
-            if not isinstance(made.source, SymbolicProgram):
+            planned = _lowered(programs, shapes)
+            if not isinstance(planned.source, SymbolicProgram):
                 raise ModelError(f"{', '.join(free)} must be given size by size: {_FIXED}")
-            served = _SizeRange(made.source, symbols, [numbers], ends, ranges, own)
-            found.append(_Compiled(target, programs.hw, dict(shapes), made.program, served))
-    return found
+            served = _SizeRange(planned.source, symbols, [numbers], ends, ranges, symbol_of)
+            compiled.append(_Compiled(target, programs.hw, dict(shapes), planned.program, served))
+    return compiled
 
 
 def _opened(served: _SizeRange, trace: Trace) -> tuple[Program, dict[str, Any]]:
@@ -351,11 +351,11 @@ def _opened(served: _SizeRange, trace: Trace) -> tuple[Program, dict[str, Any]]:
 
 
 def _modules(
-    made: Sequence[_Compiled], members: dict[str, bytes]
+    compiled: Sequence[_Compiled], members: dict[str, bytes]
 ) -> tuple[dict[Module, Module], list[dict[str, Any]]]:
     """Compile all kernels into `members`: modules by what the file calls them, and their table."""
     wanted: dict[str, dict[Module, Launch]] = {}
-    for one in made:
+    for one in compiled:
         calls = (*one.program.setup, *one.program.calls)
         launches = (x for c in calls for x in c.launches)
         wanted.setdefault(one.hw.arch, {}).update(((x.source, x.defines), x) for x in launches)
@@ -363,10 +363,10 @@ def _modules(
         nvrtc.compile_all(launches_of.values(), arch, workers=os.cpu_count() or 1)
     names: dict[Module, Module] = {}
     table = []
-    for source, defines in dict.fromkeys(module for found in wanted.values() for module in found):
+    for source, defines in dict.fromkeys(module for group in wanted.values() for module in group):
         cubins = {}
-        for arch, found in wanted.items():
-            if (source, defines) in found:
+        for arch, group in wanted.items():
+            if (source, defines) in group:
                 cubin = nvrtc.compile(source, defines, arch)
                 cubins[arch] = f"cubins/{digest_of([cubin])}.{arch}.cubin"
                 members[cubins[arch]] = cubin
@@ -377,23 +377,23 @@ def _modules(
     return names, table
 
 
-def _closed(graph: ir.Model, given: Shapes, free: Free) -> Closed:
+def _closed(graph: ir.Model, shapes: Shapes, free: Free) -> Closed:
     """(shape, dtype) of every input, at the largest sizes of the ranges.
 
     Raises UsageError where one stays open.
     """
     largest = {place: high for (_, high), places in free.values() for place in places}
-    known = {v.name or "": v for v in graph.graph.inputs}
-    found = {}
-    for name in given:
-        if name not in known:
-            raise UsageError(f"the model has no input '{name}' (it has {list(known)})")
-    for name, value in known.items():
+    inputs = {v.name or "": v for v in graph.graph.inputs}
+    closed = {}
+    for name in shapes:
+        if name not in inputs:
+            raise UsageError(f"the model has no input '{name}' (it has {list(inputs)})")
+    for name, value in inputs.items():
         default = value.meta.get(DEFAULT)
-        own = value.shape if default is None else default.shape
-        rank = list(own) if own is not None else None
-        shape = list(given.get(name, rank or []))
-        if rank is None and name not in given:
+        declared = value.shape if default is None else default.shape
+        rank = list(declared) if declared is not None else None
+        shape = list(shapes.get(name, rank or []))
+        if rank is None and name not in shapes:
             raise UsageError(f"the shape of input '{name}' is open: --input-shapes {name}:...")
         if rank is not None and len(shape) != len(rank):
             raise UsageError(f"input '{name}' has {len(rank)} dimensions, not {len(shape)}")
@@ -408,20 +408,20 @@ def _closed(graph: ir.Model, given: Shapes, free: Free) -> Closed:
             if isinstance(dim, int) and dim != size:
                 raise UsageError(f"input '{name}': axis {axis} is {dim}, not {size}")
         assert value.dtype is not None
-        found[name] = tuple(int(d) for d in shape), value.dtype.numpy().name
-    return found
+        closed[name] = tuple(int(d) for d in shape), value.dtype.numpy().name
+    return closed
 
 
 def _lowered(programs: Specializer, shapes: WalkShapes) -> PlannedProgram:
     """The program for one set of shapes. Raises ModelError for what a file cannot hold."""
     try:
-        made = programs.of(shapes)
+        planned = programs.of(shapes)
     except NeedsValues as needs:
         raise ModelError(
             f"the values of input {', '.join(needs.names)} decide about sizes, so no program "
             "serves all of them: make a constant of it"
         ) from needs
-    program = made.program
+    program = planned.program
     if program.fallbacks:
         raise ModelError(
             f"{program.fallbacks[0]}, so it would run on onnxruntime, which a compiled file does "
@@ -438,7 +438,7 @@ def _lowered(programs: Specializer, shapes: WalkShapes) -> PlannedProgram:
             "the model draws random numbers, whose state a compiled file does not keep: run the "
             ".onnx file itself"
         )
-    return made
+    return planned
 
 
 def _unique(source: str) -> str:

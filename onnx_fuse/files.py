@@ -61,13 +61,13 @@ def private_folder(path: Path, *, make: bool = True) -> bool:
     return True
 
 
-def _not_private(found: os.stat_result) -> str:
+def _not_private(status: os.stat_result) -> str:
     """Why somebody else may write there, as the end of a sentence; "" where nobody may."""
     if sys.platform == "win32":  # whose folders have other rights
         return ""
-    if found.st_uid != os.geteuid():
-        return f"belongs to user {found.st_uid}, and this process is of user {os.geteuid()}"
-    return "may be written to by other users" if found.st_mode & 0o022 else ""
+    if status.st_uid != os.geteuid():
+        return f"belongs to user {status.st_uid}, and this process is of user {os.geteuid()}"
+    return "may be written to by other users" if status.st_mode & 0o022 else ""
 
 
 def opened_private(path: Path) -> BinaryIO:
@@ -133,14 +133,14 @@ def written(path: str | os.PathLike[str]) -> Iterator[Path]:
         with locked_folder(target.parent, f".{target.name}.", ".draft") as folder:
             yield folder / path.name
             # The data file first: a model never stands without its weights.
-            for made in sorted(folder.iterdir(), key=lambda p: p.name == path.name):
-                place = target if made.name == path.name else target.parent / made.name
+            for draft_file in sorted(folder.iterdir(), key=lambda p: p.name == path.name):
+                place = target if draft_file.name == path.name else target.parent / draft_file.name
                 if place != target and place.exists() and not target.exists():
                     raise ModelError(
                         f"{place}: there is such a file already, and {path} is not: move it away, "
                         "or write to another path"
                     )
-                os.replace(made, place)
+                os.replace(draft_file, place)
     except OSError as error:
         raise ModelError(f"{path}: cannot be written: {error.strerror or error}") from error
 
@@ -149,13 +149,13 @@ def written(path: str | os.PathLike[str]) -> Iterator[Path]:
 def _streamed(path: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="onnx-fuse-") as folder:
         yield Path(folder) / path.name
-        made = list(Path(folder).iterdir())
-        if any(p.name != path.name for p in made):
+        files = list(Path(folder).iterdir())
+        if any(p.name != path.name for p in files):
             raise ModelError(
                 f"{path}: weights can only be stored beside a file: give the path of one"
             )
         sys.stdout.flush()  # what was printed before comes before
-        for draft in made:
+        for draft in files:
             with draft.open("rb") as source, _opened(path) as out:
                 shutil.copyfileobj(source, out)
 
@@ -260,8 +260,8 @@ def locked(folder: str | os.PathLike[str]) -> Iterator[bool]:
     A thread may lock the same folder again within the block. Raises OSError where there is no such
     folder.
     """
-    found = os.stat(folder)
-    key, thread = (found.st_dev, found.st_ino), threading.get_ident()
+    status = os.stat(folder)
+    key, thread = (status.st_dev, status.st_ino), threading.get_ident()
     if key in _owners:
         yield _owners[key] == thread
         return

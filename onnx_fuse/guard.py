@@ -74,13 +74,13 @@ def _answer(pipe: IO[bytes]) -> tuple[bool, Any] | None:
     """
     while True:
         try:
-            found = pickle.load(pipe)
+            message = pickle.load(pipe)
         except (EOFError, pickle.UnpicklingError):
             return None
-        if len(found) == 2:
-            ok, value = found
+        if len(message) == 2:
+            ok, value = message
             return ok, value
-        progress.report(*found)
+        progress.report(*message)
 
 
 def _child(work: Callable[[], Any], name: str, writer: int) -> None:
@@ -88,8 +88,8 @@ def _child(work: Callable[[], Any], name: str, writer: int) -> None:
     gc.disable()
     prefix = f"{name}: " if name else ""
 
-    def send(what: str, done: int, total: int) -> None:
-        os.write(writer, pickle.dumps((what, done, total), protocol=5))
+    def send(text: str, done: int, total: int) -> None:
+        os.write(writer, pickle.dumps((text, done, total), protocol=5))
 
     try:
         try:

@@ -92,11 +92,11 @@ def kernels_of(op: str, file: Path | None, call: Call, hw: Hardware) -> list[Ker
 
     Raises UsageError where no candidate does.
     """
-    found = [k for k in candidates(op) if k.supports(call.problem, hw) is None]
+    kernels = [k for k in candidates(op) if k.supports(call.problem, hw) is None]
     if file is None:
-        return found
+        return kernels
     changed: list[Any] = []
-    for kernel in found:
+    for kernel in kernels:
         how = next(iter(kernel.configs(call.problem, hw)))
         sources = {Path(x.source).name for x in kernel.launch(call.problem, how, hw)}
         if file.name in sources:
@@ -111,15 +111,15 @@ def kernels_of(op: str, file: Path | None, call: Call, hw: Hardware) -> list[Ker
 
 def left_out(op: str, call: Call, hw: Hardware) -> list[tuple[str, str]]:
     """The candidates that do not serve a call, and why: a library may not be installed."""
-    found = [(k.name, k.supports(call.problem, hw)) for k in candidates(op)]
-    return [(name, reason) for name, reason in found if reason is not None]
+    reasons = [(k.name, k.supports(call.problem, hw)) for k in candidates(op)]
+    return [(name, reason) for name, reason in reasons if reason is not None]
 
 
 def check(
     op: str, kernels: Sequence[Kernel], precision: str, hw: Hardware, until: float
 ) -> Iterator[Row]:
     """Each configuration of the kernels, against the last candidate's results in all cases."""
-    found: dict[tuple[str, KernelConfig], tuple[int, str]] = {}
+    results: dict[tuple[str, KernelConfig], tuple[int, str]] = {}
     for number, shape in enumerate(CASES):
         if time.monotonic() > until:
             break
@@ -137,9 +137,9 @@ def check(
         ]
         for choice, fault in _compared(call, plain, tries, hw):
             key = choice.kernel.name, choice.config
-            served, before = found.get(key, (0, ""))
-            found[key] = served + 1, before or (fault and f"{shape}: {fault}")
-    for (name, how), (served, fault) in found.items():
+            served, before = results.get(key, (0, ""))
+            results[key] = served + 1, before or (fault and f"{shape}: {fault}")
+    for (name, how), (served, fault) in results.items():
         yield Row(name, str(how), served, fault)
 
 
@@ -153,9 +153,9 @@ def _compared(
     operands = tune.Operands(call, max(c.workspace for c in calls), hw)
     truth = operands.results(calls[0])
     math = call.problem.math if isinstance(call.problem, GemmProblem) else "ieee"
-    for choice, made in zip(tries, calls[1:], strict=True):
+    for choice, attempt in zip(tries, calls[1:], strict=True):
         try:
-            first, second = operands.results(made), operands.results(made)
+            first, second = operands.results(attempt), operands.results(attempt)
         except DeviceError as error:
             yield choice, str(error)
             continue

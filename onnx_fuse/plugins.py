@@ -126,16 +126,16 @@ def register_kernel(op: str, kernel: Any) -> None:
 
 def unregister(name: str) -> None:
     """Take back what was registered for an operator `name`, written "domain::Name"."""
-    domain, _, own = name.rpartition("::")
+    domain, _, op_type = name.rpartition("::")
     kernels.ADDED.pop(name, None)
     forget_programs(has_only_ours=not kernels.ADDED)
     if not domain:
         return
-    OPS.pop((domain, own), None)
-    BODIES.pop((domain, own), None)
-    lowerings().pop((domain, own), None)
-    rewrite.ADDED[:] = [rule for rule in rewrite.ADDED if rule.name != own]
-    rewrite.FUSIONS.pop(own, None)
+    OPS.pop((domain, op_type), None)
+    BODIES.pop((domain, op_type), None)
+    lowerings().pop((domain, op_type), None)
+    rewrite.ADDED[:] = [rule for rule in rewrite.ADDED if rule.name != op_type]
+    rewrite.FUSIONS.pop(op_type, None)
 
 
 def load() -> list[str]:
@@ -147,18 +147,18 @@ def load() -> list[str]:
     Raises:
         UsageError: A plugin cannot be loaded; the error names it.
     """
-    found = []
+    names = []
     for entry in entry_points(group=GROUP):
         if entry.value in _loaded:
             continue
         try:
-            made = entry.load()
-            if callable(made):
-                made()
+            plugin = entry.load()
+            if callable(plugin):
+                plugin()
         except Exception as error:
             raise UsageError(
                 f"the plugin '{entry.name}' ({entry.value}) cannot be loaded: {error}"
             ) from error
         _loaded.add(entry.value)
-        found.append(entry.name)
-    return found
+        names.append(entry.name)
+    return names

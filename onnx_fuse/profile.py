@@ -84,7 +84,7 @@ def of_onnxruntime(model: onnx_ir.Model, feeds: Feeds) -> Profile:
         events = json.loads(Path(session.end_profiling()).read_text())
     runs = [e for e in events if e["name"] == "model_run"][_WARM:]
     began, took = min(((e["dur"], e["ts"]) for e in runs), default=(inf, 0))[::-1]
-    found = Profile([], "onnxruntime", events=events)
+    profile = Profile([], "onnxruntime", events=events)
     for event in events:
         if event.get("cat") != "Node" or not event["name"].endswith(_NODE):
             continue
@@ -94,10 +94,10 @@ def of_onnxruntime(model: onnx_ir.Model, feeds: Feeds) -> Profile:
         start, seconds = (event["ts"] - began) * 1e-6, event["dur"] * 1e-6
         node, _, _ = event["name"].removesuffix(_NODE).partition(_INSIDE)
         shapes = _shapes(about.get("output_type_shape", ()))
-        found.spans.append(Span(about["op_name"], (node,), start, seconds, shapes))
+        profile.spans.append(Span(about["op_name"], (node,), start, seconds, shapes))
         if "mem_bytes_in_use" in about:  # since onnxruntime 1.2x; older ones do not say
-            found.memory.append((start + seconds, int(about["mem_bytes_in_use"])))
-    return found
+            profile.memory.append((start + seconds, int(about["mem_bytes_in_use"])))
+    return profile
 
 
 def _named(model: onnx_ir.Model) -> onnx_ir.Model:
@@ -106,12 +106,12 @@ def _named(model: onnx_ir.Model) -> onnx_ir.Model:
     onnxruntime puts them there itself, under names that say nothing. Where it fuses further, the
     new node has a name of its choice.
     """
-    own = {label(node) for node in model.graph}
+    labels = {label(node) for node in model.graph}
     owners = {v.name: label(node) for node in model.graph if node.domain == FUSE
               for v in node.outputs if v.name}  # fmt: skip
     flat = inline(model)
     for number, node in enumerate(reversed(flat.graph)):
-        if label(node) in own and not any(v.name in owners for v in node.outputs):
+        if label(node) in labels and not any(v.name in owners for v in node.outputs):
             continue
         readers = [use.node.name or "" for v in node.outputs for use in v.uses()]
         owner = next((owners[v.name] for v in node.outputs if v.name in owners), None)
@@ -125,13 +125,13 @@ def _named(model: onnx_ir.Model) -> onnx_ir.Model:
 
 def of_calls(calls: Sequence[tuple[Call, float]]) -> Profile:
     """The profile of kernel calls that were timed one by one: they are put one after another."""
-    found = Profile([], "stream, calls one after another", calls=list(calls))
+    profile = Profile([], "stream, calls one after another", calls=list(calls))
     start = 0.0
     for call, seconds in calls:
-        found.spans.append(Span(call.kernel, call.nodes, start, seconds, call.why))
+        profile.spans.append(Span(call.kernel, call.nodes, start, seconds, call.why))
         start += seconds
-    return found
+    return profile
 
 
-def _shapes(given: Sequence[Mapping[str, Sequence[int]]]) -> str:
-    return ", ".join(f"{kind} {shape}" for one in given for kind, shape in one.items())
+def _shapes(types: Sequence[Mapping[str, Sequence[int]]]) -> str:
+    return ", ".join(f"{kind} {shape}" for one in types for kind, shape in one.items())

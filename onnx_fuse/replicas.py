@@ -44,8 +44,8 @@ class Replicas:
         if not devices:
             raise UsageError("replicas need a device")
         with ThreadPoolExecutor(len(devices)) as pool:
-            made = pool.map(lambda d: InferenceSession(model, device=d, **options), devices)
-            self.sessions = list(made)
+            sessions = pool.map(lambda d: InferenceSession(model, device=d, **options), devices)
+            self.sessions = list(sessions)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._serve, args=(session,), daemon=True)
@@ -123,8 +123,8 @@ class Replicas:
             self.submit(chosen, {**feeds, **{name: feeds[name][part] for name in split}})
             for part in parts
         ]
-        found = [each.result() for each in running]
-        return [np.concatenate(column) for column in zip(*found, strict=True)]
+        results = [each.result() for each in running]
+        return [np.concatenate(column) for column in zip(*results, strict=True)]
 
     def close(self) -> None:
         """End the threads once what was submitted is done."""
@@ -171,7 +171,7 @@ def run_together(session: Runs, requests: Sequence[Feeds]) -> list[list[Any]]:
         rows.append(sizes.pop()[0])
         key = tuple((name, a.dtype, a.shape[1:]) for name, a in sorted(arrays.items()))
         groups.setdefault(key, []).append(i)
-    found: list[list[Any]] = [[] for _ in requests]
+    results: list[list[Any]] = [[] for _ in requests]
     for key, members in groups.items():
         feeds = {name: np.concatenate([requests[i][name] for i in members]) for name, *_ in key}
         ends = np.cumsum([rows[i] for i in members])
@@ -182,5 +182,5 @@ def run_together(session: Runs, requests: Sequence[Feeds]) -> list[list[Any]]:
                     "first axis: run the requests of this model one by one"
                 )
             for i, part in zip(members, np.split(output, ends[:-1]), strict=True):
-                found[i].append(part)
-    return found
+                results[i].append(part)
+    return results

@@ -112,27 +112,27 @@ class InferenceSession:
         digest = _digest(self._source) if self._level is not None else None
         from onnx_fuse import cache  # while the file is read
 
-        kept = None
-        if digest is not None and (found := digest.result()):
+        entry = None
+        if digest is not None and (identity := digest.result()):
             options = {"level": self._level, "precision": precision}
-            kept = cache.Entry(Path(self._source), *found, options)  # type: ignore[arg-type]
-        cached = kept.load() if kept else None
+            entry = cache.Entry(Path(self._source), *identity, options)  # type: ignore[arg-type]
+        cached = entry.load() if entry else None
         self._interface = _Interface.of_graph(self.model if cached is None else cached[0])
         if cached is None:
-            made = _executable(self.model, precision, gpu)
-            if kept and cache.keepable(self.model):
-                made.on_lowered = kept.store
-            return made
+            executable = _executable(self.model, precision, gpu)
+            if entry and cache.keepable(self.model):
+                executable.on_lowered = entry.store
+            return executable
         graph, origin = cached
         if PRECISIONS[precision][0] == "float32":
             self.model = graph
         else:
             precision = "fp32"  # its weights are of the precision already
-        made = _executable(graph, precision, gpu)
-        known: Future[Origin | None] = Future()
-        known.set_result(origin)
-        made.keep(known)
-        return made
+        executable = _executable(graph, precision, gpu)
+        ready: Future[Origin | None] = Future()
+        ready.set_result(origin)
+        executable.keep(ready)
+        return executable
 
     @cached_property
     def model(self) -> onnx_ir.Model:
@@ -149,10 +149,10 @@ class InferenceSession:
         """The onnxruntime session of the same graph; on "cuda" it is made at its first use."""
         from onnx_fuse.runtime import ort
 
-        made = ort.session(self.model, self._options)
-        if isinstance(made, ort.Widened):
-            warnings.warn(made.note, stacklevel=3)
-        return made
+        session = ort.session(self.model, self._options)
+        if isinstance(session, ort.Widened):
+            warnings.warn(session.note, stacklevel=3)
+        return session
 
     def get_inputs(self) -> list[Any]:
         """The inputs that a run needs, as objects with `name`, `type` and `shape`.
@@ -338,17 +338,17 @@ class _Interface:
     def of_graph(cls, model: onnx_ir.Model) -> _Interface:
         from onnx_fuse.ir.build import defaults, required
 
-        given = defaults(model)
-        overridable = [argument(v) for v in model.graph.inputs if v.name in given]
+        arrays = defaults(model)
+        overridable = [argument(v) for v in model.graph.inputs if v.name in arrays]
         inputs = [argument(v) for v in required(model)]
-        return cls(inputs, overridable, [argument(v) for v in model.graph.outputs], given)
+        return cls(inputs, overridable, [argument(v) for v in model.graph.outputs], arrays)
 
     @classmethod
     def of_compiled(cls, compiled: Deployed) -> _Interface:
-        given = compiled.defaults
-        inputs = [end for end in compiled.inputs if end.name not in given]
-        overridable = [end for end in compiled.inputs if end.name in given]
-        return cls(inputs, overridable, compiled.outputs, given)
+        arrays = compiled.defaults
+        inputs = [end for end in compiled.inputs if end.name not in arrays]
+        overridable = [end for end in compiled.inputs if end.name in arrays]
+        return cls(inputs, overridable, compiled.outputs, arrays)
 
 
 _SharedSizes = dict[str, list[tuple[str, int]]]

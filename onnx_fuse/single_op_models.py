@@ -153,12 +153,12 @@ def _weights(m: int, k: int, n: int) -> dict[str, tuple[int, ...]]:
 
 def _constants(m: int, k: int, n: int) -> dict[str, np.ndarray]:
     """Indices and sizes that graphs read."""
-    found = {
+    constants = {
         "last": [1], "labels": np.arange(m) % k, "eight": [8], "size": pixels(m), "three": [3, 3],
         "rows": np.arange(m)[::-1, None], "places": np.broadcast_to(np.arange(k)[::-1], (m, k)),
     }  # fmt: skip
     scales = np.array([1, 1, 2, 2], np.float32)
-    return {name: np.array(v, np.int64) for name, v in found.items()} | {"scales": scales}
+    return {name: np.array(v, np.int64) for name, v in constants.items()} | {"scales": scales}
 
 
 def program_of(op: str, shape: tuple[int, int, int], precision: str, hw: Hardware) -> Program:
@@ -204,6 +204,6 @@ def _gradient(model: ir.Model) -> ir.Model:
     weights = [v for v in autodiff.trainable(model) if autodiff.is_weight(v)]
     autodiff.open_parameters(model, weights)
     names = [str(v.name) for v in model.graph.inputs]
-    found: ir.Model = autodiff.partition(model, names, fused=True).backward
-    infer_shapes(found)
-    return found
+    backward: ir.Model = autodiff.partition(model, names, fused=True).backward
+    infer_shapes(backward)
+    return backward

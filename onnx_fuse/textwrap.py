@@ -47,8 +47,8 @@ def _broken(word: str, width: int) -> list[str]:
     lines = [""]
     for piece in _pieces(word):
         while cell_len(piece) > width:
-            *whole, piece = chop_cells(piece, width)
-            lines += whole
+            *full_lines, piece = chop_cells(piece, width)
+            lines += full_lines
         if cell_len(lines[-1]) + cell_len(piece) > width:
             lines.append("")
         lines[-1] += piece
@@ -62,11 +62,11 @@ def _pieces(word: str) -> list[str]:
 
 def _narrowest(cells: Sequence[str], longest: int) -> int:
     """The width that a column needs at least if words beyond `longest` characters may be broken."""
-    found = 1
+    width = 1
     for word in (word for cell in cells for word in cell.split()):
-        whole = cell_len(word) <= longest
-        found = max(found, *(cell_len(part) for part in ([word] if whole else _pieces(word))))
-    return found
+        fits = cell_len(word) <= longest
+        width = max(width, *(cell_len(part) for part in ([word] if fits else _pieces(word))))
+    return width
 
 
 def widths(table: Sequence[Sequence[str]], width: int) -> list[int] | None:
@@ -81,15 +81,15 @@ def widths(table: Sequence[Sequence[str]], width: int) -> list[int] | None:
     if sum(wanted) <= room:
         return wanted
     for longest in (width, _LONG):
-        found = [_narrowest(cells, longest) for cells in columns]
-        if sum(found) <= room:
-            return _filled(found, wanted, room)
+        narrowest = [_narrowest(cells, longest) for cells in columns]
+        if sum(narrowest) <= room:
+            return _filled(narrowest, wanted, room)
     return None
 
 
-def _filled(found: list[int], wanted: Sequence[int], room: int) -> list[int]:
+def _filled(columns: list[int], wanted: Sequence[int], room: int) -> list[int]:
     """Give what is left of `room` to the columns whose text is folded the most."""
-    for _ in range(room - sum(found)):
-        i = max(range(len(found)), key=lambda i: wanted[i] / found[i])
-        found[i] += 1
-    return found
+    for _ in range(room - sum(columns)):
+        i = max(range(len(columns)), key=lambda i: wanted[i] / columns[i])
+        columns[i] += 1
+    return columns

@@ -54,8 +54,8 @@ class Tuned:
 
 def calls_of(program: Program, op: str = "") -> list[Call]:
     """One call for each problem (of `op`, if given)."""
-    found = {tuning.key(c.problem.op, c.problem): c for c in program.calls if c.problem}
-    return [c for c in found.values() if c.problem and op in ("", c.problem.op)]
+    by_key = {tuning.key(c.problem.op, c.problem): c for c in program.calls if c.problem}
+    return [c for c in by_key.values() if c.problem and op in ("", c.problem.op)]
 
 
 def tune(
@@ -92,18 +92,18 @@ def shortlist(problem: AnyProblem, hw: Hardware, top: int = 6) -> list[Selection
     """
     present = select(problem.op, problem, hw)
     assert present is not None
-    found: list[tuple[float, Selection]] = []
+    ranked: list[tuple[float, Selection]] = []
     for kernel in candidates(problem.op):
         if kernel.supports(problem, hw) is None:
             hows = [(kernel.cost(problem, how, hw), how) for how in kernel.configs(problem, hw)]
             hows.sort(key=lambda pair: pair[0])
-            found += [(cost, Selection(kernel, how, cost, "tuned")) for cost, how in hows[:top]]
-    found.sort(key=lambda pair: pair[0])
+            ranked += [(cost, Selection(kernel, how, cost, "tuned")) for cost, how in hows[:top]]
+    ranked.sort(key=lambda pair: pair[0])
     first = (present.kernel.name, present.config)
     return [present] + [
         choice
-        for cost, choice in found
-        if cost <= 2 * found[0][0] and (choice.kernel.name, choice.config) != first
+        for cost, choice in ranked
+        if cost <= 2 * ranked[0][0] and (choice.kernel.name, choice.config) != first
     ]
 
 
@@ -117,7 +117,7 @@ def _tune(
         nvrtc.compile_all((launch for t in tries for launch in t.launches), hw.arch)
     operands = Operands(call, max(t.workspace for t in tries), hw)
     truth = operands.results(tries[0])
-    runs, kept = [operands.graph(tries[0])], [present]
+    runs, sound = [operands.graph(tries[0])], [present]
     refused: list[str] = []
     for choice, attempt in zip(choices[1:], tries[1:], strict=True):
         if time.monotonic() > until:
@@ -125,13 +125,13 @@ def _tune(
         if not operands.agree(operands.results(attempt), truth, math):
             refused.append(f"{choice.kernel.name} {choice.config}")
             continue
-        kept.append(choice)
+        sound.append(choice)
         runs.append(operands.graph(attempt))
     times = [1e6 * seconds for seconds in medians(runs)]
-    winner = min(range(len(kept)), key=times.__getitem__)
+    winner = min(range(len(sound)), key=times.__getitem__)
     if times[0] < (1 + NOISE) * times[winner]:
         winner = 0
-    choice, us = kept[winner], times[winner]
+    choice, us = sound[winner], times[winner]
     tuned = Tuned(
         problem,
         f"{present.kernel.name} {present.config}",
@@ -140,7 +140,7 @@ def _tune(
         str(choice.config),
         us,
         1e6 * problem.floor(hw, call.bytes) / us,
-        len(kept),
+        len(sound),
         tuple(refused),
     )
     return tuned, tuning.record(problem, choice.kernel, choice.config, us, hw)
@@ -183,8 +183,8 @@ class Operands:
             self.sets.append(places)
         self.stream.wait("uploading operands")
 
-    def _place(self, nbytes: int, what: str) -> int:
-        self._memory.append(device.Memory(max(16, nbytes), what))
+    def _place(self, nbytes: int, purpose: str) -> int:
+        self._memory.append(device.Memory(max(16, nbytes), purpose))
         return self._memory[-1].address
 
     def _bound(self, call: Call, places: dict[str, int]) -> list[PlacedLaunch]:
@@ -198,15 +198,15 @@ class Operands:
         bound = self._bound(call, places)
         for step in bound:
             step.enqueue(self.stream.handle)
-        found = []
+        arrays = []
         for name, tensor in self.written:
             size, item = tensor.span, ITEMSIZE[tensor.dtype]
             for at in {0, max(0, size - SAMPLE)}:
                 array = np.empty(min(size, SAMPLE), dtype_of(tensor.dtype))
                 self.stream.download(array.ctypes.data, places[name] + at * item, array.nbytes)
-                found.append(array)
+                arrays.append(array)
         self.stream.wait(f"{call.kernel}")
-        return found
+        return arrays
 
     @staticmethod
     def agree(got: list[np.ndarray], want: list[np.ndarray], math: str = "ieee") -> bool:

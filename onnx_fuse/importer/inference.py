@@ -33,19 +33,19 @@ def inferred(proto: onnx.ModelProto, *, data_prop: bool) -> onnx.ModelProto:
             node.attribute.append(onnx.helper.make_attribute("onesided", 1))
     barred = data_prop and _keep_entries(proto.graph, {}, {})
     try:
-        found = _infer(proto, data_prop=data_prop)
+        result = _infer(proto, data_prop=data_prop)
     finally:
         if barred:
             _without_barriers(proto.graph)
     if barred:
-        _without_barriers(found.graph)
-    return found
+        _without_barriers(result.graph)
+    return result
 
 
 def _infer(proto: onnx.ModelProto, *, data_prop: bool) -> onnx.ModelProto:
     def infer() -> bytes:
-        found = onnx.shape_inference.infer_shapes(proto, data_prop=data_prop)
-        return bytes(found.SerializeToString())
+        result = onnx.shape_inference.infer_shapes(proto, data_prop=data_prop)
+        return bytes(result.SerializeToString())
 
     untyped = _that_read_no_type(proto.graph)
     if not untyped and not _may_crash(proto.graph, data_prop=data_prop):

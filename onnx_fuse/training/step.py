@@ -106,7 +106,7 @@ class _StepArguments(StepOptions):
 
 
 @takes(_StepArguments)
-def training_model(given: _StepArguments) -> tuple[onnx_ir.Model, Spec]:
+def training_model(options: _StepArguments) -> tuple[onnx_ir.Model, Spec]:
     """Forward, loss, backward and update of `model` as one graph, and the meaning of its ends.
 
     Weights that train become inputs, and their new values outputs; so do optimizer state and the
@@ -124,28 +124,28 @@ def training_model(given: _StepArguments) -> tuple[onnx_ir.Model, Spec]:
 
     The errors are those of `training.trainer.Trainer`.
     """
-    precision, ranks = given.precision, given.ranks
-    original = read(given.model)
+    precision, ranks = options.precision, options.ranks
+    original = read(options.model)
     named, source = set(original.graph.initializers), load(original)
     bind_defaults(source)
-    if given.free_batch:
+    if options.free_batch:
         batch.free_batch(source)
-    optimizer = given.optimizer or optim.AdamW()
-    choice = TrainableSelection(given.trainable, given.frozen, optimizer.groups)
-    prepared = _prepare(source, choice, optimizer, given.level or 0, *float8.skipped(precision))
-    if given.fused:
+    optimizer = options.optimizer or optim.AdamW()
+    choice = TrainableSelection(options.trainable, options.frozen, optimizer.groups)
+    prepared = _prepare(source, choice, optimizer, options.level or 0, *float8.skipped(precision))
+    if options.fused:
         split_rotations(prepared)
         patches_as_products(prepared)
     dtype, _ = TRAINING_PRECISIONS[precision]
     if dtype != "float32":
         lower_precision(prepared, onnx_ir.DataType[dtype.upper()], masters=True)
-    sums = Sums() if given.merging is None else add_to_weights(prepared, given.merging)
+    sums = Sums() if options.merging is None else add_to_weights(prepared, options.merging)
     named |= {str(v.name) for v in sums.factors}
-    step = _Step(prepared, given, named, optimizer, sums)
+    step = _Step(prepared, options, named, optimizer, sums)
     statistics = step.batch_norms(choice)
     step.dropouts()
-    takes_over = given.fused and not step.evaluates
-    terms = losses.terms(given.loss, given.loss_options, given.output)
+    takes_over = options.fused and not step.evaluates
+    terms = losses.terms(options.loss, options.loss_options, options.output)
     step.attach_loss(terms, takes_over)
     if takes_over:
         step.fuse_loss()
@@ -163,7 +163,7 @@ def training_model(given: _StepArguments) -> tuple[onnx_ir.Model, Spec]:
     if precision == "fp8":
         step.histories = float8.in_float8(prepared, weights, step.add_state)
     gradients = step.differentiate(weights)
-    if given.accumulate > 1:
+    if options.accumulate > 1:
         gradients = step.accumulate(gradients)
     step.agree()
     if step.mode == "update":
@@ -204,12 +204,12 @@ class _Step:
     def __init__(
         self,
         model: onnx_ir.Model,
-        given: _StepArguments,
+        options: _StepArguments,
         named: set[str],
         optimizer: optim.Optimizer,
         sums: Sums,
     ) -> None:
-        self.given, self.mode, self.sums = given, given.mode, sums
+        self.options, self.mode, self.sums = options, options.mode, sums
         self.model, self.graph = model, model.graph
         self.optimizer, self.evaluates = optimizer, self.mode in ("evaluate", "average")
         self.named = named  # initializers of the model as given, which passes add constants to
@@ -224,7 +224,7 @@ class _Step:
         self.finite: onnx_ir.Value | None = None
         self.averages: dict[onnx_ir.Value, onnx_ir.Value] = {}
         self.shared: dict[tuple[str, float], onnx_ir.Value] = {}
-        self.ranks = None if self.evaluates else given.ranks
+        self.ranks = None if self.evaluates else options.ranks
         self.counts: onnx_ir.Value | None = None
         if self.ranks is not None:
             self.counts = self.input("ranks.counts", onnx_ir.DataType.DOUBLE, [None])
@@ -264,10 +264,10 @@ class _Step:
         part = self.parts.get(w) if kind == "slot" else None
         shape = tuple((w if part is None else part).shape.numpy())  # type: ignore[union-attr]
         first = np.broadcast_to(np.array(initial, w.dtype.numpy()), shape)  # one number in memory
-        made = self.add_state(f"{w.name}.{name}", kind, first)
+        state = self.add_state(f"{w.name}.{name}", kind, first)
         if part is not None:
-            self.wholes[made] = tuple(w.shape.numpy())
-        return made
+            self.wholes[state] = tuple(w.shape.numpy())
+        return state
 
     def add_state(self, name: str, kind: str, initial: Array) -> onnx_ir.Value:
         """Add a state, and return the input that reads it."""
@@ -287,15 +287,15 @@ class _Step:
         One whose running mean is selected trains by the statistics of the batch and updates its
         running ones; a frozen one stays as in inference.
         """
-        found: set[onnx_ir.Value] = set()
+        statistics: set[onnx_ir.Value] = set()
         for node in list(self.graph):
             if node.op_type != "BatchNormalization" or node.domain:
                 continue
             running = [v for v in node.inputs[3:5] if v is not None]
             selected = all(
-                v.is_initializer() and v not in found and choice(str(v.name)) for v in running
+                v.is_initializer() and v not in statistics and choice(str(v.name)) for v in running
             )
-            found.update(running)
+            statistics.update(running)
             learns = selected and not self.evaluates
             if selected:
                 for value in running:
@@ -316,7 +316,7 @@ class _Step:
                     new.name = new.name or self.op.fresh(f"{value.name}.next")
                     new.type, new.shape = value.type, value.shape
                     self.next[value] = new
-        return found
+        return statistics
 
     def synchronise(self, node: onnx_ir.Node, running: Sequence[onnx_ir.Value]) -> None:
         """Put the statistics of all ranks in the place of those of this rank's rows."""
@@ -337,8 +337,8 @@ class _Step:
         shares: Sequence[onnx_ir.Value | None] = ()
         if self.ranks is not None:
             # what the terms are means of is known once they are attached
-            known = losses.attach(self.model.clone(), terms)[2]
-            self.measures = measures(terms, known)
+            targets = losses.attach(self.model.clone(), terms)[2]
+            self.measures = measures(terms, targets)
             assert self.counts is not None
             self.counts.shape = onnx_ir.Shape([len(terms) + 1])
             shares, self.rows = self.reduction.shares(self.counts, self.measures)
@@ -367,8 +367,8 @@ class _Step:
         if self.ranks is None:
             return
         assert self.rows is not None
-        own = [v for v, kind, _ in self.states if kind == "statistic" and v in self.next]
-        for value in own if not self.ranks.sync_batchnorm else ():
+        statistics = [v for v, kind, _ in self.states if kind == "statistic" and v in self.next]
+        for value in statistics if not self.ranks.sync_batchnorm else ():
             self.next[value] = self.reduction.mean(self.next[value], self.rows)
         self.loss = self.reduction.node("AllReduce", self.loss, LOSS)
 
@@ -393,12 +393,12 @@ class _Step:
             floats = [v for v in floats if autodiff.is_weight(v)]
         if not floats:
             raise ModelError("the model has no float weights to train")
-        known = [n for v in floats for n in model_names(v)] + [str(v.name) for v in statistics]
+        names = [n for v in floats for n in model_names(v)] + [str(v.name) for v in statistics]
         for pattern in choice.globs:
-            if not any(fnmatchcase(name, pattern) for name in known):
+            if not any(fnmatchcase(name, pattern) for name in names):
                 raise UsageError(
-                    f"'{pattern}' matches no weight of the model: it has {', '.join(known[:8])}"
-                    f"{', …' if len(known) > 8 else ''}"
+                    f"'{pattern}' matches no weight of the model: it has {', '.join(names[:8])}"
+                    f"{', …' if len(names) > 8 else ''}"
                 )
         chosen = [v for v in floats if any(map(choice, model_names(v)))]
         if not chosen:
@@ -414,13 +414,13 @@ class _Step:
         for w in weights:
             if w.dtype not in (onnx_ir.DataType.FLOAT, onnx_ir.DataType.DOUBLE):
                 raise ModelError(f"'{w.name}' is {w.dtype}: only float32 and float64 weights train")
-        kept = {w: w.const_value for w in weights}
+        arrays = {w: w.const_value for w in weights}
         for w in weights:
             self.state(w, "parameter")
         # Gradients arrive as part of the mean over the accumulated batches.
         assert self.loss.dtype is not None
-        share = np.array(1 / self.given.accumulate, self.loss.dtype.numpy())
-        dy = self.op.constant(share) if self.given.accumulate > 1 else None
+        share = np.array(1 / self.options.accumulate, self.loss.dtype.numpy())
+        dy = self.op.constant(share) if self.options.accumulate > 1 else None
         if self.loss_scale is not None:
             scale = self.op.CastLike(self.loss_scale, self.loss)
             dy = scale if dy is None else self.op.Mul(scale, dy)
@@ -429,26 +429,26 @@ class _Step:
         factors, sums = self.sums.factors, self.sums.of(weights)
         wanted = [*(w for w in weights if w not in factors), *sums]
         wanted += (h for h, v in self.histories.items() if v is None)
-        found = autodiff.backward(
+        grads = autodiff.backward(
             self.model,
             {self.loss: dy},
             wanted,
-            stopped=None if self.given.trainable is not None else {},
-            fused=self.given.fused,
-            whole=self.given.whole,
+            stopped=None if self.options.trainable is not None else {},
+            fused=self.options.fused,
+            whole=self.options.whole,
         )
-        made = self.sums.gradients(self.graph, {v: found[str(v.name)] for v in sums})
-        found |= {str(v.name): g for v, g in made.items()}
-        self.next |= float8.following(self.histories, found)
+        factor_grads = self.sums.gradients(self.graph, {v: grads[str(v.name)] for v in sums})
+        grads |= {str(v.name): g for v, g in factor_grads.items()}
+        self.next |= float8.following(self.histories, grads)
         for w in weights:
-            if w.name not in found:
-                w.const_value = kept[w]
+            if w.name not in grads:
+                w.const_value = arrays[w]
                 self.graph.inputs.remove(w)
                 self.graph.register_initializer(w)
         self.states = [s for s in self.states if s[0].const_value is None]
         self.op = autodiff.Emitter(self.model)
         self.op.stem = "update"
-        gradients = {w: found[w.name] for w in weights if w.name in found}
+        gradients = {w: grads[w.name] for w in weights if w.name in grads}
         places = {node: i for i, node in enumerate(self.graph)}
         self.ready = {w: places.get(g.producer(), 0) for w, g in gradients.items()}  # type: ignore[arg-type]
         if self.loss_scale is None:
@@ -470,7 +470,7 @@ class _Step:
         A step whose gradients overflow changes no weight, and halves the scale; GROWTH steps in a
         row without one double it.
         """
-        initial = np.array(self.given.loss_scale, np.float32)
+        initial = np.array(self.options.loss_scale, np.float32)
         self.loss_scale = self.add_state("loss_scale", "scaler", initial)
 
     def check(
@@ -484,9 +484,9 @@ class _Step:
             return gradients
         op, scale = self.op, self.loss_scale
         good = self.add_state("loss_scale.good_steps", "scaler", np.array(0))
-        made = self.add_state("loss_scale.updates", "scaler", np.array(0))
+        updates = self.add_state("loss_scale.updates", "scaler", np.array(0))
         one = op.constant(np.array(1))
-        self.scalars["step"] = typed(op.Add(made, one), made, onnx_ir.Shape([]))
+        self.scalars["step"] = typed(op.Add(updates, one), updates, onnx_ir.Shape([]))
         self.total = total = self.squares(gradients)
         self.finite = op.Less(total, op.constant(np.inf, total.dtype))  # nor is a NaN
         count = op.Add(good, one)
@@ -496,7 +496,7 @@ class _Step:
         self.next[scale] = op.Where(self.finite, larger, op.Mul(scale, 0.5))
         zero = op.constant(np.array(0))
         self.next[good] = op.Where(self.finite, op.Where(full, zero, count), zero)
-        self.next[made] = op.Where(self.finite, self.scalars["step"], made)
+        self.next[updates] = op.Where(self.finite, self.scalars["step"], updates)
         none = op.constant(0.0, total.dtype)
         return {w: typed(op.Where(self.finite, g, none), w, g.shape) for w, g in gradients.items()}
 
@@ -510,10 +510,10 @@ class _Step:
                 square = self.op.Where(began, square, self.op.constant(0.0, w.dtype))
             (parts if w in self.parts else squares).append(typed(square, w, onnx_ir.Shape([])))
         if parts:
-            own = typed(self.op.Sum(*parts), parts[0], onnx_ir.Shape([]))
-            squares.append(self.reduction.node("AllReduce", own, NORM))
-        found: onnx_ir.Value = self.op.Sum(*squares)
-        return typed(found, next(iter(gradients)), onnx_ir.Shape([]))
+            of_rank = typed(self.op.Sum(*parts), parts[0], onnx_ir.Shape([]))
+            squares.append(self.reduction.node("AllReduce", of_rank, NORM))
+        total: onnx_ir.Value = self.op.Sum(*squares)
+        return typed(total, next(iter(gradients)), onnx_ir.Shape([]))
 
     def accumulate(
         self, gradients: Mapping[onnx_ir.Value, onnx_ir.Value]
@@ -538,7 +538,7 @@ class _Step:
 
         An infinite bound leaves them as they are, and the norm is an output all the same.
         """
-        clip_norm = self.given.clip_norm
+        clip_norm = self.options.clip_norm
         if clip_norm is None:
             return gradients
         total = self.squares(gradients) if self.total is None else self.total
@@ -561,8 +561,8 @@ class _Step:
         if factor == 1:
             return rate
         if ("lr", factor) not in self.shared:
-            made = typed(self.op.Mul(rate, factor), rate, onnx_ir.Shape([]))
-            self.shared["lr", factor] = made
+            lr = typed(self.op.Mul(rate, factor), rate, onnx_ir.Shape([]))
+            self.shared["lr", factor] = lr
         return self.shared["lr", factor]
 
     def began(self, w: onnx_ir.Value) -> onnx_ir.Value | None:
@@ -581,9 +581,9 @@ class _Step:
         if not start:
             return step
         if ("step", start) not in self.shared:
-            own = self.op.Sub(step, self.op.constant(np.array(start)))
-            own = self.op.Where(self.began(w), own, self.op.constant(np.array(1)))
-            self.shared["step", start] = typed(own, step, onnx_ir.Shape([]))
+            number = self.op.Sub(step, self.op.constant(np.array(start)))
+            number = self.op.Where(self.began(w), number, self.op.constant(np.array(1)))
+            self.shared["step", start] = typed(number, step, onnx_ir.Shape([]))
         return self.shared["step", start]
 
     def update(self, gradients: Mapping[onnx_ir.Value, onnx_ir.Value]) -> None:
@@ -592,12 +592,12 @@ class _Step:
             step = self.step_of(w) if self.optimizer.counts else lr
             kinds = self.optimizer.slots.items()
             slots = [self.slot(w, name, "slot", initial) for name, initial in kinds]
-            own = self.parts.get(w, w)
-            news = self.optimizer.update(self.op, model_names(w)[0], own, g, slots, lr, step)
-            olds = [own, *slots]
-            if self.given.ema is not None:
+            part = self.parts.get(w, w)
+            news = self.optimizer.update(self.op, model_names(w)[0], part, g, slots, lr, step)
+            olds = [part, *slots]
+            if self.options.ema is not None:
                 olds.append(self.average(w))
-                moved = self.op.Mul(self.op.Sub(news[0], olds[-1]), 1 - self.given.ema)
+                moved = self.op.Mul(self.op.Sub(news[0], olds[-1]), 1 - self.options.ema)
                 news = [*news, self.op.Add(olds[-1], moved)]
             for condition in (self.began(w), self.finite):
                 if condition is not None:
@@ -645,8 +645,8 @@ class _Step:
         clean(self.model)
         names = {k: str(v.name) for k, v in self.scalars.items() if v.is_graph_input()}
 
-        def name(found: Mapping[onnx_ir.Value, onnx_ir.Value], v: onnx_ir.Value) -> str:
-            return str(found[v].name) if v in found else ""
+        def name(values: Mapping[onnx_ir.Value, onnx_ir.Value], v: onnx_ir.Value) -> str:
+            return str(values[v].name) if v in values else ""
 
         spec = Spec(
             feeds=(*self.feeds, *self.labels),
