@@ -80,12 +80,8 @@ def element_type(node: ir.Node, index: int, opset: int) -> ir.DataType | None:
     for i, value in enumerate(node.inputs):
         if value is None or value.dtype is None or not schema.inputs:
             continue
-        parameter = schema.inputs[min(i, len(schema.inputs) - 1)]
-        if (
-            parameter.type_str == name
-            and parameter.is_homogeneous
-            and isinstance(value.type, ir.TensorType)
-        ):
+        slot = schema.inputs[min(i, len(schema.inputs) - 1)]
+        if slot.type_str == name and slot.is_homogeneous and isinstance(value.type, ir.TensorType):
             return value.dtype
     allowed = [name] if name.startswith("tensor(") else []
     for constraint in schema.type_constraints:
