@@ -17,14 +17,7 @@ from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.activations import ACTIVATIONS, SQRT_2_PI, Activation, signature
 from onnx_fuse.ops.opdef import OpDef, register
 from onnx_fuse.ops.patterns import Formula, text_rule
-from onnx_fuse.ops.rules import (
-    Rewriter,
-    Rule,
-    attribute,
-    is_float,
-    number,
-    scalar,
-)
+from onnx_fuse.ops.rules import Rewriter, Rule, attribute, is_float, number, scalar
 
 
 def activation_of(node: ir.Node) -> tuple[Activation, dict[str, float]] | None:
@@ -76,9 +69,7 @@ register(
     ),
     *(
         OpDef(
-            f"{a.name}Grad",
-            FUSE,
-            body=_bodies(a, f"{a.name}Grad", "dy, z", a.gradient_text("y")),
+            f"{a.name}Grad", FUSE, body=_bodies(a, f"{a.name}Grad", "dy, z", a.gradient_text("y"))
         )
         for a in ACTIVATIONS.values()
     ),

@@ -22,14 +22,7 @@ from onnx_fuse.ops.activations import ACTIVATIONS, Activation, signature
 from onnx_fuse.ops.fused import padded
 from onnx_fuse.ops.fused.activations import activation_of
 from onnx_fuse.ops.fused.gradients import gemm_grad, gemm_grad_def
-from onnx_fuse.ops.fused.norm import (
-    EPSILON,
-    LAYER_NORM_TEXT,
-    RMS_TEXT,
-    STASH,
-    Norm,
-    canonical_norm,
-)
+from onnx_fuse.ops.fused.norm import EPSILON, LAYER_NORM_TEXT, RMS_TEXT, STASH, Norm, canonical_norm
 from onnx_fuse.ops.opdef import OpDef, register
 from onnx_fuse.ops.rules import (
     CONSTANT,
@@ -67,10 +60,7 @@ class Prologue:
 PROLOGUES = {
     "": Prologue(),
     "LayerNorm": Prologue(
-        ("scale", "bias"),
-        (EPSILON,),
-        LAYER_NORM_TEXT.format(n="n", x="x"),
-        ("mean", "rstd"),
+        ("scale", "bias"), (EPSILON,), LAYER_NORM_TEXT.format(n="n", x="x"), ("mean", "rstd")
     ),
     "RMSNorm": Prologue(("scale",), (EPSILON, STASH), RMS_TEXT + "  n = nx * scale\n", ("rstd",)),
 }

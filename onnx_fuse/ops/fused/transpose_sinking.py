@@ -18,15 +18,7 @@ from math import prod
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import Builder, given, rank
-from onnx_fuse.ops.rules import (
-    Rewriter,
-    Rule,
-    attribute,
-    consumers,
-    producer,
-    sole_consumer,
-    typed,
-)
+from onnx_fuse.ops.rules import Rewriter, Rule, attribute, consumers, producer, sole_consumer, typed
 
 NAME = "RowOrder"
 _VIEWS = ("Reshape", "Transpose", "Squeeze", "Unsqueeze")
