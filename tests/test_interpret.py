@@ -98,11 +98,26 @@ def test_a_max_pool_of_nan_and_infinities(dtype: str, indices: bool) -> None:
         np.testing.assert_array_equal(found[value.name], want, strict=True)
 
 
+@pytest.mark.parametrize("last", [0, 1])
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("operator", ["ArgMax", "ArgMin"])
+def test_the_place_of_an_extreme_beside_nan(operator: str, axis: int, last: int) -> None:
+    model = text_model(
+        f"""agraph (float[N,M] x) => (int64[K] y) {{ y = {operator} <axis = {axis}, keepdims = 0,
+        select_last_index = {last}> (x) }}"""
+    )
+    rng = np.random.default_rng(last)
+    for sizes in ((1, 1), (3, 5), (40, 700), (3000, 2)):
+        x = rng.choice(np.float32([1, 2, 3, np.nan, np.inf, -np.inf]), sizes)
+        want = ort.run(ort.session(model), {"x": x})[0]
+        np.testing.assert_array_equal(interpreted(model, {"x": x})["y"], want, strict=True)
+
+
 def test_a_hardmax_of_nan() -> None:
-    """onnxruntime looks for what equals the maximum; what a later NaN does depends on lanes."""
+    """onnxruntime looks for what equals the maximum; a later NaN of many depends on lanes."""
     nan = np.nan
     model = text_model("agraph (float[N,M] x) => (float[N,M] y) { y = Hardmax (x) }")
-    for rows in ([[nan], [1]], [[nan, 1], [nan, nan], [2, 2]]):
+    for rows in ([[nan], [1]], [[nan, 1], [1, nan], [nan, nan], [2, 2]], [[1, nan, 2]]):
         feeds = {"x": np.array(rows, "f")}
         want = ort.run(ort.session(model), feeds)[0]
         np.testing.assert_array_equal(interpreted(model, feeds)["y"], want, strict=True)

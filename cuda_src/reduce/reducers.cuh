@@ -97,14 +97,17 @@ template <class S, bool COUNT = false> struct LogSumExp {  // m the largest, s =
 };
 // of integers, whose terms onnxruntime cuts to integers: 1 for each of the largest, else 0
 template <class S> struct LogCount : LogSumExp<S, true> {};
-template <class S, bool MAX, bool LAST> struct Arg {  // ties: the first index, or the last
+// ties: the first index, or the last; a NaN stays at index 0 and is passed over later, as in onnxruntime's
+// loop of comparisons
+template <class S, bool MAX, bool LAST> struct Arg {
     struct State { S x; i64 at; };
     static DEVICE State identity() { return {MAX ? Limits<S>::low() : Limits<S>::high(), -1}; }
     static DEVICE State take(State s, S x, i64 at) { return merge(s, {x, at}); }
     static DEVICE State merge(State a, State b) {
         const bool earlier = (u64)a.at < (u64)b.at;  // -1, nothing yet, is the largest
         if (a.at < 0 || b.at < 0) return b.at < 0 ? a : b;
-        if (a.x != a.x || b.x != b.x) return a.x != a.x && (earlier || b.x == b.x) ? a : b;
+        if (a.x != a.x) return a.at == 0 || (b.x != b.x && earlier) ? a : b;
+        if (b.x != b.x) return b.at == 0 ? b : a;
         if (a.x == b.x) return earlier != LAST ? a : b;
         return (a.x > b.x) == MAX ? a : b;
     }

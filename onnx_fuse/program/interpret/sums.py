@@ -48,11 +48,11 @@ def _moments(states: States) -> States:
 
 
 def _arg(states: States, largest: bool, last: bool) -> States:
-    """The extreme and its index: a NaN before all else, of equal ones the first or the last."""
+    """The extreme and its index: of equal ones the first or the last, and NaN at index 0 alone."""
     x, at = states
-    nan = np.isnan(x) if x.dtype.kind == "f" else np.zeros(x.shape, bool)
-    best = np.max(x, 1, keepdims=True) if largest else np.min(x, 1, keepdims=True)
-    equal = np.where(nan.any(1, keepdims=True), nan, x == best)
+    best = (np.fmax if largest else np.fmin).reduce(x, 1, keepdims=True)
+    stays = (x != x) & (at == 0)
+    equal = np.where(stays.any(1, keepdims=True), stays, x == best)
     first = equal.shape[1] - 1 - equal[:, ::-1].argmax(1) if last else equal.argmax(1)
     chosen = first[:, None]
     return [np.take_along_axis(v, chosen, 1) for v in (x, at)]
