@@ -90,6 +90,11 @@ RESIZE = [
         scales=[1, 1, 0.5, 0.6],
         x=(1, 2, 6, 7),
     ),
+    resize(
+        "linear, an axis that stays", 'mode = "linear"', scales=[1, 1, 1.3, 0.6], x=(1, 2, 2, 7)
+    ),
+    resize("linear, axes that stay", 'mode = "linear"', scales=[1, 1, 1.3, 1.2], x=(1, 2, 2, 3)),
+    resize("cubic, an axis that stays", 'mode = "cubic"', scales=[1, 1, 1.4, 1.3], x=(1, 2, 7, 2)),
     resize("cubic", 'mode = "cubic"', scales=[1, 1, 2, 1.5]),
     resize(
         "cubic sizes",

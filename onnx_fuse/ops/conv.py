@@ -380,6 +380,7 @@ def _global_lp(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> T
 def _resize(op: Any, node: ir.Node, dys: Values) -> Values:
     """Resizing is linear, axis by axis. The matrix of an axis is the resized identity."""
     (x, _, scales, sizes), dy = arguments(node, 4), dys[0]
+    y = node.outputs[0]
     mode = text(node, "mode", "nearest")
     transform = text(node, "coordinate_transformation_mode", "half_pixel")
     if text(node, "keep_aspect_ratio_policy", "stretch") != "stretch":
@@ -409,11 +410,7 @@ def _resize(op: Any, node: ir.Node, dys: Values) -> Values:
     for i, axis in enumerate(axes):
         if factors is not None and float(factors.reshape(-1)[i]) == 1.0:
             continue
-        if (
-            sizes is not None
-            and dim(x, axis) is not None
-            and dim(x, axis) == dim(node.outputs[0], axis)
-        ):
+        if sizes is not None and dim(x, axis) is not None and dim(x, axis) == dim(y, axis):
             continue
         size = shape_of(op, x, [axis])
         eye = op.EyeLike(filled(op, op.Concat(size, size, axis=0), x.dtype))
@@ -427,7 +424,11 @@ def _resize(op: Any, node: ir.Node, dys: Values) -> Values:
             factor = op.Slice(scales, [i], [i + 1], [0])
             one = op.constant(np.ones(1, np.float32))
             pair = [factor, one] if last else [one, factor]
-            matrix = op.Resize(eye, None, op.Concat(*pair, axis=0), **keep)
+            if factors is not None and not 1 < factors.reshape(-1)[i] < 2:
+                matrix = op.Resize(eye, None, op.Concat(*pair, axis=0), **keep)
+            else:
+                matrix = _slightly_larger(op, eye, x, y, factor, keep)
+                matrix = op.Transpose(matrix, perm=[1, 0]) if last else matrix
         if last:
             dy = op.MatMul(dy, matrix)
             continue
@@ -445,6 +446,20 @@ def _resize(op: Any, node: ir.Node, dys: Values) -> Values:
         if axis != n - 2:
             dy = reshape(op, dy, [*before, size, *after])
     return [dy]
+
+
+def _slightly_larger(
+    op: Any, eye: Tensor, x: ir.Value, y: ir.Value, factor: Tensor, keep: dict[str, Any]
+) -> Tensor:
+    """The matrix [in, out] of an axis, whose size may stay the same where another one changes.
+
+    onnxruntime copies what keeps all of its sizes, so that an axis of 1 grows where x does.
+    """
+    differs = op.Cast(op.Not(op.Equal(op.Shape(x), op.Shape(y))), to=ir.DataType.FLOAT)
+    one = op.constant(np.ones(1, np.float32))
+    scales = op.Concat(one, one, factor, op.Add(one, op.ReduceMax(differs)), axis=0)
+    columns = op.Resize(op.Unsqueeze(eye, op.constant([0, 3])), None, scales, **keep)
+    return op.Squeeze(op.Slice(columns, [0], [1], [3]), op.constant([0, 3]))
 
 
 def _repeats(
