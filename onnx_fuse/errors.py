@@ -7,6 +7,7 @@ __all__ = [
     "DataError",
     "DeviceError",
     "ModelError",
+    "NoGradientWarning",
     "OnnxFuseError",
     "UsageError",
 ]
@@ -54,6 +55,10 @@ class DeviceError(OnnxFuseError):
 
 class DataError(OnnxFuseError):
     """Training data or a checkpoint is missing, malformed, or does not fit the model (exit 1)."""
+
+
+class NoGradientWarning(UserWarning):
+    """Weights that no gradient reaches are left out of a training run, or of a gradient's file."""
 
 
 def printable(text: str) -> str:

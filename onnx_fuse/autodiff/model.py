@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,12 +12,12 @@ import onnx_ir as ir
 
 from onnx_fuse.autodiff.emit import Emitter, roots
 from onnx_fuse.autodiff.load import load
-from onnx_fuse.autodiff.walk import backward
-from onnx_fuse.errors import ModelError, UsageError
+from onnx_fuse.autodiff.walk import backward, without_gradient
+from onnx_fuse.errors import ModelError, NoGradientWarning, UsageError
 from onnx_fuse.importer.shapes import infer_shapes
 from onnx_fuse.ir.build import rank, rename_shadowing_values
 from onnx_fuse.ir.constants import DEFAULT, MAP_TYPE, Model
-from onnx_fuse.ir.traits import only_sizes
+from onnx_fuse.ir.traits import SIZE_INPUTS, only_sizes
 from onnx_fuse.ops.loss import LOSSES, label_value
 from onnx_fuse.ops.rules import CONSTANT
 from onnx_fuse.ops.shape_ops import may_be_float
@@ -105,6 +106,23 @@ def trainable(model: ir.Model) -> list[ir.Value]:
     ]
 
 
+def only_measured(graph: ir.Graph) -> dict[str, str]:
+    """{name: why it has no gradient} of weights that reach the outputs only as sizes.
+
+    The operands of operators that are sizes themselves, such as the scales of a Resize, are none.
+    """
+
+    def is_size(node: ir.Node, index: int) -> bool:
+        return not node.domain and index in SIZE_INPUTS.get(node.op_type, ())
+
+    return {
+        v.name or "": "it only decides sizes"
+        for v in only_sizes(graph)
+        if v.is_initializer() and _differentiable(v) and CONSTANT not in v.metadata_props
+        if is_weight(v) and not all(is_size(*use) for use in v.uses())
+    }
+
+
 def gradient(
     model: Model,
     wrt: Sequence[str] | None = None,
@@ -112,6 +130,26 @@ def gradient(
     **options: Any,
 ) -> ir.Model:
     """Append the backward of a model to it; arguments and errors are those of `api.gradient`."""
+    result, names, stopped = append_gradients(model, wrt, loss, options)
+    notes = without_gradient(stopped)
+    if not names:
+        why = notes[0] if notes else "it has no weight; name an input, as in wrt=['x'] or --wrt x"
+        raise ModelError(f"the model has nothing to differentiate by: {why}")
+    for note in notes:
+        warnings.warn(note, NoGradientWarning, stacklevel=3)
+    return result
+
+
+def append_gradients(
+    model: Model,
+    wrt: Sequence[str] | None = None,
+    loss: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> tuple[ir.Model, list[str], dict[str, str]]:
+    """The model with its backward, the names that have a gradient there, and {name: why not}.
+
+    Arguments are those of `api.gradient`, and so are errors, except that there may be no gradient.
+    """
     model = load(model)
     graph = model.graph
     lift_parameters(model, wrt or ())
@@ -124,6 +162,7 @@ def gradient(
         for part in parts(v)[1]:
             holders.setdefault(part.name, []).append(v)
     holders.update({str(v.name): [v] for v in graph.inputs if _differentiable(v)})
+    stopped = only_measured(graph) if wrt is None else {}
     targets = list(holders) if wrt is None else list(dict.fromkeys(wrt))
     if wrt is None:
         targets = [name for name in targets if all(map(is_weight, holders[name]))]
@@ -150,8 +189,10 @@ def gradient(
                 dy.metadata_props[GRADIENT_OF] = y.name or ""
                 dys[y] = dy
                 graph.inputs.append(dy)
+    if not any(map(may_be_float, dys)):
+        return model, [], dict.fromkeys(targets, "no output is of a floating-point type")
     values = list(dict.fromkeys(v for name in targets for v in holders[name]))
-    dxs = backward(model, dys, values, stopped=None if wrt is not None else {})
+    dxs = backward(model, dys, values, stopped=stopped if wrt is None else None)
     op = Emitter(model)
     grads: dict[str, tuple[ir.Value, ir.Value]] = {}
     for x in values:
@@ -169,7 +210,7 @@ def gradient(
             graph.outputs.append(out)
     graph.extend(op.nodes)
     rename_shadowing_values(graph)
-    return model
+    return model, list(grads), stopped
 
 
 def open_parameters(model: ir.Model, values: Sequence[ir.Value]) -> list[str]:
@@ -226,6 +267,8 @@ def _typeable(name: str | None) -> str:
 
 
 def _unknown(graph: ir.Graph, name: str) -> str:
+    if name in (measured := only_measured(graph)):
+        return f"'{name}' has no gradient: {measured[name]}"
     for value in roots(graph):
         if value.name == name:
             return f"'{name}' is of type {value.dtype}: it has no gradient"

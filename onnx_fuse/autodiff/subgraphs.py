@@ -79,22 +79,28 @@ def through_if(
     dys: Sequence[ir.Value | None],
     active: set[ir.Value],
     walk: Walk,
-) -> list[tuple[ir.Value, ir.Value]]:
-    """(x, dx) for each value the branches capture: an If whose branches are the branches' backward.
+) -> list[tuple[ir.Value, ir.Value, str]]:
+    """(x, dx, "") of each value the branches capture: an If of the branches' backward.
 
-    A branch computes its forward again, for what it kept is out of reach.
+    In place of "" stands the reason why no branch has a gradient of x. A branch computes
+    its forward again, for what it kept is out of reach.
     """
     xs = list(dict.fromkeys(v for v in reads(node) if v is not None and v in active))
-    branches = {}
+    branches, reasons, flows = {}, dict[str, str](), set[ir.Value]()
     for name in ("then_branch", "else_branch"):
         branch = node.attributes[name].as_graph().clone(allow_outer_scope_values=True)
         branch.opset_imports.update({"": op.opset, FUSE: 1})
         inner = Emitter(ir.Model(branch, ir_version=10), op.names)
         for copy in branch:
+            copy.name = copy.name or copy.outputs[0].name  # by which a reason names it
             inner.adopt(copy)
         ends = _apart(inner, branch)
         wanted = {y: dy for y, dy in zip(ends, dys, strict=True) if dy is not None}
-        by_name = walk(inner, branch, wanted, xs, {})
+        stopped: dict[str, str] = {}
+        operands = {v for n in branch for v in reads(n)}
+        by_name = walk(inner, branch, wanted, xs, stopped)
+        reasons |= stopped
+        flows.update(x for x in xs if x in operands and x.name in by_name)
         inner.nodes, inner.stem = [], f"{op.stem}/{name}"
         outputs = []
         for x in xs:
@@ -112,7 +118,8 @@ def through_if(
     grads = (results,) if len(xs) == 1 else results
     for x, dx in zip(xs, grads, strict=True):
         dx.type, dx.shape = x.type, x.shape
-    return list(zip(xs, grads, strict=True))
+    whys = ["" if x in flows else reasons.get(x.name or "", "") for x in xs]
+    return list(zip(xs, grads, whys, strict=True))
 
 
 def through_loop(
@@ -121,8 +128,10 @@ def through_loop(
     dys: Sequence[ir.Value | None],
     active: set[ir.Value],
     walk: Walk,
-) -> list[tuple[ir.Value, ir.Value]]:
-    """(x, dx) of all that a Loop or Scan reads, by another one over its steps in reverse.
+) -> list[tuple[ir.Value, ir.Value, str]]:
+    """(x, dx, "") of all that a Loop or Scan reads, by another one over its steps in reverse.
+
+    In place of "" stands the reason why no step has a gradient of x.
 
     The forward node gets the states before each step for further outputs; the backward's body
     computes a step again from them. So a Loop may have any number of steps, and end by its
@@ -158,6 +167,7 @@ def through_loop(
         if value.shape is None and x is not None and x.shape is not None:
             value.shape = ir.Shape([d for i, d in enumerate(x.shape) if i != axis % len(x.shape)])
     for copy in step:
+        copy.name = copy.name or copy.outputs[0].name  # by which a reason names it
         inner.adopt(copy)
     ends = _apart(inner, step)[1 if loop else 0 :]
 
@@ -180,7 +190,8 @@ def through_loop(
             scans.append((each, dy, axes_out[k], 1 - ways_out[k]))
     moving = [i for i, x in enumerate(inputs) if x is not None and x in active and may_be_float(x)]
     wrt = [*(steps[i] for i in floats), *(steps[count + i] for i in moving), *outer]
-    by_name = walk(inner, step, wanted, wrt, {})
+    stopped: dict[str, str] = {}
+    by_name = walk(inner, step, wanted, wrt, stopped)
 
     inner.nodes, inner.stem = [], f"{op.stem}/step"
     grads = [by_name.get(str(x.name)) for x in wrt]
@@ -221,12 +232,19 @@ def through_loop(
     dxs = op.node(node.op_type, operands, outputs=len(results), attributes=attributes)
     dxs = (dxs,) if len(results) == 1 else dxs
     targets = [*(starts[i] for i in floats), *outer, *(inputs[i] for i in moving)]
-    pairs = []
-    for x, dx in zip(targets, dxs, strict=True):
+    # without a step a state's last value is its first one, which has a gradient then
+    inside: list[ir.Value | None] = [
+        *[None] * len(floats),
+        *outer,
+        *(steps[count + i] for i in moving),
+    ]
+    answers = []
+    for x, dx, inner_value in zip(targets, dxs, inside, strict=True):
         assert x is not None
         dx.type, dx.shape = x.type, x.shape
-        pairs.append((x, dx))
-    return [(x, dx) for x, dx in pairs if x in active]
+        reason = "" if inner_value is None else stopped.get(inner_value.name or "", "")
+        answers.append((x, dx, reason))
+    return [(x, dx, reason) for x, dx, reason in answers if x in active]
 
 
 def _walk_back(

@@ -30,6 +30,7 @@ ELEMENTWISE = frozenset(
     )
 )
 MATRIX = frozenset(("MatMul", "Gemm", "Einsum"))
+_FEW = 3
 
 
 def backward(
@@ -59,6 +60,21 @@ def backward(
     return without_rows(Emitter(model), model.graph, grads) if fused else grads
 
 
+def without_gradient(
+    reasons: Mapping[str, str], one: str = "has no gradient", many: str = "have no gradient"
+) -> list[str]:
+    """Sentences about values that have no gradient, of {name: reason}: one for each of few.
+
+    A reason of "" is a StopGradient, which is meant.
+    """
+    named = {name: why for name, why in reasons.items() if why}
+    if len(named) <= _FEW:
+        return [f"'{name}' {one}: {why}" for name, why in named.items()]
+    first = ", ".join(f"'{name}'" for name in list(named)[:_FEW])
+    rest = f"{len(named) - _FEW} other value{'s' * (len(named) > _FEW + 1)}"
+    return [f"{first} and {rest} {many}: {next(iter(named.values()))}"]
+
+
 def _walk(
     op: Emitter,
     graph: ir.Graph,
@@ -84,7 +100,7 @@ def _walk(
         for y, dy in zip(node.outputs, got, strict=True):
             if dy is not None:
                 pending[y] = [_shaped(dy, y)]
-        _step(op, node, got, active, pending)
+        _step(op, node, got, active, pending, stops)
     result = {}
     for x in wrt:
         op.stem = f"{x.name}.grad"
@@ -176,15 +192,19 @@ def _step(
     dys: Sequence[ir.Value | None],
     active: set[ir.Value],
     pending: dict[ir.Value, list[ir.Value]],
+    stops: dict[ir.Node, str],
 ) -> None:
-    """Pass the gradients of a node's outputs on to its inputs."""
+    """Pass the gradients of a node's outputs on; `stops` are the nodes that pass none."""
     definition, _ = lookup(node)
     rule = definition.grad if definition is not None else None
     op.active = active
     through = _THROUGH.get(node.op_type) if not node.domain else None
     if through is not None:
-        for value, grad in through(op, node, dys, active, _walk):
-            pending.setdefault(value, []).append(grad)
+        for value, grad, reason in through(op, node, dys, active, _walk):
+            if reason:
+                stops.setdefault(node, reason)
+            else:
+                pending.setdefault(value, []).append(grad)
         return
     if captures(node):
         raise fail(node, "the gradient does not pass through its subgraph")

@@ -104,8 +104,6 @@ def gradient(
     printer.table("", ["", *(m.name for m in summaries)], report.models_rows(summaries))
     original_outputs = {v.name for v in original.graph.outputs}
     added = [str(v.name) for v in result.graph.outputs if v.name not in original_outputs]
-    if not added:
-        printer.text("no weight has a gradient: name an input, as in --wrt x")
     data = {
         "input": str(model),
         "output": None if failed else str(output),

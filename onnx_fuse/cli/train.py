@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from math import inf
 from pathlib import Path
@@ -32,7 +33,7 @@ from onnx_fuse.cli.train_options import (
     values_of,
     with_options,
 )
-from onnx_fuse.errors import CheckFailed, UsageError
+from onnx_fuse.errors import CheckFailed, NoGradientWarning, UsageError
 from onnx_fuse.training.fit_options import FitOptions
 from onnx_fuse.training.options import TrainingOptions
 
@@ -252,7 +253,9 @@ def train(
     settings = trainer_settings(model, context.params)
     if html or curve:
         settings.setdefault("clip_norm", inf)  # clips nothing, and the page shows the norm
-    trainer = Trainer(model, **settings, device=device, distributed=ranks is not None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NoGradientWarning)  # they are among the notes
+        trainer = Trainer(model, **settings, device=device, distributed=ranks is not None)
     if in_folder:
         by_module(trainer.adapters)
     for note in trainer.notes:

@@ -43,6 +43,8 @@ Array = np.ndarray[Any, Any]
 Mode = Literal["update", "accumulate", "evaluate", "average"]
 NORM = 1 << 20
 """The bucket of what follows the gradients: their norm."""
+UNREAD = "the loss does not depend on it"
+"""The reason why a weight that does not reach the loss does not train."""
 GROWTH = 2000
 """Steps without an overflow after which float16's loss scale doubles."""
 
@@ -73,6 +75,8 @@ class Spec:
     """The input of what this rank's losses are means of, and of its rows: float64."""
     measures: tuple[Measure, ...] = ()
     """The numbers by which each rank's mean losses are weighted, where there are several ranks."""
+    untrained: Mapping[str, str] = field(default_factory=dict)
+    """The weights that were to train and have no gradient, with the reason."""
 
     @cached_property
     def strict(self) -> bool:
@@ -127,6 +131,9 @@ def training_model(options: _StepArguments) -> tuple[onnx_ir.Model, Spec]:
     precision, ranks = options.precision, options.ranks
     original = read(options.model)
     named, source = set(original.graph.initializers), load(original)
+    candidates = [str(v.name) for v in autodiff.trainable(source) if autodiff.is_weight(v)]
+    without = dict.fromkeys(candidates, UNREAD)
+    without |= autodiff.only_measured(source.graph)
     bind_defaults(source)
     if options.free_batch:
         batch.free_batch(source)
@@ -163,6 +170,9 @@ def training_model(options: _StepArguments) -> tuple[onnx_ir.Model, Spec]:
     if precision == "fp8":
         step.histories = float8.in_float8(prepared, weights, step.add_state)
     gradients = step.differentiate(weights)
+    trained = {name for v in (*gradients, *statistics) for name in model_names(v)}
+    left_out = {n: why for n, why in without.items() if choice(n) and n not in trained}
+    step.untrained = left_out | step.untrained
     if options.accumulate > 1:
         gradients = step.accumulate(gradients)
     step.agree()
@@ -212,6 +222,7 @@ class _Step:
         self.options, self.mode, self.sums = options, options.mode, sums
         self.model, self.graph = model, model.graph
         self.optimizer, self.evaluates = optimizer, self.mode in ("evaluate", "average")
+        self.untrained: dict[str, str] = {}
         self.named = named  # initializers of the model as given, which passes add constants to
         self.op = autodiff.Emitter(model)
         self.feeds = list(self.graph.inputs)
@@ -429,11 +440,12 @@ class _Step:
         factors, sums = self.sums.factors, self.sums.of(weights)
         wanted = [*(w for w in weights if w not in factors), *sums]
         wanted += (h for h, v in self.histories.items() if v is None)
+        stopped: dict[str, str] = {}
         grads = autodiff.backward(
             self.model,
             {self.loss: dy},
             wanted,
-            stopped=None if self.options.trainable is not None else {},
+            stopped=None if self.options.trainable is not None else stopped,
             fused=self.options.fused,
             whole=self.options.whole,
         )
@@ -442,9 +454,13 @@ class _Step:
         self.next |= float8.following(self.histories, grads)
         for w in weights:
             if w.name not in grads:
+                self.untrained |= dict.fromkeys(model_names(w), stopped[str(w.name)])
                 w.const_value = arrays[w]
                 self.graph.inputs.remove(w)
                 self.graph.register_initializer(w)
+        if not any(w.name in grads for w in weights):
+            notes = autodiff.without_gradient(self.untrained) or ["each one is detached"]
+            raise ModelError(f"no weight of the model trains: {notes[0]}")
         self.states = [s for s in self.states if s[0].const_value is None]
         self.op = autodiff.Emitter(self.model)
         self.op.stem = "update"
@@ -671,5 +687,6 @@ class _Step:
             ),
             counts=str(self.counts.name) if self.counts is not None else "",
             measures=self.measures,
+            untrained=self.untrained,
         )
         return self.model, spec

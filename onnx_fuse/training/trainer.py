@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import math
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,8 +15,9 @@ from typing import Any
 import numpy as np
 import onnx_ir
 
+from onnx_fuse.autodiff import without_gradient
 from onnx_fuse.distributed.world import world
-from onnx_fuse.errors import CheckFailed, DataError, UsageError
+from onnx_fuse.errors import CheckFailed, DataError, NoGradientWarning, UsageError
 from onnx_fuse.importer.exported import exported
 from onnx_fuse.importer.load import read
 from onnx_fuse.importer.save import save
@@ -37,7 +39,7 @@ from onnx_fuse.training.options import TrainingOptions, takes
 from onnx_fuse.training.ranks import Spare, counted, part_of_state, ranks_of, whole_states
 from onnx_fuse.training.sources import Data
 from onnx_fuse.training.state import State
-from onnx_fuse.training.step import Mode, Spec, training_model
+from onnx_fuse.training.step import UNREAD, Mode, Spec, training_model
 from onnx_fuse.training.tied_weights import resolve as resolve_tied
 from onnx_fuse.training.tied_weights import untie as untie_weights
 from onnx_fuse.training.weights import literal
@@ -83,7 +85,8 @@ class Trainer:
         self.optimizer = options.optimizer or optim.AdamW()
         self._given = read(exported(arguments.model, arguments.args))
         self.notes: list[str] = []
-        """Sentences about weights that the file stores twice, or once for several places."""
+        """Sentences about weights that do not train because no gradient reaches them, that the
+        file stores twice, or once for several places."""
         if options.untie:
             untie_weights(self._given.graph)
         self._source = self._given.clone()
@@ -122,6 +125,12 @@ class Trainer:
         self.extra: dict[str, Any] = {}
         """The JSON values that `checkpoint` was given to keep besides the states."""
         graph, spec = self._build("update")
+        for unread in (False, True):
+            reasons = {n: why for n, why in spec.untrained.items() if (why == UNREAD) == unread}
+            notes = without_gradient(reasons, "does not train", "do not train")
+            self.notes += notes
+            for note in () if unread else notes:
+                warnings.warn(note, NoGradientWarning, stacklevel=3)
         self._specs: dict[Mode, Spec] = {"update": spec}
         if self.world is not None:
             common = self._ranks and dataclasses.replace(self._ranks, rank=0)

@@ -187,7 +187,7 @@ def compare_gradients(model: Model, request: Request) -> GradientCheck:
     progress.report("making the backward")
     fused = plain.clone()
     rewrite.optimize(fused, training=True)
-    backward = autodiff.gradient(fused)
+    backward = autodiff.append_gradients(fused)[0]
     _named_for_what_they_are(backward)
     seeds = {f"{name}{_SEED}": c for name, c in cotangents.items()}
     seeds = feeds_of(backward, inputs | seeds)
