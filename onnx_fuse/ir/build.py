@@ -52,14 +52,14 @@ class Builder:
         while values and values[-1] is None:
             values.pop()
         count = outputs if isinstance(outputs, int) else len(outputs)
-        known = {k: v for k, v in {**(attributes or {}), **more}.items() if v is not None}
-        for key, value in known.items():
+        present = {k: v for k, v in {**(attributes or {}), **more}.items() if v is not None}
+        for key, value in present.items():
             if isinstance(value, list) and not value:  # onnx-ir warns of it on the terminal
-                known[key] = ir.AttrInt64s(key, value)
+                present[key] = ir.AttrInt64s(key, value)
         node = ir.node(
             op_type,
             values,
-            known,
+            present,
             domain=domain,
             num_outputs=count,
             name=name,
@@ -201,8 +201,8 @@ def required(model: ir.Model) -> list[ir.Value]:
 
 def defaults(model: ir.Model) -> dict[str, np.ndarray]:
     """The values of inputs that a caller may leave out, by name."""
-    given = {v.name or "": v.meta.get(DEFAULT) for v in model.graph.inputs}
-    return {name: tensor.numpy() for name, tensor in given.items() if tensor is not None}
+    tensors = {v.name or "": v.meta.get(DEFAULT) for v in model.graph.inputs}
+    return {name: tensor.numpy() for name, tensor in tensors.items() if tensor is not None}
 
 
 def bind_defaults(model: ir.Model) -> None:

@@ -65,11 +65,11 @@ class Entries:
         """Enter what is known of the entries of a node's result, and return it."""
         if node.domain or not node.inputs or node.inputs[0] is None or len(node.outputs) != 1:
             return None
-        found = self._entries(node)
-        if found is None or found.size > MOST:
+        entries = self._entries(node)
+        if entries is None or entries.size > MOST:
             return None
-        self.enter(node.outputs[0], found)
-        return found
+        self.enter(node.outputs[0], entries)
+        return entries
 
     def enter(self, value: ir.Value, entries: Array) -> None:
         """Keep the entries of a value."""
@@ -95,9 +95,9 @@ class Entries:
         return _NUMBERS.get(kind) if dtype == _WHOLE[0] else None
 
     def _unread(self, value: ir.Value) -> Array | None:
-        known = value.dtype in _WHOLE or value.dtype == ir.DataType.BOOL
+        followed = value.dtype in _WHOLE or value.dtype == ir.DataType.BOOL
         dims = [d for d in value.shape or () if isinstance(d, int)]
-        if not known or value.shape is None or len(dims) < len(value.shape):
+        if not followed or value.shape is None or len(dims) < len(value.shape):
             return None
         return np.full(dims, None, object) if np.prod(dims, dtype=float) <= MOST else None
 
@@ -117,13 +117,13 @@ class Entries:
         arrays = [self.of(v) for v in node.inputs if v is not None]
         if len(arrays) < len(node.inputs) or any(a is None for a in arrays):
             return None
-        known = [a for a in arrays if a is not None]
+        complete = [a for a in arrays if a is not None]
         if kind in ("ConstantOfShape", "Range"):
-            return _computed(node, known)
+            return _computed(node, complete)
         if kind in _REDUCTIONS:
-            return _reduced(node, known)
+            return _reduced(node, complete)
         function = self.function(node)
-        return None if function is None else _each(function, known)
+        return None if function is None else _each(function, complete)
 
     def _moved(self, node: ir.Node) -> Array | None:
         """The entries that the node takes, found by moving their places."""
@@ -131,10 +131,10 @@ class Entries:
         sources = [self.of(v) for v in node.inputs[:count]]
         if any(a is None for a in sources):
             return None
-        known = [a for a in sources if a is not None]
+        complete = [a for a in sources if a is not None]
         operands: list[Array | None] = []
         at = 0
-        for array in known:
+        for array in complete:
             operands.append(np.arange(at, at + array.size).reshape(array.shape))
             at += array.size
         for value in node.inputs[count:]:
@@ -142,33 +142,33 @@ class Entries:
             if value is not None and numbers is None:
                 return None
             operands.append(numbers)
-        found = exact(node, operands)
-        if found is None or found[0].size > MOST:
+        moved = exact(node, operands)
+        if moved is None or moved[0].size > MOST:
             return None
-        flat = vector([e for array in known for e in array.flat])
-        return _filled(found[0].shape, *(flat[int(i)] for i in found[0].flat))
+        flat = vector([e for array in complete for e in array.flat])
+        return _filled(moved[0].shape, *(flat[int(i)] for i in moved[0].flat))
 
 
 def multiplied(sizes: Iterable[SymbolicSize | None]) -> SymbolicSize | None:
     """The product of sizes that cannot be negative; None where one is not known."""
-    known = list(sizes)
-    if any(s is None or not s.nonnegative for s in known):
+    factors = list(sizes)
+    if any(s is None or not s.nonnegative for s in factors):
         return None
-    total = product(s for s in known if s is not None)
+    total = product(s for s in factors if s is not None)
     return total if total.settled else None
 
 
-def divided(whole: SymbolicSize, by: SymbolicSize) -> SymbolicSize | None:
+def divided(dividend: SymbolicSize, by: SymbolicSize) -> SymbolicSize | None:
     """The integer quotient, rounded towards zero, of a value that cannot be negative."""
-    exactly = whole / by if by else None
+    exactly = dividend / by if by else None
     if exactly is not None and exactly.settled and exactly.whole:
         return exactly  # a divisor of 0 ends the run
-    if not whole.nonnegative or not by.positive:
-        a, b = whole.number, by.number
+    if not dividend.nonnegative or not by.positive:
+        a, b = dividend.number, by.number
         if not isinstance(a, int) or not isinstance(b, int) or not b:
             return None
         return size(abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1))
-    rounded = whole // by
+    rounded = dividend // by
     return rounded if rounded.settled else None
 
 
@@ -205,8 +205,8 @@ def comparisons(sign: Callable[[SymbolicSize], int | None]) -> dict[str, Callabl
         def decide(a: Any, b: Any) -> bool | None:
             if a is None or b is None or isinstance(a, bool) or isinstance(b, bool):
                 return None
-            known = sign(a - b)
-            return None if known is None else holds(known)
+            order = sign(a - b)
+            return None if order is None else holds(order)
 
         return decide
 
@@ -241,8 +241,8 @@ def arithmetic(
     def compute(*args: Any) -> SymbolicSize | None:
         if any(not isinstance(a, SymbolicSize) for a in args):
             return None
-        found = function(*args)
-        return found if found is not None and (found.settled or not settled) else None
+        result = function(*args)
+        return result if result is not None and (result.settled or not settled) else None
 
     return compute
 
@@ -283,8 +283,8 @@ def _cast_to(node: ir.Node) -> Callable[..., Any]:
 
     def cast(a: Any) -> Any:
         if to == ir.DataType.BOOL:
-            known = a if isinstance(a, bool) or a is None else sign(a)
-            return None if known is None else bool(known)
+            order = a if isinstance(a, bool) or a is None else sign(a)
+            return None if order is None else bool(order)
         if to not in _WHOLE or a is None:
             return None
         number = size(int(a)) if isinstance(a, bool) else a
@@ -306,10 +306,10 @@ def _computed(node: ir.Node, arrays: Sequence[Array]) -> Array | None:
         count = numbers[0]
         if count is None or (count < 0).any() or np.prod(count, dtype=float) > MOST:
             return None
-    found = exact(node, numbers)
-    if found is None or found[0].dtype not in (np.int64, np.int32, np.bool_):
+    results = exact(node, numbers)
+    if results is None or results[0].dtype not in (np.int64, np.int32, np.bool_):
         return None
-    return objects(found[0]) if found[0].size <= MOST else None
+    return objects(results[0]) if results[0].size <= MOST else None
 
 
 def _reduced(node: ir.Node, arrays: Sequence[Array]) -> Array | None:
@@ -353,10 +353,10 @@ def _each(function: Callable[..., Any], arrays: Sequence[Array]) -> Array | None
 
 def _filled(shape: Sequence[int], *entries: Any) -> Array:
     """An array of objects of these entries, or of the only one."""
-    found = np.empty(tuple(shape), object)
-    for i in range(found.size):
-        found.flat[i] = entries[i] if len(entries) > 1 else entries[0]
-    return found
+    array = np.empty(tuple(shape), object)
+    for i in range(array.size):
+        array.flat[i] = entries[i] if len(entries) > 1 else entries[0]
+    return array
 
 
 def vector(entries: Sequence[Any]) -> Array:

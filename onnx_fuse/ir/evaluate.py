@@ -34,41 +34,41 @@ _FETCHED_AS = {
 
 
 def evaluate(
-    nodes: Sequence[ir.Node], known: Mapping[ir.Value, Array], opsets: Mapping[str, int]
+    nodes: Sequence[ir.Node], arrays: Mapping[ir.Value, Array], opsets: Mapping[str, int]
 ) -> dict[ir.Value, Array]:
-    """The outputs of `nodes`, which are in order and read nothing but each other and `known`.
+    """The outputs of `nodes`, which are in order and read nothing but each other and `arrays`.
 
     An output that could not be computed is left out. An exact node costs microseconds; for the
     others one onnxruntime session is made, or one for each where that fails.
     """
-    found: dict[ir.Value, Array] = {}
+    results: dict[ir.Value, Array] = {}
     asked: list[ir.Node] = []
     coming: set[ir.Value] = set()  # the outputs of `asked`
     for node in nodes:
-        given = [None if v is None else found.get(v, known.get(v)) for v in node.inputs]
-        complete = all(a is not None or v is None for a, v in zip(given, node.inputs, strict=True))
-        answers = exact(node, given) if complete else None
+        inputs = [None if v is None else results.get(v, arrays.get(v)) for v in node.inputs]
+        complete = all(a is not None or v is None for a, v in zip(inputs, node.inputs, strict=True))
+        answers = exact(node, inputs) if complete else None
         if answers is not None:
-            found.update(zip(node.outputs, answers, strict=False))
+            results.update(zip(node.outputs, answers, strict=False))
         elif complete:
-            if not traps(node, given):
+            if not traps(node, inputs):
                 asked.append(node)
                 coming.update(node.outputs)
         elif all(
             a is not None or v is None or v in coming
-            for a, v in zip(given, node.inputs, strict=True)
-        ) and not (_integer_division(node) and _may_trap(given)):
+            for a, v in zip(inputs, node.inputs, strict=True)
+        ) and not (_integer_division(node) and _may_trap(inputs)):
             asked.append(node)
             coming.update(node.outputs)
     if not asked:
-        return found
-    key = _key(nodes[0], known, opsets) if len(nodes) == 1 else None
+        return results
+    key = _key(nodes[0], arrays, opsets) if len(nodes) == 1 else None
     if key is None:
-        found.update(_run_what_runs(asked, {**known, **found}, opsets))
-        return found
+        results.update(_run_what_runs(asked, {**arrays, **results}, opsets))
+        return results
     remembered = _REMEMBERED.get(key)
     if remembered is None:
-        computed = _run_what_runs(asked, known, opsets)
+        computed = _run_what_runs(asked, arrays, opsets)
         remembered = [computed.get(value) for value in nodes[0].outputs]
         if len(_REMEMBERED) >= _MOST:
             _REMEMBERED.clear()
@@ -83,11 +83,11 @@ _MOST = 1024
 
 
 def _key(
-    node: ir.Node, known: Mapping[ir.Value, Array], opsets: Mapping[str, int]
+    node: ir.Node, values: Mapping[ir.Value, Array], opsets: Mapping[str, int]
 ) -> tuple[Any, ...] | None:
     """What the answers of a node with a few bytes of input depend on; None for any other node."""
-    given = [None if v is None else known[v] for v in node.inputs]
-    arrays = [a for a in given if a is not None]
+    inputs = [None if v is None else values[v] for v in node.inputs]
+    arrays = [a for a in inputs if a is not None]
     kinds = {attribute.type for attribute in node.attributes.values()}
     simple = not kinds & {ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS, ir.AttributeType.TENSOR}
     if not simple or node.op_type in DRAWS or any(a.dtype == object for a in arrays):
@@ -97,7 +97,7 @@ def _key(
     return (
         node.op_identifier(),
         tuple(sorted((name, repr(a.value)) for name, a in node.attributes.items())),
-        tuple([None if a is None else (a.dtype.name, a.shape, a.tobytes()) for a in given]),
+        tuple([None if a is None else (a.dtype.name, a.shape, a.tobytes()) for a in inputs]),
         tuple([(bool(v.name), v.dtype) for v in node.outputs]),
         tuple(sorted(opsets.items())),
     )
@@ -107,20 +107,20 @@ _FEW = 256  # the answers of a node are remembered if its inputs have at most th
 
 
 def _run_what_runs(
-    nodes: Sequence[ir.Node], known: Mapping[ir.Value, Array], opsets: Mapping[str, int]
+    nodes: Sequence[ir.Node], arrays: Mapping[ir.Value, Array], opsets: Mapping[str, int]
 ) -> dict[ir.Value, Array]:
-    answers = _run(nodes, known, opsets)
+    answers = _run(nodes, arrays, opsets)
     if answers is not None or len(nodes) == 1:
         return answers or {}
-    found: dict[ir.Value, Array] = {}
+    results: dict[ir.Value, Array] = {}
     for node in nodes:
-        if all(v is None or v in known or v in found for v in node.inputs):
-            found.update(_run_what_runs([node], {**known, **found}, opsets))
-    return found
+        if all(v is None or v in arrays or v in results for v in node.inputs):
+            results.update(_run_what_runs([node], {**arrays, **results}, opsets))
+    return results
 
 
 def _run(
-    nodes: Sequence[ir.Node], known: Mapping[ir.Value, Array], opsets: Mapping[str, int]
+    nodes: Sequence[ir.Node], arrays: Mapping[ir.Value, Array], opsets: Mapping[str, int]
 ) -> dict[ir.Value, Array] | None:
     """The arrays that onnxruntime makes; None where it refuses the nodes."""
     names: dict[ir.Value, str] = {}
@@ -129,14 +129,14 @@ def _run(
         proto = ir.serde.serialize_node(node)
         if not any(a.HasField("g") or a.graphs for a in proto.attribute):  # branches use the names
             for value in (*node.inputs, *node.outputs):
-                if value is not None and (value.name or value in known):
+                if value is not None and (value.name or value in arrays):
                     names.setdefault(value, f"v{len(names)}")
             proto.input[:] = ["" if v is None else names[v] for v in node.inputs]
             proto.output[:] = [names.get(v, "") for v in node.outputs]
         protos.append(proto)
     inside = {v for node in nodes for v in node.outputs}
     branches = any(a.HasField("g") or a.graphs for proto in protos for a in proto.attribute)
-    read = known if branches else {v for node in nodes for v in node.inputs}
+    read = arrays if branches else {v for node in nodes for v in node.inputs}
     outputs = []
     wanted: list[tuple[ir.Value, ir.DataType | None]] = []
     for value in (v for node in nodes for v in node.outputs if v.name):
@@ -151,7 +151,7 @@ def _run(
         wanted.append((value, dtype if dtype in _FETCHED_AS else None))
         outputs.append(onnx.ValueInfoProto(name=name))
     constants = []
-    for value, array in known.items():
+    for value, array in arrays.items():
         if value in read and value not in inside:
             if array.dtype.kind in "OSTU":  # strings
                 tensor = onnx.numpy_helper.from_array(array.astype(object))
@@ -230,10 +230,10 @@ def exact(node: ir.Node, arrays: Sequence[Array | None]) -> list[Array] | None:
         return None
     try:
         with np.errstate(all="ignore"):
-            made = function(node, arrays)
+            result = function(node, arrays)
     except (ValueError, IndexError, ArithmeticError):
         return None  # no valid node: onnxruntime says what is wrong with it
-    return None if made is None else [np.asarray(made, order="C")]
+    return None if result is None else [np.asarray(result, order="C")]
 
 
 def viewer(node: ir.Node) -> Callable[[Sequence[Array | None]], Array]:
@@ -318,8 +318,8 @@ def _cast(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
     if to == ir.DataType.STRING or x.dtype.kind not in "biu":
         return None
     kind = to.numpy()
-    whole = kind == np.bool_ or (kind.kind in "iu" and kind.itemsize == 8)
-    exactly = whole or kind in (np.int32, np.float32, np.float64)
+    wide_or_bool = kind == np.bool_ or (kind.kind in "iu" and kind.itemsize == 8)
+    exactly = wide_or_bool or kind in (np.int32, np.float32, np.float64)
     return x.astype(kind) if exactly else None
 
 
@@ -342,8 +342,8 @@ def _integers(function: Callable[..., Any]) -> _Exact:
 
     def compute(node: ir.Node, arrays: Sequence[Any]) -> Array | None:
         kinds = {a.dtype for a in arrays}
-        whole = len(kinds) == 1 and arrays[0].dtype in (np.int64, np.int32)
-        return function(*arrays) if whole and not traps(node, arrays) else None
+        exact_type = len(kinds) == 1 and arrays[0].dtype in (np.int64, np.int32)
+        return function(*arrays) if exact_type and not traps(node, arrays) else None
 
     return compute
 

@@ -159,14 +159,14 @@ class _Inliner:
         self._replace(node, nodes, copier.read(branch.outputs, "its branch"), where)
 
     def _replace(
-        self, call: ir.Node, nodes: list[ir.Node], found: Sequence[ir.Value | None], where: str
+        self, call: ir.Node, nodes: list[ir.Node], returned: Sequence[ir.Value | None], where: str
     ) -> None:
         """Put `nodes` in place of a call; the values that they make take its outputs' names."""
         fresh = {v for node in nodes for v in node.outputs}
         graph = call.graph
         assert graph is not None
         results: list[ir.Value] = []
-        for old, result in zip(call.outputs, found, strict=False):
+        for old, result in zip(call.outputs, returned, strict=False):
             if result is None and (old.uses() or old.is_graph_output()):
                 raise ModelError(f"{where} returns an input that node '{call.name}' leaves out")
             if result is None or result not in fresh:  # what the caller gave, or returned twice

@@ -106,9 +106,9 @@ class FusedName:
 @lru_cache(4096)
 def _read(op_type: str) -> FusedName:
     base, *exposed = op_type.split("_")
-    found = _PARTS.fullmatch(base)
-    assert found is not None  # every part may be absent
-    part = {key: text or "" for key, text in found.groupdict().items()}
+    match = _PARTS.fullmatch(base)
+    assert match is not None  # every part may be absent
+    part = {key: text or "" for key, text in match.groupdict().items()}
     return FusedName(
         base.removesuffix("Grad"), part["norm"], bool(part["skip"]), part["place"], part["family"],
         part["rest"] if part["family"] else "", bool(part["grad"]), tuple(exposed),

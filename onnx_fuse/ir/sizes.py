@@ -49,8 +49,8 @@ def unknown() -> SymbolicSize:
 
 def atom_of(op: str, *args: SymbolicSize) -> SymbolicSize:
     """The size that an atom is; an unknown where it would be nested too deep."""
-    made = Atom(op, args)
-    return SymbolicSize({(made,): 1}) if made.depth <= _DEPTH else unknown()
+    atom = Atom(op, args)
+    return SymbolicSize({(atom,): 1}) if atom.depth <= _DEPTH else unknown()
 
 
 Symbol: TypeAlias = str | Atom
@@ -164,14 +164,14 @@ class SymbolicSize:
     @property
     def symbols(self) -> set[Symbol]:
         """All symbols and atoms, those inside of atoms too."""
-        found: set[Symbol] = set()
+        symbols: set[Symbol] = set()
         for m in self.terms:
             for s in m:
-                found.add(s)
+                symbols.add(s)
                 if isinstance(s, Atom):
                     for arg in s.args:
-                        found |= arg.symbols
-        return found
+                        symbols |= arg.symbols
+        return symbols
 
     @property
     def settled(self) -> bool:
@@ -231,19 +231,19 @@ def without(m: Monomial, n: Monomial) -> Monomial | None:
 
 def rounded_down(value: SymbolicSize) -> SymbolicSize:
     """The floor: what is whole stays a polynomial, the rest becomes an atom."""
-    whole: dict[Monomial, Number] = {}
+    integers: dict[Monomial, Number] = {}
     rest: dict[Monomial, Number] = {}
     for m, c in value.terms.items():
         # An atom that is not rounded itself (a quotient) is no integer.
         integral = not any(isinstance(s, Atom) and s.op == "quotient" for s in m)
-        kept = c if isinstance(c, int) and integral else math.floor(c) if integral else 0
-        whole[m] = kept
-        rest[m] = c - kept
+        integer = c if isinstance(c, int) and integral else math.floor(c) if integral else 0
+        integers[m] = integer
+        rest[m] = c - integer
     left = SymbolicSize(rest)
-    known = left.number
-    if known is not None:
-        return SymbolicSize(whole) + math.floor(known)
-    return SymbolicSize(whole) + atom_of("floor", left)
+    number = left.number
+    if number is not None:
+        return SymbolicSize(integers) + math.floor(number)
+    return SymbolicSize(integers) + atom_of("floor", left)
 
 
 def product(values: Iterable[SymbolicSize]) -> SymbolicSize:

@@ -390,14 +390,14 @@ class Wgmma(Unconditional):
     def cost(self, problem: Attention, config: KernelConfig, hw: Hardware) -> float:
         """Tiles of queries by tiles of keys, then what is read once and again; as on an H200."""
         p, tile, most = problem, config.integer("tile"), config.integer("blocks")
-        own = config.integer("wgs") * config.integer("rounds")
-        high = -(-p.m // (64 * own))
+        row_tiles = config.integer("wgs") * config.integer("rounds")
+        high = -(-p.m // (64 * row_tiles))
         blocks, width = p.batches * high, p.k + p.dv
         # a tile's products, and its exponentials at 16 a clock
         columns = -(-p.k // 16) * 16 + next((n for n in _WIDTHS if p.dv <= n), p.dv)
         one = 64 * tile * (2 * columns * hw.sm_count / hw.rate(p.dtype) + 1 / 30e9)
         one *= 1.6 if width > 256 else 1.1 if p.n > tile and p.causal else 1.0
-        keys = (p.n + 64 * own) / 2 if p.causal else p.seen(p.n, 64 * own + tile)
+        keys = (p.n + 64 * row_tiles) / 2 if p.causal else p.seen(p.n, 64 * row_tiles + tile)
         waves = blocks / (hw.sm_count * most)
         waves = -(-blocks // hw.sm_count) / most if waves <= 1 else max(2.0, waves)
         if waves > 1 and config.integer("wgs") * most == 1:
@@ -405,10 +405,10 @@ class Wgmma(Unconditional):
         # TMA loads a row of keys in so many clocks, be it full or not, and the tiles of a block
         # share it: heads of 40 took 276 us with one tile, 160 with two, 148 with three
         if p.n > tile and 32 < max(p.k, p.dv) < 64:
-            one *= {1: 1.9, 2: 1.15}.get(own, 1.05)
+            one *= {1: 1.9, 2: 1.15}.get(row_tiles, 1.05)
         tiles = max(1.0, keys / tile)
         chain = config.integer("rounds") * (1.5 * tiles - 0.7) * one  # of one warpgroup
-        products = max(chain, waves * most * own * tiles * one)
+        products = max(chain, waves * most * row_tiles * tiles * one)
         once, again = (2 * p.batches * width * (p.m + p.n * n) / hw.bandwidth for n in (1, high))
         seconds = hw.launch_seconds + 1e-7 + products + 0.8 * once + 0.05 * again
         # a few queries leave its tile empty, and mma.sync then serves a cache of any length alike

@@ -86,9 +86,9 @@ def dropout(ctx: Context, node: ir.Node) -> str | None:
     code = Code()
     factor = code.load(scale)
     if x.dtype == "float64":  # float32 has too few digits for its scale
-        kept = code.step("Greater", "bool", factor, code.scalar(0, "float32"))
+        nonzero = code.step("Greater", "bool", factor, code.scalar(0, "float32"))
         numbers = (code.scalar(value, x.dtype) for value in (growth, 0))
-        factor = code.step("Where", x.dtype, kept, *numbers)
+        factor = code.step("Where", x.dtype, nonzero, *numbers)
     y = ctx.output(node, 0, x.shape, x.dtype)
     emit(ctx, code, node, code.step("Mul", x.dtype, code.load(x), factor), y)
     if ctx.wants(node, 1):

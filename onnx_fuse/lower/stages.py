@@ -163,13 +163,13 @@ def _loop(low: Control, node: ir.Node, wanted: Collection[str | None]) -> Stage:
     states = node.inputs[2:]
     trips, condition = (v if v is not None and v.name else None for v in node.inputs[:2])
     start = [v for v in states if v is not None]
-    given, known = _given(low, [v for v in (trips, condition, *start) if v is not None])
+    types, values = _given(low, [v for v in (trips, condition, *start) if v is not None])
     outer, constants = _given(low, captured(node))
     proto = ir.serde.serialize_graph(body)
-    made = {name for n in proto.node for name in n.output}
+    computed = {name for n in proto.node for name in n.output}
     ends: list[str] = []
     for i, output in enumerate(v.name or "" for v in body.outputs):
-        if output not in made or output in ends:  # an output of its own
+        if output not in computed or output in ends:  # an output of its own
             ends.append(f"{node.name or node.outputs[0].name} result {i}")
             proto.node.append(onnx.helper.make_node("Identity", [output], [ends[-1]]))
         else:
@@ -190,12 +190,12 @@ def _loop(low: Control, node: ir.Node, wanted: Collection[str | None]) -> Stage:
         trips="" if trips is None else trips.name or "",
         condition="" if condition is None else condition.name or "",
         start=tuple(v.name or "" for v in start),
-        known=known,
+        known=values,
         results=tuple(results),
         empty=tuple(_empty(v) for v in body.outputs[1 + len(start) :]),
     )
     names = tuple(node.outputs[i].name or "" for i in results)
-    return Stage(model.SerializeToString(), tuple((outer | given).items()), names, False, loop)
+    return Stage(model.SerializeToString(), tuple((outer | types).items()), names, False, loop)
 
 
 def _empty(value: ir.Value) -> np.ndarray:

@@ -500,9 +500,9 @@ class Lowerer(Control):
 
         Returns False where the operands or the body are not known.
         """
-        found = [self.slots[v].tensor for v in dict.fromkeys(node.inputs) if v is not None]
-        operands = [t for t in found if t is not None]
-        if len(operands) < len(found):
+        tensors = [self.slots[v].tensor for v in dict.fromkeys(node.inputs) if v is not None]
+        operands = [t for t in tensors if t is not None]
+        if len(operands) < len(tensors):
             return False
         wanted = [v for v in node.outputs if v.name]
         results = self._updates.again(self, key, operands, self.label(node))
@@ -513,16 +513,16 @@ class Lowerer(Control):
         if body is None:
             return False
         self._lower_in_place(node, body)
-        made = [t for v in wanted if (t := self.slots[v].tensor) is not None]
-        if len(made) == len(wanted):
-            own = self.calls[start:]
-            self.calls[start:] = self._updates.keep(key, own, operands, made)
+        updated = [t for v in wanted if (t := self.slots[v].tensor) is not None]
+        if len(updated) == len(wanted):
+            calls = self.calls[start:]
+            self.calls[start:] = self._updates.keep(key, calls, operands, updated)
         return True
 
     def _lower_in_place(self, node: ir.Node, body: ir.Graph) -> None:
         """Lower `body`, made for this node or for an earlier one of equal key, as the node."""
-        given = list(dict.fromkeys(v for v in node.inputs if v is not None))
-        for value, outer in zip(body.inputs, given, strict=True):
+        inputs = list(dict.fromkeys(v for v in node.inputs if v is not None))
+        for value, outer in zip(body.inputs, inputs, strict=True):
             self.slots[value], self.origin[value] = self.slots[outer], outer
         self._inner(body, [v for v in node.outputs if v.name])
 
@@ -645,8 +645,8 @@ class Lowerer(Control):
         name = node.op_type if not node.domain else f"{node.domain}.{node.op_type}"
         self.fallbacks.setdefault(name, reason)
         types = None if captured(node) else self.infer(node)
-        made = [(i, v) for i, v in enumerate(node.outputs) if v.name]
-        found_types = [None if types is None else types[i] for i, _ in made]
+        outputs = [(i, v) for i, v in enumerate(node.outputs) if v.name]
+        found_types = [None if types is None else types[i] for i, _ in outputs]
         typed = all(t is not None and t[0] in ITEMSIZE for t in found_types)  # no strings
         if not typed or any(not self._numeric(v) for v in node.inputs if v is not None):
             self.stuck.add(node)
@@ -661,10 +661,10 @@ class Lowerer(Control):
             if v is not None
         }
         writes: dict[str, Tensor] = {}
-        for i, value in made:
-            found = types[i]
-            assert found is not None
-            writes[value.name or ""] = self.output(node, i, found[1], found[0])
+        for i, value in outputs:
+            inferred = types[i]
+            assert inferred is not None
+            writes[value.name or ""] = self.output(node, i, inferred[1], inferred[0])
         for info, (name, tensor) in zip(model.graph.output, writes.items(), strict=True):
             kind = type_proto(data_type(tensor.dtype), tensor.shape)
             info.CopyFrom(onnx.ValueInfoProto(name=name, type=kind))

@@ -83,9 +83,9 @@ def _reduction(rule: str, alone: str = "dy") -> Unary:
             return emitted(alone, op, x=x, dy=dy)
         axes = n.inputs[1] if given(n, 1) is not None else None
         noop = n.attributes.get_int("noop_with_empty_axes", 0)
-        kept = "keepdims = 1" + ", noop_with_empty_axes = 1" * noop
+        attributes = "keepdims = 1" + ", noop_with_empty_axes = 1" * noop
         reduced = {"y": _keep(op, y, x, n), "dy": _keep(op, dy, x, n)}
-        return emitted(rule.replace("kept", kept), op, x=x, axes=axes, **reduced)
+        return emitted(rule.replace("kept", attributes), op, x=x, axes=axes, **reduced)
 
     return grad
 

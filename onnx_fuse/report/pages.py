@@ -211,7 +211,7 @@ def _checked_graph(
     facts: Mapping[str, Mapping[str, str]],
 ) -> graph.Drawn:
     """A graph whose nodes carry their errors, where these are known."""
-    facts_of = {node: dict(found) for node, found in facts.items()}
+    facts_of = {node: dict(row) for node, row in facts.items()}
     errors: dict[str, float] = {}
     if checked is not None and checked.along is not None:
         for node, d in zip(checked.along.nodes, checked.along.values, strict=True):

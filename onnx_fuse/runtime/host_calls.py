@@ -102,20 +102,20 @@ class Stages:
 
     def run(self, *, on_device: bool = False) -> dict[str, Any]:
         """Their outputs by name, arrays or (of stages on the GPU, if `on_device`) DeviceTensors."""
-        made: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         calls = self._calls
         for k, stage in enumerate(calls.program.stages):
-            feeds = {n: made[n] if t is None else calls.tensor(t) for n, t in stage.inputs}
+            feeds = {n: values[n] if t is None else calls.tensor(t) for n, t in stage.inputs}
             if stage.host:
-                found = self._on_host(k, stage, feeds)
+                results = self._on_host(k, stage, feeds)
             elif stage.loop is not None:
-                found = self._passes(k, stage.loop, feeds)
+                results = self._passes(k, stage.loop, feeds)
                 if not on_device:
-                    found = [np.asarray(value) for value in found]
+                    results = [np.asarray(value) for value in results]
             else:
-                found = self._on_device(k, stage, feeds, on_device)
-            made |= zip(stage.outputs, found, strict=True)
-        return made
+                results = self._on_device(k, stage, feeds, on_device)
+            values |= zip(stage.outputs, results, strict=True)
+        return values
 
     def _on_host(self, k: int, stage: Stage, feeds: Mapping[str, Any]) -> list[Any]:
         if k not in self._hosts:
@@ -152,8 +152,8 @@ class Stages:
             return inner.run_in_place(loop.outputs, feeds_of, on_device=True)
 
         results = run_loop(loop, feeds, once, self._stacked)
-        given = [id(value) for value in feeds.values()]  # memory that the next run writes
-        return [self._joined([r], r.shape) if id(r) in given else r for r in results]
+        feed_ids = [id(value) for value in feeds.values()]  # memory that the next run writes
+        return [self._joined([r], r.shape) if id(r) in feed_ids else r for r in results]
 
     def _stacked(self, rows: Sequence[Any]) -> Any:
         if all(isinstance(row, np.ndarray) for row in rows):

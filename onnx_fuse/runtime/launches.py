@@ -127,12 +127,12 @@ class Launches:
         an offset is another than before.
         """
         first, calls = self._segment.first, self._segment.calls
-        found = self._found(changes)
+        positions = self._found(changes)
         if self._copying is None:
             copying = [n for n, (i, *_) in enumerate(changes) if copies(calls[i - first])]
             self._copying = tuple(copying)
         for n in self._copying:
-            (k, places), (i, j, _, words, _) = found[n], changes[n]
+            (k, places), (i, j, _, words, _) = positions[n], changes[n]
             call = calls[i - first]
             before = [word for word, _ in words_of(i, call, call.launches[j])]
             moved = any(b in movable or words[at] != before[at] for at, b in places.addresses)

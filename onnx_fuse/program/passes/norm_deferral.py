@@ -197,14 +197,14 @@ class Choices:
             folded = ctx.folded(params["scale"], params.get("bias"), weights, row, problem.trans_b)
             if folded is None:
                 return None
-            own = {n: ctx.scratch("float32", (*norm.x.shape[:-1], 1)) for n in ("mean", "rstd")}
-            statistics = statistics or own
+            moments = {n: ctx.scratch("float32", (*norm.x.shape[:-1], 1)) for n in ("mean", "rstd")}
+            statistics = statistics or moments
             reader = replace(
                 call,
                 kernel=f"LayerNorm{call.kernel}",
                 nodes=tuple(dict.fromkeys((*norm.call.nodes, *call.nodes))),
                 reads=tuple(({"x": norm.x} | folded | part).items()),
-                writes=(*call.writes, *own.items()),
+                writes=(*call.writes, *moments.items()),
             )
             new_calls[j] = replace(reader, problem=problem)
         gamma = ctx.constant(norm.gamma.astype(np.float32))
