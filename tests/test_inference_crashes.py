@@ -1,10 +1,16 @@
 """Graphs on which ONNX's inference ends the process are refused in one sentence."""
 
+import os
+import signal
+import sys
+
 import onnx
 import pytest
 
 import onnx_fuse
 from onnx_fuse.errors import ModelError
+from onnx_fuse.validation.check import check_outputs
+from onnx_fuse.validation.gradients import compare_gradients
 
 HEAD = '<ir_version: 10, opset_import: ["": 21]>\n'
 SLICED = "o = Constant <value_ints = [0]> () p = Constant <value_ints = [2]> () y = Slice (c, o, p)"
@@ -48,6 +54,36 @@ def test_an_operand_without_a_type_stays_without_one(name: str) -> None:
     body = f"g (float[2] x) => (y, z) {{ a = custom.Op (x) {UNTYPED[name]} z = Abs (x) }}"
     graph = onnx_fuse.optimize(onnx.parser.parse_model(head + body)).graph
     assert [node.op_type for node in graph.node] == ["Op", name, "Abs"]
+
+
+MALFORMED = {
+    "strides of one axis": "y = AveragePool <kernel_shape = [2, 2], strides = [1]> (x)",
+    "no kernel": "y = MaxPool <kernel_shape : ints = []> (x)",
+    "stride of 0": "y = Conv <strides = [0, 1]> (x, x)",
+    "pads of one side": "y = ConvTranspose <pads = [1, 1]> (x, x)",
+    "kernel of three axes": "y = LpPool <kernel_shape = [2, 2, 2]> (x)",
+    "high is below low": "y = RandomUniformLike <low = 2.0> (x)",
+    "no deviation": "y = RandomNormal <scale = 0.0, shape = [2]> ()",
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_attributes_that_onnxruntime_refuses_or_dies_of_are_refused(name: str) -> None:
+    text = f"g (float[1,2,5,5] x) => (float y) {{ {MALFORMED[name]} }}"
+    with pytest.raises(ModelError, match=r"fits no windows|can be drawn"):
+        onnx_fuse.optimize(onnx.parser.parse_model(HEAD + text))
+
+
+def test_a_run_that_ends_the_process_ends_no_validation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    model = onnx.parser.parse_model(HEAD + "g (float[2] x) => (float[2] y) { y = Abs (x) }")
+    for check in (check_outputs, compare_gradients):
+        monkeypatch.setattr(sys.modules[check.__module__], check.__name__, die)
+    for ask in (onnx_fuse.validate, onnx_fuse.check_gradients):
+        with pytest.raises(ModelError, match="onnxruntime crashed on this graph"):
+            ask(model)
 
 
 @pytest.mark.parametrize("dims", ["1099511627776,0,2147483648", "0,4611686018427387904"])

@@ -360,6 +360,12 @@ def _check_attributes(node: ir.Node) -> None:
         if any(pad >= size for pad, size in zip(pads, kernel + kernel, strict=False)):
             smaller = f"each must be smaller than the kernel, which is {kernel}"
             raise ModelError(f"{where} ({node.op_type}): pads are {pads}, but {smaller}")
+    if node.op_type.startswith("Random"):  # onnxruntime asserts it
+        defaults = (("low", 0.0), ("high", 1.0), ("scale", 1.0))
+        low, high, scale = (node.attributes.get_float(*pair) for pair in defaults)
+        if not (low <= high and scale > 0):
+            drawn = f"from {low} to {high}" if scale > 0 else f"with a scale of {scale}"
+            raise ModelError(f"{where} ({node.op_type}): no number can be drawn {drawn}")
     for name, attribute in node.attributes.items():
         if attribute.is_ref() or attribute.type != ir.AttributeType.INT:
             continue

@@ -17,7 +17,7 @@ from onnx_fuse.importer import contrib
 from onnx_fuse.importer.inference import inferred
 from onnx_fuse.importer.save import functions_attached, serialized
 from onnx_fuse.importer.types import READ_BY_INFERENCE, complete_types
-from onnx_fuse.ir.actual_sizes import bodies_of, infer_actual
+from onnx_fuse.ir.actual_sizes import POOLS, bodies_of, infer_actual
 from onnx_fuse.ir.build import all_nodes, subgraphs
 
 _LONGEST_SHAPE = 1 << 20
@@ -58,6 +58,26 @@ def check_sizes(model: ir.Model) -> None:
             raise ModelError(f"{where} has shape {value.shape}: its size overflows")
     for node in all_nodes(model.graph):
         _check_axis(node)
+        _check_windows(node)
+
+
+_WINDOWS = (*POOLS, "Conv", "ConvTranspose", "ConvInteger", "QLinearConv", "DeformConv")
+
+
+def _check_windows(node: ir.Node) -> None:
+    """Refuse a window whose attributes do not fit its image or each other, as onnxruntime does."""
+    x = node.inputs[0] if node.op_type in _WINDOWS and not node.domain else None
+    axes = None if x is None or x.shape is None else len(x.shape) - 2
+    for name in ("kernel_shape", "strides", "dilations", "pads") if x is not None else ():
+        entries, sides = list(node.attributes.get_ints(name, ())), 1 + (name == "pads")
+        axes = len(entries) // sides if axes is None and entries else axes
+        needed = entries or (name == "kernel_shape" and node.op_type in POOLS)
+        fits = len(entries) == sides * (axes or 0) and (sides > 1 or min(entries, default=0) > 0)
+        if needed and not fits:
+            raise ModelError(
+                f"node '{node.name or node.outputs[0].name}' ({node.op_type}): {name} is "
+                f"{entries}, which fits no windows over {axes} axes"
+            )
 
 
 def _check_axis(node: ir.Node) -> None:

@@ -30,7 +30,7 @@ from onnx_fuse.validation.compare import (
 from onnx_fuse.validation.inputs import Feeds, with_unequal_sizes
 from onnx_fuse.validation.layerwise import Along, errors_along
 from onnx_fuse.validation.quantized import Steps
-from onnx_fuse.validation.request import Request, runnable
+from onnx_fuse.validation.request import Request, guarded, runnable
 from onnx_fuse.validation.shapes import wrong_sizes
 
 AS_WRITTEN, OPTIMIZED = "as written", "with onnxruntime's optimizations"
@@ -147,7 +147,7 @@ def validate(
         feeds=feeds, shapes=shapes, dims=dims, rtol=rtol, atol=atol,
         device=device, precision=precision, seed=seed, blame=blame,
     )  # fmt: skip
-    return check_outputs(original, model, request)
+    return guarded(lambda: check_outputs(original, model, request), original, device)
 
 
 def check_outputs(original: Model, fused: Model, request: Request | None = None) -> Check:

@@ -23,7 +23,7 @@ from onnx_fuse.validation.compare import Tolerance, difference
 from onnx_fuse.validation.freeze import hold, roundings, selections
 from onnx_fuse.validation.inputs import Feeds
 from onnx_fuse.validation.reference import evaluator_in_double, in_double
-from onnx_fuse.validation.request import Request
+from onnx_fuse.validation.request import Request, guarded
 from onnx_fuse.validation.shapes import wrong_sizes
 from onnx_fuse.validation.slopes import Slopes
 from onnx_fuse.validation.values import by_name, values_of
@@ -154,13 +154,11 @@ def check_gradients(
         ModelError: The model is malformed, or onnxruntime cannot run it.
         UsageError: A name or shape does not fit the model.
     """
-    return compare_gradients(
-        model,
-        Request(
-            feeds=[feeds] if feeds else None, shapes=shapes, dims=dims,
-            device=device, precision=precision, seed=seed, every=every,
-        ),
+    request = Request(
+        feeds=[feeds] if feeds else None, shapes=shapes, dims=dims,
+        device=device, precision=precision, seed=seed, every=every,
     )  # fmt: skip
+    return guarded(lambda: compare_gradients(model, request), model, device)
 
 
 def compare_gradients(model: Model, request: Request) -> GradientCheck:

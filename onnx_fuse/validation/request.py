@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import onnx
 import onnx_ir
@@ -16,6 +17,8 @@ from onnx_fuse.runtime import ort
 from onnx_fuse.session import InferenceSession, load
 from onnx_fuse.validation.compare import Tolerance, tolerance_of
 from onnx_fuse.validation.inputs import Feeds, Run, extremes, generate
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -95,3 +98,9 @@ class Request:
 def runnable(model: Model) -> Any:
     """The model as `ort.session` takes it."""
     return model.SerializeToString() if isinstance(model, onnx.ModelProto) else model
+
+
+def guarded(work: Callable[[], T], model: Model, device: str) -> T:
+    """`work()` in a child where `device` is the CPU: onnxruntime dies of some models' runs."""
+    name = str(model) if isinstance(model, str | os.PathLike) else "model"
+    return work() if device != "cpu" else ort.guarded(work, name)
