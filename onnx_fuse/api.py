@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from onnx_fuse import session
+from onnx_fuse.importer import training_info
 from onnx_fuse.importer.exported import exported
 from onnx_fuse.importer.save import attach_functions, loadable, to_proto
 from onnx_fuse.ir.constants import Model
@@ -118,4 +119,5 @@ def _in_kind(source: Model, result: onnx_ir.Model) -> Result:
         attach_functions(result)
         return result
     proto = to_proto(result, shapes=False)
+    proto.MergeFrom(training_info.kept(result))
     return proto.SerializeToString() if isinstance(source, bytes) else proto

@@ -23,7 +23,7 @@ from google.protobuf.message import DecodeError
 from onnx_fuse import progress
 from onnx_fuse.container import GRAPH, Container, is_container, stamp
 from onnx_fuse.errors import ModelError
-from onnx_fuse.importer import contrib
+from onnx_fuse.importer import contrib, training_info
 from onnx_fuse.importer.opsets import canonical, constant_weights
 from onnx_fuse.importer.save import functions_attached, serialized
 from onnx_fuse.importer.shapes import without_weights
@@ -117,6 +117,7 @@ def read(source: Model) -> ir.Model:
             for value in (*model.graph.inputs, *model.graph.outputs):
                 if value.name in maps:
                     value.meta[MAP_TYPE] = maps[value.name]
+            training_info.keep(proto, model)
             _shapes_of_weights(model)
             model.graph.opset_imports.setdefault("", CANONICAL_OPSET)
             if folders or weights is not None:

@@ -15,7 +15,7 @@ import onnx_ir.passes.common as common_passes
 from onnx_fuse import files
 from onnx_fuse.container import WEIGHTS
 from onnx_fuse.errors import ModelError
-from onnx_fuse.importer import contrib
+from onnx_fuse.importer import contrib, training_info
 from onnx_fuse.importer.downgrade import downgrade
 from onnx_fuse.importer.upgrade import upgrade
 from onnx_fuse.ir.build import all_nodes, given, remove_unused_nodes, rename_shadowing_values
@@ -275,8 +275,11 @@ def save(
     big = {} if external else _large_initializers(model.graph)
     noted, defaults = _noted_shapes(model, shapes), _defaults_attached(model)
     with files.written(path) as draft:
+        more = training_info.kept(model).SerializeToString()
         if external:
             _save_external(model, draft, shapes)
+            with draft.open("ab") as file:
+                file.write(more)
             return
         with draft.open("wb") as file, functions_attached(model), noted, defaults:
             for name in big:
@@ -292,6 +295,7 @@ def save(
                 piece.graph.initializer.append(ir.serde.serialize_tensor(value.const_value))
                 piece.graph.initializer[0].name = value.name
                 file.write(piece.SerializeToString())
+            file.write(more)
 
 
 def _large_initializers(graph: ir.Graph) -> dict[str, ir.Value]:
