@@ -242,11 +242,11 @@ def _windows(
         if not len(kernel) == len(dilations) == len(more) == rank:
             return None
         axes = zip(x[2:], kernel, strides, dilations, more, strict=True)
-        whole = [
+        sizes = [
             None if n is None or k is None else min((n - 1) * s + (k - 1) * d + 1 + m, n * s)
             for n, k, s, d, m in axes
         ]
-        return [*inferred[:2], *whole]
+        return [*inferred[:2], *sizes]
     kernel = attributes.get("kernel_shape") or []
     pads = attributes.get("pads") or [0] * (2 * rank)
     if not len(kernel) == len(dilations) == len(pads) // 2 == rank:
@@ -315,8 +315,8 @@ class _Walk:
         self.changed: set[str] = set()
 
     def graph(self, graph: onnx.GraphProto, outside: Types, constants: Tensors) -> None:
-        made = onnx.helper.make_tensor_type_proto
-        types = {**outside, **{t.name: made(t.data_type, t.dims) for t in graph.initializer}}
+        tensor_type = onnx.helper.make_tensor_type_proto
+        types = {**outside, **{t.name: tensor_type(t.data_type, t.dims) for t in graph.initializer}}
         types |= {v.name: v.type for v in (*graph.value_info, *graph.input, *graph.output)}
         held = {**constants, **{t.name: t for t in graph.initializer}}
         for node in graph.node:
@@ -330,23 +330,23 @@ class _Walk:
                 self._node(node, types, held)
 
     def _node(self, node: onnx.NodeProto, types: Types, data: Tensors) -> None:
-        said = {name: onnx.TypeProto() for name in node.output if name in types}
-        for name, own in said.items():  # which a declared shape may have made right
-            own.CopyFrom(types[name])
+        inferred = {name: onnx.TypeProto() for name in node.output if name in types}
+        for name, proto in inferred.items():  # which a declared shape may have made right
+            proto.CopyFrom(types[name])
         read = {name: types[name] for name in node.input if name in types}
         typed = set(node.input) <= {"", *read}
         version = self.opsets.get(node.domain, 1)
         if typed and onnx.defs.has(node.op_type, version, node.domain):
             schema = onnx.defs.get_schema(node.op_type, version, node.domain)
-            known = {name: data[name] for name in node.input if name in data}
+            tensors = {name: data[name] for name in node.input if name in data}
             opsets = [onnx.helper.make_opsetid(*each) for each in self.opsets.items()]
             with contextlib.suppress(
                 onnx.shape_inference.InferenceError, onnx.checker.ValidationError
             ):
-                said = onnx.shape_inference.infer_node_outputs(
-                    schema, node, read, known, opset_imports=opsets, ir_version=10
+                inferred = onnx.shape_inference.infer_node_outputs(
+                    schema, node, read, tensors, opset_imports=opsets, ir_version=10
                 )
-        wrong = correct_types(node, types, data, said)
+        wrong = correct_types(node, types, data, inferred)
         for name in node.output:
             dims = _dims(types.get(name)) or []
             if any(i < len(dims) and dims[i] is not None for i in wrong):

@@ -126,8 +126,8 @@ def _per_channel(op: Any, value: ir.Value, n: int) -> Tensor:
 
 def _batch_norm(op: Any, node: ir.Node, grads: Values) -> Values:
     """The gradient in the type of scale, which is wider than that of x in mixed precision."""
-    image, scale, _, mean, variance = arguments(node, 5)
-    x = to_like(op, image, scale)
+    data, scale, _, mean, variance = arguments(node, 5)
+    x = to_like(op, data, scale)
     dys = [None if dy is None else to_like(op, dy, scale) for dy in grads]
     n, epsilon = known_rank(x), node.attributes.get_float("epsilon", 1e-5)
     momentum = node.attributes.get_float("momentum", 0.9)
@@ -145,13 +145,13 @@ def _batch_norm(op: Any, node: ir.Node, grads: Values) -> Values:
         dmean = op.Neg(op.Mul(dbias, factor))
         dvar = op.Mul(op.Mul(dscale, op.Mul(scale, op.Mul(rstd, rstd))), -0.5)
         dx = op.Mul(dy, _per_channel(op, factor, n))
-        dx, dmean = to_like(op, dx, image), to_like(op, dmean, mean)
+        dx, dmean = to_like(op, dx, data), to_like(op, dmean, mean)
         return [dx, dscale, dbias, dmean, to_like(op, dvar, variance)]
     if op.fused and n > 1 and not any(dy is not None for dy in grads[1:]):
         stash = x.dtype if x.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
         how = {"epsilon": epsilon, "stash_type": int(stash)}
-        inputs = [grads[0], image, scale]
-        return [*emit(op, "BatchNormGrad", inputs, [image, scale, scale], **how), None, None]
+        inputs = [grads[0], data, scale]
+        return [*emit(op, "BatchNormGrad", inputs, [data, scale, scale], **how), None, None]
     xh, rstd = _moments(op, node, x, axes)
     dx = dscale = dbias = dmean = dvar = None
     if dys[0] is not None:
@@ -182,7 +182,7 @@ def _batch_norm(op: Any, node: ir.Node, grads: Values) -> Values:
         else:
             dmean = op.Mul(dr, momentum)
         dx = part if dx is None else op.Add(dx, part)
-    return [None if dx is None else to_like(op, dx, image), dscale, dbias, dmean, dvar]
+    return [None if dx is None else to_like(op, dx, data), dscale, dbias, dmean, dvar]
 
 
 def _instance_norm(op: Any, node: ir.Node, dys: Values) -> Values:
