@@ -92,3 +92,14 @@ def test_a_size_of_0_hides_no_other_that_is_too_large(dims: str) -> None:
                  f"g () => (y) <int64[{dims}] x = {{}}> {{ y = Abs (x) }}"):  # fmt: skip
         with pytest.raises(ModelError, match="overflows"):
             onnx_fuse.optimize(onnx.parser.parse_model(HEAD + text))
+
+
+def test_validation_takes_a_list_of_arrays_that_differ_in_shape() -> None:
+    text = "g (float[2] a, float[3,1] b) => (y) { y = SequenceConstruct (a, b) }"
+    assert onnx_fuse.validate(onnx.parser.parse_model(HEAD + text)).ok
+
+
+def test_validation_takes_an_input_that_is_fed_at_another_rank() -> None:
+    head = '<ir_version: 10, opset_import: ["": 9]>\n'
+    text = "g (float[N] x, float[] s) => (y) { y = Upsample (x, s) }"
+    assert onnx_fuse.validate(onnx.parser.parse_model(head + text)).ok

@@ -6,15 +6,18 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 from every_size import Subject, differ, sample
 from every_size_models import GRAPHS, subjects
-from lowering import interpreted, with_values
+from lowering import arrays, interpreted, lowered, with_values
 from math_cases import TOLERANCE, Case, cases, widen
 
-from onnx_fuse import program
+from onnx_fuse import program, rewrite
+from onnx_fuse.autodiff.load import load
 from onnx_fuse.cuda import pointwise
 from onnx_fuse.importer.save import to_proto
 from onnx_fuse.ir.build import text_model
@@ -231,3 +234,23 @@ def test_a_convolutions_bias_has_the_sum_over_images_and_pixels() -> None:
     want = subject.lowered_results(feeds)
     assert to_proto(graph).graph.output[-1].name == "b.grad"
     assert not differ(interpreted(graph, feeds), want)
+
+
+@pytest.mark.parametrize("level", [0, 2])
+@pytest.mark.parametrize("mask", ["float16", "float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
+def test_attention_with_a_mask_of_any_float_type_is_one_program(dtype, mask, level) -> None:
+    kinds = {"float16": "float16", "float32": "float", "bfloat16": "bfloat16"}
+    q, m = kinds[dtype], kinds[mask]
+    text = f"""<ir_version: 10, opset_import: ["": 23]>
+    g ({q}[2,3,4,8] q, {q}[2,3,5,8] k, {q}[2,3,5,8] v, {m}[4,5] m) => ({q}[2,3,4,8] y)
+    {{ y = Attention (q, k, v, m) }}"""
+    shapes = {"q": (2, 3, 4, 8), "k": (2, 3, 5, 8), "v": (2, 3, 5, 8), "m": (4, 5)}
+    types = {n: ml_dtypes.finfo(mask if n == "m" else dtype).dtype for n in shapes}
+    feeds = {n: a.astype(types[n]) for n, a in arrays(**shapes).items()}
+    graph = load(onnx.parser.parse_model(text))
+    want = ort.session(graph, as_written=True).run(None, feeds)[0].astype(np.float32)
+    rewrite.optimize(graph, level=level)
+    assert not any(call.host for call in lowered(graph).calls)
+    y = interpreted(graph, feeds)["y"].astype(np.float32)
+    np.testing.assert_allclose(y, want, atol={"float32": 2e-6, "float16": 4e-3}.get(dtype, 3e-2))

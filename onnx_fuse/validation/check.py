@@ -27,7 +27,7 @@ from onnx_fuse.validation.compare import (
     random_outputs,
     severity,
 )
-from onnx_fuse.validation.inputs import Feeds, with_unequal_sizes
+from onnx_fuse.validation.inputs import Feeds, holds_numbers, with_unequal_sizes
 from onnx_fuse.validation.layerwise import Along, errors_along
 from onnx_fuse.validation.quantized import Steps
 from onnx_fuse.validation.request import Request, guarded, runnable
@@ -282,7 +282,7 @@ def _with_unequal_sizes(
         notes.append(f"the original ends the process where sizes of one name differ ({error})")
         return []
     pairs = zip(cuts, results, strict=True)
-    return [(cut, ys) for cut, ys in pairs if ys is not None and all(np.size(y) for y in ys)]
+    return [(cut, ys) for cut, ys in pairs if ys is not None and all(map(holds_numbers, ys))]
 
 
 def _answer(session: Any, feed: Feeds) -> list[Any] | None:

@@ -134,7 +134,7 @@ def generate(
                     raise
                 first_error = first_error or error
                 continue
-            if all(np.size(y) for y in outputs):
+            if all(map(holds_numbers, outputs)):
                 accepted.append((feed, outputs))
                 done.add(way)
                 for symbol, size in choice.sizes.items():
@@ -146,7 +146,7 @@ def generate(
         accepted = empty[:1]
         if notes is not None:
             names = [v.name for v, y in zip(model.graph.outputs, empty[0][1], strict=True)
-                     if not np.size(y)]  # fmt: skip
+                     if not holds_numbers(y)]  # fmt: skip
             notes.append(f"the generated inputs make {', '.join(map(str, names))} empty, so no "
                          "values of it are compared (--inputs FILE.npz gives others)")  # fmt: skip
     if not accepted:
@@ -213,6 +213,11 @@ def extremes(model: onnx_ir.Model, feed: Feeds) -> list[tuple[str, Feeds]]:
     return rare
 
 
+def holds_numbers(output: Any) -> bool:
+    """Whether an output is not empty: an array, or a list of some that may differ in shape."""
+    return any(map(holds_numbers, output)) if isinstance(output, list) else bool(np.size(output))
+
+
 def with_unequal_sizes(model: onnx_ir.Model, feed: Feeds) -> list[Feeds]:
     """Feeds in which one axis is cut to 1, of several that the file calls by one name.
 
@@ -223,8 +228,9 @@ def with_unequal_sizes(model: onnx_ir.Model, feed: Feeds) -> list[Feeds]:
         return []
     places: dict[str, list[tuple[str, int]]] = {}
     for name, dims in dims_of(model).items():
-        for axis, dim in enumerate(dims):
-            if isinstance(dim, str) and feed[name].shape[axis] > 1:
+        # an input whose rank the file leaves open may have been fed at another than this one
+        for axis, (dim, size) in enumerate(zip(dims, feed[name].shape, strict=False)):
+            if isinstance(dim, str) and size > 1:
                 places.setdefault(dim, []).append((name, axis))
     cuts = [place for axes in places.values() if len(axes) > 1 for place in axes[:_ENDS]]
     return [
