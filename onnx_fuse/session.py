@@ -26,8 +26,10 @@ from onnx_fuse.runtime.tensor import Argument, DeviceTensor
 if TYPE_CHECKING:
     import onnx_ir
 
+    from onnx_fuse import cache
     from onnx_fuse.ir.constants import Model
     from onnx_fuse.runtime.executable import Executable
+    from onnx_fuse.runtime.graphs import Portable
     from onnx_fuse.runtime.program_cache import Origin
 
 __all__ = ["InferenceSession"]
@@ -88,6 +90,7 @@ class InferenceSession:
             _begin(gpu)
         self._source, self._options = model, sess_options
         self._level: int | None = None
+        self._cached: Portable | None = None
         self._executable: Executable | None = None
         if self.device == "cuda" and not recompile and _is_compiled(model):
             from onnx_fuse.runtime import executable
@@ -109,18 +112,12 @@ class InferenceSession:
 
     def _on_gpu(self, precision: str, gpu: int) -> Executable:
         """The graph's Executable; what optimizing and `precision` make of it may be kept."""
-        digest = _digest(self._source) if self._level is not None else None
-        from onnx_fuse import cache  # while the file is read
-
-        entry = None
-        if digest is not None and (identity := digest.result()):
-            options = {"level": self._level, "precision": precision}
-            entry = cache.Entry(Path(self._source), *identity, options)  # type: ignore[arg-type]
+        entry = self._entry(precision=precision)
         cached = entry.load() if entry else None
         self._interface = _Interface.of_graph(self.model if cached is None else cached[0])
         if cached is None:
             executable = _executable(self.model, precision, gpu)
-            if entry and cache.keepable(self.model):
+            if entry:
                 executable.on_lowered = entry.store
             return executable
         graph, origin = cached
@@ -134,9 +131,21 @@ class InferenceSession:
         executable.keep(ready)
         return executable
 
+    def _entry(self, **options: object) -> cache.Entry | None:
+        """The place of the optimized graph in the cache, None where it is not kept."""
+        digest = _digest(self._source) if self._level is not None else None
+        from onnx_fuse import cache  # while the file is read
+
+        if digest is None or (identity := digest.result()) is None:
+            return None
+        options["level"] = self._level
+        return cache.Entry(Path(self._source), *identity, options)  # type: ignore[arg-type]
+
     @cached_property
     def model(self) -> onnx_ir.Model:
         """The graph that runs; of a compiled file, the one that its programs were made of."""
+        if self._cached is not None:
+            return self._cached.model
         graph = load(self._source)
         if self._level is not None:
             from onnx_fuse import rewrite
@@ -147,9 +156,15 @@ class InferenceSession:
     @cached_property
     def _session(self) -> Any:
         """The onnxruntime session of the same graph; on "cuda" it is made at its first use."""
+        import onnxruntime
+
         from onnx_fuse.runtime import ort
 
-        session = ort.session(self.model, self._options)
+        entry = self._entry(onnxruntime=onnxruntime.__version__) if self.device == "cpu" else None
+        self._cached = entry.portable() if entry else None
+        session = ort.session(self._cached or self.model, self._options)
+        if entry and self._cached is None:
+            entry.store(self.model, portable=True)
         if isinstance(session, ort.Widened):
             warnings.warn(session.note, stacklevel=3)
         return session

@@ -41,6 +41,14 @@ def _compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
     compiled.keep(folder / "compiled")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What tests put into the package's cache goes with their other files; `tests/gpu` keeps it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ONNX_FUSE_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _no_width(monkeypatch: pytest.MonkeyPatch) -> None:
     """pytest-xdist gives its workers a width of 80 columns; output has the one of a pipe."""

@@ -1,8 +1,10 @@
 """Optimized graphs that a later session takes from the cache: the same programs, or none."""
 
+import gc
 import os
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +12,11 @@ from typing import Any
 import lowering
 import numpy as np
 import onnx_ir as ir
+import onnxruntime
 import pytest
 from support import ENCODER
 
-from onnx_fuse import InferenceSession, cache, rewrite, session
+from onnx_fuse import InferenceSession, cache, plugins, rewrite, session
 from onnx_fuse.container import stamp
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.errors import ModelError
@@ -63,10 +66,14 @@ def program(path: Path, shapes: Any = SHAPES, **options: Any) -> Program:
     """What a new session runs; what it keeps is there when this returns."""
     opened = InferenceSession(path, device="cuda", **options)
     made: Program = opened._executable.program(shapes)
+    wait_for_writers()
+    return made
+
+
+def wait_for_writers() -> None:
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
-    return made
 
 
 def described(p: Program, path: Path, **options: Any) -> tuple[Any, ...]:
@@ -224,3 +231,169 @@ def test_nothing_large_is_kept_beyond_the_bound(gpu: Path, monkeypatch: pytest.M
     big.const_value = ir.tensor(np.ones((1 << 20, 1), np.float32), name=big.name)
     assert entry.store(graph).result() is None
     assert not entries(gpu)
+
+
+def on_cpu(path: Path, feeds: Any, **options: Any) -> tuple[list[Any], InferenceSession]:
+    """What a new session on the CPU answers; what it keeps is there when this returns."""
+    opened = InferenceSession(path, **options)
+    wait_for_writers()
+    return opened.run(None, feeds), opened
+
+
+FEEDS: dict[str, Any] = {name: np.ones((2, 16), np.int64) for name in IDS}
+
+
+@pytest.mark.parametrize("external", [False, True])
+@pytest.mark.parametrize("with_options", [False, True])
+def test_a_second_session_on_the_cpu_answers_the_same(
+    with_options: bool, external: bool, gpu: Path, optimized: list[int]
+) -> None:
+    path = gpu / "m.onnx"
+    save(session.load(ENCODER), path, external=external)
+    options = {"sess_options": onnxruntime.SessionOptions()} if with_options else {}
+    expected, first = on_cpu(path, FEEDS, **options)
+    actual, second = on_cpu(path, FEEDS, **options)
+    assert (len(entries(gpu)), optimized) == (1, [1])
+    for a, b in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert rewrite.op_counts(second.model) == rewrite.op_counts(first.model)
+    assert [*map(str, second.get_inputs())] == [*map(str, first.get_inputs())]
+    stored = sum(p.stat().st_size for p in entries(gpu))
+    assert stored < 0.7 * ENCODER.stat().st_size  # only merged weights are copied
+    on_cpu(path, FEEDS, level=1)
+    program(path)
+    assert (len(entries(gpu)), optimized) == (3, [3])
+    inner = InferenceSession(path, **options)._session._inner  # which keeps its weights alive
+    gc.collect()
+    np.testing.assert_array_equal(inner.run(None, FEEDS)[0], expected[0])
+
+
+@pytest.mark.parametrize("name", lowering.GRAPHS)
+def test_every_small_graph_answers_the_same(name: str, gpu: Path, optimized: list[int]) -> None:
+    text, feeds = lowering.GRAPHS[name]
+    path = gpu / "m.onnx"
+    save(text_model(text), path)
+    expected, _ = on_cpu(path, feeds)
+    actual, _ = on_cpu(path, feeds)
+    for a, b in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert optimized == [1]
+
+
+@pytest.mark.parametrize("dtype", ["DOUBLE", "FLOAT16", "BFLOAT16", "INT8", "BOOL"])
+def test_weights_of_every_width_are_handed_over(
+    dtype: str, gpu: Path, optimized: list[int]
+) -> None:
+    path = gpu / "m.onnx"
+    model = text_model(
+        "g (int64[n] i) => (float[n, 32] y) <float[1] w = {1}>"
+        "{ r = Gather (w, i) y = Cast <to = 1> (r) }"
+    )
+    held = np.arange(64 * 32).reshape(64, 32) % 5 - (dtype[0] == "D") / 3
+    kind = ir.DataType[dtype]
+    w = model.graph.initializers["w"]
+    w.const_value = ir.tensor(held.astype(kind.numpy()), kind, name="w")
+    w.shape, w.dtype = ir.Shape(held.shape), kind
+    save(model, path)
+    feeds = {"i": np.array([63, 0, 7])}
+    expected, _ = on_cpu(path, feeds)
+    actual, second = on_cpu(path, feeds)
+    np.testing.assert_array_equal(actual[0], expected[0])
+    assert second._cached is not None
+    assert list(second._cached.weights) == ["w"]
+    assert optimized == [1]
+
+
+@pytest.mark.parametrize(
+    "change", ["file", "weights", "damage", "truncation", "foreign", "off", "version", "plugin"]
+)
+def test_what_has_changed_is_optimized_anew_for_the_cpu(
+    change: str, gpu: Path, optimized: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = gpu / "m.onnx"
+    model = session.load(ENCODER)
+    save(model, path, external=True)
+    before, _ = on_cpu(path, FEEDS)
+    kept = entries(gpu)[0]
+    if change == "file":
+        model.graph.name = "another"
+        save(model, path, external=True)
+    elif change == "weights":
+        data = path.with_name("m.onnx.data")
+        data.write_bytes(np.frombuffer(data.read_bytes(), np.float32).__neg__().tobytes())
+    elif change == "damage":
+        whole = bytearray(kept.read_bytes())
+        whole[len(whole) // 2] ^= 1
+        kept.write_bytes(whole)
+    elif change == "truncation":
+        kept.write_bytes(kept.read_bytes()[:1000])
+    elif change == "foreign":
+        kept.chmod(0o666)
+    elif change == "version":
+        monkeypatch.setattr(onnxruntime, "__version__", "1.0.0")
+    elif change == "plugin":
+        plugins.register_op(plugins.OpDef("Twice", "my.ops", body=TWICE), fuse=True)
+    else:
+        monkeypatch.setenv("ONNX_FUSE_CACHE_MB", "0")
+    try:
+        again, _ = on_cpu(path, FEEDS)
+        assert optimized == [2]
+        assert np.array_equal(again[0], before[0]) == (change != "weights")
+        on_cpu(path, FEEDS)
+        assert optimized == [3 if change == "off" else 2]
+    finally:
+        plugins.unregister("my.ops::Twice")
+
+
+TWICE = "Twice (x) => (y) { y = Add (x, x) }"
+
+
+def test_a_rule_of_ones_own_is_in_no_key(gpu: Path, optimized: list[int]) -> None:
+    """What it does may change from run to run, and nothing says so."""
+    path = gpu / "m.onnx"
+    save(session.load(ENCODER), path)
+    rule = plugins.Rule("Mine", 1, ("Add",), lambda rw, node: False)
+    plugins.register_op(
+        plugins.OpDef("Mine", "my.ops", body=TWICE.replace("Twice", "Mine")), fuse=rule
+    )
+    try:
+        for _ in range(2):
+            on_cpu(path, FEEDS)
+            program(path)
+    finally:
+        plugins.unregister("my.ops::Mine")
+    assert (len(entries(gpu)), optimized) == (0, [4])
+
+
+def test_options_of_a_session_serve_another_one(gpu: Path) -> None:
+    """Names of weights that were handed over would be missing in the next model."""
+    path, other = gpu / "m.onnx", gpu / "other.onnx"
+    save(session.load(ENCODER), path)
+    save(text_model("g (float[2] x) => (float[2] y) { y = Relu (x) }"), other)
+    options = onnxruntime.SessionOptions()
+    for _ in range(2):
+        on_cpu(path, FEEDS, sess_options=options)
+    answer = onnxruntime.InferenceSession(str(other), options).run(None, {"x": np.float32([-1, 1])})
+    assert answer[0].tolist() == [0, 1]
+
+
+def test_a_warning_of_the_first_session_comes_again(gpu: Path, optimized: list[int]) -> None:
+    path = gpu / "m.onnx"
+    save(text_model("g (bfloat16[2] x) => (bfloat16[2] y) { y = Relu (x) }"), path)
+    x = np.array([-1, 1], ir.DataType.BFLOAT16.numpy())
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="bfloat16"):
+            answer, _ = on_cpu(path, {"x": x})
+        assert answer[0].tolist() == [0, 1]
+    assert optimized == [1]
+
+
+def test_sessions_that_open_at_once_answer_the_same(gpu: Path) -> None:
+    path = gpu / "m.onnx"
+    save(session.load(ENCODER), path)
+    with ThreadPoolExecutor(3) as pool:
+        answers = list(pool.map(lambda _: InferenceSession(path).run(None, FEEDS)[0], range(3)))
+    wait_for_writers()
+    for answer in (*answers, on_cpu(path, FEEDS)[0][0]):
+        np.testing.assert_array_equal(answer, answers[0])
+    assert len(entries(gpu)) == 1

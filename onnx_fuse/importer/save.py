@@ -99,8 +99,11 @@ def is_large_weight(tensor: ir.TensorProtocol | None) -> bool:
     )
 
 
-def serialized_without_weights(model: ir.Model) -> bytes:
-    """The model as a protobuf that only names its large weights, which a container holds."""
+def serialized_without_weights(model: ir.Model, *, shapes: bool = True) -> bytes:
+    """The model as a protobuf that only names its large weights, which a container holds.
+
+    `shapes=False` as in `save`.
+    """
     graph = model.graph
     held = {
         n: v.const_value for n, v in graph.initializers.items() if is_large_weight(v.const_value)
@@ -113,7 +116,7 @@ def serialized_without_weights(model: ir.Model) -> bytes:
                 shape=ir.Shape(tensor.shape.numpy()),
                 name=name,
             )
-        return to_proto(model).SerializeToString()
+        return to_proto(model, shapes=shapes).SerializeToString()
     finally:
         for name, tensor in held.items():
             graph.initializers[name].const_value = tensor

@@ -9,10 +9,13 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import onnx
+import onnx_ir as ir
 
 from onnx_fuse.container import GRAPH, WEIGHTS, Container
 from onnx_fuse.importer.load import reread
@@ -20,10 +23,9 @@ from onnx_fuse.importer.save import is_large_weight
 from onnx_fuse.importer.weights import PLACE, Place, read_places
 from onnx_fuse.program.call import dtype_of
 
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
 Array = np.ndarray[Any, Any]
+PORTABLE = "portable.onnx"
+"""Member of a container: its graph without fused operators, as onnxruntime runs it."""
 _MADE = ("folded", "packed")  # what lowering makes of weights and keeps in the graph's `meta`
 
 
@@ -79,16 +81,43 @@ def opened(container: Container, model: Path | None) -> ir.Model:
 
     Raises ModelError, OSError, or what a manifest that `parts` did not make leads to.
     """
-    manifest = container.manifest
-    weights = _Weights(container, model)
+    return _opened(container, _Weights(container, model))
+
+
+def _opened(container: Container, weights: _Weights) -> ir.Model:
     model_read = reread(bytes(container.member(GRAPH)), weights)
     for kind in _MADE:
         entries = model_read.graph.meta[kind] = {}
-        for name, source, arrays in manifest[kind]:
+        for name, source, arrays in container.manifest[kind]:
             read = {key: weights.made(*place) for key, place in arrays.items()}
             value = model_read.graph.initializers[source].const_value
             entries[name] = value, read if kind == "folded" else read[""]
     return model_read
+
+
+class Portable:
+    """A graph of a container in two forms: for onnxruntime, and the one that `opened` gives.
+
+    `data` is a protobuf without fused operators, and `weights` holds the large weights that it only
+    names: an array of unsigned integers and the ONNX type of its elements, by name.
+    """
+
+    def __init__(self, container: Container, model: Path) -> None:
+        """`model` and what is raised are as in `opened`."""
+        self._container, self._stored = container, _Weights(container, model)
+        self.data = bytes(container.member(PORTABLE))
+        self.weights: dict[str, tuple[Array, int]] = {}
+        for tensor in onnx.ModelProto.FromString(self.data).graph.initializer:
+            if tensor.data_location != onnx.TensorProto.EXTERNAL:
+                continue
+            itemsize = ir.DataType(tensor.data_type).itemsize
+            array = self._stored.array(tensor).view(f"u{int(itemsize)}").reshape(tensor.dims)
+            self.weights[tensor.name] = np.require(array, requirements="A"), tensor.data_type
+
+    @cached_property
+    def model(self) -> ir.Model:
+        """The fused graph, over the same weights."""
+        return _opened(self._container, self._stored)
 
 
 def derived_weights(model: ir.Model) -> Iterator[tuple[str, Array]]:

@@ -9,7 +9,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import onnx_ir
@@ -21,21 +21,24 @@ from onnx_fuse.guard import Crash, in_child
 from onnx_fuse.importer.load import read
 from onnx_fuse.importer.save import fits_protobuf, save, to_proto
 from onnx_fuse.rewrite.precision import widened
+from onnx_fuse.runtime.graphs import Portable
 from onnx_fuse.runtime.tensor import Argument
 
 T = TypeVar("T")
+Source: TypeAlias = "str | os.PathLike[str] | bytes | onnx_ir.Model | Portable"
 Array = np.ndarray[Any, Any]
 FATAL = 4  # onnxruntime's log severity: what it logs, it also raises
 
 
 def session(
-    model: str | os.PathLike[str] | bytes | onnx_ir.Model,
+    model: Source,
     options: Any = None,
     *,
     as_written: bool = False,
     fallback: bool = True,
 ) -> Any:
-    """An onnxruntime.InferenceSession of a path, bytes or ir.Model (fused ops carry their bodies).
+    """An onnxruntime.InferenceSession of a path, bytes or ir.Model (fused ops carry their bodies),
+    or of a graph of the cache.
 
     `as_written` switches onnxruntime's own graph rewrites off: the oracle runs the nodes as they
     stand in the file. With `fallback` they are off, after a warning, where they break the graph.
@@ -46,9 +49,9 @@ def session(
 
     if isinstance(model, str | os.PathLike) and (is_container(model) or _is_no_text(model)):
         model = read(model)
-    if options is None:
-        options = ort.SessionOptions()
-        options.log_severity_level = FATAL
+    own = options is None
+    if own:
+        options = _quiet_options()
     chosen, off = options.graph_optimization_level, ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     if as_written and chosen != off:
         options.graph_optimization_level = off
@@ -58,7 +61,9 @@ def session(
             options.graph_optimization_level = chosen  # the caller's, who may use them again
     fallback = fallback and chosen != off
     try:
-        opened = _session(model, options)
+        opened = (
+            _of_cache(model) if own and isinstance(model, Portable) else _session(model, options)
+        )
     except Exception as error:
         if not is_fault(error):
             raise
@@ -102,12 +107,35 @@ _INT8_CLASH = "output_dtype INT8 does not match y_zero_point type UINT8"
 _INT8_REWRITE = "QDQS8ToU8Transformer"
 
 
-def _session(
-    model: str | os.PathLike[str] | bytes | onnx_ir.Model, options: Any, **more: Any
-) -> Any:
+def _quiet_options() -> Any:
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.log_severity_level = FATAL
+    return options
+
+
+def _of_cache(graph: Portable) -> Any:
+    """A session over the arrays of a graph's weights: none of them is copied or parsed.
+
+    The options that name these would pass them on to the next model, so a caller's are not used.
+    """
+    import onnxruntime as ort
+
+    options, of_numpy = _quiet_options(), ort.OrtValue.ortvalue_from_numpy_with_onnx_type
+    values = [of_numpy(array, kind) for array, kind in graph.weights.values()]
+    options.add_external_initializers(list(graph.weights), values)
+    opened = _session(graph.data, options)
+    opened.onnx_fuse_weights = graph  # as long as somebody has the session
+    return opened
+
+
+def _session(model: Source, options: Any, **more: Any) -> Any:
     import onnxruntime as ort
 
     providers = ["CPUExecutionProvider"]
+    if isinstance(model, Portable):
+        model = model.model
     if isinstance(model, onnx_ir.Model):
         if fits_protobuf(model):
             proto = to_proto(model, shapes=False)
@@ -120,7 +148,9 @@ def _session(
     return ort.InferenceSession(source, options, providers, **more)
 
 
-def _graph(model: str | os.PathLike[str] | bytes | onnx_ir.Model) -> onnx_ir.Model:
+def _graph(model: Source) -> onnx_ir.Model:
+    if isinstance(model, Portable):
+        return model.model
     return model if isinstance(model, onnx_ir.Model) else read(model)
 
 
@@ -152,9 +182,7 @@ _NODE_FAILED = "Non-zero status code returned while running"
 class WithFallback(_Around):
     """A session that runs its graph as written once onnxruntime's optimizations broke it."""
 
-    def __init__(
-        self, inner: Any, model: str | os.PathLike[str] | bytes | onnx_ir.Model, options: Any
-    ) -> None:
+    def __init__(self, inner: Any, model: Source, options: Any) -> None:
         self._inner, self._source = inner, (model, options)
         self._optimized, self._as_written = inner, None  # what bindings were made for stays
 

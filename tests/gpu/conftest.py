@@ -52,6 +52,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # what is there stays: later collections pass over it
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _cache_folder() -> None:
+    """Kernels stay compiled from one run of these tests to the next."""
+
+
 @pytest.fixture(autouse=True)
 def _memory_goes_back() -> Iterator[None]:
     """Other processes test on the same GPU, and cannot collect this one's sessions."""
