@@ -135,6 +135,10 @@ parts of which two may be empty:
   l = LogSoftmax(both) first = Shape<start = 2, end = 3>(past) then = Shape<start = 2, end = 3>(x)
   sizes = Concat<axis = 0>(first, then) y, px = Split<axis = 2>(p, sizes) yx = Mul(px, x)
   z, lx = Split<axis = 2>(l, sizes) zx = Add(lx, x) }
+a grid of one image, one pixel wide:
+  agraph (float[B,2,3] theta) => (float[B,3,1,2] y) { batch = Shape<end = 1>(theta)
+  rest = Constant<value_ints = [2, 3, 1]>() size = Concat<axis = 0>(batch, rest)
+  y = AffineGrid<align_corners = 1>(theta, size) }
 counts in a mask:
   agraph (float[B,S,T] x) => (float[B,S,T] y, bool[S,T] m) { zero = Constant<value_int = 0>()
   one = Constant<value_int = 1>() dims = Shape(x) two = Constant<value_int = 2>()

@@ -94,8 +94,7 @@ def layer_norm(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results 
 
 def gated(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results:
     """A gated product as the product, its halves and a pass over them."""
-    shape = shapes[-2]
-    return [written_out(op, node, shape[1])]
+    return [written_out(op, node, shapes[-2][1])]
 
 
 def lp_normalization(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results:

@@ -587,7 +587,8 @@ class Lowerer(Control):
                 self._name(inner.outputs)
             return single.graph
         version = self.opsets.get(node.domain, 1)
-        standard = node.domain in ("", PREVIEW)
+        # onnx's body of AffineGrid squeezes a batch of one, and has NaN for an axis of one
+        standard = node.domain in ("", PREVIEW) and node.op_type != "AffineGrid"
         if not standard or not onnx.defs.has(node.op_type, version, node.domain):
             return None
         schema: Any = onnx.defs.get_schema(node.op_type, version, node.domain)
