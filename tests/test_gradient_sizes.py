@@ -219,3 +219,39 @@ def test_an_optimized_file_has_the_gradients_of_the_file(name):
         found.append(stock(graph, optimized=True).run(grads, feeds))
     for x, plain, fused in zip(wrt, *found, strict=True):
         np.testing.assert_allclose(fused, plain, atol=1e-5, err_msg=x)
+
+
+# shapes that a file declares for its values, and its nodes: of a batch of one that was set free
+STALE = table(
+    """
+a norm: "float[1,1,4] n"
+  { n = LayerNormalization(x, w) y = Mul(n, x) }
+rows of a product: "float[1,4] f, float[1,4] p"
+  { t = Constant<value_ints = [-1, 4]>() f = Reshape(x, t) p = Mul(f, w) d = Shape(x)
+  y = Reshape(p, d) }
+a mean: "float[1,1,1] m, float[1,1,4] c"
+  { a = Constant<value_ints = [-1]>() m = ReduceMean(x, a) c = Sub(x, m) y = Mul(c, w) }
+another rank: "float[7] s"
+  { s = Add(x, w) y = Tanh(s) }
+a row that broadcasts: "float[1,4] r"
+  { zero = Constant<value_int = 0>() one = Constant<value_ints = [1]>()
+  r = Gather<axis = 1>(x, zero) u = Unsqueeze(r, one) s = Mul(x, u) y = Add(s, w) }
+""",
+    {},
+    1,
+)
+
+
+@pytest.mark.parametrize("name", STALE)
+def test_a_stale_shape_in_the_file_changes_no_gradient(name):
+    declared, nodes = STALE[name]
+    rng = np.random.default_rng(0)
+    feeds = {n: rng.standard_normal((3, 2, 4)).astype(np.float32) for n in ("x", "y.grad")}
+    feeds["w"] = rng.standard_normal(4).astype(np.float32)
+    head = '<ir_version: 10, opset_import: ["" : 21]> g (float[B,S,4] x, float[4] w) => '
+    results = []
+    for values in (f"<{declared}>", ""):
+        model = onnx.parser.parse_model(f"{head} (float[B,S,4] y) {values} {nodes}")
+        results.append(stock(autodiff.gradient(load(model), wrt=["x", "w"])).run(None, feeds))
+    for stale, right in zip(*results, strict=True):
+        np.testing.assert_array_equal(stale, right)

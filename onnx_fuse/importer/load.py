@@ -26,7 +26,7 @@ from onnx_fuse.errors import ModelError
 from onnx_fuse.importer import contrib, training_info
 from onnx_fuse.importer.opsets import canonical, constant_weights
 from onnx_fuse.importer.save import functions_attached, serialized
-from onnx_fuse.importer.shapes import without_weights
+from onnx_fuse.importer.shapes import declarations_as_hints, without_weights
 from onnx_fuse.importer.types import NCHWC
 from onnx_fuse.importer.untrusted import (
     check_names,
@@ -60,7 +60,8 @@ def standard(source: Model) -> ir.Model:
     model.meta.pop(_READ, None)
     with file_faults(source):
         late, called = _checked_late(model), bool(model.functions)
-        model = canonical(model)
+        with declarations_as_hints(model):
+            model = canonical(model)
         if late:
             _check_operators(model)
         if called:  # an attribute by reference, which a call does not give, is there no longer

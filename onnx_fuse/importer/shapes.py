@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import onnx
 import onnx_ir as ir
@@ -112,6 +112,39 @@ def _infer(model: ir.Model, *, data_prop: bool) -> None:
         _declare_what_is_open(result.graph, declared)
         _assign_inferred(model.graph, result.graph, untouched)
         again = complete_types(all_nodes(model.graph), model.graph.opset_imports.get("", 1))
+
+
+@contextlib.contextmanager
+def declarations_as_hints(model: ir.Model) -> Iterator[None]:
+    """Within the block results have no shapes; after it those inferred, or else those declared.
+
+    Where one is contradicted, as by a batch that was set free at the inputs alone, none is taken,
+    and never a size of 1: it decides what broadcasts.
+    """
+    dims_of_inputs = (d for i in model.graph.inputs for d in i.shape or ())
+    symbols = {d for d in dims_of_inputs if not isinstance(d, int) and d.value}
+    ends = set(model.graph.outputs)
+    inner = (v for node in all_nodes(model.graph) for v in node.outputs if v not in ends)
+    declared = {v: v.shape for v in inner if v.shape is not None and v.dtype is not None}
+    for value in declared:
+        value.shape = None
+    yield
+    stale = any(_contradicted(shape, v.shape, symbols) for v, shape in declared.items())
+    for value, shape in declared.items() if not stale else ():
+        dims = [None] * len(shape) if value.shape is None else value.shape
+        value.shape = ir.Shape([
+            d if isinstance(d, int) or d in symbols or hint in (0, 1) else hint
+            for d, hint in zip(dims, shape, strict=True)
+        ])  # fmt: skip
+
+
+def _contradicted(declared: ir.Shape, inferred: ir.Shape | None, symbols: Collection[Any]) -> bool:
+    if inferred is None:
+        return False
+    return len(declared) != len(inferred) or any(
+        isinstance(old, int) and (old != new if isinstance(new, int) else new in symbols)
+        for old, new in zip(declared, inferred, strict=True)
+    )
 
 
 Sizes = Mapping[str, Sequence[int]]
