@@ -51,15 +51,15 @@ def _misfit(model: ir.Model, noted: onnx.ModelProto) -> str:
     graphs = [g for info in noted.training_info for g in (info.initialization, info.algorithm)]
     if any(t.data_location == t.EXTERNAL for g in graphs for t in tensors(g)):
         return "its tensors are in files of their own"
-    graph, own = model.graph, {name for g in graphs for name in _made(g)}
+    graph, computed = model.graph, {name for g in graphs for name in _made(g)}
     named = (*graph.inputs, *graph.initializers.values(), *(v for n in graph for v in n.outputs))
     names = {v.name or "" for v in named}
-    if taken := sorted(names & own):
+    if taken := sorted(names & computed):
         return f"its name '{taken[0]}' is also one of the model"
     read = [name for g in graphs for name in _read(g)]
     for info in noted.training_info:
         read += [b.key for b in (*info.initialization_binding, *info.update_binding)]
-    lost = next((name for name in read if name and name not in names | own), None)
+    lost = next((name for name in read if name and name not in names | computed), None)
     return "" if lost is None else f"it refers to '{lost}', which the model no longer has"
 
 

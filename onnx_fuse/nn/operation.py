@@ -35,29 +35,29 @@ class Recent(Generic[Kept]):
     """What is found by a key, up to a number of entries: the one least recently used goes first."""
 
     def __init__(self, most: int) -> None:
-        self._most, self._found = most, dict[Any, Kept]()
+        self._most, self._values = most, dict[Any, Kept]()
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._values)
 
     def get(self, key: Any) -> Kept | None:
         """What was put under this key, if it is still here."""
-        value = self._found.get(key)
-        if value is not None and 2 * len(self._found) > self._most:
+        value = self._values.get(key)
+        if value is not None and 2 * len(self._values) > self._most:
             self.put(key, value)  # the order matters once there are many
         return value
 
     def put(self, key: Any, value: Kept) -> Kept:
         """Keep `value`, which is returned."""
-        self._found.pop(key, None)
-        self._found[key] = value
-        while len(self._found) > self._most:
-            self._found.pop(next(iter(self._found)), None)
+        self._values.pop(key, None)
+        self._values[key] = value
+        while len(self._values) > self._most:
+            self._values.pop(next(iter(self._values)), None)
         return value
 
     def drop(self, key: Any) -> None:
         """Forget what was put under this key."""
-        self._found.pop(key, None)
+        self._values.pop(key, None)
 
 
 class Operation:

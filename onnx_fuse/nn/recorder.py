@@ -62,7 +62,7 @@ class Recorder:
         self.differentiates = False
         self._values: dict[int, tuple[weakref.ref[Any], ir.Value]] = {}
         self._before: set[ir.Value] = set()  # of leaves, before they were assigned to
-        self._kept: list[Any] = []  # kept alive, so that no id() is used twice
+        self._alive: list[Any] = []  # kept alive, so that no id() is used twice
 
     # ---- what `nn` tells it ----
 
@@ -136,7 +136,7 @@ class Recorder:
             self._before.add(self.value(tensor))
         self.states[id(tensor)] = tensor, value
         self._bind(tensor, value)
-        self._kept.append(tensor)
+        self._alive.append(tensor)
 
     def same(self, tensor: Any, other: Any) -> None:
         """Note that `other` has the elements of `tensor`, as a constant for gradients."""
@@ -165,7 +165,7 @@ class Recorder:
         """Note that the gradient of a leaf was forgotten."""
         if id(leaf) not in self.leaves:
             self.cleared.add(id(leaf))
-            self._kept.append(leaf)
+            self._alive.append(leaf)
 
     def entered(self, module: Any) -> None:
         """Note that a module was called, in its present mode."""
@@ -201,7 +201,7 @@ class Recorder:
         value = ir.Value(name=name, type=kind, shape=ir.Shape(shape))
         self.model.graph.inputs.append(value)
         self._bind(tensor, value)
-        self._kept.append(tensor)
+        self._alive.append(tensor)
         return value
 
     def _bind(self, tensor: Any, value: ir.Value) -> None:

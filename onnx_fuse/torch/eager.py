@@ -109,7 +109,7 @@ class CompiledForward:
         *self._offsets, self._bytes = _offsets(inner)
         self._memory = (self._bytes,), (1,), torch.uint8
         ends = zip(forward.outputs[count:], self._offsets, inner, strict=True)
-        self._kept = {end.name: (offset, kind) for end, offset, kind in ends}
+        self._inner = {end.name: (offset, kind) for end, offset, kind in ends}
         self._names = [end.name for end in graph.outputs]
         wanted = graph.derived(f"backward:{mask}").inputs if mask else ()
         read = {end.name for end in wanted}
@@ -172,7 +172,7 @@ class CompiledForward:
                 if tensor is not None and (number == 0 or (self._rows and number >= self.tensors)):
                     tensor = flattened(tensor, self._flat)
             else:
-                offset, (shape, _, dtype) = self._kept[end.name]
+                offset, (shape, _, dtype) = self._inner[end.name]
                 sources.append((len(saved) - 1, offset))
                 size = prod(shape) * dtype.itemsize
                 assert memory is not None

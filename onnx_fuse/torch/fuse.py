@@ -123,7 +123,7 @@ class _Kinds:
     """What modules are, found out once for all the traces of a run, which ask again and again."""
 
     def __init__(self) -> None:
-        self._found: dict[Any, Any] = {}
+        self._answers: dict[Any, Any] = {}
 
     def is_norm(self, module: nn.Module) -> bool:
         """Whether a module is a norm that a linear layer can compute."""
@@ -146,9 +146,9 @@ class _Kinds:
 
     def _once(self, ask: Callable[[nn.Module], Any], module: nn.Module) -> Any:
         key = ask, module, type(module)
-        if key not in self._found:
-            self._found[key] = ask(module)
-        return self._found[key]
+        if key not in self._answers:
+            self._answers[key] = ask(module)
+        return self._answers[key]
 
 
 def _activation_of(module: nn.Module) -> str | None:

@@ -24,7 +24,7 @@ class Kinds:
     """
 
     def __init__(self) -> None:
-        self._known: dict[Any, list[tuple[Callable[..., bool], Any]]] = {}
+        self._by_group: dict[Any, list[tuple[Callable[..., bool], Any]]] = {}
         self._count = 0
         self._latest: tuple[Any, Callable[..., bool], Any] = None, _nothing, None
         """The kind of the last call, which is told sooner than another."""
@@ -35,7 +35,7 @@ class Kinds:
         if before == key and fits(*tensors):
             return entry
         group = key, len(tensors), tensors[0].shape
-        for fits, entry in self._known.get(group, ()):
+        for fits, entry in self._by_group.get(group, ()):
             if fits(*tensors):
                 self._latest = key, fits, entry
                 return entry
@@ -44,11 +44,11 @@ class Kinds:
     def enter(self, key: Any, tensors: Sequence[Tensor], entry: Any) -> Any:
         """Keep what runs calls like this one; returns it."""
         if self._count >= KINDS:
-            self._known.clear()
+            self._by_group.clear()
             self._count = 0
         self._count += 1
         group = key, len(tensors), tensors[0].shape
-        self._known.setdefault(group, []).insert(0, (_guard(tensors), entry))
+        self._by_group.setdefault(group, []).insert(0, (_guard(tensors), entry))
         return entry
 
 

@@ -180,7 +180,7 @@ class BestWeights(_Monitor):
     def on_start(self, fit: Fit) -> None:
         """Check the metric and the folder: empty for a new run, of this run where it goes on."""
         super().on_start(fit)
-        self._kept: dict[str, Array] | None = None
+        self._best_state: dict[str, Array] | None = None
         if not self.folder:
             return
         folder, exists = os.fspath(self.folder), checkpoint.exists(self.folder)
@@ -196,12 +196,12 @@ class BestWeights(_Monitor):
         if self.folder:
             fit.trainer.checkpoint(self.folder, fit=asdict(fit.history))
         else:
-            self._kept = fit.trainer.state()
+            self._best_state = fit.trainer.state()
 
     def on_end(self, fit: Fit) -> None:
         """Put the best weights back into the Trainer of `fit`, unless an exception ends it."""
         if fit.finished and self.restore and self.best(fit.history) >= 0:
-            weights = checkpoint.read(self.folder)[0] if self.folder else self._kept
+            weights = checkpoint.read(self.folder)[0] if self.folder else self._best_state
             if weights is not None:
                 fit.trainer.set_weights(weights)
 

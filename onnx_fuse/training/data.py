@@ -112,18 +112,18 @@ class Fitting:
     """`fit` for step after step: feeds of the types and shapes of the last ones fit as well."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, ...]] = {}  # by the identity of the inputs
+        self._fitted: dict[int, tuple[Any, ...]] = {}  # by the identity of the inputs
 
     def __call__(
         self, arrays: Mapping[str, Any], inputs: Sequence[onnx_ir.Value]
     ) -> dict[str, Array]:
         """The arrays in the types of the inputs. Raises DataError."""
         kinds = _kinds(arrays, inputs)
-        if kinds is not None and kinds == self._known.get(id(inputs)):
+        if kinds is not None and kinds == self._fitted.get(id(inputs)):
             return {v.name or "": arrays[v.name or ""] for v in inputs}
         fitted = fit(arrays, inputs)
         if kinds is not None and all(arrays[name] is array for name, array in fitted.items()):
-            self._known[id(inputs)] = kinds
+            self._fitted[id(inputs)] = kinds
         return fitted
 
 

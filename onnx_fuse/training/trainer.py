@@ -83,13 +83,13 @@ class Trainer:
         self._options = options = backends.placed(arguments, self.world)
         self._ranks = ranks_of(options, self.world)
         self.optimizer = options.optimizer or optim.AdamW()
-        self._given = read(exported(arguments.model, arguments.args))
+        self._original = read(exported(arguments.model, arguments.args))
         self.notes: list[str] = []
         """Sentences about weights that do not train because no gradient reaches them, that the
         file stores twice, or once for several places."""
         if options.untie:
-            untie_weights(self._given.graph)
-        self._source = self._given.clone()
+            untie_weights(self._original.graph)
+        self._source = self._original.clone()
         trainable = options.trainable
         lift_parameters(self._source, frozenset(trainable or ()))
         choice = TrainableSelection(trainable, options.frozen, self.optimizer.groups)
@@ -414,10 +414,10 @@ class Trainer:
         weights = self.weights(ema=ema)
         if self.world is not None and self.world.rank:
             return
-        model = self._given.clone()
+        model = self._original.clone()
         for name, array in weights.items():
             set_parameter(model, name, array)
-        tensors = (v.const_value for v in self._given.graph.initializers.values())
+        tensors = (v.const_value for v in self._original.graph.initializers.values())
         save(model, path, external=any(t is not None and "external" in t.meta for t in tensors))
 
     def save_adapters(self, path: str | os.PathLike[str]) -> None:
@@ -428,7 +428,7 @@ class Trainer:
         """
         tensors = self._unmerged()
         if self.world is None or self.world.rank == 0:
-            adapters.write(path, tensors, self.adapters, self._given.graph)
+            adapters.write(path, tensors, self.adapters, self._original.graph)
 
     def load_adapters(self, path: str | os.PathLike[str]) -> None:
         """Continue from what `save_adapters`, or PEFT, wrote to `path`, with a new optimizer.
