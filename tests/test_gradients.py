@@ -19,7 +19,8 @@ from gradient_windows import CONV, POOL
 from onnx import TensorProto, helper, numpy_helper
 from support import stock
 
-from onnx_fuse import autodiff
+from onnx_fuse import autodiff, rewrite
+from onnx_fuse.autodiff.load import load
 from onnx_fuse.errors import ModelError
 
 onnxruntime.set_default_logger_severity(4)
@@ -196,3 +197,38 @@ def test_a_clamp_in_float16_keeps_the_gradient():
     backward = session(autodiff.gradient(model, wrt=["a"]))
     [found] = backward.run(["a.grad"], feeds | {"y.grad": np.ones(64, np.float16)})
     np.testing.assert_array_equal(found, 1)
+
+
+WEIGHTS = "double[8] g, double[8] b, double[8,3] w, double[3] c"
+IN_DOUBLE = {
+    "LayerNormGemm": "n = LayerNormalization (x, g, b) m = MatMul (n, w) y = Add (m, c)",
+    "LayerNormGemmRelu": "n = LayerNormalization (x, g, b) t = Gemm (n, w, c) y = Relu (t)",
+    "SkipLayerNorm": """s = Add (x, e) n = LayerNormalization (s, g, b) o = Mul (s, n)
+      m = MatMul (o, w) y = Add (m, c)""",
+}
+
+
+@pytest.mark.parametrize("name", IN_DOUBLE)
+def test_gradients_of_fused_norms_are_exact_in_double(name):
+    """LayerNormalization gives its mean and deviation in float32, whatever x is."""
+    extra = ", double[5,8] e" if " e)" in IN_DOUBLE[name] else ""
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 21]>\n'
+        f"f (double[5,8] x, {WEIGHTS}{extra}) => (double[5,3] y) {{ {IN_DOUBLE[name]} }}"
+    )
+    feeds = {v.name: rng(i).standard_normal(shape_of(v)) for i, v in enumerate(model.graph.input)}
+    seeds = {**feeds, "y.grad": rng(9).standard_normal((5, 3))}
+    fused = load(model)
+    rewrite.optimize(fused, training=True)
+    assert name in {node.op_type for node in fused.graph}
+    expected, got = (
+        dict(zip(names, session(gradient).run(names, seeds), strict=True))
+        for gradient in (autodiff.gradient(m, wrt=[*feeds]) for m in (model, fused))
+        for names in [[f"{v}.grad" for v in feeds]]
+    )
+    for key, value in expected.items():
+        np.testing.assert_allclose(got[key], value, rtol=1e-11, atol=1e-13, err_msg=key)
+
+
+def shape_of(info):
+    return [d.dim_value for d in info.type.tensor_type.shape.dim]

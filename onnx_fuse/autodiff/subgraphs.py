@@ -233,18 +233,14 @@ def through_loop(
     dxs = (dxs,) if len(results) == 1 else dxs
     targets = [*(starts[i] for i in floats), *outer, *(inputs[i] for i in moving)]
     # without a step a state's last value is its first one, which has a gradient then
-    inside: list[ir.Value | None] = [
-        *[None] * len(floats),
-        *outer,
-        *(steps[count + i] for i in moving),
-    ]
+    inside = [*outer, *(steps[count + i] for i in moving)]
+    whys = [*("" for _ in floats), *(stopped.get(v.name or "", "") for v in inside)]
     answers = []
-    for x, dx, inner_value in zip(targets, dxs, inside, strict=True):
+    for x, dx, why in zip(targets, dxs, whys, strict=True):
         assert x is not None
         dx.type, dx.shape = x.type, x.shape
-        reason = "" if inner_value is None else stopped.get(inner_value.name or "", "")
-        answers.append((x, dx, reason))
-    return [(x, dx, reason) for x, dx, reason in answers if x in active]
+        answers.append((x, dx, why))
+    return [answer for answer in answers if answer[0] in active]
 
 
 def _walk_back(

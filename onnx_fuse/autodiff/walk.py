@@ -140,6 +140,7 @@ def _mark(
             stops[node] = rule.reason
             continue
         apart = rule is None or (op.fused and _split(op, node, active)) or _by_steps(node)
+        apart = apart or _saves_less(node, definition)
         try:
             body_nodes = expand(graph, op, node) if apart and not captures(node) else None
         except contrib.Unwritable as error:
@@ -173,6 +174,15 @@ def _split(op: Emitter, node: ir.Node, active: set[ir.Value]) -> bool:
 def _by_steps(node: ir.Node) -> bool:
     """Whether a recurrent node has gates or activations that no gradient of ours knows."""
     return node.op_type in GATES and not node.domain and bool(steps_kind(node)[1])
+
+
+def _saves_less(node: ir.Node, definition: OpDef | None) -> bool:
+    """Whether a fused node of doubles would save the mean that LayerNormalization gives: float32.
+
+    The gradient of LayerNormalization itself computes its statistics anew.
+    """
+    saves = () if definition is None else definition.saves
+    return "mean" in saves and node.outputs[0].dtype == ir.DataType.DOUBLE
 
 
 def _expose(op: Emitter, node: ir.Node, definition: OpDef, exposed: Sequence[str]) -> None:
