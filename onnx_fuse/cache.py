@@ -149,5 +149,5 @@ def _keepable(model: ir.Model) -> bool:
 
 def _registered() -> list[tuple[object, ...]]:
     """The operators of plugins with their bodies, and the levels of the rules made of these."""
-    bodies = [(*key, made.body) for key, made in OPS.items() if key[0] not in ("", FUSE)]
+    bodies = [(*key, op.body) for key, op in OPS.items() if key[0] not in ("", FUSE)]
     return [*sorted(bodies), *sorted((rule.name, rule.level) for rule in rewrite.ADDED)]

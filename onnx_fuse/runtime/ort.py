@@ -49,8 +49,8 @@ def session(
 
     if isinstance(model, str | os.PathLike) and (is_container(model) or _is_no_text(model)):
         model = read(model)
-    own = options is None
-    if own:
+    quiet = options is None
+    if quiet:
         options = _quiet_options()
     chosen, off = options.graph_optimization_level, ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     if as_written and chosen != off:
@@ -62,7 +62,7 @@ def session(
     fallback = fallback and chosen != off
     try:
         opened = (
-            _of_cache(model) if own and isinstance(model, Portable) else _session(model, options)
+            _of_cache(model) if quiet and isinstance(model, Portable) else _session(model, options)
         )
     except Exception as error:
         if not is_fault(error):
