@@ -494,6 +494,7 @@ WRONG_FEEDS = {
     "dtype": ({**batch(), "x": batch()["x"].astype(np.float64)}, "'x' holds float64"),
     "rank": ({**batch(), "x": batch()["x"][0]}, r"'x' has shape \[3\]"),
     "width": ({**batch(), "x": batch()["x"][:, :2]}, r"the model reads \[batch, 3\]"),
+    "no rows": ({name: a[:0] for name, a in batch().items()}, "'labels' is empty: a batch needs"),
     "batch": ({**batch(), "labels": batch()["labels"][:3]}, "'batch', is 8 in 'x', and .*: rename"),
 }
 
