@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 __all__ = [
     "CheckFailed",
     "DataError",
@@ -55,6 +57,15 @@ class DeviceError(OnnxFuseError):
 
 class DataError(OnnxFuseError):
     """Training data or a checkpoint is missing, malformed, or does not fit the model (exit 1)."""
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """The end of a sentence about an unknown name: the name that was probably meant, or ""."""
+    from difflib import get_close_matches
+
+    by_lower = {known.lower(): known for known in names}
+    close = get_close_matches(name.lower(), by_lower, 1)
+    return f": did you mean '{by_lower[close[0]]}'?" if close else ""
 
 
 class NoGradientWarning(UserWarning):

@@ -17,7 +17,7 @@ import numpy as np
 
 from onnx_fuse import config
 from onnx_fuse.container import digest_of_file, is_container, stamp
-from onnx_fuse.errors import UsageError
+from onnx_fuse.errors import DeviceError, UsageError, did_you_mean
 from onnx_fuse.program.call import dtype_of
 from onnx_fuse.program.problem import PRECISIONS
 from onnx_fuse.runtime.deployed import Deployed
@@ -51,7 +51,9 @@ class InferenceSession:
         sess_options: onnxruntime.SessionOptions of the CPU session; ignored on "cuda".
         providers: Execution providers, as onnxruntime has them, instead of `device`:
             ["CUDAExecutionProvider"] means "cuda", and
-            [("CUDAExecutionProvider", {"device_id": 1})] the second GPU.
+            [("CUDAExecutionProvider", {"device_id": 1})] the second GPU. The first one that this
+            machine has is used, with a warning for each before it. One that is not this package's,
+            such as "OpenVINOExecutionProvider", goes to onnxruntime with those after it.
         device: "cpu" (the default) runs the fused graph on onnxruntime, "cuda" runs it on this
             package's own kernels, and "cuda:1" on the second GPU.
         optimize: False runs the graph as it is.
@@ -65,7 +67,7 @@ class InferenceSession:
     Raises:
         ModelError: The model is malformed or unsupported.
         DeviceError: `device` is "cuda" and there is no usable GPU.
-        UsageError: There is no such device or precision.
+        UsageError: There is no such device, precision or provider, or none of the providers.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class InferenceSession:
         precision: str = "fp32",
         recompile: bool = False,
     ) -> None:
-        self.device, gpu = _device(device, providers)
+        self.device, gpu, self._providers = _device(device, providers)
         if precision not in (PRECISIONS if self.device == "cuda" else ("fp32",)):
             raise UsageError(
                 f"there is no precision '{precision}' on device '{self.device}': "
@@ -162,7 +164,7 @@ class InferenceSession:
 
         entry = self._entry(onnxruntime=onnxruntime.__version__) if self.device == "cpu" else None
         self._cached = entry.portable() if entry else None
-        session = ort.session(self._cached or self.model, self._options)
+        session = ort.session(self._cached or self.model, self._options, providers=self._providers)
         if entry and self._cached is None:
             entry.store(self.model, portable=True)
         if isinstance(session, ort.Widened):
@@ -331,7 +333,7 @@ class InferenceSession:
     def get_providers(self) -> list[str]:
         """The names of the execution providers in use, as onnxruntime has them."""
         if self.device == "cuda":
-            return ["CUDAExecutionProvider", "CPUExecutionProvider"]
+            return [_CUDA, _CPU]
         return list(self._session.get_providers())
 
     def __getattr__(self, name: str) -> Any:
@@ -439,18 +441,72 @@ def argument(value: onnx_ir.Value) -> Argument:
     return Argument(value.name or "", f"tensor({name})", shape)
 
 
-def _device(device: str | None, providers: Sequence[Any] | None) -> tuple[str, int]:
-    """The kind of device, and the number of the GPU: 1 for "cuda:1"."""
+_CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+
+
+def _device(device: str | None, providers: Sequence[Any] | None) -> tuple[str, int, Sequence[Any]]:
+    """The kind of device, the number of the GPU (1 for "cuda:1"), and onnxruntime's providers."""
     if device is None and providers:
-        first = providers[0] if isinstance(providers[0], str) else providers[0][0]
-        device = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}.get(first, first)
+        return _of_providers(providers)
     kind, colon, number = (device or "cpu").partition(":")
     if kind not in DEVICES or (colon and not (kind == "cuda" and number.isdecimal())):
         raise UsageError(f"unknown device '{device}': choose one of {', '.join(DEVICES)}, cuda:1")
     if colon:
-        return kind, int(number)
-    options = providers[0][1] if providers and not isinstance(providers[0], str) else {}
-    return kind, int(options.get("device_id", 0))
+        return kind, int(number), (_CPU,)
+    options = _provider(providers[0])[1] if providers else {}
+    return kind, int(options.get("device_id", 0)), (_CPU,)
+
+
+def _provider(entry: Any) -> tuple[str, Mapping[str, Any]]:
+    """The name and options of an entry in a list of providers."""
+    name, options = entry if isinstance(entry, tuple | list) and len(entry) == 2 else (entry, {})
+    if not isinstance(name, str) or not isinstance(options, Mapping):
+        raise UsageError(
+            f"{entry!r} is no execution provider: give a name, or a tuple of a name and options"
+        )
+    return name, options
+
+
+def _of_providers(providers: Sequence[Any]) -> tuple[str, int, Sequence[Any]]:
+    """As `_device`, by the first of `providers` that is there; warns of each one before it."""
+    entries = [_provider(entry) for entry in providers]
+    missing = {name: _missing(name) for name, _ in entries if name not in (_CPU, _CUDA)}
+    for place, (name, options) in enumerate(entries):
+        rest = providers[place:]
+        if name == _CUDA:
+            gpu = int(options.get("device_id", 0))
+            if not (reason := _without_gpu(gpu) if len(rest) > 1 else ""):
+                return "cuda", gpu, (_CPU,)
+        elif not (reason := missing.get(name, "")):
+            return "cpu", 0, rest
+        if len(rest) == 1:
+            raise UsageError(f"{name} cannot be used: {reason}; add '{_CPU}' to run without it")
+        warnings.warn(f"{name} is not used: {reason}", stacklevel=4)
+    raise AssertionError("the last one is used or refused")
+
+
+def _missing(name: str) -> str:
+    """Why onnxruntime has not this provider, "" where it has. Raises UsageError for no provider."""
+    import onnxruntime
+
+    there = onnxruntime.get_available_providers()
+    every = {*onnxruntime.get_all_providers(), *there}
+    if name not in every:
+        raise UsageError(
+            f"onnxruntime knows no execution provider '{name}'{did_you_mean(name, every)}"
+        )
+    return "" if name in there else f"the installed onnxruntime has {', '.join(there)}"
+
+
+def _without_gpu(gpu: int) -> str:
+    """Why this GPU cannot be used, "" where it can."""
+    from onnx_fuse.runtime import device
+
+    try:
+        device.probe(gpu)
+    except DeviceError as error:
+        return str(error)
+    return ""
 
 
 def _begin(gpu: int) -> None:

@@ -3,8 +3,10 @@
 import contextlib
 import gc
 import io
+import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -323,6 +325,70 @@ def test_without_the_cuda_packages_the_error_says_what_to_install(
         of.InferenceSession(model(), device="tpu")
 
 
+@pytest.mark.parametrize("options", [{}, {"device_id": 1}])
+def test_without_a_gpu_the_next_provider_is_used(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    monkeypatch.delitem(sys.modules, "cuda.bindings.driver", raising=False)
+    cuda, others = ("CUDAExecutionProvider", options), ["CPUExecutionProvider"]
+    with pytest.warns(UserWarning, match="CUDAExecutionProvider is not used: device 'cuda' needs"):
+        ours = of.InferenceSession(model(), providers=[cuda, *others])
+    assert (ours.device, ours.get_providers()) == ("cpu", others)
+    np.testing.assert_array_equal(ours.run(["y"], {"x": X, "i": IDS})[0], np.maximum(X, 0))
+    with pytest.warns(UserWarning, match="TensorrtExecutionProvider is not used: the installed"):
+        of.InferenceSession(model(), providers=["TensorrtExecutionProvider", *others])
+    with pytest.raises(of.UsageError, match="TensorrtExecutionProvider cannot be used: the inst"):
+        of.InferenceSession(model(), providers=["TensorrtExecutionProvider"])
+
+
+@pytest.mark.parametrize("source", ["memory", "file", "cache"])
+def test_other_providers_of_onnxruntime_are_passed_on(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With their options and in their order; those that it does not have are its to warn of."""
+    asked: list[Any] = []
+    genuine = ort.InferenceSession
+
+    def recorded(path: Any, options: Any, providers: Any, **more: Any) -> Any:
+        asked.append(list(providers))
+        return genuine(path, options, ["CPUExecutionProvider"], **more)
+
+    there = ["OpenVINOExecutionProvider", "CPUExecutionProvider"]
+    monkeypatch.setattr(ort, "get_available_providers", lambda: there)
+    monkeypatch.setattr(ort, "InferenceSession", recorded)
+    save(load(ENCODER), tmp_path / "m.onnx")
+    given = [("OpenVINOExecutionProvider", {"device_type": "CPU"}), "CUDAExecutionProvider"]
+    sources = {"memory": model(), "file": tmp_path / "m.onnx", "cache": tmp_path / "m.onnx"}
+    if source == "cache":
+        of.InferenceSession(sources[source])
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
+        asked.clear()
+    ours = of.InferenceSession(sources[source], providers=given)
+    assert (ours.device, asked[0]) == ("cpu", given)
+    assert (ours._cached is not None) == (source == "cache")
+
+
+@pytest.mark.parametrize(
+    ("providers", "words"),
+    [
+        (["CudaExecutionProvidr"], "'CudaExecutionProvidr': did you mean 'CUDAExecutionProvider'"),
+        (
+            ["CPUExecutionProvider", "OpenVino"],
+            "onnxruntime knows no execution provider 'OpenVino'",
+        ),
+        ([("cpuexecutionprovider", {})], "did you mean 'CPUExecutionProvider'"),
+        ([("CPUExecutionProvider", 3)], "is no execution provider: give a name"),
+        ([None], "is no execution provider: give a name"),
+    ],
+)
+def test_an_unknown_provider_is_named(providers: list[Any], words: str) -> None:
+    with pytest.raises(of.UsageError, match=re.escape(words)):
+        of.InferenceSession(model(), providers=providers)
+
+
 def test_external_data_lives_on_without_its_file(tmp_path: Path) -> None:
     save(load(ENCODER), tmp_path / "m.onnx", external=True)
     assert (tmp_path / "m.onnx.data").stat().st_size > 100_000
@@ -383,10 +449,10 @@ def test_where_names_clash_onnxruntimes_optimizations_are_left_out(monkeypatch) 
     off = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     made = runtime._session
 
-    def clashing(model, options):
+    def clashing(model, options, providers):
         if options.graph_optimization_level != off:
             raise Fail("AddInitializedOrtValue Attempt to replace the existing tensor")
-        return made(model, options)
+        return made(model, options, providers)
 
     monkeypatch.setattr(runtime, "_session", clashing)
     model = text_model("g (float[2] x) => (float[2] y) { y = Relu (x) }")

@@ -8,6 +8,7 @@ import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -27,6 +28,7 @@ from onnx_fuse.runtime.tensor import Argument
 T = TypeVar("T")
 Source: TypeAlias = "str | os.PathLike[str] | bytes | onnx_ir.Model | Portable"
 Array = np.ndarray[Any, Any]
+CPU_ONLY = ("CPUExecutionProvider",)
 FATAL = 4  # onnxruntime's log severity: what it logs, it also raises
 
 
@@ -36,12 +38,14 @@ def session(
     *,
     as_written: bool = False,
     fallback: bool = True,
+    providers: Sequence[Any] = CPU_ONLY,
 ) -> Any:
     """An onnxruntime.InferenceSession of a path, bytes or ir.Model (fused ops carry their bodies),
     or of a graph of the cache.
 
     `as_written` switches onnxruntime's own graph rewrites off: the oracle runs the nodes as they
     stand in the file. With `fallback` they are off, after a warning, where they break the graph.
+    `providers` are onnxruntime's, which takes the first that it has for a node.
     A bfloat16 graph, which onnxruntime's CPU has hardly a kernel for, becomes a `Widened` session.
     Raises what onnxruntime raises.
     """
@@ -56,26 +60,27 @@ def session(
     if as_written and chosen != off:
         options.graph_optimization_level = off
         try:
-            return session(model, options)
+            return session(model, options, providers=providers)
         finally:
             options.graph_optimization_level = chosen  # the caller's, who may use them again
     fallback = fallback and chosen != off
     try:
-        opened = (
-            _of_cache(model) if quiet and isinstance(model, Portable) else _session(model, options)
-        )
+        if quiet and isinstance(model, Portable) and tuple(providers) == CPU_ONLY:
+            opened = _of_cache(model)
+        else:
+            opened = _session(model, options, providers)
     except Exception as error:
         if not is_fault(error):
             raise
         graph = _graph(model)
         if any(v.dtype == DataType.BFLOAT16 for v in _values(graph)):
-            return Widened(graph, options)
+            return Widened(graph, options, providers)
         if _INT8_CLASH in str(error) and chosen != off:
-            return _session(model, options, disabled_optimizers=[_INT8_REWRITE])
+            return _session(model, options, providers, disabled_optimizers=[_INT8_REWRITE])
         if not fallback:
             raise
         try:
-            opened = session(model, options, as_written=True)
+            opened = session(model, options, as_written=True, providers=providers)
         except Exception as again:
             if not is_fault(again):
                 raise
@@ -85,8 +90,9 @@ def session(
     # Its Python API has no arrays of this type.
     ends = [*opened.get_inputs(), *opened.get_outputs()]
     if any(e.type == _BFLOAT16 for e in ends):
-        return Widened(_graph(model), options)
-    return WithFallback(opened, model, options) if fallback else opened
+        return Widened(_graph(model), options, providers)
+    reopen = partial(session, model, options, as_written=True, providers=providers)
+    return WithFallback(opened, reopen) if fallback else opened
 
 
 def _warn_of_optimizations(error: BaseException) -> None:
@@ -125,15 +131,14 @@ def _of_cache(graph: Portable) -> Any:
     options, of_numpy = _quiet_options(), ort.OrtValue.ortvalue_from_numpy_with_onnx_type
     values = [of_numpy(array, kind) for array, kind in graph.weights.values()]
     options.add_external_initializers(list(graph.weights), values)
-    opened = _session(graph.data, options)
+    opened = _session(graph.data, options, CPU_ONLY)
     opened.onnx_fuse_weights = graph  # as long as somebody has the session
     return opened
 
 
-def _session(model: Source, options: Any, **more: Any) -> Any:
+def _session(model: Source, options: Any, providers: Sequence[Any], **more: Any) -> Any:
     import onnxruntime as ort
 
-    providers = ["CPUExecutionProvider"]
     if isinstance(model, Portable):
         model = model.model
     if isinstance(model, onnx_ir.Model):
@@ -182,8 +187,8 @@ _NODE_FAILED = "Non-zero status code returned while running"
 class WithFallback(_Around):
     """A session that runs its graph as written once onnxruntime's optimizations broke it."""
 
-    def __init__(self, inner: Any, model: Source, options: Any) -> None:
-        self._inner, self._source = inner, (model, options)
+    def __init__(self, inner: Any, as_written: Callable[[], Any]) -> None:
+        self._inner, self._open_as_written = inner, as_written
         self._optimized, self._as_written = inner, None  # what bindings were made for stays
 
     def run(
@@ -206,7 +211,7 @@ class WithFallback(_Around):
                 raise
             try:
                 if self._as_written is None:
-                    self._as_written = session(*self._source, as_written=True)
+                    self._as_written = self._open_as_written()
                 result = runs(self._as_written)
             except Exception as again:
                 if not is_fault(again):
@@ -225,8 +230,9 @@ class Widened(_Around):
 
     note = "onnxruntime's CPU has no bfloat16 kernels: computed in float32"
 
-    def __init__(self, model: onnx_ir.Model, options: Any) -> None:
-        self._inner = _session(widened(model, (DataType.BFLOAT16,), DataType.FLOAT), options)
+    def __init__(self, model: onnx_ir.Model, options: Any, providers: Sequence[Any]) -> None:
+        wide = widened(model, (DataType.BFLOAT16,), DataType.FLOAT)
+        self._inner = _session(wide, options, providers)
         narrow = {v.name for v in model.graph.inputs if v.dtype == DataType.BFLOAT16}
         narrow |= {v.name for v in model.graph.outputs if v.dtype == DataType.BFLOAT16}
         self._narrow = narrow
