@@ -127,6 +127,7 @@ ROWS: list[tuple[str, Callable[[], Any], Any]] = [
     ("__sub__", lambda: t(NONE) - 1, NONE),
     ("__mul__", lambda: t(HOLLOW) * t(A[0, :3]), HOLLOW),
     ("__pow__", lambda: t(INTS) ** 2, INTS**2),
+    ("__pow__", lambda: t(INTS) ** -1, BAD),
     ("__matmul__", lambda: t(A[:, :0]) @ t(A[:0]), np.zeros((3, 4), np.float32)),
     ("__matmul__", lambda: t(A) @ t(A), BAD),
     ("__and__", lambda: t(INTS) & 1, INTS & 1),
