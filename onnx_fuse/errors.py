@@ -59,13 +59,19 @@ class DataError(OnnxFuseError):
     """Training data or a checkpoint is missing, malformed, or does not fit the model (exit 1)."""
 
 
+def unknown(noun: str, name: str, names: Iterable[str]) -> str:
+    """The sentence that refuses a name: it says which one was probably meant, and lists all."""
+    known = list(names)
+    return f"unknown {noun} '{name}'{did_you_mean(name, known)}: choose one of {', '.join(known)}"
+
+
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """The end of a sentence about an unknown name: the name that was probably meant, or ""."""
+    """What a sentence adds to an unknown name: the one that was probably meant, or nothing."""
     from difflib import get_close_matches
 
     by_lower = {known.lower(): known for known in names}
     close = get_close_matches(name.lower(), by_lower, 1)
-    return f": did you mean '{by_lower[close[0]]}'?" if close else ""
+    return f" (did you mean '{by_lower[close[0]]}'?)" if close else ""
 
 
 class NoGradientWarning(UserWarning):

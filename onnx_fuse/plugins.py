@@ -14,7 +14,7 @@ from typing import Any
 import onnx
 
 from onnx_fuse import kernels, rewrite
-from onnx_fuse.errors import UsageError
+from onnx_fuse.errors import UsageError, unknown
 from onnx_fuse.ir.constants import BODIES, CANONICAL_OPSET, FUSE
 from onnx_fuse.kernels.rule_based import HeuristicKernel
 from onnx_fuse.lower.registered import registered
@@ -115,7 +115,7 @@ def register_kernel(op: str, kernel: Any) -> None:
     if domain and (domain, name) not in OPS:
         raise UsageError(f"there is no operator '{op}': register it first")
     if not domain and op not in kernels.MODULES:
-        raise UsageError(f"there is no operator '{op}'; there are {', '.join(kernels.MODULES)}")
+        raise UsageError(unknown("operator", op, kernels.MODULES))
     if any(k.name == kernel.name for k in kernels.candidates(op)):
         raise UsageError(f"{op} has a kernel '{kernel.name}' already")
     kernels.ADDED.setdefault(op, []).insert(0, kernel)

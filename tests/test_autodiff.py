@@ -242,7 +242,7 @@ def test_a_stopped_path_is_zero_where_another_is_open():
     [
         (["z"], None, "no initializer or input 'z'"),
         (["n"], None, "'n' is of type INT64"),
-        (None, "cross", "no loss 'cross': choose cross_entropy"),
+        (None, "cross_entopy", "unknown loss 'cross_entopy' .did you mean 'cross_entropy'"),
     ],
 )
 def test_wrong_requests(wrt, loss, words):

@@ -106,7 +106,10 @@ def test_a_changed_source_is_tried_beside_the_kernel_that_has_it(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("given", "says"),
-    [(("Nothing",), "there is no operator"), (("Gemm", "--records", "x"), "--freeze")],
+    [
+        (("LayerNormGem",), "unknown operator 'LayerNormGem' (did you mean 'LayerNormGemm'?)"),
+        (("Gemm", "--records", "x"), "--freeze"),
+    ],
 )
 def test_what_it_cannot_do_is_a_sentence(given: Any, says: str, cli: Cli) -> None:
     result = cli("lab", *given)

@@ -374,12 +374,15 @@ def test_other_providers_of_onnxruntime_are_passed_on(
 @pytest.mark.parametrize(
     ("providers", "words"),
     [
-        (["CudaExecutionProvidr"], "'CudaExecutionProvidr': did you mean 'CUDAExecutionProvider'"),
+        (
+            ["CudaExecutionProvidr"],
+            "'CudaExecutionProvidr' (did you mean 'CUDAExecutionProvider'?)",
+        ),
         (
             ["CPUExecutionProvider", "OpenVino"],
             "onnxruntime knows no execution provider 'OpenVino'",
         ),
-        ([("cpuexecutionprovider", {})], "did you mean 'CPUExecutionProvider'"),
+        ([("cpuexecutionprovider", {})], "(did you mean 'CPUExecutionProvider'?)"),
         ([("CPUExecutionProvider", 3)], "is no execution provider: give a name"),
         ([None], "is no execution provider: give a name"),
     ],

@@ -13,7 +13,7 @@ import onnx_ir as ir
 from onnx_fuse.autodiff.emit import Emitter, roots
 from onnx_fuse.autodiff.load import load
 from onnx_fuse.autodiff.walk import backward, without_gradient
-from onnx_fuse.errors import ModelError, NoGradientWarning, UsageError
+from onnx_fuse.errors import ModelError, NoGradientWarning, UsageError, unknown
 from onnx_fuse.importer.shapes import infer_shapes
 from onnx_fuse.ir.build import rank, rename_shadowing_values
 from onnx_fuse.ir.constants import DEFAULT, MAP_TYPE, Model
@@ -61,7 +61,7 @@ def attach_loss(
     if loss not in LOSSES:
         if loss not in named:
             raise UsageError(
-                f"no loss '{loss}': choose {', '.join(LOSSES)}, or a scalar output of the model: "
+                f"{unknown('loss', loss, LOSSES)}, or a scalar output of the model: "
                 f"{', '.join(str(n) for n in named)}"
             )
         return named[loss], None

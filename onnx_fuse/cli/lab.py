@@ -18,7 +18,7 @@ from onnx_fuse.cli.options import (
     hardware_of,
     parse_mkn,
 )
-from onnx_fuse.errors import CheckFailed, UsageError
+from onnx_fuse.errors import CheckFailed, UsageError, unknown
 
 EXAMPLES = (
     "onnx-fuse lab LayerNormGemm --shape 8192,768,3072 --precision bf16",
@@ -72,9 +72,7 @@ def lab(
 
     check_precision(precision)
     if op not in single_op_models.OPS:
-        raise UsageError(
-            f"there is no operator '{op}' here: choose one of {', '.join(single_op_models.OPS)}"
-        )
+        raise UsageError(unknown("operator", op, single_op_models.OPS))
     sizes = [parse_mkn(text) for text in shape or ["512,768,3072"]]
     if records and not freeze:
         raise UsageError("--records is where --freeze writes: add --freeze")

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx
 
-from onnx_fuse.errors import UsageError
+from onnx_fuse.errors import UsageError, did_you_mean
 from onnx_fuse.ir.constants import CANONICAL_OPSET
 from onnx_fuse.ir.traits import DRAWS
 from onnx_fuse.nn.operation import Build, Operation, Plan, Recent
@@ -184,7 +184,8 @@ def _operator(name: str, attributes: dict[str, Any], domain: str, outputs: int) 
     opset = CANONICAL_OPSET
     if not domain:
         if not onnx.defs.has(name):
-            raise UsageError(f"ai.onnx has no operator '{name}'")
+            names = {s.name for s in onnx.defs.get_all_schemas() if not s.domain}
+            raise UsageError(f"ai.onnx has no operator '{name}'{did_you_mean(name, names)}")
         opset = max(opset, onnx.defs.get_schema(name).since_version)
         if onnx.defs.has(name, max_inclusive_version=CANONICAL_OPSET):
             opset = CANONICAL_OPSET

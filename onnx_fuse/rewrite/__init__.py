@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from onnx_fuse import progress
-from onnx_fuse.errors import ModelError, UsageError
+from onnx_fuse.errors import ModelError, UsageError, unknown
 from onnx_fuse.importer.shapes import infer_shapes, symbols_apart
 from onnx_fuse.ir.build import all_nodes
 from onnx_fuse.ir.constants import FUSE, base_name, one_line
@@ -116,7 +116,7 @@ def optimize(
     """
     for name in (*fuse, *skip):
         if name not in FUSIONS:
-            raise UsageError(f"there is no fusion '{name}'; there are {', '.join(sorted(FUSIONS))}")
+            raise UsageError(unknown("fusion", name, sorted(FUSIONS)))
     if level not in LEVELS:
         raise UsageError(f"there is no level {level}; there are 0 to {max(LEVELS)}")
 

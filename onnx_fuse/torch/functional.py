@@ -14,7 +14,7 @@ from torch import Tensor
 
 from onnx_fuse import rewrite, session
 from onnx_fuse.autodiff import Emitter
-from onnx_fuse.errors import UsageError
+from onnx_fuse.errors import UsageError, unknown
 from onnx_fuse.ir.constants import CANONICAL_OPSET, FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.activations import BY_KEY
@@ -252,7 +252,7 @@ _ATTENTION = Operator(
 def check_activation(name: str | None) -> str | None:
     """The name. Raises UsageError where there is no such activation."""
     if name is not None and name not in BY_KEY:
-        raise UsageError(f"there is no activation '{name}': choose one of {', '.join(BY_KEY)}")
+        raise UsageError(unknown("activation", name, BY_KEY))
     return name
 
 

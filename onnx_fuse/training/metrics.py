@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from onnx_fuse.errors import UsageError
+from onnx_fuse.errors import UsageError, unknown
 from onnx_fuse.training.losses import Target
 from onnx_fuse.training.step import Spec
 
@@ -273,8 +273,7 @@ def _metric(metric: Given) -> Metric:
         }
         if metric not in kinds:
             raise UsageError(
-                f"unknown metric '{metric}': choose one of {', '.join(kinds)}, top5 (or another "
-                "number), or give a function"
+                f"{unknown('metric', metric, kinds)}, top5 (or another number), or give a function"
             )
         return kinds[metric]()
     if callable(getattr(metric, "update", None)):

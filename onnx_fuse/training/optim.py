@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import onnx_ir as ir
 
-from onnx_fuse.errors import UsageError
+from onnx_fuse.errors import UsageError, unknown
 from onnx_fuse.ir.build import Builder
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.training.groups import Group, find, layer_decay
@@ -60,7 +60,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.shape not in _SHAPES:
-            raise UsageError(f"unknown schedule '{self.shape}': choose one of {', '.join(_SHAPES)}")
+            raise UsageError(unknown("schedule", self.shape, _SHAPES))
         if not 0 <= self.lr < math.inf:
             raise UsageError(f"the learning rate is {self.lr}: it must be finite and not negative")
         if self.warmup < 0 or self.every < 1:
@@ -321,7 +321,7 @@ def make(name: str, **options: Any) -> Optimizer:
     """
     cls = TABLE.get(name)
     if cls is None:
-        raise UsageError(f"unknown optimizer '{name}': choose one of {', '.join(TABLE)}")
+        raise UsageError(unknown("optimizer", name, TABLE))
     settings: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
     settings = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
     names = [f.name for f in dataclasses.fields(cls)]
