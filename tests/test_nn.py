@@ -259,14 +259,15 @@ def test_a_gradient_that_does_not_exist_is_refused_by_name() -> None:
 
 
 def test_a_result_that_no_gradient_passes_leaves_the_others_theirs() -> None:
-    x, scale, bias, w = Tensor(X, requires_grad=True), Tensor(ROW), Tensor(ROW), Tensor(X.T.copy())
-    c = Tensor(ROW[:3].copy())
+    rows, row = X.astype(np.float32), ROW.astype(np.float32)  # doubles are differentiated by parts
+    x, scale, bias = Tensor(rows, requires_grad=True), Tensor(row), Tensor(row)
+    w, c = Tensor(rows.T.copy()), Tensor(row[:3].copy())
     given = [x, scale, bias, w, c]
     y, mean = nn.op_call("LayerNormGemm_mean", given, domain="onnx_fuse", outputs=2)
     (y * y).sum().backward()
-    z = Tensor(X, requires_grad=True)
+    z = Tensor(rows, requires_grad=True)
     ((F.layer_norm(z, 4, scale, bias) @ w + c) ** 2).sum().backward()
-    np.testing.assert_allclose(x.grad.numpy(), z.grad.numpy(), rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(x.grad.numpy(), z.grad.numpy(), rtol=1e-4, atol=1e-4)
     with pytest.raises(UsageError, match="inner value 'mean'"):
         mean.sum().backward()
 
