@@ -109,15 +109,15 @@ def gradient(
 
     result = autodiff.gradient(model, wrt, loss, **options)
     ort.guarded(lambda: bool(ort.session(result)), "the gradient graph")
-    return _in_kind(model, result)
+    return _in_kind(model, result, shapes=True)  # by which its own gradient can be taken
 
 
-def _in_kind(source: Model, result: onnx_ir.Model) -> Result:
+def _in_kind(source: Model, result: onnx_ir.Model, *, shapes: bool = False) -> Result:
     import onnx_ir
 
     if isinstance(source, onnx_ir.Model):
         attach_functions(result)
         return result
-    proto = to_proto(result, shapes=False)
+    proto = to_proto(result, shapes=shapes)
     proto.MergeFrom(training_info.kept(result))
     return proto.SerializeToString() if isinstance(source, bytes) else proto

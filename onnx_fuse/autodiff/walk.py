@@ -140,7 +140,7 @@ def _mark(
             stops[node] = rule.reason
             continue
         apart = rule is None or (op.fused and _split(op, node, active)) or _by_steps(node)
-        apart = apart or _saves_less(node, definition)
+        apart = apart or _needs_parts(node, definition, exposed)
         try:
             body_nodes = expand(graph, op, node) if apart and not captures(node) else None
         except contrib.Unwritable as error:
@@ -176,12 +176,14 @@ def _by_steps(node: ir.Node) -> bool:
     return node.op_type in GATES and not node.domain and bool(steps_kind(node)[1])
 
 
-def _saves_less(node: ir.Node, definition: OpDef | None) -> bool:
-    """Whether a fused node of doubles would save the mean that LayerNormalization gives: float32.
-
-    The gradient of LayerNormalization itself computes its statistics anew.
+def _needs_parts(node: ir.Node, definition: OpDef | None, exposed: Sequence[str]) -> bool:
+    """Whether a fused node's own gradient does not do: others read an inner value that it returns,
+    as an earlier gradient does, or it would save the float32 mean that doubles have.
     """
     saves = () if definition is None else definition.saves
+    inner = zip(exposed, node.outputs[len(node.outputs) - len(exposed) :], strict=True)
+    if any(label in saves and (v.uses() or v.is_graph_output()) for label, v in inner):
+        return True
     return "mean" in saves and node.outputs[0].dtype == ir.DataType.DOUBLE
 
 

@@ -1,0 +1,75 @@
+"""The gradient of a gradient: of fused and of plain graphs, they are equal."""
+
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+import onnx_fuse
+from onnx_fuse.errors import ModelError
+
+NORM = "n = LayerNormalization (x, g, b)"
+GRAPHS = {
+    "LayerNormGemm": f"{NORM} m = MatMul (n, w) y = Add (m, c)",
+    "LayerNormGemmTanh": f"{NORM} m = Gemm (n, w, c) y = Tanh (m)",
+    "SkipLayerNorm": """s = Add (x, e) n = LayerNormalization (s, g, b) o = Mul (s, n)
+      m = MatMul (o, w) y = Add (m, c)""",
+    "RMSNormGemm": "n = RMSNormalization (x, g) m = MatMul (n, w) y = Add (m, c)",
+    "Sdpa": """axes = Constant <value_ints = [0, 1]> () q = Unsqueeze (x, axes)
+      a = Attention (q, q, q) t = Squeeze (a, axes) m = MatMul (t, w) y = Add (m, c)""",
+}
+
+
+def graph(body: str) -> onnx.ModelProto:
+    e = "float[5,8] e, " if " e)" in body else ""
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 23]>\n'
+        f"f (float[5,8] x, {e}float[8] g, float[8] b, float[8,3] w, float[3] c) => (float[5,3] y)"
+        f"{{ {body} }}"
+    )
+    operands = [v for v in model.graph.input if any(v.name in n.input for n in model.graph.node)]
+    del model.graph.input[:]
+    model.graph.input.extend(operands)
+    return model
+
+
+def second(model: onnx.ModelProto, names: list[str]) -> dict[str, Any]:
+    """The gradients of all outputs of a model's gradient, each weighted by fixed numbers."""
+    twice = onnx_fuse.gradient(onnx_fuse.gradient(model, names), names)
+    session = ort.InferenceSession(twice.SerializeToString())
+    feeds = {}
+    for value in session.get_inputs():
+        seed = sum(value.name.encode())
+        feeds[value.name] = np.random.default_rng(seed).standard_normal(value.shape).astype("f")
+    wanted = [v.name for v in session.get_outputs()]
+    return dict(zip(wanted, session.run(wanted, feeds), strict=True))
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_second_gradients_of_fused_graphs_are_those_of_plain_ones(name: str) -> None:
+    model = graph(GRAPHS[name])
+    names = [v.name for v in model.graph.input]
+    fused = onnx_fuse.optimize(model)
+    assert any(n.op_type.startswith(name) or n.op_type.endswith(name) for n in fused.graph.node)
+    expected, got = second(model, names), second(fused, names)
+    assert expected.keys() == got.keys()
+    for key, value in expected.items():
+        tolerance = 1e-5 * max(1.0, float(np.abs(value).max()))
+        np.testing.assert_allclose(got[key], value, rtol=1e-4, atol=tolerance, err_msg=key)
+
+
+def test_a_gradient_knows_the_sizes_that_an_exporter_wrote() -> None:
+    """An exporter's shapes may say more than inference finds, such as the number of heads."""
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 23]>
+      f (float[B,S,H] x) => (float[B,S,H] y) {
+        four = Constant <value_ints = [0, 0, -1, 4]> () back = Constant <value_ints = [0, 0, -1]> ()
+        h = Reshape (x, four) q = Transpose <perm = [0, 2, 1, 3]> (h) a = Attention (q, q, q)
+        t = Transpose <perm = [0, 2, 1, 3]> (a) y = Reshape (t, back) }""")
+    info = onnx.helper.make_tensor_value_info("q", onnx.TensorProto.FLOAT, ["B", 2, "S", 4])
+    with pytest.raises(ModelError, match="its numbers of heads are not static"):
+        onnx_fuse.gradient(model, ["x"])
+    model.graph.value_info.append(info)
+    twice = onnx_fuse.gradient(onnx_fuse.gradient(model, ["x"]), ["x"])
+    assert ort.InferenceSession(twice.SerializeToString())
