@@ -45,7 +45,7 @@ LAYERS = (
 # go down, except by a commit that adds a capability and says so.
 BUDGETS = {
     "": 4320, "autodiff": 1720, "cli": 3415, "cuda": 1800, "cuda_src": 14600, "distributed": 950,
-    "importer": 5435, "ir": 2375, "kernels": 9950, "lower": 8400, "nn": 4870, "ops": 12095,
+    "importer": 5520, "ir": 2375, "kernels": 9950, "lower": 8400, "nn": 4870, "ops": 12095,
     "program": 9900, "report": 2100, "rewrite": 3160, "runtime": 8025, "torch": 4000,
     "training": 6670, "validation": 4715,
 }  # fmt: skip

@@ -1,7 +1,9 @@
 """Files are untrusted: each kind of bad file gets exit 1 and one sentence, and leaves no trace."""
 
 import os
+import re
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -223,6 +225,61 @@ def test_not_a_model(cli: Cli, tmp_path: Path, content: str, command: tuple[str,
     path = tmp_path / "bad.onnx"
     path.write_bytes(CONTENTS[content])
     refused(cli, path, "UTF-8" if content == "operator_without_text" else "", *command)
+
+
+FOREIGN: dict[str, tuple[bytes | dict[str, bytes], str]] = {
+    "torch": (
+        {"archive/data.pkl": b"", "archive/version": b"3"},
+        "torch.save or torch.jit.save: exp",
+    ),
+    "keras": ({"model.weights.h5": b"", "config.json": b"{}"}, "a Keras model: export it"),
+    "zip": ({"net/model.onnx": b""}, "a zip archive with ONNX files in it: unpack net/model.onnx"),
+    "pickle": (b"\x80\x04\x95\x10\x00", "a pickle, as of torch.save or scikit-learn: export it"),
+    "tflite": (b"\x1c\x00\x00\x00TFL3\x14\x00", "a TFLite model: python -m tf2onnx.convert"),
+    "ort": (b"\x18\x00\x00\x00ORTM\x14\x00", "a model in onnxruntime's ORT format"),
+    "hdf5": (b"\x89HDF\r\n\x1a\n\x00", "an HDF5 file, as of Keras"),
+    "lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "pointer: git lfs pull"),
+    "html": (b"\n  <!DOCTYPE html><html>", "an HTML page: download the file itself"),
+    "openvino": (b'<?xml version="1.0"?><net name="m">', "an XML file, as of OpenVINO"),
+    "json": (b'{"architectures": ["BertModel"]}', "a JSON file"),
+    "safetensors": (b'\x40\0\0\0\0\0\0\0{"w": {"dtype"', "a safetensors file, which has weights"),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_file_of_another_kind_is_named(cli: Cli, tmp_path: Path, kind: str) -> None:
+    content, words = FOREIGN[kind]
+    path = tmp_path / "model.onnx"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+        with pytest.raises(ModelError, match=re.escape(words)):
+            read(content)
+    else:
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, data in content.items():
+                archive.writestr(name, data)
+    result = cli("optimize", path)
+    assert result.code == 1
+    assert f"{path}: not an ONNX file, but" in " ".join(result.err.split())
+    assert words in " ".join(result.err.split())
+
+
+def test_a_saved_model_folder_is_named(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "saved_model.pb").write_bytes(b"\x08\x01")
+    result = cli("validate", tmp_path)
+    assert result.code == 1
+    assert "a SavedModel folder of TensorFlow: python -m tf2onnx.convert" in " ".join(
+        result.err.split()
+    )
+
+
+def test_a_file_that_was_cut_short_is_named(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(ENCODER.read_bytes()[:100_000])
+    result = cli("optimize", path)
+    assert "not a whole ONNX file: its 100,000 bytes are damaged or cut" in " ".join(
+        result.err.split()
+    )
 
 
 def test_a_file_whose_name_is_no_text(cli: Cli, tmp_path: Path) -> None:

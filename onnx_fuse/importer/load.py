@@ -24,6 +24,7 @@ from onnx_fuse import progress
 from onnx_fuse.container import GRAPH, Container, is_container, stamp
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer import contrib, training_info
+from onnx_fuse.importer.foreign import refuse_foreign
 from onnx_fuse.importer.opsets import canonical, constant_weights
 from onnx_fuse.importer.save import functions_attached, serialized
 from onnx_fuse.importer.shapes import declarations_as_hints, without_weights
@@ -90,6 +91,8 @@ def read(source: Model) -> ir.Model:
             if model.meta.pop(_READ, False):
                 return model
         else:
+            if not isinstance(source, onnx.ModelProto):
+                refuse_foreign(source if isinstance(source, bytes) else Path(source))
             folders: tuple[Path, ...] = ()
             weights: Weights | None = None
             if isinstance(source, onnx.ModelProto):
@@ -169,7 +172,12 @@ def _parse(data: bytes) -> onnx.ModelProto:
     try:
         proto: onnx.ModelProto = onnx.ModelProto.FromString(data)
     except DecodeError as error:
-        raise ModelError(f"not an ONNX file ({one_line(error)})") from error
+        if data[:1] != b"\x08" or "UTF-8" in str(error):  # exporters write ir_version first
+            raise ModelError(f"not an ONNX file ({one_line(error)})") from error
+        raise ModelError(
+            f"not a whole ONNX file: its {len(data):,} bytes are damaged or cut short; "
+            "copy or download it again"
+        ) from error
     return proto
 
 
