@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onnx_fuse.errors import UsageError
 from onnx_fuse.nn.dispatch import operation
 from onnx_fuse.program.call import dtype_of
 
@@ -132,3 +133,14 @@ def flatten(op: Any, x: Any, *, start: int, end: int) -> Any:
     head, tail = op.Shape(x, start=0, end=start), op.Shape(x, start=end + 1)
     count = op.ReduceProd(op.Shape(x, start=start, end=end + 1), keepdims=1)
     return op.Reshape(x, op.Concat(head, count, tail, axis=0), allowzero=1)
+
+
+_POWER = emitter("Pow")
+
+
+def power(x: Any, y: Any) -> Any:
+    exponents = getattr(y, "_data", y)
+    on_host = isinstance(exponents, np.ndarray | np.generic)
+    if on_host and exponents.dtype.kind == "i" and np.less(exponents, 0).any():
+        raise UsageError("an integer to a negative power is no integer: take x.float()")
+    return _POWER(x, y)

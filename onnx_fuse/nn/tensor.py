@@ -61,17 +61,6 @@ def _binary(call: Callable[..., Any], text: str, *, swapped: bool = False) -> An
     return method
 
 
-def _power(x: Any, y: Any) -> Any:
-    exponents = y._data if isinstance(y, Tensor) else y
-    on_host = isinstance(exponents, np.ndarray | np.generic)
-    if on_host and exponents.dtype.kind == "i" and np.less(exponents, 0).any():
-        raise UsageError("an integer to a negative power is no integer: take x.float()")
-    return _POW(x, y)
-
-
-_POW = operators.emitter("Pow")
-
-
 class Tensor:
     """An array with gradients: NumPy's and PyTorch's names, ONNX's operators.
 
@@ -331,8 +320,8 @@ class Tensor:
     __rfloordiv__ = _binary(operators.floor_divide, "Quotient, rounded down.", swapped=True)
     __mod__ = _binary(operators.remainder, "Remainder, with the divisor's sign.")
     __rmod__ = _binary(operators.remainder, "Remainder, with the divisor's sign.", swapped=True)
-    __pow__ = _binary(_power, "Each element to the power of `other`.")
-    __rpow__ = _binary(_power, "Each element to the power of `other`.", swapped=True)
+    __pow__ = _binary(operators.power, "Each element to the power of `other`.")
+    __rpow__ = _binary(operators.power, "Each element to the power of `other`.", swapped=True)
     __matmul__ = _binary(operators.emitter("MatMul"), "The matrix product with `other`.")
     __rmatmul__ = _binary(
         operators.emitter("MatMul"), "The matrix product with `other`.", swapped=True
