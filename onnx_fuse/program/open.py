@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from functools import cache
-from operator import itemgetter
+from functools import cache, cached_property, reduce
+from operator import itemgetter, or_
 from typing import Any
 
 import numpy as np
@@ -71,7 +71,8 @@ class EvalPlan:
     The recipe fills a list of places: first the parts without open sizes, then the sizes, then what
     each step makes of earlier places. One that is evaluated `often` keeps a getter for each step,
     which is faster; Python's garbage collector, which walks all that is kept, has less to do with
-    the others.
+    the others. What the sizes that differ from those of the last evaluation have no part in is the
+    same object again.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class EvalPlan:
     ) -> None:
         self.closed, self.sizes, self.steps, self.result = closed, sizes, steps, result
         self.often = often
+        self._last: tuple[list[Any], list[Any]] | None = None  # sizes, and what the steps made
         self._work = [(_getter(parts), _unless_made(*step)) for step in steps
                       for parts in (step[1],)] if often else None  # fmt: skip
 
@@ -95,16 +97,38 @@ class EvalPlan:
 
     def at(self, values: Iterable[Any], **functions: Callable[[Any, Any], Any]) -> Any:
         """The object with the sizes that these values give; `functions`: see `Formulas.at`."""
-        places = [*self.closed, *self.sizes.at(values, **functions)]
+        sizes = self.sizes.at(values, **functions)
+        places = [*self.closed, *sizes]
+        last = None if functions else self._last
+        if last is None:
+            old, changed = self.steps, -1  # all sizes
+        else:
+            old = last[1]
+            pairs = enumerate(zip(sizes, last[0], strict=True))
+            changed = sum(1 << i for i, (now, before) in pairs if now != before)
         append = places.append
         if self._work is None:
-            for make, parts in self.steps:
-                append(make([places[part] for part in parts]))
+            for (make, parts), read, made in zip(self.steps, self._read, old, strict=True):
+                append(make([places[part] for part in parts]) if read & changed else made)
         else:
-            for get, finish in self._work:
-                operands = get(places)
-                append(operands if finish is None else finish(operands))
+            for (get, finish), read, made in zip(self._work, self._read, old, strict=True):
+                if read & changed:
+                    operands = get(places)
+                    append(operands if finish is None else finish(operands))
+                else:
+                    append(made)
+        if not functions:
+            self._last = sizes, places[len(self.closed) + len(sizes) :]
         return places[self.result]
+
+    @cached_property
+    def _read(self) -> list[int]:
+        """Of each step, a bit for each size that has a part in what it makes."""
+        closed = len(self.closed)
+        bits = [0] * closed + [1 << i for i in range(len(self.sizes.roots))]
+        for _, parts in self.steps:
+            bits.append(reduce(or_, (bits[part] for part in parts), 0))
+        return bits[closed + len(self.sizes.roots) :]
 
     def without(self, leave_out: Callable[[str, Any], bool]) -> EvalPlan:
         """The recipe of the object in which some fields are as by default.

@@ -26,7 +26,7 @@ from onnx_fuse.runtime.host_calls import HostCall, Stages
 from onnx_fuse.runtime.launches import Launches
 from onnx_fuse.runtime.plan import PlannedProgram, aligned
 from onnx_fuse.runtime.run_slots import AFTER, Places, Pools, RunSlot, Turns
-from onnx_fuse.runtime.schedule import aliasable, collective, segments
+from onnx_fuse.runtime.schedule import Aliases, collective, segments
 from onnx_fuse.runtime.staging import Array, Pending, Room, copied
 from onnx_fuse.runtime.tensor import DeviceTensor
 from onnx_fuse.runtime.timeline import Communication
@@ -177,6 +177,7 @@ class Instance:
         if made.plan is not self.plan or not self.whole_on_gpu or self._apart:
             return False
         before, self.made = self.made, made
+        places = dict(self.address)
         self._say()
         ends = made.ends
         self._constants |= self.owner.constants.place(
@@ -201,9 +202,10 @@ class Instance:
         self.now = self.placement(inputs, outputs)
         self.address |= zip(self.movable, self.now.where, strict=True)
         self._current.where = self.now.where
+        moved = {b for b, address in self.address.items() if places.get(b) != address}
         for part, segment in zip(parts, segments(self.program), strict=True):
             assert isinstance(part, Launches)
-            part.update(segment)
+            part.update(segment, moved)
         return True
 
     def _renew(self) -> None:
@@ -228,7 +230,7 @@ class Instance:
             (n, self._offsets[t.buffer] - first, t) for n, t in self.inputs if t.nbytes
         )
         self._fetches: dict[tuple[str, ...] | None, Fetch] = {}
-        self._shareable: dict[str, tuple[str, ...]] | None = None
+        self._aliases: Aliases | None = None
 
     def _place_constants(self, room: Mapping[int, int]) -> None:
         """Upload constants, and reserve memory for what the calls of the setup make."""
@@ -342,12 +344,14 @@ class Instance:
         self, borrowed: dict[str, tuple[int, int]], spans: Mapping[str, tuple[int, int]]
     ) -> None:
         """Remove from `borrowed` the inputs that an output at the same place may overwrite."""
-        if self._shareable is None:
-            self._shareable = aliasable(self.program, self.plan.order)
+        aliases = self._aliases = self._aliases or Aliases(self.program, self.plan.order)
+        at: dict[tuple[int, int], list[str]] = {}
+        for source, span in borrowed.items():
+            at.setdefault(span, []).append(source)
         for name, span in spans.items():
-            sources = (s for s in self._shareable.get(name, ()) if borrowed.get(s) == span)
-            if source := next(sources, None):
-                del borrowed[source]
+            sources = (s for s in at.get(span, ()) if s in borrowed and aliases.may_share(name, s))
+            if shared := next(sources, None):
+                del borrowed[shared]
 
     def place(self, placement: Placement) -> None:
         """Let the next run read and write there.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from itertools import zip_longest
 from math import prod
 from typing import Any
 
@@ -140,11 +141,18 @@ class Launches:
                 return False
         return True
 
-    def update(self, segment: Segment) -> None:
-        """Launch the same calls with other numbers: those of another shape."""
+    def update(self, segment: Segment, moved: Collection[int]) -> None:
+        """Launch the same calls with other numbers: those of another shape.
+
+        `moved` are the buffers that have other addresses than before.
+        """
+        same = [] if self._held else self._segment.calls
         self._segment, self._graph, self._held = segment, None, {}
         k = 0
-        for i, call in enumerate(segment.calls):
+        for i, (call, before) in enumerate(zip_longest(segment.calls, same)):
+            if call is before and call.buffers.isdisjoint(moved):
+                k += len(call.launches)
+                continue
             addresses = operands(self._address, segment.first + i, call)
             for launch in call.launches:
                 step = self._steps[k]

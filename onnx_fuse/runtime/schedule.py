@@ -238,39 +238,47 @@ def _elements(t: Tensor) -> tuple[object, ...]:
     return t.dtype, t.offset, steps
 
 
-def aliasable(program: Program, order: Order) -> dict[str, tuple[str, ...]]:
-    """Output -> the inputs in whose memory it may be written: nothing reads these afterwards."""
-    readers: dict[int, set[int]] = defaultdict(set)
-    writers: dict[int, set[int]] = defaultdict(set)
-    for i, call in enumerate(program.calls):
-        for _, tensor in call.reads:
-            readers[tensor.buffer].add(i)
-        for _, tensor in call.writes:
-            writers[tensor.buffer].add(i)
-    sources_of: dict[str, tuple[str, ...]] = {}
-    for name, y in program.outputs:
-        if isinstance(y, Tensor) and not y.offset and y.dense:
-            sources_of[name] = tuple(
-                source
-                for source, x in program.inputs
-                if (x.shape, x.dtype) == (y.shape, y.dtype) and readers[x.buffer]
-                if all(
-                    _may_overwrite(program.calls[w], x, y, readers[x.buffer] - {w}, order.before[w])
-                    for w in writers[y.buffer]
-                )
-            )
-    return {name: sources for name, sources in sources_of.items() if sources}
+class Aliases:
+    """Which outputs may be written in the memory of which inputs: nothing reads these later."""
+
+    def __init__(self, program: Program, order: Order) -> None:
+        self._calls, self._before = program.calls, order.before
+        self._inputs, self._outputs = dict(program.inputs), dict(program.outputs)
+        self._readers: dict[int, int] = defaultdict(int)  # of a buffer: a bit for each call
+        self._writers: dict[int, set[int]] = defaultdict(set)
+        for i, call in enumerate(program.calls):
+            for _, tensor in call.reads:
+                self._readers[tensor.buffer] |= 1 << i
+            for _, tensor in call.writes:
+                self._writers[tensor.buffer].add(i)
+
+    def may_share(self, output: str, source: str) -> bool:
+        """Whether the output may stand where the input `source` does."""
+        x, y = self._inputs[source], self._outputs.get(output)
+        if not isinstance(y, Tensor) or y.offset or not y.dense or not self._readers[x.buffer]:
+            return False
+        if (x.shape, x.dtype) != (y.shape, y.dtype):
+            return False
+        for w in self._writers[y.buffer]:
+            others = self._readers[x.buffer] & ~(1 << w) & ~self._before[w]
+            writer = self._calls[w]
+            # a copy leaves what is there, so that others may read it later
+            if not (_copies(writer, x, y) or (not others and _overwrites(writer, x, y))):
+                return False
+        return True
 
 
-def _may_overwrite(writer: Call, x: Tensor, y: Tensor, others: set[int], before: int) -> bool:
-    """Whether a call that writes `y` may do so where `x` stands; `others` read that as well."""
+def _copies(writer: Call, x: Tensor, y: Tensor) -> bool:
+    """Whether a call does nothing to `y` but copy what `x` holds."""
     reads, writes = dict(writer.reads), dict(writer.writes)
     pairs = copies(writer)
-    if any(reads[r].buffer == x.buffer and writes[w].buffer == y.buffer for r, w in pairs):
-        return True  # it leaves what is there
-    mine = [t for t in reads.values() if t.buffer == x.buffer]
-    if mine:  # only where it writes each element that it reads
-        at = [(reads[r], writes[w]) for w, r in writer.inplace if reads[r].buffer == x.buffer]
-        if len(mine) > 1 or not any(r.offset == w.offset and w.buffer == y.buffer for r, w in at):
-            return False
-    return all(before >> r & 1 for r in others)
+    return any(reads[r].buffer == x.buffer and writes[w].buffer == y.buffer for r, w in pairs)
+
+
+def _overwrites(writer: Call, x: Tensor, y: Tensor) -> bool:
+    """Whether a call that writes `y` writes each element of `x`, if any, where it reads it."""
+    reads, writes = dict(writer.reads), dict(writer.writes)
+    own = [t for t in reads.values() if t.buffer == x.buffer]
+    at = [(reads[r], writes[w]) for w, r in writer.inplace if reads[r].buffer == x.buffer]
+    once = len(own) == 1 and any(r.offset == w.offset and w.buffer == y.buffer for r, w in at)
+    return not own or once
