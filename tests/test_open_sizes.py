@@ -455,6 +455,8 @@ def test_a_forgotten_program_is_evaluated_again() -> None:
     made = specializer.of(shapes)
     before, text = made.program, repr(made.program)
     made.forget()
+    other = {"x": ((3, 9, 8), "float32"), "ids": ((3, 9), "int64")}
+    assert specializer.of(other).program is not before
     assert made.program is not before
     assert repr(made.program) == text
     closed = PlannedProgram(before, made.plan)
@@ -610,3 +612,35 @@ def test_a_length_of_a_class_is_no_other_training_step(
     first, last = (specializer.numbers(step_shapes(step, (batch, lengths[n]))) for n in (0, -1))
     assert made[-1].changes is not None  # a length writes the words of launches anew, and no more
     assert_changes(made[-1].source, first, last)
+
+
+INT32_SIZES = """agraph (float[N, 8] x) => (int32[1] count, int32[1] more, float[M] y) {
+    shape = Shape <start = 0, end = 1> (x)
+    count = Cast <to = 6> (shape)
+    two = Constant <value = int32[1] {2}> ()
+    more = Add (count, two)
+    wide = Cast <to = 7> (more)
+    y = ConstantOfShape (wide)
+}"""
+
+
+def test_sizes_stay_open_as_int32() -> None:
+    specializer = Specializer(text_model(INT32_SIZES), H200)
+    for n in (7, 11, 15):
+        x = np.zeros((n, 8), np.float32)
+        got = interpret(specializer.of({"x": (x.shape, "float32")}).program, {"x": x}, {})
+        assert (got["count"], got["more"], got["y"].shape) == (n, n + 2, (n + 2,))
+        assert got["count"].dtype == got["more"].dtype == np.int32
+    assert specializer.traced == 1
+
+
+def test_an_evaluation_makes_anew_what_the_changed_sizes_have_a_part_in() -> None:
+    trace = Trace()
+    n, m = trace.symbol("n", 3), trace.symbol("m", 5)
+    opened = SymbolicProgram(((n, "a"), (m, m + n), ((m,), 1)), trace)
+    one = opened.at({"n": 4, "m": 6})
+    other = opened.at({"n": 7, "m": 6})
+    assert one == ((4, "a"), (6, 10), ((6,), 1))
+    assert other == ((7, "a"), (6, 13), ((6,), 1))
+    assert other[2] is one[2]
+    assert opened.at({"n": 4, "m": 2}) == ((4, "a"), (2, 6), ((2,), 1))

@@ -245,7 +245,7 @@ class Context(ABC):
             types[name] = self._typed(value)
             array = self.slots[value].host
             if array is not None and host.is_open(array) and self._plain:
-                array = host.closed(array)
+                array = host.closed(array).astype(self._type(value)[0].numpy())
             if array is not None and array.size <= WEIGHT_LIMIT and array.dtype.name in ITEMSIZE:
                 data[name] = ir.serde.serialize_tensor(ir.tensor(np.asarray(array, order="C")))
         opsets = [onnx.helper.make_opsetid(d, v) for d, v in self.opsets.items()]
@@ -515,7 +515,9 @@ def operand(ctx: Context, code: Code, node: ir.Node, i: int, shape: Sequence[int
     """Input `i` broadcast to `shape`, and its dtype; a known single number becomes a scalar."""
     array = ctx.host(node, i)
     if array is not None and array.size == 1:
-        dtype = "int64" if array.dtype == object else array.dtype.name
+        kind = ctx.dtype(node.inputs[i])
+        assert kind is not None
+        dtype = dtype_name(kind) if array.dtype == object else array.dtype.name
         return code.scalar(array.reshape(-1)[0], dtype), dtype
     tensor = ctx.view(node, i)
     return code.load(tensor.expand(shape)), tensor.dtype

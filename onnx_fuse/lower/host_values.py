@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from math import prod
 
@@ -22,6 +23,10 @@ HOST_LIMIT = 1 << 22
 
 class HostValues(Context):
     """Evaluates the nodes whose results do not depend on the values of the feeds."""
+
+    @abstractmethod
+    def _lower(self, node: ir.Node) -> None:
+        """Append the calls of a node."""
 
     def _evaluate(self, node: ir.Node) -> bool:
         """Evaluate a node on the host if its results do not depend on the values of the feeds."""
@@ -73,12 +78,23 @@ class HostValues(Context):
         sizes_array = host.evaluate(node, arrays)
         if sizes_array is not None:
             self._known(node.outputs[0], sizes_array)
+            if host.is_open(sizes_array) and self._is_int32(node):
+                self._lower(node)  # a reader on the device finds it there, in its own type
+                self.slots[node.outputs[0]].host = sizes_array
             return True
         for value in node.inputs:
             array = None if value is None else self.slots[value].host
             if value is not None and array is not None and host.is_open(array):
-                self.slots[value] = Slot(host=host.closed(array))
+                kind = self._type(value)[0].numpy()
+                self.slots[value] = Slot(host=host.closed(array).astype(kind))
         return self._evaluate(node)
+
+    def _is_int32(self, node: ir.Node) -> bool:
+        """Whether the sizes that the node computes are int32, and not int64 as all others are."""
+        if node.op_type == "Cast":
+            return self.attr(node, "to") == ir.DataType.INT32
+        operand = node.inputs[node.op_type == "Where"]
+        return operand is not None and self._type(operand)[0] == ir.DataType.INT32
 
     @staticmethod
     def _elements(arrays: Sequence[np.ndarray | None]) -> float:

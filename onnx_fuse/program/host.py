@@ -16,6 +16,7 @@ import onnx_ir as ir
 from onnx_fuse.ir.evaluate import viewer
 from onnx_fuse.program.size import OpenSize, maximum, minimum
 
+INT32 = ir.DataType.INT32
 Arrays = Sequence[Any]
 """An array for each input, None for one that is left out."""
 
@@ -61,7 +62,7 @@ def _quotient(a: Any, b: Any) -> Any:
 
 
 def _cast(node: ir.Node, arrays: Arrays) -> np.ndarray | None:
-    return arrays[0] if node.attributes["to"].as_int() == ir.DataType.INT64 else None
+    return arrays[0] if node.attributes["to"].as_int() in (ir.DataType.INT64, INT32) else None
 
 
 def _moved(node: ir.Node, arrays: Arrays) -> np.ndarray | None:
