@@ -16,19 +16,21 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Config = TypeVar("Config", bound="DataclassInstance")
-Operand = ir.Value | float | Sequence[int]  # numbers become constants: int64 (lists too) or float32
+# numbers become constants: int64 (lists too) or float32
+Operand = ir.Value | float | Sequence[int] | None
 Shape = Sequence[int | str]
 Attribute = int | float | str | Sequence[int]
 
 
 class Net:
-    """One ONNX graph under construction, opset 21; random weights come from `seed`, in order.
+    """One ONNX graph under construction, opset 21; random weights of `dtype` come from `seed`.
 
     Parameters are named by their scope ("blocks.0.attn.qkv.weight"), nodes and values by scope and
     op type ("blocks.0.attn.Softmax").
     """
 
-    def __init__(self, name: str, seed: int) -> None:
+    def __init__(self, name: str, seed: int, dtype: type = np.float32) -> None:
+        self.dtype = dtype
         self.graph = ir.Graph([], [], nodes=[], opset_imports={"": 21}, name=name)
         self.rng = np.random.Generator(np.random.PCG64(seed))
         self.prefix = ""
@@ -55,23 +57,36 @@ class Net:
 
     def normal(self, name: str, shape: Sequence[int], std: float) -> ir.Value:
         # Drawn in float64: the float32 sampler calls log1pf, whose last bit is the C library's.
-        array = (self.rng.standard_normal(shape) * std).astype(np.float32)
-        return self._initializer(self.prefix + name, array)
+        array = (self.rng.standard_normal(shape) * std).astype(self.dtype)
+        return self.initializer(name, array)
 
     def full(self, name: str, shape: Sequence[int], value: float) -> ir.Value:
-        return self._initializer(self.prefix + name, np.full(shape, value, np.float32))
+        return self.initializer(name, np.full(shape, value, self.dtype))
+
+    def initializer(self, name: str, array: np.ndarray[Any, Any]) -> ir.Value:
+        return self._initializer(self.prefix + name, array)
 
     def op(
-        self, op_type: str, *inputs: Operand, outputs: int = 1, **attributes: Attribute
+        self,
+        op_type: str,
+        *inputs: Operand,
+        outputs: int = 1,
+        domain: str = "",
+        **attributes: Attribute,
     ) -> Sequence[ir.Value]:
         """Append a node: `a, b = net.op("Split", x, outputs=2, axis=-1, num_outputs=2)`."""
+        self.graph.opset_imports.setdefault(domain, 1)
         name = self.prefix + op_type
         self.uses[name] += 1
         if self.uses[name] > 1:
             name += f"_{self.uses[name] - 1}"
         values = [ir.Value(name=name if i == 0 else f"{name}.{i}") for i in range(outputs)]
-        operands = [x if isinstance(x, ir.Value) else self._constant(x) for x in inputs]
-        self.graph.append(ir.node(op_type, operands, attributes, outputs=values, name=name))
+        operands = [
+            x if x is None or isinstance(x, ir.Value) else self._constant(x) for x in inputs
+        ]
+        self.graph.append(
+            ir.node(op_type, operands, attributes, domain=domain, outputs=values, name=name)
+        )
         return values
 
     def __getattr__(self, op_type: str) -> Callable[..., ir.Value]:

@@ -44,9 +44,9 @@ LAYERS = (
 # Lines of each folder, as ruff formats them; "" are the files beside the folders. A budget may only
 # go down, except by a commit that adds a capability and says so.
 BUDGETS = {
-    "": 4320, "autodiff": 1720, "cli": 3415, "cuda": 1800, "cuda_src": 14600, "distributed": 950,
-    "importer": 5520, "ir": 2375, "kernels": 9950, "lower": 8400, "nn": 4870, "ops": 12095,
-    "program": 9900, "report": 2100, "rewrite": 3160, "runtime": 8025, "torch": 4000,
+    "": 4320, "autodiff": 1720, "cli": 3415, "cuda": 1800, "cuda_src": 14670, "distributed": 950,
+    "importer": 5530, "ir": 2375, "kernels": 9980, "lower": 8620, "nn": 4870, "ops": 12095,
+    "program": 9990, "report": 2100, "rewrite": 3175, "runtime": 8060, "torch": 4000,
     "training": 6670, "validation": 4715,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}

@@ -4,16 +4,19 @@ The lengths that the node is told follow from its caches: a growing cache holds 
 a shared buffer is at least as long as the tokens after the call.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx_ir
+import onnxruntime
 import pytest
 
-from onnx_fuse import bench
+from onnx_fuse import bench, rewrite
 from onnx_fuse.importer.save import inline
 from onnx_fuse.ir.build import text_model
+from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.problem import CHIPS
+from onnx_fuse.runtime.specialize import Specializer
 from onnx_fuse.session import load
 from onnx_fuse.validation.check import check_outputs
 from onnx_fuse.validation.gradients import check_gradients
@@ -55,7 +58,10 @@ class Decoder:
         operands = ["q", *(("", "") if self.packed else "kv"), *(caches or ("", "")), "l", "total"]
         operands += ["cos", "sin"] if rotary else []
         numbers = np.random.default_rng(0).standard_normal(40 * 8).round(3)
-        tables = [f"{kind}[40,8] {x} = {{{', '.join(map(str, numbers))}}}" for x in operands[7:]]
+        listed = f"{{{', '.join(map(str, numbers))}}}"
+        tables = [f"float[40,8] {x}_table = {listed}" for x in operands[7:]]
+        to = 10 if kind == "float16" else 1
+        body += "".join(f" {x} = Cast <to = {to}> ({x}_table)" for x in operands[7:])
         text = (
             f'<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>'
             f" decoder ({', '.join(inputs)}) => ({kind}[B,S,64] y, {kind}[B,2,{size},16] present_k,"
@@ -115,3 +121,95 @@ def told(feed: Feeds) -> int:
     assert feed["l"].max() == total - 1
     assert feed["l"].min() >= 0
     return total
+
+
+HALF = [
+    *(
+        replace(row, name=f"float16 {row.name}", kind="float16", attributes=attributes)
+        for row, attributes in (
+            (Decoder("packed"), ROTARY), (Decoder("apart", packed=False), ROTARY),
+            (Decoder("window", cache="shared"), ROTARY + WINDOW),
+            (Decoder("neighbours"), ROTARY + ", rotary_interleaved = 1"),
+            (Decoder("softcap", cache="shared", told="vector"), ROTARY + ", softcap = 5.0"),
+        )
+    ),
+]  # fmt: skip
+BATCHES = ((1, 1, 9), (3, 1, 20), (2, 1, 39), (1, 3, 12), (1, 5, 0), (3, 4, 0))
+"""Sequences, new tokens and places of the past."""
+
+
+def drawn(row: Decoder, batch: int, new: int, past: int, rng: np.random.Generator) -> Feeds | None:
+    """Inputs whose sequences have lengths of their own; None where the row has none such."""
+    kind = np.float16 if row.kind == "float16" else np.float32
+    if (row.cache == "none") != (past == 0):
+        return None
+
+    def random(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape).astype(kind)
+
+    total = past if row.cache == "shared" else past + new
+    last = rng.integers(new - 1, total, batch)
+    last[0] = total - 1
+    feeds: Feeds = {"q": random(batch, new, 128 if row.packed else 64)}
+    feeds |= {} if row.packed else {x: random(batch, new, 32) for x in "kv"}
+    feeds |= {x: random(batch, 2, past, 16) for x in ("past_k", "past_v")} if past else {}
+    if row.told == "mask":
+        mask = np.arange(total) <= last[:, None]
+        return feeds | {"attention_mask": mask.astype(np.int64)}
+    length = np.array(total, np.int32)
+    return feeds | {
+        "l": last.astype(np.int32),
+        "total": length.reshape(1) if row.told == "vector" else length,
+    }
+
+
+def lengths_of(feeds: Feeds) -> np.ndarray:
+    """The tokens of each sequence after the call."""
+    lengths: np.ndarray = (
+        feeds["attention_mask"].sum(1) if "attention_mask" in feeds else feeds["l"] + 1
+    )
+    return lengths
+
+
+def program_of(model: onnx_ir.Model) -> tuple[Specializer, Feeds]:
+    """The programs of a GPU over open sizes, and the model's weights."""
+    rewrite.optimize(model, own_kernels=True)
+    weights = model.graph.initializers.items()
+    return Specializer(model, CHIPS["H200"]), {k: v.const_value.numpy() for k, v in weights}
+
+
+@pytest.mark.parametrize("row", [*DECODERS, *HALF], ids=lambda row: row.name)
+def test_each_sequence_of_a_program_is_the_one_of_onnxruntime(row: Decoder) -> None:
+    """Sequences of lengths of their own; what stands behind their ends is nobody's."""
+    rng, count = np.random.default_rng(3), 0
+    proto = onnx_ir.serde.serialize_model(row.model())
+    theirs = onnxruntime.InferenceSession(proto.SerializeToString(), None, ["CPUExecutionProvider"])
+    specializer, weights = program_of(load(row.model()))
+    limit = 2e-5 if row.kind == "float" else 4e-3  # float16 rounds rotated keys and the result
+    for sizes in BATCHES:
+        if (feeds := drawn(row, *sizes, rng)) is None:
+            continue
+        shapes = {name: (x.shape, x.dtype.name) for name, x in feeds.items()}
+        values = {name: feeds[name] for name in feeds.keys() & {"total"}}
+        got = interpret(specializer.of(shapes, values).program, feeds, weights)
+        for end, wanted in zip(theirs.get_outputs(), theirs.run(None, feeds), strict=True):
+            assert got[end.name].shape == wanted.shape
+            for b, length in enumerate(lengths_of(feeds)):
+                part = b if end.name == "y" else (b, slice(None), slice(length))
+                x, y = got[end.name][part], wanted[part]
+                np.testing.assert_allclose(x, y, rtol=limit, atol=limit, err_msg=f"{end.name} {b}")
+        count += 1
+    assert count >= 2
+
+
+def test_a_token_more_needs_no_new_program() -> None:
+    """The mask grows by a token each run, and the length reaches the node as int32."""
+    specializer, _ = program_of(load(Decoder("", ROTARY, "float16", cache="shared").model()))
+    for total in range(1001, 1011):
+        shapes = {"q": ((2, 1, 128), "float16"), "attention_mask": ((2, total), "int64")}
+        shapes |= dict.fromkeys(("past_k", "past_v"), ((2, 2, 2048, 16), "float16"))
+        program = specializer.of(shapes).program
+    assert specializer.traced <= 2  # rows of the mask that are pairs, and those that are not
+    assert [c.problem.op for c in program.calls if c.problem is not None][-2:] == [
+        "CacheAppend", "Sdpa",
+    ]  # fmt: skip

@@ -83,6 +83,9 @@ def shell(cli: Cli, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
         monkeypatch.setattr(sys, "argv", arguments)
         monkeypatch.syspath_prepend(folder)
         runpy.run_path(arguments[0], run_name="__main__")
+        for name, module in list(sys.modules.items()):  # other tests import them from elsewhere
+            if (getattr(module, "__file__", None) or "").startswith(folder):
+                del sys.modules[name]
         return 0, capsys.readouterr().out
 
     return run

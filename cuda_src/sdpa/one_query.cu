@@ -5,7 +5,8 @@
 //            and blocks merge at the end in the first block's shared memory.
 // Inputs   : operands.cuh with rows of 16-byte pieces, one query, D = DV a power of two from 8 to 256.
 // Outputs  : y T; lse f32 (or null).
-// Macros   : operands.cuh's; WARPS, CLUSTER, PER.
+// Macros   : operands.cuh's; WARPS, CLUSTER, PER; LENGTHS (the query of sequence b stands at lengths[b],
+//            and sees the keys from `left` before it up to it).
 // Launch   : grid (CLUSTER, heads, batch), a cluster of CLUSTER blocks of 32 WARPS threads.
 // Numerics : products, probabilities and sums in f32; the order depends on keys and macros alone.
 // Bound    : bytes of k and v; for a short cache the latency of one load and one exchange.
@@ -14,9 +15,14 @@
 #include "cluster.cuh"
 #endif
 constexpr int LANES = D / 8, BESIDE = 32 / LANES, BATCH = BESIDE * PER, PARTS = CLUSTER * WARPS;
+#ifdef LENGTHS
+#define LENGTHS_PARAMETERS , const int* lengths, int left
+#else
+#define LENGTHS_PARAMETERS
+#endif
 constexpr int PITCH = D + 4;  // a part: its columns, its largest logit, its sum
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS) sdpa_one_query(OPERANDS, T* y, float* lse, i64 yb, i64 yh, i64 yr) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS) sdpa_one_query(OPERANDS, T* y, float* lse, i64 yb, i64 yh, i64 yr LENGTHS_PARAMETERS) {
     launch_dependents();
     __shared__ __align__(16) float parts[PARTS * PITCH];
 #if CLUSTER > 1
@@ -29,9 +35,15 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) sdpa_one_query(OPERANDS
     const T* v = o.v + b * o.vs.batch + kv * o.vs.head + part;
     const T* mask = o.mask.at + b * o.mask.batch + h * o.mask.head;
     const T* mask2 = o.mask2.at + b * o.mask2.batch + h * o.mask2.head;
-    const int end = CAUSAL ? min(o.keys, 1) : o.keys;
+#ifdef LENGTHS
+    // before the wait this may be a number of no meaning: a place to fetch from, inside the cache
+    int place = *(const volatile int*)(lengths + b);
+    int end = min(max(place, 0) + 1, o.keys), begin = max(end - 1 - left, 0);
+#else
+    const int end = CAUSAL ? min(o.keys, 1) : o.keys, begin = 0;
+#endif
     // the rows of before are on their way to L2 while the launch before still makes what is new
-    for (int key = own * BATCH + group; key < end; key += PARTS * BATCH)
+    for (int key = begin + own * BATCH + group; key < end; key += PARTS * BATCH)
 #pragma unroll
         for (int i = 0; i < PER; i++)
             if (part % 64 == 0 && key + i * BESIDE < end) {  // once a line
@@ -39,6 +51,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) sdpa_one_query(OPERANDS
                 asm volatile("prefetch.global.L2 [%0];" ::"l"(v + (key + i * BESIDE) * o.vs.row));
             }
     grid_dependency_wait();
+#ifdef LENGTHS
+    place = *(const volatile int*)(lengths + b);
+    end = min(place + 1, o.keys), begin = max(place - left, 0);
+#endif
     const uint4 q8 = *(const uint4*)(o.q + b * o.qs.batch + h * o.qs.head + part);
     float q[8];
     auto wide = [](float (&to)[8], const uint4& from) {
@@ -53,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) sdpa_one_query(OPERANDS
     const float scale = o.scale * LOG2E;  // logits in units of log 2, if not NATURAL: exp needs no product
     constexpr float UNIT = NATURAL ? LOG2E : 1.0f;
     float acc[8] = {}, top = NEGATIVE_INFINITY, sum = 0;
-    for (int first = own * BATCH; first < end; first += PARTS * BATCH) {
+    for (int first = begin + own * BATCH; first < end; first += PARTS * BATCH) {
         uint4 ks[PER], vs[PER];
         float m[PER], m2[PER], z[PER];
 #pragma unroll

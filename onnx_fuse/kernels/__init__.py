@@ -40,7 +40,7 @@ MODULES: dict[str, str] = {
     "LayerNormLeafGrad": "leaf_norm",
     "MatMulNBits": "matmul_nbits",
     "GemmInteger": "gemm_integer",
-    "Sdpa": "sdpa",
+    **dict.fromkeys(("Sdpa", "CacheAppend"), "sdpa"),
     "SdpaGrad": "sdpa_grad_sm90",
     "Conv": "conv",
     "ConvWeightGrad": "conv_grad",

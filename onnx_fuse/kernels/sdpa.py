@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 
 from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator, defines
 from onnx_fuse.kernels.norm_launches import rename
-from onnx_fuse.kernels.rule_based import Unconditional
+from onnx_fuse.kernels.rule_based import HeuristicKernel, Unconditional, access_width
 from onnx_fuse.program.contractions import Attention, AttentionGrad
+from onnx_fuse.program.data_movement import CacheAppend
 from onnx_fuse.program.problem import (
     FEW,
     ITEMSIZE,
@@ -82,7 +84,9 @@ def joined_refusal(p: Attention) -> str | None:
 
 
 def _narrow(p: Attention) -> str | None:
-    """Why a kernel that knows no windows cannot; None where there is none."""
+    """Why a kernel that knows no windows and lengths cannot; None where there are none."""
+    if p.lengths:
+        return "sequences of lengths of their own"
     return "a window: it takes that for a mask" if p.window else None
 
 
@@ -364,7 +368,7 @@ class Wgmma(Unconditional):
         p = problem
         if reason := tma_refusal(p, hw, ("q", "k", "v", "y")):
             return reason
-        if p.m == 1:  # and a cache of any length is then of one kind
+        if p.m == 1:  # and a cache of any length is then of one kind; `lengths` too
             return "one query leaves its tile empty"
         if p.scale <= 0:
             return "the largest product is the largest logit for positive scales only"
@@ -501,7 +505,10 @@ class OneQuery(Unconditional):
         p = problem
         if p.m != 1:
             return f"for one query, not {p.m}"
-        if reason := MMA.supports(p, hw):
+        if p.lengths and (p.causal or p.mask2 or (p.window and p.window[1])):
+            return "lengths with another mask"
+        plain = replace(p, lengths=False, window=()) if p.lengths else p
+        if reason := MMA.supports(plain, hw):
             return reason
         if p.k != p.dv or p.k not in (8, 16, 32, 64, 128, 256):
             return f"head sizes {p.k}, {p.dv}: lanes share a row, a power of two of them"
@@ -541,6 +548,9 @@ class OneQuery(Unconditional):
         batch, heads = p.batch
         how = {name.upper(): value for name, value in config.attrs}
         args = (*_operands(p), Ptr("y"), Ptr("lse"), *_strides(p, "y"))
+        if p.lengths:
+            args = (*args, Ptr("lengths"), Num("i32", p.window[0] if p.window else UNBOUNDED))
+            how |= {"LENGTHS": 1}
         block = (32 * config.integer("warps"), 1, 1)
         macros = defines(**{**common_macros(p), **how})
         grid = (cluster, heads, batch)
@@ -609,8 +619,32 @@ class Direct(Unconditional):
         return (Launch(self.source, "sdpa_direct", grid, block, args, macros),)
 
 
+class Append(HeuristicKernel):
+    """sdpa/append.cu. Operands: q k v lengths cos sin positions past_key past_value, turned
+    present_key present_value."""
+
+    source = "sdpa/append.cu"
+
+    def launch(self, problem: CacheAppend, config: KernelConfig, hw: Hardware) -> Launches:
+        """One launch, whose threads walk over the new rows, then over a past that stands apart."""
+        p, width = problem, access_width(problem.size, problem.dtype)
+        while p.half and (2 * p.half if p.interleaved else p.half) % width:
+            width //= 2
+        strides = (*p.q_strides, *p.k_strides, *p.v_strides)
+        names = ("q", "k", "v", "lengths", "cos", "sin", "positions", "past_key", "past_value",
+                 "turned", "present_key", "present_value")  # fmt: skip
+        numbers = (p.batch, p.rows, p.heads, p.kv_heads, p.length, p.past, p.context)
+        return self.one(
+            "cache_append", 2 * hw.sm_count, 256, *map(Ptr, names),
+            *(Num("i64", s) for s in strides), *(Num("i32", n) for n in numbers),
+            T=C_TYPES[p.dtype], ACC=accumulator(p.dtype), D=p.size, PIECE=width, HALF=p.half,
+            INTERLEAVED=p.interleaved,
+            POSITIONS=("", "first", "each").index(p.positions),
+        )  # fmt: skip
+
+
 MMA, SIMT = Mma(), Simt()
-KERNELS = {"Sdpa": (Wgmma(), OneQuery(), Direct(), MMA, SIMT)}
+KERNELS = {"Sdpa": (Wgmma(), OneQuery(), Direct(), MMA, SIMT), "CacheAppend": (Append(),)}
 
 
 # ---- lowering ---------------------------------------------------------------------------------

@@ -34,10 +34,14 @@ MARGIN = 1.3
 
 def _rows(ctx: Context, node: ir.Node, i: int) -> Tensor:
     """Input `i` [B, H, S, D] with contiguous, aligned rows: heads split by a view stay one."""
-    x = ctx.view(node, i)
+    return aligned(ctx, ctx.view(node, i))
+
+
+def aligned(ctx: Context, x: Tensor) -> Tensor:
+    """x [B, H, S, D], copied where its rows are not contiguous pieces of 16 bytes."""
     size = ITEMSIZE[x.dtype]
-    aligned = x.offset * size % 16 == 0 and all(s * size % 16 == 0 for s in x.strides[:3])
-    return x if x.strides[3] == 1 and aligned else ctx.contiguous(x)
+    pieces = x.offset * size % 16 == 0 and all(s * size % 16 == 0 for s in x.strides[:3])
+    return x if x.strides[3] == 1 and pieces else ctx.contiguous(x)
 
 
 def _fitted(ctx: Context, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -11,8 +11,8 @@ from onnx_fuse.lower.context import Lowering
 FAMILIES: tuple[str, ...] = (
     *("elementwise", "views", "indexing", "random", "linear", "gated", "leaf_norm"),
     *("reduce", "norm", "softmax", "conv", "conv_grad", "pool", "scan", "recurrent", "loss"),
-    *("sdpa", "regions", "linalg", "text", "quant", "matmul_nbits", "gemm_integer"),
-    *("linear_cross_entropy", "collective", "float8"),
+    *("sdpa", "cached_attention", "regions", "linalg", "text", "quant", "matmul_nbits"),
+    *("gemm_integer", "linear_cross_entropy", "collective", "float8"),
 )
 
 

@@ -53,6 +53,9 @@ class Attention(AnyProblem):
     """float16: the number that an added -65504 replaces (`rewrite.fp16_range`); 0: itself."""
     guard: int = 0
     """1: a row that is -inf throughout gives 0; 2: weights that are NaN are 0."""
+    lengths: bool = False
+    """The one query of sequence b stands at place lengths[b] and sees the keys up to there, those
+    in its window. Pointer: lengths, int32 [B]."""
 
     @property
     def wide(self) -> Collection[str]:

@@ -398,6 +398,47 @@ class Random(AnyProblem):
 
 
 @dataclass(frozen=True)
+class CacheAppend(AnyProblem):
+    """Keys and values of `rows` new tokens, written behind those before them in a cache.
+
+    Sequence b has lengths[b] + 1 tokens with the new ones, of which the last `rows` are new. q, k
+    and v are [B, H, rows, D] by their strides, past and present [B, kv_heads, places, D]; places
+    behind the new tokens are zero. Where past and present are one place only the new rows are
+    written. q and k are rotated by cos and sin [context, half]; turned [B, heads, rows, D] takes q.
+    Pointers: q k v lengths cos sin positions past_key past_value, turned present_key present_value.
+    """
+
+    batch: int
+    rows: int
+    heads: int
+    """Heads of q, 0 where nothing is rotated. `kv_heads`: of k and v."""
+    kv_heads: int
+    size: int
+    """D, the numbers of a head."""
+    length: int
+    """Places of present. `past`: of past, 0 where there is none."""
+    past: int
+    dtype: str
+    q_strides: tuple[int, ...]
+    """The strides of batch, head and row, in elements."""
+    k_strides: tuple[int, ...]
+    v_strides: tuple[int, ...]
+    half: int = 0
+    """Pairs of numbers that are rotated, those `half` apart, or neighbours where `interleaved`."""
+    interleaved: bool = False
+    context: int = 0
+    positions: str = ""
+    """Where a token's angles stand: "" at its place, "first" from positions[0] on, "each" at
+    positions[b, row]."""
+
+    @property
+    def bytes(self) -> int:
+        """The new rows read and written."""
+        heads = self.heads + 2 * self.kv_heads
+        return 2 * self.batch * self.rows * heads * self.size * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True)
 class RoiAlign(AnyProblem):
     """`size` bins of regions of images [batch, *image]; `image` is channels, height and width."""
 

@@ -79,6 +79,11 @@ def _gemm(p: GemmProblem) -> Needs:
     return {**reach, **common, **({} if epilogue.dw else rows)}
 
 
+def _reach(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last of these sizes and strides."""
+    return 1 + sum((n - 1) * abs(step) for n, step in zip(shape, strides, strict=True))
+
+
 def _axes(p: Contraction) -> tuple[int, ...]:
     return (1,) * (3 - len(p.batch)) + tuple(p.batch)
 
@@ -132,7 +137,24 @@ def _attention(p: contractions.Attention) -> Needs:
     for name, strides in (("mask", p.mask), ("mask2", p.mask2)):
         steps = zip((*p.batch, p.m, p.n), strides, strict=False)
         needs[name] = ("", 1 + sum((n - 1) * abs(s) for n, s in steps) if strides else 0)
-    return needs | {"lse": ("", 2 * p.batches * p.m)}
+    return needs | {"lse": ("", 2 * p.batches * p.m), "lengths": ("int32", p.batch[0])}
+
+
+def _append(p: data_movement.CacheAppend) -> Needs:
+    lead = {"q": p.heads, "k": p.kv_heads, "v": p.kv_heads}
+    strides = {"q": p.q_strides, "k": p.k_strides, "v": p.v_strides}
+    cache = p.batch * p.kv_heads * p.size
+    needs = {
+        name: (p.dtype, _reach((p.batch, heads, p.rows), strides[name]) + p.size - 1)
+        for name, heads in lead.items()
+    }
+    return needs | {
+        "lengths": ("int32", p.batch), "turned": (p.dtype, p.batch * p.heads * p.rows * p.size),
+        **dict.fromkeys(("cos", "sin"), (p.dtype, p.context * p.half)),
+        **dict.fromkeys(("past_key", "past_value"), (p.dtype, cache * p.past)),
+        **dict.fromkeys(("present_key", "present_value"), (p.dtype, cache * p.length)),
+        "positions": ("int64", {"": 0, "first": 1, "each": p.batch * p.rows}[p.positions]),
+    }  # fmt: skip
 
 
 def _conv(p: problems.Conv) -> Needs:
@@ -301,6 +323,7 @@ TABLE: dict[type[AnyProblem], Callable[[Any], Needs]] = {
     problems.Registered: lambda p: {
         name: (dtype, prod(shape)) for name, dtype, shape in (*p.inputs, *p.outputs)
     },
+    data_movement.CacheAppend: _append,
     data_movement.Pointwise: _pointwise,
     data_movement.PointwiseSums: lambda p: {**_pointwise(p.pointwise), "sum": (p.out_dtype, 0)},
     data_movement.PointwiseMany: _many,

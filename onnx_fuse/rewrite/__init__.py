@@ -166,7 +166,9 @@ def optimize(
     own_kernels |= training
     # what runs on own kernels asks whether sizes of one name are equal; onnxruntime does not
     with contextlib.nullcontext() if own_kernels else symbols_apart(model):
-        reasons = expand_where_fused(model, lambda m: pipeline(m)[1], own_kernels=own_kernels)
+        reasons = expand_where_fused(
+            model, lambda m: pipeline(m)[1], own_kernels=own_kernels, training=training
+        )
         rw, _ = pipeline(model)
     forget_regions(model)
     report.fusions = _fused(model, rw)

@@ -30,7 +30,11 @@ def regions(model: ir.Model) -> list[tuple[ir.Node, str]]:
 
 
 def expand_where_fused(
-    model: ir.Model, taken: Callable[[ir.Model], set[str]], *, own_kernels: bool
+    model: ir.Model,
+    taken: Callable[[ir.Model], set[str]],
+    *,
+    own_kernels: bool,
+    training: bool,
 ) -> list[Refusal]:
     """Replace those contrib nodes of `model`, in place, of whose bodies a fusion takes a part.
 
@@ -41,6 +45,9 @@ def expand_where_fused(
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         entry = contrib.lookup(node)
         if entry is None or not entry.recognized:
+            continue
+        whole = entry.lowered and own_kernels and not training
+        if whole and contrib.is_writable(node, model.graph.opset_imports):
             continue
         if own_kernels or not entry.whole(node):
             nodes.append(node)

@@ -34,7 +34,8 @@ class Contrib:
     """One contrib operator. `recognized`: rules may look into its body for something to fuse.
 
     `whole` says of which nodes onnxruntime's kernel is faster on a CPU than what fusion makes of
-    the body: those are written out for kernels of ours alone.
+    the body: those are written out for kernels of ours alone. `lowered`: kernels of ours run it as
+    it is, so that only training looks into it there.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Contrib:
     build: Build
     recognized: bool
     whole: Callable[[ir.Node], bool]
+    lowered: bool
 
 
 Results: TypeAlias = "Sequence[ir.Value | None]"
@@ -54,12 +56,13 @@ def contrib(
     domain: str = MICROSOFT,
     recognized: bool = True,
     whole: Callable[[ir.Node], bool] = lambda node: False,
+    lowered: bool = False,
 ) -> Callable[[Build], Build]:
     """Decorator: enter a `Build` into the table under `names`."""
 
     def enter(build: Build) -> Build:
         for name in names:
-            CONTRIB[domain, name] = Contrib(name, domain, build, recognized, whole)
+            CONTRIB[domain, name] = Contrib(name, domain, build, recognized, whole, lowered)
         return build
 
     return enter
@@ -245,6 +248,15 @@ def _needed_nodes(nodes: Sequence[ir.Node], results: Sequence[ir.Value | None]) 
         else:
             detach([node])
     return used[::-1]
+
+
+def is_writable(node: ir.Node, opsets: Mapping[str, int]) -> bool:
+    """Whether a contrib node has a body in standard ONNX."""
+    try:
+        function(node, opsets, "")
+    except Unwritable:
+        return False
+    return True
 
 
 def function(node: ir.Node, opsets: Mapping[str, int], overload: str = "") -> ir.Function:

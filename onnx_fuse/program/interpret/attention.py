@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from onnx_fuse.program.contractions import Attention, AttentionGrad
+from onnx_fuse.program.data_movement import CacheAppend
 from onnx_fuse.program.interpret.data_movement import Results
 from onnx_fuse.program.interpret.memory import Operands
 
@@ -47,6 +48,9 @@ def _weights(p: Attention, of: Operands, q: np.ndarray, k: np.ndarray) -> _Weigh
     ahead = np.arange(p.n) - np.arange(p.m)[:, None]
     left, right = (np.inf if n < 0 else n for n in p.window or (-1, -1))
     right = min(right, 0) if p.causal else right
+    if p.lengths:
+        ahead = (np.arange(p.n) - of.raw("lengths").reshape(-1, 1))[:, None, None]
+        right = 0
     z = np.where((ahead >= -left) & (ahead <= right), z, -np.inf)
     top = z.max(-1, keepdims=True)
     e = np.exp(z - top)
@@ -64,6 +68,56 @@ def attention(p: Attention, of: Operands) -> Results:
     with np.errstate(all="ignore"):
         weights = _weights(p, of, q, k)
         return {"y": weights.w @ v, "lse": weights.lse}
+
+
+def cache_append(p: CacheAppend, of: Operands) -> Results:
+    """The caches with the new rows, and the queries rotated."""
+    lengths = of.raw("lengths").reshape(-1).astype(np.int64)
+    starts = np.maximum(lengths + 1 - p.rows, 0)
+    places = starts[:, None] + np.arange(p.rows)
+    results: Results = {}
+    heads = {"q": p.heads, "k": p.kv_heads, "v": p.kv_heads}
+    strides = {"q": p.q_strides, "k": p.k_strides, "v": p.v_strides}
+    new = {
+        name: of.strided(name, (p.batch, count, p.rows, p.size), (*strides[name], 1))
+        for name, count in heads.items()
+        if count
+    }
+    if p.half:
+        angles = places
+        if p.positions:
+            given = of.raw("positions").reshape(-1)
+            each = p.positions == "each"
+            angles = given.reshape(places.shape) if each else given[0] + np.arange(p.rows)
+            angles = np.broadcast_to(angles, places.shape)
+        angles = np.clip(angles, 0, p.context - 1)
+        tables = [of.dense(name, p.context, p.half)[angles][:, None] for name in ("cos", "sin")]
+        new |= {name: _rotated(p, new[name], *tables) for name in "qk"}
+        results["turned"] = new["q"]
+    for name, past, present in (
+        ("k", "past_key", "present_key"), ("v", "past_value", "present_value")
+    ):  # fmt: skip
+        cache = np.zeros((p.batch, p.kv_heads, p.length, p.size))
+        for b, start in enumerate(starts):
+            if p.past:
+                old = of.dense(past, p.batch, p.kv_heads, p.past, p.size)
+                cache[b, :, :start] = old[b, :, :start]
+            inside = places[b] < p.length
+            cache[b][:, places[b][inside]] = new[name][b][:, inside]
+        results[present] = cache
+    return results
+
+
+def _rotated(p: CacheAppend, x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+    """x [B, H, S, D] with its pairs rotated by angles [B, 1, S, half]."""
+    result = x.copy()
+    ends = 2 * p.half
+    step, second = (2, 1) if p.interleaved else (1, p.half)
+    first = slice(0, ends if p.interleaved else p.half, step)
+    other = slice(second, ends, step)
+    result[..., first] = x[..., first] * cos - x[..., other] * sin
+    result[..., other] = x[..., other] * cos + x[..., first] * sin
+    return result
 
 
 def attention_grad(p: AttentionGrad, of: Operands) -> Results:

@@ -54,6 +54,7 @@ ANSWERS: dict[type[AnyProblem], Answer] = {
     loss_problems.ExpRows: losses.exp_rows,
     loss_problems.LabelScore: losses.label_score,
     move_problems.BatchedCalls: _batched,
+    move_problems.CacheAppend: attention.cache_append,
     move_problems.CopyMany: data_movement.copy_many,
     move_problems.CumulativeSum: data_movement.cumulative_sum,
     move_problems.DeformColumns: regions.deform_columns,

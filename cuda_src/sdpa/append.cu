@@ -1,0 +1,79 @@
+// sdpa/append.cu: new keys and values go behind those of before in a cache, turned by their places.
+// Idea     : a thread moves PIECE numbers of a new row: of a query to `turned`, of a key or value to its
+//            place in present. Where past stands apart, threads walk over its rows as well.
+// Inputs   : q, k, v [B, heads, rows, D] by strides, lengths int32 [B] (tokens with the new ones, less 1),
+//            cos and sin [context, HALF], positions i64, past [B, kv_heads, past, D].
+// Outputs  : turned [B, heads, rows, D], present [B, kv_heads, length, D]: past, the new rows, zeros.
+// Macros   : T element, ACC, D, PIECE elements a piece (of D, and of HALF), HALF pairs turned (0: none),
+//            INTERLEAVED (a pair are neighbours), POSITIONS (of angles: 0 the place, 1 from the first
+//            on, 2 one each).
+// Launch   : any grid (x) of 256 threads.
+// Numerics : rotations in ACC, rounded once.
+// Bound    : bytes of the new rows; of past as well where present is another place.
+#include "common.cuh"
+constexpr int PIECES = D / PIECE;
+
+struct Rows { i64 batch, head, row; };
+
+extern "C" __global__ void __launch_bounds__(256) cache_append(
+    const T* q, const T* k, const T* v, const int* lengths, const T* cosines, const T* sines, const i64* positions,
+    const T* past_key, const T* past_value, T* turned, T* present_key, T* present_value, i64 qb, i64 qh, i64 qr,
+    i64 kb, i64 kh, i64 kr, i64 vb, i64 vh, i64 vr, int batch, int rows, int heads, int kv_heads, int length,
+    int past, int context) {
+    after_previous_launch();
+    const i64 first = (i64)blockIdx.x * 256 + threadIdx.x, step = (i64)gridDim.x * 256;
+    const int all = heads + 2 * kv_heads;
+    for (i64 i = first; i < (i64)batch * rows * all * PIECES; i += step) {
+        const int e = i % PIECES * PIECE, row = i / PIECES / all % rows, b = i / PIECES / all / rows;
+        int head = i / PIECES % all;
+        const int place = max(lengths[b] + 1 - rows, 0) + row;
+        const bool query = head < heads, key = !query && head < heads + kv_heads;
+        head -= query ? 0 : key ? heads : heads + kv_heads;
+        const Rows at = query ? Rows{qb, qh, qr} : key ? Rows{kb, kh, kr} : Rows{vb, vh, vr};
+        const T* from = (query ? q : key ? k : v) + b * at.batch + head * at.head + row * at.row;
+        Vec<T, PIECE> x = load<PIECE>(from + e);
+        if (HALF && (query || key) && e < 2 * HALF) {
+            const i64 angle = POSITIONS == 0 ? place : POSITIONS == 1 ? positions[0] + row : positions[(i64)b * rows + row];
+            const i64 line = (angle < 0 ? 0 : angle < context ? angle : context - 1) * HALF;
+            if (INTERLEAVED) {
+#pragma unroll
+                for (int j = 0; j + 1 < PIECE; j += 2) {
+                    const ACC c = widen(cosines[line + (e + j) / 2]), s = widen(sines[line + (e + j) / 2]);
+                    const ACC one = widen(x.at[j]), two = widen(x.at[j + 1]);
+                    x.at[j] = narrow<T>(one * c - two * s), x.at[j + 1] = narrow<T>(two * c + one * s);
+                }
+            } else {
+                const bool second = e >= HALF;
+                const Vec<T, PIECE> other = load<PIECE>(from + (second ? e - HALF : e + HALF));
+                const i64 column = line + (second ? e - HALF : e);
+#pragma unroll
+                for (int j = 0; j < PIECE; j++) {
+                    const ACC c = widen(cosines[column + j]), s = widen(sines[column + j]);
+                    const ACC turn = widen(other.at[j]) * s;
+                    x.at[j] = narrow<T>(widen(x.at[j]) * c + (second ? turn : -turn));
+                }
+            }
+        }
+        if (query)
+            store<PIECE>(turned + (((i64)b * heads + head) * rows + row) * D + e, x);
+        else if (place < length)
+            store<PIECE>((key ? present_key : present_value) + (((i64)b * kv_heads + head) * length + place) * D + e, x);
+    }
+    // one place for past and present: what is old is there
+    const i64 each = (i64)batch * kv_heads * length * PIECES;
+#pragma unroll
+    for (int which = 0; which < 2; which++) {
+        const T* old = which ? past_value : past_key;
+        T* to = which ? present_value : present_key;
+        if (old == to) continue;
+        for (i64 i = first; i < each; i += step) {
+            const i64 line = i / PIECES;
+            const int e = i % PIECES * PIECE, place = line % length, b = line / length / kv_heads;
+            const int start = max(lengths[b] + 1 - rows, 0);
+            if (place >= start && place < start + rows) continue;
+            Vec<T, PIECE> x = {};
+            if (place < start && place < past) x = load<PIECE>(old + (line / length * past + place) * D + e);
+            store<PIECE>(to + line * D + e, x);
+        }
+    }
+}

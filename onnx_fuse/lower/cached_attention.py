@@ -1,0 +1,172 @@
+"""Attention over a cache of keys and values that stands in memory: GroupQueryAttention.
+
+B batch, S new tokens, T places of the cache, H heads of queries, K heads of keys, D numbers a head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+import onnx_ir as ir
+
+from onnx_fuse.cuda.pointwise import Code
+from onnx_fuse.kernels import serves
+from onnx_fuse.lower.context import Context, Lowering, NotStatic, emit
+from onnx_fuse.lower.sdpa import aligned
+from onnx_fuse.program.call import Tensor
+from onnx_fuse.program.contractions import Attention
+from onnx_fuse.program.data_movement import CacheAppend
+from onnx_fuse.program.size import maximum, number
+
+_REFUSED = {10: "an added bias", 11: "a sink", 12: "a quantized cache", 13: "a quantized cache",
+            14: "a norm of q", 15: "a norm of k", 16: "lengths of queries"}  # fmt: skip
+_FLAGS = ("smooth_softmax", "sliding_window_cache", "qk_output")
+
+
+def _refusal(ctx: Context, node: ir.Node) -> str | None:
+    """Why a node is lowered by its body; None where the kernels take it."""
+    reasons = [reason for i, reason in _REFUSED.items() if ctx.has(node, i)]
+    reasons += [f"it has {name}" for name in _FLAGS if ctx.attr(node, name, 0) not in (0, -1)]
+    reasons += ["it is not causal"] if not ctx.attr(node, "causal", 1) else []
+    if any(ctx.attr(node, f"{x}_quant_type", "NONE") != "NONE" for x in "kv"):
+        reasons.append("a quantized cache")
+    return reasons[0] if reasons else None
+
+
+def _split(ctx: Context, node: ir.Node, heads: int, kv_heads: int) -> list[Tensor]:
+    """Queries, keys and values as [B, heads, S, D], also where they stand in one tensor."""
+    q = ctx.view(node, 0)
+    counts = (heads, kv_heads, kv_heads)
+    if ctx.has(node, 1):
+        parts = [q, ctx.view(node, 1), ctx.view(node, 2)]
+    else:
+        size = q.shape[2] // sum(counts)
+        starts = (0, heads * size, (heads + kv_heads) * size)
+        parts = [q.part(2, at, n * size) for at, n in zip(starts, counts, strict=True)]
+    return [
+        aligned(ctx, part.view((*part.shape[:2], n, part.shape[2] // n)).permute((0, 2, 1, 3)))
+        for part, n in zip(parts, counts, strict=True)
+    ]
+
+
+def group_query_attention(ctx: Context, node: ir.Node) -> str | None:
+    """The new rows go into the cache, rotated; then attention reads the cache where it stands."""
+    if reason := _refusal(ctx, node):
+        return reason
+    if (value := ctx.host(node, 6)) is None:
+        raise NotStatic("its total_sequence_length")
+    total = number(value.reshape(-1)[0])
+    if len(ctx.view(node, 0).shape) != 3:
+        return "its queries are not [B, S, heads]"
+    q, k, v = _split(ctx, node, ctx.attr(node, "num_heads"), ctx.attr(node, "kv_num_heads"))
+    (batch, heads, rows, size), kv_heads = q.shape, k.shape[1]
+    pasts = [ctx.dense(node, i) for i in (3, 4) if ctx.has(node, i)]
+    places = maximum(total, pasts[0].shape[2] if pasts else 0)
+    reads = {"q": q, "k": k, "v": v, "lengths": ctx.dense(node, 5)}
+    reads |= dict(zip(("past_key", "past_value"), pasts, strict=False))
+    more: dict[str, Any] = {}
+    if ctx.attr(node, "do_rotary", 0):
+        reads |= {"cos": ctx.dense(node, 7), "sin": ctx.dense(node, 8)}
+        context, half = reads["cos"].shape
+        interleaved = bool(ctx.attr(node, "rotary_interleaved", 0))
+        more = {"half": half, "interleaved": interleaved, "context": context}
+        if ctx.has(node, 9):
+            reads["positions"] = ctx.dense(node, 9)
+            more["positions"] = "first" if total == rows else "each"
+        if 2 * half > size or (interleaved and size % 2) or not context:
+            return "its angles do not fit its heads"
+    shapes = [(batch, kv_heads, t.shape[2] if t in pasts else rows, size) for t in (k, v, *pasts)]
+    fits = [t.shape == shape for t, shape in zip((k, v, *pasts), shapes, strict=True)]
+    numbers = {t.dtype for name, t in reads.items() if name not in ("lengths", "positions")}
+    each = more.get("positions") == "each" and reads["positions"].size != batch * rows
+    if not all(fits) or len(numbers) > 1 or reads["lengths"].size != batch or each:
+        return "its operands have sizes or types that differ"
+    if heads % kv_heads or not batch * rows * places:
+        return "it is empty, or its heads do not fit"
+    dtype, cache = q.dtype, (batch, kv_heads, places, size)
+    named = [i < len(node.outputs) for i in (1, 2)]
+    presents = [
+        ctx.output(node, i, cache, dtype) if there else ctx.scratch(dtype, cache)
+        for i, there in enumerate(named, 1)
+    ]
+    writes = dict(zip(("present_key", "present_value"), presents, strict=True))
+    append = CacheAppend(
+        batch=batch, rows=rows, heads=heads if more else 0, kv_heads=kv_heads, size=size,
+        length=places, past=pasts[0].shape[2] if pasts else 0, dtype=dtype,
+        q_strides=q.strides[:3], k_strides=k.strides[:3], v_strides=v.strides[:3], **more,
+    )  # fmt: skip
+    if more:
+        q = writes["turned"] = ctx.scratch(dtype, (batch, heads, rows, size))
+    pairs = (("present_key", "past_key"), ("present_value", "past_value"))
+    inplace = pairs if pasts and pasts[0].shape[2] == places else ()
+    if reason := ctx.select(node, append, reads, writes, inplace=inplace):
+        return reason
+    return _attend(ctx, node, q, presents[0], presents[1], reads["lengths"])
+
+
+def _attend(
+    ctx: Context, node: ir.Node, q: Tensor, key: Tensor, value: Tensor, lengths: Tensor
+) -> str | None:
+    """Attention of q [B, H, S, D] over the cache; y is [B, S, H D]."""
+    batch, heads, rows, size = q.shape
+    y = ctx.output(node, 0, (batch, rows, heads * size), q.dtype)
+    split = y.view((batch, rows, heads, size)).permute((0, 2, 1, 3))
+    scale = ctx.attr(node, "scale", 0.0) or float(size) ** -0.5
+    cap, window = ctx.attr(node, "softcap", 0.0), ctx.attr(node, "local_window_size", -1)
+    problem = Attention(
+        m=rows, n=key.shape[2], k=size, batch=(batch, heads), dtype=q.dtype, dv=size,
+        group=heads // key.shape[1], scale=scale / cap if cap else scale, softcap=cap,
+        q_strides=q.strides[:3], k_strides=key.strides[:3], v_strides=value.strides[:3],
+        y_strides=() if split.dense else split.strides[:3],
+    )  # fmt: skip
+    reads = {"q": q, "k": key, "v": value}
+    if rows == 1:
+        behind = (window - 1, 0) if window > 0 else ()
+        own = replace(problem, lengths=True, window=behind)
+        if serves(own.op, own, ctx.hw, ctx.prefs):
+            return ctx.select(node, own, reads | {"lengths": lengths}, {"y": split})
+    mask = _mask(ctx, node, lengths, rows, key.shape[2], window, q.dtype)
+    reads["mask"] = mask.expand((batch, heads, rows, key.shape[2]))
+    problem = replace(problem, mask=reads["mask"].strides, guard=1)
+    return ctx.select(node, problem, reads, {"y": split})
+
+
+def _counted(ctx: Context, node: ir.Node, n: int) -> Tensor:
+    """0, 1, ... as int64 [n]."""
+    code, counted = Code(), ctx.scratch("int64", (n,))
+    emit(ctx, code, node, code.step("Iota", "int64"), counted)
+    return counted
+
+
+def _mask(
+    ctx: Context, node: ir.Node, lengths: Tensor, rows: int, places: int, window: int, dtype: str
+) -> Tensor:
+    """[B, 1, S, T]: 0 for keys up to a query's own place, in its window, else -inf.
+
+    A query of padding may see no key: its result is 0.
+    """
+    batch = lengths.size
+    shape, code = (batch, 1, rows, places), Code()
+    column = code.load(_counted(ctx, node, places).expand(shape))
+    row = code.load(_counted(ctx, node, rows).view((rows, 1)).expand(shape))
+    last = code.load(lengths.view((batch, 1, 1, 1)).expand(shape))
+    last = code.step("Cast", "int64", last)
+    start = code.step("Sub", "int64", last, code.scalar(rows - 1, "int64"))
+    start = code.step("Max", "int64", start, code.scalar(0, "int64"))
+    place = code.step("Add", "int64", start, row)
+    seen = code.step("And", "bool", code.step("LessOrEqual", "bool", column, place),
+                     code.step("LessOrEqual", "bool", column, last))  # fmt: skip
+    if window > 0:
+        first = code.step("Sub", "int64", place, code.scalar(window, "int64"))
+        seen = code.step("And", "bool", seen, code.step("Less", "bool", first, column))
+    low = code.scalar(-inf, dtype)
+    mask = ctx.scratch(dtype, shape)
+    emit(ctx, code, node, code.step("Where", dtype, seen, code.scalar(0, dtype), low), mask)
+    return mask
+
+
+LOWERINGS: dict[tuple[str, str], Lowering] = {
+    ("com.microsoft", "GroupQueryAttention"): group_query_attention,
+}

@@ -1,0 +1,83 @@
+"""GroupQueryAttention over caches, as decoders have it: each sequence against onnxruntime's CPU."""
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from test_caches import BATCHES, DECODERS, HALF, ROTARY, Decoder, drawn, lengths_of, told
+
+from onnx_fuse import InferenceSession
+from onnx_fuse.runtime import device
+from onnx_fuse.runtime.tensor import DeviceTensor
+
+pytestmark = pytest.mark.gpu
+LIMITS = {"float": 2e-5, "float16": 4e-3}
+"""Scores of float32 are sums of 16 products; float16 rounds rotated keys and the result."""
+
+
+@pytest.mark.parametrize("row", [*DECODERS, *HALF], ids=lambda row: row.name)
+def test_each_sequence_is_the_one_of_onnxruntime(row: Decoder) -> None:
+    model, rng = row.model(), np.random.default_rng(5)
+    proto = ir.serde.serialize_model(model)
+    theirs = onnxruntime.InferenceSession(proto.SerializeToString(), None, ["CPUExecutionProvider"])
+    ours = InferenceSession(model, device="cuda")
+    names = [end.name for end in theirs.get_outputs()]
+    count = 0
+    for sizes in BATCHES:
+        feed = drawn(row, *sizes, rng)
+        if feed is None:
+            continue
+        wanted, got = theirs.run(None, feed), ours.run(None, feed)
+        again = ours.run(None, feed)
+        for name, x, y, z in zip(names, wanted, got, again, strict=True):
+            assert x.shape == y.shape
+            np.testing.assert_array_equal(y, z, err_msg=f"{name}, again")
+            for b, end in enumerate(lengths_of(feed)):
+                part = b if name == "y" else (b, slice(None), slice(end))
+                np.testing.assert_allclose(
+                    y[part], x[part], rtol=LIMITS[row.kind], atol=LIMITS[row.kind],
+                    err_msg=f"{name} of sequence {b} of {sizes}, {told(feed)} tokens",
+                )  # fmt: skip
+        count += 1
+    assert count >= 2
+
+
+def on_gpu(array: np.ndarray) -> DeviceTensor:
+    memory, stream = device.Memory(array.nbytes, "a cache"), device.Stream()
+    stream.upload(memory.address, array.ctypes.data, array.nbytes)
+    stream.wait("a cache")
+    return DeviceTensor(memory.address, array.shape, array.dtype.name, 0, memory)
+
+
+def test_a_cache_is_filled_where_it_stands() -> None:
+    """Past and present are bound to one place, token by token, for sequences of other lengths."""
+    row = Decoder("shared", ROTARY, kind="float16", cache="shared", told="vector")
+    model, rng = row.model(), np.random.default_rng(6)
+    proto = ir.serde.serialize_model(model)
+    theirs = onnxruntime.InferenceSession(proto.SerializeToString(), None, ["CPUExecutionProvider"])
+    ours = InferenceSession(model, device="cuda")
+    batch, room = 2, 12
+    lengths = np.array([0, 3], np.int32)
+    caches = {f"past_{x}": np.zeros((batch, 2, room, 16), np.float16) for x in "kv"}
+    binding = ours.io_binding()
+    held = {name: on_gpu(array) for name, array in caches.items()}
+    for _ in range(room - 3):
+        feed = {"q": rng.standard_normal((batch, 1, 128)).astype(np.float16), "l": lengths,
+                "total": np.array([lengths.max() + 1], np.int32)}  # fmt: skip
+        y, *presents = theirs.run(None, feed | caches)
+        caches = dict(zip(caches, presents, strict=True))
+        for name, array in feed.items():
+            binding.bind_cpu_input(name, array)
+        for name, place in held.items():
+            binding.bind_ortvalue_input(name, place)
+            binding.bind_ortvalue_output(name.replace("past", "present"), place)
+        binding.bind_output("y")
+        ours.run_with_iobinding(binding)
+        got = binding.copy_outputs_to_cpu()[-1]
+        np.testing.assert_allclose(got, y, rtol=4e-3, atol=4e-3)
+        lengths = lengths + 1
+    for name, place in held.items():
+        for b, end in enumerate(lengths):
+            np.testing.assert_allclose(
+                place.numpy()[b, :, :end], caches[name][b, :, :end], rtol=2e-3, atol=2e-3
+            )

@@ -1,0 +1,211 @@
+"""A token of a decoder with a cache, beside torch.compile in a CUDA graph with a static cache.
+
+    python tools/bench_decoder.py [--batch 1 8] [--bits 16 4] [--layers 16] [--tokens 1000]
+
+The file is models/llama_cache.py's llama-1b, as onnxruntime-genai exports it, with float16 weights
+or 4 bits in blocks of 32. Past and present are bound to one place of 2,048 tokens, logits to
+another; each run has one token more, as a user's loop has ("same": all have so many). "floor" is
+the time that weights and cached tokens take at the memory's rate. --quick leaves torch out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "models"), str(ROOT / "tools")]
+import bench_session  # noqa: E402
+import llama_cache  # noqa: E402
+
+from onnx_fuse import InferenceSession  # noqa: E402
+from onnx_fuse.program.problem import Hardware  # noqa: E402
+from onnx_fuse.runtime import device  # noqa: E402
+
+ROOM = 2048
+"""Tokens that the cache has room for."""
+ROUNDS = 128
+
+
+def repeated(net: Any, name: str, shape: tuple[int, ...], std: float) -> Any:
+    """Random weights of which a million are drawn: to draw all takes a minute."""
+    drawn = (net.rng.standard_normal(1 << 20) * std).astype(net.dtype)
+    return net.initializer(name, np.resize(drawn, shape))
+
+
+def bound(
+    session: Any, places: bench_session.Places, c: llama_cache.Config, batch: int
+) -> tuple[Callable[[int], None], Any]:
+    """A function that runs a token, the last of so many, and its binding; all stand in `places`."""
+    head = c.width // c.heads
+    shape = (batch, c.kv_heads, ROOM, head)
+    size = 2 * int(np.prod(shape))
+    binding = session.io_binding()
+    for layer in range(c.layers):
+        for kind in ("key", "value"):
+            place = places.new(size)
+            device.Stream().fill(place, 0, size)
+            past, present = f"past_key_values.{layer}.{kind}", f"present.{layer}.{kind}"
+            binding.bind_input(past, "cuda", 0, np.float16, shape, place)
+            binding.bind_output(present, "cuda", 0, np.float16, shape, place)
+    logits = places.new(4 * batch * c.vocab)
+    binding.bind_output("logits", "cuda", 0, np.float32, (batch, 1, c.vocab), logits)
+    ids, ones = np.zeros((batch, 1), np.int64), np.ones((batch, ROOM), np.int64)
+    stream = device.Stream()
+    at = {name: places.new(array.nbytes) for name, array in (("ids", ids), ("ones", ones))}
+    stream.upload(at["ids"], ids.ctypes.data, ids.nbytes)
+    stream.upload(at["ones"], ones.ctypes.data, ones.nbytes)
+    stream.wait("a decoder's inputs")
+    binding.bind_input("input_ids", "cuda", 0, np.int64, (batch, 1), at["ids"])
+
+    def token(total: int) -> None:
+        binding.bind_input("attention_mask", "cuda", 0, np.int64, (batch, total), at["ones"])
+        session.run_with_iobinding(binding, synchronize=False)
+
+    return token, binding
+
+
+def measured(
+    token: Callable[[int], None], wait: Callable[[], None], first: int, step: int
+) -> float:
+    """Microseconds a token, the median of rounds of 16; each token is `step` longer."""
+    length, times = first, []
+    for _ in range(1 + ROUNDS // 16):
+        begun = time.perf_counter()
+        for _ in range(16):
+            token(length)
+            length += step
+        wait()
+        times.append((time.perf_counter() - begun) / 16)
+    return 1e6 * median(times[1:])
+
+
+def ours(c: llama_cache.Config, batch: int, tokens: int) -> dict[str, float]:
+    """Microseconds a token, and seconds to the first one."""
+    device.start()
+    stream, model = device.Stream(), llama_cache.build(c)
+    begun = time.perf_counter()
+    session = InferenceSession(model, device="cuda")
+    made = time.perf_counter() - begun
+    places = bench_session.Places()
+    token, binding = bound(session, places, c, batch)
+
+    def wait() -> None:
+        binding.synchronize_outputs()
+        stream.wait("a token")
+
+    begun = time.perf_counter()
+    token(tokens)
+    wait()
+    first = time.perf_counter() - begun
+    return {"us": measured(token, wait, tokens, 1), "same": measured(token, wait, tokens, 0),
+            "session s": made, "first s": first}  # fmt: skip
+
+
+def theirs(c: llama_cache.Config, batch: int, tokens: int) -> float:
+    """Microseconds of torch.compile's CUDA graph of the same decoder in float16."""
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+
+    head, kv = c.width // c.heads, c.kv_heads * (c.width // c.heads)
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(c.width, c.width + 2 * kv, bias=False)
+            self.o = nn.Linear(c.width, c.width, bias=False)
+            self.gate_up = nn.Linear(c.width, 2 * c.hidden, bias=False)
+            self.down = nn.Linear(c.hidden, c.width, bias=False)
+            self.norms = nn.ModuleList(nn.RMSNorm(c.width, 1e-5) for _ in range(2))
+            for name in ("keys", "values"):
+                self.register_buffer(name, torch.zeros(batch, c.kv_heads, ROOM, head))
+
+        def forward(self, x: Any, at: Any, cos: Any, sin: Any, mask: Any) -> Any:
+            q, k, v = self.qkv(self.norms[0](x)).split((c.width, kv, kv), -1)
+            q, k, v = (t.view(batch, 1, -1, head).transpose(1, 2) for t in (q, k, v))
+
+            def turned(t: Any) -> Any:
+                one, two = t.chunk(2, -1)
+                return torch.cat((one * cos - two * sin, two * cos + one * sin), -1)
+
+            self.keys.index_copy_(2, at, turned(k))
+            self.values.index_copy_(2, at, v)
+            y = F.scaled_dot_product_attention(
+                turned(q), self.keys, self.values, attn_mask=mask, enable_gqa=True
+            )
+            x = x + self.o(y.transpose(1, 2).reshape(batch, 1, c.width))
+            gate, up = self.gate_up(self.norms[1](x)).chunk(2, -1)
+            return x + self.down(F.silu(gate) * up)
+
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens = nn.Embedding(c.vocab, c.width)
+            self.layers = nn.ModuleList(Layer() for _ in range(c.layers))
+            self.norm, self.head = nn.RMSNorm(c.width, 1e-5), nn.Linear(c.width, c.vocab, False)
+            angles = torch.arange(ROOM)[:, None] * c.base ** (-torch.arange(0, head, 2) / head)
+            self.register_buffer("cos", angles.cos())
+            self.register_buffer("sin", angles.sin())
+
+        def forward(self, ids: Any, at: Any) -> Any:
+            x = self.tokens(ids)
+            cos, sin = self.cos[at], self.sin[at]
+            mask = (torch.arange(ROOM, device="cuda") <= at).view(1, 1, 1, ROOM)
+            for layer in self.layers:
+                x = layer(x, at, cos, sin, mask)
+            return self.head(self.norm(x)).float()
+
+    with torch.device("cuda"), torch.no_grad():
+        torch.set_default_dtype(torch.float16)
+        step = torch.compile(Decoder(), mode="reduce-overhead")
+        torch.set_default_dtype(torch.float32)
+        ids = torch.zeros(batch, 1, dtype=torch.int64)
+        places = [torch.tensor([i]) for i in range(ROOM)]
+        return measured(lambda n: step(ids, places[n - 1]), torch.cuda.synchronize, tokens, 1)
+
+
+def floor(c: llama_cache.Config, batch: int, tokens: int, hw: Hardware) -> float:
+    """Microseconds of reading all weights and the cached keys and values once."""
+    kv = c.kv_heads * (c.width // c.heads)
+    layer = c.width * (2 * c.width + 2 * kv + 3 * c.hidden)
+    size = 2 if c.bits == 16 else 0.5 + 2 / llama_cache.BLOCK
+    read = c.layers * (layer * size + 4 * batch * tokens * kv) + 2 * c.width * c.vocab
+    return 1e6 * read / hw.bandwidth
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--bits", type=int, nargs="+", choices=(16, 4), default=[16, 4])
+    parser.add_argument("--layers", type=int, default=16, help="fewer, for a look")
+    parser.add_argument("--tokens", type=int, default=1000)
+    parser.add_argument("--quick", action="store_true", help="without torch")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    llama_cache.Net.normal = repeated
+    hw, rows = Hardware.detect(), []
+    for bits in options.bits:
+        c = replace(llama_cache.SIZES["llama-1b"], bits=bits, layers=options.layers)
+        for batch in options.batch:
+            row = {"bits": bits, "batch": batch, **ours(c, batch, options.tokens)}
+            row["floor"] = floor(c, batch, options.tokens, hw)
+            if not options.quick and bits == 16:
+                row["torch"] = theirs(c, batch, options.tokens)
+            rows.append(row)
+            print(", ".join(f"{name} {value:,.4g}" for name, value in row.items()), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
