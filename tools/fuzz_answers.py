@@ -57,8 +57,9 @@ def moved(feeds: Feeds, toward: float, coarse: str = "") -> Feeds:
 def nudged(model: ModelProto, toward: float) -> bytes:
     """The model with each float among its constants moved so, except those that give sizes.
 
-    What a Fourier transform sums to 0 is what is left of rounded sines in onnxruntime: some of that
-    size is added to its results, so that a Sign of them says nothing.
+    What a Fourier transform sums to 0 is what is left of rounded sines in onnxruntime, and gates
+    are approximations that reach 1: some of that size is added to their results, so that a Sign or
+    Floor of them says nothing.
     """
     result = ModelProto()
     result.CopyFrom(model)
@@ -70,19 +71,19 @@ def nudged(model: ModelProto, toward: float) -> bytes:
             shifted = moved({tensor.name: array}, toward, coarse)[tensor.name]
             tensor.CopyFrom(onnx.numpy_helper.from_array(shifted, tensor.name))
     for i, node in reversed([*enumerate(result.graph.node)]):
-        if node.op_type in ("DFT", "STFT"):
-            for later in reversed(_noise(node, result.graph, coarse, toward)):
+        for k, name in enumerate(node.output) if node.op_type in NOISY else ():
+            for later in reversed(_noise(node, k, result.graph, coarse, toward) if name else ()):
                 result.graph.node.insert(i + 1, later)
     return result.SerializeToString()
 
 
 def _noise(
-    node: onnx.NodeProto, graph: onnx.GraphProto, coarse: str, toward: float
+    node: onnx.NodeProto, k: int, graph: onnx.GraphProto, coarse: str, toward: float
 ) -> list[onnx.NodeProto]:
-    """y = v + |v| step sin(1, 2, 3, ...), where v is the node's result from now on."""
-    y, make = node.output[0], onnx.helper.make_node
+    """y = v + |v| step sin(1, 2, 3, ...), where v is the node's result `k` from now on."""
+    y, make = node.output[k], onnx.helper.make_node
     v, step = f"{y}.exact", 2.0**-20 if coarse else 2.0**-48
-    node.output[0] = v
+    node.output[k] = v
     constants = {"step": step if toward > 0 else -step, "all": np.array([-1]), "axis": np.array(0)}
     graph.initializer.extend(
         onnx.numpy_helper.from_array(np.asarray(array), f"{y}.{name}")
@@ -103,6 +104,7 @@ def _noise(
 
 
 SIZED = ("Resize", "Upsample", "Range")
+NOISY = ("DFT", "STFT", "GRU", "LSTM", "RNN")
 
 
 def session(model: bytes, optimized: bool) -> onnxruntime.InferenceSession:
