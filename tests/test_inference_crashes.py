@@ -61,6 +61,7 @@ MALFORMED = {
     "no kernel": "y = MaxPool <kernel_shape : ints = []> (x)",
     "stride of 0": "y = Conv <strides = [0, 1]> (x, x)",
     "pads of one side": "y = ConvTranspose <pads = [1, 1]> (x, x)",
+    "no image": "r = Flatten (x) y = Conv (r, x)",
     "kernel of three axes": "y = LpPool <kernel_shape = [2, 2, 2]> (x)",
     "high is below low": "y = RandomUniformLike <low = 2.0> (x)",
     "no deviation": "y = RandomNormal <scale = 0.0, shape = [2]> ()",
