@@ -603,7 +603,7 @@ def test_a_range_of_vectors_is_differentiated_or_refused(cli: Cli, tmp_path: Pat
             " { r = Range (s, l, d)  y = Gather (x, r) }"
         )
         onnx.save(model, tmp_path / "m.onnx")
-        result = cli("gradient", tmp_path / "m.onnx", "-o", tmp_path / "g.onnx")
+        result = cli("gradient", tmp_path / "m.onnx", "--wrt", "x", "-o", tmp_path / "g.onnx")
         assert (result.code, "internal error" in result.err) == (code, False), result.err
 
 
