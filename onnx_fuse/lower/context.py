@@ -71,6 +71,10 @@ class Slot:
     items: tuple[Slot, ...] | None = None
 
 
+class Mistyped(ModelError):
+    """An operand is of a type that the operator of this opset does not have."""
+
+
 class NotStatic(Exception):
     """Raised for an output whose shape inference cannot tell."""
 
@@ -266,7 +270,9 @@ class Context(ABC):
                 types = {n: _as_float16(t) for n, t in types.items()}
                 data = {n: t for n, t in data.items() if t.data_type != onnx.TensorProto.BFLOAT16}
                 result = infer(types, data)
-        except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError) as error:
+        except onnx.checker.ValidationError as error:
+            raise Mistyped(str(self.fault(node, one_line(error)))) from error
+        except onnx.shape_inference.InferenceError as error:
             raise self.fault(node, one_line(error)) from error
         correct_types(proto, types, data, result)
         types_of = [self._static_proto(result.get(v.name or "")) for v in node.outputs]

@@ -16,6 +16,7 @@ import onnx_ir as ir
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.lower import selection
+from onnx_fuse.lower.context import Context
 from onnx_fuse.lower.recurrent import recurrent
 from onnx_fuse.lower.selection import Known, Shapes, attr
 from onnx_fuse.ops.activations import ACTIVATIONS as TABLE
@@ -75,6 +76,12 @@ def group_norm(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results:
     y = op.GroupNormalization(x, scale, bias, num_groups=groups, epsilon=epsilon)
     row = TABLE.get(FusedName.of(node.op_type).activation)
     return [y if row is None else row.alone(op, y, node)]
+
+
+def is_flat_grid(ctx: Context, node: ir.Node) -> bool:
+    """Whether it is an AffineGrid with a size of one: its body squeezes a batch, and gives NaN."""
+    types = ctx.infer(node) if node.op_type == "AffineGrid" else None
+    return types is not None and (types[0] is None or 1 in types[0][1][:-1])
 
 
 def layer_norm(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results | None:

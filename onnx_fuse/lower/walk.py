@@ -27,13 +27,14 @@ from onnx_fuse.lower import elementwise, views
 from onnx_fuse.lower.context import (
     WEIGHT_LIMIT,
     Lowering,
+    Mistyped,
     NotStatic,
     Slot,
     data_type,
     type_proto,
 )
 from onnx_fuse.lower.control import Control
-from onnx_fuse.lower.decompose import DECOMPOSED
+from onnx_fuse.lower.decompose import DECOMPOSED, is_flat_grid
 from onnx_fuse.lower.sequences import followed, sequence
 from onnx_fuse.lower.stages import beyond_tensors, by_passes, stages, use_oldest_opset
 from onnx_fuse.lower.table import lowerings
@@ -353,7 +354,7 @@ class Lowerer(Control):
     def _attempt(self, lowering: Lowering, node: ir.Node) -> str | None:
         if node.domain == "" and node.op_type in FITTED:
             # kernels take types that an opset's operator does not have
-            with contextlib.suppress(onnx.checker.ValidationError):
+            with contextlib.suppress(Mistyped):
                 self._inferred(node)
         try:
             with self._misfits(node):
@@ -587,8 +588,7 @@ class Lowerer(Control):
                 self._name(inner.outputs)
             return single.graph
         version = self.opsets.get(node.domain, 1)
-        # onnx's body of AffineGrid squeezes a batch of one, and has NaN for an axis of one
-        standard = node.domain in ("", PREVIEW) and node.op_type != "AffineGrid"
+        standard = node.domain in ("", PREVIEW) and not is_flat_grid(self, node)
         if not standard or not onnx.defs.has(node.op_type, version, node.domain):
             return None
         schema: Any = onnx.defs.get_schema(node.op_type, version, node.domain)
