@@ -125,7 +125,7 @@ class Entry:
             finally:
                 stored.set_result(origin)
 
-        threading.Thread(target=told).start()
+        threading.Thread(target=told, name="onnx_fuse cache").start()
         return stored
 
 

@@ -6,7 +6,6 @@ import io
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ import onnx_ir
 import onnxruntime as ort
 import pytest
 from support import ENCODER, python
+from test_cache import wait_for_writers
 
 import onnx_fuse as of
 from onnx_fuse import session
@@ -362,9 +362,7 @@ def test_other_providers_of_onnxruntime_are_passed_on(
     sources = {"memory": model(), "file": tmp_path / "m.onnx", "cache": tmp_path / "m.onnx"}
     if source == "cache":
         of.InferenceSession(sources[source])
-        for thread in threading.enumerate():
-            if thread is not threading.current_thread() and not thread.daemon:
-                thread.join()
+        wait_for_writers()
         asked.clear()
     ours = of.InferenceSession(sources[source], providers=given)
     assert (ours.device, asked[0]) == ("cpu", given)
