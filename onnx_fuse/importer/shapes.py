@@ -124,7 +124,9 @@ def declarations_as_hints(model: ir.Model) -> Iterator[None]:
     """
     dims_of_inputs = (d for i in model.graph.inputs for d in i.shape or ())
     symbols = {d for d in dims_of_inputs if not isinstance(d, int) and d.value}
-    ends = set(model.graph.outputs)
+    graphs = {node.graph for node in all_nodes(model.graph)}
+    # a body says by the names of its ends whether a state keeps its shape
+    ends = {v for graph in (model.graph, *graphs) if graph is not None for v in graph.outputs}
     inner = (v for node in all_nodes(model.graph) for v in node.outputs if v not in ends)
     declared = {v: v.shape for v in inner if v.shape is not None and v.dtype is not None}
     for value in declared:
