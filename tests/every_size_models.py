@@ -29,6 +29,9 @@ Make = Callable[[], tuple[ir.Model, ...]]
 """Makes a model, the graph that is lowered for it and, of a gradient, the model before it."""
 
 
+FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.DOUBLE, ir.DataType.BFLOAT16)
+
+
 def optimized(make: Callable[[], ir.Model]) -> Make:
     """The model as it is, and fused."""
     return lambda: (make(), onnx_fuse.optimize(make()))
@@ -42,8 +45,16 @@ def fused_gradient(make: Callable[[], ir.Model], wrt: list[str] | None = None) -
 
 
 def differentiated(make: Callable[[], ir.Model], wrt: list[str] | None = None) -> Make:
-    """The gradient of the model as it is, and of the fused one."""
-    return lambda: (onnx_fuse.gradient(make(), wrt=wrt), fused_gradient(make, wrt), make())
+    """The gradient of the model as it is, and of the fused one; by its inputs without weights."""
+
+    def graphs() -> tuple[ir.Model, ...]:
+        model = make()
+        weights = [v for v in model.graph.initializers.values() if v.dtype in FLOATS]
+        inputs = [v.name or "" for v in model.graph.inputs if v.dtype in FLOATS]
+        asked = wrt if wrt or weights else inputs
+        return onnx_fuse.gradient(model, wrt=asked), fused_gradient(make, asked), make()
+
+    return graphs
 
 
 def gradient_graphs() -> Iterator[tuple[str, Make]]:

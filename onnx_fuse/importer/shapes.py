@@ -119,8 +119,8 @@ def declarations_as_hints(model: ir.Model) -> Iterator[None]:
     """Within the block results have no shapes; after it those inferred, or else those declared.
 
     Where one is contradicted, as by a batch that was set free at the inputs alone, none is taken,
-    and never a size of 1, which decides what broadcasts, nor a name that is no input's: inference
-    may have given the same one to another size.
+    and never a size of 1, which decides what broadcasts, where no other size of the value is an
+    input's name, nor a name that is no input's: inference may have given it to another size.
     """
     dims_of_inputs = (d for i in model.graph.inputs for d in i.shape or ())
     symbols = {d for d in dims_of_inputs if not isinstance(d, int) and d.value}
@@ -136,13 +136,14 @@ def declarations_as_hints(model: ir.Model) -> Iterator[None]:
     for value, shape in declared.items() if not stale else ():
         dims = [None] * len(shape) if value.shape is None else value.shape
         value.shape = ir.Shape([
-            d if isinstance(d, int) or d in symbols or not _is_hint(hint, symbols) else hint
+            d if isinstance(d, int) or d in symbols or not _is_hint(hint, shape, symbols) else hint
             for d, hint in zip(dims, shape, strict=True)
         ])  # fmt: skip
 
 
-def _is_hint(dim: Any, symbols: Collection[Any]) -> bool:
-    return dim in symbols or (isinstance(dim, int) and dim > 1)
+def _is_hint(dim: Any, shape: ir.Shape, symbols: Collection[Any]) -> bool:
+    least = 1 if any(d in symbols for d in shape) else 2
+    return dim in symbols or (isinstance(dim, int) and dim >= least)
 
 
 def _contradicted(declared: ir.Shape, inferred: ir.Shape | None, symbols: Collection[Any]) -> bool:
