@@ -499,7 +499,7 @@ class Simt(Unconditional, _Attention):
 class OneQuery(Unconditional):
     """sdpa/one_query.cu: the forward of one query in 16-bit floats, keys shared by a cluster."""
 
-    name, source = "one_query", "sdpa/one_query.cu"
+    name, source, version = "one_query", "sdpa/one_query.cu", 2
 
     def supports(self, problem: Attention, hw: Hardware) -> str | None:
         p = problem

@@ -30,6 +30,7 @@ def _refusal(ctx: Context, node: ir.Node) -> str | None:
     reasons = [reason for i, reason in _REFUSED.items() if ctx.has(node, i)]
     reasons += [f"it has {name}" for name in _FLAGS if ctx.attr(node, name, 0) not in (0, -1)]
     reasons += ["it is not causal"] if not ctx.attr(node, "causal", 1) else []
+    reasons += ["half a cache"] if ctx.has(node, 3) != ctx.has(node, 4) else []
     if any(ctx.attr(node, f"{x}_quant_type", "NONE") != "NONE" for x in "kv"):
         reasons.append("a quantized cache")
     return reasons[0] if reasons else None
