@@ -5,6 +5,7 @@ a shared buffer is at least as long as the tokens after the call.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import onnx_ir
@@ -14,8 +15,10 @@ import pytest
 from onnx_fuse import bench, rewrite
 from onnx_fuse.importer.save import inline
 from onnx_fuse.ir.build import text_model
+from onnx_fuse.lower.walk import lower
+from onnx_fuse.program.call import Program
 from onnx_fuse.program.interpret import interpret
-from onnx_fuse.program.problem import CHIPS
+from onnx_fuse.program.problem import CHIPS, Hardware
 from onnx_fuse.runtime.specialize import Specializer
 from onnx_fuse.session import load
 from onnx_fuse.validation.check import check_outputs
@@ -71,6 +74,20 @@ class Decoder:
             f" <num_heads = 4, kv_num_heads = 2 {self.attributes}> ({', '.join(operands)}) }}"
         )
         return text_model(text)
+
+    def program(self, hw: Hardware) -> Program:
+        """The program of a GPU for two sequences with a token each, or for prompts."""
+        model, sizes = load(self.model()), (3, 4, 0) if self.cache == "none" else (2, 1, 39)
+        rewrite.optimize(model, own_kernels=True)
+        feeds = drawn(self, *sizes, np.random.default_rng(0))
+        assert feeds is not None
+        shapes = {name: (x.shape, x.dtype.name) for name, x in feeds.items()}
+        values = {name: feeds[name] for name in feeds.keys() & {"total"}}
+        return lower(model, shapes, hw, values=values)
+
+    def variants(self, hw: Hardware) -> list[Any]:
+        """None: each kernel has rows of its own."""
+        return []
 
 
 ROTARY, WINDOW = ", do_rotary = 1", ", local_window_size = 3"

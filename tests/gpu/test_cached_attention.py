@@ -15,16 +15,16 @@ LIMITS = {"float": 2e-5, "float16": 4e-3}
 """Scores of float32 are sums of 16 products; float16 rounds rotated keys and the result."""
 
 
-@pytest.mark.parametrize("row", [*DECODERS, *HALF], ids=lambda row: row.name)
-def test_each_sequence_is_the_one_of_onnxruntime(row: Decoder) -> None:
-    model, rng = row.model(), np.random.default_rng(5)
+@pytest.mark.parametrize("case", [*DECODERS, *HALF], ids=lambda case: case.name)
+def test_each_sequence_is_the_one_of_onnxruntime(case: Decoder) -> None:
+    model, rng = case.model(), np.random.default_rng(5)
     proto = ir.serde.serialize_model(model)
     theirs = onnxruntime.InferenceSession(proto.SerializeToString(), None, ["CPUExecutionProvider"])
     ours = InferenceSession(model, device="cuda")
     names = [end.name for end in theirs.get_outputs()]
     count = 0
     for sizes in BATCHES:
-        feed = drawn(row, *sizes, rng)
+        feed = drawn(case, *sizes, rng)
         if feed is None:
             continue
         wanted, got = theirs.run(None, feed), ours.run(None, feed)
@@ -35,7 +35,7 @@ def test_each_sequence_is_the_one_of_onnxruntime(row: Decoder) -> None:
             for b, end in enumerate(lengths_of(feed)):
                 part = b if name == "y" else (b, slice(None), slice(end))
                 np.testing.assert_allclose(
-                    y[part], x[part], rtol=LIMITS[row.kind], atol=LIMITS[row.kind],
+                    y[part], x[part], rtol=LIMITS[case.kind], atol=LIMITS[case.kind],
                     err_msg=f"{name} of sequence {b} of {sizes}, {told(feed)} tokens",
                 )  # fmt: skip
         count += 1
