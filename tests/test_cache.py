@@ -126,6 +126,32 @@ def test_every_small_graph_lowers_the_same(name: str, gpu: Path, optimized: list
     assert optimized == [1]
 
 
+def apply(
+    change: str, model: ir.Model, path: Path, entry: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Change what the cached `entry` of the model in `path` was made of, or the entry itself."""
+    if change == "file":
+        model.graph.name = "another"
+        save(model, path, external=True)
+    elif change == "weights":
+        data = path.with_name("m.onnx.data")
+        data.write_bytes(np.frombuffer(data.read_bytes(), np.float32).__neg__().tobytes())
+    elif change == "damage":
+        whole = bytearray(entry.read_bytes())
+        whole[len(whole) // 2] ^= 1
+        entry.write_bytes(whole)
+    elif change == "truncation":
+        entry.write_bytes(entry.read_bytes()[:1000])
+    elif change == "foreign":
+        entry.chmod(0o666)
+    elif change == "version":
+        monkeypatch.setattr(onnxruntime, "__version__", "1.0.0")
+    elif change == "plugin":
+        plugins.register_op(plugins.OpDef("Twice", "my.ops", body=TWICE), fuse=True)
+    else:
+        monkeypatch.setenv("ONNX_FUSE_CACHE_MB", "0")
+
+
 @pytest.mark.parametrize("change", ["file", "weights", "damage", "truncation", "off"])
 def test_what_has_changed_is_optimized_anew(
     change: str, gpu: Path, optimized: list[int], monkeypatch: pytest.MonkeyPatch
@@ -134,21 +160,7 @@ def test_what_has_changed_is_optimized_anew(
     model = session.load(ENCODER)
     save(model, path, external=True)
     before = described(program(path), path)
-    kept = entries(gpu)[0]
-    if change == "file":
-        model.graph.name = "another"
-        save(model, path, external=True)
-    elif change == "weights":
-        data = path.with_name("m.onnx.data")
-        data.write_bytes(np.frombuffer(data.read_bytes(), np.float32).__neg__().tobytes())
-    elif change == "damage":
-        whole = bytearray(kept.read_bytes())
-        whole[len(whole) // 2] ^= 1
-        kept.write_bytes(whole)
-    elif change == "truncation":
-        kept.write_bytes(kept.read_bytes()[:1000])
-    else:
-        monkeypatch.setenv("ONNX_FUSE_CACHE_MB", "0")
+    apply(change, model, path, entries(gpu)[0], monkeypatch)
     again = program(path)
     assert optimized == [2]
     assert (described(again, path) == before) == (change != "weights")
@@ -314,27 +326,7 @@ def test_what_has_changed_is_optimized_anew_for_the_cpu(
     model = session.load(ENCODER)
     save(model, path, external=True)
     before, _ = on_cpu(path, FEEDS)
-    kept = entries(gpu)[0]
-    if change == "file":
-        model.graph.name = "another"
-        save(model, path, external=True)
-    elif change == "weights":
-        data = path.with_name("m.onnx.data")
-        data.write_bytes(np.frombuffer(data.read_bytes(), np.float32).__neg__().tobytes())
-    elif change == "damage":
-        whole = bytearray(kept.read_bytes())
-        whole[len(whole) // 2] ^= 1
-        kept.write_bytes(whole)
-    elif change == "truncation":
-        kept.write_bytes(kept.read_bytes()[:1000])
-    elif change == "foreign":
-        kept.chmod(0o666)
-    elif change == "version":
-        monkeypatch.setattr(onnxruntime, "__version__", "1.0.0")
-    elif change == "plugin":
-        plugins.register_op(plugins.OpDef("Twice", "my.ops", body=TWICE), fuse=True)
-    else:
-        monkeypatch.setenv("ONNX_FUSE_CACHE_MB", "0")
+    apply(change, model, path, entries(gpu)[0], monkeypatch)
     try:
         again, _ = on_cpu(path, FEEDS)
         assert optimized == [2]

@@ -132,11 +132,9 @@ def _attention(p: contractions.Attention) -> Needs:
     for name in names:
         shape, strides = p.layout(name if name != "dy" else "y")
         strides = p.layout(name)[1] if name == "dy" and getattr(p, "dy_strides", ()) else strides
-        steps = zip(shape[:3], strides, strict=True)
-        needs[name] = (p.dtype, sum((n - 1) * abs(s) for n, s in steps) + shape[3])
+        needs[name] = (p.dtype, _reach(shape[:3], strides) + shape[3] - 1)
     for name, strides in (("mask", p.mask), ("mask2", p.mask2)):
-        steps = zip((*p.batch, p.m, p.n), strides, strict=False)
-        needs[name] = ("", 1 + sum((n - 1) * abs(s) for n, s in steps) if strides else 0)
+        needs[name] = ("", _reach((*p.batch, p.m, p.n), strides) if strides else 0)
     return needs | {"lse": ("", 2 * p.batches * p.m), "lengths": ("int32", p.batch[0])}
 
 
