@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 from unittest.mock import patch
 
+import algebra_rows
 import group_norms
 import long_rows
 import ml_dtypes
@@ -427,7 +428,7 @@ def _samples() -> Iterator[Case]:
 
 
 def _regions() -> Iterator[Case]:
-    """Regions of interest, moved taps, determinants and n-grams."""
+    """Regions of interest, moved taps and n-grams."""
     corners = np.array([[0, 0, 9, 9], [1.5, 2, 7.5, 6], [-3, 4, 20, 5], [5, 5, 5, 5]])
     index = np.array([[0], [1], [1], [0]])[:, 0]
     for dtype in (F32, F16, F64):
@@ -446,10 +447,6 @@ def _regions() -> Iterator[Case]:
         strided = {"strides": [2, 1], "dilations": [1, 2]}
         given = ((1, 4, 9, 8), (5, 4, 3, 2), (1, 12, 4, 6))
         yield Case("DeformConv", given, strided, 1, dtype, note="strided")
-        for shape in ((3, 5, 5), (2, 2, 40, 40), (1, 1)):
-            if dtype == F32 or shape[-1] < 40:  # float16 overflows
-                yield Case("Det", (shape,), {}, 1, dtype)
-    yield Case("Det", ((4, 7, 7),), {}, 1, F64)
     pool = {"pool_int64s": [2, 3, 5, 4, 5, 6, 7, 8, 6, 7], "ngram_counts": [0, 4]}
     pool |= {"ngram_indexes": [0, 1, 2, 3, 4, 6, 5], "weights": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]}
     words = np.random.default_rng(6).integers(2, 9, (3, 40))
@@ -691,7 +688,7 @@ def cases() -> tuple[Case, ...]:
         *_regions(),
         *_scans(),
         *_indexing(),
-        *(Case(*row) for row in long_rows.rows()),
+        *(Case(*row) for row in (*long_rows.rows(), *algebra_rows.rows())),
         *_losses(),
         *_attention(),
     )

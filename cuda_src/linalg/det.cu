@@ -2,7 +2,7 @@
 // Idea     : a block a matrix: Gaussian elimination with partial pivoting on a copy, the determinant
 //            being the product of the pivots and the sign of the exchanges (Golub and Van Loan,
 //            Matrix Computations, 3.4).
-// Inputs   : x T [batch, n, n].   Scratch: work ACC [batch, n, n].   Output: y T [batch].
+// Inputs   : x T [batch, n, n].   Scratch: work ACC [batch, n, n].   Output: y T [batch]. Any n.
 // Macros   : T ACC.
 // Numerics : in ACC; of equal pivots the first row's. A matrix of no rows has determinant 1.
 // Bound    : n rounds of a block barrier each, n^3 / 3 multiplications a block.

@@ -1,7 +1,8 @@
 // pool/resample.cu: y[o, i, j, n] = sum over s, t of above_weight[i, s] weight[j, t] x[o, above[i, s], source[j, t], n].
 // Idea     : one or two axes of a Resize. The host works out sources and weights (they depend on sizes and
 //            attributes alone); nearest, linear, cubic, antialiased: all the same kernel. A thread has VEC
-//            neighbours of n, or COLUMNS of j where n is a single one. Source -1: `outside`.
+//            neighbours of n, or COLUMNS of j where n is a single one. Source -1: `outside`. No branch
+//            stands between the loads, which would go one by one; few sources and weights stay in registers.
 // Inputs   : x X [outer, rows, length, inner VEC], y Y [outer, resized rows, resized, inner VEC]; source i32, weight
 //            f32 [resized, TAPS], above i32, above_weight f32 [resized rows, ROWS].
 // Macros   : X Y ACC TAPS, ROWS (0: no axis in front), VEC (16 bytes at most), COLUMNS (divides `resized`).
@@ -9,6 +10,23 @@
 #include "common.cuh"
 
 DEVICE i64 quotient(i64 a, i64 b) { return (a | b) >> 32 ? a / b : (u32)a / (u32)b; }
+
+template <class E> struct Table {  // of this thread's columns: a copy where that is short
+    static constexpr int SIZE = COLUMNS * TAPS, GROUP = SIZE % 4 == 0 ? 4 : SIZE % 2 == 0 ? 2 : 1;
+    static constexpr bool SHORT = SIZE <= 16;
+    const E* from;
+    E copy[SHORT ? SIZE : 1];
+    DEVICE explicit Table(const E* p) : from(p) {
+        if (!SHORT) return;
+#pragma unroll
+        for (int i = 0; i < (SHORT ? SIZE : 0); i += GROUP) {
+            const Vec<E, GROUP> v = load<GROUP>(p + i);
+#pragma unroll
+            for (int k = 0; k < GROUP; k++) copy[i + k] = v.at[k];
+        }
+    }
+    DEVICE E at(int i) const { return SHORT ? copy[i] : from[i]; }
+};
 
 extern "C" __global__ void __launch_bounds__(256)
     resample(const X* x, const int* source, const float* weight, const int* above, const float* above_weight,
@@ -21,6 +39,8 @@ extern "C" __global__ void __launch_bounds__(256)
     const i64 o = quotient(line, resized_rows);
     const int i = (int)(line - o * resized_rows);
     const X* image = x + o * rows * length * inner * VEC + n;
+    const Table<int> sources(source + (i64)j * TAPS);
+    const Table<float> weights(weight + (i64)j * TAPS);
     ACC sum[COLUMNS * VEC] = {};
     bool out[COLUMNS] = {};
 #pragma unroll
@@ -32,13 +52,13 @@ extern "C" __global__ void __launch_bounds__(256)
             ACC part[VEC] = {};
 #pragma unroll
             for (int t = 0; t < TAPS; t++) {
-                const int from = source[(j + c) * TAPS + t];
-                const float w = weight[(j + c) * TAPS + t];
+                const int from = sources.at(c * TAPS + t);
+                const float w = weights.at(c * TAPS + t);
                 out[c] |= row < 0 || from < 0;
-                if (row < 0 || from < 0 || w == 0 || a == 0) continue;
-                const Vec<X, VEC> v = load<VEC>(image + ((i64)row * length + from) * inner * VEC);
+                const Vec<X, VEC> v = load<VEC>(image + ((i64)max(row, 0) * length + max(from, 0)) * inner * VEC);
+                const bool counts = w != 0 && a != 0;  // 0 times an infinity is no 0
 #pragma unroll
-                for (int k = 0; k < VEC; k++) part[k] += (ACC)w * (ACC)widen(v.at[k]);
+                for (int k = 0; k < VEC; k++) part[k] = counts ? part[k] + (ACC)w * (ACC)widen(v.at[k]) : part[k];
             }
 #pragma unroll
             for (int k = 0; k < VEC; k++) sum[c * VEC + k] += ROWS ? (ACC)a * part[k] : part[k];

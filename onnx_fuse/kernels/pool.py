@@ -120,6 +120,7 @@ class Channels(HeuristicKernel):
 class Taps(HeuristicKernel):
     """pool/resample.cu. Operands: x source weight y; of rows above above_weight."""
 
+    version = 2
     source = "pool/resample.cu"
     free_axes = "yz"
 

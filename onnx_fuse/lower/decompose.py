@@ -151,7 +151,10 @@ def reverse_sequence(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Re
 
 
 def einsum(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results | None:
-    """Pairwise from the left: transpose, sum what no one else has, MatMul over batch and sums."""
+    """Pairwise from the left: transpose, sum what no one else has, MatMul over batch and sums.
+
+    A pair without a sum, or whose letters are the same, is no MatMul but an elementwise product.
+    """
     terms, right = einsum_terms(node, [len(s) for s in shapes])
     if any(len(set(t)) < len(t) for t in terms):
         return None  # a diagonal, or an ellipsis
@@ -176,6 +179,12 @@ def einsum(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results | No
         rows = [c for c in term if c not in second]
         columns = [c for c in second if c not in term]
 
+        if not inner or not (rows or columns):  # no sum of several products shares an operand
+            order = batch + rows + columns + inner
+            value, other = _spread(op, value, term, order), _spread(op, other, second, order)
+            value, term = _dots(op, value, other, len(inner)), "".join(batch + rows + columns)
+            continue
+
         def matrix(v: Any, t: str, order: list[list[str]]) -> Any:
             v = op.Expand(v, [size[c] for c in t])  # where only the other operand's axis is longer
             v = op.Transpose(v, perm=[t.index(c) for part in order for c in part])
@@ -188,6 +197,23 @@ def einsum(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results | No
         value = op.Reshape(value, [size[c] for c in term])
     value, term = summed(value, term, set(right))
     return [op.Transpose(value, perm=[term.index(c) for c in right])]
+
+
+def _spread(op: Any, value: Any, term: str, order: list[str]) -> Any:
+    """`value` with its axes in this order of letters, and an axis of 1 for each that it lacks."""
+    value = op.Transpose(value, perm=[term.index(c) for c in order if c in term])
+    missing = [k for k, c in enumerate(order) if c not in term]
+    return op.Unsqueeze(value, op.constant(missing)) if missing else value
+
+
+def _dots(op: Any, a: Any, b: Any, inner: int) -> Any:
+    """The products summed over the last `inner` axes, of short floats in float32 as a MatMul's."""
+    if not inner:
+        return op.Mul(a, b)
+    short = a.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+    pair = [op.Cast(v, to=ir.DataType.FLOAT) if short else v for v in (a, b)]
+    y = op.ReduceSum(op.Mul(*pair), list(range(-inner, 0)), keepdims=0)
+    return op.Cast(y, to=a.dtype) if short else y
 
 
 def _fourier(n: int, size: int, parts: int, inverse: bool, onesided: bool) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from onnx_fuse.cuda.macros import FLOATS, accumulator
+from onnx_fuse.cuda.macros import FLOATS
 from onnx_fuse.lower.context import Context, Lowering
 from onnx_fuse.program.data_movement import Determinant
 
@@ -17,10 +17,8 @@ def det(ctx: Context, node: ir.Node) -> str | None:
     if len(x.shape) < 2 or x.shape[-1] != x.shape[-2]:
         raise ValueError("only square matrices have a determinant")
     y = ctx.output(node, 0, x.shape[:-2], x.dtype)
-    acc = accumulator(x.dtype)
-    work = ctx.scratch({"float": "float32", "double": "float64"}[acc], x.shape)
     problem = Determinant(y.size, x.shape[-1], x.dtype)
-    return ctx.select(node, problem, {"x": x}, {"work": work, "y": y})
+    return ctx.select(node, problem, {"x": x}, {"y": y})
 
 
 LOWERINGS: dict[tuple[str, str], Lowering] = {("", "Det"): det}

@@ -507,8 +507,8 @@ class Determinant(AnyProblem):
 
     @property
     def bytes(self) -> int:
-        """x read, the working copy written and read."""
-        return 3 * self.count * self.n * self.n * ITEMSIZE[self.dtype]
+        """x read, y written."""
+        return self.count * (self.n * self.n + 1) * ITEMSIZE[self.dtype]
 
     @property
     def empty(self) -> bool:

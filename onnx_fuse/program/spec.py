@@ -356,8 +356,7 @@ TABLE: dict[type[AnyProblem], Callable[[Any], Needs]] = {
         "x": (p.dtype, p.batch * prod(p.image)), "y": (p.dtype, p.size)
     },
     data_movement.Determinant: lambda p: {
-        "x": (p.dtype, p.count * p.n * p.n), "work": ("", p.count * p.n * p.n),
-        "y": (p.dtype, p.count),
+        "x": (p.dtype, p.count * p.n * p.n), "y": (p.dtype, p.count),
     },
     data_movement.NGrams: lambda p: {"y": ("float32", p.size)},
     data_movement.Range: lambda p: {"x": ("float32", p.size)},

@@ -1,0 +1,47 @@
+"""Cases of sums of products and of determinants."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from window_gradients import Row
+
+F32, F16, F64 = "float32", "float16", "float64"
+
+
+def rows() -> Iterator[Row]:
+    """The arguments of math_cases.Case."""
+    yield from _einsums()
+    yield from _determinants()
+
+
+def _einsums() -> Iterator[Row]:
+    """Those that are no matrix product."""
+    for equation, *sides in (
+        ("ij,ij->i", (3000, 64), (3000, 64)),
+        ("ij,ij->j", (70, 33), (70, 33)),
+        ("bij,bij->b", (4, 33, 70), (4, 33, 70)),
+        ("bij,bji->b", (4, 33, 70), (4, 70, 1)),
+        ("ij,ij->", (300, 7), (300, 7)),
+        ("i,i->", (200_000,), (200_000,)),
+        ("i,ij->ij", (70,), (70, 33)),
+        ("bi,bj->bji", (3, 5), (3, 1)),
+        (",i->i", (), (7,)),
+    ):
+        for dtype in (F32, F16, "int32")[: 3 if equation == "ij,ij->i" else 2]:
+            yield "Einsum", tuple(sides), {"equation": equation}, 1, dtype, "", equation
+    yield "Einsum", ((5, 9), (5, 9)), {"equation": "ij,ij->i"}, 1, F64
+
+
+def _determinants() -> Iterator[Row]:
+    for dtype in (F32, F16):
+        for shape in ((3, 5, 5), (2, 2, 40, 40), (1, 1)):
+            if dtype == F32 or shape[-1] < 40:  # float16 overflows
+                yield "Det", (shape,), {}, 1, dtype
+    for shape in ((4, 7, 7), (1000, 2, 2), (70, 16, 16), (3, 32, 32), (2, 33, 33), (9, 0, 0)):
+        yield "Det", (shape,), {}, 1, F64
+    rng = np.random.default_rng(7)
+    singular = rng.integers(-2, 3, (600, 4, 4)).astype(np.float32)
+    yield "Det", (singular,), {}, 1, F32, "", "equal pivots, singular ones"
+    hostile = rng.standard_normal((64, 3, 3)).astype(np.float32)
+    hostile[5, 1, 2], hostile[9, 2, 0], hostile[12, 0, 0] = np.nan, np.inf, -np.inf
+    yield "Det", (hostile,), {}, 1, F32, "", "not finite"
