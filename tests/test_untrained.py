@@ -20,13 +20,14 @@ ON = "yes = Constant <value = bool {1}> () n = Constant <value = int64 {2}> ()"
 BEHIND = {
     "Round": ("r = Round (w) h = Mul (x, r)", ROUND),
     "Floor": ("r = Floor (w) h = Mul (x, r)", "(Floor): it is piecewise constant"),
-    "QuantizeLinear": (
-        "q = QuantizeLinear (w, s, zero) r = DequantizeLinear (q, s, zero) h = Mul (x, r)",
-        "(QuantizeLinear): it rounds to integers",
+    "what computes with codes": (
+        "q = QuantizeLinear (w, s, zero) r = Cast <to = 1> (q) h = Mul (x, r)",
+        "(Cast): it computes with the integers of a quantized tensor",
     ),
-    "a quantized product": (
-        "p = Mul (x, w) q = QuantizeLinear (p, s, zero) h = DequantizeLinear (q, s, zero)",
-        "(QuantizeLinear): it rounds to integers",
+    "a product of codes": (
+        "q = QuantizeLinear (w, s, zero) p = MatMulInteger (q, q) r = Cast <to = 1> (p)"
+        " h = Mul (x, r)",
+        "(MatMulInteger): it rounds to integers",
     ),
     "Less": ("c = Less (w, x) h = Cast <to = 1> (c)", "(Less): its result is not a real number"),
     "Cast": (

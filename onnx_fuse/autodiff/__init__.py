@@ -16,6 +16,7 @@ from onnx_fuse.autodiff.model import (
     is_weight,
     only_measured,
     open_parameters,
+    scales,
     trainable,
 )
 from onnx_fuse.autodiff.partition import Partition, partition
@@ -36,6 +37,7 @@ __all__ = [
     "only_measured",
     "open_parameters",
     "partition",
+    "scales",
     "trainable",
     "without_gradient",
 ]

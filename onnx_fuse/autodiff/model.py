@@ -253,6 +253,19 @@ def is_weight(value: ir.Value) -> bool:
     return bool(array.max(initial=0) < limit and array.min(initial=0) > -limit)
 
 
+def scales(graph: ir.Graph) -> set[str]:
+    """The names of the initializers that only QuantizeLinear and DequantizeLinear read, as scales.
+
+    They have gradients, and yet are no weights unless named: a usual rate is many times a scale.
+    """
+    quantizes = ("QuantizeLinear", "DequantizeLinear")
+    return {
+        v.name or ""
+        for v in graph.initializers.values()
+        if v.uses() and all(n.op_type in quantizes and i == 1 for n, i in v.uses())
+    }
+
+
 def _differentiable(value: ir.Value) -> bool:
     """Whether a gradient can be asked for or given here; an unknown dtype may be one that can.
 

@@ -16,6 +16,7 @@ from onnx_fuse.importer.shapes import infer_shapes
 from onnx_fuse.ir.build import detach, reads
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
+from onnx_fuse.ir.traits import VIEWS
 from onnx_fuse.ops import NoGrad, OpDef, lookup
 from onnx_fuse.ops.recurrent import GATES, steps_kind
 from onnx_fuse.ops.shape_ops import fail, may_be_float, unbroadcast, zeros_like
@@ -30,6 +31,9 @@ ELEMENTWISE = frozenset(
     )
 )
 MATRIX = frozenset(("MatMul", "Gemm", "Einsum"))
+# Integers that these make have a gradient, of a float type, on their way to the others alone.
+_MAKE_CODES = frozenset(("QuantizeLinear", "DynamicQuantizeLinear"))
+_READ_CODES = VIEWS | {"DequantizeLinear"}
 _FEW = 3
 
 
@@ -94,7 +98,10 @@ def _walk(
             dy = dy if y.shape is not None and not len(y.shape) else op.Expand(dy, op.Shape(y))
         pending.setdefault(y, []).append(dy)
     for node in reversed(nodes):
-        got = [_total(op, pending.get(y)) if may_be_float(y) else None for y in node.outputs]
+        got = [
+            _total(op, pending.get(y)) if may_be_float(y) or y in active else None
+            for y in node.outputs
+        ]
         if all(dy is None for dy in got):
             continue
         for y, dy in zip(node.outputs, got, strict=True):
@@ -152,6 +159,12 @@ def _mark(
         if definition is not None and not set(definition.saves) <= set(exposed):
             _expose(op, node, definition, exposed)
         reached = [v for v in node.outputs if may_be_float(v)]
+        codes = [v for v in reads(node) if v in active and not may_be_float(v)]
+        if codes and (node.op_type not in _READ_CODES or node.domain):
+            stops[node] = "it computes with the integers of a quantized tensor"
+            continue
+        if codes or node.op_type in _MAKE_CODES:
+            reached = list(node.outputs[:2])
         if not reached:
             stops[node] = "its output is not of a floating-point type"
         active.update(reached)

@@ -11,6 +11,7 @@ from onnx_fuse.ops import (  # noqa: F401
     loss,
     matmul,
     norm,
+    quantize,
     random,
     recurrent,
     reduce,

@@ -7,7 +7,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import const_array, dim
+from onnx_fuse.ir.build import const_array
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ops.activations import ACTIVATIONS
 from onnx_fuse.ops.formula import emitted
@@ -17,21 +17,12 @@ from onnx_fuse.ops.shape_ops import (
     Unary,
     Values,
     arguments,
-    dims,
-    fail,
     formulas,
-    known_rank,
     no_grad,
-    norm_axis,
-    pad,
-    reshape,
-    reshape_like,
     split_evenly,
-    sum_over,
     table,
     text,
     to_like,
-    unbroadcast,
 )
 
 
@@ -131,53 +122,7 @@ def _clip(op: Any, node: ir.Node, dys: Values) -> Values:
     return [dx, *bounds]
 
 
-def _dequantize(op: Any, node: ir.Node, dys: Values) -> Values:
-    """y = (x - zero_point) · scale of integers x: a gradient for the scale alone."""
-    (x, scale, zero), dy = arguments(node, 3), dys[0]
-    n, block = known_rank(x), node.attributes.get_int("block_size", 0)
-    per_axis = block > 0 or (len(scale.shape or ()) == 1 and dim(scale, 0) != 1)
-    axis = norm_axis(node.attributes.get_int("axis", 1), x) if per_axis else None
-    integers = op.CastLike(x, dy)
-    if axis is not None and block:  # its blocks become an axis of their own
-        sizes, each = dims(x), dims(scale)
-        if sizes is None or each is None:
-            raise fail(node, "the number of its blocks is not known")
-        if short := each[axis] * block - sizes[axis]:
-            integers, dy = (pad(op, v, [axis], [0], [short]) for v in (integers, dy))
-        split = [*each[: axis + 1], block, *each[axis + 1 :]]
-        integers, dy = reshape(op, integers, split), reshape(op, dy, split)
-    if zero is not None:
-        shift = op.CastLike(zero, dy)
-        if axis is not None and block:
-            shift = op.Unsqueeze(shift, op.constant([axis + 1]))
-        elif axis is not None and axis < n - 1:
-            shift = op.Unsqueeze(shift, op.constant(list(range(1, n - axis))))
-        integers = op.Sub(integers, shift)
-    axes = [a for a in range(n) if a != axis] if axis is None or not block else [axis + 1]
-    dscale = to_like(op, sum_over(op, op.Mul(dy, integers), axes), scale)
-    if per_axis and not block:  # an open size may be 1, for all of the axis
-        return [None, unbroadcast(op, dscale, scale)]
-    return [None, reshape_like(op, dscale, scale)]
-
-
-def _dynamic_scale(op: Any, node: ir.Node, dys: Values) -> Values:
-    """The scale is (max(x, 0) - min(x, 0)) / 255; the integers are piecewise constant."""
-    (x,), dscale = arguments(node, 1), dys[1] if len(dys) > 1 else None
-    if dscale is None:
-        return [None]
-
-    def slope(extreme: str, beyond: str) -> Tensor:
-        """d extreme / d x, divided evenly among equal elements; 0 where the extreme is 0 itself."""
-        here = f"here = CastLike(And(x == {extreme} <keepdims = 0> (x), {beyond}), x)"
-        return emitted(f"{here}; here / Max(ReduceSum <keepdims = 0> (here), 1)", op, x=x)
-
-    above, below = slope("ReduceMax", "x > 0"), slope("ReduceMin", "x < 0")
-    return [emitted("(above - below) * (d / 255)", op, above=above, below=below, d=dscale)]
-
-
 register(
-    OpDef("DequantizeLinear", grad=_dequantize),
-    OpDef("DynamicQuantizeLinear", grad=_dynamic_scale),
     OpDef(
         "StopGradient",
         FUSE,
@@ -218,8 +163,4 @@ no_grad(
         "BitwiseNot",
         "BitCast",
     ),
-)
-no_grad(
-    "it rounds to integers",
-    *("QuantizeLinear", "QLinearConv", "QLinearMatMul", "ConvInteger", "MatMulInteger"),
 )

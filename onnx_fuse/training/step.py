@@ -131,7 +131,9 @@ def training_model(options: _StepArguments) -> tuple[onnx_ir.Model, Spec]:
     precision, ranks = options.precision, options.ranks
     original = read(options.model)
     named, source = set(original.graph.initializers), load(original)
+    scales = autodiff.scales(source.graph) if options.trainable is None else set()
     candidates = [str(v.name) for v in autodiff.trainable(source) if autodiff.is_weight(v)]
+    candidates = [name for name in candidates if name not in scales]
     without = dict.fromkeys(candidates, UNREAD)
     without |= autodiff.only_measured(source.graph)
     bind_defaults(source)
@@ -156,7 +158,7 @@ def training_model(options: _StepArguments) -> tuple[onnx_ir.Model, Spec]:
     step.attach_loss(terms, takes_over)
     if takes_over:
         step.fuse_loss()
-    weights = step.weights(statistics, choice)
+    weights = step.weights(statistics, choice, scales)
     if step.evaluates:
         for w in weights:
             step.state(w, "parameter")
@@ -393,7 +395,7 @@ class _Step:
         return self.reduction.gradients(gradients, self.ready, self.parts)
 
     def weights(
-        self, statistics: set[onnx_ir.Value], choice: TrainableSelection
+        self, statistics: set[onnx_ir.Value], choice: TrainableSelection, scales: set[str]
     ) -> list[onnx_ir.Value]:
         """The initializers of the model that train."""
         floats = [
@@ -401,7 +403,9 @@ class _Step:
         ]
         floats = [v for v in floats if v not in statistics]
         if choice.trainable is None:
-            floats = [v for v in floats if autodiff.is_weight(v)]
+            floats = [
+                v for v in floats if autodiff.is_weight(v) and scales.isdisjoint(model_names(v))
+            ]
         if not floats:
             raise ModelError("the model has no float weights to train")
         names = [n for v in floats for n in model_names(v)] + [str(v.name) for v in statistics]
