@@ -116,6 +116,25 @@ attention_grouped_heads_turned_in_a_free_batch: GroupedSdpa; fed q k v
   kt3 = Transpose <perm = [0,2,1]> (kf)  kt = Reshape (kt3, turned)  s = MatMul (q, kt)
   p = Softmax (s)  y = MatMul (p, vr)
   spares empty: onnxruntime finds no -1 beside no elements
+# as torch's exporter writes it: the length is a sum of sizes, the ends of a Slice are the largest
+attention_grouped_heads_of_a_growing_cache: GroupedSdpa; fed q k v pk pv
+  (float[B,4,S,8] q, float[B,2,S,8] k, float[B,2,S,8] v, float[B,2,T,8] pk, float[B,2,T,8] pv)
+  => (float[B,4,S,8] y, float[B,2,R,8] kk, float[B,2,U,8] vv)
+  kk = Concat <axis = 2> (pk, k)  vv = Concat <axis = -2> (pv, v)  i2 = [2]  i4 = [4]  i8 = [8]
+  b = Shape <end = 1> (kk)  n = Shape <start = 2, end = 3> (k)  p0 = Shape <start = 2, end = 3> (pk)
+  t = Add (p0, n)  five = Concat <axis = 0> (b, i2, i2, t, i8)
+  four = Concat <axis = 0> (b, i4, t, i8)  c = Shape <end = 1> (vv)
+  m = Shape <start = 2, end = 3> (v)  p1 = Shape <start = 2, end = 3> (pv)  u = Add (p1, m)
+  vs = Concat <axis = 0> (c, i2, i2, u, i8)  v4 = Concat <axis = 0> (c, i4, u, i8)
+  k5 = Unsqueeze (kk, i2)  ke = Expand (k5, five)  kr = Reshape (ke, four)  v5 = Unsqueeze (vv, i2)
+  ve = Expand (v5, vs)  vr = Reshape (ve, v4)  less = [-1]  less2 = [-2]
+  first = [-9223372036854775808]  last = [9223372036854775807]  sizes = Shape (kr)
+  lead = Slice (sizes, first, less2)  rows = Slice (sizes, less2, less)
+  columns = Slice (sizes, less, last)  flat = Concat <axis = 0> (less, rows, columns)
+  turned = Concat <axis = 0> (lead, columns, rows)  kf = Reshape (kr, flat)
+  kt3 = Transpose <perm = [0,2,1]> (kf)  kt = Reshape (kt3, turned)  s = MatMul (q, kt)
+  p = Softmax (s)  y = MatMul (p, vr)
+  spares empty: onnxruntime finds no -1 beside no elements
 attention_one_key_head_for_all: GroupedSdpa; fed q k v
   (float[B,4,S,8] q, float[B,1,T,8] k, float[B,1,T,8] v) => (float[B,4,S,8] y)
   $SCORES  p = Softmax (s)  y = MatMul (p, v)

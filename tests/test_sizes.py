@@ -75,6 +75,15 @@ a target whose size of 0 copies another: "(float[a,4,t,16] x, float[t,64] z) => 
 a -1 beside a size of 0 that is another: "(float[a,48] x) => (int64[k] q)", {"x": np.ones((0, 48))}
   r = Shape <end = 1> (x) d = Add (r, r) f = Concat <axis = 0> (d, m) w = Reshape
   <allowzero = 1> (x, f) t = Shape (w) q = Add (t, t)
+a sum of sizes beside a -1: "(float[a,4,t] x, float[a,4,u] z) => (int64[k] y, float[a,4,v] c)",
+{"x": np.ones((2, 4, 0)), "z": np.ones((2, 4, 3))}
+  c = Concat <axis = 2> (x, z) s = Shape <start = 2> (x) w = Shape <start = 2, end = 3> (z)
+  n = Add (s, w) e = Concat <axis = 0> (m, n) r = Reshape (c, e) q = Shape <end = 1> (r)
+  y = Add (q, q)
+two results of one name: "(float[t] x, float[u] z) => (float[r] a, float[r] b, int64[k] y)",
+{"x": np.ones(1), "z": np.ones(3)}
+  a = Concat <axis = 0> (x, x) b = Concat <axis = 0> (x, z) s = Shape (a) w = Shape (b)
+  y = Sub (w, s)
 a size as a condition: "(float[a] x, float[n] z) => (float[k,l] y)",
 {"x": np.ones(3), "z": np.arange(6)}
   s = Shape (x) b = Cast <to = 9> (s) i = Cast <to = 7> (b) e = Concat <axis = 0> (i, m)

@@ -138,7 +138,8 @@ class Entries:
             operands.append(np.arange(at, at + array.size).reshape(array.shape))
             at += array.size
         for value in node.inputs[count:]:
-            numbers = None if value is None else _numbers(self.of(value))
+            numbers = const_array(value)  # the ends of a Slice may be larger than any size
+            numbers = _numbers(self.of(value)) if numbers is None else numbers
             if value is not None and numbers is None:
                 return None
             operands.append(numbers)

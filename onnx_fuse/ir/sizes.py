@@ -119,11 +119,12 @@ class SymbolicSize:
 
     def __truediv__(self, other: Any) -> SymbolicSize:
         divisor = size(other)
-        if len(divisor.terms) == 1:
-            [(n, d)] = divisor.terms.items()
+        if divisor.terms:
+            n, d = next(iter(divisor.terms.items()))
             parts = {without(m, n): Fraction(c) / d for m, c in self.terms.items()}
-            if None not in parts and not any(_large(c) for c in parts.values()):
-                return SymbolicSize({m: c for m, c in parts.items() if m is not None})
+            quotient = SymbolicSize({m: c for m, c in parts.items() if m is not None})
+            if not any(_large(c) for c in parts.values()) and quotient * divisor == self:
+                return quotient
         return atom_of("quotient", self, divisor)
 
     def __rtruediv__(self, other: Any) -> SymbolicSize:

@@ -27,6 +27,7 @@ def infer_reshapes(model: ir.Model) -> bool:
     """
     graph, changed = model.graph, False
     facts = Entries()
+    facts.meaning |= _joined_results(graph, facts)
     for node in list(graph):
         body = any(a.type == ir.AttributeType.GRAPH for a in node.attributes.values())
         if not facts.believed.isdisjoint(node.inputs) or (facts.believed and body):
@@ -62,7 +63,7 @@ def _name_plainly(graph: ir.Graph, facts: Entries) -> None:
     plain = {name: d for name, s in facts.meaning.items() if (d := _dim(s)) is not None}
     first: dict[SymbolicSize, str] = {}  # of the symbols for 4 B, say, one is as good as all
     for name, composed in facts.meaning.items():
-        if name not in declared and _dim(composed) is None:
+        if _dim(composed) is None:
             plain[name] = first.setdefault(composed, name)
     plain = {name: d for name, d in plain.items() if name not in declared}
     for node in graph if plain else ():
@@ -72,6 +73,40 @@ def _name_plainly(graph: ir.Graph, facts: Entries) -> None:
                 if not plain.keys().isdisjoint(dims):
                     value.shape = ir.Shape([plain.get(d, d) if isinstance(d, str) else d
                                             for d in dims])  # fmt: skip
+
+
+def _joined_results(graph: ir.Graph, facts: Entries) -> dict[str, SymbolicSize]:
+    """What the symbols mean that stand at the joined axes of results alone: a cache that grows."""
+    meaning: dict[str, set[SymbolicSize | None]] = {
+        str(d): {None} for value in graph.inputs for d in value.shape or ()
+    }
+    for value in graph.outputs:
+        node = value.producer()
+        joined = node is not None and node.op_type == "Concat" and not node.domain
+        sizes = _concat(node, facts) if node is not None and joined else None
+        for i, d in enumerate(value.shape or ()):
+            whole = sizes[i] if sizes is not None and i < len(sizes) else None
+            meaning.setdefault(str(d), set()).add(whole)
+    known = {name: sizes.pop() for name, sizes in meaning.items() if len(sizes) == 1}
+    return {name: s for name, s in known.items() if s is not None and s != size(name)}
+
+
+def _concat(node: ir.Node, facts: Entries) -> Sizes | None:
+    """The sizes of a Concat: those along its axis added, the others those of its first input."""
+    parts = [facts.sizes(v) for v in node.inputs]
+    complete = [p for p in parts if p is not None]
+    axis = attribute(node, "axis", 0)
+    if len(complete) < len(parts) or len({len(p) for p in complete}) != 1:
+        return None
+    sizes, total = list(complete[0]), size(0)
+    if not -len(sizes) <= axis < len(sizes):
+        return None
+    for part in complete:
+        if (own := part[axis]) is None:
+            return None
+        total += own
+    sizes[axis] = total
+    return sizes
 
 
 def _constant(node: ir.Node, entries: Array) -> bool:
@@ -157,7 +192,8 @@ def _may_copy(entry: SymbolicSize, axis: int, came: Sizes | None) -> bool:
 
 def _is_zero_with(value: SymbolicSize, entry: SymbolicSize) -> bool:
     """Whether a product is 0 wherever the product `entry` is."""
-    if value == entry or not value:
+    exactly = value / entry if entry else None
+    if not value or (exactly is not None and exactly.settled and exactly.whole):
         return True
     if len(value.terms) != 1 or len(entry.terms) != 1:
         return False
@@ -212,6 +248,8 @@ def _computed(node: ir.Node, facts: Entries) -> None:
             wanted = facts.vector(node.inputs[1])
             if wanted is not None and all(s is None or s.nonnegative for s in wanted):
                 sizes = _broadcast([facts.sizes(node.inputs[0]), wanted])
+        case "Concat":
+            sizes = _concat(node, facts)
         case "ConstantOfShape":
             sizes = facts.vector(node.inputs[0])
             if sizes is not None:
