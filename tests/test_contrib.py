@@ -55,6 +55,8 @@ def _norm_rows() -> list[Row]:
             Row(simple, (x, r(3, 8)), {"axis": 1}, domain="", name=f"axis {kind}", limit=limit),
         ]
     rows.append(Row(simple, (random(2, 8), random(8)), {}, ("y", "rstd"), domain=""))
+    for x, scale in ((random(2, 8), r(8)), (r(2, 8), random(8))):  # y has the scale's type
+        rows.append(Row(simple, (x, scale), domain="", limit=HALF, name=f"scale {scale.dtype}"))
     huge = np.array([[3e38, -3e38, 1e-30, 0], [np.nan, 1, 2, 3], [np.inf, 1, 2, 3]], np.float32)
     unit = np.ones(4, np.float32)
     return [

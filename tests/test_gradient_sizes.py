@@ -174,6 +174,43 @@ def test_a_recurrence_without_steps_is_refused_in_one_sentence():
         autodiff.gradient(model, wrt=["w"])
 
 
+# opset, inputs, shapes that onnxruntime takes and that leave nothing of y
+NOTHING = table(
+    """
+an image of no channel: 21, "float[N,C,C,4] x, float[2] s, float[2] b", {"x": (5, 0, 0, 4)}
+  y = GroupNormalization <num_groups = 1> (x, s, b)
+no channel, its scale one number: 21, "float[N,C,H,4] x, float[2] s, float[1] b",
+{"x": (2, 0, 0, 4)}
+  y = GroupNormalization <num_groups = 1> (x, s, b)
+fewer channels than groups: 21, "float[N,C,H,4] x, float[2] s, float[2] b", {"x": (2, 1, 0, 4)}
+  y = GroupNormalization <num_groups = 2> (x, s, b)
+groups of no channel: 18, "float[N,C,H,4] x, float[2] s, float[1] b", {"x": (2, 0, 0, 4)}
+  y = GroupNormalization <num_groups = 2> (x, s, b)
+""",
+    {},
+    at=3,
+)
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_nothing_has_gradients_of_zeros(name):
+    opset, inputs, shapes, nodes = NOTHING[name]
+    model = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["" : {opset}]> g ({inputs}) => (float y) {{ {nodes} }}'
+    )
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    feeds = {}
+    for value in model.graph.input:
+        declared = tuple(d.dim_value for d in value.type.tensor_type.shape.dim)
+        feeds[value.name] = np.ones(shapes.get(value.name, declared), F32)
+    (y,) = session(model).run(["y"], feeds)
+    assert not y.size
+    backward = session(autodiff.gradient(load(model), wrt=[*feeds]))
+    grads = backward.run([f"{n}.grad" for n in feeds], {**feeds, "y.grad": y})
+    for x, grad in zip(feeds.values(), grads, strict=True):
+        np.testing.assert_array_equal(grad, np.zeros_like(x), strict=True)
+
+
 OPTIMIZED = {
     "the type of a norm between": """
         g (float[N,4,3] x, float[4] s, float[4] b) => (float[N,4,3] y) {

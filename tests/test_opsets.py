@@ -112,6 +112,8 @@ ROWS: list[tuple[int, str, str]] = [
         )
         for v in (18, 20)
     ),
+    (18, "(float[2,4,3] x, float[1] g, float[2] b) => (float[2,4,3] y)",
+        "y = GroupNormalization <num_groups = 2> (x, g, b)"),
     *(
         (
             11,
@@ -238,6 +240,22 @@ ROWS: list[tuple[int, str, str]] = [
     (7, "(float[2,3,4] x, float[4] w) => (float[2,3,4] y)", "y = PRelu (x, w)"),
     (7, "(float[2,6,2,2] x) => (float[2,6,2,2] y)", "y = LRN <size = 3> (x)"),
     (9, "(float[2,6,2,2] x) => (float[2,6,2,2] y)", "y = MeanVarianceNormalization (x)"),
+    # onnxruntime's own LayerNormalization, whose scale may have another type than x
+    *(
+        (
+            v,
+            f"({x}[2,3,4] x, {w}[4] w, {w}[4] b) => ({w}[2,3,4] y, {u}[2,3,1] m, {u}[2,3,1] d)",
+            f"c = Identity (x) y, m, d = LayerNormalization <axis = -1{stash}> (c, w, b)",
+        )
+        for v, x, w, stash, u in (
+            (16, "double", "float", "", "float"),
+            (16, "float", "double", ", stash_type = 11", "double"),
+            (13, "float16", "float", "", "float"),
+            (16, "float", "float16", "", "float"),
+        )
+    ),
+    (16, "(double[2,3,4] x, float[3,4] w) => (float[2,3,4] y)",
+        "y = LayerNormalization <axis = 1> (x, w)"),
     (7, "(float[2,6] x) => (float[2,6] y)", "y = LpNormalization <p = 1, axis = 0> (x)"),
     (7, "(float[12] x) => (int32[12] y)", "a = Abs (x)  b = Clip <max = 99.0> (a)"
         "  y = Cast <to = 6> (b)"),

@@ -173,7 +173,7 @@ def _types_matter(graph: ir.Graph) -> bool:
 _TYPED = {
     *("Clip", "Pad", "Dropout", "Softmax", "LogSoftmax", "Hardmax"),
     *("LeakyRelu", "PRelu", "Elu", "HardSigmoid", "HardSwish", "Mish", "Selu", "Softplus"),
-    *("Softsign", "ThresholdedRelu", "GroupNormalization", "AveragePool"),
+    *("Softsign", "ThresholdedRelu", "GroupNormalization", "LayerNormalization", "AveragePool"),
 }
 
 

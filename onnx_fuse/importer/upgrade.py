@@ -8,6 +8,7 @@ operator answers is what onnxruntime, which still runs it, answers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -184,11 +185,6 @@ def _softmax(node: ir.Node, op: Builder) -> Sequence[ir.Value] | None:
     return [op.Reshape(rows, op.Shape(x), allowzero=1)]
 
 
-@_rule(10, "Dropout")
-def _dropout_float_mask(node: ir.Node, op: Builder) -> None:
-    _drop_mask(node, op, typed=False)
-
-
 @_rule(12, "Dropout")
 def _dropout_mask(node: ir.Node, op: Builder) -> None:
     """Opsets 10 and 11: a mask of bool, and the ratio an attribute."""
@@ -212,6 +208,9 @@ def _drop_mask(node: ir.Node, op: Builder, *, typed: bool) -> None:
         ir.convenience.replace_all_uses_with(mask, zeros, replace_graph_outputs=True)
         mask.name = None
     node.resize_outputs(1)
+
+
+_rule(10, "Dropout")(partial(_drop_mask, typed=False))
 
 
 @_rule(9, "BatchNormalization")
@@ -282,11 +281,10 @@ def _group_norm(node: ir.Node, op: Builder) -> None:
         raise ModelError(
             f"node '{node.name}' (GroupNormalization): num_groups is {groups}, not positive"
         )
-    channels = op.Shape(_read(node), start=1, end=2)
-    each = op.Concat(op.constant([groups]), op.Div(channels, op.constant([groups])), axis=0)
-    for i in (1, 2):
-        value = given(node, i)
-        wide = op.Expand(op.Reshape(value, op.constant([groups, 1])), each)
+    each = op.Div(op.Shape(_read(node), start=1, end=2), op.constant([groups]))
+    each = op.Concat(op.constant([groups]), op.Max(each, op.constant([1])), axis=0)
+    for i in (1, 2):  # or one for all groups
+        wide = op.Expand(op.Unsqueeze(given(node, i), op.constant([1])), each)
         _set_input(node, i, op.Reshape(wide, op.constant([-1])))
 
 
@@ -318,14 +316,9 @@ def _resize(node: ir.Node, op: Builder) -> Sequence[ir.Value]:
 def _resized(
     op: Builder, x: ir.Value, scales: ir.Value | None, mode: str, nearest: str
 ) -> ir.Value:
-    return op.Resize(
-        x,
-        None,
-        scales,
-        mode=mode,
-        coordinate_transformation_mode="asymmetric",
-        nearest_mode=nearest if mode == "nearest" else None,
-    )
+    positions = {"coordinate_transformation_mode": "asymmetric"}
+    nearest_mode = nearest if mode == "nearest" else None
+    return op.Resize(x, None, scales, mode=mode, nearest_mode=nearest_mode, **positions)
 
 
 @_rule(13, "Resize")
@@ -352,22 +345,14 @@ def _scan(node: ir.Node, op: Builder) -> Sequence[ir.Value]:
             value.shape = None if source.shape is None else ir.Shape(source.shape[1:])
     body = node.attributes.pop("body").as_graph()
     directions = {} if ways is None else {"scan_input_directions": ways.as_ints()}
-    inner = ir.node(
-        "Scan",
-        elements,
-        {"body": body, "num_scan_inputs": count, **directions},
-        num_outputs=len(node.outputs),
-        name=f"{stem}.element",
-    )
+    attributes: Any = {"body": body, "num_scan_inputs": count, **directions}
+    inner = ir.node("Scan", elements, attributes, num_outputs=len(node.outputs))
+    inner.name = f"{stem}.element"
     for i, value in enumerate(inner.outputs):
         value.name = f"{stem}.result.{i}"
     batch = ir.Graph(elements, inner.outputs, nodes=[inner], name=f"{stem}.batch")
-    results = op.node(
-        "Scan",
-        sequences,
-        outputs=len(node.outputs),
-        attributes={"body": batch, "num_scan_inputs": len(sequences)},
-    )
+    attributes = {"body": batch, "num_scan_inputs": len(sequences)}
+    results = op.node("Scan", sequences, outputs=len(node.outputs), attributes=attributes)
     return list(results) if isinstance(results, tuple) else [results]
 
 
@@ -389,6 +374,29 @@ def _slope_of_other_types(node: ir.Node, op: Any) -> list[ir.Value] | None:
 
 
 _KERNEL_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+
+@_rule(17, "LayerNormalization")
+def _norm_of_two_types(node: ir.Node, op: Any) -> list[ir.Value] | None:
+    """Write the operator out where x has another type than the scale and the bias.
+
+    onnxruntime's operator, which is older than the standard's, has statistics in `stash_type`, and
+    y in the type of the scale. This is its body.
+    """
+    x, scale, bias = given(node, 0), given(node, 1), given(node, 2)
+    kind, size = scale.dtype if scale is not None else None, rank(x)
+    if x is None or size is None or kind is None or x.dtype in (None, kind):
+        return None
+    axes = op.constant(np.arange(_pop_attribute(node, "axis", -1) % max(size, 1), size))
+    wide = ir.DataType(_pop_attribute(node, "stash_type", int(ir.DataType.FLOAT)))
+    rows = op.Cast(x, to=int(wide))
+    epsilon = _like(op, _pop_attribute(node, "epsilon", 1e-5), rows)
+    mean = op.ReduceMean(rows, axes, keepdims=1)
+    variance = op.Sub(op.ReduceMean(op.Mul(rows, rows), axes, keepdims=1), op.Mul(mean, mean))
+    deviation = op.Sqrt(op.Add(variance, epsilon))
+    y = op.Mul(op.Cast(op.Div(op.Sub(rows, mean), deviation), to=int(kind)), scale)
+    y = y if bias is None else op.Add(y, bias)
+    return [y, mean, op.Reciprocal(deviation)][: len(node.outputs)]
 
 
 @_rule(19, "Relu")
@@ -420,9 +428,8 @@ def _activation_of_float64(node: ir.Node, op: Any) -> list[ir.Value] | None:
 
     match node.op_type:
         case "Elu":
-            scaled = op.Mul(
-                number(_pop_attribute(node, "alpha", 1.0)), op.Sub(op.Exp(x), number(1))
-            )
+            alpha = number(_pop_attribute(node, "alpha", 1.0))
+            scaled = op.Mul(alpha, op.Sub(op.Exp(x), number(1)))
             return [op.Where(op.Less(x, number(0)), scaled, x)]
         case "Selu":
             alpha = number(_pop_attribute(node, "alpha", 1.67326319217681884765625))
@@ -430,9 +437,8 @@ def _activation_of_float64(node: ir.Node, op: Any) -> list[ir.Value] | None:
             scaled = op.Mul(gamma, op.Sub(op.Mul(alpha, op.Exp(x)), alpha))
             return [op.Where(op.Less(x, number(0)), scaled, op.Mul(gamma, x))]
         case "HardSigmoid":
-            return [
-                hard_sigmoid(_pop_attribute(node, "alpha", 0.2), _pop_attribute(node, "beta", 0.5))
-            ]
+            slope, shift = _pop_attribute(node, "alpha", 0.2), _pop_attribute(node, "beta", 0.5)
+            return [hard_sigmoid(slope, shift)]
         case "HardSwish":
             return [op.Mul(x, hard_sigmoid(1 / 6, 0.5))]
         case "ThresholdedRelu":

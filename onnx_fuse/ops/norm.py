@@ -27,6 +27,7 @@ from onnx_fuse.ops.shape_ops import (
     ratio,
     reshape,
     reshape_like,
+    same_shape,
     sizes_of,
     spans,
     sum_over,
@@ -190,9 +191,7 @@ def _instance_norm(op: Any, node: ir.Node, dys: Values) -> Values:
     n = known_rank(x)
     axes = range(2, n)
     xh, rstd = _moments(op, node, x, axes)
-    others = [0, *range(2, n)]
-    dscale = sum_over(op, op.Mul(dy, xh), others)
-    dbias = sum_over(op, dy, others)
+    dscale, dbias = (sum_over(op, v, [0, *axes]) for v in (op.Mul(dy, xh), dy))
     return [normalized(op, op.Mul(dy, _per_channel(op, scale, n)), xh, rstd, axes), dscale, dbias]
 
 
@@ -205,11 +204,15 @@ def _group_norm(op: Any, node: ir.Node, dys: Values) -> Values:
     grouped = [sizes_of(op, x)[0], groups, each]
     axes = [2]
     xh, rstd = _moments(op, node, reshape(op, x, grouped), axes)
-    flat = reshape_like(op, xh, x)
+    flat = reshape_like(op, xh, dy)  # y has as many channels as scale where x has no element
     others = [0, *range(2, n)]
-    # either may be one number for all channels
-    dscale = unbroadcast(op, sum_over(op, op.Mul(dy, flat), others), scale)
-    dbias = unbroadcast(op, sum_over(op, dy, others), bias)
+
+    def fitted(g: Tensor, like: ir.Value) -> Tensor:
+        g = unbroadcast(op, g, like)  # it may be one number for all channels
+        return g if same_shape(g, like) else op.Expand(g, op.Shape(like))
+
+    dscale = fitted(sum_over(op, op.Mul(dy, flat), others), scale)
+    dbias = fitted(sum_over(op, dy, others), bias)
     g = reshape(op, op.Mul(dy, _per_channel(op, scale, n)), grouped)
     return [reshape_like(op, normalized(op, g, xh, rstd, axes), x), dscale, dbias]
 

@@ -29,7 +29,7 @@ def rms_norm(
     mean = op.ReduceMean(op.Pow(xs, op.number(2.0, like)), axes, keepdims=1)
     std = op.Sqrt(op.Add(mean, op.number(epsilon, like)))
     n = op.Div(xs, std)
-    y = op.Mul(op.cast_like(n, x), scale)
+    y = op.Mul(op.cast_like(n, scale), scale)
     return y, op.Reciprocal(std)
 
 
