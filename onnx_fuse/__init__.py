@@ -2,10 +2,10 @@
 
 `optimize` fuses a model, `InferenceSession` runs it, `validate` and `check_gradients` compare it
 with its original, `gradient` appends its backward, `Trainer` (with the optimizers of `optim`)
-fine-tunes it, and `deploy.compile` writes a file that runs without a compiler. `nn` has eager
-tensors and modules, of which `capture` makes models; `register_op` and `register_kernel` add
-operators and kernels. `backend` is the interface of onnx.backend, and `torch` has fused operators
-and imported graphs for PyTorch.
+fine-tunes it, `generate` continues prompts with a decoder, and `deploy.compile` writes a file that
+runs without a compiler. `nn` has eager tensors and modules, of which `capture` makes models;
+`register_op` and `register_kernel` add operators and kernels. `backend` is the interface of
+onnx.backend, and `torch` has fused operators and imported graphs for PyTorch.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from onnx_fuse.errors import ModelError as ModelError
     from onnx_fuse.errors import OnnxFuseError as OnnxFuseError
     from onnx_fuse.errors import UsageError as UsageError
+    from onnx_fuse.generation.generator import Generator as Generator
+    from onnx_fuse.generation.generator import generate as generate
     from onnx_fuse.nn.graphs import capture as capture
     from onnx_fuse.nn.plans import plan as plan
     from onnx_fuse.ops.opdef import OpDef as OpDef
@@ -51,6 +53,7 @@ _NAMES = {
     "CheckFailed": "errors",
     "DataError": "errors",
     "DeviceError": "errors",
+    "Generator": "generation.generator",
     "InferenceSession": "session",
     "Lora": "training.adapters",
     "ModelError": "errors",
@@ -61,6 +64,7 @@ _NAMES = {
     "UsageError": "errors",
     "capture": "nn.graphs",
     "check_gradients": "validation",
+    "generate": "generation.generator",
     "gradient": "api",
     "load": "api",
     "optimize": "api",

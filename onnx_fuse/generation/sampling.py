@@ -1,0 +1,144 @@
+"""The next token of logits: a graph of standard operators, which runs where the decoder runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.errors import UsageError
+from onnx_fuse.ir.build import Builder
+from onnx_fuse.ir.constants import CANONICAL_OPSET
+
+TOKEN = "next_token"
+LAST, DRAWN, HISTORY = "last_position", "drawn", "tokens_so_far"
+"""Names of the sampler's inputs; a graph has those that its options need."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen (see `generate`)."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        limits = {
+            "temperature": (self.temperature >= 0, "0 (the most probable token) or above"),
+            "top_k": (self.top_k >= 0, "0 (all tokens) or above"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "min_p": (0 <= self.min_p <= 1, "0 to 1"),
+            "repetition_penalty": (self.repetition_penalty > 0, "above 0"),
+            "seed": (self.seed is None or 0 <= self.seed < 1 << 64, "0 or above, in 64 bits"),
+        }
+        for name, (fits, text) in limits.items():
+            if not fits or not np.isfinite(getattr(self, name) or 0):
+                raise UsageError(f"{name} is {getattr(self, name)}: it must be {text}")
+        cut = [n for n in ("top_k", "top_p", "min_p") if getattr(self, n) != getattr(Sampling, n)]
+        if cut and not self.temperature:
+            raise UsageError(f"{cut[0]} needs a temperature above 0: at 0 nothing is drawn")
+
+    def numbers(self, sequences: int) -> list[np.random.Generator]:
+        """A stream of random numbers for each sequence, by the seed and the sequence's place."""
+        seed = self.seed
+        if seed is None:
+            seed = int(np.random.SeedSequence().generate_state(1, np.uint64)[0])
+        keys = (np.array([seed, row], np.uint64) for row in range(sequences))
+        return [np.random.Generator(np.random.Philox(key=key)) for key in keys]
+
+
+def sampler_inputs(sampling: Sampling, ragged: bool) -> dict[str, tuple[ir.DataType, list[Any]]]:
+    """Type and shape of each input that the options need."""
+    wanted: dict[str, tuple[bool, ir.DataType, list[Any]]] = {
+        LAST: (ragged, ir.DataType.INT64, ["batch", 1]),
+        DRAWN: (sampling.temperature > 0, ir.DataType.FLOAT, ["batch", 1]),
+        HISTORY: (sampling.repetition_penalty != 1, ir.DataType.INT64, ["batch", "room"]),
+    }
+    return {name: (kind, shape) for name, (need, kind, shape) in wanted.items() if need}
+
+
+def _value(name: str, kind: ir.DataType, shape: Sequence[Any]) -> ir.Value:
+    return ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(kind))
+
+
+def append_sampler(graph: ir.Graph, logits: ir.Value, sampling: Sampling, ragged: bool) -> None:
+    """Put the output TOKEN int64 [B, 1] in the place of the output `logits` [B, S, V] or [B, V].
+
+    It is the token of the last position, or of each sequence's LAST where `ragged`; -1 where a
+    logit is not a number. DRAWN are numbers in [0, 1), and HISTORY the tokens of each sequence, of
+    which any may come again.
+    """
+    ends = {n: _value(n, *end) for n, end in sampler_inputs(sampling, ragged).items()}
+    graph.inputs.extend(ends.values())
+    op = Builder()
+    x = logits
+    if x.shape is None or len(x.shape) == 3:
+        # a Gather at a constant moves up, so that no other row is computed
+        x = op.GatherND(x, ends[LAST], batch_dims=1) if ragged else op.Gather(x, -1, axis=1)
+    x = op.Cast(x, to=ir.DataType.FLOAT)
+    x.dtype = ir.DataType.FLOAT
+    # finite for logits of which some are -inf, and none is inf or not a number
+    weight = op.ReduceLogSumExp(x, [1], keepdims=1)
+    if HISTORY in ends:
+        there = op.GatherElements(x, ends[HISTORY], axis=1)
+        penalty = float(sampling.repetition_penalty)
+        less = op.Where(op.Less(there, 0.0), op.Mul(there, penalty), op.Div(there, penalty))
+        x = op.ScatterElements(x, ends[HISTORY], less, axis=1)
+    token = _drawn(op, x, sampling, ends[DRAWN]) if sampling.temperature else None
+    token = op.ArgMax(x, axis=1, keepdims=1) if token is None else token
+    token = op.Where(op.Less(op.Abs(weight), np.float32(np.inf)), token, -1)
+    token.name, token.shape, token.type = (
+        TOKEN,
+        ir.Shape(["batch", 1]),
+        ir.TensorType(ir.DataType.INT64),
+    )
+    graph.extend(op.nodes)
+    place = next(i for i, v in enumerate(graph.outputs) if v is logits)
+    graph.outputs[place] = token
+
+
+def _drawn(op: Builder, x: ir.Value, sampling: Sampling, drawn: ir.Value) -> ir.Value:
+    """Where the sum of the probabilities goes beyond `drawn` of all of it; x [B, V] -> [B, 1]."""
+    x = op.Div(x, float(sampling.temperature))
+    x.dtype = ir.DataType.FLOAT
+    places = None
+    if sampling.top_k or sampling.top_p < 1:
+        count = op.Slice(op.Shape(x), [1], [2], [0])
+        if sampling.top_k:
+            count = op.Min(count, [sampling.top_k])
+        x, places = op.TopK(x, count, outputs=2, axis=1)
+    share = op.Softmax(x, axis=1)
+    share.dtype = ir.DataType.FLOAT
+    if sampling.top_p < 1:
+        before = op.CumSum(share, 1, exclusive=1)
+        share = op.Where(op.Less(before, float(sampling.top_p)), share, 0.0)
+    if sampling.min_p:
+        least = op.Mul(op.ReduceMax(share, [1], keepdims=1), float(sampling.min_p))
+        share = op.Where(op.Less(share, least), 0.0, share)
+    sums = op.CumSum(share, 1)
+    whole = op.ReduceMax(sums, [1], keepdims=1)
+    # a place whose sum is all of it is never passed: none behind it has a share
+    passed = op.And(op.LessOrEqual(sums, op.Mul(whole, drawn)), op.Less(sums, whole))
+    place = op.ReduceSum(op.Cast(passed, to=ir.DataType.INT64), [1], keepdims=1)
+    return place if places is None else op.GatherElements(places, place, axis=1)
+
+
+def sampler(logits: Any, sampling: Sampling, ragged: bool) -> ir.Model:
+    """A model of its own, from an output `logits` as a session describes it."""
+    from onnx_fuse.session import InputSpec
+
+    spec = InputSpec(logits)
+    kind = ir.DataType.from_numpy(spec.dtype)
+    shape = ["batch", "sequence", spec.shape[-1]]
+    value = _value("logits", kind, shape if len(spec.shape) == 3 else shape[::2])
+    opset = {"": CANONICAL_OPSET}
+    graph = ir.Graph([value], [value], nodes=[], opset_imports=opset, name="sampler")
+    append_sampler(graph, value, sampling, ragged)
+    return ir.Model(graph, ir_version=10)
