@@ -11,8 +11,7 @@ from support import answers, stock
 
 from onnx_fuse import gradient
 from onnx_fuse.errors import ModelError
-from onnx_fuse.ir.build import text_model
-from onnx_fuse.ops.rules import add_initializer
+from onnx_fuse.ir.build import add_initializer, text_model
 
 TYPES = ["INT8", "UINT8", "INT16", "UINT16", "INT4", "UINT4", "FLOAT8E4M3FN", "FLOAT8E5M2"]
 # by name: the shapes of x and of the scale, the attributes, and what shares a scale

@@ -3,11 +3,11 @@
 import numpy as np
 import onnx
 import onnx_ir as ir
+import pytest
 from support import answers, stock
 
 from onnx_fuse import Trainer, optim
-from onnx_fuse.ir.build import text_model
-from onnx_fuse.ops.rules import add_initializer
+from onnx_fuse.ir.build import add_initializer, text_model
 
 NET = """g (float[N,4] x) => (float[N,3] y) <float xs = {0.05}, int8 xz = {3}, int8[3] wz = {0,0,0},
   float[3] b = {0.1, 0.2, 0.3}> {
@@ -22,7 +22,12 @@ FEEDS = {"x": X, "labels": X @ RNG.standard_normal((4, 3)).astype(np.float32)}
 def net(weight: str = FLOATS) -> ir.Model:
     model = text_model(NET.replace("WEIGHT", weight))
     w = np.random.default_rng(1).uniform(-1, 1, (4, 3)).astype(np.float32)
-    arrays = {"w": w, "ws": (np.abs(w).max(0) / 100).astype(np.float32)}
+    fill(model, {"w": w, "ws": (np.abs(w).max(0) / 100).astype(np.float32)})
+    return model
+
+
+def fill(model: ir.Model, arrays: dict[str, np.ndarray]) -> None:
+    """Make initializers of values that the text of a model names, and does not make."""
     for name, array in arrays.items():
         value = add_initializer(model.graph, f"{name}.", array)
         for node in model.graph:
@@ -30,12 +35,6 @@ def net(weight: str = FLOATS) -> ir.Model:
                 if read is not None and read.name == name:
                     node.replace_input_with(i, value)
         value.name = name
-    return model
-
-
-def stored(path) -> dict[str, np.ndarray]:
-    model = onnx.load(path)
-    return {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
 
 
 def test_weights_behind_quantize_linear_train(tmp_path) -> None:
@@ -58,3 +57,69 @@ def test_a_named_scale_trains() -> None:
     trainer.step(FEEDS)
     assert sorted(trainer.weights()) == ["w", "ws"]
     assert (trainer.weights()["ws"] != before).all()
+
+
+STORED = {
+    "int8 by columns": ("dw = DequantizeLinear <axis = 1> (w, ws, wz)", "INT8", (3,), 1, 0),
+    "uint8 by rows": ("dw = DequantizeLinear <axis = 0> (w, ws)", "UINT8", (4,), 0, 0),
+    "int4 in blocks": (
+        "dw = DequantizeLinear <axis = 0, block_size = 2> (w, ws)", "INT4", (2, 3), 0, 2),
+    "int16": ("dw = DequantizeLinear (w, ws)", "INT16", (), 1, 0),
+    "float8": ("dw = DequantizeLinear (w, ws)", "FLOAT8E4M3FN", (), 1, 0),
+}  # fmt: skip
+
+
+def stored_net(name: str) -> ir.Model:
+    """A net whose weight is stored as codes, and whose bias is int32 behind DequantizeLinear."""
+    text, kind, scales, _, _ = STORED[name]
+    text = NET.replace("WEIGHT", text).replace("(p, b)", "(p, db)")
+    text = text.replace(
+        "float[3] b = {0.1, 0.2, 0.3}", "float bs = {0.001}, int32[3] b = {90,200,300}"
+    )
+    model = text_model(text.replace("y = Add", "db = DequantizeLinear (b, bs) y = Add"))
+    rng, dtype = np.random.default_rng(2), ir.DataType[kind]
+    low, high = max(float(dtype.min), -300), min(float(dtype.max), 300)
+    codes = rng.uniform(low, high, (4, 3)).astype(dtype.numpy())
+    scale = rng.uniform(0.8, 1, scales) / high
+    fill(model, {"w": codes, "ws": np.float32(scale)})
+    return model
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_weights_stored_as_integers_train(name: str, tmp_path) -> None:
+    model = stored_net(name)
+    trainer = Trainer(model, loss="mse", optimizer=optim.AdamW(lr=0.02))
+    assert any("'w' and 1 other" in note for note in trainer.notes)
+    losses = [trainer.step(FEEDS) for _ in range(20)]
+    assert losses[-1] < losses[0] / 1.3
+    assert trainer.weights()["w"].dtype == trainer.weights()["b"].dtype == np.float32
+    trainer.save(tmp_path / "tuned.onnx")
+    saved = ir.load(tmp_path / "tuned.onnx")
+    for value in model.graph.initializers.values():
+        written = saved.graph.initializers[value.name]
+        assert written.dtype == value.dtype
+        changed = (written.const_value.numpy() != value.const_value.numpy()).any()
+        assert changed == (value.name in ("w", "b"))
+    found = answers(stock(saved), {"x": X})["y"]
+    expected = trainer.evaluate(FEEDS).outputs["y"]
+    np.testing.assert_allclose(found, expected, atol=1e-3)  # the bias is rounded at the end
+
+
+def test_what_does_not_train_keeps_its_integers(tmp_path) -> None:
+    model = stored_net("int8 by columns")
+    trainer = Trainer(model, loss="mse", frozen=["w"])
+    assert sorted(trainer.weights()) == ["b"]
+    trainer.step(FEEDS)
+    trainer.save(tmp_path / "tuned.onnx")
+    saved = ir.load(tmp_path / "tuned.onnx").graph.initializers
+    expected = model.graph.initializers["w"].const_value.numpy()
+    np.testing.assert_array_equal(saved["w"].const_value.numpy(), expected)
+
+
+def test_codes_are_those_of_float32_in_half_precision(tmp_path) -> None:
+    trainer = Trainer(stored_net("int8 by columns"), loss="mse", precision="fp16")
+    for _ in range(3):
+        trainer.step(FEEDS)
+    trainer.save(tmp_path / "tuned.onnx")
+    found = answers(stock(ir.load(tmp_path / "tuned.onnx")), {"x": X})["y"]
+    np.testing.assert_allclose(found, trainer.evaluate(FEEDS).outputs["y"], rtol=3e-3, atol=3e-3)

@@ -82,7 +82,8 @@ def lower_precision(model: ir.Model, dtype: ir.DataType, *, masters: bool = Fals
         keep(v for i, v in enumerate(node.inputs) if i in at)
         if node.op_type == "BatchNormalization":
             keep(node.outputs[1:], sources=False)
-        if masters and not _takes(node, dtype, graph.opset_imports[""]):
+        rounds = node.op_type == "QuantizeLinear"  # its codes are to be those of the saved file
+        if masters and (rounds or not _takes(node, dtype, graph.opset_imports[""])):
             wide[node] = None
             keep(node.outputs, sources=False)
     inputs = [v for v in graph.inputs if v.dtype == F32 and v not in wide_values]

@@ -40,6 +40,7 @@ from onnx_fuse.training.ranks import Spare, counted, part_of_state, ranks_of, wh
 from onnx_fuse.training.sources import Data
 from onnx_fuse.training.state import State
 from onnx_fuse.training.step import UNREAD, Mode, Spec, training_model
+from onnx_fuse.training.stored_codes import as_floats, notes_of
 from onnx_fuse.training.tied_weights import resolve as resolve_tied
 from onnx_fuse.training.tied_weights import untie as untie_weights
 from onnx_fuse.training.weights import literal
@@ -93,6 +94,9 @@ class Trainer:
         trainable = options.trainable
         lift_parameters(self._source, frozenset(trainable or ()))
         choice = TrainableSelection(trainable, options.frozen, self.optimizer.groups)
+        wanted = trainable if options.lora is None else trainable or ()
+        self._stored = as_floats(self._source.graph, TrainableSelection(wanted, (), ()))
+        self.notes += notes_of([name for name in self._stored if choice(name)])
         self._duplicates, notes = resolve_tied(self._source.graph, choice, tied=options.tie)
         self.notes += notes
         self.adapters: list[Adapter] = []
@@ -411,6 +415,7 @@ class Trainer:
     def save(self, path: str | os.PathLike[str], *, ema: bool = False) -> None:
         """Write the model as it was given, with the trained weights in place of its own.
 
+        A weight that the file stores as integers is rounded to them.
         With `ema` these are their running averages. Of several ranks, rank 0 writes it. Raises
         UsageError where there are no averages.
         """
@@ -419,7 +424,8 @@ class Trainer:
             return
         model = self._original.clone()
         for name, array in weights.items():
-            set_parameter(model, name, array)
+            stored = self._stored.get(name)
+            set_parameter(model, name, array if stored is None else stored.codes(array, weights))
         tensors = (v.const_value for v in self._original.graph.initializers.values())
         save(model, path, external=any(t is not None and "external" in t.meta for t in tensors))
 
