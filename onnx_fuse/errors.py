@@ -26,6 +26,8 @@ INSTALL_TORCH = 'pip install ".[torch]"'
 
 INSTALL_YAML = 'pip install ".[yaml]"'
 """The command that installs PyYAML, in a checkout of this project."""
+INSTALL_TEXT = 'pip install ".[text]"'
+"""The command that installs tokenizers and Jinja, in a checkout of this project."""
 
 
 class OnnxFuseError(Exception):

@@ -89,6 +89,7 @@ CLASHES = [
     "validate m.onnx --against big.onnx --json big.onnx",
     "validate m.onnx --inputs x.npz --html x.npz",
     "bench m.onnx --json m.onnx",
+    "generate m.onnx --ids 1 --json m.onnx",
     "doctor --json r --html r",
     TRAIN + " --curve m.onnx",
     TRAIN + " -o d.npz",

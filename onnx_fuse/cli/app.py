@@ -19,6 +19,7 @@ from onnx_fuse.cli import (
     compare,
     compile,
     doctor,
+    generate,
     gradient,
     inspect,
     lab,
@@ -83,6 +84,7 @@ _add(optimize.optimize, optimize.EXAMPLES)
 _add(compile.compile, compile.EXAMPLES)
 _add(validate.validate, validate.EXAMPLES)
 _add(run.run, run.EXAMPLES)
+_add(generate.generate, generate.EXAMPLES)
 _add(gradient.gradient, gradient.EXAMPLES)
 _add(train.train, train.EXAMPLES)
 _add(bench.bench, bench.EXAMPLES)

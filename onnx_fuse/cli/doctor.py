@@ -9,6 +9,7 @@ from onnx_fuse.errors import (
     INSTALL_CUBLASLT,
     INSTALL_CUDA,
     INSTALL_DISTRIBUTED,
+    INSTALL_TEXT,
     INSTALL_TORCH,
     INSTALL_YAML,
 )
@@ -35,6 +36,10 @@ _OPTIONAL = {
     ("tensorboardx",): (
         "onnx-fuse train --tensorboard does not work; --csv and --html do",
         'pip install ".[tensorboard]"',
+    ),
+    ("tokenizers", "jinja2"): (
+        "onnx-fuse generate takes no prompts of text; --ids works",
+        INSTALL_TEXT,
     ),
     ("pyyaml",): (
         "onnx-fuse train --config reads only TOML files",

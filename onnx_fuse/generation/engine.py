@@ -80,6 +80,21 @@ class Engine:
                 self._grown[cache.past] = np.zeros(shape, cache.dtype)
         return size
 
+    def memory(self) -> int:
+        """Bytes in use: on "cuda" of the GPU by all that run there, else the process's most."""
+        if self.on_gpu:
+            from onnx_fuse.runtime import device
+
+            device.start(_gpu(self.session))
+            answer = device.bindings().cuMemGetInfo()
+            device.check(answer, "the GPU's memory")
+            return int(answer[2]) - int(answer[1])
+        try:
+            from resource import RUSAGE_SELF, getrusage
+        except ImportError:  # not a Unix
+            return 0
+        return getrusage(RUSAGE_SELF).ru_maxrss * 1024
+
     def run(
         self, ids: Array, counts: Array, draws: Mapping[str, Array], row: int | None = None
     ) -> Array:

@@ -97,7 +97,11 @@ class Generator:
         self._options = sampling
         room = max(lengths) + max_new_tokens
         self._room = room if self._limit is None else min(room, self._limit)
-        self._begun = False
+        self._begun, self._cache_bytes = False, 0
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of the cache, and of all memory: the process's most on "cpu", else the GPU's."""
+        return {"cache_bytes": self._cache_bytes, "memory_bytes": self._engine.memory()}
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -106,7 +110,7 @@ class Generator:
         if self._left <= 0 or not self._active.any():
             raise StopIteration
         if not self._begun:
-            self.cache_bytes = self._engine.allocate(len(self._counts), self._room)
+            self._cache_bytes = self._engine.allocate(len(self._counts), self._room)
             answer = self._prompt()
             self._begun = True
         else:

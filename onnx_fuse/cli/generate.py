@@ -1,0 +1,181 @@
+"""`onnx-fuse generate`: text from a decoder."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from onnx_fuse.cli import files, show
+from onnx_fuse.cli.options import Debug, Device, Json, Precision, check_device, check_precision
+from onnx_fuse.errors import UsageError
+
+EXAMPLES = (
+    'onnx-fuse generate folder "Why is the sky blue?" --device cuda --precision fp16',
+    "onnx-fuse generate model.onnx --ids 5,6,7 --max-new-tokens 20 --temperature 0.8 --seed 1",
+)
+
+
+def generate(
+    model: Annotated[
+        Path,
+        typer.Argument(
+            metavar="MODEL_OR_FOLDER",
+            help="The .onnx file of a decoder, or the folder that it is in, with its "
+            "tokenizer.json and its genai_config.json or generation_config.json.",
+        ),
+    ],
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="The text that is to be continued.")
+    ] = None,
+    ids: Annotated[
+        str | None,
+        typer.Option(metavar="5,6,7", help="Continue these ids in place of a text, and print ids."),
+    ] = None,
+    system: Annotated[
+        str, typer.Option(metavar="TEXT", help="Begin the chat with this message of the system.")
+    ] = "",
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Leave the folder's chat template out.")
+    ] = False,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Use this tokenizer.json instead of the folder's."),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=0, help="End after this many tokens.")] = 128,
+    max_length: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Allow this many tokens of the prompt and its continuation together. The default "
+            "is the folder's context length.",
+        ),
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            help="Divide the logits by this number and draw; 0 takes the most probable token. The "
+            "default of this option and of the next four is the folder's, or off."
+        ),
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Draw from this many of the most probable tokens.")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Draw from the most probable tokens that reach this sum together."),
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(help="Draw from tokens of at least this share of the highest probability."),
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(help="Make tokens that came before less probable by this factor."),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Draw the same tokens whenever this number is the same.")
+    ] = None,
+    eos: Annotated[
+        list[int] | None,
+        typer.Option(metavar="ID", help="End at this id instead of the folder's; may be repeated."),
+    ] = None,
+    chunk: Annotated[
+        int | None, typer.Option(min=1, help="Put a prompt into the cache in pieces of this size.")
+    ] = None,
+    device: Device = "cpu",
+    precision: Precision = "fp32",
+    json: Json = None,
+    debug: Debug = False,
+) -> None:
+    """Continue PROMPT with a decoder, and print the text while it comes.
+
+    The last line, on standard error, has the time to the first token, tokens a second and memory.
+    """
+    from onnx_fuse.generation.generator import Generator
+    from onnx_fuse.generation.text import Package
+
+    package = Package.at(model)
+    files.check_paths({"MODEL": package.model, "--tokenizer": tokenizer}, {"--json": json})
+    check_device(device)
+    check_precision(precision)
+    if (prompt is None) == (ids is None):
+        raise UsageError("give a prompt, or ids with --ids 5,6,7")
+    text = package.text(tokenizer) if prompt is not None else None
+    templated = bool(package.template) and not raw
+    if system and not templated:
+        raise UsageError(
+            "--system needs a chat template: the folder has none, or --raw leaves it out"
+        )
+    if text is None:
+        prompt_ids = _numbers(ids or "")
+    else:
+        words = package.chat(prompt or "", system) if templated else prompt or ""
+        prompt_ids = text.ids(words, special=not templated)
+    options: dict[str, Any] = {
+        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+    }  # fmt: skip
+    chosen = {name: value for name, value in options.items() if value is not None}
+    if temperature != 0:
+        chosen = package.sampling | chosen
+    generator = Generator(
+        package.model, prompt_ids, max_new_tokens=max_new_tokens, seed=seed, chunk=chunk,
+        eos=package.eos if eos is None else eos, max_length=max_length or package.max_length,
+        device=device, precision=precision, **chosen,
+    )  # fmt: skip
+    times = [time.perf_counter()]
+    pieces = []
+    written = text.pieces(_timed(generator, times)) if text else (
+        (token, f"{token} ") for token in _timed(generator, times)
+    )  # fmt: skip
+    try:
+        for _, piece in written:
+            pieces.append(piece)
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    finally:
+        sys.stdout.write("\n")
+    data = {
+        "model": str(package.model), "device": device, "prompt": prompt_ids,
+        "tokens": generator.tokens[0][len(prompt_ids) :],
+        "text": "".join(pieces) if text else None, **_speed(times, generator),
+    }  # fmt: skip
+    sys.stdout.flush()
+    print(_summary(data), file=sys.stderr)
+    show.write_reports(show.printer(), data, json, None)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        raise UsageError(f"--ids {text}: expected ids such as 5,6,7") from None
+
+
+def _timed(tokens: Any, times: list[float]) -> Iterator[int]:
+    for token in tokens:
+        times.append(time.perf_counter())
+        yield token
+
+
+def _speed(times: list[float], generator: Any) -> dict[str, float | None]:
+    """Seconds to the first token, tokens a second behind it, and bytes of memory."""
+    first = times[1] - times[0] if len(times) > 1 else None
+    rate = (len(times) - 2) / (times[-1] - times[1]) if len(times) > 2 else None
+    return {"first_token_s": first, "tokens_per_s": rate, **generator.memory()}
+
+
+def _summary(data: dict[str, Any]) -> str:
+    parts = [f"{len(data['prompt'])} tokens in, {len(data['tokens'])} out"]
+    if data["first_token_s"] is not None:
+        parts.append(f"the first after {data['first_token_s']:.3f} s")
+    if data["tokens_per_s"] is not None:
+        parts.append(f"then {data['tokens_per_s']:.1f} tokens/s")
+    parts.append(f"cache {data['cache_bytes'] / 1e6:,.1f} MB")
+    parts.append(f"memory {data['memory_bytes'] / 1e6:,.0f} MB")
+    return ", ".join(parts)
