@@ -1,4 +1,4 @@
-"""Cases of sums of products and of determinants."""
+"""Cases of sums of products, of determinants and of Fourier transforms."""
 
 from collections.abc import Iterator
 
@@ -6,12 +6,14 @@ import numpy as np
 from window_gradients import Row
 
 F32, F16, F64 = "float32", "float16", "float64"
+AXIS = np.array(1, np.int64)
 
 
 def rows() -> Iterator[Row]:
     """The arguments of math_cases.Case."""
     yield from _einsums()
     yield from _determinants()
+    yield from _transforms()
 
 
 def _einsums() -> Iterator[Row]:
@@ -45,3 +47,24 @@ def _determinants() -> Iterator[Row]:
     hostile = rng.standard_normal((64, 3, 3)).astype(np.float32)
     hostile[5, 1, 2], hostile[9, 2, 0], hostile[12, 0, 0] = np.nan, np.inf, -np.inf
     yield "Det", (hostile,), {}, 1, F32, "", "not finite"
+
+
+def _transforms() -> Iterator[Row]:
+    """Lengths of one stage, of several, of no stages (7); rows and columns; parts of a signal."""
+    for length in (1, 2, 3, 5, 6, 8, 10, 16, 60, 128, 512, 1024, 2187, 3125, 4096):
+        for inverse in (0, 1) if length % 5 else (0,):
+            how = {"inverse": inverse}
+            yield "DFT", ((3, length, 2), None, AXIS), how, 1, F64, "", str(how)
+    yield "DFT", ((2000, 64, 1), None, AXIS), {}, 1, F32, "", "many short"
+    yield "DFT", ((3, 7, 1), None, AXIS), {}, 1, F32, "", "seven"
+    yield "DFT", ((2, 1024, 5, 1), None, AXIS), {}, 1, F32, "", "columns"
+    yield "DFT", ((2, 30, 33, 2), None, AXIS), {"inverse": 1}, 1, F64, "", "columns"
+    for size in (9, 40):  # padded, cut
+        for onesided in (0, 1):
+            how = {"onesided": onesided}
+            yield "DFT", ((5, size, 1), np.array(16), AXIS), how, 1, F32, "", str(how)
+    step, length = np.array(5), np.array(16)
+    for more in ({"onesided": 0}, {"onesided": 1}):
+        for dtype in (F32, F64):
+            window = np.linspace(0.1, 1, 16).astype(dtype)
+            yield "STFT", ((2, 100, 1), step, window, length), more, 1, dtype, "", str(more)

@@ -61,7 +61,7 @@ MODULES: dict[str, str] = {
     **dict.fromkeys(("BatchedCalls", "PointwiseMany", "CopyMany"), "batched"),
     "Recurrence": "recurrent",
     **dict.fromkeys(("Random", "RoiAlign", "DeformColumns", "NmsChosen"), "others"),
-    **dict.fromkeys(("Determinant", "NGrams", "Range"), "others"),
+    **dict.fromkeys(("Determinant", "Fourier", "NGrams", "Range"), "others"),
 }
 
 

@@ -11,11 +11,13 @@ from onnx_fuse.kernels.rule_based import HeuristicKernel, access_width, window_m
 from onnx_fuse.program.data_movement import (
     DeformColumns,
     Determinant,
+    Fourier,
     NGrams,
     NmsChosen,
     Random,
     Range,
     RoiAlign,
+    is_smooth,
 )
 from onnx_fuse.program.problem import Hardware, KernelConfig, Launches, Num, Ptr
 
@@ -136,6 +138,41 @@ class Elimination(HeuristicKernel):
         )  # fmt: skip
 
 
+class Stockham(HeuristicKernel):
+    """linalg/fourier.cu. Operands: x table window y."""
+
+    source = "linalg/fourier.cu"
+    free_axes = "yz"
+
+    def supports(self, problem: Fourier, hw: Hardware) -> str | None:
+        """None where the transform is one of stages that a block has room for."""
+        if not is_smooth(problem.points):
+            return f"{problem.points} points are not a product of 2, 3 and 5, or too many"
+        return None
+
+    def cost(self, problem: Fourier, config: KernelConfig, hw: Hardware) -> float:
+        """The stages' 46 bytes a point, at half of shared memory's rate, or the usual."""
+        stages = -(-(problem.points.bit_length() - 1) // 3)
+        shared = problem.count * problem.points * stages * 46 / (1.1e11 * hw.sm_count)
+        return max(shared + hw.launch_seconds, super().cost(problem, config, hw))
+
+    def launch(self, problem: Fourier, config: KernelConfig, hw: Hardware) -> Launches:
+        """One launch, a block for about 1024 points, eight of them a thread."""
+        n, across = problem.points, problem.inner > 1
+        rows = max(1, 1024 // n, min(8, 4096 // n) if across else 1)
+        threads = max(32, -(-rows * n // 256) * 32)
+        numbers = (problem.count, problem.frames, problem.inner, problem.length, problem.step)
+        return self.one(
+            "fourier", -(-problem.count // rows), threads,
+            *map(Ptr, ("x", "window" if problem.window else "x", "table", "y")),
+            *(Num("i64", number) for number in numbers), Num("i32", problem.taken),
+            smem=16 * rows * (n + n // 8 + 1), T=C_TYPES[problem.dtype], POINTS=n, ROWS=rows,
+            BLOCK=threads, SIGN=1 if problem.inverse else -1, RESULTS=problem.results,
+            PARTS=problem.parts, OUT=1 if problem.half else 2, ACROSS=across,
+            WINDOW=problem.window, HALF=problem.half,
+        )  # fmt: skip
+
+
 class Counts(HeuristicKernel):
     """text/tfidf.cu. Operands: x pool entry weight y."""
 
@@ -180,6 +217,7 @@ KERNELS: dict[str, Sequence[Kernel]] = {
     "DeformColumns": (OffsetTaps(),),
     "NmsChosen": (Suppression(),),
     "Determinant": (RowsOfLanes(), Elimination()),
+    "Fourier": (Stockham(),),
     "NGrams": (Counts(),),
     "Range": (MinMax(),),
 }

@@ -24,6 +24,7 @@ from onnx_fuse.ops.fused.gated import OPS as GATED
 from onnx_fuse.ops.fused.gated import written_out
 from onnx_fuse.ops.matmul import einsum_terms
 from onnx_fuse.ops.recurrent import GATES
+from onnx_fuse.program.data_movement import is_smooth
 
 MAX_TABLE = 1 << 24
 """Elements of a Fourier transform's table: longer ones are onnxruntime's."""
@@ -238,10 +239,22 @@ def _fourier(n: int, size: int, parts: int, inverse: bool, onesided: bool) -> np
     return table.reshape(size * parts, -1)
 
 
+def _stages(
+    op: Any, reads: list[Any], axis: int, n: int, inverse: bool, onesided: bool,
+    frames: int = 0, step: int = 0,
+) -> Any:  # fmt: skip
+    return op.node(
+        "Fourier", reads, domain=FUSE, axis=axis, points=n, inverse=int(inverse),
+        onesided=int(onesided), frames=frames, step=step,
+    )  # fmt: skip
+
+
 def _transform(
     op: Any, x: Any, shape: Sequence[int], axis: int, n: int, inverse: bool, onesided: bool
 ) -> Any:
-    """The Fourier transform along `axis` of [..., 1 or 2] as a product in float64."""
+    """The Fourier transform along `axis` of [..., 1 or 2], in stages or as a product in float64."""
+    if is_smooth(n):
+        return _stages(op, [x], axis, n, inverse, onesided)
     size, parts = int(shape[axis]), int(shape[-1])
     table = _fourier(n, size, parts, inverse, onesided)
     if table.size > MAX_TABLE:
@@ -287,12 +300,16 @@ def stft(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results | None
     starts = np.arange(0, int(shape[1]) - n + 1, every)
     if n < 1 or every < 1 or not len(starts) or len(shape) != 3:
         return None
+    onesided = bool(attr(node, "onesided", 1))
+    if is_smooth(n):
+        reads = [x] if window is None else [x, window]
+        return [_stages(op, reads, 1, n, False, onesided, len(starts), every)]
     frames = op.Gather(x, op.constant(starts[:, None] + np.arange(n)), axis=1)
     if window is not None:
         frames = op.Mul(frames, op.Reshape(window, [n, 1]))
     frames.dtype = signal.dtype
     sizes = (shape[0], len(starts), n, shape[2])
-    y = _transform(op, frames, sizes, 2, n, False, bool(attr(node, "onesided", 1)))
+    y = _transform(op, frames, sizes, 2, n, False, onesided)
     return None if y is None else [y]
 
 

@@ -516,6 +516,69 @@ class Determinant(AnyProblem):
         return not self.count
 
 
+def is_smooth(points: int) -> bool:
+    """Whether a Fourier transform of so many is one of stages: of 2, 3 or 5 each, and not long."""
+    return 1 <= points <= 4096 and 30**12 % points == 0
+
+
+@dataclass(frozen=True)
+class Fourier(AnyProblem):
+    """y [outer, frames, results, inner, 1 or 2]: Fourier transforms of `points` points.
+
+    Those of frame f are x [outer, length, inner, parts] from f * step on along `length`, of which
+    `taken` count and the others are 0, times the operand "window" where there is one. `onesided`:
+    half of a symmetric spectrum is stored, or read if `inverse`, for a real result.
+    """
+
+    outer: int
+    frames: int
+    step: int
+    length: int
+    inner: int
+    parts: int
+    points: int
+    taken: int
+    dtype: str
+    inverse: bool = False
+    onesided: bool = False
+    window: bool = False
+
+    @property
+    def half(self) -> bool:
+        """Whether half of the spectrum is read."""
+        return self.inverse and self.onesided
+
+    @property
+    def results(self) -> int:
+        """Numbers of a transform that are stored, each of them real where `half` is read."""
+        return self.points // 2 + 1 if self.onesided and not self.inverse else self.points
+
+    @property
+    def count(self) -> int:
+        """The number of transforms."""
+        return self.outer * self.frames * self.inner
+
+    @property
+    def flops(self) -> int:
+        """In float64: 5 n log2 n a transform."""
+        return 5 * self.count * self.points * max(1, self.points.bit_length() - 1)
+
+    @property
+    def bytes(self) -> int:
+        """x read, y written."""
+        stored = self.count * self.results * (1 if self.half else 2)
+        return (self.outer * self.length * self.inner * self.parts + stored) * ITEMSIZE[self.dtype]
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is no transform; one of no elements has results."""
+        return not self.count
+
+    def rate(self, hw: Hardware) -> float:
+        """float64's."""
+        return hw.rate("float64")
+
+
 @dataclass(frozen=True)
 class NGrams(AnyProblem):
     """How often each of `columns` n-grams stands in each of the rows of `words`: `size` counts."""

@@ -358,6 +358,10 @@ TABLE: dict[type[AnyProblem], Callable[[Any], Needs]] = {
     data_movement.Determinant: lambda p: {
         "x": (p.dtype, p.count * p.n * p.n), "y": (p.dtype, p.count),
     },
+    data_movement.Fourier: lambda p: {
+        "x": (p.dtype, p.outer * p.length * p.inner * p.parts), "table": ("float64", 2 * p.points),
+        "window": (p.dtype, p.points), "y": (p.dtype, p.count * p.results * (1 if p.half else 2)),
+    },
     data_movement.NGrams: lambda p: {"y": ("float32", p.size)},
     data_movement.Range: lambda p: {"x": ("float32", p.size)},
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""NumPy's answers to problems that sample where data says, and to determinants."""
+"""NumPy's answers to problems that sample where data says, determinants and transforms."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from math import prod
 
 import numpy as np
 
-from onnx_fuse.program.data_movement import DeformColumns, Determinant, NmsChosen, RoiAlign
+from onnx_fuse.program.call import dtype_of
+from onnx_fuse.program.data_movement import DeformColumns, Determinant, Fourier, NmsChosen, RoiAlign
 from onnx_fuse.program.interpret.data_movement import Results
 from onnx_fuse.program.interpret.memory import Operands
 
@@ -139,3 +140,18 @@ def determinant(p: Determinant, of: Operands) -> Results:
     """The determinants of matrices."""
     x = of.shaped("x", p.count, p.n, p.n)
     return {"y": np.linalg.det(x)}
+
+
+def fourier(p: Fourier, of: Operands) -> Results:
+    """Fourier transforms of the frames along an axis."""
+    x = of.shaped("x", p.outer, p.length, p.inner, p.parts)
+    x = np.stack([x[:, f * p.step :][:, : p.taken] for f in range(p.frames)], 1)
+    if p.window:
+        x = x * of["window"][: p.taken, None, None]
+        x = x.astype(dtype_of(p.dtype)).astype(np.float64)
+    z = x[..., 0] + (1j * x[..., 1] if p.parts == 2 else 0)
+    if p.half:
+        j = np.arange(p.taken)[:, None]
+        z *= np.where((j == 0) | (2 * j == p.points), 1, 2)
+    y = (np.fft.ifft if p.inverse else np.fft.fft)(z, p.points, axis=2)[:, :, : p.results]
+    return {"y": y.real if p.half else np.stack([y.real, y.imag], -1)}

@@ -59,6 +59,7 @@ ANSWERS: dict[type[AnyProblem], Answer] = {
     move_problems.CumulativeSum: data_movement.cumulative_sum,
     move_problems.DeformColumns: regions.deform_columns,
     move_problems.Determinant: regions.determinant,
+    move_problems.Fourier: regions.fourier,
     move_problems.GatherElements: data_movement.gather_elements,
     move_problems.GatherND: data_movement.gather_nd,
     move_problems.KeptCounts: data_movement.kept_counts,
