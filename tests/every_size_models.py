@@ -122,8 +122,7 @@ def subjects() -> Iterator[tuple[str, Make]]:
 
 
 # text of a graph: each row names the decision that its sizes take
-GRAPHS = table(
-    """
+GRAPHS = table(globals())("""
 rows of a norm:
   agraph (float[B,S,4] x, float[4] w) => (float[N,S,4] y) { zero = Constant<value_ints = [0]>()
   one = Constant<value_ints = [1]>() n = LayerNormalization(x, w) first = Slice(n, zero, one, zero)
@@ -230,6 +229,4 @@ a branch of a later stage, taken by an input:
   agraph (float[N] x, bool c) => (float[K] y) <float zero = {0}>
   { g = Greater(x, zero) k = Compress(x, g) y = If(c) <then_branch = a () => (float[K] t)
   { t = Neg(k) }, else_branch = b () => (float[K] e) { e = Exp(k) }> }
-""",
-    globals(),
-)
+""")

@@ -75,8 +75,7 @@ EMBEDDING = arrays(w=(3, 6), t=(4, 6), p=(4, 6))
 EMBEDDING["i"] = RNG.integers(-3, 3, (3, 4))
 EMBEDDING["k"] = RNG.integers(-4, 4, (3, 4)).astype(np.int32)
 
-GRAPHS = table(
-    """
+GRAPHS = table(globals())("""
 chain with broadcasting: {"x": X, "b": X[0, 0]}
   agraph (float[3,4,6] x, float[6] b) => (float[3,4,6] y) { s = Add(x, b) t = Tanh(s)
   y = Mul(t, s) }
@@ -244,9 +243,7 @@ If with a condition known at lowering: {"x": X[0, 0]}
   c = Greater(d, n) y = If(c)
   <then_branch = a () => (float[N] t) { t = Neg(x) }, else_branch = b () => (float[N] e) { e =
   Exp(x) }> }
-""",
-    globals(),
-) | {
+""") | {
     "parts of packed parameters that are cast": (
         "agraph (float[6,8] a, float[6,16] b, float[6,8] c, float[6,8] p, float[16] d, "
         "float[8] e) => (float16[6,24] y, float16[6,16] z, float16[24] v) { f = Cast<to=10>(a) "

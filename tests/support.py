@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import numpy as np
@@ -48,17 +49,24 @@ def entries(text: str) -> Iterator[tuple[str, str, str]]:
         yield name, header, "\n".join(line.strip() for line in body.splitlines())
 
 
-def table(text: str, scope: dict[str, Any], at: int = 0) -> dict[str, Any]:
-    """Rows by name: the header's values, in terms of `scope`, with the body in place `at`; or the
-    body alone where there are no values.
+def table(scope: dict[str, Any], at: int = 0) -> Callable[[str], dict[str, Any]]:
+    """Reads rows by name: the header's values, in terms of `scope`, with the body in place `at`,
+    and last the text behind a line's `-> `; or the body alone where there is nothing else. $NAME in
+    the body stands for a text of `scope`.
     """
-    rows = {}
-    for name, header, body in entries(text):
-        values = eval(f"[{header}]", scope)
-        values.insert(at, body.replace("\n", " "))
-        assert name not in rows, f"two entries {name}"
-        rows[name] = tuple(values) if header else values[0]
-    return rows
+
+    def read(text: str) -> dict[str, Any]:
+        rows = {}
+        for name, header, body in entries(text):
+            values = eval(f"[{header}]", scope)
+            body, arrow, last = body.partition("\n-> ")
+            values.insert(at, Template(body.replace("\n", " ")).substitute(scope))
+            values += [last.replace("\n", " ")] if arrow else []
+            assert name not in rows, f"two entries {name}"
+            rows[name] = tuple(values) if len(values) > 1 else values[0]
+        return rows
+
+    return read
 
 
 def with_weights(

@@ -17,8 +17,7 @@ from onnx_fuse.training import optim
 from onnx_fuse.training.step import training_model
 
 # the shapes of x and of the weights, that of y, the nodes, and how many copies there may be
-STRETCHES: dict[str, tuple[dict[str, tuple[int, ...]], tuple[int, ...], str, int]] = table(
-    """
+STRETCHES = table(globals(), at=2)("""
 a residual block: {"x": (2, 16, 9, 8), "u": (16, 16, 3, 3), "v": (24, 16, 1, 1),
 "w": (24, 16, 1, 1), "z": (24, 24, 3, 3)}, (2, 24, 9, 8), 2
   a = Conv<pads=[1,1,1,1]>(x, u) b = Relu(a) c = Conv(b, v) d = Conv<pads=[0,0,0,0]>(b, w)
@@ -63,10 +62,7 @@ a reader that wants the pixels of a channel side by side: {"x": (2, 16, 6, 6), "
   a = Conv<pads=[1,1,1,1]>(x, u) s = Constant<value = int64[2] {2,-1}>() b = Reshape(a, s)
   t = Constant<value = int64[2] {0,16}>() n = Constant<value = int64[1] {0}>()
   e = Constant<value = int64[1] {16}>() o = Constant<value = int64[1] {1}>() y = Slice(b, n, e, o)
-""",
-    globals(),
-    at=2,
-) | {
+""") | {
     "a gate by the means of the channels": (
         {"x": (2, 16, 8, 8), "u": (16, 16, 3, 3), "v": (8, 16, 1, 1), "w": (16, 8, 1, 1)},
         (2, 32, 10, 8),

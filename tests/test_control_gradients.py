@@ -4,6 +4,7 @@ import numpy as np
 import onnx
 import onnx_ir
 import pytest
+from support import table
 
 from onnx_fuse import autodiff
 from onnx_fuse.autodiff.load import load
@@ -25,37 +26,32 @@ def test_a_state_that_grows_is_refused():
         autodiff.gradient(text_model(text), wrt=["x"])
 
 
-REFUSED = {
-    "a body that is run for each element": (
-        "g (float[3,4] x, float[4,4] w) => (float[3,4] y) { s = SplitToSequence <axis = 0> (x)"
-        " o = SequenceMap <body = b (float[M,4] e) => (float[M,4] r) { r = MatMul (e, w) }> (s)"
-        " y = ConcatFromSequence <axis = 0> (o) }",
-        r"'w' has no gradient: .* \(SequenceMap\): sequences have no gradient",
-    ),
-    "an output of maps": (
-        "g (float[2,2] w) => (seq(map(int64, float)) y)"
-        " { y = ai.onnx.ml.ZipMap <classlabels_int64s = [3, 5]> (w) }",
-        r"output 'y' is not a tensor: ZipMap '.*', its node, has no gradient",
-    ),
-    "codes of 8 bits": (
-        "g (float[N,2] x, float8e4m3fn[2,2] w) => (float[N,2] y)"
-        " <float s = {2}> { v = DequantizeLinear (w, s) y = MatMul (x, v) }",
-        "'w' is of type FLOAT8E4M3FN: it has no gradient",
-    ),
-    "a branch that draws": (
-        "g (bool c, float[3] w) => (float[3] y) { y = If (c) <then_branch = t () => (float[3] a)"
-        " { r = RandomNormalLike (w) a = Mul (w, r) }, else_branch = e () => (float[3] b)"
-        " { b = Identity (w) }> }",
-        r"'y' \(If\): the backward computes its body again and would draw other random numbers",
-    ),
-    "steps that drop": (
-        "g (float[3] w, int64 n) => (float[] y) { , h = Loop (n, , w) <body = b (int64 i, bool c,"
-        " float[3] s) => (bool d, float[3] t, float[3] u) { d = Identity (c)"
-        " on = Constant <value = bool {1}> () u = Dropout (s, , on) t = Mul (u, w) }>"
-        " y = ReduceSum <keepdims = 0> (h) }",
-        r"\(Loop\): the backward computes its body again",
-    ),
-}
+REFUSED = table(globals())(r"""
+a body that is run for each element:
+  g (float[3,4] x, float[4,4] w) => (float[3,4] y) { s = SplitToSequence <axis = 0> (x)
+  o = SequenceMap <body = b (float[M,4] e) => (float[M,4] r) { r = MatMul (e, w) }> (s)
+  y = ConcatFromSequence <axis = 0> (o) }
+  -> 'w' has no gradient: .* \(SequenceMap\): sequences have no gradient
+an output of maps:
+  g (float[2,2] w) => (seq(map(int64, float)) y)
+  { y = ai.onnx.ml.ZipMap <classlabels_int64s = [3, 5]> (w) }
+  -> output 'y' is not a tensor: ZipMap '.*', its node, has no gradient
+codes of 8 bits:
+  g (float[N,2] x, float8e4m3fn[2,2] w) => (float[N,2] y) <float s = {2}>
+  { v = DequantizeLinear (w, s) y = MatMul (x, v) }
+  -> 'w' is of type FLOAT8E4M3FN: it has no gradient
+a branch that draws:
+  g (bool c, float[3] w) => (float[3] y) { y = If (c) <then_branch = t () => (float[3] a)
+  { r = RandomNormalLike (w) a = Mul (w, r) }, else_branch = e () => (float[3] b)
+  { b = Identity (w) }> }
+  -> 'y' \(If\): the backward computes its body again and would draw other random numbers
+steps that drop:
+  g (float[3] w, int64 n) => (float[] y)
+  { , h = Loop (n, , w) <body = b (int64 i, bool c, float[3] s) => (bool d, float[3] t, float[3] u)
+  { d = Identity (c) on = Constant <value = bool {1}> () u = Dropout (s, , on) t = Mul (u, w) }>
+  y = ReduceSum <keepdims = 0> (h) }
+  -> \(Loop\): the backward computes its body again
+""")
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
-from support import Cli, stock
+from support import Cli, stock, table
 
 from onnx_fuse import rewrite
 from onnx_fuse.autodiff.load import load
@@ -433,57 +433,47 @@ def test_a_pipeline_of_scikit_learn(cli: Cli, tmp_path: Path) -> None:
 
 # ---- refused -------------------------------------------------------------------------------------
 
-REFUSED = {
-    "constant_without_a_value": (
-        "g (float[2,3] x) => (float[2,3] y) { [c] s = Constant ()  y = Add (x, s) }",
-        "node 'c': a Constant has one attribute, this has 0",
-    ),
-    "split_of_fewer_parts": (
-        "g (float[3,8] x) => (float[3,4] y) { [n] y, z = Split <axis = 1, num_outputs = 1> (x) }",
-        "node 'n': num_outputs is 1, but Split has 2 outputs",
-    ),
-    "stash_type": (
-        "g (float[3,8] x, float[8] s) => (float[3,8] y)"
-        " { [n] y = LayerNormalization <stash_type = 99> (x, s) }",
-        "node 'n' (LayerNormalization): stash_type is 99, which is no element type",
-    ),
-    "stash_type_of_no_number": (
-        "g (float[3,8] x, float[8] s) => (float[3,8] y)"
-        " { [n] y = LayerNormalization <stash_type = 2> (x, s) }",
-        "node 'n' (LayerNormalization): stash_type is 2 (uint8), which is no floating-point type",
-    ),
-    "cast": (
-        "g (float[3] x) => (float[3] y) { [n] y = Cast <to = 65536> (x) }",
-        "node 'n' (Cast): to is 65536, which is no element type",
-    ),
-    "cast_to_nothing": (
-        "g (float[3] x) => (float[3] y) { [n] y = Cast <to = 0> (x) }",
-        "node 'n' (Cast): to is 0, which is no element type",
-    ),
-    "pads_of_a_kernel": (
-        "g (float[1,1,8] x) => (float[1,1,9] y)"
-        ' { [n] y = MaxPool <kernel_shape = [2], pads = [2, 0], auto_pad = "SAME_UPPER"> (x) }',
-        "node 'n' (MaxPool): pads are [2, 0], but each must be smaller than the kernel, which is "
-        "[2]",
-    ),
+REFUSED = table(globals())("""
+constant_without_a_value:
+  g (float[2,3] x) => (float[2,3] y) { [c] s = Constant () y = Add (x, s) }
+  -> node 'c': a Constant has one attribute, this has 0
+split_of_fewer_parts:
+  g (float[3,8] x) => (float[3,4] y) { [n] y, z = Split <axis = 1, num_outputs = 1> (x) }
+  -> node 'n': num_outputs is 1, but Split has 2 outputs
+stash_type:
+  g (float[3,8] x, float[8] s) => (float[3,8] y)
+  { [n] y = LayerNormalization <stash_type = 99> (x, s) }
+  -> node 'n' (LayerNormalization): stash_type is 99, which is no element type
+stash_type_of_no_number:
+  g (float[3,8] x, float[8] s) => (float[3,8] y)
+  { [n] y = LayerNormalization <stash_type = 2> (x, s) }
+  -> node 'n' (LayerNormalization): stash_type is 2 (uint8), which is no floating-point type
+cast:
+  g (float[3] x) => (float[3] y) { [n] y = Cast <to = 65536> (x) }
+  -> node 'n' (Cast): to is 65536, which is no element type
+cast_to_nothing:
+  g (float[3] x) => (float[3] y) { [n] y = Cast <to = 0> (x) }
+  -> node 'n' (Cast): to is 0, which is no element type
+pads_of_a_kernel:
+  g (float[1,1,8] x) => (float[1,1,9] y)
+  { [n] y = MaxPool <kernel_shape = [2], pads = [2, 0], auto_pad = "SAME_UPPER"> (x) }
+  -> node 'n' (MaxPool): pads are [2, 0], but each must be smaller than the kernel, which is [2]
+unimported:
+  g (float[3] x) => (float[3] y) { [n] y = com.nobody.Foo (x) }
+  -> node 'n': the model does not import its domain 'com.nobody'
+# the specification's checker sees it first
+recursion: ""
+  <ir_version: 10, opset_import: ["" : 21, "loc" : 1]> g (float[3] x) => (float[3] y)
+  { y = loc.f (x) } <domain: "loc", opset_import: ["" : 21, "loc" : 1]> f (a) => (b)
+  { b = loc.f (a) }
+# onnxruntime sees it: the scale of a BatchNormalization has one axis
+statistics of channels: ""
+  g (float[1,2,3,3] x) => (float[1,2,1,1] y) <float[2,2,3,3] w, float[2] b = {1,2}>
+  { c = Conv (x, w) y = BatchNormalization (c, w, b, b, b) }
+""") | {
     "control_characters": (
         'g (float[3] x) => (float[3] y) { ["\x1b[31mEVIL\x1b]0;pwn\x07"] y = No (x) }',
         r"node '\x1b[31mEVIL\x1b]0;pwn\x07': ai.onnx opset 21 has no operator 'No'",
-    ),
-    "recursion": (
-        '<ir_version: 10, opset_import: ["" : 21, "loc" : 1]> g (float[3] x) => (float[3] y)'
-        ' { y = loc.f (x) } <domain: "loc", opset_import: ["" : 21, "loc" : 1]>'
-        " f (a) => (b) { b = loc.f (a) }",
-        "",  # by the specification's checker, where it sees it first
-    ),
-    "statistics of channels": (
-        "g (float[1,2,3,3] x) => (float[1,2,1,1] y) <float[2,2,3,3] w, float[2] b = {1,2}>"
-        " { c = Conv (x, w)  y = BatchNormalization (c, w, b, b, b) }",
-        "",  # by onnxruntime: the scale of a BatchNormalization has one axis
-    ),
-    "unimported": (
-        "g (float[3] x) => (float[3] y) { [n] y = com.nobody.Foo (x) }",
-        "node 'n': the model does not import its domain 'com.nobody'",
     ),
 }
 
@@ -619,41 +609,28 @@ def test_the_answer_is_onnxruntimes(case):
 # ---- names of sizes ------------------------------------------------------------------------------
 
 # Inputs of which onnxruntime takes other sizes than their names say, and what reads them.
-CONTRADICTED = {
-    "expand": (
-        "float[N,4] x, float[N,4] z",
-        "s = Shape (z) e = Expand (x, s) y = Neg (e)",
-        {"x": (1, 4), "z": (3, 4)},
-    ),
-    "square": (
-        "float[N,N] x",
-        "s = Shape (x) t = Transpose (x) r = Reshape (t, s) y = Neg (r)",
-        {"x": (2, 3)},
-    ),
-    "einsum": (
-        "float[B,H,S,8] q, float[B,H,T,8] k, float[B,H,T,8] v",
-        's = Einsum <equation = "bhid, bhjd -> bhij"> (q, k) p = Softmax (s)'
-        ' y = Einsum <equation = "bhij, bhjd -> bhid"> (p, v)',
-        {"q": (2, 3, 4, 8), "k": (2, 3, 1, 8), "v": (2, 3, 5, 8)},
-    ),
-    "windows": (
-        "float[B,3,4,8] q, float[B,3,5,8] k, float[B,3,5,6] v, float[4,5] bias",
-        "t = Transpose <perm = [0,1,3,2]> (k) s = MatMul (q, t) z = Add (s, bias)"
-        " p = Softmax (z) y = MatMul (p, v)",
-        {"q": (1, 3, 4, 8), "k": (2, 3, 5, 8), "v": (2, 3, 5, 6), "bias": (4, 5)},
-    ),
-    "grouped": (
-        "float[B,4,S,8] q, float[B,2,T,8] k, float[B,2,T,8] v",
-        "i = Constant <value_ints = [2]> () f = Constant <value_ints = [4]> ()"
-        " d = Constant <value_ints = [8]> () b = Shape <end = 1> (k)"
-        " t = Shape <start = 2, end = 3> (k) five = Concat <axis = 0> (b, i, i, t, d)"
-        " four = Concat <axis = 0> (b, f, t, d) k5 = Unsqueeze (k, i) ke = Expand (k5, five)"
-        " kr = Reshape (ke, four) v5 = Unsqueeze (v, i) ve = Expand (v5, five)"
-        " vr = Reshape (ve, four) kt = Transpose <perm = [0,1,3,2]> (kr) s = MatMul (q, kt)"
-        " p = Softmax (s) y = MatMul (p, vr)",
-        {"q": (2, 4, 3, 8), "k": (2, 2, 5, 8), "v": (2, 2, 1, 8)},
-    ),
-}
+CONTRADICTED = table(globals(), at=1)("""
+expand: "float[N,4] x, float[N,4] z", {"x": (1, 4), "z": (3, 4)}
+  s = Shape (z) e = Expand (x, s) y = Neg (e)
+square: "float[N,N] x", {"x": (2, 3)}
+  s = Shape (x) t = Transpose (x) r = Reshape (t, s) y = Neg (r)
+einsum: "float[B,H,S,8] q, float[B,H,T,8] k, float[B,H,T,8] v", {"q": (2, 3, 4, 8), "k": (2, 3, 1,
+8), "v": (2, 3, 5, 8)}
+  s = Einsum <equation = "bhid, bhjd -> bhij"> (q, k) p = Softmax (s)
+  y = Einsum <equation = "bhij, bhjd -> bhid"> (p, v)
+windows: "float[B,3,4,8] q, float[B,3,5,8] k, float[B,3,5,6] v, float[4,5] bias", {"q": (1, 3, 4,
+8), "k": (2, 3, 5, 8), "v": (2, 3, 5, 6), "bias": (4, 5)}
+  t = Transpose <perm = [0,1,3,2]> (k) s = MatMul (q, t) z = Add (s, bias) p = Softmax (z)
+  y = MatMul (p, v)
+grouped: "float[B,4,S,8] q, float[B,2,T,8] k, float[B,2,T,8] v", {"q": (2, 4, 3, 8), "k": (2, 2, 5,
+8), "v": (2, 2, 1, 8)}
+  i = Constant <value_ints = [2]> () f = Constant <value_ints = [4]> ()
+  d = Constant <value_ints = [8]> () b = Shape <end = 1> (k) t = Shape <start = 2, end = 3> (k)
+  five = Concat <axis = 0> (b, i, i, t, d) four = Concat <axis = 0> (b, f, t, d)
+  k5 = Unsqueeze (k, i) ke = Expand (k5, five) kr = Reshape (ke, four) v5 = Unsqueeze (v, i)
+  ve = Expand (v5, five) vr = Reshape (ve, four) kt = Transpose <perm = [0,1,3,2]> (kr)
+  s = MatMul (q, kt) p = Softmax (s) y = MatMul (p, vr)
+""")
 
 
 @pytest.mark.parametrize("name", CONTRADICTED)

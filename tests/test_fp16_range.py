@@ -3,6 +3,7 @@
 import numpy as np
 import onnx_ir as ir
 import pytest
+from support import table
 from test_attention import session
 
 from onnx_fuse import autodiff, rewrite
@@ -20,56 +21,35 @@ QKV = "float[B,H,S,16] q, float[B,H,T,16] k, float[B,H,T,16] v"
 HEAD = "kt = Transpose <perm = [0, 1, 3, 2]> (k) s = MatMul (q, kt) "
 TAIL = " p = Softmax (z) y = MatMul (p, v)"
 
-
-def number(name: str, value: float) -> str:
-    return f"{name} = Constant <value = float {{{value!r}}}> () "
-
-
 # what makes z of the scores s; inputs; what -65504 stands for in the mask of the attention: 0 for
 # itself, None: there is no attention
-GRAPHS: dict[str, tuple[str, str, float | None]] = {
-    "one less the mask, times the lowest": (
-        number("one", 1.0) + number("low", LOW) + "g = Sub (one, keep) m = Mul (g, low) "
-        "z = Add (s, m)",
-        "float[B,1,1,T] keep",
-        LOW,
-    ),
-    "chosen by a condition": (
-        number("zero", 0.0) + number("low", LOW) + "m = Where (seen, zero, low) "
-        "n = Identity (m) z = Add (s, n)",
-        "bool[B,1,S,T] seen",
-        LOW,
-    ),
-    "an input": ("z = Add (s, mask)", "float[B,1,S,T] mask", LOW),
-    "an input with a bias": (
-        "w = Add (mask, bias) z = Add (s, w)",
-        "float[B,1,S,T] mask, float[1,H,S,T] bias",
-        LOW,
-    ),
-    "a number that leaves scores their digits": (
-        number("zero", 0.0) + number("low", -1e5) + "m = Where (seen, zero, low) z = Add (s, m)",
-        "bool[B,1,S,T] seen",
-        -1e5,
-    ),
-    "a number within the range": (
-        number("zero", 0.0) + number("low", -1e4) + "m = Where (seen, zero, low) z = Add (s, m)",
-        "bool[B,1,S,T] seen",
-        0.0,
-    ),
-    "what is chosen in place of scores": (
-        number("low", LOW) + "z = Where (seen, s, low)",
-        "bool[B,1,S,T] seen",
-        0.0,
-    ),
-    "a bound of the sum": (number("low", LOW) + "m = Max (s, low) z = Clip (m, low)", "", None),
-    "made by ConstantOfShape": (
-        "shape = Shape (s) low = ConstantOfShape <value = float[1] {-1e9}> (shape) "
-        + number("zero", 0.0)
-        + "m = Where (seen, zero, low) z = Add (s, m)",
-        "bool[B,1,S,T] seen",
-        -1e9,
-    ),
-}
+GRAPHS = table(globals())("""
+one less the mask, times the lowest: "float[B,1,1,T] keep", LOW
+  one = Constant <value = float {1.0}> ()
+  low = Constant <value = float {$LOW}> () g = Sub (one, keep) m = Mul (g, low)
+  z = Add (s, m)
+chosen by a condition: "bool[B,1,S,T] seen", LOW
+  zero = Constant <value = float {0.0}> ()
+  low = Constant <value = float {$LOW}> () m = Where (seen, zero, low)
+  n = Identity (m) z = Add (s, n)
+an input: "float[B,1,S,T] mask", LOW
+  z = Add (s, mask)
+an input with a bias: "float[B,1,S,T] mask, float[1,H,S,T] bias", LOW
+  w = Add (mask, bias) z = Add (s, w)
+a number that leaves scores their digits: "bool[B,1,S,T] seen", -1e5
+  zero = Constant <value = float {0.0}> () low = Constant <value = float {-100000.0}> ()
+  m = Where (seen, zero, low) z = Add (s, m)
+a number within the range: "bool[B,1,S,T] seen", 0.0
+  zero = Constant <value = float {0.0}> () low = Constant <value = float {-10000.0}> ()
+  m = Where (seen, zero, low) z = Add (s, m)
+what is chosen in place of scores: "bool[B,1,S,T] seen", 0.0
+  low = Constant <value = float {$LOW}> () z = Where (seen, s, low)
+a bound of the sum: "", None
+  low = Constant <value = float {$LOW}> () m = Max (s, low) z = Clip (m, low)
+made by ConstantOfShape: "bool[B,1,S,T] seen", -1e9
+  shape = Shape (s) low = ConstantOfShape <value = float[1] {-1e9}> (shape)
+  zero = Constant <value = float {0.0}> () m = Where (seen, zero, low) z = Add (s, m)
+""")
 
 
 def feeds_of(model: ir.Model) -> dict[str, np.ndarray]:
@@ -135,7 +115,8 @@ def test_a_mask_that_learns_has_no_floor(learned: bool) -> None:
     """The gradient of a mask is the body's, which takes -65504 for what it is."""
     head = f"agraph ({QKV}, bool[B,1,S,T] seen) => (float[B,H,S,16] y)"
     head += " <float[1,2,1,1] bias = {1, 2}>" if learned else ""
-    body = number("low", LOW) + number("zero", 0.0) + HEAD + "m = Where (seen, zero, low) "
+    body = f"low = Constant <value = float {{{LOW}}}> () {HEAD}"
+    body += "zero = Constant <value = float {0}> () m = Where (seen, zero, low) "
     body += "n = Add (m, bias)" if learned else "n = Identity (m)"
     model = text_model(
         f'<ir_version: 10, opset_import: ["" : 18]>\n{head} {{ {body} z = Add (s, n){TAIL} }}'

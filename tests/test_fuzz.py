@@ -24,17 +24,14 @@ def test_every_operator_that_is_lowered_is_drawn() -> None:
 
 
 # text of a graph: its input, and a right result that onnxruntime does not have
-RESULTS = table(
-    """
+RESULTS = table(globals())("""
 a Fourier sum that would be 0: (np.float32([[[1], [2]]]), np.float32([[[[1, 0], [-1, 0]]]]))
   (float[1,2,1] x) => (float[a,b,c,d] y) <int64 step = {1}, int64 n = {2}>
   { s = STFT (x, step, , n) y = Sign (s) }
 a norm of one number: (np.float32([[[3.4242136]]]), np.float32([[[-0.27740598]]]))
   (float[1,1,1] x) => (float[1,1,1] y) <float[1] g = {1.0107595}, float[1] b = {-0.27740598}>
   { y = InstanceNormalization (x, g, b) }
-""",
-    globals(),
-)
+""")
 
 
 @pytest.mark.parametrize("name", RESULTS)

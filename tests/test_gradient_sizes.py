@@ -111,8 +111,7 @@ def compare(case, forward, backward, feeds, outputs, wrt, where):
     assert got == pytest.approx(expected, abs=wide * TOLERANCE[case.dtype] * scale), where
 
 
-VECTORS = table(
-    """
+VECTORS = table(globals(), at=1)("""
 a bias of a product: "float[3, 5] x, float[5, 2] w, float[D] s",
 {"x": (3, 5), "w": (5, 2), "s": (1,)}
   h = Gemm (x, w, s) y = Relu (h)
@@ -134,10 +133,7 @@ a norm of a sum: "float[4, 4] x, float[4, 4] r, float[D] s, float[E] b",
   a = Add (x, r) n = LayerNormalization (a, s, b) y = Add (n, a)
 RMSNormalization: "float[4, 4] x, float[D] s, float[4, 2] w", {"x": (4, 4), "s": (1,), "w": (4, 2)}
   n = RMSNormalization (x, s) y = MatMul (n, w)
-""",
-    globals(),
-    at=1,
-)
+""")
 
 
 @pytest.mark.parametrize("level", [0, 1, 3])
@@ -175,8 +171,7 @@ def test_a_recurrence_without_steps_is_refused_in_one_sentence():
 
 
 # opset, inputs, shapes that onnxruntime takes and that leave nothing of y
-NOTHING = table(
-    """
+NOTHING = table({}, at=3)("""
 an image of no channel: 21, "float[N,C,C,4] x, float[2] s, float[2] b", {"x": (5, 0, 0, 4)}
   y = GroupNormalization <num_groups = 1> (x, s, b)
 no channel, its scale one number: 21, "float[N,C,H,4] x, float[2] s, float[1] b",
@@ -186,10 +181,7 @@ fewer channels than groups: 21, "float[N,C,H,4] x, float[2] s, float[2] b", {"x"
   y = GroupNormalization <num_groups = 2> (x, s, b)
 groups of no channel: 18, "float[N,C,H,4] x, float[2] s, float[1] b", {"x": (2, 0, 0, 4)}
   y = GroupNormalization <num_groups = 2> (x, s, b)
-""",
-    {},
-    at=3,
-)
+""")
 
 
 @pytest.mark.parametrize("name", NOTHING)
@@ -259,8 +251,7 @@ def test_an_optimized_file_has_the_gradients_of_the_file(name):
 
 
 # shapes that a file declares for its values, and its nodes: of a batch of one that was set free
-STALE = table(
-    """
+STALE = table({}, at=1)("""
 a norm: "float[1,1,4] n"
   { n = LayerNormalization(x, w) y = Mul(n, x) }
 rows of a product: "float[1,4] f, float[1,4] p"
@@ -273,10 +264,7 @@ another rank: "float[7] s"
 a row that broadcasts: "float[1,4] r"
   { zero = Constant<value_int = 0>() one = Constant<value_ints = [1]>()
   r = Gather<axis = 1>(x, zero) u = Unsqueeze(r, one) s = Mul(x, u) y = Add(s, w) }
-""",
-    {},
-    1,
-)
+""")
 
 
 @pytest.mark.parametrize("name", STALE)

@@ -1,6 +1,5 @@
 """Generated inputs: sizes that the graph asks for, and values by what an input is for."""
 
-from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import numpy as np
 import onnx
 import onnx_ir
 import pytest
-from support import Cli
+from support import Cli, table
 
 from onnx_fuse import bench
 from onnx_fuse.errors import ModelError
@@ -41,94 +40,64 @@ def feeds_for(text: str) -> tuple[list[Feeds], int]:
     return [feed for feed, _ in generate(model, run)], len(runs)
 
 
-def ints(*values: int) -> str:
-    return "Constant <value_ints = [" + ", ".join(map(str, values)) + "]> ()"
-
-
 # (graph, what must hold of every feed): read off the graph, so that no size is refused first.
-GRAPHS: dict[str, tuple[str, Callable[[Feeds], bool]]] = {
-    "a mask over past and sequence": (
-        "g (float[B,2,P,4] past, float[B,2,S,4] k, float[B,S] q, float[B,T] mask)"
-        " => (float[B,2,A,4] all, float[B,A] y) {"
-        f" all = Concat <axis = 2> (past, k)  axes = {ints(1, 3)}"
-        "  n = ReduceSum <keepdims = 0> (all, axes)  y = Add (n, mask) }",
-        lambda f: f["mask"].shape[1] == f["past"].shape[2] + f["k"].shape[2],
-    ),
-    "equal sizes under different symbols": (
-        "g (float[s1,2,s2,4] key, float[s3,2,s4,4] value) => (float[A,2,C,D] y)"
-        " { t = Transpose <perm = [0, 1, 3, 2]> (key)  y = MatMul (value, t)"
-        "  c = Concat <axis = 2> (key, value)  z = Add (key, value) }",
-        lambda f: f["key"].shape == f["value"].shape,
-    ),
-    "positions that pick from a mask by pairs": (
-        "g (int64[s43,s53] mask, float[s10,s15] past, float[s10,s70] x) => (int64[A,C] y) {"
-        f" ps = Shape <start = 1> (past)  xs = Shape <start = 1> (x)  n = Add (ps, xs)"
-        "  axes = Constant <value_ints = [0]> ()  t = Squeeze (n, axes)"
-        "  zero = Constant <value_int = 0> ()  one = Constant <value_int = 1> ()"
-        "  b1 = Shape <start = 0, end = 1> (x)  b = Squeeze (b1, axes)"
-        f"  k = Range (zero, t, one)  r = Range (zero, b, one)  a0 = {ints(0)}  a1 = {ints(1)}"
-        "  a2 = Constant <value_ints = [2]> ()"
-        "  ku = Unsqueeze (k, a0)  ru = Unsqueeze (r, a1)  m = Max (ku, ru)  sh = Shape (m)"
-        "  ke = Expand (ku, sh)  re = Expand (ru, sh)  kz = Unsqueeze (ke, a2)"
-        "  rz = Unsqueeze (re, a2)  at = Concat <axis = 2> (rz, kz)  y = GatherND (mask, at) }",
-        lambda f: f["mask"].shape == (len(f["x"]), f["past"].shape[1] + f["x"].shape[1]),
-    ),
-    "positions that pick from a flattened mask": (
-        "g (int64[B,T] mask, float[B,P] past, float[B,S] x) => (int64[A] y) {"
-        "  xs = Shape <start = 1> (x)  ps = Shape <start = 1> (past)  n = Add (ps, xs)"
-        f"  axes = {ints(0)}  t = Squeeze (n, axes)  zero = Constant <value_int = 0> ()"
-        "  one = Constant <value_int = 1> ()  b1 = Shape <end = 1> (mask)  b = Squeeze (b1, axes)"
-        "  k = Range (zero, t, one)  last = Sub (b, one)  w1 = Shape <start = 1> (mask)"
-        f"  w = Squeeze (w1, axes)  from = Mul (last, w)  at = Add (k, from)  all = {ints(-1)}"
-        "  flat = Reshape (mask, all)  y = Gather (flat, at) }",
-        lambda f: f["mask"].shape[1] == f["past"].shape[1] + f["x"].shape[1],
-    ),
-    "columns of what is squeezed by no axes": (
-        "g (float[1,N,1] x, float[M,2] w) => (float[1,2] y) <int64[0] none = {}> {"
-        f" v = Squeeze (x, none)  axes = {ints(1)}  u = Unsqueeze (v, axes)"
-        "  t = Transpose <perm = [1, 0]> (u)  y = MatMul (t, w) }",
-        lambda f: f["x"].shape[1] == len(f["w"]),
-    ),
-    "windows of 7": (
-        f"g (float[N,H,W] x) => (float[N,A,7,C,7] y) {{ y0 = Shape (x)  s = {ints(7)}"
-        "  n = Shape <end = 1> (x)  h = Shape <start = 1, end = 2> (x)  w = Shape <start = 2> (x)"
-        "  a = Div (h, s)  c = Div (w, s)  to = Concat <axis = 0> (n, a, s, c, s)"
-        "  y = Reshape (x, to) }",
-        lambda f: f["x"].shape[1] % 7 == f["x"].shape[2] % 7 == 0,
-    ),
-    "reflected edges": (
-        f"g (float[N,L] x) => (float[N,M] y) {{ p = {ints(0, 20, 0, 20)}"
-        '  y = Pad <mode = "reflect"> (x, p) }',
-        lambda f: f["x"].shape[1] > 20,
-    ),
-    "halved twice and put together again": (
-        "g (float[N,1,H,W] x) => (float[N,1,H,W] y) {"
-        " a = AveragePool <kernel_shape = [2, 2], strides = [2, 2]> (x)"
-        " b = AveragePool <kernel_shape = [2, 2], strides = [2, 2]> (a)"
-        " r = Constant <value = float[0] {}> ()"
-        " s = Constant <value = float[4] {1, 1, 4, 4}> ()"
-        ' u = Resize <mode = "nearest"> (b, r, s)  y = Add (x, u) }',
-        lambda f: f["x"].shape[2] % 4 == f["x"].shape[3] % 4 == 0,
-    ),
-    "a kernel wider than small images": (
-        "g (float[N,1,L] x) => (float[N,1,M] y) { y = MaxPool <kernel_shape = [41]> (x) }",
-        lambda f: f["x"].shape[2] >= 41,
-    ),
-    "positions within their table": (
-        "g (float[B,P] past, float[B,S] x) => (float[S,2] y) <float[12,2] table = {"
-        + ",".join("1" * 24)
-        + "}> { ps = Shape <start = 1> (past)  xs = Shape <start = 1> (x)  n = Add (ps, xs)"
-        f"  axes = {ints(0)}  t = Squeeze (n, axes)  p = Squeeze (ps, axes)"
-        "  one = Constant <value_int = 1> ()  at = Range (p, t, one)  y = Gather (table, at) }",
-        lambda f: f["past"].shape[1] + f["x"].shape[1] <= 12,
-    ),
-    "attention over a past": (
-        '<ir_version: 10, opset_import: ["" : 23]> g (float[B,2,S,4] q, float[C,2,K,4] k,'
-        " float[D,2,L,4] v, float[E,2,P,4] pk, float[F,2,R,4] pv, bool[S,T] m)"
-        " => (float[B,2,S,4] y) { y, a, b = Attention (q, k, v, m, pk, pv) }",
-        lambda f: f["m"].shape[1] == f["pk"].shape[2] + f["k"].shape[2],
-    ),
-}
+GRAPHS = table(globals())("""
+a mask over past and sequence: lambda f: f["mask"].shape[1] == f["past"].shape[2] + f["k"].shape[2]
+  g (float[B,2,P,4] past, float[B,2,S,4] k, float[B,S] q, float[B,T] mask) => (float[B,2,A,4] all,
+  float[B,A] y) { all = Concat <axis = 2> (past, k) axes = Constant <value_ints = [1, 3]> ()
+  n = ReduceSum <keepdims = 0> (all, axes) y = Add (n, mask) }
+equal sizes under different symbols: lambda f: f["key"].shape == f["value"].shape
+  g (float[s1,2,s2,4] key, float[s3,2,s4,4] value) => (float[A,2,C,D] y)
+  { t = Transpose <perm = [0, 1, 3, 2]> (key) y = MatMul (value, t)
+  c = Concat <axis = 2> (key, value) z = Add (key, value) }
+positions that pick from a mask by pairs: lambda f: f["mask"].shape == (len(f["x"]),
+f["past"].shape[1] + f["x"].shape[1])
+  g (int64[s43,s53] mask, float[s10,s15] past, float[s10,s70] x) => (int64[A,C] y)
+  { ps = Shape <start = 1> (past) xs = Shape <start = 1> (x) n = Add (ps, xs)
+  axes = Constant <value_ints = [0]> () t = Squeeze (n, axes) zero = Constant <value_int = 0> ()
+  one = Constant <value_int = 1> () b1 = Shape <start = 0, end = 1> (x) b = Squeeze (b1, axes)
+  k = Range (zero, t, one) r = Range (zero, b, one) a0 = Constant <value_ints = [0]> ()
+  a1 = Constant <value_ints = [1]> () a2 = Constant <value_ints = [2]> () ku = Unsqueeze (k, a0)
+  ru = Unsqueeze (r, a1) m = Max (ku, ru) sh = Shape (m) ke = Expand (ku, sh) re = Expand (ru, sh)
+  kz = Unsqueeze (ke, a2) rz = Unsqueeze (re, a2) at = Concat <axis = 2> (rz, kz)
+  y = GatherND (mask, at) }
+columns of what is squeezed by no axes: lambda f: f["x"].shape[1] == len(f["w"])
+  g (float[1,N,1] x, float[M,2] w) => (float[1,2] y) <int64[0] none = {}> { v = Squeeze (x, none)
+  axes = Constant <value_ints = [1]> () u = Unsqueeze (v, axes) t = Transpose <perm = [1, 0]> (u)
+  y = MatMul (t, w) }
+windows of 7: lambda f: f["x"].shape[1] % 7 == f["x"].shape[2] % 7 == 0
+  g (float[N,H,W] x) => (float[N,A,7,C,7] y) { y0 = Shape (x) s = Constant <value_ints = [7]> ()
+  n = Shape <end = 1> (x) h = Shape <start = 1, end = 2> (x) w = Shape <start = 2> (x)
+  a = Div (h, s) c = Div (w, s) to = Concat <axis = 0> (n, a, s, c, s) y = Reshape (x, to) }
+reflected edges: lambda f: f["x"].shape[1] > 20
+  g (float[N,L] x) => (float[N,M] y) { p = Constant <value_ints = [0, 20, 0, 20]> ()
+  y = Pad <mode = "reflect"> (x, p) }
+halved twice and put together again: lambda f: f["x"].shape[2] % 4 == f["x"].shape[3] % 4 == 0
+  g (float[N,1,H,W] x) => (float[N,1,H,W] y)
+  { a = AveragePool <kernel_shape = [2, 2], strides = [2, 2]> (x)
+  b = AveragePool <kernel_shape = [2, 2], strides = [2, 2]> (a)
+  r = Constant <value = float[0] {}> () s = Constant <value = float[4] {1, 1, 4, 4}> ()
+  u = Resize <mode = "nearest"> (b, r, s) y = Add (x, u) }
+a kernel wider than small images: lambda f: f["x"].shape[2] >= 41
+  g (float[N,1,L] x) => (float[N,1,M] y) { y = MaxPool <kernel_shape = [41]> (x) }
+positions within their table: lambda f: f["past"].shape[1] + f["x"].shape[1] <= 12
+  g (float[B,P] past, float[B,S] x) => (float[S,2] y) <float[12,2] table =
+  {1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1}> { ps = Shape <start = 1> (past)
+  xs = Shape <start = 1> (x) n = Add (ps, xs) axes = Constant <value_ints = [0]> ()
+  t = Squeeze (n, axes) p = Squeeze (ps, axes) one = Constant <value_int = 1> ()
+  at = Range (p, t, one) y = Gather (table, at) }
+attention over a past: lambda f: f["m"].shape[1] == f["pk"].shape[2] + f["k"].shape[2]
+  <ir_version: 10, opset_import: ["" : 23]> g (float[B,2,S,4] q, float[C,2,K,4] k, float[D,2,L,4] v,
+  float[E,2,P,4] pk, float[F,2,R,4] pv, bool[S,T] m) => (float[B,2,S,4] y)
+  { y, a, b = Attention (q, k, v, m, pk, pv) }
+positions in a flat mask: lambda f: f["mask"].shape[1] == f["past"].shape[1] + f["x"].shape[1]
+  g (int64[B,T] mask, float[B,P] past, float[B,S] x) => (int64[A] y) { xs = Shape <start = 1> (x)
+  ps = Shape <start = 1> (past) n = Add (ps, xs) axes = Constant <value_ints = [0]> ()
+  t = Squeeze (n, axes) zero = Constant <value_int = 0> () one = Constant <value_int = 1> ()
+  b1 = Shape <end = 1> (mask) b = Squeeze (b1, axes) k = Range (zero, t, one) last = Sub (b, one)
+  w1 = Shape <start = 1> (mask) w = Squeeze (w1, axes) from = Mul (last, w) at = Add (k, from)
+  all = Constant <value_ints = [-1]> () flat = Reshape (mask, all) y = Gather (flat, at) }
+""")
 
 
 @pytest.mark.parametrize("name", GRAPHS)

@@ -12,8 +12,7 @@ from onnx_fuse.ir.build import text_model
 from onnx_fuse.runtime import ort
 
 # name: graph, inputs asked for, inner values that pass from one half to the other
-CASES = table(
-    """
+CASES = table(globals())("""
 one fused operator: "xwcsb", {"y.mean", "y.rstd", "y.z"}
   agraph (float[M,K] x, float[N,K] w, float[N] c, float[K] s, float[K] b) => (float[M,N] y)
   { t = Transpose <perm = [1, 0]> (w) y = onnx_fuse.LayerNormGemmGelu
@@ -43,9 +42,7 @@ what an If captures is kept, not sizes in its branches: "xw", {"e", "f", "c", "y
   y = Tanh(q) }
 two outputs of one value's making: "x", {"y"}
   agraph (float[M,K] x) => (float[M,K] y, float[M,K] z) { y = Exp(x) z = Mul(y, x) }
-""",
-    globals(),
-)
+""")
 SIZES = {"M": 3, "K": 4, "N": 5}
 
 

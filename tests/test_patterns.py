@@ -1,6 +1,7 @@
 """Rules as text: what a formula matches, what it becomes, and the reasons of near misses."""
 
 import pytest
+from support import table
 
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.ops.patterns import Formula, Spellings, text_rule
@@ -19,62 +20,45 @@ NUMBERS = {
     "one": 1, "two": 2, "three": 3, "six": 6,
 }  # fmt: skip
 
-ROWS = {
-    "as it is written": (SWISH, "s = Sigmoid (x) y = Mul (x, s)", "Swish"),
-    "in another order": (SWISH, "s = Sigmoid (x) y = Mul (s, x)", "Swish"),
-    "of another value": (SWISH, "s = Sigmoid (z) y = Mul (x, s)", "Sigmoid Mul"),
-    "of a product that is read twice": (
-        SWISH, "p = Mul (x, z) s = Sigmoid (p) y = Mul (s, p)", "Mul Swish"
-    ),
-    "products in any order": (
-        HALF, "t = Tanh (x) u = Add (one, t) h = Mul (u, x) y = Mul (h, half)", "Mish"
-    ),
-    "a quotient for a product": (
-        HALF, "t = Tanh (x) u = Add (t, one) h = Div (u, two) y = Mul (h, x)", "Mish"
-    ),
-    "constants folded together": (
-        HALF,
-        "t = Tanh (x) u = Add (t, one) q = Mul (x, quarter) h = Mul (u, q) y = Mul (h, two)",
-        "Mish",
-    ),
-    "a sum that loses the sign of a zero": (
-        HALF,
-        "t = Tanh (x) h = Mul (x, half) p = Mul (h, t) y = Add (p, h)",
-        "t: it overflows, or loses a sign, where Mish does not",
-    ),
-    "a constant that is near": (
-        HALF,
-        "t = Tanh (x) u = Add (t, one) h = Mul (u, x) y = Mul (h, near)",
-        f"t: {NEAR} Mish, but not the same",
-    ),
-    "a constant that is not near": (
-        HALF, "t = Tanh (x) u = Add (t, one) h = Mul (u, x) y = Mul (h, two)", "Tanh Add Mul Mul"
-    ),
-    "the constant of an operator": (
-        CLIPPED, "a = Add (x, three) c = Clip (a, zero, six) y = Mul (c, tenth)", "Celu"
-    ),
-    "a zero of another sign": (
-        CLIPPED,
-        "a = Add (x, three) c = Clip (a, minus, six) y = Mul (c, tenth)",
-        f"c: {NEAR} Celu, but not the same",
-    ),
-    "a constant for an attribute": (
-        SLOPED, "p = Mul (two, x) s = Sigmoid (p) y = Mul (x, s)", "Swish 2"
-    ),
-    "a constant that no attribute holds": (
-        SLOPED,
-        "p = Div (x, three) s = Sigmoid (p) y = Mul (x, s)",
-        f"s: its factor {1 / 3} is no float that a float32 holds",
-    ),
-    "an attribute": (HARD, "n = Neg (x) y = HardSigmoid <alpha = 0.25> (n)", "Celu 0.25"),
-    "an attribute by default": (HARD, "n = Neg (x) y = HardSigmoid (n)", "Celu 0.2"),
-    "an operator whose operands may change places": (
-        MAXIMUM, "n = Neg (x) y = Max (z, n)", "PRelu"
-    ),
-    "an inner value that is an output": (
-        SWISH, "v = Sigmoid (x) y = Mul (x, v)", "v: another node reads 'v'"
-    ),
-}  # fmt: skip
+ROWS = table(globals(), at=1)("""
+as it is written: SWISH, "Swish"
+  s = Sigmoid (x) y = Mul (x, s)
+in another order: SWISH, "Swish"
+  s = Sigmoid (x) y = Mul (s, x)
+of another value: SWISH, "Sigmoid Mul"
+  s = Sigmoid (z) y = Mul (x, s)
+of a product that is read twice: SWISH, "Mul Swish"
+  p = Mul (x, z) s = Sigmoid (p) y = Mul (s, p)
+products in any order: HALF, "Mish"
+  t = Tanh (x) u = Add (one, t) h = Mul (u, x) y = Mul (h, half)
+a quotient for a product: HALF, "Mish"
+  t = Tanh (x) u = Add (t, one) h = Div (u, two) y = Mul (h, x)
+constants folded together: HALF, "Mish"
+  t = Tanh (x) u = Add (t, one) q = Mul (x, quarter) h = Mul (u, q) y = Mul (h, two)
+a sum that loses the sign of a zero: HALF, "t: it overflows, or loses a sign, where Mish does not"
+  t = Tanh (x) h = Mul (x, half) p = Mul (h, t) y = Add (p, h)
+a constant that is near: HALF, f"t: {NEAR} Mish, but not the same"
+  t = Tanh (x) u = Add (t, one) h = Mul (u, x) y = Mul (h, near)
+a constant that is not near: HALF, "Tanh Add Mul Mul"
+  t = Tanh (x) u = Add (t, one) h = Mul (u, x) y = Mul (h, two)
+the constant of an operator: CLIPPED, "Celu"
+  a = Add (x, three) c = Clip (a, zero, six) y = Mul (c, tenth)
+a zero of another sign: CLIPPED, f"c: {NEAR} Celu, but not the same"
+  a = Add (x, three) c = Clip (a, minus, six) y = Mul (c, tenth)
+a constant for an attribute: SLOPED, "Swish 2"
+  p = Mul (two, x) s = Sigmoid (p) y = Mul (x, s)
+a constant that no attribute holds: SLOPED,
+f"s: its factor {1 / 3} is no float that a float32 holds"
+  p = Div (x, three) s = Sigmoid (p) y = Mul (x, s)
+an attribute: HARD, "Celu 0.25"
+  n = Neg (x) y = HardSigmoid <alpha = 0.25> (n)
+an attribute by default: HARD, "Celu 0.2"
+  n = Neg (x) y = HardSigmoid (n)
+an operator whose operands may change places: MAXIMUM, "PRelu"
+  n = Neg (x) y = Max (z, n)
+an inner value that is an output: SWISH, "v: another node reads 'v'"
+  v = Sigmoid (x) y = Mul (x, v)
+""")
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from lowering import program_of
 from onnx.reference import ReferenceEvaluator
+from support import table
 
 from onnx_fuse.importer.save import to_proto
 from onnx_fuse.ir.build import text_model
@@ -13,43 +14,25 @@ from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.interpret import interpret
 from onnx_fuse.program.passes.pointwise_fusion import _meet
 
-ROWS = {
-    # name: (inputs, outputs, nodes, the steps of the pointwise calls)
-    "halves of a rotation": (
-        "float[6,8] x, float[4] c, float[4] s",
-        "float[6,8] y",
-        """a, b = Split <axis = -1, num_outputs = 2> (x)
-        ac = Mul (a, c) bs = Mul (b, s) first = Sub (ac, bs)
-        bc = Mul (b, c) as = Mul (a, s) second = Add (bc, as)
-        y = Concat <axis = -1> (first, second)""",
-        ["Mul+Mul+Sub+Mul+Mul+Add"],
-    ),
-    "a factor that a product stands before": (
-        "float[6,8] g, float[6,8] u, float[8,8] w",
-        "float[6,8] dg, float[6,8] du, float[6,8] z",
-        """s = Sigmoid (g) h = Mul (s, u) z = MatMul (h, w) dh = MatMul (z, w)
-        du = Mul (dh, s) hu = Mul (dh, u) dg = Mul (hu, g)""",
-        ["Sigmoid+Mul", "Sigmoid+Mul+Mul+Mul"],
-    ),
-    "what is made is also an output": (
-        "float[6,8] g, float[6,8] u, float[8,8] w",
-        "float[6,8] s, float[6,8] du",
-        "s = Sigmoid (g) z = MatMul (s, w) gz = Mul (z, g) du = Mul (gz, s)",
-        ["Sigmoid", "Sigmoid+Mul+Mul"],
-    ),
-    "one reads what the other made": (
-        "float[6,8] x, float[8,8] w",
-        "float[6,8] y, float[6,8] z",
-        "y = Exp (x) p = MatMul (y, w) z = Div (p, x)",
-        ["Exp", "Div"],
-    ),
-    "only a row in common": (
-        "float[6,8] x, float[5,8] v, float[8] b",
-        "float[6,8] y, float[5,8] z",
-        "y = Mul (x, b) z = Sub (v, b)",
-        ["Mul", "Sub"],
-    ),
-}
+ROWS = table(globals(), at=2)("""
+halves of a rotation: "float[6,8] x, float[4] c, float[4] s", "float[6,8] y",
+["Mul+Mul+Sub+Mul+Mul+Add"]
+  a, b = Split <axis = -1, num_outputs = 2> (x) ac = Mul (a, c) bs = Mul (b, s) first = Sub (ac, bs)
+  bc = Mul (b, c) as = Mul (a, s) second = Add (bc, as) y = Concat <axis = -1> (first, second)
+a factor that a product stands before: "float[6,8] g, float[6,8] u, float[8,8] w",
+"float[6,8] dg, float[6,8] du, float[6,8] z", ["Sigmoid+Mul", "Sigmoid+Mul+Mul+Mul"]
+  s = Sigmoid (g) h = Mul (s, u) z = MatMul (h, w) dh = MatMul (z, w) du = Mul (dh, s)
+  hu = Mul (dh, u) dg = Mul (hu, g)
+what is made is also an output: "float[6,8] g, float[6,8] u, float[8,8] w",
+"float[6,8] s, float[6,8] du", ["Sigmoid", "Sigmoid+Mul+Mul"]
+  s = Sigmoid (g) z = MatMul (s, w) gz = Mul (z, g) du = Mul (gz, s)
+one reads what the other made: "float[6,8] x, float[8,8] w", "float[6,8] y, float[6,8] z", ["Exp",
+"Div"]
+  y = Exp (x) p = MatMul (y, w) z = Div (p, x)
+only a row in common: "float[6,8] x, float[5,8] v, float[8] b", "float[6,8] y, float[5,8] z",
+["Mul", "Sub"]
+  y = Mul (x, b) z = Sub (v, b)
+""")
 
 
 @pytest.mark.parametrize("name", ROWS)

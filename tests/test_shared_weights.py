@@ -224,8 +224,7 @@ def test_a_parameter_that_is_folded_loses_its_name(case: FusionCase) -> None:
 
 
 # Weights that a fold or a fusion takes as constants at one reader, while another node reads them.
-SHARED = table(
-    """
+SHARED = table(globals(), at=1)("""
 cast: "float[6,6] w"
   d = Cast<to=11>(w) f = Cast<to=1>(d) a = MatMul(x, f) y = MatMul(a, w)
 scaled: "float[6,6] w"
@@ -253,10 +252,7 @@ attention's scale: "float s, float[6,6] w"
 packed too: "float[6,6] w, float[6,6] u"
   two = Constant<value=float {2.}>() v = Mul(w, two) a = MatMul(x, v) b = Gemm<transB=1>(a, w)
   c = Gemm<transB=1>(a, u) y = Add(b, c)
-""",
-    globals(),
-    at=1,
-)
+""")
 
 
 def results(model: Any, values: dict[str, Array]) -> dict[str, Array]:

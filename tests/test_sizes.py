@@ -23,8 +23,7 @@ HEAD = '<ir_version: 10, opset_import: ["" : 21]>\n'
 CONSTANTS = """<int64[1] one = {1}, int64[1] m = {-1}, int64[2] tt = {2, 2}, int64[1] zero = {0},
     int64[1] two = {2}, int64 one0 = {1}, int64[1] big = {9223372036854775807}>"""
 # name: (inputs and outputs, nodes, what is fed)
-GRAPHS: dict[str, tuple[str, str, dict[str, Array]]] = table(
-    """
+GRAPHS = table(globals(), at=1)("""
 a Concat along the second axis: "(float[a,3] x, float[n] z) => (float[k,l] y)",
 {"x": np.ones((2, 3)), "z": np.arange(12)}
   s = Shape (x) u = Unsqueeze (s, one) c = Concat <axis = 1> (u, u) r = Reshape (c, m)
@@ -88,10 +87,7 @@ a size as a condition: "(float[a] x, float[n] z) => (float[k,l] y)",
 {"x": np.ones(3), "z": np.arange(6)}
   s = Shape (x) b = Cast <to = 9> (s) i = Cast <to = 7> (b) e = Concat <axis = 0> (i, m)
   y = Reshape (z, e)
-""",
-    globals(),
-    at=1,
-) | {
+""") | {
     **{
         f"a -1 beside a size of 0, taken as it is, of {shape}": (
             "(float[a,b,48] x) => (float[h,i,j,k] y, float[l,m,n] w, int64[k] q)",

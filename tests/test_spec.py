@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from lowering import program_of
+from support import table
 
 from onnx_fuse.errors import ModelError
 from onnx_fuse.ir.build import text_model
@@ -136,41 +137,29 @@ def test_what_a_kernel_stores_begins_at_sixteen_bytes(made: str, hw) -> None:
 
 # ---- launches beyond a grid ----------------------------------------------------------------------
 
-BEYOND = {
-    "attention of a large batch": (
-        "agraph (float16[B,H,4,64] q, float16[B,H,4,64] k, float16[B,H,4,64] v)"
-        "=> (float16[B,H,4,64] y) { y = Attention (q, k, v) }",
-        dict.fromkeys("qkv", ((70_000, 1, 4, 64), "float16")), "", 2,
-    ),
-    "attention of many heads": (
-        "agraph (float16[B,H,4,64] q, float16[B,H,4,64] k, float16[B,H,4,64] v)"
-        "=> (float16[B,H,4,64] y) { y = Attention (q, k, v) }",
-        dict.fromkeys("qkv", ((1, 70_000, 4, 64), "float16")), "", 2,
-    ),
-    "many matrices": (
-        "agraph (float[B,4,5] a, float[B,5,6] b) => (float[B,4,6] y) { y = MatMul (a, b) }",
-        {"a": ((70_000, 4, 5), "float32"), "b": ((70_000, 5, 6), "float32")}, "", 2,
-    ),
-    "many groups": (
-        "agraph (float[1,C,4,4] x, float[C,1,3,3] w) => (float[1,C,2,2] y)"
-        "{ y = Conv <group = 70000> (x, w) }",
-        {"x": ((1, 70_000, 4, 4), "float32"), "w": ((70_000, 1, 3, 3), "float32")}, "", 1,
-    ),
-    "a product over 2^31": (
-        "agraph (float16[N,C] x, float16[N,C] z) => (float16[C,C] y)"
-        "{ t = Transpose <perm = [1, 0]> (x) y = MatMul (t, z) }",
-        dict.fromkeys("xz", ((2**31 + 8, 1), "float16")), "simt: a dimension of 2^31 or more", 0,
-    ),
-    "a running sum of 2^31 rows": (
-        "agraph (float16[N,C] x) => (float16[N,C] y) <int64 a = {1}> { y = CumSum (x, a) }",
-        {"x": ((2**31 + 8, 1), "float16")}, "blocks along x, of 1 to 2147483647", 0,
-    ),
-    "one-hot rows": (
-        "agraph (int32[N] x) => (float[N,C] y) <int64[1] d = {2}, float[2] v = {0.0, 1.0}>"
-        "{ y = OneHot (x, d, v) }",
-        {"x": ((2**31 + 8,), "int32")}, "", 1,
-    ),
-}  # fmt: skip
+BEYOND = table(globals())("""
+attention of a large batch: dict.fromkeys("qkv", ((70_000, 1, 4, 64), "float16")), "", 2
+  agraph (float16[B,H,4,64] q, float16[B,H,4,64] k, float16[B,H,4,64] v)=> (float16[B,H,4,64] y)
+  { y = Attention (q, k, v) }
+attention of many heads: dict.fromkeys("qkv", ((1, 70_000, 4, 64), "float16")), "", 2
+  agraph (float16[B,H,4,64] q, float16[B,H,4,64] k, float16[B,H,4,64] v)=> (float16[B,H,4,64] y)
+  { y = Attention (q, k, v) }
+many matrices: {"a": ((70_000, 4, 5), "float32"), "b": ((70_000, 5, 6), "float32")}, "", 2
+  agraph (float[B,4,5] a, float[B,5,6] b) => (float[B,4,6] y) { y = MatMul (a, b) }
+many groups: {"x": ((1, 70_000, 4, 4), "float32"), "w": ((70_000, 1, 3, 3), "float32")}, "", 1
+  agraph (float[1,C,4,4] x, float[C,1,3,3] w) => (float[1,C,2,2] y){ y = Conv <group = 70000> (x, w)
+  }
+a product over 2^31: dict.fromkeys("xz", ((2**31 + 8, 1), "float16")),
+"simt: a dimension of 2^31 or more", 0
+  agraph (float16[N,C] x, float16[N,C] z) => (float16[C,C] y){ t = Transpose <perm = [1, 0]> (x)
+  y = MatMul (t, z) }
+a running sum of 2^31 rows: {"x": ((2**31 + 8, 1), "float16")},
+"blocks along x, of 1 to 2147483647", 0
+  agraph (float16[N,C] x) => (float16[N,C] y) <int64 a = {1}> { y = CumSum (x, a) }
+one-hot rows: {"x": ((2**31 + 8,), "int32")}, "", 1
+  agraph (int32[N] x) => (float[N,C] y) <int64[1] d = {2}, float[2] v = {0.0, 1.0}>{ y = OneHot (x,
+  d, v) }
+""")
 
 
 @pytest.mark.parametrize("hw", [H200, A100], ids=lambda hw: hw.arch)

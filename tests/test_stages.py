@@ -26,8 +26,7 @@ LONG_ROWS[3::7, 5] = -0.0
 KEPT = np.array([True, False, True, False, False])
 
 # text of a graph and its feeds: one row a way in which data decides about sizes
-GRAPHS = table(
-    """
+GRAPHS = table(globals())("""
 nonzero: {"x": X}
   (float[3,5,4] x) => (int64[3,N] y) { y = NonZero (x) }
 nonzero of nothing but zeros: {"x": X}
@@ -102,9 +101,7 @@ nonzero of many tiles: {"x": np.random.default_rng(7).random((3, 100000)) < 0.3}
   (bool[3,100000] x) => (int64[2,N] y) { y = NonZero (x) }
 a shape that a stage decides: {"x": X}
   (float[3,5,4] x) => (int64[2] y) { n = NonZero (x) y = Shape (n) }
-""",
-    globals(),
-)
+""")
 
 
 def test_positions_are_lowered_for_their_number_alone() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from support import Cli, stock
+from support import Cli, stock, table
 
 import onnx_fuse
 from onnx_fuse.autodiff.load import load
@@ -92,31 +92,21 @@ def test_weights_behind_links_are_read(tmp_path: Path) -> None:
         np.testing.assert_array_equal(weight.const_value.numpy(), np.eye(4))
 
 
-ORACLES = {
-    "a function whose Softmax is of opset 11": (
-        '<ir_version: 8, opset_import: ["" : 17, "local" : 1]>'
-        " g (float[B,3,4] x) => (float[B,3,4] y) { y = local.f (x) }"
-        ' <domain: "local", opset_import: ["" : 11]> f (x) => (y) { y = Softmax (x) }',
-        True,
-    ),
-    "a function whose Clip is of opset 10": (
-        '<ir_version: 8, opset_import: ["" : 17, "local" : 1]>'
-        " g (float[B,3,4] x) => (float[B,3,4] y) { y = local.f (x) }"
-        ' <domain: "local", opset_import: ["" : 10]> f (x) => (y) { y = Clip <min = 0.5> (x) }',
-        True,
-    ),
-    "a function whose nodes are the same in both opsets": (
-        '<ir_version: 8, opset_import: ["" : 17, "local" : 1]>'
-        " g (float[B,3,4] x) => (float[B,3,4] y) { y = local.f (x) }"
-        ' <domain: "local", opset_import: ["" : 14]> f (x) => (y) { y = Relu (x) }',
-        False,
-    ),
-    "two nodes of one name": (
-        '<ir_version: 8, opset_import: ["" : 17]> g (float[B,4] x) => (float[B,4] y)'
-        " { [n] a = Relu (x) [n] y = Sigmoid (a) }",
-        True,
-    ),
-}
+ORACLES = table(globals())("""
+a function whose Softmax is of opset 11: True
+  <ir_version: 8, opset_import: ["" : 17, "local" : 1]> g (float[B,3,4] x) => (float[B,3,4] y)
+  { y = local.f (x) } <domain: "local", opset_import: ["" : 11]> f (x) => (y) { y = Softmax (x) }
+a function whose Clip is of opset 10: True
+  <ir_version: 8, opset_import: ["" : 17, "local" : 1]> g (float[B,3,4] x) => (float[B,3,4] y)
+  { y = local.f (x) } <domain: "local", opset_import: ["" : 10]> f (x) => (y)
+  { y = Clip <min = 0.5> (x) }
+a function whose nodes are the same in both opsets: False
+  <ir_version: 8, opset_import: ["" : 17, "local" : 1]> g (float[B,3,4] x) => (float[B,3,4] y)
+  { y = local.f (x) } <domain: "local", opset_import: ["" : 14]> f (x) => (y) { y = Relu (x) }
+two nodes of one name: True
+  <ir_version: 8, opset_import: ["" : 17]> g (float[B,4] x) => (float[B,4] y) { [n] a = Relu (x)
+  [n] y = Sigmoid (a) }
+""")
 
 
 @pytest.mark.parametrize("name", ORACLES)

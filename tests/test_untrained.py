@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support import table
 
 from onnx_fuse import Trainer, cli, gradient
 from onnx_fuse.errors import ModelError, NoGradientWarning, UsageError
@@ -17,36 +18,26 @@ ROUND = "(Round): it is piecewise constant"
 ON = "yes = Constant <value = bool {1}> () n = Constant <value = int64 {2}> ()"
 
 # how `h` comes of `x` and `w`, and the reason why `w` has no gradient
-BEHIND = {
-    "Round": ("r = Round (w) h = Mul (x, r)", ROUND),
-    "Floor": ("r = Floor (w) h = Mul (x, r)", "(Floor): it is piecewise constant"),
-    "what computes with codes": (
-        "q = QuantizeLinear (w, s, zero) r = Cast <to = 1> (q) h = Mul (x, r)",
-        "(Cast): it computes with the integers of a quantized tensor",
-    ),
-    "a product of codes": (
-        "q = QuantizeLinear (w, s, zero) p = MatMulInteger (q, q) r = Cast <to = 1> (p)"
-        " h = Mul (x, r)",
-        "(MatMulInteger): it rounds to integers",
-    ),
-    "Less": ("c = Less (w, x) h = Cast <to = 1> (c)", "(Less): its result is not a real number"),
-    "Cast": (
-        "c = Cast <to = 7> (w) r = Cast <to = 1> (c) h = Mul (x, r)",
-        "(Cast): its output is not of a floating-point type",
-    ),
-    "both branches": (
-        f"""{ON} h = If (yes) <
-          then_branch = t () => (float[N,4] p) {{ r = Round (w) p = Mul (r, x) }},
-          else_branch = e () => (float[N,4] q) {{ q = Identity (x) }}>""",
-        ROUND,
-    ),
-    "each step": (
-        f"""{ON} h = Loop (n, yes, x) <
-          body = b (int64 i, bool c, float[N,4] a) => (bool d, float[N,4] o) {{
-            d = Identity (c) r = Round (w) o = Mul (a, r) }}>""",
-        ROUND,
-    ),
-}
+BEHIND = table(globals())("""
+Round: ROUND
+  r = Round (w) h = Mul (x, r)
+Floor: "(Floor): it is piecewise constant"
+  r = Floor (w) h = Mul (x, r)
+what computes with codes: "(Cast): it computes with the integers of a quantized tensor"
+  q = QuantizeLinear (w, s, zero) r = Cast <to = 1> (q) h = Mul (x, r)
+a product of codes: "(MatMulInteger): it rounds to integers"
+  q = QuantizeLinear (w, s, zero) p = MatMulInteger (q, q) r = Cast <to = 1> (p) h = Mul (x, r)
+Less: "(Less): its result is not a real number"
+  c = Less (w, x) h = Cast <to = 1> (c)
+Cast: "(Cast): its output is not of a floating-point type"
+  c = Cast <to = 7> (w) r = Cast <to = 1> (c) h = Mul (x, r)
+both branches: ROUND
+  $ON h = If (yes) < then_branch = t () => (float[N,4] p) { r = Round (w)
+  p = Mul (r, x) }, else_branch = e () => (float[N,4] q) { q = Identity (x) }>
+each step: ROUND
+  $ON h = Loop (n, yes, x) < body = b (int64 i, bool c, float[N,4] a) => (bool d, float[N,4] o)
+  { d = Identity (c) r = Round (w) o = Mul (a, r) }>
+""")
 
 
 def net(name: str, *, trains: bool):

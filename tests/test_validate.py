@@ -576,8 +576,7 @@ def test_statistics_in_float32_bound_what_a_float64_graph_keeps(stash: int, limi
     assert tolerance_of(model).rtol == limit
 
 
-REFERENCE = table(
-    """
+REFERENCE = table(globals())("""
 groups: [(2, 4, 9), (8, 1, 3), (8,)]
   Conv <group = 4, pads = [1,2], strides = [2]> (x, w, b)
 dilations: [(1, 6, 9, 8), (4, 3, 3, 2)]
@@ -606,9 +605,7 @@ scan backwards: [(3, 5), (1,), (3,)]
   Scan <num_scan_inputs = 1, scan_input_axes = [1], scan_input_directions = [1],
   scan_output_axes = [-1], scan_output_directions = [1], body = f (float[3] s, float[3] r)
   => (float[3] t, float[3] u) { t = Add (s, r)  u = Mul (t, r) }> (b, x)
-""",
-    globals(),
-)
+""")
 
 
 @pytest.mark.parametrize("values", [[-1, 0.5, 2], [3, 4, 5], [-3, -1, -2], [0, 0, 0]])
