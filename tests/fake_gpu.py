@@ -90,10 +90,13 @@ class FakeGpu:
             return done
 
         def renewed(made: instance.Instance) -> None:
-            renew(made)
+            part = made._current.parts[0]
             launches = (x for call in made.program.calls for x in call.launches)
-            for step, launch in zip(made._current.parts[0]._steps, launches, strict=True):
+            for k, (step, launch) in enumerate(zip(part._steps, launches, strict=True)):
                 step._kernel = id(launch)
+                if part._graph is not None and k in part._nodes:
+                    part._graph.raw[part._nodes[k]][0] = id(launch)
+            renew(made)
 
         def loaded(launch: Launch, arch: str) -> Any:
             return SimpleNamespace(function=id(launch))
@@ -282,6 +285,8 @@ class FakeGpu:
         self, graph: list[list[Any]], node: int, params: Any
     ) -> tuple[int]:
         self.counts["update"] += 1
+        grid = params.gridDimX, params.gridDimY, params.gridDimZ
+        assert grid == self._launches[graph[node][0]].grid
         graph[node][1] = self._operands(graph[node][0], params.kernelParams)
         return (0,)
 

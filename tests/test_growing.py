@@ -2,14 +2,20 @@
 
 import ctypes
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 from fake_gpu import FakeGpu
 
 from onnx_fuse import InferenceSession
 from onnx_fuse.cuda.launch import BoundLaunch
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.program.problem import CHIPS, Launch, Num, Ptr
+from onnx_fuse.runtime import instance as instance_module
+from onnx_fuse.runtime.arg_updates import operands
+from onnx_fuse.runtime.instance import Instance
 
 BIAS = np.linspace(-1, 1, 8, dtype=np.float32)
 
@@ -48,6 +54,29 @@ def test_shapes_of_one_class_take_over_one_instance(gpu: FakeGpu) -> None:
     assert len(runner.instances()) == 2
 
 
+CONSTANT = """
+<ir_version: 10, opset_import: ["": 21]>
+agraph (float[N] m, int64[2,3] x) => (float[N] n, int64[2,3] y) {
+    dims = Shape(m)
+    minus = Neg(dims)
+    both = Concat<axis = 0>(dims, minus, dims)
+    n = Exp(m)
+    y = Add(x, both)
+}
+"""
+
+
+def test_a_constant_of_other_sizes_is_read_where_it_stands(gpu: FakeGpu) -> None:
+    """Also by a launch that has no size among its arguments."""
+    session = InferenceSession(text_model(CONSTANT), device="cuda")
+    for n in (34, 36, 40, 64, 36, 50):
+        m = np.linspace(0, 1, n, dtype=np.float32)
+        x = np.arange(6).reshape(2, 3)
+        found, y = session.run(None, {"m": m, "x": x})
+        np.testing.assert_allclose(found, np.exp(m), rtol=1e-6)
+        np.testing.assert_array_equal(y - x, [[n, -n, n]] * 2)
+
+
 def test_what_a_launch_counts_in_is_new_where_its_size_is_another(gpu: FakeGpu) -> None:
     """What a run leaves there lies by the bytes, so that other bytes begin at zero."""
     launch = Launch(
@@ -77,3 +106,102 @@ def test_what_a_launch_counts_in_is_new_where_its_size_is_another(gpu: FakeGpu) 
     assert not bound.update(replace(launch, sync=200), {"x": 4096})
     assert bound.update(launch, {"x": 12288})
     assert words()[:2] == (12288, 3)
+
+
+def test_a_shape_more_is_an_update_of_the_graph(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The nodes of what changes are told, once each."""
+    monkeypatch.setattr(instance_module, "GRAPH_LAUNCHES", -1)  # however few launches stay
+    session = InferenceSession(text_model(OPEN), device="cuda")
+
+    def run(n: int) -> None:
+        x = np.arange(8 * n, dtype=np.float32).reshape(n, 8)
+        y, places = session.run(None, {"x": x, "b": BIAS})
+        np.testing.assert_array_equal(y, x + BIAS)
+        np.testing.assert_array_equal(places, np.arange(n))
+
+    for n in (40, 41, 45, 42):
+        run(n)
+    gpu.counts.clear()
+    for n in (46, 61, 34, 50, 64, 39):
+        run(n)
+    (instance,) = session._executable.instances()
+    changed = len(instance.made.changes or ())
+    assert (gpu.counts["cuGraphLaunch"], gpu.counts["capture"]) == (6, 0)
+    assert gpu.counts["update"] == 6 * changed
+
+
+def assert_as_if_new(instance: Instance) -> None:
+    """Every launch has the grid and the arguments of one that is bound anew for this shape."""
+    source, numbers = instance.made.source, instance.made._numbers
+    assert source is not None
+    for recipe in source.recipes.values():
+        recipe._last = None
+    program, steps = source.at(numbers), iter(instance._current.parts[0]._steps)
+    for i, call in enumerate(program.calls):
+        for launch in call.launches:
+            step = next(steps)
+            new = BoundLaunch(launch, operands(instance.address, i, call), instance.owner.hw)
+            new._sync = step._sync
+            new.place(operands(instance.address, i, call))
+            assert (step.grid, words_in(step)) == (new.grid, words_in(new)), (i, call.kernel)
+            assert step.launch.sync == launch.sync
+
+
+def words_in(step: BoundLaunch) -> bytes:
+    arguments = step._arguments
+    start = arguments._skipped
+    return bytes(arguments._memory)[start : start + arguments._layout[0].size]
+
+
+def gqa() -> Any:
+    """Attention over a cache of 64 places, with a mask that says how many are taken."""
+    return text_model(GQA)
+
+
+GQA = """
+<ir_version: 10, opset_import: ["": 21, "com.microsoft": 1]>
+agraph (float16[B,S,128] q, float16[B,S,64] k, float16[B,S,64] v, int64[B,T] mask,
+        float16[B,2,P,32] past_k, float16[B,2,P,32] past_v)
+    => (float16[B,S,128] y, float16[B,2,P,32] present_k, float16[B,2,P,32] present_v)
+<int64[1] one = {1}> {
+    count = ReduceSum<keepdims = 0>(mask, one)
+    less = Sub(count, one)
+    lengths = Cast<to = 6>(less)
+    dims = Shape(mask)
+    last = Gather(dims, one)
+    total = Cast<to = 6>(last)
+    y, present_k, present_v = com.microsoft.GroupQueryAttention
+        <num_heads = 4, kv_num_heads = 2>(q, k, v, past_k, past_v, lengths, total)
+}
+"""
+
+
+DECODERS = Path(__file__).parent / "data" / "decoders"
+
+
+@pytest.mark.parametrize(
+    "name", ["llama_sdpa_dyn23", "gpt2_ts17tot_nopos", "whisper_ts14_f32", "gqa"]
+)
+def test_what_sizes_changed_is_what_an_evaluation_anew_gives(
+    name: str, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Caches and masks of decoders, or a mask alone, that grow and shrink between runs."""
+    monkeypatch.setattr(gpu, "_run", lambda *_: None)  # the shapes are of interest here
+    model: Any = gqa() if name == "gqa" else str(DECODERS / f"{name}.onnx")
+    session = InferenceSession(model, device="cuda", precision="fp16")
+    executable, instances = session._executable, set()
+    for past in (18, 19, 20, 21, 22, 26, 30, 31, 23, 24, 29, 18, 20, 27):
+        feeds = {}
+        for end in session.get_inputs():
+            cache, mask = "past" in end.name, "mask" in end.name
+            long = {2: 64 if name == "gqa" else past} if cache else {1: past + 1} if mask else {}
+            shape = [d if isinstance(d, int) else long.get(i, 1) for i, d in enumerate(end.shape)]
+            kind = np.dtype({"float": "float32"}.get(end.type[7:-1], end.type[7:-1]))
+            feeds[end.name] = np.zeros(shape, kind)
+        session.run(None, feeds)
+        instance = executable.instances()[-1]
+        instances.add(id(instance))
+        assert_as_if_new(instance)
+    assert len(instances) <= 4  # two classes, and shapes that came again

@@ -19,7 +19,7 @@ from onnx_fuse.program.problem import Launch, Num, Ptr, Table
 from onnx_fuse.runtime import device, staging
 from onnx_fuse.runtime import executable as module
 from onnx_fuse.runtime.executable import Executable
-from onnx_fuse.runtime.instance import _overlapping
+from onnx_fuse.runtime.placement import overlapping
 from onnx_fuse.runtime.tensor import DeviceTensor
 
 # y is made by a call of its own, from what z is made of: two launches
@@ -537,7 +537,7 @@ def test_a_trainer_takes_tensors_on_the_gpu(gpu: FakeGpu) -> None:
     ([(8, 8, "none"), (0, 16, "b")], ""), ([(0, 16, "b"), (16, 16, "none")], ""),
 ])  # fmt: skip
 def test_pieces_of_memory_that_overlap(pieces: list[tuple[int, int, str]], found: str) -> None:
-    assert _overlapping(pieces) == set(found)
+    assert overlapping(pieces) == set(found)
 
 
 def test_arrays_around_what_is_bound_go_up_by_themselves(

@@ -60,9 +60,11 @@ class Arguments:
 
         The addresses of the names in `pointers` are taken from there.
         """
-        values = [_descriptor(*w) if isinstance(w, tuple) else w for w in words]
-        for at, name, offset, _ in self._spots if pointers else ():
-            if name in pointers:
+        values = [*words]
+        for at, name, offset, arg in self._spots:
+            if arg is not None:
+                values[at] = _descriptor(*values[at])
+            elif name in pointers:
                 values[at] = pointers[name] + offset
         self._layout[0].pack_into(self._memory, self._skipped, *values)
 

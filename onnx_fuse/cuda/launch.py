@@ -167,7 +167,7 @@ class BoundLaunch:
 
     def __init__(self, launch: Launch, pointers: Mapping[str, int], hw: Hardware) -> None:
         self.launch, self.early = launch, hw.cc >= 90 and waits(launch.source)
-        self._grid = launch.grid
+        self.grid = launch.grid
         self._loaded = _kernel(launch, hw.arch)
         self._kernel = self._loaded.function
         self._sync = _Zeroed(launch) if launch.sync else None
@@ -201,7 +201,7 @@ class BoundLaunch:
             launch.source, launch.entry, launch.defines, launch.smem, launch.sync
         ):  # fmt: skip
             return False
-        self.launch, self._grid, self._settings = launch, launch.grid, (-1, False, None)
+        self.launch, self.grid, self._settings = launch, launch.grid, (-1, False, None)
         self._arguments.replace(launch.args, self._pointers(pointers))
         return True
 
@@ -210,8 +210,8 @@ class BoundLaunch:
 
         Where the bytes of that are others, it is new memory: what a run leaves in it lies by them.
         """
-        if grid != self._grid:
-            self._grid, self._settings = grid, (-1, False, None)
+        if grid != self.grid:
+            self.grid, self._settings = grid, (-1, False, None)
         if sync != self.launch.sync:
             self.launch = replace(self.launch, sync=sync)
             self._sync = _Zeroed(self.launch)
@@ -223,7 +223,7 @@ class BoundLaunch:
         if last != stream or early != self.early:
             x = self.launch
             settings = _settings(
-                self._grid, x.block, x.smem, x.cluster, x.cooperative, self.early, stream
+                self.grid, x.block, x.smem, x.cluster, x.cooperative, self.early, stream
             )
             self._settings = stream, self.early, settings
         done = self._enqueue(settings, self._kernel, self.arguments, 0)

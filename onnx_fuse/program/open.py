@@ -86,7 +86,8 @@ class EvalPlan:
     ) -> None:
         self.closed, self.sizes, self.steps, self.result = closed, sizes, steps, result
         self.often = often
-        self._last: tuple[list[Any], list[Any]] | None = None  # sizes, and what the steps made
+        self._last: list[Any] | None = None  # the places of the last evaluation
+        self._todo: dict[int, list[int]] = {}
         self._work = [(_getter(parts), _unless_made(*step)) for step in steps
                       for parts in (step[1],)] if often else None  # fmt: skip
 
@@ -97,29 +98,40 @@ class EvalPlan:
 
     def at(self, values: Iterable[Any], **functions: Callable[[Any, Any], Any]) -> Any:
         """The object with the sizes that these values give; `functions`: see `Formulas.at`."""
-        sizes = self.sizes.at(values, **functions)
-        places = [*self.closed, *sizes]
+        sizes, first = self.sizes.at(values, **functions), len(self.closed)
+        end = first + len(sizes)
         last = None if functions else self._last
         if last is None:
-            old, changed = self.steps, -1  # all sizes
+            places = [*self.closed, *sizes, *self.steps]
+            todo: Sequence[int] = range(len(self.steps))
         else:
-            old = last[1]
-            pairs = enumerate(zip(sizes, last[0], strict=True))
-            changed = sum(1 << i for i, (now, before) in pairs if now != before)
-        append = places.append
+            pairs = enumerate(zip(sizes, last[first:end], strict=True))
+            changed = sum([1 << i for i, (now, before) in pairs if now != before])
+            places = last.copy()
+            places[first:end] = sizes
+            todo = self._after(changed)
         if self._work is None:
-            for (make, parts), read, made in zip(self.steps, self._read, old, strict=True):
-                append(make([places[part] for part in parts]) if read & changed else made)
+            for i in todo:
+                make, parts = self.steps[i]
+                places[end + i] = make([places[part] for part in parts])
         else:
-            for (get, finish), read, made in zip(self._work, self._read, old, strict=True):
-                if read & changed:
-                    operands = get(places)
-                    append(operands if finish is None else finish(operands))
-                else:
-                    append(made)
+            for i in todo:
+                get, finish = self._work[i]
+                operands = get(places)
+                places[end + i] = operands if finish is None else finish(operands)
         if not functions:
-            self._last = sizes, places[len(self.closed) + len(sizes) :]
+            self._last = places
         return places[self.result]
+
+    def _after(self, changed: int) -> list[int]:
+        """The steps in which these sizes, a bit for each, have a part."""
+        todo = self._todo.get(changed)
+        if todo is None:
+            if len(self._todo) >= 64:
+                self._todo.clear()
+            todo = [i for i, read in enumerate(self._read) if read & changed]
+            self._todo[changed] = todo
+        return todo
 
     @cached_property
     def _read(self) -> list[int]:

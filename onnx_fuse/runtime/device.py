@@ -590,12 +590,13 @@ class Graph(Owned):
         self.raw = check(driver.cuGraphInstantiate(graph, 0), "graph instantiation")
         self.own("cuGraphExecDestroy", self.raw)
 
-    def update(self, i: int, arguments: int) -> None:
-        """From now on, launch the kernel of step `i` with the arguments at this address."""
+    def update(self, i: int, arguments: int, grid: tuple[int, int, int]) -> None:
+        """From now on, launch the kernel of step `i` so, with the arguments at this address."""
         if i not in self._params:
             result = self._driver.cuGraphKernelNodeGetParams(self._nodes[i])
             self._params[i] = check(result, "a graph's kernel")
         params = self._params[i]
         params.kernelParams = arguments
+        params.gridDimX, params.gridDimY, params.gridDimZ = grid
         done = self._driver.cuGraphExecKernelNodeSetParams(self.raw, self._nodes[i], params)
         check(done, "a graph's kernel")

@@ -30,8 +30,9 @@ from onnx_fuse.program.problem import (
     Table,
     TensorMap,
 )
+from onnx_fuse.runtime.schedule import at_ends
 
-FORMAT = 3
+FORMAT = 4
 """Version of what is written; a reader takes this one alone."""
 
 Module = tuple[str, tuple[tuple[str, str], ...]]
@@ -105,6 +106,8 @@ class CheckedOpen(SymbolicProgram):
             if ends is not None:
                 _a(ends, Program, "a program's ends")
                 checker.ends(ends)
+                if ends.calls != at_ends(program):
+                    raise _fault("calls at a program's ends")
         checked: Program = program
         return checked
 

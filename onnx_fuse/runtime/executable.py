@@ -26,7 +26,8 @@ from onnx_fuse.runtime import collector, device
 from onnx_fuse.runtime.binding import Binding, check_place
 from onnx_fuse.runtime.deployed import Deployed
 from onnx_fuse.runtime.host_calls import Stages
-from onnx_fuse.runtime.instance import Fetch, Instance, Placement
+from onnx_fuse.runtime.instance import Fetch, Instance
+from onnx_fuse.runtime.placement import Placement
 from onnx_fuse.runtime.plan import OpenProgram, PlannedProgram, aligned
 from onnx_fuse.runtime.resources import AfterFault, Resources, weakly
 from onnx_fuse.runtime.staging import Pending
@@ -501,7 +502,7 @@ class Executable:
             self._shapes.move_to_end(key)
         if shape is None or shape.instance is None:
             with collector.paused():
-                shape = self._made(shape, feeds, inputs, outputs)
+                shape = self._made(shape, key, feeds, inputs, outputs)
         device.start(self.device_id)  # this thread may be another than the one that made it
         assert shape.instance is not None
         if shape.instance.runs and self._once.get(shape.made.source) is shape:
@@ -511,6 +512,7 @@ class Executable:
     def _made(
         self,
         shape: Shape | None,
+        key: tuple[Any, ...],
         feeds: Feeds,
         inputs: Mapping[str, DeviceTensor],
         outputs: Mapping[str, DeviceTensor],
@@ -520,8 +522,10 @@ class Executable:
         if shape is None:
             if self.on_shape is not None:
                 self.on_shape(feeds)
+            deciding = len(self._deciding)
             shape = Shape(self._lowered(feeds))
-            self._shapes[self._key(feeds)] = shape  # the key may have become longer
+            # the key may have become longer
+            self._shapes[key if len(self._deciding) == deciding else self._key(feeds)] = shape
             self._take_over(shape, inputs, outputs)
             while len(self._shapes) > INSTANCES:
                 self._drop(self._shapes.popitem(last=False)[1])

@@ -24,6 +24,7 @@ from onnx_fuse.runtime.arg_updates import operands, workspace_key
 from onnx_fuse.runtime.deployed import Deployed
 from onnx_fuse.runtime.host_calls import HostCall, Stages
 from onnx_fuse.runtime.launches import Launches
+from onnx_fuse.runtime.placement import Placement, placed
 from onnx_fuse.runtime.plan import PlannedProgram, aligned
 from onnx_fuse.runtime.run_slots import AFTER, Places, Pools, RunSlot, Turns
 from onnx_fuse.runtime.schedule import Aliases, collective, segments
@@ -39,21 +40,12 @@ if TYPE_CHECKING:
 
 GAP = 64 << 10
 """Bytes between two arrays that one copy to the GPU takes along."""
-ALIGNED = 16
-"""Bytes that an address must be a multiple of, to be read or written in place."""
+GRAPH_LAUNCHES = 4
+"""Launches that take the host as long as that of a graph: a shape whose launches are rewritten runs
+as a graph where more of them stay."""
+NEVER = -(1 << 60)
 VARIANTS = 4
 """Placements of a shape that have launches of their own, as those of a cache in two places."""
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where a run's inputs and outputs stand: an address for each of `Instance.movable`.
-
-    `copied` outputs are made in the instance's own memory and copied from there.
-    """
-
-    where: tuple[int, ...]
-    copied: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -141,6 +133,11 @@ class Instance:
         if not config.ARENA.value:
             self._set_apart()
         self._home = Placement(tuple(self.address[b] for b in self.movable))
+        self._aliases: Aliases | None = None
+        self._own = frozenset(self.movable)
+        self._moved: set[int] = set()  # constants that stand elsewhere than launches have it
+        self._places: dict[str, tuple[str, int, Tensor, int]] = {}
+        self._ends: Program | None = None
         self._set_tensors()
         self._set_up()
         self.alive = True
@@ -158,6 +155,7 @@ class Instance:
         launches = all(isinstance(p, Launches) for p in self._current.parts)
         self.whole_on_gpu = launches and not program.stages
         self._stale = False  # whether the launches are still those of another shape
+        self._rewritten = 0  # shapes whose launches were those of another, rewritten
 
     @property
     def program(self) -> Program:
@@ -177,19 +175,18 @@ class Instance:
         if made.plan is not self.plan or not self.whole_on_gpu or self._apart:
             return False
         before, self.made = self.made, made
-        places = dict(self.address)
         self._say()
-        ends = made.ends
-        self._constants |= self.owner.constants.place(
-            {b: ends.constants[b] for b in self._constants}
-        )
-        self.address |= {b: constant.address for b, constant in self._constants.items()}
+        if self._ends is None or made.ends.constants is not self._ends.constants:
+            arrays = {b: made.ends.constants[b] for b in self._constants}
+            placed = self.owner.constants.place(arrays)
+            self._moved |= {b for b, new in placed.items() if self.address[b] != new.address}
+            self._constants |= placed
+            self.address |= {b: constant.address for b, constant in placed.items()}
         self._set_tensors()
         self._set_up()
         self.runs = 0
         del self._variants[:-1]
         (self._current,) = self._variants
-        self._current.captured = False
         self._left.clear()
         parts, changes = self._current.parts, made.changes
         if changes is not None and len(parts) == 1 and made.source is before.source:
@@ -198,39 +195,55 @@ class Instance:
             if part.rewritable(changes, self.movable):
                 self._stale = True  # until it is known where the run's inputs and outputs stand
                 return True
-        self._stale = False
+        self._stale, self._current.captured, self._rewritten = False, False, 0
         self.now = self.placement(inputs, outputs)
         self.address |= zip(self.movable, self.now.where, strict=True)
-        self._current.where = self.now.where
-        moved = {b for b, address in self.address.items() if places.get(b) != address}
+        moved = self._moves()
         for part, segment in zip(parts, segments(self.program), strict=True):
             assert isinstance(part, Launches)
             part.update(segment, moved)
         return True
+
+    def _moves(self) -> set[int]:
+        """The buffers that stand elsewhere than the launches have it, which then take them."""
+        pairs = zip(self.movable, self._current.where, self.now.where, strict=True)
+        moved = self._moved.union([b for b, old, new in pairs if old != new])
+        self._current.where, self._moved = self.now.where, set()
+        return moved
 
     def _renew(self) -> None:
         """Write the launches for the present shape and placement."""
         (part,), changes = self._current.parts, self.made.changes
         assert isinstance(part, Launches)
         assert changes is not None
-        pairs = zip(self.movable, self._current.where, self.now.where, strict=True)
         with collector.paused():
-            part.rewrite(changes, [b for b, old, new in pairs if old != new])
-        self._current.where, self._stale = self.now.where, False
+            part.rewrite(changes, self._moves())
+        self._stale = False
+        if self._current.captured and not part.captured:
+            self._current.captured, self._rewritten = False, NEVER
+        elif part.count - len(changes) > GRAPH_LAUNCHES:
+            self._rewritten += 1
 
     def _set_tensors(self) -> None:
-        program, movable = self.made.ends, set(self.movable)
-        self.inputs = [(n, t) for n, t in program.inputs if t.buffer in movable]
-        self.outputs = dict(program.outputs)
-        self._in_place = {
-            n: t for n, t in program.outputs if isinstance(t, Tensor) and t.buffer in movable
-        }
-        first = self._spans["input"][0]
-        self._fed = tuple(
-            (n, self._offsets[t.buffer] - first, t) for n, t in self.inputs if t.nbytes
-        )
-        self._fetches: dict[tuple[str, ...] | None, Fetch] = {}
-        self._aliases: Aliases | None = None
+        """Take the ends of the present shape; most are those of the one before."""
+        old, ends = self._ends, self.made.ends
+        self._ends, movable = ends, self._own
+        if old is None or ends.outputs is not old.outputs:
+            self.outputs = dict(ends.outputs)
+            self._in_place = {
+                n: t for n, t in ends.outputs if isinstance(t, Tensor) and t.buffer in movable
+            }
+            self._fetches: dict[tuple[str, ...] | None, Fetch] = {}
+        if old is None or ends.inputs is not old.inputs:
+            self.inputs = [(n, t) for n, t in ends.inputs if t.buffer in movable]
+            first, known = self._spans["input"][0], self._places
+            self._places = {
+                n: known[n]
+                if n in known and known[n][2] is t
+                else (n, self._offsets[t.buffer] - first, t, t.nbytes)
+                for n, t in self.inputs
+            }
+            self._fed = tuple([place[:3] for place in self._places.values() if place[3]])
 
     def _place_constants(self, room: Mapping[int, int]) -> None:
         """Upload constants, and reserve memory for what the calls of the setup make."""
@@ -313,45 +326,20 @@ class Instance:
     def placement(
         self, inputs: Mapping[str, DeviceTensor], outputs: Mapping[str, DeviceTensor]
     ) -> Placement:
-        """In place what can be: aligned addresses, and outputs that overlap nothing else bound.
-
-        An output may stand exactly where an input does that nothing reads once it is written.
-        """
+        """Where a run with these inputs and outputs has them, in place what can be."""
         if not inputs and not outputs:
             return self._home
-        where = dict(zip(self.movable, self._home.where, strict=True))
-        borrowed: dict[str, tuple[int, int]] = {}  # memory of the caller's that inputs stand in
-        for name, tensor in self.inputs:
-            array = inputs.get(name)
-            if array is not None and array.address % ALIGNED == 0:
-                where[tensor.buffer] = array.address
-                borrowed[name] = array.address, array.address + array.nbytes
-        spans = {name: (t.address, t.address + t.nbytes) for name, t in outputs.items()}
-        if not set(borrowed.values()).isdisjoint(spans.values()):
-            self._share(borrowed, spans)
-        used = [(low, high, "") for low, high in borrowed.values()]
-        used += [(low, high, name) for name, (low, high) in spans.items()]
-        copied = _overlapping(used)
-        for name, target in outputs.items():
-            output = self._in_place.get(name)
-            if output is None or target.address % ALIGNED:
-                copied.add(name)
-            elif name not in copied:
-                where[output.buffer] = target.address
-        return Placement(tuple(where[b] for b in self.movable), frozenset(copied))
+        home = dict(zip(self.movable, self._home.where, strict=True))
+        ends = self.inputs, self._in_place
+        return placed(home, *ends, inputs, outputs, self._may_share)
 
-    def _share(
-        self, borrowed: dict[str, tuple[int, int]], spans: Mapping[str, tuple[int, int]]
-    ) -> None:
-        """Remove from `borrowed` the inputs that an output at the same place may overwrite."""
-        aliases = self._aliases = self._aliases or Aliases(self.program, self.plan.order)
-        at: dict[tuple[int, int], list[str]] = {}
-        for source, span in borrowed.items():
-            at.setdefault(span, []).append(source)
-        for name, span in spans.items():
-            sources = (s for s in at.get(span, ()) if s in borrowed and aliases.may_share(name, s))
-            if shared := next(sources, None):
-                del borrowed[shared]
+    def _may_share(self, output: str, source: str) -> bool:
+        """Whether the output may be written in the memory of the input `source`."""
+        if self._aliases is None:
+            self._aliases = Aliases(self.made.ends, self.plan.order)
+        elif self._aliases.program is not self.made.ends:
+            self._aliases.take(self.made.ends)
+        return self._aliases.may_share(output, source)
 
     def place(self, placement: Placement) -> None:
         """Let the next run read and write there.
@@ -521,8 +509,8 @@ class Instance:
         self.runs += 1
         if self._stale:
             self._renew()
-        if self.runs_as_graph and not self._current.captured:
-            self.capture()
+        if not self._current.captured and max(self.runs, self._rewritten) >= self._captures_at > 0:
+            self._capture()
         stream = stream or self.owner.stream
         for part in self._current.parts:
             part.launch(stream)
@@ -533,9 +521,12 @@ class Instance:
             self._renew()
         if self._captures_at:
             self.runs = max(self.runs, self._captures_at)
-            self._current.captured = True
-            for part in self._current.parts:
-                part.capture()
+            self._capture()
+
+    def _capture(self) -> None:
+        self._current.captured = True
+        for part in self._current.parts:
+            part.capture()
 
     def communication(self) -> Communication | None:
         """The collectives of the last run, which must be over; None if no graph has had any."""
@@ -669,18 +660,6 @@ class Instance:
     def describe(self) -> str:
         """A listing of what runs, for messages."""
         return f"running a program of {self._count} calls"
-
-
-def _overlapping(used: list[tuple[int, int, str]]) -> set[str]:
-    """The names of pieces of memory (from, to, name) that share bytes with another piece."""
-    overlaps: set[str] = set()
-    end, widest = 0, ""
-    for low, high, name in sorted(used):
-        if low < min(end, high):
-            overlaps |= {name, widest}
-        if high > end:
-            end, widest = high, name
-    return overlaps - {""}
 
 
 _NUMBERS = itertools.count(1)

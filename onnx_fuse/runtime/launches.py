@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from math import prod
-from typing import Any
 
 from onnx_fuse import config
 from onnx_fuse.cuda.launch import BoundLaunch, PlacedLaunch, bind
@@ -77,22 +76,24 @@ class Launches:
         self._users: dict[int, list[int]] | None = None
         self._places: tuple[tuple[int, Spots], ...] = ()
         self._copying: tuple[int, ...] | None = None  # the changes of calls that only copy
-        self._held: dict[int, tuple[Spots, tuple[int, int, int], Sequence[Any], int]] = {}
+        self._held: dict[int, tuple[Spots, Change]] = {}
         """The numbers of the steps whose arguments differ from those of the segment's calls."""
 
     def rewrite(self, changes: Sequence[Change], moved: Collection[int]) -> None:
-        """Do what `update` does by changed words alone, and take the new addresses of `moved`."""
-        self._graph = None
+        """Do what `update` does by changed words alone, and take the new addresses of `moved`.
+
+        A graph stays one. What no other size has a part in is the same Change as before.
+        """
+        before = self._held
         self._held = {
-            k: (places, grid, words, sync)
-            for (k, places), (_, _, grid, words, sync) in zip(
-                self._found(changes), changes, strict=True
-            )
+            k: (places, change)
+            for (k, places), change in zip(self._found(changes), changes, strict=True)
         }
-        for k in self._held:
+        new = [k for k, (_, x) in self._held.items() if k not in before or before[k][1] is not x]
+        for k in new:
             self._write(k)
         if moved:
-            self._move(moved, self._held)
+            self._move(moved, new)
 
     def _found(self, changes: Sequence[Change]) -> tuple[tuple[int, Spots], ...]:
         """The step of each change, and the words of it that are addresses."""
@@ -109,7 +110,7 @@ class Launches:
 
     def _write(self, k: int) -> None:
         """Give a step the numbers that it holds, with the addresses as they are now."""
-        places, grid, words, sync = self._held[k]
+        places, (_, _, grid, words, sync) = self._held[k]
         values, address = list(words), self._address
         for at, buffer in places.addresses:
             base = address[buffer]
@@ -120,6 +121,12 @@ class Launches:
         step = self._steps[k]
         assert isinstance(step, BoundLaunch)
         step.rewrite(grid, values, sync)
+        self._tell(k, step)
+
+    def _tell(self, k: int, step: BoundLaunch) -> None:
+        """Let the graph, if there is one, launch the step as it is now."""
+        if self._graph is not None and k in self._nodes:
+            self._graph.update(self._nodes[k], step.arguments, step.grid)
 
     def rewritable(self, changes: Sequence[Change], movable: Collection[int]) -> bool:
         """Whether each changed call that only copies tensors stays as busy as it is.
@@ -210,6 +217,11 @@ class Launches:
         return self._segment.calls[i].launches[k - self._calls.index(i)]
 
     @property
+    def count(self) -> int:
+        """The number of launches."""
+        return len(self._steps)
+
+    @property
     def captured(self) -> bool:
         """Whether it is one graph."""
         return self._graph is not None
@@ -222,22 +234,20 @@ class Launches:
         """Move all steps but those `written` already."""
         touched = self.users(buffers)
         for k in sorted(touched.difference(written)):
-            i, step, changed = self._calls[k], self._steps[k], False
-            call = self._segment.calls[i]
             if k in self._held:
                 self._write(k)
-            else:
-                addresses = operands(self._address, self._segment.first + i, call)
-                step.place(addresses)
-                changed = self._stands(k, call, addresses)
-            if self._graph is None:
                 continue
+            i, step = self._calls[k], self._steps[k]
+            call = self._segment.calls[i]
+            addresses = operands(self._address, self._segment.first + i, call)
+            step.place(addresses)
+            changed = self._stands(k, call, addresses)
             if changed or not isinstance(step, BoundLaunch):
                 # it has no node, or one too many; which ones a library's call has is not known:
                 # one by one again
                 self._graph = None
-            elif k in self._nodes:
-                self._graph.update(self._nodes[k], step.arguments)
+            else:
+                self._tell(k, step)
 
     def users(self, buffers: Collection[int]) -> set[int]:
         """The numbers of the launches whose call uses one of these buffers."""

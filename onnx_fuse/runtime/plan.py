@@ -183,7 +183,7 @@ class PlannedProgram:
 
     @cached_property
     def ends(self) -> Program:
-        """Its inputs, outputs, constants and setup, perhaps without calls and buffers."""
+        """Its inputs, outputs, constants and setup; perhaps no buffers, and calls `at_ends`."""
         part: Program | None = None
         if self.source is not None and self._numbers is not None and self._program is None:
             part = self.source.part("ends", self._numbers)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 
@@ -238,12 +238,26 @@ def _elements(t: Tensor) -> tuple[object, ...]:
     return t.dtype, t.offset, steps
 
 
+def at_ends(program: Program) -> tuple[Call, ...]:
+    """The calls with what `Aliases` asks of them, which few sizes have a part in."""
+    ends = {b.id for b in program.buffers if b.kind in ("input", "output")}
+    return tuple(
+        _APART
+        if call.buffers.isdisjoint(ends)
+        else replace(call, nodes=(), launches=(), workspace=0, flops=0, bytes=0, problem=None)
+        for call in program.calls
+    )
+
+
+_APART = Call("", (), (), (), ())  # one that uses no input and writes no output
+
+
 class Aliases:
     """Which outputs may be written in the memory of which inputs: nothing reads these later."""
 
     def __init__(self, program: Program, order: Order) -> None:
-        self._calls, self._before = program.calls, order.before
-        self._inputs, self._outputs = dict(program.inputs), dict(program.outputs)
+        """Its calls may be those of `at_ends`."""
+        self.program, self._before = program, order.before
         self._readers: dict[int, int] = defaultdict(int)  # of a buffer: a bit for each call
         self._writers: dict[int, set[int]] = defaultdict(set)
         for i, call in enumerate(program.calls):
@@ -251,17 +265,40 @@ class Aliases:
                 self._readers[tensor.buffer] |= 1 << i
             for _, tensor in call.writes:
                 self._writers[tensor.buffer].add(i)
+        self._inputs, self._outputs = dict(program.inputs), dict(program.outputs)
+        self._asked: dict[tuple[str, str], bool] = {}
+
+    def take(self, program: Program) -> None:
+        """Answer for another shape of the same open program from now on."""
+        old, self.program = self.program, program
+        outputs = [t.buffer for _, t in program.outputs if isinstance(t, Tensor)]
+        writers = {w for buffer in outputs for w in self._writers[buffer]}
+        calls = enumerate(zip(program.calls, old.calls, strict=True))
+        others = {i for i, (call, before) in calls if call is not before}
+        same = program.outputs is old.outputs and writers.isdisjoint(others)
+        pairs = zip(program.inputs, old.inputs, strict=True)
+        moved = {name for (name, x), (_, before) in pairs if x is not before}
+        if not same or not moved.isdisjoint([source for _, source in self._asked]):
+            self._asked.clear()
+        self._inputs, self._outputs = dict(program.inputs), dict(program.outputs)
 
     def may_share(self, output: str, source: str) -> bool:
         """Whether the output may stand where the input `source` does."""
-        x, y = self._inputs[source], self._outputs.get(output)
-        if not isinstance(y, Tensor) or y.offset or not y.dense or not self._readers[x.buffer]:
+        answer = self._asked.get((output, source))
+        if answer is None:
+            x, y = self._inputs[source], self._outputs.get(output)
+            answer = isinstance(y, Tensor) and self._may_share(x, y)
+            self._asked[output, source] = answer
+        return answer
+
+    def _may_share(self, x: Tensor, y: Tensor) -> bool:
+        if (x.shape, x.dtype) != (y.shape, y.dtype) or not self._readers[x.buffer]:
             return False
-        if (x.shape, x.dtype) != (y.shape, y.dtype):
+        if y.offset or not y.dense:
             return False
         for w in self._writers[y.buffer]:
             others = self._readers[x.buffer] & ~(1 << w) & ~self._before[w]
-            writer = self._calls[w]
+            writer = self.program.calls[w]
             # a copy leaves what is there, so that others may read it later
             if not (_copies(writer, x, y) or (not others and _overwrites(writer, x, y))):
                 return False

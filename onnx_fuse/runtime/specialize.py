@@ -11,9 +11,11 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
@@ -33,6 +35,7 @@ from onnx_fuse.runtime.budget import Budget, Recompute, within
 from onnx_fuse.runtime.graphs import derived_weights
 from onnx_fuse.runtime.plan import PlannedOpenProgram, PlannedProgram, evaluated, plan
 from onnx_fuse.runtime.program_cache import Key, Origin, ProgramCache, folder_of
+from onnx_fuse.runtime.schedule import at_ends
 
 if TYPE_CHECKING:
     from onnx_fuse.lower.walk import Shapes
@@ -42,6 +45,9 @@ KEPT = 128
 
 Symbols = tuple[tuple[str, int, str], ...]
 """(input, axis, symbol) of each open dimension."""
+Ranks = tuple[tuple[str, int, str], ...]
+"""(input, rank, dtype) of each input."""
+_Sizes = tuple[Symbols, dict[str, int], Ranks]
 
 
 class _Keeper(Protocol):
@@ -99,7 +105,7 @@ class Specializer:
         self.lock = threading.RLock()
         """This lock is held while the model is lowered, which changes it."""
         self._inputs = {value.name for value in model.graph.inputs}
-        self._free: dict[tuple[tuple[str, int], ...], _Free] = {}
+        self._free: dict[tuple[object, ...], _Free] = {}
         KEEPERS.add(self)
 
     def forget(self) -> None:
@@ -201,22 +207,22 @@ class Specializer:
 
     def numbers(self, shapes: Shapes) -> dict[str, int]:
         """The size of each open dimension, by its symbol."""
-        return {symbol: shapes[name][0][axis] for name, axis, symbol in self.symbols(shapes)}
+        return self._open_sizes(shapes)[1]
 
     def key(self, shapes: Shapes, values: Mapping[str, np.ndarray]) -> Key:
         """The key of the programs that may serve these shapes: all about them but open sizes."""
-        ranks = tuple(
-            sorted([(n, len(s), dtype) for n, (s, dtype) in shapes.items() if n in self._inputs])
-        )
-        fixed = tuple(sorted((name, array.tobytes()) for name, array in values.items()))
-        return self.symbols(shapes), ranks, fixed
+        return self._key(self._open_sizes(shapes), values)
+
+    @staticmethod
+    def _key(sizes: _Sizes, values: Mapping[str, np.ndarray]) -> Key:
+        symbols, _, ranks = sizes
+        return symbols, ranks, tuple(sorted([(n, array.tobytes()) for n, array in values.items()]))
 
     def _opened(self, shapes: Shapes, values: Mapping[str, np.ndarray]) -> PlannedProgram | None:
-        symbols = self.symbols(shapes)
+        symbols, numbers, _ = sizes = self._open_sizes(shapes)
         if not symbols:
             return None
-        numbers = {symbol: shapes[name][0][axis] for name, axis, symbol in symbols}
-        key = self.key(shapes, values)
+        key = self._key(sizes, values)
         entries = self._kept.setdefault(key, [])
         for i, entry in enumerate(entries):
             if entry.source.holds(numbers):
@@ -288,26 +294,31 @@ class Specializer:
 
     def symbols(self, shapes: Shapes) -> Symbols:
         """The open dimensions; those of one name in the model share a symbol if they are equal."""
-        ranks = tuple([(name, len(shape)) for name, (shape, _) in shapes.items()])
-        if ranks not in self._free:
-            self._free[ranks] = self._open_dimensions(shapes)
-        free = self._free[ranks]
-        sizes = [shapes[name][0][axis] for name, axis, _ in free.dimensions]
-        equal = tuple([len({sizes[i] for i in group}) == 1 for group in free.groups])
+        return self._open_sizes(shapes)[0]
+
+    def _open_sizes(self, shapes: Shapes) -> _Sizes:
+        """The open dimensions, the size of each symbol, and the rank and dtype of each input."""
+        kinds = tuple(shapes), tuple([(len(shape), dtype) for shape, dtype in shapes.values()])
+        free = self._free.get(kinds)
+        if free is None:
+            free = self._free[kinds] = self._open_dimensions(shapes)
+        sizes = [shapes[name][0][axis] for name, axis in free.dimensions]
+        equal = tuple([len(set(of(sizes))) == 1 for of in free.sizes_of])
         if equal not in free.symbols:
             symbols: list[tuple[str, int, str]] = []
             numbers: dict[str, int] = {}
             named = {
                 i: f"group {g}" for g, same in enumerate(equal) if same for i in free.groups[g]
             }
-            for i, (name, axis, _) in enumerate(free.dimensions):
+            for i, (name, axis) in enumerate(free.dimensions):
                 label = named.get(i, f"{name} {axis}")
                 symbols.append((name, axis, f"s{numbers.setdefault(label, len(numbers))}"))
-            free.symbols[equal] = tuple(symbols)
-        return free.symbols[equal]
+            free.symbols[equal] = tuple(symbols), [symbol for *_, symbol in symbols]
+        found, names = free.symbols[equal]
+        return found, dict(zip(names, sizes, strict=True)), free.ranks
 
     def _open_dimensions(self, shapes: Shapes) -> _Free:
-        axes: list[tuple[str, int, str | None]] = []
+        axes: list[tuple[str, int]] = []
         groups: dict[str, list[int]] = {}
         resident = set((self.state or {}).values())
         for value in self.model.graph.inputs:
@@ -321,25 +332,33 @@ class Specializer:
                     label = getattr(dim, "value", None)
                     if label:
                         groups.setdefault(label, []).append(len(axes))
-                    axes.append((name, axis, label))
-        return _Free(tuple(axes), tuple(map(tuple, groups.values())))
+                    axes.append((name, axis))
+        ranks = [(n, len(s), dtype) for n, (s, dtype) in shapes.items() if n in self._inputs]
+        alike = [tuple(places) for places in groups.values() if len(places) > 1]
+        return _Free(tuple(axes), tuple(alike), tuple(sorted(ranks)))
 
 
 @dataclass
 class _Free:
-    """The dimensions that a model leaves free: (input, axis, name), those of one name in groups."""
+    """The dimensions that a model leaves free: (input, axis), those of one name in groups."""
 
-    dimensions: tuple[tuple[str, int, str | None], ...]
+    dimensions: tuple[tuple[str, int], ...]
     groups: tuple[tuple[int, ...], ...]
-    symbols: dict[tuple[bool, ...], Symbols] = field(default_factory=dict)
-    """The symbols, by which groups have equal sizes."""
+    ranks: Ranks
+    symbols: dict[tuple[bool, ...], tuple[Symbols, list[str]]] = field(default_factory=dict)
+    """The symbols, and the name of each, by which groups have equal sizes."""
+
+    @cached_property
+    def sizes_of(self) -> list[Callable[[list[int]], tuple[int, ...]]]:
+        """For each group, what takes its sizes out of those of all dimensions."""
+        return [itemgetter(*group) for group in self.groups]
 
 
 def opened_program(program: Program, trace: Trace) -> SymbolicProgram:
     """An open program, with the parts that a new shape needs to be evaluated by themselves."""
     sizes = [b.nbytes for b in program.buffers] + [call.workspace for call in program.calls]
     parts = {
-        "ends": replace(program, calls=(), buffers=()),
+        "ends": replace(program, calls=at_ends(program), buffers=()),
         "changes": changes(program),
         # those that may become larger than their room, and the bytes of all buffers
         "sizes": (

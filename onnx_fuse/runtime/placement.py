@@ -1,0 +1,76 @@
+"""Where the inputs and outputs of a run stand: the caller's memory where they can."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from onnx_fuse.program.call import Tensor
+from onnx_fuse.runtime.tensor import DeviceTensor
+
+ALIGNED = 16
+"""Bytes that an address must be a multiple of, to be read or written in place."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a run's inputs and outputs stand: an address for each of `Instance.movable`.
+
+    `copied` outputs are made in the instance's own memory and copied from there.
+    """
+
+    where: tuple[int, ...]
+    copied: frozenset[str] = frozenset()
+
+
+def placed(
+    home: Mapping[int, int],
+    ins: Iterable[tuple[str, Tensor]],
+    outs: Mapping[str, Tensor],
+    inputs: Mapping[str, DeviceTensor],
+    outputs: Mapping[str, DeviceTensor],
+    may_share: Callable[[str, str], bool],
+) -> Placement:
+    """In place what can be: aligned addresses, and outputs that overlap nothing else bound.
+
+    `home` has the address of each buffer of the program's ends `ins` and `outs` otherwise. An
+    output may stand exactly where an input does, where `may_share` says so of the two.
+    """
+    where = dict(home)
+    borrowed: dict[str, tuple[int, int]] = {}  # memory of the caller's that inputs stand in
+    at: dict[tuple[int, int], list[str]] = {}
+    for name, tensor in ins:
+        array = inputs.get(name)
+        if array is not None and (low := array.address) % ALIGNED == 0:
+            where[tensor.buffer] = low
+            span = borrowed[name] = low, low + array.nbytes
+            at.setdefault(span, []).append(name)
+    used: list[tuple[int, int, str]] = []
+    for name, target in outputs.items():
+        span = target.address, target.address + target.nbytes
+        used.append((*span, name))
+        for source in at.get(span, ()):
+            if source in borrowed and may_share(name, source):
+                del borrowed[source]
+                break
+    used += [(low, high, "") for low, high in borrowed.values()]
+    copied = overlapping(used)
+    for name, target in outputs.items():
+        output = outs.get(name)
+        if output is None or target.address % ALIGNED:
+            copied.add(name)
+        elif name not in copied:
+            where[output.buffer] = target.address
+    return Placement(tuple(where.values()), frozenset(copied))
+
+
+def overlapping(used: list[tuple[int, int, str]]) -> set[str]:
+    """The names of pieces of memory (from, to, name) that share bytes with another piece."""
+    overlaps: set[str] = set()
+    end, widest = 0, ""
+    for low, high, name in sorted(used):
+        if low < min(end, high):
+            overlaps |= {name, widest}
+        if high > end:
+            end, widest = high, name
+    return overlaps - {""}
