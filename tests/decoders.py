@@ -97,9 +97,11 @@ NAMES = (
 )  # fmt: skip
 
 
-def growing(*, mask: bool = True, names: tuple[str, ...] = NAMES) -> ir.Model:
+def growing(
+    *, mask: bool = True, names: tuple[str, ...] = NAMES, positions: str = POSITIONS
+) -> ir.Model:
     """Keys and values that grow by Concat, as optimum exports them."""
-    inputs = [IDS, *([MASK] if mask else []), POSITIONS, PAST]
+    inputs = [IDS, *([MASK] if mask else []), positions, PAST]
     outputs = "float[batch,sequence,40] logits, float[batch,2,T,8] end2, float[batch,2,T,8] end3"
     cache = """
         end2 = Concat<axis = 2>(end0, k)
@@ -110,7 +112,7 @@ def growing(*, mask: bool = True, names: tuple[str, ...] = NAMES) -> ir.Model:
         turned = Transpose<perm = [0, 1, 3, 2]>(end2)
         values = Identity(end3)
         places = Gather(wpe, position_ids)
-    """
+    """.replace("position_ids", positions.split()[1])
     attention = ATTENTION.replace("hidden =", (MASKED if mask else "") + "hidden =")
     attention = attention if mask else attention.replace("allowed", "seen")
     body = START + cache.splitlines()[-2] + BLOCK + "\n".join(cache.splitlines()[:-2]) + attention

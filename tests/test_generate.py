@@ -122,6 +122,9 @@ def test_on_a_gpu_neither_cache_nor_logits_go_through_the_host(
         for feeds in [feeds for session in sessions for feeds in session.runs]:
             host = {n for n, v in feeds.items() if isinstance(v, np.ndarray) and v.size}
             assert not {n for n in host if "past" in n or "logits" in n}
+    if form == "growing":  # and the draft's cache is cut there
+        options = {"max_new_tokens": 4, "draft": OnDevice(NEAR[form])}
+        assert of.generate(OnDevice(model), PROMPTS[0], **options) == wanted[0]
 
 
 def drawing(logits: np.ndarray, sampling: Sampling, **inputs: np.ndarray) -> np.ndarray:
@@ -297,7 +300,70 @@ def test_names_of_other_exporters_are_understood() -> None:
         assert of.generate(model, PROMPTS, max_new_tokens=4) == wanted
 
 
+def test_positions_may_be_those_of_the_cache() -> None:
+    wanted = of.generate(MODELS["growing"], PROMPTS[2], max_new_tokens=4)
+    for positions in ("int64[sequence] cache_position", "int64[sequence] position"):
+        model = growing(positions=positions)
+        assert of.generate(model, PROMPTS[2], max_new_tokens=4, chunk=4) == wanted
+
+
 def test_a_fixed_cache_with_a_position_takes_one_token_at_a_time() -> None:
     grown, fixed = (gpt_cache.build(gpt_cache.Config(capacity=c)) for c in (0, 12))
     wanted = of.generate(grown, [1, 2, 3], max_new_tokens=5)
     assert of.generate(fixed, [1, 2, 3], max_new_tokens=5) == wanted
+
+
+def near(model: ir.Model) -> ir.Model:
+    """A decoder that often says the same."""
+    model = model.clone()
+    for name, value in model.graph.initializers.items():
+        if name in ("head", "head.weight"):
+            array = value.const_value.numpy()
+            noise = np.random.default_rng(1).standard_normal(array.shape).astype(array.dtype)
+            value.const_value = ir.tensor(array + noise * array.std() * array.dtype.type(0.3))
+    return model
+
+
+NEAR = {name: near(model) for name, model in MODELS.items()}
+PAIRS = [(form, form) for form in FORMS]
+PAIRS += [("slotted", "growing"), ("growing", "slotted"), ("whole", "growing")]
+
+
+@pytest.mark.parametrize(("form", "drafted"), PAIRS)
+def test_a_draft_changes_no_token(form: str, drafted: str) -> None:
+    session, draft = of.InferenceSession(MODELS[form]), of.InferenceSession(NEAR[drafted])
+    prompt = PROMPTS[2]
+    wanted = of.generate(session, prompt, max_new_tokens=9)
+    for more in ({"guesses": 1}, {"guesses": 3, "chunk": 4}):
+        assert of.generate(session, prompt, max_new_tokens=9, draft=draft, **more) == wanted
+    ended = of.generate(session, prompt, max_new_tokens=9, draft=session, eos=wanted[4])
+    assert ended == wanted[: wanted.index(wanted[4]) + 1]
+
+
+def test_a_draft_that_is_right_saves_runs() -> None:
+    runs = []
+
+    class Counted(of.InferenceSession):
+        def run_with_iobinding(self, *arguments: Any, **more: Any) -> None:
+            runs.append(self)
+            super().run_with_iobinding(*arguments, **more)
+
+    for form in ("slotted", "growing"):
+        runs.clear()
+        session = Counted(MODELS[form])
+        of.generate(session, [1, 2], max_new_tokens=11, draft=MODELS[form], guesses=4)
+        assert len(runs) == 3  # the prompt, then 5 tokens each
+
+
+def test_a_draft_is_refused_where_it_cannot_guess() -> None:
+    model = MODELS["growing"]
+    for options in ({"temperature": 1}, {"repetition_penalty": 2}):
+        with pytest.raises(of.UsageError, match="a draft needs one prompt, a temperature of 0"):
+            of.generate(model, [1], draft=model, **options)
+    with pytest.raises(of.UsageError, match="a draft needs one prompt"):
+        of.generate(model, PROMPTS, draft=model)
+    fixed = gpt_cache.build(gpt_cache.Config(capacity=12))
+    with pytest.raises(of.ModelError, match="takes one token at a time: leave the draft out"):
+        of.generate(fixed, [1], draft=model)
+    wanted = of.generate(slotted(), [1, 2, 3], max_new_tokens=6)
+    assert of.generate(slotted(), [1, 2, 3], max_new_tokens=6, draft=fixed) == wanted

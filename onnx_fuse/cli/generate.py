@@ -87,6 +87,16 @@ def generate(
     chunk: Annotated[
         int | None, typer.Option(min=1, help="Put a prompt into the cache in pieces of this size.")
     ] = None,
+    draft: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Let this smaller decoder guess tokens, which costs fewer runs and changes none.",
+        ),
+    ] = None,
+    guesses: Annotated[
+        int, typer.Option(min=1, help="Let --draft guess this many tokens for a run.")
+    ] = 4,
     device: Device = "cpu",
     precision: Precision = "fp32",
     json: Json = None,
@@ -100,7 +110,9 @@ def generate(
     from onnx_fuse.generation.text import Package
 
     package = Package.at(model)
-    files.check_paths({"MODEL": package.model, "--tokenizer": tokenizer}, {"--json": json})
+    files.check_paths(
+        {"MODEL": package.model, "--tokenizer": tokenizer, "--draft": draft}, {"--json": json}
+    )
     check_device(device)
     check_precision(precision)
     if (prompt is None) == (ids is None):
@@ -126,7 +138,7 @@ def generate(
     generator = Generator(
         package.model, prompt_ids, max_new_tokens=max_new_tokens, seed=seed, chunk=chunk,
         eos=package.eos if eos is None else eos, max_length=max_length or package.max_length,
-        device=device, precision=precision, **chosen,
+        device=device, precision=precision, draft=draft, guesses=guesses, **chosen,
     )  # fmt: skip
     times = [time.perf_counter()]
     pieces = []

@@ -20,6 +20,7 @@ Array = np.ndarray[Any, Any]
 _ROLES = {
     "ids": r"(decoder_)?(input_ids|ids|tokens)",
     "mask": r".*attention_mask|mask",
+    "columns": r"cache_positions?",
     "positions": r".*positions?(_ids)?",
     "keep": r"num_logits_to_keep|logits_to_keep",
     "branch": r"use_cache_branch",
@@ -27,8 +28,10 @@ _ROLES = {
     "total": r"total_seq(uence)?_len(gth)?",
 }
 """Names of an input for each purpose; a past has any name with "past" or "cache"."""
-_RANKS = {"ids": {2}, "mask": {2}, "positions": {1, 2}, "keep": {0, 1}, "branch": {0, 1},
-          "lengths": {1, 2}, "total": {0, 1}}  # fmt: skip
+_RANKS = {
+    "ids": {2}, "mask": {2}, "columns": {1}, "positions": {1, 2}, "keep": {0, 1},
+    "branch": {0, 1}, "lengths": {1, 2}, "total": {0, 1},
+}  # fmt: skip
 _SCHEME = r"\d+|keys?(?!_)|values?(?!_)|(?<![a-z])[kv](?![a-z])"
 """What past and present of one cache have in common in their names: a layer, and key or value."""
 
@@ -91,6 +94,7 @@ class Decoder:
         values: dict[str, Any] = {
             "ids": ids,
             "mask": used,
+            "columns": total - ids.shape[1] + columns,
             "positions": np.maximum(first[:, None] + columns, 0),
             "keep": 1 if self.caches else 0,
             "branch": (counts > ids.shape[1]).any(),

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
 from onnx_fuse.container import is_container
 from onnx_fuse.errors import ModelError
-from onnx_fuse.generation.decoder import Array, decoder_of
-from onnx_fuse.generation.sampling import TOKEN, Sampling, append_sampler, sampler
-from onnx_fuse.ir.build import required
+from onnx_fuse.generation.decoder import Array, CacheTensor, decoder_of
+from onnx_fuse.generation.sampling import LAST, TOKEN, Sampling, append_sampler, sampler
+from onnx_fuse.ir.build import Builder, required
+from onnx_fuse.ir.constants import CANONICAL_OPSET
 from onnx_fuse.runtime import ort
 from onnx_fuse.session import InferenceSession, argument, load
 
@@ -26,7 +28,13 @@ class Engine:
     """
 
     def __init__(
-        self, model: Any, sampling: Sampling, ragged: bool, device: str | None, precision: str
+        self,
+        model: Any,
+        sampling: Sampling,
+        ragged: bool,
+        device: str | None,
+        precision: str,
+        rows: int = 1,
     ) -> None:
         is_path = isinstance(model, str | os.PathLike)
         self.name = os.fspath(model) if is_path else "the model"
@@ -46,28 +54,31 @@ class Engine:
             raise ModelError(f"{self.name}: {error}") from None
         whole = not self.decoder.caches
         self.gathers = whole and (ragged or self.decoder.width is not None)
-        if self.gathers and self.decoder.flat:
+        if self.decoder.flat and (self.gathers or rows > 1):
             raise ModelError(
-                f"{self.name}: its logits are of the last position alone, which a prompt that is "
-                "padded does not fill: generate from one prompt at a time"
+                f"{self.name}: its logits are of the last position alone: generate from one prompt "
+                "at a time, without a draft"
             )
         at = next(i for i, v in enumerate(outputs) if v.name == self.decoder.logits)
         if isinstance(model, InferenceSession):
             self.session = model
-            small = sampler(outputs[at], sampling, self.gathers)
+            small = sampler(outputs[at], sampling, self.gathers, rows)
             self.sampler = InferenceSession(small, device=_place(model))
         else:
-            append_sampler(graph, graph.outputs[at], sampling, self.gathers)
+            append_sampler(graph, graph.outputs[at], sampling, self.gathers, rows)
             self.session = InferenceSession(model, device=device, precision=precision)
         self.on_gpu = self.session.device == "cuda"
         self.in_place = self.decoder.in_slots or (self.decoder.fixed and self.on_gpu)
         self._slots: dict[str, Any] = {}
         self._grown: dict[str, Any] = {}
         self._bindings: dict[Any, Any] = {}
+        self._rows, self._cached = rows, 0
+        self._cutter: InferenceSession | None = None
 
     def allocate(self, batch: int, tokens: int) -> int:
         """Make the caches empty, with room for so many tokens; returns the bytes of the room."""
         self._slots, self._grown, self._bindings, size = {}, {}, {}, 0
+        self._cached = 0
         fixed = self.decoder.capacity if self.decoder.fixed else None
         for cache in self.decoder.caches:
             roomy = self.in_place or self.decoder.fixed
@@ -95,13 +106,49 @@ class Engine:
             return 0
         return getrusage(RUSAGE_SELF).ru_maxrss * 1024
 
+    def padded(self, rows: Sequence[Sequence[int]]) -> Array:
+        """Tokens of sequences as a run takes them, each filled up with its first one.
+
+        They are filled at the end, but where the cache is as long for each: at the beginning.
+        """
+        longest = max(map(len, rows))
+        width = longest if self.decoder.caches else self.decoder.width or longest
+        fills = [[row[0]] * (width - len(row)) for row in rows]
+        pairs = zip(fills, rows, strict=True)
+        return np.array([[*f, *r] if self.decoder.left else [*r, *f] for f, r in pairs], np.int64)
+
+    def cut(self, tokens: int) -> None:
+        """Let the cache have so many tokens, the first of those that it has."""
+        caches = self.decoder.caches
+        if not self.decoder.left or self.decoder.fixed or self._cached == tokens:
+            return  # later runs write over the rest
+        self._cached = tokens
+        self._cutter = self._cutter or InferenceSession(
+            _cutter(caches), device=_place(self.session)
+        )
+        binding = self._cutter.io_binding()
+        binding.bind_cpu_input("tokens", np.array([tokens]))
+        for cache in caches:
+            binding.bind_ortvalue_input(cache.past, self._grown[cache.past])
+            binding.bind_output(cache.present, "cuda" if self.on_gpu else "cpu")
+        self._cutter.run_with_iobinding(binding)
+        pasts = (cache.past for cache in caches)
+        self._grown = dict(zip(pasts, binding.get_outputs(), strict=True))
+
     def run(
-        self, ids: Array, counts: Array, draws: Mapping[str, Array], row: int | None = None
+        self,
+        ids: Array,
+        counts: Array,
+        draws: Mapping[str, Array] | None = None,
+        row: int | None = None,
     ) -> Array:
-        """The next token [B] of sequences whose latest tokens are `ids`, of `counts` in all.
+        """The next tokens [B, R] of sequences whose latest tokens are `ids`, of `counts` in all.
 
         `draws` are the sampler's inputs. With `row`, the run is of that sequence alone.
         """
+        draws = dict(draws or {})
+        if self.gathers:
+            draws[LAST] = np.maximum(counts[:, None] - np.arange(self._rows, 0, -1), 0)
         with ort.faults(self.name):
             return self._run(ids, counts, draws, row)
 
@@ -124,13 +171,14 @@ class Engine:
             if not self.in_place:
                 binding.bind_output(cache.present, where)
         self.session.run_with_iobinding(binding)
+        self._cached = total
         results = dict(zip(names, binding.get_outputs(), strict=True))
         for cache in decoder.caches if not self.in_place else ():
             self._grown[cache.past] = results[cache.present]
         answer = results[names[0]]
         if self.sampler:
             answer = self._sampled(answer, draws)
-        return np.asarray(answer if isinstance(answer, np.ndarray) else answer.numpy())[:, 0]
+        return np.asarray(answer if isinstance(answer, np.ndarray) else answer.numpy())
 
     def _sampled(self, logits: Any, draws: Mapping[str, Array]) -> Any:
         assert self.sampler is not None
@@ -159,6 +207,22 @@ class Engine:
             ):
                 bind(name, *device, cache.dtype, shape, address)
         return binding
+
+
+def _cutter(caches: Sequence[CacheTensor]) -> ir.Model:
+    """The first `tokens` of each past, as its present."""
+    count = ir.Value(name="tokens", shape=ir.Shape([1]), type=ir.TensorType(ir.DataType.INT64))
+    op, pasts, presents = Builder(), [], []
+    for cache in caches:
+        shape = [d if d >= 0 else None for d in cache.shape]
+        kind = ir.TensorType(ir.DataType.from_numpy(cache.dtype))
+        pasts.append(ir.Value(name=cache.past, shape=ir.Shape(shape), type=kind))
+        present = op.Slice(pasts[-1], [0], count, [cache.axis])
+        present.name, present.shape, present.type = cache.present, ir.Shape(shape), kind
+        presents.append(present)
+    opset = {"": CANONICAL_OPSET}
+    graph = ir.Graph([count, *pasts], presents, nodes=op.nodes, opset_imports=opset, name="cutter")
+    return ir.Model(graph, ir_version=10)
 
 
 def _gpu(session: InferenceSession) -> int:

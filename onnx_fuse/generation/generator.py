@@ -10,7 +10,8 @@ import numpy as np
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.generation.decoder import Array
 from onnx_fuse.generation.engine import Engine
-from onnx_fuse.generation.sampling import DRAWN, HISTORY, LAST, Sampling
+from onnx_fuse.generation.sampling import DRAWN, HISTORY, Sampling
+from onnx_fuse.generation.speculation import Draft
 
 __all__ = ["Generator", "generate"]
 __dir__ = __all__.copy
@@ -40,6 +41,10 @@ class Generator:
         max_length: Tokens of a prompt and its continuation together, beyond which it is an error.
         device: "cpu", "cuda" or "cuda:1", of a model that is no session.
         precision: What "cuda" computes in, as InferenceSession has it.
+        draft: A smaller decoder with the same ids, as `model` may be, which guesses tokens; `model`
+            then looks at several in one run, and takes those that it would have chosen itself. It
+            needs one prompt, and a temperature of 0 without a penalty.
+        guesses: Tokens that the draft guesses for a run.
 
     Raises:
         UsageError: An option or a prompt is of no use, or the cache is full.
@@ -63,15 +68,30 @@ class Generator:
         max_length: int | None = None,
         device: str | None = None,
         precision: str = "fp32",
+        draft: Any = None,
+        guesses: int = 4,
     ) -> None:
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
         self.is_one, self._prompts = _prompts(ids)
         self._eos = {eos} if isinstance(eos, int) else set(eos)
-        for name, value in {"max_new_tokens": max_new_tokens, "chunk": chunk}.items():
-            if value is not None and value < (name == "chunk"):
-                raise UsageError(f"{name} is {value}: it must be {int(name == 'chunk')} or above")
+        for name, value in {
+            "max_new_tokens": max_new_tokens,
+            "chunk": chunk,
+            "guesses": guesses,
+        }.items():
+            least = int(name != "max_new_tokens")
+            if value is not None and value < least:
+                raise UsageError(f"{name} is {value}: it must be {least} or above")
+        plain = not temperature and repetition_penalty == 1
+        if draft is not None and not (self.is_one and plain):
+            raise UsageError(
+                "a draft needs one prompt, a temperature of 0 and no repetition_penalty: leave it "
+                "out, or the other options"
+            )
         lengths = [len(p) for p in self._prompts]
-        self._engine = Engine(model, sampling, len(set(lengths)) > 1, device, precision)
+        positions = 1 if draft is None else guesses + 1
+        ragged = len(set(lengths)) > 1
+        self._engine = Engine(model, sampling, ragged, device, precision, positions)
         decoder, name = self._engine.decoder, self._engine.name
         limits = [limit for limit in (decoder.capacity, max_length) if limit is not None]
         self._limit = min(limits, default=None)
@@ -81,8 +101,10 @@ class Generator:
                 raise ModelError(
                     f"{name}: input_ids has {decoder.width} tokens: it must be 1 or any"
                 )
+            if draft is not None:
+                raise ModelError(f"{name}: it takes one token at a time: leave the draft out")
             self._chunk = 1
-        if decoder.left and len(set(lengths)) > 1 and not {"mask"} <= decoder.roles.keys():
+        if decoder.left and ragged and not {"mask"} <= decoder.roles.keys():
             raise UsageError(
                 f"{name}: prompts of different lengths need its input attention_mask, which it has "
                 "not: generate from one prompt at a time"
@@ -98,10 +120,17 @@ class Generator:
         room = max(lengths) + max_new_tokens
         self._room = room if self._limit is None else min(room, self._limit)
         self._begun, self._cache_bytes = False, 0
+        self._guesses, self._ready = guesses, list[int]()
+        self._draft = None
+        if draft is not None:
+            self._draft = Draft(draft, self._room, chunk, device, precision)
 
     def memory(self) -> dict[str, int]:
         """Bytes of the cache, and of all memory: the process's most on "cpu", else the GPU's."""
-        return {"cache_bytes": self._cache_bytes, "memory_bytes": self._engine.memory()}
+        return {
+            "cache_bytes": self._cache_bytes + (self._draft.cache_bytes if self._draft else 0),
+            "memory_bytes": self._engine.memory(),
+        }
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -113,6 +142,8 @@ class Generator:
             self._cache_bytes = self._engine.allocate(len(self._counts), self._room)
             answer = self._prompt()
             self._begun = True
+        elif self._ready:
+            answer = np.array([self._ready.pop(0)])
         else:
             answer = self._step()
         self._left -= 1
@@ -143,9 +174,7 @@ class Generator:
             rows = [self._pieces(np.array([p]), counts[i : i + 1], i)
                     for i, p in enumerate(self._prompts)]  # fmt: skip
             return np.concatenate(rows)
-        longest = int(counts.max())
-        padded = [[p[0]] * (longest - len(p)) + p for p in self._prompts]
-        return self._pieces(np.array(padded), counts)
+        return self._pieces(self._engine.padded(self._prompts), counts)
 
     def _pieces(self, ids: Array, counts: Array, row: int | None = None) -> Array:
         length = ids.shape[1]
@@ -154,7 +183,7 @@ class Generator:
         for begin in range(0, length, step):
             end = min(begin + step, length)
             answer = self._engine.run(ids[:, begin:end], counts - (length - end), draws, row)
-        return answer
+        return answer[:, -1]
 
     def _step(self) -> Array:
         engine = self._engine
@@ -162,23 +191,38 @@ class Generator:
         going = self._active if not engine.decoder.left else np.ones_like(self._active)
         self._check_room(int(self._counts.max(where=going, initial=0)) + 1)
         self._counts = self._counts + going
+        if self._draft is not None:
+            return self._agreed(self._draft)
         if not engine.decoder.caches:
             return self._whole()
-        return engine.run(np.array([[t[-1]] for t in self.tokens]), self._counts, self._draws())
+        last = np.array([[t[-1]] for t in self.tokens])
+        return engine.run(last, self._counts, self._draws())[:, -1]
 
     def _whole(self) -> Array:
         """A run of all tokens so far, of a model without a cache."""
-        width = self._engine.decoder.width or int(self._counts.max())
         rows = [t[:n] for t, n in zip(self.tokens, self._counts, strict=True)]
-        ids = np.array([t + t[:1] * (width - len(t)) for t in rows])
-        return self._engine.run(ids, self._counts, self._draws())
+        return self._engine.run(self._engine.padded(rows), self._counts, self._draws())[:, -1]
+
+    def _agreed(self, draft: Draft) -> Array:
+        """The next token, and in `_ready` those behind it of which a draft was right."""
+        engine, tokens, count = self._engine, self.tokens[0], int(self._counts[0])
+        guesses = draft.guesses(tokens, min(self._guesses, self._left - 1, self._room - count))
+        if engine.decoder.vocabulary is not None:
+            wrong = (i for i, g in enumerate(guesses) if g >= engine.decoder.vocabulary)
+            guesses = guesses[: next(wrong, len(guesses))]
+        new = tokens[-1:] if engine.decoder.caches else tokens
+        ids = engine.padded([new + guesses])
+        answer = engine.run(ids, self._counts + len(guesses))[0, -1 - len(guesses) :].tolist()
+        right = next((i for i, g in enumerate(guesses) if g != answer[i]), len(guesses))
+        engine.cut(count + right)
+        self._counts = self._counts + right
+        self._ready = answer[1 : right + 1]
+        return np.array(answer[:1])
 
     def _draws(self, row: int | None = None) -> dict[str, Array]:
         """The sampler's inputs, of all sequences or of one."""
         rows = range(len(self.tokens)) if row is None else (row,)
         draws: dict[str, Array] = {}
-        if self._engine.gathers:
-            draws[LAST] = self._counts[:, None] - 1
         if self._options.temperature:
             drawn = [self._numbers[i].random(dtype=np.float32) for i in rows]
             draws[DRAWN] = np.array(drawn, np.float32)[:, None]
@@ -232,7 +276,7 @@ def generate(
         ids: The ids of a prompt, or a sequence of prompts of any lengths.
         stream: Called with the number of the prompt and each of its tokens as soon as it is there.
         **options: As `Generator` has them: max_new_tokens, temperature, top_k, top_p, min_p,
-            repetition_penalty, eos, seed, chunk, max_length, device, precision.
+            repetition_penalty, eos, seed, chunk, max_length, device, precision, draft, guesses.
 
     Returns:
         A list of the new tokens, or a list of such lists for several prompts.

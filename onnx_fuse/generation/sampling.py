@@ -57,7 +57,7 @@ class Sampling:
 def sampler_inputs(sampling: Sampling, ragged: bool) -> dict[str, tuple[ir.DataType, list[Any]]]:
     """Type and shape of each input that the options need."""
     wanted: dict[str, tuple[bool, ir.DataType, list[Any]]] = {
-        LAST: (ragged, ir.DataType.INT64, ["batch", 1]),
+        LAST: (ragged, ir.DataType.INT64, ["batch", "rows"]),
         DRAWN: (sampling.temperature > 0, ir.DataType.FLOAT, ["batch", 1]),
         HISTORY: (sampling.repetition_penalty != 1, ir.DataType.INT64, ["batch", "room"]),
     }
@@ -68,37 +68,45 @@ def _value(name: str, kind: ir.DataType, shape: Sequence[Any]) -> ir.Value:
     return ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(kind))
 
 
-def append_sampler(graph: ir.Graph, logits: ir.Value, sampling: Sampling, ragged: bool) -> None:
-    """Put the output TOKEN int64 [B, 1] in the place of the output `logits` [B, S, V] or [B, V].
+def append_sampler(
+    graph: ir.Graph, logits: ir.Value, sampling: Sampling, ragged: bool, rows: int = 1
+) -> None:
+    """Put the output TOKEN int64 [B, R] in the place of the output `logits` [B, S, V] or [B, V].
 
-    It is the token of the last position, or of each sequence's LAST where `ragged`; -1 where a
-    logit is not a number. DRAWN are numbers in [0, 1), and HISTORY the tokens of each sequence, of
-    which any may come again.
+    It is the token behind each of the last positions, at most `rows`, or behind those of each
+    sequence's LAST where `ragged`; -1 where a logit is not a number. DRAWN are numbers in [0, 1),
+    and HISTORY the tokens of each sequence, of which any may come again; with these, R is 1.
     """
     ends = {n: _value(n, *end) for n, end in sampler_inputs(sampling, ragged).items()}
     graph.inputs.extend(ends.values())
     op = Builder()
-    x = logits
-    if x.shape is None or len(x.shape) == 3:
-        # a Gather at a constant moves up, so that no other row is computed
-        x = op.GatherND(x, ends[LAST], batch_dims=1) if ragged else op.Gather(x, -1, axis=1)
+    # what takes the last rows moves up, so that no other row is computed
+    if ragged:
+        x = op.GatherND(logits, op.Unsqueeze(ends[LAST], [2]), batch_dims=1)
+    elif logits.shape is not None and len(logits.shape) == 2:
+        x = op.Unsqueeze(logits, [1])
+    elif rows == 1:
+        x = op.Gather(logits, [-1], axis=1)
+    else:
+        x = op.Slice(logits, [-rows], [np.iinfo(np.int64).max], [1])
     x = op.Cast(x, to=ir.DataType.FLOAT)
     x.dtype = ir.DataType.FLOAT
     # finite for logits of which some are -inf, and none is inf or not a number
-    weight = op.ReduceLogSumExp(x, [1], keepdims=1)
+    weight = op.ReduceLogSumExp(x, [2], keepdims=0)
+    if HISTORY in ends or DRAWN in ends:
+        x = op.Squeeze(x, [1])
     if HISTORY in ends:
         there = op.GatherElements(x, ends[HISTORY], axis=1)
         penalty = float(sampling.repetition_penalty)
         less = op.Where(op.Less(there, 0.0), op.Mul(there, penalty), op.Div(there, penalty))
         x = op.ScatterElements(x, ends[HISTORY], less, axis=1)
-    token = _drawn(op, x, sampling, ends[DRAWN]) if sampling.temperature else None
-    token = op.ArgMax(x, axis=1, keepdims=1) if token is None else token
+    if DRAWN in ends:
+        token = _drawn(op, x, sampling, ends[DRAWN])
+    else:
+        token = op.ArgMax(x, axis=-1, keepdims=int(HISTORY in ends))
     token = op.Where(op.Less(op.Abs(weight), np.float32(np.inf)), token, -1)
-    token.name, token.shape, token.type = (
-        TOKEN,
-        ir.Shape(["batch", 1]),
-        ir.TensorType(ir.DataType.INT64),
-    )
+    token.name, token.shape = TOKEN, ir.Shape(["batch", "rows"])
+    token.type = ir.TensorType(ir.DataType.INT64)
     graph.extend(op.nodes)
     place = next(i for i, v in enumerate(graph.outputs) if v is logits)
     graph.outputs[place] = token
@@ -130,7 +138,7 @@ def _drawn(op: Builder, x: ir.Value, sampling: Sampling, drawn: ir.Value) -> ir.
     return place if places is None else op.GatherElements(places, place, axis=1)
 
 
-def sampler(logits: Any, sampling: Sampling, ragged: bool) -> ir.Model:
+def sampler(logits: Any, sampling: Sampling, ragged: bool, rows: int = 1) -> ir.Model:
     """A model of its own, from an output `logits` as a session describes it."""
     from onnx_fuse.session import InputSpec
 
@@ -140,5 +148,5 @@ def sampler(logits: Any, sampling: Sampling, ragged: bool) -> ir.Model:
     value = _value("logits", kind, shape if len(spec.shape) == 3 else shape[::2])
     opset = {"": CANONICAL_OPSET}
     graph = ir.Graph([value], [value], nodes=[], opset_imports=opset, name="sampler")
-    append_sampler(graph, value, sampling, ragged)
+    append_sampler(graph, value, sampling, ragged, rows)
     return ir.Model(graph, ir_version=10)
