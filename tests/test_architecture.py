@@ -45,9 +45,9 @@ LAYERS = (
 # Lines of each folder, as ruff formats them; "" are the files beside the folders. A budget may only
 # go down, except by a commit that adds a capability and says so.
 BUDGETS = {
-    "": 4320, "autodiff": 1750, "cli": 3600, "cuda": 1800, "cuda_src": 14895, "distributed": 950,
-    "importer": 5530, "ir": 2375, "kernels": 10040, "lower": 8690, "nn": 4870, "ops": 12200,
-    "program": 10075, "report": 2100, "rewrite": 3215, "runtime": 8190, "torch": 4000,
+    "": 4320, "autodiff": 1750, "cli": 3600, "cuda": 1800, "cuda_src": 14915, "distributed": 950,
+    "importer": 5530, "ir": 2375, "kernels": 10040, "lower": 8700, "nn": 4870, "ops": 12200,
+    "program": 10085, "report": 2100, "rewrite": 3215, "runtime": 8190, "torch": 4000,
     "training": 6820, "validation": 4715,
     "generation": 1125,
 }  # fmt: skip

@@ -3,10 +3,11 @@
 //            would leave the chip idle is split into chunks of r and becomes two passes over States.
 //            reduce_row (inner = 1): TEAM threads a row, 16-byte loads. reduce_column: BX threads of
 //            VEC columns by BY rows.
-// Inputs   : x dense, aligned to VEC elements; T, or State where FROM_STATE (an earlier pass's).
+// Inputs   : x dense, aligned to VEC elements; T, or State where FROM_STATE (an earlier pass's). PAIR: the
+//            elements are x times x2, in ACC.
 // Outputs  : y [outer, splits, inner] State where TO_STATE, else U; y2 the variance of Moments.
 // Macros   : T U ACC REDUCER FROM_STATE TO_STATE VEC; TEAM (power of two <= 1024), BLOCK; BX, BY;
-//            BATCHED where REDUCER can take a vector at once.
+//            BATCHED where REDUCER can take a vector at once; PAIR.
 // Numerics : states in ACC; the order depends on the shape and the macros alone.
 // Bound    : HBM, bytes of x once.
 #include "reduce/reducers.cuh"
@@ -16,6 +17,9 @@ typedef R::State State;
 #if FROM_STATE
 typedef State In;
 DEVICE State add(State s, State x, i64) { return R::merge(s, x); }
+#elif defined PAIR
+typedef ACC In;
+DEVICE State add(State s, ACC x, i64 at) { return R::take(s, x, at); }
 #else
 typedef T In;
 DEVICE State add(State s, T x, i64 at) { return R::take(s, (ACC)widen(x), at); }
@@ -25,8 +29,28 @@ typedef State Out;
 #else
 typedef U Out;
 #endif
+#ifdef PAIR
+#define READ const T *x, const T *x2
+#define FIRST (Source{x, x2})
+struct Source {
+    const T *x, *x2;
+    DEVICE Source operator+(i64 n) const { return {x + n, x2 + n}; }
+};
+struct Pack { In at[VEC]; };
+DEVICE Pack fetch(Source p) {
+    const Vec<T, VEC> a = load<VEC>(p.x), b = load<VEC>(p.x2);
+    Pack v;
+#pragma unroll
+    for (int j = 0; j < VEC; j++) v.at[j] = (ACC)widen(a.at[j]) * (ACC)widen(b.at[j]);
+    return v;
+}
+#else
+#define READ const In* x
+#define FIRST x
+typedef const In* Source;
 struct alignas(FROM_STATE ? alignof(In) : sizeof(In) * VEC < 16 ? sizeof(In) * VEC : 16) Pack { In at[VEC]; };
 DEVICE Pack fetch(const In* p) { return *(const Pack*)p; }
+#endif
 
 DEVICE State add_all(State s, const Pack& v, i64 at) {
 #if defined BATCHED && !FROM_STATE
@@ -51,14 +75,14 @@ DEVICE void emit(State s, i64 at, i64 count, Out* y, ACC* y2) {
 
 #ifdef TEAM
 extern "C" __global__ void __launch_bounds__(BLOCK)
-    reduce_row(const In* x, Out* y, ACC* y2, i64 rows, i64 length, i64 chunk, i64 splits, i64 count) {
+    reduce_row(READ, Out* y, ACC* y2, i64 rows, i64 length, i64 chunk, i64 splits, i64 count) {
     after_previous_launch();
     const i64 task = (i64)blockIdx.x * (BLOCK / TEAM) + threadIdx.x / TEAM;
     const int lane = threadIdx.x % TEAM;
     const bool live = task < rows * splits;
     const i64 row = live ? task / splits : 0, first = live ? task % splits * chunk : 0;
     const int n = live ? (int)min(chunk, length - first) : 0;
-    const In* p = x + row * length + first;
+    const Source p = FIRST + (row * length + first);
     State s = R::identity();
     constexpr int STEP = TEAM * VEC, UNROLL = 4;
     for (int i = lane * VEC; i < n; i += UNROLL * STEP) {
@@ -78,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
 
 #ifdef BX
 extern "C" __global__ void __launch_bounds__(BX* BY)
-    reduce_column(const In* x, Out* y, ACC* y2, i64 length, i64 inner, i64 chunk, i64 splits, i64 count) {
+    reduce_column(READ, Out* y, ACC* y2, i64 length, i64 inner, i64 chunk, i64 splits, i64 count) {
     after_previous_launch();
     const int tx = threadIdx.x % BX, ty = threadIdx.x / BX;
     const i64 tiles = (inner + BX * VEC - 1) / (BX * VEC), rest = blockIdx.x / tiles;
@@ -88,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(BX* BY)
 #pragma unroll
     for (int j = 0; j < VEC; j++) s[j] = R::identity();
     if (column < inner) {
-        const In* p = x + rest / splits * length * inner + column;
+        const Source p = FIRST + (rest / splits * length * inner + column);
 #if defined BATCHED && !FROM_STATE
         constexpr int UNROLL = 8;
 #else

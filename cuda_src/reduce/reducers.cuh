@@ -49,6 +49,7 @@ template <class S> struct Single {  // one number is the whole state
 template <class S> struct Sum : Single<S> {
     static DEVICE S take(S s, S x, i64) { return s + x; }
 };
+template <class S> struct Dot : Sum<S> {};
 template <class S> struct Mean : Sum<S> {
     static DEVICE S value(S s, i64 count) { return s / (S)count; }
 };

@@ -35,6 +35,8 @@ def _macros(problem: Reduce) -> dict[str, Any]:
     }  # fmt: skip
     if problem.second:
         macros["SECOND"] = 1
+    if problem.paired:
+        macros["PAIR"] = 1
     if problem.reducer == "Moments":
         macros["BATCHED"] = 1
     return macros
@@ -51,6 +53,10 @@ def pass_width(outer: int, length: int, inner: int, dtype: str) -> int:
     return access_width(length if inner == 1 else inner, dtype)
 
 
+def _pointers(problem: Reduce) -> list[Ptr]:
+    return [Ptr(name) for name in ("x", *(["x2"] if problem.paired else []), "y", "y2")]
+
+
 def _vec(problem: Reduce) -> int:
     """The number of elements of one access."""
     if problem.from_state or problem.short:
@@ -64,7 +70,7 @@ def _team(problem: Reduce) -> int:
 
 
 class Row(HeuristicKernel):
-    """reduce/reduce.cu, along the last axis. Operands: x y y2."""
+    """reduce/reduce.cu, along the last axis. Operands: x x2 y y2."""
 
     name = "row"
     source = "reduce/reduce.cu"
@@ -85,13 +91,13 @@ class Row(HeuristicKernel):
         numbers = (problem.outer, problem.length, problem.chunk, problem.splits, problem.count)
         return self.one(
             "reduce_row", -(-rows * threads // block), block,
-            Ptr("x"), Ptr("y"), Ptr("y2"), *(Num("i64", n) for n in numbers),
+            *_pointers(problem), *(Num("i64", n) for n in numbers),
             **_macros(problem), TEAM=threads, BLOCK=block,
         )  # fmt: skip
 
 
 class Column(HeuristicKernel):
-    """reduce/reduce.cu, along another axis. Operands: x y y2."""
+    """reduce/reduce.cu, along another axis. Operands: x x2 y y2."""
 
     name = "column"
     source = "reduce/reduce.cu"
@@ -114,7 +120,7 @@ class Column(HeuristicKernel):
         numbers = (problem.length, inner, problem.chunk, problem.splits, problem.count)
         return self.one(
             "reduce_column", grid, block,
-            Ptr("x"), Ptr("y"), Ptr("y2"), *(Num("i64", n) for n in numbers),
+            *_pointers(problem), *(Num("i64", n) for n in numbers),
             **_macros(problem), BX=bx, BY=block // bx,
         )  # fmt: skip
 

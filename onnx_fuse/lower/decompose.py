@@ -181,9 +181,14 @@ def einsum(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results | No
         columns = [c for c in second if c not in term]
 
         if not inner or not (rows or columns):  # no sum of several products shares an operand
-            order = batch + rows + columns + inner
+            order = list(term) if inner else batch + rows + columns
             value, other = _spread(op, value, term, order), _spread(op, other, second, order)
-            value, term = _dots(op, value, other, len(inner)), "".join(batch + rows + columns)
+            if inner:
+                axes = [order.index(c) for c in inner]
+                value = op.node("Dots", [value, other], domain=FUSE, axes=axes)
+            else:
+                value = op.Mul(value, other)
+            term = "".join(batch + rows + columns)
             continue
 
         def matrix(v: Any, t: str, order: list[list[str]]) -> Any:
@@ -205,16 +210,6 @@ def _spread(op: Any, value: Any, term: str, order: list[str]) -> Any:
     value = op.Transpose(value, perm=[term.index(c) for c in order if c in term])
     missing = [k for k, c in enumerate(order) if c not in term]
     return op.Unsqueeze(value, op.constant(missing)) if missing else value
-
-
-def _dots(op: Any, a: Any, b: Any, inner: int) -> Any:
-    """The products summed over the last `inner` axes, of short floats in float32 as a MatMul's."""
-    if not inner:
-        return op.Mul(a, b)
-    short = a.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-    pair = [op.Cast(v, to=ir.DataType.FLOAT) if short else v for v in (a, b)]
-    y = op.ReduceSum(op.Mul(*pair), list(range(-inner, 0)), keepdims=0)
-    return op.Cast(y, to=a.dtype) if short else y
 
 
 def _fourier(n: int, size: int, parts: int, inverse: bool, onesided: bool) -> np.ndarray:

@@ -16,6 +16,7 @@ import onnx_ir as ir
 
 from onnx_fuse.cuda.macros import FLOATS, accumulator, lanes
 from onnx_fuse.cuda.pointwise import Code
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.kernels.reduce import pass_width
 from onnx_fuse.kernels.rule_based import BLOCK
 from onnx_fuse.lower import elementwise
@@ -85,9 +86,11 @@ def reduction(
     second: Tensor | None = None,
     shape: Sequence[int] | None = None,
     outermost: bool = False,
+    other: Tensor | None = None,
 ) -> None:
     """Emit y = reducer over `axes` of dense x seen as `shape`; `second`: the variance (Moments).
 
+    A Dot is the sum of x times `other`, which is as x is.
     `outermost`: the first of the axes is reduced first, as of long columns whose rows are short.
     """
     shape = x.shape if shape is None else shape
@@ -119,7 +122,8 @@ def reduction(
         target = y if last else ctx.scratch("uint8", (size,))
         problem = replace(problem, to_state=not last, second=last and second is not None)
         writes = {"y": target} | ({"y2": second} if last and second is not None else {})
-        ctx.select(node, problem, {"x": source}, writes)
+        pair = {"x2": other} if other is not None and problem.paired else {}
+        ctx.select(node, problem, {"x": source, **pair}, writes)
         source, from_state = target, True
 
 
@@ -161,6 +165,19 @@ def reduce(ctx: Context, node: ir.Node) -> str | None:
         emit(ctx, code, node, code.scalar(ends[reducer == "Min"], x.dtype), y)
     elif y.size:
         reduction(ctx, node, x, y, reducer, axes)
+    return None
+
+
+def dots(ctx: Context, node: ir.Node) -> str | None:
+    """Dots: the sum of a times b, which are broadcast to each other, over `axes`, in one pass."""
+    a, b = ctx.view(node, 0), ctx.view(node, 1)
+    shape = [n if m == 1 else m for m, n in zip(a.shape, b.shape, strict=True)]
+    a, b = (ctx.contiguous(x.expand(shape)) for x in (a, b))
+    axes = ctx.attr(node, "axes")
+    kept = [size for k, size in enumerate(shape) if k not in axes]
+    y = ctx.output(node, 0, kept, a.dtype)
+    if y.size:
+        reduction(ctx, node, a, y, "Dot", axes, other=b)
     return None
 
 
@@ -214,6 +231,7 @@ def _before_cast(ctx: Context, square: ir.Node) -> Tensor:
 folded = elementwise.LOWERINGS["", "Sum"]
 LOWERINGS: dict[tuple[str, str], Lowering] = {
     **{("", name): reduce for name in REDUCERS},
+    (FUSE, "Dots"): dots,
     ("", "Sum"): sum_of_squares,
     ("", "ArgMax"): arg,
     ("", "ArgMin"): arg,

@@ -328,7 +328,7 @@ class Reduce(AnyProblem):
 
     Each result is of `chunk` elements of `length`. x, or y, holds `reducer`'s accumulators of
     `state` bytes where it comes `from_state`, or goes `to_state`; `count` elements of the first x
-    make one of the last y. `second`: the moments' variance goes to "y2".
+    make one of the last y. `second`: the moments' variance goes to "y2". A "Dot" sums x times "x2".
     """
 
     reducer: str
@@ -351,9 +351,14 @@ class Reduce(AnyProblem):
         return -(-self.length // self.chunk) if self.chunk else 1
 
     @property
+    def paired(self) -> bool:
+        """Whether it reads "x2", too."""
+        return self.reducer == "Dot" and not self.from_state
+
+    @property
     def bytes(self) -> int:
         """The bytes of x, which is read, and of y, which is written."""
-        read = self.state if self.from_state else ITEMSIZE[self.dtype]
+        read = self.state if self.from_state else ITEMSIZE[self.dtype] * (1 + self.paired)
         written = self.state if self.to_state else ITEMSIZE[self.out_dtype]
         return self.outer * self.inner * (self.length * read + self.splits * written)
 

@@ -223,6 +223,7 @@ def _reduce(p: problems.Reduce) -> Needs:
     read, written = p.outer * p.length * p.inner, p.outer * p.splits * p.inner
     return {
         "x": ("uint8", read * p.state) if p.from_state else (p.dtype, read),
+        "x2": (p.dtype, read if p.paired else 0),
         "y": ("uint8", written * p.state) if p.to_state else (p.out_dtype, written),
         "y2": (p.out_dtype, written if p.second else 0),
     }

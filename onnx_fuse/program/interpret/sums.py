@@ -100,7 +100,8 @@ def reduce(p: Reduce, of: Operands) -> Results:
         packed = flat[: p.outer * p.length * p.inner * p.state].view(kinds).reshape(shape)
         states: States = [_wide(packed[name]) for name in kinds.names or ()]
     else:
-        states = _first_states(p.reducer, of.shaped("x", *shape))
+        x = of.shaped("x", *shape)
+        states = _first_states(p.reducer, x * of.shaped("x2", *shape) if p.paired else x)
     merge = _MERGES.get(p.reducer, _sum)
     ends = [(k * p.chunk, min((k + 1) * p.chunk, p.length)) for k in range(p.splits)]
     if p.splits == 1:
