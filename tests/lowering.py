@@ -6,6 +6,7 @@ from typing import TypeVar
 import numpy as np
 from support import table
 
+from onnx_fuse.ir.build import text_model
 from onnx_fuse.lower import walk
 from onnx_fuse.program.call import NeedsValues, Program
 from onnx_fuse.program.interpret import interpret
@@ -17,7 +18,10 @@ T = TypeVar("T")
 
 
 def lowered(model, hw=H200, size=None, **options) -> Program:
-    """The program of a model for the shapes and types of its inputs, `size` in open dimensions."""
+    """The program of a model, or of its text, for the shapes and types of its inputs, `size` in
+    open dimensions.
+    """
+    model = text_model(model) if isinstance(model, str) else model
     shapes = {
         v.name: (tuple(d if isinstance(d, int) else size for d in v.shape), v.dtype.numpy().name)
         for v in model.graph.inputs

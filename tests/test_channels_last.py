@@ -4,7 +4,7 @@ import group_norms
 import numpy as np
 import onnx_ir as ir
 import pytest
-from lowering import H200, arrays, program_of, weights_of
+from lowering import H200, arrays, lowered, program_of, weights_of
 from support import stock, table, with_weights
 
 from onnx_fuse import gradient, rewrite
@@ -143,9 +143,8 @@ GROUP_NORM = """agraph (float16[2,16,9,8] x, float16[32,16,3,3] u, float16[32,32
 def test_a_group_norm_between_two_convolutions_copies_nothing():
     """Its statistics are of columns, and the pass that applies them has the activation."""
     model = text_model(GROUP_NORM)
-    feeds = {v.name or "": np.zeros(v.shape.numpy(), np.float16) for v in model.graph.inputs}
     rewrite.optimize(model)
-    kernels = [c.kernel.partition(" ")[0] for c in program_of(model, feeds).calls]
+    kernels = [c.kernel.partition(" ")[0] for c in lowered(model).calls]
     first, last = kernels.index("Conv"), len(kernels) - 1 - kernels[::-1].index("Conv")
     between = kernels[first + 1 : last]
     assert between.count("Copy") <= 1, kernels  # of the second filter, which is an input
@@ -157,9 +156,8 @@ def test_a_group_norm_between_two_convolutions_copies_nothing():
 def test_the_gradient_of_a_group_norm_stays_in_the_stretch(row: tuple[int, ...], act: str) -> None:
     """It takes two passes over the images, and writes dx in their order."""
     sizes = dict(zip("nhcg", row, strict=True))
-    model = text_model(group_norms.GRAD.format(act=act, **sizes))
-    feeds = {v.name or "": np.zeros(v.shape.numpy(), np.float16) for v in model.graph.inputs}
-    problems = [c.problem for c in program_of(model, feeds).calls]
+    text = group_norms.GRAD.format(act=act, **sizes)
+    problems = [c.problem for c in lowered(text).calls]
     grads = [p for p in problems if isinstance(p, GroupGrad)]
     assert [p.stage for p in grads] == ["sums", "params", "dx"]
     assert all(p.last for p in grads)
@@ -177,13 +175,10 @@ STEP = """agraph (float[2,16,8,8] x, float[32,16,3,3] u, float[32,1,1] s,
 def test_a_step_takes_the_moments_of_a_group_norm_once() -> None:
     """As exporters write it, with SiLU: two passes backward, and three that make the statistics."""
     model = with_weights(text_model(STEP), lambda v: np.full(v.shape.numpy(), 0.5, np.float32))
-    graph, spec = training_model(
+    graph, _ = training_model(
         model, loss="mse", optimizer=optim.SGD(lr=0.1), precision="bf16", level=2, fused=True
     )
-    feeds = {"x": np.zeros((2, 16, 8, 8), np.float32), spec.lr: np.array(0.1, np.float32)}
-    feeds |= {"labels": np.zeros((2, 16, 8, 8), np.float32)}
-    feeds |= {s.name: np.asarray(s.initial) for s in spec.states}
-    problems = [c.problem for c in program_of(graph, feeds).calls]
+    problems = [c.problem for c in lowered(graph, size=2).calls]
     grads = [p for p in problems if isinstance(p, GroupGrad)]
     assert [(p.stage, p.act, p.last) for p in grads] == [
         (stage, "silu", True) for stage in ("sums", "params", "dx")

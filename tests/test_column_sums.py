@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from lowering import program_of
+from lowering import lowered, program_of
 
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels.gemm_sm90 import Wgmma
@@ -62,8 +62,7 @@ def test_the_product_leaves_sums_of_its_rows(nodes: str, rows: int) -> None:
     ],
 )
 def test_other_sums_stay(nodes: str, chip: str) -> None:
-    feeds = {"dy": np.zeros((8192, WIDTH), np.float16), "w": np.zeros((WIDTH, WIDE), np.float16)}
-    program = program_of(model_of(nodes), feeds, CHIPS[chip])
+    program = lowered(model_of(nodes), CHIPS[chip], size=8192)
     assert any(isinstance(call.problem, Reduce | PointwiseSums) for call in program.calls)
 
 

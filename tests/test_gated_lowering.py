@@ -3,7 +3,7 @@
 import numpy as np
 import onnx_ir
 import pytest
-from lowering import program_of, weights_of
+from lowering import lowered, program_of, weights_of
 
 from onnx_fuse.ir.build import text_model
 from onnx_fuse.kernels import cublaslt
@@ -82,8 +82,7 @@ def test_a_gated_product_that_no_epilogue_makes_is_its_parts(op, columns, rows, 
 def test_a_gated_product_of_computed_weights_is_its_parts():
     text = """agraph (float16[B,64] x, float16[64,96] w, float16[96] c) => (float16[B,48] y)
     { y = onnx_fuse.GateFirstGemmGelu (x, w, c) }"""
-    feeds = {"x": np.ones((4, 64)), "w": np.ones((64, 96)), "c": np.ones(96)}
-    program = program_of(text_model(text), {k: a.astype(np.float16) for k, a in feeds.items()})
+    program = lowered(text, size=4)
     assert [isinstance(call.problem, GemmProblem) for call in program.calls] == [True, False]
 
 
@@ -115,7 +114,7 @@ def test_each_pass_of_a_loop_has_its_own_shapes():
     { n = Constant <value = int64 {3}> () c = Constant <value = bool {1}> ()
       y = Loop (n, c, x) <body = inner (int64 i, bool ci, float[P] v) => (bool co, float[Q] w)
       { co = Identity (ci) u = Concat <axis = 0> (v, v) w = Softmax <axis = 0> (u) }> }"""
-    program = program_of(text_model(text), {"x": np.zeros(2, np.float32)})
+    program = lowered(text, size=2)
     assert [c.writes[0][1].shape for c in program.calls if c.kernel == "Softmax"] == [
         (4,), (8,), (16,)
     ]  # fmt: skip
@@ -125,7 +124,6 @@ def test_each_pass_of_a_loop_has_its_own_shapes():
 def test_a_fused_product_of_no_rows_is_no_call(norm):
     text = f"""agraph (float16[B,8] x, float16[8] g, float16[8,4] w, float16[4] c)
     => (float16[B,4] y) {{ y = onnx_fuse.{norm}Gemm (x, g, {"g, " * (norm[0] == "L")}w, c) }}"""
-    feeds = {"x": np.zeros((0, 8)), "g": np.ones(8), "w": np.ones((8, 4)), "c": np.ones(4)}
-    program = program_of(text_model(text), {k: a.astype(np.float16) for k, a in feeds.items()})
+    program = lowered(text, size=0)
     assert not program.fallbacks
     assert dict(program.outputs)["y"].shape == (0, 4)

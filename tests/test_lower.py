@@ -97,8 +97,7 @@ def test_equal_nodes_are_inferred_once(monkeypatch):
         return inner(self, node)
 
     monkeypatch.setattr(walk.Lowerer, "_infer_node", infer_node)
-    feeds = {name: np.arange(9).reshape(3, 3).astype(t) for name, t in (("x", "f4"), ("z", "f8"))}
-    made = dict(program_of(model, feeds).outputs)
+    made = dict(lowered(model).outputs)
     assert asked.count("ReduceSum") == 4
     for value in model.graph.outputs:
         assert made[value.name].shape == tuple(value.shape)
@@ -159,7 +158,7 @@ def test_the_floor_of_a_convolution_counts_its_products():
         "agraph (float[2,64,32,32] x, float[64,64,3,3] w) => (float[2,64,32,32] y) "
         "{ y = Conv <pads = [1,1,1,1]> (x, w) }"
     )
-    calls = program_of(text_model(text), arrays(x=(2, 64, 32, 32), w=(64, 64, 3, 3))).calls
+    calls = lowered(text).calls
     floor = sum(site(call, H200).floor for call in calls)
     assert floor >= 2 * 2 * 64 * 32 * 32 * 64 * 9 / H200.rate("float32")
 
@@ -196,42 +195,36 @@ def test_feeds_that_decide_about_shapes_are_asked_for():
 
 def test_large_feeds_are_not():
     text = "agraph (float[6] x, int64[200] s) => (int64[1,N] y) { y = NonZero(s) }"
-    feeds = {"x": np.zeros(6, np.float32), "s": np.zeros(200, np.int64)}
-    program = program_of(text_model(text), feeds)
+    program = lowered(text)
     assert [stage.host for stage in program.stages] == [False]
     assert not program.fallbacks
 
 
 def test_views_launch_nothing():
-    text = """agraph (float[4,6] x) => (float[2,12] y)
+    program = lowered("""agraph (float[4,6] x) => (float[2,12] y)
     <int64[3] a = {2, 2, 6}, int64[2] b = {2, 12}>
-    { r = Reshape(x, a) e = Exp(r) y = Reshape(e, b) }"""
-    program = program_of(text_model(text), {"x": np.zeros((4, 6), np.float32)})
+    { r = Reshape(x, a) e = Exp(r) y = Reshape(e, b) }""")
     assert [call.kernel for call in program.calls] == ["Exp"]
 
 
 def test_chain_is_one_kernel_that_stores_what_is_read_later():
     text = "agraph (float[8] x) => (float[8] y, float[8] z) { a = Exp(x) y = Neg(a) z = Mul(a, y) }"
-    program = program_of(text_model(text), {"x": np.zeros(8, np.float32)})
-    (call,) = program.calls
-    assert len(call.reads) == 1
-    assert len(call.writes) == 2
+    (call,) = lowered(text).calls
+    assert [len(call.reads), len(call.writes)] == [1, 2]
 
 
 def test_a_number_of_one_chain_is_worked_out_where_it_is_read():
     text = """agraph (float[8] x, float s) => (float[8] y) <float one = {1}>
         { r = Div(one, s) y = Mul(x, r) }"""
-    feeds = {"x": np.zeros(8, np.float32), "s": np.array(2, np.float32)}
-    (call,) = program_of(text_model(text), feeds).calls
+    (call,) = lowered(text).calls
     assert [len(call.reads), len(call.writes)] == [2, 1]
-    kept = text_model(text.replace("=> (", "=> (float r, "))
-    assert len(program_of(kept, feeds).calls) == 2  # many threads would store it
+    stored = text.replace("=> (", "=> (float r, ")
+    assert len(lowered(stored).calls) == 2  # many threads would store it
 
 
 def test_equal_nodes_run_once():
     text = "agraph (float[8] x) => (float[8] y) { a = Softmax(x) b = Softmax(x) y = Add(a, b) }"
-    program = program_of(text_model(text), {"x": np.zeros(8, np.float32)})
-    assert len([c for c in program.calls if "Softmax" in c.kernel]) == 1
+    assert len([c for c in lowered(text).calls if "Softmax" in c.kernel]) == 1
 
 
 def test_program_is_a_function_of_its_arguments():
@@ -242,14 +235,12 @@ def test_program_is_a_function_of_its_arguments():
 
 
 def test_names_never_reach_the_source():
-    text = "agraph (float[8] x) => (float[8] y) { z = Exp(x) y = Neg(z) }"
-    model = text_model(text)
+    model = text_model("agraph (float[8] x) => (float[8] y) { z = Exp(x) y = Neg(z) }")
     for value in (*model.graph.inputs, *model.graph.outputs, model.graph[0].outputs[0]):
         value.name = f'{value.name}"; #error'
     for node in model.graph:
         node.name = "/* evil"
-    feeds = {model.graph.inputs[0].name: np.zeros(8, np.float32)}
-    for call in program_of(model, feeds).calls:
+    for call in lowered(model).calls:
         for launch in call.launches:
             assert "evil" not in launch.source
             assert "#error" not in launch.source
@@ -337,8 +328,7 @@ def test_casts_into_parts_of_one_buffer_share_a_launch(first, nodes, kernels):
 def test_small_equal_calls_share_a_launch():
     text = "agraph (float[7,96] x, float[7,96] z) => (float[7,96] y, float[7,96] w) "
     text += "{ y = Softmax(x) w = Softmax(z) }"
-    feeds = {name: np.ones((7, 96), np.float32) for name in "xz"}
-    (call,) = program_of(text_model(text), feeds).calls
+    (call,) = lowered(text).calls
     assert call.launches[0].entry == "batched"
 
 
@@ -347,8 +337,7 @@ def test_the_gradient_of_a_batch_norm_takes_the_forwards_statistics():
         float[8,4,6,6] dy) => (float[8,4,6,6] y, float[8,4,6,6] dx, float[4] ds, float[4] db) {
         y, rm, rv = BatchNormalization <training_mode = 1> (x, s, b, m, v)
         dx, ds, db = onnx_fuse.BatchNormGrad (dy, x, s) }"""
-    feeds = arrays(x=(8, 4, 6, 6), s=(4,), b=(4,), m=(4,), v=(4,), dy=(8, 4, 6, 6))
-    entries = [x.entry for c in program_of(text_model(text), feeds).calls for x in c.launches]
+    entries = [launch.entry for call in lowered(text).calls for launch in call.launches]
     assert sum(entry.startswith("reduce_") for entry in entries) == 2  # once, in two passes
     assert {"channel_sums", "channel_params", "channel_dx"} <= set(entries)
 
@@ -399,13 +388,10 @@ def test_convolution_and_pooling_train_in_bfloat16():
     <float[4,3,3,3] w = {W}> { c = Conv <pads = [1,1,1,1]> (x, w) r = Relu(c)
       y = MaxPool <kernel_shape = [2,2], strides = [2,2]> (r) }"""
     text = text.replace("{W}", "{" + ", ".join(["0.1"] * 108) + "}")
-    graph, spec = training_model(
+    graph, _ = training_model(
         text_model(text), loss="mse", optimizer=optim.SGD(lr=0.1), precision="bf16", fused=True
     )
-    feeds = {"x": np.zeros((2, 3, 9, 9), np.float32), "labels": np.zeros((2, 4, 4, 4), np.float32)}
-    feeds |= {s.name: np.asarray(s.initial) for s in spec.states}
-    feeds |= {spec.lr: np.array(0.1, np.float32)}
-    calls = program_of(graph, feeds).calls
+    calls = lowered(graph).calls
     assert not any(call.host for call in calls)
     made = {t.dtype for c in calls if "Conv" in c.kernel for _, t in c.reads if len(t.shape) == 4}
     assert made == {"bfloat16"}
@@ -529,15 +515,14 @@ def test_a_recurrence_of_no_steps_is_onnxruntimes(op, gates):
     text += f"{{{'1,' * (gates * 12 - 1)}1}}, float[1,{gates * 4},4] r = "
     text += f"{{{'1,' * (gates * 16 - 1)}1}}> {{ y, h = {op} <hidden_size = 4> (x, w, r) }}"
     model = text_model(text)
-    found = [program_of(model, {"x": np.zeros((t, 2, 3), np.float32)}).fallbacks for t in (0, 1)]
+    found = [lowered(model, size=steps).fallbacks for steps in (0, 1)]
     assert found == [(f"{op}: no kernel",), ()]
 
 
 def test_state_is_written_in_place():
     text = """agraph (float[8] w, float[8] g) => (float[8] w1) <float r = {0.5}>
     { s = Mul(g, r) w1 = Sub(w, s) }"""
-    feeds = {"w": np.zeros(8, np.float32), "g": np.zeros(8, np.float32)}
-    program = program_of(text_model(text), feeds, state={"w1": "w"})
+    program = lowered(text, state={"w1": "w"})
     (call,) = program.calls
     assert dict(program.outputs)["w1"] == dict(program.inputs)["w"]
     assert call.writes[0][1].buffer == dict(program.inputs)["w"].buffer

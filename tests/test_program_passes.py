@@ -22,9 +22,7 @@ from onnx_fuse.training.step import training_model
 def test_a_residual_is_added_in_the_product():
     text = """agraph (float[4,64] x, float[4,64] r, float[64,64] w) => (float[4,64] y)
     { a = MatMul(x, w) y = Add(r, a) }"""
-    feeds = {name: np.ones((4, 64), np.float32) for name in "xr"}
-    feeds["w"] = np.ones((64, 64), np.float32)
-    program = program_of(text_model(text), feeds)
+    program = lowered(text)
     (call,) = program.calls
     assert call.problem.epilogue.residual
     assert dict(call.reads)["c"] == dict(program.inputs)["r"]
@@ -278,11 +276,7 @@ def test_the_weights_of_a_mixed_precision_step_fold_in_one_launch(monkeypatch):
         ),
         loss="mse", optimizer=optim.SGD(lr=0.1), precision="bf16", fused=True, level=1,
     )  # fmt: skip
-    feeds = {"x": np.zeros((40, 16), np.float32), "labels": np.zeros((40, 8), np.float32)}
-    feeds |= {s.name: np.asarray(s.initial) for s in spec.states}
-    feeds |= {spec.lr: np.array(0.1, np.float32)}
-    successors = {s.next: s.name for s in spec.states if s.next}
-    program = program_of(graph, feeds, state=successors)
+    program = lowered(graph, state={s.next: s.name for s in spec.states if s.next})
     (fold,) = (call for call in program.calls if call.kernel.startswith("Fold"))
     assert [launch.entry for launch in fold.launches] == ["fold_columns"]
     first, inputs = program.calls.index(fold), dict(program.inputs)
@@ -317,9 +311,7 @@ def test_a_launch_calls_early_for_one_whose_blocks_fill_a_multiprocessor():
     text = """agraph (float16[4096,768] x, float16[768,3072] v, float16[3072,3072] w,
                      float16[3072] s) => (float16[4096,3072] y)
     { a = MatMul(x, v) b = MatMul(a, w) y = LayerNormalization(b, s) }"""
-    shapes = {"x": (4096, 768), "v": (768, 3072), "w": (3072, 3072), "s": (3072,)}
-    feeds = {name: np.empty(shape, np.float16) for name, shape in shapes.items()}
-    calls = program_of(text_model(text), feeds).calls
+    calls = lowered(text).calls
     assert [call.kernel for call in calls] == ["MatMul", "MatMul", "LayerNormalization"]
     early = [dict(call.launches[0].defines).get("NEXT_ALONE") for call in calls]
     assert early == ["1", None, None]
@@ -331,9 +323,7 @@ def test_an_activation_is_applied_in_the_product(also):
     text = f"""agraph (float[4,64] x, float[64,64] w, float[64] c)
     => (float[4,64] y, float[4,64] {t})
     {{ z = Gemm(x, w, c) y = Gelu(z) {also if t == "t" else ""} }}"""
-    feeds = {"x": np.ones((4, 64), np.float32), "w": np.ones((64, 64), np.float32)}
-    feeds["c"] = np.ones(64, np.float32)
-    calls = program_of(text_model(text), feeds).calls
+    calls = lowered(text).calls
     (product,) = [call for call in calls if isinstance(call.problem, GemmProblem)]
     assert len(calls) == (2 if t == "t" else 1)
     assert product.problem.epilogue.act == "gelu"
@@ -346,9 +336,7 @@ def test_a_norms_backward_takes_in_what_follows_it():
                      float[6,64] z) => (float[6,64] y, float[64] ds, float[64] db)
     { dx, ds, db = onnx_fuse.LayerNormGrad(dy, x, s, m, r) e = Exp(z) h = Add(e, z)
       y = Mul(dx, h) }"""
-    shapes = {"dy": (6, 64), "x": (6, 64), "s": (64,), "m": (6, 1), "r": (6, 1), "z": (6, 64)}
-    feeds = arrays(**shapes)
-    program = program_of(text_model(text), feeds)
+    program = lowered(text)
     main, finish = program.calls
     assert main.kernel == "LayerNormGrad+Exp+Add+Mul"
     assert set(dict(main.writes)) == {"dx", "part"}
@@ -369,9 +357,7 @@ def test_a_norms_backward_takes_in_what_follows_it():
 def test_a_norm_stores_what_its_one_reader_makes_of_it(also, kernel):
     text = f"""agraph (float16[9,64] x, float16[64] g, float16[64] b, float16[9,64] r)
     => (float[9,64] y) {{ t = Tanh(x) n = LayerNormalization(t, g, b) {also} }}"""
-    shapes = dict.fromkeys("xr", (9, 64)) | dict.fromkeys("gb", (64,))
-    feeds = {name: np.ones(shape, np.float16) for name, shape in shapes.items()}
-    program = program_of(text_model(text), feeds)
+    program = lowered(text)
     (norm,) = [c for c in program.calls if c.kernel.startswith("LayerNormalization")]
     assert norm.kernel == kernel
     if "+" in kernel:
@@ -388,10 +374,8 @@ def test_a_norm_stores_what_its_one_reader_makes_of_it(also, kernel):
     ("z = Gemm(x, w, c) t = Softmax(z) u = Mul(t, z) y = Cast<to=1>(u)", 32, False),
 ])  # fmt: skip
 def test_a_product_stores_the_type_that_its_one_reader_wants(nodes, rows, wide):
-    sizes = {"x": (rows, 64), "w": (64, 64), "c": (64,), "r": (rows, 64)}
-    ends = ", ".join(f"float16[{','.join(map(str, s))}] {name}" for name, s in sizes.items())
-    model = text_model(f"agraph ({ends}) => (float[{rows},64] y) {{ {nodes} }}")
-    calls = program_of(model, {n: np.ones(s, np.float16) for n, s in sizes.items()}).calls
+    ends = f"float16[{rows},64] x, float16[64,64] w, float16[64] c, float16[{rows},64] r"
+    calls = lowered(f"agraph ({ends}) => (float[{rows},64] y) {{ {nodes} }}").calls
     (product,) = [call for call in calls if isinstance(call.problem, GemmProblem)]
     assert (product.problem.out == "float32") == wide == (len(calls) == 1)
 
@@ -486,10 +470,7 @@ def test_large_tensors_that_are_ready_last_are_updated_apart():
     { a = Softmax(g) b = Softmax(a) c = Softmax(b)
       h1 = Softmax(h) h2 = Softmax(h1) h3 = Softmax(h2) h4 = Softmax(h3) k1 = Softmax(k)
       u1 = Sub(u, a) v1 = Sub(v, b) w1 = Sub(w, c) s1 = Sub(s, h4) t1 = Sub(t, k1) }"""
-    big = dict.fromkeys("guvw", (256, 256))
-    feeds = arrays(**big, s=(4,), t=(5,), h=(4,), k=(5,))
-    state = {f"{name}1": name for name in "uvwst"}
-    program = program_of(text_model(text), feeds, state=state)
+    program = lowered(text, state={f"{name}1": name for name in "uvwst"})
     name = {t.buffer: name for name, t in program.inputs}
     updates = [{name[t.buffer] for _, t in call.writes} for call in program.calls
                if call.kernel.startswith("Sub")]  # fmt: skip
@@ -505,11 +486,7 @@ def test_a_norms_backward_writes_no_state_that_is_read_after_it(first):
     => (float[6,64] new, float[64] ds, float[64] db, float[6,64] t)
     {{ {read if first else ""} dx, ds, db = onnx_fuse.LayerNormGrad(dy, x, s, m, r)
       {"" if first else read} new = Mul(dx, z) }}"""
-    names = {"s": (64,), "m": (6, 1), "r": (6, 1)}
-    feeds = arrays(
-        **{name: names.get(name, (6, 64)) for name in ("dy", "x", "s", "m", "r", "z", "h")}
-    )
-    program = program_of(text_model(text), feeds, state={"new": "h"})
+    program = lowered(text, state={"new": "h"})
     state = dict(program.inputs)["h"].buffer
     (wrote,) = [i for i, c in enumerate(program.calls) for _, t in c.writes if t.buffer == state]
     (reader,) = [i for i, c in enumerate(program.calls) for _, t in c.reads if t.buffer == state]

@@ -4,7 +4,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from lowering import program_of
+from lowering import lowered
 from math_cases import Case
 from test_gradients import session
 from window_gradients import network
@@ -121,13 +121,10 @@ def test_the_phases_of_a_stride_add_up(stride: int, dilation: int, taps: int, be
 
 def test_a_step_of_a_residual_network_keeps_its_images_channels_last() -> None:
     """No image is copied but the one that comes in, no window is as large as an image."""
-    graph, spec = training_model(
+    graph, _ = training_model(
         network(), loss="mse", optimizer=optim.SGD(lr=0.1), precision="bf16", fused=True
     )
-    feeds = {"x": np.zeros((4, 3, 32, 32), np.float32), "labels": np.zeros((4, 32), np.float32)}
-    feeds |= {s.name: np.asarray(s.initial) for s in spec.states}
-    feeds |= {spec.lr: np.array(0.1, np.float32)}
-    calls = program_of(graph, feeds).calls
+    calls = lowered(graph, size=4).calls
     problems = [call.problem for call in calls]
     assert sum(p.op == "ConvWeightGrad" for p in problems if p) == 4
     assert [p.channels for p in problems if isinstance(p, MaxPoolGrad)] == [16]
@@ -148,13 +145,10 @@ def test_a_step_of_a_residual_network_keeps_its_images_channels_last() -> None:
 @pytest.mark.parametrize("chip", ["H200", "A100"])
 def test_a_step_of_tf32_sums_over_the_pixels_too(chip: str, math: str, sums: int) -> None:
     """Of IEEE products the gradient is a convolution of x with dy; that of one tap is a product."""
-    graph, spec = training_model(
+    graph, _ = training_model(
         network(), loss="mse", optimizer=optim.SGD(lr=0.1), precision="fp32", fused=True
     )
-    feeds = {"x": np.zeros((4, 3, 32, 32), np.float32), "labels": np.zeros((4, 32), np.float32)}
-    feeds |= {s.name: np.asarray(s.initial) for s in spec.states}
-    feeds |= {spec.lr: np.array(0.1, np.float32)}
-    calls = program_of(graph, feeds, CHIPS[chip], math=math).calls
+    calls = lowered(graph, CHIPS[chip], size=4, math=math).calls
     found = [c.problem for c in calls if isinstance(c.problem, ConvWeightGrad)]
     assert [p.math for p in found] == [math] * sums
 
