@@ -10,9 +10,8 @@ import compiled
 import onnx_ir
 import pytest
 from fake_gpu import FakeGpu
-from support import Cli, Result
+from support import Cli
 
-from onnx_fuse import cli as command
 from onnx_fuse.cuda import nvrtc
 from onnx_fuse.importer.save import save as save_model
 from onnx_fuse.ir.build import text_model
@@ -72,15 +71,8 @@ def signals_end() -> Iterator[None]:
 
 
 @pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    """`cli("optimize", path, "--explain")` runs the command in this process."""
-
-    def run(*arguments: object) -> Result:
-        capsys.readouterr()
-        code = command.run_command(command.expand([str(a) for a in arguments]))
-        return Result(code, *capsys.readouterr())
-
-    return run
+def cli(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Cli:
+    return Cli(capsys, tmp_path)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Names that several test files share."""
 
+import json
 import re
 import subprocess
 import sys
@@ -13,7 +14,9 @@ import numpy as np
 import onnx
 import onnx_ir
 import onnxruntime
+import pytest
 
+from onnx_fuse import cli
 from onnx_fuse.importer.save import to_proto
 
 ENCODER = Path(__file__).parent.parent / "models" / "encoder.onnx"
@@ -28,7 +31,31 @@ class Result:
     err: str
 
 
-Cli = Callable[..., Result]
+class Cli:
+    """`cli("optimize", path, "--explain")` runs the command in this process."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+        self.capsys, self.folder = capsys, folder
+
+    def __call__(self, *arguments: object) -> Result:
+        self.capsys.readouterr()
+        code = cli.run_command(cli.expand([str(a) for a in arguments]))
+        return Result(code, *self.capsys.readouterr())
+
+    def report(self, *arguments: object, code: int = 0) -> dict[str, Any]:
+        """What a command that ends with this exit code writes for --json."""
+        path = self.folder / "r.json"
+        result = self(*arguments, "--json", path)
+        assert result.code == code, result
+        return json.loads(path.read_text())
+
+    def fails(self, code: int, *arguments: object) -> str:
+        """The errors of a command that ends with this exit code."""
+        result = self(*arguments)
+        assert result.code == code, result
+        return result.err
+
+
 ENTRY = re.compile(r"(?m)^(?!#)(\S.*?):(?: (.*(?:(?<=,)\n.*)*))?\n((?:  .*\n)+)")
 
 

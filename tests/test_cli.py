@@ -252,9 +252,9 @@ def test_a_model_over_the_protobuf_limit_gets_a_data_file(
 def test_a_data_file_of_another_model_is_left_alone(cli: Cli, tmp_path: Path) -> None:
     path, other = encoder(tmp_path), tmp_path / "out.onnx.data"
     other.write_bytes(b"weights of another model")
-    result = cli("optimize", path, "-o", tmp_path / "out.onnx", "--save-as-external-data")
-    assert result.code == 1
-    assert "there is such a file already" in result.err
+    assert "there is such a file already" in cli.fails(
+        1, "optimize", path, "-o", tmp_path / "out.onnx", "--save-as-external-data"
+    )
     assert other.read_bytes() == b"weights of another model"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["encoder.onnx", "out.onnx.data"]
 
@@ -264,10 +264,9 @@ def test_a_failed_check_writes_nothing_unless_told_to(
 ) -> None:
     break_optimize(monkeypatch)
     path = encoder(tmp_path)
-    result = cli("optimize", path, "--json", tmp_path / "r.json")
-    assert result.code == 3
-    assert result.err.count("\n") == 1
-    assert "nothing was written" in result.err
+    err = cli.fails(3, "optimize", path, "--json", tmp_path / "r.json")
+    assert err.count("\n") == 1
+    assert "nothing was written" in err
     report = json.loads((tmp_path / "r.json").read_text())
     assert (report["output"], report["check"]["ok"]) == (None, False)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["encoder.onnx", "r.json"]
@@ -296,9 +295,9 @@ def test_validate_blames_the_wrong_node(
 ) -> None:
     assert cli("validate", ENCODER).code == 0
     break_optimize(monkeypatch)
-    result = cli("validate", ENCODER, "--blame", "--json", tmp_path / "r.json")
-    assert result.code == 3
-    assert "LayerNormGemm" in result.err
+    assert "LayerNormGemm" in cli.fails(
+        3, "validate", ENCODER, "--blame", "--json", tmp_path / "r.json"
+    )
     [culprit] = json.loads((tmp_path / "r.json").read_text())["check"]["blame"]
     assert culprit["confirmed"]
     assert culprit["ops"][0].startswith("LayerNormGemm")
@@ -313,9 +312,9 @@ def test_validate_takes_inputs_and_tolerances(cli: Cli, tmp_path: Path, saved: S
     assert cli("validate", a, "--against", b, "--inputs", mixed).code == 3
     assert cli("validate", a, "--against", b, "--inputs", mixed, "--atol", 10).code == 0
     assert cli("validate", a, "--against", b, "--inputs", mixed, "--rtol", -1).code == 2
-    result = cli("validate", a, "--against", saved(RELU.replace("y", "z"), "c.onnx"))
-    assert result.code == 1
-    assert "outputs differ" in result.err
+    assert "outputs differ" in cli.fails(
+        1, "validate", a, "--against", saved(RELU.replace("y", "z"), "c.onnx")
+    )
 
 
 # ---- run, bench, inspect, doctor -------------------------------------------------------------
@@ -328,9 +327,7 @@ def test_run_saves_outputs(cli: Cli, tmp_path: Path) -> None:
     with np.load(tmp_path / "out.npz") as stored:
         for name, b in zip(("last_hidden_state", "pooler_output"), outputs(ENCODER), strict=True):
             np.testing.assert_allclose(stored[name], b, atol=2e-5)
-    result = cli("run", ENCODER, "--profile", "--json", tmp_path / "r.json")
-    assert result.code == 0
-    report = json.loads((tmp_path / "r.json").read_text())
+    report = cli.report("run", ENCODER, "--profile")
     assert report["operators"]["MatMul"]["runs"] > 0
     assert report["outputs"]["pooler_output"]["dtype"] == "float32"
 
@@ -361,25 +358,20 @@ def test_bench_prints_a_ratio(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_bench_times_a_training_step(cli: Cli, tmp_path: Path) -> None:
-    path = tmp_path / "r.json"
     model = tmp_path / "linear.onnx"
     proto = onnx.parser.parse_model("""<ir_version: 9, opset_import: ["" : 17]>
         agraph (float[B,4] x) => (float[B,3] y) { y = Gemm (x, w) }""")
     array = np.random.default_rng(0).standard_normal((4, 3)).astype(np.float32)
     proto.graph.initializer.append(onnx.numpy_helper.from_array(array, "w"))
     onnx.save(proto, model)
-    result = cli("bench", model, "--train", "--repeat", 2, "--json", path)
-    assert result.code == 0, result.err
-    data = json.loads(path.read_text())
+    data = cli.report("bench", model, "--train", "--repeat", 2)
     assert data["feeds"]["labels"] == data["feeds"]["x"][:1]
     assert data["memory"] == [None, None]
 
 
 def test_bench_times_the_backward_too(cli: Cli, tmp_path: Path) -> None:
-    path = tmp_path / "r.json"
-    result = cli("bench", ENCODER, "--grad", "--repeat", 2, "--json", path)
-    assert result.code == 0, result.err
-    assert "pooler_output.grad" in json.loads(path.read_text())["feeds"]
+    report = cli.report("bench", ENCODER, "--grad", "--repeat", 2)
+    assert "pooler_output.grad" in report["feeds"]
     assert cli("bench", ENCODER, "--grad", "--html", tmp_path / "r.html").code == 2
 
 
@@ -393,9 +385,7 @@ def test_inspect_shows_models_side_by_side(cli: Cli, tmp_path: Path, saved: Save
 
 
 def test_doctor(cli: Cli, tmp_path: Path) -> None:
-    result = cli("doctor", "--json", tmp_path / "r.json")
-    assert result.code == 0
-    report = json.loads((tmp_path / "r.json").read_text())
+    report = cli.report("doctor")
     assert report["cpu"] == "ok"
     assert report["versions"]["onnxruntime"] == ort.__version__
     assert "ONNX_FUSE_CACHE_DIR" in report["settings"]
@@ -476,9 +466,8 @@ def test_a_session_without_a_gpu_is_one_line_and_exit_1(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     break_cuda(monkeypatch, FAULTS[name][0])
-    result = cli("run", ENCODER, "--device", "cuda")
-    assert result.code == 1
-    assert re.search(f"^onnx-fuse: .*{FAULTS[name][1]}[^\n]*\n$", result.err), result.err
+    err = cli.fails(1, "run", ENCODER, "--device", "cuda")
+    assert re.search(f"^onnx-fuse: .*{FAULTS[name][1]}[^\n]*\n$", err), err
 
 
 def test_compiling_without_the_bindings_says_what_to_install(
@@ -529,10 +518,9 @@ USAGE = [
 
 @pytest.mark.parametrize("arguments", USAGE, ids=lambda a: " ".join(map(str, a)))
 def test_usage_errors_are_exit_2(cli: Cli, arguments: tuple[object, ...]) -> None:
-    result = cli(*arguments)
-    assert result.code == 2
-    assert "Traceback" not in result.err
-    assert result.err
+    err = cli.fails(2, *arguments)
+    assert "Traceback" not in err
+    assert err
 
 
 def test_version(cli: Cli) -> None:

@@ -383,9 +383,9 @@ def test_a_node_of_an_unknown_domain_stays(cli: Cli, tmp_path: Path) -> None:
         assert "Identity" not in [n.op_type for n in model.graph]
     path = tmp_path / "m.onnx"
     path.write_bytes(opaque_model().SerializeToString())
-    result = cli("optimize", path)
-    assert result.code == 1
-    assert "node 'one' (com.nobody.Foo): onnxruntime has no such operator" in result.err
+    assert "node 'one' (com.nobody.Foo): onnxruntime has no such operator" in cli.fails(
+        1, "optimize", path
+    )
     assert cli("optimize", path, "--no-check").code == 0
     written = onnx.load(tmp_path / "m.fused.onnx")
     assert {o.domain: o.version for o in written.opset_import}["com.nobody"] == 3
@@ -486,13 +486,12 @@ def test_a_bad_file_is_refused_in_one_line(
     text, sentence = REFUSED[name]
     path = tmp_path / "bad.onnx"
     path.write_bytes(parsed(text).SerializeToString())
-    result = cli(*command, path)
-    assert result.code == 1
-    assert result.err.count("\n") == 1
-    assert str(path) in result.err
-    assert sentence in result.err
-    assert "internal error" not in result.err
-    assert "\x1b" not in result.err
+    err = cli.fails(1, *command, path)
+    assert err.count("\n") == 1
+    assert str(path) in err
+    assert sentence in err
+    assert "internal error" not in err
+    assert "\x1b" not in err
 
 
 def test_shapes_that_contradict_a_pattern_name_the_node(cli: Cli, tmp_path: Path) -> None:

@@ -129,10 +129,9 @@ def test_a_missing_package_is_named_with_its_command(
         return original(name, *more)
 
     monkeypatch.setattr(builtins, "__import__", refused)
-    result = cli("generate", folder, "abc")
-    assert result.code == 2
-    assert f"needs {'the package ' * (package == 'tokenizers')}{package}" in result.err
-    assert 'pip install ".[text]"' in result.err
+    err = cli.fails(2, "generate", folder, "abc")
+    assert f"needs {'the package ' * (package == 'tokenizers')}{package}" in err
+    assert 'pip install ".[text]"' in err
 
 
 FOLDERS = {

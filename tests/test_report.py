@@ -401,9 +401,7 @@ def test_compare_shows_what_changed_first(cli: Cli, tmp_path: Path) -> None:
 def test_compare_refuses_what_is_no_report(cli: Cli, tmp_path: Path, text: str) -> None:
     path = tmp_path / "a.json"
     path.write_text(text)
-    result = cli("compare", path, path)
-    assert result.code == 1
-    assert "is no report of --json" in result.err
+    assert "is no report of --json" in cli.fails(1, "compare", path, path)
 
 
 def test_the_printer_remembers_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
