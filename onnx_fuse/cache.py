@@ -30,6 +30,7 @@ from onnx_fuse.ops import OPS
 from onnx_fuse.ops.patterns import body_rule
 from onnx_fuse.runtime import graphs
 from onnx_fuse.runtime.program_cache import Origin, code_digest, prune
+from onnx_fuse.runtime.recurrences import survivable
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -134,7 +135,7 @@ def _inlined(model: ir.Model) -> ir.Model:
     flat = inline(model, lambda node: False)
     with symbols_apart(flat):
         rewrite.tidy_inlined(flat)
-    return flat
+    return survivable(flat)
 
 
 def _keepable(model: ir.Model) -> bool:

@@ -9,10 +9,12 @@ from test_gradients import build, draw, session
 
 from onnx_fuse import autodiff
 from onnx_fuse.cuda import nvrtc
+from onnx_fuse.guard import in_child
 from onnx_fuse.ir.build import Builder, text_model
 from onnx_fuse.lower.recurrent import recurrent
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.program.problem import CHIPS
+from onnx_fuse.runtime import ort
 
 KINDS = {
     "LSTM": (4, ""),
@@ -101,3 +103,35 @@ def test_kernels_compile_without_spills(kind: str, dtype: str) -> None:
             assert launch.smem <= hw.smem_per_block
             for entry in nvrtc.resources(launch.source, launch.defines, hw.arch).values():
                 assert entry.clean, (hw.arch, dict(launch.defines), entry)
+
+
+@pytest.mark.parametrize("way", ["forward", "bidirectional"])
+@pytest.mark.parametrize("operands", ["x, w, r", "x, w, r, , l, h0"])
+@pytest.mark.parametrize("kind", [k for k in KINDS if "RNN" not in k])
+def test_sequences_of_nothing_do_not_end_the_process(kind: str, operands: str, way: str) -> None:
+    """As onnxruntime's RNN takes them: without a step y is empty, and the last state is 0."""
+    (gates, more), count = KINDS[kind], 1 + (way == "bidirectional")
+    model = text_model(
+        f"agraph (float[T,B,I] x, float[{count},{gates * 3},I] w, float[{count},{gates * 3},3] r, "
+        f"int32[B] l, float[{count},B,3] h0) => (float[T,{count},B,3] y, float[{count},B,3] h) "
+        f'{{ y, h = {kind.split()[0]} <hidden_size = 3, direction = "{way}"{more}> ({operands}) }}'
+    )
+
+    def feeds(steps: int, batch: int, width: int, number: int) -> dict[str, np.ndarray]:
+        arrays = {"x": np.full((steps, batch, width), number), "h0": np.ones((count, batch, 3))}
+        arrays["w"] = np.full((count, gates * 3, width), number)
+        arrays["r"] = np.linspace(-1, 1, count * gates * 9).reshape(count, gates * 3, 3)
+        lengths = {"l": np.full(batch, steps, np.int32)}
+        return {name: a.astype(np.float32) for name, a in arrays.items()} | lengths
+
+    def run() -> list[list[np.ndarray]]:
+        opened = ort.session(model)
+        sizes = ((0, 2, 2, 1), (2, 0, 2, 1), (0, 0, 0, 1), (2, 2, 0, 1), (2, 2, 1, 0))
+        return [opened.run(None, feeds(*each)) for each in sizes]
+
+    *nothing, without_input, of_zeros = in_child(run)
+    for (y, h), (steps, batch) in zip(nothing, ((0, 2), (2, 0), (0, 0)), strict=True):
+        assert y.shape == (steps, count, batch, 3)
+        np.testing.assert_array_equal(h, np.zeros((count, batch, 3), np.float32), strict=True)
+    for a, b in zip(without_input, of_zeros, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)

@@ -23,6 +23,7 @@ from onnx_fuse.importer.load import read
 from onnx_fuse.importer.save import fits_protobuf, save, to_proto
 from onnx_fuse.rewrite.precision import widened
 from onnx_fuse.runtime.graphs import Portable
+from onnx_fuse.runtime.recurrences import survivable
 from onnx_fuse.runtime.tensor import Argument
 
 T = TypeVar("T")
@@ -142,6 +143,8 @@ def _session(model: Source, options: Any, providers: Sequence[Any], **more: Any)
     if isinstance(model, Portable):
         model = model.model
     if isinstance(model, onnx_ir.Model):
+        if not options.enable_profiling:  # which names the nodes of the model
+            model = survivable(model)
         if fits_protobuf(model):
             proto = to_proto(model, shapes=False)
             return ort.InferenceSession(proto.SerializeToString(), options, providers, **more)
