@@ -2,10 +2,11 @@
 
 `optimize` fuses a model, `InferenceSession` runs it, `validate` and `check_gradients` compare it
 with its original, `gradient` appends its backward, `Trainer` (with the optimizers of `optim`)
-fine-tunes it, `generate` continues prompts with a decoder, and `deploy.compile` writes a file that
-runs without a compiler. `nn` has eager tensors and modules, of which `capture` makes models;
-`register_op` and `register_kernel` add operators and kernels. `backend` is the interface of
-onnx.backend, and `torch` has fused operators and imported graphs for PyTorch.
+fine-tunes it, `quantize` stores it in few bits, `generate` continues prompts with a decoder, and
+`deploy.compile` writes a file that runs without a compiler. `nn` has eager tensors and modules, of
+which `capture` makes models; `register_op` and `register_kernel` add operators and kernels.
+`backend` is the interface of onnx.backend, and `torch` has fused operators and imported graphs for
+PyTorch.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from onnx_fuse.ops.opdef import OpDef as OpDef
     from onnx_fuse.plugins import register_kernel as register_kernel
     from onnx_fuse.plugins import register_op as register_op
+    from onnx_fuse.quantization.quantizer import quantize as quantize
     from onnx_fuse.replicas import Replicas as Replicas
     from onnx_fuse.session import InferenceSession as InferenceSession
     from onnx_fuse.training import callbacks as callbacks
@@ -69,6 +71,7 @@ _NAMES = {
     "load": "api",
     "optimize": "api",
     "plan": "nn.plans",
+    "quantize": "quantization.quantizer",
     "register_kernel": "plugins",
     "register_op": "plugins",
     "validate": "validation",

@@ -36,7 +36,7 @@ def load(model: Model) -> Result:
     Raises:
         ModelError: The file is malformed, or uses what is not supported.
     """
-    return _in_kind(model, session.load(model))
+    return in_kind(model, session.load(model))
 
 
 def optimize(
@@ -74,7 +74,7 @@ def optimize(
     model = exported(model, args)
     graph = session.load(model)
     rewrite.optimize(graph, level=level, fuse=fuse, skip=skip)
-    return _in_kind(model, loadable(graph))
+    return in_kind(model, loadable(graph))
 
 
 def gradient(
@@ -109,10 +109,11 @@ def gradient(
 
     result = autodiff.gradient(model, wrt, loss, **options)
     ort.guarded(lambda: bool(ort.session(result)), "the gradient graph")
-    return _in_kind(model, result, shapes=True)  # by which its own gradient can be taken
+    return in_kind(model, result, shapes=True)  # by which its own gradient can be taken
 
 
-def _in_kind(source: Model, result: onnx_ir.Model, *, shapes: bool = False) -> Result:
+def in_kind(source: Model, result: onnx_ir.Model, *, shapes: bool = False) -> Result:
+    """A resulting model in the kind of the given one; a path gives a ModelProto."""
     import onnx_ir
 
     if isinstance(source, onnx_ir.Model):

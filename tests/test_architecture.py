@@ -36,6 +36,7 @@ LAYERS = (
     ("generation",),
     ("nn",),
     ("validation",),
+    ("quantization",),
     ("torch",),
     ("bench", "deploy", "profile", "report", "single_op_models", "tune"),
     ("lab",),
@@ -45,11 +46,11 @@ LAYERS = (
 # Lines of each folder, as ruff formats them; "" are the files beside the folders. A budget may only
 # go down, except by a commit that adds a capability and says so.
 BUDGETS = {
-    "": 4320, "autodiff": 1750, "cli": 3600, "cuda": 1800, "cuda_src": 14915, "distributed": 950,
+    "": 4320, "autodiff": 1750, "cli": 3754, "cuda": 1800, "cuda_src": 14915, "distributed": 950,
     "importer": 5530, "ir": 2375, "kernels": 10040, "lower": 8700, "nn": 4870, "ops": 12200,
     "program": 10085, "report": 2100, "rewrite": 3215, "runtime": 8260, "torch": 4000,
     "training": 6820, "validation": 4715,
-    "generation": 1125,
+    "generation": 1125, "quantization": 690,
 }  # fmt: skip
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 SOURCES = sorted(PACKAGE.rglob("*.py"))

@@ -24,6 +24,7 @@ PUBLIC = (
     *(f"onnx_fuse.training.{name}" for name in ("history", "learner", "metrics", "optim")),
     *(f"onnx_fuse.training.{name}" for name in ("checkpoint", "sources", "step", "trainer")),
     "onnx_fuse.generation.generator",
+    "onnx_fuse.quantization.quantizer",
     "onnx_fuse.nn",
     *(
         f"onnx_fuse.nn.{name}"

@@ -25,6 +25,7 @@ from onnx_fuse.cli import (
     lab,
     optimize,
     progress,
+    quantize,
     run,
     show,
     train,
@@ -87,6 +88,7 @@ _add(run.run, run.EXAMPLES)
 _add(generate.generate, generate.EXAMPLES)
 _add(gradient.gradient, gradient.EXAMPLES)
 _add(train.train, train.EXAMPLES)
+_add(quantize.quantize, quantize.EXAMPLES)
 _add(bench.bench, bench.EXAMPLES)
 _add(lab.lab, lab.EXAMPLES)
 _add(compare.compare, compare.EXAMPLES)

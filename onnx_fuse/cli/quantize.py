@@ -1,0 +1,145 @@
+"""`onnx-fuse quantize`: store a model in few bits, and show what that costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from onnx_fuse.cli import checking, files, show
+from onnx_fuse.cli.options import Debug, Html, Json, ModelArg, output_option, split_names
+from onnx_fuse.errors import CheckFailed
+
+if TYPE_CHECKING:
+    from onnx_fuse.quantization.quantizer import Quantized
+
+EXAMPLES = (
+    "onnx-fuse quantize model.onnx --calibrate data.npz --to int8 -o model.int8.onnx",
+    "onnx-fuse quantize model.onnx --calibrate data.npz --to mixed --max-error 0.02 --explain",
+)
+
+
+def quantize(
+    model: ModelArg,
+    output: Annotated[Path | None, output_option(".quantized.onnx")] = None,
+    to: Annotated[
+        str,
+        typer.Option(
+            metavar="TYPE",
+            help="int8, fp8 (float8e4m3fn), int4-weights, or mixed: int8, with the layers that "
+            "cost most accuracy left float until --max-error holds.",
+        ),
+    ] = "int8",
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DATA.npz",
+            help="Find the ranges of activations on these inputs, arrays by the inputs' names. "
+            "The default is random inputs.",
+        ),
+    ] = None,
+    method: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="How ranges are found: minmax, entropy or percentile."),
+    ] = "minmax",
+    max_error: Annotated[
+        float | None,
+        typer.Option(
+            metavar="E",
+            help="The largest error of an output, as a part of its norm. The default is 0.01 for "
+            "mixed, and no limit for other types.",
+        ),
+    ] = None,
+    ends: Annotated[
+        bool, typer.Option("--ends", help="Quantize the first and the last layers, too.")
+    ] = False,
+    skip: Annotated[
+        list[str] | None, typer.Option(metavar="NODE", help="Leave the layer of this node float.")
+    ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say of each layer why it has its type.")
+    ] = False,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Keep the result even if it is beyond --max-error.")
+    ] = False,
+    external: Annotated[
+        bool,
+        typer.Option(
+            "--save-as-external-data", help="Write the weights to OUT.data beside the model."
+        ),
+    ] = False,
+    json: Json = None,
+    html: Html = None,
+    debug: Debug = False,
+) -> None:
+    """Write MODEL with QuantizeLinear and DequantizeLinear, which stock onnxruntime runs."""
+    from onnx_fuse import progress
+    from onnx_fuse.files import written
+    from onnx_fuse.importer.load import read
+    from onnx_fuse.importer.save import save
+    from onnx_fuse.quantization import quantizer
+
+    output = output or files.default_output(model, ".quantized.onnx")
+    files.check_paths(
+        {"MODEL": model, "--calibrate": calibrate},
+        {"-o": files.with_weights(output), "--json": json, "--html": html},
+    )
+    printer = show.printer()
+    progress.report("quantizing")
+
+    def work() -> Quantized:
+        return quantizer.quantize(
+            model, to=to, calibrate=calibrate, method=method, max_error=max_error, ends=ends,
+            skip=split_names(skip), strict=False,
+        )  # fmt: skip
+
+    result: Quantized = checking.guarded(work, str(model), "cpu")
+    failed = result.limit is not None and not result.error <= result.limit
+    if keep or not failed:
+        with written(output) as draft:
+            progress.report(f"writing {output.name}")
+            save(read(result.model), draft, external=external)
+    columns = ["layer", "operator", "type", "error", *(["cost"] if to == "mixed" else [])]
+    printer.table(
+        "layers, by their error against float",
+        [*columns, "why"] if explain else columns,
+        _rows(result, cost=to == "mixed", explain=explain),
+        left=3,
+    )
+    before, after = (f"{n / 1e3:,.0f} kB" for n in result.bytes)
+    float_ms, ms = (f"{s * 1e3:.2f} ms" for s in result.seconds)
+    rows = [["weights", before, after], ["onnxruntime, one batch", float_ms, ms]]
+    rows += [[f"error of {name}", "0", f"{error:.3g}"] for name, error in result.errors.items()]
+    printer.table("", ["", "float", to], rows)
+    printer.text(*result.notes)
+    many = sum(layer.to != "float" for layer in result.layers)
+    kept = not failed or keep
+    show.write_reports(
+        printer,
+        {"input": str(model), "output": str(output) if kept else None, **result.to_dict()},
+        json,
+        html,
+        verdict=f"{many} of {len(result.layers)} layers in {to}, error {result.error:.3g}",
+        ok=None if result.limit is None else not failed,
+        device="CPU",
+    )
+    if failed:
+        raise CheckFailed(
+            f"{model}: the error is {result.error:.3g}, above --max-error {result.limit:g}"
+            + ("" if keep else " (nothing was written)")
+        )
+    printer.text(f"wrote {output}")
+
+
+def _rows(result: Quantized, *, cost: bool, explain: bool) -> Iterator[list[str]]:
+    for layer in result.layers:
+        yield [
+            layer.name,
+            layer.op,
+            layer.to,
+            "" if layer.error is None else f"{layer.error:.3g}",
+            *([("" if layer.cost is None else f"{layer.cost:.3g}")] if cost else []),
+            *([layer.why] if explain else []),
+        ]

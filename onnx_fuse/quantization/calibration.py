@@ -1,0 +1,112 @@
+"""Calibration: batches of a file or made up, and the ranges of activations on them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.errors import ModelError, UsageError, unknown
+from onnx_fuse.importer.save import save
+from onnx_fuse.ir.build import required
+from onnx_fuse.runtime import ort
+from onnx_fuse.validation.inputs import Feeds, generate, read_feeds
+
+Array = np.ndarray[Any, Any]
+METHODS = {"minmax": "MinMax", "entropy": "Entropy", "percentile": "Percentile"}
+"""onnxruntime's methods to find ranges, by the names that users give."""
+_ROWS = 16
+"""Rows of a batch where the model leaves their number open."""
+MADE_UP = (
+    "no calibration data was given: the ranges are those of random inputs, and real ones differ; "
+    "give some hundred typical inputs (--calibrate DATA.npz) before the file is used"
+)
+
+
+def batches(model: ir.Model, data: str | os.PathLike[str] | Mapping[str, Array]) -> list[Feeds]:
+    """An .npz file, or arrays, of many rows as batches that the model takes, or of 16 rows.
+
+    Raises ModelError or UsageError where they do not fit the model.
+    """
+    arrays = dict(data) if isinstance(data, Mapping) else read_feeds(data, _open_batch(model))
+    inputs = required(model)
+    missing = [v.name for v in inputs if v.name not in arrays]
+    if missing:
+        raise ModelError(f"the calibration data has no array for input '{missing[0]}'")
+    rows = {len(arrays[v.name or ""]) for v in inputs if arrays[v.name or ""].ndim}
+    first = [v.shape[0] for v in inputs if v.shape is not None and len(v.shape)]
+    fixed = {size for size in first if isinstance(size, int)}
+    if len(rows) != 1 or len(first) < len(inputs) or len(fixed) > 1 or not any(rows):
+        return [dict(arrays)]
+    size, count = next(iter(fixed), _ROWS), rows.pop()
+    if fixed and count % size:
+        raise UsageError(
+            f"the calibration data has {count} rows, and the model takes batches of {size}: give "
+            "a multiple of it"
+        )
+    return [
+        {name: array[i : i + size] for name, array in arrays.items()} for i in range(0, count, size)
+    ]
+
+
+def _open_batch(model: ir.Model) -> ir.Model:
+    """The model for arrays of any number of rows."""
+    model = model.clone()
+    for value in required(model):
+        if value.shape is not None and len(value.shape):
+            value.shape = ir.Shape([None, *list(value.shape)[1:]])
+    return model
+
+
+def made_up(model: ir.Model) -> list[Feeds]:
+    """Random inputs within what the graph takes, of several sizes where sizes are open."""
+    session = ort.session(model, as_written=True)
+    return [feeds for feeds, _ in generate(model, lambda feeds: ort.run(session, feeds))]
+
+
+def ranges(model: ir.Model, feeds: Sequence[Feeds], method: str, operators: Sequence[str]) -> Any:
+    """onnxruntime's TensorsData: the range of each tensor that these operators read or make."""
+    from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod
+    from onnxruntime.quantization.calibrate import create_calibrator
+
+    if method not in METHODS:
+        raise UsageError(unknown("calibration method", method, METHODS))
+
+    class Reader(CalibrationDataReader):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.rest = iter(feeds)
+
+        def get_next(self) -> Feeds | None:
+            return next(self.rest, None)
+
+    with tempfile.TemporaryDirectory(prefix="onnx_fuse.") as folder, _quiet():
+        path = Path(folder) / "model.onnx"
+        save(model, path, external=True)
+        calibrator = create_calibrator(
+            path,
+            list(operators),
+            augmented_model_path=str(Path(folder) / "augmented.onnx"),
+            calibrate_method=CalibrationMethod[METHODS[method]],
+            use_external_data_format=True,
+        )
+        with ort.faults("the model on the calibration data"):
+            calibrator.collect_data(Reader())
+        return calibrator.compute_data()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The quantizer logs advice about a preprocessing that has been done."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)

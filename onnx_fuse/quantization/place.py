@@ -1,0 +1,161 @@
+"""Put QuantizeLinear and DequantizeLinear around layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse.errors import ModelError
+from onnx_fuse.importer.load import read
+from onnx_fuse.importer.save import fits_protobuf, to_proto
+from onnx_fuse.ir.build import Builder, add_initializer, const_array
+from onnx_fuse.ir.names import Names
+from onnx_fuse.quantization.layers import PRODUCTS
+from onnx_fuse.training.stored_codes import StoredCodes
+
+Array = np.ndarray[Any, Any]
+PASSING = ("Relu", "Clip", "MaxPool", "Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze")
+"""Operators that integers pass, behind layers that make them."""
+BLOCK = 32
+"""Weights of 4 bits that share a scale."""
+_SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)
+"""Parts of a block's largest weight that may become the largest code."""
+
+
+def in_int8(model: ir.Model, names: Sequence[str], ranges: Any, kind: str) -> ir.Model:
+    """The model with these layers in int8 by onnxruntime's quantizer, weights by channel.
+
+    `kind` is the type of activations, QInt8 or QUInt8. Raises ModelError beyond 2 GB.
+    """
+    from onnxruntime.quantization import QuantType
+    from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
+
+    if not fits_protobuf(model):
+        raise ModelError("onnxruntime's quantizer takes models up to 2 GB: use --to int4-weights")
+    passing = [str(n.name) for n in model.graph if n.op_type in PASSING and not n.domain]
+    options = {
+        "MatMulConstBOnly": True,
+        "OpTypesToExcludeOutputQuantization": ["MatMul", "Gemm"],
+    }
+    quantizer = QDQQuantizer(
+        to_proto(model, shapes=True), True, False, QuantType.QInt8, QuantType[kind], ranges,
+        [*names, *passing], [], [*PRODUCTS, *PASSING], options,
+    )  # fmt: skip
+    quantizer.quantize_model()
+    return read(quantizer.model.model)
+
+
+def in_float8(model: ir.Model, names: Sequence[str], ranges: Any) -> ir.Model:
+    """The model with these layers in float8e4m3fn, whose largest numbers are the ranges' ends."""
+    model, kind = model.clone(), ir.DataType.FLOAT8E4M3FN
+    graph, limit = model.graph, float(kind.max)
+    naming, rounded = Names.of(graph), dict[str, ir.Value]()
+    for node in [n for n in graph if n.name in names]:
+        x, weight = node.inputs[0], const_array(node.inputs[1])
+        if x is None or weight is None:
+            continue
+        if str(x.name) not in rounded:
+            ends = np.abs(np.asarray(ranges[x.name].range_value, np.float64)).max()
+            scale = add_initializer(graph, naming.fresh(f"{x.name}_scale"), _scale(ends, limit))
+            zero = add_initializer(
+                graph, naming.fresh(f"{x.name}_zero"), np.zeros((), kind.numpy())
+            )
+            op = Builder()
+            maker = x.producer()
+            # onnxruntime (1.32) drops a Relu before a QuantizeLinear to float8, and fails at a Clip
+            clips = maker is not None and maker.op_type in ("Relu", "Clip") and not maker.domain
+            codes = op.QuantizeLinear(maker.inputs[0] if maker and clips else x, scale, zero)
+            result = op.DequantizeLinear(codes, scale, zero)
+            if maker and clips:
+                result = op.node(maker.op_type, [result, *maker.inputs[1:]])
+            rounded[str(x.name)] = _named(op, result, naming, x)
+            if maker is None:
+                graph.insert_before(graph[0], op.nodes)
+            else:
+                graph.insert_after(maker, op.nodes)
+        axis = _channels(node, weight)
+        others = tuple(i for i in range(weight.ndim) if i != axis)
+        scales = _scale(np.abs(weight).max(others), limit)
+        stored = StoredCodes(kind, "", scales, None, axis, 0)
+        _store(graph, node, stored, weight, naming, axis=axis)
+        node.replace_input_with(0, rounded[str(x.name)])
+    return model
+
+
+def in_four_bits(model: ir.Model, names: Sequence[str]) -> ir.Model:
+    """The model with the weights of these layers in int4, in blocks along what is summed over."""
+    model = model.clone()
+    naming = Names.of(model.graph)
+    for node in [n for n in model.graph if n.name in names]:
+        weight = const_array(node.inputs[1])
+        if weight is not None:
+            axis = 1 - _channels(node, weight)
+            stored = _best_blocks(weight, axis)
+            _store(model.graph, node, stored, weight, naming, axis=axis, block_size=BLOCK)
+    return model
+
+
+def _best_blocks(weight: Array, axis: int) -> StoredCodes:
+    """The scales of blocks, each of some by which its squared error is least."""
+    count = -(-weight.shape[axis] // BLOCK)
+    pads = [(0, count * BLOCK - n if i == axis else 0) for i, n in enumerate(weight.shape)]
+    split = [*weight.shape[:axis], count, BLOCK, *weight.shape[axis + 1 :]]
+    blocks = np.pad(weight, pads).reshape(split)
+    largest = np.abs(blocks).max(axis + 1)
+    best, least = largest, np.full(largest.shape, np.inf)
+    for shrink in _SHRINKS:
+        scales = _scale(largest * shrink, 7)
+        wide = np.expand_dims(scales, axis + 1)
+        error = np.square(np.clip(np.rint(blocks / wide), -8, 7) * wide - blocks).sum(axis + 1)
+        best = np.where(error < least, scales, best)
+        least = np.minimum(error, least)
+    return StoredCodes(ir.DataType.INT4, "", best.astype(np.float32), None, axis, BLOCK)
+
+
+def _scale(largest: Any, limit: float) -> Array:
+    """What the largest code has to be multiplied by; 1 where all is 0."""
+    scale = np.asarray(largest, np.float32) / np.float32(limit)
+    return np.where(scale > 0, scale, np.float32(1)).astype(np.float32)
+
+
+def _channels(node: ir.Node, weight: Array) -> int:
+    """The axis of a weight along which the channels of the result lie."""
+    turned = node.op_type == "Gemm" and bool(node.attributes.get_int("transB", 0))
+    if node.op_type == "Conv" or turned:
+        return 0
+    return weight.ndim - 1
+
+
+def _store(
+    graph: ir.Graph,
+    node: ir.Node,
+    stored: StoredCodes,
+    weight: Array,
+    naming: Names,
+    **attributes: int,
+) -> None:
+    """Let a node read its weight as stored codes through a DequantizeLinear."""
+    value, op = node.inputs[1], Builder()
+    assert value is not None
+    codes, scale = (
+        add_initializer(graph, naming.fresh(f"{value.name}_{label}"), array)
+        for label, array in (("quantized", stored.codes(weight, {})), ("scale", stored.scales))
+    )
+    result = op.node("DequantizeLinear", [codes, scale], attributes=attributes)
+    node.replace_input_with(1, _named(op, result, naming, value))
+    graph.insert_before(node, op.nodes)
+    if not value.uses() and value.is_initializer():
+        del graph.initializers[str(value.name)]
+
+
+def _named(op: Builder, result: ir.Value, naming: Names, like: ir.Value) -> ir.Value:
+    """A result with the type and shape of a value; it and the nodes get names."""
+    for node in op.nodes:
+        node.name = naming.fresh(f"{like.name}_{node.op_type}")
+        node.outputs[0].name = naming.fresh(f"{node.name}_Output")
+        node.outputs[0].shape = like.shape
+    result.type = like.type
+    return result

@@ -1,0 +1,290 @@
+"""Quantize a model, measure the error of each layer, and give layers back to float."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnx_fuse import api
+from onnx_fuse.errors import CheckFailed, ModelError, UsageError, unknown
+from onnx_fuse.importer.load import read
+from onnx_fuse.importer.save import at_opset, inline, weight_bytes
+from onnx_fuse.importer.shapes import infer_shapes
+from onnx_fuse.ir.constants import Model
+from onnx_fuse.ir.names import Names
+from onnx_fuse.ops.rules import Rewriter
+from onnx_fuse.quantization import calibration, place
+from onnx_fuse.quantization.layers import PRODUCTS, Layer, layers
+from onnx_fuse.rewrite.batch_norm import fold_batch_norm
+from onnx_fuse.rewrite.canonicalize import canonicalize
+from onnx_fuse.runtime import ort
+from onnx_fuse.session import load
+
+__all__ = ["Quantized", "quantize"]
+__dir__ = __all__.copy
+
+Array = np.ndarray[Any, Any]
+KINDS = ("int8", "fp8", "int4-weights", "mixed")
+"""What a model can be quantized to."""
+BUDGET = 0.01
+"""The error that "mixed" keeps within where none is given."""
+_MEASURED = 4
+"""Batches at most on which errors are measured; what a layer costs is measured on the first."""
+_TIMED = 7
+"""Runs that are timed."""
+_OPSETS = {"int8": 13, "fp8": 19, "int4-weights": 21}
+_LAST_SIGNED = 20
+"""The last opset in which onnxruntime's optimizations leave int8 activations right (1.32)."""
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A quantized model, and how far it is from the float model."""
+
+    model: Any
+    """The model, in the kind that was given; a path gives a ModelProto."""
+    layers: list[Layer]
+    """All products of the model, in its order."""
+    errors: dict[str, float]
+    """By output of floats, the norm of its difference from the float model's, of that norm."""
+    bytes: tuple[int, int]
+    """The bytes of all weights before and after."""
+    seconds: tuple[float, float]
+    """The time of one batch on onnxruntime's CPU before and after."""
+    limit: float | None
+    """The error that was asked for."""
+    notes: list[str] = field(default_factory=list)
+    """What a user should know of the calibration and of the errors."""
+
+    @property
+    def error(self) -> float:
+        """The largest of `errors`."""
+        return max(self.errors.values(), default=0.0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All but the model, as JSON values."""
+        return {
+            "error": self.error,
+            "errors": self.errors,
+            "bytes": {"before": self.bytes[0], "after": self.bytes[1]},
+            "seconds": {"before": self.seconds[0], "after": self.seconds[1]},
+            "max_error": self.limit,
+            "layers": [asdict(layer) for layer in self.layers],
+            "notes": self.notes,
+        }
+
+
+def quantize(
+    model: Model,
+    *,
+    to: str = "int8",
+    calibrate: str | os.PathLike[str] | Mapping[str, Array] | None = None,
+    method: str = "minmax",
+    max_error: float | None = None,
+    ends: bool = False,
+    skip: Sequence[str] = (),
+    strict: bool = True,
+) -> Quantized:
+    """Write a model with QuantizeLinear and DequantizeLinear, which stock onnxruntime runs.
+
+    Norms, Softmax, products of two computed tensors, and by default the first and the last layers
+    stay float. BatchNormalization is folded into the weights before it.
+
+    Args:
+        model: A path, bytes, ModelProto or onnx_ir.Model, with weights in float32. It is not
+            changed.
+        to: "int8" quantizes inputs and weights (by channel) of convolutions and products with
+            onnxruntime's quantizer; "fp8" does so in float8e4m3fn; "int4-weights" stores matrices
+            in blocks of 32, and needs no data; "mixed" is int8 in which the layers that cost most
+            accuracy stay float until the error is within `max_error`.
+        calibrate: An .npz file, or arrays, by the inputs' names: rows of typical data. The default
+            is random inputs.
+        method: How the range of an activation is found: minmax, entropy or percentile.
+        max_error: The largest error of an output: the norm of its difference from the float
+            model's, of that norm. The default is no limit, and 0.01 for "mixed".
+        ends: Whether the first and the last layers are quantized as well.
+        skip: Names of nodes that stay float.
+        strict: Whether an error above `max_error` raises CheckFailed.
+
+    Raises:
+        ModelError: The model is malformed, does not run, or has no layer to quantize.
+        UsageError: There is no such kind, method or node, or the data does not fit the model.
+        CheckFailed: The error is above `max_error`.
+    """
+    if to not in KINDS:
+        raise UsageError(unknown("type", to, KINDS))
+    if max_error is not None and not max_error > 0:
+        raise UsageError(f"the largest error is {max_error}: it must be above 0")
+    work = _Work(model, "int8" if to == "mixed" else to, ends, skip)
+    work.calibrated(calibrate, method)
+    limit = BUDGET if to == "mixed" and max_error is None else max_error
+    if to == "mixed" and limit is not None:
+        work.give_back(limit)
+    result = work.result(model, limit)
+    if strict and limit is not None and not result.error <= limit:
+        raise CheckFailed(
+            f"the quantized model is {result.error:.3g} from the float model, more than "
+            f'{limit:g}: try to="mixed", other calibration data or another method'
+        )
+    return result
+
+
+class _Work:
+    """A float model on its way to a quantized one."""
+
+    def __init__(self, model: Model, to: str, ends: bool, skip: Sequence[str]) -> None:
+        self.to, self.notes = to, list[str]()
+        source = read(model)
+        self.before = weight_bytes(source)
+        graph = inline(load(source))
+        canonicalize(graph, training=False)
+        fold_batch_norm(Rewriter(graph))
+        self.float, self.kind = self._written(graph, source.graph.opset_imports[""])
+        naming = Names.of(self.float.graph)
+        for node in self.float.graph:
+            node.name = node.name or naming.fresh(f"{node.op_type}_{node.outputs[0].name}")
+        infer_shapes(self.float)
+        self.layers = layers(self.float.graph, to, ends=ends, skip=skip)
+        for name in skip:
+            if all(layer.name != name for layer in self.layers):
+                raise UsageError(unknown("layer", name, [layer.name for layer in self.layers]))
+        if not self.chosen:
+            reasons = dict.fromkeys(layer.why for layer in self.layers)
+            why = "; ".join(reasons) or "it has no convolution, Gemm or MatMul"
+            raise ModelError(f"no layer can be quantized to {to}: {why} (--ends for all layers)")
+
+    def _written(self, graph: ir.Model, opset: int) -> tuple[ir.Model, str]:
+        """The model in the oldest opset that will do, and the type of its activations in int8.
+
+        uint8 where nodes need an opset in which onnxruntime breaks those in int8.
+        """
+        if self.to != "int8":
+            return at_opset(graph, max(opset, _OPSETS[self.to])), ""
+        try:
+            return at_opset(graph, min(max(opset, _OPSETS["int8"]), _LAST_SIGNED)), "QInt8"
+        except ModelError:
+            return graph, "QUInt8"
+
+    @property
+    def chosen(self) -> list[str]:
+        """The names of the layers that are quantized."""
+        return [layer.name for layer in self.layers if layer.to != "float"]
+
+    def calibrated(self, data: Any, method: str) -> None:
+        """Take the data, find the ranges, and run the float model."""
+        if data is None:
+            self.feeds = calibration.made_up(self.float)
+            if self.to != "int4-weights":
+                self.notes.append(calibration.MADE_UP)
+        else:
+            self.feeds = calibration.batches(self.float, data)
+        self.ranges = None
+        if self.to != "int4-weights":
+            operators = (*PRODUCTS, *place.PASSING)
+            self.ranges = calibration.ranges(self.float, self.feeds, method, operators)
+        self.expected = self._run(self.float)
+
+    def placed(self, names: Sequence[str]) -> ir.Model:
+        """The model with these layers quantized."""
+        if not names:
+            return self.float
+        if self.to == "int8":
+            return place.in_int8(self.float, names, self.ranges, self.kind)
+        if self.to == "fp8":
+            return place.in_float8(self.float, names, self.ranges)
+        return place.in_four_bits(self.float, names)
+
+    def _exposed(self, model: ir.Model) -> ir.Model:
+        """The model with the results of the chosen layers as its outputs, in their order."""
+        clone = model.clone()
+        nodes = {node.name: node for node in clone.graph}
+        clone.graph.outputs.clear()
+        clone.graph.outputs.extend(nodes[name].outputs[0] for name in self.chosen)
+        return clone
+
+    def _run(
+        self, model: ir.Model, *, as_written: bool = False, batches: int = _MEASURED
+    ) -> list[list[Array]]:
+        """The outputs of a model for each of the first batches."""
+        with ort.faults("the model"):
+            session = ort.session(model, as_written=as_written)
+            return [ort.run(session, feeds) for feeds in self.feeds[:batches]]
+
+    def errors(self, model: ir.Model, batches: int = _MEASURED) -> dict[str, float]:
+        """How far each float output is from the float model's, on the first batches."""
+        names = [str(v.name) for v in self.float.graph.outputs]
+        found = _distances(self.expected[:batches], self._run(model, batches=batches))
+        return {name: found[i] for i, name in enumerate(names) if i in found}
+
+    def give_back(self, limit: float) -> None:
+        """Turn the layers that cost most back to float, as few as bring the error within a limit.
+
+        What a layer costs is the error of the outputs where it alone is quantized.
+        """
+        costs = {
+            name: max(self.errors(self.placed([name]), 1).values(), default=0.0)
+            for name in self.chosen
+        }
+        order = sorted(costs, key=lambda name: costs[name])
+        low, high = 0, len(order)  # with so many quantized the error holds, and with so many not
+        if self._within(order, limit):
+            low = high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._within(order[:middle], limit) else (low, middle)
+        rest = set(order[low:])
+        self.layers = [replace(layer, cost=costs.get(layer.name)) for layer in self.layers]
+        why = f"one of the {len(rest)} that cost most, for an error of at most {limit:g}"
+        self.layers = [
+            replace(layer, to="float", why=why) if layer.name in rest else layer
+            for layer in self.layers
+        ]
+
+    def _within(self, names: Sequence[str], limit: float) -> bool:
+        return max(self.errors(self.placed(names)).values(), default=0.0) <= limit
+
+    def result(self, given: Model, limit: float | None) -> Quantized:
+        """The quantized model, with the error of each layer in it."""
+        model = self.placed(self.chosen)
+        inner = (self._run(self._exposed(each), as_written=True) for each in (self.float, model))
+        found = _distances(*inner) if self.chosen else {}
+        errors = {name: found.get(i) for i, name in enumerate(self.chosen)}
+        described = [replace(layer, error=errors.get(layer.name)) for layer in self.layers]
+        return Quantized(
+            api.in_kind(given, model),
+            described,
+            self.errors(model),
+            (self.before, weight_bytes(model)),
+            (self._seconds(self.float), self._seconds(model)),
+            limit,
+            self.notes,
+        )
+
+    def _seconds(self, model: ir.Model) -> float:
+        """The median time of the first batch."""
+        session, times = ort.session(model), []
+        for _ in range(_TIMED):
+            start = time.perf_counter()
+            ort.run(session, self.feeds[0])
+            times.append(time.perf_counter() - start)
+        return median(times)
+
+
+def _distances(expected: list[list[Any]], found: list[list[Any]]) -> dict[int, float]:
+    """By the place of each output of floats, ‖found - expected‖ / ‖expected‖ over all batches."""
+    distances = {}
+    for i, first in enumerate(expected[0] if expected else ()):
+        if not isinstance(first, np.ndarray) or first.dtype.kind != "f":
+            continue
+        pairs = [(np.float64(a[i]), np.float64(b[i])) for a, b in zip(expected, found, strict=True)]
+        error = sum(float(np.square(b - a).sum()) for a, b in pairs)
+        norm = sum(float(np.square(a).sum()) for a, _ in pairs)
+        distances[i] = float(np.sqrt(error / norm)) if norm else float(error > 0)
+    return distances

@@ -1,0 +1,204 @@
+"""`quantize`: what stays float and why, errors against the float model, and files that run."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from lowering import interpreted
+from support import Cli, answers, stock
+
+from onnx_fuse import Trainer, load, optim, quantize
+from onnx_fuse.errors import CheckFailed, ModelError, UsageError
+from onnx_fuse.importer.save import save
+from onnx_fuse.validation.quantized import Steps
+
+IMAGES = """<ir_version: 9, opset_import: ["" : 17]>
+  g (float[N,3,8,8] x) => (float[N,5] y) {
+  a = Conv <pads = [1,1,1,1]> (x, w0) r = Relu (a) p = MaxPool <kernel_shape = [2,2]> (r)
+  b = Conv <pads = [1,1,1,1]> (p, w1) n = BatchNormalization (b, gamma, beta, mean, var)
+  c = Relu (n) d = Add (c, p) e = Conv (d, w2) f = Relu (e)
+  h = GlobalAveragePool (f) i = Flatten (h) y = Gemm <transB = 1> (i, w3, b3) }"""
+IMAGE_SIZES = {
+    "w0": (8, 3, 3, 3), "w1": (8, 8, 3, 3), "w2": (16, 8, 1, 1), "w3": (5, 16), "b3": (5,),
+    "gamma": (8,), "beta": (8,), "mean": (8,), "var": (8,),
+}  # fmt: skip
+TEXT = """<ir_version: 9, opset_import: ["" : 17]> g (int64[N,S] ids) => (float[N,S,40] y) {
+  x = Gather (table, ids) q = MatMul (x, wq) k = MatMul (x, wk)
+  kt = Transpose <perm = [0,2,1]> (k) s = MatMul (q, kt) t = Softmax (s) v = MatMul (t, x)
+  a = Add (x, v) n = LayerNormalization (a, gamma, beta)
+  u = MatMul (n, w1) f = Relu (u) o = MatMul (f, w2) z = Add (o, a) y = MatMul (z, head) }"""
+TEXT_SIZES = {
+    "table": (40, 16), "wq": (16, 16), "wk": (16, 16), "w1": (16, 48), "w2": (48, 16),
+    "head": (16, 40), "gamma": (16,), "beta": (16,),
+}  # fmt: skip
+RNG = np.random.default_rng(0)
+DATA = {
+    "images": {"x": RNG.standard_normal((40, 3, 8, 8)).astype(np.float32)},
+    "text": {"ids": RNG.integers(0, 40, (24, 7))},
+}
+
+
+def net(name: str) -> ir.Model:
+    text, sizes = {"images": (IMAGES, IMAGE_SIZES), "text": (TEXT, TEXT_SIZES)}[name]
+    rng, graph = np.random.default_rng(1), onnx.parser.parse_model(text)
+    for weight, shape in sizes.items():
+        array = rng.standard_normal(shape) * (1 / np.prod(shape[1:] or 1)) ** 0.5
+        array = np.abs(array) + 0.5 if weight in ("gamma", "var") else array
+        graph.graph.initializer.append(onnx.numpy_helper.from_array(np.float32(array), weight))
+    return ir.from_proto(graph)
+
+
+def chosen(result) -> list[str]:
+    return [layer.name for layer in result.layers if layer.to != "float"]
+
+
+def run_everywhere(result, feeds) -> np.ndarray:
+    """The output by onnxruntime as written; its optimized run and the program's agree to steps."""
+    model, kind = result.model, result.layers[0].to
+    assert kind
+    expected = answers(stock(model), feeds)
+    optimized = answers(stock(model, optimized=True), feeds)
+    program = interpreted(load(model), feeds)
+    steps = Steps.of(model)
+    for name, y in expected.items():
+        limit = 0.02 * np.abs(y).max() if steps is None else steps.limit(name, y)
+        np.testing.assert_allclose(optimized[name], y, rtol=0, atol=limit)
+        np.testing.assert_allclose(program[name], y, rtol=0, atol=limit)
+    return expected["y"]
+
+
+# the model, the type, and the largest error of an output that it may have
+ROWS = [
+    ("images", "int8", 0.02), ("images", "fp8", 0.05), ("images", "mixed", 0.01),
+    ("text", "int8", 0.03), ("text", "fp8", 0.1), ("text", "int4-weights", 0.2),
+    ("text", "mixed", 0.01),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize(("name", "to", "limit"), ROWS)
+def test_a_quantized_file_runs(name: str, to: str, limit: float, ends: bool) -> None:
+    model = net(name)
+    result = quantize(model, to=to, calibrate=DATA[name], ends=ends)
+    feeds = {key: array[:5] for key, array in DATA[name].items()}
+    expected = answers(stock(model), feeds)["y"]
+    found = run_everywhere(result, feeds)
+    assert np.linalg.norm(found - expected) < 1.5 * limit * np.linalg.norm(expected)
+    assert 0 < result.error < limit
+    assert result.bytes[1] < result.bytes[0]
+    for layer in result.layers:
+        assert layer.why
+        assert (layer.error is None) == (layer.to == "float")
+    onnx.checker.check_model(onnx.load_from_string(ir.to_proto(result.model).SerializeToString()))
+
+
+def test_the_ends_and_what_has_no_weight_stay_float() -> None:
+    result = quantize(net("images"), calibrate=DATA["images"])
+    assert chosen(result) == ["Conv_n", "Conv_e"]
+    assert [layer.why[:12] for layer in result.layers if layer.to == "float"] == [
+        "a first laye", "a last layer"
+    ]  # fmt: skip
+    assert len(chosen(quantize(net("images"), calibrate=DATA["images"], ends=True))) == 4
+    result = quantize(net("text"), calibrate=DATA["text"], skip=["MatMul_o"])
+    assert chosen(result) == ["MatMul_q", "MatMul_k", "MatMul_u"]
+    reasons = {layer.name: layer.why for layer in result.layers}
+    assert reasons["MatMul_s"] == "it multiplies two computed tensors"
+    assert reasons["MatMul_o"] == "it was named to stay float"
+
+
+def test_mixed_gives_back_what_costs_most() -> None:
+    whole = quantize(net("text"), calibrate=DATA["text"], ends=True)
+    limit = whole.error / 2
+    result = quantize(net("text"), to="mixed", calibrate=DATA["text"], ends=True, max_error=limit)
+    assert result.error <= limit
+    costs = {layer.name: layer.cost for layer in result.layers if layer.cost is not None}
+    kept = chosen(result)
+    assert 0 < len(kept) < len(costs)
+    rest = set(costs) - set(kept)
+    assert max(costs[name] for name in kept) <= min(costs[name] for name in rest)
+    with pytest.raises(CheckFailed, match="more than 1e-05"):
+        quantize(net("text"), calibrate=DATA["text"], max_error=1e-5)
+    everything = quantize(net("text"), to="mixed", calibrate=DATA["text"], max_error=1e-6)
+    assert chosen(everything) == []
+    assert everything.error <= 1e-6
+
+
+def test_without_data_the_ranges_are_of_random_inputs() -> None:
+    result = quantize(net("images"))
+    assert any("no calibration data was given" in note for note in result.notes)
+    assert not quantize(net("text"), to="int4-weights").notes
+
+
+def test_graphs_that_need_a_new_opset_have_uint8_activations() -> None:
+    """onnxruntime breaks int8 activations from opset 21 on."""
+    model = net("text")
+    proto = ir.to_proto(model)
+    proto.opset_import[0].version, proto.ir_version = 23, 10
+    proto.graph.node.insert(13, onnx.helper.make_node("RMSNormalization", ["z", "gamma"], ["zn"]))
+    proto.graph.node[-1].input[0] = "zn"
+    assert proto.graph.node[-1].op_type == "MatMul"
+    result = quantize(ir.from_proto(proto), calibrate=DATA["text"])
+    assert result.model.graph.opset_imports[""] == 23
+    zeros = [n.inputs[2] for n in result.model.graph if n.op_type == "QuantizeLinear"]
+    assert {zero.dtype for zero in zeros} == {ir.DataType.UINT8}
+    run_everywhere(result, {"ids": DATA["text"]["ids"][:4]})
+
+
+def test_a_quantized_file_trains_and_stays_one(tmp_path: Path) -> None:
+    result = quantize(net("images"), calibrate=DATA["images"], ends=True)
+    trainer = Trainer(result.model, loss="mse", optimizer=optim.SGD(lr=0.05))
+    feeds = {"x": DATA["images"]["x"], "labels": np.zeros((40, 5), np.float32)}
+    losses = [trainer.step(feeds) for _ in range(10)]
+    assert losses[-1] < losses[0] / 1.2
+    trainer.save(tmp_path / "tuned.onnx")
+    saved = ir.load(tmp_path / "tuned.onnx")
+    assert [n.op_type for n in saved.graph] == [n.op_type for n in result.model.graph]
+    found = answers(stock(saved), {"x": feeds["x"]})["y"]
+    np.testing.assert_allclose(found, trainer.evaluate(feeds).outputs["y"], atol=0.02)
+
+
+WRONG = {
+    "type": ({"to": "int7"}, UsageError, "unknown type 'int7'"),
+    "method": ({"method": "mean"}, UsageError, "unknown calibration method 'mean'"),
+    "layer": ({"skip": ["conv"]}, UsageError, "unknown layer 'conv'"),
+    "limit": ({"max_error": 0.0}, UsageError, "must be above 0"),
+    "no layer": ({"to": "int4-weights"}, ModelError, "no layer can be quantized to int4-weights"),
+    "data of another model": ({"calibrate": DATA["text"]}, ModelError, "no array for input 'x'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_refused(case: str) -> None:
+    options, error, message = WRONG[case]
+    with pytest.raises(error, match=message):
+        quantize(net("images"), **{"calibrate": DATA["images"], **options})
+
+
+def test_rows_that_fill_no_batch_are_refused() -> None:
+    model = net("images")
+    model.graph.inputs[0].shape = ir.Shape([3, 3, 8, 8])
+    with pytest.raises(UsageError, match="40 rows, and the model takes batches of 3"):
+        quantize(model, calibrate=DATA["images"])
+    assert quantize(model, calibrate={"x": DATA["images"]["x"][:6]}).error < 0.02
+
+
+def test_the_command(tmp_path: Path, cli: Cli) -> None:
+    path, data, out, page = (tmp_path / n for n in ("m.onnx", "d.npz", "q.onnx", "r.html"))
+    save(net("images"), path)
+    np.savez(data, **DATA["images"])
+    common = ("quantize", path, "--calibrate", data, "-o", out, "--explain", "--html", page)
+    found = cli.report(*common, "--to", "mixed", "--ends", "--max-error", "0.004")
+    assert found["error"] <= found["max_error"] == 0.004
+    float_layers = [layer for layer in found["layers"] if layer["to"] == "float"]
+    assert "Gemm_y" in {layer["name"] for layer in float_layers}
+    assert all("that cost most, for an error of at most" in each["why"] for each in float_layers)
+    assert "Gemm_y" in page.read_text()
+    assert answers(stock(str(out)), {"x": DATA["images"]["x"]})["y"].shape == (40, 5)
+    out.unlink()
+    beyond = (*common, "--to", "fp8", "--max-error", "0.001")
+    assert "above --max-error 0.001 (nothing was written)" in cli.fails(3, *beyond)
+    assert not out.exists()
+    cli.fails(3, *beyond, "--keep")
+    assert out.exists()
