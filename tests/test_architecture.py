@@ -46,9 +46,9 @@ LAYERS = (
 # Lines of each folder, as ruff formats them; "" are the files beside the folders. A budget may only
 # go down, except by a commit that adds a capability and says so.
 BUDGETS = {
-    "": 4320, "autodiff": 1750, "cli": 3754, "cuda": 1800, "cuda_src": 14915, "distributed": 950,
-    "importer": 5530, "ir": 2375, "kernels": 10040, "lower": 8700, "nn": 4870, "ops": 12200,
-    "program": 10085, "report": 2100, "rewrite": 3215, "runtime": 8260, "torch": 4000,
+    "": 4320, "autodiff": 1750, "cli": 3754, "cuda": 1800, "cuda_src": 14952, "distributed": 950,
+    "importer": 5530, "ir": 2375, "kernels": 10040, "lower": 8746, "nn": 4870, "ops": 12254,
+    "program": 10105, "report": 2100, "rewrite": 3342, "runtime": 8260, "torch": 4000,
     "training": 6820, "validation": 4715,
     "generation": 1125, "quantization": 690,
 }  # fmt: skip

@@ -4,6 +4,7 @@ The lengths that the node is told follow from its caches: a growing cache holds 
 a shared buffer is at least as long as the tokens after the call.
 """
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -193,6 +194,133 @@ def program_of(model: onnx_ir.Model) -> tuple[Specializer, Feeds]:
     rewrite.optimize(model, own_kernels=True)
     weights = model.graph.initializers.items()
     return Specializer(model, CHIPS["H200"]), {k: v.const_value.numpy() for k, v in weights}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """One layer of attention as PyTorch's exporters write it: Concats of past and new tokens.
+
+    Of `tables`, those of each sequence's positions or of one, q and k are rotated; "apart" has
+    other tables for k. `repeats`: 4 heads of q over 2 of keys.
+    """
+
+    name: str
+    kind: str = "float"
+    tables: str = ""  # each, one, apart
+    repeats: bool = False
+
+    def model(self) -> onnx_ir.Model:
+        kind, heads = self.kind, 2 if self.repeats else 4
+        inputs = [f"{kind}[B,S,64] q", *(f"{kind}[B,S,{16 * heads}] {x}" for x in "kv")]
+        inputs += [f"{kind}[B,{heads},P,16] {x}" for x in ("past_k", "past_v")]
+        inputs += [f"{kind}[B,1,S,T] mask"]
+        body = "f = Constant <value_float = 0.25> ()  scale = CastLike (f, q)"
+        for name, number in (("two", 2), ("four", 4), ("sixteen", 16)):
+            body += f" {name} = Constant <value_ints = [{number}]> ()"
+        for x, count in (("q", 4), ("k", heads), ("v", heads)):
+            body += f" {x}s = Constant <value_ints = [0, 0, {count}, 16]> ()"
+            body += f" {x}3 = Reshape ({x}, {x}s)  {x}4 = Transpose <perm = [0, 2, 1, 3]> ({x}3)"
+        new = {"k": "k4", "v": "v4"}
+        if self.tables:
+            names = ["cos", "sin", *(("cos2", "sin2") if self.tables == "apart" else ())]
+            rows = "1" if self.tables == "one" else "B"
+            inputs += [f"{kind}[{rows},S,16] {x}" for x in names]
+            body += " axis = Constant <value_ints = [1]> ()"
+            body += "".join(f" {x}4 = Unsqueeze ({x}, axis)" for x in names)
+            for x, (cos, sin) in zip("qk", (names[:2], names[-2:]), strict=True):
+                body += (
+                    f" {x}a, {x}z = Split <axis = -1, num_outputs = 2> ({x}4)  {x}n = Neg ({x}z)"
+                    f" {x}turn = Concat <axis = -1> ({x}n, {x}a)  {x}c = Mul ({x}4, {cos}4)"
+                    f" {x}d = Mul ({x}turn, {sin}4)  {x}r = Add ({x}c, {x}d)"
+                )
+            new["k"] = "kr"
+        keys = {}
+        for x in "kv":
+            body += f" present_{x} = Concat <axis = -2> (past_{x}, {new[x]})"
+            keys[x] = f"present_{x}"
+            if self.repeats:
+                body += (
+                    f" {x}b = Shape <end = 1> ({x}4)  {x}p = Shape <start = 2, end = 3> (past_{x})"
+                    f" {x}l = Shape <start = 2, end = 3> ({x}4)  {x}u = Add ({x}p, {x}l)"
+                    f" {x}w = Concat <axis = 0> ({x}b, two, two, {x}u, sixteen)"
+                    f" {x}h = Concat <axis = 0> ({x}b, four, {x}u, sixteen)"
+                    f" {x}5 = Unsqueeze (present_{x}, two)  {x}6 = Expand ({x}5, {x}w)"
+                    f" {x}7 = Reshape ({x}6, {x}h)"
+                )
+                keys[x] = f"{x}7"
+        text = (
+            f'<ir_version: 10, opset_import: ["" : 21]> exported ({", ".join(inputs)})'
+            f" => ({kind}[B,S,64] y, {kind}[B,{heads},R,16] present_k,"
+            f" {kind}[B,{heads},R,16] present_v) {{ {body}"
+            f" kt = Transpose <perm = [0, 1, 3, 2]> ({keys['k']})"
+            f" s = MatMul ({'qr' if self.tables else 'q4'}, kt)  z = Mul (s, scale)"
+            f" m = Add (z, mask)  p = Softmax <axis = -1> (m)  o = MatMul (p, {keys['v']})"
+            " o3 = Transpose <perm = [0, 2, 1, 3]> (o)"
+            " os = Constant <value_ints = [0, 0, 64]> ()  y = Reshape (o3, os) }"
+        )
+        return text_model(text)
+
+    def feeds(self, batch: int, new: int, past: int, rng: np.random.Generator) -> Feeds:
+        """Sequences that are padded at the left, the first by none."""
+        sizes = {"B": batch, "S": new, "P": past, "T": past + new}
+        dtype = np.float16 if self.kind == "float16" else np.float32
+        feeds: Feeds = {}
+        for value in self.model().graph.inputs:
+            dims = [d if isinstance(d, int) else sizes[str(d.value)] for d in value.shape or ()]
+            feeds[value.name or ""] = rng.standard_normal(dims).astype(dtype)
+        place, column = past + np.arange(new)[:, None], np.arange(past + new)
+        padding = np.minimum(np.arange(batch), past)[:, None, None, None]
+        feeds["mask"] = np.where((column <= place) & (column >= padding), 0, -1e4).astype(dtype)
+        return feeds
+
+    def program(self, hw: Hardware) -> Program:
+        """The program of a GPU for two sequences with two tokens each behind 39."""
+        model = load(self.model())
+        rewrite.optimize(model, own_kernels=True)
+        feeds = self.feeds(2, 2, 39, np.random.default_rng(0))
+        return lower(model, {name: (x.shape, x.dtype.name) for name, x in feeds.items()}, hw)
+
+    def variants(self, hw: Hardware) -> list[Any]:
+        """None: each kernel has rows of its own."""
+        return []
+
+
+EXPORTED = [
+    Exported("growing"),
+    Exported("growing, rotated", tables="each"),
+    Exported("growing, rotated by one table, repeated", tables="one", repeats=True),
+    Exported("growing, rotated apart", tables="apart"),
+    Exported("growing float16", "float16", repeats=True),
+    Exported("growing float16, rotated", "float16", tables="each", repeats=True),
+]
+GROWTH = tuple(itertools.product((1, 2, 3), (1, 2, 5), (0, 1, 9)))
+"""Sequences, new tokens and tokens of before."""
+
+
+@pytest.mark.parametrize("row", EXPORTED, ids=lambda row: row.name)
+def test_a_growing_cache_is_one_launch(row: Exported) -> None:
+    """Programs over open sizes and over closed ones; NaN in a sequence stays there."""
+    rng, proto = np.random.default_rng(4), onnx_ir.serde.serialize_model(row.model())
+    theirs = onnxruntime.InferenceSession(proto.SerializeToString(), None, ["CPUExecutionProvider"])
+    model = load(row.model())
+    specializer, weights = program_of(model)
+    limit = 2e-5 if row.kind == "float" else 4e-3
+    for batch, new, past in GROWTH:
+        feeds = row.feeds(batch, new, past, rng)
+        feeds["k"][-1, -1] = feeds["v"][-1, 0] = np.nan
+        shapes = {name: (x.shape, x.dtype.name) for name, x in feeds.items()}
+        programs = [specializer.of(shapes).program]
+        programs += [lower(model, shapes, CHIPS["H200"])] if batch == 2 else []
+        wanted = theirs.run(None, feeds)
+        for program in programs:
+            calls = [c.problem.op for c in program.calls if c.problem is not None]
+            assert calls[-2:] == ["CacheAppend", "Sdpa"]
+            assert len(calls) == 2 or row.tables in ("one", "apart")
+            got = interpret(program, feeds, weights)
+            for end, want in zip(theirs.get_outputs(), wanted, strict=True):
+                np.testing.assert_allclose(
+                    got[end.name], want, rtol=limit, atol=limit, err_msg=f"{batch} {new} {past}"
+                )
 
 
 @pytest.mark.parametrize("row", [*DECODERS, *HALF], ids=lambda row: row.name)

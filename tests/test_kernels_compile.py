@@ -27,6 +27,7 @@ from onnx_fuse.kernels.layernorm_gemm_grad_small import TILES, FewRows
 from onnx_fuse.kernels.norm_launches import fold, fold_many
 from onnx_fuse.lower.walk import lower
 from onnx_fuse.program.contractions import Attention, AttentionGrad
+from onnx_fuse.program.data_movement import CacheAppend
 from onnx_fuse.program.problem import CHIPS, GemmProblem, Hardware, KernelConfig, Launch
 from onnx_fuse.program.problems import Conv, Float8, MergedMoments, Window
 from onnx_fuse.runtime import instance
@@ -183,7 +184,15 @@ PROBLEMS = (
         for d in (64, 128)
         for mask in ((), (0, 0, 512, 1), (0, 0, 0, 1))
     ),
-)
+    *(
+        CacheAppend(
+            batch=2, rows=1, heads=8, kv_heads=2, size=64, length=512, past=511, dtype="float16",
+            q_strides=(512, 64, 512), k_strides=(128, 64, 128), v_strides=(128, 64, 128), half=32,
+            context=512, **how,
+        )
+        for how in ({}, {"uniform": True, "columns": True, "positions": "rows"})
+    ),
+)  # fmt: skip
 LIKELIEST = 2  # configurations of a kernel that every problem compiles, the first by cost
 
 

@@ -6,7 +6,8 @@
 // Outputs  : turned [B, heads, rows, D], present [B, kv_heads, length, D]: past, the new rows, zeros.
 // Macros   : T element, ACC, D, PIECE elements a piece (of D, and of HALF), HALF pairs turned (0: none),
 //            INTERLEAVED (a pair are neighbours), POSITIONS (of angles: 0 the place, 1 from the first
-//            on, 2 one each).
+//            on, 2 one each, 3 the new row's number), COLUMNS (tables are [context, 2 HALF], a number
+//            a column), UNIFORM (each sequence has `past` tokens and the new ones: no lengths).
 // Launch   : any grid (x) of 256 threads.
 // Numerics : rotations in ACC, rounded once.
 // Bound    : bytes of the new rows; of past as well where present is another place.
@@ -26,15 +27,16 @@ extern "C" __global__ void __launch_bounds__(256) cache_append(
     for (i64 i = first; i < (i64)batch * rows * all * PIECES; i += step) {
         const int e = i % PIECES * PIECE, row = i / PIECES / all % rows, b = i / PIECES / all / rows;
         int head = i / PIECES % all;
-        const int place = max(lengths[b] + 1 - rows, 0) + row;
+        const int place = (UNIFORM ? past : max(lengths[b] + 1 - rows, 0)) + row;
         const bool query = head < heads, key = !query && head < heads + kv_heads;
         head -= query ? 0 : key ? heads : heads + kv_heads;
         const Rows at = query ? Rows{qb, qh, qr} : key ? Rows{kb, kh, kr} : Rows{vb, vh, vr};
         const T* from = (query ? q : key ? k : v) + b * at.batch + head * at.head + row * at.row;
         Vec<T, PIECE> x = load<PIECE>(from + e);
         if (HALF && (query || key) && e < 2 * HALF) {
-            const i64 angle = POSITIONS == 0 ? place : POSITIONS == 1 ? positions[0] + row : positions[(i64)b * rows + row];
-            const i64 line = (angle < 0 ? 0 : angle < context ? angle : context - 1) * HALF;
+            const i64 token = (i64)b * rows + row;
+            const i64 angle = POSITIONS == 0 ? place : POSITIONS == 1 ? positions[0] + row : POSITIONS == 2 ? positions[token] : token;
+            const i64 line = (angle < 0 ? 0 : angle < context ? angle : context - 1) * (COLUMNS ? 2 * HALF : HALF);
             if (INTERLEAVED) {
 #pragma unroll
                 for (int j = 0; j + 1 < PIECE; j += 2) {
@@ -45,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(256) cache_append(
             } else {
                 const bool second = e >= HALF;
                 const Vec<T, PIECE> other = load<PIECE>(from + (second ? e - HALF : e + HALF));
-                const i64 column = line + (second ? e - HALF : e);
+                const i64 column = line + (second && !COLUMNS ? e - HALF : e);
 #pragma unroll
                 for (int j = 0; j < PIECE; j++) {
                     const ACC c = widen(cosines[column + j]), s = widen(sines[column + j]);
@@ -58,6 +60,26 @@ extern "C" __global__ void __launch_bounds__(256) cache_append(
             store<PIECE>(turned + (((i64)b * heads + head) * rows + row) * D + e, x);
         else if (place < length)
             store<PIECE>((key ? present_key : present_value) + (((i64)b * kv_heads + head) * length + place) * D + e, x);
+    }
+    if (UNIFORM) {  // a block takes a chunk of one head's past at a time, with its loads all on their way
+        constexpr int EACH = 4, CHUNK = 256 * EACH;
+        const i64 pieces = (i64)past * PIECES;
+        const int chunks = (pieces + CHUNK - 1) / CHUNK, lines = batch * kv_heads;
+        for (int task = blockIdx.x; task < 2 * lines * chunks; task += gridDim.x) {
+            const int line = task / chunks % lines;
+            const bool value = task / chunks >= lines;
+            const i64 start = (i64)(task % chunks) * CHUNK + threadIdx.x;
+            const T* from = (value ? past_value : past_key) + (i64)line * past * D;
+            T* to = (value ? present_value : present_key) + (i64)line * length * D;
+            Vec<T, PIECE> x[EACH];
+#pragma unroll
+            for (int j = 0; j < EACH; j++)
+                if (start + j * 256 < pieces) x[j] = load<PIECE>(from + (start + j * 256) * PIECE);
+#pragma unroll
+            for (int j = 0; j < EACH; j++)
+                if (start + j * 256 < pieces) store<PIECE>(to + (start + j * 256) * PIECE, x[j]);
+        }
+        return;
     }
     // one place for past and present: what is old is there
     const i64 each = (i64)batch * kv_heads * length * PIECES;

@@ -623,7 +623,7 @@ class Append(HeuristicKernel):
     """sdpa/append.cu. Operands: q k v lengths cos sin positions past_key past_value, turned
     present_key present_value."""
 
-    source = "sdpa/append.cu"
+    source, version = "sdpa/append.cu", 2
 
     def launch(self, problem: CacheAppend, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch, whose threads walk over the new rows, then over a past that stands apart."""
@@ -634,12 +634,13 @@ class Append(HeuristicKernel):
         names = ("q", "k", "v", "lengths", "cos", "sin", "positions", "past_key", "past_value",
                  "turned", "present_key", "present_value")  # fmt: skip
         numbers = (p.batch, p.rows, p.heads, p.kv_heads, p.length, p.past, p.context)
+        blocks = (4 if p.uniform else 2) * hw.sm_count  # a past that grows always stands apart
         return self.one(
-            "cache_append", 2 * hw.sm_count, 256, *map(Ptr, names),
+            "cache_append", blocks, 256, *map(Ptr, names),
             *(Num("i64", s) for s in strides), *(Num("i32", n) for n in numbers),
             T=C_TYPES[p.dtype], ACC=accumulator(p.dtype), D=p.size, PIECE=width, HALF=p.half,
-            INTERLEAVED=p.interleaved,
-            POSITIONS=("", "first", "each").index(p.positions),
+            INTERLEAVED=p.interleaved, COLUMNS=p.columns, UNIFORM=p.uniform,
+            POSITIONS=("", "first", "each", "rows").index(p.positions),
         )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Attention over a cache of keys and values that stands in memory: GroupQueryAttention.
+"""Caches of keys and values: those that grow, and GroupQueryAttention over one in memory.
 
 B batch, S new tokens, T places of the cache, H heads of queries, K heads of keys, D numbers a head.
 """
@@ -12,9 +12,11 @@ from typing import Any
 import onnx_ir as ir
 
 from onnx_fuse.cuda.pointwise import Code
+from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.kernels import serves
 from onnx_fuse.lower.context import Context, Lowering, NotStatic, emit
 from onnx_fuse.lower.sdpa import aligned
+from onnx_fuse.ops.fused.caches import PLAIN, ROTATED
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.contractions import Attention
 from onnx_fuse.program.data_movement import CacheAppend
@@ -168,6 +170,42 @@ def _mask(
     return mask
 
 
+def growing_cache(ctx: Context, node: ir.Node) -> str | None:
+    """Behind the past stand the new rows, rotated where the node has tables."""
+    rotated = node.op_type == ROTATED
+    names = ("q", "k", "v") if rotated else ("k", "v")
+    reads = {name: aligned(ctx, ctx.view(node, i)) for i, name in enumerate(names)}
+    pasts = [ctx.dense(node, len(names) + i) for i in range(2)]
+    reads |= dict(zip(("past_key", "past_value"), pasts, strict=True))
+    k, q = reads["k"], reads.get("q", reads["k"])
+    (batch, kv_heads, rows, size), past = k.shape, pasts[0].shape[2]
+    shapes = [(batch, kv_heads, n, size) for n in (rows, rows, past, past)]
+    if [t.shape for t in (k, reads["v"], *pasts)] != shapes:
+        return "its keys and values differ in size"
+    if (q.shape[0], *q.shape[2:]) != (batch, rows, size) or not batch * rows * size:
+        return "it is empty, or its queries are not those of its keys"
+    more: dict[str, Any] = {}
+    if rotated:
+        try:
+            tables = [ctx.view(node, i).expand((batch, 1, rows, size)) for i in (5, 6)]
+        except ValueError:
+            return "its tables do not broadcast to its heads"
+        reads |= dict(zip(("cos", "sin"), map(ctx.contiguous, tables), strict=True))
+        more = {"heads": q.shape[1], "half": size // 2, "context": batch * rows}
+        more |= {"positions": "rows", "columns": True}
+    writes = {"turned": ctx.output(node, 0, q.shape, q.dtype)} if rotated else {}
+    length, dtype = past + rows, k.dtype
+    for i, name in enumerate(("present_key", "present_value"), rotated):
+        writes[name] = ctx.output(node, i, (batch, kv_heads, length, size), dtype)
+    append = CacheAppend(
+        batch=batch, rows=rows, kv_heads=kv_heads, size=size, length=length, past=past,
+        dtype=dtype, q_strides=q.strides[:3], k_strides=k.strides[:3],
+        v_strides=reads["v"].strides[:3], uniform=True, **{"heads": 0, **more},
+    )  # fmt: skip
+    return ctx.select(node, append, reads, writes)
+
+
 LOWERINGS: dict[tuple[str, str], Lowering] = {
+    **{(FUSE, name): growing_cache for name in (PLAIN, ROTATED)},
     ("com.microsoft", "GroupQueryAttention"): group_query_attention,
 }

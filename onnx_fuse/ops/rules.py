@@ -25,6 +25,7 @@ from onnx_fuse.ir.build import (
     dim,
     given,
     rank,
+    reads,
     subgraphs,
 )
 from onnx_fuse.ir.constants import FUSE
@@ -309,7 +310,7 @@ def depends_on(value: ir.Value | None, source: ir.Value) -> bool:
             continue
         seen.add(read)
         node = read.producer()
-        todo.extend(node.inputs if node is not None else ())
+        todo.extend(reads(node) if node is not None else ())
     return False
 
 

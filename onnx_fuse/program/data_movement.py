@@ -401,10 +401,11 @@ class Random(AnyProblem):
 class CacheAppend(AnyProblem):
     """Keys and values of `rows` new tokens, written behind those before them in a cache.
 
-    Sequence b has lengths[b] + 1 tokens with the new ones, of which the last `rows` are new. q, k
-    and v are [B, H, rows, D] by their strides, past and present [B, kv_heads, places, D]; places
-    behind the new tokens are zero. Where past and present are one place only the new rows are
-    written. q and k are rotated by cos and sin [context, half]; turned [B, heads, rows, D] takes q.
+    Sequence b has lengths[b] + 1 tokens with the new ones, of which the last `rows` are new, or
+    each has past + rows (`uniform`). q, k and v are [B, H, rows, D] by their strides, past and
+    present [B, kv_heads, places, D]; places behind the new tokens are zero. Where past and present
+    are one place only the new rows are written. q and k are rotated by cos and sin [context, half];
+    turned [B, heads, rows, D] takes q.
     Pointers: q k v lengths cos sin positions past_key past_value, turned present_key present_value.
     """
 
@@ -429,7 +430,10 @@ class CacheAppend(AnyProblem):
     context: int = 0
     positions: str = ""
     """Where a token's angles stand: "" at its place, "first" from positions[0] on, "each" at
-    positions[b, row]."""
+    positions[b, row], "rows" at b rows + row."""
+    columns: bool = False
+    """cos and sin [context, 2 half] have a number for each column, not for each pair."""
+    uniform: bool = False
 
     @property
     def bytes(self) -> int:

@@ -147,11 +147,12 @@ def _append(p: data_movement.CacheAppend) -> Needs:
         for name, heads in lead.items()
     }
     return needs | {
-        "lengths": ("int32", p.batch), "turned": (p.dtype, p.batch * p.heads * p.rows * p.size),
-        **dict.fromkeys(("cos", "sin"), (p.dtype, p.context * p.half)),
+        "lengths": ("int32", 0 if p.uniform else p.batch),
+        "turned": (p.dtype, p.batch * p.heads * p.rows * p.size),
+        **dict.fromkeys(("cos", "sin"), (p.dtype, p.context * p.half * (1 + p.columns))),
         **dict.fromkeys(("past_key", "past_value"), (p.dtype, cache * p.past)),
         **dict.fromkeys(("present_key", "present_value"), (p.dtype, cache * p.length)),
-        "positions": ("int64", {"": 0, "first": 1, "each": p.batch * p.rows}[p.positions]),
+        "positions": ("int64", {"first": 1, "each": p.batch * p.rows}.get(p.positions, 0)),
     }  # fmt: skip
 
 

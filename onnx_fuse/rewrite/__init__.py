@@ -19,6 +19,7 @@ from onnx_fuse.ops.bodies import carries_body
 from onnx_fuse.ops.fused import RULES
 from onnx_fuse.ops.rules import Rewriter, Rule, isolated_subgraphs, nodes_in_order
 from onnx_fuse.rewrite.batch_norm import FOLD_BATCH_NORM, fold_batch_norm
+from onnx_fuse.rewrite.caches import GROWING_CACHE, grow_caches
 from onnx_fuse.rewrite.canonicalize import (
     MISFITS,
     canonicalize,
@@ -38,7 +39,7 @@ LEVELS = {
     2: "level 1, merged products and gated units, and tidied layouts (the default)",
     3: "level 2, and rewrites that round differently",
 }
-FUSIONS: dict[str, int] = {FOLD_BATCH_NORM: 1, GATHER_ROWS: 2}
+FUSIONS: dict[str, int] = {FOLD_BATCH_NORM: 1, GATHER_ROWS: 2, GROWING_CACHE: 1}
 FUSIONS |= {rule.name: rule.level for rule in RULES}
 """Name of every fusion and the level that turns it on; --fuse and --skip take these names."""
 
@@ -157,6 +158,8 @@ def optimize(
         if not training and wanted(GATHER_ROWS, 2) and (gathered := gather_rows(model.graph)):
             rw.fusions[GATHER_ROWS] = gathered
             tidied = True
+        if own_kernels and not training and wanted(GROWING_CACHE, 1):
+            tidied |= bool(grow_caches(rw))
         clean(model)
         if tidied:
             infer_shapes(model)

@@ -78,11 +78,8 @@ def rewrite_each(
     return count
 
 
-def canonicalize(model: ir.Model, *, training: bool) -> list[str]:
-    """Fold constants and drop no-ops; returns remarks for the report.
-
-    With `training`, no float weight is folded into another.
-    """
+def fold_sizes(model: ir.Model, *, training: bool) -> Callable[[ir.Node], bool]:
+    """Fold constants, sizes that are known among them; returns which nodes may be folded."""
     _lift_constants(model)
     parameters = {
         value
@@ -103,6 +100,15 @@ def canonicalize(model: ir.Model, *, training: bool) -> list[str]:
         _lift_constants(model)
         if not changed:
             break
+    return wanted
+
+
+def canonicalize(model: ir.Model, *, training: bool) -> list[str]:
+    """Fold constants and drop no-ops; returns remarks for the report.
+
+    With `training`, no float weight is folded into another.
+    """
+    wanted = fold_sizes(model, training=training)
     notes = _sequences(model)
     _drop_identities(model)
     no_ops = ("no_op_cast", "no_op_transpose", "no_op_expand", "unsqueeze_unsqueeze")

@@ -6,9 +6,13 @@ gradient. A training step has two expressions over the halves instead, with the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import Builder, const_array, dim, rank, replace_node
+from onnx_fuse.ops.rules import producer
 from onnx_fuse.rewrite.canonicalize import rewrite_each
 
 FIRST_OPSET = 13
@@ -19,33 +23,74 @@ def split_rotations(model: ir.Model) -> int:
     """Write each rotation of the main graph half by half, in place; returns how many there were."""
     if model.graph.opset_imports[""] < FIRST_OPSET:
         return 0
-    return rewrite_each(model, "Concat", _split)
+    return rewrite_each(model, "Add", _split)
 
 
-def _split(graph: ir.Graph, join: ir.Node) -> bool:
-    """Replace the Add behind a Concat of (-x2, x1), if it is one and nothing else reads a part."""
-    if len(join.inputs) != 2 or not _last_axis(join, join.outputs[0]):
-        return False
-    negated, first = join.inputs
-    neg = _only_producer(negated, "Neg")
-    halves = _half(first), _half(neg.inputs[0] if neg is not None else None)
-    if halves[0] is None or halves[1] is None or [h[1] for h in halves if h] != [0, 1]:
-        return False
-    x = halves[0][0]
-    product = _reader(join.outputs[0], "Mul")
-    total = None if product is None else _reader(product.outputs[0], "Add")
-    if x is not halves[1][0] or product is None or total is None:
-        return False
-    sin = _other(product, join.outputs[0])
-    straight = _only_producer(_other(total, product.outputs[0]), "Mul")
-    cos = None if straight is None or x not in straight.inputs else _other(straight, x)
+@dataclass(frozen=True)
+class Rotation:
+    """An Add that rotates `x`, by tables as wide as x that broadcast to it."""
+
+    x: ir.Value
+    cos: ir.Value
+    sin: ir.Value
+    parts: tuple[ir.Value, ...]
+    """What lies between x and the sum."""
+
+
+def rotation_of(total: ir.Node | None) -> Rotation | None:
+    """x cos + (-x2, x1) sin, the products and the factors in any order."""
+    if total is None or total.op_type != "Add" or total.domain:
+        return None
+    for product, straight in (total.inputs, total.inputs[::-1]):
+        for joined, sin in _factors(product):
+            if (x := _turned(joined)) is None:
+                continue
+            cos = next((other for one, other in _factors(straight) if one is x), None)
+            if cos is not None and sin is not None and _are_tables(x, cos, sin):
+                assert product is not None
+                assert straight is not None
+                join = joined.producer()
+                assert join is not None
+                negated = join.inputs[0]
+                assert negated is not None
+                return Rotation(x, cos, sin, (negated, joined, product, straight))
+    return None
+
+
+def _factors(product: ir.Value | None) -> Sequence[Sequence[ir.Value]]:
+    """The two factors of a product, in both orders."""
+    node = producer(product, "Mul")
+    factors = [v for v in node.inputs if v is not None] if node is not None else []
+    return (factors, factors[::-1]) if len(factors) == 2 else ()
+
+
+def _turned(joined: ir.Value) -> ir.Value | None:
+    """The x of (-x2, x1)."""
+    join = producer(joined, "Concat")
+    if join is None or len(join.inputs) != 2 or not _last_axis(join, joined):
+        return None
+    neg = producer(join.inputs[0], "Neg")
+    second, first = _half(neg.inputs[0] if neg is not None else None), _half(join.inputs[1])
+    if first is None or second is None or (first[1], second[1]) != (0, 1):
+        return None
+    return first[0] if first[0] is second[0] else None
+
+
+def _are_tables(x: ir.Value, *tables: ir.Value) -> bool:
     size, level = dim(x, -1), rank(x)
-    if sin is None or cos is None or level is None or not isinstance(size, int):
+    if level is None or not isinstance(size, int):
         return False
-    for table in (cos, sin):
-        table_rank = rank(table)
-        if table_rank is None or not 0 < table_rank <= level or dim(table, -1) != size:
-            return False
+    return all(0 < (rank(t) or 0) <= level and dim(t, -1) == size for t in tables)
+
+
+def _split(graph: ir.Graph, total: ir.Node) -> bool:
+    """Replace an Add that rotates, if nothing else reads a part of it."""
+    rotation = rotation_of(total)
+    if rotation is None or any(len(v.uses()) > 1 or v.is_graph_output() for v in rotation.parts):
+        return False
+    x, cos, sin = rotation.x, rotation.cos, rotation.sin
+    size = dim(x, -1)
+    assert size is not None
     op = Builder()
     (x1, x2), (c1, c2), (s1, s2) = (
         op.Split(v, op.constant([size // 2] * 2), axis=-1, outputs=2) for v in (x, cos, sin)
@@ -60,29 +105,6 @@ def _split(graph: ir.Graph, join: ir.Node) -> bool:
 def _last_axis(node: ir.Node, value: ir.Value) -> bool:
     level = rank(value)
     return level is not None and node.attributes.get_int("axis", 0) in (-1, level - 1)
-
-
-def _only_producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
-    """The node of this type that makes a value which one other alone reads."""
-    node = None if value is None else value.producer()
-    if value is None or node is None or node.op_type != op_type or node.domain:
-        return None
-    return node if len(value.uses()) == 1 and not value.is_graph_output() else None
-
-
-def _reader(value: ir.Value, op_type: str) -> ir.Node | None:
-    """The node of this type that alone reads a value, once."""
-    uses = list(value.uses())
-    if len(uses) != 1 or value.is_graph_output():
-        return None
-    node = uses[0].node
-    return node if node.op_type == op_type and not node.domain else None
-
-
-def _other(node: ir.Node, value: ir.Value) -> ir.Value | None:
-    """The other operand of a node of two."""
-    first, second = node.inputs
-    return second if first is value else first
 
 
 def _half(value: ir.Value | None) -> tuple[ir.Value, int] | None:

@@ -1,10 +1,22 @@
-"""GroupQueryAttention over caches, as decoders have it: each sequence against onnxruntime's CPU."""
+"""Attention over caches, as decoders have it: each sequence against onnxruntime's CPU."""
 
 import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from test_caches import BATCHES, DECODERS, HALF, ROTARY, Decoder, drawn, lengths_of, told
+from test_caches import (
+    BATCHES,
+    DECODERS,
+    EXPORTED,
+    GROWTH,
+    HALF,
+    ROTARY,
+    Decoder,
+    Exported,
+    drawn,
+    lengths_of,
+    told,
+)
 
 from onnx_fuse import InferenceSession
 from onnx_fuse.runtime import device
@@ -40,6 +52,19 @@ def test_each_sequence_is_the_one_of_onnxruntime(case: Decoder) -> None:
                 )  # fmt: skip
         count += 1
     assert count >= 2
+
+
+@pytest.mark.parametrize("case", EXPORTED, ids=lambda case: case.name)
+def test_a_growing_cache_is_the_one_of_onnxruntime(case: Exported) -> None:
+    model, rng = case.model(), np.random.default_rng(7)
+    proto = ir.serde.serialize_model(model)
+    theirs = onnxruntime.InferenceSession(proto.SerializeToString(), None, ["CPUExecutionProvider"])
+    ours = InferenceSession(model, device="cuda")
+    for sizes in GROWTH:
+        feeds = case.feeds(*sizes, rng)
+        for x, y in zip(theirs.run(None, feeds), ours.run(None, feeds), strict=True):
+            limit = LIMITS[case.kind]
+            np.testing.assert_allclose(y, x, rtol=limit, atol=limit, err_msg=str(sizes))
 
 
 def on_gpu(array: np.ndarray) -> DeviceTensor:

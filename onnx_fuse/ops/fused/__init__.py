@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from onnx_fuse.ops.fused import (
     activations,
+    caches,  # noqa: F401  (rewrite.caches makes its operators, no rule)
     conv,
     float8,  # noqa: F401  (a precision of training asks for it, no rule)
     gated,

@@ -72,8 +72,10 @@ def attention(p: Attention, of: Operands) -> Results:
 
 def cache_append(p: CacheAppend, of: Operands) -> Results:
     """The caches with the new rows, and the queries rotated."""
-    lengths = of.raw("lengths").reshape(-1).astype(np.int64)
-    starts = np.maximum(lengths + 1 - p.rows, 0)
+    starts = np.full(p.batch, p.past)
+    if not p.uniform:
+        lengths = of.raw("lengths").reshape(-1).astype(np.int64)
+        starts = np.maximum(lengths + 1 - p.rows, 0)
     places = starts[:, None] + np.arange(p.rows)
     results: Results = {}
     heads = {"q": p.heads, "k": p.kv_heads, "v": p.kv_heads}
@@ -85,13 +87,16 @@ def cache_append(p: CacheAppend, of: Operands) -> Results:
     }
     if p.half:
         angles = places
-        if p.positions:
+        if p.positions == "rows":
+            angles = np.arange(places.size).reshape(places.shape)
+        elif p.positions:
             given = of.raw("positions").reshape(-1)
             each = p.positions == "each"
             angles = given.reshape(places.shape) if each else given[0] + np.arange(p.rows)
             angles = np.broadcast_to(angles, places.shape)
         angles = np.clip(angles, 0, p.context - 1)
-        tables = [of.dense(name, p.context, p.half)[angles][:, None] for name in ("cos", "sin")]
+        wide = p.half * (1 + p.columns)
+        tables = [of.dense(name, p.context, wide)[angles][:, None] for name in ("cos", "sin")]
         new |= {name: _rotated(p, new[name], *tables) for name in "qk"}
         results["turned"] = new["q"]
     for name, past, present in (
@@ -109,14 +114,16 @@ def cache_append(p: CacheAppend, of: Operands) -> Results:
 
 
 def _rotated(p: CacheAppend, x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    """x [B, H, S, D] with its pairs rotated by angles [B, 1, S, half]."""
+    """x [B, H, S, D] with its pairs rotated by angles [B, 1, S, half], or one for each column."""
     result = x.copy()
     ends = 2 * p.half
     step, second = (2, 1) if p.interleaved else (1, p.half)
     first = slice(0, ends if p.interleaved else p.half, step)
     other = slice(second, ends, step)
+    c, s = (t[..., -p.half :] for t in (cos, sin))
+    cos, sin = (t[..., : p.half] for t in (cos, sin))
     result[..., first] = x[..., first] * cos - x[..., other] * sin
-    result[..., other] = x[..., other] * cos + x[..., first] * sin
+    result[..., other] = x[..., other] * c + x[..., first] * s
     return result
 
 
