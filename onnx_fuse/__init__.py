@@ -5,8 +5,7 @@ with its original, `gradient` appends its backward, `Trainer` (with the optimize
 fine-tunes it, `quantize` stores it in few bits, `generate` continues prompts with a decoder, and
 `deploy.compile` writes a file that runs without a compiler. `nn` has eager tensors and modules, of
 which `capture` makes models; `register_op` and `register_kernel` add operators and kernels.
-`backend` is the interface of onnx.backend, and `torch` has fused operators and imported graphs for
-PyTorch.
+`backend` is the interface of onnx.backend; `torch` has fused operators and graphs for PyTorch.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from onnx_fuse.errors import ModelError as ModelError
     from onnx_fuse.errors import OnnxFuseError as OnnxFuseError
     from onnx_fuse.errors import UsageError as UsageError
+    from onnx_fuse.generation.batcher import Batcher as Batcher
     from onnx_fuse.generation.generator import Generator as Generator
     from onnx_fuse.generation.generator import generate as generate
     from onnx_fuse.nn.graphs import capture as capture
@@ -52,6 +52,7 @@ __version__ = "0.1.0"
 
 # Public name -> module; a name is imported when first used, so that `import onnx_fuse` is instant.
 _NAMES = {
+    "Batcher": "generation.batcher",
     "CheckFailed": "errors",
     "DataError": "errors",
     "DeviceError": "errors",

@@ -23,7 +23,7 @@ PUBLIC = (
     *(f"onnx_fuse.training.{name}" for name in ("adapters", "callbacks", "data", "fit")),
     *(f"onnx_fuse.training.{name}" for name in ("history", "learner", "metrics", "optim")),
     *(f"onnx_fuse.training.{name}" for name in ("checkpoint", "sources", "step", "trainer")),
-    "onnx_fuse.generation.generator",
+    *(f"onnx_fuse.generation.{name}" for name in ("batcher", "generator")),
     "onnx_fuse.quantization.quantizer",
     "onnx_fuse.nn",
     *(

@@ -44,15 +44,16 @@ class CacheTensor:
     present: str
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
-    """-1 stands where the batch does, and the tokens."""
+    """-1 stands where the batch does, and the tokens of a cache that has no size of its own."""
     batch: int
     """The axis of the sequences."""
     axis: int
     """The axis of the tokens."""
 
     def sized(self, batch: int, tokens: int) -> tuple[int, ...]:
-        """The shape for so many sequences and tokens."""
-        sizes = {self.batch: batch, self.axis: tokens}
+        """The shape for so many sequences, and tokens where the file does not fix their number."""
+        fixed = self.shape[self.axis]
+        sizes = {self.batch: batch, self.axis: tokens if fixed < 0 else fixed}
         return tuple(sizes.get(i, size) for i, size in enumerate(self.shape))
 
 
@@ -207,5 +208,5 @@ def _cache(past: InputSpec, present: InputSpec) -> CacheTensor:
             f"the cache '{past.name}' {past.shape} -> '{present.name}' {present.shape} must be "
             "[batch, heads, tokens, head] of one type, with the sizes of heads and head in the file"
         )
-    shape = tuple(-1 if i in (batch, axis) else int(size or 0) for i, size in enumerate(sizes))
+    shape = tuple(-1 if i == batch or size is None else size for i, size in enumerate(sizes))
     return CacheTensor(past.name, present.name, past.dtype, shape, batch, axis)

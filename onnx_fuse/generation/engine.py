@@ -79,10 +79,8 @@ class Engine:
         """Make the caches empty, with room for so many tokens; returns the bytes of the room."""
         self._slots, self._grown, self._bindings, size = {}, {}, {}, 0
         self._cached = 0
-        fixed = self.decoder.capacity if self.decoder.fixed else None
         for cache in self.decoder.caches:
-            roomy = self.in_place or self.decoder.fixed
-            shape = cache.sized(batch, (fixed or tokens) if roomy else 0)
+            shape = cache.sized(batch, tokens if self.in_place else 0)
             if self.in_place:
                 place = _zeros(prod(shape) * cache.dtype.itemsize, self.session)
                 self._slots[cache.past] = (shape, *place)
@@ -140,23 +138,26 @@ class Engine:
         ids: Array,
         counts: Array,
         draws: Mapping[str, Array] | None = None,
-        row: int | None = None,
+        rows: tuple[int, int] | None = None,
     ) -> Array:
         """The next tokens [B, R] of sequences whose latest tokens are `ids`, of `counts` in all.
 
-        `draws` are the sampler's inputs. With `row`, the run is of that sequence alone.
+        `draws` are the sampler's inputs. `rows` are the first of the slots and their number, where
+        the run is not of all.
         """
         draws = dict(draws or {})
         if self.gathers:
             draws[LAST] = np.maximum(counts[:, None] - np.arange(self._rows, 0, -1), 0)
         with ort.faults(self.name):
-            return self._run(ids, counts, draws, row)
+            return self._run(ids, counts, draws, rows)
 
-    def _run(self, ids: Array, counts: Array, draws: Mapping[str, Array], row: int | None) -> Array:
+    def _run(
+        self, ids: Array, counts: Array, draws: Mapping[str, Array], rows: tuple[int, int] | None
+    ) -> Array:
         decoder, where = self.decoder, "cuda" if self.on_gpu else "cpu"
         total = int(counts.max()) if decoder.caches else ids.shape[1]
         feeds = decoder.feeds(ids, counts, total)
-        binding = self._bindings.get(row) or self._bound(row)
+        binding = self._bindings.get(rows) or self._bound(rows)
         for name, array in (feeds | ({} if self.sampler else dict(draws))).items():
             binding.bind_cpu_input(name, array)
         for past, value in self._grown.items():
@@ -190,16 +191,16 @@ class Engine:
         self.sampler.run_with_iobinding(binding)
         return binding.get_outputs()[0]
 
-    def _bound(self, row: int | None) -> Any:
-        """A binding to the cache's places, or to those of one sequence."""
-        binding = self._bindings[row] = self.session.io_binding()
+    def _bound(self, rows: tuple[int, int] | None) -> Any:
+        """A binding to the cache's places, or to some of its slots."""
+        binding = self._bindings[rows] = self.session.io_binding()
         binding.bind_output(self.decoder.logits if self.sampler else TOKEN)  # the first one
         for cache in self.decoder.caches if self.in_place else ():
             shape, address, _ = self._slots[cache.past]
-            if row is not None:
+            if rows is not None:
                 axis = cache.batch
-                address += row * prod(shape[axis + 1 :]) * cache.dtype.itemsize
-                shape = (*shape[:axis], 1, *shape[axis + 1 :])
+                address += rows[0] * prod(shape[axis + 1 :]) * cache.dtype.itemsize
+                shape = (*shape[:axis], rows[1], *shape[axis + 1 :])
             device = self.session.device, _gpu(self.session)
             for bind, name in (
                 (binding.bind_input, cache.past),

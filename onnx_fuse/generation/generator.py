@@ -72,7 +72,7 @@ class Generator:
         guesses: int = 4,
     ) -> None:
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-        self.is_one, self._prompts = _prompts(ids)
+        self.is_one, self._prompts = prompts_of(ids)
         self._eos = {eos} if isinstance(eos, int) else set(eos)
         for name, value in {
             "max_new_tokens": max_new_tokens,
@@ -109,7 +109,7 @@ class Generator:
                 f"{name}: prompts of different lengths need its input attention_mask, which it has "
                 "not: generate from one prompt at a time"
             )
-        self._check_vocabulary()
+        checked_ids(self._prompts, self._engine)
         self._check_room(max(lengths))
         self.tokens: list[list[int]] = [[*p] for p in self._prompts]
         """The prompts and what came after them."""
@@ -179,10 +179,10 @@ class Generator:
     def _pieces(self, ids: Array, counts: Array, row: int | None = None) -> Array:
         length = ids.shape[1]
         step = self._chunk or length
-        draws = self._draws(row)
+        draws, slots = self._draws(row), None if row is None else (row, 1)
         for begin in range(0, length, step):
             end = min(begin + step, length)
-            answer = self._engine.run(ids[:, begin:end], counts - (length - end), draws, row)
+            answer = self._engine.run(ids[:, begin:end], counts - (length - end), draws, slots)
         return answer[:, -1]
 
     def _step(self) -> Array:
@@ -238,18 +238,20 @@ class Generator:
                 f"{tokens} has no place: give a shorter prompt or fewer new tokens"
             )
 
-    def _check_vocabulary(self) -> None:
-        size = self._engine.decoder.vocabulary
-        for row, prompt in enumerate(self._prompts):
-            wrong = [t for t in prompt if t < 0 or (size is not None and t >= size)]
-            if wrong:
-                raise UsageError(
-                    f"prompt {row} has the id {wrong[0]}: {self._engine.name} has the ids 0 to "
-                    f"{'its vocabulary' if size is None else size - 1}"
-                )
+
+def checked_ids(prompts: Sequence[Sequence[int]], engine: Engine) -> None:
+    """Raise UsageError for an id that the decoder has not."""
+    size = engine.decoder.vocabulary
+    for row, prompt in enumerate(prompts):
+        wrong = [t for t in prompt if t < 0 or (size is not None and t >= size)]
+        if wrong:
+            last = "its vocabulary" if size is None else size - 1
+            raise UsageError(
+                f"prompt {row} has the id {wrong[0]}: {engine.name} has the ids 0 to {last}"
+            )
 
 
-def _prompts(ids: Sequence[Any]) -> tuple[bool, list[list[int]]]:
+def prompts_of(ids: Sequence[Any]) -> tuple[bool, list[list[int]]]:
     """Whether there is one prompt alone, and the prompts as lists."""
     rows = list(ids)
     one = not rows or np.ndim(rows[0]) == 0

@@ -1,0 +1,318 @@
+"""Requests that come and go, in one batch over the slots of a decoder's cache."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
+from threading import Condition, Lock, Thread
+from typing import Any
+
+import numpy as np
+
+from onnx_fuse.errors import ModelError, UsageError
+from onnx_fuse.generation.decoder import Array
+from onnx_fuse.generation.engine import Engine
+from onnx_fuse.generation.generator import checked_ids, prompts_of
+from onnx_fuse.generation.sampling import DRAWN, HISTORY, Sampling
+
+__all__ = ["Batcher", "Request"]
+__dir__ = __all__.copy
+
+
+class Request:
+    """A prompt that a `Batcher` continues: iterate over its tokens, or wait for all of them.
+
+    `for` and `async for` give tokens as they come; `result()` and `await` give a list of all. It
+    comes from `Batcher.submit`, with a `prompt`, a `count` of new tokens, `eos` and `sampling`.
+    """
+
+    def __init__(self, prompt: list[int], count: int, eos: set[int], sampling: Sampling) -> None:
+        self.prompt = prompt
+        self.tokens: list[int] = []
+        """The new tokens so far."""
+        self._count, self._eos = count, eos
+        [self._numbers] = sampling.numbers(1)
+        self._cached = 0
+        self._cancelled = False
+        self._future: Future[list[int]] = Future()
+        self._changed = Lock()
+        self._listeners: list[Callable[[int | None], object]] = []
+
+    def cancel(self) -> None:
+        """End it with the tokens that there are."""
+        self._cancelled = True
+
+    def result(self, timeout: float | None = None) -> list[int]:
+        """All new tokens. `timeout` is in seconds.
+
+        Raises TimeoutError where they take longer, and ModelError or DeviceError where it failed.
+        """
+        return self._future.result(timeout)
+
+    def __await__(self) -> Generator[Any, None, list[int]]:
+        return asyncio.wrap_future(self._future).__await__()
+
+    def __iter__(self) -> Iterator[int]:
+        queue: SimpleQueue[int | None] = SimpleQueue()
+        self._listen(queue.put)
+        while (token := queue.get()) is not None:
+            yield token
+        self._future.result()
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue[int | None]()
+
+        def put(token: int | None) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(queue.put_nowait, token)
+
+        self._listen(put)
+        try:
+            while (token := await queue.get()) is not None:
+                yield token
+        finally:
+            with self._changed:
+                self._listeners = [each for each in self._listeners if each is not put]
+        await self
+
+    def _listen(self, put: Callable[[int | None], object]) -> None:
+        """Tell the tokens so far and those that come, and None at the end."""
+        with self._changed:
+            for token in self.tokens:
+                put(token)
+            if self._future.done():
+                put(None)
+            else:
+                self._listeners.append(put)
+
+    def _take(self, token: int) -> None:
+        with self._changed:
+            self.tokens.append(token)
+            for put in self._listeners:
+                put(token)
+
+    def _end(self, error: BaseException | None = None) -> None:
+        with self._changed:
+            if error is None:
+                self._future.set_result(self.tokens)
+            else:
+                self._future.set_exception(error)
+            for put in self._listeners:
+                put(None)
+            self._listeners = []
+
+    def _is_done(self) -> bool:
+        """Whether no token is to come."""
+        last = self.tokens[-1] if self.tokens else None
+        return self._cancelled or len(self.tokens) >= self._count or last in self._eos
+
+
+class Batcher:
+    """Continues many prompts at once: each begins when a slot is free, and ends by itself.
+
+    A thread runs the decoder, which must have GroupQueryAttention over its cache: in turn a piece
+    of one new prompt, and a token of each sequence that is under way. Any thread may submit.
+
+    Args:
+        model: As `Generator` has it.
+        max_tokens: Tokens of one sequence, prompt and continuation, for which its slot has room.
+        max_sequences: Slots: sequences that are under way at once. Others wait.
+        chunk: Tokens of a prompt that go into one run, between two tokens of the others.
+        temperature: As `Generator` has it, for all requests, as are the next four options.
+        top_k: See `Generator`.
+        top_p: See `Generator`.
+        min_p: See `Generator`.
+        repetition_penalty: See `Generator`.
+        device: "cpu", "cuda" or "cuda:1", of a model that is no session.
+        precision: What "cuda" computes in.
+
+    Raises:
+        UsageError: An option is of no use.
+        ModelError: The model is no decoder with GroupQueryAttention.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_tokens: int = 2048,
+        max_sequences: int = 8,
+        chunk: int = 512,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        device: str | None = None,
+        precision: str = "fp32",
+    ) -> None:
+        sizes = {"max_tokens": max_tokens, "max_sequences": max_sequences, "chunk": chunk}
+        for name, size in sizes.items():
+            if size < 1:
+                raise UsageError(f"{name} is {size}: it must be 1 or above")
+        self._options = (temperature, top_k, top_p, min_p, repetition_penalty)
+        self._sampling = Sampling(*self._options)
+        self._engine = Engine(model, self._sampling, False, device, precision)
+        decoder = self._engine.decoder
+        if not decoder.in_slots or decoder.width is not None:
+            raise ModelError(
+                f"{self._engine.name}: a Batcher needs a decoder with GroupQueryAttention and free "
+                "sizes, in whose cache each sequence has a length of its own: use generate"
+            )
+        self._room, self._chunk = min(max_tokens, decoder.capacity or max_tokens), chunk
+        self.cache_bytes = self._engine.allocate(max_sequences, self._room)
+        self._slots: list[Request | None] = [None] * max_sequences
+        self._waiting: deque[Request] = deque()
+        self._closed: BaseException | None = None
+        self._work = Condition()
+        self._thread = Thread(target=self._serve, name="onnx_fuse.Batcher", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self,
+        ids: Sequence[int],
+        *,
+        max_new_tokens: int = 128,
+        eos: int | Iterable[int] = (),
+        seed: int | None = None,
+    ) -> Request:
+        """Let a prompt be continued as soon as a slot is free; returns at once.
+
+        Args:
+            ids: The ids of the prompt.
+            max_new_tokens: Tokens after which it ends.
+            eos: The id or ids that end it; the last token is that one.
+            seed: The same seed draws the same numbers, as `Generator` does for one prompt.
+
+        Raises:
+            UsageError: The prompt is of no use, has no room in a slot, or the batcher is closed.
+        """
+        one, prompts = prompts_of(ids)
+        if not one:
+            raise UsageError("submit takes one prompt: call it for each")
+        checked_ids(prompts, self._engine)
+        [prompt] = prompts
+        if max_new_tokens < 0 or len(prompt) + max_new_tokens > self._room:
+            raise UsageError(
+                f"a prompt of {len(prompt)} tokens and {max_new_tokens} new ones do not fit a slot "
+                f"of {self._room}: give fewer, or a larger max_tokens"
+            )
+        ends = {eos} if isinstance(eos, int) else set(eos)
+        request = Request(prompt, max_new_tokens, ends, Sampling(*self._options, seed))
+        with self._work:
+            if self._closed is not None:
+                raise UsageError(f"the batcher takes no requests: {self._closed}")
+            self._waiting.append(request)
+            self._work.notify()
+        return request
+
+    def close(self) -> None:
+        """End all requests with the tokens that they have, and the thread."""
+        self._stop(UsageError("it is closed"))
+        self._thread.join()
+
+    def __enter__(self) -> Batcher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _stop(self, reason: BaseException) -> None:
+        with self._work:
+            self._closed = self._closed or reason
+            self._work.notify()
+
+    def _serve(self) -> None:
+        failure: BaseException | None = None
+        try:
+            while self._admit():
+                self._prefill()
+                self._decode()
+        except Exception as error:  # noqa: BLE001 - each request raises it where it is waited for
+            failure = error
+            self._stop(error)
+        with self._work:
+            left = [*filter(None, self._slots), *self._waiting]
+            self._slots, self._waiting = [None] * len(self._slots), deque()
+        for request in left:
+            request._end(failure)
+
+    def _admit(self) -> bool:
+        """Free the slots of what is done, and fill them; wait for work. False where it is over."""
+        with self._work:
+            while self._closed is None:
+                for i, request in enumerate(self._slots):
+                    while request is None or request._is_done():
+                        if request is not None:
+                            request._end()
+                        request = self._waiting.popleft() if self._waiting else None
+                        self._slots[i] = request
+                        if request is None:
+                            break
+                if any(self._slots):
+                    return True
+                self._work.wait()
+        return False
+
+    def _prefill(self) -> None:
+        """A piece of the first prompt that is not in the cache yet."""
+        for i, request in enumerate(self._slots):
+            if request is not None and request._cached < len(request.prompt):
+                begin, size = request._cached, len(request.prompt)
+                request._cached = end = min(begin + self._chunk, size)
+                ids = np.array([request.prompt[begin:end]])
+                draws = self._draws([request if end == size else None])
+                answer = self._engine.run(ids, np.array([end]), draws, (i, 1))
+                if end == size:
+                    self._taken([request], answer)
+                return
+
+    def _decode(self) -> None:
+        """A token of each sequence whose prompt is in the cache."""
+        rows = [r if r and r.tokens and not r._is_done() else None for r in self._slots]
+        if not any(rows):
+            return
+        # of the first slots; a power of two, so that there are few shapes
+        highest = max(i for i, request in enumerate(rows) if request)
+        count = min(1 << highest.bit_length(), len(rows))
+        ids, counts = np.zeros((count, 1), np.int64), np.ones(count, np.int64)
+        for i, request in enumerate(rows[:count]):
+            if request is not None:
+                ids[i], counts[i] = request.tokens[-1], len(request.prompt) + len(request.tokens)
+            elif (other := self._slots[i]) is not None:
+                # what is written there, the next piece of its prompt writes over
+                counts[i] = min(other._cached + 1, self._room)
+        answer = self._engine.run(ids, counts, self._draws(rows[:count]), (0, count))
+        self._taken(rows[:count], answer)
+
+    def _draws(self, rows: Sequence[Request | None]) -> dict[str, Array]:
+        """The sampler's inputs; a row without a request gets any."""
+        draws: dict[str, Array] = {}
+        if self._sampling.temperature:
+            drawn = [r._numbers.random(dtype=np.float32) if r else 0 for r in rows]
+            draws[DRAWN] = np.array(drawn, np.float32)[:, None]
+        if self._sampling.repetition_penalty != 1:
+            history = np.zeros((len(rows), self._room), np.int64)
+            for row, request in zip(history, rows, strict=True):
+                if request is not None:
+                    tokens = request.prompt + request.tokens
+                    row[:] = tokens[0]
+                    row[: len(tokens)] = tokens
+            draws[HISTORY] = history
+        return draws
+
+    def _taken(self, rows: Sequence[Request | None], answer: Array) -> None:
+        for request, token in zip(rows, answer[:, -1].tolist(), strict=True):
+            if request is not None and token >= 0:
+                request._take(token)
+            elif request is not None:
+                place = len(request.prompt) + len(request.tokens)
+                error = ModelError(
+                    f"{self._engine.name}: the logits of token {place} are not finite: check the "
+                    "weights, or take precision fp32"
+                )
+                self._slots[self._slots.index(request)] = None
+                request._end(error)
