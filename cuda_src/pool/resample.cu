@@ -1,7 +1,7 @@
 // pool/resample.cu: y[o, i, j, n] = sum over s, t of above_weight[i, s] weight[j, t] x[o, above[i, s], source[j, t], n].
 // Idea     : one or two axes of a Resize. The host works out sources and weights (they depend on sizes and
 //            attributes alone); nearest, linear, cubic, antialiased: all the same kernel. A thread has VEC
-//            neighbours of n, or COLUMNS of j where n is a single one. Source -1: `outside`. No branch
+//            neighbours of n, or COLUMNS of j where n is a single one. All sources -1: `outside`. No branch
 //            stands between the loads, which would go one by one; few sources and weights stay in registers.
 // Inputs   : x X [outer, rows, length, inner VEC], y Y [outer, resized rows, resized, inner VEC]; source i32, weight
 //            f32 [resized, TAPS], above i32, above_weight f32 [resized rows, ROWS].
@@ -38,15 +38,16 @@ extern "C" __global__ void __launch_bounds__(256)
     const int j = (int)(pixel - line * across) * COLUMNS;
     const i64 o = quotient(line, resized_rows);
     const int i = (int)(line - o * resized_rows);
-    const X* image = x + o * rows * length * inner * VEC + n;
+    const i64 stride = COLUMNS > 1 ? 1 : inner * VEC;
+    const X* image = x + o * rows * length * stride + n;
     const Table<int> sources(source + (i64)j * TAPS);
     const Table<float> weights(weight + (i64)j * TAPS);
     ACC sum[COLUMNS * VEC] = {};
-    bool out[COLUMNS] = {};
 #pragma unroll
     for (int s = 0; s < (ROWS ? ROWS : 1); s++) {
         const int row = ROWS ? above[i * ROWS + s] : 0;
         const float a = ROWS ? above_weight[i * ROWS + s] : 1.0f;
+        const X* across_row = image + (i64)max(row, 0) * length * stride;
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) {
             ACC part[VEC] = {};
@@ -54,18 +55,22 @@ extern "C" __global__ void __launch_bounds__(256)
             for (int t = 0; t < TAPS; t++) {
                 const int from = sources.at(c * TAPS + t);
                 const float w = weights.at(c * TAPS + t);
-                out[c] |= row < 0 || from < 0;
-                const Vec<X, VEC> v = load<VEC>(image + ((i64)max(row, 0) * length + max(from, 0)) * inner * VEC);
-                const bool counts = w != 0 && a != 0;  // 0 times an infinity is no 0
+                const Vec<X, VEC> v = load<VEC>(across_row + max(from, 0) * stride);
+                // 0 times an infinity is no 0
 #pragma unroll
-                for (int k = 0; k < VEC; k++) part[k] = counts ? part[k] + (ACC)w * (ACC)widen(v.at[k]) : part[k];
+                for (int k = 0; k < VEC; k++) part[k] = w != 0 ? part[k] + (ACC)w * (ACC)widen(v.at[k]) : part[k];
             }
 #pragma unroll
-            for (int k = 0; k < VEC; k++) sum[c * VEC + k] += ROWS ? (ACC)a * part[k] : part[k];
+            for (int k = 0; k < VEC; k++) {
+                ACC& total = sum[c * VEC + k];
+                total = a != 0 ? total + (ROWS ? (ACC)a * part[k] : part[k]) : total;
+            }
         }
     }
     Vec<Y, COLUMNS * VEC> result;
+    const bool beyond = ROWS && above[i * ROWS] < 0;
 #pragma unroll
-    for (int k = 0; k < COLUMNS * VEC; k++) result.at[k] = narrow<Y>(out[k / VEC] ? (ACC)outside : sum[k]);
+    for (int k = 0; k < COLUMNS * VEC; k++)
+        result.at[k] = narrow<Y>(beyond || sources.at(k / VEC * TAPS) < 0 ? (ACC)outside : sum[k]);
     store<COLUMNS * VEC>(y + at * (COLUMNS * VEC), result);
 }

@@ -120,17 +120,26 @@ class Channels(HeuristicKernel):
 class Taps(HeuristicKernel):
     """pool/resample.cu. Operands: x source weight y; of rows above above_weight."""
 
-    version = 2
+    version = 3
     source = "pool/resample.cu"
     free_axes = "yz"
+
+    def _vec(self, problem: Resample) -> int:
+        wider = max(problem.dtype, problem.out_dtype, key=ITEMSIZE.__getitem__)
+        return access_width(problem.inner, wider)
+
+    def cost(self, problem: Resample, config: KernelConfig, hw: Hardware) -> float:
+        """The usual, or the instructions of a tap, of which vectors share the address."""
+        sums = problem.outer * problem.resized * problem.rows[1] * problem.inner
+        taps = sums * problem.taps * max(1, problem.rows[2])
+        took = taps * (6 + 14 / self._vec(problem)) / hw.rate("float32")
+        return max(took + hw.launch_seconds, super().cost(problem, config, hw))
 
     def launch(self, problem: Resample, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch, an access of 16 bytes a thread, or up to four columns."""
         length, resized, taps = problem.rows
-        wider = max(problem.dtype, problem.out_dtype, key=ITEMSIZE.__getitem__)
-        vec = access_width(problem.inner, wider)
-        columns = access_width(problem.resized, wider, 4 * ITEMSIZE[wider])
-        columns = columns if problem.inner == 1 else 1
+        vec = self._vec(problem)
+        columns = access_width(problem.resized, "float32") if problem.inner == 1 else 1
         across, inner = problem.resized // columns, problem.inner // vec
         threads = problem.outer * resized * across * inner
         above = ("above", "above_weight") if taps else ("source", "weight")
