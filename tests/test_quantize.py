@@ -12,6 +12,7 @@ from support import Cli, answers, stock
 from onnx_fuse import Trainer, load, optim, quantize
 from onnx_fuse.errors import CheckFailed, ModelError, UsageError
 from onnx_fuse.importer.save import save
+from onnx_fuse.ir.build import add_initializer, text_model
 from onnx_fuse.validation.quantized import Steps
 
 IMAGES = """<ir_version: 9, opset_import: ["" : 17]>
@@ -125,6 +126,21 @@ def test_mixed_gives_back_what_costs_most() -> None:
     assert everything.error <= 1e-6
 
 
+@pytest.mark.parametrize("clip", ["Relu (a)", "Clip (a, low, high)"])
+def test_rounding_to_float8_stands_before_a_clip(clip: str) -> None:
+    """onnxruntime (1.32) drops a Relu before a rounding to float8, and fails at a Clip."""
+    model = text_model(f"""<ir_version: 9, opset_import: ["" : 17]> g (float[N,3,8,8] x)
+      => (float[N,4,2,2] y) <float low = {{0}}, float high = {{6}}> {{
+      a = Conv (x, w0) r = {clip} p = MaxPool <kernel_shape = [2,2]> (r)
+      t = Transpose <perm = [0,1,3,2]> (p) y = Conv <strides = [2,2]> (t, w1) }}""")
+    rng = np.random.default_rng(3)
+    for node, index, shape in ((0, 1, (4, 3, 3, 3)), (-1, 1, (4, 4, 2, 2))):
+        weight = add_initializer(model.graph, f"w.{node}", np.float32(rng.standard_normal(shape)))
+        model.graph[node].replace_input_with(index, weight)
+    result = quantize(model, to="fp8", calibrate=DATA["images"], ends=True)
+    run_everywhere(result, {"x": DATA["images"]["x"][:3]})
+
+
 def test_without_data_the_ranges_are_of_random_inputs() -> None:
     result = quantize(net("images"))
     assert any("no calibration data was given" in note for note in result.notes)
@@ -174,6 +190,20 @@ def test_what_is_refused(case: str) -> None:
     options, error, message = WRONG[case]
     with pytest.raises(error, match=message):
         quantize(net("images"), **{"calibrate": DATA["images"], **options})
+
+
+def test_what_is_quantized_stays_as_it_is() -> None:
+    """Other layers can be quantized, though not by onnxruntime's quantizer."""
+    first = quantize(net("images"), calibrate=DATA["images"])
+    again = quantize(
+        first.model, to="fp8", calibrate=DATA["images"] | {"labels": np.zeros(40)}, ends=True
+    )
+    reasons = {layer.name: layer.why for layer in again.layers}
+    assert reasons["Conv_n"] == "it is quantized already"
+    assert chosen(again) == ["Conv_a", "Gemm_y"]
+    run_everywhere(again, {"x": DATA["images"]["x"][:3]})
+    with pytest.raises(ModelError, match="quantized already: give the float model"):
+        quantize(first.model, calibrate=DATA["images"])
 
 
 def test_rows_that_fill_no_batch_are_refused() -> None:

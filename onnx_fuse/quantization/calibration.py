@@ -40,6 +40,7 @@ def batches(model: ir.Model, data: str | os.PathLike[str] | Mapping[str, Array])
     missing = [v.name for v in inputs if v.name not in arrays]
     if missing:
         raise ModelError(f"the calibration data has no array for input '{missing[0]}'")
+    arrays = {name: arrays[name] for v in model.graph.inputs if (name := v.name or "") in arrays}
     rows = {len(arrays[v.name or ""]) for v in inputs if arrays[v.name or ""].ndim}
     first = [v.shape[0] for v in inputs if v.shape is not None and len(v.shape)]
     fixed = {size for size in first if isinstance(size, int)}
@@ -68,7 +69,11 @@ def _open_batch(model: ir.Model) -> ir.Model:
 def made_up(model: ir.Model) -> list[Feeds]:
     """Random inputs within what the graph takes, of several sizes where sizes are open."""
     session = ort.session(model, as_written=True)
-    return [feeds for feeds, _ in generate(model, lambda feeds: ort.run(session, feeds))]
+    try:
+        return [feeds for feeds, _ in generate(model, lambda feeds: ort.run(session, feeds))]
+    except ModelError as error:
+        reason = str(error).partition(": give inputs")[0]
+        raise ModelError(f"{reason}: give calibration data (--calibrate DATA.npz)") from error
 
 
 def ranges(model: ir.Model, feeds: Sequence[Feeds], method: str, operators: Sequence[str]) -> Any:

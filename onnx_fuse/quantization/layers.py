@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import const_array
 
+Values: TypeAlias = "Sequence[ir.Value | None]"
 PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 """The operators whose weights are quantized, and their inputs."""
 _TABLES = ("Gather", "Embedding")
@@ -43,7 +45,8 @@ def layers(graph: ir.Graph, to: str, *, ends: bool, skip: Collection[str]) -> li
         skip: Names of nodes that stay float.
     """
     nodes = [node for node in graph if node.op_type in PRODUCTS and not node.domain]
-    first, last = _at_inputs(graph), _at_outputs(graph)
+    first = _outermost(graph, lambda node: node.inputs, lambda node: node.outputs)
+    last = _outermost(reversed(graph), lambda node: node.outputs, lambda node: node.inputs)
     found = []
     for node in nodes:
         why = _obstacle(node, to)
@@ -71,9 +74,11 @@ def _obstacle(node: ir.Node, to: str) -> str:
     """The reason why no file can hold a quantized form of the node, or ""."""
     weight = const_array(node.inputs[1])
     if weight is None:
-        return "it multiplies two computed tensors"
-    if weight.dtype != "float32":
-        return f"its weight is {weight.dtype}, and the quantizer reads float32"
+        maker = node.inputs[1].producer() if node.inputs[1] is not None else None
+        stored = maker is not None and maker.op_type == "DequantizeLinear"
+        return "it is quantized already" if stored else "it multiplies two computed tensors"
+    if weight.dtype != "float32" and (to != "int4-weights" or weight.dtype == "float64"):
+        return f"its weight is {weight.dtype}, not float32"
     if not weight.size:
         return "its weight is empty"
     if to == "int4-weights" and (node.op_type not in ("Gemm", "MatMul") or weight.ndim != 2):
@@ -90,29 +95,16 @@ def _weighted(node: ir.Node) -> bool:
     return not node.domain and (table or product)
 
 
-def _at_inputs(graph: ir.Graph) -> set[ir.Node]:
-    """The nodes with weights whose data no other such node has been at."""
-    behind: set[ir.Value] = set()
-    """The values that nodes with weights have a part in."""
-    first = set()
-    for node in graph:
-        later = any(v in behind for v in node.inputs)
+def _outermost(
+    nodes: Iterable[ir.Node], near: Callable[[ir.Node], Values], far: Callable[[ir.Node], Values]
+) -> set[ir.Node]:
+    """The nodes with weights that no other one lies before, on the way from their near ends."""
+    behind: set[ir.Value | None] = set()
+    found = set()
+    for node in nodes:
+        later = not behind.isdisjoint(set(near(node)) - {None})
         if _weighted(node) and not later:
-            first.add(node)
+            found.add(node)
         if later or _weighted(node):
-            behind.update(node.outputs)
-    return first
-
-
-def _at_outputs(graph: ir.Graph) -> set[ir.Node]:
-    """The nodes with weights of which no other one reads the result before the outputs."""
-    behind: set[ir.Value] = set()
-    """The values that a node with weights reads further on."""
-    last = set()
-    for node in reversed(graph):
-        read_later = any(v in behind for v in node.outputs)
-        if _weighted(node) and not read_later:
-            last.add(node)
-        if read_later or _weighted(node):
-            behind.update(v for v in node.inputs if v is not None)
-    return last
+            behind.update(far(node))
+    return found

@@ -11,8 +11,9 @@ import onnx_ir as ir
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.load import read
 from onnx_fuse.importer.save import fits_protobuf, to_proto
-from onnx_fuse.ir.build import Builder, add_initializer, const_array
+from onnx_fuse.ir.build import Builder, add_initializer, const_array, remove_unused_nodes
 from onnx_fuse.ir.names import Names
+from onnx_fuse.ir.traits import VIEWS
 from onnx_fuse.quantization.layers import PRODUCTS
 from onnx_fuse.training.stored_codes import StoredCodes
 
@@ -21,6 +22,8 @@ PASSING = ("Relu", "Clip", "MaxPool", "Reshape", "Flatten", "Transpose", "Squeez
 """Operators that integers pass, behind layers that make them."""
 BLOCK = 32
 """Weights of 4 bits that share a scale."""
+_F8 = ir.DataType.FLOAT8E4M3FN
+_MOVING = VIEWS | {"MaxPool", "Slice"}
 _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)
 """Parts of a block's largest weight that may become the largest code."""
 
@@ -50,39 +53,57 @@ def in_int8(model: ir.Model, names: Sequence[str], ranges: Any, kind: str) -> ir
 
 def in_float8(model: ir.Model, names: Sequence[str], ranges: Any) -> ir.Model:
     """The model with these layers in float8e4m3fn, whose largest numbers are the ranges' ends."""
-    model, kind = model.clone(), ir.DataType.FLOAT8E4M3FN
-    graph, limit = model.graph, float(kind.max)
-    naming, rounded = Names.of(graph), dict[str, ir.Value]()
-    for node in [n for n in graph if n.name in names]:
+    model, limit = model.clone(), float(_F8.max)
+    naming, rounded = Names.of(model.graph), dict[ir.Value, ir.Value]()
+    for node in [n for n in model.graph if n.name in names]:
         x, weight = node.inputs[0], const_array(node.inputs[1])
         if x is None or weight is None:
             continue
-        if str(x.name) not in rounded:
-            ends = np.abs(np.asarray(ranges[x.name].range_value, np.float64)).max()
-            scale = add_initializer(graph, naming.fresh(f"{x.name}_scale"), _scale(ends, limit))
-            zero = add_initializer(
-                graph, naming.fresh(f"{x.name}_zero"), np.zeros((), kind.numpy())
-            )
-            op = Builder()
-            maker = x.producer()
-            # onnxruntime (1.32) drops a Relu before a QuantizeLinear to float8, and fails at a Clip
-            clips = maker is not None and maker.op_type in ("Relu", "Clip") and not maker.domain
-            codes = op.QuantizeLinear(maker.inputs[0] if maker and clips else x, scale, zero)
-            result = op.DequantizeLinear(codes, scale, zero)
-            if maker and clips:
-                result = op.node(maker.op_type, [result, *maker.inputs[1:]])
-            rounded[str(x.name)] = _named(op, result, naming, x)
-            if maker is None:
-                graph.insert_before(graph[0], op.nodes)
-            else:
-                graph.insert_after(maker, op.nodes)
+        if x not in rounded:
+            largest = np.abs(np.asarray(ranges[x.name].range_value, np.float64)).max()
+            rounded[x] = _rounded(model.graph, x, _scale(largest, limit), naming)
         axis = _channels(node, weight)
         others = tuple(i for i in range(weight.ndim) if i != axis)
         scales = _scale(np.abs(weight).max(others), limit)
-        stored = StoredCodes(kind, "", scales, None, axis, 0)
-        _store(graph, node, stored, weight, naming, axis=axis)
-        node.replace_input_with(0, rounded[str(x.name)])
+        _store(model.graph, node, StoredCodes(_F8, "", scales, None, axis, 0), naming, axis=axis)
+        node.replace_input_with(0, rounded[x])
+    remove_unused_nodes(model)
     return model
+
+
+def _rounded(graph: ir.Graph, x: ir.Value, scale: Array, naming: Names) -> ir.Value:
+    """A value rounded to float8.
+
+    A Relu or Clip follows the rounding, which is the same: onnxruntime (1.32) drops a Relu before
+    it, or fails at a Clip, and moves it up through what moves elements.
+    """
+    source, passed = x, list[ir.Node]()
+    while (maker := source.producer()) is not None and not maker.domain:
+        clips = maker.op_type in ("Relu", "Clip")
+        if not (clips or maker.op_type in _MOVING) or maker.inputs[0] is None:
+            break
+        passed.append(maker)
+        source = maker.inputs[0]
+        if clips:
+            break
+    if not passed or passed[-1].op_type not in ("Relu", "Clip"):
+        source, passed = x, []
+    op = Builder()
+    scales, zero = (
+        add_initializer(graph, naming.fresh(f"{x.name}_{label}"), array)
+        for label, array in (("scale", scale), ("zero", np.zeros((), _F8.numpy())))
+    )
+    result = op.DequantizeLinear(op.QuantizeLinear(source, scales, zero), scales, zero)
+    for node in reversed(passed):
+        operands = [result, *node.inputs[1:]]
+        result = op.node(node.op_type, operands, attributes=dict(node.attributes))
+    result = _named(op, result, naming, x)
+    after = x.producer()
+    if after is None:
+        graph.insert_before(graph[0], op.nodes)
+    else:
+        graph.insert_after(after, op.nodes)
+    return result
 
 
 def in_four_bits(model: ir.Model, names: Sequence[str]) -> ir.Model:
@@ -94,12 +115,13 @@ def in_four_bits(model: ir.Model, names: Sequence[str]) -> ir.Model:
         if weight is not None:
             axis = 1 - _channels(node, weight)
             stored = _best_blocks(weight, axis)
-            _store(model.graph, node, stored, weight, naming, axis=axis, block_size=BLOCK)
+            _store(model.graph, node, stored, naming, axis=axis, block_size=BLOCK)
     return model
 
 
 def _best_blocks(weight: Array, axis: int) -> StoredCodes:
     """The scales of blocks, each of some by which its squared error is least."""
+    kind, weight = weight.dtype, weight.astype(np.float32)
     count = -(-weight.shape[axis] // BLOCK)
     pads = [(0, count * BLOCK - n if i == axis else 0) for i, n in enumerate(weight.shape)]
     split = [*weight.shape[:axis], count, BLOCK, *weight.shape[axis + 1 :]]
@@ -112,7 +134,7 @@ def _best_blocks(weight: Array, axis: int) -> StoredCodes:
         error = np.square(np.clip(np.rint(blocks / wide), -8, 7) * wide - blocks).sum(axis + 1)
         best = np.where(error < least, scales, best)
         least = np.minimum(error, least)
-    return StoredCodes(ir.DataType.INT4, "", best.astype(np.float32), None, axis, BLOCK)
+    return StoredCodes(ir.DataType.INT4, "", best.astype(kind), None, axis, BLOCK)
 
 
 def _scale(largest: Any, limit: float) -> Array:
@@ -130,16 +152,13 @@ def _channels(node: ir.Node, weight: Array) -> int:
 
 
 def _store(
-    graph: ir.Graph,
-    node: ir.Node,
-    stored: StoredCodes,
-    weight: Array,
-    naming: Names,
-    **attributes: int,
+    graph: ir.Graph, node: ir.Node, stored: StoredCodes, naming: Names, **attributes: int
 ) -> None:
     """Let a node read its weight as stored codes through a DequantizeLinear."""
     value, op = node.inputs[1], Builder()
+    weight = const_array(value)
     assert value is not None
+    assert weight is not None
     codes, scale = (
         add_initializer(graph, naming.fresh(f"{value.name}_{label}"), array)
         for label, array in (("quantized", stored.codes(weight, {})), ("scale", stored.scales))
@@ -156,6 +175,5 @@ def _named(op: Builder, result: ir.Value, naming: Names, like: ir.Value) -> ir.V
     for node in op.nodes:
         node.name = naming.fresh(f"{like.name}_{node.op_type}")
         node.outputs[0].name = naming.fresh(f"{node.name}_Output")
-        node.outputs[0].shape = like.shape
-    result.type = like.type
+    result.type, result.shape = like.type, like.shape
     return result

@@ -144,6 +144,9 @@ class _Work:
         source = read(model)
         self.before = weight_bytes(source)
         graph = inline(load(source))
+        quantized = any(node.op_type == "DequantizeLinear" for node in graph.graph)
+        if quantized and to == "int8":  # onnxruntime's quantizer would name values twice
+            raise ModelError("the model is quantized already: give the float model")
         canonicalize(graph, training=False)
         fold_batch_norm(Rewriter(graph))
         self.float, self.kind = self._written(graph, source.graph.opset_imports[""])
