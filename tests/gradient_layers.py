@@ -2,6 +2,7 @@
 
 import numpy as np
 from gradient_rows import F32, apart, rng, row, rows, within
+from support import entries
 
 NORM = [
     *rows("""
@@ -49,59 +50,54 @@ LRN: x=(2, 5, 3, 2), dtype=F32
 ]
 
 
-def resize(name, attributes, scales=None, sizes=None, x=(1, 2, 4, 5), **more):
-    inputs = {"s": np.array(scales, np.float32)} if scales else {"z": np.array(sizes, np.int64)}
-    call = "x, , s" if scales else "x, , , z"
-    body = f"y = Resize <{attributes}> ({call})"
-    return row(f"Resize {name}", body, x=x, dtype=F32, fixed=("s",), **inputs, **more)
+def resizes(text):
+    """Rows of inputs, `s` the scales or `z` the sizes, and of attributes in the lines below."""
+    for name, inputs, attributes in entries(text):
+        given = {"x": (1, 2, 4, 5), "dtype": F32, "fixed": ("s",)} | eval(f"dict({inputs})")
+        for key, kind in (("s", np.float32), ("z", np.int64)):
+            given |= {key: np.array(given[key], kind)} if key in given else {}
+        call = "x, , s" if "s" in given else "x, , , z"
+        yield row(f"Resize {name}", f"y = Resize <{attributes}> ({call})", **given)
 
 
-RESIZE = [
-    resize("nearest x2", 'mode = "nearest"', scales=[1, 1, 2, 2]),
-    resize(
-        "nearest asymmetric floor",
-        'coordinate_transformation_mode = "asymmetric", nearest_mode = "floor"',
-        scales=[1, 1, 2, 3],
-    ),
-    resize("nearest fractional", 'mode = "nearest"', scales=[1, 1, 1.5, 0.6]),
-    resize("nearest sizes", 'mode = "nearest"', sizes=[1, 2, 8, 7]),
-    resize(
-        "nearest ceil",
-        'nearest_mode = "ceil", coordinate_transformation_mode = "asymmetric"',
-        scales=[1, 1, 2, 2],
-    ),
-    resize("linear", 'mode = "linear"', scales=[1, 1, 2, 1.5]),
-    resize(
-        "linear sizes",
-        'mode = "linear", coordinate_transformation_mode = "pytorch_half_pixel"',
-        sizes=[1, 2, 7, 3],
-    ),
-    resize(
-        "linear corners",
-        'mode = "linear", coordinate_transformation_mode = "align_corners"',
-        sizes=[1, 2, 7, 9],
-    ),
-    resize("linear axes", 'mode = "linear", axes = [2, 3]', scales=[2, 2]),
-    resize("linear 3-D", 'mode = "linear"', scales=[1, 1, 2, 1.5, 2], x=(1, 2, 2, 4, 3)),
-    resize("linear 1-D", 'mode = "linear"', scales=[1, 1, 2.5], x=(2, 3, 4)),
-    resize(
-        "linear antialias",
-        'mode = "linear", antialias = 1',
-        scales=[1, 1, 0.5, 0.6],
-        x=(1, 2, 6, 7),
-    ),
-    resize(
-        "linear, an axis that stays", 'mode = "linear"', scales=[1, 1, 1.3, 0.6], x=(1, 2, 2, 7)
-    ),
-    resize("linear, axes that stay", 'mode = "linear"', scales=[1, 1, 1.3, 1.2], x=(1, 2, 2, 3)),
-    resize("cubic, an axis that stays", 'mode = "cubic"', scales=[1, 1, 1.4, 1.3], x=(1, 2, 7, 2)),
-    resize("cubic", 'mode = "cubic"', scales=[1, 1, 2, 1.5]),
-    resize(
-        "cubic sizes",
-        'mode = "cubic", cubic_coeff_a = -0.5, exclude_outside = 1',
-        sizes=[1, 2, 9, 3],
-    ),
-]
+RESIZE = list(
+    resizes("""
+nearest x2: s=[1, 1, 2, 2]
+  mode = "nearest"
+nearest asymmetric floor: s=[1, 1, 2, 3]
+  coordinate_transformation_mode = "asymmetric", nearest_mode = "floor"
+nearest fractional: s=[1, 1, 1.5, 0.6]
+  mode = "nearest"
+nearest sizes: z=[1, 2, 8, 7]
+  mode = "nearest"
+nearest ceil: s=[1, 1, 2, 2]
+  nearest_mode = "ceil", coordinate_transformation_mode = "asymmetric"
+linear: s=[1, 1, 2, 1.5]
+  mode = "linear"
+linear sizes: z=[1, 2, 7, 3]
+  mode = "linear", coordinate_transformation_mode = "pytorch_half_pixel"
+linear corners: z=[1, 2, 7, 9]
+  mode = "linear", coordinate_transformation_mode = "align_corners"
+linear axes: s=[2, 2]
+  mode = "linear", axes = [2, 3]
+linear 3-D: s=[1, 1, 2, 1.5, 2], x=(1, 2, 2, 4, 3)
+  mode = "linear"
+linear 1-D: s=[1, 1, 2.5], x=(2, 3, 4)
+  mode = "linear"
+linear antialias: s=[1, 1, 0.5, 0.6], x=(1, 2, 6, 7)
+  mode = "linear", antialias = 1
+linear, an axis that stays: s=[1, 1, 1.3, 0.6], x=(1, 2, 2, 7)
+  mode = "linear"
+linear, axes that stay: s=[1, 1, 1.3, 1.2], x=(1, 2, 2, 3)
+  mode = "linear"
+cubic, an axis that stays: s=[1, 1, 1.4, 1.3], x=(1, 2, 7, 2)
+  mode = "cubic"
+cubic: s=[1, 1, 2, 1.5]
+  mode = "cubic"
+cubic sizes: z=[1, 2, 9, 3]
+  mode = "cubic", cubic_coeff_a = -0.5, exclude_outside = 1
+""")
+)
 
 
 def points(low, high, *shape):
@@ -111,35 +107,25 @@ def points(low, high, *shape):
     return (2 * (whole + rng(6).uniform(0.15, 0.35, whole.shape)) + 1) / size - 1
 
 
-GRID = [
-    row(
-        f"GridSample {mode} {padding} {corners}",
-        f'y = GridSample <mode = "{mode}", padding_mode = "{padding}", '
-        f"align_corners = {corners}> (x, g)",
-        x=(2, 3, 6, 8),
-        g=points(-0.3, 1.2, 2, 3, 4) * (1 if not corners else np.array([8 / 7, 6 / 5])),
-        dtype=F32,
-    )
-    for mode in ("linear", "nearest")
-    for padding in ("zeros", "border")
-    for corners in (0, 1)
-]
-
 # one box reaches beyond the image, one is smaller than a pixel
 BOXES = np.array([[0.63, 0.92, 5.31, 4.17], [-1.37, 2.11, 9.53, 7.59], [3.21, 1.34, 3.68, 1.77]])
-GRID += [
-    row(
-        f"RoiAlign {mode} {samples}",
-        "b = Constant <value = int64[3] {1, 0, 1}> ()\n"
-        f'y = RoiAlign <coordinate_transformation_mode = "{mode}", output_height = 2, '
-        f"output_width = 3, sampling_ratio = {samples}, spatial_scale = 0.9> (x, boxes, b)",
-        x=(2, 3, 6, 8),
-        boxes=BOXES,
-        opset=21,
+INNER = {"0": points(-0.3, 1.2, 2, 3, 4)}
+INNER["1"] = INNER["0"] * np.array([8 / 7, 6 / 5])
+GRID = list(
+    rows(
+        """
+GridSample $mode $edge $corners: x=(2, 3, 6, 8), g=INNER["$corners"], dtype=F32;
+mode in linear nearest; edge in zeros border; corners in 0 1
+  y = GridSample <mode = "$mode", padding_mode = "$edge", align_corners = $corners> (x, g)
+RoiAlign $mode $samples: x=(2, 3, 6, 8), boxes=BOXES, opset=21;
+mode in half_pixel output_half_pixel; samples in 0 2
+  b = Constant <value = int64[3] {1, 0, 1}> ()
+  y = RoiAlign <coordinate_transformation_mode = "$mode", output_height = 2, output_width = 3,
+  sampling_ratio = $samples, spatial_scale = 0.9> (x, boxes, b)
+""",
+        globals(),
     )
-    for mode in ("half_pixel", "output_half_pixel")
-    for samples in (0, 2)
-]
+)
 
 
 ATTENTION = [

@@ -36,10 +36,10 @@ def row(name, body, **inputs):
     return Row(name, body, inputs, **options)
 
 
-def rows(text):
+def rows(text, scope=None):
     """Rows of a name and what `row` takes for its inputs, and of nodes in the lines below it."""
     for name, inputs, body in entries(text):
-        yield row(name, body, **eval(f"dict({inputs})"))
+        yield row(name, body, **eval(f"dict({inputs})", scope or globals()))
 
 
 def rng(seed=0):
@@ -122,14 +122,6 @@ BINARY = [
     row("Sum of 3", "y = Sum (a, b, c)", a=(3, 4), b=(4,), c=(2, 1, 1)),
     row("Mean of 3", "y = Mean (a, b, c)", a=(3, 4), b=(4,), c=(2, 1, 1), dtype=F32),
     row("Pow", "y = Pow (a, b)", a=within(0.5, 2, 3, 4), b=(4,)),
-    *(
-        row(
-            f"Pow {e}",
-            f"e = Constant <value = double[1] {{{e}}}> ()\n y = Pow (x, e)",
-            x=within(0.5, 2, 3, 4),
-        )
-        for e in ("2.0", "3.0", "0.5", "-1.0", "1.7", "-0.5")
-    ),
     row("Pow integer exponent", "y = Pow (x, e)", x=(3, 4), e=i64(2, 3, 1, 0), runtime=("e",)),
     row("Mod fmod", "y = Mod <fmod = 1> (a, b)", a=apart(4, 5), b=scalar(0.73)),
     row("PRelu", "y = PRelu (x, s)", x=apart(2, 3, 4), s=(3, 1), dtype=F32),
@@ -139,6 +131,8 @@ BINARY = [
     row("Clip above", "y = Clip (x, , h)", x=apart(4, 5), h=scalar(0.6)),
     row("CastLike", "y = CastLike (x, x)", x=(3,)),
     *rows("""
+Pow $e: x=within(0.5, 2, 3, 4); e in 2.0 3.0 0.5 -1.0 1.7 -0.5
+  e = Constant <value = double[1] {$e}> ()  y = Pow (x, e)
 PRelu, wide slope: x=(2, 3, 4), s=(3, 4), dtype=F32, static="s"
   e = Exp (x) n = Neg (e) y = PRelu (n, s)
 Where broadcast condition: c=np.array([[True], [False]]), a=(4,), b=()
@@ -154,16 +148,9 @@ MATMUL = (
     [
         row(f"MatMul {a} {b}", "y = MatMul (a, b)", a=a, b=b)
         for a, b in (
-            ((3, 4), (4, 5)),
-            ((2, 3, 4), (4, 5)),
-            ((2, 3, 4), (2, 4, 5)),
-            ((2, 1, 3, 4), (6, 4, 5)),
-            ((3, 4), (2, 4, 5)),
-            ((4,), (4, 5)),
-            ((3, 4), (4,)),
-            ((2, 3, 4), (4,)),
-            ((4,), (2, 4, 5)),
-            ((4,), (4,)),
+            *(((3, 4), (4, 5)), ((2, 3, 4), (4, 5)), ((2, 3, 4), (2, 4, 5))),
+            *(((2, 1, 3, 4), (6, 4, 5)), ((3, 4), (2, 4, 5)), ((4,), (4, 5)), ((3, 4), (4,))),
+            *(((2, 3, 4), (4,)), ((4,), (2, 4, 5)), ((4,), (4,))),
         )
     ]
     + [
@@ -200,16 +187,8 @@ A product that broadcasts a batch: a=(3, 2, 2), b=(3, 2, 2), static=("b",)
 REDUCE = [
     row(f"{op} {what}", f"y = {op} <{attributes}> (x{', axes' if axes else ''})", x=x, **axes)
     for op in (
-        *(
-            "ReduceSum",
-            "ReduceMean",
-            "ReduceMax",
-            "ReduceMin",
-            "ReduceProd",
-            "ReduceL1",
-            "ReduceL2",
-        ),
-        *("ReduceSumSquare", "ReduceLogSum", "ReduceLogSumExp"),
+        *("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1"),
+        *("ReduceL2", "ReduceSumSquare", "ReduceLogSum", "ReduceLogSumExp"),
     )
     for x in (within(0.3, 2, 2, 3, 4) if op == "ReduceLogSum" else apart(2, 3, 4),)
     for what, attributes, axes in (
@@ -267,10 +246,6 @@ SHAPE = [
     row("Flatten", "y = Flatten <axis = 2> (x)", x=(2, 3, 4)),
     row("Squeeze", "y = Squeeze (x, a)", x=(2, 1, 4), a=i64(1)),
     row("Squeeze all", "y = Squeeze (x)", x=(2, 1, 4, 1)),
-    *(
-        row(f"Squeeze all by no axes{name}", "y = Squeeze (x, a)", x=(2, 1, 4, 1), a=i64(), **how)
-        for name, how in (("", {}), (", at run time", {"runtime": ("a",)}))
-    ),
     row("Unsqueeze", "y = Unsqueeze (x, a)", x=(2, 4), a=i64(0, -1)),
     row("Transpose", "y = Transpose <perm = [2, 0, 1]> (x)", x=(2, 3, 4)),
     row("Transpose default", "y = Transpose (x)", x=(2, 3, 4)),
@@ -288,24 +263,17 @@ SHAPE = [
     row("Pad", "y = Pad (x, p)", x=(2, 3), p=i64(1, 0, 0, 2)),
     row("Pad value axes", "y = Pad (x, p, v, a)", x=(2, 3), p=i64(1, 2), v=scalar(0.7), a=i64(-1)),
     row("Pad crop", "y = Pad (x, p)", x=(4, 5), p=i64(-1, 2, 1, -2)),
-    *(
-        row(
-            f"Pad {mode}", f'y = Pad <mode = "{mode}"> (x, p)', x=(2, 4, 5), p=i64(0, 2, 1, 0, 1, 3)
-        )
-        for mode in ("reflect", "edge", "wrap")
-    ),
-    *(
-        row(
-            f"DepthToSpace {m}",
-            f'y = DepthToSpace <blocksize = 2, mode = "{m}"> (x)',
-            x=(2, 8, 2, 3),
-            dynamic=True if m == "DCR" else (0, 2, 3),
-        )
-        for m in ("DCR", "CRD")
-    ),
     row("SpaceToDepth", "y = SpaceToDepth <blocksize = 2> (x)", x=(2, 3, 4, 2)),
     row("Range", "y = Range (a, b, d)", a=scalar(0.3), b=scalar(2.35), d=scalar(0.5)),
     *rows("""
+Squeeze all by no axes: x=(2, 1, 4, 1), a=i64()
+  y = Squeeze (x, a)
+Squeeze all by no axes, at run time: x=(2, 1, 4, 1), a=i64(), runtime=("a",)
+  y = Squeeze (x, a)
+Pad $mode: x=(2, 4, 5), p=i64(0, 2, 1, 0, 1, 3); mode in reflect edge wrap
+  y = Pad <mode = "$mode"> (x, p)
+DepthToSpace $mode: x=(2, 8, 2, 3), dynamic=$axes; mode, axes in DCR True | CRD (0, 2, 3)
+  y = DepthToSpace <blocksize = 2, mode = "$mode"> (x)
 Split: x=(2, 4), s=i64(2, 2), outputs=("y", "b")
   a, b = Split <axis = 1> (x, s)  y = Mul (a, a)
 Split, part unused: x=(2, 7)
@@ -327,57 +295,30 @@ ReverseSequence: x=(3, 4, 2), l=i64(1, 4, 2)
 
 INDEXING = [
     row("Gather", "y = Gather (x, i)", x=(5, 3), i=np.array([[0, 4, 0], [1, 0, -1]])),
-    *(
-        row(
-            f"Gather int32 axis {axis}{when}",
-            f"y = Gather <axis = {axis}> (x, i)",
-            x=(2, 5, 3),
-            i=np.array([[0, 1, 0], [1, 0, -1]], np.int32),
-            runtime=("i",) if when else (),
-        )
-        for axis in (0, 1)
-        for when in ("", " run-time")
-    ),
     row("Gather axis -1", "y = Gather <axis = -1> (x, i)", x=(2, 5), i=i64(3, 3, -2)),
-    *(
-        row(f"Gather scalar {i}", "y = Gather <axis = 1> (x, i)", x=(2, 5, 3), i=scalar(i))
-        for i in (0, 2, -1, -2)
-    ),
     row("Gather one", "y = Gather <axis = -2> (x, i)", x=(2, 5, 3), i=i64(-4)),
     row("Gather one of rank 2", "y = Gather <axis = 1> (x, i)", x=(2, 5, 3), i=np.array([[1]])),
-    *(
-        row(
-            f"ScatterElements {r}",
-            f'y = ScatterElements <axis = 1, reduction = "{r}"> (x, i, u)',
-            x=apart(2, 5),
-            u=apart(2, 2) + 0.033,
-            i=np.array([[0, 4], [1, 3]]),
-        )
-        for r in ("none", "add", "mul", "max", "min")
-    ),
-    *(
-        row(
-            f"ScatterND {r}",
-            f'y = ScatterND <reduction = "{r}"> (x, i, u)',
-            x=apart(4, 3),
-            u=apart(2, 3) + 0.033,
-            i=np.array([[1], [3]]),
-        )
-        for r in ("none", "add", "mul", "max", "min")
-    ),
     row("TopK", "y, i = TopK (x, k)", x=apart(3, 5), k=i64(2)),
-    *(
-        row(
-            f"Compress of {size} by 3{attribute}",
-            f"y = Compress {attribute} (x, c)",
-            x=(size,) if not attribute else (2, size),
-            c=np.array([True, False, True]),
-            runtime=runtime,
-        )
-        for size, runtime in ((4, ()), (2, ()), (2, ("c",)))
-        for attribute in ("", "<axis = 1>", "<axis = -1>")
-    ),
     *rows("""
+Gather int32 axis $axis: x=(2, 5, 3), i=np.int32([[0, 1, 0], [1, 0, -1]]); axis in 0 1
+  y = Gather <axis = $axis> (x, i)
+Gather int32 axis $axis run-time: x=(2, 5, 3), i=np.int32([[0, 1, 0], [1, 0, -1]]),
+runtime=("i",); axis in 0 1
+  y = Gather <axis = $axis> (x, i)
+Gather scalar $i: x=(2, 5, 3), i=scalar($i); i in 0 2 -1 -2
+  y = Gather <axis = 1> (x, i)
+ScatterElements $how: x=apart(2, 5), u=apart(2, 2) + 0.033,
+i=np.array([[0, 4], [1, 3]]); how in none add mul max min
+  y = ScatterElements <axis = 1, reduction = "$how"> (x, i, u)
+ScatterND $how: x=apart(4, 3), u=apart(2, 3) + 0.033,
+i=np.array([[1], [3]]); how in none add mul max min
+  y = ScatterND <reduction = "$how"> (x, i, u)
+Compress of $n by 3: x=($n,), c=np.array([True, False, True]), runtime=$runtime;
+n, runtime in 4 () | 2 () | 2 ("c",)
+  y = Compress (x, c)
+Compress of $n by 3<axis = $axis>: x=(2, $n), c=np.array([True, False, True]), runtime=$runtime;
+n, runtime in 4 () | 2 () | 2 ("c",); axis in 1 -1
+  y = Compress <axis = $axis> (x, c)
 Gather run-time: x=(5, 3), i=np.array([[0, 4], [0, -1]]), runtime=("i",)
   y = Gather (x, i)
 Gather axis 1: x=(2, 5, 3), i=np.array([[0, 4, 0], [1, 0, 2]])

@@ -1,6 +1,5 @@
 """Rows for the tests of gradients: convolutions and pools."""
 
-import numpy as np
 from gradient_rows import F32, apart, row, rows
 
 CONV = list(
@@ -76,75 +75,48 @@ dtype=F32, dynamic=(0, 1), static=("w",)
 )
 
 POOL = [
-    row(f"{op} {name}", f"y = {op} <{attributes}> (x)", x=x, dtype=F32)
-    for op in ("MaxPool", "AveragePool", "LpPool")
-    for x in (apart(2, 2, 7, 6),)
-    for name, attributes in (
-        ("tiles", "kernel_shape = [2, 2], strides = [2, 2]"),
-        ("overlap", "kernel_shape = [3, 2]"),
-        ("pads", "kernel_shape = [3, 3], strides = [2, 2], pads = [1, 1, 1, 0]"),
-        ("ceil", "kernel_shape = [3, 3], strides = [2, 2], ceil_mode = 1"),
-        (
-            "ceil, pads",
-            "kernel_shape = [3, 3], strides = [2, 2], pads = [1, 0, 1, 0], ceil_mode = 1",
-        ),
-        ("dilated", "kernel_shape = [2, 2], dilations = [2, 3]"),
-        ("same", 'kernel_shape = [3, 2], strides = [2, 2], auto_pad = "SAME_UPPER"'),
-        ("gaps", "kernel_shape = [1, 2], strides = [2, 3]"),
-    )
-] + [
-    *(
-        row(f"{op} {name}", f"y = {op} <kernel_shape = [1, 2], {attributes}> (x)", x=x, dtype=F32)
-        for op in ("AveragePool", "LpPool")
-        for name, attributes, x in (
-            ("cut like upper", 'strides = [4, 6], auto_pad = "SAME_UPPER"', apart(2, 2, 8, 6)),
-            ("cut like lower", 'strides = [4, 6], auto_pad = "SAME_LOWER"', apart(2, 2, 8, 6)),
-            (
-                "cut, dilated",
-                'strides = [4, 6], dilations = [1, 2], auto_pad = "VALID"',
-                apart(2, 2, 8, 9),
-            ),
-            ("of no images", "strides = [2, 2], pads = [0, 1, 0, 0]", np.zeros((0, 2, 5, 6))),
-            ("without a window", "strides = [2, 1], ceil_mode = 1", (1, 2, 3, 1)),
-        )
-    ),
-    *(
-        row(
-            f"AveragePool {name}",
-            f"y = AveragePool <kernel_shape = [3], {attributes}> (x)",
-            x=x,
-            dtype=F32,
-        )
-        for name, attributes, x in (
-            ("cut, padding counts", 'strides = [6], auto_pad = "SAME_LOWER"', (2, 3, 12)),
-            ("smaller than its window", "strides = [2], ceil_mode = 1", (1, 4, 1)),
-            ("dilated, padding counts", "strides = [2], dilations = [2], pads = [2, 1]", (2, 3, 8)),
-        )
-        for attributes in [f"{attributes}, count_include_pad = 1"]
-    ),
-    *(
-        row(
-            f"AveragePool count_include_pad {more}",
-            "y = AveragePool <kernel_shape = [3, 3], strides = [2, 2], pads = [1, 1, 1, 1], "
-            f"count_include_pad = 1{more}> (x)",
-            x=(2, 2, 6, 8),
-            dtype=F32,
-        )
-        for more in ("", ", ceil_mode = 1")
-    ),
     row("GlobalAveragePool", "y = GlobalAveragePool (x)", x=(2, 3, 4, 5), dtype=F32),
     row("GlobalMaxPool", "y = GlobalMaxPool (x)", x=apart(2, 3, 4, 5), dtype=F32),
-    *(
-        row(
-            f"GlobalLpPool p={p}",
-            f"y = GlobalLpPool <p = {p}> (x)",
-            x=apart(1, 2, 4, 5),
-            dtype=F32,
-            opset=21,
-        )
-        for p in (1, 2, 3)
-    ),
     *rows("""
+$op tiles: x=apart(2, 2, 7, 6), dtype=F32; op in MaxPool AveragePool LpPool
+  y = $op <kernel_shape = [2, 2], strides = [2, 2]> (x)
+$op overlap: x=apart(2, 2, 7, 6), dtype=F32; op in MaxPool AveragePool LpPool
+  y = $op <kernel_shape = [3, 2]> (x)
+$op pads: x=apart(2, 2, 7, 6), dtype=F32; op in MaxPool AveragePool LpPool
+  y = $op <kernel_shape = [3, 3], strides = [2, 2], pads = [1, 1, 1, 0]> (x)
+$op ceil: x=apart(2, 2, 7, 6), dtype=F32; op in MaxPool AveragePool LpPool
+  y = $op <kernel_shape = [3, 3], strides = [2, 2], ceil_mode = 1> (x)
+$op ceil, pads: x=apart(2, 2, 7, 6), dtype=F32; op in MaxPool AveragePool LpPool
+  y = $op <kernel_shape = [3, 3], strides = [2, 2], pads = [1, 0, 1, 0], ceil_mode = 1> (x)
+$op dilated: x=apart(2, 2, 7, 6), dtype=F32; op in MaxPool AveragePool LpPool
+  y = $op <kernel_shape = [2, 2], dilations = [2, 3]> (x)
+$op same: x=apart(2, 2, 7, 6), dtype=F32; op in MaxPool AveragePool LpPool
+  y = $op <kernel_shape = [3, 2], strides = [2, 2], auto_pad = "SAME_UPPER"> (x)
+$op gaps: x=apart(2, 2, 7, 6), dtype=F32; op in MaxPool AveragePool LpPool
+  y = $op <kernel_shape = [1, 2], strides = [2, 3]> (x)
+$op cut like upper: x=apart(2, 2, 8, 6), dtype=F32; op in AveragePool LpPool
+  y = $op <kernel_shape = [1, 2], strides = [4, 6], auto_pad = "SAME_UPPER"> (x)
+$op cut like lower: x=apart(2, 2, 8, 6), dtype=F32; op in AveragePool LpPool
+  y = $op <kernel_shape = [1, 2], strides = [4, 6], auto_pad = "SAME_LOWER"> (x)
+$op cut, dilated: x=apart(2, 2, 8, 9), dtype=F32; op in AveragePool LpPool
+  y = $op <kernel_shape = [1, 2], strides = [4, 6], dilations = [1, 2], auto_pad = "VALID"> (x)
+$op of no images: x=np.zeros((0, 2, 5, 6)), dtype=F32; op in AveragePool LpPool
+  y = $op <kernel_shape = [1, 2], strides = [2, 2], pads = [0, 1, 0, 0]> (x)
+$op without a window: x=(1, 2, 3, 1), dtype=F32; op in AveragePool LpPool
+  y = $op <kernel_shape = [1, 2], strides = [2, 1], ceil_mode = 1> (x)
+AveragePool cut, padding counts: x=(2, 3, 12), dtype=F32
+  y = AveragePool <kernel_shape = [3], strides = [6], auto_pad = "SAME_LOWER",
+  count_include_pad = 1> (x)
+AveragePool smaller than its window: x=(1, 4, 1), dtype=F32
+  y = AveragePool <kernel_shape = [3], strides = [2], ceil_mode = 1, count_include_pad = 1> (x)
+AveragePool dilated, padding counts: x=(2, 3, 8), dtype=F32
+  y = AveragePool <kernel_shape = [3], strides = [2], dilations = [2], pads = [2, 1],
+  count_include_pad = 1> (x)
+AveragePool count_include_pad $more: x=(2, 2, 6, 8), dtype=F32; more in | , ceil_mode = 1
+  y = AveragePool <kernel_shape = [3, 3], strides = [2, 2], pads = [1, 1, 1, 1],
+  count_include_pad = 1$more> (x)
+GlobalLpPool p=$p: x=apart(1, 2, 4, 5), dtype=F32, opset=21; p in 1 2 3
+  y = GlobalLpPool <p = $p> (x)
 MaxPool column-major: x=apart(1, 2, 4, 5), dtype=F32
   y, i = MaxPool <kernel_shape = [2, 2], storage_order = 1> (x)
 MaxPool 1-D: x=apart(2, 3, 9), dtype=F32

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain, product
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -56,7 +57,7 @@ class Cli:
         return result.err
 
 
-ENTRY = re.compile(r"(?m)^(?!#)(\S.*?):(?: (.*(?:(?<=,)\n.*)*))?\n((?:  .*\n)+)")
+ENTRY = re.compile(r"(?m)^(?!#)(\S.*?):(?: (.*(?:(?<=[,;|])\n.*)*))?\n((?:  .*\n)+)")
 
 
 def python(code: str) -> str:
@@ -68,12 +69,29 @@ def python(code: str) -> str:
 def entries(text: str) -> Iterator[tuple[str, str, str]]:
     """(name, header, body) of each `name: header` and the indented lines below it.
 
-    A header goes on in the next line behind a comma. Lines that start with # are comments.
+    A header goes on in the next line behind a comma, ; or |. Lines that start with # are
+    comments. An entry whose header ends in `; op in Add Mul; low, high in 0 1 | 2 3` stands for one
+    of each combination, with $op, $low and $high in its parts.
     """
     rest = re.sub(r"(?m)^#.*$", "", ENTRY.sub("", text)).strip()
     assert not rest, f"no entry: {rest}"
     for name, header, body in ENTRY.findall(text):
-        yield name, header, "\n".join(line.strip() for line in body.splitlines())
+        body = "\n".join(line.strip() for line in body.splitlines())
+        header, *loops = re.split(r";\s+(?=\w+(?:, \w+)* in )", header)
+        names = [name for loop in loops for name in loop.split(" in ")[0].split(", ")]
+        for values in product(*map(_choices, loops)):
+            words = dict(zip(names, chain(*values), strict=True))
+            parts = [Template(part).safe_substitute(words) for part in (name, header, body)]
+            yield tuple(parts) if loops else (name, header, body)
+
+
+def _choices(loop: str) -> list[list[str]]:
+    """[["0", "1"], ["2", "3"]] of "low, high in 0 1 | 2 3"; a | may be left out of single words."""
+    names, values = loop.split(" in ", 1)
+    if more := names.count(","):
+        rows = [value.strip().split(None, more) for value in values.split("|")]
+        return [[*row, *[""] * (more + 1 - len(row))] for row in rows]
+    return [[value.strip()] for value in values.split("|" if "|" in values else None)]
 
 
 def table(scope: dict[str, Any], at: int = 0) -> Callable[[str], dict[str, Any]]:
