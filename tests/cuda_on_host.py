@@ -18,7 +18,8 @@ HOST = r"""
 #define __forceinline__ inline
 struct float2 { float x, y; };
 struct HostIndex { unsigned x = 0, y = 0, z = 0; };
-static HostIndex threadIdx, blockIdx, gridDim;
+static thread_local HostIndex threadIdx, blockIdx;
+static HostIndex gridDim;
 static inline void __syncthreads() {}
 template <class E> E __shfl_xor_sync(unsigned, E x, int) { return x; }
 static inline float2 make_float2(float x, float y) { return {x, y}; }

@@ -1,0 +1,29 @@
+"""Kernels whose threads exchange numbers, tried without a GPU: their text runs on the host."""
+
+from pathlib import Path
+
+import blocks_on_host
+import numpy as np
+import pytest
+from math_cases import TOLERANCE, cases
+
+SOURCES = {
+    "Det-float32-3x5x5": "linalg/det_rows.cu",
+    "DFT-float64-3x60x2-{'inverse': 0}": "linalg/fourier.cu",
+    "DFT-float32-2x1024x5x1-columns": "linalg/fourier.cu",
+    "STFT-float32-2x100x1-{'onesided': 1}": "linalg/fourier.cu",
+    "Einsum-float32-3000x64_3000x64-ij,ij->i": "reduce/reduce.cu",
+    "Einsum-float32-70x33_70x33-ij,ij->j": "reduce/reduce.cu",
+    "Resize-float32-1x2x6x8-cubic half_pixel": "pool/resample.cu",
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_kernels_text_gives_float64s_results(name: str, tmp_path: Path) -> None:
+    case = next(case for case in cases() if case.name == name)
+    arrays, truths, program = case.arrays(), case.oracle(), case.program()
+    assert {x.source for call in program.calls for x in call.launches} == {SOURCES[name]}
+    feeds = {key: array for i, array in enumerate(arrays) if (key := f"x{i}") and array is not None}
+    found = blocks_on_host.run(program, feeds, tmp_path)
+    for i, truth in enumerate(truths):
+        assert np.abs(found[f"y{i}"] - truth).max() <= TOLERANCE[case.dtype] * np.abs(truth).max()
