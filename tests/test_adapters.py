@@ -326,9 +326,8 @@ def test_frozen_weights_are_rounded_before_the_run() -> None:
     assert {"w.bfloat16", "g.bfloat16", "b.bfloat16", "c.bfloat16"} <= {v.name for v in narrow}
 
 
-EMBEDDING = """net (int64[batch, T] ids) => (float[batch, T, 3] y) <float[4, 3] w = {NUMBERS}> {
-    y = Gather (w, ids)
-}""".replace("NUMBERS", ", ".join(["1"] * 12))
+EMBEDDING = """net (int64[batch, T] ids) => (float[batch, T, 3] y) <float[4, 3] w = {NUMBERS}>
+    { y = Gather (w, ids) }""".replace("NUMBERS", ", ".join(["1"] * 12))
 REFUSED: dict[str, tuple[str, Any, str]] = {
     "glob": (FORMS["MatMul"], lambda: Lora(weights=("q*",)), r"'q\*' matches no weight"),
     "no matrix": (FORMS["MatMul"], lambda: Lora(weights="c"), "c name no matrix"),

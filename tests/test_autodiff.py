@@ -76,12 +76,8 @@ def test_second_feed_of_other_sizes_runs(case):
 
 # ---- what is built ---------------------------------------------------------------------------
 
-MLP = """agraph (float[B,4] x, float[4,5] w, float[5] b, float[5,3] v) => (float[B,3] y) {
-    h = MatMul (x, w)
-    z = Add (h, b)
-    r = Relu (z)
-    y = MatMul (r, v)
-}"""
+MLP = """agraph (float[B,4] x, float[4,5] w, float[5] b, float[5,3] v) => (float[B,3] y)
+    { h = MatMul (x, w)  z = Add (h, b)  r = Relu (z)  y = MatMul (r, v) }"""
 
 
 def mlp():
@@ -102,10 +98,8 @@ def test_static_sums_need_no_shape_arithmetic():
 
 
 def test_shared_weights_add_up_and_unused_ones_are_zero():
-    text = """agraph (float[2,3] x, float[3] w, float[3] u) => (float[2,3] y) {
-        a = Mul (x, w)
-        y = Mul (a, w)
-    }"""
+    text = """agraph (float[2,3] x, float[3] w, float[3] u) => (float[2,3] y)
+        { a = Mul (x, w)  y = Mul (a, w) }"""
     w = np.array([1, 2, 3], np.float32)
     x, dy = rng().standard_normal((2, 2, 3), "f")
     got = run(autodiff.gradient(weighted(text, w=w, u=w)), {"x": x, "y.grad": dy})
@@ -135,9 +129,8 @@ def test_gradients_have_the_dtype_of_the_model(dtype):
 
 def test_an_operator_without_rule_goes_through_its_body():
     assert ("", "CenterCropPad") not in OPS
-    text = """agraph (float[4,3] x, int64[2] shape) => (float[2,5] y) {
-        y = CenterCropPad (x, shape)
-    }"""
+    text = """agraph (float[4,3] x, int64[2] shape) => (float[2,5] y)
+        { y = CenterCropPad (x, shape) }"""
     dy = rng().standard_normal((2, 5), "f")
     model = weighted(text, shape=np.array([2, 5]))
     got = run(autodiff.gradient(model, wrt=["x"]), {"x": np.zeros((4, 3), "f"), "y.grad": dy})

@@ -407,16 +407,10 @@ SMALL = [
     """<ir_version: 10, opset_import: ["" : 17]>
     g (float[B, 3] x, int64[B] i) => (float[B, 5] y, float z)
     <float[3] s = {1, 1, 1}, float[3] b = {0, 1, 0}, float[3, 5] w, float[5] c = {0, 1, 2, 3, 4},
-     float[7, 3] table, float k = {0.5}> {
-      n = LayerNormalization <axis: int = -1, epsilon: float = 0.001> (x, s, b)
-      e = Gather (table, i)
-      h = Add (n, e)
-      m = MatMul (h, w)
-      a = Add (m, c)
-      y = Relu (a)
-      r = ReduceMean <keepdims: int = 0> (y)
-      z = Mul (r, k)
-    }""",
+     float[7, 3] table, float k = {0.5}>
+     { n = LayerNormalization <axis: int = -1, epsilon: float = 0.001> (x, s, b)
+     e = Gather (table, i)  h = Add (n, e)  m = MatMul (h, w)  a = Add (m, c)  y = Relu (a)
+     r = ReduceMean <keepdims: int = 0> (y)  z = Mul (r, k) }""",
 ]
 
 
@@ -542,12 +536,9 @@ def test_the_gradient_of_a_wrongly_typed_model_is_refused(
 def test_a_division_of_unequal_types_is_refused(cli: Cli, tmp_path: Path) -> None:
     """It is of constants, which folding would divide."""
     text = """<ir_version: 10, opset_import: ["" : 21]>
-    agraph (float[1] x) => (float[1] y) {
-        one = Constant <value = float[1] {1.0}> ()
-        axes = Constant <value = int64[1] {-1}> ()
-        r = Div (one, axes)
-        y = Mul (x, r)
-    }"""
+    agraph (float[1] x) => (float[1] y)
+        { one = Constant <value = float[1] {1.0}> ()  axes = Constant <value = int64[1] {-1}> ()
+        r = Div (one, axes)  y = Mul (x, r) }"""
     path = tmp_path / "model.onnx"
     path.write_bytes(onnx.parser.parse_model(text).SerializeToString())
     err = cli.fails(1, "optimize", path, "-o", tmp_path / "out.onnx")

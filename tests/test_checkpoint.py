@@ -34,13 +34,9 @@ EPOCHS, BATCH, EVERY = 3, 8, 2
 # gradients, the place in the data.
 MODEL = """net (float[batch, 6] x, float[6, 8] w1, float[8] g, float[8] b, float[8] mean,
      float[8] var, float[8, 4] w2) => (float[batch, 4] y)
-    <float ratio = {0.2}, bool on = {1}> {
-    h = MatMul (x, w1)
-    n = BatchNormalization (h, g, b, mean, var)
-    r = Relu (n)
-    d = Dropout (r, ratio, on)
-    y = MatMul (d, w2)
-}"""
+    <float ratio = {0.2}, bool on = {1}>
+    { h = MatMul (x, w1)  n = BatchNormalization (h, g, b, mean, var)  r = Relu (n)
+    d = Dropout (r, ratio, on)  y = MatMul (d, w2) }"""
 CHILD = """
 import os, signal, sys
 sys.path.insert(0, sys.argv[1])

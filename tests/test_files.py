@@ -28,10 +28,9 @@ from onnx_fuse.importer.save import save
 from onnx_fuse.ir.build import text_model
 
 MODEL = """net (float[4, 2, 3] x) => (float[4, 4] y)
-    <float[6, 4] w = {WEIGHTS}, int64[2] s = {4, 6}> {
-    r = Reshape (x, s)
-    y = MatMul (r, w)
-}""".replace("WEIGHTS", ", ".join(f"0.{i + 10}" for i in range(24)))
+    <float[6, 4] w = {WEIGHTS}, int64[2] s = {4, 6}>
+    { r = Reshape (x, s)
+    y = MatMul (r, w) }""".replace("WEIGHTS", ", ".join(f"0.{i + 10}" for i in range(24)))
 
 
 @pytest.fixture

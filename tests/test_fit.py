@@ -17,10 +17,9 @@ from onnx_fuse.training.trainer import Trainer
 
 Array = np.ndarray[Any, Any]
 MODEL = """net (float[batch, 3] x) => (float[batch, 4] y)
-    <float[3, 4] w = {WEIGHTS}, float[4] b = {0, 0, 0, 0}> {
-    p = MatMul (x, w)
-    y = Add (p, b)
-}""".replace("WEIGHTS", ", ".join(str(i / 12) for i in range(12)))
+    <float[3, 4] w = {WEIGHTS}, float[4] b = {0, 0, 0, 0}>
+    { p = MatMul (x, w)
+    y = Add (p, b) }""".replace("WEIGHTS", ", ".join(str(i / 12) for i in range(12)))
 ROWS, BATCH = 20, 8
 
 

@@ -259,12 +259,9 @@ def test_packed_weights_remember_their_origin() -> None:
 def test_tied_weights_stay_tied_in_training() -> None:
     """A weight two Gemms read is packed by nodes: as two copies it would part ways."""
     model = text_model(
-        """agraph (float[N,8] x, float[8,8] w, float[8] c) => (float[N,8] y) {
-          a = Gemm <transB = 1> (x, w, c)
-          h = Relu (a)
-          b = Gemm <transB = 1> (h, w, c)
-          y = Tanh (b)
-        }"""
+        """agraph (float[N,8] x, float[8,8] w, float[8] c) => (float[N,8] y)
+          { a = Gemm <transB = 1> (x, w, c)  h = Relu (a)  b = Gemm <transB = 1> (h, w, c)
+          y = Tanh (b) }"""
     )
     rng = np.random.default_rng(0)
     with_weights(model, lambda v: rng.standard_normal(v.shape.numpy()).astype(np.float32))

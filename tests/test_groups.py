@@ -23,11 +23,9 @@ import gpt
 
 Array = np.ndarray[Any, Any]
 MODEL = """net (float[batch, 3] x) => (float[batch, 2] y)
-    <float[3, 4] w1 = {FIRST}, float[4] b1 = {0, 0.1, 0, 0}, float[4, 2] w2 = {SECOND}> {
-    p = MatMul (x, w1)
-    h = Add (p, b1)
-    y = MatMul (h, w2)
-}""".replace("FIRST", ", ".join(str(i / 12) for i in range(12))).replace(
+    <float[3, 4] w1 = {FIRST}, float[4] b1 = {0, 0.1, 0, 0}, float[4, 2] w2 = {SECOND}>
+    { p = MatMul (x, w1)  h = Add (p, b1)
+    y = MatMul (h, w2) }""".replace("FIRST", ", ".join(str(i / 12) for i in range(12))).replace(
     "SECOND", ", ".join(str(i / 8) for i in range(8))
 )
 

@@ -21,16 +21,10 @@ from onnx_fuse.training.trainer import Trainer
 Array = np.ndarray[Any, Any]
 MODEL = """net (float[batch, 3] x) => (float[batch, 4] y, float[batch, 2] z)
     <float[3, 4] w = {0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2},
-     float[3, 2] v = {0.6, 0.5, 0.4, 0.3, 0.2, 0.1}> {
-    y = MatMul (x, w)
-    z = MatMul (x, v)
-}"""
+     float[3, 2] v = {0.6, 0.5, 0.4, 0.3, 0.2, 0.1}> { y = MatMul (x, w)  z = MatMul (x, v) }"""
 TYPES = '<ir_version: 9, opset_import: ["" : 18]>'
-MSE = f"""{TYPES} mse (float[n, c] guess, float[n, c] labels) => (float loss) {{
-    d = Sub (guess, labels)
-    s = Mul (d, d)
-    loss = ReduceMean <keepdims = 0> (s)
-}}"""
+MSE = f"""{TYPES} mse (float[n, c] guess, float[n, c] labels) => (float loss)
+    {{ d = Sub (guess, labels)  s = Mul (d, d)  loss = ReduceMean <keepdims = 0> (s) }}"""
 # reads both outputs by name, has names that the model has, and a constant that does not train
 BOTH = f"""{TYPES} both (float[n, 2] z, float[n, 4] t, float[n, 4] y) => (float loss, float[n, 4] d)
     <float[2] w = {{0.5, 2.0}}, bool yes = {{1}}> {{

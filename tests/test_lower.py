@@ -426,10 +426,9 @@ def test_a_weight_is_copied_where_its_gradient_has_few_tiles(rows, k, n, turned)
     model = text_model(f"""agraph (bfloat16[{rows},{n}] dy, bfloat16[{rows},{k}] x,
         bfloat16[{k}] g, bfloat16[{k}] b, bfloat16[{n},{k}] v, bfloat16[{n}] c,
         float[{rows},1] m, float[{rows},1] r, bfloat16[{rows},{n}] z)
-        => (bfloat16[{rows},{k}] dx, bfloat16[{k}] dg, bfloat16[{k}] db, bfloat16[{k},{n}] dw) {{
-        w = Transpose(v)
-        dx, dg, db, dw, dc = onnx_fuse.LayerNormGemmGrad (dy, x, g, b, w, c, m, r, z)
-    }}""")
+        => (bfloat16[{rows},{k}] dx, bfloat16[{k}] dg, bfloat16[{k}] db, bfloat16[{k},{n}] dw)
+        {{ w = Transpose(v)
+        dx, dg, db, dw, dc = onnx_fuse.LayerNormGemmGrad (dy, x, g, b, w, c, m, r, z) }}""")
     made = [c.problem for c in lowered(model).calls]
     (found,) = (p for p in made if isinstance(p, GemmProblem) and p.op == "LayerNormGemmGrad")
     assert found.trans_b == turned
@@ -442,9 +441,8 @@ def test_gradients_of_frozen_weights_are_not_made(read):
     model = text_model(f"""agraph (bfloat16[8192,3072] dy, bfloat16[8192,768] x,
         bfloat16[768] g, bfloat16[768] b, bfloat16[768,3072] w, bfloat16[3072] c,
         float[8192,1] m, float[8192,1] r, bfloat16[8192,3072] z)
-        => ({", ".join(types[name] for name in read.split())}) {{
-        dx, dg, db, dw, dc = onnx_fuse.LayerNormGemmGrad (dy, x, g, b, w, c, m, r, z)
-    }}""")
+        => ({", ".join(types[name] for name in read.split())})
+        {{ dx, dg, db, dw, dc = onnx_fuse.LayerNormGemmGrad (dy, x, g, b, w, c, m, r, z) }}""")
     calls = lowered(model).calls
     (call,) = (c for c in calls if isinstance(c.problem, GemmProblem))
     assert call.problem.frozen == (read == "dx")

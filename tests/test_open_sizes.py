@@ -614,14 +614,10 @@ def test_a_length_of_a_class_is_no_other_training_step(
     assert_changes(made[-1].source, first, last)
 
 
-INT32_SIZES = """agraph (float[N, 8] x) => (int32[1] count, int32[1] more, float[M] y) {
-    shape = Shape <start = 0, end = 1> (x)
-    count = Cast <to = 6> (shape)
-    two = Constant <value = int32[1] {2}> ()
-    more = Add (count, two)
-    wide = Cast <to = 7> (more)
-    y = ConstantOfShape (wide)
-}"""
+INT32_SIZES = """agraph (float[N, 8] x) => (int32[1] count, int32[1] more, float[M] y)
+    { shape = Shape <start = 0, end = 1> (x)  count = Cast <to = 6> (shape)
+    two = Constant <value = int32[1] {2}> ()  more = Add (count, two)  wide = Cast <to = 7> (more)
+    y = ConstantOfShape (wide) }"""
 
 
 def test_sizes_stay_open_as_int32() -> None:

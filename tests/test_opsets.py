@@ -280,17 +280,16 @@ def test_the_node_is_written_back_at_its_opset() -> None:
 
 def test_what_fusions_read_of_shapes_is_written_in_opset_13() -> None:
     proto = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["" : 21]>
-        g (float[B,S,6] x) => (float[N,M] y, int64[1] last, float[B,3,2,S] z) {
-          middle = Shape <start = 1, end = 2> (x)  last = Shape <start = -1> (x)
-          ends = Constant <value_ints = [-1, 6]> ()
-          rows = Reshape <allowzero = 1> (x, ends)
-          one = Constant <value_int = 2> ()  two = CastLike (one, x)
-          doubled = Mul (rows, two)  batch = Shape <end = 1> (x)
-          sizes = Concat <axis = 0> (batch, middle)  s2 = ReduceProd <keepdims = 1> (sizes)
-          six = Constant <value_ints = [6]> ()  s2_6 = Concat <axis = 0> (s2, six)
-          y = Expand (doubled, s2_6)
-          parts = Constant <value_ints = [0, 0, 3, 2]> ()  apart = Reshape (x, parts)
-          z = Transpose <perm = [0, 2, 3, 1]> (apart) }""")
+        g (float[B,S,6] x) => (float[N,M] y, int64[1] last, float[B,3,2,S] z)
+        { middle = Shape <start = 1, end = 2> (x)  last = Shape <start = -1> (x)
+        ends = Constant <value_ints = [-1, 6]> ()  rows = Reshape <allowzero = 1> (x, ends)
+        one = Constant <value_int = 2> ()  two = CastLike (one, x)
+        doubled = Mul (rows, two)  batch = Shape <end = 1> (x)
+        sizes = Concat <axis = 0> (batch, middle)  s2 = ReduceProd <keepdims = 1> (sizes)
+        six = Constant <value_ints = [6]> ()  s2_6 = Concat <axis = 0> (s2, six)
+        y = Expand (doubled, s2_6)
+        parts = Constant <value_ints = [0, 0, 3, 2]> ()  apart = Reshape (x, parts)
+        z = Transpose <perm = [0, 2, 3, 1]> (apart) }""")
     written = to_proto(at_opset(load(proto), 13))
     assert [o.version for o in written.opset_import] == [13]
     for shape in ((2, 3, 6), (1, 1, 6), (2, 0, 6)):

@@ -214,11 +214,9 @@ def test_where_that_takes_much_memory_calls_run_in_line(monkeypatch: pytest.Monk
 
 
 CACHED = """agraph (float16[1,4,C,8] past, float16[1,4,1,8] new, int64[1,4,1,8] at)
-=> (float16[1,4,C,8] present, float16[1,4,1,C] scores) {
-    present = ScatterElements <axis = 2> (past, at, new)
-    turned = Transpose <perm = [0, 1, 3, 2]> (WHICH)
-    scores = MatMul (new, turned)
-}"""
+=> (float16[1,4,C,8] present, float16[1,4,1,C] scores)
+    { present = ScatterElements <axis = 2> (past, at, new)
+    turned = Transpose <perm = [0, 1, 3, 2]> (WHICH)  scores = MatMul (new, turned) }"""
 
 
 @pytest.mark.parametrize(("which", "free"), [("present", True), ("past", False)])

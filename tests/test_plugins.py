@@ -21,17 +21,10 @@ from onnx_fuse.lower.walk import lower
 from onnx_fuse.program.problem import CHIPS
 from onnx_fuse.runtime import ort
 
-BODY = """Squash <limit: float = 2.0> (x, scale) => (y) {
-  a = Mul (x, scale)
-  t = Tanh (a)
-  l_f = Constant <value_float: float = @limit> ()
-  l = CastLike (l_f, x)
-  y = Mul (t, l)
-}"""
-SWISH = """Swish (x) => (y) {
-  s = Tanh (x)
-  y = Mul (x, s)
-}"""
+BODY = """Squash <limit: float = 2.0> (x, scale) => (y)
+  { a = Mul (x, scale)  t = Tanh (a)  l_f = Constant <value_float: float = @limit> ()
+  l = CastLike (l_f, x)  y = Mul (t, l) }"""
+SWISH = """Swish (x) => (y) { s = Tanh (x)  y = Mul (x, s) }"""
 NAMES = ("my.ops::Squash", "my.ops::Swish", "my.ops::Leaky", "Softmax")
 X = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
 
@@ -127,11 +120,9 @@ def test_a_refusal_is_explained(saved: Callable[..., Path], cli: Cli) -> None:
 
 
 def test_attributes_and_constants_of_a_body_are_read_from_the_graph() -> None:
-    body = """Leaky <slope: float = 0.1> (x) => (y) {
-  two = Constant <value = float {2.0}> ()
-  d = Mul (x, two)
-  y = ThresholdedRelu <alpha: float = @slope> (d)
-}"""
+    body = """Leaky <slope: float = 0.1> (x) => (y)
+        { two = Constant <value = float {2.0}> ()  d = Mul (x, two)
+        y = ThresholdedRelu <alpha: float = @slope> (d) }"""
     of.register_op(of.OpDef("Leaky", "my.ops", body), fuse=True)
     for number, fused in (("2.0", True), ("2.5", False)):
         graph = f"two = Constant <value = float {{{number}}}> () d = Mul(two, x) "

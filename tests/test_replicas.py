@@ -12,10 +12,8 @@ from onnx_fuse import InferenceSession, Replicas, UsageError
 from onnx_fuse.replicas import run_together
 
 TEXT = """net (float[batch, 3] x, float[3] scale) => (float[batch, 4] y) <float[3, 4] w =
-    {0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0}> {
-    z = Mul (x, scale)
-    y = MatMul (z, w)
-}"""
+    {0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0}>
+    { z = Mul (x, scale)  y = MatMul (z, w) }"""
 TOTAL = """net (float[batch, 3] x) => (float y) { y = ReduceSum <keepdims = 0> (x) }"""
 SCALE = np.array([1.0, 2.0, 3.0], np.float32)
 
@@ -63,11 +61,9 @@ def test_run_spreads_a_batch(saved: Callable[..., Path], cli: Cli, tmp_path: Pat
     assert "give it by --inputs" in cli("run", path, "--gpus", "2").err
 
 
-POOLED = """net (float[batch, width] x) => (float[batch, width] y, float[batch] s) {
-    y = Relu (x)
-    axes = Constant <value_ints = [1]> ()
-    s = ReduceSum <keepdims = 0> (x, axes)
-}"""
+POOLED = """net (float[batch, width] x) => (float[batch, width] y, float[batch] s)
+    { y = Relu (x)  axes = Constant <value_ints = [1]> ()
+    s = ReduceSum <keepdims = 0> (x, axes) }"""
 
 
 class Counting:

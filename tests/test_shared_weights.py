@@ -26,18 +26,11 @@ RNG = np.random.default_rng(5)
 EMBED = RNG.standard_normal((6, 5)).astype(np.float32)
 
 # As converters from other frameworks write it: every weight is a Constant.
-CONSTANTS = """agraph (float[N, 3] x) => (float[N, 6] y) {
-    w = Constant <value = float[3, 6] {1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7,8,9}> ()
-    b = Constant <value = float[6] {1, 2, 3, 4, 5, 6}> ()
-    half = Constant <value = float {0.5}> ()
-    mean = Constant <value = float[3] {0.1, 0.2, 0.3}> ()
-    low = Constant <value = float {-50.0}> ()
-    c = Sub (x, mean)
-    p = MatMul (c, w)
-    q = Add (p, b)
-    r = Mul (q, half)
-    y = Clip (r, low)
-}"""
+CONSTANTS = """agraph (float[N, 3] x) => (float[N, 6] y)
+    { w = Constant <value = float[3, 6] {1,2,3,4,5,6,7,8,9,1,2,3,4,5,6,7,8,9}> ()
+    b = Constant <value = float[6] {1, 2, 3, 4, 5, 6}> ()  half = Constant <value = float {0.5}> ()
+    mean = Constant <value = float[3] {0.1, 0.2, 0.3}> ()  low = Constant <value = float {-50.0}> ()
+    c = Sub (x, mean)  p = MatMul (c, w)  q = Add (p, b)  r = Mul (q, half)  y = Clip (r, low) }"""
 
 
 def grads(model: Any, **options: Any) -> list[str]:
@@ -83,9 +76,8 @@ def test_scalars_are_left_out_unless_they_are_named() -> None:
 
 def test_first_states_are_left_out_unless_they_are_named() -> None:
     text = """agraph (float[4, 2, 3] x) => (float[4, 1, 2, 1] y)
-        <float[1, 1, 3] w = {1, 2, 3}, float[1, 1, 1] r = {2}, float[1, 2, 1] h = {0, 0}> {
-        y = RNN <hidden_size = 1> (x, w, r, , , h)
-    }"""
+        <float[1, 1, 3] w = {1, 2, 3}, float[1, 1, 1] r = {2}, float[1, 2, 1] h = {0, 0}>
+        { y = RNN <hidden_size = 1> (x, w, r, , , h) }"""
     assert grads(text_model(text)) == ["w.grad", "r.grad"]
     assert grads(text_model(text), wrt=["h"]) == ["h.grad"]
     trainer = Trainer(text_model(text), loss="mse")
@@ -115,10 +107,7 @@ def test_the_command_loads_what_it_wrote_and_lists_it(tmp_path: Path) -> None:
 
 def twice(second: Array, node: str) -> Any:
     """An embedding, and an output projection of its own tensor."""
-    text = f"""agraph (int64[N] x) => (float[N, 6] y) {{
-        h = Gather (table, x)
-        {node}
-    }}"""
+    text = f"""agraph (int64[N] x) => (float[N, 6] y) {{ h = Gather (table, x)  {node} }}"""
     model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["" : 23]>\n{text}')
     for name, array in (("table", EMBED), ("head", second)):
         model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
@@ -166,12 +155,8 @@ def test_tied_weights_train_together_or_not_at_all() -> None:
 
 MERGED = """agraph (float[N, 3] x) => (float[N, 3] y)
     <float[3, 3] v = {1,2,3,4,5,6,7,8,9}, float[3, 3] w = {1,2,3,4,5,6,7,8,1},
-     float[3] b = {0, 0, 0}> {
-    p = MatMul (x, v)
-    q = Add (p, b)
-    r = MatMul (q, w)
-    y = Add (r, b)
-}"""
+     float[3] b = {0, 0, 0}>
+     { p = MatMul (x, v)  q = Add (p, b)  r = MatMul (q, w)  y = Add (r, b) }"""
 
 
 @pytest.mark.parametrize("frozen", [(), ("b",)])

@@ -163,11 +163,8 @@ def test_a_size_that_ends_inference_is_an_error_of_one_sentence() -> None:
 
 def test_a_node_that_is_read_no_more_does_not_count_as_a_change() -> None:
     model = text_model(
-        """agraph (float[B, 4] x) => (float[B, 4] y) {
-            s = Shape (x)
-            same = Reshape (x, s)
-            y = Relu (same)
-        }"""
+        """agraph (float[B, 4] x) => (float[B, 4] y)
+            { s = Shape (x)  same = Reshape (x, s)  y = Relu (same) }"""
     )
     infer_shapes(model)
     assert infer_reshapes(model)

@@ -45,10 +45,8 @@ from cases import RealCase, real_cases  # noqa: E402
 Array = np.ndarray[Any, Any]
 DATA = Path(__file__).parent / "data"
 LINEAR = """linear (float[batch, 3] x) => (float[batch, 2] y)
-    <float[3, 2] w = {1, 2, 3, 4, 5, 6}, float[2] b = {0.5, -0.5}> {
-    p = MatMul (x, w)
-    y = Add (p, b)
-}"""
+    <float[3, 2] w = {1, 2, 3, 4, 5, 6}, float[2] b = {0.5, -0.5}>
+    { p = MatMul (x, w)  y = Add (p, b) }"""
 
 
 def batch(seed: int = 0, rows: int = 8) -> dict[str, Array]:
@@ -298,9 +296,7 @@ def test_old_file_whose_weights_are_inputs_too(tmp_path: Path) -> None:
     """As exporters did before IR version 4: opset 9, each weight an initializer and an input."""
     text = """<ir_version: 3, opset_import: ["" : 9]>
     old (float[batch, 3] x, float[3, 2] w) => (float[batch, 2] y)
-        <float[3, 2] w = {1, 2, 3, 4, 5, 6}> {
-        y = MatMul (x, w)
-    }"""
+        <float[3, 2] w = {1, 2, 3, 4, 5, 6}> { y = MatMul (x, w) }"""
     proto = onnx.parser.parse_model(text)
     onnx.save(proto, tmp_path / "old.onnx")
     trainer = Trainer(tmp_path / "old.onnx", loss="mse")
@@ -311,11 +307,9 @@ def test_old_file_whose_weights_are_inputs_too(tmp_path: Path) -> None:
 
 def test_tied_weights_stay_one(tmp_path: Path) -> None:
     """A weight read twice has the sum of its gradients, fused or not."""
-    text = """net (float[batch, 4] x) => (float[batch, 4] y) <float[4, 4] w = {WEIGHTS}> {
-        h = MatMul (x, w)
-        t = Transpose <perm = [1, 0]> (w)
-        y = MatMul (h, t)
-    }""".replace("WEIGHTS", ", ".join(str(i / 16) for i in range(16)))
+    text = """net (float[batch, 4] x) => (float[batch, 4] y) <float[4, 4] w = {WEIGHTS}>
+        { h = MatMul (x, w)  t = Transpose <perm = [1, 0]> (w)
+        y = MatMul (h, t) }""".replace("WEIGHTS", ", ".join(str(i / 16) for i in range(16)))
     rng = np.random.default_rng(0)
     x, t = (rng.normal(size=(5, 4)).astype(np.float32) for _ in range(2))
     w = np.arange(16.0).reshape(4, 4) / 16
@@ -401,10 +395,8 @@ def test_running_statistics_follow_the_batches() -> None:
 
 
 DROPOUT = """net (float[batch, 64] x) => (float[batch, 64] y)
-    <float[64] w = {ONES}, float ratio = {0.25}, bool on = {1}> {
-    h = Mul (x, w)
-    y = Dropout (h, ratio, on)
-}""".replace("ONES", ", ".join(["1"] * 64))
+    <float[64] w = {ONES}, float ratio = {0.25}, bool on = {1}>
+    { h = Mul (x, w)  y = Dropout (h, ratio, on) }""".replace("ONES", ", ".join(["1"] * 64))
 
 
 def test_dropout_draws_by_seed_and_step() -> None:
@@ -516,11 +508,8 @@ def test_labels_out_of_range() -> None:
             trainer.step({"x": x, "labels": np.array([0, wrong, 1])})
 
 
-OVERFLOWS = """net (float[batch, 3] x) => (float[batch, 3] y) <float[3] w = {1, 1, 1}> {
-    h = Mul (x, w)
-    e = Exp (h)
-    y = Log (e)
-}"""
+OVERFLOWS = """net (float[batch, 3] x) => (float[batch, 3] y) <float[3] w = {1, 1, 1}>
+    { h = Mul (x, w)  e = Exp (h)  y = Log (e) }"""
 
 
 def test_step_that_is_not_finite_is_named_and_dropped() -> None:

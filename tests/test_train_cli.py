@@ -42,9 +42,8 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small(tmp_path: Path) -> Path:
     """A folder with a linear classifier of 4 classes and 20 examples."""
     rng = np.random.default_rng(0)
-    text = """net (float[batch, 3] x) => (float[batch, 4] y) <float[3, 4] w = {WEIGHTS}> {
-        y = MatMul (x, w)
-    }""".replace("WEIGHTS", ", ".join(map(str, range(12))))
+    text = """net (float[batch, 3] x) => (float[batch, 4] y) <float[3, 4] w = {WEIGHTS}>
+        { y = MatMul (x, w) }""".replace("WEIGHTS", ", ".join(map(str, range(12))))
     save(text_model(text), tmp_path / "model.onnx")
     x = rng.normal(size=(20, 3)).astype(np.float32)
     np.savez(tmp_path / "data.npz", x=x, labels=rng.integers(0, 4, 20))

@@ -14,10 +14,8 @@ import pytest
 
 from onnx_fuse import InferenceSession
 
-TEXT = """net (float[batch, width] x) => (float[batch, width] y, float[batch, width] z) {
-    y = Relu (x)
-    z = Neg (x)
-}"""
+TEXT = """net (float[batch, width] x) => (float[batch, width] y, float[batch, width] z)
+    { y = Relu (x)  z = Neg (x) }"""
 
 
 class Tensor:
