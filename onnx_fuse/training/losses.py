@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -72,8 +72,8 @@ class Term:
     loss: Given
     """The loss: cross_entropy, nll, mse, l1, huber, bce_with_logits, a scalar output, or an ONNX
     model or function. The inputs of a model that have the name of an output are that output; where
-    there is none, the first one is `output`. All others are fed, and its first output is the loss,
-    a scalar."""
+    there is none, the first one is `output`. Those that have the name of an input are that input.
+    All others are fed, and its first output is the loss, a scalar."""
     output: str | None = None
     """The output that the loss is computed from; the default is the first."""
     weight: float = 1.0
@@ -147,7 +147,7 @@ def attach(
                 label = _shared(model, label, term.labels)
                 targets.append(_target(term, logits, label))
         else:
-            value = _attach_model(model, term, outputs, logits)
+            value = _attach_model(model, term, outputs, logits, before)
         values.append(value)
     if any(share is not None for share in shares):
         op = autodiff.Emitter(model)
@@ -250,9 +250,15 @@ def _typed(name: str, like: onnx_ir.Value | None) -> onnx.ValueInfoProto:
 
 
 def _attach_model(
-    model: onnx_ir.Model, term: Term, outputs: Sequence[onnx_ir.Value], first: onnx_ir.Value
+    model: onnx_ir.Model,
+    term: Term,
+    outputs: Sequence[onnx_ir.Value],
+    first: onnx_ir.Value,
+    inputs: Collection[onnx_ir.Value],
 ) -> onnx_ir.Value:
-    """Append the graph of a loss to the model, and return its first output."""
+    """Append the graph of a loss to the model, whose own `inputs` it may read, and return its first
+    output.
+    """
     by_name = {str(v.name): v for v in outputs}
     part = load(_proto(term.loss, by_name, str(first.name)))
     graph, op = model.graph, autodiff.Emitter(model)
@@ -261,6 +267,8 @@ def _attach_model(
         if not part.graph.inputs:
             raise ModelError("the loss reads no input")
         bound[part.graph.inputs[0]] = first
+    own = {str(v.name): v for v in inputs}
+    bound |= {v: own[str(v.name)] for v in part.graph.inputs if v.name in own and v not in bound}
     for value, output in bound.items():
         if value.dtype != output.dtype:
             raise ModelError(

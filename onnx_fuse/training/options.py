@@ -88,6 +88,14 @@ class TrainingOptions(StepOptions):
     """All options of a Trainer. Raises UsageError for a number out of its range."""
 
     TEXTS: ClassVar = """
+        teacher (--teacher FILE): Distill this model, which stays as it is: add to the loss what its
+            outputs differ by. | A path, bytes, ModelProto or onnx_ir.Model, whose inputs have the
+            names of the model's. It runs in the same step.
+        distill: {output: weight} of the outputs that are compared. The default is the first that
+            both have, with weight 1.
+        temperature (--temperature T): Divide scores by T before the teacher's probabilities are
+            compared. The default is 2. | The loss is T² times the Kullback-Leibler divergence, the
+            mean over rows. None compares outputs by their squared difference.
         seed (--seed, 0 or more): Seed the order of the data and Dropout.
         lora: Low-rank adapters, which train in place of the weights that they are beside, together
             with what `trainable` matches. `save` writes the sum of both.
@@ -117,6 +125,9 @@ class TrainingOptions(StepOptions):
             ranks then call what reads weights (`evaluate`, `weights`, `save`) together.
         sync_batchnorm (--sync-batchnorm): Normalize batches by the statistics of all GPUs' rows.
         """
+    teacher: Any = None
+    distill: Mapping[str, float] | None = None
+    temperature: float | None = 2.0
     seed: int = 0
     lora: Lora | None = None
     tie: bool = False

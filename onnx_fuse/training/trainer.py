@@ -26,13 +26,15 @@ from onnx_fuse.ir.constants import Model
 from onnx_fuse.rewrite import packed_weights
 from onnx_fuse.rewrite.constants import lift_parameters, set_parameter
 from onnx_fuse.runtime.timeline import Communication
+from onnx_fuse.session import load
 from onnx_fuse.training import adapters, backends, checkpoint, data, fit, optim, settings
 from onnx_fuse.training.adapters import Adapter, Lora
+from onnx_fuse.training.distillation import distilled
 from onnx_fuse.training.fault import fault_of
 from onnx_fuse.training.groups import TrainableSelection
 from onnx_fuse.training.history import History
 from onnx_fuse.training.loss import Loss, Run
-from onnx_fuse.training.losses import Given, Term
+from onnx_fuse.training.losses import Given, Term, terms
 from onnx_fuse.training.merged import Merging
 from onnx_fuse.training.metrics import Evaluation, evaluation
 from onnx_fuse.training.options import TrainingOptions, takes
@@ -85,6 +87,16 @@ class Trainer:
         self._ranks = ranks_of(options, self.world)
         self.optimizer = options.optimizer or optim.AdamW()
         self._original = read(exported(arguments.model, arguments.args))
+        if options.teacher is not None:
+            term = distilled(
+                load(self._original), options.teacher, options.distill, options.temperature,
+                options.level or 0,
+            )  # fmt: skip
+            losses = terms(options.loss, options.loss_options, options.output)
+            options = dataclasses.replace(
+                options, loss=[*losses, term], loss_options=None, output=None
+            )
+            self._options = options
         self.notes: list[str] = []
         """Sentences about weights that do not train because no gradient reaches them, that the
         file stores twice, or once for several places."""
