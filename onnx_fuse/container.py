@@ -142,7 +142,7 @@ class Container:
             weakref.finalize(self, self._file.close)
             self._stamp = stamp(self._file.fileno())
             self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
-            self._places, sums = _members(self._file)
+            self._places, sums = members_of(self._file)
         # zipfile raises NotImplementedError for archives of a kind that it does not read
         except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error) as error:
             raise self.fault(f"not a file of onnx-fuse compile, or damaged ({error})") from error
@@ -284,7 +284,7 @@ def _digest(file: Any, at: int, left: int) -> bytes:
     return digest.digest()
 
 
-def _members(file: Any) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
+def members_of(file: Any) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
     """(offset of the data, bytes), and the CRC-32, of each member. Raises BadZipFile."""
     size = os.fstat(file.fileno()).st_size
     places, sums = {}, {}

@@ -198,7 +198,7 @@ def _compiled(
         program, trace = one.program, Trace()
         if one.served is not None:
             program, entry["open"] = _opened(one.served, trace)
-        opened = SymbolicProgram(_renamed(_without_weights(program), names), trace)
+        opened = SymbolicProgram(relabel(_without_weights(program), names), trace)
         guards = opened.guards if one.served is None else one.served.source.guards
         entry["guards"] = guards.formulas.data
         data = template.write(opened, store)
@@ -370,9 +370,9 @@ def _modules(
                 cubin = nvrtc.compile(source, defines, arch)
                 cubins[arch] = f"cubins/{digest_of([cubin])}.{arch}.cubin"
                 members[cubins[arch]] = cubin
-        names[source, defines] = (_unique(source), defines)
+        names[source, defines] = (unique(source), defines)
         waiting = [waits(source), waits_first(source)]
-        entry = {"source": _unique(source), "defines": defines, "waits": waiting, "cubins": cubins}
+        entry = {"source": unique(source), "defines": defines, "waits": waiting, "cubins": cubins}
         table.append(entry)
     return names, table
 
@@ -441,13 +441,13 @@ def _lowered(programs: Specializer, shapes: WalkShapes) -> PlannedProgram:
     return planned
 
 
-def _unique(source: str) -> str:
+def unique(source: str) -> str:
     """A module's name in the file: where its text came from, and what the text is."""
     path = "generated" if "\n" in source else source
     return f"{path}@{source_hash(source)}"
 
 
-def _renamed(program: Program, names: Mapping[Any, Any]) -> Program:
+def relabel(program: Program, names: Mapping[Any, Any]) -> Program:
     """The program whose launches name modules as the file does."""
 
     def launch(x: Launch) -> Launch:

@@ -137,7 +137,7 @@ class Subject:
         plain = self.sized
         if any(node.domain for node in plain.graph):
             plain = inline(plain, lambda node: not caches.is_grouped(node))
-        return input_sizes._assignment(plain, input_sizes.dims_of(self.sized), {})
+        return input_sizes.assignment(plain, input_sizes.dims_of(self.sized), {})
 
     @property
     def symbols(self) -> list[str]:
@@ -146,19 +146,19 @@ class Subject:
 
     def fitted(self, sizes: Sizes) -> Sizes:
         """The nearest sizes that meet the constraints, as far as there are such."""
-        found: Sizes = self.assignment._repaired(sizes)[0]
+        found: Sizes = self.assignment.repaired(sizes)[0]
         return found
 
     def feed(self, sizes: Sizes, rng: np.random.Generator) -> Feeds | None:
         """Inputs for these sizes of the symbols, None where onnxruntime refuses the sizes."""
         way = self.assignment
-        shapes = {n: [max(way._value(d, sizes), 0) for d in s] for n, s in way.shapes.items()}
+        shapes = {n: [max(way.value_of(d, sizes), 0) for d in s] for n, s in way.shapes.items()}
         lengths = {
-            n: way._tokens(told, shapes[n], sizes) for n, told in way.lengths.items() if n in shapes
+            n: way.tokens(told, shapes[n], sizes) for n, told in way.lengths.items() if n in shapes
         }
         choice = input_sizes.InputSizes(sizes, shapes, {}, True, [], lengths)
         roles = {v.name or "": role_of(v) for v in required(self.sized)}
-        feed = inputs._feed(roles, choice, rng, 2)
+        feed = inputs.draw(roles, choice, rng, 2)
         if self.before is None:
             return feed
         results = _run(self.before, feed)

@@ -438,7 +438,7 @@ COMPILER_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
 
 def break_cuda(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
     monkeypatch.setattr(device, "_thread", threading.local())
-    nvrtc._nvrtc_version.cache_clear()
+    nvrtc.nvrtc_version.cache_clear()
     for name, value in changes.items():
         if name == "modules":
             for module in value:
@@ -454,7 +454,7 @@ def test_doctor_names_what_is_missing_and_what_mends_it(
     changes, text = (FAULTS | COMPILER_FAULTS)[name]
     break_cuda(monkeypatch, changes)
     result = cli("doctor", "--json", tmp_path / "r.json")
-    nvrtc._nvrtc_version.cache_clear()
+    nvrtc.nvrtc_version.cache_clear()
     assert result.code == 0
     lines = json.loads((tmp_path / "r.json").read_text())["cuda"]
     assert any(re.search(f"^not usable: .*{text}", line) for line in lines), lines
@@ -473,10 +473,10 @@ def test_a_session_without_a_gpu_is_one_line_and_exit_1(
 def test_compiling_without_the_bindings_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    nvrtc._nvrtc_version.cache_clear()
+    nvrtc.nvrtc_version.cache_clear()
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with pytest.raises(DeviceError, match=r'CUDA bindings.*pip install "\.\[cuda13\]"'):
-        nvrtc._nvrtc_version()
+        nvrtc.nvrtc_version()
 
 
 @pytest.mark.parametrize("name", COMPILER_FAULTS)
@@ -487,7 +487,7 @@ def test_compiling_without_a_compiler_says_what_to_install(
     break_cuda(monkeypatch, COMPILER_FAULTS[name][0])
     with pytest.raises(DeviceError, match=COMPILER_FAULTS[name][1]):
         nvrtc.compile('extern "C" __global__ void f() {}\n')
-    nvrtc._nvrtc_version.cache_clear()
+    nvrtc.nvrtc_version.cache_clear()
 
 
 # ---- the process -----------------------------------------------------------------------------

@@ -41,11 +41,11 @@ IDS = ("input_ids", "attention_mask", "token_type_ids")
 def as_read(program: Program, written: Program) -> None:
     """`program`, of a file, is the one that was written, but for the names of its modules."""
     names = {
-        (x.source, x.defines): (deploy._unique(x.source), x.defines)
+        (x.source, x.defines): (deploy.unique(x.source), x.defines)
         for call in (*written.setup, *written.calls)
         for x in call.launches
     }
-    renamed = deploy._renamed(written, names)
+    renamed = deploy.relabel(written, names)
     assert program.calls == tuple(replace(c, problem=None, expression=None) for c in renamed.calls)
     assert program.setup == tuple(replace(c, problem=None, expression=None) for c in renamed.setup)
     assert (program.buffers, program.inputs) == (written.buffers, written.inputs)
@@ -283,7 +283,7 @@ def test_a_range_of_sizes_needs_few_programs(tmp_path: Path) -> None:
         precision="fp16",
     )
     loaded = Deployed(path)
-    assert len(made.programs["h"]) == len(loaded._programs) < 20
+    assert len(made.programs["h"]) == len(loaded.entries) < 20
     graph = session.load(ENCODER)
     rewrite.optimize(graph, own_kernels=True)
     graph, math = in_precision(graph, "fp16")
@@ -294,7 +294,7 @@ def test_a_range_of_sizes_needs_few_programs(tmp_path: Path) -> None:
         found = loaded.made(shapes, H200)
         as_read(found.program, programs.of(shapes).program)
         plans.add(id(found.plan))
-    assert len(plans) <= len(loaded._programs)
+    assert len(plans) <= len(loaded.entries)
     for sizes in ((2, 41), (3, 40), (2, 0)):
         with pytest.raises(
             UsageError, match=r"those for input_ids \[2, sequence\].* with sequence from 3 to 40;"
@@ -320,7 +320,7 @@ def test_a_run_in_any_size_of_a_range(tmp_path: Path, monkeypatch: pytest.Monkey
     )
     gpu = FakeGpu().use(monkeypatch)
     monkeypatch.setenv("ONNX_FUSE_AHEAD", "1")  # which a compiled file has nothing to do with
-    entries = Deployed(path)._programs
+    entries = Deployed(path).entries
 
     def original(shapes: Any) -> Program:
         given = {n: (tuple(s), d) for n, (s, d) in shapes.items()}
@@ -474,7 +474,7 @@ def read(path: Path) -> Program:
 
 @pytest.mark.parametrize("member", ["programs/0.json", "weights.safetensors", "model.onnx"])
 def test_one_byte_that_changed_is_noticed(tanh: Path, member: str) -> None:
-    places, _ = container._members(tanh.open("rb"))
+    places, _ = container.members_of(tanh.open("rb"))
     data = bytearray(tanh.read_bytes())
     data[places[member][0] + places[member][1] // 2] ^= 1
     tanh.write_bytes(data)

@@ -55,7 +55,7 @@ def test_a_trainer_launches_compiled_steps(tmp_path: Path, monkeypatch: pytest.M
     def original(shapes: Any) -> Program:
         given = {n: (tuple(s), d) for n, (s, d) in shapes.items()}
         for mode, file in files.items():
-            for i, entry in enumerate(file._programs):
+            for i, entry in enumerate(file.entries):
                 if entry.numbers(given) is not None:
                     program = made[mode].programs[H200.name][i]
                     wanted.append((mode, sum(len(c.launches) for c in program.calls)))

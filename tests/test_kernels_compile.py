@@ -588,7 +588,7 @@ def test_dump_writes_source_cubin_and_sass_of_what_is_compiled_or_loaded(
     if tool:
         (tmp_path / tool).write_text(DISASSEMBLER)
         (tmp_path / tool).chmod(0o755)
-    nvrtc._disassembler.cache_clear()
+    nvrtc.disassembler.cache_clear()
     cubins = set()
     for folder in ("compiled", "loaded"):
         monkeypatch.setenv(config.DUMP.name, str(tmp_path / folder))
@@ -601,7 +601,7 @@ def test_dump_writes_source_cubin_and_sass_of_what_is_compiled_or_loaded(
             assert found[".sass"].read_text() == f"SASS of {found['.cubin'].name}\n"
     told = capsys.readouterr().err
     assert told.count("no SASS: neither nvdisasm nor cuobjdump") == (0 if tool else 1)
-    nvrtc._disassembler.cache_clear()
+    nvrtc.disassembler.cache_clear()
 
 
 def test_dump_writes_model_and_program_of_each_shape(tmp_path: Path) -> None:

@@ -302,8 +302,8 @@ def test_a_cache_that_others_may_write_to_is_not_read(
     first.of(of_chain(40))
     first.written()
     cubin = nvrtc.cache_path("gemm/simt.cu", (), "sm_90a")
-    nvrtc._store(cubin, b"code")
-    assert nvrtc._stored(cubin) == b"code"
+    nvrtc.store_cubin(cubin, b"code")
+    assert nvrtc.stored_cubin(cubin) == b"code"
     for path in (cache, *cache.rglob("*")):
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
     if folder == "a file":
@@ -317,7 +317,7 @@ def test_a_cache_that_others_may_write_to_is_not_read(
         warnings.simplefilter("always")
         second.of(of_chain(40))
         second.written()
-        found = nvrtc._stored(cubin)
+        found = nvrtc.stored_cubin(cubin)
     assert second.traced == (folder != "cubin")
     assert found == (b"code" if folder == "programs" else None)
     said = [str(w.message) for w in warned if "cache folder" in str(w.message)]

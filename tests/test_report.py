@@ -193,7 +193,7 @@ def test_errors_along_a_large_graph_are_found_in_parts(monkeypatch: pytest.Monke
     model = text_model("g (float[N] x) => (float[N] y) { a = Relu(x) b = Exp(a) y = Neg(b) }")
     monkeypatch.setattr(layerwise, "_TOGETHER", 1)
     feeds = {"x": np.ones(4, np.float32)}
-    assert list(layerwise._parts(model, ["a", "b", "y"], feeds)) == [["a"], ["b"], ["y"]]
+    assert list(layerwise.chunks(model, ["a", "b", "y"], feeds)) == [["a"], ["b"], ["y"]]
     found = layerwise.errors_along(model, model, feeds, TOLERANCES[onnx_ir.DataType.FLOAT])
     assert [d.output for d in found.values] == ["a", "b", "y"]
 

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 from fake_gpu import FakeGpu  # noqa: E402
 from lowering import program_of  # noqa: E402
 
+import onnx_fuse.torch.functional  # noqa: E402, F401
 from onnx_fuse.errors import UsageError  # noqa: E402
 from onnx_fuse.ir.build import text_model  # noqa: E402
 from onnx_fuse.program.call import dtype_of  # noqa: E402
@@ -20,9 +21,8 @@ from onnx_fuse.program.problem import CHIPS  # noqa: E402
 from onnx_fuse.runtime import direct  # noqa: E402
 from onnx_fuse.runtime.specialize import Specializer  # noqa: E402
 from onnx_fuse.session import load  # noqa: E402
-from onnx_fuse.torch import functional  # noqa: E402
 from onnx_fuse.torch import gpu as module  # noqa: E402
-from onnx_fuse.torch.graph import Graph, find  # noqa: E402
+from onnx_fuse.torch.graph import BUILDERS, Graph, find  # noqa: E402
 from onnx_fuse.torch.guard_cache import Kinds  # noqa: E402
 
 TEXT = """agraph (float[N,8] x, float[8] b) => (float[N,8] y, float[8,N] z, float[N,8] same,
@@ -190,34 +190,18 @@ def test_a_graph_that_needs_the_host_runs_by_a_binding(gpu: FakeGpu, now: Torch)
 # ---- the programs of the functions -----------------------------------------------------------
 
 SIZES = {"M": 24, "K": 64, "N": 48, "B": 2, "S": 16, "T": 16, "E": 64}
-# graph of a function: the kernels that its forward and its backward must have in 16 bits
-PROGRAMS: dict[str, tuple[Any, str, str]] = {
-    "layer norm": (
-        lambda dtype: functional._layernorm_linear_graph(dtype, "1e-05", "gelu", "1", "0"),
-        "LayerNormGemmGelu_mean_rstd_z", "LayerNormGemmGeluGrad",
-    ),
-    "layer norm without a bias": (
-        lambda dtype: functional._layernorm_linear_graph(dtype, "1e-05", "", "0", "0"),
-        "LayerNormGemm_mean_rstd", "LayerNormGemmGrad",
-    ),
-    "rms norm": (
-        lambda dtype: functional._rms_norm_linear_graph(dtype, "1e-05", "silu", "1", "0"),
-        "RMSNormGemmSilu_rstd_z", "RMSNormGemmSiluGrad",
-    ),
-    "linear": (
-        lambda dtype: functional._linear_activation_graph(dtype, "gelu_tanh", "1", "0"),
-        "GemmGeluTanh_z", "GemmGeluTanhGrad",
-    ),
-    "attention": (
-        lambda dtype: functional._attention_graph(dtype, "4", "2", "64", "1", "", ""),
-        "GroupedSdpaCausal_lse", "GroupedSdpaCausalGrad",
-    ),
-    "loss": (
-        lambda dtype: functional._linear_cross_entropy_graph(
-            dtype, "1", "-100", "0.1", "mean", "0"
-        ),
-        "SoftmaxCrossEntropyLoss", "ScatterElements",
-    ),
+# builder of a function's graph, what follows the type, the kernels of its forward and its backward
+PROGRAMS = {
+    "layer norm": ("layernorm_linear", "1e-05,gelu,1,0",
+                   "LayerNormGemmGelu_mean_rstd_z", "LayerNormGemmGeluGrad"),
+    "layer norm without a bias": ("layernorm_linear", "1e-05,,0,0",
+                                  "LayerNormGemm_mean_rstd", "LayerNormGemmGrad"),
+    "rms norm": ("rms_norm_linear", "1e-05,silu,1,0",
+                 "RMSNormGemmSilu_rstd_z", "RMSNormGemmSiluGrad"),
+    "linear": ("linear_activation", "gelu_tanh,1,0", "GemmGeluTanh_z", "GemmGeluTanhGrad"),
+    "attention": ("attention", "4,2,64,1,,", "GroupedSdpaCausal_lse", "GroupedSdpaCausalGrad"),
+    "loss": ("linear_cross_entropy", "1,-100,0.1,mean,0",
+             "SoftmaxCrossEntropyLoss", "ScatterElements"),
 }  # fmt: skip
 
 
@@ -236,8 +220,8 @@ def drawn(graph: Graph, dtype: str) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("dtype", ["BFLOAT16", "FLOAT16", "FLOAT"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_function_is_its_fused_kernels_and_needs_no_host(name: str, dtype: str) -> None:
-    make, forward, backward = PROGRAMS[name]
-    graph = make(dtype)
+    builder, options, forward, backward = PROGRAMS[name]
+    graph = BUILDERS[builder](dtype, *options.split(","))
     assert find(graph.key) is graph  # as another process finds it, by a key in torch's caches
     numpy = {"FLOAT": "float32"}.get(dtype, dtype.lower())
     feeds = drawn(graph, numpy)
@@ -269,7 +253,7 @@ def test_a_function_is_its_fused_kernels_and_needs_no_host(name: str, dtype: str
 @pytest.mark.parametrize("dtype", ["BFLOAT16", "FLOAT16"])
 def test_no_weight_of_a_large_product_is_copied(dtype: str) -> None:
     """It lies as [N, K], and so does its gradient; where the shapes are open, too."""
-    graph = functional._layernorm_linear_graph(dtype, "1e-05", "gelu", "1", "0")
+    graph = BUILDERS["layernorm_linear"](dtype, "1e-05", "gelu", "1", "0")
     half = graph.derived(graph.saving.replace("forward", "backward"))
     sizes = {"M": 8192, "K": 4096, "N": 4096}
     specializer = Specializer(half.model.clone(), CHIPS["H200"])

@@ -60,11 +60,11 @@ def _compiler() -> str:
     try:
         return metadata.version("nvidia-cuda-nvrtc")
     except metadata.PackageNotFoundError:
-        return ".".join(map(str, _nvrtc_version()))
+        return ".".join(map(str, nvrtc_version()))
 
 
 @cache
-def _nvrtc_version() -> tuple[int, int]:
+def nvrtc_version() -> tuple[int, int]:
     """(major, minor). Raises DeviceError without NVRTC, for one of a release that the kernels are
     not tested with, or where the driver is too old for it.
     """
@@ -108,7 +108,7 @@ def check_compiler() -> str:
             raise DeviceError(
                 f"cuda-core, which compiles the kernels, is missing ({error}): {INSTALL_CUDA}"
             ) from error
-        return ".".join(map(str, _nvrtc_version()))
+        return ".".join(map(str, nvrtc_version()))
 
 
 def _defined(text: str, defines: Defines) -> str:
@@ -145,10 +145,10 @@ def compile(source: str, defines: Defines = (), arch: str = "sm_90a") -> bytes:
     if stored := GIVEN.get((source, defines, arch)):
         return bytes(stored)
     text, path = source_text(source), cache_path(source, defines, arch)
-    cubin = _stored(path)
+    cubin = stored_cubin(path)
     if cubin is None:
         cubin, _ = _nvrtc(text, defines, arch)
-        _store(path, cubin)
+        store_cubin(path, cubin)
     if config.DUMP.value:
         _dump(config.DUMP.value, source, text, defines, arch, cubin)
     return cubin
@@ -169,7 +169,7 @@ def _hashed(source: str) -> Any:
     return hashlib.sha256(f"{source_text(source)}\0".encode())
 
 
-def _stored(path: Path) -> bytes | None:
+def stored_cubin(path: Path) -> bytes | None:
     """A cache entry is digest + cubin: a torn or altered one counts as absent."""
     try:
         entry = read_private(path)
@@ -178,7 +178,7 @@ def _stored(path: Path) -> bytes | None:
     return entry[32:] if hashlib.sha256(entry[32:]).digest() == entry[:32] else None
 
 
-def _store(path: Path, cubin: bytes) -> None:
+def store_cubin(path: Path, cubin: bytes) -> None:
     """Write a file beside and rename it: another process sees the whole entry or none."""
     try:
         if not private_folder(path.parent):
@@ -218,14 +218,14 @@ def _dump(folder: Path, source: str, text: str, defines: Defines, arch: str, cub
     path.with_name(path.name + ".cu").write_text(_defined(text, defines))
     binary = path.with_name(path.name + ".cubin")
     binary.write_bytes(cubin)
-    tool = _disassembler()
+    tool = disassembler()
     if tool:
         sass = subprocess.run([*tool, str(binary)], capture_output=True, text=True, check=False)
         path.with_name(path.name + ".sass").write_text(sass.stdout or sass.stderr)
 
 
 @cache
-def _disassembler() -> tuple[str, ...]:
+def disassembler() -> tuple[str, ...]:
     """The command that prints SASS; where there is none, one line on stderr says so once."""
     from cuda.pathfinder import find_nvidia_binary_utility
 

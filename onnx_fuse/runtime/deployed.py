@@ -50,7 +50,7 @@ class Deployed:
             modules = [_module(m) for m in manifest["modules"]]
             self._modules: list[Module] = [module for module, _, _ in modules]
             self._compiled = [(cubins, waits) for _, cubins, waits in modules]
-            self._programs = [_Entry(p) for p in manifest["programs"]]
+            self.entries = [_Entry(p) for p in manifest["programs"]]
             self._defaults = {str(k): (str(n), _shape(s)) for k, n, s in manifest["defaults"]}
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise self._fault("damaged: its manifest lacks what a program needs") from error
@@ -74,7 +74,7 @@ class Deployed:
 
         Of one that serves several, those it was lowered for.
         """
-        lists = [entry.shapes for entry in self._programs]
+        lists = [entry.shapes for entry in self.entries]
         return [shapes for i, shapes in enumerate(lists) if shapes not in lists[:i]]
 
     def check_precision(self, precision: str) -> None:
@@ -119,7 +119,7 @@ class Deployed:
         """The program for inputs of these shapes with its layout in memory; see `program`."""
         target = self.target(hw)
         ends = {name: (tuple(shape), dtype) for name, (shape, dtype) in shapes.items()}
-        for entry in self._programs:
+        for entry in self.entries:
             if entry.target != target:
                 continue
             try:
@@ -170,7 +170,7 @@ class Deployed:
 
     def _listing(self, target: str) -> str:
         """The first of the shapes that can be run."""
-        lines = list(dict.fromkeys(str(e) for e in self._programs if e.target == target))
+        lines = list(dict.fromkeys(str(e) for e in self.entries if e.target == target))
         rest = len(lines) - _SHOWN
         return "; ".join(lines[:_SHOWN]) + (f"; and {rest} more" if rest > 0 else "")
 

@@ -91,7 +91,7 @@ def choices(model: onnx_ir.Model) -> Iterator[InputSizes]:
     if any(n.domain for n in model.graph):
         plain = inline(model, lambda node: not caches.is_grouped(node))
     doubtful: list[InputSizes] = []
-    ways = [_assignment(plain, dims, branches) for branches in _branches(plain)]
+    ways = [assignment(plain, dims, branches) for branches in _branches(plain)]
     large: list[int] = []
     any_fits = False
     for pattern in PATTERNS:
@@ -151,30 +151,28 @@ class _Assignment:
         start: dict[Symbol, int] = {
             s: base + step * others.index(s) if s in others else lead for s in self.free
         }
-        free, sound = self._repaired(start)
-        sizes = {s: self._value(size(s), free) for s in self.symbols}
-        shapes = {n: [max(self._value(d, free), 0) for d in s] for n, s in self.shapes.items()}
+        free, sound = self.repaired(start)
+        sizes = {s: self.value_of(size(s), free) for s in self.symbols}
+        shapes = {n: [max(self.value_of(d, free), 0) for d in s] for n, s in self.shapes.items()}
         varied = [s for s in self.symbols if self.system.resolve(size(s)).number is None]
         lengths = {
-            n: self._tokens(told, shapes[n], free)
-            for n, told in self.lengths.items()
-            if n in shapes
+            n: self.tokens(told, shapes[n], free) for n, told in self.lengths.items() if n in shapes
         }
         return InputSizes(sizes, shapes, self.branches, sound, varied, lengths)
 
-    def _tokens(self, told: Lengths, shape: Sequence[int], free: Mapping[Symbol, int]) -> Array:
+    def tokens(self, told: Lengths, shape: Sequence[int], free: Mapping[Symbol, int]) -> Array:
         """The entries of an input that tells how many tokens there are: the last row has half."""
-        total = self._value(told.total, free)
+        total = self.value_of(told.total, free)
         if not told.places:
             return np.full(shape, total)
         rows = np.ceil(np.linspace(total, max(total // 2, 1), math.prod(shape)))
         return rows.reshape(shape) - 1
 
-    def _value(self, value: SymbolicSize, free: Mapping[Symbol, int]) -> int:
+    def value_of(self, value: SymbolicSize, free: Mapping[Symbol, int]) -> int:
         number = evaluate(self.system.resolve(value), free)
         return 1 if number is None else int(number)
 
-    def _repaired(self, sizes: dict[Symbol, int]) -> tuple[dict[Symbol, int], bool]:
+    def repaired(self, sizes: dict[Symbol, int]) -> tuple[dict[Symbol, int], bool]:
         """Sizes changed one or two at a time until the constraints hold, as far as they can."""
         sizes = dict(sizes)
         violated = self._violated(sizes)
@@ -202,7 +200,7 @@ class _Assignment:
         """The constraints that do not hold; a size below 1 counts as one."""
         bad = self.system.violated(sizes)
         bad += [Constraint("least", self.system.resolve(size(s)), size(1)) for s in self.symbols
-                if self._value(size(s), sizes) < 1]  # fmt: skip
+                if self.value_of(size(s), sizes) < 1]  # fmt: skip
         return bad
 
     def _changes(
@@ -223,7 +221,7 @@ def _distance(n: int, sizes: Mapping[Symbol, int], group: Sequence[str]) -> floa
     return max((abs(math.log(n / max(sizes[s], 1))) for s in group), default=0.0)
 
 
-def _assignment(
+def assignment(
     model: onnx_ir.Model, dims: Mapping[str, Sequence[Dim]], branches: dict[str, bool | int]
 ) -> _Assignment:
     symbols = list(dict.fromkeys(d for shape in dims.values() for d in shape if isinstance(d, str)))

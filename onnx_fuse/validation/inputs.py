@@ -121,7 +121,7 @@ def generate(
         # Where integers have no bound that the graph shows, 0 and 1 may still be too much.
         for top in (2, 1):
             rng = np.random.default_rng(seed + len(accepted))
-            feed = _feed(roles, choice, rng, top)
+            feed = draw(roles, choice, rng, top)
             try:
                 outputs = run(feed)
                 if _is_nan(outputs):  # a mask whose true hides leaves the first row nothing
@@ -166,7 +166,7 @@ def generate(
     return accepted
 
 
-def _feed(roles: dict[str, Role], choice: InputSizes, rng: np.random.Generator, top: int) -> Feeds:
+def draw(roles: dict[str, Role], choice: InputSizes, rng: np.random.Generator, top: int) -> Feeds:
     shapes = choice.shapes
     # A mask that is longer than the step gives the length of past and step together.
     widths = [shapes[k][-1] for k, r in roles.items() if r.masks and shapes[k]]

@@ -83,7 +83,7 @@ def errors_along(
     outputs = {v.name for v in suspect.graph.outputs}
     along = Along()
     with ort.faults("the comparison by value"):
-        for part in _parts(reference, names, feeds):
+        for part in chunks(reference, names, feeds):
             expected = ort.run(ort.session(_showing(reference, part), as_written=True), feeds)
             checked = (request or Request()).session(_showing(suspect, part), as_written=True)
             got = ort.run(checked, feeds)
@@ -99,7 +99,7 @@ def errors_along(
     return along
 
 
-def _parts(model: onnx_ir.Model, names: Sequence[str], feeds: Feeds) -> Iterator[Sequence[str]]:
+def chunks(model: onnx_ir.Model, names: Sequence[str], feeds: Feeds) -> Iterator[Sequence[str]]:
     """The names in parts whose values fit into memory together, as far as their sizes are known."""
     model = model.clone()
     shapes = {name: list(a.shape) for name, a in feeds.items() if isinstance(a, np.ndarray)}
