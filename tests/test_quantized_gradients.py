@@ -126,6 +126,15 @@ def test_dynamic_quantization_passes_all() -> None:
     np.testing.assert_allclose(dx, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_the_gradient_of_a_float_of_few_bits_is_not_rounded_to_it() -> None:
+    model = text_model("""g (float[4] x) => (float[4] y) {
+      q = Cast <to = 17> (x) y = Cast <to = 1> (q) }""")
+    dy = np.float32([1e-4, 1 / 3, 1e4, -3])
+    feeds = {"x": np.float32([0.3, 0.5, 1, 2]), "y.grad": dy}
+    dx = answers(stock(gradient(model, wrt=["x"])), feeds)["x.grad"]
+    np.testing.assert_array_equal(dx, dy)
+
+
 def test_no_gradient_passes_what_computes_with_codes() -> None:
     model = text_model("""g (float[4] x) => (float[4] y) <float s = {0.1}, int8 z = {0}> {
       q = QuantizeLinear (x, s, z) y = Cast <to = 1> (q) }""")

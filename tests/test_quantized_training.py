@@ -4,6 +4,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from lowering import interpreted, with_values
 from support import answers, stock
 
 from onnx_fuse import Trainer, optim
@@ -123,3 +124,13 @@ def test_codes_are_those_of_float32_in_half_precision(tmp_path) -> None:
     trainer.save(tmp_path / "tuned.onnx")
     found = answers(stock(ir.load(tmp_path / "tuned.onnx")), {"x": X})["y"]
     np.testing.assert_allclose(found, trainer.evaluate(FEEDS).outputs["y"], rtol=3e-3, atol=3e-3)
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_a_step_is_a_program_of_kernels(name: str) -> None:
+    trainer = Trainer(stored_net(name), loss="mse", optimizer=optim.SGD(lr=0.01))
+    step, feeds = trainer.step_graph(FEEDS)
+    assert not with_values(step, feeds).fallbacks
+    program = interpreted(step, feeds)
+    for key, array in answers(stock(step), feeds).items():
+        np.testing.assert_allclose(program[key], array, rtol=1e-5, atol=1e-5, err_msg=key)

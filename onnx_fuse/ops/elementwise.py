@@ -31,6 +31,11 @@ def _gelu(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor
     return emitted(ACTIVATIONS["Gelu" if exact else "GeluTanh"].gradient, op, z=x, dy=dy)
 
 
+def _cast(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
+    """The gradient of a float of few bits stays wide: its digits and range would not do."""
+    return dy if x.dtype is not None and x.dtype.bitwidth < 16 else op.CastLike(dy, x)
+
+
 UNARY: dict[str, Unary | str] = {
     **{row.op_type: row.gradient for row in ACTIVATIONS.values() if not row.domain},
     "Identity": "dy",
@@ -59,7 +64,7 @@ UNARY: dict[str, Unary | str] = {
     "Gelu": _gelu,
     "Swish": ACTIVATIONS["QuickGelu"].gradient,
     "Shrink": "Where(Abs(x) > @lambd, dy, 0)",
-    **dict.fromkeys(("Cast", "CastLike"), "CastLike(dy, x)"),
+    **dict.fromkeys(("Cast", "CastLike"), _cast),
 }
 table(UNARY)
 
