@@ -83,6 +83,8 @@ def _obstacle(node: ir.Node, to: str) -> str:
         return "its weight is empty"
     if to == "int4-weights" and (node.op_type not in ("Gemm", "MatMul") or weight.ndim != 2):
         return "weights of 4 bits are matrices of Gemm and MatMul"
+    if to == "int8" and node.op_type == "MatMul" and weight.ndim > 2:
+        return "its weights are several matrices, whose scales onnxruntime does not run"
     if to != "int8" and node.op_type == "ConvTranspose":
         return "ConvTranspose is quantized to int8 only"
     return ""

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from onnx_fuse.errors import ModelError
 from onnx_fuse.importer.load import read
 from onnx_fuse.importer.save import fits_protobuf, to_proto
-from onnx_fuse.ir.build import Builder, add_initializer, const_array, remove_unused_nodes
+from onnx_fuse.ir.build import Builder, add_initializer, const_array, given, remove_unused_nodes
 from onnx_fuse.ir.names import Names
 from onnx_fuse.ir.traits import VIEWS
 from onnx_fuse.quantization.layers import PRODUCTS
@@ -59,12 +59,16 @@ def in_float8(model: ir.Model, names: Sequence[str], ranges: Any) -> ir.Model:
         x, weight = node.inputs[0], const_array(node.inputs[1])
         if x is None or weight is None:
             continue
+        largest = np.abs(np.asarray(ranges[x.name].range_value, np.float64)).max()
+        step = _scale(largest, limit)
         if x not in rounded:
-            largest = np.abs(np.asarray(ranges[x.name].range_value, np.float64)).max()
-            rounded[x] = _rounded(model.graph, x, _scale(largest, limit), naming)
+            rounded[x] = _rounded(model.graph, x, step, naming)
         axis = _channels(node, weight)
         others = tuple(i for i in range(weight.ndim) if i != axis)
         scales = _scale(np.abs(weight).max(others), limit)
+        bias = const_array(given(node, 2))
+        if bias is not None:  # onnxruntime makes integers of it, in these steps
+            scales = np.maximum(scales, np.abs(bias).max(initial=0) / (step * np.float32(1 << 30)))
         _store(model.graph, node, StoredCodes(_F8, "", scales, None, axis, 0), naming, axis=axis)
         node.replace_input_with(0, rounded[x])
     remove_unused_nodes(model)
@@ -166,7 +170,7 @@ def _store(
     result = op.node("DequantizeLinear", [codes, scale], attributes=attributes)
     node.replace_input_with(1, _named(op, result, naming, value))
     graph.insert_before(node, op.nodes)
-    if not value.uses() and value.is_initializer():
+    if value.is_initializer() and not (value.uses() or value.is_graph_output()):
         del graph.initializers[str(value.name)]
 
 
