@@ -117,6 +117,25 @@ def test_what_does_not_train_keeps_its_integers(tmp_path) -> None:
     np.testing.assert_array_equal(saved["w"].const_value.numpy(), expected)
 
 
+def test_scales_are_no_weights_that_the_file_shares(tmp_path) -> None:
+    """Both nodes of a pair read the scale, which untie= must not split; a bias's may be frozen."""
+    model = stored_net("int8 by columns")
+    scale = np.full(3, 0.01, np.float32)
+    model.graph.initializers["ws"].const_value = ir.tensor(scale, name="ws")
+    bias_scale = add_initializer(model.graph, "bs.", np.full(3, 1e-3, np.float32))
+    node = next(n for n in model.graph if n.inputs[0] is not None and n.inputs[0].name == "b")
+    node.replace_input_with(1, bias_scale)
+    node.attributes["axis"] = ir.AttrInt64("axis", 0)
+    trainer = Trainer(model, loss="mse", untie=True, frozen=["ws"])
+    assert len(trainer.notes) == 1
+    assert "stored as integers" in trainer.notes[0]
+    trainer.step(FEEDS)
+    trainer.save(tmp_path / "tuned.onnx")
+    saved = ir.load(tmp_path / "tuned.onnx")
+    assert list(saved.graph.initializers) == list(model.graph.initializers)
+    np.testing.assert_array_equal(saved.graph.initializers["ws"].const_value.numpy(), scale)
+
+
 def test_codes_are_those_of_float32_in_half_precision(tmp_path) -> None:
     trainer = Trainer(stored_net("int8 by columns"), loss="mse", precision="fp16")
     for _ in range(3):

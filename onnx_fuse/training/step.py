@@ -409,6 +409,7 @@ class _Step:
         if not floats:
             raise ModelError("the model has no float weights to train")
         names = [n for v in floats for n in model_names(v)] + [str(v.name) for v in statistics]
+        names += sorted(scales)
         for pattern in choice.globs:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise UsageError(

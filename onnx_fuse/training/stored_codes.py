@@ -125,7 +125,11 @@ def _train_as(graph: ir.Graph, node: ir.Node, weight: ir.Value, stored: StoredCo
     """Let a DequantizeLinear read the codes of a float weight, or the weight take its place."""
     if stored.dtype == _NO_QUANTIZE:
         ir.convenience.replace_all_uses_with(node.outputs[0], weight)
+        operands = [value for value in node.inputs[1:] if value is not None]
         graph.remove(node, safe=True)
+        for value in operands:
+            if value.is_initializer() and not (value.uses() or value.is_graph_output()):
+                del graph.initializers[str(value.name)]
         return
     scale, zero = node.inputs[1], node.inputs[2] if len(node.inputs) > 2 else None
     if zero is None:  # it tells QuantizeLinear the type of the codes

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.autodiff import is_weight
+from onnx_fuse.autodiff import is_weight, scales
 from onnx_fuse.errors import UsageError
 from onnx_fuse.ir.build import Builder, const_array
 from onnx_fuse.ir.names import Names
@@ -42,10 +42,12 @@ class Duplicate:
 
 
 def _candidates(graph: ir.Graph) -> Iterable[tuple[ir.Value, Array]]:
-    inputs = set(graph.inputs)
+    inputs, apart = set(graph.inputs), scales(graph)  # both nodes of a pair read its scale
     for value in graph.initializers.values():
         array = const_array(value)
-        if array is not None and is_float(value) and value not in inputs and value.uses():
+        if value in inputs or value.name in apart:
+            continue
+        if array is not None and is_float(value) and value.uses():
             yield value, array
 
 
