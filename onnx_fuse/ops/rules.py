@@ -367,6 +367,44 @@ def attribute(node: ir.Node, name: str, default: Any = None) -> Any:
     return default if declared is None or declared.is_ref() else declared.value
 
 
+@dataclass(frozen=True)
+class Cut:
+    """What a Split, or a Slice of step 1, takes of a tensor along one axis."""
+
+    source: ir.Value
+    axis: int | None
+    """Counted from the front; None where the rank is unknown or it is not one axis."""
+    start: int | None
+    end: int | None
+    """Where it begins and ends, counted from the front; None where that is unknown."""
+    node: ir.Node
+
+
+def cut_of(value: ir.Value | None) -> Cut | None:
+    """How a Split or a Slice takes a value from a tensor."""
+    node = value.producer() if value is not None else None
+    source = node.inputs[0] if node is not None and node.inputs else None
+    if node is None or source is None or node.domain:
+        return None
+    size = rank(source)
+    if node.op_type == "Split":
+        axis = attribute(node, "axis", 0) % size if size else None
+        sizes = [dim(v, axis or 0) for v in node.outputs[: node.outputs.index(value) + 1]]
+        start = None if None in sizes[:-1] else sum(n or 0 for n in sizes[:-1])
+        end = None if start is None or sizes[-1] is None else start + sizes[-1]
+        return Cut(source, axis, start, end, node)
+    starts, ends, axes, steps = (constant_ints(given(node, i)) for i in range(1, 5))
+    unstepped = steps == [1] or given(node, 4) is None
+    if node.op_type != "Slice" or starts is None or len(starts) != 1 or not unstepped:
+        return None
+    axes = [0] if given(node, 3) is None else axes
+    axis = axes[0] % size if size and axes is not None and len(axes) == 1 else None
+    length = dim(source, axis) if axis is not None else None
+    if length is not None and ends:
+        return Cut(source, axis, *slice(starts[0], ends[0]).indices(length)[:2], node)
+    return Cut(source, axis, starts[0], None, node) if starts[0] >= 0 else None
+
+
 def other_operand(node: ir.Node, value: ir.Value) -> ir.Value | None:
     """The other operand of a two-input node."""
     a, b = node.inputs[0], node.inputs[1]

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder, const_array, dim, rank, replace_node
-from onnx_fuse.ops.rules import producer
+from onnx_fuse.ir.build import Builder, dim, rank, replace_node
+from onnx_fuse.ops.rules import cut_of, producer
 from onnx_fuse.rewrite.canonicalize import rewrite_each
 
 FIRST_OPSET = 13
@@ -109,23 +109,10 @@ def _last_axis(node: ir.Node, value: ir.Value) -> bool:
 
 def _half(value: ir.Value | None) -> tuple[ir.Value, int] | None:
     """(x, 0 or 1) where a value is the first or second half of x along the last axis."""
-    node = None if value is None else value.producer()
-    if value is None or node is None or node.domain or node.op_type not in ("Slice", "Split"):
+    cut = cut_of(value)
+    if cut is None or cut.axis is None or cut.axis + 1 != rank(cut.source):
         return None
-    x = node.inputs[0]
-    size, level = (None, None) if x is None else (dim(x, -1), rank(x))
-    if x is None or level is None or not isinstance(size, int) or size % 2:
+    size = dim(cut.source, -1)
+    if not size or size % 2 or dim(value, -1) != size // 2 or cut.start not in (0, size // 2):
         return None
-    if dim(value, -1) != size // 2:
-        return None
-    if node.op_type == "Split":
-        place = list(node.outputs).index(value)
-        return (x, place) if len(node.outputs) == 2 and _last_axis(node, x) else None
-    bounds = [const_array(v) for v in node.inputs[1:]]
-    if any(a is None or a.size != 1 for a in bounds) or len(bounds) < 3:
-        return None
-    start, _, axis, *step = (int(a.reshape(-1)[0]) for a in bounds if a is not None)
-    if axis not in (-1, level - 1) or step not in ([], [1]):
-        return None
-    start += size if start < 0 else 0
-    return (x, 2 * start // size) if start in (0, size // 2) else None
+    return cut.source, 2 * cut.start // size

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder, const_array
+from onnx_fuse.ir.build import Builder
+from onnx_fuse.ops.rules import cut_of
 
 
 def slices_as_splits(model: ir.Model) -> None:
@@ -45,18 +46,9 @@ def slices_as_splits(model: ir.Model) -> None:
 
 def _part(node: ir.Node) -> tuple[ir.Value, int, int, int] | None:
     """What a Slice takes of which axis, where it is along one of known size, and not empty."""
-    if node.op_type != "Slice" or node.domain or len(node.inputs) < 4:
+    cut = cut_of(node.outputs[0]) if node.op_type == "Slice" else None
+    if cut is None or cut.axis is None or cut.start is None or cut.end is None:
         return None
-    value = node.inputs[0]
-    arrays = [const_array(v) for v in node.inputs[1:]]
-    if value is None or value.shape is None or any(a is None or a.size != 1 for a in arrays):
+    if node.outputs[0].is_graph_output() or cut.start >= cut.end:
         return None
-    if node.outputs[0].is_graph_output():
-        return None
-    start, end, axis, *steps = (int(a.reshape(())) for a in arrays if a is not None)
-    axis += len(value.shape) if axis < 0 else 0
-    size = value.shape[axis]
-    if steps not in ([], [1]) or not isinstance(size, int):
-        return None
-    start, end, _ = slice(start, end).indices(size)
-    return (value, axis, start, end) if start < end else None
+    return cut.source, cut.axis, cut.start, cut.end

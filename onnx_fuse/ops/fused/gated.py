@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from onnx_fuse.ir.build import Builder, dim, given, rank
+from onnx_fuse.ir.build import Builder, dim, rank
 from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.ir.names import FusedName
 from onnx_fuse.ops.activations import ACTIVATIONS, Activation, signature
@@ -30,8 +30,8 @@ from onnx_fuse.ops.rules import (
     Rewriter,
     Rule,
     attribute,
-    constant_ints,
     consumers,
+    cut_of,
     is_additive_identity,
     is_initializer,
     sole_consumer,
@@ -132,62 +132,29 @@ def _of_halves(
     let: ir.Value,
 ) -> _Unit | None:
     z = gate.inputs[0]
-    halves = [_piece(z), _piece(let)]
-    if z is None or None in halves:
+    first, second = cut_of(z), cut_of(let)
+    if z is None or first is None or second is None:
         return None
-    (joined, first, cut), (other, second, cut_too) = (half for half in halves if half is not None)
+    joined = first.source
     product = joined.producer()
     plain = _plain(product)
-    if joined is not other or product is None or plain is None:
+    if joined is not second.source or product is None or plain is None:
         return None
-    nodes = (product, *dict.fromkeys((cut, cut_too)), gate, node)
+    nodes = (product, *dict.fromkeys((first.node, second.node)), gate, node)
     width, size = dim(joined, -1), rank(joined)
-    axes = {_axis(piece, size) for piece in (cut, cut_too)}
-    if size is None or axes != {size - 1}:
+    if size is None or {first.axis, second.axis} != {size - 1}:
         return _refused(rw, nodes, "it is split along another axis than the product's columns")
-    if width is None or width % 2 or {first, second} != {0, width // 2}:
+    if width is None or width % 2 or {first.start, second.start} != {0, width // 2}:
         return _refused(rw, nodes, "what it is split in are not the halves of a product")
     if any(dim(piece, -1) != width // 2 for piece in (z, let)):
         return _refused(rw, nodes, "what it is split in are not the halves of a product")
     readers = (
-        (joined, {cut, cut_too}), (z, {gate}), (let, {node}), (gate.outputs[0], {node})
+        (joined, {first.node, second.node}), (z, {gate}), (let, {node}), (gate.outputs[0], {node})
     )  # fmt: skip
     if not _read_by(*readers):
         return _refused(rw, nodes, "other nodes read the product or one of its halves, too")
-    place = "GateFirst" if first == 0 else "GateLast"
+    place = "GateFirst" if first.start == 0 else "GateLast"
     return _Unit((plain,), _norm_of(product), place, row, dict(attributes), nodes)
-
-
-def _piece(value: ir.Value | None) -> tuple[ir.Value, int | None, ir.Node] | None:
-    """(source, first element along the axis, node): what a Split or Slice takes `value` from."""
-    node = value.producer() if value is not None else None
-    source = node.inputs[0] if node is not None and node.inputs else None
-    if node is None or source is None or node.domain:
-        return None
-    if node.op_type == "Split":
-        before = node.outputs[: node.outputs.index(value)]
-        sizes = [dim(v, _axis(node, rank(source)) or 0) for v in before]
-        return source, None if None in sizes else sum(size or 0 for size in sizes), node
-    if node.op_type == "Slice":
-        starts, steps = constant_ints(node.inputs[1]), None
-        if given(node, 4) is not None:
-            steps = constant_ints(node.inputs[4])
-            if steps != [1]:
-                return None
-        if starts is None or len(starts) != 1 or starts[0] < 0:
-            return None
-        return source, starts[0], node
-    return None
-
-
-def _axis(node: ir.Node, size: int | None) -> int | None:
-    """The one axis that a Split or Slice cuts, counted from the front."""
-    if size is None:
-        return None
-    if node.op_type == "Split":
-        return attribute(node, "axis", 0) % size
-    axes = constant_ints(node.inputs[3]) if given(node, 3) is not None else [0]
-    return axes[0] % size if axes is not None and len(axes) == 1 else None
 
 
 def _plain(node: ir.Node | None) -> tuple[Parts, bool] | None:
