@@ -1,6 +1,7 @@
 """Small decoders of random weights, in the forms that exporters write."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -136,9 +137,9 @@ def whole(*, mask: bool = True, ids: str = IDS) -> ir.Model:
     return model_of(inputs, "float[batch,S,40] logits", START + body + attention)
 
 
-def slotted() -> ir.Model:
+def slotted(layers: int = 2) -> ir.Model:
     """GroupQueryAttention over a cache with room, in float16."""
-    return llama_cache.build(llama_cache.SIZES["tiny"])
+    return llama_cache.build(replace(llama_cache.SIZES["tiny"], layers=layers))
 
 
 def bytes_of(model: ir.Model) -> bytes:

@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir
 import onnxruntime
 import pytest
+from decoders import slotted
 
 from onnx_fuse import bench, rewrite
 from onnx_fuse.importer.save import inline
@@ -358,3 +359,9 @@ def test_a_token_more_needs_no_new_program() -> None:
     assert [c.problem.op for c in program.calls if c.problem is not None][-2:] == [
         "CacheAppend", "Sdpa",
     ]  # fmt: skip
+
+
+def test_products_of_every_layer_are_merged() -> None:
+    """The sizes of a layer follow from those of the layer before, through its cached attention."""
+    fused = rewrite.optimize(load(slotted(layers=6)), own_kernels=True).fusions
+    assert (fused["MergedGemm"], fused["RMSNormGateFirstGemmSilu"]) == (6, 6)

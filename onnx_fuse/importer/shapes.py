@@ -97,10 +97,10 @@ def _check_axis(node: ir.Node) -> None:
 
 def _infer(model: ir.Model, *, data_prop: bool) -> None:
     untouched = set(_sequences(model))
-    again = True
+    again, silent = True, len(list(all_nodes(model.graph)))
     while again:  # once more for each operator that inference is silent about
         bodies = contrib.bodies_attached(model)
-        with functions_attached(model), bodies as unread, without_weights(model):
+        with functions_attached(model), bodies as (unread, without), without_weights(model):
             proto = serialized(model)
             _known_in_bodies(proto.graph, {})
             untouched |= unread
@@ -112,6 +112,8 @@ def _infer(model: ir.Model, *, data_prop: bool) -> None:
         _declare_what_is_open(result.graph, declared)
         _assign_inferred(model.graph, result.graph, untouched)
         again = complete_types(all_nodes(model.graph), model.graph.opset_imports.get("", 1))
+        # a body that needs a size can be written once the node before it has told its own
+        again, silent = again or 0 < without < silent, without
 
 
 @contextlib.contextmanager

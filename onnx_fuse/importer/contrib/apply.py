@@ -60,15 +60,17 @@ def expand(
 
 
 @contextlib.contextmanager
-def bodies_attached(model: ir.Model) -> Iterator[set[ir.Value]]:
+def bodies_attached(model: ir.Model) -> Iterator[tuple[set[ir.Value], int]]:
     """Within the block each contrib node calls a function that is its body: inference reads it.
 
     The values yielded are outputs that nobody reads: a body does not make them, and what stands
-    for them in the function has any type. Nothing is to be written in the block: onnxruntime has
-    kernels for these operators.
+    for them in the function has any type. The number is that of the nodes whose body cannot be
+    written, perhaps since a size of their inputs is not known yet. Nothing is to be written in the
+    block: onnxruntime has kernels for these operators.
     """
     overloads: dict[object, str | None] = {}
     held: list[tuple[ir.Node, str]] = []
+    without = 0
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         if lookup(node) is None:
             continue
@@ -83,13 +85,15 @@ def bodies_attached(model: ir.Model) -> Iterator[set[ir.Value]]:
             overloads[key if key is not None else object()] = overload
         else:
             overload = overloads[key]
-        if overload is not None:
+        if overload is None:
+            without += 1
+        else:
             held.append((node, node.overload))
             node.overload = overload
     added = {node.op_identifier() for node, _ in held}
     unread = {v for node, _ in held for i, v in enumerate(node.outputs) if not wants(node, i)}
     try:
-        yield unread
+        yield unread, without
     finally:
         for key in added:
             model.functions.pop(key, None)

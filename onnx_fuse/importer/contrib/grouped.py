@@ -75,15 +75,14 @@ def group_query_attention(op: Body, node: ir.Node) -> Results:
     if query is None:
         raise Unwritable("its query is missing")
     heads, kv_heads = count(node, "num_heads"), count(node, "kv_num_heads")
+    parts = heads if key is not None and value is not None else heads + 2 * kv_heads
     width = dim(query, 2)
-    if width is None:
+    head = dim(past_key, 3) if width is None else width // parts
+    if head is None:
         raise Unwritable("the size of its heads is not known")
     if key is None or value is None:
-        head = width // (heads + 2 * kv_heads)
         cut = op.ints(heads * head, kv_heads * head, kv_heads * head)
         query, key, value = op.Split(query, cut, outputs=3, axis=-1)
-    else:
-        head = width // heads
     q = split_heads(op, query, heads, heads * head)
     k, v = (split_heads(op, x, kv_heads, kv_heads * head) for x in (key, value))
     rows = op.Shape(q, start=2, end=3)  # S
