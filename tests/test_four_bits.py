@@ -105,3 +105,44 @@ def test_a_weight_made_of_eight_bits_folds_with_the_norm(dtype: str) -> None:
         found = interpret(program, feeds, weights)["y"]
         limit = 1e-2 * np.abs(expected.astype(np.float64)).max()
         np.testing.assert_allclose(found, expected, atol=limit)
+
+
+@pytest.mark.parametrize(
+    ("second", "merged"),
+    [
+        ("(x, q2, s2, z2)", 1),
+        ("(x, q2, s2)", 0),
+        ("(x, q2, s2, z2, order)", 0),
+        ("(x, q, s2, z2)", 0),
+        ("(twice, q2, s2, z2)", 0),
+    ],
+    ids=["alike", "without zero points", "columns in another order", "one weight", "other inputs"],
+)
+def test_products_of_one_input_are_merged_with_their_blocks(second: str, merged: int) -> None:
+    rng, widths = np.random.default_rng(4), (N, N if "(x, q, " in second else 2 * N)
+    how = f"K = {K}, bits = 4, block_size = {BLOCK}"
+    lines = [
+        f"{y} = com.microsoft.MatMulNBits <{how}, N = {n}> {names}"
+        for y, n, names in zip("ab", widths, ("(x, q, s, z)", second), strict=True)
+    ]
+    proto = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["" : 23, "com.microsoft" : 1]>\n'
+        f"agraph (float[M,{K}] x) => (float[M,{widths[0]}] a, float[M,{widths[1]}] b)"
+        f" {{ twice = Add (x, x) {' '.join(lines)} }}"
+    )
+    arrays = {"order": np.arange(K, dtype=np.int32) // BLOCK}
+    for end, n in zip(("", "2"), widths, strict=True):
+        arrays[f"q{end}"] = rng.integers(0, 256, (n, K // BLOCK, BLOCK // 2)).astype(np.uint8)
+        arrays[f"s{end}"] = (rng.random((n, K // BLOCK)) / 4).astype(np.float32)
+        arrays[f"z{end}"] = rng.integers(0, 256, (n, K // BLOCK // 2)).astype(np.uint8)
+    proto.graph.initializer.extend(numpy_helper.from_array(a, n) for n, a in arrays.items())
+    model = load(proto)
+    before = to_proto(model).SerializeToString()
+    assert rewrite.optimize(model, own_kernels=True).fusions.get("MergedGemm", 0) == merged
+    for rows in (0, 1, 3):
+        x = rng.standard_normal((rows, K)).astype(np.float32)
+        x[:1] = np.where(np.arange(K) == 5, np.inf, x[:1])
+        both = (before, to_proto(model).SerializeToString())
+        first, after = (ort.run(ort.session(m, as_written=True), {"x": x}) for m in both)
+        for expected, y in zip(first, after, strict=True):
+            np.testing.assert_array_equal(y, expected)

@@ -327,6 +327,8 @@ def product_parts(node: ir.Node) -> Parts | None:
 
 def _fuse_siblings(rw: Rewriter, node: ir.Node) -> bool:
     """One wider product for all that read the same input through the same norm, then Split."""
+    if node.op_type == "MatMulNBits":
+        return _fuse_packed_siblings(rw, node)
     parts = product_parts(node)
     if parts is None:
         return False
@@ -378,9 +380,61 @@ def _fuse_siblings(rw: Rewriter, node: ir.Node) -> bool:
         name = str(FusedName.make("Gemm", act, norm=parts[0]))
         attributes = {k: v.value for k, v in node.attributes.items() if act or k in norms}
         y = op.node(name, [*parts[2], w, c], domain=FUSE, name=title, attributes=attributes)
-    typed(y, node.outputs[0])
-    pieces = op.Split(y, op.constant(widths), axis=-1, outputs=len(family))
+    _replace_family(rw, family, op, typed(y, node.outputs[0]), widths, name)
+    return True
+
+
+def _fuse_packed_siblings(rw: Rewriter, node: ir.Node) -> bool:
+    """One wider MatMulNBits for those that read the same input, then Split.
+
+    The rows of the weights, their scales and zero points stand behind each other as they are.
+    """
+    x = node.inputs[0]
+
+    def form(peer: ir.Node) -> tuple[object, ...]:
+        """What two of one family have alike: all but N and the weights."""
+        options = sorted((k, v.value) for k, v in peer.attributes.items() if k != "N")
+        ranks = [(i, rank(v)) for i, v in enumerate(peer.inputs[1:], 1) if v is not None]
+        return peer.domain, peer.op_type, options, ranks
+
+    if x is None or given(node, 4) is not None:  # g_idx orders the columns
+        return False
+    family = [
+        peer
+        for peer in consumers(x)
+        if peer.graph is node.graph
+        and peer.inputs[0] is x
+        and form(peer) == form(node)
+        and all(v is None or is_initializer(v) for v in peer.inputs[1:])
+    ]
+    if len(family) < 2 or node is not family[0] or len({n.inputs[1] for n in family}) < len(family):
+        return False
+    widths = [int(attribute(peer, "N", 0)) for peer in family]
+    op, title = Builder(), "+".join(label(n) for n in family)
+    merged: list[ir.Value | None] = [x]
+    for i, value in enumerate(node.inputs[1:], 1):
+        held = [a for peer in family if (a := const_array(peer.inputs[i])) is not None]
+        if value is not None and len(held) < len(family):
+            return False  # weights that were left out
+        merged.append(rw.initializer(f"{title}.{i}", np.concatenate(held)) if held else None)
+    attributes = {k: v.value for k, v in node.attributes.items()} | {"N": sum(widths)}
+    y = op.node(node.op_type, merged, domain=node.domain, name=title, attributes=attributes)
+    _replace_family(rw, family, op, typed(y, node.outputs[0]), widths, node.op_type)
+    return True
+
+
+def _replace_family(
+    rw: Rewriter,
+    family: Sequence[ir.Node],
+    op: Builder,
+    y: ir.Value,
+    widths: Sequence[int],
+    name: str,
+) -> None:
+    """Put the pieces of y, with the activations that it lacks, in the place of the products."""
+    act = FusedName.of(name).activation
     results = []
+    pieces = op.Split(y, op.constant(widths), axis=-1, outputs=len(family))
     for peer, piece in zip(family, pieces, strict=True):
         peer_act = (product_parts(peer) or ("", ""))[1]
         typed(piece, peer.outputs[0], peer.outputs[0].shape)
@@ -389,12 +443,11 @@ def _fuse_siblings(rw: Rewriter, node: ir.Node) -> bool:
         results.append(piece)
     rw.fusions["MergedGemm"] += 1
     rw.notes.append(f"merged into one {name}: {', '.join(label(n) for n in family)}")
-    first = min(family, key=list(node.graph or ()).index)
+    first = min(family, key=list(family[0].graph or ()).index)
     rw.replace(first, op, [n.outputs[0] for n in family], results)
     for peer in family:
         if not peer.outputs[0].uses() and peer.graph is not None:
             peer.graph.remove(peer, safe=True)
-    return True
 
 
 def _worth_merging(family: list[ir.Node]) -> list[ir.Node]:
@@ -520,7 +573,7 @@ _FAMILY = (
     *(str(FusedName.make("Gemm", a, norm=p)) for p in PROLOGUES for a in ("", *ACTIVATIONS)),
 )
 FUSE_GEMM = Rule("Gemm", 1, ("MatMul", "Gemm"), _fuse, conditions="readers types ranks body")
-MERGE = Rule("MergedGemm", 2, _FAMILY, _fuse_siblings, conditions="ranks")
+MERGE = Rule("MergedGemm", 2, (*_FAMILY, "MatMulNBits"), _fuse_siblings, conditions="ranks")
 KEEP = Rule("LayerNormGemm", 1, _NORMS, _keep, conditions="weights types ranks body")
 FOLD_AFFINE = Rule(
     "FoldAffine",
