@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import ceil
+from math import ceil, log2
 
 from onnx_fuse.cuda.macros import as_defines
 from onnx_fuse.kernels.gemm_portable import (
@@ -164,8 +164,35 @@ class Cluster(WithoutWorkspace):
             return False
         return share == 1 or ceil(problem.n / bn) % share == 0
 
+    def _few_rows_seconds(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> float:
+        """b streams from memory while the steps of a CTA follow each other; waves of CTAs.
+
+        Fitted to 900 timings of decoders' products on an H200 (2026-11), each launch overlapping
+        the one before: 10 % of a time is left (docs/kernel-notes.md).
+        """
+        wgm, bn, split, share, room = self._shape(config)
+        rows, per, stats = (
+            self._rows(problem, wgm, share), self._steps(problem, config), self._stats(problem)
+        )  # fmt: skip
+        threads = 128 * wgm + 128 * stats + 32
+        registers = 28 + bn / 2 + 4 * stats + (bn / 2 / split if problem.epilogue.gate else 0)
+        resident = max(1, min(room, 65536 // (threads * 8 * ceil(registers / 8))))
+        slots = resident * hw.sm_count * {1: 1.0, 2: 1.0, 4: 0.965, 8: 0.92}[split * share]
+        ctas = ceil(problem.m / (64 * wgm)) * ceil(problem.n / bn) * split
+        memory = problem.bytes / (0.86 * hw.bandwidth)
+        step = max(9.4e-8 + 7e-10 * bn + 1.4e-9 * rows, 1.23e-6 / self._stages(problem, config, hw))
+        flow: float = (memory**3.6 + (per * step) ** 3.6) ** (1 / 3.6)
+        sums = 3.9e-10 * log2(split) * rows * bn / split
+        late = 1e-7 if config.integer("late") else 0.0
+        waves = 2.3e-6 * (ceil(ctas / slots) - 1)
+        # where all shared memory is taken the next launch cannot read its weights ahead
+        crowd = 6e-7 * min(1.0, ctas / (room * hw.sm_count))
+        return 1.2e-6 + 0.57e-6 * stats + flow + sums + waves + crowd + late
+
     def cost(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> float:
         """A launch, the slowest of the flows, what does not fit into the stages, the exchange."""
+        if problem.m <= 32 and not self.norms:
+            return self._few_rows_seconds(problem, config, hw)
         wgm, bn, split, share, room = self._shape(config)
         rows, per = self._rows(problem, wgm, share), self._steps(problem, config)
         stages = self._stages(problem, config, hw)

@@ -303,10 +303,13 @@ class Wgmma:
 
     def cost(self, problem: GemmProblem, config: KernelConfig, hw: Hardware) -> float:
         """The tiles' time, or that of their operands; where c and z take longest, tiles rank so."""
-        mi, _, pingpong = config.integers("tile")
-        # tiles mostly empty of rows stream b at a third of the memory's rate
-        few = problem.m <= (32 if pingpong else 64) * mi
-        stream = problem.bytes / (hw.bandwidth * (0.35 if few else 1.0))
+        mi, bn, pingpong = config.integers("tile")
+        # tiles mostly empty of rows stream b at a third of the memory's rate, if not many follow
+        few, rate = problem.m <= (32 if pingpong else 64) * mi, 1.0
+        if few:
+            many = problem.n > 2 * bn * hw.sm_count
+            rate = 0.35 if not many else 0.65 + bn / 850 if pingpong else 0.75
+        stream = problem.bytes / (hw.bandwidth * rate)
         rank = max(self.tile_seconds(problem, config, hw), stream)
         least = streamed(problem) / hw.bandwidth
         if problem.epilogue.act and problem.epilogue.save_z:

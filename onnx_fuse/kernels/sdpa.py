@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from math import ceil, sqrt
 
 from onnx_fuse.cuda.macros import C_TYPES, FLOATS, accumulator, defines
 from onnx_fuse.kernels.norm_launches import rename
@@ -499,7 +500,7 @@ class Simt(Unconditional, _Attention):
 class OneQuery(Unconditional):
     """sdpa/one_query.cu: the forward of one query in 16-bit floats, keys shared by a cluster."""
 
-    name, source, version = "one_query", "sdpa/one_query.cu", 2
+    name, source, version = "one_query", "sdpa/one_query.cu", 3
 
     def supports(self, problem: Attention, hw: Hardware) -> str | None:
         p = problem
@@ -515,30 +516,48 @@ class OneQuery(Unconditional):
         return None
 
     def configs(self, problem: Attention, hw: Hardware) -> Sequence[KernelConfig]:
+        """Warps of a block, blocks that share keys, keys of a group of lanes, heads of a block."""
         configs = [
-            KernelConfig.of(warps=warps, cluster=cluster, per=4)
+            KernelConfig.of(warps=warps, cluster=cluster, per=per, heads=heads, stages=stages)
             for warps in (4, 8)
             for cluster in ((1, 2, 4, 8) if hw.cc >= 90 else (1,))
+            for heads, per, stages in ((1, 4, 2), (2, 4, 2), (2, 2, 4), (4, 2, 4))
+            if problem.group % heads == 0
         ]
-        # static shared memory
-        return [c for c in configs if self._parts(c) * (problem.k + 4) * 4 <= 48 << 10]
+        return [c for c in configs if self._smem(problem, c) <= hw.smem_per_block // 2]
 
     def _parts(self, config: KernelConfig) -> int:
         return config.integer("warps") * config.integer("cluster")
 
+    def _smem(self, problem: Attention, config: KernelConfig) -> int:
+        """A ring of keys and values for each warp, and what warps hand to the block that merges."""
+        slots = -(-config.integer("heads") // config.integer("cluster"))
+        ring = 1024 * config.integer("warps") * config.integer("per") * config.integer("stages")
+        return ring + slots * self._parts(config) * (problem.k + 4) * 4
+
     def cost(self, problem: Attention, config: KernelConfig, hw: Hardware) -> float:
-        """One load's latency a batch of keys, an exchange, and what is read."""
-        p, cluster = problem, config.integer("cluster")
-        batch = 32 * 8 // p.k * config.integer("per") * self._parts(config)
-        turns = -(-p.n // batch)
-        read = 4 * p.batches * p.n * p.k
-        blocks = p.batches * cluster
-        stream = read / (0.8 * hw.bandwidth * min(1.0, blocks / hw.sm_count))
-        # fitted to timings of a decoder's step on an H200 (2026-11)
-        exchange = {1: 0.3e-6, 2: 0.6e-6, 4: 0.6e-6, 8: 1.3e-6}[cluster]
-        waves = max(1.0, blocks / (3 * hw.sm_count))
-        chain = 0.85e-6 * turns * waves + 5e-9 * self._parts(config)
-        return 0.5 * hw.launch_seconds + exchange + max(chain, stream)
+        """Turns of a latency or of a multiprocessor's instructions, or the bytes; an exchange.
+
+        Fitted to 2,000 timings on an H200 (2026-11), half of them within a decoder's token. A cache
+        of `lengths` is taken to be half full.
+        """
+        p, of = problem, config.integer
+        warps, cluster, per, heads = of("warps"), of("cluster"), of("per"), of("heads")
+        keys = ceil(p.n / 2) if p.lengths else p.n
+        turns = ceil(keys / (256 // p.k * per * self._parts(config)))
+        blocks = ceil(p.batches / heads) * cluster
+        registers = {1: 64, 2: 80, 4: 128}[heads]
+        room = min(2048, 65536 // registers) // (32 * warps)
+        room = max(1, min(room, hw.smem_per_block // (self._smem(p, config) + 1024)))
+        beside = min(room, ceil(blocks / hw.sm_count))
+        issue = (0.46 * heads * per + 6.4 * per + 16.7 * heads) * 1e-9 * warps * beside
+        turn = max(4.25e-7 / sqrt(of("stages") - 1), issue)
+        flow = turns * turn * ceil(blocks / (room * hw.sm_count))
+        cache = 4 * p.batches // p.group * keys * p.k / hw.bandwidth
+        again = 0.39 * cache * p.group / heads  # from L2, by each block of the heads that share it
+        exchange = {1: 0.0, 2: 1e-7, 4: 5e-7, 8: 2e-6}[cluster] + 1.4e-8 * self._parts(config)
+        merge = 4.5e-7 * ceil(heads / cluster)
+        return 1.9e-6 + exchange + max(flow, 0.55 * cache) + again + merge
 
     def workspace(self, problem: Attention, config: KernelConfig, hw: Hardware) -> int:
         return 0
@@ -553,8 +572,13 @@ class OneQuery(Unconditional):
             how |= {"LENGTHS": 1}
         block = (32 * config.integer("warps"), 1, 1)
         macros = defines(**{**common_macros(p), **how})
-        grid = (cluster, heads, batch)
-        return (Launch(self.source, "sdpa_one_query", grid, block, args, macros, cluster=cluster),)
+        grid = (cluster, heads // config.integer("heads"), batch)
+        smem = self._smem(p, config)
+        return (
+            Launch(
+                self.source, "sdpa_one_query", grid, block, args, macros, smem=smem, cluster=cluster
+            ),
+        )
 
 
 class Direct(Unconditional):

@@ -267,8 +267,11 @@ def norm_product(
     if select("LayerNormGemm", problem, ctx.hw) is None:
         return f"no kernel serves {problem}"
     beta = None if rms else ctx.view(node, 2)
-    folded = ctx.folded(scale, beta, right.tensor, row, right.trans) if not exposed else None
-    folded_problem = problem.replace(folded=True, align=16)
+    folded, trans = None, right.trans
+    if not exposed:
+        trans = trans or _rows_pay(ctx, problem)
+        folded = ctx.folded(scale, beta, right.tensor, row, trans)
+    folded_problem = problem.replace(folded=True, align=16, trans_b=trans)
     reads = {"x": x, "gamma": scale, "w": right.tensor, "c": row}
     if beta is not None:
         reads["beta"] = ctx.contiguous(beta)
@@ -289,6 +292,18 @@ def norm_product(
         if extra not in writes:
             writes[extra] = ctx.scratch("float32", stat)
     return ctx.select(node, problem, reads, writes)
+
+
+def _rows_pay(ctx: Context, problem: GemmProblem) -> bool:
+    """Whether a decoder's token gains by folded weights that are stored as [n, k].
+
+    A tenth at least: the weights of other numbers of rows are kept beside them.
+    """
+    if problem.m != 1 or problem.epilogue.gate:
+        return False
+    ways = [problem.replace(folded=True, align=16, static_b=True, trans_b=t) for t in (False, True)]
+    columns, rows = (seconds(way, ctx.hw, ctx.prefs, records=False) for way in ways)
+    return rows < 0.9 * columns
 
 
 def _places(reads: Mapping[str, Tensor]) -> tuple[tuple[int, int], ...]:
