@@ -250,7 +250,7 @@ def test_the_command(tmp_path: Path, cli: Cli) -> None:
     float_layers = [layer for layer in found["layers"] if layer["to"] == "float"]
     assert "Gemm_y" in {layer["name"] for layer in float_layers}
     assert all("that cost most, for an error of at most" in each["why"] for each in float_layers)
-    assert "Gemm_y" in page.read_text()
+    assert "Errors along the graph" in page.read_text()
     assert answers(stock(str(out)), {"x": DATA["images"]["x"]})["y"].shape == (40, 5)
     out.unlink()
     beyond = (*common, "--to", "fp8", "--max-error", "0.001")

@@ -14,6 +14,7 @@ from onnx_fuse.errors import CheckFailed
 
 if TYPE_CHECKING:
     from onnx_fuse.quantization.quantizer import Quantized
+    from onnx_fuse.report.page import Section
 
 EXAMPLES = (
     "onnx-fuse quantize model.onnx --calibrate data.npz --to int8 -o model.int8.onnx",
@@ -114,6 +115,12 @@ def quantize(
     rows += [[f"error of {name}", "0", f"{error:.3g}"] for name, error in result.errors.items()]
     printer.table("", ["", "float", to], rows)
     printer.text(*result.notes)
+
+    def sections() -> list[Section]:
+        from onnx_fuse.report import pages
+
+        return pages.quantized(result.layers)
+
     many = sum(layer.to != "float" for layer in result.layers)
     kept = not failed or keep
     show.write_reports(
@@ -124,6 +131,7 @@ def quantize(
         verdict=f"{many} of {len(result.layers)} layers in {to}, error {result.error:.3g}",
         ok=None if result.limit is None else not failed,
         device="CPU",
+        sections=sections,
     )
     if failed:
         raise CheckFailed(

@@ -12,6 +12,7 @@ from onnx_fuse.report.page import Lines, Part, Section, Table, View
 from onnx_fuse.report.terminal import Summary, check_lines, gradient_lines, models_rows
 
 if TYPE_CHECKING:
+    from onnx_fuse.quantization.layers import Layer
     from onnx_fuse.rewrite import Report
     from onnx_fuse.validation.check import Check
     from onnx_fuse.validation.gradients import GradientCheck
@@ -143,6 +144,29 @@ def check_sections(checked: Check) -> list[Section]:
             spreads = [part for spread in along.outputs for part in _distribution(spread)]
             sections.append(Section("Errors by entry", spreads))
     return sections
+
+
+def quantized(layers: Sequence[Layer]) -> list[Section]:
+    """The error of each layer along the graph."""
+    measured = [layer for layer in layers if layer.error is not None]
+    chart = View(
+        "chart",
+        f"Errors of {len(measured)} quantized layers along the graph",
+        {
+            "title": "error of a layer's result against float",
+            "x": {"label": "layer"},
+            "y": {"label": "part of its norm", "log": True, "choose": True, "zero": True},
+            "series": [
+                {
+                    "name": "",
+                    "kind": "columns",
+                    "y": [layer.error for layer in measured],
+                    "labels": [f"{each.name}\n{each.to}: {each.error:.3g}" for each in measured],
+                }
+            ],
+        },
+    )
+    return [Section("Errors along the graph", [chart])] if measured else []
 
 
 def _errors_chart(along: Along) -> View:
