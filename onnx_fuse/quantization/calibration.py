@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
+import io
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +85,14 @@ def ranges(model: ir.Model, feeds: Sequence[Feeds], method: str, operators: Sequ
         raise UsageError(unknown("calibration method", method, METHODS))
 
     class Reader(CalibrationDataReader):  # type: ignore[misc]
-        def __init__(self) -> None:
+        def __init__(self, feeds: Sequence[Feeds]) -> None:
             self.rest = iter(feeds)
 
         def get_next(self) -> Feeds | None:
             return next(self.rest, None)
 
-    with tempfile.TemporaryDirectory(prefix="onnx_fuse.") as folder, _quiet():
+    printed = redirect_stdout(io.StringIO())  # histograms tell how far they are
+    with tempfile.TemporaryDirectory(prefix="onnx_fuse.") as folder, printed:
         path = Path(folder) / "model.onnx"
         save(model, path, external=True)
         calibrator = create_calibrator(
@@ -102,16 +103,6 @@ def ranges(model: ir.Model, feeds: Sequence[Feeds], method: str, operators: Sequ
             use_external_data_format=True,
         )
         with ort.faults("the model on the calibration data"):
-            calibrator.collect_data(Reader())
+            for batch in feeds:  # those of one call must be of one size
+                calibrator.collect_data(Reader([batch]))
         return calibrator.compute_data()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """The quantizer logs advice about a preprocessing that has been done."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
