@@ -119,3 +119,6 @@ def test_the_command(tmp_path: Path, cli: Cli) -> None:
     result = cli(*train, "--teacher", tmp_path / "teacher.onnx", "--temperature", "3", "-o", out)
     assert result.code == 0, result
     assert stock(str(out)).get_inputs()[0].name == "x"
+    teacher = tmp_path / "teacher.onnx"
+    said = cli.fails(2, *train, "--teacher", teacher, "-o", teacher)
+    assert "-o would overwrite --teacher" in said

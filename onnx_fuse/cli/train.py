@@ -212,6 +212,7 @@ def train(
             "--val": val,
             "--config": config,
             "--compiled": options["compiled"],
+            "--teacher": None if options["teacher"] is None else Path(options["teacher"]),
         },
         {
             "-o": files.with_weights(output),
