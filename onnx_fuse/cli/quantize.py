@@ -29,8 +29,8 @@ def quantize(
         str,
         typer.Option(
             metavar="TYPE",
-            help="int8, fp8 (float8e4m3fn), int4-weights, or mixed: int8, with the layers that "
-            "cost most accuracy left float until --max-error holds.",
+            help="The type: int8, fp8 (float8e4m3fn), int4-weights, or mixed: int8, with the "
+            "layers that cost most accuracy left float until --max-error holds.",
         ),
     ] = "int8",
     calibrate: Annotated[
