@@ -298,6 +298,15 @@ def sole_consumer(value: ir.Value) -> ir.Node | None:
     return nodes[0] if len(nodes) == 1 and not value.is_graph_output() else None
 
 
+def combined_with(value: ir.Value, op_type: str) -> tuple[ir.Node, ir.Value] | None:
+    """The Add or Mul that alone reads `value`, and its other operand."""
+    node = sole_consumer(value)
+    if node is None or node.domain or node.op_type != op_type:
+        return None
+    operand = other_operand(node, value)
+    return None if operand is None or operand is value else (node, operand)
+
+
 def depends_on(value: ir.Value | None, source: ir.Value) -> bool:
     """Whether `value` is worked out from `source`, within its graph."""
     seen: set[ir.Value] = set()

@@ -21,10 +21,9 @@ from onnx_fuse.ops.matmul import einsum_terms
 from onnx_fuse.ops.rules import (
     Rewriter,
     attribute,
+    combined_with,
     is_constant,
     is_float,
-    other_operand,
-    sole_consumer,
     typed,
 )
 
@@ -123,16 +122,10 @@ def _product(rw: Rewriter, node: ir.Node, terms: list[str], out: _Letters) -> bo
 
 def _bias(node: ir.Node, shape: list[int]) -> tuple[ir.Node, ir.Value] | None:
     """The Add that alone reads `node`, and its constant, where that has exactly this shape."""
-    y = node.outputs[0]
-    add = sole_consumer(y)
-    c = (
-        other_operand(add, y)
-        if add is not None and add.op_type == "Add" and not add.domain
-        else None
-    )
-    if add is None or c is None or not is_constant(c) or c.shape is None or [*c.shape] != shape:
-        return None
-    return add, c
+    reader = combined_with(node.outputs[0], "Add")
+    c = reader[1] if reader is not None else None
+    constant = c is not None and is_constant(c) and c.shape is not None and [*c.shape] == shape
+    return reader if constant else None
 
 
 def _plan(left: str, right: str, out: _Letters) -> _Plan | None:

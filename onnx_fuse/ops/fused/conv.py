@@ -22,6 +22,7 @@ from onnx_fuse.ops.rules import (
     Rewriter,
     Rule,
     attribute,
+    combined_with,
     consumer_views,
     consumers,
     is_constant,
@@ -102,20 +103,11 @@ def _activation(z: ir.Value) -> _Tail | None:
 
 def _residual(conv: ir.Node, z: ir.Value) -> tuple[ir.Node, ir.Value] | None:
     """The Add that alone reads `z`, and what it adds: a computed tensor of the same shape."""
-    add = sole_consumer(z)
-    r = (
-        other_operand(add, z)
-        if add is not None and add.op_type == "Add" and not add.domain
-        else None
-    )
-    if (
-        add is None
-        or r is None
-        or r is z
-        or is_constant(r)
-        or rank(r) is None
-        or rank(r) != rank(z)
-    ):
+    reader = combined_with(z, "Add")
+    if reader is None:
+        return None
+    add, r = reader
+    if is_constant(r) or rank(r) is None or rank(r) != rank(z):
         return None
     sizes = [(dim(r, i), dim(z, i)) for i in range(rank(z) or 0)]
     if any(a != b and None not in (a, b) for a, b in sizes) or not is_float(r):
@@ -138,12 +130,7 @@ def _biased(rw: Rewriter, conv: ir.Node) -> ir.Node | None:
     Exporters write the frozen BatchNormalization of detectors so, behind a scale for each filter.
     """
     w, z = conv.inputs[1], conv.outputs[0]
-    add = sole_consumer(z)
-    c = (
-        other_operand(add, z)
-        if add is not None and add.op_type == "Add" and not add.domain
-        else None
-    )
+    add, c = combined_with(z, "Add") or (None, None)
     array = const_array(c) if is_constant(c) else None
     size, filters = rank(w), dim(w, 0)
     if add is None or c is None or array is None or size is None or filters is None:

@@ -30,6 +30,7 @@ from onnx_fuse.ops.rules import (
     Rewriter,
     Rule,
     attribute,
+    combined_with,
     consumer_views,
     consumers,
     freeze,
@@ -39,9 +40,7 @@ from onnx_fuse.ops.rules import (
     is_initializer,
     label,
     move_shape_readers,
-    other_operand,
     replay_views,
-    sole_consumer,
     through_row_views,
     typed,
 )
@@ -136,12 +135,11 @@ def _product(rw: Rewriter, node: ir.Node) -> _Site | None:
 
 def _with_bias(rw: Rewriter, site: _Site) -> _Site:
     """Take in an Add whose other operand is a bias: scalar, per column (N) or per row (M)."""
-    add = sole_consumer(site.output)
-    if site.c is not None or add is None or add.op_type != "Add" or add.domain:
+    reader, size = combined_with(site.output, "Add"), rank(site.output)
+    if site.c is not None or reader is None:
         return site
-    c, size = other_operand(add, site.output), rank(site.output)
-    width = dim(site.output, -1)
-    if c is None or size is None or width is None or (rank(c) or 0) > size:
+    (add, c), width = reader, dim(site.output, -1)
+    if size is None or width is None or (rank(c) or 0) > size:
         return site
     shape = [dim(c, i) for i in range(rank(c) or 0)]
     column = all(d == 1 for d in shape[:-1]) and (not shape or shape[-1] in (1, width))
@@ -459,10 +457,8 @@ def _worth_merging(family: list[ir.Node]) -> list[ir.Node]:
     outputs = {n.outputs[0] for n in family}
 
     def gates(node: ir.Node) -> bool:
-        reader = sole_consumer(node.outputs[0])
-        if reader is None or reader.op_type != "Mul":
-            return False
-        return other_operand(reader, node.outputs[0]) in outputs
+        reader = combined_with(node.outputs[0], "Mul")
+        return reader is not None and reader[1] in outputs
 
     act = {n: (product_parts(n) or ("", ""))[1] for n in family}
     if len({(act[n], *((k, v.value) for k, v in n.attributes.items())) for n in family}) == 1:

@@ -26,9 +26,9 @@ from onnx_fuse.ops.rules import (
     Rewriter,
     Rule,
     attribute,
+    combined_with,
     constant_ints,
     is_float,
-    other_operand,
     producer,
     sole_consumer,
 )
@@ -247,9 +247,8 @@ def _restores(back: ir.Node, x: ir.Value) -> bool:
 
 def _by_channel(value: ir.Value, op_type: str, channels: int) -> tuple[ir.Value, ir.Value] | None:
     """(result, operand) when the only use of `value` is a Mul or Add by a vector of channels."""
-    node = sole_consumer(value)
-    operand = other_operand(node, value) if node is not None and node.op_type == op_type else None
-    if node is None or node.domain or operand is None or operand is value:
+    node, operand = combined_with(value, op_type) or (None, None)
+    if node is None or operand is None:
         return None
     size, full = rank(operand), rank(value)
     if size is None or full is None or size > full or full - size > 1:

@@ -23,11 +23,11 @@ from onnx_fuse.ops.rules import (
     Rewriter,
     Rule,
     attribute,
+    combined_with,
     constant_ints,
     consumers,
     freeze,
     is_constant,
-    other_operand,
     producer,
     scalar,
     sole_consumer,
@@ -255,11 +255,8 @@ def _decomposed(rw: Rewriter, node: ir.Node) -> bool:
 
 def _affine(value: ir.Value, op_type: str, width: int | None) -> tuple[ir.Value, ir.Value] | None:
     """(result, operand) when the only use of `value` is a Mul or Add by a vector of the row."""
-    node = sole_consumer(value)
-    if node is None or node.domain or node.op_type != op_type:
-        return None
-    operand = other_operand(node, value)
-    if operand is None or rank(operand) != 1 or not is_constant(operand):
+    node, operand = combined_with(value, op_type) or (None, None)
+    if node is None or operand is None or rank(operand) != 1 or not is_constant(operand):
         return None
     return (node.outputs[0], operand) if width is not None and dim(operand, 0) == width else None
 

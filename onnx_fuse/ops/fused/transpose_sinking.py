@@ -18,7 +18,16 @@ from math import prod
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import Builder, given, rank
-from onnx_fuse.ops.rules import Rewriter, Rule, attribute, consumers, producer, sole_consumer, typed
+from onnx_fuse.ops.rules import (
+    Rewriter,
+    Rule,
+    attribute,
+    combined_with,
+    consumers,
+    producer,
+    sole_consumer,
+    typed,
+)
 
 NAME = "RowOrder"
 _VIEWS = ("Reshape", "Transpose", "Squeeze", "Unsqueeze")
@@ -40,11 +49,8 @@ def _perm(turn: ir.Node) -> list[int]:
 
 def _biased(value: ir.Value) -> ir.Node | None:
     """The Add of a vector, if it is the only reader of the value."""
-    add = sole_consumer(value)
-    if add is None or add.op_type != "Add" or add.domain:
-        return None
-    others = [v for v in add.inputs if v is not value]
-    return add if len(others) == 1 and rank(others[0]) == 1 else None
+    reader = combined_with(value, "Add")
+    return reader[0] if reader is not None and rank(reader[1]) == 1 else None
 
 
 def _sink(rw: Rewriter, node: ir.Node) -> bool:
