@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -252,6 +253,18 @@ def rounded(model: ModelProto) -> bytes:
     return apart.SerializeToString()
 
 
+@cache
+def _empties_are_right() -> bool:
+    """Whether a reduction of an empty tensor has the result's sizes, as in onnxruntime 1.32.
+
+    In 1.30 it has the input's.
+    """
+    text = '<ir_version: 8, opset_import: ["": 18]> g (float[0,4,0] x) => (int64[A,B,C] y) '
+    model = onnx.parser.parse_model(text + "{ y = ArgMin <axis = -2> (x) }")
+    (y,) = outputs(session(model.SerializeToString(), False), {"x": np.zeros((0, 4, 0), "f")})
+    return bool(y.shape == (0, 1, 0))
+
+
 def references(
     original: ModelProto, feeds: Sequence[Feeds], rng: np.random.Generator, harsh: bool
 ) -> list[Run]:
@@ -263,7 +276,11 @@ def references(
     coarse = coarsest(original)
     if coarse == "float16":
         others.append(session(rounded(original), False))
-    labelled = [(f"feed {i}", feed) for i, feed in enumerate(feeds)]
+    labelled = [
+        (f"feed {i}", feed)
+        for i, feed in enumerate(feeds)
+        if i == 0 or _empties_are_right() or all(array.size for array in feed.values())
+    ]
     if harsh:
         labelled.insert(1, ("hostile feed", hostile(feeds[0], rng)))
     for label, feed in labelled:
