@@ -244,6 +244,27 @@ def test_what_is_quantized_stays_as_it_is() -> None:
         quantize(first.model, calibrate=DATA["images"])
 
 
+def spoilt(number: float) -> dict[str, np.ndarray]:
+    x = DATA["images"]["x"].copy()
+    x[3, 0, 0, 0] = number
+    return {"x": x}
+
+
+@pytest.mark.parametrize("to", ["int8", "fp8", "mixed"])
+def test_data_that_tells_no_range_is_refused(to: str) -> None:
+    for number, message in ((np.nan, "'x' holds NaN"), (np.inf, "'x' is not finite on the cal")):
+        with pytest.raises(ModelError, match=message):
+            quantize(net("images"), to=to, calibrate=spoilt(number), ends=True)
+    with pytest.raises(UsageError, match="the calibration data has no rows"):
+        quantize(net("images"), to=to, calibrate={"x": DATA["images"]["x"][:0]})
+
+
+def test_errors_are_of_what_is_finite() -> None:
+    """Of 4 bits, which need no range: a row is infinite, or no number, in both models."""
+    result = quantize(net("images"), to="int4-weights", calibrate=spoilt(np.inf), ends=True)
+    assert 0 < result.error < 0.1
+
+
 def test_rows_that_fill_no_batch_are_refused() -> None:
     model = net("images")
     model.graph.inputs[0].shape = ir.Shape([3, 3, 8, 8])

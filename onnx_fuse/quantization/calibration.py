@@ -44,7 +44,12 @@ def batches(model: ir.Model, data: str | os.PathLike[str] | Mapping[str, Array])
     rows = {len(arrays[v.name or ""]) for v in inputs if arrays[v.name or ""].ndim}
     first = [v.shape[0] for v in inputs if v.shape is not None and len(v.shape)]
     fixed = {size for size in first if isinstance(size, int)}
-    if len(rows) != 1 or len(first) < len(inputs) or len(fixed) > 1 or not any(rows):
+    for name, array in arrays.items():
+        if array.dtype.kind == "f" and np.isnan(array).any():
+            raise ModelError(f"'{name}' holds NaN in the calibration data: leave those rows out")
+    if rows == {0}:
+        raise UsageError("the calibration data has no rows: give some hundred typical ones")
+    if len(rows) != 1 or len(first) < len(inputs) or len(fixed) > 1:
         return [dict(arrays)]
     size, count = next(iter(fixed), _ROWS), rows.pop()
     if fixed and count % size:

@@ -192,6 +192,13 @@ class _Work:
         if self.to != "int4-weights":
             operators = (*PRODUCTS, *place.PASSING)
             self.ranges = calibration.ranges(self.float, self.feeds, method, operators)
+            for node in [n for n in self.float.graph if n.name in self.chosen]:
+                for value in (node.inputs[0], node.outputs[0]):
+                    name = "" if value is None else str(value.name)
+                    if name in self.ranges and not np.isfinite(self.ranges[name].range_value).all():
+                        raise ModelError(
+                            f"'{name}' is not finite on the calibration data: leave those rows out"
+                        )
         self.expected = self._run(self.float)
 
     def placed(self, names: Sequence[str]) -> ir.Model:
@@ -286,8 +293,18 @@ def _distances(expected: list[list[Any]], found: list[list[Any]]) -> dict[int, f
     for i, first in enumerate(expected[0] if expected else ()):
         if not isinstance(first, np.ndarray) or first.dtype.kind != "f":
             continue
-        pairs = [(np.float64(a[i]), np.float64(b[i])) for a, b in zip(expected, found, strict=True)]
-        error = sum(float(np.square(b - a).sum()) for a, b in pairs)
-        norm = sum(float(np.square(a).sum()) for a, _ in pairs)
+        pairs = [
+            [y[i].astype(np.float64) for y in pair] for pair in zip(expected, found, strict=True)
+        ]
+        error = norm = 0.0
+        for (
+            a,
+            b,
+        ) in pairs:  # one that is infinite, or no number, in one of them alone counts in full
+            same = (a == b) | (np.isnan(a) & np.isnan(b))
+            with np.errstate(invalid="ignore"):
+                apart = np.nan_to_num(b - a, nan=np.inf, posinf=np.inf, neginf=-np.inf)
+            error += float(np.square(np.where(same, 0, apart)).sum())
+            norm += float(np.square(a[np.isfinite(a)]).sum())
         distances[i] = float(np.sqrt(error / norm)) if norm else float(error > 0)
     return distances
