@@ -20,7 +20,7 @@ from onnx_fuse.runtime import ort
 from onnx_fuse.validation.inputs import Feeds, generate, read_feeds
 
 Array = np.ndarray[Any, Any]
-METHODS = {"minmax": "MinMax", "entropy": "Entropy", "percentile": "Percentile"}
+METHODS = ("minmax", "entropy", "percentile")
 """onnxruntime's methods to find ranges, by the names that users give."""
 _ROWS = 16
 """Rows of a batch where the model leaves their number open."""
@@ -104,7 +104,7 @@ def ranges(model: ir.Model, feeds: Sequence[Feeds], method: str, operators: Sequ
             path,
             list(operators),
             augmented_model_path=str(Path(folder) / "augmented.onnx"),
-            calibrate_method=CalibrationMethod[METHODS[method]],
+            calibrate_method=next(m for m in CalibrationMethod if m.name.lower() == method),
             use_external_data_format=True,
         )
         with ort.faults("the model on the calibration data"):

@@ -13,7 +13,6 @@ from onnx_fuse.ir.build import const_array
 Values: TypeAlias = "Sequence[ir.Value | None]"
 PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 """The operators whose weights are quantized, and their inputs."""
-_TABLES = ("Gather", "Embedding")
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ def _obstacle(node: ir.Node, to: str) -> str:
 
 def _weighted(node: ir.Node) -> bool:
     """Whether a node has weights: a product, or a look-up in a table."""
-    table = node.op_type in _TABLES and const_array(node.inputs[0]) is not None
+    table = node.op_type == "Gather" and const_array(node.inputs[0]) is not None
     product = node.op_type in PRODUCTS and const_array(node.inputs[1]) is not None
     return not node.domain and (table or product)
 

@@ -297,10 +297,8 @@ def _distances(expected: list[list[Any]], found: list[list[Any]]) -> dict[int, f
             [y[i].astype(np.float64) for y in pair] for pair in zip(expected, found, strict=True)
         ]
         error = norm = 0.0
-        for (
-            a,
-            b,
-        ) in pairs:  # one that is infinite, or no number, in one of them alone counts in full
+        for a, b in pairs:
+            # what is infinite, or no number, in one of them alone counts in full
             same = (a == b) | (np.isnan(a) & np.isnan(b))
             with np.errstate(invalid="ignore"):
                 apart = np.nan_to_num(b - a, nan=np.inf, posinf=np.inf, neginf=-np.inf)
