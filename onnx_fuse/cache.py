@@ -64,10 +64,9 @@ class Entry:
                 written = os.fstat(file.fileno()).st_mtime_ns
             os.utime(self._path, ns=(time.time_ns(), written))  # read now, for prune
             container = Container(self._path)
-            for name, digest in container.manifest["external"].items():
-                if digest_of_file(self._model.parent / name) != digest:
-                    return None
-            result = form(container)
+            beside = container.manifest["external"].items()
+            same = all(digest_of_file(self._model.parent / name) == d for name, d in beside)
+            result = form(container) if same else None
             return result if self._unchanged() else None
         except (OSError, ModelError, LookupError, TypeError, ValueError, AttributeError):
             return None  # as if it were not there: it is written anew
@@ -112,9 +111,9 @@ class Entry:
                 if not private_folder(self._path.parent):
                     return None
                 with written_private(self._path) as draft:
-                    write(draft, manifest, members, tensors)
+                    whole = write(draft, manifest, members, tensors)
                 prune(limit)
-                return self._origin(Container(self._path).manifest)
+                return self._origin(whole)
             except (OSError, ModelError) as error:
                 warnings.warn(f"the optimized graph is not cached: {error}", stacklevel=2)
                 return None

@@ -13,11 +13,13 @@ import json
 import mmap
 import os
 import struct
+import threading
 import weakref
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -65,10 +67,10 @@ def write(
     manifest: Mapping[str, Any],
     members: Mapping[str, bytes],
     tensors: Mapping[str, np.ndarray[Any, Any]],
-) -> None:
+) -> dict[str, Any]:
     """Write the file at `path`: `manifest` with "kind" and "files" added, the members, the tensors.
 
-    The manifest needs the digests of the weights and stands last, so that these are read once.
+    The whole manifest is returned. It needs the weights' digests, and stands last: one pass does.
     """
     files: dict[str, Any] = {}
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
@@ -77,6 +79,7 @@ def write(
         _add(archive, WEIGHTS, _safetensors(tensors), files)
         full_manifest = {"kind": MAGIC, **manifest, "files": files}
         _add(archive, MANIFEST, [json.dumps(full_manifest, separators=(",", ":")).encode()], {})
+    return full_manifest
 
 
 def _add(archive: zipfile.ZipFile, name: str, parts: Iterable[Any], files: dict[str, Any]) -> None:
@@ -179,33 +182,21 @@ class Container:
         start, nbytes = self._places[name]
         return self._data[start : start + nbytes]
 
-    def _begin_checks(self) -> dict[str, list[Future[bool]]]:
+    def _begin_checks(self) -> dict[str, list[Future[str]]]:
         """Start comparing every member with its digests."""
-        checks: dict[str, list[Future[bool]]] = {}
-        files = self.manifest.get("files")
-        pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
+        pieces: dict[str, list[tuple[Any, int, int]]] = {}
         try:
-            assert isinstance(files, dict)
-            for name, entry in files.items():
-                digests = entry["sha256"]
-                assert isinstance(digests, list)
+            for name, entry in self.manifest["files"].items():
                 if name not in self._places:
                     raise self.fault(f"incomplete: {name} is missing")
-                member = self._member(name)
-                if entry["bytes"] != len(member) or len(digests) != max(
-                    1, -(-len(member) // PIECE)
-                ):
-                    raise self.fault(f"damaged: {name} has another length than in the manifest")
                 start, nbytes = self._places[name]
-                checks[name] = [
-                    pool.submit(_is, self._file, start + at, min(PIECE, nbytes - at), digest)
-                    for at, digest in zip(range(0, nbytes or 1, PIECE), digests, strict=True)
-                ]
-        except (AssertionError, KeyError, TypeError) as error:
+                if [entry["bytes"], len(entry["sha256"])] != [nbytes, max(1, -(-nbytes // PIECE))]:
+                    raise self.fault(f"damaged: {name} has another length than in the manifest")
+                pieces[name] = _pieces(self._file, start, nbytes)
+        except (AttributeError, KeyError, TypeError) as error:
             raise self.fault("its manifest is damaged") from error
-        finally:
-            pool.shutdown(wait=False)
-        return checks
+        checks = iter(in_threads(_digest, [piece for part in pieces.values() for piece in part]))
+        return {name: [*islice(checks, len(part))] for name, part in pieces.items()}
 
     def member(self, name: str) -> memoryview:
         """The bytes of a member that is as it was written."""
@@ -213,7 +204,8 @@ class Container:
         if name not in self._checks:
             raise self.fault(f"incomplete: {name[:80]} is missing")
         if name not in self._checked:
-            if not all(check.result() for check in self._checks[name]):
+            digests = [check.result() for check in self._checks[name]]
+            if digests != self.manifest["files"][name]["sha256"]:
                 raise self.fault(f"damaged: {name} has another digest than in the manifest")
             self._checked.add(name)
         return self._member(name)
@@ -265,11 +257,11 @@ def stamp(file: int | Path) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def _is(file: Any, at: int, left: int, digest: object) -> bool:
-    return _digest(file, at, left).hex() == digest
+def _pieces(file: Any, start: int, nbytes: int) -> list[tuple[Any, int, int]]:
+    return [(file, start + at, min(PIECE, nbytes - at)) for at in range(0, nbytes or 1, PIECE)]
 
 
-def _digest(file: Any, at: int, left: int) -> bytes:
+def _digest(file: Any, at: int, left: int) -> str:
     """SHA-256 of the bytes there, as far as there are any.
 
     They are read, not mapped: a file that is being overwritten must not end the process.
@@ -281,7 +273,7 @@ def _digest(file: Any, at: int, left: int) -> bytes:
             break
         digest.update(room[:got])
         at, left = at + got, left - got
-    return digest.digest()
+    return digest.hexdigest()
 
 
 def members_of(file: Any) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
@@ -305,20 +297,32 @@ def members_of(file: Any) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
     return places, sums
 
 
+def in_threads(work: Callable[..., Any], jobs: Sequence[tuple[Any, ...]]) -> list[Future[Any]]:
+    """Begin `work` of each job. An executor takes none after the main thread's end."""
+    futures: list[Future[Any]] = [Future() for _ in jobs]
+    todo = iter([*zip(futures, jobs, strict=True)])  # of a list, from which threads may take
+
+    def take() -> None:
+        for future, job in todo:
+            try:
+                future.set_result(work(*job))
+            except Exception as error:  # noqa: BLE001, PERF203 - for who asks for the result
+                future.set_exception(error)
+
+    for _ in range(min(8, os.cpu_count() or 1, len(jobs))):
+        threading.Thread(target=take, name="onnx_fuse digests").start()
+    return futures
+
+
 def digest_of(parts: Sequence[Any]) -> str:
     """16 hex digits over `parts`, which are bytes or arrays: the name of what is stored once."""
-    if sum(memoryview(part).nbytes for part in parts) < PIECE:
-        digests = [hashlib.sha256(part).digest() for part in parts]
-    else:
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            digests = list(pool.map(lambda part: hashlib.sha256(part).digest(), parts))
-    return hashlib.sha256(b"".join(digests)).hexdigest()[:16]
+    jobs = in_threads(lambda part: hashlib.sha256(part).digest(), [(part,) for part in parts])
+    return hashlib.sha256(b"".join([job.result() for job in jobs])).hexdigest()[:16]
 
 
 def digest_of_file(path: Path) -> str:
     """SHA-256 over the digests of the file's pieces, which threads compute."""
-    with path.open("rb") as file, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+    with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        pieces = range(0, size, PIECE)
-        digests = list(pool.map(lambda at: _digest(file, at, min(PIECE, size - at)), pieces))
-    return hashlib.sha256(b"".join([str(size).encode(), *digests])).hexdigest()
+        digests = [piece.result() for piece in in_threads(_digest, _pieces(file, 0, size))]
+    return hashlib.sha256("".join([str(size), *digests]).encode()).hexdigest()

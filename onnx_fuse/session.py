@@ -6,7 +6,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.util import find_spec
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from onnx_fuse import config
-from onnx_fuse.container import digest_of_file, is_container, stamp
+from onnx_fuse.container import digest_of_file, in_threads, is_container, stamp
 from onnx_fuse.errors import DeviceError, UsageError, did_you_mean
 from onnx_fuse.program.call import dtype_of
 from onnx_fuse.program.problem import PRECISIONS
@@ -425,10 +425,7 @@ def _digest(model: object) -> Future[tuple[str, tuple[int, int]] | None] | None:
         except OSError:
             return None  # reading the model reports what is wrong with the file
 
-    pool = ThreadPoolExecutor(1)
-    digest = pool.submit(work)
-    pool.shutdown(wait=False)
-    return digest
+    return in_threads(work, [()])[0]
 
 
 def argument(value: onnx_ir.Value) -> Argument:

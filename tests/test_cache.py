@@ -2,6 +2,8 @@
 
 import gc
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -389,3 +391,31 @@ def test_sessions_that_open_at_once_answer_the_same(gpu: Path) -> None:
     for answer in (*answers, on_cpu(path, FEEDS)[0][0]):
         np.testing.assert_array_equal(answer, answers[0])
     assert len(entries(gpu)) == 1
+
+
+ENDING = """
+import sys, time
+from concurrent.futures import ThreadPoolExecutor
+from onnx_fuse import InferenceSession, cache
+from onnx_fuse.importer import weights
+
+def late(path):
+    while True:  # until the main thread has ended
+        try:
+            ThreadPoolExecutor(1).submit(int).result()
+        except RuntimeError:
+            return digest(path)
+        time.sleep(0.01)
+
+digest, cache.digest_of_file = cache.digest_of_file, late
+weights._SMALL_FILE, weights.LARGE = 0, 1 << 11
+InferenceSession(sys.argv[1])
+"""
+
+
+def test_a_graph_is_kept_after_the_end_of_a_script(gpu: Path, optimized: list[int]) -> None:
+    code = [sys.executable, "-c", ENDING, str(ENCODER)]
+    done = subprocess.run(code, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    InferenceSession(ENCODER)
+    assert optimized == [0]
