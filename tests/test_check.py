@@ -21,7 +21,7 @@ from onnx_fuse.validation import check as check_module
 from onnx_fuse.validation import shapes as inferred
 from onnx_fuse.validation.check import AS_WRITTEN, OPTIMIZED, check_outputs
 from onnx_fuse.validation.compare import tolerance_of
-from onnx_fuse.validation.gradients import check_gradients, check_written
+from onnx_fuse.validation.gradients import check_gradients, check_written, compare_gradients
 from onnx_fuse.validation.input_sizes import choices
 from onnx_fuse.validation.inputs import read_feeds
 from onnx_fuse.validation.quantized import COUNT, Steps
@@ -347,12 +347,24 @@ def test_integers_that_scales_move_do_not_jump_between_two_losses() -> None:
       <uint8[8,8] k = {%s}, float s = {0.1}, uint8 z = {3}, int64[2] rows = {-1,8}> {
         h = Mul (x, w)  q, a, b = DynamicQuantizeLinear (h)  r = Reshape (q, rows)
         i = MatMulInteger (r, k, b, z)  f = Cast <to = 1> (i)  t = Mul (s, a)  p = Mul (f, t)
-        u = QuantizeLinear (p, s, z)  d = DequantizeLinear (u, s, z)  e = Sin (p)
+        u = QuantizeLinear (p, s, z)  d = Cast <to = 1> (u)  e = Sin (p)
         sum = Add (d, e)  m = Mul (sum, v)  y = ReduceSum (m) }"""
     model = text_model(text % ",".join(str(i % 7) for i in range(64)))
     check = check_written(autodiff.gradient(model, wrt=["w"]))
     assert check.ok, check.failed
     assert abs(check.errors[0].slope) > 0.1
+
+
+def test_no_slope_is_compared_with_what_passes_a_rounding_straight_through() -> None:
+    model = text_model("""g (float[N,4] x) => (float[N,4] y)
+      <float[4] w = {1,2,3,4}, float[4] b = {1,2,3,4}, float s = {0.1}, int8 z = {0}> {
+        p = Mul (x, w)  q = QuantizeLinear (p, s, z)  t = Transpose <perm = [1,0]> (q)
+        d = DequantizeLinear (t, s, z)  u = Transpose <perm = [1,0]> (d)  y = Mul (u, b) }""")
+    written = autodiff.gradient(model, wrt=["w", "b"])
+    for check in (check_written(written), compare_gradients(model, Request())):
+        assert check.ok, check.failed
+        assert [error.tensor for error in check.errors] == ["b"]
+        assert "1 of 2 gradients pass quantization straight through" in " ".join(check.notes)
 
 
 def test_weights_at_a_kink_are_compared_beside_it() -> None:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import onnx_ir
 
+from onnx_fuse.ir.build import reads
+from onnx_fuse.ir.traits import VIEWS
 from onnx_fuse.validation.values import by_name
 
 _ROUNDS = {"QuantizeLinear": (0,), "DynamicQuantizeLinear": (0, 2)}
@@ -32,6 +34,19 @@ def roundings(model: onnx_ir.Model) -> list[str]:
         if not node.domain and k < len(node.outputs)
     ]
     return [name for name in names if name]
+
+
+def straight_through(model: onnx_ir.Model) -> set[str]:
+    """The names of what is rounded before a DequantizeLinear: gradients pass that unchanged."""
+    codes: set[onnx_ir.Value | None] = set()
+    rounded: set[onnx_ir.Value | None] = set()
+    for node in reversed(model.graph):
+        read = node.outputs[0] in codes
+        if node.op_type == "DequantizeLinear" or (read and node.op_type in VIEWS):
+            codes.add(node.inputs[0])
+        if (read and node.op_type in _ROUNDS) or not rounded.isdisjoint(node.outputs):
+            rounded.update(reads(node))
+    return {value.name or "" for value in rounded if value is not None}
 
 
 def selections(model: onnx_ir.Model) -> list[str]:

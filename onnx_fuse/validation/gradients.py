@@ -20,7 +20,7 @@ from onnx_fuse.ir.constants import Model
 from onnx_fuse.runtime import ort
 from onnx_fuse.validation.arrays import Array, is_added
 from onnx_fuse.validation.compare import Tolerance, difference
-from onnx_fuse.validation.freeze import hold, roundings, selections
+from onnx_fuse.validation.freeze import hold, roundings, selections, straight_through
 from onnx_fuse.validation.inputs import Feeds
 from onnx_fuse.validation.reference import evaluator_in_double, in_double
 from onnx_fuse.validation.request import Request, guarded
@@ -195,8 +195,8 @@ def compare_gradients(model: Model, request: Request) -> GradientCheck:
         for v in backward.graph.outputs
         if v.name not in names and (v.name or "").endswith(_GRAD) and _elements(v) != 1
     ]
-    if not wanted:
-        check.notes.append("the model has no weight of more than one number: nothing is compared")
+    if not (wanted := _with_slopes(plain, wanted, check.notes)):
+        check.notes.append("no weight of more than one number has a slope: nothing is compared")
         return check
     chosen = _chosen(plain, backward, inputs, check.notes)
     backward, seeds = hold(backward, list(chosen)), seeds | chosen
@@ -228,6 +228,16 @@ def _named_for_what_they_are(backward: onnx_ir.Model) -> dict[str, str]:
             value = next(v for v in values if v.name == name)
             value.name = names[name] = f"{of}{suffix}"
     return names
+
+
+def _with_slopes(model: onnx_ir.Model, wanted: list[str], notes: list[str]) -> list[str]:
+    """The gradients that pass no rounding straight through; a note names the others."""
+    rounded = straight_through(model)
+    others = [name for name in wanted if name.removesuffix(_GRAD) in rounded]
+    if others:
+        count = f"{len(others)} of {len(wanted)} gradients pass"
+        notes.append(f"{count} quantization straight through: their slopes are not compared")
+    return [name for name in wanted if name not in others]
 
 
 def _chosen(
@@ -292,7 +302,7 @@ def check_written(model: Model, request: Request | None = None) -> GradientCheck
         for v in grads
         if v.name not in wanted
     )
-    if not wanted:
+    if not (wanted := _with_slopes(backward, wanted, check.notes)):
         check.notes.append("the graph has no gradient to compare")
         return check
     gradients = _Gradients.of(backward, inputs, wanted, request)
