@@ -161,7 +161,10 @@ def _single_tokens() -> list[Row]:
     return [
         Row(name, (q, keys, values), attributes, name="cross", limit=1e-5, fixed=True),
         Row(name, (q, keys, values, mask), attributes, name="mask", limit=1e-5, fixed=True),
-    ]
+        Row(name, (q, q, q, None, None, keys, values, np.int32([3])),
+            attributes | {"past_present_share_buffer": 1}, ("y", "present_key", "present_value"),
+            name="buffer", limit=1e-5, fixed=True),
+    ]  # fmt: skip
 
 
 def further_rows() -> list[Row]:

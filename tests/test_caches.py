@@ -324,6 +324,87 @@ def test_a_growing_cache_is_one_launch(row: Exported) -> None:
                 )
 
 
+@dataclass(frozen=True)
+class Buffered:
+    """Attention over a buffer that past and present share: 4 heads of 16, all as full."""
+
+    name: str
+    operator: str = "MultiHeadAttention"
+    attributes: str = ""
+    kind: str = "float"
+    bias: bool = False
+
+    def model(self) -> onnx_ir.Model:
+        kind, alone = self.kind, self.operator.startswith("Decoder")
+        inputs = [f"{kind}[B,{1 if alone else 'S'},64] {x}" for x in "qkv"]
+        inputs += [f"{kind}[B,4,P,16] {x}" for x in ("past_k", "past_v")]
+        inputs += ["int32[1] before", *([f"{kind}[192] bias"] if self.bias else [])]
+        bias = "bias" if self.bias else ""
+        places = ["", "", "past_k", "past_v", "before", "", "", bias]
+        places = places if alone else [bias, "", "", "past_k", "past_v", "before"]
+        text = (
+            '<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>'
+            f" buffered ({', '.join(inputs)}) => ({kind}[B,S,64] y, {kind}[B,4,P,16] present_k,"
+            f" {kind}[B,4,P,16] present_v) {{ y, present_k, present_v = com.microsoft."
+            f"{self.operator} <num_heads = 4 {self.attributes}> (q, k, v, {', '.join(places)}) }}"
+        )
+        return text_model(text)
+
+    def feeds(self, batch: int, new: int, past: int, rng: np.random.Generator) -> Feeds:
+        """What stands behind the tokens of before is not a number."""
+        sizes, kind = {"B": batch, "S": new, "P": 15}, "f4" if self.kind == "float" else "f2"
+        feeds: Feeds = {}
+        for value in self.model().graph.inputs:
+            dims = [d if isinstance(d, int) else sizes[str(d.value)] for d in value.shape or ()]
+            feeds[value.name or ""] = rng.standard_normal(dims).astype(kind)
+        for name in ("past_k", "past_v"):
+            feeds[name][:, :, past:] = np.nan
+        return feeds | {"before": np.array([past], np.int32)}
+
+    def program(self, hw: Hardware) -> Program:
+        """The program of a GPU for a token more of two sequences."""
+        model = load(self.model())
+        rewrite.optimize(model, own_kernels=True)
+        feeds = self.feeds(2, 1, 9, np.random.default_rng(0))
+        return lower(model, {name: (x.shape, x.dtype.name) for name, x in feeds.items()}, hw)
+
+    def variants(self, hw: Hardware) -> list[Any]:
+        """None: each kernel has rows of its own."""
+        return []
+
+
+ALONE = ("DecoderMaskedMultiHeadAttention", ", past_present_share_buffer = 1")
+BUFFERED = [
+    Buffered("buffer float16", kind="float16"),
+    Buffered("buffer float16, a token", *ALONE, kind="float16"),
+    Buffered("buffer float16, scale", *ALONE[:1], ALONE[1] + ", scale = 0.5", "float16"),
+    Buffered("buffer"),
+    Buffered("buffer, causal", attributes=", unidirectional = 1"),
+    Buffered("buffer, a token and a bias", *ALONE, bias=True),
+]
+
+
+@pytest.mark.parametrize("row", BUFFERED, ids=lambda row: row.name)
+def test_a_shared_buffer_needs_no_onnxruntime(row: Buffered) -> None:
+    rng, proto = np.random.default_rng(8), onnx_ir.serde.serialize_model(row.model())
+    theirs = onnxruntime.InferenceSession(proto.SerializeToString(), None, ["CPUExecutionProvider"])
+    specializer, weights = program_of(load(row.model()))
+    limit = 2e-5 if row.kind == "float" else 4e-3
+    for batch, new, past in GROWTH:
+        if new > 1 and "Decoder" in row.operator:
+            continue
+        feeds = row.feeds(batch, new, past, rng)
+        program = specializer.of({k: (x.shape, x.dtype.name) for k, x in feeds.items()}).program
+        calls = [c.problem.op for c in program.calls if c.problem is not None]
+        assert not program.fallbacks
+        assert new > 1 or row.kind == "float" or calls[-2:] == ["CacheAppend", "Sdpa"]
+        got = interpret(program, feeds, weights)
+        for end, want in zip(theirs.get_outputs(), theirs.run(None, feeds), strict=True):
+            np.testing.assert_allclose(
+                got[end.name], want, rtol=limit, atol=limit, err_msg=f"{batch} {new} {past}"
+            )
+
+
 @pytest.mark.parametrize("row", [*DECODERS, *HALF], ids=lambda row: row.name)
 def test_each_sequence_of_a_program_is_the_one_of_onnxruntime(row: Decoder) -> None:
     """Sequences of lengths of their own; what stands behind their ends is nobody's."""

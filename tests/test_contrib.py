@@ -582,8 +582,12 @@ def test_a_body_that_no_cpu_has_computes_its_formula(row: Row, expected: Array) 
 
 # What depends on how sizes or operands are packed, and is refused: the reason that is said.
 REFUSED = [
-    ("share", Row("MultiHeadAttention", (_Q, _Q, _Q, None, None, None, random(2, 4, 3, 8),
-                                         random(2, 4, 3, 8), whole(1, high=2)), {"num_heads": 4})),
+    ("beam search", Row("MultiHeadAttention",
+                        (_Q, _Q, _Q, None, None, None, random(2, 4, 3, 8), random(2, 4, 3, 8),
+                         whole(1, high=2), whole(2, 1, 3, high=1)), {"num_heads": 4})),
+    ("it has a mask", Row("MultiHeadAttention",
+                          (_Q, _Q, _Q, None, whole(2, 3, high=2), None, random(2, 4, 3, 8),
+                           random(2, 4, 3, 8), whole(1, high=2)), {"num_heads": 4})),
     ("window's size", Row("GroupQueryAttention",
                           (_Q, _Q, _Q, None, None, whole(2, high=1), whole(1, high=1)),
                           {"num_heads": 4, "kv_num_heads": 4, "sliding_window_cache": 1})),

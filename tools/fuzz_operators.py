@@ -607,7 +607,10 @@ OPERATORS: dict[str, Draw] = {
 }
 """How a node of each operator is drawn."""
 UNDRAWN = {
-    "GroupQueryAttention": "its lengths follow from its caches: tests/test_caches.py draws them",
+    **dict.fromkeys(
+        ("GroupQueryAttention", "MultiHeadAttention", "DecoderMaskedMultiHeadAttention"),
+        "its lengths follow from its caches: tests/test_caches.py draws them",
+    ),
     "Scatter": "an operator of opset 10 and below: from opset 11 on, ScatterElements",
     "SequenceMap": "a value of these graphs is a tensor, not a sequence",
 }

@@ -7,7 +7,8 @@
 // Macros   : T element, ACC, D, PIECE elements a piece (of D, and of HALF), HALF pairs turned (0: none),
 //            INTERLEAVED (a pair are neighbours), POSITIONS (of angles: 0 the place, 1 from the first
 //            on, 2 one each, 3 the new row's number), COLUMNS (tables are [context, 2 HALF], a number
-//            a column), UNIFORM (each sequence has `past` tokens and the new ones: no lengths).
+//            a column), UNIFORM (each sequence has `past` tokens and the new ones: no lengths),
+//            KEEP (what past has behind the new rows stays).
 // Launch   : any grid (x) of 256 threads.
 // Numerics : rotations in ACC, rounded once.
 // Bound    : bytes of the new rows; of past as well where present is another place.
@@ -94,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(256) cache_append(
             const int start = max(lengths[b] + 1 - rows, 0);
             if (place >= start && place < start + rows) continue;
             Vec<T, PIECE> x = {};
-            if (place < start && place < past) x = load<PIECE>(old + (line / length * past + place) * D + e);
+            if ((KEEP || place < start) && place < past) x = load<PIECE>(old + (line / length * past + place) * D + e);
             store<PIECE>(to + line * D + e, x);
         }
     }

@@ -1,4 +1,4 @@
-"""Caches of keys and values: those that grow, and GroupQueryAttention over one in memory.
+"""Caches of keys and values: those that grow, and attention of contrib operators over one.
 
 B batch, S new tokens, T places of the cache, H heads of queries, K heads of keys, D numbers a head.
 """
@@ -64,7 +64,7 @@ def group_query_attention(ctx: Context, node: ir.Node) -> str | None:
     if len(ctx.view(node, 0).shape) != 3:
         return "its queries are not [B, S, heads]"
     q, k, v = _split(ctx, node, ctx.attr(node, "num_heads"), ctx.attr(node, "kv_num_heads"))
-    (batch, heads, rows, size), kv_heads = q.shape, k.shape[1]
+    rows, size = q.shape[2:]
     pasts = [ctx.dense(node, i) for i in (3, 4) if ctx.has(node, i)]
     places = maximum(total, pasts[0].shape[2] if pasts else 0)
     reads = {"q": q, "k": k, "v": v, "lengths": ctx.dense(node, 5)}
@@ -80,11 +80,24 @@ def group_query_attention(ctx: Context, node: ir.Node) -> str | None:
             more["positions"] = "first" if total == rows else "each"
         if 2 * half > size or (interleaved and size % 2) or not context:
             return "its angles do not fit its heads"
+    return _through_cache(ctx, node, reads, places, **more)
+
+
+_PAIRS = (("present_key", "past_key"), ("present_value", "past_value"))
+
+
+def _through_cache(
+    ctx: Context, node: ir.Node, reads: dict[str, Tensor], places: int, **more: Any
+) -> str | None:
+    """The operands of a CacheAppend, appended and attended to; outputs 1 and 2 are the presents."""
+    q, k, v, lengths = (reads[name] for name in ("q", "k", "v", "lengths"))
+    (batch, heads, rows, size), kv_heads = q.shape, k.shape[1]
+    pasts = [reads[name] for _, name in _PAIRS if name in reads]
     shapes = [(batch, kv_heads, t.shape[2] if t in pasts else rows, size) for t in (k, v, *pasts)]
     fits = [t.shape == shape for t, shape in zip((k, v, *pasts), shapes, strict=True)]
     numbers = {t.dtype for name, t in reads.items() if name not in ("lengths", "positions")}
     each = more.get("positions") == "each" and reads["positions"].size != batch * rows
-    if not all(fits) or len(numbers) > 1 or reads["lengths"].size != batch or each:
+    if not all(fits) or len(numbers) > 1 or lengths.size != batch or each:
         return "its operands have sizes or types that differ"
     if heads % kv_heads or not batch * rows * places:
         return "it is empty, or its heads do not fit"
@@ -94,19 +107,42 @@ def group_query_attention(ctx: Context, node: ir.Node) -> str | None:
         ctx.output(node, i, cache, dtype) if there else ctx.scratch(dtype, cache)
         for i, there in enumerate(named, 1)
     ]
-    writes = dict(zip(("present_key", "present_value"), presents, strict=True))
+    writes = dict(zip((name for name, _ in _PAIRS), presents, strict=True))
     append = CacheAppend(
-        batch=batch, rows=rows, heads=heads if more else 0, kv_heads=kv_heads, size=size,
+        batch=batch, rows=rows, heads=heads if "half" in more else 0, kv_heads=kv_heads, size=size,
         length=places, past=pasts[0].shape[2] if pasts else 0, dtype=dtype,
         q_strides=q.strides[:3], k_strides=k.strides[:3], v_strides=v.strides[:3], **more,
     )  # fmt: skip
-    if more:
+    if "half" in more:
         q = writes["turned"] = ctx.scratch(dtype, (batch, heads, rows, size))
-    pairs = (("present_key", "past_key"), ("present_value", "past_value"))
-    inplace = pairs if pasts and pasts[0].shape[2] == places else ()
+    inplace = _PAIRS if pasts and pasts[0].shape[2] == places else ()
     if reason := ctx.select(node, append, reads, writes, inplace=inplace):
         return reason
-    return _attend(ctx, node, q, presents[0], presents[1], reads["lengths"])
+    return _attend(ctx, node, q, presents[0], presents[1], lengths)
+
+
+def shared_buffer(ctx: Context, node: ir.Node) -> str | None:
+    """One new token of each sequence over a buffer that is as full for all of them."""
+    first = 6 if node.op_type == "MultiHeadAttention" else 5
+    past = (first, first + 1, first + 2)
+    if not all(ctx.has(node, i) for i in past):
+        return "it has no buffer with a length"
+    if any(ctx.has(node, i) for i in range(3, len(node.inputs)) if i not in past):
+        return "it has a bias, a mask or the cache of a beam search"
+    heads, shapes = ctx.attr(node, "num_heads"), [ctx.view(node, i).shape for i in range(3)]
+    if any(len(shape) != 3 or shape[1] != 1 for shape in shapes):
+        return "it has not one new token a sequence, or no heads side by side"
+    if any(shape[2] % heads for shape in shapes) or ctx.view(node, past[2]).size != 1:
+        return "its heads do not fit, or its sequences have lengths of their own"
+    reads = dict(zip("qkv", _split(ctx, node, heads, heads), strict=True))
+    reads |= {name: ctx.dense(node, i) for (_, name), i in zip(_PAIRS, past, strict=False)}
+    (batch, _, rows, size), places = reads["q"].shape, reads["past_key"].shape[2]
+    one = Attention(rows, places, size, (batch, heads), reads["q"].dtype, size, lengths=True)
+    one = replace(one, q_strides=reads["q"].strides[:3])
+    if not serves(one.op, one, ctx.hw, ctx.prefs):
+        return "a mask would not hide what is not a number behind its tokens"
+    reads["lengths"] = ctx.contiguous(ctx.view(node, past[2]).view((1,)).expand((batch,)))
+    return _through_cache(ctx, node, reads, places, keep=True)
 
 
 def _attend(
@@ -208,4 +244,6 @@ def growing_cache(ctx: Context, node: ir.Node) -> str | None:
 LOWERINGS: dict[tuple[str, str], Lowering] = {
     **{(FUSE, name): growing_cache for name in (PLAIN, ROTATED)},
     ("com.microsoft", "GroupQueryAttention"): group_query_attention,
+    ("com.microsoft", "MultiHeadAttention"): shared_buffer,
+    ("com.microsoft", "DecoderMaskedMultiHeadAttention"): shared_buffer,
 }

@@ -434,6 +434,8 @@ class CacheAppend(AnyProblem):
     columns: bool = False
     """cos and sin [context, 2 half] have a number for each column, not for each pair."""
     uniform: bool = False
+    keep: bool = False
+    """Places behind the new tokens are those of past."""
 
     @property
     def bytes(self) -> int:

@@ -547,6 +547,8 @@ def _overlaps(
 def _updates(call: Call, name: str, other: str) -> bool:
     """Whether the call may write `name` over `other`, element for element."""
     p = call.problem
+    if isinstance(p, data_movement.BatchedCalls):
+        p = p.problem if name.rpartition(".")[2] == other.rpartition(".")[2] else p
     if p is None or isinstance(p, UPDATES) or (name, other) in call.inplace:
         return True
     if isinstance(p, Contraction):

@@ -78,8 +78,9 @@ def _grow(rw: Rewriter, attention: ir.Node) -> bool:
 
 
 def _growing(value: ir.Value | None, attention: ir.Node) -> ir.Node | None:
-    """The Concat of a past and new tokens that makes [B, H, tokens, D]."""
-    join = producer(value, "Concat")
+    """The Concat of a past and new tokens [B, H, tokens, D], which a Cast may lead to."""
+    cast = producer(value, "Cast")
+    join = producer(value if cast is None else cast.inputs[0], "Concat")
     if join is None or join.graph is not attention.graph or len(join.inputs) != 2:
         return None
     past, new = join.inputs

@@ -46,7 +46,7 @@ def expand_where_fused(
         entry = contrib.lookup(node)
         if entry is None or not entry.recognized:
             continue
-        whole = entry.lowered and own_kernels and not training
+        whole = own_kernels and not training and entry.lowered(node)
         if whole and contrib.is_writable(node, model.graph.opset_imports):
             continue
         if own_kernels or not entry.whole(node):

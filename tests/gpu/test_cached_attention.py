@@ -6,11 +6,13 @@ import onnxruntime
 import pytest
 from test_caches import (
     BATCHES,
+    BUFFERED,
     DECODERS,
     EXPORTED,
     GROWTH,
     HALF,
     ROTARY,
+    Buffered,
     Decoder,
     Exported,
     drawn,
@@ -54,13 +56,15 @@ def test_each_sequence_is_the_one_of_onnxruntime(case: Decoder) -> None:
     assert count >= 2
 
 
-@pytest.mark.parametrize("case", EXPORTED, ids=lambda case: case.name)
-def test_a_growing_cache_is_the_one_of_onnxruntime(case: Exported) -> None:
+@pytest.mark.parametrize("case", [*EXPORTED, *BUFFERED], ids=lambda case: case.name)
+def test_a_cache_is_the_one_of_onnxruntime(case: Exported | Buffered) -> None:
     model, rng = case.model(), np.random.default_rng(7)
     proto = ir.serde.serialize_model(model)
     theirs = onnxruntime.InferenceSession(proto.SerializeToString(), None, ["CPUExecutionProvider"])
     ours = InferenceSession(model, device="cuda")
     for sizes in GROWTH:
+        if sizes[1] > 1 and getattr(case, "operator", "").startswith("Decoder"):
+            continue
         feeds = case.feeds(*sizes, rng)
         for x, y in zip(theirs.run(None, feeds), ours.run(None, feeds), strict=True):
             limit = LIMITS[case.kind]

@@ -138,14 +138,19 @@ def _attend(
     new: ir.Value | None,
     head: int | None,
     width: int | None,
+    seen: ir.Value | None = None,
 ) -> tuple[ir.Value, ir.Value]:
-    """(y, scores before the softmax) of [B, N, ·, h]; `new` is L, None where it is S."""
+    """(y, scores before the softmax) of [B, N, ·, h]; `new` is L, None where it is S; `seen` [S, T]
+    says in the place of a causal mask which keys count.
+    """
     scores = scaled_scores(op, q, k, attr(node, "scale"), head)
     total, added = op.Shape(k, start=2, end=3), None
     if mask is not None:
         low = attr(node, "mask_filter_value", -10000.0)
         added = _padding(op, mask, needed(node, 0), total, q, low)
-    if attr(node, "unidirectional", 0):
+    if seen is not None:
+        scores = op.Where(seen, scores, op.number(-math.inf, q))
+    elif attr(node, "unidirectional", 0):
         rows = op.Shape(q, start=2, end=3)
         added = _causal(op, rows, rows if new is None else new, total, added, q)
     if bias is not None:
@@ -210,11 +215,17 @@ def attention(op: Body, node: ir.Node) -> Results:
     )
 
 
-@contrib("MultiHeadAttention", whole=lambda node: True)
+@contrib(
+    "MultiHeadAttention", whole=lambda node: True, lowered=lambda node: given(node, 8) is not None
+)
 def multi_head_attention(op: Body, node: ir.Node) -> Results:
     query, key, value, bias = needed(node, 0), given(node, 1), given(node, 2), given(node, 3)
-    if given(node, 8) is not None or given(node, 9) is not None:
-        raise Unwritable("its buffer is shared between past and present")
+    before = given(node, 8)
+    if given(node, 9) is not None:
+        raise Unwritable("its cache is that of a beam search")
+    masked = any(given(node, i) is not None for i in (4, 5))
+    if before is not None and (masked or wants(node, 3)):
+        raise Unwritable("its buffer is shared, and it has a mask or returns its scores")
     heads = count(node, "num_heads")
     form = (rank(query), rank(key), rank(value))
     total = dim(bias, 0)
@@ -252,14 +263,41 @@ def multi_head_attention(op: Body, node: ir.Node) -> Results:
     q, k, v = split
     new = None if _as_long(query, key) else op.Shape(k, start=2, end=3)
     past_key, past_value = given(node, 6), given(node, 7)
-    if past_key is not None and past_value is not None:
+    seen = None
+    if past_key is not None and past_value is not None and before is not None:
+        k, v, seen = _in_buffer(op, node, before, k, v)
+    elif before is not None:
+        raise Unwritable("its buffer is missing")
+    elif past_key is not None and past_value is not None:
         k, v = op.Concat(past_key, k, axis=2), op.Concat(past_value, v, axis=2)
     head = sizes[0] // heads if sizes[0] is not None else None
+    read = v if seen is None else _seen_rows(op, v, seen)
     y, scores = _attend(
-        op, node, q, k, v, mask=given(node, 4), bias=given(node, 5), new=new, head=head,
-        width=sizes[2],
+        op, node, q, k, read, mask=given(node, 4), bias=given(node, 5), new=new, head=head,
+        width=sizes[2], seen=seen,
     )  # fmt: skip
     return [y, k, v, scores]
+
+
+def _in_buffer(
+    op: Body, node: ir.Node, before: ir.Value, k: ir.Value, v: ir.Value
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """The buffers with k and v behind the `before` tokens of before, and which key a query sees."""
+    rows = op.Shape(k, start=2, end=3)
+    place = op.Add(op.Reshape(op.Cast(before, to=ir.DataType.INT64), op.ints(1)), counted(op, rows))
+    index = op.Expand(op.Reshape(place, op.ints(1, 1, -1, 1)), op.Shape(k))
+    presents = [op.ScatterElements(needed(node, i), index, x, axis=2) for i, x in ((6, k), (7, v))]
+    column = counted(op, op.Shape(presents[0], start=2, end=3))
+    last = place if attr(node, "unidirectional", 0) else op.ReduceMax(place, keepdims=1)
+    seen = op.LessOrEqual(column, op.Unsqueeze(last, op.ints(1)))
+    return presents[0], presents[1], seen
+
+
+def _seen_rows(op: Body, v: ir.Value, seen: ir.Value) -> ir.Value:
+    """v with zeros where no query sees it: what stands there is of no meaning."""
+    any_row = op.ReduceMax(op.Cast(seen, to=ir.DataType.INT32), op.ints(0), keepdims=0)
+    rows = op.Cast(op.Unsqueeze(any_row, op.ints(1)), to=ir.DataType.BOOL)
+    return op.Where(rows, v, op.number(0.0, v))
 
 
 def _as_long(query: ir.Value, key: ir.Value | None) -> bool:

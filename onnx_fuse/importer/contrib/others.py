@@ -186,15 +186,22 @@ def gated_relative_position_bias(op: Body, node: ir.Node) -> Results:
     return [op.Mul(gate, places)]
 
 
-@contrib("DecoderMaskedMultiHeadAttention", whole=lambda node: True)
+@contrib(
+    "DecoderMaskedMultiHeadAttention",
+    whole=lambda node: True,
+    lowered=lambda node: given(node, 7) is not None,
+)
 def decoder_masked_attention(op: Body, node: ir.Node) -> Results:
-    """Cross-attention of one new token; with a past its buffer is always shared."""
+    """Attention of one new token; a past stands in a buffer that is shared with present."""
     query, key, value = needed(node, 0), given(node, 1), given(node, 2)
-    if rank(key) != 4 or rank(value) != 4 or given(node, 5) is not None:
-        raise Unwritable("its buffer is shared between past and present")
+    past = [given(node, i) for i in (5, 6, 7)]
+    if past[0] is None and (rank(key) != 4 or rank(value) != 4):
+        raise Unwritable("it has neither a past nor the heads of keys and values apart")
+    if past[0] is not None and (past[2] is None or attr(node, "output_qk", 0)):
+        raise Unwritable("it is not known how much of its buffer is filled, or it returns scores")
     if given(node, 8) is not None or given(node, 9) is not None:
         raise Unwritable("its cache is that of a beam search")
-    operands = [query, key, value, given(node, 10), given(node, 3), given(node, 4)]
+    operands = [query, key, value, given(node, 10), given(node, 3), given(node, 4), *past]
     names = ("num_heads", "mask_filter_value", "scale")
     inner = ir.Node(
         "com.microsoft",

@@ -34,8 +34,8 @@ class Contrib:
     """One contrib operator. `recognized`: rules may look into its body for something to fuse.
 
     `whole` says of which nodes onnxruntime's kernel is faster on a CPU than what fusion makes of
-    the body: those are written out for kernels of ours alone. `lowered`: kernels of ours run it as
-    it is, so that only training looks into it there.
+    the body: those are written out for kernels of ours alone. `lowered`: kernels of ours run such
+    a node as it is, so that only training looks into it there.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Contrib:
     build: Build
     recognized: bool
     whole: Callable[[ir.Node], bool]
-    lowered: bool
+    lowered: Callable[[ir.Node], bool]
 
 
 Results: TypeAlias = "Sequence[ir.Value | None]"
@@ -56,7 +56,7 @@ def contrib(
     domain: str = MICROSOFT,
     recognized: bool = True,
     whole: Callable[[ir.Node], bool] = lambda node: False,
-    lowered: bool = False,
+    lowered: Callable[[ir.Node], bool] = lambda node: False,
 ) -> Callable[[Build], Build]:
     """Decorator: enter a `Build` into the table under `names`."""
 

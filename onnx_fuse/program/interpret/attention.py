@@ -65,6 +65,10 @@ def attention(p: Attention, of: Operands) -> Results:
     """y, and the largest logit and the log of the sum of each row."""
     q, k, v = (_operand(p, of, name) for name in "qkv")
     k, v = (np.repeat(t, p.group, 1) for t in (k, v))
+    if p.lengths:  # what stands behind the tokens, or before their window, is not read
+        ahead = np.arange(p.n) - of.raw("lengths").reshape(-1, 1)
+        read = (ahead <= 0) & (ahead >= (-p.window[0] if p.window else -np.inf))
+        v = np.where(read[:, None, :, None], v, 0)
     with np.errstate(all="ignore"):
         weights = _weights(p, of, q, k)
         return {"y": weights.w @ v, "lse": weights.lse}
@@ -106,7 +110,8 @@ def cache_append(p: CacheAppend, of: Operands) -> Results:
         for b, start in enumerate(starts):
             if p.past:
                 old = of.dense(past, p.batch, p.kv_heads, p.past, p.size)
-                cache[b, :, :start] = old[b, :, :start]
+                end = p.past if p.keep else start
+                cache[b, :, :end] = old[b, :, :end]
             inside = places[b] < p.length
             cache[b][:, places[b][inside]] = new[name][b][:, inside]
         results[present] = cache
