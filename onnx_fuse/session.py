@@ -262,10 +262,8 @@ class InferenceSession:
                 raise UsageError("device 'cpu' has no CUDA streams: leave `stream` out")
             self._session.run_with_iobinding(iobinding, run_options)
             return
-        ready = self._executable.ready(iobinding, stream)
-        feeds = None if ready else self._feeds(iobinding.feeds)
         self._executable.run_with_iobinding(
-            iobinding, feeds, stream=stream, synchronize=synchronize
+            iobinding, self._feeds, stream=stream, synchronize=synchronize
         )
 
     def explain(self, input_feed: Mapping[str, Any]) -> str:

@@ -166,9 +166,7 @@ def home(gpu: int) -> Any:
     from onnx_fuse.runtime.executable import Executable
 
     empty = ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": 21}), ir_version=10)
-    executable = Executable(empty, device_id=gpu)
-    executable.shared.pool.keeps = 64 << 20
-    return executable
+    return Executable(empty, device_id=gpu)
 
 
 def _on_gpu(model: ir.Model, gpu: int, state: Mapping[int, int]) -> Run:

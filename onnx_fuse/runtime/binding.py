@@ -11,6 +11,7 @@ from onnx_fuse.errors import UsageError
 from onnx_fuse.program.call import Tensor, dtype_of
 from onnx_fuse.program.problem import ITEMSIZE
 from onnx_fuse.runtime import device
+from onnx_fuse.runtime.prepared import Prepared
 from onnx_fuse.runtime.staging import Pending
 from onnx_fuse.runtime.tensor import DeviceTensor, adopt
 
@@ -25,12 +26,14 @@ class Binding:
     def __init__(self, outputs: Sequence[str], device_id: int) -> None:
         self.known, self.device_id = list(outputs), device_id
         self.feeds: dict[str, Any] = {}
+        self.addressed: set[str] = set()
+        """The inputs that are bound by an address, which nobody changes behind it."""
         self.targets: dict[str, str] = {}
         self.places: dict[str, DeviceTensor] = {}
         self.lent: dict[str, Any] = {}
-        """Other libraries' tensors among the places."""
-        self.prepared: Any = None
-        """What the last run found out, as long as nothing is bound anew."""
+        """The objects among the places."""
+        self.prepared: Prepared | None = None
+        """What the last run found out, as long as only addresses are others."""
         self.results: dict[str, Any] = {}
         self.late: Pending | None = None
         """Results on their way to the host."""
@@ -39,8 +42,7 @@ class Binding:
 
     def bind_cpu_input(self, name: str, array: np.ndarray[Any, Any]) -> None:
         """Feed an array; each run reads what it holds when the run begins."""
-        self.feeds[name] = array
-        self.prepared = None
+        self._feed(name, array)
 
     def bind_ortvalue_input(self, name: str, value: Any) -> None:
         """Feed anything that has `__dlpack__`, `__cuda_array_interface__` or `numpy()`.
@@ -48,8 +50,7 @@ class Binding:
         Each run that is given no `stream` comes after what the value's library has enqueued.
         """
         plain = not hasattr(value, "__dlpack__") and hasattr(value, "numpy")
-        self.feeds[name] = value.numpy() if plain else value
-        self.prepared = None
+        self._feed(name, value.numpy() if plain else value)
 
     def bind_input(
         self,
@@ -61,8 +62,15 @@ class Binding:
         buffer_ptr: int,
     ) -> None:
         """Feed GPU memory by its address, with element type and shape; it is read in place."""
-        self.feeds[name] = self._memory(device_type, device_id, element_type, shape, buffer_ptr)
-        self.prepared = None
+        memory = self._memory(device_type, device_id, element_type, shape, buffer_ptr)
+        self._feed(name, memory)
+        self.addressed.add(name)
+
+    def _feed(self, name: str, value: Any) -> None:
+        self.feeds[name] = value
+        self.addressed.discard(name)
+        if self.prepared is not None and not self.prepared.takes(name, value):
+            self.prepared = None
 
     def bind_output(
         self,
@@ -97,12 +105,13 @@ class Binding:
                 f"output {name}: only a GPU tensor can be bound; bind_output(name) gives an array"
             )
         self._bind(name, "cuda", tensor)
-        if tensor is not value:
-            self.lent[name] = value
+        self.lent[name] = value
 
     def _bind(self, name: str, device_type: str, place: DeviceTensor | None) -> None:
         if name not in self.known:
             raise UsageError(f"the model has no output '{name}'")
+        if place is None and name not in self.places and self.targets.get(name) == device_type:
+            return  # as it is bound already
         self.targets[name] = device_type
         self.places.pop(name, None)
         self.lent.pop(name, None)
@@ -132,12 +141,6 @@ class Binding:
             for result in self.results.values():
                 if isinstance(result, DeviceTensor):
                     result.ready = None
-
-    @property
-    def foreign(self) -> bool:
-        """Whether another library's GPU tensor is bound, rather than an address."""
-        types = (np.ndarray, DeviceTensor)
-        return bool(self.lent) or any(not isinstance(v, types) for v in self.feeds.values())
 
     @staticmethod
     def _memory(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import math
 import os
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import cache
@@ -56,11 +58,13 @@ def allocated(what: str, call: Callable[..., Sequence[Any]], *given: Any) -> Any
     """The result of a driver call that allocates memory. Raises DeviceMemoryError.
 
     Where memory is short, Python's garbage collector runs first: memory that nobody uses any more
-    may be kept by reference cycles in the caller's objects.
+    may be kept by reference cycles in the caller's objects. What pools keep goes back, too.
     """
     result = call(*given)
     if int(result[0]) == _OUT_OF_MEMORY:
         gc.collect()
+        for pool in list(_POOLS):
+            pool.empty()
         result = call(*given)
     return check(result, what)
 
@@ -255,23 +259,22 @@ def _spare(driver: Any, device_id: int) -> list[Any]:
 class Pool:
     """Memory that is taken and given back in the order of one stream, without waiting for it.
 
-    What is given back is kept for the next taker, and handed to the driver at a wait only while
-    more than RELEASE bytes lie idle; all of it is when the pool is gone, and the driver's pool then
-    serves another. A GPU without memory pools has plain allocations.
+    What is given back goes to the next taker of its size without the driver, up to `keeps` bytes;
+    more is handed to the driver, which keeps RELEASE bytes. All of it is when the pool is gone, and
+    the driver's pool then serves another. A GPU without memory pools has plain allocations.
     """
 
     RELEASE = 1 << 30
-    SMALL = 1 << 20
-    keeps = 0
-    """Bytes of pieces of up to SMALL that go to the next taker of their size without the driver."""
+    keeps = 256 << 20
 
     def __init__(self, stream: Stream, device_id: int) -> None:
         driver = self._driver = bindings()
         self._stream, self._device_id = stream, device_id
         self._context = check(driver.cuCtxGetCurrent(), "the present context")
-        self._dead: deque[tuple[int, int, bool]] = deque()
+        self._dead: deque[tuple[int, bool]] = deque()
         self._idle: dict[int, list[int]] = {}  # by the number of their bytes
         self._idle_bytes = 0
+        _POOLS.add(self)
         self._ended = False
         pooled = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED
         self._raw: Any = None
@@ -289,35 +292,57 @@ class Pool:
             threshold = kinds.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
             check(driver.cuMemPoolSetAttribute(self._raw, threshold, limit), "a memory pool")
 
-    def allocate(self, nbytes: int, what: str) -> Memory:
-        """`nbytes` for what is enqueued from now on. Raises DeviceMemoryError."""
+    def allocate(self, nbytes: int, what: str, *, again: bool = True) -> Memory:
+        """`nbytes` for what is enqueued from now on. Raises DeviceMemoryError.
+
+        `again`: its like is soon asked for again, so that it stays here when it is given back.
+        """
+        nbytes = max(nbytes, 1)
         if self._raw is None:
             return Memory(nbytes, what)
         if self._dead:
             self._stream.catch_up()
             self._sweep()
-        idle = self._idle.get(max(nbytes, 1))
-        if idle:
-            with contextlib.suppress(IndexError):  # another thread was faster
-                address = idle.pop()
-                self._idle_bytes -= max(nbytes, 1)
-                return Pooled(self, max(nbytes, 1), address)
-        args = max(nbytes, 1), self._raw, self._stream.raw
+        if again:
+            step = 1 << max(nbytes.bit_length() - 4, 0)  # for sizes that grow, few of them
+            nbytes = -(-nbytes // step) * step
+            with contextlib.suppress(KeyError, IndexError):
+                address = self._idle[nbytes].pop()
+                self._idle_bytes -= nbytes
+                self._stream.catch_up()
+                return Pooled(self, nbytes, address, again)
+        args = nbytes, self._raw, self._stream.raw
         said = f"{what}: {nbytes:,} bytes"
         address = allocated(said, self._driver.cuMemAllocFromPoolAsync, *args)
-        return Pooled(self, max(nbytes, 1), int(address))
+        return Pooled(self, nbytes, int(address), again)
 
-    def free(self, address: int, nbytes: int, lent: bool) -> None:
+    def free(self, address: int, nbytes: int, *, lent: bool, again: bool) -> None:
         """Take back the memory of an object that is gone, from any thread and at any time.
 
         `lent`: other libraries have used it, in streams that are not known.
         """
         if sys.is_finalizing() or _started_in:  # the process gives everything back
             return
-        self._dead.append((address, nbytes, lent))
+        if again and not lent and 2 * nbytes <= self.keeps and not self._ended:
+            self._idle.setdefault(nbytes, []).append(address)
+            self._idle_bytes += nbytes
+            if self._idle_bytes <= self.keeps:
+                return
+            self._let_go(self._idle_bytes - self.keeps)
+        else:
+            self._dead.append((address, lent))
         # where a run elsewhere may use it, the next taker sweeps
         if self._stream.behind is None or self._ended:
             self._release()
+
+    def _let_go(self, wanted: float) -> None:
+        """Hand over so many bytes of what is kept; the sizes that came first go first."""
+        for nbytes, addresses in list(self._idle.items()):
+            with contextlib.suppress(IndexError):  # another thread was faster
+                while addresses and wanted > 0:
+                    self._dead.append((addresses.pop(), False))
+                    self._idle_bytes -= nbytes
+                    wanted -= nbytes
 
     def _release(self) -> None:
         with contextlib.suppress(DeviceError):  # a lost GPU takes nothing back
@@ -327,10 +352,8 @@ class Pool:
     def __del__(self) -> None:
         if getattr(self, "_raw", None) is None or sys.is_finalizing() or _started_in:
             return
-        self._ended, self.keeps = True, 0
-        for nbytes, addresses in self._idle.items():
-            self._dead += ((address, nbytes, False) for address in addresses)
-        self._idle = {}
+        self._ended = True
+        self._let_go(math.inf)
         self._release()
         self._driver.cuMemPoolTrimTo(self._raw, 0)
         _spare(self._driver, self._device_id).append(self._raw)
@@ -346,29 +369,34 @@ class Pool:
     def _give_back(self) -> None:
         while self._dead:
             try:
-                address, nbytes, lent = self._dead.popleft()
+                address, lent = self._dead.popleft()
             except IndexError:  # another thread was faster
                 return
-            if not lent and nbytes <= self.SMALL and self._idle_bytes + nbytes <= self.keeps:
-                self._idle.setdefault(nbytes, []).append(address)
-                self._idle_bytes += nbytes
-                continue
             if lent and self._driver.cuCtxSynchronize()[0]:  # not while another stream captures
-                self._dead.append((address, nbytes, lent))
+                self._dead.append((address, lent))
                 return
             self._driver.cuMemFreeAsync(address, self._stream.raw)
+
+    def empty(self) -> None:
+        """Do what `trim` does, in the pool's own context, for others that need the memory."""
+        if not self._driver.cuCtxPushCurrent(self._context)[0]:
+            try:
+                with contextlib.suppress(DeviceError):  # a lost GPU gives nothing back
+                    self.trim()
+            finally:
+                self._driver.cuCtxPopCurrent()
 
     def trim(self) -> None:
         """Wait for the stream, then give unused memory back to the driver."""
         if self._raw is not None:
             self._stream.catch_up()
+            self._let_go(math.inf)
             self._sweep()
-            idle, self._idle, self._idle_bytes = self._idle, {}, 0
-            for addresses in idle.values():
-                for address in addresses:
-                    self._driver.cuMemFreeAsync(address, self._stream.raw)
             self._stream.wait("giving memory back")
             check(self._driver.cuMemPoolTrimTo(self._raw, 0), "a memory pool")
+
+
+_POOLS: weakref.WeakSet[Pool] = weakref.WeakSet()
 
 
 class Pooled(Memory):
@@ -377,11 +405,11 @@ class Pooled(Memory):
     lent = False
     """Whether another library has seen its address."""
 
-    def __init__(self, pool: Pool, nbytes: int, address: int) -> None:
-        self._pool, self.nbytes, self.address = pool, nbytes, address
+    def __init__(self, pool: Pool, nbytes: int, address: int, again: bool) -> None:
+        self._pool, self.nbytes, self.address, self._again = pool, nbytes, address, again
 
     def __del__(self) -> None:
-        self._pool.free(self.address, self.nbytes, self.lent)
+        self._pool.free(self.address, self.nbytes, lent=self.lent, again=self._again)
 
 
 class Event(Owned):

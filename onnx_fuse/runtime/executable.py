@@ -26,9 +26,9 @@ from onnx_fuse.runtime import collector, device
 from onnx_fuse.runtime.binding import Binding, check_place
 from onnx_fuse.runtime.deployed import Deployed
 from onnx_fuse.runtime.host_calls import Stages
-from onnx_fuse.runtime.instance import Fetch, Instance
-from onnx_fuse.runtime.placement import Placement
-from onnx_fuse.runtime.plan import OpenProgram, PlannedProgram, aligned
+from onnx_fuse.runtime.instance import Instance
+from onnx_fuse.runtime.plan import OpenProgram, PlannedProgram
+from onnx_fuse.runtime.prepared import OutputGroup, Prepared, output_groups
 from onnx_fuse.runtime.resources import AfterFault, Resources, weakly
 from onnx_fuse.runtime.staging import Pending
 from onnx_fuse.runtime.tensor import DeviceTensor, adopt
@@ -63,23 +63,6 @@ class Shape:
     def program(self) -> Program:
         """The program that runs in this shape."""
         return self.made.program
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A binding whose runs only copy bound arrays, launch, and copy results back.
-
-    `results` has a place for each output wanted, None for those of `fetch`.
-    """
-
-    owner: Executable
-    instance: Instance
-    made: PlannedProgram
-    placement: Placement
-    feeds: Feeds
-    copies: bool
-    fetch: Fetch | None
-    results: dict[str, DeviceTensor | None]
 
 
 class Executable:
@@ -300,7 +283,7 @@ class Executable:
         for name, target in places.items():
             check_place(name, target, instance.outputs[name])
         unplaced = {n: instance.outputs[n] for n in names if n not in places}
-        memories = self._memories({n: v for n, v in unplaced.items() if isinstance(v, Tensor)})
+        memories = self._memories(output_groups(unplaced))
         for name, tensor in memories.items():
             large = not instance.runs_as_graph or tensor.nbytes >= DIRECT_BYTES
             if large and instance.tensor_of(name) is not None:
@@ -330,23 +313,17 @@ class Executable:
                 result.ready = stream
         return results
 
-    def _memories(self, values: Mapping[str, Tensor]) -> dict[str, DeviceTensor]:
-        """Allocate the outputs, those of one shape and type in one block.
-
-        Such outputs, as those of a cache, are usually released together.
-        """
-        alike: dict[tuple[object, ...], list[str]] = {}
-        for name, value in values.items():
-            alike.setdefault((value.shape, value.dtype), []).append(name)
-        outs: dict[str, DeviceTensor] = {}
-        for names in alike.values():
-            value = values[names[0]]
-            step = aligned(value.nbytes)
-            memory = self.shared.pool.allocate(step * len(names), f"output {', '.join(names)}")
-            for i, name in enumerate(names):
-                address = memory.address + i * step
-                outs[name] = DeviceTensor(address, value.shape, value.dtype, self.device_id, memory)
-        return {name: outs[name] for name in values}
+    def _memories(self, groups: Sequence[OutputGroup]) -> dict[str, DeviceTensor]:
+        """Allocate the outputs, those of a group in one block."""
+        tensors: dict[str, DeviceTensor] = {}
+        allocate, device_id = self.shared.pool.allocate, self.device_id
+        for what, names, shape, dtype, step in groups:
+            memory = allocate(step * len(names), what)
+            at = memory.address
+            for name in names:
+                tensors[name] = DeviceTensor(at, shape, dtype, device_id, memory)
+                at += step
+        return tensors
 
     def _placed(self, name: str, value: Any, target: DeviceTensor | None) -> Any:
         """An output that lowering knew or a later stage made, at `target` if there is one."""
@@ -369,22 +346,20 @@ class Executable:
     def run_with_iobinding(
         self,
         binding: Binding,
-        feeds: Feeds | None = None,
+        checked: Callable[[Feeds], Feeds] | None = None,
         *,
         stream: Any = None,
         synchronize: bool = True,
     ) -> None:
         """Run on what is bound; the results are the binding's. GPU memory is used in place.
 
-        `feeds` are the binding's, checked; none are looked at where `ready(binding, stream)`.
+        `checked` checks feeds that differ from those of the last run by more than their address.
         """
         home = self.stream
         target = home if stream is None else self.shared.order.stream(stream)
-        prepared = self.ready(binding, stream)
-        if prepared is None:
-            self._bound(binding, binding.feeds if feeds is None else feeds, target)
-        else:
-            self._again(binding, prepared, target)
+        prepared = self._ready(binding)
+        if prepared is None or not self._again(binding, prepared, target):
+            self._bound(binding, checked(binding.feeds) if checked else binding.feeds, target)
         if synchronize:
             target.wait("running what is bound")
         for result in binding.results.values():
@@ -392,15 +367,25 @@ class Executable:
                 result.ready = None if synchronize else target
         binding.ran_in = None if synchronize else target
 
-    def _again(self, binding: Binding, prepared: Prepared, stream: device.Stream) -> None:
-        """Run a binding that has not changed since its last run."""
+    def _again(self, binding: Binding, prepared: Prepared, stream: device.Stream) -> bool:
+        """Run a binding of which nothing but addresses changed; False where that is no use."""
         instance = prepared.instance
         device.start(self.device_id)
         with self._lock:
             try:
+                fresh: Mapping[str, DeviceTensor] = {}
+                if prepared.fresh:
+                    binding.results = {}  # memory that nobody else has is taken again
+                    fresh = self._memories(prepared.fresh)
+                placement, copies = prepared.placed(fresh)
+                if placement.copied:
+                    return False
                 self.shared.order.enter(stream)
-                instance.place(prepared.placement)
-                if prepared.copies:
+                prepared.follow(stream)
+                if fresh and stream is not self.stream:  # which is the pool's
+                    self.stream.before(stream)
+                instance.place(placement)
+                if copies:
                     instance.feed(prepared.feeds, stream)
                 instance.launch(stream)
                 if prepared.fetch is None:
@@ -412,17 +397,17 @@ class Executable:
             except DeviceError:
                 self._forget_all()
                 raise
-        binding.results = prepared.results if prepared.fetch is None else dict(prepared.results)
+        binding.results = {**prepared.results, **prepared.places, **fresh}
+        return True
 
-    def ready(self, binding: Binding, stream: Any = None) -> Prepared | None:
+    def _ready(self, binding: Binding) -> Prepared | None:
         """What the last run of this binding prepared; None where the next needs more."""
-        prepared: Prepared | None = binding.prepared
+        prepared = binding.prepared
         if prepared is None or prepared.owner is not self or not prepared.instance.alive:
             return None
         if prepared.instance.made is not prepared.made:
             return None  # it has become another shape's
-        # what other libraries enqueue, and into which stream, only their tensors know
-        return None if stream is None and binding.foreign else prepared
+        return prepared if prepared.unchanged() else None
 
     def _bound(self, binding: Binding, feeds: Feeds, stream: device.Stream) -> None:
         if not binding.targets:
@@ -445,20 +430,24 @@ class Executable:
             self.shared.order.leave(where)
             where.before(stream)
             binding.results = {n: values.get(n) for n in binding.targets}
-            # what values decide, lowering knew or no place is bound for is found out each time
+            # what values decide or lowering knew is found out each time
             complete = not instance.now.copied and instance.whole_on_gpu and not self._deciding
-            placed = (isinstance(instance.outputs[n], Tensor) and n in binding.places for n in here)
-            if complete and all(placed):
-                binding.prepared = Prepared(
+            if complete and all(isinstance(instance.outputs[n], Tensor) for n in here):
+                fresh = {n: instance.outputs[n] for n in here if n not in binding.places}
+                prepared = Prepared(
                     self,
                     instance,
-                    instance.made,
-                    instance.now,
                     adopted,
-                    not instance.all_in_place(inputs),
+                    binding.places,
+                    output_groups(fresh),
                     instance.fetching(fetched) if fetched else None,
-                    dict(binding.results),
+                    dict.fromkeys(binding.targets),
                 )
+                objects = {
+                    n: v for n, v in binding.feeds.items()
+                    if n not in binding.addressed and not isinstance(v, np.ndarray)
+                }  # fmt: skip
+                binding.prepared = prepared if prepared.watch(objects, binding.lent) else None
 
     def run_in_place(self, names: Sequence[str], feeds: Feeds, *, on_device: bool) -> list[Any]:
         """Do what `run` does, but read GPU tensors in place."""

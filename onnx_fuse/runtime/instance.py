@@ -257,9 +257,8 @@ class Instance:
         once = [
             (b.id, aligned(room.get(b.id, b.nbytes))) for b in held if b.id not in program.constants
         ]
-        self._made_once = (
-            self.owner.pool.allocate(sum(n for _, n in once), "constants") if once else None
-        )
+        nbytes, pool = sum(n for _, n in once), self.owner.pool
+        self._made_once = pool.allocate(nbytes, "constants", again=False) if once else None
         at = self._made_once.address if self._made_once is not None else 0
         for buffer, nbytes in once:
             self.address[buffer] = at

@@ -41,7 +41,7 @@ class Arena:
             self.block = None
             size = max(nbytes, min(2 * held, DOUBLES), 5 * held // 4)
             size = -(-size // (2 << 20)) * (2 << 20)
-            self.block = self._pool.allocate(size, "the arena")
+            self.block = self._pool.allocate(size, "the arena", again=False)
         return self.block
 
     def release(self) -> None:
@@ -78,7 +78,7 @@ class Constants:
         if not new:
             return constants
         total = sum(aligned(len(content)) for content, _ in new.values())
-        block = self._pool.allocate(total, f"{len(new)} constants")
+        block = self._pool.allocate(total, f"{len(new)} constants", again=False)
         pieces = [content.ljust(aligned(len(content)), b"\0") for content, _ in new.values()]
         staged = np.frombuffer(b"".join(pieces), np.uint8)
         self._stream.upload(block.address, staged.ctypes.data, total)

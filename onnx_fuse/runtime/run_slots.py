@@ -169,7 +169,9 @@ class Turns:
             size = max(at + aligned(t.nbytes) for _, at, t in self.fed)
             what, self._homes = "inputs of the next run", []
             with contextlib.suppress(device.DeviceMemoryError):
-                self._homes = [StagingBuffer(self._on.pool.allocate(size, what)) for _ in range(2)]
+                self._homes = [
+                    StagingBuffer(self._on.pool.allocate(size, what, again=False)) for _ in range(2)
+                ]
                 stream.before(self.copies)
         return self._homes[self._next % 2] if self._homes else None
 

@@ -155,7 +155,9 @@ def adopt(value: Any, stream: int) -> np.ndarray[Any, Any] | DeviceTensor:
 _CUDA = 2
 
 
-class _DLTensor(ctypes.Structure):
+class DlTensor(ctypes.Structure):
+    """DLPack's description of a tensor."""
+
     _fields_ = (
         ("data", ctypes.c_void_p),
         ("device_type", ctypes.c_int32),
@@ -172,7 +174,7 @@ class _DLTensor(ctypes.Structure):
 
 class _DLManagedTensor(ctypes.Structure):
     _fields_ = (
-        ("tensor", _DLTensor),
+        ("tensor", DlTensor),
         ("manager_ctx", ctypes.c_void_p),
         ("deleter", ctypes.CFUNCTYPE(None, ctypes.c_void_p)),
     )
@@ -217,7 +219,7 @@ def capsule(
     strides = (ctypes.c_int64 * max(rank, 1))(*steps)
     code = _BFLOAT if dtype.name == "bfloat16" else _CODES[dtype.kind]
     managed = _DLManagedTensor(
-        _DLTensor(data, *place, rank, code, 8 * dtype.itemsize, 1, shape, strides, 0),
+        DlTensor(data, *place, rank, code, 8 * dtype.itemsize, 1, shape, strides, 0),
         None,
         _DELETE,
     )

@@ -1,0 +1,160 @@
+"""What a run of a binding found out, for the next: where addresses alone differ, all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from onnx_fuse.program.call import Tensor, dtype_of
+from onnx_fuse.program.problem import ITEMSIZE
+from onnx_fuse.runtime import device
+from onnx_fuse.runtime.exchange import Look, look, stream_of
+from onnx_fuse.runtime.placement import ALIGNED, Placement
+from onnx_fuse.runtime.plan import aligned
+from onnx_fuse.runtime.tensor import DeviceTensor
+
+if TYPE_CHECKING:
+    from onnx_fuse.runtime.instance import Fetch, Instance
+
+PLACEMENTS = 16
+"""Placements of a binding that are kept, as those of outputs whose memory comes again."""
+
+
+OutputGroup = tuple[str, list[str], tuple[int, ...], np.dtype[Any], int]
+"""Outputs of one shape and type in one block, which are usually released together, as those of a
+cache are: what it is called, names, shape, type, and the bytes from one to the next."""
+
+
+def output_groups(values: Mapping[str, Any]) -> list[OutputGroup]:
+    """The groups of those of the outputs that are tensors of a program."""
+    alike: dict[tuple[tuple[int, ...], str], list[str]] = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            alike.setdefault((value.shape, value.dtype), []).append(name)
+    return [
+        (
+            f"output {', '.join(names)}",
+            names,
+            shape,
+            dtype_of(dtype),
+            aligned(prod(shape) * ITEMSIZE[dtype]),
+        )
+        for (shape, dtype), names in alike.items()
+    ]
+
+
+class Prepared:
+    """A binding whose runs only copy bound arrays, launch, and copy results back.
+
+    `feeds` are arrays and tensors as runs take them, `places` those of the outputs that are bound
+    to some, `fresh` the outputs that get new memory on the GPU at each run. `results` has a place
+    for each output wanted, None for those that `fresh` or `fetch` bring.
+    """
+
+    def __init__(
+        self,
+        owner: Any,
+        instance: Instance,
+        feeds: Mapping[str, Any],
+        places: Mapping[str, DeviceTensor],
+        fresh: Sequence[OutputGroup],
+        fetch: Fetch | None,
+        results: Mapping[str, DeviceTensor | None],
+    ) -> None:
+        self.owner, self.instance, self.made = owner, instance, instance.made
+        self.feeds, self.places, self.fresh = dict(feeds), dict(places), fresh
+        self.fetch, self.results = fetch, results
+        self._watched: list[_Watched] = []
+        self._event: device.Event | None = None
+        self._placements: dict[tuple[int, ...], tuple[Placement, bool]] = {}
+        self._latest: tuple[list[int], tuple[Placement, bool]] | None = None
+
+    def watch(self, feeds: Mapping[str, Any], places: Mapping[str, Any]) -> bool:
+        """Look at these bound objects at each run; False where one cannot be looked at."""
+        for side, values in ((self.feeds, feeds), (self.places, places)):
+            for name, value in values.items():
+                seen = look(value) if isinstance(side[name], DeviceTensor) else None
+                if seen is None:
+                    return False
+                self._watched.append(_Watched(side, name, value, seen))
+        return True
+
+    def unchanged(self) -> bool:
+        """Whether the objects that are bound are what they were, but perhaps for their address."""
+        return all(self._alike(watched, watched.value) for watched in self._watched)
+
+    def _alike(self, watched: _Watched, value: Any) -> bool:
+        """Whether a value may stand for the object that is watched, which it then does."""
+        now = look(value)
+        if now is None or now[1] != watched.seen[1]:
+            return False
+        if now[0] != watched.seen[0] or value is not watched.value:
+            # nobody is to keep the memory of the one before
+            old = watched.side[watched.name]
+            new = DeviceTensor(now[0], old.shape, old.dtype, old.device_id, value)
+            watched.side[watched.name] = value if type(value) is DeviceTensor else new
+            watched.value, watched.seen, self._latest = value, now, None
+        return True
+
+    def follow(self, stream: device.Stream) -> None:
+        """Let the stream come after what makes the objects that are bound."""
+        libraries = set()
+        for value in (watched.value for watched in self._watched):
+            if type(value) is DeviceTensor:
+                if value.ready is not None and value.ready is not stream:
+                    value.before(stream.handle)
+            elif type(value) not in libraries:
+                libraries.add(type(value))
+                handle = stream_of(value, self.owner.device_id)
+                if handle is not None and handle != stream.handle:
+                    self._event = self._event or device.Event()
+                    self._event.record(self.owner.shared.order.stream(handle))
+                    stream.wait_event(self._event)
+
+    def takes(self, name: str, value: Any) -> bool:
+        """Feed another value from now on; False where it has another shape, or may have one."""
+        for watched in self._watched:
+            if watched.name == name and watched.side is self.feeds:
+                return type(value) is type(watched.value) and self._alike(watched, value)
+        kind, old = type(value), self.feeds.get(name)
+        if old is None or kind is not type(old) or kind not in (np.ndarray, DeviceTensor):
+            return False
+        if (value.shape, value.dtype) != (old.shape, old.dtype):
+            return False
+        self.feeds[name] = value
+        if kind is DeviceTensor and value.address != old.address:
+            self._latest = None
+        return True
+
+    def placed(self, fresh: Mapping[str, DeviceTensor]) -> tuple[Placement, bool]:
+        """Where a run has all, `fresh` outputs included; whether inputs are copied to that."""
+        at = [t.address for t in fresh.values()]
+        if self._latest is not None and self._latest[0] == at:
+            return self._latest[1]
+        inputs = {n: v for n, v in self.feeds.items() if isinstance(v, DeviceTensor)}
+        bound = [t.address for side in (inputs, self.places) for t in side.values()]
+        key = (*bound, *at)
+        found = self._placements.get(key)
+        if found is None:
+            if len(self._placements) >= PLACEMENTS:
+                self._placements.clear()
+            placement = self.instance.placement(inputs, {**self.places, **fresh})
+            aligned = all(t.address % ALIGNED == 0 for t in inputs.values())
+            found = placement, len(inputs) < len(self.feeds) or not aligned
+            self._placements[key] = found
+        self._latest = at, found
+        return found
+
+
+@dataclass
+class _Watched:
+    """An object that is bound, as it was when it was last looked at; `side` has it as runs do."""
+
+    side: dict[str, Any]
+    name: str
+    value: Any
+    seen: Look
