@@ -169,7 +169,8 @@ def test_no_draw_takes_a_token_without_a_share() -> None:
     logits = np.full((4, 1, 6), -np.inf, np.float16)
     logits[:, :, 2:4] = 1
     ends = np.array([[0], [np.nextafter(np.float32(1), np.float32(0))], [0.4999], [0.5]])
-    for sampling in (Sampling(1), Sampling(1, top_p=0.9), Sampling(2, top_k=3, min_p=0.5)):
+    samplings = [Sampling(1), Sampling(1, top_p=0.9), Sampling(2, top_k=3, min_p=0.5)]
+    for sampling in (*samplings, Sampling(1e-50), Sampling(1e30)):
         tokens = drawing(logits, sampling, drawn=ends.astype(np.float32))
         assert tokens.tolist() == [2, 3, 2, 3]
 
@@ -242,6 +243,13 @@ REFUSED = {
     "no decoder": (
         lambda: of.generate(text_model("g (float[N] x) => (float[N] y) { y = Relu(x) }"), [1]),
         r"the model: input 'x' \(float, rank 1\) is none that generate can fill",
+    ),
+    "another input of rank 4": (
+        lambda: of.generate(
+            text_model("g (int64[N,S] ids, float[N,1,S,S] bias) => (float[N,S] y)"
+                       "{ y = Cast<to = 1>(ids) }"), [1]
+        ),
+        "input 'bias' .* is none that generate can fill",
     ),
     "two outputs": (
         lambda: of.generate(

@@ -143,6 +143,11 @@ FOLDERS = {
     ),
     "no JSON": ({"genai_config.json": "{"}, "genai_config.json: it is no JSON: "),
     "no object": ({"config.json": "[1]"}, "config.json: it must hold a JSON object"),
+    "settings of other types": (
+        {"model.onnx": "x", "genai_config.json": '{"model": {"eos_token_id": "x", "context_length":'
+         '[]}, "search": {"do_sample": 1, "top_p": "x"}}', "tokenizer.json": tokenizer().to_str()},
+        "model.onnx: not an ONNX file",
+    ),
     "a template": (
         {"model.onnx": "", "chat_template.jinja": "{{ raise_exception('no') }}",
          "tokenizer.json": tokenizer().to_str()},

@@ -15,7 +15,7 @@ import numpy as np
 from onnx_fuse.errors import ModelError, UsageError
 from onnx_fuse.generation.decoder import Array
 from onnx_fuse.generation.engine import Engine
-from onnx_fuse.generation.generator import checked_ids, prompts_of
+from onnx_fuse.generation.generator import checked_ids, ends_of, prompts_of
 from onnx_fuse.generation.sampling import DRAWN, HISTORY, Sampling
 
 __all__ = ["Batcher", "Request"]
@@ -200,8 +200,7 @@ class Batcher:
                 f"a prompt of {len(prompt)} tokens and {max_new_tokens} new ones do not fit a slot "
                 f"of {self._room}: give fewer, or a larger max_tokens"
             )
-        ends = {eos} if isinstance(eos, int) else set(eos)
-        request = Request(prompt, max_new_tokens, ends, Sampling(*self._options, seed))
+        request = Request(prompt, max_new_tokens, ends_of(eos), Sampling(*self._options, seed))
         with self._work:
             if self._closed is not None:
                 raise UsageError(f"the batcher takes no requests: {self._closed}")

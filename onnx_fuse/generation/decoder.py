@@ -134,7 +134,7 @@ def decoder_of(inputs: Iterable[Any], outputs: Iterable[Any], graph: onnx_ir.Gra
     pasts: list[InputSpec] = []
     for end in map(InputSpec, inputs):
         rank = len(end.shape or ())
-        if rank >= 4 and (end.dtype.kind not in "iub" or "past" in end.name):
+        if rank >= 4 and re.search(r"past|cache|key|value", end.name):
             pasts.append(end)
             continue
         fitting = [r for r, names in _ROLES.items() if re.fullmatch(names, end.name)]

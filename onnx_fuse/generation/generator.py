@@ -73,7 +73,7 @@ class Generator:
     ) -> None:
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
         self.is_one, self._prompts = prompts_of(ids)
-        self._eos = {eos} if isinstance(eos, int) else set(eos)
+        self._eos = ends_of(eos)
         for name, value in {
             "max_new_tokens": max_new_tokens,
             "chunk": chunk,
@@ -237,6 +237,11 @@ class Generator:
                 f"{self._engine.name}: it holds {self._limit} tokens of a sequence, and token "
                 f"{tokens} has no place: give a shorter prompt or fewer new tokens"
             )
+
+
+def ends_of(eos: int | Iterable[int]) -> set[int]:
+    """The ids that end a sequence, of one or several."""
+    return {int(e) for e in (eos if isinstance(eos, Iterable) else (eos,))}
 
 
 def checked_ids(prompts: Sequence[Sequence[int]], engine: Engine) -> None:

@@ -91,19 +91,19 @@ def append_sampler(
         x = op.Slice(logits, [-rows], [np.iinfo(np.int64).max], [1])
     x = op.Cast(x, to=ir.DataType.FLOAT)
     x.dtype = ir.DataType.FLOAT
-    # finite for logits of which some are -inf, and none is inf or not a number
-    weight = op.ReduceLogSumExp(x, [2], keepdims=0)
-    if HISTORY in ends or DRAWN in ends:
-        x = op.Squeeze(x, [1])
+    one = HISTORY in ends or DRAWN in ends
+    x = op.Squeeze(x, [1]) if one else x
     if HISTORY in ends:
         there = op.GatherElements(x, ends[HISTORY], axis=1)
         penalty = float(sampling.repetition_penalty)
         less = op.Where(op.Less(there, 0.0), op.Mul(there, penalty), op.Div(there, penalty))
         x = op.ScatterElements(x, ends[HISTORY], less, axis=1)
+    # finite for logits of which some are -inf, and none is inf or not a number
+    weight = op.ReduceLogSumExp(x, [-1], keepdims=int(one))
     if DRAWN in ends:
         token = _drawn(op, x, sampling, ends[DRAWN])
     else:
-        token = op.ArgMax(x, axis=-1, keepdims=int(HISTORY in ends))
+        token = op.ArgMax(x, axis=-1, keepdims=int(one))
     token = op.Where(op.Less(op.Abs(weight), np.float32(np.inf)), token, -1)
     token.name, token.shape = TOKEN, ir.Shape(["batch", "rows"])
     token.type = ir.TensorType(ir.DataType.INT64)
@@ -114,13 +114,14 @@ def append_sampler(
 
 def _drawn(op: Builder, x: ir.Value, sampling: Sampling, drawn: ir.Value) -> ir.Value:
     """Where the sum of the probabilities goes beyond `drawn` of all of it; x [B, V] -> [B, 1]."""
-    x = op.Div(x, float(sampling.temperature))
+    # the highest is 0, so that no temperature makes it infinite
+    x = op.Div(op.Sub(x, op.ReduceMax(x, [1], keepdims=1)), max(float(sampling.temperature), 1e-30))
     x.dtype = ir.DataType.FLOAT
     places = None
     if sampling.top_k or sampling.top_p < 1:
         count = op.Slice(op.Shape(x), [1], [2], [0])
         if sampling.top_k:
-            count = op.Min(count, [sampling.top_k])
+            count = op.Min(count, [int(sampling.top_k)])
         x, places = op.TopK(x, count, outputs=2, axis=1)
     share = op.Softmax(x, axis=1)
     share.dtype = ir.DataType.FLOAT

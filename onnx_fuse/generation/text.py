@@ -43,7 +43,8 @@ class Package:
         if not genai:
             model = _json(folder / "config.json") | _json(folder / "generation_config.json")
             search = model
-        eos = model.get("eos_token_id")
+        ends = model.get("eos_token_id")
+        ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
         length = model.get("context_length") or model.get("max_position_embeddings")
         beside = (folder, folder.parent) if folder.name == "onnx" else (folder,)
         of_text = next((c for p in beside if (c := _json(p / "tokenizer_config.json"))), {})
@@ -59,9 +60,11 @@ class Package:
             tokens[name] = str(token.get("content", "") if isinstance(token, dict) else token or "")
         return cls(
             path if not path.is_dir() else _file_in(path, _part(model, "decoder").get("filename")),
-            tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
+            tuple(e for e in ends if isinstance(e, int)),
             length if isinstance(length, int) else None,
-            {n: search[n] for n in _OPTIONS if n in search} if search.get("do_sample") else {},
+            {n: v for n in _OPTIONS if isinstance(v := search.get(n), int | float)}
+            if search.get("do_sample")
+            else {},
             next((f for p in beside if (f := p / "tokenizer.json").is_file()), None),
             template if isinstance(template, str) else None,
             tokens,
