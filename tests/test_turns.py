@@ -89,7 +89,7 @@ def test_arrays_go_to_the_one_place_where_there_is_no_room_for_more(gpu: FakeGpu
     for i in range(AFTER):
         made.send(["y"], feeds(i, x)).result()
 
-    def full(nbytes: int, what: str) -> Memory:
+    def full(nbytes: int, what: str, *, again: bool = True) -> Memory:
         raise DeviceMemoryError(what)
 
     made.shared.pool.allocate = full  # type: ignore[method-assign]
