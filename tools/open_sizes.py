@@ -1,11 +1,13 @@
 """Every dynamic dimension at 0, 1, 2, 3, 7, 64 and 129: open programs, closed ones, onnxruntime.
 
-    python tools/open_sizes.py [--only NAME] [--shapes 60] [--seed 0] [--problems] [FOLDER]
+    python tools/open_sizes.py [--only NAME] [--shapes 60] [--seed 0] [--problems]
+        [--shard K/N] [FOLDER]
 
 The models are the stored exports and decoders, those of models/, the graphs of fusions and contrib
 operators in tests/ with their gradients, and training steps. With FOLDER, they are the .onnx files
-there; more exports are read from the folder that ONNX_FUSE_CASES names. For each shape that
-onnxruntime takes, what a GPU would run is compared as tests/every_size.py says: the calls of a
+there; more exports are read from the folder that ONNX_FUSE_CASES names. `--shard 0/2` and
+`--shard 1/2` are half of the models each; with `--shapes 33` both are 20,000 shapes. For each shape
+that onnxruntime takes, what a GPU would run is compared as tests/every_size.py says: the calls of a
 program that holds for all sizes with those of programs lowered for this shape, and the results, by
 NumPy, with onnxruntime's. `--problems` interprets only where calls differ. A shape at which
 onnxruntime ends the process counts as refused. Prints a line a model and the totals; exits with 1
@@ -15,6 +17,7 @@ where something differs.
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import sys
 import time
@@ -83,9 +86,12 @@ def main() -> int:
     parser.add_argument("--shapes", type=int, default=60, help="shapes of each model")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--problems", action="store_true", help="compare no results")
+    parser.add_argument("--shard", default="0/1", help="K/N: each N-th model, from the K-th on")
     parser.add_argument("folder", nargs="?", type=Path, help="models to read instead")
     given = parser.parse_args()
     models = subjects() if given.folder is None else exports(given.folder)
+    first, count = map(int, given.shard.split("/"))
+    models = itertools.islice(models, first, None, count)
     total, faults, began = Counter[str](), 0, time.perf_counter()
     lowerings()  # what every process would import
     for name, make in models:

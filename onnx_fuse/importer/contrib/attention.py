@@ -30,15 +30,19 @@ _LOWEST = {ir.DataType.FLOAT16: -65504.0, ir.DataType.BFLOAT16: -3.3895313892515
 def split_heads(op: Body, x: ir.Value, heads: int, width: int | None = None) -> ir.Value:
     """[B, S, N·h] as [B, N, S, h]."""
     size = width if width is not None else dim(x, 2)
-    head = -1 if size is None else size // heads
-    rows = op.Reshape(x, op.ints(0, 0, heads, head))
+    if size is not None:
+        rows = op.Reshape(x, op.ints(0, 0, heads, size // heads))
+    else:  # a -1 beside sizes of 0 has no value
+        head = op.Div(op.Shape(x, start=2, end=3), op.ints(heads))
+        sizes = op.Concat(op.Shape(x, start=0, end=2), op.ints(heads), head, axis=0)
+        rows = op.Reshape(x, sizes, allowzero=1)
     return op.Transpose(rows, perm=[0, 2, 1, 3])
 
 
-def join_heads(op: Body, x: ir.Value, width: int | None) -> ir.Value:
-    """[B, N, S, h] as [B, S, N·h]."""
+def join_heads(op: Body, x: ir.Value, width: int | ir.Value | None) -> ir.Value:
+    """[B, N, S, h] as [B, S, N·h]; `width`, that size, may be a vector of one."""
     rows = op.Transpose(x, perm=[0, 2, 1, 3])
-    return op.Reshape(rows, op.ints(0, 0, -1 if width is None else width))
+    return op.Reshape(rows, op.shape(0, 0, -1 if width is None else width))
 
 
 def scaled_scores(
@@ -83,11 +87,8 @@ def _padding(
         if count is not None and length is not None and length not in (count, 2 * count):
             raise Unwritable("its mask_index describes packed sequences")
         rows = op.Shape(like, start=0, end=1)
-        doubled = op.Concat(
-            mask,
-            op.ConstantOfShape(rows, value=ir.tensor(np.zeros(1, np.int32))),
-            axis=0,
-        )
+        no_starts = op.ConstantOfShape(rows, value=ir.tensor(np.zeros(1, np.int32)))
+        doubled = op.Concat(mask, no_starts, axis=0)
         ends = op.Slice(doubled, op.ints(0), rows, op.ints(0))
         starts = op.Slice(doubled, rows, op.Mul(rows, op.ints(2)), op.ints(0))
         column = op.Cast(counted(op, total), to=ir.DataType.INT32)
@@ -137,7 +138,7 @@ def _attend(
     bias: ir.Value | None,
     new: ir.Value | None,
     head: int | None,
-    width: int | None,
+    width: int | ir.Value | None,
     seen: ir.Value | None = None,
 ) -> tuple[ir.Value, ir.Value]:
     """(y, scores before the softmax) of [B, N, ·, h]; `new` is L, None where it is S; `seen` [S, T]
@@ -271,10 +272,11 @@ def multi_head_attention(op: Body, node: ir.Node) -> Results:
     elif past_key is not None and past_value is not None:
         k, v = op.Concat(past_key, k, axis=2), op.Concat(past_value, v, axis=2)
     head = sizes[0] // heads if sizes[0] is not None else None
+    width = op.Shape(value, start=2) if sizes[2] is None and rank(value) == 3 else sizes[2]
     read = v if seen is None else _seen_rows(op, v, seen)
     y, scores = _attend(
         op, node, q, k, read, mask=given(node, 4), bias=given(node, 5), new=new, head=head,
-        width=sizes[2], seen=seen,
+        width=width, seen=seen,
     )  # fmt: skip
     return [y, k, v, scores]
 
@@ -388,15 +390,8 @@ def rotary_embedding(op: Body, node: ir.Node) -> Results:
     if size == 3:  # a -1 beside sizes of 0 has no value
         count = op.Div(op.Shape(x, start=2, end=3), op.ints(head))
         rows = op.Reshape(x, op.shape(0, 0, count, head))
-    y = rotated(
-        op,
-        rows,
-        angles[0],
-        angles[1],
-        half,
-        interleaved=bool(attr(node, "interleaved", 0)),
-        head=head,
-    )
+    pairs = bool(attr(node, "interleaved", 0))
+    y = rotated(op, rows, angles[0], angles[1], half, interleaved=pairs, head=head)
     if size == 3:
         y = op.Reshape(y, op.Shape(x), allowzero=1)
     return [y]

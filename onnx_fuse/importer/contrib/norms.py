@@ -172,7 +172,10 @@ def embed_layer_norm(op: Body, node: ir.Node) -> Results:
     if positions is not None:
         total = op.Add(total, op.Gather(position, positions))
     else:
-        total = op.Add(total, op.Slice(position, op.ints(0), op.size(ids, 1), op.ints(0)))
+        end = op.size(ids, 1)
+        if not dim(ids, 0):  # without a sequence there may be fewer positions than steps
+            end = op.Max(op.Mul(end, op.Min(op.size(ids, 0), op.ints(1))), op.ints(1))
+        total = op.Add(total, op.Slice(position, op.ints(0), end, op.ints(0)))
     if segments is not None:
         total = op.Add(total, op.Gather(needed(node, 4), segments))
     (y,) = layer_norm(op, total, gamma, beta, attr(node, "epsilon", 1e-12))
