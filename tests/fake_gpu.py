@@ -339,8 +339,9 @@ class FaultyGpu(FakeGpu):
             self.called += 1
             # memory that is short is short when it is asked for again
             short = "Alloc" in name or "Create" in name
-            again = short and self.called == self.fails_at + 1 and name == self.failed
+            again = short and name == self.failed  # pools give back what they keep before that
             if self.fails_at and (self.called == self.fails_at or again):
+                self.fails_at = 0 if again else self.fails_at
                 self.failed, frame = name, sys._getframe()
                 while frame is not None and frame.f_code.co_name not in ("__del__", "begin"):
                     frame = frame.f_back  # type: ignore[assignment]
