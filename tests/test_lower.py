@@ -3,7 +3,17 @@
 import numpy as np
 import onnx
 import pytest
-from lowering import GRAPHS, H200, X, arrays, interpreted, lowered, program_of, weights_of
+from lowering import (
+    GRAPHS,
+    H200,
+    X,
+    arrays,
+    interpreted,
+    lowered,
+    program_of,
+    weights_of,
+    with_values,
+)
 from support import stock
 
 from onnx_fuse import rewrite, session
@@ -635,3 +645,17 @@ def test_a_split_without_its_axis_has_parts_of_one(length: int) -> None:
         ort.run(ort.session(model), feeds)
     with pytest.raises(ModelError, match="keepdims = 0 needs parts of 1"):
         interpreted(model, feeds)
+
+
+@pytest.mark.parametrize(
+    ("size", "host"), [((2, 2, 3, 4), False), ((1, 2, 3, 4), True), ((2, 2, 1, 4), True)]
+)
+def test_a_grid_of_a_size_that_is_fed_runs_by_kernels(size, host):
+    """One of a size of one is onnxruntime's, as the body of the standard squeezes it."""
+    model = text_model("""agraph (float[B,2,3] theta, int64[4] size) => (float[B,H,W,2] y) {
+      y = AffineGrid (theta, size) }""")
+    feeds = {**arrays(theta=(size[0], 2, 3)), "size": np.array(size)}
+    assert any(call.host for call in with_values(model, feeds).calls) == host
+    if not host:
+        (expected,) = ort.run(stock(model), feeds)
+        np.testing.assert_allclose(interpreted(model, feeds)["y"], expected, atol=1e-6)

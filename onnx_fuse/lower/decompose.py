@@ -82,7 +82,7 @@ def group_norm(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results:
 def is_flat_grid(ctx: Context, node: ir.Node) -> bool:
     """Whether it is an AffineGrid with a size of one: its body squeezes a batch, and gives NaN."""
     types = ctx.infer(node) if node.op_type == "AffineGrid" else None
-    return types is not None and (types[0] is None or 1 in types[0][1][:-1])
+    return types is not None and types[0] is not None and 1 in types[0][1][:-1]
 
 
 def layer_norm(op: Any, node: ir.Node, shapes: Shapes, const: Known) -> Results | None:
