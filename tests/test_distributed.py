@@ -206,7 +206,7 @@ def test_a_step_of_gathered_weights_holds_few_of_them() -> None:
     small, large = (
         plan(step_program(shard, widths=(512,) * 9, bucket=1 << 18)).arena for shard in ("all", "")
     )
-    assert small < large + 3 * 512 * 512 * 2
+    assert small < large + 3 * 512 * 512 * 2 + (1 << 17)  # what is small stands elsewhere
 
 
 def test_no_budget_makes_a_collective_run_twice() -> None:

@@ -33,7 +33,8 @@ def _gelu(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor
 
 def _cast(op: Any, dy: ir.Value, x: ir.Value, y: ir.Value, n: ir.Node) -> Tensor:
     """The gradient of a float of few bits stays wide: its digits and range would not do."""
-    return dy if x.dtype is not None and x.dtype.bitwidth < 16 else op.CastLike(dy, x)
+    narrow = x.dtype is not None and x.dtype.bitwidth < 16
+    return dy if narrow else to_like(op, dy, x)
 
 
 UNARY: dict[str, Unary | str] = {
