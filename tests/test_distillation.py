@@ -103,6 +103,7 @@ def test_a_student_learns_what_the_teacher_knows(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused() -> None:
     for options, message in (
         ({"temperature": 0.0}, "must be above 0"),
+        ({"distill": {}}, "distill names no output"),
         ({"distill": {"z": 1.0}}, "no output of floats 'z' in common: they have y, h"),
         ({"teacher": text_model("g (float[4] x) => (float[4] k) { k = Exp (x) }")}, "no output of"),
     ):

@@ -170,3 +170,9 @@ def test_a_folder_that_is_none_of_a_decoder(case: str, cli: Cli, tmp_path: Path)
     assert (result.code, result.out) == (1, "")
     assert words in result.err
     assert result.err.count("\n") == 1
+
+
+def test_a_path_that_is_not_there_is_said(cli: Cli, tmp_path: Path) -> None:
+    result = cli("generate", tmp_path / "none", "hello")
+    assert (result.code, result.out) == (2, "")
+    assert f"{tmp_path / 'none'}: there is no such file or folder" in result.err

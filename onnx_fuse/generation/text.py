@@ -35,8 +35,10 @@ class Package:
     def at(cls, path: Path) -> Package:
         """Read what is in a folder, or beside a file: genai_config.json or those of transformers.
 
-        Raises ModelError where a file is missing or malformed.
+        Raises ModelError where a file is missing or malformed, and UsageError where the path is.
         """
+        if not path.exists():
+            raise UsageError(f"{path}: there is no such file or folder")
         folder = path if path.is_dir() else path.parent
         genai = _json(folder / "genai_config.json")
         search, model = _part(genai, "search"), _part(genai, "model")

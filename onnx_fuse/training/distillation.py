@@ -47,6 +47,8 @@ def distilled(
     if not both:
         raise UsageError("the teacher has no output of floats with the name of one of the model's")
     chosen = {next(iter(both)): 1.0} if weights is None else dict(weights)
+    if not chosen:
+        raise UsageError("distill names no output: leave it out for the first that both have")
     for name in chosen.keys() - both.keys():
         raise UsageError(
             f"the model and the teacher have no output of floats '{name}' in common: they have "
