@@ -35,10 +35,8 @@ class Package:
     def at(cls, path: Path) -> Package:
         """Read what is in a folder, or beside a file: genai_config.json or those of transformers.
 
-        Raises ModelError where a file is missing or malformed, and UsageError where the path is.
+        Raises ModelError where a file is missing or malformed.
         """
-        if not path.exists():
-            raise UsageError(f"{path}: there is no such file or folder")
         folder = path if path.is_dir() else path.parent
         genai = _json(folder / "genai_config.json")
         search, model = _part(genai, "search"), _part(genai, "model")
@@ -75,6 +73,8 @@ class Package:
     def text(self, tokenizer: Path | None = None) -> Text:
         """The tokenizer. Raises UsageError where there is none, or no package that reads it."""
         path = tokenizer or self.tokenizer
+        if path is None and not self.model.exists():
+            raise UsageError(f"{self.model}: there is no such file or folder")
         if path is None:
             raise UsageError(
                 f"{self.model}: there is no tokenizer.json beside it: give one with --tokenizer, "
