@@ -325,6 +325,142 @@ def test_a_growing_cache_is_one_launch(row: Exported) -> None:
 
 
 @dataclass(frozen=True)
+class Fixed:
+    """Attention over a buffer of 15 places, into which new rows are written as exporters do it.
+
+    `form`: "put" is torch's index_put (dynamo), "copy" its index_copy (TorchScript), "scatter" its
+    scatter by places of each sequence's own, "linear" and "circular" are TensorScatter's.
+    """
+
+    name: str
+    form: str = "copy"
+    kind: str = "float"
+    rotated: bool = False
+    places: int = 15
+
+    def model(self) -> onnx_ir.Model:
+        kind, each = self.kind, self.form in ("scatter", "each")
+        inputs = [f"{kind}[B,4,S,16] q", *(f"{kind}[B,S,32] {x}" for x in "kv")]
+        inputs += [f"{kind}[B,2,P,16] {x}" for x in ("past_k", "past_v")] + [f"{kind}[B,1,S,P] m"]
+        starts = self.form in ("linear", "circular")
+        inputs += [f"int64[{'B,S' if each else 'B' if starts else 'S'}] at"]
+        inputs += [f"{kind}[1,1,S,16] {x}" for x in ("cos", "sin")] if self.rotated else []
+        body = "split = Constant <value_ints = [0, 0, 2, 16]> ()"
+        for x in "kv":
+            body += f" {x}3 = Reshape ({x}, split)  {x}4 = Transpose <perm = [0, 2, 1, 3]> ({x}3)"
+        new = {"q": "q", "k": "k4", "v": "v4"}
+        for x, y in (("q", "q"), ("k", "k4")) if self.rotated else ():
+            body += (
+                f" {x}a, {x}z = Split <axis = -1, num_outputs = 2> ({y})  {x}n = Neg ({x}z)"
+                f" {x}turn = Concat <axis = -1> ({x}n, {x}a)  {x}c = Mul ({y}, cos)"
+                f" {x}d = Mul ({x}turn, sin)  {x}r = Add ({x}c, {x}d)"
+            )
+            new[x] = f"{x}r"
+        body += "".join(
+            f" {x}_axes = Constant <value_ints = {axes}> ()"
+            for x, axes in (("column", [1]), ("copy", [0, 1, 3]), ("scatter", [1, 3]))
+        )
+        for x in "kv":
+            n, past, present = new[x], f"past_{x}", f"present_{x}"
+            if self.form == "put":
+                body += (
+                    f" {x}i = Unsqueeze (at, column_axes)"
+                    f" {x}p = Transpose <perm = [2, 0, 1, 3]> ({past})"
+                    f" {x}u = Transpose <perm = [2, 0, 1, 3]> ({n})"
+                    f" {x}s = ScatterND ({x}p, {x}i, {x}u)"
+                    f" {present} = Transpose <perm = [1, 2, 0, 3]> ({x}s)"
+                )
+            elif starts:
+                mode = f'<mode = "{self.form}">'
+                body += f" {present} = TensorScatter {mode} ({past}, {n}, at)"
+            else:
+                body += (
+                    f" {x}i = Unsqueeze (at, {self.form}_axes)  {x}w = Shape ({n})"
+                    f" {x}e = Expand ({x}i, {x}w)"
+                    f" {present} = ScatterElements <axis = 2> ({past}, {x}e, {n})"
+                )
+        text = (
+            f'<ir_version: 11, opset_import: ["" : 24]> fixed ({", ".join(inputs)})'
+            f" => ({kind}[B,4,S,16] y, {kind}[B,2,P,16] present_k, {kind}[B,2,P,16] present_v)"
+            f" {{ {body} y = Attention <scale = 0.25> ({new['q']}, present_k, present_v, m) }}"
+        )
+        return text_model(text)
+
+    def feeds(self, batch: int, new: int, past: int, rng: np.random.Generator) -> Feeds:
+        """Each sequence has tokens of its own number before, or all as many."""
+        room = self.places
+        sizes, dtype = {"B": batch, "S": new, "P": room}, "f4" if self.kind == "float" else "f2"
+        before = np.minimum(past + np.arange(batch), room - new)
+        before = before if self.form in ("scatter", "linear", "circular") else before[:1]
+        at = before[:, None] + np.arange(new)
+        feeds: Feeds = {}
+        for value in self.model().graph.inputs:
+            dims = [d if isinstance(d, int) else sizes[str(d.value)] for d in value.shape or ()]
+            feeds[value.name or ""] = rng.standard_normal(dims).astype(dtype)
+        feeds["m"] = np.where(np.arange(room) <= at[:, :, None], 0, -np.inf).astype(dtype)[:, None]
+        feeds["m"] = np.broadcast_to(feeds["m"], (batch, 1, new, room)).copy()
+        if self.form == "circular":
+            feeds["at"] = before + room - 2  # round the end
+        elif self.form == "linear":
+            feeds["at"] = before
+        else:
+            at[:, ::2] -= room  # from the end, the same place
+            feeds["at"] = at if self.form == "scatter" else at[0]
+        return feeds
+
+    def program(self, hw: Hardware) -> Program:
+        """The program of a GPU for two sequences with two tokens each behind 9."""
+        model = load(self.model())
+        rewrite.optimize(model, own_kernels=True)
+        feeds = self.feeds(2, 2, 9, np.random.default_rng(0))
+        return lower(model, {name: (x.shape, x.dtype.name) for name, x in feeds.items()}, hw)
+
+    def variants(self, hw: Hardware) -> list[Any]:
+        """None: each kernel has rows of its own."""
+        return []
+
+
+FIXED = [
+    Fixed("index_copy"),
+    Fixed("index_copy, rotated", rotated=True),
+    Fixed("index_put, rotated", "put", rotated=True),
+    Fixed("scatter", "scatter"),
+    Fixed("scatter, rotated float16", "scatter", "float16", rotated=True),
+    Fixed("index_put float16", "put", "float16"),
+    Fixed("TensorScatter", "linear", rotated=True),
+    Fixed("TensorScatter, circular float16", "circular", "float16"),
+]
+
+
+@pytest.mark.parametrize("row", FIXED, ids=lambda row: row.name)
+def test_a_cache_of_a_fixed_size_is_one_launch(row: Fixed) -> None:
+    """An empty, a partly filled and a full buffer; NaN in a sequence stays there."""
+    rng, proto = np.random.default_rng(6), onnx_ir.serde.serialize_model(row.model())
+    theirs = onnxruntime.InferenceSession(proto.SerializeToString(), None, ["CPUExecutionProvider"])
+    model = load(row.model())
+    specializer, weights = program_of(model)
+    limit = 2e-5 if row.kind == "float" else 4e-3
+    for batch, new, past in (*GROWTH, (3, 2, 13), (2, 15, 0)):
+        feeds = row.feeds(batch, new, past, rng)
+        feeds["k"][-1, -1] = feeds["v"][-1, 0] = np.nan
+        if new > 2 and row.form == "copy":
+            feeds["at"][1] = feeds["at"][0]  # the later one stays
+        shapes = {name: (x.shape, x.dtype.name) for name, x in feeds.items()}
+        programs = [specializer.of(shapes).program]
+        programs += [lower(model, shapes, CHIPS["H200"])] if batch == 2 else []
+        wanted = theirs.run(None, feeds)
+        for program in programs:
+            calls = [c.problem.op for c in program.calls if c.problem is not None]
+            assert calls[-2:] == ["CacheAppend", "Sdpa"]
+            assert [len(call.inplace) for call in program.calls][-2:] == [2, 0]
+            got = interpret(program, feeds, weights)
+            for end, want in zip(theirs.get_outputs(), wanted, strict=True):
+                np.testing.assert_allclose(
+                    got[end.name], want, rtol=limit, atol=limit, err_msg=f"{batch} {new} {past}"
+                )
+
+
+@dataclass(frozen=True)
 class Buffered:
     """Attention over a buffer that past and present share: 4 heads of 16, all as full."""
 

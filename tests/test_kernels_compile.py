@@ -190,7 +190,10 @@ PROBLEMS = (
             q_strides=(512, 64, 512), k_strides=(128, 64, 128), v_strides=(128, 64, 128), half=32,
             context=512, **how,
         )
-        for how in ({}, {"keep": True}, {"uniform": True, "columns": True, "positions": "rows"})
+        for how in (
+            {}, {"keep": True}, {"uniform": True, "columns": True, "positions": "rows"},
+            {"keep": True, "columns": True, "positions": "rows", "placed": "each"},
+        )
     ),
 )  # fmt: skip
 LIKELIEST = 2  # configurations of a kernel that every problem compiles, the first by cost

@@ -8,7 +8,8 @@
 //            INTERLEAVED (a pair are neighbours), POSITIONS (of angles: 0 the place, 1 from the first
 //            on, 2 one each, 3 the new row's number), COLUMNS (tables are [context, 2 HALF], a number
 //            a column), UNIFORM (each sequence has `past` tokens and the new ones: no lengths),
-//            KEEP (what past has behind the new rows stays).
+//            KEEP (what past has behind the new rows stays), PLACED (positions are the new rows' places,
+//            1: [B, rows], 2: [rows] for all sequences; the last row of a place stays; no lengths).
 // Launch   : any grid (x) of 256 threads.
 // Numerics : rotations in ACC, rounded once.
 // Bound    : bytes of the new rows; of past as well where present is another place.
@@ -16,6 +17,16 @@
 constexpr int PIECES = D / PIECE;
 
 struct Rows { i64 batch, head, row; };
+
+// A row's place, which counts from the end where it is negative; `length` where there is none.
+__device__ __forceinline__ int placed(i64 at, int length) {
+    return at < -length || at >= length ? length : (int)at + (at < 0 ? length : 0);
+}
+// Whether a row from `row` on goes to a place.
+__device__ __forceinline__ bool is_written(const i64* places, int row, int rows, int length, int place) {
+    while (row < rows && placed(places[row], length) != place) row++;
+    return row < rows;
+}
 
 extern "C" __global__ void __launch_bounds__(256) cache_append(
     const T* q, const T* k, const T* v, const int* lengths, const T* cosines, const T* sines, const i64* positions,
@@ -28,7 +39,8 @@ extern "C" __global__ void __launch_bounds__(256) cache_append(
     for (i64 i = first; i < (i64)batch * rows * all * PIECES; i += step) {
         const int e = i % PIECES * PIECE, row = i / PIECES / all % rows, b = i / PIECES / all / rows;
         int head = i / PIECES % all;
-        const int place = (UNIFORM ? past : max(lengths[b] + 1 - rows, 0)) + row;
+        const i64* places = positions + (PLACED == 1 ? (i64)b * rows : 0);
+        const int place = PLACED ? placed(places[row], length) : (UNIFORM ? past : max(lengths[b] + 1 - rows, 0)) + row;
         const bool query = head < heads, key = !query && head < heads + kv_heads;
         head -= query ? 0 : key ? heads : heads + kv_heads;
         const Rows at = query ? Rows{qb, qh, qr} : key ? Rows{kb, kh, kr} : Rows{vb, vh, vr};
@@ -59,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(256) cache_append(
         }
         if (query)
             store<PIECE>(turned + (((i64)b * heads + head) * rows + row) * D + e, x);
-        else if (place < length)
+        else if (place < length && !(PLACED && is_written(places, row + 1, rows, length, place)))
             store<PIECE>((key ? present_key : present_value) + (((i64)b * kv_heads + head) * length + place) * D + e, x);
     }
     if (UNIFORM) {  // a block takes a chunk of one head's past at a time, with its loads all on their way
@@ -92,8 +104,9 @@ extern "C" __global__ void __launch_bounds__(256) cache_append(
         for (i64 i = first; i < each; i += step) {
             const i64 line = i / PIECES;
             const int e = i % PIECES * PIECE, place = line % length, b = line / length / kv_heads;
-            const int start = max(lengths[b] + 1 - rows, 0);
-            if (place >= start && place < start + rows) continue;
+            const int start = PLACED ? 0 : max(lengths[b] + 1 - rows, 0);
+            const i64* places = positions + (PLACED == 1 ? (i64)b * rows : 0);
+            if (PLACED ? is_written(places, 0, rows, length, place) : place >= start && place < start + rows) continue;
             Vec<T, PIECE> x = {};
             if ((KEEP || place < start) && place < past) x = load<PIECE>(old + (line / length * past + place) * D + e);
             store<PIECE>(to + line * D + e, x);

@@ -647,7 +647,7 @@ class Append(HeuristicKernel):
     """sdpa/append.cu. Operands: q k v lengths cos sin positions past_key past_value, turned
     present_key present_value."""
 
-    source, version = "sdpa/append.cu", 3
+    source, version = "sdpa/append.cu", 4
 
     def launch(self, problem: CacheAppend, config: KernelConfig, hw: Hardware) -> Launches:
         """One launch, whose threads walk over the new rows, then over a past that stands apart."""
@@ -665,6 +665,7 @@ class Append(HeuristicKernel):
             T=C_TYPES[p.dtype], ACC=accumulator(p.dtype), D=p.size, PIECE=width, HALF=p.half,
             INTERLEAVED=p.interleaved, COLUMNS=p.columns, UNIFORM=p.uniform, KEEP=p.keep,
             POSITIONS=("", "first", "each", "rows").index(p.positions),
+            PLACED=("", "each", "all").index(p.placed),
         )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Caches of keys and values: those that grow, and attention of contrib operators over one.
+"""Caches of keys and values, and attention of contrib operators over one.
 
 B batch, S new tokens, T places of the cache, H heads of queries, K heads of keys, D numbers a head.
 """
@@ -16,7 +16,7 @@ from onnx_fuse.ir.constants import FUSE
 from onnx_fuse.kernels import serves
 from onnx_fuse.lower.context import Context, Lowering, NotStatic, emit
 from onnx_fuse.lower.sdpa import aligned
-from onnx_fuse.ops.fused.caches import PLAIN, ROTATED
+from onnx_fuse.ops.fused.caches import CACHES
 from onnx_fuse.program.call import Tensor
 from onnx_fuse.program.contractions import Attention
 from onnx_fuse.program.data_movement import CacheAppend
@@ -206,9 +206,9 @@ def _mask(
     return mask
 
 
-def growing_cache(ctx: Context, node: ir.Node) -> str | None:
-    """Behind the past stand the new rows, rotated where the node has tables."""
-    rotated = node.op_type == ROTATED
+def cache_update(ctx: Context, node: ir.Node) -> str | None:
+    """New rows behind the past or at their places, rotated where the node has tables."""
+    rotated, placed = next(how for how, name in CACHES.items() if name == node.op_type)
     names = ("q", "k", "v") if rotated else ("k", "v")
     reads = {name: aligned(ctx, ctx.view(node, i)) for i, name in enumerate(names)}
     pasts = [ctx.dense(node, len(names) + i) for i in range(2)]
@@ -220,29 +220,35 @@ def growing_cache(ctx: Context, node: ir.Node) -> str | None:
         return "its keys and values differ in size"
     if (q.shape[0], *q.shape[2:]) != (batch, rows, size) or not batch * rows * size:
         return "it is empty, or its queries are not those of its keys"
-    more: dict[str, Any] = {}
+    more: dict[str, Any] = {"uniform": not placed}
     if rotated:
         try:
             tables = [ctx.view(node, i).expand((batch, 1, rows, size)) for i in (5, 6)]
         except ValueError:
             return "its tables do not broadcast to its heads"
         reads |= dict(zip(("cos", "sin"), map(ctx.contiguous, tables), strict=True))
-        more = {"heads": q.shape[1], "half": size // 2, "context": batch * rows}
+        more |= {"heads": q.shape[1], "half": size // 2, "context": batch * rows}
         more |= {"positions": "rows", "columns": True}
+    if placed:
+        places = ctx.view(node, len(node.inputs) - 1)
+        shared = places.shape[0] == 1
+        places = places.expand((1 if shared else batch, 1, rows, 1))
+        reads["positions"] = ctx.contiguous(places)
+        more |= {"placed": "all" if shared else "each", "keep": True}
     writes = {"turned": ctx.output(node, 0, q.shape, q.dtype)} if rotated else {}
-    length, dtype = past + rows, k.dtype
+    length, dtype = past if placed else past + rows, k.dtype
     for i, name in enumerate(("present_key", "present_value"), rotated):
         writes[name] = ctx.output(node, i, (batch, kv_heads, length, size), dtype)
     append = CacheAppend(
         batch=batch, rows=rows, kv_heads=kv_heads, size=size, length=length, past=past,
         dtype=dtype, q_strides=q.strides[:3], k_strides=k.strides[:3],
-        v_strides=reads["v"].strides[:3], uniform=True, **{"heads": 0, **more},
+        v_strides=reads["v"].strides[:3], **{"heads": 0, **more},
     )  # fmt: skip
-    return ctx.select(node, append, reads, writes)
+    return ctx.select(node, append, reads, writes, inplace=_PAIRS if placed else ())
 
 
 LOWERINGS: dict[tuple[str, str], Lowering] = {
-    **{(FUSE, name): growing_cache for name in (PLAIN, ROTATED)},
+    **{(FUSE, name): cache_update for name in CACHES.values()},
     ("com.microsoft", "GroupQueryAttention"): group_query_attention,
     ("com.microsoft", "MultiHeadAttention"): shared_buffer,
     ("com.microsoft", "DecoderMaskedMultiHeadAttention"): shared_buffer,

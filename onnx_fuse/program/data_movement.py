@@ -436,6 +436,8 @@ class CacheAppend(AnyProblem):
     uniform: bool = False
     keep: bool = False
     """Places behind the new tokens are those of past."""
+    placed: str = ""
+    """Without `lengths`, rows go to positions[b, row] ("each") or [row] ("all"), the last stays."""
 
     @property
     def bytes(self) -> int:

@@ -142,17 +142,18 @@ def _append(p: data_movement.CacheAppend) -> Needs:
     lead = {"q": p.heads, "k": p.kv_heads, "v": p.kv_heads}
     strides = {"q": p.q_strides, "k": p.k_strides, "v": p.v_strides}
     cache = p.batch * p.kv_heads * p.size
+    counts = {"first": 1, "each": p.batch * p.rows, "all": p.rows}
     needs = {
         name: (p.dtype, _reach((p.batch, heads, p.rows), strides[name]) + p.size - 1)
         for name, heads in lead.items()
     }
     return needs | {
-        "lengths": ("int32", 0 if p.uniform else p.batch),
+        "lengths": ("int32", 0 if p.uniform or p.placed else p.batch),
         "turned": (p.dtype, p.batch * p.heads * p.rows * p.size),
         **dict.fromkeys(("cos", "sin"), (p.dtype, p.context * p.half * (1 + p.columns))),
         **dict.fromkeys(("past_key", "past_value"), (p.dtype, cache * p.past)),
         **dict.fromkeys(("present_key", "present_value"), (p.dtype, cache * p.length)),
-        "positions": ("int64", {"first": 1, "each": p.batch * p.rows}.get(p.positions, 0)),
+        "positions": ("int64", counts.get(p.placed or p.positions, 0)),
     }  # fmt: skip
 
 

@@ -1,20 +1,26 @@
-"""Caches that grow: the Concats of keys and of values before attention become one operator.
+"""Caches before attention: what adds rows to the keys and to the values becomes one operator.
 
-It takes in the rotation of queries and new keys by the same tables. A decoder's layer then has one
-launch for what were up to eight. It is for graphs that this runtime's kernels run.
+New rows stand behind those of before (Concat), or at places of a buffer of a fixed size (torch's
+index_copy and index_put as ScatterElements or ScatterND, TensorScatter). The operator takes in the
+rotation of queries and new keys by the same tables. A decoder's layer then has one launch for what
+were up to eight. It is for graphs that this runtime's kernels run.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from onnx_fuse.ir.build import Builder, dim, rank
 from onnx_fuse.ir.constants import FUSE
-from onnx_fuse.ops.fused.caches import PLAIN, ROTATED
+from onnx_fuse.ops.fused.caches import CACHES
 from onnx_fuse.ops.fused.sdpa import KINDS
+from onnx_fuse.ops.fused.sdpa.rule import transposed
 from onnx_fuse.ops.rules import (
     Rewriter,
     attribute,
+    constant_ints,
     depends_on,
     is_constant,
     nodes_in_order,
@@ -23,21 +29,22 @@ from onnx_fuse.ops.rules import (
 from onnx_fuse.rewrite.canonicalize import fold_sizes, refresh
 from onnx_fuse.rewrite.rotation import rotation_of
 
-GROWING_CACHE = PLAIN
+GROWING_CACHE = CACHES[False, False]
 """Name of the rewrite in reports and for --fuse and --skip."""
 
 
 def grow_caches(rw: Rewriter) -> int:
-    """Put one operator in the place of the two Concats before attention; how many there were.
+    """Put one operator in the place of the two updates before attention; how many there were.
 
     The nodes are not in order afterwards: a present may be read before the other is there.
     """
-    nodes = [node for node in nodes_in_order(rw.graph, tuple(KINDS)) if _joins(node)]
+    nodes = [node for node in nodes_in_order(rw.graph, tuple(KINDS)) if _updates(node)]
     if any(_is_sum_of_products(node.inputs[0]) for node in nodes):
         refresh(rw.model)
         # what repeated the heads is gone, and said of no size that it is not 0
         fold_sizes(rw.model, training=False)
-    return sum(_grow(rw, node) for node in nodes)
+    places: dict[object, ir.Value] = {}
+    return sum(_grow(rw, node, places) for node in nodes)
 
 
 def _is_sum_of_products(value: ir.Value | None) -> bool:
@@ -48,42 +55,179 @@ def _is_sum_of_products(value: ir.Value | None) -> bool:
     return all(producer(v, "Mul") is not None for v in total.inputs)
 
 
-def _joins(attention: ir.Node) -> tuple[ir.Node, ir.Node] | None:
-    """The Concats of the keys and of the values."""
+@dataclass(frozen=True)
+class _Places:
+    """Where new rows stand: `source` with `axes` unsqueezed, [B or 1, 1, S, 1].
+
+    Of `starts`, `source` [B] or None (0) has the place of the first row of each sequence, and
+    those behind `circular` buffers' ends are at their beginning.
+    """
+
+    source: ir.Value | None
+    axes: tuple[int, ...] = ()
+    starts: bool = False
+    circular: bool = False
+
+    def build(self, op: Builder, past: ir.Value, new: ir.Value) -> ir.Value:
+        value: ir.Value | None = self.source
+        if value is not None and value.dtype != ir.DataType.INT64:
+            value = op.Cast(value, to=ir.DataType.INT64)
+        if value is not None and self.axes:
+            value = op.Unsqueeze(value, list(self.axes))
+        if not self.starts:
+            assert value is not None
+            return value
+        rows = op.Squeeze(op.Shape(new, start=2, end=3), [0])
+        rows = op.Unsqueeze(op.Range(op.constant(0), rows, op.constant(1)), [0, 1, 3])
+        places: ir.Value = rows if value is None else op.Add(value, rows)
+        return op.Mod(places, op.Shape(past, start=2, end=3)) if self.circular else places
+
+
+@dataclass(frozen=True)
+class _Update:
+    """`present` [B, H, T, D]: `past` with `new` behind it or at `places`; new, transposed by
+    `perm`, is [B, H, S, D].
+    """
+
+    present: ir.Value
+    past: ir.Value
+    new: ir.Value
+    places: _Places | None = None
+    perm: tuple[int, ...] = ()
+
+    def rows(self, op: Builder) -> ir.Value:
+        return transposed(op, self.new, self.perm) if self.perm else self.new
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What the places are computed from; None in the place of a size that has no name."""
+        if self.places is None or not self.places.starts:
+            return (self.places,)
+        sizes = [x.shape[2] for x in (self.past, self.new) if x.shape is not None]
+        return self.places, *(n if isinstance(n, int) else n.value for n in sizes)
+
+
+def _updates(attention: ir.Node) -> tuple[_Update, _Update] | None:
+    """Of the keys and of the values."""
     _, k, v = attention.inputs[:3]
-    keys, values = _growing(k, attention), _growing(v, attention)
-    return None if keys is None or values is None or keys is values else (keys, values)
+    keys, values = _update(k, attention), _update(v, attention)
+    if keys is None or values is None or keys.present is values.present:
+        return None
+    return None if keys.key != values.key or None in keys.key[1:] else (keys, values)
 
 
-def _grow(rw: Rewriter, attention: ir.Node) -> bool:
-    q, joins = attention.inputs[0], _joins(attention)
-    if joins is None or q is None:
+def _grow(rw: Rewriter, attention: ir.Node, places: dict[object, ir.Value]) -> bool:
+    q, both = attention.inputs[0], _updates(attention)
+    if both is None or q is None:
         return False
-    (past_key, new_key), (past_value, new_value) = (join.inputs for join in joins)
-    old, op = [join.outputs[0] for join in joins], Builder()
-    operands = [new_key, new_value, past_key, past_value]
-    turned, turned_key = (
-        rotation_of(x.producer()) if x is not None else None for x in (q, new_key)
-    )
-    name = PLAIN
+    keys, values = both
+    old, op = [update.present for update in both], Builder()
+    new_key, new_value = (update.rows(op) for update in both)
+    operands = [new_key, new_value, keys.past, values.past]
+    turned, turned_key = (rotation_of(x.producer()) for x in (q, new_key))
+    rotates = False
     if turned is not None and turned_key is not None:
         tables = [turned.cos, turned.sin]
         if [turned_key.cos, turned_key.sin] == tables and dim(turned.x, -1) == dim(new_key, -1):
-            name, old = ROTATED, [q, *old]
-            operands = [turned.x, turned_key.x, new_value, past_key, past_value, *tables]
+            rotates, old = True, [q, *old]
+            operands = [turned.x, turned_key.x, new_value, keys.past, values.past, *tables]
+    where = places.get(keys.key)
+    if keys.places is not None:
+        where = keys.places.build(op, keys.past, new_key) if where is None else where
+        operands.append(where)
     if any(depends_on(operand, value) for operand in operands for value in old):
         return False
+    if where is not None:
+        places[keys.key] = where
+    name = CACHES[rotates, keys.places is not None]
     new = op.node(name, operands, domain=FUSE, outputs=len(old))
     return rw.replace(attention, op, old, new)
 
 
-def _growing(value: ir.Value | None, attention: ir.Node) -> ir.Node | None:
-    """The Concat of a past and new tokens [B, H, tokens, D], which a Cast may lead to."""
+def _update(value: ir.Value | None, attention: ir.Node) -> _Update | None:
+    """How [B, H, tokens, D], which a Cast may lead to, has its new rows."""
     cast = producer(value, "Cast")
-    join = producer(value if cast is None else cast.inputs[0], "Concat")
-    if join is None or join.graph is not attention.graph or len(join.inputs) != 2:
+    value = value if cast is None else cast.inputs[0]
+    node = None if value is None else value.producer()
+    if node is None or node.graph is not attention.graph or node.domain:
         return None
-    past, new = join.inputs
-    if attribute(join, "axis", 0) not in (2, -2) or is_constant(past) or is_constant(new):
+    form = _FORMS.get(node.op_type)
+    update = None if form is None else form(node)
+    if update is None or is_constant(update.past) or is_constant(update.new):
         return None
-    return join if rank(past) == rank(new) == 4 and past is not new else None
+    same = update.past is update.new
+    return update if rank(update.past) == rank(update.new) == 4 and not same else None
+
+
+def _joined(node: ir.Node) -> _Update | None:
+    if attribute(node, "axis", 0) not in (2, -2) or len(node.inputs) != 2:
+        return None
+    past, new = node.inputs
+    return None if past is None or new is None else _Update(node.outputs[0], past, new)
+
+
+def _scattered(node: ir.Node) -> _Update | None:
+    """ScatterElements along the tokens, its indices the same for all heads and columns."""
+    past, indices, new = node.inputs
+    if attribute(node, "axis", 0) not in (2, -2) or attribute(node, "reduction", "none") != "none":
+        return None
+    places = _places(indices)
+    if past is None or new is None or places is None:
+        return None
+    return _Update(node.outputs[0], past, new, places)
+
+
+def _permuted(node: ir.Node) -> _Update | None:
+    """ScatterND between two Transposes, of which the first brings the tokens to the front."""
+    back, scatter = attribute(node, "perm", ()), producer(node.inputs[0], "ScatterND")
+    if scatter is None or attribute(scatter, "reduction", "none") != "none":
+        return None
+    turn, (_, indices, new) = producer(scatter.inputs[0], "Transpose"), scatter.inputs
+    front: list[int] = [] if turn is None else [*attribute(turn, "perm", ())]
+    if turn is None or len(front) != 4 or front[0] != 2 or rank(indices) != 2:
+        return None
+    places, past = _places(indices), turn.inputs[0]
+    if [front[i] for i in back] != [0, 1, 2, 3] or places is None or past is None or new is None:
+        return None
+    perm = tuple(back)
+    if (before := producer(new, "Transpose")) is not None and before.inputs[0] is not None:
+        order = attribute(before, "perm", ())
+        new, perm = before.inputs[0], tuple(order[i] for i in back)
+    return _Update(node.outputs[0], past, new, places, () if perm == (0, 1, 2, 3) else perm)
+
+
+def _tensor_scattered(node: ir.Node) -> _Update | None:
+    past, new, *starts = node.inputs
+    if past is None or new is None or attribute(node, "axis", -2) not in (2, -2):
+        return None
+    circular = attribute(node, "mode", "linear") == "circular"
+    places = _Places(starts[0] if starts else None, (1, 2, 3), starts=True, circular=circular)
+    return _Update(node.outputs[0], past, new, places)
+
+
+def _places(indices: ir.Value | None) -> _Places | None:
+    """Of indices that are the same for all heads and columns: [., 1, S, 1] or less, expanded."""
+    expand = producer(indices, "Expand")
+    value = indices if expand is None else expand.inputs[0]
+    if value is None or value.shape is None or dim(value, -1) != 1 or len(value.shape) > 4:
+        return None
+    lead = list(value.shape)[:-2]
+    if lead and lead[-1] != 1:
+        return None
+    view = producer(value, "Unsqueeze", "Reshape")
+    source = None if view is None else view.inputs[0]
+    if rank(source) == 1 and all(size == 1 for size in lead):  # its numbers in their order
+        return _Places(source, (0, 1, 3))
+    if rank(source) == 2 and view is not None and view.op_type == "Unsqueeze":
+        axes = constant_ints(view.inputs[1]) or []
+        if sorted(axis % 4 for axis in axes) == [1, 3]:
+            return _Places(source, (1, 3))
+    return _Places(value, tuple(range(4 - len(value.shape))))
+
+
+_FORMS = {
+    "Concat": _joined,
+    "ScatterElements": _scattered,
+    "Transpose": _permuted,
+    "TensorScatter": _tensor_scattered,
+}

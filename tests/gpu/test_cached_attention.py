@@ -9,12 +9,14 @@ from test_caches import (
     BUFFERED,
     DECODERS,
     EXPORTED,
+    FIXED,
     GROWTH,
     HALF,
     ROTARY,
     Buffered,
     Decoder,
     Exported,
+    Fixed,
     drawn,
     lengths_of,
     told,
@@ -56,8 +58,8 @@ def test_each_sequence_is_the_one_of_onnxruntime(case: Decoder) -> None:
     assert count >= 2
 
 
-@pytest.mark.parametrize("case", [*EXPORTED, *BUFFERED], ids=lambda case: case.name)
-def test_a_cache_is_the_one_of_onnxruntime(case: Exported | Buffered) -> None:
+@pytest.mark.parametrize("case", [*EXPORTED, *FIXED, *BUFFERED], ids=lambda case: case.name)
+def test_a_cache_is_the_one_of_onnxruntime(case: Exported | Fixed | Buffered) -> None:
     model, rng = case.model(), np.random.default_rng(7)
     proto = ir.serde.serialize_model(model)
     theirs = onnxruntime.InferenceSession(proto.SerializeToString(), None, ["CPUExecutionProvider"])
@@ -80,6 +82,31 @@ def on_gpu(array: np.ndarray) -> DeviceTensor:
     stream.upload(memory.address, array.ctypes.data, array.nbytes)
     stream.wait("a cache")
     return DeviceTensor(memory.address, array.shape, array.dtype.name, 0, memory)
+
+
+@pytest.mark.parametrize("case", FIXED, ids=lambda case: case.name)
+def test_a_cache_of_a_fixed_size_is_filled_where_it_stands(case: Fixed) -> None:
+    """Past and present are one place; the bits of other places stay."""
+    model, rng = case.model(), np.random.default_rng(9)
+    ours = InferenceSession(model, device="cuda")
+    for sizes in ((1, 1, 3), (2, 2, 9), (3, 1, 14)):
+        feeds = case.feeds(*sizes, rng)
+        wanted = dict(
+            zip((end.name for end in ours.get_outputs()), ours.run(None, feeds), strict=True)
+        )
+        binding, names = ours.io_binding(), []
+        for name, array in feeds.items():
+            if name.startswith("past_"):
+                place = on_gpu(array)
+                names.append(name.replace("past", "present"))
+                binding.bind_ortvalue_input(name, place)
+                binding.bind_ortvalue_output(names[-1], place)
+            else:
+                binding.bind_cpu_input(name, array)
+        binding.bind_output("y")
+        ours.run_with_iobinding(binding)
+        for name, array in zip([*names, "y"], binding.copy_outputs_to_cpu(), strict=True):
+            np.testing.assert_array_equal(array, wanted[name], err_msg=f"{name} {sizes}")
 
 
 def test_a_cache_is_filled_where_it_stands() -> None:

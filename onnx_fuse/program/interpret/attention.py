@@ -77,10 +77,13 @@ def attention(p: Attention, of: Operands) -> Results:
 def cache_append(p: CacheAppend, of: Operands) -> Results:
     """The caches with the new rows, and the queries rotated."""
     starts = np.full(p.batch, p.past)
-    if not p.uniform:
+    if not (p.uniform or p.placed):
         lengths = of.raw("lengths").reshape(-1).astype(np.int64)
         starts = np.maximum(lengths + 1 - p.rows, 0)
     places = starts[:, None] + np.arange(p.rows)
+    if p.placed:
+        at = of.raw("positions").reshape(-1, p.rows)
+        places = np.broadcast_to(np.where(at < 0, at + p.length, at), places.shape)
     results: Results = {}
     heads = {"q": p.heads, "k": p.kv_heads, "v": p.kv_heads}
     strides = {"q": p.q_strides, "k": p.k_strides, "v": p.v_strides}
@@ -112,7 +115,7 @@ def cache_append(p: CacheAppend, of: Operands) -> Results:
                 old = of.dense(past, p.batch, p.kv_heads, p.past, p.size)
                 end = p.past if p.keep else start
                 cache[b, :, :end] = old[b, :, :end]
-            inside = places[b] < p.length
+            inside = (places[b] >= 0) & (places[b] < p.length)
             cache[b][:, places[b][inside]] = new[name][b][:, inside]
         results[present] = cache
     return results
